@@ -1,0 +1,66 @@
+"""The torch.compile backend ``"kvpass"``: the pass around Inductor."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx
+from torch.fx import GraphModule
+
+from .errors import KVPassError, NotFusedError
+from .graph.find import find
+from .graph.lower import lower
+from .graph.normalise import normalise
+from .graph.report import GraphReport
+from .graph.rewrite import rewrite, unfused_reads
+
+_OPTIONS = {"strict", "lowering", "interpret", "scheme"}
+
+
+@dataclass
+class Backend:
+    """Compiles one captured graph: normalise -> find -> rewrite -> lower -> Inductor.
+
+    strict: raise `NotFusedError` if a cache read was not fused.
+    lowering: "auto" or the name of an implementation.
+    interpret: run the rewritten graph as it is, without Inductor (prefill: first-token latency).
+    """
+
+    strict: bool = False
+    lowering: str = "auto"
+    interpret: bool = False
+    graphs: list[GraphReport] = field(default_factory=list)
+
+    def __call__(self, gm: GraphModule, example_inputs) -> Callable:
+        normal = normalise(gm)
+        attentions, refused = find(normal.graph)
+        module = rewrite(normal, attentions)
+        report = GraphReport(len(attentions), unfused_reads(module), refused, {}, not self.interpret)
+        if self.strict and (refused or report.decoded):
+            reasons = "; ".join(dict.fromkeys(refused)) or "a cache is read outside of attention"
+            raise NotFusedError(f"strict=True: {max(report.decoded, len(refused))} cache reads not fused: {reasons}")
+        report.lowerings = lower(module, self.lowering)
+        self.graphs.append(report)
+        if self.interpret:
+            module.recompile()
+            return module.forward
+        with inductor_config.patch(reorder_for_locality=False):
+            return compile_fx(module, normal.inputs)
+
+
+def kvpass(gm: GraphModule, example_inputs, *, mode: str | None = None, options: dict | None = None) -> Callable:
+    """``torch.compile(fn, backend="kvpass", options={...})`` for functions that use a packed cache.
+
+    options: ``strict``, ``lowering`` and ``interpret`` as in `Backend`. ``mode`` takes "default" only.
+    """
+    options = dict(options or {})
+    if mode not in (None, "default"):
+        raise KVPassError(f"mode={mode!r} is not supported by backend 'kvpass'; leave it out.")
+    if unknown := set(options) - _OPTIONS:
+        raise KVPassError(f"Unknown options {sorted(unknown)} for backend 'kvpass'; there are {sorted(_OPTIONS)}.")
+    if "scheme" in options:
+        raise KVPassError(
+            "A backend cannot change what a cache holds: call kvpass.apply(model, scheme=...) once, which packs the "
+            "cache, and then torch.compile(model, backend='kvpass') if you want to compile it yourself."
+        )
+    return Backend(**options)(gm, example_inputs)

@@ -1,0 +1,243 @@
+"""State swap for transformers caches: full-attention layers of a fresh cache become `PackedLayer`."""
+
+import warnings
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
+
+from .codec.window import length_of, length_view
+from .errors import KVPassError
+from .schemes import LayerGeometry, LayerPlan
+from .state import KVState
+from .tensor import PackedKV
+
+
+class PackedLayer(CacheLayerMixin):
+    """A transformers cache layer over two `KVState`.
+
+    ``update`` reads the past as stored, returns it with the present behind it, and appends the present. The length
+    advances once per forward, by `commit`, so that a layer's graph sees the same length from beginning to end.
+    """
+
+    is_compileable = False  # kvpass compiles the decode step itself; generate() must not
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, plan: LayerPlan, geometry: LayerGeometry, owner: str, max_cache_len: int | None):
+        # not super().__init__(): it assigns keys and values, which are views of the state here
+        self.plan, self.geometry, self.owner, self.max_cache_len = plan, geometry, owner, max_cache_len
+        self.key_state: KVState | None = None
+        self.value_state: KVState | None = None
+        self.tokens = 0
+        self.length: Tensor | None = None  # the length carrier, set while a forward is running
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.key_state is not None
+
+    @property
+    def keys(self) -> PackedKV | None:
+        """The stored keys as a ``[B, H_kv, n, D]`` tensor that decodes when read."""
+        return PackedKV.view(self.key_state, self.tokens) if self.is_initialized else None
+
+    @property
+    def values(self) -> PackedKV | None:
+        """The stored values as a ``[B, H_kv, n, D]`` tensor that decodes when read."""
+        return PackedKV.view(self.value_state, self.tokens) if self.is_initialized else None
+
+    def states(self) -> list[KVState]:
+        """Key and value state, or nothing before the first forward."""
+        return [self.key_state, self.value_state] if self.is_initialized else []
+
+    def prepare(self, batch: int, new_tokens: int, length: Tensor) -> None:
+        """Make room for ``new_tokens`` and start a forward at the length ``length`` carries."""
+        total, geometry = self.tokens + new_tokens, self.geometry
+        if not self.is_initialized:
+            room = (geometry.num_key_value_heads, geometry.head_dim, geometry.dtype, geometry.device)
+            tokens = self.max_cache_len or total
+            self.key_state = KVState.allocate(self.plan.key, batch, *room, tokens)
+            self.value_state = KVState.allocate(self.plan.value, batch, *room, tokens)
+        for state in self.states():
+            state.reserve(total)
+        self.length = length
+
+    def commit(self, new_tokens: int) -> None:
+        """End a forward that stored ``new_tokens``."""
+        self.tokens += new_tokens
+        self.length = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise KVPassError("A packed cache layer is initialized by the forward of the model kvpass was applied to.")
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        if self.length is None:
+            raise KVPassError(
+                "A packed cache was updated outside of the forward kvpass was applied to. Call model(...) or "
+                "model.generate(...), not a submodule, or pass a cache of its own to the submodule."
+            )
+        return self._update(self.key_state, key_states), self._update(self.value_state, value_states)
+
+    def _update(self, state: KVState, x: Tensor) -> Tensor:
+        if x.dtype != state.ring.dtype:
+            raise KVPassError(
+                f"The model produced {x.dtype} keys or values, but kvpass was applied when they were "
+                f"{state.ring.dtype}. kvpass.remove(model) and apply again after changing the dtype."
+            )
+        packed = (state.codes, state.scale, state.zero_point, state.ring)
+        full = x
+        if torch.compiler.is_compiling() or length_of(self.length):
+            full = torch.cat([torch.ops.kvpass.decode(*packed, self.length, state.text), x], 2)
+        torch.ops.kvpass.append_(*packed, state.compensation, self.length, x, None, None, state.text)
+        return full
+
+    def get_seq_length(self) -> int:
+        return self.tokens if self.length is None else length_of(self.length)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return self.max_cache_len or -1
+
+    def reset(self) -> None:
+        self.tokens, self.length = 0, None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove > 0:
+            raise KVPassError(f"crop({tokens_to_remove}): pass the negative number of tokens to remove.")
+        new = max(0, self.tokens + tokens_to_remove)
+        if not all(state.lossless_crop(self.tokens, new) for state in self.states()):
+            warnings.warn(
+                f"crop from {self.tokens} to {new} tokens goes back beyond the full-precision window: some tokens of "
+                "the window are now their decoded, not their exact, values.",
+                stacklevel=3,
+            )
+        for state in self.states():
+            state.crop(self.tokens, new)
+        self.tokens = new
+
+    def _select_batch(self, fn) -> None:
+        if self.is_initialized:
+            self.key_state, self.value_state = self.key_state.map(fn), self.value_state.map(fn)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._select_batch(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._select_batch(lambda tensor: tensor.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._select_batch(lambda tensor: tensor[indices, ...].contiguous())
+
+    def offload(self) -> None:
+        raise KVPassError("Offloaded caches are not supported: a packed cache is meant to stay on the device.")
+
+    prefetch = offload
+
+    @property
+    def batch_size(self) -> int:
+        """Batch size of the stored tokens, -1 before the first forward."""
+        return self.key_state.ring.shape[0] if self.is_initialized else -1
+
+
+def packed_layers(cache: Cache) -> list[PackedLayer]:
+    """The packed layers of a cache, in model order."""
+    return [layer for layer in cache.layers if isinstance(layer, PackedLayer)]
+
+
+def swap_layers(cache: Cache, plans: dict[int, tuple[LayerPlan, LayerGeometry]], owner: str, max_cache_len) -> None:
+    """Replace the planned layers of a fresh ``cache`` in place; the cache object stays the same.
+
+    Raises `KVPassError`, and leaves the cache as it was, if it is offloaded, already holds tokens, or is not made of
+    the plain layers that ``plans`` were made for.
+    """
+    if getattr(cache, "offloading", False):
+        raise KVPassError("Offloaded caches are not supported: pass a plain DynamicCache or StaticCache.")
+    layers = list(cache.layers)
+    while cache.layer_class_to_replicate is not None and len(layers) <= max(plans):
+        layers.append(cache.layer_class_to_replicate())
+    for index, (plan, geometry) in plans.items():
+        old = layers[index] if index < len(layers) else None
+        if type(old) not in (DynamicLayer, StaticLayer):
+            raise KVPassError(
+                f"Layer {index} of the cache is {type(old).__name__}, where kvpass planned for a full-attention layer: "
+                "pass a fresh DynamicCache(config=model.config), or none."
+            )
+        if old.is_initialized and int(old.get_seq_length()):
+            raise KVPassError(
+                f"The cache already holds {int(old.get_seq_length())} full-precision tokens. kvpass packs a cache from "
+                "its first token on: pass a fresh cache, or run the prompt again."
+            )
+        layers[index] = PackedLayer(plan, geometry, owner, getattr(old, "max_cache_len", None) or max_cache_len)
+    cache.layers[:] = layers
+    cache.layer_class_to_replicate = None
+
+
+def start_forward(layers: list[PackedLayer], batch: int, new_tokens: int) -> int:
+    """Prepare all packed layers of a cache for one forward; returns the tokens already stored.
+
+    Raises `KVPassError` if the cache is full or of another batch size; nothing is changed then.
+    """
+    first = layers[0]
+    stored = first.tokens
+    if first.max_cache_len is not None and stored + new_tokens > first.max_cache_len:
+        raise KVPassError(
+            f"The cache is full: {stored} tokens stored, {new_tokens} more do not fit max_cache_len={first.max_cache_len}."
+        )
+    if first.is_initialized and first.batch_size != batch:
+        if stored:
+            raise KVPassError(f"The cache holds a batch of {first.batch_size}; this call has a batch of {batch}.")
+        for layer in layers:  # a reset cache may be used at another batch size
+            layer.key_state = layer.value_state = None
+    length = length_view(torch.tensor([stored], device=first.geometry.device), stored)
+    torch._dynamo.mark_dynamic(length, 0)
+    for layer in layers:
+        layer.prepare(batch, new_tokens, length)
+    return stored
+
+
+def finish_forward(layers: list[PackedLayer], new_tokens: int) -> None:
+    """End the forward `start_forward` began; ``new_tokens`` 0 if it failed."""
+    for layer in layers:
+        layer.commit(new_tokens)
+
+
+def nbytes(cache: Cache) -> int:
+    """Bytes of every tensor reachable from ``cache``: codes, scales, zero points, windows, sinks, compensation matrices
+    and slack, and full-precision layers as they are. Storage shared by several tensors is counted once."""
+    storages, seen, stack = {}, set(), [cache]
+    while stack:
+        item = stack.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, Tensor):
+            storages[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
+        elif isinstance(item, dict):
+            stack.extend(item.values())
+        elif isinstance(item, (list, tuple)):
+            stack.extend(item)
+        elif isinstance(item, (Cache, CacheLayerMixin, KVState)):
+            stack.extend(vars(item).values())
+    return sum(storages.values())
+
+
+def num_values(cache: Cache) -> int:
+    """Logical K and V values stored in the cache."""
+    total = 0
+    for layer in cache.layers:
+        if isinstance(layer, PackedLayer):
+            for state in layer.states():
+                total += state.ring.shape[0] * state.ring.shape[1] * state.ring.shape[3] * layer.tokens
+        elif getattr(layer, "is_initialized", False) and isinstance(getattr(layer, "keys", None), Tensor):
+            total += layer.keys.numel() + layer.values.numel()
+    return total
+
+
+def bits_per_value(cache: Cache) -> float:
+    """`nbytes` in bits, over the K and V values stored. Raises `KVPassError` for an empty cache."""
+    values = num_values(cache)
+    if not values:
+        raise KVPassError("The cache is empty: run the model first.")
+    return 8 * nbytes(cache) / values

@@ -1,0 +1,120 @@
+"""`CodecSpec`: everything an op needs to know about how one tensor (K or V of a layer) is stored."""
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
+from typing import Literal
+
+from ..errors import KVPassError
+from .pack import FIELDS, byte_rows, smallest_page
+
+
+@dataclass(frozen=True)
+class Subspace:
+    """Query-subspace error compensation (SQuat, arXiv 2503.24358, eq. 6).
+
+    rank: directions kept of the prompt's queries.
+    weight: weight of the subspace error against the plain error. ``relative=True``: in units of the mean query energy
+        per channel, which depends neither on the prompt's length nor on the scale of the queries. ``relative=False``:
+        the paper's lambda, which multiplies squared singular values.
+    block_size: channels quantized at a time; later blocks absorb the error of earlier ones.
+    """
+
+    rank: int
+    weight: float
+    relative: bool
+    block_size: int
+
+
+@dataclass(frozen=True)
+class CodecSpec:
+    """Storage of one logical ``[B, H_kv, S, D]`` tensor.
+
+    bits: 1, 2, 3, 4 or 8.
+    per: "channel" shares a scale among ``group_size`` tokens of one channel; "token" among ``group_size`` channels of
+        one token.
+    page_size: tokens packed at a time, written once.
+    residual: tokens that always stay in full precision behind the newest one; a page leaves the window when
+        ``residual + page_size`` tokens are in it.
+    sinks: first tokens, never packed.
+    rollback: tokens that `crop` can take back without loss across a flush.
+    """
+
+    bits: int
+    per: Literal["channel", "token"]
+    group_size: int
+    page_size: int
+    residual: int = 0
+    sinks: int = 0
+    rollback: int = 16
+    subspace: Subspace | None = None
+
+    def __post_init__(self):
+        if self.bits not in FIELDS:
+            raise KVPassError(f"bits={self.bits}: packed widths are {sorted(FIELDS)}.")
+        if self.per not in ("channel", "token"):
+            raise KVPassError(f"per={self.per!r}: use 'channel' or 'token'.")
+        for name in ("group_size", "page_size"):
+            if getattr(self, name) < 1:
+                raise KVPassError(f"{name}={getattr(self, name)} must be positive.")
+        for name in ("residual", "sinks", "rollback"):
+            if getattr(self, name) < 0:
+                raise KVPassError(f"{name}={getattr(self, name)} must not be negative.")
+        multiple = smallest_page(self.bits)
+        if self.page_size % multiple:
+            raise KVPassError(
+                f"page_size={self.page_size} does not fill whole bytes at {self.bits} bits: use a multiple of {multiple}."
+            )
+        if self.per == "channel" and self.page_size % self.group_size:
+            raise KVPassError(
+                f"group_size={self.group_size} does not divide page_size={self.page_size}: K groups run along tokens, "
+                "so a page must hold whole groups. Choose a residual that is a multiple of the group size."
+            )
+        if self.subspace is not None and self.per != "channel":
+            raise KVPassError("Subspace compensation is defined for per-channel keys.")
+
+    def check(self, head_dim: int) -> None:
+        """Raise `KVPassError` unless heads of ``head_dim`` channels can be stored."""
+        if self.per == "token" and head_dim % self.group_size:
+            raise KVPassError(
+                f"group_size={self.group_size} does not divide head_dim={head_dim}: per-token groups run along "
+                f"channels. Use a divisor of {head_dim}."
+            )
+        if self.subspace is not None and head_dim % self.subspace.block_size:
+            raise KVPassError(f"block_size={self.subspace.block_size} does not divide head_dim={head_dim}.")
+
+    @cached_property
+    def window(self) -> int:
+        """Ring slots after the sinks."""
+        return self.residual + self.page_size + self.rollback
+
+    @cached_property
+    def rows(self) -> int:
+        """Byte rows of a page."""
+        return byte_rows(self.page_size, self.bits)
+
+    def packed(self, length: int) -> int:
+        """Tokens in pages once ``length`` tokens are stored: those at ``[sinks, sinks + packed)``."""
+        return max(0, length - self.sinks - self.residual) // self.page_size * self.page_size
+
+    def pages(self, length: int) -> int:
+        """Pages in use once ``length`` tokens are stored."""
+        return self.packed(length) // self.page_size
+
+    def params_shape(self, head_dim: int) -> tuple[int, int]:
+        """Trailing shape of the scales (and zero points) of one page."""
+        if self.per == "channel":
+            return self.page_size // self.group_size, head_dim
+        return self.page_size, head_dim // self.group_size
+
+    def __str__(self) -> str:
+        """The canonical text that travels through op schemas and into compile-cache keys; `parse` inverts it."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+
+@lru_cache(maxsize=None)
+def parse(text: str) -> CodecSpec:
+    """The `CodecSpec` that ``str(spec)`` wrote."""
+    fields = json.loads(text)
+    subspace = fields.pop("subspace")
+    return CodecSpec(**fields, subspace=Subspace(**subspace) if subspace else None)

@@ -1,0 +1,47 @@
+"""Query-subspace compensation: the linear algebra of SQuat (arXiv 2503.24358, appendix B and C).
+
+With P = I + lambda Q^T Q over the kept query directions, fixing the error d of a block of channels leaves the
+minimiser of ``e^T P e`` over the remaining channels at ``-P_rr^{-1} P_rb d``. That is the paper's ``B_t H_t d``
+(eq. 6) by the block inverse, and needs no inverse of P.
+"""
+
+import torch
+from torch import Tensor
+
+from .spec import Subspace
+
+
+def precision_matrix(q: Tensor, subspace: Subspace, valid: Tensor | None = None) -> Tensor:
+    """P of the queries ``q`` ``[B, H_kv, N, D]`` (all query heads of a KV head stacked), ``[B, H_kv, D, D]`` float64.
+
+    valid: optional ``[B, N]`` bool; rows of padding tokens are left out.
+    """
+    q = q.double()
+    if valid is not None:
+        q = q * valid[:, None, :, None]
+    energy, directions = torch.linalg.eigh(q.mT @ q)
+    rank = min(subspace.rank, q.shape[-1])
+    energy, directions = energy[..., -rank:].clamp_min(0), directions[..., -rank:]
+    weight = torch.as_tensor(subspace.weight, dtype=q.dtype, device=q.device)
+    if subspace.relative:
+        per_channel = q.square().sum((-1, -2), keepdim=True) / q.shape[-1]
+        weight = weight / per_channel.clamp_min(torch.finfo(q.dtype).tiny)
+    update = (directions * energy[..., None, :]) @ directions.mT
+    return torch.eye(q.shape[-1], dtype=q.dtype, device=q.device) + weight * update
+
+
+def compensation_matrix(precision: Tensor, block_size: int) -> Tensor:
+    """Block t's column holds ``-P_rr^{-1} P_rt``: how later channels answer a unit error in block t.
+
+    ``[B, H_kv, D, D]`` -> ``[B, H_kv, D - block_size, D - block_size]``, block lower triangular (row 0 is channel
+    ``block_size``).
+    """
+    size = precision.shape[-1]
+    out = torch.zeros_like(precision[..., block_size:, block_size:])
+    for start in range(0, size - block_size, block_size):
+        rest = slice(start + block_size, size)
+        block = slice(start, start + block_size)
+        out[..., start:, start : start + block_size] = -torch.linalg.solve(
+            precision[..., rest, rest], precision[..., rest, block]
+        )
+    return out

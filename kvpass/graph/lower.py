@@ -1,0 +1,28 @@
+"""Stage 4: every ``kvpass::*`` op of a graph gets the name of the implementation that will run it."""
+
+from torch.fx import GraphModule
+
+from kvpass.lowering.table import Site, select
+
+_DEVICE_OF = {"encode": 0, "append_": 3, "decode": 3, "attend": 0}  # argument whose device decides
+
+
+def lower(gm: GraphModule, lowering: str) -> dict[str, str]:
+    """Resolve the ``lowering`` argument of every op on its fake arguments; returns op -> implementation name.
+
+    Raises `KVPassError` if one has no implementation here.
+    """
+    chosen = {}
+    for node in gm.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not schema.name.startswith("kvpass::"):
+            continue
+        op = schema.name.removeprefix("kvpass::")
+        value = node.args[_DEVICE_OF[op]].meta["val"]
+        single_query = op == "attend" and isinstance(value.shape[2], int) and value.shape[2] == 1
+        implementation = select(Site(op, value.device.type, single_query), lowering)
+        position = next(i for i, argument in enumerate(schema.arguments) if argument.name == "lowering")
+        node.args = (*node.args[:position], implementation.name)
+        chosen[op] = implementation.name
+    gm.recompile()
+    return chosen

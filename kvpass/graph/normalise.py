@@ -1,0 +1,78 @@
+"""Stage 1: a Dynamo graph -> functional ATen with attention intact.
+
+The only file that touches AOTAutograd's private export; ``tests/test_private_apis.py`` explains what it relies on.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch._functorch.aot_autograd import aot_export_module
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_any
+
+aten = torch.ops.aten
+
+
+@dataclass
+class NormalGraph:
+    """A functional graph in pre-dispatch ATen.
+
+    module: its placeholders match ``inputs`` one to one; its outputs are the mutated inputs' new values, then the
+        user's outputs.
+    inputs: fake example values.
+    mutated: placeholder -> node with its new value, for every input the program writes.
+    outputs: the user's outputs, without those new values.
+    """
+
+    module: GraphModule
+    inputs: list
+    mutated: dict[Node, Node]
+    outputs: list
+
+    @property
+    def graph(self):
+        return self.module.graph
+
+
+def normalise(gm: GraphModule) -> NormalGraph:
+    """Functionalize ``gm`` without decomposing attention; `in_place` is the way back."""
+    inputs = [node.meta["example_value"] for node in gm.graph.nodes if node.op == "placeholder"]
+    with tracing(TracingContext(detect_fake_mode(inputs))), torch.no_grad():
+        module, signature = aot_export_module(gm, inputs, trace_joint=False, pre_dispatch=True)
+    placeholders = {node.name: node for node in module.graph.nodes if node.op == "placeholder"}
+    values = list(module.graph.output_node().args[0])
+    count = len(signature.user_inputs_to_mutate)
+    mutated = {placeholders[signature.user_inputs_to_mutate[node.name]]: node for node in values[:count]}
+    _clean(module.graph)
+    return NormalGraph(module, inputs, mutated, values[count:])
+
+
+def _clean(graph: torch.fx.Graph) -> None:
+    """Drop metadata asserts (they hide users) and free ``view`` of the strides it was traced with."""
+    for node in list(graph.nodes):
+        if node.target is aten._assert_tensor_metadata.default:
+            graph.erase_node(node)
+        elif node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default
+
+
+def in_place(normal: NormalGraph, skip: set[Node]) -> GraphModule:
+    """Turn the functional graph into one with the program's own outputs, copying mutated inputs back at the end.
+
+    skip: placeholders whose writes the caller has put back itself.
+    """
+    graph, output = normal.graph, normal.graph.output_node()
+    with graph.inserting_before(output):
+        for placeholder, value in normal.mutated.items():
+            if placeholder not in skip:
+                graph.call_function(aten.copy_.default, (placeholder, value))
+    output.args = (tuple(normal.outputs),)
+    graph.eliminate_dead_code()  # safe here: in-place ops have mutable schemas, so they are impure
+    graph.lint()
+    return GraphModule(normal.module, graph)
+
+
+def uses(node: Node, value: Node) -> bool:
+    """Whether ``value`` is among the (nested) arguments of ``node``."""
+    return tree_any(lambda argument: argument is value, (node.args, node.kwargs))

@@ -1,0 +1,86 @@
+"""What the pass did, in words and numbers: `kvpass.explain` prints it."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class GraphReport:
+    """One captured graph: the attentions over packed state found in it and what became of them."""
+
+    fused: int
+    decoded: int
+    refused: list[str]
+    lowerings: dict[str, str]
+    compiled: bool
+
+
+@dataclass
+class LayerReport:
+    """One layer of the model: packed or why not, and its bytes in the cache last used."""
+
+    index: int
+    packed: bool
+    plan: str
+    reason: str = ""
+    nbytes: int = 0
+    full_nbytes: int = 0
+
+
+@dataclass
+class Report:
+    """Printable; also for tests: "enabled but never ran" must not pass unnoticed."""
+
+    scheme: str
+    layers: list[LayerReport]
+    graphs: list[GraphReport] = field(default_factory=list)
+    tokens: int = 0
+    batch: int = 0
+
+    @property
+    def packed(self) -> int:
+        """Layers whose cache is packed."""
+        return sum(layer.packed for layer in self.layers)
+
+    @property
+    def fused(self) -> int:
+        """Attention layers fused in the decode graph (the worst one, if there are several); 0 before the first step."""
+        return min((graph.fused for graph in self.graphs if graph.compiled), default=0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers in the cache last used."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def full_nbytes(self) -> int:
+        """What full precision would take for the same tokens, in the cache's dtype."""
+        return sum(layer.full_nbytes for layer in self.layers)
+
+    def _status(self, layer: LayerReport) -> str:
+        if not layer.packed:
+            return "full precision"
+        if not any(graph.compiled for graph in self.graphs):
+            return "packed"
+        return "packed, fused" if self.fused == self.packed else "packed, see below"
+
+    def __str__(self) -> str:
+        lines = [f"kvpass {self.scheme}: {self.packed} of {len(self.layers)} cache layers packed"]
+        lines.append(f"{'layer':>5}  {'status':<18} {'bytes now':>12} {'full precision':>15}  plan")
+        for layer in self.layers:
+            lines.append(
+                f"{layer.index:>5}  {self._status(layer):<18} {layer.nbytes:>12,} {layer.full_nbytes:>15,}  "
+                f"{layer.plan or layer.reason}"
+            )
+        share = f" ({self.nbytes / self.full_nbytes:.3f}x)" if self.full_nbytes else ""
+        lines.append(
+            f"total: {self.nbytes:,} bytes for {self.tokens} tokens x batch {self.batch}, "
+            f"full precision {self.full_nbytes:,}{share}"
+        )
+        if not self.graphs:
+            lines.append("no graph captured yet: fusion is decided at the first decode step")
+        for graph in self.graphs:
+            kind = "compiled" if graph.compiled else "interpreted"
+            used = ", ".join(f"{op}: {name}" for op, name in sorted(graph.lowerings.items()))
+            lines.append(f"graph ({kind}): {graph.fused} attentions fused, {graph.decoded} reads decoded; {used}")
+            lines.extend(f"  not fused: {reason}" for reason in dict.fromkeys(graph.refused))
+        return "\n".join(lines)

@@ -1,0 +1,101 @@
+"""Schemas of the ``kvpass::*`` ops. Semantics live here, implementations in `kvpass.lowering`.
+
+A packed tensor is ``codes, scale, zero_point, ring`` plus the length carrier of its cache (see
+`kvpass.codec.window.LENGTH_OFFSET`) and the text of its `CodecSpec`.
+
+encode       whole pages of ``x`` -> codes, scale, zero point. Pure.
+append_      store ``x`` behind the ``length`` tokens already there and pack the pages that leave the window. ``q`` and
+             ``mask`` are taps a codec may ask for (SQuat: the prompt's queries and who of them is padding).
+decode       every stored token as ``[B, H_kv, n, D]`` in token order.
+attend       attention of ``q`` over the stored past and the full-precision present ``k_new``, ``v_new``. ``causal``
+             is aligned to the end of the keys. ``softcap`` 0 means none.
+
+``lowering`` names the implementation ("auto" picks; see `kvpass.lowering.table`).
+"""
+
+import torch
+from torch import Tensor
+
+from kvpass.lowering import inductor, reference  # noqa: F401  (they register themselves in the table)
+from kvpass.lowering.table import Site, select
+
+from .codec.affine import params_dtype
+from .codec.spec import parse
+from .codec.window import length_of
+from .errors import KVPassError
+
+_library = torch.library.Library("kvpass", "DEF")
+_STATE = "Tensor codes, Tensor scale, Tensor zero_point, Tensor ring"
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+
+_library.define(
+    'encode(Tensor x, Tensor? compensation, str spec, str lowering="auto") -> (Tensor, Tensor, Tensor)', tags=_TAGS
+)
+_library.define(
+    "append_(Tensor(a!) codes, Tensor(b!) scale, Tensor(c!) zero_point, Tensor(d!) ring, Tensor(e!)? compensation, "
+    'Tensor length, Tensor x, Tensor? q, Tensor? mask, str spec, str lowering="auto") -> ()',
+    tags=_TAGS,
+)
+_library.define(f'decode({_STATE}, Tensor length, str spec, str lowering="auto") -> Tensor', tags=_TAGS)
+_library.define(
+    "attend(Tensor q, Tensor k_codes, Tensor k_scale, Tensor k_zero_point, Tensor k_ring, Tensor v_codes, "
+    "Tensor v_scale, Tensor v_zero_point, Tensor v_ring, Tensor length, Tensor k_new, Tensor v_new, Tensor? mask, "
+    'bool causal, float scale, float softcap, str k_spec, str v_spec, str lowering="auto") -> Tensor',
+    tags=_TAGS,
+)
+
+
+def _encode(x, compensation, spec, lowering="auto"):
+    parsed = parse(spec)
+    if x.shape[-2] % parsed.page_size:
+        raise KVPassError(f"encode takes whole pages of {parsed.page_size} tokens, not {x.shape[-2]}.")
+    parsed.check(x.shape[-1])
+    codes, scale, zero_point = select(Site("encode", x.device.type), lowering).run(x, compensation, parsed)
+    if x.device.type == "cpu":
+        reference.check_finite(scale, zero_point)
+    return codes, scale, zero_point
+
+
+def _append_(codes, scale, zero_point, ring, compensation, length, x, q, mask, spec, lowering="auto"):
+    run = select(Site("append_", x.device.type), lowering).run
+    run(codes, scale, zero_point, ring, compensation, length_of(length), x, q, mask, parse(spec))
+
+
+def _decode(codes, scale, zero_point, ring, length, spec, lowering="auto"):
+    run = select(Site("decode", ring.device.type), lowering).run
+    return run(codes, scale, zero_point, ring, length_of(length), parse(spec))
+
+
+def _attend(q, kc, ks, kz, kr, vc, vs, vz, vr, length, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec,
+            lowering="auto"):  # fmt: skip
+    run = select(Site("attend", q.device.type, q.shape[2] == 1), lowering).run
+    past = (kc, ks, kz, kr), (vc, vs, vz, vr), length_of(length)
+    return run(q, *past, k_new, v_new, mask, causal, scale, softcap, parse(k_spec), parse(v_spec))
+
+
+for _name, _run in (("encode", _encode), ("append_", _append_), ("decode", _decode), ("attend", _attend)):
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("kvpass::encode")
+def _(x: Tensor, compensation, spec, lowering="auto"):
+    spec, (*lead, tokens, head_dim) = parse(spec), x.shape
+    pages = tokens // spec.page_size
+    params = [x.new_empty((*lead, pages, *spec.params_shape(head_dim)), dtype=params_dtype(x.dtype)) for _ in range(2)]
+    return x.new_empty((*lead, pages, spec.rows, head_dim), dtype=torch.uint8), *params
+
+
+@torch.library.register_fake("kvpass::append_")
+def _(codes, scale, zero_point, ring, compensation, length, x, q, mask, spec, lowering="auto"):
+    return None
+
+
+@torch.library.register_fake("kvpass::decode")
+def _(codes, scale, zero_point, ring, length, spec, lowering="auto"):
+    return ring.new_empty((*ring.shape[:2], length_of(length), ring.shape[3]))
+
+
+@torch.library.register_fake("kvpass::attend")
+def _(q, kc, ks, kz, kr, vc, vs, vz, vr, length, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec,
+      lowering="auto"):  # fmt: skip
+    return q.new_empty((*q.shape[:3], v_new.shape[3]))

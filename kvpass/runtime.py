@@ -1,0 +1,221 @@
+"""The forward that `kvpass.apply` puts in front of a model: swap, prepare, run, commit."""
+
+import functools
+import inspect
+import types
+import uuid
+import weakref
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+from transformers import DynamicCache
+from transformers.cache_utils import Cache, DynamicLayer
+
+from .backend import Backend
+from .cache import PackedLayer, finish_forward, packed_layers, start_forward, swap_layers
+from .errors import KVPassError
+from .graph.report import LayerReport, Report
+from .schemes import LayerGeometry, LayerPlan, SchemeConfig
+
+_MIN_COMPILED_LENGTH = 2  # lengths 0 and 1 would be specialised by the tracer
+
+
+def probe(model: nn.Module) -> dict[int, LayerGeometry | str]:
+    """What each cache layer of ``model`` holds: its geometry, or the reason it is not packed. Runs two tokens.
+
+    Raises `KVPassError` if the model has no attention over a transformers cache.
+    """
+    config = getattr(model, "config", None)
+    wanted = "a transformers decoder whose forward takes past_key_values"
+    if config is None or "past_key_values" not in inspect.signature(model.forward).parameters:
+        raise KVPassError(f"No attention over a KV cache found in {type(model).__name__}: kvpass needs {wanted}.")
+    if getattr(config, "is_encoder_decoder", False):
+        raise KVPassError(f"{type(model).__name__} is an encoder-decoder, which is not supported: kvpass needs {wanted}.")
+    try:
+        cache = DynamicCache(config=config)
+        ids = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
+        with torch.no_grad():
+            model(input_ids=ids, past_key_values=cache, use_cache=True)
+    except Exception as error:
+        raise KVPassError(f"A two-token forward of {type(model).__name__} with a DynamicCache failed: {error}") from error
+    layers = {}
+    for index, layer in enumerate(cache.layers):
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if type(layer) is not DynamicLayer:
+            layers[index] = f"{type(layer).__name__}: not full attention over a growing cache"
+        elif not isinstance(keys, Tensor) or keys.ndim != 4 or not keys.numel():
+            layers[index] = "the layer stored no keys"
+        elif keys.shape != values.shape:
+            layers[index] = f"keys {tuple(keys.shape)} and values {tuple(values.shape)} differ in shape (MLA?)"
+        else:
+            layers[index] = LayerGeometry(
+                index, len(cache.layers), keys.shape[1], keys.shape[3], keys.dtype, keys.device
+            )  # fmt: skip
+    if not any(isinstance(layer, LayerGeometry) for layer in layers.values()):
+        reasons = "; ".join(sorted(set(layers.values()))) or "its cache stayed empty"
+        raise KVPassError(f"No attention that can be packed found in {type(model).__name__}: {reasons}.")
+    return layers
+
+
+def _with_own_code(fn):
+    """A copy of ``fn`` with a code object of its own: Dynamo keeps compiled graphs, and its limit of them, per code."""
+    copy = types.FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
+    return functools.wraps(fn)(copy)
+
+
+class Runtime:
+    """Everything `apply` adds to one model; `remove` drops it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        scheme: SchemeConfig,
+        layers: dict[int, LayerGeometry | str],
+        *,
+        strict: bool,
+        lowering: str,
+        max_cache_len: int | None,
+    ):
+        self.model, self.scheme, self.max_cache_len = weakref.ref(model), scheme, max_cache_len
+        self.owner = uuid.uuid4().hex
+        self.eager = lowering == "eager"
+        self.plans: dict[int, tuple[LayerPlan, LayerGeometry]] = {
+            index: (scheme.plan(layer), layer) for index, layer in layers.items() if isinstance(layer, LayerGeometry)
+        }
+        for plan, geometry in self.plans.values():
+            plan.key.check(geometry.head_dim)
+            plan.value.check(geometry.head_dim)
+        self.needs_queries = any(plan.needs_queries for plan, _ in self.plans.values())
+        self.report = Report(
+            str(scheme),
+            [
+                LayerReport(index, index in self.plans, str(self.plans[index][0]) if index in self.plans else "", reason)
+                for index, reason in ((i, layer if isinstance(layer, str) else "") for i, layer in layers.items())
+            ],
+        )
+        self.last_cache: weakref.ref[Cache] | None = None
+
+        self.had_own_forward = "forward" in vars(model)
+        self.original = model.forward
+        self.parameters = list(inspect.signature(self.original).parameters)
+        original = self.original
+
+        def call(*args, **kwargs):
+            return original(*args, **kwargs)
+
+        def compiled(interpret: bool):
+            backend = Backend(
+                strict=strict,
+                lowering="reference" if self.eager else lowering,
+                interpret=interpret,
+                graphs=self.report.graphs,
+            )
+            return torch.compile(_with_own_code(call), backend=backend)
+
+        self.decode_step, self.captured_prefill = compiled(interpret=False), compiled(interpret=True)
+
+    def forward(self, *args, **kwargs):
+        """The model's forward over a packed cache."""
+        kwargs.update(zip(self.parameters, args, strict=False))
+        inputs = kwargs.get("input_ids")
+        inputs = kwargs.get("inputs_embeds") if inputs is None else inputs
+        if inputs is None or not self._uses_cache(kwargs):
+            return self.original(**kwargs)
+        batch, new_tokens = inputs.shape[:2]
+        cache = kwargs.get("past_key_values")
+        if cache is None:
+            cache = kwargs["past_key_values"] = DynamicCache(config=self.model().config)
+        layers = self.adopt(cache)
+        stored = start_forward(layers, batch, new_tokens)
+        done = 0
+        try:
+            self._set_mask(kwargs, stored + new_tokens)
+            run = self._choose(stored, new_tokens)
+            if run is not self.original:
+                self._mark_dynamic(kwargs)
+            with torch.no_grad():
+                output = run(**kwargs)
+            done = new_tokens
+        except BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, KVPassError):
+                raise error.inner_exception from None
+            raise
+        finally:
+            finish_forward(layers, done)
+        self.last_cache = weakref.ref(cache)
+        return output
+
+    def _uses_cache(self, kwargs) -> bool:
+        if self.model().training:
+            return False
+        if kwargs.get("past_key_values") is not None:
+            return True
+        use_cache = kwargs.get("use_cache")
+        return bool(getattr(self.model().config, "use_cache", True) if use_cache is None else use_cache)
+
+    def adopt(self, cache: Cache) -> list[PackedLayer]:
+        """The packed layers of ``cache``, swapped in if it is fresh. Raises `KVPassError` for what cannot be packed."""
+        if not isinstance(cache, Cache):
+            raise KVPassError(f"past_key_values is {type(cache).__name__}; pass a transformers DynamicCache, or none.")
+        layers = packed_layers(cache)
+        if not layers:
+            swap_layers(cache, self.plans, self.owner, self.max_cache_len)
+            layers = packed_layers(cache)
+        if any(layer.owner != self.owner for layer in layers):
+            raise KVPassError(
+                "This cache was packed by another model or by an earlier kvpass.apply: its codes mean nothing here. "
+                "Pass a fresh cache."
+            )
+        return layers
+
+    def _choose(self, stored: int, new_tokens: int):
+        if not stored and self.needs_queries:
+            return self.captured_prefill
+        if self.eager or new_tokens > 1 or stored < _MIN_COMPILED_LENGTH:
+            return self.original
+        return self.decode_step
+
+    def _set_mask(self, kwargs, total: int) -> None:
+        """Drop a 2-D mask that hides nothing, and cut a 4-D one made for a static cache to the tokens there are.
+
+        Decided at every call; on an accelerator reading the mask would wait for the device, so there it stays.
+        """
+        mask = kwargs.get("attention_mask")
+        if not isinstance(mask, Tensor):
+            return
+        if mask.ndim == 4 and mask.shape[-1] > total:
+            kwargs["attention_mask"] = mask[..., :total]
+        elif mask.ndim == 2 and mask.device.type == "cpu" and bool(mask.all()):
+            kwargs["attention_mask"] = None
+
+    def _mark_dynamic(self, kwargs) -> None:
+        """Token dims of the inputs vary from call to call."""
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, Tensor):
+            torch._dynamo.maybe_mark_dynamic(mask, mask.ndim - 1)
+            if mask.ndim == 4 and mask.shape[2] > 1:
+                torch._dynamo.maybe_mark_dynamic(mask, 2)
+        for name in ("input_ids", "inputs_embeds", "position_ids"):
+            tensor = kwargs.get(name)
+            if isinstance(tensor, Tensor) and tensor.ndim >= 2 and tensor.shape[1] > 1:
+                torch._dynamo.maybe_mark_dynamic(tensor, 1)
+
+    def update_report(self) -> Report:
+        """Fill in the bytes of the cache last used."""
+        cache = self.last_cache() if self.last_cache is not None else None
+        for row in self.report.layers:
+            row.nbytes = row.full_nbytes = 0
+        if cache is None:
+            return self.report
+        for row, layer in zip(self.report.layers, cache.layers, strict=False):
+            if isinstance(layer, PackedLayer):
+                self.report.tokens, self.report.batch = layer.tokens, layer.batch_size
+                for state in layer.states():
+                    row.nbytes += state.nbytes()
+                    row.full_nbytes += (
+                        state.ring[:, :, :1].numel() * layer.tokens * state.ring.element_size()
+                    )  # fmt: skip
+            elif isinstance(getattr(layer, "keys", None), Tensor):
+                row.nbytes = row.full_nbytes = layer.keys.nbytes + layer.values.nbytes
+        return self.report

@@ -1,0 +1,117 @@
+"""What a scheme is: a frozen config that turns the geometry of a layer into a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from ..codec.spec import CodecSpec
+from ..errors import KVPassError
+
+
+@dataclass(frozen=True)
+class LayerGeometry:
+    """One cache layer of a model: its index among ``num_layers``, heads, head_dim, dtype and device."""
+
+    index: int
+    num_layers: int
+    num_key_value_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """How one layer stores its keys and values."""
+
+    key: CodecSpec
+    value: CodecSpec
+
+    @property
+    def needs_queries(self) -> bool:
+        """Whether the codec is fitted to the prompt's queries, so that prefill has to be captured."""
+        return self.key.subspace is not None
+
+    def __str__(self) -> str:
+        def describe(name: str, spec: CodecSpec) -> str:
+            window = f"{spec.residual}..{spec.residual + spec.page_size - 1} exact"
+            return f"{name} {spec.bits} bit per {spec.per} g{spec.group_size}, {window}"
+
+        sinks = f", {self.key.sinks} sinks" if self.key.sinks else ""
+        extra = f", rank-{self.key.subspace.rank} subspace" if self.key.subspace else ""
+        return f"{describe('K', self.key)}{extra}; {describe('V', self.value)}{sinks}"
+
+
+@dataclass(frozen=True)
+class SchemeConfig:
+    """Base of all scheme configs. Subclasses are frozen dataclasses with a ``name`` and a ``plan``."""
+
+    name: ClassVar[str]
+    version: ClassVar[int] = 1
+
+    def plan(self, layer: LayerGeometry) -> LayerPlan:
+        """The plan of one layer; raises `KVPassError` if the scheme does not fit it."""
+        raise TypeError(f"{type(self).__name__} must define plan(layer)")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; `from_dict` inverts it."""
+        return {"scheme": self.name, "version": self.version, **dataclasses.asdict(self)}
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(f'{k}={v}' for k, v in dataclasses.asdict(self).items())})"
+
+
+_SCHEMES: dict[str, type[SchemeConfig]] = {}
+_PRESETS: dict[str, SchemeConfig] = {}
+
+
+def register_scheme(**presets: dict[str, Any]):
+    """Class decorator: make a config known under its ``name``, plus presets given as name -> overrides.
+
+    Underscores in preset names become hyphens.
+    """
+
+    def register(cls: type[SchemeConfig]) -> type[SchemeConfig]:
+        _SCHEMES[cls.name] = cls
+        _PRESETS[cls.name] = cls()
+        for preset, overrides in presets.items():
+            _PRESETS[preset.replace("_", "-")] = cls(**overrides)
+        return cls
+
+    return register
+
+
+def available() -> list[str]:
+    """Names that ``scheme=`` accepts."""
+    return sorted(_PRESETS)
+
+
+def get(scheme: str | dict[str, Any] | SchemeConfig, **overrides: Any) -> SchemeConfig:
+    """Resolve a scheme.
+
+    scheme: a name from `available`, a config, or a dict ``{"scheme": name, **overrides}`` (what `to_dict` writes).
+    Raises `KVPassError` for unknown names, unknown fields, or a dict of another version.
+    """
+    if isinstance(scheme, dict):
+        scheme = {**scheme, **overrides}
+        name, version = scheme.pop("scheme", None), scheme.pop("version", None)
+        if name is None:
+            raise KVPassError('A scheme dict names its scheme: {"scheme": "kivi", "bits": 4}.')
+        config = get(name, **scheme)
+        if version not in (None, config.version):
+            raise KVPassError(f"Config version {version} of {name!r}; this kvpass reads version {config.version}.")
+        return config
+    if isinstance(scheme, str):
+        if scheme not in _PRESETS:
+            raise KVPassError(f"Unknown scheme {scheme!r}. Known schemes: {', '.join(available())}.")
+        scheme = _PRESETS[scheme]
+    if not isinstance(scheme, SchemeConfig):
+        raise KVPassError(f"scheme must be a name, a dict or a config, not {type(scheme).__name__}.")
+    known = {field.name for field in dataclasses.fields(scheme)}
+    if unknown := set(overrides) - known:
+        raise KVPassError(f"{type(scheme).__name__} has no field {sorted(unknown)}; it has {sorted(known)}.")
+    return dataclasses.replace(scheme, **overrides)

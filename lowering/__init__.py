@@ -1,0 +1,1 @@
+"""How each ``kvpass::*`` op runs: implementations, and the table that picks one."""

@@ -1,0 +1,1 @@
+"""Formulations written so that Inductor fuses them."""

@@ -1,0 +1,104 @@
+"""Plain PyTorch: the definition of every op, the oracle of the tests, and the eager path."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvpass.codec.affine import check_finite
+from kvpass.codec.pages import decode_pages, encode_pages
+from kvpass.codec.spec import CodecSpec
+from kvpass.codec.subspace import compensation_matrix, precision_matrix
+from kvpass.codec.window import read_window, write_window
+from kvpass.errors import KVPassError
+
+from .table import implements
+
+
+@implements("encode", "reference")
+def encode(x: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Tensor, Tensor, Tensor]:
+    return encode_pages(x, spec, compensation)
+
+
+@implements("decode", "reference")
+def decode(codes: Tensor, scale: Tensor, zero_point: Tensor, ring: Tensor, n: int, spec: CodecSpec) -> Tensor:
+    used, packed = spec.pages(n), spec.packed(n)
+    pages = decode_pages(codes[:, :, :used], scale[:, :, :used], zero_point[:, :, :used], spec).to(ring.dtype)
+    sinks = min(n, spec.sinks)
+    return torch.cat([ring[:, :, :sinks], pages, read_window(ring, spec, sinks + packed, n)], 2)
+
+
+def fit_compensation(q: Tensor, mask: Tensor | None, num_key_value_heads: int, spec: CodecSpec) -> Tensor:
+    """The compensation matrix of the prompt's queries ``[B, H_q, S, D]``; queries of padding tokens (those that may not
+    attend to themselves) are left out."""
+    stacked = q.unflatten(1, (num_key_value_heads, -1))
+    valid = None
+    if mask is not None:
+        own = mask[:, 0].diagonal(mask.shape[-1] - q.shape[2], -2, -1)
+        own = own if own.dtype == torch.bool else own == 0
+        valid = own.expand(q.shape[0], -1).repeat(1, stacked.shape[2])
+    precision = precision_matrix(stacked.flatten(2, 3), spec.subspace, valid)
+    return compensation_matrix(precision, spec.subspace.block_size)
+
+
+def append(encode_fn, codes, scale, zero_point, ring, compensation, n, x, q, mask, spec: CodecSpec) -> None:
+    """Store ``x`` as tokens ``[n, n + S)``; pages that fall out of the window are encoded by ``encode_fn``."""
+    if spec.subspace is not None and n == 0:
+        if q is None:
+            raise KVPassError("This codec needs the prompt's queries, and no attention handed them over.")
+        compensation.copy_(fit_compensation(q, mask, x.shape[1], spec))
+    stop = n + x.shape[2]
+    first, last = spec.pages(n), spec.pages(stop)
+    if last > first:
+        start, count = spec.sinks + spec.packed(n), (last - first) * spec.page_size
+        known = min(n, start + count)
+        tokens = x[:, :, max(0, start - n) : max(0, start + count - n)]
+        if known > start:
+            tokens = torch.cat([read_window(ring, spec, start, known), tokens], 2)
+        new = encode_fn(tokens, compensation, spec)
+        if x.device.type == "cpu":
+            check_finite(*new[1:])
+        for pool, pages in zip((codes, scale, zero_point), new, strict=True):
+            pool[:, :, first:last] = pages
+    write_window(ring, spec, n, x)
+
+
+@implements("append_", "reference")
+def append_(*args) -> None:
+    append(encode, *args)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, softcap: float):
+    """Grouped-query attention of ``q`` ``[B, H_q, S, D]`` over dense ``k``, ``v`` ``[B, H_kv, T, D]``, contiguous."""
+    queries, tokens = q.shape[2], k.shape[2]
+    if queries == 1:
+        causal = False
+    if causal and tokens > queries:
+        mask = torch.ones(queries, tokens, dtype=torch.bool, device=q.device).tril(tokens - queries)
+        causal = False
+    if softcap:
+        return _softcapped_attention(q, k, v, mask, causal, scale, softcap)
+    if queries == 1 and (mask is None or mask.shape[1] == 1):  # query heads of a KV head as rows of one product
+        out = F.scaled_dot_product_attention(q.view(*k.shape[:2], -1, q.shape[3]), k, v, attn_mask=mask, scale=scale)
+        return out.reshape(*q.shape[:3], v.shape[3]).contiguous()
+    gqa = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa)
+    return out.contiguous()
+
+
+def _softcapped_attention(q, k, v, mask, causal, scale, softcap):
+    repeats = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    scores = torch.tanh(q.float() @ k.float().mT * (scale / softcap)) * softcap
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    return (scores.softmax(-1) @ v.float()).to(q.dtype).contiguous()
+
+
+@implements("attend", "reference")
+def attend(q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec) -> Tensor:
+    """``key`` and ``value`` are (codes, scale, zero_point, ring): decode the past, attend to it and to the present."""
+    k = torch.cat([decode(*key, n, k_spec), k_new], 2) if n else k_new
+    v = torch.cat([decode(*value, n, v_spec), v_new], 2) if n else v_new
+    return attention(q, k, v, mask, causal, scale, softcap)

@@ -1,0 +1,78 @@
+"""op -> implementations. Chosen on device and shape, logged once per choice, overridable with ``lowering=``."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from kvpass.errors import KVPassError
+
+logger = logging.getLogger("kvpass.lowering")
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Site:
+    """What a choice may depend on: the op, its device type, and for attention whether there is one query token."""
+
+    op: str
+    device: str
+    single_query: bool = False
+
+    def __str__(self) -> str:
+        return f"kvpass::{self.op} on {self.device}{', one query' if self.single_query else ''}"
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """A named way to run one op. ``refuses`` says why it cannot serve a site, or returns None."""
+
+    op: str
+    name: str
+    run: Callable
+    refuses: Callable[[Site], str | None]
+
+
+_TABLE: dict[str, dict[str, Implementation]] = {}
+
+
+def implements(op: str, name: str, refuses: Callable[[Site], str | None] = lambda site: None):
+    """Register the decorated function as implementation ``name`` of ``op``. Later registrations are preferred."""
+
+    def register(run: Callable) -> Callable:
+        _TABLE.setdefault(op, {})[name] = Implementation(op, name, run, refuses)
+        select.cache_clear()
+        return run
+
+    return register
+
+
+def names() -> list[str]:
+    """Names that ``lowering=`` accepts, besides "auto" and "eager"."""
+    return sorted({name for rows in _TABLE.values() for name in rows})
+
+
+@lru_cache(maxsize=None)
+def select(site: Site, lowering: str = AUTO) -> Implementation:
+    """The implementation that serves ``site``.
+
+    lowering: "auto" takes the most recently registered that does not refuse; a name takes exactly that one.
+    Raises `KVPassError` when the named one is unknown or refuses.
+    """
+    rows = _TABLE[site.op]
+    if lowering != AUTO:
+        if lowering not in rows:
+            raise KVPassError(f"No lowering {lowering!r} for kvpass::{site.op}; there are {sorted(rows)} and 'auto'.")
+        if reason := rows[lowering].refuses(site):
+            raise KVPassError(f"lowering={lowering!r} cannot run kvpass::{site.op} here: {reason} Use 'auto'.")
+        return rows[lowering]
+    passed_over = []
+    for implementation in reversed(rows.values()):
+        reason = implementation.refuses(site)
+        if reason is None:
+            why = f" ({'; '.join(passed_over)})" if passed_over else ""
+            logger.info("%s: %s%s", site, implementation.name, why)
+            return implementation
+        passed_over.append(f"not {implementation.name}: {reason}")
+    raise KVPassError(f"No implementation serves {site}: {'; '.join(passed_over)}")
