@@ -34,7 +34,7 @@ class Backend:
     def __call__(self, gm: GraphModule, example_inputs) -> Callable:
         normal = normalise(gm)
         attentions, refused = find(normal.graph)
-        module = rewrite(normal, attentions)
+        module = rewrite(normal, attentions, refused)
         report = GraphReport(len(attentions), unfused_reads(module), refused, {}, not self.interpret)
         if self.strict and (refused or report.decoded):
             reasons = "; ".join(dict.fromkeys(refused)) or "a cache is read outside of attention"

@@ -183,7 +183,8 @@ def start_forward(layers: list[PackedLayer], batch: int, new_tokens: int) -> int
     stored = first.tokens
     if first.max_cache_len is not None and stored + new_tokens > first.max_cache_len:
         raise KVPassError(
-            f"The cache is full: {stored} tokens stored, {new_tokens} more do not fit max_cache_len={first.max_cache_len}."
+            f"The cache is full: {stored} tokens stored, and {new_tokens} more do not fit max_cache_len="
+            f"{first.max_cache_len}."
         )
     if first.is_initialized and first.batch_size != batch:
         if stored:
@@ -191,7 +192,8 @@ def start_forward(layers: list[PackedLayer], batch: int, new_tokens: int) -> int
         for layer in layers:  # a reset cache may be used at another batch size
             layer.key_state = layer.value_state = None
     length = length_view(torch.tensor([stored], device=first.geometry.device), stored)
-    torch._dynamo.mark_dynamic(length, 0)
+    if stored:  # an empty cache is a case of its own (prefill), and what is traced there may say so
+        torch._dynamo.mark_dynamic(length, 0)
     for layer in layers:
         layer.prepare(batch, new_tokens, length)
     return stored

@@ -50,25 +50,25 @@ def _encode(x, compensation, spec, lowering="auto"):
     if x.shape[-2] % parsed.page_size:
         raise KVPassError(f"encode takes whole pages of {parsed.page_size} tokens, not {x.shape[-2]}.")
     parsed.check(x.shape[-1])
-    codes, scale, zero_point = select(Site("encode", x.device.type), lowering).run(x, compensation, parsed)
+    codes, scale, zero_point = select(Site("encode", x.device.type, (spec,)), lowering).run(x, compensation, parsed)
     if x.device.type == "cpu":
         reference.check_finite(scale, zero_point)
     return codes, scale, zero_point
 
 
 def _append_(codes, scale, zero_point, ring, compensation, length, x, q, mask, spec, lowering="auto"):
-    run = select(Site("append_", x.device.type), lowering).run
+    run = select(Site("append_", x.device.type, (spec,)), lowering).run
     run(codes, scale, zero_point, ring, compensation, length_of(length), x, q, mask, parse(spec))
 
 
 def _decode(codes, scale, zero_point, ring, length, spec, lowering="auto"):
-    run = select(Site("decode", ring.device.type), lowering).run
+    run = select(Site("decode", ring.device.type, (spec,)), lowering).run
     return run(codes, scale, zero_point, ring, length_of(length), parse(spec))
 
 
 def _attend(q, kc, ks, kz, kr, vc, vs, vz, vr, length, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec,
             lowering="auto"):  # fmt: skip
-    run = select(Site("attend", q.device.type, q.shape[2] == 1), lowering).run
+    run = select(Site("attend", q.device.type, (k_spec, v_spec), q.shape[2] == 1), lowering).run
     past = (kc, ks, kz, kr), (vc, vs, vz, vr), length_of(length)
     return run(q, *past, k_new, v_new, mask, causal, scale, softcap, parse(k_spec), parse(v_spec))
 

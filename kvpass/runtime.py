@@ -31,14 +31,14 @@ def probe(model: nn.Module) -> dict[int, LayerGeometry | str]:
     if config is None or "past_key_values" not in inspect.signature(model.forward).parameters:
         raise KVPassError(f"No attention over a KV cache found in {type(model).__name__}: kvpass needs {wanted}.")
     if getattr(config, "is_encoder_decoder", False):
-        raise KVPassError(f"{type(model).__name__} is an encoder-decoder, which is not supported: kvpass needs {wanted}.")
+        raise KVPassError(f"{type(model).__name__} is an encoder-decoder, not supported: kvpass needs {wanted}.")
     try:
         cache = DynamicCache(config=config)
         ids = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
         with torch.no_grad():
             model(input_ids=ids, past_key_values=cache, use_cache=True)
     except Exception as error:
-        raise KVPassError(f"A two-token forward of {type(model).__name__} with a DynamicCache failed: {error}") from error
+        raise KVPassError(f"Two tokens through {type(model).__name__} with a DynamicCache failed: {error}") from error
     layers = {}
     for index, layer in enumerate(cache.layers):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
@@ -90,8 +90,10 @@ class Runtime:
         self.report = Report(
             str(scheme),
             [
-                LayerReport(index, index in self.plans, str(self.plans[index][0]) if index in self.plans else "", reason)
-                for index, reason in ((i, layer if isinstance(layer, str) else "") for i, layer in layers.items())
+                LayerReport(index, False, "", layer)
+                if isinstance(layer, str)
+                else LayerReport(index, True, str(self.plans[index][0]))
+                for index, layer in layers.items()
             ],
         )
         self.last_cache: weakref.ref[Cache] | None = None

@@ -19,12 +19,17 @@ def encode(x: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Ten
     return encode_pages(x, spec, compensation)
 
 
-@implements("decode", "reference")
-def decode(codes: Tensor, scale: Tensor, zero_point: Tensor, ring: Tensor, n: int, spec: CodecSpec) -> Tensor:
+def read(decode_fn, codes, scale, zero_point, ring, n: int, spec: CodecSpec) -> Tensor:
+    """Sinks, pages (decoded by ``decode_fn``) and window, in token order."""
     used, packed = spec.pages(n), spec.packed(n)
-    pages = decode_pages(codes[:, :, :used], scale[:, :, :used], zero_point[:, :, :used], spec).to(ring.dtype)
+    pages = decode_fn(codes[:, :, :used], scale[:, :, :used], zero_point[:, :, :used], spec).to(ring.dtype)
     sinks = min(n, spec.sinks)
     return torch.cat([ring[:, :, :sinks], pages, read_window(ring, spec, sinks + packed, n)], 2)
+
+
+@implements("decode", "reference")
+def decode(*args) -> Tensor:
+    return read(decode_pages, *args)
 
 
 def fit_compensation(q: Tensor, mask: Tensor | None, num_key_value_heads: int, spec: CodecSpec) -> Tensor:

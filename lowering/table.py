@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 from kvpass.errors import KVPassError
 
@@ -14,10 +14,11 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Site:
-    """What a choice may depend on: the op, its device type, and for attention whether there is one query token."""
+    """What a choice may depend on: the op, its device type, the codec specs, and whether there is one query token."""
 
     op: str
     device: str
+    specs: tuple[str, ...] = ()
     single_query: bool = False
 
     def __str__(self) -> str:
@@ -53,7 +54,7 @@ def names() -> list[str]:
     return sorted({name for rows in _TABLE.values() for name in rows})
 
 
-@lru_cache(maxsize=None)
+@cache
 def select(site: Site, lowering: str = AUTO) -> Implementation:
     """The implementation that serves ``site``.
 

@@ -1,4 +1,4 @@
-"""Tokens <-> pages: the composition of ``fit``, ``assign`` (with compensation) and ``pack`` that a `CodecSpec` names."""
+"""Tokens <-> pages: ``fit``, ``assign`` (with compensation) and ``pack``, composed as a `CodecSpec` says."""
 
 import torch
 from torch import Tensor

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from typing import Literal
 
 from ..errors import KVPassError
@@ -63,7 +63,8 @@ class CodecSpec:
         multiple = smallest_page(self.bits)
         if self.page_size % multiple:
             raise KVPassError(
-                f"page_size={self.page_size} does not fill whole bytes at {self.bits} bits: use a multiple of {multiple}."
+                f"page_size={self.page_size} does not fill whole bytes at {self.bits} bits: use a multiple of "
+                f"{multiple}."
             )
         if self.per == "channel" and self.page_size % self.group_size:
             raise KVPassError(
@@ -112,7 +113,7 @@ class CodecSpec:
         return json.dumps(asdict(self), separators=(",", ":"))
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse(text: str) -> CodecSpec:
     """The `CodecSpec` that ``str(spec)`` wrote."""
     fields = json.loads(text)

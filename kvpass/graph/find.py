@@ -80,6 +80,15 @@ def _shape(node: Node):
     return tuple(node.meta["val"].shape)
 
 
+def _keeps_values(node: Node) -> bool:
+    """Whether ``node`` is its first argument, dtype and layout included."""
+    if node.target in (aten.to.dtype, aten._to_copy.default):
+        return node.meta["val"].dtype == node.args[0].meta["val"].dtype
+    if node.target in (aten.slice.Tensor, aten.reshape.default):
+        return _shape(node) == _shape(node.args[0])
+    return node.target in _SAME_VALUES
+
+
 def _source(node: Node) -> Source:
     """Peel value-preserving ops and head repetition off keys or values laid out ``[B, H, T, D]``."""
     while True:
@@ -91,13 +100,7 @@ def _source(node: Node) -> Source:
             if len(parts) == 2 and dim in (2, -2) and parts[0].target is DECODE:
                 return Source(*parts)
             raise NotUnderstood("keys or values are concatenated with something else than the present tokens")
-        if target in _SAME_VALUES:
-            node = node.args[0]
-        elif target in (aten.to.dtype, aten._to_copy.default) and node.meta["val"].dtype == _dtype(node.args[0]):
-            node = node.args[0]
-        elif target is aten.slice.Tensor and _shape(node) == _shape(node.args[0]):
-            node = node.args[0]
-        elif target is aten.reshape.default and _shape(node) == _shape(node.args[0]):
+        if _keeps_values(node):
             node = node.args[0]
         elif target is aten.reshape.default:
             node = _unrepeated(node)
@@ -107,18 +110,14 @@ def _source(node: Node) -> Source:
             raise NotUnderstood(f"{target} stands between the cache and the attention")
 
 
-def _dtype(node: Node) -> torch.dtype:
-    return node.meta["val"].dtype
-
-
 def _unrepeated(node: Node) -> Node:
     """``[B, H, T, D] -> unsqueeze(2) -> expand -> reshape [B, H r, T, D]``, the usual ``repeat_kv``."""
     expand = node.args[0]
-    while expand.op == "call_function" and expand.target in _SAME_VALUES:
+    while expand.op == "call_function" and _keeps_values(expand):
         expand = expand.args[0]
-    if expand.op == "call_function" and expand.target is aten.expand.default:
+    if expand.target is aten.expand.default:
         unsqueeze = expand.args[0]
-        while unsqueeze.target is aten.slice.Tensor and _shape(unsqueeze) == _shape(unsqueeze.args[0]):
+        while unsqueeze.op == "call_function" and _keeps_values(unsqueeze):
             unsqueeze = unsqueeze.args[0]
         if unsqueeze.target is aten.unsqueeze.default and unsqueeze.args[1] in (2, -3):
             inner = unsqueeze.args[0]

@@ -20,9 +20,10 @@ def lower(gm: GraphModule, lowering: str) -> dict[str, str]:
         op = schema.name.removeprefix("kvpass::")
         value = node.args[_DEVICE_OF[op]].meta["val"]
         single_query = op == "attend" and isinstance(value.shape[2], int) and value.shape[2] == 1
-        implementation = select(Site(op, value.device.type, single_query), lowering)
-        position = next(i for i, argument in enumerate(schema.arguments) if argument.name == "lowering")
-        node.args = (*node.args[:position], implementation.name)
+        names = [argument.name for argument in schema.arguments]
+        specs = tuple(argument for name, argument in zip(names, node.args, strict=False) if name.endswith("spec"))
+        implementation = select(Site(op, value.device.type, specs, single_query), lowering)
+        node.args = (*node.args[: names.index("lowering")], implementation.name)
         chosen[op] = implementation.name
     gm.recompile()
     return chosen

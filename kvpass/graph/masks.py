@@ -12,8 +12,8 @@ _SHIFTS = (0, 1, 41)  # lengths tried: what was traced, and that much longer
 
 
 def structure(mask: Node, queries) -> str | None:
-    """"full" if ``mask`` lets every query see every key, "causal" if it is causality aligned to the last key, None if it
-    depends on data or is anything else. ``queries`` is the (possibly symbolic) number of queries."""
+    """What ``mask`` amounts to for ``queries`` (possibly symbolic) queries: "full" if each sees every key, "causal" if
+    it is causality aligned to the last key, None if it depends on data or is anything else."""
     nodes = _upstream(mask)
     if nodes is None:
         return None
@@ -60,7 +60,8 @@ def _hints(nodes: list[Node], queries) -> dict[sympy.Symbol, int]:
     hints = {}
     for value in [*(node.meta.get("val") for node in nodes), queries]:
         if isinstance(value, torch.SymInt):
-            known = value.node.shape_env.var_to_val if hasattr(value.node.shape_env, "var_to_val") else {}
+            shape_env = value.node.shape_env
+            known = shape_env.backed_var_to_val if hasattr(shape_env, "backed_var_to_val") else shape_env.var_to_val
             hints.update({symbol: int(known[symbol]) for symbol in _symbols(value) if symbol in known})
     return hints
 

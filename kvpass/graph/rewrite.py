@@ -16,15 +16,18 @@ _ARGUMENTS = [argument.name for argument in APPEND._schema.arguments]
 _WRITTEN = [a.name for a in APPEND._schema.arguments if a.alias_info and a.alias_info.is_write]
 
 
-def rewrite(normal: NormalGraph, attentions: list[Attention]) -> GraphModule:
-    """Rewrite ``normal`` in place and return it as a module with in-place state updates."""
+def rewrite(normal: NormalGraph, attentions: list[Attention], refused: list[str]) -> GraphModule:
+    """Rewrite ``normal`` in place and return it as a module with in-place state updates.
+
+    refused: why other attentions were not understood, for the error of a scheme that cannot do without them.
+    """
     graph = normal.graph
     taps = {}
     for attention in attentions:
         _drop_structural_mask(attention)
         _replace(graph, attention)
         taps[attention.key.past.args[0]] = attention
-    written = _hoist_appends(normal, taps)
+    written = _hoist_appends(normal, taps, refused)
     return in_place(normal, skip=written)
 
 
@@ -43,9 +46,11 @@ def _replace(graph: Graph, attention: Attention) -> None:
     with graph.inserting_before(attention.output):
         new = graph.call_function(
             ATTEND,
-            (attention.query, *k_state, *v_state, length, key.present, value.present, attention.mask)
-            + (attention.causal, attention.scale, attention.softcap, k_spec, v_spec),
-        )
+            (
+                attention.query, *k_state, *v_state, length, key.present, value.present, attention.mask,
+                attention.causal, attention.scale, attention.softcap, k_spec, v_spec,
+            ),
+        )  # fmt: skip
         new.meta["val"] = attention.output.meta["val"].new_empty(attention.output.meta["val"].shape)
         result = new
         if new.meta["val"].dtype != attention.query.meta["val"].dtype:
@@ -68,7 +73,7 @@ def _append_arguments(node: Node) -> dict | None:
     return arguments
 
 
-def _hoist_appends(normal: NormalGraph, taps: dict[Node, Attention]) -> set[Node]:
+def _hoist_appends(normal: NormalGraph, taps: dict[Node, Attention], refused: list[str]) -> set[Node]:
     """Put every ``append_`` back in place, at the end of the graph and in layer order.
 
     Reads then never follow a write, so nothing has to be cloned. Returns the placeholders written.
@@ -86,8 +91,9 @@ def _hoist_appends(normal: NormalGraph, taps: dict[Node, Attention]) -> set[Node
         if parse(arguments["spec"]).subspace is not None:
             if attention is None:
                 raise KVPassError(
-                    "This scheme needs the queries of the attention that reads each K cache, and one was not recognised: "
-                    "see the reasons in kvpass.explain(model), or use a scheme without that edge, such as 'kivi'."
+                    "This scheme needs the queries of the attention that reads each K cache, and one attention was not "
+                    f"understood: {'; '.join(dict.fromkeys(refused)) or 'none reads the cache'}. Use a scheme without "
+                    "that edge, such as 'kivi'."
                 )
             arguments.update(q=attention.query, mask=attention.mask)
         with graph.inserting_before(output):

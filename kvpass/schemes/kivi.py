@@ -29,8 +29,8 @@ class KIVIConfig(SchemeConfig):
     def __post_init__(self):
         if self.residual < 1 or self.residual % max(self.group_size, 1):
             raise KVPassError(
-                f"residual={self.residual} must be a positive multiple of group_size={self.group_size}: keys are packed "
-                "in whole groups of tokens."
+                f"residual={self.residual} must be a positive multiple of group_size={self.group_size}: keys are "
+                "packed in whole groups of tokens."
             )
         self._key(None), self._value()  # an impossible config fails here, not at the first token
 

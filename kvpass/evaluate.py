@@ -1,0 +1,166 @@
+"""What a scheme costs and saves on a model: exact, one token at a time through the packed cache, as a decoder runs.
+
+A prompt is prefilled, then the text that really follows is fed token by token, and each step's distribution is compared
+with that of the model in full precision over the same tokens. Nothing is emulated: codes, window and page flushes are
+those of `generate`.
+"""
+
+import inspect
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import DynamicCache
+
+from . import api
+from .cache import bits_per_value, nbytes, num_values
+from .errors import KVPassError
+from .schemes import SchemeConfig
+
+Scheme = str | dict | SchemeConfig | None
+
+_COMPILING_STEPS = 4  # left out of the timing: the decode graph is compiled in the first of them
+_KL_FLOOR = 1e-12  # nats; below it is rounding
+
+
+@dataclass(frozen=True)
+class Quality:
+    """One scheme on one text.
+
+    kl: mean KL(full || scheme) over the scored tokens, in nats; log_kl: mean of its natural logarithm.
+    top1: share of the scored tokens whose most likely next token is that of full precision.
+    nbytes: bytes of everything the cache keeps at the end; bits_per_value: the same in bits, over the K and V values.
+    values: K and V values in the cache at the end.
+    step_seconds: wall time of each decode step, one token, in order, compilation included where it happened.
+    """
+
+    scheme: str
+    kl: float
+    log_kl: float
+    top1: float
+    nbytes: int
+    bits_per_value: float
+    values: int
+    step_seconds: tuple[float, ...]
+
+    @property
+    def seconds_per_step(self) -> float:
+        """Median time of a decode step, without the first steps (compilation)."""
+        return statistics.median(self.step_seconds[_COMPILING_STEPS:])
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoded tokens a second, from the median step."""
+        return 1 / self.seconds_per_step
+
+
+@contextmanager
+def packed(model: nn.Module, scheme: Scheme, **options) -> Iterator[nn.Module]:
+    """``model`` with ``scheme`` applied, and as it was afterwards. None is the model's own full-precision path."""
+    if scheme is None:
+        if hasattr(model, api._ATTRIBUTE):
+            raise KVPassError("Full precision was asked for, but kvpass is applied: call kvpass.remove(model) first.")
+        yield model
+        return
+    api.apply(model, scheme, **options)
+    try:
+        yield model
+    finally:
+        api.remove(model)
+
+
+def _forward(model: nn.Module, ids: Tensor, keep: int, **kwargs) -> Tensor:
+    """Logits of the last ``keep`` of ``ids`` ``[1, S]``: ``[keep, V]``. Models that can compute only those do."""
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        kwargs["logits_to_keep"] = keep
+    return model(input_ids=ids, **kwargs).logits[0, -keep:]
+
+
+def _check(model: nn.Module, ids: Tensor, prompt: int) -> None:
+    if ids.ndim != 2 or ids.shape[0] != 1:
+        raise KVPassError(f"One sequence [1, S] is scored at a time, not {tuple(ids.shape)}.")
+    scored = ids.shape[1] - prompt
+    if prompt < 1 or scored <= _COMPILING_STEPS:
+        raise KVPassError(
+            f"{prompt} prompt and {scored} scored tokens: use at least 1 prompt token and more than "
+            f"{_COMPILING_STEPS} scored ones (the first {_COMPILING_STEPS} steps are not timed: they compile)."
+        )
+    context = getattr(model.config, "max_position_embeddings", None)
+    if context is not None and ids.shape[1] > context:
+        raise KVPassError(f"{ids.shape[1]} tokens exceed the model's context of {context}: use fewer.")
+
+
+@torch.no_grad()
+def reference_logits(model: nn.Module, ids: Tensor, prompt: int) -> Tensor:
+    """Full-precision logits after each token that follows the prompt: ``[S - prompt, V]``, from one parallel forward.
+
+    ids: ``[1, S]``, the prompt and the text that really follows it.
+    """
+    _check(model, ids, prompt)
+    with packed(model, None):
+        return _forward(model, ids, ids.shape[1] - prompt, use_cache=False)
+
+
+@torch.no_grad()
+def score(
+    model: nn.Module,
+    ids: Tensor,
+    prompt: int,
+    reference: Tensor,
+    *,
+    name: str,
+    step_done: Callable[[], object] = lambda: None,
+) -> Quality:
+    """Score ``model`` as it is now, packed or not, on ``ids`` ``[1, S]`` (see `packed`, `reference_logits`)."""
+    _check(model, ids, prompt)
+    cache, device = DynamicCache(config=model.config), ids.device
+    _forward(model, ids[:, :prompt], 1, past_key_values=cache, use_cache=True)
+    divergences, agreements, seconds = [], [], []
+    for position, full in zip(range(prompt, ids.shape[1]), reference, strict=True):
+        start = time.perf_counter()
+        logits = _forward(model, ids[:, position : position + 1], 1, past_key_values=cache, use_cache=True)[0]
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+        expected, got = (x.double().log_softmax(-1) for x in (full, logits))
+        divergences.append((expected.exp() * (expected - got)).sum())
+        agreements.append(full.argmax() == logits.argmax())
+        step_done()
+    kl = torch.stack(divergences).clamp(min=_KL_FLOOR)
+    return Quality(
+        scheme=name,
+        kl=kl.mean().item(),
+        log_kl=kl.log().mean().item(),
+        top1=torch.stack(agreements).double().mean().item(),
+        nbytes=nbytes(cache),
+        bits_per_value=bits_per_value(cache),
+        values=num_values(cache),
+        step_seconds=tuple(seconds),
+    )
+
+
+def evaluate(
+    model: nn.Module, ids: Tensor, prompt: int, schemes: Sequence[Scheme], *, progress: bool = True, **options
+) -> list[Quality]:
+    """One `Quality` per scheme, against one full-precision reference; ``model`` is left as it was found.
+
+    ids: ``[1, S]`` tokens; the first ``prompt`` are prefilled and the rest scored.
+    schemes: what `kvpass.apply` takes, and None for the model's own cache (its KL is rounding, its speed the baseline).
+    progress: show a bar where there is a terminal.
+    options: for `kvpass.apply`.
+    """
+    reference = reference_logits(model, ids, prompt)
+    results = []
+    for scheme in schemes:
+        name = "full precision" if scheme is None else str(scheme)
+        with (
+            packed(model, scheme, **({} if scheme is None else options)),
+            tqdm(total=len(reference), desc=name, unit="token", disable=None if progress else True, leave=False) as bar,
+        ):
+            results.append(score(model, ids, prompt, reference, name=name, step_done=bar.update))
+    return results
