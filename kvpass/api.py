@@ -3,6 +3,7 @@
 import functools
 from typing import Any
 
+import torch
 from torch import nn
 
 from kvpass.lowering import table
@@ -53,6 +54,7 @@ def apply(
     config = schemes.get(scheme)
     runtime = Runtime(model, config, probe(model), strict=strict, lowering=lowering, max_cache_len=max_cache_len)
 
+    @torch.compiler.disable  # inside a user's torch.compile: a graph break, and kvpass's own graph behind it
     @functools.wraps(runtime.original)
     def forward(*args, **kwargs):
         return runtime.forward(*args, **kwargs)

@@ -40,7 +40,8 @@ class Backend:
             reasons = "; ".join(dict.fromkeys(refused)) or "a cache is read outside of attention"
             raise NotFusedError(f"strict=True: {max(report.decoded, len(refused))} cache reads not fused: {reasons}")
         report.lowerings = lower(module, self.lowering)
-        self.graphs.append(report)
+        if report.fused or report.decoded:
+            self.graphs.append(report)
         if self.interpret:
             module.recompile()
             return module.forward
@@ -49,7 +50,10 @@ class Backend:
 
 
 def kvpass(gm: GraphModule, example_inputs, *, mode: str | None = None, options: dict | None = None) -> Callable:
-    """``torch.compile(fn, backend="kvpass", options={...})`` for functions that use a packed cache.
+    """``torch.compile(fn, backend="kvpass", options={...})`` for functions that use ``kvpass::`` ops themselves.
+
+    A model that went through `kvpass.apply` needs no backend: it compiles its own decode step, also when it is called
+    from a function compiled with any other backend.
 
     options: ``strict``, ``lowering`` and ``interpret`` as in `Backend`. ``mode`` takes "default" only.
     """
@@ -60,7 +64,7 @@ def kvpass(gm: GraphModule, example_inputs, *, mode: str | None = None, options:
         raise KVPassError(f"Unknown options {sorted(unknown)} for backend 'kvpass'; there are {sorted(_OPTIONS)}.")
     if "scheme" in options:
         raise KVPassError(
-            "A backend cannot change what a cache holds: call kvpass.apply(model, scheme=...) once, which packs the "
-            "cache, and then torch.compile(model, backend='kvpass') if you want to compile it yourself."
+            "A backend cannot change what a cache holds: call kvpass.apply(model, scheme=...) once instead. The model "
+            "then packs its cache and compiles its own decode step, whatever it is compiled or called with."
         )
     return Backend(**options)(gm, example_inputs)

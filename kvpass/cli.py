@@ -1,7 +1,6 @@
 """``python -m kvpass``: see a scheme at work on a real model, or score schemes against each other."""
 
 import argparse
-import logging
 import sys
 import time
 from collections.abc import Sequence
@@ -26,16 +25,18 @@ def _say(text: str) -> None:
 
 
 class _Bar(BaseStreamer, tqdm):
-    """A progress bar that `generate` can drive as its streamer, and that says so when a step compiles."""
+    """A progress bar that `generate` drives as its streamer; says what the first, slow calls of a scheme are about."""
 
-    def __init__(self, what: str, total: int):
+    def __init__(self, what: str, total: int, compiles: bool = False):
         super().__init__(total=total, desc=f"  {what}", unit="token", leave=False, disable=None)
-        self.prompt_seen = False
+        self.notes = iter(["reading the prompt", "compiling the decode step" if compiles else "", ""])
+        self.calls = 0
 
     def put(self, value: Tensor) -> None:
-        if self.prompt_seen:
-            self.update()
-        self.prompt_seen = True  # the first call hands over the prompt
+        self.update(self.calls > 0)  # the first call hands over the prompt
+        self.calls += 1
+        if (note := next(self.notes, None)) is not None:
+            self.set_postfix_str(note)
 
     def end(self) -> None:
         pass
@@ -104,7 +105,7 @@ def _demo(args: argparse.Namespace) -> None:
         reading = f"{_label(scheme)}: reading the prompt, generating{compiles}"
         feeding = f"{_label(scheme)}: feeding it the real text, token by token"
         with evaluate.packed(model, scheme):
-            with _stage(reading), _Bar("generating", args.new_tokens) as bar:
+            with _stage(reading), _Bar("generating", args.new_tokens, scheme is not None) as bar:
                 output = model.generate(
                     prompt,
                     attention_mask=torch.ones_like(prompt),
@@ -170,8 +171,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code: 2 for anything the user can put right."""
     args = _parser().parse_args(argv)
     transformers_logging.disable_progress_bar()
-    for name in ("torchao", "torch.utils._pytree"):  # optional kernels that are missing; a deprecation inside torchao
-        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         args.run(args)
     except KVPassError as error:

@@ -210,11 +210,11 @@ def attend(q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec,
         carriers.append(torch.empty(1, device=q.device).expand(pages))
     inputs = (
         *carriers,
-        (q.float() * scale).view(batch * heads, queries, -1),
-        *(tensor.flatten(0, 1) for tensor in (*key, *value)),
+        (q.float() * scale).reshape(batch * heads, queries, -1).contiguous(),
+        *(tensor.flatten(0, 1).contiguous() for tensor in (*key, *value)),
         torch.tensor([n], device=q.device),
-        k_new.flatten(0, 1),
-        v_new.flatten(0, 1),
+        k_new.flatten(0, 1).contiguous(),
+        v_new.flatten(0, 1).contiguous(),
         None if mask is None else _bias(mask, heads, queries, batch),
     )
     (out,) = _attend_kernel(_signature(inputs), k_spec, v_spec, softcap)(*inputs)
@@ -227,4 +227,4 @@ def _bias(mask: Tensor, heads: int, queries: int, batch: int) -> Tensor:
     if mask.dtype == torch.bool:
         bias = torch.zeros(bias.shape, device=mask.device).masked_fill_(~bias, -torch.inf)
     rows = queries if bias.shape[1] == heads * queries else 1
-    return bias.float().expand(batch, heads * rows, -1).reshape(batch * heads, rows, -1)
+    return bias.float().expand(batch, heads * rows, -1).reshape(batch * heads, rows, -1).contiguous()

@@ -21,18 +21,26 @@ class NormalGraph:
     module: its placeholders match ``inputs`` one to one; its outputs are the mutated inputs' new values, then the
         user's outputs.
     inputs: fake example values.
-    mutated: placeholder -> node with its new value, for every input the program writes.
-    outputs: the user's outputs, without those new values.
+    written: the placeholders the program writes, in the order of their new values.
     """
 
     module: GraphModule
     inputs: list
-    mutated: dict[Node, Node]
-    outputs: list
+    written: list[Node]
 
     @property
     def graph(self):
         return self.module.graph
+
+    @property
+    def mutated(self) -> dict[Node, Node]:
+        """Placeholder -> node with its new value, for every input the program writes."""
+        return dict(zip(self.written, self.graph.output_node().args[0], strict=False))
+
+    @property
+    def outputs(self) -> tuple:
+        """The user's outputs, without those new values."""
+        return tuple(self.graph.output_node().args[0][len(self.written) :])
 
 
 def normalise(gm: GraphModule) -> NormalGraph:
@@ -41,11 +49,10 @@ def normalise(gm: GraphModule) -> NormalGraph:
     with tracing(TracingContext(detect_fake_mode(inputs))), torch.no_grad():
         module, signature = aot_export_module(gm, inputs, trace_joint=False, pre_dispatch=True)
     placeholders = {node.name: node for node in module.graph.nodes if node.op == "placeholder"}
-    values = list(module.graph.output_node().args[0])
-    count = len(signature.user_inputs_to_mutate)
-    mutated = {placeholders[signature.user_inputs_to_mutate[node.name]]: node for node in values[:count]}
+    values = module.graph.output_node().args[0][: len(signature.user_inputs_to_mutate)]
+    written = [placeholders[signature.user_inputs_to_mutate[value.name]] for value in values]
     _clean(module.graph)
-    return NormalGraph(module, inputs, mutated, values[count:])
+    return NormalGraph(module, inputs, written)
 
 
 def _clean(graph: torch.fx.Graph) -> None:
@@ -67,7 +74,7 @@ def in_place(normal: NormalGraph, skip: set[Node]) -> GraphModule:
         for placeholder, value in normal.mutated.items():
             if placeholder not in skip:
                 graph.call_function(aten.copy_.default, (placeholder, value))
-    output.args = (tuple(normal.outputs),)
+    output.args = (normal.outputs,)
     graph.eliminate_dead_code()  # safe here: in-place ops have mutable schemas, so they are impure
     graph.lint()
     return GraphModule(normal.module, graph)

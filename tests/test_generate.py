@@ -1,0 +1,96 @@
+"""Unmodified ``model.generate`` over a packed cache: the compiled path gives the eager packed path's tokens."""
+
+import pytest
+import torch
+from tiny import llama, tokens
+
+import kvpass
+
+SCHEMES = ["kivi", "squat"]
+
+
+@pytest.fixture(scope="module", params=SCHEMES)
+def models(request):
+    """The same weights, once compiled and once eager, under one scheme."""
+    torch._dynamo.reset()
+    compiled = kvpass.apply(llama(), scheme=request.param)
+    eager = kvpass.apply(llama(), scheme=request.param, lowering="eager")
+    return compiled, eager
+
+
+def left_padded(lengths=(40, 23, 61, 7)):
+    width = max(lengths)
+    ids, mask = torch.zeros(len(lengths), width, dtype=torch.long), torch.zeros(len(lengths), width, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        ids[row, width - length :] = tokens(1, length, seed=row)
+        mask[row, width - length :] = 1
+    return dict(input_ids=ids, attention_mask=mask)
+
+
+def generate(model, **inputs):
+    torch.manual_seed(0)
+    out = model.generate(**inputs, return_dict_in_generate=True)
+    return out.sequences, out.past_key_values
+
+
+MODES = {
+    "greedy": dict(input_ids=tokens(1, 70), do_sample=False, max_new_tokens=70),
+    "greedy from a prompt of one token": dict(input_ids=tokens(1, 1), do_sample=False, max_new_tokens=40),
+    "sampling": dict(input_ids=tokens(2, 50), do_sample=True, top_k=20, max_new_tokens=30),
+    "left-padded batch of 4": dict(**left_padded(), do_sample=False, max_new_tokens=40),
+    "beam search": dict(input_ids=tokens(1, 30), num_beams=3, do_sample=False, max_new_tokens=20),
+    "prompt lookup": dict(
+        input_ids=tokens(1, 8).repeat(1, 9), do_sample=False, prompt_lookup_num_tokens=5, max_new_tokens=60
+    ),
+    "chunked prefill": dict(input_ids=tokens(1, 90), do_sample=False, prefill_chunk_size=40, max_new_tokens=10),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_compiled_generation_equals_eager_packed_generation(models, mode):
+    compiled, eager = (generate(model, **MODES[mode]) for model in models)
+    assert torch.equal(compiled[0], eager[0])
+    layers = compiled[1].layers
+    assert all(type(layer).__name__ == "PackedLayer" for layer in layers)
+    assert {layer.tokens for layer in layers} == {layer.tokens for layer in eager[1].layers}
+    assert layers[0].tokens > 0
+
+
+def test_a_second_turn_continues_the_same_cache(models):
+    sequences = []
+    for model in models:
+        first, cache = generate(model, input_ids=tokens(2, 40), do_sample=False, max_new_tokens=30)
+        turn = torch.cat([first, tokens(2, 9, seed=5)], 1)
+        before = cache.get_seq_length()
+        second, same = generate(model, input_ids=turn, past_key_values=cache, do_sample=False, max_new_tokens=30)
+        assert same is cache and cache.get_seq_length() > before
+        sequences.append(second)
+    assert torch.equal(*sequences)
+
+
+def test_generation_is_packed_and_fused(models):
+    compiled, _ = models
+    generate(compiled, **MODES["greedy"])
+    report = kvpass.explain(compiled)
+    assert (report.packed, report.fused) == (2, 2)
+    assert not any(graph.decoded or graph.refused for graph in report.graphs)
+    assert 0 < report.nbytes < report.full_nbytes
+
+
+def test_packed_generation_is_close_to_full_precision_with_8_bits():
+    model = llama()
+    expected = generate(model, **MODES["greedy"])[0]
+    kvpass.apply(model, scheme={"scheme": "kivi", "bits": 8}, lowering="eager")
+    assert (generate(model, **MODES["greedy"])[0] == expected).float().mean() > 0.9
+
+
+def test_a_static_cache_is_packed_at_fixed_capacity(models):
+    results = []
+    for model in models:
+        sequences, cache = generate(
+            model, input_ids=tokens(1, 40), do_sample=False, max_new_tokens=30, cache_implementation="static"
+        )
+        capacity = {layer.key_state.codes.shape[2] for layer in cache.layers}
+        assert all(layer.max_cache_len for layer in cache.layers) and len(capacity) == 1
+        results.append(sequences)
+    assert torch.equal(*results)
