@@ -42,7 +42,7 @@ def apply(
         KVPassError: unknown scheme, a group that does not divide the head, a model with no attention to pack, a model
             that has been applied to already. The model is untouched then.
     """
-    if hasattr(model, _ATTRIBUTE):
+    if is_applied(model):
         raise KVPassError("kvpass is already applied to this model: call kvpass.remove(model) first.")
     if not isinstance(model, nn.Module):
         raise KVPassError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
@@ -62,6 +62,11 @@ def apply(
     model.forward = forward
     setattr(model, _ATTRIBUTE, runtime)
     return model
+
+
+def is_applied(model: nn.Module) -> bool:
+    """Whether `apply` has been called on ``model`` and `remove` not since."""
+    return hasattr(model, _ATTRIBUTE)
 
 
 def _runtime(model: nn.Module) -> Runtime:
@@ -84,4 +89,4 @@ def remove(model: nn.Module) -> nn.Module:
 
 def explain(model: nn.Module) -> Report:
     """What became of each layer: packed, fused, or why not; bytes now and in full precision. Print it."""
-    return _runtime(model).update_report()
+    return _runtime(model).report

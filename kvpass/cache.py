@@ -24,13 +24,15 @@ class PackedLayer(CacheLayerMixin):
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, plan: LayerPlan, geometry: LayerGeometry, owner: str, max_cache_len: int | None):
+    def __init__(self, plan: LayerPlan, geometry: LayerGeometry, owner: str, lowering: str, max_cache_len: int | None):
         # not super().__init__(): it assigns keys and values, which are views of the state here
-        self.plan, self.geometry, self.owner, self.max_cache_len = plan, geometry, owner, max_cache_len
+        self.plan, self.geometry, self.owner, self.lowering = plan, geometry, owner, lowering
+        self.max_cache_len = max_cache_len
         self.key_state: KVState | None = None
         self.value_state: KVState | None = None
         self.tokens = 0
         self.length: Tensor | None = None  # the length carrier, set while a forward is running
+        self.broken = False
 
     @property
     def is_initialized(self) -> bool:
@@ -50,6 +52,17 @@ class PackedLayer(CacheLayerMixin):
         """Key and value state, or nothing before the first forward."""
         return [self.key_state, self.value_state] if self.is_initialized else []
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, slack included."""
+        return sum(state.nbytes for state in self.states())
+
+    @property
+    def full_nbytes(self) -> int:
+        """What the stored tokens would take in full precision, in the cache's dtype."""
+        per_token = self.geometry.num_key_value_heads * self.geometry.head_dim * self.geometry.dtype.itemsize
+        return 2 * max(self.batch_size, 0) * self.tokens * per_token
+
     def prepare(self, batch: int, new_tokens: int, length: Tensor) -> None:
         """Make room for ``new_tokens`` and start a forward at the length ``length`` carries."""
         total, geometry = self.tokens + new_tokens, self.geometry
@@ -64,7 +77,17 @@ class PackedLayer(CacheLayerMixin):
 
     def commit(self, new_tokens: int) -> None:
         """End a forward that stored ``new_tokens``."""
+        self._wrote(new_tokens)
         self.tokens += new_tokens
+
+    def abandon(self, new_tokens: int) -> None:
+        """End a forward that failed: the layer is as before, unless new tokens may have taken slots of the window."""
+        self._wrote(new_tokens)
+        self.broken = not all(state.lossless_crop(self.tokens) for state in self.states())
+
+    def _wrote(self, new_tokens: int) -> None:
+        for state in self.states():
+            state.wrote(self.tokens, self.tokens + new_tokens)
         self.length = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -87,8 +110,10 @@ class PackedLayer(CacheLayerMixin):
         packed = (state.codes, state.scale, state.zero_point, state.ring)
         full = x
         if torch.compiler.is_compiling() or length_of(self.length):
-            full = torch.cat([torch.ops.kvpass.decode(*packed, self.length, state.text), x], 2)
-        torch.ops.kvpass.append_(*packed, state.compensation, self.length, x, None, None, state.text)
+            full = torch.cat([torch.ops.kvpass.decode(*packed, self.length, state.text, self.lowering), x], 2)
+        torch.ops.kvpass.append_(
+            *packed, state.compensation, self.length, x, None, None, state.text, self.lowering
+        )  # fmt: skip
         return full
 
     def get_seq_length(self) -> int:
@@ -101,13 +126,13 @@ class PackedLayer(CacheLayerMixin):
         return self.max_cache_len or -1
 
     def reset(self) -> None:
-        self.tokens, self.length = 0, None
+        self.tokens, self.length, self.broken = 0, None, False
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:
             raise KVPassError(f"crop({tokens_to_remove}): pass the negative number of tokens to remove.")
         new = max(0, self.tokens + tokens_to_remove)
-        if not all(state.lossless_crop(self.tokens, new) for state in self.states()):
+        if not all(state.lossless_crop(new) for state in self.states()):
             warnings.warn(
                 f"crop from {self.tokens} to {new} tokens goes back beyond the full-precision window: some tokens of "
                 "the window are now their decoded, not their exact, values.",
@@ -146,7 +171,13 @@ def packed_layers(cache: Cache) -> list[PackedLayer]:
     return [layer for layer in cache.layers if isinstance(layer, PackedLayer)]
 
 
-def swap_layers(cache: Cache, plans: dict[int, tuple[LayerPlan, LayerGeometry]], owner: str, max_cache_len) -> None:
+def swap_layers(
+    cache: Cache,
+    plans: dict[int, tuple[LayerPlan, LayerGeometry]],
+    owner: str,
+    lowering: str,
+    max_cache_len: int | None,
+) -> None:
     """Replace the planned layers of a fresh ``cache`` in place; the cache object stays the same.
 
     Raises `KVPassError`, and leaves the cache as it was, if it is offloaded, already holds tokens, or is not made of
@@ -169,7 +200,8 @@ def swap_layers(cache: Cache, plans: dict[int, tuple[LayerPlan, LayerGeometry]],
                 f"The cache already holds {int(old.get_seq_length())} full-precision tokens. kvpass packs a cache from "
                 "its first token on: pass a fresh cache, or run the prompt again."
             )
-        layers[index] = PackedLayer(plan, geometry, owner, getattr(old, "max_cache_len", None) or max_cache_len)
+        capacity = getattr(old, "max_cache_len", None) or max_cache_len
+        layers[index] = PackedLayer(plan, geometry, owner, lowering, capacity)
     cache.layers[:] = layers
     cache.layer_class_to_replicate = None
 
@@ -181,6 +213,11 @@ def start_forward(layers: list[PackedLayer], batch: int, new_tokens: int) -> int
     """
     first = layers[0]
     stored = first.tokens
+    if any(layer.broken for layer in layers):
+        raise KVPassError(
+            "A forward over several tokens failed midway and may have taken the place of exact tokens in this cache. "
+            "Start again with a fresh cache, or cache.reset()."
+        )
     if first.max_cache_len is not None and stored + new_tokens > first.max_cache_len:
         raise KVPassError(
             f"The cache is full: {stored} tokens stored, and {new_tokens} more do not fit max_cache_len="
@@ -199,10 +236,10 @@ def start_forward(layers: list[PackedLayer], batch: int, new_tokens: int) -> int
     return stored
 
 
-def finish_forward(layers: list[PackedLayer], new_tokens: int) -> None:
-    """End the forward `start_forward` began; ``new_tokens`` 0 if it failed."""
+def finish_forward(layers: list[PackedLayer], new_tokens: int, succeeded: bool) -> None:
+    """End the forward `start_forward` began."""
     for layer in layers:
-        layer.commit(new_tokens)
+        layer.commit(new_tokens) if succeeded else layer.abandon(new_tokens)
 
 
 def nbytes(cache: Cache) -> int:

@@ -63,7 +63,7 @@ class Quality:
 def packed(model: nn.Module, scheme: Scheme, **options) -> Iterator[nn.Module]:
     """``model`` with ``scheme`` applied, and as it was afterwards. None is the model's own full-precision path."""
     if scheme is None:
-        if hasattr(model, api._ATTRIBUTE):
+        if api.is_applied(model):
             raise KVPassError("Full precision was asked for, but kvpass is applied: call kvpass.remove(model) first.")
         yield model
         return

@@ -68,6 +68,8 @@ def _decode(codes, scale, zero_point, ring, length, spec, lowering="auto"):
 
 def _attend(q, kc, ks, kz, kr, vc, vs, vz, vr, length, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec,
             lowering="auto"):  # fmt: skip
+    if causal and mask is not None:
+        raise KVPassError("attend takes a mask or causal=True, not both.")
     run = select(Site("attend", q.device.type, (k_spec, v_spec), q.shape[2] == 1), lowering).run
     past = (kc, ks, kz, kr), (vc, vs, vz, vr), length_of(length)
     return run(q, *past, k_new, v_new, mask, causal, scale, softcap, parse(k_spec), parse(v_spec))

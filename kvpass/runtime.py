@@ -80,12 +80,10 @@ class Runtime:
         self.model, self.scheme, self.max_cache_len = weakref.ref(model), scheme, max_cache_len
         self.owner = uuid.uuid4().hex
         self.eager = lowering == "eager"
+        self.lowering = "reference" if self.eager else lowering
         self.plans: dict[int, tuple[LayerPlan, LayerGeometry]] = {
             index: (scheme.plan(layer), layer) for index, layer in layers.items() if isinstance(layer, LayerGeometry)
         }
-        for plan, geometry in self.plans.values():
-            plan.key.check(geometry.head_dim)
-            plan.value.check(geometry.head_dim)
         self.needs_queries = any(plan.needs_queries for plan, _ in self.plans.values())
         self.report = Report(
             str(scheme),
@@ -96,7 +94,6 @@ class Runtime:
                 for index, layer in layers.items()
             ],
         )
-        self.last_cache: weakref.ref[Cache] | None = None
 
         self.had_own_forward = "forward" in vars(model)
         self.original = model.forward
@@ -109,7 +106,7 @@ class Runtime:
         def compiled(interpret: bool):
             backend = Backend(
                 strict=strict,
-                lowering="reference" if self.eager else lowering,
+                lowering=self.lowering,
                 interpret=interpret,
                 graphs=self.report.graphs,
             )
@@ -130,7 +127,7 @@ class Runtime:
             cache = kwargs["past_key_values"] = DynamicCache(config=self.model().config)
         layers = self.adopt(cache)
         stored = start_forward(layers, batch, new_tokens)
-        done = 0
+        succeeded = False
         try:
             self._set_mask(kwargs, stored + new_tokens)
             run = self._choose(stored, new_tokens)
@@ -138,14 +135,14 @@ class Runtime:
                 self._mark_dynamic(kwargs)
             with torch.no_grad():
                 output = run(**kwargs)
-            done = new_tokens
+            succeeded = True
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, KVPassError):
                 raise error.inner_exception from None
             raise
         finally:
-            finish_forward(layers, done)
-        self.last_cache = weakref.ref(cache)
+            finish_forward(layers, new_tokens, succeeded)
+        self._measure(cache)
         return output
 
     def _uses_cache(self, kwargs) -> bool:
@@ -162,7 +159,7 @@ class Runtime:
             raise KVPassError(f"past_key_values is {type(cache).__name__}; pass a transformers DynamicCache, or none.")
         layers = packed_layers(cache)
         if not layers:
-            swap_layers(cache, self.plans, self.owner, self.max_cache_len)
+            swap_layers(cache, self.plans, self.owner, self.lowering, self.max_cache_len)
             layers = packed_layers(cache)
         if any(layer.owner != self.owner for layer in layers):
             raise KVPassError(
@@ -203,21 +200,11 @@ class Runtime:
             if isinstance(tensor, Tensor) and tensor.ndim >= 2 and tensor.shape[1] > 1:
                 torch._dynamo.maybe_mark_dynamic(tensor, 1)
 
-    def update_report(self) -> Report:
-        """Fill in the bytes of the cache last used."""
-        cache = self.last_cache() if self.last_cache is not None else None
-        for row in self.report.layers:
-            row.nbytes = row.full_nbytes = 0
-        if cache is None:
-            return self.report
+    def _measure(self, cache: Cache) -> None:
+        """Note the bytes of the cache just used; it may be gone when `explain` asks."""
         for row, layer in zip(self.report.layers, cache.layers, strict=False):
             if isinstance(layer, PackedLayer):
                 self.report.tokens, self.report.batch = layer.tokens, layer.batch_size
-                for state in layer.states():
-                    row.nbytes += state.nbytes()
-                    row.full_nbytes += (
-                        state.ring[:, :, :1].numel() * layer.tokens * state.ring.element_size()
-                    )  # fmt: skip
+                row.nbytes, row.full_nbytes = layer.nbytes, layer.full_nbytes
             elif isinstance(getattr(layer, "keys", None), Tensor):
                 row.nbytes = row.full_nbytes = layer.keys.nbytes + layer.values.nbytes
-        return self.report

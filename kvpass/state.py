@@ -32,10 +32,11 @@ class KVState:
     zero_point: Tensor
     ring: Tensor
     compensation: Tensor | None = None
+    exact_from: int = 0  # oldest token whose ring slot has not been written over
 
     def __post_init__(self):
         self.text = str(self.spec)
-        self._mark_capacity_dynamic()
+        self._resized()
 
     @classmethod
     def allocate(
@@ -61,7 +62,8 @@ class KVState:
             compensation,
         )
 
-    def _mark_capacity_dynamic(self) -> None:
+    def _resized(self) -> None:
+        self.nbytes = sum(tensor.nbytes for _, tensor in self.tensors())  # bytes held, slack included
         for name in _POOLS:
             torch._dynamo.mark_dynamic(getattr(self, name), 2)
 
@@ -70,10 +72,6 @@ class KVState:
         for name in (*_POOLS, "ring", "compensation"):
             if (tensor := getattr(self, name)) is not None:
                 yield name, tensor
-
-    def nbytes(self) -> int:
-        """Bytes held, slack included."""
-        return sum(tensor.nbytes for _, tensor in self.tensors())
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> "KVState":
         """A state whose tensors are ``fn`` of this one's (batch selection, device moves)."""
@@ -90,7 +88,7 @@ class KVState:
             new = old.new_zeros((*old.shape[:2], pages, *old.shape[3:]))
             new[:, :, :have] = old
             setattr(self, name, new)
-        self._mark_capacity_dynamic()
+        self._resized()
 
     def carrier(self, n: int) -> Tensor:
         """A length carrier for calling the ops outside a cache."""
@@ -106,6 +104,12 @@ class KVState:
             self.codes, self.scale, self.zero_point, self.ring, self.compensation,
             self.carrier(n), x.to(self.ring.dtype), q, mask, self.text,
         )  # fmt: skip
+        self.wrote(n, n + x.shape[2])
+
+    def wrote(self, start: int, stop: int) -> None:
+        """Note that tokens ``[start, stop)`` have been stored: older ones may have lost their slots to them."""
+        kept = 0 if start == 0 else self.exact_from
+        self.exact_from = max(kept, stop - self.spec.window)
 
     def decode(self, n: int) -> Tensor:
         """The ``n`` stored tokens, ``[B, H_kv, n, D]`` in the cache's dtype."""
@@ -113,17 +117,17 @@ class KVState:
             self.codes, self.scale, self.zero_point, self.ring, self.carrier(n), self.text
         )  # fmt: skip
 
-    def lossless_crop(self, old: int, new: int) -> bool:
-        """Whether going back from ``old`` to ``new`` tokens finds every token of the window still in the ring."""
-        oldest_needed = self.spec.sinks + self.spec.packed(new)
-        return new <= self.spec.sinks or oldest_needed >= min(old - self.spec.window, new)
+    def lossless_crop(self, new: int) -> bool:
+        """Whether going back to ``new`` tokens finds every token of the window then still in the ring."""
+        return self.spec.sinks + self.spec.packed(new) >= min(self.exact_from, new)
 
     def crop(self, old: int, new: int) -> None:
-        """Forget tokens ``[new, old)``. Tokens that were packed and now belong to the window come back decoded."""
-        if not self.lossless_crop(old, new):
-            start = self.spec.sinks + self.spec.packed(new)
-            restored = self.decode(old)[:, :, start:new]
-            write_window(self.ring, self.spec, start, restored)
+        """Forget tokens ``[new, old)``. Tokens of the window that are only in pages by now come back decoded."""
+        start = self.spec.sinks + self.spec.packed(new)
+        if new > start and self.exact_from > start:
+            lost = slice(start, min(self.exact_from, new))
+            write_window(self.ring, self.spec, start, self.decode(old)[:, :, lost])
+            self.exact_from = start
 
     def window(self, n: int) -> Tensor:
         """The full-precision tokens behind the sinks, in token order."""

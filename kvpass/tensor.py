@@ -2,11 +2,18 @@
 
 import torch
 from torch import Tensor
-from torchao.utils import TorchAOBaseTensor
 
 from .codec.spec import CodecSpec, parse
-from .errors import KVPassError
+from .errors import KVPassError, NonFiniteError
+from .quiet import quiet
 from .state import KVState
+
+with quiet("torchao", "torch.utils._pytree"):  # about kernels kvpass does not use, and a deprecation inside torchao
+    from torchao.utils import TorchAOBaseTensor
+
+
+def _written_by(func) -> KVPassError:
+    return KVPassError(f"{func} writes to a PackedKV. It is written with append(); decode() gives a copy to work on.")
 
 
 class PackedKV(TorchAOBaseTensor):
@@ -44,6 +51,8 @@ class PackedKV(TorchAOBaseTensor):
         """
         if x.ndim != 4 or not x.is_floating_point():
             raise KVPassError(f"Expected a float [B, H_kv, n, D] tensor, got {x.dtype} of shape {tuple(x.shape)}.")
+        if x.device.type == "cpu" and not torch.isfinite(x).all():
+            raise NonFiniteError("The tensor holds NaN or infinity, which has no code.")
         batch, heads, tokens, head_dim = x.shape
         state = KVState.allocate(spec, batch, heads, head_dim, x.dtype, x.device, tokens)
         state.append(x, 0, q)
@@ -52,7 +61,9 @@ class PackedKV(TorchAOBaseTensor):
     @property
     def state(self) -> KVState:
         """The storage, shared."""
-        return KVState(parse(self.spec), self.codes, self.scale, self.zero_point, self.ring, self.compensation)
+        spec = parse(self.spec)
+        exact_from = spec.sinks + spec.packed(self.num_tokens)
+        return KVState(spec, self.codes, self.scale, self.zero_point, self.ring, self.compensation, exact_from)
 
     def append(self, x: Tensor) -> "PackedKV":
         """This tensor with ``x`` ``[B, H_kv, S, D]`` behind it. Storage is shared where it did not have to grow, so the
@@ -67,11 +78,17 @@ class PackedKV(TorchAOBaseTensor):
 
     def nbytes_packed(self) -> int:
         """Bytes held, slack included."""
-        return self.state.nbytes()
+        return self.state.nbytes
 
     def __repr__(self, *, tensor_contents=None):
         spec = parse(self.spec)
         return f"PackedKV(shape={tuple(self.shape)}, bits={spec.bits}, per={spec.per}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.__setitem__ and isinstance(args[0], cls):  # would write to a decoded copy
+            raise _written_by(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -79,7 +96,9 @@ class PackedKV(TorchAOBaseTensor):
             return args[0]._apply_fn_to_data(func)
         if func is torch.ops.aten.clone.default:
             return args[0]._apply_fn_to_data(torch.clone)
-        if any(argument.alias_info and argument.alias_info.is_write for argument in func._schema.arguments):
-            raise KVPassError(f"{func} writes to a tensor. PackedKV is written with append(); decode() gives a copy.")
+        for position, argument in enumerate(func._schema.arguments):
+            value = args[position] if position < len(args) else (kwargs or {}).get(argument.name)
+            if isinstance(value, cls) and argument.alias_info is not None and argument.alias_info.is_write:
+                raise _written_by(func)
         args, kwargs = torch.utils._pytree.tree_map_only(cls, lambda packed: packed.decode(), (args, kwargs or {}))
         return func(*args, **kwargs)

@@ -135,6 +135,8 @@ def _attend(k_pages, v_pages, q, kc, ks, kz, kr, vc, vs, vz, vr, n, k_new, v_new
         scores = scores + bias.index_select(-1, token.clamp(0, bias.shape[-1] - 1))
     counts = torch.cat([page_tokens < packed_k, k_counts, torch.ones_like(k_counts[:1])])
     weights = torch.where(counts, scores, -torch.inf).softmax(-1)
+    if bias is not None:
+        weights = weights.nan_to_num(0)  # a query that may see nothing gets zeros, as in SDPA
 
     # values leave their window no earlier than keys, so a packed value's weight is that of a packed key
     on_pages = weights[..., : v_count * size]

@@ -98,7 +98,8 @@ def _softcapped_attention(q, k, v, mask, causal, scale, softcap):
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    return (scores.softmax(-1) @ v.float()).to(q.dtype).contiguous()
+    weights = scores.softmax(-1).nan_to_num(0)  # a query that may see nothing gets zeros, as in SDPA
+    return (weights @ v.float()).to(q.dtype).contiguous()
 
 
 @implements("attend", "reference")

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from tiny import llama, tokens
 
 import kvpass
+
+from tiny import llama, tokens
 
 SCHEMES = ["kivi", "squat"]
 

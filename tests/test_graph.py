@@ -5,7 +5,6 @@ import re
 
 import pytest
 import torch
-from tiny import llama, tokens
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 from transformers import DynamicCache
@@ -14,7 +13,12 @@ import kvpass
 from kvpass.backend import Backend
 from kvpass.graph import find, normalise
 from kvpass.graph.rewrite import APPEND, ATTEND
+from kvpass.schemes import LayerGeometry
 from kvpass.state import KVState
+
+from tiny import llama, tokens
+
+GEOMETRY = LayerGeometry(0, 1, 2, 32, torch.float32, torch.device("cpu"))
 
 
 @pytest.fixture(autouse=True)
@@ -249,7 +253,7 @@ def test_an_applied_model_inside_a_compiled_function_keeps_its_own_graph():
 
 @pytest.mark.parametrize("options", [None, {"lowering": "reference"}])
 def test_the_backend_fuses_a_function_that_uses_the_ops_itself(options):
-    plan = kvpass.schemes.get("kivi").plan(None)
+    plan = kvpass.schemes.get("kivi").plan(GEOMETRY)
     k, v, q = torch.randn(1, 2, 90, 32), torch.randn(1, 2, 90, 32), torch.randn(1, 4, 1, 32)
     key, value = KVState.allocate(plan.key, 1, 2, 32, k.dtype, "cpu", 128), None
     value = KVState.allocate(plan.value, 1, 2, 32, v.dtype, "cpu", 128)

@@ -9,6 +9,14 @@ from ..errors import KVPassError
 from .pack import FIELDS, byte_rows, smallest_page
 
 
+def check_integers(config, **least: int) -> None:
+    """Raise `KVPassError` unless each named field of ``config`` is an int and at least the number given."""
+    for name, bound in least.items():
+        value = getattr(config, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < bound:
+            raise KVPassError(f"{name}={value!r} must be an integer, at least {bound}.")
+
+
 @dataclass(frozen=True)
 class Subspace:
     """Query-subspace error compensation (SQuat, arXiv 2503.24358, eq. 6).
@@ -24,6 +32,13 @@ class Subspace:
     weight: float
     relative: bool
     block_size: int
+
+    def __post_init__(self):
+        check_integers(self, rank=1, block_size=1)
+        if not (isinstance(self.weight, (int, float)) and 0 <= self.weight < float("inf")):
+            raise KVPassError(
+                f"The subspace weight (strength or lam) must be a finite number that is not negative, not {self.weight!r}."
+            )
 
 
 @dataclass(frozen=True)
@@ -50,16 +65,11 @@ class CodecSpec:
     subspace: Subspace | None = None
 
     def __post_init__(self):
+        check_integers(self, bits=1, group_size=1, page_size=1, residual=0, sinks=0, rollback=0)
         if self.bits not in FIELDS:
             raise KVPassError(f"bits={self.bits}: packed widths are {sorted(FIELDS)}.")
         if self.per not in ("channel", "token"):
             raise KVPassError(f"per={self.per!r}: use 'channel' or 'token'.")
-        for name in ("group_size", "page_size"):
-            if getattr(self, name) < 1:
-                raise KVPassError(f"{name}={getattr(self, name)} must be positive.")
-        for name in ("residual", "sinks", "rollback"):
-            if getattr(self, name) < 0:
-                raise KVPassError(f"{name}={getattr(self, name)} must not be negative.")
         multiple = smallest_page(self.bits)
         if self.page_size % multiple:
             raise KVPassError(

@@ -22,12 +22,11 @@ def precision_matrix(q: Tensor, subspace: Subspace, valid: Tensor | None = None)
     energy, directions = torch.linalg.eigh(q.mT @ q)
     rank = min(subspace.rank, q.shape[-1])
     energy, directions = energy[..., -rank:].clamp_min(0), directions[..., -rank:]
-    weight = torch.as_tensor(subspace.weight, dtype=q.dtype, device=q.device)
     if subspace.relative:
-        per_channel = q.square().sum((-1, -2), keepdim=True) / q.shape[-1]
-        weight = weight / per_channel.clamp_min(torch.finfo(q.dtype).tiny)
+        per_channel = q.square().sum((-1, -2)).unsqueeze(-1) / q.shape[-1]
+        energy = torch.where(per_channel > 0, energy / per_channel, 0.0)
     update = (directions * energy[..., None, :]) @ directions.mT
-    return torch.eye(q.shape[-1], dtype=q.dtype, device=q.device) + weight * update
+    return torch.eye(q.shape[-1], dtype=q.dtype, device=q.device) + subspace.weight * update
 
 
 def compensation_matrix(precision: Tensor, block_size: int) -> Tensor:

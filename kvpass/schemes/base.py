@@ -31,6 +31,12 @@ class LayerPlan:
     key: CodecSpec
     value: CodecSpec
 
+    def checked(self, layer: LayerGeometry) -> LayerPlan:
+        """This plan, if it fits the heads of ``layer``; raises `KVPassError` otherwise."""
+        self.key.check(layer.head_dim)
+        self.value.check(layer.head_dim)
+        return self
+
     @property
     def needs_queries(self) -> bool:
         """Whether the codec is fitted to the prompt's queries, so that prefill has to be captured."""
@@ -58,7 +64,7 @@ class SchemeConfig:
         raise TypeError(f"{type(self).__name__} must define plan(layer)")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; `from_dict` inverts it."""
+        """Plain data; `get` inverts it."""
         return {"scheme": self.name, "version": self.version, **dataclasses.asdict(self)}
 
     def __str__(self) -> str:
@@ -101,10 +107,10 @@ def get(scheme: str | dict[str, Any] | SchemeConfig, **overrides: Any) -> Scheme
         name, version = scheme.pop("scheme", None), scheme.pop("version", None)
         if name is None:
             raise KVPassError('A scheme dict names its scheme: {"scheme": "kivi", "bits": 4}.')
-        config = get(name, **scheme)
-        if version not in (None, config.version):
-            raise KVPassError(f"Config version {version} of {name!r}; this kvpass reads version {config.version}.")
-        return config
+        known = get(name).version
+        if version not in (None, known):
+            raise KVPassError(f"Config version {version} of {name!r}; this kvpass reads version {known}.")
+        return get(name, **scheme)
     if isinstance(scheme, str):
         if scheme not in _PRESETS:
             raise KVPassError(f"Unknown scheme {scheme!r}. Known schemes: {', '.join(available())}.")

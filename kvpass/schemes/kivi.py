@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..codec.spec import CodecSpec, Subspace
+from ..codec.spec import CodecSpec, Subspace, check_integers
 from ..errors import KVPassError
 from .base import LayerGeometry, LayerPlan, SchemeConfig, register_scheme
 
@@ -27,9 +27,10 @@ class KIVIConfig(SchemeConfig):
     sinks: int = 0
 
     def __post_init__(self):
-        if self.residual < 1 or self.residual % max(self.group_size, 1):
+        check_integers(self, bits=1, group_size=1, residual=1, sinks=0)
+        if self.residual % self.group_size:
             raise KVPassError(
-                f"residual={self.residual} must be a positive multiple of group_size={self.group_size}: keys are "
+                f"residual={self.residual} must be a multiple of group_size={self.group_size}: keys are "
                 "packed in whole groups of tokens."
             )
         self._key(None), self._value()  # an impossible config fails here, not at the first token
@@ -41,4 +42,4 @@ class KIVIConfig(SchemeConfig):
         return CodecSpec(self.bits, "token", self.group_size, self.residual, residual=self.residual, sinks=self.sinks)
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
-        return LayerPlan(self._key(None), self._value())
+        return LayerPlan(self._key(None), self._value()).checked(layer)

@@ -8,7 +8,6 @@ that subspace shrinks (paper eq. 6). Codes, scales and storage are KIVI's, plus 
 from dataclasses import dataclass
 
 from ..codec.spec import Subspace
-from ..errors import KVPassError
 from .base import LayerGeometry, LayerPlan, register_scheme
 from .kivi import KIVIConfig
 
@@ -29,20 +28,18 @@ class SQuatConfig(KIVIConfig):
     name = "squat"
 
     rank: int = 5
-    strength: float = 1.0
+    strength: float = 0.5
     lam: float | None = None
     block_size: int | None = None
 
     def __post_init__(self):
         super().__post_init__()
-        weight = self.strength if self.lam is None else self.lam
-        if not 0 <= weight < float("inf"):
-            raise KVPassError(f"The subspace weight must be finite and not negative, not {weight}.")
-        if self.rank < 1:
-            raise KVPassError(f"rank={self.rank} must be at least 1; for no subspace use scheme='kivi'.")
+        self._subspace(head_dim=2)
+
+    def _subspace(self, head_dim: int) -> Subspace:
+        relative = self.lam is None
+        block_size = head_dim // 2 if self.block_size is None else self.block_size
+        return Subspace(self.rank, self.strength if relative else self.lam, relative, block_size)
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
-        relative = self.lam is None
-        weight = self.strength if relative else self.lam
-        block_size = self.block_size or layer.head_dim // 2
-        return LayerPlan(self._key(Subspace(self.rank, weight, relative, block_size)), self._value())
+        return LayerPlan(self._key(self._subspace(layer.head_dim)), self._value()).checked(layer)

@@ -1,0 +1,55 @@
+# make demo | make test | make lint: each sets up .venv first, once, and again when pyproject.toml changes.
+
+VENV  := .venv
+STAMP := $(VENV)/.installed
+BIN   := $(VENV)/bin
+
+# The first Python that is 3.11 or newer; override with PYTHON=/path/to/python.
+PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$python; break; }; done)
+# One version of torch for the CPU, what pip finds newest where there is an NVIDIA GPU; override with TORCH=...
+TORCH ?= $(shell if nvidia-smi >/dev/null 2>&1; then echo torch; else echo torch==2.13.0; fi)
+
+.PHONY: help demo test lint clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo   generate with a packed KV cache on a small real model, and print what it costs and saves"
+	@echo "make test   run the tests"
+	@echo "make lint   check style"
+	@echo "make clean  remove $(VENV); downloaded models stay in \$$KVPASS_CACHE or ~/.cache/kvpass"
+
+demo: $(STAMP)
+	@echo "== kvpass demo =="
+	@$(BIN)/python -m kvpass demo $(ARGS)
+
+test: $(STAMP)
+	@echo "== tests =="
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	@echo "== ruff =="
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+$(STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "kvpass needs Python 3.11 or newer, and none was found. Install one (Debian, Ubuntu:\
+	 apt install python3 python3-venv python3-dev; macOS: brew install python), or say where: make PYTHON=/path/to/python";\
+	 exit 2; }
+	@for compiler in $(CXX) c++ g++ clang++; do command -v $$compiler >/dev/null 2>&1 && exit 0; done;\
+	 echo "torch.compile needs a C++ compiler, and none was found. Install one (Debian, Ubuntu: apt install g++;\
+	 Fedora: dnf install gcc-c++; macOS: xcode-select --install).";\
+	 exit 2
+	@$(PYTHON) -c 'import os, sys, sysconfig as s; sys.exit(not os.path.exists(s.get_path("include") + "/Python.h"))' ||\
+	 { echo "torch.compile needs Python's C headers (Python.h), and $(PYTHON) has none. Install them (Debian, Ubuntu:\
+	 apt install python3-dev; Fedora: dnf install python3-devel).";\
+	 exit 2; }
+	@echo "== Setting up $(VENV) with $(PYTHON) and $(TORCH): some minutes, once =="
+	@$(PYTHON) -m venv $(VENV) || { echo "Could not make a virtual environment (Debian, Ubuntu: apt install\
+	 python3-venv)."; exit 2; }
+	@$(BIN)/python -m pip install "$(TORCH)"
+	@$(BIN)/python -m pip install --editable ".[demo,test]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,454 @@
+"""The ``kvpass::*`` ops: contracts with PyTorch, every implementation against the reference and against float64."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kvpass import KVPassError
+from kvpass.codec import CodecSpec, Subspace
+from kvpass.codec.affine import params_dtype
+from kvpass.codec.window import LENGTH_OFFSET, length_of, length_view, read_window, ring_slots, write_window
+from kvpass.lowering import table
+from kvpass.lowering.table import Implementation, Site, implements, select
+from kvpass.state import KVState
+
+from common import (
+    DIM,
+    DTYPES,
+    awkward,
+    implementations,
+    naive_attention,
+    only_reference,
+    queries_for,
+    randn,
+    state_of,
+)
+
+OPS = torch.ops.kvpass
+KEYS = CodecSpec(2, "channel", 8, 16)
+VALUES = CodecSpec(2, "token", 8, 16, residual=16)
+SINKS = CodecSpec(3, "channel", 16, 16, sinks=4, rollback=3)
+SUBSPACE = CodecSpec(2, "channel", 8, 16, subspace=Subspace(3, 1.0, True, DIM // 2))
+SPECS = {"keys": KEYS, "values": VALUES, "sinks, 3 bits": SINKS, "subspace": SUBSPACE}
+EACH_SPEC = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+KIVI = (CodecSpec(2, "channel", 32, 32), CodecSpec(2, "token", 16, 32, residual=32))
+WITH_SINKS = (CodecSpec(4, "channel", 16, 32, sinks=4), CodecSpec(1, "token", 8, 32, residual=32, sinks=4))
+
+
+def pools(state: KVState):
+    return state.codes, state.scale, state.zero_point, state.ring
+
+
+def strided_as_models_make_it(x):
+    """``[B, H, S, D]`` as a transposed view of ``[B, S, H, D]``."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def encode_arguments(spec, dtype=torch.float32, pages=2):
+    rest = DIM - spec.subspace.block_size if spec.subspace else 0
+    compensation = randn(1, 2, 2, rest, rest).mul(0.1).to(params_dtype(dtype)) if rest else None
+    return randn(0, 2, 2, pages * spec.page_size, DIM, dtype=dtype), compensation, str(spec)
+
+
+def append_arguments(spec, n, new, dtype=torch.float32):
+    x = randn(0, 2, 2, n + new, DIM, dtype=dtype)
+    state = KVState.allocate(spec, 2, 2, DIM, dtype, "cpu", n + new)
+    q = queries_for(spec, 1, 2, 2)
+    if n:
+        with only_reference():
+            state.append(x[:, :, :n], 0, q)
+    tap = None if q is None or n else q.to(dtype)
+    return (*pools(state), state.compensation, state.carrier(n), x[:, :, n:], tap, None, state.text), state
+
+
+def attend_arguments(
+    specs,
+    n,
+    queries=1,
+    mask=None,
+    causal=False,
+    softcap=0.0,
+    dtype=torch.float32,
+    batch=2,
+    repeats=2,
+    heads=2,
+    scale=0.3,
+):
+    """Arguments of attend, and the dense keys and values (past as decoded, then present)."""
+    x = [randn(i, 2, heads, n + queries, DIM, dtype=dtype) for i in range(2)]
+    states = [state_of(s, t[:, :, :n], room=n) for s, t in zip(specs, x, strict=True)]
+    new = [t[:, :, n:] for t in x]
+    q = randn(7, 2, heads * repeats, queries, DIM, dtype=dtype)
+    with only_reference():
+        dense = [torch.cat([s.decode(n), t], 2) for s, t in zip(states, new, strict=True)]
+    arguments = (
+        q, *pools(states[0]), *pools(states[1]), states[0].carrier(n), *new, mask,
+        causal, scale, softcap, *(s.text for s in states),
+    )  # fmt: skip
+    return arguments, dense
+
+
+def masks(kind: str, batch: int, queries: int, tokens: int, heads: int = 1):
+    """Random masks in which every query sees something."""
+    if kind == "none":
+        return None
+    allowed = torch.rand(batch, heads, queries, tokens, generator=torch.Generator().manual_seed(3)) > 0.4
+    allowed[..., -1] = True
+    if kind == "bool":
+        return allowed
+    if kind == "float":
+        return torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    return randn(5, batch, heads, queries, tokens)  # "bias"
+
+
+# ---------------------------------------------------------------- contracts with PyTorch
+
+
+@pytest.mark.usefixtures("reference_in_this_test")
+@EACH_SPEC
+def test_opcheck_encode(spec):
+    torch.library.opcheck(OPS.encode.default, encode_arguments(spec))
+
+
+@pytest.mark.usefixtures("reference_in_this_test")
+@EACH_SPEC
+@pytest.mark.parametrize("n, new", [(0, 40), (40, 1), (63, 20)])
+def test_opcheck_append(spec, n, new):
+    torch.library.opcheck(OPS.append_.default, append_arguments(spec, n, new)[0])
+
+
+@pytest.mark.usefixtures("reference_in_this_test")
+@EACH_SPEC
+@pytest.mark.parametrize("n", [3, 70])
+def test_opcheck_decode(spec, n):
+    state = state_of(spec, randn(0, 2, 2, n, DIM), q=queries_for(spec, 1, 2, 2))
+    torch.library.opcheck(OPS.decode.default, (*pools(state), state.carrier(n), state.text))
+
+
+@pytest.mark.usefixtures("reference_in_this_test")
+@pytest.mark.parametrize(
+    "case",
+    [
+        dict(n=70),
+        dict(n=70, mask="bool"),
+        dict(n=33, queries=3, causal=True),
+        dict(n=33, queries=3, mask="float", softcap=5.0),
+    ],
+    ids=str,
+)
+def test_opcheck_attend(case):
+    case = dict(
+        case, mask=masks(case.get("mask", "none"), 2, case.get("queries", 1), case["n"] + case.get("queries", 1))
+    )
+    torch.library.opcheck(OPS.attend.default, attend_arguments((SINKS, CodecSpec(2, "token", 8, 16, 16, 4)), **case)[0])
+
+
+def assert_fake_tells_the_truth(op, arguments, name):
+    """Shape, dtype and strides, all contiguous, of the op on real and on fake tensors."""
+    real = op(*arguments, name)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments]
+        fake = op(*fakes, name)
+    real, fake = ((out if isinstance(out, (tuple, list)) else (out,)) for out in (real, fake))
+    for a, b in zip(real, fake, strict=True):
+        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+        assert a.is_contiguous()
+
+
+@pytest.mark.parametrize("name", implementations("encode"))
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize(
+    "spec, dtype",
+    [(KIVI[0], torch.float32), (SINKS, torch.bfloat16), (SUBSPACE, torch.float32)],
+    ids=["kivi keys", "3 bits, bfloat16", "subspace"],
+)
+def test_encode_gives_what_its_fake_says_also_for_strided_input(name, strided, spec, dtype):
+    x, *rest = encode_arguments(spec, dtype)
+    assert_fake_tells_the_truth(OPS.encode, (strided_as_models_make_it(x) if strided else x, *rest), name)
+
+
+@pytest.mark.parametrize("name", implementations("decode"))
+@pytest.mark.parametrize("n", [0, 1, 3, 20, 70])
+def test_decode_gives_what_its_fake_says(name, n):
+    state = state_of(SINKS, randn(0, 2, 2, n, DIM), room=n)
+    assert_fake_tells_the_truth(OPS.decode, (*pools(state), state.carrier(n), state.text), name)
+
+
+@pytest.mark.usefixtures("reference_in_this_test")
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("n", [0, 70])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_attend_gives_what_its_fake_says_also_for_strided_queries(queries, softcap, n, dtype):
+    arguments, _ = attend_arguments((KEYS, VALUES), n, queries, softcap=softcap, dtype=dtype)
+    assert_fake_tells_the_truth(OPS.attend, arguments, "auto")
+    assert_fake_tells_the_truth(OPS.attend, (strided_as_models_make_it(arguments[0]), *arguments[1:]), "auto")
+
+
+# ---------------------------------------------------------------- attention against float64
+
+LENGTHS = (0, 1, 31, 32, 33, 64, 100)
+
+
+@pytest.mark.parametrize("name", implementations("attend"))
+@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize(
+    "specs, kind",
+    [(KIVI, "none"), (WITH_SINKS, "bool"), (WITH_SINKS, "float"), (WITH_SINKS, "bias")],
+    ids=["kivi", "sinks, bool mask", "sinks, float mask", "sinks, bias"],
+)
+def test_one_query_attends_to_everything_the_mask_allows(name, n, specs, kind):
+    arguments, dense = attend_arguments(specs, n, mask=masks(kind, 2, 1, n + 1))
+    expected = naive_attention(arguments[0], *dense, mask=arguments[12], scale=0.3)
+    got = OPS.attend(*arguments, name)
+    assert got.dtype == torch.float32 and got.is_contiguous()
+    assert torch.allclose(got.double(), expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", implementations("attend"))
+@pytest.mark.parametrize("n", [0, 33, 100])
+def test_one_query_with_softcap(name, n):
+    arguments, dense = attend_arguments(KIVI, n, softcap=2.0, scale=1.0)
+    expected = naive_attention(arguments[0], *dense, scale=1.0, softcap=2.0)
+    assert torch.allclose(OPS.attend(*arguments, name).double(), expected, atol=2e-5)
+    if not n:
+        return  # over one key nothing depends on the scores
+    uncapped = naive_attention(arguments[0], *dense, scale=1.0)
+    assert not torch.allclose(expected, uncapped, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", implementations("attend"))
+def test_masks_may_differ_from_head_to_head_and_be_shared_by_the_batch(name):
+    for batch, heads in ((2, 4), (1, 4), (1, 1)):
+        mask = masks("bool", batch, 1, 71, heads)
+        arguments, dense = attend_arguments(WITH_SINKS, 70, mask=mask)
+        expected = naive_attention(arguments[0], *dense, mask=mask, scale=0.3)
+        assert torch.allclose(OPS.attend(*arguments, name).double(), expected, atol=2e-5), (batch, heads)
+
+
+@pytest.mark.parametrize("name", implementations("attend"))
+def test_spare_capacity_is_never_attended_to(name):
+    arguments, dense = attend_arguments(KIVI, 70)
+    roomy = []
+    for pool in arguments[1:9]:
+        if pool.ndim == 5:
+            junk = torch.full((*pool.shape[:2], 9, *pool.shape[3:]), 77, dtype=pool.dtype)
+            junk[:, :, :2] = pool[:, :, :2]
+            pool = junk
+        roomy.append(pool)
+    got = OPS.attend(arguments[0], *roomy, *arguments[9:], name)
+    assert torch.allclose(got.double(), naive_attention(arguments[0], *dense, scale=0.3), atol=2e-5)
+
+
+@pytest.mark.usefixtures("reference_in_this_test")
+@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("queries", [2, 5])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("kind", ["none", "causal", "bool", "float"])
+def test_several_queries_with_past(n, queries, softcap, kind):
+    causal = kind == "causal"
+    mask = None if causal else masks(kind, 2, queries, n + queries)
+    arguments, dense = attend_arguments(WITH_SINKS, n, queries, mask, causal, softcap)
+    expected = naive_attention(arguments[0], *dense, mask, causal, 0.3, softcap)
+    assert torch.allclose(OPS.attend(*arguments).double(), expected, atol=2e-5)
+
+
+@pytest.mark.usefixtures("reference_in_this_test")
+@pytest.mark.parametrize("repeats", [1, 3])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_query_heads_share_kv_heads_in_order(repeats, queries):
+    arguments, dense = attend_arguments(KIVI, 50, queries, repeats=repeats, heads=3)
+    expected = naive_attention(arguments[0], *dense, scale=0.3)
+    assert torch.allclose(OPS.attend(*arguments).double(), expected, atol=2e-5)
+
+
+@pytest.mark.usefixtures("reference_in_this_test")
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)], ids=str)
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_attention_in_16_bits_answers_in_16_bits(dtype, tolerance, queries, softcap):
+    arguments, dense = attend_arguments(KIVI, 60, queries, softcap=softcap, dtype=dtype)
+    got = OPS.attend(*arguments)
+    assert got.dtype == dtype
+    assert torch.allclose(
+        got.double(), naive_attention(arguments[0], *dense, scale=0.3, softcap=softcap), atol=tolerance
+    )
+
+
+@pytest.mark.usefixtures("reference_in_this_test")
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_a_padding_query_that_may_attend_to_nothing_gives_numbers_not_nan(softcap, queries):
+    mask = torch.ones(2, 1, queries, 20 + queries, dtype=torch.bool)
+    mask[1, :, 0] = False
+    arguments, _ = attend_arguments(KIVI, 20, queries, mask, softcap=softcap)
+    assert torch.isfinite(OPS.attend(*arguments)).all()
+
+
+def test_attend_does_not_write_to_the_state():
+    arguments, _ = attend_arguments(KIVI, 70)
+    before = [pool.clone() for pool in arguments[1:9]]
+    for name in implementations("attend"):
+        OPS.attend(*arguments, name)
+    assert all(torch.equal(a, b) for a, b in zip(before, arguments[1:9], strict=True))
+
+
+# ---------------------------------------------------------------- implementations against the reference
+
+CODECS = {"kivi keys": KIVI[0], "kivi values": KIVI[1], "sinks, 3 bits": SINKS, "subspace": SUBSPACE}
+EACH_CODEC = pytest.mark.parametrize("spec", CODECS.values(), ids=CODECS)
+
+
+@pytest.mark.parametrize("name", implementations("encode"))
+@EACH_CODEC
+@pytest.mark.parametrize("kind", ["normal", "outliers", "mixed magnitudes", "two values"])
+def test_encode_is_the_references_bit_for_bit(name, spec, kind):
+    _, compensation, text = encode_arguments(spec)
+    for pages in (1, 2, 5):
+        x = awkward(pages, kind, 2, 2, pages * spec.page_size, DIM, limit=100)
+        expected = OPS.encode(x, compensation, text, "reference")
+        for got, wanted in zip(OPS.encode(x, compensation, text, name), expected, strict=True):
+            assert got.shape == wanted.shape and torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("name", implementations("decode"))
+@pytest.mark.parametrize("spec", [*KIVI, SINKS], ids=["kivi keys", "kivi values", "sinks, 3 bits"])
+def test_decode_is_the_references_bit_for_bit(name, spec):
+    for n in LENGTHS:
+        state = state_of(spec, randn(n, 2, 2, n, DIM), q=queries_for(spec, 1, 2, 2), room=200)
+        arguments = (*pools(state), state.carrier(n), state.text)
+        assert torch.equal(OPS.decode(*arguments, name), OPS.decode(*arguments, "reference"))
+
+
+@pytest.mark.parametrize("name", implementations("append_"))
+@EACH_CODEC
+@pytest.mark.parametrize("n, new", [(0, 1), (0, 100), (31, 1), (63, 1), (33, 64), (50, 5)])
+def test_append_leaves_the_references_state_bit_for_bit(name, spec, n, new):
+    (arguments, got), (wanted_arguments, wanted) = (append_arguments(spec, n, new) for _ in range(2))
+    OPS.append_(*arguments, name)
+    OPS.append_(*wanted_arguments, "reference")
+    for (field, a), (_, b) in zip(got.tensors(), wanted.tensors(), strict=True):
+        assert torch.equal(a, b), field
+
+
+@pytest.mark.parametrize("name", implementations("encode"))
+def test_every_implementation_refuses_nan(name):
+    x = randn(0, 2, 2, 32, DIM)
+    x[0, 1, 5, 2] = float("nan")
+    with pytest.raises(KVPassError, match="NaN"):
+        OPS.encode(x, None, str(KEYS), name)
+
+
+# ---------------------------------------------------------------- the lowering table
+
+
+@pytest.fixture
+def toy_op():
+    """An op of its own in the table, with an implementation that serves everything and one that is choosy."""
+
+    @implements("toy", "plain")
+    def plain():
+        return "plain"
+
+    @implements("toy", "choosy", refuses=lambda site: None if site.device == "cuda" else "it needs a GPU.")
+    def choosy():
+        return "choosy"
+
+    yield Site("toy", "cpu"), Site("toy", "cuda")
+    del table._TABLE["toy"]
+    select.cache_clear()
+
+
+def test_auto_takes_the_latest_that_does_not_refuse(toy_op):
+    cpu, cuda = toy_op
+    assert select(cpu).name == "plain" and select(cuda).name == "choosy"
+    assert isinstance(select(cpu), Implementation) and select(cpu).run() == "plain"
+
+
+def test_a_name_takes_exactly_that_one(toy_op):
+    assert select(toy_op[1], "plain").name == "plain"
+
+
+def test_an_unknown_name_lists_the_known_ones(toy_op):
+    with pytest.raises(KVPassError, match=r"'cutlass' for kvpass::toy.*\['choosy', 'plain'\].*auto"):
+        select(toy_op[0], "cutlass")
+
+
+def test_a_named_implementation_that_refuses_says_why(toy_op):
+    with pytest.raises(KVPassError, match=r"'choosy' cannot run kvpass::toy here: it needs a GPU.*'auto'"):
+        select(toy_op[0], "choosy")
+
+
+def test_no_implementation_at_all_gives_every_reason(toy_op):
+    del table._TABLE["toy"]["plain"]
+    with pytest.raises(KVPassError, match="not choosy: it needs a GPU"):
+        select(toy_op[0])
+
+
+def test_a_new_registration_is_seen_at_once(toy_op):
+    assert select(toy_op[0]).name == "plain"
+    implements("toy", "newer")(lambda: "newer")
+    assert select(toy_op[0]).run() == "newer"
+
+
+def test_the_choice_and_what_was_passed_over_are_logged(toy_op, caplog):
+    with caplog.at_level("INFO", logger="kvpass.lowering"):
+        select(toy_op[0])
+    assert "kvpass::toy on cpu: plain" in caplog.text and "not choosy: it needs a GPU" in caplog.text
+
+
+def test_every_op_has_a_reference_that_serves_every_site():
+    for op in ("encode", "append_", "decode", "attend"):
+        assert "reference" in implementations(op) and "reference" in table.names()
+        for single in (False, True):
+            assert select(Site(op, "cpu", single_query=single), "reference").name == "reference"
+
+
+@pytest.mark.parametrize("op", ["encode", "append_", "decode", "attend"])
+def test_the_lowering_argument_of_an_op_is_checked(op):
+    arguments = {
+        "encode": lambda: encode_arguments(KEYS),
+        "append_": lambda: append_arguments(KEYS, 0, 5)[0],
+        "decode": lambda: (*append_arguments(KEYS, 5, 0)[0][:4], length_view(torch.tensor([5]), 5), str(KEYS)),
+        "attend": lambda: attend_arguments((KEYS, VALUES), 5)[0],
+    }[op]()
+    with pytest.raises(KVPassError, match=f"No lowering 'nope' for kvpass::{op}"):
+        getattr(OPS, op)(*arguments, "nope")
+
+
+# ---------------------------------------------------------------- lengths and slots
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 31, 100_000])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_carrier_holds_its_length_without_reading_the_device(n, device):
+    carrier = length_view(torch.tensor([n], device=device), n)
+    assert length_of(carrier) == n and type(length_of(carrier)) is int
+    assert carrier.stride() == (0,) and carrier.untyped_storage().nbytes() == 8
+    assert carrier.shape == (n + LENGTH_OFFSET,)
+    if device == "cpu":
+        assert carrier[0] == n
+
+
+def test_slots_of_a_window_are_distinct_and_never_those_of_sinks():
+    for spec in (KEYS, VALUES, SINKS):
+        for start in range(spec.sinks, 200, 7):
+            slots = ring_slots(spec, start, start + spec.window).tolist()
+            assert sorted(slots) == list(range(spec.sinks, spec.sinks + spec.window))
+        assert ring_slots(spec, 50, 50).tolist() == []
+        token = 60
+        assert ring_slots(spec, token, token + 1) == ring_slots(spec, token + spec.window, token + spec.window + 1)
+
+
+@pytest.mark.parametrize("start, count", [(0, 1), (0, 3), (0, 10), (3, 5), (0, 200), (130, 1), (130, 90)])
+def test_what_is_written_to_the_window_reads_back_in_order_and_the_rest_stays(start, count):
+    ring = torch.full((1, 1, SINKS.sinks + SINKS.window, 2), -1.0)
+    x = torch.arange(start, start + count, dtype=torch.float32)[None, None, :, None].expand(1, 1, -1, 2)
+    write_window(ring, SINKS, start, x)
+    for token in range(start, min(start + count, SINKS.sinks)):
+        assert (ring[:, :, token] == token).all()
+    first = max(start, SINKS.sinks, start + count - SINKS.window)
+    if first < start + count:
+        assert read_window(ring, SINKS, first, start + count)[0, 0, :, 0].tolist() == list(range(first, start + count))
+    written = max(0, min(start + count, SINKS.sinks) - start) + max(0, start + count - first)
+    assert (ring[0, 0, :, 0] == -1).sum() == ring.shape[2] - written

@@ -1,0 +1,131 @@
+"""The real model: SmolLM2-135M-Instruct from a Python package, real text. What the README promises, on it."""
+
+import copy
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import DynamicCache
+
+import kvpass
+from kvpass import evaluate, models, texts
+from kvpass.codec import decode_pages, encode_pages
+from kvpass.codec.subspace import compensation_matrix, precision_matrix
+from kvpass.lowering import reference
+from kvpass.schemes import LayerGeometry
+
+pytestmark = pytest.mark.model
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    torch._dynamo.reset()
+    return models.load()
+
+
+@pytest.fixture(scope="module")
+def prose(smollm2):
+    return texts.tokens(smollm2[1], "prose", 2048)
+
+
+@torch.no_grad()
+def step(model, token, cache):
+    return model(input_ids=token, past_key_values=cache).logits[:, -1]
+
+
+def test_six_hundred_tokens_are_one_decode_graph(smollm2, prose):
+    model, _ = smollm2
+    counters.clear()
+    with evaluate.packed(model, "kivi"):
+        out = model.generate(
+            prose[:, :64], do_sample=False, min_new_tokens=600, max_new_tokens=600, return_dict_in_generate=True
+        )
+        report = kvpass.explain(model)
+        assert out.sequences.shape == (1, 664)
+        assert (report.packed, report.fused) == (30, 30)
+        assert len(report.graphs) == 1 and report.graphs[0].decoded == 0
+        assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+        cache = out.past_key_values
+        other = copy.deepcopy(cache)
+        compiled = step(model, out.sequences[:, -1:], cache)
+        model._kvpass.eager = True
+        eager = step(model, out.sequences[:, -1:], other)
+        torch.testing.assert_close(compiled, eager, atol=1e-4, rtol=0)
+        for mine, theirs in zip(cache.layers, other.layers, strict=True):
+            for a, b in zip(mine.states(), theirs.states(), strict=True):
+                used = a.spec.pages(663)  # no page was due in this step
+                assert torch.equal(a.codes[:, :, :used], b.codes[:, :, :used])
+                assert torch.equal(a.scale[:, :, :used], b.scale[:, :, :used])
+                torch.testing.assert_close(a.ring, b.ring, atol=1e-4, rtol=1e-4)
+
+
+def attention_inputs(model, ids):
+    """Post-RoPE queries and keys of every layer: what SDPA is called with."""
+    calls = []
+    original = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(q, k, v, **kwargs):
+        calls.append((q, k))
+        return original(q, k, v, **kwargs)
+
+    torch.nn.functional.scaled_dot_product_attention = spy
+    try:
+        with torch.no_grad():
+            model(input_ids=ids, use_cache=False)
+    finally:
+        torch.nn.functional.scaled_dot_product_attention = original
+    return calls
+
+
+def test_squat_errs_less_than_kivi_in_the_query_subspace_of_real_keys(smollm2, prose):
+    """On queries that come after the prompt, too: the subspace generalises."""
+    model, _ = smollm2
+    prompt, total, better = 768, 1024, 0
+    calls = attention_inputs(model, prose[:, :total])
+    for q, k in calls:
+        geometry = LayerGeometry(0, 1, k.shape[1], k.shape[3], k.dtype, k.device)
+        squat, kivi = (kvpass.schemes.get(name).plan(geometry).key for name in ("squat", "kivi"))
+        stacked = q.unflatten(1, (k.shape[1], -1))
+        precision = precision_matrix(stacked[..., :prompt, :].flatten(2, 3), squat.subspace)
+        compensation = compensation_matrix(precision, squat.subspace.block_size)
+        keys = k[:, :, :prompt]
+        error = {
+            name: decode_pages(*encode_pages(keys, spec, compensation), spec) - keys
+            for name, spec in (("squat", squat), ("kivi", kivi))
+        }
+        later = stacked[..., prompt:, :].flatten(2, 3)
+        squared = {name: (later @ e.mT).square().mean().item() for name, e in error.items()}
+        better += squared["squat"] < squared["kivi"]
+    assert better >= 0.9 * len(calls)
+
+
+def test_squat_is_closer_to_full_precision_than_kivi_at_the_shipped_default(smollm2, prose):
+    model, _ = smollm2
+    kivi, squat = evaluate.evaluate(model, prose[:, :1536], 1408, ["kivi", "squat"], progress=False)
+    assert squat.kl < kivi.kl
+    assert squat.bits_per_value < 1.05 * kivi.bits_per_value
+
+
+def test_a_prefill_of_4096_tokens_leaves_no_float_cache(smollm2):
+    model, tokenizer = smollm2
+    ids = texts.tokens(tokenizer, "prose", 4096)
+    with evaluate.packed(model, "kivi", lowering="eager"), torch.no_grad():
+        cache = DynamicCache(config=model.config)
+        model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+        bf16 = 2 * 30 * 4096 * 3 * 64 * 2
+        assert kvpass.nbytes(cache) <= 0.22 * bf16
+        assert kvpass.explain(model).nbytes == kvpass.nbytes(cache)
+
+
+def test_the_reference_compensation_is_what_prefill_stored(smollm2, prose):
+    """The graph's q edge hands over the queries SDPA sees."""
+    model, _ = smollm2
+    ids = prose[:, :256]
+    calls = attention_inputs(model, ids)
+    with evaluate.packed(model, "squat", lowering="eager"), torch.no_grad():
+        cache = DynamicCache(config=model.config)
+        model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+        for layer, (q, _) in zip(cache.layers, calls, strict=True):
+            expected = reference.fit_compensation(q, None, 3, layer.plan.key)
+            torch.testing.assert_close(layer.key_state.compensation.double(), expected, atol=2e-2, rtol=2e-2)

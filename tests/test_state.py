@@ -1,0 +1,533 @@
+"""`KVState` and `PackedKV`: what is stored, where, and what reading, growing and cropping leave behind."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpass import KVPassError, NonFiniteError, PackedKV, schemes
+from kvpass.codec import CodecSpec, Subspace
+from kvpass.codec.affine import params_dtype
+from kvpass.state import KVState
+
+from common import (
+    DIM,
+    DTYPES,
+    WIDTHS,
+    assert_same_contents,
+    chunkings,
+    dtypes,
+    naive_decode,
+    queries_for,
+    randn,
+    seeds,
+    specs,
+    state_of,
+)
+
+pytestmark = pytest.mark.usefixtures("reference_lowering")
+
+# ---------------------------------------------------------------- append
+
+
+@given(specs(), chunkings(), seeds, dtypes)
+def test_append_in_any_chunking_equals_append_at_once(spec, chunks, seed, dtype):
+    x = randn(seed, 2, 2, sum(chunks), DIM, dtype=dtype)
+    assert_same_contents(state_of(spec, x, chunks), state_of(spec, x), x.shape[2])
+
+
+@given(specs(per="channel", subspace=True), chunkings(), seeds, dtypes)
+def test_append_in_any_chunking_equals_append_at_once_with_a_subspace(spec, chunks, seed, dtype):
+    x, q = randn(seed, 2, 2, sum(chunks), DIM, dtype=dtype), queries_for(spec, seed, 2, 2)
+    chunked, whole = state_of(spec, x, chunks, q), state_of(spec, x, q=q)
+    assert torch.equal(chunked.compensation, whole.compensation) and whole.compensation.any()
+    assert_same_contents(chunked, whole, x.shape[2])
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("per, residual", [("channel", 0), ("token", 32)])
+@pytest.mark.parametrize("sinks", [0, 4])
+def test_token_by_token_equals_at_once_for_the_shipped_layouts(bits, per, residual, sinks):
+    spec = CodecSpec(bits, per, 32, 32, residual=residual, sinks=sinks)
+    x = randn(bits, 1, 2, 133, 32)
+    assert_same_contents(state_of(spec, x, [1] * 133), state_of(spec, x), 133)
+
+
+@pytest.mark.parametrize("head_dim, rows", [(64, 32), (128, 32), (64, 96)])
+def test_compensated_pages_do_not_depend_on_how_many_are_encoded_together(head_dim, rows):
+    spec = CodecSpec(2, "channel", 32, rows, subspace=Subspace(5, 1.0, True, head_dim // 2))
+    x, q = randn(0, 1, 3, 1000, head_dim), queries_for(spec, 1, 1, 3, 300, head_dim)
+    assert_same_contents(state_of(spec, x, [37] * 27 + [1], q), state_of(spec, x, q=q), 1000)
+
+
+@given(specs(), seeds, st.integers(0, 60))
+def test_an_empty_append_changes_nothing(spec, seed, n):
+    x = randn(seed, 1, 2, n, DIM)
+    state = state_of(spec, x)
+    before = state.decode(n)
+    state.append(x[:, :, :0], n)
+    assert torch.equal(state.decode(n), before)
+
+
+@given(specs(), chunkings(), seeds, dtypes)
+def test_sinks_and_window_are_the_originals_bit_for_bit_and_as_many_as_promised(spec, chunks, seed, dtype):
+    n = 0
+    x = randn(seed, 2, 2, sum(chunks), DIM, dtype=dtype)
+    state = KVState.allocate(spec, 2, 2, DIM, dtype, x.device, 0)
+    for length in chunks:
+        state.append(x[:, :, n : n + length], n)
+        n += length
+        window, dense, sinks = state.window(n), state.decode(n), min(n, spec.sinks)
+        exact = window.shape[2]
+        if spec.packed(n):
+            assert spec.residual <= exact <= spec.residual + spec.page_size - 1
+        else:
+            assert exact == n - sinks < spec.residual + spec.page_size
+        assert torch.equal(window, x[:, :, n - exact : n])
+        assert torch.equal(dense[:, :, n - exact :], x[:, :, n - exact : n])
+        assert torch.equal(dense[:, :, :sinks], x[:, :, :sinks])
+        assert spec.packed(n) == n - sinks - exact
+
+
+@given(specs(), st.integers(40, 150), seeds, dtypes)
+def test_packed_tokens_decode_as_the_naive_decoder_says_rounded_once(spec, tokens, seed, dtype):
+    x = randn(seed, 2, 2, tokens, DIM, dtype=dtype)
+    state, used, sinks = state_of(spec, x), spec.pages(tokens), spec.sinks
+    naive = naive_decode(state.codes[:, :, :used], state.scale[:, :, :used], state.zero_point[:, :, :used], spec)
+    got = state.decode(tokens)
+    assert got.dtype == dtype and got.shape == x.shape and got.is_contiguous()
+    packed = got[:, :, sinks : sinks + spec.packed(tokens)].double()
+    assert torch.allclose(packed, naive, rtol=torch.finfo(dtype).eps, atol=4e-6)
+
+
+def test_append_rounds_to_the_dtype_of_the_cache():
+    spec, x = CodecSpec(2, "token", 8, 8, residual=8), randn(0, 1, 1, 20, DIM)
+    state = KVState.allocate(spec, 1, 1, DIM, torch.bfloat16, "cpu", 20)
+    state.append(x, 0)
+    assert_same_contents(state, state_of(spec, x.bfloat16()), 20)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 3, DIM), (1, 3, 3, DIM), (1, 2, 3, DIM + 8), (2, 3, DIM)])
+def test_append_refuses_tensors_of_another_geometry_and_names_both(shape):
+    state = KVState.allocate(CodecSpec(2, "token", 8, 8), 1, 2, DIM, torch.float32, "cpu", 8)
+    with pytest.raises(KVPassError, match=r"\(1, 2, 16\), got"):
+        state.append(torch.zeros(shape), 0)
+
+
+@pytest.mark.parametrize("per", ["channel", "token"])
+def test_a_refused_append_leaves_the_stored_tokens_alone(per):
+    spec = CodecSpec(2, per, 8, 16, sinks=2)
+    x = randn(0, 1, 2, 45, DIM)
+    state, bad = state_of(spec, x), randn(1, 1, 2, 40, DIM)
+    before = state.decode(45)
+    bad[0, 1, 7, 3] = float("nan")
+    with pytest.raises(NonFiniteError):
+        state.append(bad, 45)
+    assert torch.equal(state.decode(45), before)
+
+
+def test_the_first_tokens_of_a_codec_with_a_subspace_need_queries():
+    spec = CodecSpec(2, "channel", 8, 8, subspace=Subspace(2, 1.0, True, 8))
+    with pytest.raises(KVPassError, match="queries"):
+        state_of(spec, randn(0, 1, 1, 4, DIM))
+
+
+# ---------------------------------------------------------------- growth
+
+
+@given(specs(), chunkings(), seeds)
+def test_growing_keeps_contents(spec, chunks, seed):
+    x = randn(seed, 1, 2, sum(chunks), DIM)
+    grown, roomy = state_of(spec, x, chunks, room=0), state_of(spec, x, chunks, room=4000)
+    assert grown.codes.shape[2] < roomy.codes.shape[2] or spec.pages(4000) <= 4
+    assert_same_contents(grown, roomy, x.shape[2])
+
+
+@pytest.mark.parametrize("step", [1, 7, 300])
+def test_slack_stays_within_three_percent_or_four_pages(step):
+    spec = CodecSpec(1, "channel", 8, 8)
+    state = KVState.allocate(spec, 1, 1, 2, torch.float32, "cpu", 0)
+    reallocations, capacity = 0, state.codes.shape[2]
+    for n in range(0, 6000, step):
+        state.reserve(n)
+        pages = {getattr(state, name).shape[2] for name in ("codes", "scale", "zero_point")}
+        assert len(pages) == 1
+        (now,) = pages
+        reallocations, capacity = reallocations + (now != capacity), now
+        used = spec.pages(n)
+        assert used <= capacity <= max(used + 4, used * 1.032)
+    assert reallocations <= 110  # geometric, not once a page
+
+
+def test_allocating_for_all_tokens_never_moves_the_storage():
+    spec = CodecSpec(2, "channel", 8, 16, sinks=3)
+    state = KVState.allocate(spec, 1, 2, DIM, torch.float32, "cpu", 500)
+    where = {name: tensor.data_ptr() for name, tensor in state.tensors()}
+    for n in range(0, 500, 20):
+        state.append(randn(n, 1, 2, 20, DIM), n)
+    assert where == {name: tensor.data_ptr() for name, tensor in state.tensors()}
+
+
+# ---------------------------------------------------------------- crop
+
+
+@st.composite
+def crops(draw):
+    spec = draw(specs())
+    old = draw(st.integers(1, 150))
+    return spec, old, draw(st.integers(max(0, old - spec.rollback), old))
+
+
+@given(crops(), chunkings(60), seeds)
+def test_crop_within_rollback_is_as_if_the_tokens_had_never_been_there(case, chunks, seed):
+    spec, old, new = case
+    x, y = randn(seed, 2, 2, old, DIM), randn(seed + 1, 2, 2, sum(chunks), DIM)
+    state = state_of(spec, x)
+    assert state.lossless_crop(new)
+    state.crop(old, new)
+    kept = torch.cat([x[:, :, :new], y], 2)
+    n = new
+    assert_same_contents(state, state_of(spec, x[:, :, :new]), new)
+    for chunk in y.split(chunks, 2):
+        state.append(chunk, n)
+        n += chunk.shape[2]
+        assert_same_contents(state, state_of(spec, kept[:, :, :n]), n)
+
+
+def test_crop_across_a_flush_unpacks_the_page_without_loss():
+    spec = CodecSpec(2, "channel", 32, 32)
+    x = randn(0, 1, 2, 100, DIM)
+    state = state_of(spec, x)
+    state.crop(100, 90)
+    assert spec.packed(100) == 96 and spec.packed(90) == 64
+    assert torch.equal(state.window(90), x[:, :, 64:90])
+    state.append(x[:, :, 90:], 90)
+    assert_same_contents(state, state_of(spec, x), 100)
+
+
+@given(specs(), st.integers(60, 150), st.floats(0, 1), seeds)
+def test_crop_beyond_the_window_restores_what_decode_gave_for_tokens_that_are_not_exact_any_more(
+    spec, old, share, seed
+):
+    new = int(share * (old - 1))
+    x = randn(seed, 2, 2, old, DIM)
+    state = state_of(spec, x)
+    before, lossless, exact_from = state.decode(old), state.lossless_crop(new), max(0, old - spec.window)
+    state.crop(old, new)
+    got, start = state.decode(new), min(new, spec.sinks) + spec.packed(new)
+    if lossless:
+        assert torch.equal(got[:, :, start:], x[:, :, start:new])
+        assert torch.equal(got[:, :, :start], before[:, :, :start])
+    else:
+        assert torch.equal(got[:, :, :exact_from], before[:, :, : min(new, exact_from)])
+        assert torch.equal(got[:, :, max(start, exact_from) :], x[:, :, max(start, exact_from) : new])
+
+
+@given(specs(), st.integers(0, 120), seeds)
+def test_crop_to_nothing_gives_an_empty_state_that_can_be_filled_again(spec, old, seed):
+    x, y = randn(seed, 1, 2, old, DIM), randn(seed + 1, 1, 2, 70, DIM)
+    state = state_of(spec, x)
+    state.crop(old, 0)
+    assert state.decode(0).shape == (1, 2, 0, DIM)
+    state.append(y, 0)
+    assert_same_contents(state, state_of(spec, y), 70)
+
+
+@st.composite
+def histories(draw):
+    """Appends (positive) and crops (negative) that never go below zero."""
+    n, steps = 0, []
+    for _ in range(draw(st.integers(2, 9))):
+        change = draw(st.one_of(st.integers(1, 70), st.integers(-40, -1), st.integers(-12, -1)))
+        change = max(change, -n)
+        if change:
+            steps.append(change)
+            n += change
+    return steps
+
+
+def ramp(spec: CodecSpec, tokens: int) -> torch.Tensor:
+    """Token t has the value t: at 8 bits it decodes to t within a fraction, so a token in another's place shows."""
+    return torch.arange(tokens, dtype=torch.float32)[:, None].expand(1, 1, tokens, DIM).contiguous()
+
+
+@settings(max_examples=80)
+@given(specs(), histories())
+def test_after_any_appends_and_crops_every_token_is_still_itself(spec, steps):
+    spec = CodecSpec(8, spec.per, spec.group_size, spec.page_size, spec.residual, spec.sinks, spec.rollback)
+    x, n = ramp(spec, 400), 0
+    state = KVState.allocate(spec, 1, 1, DIM, x.dtype, "cpu", 0)
+    for change in steps:
+        if change > 0:
+            change = min(change, 400 - n)
+            state.append(x[:, :, n : n + change], n)
+        else:
+            state.crop(n, n + change)
+        n += change
+        if n:
+            assert (state.decode(n) - x[:, :, :n]).abs().max() < 0.5, f"after {change:+} to {n} tokens"
+
+
+def test_two_crops_that_together_exceed_the_rollback_do_not_mix_up_tokens():
+    spec = CodecSpec(8, "channel", 32, 32, rollback=16)
+    x = ramp(spec, 116)
+    state = state_of(spec, x)
+    state.crop(116, 106)
+    lossless = state.lossless_crop(95)
+    state.crop(106, 95)
+    assert (state.window(95) - x[:, :, 64:95]).abs().max() < 0.5
+    if lossless:
+        assert torch.equal(state.window(95), x[:, :, 64:95])
+
+
+def test_a_crop_after_one_that_had_to_restore_does_not_mix_up_tokens():
+    spec = CodecSpec(8, "channel", 32, 32, rollback=16)
+    x = ramp(spec, 300)
+    state = state_of(spec, x)
+    state.crop(300, 100)
+    state.crop(100, 95)
+    assert (state.decode(95) - x[:, :, :95]).abs().max() < 0.5
+
+
+# ---------------------------------------------------------------- batch
+
+
+@given(specs(), seeds, st.lists(st.integers(0, 2), min_size=1, max_size=5))
+def test_map_selects_and_reorders_samples(spec, seed, order):
+    x = randn(seed, 3, 2, 90, DIM)
+    state, index = state_of(spec, x), torch.tensor(order)
+    chosen = state.map(lambda tensor: tensor.index_select(0, index))
+    assert_same_contents(chosen, state_of(spec, x[index]), 90)
+    before = state.decode(90)
+    chosen.append(randn(seed, len(order), 2, 40, DIM), 90)
+    assert torch.equal(state.decode(90), before)  # a selection is independent of where it came from
+
+
+def test_map_takes_the_compensation_along():
+    spec = CodecSpec(2, "channel", 8, 8, subspace=Subspace(2, 1.0, True, 8))
+    x, q = randn(0, 3, 2, 40, DIM), queries_for(spec, 1, 3, 2)
+    chosen = state_of(spec, x, q=q).map(lambda tensor: tensor[[2, 0]])
+    alone = state_of(spec, x[[2, 0]], q=q[[2, 0]])
+    chosen.append(x[[2, 0]], 40)
+    alone.append(x[[2, 0]], 40)
+    assert torch.allclose(chosen.compensation.float(), alone.compensation.float(), atol=2e-3)
+    assert (chosen.decode(80) - alone.decode(80)).abs().mean() < 1e-3
+
+
+# ---------------------------------------------------------------- bytes
+
+
+@given(specs(), st.booleans(), st.integers(1, 3), st.integers(1, 3), dtypes, st.integers(0, 900))
+def test_nbytes_is_the_closed_form_with_everything_counted(spec, subspace, batch, heads, dtype, tokens):
+    if subspace and spec.per == "channel":
+        spec = CodecSpec(
+            spec.bits, spec.per, spec.group_size, spec.page_size, spec.residual, spec.sinks, spec.rollback,
+            Subspace(3, 1.0, True, DIM // 4),
+        )  # fmt: skip
+    state = KVState.allocate(spec, batch, heads, DIM, dtype, "cpu", tokens)
+    pages = max(4, max(0, tokens - spec.sinks - spec.residual) // spec.page_size)
+    codes = pages * spec.page_size * DIM * spec.bits // 8
+    params = 2 * 2 * pages * spec.page_size * DIM // spec.group_size
+    ring = (spec.sinks + spec.residual + spec.page_size + spec.rollback) * DIM * dtype.itemsize
+    compensation = 2 * (DIM * 3 // 4) ** 2 if spec.subspace else 0
+    assert state.nbytes == batch * heads * (codes + params + ring + compensation)
+    assert state.nbytes == sum(t.untyped_storage().nbytes() for _, t in state.tensors())
+
+
+@given(specs(), chunkings(), seeds)
+def test_nbytes_follows_growth_and_selection(spec, chunks, seed):
+    state = state_of(spec, randn(seed, 3, 1, sum(chunks), DIM), chunks)
+    for held in (state, state.map(lambda tensor: tensor[[1, 0]])):
+        assert held.nbytes == sum(t.untyped_storage().nbytes() for _, t in held.tensors())
+
+
+def test_kivi_at_4096_tokens_takes_at_most_22_percent_of_a_bfloat16_cache():
+    plan = schemes.get("kivi").plan(schemes.LayerGeometry(0, 1, 3, 64, torch.bfloat16, torch.device("cpu")))
+    packed = sum(KVState.allocate(s, 1, 3, 64, torch.bfloat16, "cpu", 4096).nbytes for s in (plan.key, plan.value))
+    assert packed <= 0.22 * (2 * 3 * 4096 * 64 * 2)
+
+
+# ---------------------------------------------------------------- PackedKV
+
+KEYS = CodecSpec(2, "channel", 8, 16, sinks=2)
+VALUES = CodecSpec(4, "token", 8, 16, residual=16)
+SUBSPACE = CodecSpec(2, "channel", 8, 16, subspace=Subspace(3, 1.0, True, DIM // 2))
+ANY = pytest.mark.parametrize("spec", [KEYS, VALUES, SUBSPACE], ids=["keys", "values", "subspace"])
+
+
+def pack(spec, tokens=53, dtype=torch.float32, seed=0):
+    x = randn(seed, 2, 2, tokens, DIM, dtype=dtype)
+    return x, PackedKV.from_float(x, spec, queries_for(spec, seed, 2, 2))
+
+
+@ANY
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_packed_looks_like_the_float_tensor_it_stands_for(spec, dtype):
+    x, packed = pack(spec, dtype=dtype)
+    assert packed.shape == x.shape and packed.dtype == dtype and packed.device == x.device and packed.ndim == 4
+    assert type(packed) is PackedKV and "bits" in repr(packed)
+    dense = packed.decode()
+    assert type(dense) is torch.Tensor and dense.shape == x.shape and dense.dtype == dtype
+    assert torch.equal(dense, state_of(spec, x, q=queries_for(spec, 0, 2, 2)).decode(53))
+
+
+READS = {
+    "add": lambda t: t + 0,
+    "radd": lambda t: 1 + t,
+    "matmul": lambda t: t @ t.mT,
+    "slice": lambda t: t[:, 1:, 3:20, ::2],
+    "index": lambda t: t[0, 1, 5],
+    "fancy index": lambda t: t[:, :, torch.tensor([3, 1])],
+    "cat": lambda t: torch.cat([t, torch.ones(2, 2, 1, DIM)], 2),
+    "cat with itself": lambda t: torch.cat([t, t], 2),
+    "sdpa": lambda t: F.scaled_dot_product_attention(torch.ones(2, 2, 1, DIM), t, t),
+    "sdpa gqa": lambda t: F.scaled_dot_product_attention(torch.ones(2, 4, 3, DIM), t, t, enable_gqa=True),
+    "transpose": lambda t: t.transpose(1, 2),
+    "reshape": lambda t: t.reshape(4, -1),
+    "repeat_kv": lambda t: t[:, :, None].expand(-1, -1, 2, -1, -1).reshape(2, 4, -1, DIM),
+    "to": lambda t: t.to(torch.bfloat16),
+    "float": lambda t: t.float() * 1,
+    "sum": lambda t: t.sum(),
+    "where": lambda t: torch.where(t > 0, t, torch.zeros(())),
+    "einsum": lambda t: torch.einsum("bhsd,bhtd->bhst", t, t),
+    "split": lambda t: t.split(20, 2)[1],
+    "contiguous": lambda t: t.contiguous() + 0,
+    "numpy": lambda t: torch.from_numpy((t + 0).numpy()),
+}
+
+
+@ANY
+@pytest.mark.parametrize("read", READS)
+def test_any_read_decodes(spec, read):
+    _, packed = pack(spec)
+    result = READS[read](packed)
+    assert type(result) is torch.Tensor
+    assert torch.equal(result, READS[read](packed.decode()))
+
+
+WRITES = {
+    "add_": lambda t: t.add_(1),
+    "+=": lambda t: t.__iadd__(1),
+    "zero_": lambda t: t.zero_(),
+    "copy_": lambda t: t.copy_(torch.zeros(2, 2, 53, DIM)),
+    "index_copy_": lambda t: t.index_copy_(2, torch.tensor([0]), torch.zeros(2, 2, 1, DIM)),
+    "setitem": lambda t: t.__setitem__((slice(None), slice(None), 3), 0.0),
+    "setitem everything": lambda t: t.__setitem__(..., 0.0),
+    "setitem by tensor": lambda t: t.__setitem__((slice(None), slice(None), torch.tensor([1])), 0.0),
+    "out": lambda t: torch.add(torch.zeros(2, 2, 53, DIM), 1, out=t),
+}
+
+
+@ANY
+@pytest.mark.parametrize("write", WRITES)
+def test_in_place_writes_are_refused_never_lost(spec, write):
+    _, packed = pack(spec)
+    before = packed.decode()
+    with pytest.raises(KVPassError, match="append"):
+        WRITES[write](packed)
+    assert torch.equal(packed.decode(), before)
+
+
+@ANY
+def test_reading_a_packed_tensor_into_a_plain_one_is_a_read(spec):
+    _, packed = pack(spec)
+    plain = torch.zeros(packed.shape)
+    plain.copy_(packed)
+    assert torch.equal(plain, packed.decode())
+    plain += packed
+    assert torch.equal(plain, packed.decode() + packed.decode())
+    plain[:, :, 3:] = packed[:, :, 3:]
+    assert torch.equal(plain[:, :, 3:], packed.decode()[:, :, 3:])
+
+
+@ANY
+@pytest.mark.parametrize("chunks", [[1] * 30, [40, 1, 7], [100]])
+def test_append_grows_the_shape_and_equals_packing_at_once(spec, chunks):
+    x, packed = pack(spec)
+    y = randn(5, 2, 2, sum(chunks), DIM)
+    for chunk in y.split(chunks, 2):
+        packed = packed.append(chunk)
+    n = 53 + y.shape[2]
+    assert packed.shape == (2, 2, n, DIM) and type(packed) is PackedKV
+    whole = PackedKV.from_float(torch.cat([x, y], 2), spec, queries_for(spec, 0, 2, 2))
+    assert_same_contents(packed.state, whole.state, n)
+
+
+@ANY
+def test_a_clone_is_packed_and_independent(spec):
+    _, packed = pack(spec)
+    before, copy = packed.decode(), packed.clone()
+    assert type(copy) is PackedKV and torch.equal(copy.decode(), before)
+    assert not {t.data_ptr() for _, t in copy.state.tensors()} & {t.data_ptr() for _, t in packed.state.tensors()}
+    copy.append(randn(1, 2, 2, 60, DIM))
+    assert torch.equal(packed.decode(), before)
+
+
+@ANY
+def test_detach_shares_storage_and_stays_packed(spec):
+    _, packed = pack(spec)
+    detached = packed.detach()
+    assert type(detached) is PackedKV and detached.codes.data_ptr() == packed.codes.data_ptr()
+    assert torch.equal(detached.decode(), packed.decode())
+
+
+@ANY
+def test_flatten_and_unflatten_round_trip(spec):
+    _, packed = pack(spec)
+    names, context = packed.__tensor_flatten__()
+    assert ("compensation" in names) == (spec.subspace is not None)
+    parts = {name: getattr(packed, name) for name in names}
+    again = PackedKV.__tensor_unflatten__(parts, context, packed.shape, packed.stride())
+    assert type(again) is PackedKV and again.shape == packed.shape and again.dtype == packed.dtype
+    assert again.spec == packed.spec and again.num_tokens == packed.num_tokens
+    assert torch.equal(again.decode(), packed.decode())
+
+
+@ANY
+def test_packed_bytes_are_those_of_its_state(spec):
+    _, packed = pack(spec)
+    assert packed.nbytes_packed() == packed.state.nbytes > 0
+
+
+def test_a_view_shares_storage_with_its_state():
+    x = randn(0, 2, 2, 53, DIM)
+    state = state_of(KEYS, x, room=200)
+    view = PackedKV.view(state, 53)
+    state.append(randn(1, 2, 2, 3, DIM), 53)
+    assert view.codes is state.codes and torch.equal(view.decode(), state.decode(53))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 17])
+def test_short_and_empty_tensors_can_be_packed(tokens):
+    x, packed = pack(KEYS, tokens)
+    assert packed.shape == x.shape and torch.equal(packed.decode(), x if tokens < 18 else packed.decode())
+
+
+@pytest.mark.parametrize(
+    "x, spec, says",
+    [
+        (torch.zeros(2, 30, DIM), KEYS, r"\[B, H_kv, n, D\].*\(2, 30, 16\)"),
+        (torch.zeros(1, 2, 30, DIM, dtype=torch.int64), KEYS, "float.*int64"),
+        (torch.zeros(1, 2, 30, 12), VALUES, "group_size=8 does not divide head_dim=12"),
+        (torch.zeros(1, 2, 30, DIM), SUBSPACE, "queries"),
+    ],
+)
+def test_from_float_says_what_is_wrong_with_its_input(x, spec, says):
+    with pytest.raises(KVPassError, match=says):
+        PackedKV.from_float(x, spec)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("token", [5, 52], ids=["packed", "in the window"])
+def test_from_float_refuses_non_finite_values_wherever_they_end_up(poison, token):
+    x = randn(0, 1, 1, 53, DIM)
+    x[0, 0, token, 3] = poison
+    with pytest.raises(NonFiniteError):
+        PackedKV.from_float(x, KEYS)
+
+
+def test_the_storage_dtype_of_params_follows_the_cache():
+    for dtype in DTYPES:
+        _, packed = pack(VALUES, dtype=dtype)
+        assert packed.scale.dtype == params_dtype(dtype) and packed.ring.dtype == dtype
