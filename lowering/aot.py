@@ -31,6 +31,7 @@ def compile_ahead(fn: Callable, examples: Sequence[Tensor | None], dynamic: Sequ
             continue
         sizes = [DimDynamic.DYNAMIC if d in dims else DimDynamic.STATIC for d in range(example.ndim)]
         context = StatelessSymbolicContext(dynamic_sizes=sizes)
+        example = torch.empty_like(example)  # one tensor given for two inputs would be traced as one input
         fakes.append(fake_mode.from_tensor(example, source=ConstantSource(f"input_{i}"), symbolic_context=context))
     present = [example is not None for example in examples]
 

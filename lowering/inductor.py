@@ -6,11 +6,12 @@ unpack and dequantize pointwise, then one separate reduction for every query hea
 dimension the same algebra is twice as slow). Pools are sliced, so the cost is that of the tokens there are.
 """
 
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 
 import torch
 from torch import Tensor
 
+from kvpass.codec.affine import params_dtype
 from kvpass.codec.pack import num_planes, unpack_plane
 from kvpass.codec.pages import decode_pages, encode_pages
 from kvpass.codec.spec import CodecSpec, parse
@@ -21,7 +22,6 @@ from .aot import compile_ahead
 from .table import Site, implements
 
 _MIN_PAGES = 2  # sizes 0 and 1 would be specialised; what is beyond the packed tokens is masked
-_BATCH_HEADS, _K_PAGES, _V_PAGES, _K_CAPACITY, _V_CAPACITY, _TOKENS = 6, 53, 47, 61, 59, 1733  # sizes to trace with
 
 
 _PAGES = 7  # pages to trace `encode` and `decode` with
@@ -106,13 +106,20 @@ def _slot_tokens(n: Tensor, spec: CodecSpec) -> tuple[Tensor, Tensor]:
     return tokens, torch.where(slots < 0, slots + spec.sinks < n, tokens >= _packed(n, spec))
 
 
-def _attend(k_pages, v_pages, q, kc, ks, kz, kr, vc, vs, vz, vr, n, k_new, v_new, bias, *, k_spec, v_spec, softcap):
-    """One query token of each of ``[BH, R, D]`` heads. ``k_pages`` and ``v_pages`` carry page counts as their shape,
-    ``n`` the length as its value; ``bias`` is ``[BH, R or 1, n + 1]`` or None."""
+def _attend(k_pages, v_pages, q, *inputs, scale, softcap, k_spec, v_spec):
+    """One query token ``[B, H_q, 1, D]`` over packed keys and values; inputs as in `attend`.
+
+    ``k_pages`` and ``v_pages`` carry page counts as their shape, ``n`` the length as its value.
+    """
+    *state, n, k_new, v_new, mask = inputs
+    kc, ks, kz, kr, vc, vs, vz, vr, k_new, v_new = (tensor.flatten(0, 1) for tensor in (*state, k_new, v_new))
+    shape, dtype, batch, groups = q.shape, q.dtype, q.shape[0], state[0].shape[1]
+    q = (q.float() * scale).view(batch * groups, shape[1] // groups, -1)  # [BH, R, D]
+    heads = range(q.shape[1])
+    bias = None if mask is None else _bias(mask, batch, groups, q.shape[1])
     count, v_count, size = k_pages.shape[0], v_pages.shape[0], k_spec.page_size
     kc, ks, kz = (pool.narrow(1, 0, count) for pool in (kc, ks, kz))
     vc, vs, vz = (pool.narrow(1, 0, v_count) for pool in (vc, vs, vz))
-    heads = range(q.shape[1])
 
     planes = []
     for j in range(num_planes(k_spec.bits)):
@@ -150,45 +157,68 @@ def _attend(k_pages, v_pages, q, kc, ks, kz, kr, vc, vs, vz, vr, n, k_new, v_new
     for j in range(num_planes(v_spec.bits)):
         v = plane_values(vc, vs, vz, v_spec, j).flatten(1, 2)
         out = out + torch.stack([(on_pages[:, r, :, j].flatten(1)[..., None] * v).sum(1) for r in heads], 1)
-    return (out,)
+    return (out.view(*shape[:3], -1).to(dtype),)
 
 
-# Per input of `_attend`: the dims whose size varies from call to call, and the size to trace each with.
-_VARYING = (
-    {0: _K_PAGES}, {0: _V_PAGES}, {0: _BATCH_HEADS},
-    *[{0: _BATCH_HEADS, 1: _K_CAPACITY}] * 3, {0: _BATCH_HEADS},
-    *[{0: _BATCH_HEADS, 1: _V_CAPACITY}] * 3, {0: _BATCH_HEADS},
-    {}, {0: _BATCH_HEADS}, {0: _BATCH_HEADS}, {0: _BATCH_HEADS, 2: _TOKENS},
-)  # fmt: skip
+def _bias(mask: Tensor, batch: int, groups: int, queries: int) -> Tensor:
+    """A bool or additive mask ``[B or 1, H_q or 1, 1, T]`` as float32 ``[B * H_kv, R or 1, T]``."""
+    bias = mask[:, :, 0]
+    bias = torch.where(bias, 0.0, -torch.inf) if mask.dtype == torch.bool else bias.float()
+    rows = 1 if mask.shape[1] == 1 else queries
+    return bias.expand(batch, groups * rows, -1).reshape(batch * groups, rows, -1)
 
 
-def _varying(position: int, many: bool) -> dict[int, int]:
-    """Varying dims of one input; a single head of a single sample is static, being of size 1."""
-    return {d: size for d, size in _VARYING[position].items() if many or d or position < 2}
-
-
-def _signature(inputs) -> tuple:
-    """(shape, dtype, device) of each input with every varying size replaced: equal signatures share a kernel."""
-    many = inputs[2].shape[0] > 1
-    return tuple(
-        None
-        if tensor is None
-        else (
-            tuple(_varying(i, many).get(d, size) for d, size in enumerate(tensor.shape)),
-            tensor.dtype,
-            tensor.device,
-        )
-        for i, tensor in enumerate(inputs)
-    )
+# Sizes to trace with, where sizes vary from call to call: different for what is unrelated, and none of them 0 or 1.
+_BATCH, _K_PAGES, _V_PAGES, _K_CAPACITY, _V_CAPACITY, _TOKENS = 5, 53, 47, 61, 59, 1733
 
 
 @cache
-def _attend_kernel(signature: tuple, k_spec: CodecSpec, v_spec: CodecSpec, softcap: float):
-    """Compile `_attend` for inputs of ``signature``."""
-    examples = [s and torch.empty(s[0], dtype=s[1], device=s[2]) for s in signature]
-    many = examples[2].shape[0] > 1
-    dynamic = [tuple(_varying(i, many)) for i in range(len(examples))]
-    return compile_ahead(partial(_attend, k_spec=k_spec, v_spec=v_spec, softcap=softcap), examples, dynamic)
+def _attend_kernel(key: tuple, k_spec: CodecSpec, v_spec: CodecSpec, scale: float, softcap: float):
+    """Compile `_attend` for what `attend` found in common with other calls (see there)."""
+    many, q_heads, heads, head_dim, dtype, device, mask_layout = key
+    batch = _BATCH if many else 1
+
+    def example(*shape, dtype=dtype):
+        return torch.empty(batch, *shape, dtype=dtype, device=device)
+
+    def pool(spec, capacity):
+        params = (heads, capacity, *spec.params_shape(head_dim))
+        codes = example(heads, capacity, spec.rows, head_dim, dtype=torch.uint8)
+        scale, zero_point = (example(*params, dtype=params_dtype(dtype)) for _ in range(2))
+        return codes, scale, zero_point, example(heads, spec.sinks + spec.window, head_dim)
+
+    mask = None
+    if mask_layout is not None:
+        mask_batch, mask_heads, mask_dtype = mask_layout
+        mask = torch.empty(batch if mask_batch else 1, mask_heads, 1, _TOKENS, dtype=mask_dtype, device=device)
+    new = example(heads, 1, head_dim)
+    examples = [
+        *(torch.empty(pages, device=device) for pages in (_K_PAGES, _V_PAGES)),
+        example(q_heads, 1, head_dim),
+        *pool(k_spec, _K_CAPACITY),
+        *pool(v_spec, _V_CAPACITY),
+        torch.empty(1, dtype=torch.int64, device=device),
+        *(new, new),
+        mask,
+    ]
+    first = [0] if many else []
+    pools = [*[[*first, 2]] * 3, first]
+    of_mask = [0, 3] if many and mask_layout is not None and mask_layout[0] else [3]
+    dynamic = [[0], [0], first, *pools, *pools, [], first, first, of_mask]
+    fn = partial(_attend, scale=scale, softcap=softcap, k_spec=k_spec, v_spec=v_spec)
+    return compile_ahead(fn, examples, dynamic)
+
+
+@cache
+def _carrier(pages: int, device: torch.device) -> Tensor:
+    """A zero-stride tensor whose shape is a page count."""
+    return torch.empty(1, device=device).expand(pages)
+
+
+@lru_cache(maxsize=16)
+def _length(n: int, device: torch.device) -> Tensor:
+    """The length as a tensor: one for all layers of a step."""
+    return torch.tensor([n], device=device)
 
 
 def _refuses_attend(site: Site) -> str | None:
@@ -202,31 +232,18 @@ def _refuses_attend(site: Site) -> str | None:
 
 @implements("attend", "inductor", refuses=_refuses_attend)
 def attend(q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec) -> Tensor:
-    batch, heads = k_new.shape[:2]
-    queries = q.shape[1] // heads
-    carriers = []
+    batch, heads, _, head_dim = k_new.shape
+    device, carriers = q.device, []
     for spec, pool in ((k_spec, key[0]), (v_spec, value[0])):
         pages = max(_MIN_PAGES, spec.pages(n))
         if pages > pool.shape[2]:
             raise KVPassError(f"{n} tokens need {pages} pages, and the pool has {pool.shape[2]}.")
-        carriers.append(torch.empty(1, device=q.device).expand(pages))
-    inputs = (
-        *carriers,
-        (q.float() * scale).reshape(batch * heads, queries, -1).contiguous(),
-        *(tensor.flatten(0, 1).contiguous() for tensor in (*key, *value)),
-        torch.tensor([n], device=q.device),
-        k_new.flatten(0, 1).contiguous(),
-        v_new.flatten(0, 1).contiguous(),
-        None if mask is None else _bias(mask, heads, queries, batch),
-    )
-    (out,) = _attend_kernel(_signature(inputs), k_spec, v_spec, softcap)(*inputs)
-    return out.view(batch, heads * queries, 1, -1).to(q.dtype)
-
-
-def _bias(mask: Tensor, heads: int, queries: int, batch: int) -> Tensor:
-    """A bool or additive mask ``[B or 1, H_q or 1, 1, T]`` as float32 ``[B * H_kv, R or 1, T]``."""
-    bias = mask[:, :, 0]
-    if mask.dtype == torch.bool:
-        bias = torch.zeros(bias.shape, device=mask.device).masked_fill_(~bias, -torch.inf)
-    rows = queries if bias.shape[1] == heads * queries else 1
-    return bias.float().expand(batch, heads * rows, -1).reshape(batch * heads, rows, -1).contiguous()
+        carriers.append(_carrier(pages, device))
+    if mask is not None:
+        mask = mask.contiguous()
+    layout = None if mask is None else (mask.shape[0] > 1, mask.shape[1], mask.dtype)
+    shared = (batch > 1, q.shape[1], heads, head_dim, q.dtype, device, layout)
+    kernel = _attend_kernel(shared, k_spec, v_spec, scale, softcap)
+    new = q.contiguous(), k_new.contiguous(), v_new.contiguous()
+    (out,) = kernel(*carriers, new[0], *key, *value, _length(n, device), *new[1:], mask)
+    return out

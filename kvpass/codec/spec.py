@@ -37,7 +37,7 @@ class Subspace:
         check_integers(self, rank=1, block_size=1)
         if not (isinstance(self.weight, (int, float)) and 0 <= self.weight < float("inf")):
             raise KVPassError(
-                f"The subspace weight (strength or lam) must be a finite number that is not negative, not {self.weight!r}."
+                f"The subspace weight (strength or lam) must be a finite number, not negative: {self.weight!r}."
             )
 
 

@@ -39,5 +39,8 @@ def write_window(ring: Tensor, spec: CodecSpec, start: int, x: Tensor) -> None:
         last_sink = min(stop, spec.sinks)
         ring[:, :, start:last_sink] = x[:, :, : last_sink - start]
     first = max(start, spec.sinks, stop - spec.window)
-    if first < stop:
-        ring.index_copy_(2, ring_slots(spec, first, stop, ring.device), x[:, :, first - start :])
+    while first < stop:  # at most twice: up to the end of the ring, and on from its beginning
+        slot = (first - spec.sinks) % spec.window
+        last = min(stop, first + spec.window - slot)
+        ring[:, :, spec.sinks + slot :][:, :, : last - first] = x[:, :, first - start : last - start]
+        first = last
