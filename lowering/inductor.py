@@ -116,7 +116,6 @@ def _attend(k_pages, v_pages, q, *inputs, scale, softcap, k_spec, v_spec):
     shape, dtype, batch, groups = q.shape, q.dtype, q.shape[0], state[0].shape[1]
     q = (q.float() * scale).view(batch * groups, shape[1] // groups, -1)  # [BH, R, D]
     heads = range(q.shape[1])
-    bias = None if mask is None else _bias(mask, batch, groups, q.shape[1])
     count, v_count, size = k_pages.shape[0], v_pages.shape[0], k_spec.page_size
     kc, ks, kz = (pool.narrow(1, 0, count) for pool in (kc, ks, kz))
     vc, vs, vz = (pool.narrow(1, 0, v_count) for pool in (vc, vs, vz))
@@ -137,12 +136,12 @@ def _attend(k_pages, v_pages, q, *inputs, scale, softcap, k_spec, v_spec):
     scores = torch.cat([in_pages, in_ring, present], -1)
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
-    if bias is not None:
+    if mask is not None:
         token = torch.cat([page_tokens + k_spec.sinks, k_tokens + k_spec.sinks, n])
-        scores = scores + bias.index_select(-1, token.clamp(0, bias.shape[-1] - 1))
+        scores = _biased(scores, mask, token.clamp(0, mask.shape[-1] - 1), groups)
     counts = torch.cat([page_tokens < packed_k, k_counts, torch.ones_like(k_counts[:1])])
     weights = torch.where(counts, scores, -torch.inf).softmax(-1)
-    if bias is not None:
+    if mask is not None:
         weights = weights.nan_to_num(0)  # a query that may see nothing gets zeros, as in SDPA
 
     # values leave their window no earlier than keys, so a packed value's weight is that of a packed key
@@ -160,12 +159,12 @@ def _attend(k_pages, v_pages, q, *inputs, scale, softcap, k_spec, v_spec):
     return (out.view(*shape[:3], -1).to(dtype),)
 
 
-def _bias(mask: Tensor, batch: int, groups: int, queries: int) -> Tensor:
-    """A bool or additive mask ``[B or 1, H_q or 1, 1, T]`` as float32 ``[B * H_kv, R or 1, T]``."""
-    bias = mask[:, :, 0]
+def _biased(scores: Tensor, mask: Tensor, token: Tensor, groups: int) -> Tensor:
+    """``scores`` ``[B * H_kv, R, N]`` plus a bool or additive mask ``[B or 1, H_q or 1, 1, T]`` at ``token``."""
+    bias = mask[:, :, 0].index_select(-1, token)
     bias = torch.where(bias, 0.0, -torch.inf) if mask.dtype == torch.bool else bias.float()
-    rows = 1 if mask.shape[1] == 1 else queries
-    return bias.expand(batch, groups * rows, -1).reshape(batch * groups, rows, -1)
+    bias = bias[:, None] if mask.shape[1] == 1 else bias.unflatten(1, (groups, -1))
+    return (scores.unflatten(0, (-1, groups)) + bias).flatten(0, 1)
 
 
 # Sizes to trace with, where sizes vary from call to call: different for what is unrelated, and none of them 0 or 1.

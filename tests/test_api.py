@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from transformers import (
     DynamicCache,
     MambaConfig,
@@ -238,3 +239,12 @@ def test_cache_methods_of_transformers_work():
     assert other.get_seq_length() == 0
     expected, _ = feed(model, 20, batch=3)
     assert torch.equal(feed(model, 20, other, batch=3)[0], expected)
+
+
+def test_eager_lowering_compiles_nothing():
+    torch._dynamo.reset()
+    counters.clear()
+    for scheme in ("kivi", "squat"):
+        model = kvpass.apply(llama(), scheme=scheme, lowering="eager")
+        model.generate(tokens(1, 40), max_new_tokens=40, do_sample=False)
+    assert not counters["inductor"]

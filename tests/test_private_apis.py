@@ -1,0 +1,85 @@
+"""What kvpass relies on beyond torch's public API. If one of these fails on a new torch, the file it names is the one
+to adapt; nothing else depends on it."""
+
+import copy
+
+import torch
+
+from kvpass.codec import CodecSpec
+from kvpass.graph import find, normalise
+from kvpass.graph.rewrite import APPEND, _append_arguments
+from kvpass.lowering.aot import compile_ahead
+from kvpass.state import KVState
+
+
+def captured(fn, *inputs):
+    """The Dynamo graph of ``fn``, placeholders with example values as a backend sees them."""
+    graphs = []
+
+    def backend(gm, example_inputs):
+        graphs.append(copy.deepcopy(gm))
+        return gm
+
+    torch._dynamo.reset()
+    torch.compile(fn, backend=backend, fullgraph=True)(*inputs)
+    return graphs[0]
+
+
+def test_export_keeps_attention_whole_and_names_what_is_written():
+    """`kvpass.graph.normalise`: aot_export_module(pre_dispatch=True)."""
+
+    def step(q, k, state):
+        state.add_(k)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, state)
+
+    normal = normalise.normalise(captured(step, *(torch.randn(1, 2, 4, 8) for _ in range(3))))
+    targets = {node.target for node in normal.graph.nodes}
+    assert torch.ops.aten.scaled_dot_product_attention.default in targets
+    assert torch.ops.aten.add.Tensor in targets and torch.ops.aten.add_.Tensor not in targets
+    assert len(normal.mutated) == 1
+    (value,) = normal.mutated.values()
+    assert value.target is torch.ops.aten.add.Tensor
+    assert len(normal.outputs) == 1
+
+
+def test_export_turns_mutable_custom_ops_into_auto_functionalized_v2():
+    """`kvpass.graph.rewrite._append_arguments` reads the arguments this higher-order op was called with."""
+    spec = CodecSpec(2, "channel", 32, 32)
+    state, x = KVState.allocate(spec, 1, 2, 32, torch.float32, "cpu", 64), torch.randn(1, 2, 1, 32)
+
+    def step(codes, scale, zero_point, ring, length, x):
+        torch.ops.kvpass.append_(codes, scale, zero_point, ring, None, length, x, None, None, state.text)
+        return x + 1
+
+    tensors = state.codes, state.scale, state.zero_point, state.ring, state.carrier(5), x
+    normal = normalise.normalise(captured(step, *tensors))
+    (arguments,) = filter(None, (_append_arguments(node) for node in normal.graph.nodes))
+    placeholders = [node for node in normal.graph.nodes if node.op == "placeholder"]
+    names = [argument.name for argument in APPEND._schema.arguments]
+    assert list(arguments) == names
+    assert {arguments[name] for name in ("codes", "scale", "zero_point", "ring")} <= set(placeholders)
+    assert arguments["compensation"] is None and arguments["spec"] == state.text
+    assert find.find(normal.graph) == ([], [])
+
+
+def test_a_kernel_compiled_ahead_serves_every_size_of_its_dynamic_dims():
+    """`kvpass.lowering.aot`: Inductor's compile_fx on a graph traced with fake tensors."""
+    kernel = compile_ahead(lambda x, y: ((x[:, None] * y).sum(-1),), [torch.empty(7), torch.empty(7, 4)], [[0], [0]])
+    for size in (2, 7, 50):
+        x, y = torch.randn(size), torch.randn(size, 4)
+        torch.testing.assert_close(kernel(x, y)[0], (x[:, None] * y).sum(-1))
+
+
+def test_one_tensor_as_example_of_two_inputs_is_still_two_inputs():
+    example = torch.empty(4)
+    kernel = compile_ahead(lambda x, nothing, y: (x - y,), [example, None, example], [[], [], []])
+    x, y = torch.randn(4), torch.randn(4)
+    assert torch.equal(kernel(x, None, y)[0], x - y)
+
+
+def test_compiled_kernels_round_to_16_bits_where_the_program_does():
+    """Inductor drops casts to 16 bits and back unless told not to; codes would then be assigned under other scales than
+    those stored."""
+    kernel = compile_ahead(lambda x: (x.half().float() + 1,), [torch.empty(64)], [[]])
+    x = torch.randn(64) / 3
+    assert torch.equal(kernel(x)[0], x.half().float() + 1)
