@@ -9,13 +9,18 @@ from . import ops, schemes
 from .api import apply, explain, remove
 from .cache import bits_per_value, nbytes
 from .errors import KVPassError, NonFiniteError, NotFusedError
+from .retention import LogSparse, Recent, Retention, Sinks
 from .tensor import PackedKV
 
 __all__ = [
     "KVPassError",
+    "LogSparse",
     "NonFiniteError",
     "NotFusedError",
     "PackedKV",
+    "Recent",
+    "Retention",
+    "Sinks",
     "apply",
     "bits_per_value",
     "explain",

@@ -1,15 +1,18 @@
 """State swap for transformers caches: full-attention layers of a fresh cache become `PackedLayer`."""
 
+from __future__ import annotations
+
 import warnings
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
 
+from .codec.spec import CodecSpec
 from .codec.window import length_of, length_view
 from .errors import KVPassError
 from .schemes import LayerGeometry, LayerPlan
-from .state import KVState
+from .state import KVState, RotaryState
 from .tensor import PackedKV
 
 
@@ -30,6 +33,10 @@ class PackedLayer(CacheLayerMixin):
         self.max_cache_len = max_cache_len
         self.key_state: KVState | None = None
         self.value_state: KVState | None = None
+        self.key_source: PackedLayer | None = None  # layers whose codes this one decodes with
+        self.value_source: PackedLayer | None = None
+        self.rotary_owner = self  # the layer that keeps the rotary tables of the cache
+        self.rotary: RotaryState | None = None
         self.tokens = 0
         self.length: Tensor | None = None  # the length carrier, set while a forward is running
         self.broken = False
@@ -54,8 +61,8 @@ class PackedLayer(CacheLayerMixin):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, slack included."""
-        return sum(state.nbytes for state in self.states())
+        """Bytes of its own, slack included; codes of another layer and rotary tables count where they are kept."""
+        return sum(state.nbytes for state in self.states()) + (self.rotary.nbytes if self.rotary else 0)
 
     @property
     def full_nbytes(self) -> int:
@@ -65,15 +72,33 @@ class PackedLayer(CacheLayerMixin):
 
     def prepare(self, batch: int, new_tokens: int, length: Tensor) -> None:
         """Make room for ``new_tokens`` and start a forward at the length ``length`` carries."""
-        total, geometry = self.tokens + new_tokens, self.geometry
-        if not self.is_initialized:
-            room = (geometry.num_key_value_heads, geometry.head_dim, geometry.dtype, geometry.device)
-            tokens = self.max_cache_len or total
-            self.key_state = KVState.allocate(self.plan.key, batch, *room, tokens)
-            self.value_state = KVState.allocate(self.plan.value, batch, *room, tokens)
+        total = self.tokens + new_tokens
+        self._allocate(batch, self.max_cache_len or total)
         for state in self.states():
             state.reserve(total)
+        if self.rotary is not None:  # `attend` reads whole pages of the tables, two at least
+            self.rotary.reserve(max(total, self.plan.key.sinks + 2 * self.plan.key.page_size))
         self.length = length
+
+    def _allocate(self, batch: int, tokens: int) -> None:
+        if self.is_initialized:
+            return
+        geometry = self.geometry
+        room = (geometry.num_key_value_heads, geometry.head_dim, geometry.dtype, geometry.device)
+
+        def state(spec: CodecSpec, source: PackedLayer | None, name: str) -> KVState:
+            if source is not None:
+                source._allocate(batch, tokens)
+            return KVState.allocate(spec, batch, *room, tokens, source and getattr(source, name))
+
+        self.key_state = state(self.plan.key, self.key_source, "key_state")
+        self.value_state = state(self.plan.value, self.value_source, "value_state")
+        if self.plan.key.pre_rope and self.rotary_owner is self:
+            self.rotary = RotaryState(batch, *room[1:], tokens)
+
+    def forget(self) -> None:
+        """Drop all storage."""
+        self.key_state = self.value_state = self.rotary = None
 
     def commit(self, new_tokens: int) -> None:
         """End a forward that stored ``new_tokens``."""
@@ -99,9 +124,15 @@ class PackedLayer(CacheLayerMixin):
                 "A packed cache was updated outside of the forward kvpass was applied to. Call model(...) or "
                 "model.generate(...), not a submodule, or pass a cache of its own to the submodule."
             )
-        return self._update(self.key_state, key_states), self._update(self.value_state, value_states)
+        tables = {}
+        if self.plan.key.pre_rope:
+            if not torch.compiler.is_compiling():
+                raise KVPassError("Keys stored before rotary embedding need the pass: this forward was not captured.")
+            rotary = self.rotary_owner.rotary
+            tables = {"cos": rotary.cos, "sin": rotary.sin}
+        return self._update(self.key_state, key_states, **tables), self._update(self.value_state, value_states)
 
-    def _update(self, state: KVState, x: Tensor) -> Tensor:
+    def _update(self, state: KVState, x: Tensor, **tables: Tensor) -> Tensor:
         if x.dtype != state.ring.dtype:
             raise KVPassError(
                 f"The model produced {x.dtype} keys or values, but kvpass was applied when they were "
@@ -110,7 +141,8 @@ class PackedLayer(CacheLayerMixin):
         packed = (state.codes, state.scale, state.zero_point, state.ring)
         full = x
         if torch.compiler.is_compiling() or length_of(self.length):
-            full = torch.cat([torch.ops.kvpass.decode(*packed, self.length, state.text, self.lowering), x], 2)
+            past = torch.ops.kvpass.decode(*packed, self.length, state.text, self.lowering, **tables)
+            full = torch.cat([past, x], 2)
         torch.ops.kvpass.append_(
             *packed, state.compensation, self.length, x, None, None, state.text, self.lowering
         )  # fmt: skip
@@ -143,8 +175,8 @@ class PackedLayer(CacheLayerMixin):
         self.tokens = new
 
     def _select_batch(self, fn) -> None:
-        if self.is_initialized:
-            self.key_state, self.value_state = self.key_state.map(fn), self.value_state.map(fn)
+        for item in [*self.states(), *([self.rotary] if self.rotary else [])]:
+            item.map_(fn)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select_batch(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
@@ -202,6 +234,12 @@ def swap_layers(
             )
         capacity = getattr(old, "max_cache_len", None) or max_cache_len
         layers[index] = PackedLayer(plan, geometry, owner, lowering, capacity)
+    pre_rope = [index for index, (plan, _) in plans.items() if plan.key.pre_rope]
+    for index, (plan, _) in plans.items():
+        layer = layers[index]
+        layer.key_source = None if plan.key_source is None else layers[plan.key_source]
+        layer.value_source = None if plan.value_source is None else layers[plan.value_source]
+        layer.rotary_owner = layers[pre_rope[0]] if pre_rope else layer
     cache.layers[:] = layers
     cache.layer_class_to_replicate = None
 
@@ -227,7 +265,7 @@ def start_forward(layers: list[PackedLayer], batch: int, new_tokens: int) -> int
         if stored:
             raise KVPassError(f"The cache holds a batch of {first.batch_size}; this call has a batch of {batch}.")
         for layer in layers:  # a reset cache may be used at another batch size
-            layer.key_state = layer.value_state = None
+            layer.forget()
     length = length_view(torch.tensor([stored], device=first.geometry.device), stored)
     if stored:  # an empty cache is a case of its own (prefill), and what is traced there may say so
         torch._dynamo.mark_dynamic(length, 0)
@@ -257,7 +295,7 @@ def nbytes(cache: Cache) -> int:
             stack.extend(item.values())
         elif isinstance(item, (list, tuple)):
             stack.extend(item)
-        elif isinstance(item, (Cache, CacheLayerMixin, KVState)):
+        elif isinstance(item, (Cache, CacheLayerMixin, KVState, RotaryState)):
             stack.extend(vars(item).values())
     return sum(storages.values())
 

@@ -9,6 +9,9 @@ append_      store ``x`` behind the ``length`` tokens already there and pack the
 decode       every stored token as ``[B, H_kv, n, D]`` in token order.
 attend       attention of ``q`` over the stored past and the full-precision present ``k_new``, ``v_new``. ``causal``
              is aligned to the end of the keys. ``softcap`` 0 means none.
+append_rotary_  store rotary tables ``[B or 1, S, p]`` of the present behind those already there.
+
+``cos``, ``sin`` and ``rope`` rotate keys that are stored as they were before rotary embedding (`codec.rotary`).
 
 ``lowering`` names the implementation ("auto" picks; see `kvpass.lowering.table`).
 """
@@ -20,6 +23,7 @@ from kvpass.lowering import inductor, reference  # noqa: F401  (they register th
 from kvpass.lowering.table import Site, select
 
 from .codec.affine import params_dtype
+from .codec.rotary import rotate
 from .codec.spec import parse
 from .codec.window import length_of
 from .errors import KVPassError
@@ -36,12 +40,16 @@ _library.define(
     'Tensor length, Tensor x, Tensor? q, Tensor? mask, str spec, str lowering="auto") -> ()',
     tags=_TAGS,
 )
-_library.define(f'decode({_STATE}, Tensor length, str spec, str lowering="auto") -> Tensor', tags=_TAGS)
+_ROTARY = 'Tensor? cos=None, Tensor? sin=None, str rope=""'
+_library.define(f'decode({_STATE}, Tensor length, str spec, str lowering="auto", *, {_ROTARY}) -> Tensor', tags=_TAGS)
 _library.define(
     "attend(Tensor q, Tensor k_codes, Tensor k_scale, Tensor k_zero_point, Tensor k_ring, Tensor v_codes, "
     "Tensor v_scale, Tensor v_zero_point, Tensor v_ring, Tensor length, Tensor k_new, Tensor v_new, Tensor? mask, "
-    'bool causal, float scale, float softcap, str k_spec, str v_spec, str lowering="auto") -> Tensor',
+    f'bool causal, float scale, float softcap, str k_spec, str v_spec, str lowering="auto", *, {_ROTARY}) -> Tensor',
     tags=_TAGS,
+)
+_library.define(
+    "append_rotary_(Tensor(a!) cos, Tensor(b!) sin, Tensor length, Tensor cos_new, Tensor sin_new) -> ()", tags=_TAGS
 )
 
 
@@ -61,20 +69,29 @@ def _append_(codes, scale, zero_point, ring, compensation, length, x, q, mask, s
     run(codes, scale, zero_point, ring, compensation, length_of(length), x, q, mask, parse(spec))
 
 
-def _decode(codes, scale, zero_point, ring, length, spec, lowering="auto"):
+def _decode(codes, scale, zero_point, ring, length, spec, lowering="auto", *, cos=None, sin=None, rope=""):
     run = select(Site("decode", ring.device.type, (spec,)), lowering).run
-    return run(codes, scale, zero_point, ring, length_of(length), parse(spec))
+    out = run(codes, scale, zero_point, ring, length_of(length), parse(spec))
+    return rotate(out, cos, sin, rope) if rope else out
 
 
 def _attend(q, kc, ks, kz, kr, vc, vs, vz, vr, length, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec,
-            lowering="auto"):  # fmt: skip
+            lowering="auto", *, cos=None, sin=None, rope=""):  # fmt: skip
     if causal and mask is not None:
         raise KVPassError("attend takes a mask or causal=True, not both.")
     run = select(Site("attend", q.device.type, (k_spec, v_spec), q.shape[2] == 1), lowering).run
     past = (kc, ks, kz, kr), (vc, vs, vz, vr), length_of(length)
-    return run(q, *past, k_new, v_new, mask, causal, scale, softcap, parse(k_spec), parse(v_spec))
+    rotary = (cos, sin, rope) if rope else None
+    return run(q, *past, k_new, v_new, mask, causal, scale, softcap, parse(k_spec), parse(v_spec), rotary)
 
 
+def _append_rotary_(cos, sin, length, cos_new, sin_new):
+    start, (_, tokens, pairs) = length_of(length), cos_new.shape
+    for table, new in ((cos, cos_new), (sin, sin_new)):
+        table[:, start : start + tokens, :pairs] = new
+
+
+_library.impl("append_rotary_", _append_rotary_, "CompositeExplicitAutograd")
 for _name, _run in (("encode", _encode), ("append_", _append_), ("decode", _decode), ("attend", _attend)):
     _library.impl(_name, _run, "CompositeExplicitAutograd")
 
@@ -92,12 +109,17 @@ def _(codes, scale, zero_point, ring, compensation, length, x, q, mask, spec, lo
     return None
 
 
+@torch.library.register_fake("kvpass::append_rotary_")
+def _(cos, sin, length, cos_new, sin_new):
+    return None
+
+
 @torch.library.register_fake("kvpass::decode")
-def _(codes, scale, zero_point, ring, length, spec, lowering="auto"):
+def _(codes, scale, zero_point, ring, length, spec, lowering="auto", *, cos=None, sin=None, rope=""):
     return ring.new_empty((*ring.shape[:2], length_of(length), ring.shape[3]))
 
 
 @torch.library.register_fake("kvpass::attend")
 def _(q, kc, ks, kz, kr, vc, vs, vz, vr, length, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec,
-      lowering="auto"):  # fmt: skip
+      lowering="auto", *, cos=None, sin=None, rope=""):  # fmt: skip
     return q.new_empty((*q.shape[:3], v_new.shape[3]))

@@ -16,7 +16,7 @@ from .backend import Backend
 from .cache import PackedLayer, finish_forward, packed_layers, start_forward, swap_layers
 from .errors import KVPassError
 from .graph.report import LayerReport, Report
-from .schemes import LayerGeometry, LayerPlan, SchemeConfig
+from .schemes import LayerGeometry, LayerPlan, SchemeConfig, check_sources
 
 _MIN_COMPILED_LENGTH = 2  # lengths 0 and 1 would be specialised by the tracer
 
@@ -85,6 +85,8 @@ class Runtime:
             index: (scheme.plan(layer), layer) for index, layer in layers.items() if isinstance(layer, LayerGeometry)
         }
         self.needs_queries = any(plan.needs_queries for plan, _ in self.plans.values())
+        self.needs_rotation = any(plan.key.pre_rope for plan, _ in self.plans.values())
+        check_sources({index: plan for index, (plan, _) in self.plans.items()})
         self.report = Report(
             str(scheme),
             [
@@ -112,7 +114,7 @@ class Runtime:
             )
             return torch.compile(_with_own_code(call), backend=backend)
 
-        self.decode_step, self.captured_prefill = compiled(interpret=False), compiled(interpret=True)
+        self.decode_step, self.captured = compiled(interpret=False), compiled(interpret=True)
 
     def forward(self, *args, **kwargs):
         """The model's forward over a packed cache."""
@@ -130,6 +132,7 @@ class Runtime:
         succeeded = False
         try:
             self._set_mask(kwargs, stored + new_tokens)
+            self._drop_defaults(kwargs, stored, new_tokens)
             run = self._choose(stored, new_tokens)
             if run is not self.original:
                 self._mark_dynamic(kwargs)
@@ -169,11 +172,10 @@ class Runtime:
         return layers
 
     def _choose(self, stored: int, new_tokens: int):
-        if not stored and self.needs_queries:
-            return self.captured_prefill
-        if self.eager or new_tokens > 1 or stored < _MIN_COMPILED_LENGTH:
-            return self.original
-        return self.decode_step
+        if not (self.eager or new_tokens > 1 or stored < _MIN_COMPILED_LENGTH):
+            return self.decode_step
+        needs_edges = self.needs_rotation or (self.needs_queries and not stored)
+        return self.captured if needs_edges else self.original
 
     def _set_mask(self, kwargs, total: int) -> None:
         """Drop a 2-D mask that hides nothing, and cut a 4-D one made for a static cache to the tokens there are.
@@ -187,6 +189,22 @@ class Runtime:
             kwargs["attention_mask"] = mask[..., :total]
         elif mask.ndim == 2 and mask.device.type == "cpu" and bool(mask.all()):
             kwargs["attention_mask"] = None
+
+    def _drop_defaults(self, kwargs, stored: int, new_tokens: int) -> None:
+        """Drop what says no more than leaving it out, so that every caller shares one graph. Positions are compared
+        where that does not wait for the device."""
+        defaults = {"use_cache": True, "return_dict": True} if getattr(self.model().config, "return_dict", True) else {}
+        if new_tokens == 1:
+            defaults["logits_to_keep"] = 1
+        for name, value in list(kwargs.items()):
+            if value is None or (isinstance(value, int) and defaults.get(name) == value):
+                del kwargs[name]
+        for name in ("position_ids", "cache_position"):
+            positions = kwargs.get(name)
+            if isinstance(positions, Tensor) and positions.device.type == "cpu" and positions.ndim <= 2:
+                expected = torch.arange(stored, stored + new_tokens).expand_as(positions)
+                if torch.equal(positions, expected):
+                    del kwargs[name]
 
     def _mark_dynamic(self, kwargs) -> None:
         """Token dims of the inputs vary from call to call."""

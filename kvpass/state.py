@@ -1,47 +1,61 @@
 """`KVState`: the tensors that stand where one float K or V cache stood."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from .codec.affine import params_dtype
 from .codec.spec import CodecSpec
-from .codec.window import length_view, read_window, write_window
+from .codec.window import layout, length_view, read_tokens
 from .errors import KVPassError
 
-_POOLS = ("codes", "scale", "zero_point")
+_POOLS = ("_codes", "scale", "zero_point")
 _MIN_PAGES = 4
 _GROWTH = 32  # pools grow by 1/32: at most 3 % of slack, each byte copied at most 32 times over a cache's life
 
 
-@dataclass
 class KVState:
     """Packed storage of one logical ``[B, H_kv, n, D]`` tensor.
 
-    codes: ``[B, H_kv, capacity, rows, D]`` uint8, planar pages.
+    codes: ``[B, H_kv, capacity, rows, D]`` uint8, planar pages. A state made with ``source`` has none of its own: it
+        decodes with the codes of that state, which must take the same tokens at the same time.
     scale, zero_point: ``[B, H_kv, capacity, *spec.params_shape(D)]``, 16-bit.
     ring: ``[B, H_kv, sinks + window, D]``, the full-precision tokens, in the cache's dtype.
     compensation: ``[B, H_kv, D - b, D - b]``, 16-bit, for specs with a subspace; otherwise None.
     """
 
-    spec: CodecSpec
-    codes: Tensor
-    scale: Tensor
-    zero_point: Tensor
-    ring: Tensor
-    compensation: Tensor | None = None
-    exact_from: int = 0  # oldest token whose ring slot has not been written over
-
-    def __post_init__(self):
-        self.text = str(self.spec)
+    def __init__(
+        self,
+        spec: CodecSpec,
+        codes: Tensor | None,
+        scale: Tensor,
+        zero_point: Tensor,
+        ring: Tensor,
+        compensation: Tensor | None = None,
+        source: KVState | None = None,
+    ):
+        self.spec, self.text = spec, str(spec)
+        self._codes, self.scale, self.zero_point, self.ring = codes, scale, zero_point, ring
+        self.compensation, self.source = compensation, source
+        self.written = 0  # slots of the ring have been written up to this token
+        self.unpacked_from = 0  # tokens of earlier pages are not in the ring any more, whatever `written` says
         self._resized()
 
     @classmethod
     def allocate(
-        cls, spec: CodecSpec, batch: int, heads: int, head_dim: int, dtype: torch.dtype, device, tokens: int
-    ) -> "KVState":
+        cls,
+        spec: CodecSpec,
+        batch: int,
+        heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device,
+        tokens: int,
+        source: KVState | None = None,
+    ) -> KVState:
         """An empty state with room for ``tokens`` tokens. Raises `KVPassError` if the spec does not fit the head."""
         spec.check(head_dim)
         pages, lead, params = max(_MIN_PAGES, spec.pages(tokens)), (batch, heads), params_dtype(dtype)
@@ -55,39 +69,48 @@ class KVState:
             compensation = zeros(rest, rest, dtype=params)
         return cls(
             spec,
-            zeros(pages, spec.rows, head_dim, dtype=torch.uint8),
+            None if source else zeros(pages, spec.rows, head_dim, dtype=torch.uint8),
             zeros(pages, *spec.params_shape(head_dim), dtype=params),
             zeros(pages, *spec.params_shape(head_dim), dtype=params),
             zeros(spec.sinks + spec.window, head_dim, dtype=dtype),
             compensation,
+            source,
         )
 
+    @property
+    def codes(self) -> Tensor:
+        """The pool of codes this state decodes with."""
+        return self.source.codes if self.source else self._codes
+
     def _resized(self) -> None:
-        self.nbytes = sum(tensor.nbytes for _, tensor in self.tensors())  # bytes held, slack included
-        for name in _POOLS:
-            torch._dynamo.mark_dynamic(getattr(self, name), 2)
+        self.nbytes = sum(tensor.nbytes for _, tensor in self.tensors())  # bytes of its own, slack included
+        for name, tensor in self.tensors():
+            if name in _POOLS:
+                torch._dynamo.mark_dynamic(tensor, 2)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor that is kept, by name."""
+        """Every tensor of its own, by attribute name."""
         for name in (*_POOLS, "ring", "compensation"):
             if (tensor := getattr(self, name)) is not None:
                 yield name, tensor
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> "KVState":
-        """A state whose tensors are ``fn`` of this one's (batch selection, device moves)."""
-        return replace(self, **{name: fn(tensor) for name, tensor in self.tensors()})
+    def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replace every tensor of its own by ``fn`` of it (batch selection, device moves)."""
+        for name, tensor in list(self.tensors()):
+            setattr(self, name, fn(tensor))
+        self._resized()
 
     def reserve(self, tokens: int) -> None:
         """Make room for ``tokens`` tokens, growing geometrically; contents are kept."""
-        have, need = self.codes.shape[2], self.spec.pages(tokens)
+        have, need = self.scale.shape[2], self.spec.pages(tokens)
         if need <= have:
             return
         pages = max(need, have + max(_MIN_PAGES, have // _GROWTH))
-        for name in _POOLS:
-            old = getattr(self, name)
-            new = old.new_zeros((*old.shape[:2], pages, *old.shape[3:]))
-            new[:, :, :have] = old
-            setattr(self, name, new)
+        for name, old in list(self.tensors()):
+            if name in _POOLS:
+                new = old.new_zeros((*old.shape[:2], pages, *old.shape[3:]))
+                new[:, :, :have] = old
+                setattr(self, name, new)
         self._resized()
 
     def carrier(self, n: int) -> Tensor:
@@ -108,8 +131,7 @@ class KVState:
 
     def wrote(self, start: int, stop: int) -> None:
         """Note that tokens ``[start, stop)`` have been stored: older ones may have lost their slots to them."""
-        kept = 0 if start == 0 else self.exact_from
-        self.exact_from = max(kept, stop - self.spec.window)
+        self.written, self.unpacked_from = (stop, 0) if start == 0 else (max(self.written, stop), self.unpacked_from)
 
     def decode(self, n: int) -> Tensor:
         """The ``n`` stored tokens, ``[B, H_kv, n, D]`` in the cache's dtype."""
@@ -117,18 +139,53 @@ class KVState:
             self.codes, self.scale, self.zero_point, self.ring, self.carrier(n), self.text
         )  # fmt: skip
 
+    def _lost(self, n: int) -> Tensor:
+        """Those of the tokens exact at length ``n`` that are not in the ring any more."""
+        where = layout(self.spec)
+        tokens = where.exact(n)
+        gone = where.overwritten(tokens, self.written) | (where.page_of(tokens) < self.unpacked_from)
+        return tokens[gone]
+
     def lossless_crop(self, new: int) -> bool:
         """Whether going back to ``new`` tokens finds every token of the window then still in the ring."""
-        return self.spec.sinks + self.spec.packed(new) >= min(self.exact_from, new)
+        return not self._lost(new).numel()
 
     def crop(self, old: int, new: int) -> None:
         """Forget tokens ``[new, old)``. Tokens of the window that are only in pages by now come back decoded."""
-        start = self.spec.sinks + self.spec.packed(new)
-        if new > start and self.exact_from > start:
-            lost = slice(start, min(self.exact_from, new))
-            write_window(self.ring, self.spec, start, self.decode(old)[:, :, lost])
-            self.exact_from = start
+        lost = self._lost(new)
+        if lost.numel():
+            slots = layout(self.spec).slots(lost).to(self.ring.device)
+            self.ring.index_copy_(2, slots, self.decode(old).index_select(2, lost.to(self.ring.device)))
+            self.written, self.unpacked_from = new, self.spec.pages(new)
 
     def window(self, n: int) -> Tensor:
         """The full-precision tokens behind the sinks, in token order."""
-        return read_window(self.ring, self.spec, min(n, self.spec.sinks) + self.spec.packed(n), n)
+        return read_tokens(self.ring, self.spec, layout(self.spec).exact(n))
+
+
+class RotaryState:
+    """The rotary tables of every stored token, kept once for all layers that store keys before rotary embedding.
+
+    cos, sin: ``[B, capacity, head_dim / 2]`` in the cache's dtype, scaled as the model scales them.
+    """
+
+    def __init__(self, batch: int, head_dim: int, dtype: torch.dtype, device, tokens: int):
+        self.cos, self.sin = (torch.zeros(batch, tokens, head_dim // 2, dtype=dtype, device=device) for _ in range(2))
+        self._resized()
+
+    def _resized(self) -> None:
+        self.nbytes = self.cos.nbytes + self.sin.nbytes
+        for table in (self.cos, self.sin):
+            torch._dynamo.mark_dynamic(table, 1)
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for ``tokens`` tokens; contents are kept."""
+        have = self.cos.shape[1]
+        if tokens > have:
+            more = max(tokens, have + have // _GROWTH + 64) - have
+            self.map_(lambda table: torch.cat([table, table.new_zeros(len(table), more, table.shape[2])], 1))
+
+    def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replace both tables by ``fn`` of them."""
+        self.cos, self.sin = fn(self.cos), fn(self.sin)
+        self._resized()

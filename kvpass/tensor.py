@@ -62,8 +62,9 @@ class PackedKV(TorchAOBaseTensor):
     def state(self) -> KVState:
         """The storage, shared."""
         spec = parse(self.spec)
-        exact_from = spec.sinks + spec.packed(self.num_tokens)
-        return KVState(spec, self.codes, self.scale, self.zero_point, self.ring, self.compensation, exact_from)
+        state = KVState(spec, self.codes, self.scale, self.zero_point, self.ring, self.compensation)
+        state.written, state.unpacked_from = self.num_tokens, spec.pages(self.num_tokens)
+        return state
 
     def append(self, x: Tensor) -> "PackedKV":
         """This tensor with ``x`` ``[B, H_kv, S, D]`` behind it. Storage is shared where it did not have to grow, so the

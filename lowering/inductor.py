@@ -14,7 +14,9 @@ from torch import Tensor
 from kvpass.codec.affine import params_dtype
 from kvpass.codec.pack import num_planes, unpack_plane
 from kvpass.codec.pages import decode_pages, encode_pages
+from kvpass.codec.rotary import parse_rope, rotate_pairs, split_pairs
 from kvpass.codec.spec import CodecSpec, parse
+from kvpass.codec.window import layout, ring_tokens
 from kvpass.errors import KVPassError
 
 from . import reference
@@ -51,7 +53,14 @@ def _decode(codes: Tensor, scale: Tensor, zero_point: Tensor, spec: CodecSpec) -
     return (decode_pages(codes.unsqueeze(1), scale.unsqueeze(1), zero_point.unsqueeze(1), spec),)
 
 
-@implements("encode", "inductor")
+def _refuses_encode(site: Site) -> str | None:
+    spec = parse(site.specs[0])
+    if spec.raw:
+        return "floats stored as they are need no kernel."
+    return "least-squares fits sort each group, which Inductor does not fuse." if spec.fit == "lsq" else None
+
+
+@implements("encode", "inductor", refuses=_refuses_encode)
 def encode(x: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, tokens, head_dim = x.shape
     pages = tokens // spec.page_size
@@ -61,12 +70,12 @@ def encode(x: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Ten
     return tuple(tensor.view(batch, heads, pages, *tensor.shape[2:]) for tensor in new)
 
 
-@implements("append_", "inductor")
+@implements("append_", "inductor", refuses=_refuses_encode)
 def append_(*args) -> None:
     reference.append(encode, *args)
 
 
-@implements("decode", "inductor")
+@implements("decode", "inductor", refuses=lambda site: _refuses_encode(site) if parse(site.specs[0]).raw else None)
 def decode(codes: Tensor, scale: Tensor, zero_point: Tensor, ring: Tensor, n: int, spec: CodecSpec) -> Tensor:
     return reference.read(_decode_all, codes, scale, zero_point, ring, n, spec)
 
@@ -98,64 +107,96 @@ def _packed(n: Tensor, spec: CodecSpec) -> Tensor:
     return (n - spec.sinks - spec.residual).clamp_min(0) // spec.page_size * spec.page_size
 
 
-def _slot_tokens(n: Tensor, spec: CodecSpec) -> tuple[Tensor, Tensor]:
-    """Per slot of the ring: its token counted from the end of the sinks (negative for sinks), and whether it counts."""
+def _places(n: Tensor, spec: CodecSpec, held: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Per slot of the ring: its token, and whether it counts. ``held`` says so for log-sparse windows."""
+    if held is not None:
+        return held, held >= 0
     slots = torch.arange(spec.sinks + spec.window, device=n.device) - spec.sinks
     newest = n - 1 - spec.sinks
-    tokens = torch.where(slots < 0, slots, newest - torch.remainder(newest - slots, spec.window))
-    return tokens, torch.where(slots < 0, slots + spec.sinks < n, tokens >= _packed(n, spec))
+    tokens = torch.where(slots < 0, slots, newest - torch.remainder(newest - slots, spec.window)) + spec.sinks
+    return tokens, torch.where(slots < 0, tokens < n, tokens >= _packed(n, spec) + spec.sinks)
 
 
-def _attend(k_pages, v_pages, q, *inputs, scale, softcap, k_spec, v_spec):
+def _dots(q: Tensor, k: Tensor, tables: tuple[Tensor, Tensor] | None, rope: str) -> Tensor:
+    """``q`` ``[BH, R, D]`` with keys ``[BH, ..., D]``, rotated by tables ``[B, ..., p]`` -> ``[BH, R, ...]``.
+
+    One separate reduction for every query head over keys that are unpacked, and rotated, once.
+    """
+    lead = (slice(None), *(None for _ in range(k.ndim - 2)))
+    if tables is None:
+        return torch.stack([(k * q[:, r][lead]).sum(-1) for r in range(q.shape[1])], 1)
+    batch = tables[0].shape[0]
+    first, second, rest = (part.unflatten(0, (batch, -1)) for part in split_pairs(k, rope))
+    rotated = rotate_pairs(first, second, *(table.unsqueeze(1).float() for table in tables))
+    k1, k2, rest = (part.flatten(0, 1) for part in (*rotated, rest))
+    q1, q2, q_rest = split_pairs(q, rope)
+    out = []
+    for r in range(q.shape[1]):
+        dot = (k1 * q1[:, r][lead] + k2 * q2[:, r][lead]).sum(-1)
+        out.append(dot + (rest * q_rest[:, r][lead]).sum(-1) if rest.shape[-1] else dot)
+    return torch.stack(out, 1)
+
+
+def _attend(k_pages, v_pages, q, *inputs, scale, softcap, k_spec, v_spec, rope):
     """One query token ``[B, H_q, 1, D]`` over packed keys and values; inputs as in `attend`.
 
-    ``k_pages`` and ``v_pages`` carry page counts as their shape, ``n`` the length as its value.
+    ``k_pages`` and ``v_pages`` carry page counts as their shape, ``n`` the length as its value. For log-sparse windows
+    ``held`` is the token in each slot of the ring, and ``page_tokens`` ``[N, P]`` those in the pages.
     """
-    *state, n, k_new, v_new, mask = inputs
+    *state, n, k_new, v_new, mask, held, page_tokens, cos, sin = inputs
     kc, ks, kz, kr, vc, vs, vz, vr, k_new, v_new = (tensor.flatten(0, 1) for tensor in (*state, k_new, v_new))
     shape, dtype, batch, groups = q.shape, q.dtype, q.shape[0], state[0].shape[1]
     q = (q.float() * scale).view(batch * groups, shape[1] // groups, -1)  # [BH, R, D]
-    heads = range(q.shape[1])
     count, v_count, size = k_pages.shape[0], v_pages.shape[0], k_spec.page_size
     kc, ks, kz = (pool.narrow(1, 0, count) for pool in (kc, ks, kz))
     vc, vs, vz = (pool.narrow(1, 0, v_count) for pool in (vc, vs, vz))
-
-    planes = []
-    for j in range(num_planes(k_spec.bits)):
-        k = plane_values(kc, ks, kz, k_spec, j)
-        planes.append(torch.stack([(k * q[:, r, None, None]).sum(-1) for r in heads], 1))
-    in_pages = torch.stack(planes, 3).flatten(2)  # [BH, R, N * P], tokens in order
-    in_ring = (q[:, :, None] * kr[:, None].float()).sum(-1)
-    present = (q * k_new.float()).sum(-1, keepdim=True)
-
     packed_k, packed_v = _packed(n, k_spec), _packed(n, v_spec)
-    page_tokens = torch.arange(count * size, device=q.device)
-    k_tokens, k_counts = _slot_tokens(n, k_spec)
-    v_tokens, v_counts = _slot_tokens(n, v_spec)
+    index = torch.arange(count * size, device=q.device)  # of packed tokens, in storage order
+    in_page = index + k_spec.sinks if page_tokens is None else page_tokens.flatten()
+    k_tokens, k_counts = _places(n, k_spec, held)
+    v_tokens, v_counts = _places(n, v_spec, held)
 
+    def tables(tokens):
+        """cos and sin of ``tokens``, any shape; None where keys are stored rotated."""
+        if not rope:
+            return None
+        rows = [table.index_select(1, tokens.flatten())[..., : parse_rope(rope)[0]] for table in (cos, sin)]
+        return tuple(table.unflatten(1, tokens.shape) for table in rows)
+
+    planes = num_planes(k_spec.bits)
+    by_plane, scores = in_page.view(count, planes, size // planes), []
+    for j in range(planes):
+        k = plane_values(kc, ks, kz, k_spec, j)
+        scores.append(_dots(q, k, tables(by_plane[:, j]), rope))
+    in_pages = torch.stack(scores, 3).flatten(2)  # [BH, R, N * P], in storage order
+    in_ring = _dots(q, kr.float(), tables(k_tokens.clamp_min(0)), rope)
+    present = (q * k_new.float()).sum(-1, keepdim=True)
     scores = torch.cat([in_pages, in_ring, present], -1)
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
-        token = torch.cat([page_tokens + k_spec.sinks, k_tokens + k_spec.sinks, n])
+        token = torch.cat([in_page, k_tokens, n])
         scores = _biased(scores, mask, token.clamp(0, mask.shape[-1] - 1), groups)
-    counts = torch.cat([page_tokens < packed_k, k_counts, torch.ones_like(k_counts[:1])])
+    counts = torch.cat([index < packed_k, k_counts, torch.ones_like(k_counts[:1])])
     weights = torch.where(counts, scores, -torch.inf).softmax(-1)
     if mask is not None:
         weights = weights.nan_to_num(0)  # a query that may see nothing gets zeros, as in SDPA
 
     # values leave their window no earlier than keys, so a packed value's weight is that of a packed key
     on_pages = weights[..., : v_count * size]
-    on_pages = torch.where(page_tokens[: v_count * size] < packed_v, on_pages, 0.0)
+    on_pages = torch.where(index[: v_count * size] < packed_v, on_pages, 0.0)
     on_pages = on_pages.unflatten(-1, (v_count, num_planes(v_spec.bits), -1))
-    first_slot = count * size + k_spec.sinks
-    in_window = torch.where(v_tokens < 0, v_tokens, v_tokens % k_spec.window) + first_slot
-    source = torch.where((v_tokens >= 0) & (v_tokens < packed_k), v_tokens, in_window)
-    on_ring = torch.where(v_counts, weights.index_select(-1, torch.where(v_counts, source, 0)), 0.0)
+    on_ring = weights[..., count * size : -1]
+    if held is None:
+        sinks, behind = k_spec.sinks, v_tokens - k_spec.sinks
+        in_window = count * size + torch.where(behind < 0, v_tokens, sinks + behind % k_spec.window)
+        source = torch.where((behind >= 0) & (behind < packed_k), behind, in_window)
+        on_ring = weights.index_select(-1, torch.where(v_counts, source, 0))
+    on_ring = torch.where(v_counts, on_ring, 0.0)
     out = (on_ring[..., None] * vr[:, None].float()).sum(2) + weights[..., -1:] * v_new.float()
     for j in range(num_planes(v_spec.bits)):
         v = plane_values(vc, vs, vz, v_spec, j).flatten(1, 2)
-        out = out + torch.stack([(on_pages[:, r, :, j].flatten(1)[..., None] * v).sum(1) for r in heads], 1)
+        out = out + torch.stack([(on_pages[:, r, :, j].flatten(1)[..., None] * v).sum(1) for r in range(q.shape[1])], 1)
     return (out.view(*shape[:3], -1).to(dtype),)
 
 
@@ -168,16 +209,16 @@ def _biased(scores: Tensor, mask: Tensor, token: Tensor, groups: int) -> Tensor:
 
 
 # Sizes to trace with, where sizes vary from call to call: different for what is unrelated, and none of them 0 or 1.
-_BATCH, _K_PAGES, _V_PAGES, _K_CAPACITY, _V_CAPACITY, _TOKENS = 5, 53, 47, 61, 59, 1733
+_BATCH, _K_PAGES, _V_PAGES, _K_CAPACITY, _V_CAPACITY, _TOKENS, _TABLES = 5, 53, 47, 61, 59, 1733, 1811
 
 
 @cache
 def _attend_kernel(key: tuple, k_spec: CodecSpec, v_spec: CodecSpec, scale: float, softcap: float):
     """Compile `_attend` for what `attend` found in common with other calls (see there)."""
-    many, q_heads, heads, head_dim, dtype, device, mask_layout = key
+    many, q_heads, heads, head_dim, dtype, device, mask_layout, rope, columns = key
     batch = _BATCH if many else 1
 
-    def example(*shape, dtype=dtype):
+    def example(*shape, dtype=dtype, batch=batch):
         return torch.empty(batch, *shape, dtype=dtype, device=device)
 
     def pool(spec, capacity):
@@ -189,22 +230,27 @@ def _attend_kernel(key: tuple, k_spec: CodecSpec, v_spec: CodecSpec, scale: floa
     mask = None
     if mask_layout is not None:
         mask_batch, mask_heads, mask_dtype = mask_layout
-        mask = torch.empty(batch if mask_batch else 1, mask_heads, 1, _TOKENS, dtype=mask_dtype, device=device)
-    new = example(heads, 1, head_dim)
+        mask = example(mask_heads, 1, _TOKENS, dtype=mask_dtype, batch=batch if mask_batch else 1)
+    log = k_spec.keep == "log"
+    ids = partial(torch.empty, dtype=torch.int64, device=device)
+    new, table = example(heads, 1, head_dim), example(_TABLES, columns) if rope else None
     examples = [
         *(torch.empty(pages, device=device) for pages in (_K_PAGES, _V_PAGES)),
         example(q_heads, 1, head_dim),
         *pool(k_spec, _K_CAPACITY),
         *pool(v_spec, _V_CAPACITY),
-        torch.empty(1, dtype=torch.int64, device=device),
+        ids(1),
         *(new, new),
         mask,
+        *((ids(k_spec.sinks + k_spec.window), ids(_K_PAGES, k_spec.page_size)) if log else (None, None)),
+        *(table, table),
     ]
     first = [0] if many else []
     pools = [*[[*first, 2]] * 3, first]
     of_mask = [0, 3] if many and mask_layout is not None and mask_layout[0] else [3]
-    dynamic = [[0], [0], first, *pools, *pools, [], first, first, of_mask]
-    fn = partial(_attend, scale=scale, softcap=softcap, k_spec=k_spec, v_spec=v_spec)
+    tables = [[*first, 1]] * 2
+    dynamic = [[0], [0], first, *pools, *pools, [], first, first, of_mask, [], [0], *tables]
+    fn = partial(_attend, scale=scale, softcap=softcap, k_spec=k_spec, v_spec=v_spec, rope=rope)
     return compile_ahead(fn, examples, dynamic)
 
 
@@ -220,29 +266,49 @@ def _length(n: int, device: torch.device) -> Tensor:
     return torch.tensor([n], device=device)
 
 
+@lru_cache(maxsize=16)
+def _page_tokens(spec: CodecSpec, used: int, pages: int, device: torch.device) -> Tensor:
+    """The tokens in the first ``used`` of ``pages`` pages, ``[pages, P]``; 0 in the others."""
+    tokens = torch.zeros(pages, spec.page_size, dtype=torch.int64)
+    tokens[:used] = layout(spec).page_tokens(0, used).view(-1, spec.page_size)
+    return tokens.to(device)
+
+
 def _refuses_attend(site: Site) -> str | None:
     if not site.single_query:
         return "it is written for one query token."
     key, value = map(parse, site.specs)
-    if (key.page_size, key.sinks) != (value.page_size, value.sinks) or value.residual < key.residual:
-        return "keys and values must share page size and sinks, and values must not leave the window before keys."
+    if key.raw or value.raw:
+        return "floats stored as they are need no kernel."
+    if (key.page_size, key.sinks, key.keep) != (value.page_size, value.sinks, value.keep):
+        return "keys and values must share page size, sinks and the choice of exact tokens."
+    if value.residual < key.residual or (key.keep == "log" and key.window != value.window):
+        return "values must not leave the window before keys."
     return None
 
 
 @implements("attend", "inductor", refuses=_refuses_attend)
-def attend(q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec) -> Tensor:
+def attend(q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None) -> Tensor:
     batch, heads, _, head_dim = k_new.shape
-    device, carriers = q.device, []
+    device, pages = q.device, []
     for spec, pool in ((k_spec, key[0]), (v_spec, value[0])):
-        pages = max(_MIN_PAGES, spec.pages(n))
-        if pages > pool.shape[2]:
-            raise KVPassError(f"{n} tokens need {pages} pages, and the pool has {pool.shape[2]}.")
-        carriers.append(_carrier(pages, device))
+        pages.append(max(_MIN_PAGES, spec.pages(n)))
+        if pages[-1] > pool.shape[2]:
+            raise KVPassError(f"{n} tokens need {pages[-1]} pages, and the pool has {pool.shape[2]}.")
     if mask is not None:
         mask = mask.contiguous()
-    layout = None if mask is None else (mask.shape[0] > 1, mask.shape[1], mask.dtype)
-    shared = (batch > 1, q.shape[1], heads, head_dim, q.dtype, device, layout)
+    k_spec, v_spec = k_spec.stored_as, v_spec.stored_as
+    cos, sin, rope = rotary or (None, None, "")
+    held = tokens = None
+    if k_spec.keep == "log":
+        held, tokens = ring_tokens(k_spec, n, device), _page_tokens(k_spec, k_spec.pages(n), pages[0], device)
+    layout_of_mask = None if mask is None else (mask.shape[0] > 1, mask.shape[1], mask.dtype)
+    columns = cos.shape[2] if rope else 0
+    shared = (batch > 1, q.shape[1], heads, head_dim, q.dtype, device, layout_of_mask, rope, columns)
     kernel = _attend_kernel(shared, k_spec, v_spec, scale, softcap)
     new = q.contiguous(), k_new.contiguous(), v_new.contiguous()
-    (out,) = kernel(*carriers, new[0], *key, *value, _length(n, device), *new[1:], mask)
+    carriers = (_carrier(count, device) for count in pages)
+    (out,) = kernel(
+        *carriers, new[0], *key, *value, _length(n, device), *new[1:], mask, held, tokens, cos, sin
+    )  # fmt: skip
     return out

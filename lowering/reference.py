@@ -5,10 +5,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpass.codec.affine import check_finite
-from kvpass.codec.pages import decode_pages, encode_pages
+from kvpass.codec.pages import decode_pages, encode_pages, share_codes
+from kvpass.codec.rotary import rotate
 from kvpass.codec.spec import CodecSpec
 from kvpass.codec.subspace import compensation_matrix, precision_matrix
-from kvpass.codec.window import read_window, write_window
+from kvpass.codec.window import layout, read_tokens, write_tokens
 from kvpass.errors import KVPassError
 
 from .table import implements
@@ -21,10 +22,12 @@ def encode(x: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Ten
 
 def read(decode_fn, codes, scale, zero_point, ring, n: int, spec: CodecSpec) -> Tensor:
     """Sinks, pages (decoded by ``decode_fn``) and window, in token order."""
-    used, packed = spec.pages(n), spec.packed(n)
+    used, where = spec.pages(n), layout(spec)
     pages = decode_fn(codes[:, :, :used], scale[:, :, :used], zero_point[:, :, :used], spec).to(ring.dtype)
     sinks = min(n, spec.sinks)
-    return torch.cat([ring[:, :, :sinks], pages, read_window(ring, spec, sinks + packed, n)], 2)
+    stored = torch.cat([ring[:, :, :sinks], pages, read_tokens(ring, spec, where.exact(n))], 2)
+    order = where.token_order(n)
+    return stored if order is None else stored.index_select(2, order.to(ring.device))
 
 
 @implements("decode", "reference")
@@ -54,17 +57,28 @@ def append(encode_fn, codes, scale, zero_point, ring, compensation, n, x, q, mas
     stop = n + x.shape[2]
     first, last = spec.pages(n), spec.pages(stop)
     if last > first:
-        start, count = spec.sinks + spec.packed(n), (last - first) * spec.page_size
-        known = min(n, start + count)
-        tokens = x[:, :, max(0, start - n) : max(0, start + count - n)]
-        if known > start:
-            tokens = torch.cat([read_window(ring, spec, start, known), tokens], 2)
+        tokens = _leaving(ring, n, x, layout(spec).page_tokens(first, last), spec)
         new = encode_fn(tokens, compensation, spec)
         if x.device.type == "cpu":
             check_finite(*new[1:])
+        if spec.own_codes < 1:
+            new = share_codes(codes[:, :, first:last], tokens, new, spec)
         for pool, pages in zip((codes, scale, zero_point), new, strict=True):
             pool[:, :, first:last] = pages
-    write_window(ring, spec, n, x)
+    write_tokens(ring, spec, n, x)
+
+
+def _leaving(ring: Tensor, n: int, x: Tensor, tokens: Tensor, spec: CodecSpec) -> Tensor:
+    """``tokens``, of which those before ``n`` are in the ring and the others in ``x``."""
+    known, device = tokens < n, ring.device
+    if not known.any():
+        return x.index_select(2, (tokens - n).to(device))
+    if known.all():
+        return read_tokens(ring, spec, tokens)
+    out = x.new_empty((*x.shape[:2], len(tokens), x.shape[3]))
+    out[:, :, known.to(device)] = read_tokens(ring, spec, tokens[known])
+    out[:, :, ~known.to(device)] = x.index_select(2, (tokens[~known] - n).to(device))
+    return out
 
 
 @implements("append_", "reference")
@@ -103,8 +117,13 @@ def _softcapped_attention(q, k, v, mask, causal, scale, softcap):
 
 
 @implements("attend", "reference")
-def attend(q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec) -> Tensor:
-    """``key`` and ``value`` are (codes, scale, zero_point, ring): decode the past, attend to it and to the present."""
-    k = torch.cat([decode(*key, n, k_spec), k_new], 2) if n else k_new
-    v = torch.cat([decode(*value, n, v_spec), v_new], 2) if n else v_new
-    return attention(q, k, v, mask, causal, scale, softcap)
+def attend(q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None) -> Tensor:
+    """``key`` and ``value`` are (codes, scale, zero_point, ring): decode the past, attend to it and to the present.
+
+    rotary: (cos, sin, rope) for keys stored before rotary embedding.
+    """
+    if n:
+        k = decode(*key, n, k_spec)
+        k_new = torch.cat([k if rotary is None else rotate(k, *rotary), k_new], 2)
+        v_new = torch.cat([decode(*value, n, v_spec), v_new], 2)
+    return attention(q, k_new, v_new, mask, causal, scale, softcap)

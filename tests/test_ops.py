@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kvpass import KVPassError
 from kvpass.codec import CodecSpec, Subspace
 from kvpass.codec.affine import params_dtype
-from kvpass.codec.window import LENGTH_OFFSET, length_of, length_view, read_window, ring_slots, write_window
+from kvpass.codec.window import LENGTH_OFFSET, layout, length_of, length_view, read_tokens, write_tokens
 from kvpass.lowering import table
 from kvpass.lowering.table import Implementation, Site, implements, select
 from kvpass.state import KVState
@@ -433,22 +433,24 @@ def test_a_carrier_holds_its_length_without_reading_the_device(n, device):
 def test_slots_of_a_window_are_distinct_and_never_those_of_sinks():
     for spec in (KEYS, VALUES, SINKS):
         for start in range(spec.sinks, 200, 7):
-            slots = ring_slots(spec, start, start + spec.window).tolist()
+            slots = layout(spec).slots(torch.arange(start, start + spec.window)).tolist()
             assert sorted(slots) == list(range(spec.sinks, spec.sinks + spec.window))
-        assert ring_slots(spec, 50, 50).tolist() == []
-        token = 60
-        assert ring_slots(spec, token, token + 1) == ring_slots(spec, token + spec.window, token + spec.window + 1)
+        assert layout(spec).slots(torch.arange(0)).tolist() == []
+        assert layout(spec).slot(60) == layout(spec).slot(60 + spec.window)
+        tokens = torch.arange(90)
+        assert layout(spec).slots(tokens).tolist() == [layout(spec).slot(token) for token in range(90)]
 
 
 @pytest.mark.parametrize("start, count", [(0, 1), (0, 3), (0, 10), (3, 5), (0, 200), (130, 1), (130, 90)])
 def test_what_is_written_to_the_window_reads_back_in_order_and_the_rest_stays(start, count):
     ring = torch.full((1, 1, SINKS.sinks + SINKS.window, 2), -1.0)
     x = torch.arange(start, start + count, dtype=torch.float32)[None, None, :, None].expand(1, 1, -1, 2)
-    write_window(ring, SINKS, start, x)
+    write_tokens(ring, SINKS, start, x)
     for token in range(start, min(start + count, SINKS.sinks)):
         assert (ring[:, :, token] == token).all()
     first = max(start, SINKS.sinks, start + count - SINKS.window)
     if first < start + count:
-        assert read_window(ring, SINKS, first, start + count)[0, 0, :, 0].tolist() == list(range(first, start + count))
+        tokens = torch.arange(first, start + count)
+        assert torch.equal(read_tokens(ring, SINKS, tokens)[0, 0, :, 0], tokens.float())
     written = max(0, min(start + count, SINKS.sinks) - start) + max(0, start + count - first)
     assert (ring[0, 0, :, 0] == -1).sum() == ring.shape[2] - written

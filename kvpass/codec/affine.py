@@ -3,7 +3,7 @@
 Scales and zero points are stored in 16 bits, and codes are assigned under the *stored* parameters. The zero point is
 rounded down and the scale up, so that every value of the group lies inside ``[zero_point, zero_point + (2**bits-1) *
 scale]``: the round-trip error is at most ``scale / 2`` for every element, and a constant the storage dtype can hold
-decodes to itself.
+decodes to itself. `calibrate` and the least-squares fits give that bound up for a smaller squared error.
 """
 
 import torch
@@ -34,6 +34,64 @@ def fit_minmax(groups: Tensor, dim: int, bits: int, dtype: torch.dtype) -> tuple
     zero_point = _round_toward(groups.amin(dim, keepdim=True), dtype, up=False)
     span = groups.amax(dim, keepdim=True) - zero_point.float()
     return _round_toward(span / (2**bits - 1), dtype, up=True), zero_point
+
+
+def calibrate(scale: Tensor, zero_point: Tensor, bits: int, eta: float) -> tuple[Tensor, Tensor]:
+    """Decode codes assigned under (scale, zero point) to a range narrower by ``eta`` of its length at both ends
+    (XQuant, eq. 9)."""
+    dtype, scale = scale.dtype, scale.float()
+    zero_point = zero_point.float() + eta * (2**bits - 1) * scale
+    return ((1 - 2 * eta) * scale).to(dtype), zero_point.to(dtype)
+
+
+def fit_codes(groups: Tensor, codes: Tensor, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The scale and zero point along ``dim`` (kept with size 1) of least squared error under given ``codes``. The scale
+    is negative where codes and values run against each other (codes of another layer)."""
+    groups, codes = groups.double(), codes.double()
+    mean, code = groups.mean(dim, keepdim=True), codes.mean(dim, keepdim=True)
+    spread = (codes - code).square().sum(dim, keepdim=True)
+    slope = ((codes - code) * (groups - mean)).sum(dim, keepdim=True) / spread
+    scale = torch.where(spread > 0, slope, 0.0).to(dtype)
+    return scale, (mean - scale.double() * code).to(dtype)
+
+
+_REFITS = 4
+
+
+def fit_lsq(groups: Tensor, dim: int, bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Scale and zero point of each group along ``dim`` (kept with size 1) of small squared error, in ``dtype``.
+
+    Cutting the range at both ends by any share assigns one of finitely many code vectors, because each threshold passes
+    each value once. All of them are scored under their own least-squares fit, in one sorted sweep, so that no ``eta``
+    does better; the best is then refined by assigning and fitting in turn.
+    """
+    x = groups.movedim(dim, -1).double()
+    low, high = x.aminmax(dim=-1, keepdim=True)
+    middle, levels = (low + high) / 2, 2**bits - 1
+    x = x - middle
+    sign = torch.where(x > 0, 1.0, -1.0).double()
+    # c, the code minus its middle, starts as sign / 2; |c| grows to k + 1/2 where the scale falls below |x| / k
+    size, steps = x.shape[-1], torch.arange(1.0, 2 ** (bits - 1), dtype=x.dtype, device=x.device)
+    scales = (x.abs().unsqueeze(-2) / steps[:, None]).flatten(-2)
+    order = scales.argsort(-1, descending=True)
+    step, which = steps.repeat_interleave(size)[order], order % size
+
+    def sweep(start: Tensor, changes: Tensor) -> Tensor:
+        return torch.cat([start.sum(-1, keepdim=True), changes], -1).cumsum(-1)
+
+    c = sweep(sign / 2, sign.gather(-1, which))
+    cc = sweep(torch.full_like(x, 0.25), 2 * step)
+    cx = sweep(sign * x / 2, (sign * x).gather(-1, which))
+    spread = cc - c * c / size
+    slope = torch.where(spread > 1e-9, cx - c * x.mean(-1, keepdim=True), 0.0) / spread.clamp_min(1e-9)
+    best = (slope * slope * spread).argmax(-1, keepdim=True)
+    scale = slope.gather(-1, best)
+    zero_point = middle + x.mean(-1, keepdim=True) - scale * (c.gather(-1, best) / size + levels / 2)
+    x = x + middle
+    for _ in range(_REFITS):
+        codes = ((x - zero_point) / torch.where(scale > 0, scale, 1.0)).round().clamp(0, levels)
+        scale, zero_point = fit_codes(x, codes, -1, x.dtype)
+    return scale.to(dtype).movedim(-1, dim), zero_point.to(dtype).movedim(-1, dim)
 
 
 def assign(groups: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:

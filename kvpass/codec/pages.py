@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from .affine import assign, dequantize, fit_minmax, params_dtype
+from ..errors import KVPassError
+from .affine import assign, calibrate, dequantize, fit_codes, fit_lsq, fit_minmax, params_dtype
 from .pack import pack, unpack
 from .spec import CodecSpec
 
@@ -16,8 +17,11 @@ def _grouped(x: Tensor, spec: CodecSpec) -> tuple[Tensor, int]:
 
 def _quantize(x: Tensor, spec: CodecSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     groups, dim = _grouped(x, spec)
-    scale, zero_point = fit_minmax(groups, dim, spec.bits, dtype)
+    fit = fit_lsq if spec.fit == "lsq" else fit_minmax
+    scale, zero_point = fit(groups, dim, spec.bits, dtype)
     codes = assign(groups, scale, zero_point, spec.bits)
+    if spec.eta:
+        scale, zero_point = calibrate(scale, zero_point, spec.bits, spec.eta)
     return codes.reshape(x.shape), scale.squeeze(dim), zero_point.squeeze(dim)
 
 
@@ -48,6 +52,8 @@ def encode_pages(x: Tensor, spec: CodecSpec, compensation: Tensor | None = None)
     Returns codes ``[B, H, T/P, rows, D]`` uint8, and scale and zero point ``[B, H, T/P, *spec.params_shape(D)]``.
     """
     dtype = params_dtype(x.dtype)
+    if spec.raw:
+        return _encode_raw(x.unflatten(-2, (-1, spec.page_size)), spec, dtype)
     pages = x.float().unflatten(-2, (-1, spec.page_size))
     if spec.subspace is None:
         codes, scale, zero_point = _quantize(pages, spec, dtype)
@@ -58,4 +64,39 @@ def encode_pages(x: Tensor, spec: CodecSpec, compensation: Tensor | None = None)
 
 def decode_pages(codes: Tensor, scale: Tensor, zero_point: Tensor, spec: CodecSpec) -> Tensor:
     """Inverse of `encode_pages` up to rounding: ``[B, H, N, rows, D]`` bytes -> ``[B, H, N * P, D]`` float32."""
+    if spec.raw:
+        return _decode_raw(codes, scale, spec).flatten(-3, -2)
     return _dequantize(unpack(codes, spec.bits), scale, zero_point, spec).flatten(-3, -2)
+
+
+def _encode_raw(pages: Tensor, spec: CodecSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    if pages.dtype.itemsize * 8 != spec.bits:
+        raise KVPassError(f"bits={spec.bits} stores floats of that width as they are, not {pages.dtype}.")
+    codes = pages.contiguous().view(torch.uint8).view(*pages.shape[:-2], spec.rows, pages.shape[-1])
+    none = pages.new_empty((*pages.shape[:-2], 0, pages.shape[-1]), dtype=dtype)
+    return codes, none, none.clone()
+
+
+def _decode_raw(codes: Tensor, scale: Tensor, spec: CodecSpec) -> Tensor:
+    dtype = torch.float32 if spec.bits == 32 else scale.dtype
+    return codes.contiguous().view(*codes.shape[:-2], spec.page_size, -1).view(dtype)
+
+
+def share_codes(
+    existing: Tensor, x: Tensor, own: tuple[Tensor, Tensor, Tensor], spec: CodecSpec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a layer stores whose codes are not (only) its own (XQuant, section 3.3).
+
+    existing: packed codes of the layers before it, ``[B, H, N, rows, D]``; x: ``[B, H, N * P, D]``; own: what
+    `encode_pages` gave for ``x``. Codes are averaged with weight ``spec.own_codes`` and rounded; with weight 0 and
+    "lsq" the scale and zero point are fitted to the codes they will be used with.
+    """
+    if spec.own_codes:
+        theirs, mine = unpack(existing, spec.bits).float(), unpack(own[0], spec.bits).float()
+        average = theirs + spec.own_codes * (mine - theirs)
+        return pack(average.round().to(torch.uint8), spec.bits), *own[1:]
+    if spec.fit == "minmax":
+        return existing, *own[1:]
+    groups, dim = _grouped(x.unflatten(-2, (-1, spec.page_size)), spec)
+    codes, _ = _grouped(unpack(existing, spec.bits), spec)
+    return existing, *(parameter.squeeze(dim) for parameter in fit_codes(groups, codes, dim, own[1].dtype))

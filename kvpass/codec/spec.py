@@ -1,12 +1,15 @@
 """`CodecSpec`: everything an op needs to know about how one tensor (K or V of a layer) is stored."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from typing import Literal
 
 from ..errors import KVPassError
 from .pack import FIELDS, byte_rows, smallest_page
+
+RAW = (16, 32)
+"""Widths that are floats stored as they are."""
 
 
 def check_integers(config, **least: int) -> None:
@@ -45,7 +48,7 @@ class Subspace:
 class CodecSpec:
     """Storage of one logical ``[B, H_kv, S, D]`` tensor.
 
-    bits: 1, 2, 3, 4 or 8.
+    bits: 1, 2, 3, 4 or 8; 16 or 32 are the floats themselves, as bytes.
     per: "channel" shares a scale among ``group_size`` tokens of one channel; "token" among ``group_size`` channels of
         one token.
     page_size: tokens packed at a time, written once.
@@ -53,6 +56,13 @@ class CodecSpec:
         ``residual + page_size`` tokens are in it.
     sinks: first tokens, never packed.
     rollback: tokens that `crop` can take back without loss across a flush.
+    keep: which of the exact tokens stay when a page leaves: the "recent" ones, or a "log"-sparse choice of LogQuant
+        (then ``residual`` is twice ``page_size``).
+    fit: "minmax" spans the group; "lsq" takes the scale and zero point of least squared error.
+    eta: share of the range cut off at both ends after codes are assigned (XQuant eq. 9); "minmax" only.
+    own_codes: weight of this tensor's codes where another layer's are in the pool already (XQuant): 1 stores its own, 0
+        keeps the others and only its own scale and zero point, anything between averages the two.
+    pre_rope: the tokens are keys as they were before the rotary embedding.
     """
 
     bits: int
@@ -62,15 +72,20 @@ class CodecSpec:
     residual: int = 0
     sinks: int = 0
     rollback: int = 16
+    keep: Literal["recent", "log"] = "recent"
+    fit: Literal["minmax", "lsq"] = "minmax"
+    eta: float = 0.0
+    own_codes: float = 1.0
+    pre_rope: bool = False
     subspace: Subspace | None = None
 
     def __post_init__(self):
         check_integers(self, bits=1, group_size=1, page_size=1, residual=0, sinks=0, rollback=0)
-        if self.bits not in FIELDS:
+        if self.bits not in FIELDS and not self.raw:
             raise KVPassError(f"bits={self.bits}: packed widths are {sorted(FIELDS)}.")
         if self.per not in ("channel", "token"):
             raise KVPassError(f"per={self.per!r}: use 'channel' or 'token'.")
-        multiple = smallest_page(self.bits)
+        multiple = 1 if self.raw else smallest_page(self.bits)
         if self.page_size % multiple:
             raise KVPassError(
                 f"page_size={self.page_size} does not fill whole bytes at {self.bits} bits: use a multiple of "
@@ -83,6 +98,28 @@ class CodecSpec:
             )
         if self.subspace is not None and self.per != "channel":
             raise KVPassError("Subspace compensation is defined for per-channel keys.")
+        if self.keep not in ("recent", "log"):
+            raise KVPassError(f"keep={self.keep!r}: use 'recent' or 'log'.")
+        if self.keep == "log" and self.residual != 2 * self.page_size:
+            raise KVPassError(
+                f"Log-sparse windows keep 2W tokens and move W at a time: residual={self.residual} must "
+                f"be twice page_size={self.page_size}."
+            )
+        self._check_fit()
+
+    def _check_fit(self) -> None:
+        if self.fit not in ("minmax", "lsq"):
+            raise KVPassError(f"fit={self.fit!r}: use 'minmax' or 'lsq'.")
+        if not 0 <= self.eta < 0.5:
+            raise KVPassError(f"eta={self.eta}: the share cut off at each end of the range is in [0, 0.5).")
+        if not 0 <= self.own_codes <= 1:
+            raise KVPassError(f"own_codes={self.own_codes}: the weight of a layer's own codes is in [0, 1].")
+        if self.fit == "lsq" and (self.eta or self.bits > 4):
+            raise KVPassError(
+                "fit='lsq' finds the best range itself, for up to 4 bits: use eta=0 with it, or fit='minmax'."
+            )
+        if self.raw and (self.subspace or self.fit != "minmax" or self.eta or self.own_codes != 1):
+            raise KVPassError(f"bits={self.bits} stores floats as they are: there is nothing to fit or to share.")
 
     def check(self, head_dim: int) -> None:
         """Raise `KVPassError` unless heads of ``head_dim`` channels can be stored."""
@@ -93,6 +130,11 @@ class CodecSpec:
             )
         if self.subspace is not None and head_dim % self.subspace.block_size:
             raise KVPassError(f"block_size={self.subspace.block_size} does not divide head_dim={head_dim}.")
+
+    @property
+    def raw(self) -> bool:
+        """Whether pages hold the floats themselves."""
+        return self.bits in RAW
 
     @cached_property
     def window(self) -> int:
@@ -114,9 +156,23 @@ class CodecSpec:
 
     def params_shape(self, head_dim: int) -> tuple[int, int]:
         """Trailing shape of the scales (and zero points) of one page."""
+        if self.raw:
+            return 0, head_dim
         if self.per == "channel":
             return self.page_size // self.group_size, head_dim
         return self.page_size, head_dim // self.group_size
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(str(self))
+
+    def __hash__(self) -> int:  # specs are keys of caches on the path of every step
+        return self._hash
+
+    @cached_property
+    def stored_as(self) -> "CodecSpec":
+        """What reading depends on: the spec without how codes, scales and zero points were found."""
+        return replace(self, fit="minmax", eta=0.0, own_codes=1.0, subspace=None)
 
     def __str__(self) -> str:
         """The canonical text that travels through op schemas and into compile-cache keys; `parse` inverts it."""

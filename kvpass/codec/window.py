@@ -1,4 +1,6 @@
-"""Where a token lives: sinks, then a ring of full-precision tokens. Pure index arithmetic."""
+"""Where a token lives: in a sink slot, in a slot of the ring, or in a page. Index arithmetic on the host."""
+
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -11,6 +13,8 @@ int64 that holds n. The shape makes n a symbolic int (one graph for every length
 is there for device kernels. The offset keeps 0 and 1 from being specialised and n from being unified with other dims.
 """
 
+_NEVER = torch.iinfo(torch.int64).max
+
 
 def length_view(value: Tensor, n: int) -> Tensor:
     """The carrier of length ``n``: a zero-stride view of ``value`` (int64, one element), which must hold n."""
@@ -22,25 +26,145 @@ def length_of(carrier: Tensor) -> int:
     return carrier.shape[0] - LENGTH_OFFSET
 
 
-def ring_slots(spec: CodecSpec, start: int, stop: int, device=None) -> Tensor:
-    """Slots of tokens ``[start, stop)``, none of them a sink."""
-    return spec.sinks + torch.arange(start - spec.sinks, stop - spec.sinks, device=device) % spec.window
+class Recent:
+    """The newest tokens are exact; the oldest of them leave, a page at a time."""
+
+    def __init__(self, spec: CodecSpec):
+        self.spec = spec
+
+    def page_tokens(self, first: int, last: int) -> Tensor:
+        """The tokens of pages ``[first, last)``, in storage order."""
+        size = self.spec.page_size
+        return torch.arange(self.spec.sinks + first * size, self.spec.sinks + last * size)
+
+    def exact(self, n: int) -> Tensor:
+        """The exact tokens behind the sinks once ``n`` are stored, in token order."""
+        return torch.arange(min(n, self.spec.sinks) + self.spec.packed(n), n)
+
+    def slot(self, token: int) -> int:
+        """The ring slot of ``token``."""
+        sinks = self.spec.sinks
+        return token if token < sinks else sinks + (token - sinks) % self.spec.window
+
+    def slots(self, tokens: Tensor) -> Tensor:
+        """The ring slots of ``tokens``."""
+        sinks = self.spec.sinks
+        return torch.where(tokens < sinks, tokens, sinks + (tokens - sinks) % self.spec.window)
+
+    def page_of(self, tokens: Tensor) -> Tensor:
+        """The page that ``tokens`` behind the sinks go to."""
+        return (tokens - self.spec.sinks) // self.spec.page_size
+
+    def overwritten(self, tokens: Tensor, stop: int) -> Tensor:
+        """Whether, of tokens ``[0, stop)``, a later one takes the slot of each of ``tokens``."""
+        return (tokens >= self.spec.sinks) & (tokens + self.spec.window < stop)
+
+    def token_order(self, n: int) -> Tensor | None:
+        """The permutation that puts sinks, pages and window into token order; None where they are."""
+        return None
 
 
-def read_window(ring: Tensor, spec: CodecSpec, start: int, stop: int) -> Tensor:
-    """Tokens ``[start, stop)`` of ``[B, H, sinks + window, D]``, in token order."""
-    return ring.index_select(2, ring_slots(spec, start, stop, ring.device))
+class LogSparse(Recent):
+    """LogQuant (algorithm 1 of the paper): when 3W exact tokens are reached, every second one of the older 2W goes
+    to a page, so that exact tokens thin out with distance. W is the page size and ``2 W`` the residual.
+
+    The stream of moves does not depend on data: it is simulated once per spec, as far as any caller has got.
+    """
+
+    def __init__(self, spec: CodecSpec):
+        super().__init__(spec)
+        self._size, full = spec.page_size, 3 * spec.page_size
+        self._placed, self._pages = full, []
+        self._exact, self._free = torch.arange(full), torch.arange(full, spec.window)
+        self._slot, self._page_of, self._next = torch.arange(full), *(torch.full((full,), _NEVER) for _ in range(2))
+        self._holder = torch.arange(spec.window).where(torch.arange(spec.window) < full, -1)
+
+    def _step(self) -> None:
+        """One compaction, and the W tokens that follow it."""
+        size, page = self._size, len(self._pages)
+        leaving, new = self._exact[1 : 2 * size : 2], torch.arange(self._placed, self._placed + size)
+        self._pages.append(leaving)
+        self._page_of[leaving] = page
+        self._free = torch.cat([self._free, self._slot[leaving]])
+        slots, self._free = self._free[:size], self._free[size:]
+        held = self._holder[slots]
+        self._next[held[held >= 0]] = new[held >= 0]
+        self._holder[slots] = new
+        self._slot[new] = slots
+        self._exact = torch.cat([self._exact[: 2 * size : 2], self._exact[2 * size :], new])
+        self._placed += size
+
+    def _simulate(self, tokens: int) -> None:
+        """Go on until every move due once ``tokens`` tokens (behind the sinks) are stored is known."""
+        if (need := tokens + 2 * self._size) > len(self._slot):
+            more = max(need, 2 * len(self._slot)) - len(self._slot)
+            self._slot = torch.cat([self._slot, torch.zeros(more, dtype=torch.int64)])
+            self._page_of, self._next = (
+                torch.cat([known, torch.full((more,), _NEVER)]) for known in (self._page_of, self._next)
+            )
+        while self._placed < tokens + self._size:
+            self._step()
+
+    def _look_up(self, table: str, tokens: Tensor, stop: int = 0) -> Tensor:
+        """``table`` at ``tokens``, sinks aside, with the moves of ``[0, stop)`` known."""
+        behind = (tokens - self.spec.sinks).clamp_min(0)
+        self._simulate(max(stop, int(behind.max()) + 1 if behind.numel() else 0))
+        return getattr(self, table)[behind]
+
+    def page_tokens(self, first: int, last: int) -> Tensor:
+        self._simulate((last + 2) * self._size)
+        return torch.cat([torch.empty(0, dtype=torch.int64), *self._pages[first:last]]) + self.spec.sinks
+
+    def exact(self, n: int) -> Tensor:
+        behind = max(0, n - self.spec.sinks)
+        self._simulate(behind)
+        return (self._page_of[:behind] >= self.spec.pages(n)).nonzero().flatten() + self.spec.sinks
+
+    def slot(self, token: int) -> int:
+        return int(self.slots(torch.tensor([token])))
+
+    def slots(self, tokens: Tensor) -> Tensor:
+        sinks = self.spec.sinks
+        return torch.where(tokens < sinks, tokens, sinks + self._look_up("_slot", tokens))
+
+    def page_of(self, tokens: Tensor) -> Tensor:
+        return self._look_up("_page_of", tokens)
+
+    def overwritten(self, tokens: Tensor, stop: int) -> Tensor:
+        return (tokens >= self.spec.sinks) & (self._look_up("_next", tokens, stop) < stop - self.spec.sinks)
+
+    def token_order(self, n: int) -> Tensor | None:
+        sinks = torch.arange(min(n, self.spec.sinks))
+        return torch.cat([sinks, self.page_tokens(0, self.spec.pages(n)), self.exact(n)]).argsort()
 
 
-def write_window(ring: Tensor, spec: CodecSpec, start: int, x: Tensor) -> None:
-    """Store ``x`` ``[B, H, S, D]`` as tokens ``[start, start + S)``: sinks in their slots, the newest in the ring."""
-    stop = start + x.shape[2]
-    if start < spec.sinks:
-        last_sink = min(stop, spec.sinks)
-        ring[:, :, start:last_sink] = x[:, :, : last_sink - start]
-    first = max(start, spec.sinks, stop - spec.window)
-    while first < stop:  # at most twice: up to the end of the ring, and on from its beginning
-        slot = (first - spec.sinks) % spec.window
-        last = min(stop, first + spec.window - slot)
-        ring[:, :, spec.sinks + slot :][:, :, : last - first] = x[:, :, first - start : last - start]
-        first = last
+@cache
+def layout(spec: CodecSpec) -> Recent:
+    """The layout a spec asks for."""
+    return LogSparse(spec) if spec.keep == "log" else Recent(spec)
+
+
+@lru_cache(maxsize=64)
+def ring_tokens(spec: CodecSpec, n: int, device: torch.device | None = None) -> Tensor:
+    """The token that each of the ``sinks + window`` ring slots holds once ``n`` are stored, -1 where none is exact."""
+    held = torch.full((spec.sinks + spec.window,), -1)
+    tokens = torch.cat([torch.arange(min(n, spec.sinks)), layout(spec).exact(n)])
+    held[layout(spec).slots(tokens)] = tokens
+    return held.to(device)
+
+
+def read_tokens(ring: Tensor, spec: CodecSpec, tokens: Tensor) -> Tensor:
+    """``tokens`` of the ring ``[B, H, sinks + window, D]``, in the order given."""
+    return ring.index_select(2, layout(spec).slots(tokens).to(ring.device))
+
+
+def write_tokens(ring: Tensor, spec: CodecSpec, start: int, x: Tensor) -> None:
+    """Store ``x`` ``[B, H, S, D]`` as tokens ``[start, start + S)``; those whose slot is taken again are left out."""
+    where, stop = layout(spec), start + x.shape[2]
+    if x.shape[2] == 1:
+        slot = where.slot(start)
+        ring[:, :, slot : slot + 1] = x
+        return
+    tokens = torch.arange(start, stop)
+    tokens = tokens[~where.overwritten(tokens, stop)]
+    ring.index_copy_(2, where.slots(tokens).to(ring.device), x.index_select(2, (tokens - start).to(x.device)))

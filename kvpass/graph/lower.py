@@ -4,7 +4,8 @@ from torch.fx import GraphModule
 
 from kvpass.lowering.table import Site, select
 
-_DEVICE_OF = {"encode": 0, "append_": 3, "decode": 3, "attend": 0}  # argument whose device decides
+# argument whose device decides; an op that is not here has one implementation
+_DEVICE_OF = {"encode": 0, "append_": 3, "decode": 3, "attend": 0}
 
 
 def lower(gm: GraphModule, lowering: str) -> dict[str, str]:
@@ -18,6 +19,8 @@ def lower(gm: GraphModule, lowering: str) -> dict[str, str]:
         if schema is None or not schema.name.startswith("kvpass::"):
             continue
         op = schema.name.removeprefix("kvpass::")
+        if op not in _DEVICE_OF:
+            continue
         value = node.args[_DEVICE_OF[op]].meta["val"]
         single_query = op == "attend" and isinstance(value.shape[2], int) and value.shape[2] == 1
         names = [argument.name for argument in schema.arguments]

@@ -1,5 +1,8 @@
 """Stage 3: writes become ``kvpass::append_`` at the end of the graph, matched attention becomes ``kvpass::attend``."""
 
+import operator
+from collections.abc import Iterable
+
 import torch
 from torch.fx import Graph, GraphModule, Node
 
@@ -8,10 +11,13 @@ from ..errors import KVPassError
 from .find import DECODE, Attention
 from .masks import structure
 from .normalise import NormalGraph, in_place
+from .rotary import Rotations, insert_tables, turns_alike
 
 APPEND = torch.ops.kvpass.append_.default
+APPEND_ROTARY = torch.ops.kvpass.append_rotary_.default
 ATTEND = torch.ops.kvpass.attend.default
 _FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
+_SCALE = 1  # which argument of DECODE says whose cache it reads; codes may be another layer's
 _ARGUMENTS = [argument.name for argument in APPEND._schema.arguments]
 _WRITTEN = [a.name for a in APPEND._schema.arguments if a.alias_info and a.alias_info.is_write]
 
@@ -22,13 +28,67 @@ def rewrite(normal: NormalGraph, attentions: list[Attention], refused: list[str]
     refused: why other attentions were not understood, for the error of a scheme that cannot do without them.
     """
     graph = normal.graph
-    taps = {}
+    for node in graph.find_nodes(op="call_function", target=DECODE):
+        # codes another layer has just written: what is read here are the pages before those
+        node.args = (_placeholder(node.args[0]), *node.args[1:])
+    appends = {node: arguments for node in graph.nodes if (arguments := _append_arguments(node)) is not None}
+    taps = {attention.key.past.args[_SCALE]: attention for attention in attentions}
+    _tap_queries(appends.values(), taps, refused)
+    with graph.inserting_before(graph.output_node()):
+        written = _store_before_rotation(graph, appends.values(), taps)
     for attention in attentions:
         _drop_structural_mask(attention)
         _replace(graph, attention)
-        taps[attention.key.past.args[0]] = attention
-    written = _hoist_appends(normal, taps, refused)
+    for arguments in appends.values():
+        if arguments["q"] is not None:
+            arguments["mask"] = taps[arguments["scale"]].mask
+    written |= _hoist_appends(normal, appends)
     return in_place(normal, skip=written)
+
+
+def _tap_queries(appends: Iterable[dict], taps: dict[Node, Attention], refused: list[str]) -> None:
+    """Hand the queries of the attention that reads a cache to the codecs that are fitted to them."""
+    for arguments in appends:
+        if parse(arguments["spec"]).subspace is None:
+            continue
+        if arguments["scale"] not in taps:
+            raise KVPassError(
+                "This scheme needs the queries of the attention that reads each K cache, and one attention was not "
+                f"understood: {'; '.join(dict.fromkeys(refused)) or 'none reads the cache'}. Use a scheme without "
+                "that edge, such as 'kivi'."
+            )
+        arguments["q"] = taps[arguments["scale"]].query
+
+
+def _store_before_rotation(graph: Graph, appends: Iterable[dict], taps: dict[Node, Attention]) -> set[Node]:
+    """Where a codec stores keys before rotary embedding: append those, rotate what is read, and store the tables of the
+    call once. Returns the placeholders written."""
+    rotations, stored = Rotations(graph), None
+    for arguments in appends:
+        if not parse(arguments["spec"]).pre_rope:
+            continue
+        rotation = rotations.find(arguments["x"])
+        if rotation is None:
+            continue  # a layer without positions
+        reads = [node for node in arguments["scale"].users if node.target is DECODE]
+        for node in reads:
+            node.kwargs = {**node.kwargs, "rope": rotation.rope}
+        cos, sin = (reads[0].kwargs[name] for name in ("cos", "sin"))
+        arguments["x"] = rotation.before
+        if arguments["q"] is not None:
+            of_query = rotations.find(arguments["q"])
+            if of_query is None or not turns_alike(of_query, rotation):
+                raise KVPassError("The queries are not rotated as the keys are: use the scheme with rope='post'.")
+            arguments["q"] = of_query.before
+        if stored is None:
+            stored = rotation
+            graph.call_function(APPEND_ROTARY, (cos, sin, arguments["length"], *insert_tables(graph, rotation)))
+        elif not turns_alike(stored, rotation):
+            raise KVPassError(
+                "Layers rotate their keys by different tables, and keys stored before rotary embedding share one: use "
+                "the scheme with rope='post'."
+            )
+    return {cos, sin} if stored is not None else set()
 
 
 def _drop_structural_mask(attention: Attention) -> None:
@@ -50,6 +110,7 @@ def _replace(graph: Graph, attention: Attention) -> None:
                 attention.query, *k_state, *v_state, length, key.present, value.present, attention.mask,
                 attention.causal, attention.scale, attention.softcap, k_spec, v_spec,
             ),
+            key.past.kwargs,
         )  # fmt: skip
         new.meta["val"] = attention.output.meta["val"].new_empty(attention.output.meta["val"].shape)
         result = new
@@ -59,43 +120,41 @@ def _replace(graph: Graph, attention: Attention) -> None:
     attention.output.replace_all_uses_with(result)
 
 
+def _is_append(node: Node) -> bool:
+    return node.target is _FUNCTIONALIZED and node.args[0] is APPEND
+
+
+def _placeholder(base: Node) -> Node:
+    """The input of the graph behind ``base``: codes that layers share are written by one append after another."""
+    while base.target is operator.getitem and _is_append(base.args[0]):
+        base = base.args[0].kwargs["_all_bases"][base.args[1] - 1]
+    return base
+
+
 def _append_arguments(node: Node) -> dict | None:
     """The arguments of a functionalized ``append_``, in terms of the tensors it would have written."""
-    if node.target is not _FUNCTIONALIZED or node.args[0] is not APPEND:
+    if not _is_append(node):
         return None
     bases, arguments = node.kwargs["_all_bases"], {}
     for name in _ARGUMENTS:
         if name in _WRITTEN:
             index = node.kwargs[f"_{name}_base_index"]
-            arguments[name] = None if index is None else bases[index]
+            arguments[name] = None if index is None else _placeholder(bases[index])
         else:
             arguments[name] = node.kwargs.get(name, "auto" if name == "lowering" else None)
     return arguments
 
 
-def _hoist_appends(normal: NormalGraph, taps: dict[Node, Attention], refused: list[str]) -> set[Node]:
+def _hoist_appends(normal: NormalGraph, appends: dict[Node, dict]) -> set[Node]:
     """Put every ``append_`` back in place, at the end of the graph and in layer order.
 
     Reads then never follow a write, so nothing has to be cloned. Returns the placeholders written.
     """
     graph, output, written = normal.graph, normal.graph.output_node(), set()
-    new_values = set(normal.mutated.values())
-    for node in list(graph.nodes):
-        arguments = _append_arguments(node)
-        if arguments is None:
-            continue
+    for node, arguments in appends.items():
         for item in node.users:
-            if any(user is not output for user in item.users) or (item.users and item not in new_values):
+            if any(user is not output and not _is_append(user) for user in item.users):
                 raise KVPassError("A packed cache is read again after it was written in the same call; not supported.")
-        attention = taps.get(arguments["codes"])
-        if parse(arguments["spec"]).subspace is not None:
-            if attention is None:
-                raise KVPassError(
-                    "This scheme needs the queries of the attention that reads each K cache, and one attention was not "
-                    f"understood: {'; '.join(dict.fromkeys(refused)) or 'none reads the cache'}. Use a scheme without "
-                    "that edge, such as 'kivi'."
-                )
-            arguments.update(q=attention.query, mask=attention.mask)
         with graph.inserting_before(output):
             graph.call_function(APPEND, tuple(arguments[name] for name in _ARGUMENTS))
         written.update(arguments[name] for name in _WRITTEN if arguments[name] is not None)

@@ -26,10 +26,15 @@ class LayerGeometry:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """How one layer stores its keys and values."""
+    """How one layer stores its keys and values.
+
+    key_source, value_source: the layer whose codes this one decodes with; None for its own.
+    """
 
     key: CodecSpec
     value: CodecSpec
+    key_source: int | None = None
+    value_source: int | None = None
 
     def checked(self, layer: LayerGeometry) -> LayerPlan:
         """This plan, if it fits the heads of ``layer``; raises `KVPassError` otherwise."""
@@ -43,16 +48,36 @@ class LayerPlan:
         return self.key.subspace is not None
 
     def __str__(self) -> str:
-        def describe(name: str, spec: CodecSpec) -> str:
+        def describe(name: str, spec: CodecSpec, source: int | None) -> str:
             window = f"{spec.residual}..{spec.residual + spec.page_size - 1} exact"
-            return f"{name} {spec.bits} bit per {spec.per} g{spec.group_size}, {window}"
+            codes = f"{spec.bits} bit per {spec.per} g{spec.group_size}" if not spec.raw else f"{spec.bits}-bit floats"
+            shared = "" if source is None else f" with the codes of layer {source}"
+            return f"{name}{' before RoPE' if spec.pre_rope else ''} {codes}{shared}, {window}"
 
         sinks = f", {self.key.sinks} sinks" if self.key.sinks else ""
+        sparse = ", log-sparse" if self.key.keep == "log" else ""
         extra = f", rank-{self.key.subspace.rank} subspace" if self.key.subspace else ""
-        return f"{describe('K', self.key)}{extra}; {describe('V', self.value)}{sinks}"
+        key = describe("K", self.key, self.key_source)
+        return f"{key}{extra}; {describe('V', self.value, self.value_source)}{sinks}{sparse}"
 
 
-@dataclass(frozen=True)
+def check_sources(plans: dict[int, LayerPlan]) -> None:
+    """Raise `KVPassError` unless every layer that shares codes shares those of a packed layer stored the same way."""
+    for index, plan in plans.items():
+        for name in ("key", "value"):
+            source = getattr(plan, f"{name}_source")
+            if source is None:
+                continue
+            if source not in plans or getattr(plans[source], f"{name}_source") is not None:
+                raise KVPassError(f"Layer {index} is to share the {name} codes of layer {source}, which has none.")
+            if getattr(plans[source], name).stored_as != getattr(plan, name).stored_as:
+                raise KVPassError(
+                    f"Layers {source} and {index} share {name} codes but are not stored alike: a pair needs equal bits "
+                    "and windows. Choose kq, vq, km and vm so that no group of layers is cut by them."
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
 class SchemeConfig:
     """Base of all scheme configs. Subclasses are frozen dataclasses with a ``name`` and a ``plan``."""
 

@@ -12,8 +12,8 @@ from .base import LayerGeometry, LayerPlan, register_scheme
 from .kivi import KIVIConfig
 
 
-@register_scheme()
-@dataclass(frozen=True)
+@register_scheme(squat_pre=dict(rope="pre"))
+@dataclass(frozen=True, kw_only=True)
 class SQuatConfig(KIVIConfig):
     """KIVI's fields, and the subspace.
 
@@ -23,6 +23,8 @@ class SQuatConfig(KIVIConfig):
         the queries, where the paper's lambda multiplies squared singular values that grow with both.
     lam: the paper's lambda, instead of ``strength``. 0 gives KIVI's codes bit for bit.
     block_size: channels quantized at a time (g_d of the paper); None is head_dim / 2.
+
+    With ``rope="pre"`` the subspace is that of the queries before rotary embedding.
     """
 
     name = "squat"
@@ -42,4 +44,4 @@ class SQuatConfig(KIVIConfig):
         return Subspace(self.rank, self.strength if relative else self.lam, relative, block_size)
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
-        return LayerPlan(self._key(self._subspace(layer.head_dim)), self._value()).checked(layer)
+        return self._plan(self._subspace(layer.head_dim)).checked(layer)

@@ -1,0 +1,45 @@
+"""Rotary embedding of decoded keys (RoFormer, arXiv 2104.09864), for keys stored as they were before it.
+
+A rotation is described by a text: "half-p" rotates channel pairs (i, i + p), "interleaved-p" pairs (2 i, 2 i + 1), for
+i < p; channels from 2 p on are left alone. Tables hold the cosine and sine, times whatever the model scales them by, of
+each stored token: ``[B, T, >= p]``.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+@cache
+def parse_rope(rope: str) -> tuple[int, bool]:
+    """The number of pairs, and whether they are interleaved."""
+    kind, pairs = rope.split("-")
+    return int(pairs), {"half": False, "interleaved": True}[kind]
+
+
+def split_pairs(x: Tensor, rope: str) -> tuple[Tensor, Tensor, Tensor]:
+    """``[..., D]`` -> first and second of each pair ``[..., p]``, and the channels left alone."""
+    pairs, interleaved = parse_rope(rope)
+    first, second = (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)) if interleaved else (
+        slice(0, pairs), slice(pairs, 2 * pairs)
+    )  # fmt: skip
+    return x[..., first], x[..., second], x[..., 2 * pairs :]
+
+
+def join_pairs(first: Tensor, second: Tensor, rest: Tensor, rope: str) -> Tensor:
+    """Inverse of `split_pairs`."""
+    rotated = torch.stack([first, second], -1).flatten(-2) if parse_rope(rope)[1] else torch.cat([first, second], -1)
+    return torch.cat([rotated, rest], -1)
+
+
+def rotate_pairs(first: Tensor, second: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Each pair turned by its angle."""
+    return first * cos - second * sin, second * cos + first * sin
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, rope: str) -> Tensor:
+    """Rotate ``x`` ``[B, H, T, D]`` by the tables' first T rows; float32 math, the dtype of ``x``."""
+    first, second, rest = split_pairs(x.float(), rope)
+    cos, sin = (table[:, None, : x.shape[2], : first.shape[-1]].float() for table in (cos, sin))
+    return join_pairs(*rotate_pairs(first, second, cos, sin), rest, rope).to(x.dtype)

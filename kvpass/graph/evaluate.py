@@ -1,0 +1,61 @@
+"""Running a piece of a graph on concrete values: the pass asks what nodes compute, not how they are written."""
+
+import sympy
+import torch
+from torch.fx import Node
+
+
+def is_size(node: Node) -> bool:
+    """Whether ``node`` is an int: its value is known from the symbols, whatever it is the size of."""
+    return isinstance(node.meta.get("val"), (torch.SymInt, int))
+
+
+def upstream(target: Node, stop: Node | None = None) -> list[Node]:
+    """``target`` and everything it is computed from, in graph order; sizes, and ``stop``, are not looked behind."""
+    needed, stack = set(), [target]
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            if node is not stop and not is_size(node):
+                stack.extend(node.all_input_nodes)
+    return [node for node in target.graph.nodes if node in needed]
+
+
+def symbols(value) -> set[sympy.Symbol]:
+    """The free symbols of an int."""
+    return set(value.node.expr.free_symbols) if isinstance(value, torch.SymInt) else set()
+
+
+def hints(values) -> dict[sympy.Symbol, int]:
+    """What the symbols in ``values`` (symbolic ints, and tensors' shapes) stood for when the graph was captured."""
+    known = {}
+    for value in values:
+        for size in value.shape if isinstance(value, torch.Tensor) else (value,):
+            if isinstance(size, torch.SymInt):
+                shape_env = size.node.shape_env
+                table = shape_env.backed_var_to_val if hasattr(shape_env, "backed_var_to_val") else shape_env.var_to_val
+                known.update({symbol: int(table[symbol]) for symbol in symbols(size) if symbol in table})
+    return known
+
+
+def at(value, assignment: dict[sympy.Symbol, int]):
+    """An int with its symbols replaced."""
+    return int(value.node.expr.xreplace(assignment)) if isinstance(value, torch.SymInt) else value
+
+
+def run(nodes: list[Node], values: dict[Node, torch.Tensor], assignment: dict[sympy.Symbol, int]) -> None:
+    """Compute ``nodes``, in order and on the CPU, into ``values``; those already there are left alone."""
+
+    def concrete(argument):
+        return values[argument] if isinstance(argument, Node) else at(argument, assignment)
+
+    for node in nodes:
+        if node in values:
+            continue
+        if is_size(node):
+            values[node] = at(node.meta["val"], assignment)
+        else:
+            args, kwargs = torch.fx.node.map_aggregate((node.args, node.kwargs), concrete)
+            kwargs = {k: ("cpu" if k == "device" else v) for k, v in kwargs.items()}
+            values[node] = node.target(*args, **kwargs)

@@ -1,0 +1,33 @@
+"""LogQuant: KIVI's codes, and exact tokens that thin out with distance instead of a plain window."""
+
+from dataclasses import dataclass
+
+from ..codec.spec import check_integers
+from ..errors import KVPassError
+from ..retention import LogSparse, Retention, Sinks
+from .base import register_scheme
+from .kivi import KIVIConfig
+
+
+@register_scheme()
+@dataclass(frozen=True, kw_only=True)
+class LogQuantConfig(KIVIConfig):
+    """KIVI's fields, and the window.
+
+    window: W of the paper; 2W to 3W - 1 tokens are exact, chosen by its algorithm 1. A multiple of ``group_size``,
+        since W tokens are packed at a time. (The paper has groups of 64 and R = 128, hence W = 42, which no group
+        divides; its code quantizes the whole prefix again each time.)
+    """
+
+    name = "logquant"
+
+    window: int = 32
+
+    def __post_init__(self):
+        check_integers(self, window=1)
+        if self.retention is not None:
+            raise KVPassError("LogQuant is its retention policy. For another one use KIVIConfig(retention=...).")
+        super().__post_init__()
+
+    def _policy(self) -> Retention:
+        return Sinks(self.sinks) + LogSparse(self.window)

@@ -1,0 +1,132 @@
+"""XQuant and AsymKV (arXiv 2410.13212): 2 bits in lower layers, 1 bit above, and codes shared by neighbouring layers.
+
+A layer that shares keeps its own scales, zero points and exact tokens, and decodes with the codes of its group's
+dominant layer. AsymKV is the same without sharing.
+"""
+
+from dataclasses import dataclass
+
+from ..codec.spec import check_integers
+from ..errors import KVPassError
+from .base import LayerGeometry, LayerPlan, register_scheme
+from .uniform import UniformConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LayeredConfig(UniformConfig):
+    """eta_1, eta_2: share of the range cut off at both ends when 1- and 2-bit codes are decoded (XQuant eq. 9).
+    depth: the number of layers that the other numbers are meant for; they are scaled to the model's. None: as they are.
+    """
+
+    eta_1: float = 0.0
+    eta_2: float = 0.0
+    depth: int | None = 32
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.depth is not None:
+            check_integers(self, depth=1)
+        self.key(1, eta=self.eta_1), self.value(2, eta=self.eta_2)  # an impossible config fails here
+
+    def _scaled(self, layers: int, layer: LayerGeometry) -> int:
+        return layers if self.depth is None else round(layers * layer.num_layers / self.depth)
+
+    def _coding(self, layer: LayerGeometry, two_bit_layers: int) -> dict:
+        two = layer.index < self._scaled(two_bit_layers, layer)
+        return dict(bits=2, eta=self.eta_2) if two else dict(bits=1, eta=self.eta_1)
+
+
+@register_scheme(asymkv_lsq=dict(fit="lsq"), asymkv_eta=dict(eta_1=1 / 6, eta_2=0.045))
+@dataclass(frozen=True, kw_only=True)
+class AsymKVConfig(_LayeredConfig):
+    """l_k, l_v: the layers below have 2-bit keys (values), the others 1-bit ones."""
+
+    name = "asymkv"
+
+    l_k: int = 32
+    l_v: int = 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_integers(self, l_k=0, l_v=0)
+
+    def plan(self, layer: LayerGeometry) -> LayerPlan:
+        key, value = self._coding(layer, self.l_k), self._coding(layer, self.l_v)
+        return LayerPlan(self.key(**key), self.value(**value)).checked(layer)
+
+
+_TABLE_9 = {
+    "mistral": ((30, 2, 32, 16), dict(truthfulqa=(0, 0), hqa=(1 / 6, 0.045), trec=(1 / 6, 0), tqa=(1 / 6, 0.09))),
+    "mistral_k2": ((32, 0, 32, 16), {"2wiki": (0, 0.09), "msq": (1 / 6, 0), "pc": (0, 0.045)}),
+    "llama2": ((28, 0, 32, 28), {"truthfulqa": (1 / 3, 0), "hqa": (1 / 6, 0.045), "2wiki": (1 / 3, 0.045)}),
+    "llama2_chat": ((32, 0, 32, 20), dict(trec=(1 / 6, 0), sams=(0, 0), pc=(1 / 3, 0.045))),
+}
+"""Table 9 of the paper: (kq, vq, km, vm) of 32 layers -> task -> (eta_1, eta_2). Equal rows are listed once."""
+
+
+def _presets() -> dict[str, dict]:
+    return {
+        f"xquant_{model}_{task}": dict(zip(("kq", "vq", "km", "vm", "eta_1", "eta_2"), (*layers, *etas), strict=True))
+        for model, (layers, tasks) in _TABLE_9.items()
+        for task, etas in tasks.items()
+    }
+
+
+@register_scheme(xquant_lsq=dict(eta_1=0.0, eta_2=0.0, fit="lsq"), **_presets())
+@dataclass(frozen=True, kw_only=True)
+class XQuantConfig(_LayeredConfig):
+    """The default is the paper's "1.38 bit" setting (Mistral, HotpotQA).
+
+    kq, vq: the layers below have 2-bit keys (values), the others 1-bit ones.
+    km, vm: from these layers on, groups share the codes of keys (values).
+    group_layers: G, layers in a group, counted from layer 0.
+    dominant: which of a group's layers has its codes stored.
+    weights: gamma of the group's layers instead of a dominant one, for groups of two: codes are averaged and rounded.
+    """
+
+    name = "xquant"
+
+    kq: int = 30
+    vq: int = 2
+    km: int = 32
+    vm: int = 16
+    eta_1: float = 1 / 6
+    eta_2: float = 0.045
+    group_layers: int = 2
+    dominant: int = 0
+    weights: tuple[float, float] | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_integers(self, kq=0, vq=0, km=0, vm=0, group_layers=1, dominant=0)
+        if self.dominant >= self.group_layers:
+            raise KVPassError(f"dominant={self.dominant} is not in a group of {self.group_layers} layers.")
+        if self.fit == "lsq" and (self.dominant or self.weights is not None):
+            raise KVPassError(
+                "fit='lsq' fits scales to codes that are there already: use dominant=0 and no weights with it."
+            )
+        if self.weights is not None:
+            object.__setattr__(self, "weights", tuple(self.weights))
+            if self.group_layers != 2 or self.dominant or len(self.weights) != 2 or abs(sum(self.weights) - 1) > 1e-6:
+                raise KVPassError(f"weights={self.weights}: give two that sum to 1, for group_layers=2 and dominant=0.")
+
+    def plan(self, layer: LayerGeometry) -> LayerPlan:
+        key, value = self._coding(layer, self.kq), self._coding(layer, self.vq)
+        k_source, v_source = (self._source(layer, self._scaled(first, layer)) for first in (self.km, self.vm))
+        return LayerPlan(
+            self.key(**key, own_codes=self._own_codes(k_source)),
+            self.value(**value, own_codes=self._own_codes(v_source)),
+            k_source,
+            v_source,
+        ).checked(layer)
+
+    def _source(self, layer: LayerGeometry, first: int) -> int | None:
+        """The layer whose codes ``layer`` takes, if groups from layer ``first`` on share."""
+        source = layer.index - layer.index % self.group_layers + self.dominant
+        shares = layer.index >= first and first <= source < layer.num_layers and source != layer.index
+        return source if shares else None
+
+    def _own_codes(self, source: int | None) -> float:
+        if source is None:
+            return 1.0
+        return self.weights[1] if self.weights is not None else 0.0
