@@ -12,7 +12,7 @@ from .graph.find import find
 from .graph.lower import lower
 from .graph.normalise import normalise
 from .graph.report import GraphReport
-from .graph.rewrite import rewrite, unfused_reads
+from .graph.rewrite import rewrite, rotated_reads, unfused_reads
 
 _OPTIONS = {"strict", "lowering", "interpret", "scheme"}
 
@@ -34,8 +34,9 @@ class Backend:
     def __call__(self, gm: GraphModule, example_inputs) -> Callable:
         normal = normalise(gm)
         attentions, refused = find(normal.graph)
-        module = rewrite(normal, attentions, refused)
-        report = GraphReport(len(attentions), unfused_reads(module), refused, {}, not self.interpret)
+        module = rewrite(normal, example_inputs, attentions, refused)
+        reads = unfused_reads(module), rotated_reads(module)
+        report = GraphReport(len(attentions), *reads, refused, {}, not self.interpret)
         if self.strict and (refused or report.decoded):
             reasons = "; ".join(dict.fromkeys(refused)) or "a cache is read outside of attention"
             raise NotFusedError(f"strict=True: {max(report.decoded, len(refused))} cache reads not fused: {reasons}")

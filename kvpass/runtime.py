@@ -135,7 +135,7 @@ class Runtime:
             self._drop_defaults(kwargs, stored, new_tokens)
             run = self._choose(stored, new_tokens)
             if run is not self.original:
-                self._mark_dynamic(kwargs)
+                self._canonicalise(kwargs)
             with torch.no_grad():
                 output = run(**kwargs)
             succeeded = True
@@ -206,8 +206,11 @@ class Runtime:
                 if torch.equal(positions, expected):
                     del kwargs[name]
 
-    def _mark_dynamic(self, kwargs) -> None:
-        """Token dims of the inputs vary from call to call."""
+    def _canonicalise(self, kwargs) -> None:
+        """Token dims of the inputs vary from call to call, and strides of dims of size 1 mean nothing."""
+        for name, tensor in kwargs.items():
+            if isinstance(tensor, Tensor):
+                kwargs[name] = tensor.contiguous().view(-1).view(tensor.shape)
         mask = kwargs.get("attention_mask")
         if isinstance(mask, Tensor):
             torch._dynamo.maybe_mark_dynamic(mask, mask.ndim - 1)

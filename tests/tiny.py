@@ -6,15 +6,24 @@ from transformers import LlamaConfig, LlamaForCausalLM
 VOCABULARY = 128
 
 
-def llama(attention: str = "sdpa", *, heads: int = 4, kv_heads: int = 2, head_dim: int = 32, seed: int = 0, **config):
-    """A two-layer Llama in eval mode that never emits an end token."""
+def llama(
+    attention: str = "sdpa",
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 32,
+    layers: int = 2,
+    seed: int = 0,
+    **config,
+):
+    """A small Llama in eval mode that never emits an end token."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY,
             hidden_size=64,
             intermediate_size=96,
-            num_hidden_layers=2,
+            num_hidden_layers=layers,
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=head_dim,

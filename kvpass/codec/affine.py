@@ -91,7 +91,9 @@ def fit_lsq(groups: Tensor, dim: int, bits: int, dtype: torch.dtype) -> tuple[Te
     for _ in range(_REFITS):
         codes = ((x - zero_point) / torch.where(scale > 0, scale, 1.0)).round().clamp(0, levels)
         scale, zero_point = fit_codes(x, codes, -1, x.dtype)
-    return scale.to(dtype).movedim(-1, dim), zero_point.to(dtype).movedim(-1, dim)
+    fitted = scale.to(dtype).movedim(-1, dim), zero_point.to(dtype).movedim(-1, dim)
+    stored = torch.isfinite(fitted[0]) & torch.isfinite(fitted[1])  # a fit may lie outside of the group's range
+    return tuple(torch.where(stored, *both) for both in zip(fitted, fit_minmax(groups, dim, bits, dtype), strict=True))
 
 
 def assign(groups: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:

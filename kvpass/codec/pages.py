@@ -79,7 +79,7 @@ def _encode_raw(pages: Tensor, spec: CodecSpec, dtype: torch.dtype) -> tuple[Ten
 
 def _decode_raw(codes: Tensor, scale: Tensor, spec: CodecSpec) -> Tensor:
     dtype = torch.float32 if spec.bits == 32 else scale.dtype
-    return codes.contiguous().view(*codes.shape[:-2], spec.page_size, -1).view(dtype)
+    return codes.contiguous().view(*codes.shape[:-2], spec.page_size, codes.shape[-1] * dtype.itemsize).view(dtype)
 
 
 def share_codes(

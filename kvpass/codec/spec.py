@@ -123,6 +123,8 @@ class CodecSpec:
 
     def check(self, head_dim: int) -> None:
         """Raise `KVPassError` unless heads of ``head_dim`` channels can be stored."""
+        if self.raw:
+            return  # no groups
         if self.per == "token" and head_dim % self.group_size:
             raise KVPassError(
                 f"group_size={self.group_size} does not divide head_dim={head_dim}: per-token groups run along "

@@ -5,10 +5,15 @@ from dataclasses import dataclass, field
 
 @dataclass
 class GraphReport:
-    """One captured graph: the attentions over packed state found in it and what became of them."""
+    """One captured graph: the attentions over packed state found in it and what became of them.
+
+    fused: attentions that read codes; decoded: reads that decode first; rotated: key caches stored before rotary
+    embedding, rotated when read.
+    """
 
     fused: int
     decoded: int
+    rotated: int
     refused: list[str]
     lowerings: dict[str, str]
     compiled: bool
@@ -81,6 +86,9 @@ class Report:
         for graph in self.graphs:
             kind = "compiled" if graph.compiled else "interpreted"
             used = ", ".join(f"{op}: {name}" for op, name in sorted(graph.lowerings.items()))
-            lines.append(f"graph ({kind}): {graph.fused} attentions fused, {graph.decoded} reads decoded; {used}")
+            rotated = f", {graph.rotated} keys rotated when read" if graph.rotated else ""
+            lines.append(
+                f"graph ({kind}): {graph.fused} attentions fused, {graph.decoded} reads decoded{rotated}; {used}"
+            )
             lines.extend(f"  not fused: {reason}" for reason in dict.fromkeys(graph.refused))
         return "\n".join(lines)

@@ -1,7 +1,7 @@
 """Stage 3: writes become ``kvpass::append_`` at the end of the graph, matched attention becomes ``kvpass::attend``."""
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -22,9 +22,10 @@ _ARGUMENTS = [argument.name for argument in APPEND._schema.arguments]
 _WRITTEN = [a.name for a in APPEND._schema.arguments if a.alias_info and a.alias_info.is_write]
 
 
-def rewrite(normal: NormalGraph, attentions: list[Attention], refused: list[str]) -> GraphModule:
+def rewrite(normal: NormalGraph, inputs: Sequence, attentions: list[Attention], refused: list[str]) -> GraphModule:
     """Rewrite ``normal`` in place and return it as a module with in-place state updates.
 
+    inputs: the values it was captured with, fake or real.
     refused: why other attentions were not understood, for the error of a scheme that cannot do without them.
     """
     graph = normal.graph
@@ -35,7 +36,7 @@ def rewrite(normal: NormalGraph, attentions: list[Attention], refused: list[str]
     taps = {attention.key.past.args[_SCALE]: attention for attention in attentions}
     _tap_queries(appends.values(), taps, refused)
     with graph.inserting_before(graph.output_node()):
-        written = _store_before_rotation(graph, appends.values(), taps)
+        written = _store_before_rotation(graph, inputs, appends.values(), taps)
     for attention in attentions:
         _drop_structural_mask(attention)
         _replace(graph, attention)
@@ -60,10 +61,12 @@ def _tap_queries(appends: Iterable[dict], taps: dict[Node, Attention], refused: 
         arguments["q"] = taps[arguments["scale"]].query
 
 
-def _store_before_rotation(graph: Graph, appends: Iterable[dict], taps: dict[Node, Attention]) -> set[Node]:
+def _store_before_rotation(
+    graph: Graph, inputs: Sequence, appends: Iterable[dict], taps: dict[Node, Attention]
+) -> set[Node]:
     """Where a codec stores keys before rotary embedding: append those, rotate what is read, and store the tables of the
     call once. Returns the placeholders written."""
-    rotations, stored = Rotations(graph), None
+    rotations, stored = Rotations(graph, inputs), None
     for arguments in appends:
         if not parse(arguments["spec"]).pre_rope:
             continue
@@ -164,3 +167,8 @@ def _hoist_appends(normal: NormalGraph, appends: dict[Node, dict]) -> set[Node]:
 def unfused_reads(gm: GraphModule) -> int:
     """Decodes left in a rewritten graph: cache reads that no attention took over."""
     return sum(node.target is DECODE for node in gm.graph.nodes)
+
+
+def rotated_reads(gm: GraphModule) -> int:
+    """Reads, fused or not, that rotate keys stored before rotary embedding."""
+    return sum(node.target in (ATTEND, DECODE) and bool(node.kwargs.get("rope")) for node in gm.graph.nodes)

@@ -5,9 +5,11 @@ and tables, and compared with the rotation of channel pairs; the tables of a gra
 vector with a copy of the model's own nodes. So scaled tables, partial and interleaved rotation need no cases.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
 from ..codec.rotary import parse_rope, rotate, split_pairs
@@ -24,6 +26,7 @@ _PROJECTIONS = {
     aten.scaled_dot_product_attention.default,
 }
 _POSITIONAL = {aten.cos.default, aten.sin.default, aten.gather.default, aten.index.Tensor, aten.index_select.default}
+_COUNTING = {aten.arange.default, aten.arange.start, aten.arange.start_step}
 _LARGEST_TABLE = 100  # nodes that compute a table; what takes more is not one
 
 
@@ -45,8 +48,11 @@ class Rotation:
 class Rotations:
     """Finds rotations in one graph; values that were tried are kept, so that layers can be compared."""
 
-    def __init__(self, graph: Graph):
+    def __init__(self, graph: Graph, inputs: Sequence):
         self.graph, self.values, self.generator = graph, {}, torch.Generator().manual_seed(0)
+        placeholders = (node for node in graph.nodes if node.op == "placeholder")
+        self.moved = set()
+        self.inputs = dict(zip(placeholders, inputs, strict=True))
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         values = (node.meta.get("val") for node in graph.nodes)
         self.assignment = hints([value for value in values if isinstance(value, (torch.Tensor, torch.SymInt))])
@@ -93,12 +99,14 @@ class Rotations:
         return len(nodes) <= _LARGEST_TABLE and not any(n.target in _PROJECTIONS for n in nodes)
 
     def _sample(self, node: Node) -> torch.Tensor:
-        """Random values for an input of the graph."""
-        fake = node.meta["val"]
-        shape = [at(size, self.assignment) for size in fake.shape]
+        """Values for an input of the graph: those of tables and frequencies, positions that turn something."""
+        given, fake = self.inputs[node], node.meta["val"]
+        if fake.dtype.is_floating_point and not isinstance(given, FakeTensor):
+            return given.detach().cpu()
+        shape = self._shape(node)
         if fake.dtype.is_floating_point:
             return torch.rand(shape, generator=self.generator).to(fake.dtype)
-        return (torch.arange(torch.Size(shape).numel()) % 7).view(shape).to(fake.dtype)
+        return (1 + torch.arange(torch.Size(shape).numel()) % 7).view(shape).to(fake.dtype)
 
     def _shape(self, node: Node) -> list:
         return [at(size, self.assignment) for size in node.meta["val"].shape]
@@ -113,7 +121,10 @@ class Rotations:
         for node in tables:
             if node.op == "placeholder" and not is_size(node) and node not in self.values:
                 self.values[node] = self._sample(node)
-        run(tables, self.values, self.assignment)
+            run([node], self.values, self.assignment)
+            if node.target in _COUNTING and self._shape(node) == [1] and node not in self.moved:
+                self.values[node] = self.values[node] + 5  # position 0 turns nothing
+                self.moved.add(node)
 
         def turn(x: torch.Tensor) -> torch.Tensor:
             """``output`` for a source of ``x`` ``[B, H, S, D]``."""

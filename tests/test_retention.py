@@ -1,0 +1,177 @@
+"""Which tokens stay exact: LogQuant's stream against its algorithm written down naively, and no token ever lost."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpass import KVPassError, LogSparse, Recent, Retention, Sinks, schemes
+from kvpass.codec import CodecSpec
+from kvpass.codec.window import layout, ring_tokens
+from kvpass.state import KVState
+
+from common import DIM, chunkings, dtypes, naive_decode, randn, seeds, state_of
+
+pytestmark = pytest.mark.usefixtures("reference_lowering")
+
+windows = st.sampled_from((4, 8, 12))
+sinks = st.sampled_from((0, 1, 4))
+
+
+def log_spec(window, sinks=0, rollback=16, bits=2, per="channel"):
+    group = 4 if per == "channel" else 8
+    return CodecSpec(bits, per, group, window, residual=2 * window, sinks=sinks, rollback=rollback, keep="log")
+
+
+def recent_spec(window, sinks=0, rollback=16):
+    return CodecSpec(2, "channel", 4, window, residual=2 * window, sinks=sinks, rollback=rollback)
+
+
+def algorithm_1(window: int, tokens: int) -> tuple[list[int], list[list[int]]]:
+    """LogQuant's algorithm 1 token by token: exact tokens, and the lists that left."""
+    exact, left = [], []
+    for token in range(tokens):
+        exact.append(token)
+        if len(exact) == 3 * window:
+            left.append(exact[1 : 2 * window : 2])
+            exact = exact[0 : 2 * window : 2] + exact[2 * window :]
+    return exact, left
+
+
+@pytest.mark.parametrize(
+    "tokens, kept",
+    [
+        (12, [0, 2, 4, 6, 8, 9, 10, 11]),
+        (30, [0, 16, 20, 22, *range(24, 30)]),
+        (64, [0, 52, 56, 58, *range(60, 64)]),
+    ],
+)
+def test_the_known_vectors_of_logquant(tokens, kept):
+    assert layout(log_spec(4)).exact(tokens).tolist() == kept
+
+
+@given(windows, sinks, st.integers(0, 300))
+def test_exact_and_packed_tokens_are_those_of_algorithm_1(window, first, tokens):
+    where, spec = layout(log_spec(window, first)), log_spec(window, first)
+    exact, left = algorithm_1(window, max(0, tokens - first))
+    assert where.exact(tokens).tolist() == [token + first for token in exact]
+    assert spec.pages(tokens) == len(left)
+    assert where.page_tokens(0, len(left)).tolist() == [token + first for page in left for token in page]
+
+
+@given(st.sampled_from((log_spec, recent_spec)), windows, sinks, st.integers(0, 400))
+def test_every_policy_keeps_token_counts_and_drops_no_token(make, window, first, tokens):
+    spec = make(window, first)
+    where, head = layout(spec), list(range(min(first, tokens)))
+    exact, packed = where.exact(tokens).tolist(), where.page_tokens(0, spec.pages(tokens)).tolist()
+    assert sorted(head + exact + packed) == list(range(tokens))
+    assert len(packed) == spec.packed(tokens)
+    if tokens - first >= 3 * window:
+        assert 2 * window <= len(exact) <= 3 * window
+        assert exact[0] == first or make is recent_spec  # token 0 is never removed
+    order = where.token_order(tokens)
+    if order is not None:
+        assert [(head + packed + exact)[i] for i in order.tolist()] == list(range(tokens))
+
+
+@given(st.sampled_from((log_spec, recent_spec)), windows, sinks, st.sampled_from((0, 3, 16)), st.integers(1, 300))
+def test_exact_tokens_have_slots_of_their_own_that_last(make, window, first, rollback, tokens):
+    spec = make(window, first, rollback)
+    where, held = layout(spec), torch.cat([torch.arange(min(first, tokens)), layout(spec).exact(tokens)])
+    slots = where.slots(held)
+    assert len(set(slots.tolist())) == len(held) and int(slots.max()) < first + spec.window
+    assert slots.tolist() == [where.slot(token) for token in held.tolist()]
+    assert not where.overwritten(held, tokens).any()
+    table = ring_tokens(spec, tokens)
+    assert table[slots].tolist() == held.tolist() and (table >= 0).sum() == len(held)
+    for back in range(min(rollback, tokens) + 1):  # what a crop within the rollback needs is still there
+        assert not where.overwritten(where.exact(tokens - back), tokens).any()
+
+
+@given(windows, sinks, st.sampled_from((1, 2, 4)), st.sampled_from(("channel", "token")), chunkings(), seeds, dtypes)
+def test_streaming_equals_prefill(window, first, bits, per, chunks, seed, dtype):
+    window = 8 if bits == 1 and window % 8 else window
+    spec, n = log_spec(window, first, bits=bits, per=per), sum(chunks)
+    x = randn(seed, 2, 2, n, DIM, dtype=dtype)
+    streamed, at_once = state_of(spec, x, chunks), state_of(spec, x)
+    for name in ("codes", "scale", "zero_point"):
+        used = [getattr(state, name)[:, :, : spec.pages(n)] for state in (streamed, at_once)]
+        assert torch.equal(*used), name
+    exact = layout(spec).exact(n)
+    assert torch.equal(streamed.window(n), x[:, :, exact]) and torch.equal(at_once.window(n), x[:, :, exact])
+    decoded = streamed.decode(n)
+    assert torch.equal(decoded, at_once.decode(n))
+    assert torch.equal(decoded[:, :, exact], x[:, :, exact])
+    packed = layout(spec).page_tokens(0, spec.pages(n))
+    pages = (t[:, :, : spec.pages(n)] for t in (at_once.codes, at_once.scale, at_once.zero_point))
+    expected = naive_decode(*pages, spec).to(dtype)
+    torch.testing.assert_close(decoded[:, :, packed], expected, atol=2e-2, rtol=2e-2)
+
+
+@given(windows, sinks, seeds, st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60)), min_size=1, max_size=6))
+@settings(max_examples=60)
+def test_after_any_appends_and_crops_every_token_is_still_itself(window, first, seed, steps):
+    spec, n, restored = log_spec(window, first, bits=4), 0, False
+    x, state = randn(seed, 1, 1, 300, DIM), KVState.allocate(spec, 1, 1, DIM, torch.float32, "cpu", 0)
+    for more, back in steps:
+        state.append(x[:, :, n : n + more], n)
+        n += more
+        lossless, new = state.lossless_crop(max(0, n - back)), max(0, n - back)
+        if not restored and back <= spec.rollback:
+            assert lossless
+        restored |= not lossless
+        state.crop(n, new)
+        n = new
+        decoded = state.decode(n)
+        assert n == 0 or (decoded - x[:, :, :n]).abs().max() < 1.0
+        if not restored:
+            exact = layout(spec).exact(n)
+            assert torch.equal(state.window(n), x[:, :, exact])
+
+
+# ---------------------------------------------------------------- policies as users write them
+
+
+def test_policies_compose_and_travel_as_plain_data():
+    policy = Sinks(4) + Recent(128, page_size=32)
+    assert policy == Retention(128, 32, sinks=4) and Sinks(2) + policy == Retention(128, 32, sinks=6)
+    assert LogSparse(32) == Retention(96, 32, keep="log")
+    config = schemes.get("kivi", retention=policy)
+    assert schemes.get(config.to_dict()) == config
+    plan = config.plan(schemes.LayerGeometry(0, 1, 2, 32, torch.float32, torch.device("cpu")))
+    for spec in (plan.key, plan.value):
+        assert (spec.residual, spec.page_size, spec.sinks, spec.keep) == (96, 32, 4, "recent")
+
+
+def test_logquant_and_its_twin_keep_as_many_exact_tokens():
+    geometry = schemes.LayerGeometry(0, 1, 2, 32, torch.float32, torch.device("cpu"))
+    log, twin = (schemes.get(name).plan(geometry).key for name in ("logquant", "logquant-twin"))
+    assert (log.keep, twin.keep, twin.sinks) == ("log", "recent", 1)
+    for n in range(97, 400):
+        assert len(layout(log).exact(n)) in range(64, 97) and len(layout(twin).exact(n)) in range(64, 97)
+
+
+@pytest.mark.parametrize("scheme", ["kivi", "squat", "rtn", "xquant", "asymkv", "identity"])
+@pytest.mark.parametrize("policy", [Recent(64, page_size=32), Sinks(4) + Recent(32), LogSparse(32)], ids=str)
+def test_every_scheme_takes_every_policy(scheme, policy):
+    config = schemes.get(scheme, retention=policy)
+    plan = config.plan(schemes.LayerGeometry(0, 1, 2, 64, torch.float32, torch.device("cpu")))
+    assert plan.key.keep == plan.value.keep == policy.keep and plan.key.sinks == policy.sinks
+
+
+@pytest.mark.parametrize(
+    "make, says",
+    [
+        (lambda: Recent(16, page_size=32), "page_size=32.*window of 16"),
+        (lambda: Recent(0), "window=0"),
+        (lambda: Sinks(-1) + Recent(32), "sinks=-1"),
+        (lambda: schemes.get("kivi", retention=Recent(100)), "page_size=100 of the retention.*group_size=32"),
+        (lambda: schemes.get("kivi", retention=Recent(64), sinks=4), "part of the retention"),
+        (lambda: schemes.get("logquant", retention=Recent(64)), "KIVIConfig"),
+        (lambda: schemes.get("logquant", window=42), "page_size=42.*group_size=32"),
+        (lambda: CodecSpec(2, "channel", 4, 8, residual=8, keep="log"), "residual=8 must be twice page_size=8"),
+    ],
+)
+def test_impossible_policies_are_refused_with_the_reason(make, says):
+    with pytest.raises(KVPassError, match=says):
+        make()
