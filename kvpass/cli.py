@@ -55,7 +55,7 @@ def _table(rows: Sequence[Quality], dtype: torch.dtype) -> str:
     """Every number with all bytes counted; shares against bfloat16 and against this run's full-precision cache."""
     own = dtype.itemsize
     named = str(dtype).removeprefix("torch.")
-    head = ["cache", "bytes", "bits/value", "of bfloat16", f"of {named}", "mean KL", "top-1", "tokens/s"]
+    head = ["cache", "bytes", "bits/value", "of bfloat16", f"of {named}", "mean KL", "mean log KL", "top-1", "tokens/s"]
     lines = [
         [
             row.scheme,
@@ -64,6 +64,7 @@ def _table(rows: Sequence[Quality], dtype: torch.dtype) -> str:
             f"{row.nbytes / (row.values * _BF16_BYTES):.3f}x",
             f"{row.nbytes / (row.values * own):.3f}x",
             f"{row.kl:.4f}",
+            f"{row.log_kl:.2f}",
             f"{row.top1:.1%}",
             f"{row.tokens_per_second:.1f}",
         ]
@@ -131,10 +132,13 @@ def _demo(args: argparse.Namespace) -> None:
 def _eval(args: argparse.Namespace) -> None:
     names = _schemes(args.schemes)
     model, tokenizer = models.load(args.model, say=_say)
-    for source in args.texts.split(","):
-        ids = texts.tokens(tokenizer, source, args.prompt + args.score).to(model.device)
-        with _stage(f"{source}: {args.prompt} prompt tokens, {args.score} scored, {', '.join(names)}"):
-            rows = evaluate.evaluate(model, ids, args.prompt, [None, *names])
+    sources = {
+        source: texts.tokens(tokenizer, source, args.prompt + args.score).to(model.device)
+        for source in args.texts.split(",")
+    }
+    with _stage(f"{', '.join(sources)}: {args.prompt} prompt tokens, {args.score} scored, {', '.join(names)}"):
+        results = evaluate.evaluate(model, sources, args.prompt, [None, *names])
+    for source, rows in results.items():
         print(f"\n{source}\n{_table(rows, model.dtype)}\n", flush=True)
 
 

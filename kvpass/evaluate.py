@@ -8,7 +8,7 @@ those of `generate`.
 import inspect
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -145,22 +145,29 @@ def score(
 
 
 def evaluate(
-    model: nn.Module, ids: Tensor, prompt: int, schemes: Sequence[Scheme], *, progress: bool = True, **options
-) -> list[Quality]:
-    """One `Quality` per scheme, against one full-precision reference; ``model`` is left as it was found.
+    model: nn.Module,
+    texts: Mapping[str, Tensor],
+    prompt: int,
+    schemes: Sequence[Scheme],
+    *,
+    progress: bool = True,
+    **options,
+) -> dict[str, list[Quality]]:
+    """For each text, one `Quality` per scheme against one full-precision reference; ``model`` is left as it was found.
 
-    ids: ``[1, S]`` tokens; the first ``prompt`` are prefilled and the rest scored.
+    texts: name -> ``[1, S]`` tokens; the first ``prompt`` are prefilled and the rest scored.
     schemes: what `kvpass.apply` takes, and None for the model's own cache (its KL is rounding, its speed the baseline).
     progress: show a bar where there is a terminal.
     options: for `kvpass.apply`.
     """
-    reference = reference_logits(model, ids, prompt)
-    results = []
+    references = {text: reference_logits(model, ids, prompt) for text, ids in texts.items()}
+    results = {text: [] for text in texts}
     for scheme in schemes:
         name = "full precision" if scheme is None else str(scheme)
-        with (
-            packed(model, scheme, **({} if scheme is None else options)),
-            tqdm(total=len(reference), desc=name, unit="token", disable=None if progress else True, leave=False) as bar,
-        ):
-            results.append(score(model, ids, prompt, reference, name=name, step_done=bar.update))
+        with packed(model, scheme, **({} if scheme is None else options)):
+            for text, ids in texts.items():
+                total, silent = len(references[text]), None if progress else True
+                with tqdm(total=total, desc=f"{name}, {text}", unit="token", disable=silent, leave=False) as bar:
+                    quality = score(model, ids, prompt, references[text], name=name, step_done=bar.update)
+                results[text].append(quality)
     return results

@@ -102,7 +102,8 @@ def test_squat_errs_less_than_kivi_in_the_query_subspace_of_real_keys(smollm2, p
 
 def test_squat_is_closer_to_full_precision_than_kivi_at_the_shipped_default(smollm2, prose):
     model, _ = smollm2
-    kivi, squat = evaluate.evaluate(model, prose[:, :1536], 1408, ["kivi", "squat"], progress=False)
+    results = evaluate.evaluate(model, {"prose": prose[:, :1536]}, 1408, ["kivi", "squat"], progress=False)
+    kivi, squat = results["prose"]
     assert squat.kl < kivi.kl
     assert squat.bits_per_value < 1.05 * kivi.bits_per_value
 
