@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvpass import schemes
 from kvpass.codec import CodecSpec, decode_pages, encode_pages
 from kvpass.codec.affine import assign, calibrate, dequantize, fit_codes, fit_lsq, fit_minmax
 
@@ -112,3 +113,16 @@ def test_pages_fitted_by_least_squares_decode_with_less_error(per, bits):
         spec = CodecSpec(bits, per, 16, 32, fit=fit)
         errors.append((decode_pages(*encode_pages(x, spec), spec) - x).square().mean())
     assert errors[1] < 0.95 * errors[0]
+
+
+@pytest.mark.parametrize("fit", [dict(), dict(eta=0.045), dict(fit="lsq")], ids=str)
+@pytest.mark.parametrize("scheme", ["kivi", "squat", "rtn", "logquant", "asymkv", "xquant"])
+def test_every_uniform_scheme_takes_every_fit_at_the_same_storage(scheme, fit):
+    if scheme in ("asymkv", "xquant"):
+        eta = fit.get("eta", 0.0)
+        fit = dict(eta_1=eta, eta_2=eta, fit=fit.get("fit", "minmax"))
+    layer = schemes.LayerGeometry(0, 2, 3, 64, torch.float32, torch.device("cpu"))
+    plan, plain = (schemes.get(scheme, **{"rope": "pre", **f}).plan(layer) for f in (fit, {}))
+    for spec, other in ((plan.key, plain.key), (plan.value, plain.value)):
+        assert spec.stored_as == other.stored_as
+        assert (spec.fit, spec.eta) == (fit.get("fit", "minmax"), fit.get("eta", fit.get("eta_1", 0.0)))

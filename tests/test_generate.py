@@ -95,3 +95,36 @@ def test_a_static_cache_is_packed_at_fixed_capacity(models):
         assert all(layer.max_cache_len for layer in cache.layers) and len(capacity) == 1
         results.append(sequences)
     assert torch.equal(*results)
+
+
+OTHERS = {
+    "rtn": dict(scheme="rtn", group_size=32),
+    "kivi-lsq": "kivi-lsq",
+    "kivi-pre": "kivi-pre",
+    "squat-pre": "squat-pre",
+    "logquant": "logquant",
+    "logquant-twin": "logquant-twin",
+    "asymkv": dict(scheme="asymkv", l_k=1, l_v=0, depth=None),
+    "xquant": dict(scheme="xquant", kq=2, vq=0, km=2, vm=0, depth=None),
+    "identity": "identity",
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_scheme_generates_compiled_what_it_generates_eagerly(name):
+    """A left-padded batch whose pages are packed by the prompt and, several times, by the decode step."""
+    torch._dynamo.reset()
+    inputs = dict(**left_padded((120, 96, 61, 7)), do_sample=False, max_new_tokens=70)
+    compiled, eager = (kvpass.apply(llama(), scheme=OTHERS[name], lowering=lowering) for lowering in ("auto", "eager"))
+    (got, cache), (expected, other) = generate(compiled, **inputs), generate(eager, **inputs)
+    assert torch.equal(got, expected)
+    for mine, theirs in zip(cache.layers, other.layers, strict=True):
+        assert mine.tokens == theirs.tokens == 189
+        for a, b in zip(mine.states(), theirs.states(), strict=True):
+            prompt = a.spec.pages(120)  # packed by the prompt, eagerly in both
+            assert torch.equal(a.codes[:, :, :prompt], b.codes[:, :, :prompt])
+            torch.testing.assert_close(a.decode(189)[:, :, -8:], b.decode(189)[:, :, -8:], atol=1e-4, rtol=1e-4)
+    report = kvpass.explain(compiled)
+    decoding = [graph for graph in report.graphs if graph.compiled]
+    assert (report.packed, report.fused) == (2, 2) and len(decoding) == 1
+    assert not any(graph.decoded or graph.refused for graph in report.graphs)

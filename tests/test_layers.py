@@ -102,6 +102,7 @@ def test_groups_may_be_larger_and_another_layer_dominant():
         (dict(weights=(0.5, 0.5), group_layers=3), "group_layers=2"),
         (dict(eta_1=0.5), r"eta=0.5.*\[0, 0.5\)"),
         (dict(fit="lsq"), "use eta=0 with it"),
+        (dict(eta=0.1), "eta_1 and eta_2"),
         (dict(kq=-1), "kq=-1"),
         (dict(depth=0), "depth=0"),
     ],

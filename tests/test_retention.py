@@ -154,7 +154,7 @@ def test_logquant_and_its_twin_keep_as_many_exact_tokens():
 @pytest.mark.parametrize("scheme", ["kivi", "squat", "rtn", "xquant", "asymkv", "identity"])
 @pytest.mark.parametrize("policy", [Recent(64, page_size=32), Sinks(4) + Recent(32), LogSparse(32)], ids=str)
 def test_every_scheme_takes_every_policy(scheme, policy):
-    config = schemes.get(scheme, retention=policy)
+    config = schemes.get(scheme, retention=policy, rope="pre")
     plan = config.plan(schemes.LayerGeometry(0, 1, 2, 64, torch.float32, torch.device("cpu")))
     assert plan.key.keep == plan.value.keep == policy.keep and plan.key.sinks == policy.sinks
 

@@ -33,6 +33,17 @@ def step(model, token, cache):
     return model(input_ids=token, past_key_values=cache).logits[:, -1]
 
 
+def one_step_compiled_and_eager(model, out):
+    """One more step over the cache of ``out`` and over a copy of it; logits agree, both caches are returned."""
+    cache = out.past_key_values
+    other = copy.deepcopy(cache)
+    compiled = step(model, out.sequences[:, -1:], cache)
+    model._kvpass.eager = True
+    eager = step(model, out.sequences[:, -1:], other)
+    torch.testing.assert_close(compiled, eager, atol=1e-4, rtol=0)
+    return cache, other
+
+
 def test_six_hundred_tokens_are_one_decode_graph(smollm2, prose):
     model, _ = smollm2
     counters.clear()
@@ -46,18 +57,25 @@ def test_six_hundred_tokens_are_one_decode_graph(smollm2, prose):
         assert len(report.graphs) == 1 and report.graphs[0].decoded == 0
         assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
-        cache = out.past_key_values
-        other = copy.deepcopy(cache)
-        compiled = step(model, out.sequences[:, -1:], cache)
-        model._kvpass.eager = True
-        eager = step(model, out.sequences[:, -1:], other)
-        torch.testing.assert_close(compiled, eager, atol=1e-4, rtol=0)
+        cache, other = one_step_compiled_and_eager(model, out)
         for mine, theirs in zip(cache.layers, other.layers, strict=True):
             for a, b in zip(mine.states(), theirs.states(), strict=True):
                 used = a.spec.pages(663)  # no page was due in this step
                 assert torch.equal(a.codes[:, :, :used], b.codes[:, :, :used])
                 assert torch.equal(a.scale[:, :, :used], b.scale[:, :, :used])
                 torch.testing.assert_close(a.ring, b.ring, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("scheme", ["xquant", "logquant", "squat-pre"])
+def test_other_schemes_are_one_fused_decode_graph_too(smollm2, prose, scheme):
+    model, _ = smollm2
+    torch._dynamo.reset()
+    with evaluate.packed(model, scheme):
+        out = model.generate(prose[:, :200], do_sample=False, max_new_tokens=40, return_dict_in_generate=True)
+        report = kvpass.explain(model)
+        decoding = [graph for graph in report.graphs if graph.compiled]
+        assert (report.packed, report.fused, len(decoding)) == (30, 30, 1) and not decoding[0].decoded
+        one_step_compiled_and_eager(model, out)
 
 
 def attention_inputs(model, ids):

@@ -9,7 +9,7 @@ from .uniform import UniformConfig
 @register_scheme()
 @dataclass(frozen=True, kw_only=True)
 class IdentityConfig(UniformConfig):
-    """The fields of `UniformConfig`, of which ``fit`` has no meaning here."""
+    """The fields of `UniformConfig`, of which ``fit`` and ``eta`` mean nothing here."""
 
     name = "identity"
 

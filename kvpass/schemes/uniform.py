@@ -20,6 +20,7 @@ class UniformConfig(SchemeConfig):
     retention: another policy (`kvpass.retention`), for keys and values alike, instead of ``residual`` and ``sinks``.
     rope: "pre" stores keys as they were before rotary embedding, and rotates what is read.
     fit: "minmax" scales span a group; "lsq" scales and zero points minimise its squared error.
+    eta: with "minmax", the share of a group's range cut off at both ends when it is decoded (XQuant, eq. 9).
     """
 
     group_size: int = 32
@@ -28,6 +29,7 @@ class UniformConfig(SchemeConfig):
     retention: Retention | None = None
     rope: Literal["post", "pre"] = "post"
     fit: Literal["minmax", "lsq"] = "minmax"
+    eta: float = 0.0
 
     def __post_init__(self):
         check_integers(self, group_size=1, residual=1, sinks=0)
@@ -58,4 +60,5 @@ class UniformConfig(SchemeConfig):
             raise KVPassError(
                 f"{what} must be a multiple of group_size={self.group_size}: keys are packed in whole groups of tokens."
             )
-        return CodecSpec(bits, per, self.group_size, **storage, fit=self.fit, **fields)
+        fields = {"fit": self.fit, "eta": self.eta, **storage, **fields}
+        return CodecSpec(bits, per, self.group_size, **fields)

@@ -26,6 +26,8 @@ class _LayeredConfig(UniformConfig):
         super().__post_init__()
         if self.depth is not None:
             check_integers(self, depth=1)
+        if self.eta:
+            raise KVPassError(f"eta={self.eta}: layers differ in width here, so give eta_1 and eta_2.")
         self.key(1, eta=self.eta_1), self.value(2, eta=self.eta_2)  # an impossible config fails here
 
     def _scaled(self, layers: int, layer: LayerGeometry) -> int:
