@@ -267,7 +267,7 @@ def start_forward(layers: list[PackedLayer], batch: int, new_tokens: int) -> int
         for layer in layers:  # a reset cache may be used at another batch size
             layer.forget()
     length = length_view(torch.tensor([stored], device=first.geometry.device), stored)
-    if stored:  # an empty cache is a case of its own (prefill), and what is traced there may say so
+    if stored > 1:  # empty (prefill) and one token are cases of their own, and what is traced there may say so
         torch._dynamo.mark_dynamic(length, 0)
     for layer in layers:
         layer.prepare(batch, new_tokens, length)

@@ -8,7 +8,7 @@ import weakref
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.exc import BackendCompilerFailed, Unsupported
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -112,7 +112,7 @@ class Runtime:
                 interpret=interpret,
                 graphs=self.report.graphs,
             )
-            return torch.compile(_with_own_code(call), backend=backend)
+            return torch.compile(_with_own_code(call), backend=backend, fullgraph=self.needs_rotation)
 
         self.decode_step, self.captured = compiled(interpret=False), compiled(interpret=True)
 
@@ -143,6 +143,11 @@ class Runtime:
             if isinstance(error.inner_exception, KVPassError):
                 raise error.inner_exception from None
             raise
+        except Unsupported as error:
+            raise KVPassError(
+                "Keys are stored before rotary embedding, which needs the whole forward in one graph, and it broke: "
+                f"{str(error).splitlines()[0]} Use the scheme with rope='post'."
+            ) from error
         finally:
             finish_forward(layers, new_tokens, succeeded)
         self._measure(cache)

@@ -96,6 +96,7 @@ MODELS = {
     "half": lambda: make("Llama", **COMMON, num_key_value_heads=2),
     "scaled by YaRN": lambda: make("Llama", **COMMON, num_key_value_heads=2, rope_parameters=YARN),
     "eager attention": lambda: make("Llama", **COMMON, num_key_value_heads=2, attn_implementation="eager"),
+    "bfloat16": lambda: make("Llama", **COMMON, num_key_value_heads=2).to(torch.bfloat16),
     "after a norm": lambda: make("Qwen3", **COMMON, num_key_value_heads=2, head_dim=16),
     "partial, half": lambda: make("GPTNeoX", **COMMON, rotary_pct=0.5),
     "interleaved": lambda: make("Cohere", **COMMON, num_key_value_heads=2, pad_token_id=0),
@@ -124,8 +125,10 @@ def test_with_an_identity_codec_outputs_are_those_of_the_untouched_model(name):
     plain, applied = MODELS[name](), kvpass.apply(MODELS[name](), scheme=IDENTITY, lowering="eager")
     expected, logits, _ = generate(plain, **padded())
     got, packed_logits, cache = generate(applied, **padded())
-    assert torch.equal(got, expected)
-    torch.testing.assert_close(packed_logits, logits, atol=1e-5, rtol=1e-5)
+    exact = plain.dtype == torch.float32  # in 16 bits the first tokens, until rounding decides between two of them
+    steps, tolerance = (slice(None), 1e-5) if exact else (slice(0, 2), 5e-2)
+    assert not exact or torch.equal(got, expected)
+    torch.testing.assert_close(packed_logits[steps], logits[steps], atol=tolerance, rtol=tolerance)
     report = kvpass.explain(applied)
     assert report.packed == 2 and all(graph.rotated == 2 for graph in report.graphs)
     assert cache.layers[0].rotary is not None and cache.layers[1].rotary is None
@@ -224,3 +227,19 @@ def test_positions_that_are_not_a_rotation_are_refused_with_a_way_out(monkeypatc
     with pytest.raises(KVPassError, match="rope='post'"), torch.no_grad():
         model(input_ids=tokens(1, 40), past_key_values=cache)
     assert cache.get_seq_length() == 0
+
+
+def test_a_forward_that_breaks_is_refused_and_nothing_is_stored():
+    """Half a graph could not tell how its keys are rotated."""
+    model = kvpass.apply(llama(), scheme="kivi-pre", lowering="eager")
+    cache = DynamicCache(config=model.config)
+    with pytest.raises(KVPassError, match=r"one graph.*rope='post'"), torch.no_grad():
+        model(input_ids=tokens(1, 40), past_key_values=cache, output_attentions=True)  # sdpa warns: a graph break
+    assert cache.get_seq_length() == 0
+
+
+def test_a_prompt_of_one_token_is_rotated_from_the_second_on():
+    plain, model = llama(), kvpass.apply(llama(), scheme=IDENTITY, lowering="eager")
+    inputs = dict(input_ids=tokens(1, 1), do_sample=False, max_new_tokens=40)
+    assert torch.equal(model.generate(**inputs), plain.generate(**inputs))
+    assert all(graph.rotated == 2 for graph in kvpass.explain(model).graphs)

@@ -64,7 +64,7 @@ class Rotations:
         """
         positional = False
         for source, tables in self._entries(output):
-            positional = positional or any(n.target in _POSITIONAL for table in tables for n in upstream(table))
+            positional = positional or any(_is_positional(n) for table in tables for n in upstream(table))
             if positional and (rotation := self._verified(output, source)) is not None:
                 return rotation
         if positional:
@@ -132,17 +132,18 @@ class Rotations:
             run(turning, values, self.assignment)
             return values[output].float()
 
-        shape = self._shape(output)
-        pairs = int((turn(torch.ones(shape, dtype=dtype)) != 1).flatten(0, 2).any(0).sum()) // 2
+        shape, tolerance = self._shape(output), 1e-5 if dtype == torch.float32 else 3e-2
         x = torch.randn(shape, generator=self.generator).to(dtype)
-        expected, tolerance = turn(x), 1e-5 if dtype == torch.float32 else 3e-2
-        for kind in ("half", "interleaved") if pairs else ():
-            rope = f"{kind}-{pairs}"
-            unit = torch.zeros(shape, dtype=dtype)
-            split_pairs(unit, rope)[0].fill_(1)
-            cos, sin, _ = split_pairs(turn(unit)[:, 0], rope)
-            if torch.allclose(rotate(x.float(), cos, sin, rope), expected, atol=tolerance, rtol=tolerance):
-                return Rotation(output, source, self._before(source, swapped), rope, (cos, sin))
+        expected = turn(x)
+        widths = {node.meta["val"].shape[-1] for node in turning if isinstance(node.meta.get("val"), torch.Tensor)}
+        for pairs in sorted({width // 2 for width in widths if width <= shape[-1]} - {0}, reverse=True):
+            for rope in (f"half-{pairs}", f"interleaved-{pairs}"):
+                unit = torch.zeros(shape, dtype=dtype)
+                split_pairs(unit, rope)[0].fill_(1)
+                cos, sin, _ = split_pairs(turn(unit)[:, 0], rope)
+                turned = rotate(x.float(), cos, sin, rope)
+                if sin.abs().max() > 1e-3 and torch.allclose(turned, expected, atol=tolerance, rtol=tolerance):
+                    return Rotation(output, source, self._before(source, swapped), rope, (cos, sin))
         return None
 
     def _before(self, source: Node, swapped: bool) -> Node:
@@ -152,6 +153,12 @@ class Rotations:
             before = self.graph.call_function(aten.transpose.int, (source, 1, 2))
         before.meta["val"] = source.meta["val"].transpose(1, 2)
         return before
+
+
+def _is_positional(node: Node) -> bool:
+    """Whether ``node`` makes a table of positions, or is one handed in (weights have fewer dims)."""
+    given = node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor) and node.meta["val"].ndim > 2
+    return given or node.target in _POSITIONAL
 
 
 def _swapped(output: Node, source: Node) -> bool | None:

@@ -6,6 +6,7 @@ from .kivi import KIVIConfig
 from .logquant import LogQuantConfig
 from .rtn import RTNConfig
 from .squat import SQuatConfig
+from .uniform import UniformConfig
 from .xquant import AsymKVConfig, XQuantConfig
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "RTNConfig",
     "SQuatConfig",
     "SchemeConfig",
+    "UniformConfig",
     "XQuantConfig",
     "available",
     "check_sources",
