@@ -100,8 +100,9 @@ for _name, _run in (("encode", _encode), ("append_", _append_), ("decode", _deco
 def _(x: Tensor, compensation, spec, lowering="auto"):
     spec, (*lead, tokens, head_dim) = parse(spec), x.shape
     pages = tokens // spec.page_size
-    params = [x.new_empty((*lead, pages, *spec.params_shape(head_dim)), dtype=params_dtype(x.dtype)) for _ in range(2)]
-    return x.new_empty((*lead, pages, spec.rows, head_dim), dtype=torch.uint8), *params
+    shapes, dtype = (spec.params_shape(head_dim), spec.zero_shape(head_dim)), params_dtype(x.dtype)
+    codes = x.new_empty((*lead, pages, spec.rows, spec.columns(head_dim)), dtype=torch.uint8)
+    return codes, *(x.new_empty((*lead, pages, *shape), dtype=dtype) for shape in shapes)
 
 
 @torch.library.register_fake("kvpass::append_")

@@ -69,9 +69,9 @@ class KVState:
             compensation = zeros(rest, rest, dtype=params)
         return cls(
             spec,
-            None if source else zeros(pages, spec.rows, head_dim, dtype=torch.uint8),
+            None if source else zeros(pages, spec.rows, spec.columns(head_dim), dtype=torch.uint8),
             zeros(pages, *spec.params_shape(head_dim), dtype=params),
-            zeros(pages, *spec.params_shape(head_dim), dtype=params),
+            zeros(pages, *spec.zero_shape(head_dim), dtype=params),
             zeros(spec.sinks + spec.window, head_dim, dtype=dtype),
             compensation,
             source,

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from kvpass.codec.affine import params_dtype
+from kvpass.codec.grid import grid, look_up
+from kvpass.codec.hadamard import basis
 from kvpass.codec.pack import num_planes, unpack_plane
 from kvpass.codec.pages import decode_pages, encode_pages
 from kvpass.codec.rotary import parse_rope, rotate_pairs, split_pairs
@@ -53,11 +55,20 @@ def _decode(codes: Tensor, scale: Tensor, zero_point: Tensor, spec: CodecSpec) -
     return (decode_pages(codes.unsqueeze(1), scale.unsqueeze(1), zero_point.unsqueeze(1), spec),)
 
 
-def _refuses_encode(site: Site) -> str | None:
+def _refuses_decode(site: Site) -> str | None:
     spec = parse(site.specs[0])
     if spec.raw:
         return "floats stored as they are need no kernel."
-    return "least-squares fits sort each group, which Inductor does not fuse." if spec.fit == "lsq" else None
+    if spec.grid or spec.rotation is not None:
+        return "rotations and grids are not fused."
+    return None
+
+
+def _refuses_encode(site: Site) -> str | None:
+    if (reason := _refuses_decode(site)) is not None:
+        return reason
+    least_squares = parse(site.specs[0]).fit == "lsq"
+    return "least-squares fits sort each group, which Inductor does not fuse." if least_squares else None
 
 
 @implements("encode", "inductor", refuses=_refuses_encode)
@@ -75,7 +86,7 @@ def append_(*args) -> None:
     reference.append(encode, *args)
 
 
-@implements("decode", "inductor", refuses=lambda site: _refuses_encode(site) if parse(site.specs[0]).raw else None)
+@implements("decode", "inductor", refuses=_refuses_decode)
 def decode(codes: Tensor, scale: Tensor, zero_point: Tensor, ring: Tensor, n: int, spec: CodecSpec) -> Tensor:
     return reference.read(_decode_all, codes, scale, zero_point, ring, n, spec)
 
@@ -88,10 +99,17 @@ def _decode_all(codes: Tensor, scale: Tensor, zero_point: Tensor, spec: CodecSpe
     return out.view(batch, heads, pages * spec.page_size, -1)
 
 
-def plane_values(codes: Tensor, scale: Tensor, zero_point: Tensor, spec: CodecSpec, plane: int) -> Tensor:
-    """Dequantized tokens ``[plane * T, (plane + 1) * T)`` of every page, ``[..., N, T, D]`` float32."""
-    values = unpack_plane(codes, spec.bits, plane).float()
-    tokens = values.shape[-2]
+def plane_values(codes: Tensor, scale: Tensor, zero_point: Tensor, spec: CodecSpec, plane: int, points=None) -> Tensor:
+    """Dequantized tokens ``[plane * T, (plane + 1) * T)`` of every page, ``[..., N, T, D]`` float32, still rotated.
+
+    points: those of the spec's grid, if it has one.
+    """
+    codes = unpack_plane(codes, spec.bits, plane)
+    tokens = codes.shape[-2]
+    if spec.grid:
+        scale = scale.narrow(-2, plane * tokens, tokens).float().unsqueeze(-1)
+        return (look_up(codes, points).unflatten(-1, (-1, spec.group_size)) * scale).flatten(-2)
+    values = codes.float()
     if spec.per == "token":
         scale, zero_point = (p.narrow(-2, plane * tokens, tokens).float().unsqueeze(-1) for p in (scale, zero_point))
         return (values.unflatten(-1, (-1, spec.group_size)) * scale + zero_point).flatten(-2)
@@ -143,7 +161,7 @@ def _attend(k_pages, v_pages, q, *inputs, scale, softcap, k_spec, v_spec, rope):
     ``k_pages`` and ``v_pages`` carry page counts as their shape, ``n`` the length as its value. For log-sparse windows
     ``held`` is the token in each slot of the ring, and ``page_tokens`` ``[N, P]`` those in the pages.
     """
-    *state, n, k_new, v_new, mask, held, page_tokens, cos, sin = inputs
+    *state, n, k_new, v_new, mask, held, page_tokens, cos, sin, k_points, v_points, k_basis, v_basis = inputs
     kc, ks, kz, kr, vc, vs, vz, vr, k_new, v_new = (tensor.flatten(0, 1) for tensor in (*state, k_new, v_new))
     shape, dtype, batch, groups = q.shape, q.dtype, q.shape[0], state[0].shape[1]
     q = (q.float() * scale).view(batch * groups, shape[1] // groups, -1)  # [BH, R, D]
@@ -163,11 +181,12 @@ def _attend(k_pages, v_pages, q, *inputs, scale, softcap, k_spec, v_spec, rope):
         rows = [table.index_select(1, tokens.flatten())[..., : parse_rope(rope)[0]] for table in (cos, sin)]
         return tuple(table.unflatten(1, tokens.shape) for table in rows)
 
+    q_pages = q if k_basis is None else q @ k_basis  # instead of every key
     planes = num_planes(k_spec.bits)
     by_plane, scores = in_page.view(count, planes, size // planes), []
     for j in range(planes):
-        k = plane_values(kc, ks, kz, k_spec, j)
-        scores.append(_dots(q, k, tables(by_plane[:, j]), rope))
+        k = plane_values(kc, ks, kz, k_spec, j, k_points)
+        scores.append(_dots(q_pages, k, tables(by_plane[:, j]), rope))
     in_pages = torch.stack(scores, 3).flatten(2)  # [BH, R, N * P], in storage order
     in_ring = _dots(q, kr.float(), tables(k_tokens.clamp_min(0)), rope)
     present = (q * k_new.float()).sum(-1, keepdim=True)
@@ -194,9 +213,13 @@ def _attend(k_pages, v_pages, q, *inputs, scale, softcap, k_spec, v_spec, rope):
         on_ring = weights.index_select(-1, torch.where(v_counts, source, 0))
     on_ring = torch.where(v_counts, on_ring, 0.0)
     out = (on_ring[..., None] * vr[:, None].float()).sum(2) + weights[..., -1:] * v_new.float()
+    from_pages = torch.zeros_like(out)
     for j in range(num_planes(v_spec.bits)):
-        v = plane_values(vc, vs, vz, v_spec, j).flatten(1, 2)
-        out = out + torch.stack([(on_pages[:, r, :, j].flatten(1)[..., None] * v).sum(1) for r in range(q.shape[1])], 1)
+        v = plane_values(vc, vs, vz, v_spec, j, v_points).flatten(1, 2)
+        from_pages = from_pages + torch.stack(
+            [(on_pages[:, r, :, j].flatten(1)[..., None] * v).sum(1) for r in range(q.shape[1])], 1
+        )
+    out = out + (from_pages if v_basis is None else from_pages @ v_basis.mT)
     return (out.view(*shape[:3], -1).to(dtype),)
 
 
@@ -222,15 +245,22 @@ def _attend_kernel(key: tuple, k_spec: CodecSpec, v_spec: CodecSpec, scale: floa
         return torch.empty(batch, *shape, dtype=dtype, device=device)
 
     def pool(spec, capacity):
-        params = (heads, capacity, *spec.params_shape(head_dim))
-        codes = example(heads, capacity, spec.rows, head_dim, dtype=torch.uint8)
-        scale, zero_point = (example(*params, dtype=params_dtype(dtype)) for _ in range(2))
+        codes = example(heads, capacity, spec.rows, spec.columns(head_dim), dtype=torch.uint8)
+        shapes = spec.params_shape(head_dim), spec.zero_shape(head_dim)
+        scale, zero_point = (example(heads, capacity, *shape, dtype=params_dtype(dtype)) for shape in shapes)
         return codes, scale, zero_point, example(heads, spec.sinks + spec.window, head_dim)
 
     mask = None
     if mask_layout is not None:
         mask_batch, mask_heads, mask_dtype = mask_layout
         mask = example(mask_heads, 1, _TOKENS, dtype=mask_dtype, batch=batch if mask_batch else 1)
+
+    def points(spec):
+        return torch.empty_like(grid(spec.grid, device)) if spec.grid else None
+
+    def rotation(spec):
+        return None if spec.rotation is None else torch.empty(head_dim, head_dim, device=device)
+
     log = k_spec.keep == "log"
     ids = partial(torch.empty, dtype=torch.int64, device=device)
     new, table = example(heads, 1, head_dim), example(_TABLES, columns) if rope else None
@@ -244,12 +274,14 @@ def _attend_kernel(key: tuple, k_spec: CodecSpec, v_spec: CodecSpec, scale: floa
         mask,
         *((ids(k_spec.sinks + k_spec.window), ids(_K_PAGES, k_spec.page_size)) if log else (None, None)),
         *(table, table),
+        *map(points, (k_spec, v_spec)),
+        *map(rotation, (k_spec, v_spec)),
     ]
     first = [0] if many else []
     pools = [*[[*first, 2]] * 3, first]
     of_mask = [0, 3] if many and mask_layout is not None and mask_layout[0] else [3]
     tables = [[*first, 1]] * 2
-    dynamic = [[0], [0], first, *pools, *pools, [], first, first, of_mask, [], [0], *tables]
+    dynamic = [[0], [0], first, *pools, *pools, [], first, first, of_mask, [], [0], *tables, [], [], [], []]
     fn = partial(_attend, scale=scale, softcap=softcap, k_spec=k_spec, v_spec=v_spec, rope=rope)
     return compile_ahead(fn, examples, dynamic)
 
@@ -282,6 +314,8 @@ def _refuses_attend(site: Site) -> str | None:
         return "floats stored as they are need no kernel."
     if (key.page_size, key.sinks, key.keep) != (value.page_size, value.sinks, value.keep):
         return "keys and values must share page size, sinks and the choice of exact tokens."
+    if key.pre_rope and key.rotation is not None:
+        return "keys rotated by a Hadamard matrix before rotary embedding have to be decoded."
     if value.residual < key.residual or (key.keep == "log" and key.window != value.window):
         return "values must not leave the window before keys."
     return None
@@ -307,8 +341,10 @@ def attend(q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec,
     shared = (batch > 1, q.shape[1], heads, head_dim, q.dtype, device, layout_of_mask, rope, columns)
     kernel = _attend_kernel(shared, k_spec, v_spec, scale, softcap)
     new = q.contiguous(), k_new.contiguous(), v_new.contiguous()
+    points = (grid(spec.grid, device) if spec.grid else None for spec in (k_spec, v_spec))
+    bases = (None if s.rotation is None else basis(head_dim, s.rotation, device) for s in (k_spec, v_spec))
     carriers = (_carrier(count, device) for count in pages)
     (out,) = kernel(
-        *carriers, new[0], *key, *value, _length(n, device), *new[1:], mask, held, tokens, cos, sin
+        *carriers, new[0], *key, *value, _length(n, device), *new[1:], mask, held, tokens, cos, sin, *points, *bases
     )  # fmt: skip
     return out

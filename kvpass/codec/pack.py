@@ -2,13 +2,13 @@
 
 A page of P tokens at b bits is ``P * b / 8`` byte rows of ``head_dim`` bytes. At 2 bits, byte row i holds tokens
 i, i + P/4, i + P/2 and i + 3P/4, so unpacking one *plane* is a shift and a mask over contiguous memory, with no
-shuffle. 3 bits are a 2-bit field followed by a 1-bit field.
+shuffle. 3 bits are a 2-bit field followed by a 1-bit field, 6 bits a 4-bit field followed by a 2-bit field.
 """
 
 import torch
 from torch import Tensor
 
-FIELDS: dict[int, tuple[int, ...]] = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
+FIELDS: dict[int, tuple[int, ...]] = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 6: (4, 2), 8: (8,)}
 """Bits per code -> the widths of the bit fields that hold it, low bits first."""
 
 

@@ -5,6 +5,8 @@ from torch import Tensor
 
 from ..errors import KVPassError
 from .affine import assign, calibrate, dequantize, fit_codes, fit_lsq, fit_minmax, params_dtype
+from .grid import assign_points, fit_rms, fit_size, grid, look_up
+from .hadamard import gather, spread
 from .pack import pack, unpack
 from .spec import CodecSpec
 
@@ -55,7 +57,11 @@ def encode_pages(x: Tensor, spec: CodecSpec, compensation: Tensor | None = None)
     if spec.raw:
         return _encode_raw(x.unflatten(-2, (-1, spec.page_size)), spec, dtype)
     pages = x.float().unflatten(-2, (-1, spec.page_size))
-    if spec.subspace is None:
+    if spec.rotation is not None:
+        pages = spread(pages, spec.rotation)
+    if spec.grid:
+        codes, scale, zero_point = _quantize_on_grid(pages, spec, dtype)
+    elif spec.subspace is None:
         codes, scale, zero_point = _quantize(pages, spec, dtype)
     else:
         codes, scale, zero_point = _quantize_compensated(pages, compensation, spec, dtype)
@@ -66,7 +72,23 @@ def decode_pages(codes: Tensor, scale: Tensor, zero_point: Tensor, spec: CodecSp
     """Inverse of `encode_pages` up to rounding: ``[B, H, N, rows, D]`` bytes -> ``[B, H, N * P, D]`` float32."""
     if spec.raw:
         return _decode_raw(codes, scale, spec).flatten(-3, -2)
-    return _dequantize(unpack(codes, spec.bits), scale, zero_point, spec).flatten(-3, -2)
+    codes = unpack(codes, spec.bits)
+    if spec.grid:
+        values = look_up(codes, grid(spec.grid, codes.device)).unflatten(-1, (-1, spec.group_size))
+        pages = (values * scale.float().unsqueeze(-1)).flatten(-2)
+    else:
+        pages = _dequantize(codes, scale, zero_point, spec)
+    return (pages if spec.rotation is None else gather(pages, spec.rotation)).flatten(-3, -2)
+
+
+def _quantize_on_grid(x: Tensor, spec: CodecSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    points, (groups, _) = grid(spec.grid, x.device), _grouped(x, spec)
+    scale = fit_rms(groups, dtype)
+    units = (groups / torch.where(scale > 0, scale, 1).float()).flatten(-2)
+    codes = assign_points(units, points)
+    if spec.fit == "lsq":
+        scale = fit_size(groups, look_up(codes, points).view(groups.shape), dtype)
+    return codes, scale.squeeze(-1), x.new_empty((*x.shape[:-2], 0, x.shape[-1]), dtype=dtype)
 
 
 def _encode_raw(pages: Tensor, spec: CodecSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

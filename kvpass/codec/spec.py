@@ -6,8 +6,11 @@ from functools import cache, cached_property
 from typing import Literal
 
 from ..errors import KVPassError
-from .pack import FIELDS, byte_rows, smallest_page
+from .grid import grid_shape
+from .pack import byte_rows, smallest_page
 
+UNIFORM = (1, 2, 3, 4, 8)
+"""Widths of uniform codes."""
 RAW = (16, 32)
 """Widths that are floats stored as they are."""
 
@@ -63,6 +66,9 @@ class CodecSpec:
     own_codes: weight of this tensor's codes where another layer's are in the pool already (XQuant): 1 stores its own, 0
         keeps the others and only its own scale and zero point, anything between averages the two.
     pre_rope: the tokens are keys as they were before the rotary embedding.
+    rotation: seed of a random-sign Hadamard rotation of the channels (`codec.hadamard`); None for none.
+    grid: name of a vector grid (`codec.grid`) whose points are the codes; "" for uniform codes. ``bits`` is then the
+        width of the code of d values, and groups have a scale and no zero point.
     """
 
     bits: int
@@ -77,12 +83,16 @@ class CodecSpec:
     eta: float = 0.0
     own_codes: float = 1.0
     pre_rope: bool = False
+    rotation: int | None = None
+    grid: str = ""
     subspace: Subspace | None = None
 
     def __post_init__(self):
         check_integers(self, bits=1, group_size=1, page_size=1, residual=0, sinks=0, rollback=0)
-        if self.bits not in FIELDS and not self.raw:
-            raise KVPassError(f"bits={self.bits}: packed widths are {sorted(FIELDS)}.")
+        if self.grid:
+            self._check_grid()
+        elif self.bits not in UNIFORM and not self.raw:
+            raise KVPassError(f"bits={self.bits}: packed widths are {list(UNIFORM)}.")
         if self.per not in ("channel", "token"):
             raise KVPassError(f"per={self.per!r}: use 'channel' or 'token'.")
         multiple = 1 if self.raw else smallest_page(self.bits)
@@ -107,6 +117,16 @@ class CodecSpec:
             )
         self._check_fit()
 
+    def _check_grid(self) -> None:
+        dim, bits = grid_shape(self.grid)
+        if self.bits != bits or self.per != "token" or self.group_size % dim:
+            raise KVPassError(
+                f"Grid {self.grid!r} takes codes of {bits} bits for {dim} channels, and groups per token of a multiple "
+                f"of {dim}; this is bits={self.bits}, per={self.per!r}, group_size={self.group_size}."
+            )
+        if self.eta or self.own_codes != 1:
+            raise KVPassError("Codes of a grid have no range to cut, and are not shared between layers.")
+
     def _check_fit(self) -> None:
         if self.fit not in ("minmax", "lsq"):
             raise KVPassError(f"fit={self.fit!r}: use 'minmax' or 'lsq'.")
@@ -114,11 +134,13 @@ class CodecSpec:
             raise KVPassError(f"eta={self.eta}: the share cut off at each end of the range is in [0, 0.5).")
         if not 0 <= self.own_codes <= 1:
             raise KVPassError(f"own_codes={self.own_codes}: the weight of a layer's own codes is in [0, 1].")
-        if self.fit == "lsq" and (self.eta or self.bits > 4):
+        if self.fit == "lsq" and not self.grid and (self.eta or self.bits > 4):
             raise KVPassError(
                 "fit='lsq' finds the best range itself, for up to 4 bits: use eta=0 with it, or fit='minmax'."
             )
-        if self.raw and (self.subspace or self.fit != "minmax" or self.eta or self.own_codes != 1):
+        if self.raw and (
+            self.subspace or self.rotation is not None or self.fit != "minmax" or self.eta or self.own_codes != 1
+        ):
             raise KVPassError(f"bits={self.bits} stores floats as they are: there is nothing to fit or to share.")
 
     def check(self, head_dim: int) -> None:
@@ -143,6 +165,10 @@ class CodecSpec:
         """Ring slots after the sinks."""
         return self.residual + self.page_size + self.rollback
 
+    def columns(self, head_dim: int) -> int:
+        """Codes of one token."""
+        return head_dim // grid_shape(self.grid)[0] if self.grid else head_dim
+
     @cached_property
     def rows(self) -> int:
         """Byte rows of a page."""
@@ -157,12 +183,16 @@ class CodecSpec:
         return self.packed(length) // self.page_size
 
     def params_shape(self, head_dim: int) -> tuple[int, int]:
-        """Trailing shape of the scales (and zero points) of one page."""
+        """Trailing shape of the scales of one page."""
         if self.raw:
             return 0, head_dim
         if self.per == "channel":
             return self.page_size // self.group_size, head_dim
         return self.page_size, head_dim // self.group_size
+
+    def zero_shape(self, head_dim: int) -> tuple[int, int]:
+        """Trailing shape of the zero points of one page."""
+        return (0, head_dim) if self.grid else self.params_shape(head_dim)
 
     @cached_property
     def _hash(self) -> int:

@@ -1,24 +1,30 @@
 """One small file per paper: a frozen config that composes codec primitives into a plan."""
 
 from .base import LayerGeometry, LayerPlan, SchemeConfig, available, check_sources, get, register_scheme
+from .higgs import HIGGSConfig
 from .identity import IdentityConfig
 from .kivi import KIVIConfig
 from .logquant import LogQuantConfig
+from .quarot import QuaRotConfig
 from .rtn import RTNConfig
 from .squat import SQuatConfig
+from .storage import StorageConfig
 from .uniform import UniformConfig
 from .xquant import AsymKVConfig, XQuantConfig
 
 __all__ = [
     "AsymKVConfig",
+    "HIGGSConfig",
     "IdentityConfig",
     "KIVIConfig",
     "LayerGeometry",
     "LayerPlan",
     "LogQuantConfig",
+    "QuaRotConfig",
     "RTNConfig",
     "SQuatConfig",
     "SchemeConfig",
+    "StorageConfig",
     "UniformConfig",
     "XQuantConfig",
     "available",

@@ -50,9 +50,14 @@ class LayerPlan:
     def __str__(self) -> str:
         def describe(name: str, spec: CodecSpec, source: int | None) -> str:
             window = f"{spec.residual}..{spec.residual + spec.page_size - 1} exact"
-            codes = f"{spec.bits} bit per {spec.per} g{spec.group_size}" if not spec.raw else f"{spec.bits}-bit floats"
+            codes = f"{spec.bits} bit per {spec.per} g{spec.group_size}"
+            if spec.raw:
+                codes = f"{spec.bits}-bit floats"
+            elif spec.grid:
+                codes = f"grid {spec.grid} g{spec.group_size}"
+            rotated = "" if spec.rotation is None else " rotated"
             shared = "" if source is None else f" with the codes of layer {source}"
-            return f"{name}{' before RoPE' if spec.pre_rope else ''} {codes}{shared}, {window}"
+            return f"{name}{' before RoPE' if spec.pre_rope else ''}{rotated} {codes}{shared}, {window}"
 
         sinks = f", {self.key.sinks} sinks" if self.key.sinks else ""
         sparse = ", log-sparse" if self.key.keep == "log" else ""

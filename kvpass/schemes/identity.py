@@ -2,17 +2,20 @@
 
 from dataclasses import dataclass
 
+from ..codec.spec import CodecSpec
 from .base import LayerGeometry, LayerPlan, register_scheme
-from .uniform import UniformConfig
+from .storage import StorageConfig
 
 
 @register_scheme()
 @dataclass(frozen=True, kw_only=True)
-class IdentityConfig(UniformConfig):
-    """The fields of `UniformConfig`, of which ``fit`` and ``eta`` mean nothing here."""
+class IdentityConfig(StorageConfig):
+    """The fields of `StorageConfig`."""
 
     name = "identity"
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
         bits = 8 * layer.dtype.itemsize
-        return LayerPlan(self.key(bits), self.value(bits)).checked(layer)
+        return LayerPlan(
+            CodecSpec(bits, "token", 1, **self.key_storage()), CodecSpec(bits, "token", 1, **self.value_storage())
+        ).checked(layer)

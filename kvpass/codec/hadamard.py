@@ -1,0 +1,48 @@
+"""Random-sign Hadamard rotation of channels (QuaRot, HIGGS): it spreads outliers over a head, so that every channel is
+close to normal, and is undone by its transpose.
+
+Written as sums and differences, in a fixed order, so that compiled and eager results are the same bit for bit.
+"""
+
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+def signs(channels: int, seed: int, device=None) -> Tensor:
+    """Pseudo-random -1 and 1 ``[channels]``, the same everywhere: a hash of seed and channel, nothing to store."""
+    mixed = torch.arange(1, channels + 1, device=device) * 0x1E3779B1 + (seed + 1) * 0x05EBCA6B
+    for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39)):
+        mixed = ((mixed ^ (mixed >> shift)) * factor) & 0xFFFFFFFF
+    return 1.0 - 2.0 * ((mixed ^ (mixed >> 15)) & 1).float()
+
+
+def _hadamard(x: Tensor) -> Tensor:
+    """Sylvester's matrix, orthonormal, on runs of the largest power of two that divides the number of channels."""
+    channels = x.shape[-1]
+    size = channels & -channels
+    half = 1
+    while half < size:
+        pairs = x.unflatten(-1, (channels // (2 * half), 2, half))
+        first, second = pairs.unbind(-2)
+        x = torch.stack([first + second, first - second], -2).flatten(-3)
+        half *= 2
+    return x / math.sqrt(size)
+
+
+def spread(x: Tensor, seed: int) -> Tensor:
+    """Rotate ``[..., D]`` float32."""
+    return _hadamard(x * signs(x.shape[-1], seed, x.device))
+
+
+def gather(x: Tensor, seed: int) -> Tensor:
+    """Inverse of `spread`."""
+    return _hadamard(x) * signs(x.shape[-1], seed, x.device)
+
+
+@cache
+def basis(channels: int, seed: int, device: torch.device | None = None) -> Tensor:
+    """The rotation as a matrix ``[D, D]``: ``spread(x) = x @ basis``."""
+    return spread(torch.eye(channels, device=device), seed)

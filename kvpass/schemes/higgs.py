@@ -1,0 +1,49 @@
+"""HIGGS: heads are rotated to be nearly normal and coded on grids that are optimal for normal vectors."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..codec.grid import grid_shape
+from ..codec.spec import CodecSpec, check_integers
+from ..errors import KVPassError
+from .base import LayerGeometry, LayerPlan, register_scheme
+from .storage import StorageConfig
+
+
+@register_scheme(higgs_3=dict(grid="d2n64"), higgs_4=dict(grid="d2n256"), higgs_1=dict(grid="d4n64"))
+@dataclass(frozen=True, kw_only=True)
+class HIGGSConfig(StorageConfig):
+    """``log2(n) / d + 16 / group_size`` bits a value, plus the exact tokens of `StorageConfig`.
+
+    grid: "d2n16" is 16 points for 2 values, 2 bits a value; "d2n64" 3 bits, "d2n256" 4 bits, "d4n64" 1.5 bits.
+    group_size: channels that share a scale; None is the head, which keeps heads independent (1,024 in the paper).
+    fit: scales are the "rms" of a group, or of least squared error given the codes ("lsq").
+    seed: of the signs of the rotation.
+    """
+
+    name = "higgs"
+
+    grid: str = "d2n16"
+    group_size: int | None = None
+    fit: Literal["rms", "lsq"] = "rms"
+    seed: int = 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_integers(self, seed=0)
+        if self.fit not in ("rms", "lsq"):
+            raise KVPassError(f"fit={self.fit!r}: use 'rms' or 'lsq'.")
+        if self.group_size is not None:
+            check_integers(self, group_size=1)
+        self._codec(self.group_size or 64, self.key_storage())
+
+    def _codec(self, group_size: int, storage: dict) -> CodecSpec:
+        fit = "lsq" if self.fit == "lsq" else "minmax"
+        bits = grid_shape(self.grid)[1]
+        return CodecSpec(bits, "token", group_size, **storage, fit=fit, rotation=self.seed, grid=self.grid)
+
+    def plan(self, layer: LayerGeometry) -> LayerPlan:
+        group_size = self.group_size or layer.head_dim
+        return LayerPlan(
+            self._codec(group_size, self.key_storage()), self._codec(group_size, self.value_storage())
+        ).checked(layer)

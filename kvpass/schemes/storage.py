@@ -1,0 +1,51 @@
+"""What all schemes share: which tokens stay exact, and on which side of rotary embedding keys are stored."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..codec.spec import check_integers
+from ..errors import KVPassError
+from ..retention import Retention
+from .base import SchemeConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageConfig(SchemeConfig):
+    """Fields every scheme has.
+
+    residual: R of KIVI. The key window swings between 0 and R - 1 tokens, as in the paper. Values leave theirs R at a
+        time too, so it holds R to 2R - 1 tokens where the paper holds R.
+    sinks: first tokens kept in full precision (0 in most papers).
+    retention: another policy (`kvpass.retention`), for keys and values alike, instead of ``residual`` and ``sinks``.
+    rope: "pre" stores keys as they were before rotary embedding, and rotates what is read.
+    """
+
+    residual: int = 32
+    sinks: int = 0
+    retention: Retention | None = None
+    rope: Literal["post", "pre"] = "post"
+
+    def __post_init__(self):
+        check_integers(self, residual=1, sinks=0)
+        if isinstance(self.retention, dict):
+            object.__setattr__(self, "retention", Retention(**self.retention))
+        if self.rope not in ("post", "pre"):
+            raise KVPassError(f"rope={self.rope!r}: keys are stored 'post' or 'pre' rotary embedding.")
+        if self.retention is not None and self.sinks:
+            raise KVPassError("sinks are part of the retention policy: Sinks(4) + Recent(128).")
+
+    def _policy(self) -> Retention | None:
+        return self.retention
+
+    def key_storage(self) -> dict:
+        """Fields of a `CodecSpec` for keys."""
+        return {**self._storage(0), "pre_rope": self.rope == "pre"}
+
+    def value_storage(self) -> dict:
+        """Fields of a `CodecSpec` for values."""
+        return self._storage(self.residual)
+
+    def _storage(self, residual: int) -> dict:
+        if (policy := self._policy()) is not None:
+            return policy.storage
+        return dict(page_size=self.residual, residual=residual, sinks=self.sinks)
