@@ -115,7 +115,7 @@ def test_impossible_grid_specs_are_refused(arguments, says):
 
 
 def plans():
-    for name in ("higgs", "higgs-3", "higgs-4", "higgs-1", "quarot"):
+    for name in ("higgs", "higgs-3", "higgs-4", "higgs-1.5", "quarot"):
         overrides = dict(group_size=16) if name == "quarot" else {}
         yield name, schemes.get(name, **overrides).plan(GEOMETRY)
     yield "higgs, lsq", schemes.get("higgs", fit="lsq").plan(GEOMETRY)
@@ -124,7 +124,7 @@ def plans():
 PLANS = dict(plans())
 
 
-@pytest.mark.parametrize("name, bits", [("higgs", 2), ("higgs-3", 3), ("higgs-4", 4), ("higgs-1", 1.5)])
+@pytest.mark.parametrize("name, bits", [("higgs", 2), ("higgs-3", 3), ("higgs-4", 4), ("higgs-1.5", 1.5)])
 def test_bits_per_value_are_those_of_the_grid_and_one_scale_a_group(name, bits):
     spec = schemes.get(name).plan(LayerGeometry(0, 1, 2, 64, torch.float32, torch.device("cpu"))).key
     codes, scale, zero_point = encode_pages(randn(0, 1, 2, 64, 64), spec)

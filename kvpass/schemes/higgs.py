@@ -10,7 +10,7 @@ from .base import LayerGeometry, LayerPlan, register_scheme
 from .storage import StorageConfig
 
 
-@register_scheme(higgs_3=dict(grid="d2n64"), higgs_4=dict(grid="d2n256"), higgs_1=dict(grid="d4n64"))
+@register_scheme(higgs_3=dict(grid="d2n64"), higgs_4=dict(grid="d2n256"), **{"higgs-1.5": dict(grid="d4n64")})
 @dataclass(frozen=True, kw_only=True)
 class HIGGSConfig(StorageConfig):
     """``log2(n) / d + 16 / group_size`` bits a value, plus the exact tokens of `StorageConfig`.
