@@ -5,9 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpass import KVPassError, LogSparse, Recent, Retention, Sinks, schemes
+import kvpass
+from kvpass import KVPassError, Recent, Retention, Sinks, schemes
 from kvpass.codec import CodecSpec
-from kvpass.codec.window import layout, ring_tokens
+from kvpass.codec.window import LogSparse, layout, ring_tokens
 from kvpass.state import KVState
 
 from common import DIM, chunkings, dtypes, naive_decode, randn, seeds, state_of
@@ -129,13 +130,23 @@ def test_after_any_appends_and_crops_every_token_is_still_itself(window, first, 
             assert torch.equal(state.window(n), x[:, :, exact])
 
 
+def test_the_stream_may_be_followed_in_and_out_of_inference_mode():
+    where = LogSparse(log_spec(4))
+    with torch.inference_mode():
+        where.exact(50)
+    assert where.exact(200).tolist() == layout(log_spec(4)).exact(200).tolist()
+    with torch.inference_mode():
+        where.exact(900)
+    where.exact(2000)
+
+
 # ---------------------------------------------------------------- policies as users write them
 
 
 def test_policies_compose_and_travel_as_plain_data():
     policy = Sinks(4) + Recent(128, page_size=32)
     assert policy == Retention(128, 32, sinks=4) and Sinks(2) + policy == Retention(128, 32, sinks=6)
-    assert LogSparse(32) == Retention(96, 32, keep="log")
+    assert kvpass.LogSparse(32) == Retention(96, 32, keep="log")
     config = schemes.get("kivi", retention=policy)
     assert schemes.get(config.to_dict()) == config
     plan = config.plan(schemes.LayerGeometry(0, 1, 2, 32, torch.float32, torch.device("cpu")))
@@ -152,7 +163,7 @@ def test_logquant_and_its_twin_keep_as_many_exact_tokens():
 
 
 @pytest.mark.parametrize("scheme", ["kivi", "squat", "rtn", "xquant", "asymkv", "identity"])
-@pytest.mark.parametrize("policy", [Recent(64, page_size=32), Sinks(4) + Recent(32), LogSparse(32)], ids=str)
+@pytest.mark.parametrize("policy", [Recent(64, page_size=32), Sinks(4) + Recent(32), kvpass.LogSparse(32)], ids=str)
 def test_every_scheme_takes_every_policy(scheme, policy):
     config = schemes.get(scheme, retention=policy, rope="pre")
     plan = config.plan(schemes.LayerGeometry(0, 1, 2, 64, torch.float32, torch.device("cpu")))

@@ -71,6 +71,7 @@ class LogSparse(Recent):
     The stream of moves does not depend on data: it is simulated once per spec, as far as any caller has got.
     """
 
+    @torch.inference_mode(False)  # made in any mode, updated in any other
     def __init__(self, spec: CodecSpec):
         super().__init__(spec)
         self._size, full = spec.page_size, 3 * spec.page_size
@@ -94,6 +95,7 @@ class LogSparse(Recent):
         self._exact = torch.cat([self._exact[: 2 * size : 2], self._exact[2 * size :], new])
         self._placed += size
 
+    @torch.inference_mode(False)
     def _simulate(self, tokens: int) -> None:
         """Go on until every move due once ``tokens`` tokens (behind the sinks) are stored is known."""
         if (need := tokens + 2 * self._size) > len(self._slot):
