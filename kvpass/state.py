@@ -45,6 +45,7 @@ class KVState:
         self._resized()
 
     @classmethod
+    @torch.inference_mode(False)  # a cache filled in inference mode may go on outside of it
     def allocate(
         cls,
         spec: CodecSpec,
@@ -94,12 +95,14 @@ class KVState:
             if (tensor := getattr(self, name)) is not None:
                 yield name, tensor
 
+    @torch.inference_mode(False)
     def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor of its own by ``fn`` of it (batch selection, device moves)."""
         for name, tensor in list(self.tensors()):
             setattr(self, name, fn(tensor))
         self._resized()
 
+    @torch.inference_mode(False)
     def reserve(self, tokens: int) -> None:
         """Make room for ``tokens`` tokens, growing geometrically; contents are kept."""
         have, need = self.scale.shape[2], self.spec.pages(tokens)
@@ -169,6 +172,7 @@ class RotaryState:
     cos, sin: ``[B, capacity, head_dim / 2]`` in the cache's dtype, scaled as the model scales them.
     """
 
+    @torch.inference_mode(False)
     def __init__(self, batch: int, head_dim: int, dtype: torch.dtype, device, tokens: int):
         self.cos, self.sin = (torch.zeros(batch, tokens, head_dim // 2, dtype=dtype, device=device) for _ in range(2))
         self._resized()
@@ -185,6 +189,7 @@ class RotaryState:
             more = max(tokens, have + have // _GROWTH + 64) - have
             self.map_(lambda table: torch.cat([table, table.new_zeros(len(table), more, table.shape[2])], 1))
 
+    @torch.inference_mode(False)
     def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replace both tables by ``fn`` of them."""
         self.cos, self.sin = fn(self.cos), fn(self.sin)

@@ -248,3 +248,21 @@ def test_eager_lowering_compiles_nothing():
         model = kvpass.apply(llama(), scheme=scheme, lowering="eager")
         model.generate(tokens(1, 40), max_new_tokens=40, do_sample=False)
     assert not counters["inductor"]
+
+
+@pytest.mark.parametrize("scheme", ["kivi", "squat-pre", "logquant"])
+def test_a_cache_filled_in_inference_mode_goes_on_outside_of_it(scheme):
+    model, other = (kvpass.apply(llama(), scheme=scheme, lowering="eager") for _ in range(2))
+    caches = []
+    for m, modes in (
+        (model, (torch.inference_mode, torch.no_grad, torch.inference_mode)),
+        (other, (torch.no_grad, torch.no_grad, torch.no_grad)),
+    ):
+        cache = DynamicCache(config=m.config)
+        for mode, length in zip(modes, (120, 150, 3), strict=True):
+            with mode():
+                logits = m(input_ids=tokens(2, length), past_key_values=cache).logits
+                cache.reorder_cache(torch.tensor([1, 0]))
+        caches.append((cache, logits.clone()))
+    assert torch.equal(caches[0][1], caches[1][1])
+    assert caches[0][0].get_seq_length() == 273
