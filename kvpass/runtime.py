@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 import types
 import uuid
 import weakref
@@ -58,9 +59,14 @@ def probe(model: nn.Module) -> dict[int, LayerGeometry | str]:
     return layers
 
 
+_numbers = itertools.count()
+
+
 def _with_own_code(fn):
-    """A copy of ``fn`` with a code object of its own: Dynamo keeps compiled graphs, and its limit of them, per code."""
-    copy = types.FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
+    """A copy of ``fn`` with a code object and a name of its own. Dynamo keeps compiled graphs, and its limit of them,
+    per code; by name it remembers what varied from call to call, and other models must not make ours vary."""
+    code = fn.__code__.replace(co_name=f"{fn.__name__}_{next(_numbers)}")
+    copy = types.FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
     return functools.wraps(fn)(copy)
 
 
