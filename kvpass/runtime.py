@@ -204,7 +204,8 @@ class Runtime:
     def _drop_defaults(self, kwargs, stored: int, new_tokens: int) -> None:
         """Drop what says no more than leaving it out, so that every caller shares one graph. Positions are compared
         where that does not wait for the device."""
-        defaults = {"use_cache": True, "return_dict": True} if getattr(self.model().config, "return_dict", True) else {}
+        config = self.model().config
+        defaults = {name: True for name in ("use_cache", "return_dict") if getattr(config, name, True)}
         if new_tokens == 1:
             defaults["logits_to_keep"] = 1
         for name, value in list(kwargs.items()):

@@ -266,3 +266,13 @@ def test_a_cache_filled_in_inference_mode_goes_on_outside_of_it(scheme):
         caches.append((cache, logits.clone()))
     assert torch.equal(caches[0][1], caches[1][1])
     assert caches[0][0].get_seq_length() == 273
+
+
+def test_use_cache_asked_for_against_the_config_is_honoured():
+    model = kvpass.apply(llama(), scheme="kivi", lowering="eager")
+    model.config.use_cache = False
+    with torch.no_grad():
+        assert model(input_ids=tokens(1, 40)).past_key_values is None
+        cache = model(input_ids=tokens(1, 40), use_cache=True).past_key_values
+        assert isinstance(cache.layers[0], PackedLayer)
+        assert model(input_ids=tokens(1, 1), past_key_values=cache, use_cache=True).past_key_values is cache
