@@ -103,10 +103,8 @@ OTHERS = {
     "kivi-pre": "kivi-pre",
     "squat-pre": "squat-pre",
     "logquant": "logquant",
-    "logquant-twin": "logquant-twin",
     "asymkv": dict(scheme="asymkv", l_k=1, l_v=0, depth=None),
     "xquant": dict(scheme="xquant", kq=2, vq=0, km=2, vm=0, depth=None),
-    "identity": "identity",
     "quarot": dict(scheme="quarot", group_size=32),
     "higgs": "higgs",
 }
