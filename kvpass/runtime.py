@@ -150,6 +150,8 @@ class Runtime:
                 raise error.inner_exception from None
             raise
         except Unsupported as error:
+            if not self.needs_rotation:
+                raise
             raise KVPassError(
                 "Keys are stored before rotary embedding, which needs the whole forward in one graph, and it broke: "
                 f"{str(error).splitlines()[0]} Use the scheme with rope='post'."
