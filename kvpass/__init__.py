@@ -8,11 +8,15 @@
 from . import ops, schemes
 from .api import apply, explain, remove
 from .cache import bits_per_value, nbytes
+from .calibration.artifact import Calibration
+from .calibration.artifact import load_calibration as load
+from .calibration.fit import calibrate
 from .errors import KVPassError, NonFiniteError, NotFusedError
 from .retention import LogSparse, Recent, Retention, Sinks
 from .tensor import PackedKV
 
 __all__ = [
+    "Calibration",
     "KVPassError",
     "LogSparse",
     "NonFiniteError",
@@ -23,7 +27,9 @@ __all__ = [
     "Sinks",
     "apply",
     "bits_per_value",
+    "calibrate",
     "explain",
+    "load",
     "nbytes",
     "ops",
     "remove",

@@ -9,6 +9,7 @@ from torch import nn
 from kvpass.lowering import table
 
 from . import schemes
+from .calibration.artifact import Calibration
 from .errors import KVPassError
 from .graph.report import Report
 from .runtime import Runtime, probe
@@ -19,7 +20,7 @@ _ATTRIBUTE = "_kvpass"
 
 def apply(
     model: nn.Module,
-    scheme: str | dict[str, Any] | SchemeConfig = "squat",
+    scheme: str | dict[str, Any] | SchemeConfig | Calibration = "squat",
     *,
     strict: bool = False,
     lowering: str = "auto",
@@ -32,7 +33,8 @@ def apply(
     `explain`. Inference only: gradients are not tracked, and a model in training mode is left alone.
 
     Args:
-        scheme: a name (`kvpass.schemes.available`), a dict ``{"scheme": "kivi", "bits": 4}``, or a config.
+        scheme: a name (`kvpass.schemes.available`), a dict ``{"scheme": "kivi", "bits": 4}``, a config, or what
+            `kvpass.calibrate` or `kvpass.load` returned.
         strict: raise `NotFusedError` at the first decode step if a layer's attention was not fused.
         lowering: "auto", the name of one implementation ("reference", "inductor"), or "eager" for no compilation at
             all: correct, slower, the oracle of the compiled path.
@@ -40,7 +42,8 @@ def apply(
 
     Raises:
         KVPassError: unknown scheme, a group that does not divide the head, a model with no attention to pack, a model
-            that has been applied to already. The model is untouched then.
+            that has been applied to already, a scheme that needs calibration and has none, a calibration of another
+            model. The model is untouched then.
     """
     if is_applied(model):
         raise KVPassError("kvpass is already applied to this model: call kvpass.remove(model) first.")
@@ -51,8 +54,24 @@ def apply(
         raise KVPassError(f"lowering={lowering!r}; use one of {', '.join(known)}.")
     if max_cache_len is not None and max_cache_len < 1:
         raise KVPassError(f"max_cache_len={max_cache_len} must be positive.")
-    config = schemes.get(scheme)
-    runtime = Runtime(model, config, probe(model), strict=strict, lowering=lowering, max_cache_len=max_cache_len)
+    calibrated = isinstance(scheme, Calibration)
+    config, layers = scheme.scheme if calibrated else schemes.get(scheme), probe(model)
+    if calibrated:
+        scheme.check(model, layers)
+    elif config.needs_calibration:
+        raise KVPassError(
+            f"{config.name!r} predicts layers from each other, and has to be calibrated on the model first: "
+            f"calibration = kvpass.calibrate(model, ids, {config.name!r}), then kvpass.apply(model, calibration)."
+        )
+    runtime = Runtime(
+        model,
+        config,
+        layers,
+        strict=strict,
+        lowering=lowering,
+        max_cache_len=max_cache_len,
+        predictors=scheme.predictors if calibrated else {},
+    )
 
     @torch.compiler.disable  # inside a user's torch.compile: a graph break, and kvpass's own graph behind it
     @functools.wraps(runtime.original)

@@ -12,7 +12,7 @@ from .graph.find import find
 from .graph.lower import lower
 from .graph.normalise import normalise
 from .graph.report import GraphReport
-from .graph.rewrite import rewrite, rotated_reads, unfused_reads
+from .graph.rewrite import count, rewrite
 
 _OPTIONS = {"strict", "lowering", "interpret", "scheme"}
 
@@ -35,8 +35,7 @@ class Backend:
         normal = normalise(gm)
         attentions, refused = find(normal.graph)
         module = rewrite(normal, example_inputs, attentions, refused)
-        reads = unfused_reads(module), rotated_reads(module)
-        report = GraphReport(len(attentions), *reads, refused, {}, not self.interpret)
+        report = GraphReport(len(attentions), refused=refused, compiled=not self.interpret, **count(module))
         if self.strict and (refused or report.decoded):
             reasons = "; ".join(dict.fromkeys(refused)) or "a cache is read outside of attention"
             raise NotFusedError(f"strict=True: {max(report.decoded, len(refused))} cache reads not fused: {reasons}")

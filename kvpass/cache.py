@@ -8,12 +8,21 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
 
+from .codec.predict import looks_below
 from .codec.spec import CodecSpec
 from .codec.window import length_of, length_view
 from .errors import KVPassError
 from .schemes import LayerGeometry, LayerPlan
 from .state import KVState, RotaryState
 from .tensor import PackedKV
+
+
+class Predictors(tuple):
+    """The weights of a layer's key and value predictors, two lists of tensors. They are the model's, not a cache's, so
+    that copies of a cache share them."""
+
+    def __deepcopy__(self, memo) -> Predictors:
+        return self
 
 
 class PackedLayer(CacheLayerMixin):
@@ -37,6 +46,11 @@ class PackedLayer(CacheLayerMixin):
         self.value_source: PackedLayer | None = None
         self.rotary_owner = self  # the layer that keeps the rotary tables of the cache
         self.rotary: RotaryState | None = None
+        self.below: PackedLayer | None = None  # the layer this one is predicted from
+        self.predictors: Predictors | None = None
+        self.is_below = False  # another layer is predicted from this one
+        self.past: tuple[Tensor, Tensor] | None = None  # its reconstruction, until the layer above has its turn
+        self.edges: tuple[Tensor, Tensor] | None = None  # that of the tokens that leave, while a forward is running
         self.tokens = 0
         self.length: Tensor | None = None  # the length carrier, set while a forward is running
         self.broken = False
@@ -48,12 +62,15 @@ class PackedLayer(CacheLayerMixin):
     @property
     def keys(self) -> PackedKV | None:
         """The stored keys as a ``[B, H_kv, n, D]`` tensor that decodes when read."""
-        return PackedKV.view(self.key_state, self.tokens) if self.is_initialized else None
+        return self._view(self.key_state) if self.is_initialized else None
 
     @property
     def values(self) -> PackedKV | None:
         """The stored values as a ``[B, H_kv, n, D]`` tensor that decodes when read."""
-        return PackedKV.view(self.value_state, self.tokens) if self.is_initialized else None
+        return self._view(self.value_state) if self.is_initialized else None
+
+    def _view(self, state: KVState) -> Tensor:
+        return state.decode(self.tokens) if self.plan.looks_below else PackedKV.view(state, self.tokens)
 
     def states(self) -> list[KVState]:
         """Key and value state, or nothing before the first forward."""
@@ -95,6 +112,12 @@ class PackedLayer(CacheLayerMixin):
         self.value_state = state(self.plan.value, self.value_source, "value_state")
         if self.plan.key.pre_rope and self.rotary_owner is self:
             self.rotary = RotaryState(batch, *room[1:], tokens)
+        if self.plan.looks_below:
+            self.below._allocate(batch, tokens)
+            self.value_state.beside = self.key_state
+            for state, below, predictor in zip(self.states(), self.below.states(), self.predictors, strict=True):
+                if looks_below(state.spec.predictor):
+                    state.below, state.predictor = below, predictor
 
     def forget(self) -> None:
         """Drop all storage."""
@@ -113,7 +136,7 @@ class PackedLayer(CacheLayerMixin):
     def _wrote(self, new_tokens: int) -> None:
         for state in self.states():
             state.wrote(self.tokens, self.tokens + new_tokens)
-        self.length = None
+        self.length = self.edges = self.past = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise KVPassError("A packed cache layer is initialized by the forward of the model kvpass was applied to.")
@@ -124,29 +147,56 @@ class PackedLayer(CacheLayerMixin):
                 "A packed cache was updated outside of the forward kvpass was applied to. Call model(...) or "
                 "model.generate(...), not a submodule, or pass a cache of its own to the submodule."
             )
-        tables = {}
+        for x in (key_states, value_states):
+            self._check_dtype(x)
+        past = None
+        if torch.compiler.is_compiling() or length_of(self.length):
+            past = self._read()
+        beside = self._append(self.key_state, key_states, 0)
+        self._append(self.value_state, value_states, 1, beside)
+        if past is None:
+            return key_states, value_states
+        return tuple(torch.cat(pair, 2) for pair in zip(past, (key_states, value_states), strict=True))
+
+    def _read(self) -> tuple[Tensor, Tensor]:
+        """The past as attention sees it, keys rotated; left for the layer above as it is stored."""
+        k_below, v_below = self.below.past if self.plan.looks_below else (None, None)
+        keys = self._decode(self.key_state, k_below)
+        values = self._decode(self.value_state, v_below, keys)
+        if self.plan.looks_below:
+            self.below.past = None
+        if self.is_below:
+            self.past = keys, values
         if self.plan.key.pre_rope:
             if not torch.compiler.is_compiling():
                 raise KVPassError("Keys stored before rotary embedding need the pass: this forward was not captured.")
             rotary = self.rotary_owner.rotary
-            tables = {"cos": rotary.cos, "sin": rotary.sin}
-        return self._update(self.key_state, key_states, **tables), self._update(self.value_state, value_states)
+            keys = torch.ops.kvpass.rotate(keys, rotary.cos, rotary.sin, "")
+        return keys, values
 
-    def _update(self, state: KVState, x: Tensor, **tables: Tensor) -> Tensor:
-        if x.dtype != state.ring.dtype:
+    def _decode(self, state: KVState, below: Tensor | None, beside: Tensor | None = None) -> Tensor:
+        if not looks_below(state.spec.predictor):
+            below = beside = None
+        return torch.ops.kvpass.decode(
+            state.codes, state.scale, state.zero_point, state.ring, self.length, state.text, self.lowering,
+            below, beside, list(state.predictor),
+        )  # fmt: skip
+
+    def _append(self, state: KVState, x: Tensor, which: int, beside: Tensor | None = None) -> Tensor | None:
+        edge = None if self.edges is None else self.edges[which]
+        torch.ops.kvpass.append_(
+            state.codes, state.scale, state.zero_point, state.ring, state.compensation, self.length, x, None, None,
+            state.text, self.lowering, edge, beside, [] if state.center is not None else list(state.predictor),
+            state.center,
+        )  # fmt: skip
+        return edge
+
+    def _check_dtype(self, x: Tensor) -> None:
+        if x.dtype != self.geometry.dtype:
             raise KVPassError(
                 f"The model produced {x.dtype} keys or values, but kvpass was applied when they were "
-                f"{state.ring.dtype}. kvpass.remove(model) and apply again after changing the dtype."
+                f"{self.geometry.dtype}. kvpass.remove(model) and apply again after changing the dtype."
             )
-        packed = (state.codes, state.scale, state.zero_point, state.ring)
-        full = x
-        if torch.compiler.is_compiling() or length_of(self.length):
-            past = torch.ops.kvpass.decode(*packed, self.length, state.text, self.lowering, **tables)
-            full = torch.cat([past, x], 2)
-        torch.ops.kvpass.append_(
-            *packed, state.compensation, self.length, x, None, None, state.text, self.lowering
-        )  # fmt: skip
-        return full
 
     def get_seq_length(self) -> int:
         return self.tokens if self.length is None else length_of(self.length)
@@ -209,6 +259,7 @@ def swap_layers(
     owner: str,
     lowering: str,
     max_cache_len: int | None,
+    predictors: dict[int, Predictors],
 ) -> None:
     """Replace the planned layers of a fresh ``cache`` in place; the cache object stays the same.
 
@@ -240,6 +291,9 @@ def swap_layers(
         layer.key_source = None if plan.key_source is None else layers[plan.key_source]
         layer.value_source = None if plan.value_source is None else layers[plan.value_source]
         layer.rotary_owner = layers[pre_rope[0]] if pre_rope else layer
+        if plan.looks_below:
+            layer.below, layer.predictors = layers[plans[index][1].below], predictors[index]
+            layer.below.is_below = True
     cache.layers[:] = layers
     cache.layer_class_to_replicate = None
 
@@ -269,9 +323,26 @@ def start_forward(layers: list[PackedLayer], batch: int, new_tokens: int) -> int
     length = length_view(torch.tensor([stored], device=first.geometry.device), stored)
     if stored > 1:  # empty (prefill) and one token are cases of their own, and what is traced there may say so
         torch._dynamo.mark_dynamic(length, 0)
+    edges = _edges(layers, batch, stored, new_tokens)
     for layer in layers:
         layer.prepare(batch, new_tokens, length)
+        layer.edges = edges
     return stored
+
+
+def _edges(layers: list[PackedLayer], batch: int, stored: int, new_tokens: int) -> tuple[Tensor, Tensor] | None:
+    """Room for one layer's reconstruction of the keys and values that leave the window in this forward."""
+    plan, geometry = layers[-1].plan, layers[-1].geometry
+    if not any(layer.plan.looks_below for layer in layers):
+        return None
+    leaving = plan.key.packed(stored + new_tokens) - plan.key.packed(stored)
+    tokens = max(plan.key.page_size, leaving)
+    shape = (batch, geometry.num_key_value_heads, tokens, geometry.head_dim)
+    edges = tuple(torch.empty(shape, dtype=geometry.dtype, device=geometry.device) for _ in range(2))
+    if new_tokens > 1:
+        for edge in edges:
+            torch._dynamo.mark_dynamic(edge, 2)
+    return edges
 
 
 def finish_forward(layers: list[PackedLayer], new_tokens: int, succeeded: bool) -> None:

@@ -9,9 +9,15 @@ append_      store ``x`` behind the ``length`` tokens already there and pack the
 decode       every stored token as ``[B, H_kv, n, D]`` in token order.
 attend       attention of ``q`` over the stored past and the full-precision present ``k_new``, ``v_new``. ``causal``
              is aligned to the end of the keys. ``softcap`` 0 means none.
+attend_decoded  the same over a past that is decoded already, because the next layer needs it.
+rotate       rotary embedding of decoded keys that are stored as they were before it (`codec.rotary`): by tables
+             ``cos``, ``sin`` ``[B, >= n, p]``, as ``rope`` says; "" leaves them as they are.
 append_rotary_  store rotary tables ``[B or 1, S, p]`` of the present behind those already there.
 
-``cos``, ``sin`` and ``rope`` rotate keys that are stored as they were before rotary embedding (`codec.rotary`).
+Predictors (`codec.predict`) take ``predictor``, a list of weights, and look at reconstructions ``[B, H_kv, n, D]``:
+that of the layer ``below``, and for values that of this layer's keys, ``beside``. An ``append_`` sees both for the
+tokens that leave the window only: ``edge`` holds the layer below's and is overwritten with this one's. A mean is kept
+in ``center``.
 
 ``lowering`` names the implementation ("auto" picks; see `kvpass.lowering.table`).
 """
@@ -37,15 +43,27 @@ _library.define(
 )
 _library.define(
     "append_(Tensor(a!) codes, Tensor(b!) scale, Tensor(c!) zero_point, Tensor(d!) ring, Tensor(e!)? compensation, "
-    'Tensor length, Tensor x, Tensor? q, Tensor? mask, str spec, str lowering="auto") -> ()',
+    'Tensor length, Tensor x, Tensor? q, Tensor? mask, str spec, str lowering="auto", Tensor(f!)? edge=None, '
+    "Tensor? beside=None, Tensor[]? predictor=None, Tensor(g!)? center=None) -> ()",
     tags=_TAGS,
 )
+_library.define(
+    f'decode({_STATE}, Tensor length, str spec, str lowering="auto", Tensor? below=None, Tensor? beside=None, '
+    "Tensor[]? predictor=None) -> Tensor",
+    tags=_TAGS,
+)
+_library.define("rotate(Tensor x, Tensor cos, Tensor sin, str rope) -> Tensor", tags=_TAGS)
 _ROTARY = 'Tensor? cos=None, Tensor? sin=None, str rope=""'
-_library.define(f'decode({_STATE}, Tensor length, str spec, str lowering="auto", *, {_ROTARY}) -> Tensor', tags=_TAGS)
 _library.define(
     "attend(Tensor q, Tensor k_codes, Tensor k_scale, Tensor k_zero_point, Tensor k_ring, Tensor v_codes, "
     "Tensor v_scale, Tensor v_zero_point, Tensor v_ring, Tensor length, Tensor k_new, Tensor v_new, Tensor? mask, "
-    f'bool causal, float scale, float softcap, str k_spec, str v_spec, str lowering="auto", *, {_ROTARY}) -> Tensor',
+    f'bool causal, float scale, float softcap, str k_spec, str v_spec, str lowering="auto", *, {_ROTARY}, '
+    "Tensor? center=None) -> Tensor",
+    tags=_TAGS,
+)
+_library.define(
+    "attend_decoded(Tensor q, Tensor k_past, Tensor v_past, Tensor k_new, Tensor v_new, Tensor? mask, bool causal, "
+    f'float scale, float softcap, str lowering="auto", *, {_ROTARY}) -> Tensor',
     tags=_TAGS,
 )
 _library.define(
@@ -64,25 +82,44 @@ def _encode(x, compensation, spec, lowering="auto"):
     return codes, scale, zero_point
 
 
-def _append_(codes, scale, zero_point, ring, compensation, length, x, q, mask, spec, lowering="auto"):
+def _append_(codes, scale, zero_point, ring, compensation, length, x, q, mask, spec, lowering="auto", edge=None,
+             beside=None, predictor=None, center=None):  # fmt: skip
     run = select(Site("append_", x.device.type, (spec,)), lowering).run
-    run(codes, scale, zero_point, ring, compensation, length_of(length), x, q, mask, parse(spec))
+    run(
+        codes, scale, zero_point, ring, compensation, length_of(length), x, q, mask, parse(spec), edge, beside,
+        predictor or (), center,
+    )  # fmt: skip
 
 
-def _decode(codes, scale, zero_point, ring, length, spec, lowering="auto", *, cos=None, sin=None, rope=""):
+def _decode(codes, scale, zero_point, ring, length, spec, lowering="auto", below=None, beside=None, predictor=None):
     run = select(Site("decode", ring.device.type, (spec,)), lowering).run
-    out = run(codes, scale, zero_point, ring, length_of(length), parse(spec))
-    return rotate(out, cos, sin, rope) if rope else out
+    references = [reference for reference in (below, beside) if reference is not None]
+    return run(codes, scale, zero_point, ring, length_of(length), parse(spec), references, predictor or ())
+
+
+def _rotate(x, cos, sin, rope):
+    return rotate(x, cos, sin, rope) if rope else x.clone()
+
+
+def _refuse_both(mask, causal):
+    if causal and mask is not None:
+        raise KVPassError("attend takes a mask or causal=True, not both.")
 
 
 def _attend(q, kc, ks, kz, kr, vc, vs, vz, vr, length, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec,
-            lowering="auto", *, cos=None, sin=None, rope=""):  # fmt: skip
-    if causal and mask is not None:
-        raise KVPassError("attend takes a mask or causal=True, not both.")
+            lowering="auto", *, cos=None, sin=None, rope="", center=None):  # fmt: skip
+    _refuse_both(mask, causal)
     run = select(Site("attend", q.device.type, (k_spec, v_spec), q.shape[2] == 1), lowering).run
     past = (kc, ks, kz, kr), (vc, vs, vz, vr), length_of(length)
     rotary = (cos, sin, rope) if rope else None
-    return run(q, *past, k_new, v_new, mask, causal, scale, softcap, parse(k_spec), parse(v_spec), rotary)
+    return run(q, *past, k_new, v_new, mask, causal, scale, softcap, parse(k_spec), parse(v_spec), rotary, center)
+
+
+def _attend_decoded(q, k_past, v_past, k_new, v_new, mask, causal, scale, softcap, lowering="auto", *, cos=None,
+                    sin=None, rope=""):  # fmt: skip
+    _refuse_both(mask, causal)
+    run = select(Site("attend_decoded", q.device.type, (), q.shape[2] == 1), lowering).run
+    return run(q, k_past, v_past, k_new, v_new, mask, causal, scale, softcap, (cos, sin, rope) if rope else None)
 
 
 def _append_rotary_(cos, sin, length, cos_new, sin_new):
@@ -91,8 +128,11 @@ def _append_rotary_(cos, sin, length, cos_new, sin_new):
         table[:, start : start + tokens, :pairs] = new
 
 
-_library.impl("append_rotary_", _append_rotary_, "CompositeExplicitAutograd")
-for _name, _run in (("encode", _encode), ("append_", _append_), ("decode", _decode), ("attend", _attend)):
+_IMPLEMENTATIONS = {
+    "encode": _encode, "append_": _append_, "decode": _decode, "rotate": _rotate, "attend": _attend,
+    "attend_decoded": _attend_decoded, "append_rotary_": _append_rotary_,
+}  # fmt: skip
+for _name, _run in _IMPLEMENTATIONS.items():
     _library.impl(_name, _run, "CompositeExplicitAutograd")
 
 
@@ -106,7 +146,8 @@ def _(x: Tensor, compensation, spec, lowering="auto"):
 
 
 @torch.library.register_fake("kvpass::append_")
-def _(codes, scale, zero_point, ring, compensation, length, x, q, mask, spec, lowering="auto"):
+def _(codes, scale, zero_point, ring, compensation, length, x, q, mask, spec, lowering="auto", edge=None, beside=None,
+      predictor=None, center=None):  # fmt: skip
     return None
 
 
@@ -116,11 +157,22 @@ def _(cos, sin, length, cos_new, sin_new):
 
 
 @torch.library.register_fake("kvpass::decode")
-def _(codes, scale, zero_point, ring, length, spec, lowering="auto", *, cos=None, sin=None, rope=""):
+def _(codes, scale, zero_point, ring, length, spec, lowering="auto", below=None, beside=None, predictor=None):
     return ring.new_empty((*ring.shape[:2], length_of(length), ring.shape[3]))
+
+
+@torch.library.register_fake("kvpass::rotate")
+def _(x, cos, sin, rope):
+    return x.new_empty(x.shape)
 
 
 @torch.library.register_fake("kvpass::attend")
 def _(q, kc, ks, kz, kr, vc, vs, vz, vr, length, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec,
-      lowering="auto", *, cos=None, sin=None, rope=""):  # fmt: skip
+      lowering="auto", *, cos=None, sin=None, rope="", center=None):  # fmt: skip
+    return q.new_empty((*q.shape[:3], v_new.shape[3]))
+
+
+@torch.library.register_fake("kvpass::attend_decoded")
+def _(q, k_past, v_past, k_new, v_new, mask, causal, scale, softcap, lowering="auto", *, cos=None, sin=None,
+      rope=""):  # fmt: skip
     return q.new_empty((*q.shape[:3], v_new.shape[3]))

@@ -14,10 +14,10 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 from .backend import Backend
-from .cache import PackedLayer, finish_forward, packed_layers, start_forward, swap_layers
+from .cache import PackedLayer, Predictors, finish_forward, packed_layers, start_forward, swap_layers
 from .errors import KVPassError
 from .graph.report import LayerReport, Report
-from .schemes import LayerGeometry, LayerPlan, SchemeConfig, check_sources
+from .schemes import LayerGeometry, LayerPlan, SchemeConfig, check_edges, check_sources
 
 _MIN_COMPILED_LENGTH = 2  # lengths 0 and 1 would be specialised by the tracer
 
@@ -40,7 +40,7 @@ def probe(model: nn.Module) -> dict[int, LayerGeometry | str]:
             model(input_ids=ids, past_key_values=cache, use_cache=True)
     except Exception as error:
         raise KVPassError(f"Two tokens through {type(model).__name__} with a DynamicCache failed: {error}") from error
-    layers = {}
+    layers, below = {}, None
     for index, layer in enumerate(cache.layers):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if type(layer) is not DynamicLayer:
@@ -51,8 +51,9 @@ def probe(model: nn.Module) -> dict[int, LayerGeometry | str]:
             layers[index] = f"keys {tuple(keys.shape)} and values {tuple(values.shape)} differ in shape (MLA?)"
         else:
             layers[index] = LayerGeometry(
-                index, len(cache.layers), keys.shape[1], keys.shape[3], keys.dtype, keys.device
-            )  # fmt: skip
+                index, len(cache.layers), keys.shape[1], keys.shape[3], keys.dtype, keys.device, below
+            )
+            below = index
     if not any(isinstance(layer, LayerGeometry) for layer in layers.values()):
         reasons = "; ".join(sorted(set(layers.values()))) or "its cache stayed empty"
         raise KVPassError(f"No attention that can be packed found in {type(model).__name__}: {reasons}.")
@@ -82,6 +83,7 @@ class Runtime:
         strict: bool,
         lowering: str,
         max_cache_len: int | None,
+        predictors: dict[int, Predictors],
     ):
         self.model, self.scheme, self.max_cache_len = weakref.ref(model), scheme, max_cache_len
         self.owner = uuid.uuid4().hex
@@ -92,7 +94,11 @@ class Runtime:
         }
         self.needs_queries = any(plan.needs_queries for plan, _ in self.plans.values())
         self.needs_rotation = any(plan.key.pre_rope for plan, _ in self.plans.values())
+        self.looks_below = any(plan.looks_below for plan, _ in self.plans.values())
+        self.one_graph = self.needs_rotation or self.looks_below
         check_sources({index: plan for index, (plan, _) in self.plans.items()})
+        check_edges(self.plans)
+        self.predictors = self._place(predictors)
         self.report = Report(
             str(scheme),
             [
@@ -118,9 +124,17 @@ class Runtime:
                 interpret=interpret,
                 graphs=self.report.graphs,
             )
-            return torch.compile(_with_own_code(call), backend=backend, fullgraph=self.needs_rotation)
+            return torch.compile(_with_own_code(call), backend=backend, fullgraph=self.one_graph)
 
         self.decode_step, self.captured = compiled(interpret=False), compiled(interpret=True)
+
+    def _place(self, predictors: dict[int, Predictors]) -> dict[int, Predictors]:
+        """``predictors`` where their layers are."""
+        return {
+            index: Predictors([t.to(layer.device) for t in tensors] for tensors in predictors[index])
+            for index, (plan, layer) in self.plans.items()
+            if plan.looks_below
+        }
 
     def forward(self, *args, **kwargs):
         """The model's forward over a packed cache."""
@@ -150,11 +164,14 @@ class Runtime:
                 raise error.inner_exception from None
             raise
         except Unsupported as error:
-            if not self.needs_rotation:
+            if not self.one_graph:
                 raise
+            why, instead = "Keys are stored before rotary embedding", "the scheme with rope='post'"
+            if self.looks_below:
+                why, instead = "Layers are predicted from the layer below", "the scheme's backbone alone"
             raise KVPassError(
-                "Keys are stored before rotary embedding, which needs the whole forward in one graph, and it broke: "
-                f"{str(error).splitlines()[0]} Use the scheme with rope='post'."
+                f"{why}, which needs the whole forward in one graph, and it broke: {str(error).splitlines()[0]} "
+                f"Use {instead}."
             ) from error
         finally:
             finish_forward(layers, new_tokens, succeeded)
@@ -175,7 +192,7 @@ class Runtime:
             raise KVPassError(f"past_key_values is {type(cache).__name__}; pass a transformers DynamicCache, or none.")
         layers = packed_layers(cache)
         if not layers:
-            swap_layers(cache, self.plans, self.owner, self.lowering, self.max_cache_len)
+            swap_layers(cache, self.plans, self.owner, self.lowering, self.max_cache_len, self.predictors)
             layers = packed_layers(cache)
         if any(layer.owner != self.owner for layer in layers):
             raise KVPassError(

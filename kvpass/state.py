@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from .codec.affine import params_dtype
+from .codec.predict import MEAN
 from .codec.spec import CodecSpec
 from .codec.window import layout, length_view, read_tokens
 from .errors import KVPassError
@@ -25,6 +26,9 @@ class KVState:
     scale, zero_point: ``[B, H_kv, capacity, *spec.params_shape(D)]``, 16-bit.
     ring: ``[B, H_kv, sinks + window, D]``, the full-precision tokens, in the cache's dtype.
     compensation: ``[B, H_kv, D - b, D - b]``, 16-bit, for specs with a subspace; otherwise None.
+    center: ``[B, H_kv, 1, D]``, 16-bit, for specs that subtract a mean; otherwise None.
+    predictor: weights of the predictor that subtracts something else (`kvpass.codec.predict`); the model's.
+    below, beside: the states it looks at: the same tokens in the layer below, and for values the keys of this layer.
     """
 
     def __init__(
@@ -36,10 +40,14 @@ class KVState:
         ring: Tensor,
         compensation: Tensor | None = None,
         source: KVState | None = None,
+        center: Tensor | None = None,
     ):
         self.spec, self.text = spec, str(spec)
         self._codes, self.scale, self.zero_point, self.ring = codes, scale, zero_point, ring
-        self.compensation, self.source = compensation, source
+        self.compensation, self.source, self.center = compensation, source, center
+        self.predictor: Sequence[Tensor] = () if center is None else (center,)
+        self.below: KVState | None = None
+        self.beside: KVState | None = None
         self.written = 0  # slots of the ring have been written up to this token
         self.unpacked_from = 0  # tokens of earlier pages are not in the ring any more, whatever `written` says
         self._resized()
@@ -76,6 +84,7 @@ class KVState:
             zeros(spec.sinks + spec.window, head_dim, dtype=dtype),
             compensation,
             source,
+            zeros(1, head_dim, dtype=params) if spec.predictor == MEAN else None,
         )
 
     @property
@@ -91,7 +100,7 @@ class KVState:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of its own, by attribute name."""
-        for name in (*_POOLS, "ring", "compensation"):
+        for name in (*_POOLS, "ring", "compensation", "center"):
             if (tensor := getattr(self, name)) is not None:
                 yield name, tensor
 
@@ -100,6 +109,8 @@ class KVState:
         """Replace every tensor of its own by ``fn`` of it (batch selection, device moves)."""
         for name, tensor in list(self.tensors()):
             setattr(self, name, fn(tensor))
+        if self.center is not None:
+            self.predictor = (self.center,)
         self._resized()
 
     @torch.inference_mode(False)
@@ -128,7 +139,7 @@ class KVState:
         self.reserve(n + x.shape[2])
         torch.ops.kvpass.append_(
             self.codes, self.scale, self.zero_point, self.ring, self.compensation,
-            self.carrier(n), x.to(self.ring.dtype), q, mask, self.text,
+            self.carrier(n), x.to(self.ring.dtype), q, mask, self.text, center=self.center,
         )  # fmt: skip
         self.wrote(n, n + x.shape[2])
 
@@ -137,9 +148,11 @@ class KVState:
         self.written, self.unpacked_from = (stop, 0) if start == 0 else (max(self.written, stop), self.unpacked_from)
 
     def decode(self, n: int) -> Tensor:
-        """The ``n`` stored tokens, ``[B, H_kv, n, D]`` in the cache's dtype."""
+        """The ``n`` stored tokens, ``[B, H_kv, n, D]`` in the cache's dtype, and what they were predicted from."""
+        below, beside = (state and state.decode(n) for state in (self.below, self.beside))
         return torch.ops.kvpass.decode(
-            self.codes, self.scale, self.zero_point, self.ring, self.carrier(n), self.text
+            self.codes, self.scale, self.zero_point, self.ring, self.carrier(n), self.text, "auto", below, beside,
+            list(self.predictor),
         )  # fmt: skip
 
     def _lost(self, n: int) -> Tensor:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .codec.predict import looks_below
 from .codec.spec import CodecSpec, parse
 from .errors import KVPassError, NonFiniteError
 from .quiet import quiet
@@ -25,22 +26,23 @@ class PackedKV(TorchAOBaseTensor):
 
     tensor_data_names = ["codes", "scale", "zero_point", "ring"]
     tensor_attribute_names = ["spec", "num_tokens"]
-    optional_tensor_data_names = ["compensation"]
+    optional_tensor_data_names = ["compensation", "center"]
 
-    def __new__(cls, codes, scale, zero_point, ring, spec, num_tokens, compensation=None):
+    def __new__(cls, codes, scale, zero_point, ring, spec, num_tokens, compensation=None, center=None):
         shape = (*ring.shape[:2], num_tokens, ring.shape[3])
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=ring.dtype, device=ring.device)
 
-    def __init__(self, codes, scale, zero_point, ring, spec: str, num_tokens: int, compensation=None):
+    def __init__(self, codes, scale, zero_point, ring, spec: str, num_tokens: int, compensation=None, center=None):
         super().__init__()
         self.codes, self.scale, self.zero_point, self.ring = codes, scale, zero_point, ring
-        self.spec, self.num_tokens, self.compensation = spec, num_tokens, compensation
+        self.spec, self.num_tokens, self.compensation, self.center = spec, num_tokens, compensation, center
 
     @classmethod
     def view(cls, state: KVState, num_tokens: int) -> "PackedKV":
         """The first ``num_tokens`` tokens of ``state``, sharing its storage."""
         return cls(
-            state.codes, state.scale, state.zero_point, state.ring, state.text, num_tokens, state.compensation
+            state.codes, state.scale, state.zero_point, state.ring, state.text, num_tokens, state.compensation,
+            state.center,
         )  # fmt: skip
 
     @classmethod
@@ -53,6 +55,8 @@ class PackedKV(TorchAOBaseTensor):
             raise KVPassError(f"Expected a float [B, H_kv, n, D] tensor, got {x.dtype} of shape {tuple(x.shape)}.")
         if x.device.type == "cpu" and not torch.isfinite(x).all():
             raise NonFiniteError("The tensor holds NaN or infinity, which has no code.")
+        if looks_below(spec.predictor):
+            raise KVPassError("What a predictor left over is no tensor of its own: it needs the layer below.")
         batch, heads, tokens, head_dim = x.shape
         state = KVState.allocate(spec, batch, heads, head_dim, x.dtype, x.device, tokens)
         state.append(x, 0, q)
@@ -62,7 +66,7 @@ class PackedKV(TorchAOBaseTensor):
     def state(self) -> KVState:
         """The storage, shared."""
         spec = parse(self.spec)
-        state = KVState(spec, self.codes, self.scale, self.zero_point, self.ring, self.compensation)
+        state = KVState(spec, self.codes, self.scale, self.zero_point, self.ring, self.compensation, None, self.center)
         state.written, state.unpacked_from = self.num_tokens, spec.pages(self.num_tokens)
         return state
 

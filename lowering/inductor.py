@@ -16,6 +16,7 @@ from kvpass.codec.grid import grid, look_up
 from kvpass.codec.hadamard import basis
 from kvpass.codec.pack import num_planes, unpack_plane
 from kvpass.codec.pages import decode_pages, encode_pages
+from kvpass.codec.predict import looks_below
 from kvpass.codec.rotary import parse_rope, rotate_pairs, split_pairs
 from kvpass.codec.spec import CodecSpec, parse
 from kvpass.codec.window import layout, ring_tokens
@@ -87,8 +88,8 @@ def append_(*args) -> None:
 
 
 @implements("decode", "inductor", refuses=_refuses_decode)
-def decode(codes: Tensor, scale: Tensor, zero_point: Tensor, ring: Tensor, n: int, spec: CodecSpec) -> Tensor:
-    return reference.read(_decode_all, codes, scale, zero_point, ring, n, spec)
+def decode(*args) -> Tensor:
+    return reference.read(_decode_all, *args)
 
 
 def _decode_all(codes: Tensor, scale: Tensor, zero_point: Tensor, spec: CodecSpec) -> Tensor:
@@ -161,7 +162,7 @@ def _attend(k_pages, v_pages, q, *inputs, scale, softcap, k_spec, v_spec, rope):
     ``k_pages`` and ``v_pages`` carry page counts as their shape, ``n`` the length as its value. For log-sparse windows
     ``held`` is the token in each slot of the ring, and ``page_tokens`` ``[N, P]`` those in the pages.
     """
-    *state, n, k_new, v_new, mask, held, page_tokens, cos, sin, k_points, v_points, k_basis, v_basis = inputs
+    *state, n, k_new, v_new, mask, held, page_tokens, cos, sin, k_points, v_points, k_basis, v_basis, center = inputs
     kc, ks, kz, kr, vc, vs, vz, vr, k_new, v_new = (tensor.flatten(0, 1) for tensor in (*state, k_new, v_new))
     shape, dtype, batch, groups = q.shape, q.dtype, q.shape[0], state[0].shape[1]
     q = (q.float() * scale).view(batch * groups, shape[1] // groups, -1)  # [BH, R, D]
@@ -186,8 +187,12 @@ def _attend(k_pages, v_pages, q, *inputs, scale, softcap, k_spec, v_spec, rope):
     by_plane, scores = in_page.view(count, planes, size // planes), []
     for j in range(planes):
         k = plane_values(kc, ks, kz, k_spec, j, k_points)
+        if center is not None and rope:  # the mean is turned with the keys
+            k = k + center.flatten(0, 1)[:, None].float()
         scores.append(_dots(q_pages, k, tables(by_plane[:, j]), rope))
     in_pages = torch.stack(scores, 3).flatten(2)  # [BH, R, N * P], in storage order
+    if center is not None and not rope:
+        in_pages = in_pages + (q * center.flatten(0, 1).float()).sum(-1, keepdim=True)
     in_ring = _dots(q, kr.float(), tables(k_tokens.clamp_min(0)), rope)
     present = (q * k_new.float()).sum(-1, keepdim=True)
     scores = torch.cat([in_pages, in_ring, present], -1)
@@ -276,12 +281,13 @@ def _attend_kernel(key: tuple, k_spec: CodecSpec, v_spec: CodecSpec, scale: floa
         *(table, table),
         *map(points, (k_spec, v_spec)),
         *map(rotation, (k_spec, v_spec)),
+        example(heads, 1, head_dim, dtype=params_dtype(dtype)) if k_spec.predictor else None,
     ]
     first = [0] if many else []
     pools = [*[[*first, 2]] * 3, first]
     of_mask = [0, 3] if many and mask_layout is not None and mask_layout[0] else [3]
     tables = [[*first, 1]] * 2
-    dynamic = [[0], [0], first, *pools, *pools, [], first, first, of_mask, [], [0], *tables, [], [], [], []]
+    dynamic = [[0], [0], first, *pools, *pools, [], first, first, of_mask, [], [0], *tables, [], [], [], [], first]
     fn = partial(_attend, scale=scale, softcap=softcap, k_spec=k_spec, v_spec=v_spec, rope=rope)
     return compile_ahead(fn, examples, dynamic)
 
@@ -316,13 +322,17 @@ def _refuses_attend(site: Site) -> str | None:
         return "keys and values must share page size, sinks and the choice of exact tokens."
     if key.pre_rope and key.rotation is not None:
         return "keys rotated by a Hadamard matrix before rotary embedding have to be decoded."
+    if looks_below(key.predictor) or value.predictor:
+        return "what predictors left over has to be decoded."
     if value.residual < key.residual or (key.keep == "log" and key.window != value.window):
         return "values must not leave the window before keys."
     return None
 
 
 @implements("attend", "inductor", refuses=_refuses_attend)
-def attend(q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None) -> Tensor:
+def attend(
+    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, center=None
+) -> Tensor:
     batch, heads, _, head_dim = k_new.shape
     device, pages = q.device, []
     for spec, pool in ((k_spec, key[0]), (v_spec, value[0])):
@@ -345,6 +355,7 @@ def attend(q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec,
     bases = (None if s.rotation is None else basis(head_dim, s.rotation, device) for s in (k_spec, v_spec))
     carriers = (_carrier(count, device) for count in pages)
     (out,) = kernel(
-        *carriers, new[0], *key, *value, _length(n, device), *new[1:], mask, held, tokens, cos, sin, *points, *bases
+        *carriers, new[0], *key, *value, _length(n, device), *new[1:], mask, held, tokens, cos, sin, *points, *bases,
+        center,
     )  # fmt: skip
     return out

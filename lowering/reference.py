@@ -6,6 +6,7 @@ from torch import Tensor
 
 from kvpass.codec.affine import check_finite
 from kvpass.codec.pages import decode_pages, encode_pages, share_codes
+from kvpass.codec.predict import MEAN, fit_center, predict
 from kvpass.codec.rotary import rotate
 from kvpass.codec.spec import CodecSpec
 from kvpass.codec.subspace import compensation_matrix, precision_matrix
@@ -20,14 +21,31 @@ def encode(x: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Ten
     return encode_pages(x, spec, compensation)
 
 
-def read(decode_fn, codes, scale, zero_point, ring, n: int, spec: CodecSpec) -> Tensor:
-    """Sinks, pages (decoded by ``decode_fn``) and window, in token order."""
-    used, where = spec.pages(n), layout(spec)
-    pages = decode_fn(codes[:, :, :used], scale[:, :, :used], zero_point[:, :, :used], spec).to(ring.dtype)
+_CHUNK = 4096  # tokens predicted at a time: what is needed in between stays small
+
+
+def read(decode_fn, codes, scale, zero_point, ring, n: int, spec: CodecSpec, references=(), predictor=()) -> Tensor:
+    """Sinks, pages (decoded by ``decode_fn``) and window, in token order.
+
+    references: what the predictor looks at, all ``n`` tokens each; see `kvpass.codec.predict`.
+    """
+    used, where, chunks = spec.pages(n), layout(spec), []
+    step = max(1, _CHUNK // spec.page_size) if spec.predictor else max(1, used)
+    for first in range(0, max(1, used), step):
+        pages = slice(first, min(first + step, used))
+        values = decode_fn(codes[:, :, pages], scale[:, :, pages], zero_point[:, :, pages], spec)
+        if spec.predictor:
+            tokens = where.page_tokens(pages.start, pages.stop)
+            values = values + predict(spec.predictor, predictor, _take(references, tokens), spec.page_size)
+        chunks.append(values.to(ring.dtype))
     sinks = min(n, spec.sinks)
-    stored = torch.cat([ring[:, :, :sinks], pages, read_tokens(ring, spec, where.exact(n))], 2)
+    stored = torch.cat([ring[:, :, :sinks], *chunks, read_tokens(ring, spec, where.exact(n))], 2)
     order = where.token_order(n)
     return stored if order is None else stored.index_select(2, order.to(ring.device))
+
+
+def _take(references, tokens: Tensor) -> list[Tensor]:
+    return [reference.index_select(2, tokens.to(reference.device)) for reference in references]
 
 
 @implements("decode", "reference")
@@ -48,8 +66,29 @@ def fit_compensation(q: Tensor, mask: Tensor | None, num_key_value_heads: int, s
     return compensation_matrix(precision, spec.subspace.block_size)
 
 
-def append(encode_fn, codes, scale, zero_point, ring, compensation, n, x, q, mask, spec: CodecSpec) -> None:
-    """Store ``x`` as tokens ``[n, n + S)``; pages that fall out of the window are encoded by ``encode_fn``."""
+def append(
+    encode_fn,
+    codes,
+    scale,
+    zero_point,
+    ring,
+    compensation,
+    n,
+    x,
+    q,
+    mask,
+    spec: CodecSpec,
+    edge=None,
+    beside=None,
+    predictor=(),
+    center=None,
+) -> None:
+    """Store ``x`` as tokens ``[n, n + S)``; pages that fall out of the window are encoded by ``encode_fn``.
+
+    edge: in, what the tokens that leave are in the layer below, by pages; out, what they are in this one.
+    beside: the same of this layer's keys, for values.
+    center: where the mean is kept that the predictor of that name subtracts.
+    """
     if spec.subspace is not None and n == 0:
         if q is None:
             raise KVPassError("This codec needs the prompt's queries, and no attention handed them over.")
@@ -58,14 +97,36 @@ def append(encode_fn, codes, scale, zero_point, ring, compensation, n, x, q, mas
     first, last = spec.pages(n), spec.pages(stop)
     if last > first:
         tokens = _leaving(ring, n, x, layout(spec).page_tokens(first, last), spec)
-        new = encode_fn(tokens, compensation, spec)
-        if x.device.type == "cpu":
-            check_finite(*new[1:])
-        if spec.own_codes < 1:
-            new = share_codes(codes[:, :, first:last], tokens, new, spec)
-        for pool, pages in zip((codes, scale, zero_point), new, strict=True):
-            pool[:, :, first:last] = pages
+        if spec.predictor == MEAN:
+            predictor = (center,)
+            if not first:
+                center.copy_(fit_center(tokens, center.dtype))
+        step = max(1, _CHUNK // spec.page_size) if spec.predictor or edge is not None else last - first
+        for start in range(first, last, step):
+            stop_page = min(start + step, last)
+            part = slice((start - first) * spec.page_size, (stop_page - first) * spec.page_size)
+            references = [t[:, :, part] for t in (edge, beside) if t is not None]
+            _encode_into(
+                [pool[:, :, start:stop_page] for pool in (codes, scale, zero_point)],
+                encode_fn, compensation, tokens[:, :, part], spec, references, predictor, edge is not None,
+            )  # fmt: skip
     write_tokens(ring, spec, n, x)
+
+
+def _encode_into(pools, encode_fn, compensation, x, spec, references, predictor, keep: bool) -> None:
+    """Encode whole pages ``x`` into ``pools``; with ``keep``, leave what they decode to in the first reference."""
+    prediction = predict(spec.predictor, predictor, references, spec.page_size) if spec.predictor else None
+    residual = x if prediction is None else (x.float() - prediction).to(x.dtype)
+    new = encode_fn(residual, compensation, spec)
+    if x.device.type == "cpu":
+        check_finite(*new[1:])
+    if spec.own_codes < 1:
+        new = share_codes(pools[0], x, new, spec)
+    for pool, pages in zip(pools, new, strict=True):
+        pool.copy_(pages)
+    if keep:
+        values = decode_pages(*new, spec)
+        references[0].copy_(values if prediction is None else values + prediction)
 
 
 def _leaving(ring: Tensor, n: int, x: Tensor, tokens: Tensor, spec: CodecSpec) -> Tensor:
@@ -117,13 +178,21 @@ def _softcapped_attention(q, k, v, mask, causal, scale, softcap):
 
 
 @implements("attend", "reference")
-def attend(q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None) -> Tensor:
+def attend(
+    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, center=None
+) -> Tensor:
     """``key`` and ``value`` are (codes, scale, zero_point, ring): decode the past, attend to it and to the present.
 
-    rotary: (cos, sin, rope) for keys stored before rotary embedding.
+    rotary: (cos, sin, rope) for keys stored before rotary embedding. center: the mean that was subtracted from keys.
     """
-    if n:
-        k = decode(*key, n, k_spec)
+    k, v = decode(*key, n, k_spec, (), (center,)), decode(*value, n, v_spec)
+    return attend_decoded(q, k, v, k_new, v_new, mask, causal, scale, softcap, rotary)
+
+
+@implements("attend_decoded", "reference")
+def attend_decoded(q, k, v, k_new, v_new, mask, causal, scale, softcap, rotary=None) -> Tensor:
+    """The same over a past ``k``, ``v`` ``[B, H_kv, n, D]`` that is decoded already."""
+    if k.shape[2]:
         k_new = torch.cat([k if rotary is None else rotate(k, *rotary), k_new], 2)
-        v_new = torch.cat([decode(*value, n, v_spec), v_new], 2)
+        v_new = torch.cat([v, v_new], 2)
     return attention(q, k_new, v_new, mask, causal, scale, softcap)

@@ -8,6 +8,7 @@ from typing import Literal
 from ..errors import KVPassError
 from .grid import grid_shape
 from .pack import byte_rows, smallest_page
+from .predict import looks_below, parse_predictor
 
 UNIFORM = (1, 2, 3, 4, 8)
 """Widths of uniform codes."""
@@ -69,6 +70,9 @@ class CodecSpec:
     rotation: seed of a random-sign Hadamard rotation of the channels (`codec.hadamard`); None for none.
     grid: name of a vector grid (`codec.grid`) whose points are the codes; "" for uniform codes. ``bits`` is then the
         width of the code of d values, and groups have a scale and no zero point.
+    predictor: what is subtracted before encoding and added after decoding (`codec.predict`): "" nothing, "mean" the
+        mean of the tokens packed first, or a function of the layer below: "linear", "low-rank", "mlp", and each with
+        "-4" behind it for weights of 4 bits.
     """
 
     bits: int
@@ -85,6 +89,7 @@ class CodecSpec:
     pre_rope: bool = False
     rotation: int | None = None
     grid: str = ""
+    predictor: str = ""
     subspace: Subspace | None = None
 
     def __post_init__(self):
@@ -115,6 +120,10 @@ class CodecSpec:
                 f"Log-sparse windows keep 2W tokens and move W at a time: residual={self.residual} must "
                 f"be twice page_size={self.page_size}."
             )
+        if looks_below(self.predictor):
+            parse_predictor(self.predictor)
+        if self.predictor and self.own_codes != 1:
+            raise KVPassError("Codes of what a predictor left over are not shared between layers.")
         self._check_fit()
 
     def _check_grid(self) -> None:

@@ -11,8 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
+from ..codec.predict import looks_below
+from ..codec.spec import parse
+
 aten = torch.ops.aten
 DECODE = torch.ops.kvpass.decode.default
+ROTATE = torch.ops.kvpass.rotate.default
+_SPEC = 5  # which argument of DECODE
 
 _SAME_VALUES = {
     aten.clone.default,
@@ -30,10 +35,19 @@ class NotUnderstood(Exception):
 
 @dataclass
 class Source:
-    """Where attention's keys or values come from: ``cat([past, present])``, heads repeated in order."""
+    """Where attention's keys or values come from: ``cat([past, present])``, heads repeated in order.
+
+    past: what decodes the cache; rotation: what turns it before it is read, if keys are stored before rotary embedding.
+    """
 
     past: Node
     present: Node
+    rotation: Node | None = None
+
+    @property
+    def needed_elsewhere(self) -> bool:
+        """Whether the decoded past is there anyway: another layer is predicted from it, or it from another layer."""
+        return len(self.past.users) > 1 or looks_below(parse(self.past.args[_SPEC]).predictor)
 
 
 @dataclass
@@ -97,8 +111,11 @@ def _source(node: Node) -> Source:
         target = node.target
         if target is aten.cat.default:
             parts, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
-            if len(parts) == 2 and dim in (2, -2) and parts[0].target is DECODE:
-                return Source(*parts)
+            past, present = parts if len(parts) == 2 and dim in (2, -2) else (None, None)
+            if past is not None and past.target is DECODE:
+                return Source(past, present)
+            if past is not None and past.target is ROTATE and past.args[0].target is DECODE:
+                return Source(past.args[0], present, past)
             raise NotUnderstood("keys or values are concatenated with something else than the present tokens")
         if _keeps_values(node):
             node = node.args[0]

@@ -7,16 +7,18 @@ from dataclasses import dataclass, field
 class GraphReport:
     """One captured graph: the attentions over packed state found in it and what became of them.
 
-    fused: attentions that read codes; decoded: reads that decode first; rotated: key caches stored before rotary
+    fused: attentions over the cache that were replaced; reconstructed: those of them that read a layer decoded because
+    the next one is predicted from it; decoded: other reads that decode first; rotated: key caches stored before rotary
     embedding, rotated when read.
     """
 
     fused: int
+    reconstructed: int
     decoded: int
     rotated: int
     refused: list[str]
-    lowerings: dict[str, str]
     compiled: bool
+    lowerings: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -87,8 +89,10 @@ class Report:
             kind = "compiled" if graph.compiled else "interpreted"
             used = ", ".join(f"{op}: {name}" for op, name in sorted(graph.lowerings.items()))
             rotated = f", {graph.rotated} keys rotated when read" if graph.rotated else ""
+            rebuilt = f" ({graph.reconstructed} over a layer decoded for the next)" if graph.reconstructed else ""
             lines.append(
-                f"graph ({kind}): {graph.fused} attentions fused, {graph.decoded} reads decoded{rotated}; {used}"
+                f"graph ({kind}): {graph.fused} attentions fused{rebuilt}, {graph.decoded} reads decoded{rotated}; "
+                f"{used}"
             )
             lines.extend(f"  not fused: {reason}" for reason in dict.fromkeys(graph.refused))
         return "\n".join(lines)

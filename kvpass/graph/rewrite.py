@@ -8,7 +8,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..codec.spec import parse
 from ..errors import KVPassError
-from .find import DECODE, Attention
+from .find import DECODE, ROTATE, Attention
 from .masks import structure
 from .normalise import NormalGraph, in_place
 from .rotary import Rotations, insert_tables, turns_alike
@@ -16,8 +16,13 @@ from .rotary import Rotations, insert_tables, turns_alike
 APPEND = torch.ops.kvpass.append_.default
 APPEND_ROTARY = torch.ops.kvpass.append_rotary_.default
 ATTEND = torch.ops.kvpass.attend.default
+ATTEND_DECODED = torch.ops.kvpass.attend_decoded.default
 _FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
-_SCALE = 1  # which argument of DECODE says whose cache it reads; codes may be another layer's
+_SCALE, _PREDICTOR = (
+    1,
+    9,
+)  # arguments of DECODE: whose cache it reads (codes may be another's), weights
+_DEFAULTS = {a.name: a.default_value for a in APPEND._schema.arguments if a.has_default_value()}
 _ARGUMENTS = [argument.name for argument in APPEND._schema.arguments]
 _WRITTEN = [a.name for a in APPEND._schema.arguments if a.alias_info and a.alias_info.is_write]
 
@@ -73,10 +78,11 @@ def _store_before_rotation(
         rotation = rotations.find(arguments["x"])
         if rotation is None:
             continue  # a layer without positions
-        reads = [node for node in arguments["scale"].users if node.target is DECODE]
+        decoded = [node for node in arguments["scale"].users if node.target is DECODE]
+        reads = [user for node in decoded for user in node.users if user.target is ROTATE]
         for node in reads:
-            node.kwargs = {**node.kwargs, "rope": rotation.rope}
-        cos, sin = (reads[0].kwargs[name] for name in ("cos", "sin"))
+            node.args = (*node.args[:3], rotation.rope)
+        _, cos, sin, _ = reads[0].args
         arguments["x"] = rotation.before
         if arguments["q"] is not None:
             of_query = rotations.find(arguments["q"])
@@ -104,16 +110,22 @@ def _drop_structural_mask(attention: Attention) -> None:
 
 def _replace(graph: Graph, attention: Attention) -> None:
     key, value = attention.key, attention.value
-    *k_state, length, k_spec = key.past.args[:6]
-    *v_state, _, v_spec = value.past.args[:6]
+    if key.needed_elsewhere or value.needed_elsewhere:
+        target, past = ATTEND_DECODED, (key.past, value.past)
+    else:
+        *k_state, length, k_spec = key.past.args[:6]
+        *v_state, _, v_spec = value.past.args[:6]
+        target, past = ATTEND, (*k_state, *v_state, length)
+    how = attention.mask, attention.causal, attention.scale, attention.softcap
+    specs = (k_spec, v_spec) if target is ATTEND else ()
+    options = {}
+    if key.rotation is not None:
+        options = dict(zip(("cos", "sin", "rope"), key.rotation.args[1:], strict=True))
+    if target is ATTEND and parse(k_spec).predictor:
+        (options["center"],) = key.past.args[_PREDICTOR]
     with graph.inserting_before(attention.output):
         new = graph.call_function(
-            ATTEND,
-            (
-                attention.query, *k_state, *v_state, length, key.present, value.present, attention.mask,
-                attention.causal, attention.scale, attention.softcap, k_spec, v_spec,
-            ),
-            key.past.kwargs,
+            target, (attention.query, *past, key.present, value.present, *how, *specs), options
         )  # fmt: skip
         new.meta["val"] = attention.output.meta["val"].new_empty(attention.output.meta["val"].shape)
         result = new
@@ -144,7 +156,8 @@ def _append_arguments(node: Node) -> dict | None:
             index = node.kwargs[f"_{name}_base_index"]
             arguments[name] = None if index is None else _placeholder(bases[index])
         else:
-            arguments[name] = node.kwargs.get(name, "auto" if name == "lowering" else None)
+            value = node.kwargs.get(name, _DEFAULTS.get(name))
+            arguments[name] = _placeholder(value) if isinstance(value, Node) else value
     return arguments
 
 
@@ -164,11 +177,11 @@ def _hoist_appends(normal: NormalGraph, appends: dict[Node, dict]) -> set[Node]:
     return written
 
 
-def unfused_reads(gm: GraphModule) -> int:
-    """Decodes left in a rewritten graph: cache reads that no attention took over."""
-    return sum(node.target is DECODE for node in gm.graph.nodes)
-
-
-def rotated_reads(gm: GraphModule) -> int:
-    """Reads, fused or not, that rotate keys stored before rotary embedding."""
-    return sum(node.target in (ATTEND, DECODE) and bool(node.kwargs.get("rope")) for node in gm.graph.nodes)
+def count(gm: GraphModule) -> dict[str, int]:
+    """What a rewritten graph reads its caches by; see `GraphReport`."""
+    nodes = list(gm.graph.nodes)
+    reconstructed = sum(node.target is ATTEND_DECODED for node in nodes)
+    decodes = sum(node.target is DECODE for node in nodes)
+    rotated = sum(node.target in (ATTEND, ATTEND_DECODED) and bool(node.kwargs.get("rope")) for node in nodes)
+    rotated += sum(node.target is ROTATE and bool(node.args[3]) for node in nodes)
+    return dict(reconstructed=reconstructed, decoded=decodes - 2 * reconstructed, rotated=rotated)

@@ -1,6 +1,7 @@
 """One small file per paper: a frozen config that composes codec primitives into a plan."""
 
-from .base import LayerGeometry, LayerPlan, SchemeConfig, available, check_sources, get, register_scheme
+from .aqua import AquaKVConfig
+from .base import LayerGeometry, LayerPlan, SchemeConfig, available, check_edges, check_sources, get, register_scheme
 from .higgs import HIGGSConfig
 from .identity import IdentityConfig
 from .kivi import KIVIConfig
@@ -13,6 +14,7 @@ from .uniform import UniformConfig
 from .xquant import AsymKVConfig, XQuantConfig
 
 __all__ = [
+    "AquaKVConfig",
     "AsymKVConfig",
     "HIGGSConfig",
     "IdentityConfig",
@@ -28,6 +30,7 @@ __all__ = [
     "UniformConfig",
     "XQuantConfig",
     "available",
+    "check_edges",
     "check_sources",
     "get",
     "register_scheme",

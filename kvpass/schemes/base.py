@@ -8,13 +8,15 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..codec.predict import MEAN, looks_below
 from ..codec.spec import CodecSpec
 from ..errors import KVPassError
 
 
 @dataclass(frozen=True)
 class LayerGeometry:
-    """One cache layer of a model: its index among ``num_layers``, heads, head_dim, dtype and device."""
+    """One cache layer of a model: its index among ``num_layers``, heads, head_dim, dtype and device, and ``below``, the
+    last packed layer before it, if there is one."""
 
     index: int
     num_layers: int
@@ -22,6 +24,7 @@ class LayerGeometry:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    below: int | None = None
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,11 @@ class LayerPlan:
         """Whether the codec is fitted to the prompt's queries, so that prefill has to be captured."""
         return self.key.subspace is not None
 
+    @property
+    def looks_below(self) -> bool:
+        """Whether keys or values are predicted from the layer below."""
+        return looks_below(self.key.predictor) or looks_below(self.value.predictor)
+
     def __str__(self) -> str:
         def describe(name: str, spec: CodecSpec, source: int | None) -> str:
             window = f"{spec.residual}..{spec.residual + spec.page_size - 1} exact"
@@ -57,13 +65,35 @@ class LayerPlan:
                 codes = f"grid {spec.grid} g{spec.group_size}"
             rotated = "" if spec.rotation is None else " rotated"
             shared = "" if source is None else f" with the codes of layer {source}"
-            return f"{name}{' before RoPE' if spec.pre_rope else ''}{rotated} {codes}{shared}, {window}"
+            rest = " less its mean" if spec.predictor == MEAN else f" less {spec.predictor} prediction"
+            rest = rest if spec.predictor else ""
+            return f"{name}{' before RoPE' if spec.pre_rope else ''}{rest}{rotated} {codes}{shared}, {window}"
 
         sinks = f", {self.key.sinks} sinks" if self.key.sinks else ""
         sparse = ", log-sparse" if self.key.keep == "log" else ""
         extra = f", rank-{self.key.subspace.rank} subspace" if self.key.subspace else ""
         key = describe("K", self.key, self.key_source)
         return f"{key}{extra}; {describe('V', self.value, self.value_source)}{sinks}{sparse}"
+
+
+def check_edges(plans: dict[int, tuple[LayerPlan, LayerGeometry]]) -> None:
+    """Raise `KVPassError` unless layers that are predicted from the one below move tokens as that one does."""
+    for plan, layer in plans.values():
+        if not plan.looks_below:
+            continue
+        below, its = plans[layer.below]
+        specs = (below.key, below.value, plan.key, plan.value)
+        if len({(spec.page_size, spec.residual, spec.sinks, spec.keep) for spec in specs}) > 1:
+            raise KVPassError(
+                f"Layer {layer.index} is predicted from layer {layer.below}, which keeps other tokens exact: keys and "
+                "values of all layers must leave the window together."
+            )
+        if (its.num_key_value_heads, its.head_dim) != (layer.num_key_value_heads, layer.head_dim):
+            raise KVPassError(
+                f"Layer {layer.index} cannot be predicted from layer {layer.below}, which has "
+                f"{its.num_key_value_heads} heads of {its.head_dim} instead of {layer.num_key_value_heads} of "
+                f"{layer.head_dim}."
+            )
 
 
 def check_sources(plans: dict[int, LayerPlan]) -> None:
@@ -88,6 +118,7 @@ class SchemeConfig:
 
     name: ClassVar[str]
     version: ClassVar[int] = 1
+    needs_calibration: ClassVar[bool] = False
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
         """The plan of one layer; raises `KVPassError` if the scheme does not fit it."""
@@ -95,10 +126,18 @@ class SchemeConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; `get` inverts it."""
-        return {"scheme": self.name, "version": self.version, **dataclasses.asdict(self)}
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {"scheme": self.name, "version": self.version, **{name: _plain(v) for name, v in fields.items()}}
 
     def __str__(self) -> str:
-        return f"{self.name}({', '.join(f'{k}={v}' for k, v in dataclasses.asdict(self).items())})"
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return f"{self.name}({', '.join(f'{name}={value}' for name, value in fields.items())})"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, SchemeConfig):
+        return value.to_dict()
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
 
 
 _SCHEMES: dict[str, type[SchemeConfig]] = {}

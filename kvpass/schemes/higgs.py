@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..codec.grid import grid_shape
+from ..codec.predict import MEAN
 from ..codec.spec import CodecSpec, check_integers
 from ..errors import KVPassError
 from .base import LayerGeometry, LayerPlan, register_scheme
@@ -17,6 +18,8 @@ class HIGGSConfig(StorageConfig):
 
     grid: "d2n16" is 16 points for 2 values, 2 bits a value; "d2n64" 3 bits, "d2n256" 4 bits, "d4n64" 1.5 bits.
     group_size: channels that share a scale; None is the head, which keeps heads independent (1,024 in the paper).
+    center: the mean of the keys that are packed first is subtracted from all, in channels where it is not just chance.
+        Keys of models with a bias have one, which would take codes away from what differs between tokens.
     fit: scales are the "rms" of a group, or of least squared error given the codes ("lsq").
     seed: of the signs of the rotation.
     """
@@ -25,6 +28,7 @@ class HIGGSConfig(StorageConfig):
 
     grid: str = "d2n16"
     group_size: int | None = None
+    center: bool = True
     fit: Literal["rms", "lsq"] = "rms"
     seed: int = 0
 
@@ -37,13 +41,14 @@ class HIGGSConfig(StorageConfig):
             check_integers(self, group_size=1)
         self._codec(self.group_size or 64, self.key_storage())
 
-    def _codec(self, group_size: int, storage: dict) -> CodecSpec:
+    def _codec(self, group_size: int, storage: dict, **fields) -> CodecSpec:
         fit = "lsq" if self.fit == "lsq" else "minmax"
         bits = grid_shape(self.grid)[1]
-        return CodecSpec(bits, "token", group_size, **storage, fit=fit, rotation=self.seed, grid=self.grid)
+        return CodecSpec(bits, "token", group_size, **storage, fit=fit, rotation=self.seed, grid=self.grid, **fields)
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
         group_size = self.group_size or layer.head_dim
         return LayerPlan(
-            self._codec(group_size, self.key_storage()), self._codec(group_size, self.value_storage())
+            self._codec(group_size, self.key_storage(), predictor=MEAN if self.center else ""),
+            self._codec(group_size, self.value_storage()),
         ).checked(layer)

@@ -1,0 +1,142 @@
+"""What `kvpass.calibrate` found out about a model. Its files are safetensors and JSON: nothing in them runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from .. import schemes
+from ..errors import KVPassError
+from ..schemes import LayerGeometry, SchemeConfig
+
+_FORMAT = 1
+_TENSORS, _FACTS = "predictors.safetensors", "calibration.json"
+_SAMPLES = 64  # values of each weight that go into the fingerprint
+_ROLES = ("key", "value")
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A digest of the names, shapes and some values of the weights, the same for any dtype the values fit in."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(model.state_dict().items()):
+        digest.update(f"{name}{tuple(weight.shape)}".encode())
+        if weight.is_floating_point() and weight.numel():
+            flat = weight.detach().reshape(-1)
+            sample = flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES].to("cpu", torch.bfloat16)
+            digest.update(sample.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def describe(model: nn.Module, layers: Mapping[int, LayerGeometry | str]) -> dict[str, Any]:
+    """What identifies ``model``: its class, the heads of its packed layers, and a `fingerprint` of its weights."""
+    packed = {i: layer for i, layer in layers.items() if isinstance(layer, LayerGeometry)}
+    return {
+        "class": type(model).__name__,
+        "layers": {str(i): [layer.num_key_value_heads, layer.head_dim] for i, layer in packed.items()},
+        "weights": fingerprint(model),
+    }
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A scheme with its predictors, for one model. `kvpass.apply` takes it where it takes a scheme.
+
+    scheme: the config, with everything that was left to measurement decided.
+    predictors: layer -> the weights of its key and of its value predictor (`kvpass.codec.predict`).
+    model: what identifies the model (`describe`).
+    explained: layer -> share of the variance of its keys and of its values that the predictors explain, on sequences
+        they were not fitted to.
+    facts: what else was measured, by name.
+    """
+
+    scheme: SchemeConfig
+    predictors: dict[int, tuple[list[Tensor], list[Tensor]]]
+    model: dict[str, Any]
+    explained: dict[int, tuple[float, float]]
+    facts: dict[str, Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the predictors, which every use of the scheme needs once."""
+        return sum(tensor.nbytes for both in self.predictors.values() for one in both for tensor in one)
+
+    def check(self, model: nn.Module, layers: Mapping[int, LayerGeometry | str]) -> None:
+        """Raise `KVPassError` unless this calibration was made for ``model``, whose cache layers are ``layers``."""
+        found = describe(model, layers)
+        for what, name in (("model", "class"), ("layers and heads", "layers"), ("weights", "weights")):
+            if found[name] != self.model[name]:
+                raise KVPassError(
+                    f"This calibration was made for another model: its {what} were {self.model[name]}, and here are "
+                    f"{found[name]}. Calibrate this model: kvpass.calibrate(model, ids, {self.scheme.name!r})."
+                )
+
+    def save(self, folder: str | Path) -> Path:
+        """Write to ``folder``, made if need be; returns it. Files of an earlier calibration there are replaced."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {
+            f"{layer}.{role}.{i}": tensor.cpu().contiguous()
+            for layer, both in self.predictors.items()
+            for role, one in zip(_ROLES, both, strict=True)
+            for i, tensor in enumerate(one)
+        }
+        data = save(tensors)
+        facts = {
+            "format": _FORMAT,
+            "scheme": self.scheme.to_dict(),
+            "model": self.model,
+            "explained": {str(layer): list(shares) for layer, shares in self.explained.items()},
+            "facts": self.facts,
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
+        for name, content in ((_TENSORS, data), (_FACTS, json.dumps(facts, indent=2).encode())):
+            partial = folder / f".{name}.partial"
+            partial.write_bytes(content)
+            partial.replace(folder / name)
+        return folder
+
+    def __str__(self) -> str:
+        return f"{self.scheme.name} calibrated, {self.scheme.predictor} predictors of {self.nbytes:,} bytes"
+
+
+def load_calibration(folder: str | Path) -> Calibration:
+    """What `Calibration.save` wrote to ``folder``. Raises `KVPassError` if files are missing, cut off, altered, or of
+    another version."""
+    folder = Path(folder)
+    try:
+        facts, data = json.loads((folder / _FACTS).read_text(encoding="utf-8")), (folder / _TENSORS).read_bytes()
+    except OSError as error:
+        raise KVPassError(f"{folder} holds no calibration: {error.strerror}, {Path(error.filename).name}.") from error
+    except ValueError as error:
+        raise KVPassError(f"{folder / _FACTS} is no JSON: {error}. Calibrate again.") from error
+    if not isinstance(facts, dict) or facts.get("format") != _FORMAT:
+        found = facts.get("format") if isinstance(facts, dict) else None
+        raise KVPassError(f"{folder / _FACTS} has format {found!r}; this kvpass reads format {_FORMAT}.")
+    if hashlib.sha256(data).hexdigest() != facts.get("sha256"):
+        raise KVPassError(
+            f"{folder / _TENSORS} is not the file that {_FACTS} was written with: it was cut off or altered."
+        )
+    try:
+        predictors: dict[int, tuple[list, list]] = {int(layer): ([], []) for layer in facts["explained"]}
+        tensors = load(data)
+        for name in sorted(tensors, key=lambda name: int(name.rsplit(".", 1)[1])):
+            layer, role, _ = name.split(".")
+            predictors[int(layer)][_ROLES.index(role)].append(tensors[name])
+        return Calibration(
+            schemes.get(facts["scheme"]),
+            predictors,
+            facts["model"],
+            {int(layer): tuple(shares) for layer, shares in facts["explained"].items()},
+            facts["facts"],
+        )
+    except (KeyError, ValueError, TypeError, AttributeError, SafetensorError) as error:
+        raise KVPassError(f"{folder} holds no calibration that can be read: {error!r}. Calibrate again.") from error

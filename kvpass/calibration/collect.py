@@ -1,0 +1,73 @@
+"""The keys and values a model makes of some sequences, on disk: memory does not depend on how many there are."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import DynamicCache
+
+from ..cache import packed_layers
+from ..codec.affine import params_dtype
+from ..errors import NonFiniteError
+from ..evaluate import packed
+from ..schemes import IdentityConfig
+
+
+class Collected:
+    """Keys and values of packed layers, one file a sequence, 16-bit."""
+
+    def __init__(self, files: list[Path]):
+        self.files = files
+
+    def read(self, sequence: int, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[1, H_kv, T, D]`` float32 of one layer."""
+        with safe_open(self.files[sequence], "pt") as file:
+            return file.get_tensor(f"{layer}.key").float(), file.get_tensor(f"{layer}.value").float()
+
+
+@torch.no_grad()
+def collect(model: nn.Module, data: Sequence[Tensor], rope: str, folder: Path, bar: tqdm) -> Collected:
+    """Run ``model`` over each of ``data`` ``[1, T]`` and keep what its attention would have cached, keys on the side of
+    rotary embedding that ``rope`` says. Sequences that ``folder`` has already are not run again.
+
+    Raises `NonFiniteError` for values beyond what 16 bits hold.
+    """
+    files = [folder / f"sequence-{digest(ids)}.safetensors" for ids in data]
+    missing = [(ids, file) for ids, file in zip(data, files, strict=True) if not file.exists()]
+    bar.update(len(data) - len(missing))
+    if not missing:
+        return Collected(files)
+    with packed(model, IdentityConfig(rope=rope), lowering="auto" if rope == "pre" else "eager"):
+        for ids, file in missing:
+            cache = DynamicCache(config=model.config)
+            model(input_ids=ids, past_key_values=cache, use_cache=True)
+            tensors = {}
+            for index, layer in enumerate(cache.layers):
+                if layer not in packed_layers(cache):
+                    continue
+                for role, state in zip(("key", "value"), layer.states(), strict=True):
+                    x = state.decode(layer.tokens)
+                    x = x.to(params_dtype(x.dtype))
+                    if not torch.isfinite(x).all():
+                        raise NonFiniteError(
+                            f"Layer {index} makes {role}s that are not finite in {x.dtype}: load the model in bfloat16."
+                        )
+                    tensors[f"{index}.{role}"] = x.cpu().contiguous()
+            partial = file.with_suffix(".partial")
+            save_file(tensors, partial)
+            partial.replace(file)  # whole or not at all
+            bar.update()
+    return Collected(files)
+
+
+def digest(*parts) -> str:
+    """A short hash of texts and tensors."""
+    out = hashlib.sha256()
+    for part in parts:
+        out.update(part.cpu().contiguous().numpy().tobytes() if isinstance(part, Tensor) else str(part).encode())
+    return out.hexdigest()[:16]

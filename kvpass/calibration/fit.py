@@ -1,0 +1,237 @@
+"""`calibrate`: algorithm 1 of AQUA-KV (arXiv 2501.19392), layer by layer on what the layer below is decoded to."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from .. import schemes
+from ..codec import CodecSpec, decode_pages, encode_pages
+from ..codec.affine import params_dtype
+from ..codec.predict import MEAN, fit_center, looks_below, predict
+from ..codec.window import layout
+from ..errors import KVPassError
+from ..runtime import probe
+from ..schemes import AquaKVConfig, LayerGeometry, LayerPlan, SchemeConfig, check_edges
+from .artifact import Calibration, describe
+from .collect import Collected, collect, digest
+from .regression import Moments, fit
+
+_HELD_OUT = 8  # every so many sequences are not fitted to
+_TRIAL_LAYERS, _TRIAL_SEQUENCES = 5, 4  # what the first layer's scheme is chosen on
+_CHAIN_TOLERANCE, _FIRST_TOLERANCE = 1.05, 0.02
+
+Plans = dict[int, tuple[LayerPlan, LayerGeometry]]
+
+
+@torch.no_grad()
+def calibrate(
+    model: nn.Module,
+    data: Tensor | Sequence[Tensor],
+    scheme: str | dict | SchemeConfig = "aqua",
+    *,
+    work: str | Path | None = None,
+    progress: bool = True,
+) -> Calibration:
+    """Fit the predictors of ``scheme`` to ``model``; the model is left as it was found.
+
+    The model runs over the data once. Predictors are then fitted layer by layer to sums over all tokens, so that memory
+    does not depend on how many there are; keys and values wait on disk, ``4 * H_kv * D`` bytes a token and layer.
+
+    data: token ids, ``[N, S]``, or a list of ``[S]`` or ``[1, S]``, of the kind the model will see; at least 2
+        sequences: every eighth one measures what the predictors explain of text they were not fitted to. Some ten
+        thousand tokens are enough for a small model.
+    scheme: one that needs calibration.
+    work: a folder that lets an interrupted calibration go on; emptied when it is done. Default: a temporary one.
+    progress: show a bar where there is a terminal.
+
+    Raises `KVPassError` for schemes that need no calibration, too little data, or a model that is packed already.
+    """
+    config = schemes.get(scheme)
+    if not isinstance(config, AquaKVConfig):
+        raise KVPassError(f"{config.name!r} needs no calibration: kvpass.apply(model, scheme={config.name!r}).")
+    layers = probe(model)
+    described, sequences = describe(model, layers), _sequences(data, config, model)
+    folder = Path(tempfile.mkdtemp(prefix="kvpass-") if work is None else work)
+    folder = folder / digest(described, config.to_dict(), *sequences)
+    folder.mkdir(parents=True, exist_ok=True)
+    silent = None if progress else True
+    with tqdm(total=len(sequences), desc="keys and values", unit="sequence", disable=silent, leave=False) as bar:
+        collected = collect(model, sequences, config.rope, folder, bar)
+    choice, scores = _choose_first_layer(config, layers, collected)
+    config = dataclasses.replace(config, first_layer=choice)
+    chain = _Chain(config, layers, collected, folder)
+    with tqdm(total=len(chain.plans), desc="predictors", unit="layer", disable=silent, leave=False) as bar:
+        chain.run(bar.update)
+    facts = {"tokens": sum(ids.numel() for ids in sequences), "first_layer": scores, "error": chain.errors}
+    shutil.rmtree(folder if work is not None else folder.parent)
+    return Calibration(config, chain.predictors, described, chain.explained, facts)
+
+
+def _sequences(data: Tensor | Sequence[Tensor], config: AquaKVConfig, model: nn.Module) -> list[Tensor]:
+    device = next(model.parameters()).device
+    sequences = [torch.as_tensor(ids).view(1, -1).to(device) for ids in data]
+    shortest = config.sinks + 2 * config.key_storage()["page_size"]
+    if len(sequences) < 2 or any(ids.shape[1] < shortest for ids in sequences):
+        raise KVPassError(
+            f"Calibration needs at least 2 sequences of at least {shortest} tokens, and got lengths "
+            f"{[ids.shape[1] for ids in sequences]}."
+        )
+    return sequences
+
+
+def _plans(config: AquaKVConfig, layers: dict[int, LayerGeometry | str]) -> Plans:
+    plans = {i: (config.plan(layer), layer) for i, layer in layers.items() if isinstance(layer, LayerGeometry)}
+    check_edges(plans)
+    return plans
+
+
+def _choose_first_layer(
+    config: AquaKVConfig, layers, collected: Collected
+) -> tuple[SchemeConfig, dict[str, list[float]]]:
+    """The cheapest scheme of the first layer that loses little itself and serves the layers above about as well as the
+    lossless one, by the error of the first layers on some of the sequences."""
+    choices = config.first_layer_choices
+    if len(choices) == 1:
+        return choices[0], {}
+    some = Collected(collected.files[:_TRIAL_SEQUENCES])
+    scores = {}
+    for choice in choices:
+        with tempfile.TemporaryDirectory(prefix="kvpass-") as folder:
+            trial = _Chain(dataclasses.replace(config, first_layer=choice), layers, some, Path(folder), _TRIAL_LAYERS)
+            trial.run()
+        first, *above = (sum(pair) / 2 for pair in trial.errors.values())
+        scores[str(choice)] = [first, sum(above) / max(1, len(above))]
+    bound = _CHAIN_TOLERANCE * scores[str(choices[-1])][1]
+    for choice in choices:
+        first, above = scores[str(choice)]
+        if first <= _FIRST_TOLERANCE and above <= bound:
+            break
+    return choice, scores
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The keys (role 0) or values (role 1) of one layer, and the layer below."""
+
+    layer: int
+    below: int | None
+    role: int
+    spec: CodecSpec
+
+
+class _Chain:
+    """The layers of a model from the first up, each fitted to what the one below it is decoded to.
+
+    explained, errors: layer -> of its keys and values, on held-out sequences: share of the variance that is predicted,
+        and squared error of what is decoded over the variance.
+    """
+
+    def __init__(self, config: AquaKVConfig, layers, collected: Collected, folder: Path, depth: int | None = None):
+        self.config, self.collected, self.folder = config, collected, folder
+        self.plans = dict(list(_plans(config, layers).items())[:depth])
+        self.predictors: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        self.explained: dict[int, tuple[float, float]] = {}
+        self.errors: dict[int, tuple[float, float]] = {}
+        count = len(collected.files)
+        self.held_out = [i for i in range(count) if i % _HELD_OUT == min(_HELD_OUT, count) - 1]
+        self.fitted_to = [i for i in range(count) if i not in self.held_out]
+
+    def run(self, layer_done: Callable[[], object] = lambda: None) -> None:
+        """Fit every layer; those that ``folder`` has predictors of are only decoded again."""
+        below = None
+        for index, (plan, geometry) in self.plans.items():
+            saved = self.folder / f"layer-{index}.safetensors"
+            known = _unflatten(load_file(saved)) if saved.exists() else None
+            tensors, explained, errors = [], [], []
+            for role, spec in enumerate((plan.key, plan.value)):
+                part = _Part(index, below, role, spec)
+                moments = Moments.of(partial(self._pairs, part))
+                tensors.append(known[role] if known else self._fit(part, moments, params_dtype(geometry.dtype)))
+                shares = self._decode(part, tensors[role], moments.y / moments.count)
+                explained.append(shares[0])
+                errors.append(shares[1])
+            if plan.looks_below:
+                self.predictors[index], self.explained[index] = tuple(tensors), tuple(explained)
+                save_file(_flatten(tensors), saved)
+            self.errors[index] = tuple(errors)
+            below = index
+            layer_done()
+
+    def _tokens(self, sequence: int, layer: int, role: int, spec: CodecSpec) -> Tensor:
+        """Those of a sequence that are packed, ``[1, H, T, D]`` float32, in the order of their pages."""
+        x = self.collected.read(sequence, layer)[role]
+        return x.index_select(2, layout(spec).page_tokens(0, spec.pages(x.shape[2])))
+
+    def _references(self, sequence: int, part: _Part, original: bool = False) -> list[Tensor]:
+        """What a part is predicted from: the same of the layer below, and for values the layer's own keys."""
+        read = partial(self._tokens, spec=part.spec) if original else self._load
+        own = [read(sequence, part.layer, 0)] if part.role else []
+        return [read(sequence, part.below, part.role), *own]
+
+    def _pairs(self, part: _Part) -> Iterator[tuple[Tensor, Tensor]]:
+        """Rows to predict from and rows to predict, of each sequence that is fitted to."""
+        for sequence in self.fitted_to:
+            y = _rows([self._tokens(sequence, part.layer, part.role, part.spec)])
+            if looks_below(part.spec.predictor):
+                yield _rows(self._references(sequence, part, self.config.fit_on == "original")), y
+            else:
+                yield y[:, :0], y
+
+    def _fit(self, part: _Part, moments: Moments, dtype: torch.dtype) -> list[Tensor]:
+        if not looks_below(part.spec.predictor):
+            return []
+        how = dict(ridge=self.config.ridge, rank=self.config.rank, dtype=dtype)
+        return fit(part.spec.predictor, partial(self._pairs, part), moments, **how)
+
+    def _decode(self, part: _Part, tensors: list[Tensor], mean: Tensor) -> tuple[float, float]:
+        """Keep what a part is decoded to; returns what is explained and the error, with ``mean`` as the zero of both."""
+        spec = dataclasses.replace(part.spec, subspace=None)  # there are no queries, and it moves errors, not energy
+        residual, error, energy = 0.0, 0.0, 0.0
+        for sequence in range(len(self.collected.files)):
+            x, prediction = self._tokens(sequence, part.layer, part.role, spec), torch.zeros(())
+            if spec.predictor == MEAN:
+                prediction = fit_center(x, params_dtype(x.dtype)).float()
+            elif spec.predictor:
+                prediction = predict(spec.predictor, tensors, self._references(sequence, part), spec.page_size)
+            decoded = prediction + decode_pages(*encode_pages(x - prediction, spec), spec)
+            save_file({"x": decoded.contiguous()}, self._file(sequence, part.layer, part.role))
+            if part.below is not None:
+                self._file(sequence, part.below, part.role).unlink(missing_ok=True)
+            if sequence in self.held_out:
+                residual += (x - prediction).double().square().sum().item()
+                error += (x - decoded).double().square().sum().item()
+                energy += (_rows([x]).double() - mean).square().sum().item()
+        return 1 - residual / energy, error / energy
+
+    def _file(self, sequence: int, layer: int, role: int) -> Path:
+        return self.folder / f"decoded-{layer}-{role}-{sequence}.safetensors"
+
+    def _load(self, sequence: int, layer: int, role: int) -> Tensor:
+        return load_file(self._file(sequence, layer, role))["x"]
+
+
+def _rows(heads: list[Tensor]) -> Tensor:
+    """``[1, H, T, D]`` tensors side by side: ``[T, sum of H * D]``."""
+    return torch.cat([x[0].transpose(0, 1).flatten(1) for x in heads], -1)
+
+
+def _flatten(tensors: list[list[Tensor]]) -> dict[str, Tensor]:
+    return {f"{role}.{i}": tensor for role, one in enumerate(tensors) for i, tensor in enumerate(one)}
+
+
+def _unflatten(tensors: dict[str, Tensor]) -> list[list[Tensor]]:
+    out = [[], []]
+    for name in sorted(tensors, key=lambda name: tuple(map(int, name.split(".")))):
+        out[int(name[0])].append(tensors[name])
+    return out

@@ -1,0 +1,143 @@
+"""Least squares in a stream: what a predictor is fitted from are sums over tokens, however many there are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..codec import CodecSpec, Subspace, encode_pages
+from ..codec.predict import matrix, parse_predictor, run
+from ..codec.subspace import compensation_matrix
+
+Batches = Callable[[], Iterator[tuple[Tensor, Tensor]]]
+"""Makes a pass over the data: rows ``[T, in]`` to predict from and rows ``[T, out]`` to predict, float32."""
+
+_GROUP, _BLOCK = 64, 32  # 4-bit weights: outputs that share a scale, inputs quantized at a time
+_MLP_EPOCHS, _MLP_BATCH, _MLP_RATE = 8, 256, 1e-3
+
+
+@dataclass
+class Moments:
+    """Sums over the rows seen, in float64.
+
+    count: rows; x ``[in]``, y ``[out]``: their sums; xx ``[in, in]``, xy ``[in, out]``: of products; yy ``[out]``: of
+    squares.
+    """
+
+    count: int
+    x: Tensor
+    y: Tensor
+    xx: Tensor
+    xy: Tensor
+    yy: Tensor
+
+    @classmethod
+    def of(cls, batches: Batches) -> Moments:
+        """One pass over the data."""
+        total = None
+        for x, y in batches():
+            x, y = x.double(), y.double()
+            new = (len(x), x.sum(0), y.sum(0), x.mT @ x, x.mT @ y, y.square().sum(0))
+            total = new if total is None else tuple(a + b for a, b in zip(total, new, strict=True))
+        return cls(*total)
+
+    def centred(self) -> tuple[Tensor, Tensor]:
+        """Covariances times ``count``: ``[in, in]`` and ``[in, out]``."""
+        return self.xx - torch.outer(self.x, self.x) / self.count, self.xy - torch.outer(self.x, self.y) / self.count
+
+    def bias(self, weight: Tensor) -> Tensor:
+        """The bias of least squared error for ``weight`` ``[out, in]``."""
+        return (self.y - weight.double() @ self.x) / self.count
+
+    def energy(self) -> float:
+        """Squared distance of the rows ``y`` from their mean."""
+        return (self.yy - self.y.square() / self.count).sum().item()
+
+
+def _regularised(covariance: Tensor, ridge: float) -> Tensor:
+    mean = covariance.diagonal().mean()
+    return covariance + max(ridge, 1e-12) * mean.clamp_min(1e-30) * torch.eye(len(covariance), dtype=covariance.dtype)
+
+
+def linear(moments: Moments, ridge: float) -> Tensor:
+    """The weight ``[out, in]`` of least squared error, with ``ridge`` times the mean of the diagonal added to it."""
+    xx, xy = moments.centred()
+    return torch.linalg.solve(_regularised(xx, ridge), xy).mT
+
+
+def low_rank(moments: Moments, ridge: float, rank: int) -> tuple[Tensor, Tensor]:
+    """Reduced-rank regression: ``[rank, in]`` and ``[out, rank]``, the best of that rank (Reinsel and Velu, 1998)."""
+    weight = linear(moments, ridge)
+    xx, _ = moments.centred()
+    _, directions = torch.linalg.eigh(weight @ xx @ weight.mT)
+    up = directions[:, -rank:]
+    return up.mT @ weight, up
+
+
+def quantize(weight: Tensor, covariance: Tensor, ridge: float, dtype: torch.dtype) -> list[Tensor]:
+    """4-bit codes ``[out / 2, in]``, scales and zero points of ``weight`` ``[out, in]``: inputs are quantized in
+    blocks, and what one gets wrong the later ones make up for, as far as ``covariance`` ``[in, in]`` lets them (GPTQ)."""
+    outputs, inputs = weight.shape
+    block = math.gcd(inputs, _BLOCK)
+    group = math.gcd(outputs, _GROUP)
+    subspace = Subspace(1, 0.0, True, block) if inputs > block else None
+    spec = CodecSpec(4, "channel", group, outputs, subspace=subspace)
+    answer = subspace and compensation_matrix(_regularised(covariance, max(ridge, 1e-2)), block)[None, None]
+    packed = encode_pages(weight.to(dtype)[None, None], spec, answer)
+    return [part[0, 0, 0] for part in packed]
+
+
+def fit(
+    predictor: str, batches: Batches, moments: Moments, *, ridge: float, rank: int | None, dtype: torch.dtype
+) -> list[Tensor]:
+    """The tensors of a predictor (`kvpass.codec.predict`), in ``dtype`` or 4-bit codes.
+
+    batches: makes a pass over the data ``moments`` are of; only "mlp" makes more of them.
+    """
+    kind, bits = parse_predictor(predictor)
+    if kind == "mlp":
+        return [tensor.to(dtype) for tensor in _fit_mlp(batches, moments)]
+    outputs = len(moments.y)
+    weights = [linear(moments, ridge)]
+    if kind == "low-rank":
+        weights = list(low_rank(moments, ridge, min(rank or outputs // 2, outputs)))
+    parts, covariance = [], moments.centred()[0]
+    whole = torch.eye(len(moments.x), dtype=torch.float64)
+    for weight in weights:
+        part = quantize(weight, covariance, ridge, dtype) if bits == 4 else [weight.to(dtype)]
+        stored = matrix(part).double()
+        whole, covariance = stored @ whole, stored @ covariance @ stored.mT
+        parts.extend(part)
+    return [*parts, moments.bias(whole).to(dtype)]
+
+
+def _fit_mlp(batches: Batches, moments: Moments) -> list[Tensor]:
+    """Two layers with a hidden width of twice the input's, by Adam, from a fixed seed."""
+    inputs, outputs = len(moments.x), len(moments.y)
+    generator = torch.Generator().manual_seed(0)
+
+    def start(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=generator) / math.sqrt(columns)
+
+    mean = (moments.y / moments.count).float()
+    size = math.sqrt(moments.energy() / moments.count / outputs) or 1.0  # learned in units of it
+    weights = [start(2 * inputs, inputs), start(outputs, 2 * inputs), torch.zeros(2 * inputs), torch.zeros(outputs)]
+    with torch.enable_grad():
+        for weight in weights:
+            weight.requires_grad_()
+        optimiser = torch.optim.Adam(weights, _MLP_RATE)
+        for epoch in range(_MLP_EPOCHS):
+            optimiser.param_groups[0]["lr"] = _MLP_RATE * (1 - epoch / _MLP_EPOCHS)
+            for x, y in batches():
+                order = torch.randperm(len(x), generator=generator)
+                for rows in order.split(_MLP_BATCH):
+                    error = run("mlp", x[rows], weights[:2], weights[2:]) - (y[rows] - mean) / size
+                    optimiser.zero_grad()
+                    error.square().mean().backward()
+                    optimiser.step()
+    first, second, a, b = (weight.detach() for weight in weights)
+    return [first, second * size, a, b * size + mean]

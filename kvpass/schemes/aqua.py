@@ -1,0 +1,101 @@
+"""AQUA-KV (arXiv 2501.19392): each layer is predicted from the one below, and only what is left over is coded.
+
+Keys are predicted from the reconstructed keys of the layer below, values from its reconstructed values and this layer's
+reconstructed keys (algorithm 1 of the paper). The residual goes to any backbone; since its energy is a fraction of the
+tokens', so is its error at the same width. Predictors come from `kvpass.calibrate`.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from ..codec.predict import parse_predictor
+from ..codec.spec import check_integers
+from ..errors import KVPassError
+from .base import LayerGeometry, LayerPlan, SchemeConfig, get, register_scheme
+from .higgs import HIGGSConfig
+from .identity import IdentityConfig
+from .kivi import KIVIConfig
+from .quarot import QuaRotConfig
+from .rtn import RTNConfig
+from .storage import StorageConfig
+
+
+@register_scheme(
+    aqua_3=dict(backbone=HIGGSConfig(grid="d2n64")),
+    aqua_4=dict(backbone=HIGGSConfig(grid="d2n256")),
+    aqua_kivi=dict(backbone=KIVIConfig()),
+    aqua_quarot=dict(backbone=QuaRotConfig(bits=2)),
+    aqua_rtn=dict(backbone=RTNConfig(bits=2)),
+)
+@dataclass(frozen=True, kw_only=True)
+class AquaKVConfig(StorageConfig):
+    """Keys and values leave the window together: it swings between 0 and ``residual - 1`` tokens for both.
+
+    backbone: any scheme that does not share codes between layers; its own window and sinks do not matter here.
+    first_layer: the scheme of the first layer, which has none below; "auto" is HIGGS at 4 bits, centred or not, or full
+        precision, whichever calibration finds to serve the layers above.
+    predictor: "linear", "low-rank" or "mlp" with 16-bit weights, "linear-4" or "low-rank-4" with 4-bit ones.
+    rank: of "low-rank"; None is half the width of a layer's keys.
+    predicted: which of keys and values are predicted; what is not goes to the backbone as it is.
+    fit_on: predictors are fitted to what layers below are decoded to ("reconstructed", as in the paper), or to the
+        "original" keys and values, for any backbone alike.
+    ridge: added to the diagonal of the normal equations, in units of its mean.
+    """
+
+    name = "aqua"
+    needs_calibration = True
+
+    residual: int = 128
+    sinks: int = 4
+    rope: Literal["post", "pre"] = "pre"
+    backbone: SchemeConfig | str | dict[str, Any] = field(default_factory=HIGGSConfig)
+    first_layer: SchemeConfig | str | dict[str, Any] = "auto"
+    predictor: str = "linear-4"
+    rank: int | None = None
+    predicted: Literal["both", "keys", "values"] = "both"
+    fit_on: Literal["reconstructed", "original"] = "reconstructed"
+    ridge: float = 1e-3
+
+    def __post_init__(self):
+        super().__post_init__()
+        object.__setattr__(self, "backbone", get(self.backbone))
+        if self.first_layer != "auto":
+            object.__setattr__(self, "first_layer", get(self.first_layer))
+        for name, scheme in (("backbone", self.backbone), ("first_layer", self.first_layer)):
+            if isinstance(scheme, SchemeConfig) and scheme.needs_calibration:
+                raise KVPassError(f"{name}={scheme.name!r} is predicted itself: use a scheme that stores tokens.")
+        parse_predictor(self.predictor)
+        if self.rank is not None:
+            check_integers(self, rank=1)
+        if self.predicted not in ("both", "keys", "values"):
+            raise KVPassError(f"predicted={self.predicted!r}: use 'both', 'keys' or 'values'.")
+        if self.fit_on not in ("reconstructed", "original"):
+            raise KVPassError(f"fit_on={self.fit_on!r}: use 'reconstructed' or 'original'.")
+        if not (isinstance(self.ridge, (int, float)) and 0 <= self.ridge < float("inf")):
+            raise KVPassError(f"ridge={self.ridge!r} must be a finite number, not negative.")
+
+    def plan(self, layer: LayerGeometry) -> LayerPlan:
+        first = layer.below is None
+        scheme = self.backbone if not first else self.first
+        plan = scheme.plan(layer)
+        if plan.key_source is not None or plan.value_source is not None:
+            raise KVPassError(f"{scheme.name!r} shares codes between layers, which what is left over cannot.")
+        storage = {"keep": "recent", **self.key_storage()}
+        key, value = replace(plan.key, **storage), replace(plan.value, **{**storage, "pre_rope": False})
+        if not first and self.predicted != "values":
+            key = replace(key, predictor=self.predictor)
+        if not first and self.predicted != "keys":
+            value = replace(value, predictor=self.predictor)
+        return LayerPlan(key, value).checked(layer)
+
+    @property
+    def first(self) -> SchemeConfig:
+        """The scheme of the first layer, as long as nothing was measured."""
+        return HIGGSConfig(grid="d2n256") if self.first_layer == "auto" else self.first_layer
+
+    @property
+    def first_layer_choices(self) -> list[SchemeConfig]:
+        """What calibration chooses the first layer's scheme from, the cheapest first and the lossless one last."""
+        if self.first_layer != "auto":
+            return [self.first_layer]
+        return [HIGGSConfig(grid="d2n256", center=False), HIGGSConfig(grid="d2n256"), IdentityConfig()]
