@@ -72,6 +72,8 @@ def apply(
         max_cache_len=max_cache_len,
         predictors=scheme.predictors if calibrated else {},
     )
+    if calibrated:
+        runtime.report.calibration, runtime.report.calibration_nbytes = str(scheme), scheme.nbytes
 
     @torch.compiler.disable  # inside a user's torch.compile: a graph break, and kvpass's own graph behind it
     @functools.wraps(runtime.original)

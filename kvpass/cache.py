@@ -13,16 +13,8 @@ from .codec.spec import CodecSpec
 from .codec.window import length_of, length_view
 from .errors import KVPassError
 from .schemes import LayerGeometry, LayerPlan
-from .state import KVState, RotaryState
+from .state import KVState, RotaryState, SharedTensors
 from .tensor import PackedKV
-
-
-class Predictors(tuple):
-    """The weights of a layer's key and value predictors, two lists of tensors. They are the model's, not a cache's, so
-    that copies of a cache share them."""
-
-    def __deepcopy__(self, memo) -> Predictors:
-        return self
 
 
 class PackedLayer(CacheLayerMixin):
@@ -47,7 +39,7 @@ class PackedLayer(CacheLayerMixin):
         self.rotary_owner = self  # the layer that keeps the rotary tables of the cache
         self.rotary: RotaryState | None = None
         self.below: PackedLayer | None = None  # the layer this one is predicted from
-        self.predictors: Predictors | None = None
+        self.predictors: tuple[SharedTensors, SharedTensors] | None = None
         self.is_below = False  # another layer is predicted from this one
         self.past: tuple[Tensor, Tensor] | None = None  # its reconstruction, until the layer above has its turn
         self.edges: tuple[Tensor, Tensor] | None = None  # that of the tokens that leave, while a forward is running
@@ -259,7 +251,7 @@ def swap_layers(
     owner: str,
     lowering: str,
     max_cache_len: int | None,
-    predictors: dict[int, Predictors],
+    predictors: dict[int, tuple[SharedTensors, SharedTensors]],
 ) -> None:
     """Replace the planned layers of a fresh ``cache`` in place; the cache object stays the same.
 

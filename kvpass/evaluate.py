@@ -19,10 +19,11 @@ from transformers import DynamicCache
 
 from . import api
 from .cache import bits_per_value, nbytes, num_values
+from .calibration.artifact import Calibration
 from .errors import KVPassError
 from .schemes import SchemeConfig
 
-Scheme = str | dict | SchemeConfig | None
+Scheme = str | dict | SchemeConfig | Calibration | None
 
 _COMPILING_STEPS = 4  # left out of the timing: the decode graph is compiled in the first of them
 _KL_FLOOR = 1e-12  # nats; below it is rounding
@@ -57,6 +58,10 @@ class Quality:
     def tokens_per_second(self) -> float:
         """Decoded tokens a second, from the median step."""
         return 1 / self.seconds_per_step
+
+
+def _name(scheme: Scheme) -> str:
+    return str(scheme.scheme if isinstance(scheme, Calibration) else scheme)
 
 
 @contextmanager
@@ -148,7 +153,7 @@ def evaluate(
     model: nn.Module,
     texts: Mapping[str, Tensor],
     prompt: int,
-    schemes: Sequence[Scheme],
+    schemes: Sequence[Scheme] | Mapping[str, Scheme],
     *,
     progress: bool = True,
     **options,
@@ -156,14 +161,16 @@ def evaluate(
     """For each text, one `Quality` per scheme against one full-precision reference; ``model`` is left as it was found.
 
     texts: name -> ``[1, S]`` tokens; the first ``prompt`` are prefilled and the rest scored.
-    schemes: what `kvpass.apply` takes, and None for the model's own cache (its KL is rounding, its speed the baseline).
+    schemes: what `kvpass.apply` takes, by name or not, and None for the model's own cache (its KL is rounding, its
+        speed the baseline).
     progress: show a bar where there is a terminal.
     options: for `kvpass.apply`.
     """
     references = {text: reference_logits(model, ids, prompt) for text, ids in texts.items()}
     results = {text: [] for text in texts}
-    for scheme in schemes:
-        name = "full precision" if scheme is None else str(scheme)
+    if not isinstance(schemes, Mapping):
+        schemes = {"full precision" if scheme is None else _name(scheme): scheme for scheme in schemes}
+    for name, scheme in schemes.items():
         with packed(model, scheme, **({} if scheme is None else options)):
             for text, ids in texts.items():
                 total, silent = len(references[text]), None if progress else True

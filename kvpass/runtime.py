@@ -6,6 +6,7 @@ import itertools
 import types
 import uuid
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +15,11 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 from .backend import Backend
-from .cache import PackedLayer, Predictors, finish_forward, packed_layers, start_forward, swap_layers
+from .cache import PackedLayer, finish_forward, packed_layers, start_forward, swap_layers
 from .errors import KVPassError
 from .graph.report import LayerReport, Report
 from .schemes import LayerGeometry, LayerPlan, SchemeConfig, check_edges, check_sources
+from .state import SharedTensors
 
 _MIN_COMPILED_LENGTH = 2  # lengths 0 and 1 would be specialised by the tracer
 
@@ -83,7 +85,7 @@ class Runtime:
         strict: bool,
         lowering: str,
         max_cache_len: int | None,
-        predictors: dict[int, Predictors],
+        predictors: dict[int, tuple[Sequence[Tensor], Sequence[Tensor]]],
     ):
         self.model, self.scheme, self.max_cache_len = weakref.ref(model), scheme, max_cache_len
         self.owner = uuid.uuid4().hex
@@ -128,10 +130,10 @@ class Runtime:
 
         self.decode_step, self.captured = compiled(interpret=False), compiled(interpret=True)
 
-    def _place(self, predictors: dict[int, Predictors]) -> dict[int, Predictors]:
+    def _place(self, predictors) -> dict[int, tuple[SharedTensors, SharedTensors]]:
         """``predictors`` where their layers are."""
         return {
-            index: Predictors([t.to(layer.device) for t in tensors] for tensors in predictors[index])
+            index: tuple(SharedTensors(t.to(layer.device) for t in tensors) for tensors in predictors[index])
             for index, (plan, layer) in self.plans.items()
             if plan.looks_below
         }

@@ -18,6 +18,13 @@ _MIN_PAGES = 4
 _GROWTH = 32  # pools grow by 1/32: at most 3 % of slack, each byte copied at most 32 times over a cache's life
 
 
+class SharedTensors(tuple):
+    """Tensors that belong to a model, not to a cache: copies of a cache share them."""
+
+    def __deepcopy__(self, memo) -> SharedTensors:
+        return self
+
+
 class KVState:
     """Packed storage of one logical ``[B, H_kv, n, D]`` tensor.
 

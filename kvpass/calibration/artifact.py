@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ def fingerprint(model: nn.Module) -> str:
         digest.update(f"{name}{tuple(weight.shape)}".encode())
         if weight.is_floating_point() and weight.numel():
             flat = weight.detach().reshape(-1)
-            sample = flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES].to("cpu", torch.bfloat16)
+            sample = flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES].to("cpu", torch.bfloat16).contiguous()
             digest.update(sample.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
@@ -69,6 +70,23 @@ class Calibration:
         """Bytes of the predictors, which every use of the scheme needs once."""
         return sum(tensor.nbytes for both in self.predictors.values() for one in both for tensor in one)
 
+    @property
+    def bits_saved(self) -> float:
+        """Bits a value that the backbone alone would need on top of its own for the same error, over all layers.
+
+        Where a share e of the variance is predicted, a backbone whose error scales with what it codes errs by 1 - e
+        times as much, and each bit divides its error by four.
+        """
+        shares = [share for both in self.explained.values() for share in both]
+        return sum(-0.5 * math.log2(max(1 - share, 1e-9)) for share in shares) / (2 * len(self.model["layers"]))
+
+    @property
+    def pays_off_at(self) -> int:
+        """Tokens in the caches of a model, all sequences together, from which on the predictors take less than they
+        save."""
+        values = sum(2 * heads * head_dim for heads, head_dim in self.model["layers"].values())
+        return math.ceil(8 * self.nbytes / (values * self.bits_saved)) if self.bits_saved > 0 else -1
+
     def check(self, model: nn.Module, layers: Mapping[int, LayerGeometry | str]) -> None:
         """Raise `KVPassError` unless this calibration was made for ``model``, whose cache layers are ``layers``."""
         found = describe(model, layers)
@@ -105,7 +123,11 @@ class Calibration:
         return folder
 
     def __str__(self) -> str:
-        return f"{self.scheme.name} calibrated, {self.scheme.predictor} predictors of {self.nbytes:,} bytes"
+        pays = f"pay off from {self.pays_off_at:,} tokens on" if self.bits_saved > 0 else "do not pay off"
+        return (
+            f"{self.scheme.predictor} predictors of {self.nbytes:,} bytes, shared by all caches of the model: worth "
+            f"{self.bits_saved:.2f} bits a value, they {pays}"
+        )
 
 
 def load_calibration(folder: str | Path) -> Calibration:

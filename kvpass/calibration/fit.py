@@ -6,6 +6,7 @@ import dataclasses
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -52,7 +53,8 @@ def calibrate(
         sequences: every eighth one measures what the predictors explain of text they were not fitted to. Some ten
         thousand tokens are enough for a small model.
     scheme: one that needs calibration.
-    work: a folder that lets an interrupted calibration go on; emptied when it is done. Default: a temporary one.
+    work: a folder that lets an interrupted calibration go on where it was, and one of another scheme start with the
+        same keys and values; they stay there. Default: a temporary one.
     progress: show a bar where there is a terminal.
 
     Raises `KVPassError` for schemes that need no calibration, too little data, or a model that is packed already.
@@ -62,19 +64,23 @@ def calibrate(
         raise KVPassError(f"{config.name!r} needs no calibration: kvpass.apply(model, scheme={config.name!r}).")
     layers = probe(model)
     described, sequences = describe(model, layers), _sequences(data, config, model)
-    folder = Path(tempfile.mkdtemp(prefix="kvpass-") if work is None else work)
-    folder = folder / digest(described, config.to_dict(), *sequences)
-    folder.mkdir(parents=True, exist_ok=True)
     silent = None if progress else True
-    with tqdm(total=len(sequences), desc="keys and values", unit="sequence", disable=silent, leave=False) as bar:
-        collected = collect(model, sequences, config.rope, folder, bar)
-    choice, scores = _choose_first_layer(config, layers, collected)
-    config = dataclasses.replace(config, first_layer=choice)
-    chain = _Chain(config, layers, collected, folder)
-    with tqdm(total=len(chain.plans), desc="predictors", unit="layer", disable=silent, leave=False) as bar:
-        chain.run(bar.update)
+    with ExitStack() as stack:
+        if work is None:
+            work = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpass-"))
+        folder = Path(work) / digest(described, config.rope)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tqdm(total=len(sequences), desc="keys and values", unit="sequence", disable=silent, leave=False) as bar:
+            collected = collect(model, sequences, config.rope, folder, bar)
+        choice, scores = _choose_first_layer(config, layers, collected)
+        config = dataclasses.replace(config, first_layer=choice)
+        folder = folder / digest(config.to_dict(), *sequences)
+        folder.mkdir(exist_ok=True)
+        chain = _Chain(config, layers, collected, folder)
+        with tqdm(total=len(chain.plans), desc="predictors", unit="layer", disable=silent, leave=False) as bar:
+            chain.run(bar.update)
+        shutil.rmtree(folder)
     facts = {"tokens": sum(ids.numel() for ids in sequences), "first_layer": scores, "error": chain.errors}
-    shutil.rmtree(folder if work is not None else folder.parent)
     return Calibration(config, chain.predictors, described, chain.explained, facts)
 
 
@@ -195,7 +201,7 @@ class _Chain:
         return fit(part.spec.predictor, partial(self._pairs, part), moments, **how)
 
     def _decode(self, part: _Part, tensors: list[Tensor], mean: Tensor) -> tuple[float, float]:
-        """Keep what a part is decoded to; returns what is explained and the error, with ``mean`` as the zero of both."""
+        """Keep what a part is decoded to. Returns what is explained and the error, as shares of the variance."""
         spec = dataclasses.replace(part.spec, subspace=None)  # there are no queries, and it moves errors, not energy
         residual, error, energy = 0.0, 0.0, 0.0
         for sequence in range(len(self.collected.files)):
@@ -227,7 +233,7 @@ def _rows(heads: list[Tensor]) -> Tensor:
 
 
 def _flatten(tensors: list[list[Tensor]]) -> dict[str, Tensor]:
-    return {f"{role}.{i}": tensor for role, one in enumerate(tensors) for i, tensor in enumerate(one)}
+    return {f"{role}.{i}": tensor.contiguous() for role, one in enumerate(tensors) for i, tensor in enumerate(one)}
 
 
 def _unflatten(tensors: dict[str, Tensor]) -> list[list[Tensor]]:

@@ -17,7 +17,7 @@ Batches = Callable[[], Iterator[tuple[Tensor, Tensor]]]
 """Makes a pass over the data: rows ``[T, in]`` to predict from and rows ``[T, out]`` to predict, float32."""
 
 _GROUP, _BLOCK = 64, 32  # 4-bit weights: outputs that share a scale, inputs quantized at a time
-_MLP_EPOCHS, _MLP_BATCH, _MLP_RATE = 8, 256, 1e-3
+_MLP_EPOCHS, _MLP_STEPS, _MLP_BATCH, _MLP_RATE = 8, 1000, 256, 1e-3  # at least so many epochs, and so many steps
 
 
 @dataclass
@@ -79,8 +79,11 @@ def low_rank(moments: Moments, ridge: float, rank: int) -> tuple[Tensor, Tensor]
 
 
 def quantize(weight: Tensor, covariance: Tensor, ridge: float, dtype: torch.dtype) -> list[Tensor]:
-    """4-bit codes ``[out / 2, in]``, scales and zero points of ``weight`` ``[out, in]``: inputs are quantized in
-    blocks, and what one gets wrong the later ones make up for, as far as ``covariance`` ``[in, in]`` lets them (GPTQ)."""
+    """4-bit codes ``[out / 2, in]``, scales and zero points of ``weight`` ``[out, in]``.
+
+    Inputs are quantized in blocks, and what one gets wrong the later ones make up for, as far as ``covariance``
+    ``[in, in]`` of the inputs lets them (GPTQ, arXiv 2210.17323).
+    """
     outputs, inputs = weight.shape
     block = math.gcd(inputs, _BLOCK)
     group = math.gcd(outputs, _GROUP)
@@ -119,19 +122,20 @@ def _fit_mlp(batches: Batches, moments: Moments) -> list[Tensor]:
     """Two layers with a hidden width of twice the input's, by Adam, from a fixed seed."""
     inputs, outputs = len(moments.x), len(moments.y)
     generator = torch.Generator().manual_seed(0)
-
-    def start(rows: int, columns: int) -> Tensor:
-        return torch.randn(rows, columns, generator=generator) / math.sqrt(columns)
-
     mean = (moments.y / moments.count).float()
     size = math.sqrt(moments.energy() / moments.count / outputs) or 1.0  # learned in units of it
-    weights = [start(2 * inputs, inputs), start(outputs, 2 * inputs), torch.zeros(2 * inputs), torch.zeros(outputs)]
+    weights = [
+        torch.randn(2 * inputs, inputs, generator=generator) / math.sqrt(inputs),
+        torch.zeros(outputs, 2 * inputs),
+    ]  # which is the mean
+    weights += [torch.zeros(2 * inputs), torch.zeros(outputs)]
     with torch.enable_grad():
         for weight in weights:
             weight.requires_grad_()
         optimiser = torch.optim.Adam(weights, _MLP_RATE)
-        for epoch in range(_MLP_EPOCHS):
-            optimiser.param_groups[0]["lr"] = _MLP_RATE * (1 - epoch / _MLP_EPOCHS)
+        epochs = max(_MLP_EPOCHS, math.ceil(_MLP_STEPS * _MLP_BATCH / moments.count))
+        for epoch in range(epochs):
+            optimiser.param_groups[0]["lr"] = _MLP_RATE * (1 - epoch / epochs)
             for x, y in batches():
                 order = torch.randperm(len(x), generator=generator)
                 for rows in order.split(_MLP_BATCH):

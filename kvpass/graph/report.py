@@ -42,6 +42,8 @@ class Report:
     graphs: list[GraphReport] = field(default_factory=list)
     tokens: int = 0
     batch: int = 0
+    calibration: str = ""
+    calibration_nbytes: int = 0
 
     @property
     def packed(self) -> int:
@@ -55,8 +57,8 @@ class Report:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers in the cache last used."""
-        return sum(layer.nbytes for layer in self.layers)
+        """Bytes of all layers in the cache last used, and of what was calibrated for them."""
+        return sum(layer.nbytes for layer in self.layers) + self.calibration_nbytes
 
     @property
     def full_nbytes(self) -> int:
@@ -83,6 +85,8 @@ class Report:
             f"total: {self.nbytes:,} bytes for {self.tokens} tokens x batch {self.batch}, "
             f"full precision {self.full_nbytes:,}{share}"
         )
+        if self.calibration:
+            lines.append(f"calibrated: {self.calibration}")
         if not self.graphs:
             lines.append("no graph captured yet: fusion is decided at the first decode step")
         for graph in self.graphs:

@@ -21,6 +21,7 @@ from .storage import StorageConfig
 
 
 @register_scheme(
+    aqua_paper=dict(residual=128, predictor="linear"),
     aqua_3=dict(backbone=HIGGSConfig(grid="d2n64")),
     aqua_4=dict(backbone=HIGGSConfig(grid="d2n256")),
     aqua_kivi=dict(backbone=KIVIConfig()),
@@ -29,7 +30,8 @@ from .storage import StorageConfig
 )
 @dataclass(frozen=True, kw_only=True)
 class AquaKVConfig(StorageConfig):
-    """Keys and values leave the window together: it swings between 0 and ``residual - 1`` tokens for both.
+    """Keys and values leave the window together: it swings between 0 and ``residual - 1`` tokens for both. Weights of 4
+    bits and a short window serve short contexts best; "aqua-paper" has the paper's.
 
     backbone: any scheme that does not share codes between layers; its own window and sinks do not matter here.
     first_layer: the scheme of the first layer, which has none below; "auto" is HIGGS at 4 bits, centred or not, or full
@@ -45,7 +47,6 @@ class AquaKVConfig(StorageConfig):
     name = "aqua"
     needs_calibration = True
 
-    residual: int = 128
     sinks: int = 4
     rope: Literal["post", "pre"] = "pre"
     backbone: SchemeConfig | str | dict[str, Any] = field(default_factory=HIGGSConfig)

@@ -1,0 +1,443 @@
+"""Fitting predictors, what is kept of it, and a model that runs on them."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
+
+import kvpass
+from kvpass import KVPassError
+from kvpass.calibration import fit as fitting
+from kvpass.calibration.artifact import Calibration
+from kvpass.calibration.regression import Moments, fit, linear, low_rank, quantize
+from kvpass.codec.predict import matrix, parse_predictor, run, weights
+from kvpass.evaluate import packed
+
+from common import randn, seeds
+from tiny import llama, tokens
+
+SMALL = dict(scheme="aqua", residual=32)
+SHARING = dict(scheme="xquant", kq=0, vq=0, km=0, vm=0)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+
+
+# ---------------------------------------------------------------- regression
+
+
+def regression(seed, rows=400, inputs=24, outputs=16):
+    """Inputs with directions of very different size, outputs that depend on them, and a mean."""
+    mix = randn(seed, inputs, inputs) * torch.logspace(0, -1, inputs)[:, None]
+    x = randn(seed + 1, rows, inputs) @ (mix + torch.eye(inputs)) + 1
+    return x, x @ randn(seed + 2, inputs, outputs) + 0.3 * randn(seed + 3, rows, outputs) - 2
+
+
+def batches(x, y, *sizes):
+    return lambda: zip(x.split(*sizes or (len(x),)), y.split(*sizes or (len(x),)), strict=True)
+
+
+@given(seeds)
+def test_the_fit_is_that_of_least_squares(seed):
+    x, y = regression(seed)
+    moments = Moments.of(batches(x, y, [1, 99, 300]))
+    weight = linear(moments, ridge=0.0)
+    full = torch.cat([x, torch.ones(len(x), 1)], 1).double()
+    expected = torch.linalg.lstsq(full, y.double()).solution
+    torch.testing.assert_close(weight, expected[:-1].mT, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(moments.bias(weight), expected[-1], atol=1e-5, rtol=1e-5)
+
+
+@given(seeds)
+def test_ridge_is_least_squares_with_rows_that_pull_to_zero(seed):
+    x, y = regression(seed)
+    moments = Moments.of(batches(x, y))
+    xc, yc = (t.double() - t.double().mean(0) for t in (x, y))
+    pull = (1e-3 * xc.square().sum(0).mean()).sqrt() * torch.eye(x.shape[1], dtype=torch.float64)
+    full = torch.cat([xc, pull]), torch.cat([yc, torch.zeros(x.shape[1], y.shape[1], dtype=torch.float64)])
+    torch.testing.assert_close(linear(moments, 1e-3), torch.linalg.lstsq(*full).solution.mT, atol=1e-6, rtol=1e-6)
+
+
+@given(seeds, st.integers(1, 15))
+def test_reduced_rank_regression_loses_exactly_the_smallest_directions(seed, rank):
+    x, y = regression(seed)
+    moments = Moments.of(batches(x, y))
+    best = linear(moments, 0.0)
+    down, up = low_rank(moments, 0.0, rank)
+    assert down.shape == (rank, 24) and up.shape == (16, rank)
+    xc = x.double() - x.double().mean(0)
+    lost = (xc @ best.mT - xc @ (up @ down).mT).square().sum()
+    sizes = torch.linalg.svdvals(xc @ best.mT)
+    torch.testing.assert_close(lost, sizes[rank:].square().sum(), atol=1e-4, rtol=1e-6)
+
+
+@given(seeds)
+def test_errors_of_four_bit_weights_go_where_the_inputs_are_small(seed):
+    """In the inputs' own metric, quantizing with compensation errs less than rounding."""
+    x, y = regression(seed, inputs=64, outputs=64)
+    moments = Moments.of(batches(x, y))
+    weight, (xx, _) = linear(moments, 1e-3), moments.centred()
+    errors = []
+    for covariance in (xx, torch.eye(64, dtype=torch.float64)):
+        error = matrix(quantize(weight, covariance, 1e-3, torch.float16)).double() - weight
+        errors.append((error @ xx @ error.mT).trace())
+    assert errors[0] < errors[1]
+
+
+@given(st.sampled_from(("linear", "linear-4", "low-rank", "low-rank-4", "mlp")), seeds)
+def test_predictors_do_no_worse_than_the_mean(predictor, seed):
+    x, y = regression(seed, inputs=32, outputs=32)
+    data = batches(x, y, 100)
+    moments = Moments.of(data)
+    tensors = fit(predictor, data, moments, ridge=1e-3, rank=None, dtype=torch.float16)
+    prediction = run(parse_predictor(predictor)[0], x, *weights(predictor, tensors))
+    assert (prediction - y).square().sum() <= (y - y.mean(0)).square().sum()
+    assert math.isclose(moments.energy(), (y - y.mean(0)).double().square().sum().item(), rel_tol=1e-4)
+
+
+def test_a_wider_predictor_learns_what_is_not_linear():
+    x = torch.nn.functional.layer_norm(randn(0, 2000, 8), (8,))
+    y, errors = x.abs(), []
+    for predictor in ("linear", "mlp"):
+        tensors = fit(
+            predictor, batches(x, y, 500), Moments.of(batches(x, y)), ridge=1e-3, rank=None, dtype=torch.float16
+        )
+        errors.append((run(parse_predictor(predictor)[0], x, *weights(predictor, tensors)) - y).square().mean())
+    assert errors[1] < 0.5 * errors[0]
+
+
+# ---------------------------------------------------------------- calibrate
+
+
+def data(count=4, length=200):
+    return [tokens(1, length, seed=i) for i in range(count)]
+
+
+@pytest.fixture(scope="module")
+def calibrated():
+    torch._dynamo.reset()
+    model = llama(layers=3)
+    return model, kvpass.calibrate(model, data(), SMALL, progress=False)
+
+
+def test_what_was_measured_is_in_the_result(calibrated):
+    model, calibration = calibrated
+    assert set(calibration.predictors) == set(calibration.explained) == {1, 2}
+    assert all(0.3 < share <= 1 for both in calibration.explained.values() for share in both)
+    assert calibration.scheme.first_layer != "auto" and len(calibration.facts["first_layer"]) == 3
+    assert not hasattr(model, "_kvpass")
+    bits = calibration.bits_saved
+    shares = [s for both in calibration.explained.values() for s in both]
+    assert math.isclose(bits, sum(-math.log(1 - s, 4) for s in shares) / 6, rel_tol=1e-9)
+    values = 3 * 2 * 2 * 32
+    tokens_then = calibration.pays_off_at
+    assert 8 * calibration.nbytes <= tokens_then * values * bits < 8 * calibration.nbytes + values * bits
+
+
+def test_residuals_fitted_on_reconstructions_are_smaller_than_those_of_the_mean(calibrated):
+    """On the sequences fitted to: at the layers' own inputs, decoded."""
+    model, _ = calibrated
+    calibration = kvpass.calibrate(model, data(2), {**SMALL, "predictor": "linear"}, progress=False)
+    assert all(share > 0 for both in calibration.explained.values() for share in both)
+
+
+@torch.no_grad()
+def test_layers_are_stored_as_calibration_decoded_them(calibrated, tmp_path, monkeypatch):
+    """The chain that predictors were fitted on is the one a cache decodes, within the rounding of 16-bit files."""
+    model, calibration = calibrated
+    kept = {}
+    original = fitting._Chain._decode
+
+    def spy(self, part, *args):
+        out = original(self, part, *args)
+        kept[part.layer, part.role] = self._load(0, part.layer, part.role)
+        return out
+
+    monkeypatch.setattr(fitting._Chain, "_decode", spy)
+    config = kvpass.schemes.get(calibration.scheme, predictor="linear")
+    again = kvpass.calibrate(model, data(), config, progress=False)
+    with packed(model, again):
+        cache = DynamicCache(config=model.config)
+        model(input_ids=data()[0], past_key_values=cache)
+        for (layer, role), expected in kept.items():
+            state = cache.layers[layer].states()[role]
+            got = state.decode(200)[:, :, 4 : 4 + state.spec.packed(200)]
+            apart = (got - expected).square().sum() / expected.square().sum()
+            assert apart < 5e-3  # a value at the edge of its cell may fall to the other side
+
+
+def test_an_interrupted_calibration_goes_on_and_another_scheme_starts_with_its_keys(tmp_path, monkeypatch):
+    model, calls = llama(layers=3), []
+    reference = kvpass.calibrate(model, data(), SMALL, progress=False)
+
+    def count(_, args, kwargs):
+        calls.append(kwargs["input_ids"].shape[1])
+
+    model.register_forward_pre_hook(count, with_kwargs=True)
+    fits, original = [], fitting.fit
+
+    def failing(*args, **kwargs):
+        if len(fits) == 2:
+            raise KeyboardInterrupt
+        fits.append(1)
+        return original(*args, **kwargs)
+
+    chosen = kvpass.schemes.get(SMALL, first_layer=reference.scheme.first_layer)
+    monkeypatch.setattr(fitting, "fit", failing)
+    with pytest.raises(KeyboardInterrupt):
+        kvpass.calibrate(model, data(), chosen, work=tmp_path, progress=False)
+    assert calls.count(200) >= 1
+    monkeypatch.setattr(fitting, "fit", original)
+    calls.clear()
+    resumed = kvpass.calibrate(model, data(), chosen, work=tmp_path, progress=False)
+    assert calls.count(200) == 0  # only the probe ran
+    assert_same(resumed, reference)
+    kvpass.calibrate(model, data(), {**SMALL, "predictor": "low-rank"}, work=tmp_path, progress=False)
+    assert calls.count(200) == 0
+
+
+def assert_same(a: Calibration, b: Calibration):
+    assert a.scheme == b.scheme and a.model == b.model and a.explained == b.explained
+    for layer in b.predictors:
+        for mine, theirs in zip(a.predictors[layer], b.predictors[layer], strict=True):
+            assert len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
+
+
+def test_keys_with_a_bias_are_centred_in_the_first_layer():
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=2, bos_token_id=1, eos_token_id=None,
+        )
+    ).eval()  # fmt: skip
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.k_proj.bias, std=20)
+    calibration = kvpass.calibrate(model, data(), SMALL, progress=False)
+    first = calibration.scheme.first_layer
+    assert first.name == "identity" or first.center
+    raw, *_ = calibration.facts["first_layer"].values()
+    assert raw[0] > 0.1  # uncentred, the first layer's own error
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (dict(data=data(1)), "at least 2 sequences"),
+        (dict(data=[tokens(1, 50)] * 3), "of at least 68 tokens"),
+        (dict(scheme="kivi"), "needs no calibration"),
+        (
+            dict(
+                scheme={
+                    "scheme": "aqua",
+                    "backbone": {"scheme": "xquant", **dict.fromkeys(("kq", "vq", "km", "vm"), 0)},
+                }
+            ),
+            "shares codes between layers",
+        ),
+    ],
+)
+def test_what_cannot_be_calibrated_is_refused(arguments, says):
+    model = llama(layers=3)
+    with pytest.raises(KVPassError, match=says):
+        kvpass.calibrate(model, **{"data": data(), "scheme": SMALL, **arguments}, progress=False)
+    assert not hasattr(model, "_kvpass")
+
+
+@pytest.mark.parametrize(
+    "fields, says",
+    [
+        (dict(backbone="aqua"), "predicted itself"),
+        (dict(predictor="cubic"), "Unknown predictor"),
+        (dict(predicted="neither"), "use 'both'"),
+        (dict(fit_on="thin air"), "use 'reconstructed'"),
+        (dict(ridge=-1.0), "not negative"),
+        (dict(rank=0), "at least 1"),
+    ],
+)
+def test_impossible_configs_are_refused(fields, says):
+    with pytest.raises(KVPassError, match=says):
+        kvpass.schemes.get("aqua", **fields)
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_files_hold_all_of_it(calibrated, tmp_path):
+    model, calibration = calibrated
+    folder = calibration.save(tmp_path / "new")
+    assert sorted(file.name for file in folder.iterdir()) == ["calibration.json", "predictors.safetensors"]
+    assert_same(kvpass.load(folder), calibration)
+    with packed(model, kvpass.load(folder), strict=True):
+        assert kvpass.explain(model).packed == 3
+
+
+def damage(folder, how):
+    tensors, facts = folder / "predictors.safetensors", folder / "calibration.json"
+    content = json.loads(facts.read_text())
+    if how == "missing":
+        tensors.unlink()
+    elif how == "truncated":
+        tensors.write_bytes(tensors.read_bytes()[:-100])
+    elif how == "altered":
+        changed = load_file(tensors)
+        save_file({name: tensor + tensor for name, tensor in changed.items()}, tensors)
+    elif how == "no JSON":
+        facts.write_text(facts.read_text()[:-30])
+    elif how == "another format":
+        facts.write_text(json.dumps({**content, "format": 99}))
+    elif how == "another scheme version":
+        facts.write_text(json.dumps({**content, "scheme": {**content["scheme"], "version": 99}}))
+    elif how == "a list":
+        facts.write_text("[1, 2]")
+    elif how == "incomplete":
+        del content["explained"]
+        facts.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    "how, says",
+    [
+        ("missing", "holds no calibration: No such file"),
+        ("truncated", "cut off or altered"),
+        ("altered", "cut off or altered"),
+        ("no JSON", "is no JSON"),
+        ("another format", "format 99"),
+        ("another scheme version", "version 99"),
+        ("a list", "format None"),
+        ("incomplete", "Calibrate again"),
+    ],
+)
+def test_damaged_files_are_refused(calibrated, tmp_path, how, says):
+    folder = calibrated[1].save(tmp_path)
+    damage(folder, how)
+    with pytest.raises(KVPassError, match=says):
+        kvpass.load(folder)
+
+
+def test_calibrations_of_other_models_are_refused(calibrated):
+    _, calibration = calibrated
+    for other in (llama(layers=3, seed=1), llama(layers=2), llama(layers=3, kv_heads=4)):
+        with pytest.raises(KVPassError, match="made for another model"):
+            kvpass.apply(other, calibration)
+        assert not hasattr(other, "_kvpass")
+
+
+def test_the_same_weights_in_another_dtype_are_the_same_model(calibrated):
+    model, calibration = calibrated
+    half = copy.deepcopy(model).to(torch.bfloat16)
+    with packed(half, calibration):
+        out = half.generate(tokens(1, 90), max_new_tokens=3, do_sample=False)
+    assert out.shape == (1, 93)
+
+
+def test_a_scheme_without_its_calibration_says_what_to_do():
+    with pytest.raises(KVPassError, match=r"kvpass.calibrate\(model, ids, 'aqua'\)"):
+        kvpass.apply(llama(), "aqua")
+
+
+# ---------------------------------------------------------------- in a model
+
+
+def generate(model, batch=2, prompt=70, new=40, padding=0):
+    ids, mask = tokens(batch, prompt), torch.ones(batch, prompt, dtype=torch.long)
+    ids[0, :padding], mask[0, :padding] = 0, 0
+    out = model.generate(
+        ids, attention_mask=mask, max_new_tokens=new, do_sample=False, return_dict_in_generate=True, output_logits=True
+    )
+    return out.sequences, torch.stack(out.logits), out.past_key_values
+
+
+@pytest.mark.parametrize("rope", ["pre", "post"])
+@pytest.mark.parametrize("padding", [0, 9])
+def test_generate_is_one_graph_and_equals_the_eager_path(rope, padding):
+    """Over page flushes, left padding included."""
+    model = llama(layers=3)
+    calibration = kvpass.calibrate(model, data(), {**SMALL, "rope": rope}, progress=False)
+    with packed(model, calibration, strict=True):
+        sequences, logits, cache = generate(model, padding=padding)
+        report = kvpass.explain(model)
+        decoding = [graph for graph in report.graphs if graph.compiled]
+        assert len(decoding) == 1 and (decoding[0].fused, decoding[0].reconstructed, decoding[0].decoded) == (3, 3, 0)
+        assert report.nbytes == kvpass.nbytes(cache)
+        assert "predictors" in str(report) and report.calibration_nbytes == calibration.nbytes
+    torch._dynamo.reset()
+    if rope == "post":  # before rotary embedding, prefill is always captured
+        with packed(model, calibration, lowering="eager"):
+            again, expected, other = generate(model, padding=padding)
+        assert torch.equal(sequences, again)
+        torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-3)
+        for mine, theirs in zip(cache.layers, other.layers, strict=True):
+            torch.testing.assert_close(mine.keys, theirs.keys, atol=1e-3, rtol=1e-3)
+
+
+@torch.no_grad()
+def test_before_and_after_rotary_embedding_a_lossless_backbone_gives_the_untouched_model():
+    model = llama(layers=3)
+    _, expected, _ = generate(model, padding=9)
+    for rope in ("pre", "post"):
+        torch._dynamo.reset()
+        scheme = dict(SMALL, rope=rope, backbone="identity", first_layer="identity")
+        with packed(model, kvpass.calibrate(model, data(), scheme, progress=False)):
+            _, logits, _ = generate(model, padding=9)
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_copies_of_a_cache_share_the_predictors(calibrated):
+    model, calibration = calibrated
+    with packed(model, calibration):
+        _, _, cache = generate(model)
+        other = copy.deepcopy(cache)
+        mine, theirs = (c.layers[2].key_state.predictor for c in (cache, other))
+        assert all(a is b for a, b in zip(mine, theirs, strict=True))
+        assert torch.equal(cache.layers[2].keys, other.layers[2].keys)
+        assert kvpass.nbytes(cache) == kvpass.nbytes(other)
+
+
+@torch.no_grad()
+def test_going_back_beyond_the_window_finds_the_decoded_tokens(calibrated):
+    model, calibration = calibrated
+    with packed(model, calibration):
+        cache = DynamicCache(config=model.config)
+        model(input_ids=tokens(1, 120), past_key_values=cache)
+        before = [[x.clone() for x in (layer.keys, layer.values)] for layer in cache.layers]
+        with pytest.warns(UserWarning, match="beyond the full-precision window"):
+            cache.crop(-50)
+        for layer, pair in zip(cache.layers, before, strict=True):
+            for now, then in zip((layer.keys, layer.values), pair, strict=True):
+                torch.testing.assert_close(now, then[:, :, :70], atol=1e-6, rtol=1e-6)
+
+
+@torch.no_grad()
+def test_a_forward_that_breaks_is_an_error_and_not_another_result(calibrated):
+    model, calibration = calibrated
+    layer = model.model.layers[1].self_attn
+    original = layer.forward
+
+    def breaking(*args, **kwargs):
+        torch._dynamo.graph_break()
+        return original(*args, **kwargs)
+
+    layer.forward = breaking
+    try:
+        for rope in ("pre", "post"):
+            scheme = kvpass.schemes.get(calibration.scheme, rope=rope)
+            other = Calibration(scheme, calibration.predictors, calibration.model, calibration.explained, {})
+            with packed(model, other), pytest.raises(KVPassError, match="the scheme's backbone alone"):
+                generate(model)
+    finally:
+        del layer.forward
+
+
+def test_the_first_packed_layer_needs_none_below():
+    """Whatever its index: layers before it may stay in full precision."""
+    geometry = kvpass.schemes.LayerGeometry(5, 8, 2, 32, torch.float32, torch.device("cpu"))
+    assert not kvpass.schemes.get("aqua").plan(geometry).looks_below

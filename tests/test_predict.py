@@ -1,0 +1,292 @@
+"""Predictors: what they compute, what is stored around them, and what a chain of layers then decodes to."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpass import KVPassError, LogSparse, PackedKV, schemes
+from kvpass.codec import CodecSpec, decode_pages, encode_pages
+from kvpass.codec.predict import MATRICES, fit_center, matrix, parse_predictor, predict
+from kvpass.codec.rotary import rotate
+from kvpass.lowering import inductor, reference
+from kvpass.schemes import LayerGeometry
+from kvpass.state import KVState
+
+from common import DIM, chunkings, naive_unpack, only_reference, randn, seeds, state_of
+
+HEADS, WIDTH = 2, 2 * DIM
+GEOMETRY = LayerGeometry(0, 3, HEADS, DIM, torch.float32, torch.device("cpu"))
+predictors = st.sampled_from(("linear", "linear-4", "low-rank", "low-rank-4", "mlp"))
+
+
+def packed_matrix(seed: int, outputs: int, inputs: int) -> list[torch.Tensor]:
+    spec = CodecSpec(4, "channel", outputs, outputs)
+    parts = encode_pages(randn(seed, 1, 1, outputs, inputs) / inputs**0.5, spec)
+    return [part[0, 0, 0] for part in parts]
+
+
+def weights_of(predictor: str, role: int, seed: int) -> list[torch.Tensor]:
+    """Random weights for the keys (role 0) or values of a layer."""
+    kind, bits = parse_predictor(predictor)
+    inputs, hidden = WIDTH * (1 + role), {"linear": WIDTH, "low-rank": 8, "mlp": 2 * WIDTH}[kind]
+    shapes = [(hidden, inputs)] if kind == "linear" else [(hidden, inputs), (WIDTH, hidden)]
+    out = []
+    for i, shape in enumerate(shapes):
+        out += packed_matrix(seed + i, *shape) if bits == 4 else [randn(seed + i, *shape).half() / shape[1] ** 0.5]
+    return out + [randn(seed + 9, size).half() for size in ((hidden, WIDTH) if kind == "mlp" else (WIDTH,))]
+
+
+# ---------------------------------------------------------------- the function
+
+
+def naive(predictor, tensors, references):
+    """One token at a time, float64."""
+    kind, bits = parse_predictor(predictor)
+    step = 3 if bits == 4 else 1
+    mats = [matrix(tensors[i * step : (i + 1) * step]).double() for i in range(MATRICES[kind])]
+    biases = [bias.double() for bias in tensors[MATRICES[kind] * step :]]
+    batch, heads, tokens, dim = references[0].shape
+    out = torch.empty(batch, heads, tokens, dim, dtype=torch.float64)
+    for b in range(batch):
+        for t in range(tokens):
+            x = torch.cat([reference[b, h, t] for reference in references for h in range(heads)]).double()
+            if kind == "linear":
+                y = mats[0] @ x + biases[0]
+            elif kind == "low-rank":
+                y = mats[1] @ (mats[0] @ x) + biases[0]
+            else:
+                normed = (x - x.mean()) / (x.var(unbiased=False) + 1e-5).sqrt()
+                hidden = mats[0] @ normed + biases[0]
+                y = mats[1] @ (hidden * 0.5 * (1 + torch.erf(hidden / 2**0.5))) + biases[1]
+            out[b, :, t] = y.view(heads, dim)
+    return out
+
+
+@given(predictors, st.sampled_from((0, 1)), seeds)
+def test_prediction_is_the_definition_token_by_token(predictor, role, seed):
+    tensors = weights_of(predictor, role, seed)
+    references = [randn(seed + i, 2, HEADS, 16, DIM) for i in range(1 + role)]
+    expected = naive(predictor, tensors, references)
+    torch.testing.assert_close(predict(predictor, tensors, references, 8).double(), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("predictor", ["linear", "low-rank", "mlp"])
+def test_a_page_is_predicted_alike_alone_and_among_others(predictor):
+    tensors, x = weights_of(predictor, 0, 0), randn(1, 2, HEADS, 7 * 32, DIM)
+    together = predict(predictor, tensors, [x], 32)
+    for page in range(7):
+        rows = slice(32 * page, 32 * page + 32)
+        assert torch.equal(predict(predictor, tensors, [x[:, :, rows]], 32), together[:, :, rows])
+
+
+@given(seeds)
+def test_four_bit_weights_are_unpacked_as_they_were_packed(seed):
+    codes, scale, zero_point = packed_matrix(seed, 32, 12)
+    expected = torch.from_numpy(naive_unpack(codes.numpy(), 4)).double() * scale.double() + zero_point.double()
+    torch.testing.assert_close(matrix([codes, scale, zero_point]).double(), expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("predictor", ["mlp-4", "quadratic", "linear-2"])
+def test_unknown_predictors_are_refused(predictor):
+    with pytest.raises(KVPassError, match="Unknown predictor"):
+        CodecSpec(2, "token", 16, 32, predictor=predictor)
+
+
+# ---------------------------------------------------------------- the mean
+
+
+def test_only_a_mean_that_is_not_chance_is_subtracted():
+    x = randn(0, 1, 1, 400, 8)
+    x[..., 3] += 2
+    center = fit_center(x, torch.float16)
+    assert center.shape == (1, 1, 1, 8) and abs(center[0, 0, 0, 3] - 2) < 0.2
+    assert not center[..., [0, 1, 2, 4, 5, 6, 7]].any()
+    assert not fit_center(x[:, :, :1], torch.float16).any()  # one token says nothing about a mean
+
+
+@given(chunkings(), seeds, st.sampled_from((torch.float32, torch.bfloat16)))
+def test_centred_keys_are_the_residual_and_the_mean(chunks, seed, dtype):
+    spec = CodecSpec(2, "token", 16, 32, residual=0, sinks=2, predictor="mean")
+    x = (randn(seed, 2, 2, sum(chunks), DIM) + torch.arange(DIM)).to(dtype)
+    state, n = state_of(spec, x, chunks), x.shape[2]
+    if packed := spec.packed(n):
+        plain, page = dataclasses.replace(spec, predictor=""), x[:, :, 2 : 2 + packed]
+        rest = (page.float() - state.center.float()).to(dtype)
+        expected = (decode_pages(*encode_pages(rest, plain), plain) + state.center.float()).to(dtype)
+        assert torch.equal(state.decode(n)[:, :, 2 : 2 + packed], expected)
+        assert torch.equal(PackedKV.view(state, n).decode(), state.decode(n))
+        assert state.nbytes >= state.center.nbytes > 0
+
+
+def test_centring_keys_with_a_mean_lowers_the_error_of_a_grid():
+    x = randn(0, 1, HEADS, 260, DIM) + 10 * randn(1, 1, HEADS, 1, DIM)
+    errors = []
+    for center in (True, False):
+        spec = schemes.get("higgs", center=center).plan(GEOMETRY).key
+        errors.append((state_of(spec, x).decode(260) - x).square().mean())
+    assert errors[0] < 0.1 * errors[1]
+
+
+@pytest.mark.parametrize("rope", ["", "half-8"])
+@pytest.mark.parametrize("name", ["higgs", "quarot", "uniform"])
+@pytest.mark.parametrize("n", [5, 130])
+def test_fused_attention_over_centred_keys(name, n, rope):
+    """The mean meets the query once, or is turned with the keys."""
+    if name == "uniform":
+        k_spec = CodecSpec(2, "token", 16, 32, predictor="mean", pre_rope=bool(rope))
+        v_spec = CodecSpec(2, "token", 16, 32, residual=32)
+    else:
+        plan = schemes.get(name, **(dict(group_size=16) if name == "quarot" else {})).plan(GEOMETRY)
+        k_spec, v_spec = plan.key, plan.value
+        if rope:
+            pytest.skip("keys rotated before rotary embedding are decoded first")
+    x = [randn(i, 2, HEADS, n + 1, DIM) + 3 for i in range(2)]
+    states = [state_of(s, t[:, :, :n], room=n) for s, t in zip((k_spec, v_spec), x, strict=True)]
+    assert n < 32 or states[0].center.abs().min() > 1
+    pools = [(s.codes, s.scale, s.zero_point, s.ring) for s in states]
+    angle = randn(3, 2, n + 80, DIM // 2)
+    rotary = (angle.cos(), angle.sin(), rope) if rope else None
+    q, new = randn(7, 2, 6, 1, DIM), [t[:, :, n:] for t in x]
+    with only_reference():
+        k, v = (s.decode(n) for s in states)
+    k = k if rotary is None else rotate(k, *rotary)
+    expected = reference.attention(
+        q, torch.cat([k, new[0]], 2), torch.cat([v, new[1]], 2), None, False, 0.3, 0.0
+    )  # fmt: skip
+    arguments = (q, *pools, n, *new, None, False, 0.3, 0.0, k_spec, v_spec, rotary, states[0].center)
+    torch.testing.assert_close(reference.attend(*arguments), expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(inductor.attend(*arguments), expected, atol=1e-5, rtol=1e-5)
+
+
+# ---------------------------------------------------------------- a chain of layers
+
+
+BACKBONES = ("higgs", "kivi", "rtn-2", "quarot-2")
+
+
+def aqua(**fields):
+    return schemes.get("aqua", **{"rope": "post", "residual": 32, **fields})
+
+
+def plans(backbone: str, predictor: str):
+    """Three layers of AQUA-KV with small pages, and the same backbone without predictors."""
+    small = {} if backbone == "higgs" else dict(group_size=16)
+    coding = schemes.get(backbone, **small)
+    config = aqua(backbone=coding, first_layer=coding, predictor=predictor, sinks=2)
+    layers = [dataclasses.replace(GEOMETRY, index=i, below=i - 1 if i else None) for i in range(3)]
+    return [config.plan(layer) for layer in layers]
+
+
+def build(plans, weights, dtype=torch.float32):
+    """States of keys and values of every layer, linked."""
+    out = []
+    for i, plan in enumerate(plans):
+        pair = [KVState.allocate(s, 2, HEADS, DIM, dtype, "cpu", 8) for s in (plan.key, plan.value)]
+        for role, state in enumerate(pair):
+            if plan.looks_below:
+                state.below, state.predictor = out[i - 1][role], weights[i][role]
+        if plan.looks_below:
+            pair[1].beside = pair[0]
+        out.append(pair)
+    return out
+
+
+def feed(states, tokens, chunks):
+    """Append ``tokens[layer][role]`` in chunks, layer by layer; returns the edges each layer left, chunks together."""
+    n, left, spec = 0, [[[], []] for _ in states], states[0][0].spec
+    for chunk in chunks:
+        leaving = spec.packed(n + chunk) - spec.packed(n)
+        edges = [torch.full((2, HEADS, max(32, leaving), DIM), torch.nan) for _ in range(2)]
+        for i, pair in enumerate(states):
+            for role, state in enumerate(pair):
+                state.reserve(n + chunk)
+                torch.ops.kvpass.append_(
+                    state.codes, state.scale, state.zero_point, state.ring, None, state.carrier(n),
+                    tokens[i][role][:, :, n : n + chunk], None, None, state.text, "reference", edges[role],
+                    edges[0] if role else None, [] if state.center is not None else list(state.predictor), state.center,
+                )  # fmt: skip
+                left[i][role].append(edges[role][:, :, :leaving].clone())
+        n += chunk
+    return [[torch.cat(parts, 2) for parts in pair] for pair in left]
+
+
+def example(seed, predictor, backbone="higgs", length=150):
+    drawn = plans(backbone, predictor)
+    weights = [[weights_of(predictor, role, seed + 20 * i + 3 * role) for role in range(2)] for i in range(3)]
+    tokens = [[randn(seed + 7 * i + role, 2, HEADS, length, DIM) for role in range(2)] for i in range(3)]
+    return drawn, weights, tokens
+
+
+@given(predictors, st.sampled_from(BACKBONES), chunkings(), seeds)
+def test_decoding_from_the_first_layer_up_gives_what_encoding_left_behind(predictor, backbone, chunks, seed):
+    """Bit for bit, and the same whatever the chunks were: codes, scales and decoded tokens."""
+    length = sum(chunks)
+    drawn, weights, tokens = example(seed, predictor, backbone, length)
+    if backbone in ("higgs", "quarot-2"):  # whose mean is that of the tokens packed first
+        drawn[0] = dataclasses.replace(drawn[0], key=dataclasses.replace(drawn[0].key, predictor=""))
+    at_once, in_chunks = build(drawn, weights), build(drawn, weights)
+    edges, again = feed(at_once, tokens, [length]), feed(in_chunks, tokens, chunks)
+    packed = drawn[0].key.packed(length)
+    for i in range(3):
+        for role in range(2):
+            decoded = at_once[i][role].decode(length)
+            assert torch.equal(decoded[:, :, 2 : 2 + packed], edges[i][role])
+            assert torch.equal(edges[i][role], again[i][role])
+            assert torch.equal(decoded, in_chunks[i][role].decode(length))
+            exact = torch.ones(length, dtype=torch.bool)
+            exact[2 : 2 + packed] = False
+            assert torch.equal(decoded[:, :, exact], tokens[i][role][:, :, exact])
+
+
+@given(st.sampled_from(("linear", "linear-4", "low-rank", "mlp")), st.sampled_from(BACKBONES), seeds)
+def test_zero_predictors_are_the_backbone_bit_for_bit(predictor, backbone, seed):
+    drawn, weights, tokens = example(seed, predictor, backbone)
+    weights = [[[torch.zeros_like(t) for t in one] for one in pair] for pair in weights]
+    states = build(drawn, weights)
+    feed(states, tokens, [150])
+    for i, plan in enumerate(drawn):
+        for role, spec in enumerate((plan.key, plan.value)):
+            spec = dataclasses.replace(spec, predictor="" if i else spec.predictor)
+            alone, pages = state_of(spec, tokens[i][role]), spec.pages(150)
+            for name in ("codes", "scale", "zero_point"):
+                assert torch.equal(getattr(states[i][role], name)[:, :, :pages], getattr(alone, name)[:, :, :pages])
+            assert torch.equal(states[i][role].decode(150), alone.decode(150))
+
+
+@given(predictors, seeds)
+def test_a_lossless_backbone_is_the_identity_whatever_is_predicted(predictor, seed):
+    _, weights, tokens = example(seed, predictor)
+    config = aqua(backbone="identity", first_layer="identity", predictor=predictor)
+    states = build([config.plan(dataclasses.replace(GEOMETRY, below=i - 1 if i else None)) for i in range(3)], weights)
+    feed(states, tokens, [100, 50])
+    for pair, expected in zip(states, tokens, strict=True):
+        for state, x in zip(pair, expected, strict=True):
+            torch.testing.assert_close(state.decode(150), x, atol=1e-5, rtol=1e-5)
+
+
+def test_log_sparse_tokens_are_predicted_from_the_same_tokens_below():
+    config = aqua(retention=LogSparse(32), sinks=0, predictor="linear")
+    drawn = [config.plan(dataclasses.replace(GEOMETRY, below=i - 1 if i else None)) for i in range(3)]
+    _, weights, tokens = example(5, "linear", length=400)
+    same = [[weights[1][0], weights[1][1]] for _ in range(3)]
+    states = build(drawn, same)
+    # what the layer below holds predicts this one exactly, so that nothing is left over to lose
+    for i in (1, 2):
+        below = [t.clone() for t in tokens[i - 1]]
+        tokens[i][0] = predict("linear", same[i][0], [below[0]], 400)
+        tokens[i][1] = predict("linear", same[i][1], [below[1], tokens[i][0]], 400)
+    feed(states, tokens, [150] + [1] * 250)
+    first = (states[0][0].decode(400) - tokens[0][0]).square().mean()
+    second = (states[1][0].decode(400) - tokens[1][0]).square().mean()
+    assert first > 0 and second < 3 * first  # predicted from other tokens it would be far off
+    shuffled = predict("linear", same[1][0], [tokens[0][0].roll(1, 2)], 400)
+    assert second < 0.2 * (shuffled - tokens[1][0]).square().mean()
+
+
+def test_a_residual_is_no_tensor_of_its_own():
+    spec = CodecSpec(2, "token", 16, 32, predictor="linear")
+    with pytest.raises(KVPassError, match="needs the layer below"):
+        PackedKV.from_float(randn(0, 1, 2, 40, DIM), spec)
