@@ -6,6 +6,7 @@ unpack and dequantize pointwise, then one separate reduction for every query hea
 dimension the same algebra is twice as slow). Pools are sliced, so the cost is that of the tokens there are.
 """
 
+from collections.abc import Sequence
 from functools import cache, lru_cache, partial
 
 import torch
@@ -14,9 +15,9 @@ from torch import Tensor
 from kvpass.codec.affine import params_dtype
 from kvpass.codec.grid import grid, look_up
 from kvpass.codec.hadamard import basis
-from kvpass.codec.pack import num_planes, unpack_plane
-from kvpass.codec.pages import decode_pages, encode_pages
-from kvpass.codec.predict import looks_below
+from kvpass.codec.pack import num_planes, unpack, unpack_plane
+from kvpass.codec.pages import decode_pages, dequantize_pages, encode_pages
+from kvpass.codec.predict import MEAN, looks_below, parse_predictor, run, weights
 from kvpass.codec.rotary import parse_rope, rotate_pairs, split_pairs
 from kvpass.codec.spec import CodecSpec, parse
 from kvpass.codec.window import layout, ring_tokens
@@ -32,44 +33,61 @@ _MIN_PAGES = 2  # sizes 0 and 1 would be specialised; what is beyond the packed 
 _PAGES = 7  # pages to trace `encode` and `decode` with
 
 
-def _page_kernel(fn, spec: CodecSpec, *inputs: Tensor | None):
-    """Run ``fn(*inputs, spec)``, compiled for any number of pages, on inputs ``[M, ...]``; M = 1 is run as 2."""
+def _page_kernel(fn, spec: CodecSpec, inputs: Sequence[Tensor | None], constants: Sequence[Tensor | None] = ()):
+    """Run ``fn(*inputs, *constants, spec)``, compiled for any number of pages, on inputs ``[M, ...]``; M = 1 is run
+    as 2. Returns what `fn` does, and M."""
     pages = next(tensor.shape[0] for tensor in inputs if tensor is not None)
     if pages == 1:
         inputs = tuple(None if tensor is None else tensor.expand(2, *tensor.shape[1:]) for tensor in inputs)
     inputs = tuple(None if tensor is None else tensor.contiguous() for tensor in inputs)
     described = tuple(None if t is None else (t.shape[1:], t.dtype, t.device) for t in inputs)
-    return [tensor[:pages] for tensor in _compiled_page_kernel(fn, spec, described)(*inputs)]
+    fixed = tuple(None if t is None else (t.shape, t.dtype, t.device) for t in constants)
+    return _compiled_page_kernel(fn, spec, described, fixed)(*inputs, *constants), pages
 
 
 @cache
-def _compiled_page_kernel(fn, spec: CodecSpec, described: tuple):
+def _compiled_page_kernel(fn, spec: CodecSpec, described: tuple, fixed: tuple):
     examples = [d and torch.empty((_PAGES, *d[0]), dtype=d[1], device=d[2]) for d in described]
-    return compile_ahead(lambda *inputs: fn(*inputs, spec), examples, [(0,)] * len(examples))
+    examples += [f and torch.empty(f[0], dtype=f[1], device=f[2]) for f in fixed]
+    dynamic = [(0,)] * len(described) + [()] * len(fixed)
+    return compile_ahead(lambda *inputs: fn(*inputs, spec), examples, dynamic)
 
 
 def _encode(pages: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Tensor, ...]:
     return encode_pages(pages, spec, compensation)
 
 
-def _decode(codes: Tensor, scale: Tensor, zero_point: Tensor, spec: CodecSpec) -> tuple[Tensor]:
-    return (decode_pages(codes.unsqueeze(1), scale.unsqueeze(1), zero_point.unsqueeze(1), spec),)
+def _decode(codes, scale, zero_point, rows, points, basis, *rest) -> tuple[Tensor]:
+    """Pages ``[M, H, ...]`` -> ``[H, M, P, D]`` float32, plus what is predicted from ``rows`` ``[M, P, in]``."""
+    *predictor, spec = rest
+    codes = unpack(codes, spec.bits)
+    if spec.grid:
+        values = look_up(codes, points).unflatten(-1, (-1, spec.group_size)) * scale.float().unsqueeze(-1)
+        values = values.flatten(-2)
+    else:
+        values = dequantize_pages(codes, scale, zero_point, spec)
+    if basis is not None:
+        values = values @ basis.mT
+    if rows is not None:
+        prediction = run(parse_predictor(spec.predictor)[0], rows, *weights(spec.predictor, predictor))
+        values = values + prediction.unflatten(-1, (values.shape[1], -1)).transpose(1, 2)
+    return (values.transpose(0, 1).contiguous(),)
 
 
 def _refuses_decode(site: Site) -> str | None:
     spec = parse(site.specs[0])
     if spec.raw:
         return "floats stored as they are need no kernel."
-    if spec.grid or spec.rotation is not None:
-        return "rotations and grids are not fused."
     return None
 
 
 def _refuses_encode(site: Site) -> str | None:
-    if (reason := _refuses_decode(site)) is not None:
-        return reason
-    least_squares = parse(site.specs[0]).fit == "lsq"
-    return "least-squares fits sort each group, which Inductor does not fuse." if least_squares else None
+    spec = parse(site.specs[0])
+    if spec.grid or spec.rotation is not None:
+        return "encoding on grids and rotating first are not fused."
+    if spec.fit == "lsq":
+        return "least-squares fits sort each group, which Inductor does not fuse."
+    return _refuses_decode(site)
 
 
 @implements("encode", "inductor", refuses=_refuses_encode)
@@ -78,8 +96,8 @@ def encode(x: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Ten
     pages = tokens // spec.page_size
     if compensation is not None:
         compensation = compensation[:, :, None].expand(-1, -1, pages, -1, -1).flatten(0, 2)
-    new = _page_kernel(_encode, spec, x.reshape(-1, spec.page_size, head_dim), compensation)
-    return tuple(tensor.view(batch, heads, pages, *tensor.shape[2:]) for tensor in new)
+    new, count = _page_kernel(_encode, spec, (x.reshape(-1, spec.page_size, head_dim), compensation))
+    return tuple(tensor[:count].view(batch, heads, pages, *tensor.shape[2:]) for tensor in new)
 
 
 @implements("append_", "inductor", refuses=_refuses_encode)
@@ -92,12 +110,25 @@ def decode(*args) -> Tensor:
     return reference.read(_decode_all, *args)
 
 
-def _decode_all(codes: Tensor, scale: Tensor, zero_point: Tensor, spec: CodecSpec) -> Tensor:
+def _decode_all(codes, scale, zero_point, spec: CodecSpec, references, predictor) -> Tensor:
     batch, heads, pages = codes.shape[:3]
     if not pages:
         return decode_pages(codes, scale, zero_point, spec)
-    (out,) = _page_kernel(_decode, spec, codes.flatten(0, 2), scale.flatten(0, 2), zero_point.flatten(0, 2))
-    return out.view(batch, heads, pages * spec.page_size, -1)
+    spec, rows, device = spec.stored_as, None, codes.device
+    pools = [pool.flatten(0, 2).unsqueeze(1) for pool in (codes, scale, zero_point)]
+    if looks_below(spec.predictor):  # heads are predicted together
+        pools = [pool.transpose(1, 2).flatten(0, 1) for pool in (codes, scale, zero_point)]
+        rows = torch.cat([x.transpose(1, 2).flatten(2) for x in references], -1).float()
+        rows = rows.unflatten(1, (pages, -1)).flatten(0, 1)
+    constants = (
+        grid(spec.grid, device) if spec.grid else None,
+        None if spec.rotation is None else basis(codes.shape[-1] * spec.dim, spec.rotation, device),
+        *(predictor if rows is not None else ()),
+    )
+    (out,), count = _page_kernel(_decode, spec, (*pools, rows), constants)
+    out = out[:, :count].reshape(len(out), batch, -1, out.shape[-1])  # heads that were decoded together come first
+    out = out.transpose(0, 1) if rows is not None else out.view(batch, heads, pages * spec.page_size, -1)
+    return out + predictor[0].float() if spec.predictor == MEAN else out
 
 
 def plane_values(codes: Tensor, scale: Tensor, zero_point: Tensor, spec: CodecSpec, plane: int, points=None) -> Tensor:

@@ -24,33 +24,33 @@ def encode(x: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Ten
 _CHUNK = 4096  # tokens predicted at a time: what is needed in between stays small
 
 
-def read(decode_fn, codes, scale, zero_point, ring, n: int, spec: CodecSpec, references=(), predictor=()) -> Tensor:
-    """Sinks, pages (decoded by ``decode_fn``) and window, in token order.
+def decode_predicted(codes, scale, zero_point, spec: CodecSpec, references, predictor) -> Tensor:
+    """Whole pages, with what was subtracted from them; ``references`` hold the same tokens."""
+    values = decode_pages(codes, scale, zero_point, spec)
+    return values + predict(spec.predictor, predictor, references, spec.page_size) if spec.predictor else values
 
-    references: what the predictor looks at, all ``n`` tokens each; see `kvpass.codec.predict`.
+
+def read(decode_fn, codes, scale, zero_point, ring, n: int, spec: CodecSpec, references=(), predictor=()) -> Tensor:
+    """Sinks, pages (decoded by ``decode_fn``, see `decode_predicted`) and window, in token order.
+
+    references: what the predictor looks at, all ``n`` tokens each.
     """
     used, where, chunks = spec.pages(n), layout(spec), []
     step = max(1, _CHUNK // spec.page_size) if spec.predictor else max(1, used)
     for first in range(0, max(1, used), step):
         pages = slice(first, min(first + step, used))
-        values = decode_fn(codes[:, :, pages], scale[:, :, pages], zero_point[:, :, pages], spec)
-        if spec.predictor:
-            tokens = where.page_tokens(pages.start, pages.stop)
-            values = values + predict(spec.predictor, predictor, _take(references, tokens), spec.page_size)
-        chunks.append(values.to(ring.dtype))
+        pools = (pool[:, :, pages] for pool in (codes, scale, zero_point))
+        same = [where.in_pages(reference, pages.start, pages.stop) for reference in references]
+        chunks.append(decode_fn(*pools, spec, same, predictor).to(ring.dtype))
     sinks = min(n, spec.sinks)
     stored = torch.cat([ring[:, :, :sinks], *chunks, read_tokens(ring, spec, where.exact(n))], 2)
     order = where.token_order(n)
     return stored if order is None else stored.index_select(2, order.to(ring.device))
 
 
-def _take(references, tokens: Tensor) -> list[Tensor]:
-    return [reference.index_select(2, tokens.to(reference.device)) for reference in references]
-
-
 @implements("decode", "reference")
 def decode(*args) -> Tensor:
-    return read(decode_pages, *args)
+    return read(decode_predicted, *args)
 
 
 def fit_compensation(q: Tensor, mask: Tensor | None, num_key_value_heads: int, spec: CodecSpec) -> Tensor:

@@ -27,7 +27,8 @@ def _quantize(x: Tensor, spec: CodecSpec, dtype: torch.dtype) -> tuple[Tensor, T
     return codes.reshape(x.shape), scale.squeeze(dim), zero_point.squeeze(dim)
 
 
-def _dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor, spec: CodecSpec) -> Tensor:
+def dequantize_pages(codes: Tensor, scale: Tensor, zero_point: Tensor, spec: CodecSpec) -> Tensor:
+    """Uniform codes ``[..., P, D]`` with the parameters of their pages: ``[..., P, D]`` float32, still rotated."""
     groups, dim = _grouped(codes, spec)
     return dequantize(groups, scale.unsqueeze(dim), zero_point.unsqueeze(dim)).reshape(codes.shape)
 
@@ -40,7 +41,7 @@ def _quantize_compensated(x: Tensor, compensation: Tensor, spec: CodecSpec, dtyp
         part = _quantize(block, spec, dtype)
         parts.append(part)
         if rest.shape[-1]:
-            error = _dequantize(*part, spec) - block
+            error = dequantize_pages(*part, spec) - block
             answer = compensation[..., start:, start : start + size].float()
             x = rest + (error.flatten(-3, -2) @ answer.mT).view_as(rest)
     return tuple(torch.cat(columns, -1) for columns in zip(*parts, strict=True))
@@ -77,7 +78,7 @@ def decode_pages(codes: Tensor, scale: Tensor, zero_point: Tensor, spec: CodecSp
         values = look_up(codes, grid(spec.grid, codes.device)).unflatten(-1, (-1, spec.group_size))
         pages = (values * scale.float().unsqueeze(-1)).flatten(-2)
     else:
-        pages = _dequantize(codes, scale, zero_point, spec)
+        pages = dequantize_pages(codes, scale, zero_point, spec)
     return (pages if spec.rotation is None else gather(pages, spec.rotation)).flatten(-3, -2)
 
 

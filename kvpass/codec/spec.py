@@ -174,9 +174,14 @@ class CodecSpec:
         """Ring slots after the sinks."""
         return self.residual + self.page_size + self.rollback
 
+    @cached_property
+    def dim(self) -> int:
+        """Values of one code."""
+        return grid_shape(self.grid)[0] if self.grid else 1
+
     def columns(self, head_dim: int) -> int:
         """Codes of one token."""
-        return head_dim // grid_shape(self.grid)[0] if self.grid else head_dim
+        return head_dim // self.dim
 
     @cached_property
     def rows(self) -> int:

@@ -37,6 +37,11 @@ class Recent:
         size = self.spec.page_size
         return torch.arange(self.spec.sinks + first * size, self.spec.sinks + last * size)
 
+    def in_pages(self, x: Tensor, first: int, last: int) -> Tensor:
+        """Those of the tokens ``[B, H, n, D]`` that are in pages ``[first, last)``, in storage order."""
+        size = self.spec.page_size
+        return x.narrow(2, self.spec.sinks + first * size, (last - first) * size) if last > first else x[:, :, :0]
+
     def exact(self, n: int) -> Tensor:
         """The exact tokens behind the sinks once ``n`` are stored, in token order."""
         return torch.arange(min(n, self.spec.sinks) + self.spec.packed(n), n)
@@ -116,6 +121,9 @@ class LogSparse(Recent):
     def page_tokens(self, first: int, last: int) -> Tensor:
         self._simulate((last + 2) * self._size)
         return torch.cat([torch.empty(0, dtype=torch.int64), *self._pages[first:last]]) + self.spec.sinks
+
+    def in_pages(self, x: Tensor, first: int, last: int) -> Tensor:
+        return x.index_select(2, self.page_tokens(first, last).to(x.device))
 
     def exact(self, n: int) -> Tensor:
         behind = max(0, n - self.spec.sinks)
