@@ -25,7 +25,7 @@ in ``center``.
 import torch
 from torch import Tensor
 
-from kvpass.lowering import inductor, reference  # noqa: F401  (they register themselves in the table)
+from kvpass.lowering import inductor, inductor_attend, reference  # noqa: F401  (they register themselves in the table)
 from kvpass.lowering.table import Site, select
 
 from .codec.affine import params_dtype

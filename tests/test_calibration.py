@@ -233,6 +233,7 @@ def test_keys_with_a_bias_are_centred_in_the_first_layer():
     [
         (dict(data=data(1)), "at least 2 sequences"),
         (dict(data=[tokens(1, 50)] * 3), "of at least 68 tokens"),
+        (dict(data=torch.rand(3, 100)), "takes token ids"),
         (dict(scheme="kivi"), "needs no calibration"),
         (
             dict(
@@ -250,6 +251,11 @@ def test_what_cannot_be_calibrated_is_refused(arguments, says):
     with pytest.raises(KVPassError, match=says):
         kvpass.calibrate(model, **{"data": data(), "scheme": SMALL, **arguments}, progress=False)
     assert not hasattr(model, "_kvpass")
+
+
+def test_a_packed_model_is_not_calibrated():
+    with pytest.raises(KVPassError, match=r"kvpass.remove\(model\) first"):
+        kvpass.calibrate(kvpass.apply(llama(), "kivi", lowering="eager"), data(), SMALL)
 
 
 @pytest.mark.parametrize(
@@ -368,7 +374,8 @@ def test_generate_is_one_graph_and_equals_the_eager_path(rope, padding):
         decoding = [graph for graph in report.graphs if graph.compiled]
         assert len(decoding) == 1 and (decoding[0].fused, decoding[0].reconstructed, decoding[0].decoded) == (3, 3, 0)
         assert report.nbytes == kvpass.nbytes(cache)
-        assert "predictors" in str(report) and report.calibration_nbytes == calibration.nbytes
+        assert f"pay off from {calibration.pays_off_at:,} tokens on" in str(report)
+        assert report.calibration_nbytes == calibration.nbytes
     torch._dynamo.reset()
     if rope == "post":  # before rotary embedding, prefill is always captured
         with packed(model, calibration, lowering="eager"):

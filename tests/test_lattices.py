@@ -12,7 +12,7 @@ from kvpass import KVPassError, schemes
 from kvpass.codec import CodecSpec, decode_pages, encode_pages
 from kvpass.codec.grid import assign_points, fit_rms, grid, grid_shape, look_up, names
 from kvpass.codec.hadamard import gather, signs, spread
-from kvpass.lowering import inductor, reference
+from kvpass.lowering import inductor_attend, reference
 from kvpass.schemes import HIGGSConfig, LayerGeometry
 
 from common import assert_same_contents, chunkings, dtypes, only_reference, randn, seeds, state_of
@@ -182,4 +182,4 @@ def test_compiled_attention_is_that_over_decoded_tokens(name, n):
         dense = [torch.cat([s.decode(n), t], 2) for s, t in zip(states, new, strict=True)]
     expected = reference.attention(q, *dense, None, False, 0.3, 0.0)
     torch.testing.assert_close(reference.attend(*arguments), expected, atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(inductor.attend(*arguments), expected, atol=3e-6, rtol=1e-5)
+    torch.testing.assert_close(inductor_attend.attend(*arguments), expected, atol=3e-6, rtol=1e-5)

@@ -13,7 +13,7 @@ import kvpass
 from kvpass import KVPassError
 from kvpass.codec import CodecSpec
 from kvpass.codec.rotary import join_pairs, rotate, split_pairs
-from kvpass.lowering import inductor, reference
+from kvpass.lowering import inductor_attend, reference
 
 from common import DIM, only_reference, randn, seeds, state_of
 from tiny import VOCABULARY, llama, tokens
@@ -71,7 +71,7 @@ def test_attention_rotates_what_it_reads(n, rope, keep):
     dense = torch.cat([rotate(past[0], cos, sin, rope), new[0]], 2), torch.cat([past[1], new[1]], 2)
     expected = reference.attention(q, *dense, mask, False, 0.3, 0.0)
     torch.testing.assert_close(reference.attend(*arguments), expected, atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(inductor.attend(*arguments), expected, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(inductor_attend.attend(*arguments), expected, atol=2e-6, rtol=1e-5)
 
 
 # ---------------------------------------------------------------- in a model

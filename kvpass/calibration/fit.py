@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from .. import schemes
+from ..api import is_applied
 from ..codec import CodecSpec, decode_pages, encode_pages
 from ..codec.affine import params_dtype
 from ..codec.predict import MEAN, fit_center, looks_below, predict
@@ -62,6 +63,8 @@ def calibrate(
     config = schemes.get(scheme)
     if not isinstance(config, AquaKVConfig):
         raise KVPassError(f"{config.name!r} needs no calibration: kvpass.apply(model, scheme={config.name!r}).")
+    if is_applied(model):
+        raise KVPassError("kvpass is applied to this model: call kvpass.remove(model) first.")
     layers = probe(model)
     described, sequences = describe(model, layers), _sequences(data, config, model)
     silent = None if progress else True
@@ -87,6 +90,8 @@ def calibrate(
 def _sequences(data: Tensor | Sequence[Tensor], config: AquaKVConfig, model: nn.Module) -> list[Tensor]:
     device = next(model.parameters()).device
     sequences = [torch.as_tensor(ids).view(1, -1).to(device) for ids in data]
+    if any(ids.is_floating_point() for ids in sequences):
+        raise KVPassError("Calibration takes token ids, not floats: tokenizer(text, return_tensors='pt').input_ids.")
     shortest = config.sinks + 2 * config.key_storage()["page_size"]
     if len(sequences) < 2 or any(ids.shape[1] < shortest for ids in sequences):
         raise KVPassError(

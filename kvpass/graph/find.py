@@ -80,14 +80,24 @@ def find(graph: Graph) -> tuple[list[Attention], list[str]]:
 
 
 def _reads_packed(node: Node, depth: int = 24) -> bool:
-    """Whether a decode is near upstream of ``node``; bounded, because everything is upstream of the last layer."""
+    """Whether a decode is near upstream of ``node``, and not behind another attention: the softmax of a router is none.
+    Bounded, because everything is upstream of the last layer."""
     frontier = [node]
     for _ in range(depth):
         frontier = [source for n in frontier for source in n.all_input_nodes]
         if any(n.target is DECODE for n in frontier):
             return True
-        frontier = [n for n in frontier if n.op == "call_function"]
+        frontier = [n for n in frontier if n.op == "call_function" and not _is_attention_output(n)]
     return False
+
+
+def _is_attention_output(node: Node) -> bool:
+    if node.target not in _PRODUCTS:
+        return node.target is aten.scaled_dot_product_attention.default
+    weights = node.args[0]
+    while weights.target in _SAME_VALUES or weights.target in (aten.to.dtype, aten._to_copy.default):
+        weights = weights.args[0]
+    return weights.target is aten.softmax.int
 
 
 def _shape(node: Node):

@@ -1,0 +1,302 @@
+"""Attention of one query token over codes, written so that Inductor fuses it: K and V never reach memory.
+
+Per plane of a page: unpack and dequantize pointwise, then one separate reduction for every query head of the KV head,
+because as a broadcast dimension the same algebra is twice as slow. Pools are sliced, so the cost is that of the tokens
+there are.
+"""
+
+from functools import cache, lru_cache, partial
+
+import torch
+from torch import Tensor
+
+from kvpass.codec.affine import params_dtype
+from kvpass.codec.grid import grid, look_up
+from kvpass.codec.hadamard import basis
+from kvpass.codec.pack import num_planes, unpack_plane
+from kvpass.codec.predict import looks_below
+from kvpass.codec.rotary import parse_rope, rotate_pairs, split_pairs
+from kvpass.codec.spec import CodecSpec, parse
+from kvpass.codec.window import layout, ring_tokens
+from kvpass.errors import KVPassError
+
+from .aot import compile_ahead
+from .table import Site, implements
+
+_MIN_PAGES = 2  # sizes 0 and 1 would be specialised; what is beyond the packed tokens is masked
+
+
+def plane_values(codes: Tensor, scale: Tensor, zero_point: Tensor, spec: CodecSpec, plane: int, points=None) -> Tensor:
+    """Dequantized tokens ``[plane * T, (plane + 1) * T)`` of every page, ``[..., N, T, D]`` float32, still rotated.
+
+    points: those of the spec's grid, if it has one.
+    """
+    codes = unpack_plane(codes, spec.bits, plane)
+    tokens = codes.shape[-2]
+    if spec.grid:
+        scale = scale.narrow(-2, plane * tokens, tokens).float().unsqueeze(-1)
+        return (look_up(codes, points).unflatten(-1, (-1, spec.group_size)) * scale).flatten(-2)
+    values = codes.float()
+    if spec.per == "token":
+        scale, zero_point = (p.narrow(-2, plane * tokens, tokens).float().unsqueeze(-1) for p in (scale, zero_point))
+        return (values.unflatten(-1, (-1, spec.group_size)) * scale + zero_point).flatten(-2)
+    first, count = plane * tokens // spec.group_size, max(1, tokens // spec.group_size)
+    if (first + count) * spec.group_size < (plane + 1) * tokens:  # groups that straddle planes
+        index = torch.arange(plane * tokens, (plane + 1) * tokens, device=codes.device) // spec.group_size
+        return values * scale.index_select(-2, index).float() + zero_point.index_select(-2, index).float()
+    scale, zero_point = (p.narrow(-2, first, count).float().unsqueeze(-2) for p in (scale, zero_point))
+    return (values.unflatten(-2, (count, -1)) * scale + zero_point).flatten(-3, -2)
+
+
+def _packed(n: Tensor, spec: CodecSpec) -> Tensor:
+    return (n - spec.sinks - spec.residual).clamp_min(0) // spec.page_size * spec.page_size
+
+
+def _places(n: Tensor, spec: CodecSpec, held: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Per slot of the ring: its token, and whether it counts. ``held`` says so for log-sparse windows."""
+    if held is not None:
+        return held, held >= 0
+    slots = torch.arange(spec.sinks + spec.window, device=n.device) - spec.sinks
+    newest = n - 1 - spec.sinks
+    tokens = torch.where(slots < 0, slots, newest - torch.remainder(newest - slots, spec.window)) + spec.sinks
+    return tokens, torch.where(slots < 0, tokens < n, tokens >= _packed(n, spec) + spec.sinks)
+
+
+def _dots(q: Tensor, k: Tensor, tables: tuple[Tensor, Tensor] | None, rope: str) -> Tensor:
+    """``q`` ``[BH, R, D]`` with keys ``[BH, ..., D]``, rotated by tables ``[B, ..., p]`` -> ``[BH, R, ...]``.
+
+    One separate reduction for every query head over keys that are unpacked, and rotated, once.
+    """
+    lead = (slice(None), *(None for _ in range(k.ndim - 2)))
+    if tables is None:
+        return torch.stack([(k * q[:, r][lead]).sum(-1) for r in range(q.shape[1])], 1)
+    batch = tables[0].shape[0]
+    first, second, rest = (part.unflatten(0, (batch, -1)) for part in split_pairs(k, rope))
+    rotated = rotate_pairs(first, second, *(table.unsqueeze(1).float() for table in tables))
+    k1, k2, rest = (part.flatten(0, 1) for part in (*rotated, rest))
+    q1, q2, q_rest = split_pairs(q, rope)
+    out = []
+    for r in range(q.shape[1]):
+        dot = (k1 * q1[:, r][lead] + k2 * q2[:, r][lead]).sum(-1)
+        out.append(dot + (rest * q_rest[:, r][lead]).sum(-1) if rest.shape[-1] else dot)
+    return torch.stack(out, 1)
+
+
+def _attend(k_pages, v_pages, q, *inputs, scale, softcap, k_spec, v_spec, rope):
+    """One query token ``[B, H_q, 1, D]`` over packed keys and values; inputs as in `attend`.
+
+    ``k_pages`` and ``v_pages`` carry page counts as their shape, ``n`` the length as its value. For log-sparse windows
+    ``held`` is the token in each slot of the ring, and ``page_tokens`` ``[N, P]`` those in the pages.
+    """
+    *state, n, k_new, v_new, mask, held, page_tokens, cos, sin, k_points, v_points, k_basis, v_basis, center = inputs
+    *k_pools, k_ring, vc, vs, vz, v_ring, k_new, v_new = (tensor.flatten(0, 1) for tensor in (*state, k_new, v_new))
+    shape, dtype, batch, groups = q.shape, q.dtype, q.shape[0], state[0].shape[1]
+    q = (q.float() * scale).view(batch * groups, shape[1] // groups, -1)  # [BH, R, D]
+    count, v_count, size = k_pages.shape[0], v_pages.shape[0], k_spec.page_size
+    index = torch.arange(count * size, device=q.device)  # of packed tokens, in storage order
+    in_page = index + k_spec.sinks if page_tokens is None else page_tokens.flatten()
+    k_tokens, k_counts = _places(n, k_spec, held)
+
+    def tables(tokens):
+        """cos and sin of ``tokens``, any shape; None where keys are stored rotated."""
+        if not rope:
+            return None
+        rows = [table.index_select(1, tokens.flatten())[..., : parse_rope(rope)[0]] for table in (cos, sin)]
+        return tuple(table.unflatten(1, tokens.shape) for table in rows)
+
+    on_pages = _page_scores(q, k_pools, in_page.view(count, size), tables, rope, k_spec, k_points, k_basis, center)
+    on_ring = _dots(q, k_ring.float(), tables(k_tokens.clamp_min(0)), rope)
+    scores = torch.cat([on_pages, on_ring, (q * k_new.float()).sum(-1, keepdim=True)], -1)
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        token = torch.cat([in_page, k_tokens, n])
+        scores = _biased(scores, mask, token.clamp(0, mask.shape[-1] - 1), groups)
+    counts = torch.cat([index < _packed(n, k_spec), k_counts, torch.ones_like(k_counts[:1])])
+    weights = torch.where(counts, scores, -torch.inf).softmax(-1)
+    if mask is not None:
+        weights = weights.nan_to_num(0)  # a query that may see nothing gets zeros, as in SDPA
+
+    # values leave their window no earlier than keys, so a packed value's weight is that of a packed key
+    on_pages = torch.where(index[: v_count * size] < _packed(n, v_spec), weights[..., : v_count * size], 0.0)
+    on_ring = _ring_weights(weights, n, count * size, k_spec, v_spec, held)
+    out = (on_ring[..., None] * v_ring[:, None].float()).sum(2) + weights[..., -1:] * v_new.float()
+    out = out + _page_values(on_pages.unflatten(-1, (v_count, -1)), (vc, vs, vz), v_spec, v_points, v_basis)
+    return (out.view(*shape[:3], -1).to(dtype),)
+
+
+def _page_scores(q, pools, tokens, tables, rope: str, spec: CodecSpec, points, basis, center) -> Tensor:
+    """``q`` ``[BH, R, D]`` with the keys of ``tokens`` ``[N, P]`` in pages: ``[BH, R, N * P]``, in storage order.
+
+    tables: token ids -> rotary tables. basis: the rotation of the keys, which the queries take instead of them. center:
+    the mean that was subtracted from them.
+    """
+    (count, size), planes, scores = tokens.shape, num_planes(spec.bits), []
+    pools = [pool.narrow(1, 0, count) for pool in pools]
+    rotated = q if basis is None else q @ basis
+    by_plane = tokens.view(count, planes, size // planes)
+    for j in range(planes):
+        k = plane_values(*pools, spec, j, points)
+        if center is not None and rope:  # the mean is turned with the keys
+            k = k + center.flatten(0, 1)[:, None].float()
+        scores.append(_dots(rotated, k, tables(by_plane[:, j]), rope))
+    out = torch.stack(scores, 3).flatten(2)
+    if center is not None and not rope:
+        out = out + (q * center.flatten(0, 1).float()).sum(-1, keepdim=True)
+    return out
+
+
+def _ring_weights(weights, n, packed_slots: int, k_spec: CodecSpec, v_spec: CodecSpec, held) -> Tensor:
+    """The weights of the values in each slot of their ring; ``packed_slots`` come first in ``weights``."""
+    tokens, counts = _places(n, v_spec, held)
+    on_ring = weights[..., packed_slots:-1]
+    if held is None:
+        behind = tokens - k_spec.sinks
+        in_window = packed_slots + torch.where(behind < 0, tokens, k_spec.sinks + behind % k_spec.window)
+        source = torch.where((behind >= 0) & (behind < _packed(n, k_spec)), behind, in_window)
+        on_ring = weights.index_select(-1, torch.where(counts, source, 0))
+    return torch.where(counts, on_ring, 0.0)
+
+
+def _page_values(weights, pools, spec: CodecSpec, points, basis) -> Tensor:
+    """Values in pages, weighted by ``[BH, R, N, P]``: ``[BH, R, D]``."""
+    pools = [pool.narrow(1, 0, weights.shape[2]) for pool in pools]
+    by_plane, out = weights.unflatten(-1, (num_planes(spec.bits), -1)), 0.0
+    for j in range(num_planes(spec.bits)):
+        v = plane_values(*pools, spec, j, points).flatten(1, 2)
+        heads = (by_plane[:, r, :, j].flatten(1)[..., None] * v for r in range(weights.shape[1]))
+        out = out + torch.stack([product.sum(1) for product in heads], 1)
+    return out if basis is None else out @ basis.mT
+
+
+def _biased(scores: Tensor, mask: Tensor, token: Tensor, groups: int) -> Tensor:
+    """``scores`` ``[B * H_kv, R, N]`` plus a bool or additive mask ``[B or 1, H_q or 1, 1, T]`` at ``token``."""
+    bias = mask[:, :, 0].index_select(-1, token)
+    bias = torch.where(bias, 0.0, -torch.inf) if mask.dtype == torch.bool else bias.float()
+    bias = bias[:, None] if mask.shape[1] == 1 else bias.unflatten(1, (groups, -1))
+    return (scores.unflatten(0, (-1, groups)) + bias).flatten(0, 1)
+
+
+# Sizes to trace with, where sizes vary from call to call: different for what is unrelated, and none of them 0 or 1.
+_BATCH, _K_PAGES, _V_PAGES, _K_CAPACITY, _V_CAPACITY, _TOKENS, _TABLES = 5, 53, 47, 61, 59, 1733, 1811
+
+
+@cache
+def _attend_kernel(key: tuple, k_spec: CodecSpec, v_spec: CodecSpec, scale: float, softcap: float):
+    """Compile `_attend` for what `attend` found in common with other calls (see there)."""
+    many, q_heads, heads, head_dim, dtype, device, mask_layout, rope, columns = key
+    batch = _BATCH if many else 1
+
+    def example(*shape, dtype=dtype, batch=batch):
+        return torch.empty(batch, *shape, dtype=dtype, device=device)
+
+    def pool(spec, capacity):
+        codes = example(heads, capacity, spec.rows, spec.columns(head_dim), dtype=torch.uint8)
+        shapes = spec.params_shape(head_dim), spec.zero_shape(head_dim)
+        scale, zero_point = (example(heads, capacity, *shape, dtype=params_dtype(dtype)) for shape in shapes)
+        return codes, scale, zero_point, example(heads, spec.sinks + spec.window, head_dim)
+
+    mask = None
+    if mask_layout is not None:
+        mask_batch, mask_heads, mask_dtype = mask_layout
+        mask = example(mask_heads, 1, _TOKENS, dtype=mask_dtype, batch=batch if mask_batch else 1)
+
+    def points(spec):
+        return torch.empty_like(grid(spec.grid, device)) if spec.grid else None
+
+    def rotation(spec):
+        return None if spec.rotation is None else torch.empty(head_dim, head_dim, device=device)
+
+    log = k_spec.keep == "log"
+    ids = partial(torch.empty, dtype=torch.int64, device=device)
+    new, table = example(heads, 1, head_dim), example(_TABLES, columns) if rope else None
+    examples = [
+        *(torch.empty(pages, device=device) for pages in (_K_PAGES, _V_PAGES)),
+        example(q_heads, 1, head_dim),
+        *pool(k_spec, _K_CAPACITY),
+        *pool(v_spec, _V_CAPACITY),
+        ids(1),
+        *(new, new),
+        mask,
+        *((ids(k_spec.sinks + k_spec.window), ids(_K_PAGES, k_spec.page_size)) if log else (None, None)),
+        *(table, table),
+        *map(points, (k_spec, v_spec)),
+        *map(rotation, (k_spec, v_spec)),
+        example(heads, 1, head_dim, dtype=params_dtype(dtype)) if k_spec.predictor else None,
+    ]
+    first = [0] if many else []
+    pools = [*[[*first, 2]] * 3, first]
+    of_mask = [0, 3] if many and mask_layout is not None and mask_layout[0] else [3]
+    tables = [[*first, 1]] * 2
+    dynamic = [[0], [0], first, *pools, *pools, [], first, first, of_mask, [], [0], *tables, [], [], [], [], first]
+    fn = partial(_attend, scale=scale, softcap=softcap, k_spec=k_spec, v_spec=v_spec, rope=rope)
+    return compile_ahead(fn, examples, dynamic)
+
+
+@cache
+def _carrier(pages: int, device: torch.device) -> Tensor:
+    """A zero-stride tensor whose shape is a page count."""
+    return torch.empty(1, device=device).expand(pages)
+
+
+@lru_cache(maxsize=16)
+def _length(n: int, device: torch.device) -> Tensor:
+    """The length as a tensor: one for all layers of a step."""
+    return torch.tensor([n], device=device)
+
+
+@lru_cache(maxsize=16)
+def _page_tokens(spec: CodecSpec, used: int, pages: int, device: torch.device) -> Tensor:
+    """The tokens in the first ``used`` of ``pages`` pages, ``[pages, P]``; 0 in the others."""
+    tokens = torch.zeros(pages, spec.page_size, dtype=torch.int64)
+    tokens[:used] = layout(spec).page_tokens(0, used).view(-1, spec.page_size)
+    return tokens.to(device)
+
+
+def _refuses_attend(site: Site) -> str | None:
+    if not site.single_query:
+        return "it is written for one query token."
+    key, value = map(parse, site.specs)
+    if key.raw or value.raw:
+        return "floats stored as they are need no kernel."
+    if (key.page_size, key.sinks, key.keep) != (value.page_size, value.sinks, value.keep):
+        return "keys and values must share page size, sinks and the choice of exact tokens."
+    if key.pre_rope and key.rotation is not None:
+        return "keys rotated by a Hadamard matrix before rotary embedding have to be decoded."
+    if looks_below(key.predictor) or value.predictor:
+        return "what predictors left over has to be decoded."
+    if value.residual < key.residual or (key.keep == "log" and key.window != value.window):
+        return "values must not leave the window before keys."
+    return None
+
+
+@implements("attend", "inductor", refuses=_refuses_attend)
+def attend(
+    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, center=None
+) -> Tensor:
+    batch, heads, _, head_dim = k_new.shape
+    device, pages = q.device, []
+    for spec, pool in ((k_spec, key[0]), (v_spec, value[0])):
+        pages.append(max(_MIN_PAGES, spec.pages(n)))
+        if pages[-1] > pool.shape[2]:
+            raise KVPassError(f"{n} tokens need {pages[-1]} pages, and the pool has {pool.shape[2]}.")
+    if mask is not None:
+        mask = mask.contiguous()
+    k_spec, v_spec = k_spec.stored_as, v_spec.stored_as
+    cos, sin, rope = rotary or (None, None, "")
+    held = tokens = None
+    if k_spec.keep == "log":
+        held, tokens = ring_tokens(k_spec, n, device), _page_tokens(k_spec, k_spec.pages(n), pages[0], device)
+    layout_of_mask = None if mask is None else (mask.shape[0] > 1, mask.shape[1], mask.dtype)
+    columns = cos.shape[2] if rope else 0
+    shared = (batch > 1, q.shape[1], heads, head_dim, q.dtype, device, layout_of_mask, rope, columns)
+    kernel = _attend_kernel(shared, k_spec, v_spec, scale, softcap)
+    new = q.contiguous(), k_new.contiguous(), v_new.contiguous()
+    points = (grid(spec.grid, device) if spec.grid else None for spec in (k_spec, v_spec))
+    bases = (None if s.rotation is None else basis(head_dim, s.rotation, device) for s in (k_spec, v_spec))
+    carriers = (_carrier(count, device) for count in pages)
+    (out,) = kernel(
+        *carriers, new[0], *key, *value, _length(n, device), *new[1:], mask, held, tokens, cos, sin, *points, *bases,
+        center,
+    )  # fmt: skip
+    return out
