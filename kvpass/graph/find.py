@@ -13,24 +13,12 @@ from torch.fx import Graph, Node
 
 from ..codec.predict import looks_below
 from ..codec.spec import parse
+from .scores import CASTS, PRODUCTS, SAME_VALUES, NotUnderstood, Scores, read_scores, shape
 
 aten = torch.ops.aten
 DECODE = torch.ops.kvpass.decode.default
 ROTATE = torch.ops.kvpass.rotate.default
 _SPEC = 5  # which argument of DECODE
-
-_SAME_VALUES = {
-    aten.clone.default,
-    aten.contiguous.default,
-    aten.alias.default,
-    aten.detach.default,
-    aten.dropout.default,
-}
-_PRODUCTS = {aten.matmul.default, aten.bmm.default}
-
-
-class NotUnderstood(Exception):
-    """Why an attention was not matched."""
 
 
 @dataclass
@@ -52,7 +40,10 @@ class Source:
 
 @dataclass
 class Attention:
-    """One matched attention; ``output`` is the node to replace, ``[B, H_q, S, D]``."""
+    """One matched attention; ``output`` is the node to replace, ``[B, H_q, S, D]`` or ``[B * H_q, S, D]``.
+
+    scores: what stands before the softmax, if that is spelled out; a mask then still has to be computed.
+    """
 
     output: Node
     query: Node
@@ -62,6 +53,7 @@ class Attention:
     causal: bool
     scale: float
     softcap: float = 0.0
+    scores: Scores | None = None
 
 
 def find(graph: Graph) -> tuple[list[Attention], list[str]]:
@@ -92,25 +84,21 @@ def _reads_packed(node: Node, depth: int = 24) -> bool:
 
 
 def _is_attention_output(node: Node) -> bool:
-    if node.target not in _PRODUCTS:
+    if node.target not in PRODUCTS:
         return node.target is aten.scaled_dot_product_attention.default
     weights = node.args[0]
-    while weights.target in _SAME_VALUES or weights.target in (aten.to.dtype, aten._to_copy.default):
+    while weights.target in SAME_VALUES or weights.target in CASTS:
         weights = weights.args[0]
     return weights.target is aten.softmax.int
 
 
-def _shape(node: Node):
-    return tuple(node.meta["val"].shape)
-
-
 def _keeps_values(node: Node) -> bool:
     """Whether ``node`` is its first argument, dtype and layout included."""
-    if node.target in (aten.to.dtype, aten._to_copy.default):
+    if node.target in CASTS:
         return node.meta["val"].dtype == node.args[0].meta["val"].dtype
     if node.target in (aten.slice.Tensor, aten.reshape.default):
-        return _shape(node) == _shape(node.args[0])
-    return node.target in _SAME_VALUES
+        return shape(node) == shape(node.args[0])
+    return node.target in SAME_VALUES
 
 
 def _source(node: Node) -> Source:
@@ -127,7 +115,7 @@ def _source(node: Node) -> Source:
             if past is not None and past.target is ROTATE and past.args[0].target is DECODE:
                 return Source(past.args[0], present, past)
             raise NotUnderstood("keys or values are concatenated with something else than the present tokens")
-        if _keeps_values(node):
+        if _keeps_values(node) or _merges_heads(node):
             node = node.args[0]
         elif target is aten.reshape.default:
             node = _unrepeated(node)
@@ -148,8 +136,8 @@ def _unrepeated(node: Node) -> Node:
             unsqueeze = unsqueeze.args[0]
         if unsqueeze.target is aten.unsqueeze.default and unsqueeze.args[1] in (2, -3):
             inner = unsqueeze.args[0]
-            batch, heads, tokens, dim = _shape(inner)
-            if _shape(node) == (batch, heads * _shape(expand)[2], tokens, dim):
+            batch, heads, tokens, dim = shape(inner)
+            if shape(node) == (batch, heads * shape(expand)[2], tokens, dim):
                 return inner
     raise NotUnderstood("keys or values are reshaped in a way that is not head repetition")
 
@@ -169,7 +157,7 @@ def _from_sdpa(node: Node) -> Attention:
         value=_source(value),
         mask=argument(3, "attn_mask"),
         causal=bool(argument(5, "is_causal", False)),
-        scale=float(scale) if scale is not None else 1 / math.sqrt(_shape(query)[-1]),
+        scale=float(scale) if scale is not None else 1 / math.sqrt(shape(query)[-1]),
     )
 
 
@@ -180,45 +168,35 @@ def _only_user(node: Node) -> Node:
 
 
 def _from_softmax(node: Node) -> Attention:
-    if node.args[1] not in (-1, len(_shape(node)) - 1):
+    if node.args[1] not in (-1, len(shape(node)) - 1):
         raise NotUnderstood("softmax over another dim than the keys")
     output = _only_user(node)
-    while output.target in _SAME_VALUES or output.target in (aten.to.dtype, aten._to_copy.default):
+    while output.target in SAME_VALUES | CASTS or _merges_heads(output):
         output = _only_user(output)
-    if output.target not in _PRODUCTS:
+    if output.target not in PRODUCTS:
         raise NotUnderstood(f"softmax is followed by {output.target}, not by a product with the values")
-    query, transposed, mask, scale, softcap = _scores(node.args[0])
-    if transposed.target is not aten.transpose.int or {d % 4 for d in transposed.args[1:]} != {2, 3}:
+    scores = read_scores(node.args[0])
+    last = {len(shape(scores.keys)) - 2, len(shape(scores.keys)) - 1}
+    if scores.keys.target is not aten.transpose.int or {d % (max(last) + 1) for d in scores.keys.args[1:]} != last:
         raise NotUnderstood("keys are not transposed on their last two dims")
-    key, value = _source(transposed.args[0]), _source(output.args[1])
-    if len(_shape(query)) != 4:
-        raise NotUnderstood(f"queries of shape {_shape(query)}; [B, H, S, D] is understood")
-    return Attention(output, query, key, value, mask, False, scale, softcap)
+    key, value = _source(scores.keys.args[0]), _source(output.args[1])
+    return Attention(
+        output, _with_heads(scores.query), key, value, None, False, scores.scale, scores.softcap, scores
+    )  # fmt: skip
 
 
-def _scores(node: Node) -> tuple[Node, Node, Node | None, float, float]:
-    """Walk from softmax's input back to ``q @ k^T``: -> q, k^T, mask, scale, softcap."""
-    mask, factor, cap = None, 1.0, 0.0
-    while node.target not in _PRODUCTS:
-        if node.op != "call_function":
-            raise NotUnderstood(f"scores come from {node.name}, not from a product with the keys")
-        if len(node.users) != 1:
-            raise NotUnderstood("the attention scores are used elsewhere")
-        scalar = len(node.args) > 1 and isinstance(node.args[1], (int, float))
-        if node.target in (aten.to.dtype, aten._to_copy.default) or node.target in _SAME_VALUES:
-            pass
-        elif node.target is aten.add.Tensor and not scalar and not node.kwargs:
-            if mask is not None or factor != 1.0 or cap:
-                raise NotUnderstood("a bias is added before the scores are scaled, or more than one is")
-            mask = node.args[1]
-        elif node.target is aten.mul.Tensor and scalar:
-            factor *= node.args[1]
-        elif node.target is aten.div.Tensor and scalar:
-            factor /= node.args[1]
-        elif node.target is aten.tanh.default and not cap:
-            cap, factor = factor, 1.0
-        else:
-            raise NotUnderstood(f"{node.target} between the scores and the softmax")
-        node = node.args[0]
-    # scores = cap * tanh(factor * q.k): as an op, scale is what multiplies q.k before the division by softcap
-    return *node.args[:2], mask, factor * cap if cap else factor, cap
+def _merges_heads(node: Node) -> bool:
+    """Whether ``node`` turns ``[B, H, S, D]`` into ``[B * H, S, D]``."""
+    if node.target is not aten.reshape.default or len(shape(node)) != 3 or len(shape(node.args[0])) != 4:
+        return False
+    batch, heads, *rest = shape(node.args[0])
+    return shape(node) == (batch * heads, *rest)
+
+
+def _with_heads(query: Node) -> Node:
+    """Queries ``[B, H, S, D]``, before their heads were merged with the batch."""
+    while query.op == "call_function" and (_merges_heads(query) or (len(shape(query)) == 3 and _keeps_values(query))):
+        query = query.args[0]
+    if len(shape(query)) != 4:
+        raise NotUnderstood(f"queries of shape {shape(query)}; [B, H, S, D] is understood")
+    return query

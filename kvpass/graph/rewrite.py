@@ -12,6 +12,7 @@ from .find import DECODE, ROTATE, Attention
 from .masks import structure
 from .normalise import NormalGraph, in_place
 from .rotary import Rotations, insert_tables, turns_alike
+from .scores import insert_bias
 
 APPEND = torch.ops.kvpass.append_.default
 APPEND_ROTARY = torch.ops.kvpass.append_rotary_.default
@@ -43,6 +44,9 @@ def rewrite(normal: NormalGraph, inputs: Sequence, attentions: list[Attention], 
     with graph.inserting_before(graph.output_node()):
         written = _store_before_rotation(graph, inputs, appends.values(), taps)
     for attention in attentions:
+        if attention.scores is not None:
+            with graph.inserting_before(attention.output):
+                attention.mask = insert_bias(graph, attention.scores, attention.query)
         _drop_structural_mask(attention)
         _replace(graph, attention)
     for arguments in appends.values():
@@ -127,11 +131,15 @@ def _replace(graph: Graph, attention: Attention) -> None:
         new = graph.call_function(
             target, (attention.query, *past, key.present, value.present, *how, *specs), options
         )  # fmt: skip
-        new.meta["val"] = attention.output.meta["val"].new_empty(attention.output.meta["val"].shape)
+        q, out = attention.query.meta["val"], attention.output.meta["val"]
+        new.meta["val"] = out.new_empty((*q.shape[:3], out.shape[-1]))
         result = new
-        if new.meta["val"].dtype != attention.query.meta["val"].dtype:
-            result = graph.call_function(torch.ops.aten.to.dtype, (new, new.meta["val"].dtype))
+        if out.dtype != q.dtype:
+            result = graph.call_function(torch.ops.aten.to.dtype, (new, out.dtype))
             result.meta["val"] = new.meta["val"]
+        if out.ndim == 3:  # heads merged with the batch
+            result = graph.call_function(torch.ops.aten.flatten.using_ints, (result, 0, 1))
+            result.meta["val"] = new.meta["val"].flatten(0, 1)
     attention.output.replace_all_uses_with(result)
 
 

@@ -1,0 +1,135 @@
+"""From the product of queries and keys to the softmax: scaling, softcap, and whatever is added or filled in.
+
+What is added is not matched by how it is written. All that stands between is affine in the scores, so running it on
+zeros gives the bias: masks before or after scaling, filled in or added, alibi.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch._guards import detect_fake_mode
+from torch.fx import Graph, Node
+
+aten = torch.ops.aten
+
+SAME_VALUES = {
+    aten.clone.default,
+    aten.contiguous.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.dropout.default,
+}
+CASTS = {aten.to.dtype, aten._to_copy.default}
+PRODUCTS = {aten.matmul.default, aten.bmm.default}
+_FILLS = {aten.masked_fill.Scalar: 0, aten.masked_fill.Tensor: 0, aten.where.self: 1, aten.where.ScalarOther: 1}
+"""Ops that put other values in place of some scores -> which argument the scores are."""
+
+
+class NotUnderstood(Exception):
+    """Why an attention was not matched."""
+
+
+def shape(node: Node):
+    return tuple(node.meta["val"].shape)
+
+
+@dataclass
+class Scores:
+    """``softcap * tanh(scale * q.k / softcap) + bias``, or without the softcap where it is 0.
+
+    product: the node that multiplies ``query`` and ``keys`` (transposed), ``[B, H, S, T]`` or ``[B * H, S, T]``.
+    chain: the nodes behind it (behind the softcap) up to the softmax, in order, if they add or fill in anything.
+    """
+
+    product: Node
+    query: Node
+    keys: Node
+    scale: float
+    softcap: float
+    chain: list[Node] = field(default_factory=list)
+
+
+def read_scores(node: Node) -> Scores:
+    """Walk from the softmax's input back to the product. Raises `NotUnderstood`."""
+    chain, biased, factor, cap, dims = [], False, 1.0, 0.0, len(shape(node))
+    while node.target not in PRODUCTS and node.target is not aten.baddbmm.default:
+        if node.op != "call_function":
+            raise NotUnderstood(f"scores come from {node.name}, not from a product with the keys")
+        if len(node.users) != 1:
+            raise NotUnderstood("the attention scores are used elsewhere")
+        scalar = len(node.args) > 1 and isinstance(node.args[1], (int, float))
+        if node.target is aten.mul.Tensor and scalar:
+            factor *= node.args[1]
+        elif node.target is aten.div.Tensor and scalar:
+            factor /= node.args[1]
+        elif node.target is aten.tanh.default and not cap:
+            cap, factor, kept, biased_after = factor, 1.0, chain, biased
+            chain, biased = [], False
+        elif (node.target is aten.add.Tensor and not scalar and not node.kwargs) or node.target in _FILLS:
+            biased = True
+        elif node.target not in CASTS | SAME_VALUES and node.target is not aten.reshape.default:
+            raise NotUnderstood(f"{node.target} between the scores and the softmax")
+        chain.append(node)
+        node = _input(node)
+    alibi = node.target is aten.baddbmm.default
+    query, keys = node.args[1:3] if alibi else node.args[:2]
+    biased, scale = biased or alibi, factor * node.kwargs.get("alpha", 1)
+    if cap:
+        if biased:
+            raise NotUnderstood("a bias is added before the softcap")
+        chain, biased = kept, biased_after
+    if biased and dims != 4:
+        raise NotUnderstood(f"a bias is added to scores of {dims} dims; [B, H, S, T] is understood")
+    # scores = cap * tanh(factor * q.k): as an op, scale is what multiplies q.k before the division by softcap
+    return Scores(node, query, keys, scale * cap if cap else scale, cap, chain[::-1] if biased else [])
+
+
+def _input(node: Node) -> Node:
+    """The argument of a node of the chain that the scores are."""
+    return node.args[_FILLS.get(node.target, 0)]
+
+
+def insert_bias(graph: Graph, scores: Scores, like: Node) -> Node | None:
+    """Nodes at the insertion point that compute what is added to the scores, ``[B or 1, H or 1, S or 1, T]`` in the
+    dtype of ``like``; a mask that is only added is used as it is. None if there is none."""
+    if not scores.chain:
+        return None
+    fake_mode = detect_fake_mode([scores.product.meta["val"]])
+
+    def call(target, *args, **kwargs) -> Node:
+        node = graph.call_function(target, args, kwargs)
+        with fake_mode:
+            node.meta["val"] = target(*torch.fx.node.map_arg(args, lambda n: n.meta["val"]), **kwargs)
+        return node
+
+    value = None  # of the scores, when queries and keys are zeros: nothing yet
+    if scores.product.target is aten.baddbmm.default:
+        value = call(aten.mul.Tensor, scores.product.args[0], scores.product.kwargs.get("beta", 1))
+    for node in scores.chain:
+        if node.target is aten.reshape.default:
+            value = value and _with_heads(call, value, shape(node))
+        elif value is None and node.target is aten.add.Tensor:
+            value = node.args[1]
+            for _ in range(len(shape(node)) - len(shape(value))):
+                value = call(aten.unsqueeze.default, value, 0)
+        elif value is not None or node.target in _FILLS:
+            if value is None:
+                first = scores.product.meta["val"]
+                value = call(aten.zeros.default, [1, 1, 1, 1], dtype=first.dtype, device=first.device)
+            args = list(node.args)
+            args[_FILLS.get(node.target, 0)] = value
+            value = call(node.target, *args, **node.kwargs)
+    dtype = like.meta["val"].dtype
+    if value.meta["val"].dtype in (torch.bool, dtype):
+        return value
+    return call(aten.to.dtype, value, dtype)
+
+
+def _with_heads(call, value: Node, wanted) -> Node:
+    """``[B * H, s, T]`` as ``[B, H, s, T]``: batch and heads as wanted, other sizes its own."""
+    if len(shape(value)) == len(wanted):
+        return value
+    batch, heads, queries = *wanted[:2], shape(value)[1]
+    if not all(isinstance(size, int) for size in (batch, heads, queries)):
+        raise NotUnderstood("a bias without a dim of its own for the heads, at varying sizes")
+    return call(aten.reshape.default, value, [batch, heads, queries, -1])
