@@ -8,7 +8,8 @@ append_      store ``x`` behind the ``length`` tokens already there and pack the
              ``mask`` are taps a codec may ask for (SQuat: the prompt's queries and who of them is padding).
 decode       every stored token as ``[B, H_kv, n, D]`` in token order.
 attend       attention of ``q`` over the stored past and the full-precision present ``k_new``, ``v_new``. ``causal``
-             is aligned to the end of the keys. ``softcap`` 0 means none.
+             is aligned to the end of the keys. ``softcap`` 0 means none. ``sinks`` ``[H_q]`` are logits that take part
+             in the softmax of each head and have no value.
 attend_decoded  the same over a past that is decoded already, because the next layer needs it.
 rotate       rotary embedding of decoded keys that are stored as they were before it (`codec.rotary`): by tables
              ``cos``, ``sin`` ``[B, >= n, p]``, as ``rope`` says; "" leaves them as they are.
@@ -58,12 +59,12 @@ _library.define(
     "attend(Tensor q, Tensor k_codes, Tensor k_scale, Tensor k_zero_point, Tensor k_ring, Tensor v_codes, "
     "Tensor v_scale, Tensor v_zero_point, Tensor v_ring, Tensor length, Tensor k_new, Tensor v_new, Tensor? mask, "
     f'bool causal, float scale, float softcap, str k_spec, str v_spec, str lowering="auto", *, {_ROTARY}, '
-    "Tensor? center=None) -> Tensor",
+    "Tensor? sinks=None, Tensor? center=None) -> Tensor",
     tags=_TAGS,
 )
 _library.define(
     "attend_decoded(Tensor q, Tensor k_past, Tensor v_past, Tensor k_new, Tensor v_new, Tensor? mask, bool causal, "
-    f'float scale, float softcap, str lowering="auto", *, {_ROTARY}) -> Tensor',
+    f'float scale, float softcap, str lowering="auto", *, {_ROTARY}, Tensor? sinks=None) -> Tensor',
     tags=_TAGS,
 )
 _library.define(
@@ -107,19 +108,21 @@ def _refuse_both(mask, causal):
 
 
 def _attend(q, kc, ks, kz, kr, vc, vs, vz, vr, length, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec,
-            lowering="auto", *, cos=None, sin=None, rope="", center=None):  # fmt: skip
+            lowering="auto", *, cos=None, sin=None, rope="", sinks=None, center=None):  # fmt: skip
     _refuse_both(mask, causal)
     run = select(Site("attend", q.device.type, (k_spec, v_spec), q.shape[2] == 1), lowering).run
     past = (kc, ks, kz, kr), (vc, vs, vz, vr), length_of(length)
     rotary = (cos, sin, rope) if rope else None
-    return run(q, *past, k_new, v_new, mask, causal, scale, softcap, parse(k_spec), parse(v_spec), rotary, center)
+    return run(
+        q, *past, k_new, v_new, mask, causal, scale, softcap, parse(k_spec), parse(v_spec), rotary, sinks, center
+    )
 
 
 def _attend_decoded(q, k_past, v_past, k_new, v_new, mask, causal, scale, softcap, lowering="auto", *, cos=None,
-                    sin=None, rope=""):  # fmt: skip
+                    sin=None, rope="", sinks=None):  # fmt: skip
     _refuse_both(mask, causal)
     run = select(Site("attend_decoded", q.device.type, (), q.shape[2] == 1), lowering).run
-    return run(q, k_past, v_past, k_new, v_new, mask, causal, scale, softcap, (cos, sin, rope) if rope else None)
+    return run(q, k_past, v_past, k_new, v_new, mask, causal, scale, softcap, (cos, sin, rope) if rope else None, sinks)
 
 
 def _append_rotary_(cos, sin, length, cos_new, sin_new):
@@ -168,11 +171,11 @@ def _(x, cos, sin, rope):
 
 @torch.library.register_fake("kvpass::attend")
 def _(q, kc, ks, kz, kr, vc, vs, vz, vr, length, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec,
-      lowering="auto", *, cos=None, sin=None, rope="", center=None):  # fmt: skip
+      lowering="auto", *, cos=None, sin=None, rope="", sinks=None, center=None):  # fmt: skip
     return q.new_empty((*q.shape[:3], v_new.shape[3]))
 
 
 @torch.library.register_fake("kvpass::attend_decoded")
 def _(q, k_past, v_past, k_new, v_new, mask, causal, scale, softcap, lowering="auto", *, cos=None, sin=None,
-      rope=""):  # fmt: skip
+      rope="", sinks=None):  # fmt: skip
     return q.new_empty((*q.shape[:3], v_new.shape[3]))

@@ -41,6 +41,9 @@ def compile_ahead(fn: Callable, examples: Sequence[Tensor | None], dynamic: Sequ
 
     with torch.no_grad(), fake_mode:
         graph = make_fx(call)(*fakes)
+    fixed = {symbol: size for symbol, size in fake_mode.shape_env.replacements.items() if size.is_number}
+    if fixed:  # nothing would check it at a call
+        raise AssertionError(f"Tracing {fn} fixed sizes that vary: {fixed}")
     with torch.no_grad(), tracing(TracingContext(fake_mode)), inductor_config.patch(emulate_precision_casts=True):
         compiled = compile_fx(graph, fakes)
 

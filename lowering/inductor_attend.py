@@ -88,7 +88,8 @@ def _attend(k_pages, v_pages, q, *inputs, scale, softcap, k_spec, v_spec, rope):
     ``k_pages`` and ``v_pages`` carry page counts as their shape, ``n`` the length as its value. For log-sparse windows
     ``held`` is the token in each slot of the ring, and ``page_tokens`` ``[N, P]`` those in the pages.
     """
-    *state, n, k_new, v_new, mask, held, page_tokens, cos, sin, k_points, v_points, k_basis, v_basis, center = inputs
+    *state, n, k_new, v_new, mask, held, page_tokens, cos, sin = inputs[:-6]
+    k_points, v_points, k_basis, v_basis, sinks, center = inputs[-6:]
     *k_pools, k_ring, vc, vs, vz, v_ring, k_new, v_new = (tensor.flatten(0, 1) for tensor in (*state, k_new, v_new))
     shape, dtype, batch, groups = q.shape, q.dtype, q.shape[0], state[0].shape[1]
     q = (q.float() * scale).view(batch * groups, shape[1] // groups, -1)  # [BH, R, D]
@@ -113,7 +114,12 @@ def _attend(k_pages, v_pages, q, *inputs, scale, softcap, k_spec, v_spec, rope):
         token = torch.cat([in_page, k_tokens, n])
         scores = _biased(scores, mask, token.clamp(0, mask.shape[-1] - 1), groups)
     counts = torch.cat([index < _packed(n, k_spec), k_counts, torch.ones_like(k_counts[:1])])
-    weights = torch.where(counts, scores, -torch.inf).softmax(-1)
+    scores = torch.where(counts, scores, -torch.inf)
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        logits = sinks.float().view(1, groups, -1, 1).expand(batch, -1, -1, 1)
+        weights = torch.cat([scores, logits.flatten(0, 1)], -1).softmax(-1)[..., :-1]
     if mask is not None:
         weights = weights.nan_to_num(0)  # a query that may see nothing gets zeros, as in SDPA
 
@@ -184,7 +190,7 @@ _BATCH, _K_PAGES, _V_PAGES, _K_CAPACITY, _V_CAPACITY, _TOKENS, _TABLES = 5, 53, 
 @cache
 def _attend_kernel(key: tuple, k_spec: CodecSpec, v_spec: CodecSpec, scale: float, softcap: float):
     """Compile `_attend` for what `attend` found in common with other calls (see there)."""
-    many, q_heads, heads, head_dim, dtype, device, mask_layout, rope, columns = key
+    many, q_heads, heads, head_dim, dtype, device, mask_layout, rope, columns, sinks = key
     batch = _BATCH if many else 1
 
     def example(*shape, dtype=dtype, batch=batch):
@@ -222,13 +228,14 @@ def _attend_kernel(key: tuple, k_spec: CodecSpec, v_spec: CodecSpec, scale: floa
         *(table, table),
         *map(points, (k_spec, v_spec)),
         *map(rotation, (k_spec, v_spec)),
+        None if sinks is None else torch.empty(q_heads, dtype=sinks, device=device),
         example(heads, 1, head_dim, dtype=params_dtype(dtype)) if k_spec.predictor else None,
     ]
     first = [0] if many else []
     pools = [*[[*first, 2]] * 3, first]
     of_mask = [0, 3] if many and mask_layout is not None and mask_layout[0] else [3]
     tables = [[*first, 1]] * 2
-    dynamic = [[0], [0], first, *pools, *pools, [], first, first, of_mask, [], [0], *tables, [], [], [], [], first]
+    dynamic = [[0], [0], first, *pools, *pools, [], first, first, of_mask, [], [0], *tables, [], [], [], [], [], first]
     fn = partial(_attend, scale=scale, softcap=softcap, k_spec=k_spec, v_spec=v_spec, rope=rope)
     return compile_ahead(fn, examples, dynamic)
 
@@ -272,7 +279,7 @@ def _refuses_attend(site: Site) -> str | None:
 
 @implements("attend", "inductor", refuses=_refuses_attend)
 def attend(
-    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, center=None
+    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None, center=None
 ) -> Tensor:
     batch, heads, _, head_dim = k_new.shape
     device, pages = q.device, []
@@ -289,7 +296,8 @@ def attend(
         held, tokens = ring_tokens(k_spec, n, device), _page_tokens(k_spec, k_spec.pages(n), pages[0], device)
     layout_of_mask = None if mask is None else (mask.shape[0] > 1, mask.shape[1], mask.dtype)
     columns = cos.shape[2] if rope else 0
-    shared = (batch > 1, q.shape[1], heads, head_dim, q.dtype, device, layout_of_mask, rope, columns)
+    logits = None if sinks is None else sinks.dtype
+    shared = (batch > 1, q.shape[1], heads, head_dim, q.dtype, device, layout_of_mask, rope, columns, logits)
     kernel = _attend_kernel(shared, k_spec, v_spec, scale, softcap)
     new = q.contiguous(), k_new.contiguous(), v_new.contiguous()
     points = (grid(spec.grid, device) if spec.grid else None for spec in (k_spec, v_spec))
@@ -297,6 +305,7 @@ def attend(
     carriers = (_carrier(count, device) for count in pages)
     (out,) = kernel(
         *carriers, new[0], *key, *value, _length(n, device), *new[1:], mask, held, tokens, cos, sin, *points, *bases,
+        sinks,
         center,
     )  # fmt: skip
     return out

@@ -147,7 +147,9 @@ def append_(*args) -> None:
     append(encode, *args)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, softcap: float):
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, softcap: float, sinks=None
+) -> Tensor:
     """Grouped-query attention of ``q`` ``[B, H_q, S, D]`` over dense ``k``, ``v`` ``[B, H_kv, T, D]``, contiguous."""
     queries, tokens = q.shape[2], k.shape[2]
     if queries == 1:
@@ -155,8 +157,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
     if causal and tokens > queries:
         mask = torch.ones(queries, tokens, dtype=torch.bool, device=q.device).tril(tokens - queries)
         causal = False
-    if softcap:
-        return _softcapped_attention(q, k, v, mask, causal, scale, softcap)
+    if softcap or sinks is not None:
+        return _spelled_out_attention(q, k, v, mask, causal, scale, softcap, sinks)
     if queries == 1 and (mask is None or mask.shape[1] == 1):  # query heads of a KV head as rows of one product
         out = F.scaled_dot_product_attention(q.view(*k.shape[:2], -1, q.shape[3]), k, v, attn_mask=mask, scale=scale)
         return out.reshape(*q.shape[:3], v.shape[3]).contiguous()
@@ -165,34 +167,39 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
     return out.contiguous()
 
 
-def _softcapped_attention(q, k, v, mask, causal, scale, softcap):
+def _spelled_out_attention(q, k, v, mask, causal, scale, softcap, sinks):
     repeats = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    scores = torch.tanh(q.float() @ k.float().mT * (scale / softcap)) * softcap
+    scores = q.float() @ k.float().mT * scale
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
     if causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
     weights = scores.softmax(-1).nan_to_num(0)  # a query that may see nothing gets zeros, as in SDPA
-    return (weights @ v.float()).to(q.dtype).contiguous()
+    return (weights[..., : v.shape[2]] @ v.float()).to(q.dtype).contiguous()
 
 
 @implements("attend", "reference")
 def attend(
-    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, center=None
+    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None, center=None
 ) -> Tensor:
     """``key`` and ``value`` are (codes, scale, zero_point, ring): decode the past, attend to it and to the present.
 
-    rotary: (cos, sin, rope) for keys stored before rotary embedding. center: the mean that was subtracted from keys.
+    rotary: (cos, sin, rope) for keys stored before rotary embedding. sinks: logits ``[H_q]`` without values. center:
+    the mean that was subtracted from keys.
     """
     k, v = decode(*key, n, k_spec, (), (center,)), decode(*value, n, v_spec)
-    return attend_decoded(q, k, v, k_new, v_new, mask, causal, scale, softcap, rotary)
+    return attend_decoded(q, k, v, k_new, v_new, mask, causal, scale, softcap, rotary, sinks)
 
 
 @implements("attend_decoded", "reference")
-def attend_decoded(q, k, v, k_new, v_new, mask, causal, scale, softcap, rotary=None) -> Tensor:
+def attend_decoded(q, k, v, k_new, v_new, mask, causal, scale, softcap, rotary=None, sinks=None) -> Tensor:
     """The same over a past ``k``, ``v`` ``[B, H_kv, n, D]`` that is decoded already."""
     if k.shape[2]:
         k_new = torch.cat([k if rotary is None else rotate(k, *rotary), k_new], 2)
         v_new = torch.cat([v, v_new], 2)
-    return attention(q, k_new, v_new, mask, causal, scale, softcap)
+    return attention(q, k_new, v_new, mask, causal, scale, softcap, sinks)

@@ -160,7 +160,7 @@ def naive_decode(codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Ten
     return naive_codes(codes, spec).double() * spread(scale, spec) + spread(zero_point, spec)
 
 
-def naive_attention(q, k, v, mask=None, causal=False, scale=1.0, softcap=0.0) -> torch.Tensor:
+def naive_attention(q, k, v, mask=None, causal=False, scale=1.0, softcap=0.0, sinks=None) -> torch.Tensor:
     """float64 attention, one (sample, head, query) at a time; ``k``, ``v`` have the KV heads only."""
     q, k, v = (t.double().numpy() for t in (q, k, v))
     batch, heads, queries, _ = q.shape
@@ -181,7 +181,8 @@ def naive_attention(q, k, v, mask=None, causal=False, scale=1.0, softcap=0.0) ->
                 if causal:
                     scores[np.arange(tokens) > s + tokens - queries] = -np.inf
                 weights = np.exp(scores - scores.max())
-                out[b, h, s] = weights / weights.sum() @ v[b, group]
+                lost = 0.0 if sinks is None else np.exp(float(sinks[h]) - scores.max())
+                out[b, h, s] = weights / (weights.sum() + lost) @ v[b, group]
     return torch.from_numpy(out)
 
 

@@ -177,7 +177,7 @@ def test_compiled_attention_is_that_over_decoded_tokens(name, n):
     states = [state_of(s, t[:, :, :n], room=n) for s, t in zip((plan.key, plan.value), x, strict=True)]
     pools = [(s.codes, s.scale, s.zero_point, s.ring) for s in states]
     q, new = randn(7, 2, 6, 1, 16), [t[:, :, n:] for t in x]
-    arguments = (q, *pools, n, *new, None, False, 0.3, 0.0, plan.key, plan.value, None, states[0].center)
+    arguments = (q, *pools, n, *new, None, False, 0.3, 0.0, plan.key, plan.value, None, None, states[0].center)
     with only_reference():
         dense = [torch.cat([s.decode(n), t], 2) for s, t in zip(states, new, strict=True)]
     expected = reference.attention(q, *dense, None, False, 0.3, 0.0)

@@ -7,6 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kvpass import KVPassError
 from kvpass.codec import CodecSpec, Subspace
 from kvpass.codec.affine import params_dtype
+from kvpass.codec.rotary import rotate
 from kvpass.codec.window import LENGTH_OFFSET, layout, length_of, length_view, read_tokens, write_tokens
 from kvpass.lowering import table
 from kvpass.lowering.table import Implementation, Site, implements, select
@@ -215,6 +216,33 @@ def test_one_query_with_softcap(name, n):
         return  # over one key nothing depends on the scores
     uncapped = naive_attention(arguments[0], *dense, scale=1.0)
     assert not torch.allclose(expected, uncapped, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", implementations("attend"))
+@pytest.mark.parametrize("n", [0, 33, 70])
+def test_logits_without_values_take_part_in_the_softmax(name, n):
+    arguments, dense = attend_arguments(KIVI, n)
+    sinks = randn(3, arguments[0].shape[1])
+    expected = naive_attention(arguments[0], *dense, scale=0.3, sinks=sinks)
+    got = OPS.attend(*arguments, name, sinks=sinks)
+    assert torch.allclose(got.double(), expected, atol=2e-5)
+    assert not torch.allclose(OPS.attend(*arguments, name).double(), expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("queries, softcap, causal", [(1, 0.0, False), (3, 2.0, True), (3, 0.0, False)])
+@pytest.mark.parametrize("rope", ["", "half-8"])
+def test_attention_over_a_decoded_past_is_attention(queries, softcap, causal, rope):
+    q, k, v = randn(0, 2, 4, queries, DIM), randn(1, 2, 2, 40 + queries, DIM), randn(2, 2, 2, 40 + queries, DIM)
+    angle, sinks = randn(4, 2, 60, DIM // 2), randn(5, 4)
+    tables = dict(cos=angle.cos(), sin=angle.sin(), rope=rope) if rope else {}
+    past = rotate(k[:, :, :40], angle.cos(), angle.sin(), rope) if rope else k[:, :, :40]
+    expected = naive_attention(
+        q, torch.cat([past, k[:, :, 40:]], 2), v, causal=causal, scale=0.3, softcap=softcap, sinks=sinks
+    )  # fmt: skip
+    arguments = (q, k[:, :, :40].contiguous(), v[:, :, :40].contiguous(), k[:, :, 40:], v[:, :, 40:], None, causal)
+    got = OPS.attend_decoded(*arguments, 0.3, softcap, sinks=sinks, **tables)
+    assert torch.allclose(got.double(), expected, atol=2e-5)
+    assert_fake_tells_the_truth(OPS.attend_decoded, (*arguments, 0.3, softcap), "auto")
 
 
 @pytest.mark.parametrize("name", implementations("attend"))

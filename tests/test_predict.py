@@ -131,7 +131,7 @@ def test_centring_keys_with_a_mean_lowers_the_error_of_a_grid():
     assert errors[0] < 0.1 * errors[1]
 
 
-@pytest.mark.parametrize("name, rope", [("higgs", ""), ("quarot", ""), ("uniform", ""), ("uniform", "half-8")])
+@pytest.mark.parametrize("name, rope", [("higgs", ""), ("uniform", "half-8")])
 @pytest.mark.parametrize("n", [5, 130])
 def test_fused_attention_over_centred_keys(name, n, rope):
     """The mean meets the query once, or is turned with the keys."""
@@ -139,7 +139,7 @@ def test_fused_attention_over_centred_keys(name, n, rope):
         k_spec = CodecSpec(2, "token", 16, 32, predictor="mean", pre_rope=bool(rope))
         v_spec = CodecSpec(2, "token", 16, 32, residual=32)
     else:
-        plan = schemes.get(name, **(dict(group_size=16) if name == "quarot" else {})).plan(GEOMETRY)
+        plan = schemes.get(name).plan(GEOMETRY)
         k_spec, v_spec = plan.key, plan.value
     x = [randn(i, 2, HEADS, n + 1, DIM) + 3 for i in range(2)]
     states = [state_of(s, t[:, :, :n], room=n) for s, t in zip((k_spec, v_spec), x, strict=True)]
@@ -154,7 +154,7 @@ def test_fused_attention_over_centred_keys(name, n, rope):
     expected = reference.attention(
         q, torch.cat([k, new[0]], 2), torch.cat([v, new[1]], 2), None, False, 0.3, 0.0
     )  # fmt: skip
-    arguments = (q, *pools, n, *new, None, False, 0.3, 0.0, k_spec, v_spec, rotary, states[0].center)
+    arguments = (q, *pools, n, *new, None, False, 0.3, 0.0, k_spec, v_spec, rotary, None, states[0].center)
     torch.testing.assert_close(reference.attend(*arguments), expected, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(inductor_attend.attend(*arguments), expected, atol=1e-5, rtol=1e-5)
 
@@ -240,10 +240,9 @@ def test_decoding_from_the_first_layer_up_gives_what_encoding_left_behind(predic
             assert torch.equal(decoded[:, :, exact], tokens[i][role][:, :, exact])
 
 
-@pytest.mark.parametrize("backbone", BACKBONES)
-@pytest.mark.parametrize("predictor", ["linear-4", "low-rank", "mlp"])
+@pytest.mark.parametrize("backbone, predictor", [("higgs", "linear-4"), ("kivi", "mlp")])
 @pytest.mark.parametrize("length", [150, 40])
-def test_the_compiled_chain_decodes_what_the_reference_does(predictor, backbone, length):
+def test_the_compiled_chain_decodes_what_the_reference_does(backbone, predictor, length):
     """With many pages and with one."""
     drawn, weights, tokens = example(3, predictor, backbone, length)
     states = build(drawn, weights)

@@ -43,6 +43,7 @@ class Attention:
     """One matched attention; ``output`` is the node to replace, ``[B, H_q, S, D]`` or ``[B * H_q, S, D]``.
 
     scores: what stands before the softmax, if that is spelled out; a mask then still has to be computed.
+    sinks: logits ``[1, H_q, 1, 1]`` that take part in the softmax and have no value.
     """
 
     output: Node
@@ -54,6 +55,7 @@ class Attention:
     scale: float
     softcap: float = 0.0
     scores: Scores | None = None
+    sinks: Node | None = None
 
 
 def find(graph: Graph) -> tuple[list[Attention], list[str]]:
@@ -87,7 +89,7 @@ def _is_attention_output(node: Node) -> bool:
     if node.target not in PRODUCTS:
         return node.target is aten.scaled_dot_product_attention.default
     weights = node.args[0]
-    while weights.target in SAME_VALUES or weights.target in CASTS:
+    while weights.target in SAME_VALUES | CASTS | {aten.slice.Tensor, aten.reshape.default}:
         weights = weights.args[0]
     return weights.target is aten.softmax.int
 
@@ -170,19 +172,42 @@ def _only_user(node: Node) -> Node:
 def _from_softmax(node: Node) -> Attention:
     if node.args[1] not in (-1, len(shape(node)) - 1):
         raise NotUnderstood("softmax over another dim than the keys")
+    before, sinks = _without_sinks(node.args[0])
     output = _only_user(node)
+    if sinks is not None:
+        if output.target is not aten.slice.Tensor or output.args[1:] not in ((3, 0, -1), (-1, 0, -1)):
+            raise NotUnderstood("the weights of the sinks are not cut off behind the softmax")
+        output = _only_user(output)
     while output.target in SAME_VALUES | CASTS or _merges_heads(output):
         output = _only_user(output)
     if output.target not in PRODUCTS:
         raise NotUnderstood(f"softmax is followed by {output.target}, not by a product with the values")
-    scores = read_scores(node.args[0])
+    scores = read_scores(before)
     last = {len(shape(scores.keys)) - 2, len(shape(scores.keys)) - 1}
     if scores.keys.target is not aten.transpose.int or {d % (max(last) + 1) for d in scores.keys.args[1:]} != last:
         raise NotUnderstood("keys are not transposed on their last two dims")
     key, value = _source(scores.keys.args[0]), _source(output.args[1])
     return Attention(
-        output, _with_heads(scores.query), key, value, None, False, scores.scale, scores.softcap, scores
+        output, _with_heads(scores.query), key, value, None, False, scores.scale, scores.softcap, scores, sinks
     )  # fmt: skip
+
+
+def _without_sinks(node: Node) -> tuple[Node, Node | None]:
+    """The scores behind ``cat([scores, sinks]) - max``, and the sinks ``[1, H, 1, 1]``; None where there are none."""
+    whole = node
+    if whole.target is aten.sub.Tensor:  # softmax is the same less anything that is one for all keys
+        whole = whole.args[0]
+    while whole.target in CASTS:
+        whole = whole.args[0]
+    if whole.target is not aten.cat.default or len(whole.args[0]) != 2:
+        return node, None
+    scores, sinks = whole.args[0]
+    while sinks.target in (aten.expand.default, *CASTS):
+        sinks = sinks.args[0]
+    batch, _, queries, columns = shape(sinks)
+    if (batch, queries, columns) != (1, 1, 1) or whole.args[1] not in (3, -1):
+        raise NotUnderstood("scores are concatenated with something else than one logit for each head")
+    return scores, sinks
 
 
 def _merges_heads(node: Node) -> bool:

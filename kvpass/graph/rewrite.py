@@ -128,6 +128,9 @@ def _replace(graph: Graph, attention: Attention) -> None:
     if target is ATTEND and parse(k_spec).predictor:
         (options["center"],) = key.past.args[_PREDICTOR]
     with graph.inserting_before(attention.output):
+        if attention.sinks is not None:
+            options["sinks"] = graph.call_function(torch.ops.aten.flatten.using_ints, (attention.sinks,))
+            options["sinks"].meta["val"] = attention.sinks.meta["val"].flatten()
         new = graph.call_function(
             target, (attention.query, *past, key.present, value.present, *how, *specs), options
         )  # fmt: skip
