@@ -62,7 +62,8 @@ def row(name: str, scheme, results) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--score", type=int, default=96)
+    parser.add_argument("--score", type=int, default=64)
+    parser.add_argument("--work", help="folder that keeps the keys and values, for several runs to share")
     parser.add_argument("rows", nargs="*", help="names of rows; all of them by default")
     args = parser.parse_args()
     model, tokenizer = models.load()
@@ -71,11 +72,11 @@ def main() -> None:
     kls = " | ".join(f"KL, {source}" for source in scored)
     print(f"| | bits/value | with predictors | predictors, bytes | K / V explained | {kls} |")
     print("|---|--:|--:|--:|--:|" + "--:|" * len(scored), flush=True)
-    with tempfile.TemporaryDirectory() as work:
+    with tempfile.TemporaryDirectory() as temporary:
         for name in args.rows or ROWS:
             scheme = kvpass.schemes.get(ROWS[name])
             if scheme.needs_calibration:
-                scheme = kvpass.calibrate(model, data, scheme, work=work)
+                scheme = kvpass.calibrate(model, data, scheme, work=args.work or temporary)
             results = evaluate.evaluate(model, scored, PROMPT, {name: scheme})
             print(row(name, scheme, results), flush=True)
 

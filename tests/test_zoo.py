@@ -21,7 +21,7 @@ EXPERTS = dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermedia
 
 ZOO = {  # name -> config class, config, packed layers
     "masks before scaling": ("CodeGen", dict(GPT, rotary_dim=8), 2),
-    "alibi, heads merged with the batch": ("Bloom", dict(vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4), 2),
+    "alibi, heads merged with the batch": ("Bloom", dict(vocab_size=VOCABULARY, n_layer=2, n_head=4), 2),
     "alibi, masks filled in": (
         "Mpt",
         dict(vocab_size=VOCABULARY, d_model=64, n_layers=2, n_heads=4, max_seq_len=512, use_cache=True),
