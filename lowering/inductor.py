@@ -12,7 +12,7 @@ from kvpass.codec.grid import grid, look_up
 from kvpass.codec.hadamard import basis
 from kvpass.codec.pack import unpack
 from kvpass.codec.pages import decode_pages, dequantize_pages, encode_pages
-from kvpass.codec.predict import MEAN, looks_below, parse_predictor, run, weights
+from kvpass.codec.predict import MEAN, looks_below, page_rows, parse_predictor, run, weights
 from kvpass.codec.spec import CodecSpec, parse
 
 from . import reference
@@ -107,8 +107,7 @@ def _decode_all(codes, scale, zero_point, spec: CodecSpec, references, predictor
     pools = [pool.flatten(0, 2).unsqueeze(1) for pool in (codes, scale, zero_point)]
     if looks_below(spec.predictor):  # heads are predicted together
         pools = [pool.transpose(1, 2).flatten(0, 1) for pool in (codes, scale, zero_point)]
-        rows = torch.cat([x.transpose(1, 2).flatten(2) for x in references], -1).float()
-        rows = rows.unflatten(1, (pages, -1)).flatten(0, 1)
+        rows = page_rows(references, spec.page_size)
     constants = (
         grid(spec.grid, device) if spec.grid else None,
         None if spec.rotation is None else basis(codes.shape[-1] * spec.dim, spec.rotation, device),

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import DynamicCache
 
-from ..cache import packed_layers
+from ..cache import PackedLayer
 from ..codec.affine import params_dtype
 from ..errors import NonFiniteError
 from ..evaluate import packed
 from ..schemes import IdentityConfig
+
+_ROLES = ("key", "value")
 
 
 class Collected:
@@ -24,10 +26,10 @@ class Collected:
     def __init__(self, files: list[Path]):
         self.files = files
 
-    def read(self, sequence: int, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[1, H_kv, T, D]`` float32 of one layer."""
+    def read(self, sequence: int, layer: int, role: int) -> Tensor:
+        """Keys (role 0) or values ``[1, H_kv, T, D]`` float32 of one layer."""
         with safe_open(self.files[sequence], "pt") as file:
-            return file.get_tensor(f"{layer}.key").float(), file.get_tensor(f"{layer}.value").float()
+            return file.get_tensor(f"{layer}.{_ROLES[role]}").float()
 
 
 @torch.no_grad()
@@ -48,9 +50,9 @@ def collect(model: nn.Module, data: Sequence[Tensor], rope: str, folder: Path, b
             model(input_ids=ids, past_key_values=cache, use_cache=True)
             tensors = {}
             for index, layer in enumerate(cache.layers):
-                if layer not in packed_layers(cache):
+                if not isinstance(layer, PackedLayer):
                     continue
-                for role, state in zip(("key", "value"), layer.states(), strict=True):
+                for role, state in zip(_ROLES, layer.states(), strict=True):
                     x = state.decode(layer.tokens)
                     x = x.to(params_dtype(x.dtype))
                     if not torch.isfinite(x).all():

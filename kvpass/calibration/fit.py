@@ -181,7 +181,7 @@ class _Chain:
 
     def _tokens(self, sequence: int, layer: int, role: int, spec: CodecSpec) -> Tensor:
         """Those of a sequence that are packed, ``[1, H, T, D]`` float32, in the order of their pages."""
-        x = self.collected.read(sequence, layer)[role]
+        x = self.collected.read(sequence, layer, role)
         return x.index_select(2, layout(spec).page_tokens(0, spec.pages(x.shape[2])))
 
     def _references(self, sequence: int, part: _Part, original: bool = False) -> list[Tensor]:

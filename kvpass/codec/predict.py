@@ -75,6 +75,12 @@ def run(kind: str, x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tenso
     return F.linear(hidden, matrices[1], biases[1])
 
 
+def page_rows(references: Sequence[Tensor], page_size: int) -> Tensor:
+    """References ``[B, H, T, D]`` side by side, a page at a time: ``[B * T / P, P, in]`` float32."""
+    rows = torch.cat([reference.transpose(1, 2).flatten(2) for reference in references], -1).float()
+    return rows.unflatten(1, (-1, page_size)).flatten(0, 1)
+
+
 def predict(predictor: str, tensors: Sequence[Tensor], references: Sequence[Tensor], page_size: int) -> Tensor:
     """The prediction for whole pages: ``[B, H, T, D]`` float32.
 
@@ -86,8 +92,6 @@ def predict(predictor: str, tensors: Sequence[Tensor], references: Sequence[Tens
     """
     if predictor == MEAN:
         return tensors[0].float()
-    rows = torch.cat([reference.transpose(1, 2).flatten(2) for reference in references], -1).float()
-    pages = rows.unflatten(1, (-1, page_size)).flatten(0, 1)  # [B N, P, in]
-    out = run(parse_predictor(predictor)[0], pages, *weights(predictor, tensors))
-    heads = references[0].shape[1]
-    return out.view(len(rows), -1, heads, out.shape[-1] // heads).transpose(1, 2)
+    out = run(parse_predictor(predictor)[0], page_rows(references, page_size), *weights(predictor, tensors))
+    batch, heads = references[0].shape[:2]
+    return out.view(batch, -1, heads, out.shape[-1] // heads).transpose(1, 2)
