@@ -12,11 +12,12 @@ from .calibration.artifact import Calibration
 from .calibration.artifact import load_calibration as load
 from .calibration.fit import calibrate
 from .errors import KVPassError, NonFiniteError, NotFusedError
-from .retention import LogSparse, Recent, Retention, Sinks
+from .retention import HeavyHitter, LogSparse, Recent, Retention, Sinks, StreamingLLM
 from .tensor import PackedKV
 
 __all__ = [
     "Calibration",
+    "HeavyHitter",
     "KVPassError",
     "LogSparse",
     "NonFiniteError",
@@ -25,6 +26,7 @@ __all__ = [
     "Recent",
     "Retention",
     "Sinks",
+    "StreamingLLM",
     "apply",
     "bits_per_value",
     "calibrate",

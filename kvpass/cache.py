@@ -10,15 +10,16 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Stati
 
 from .codec.predict import looks_below
 from .codec.spec import CodecSpec
-from .codec.window import length_of, length_view
+from .codec.window import SEEN_OFFSET, length_of, length_view
 from .errors import KVPassError
 from .schemes import LayerGeometry, LayerPlan
-from .state import KVState, RotaryState, SharedTensors
+from .state import Importance, KVState, RotaryState, SharedTensors
 from .tensor import PackedKV
 
 
 class PackedLayer(CacheLayerMixin):
-    """A transformers cache layer over two `KVState`.
+    """A transformers cache layer over two `KVState`. It holds ``tokens`` of the ``seen`` ones: all, unless some are
+    evicted.
 
     ``update`` reads the past as stored, returns it with the present behind it, and appends the present. The length
     advances once per forward, by `commit`, so that a layer's graph sees the same length from beginning to end.
@@ -43,8 +44,12 @@ class PackedLayer(CacheLayerMixin):
         self.is_below = False  # another layer is predicted from this one
         self.past: tuple[Tensor, Tensor] | None = None  # its reconstruction, until the layer above has its turn
         self.edges: tuple[Tensor, Tensor] | None = None  # that of the tokens that leave, while a forward is running
-        self.tokens = 0
-        self.length: Tensor | None = None  # the length carrier, set while a forward is running
+        self.importance_owner = self  # the layer that decides for all, or itself
+        self.importance: Importance | None = None
+        self.slots: Tensor | None = None  # where a decision is handed on, while a forward is running
+        self.tokens = self.seen = 0
+        self.length: Tensor | None = None  # the length carriers, of what is stored and of what was seen,
+        self.seen_length: Tensor | None = None  # set while a forward is running
         self.broken = False
 
     @property
@@ -71,23 +76,31 @@ class PackedLayer(CacheLayerMixin):
     @property
     def nbytes(self) -> int:
         """Bytes of its own, slack included; codes of another layer and rotary tables count where they are kept."""
-        return sum(state.nbytes for state in self.states()) + (self.rotary.nbytes if self.rotary else 0)
+        return sum(item.nbytes for item in (*self.states(), self.rotary, self.importance) if item is not None)
 
     @property
     def full_nbytes(self) -> int:
-        """What the stored tokens would take in full precision, in the cache's dtype."""
+        """What the tokens seen would take in full precision, in the cache's dtype."""
         per_token = self.geometry.num_key_value_heads * self.geometry.head_dim * self.geometry.dtype.itemsize
-        return 2 * max(self.batch_size, 0) * self.tokens * per_token
+        return 2 * max(self.batch_size, 0) * self.seen * per_token
 
-    def prepare(self, batch: int, new_tokens: int, length: Tensor) -> None:
-        """Make room for ``new_tokens`` and start a forward at the length ``length`` carries."""
+    @property
+    def evicts(self) -> bool:
+        """Whether tokens are dropped when there are too many."""
+        return self.plan.evicts
+
+    def prepare(self, batch: int, new_tokens: int, length: Tensor, seen_length: Tensor) -> None:
+        """Make room for ``new_tokens`` and start a forward at the lengths ``length`` and ``seen_length`` carry."""
         total = self.tokens + new_tokens
-        self._allocate(batch, self.max_cache_len or total)
+        stored = max(self.tokens, self.plan.key.stored(total))
+        self._allocate(batch, self.max_cache_len or stored)
         for state in self.states():
-            state.reserve(total)
+            state.reserve(stored)
+        if self.importance is not None:
+            self.importance.reserve(stored)
         if self.rotary is not None:  # `attend` reads whole pages of the tables, two at least
             self.rotary.reserve(max(total, self.plan.key.sinks + 2 * self.plan.key.page_size))
-        self.length = length
+        self.length, self.seen_length = length, seen_length
 
     def _allocate(self, batch: int, tokens: int) -> None:
         if self.is_initialized:
@@ -104,6 +117,9 @@ class PackedLayer(CacheLayerMixin):
         self.value_state = state(self.plan.value, self.value_source, "value_state")
         if self.plan.key.pre_rope and self.rotary_owner is self:
             self.rotary = RotaryState(batch, *room[1:], tokens)
+        if self.evicts and self.importance_owner is self:
+            heads = 1 if self.plan.key.shared_eviction else room[0]
+            self.importance = Importance(batch, heads, geometry.device, tokens)
         if self.plan.looks_below:
             self.below._allocate(batch, tokens)
             self.value_state.beside = self.key_state
@@ -113,22 +129,28 @@ class PackedLayer(CacheLayerMixin):
 
     def forget(self) -> None:
         """Drop all storage."""
-        self.key_state = self.value_state = self.rotary = None
+        self.key_state = self.value_state = self.rotary = self.importance = None
 
     def commit(self, new_tokens: int) -> None:
         """End a forward that stored ``new_tokens``."""
         self._wrote(new_tokens)
-        self.tokens += new_tokens
+        gone = self.plan.key.evicted(self.tokens + new_tokens)
+        for state in self.states():
+            state.evicted(gone)
+        self.tokens += new_tokens - gone
+        self.seen += new_tokens
 
     def abandon(self, new_tokens: int) -> None:
-        """End a forward that failed: the layer is as before, unless new tokens may have taken slots of the window."""
+        """End a forward that failed: the layer is as before, unless new tokens may have taken slots of the window, or
+        the place of others."""
         self._wrote(new_tokens)
-        self.broken = not all(state.lossless_crop(self.tokens) for state in self.states())
+        gone = self.plan.key.evicted(self.tokens + new_tokens)
+        self.broken = bool(gone) or not all(state.lossless_crop(self.tokens) for state in self.states())
 
     def _wrote(self, new_tokens: int) -> None:
         for state in self.states():
             state.wrote(self.tokens, self.tokens + new_tokens)
-        self.length = self.edges = self.past = None
+        self.length = self.seen_length = self.edges = self.past = self.slots = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise KVPassError("A packed cache layer is initialized by the forward of the model kvpass was applied to.")
@@ -139,6 +161,8 @@ class PackedLayer(CacheLayerMixin):
                 "A packed cache was updated outside of the forward kvpass was applied to. Call model(...) or "
                 "model.generate(...), not a submodule, or pass a cache of its own to the submodule."
             )
+        if self.evicts and not torch.compiler.is_compiling():
+            raise KVPassError("Evicting tokens needs the pass: this forward was not captured.")
         for x in (key_states, value_states):
             self._check_dtype(x)
         past = None
@@ -179,7 +203,7 @@ class PackedLayer(CacheLayerMixin):
         torch.ops.kvpass.append_(
             state.codes, state.scale, state.zero_point, state.ring, state.compensation, self.length, x, None, None,
             state.text, self.lowering, edge, beside, [] if state.center is not None else list(state.predictor),
-            state.center,
+            state.center, self.importance.weights if which == 0 and self.importance else None, None, self.slots,
         )  # fmt: skip
         return edge
 
@@ -191,21 +215,29 @@ class PackedLayer(CacheLayerMixin):
             )
 
     def get_seq_length(self) -> int:
-        return self.tokens if self.length is None else length_of(self.length)
+        return self.seen if self.seen_length is None else length_of(self.seen_length, SEEN_OFFSET)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
+        # what is stored passes for the newest of the tokens seen: all of it is in the past of every query
+        stored = self.tokens if self.length is None else length_of(self.length)
+        return stored + query_length, self.get_seq_length() - stored
 
     def get_max_length(self) -> int:
         return self.max_cache_len or -1
 
     def reset(self) -> None:
-        self.tokens, self.length, self.broken = 0, None, False
+        self.tokens, self.seen, self.length, self.seen_length, self.broken = 0, 0, None, None, False
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:
             raise KVPassError(f"crop({tokens_to_remove}): pass the negative number of tokens to remove.")
         new = max(0, self.tokens + tokens_to_remove)
+        least = self.plan.key.sinks + (self.plan.key.budget or 0)
+        if self.seen > self.tokens and new < least:
+            raise KVPassError(
+                f"crop({tokens_to_remove}): tokens have been evicted, and only the last {self.tokens - least} of those "
+                "that are left are in the order they came in."
+            )
         if not all(state.lossless_crop(new) for state in self.states()):
             warnings.warn(
                 f"crop from {self.tokens} to {new} tokens goes back beyond the full-precision window: some tokens of "
@@ -214,11 +246,13 @@ class PackedLayer(CacheLayerMixin):
             )
         for state in self.states():
             state.crop(self.tokens, new)
+        self.seen -= self.tokens - new
         self.tokens = new
 
     def _select_batch(self, fn) -> None:
-        for item in [*self.states(), *([self.rotary] if self.rotary else [])]:
-            item.map_(fn)
+        for item in (*self.states(), self.rotary, self.importance):
+            if item is not None:
+                item.map_(fn)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select_batch(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
@@ -278,11 +312,13 @@ def swap_layers(
         capacity = getattr(old, "max_cache_len", None) or max_cache_len
         layers[index] = PackedLayer(plan, geometry, owner, lowering, capacity)
     pre_rope = [index for index, (plan, _) in plans.items() if plan.key.pre_rope]
+    evicting = [index for index, (plan, _) in plans.items() if plan.evicts]
     for index, (plan, _) in plans.items():
         layer = layers[index]
         layer.key_source = None if plan.key_source is None else layers[plan.key_source]
         layer.value_source = None if plan.value_source is None else layers[plan.value_source]
         layer.rotary_owner = layers[pre_rope[0]] if pre_rope else layer
+        layer.importance_owner = layers[evicting[0]] if plan.key.shared_eviction else layer
         if plan.looks_below:
             layer.below, layer.predictors = layers[plans[index][1].below], predictors[index]
             layer.below.is_below = True
@@ -302,7 +338,7 @@ def start_forward(layers: list[PackedLayer], batch: int, new_tokens: int) -> int
             "A forward over several tokens failed midway and may have taken the place of exact tokens in this cache. "
             "Start again with a fresh cache, or cache.reset()."
         )
-    if first.max_cache_len is not None and stored + new_tokens > first.max_cache_len:
+    if first.max_cache_len is not None and first.plan.key.stored(stored + new_tokens) > first.max_cache_len:
         raise KVPassError(
             f"The cache is full: {stored} tokens stored, and {new_tokens} more do not fit max_cache_len="
             f"{first.max_cache_len}."
@@ -312,13 +348,20 @@ def start_forward(layers: list[PackedLayer], batch: int, new_tokens: int) -> int
             raise KVPassError(f"The cache holds a batch of {first.batch_size}; this call has a batch of {batch}.")
         for layer in layers:  # a reset cache may be used at another batch size
             layer.forget()
-    length = length_view(torch.tensor([stored], device=first.geometry.device), stored)
+    device = first.geometry.device
+    length = length_view(torch.tensor([stored], device=device), stored)
+    seen = length_view(torch.tensor([first.seen], device=device), first.seen, SEEN_OFFSET)
     if stored > 1:  # empty (prefill) and one token are cases of their own, and what is traced there may say so
         torch._dynamo.mark_dynamic(length, 0)
-    edges = _edges(layers, batch, stored, new_tokens)
+        torch._dynamo.mark_dynamic(seen, 0)
+    edges, slots = _edges(layers, batch, stored, new_tokens), {}
     for layer in layers:
-        layer.prepare(batch, new_tokens, length)
+        layer.prepare(batch, new_tokens, length, seen)
         layer.edges = edges
+        if layer.evicts:
+            heads = layer.importance_owner.importance.weights.shape[1]
+            shape = (batch, heads, layer.plan.key.budget)
+            layer.slots = slots.setdefault(shape, torch.zeros(shape, dtype=torch.int64, device=device))
     return stored
 
 
@@ -327,11 +370,13 @@ def _edges(layers: list[PackedLayer], batch: int, stored: int, new_tokens: int) 
     plan, geometry = layers[-1].plan, layers[-1].geometry
     if not any(layer.plan.looks_below for layer in layers):
         return None
-    leaving = plan.key.packed(stored + new_tokens) - plan.key.packed(stored)
-    tokens = max(plan.key.page_size, leaving)
+    spec, total = plan.key, stored + new_tokens
+    tokens = max(spec.page_size, spec.packed(total) - spec.packed(stored))
+    if gone := spec.evicted(total):
+        tokens = spec.packed(total) - gone  # all that is packed may change hands
     shape = (batch, geometry.num_key_value_heads, tokens, geometry.head_dim)
     edges = tuple(torch.empty(shape, dtype=geometry.dtype, device=geometry.device) for _ in range(2))
-    if new_tokens > 1:
+    if new_tokens > 1 or plan.evicts:
         for edge in edges:
             torch._dynamo.mark_dynamic(edge, 2)
     return edges
@@ -358,25 +403,25 @@ def nbytes(cache: Cache) -> int:
             stack.extend(item.values())
         elif isinstance(item, (list, tuple)):
             stack.extend(item)
-        elif isinstance(item, (Cache, CacheLayerMixin, KVState, RotaryState)):
+        elif isinstance(item, (Cache, CacheLayerMixin, KVState, RotaryState, Importance)):
             stack.extend(vars(item).values())
     return sum(storages.values())
 
 
 def num_values(cache: Cache) -> int:
-    """Logical K and V values stored in the cache."""
+    """Logical K and V values of the tokens the cache has seen, evicted ones included."""
     total = 0
     for layer in cache.layers:
         if isinstance(layer, PackedLayer):
             for state in layer.states():
-                total += state.ring.shape[0] * state.ring.shape[1] * state.ring.shape[3] * layer.tokens
+                total += state.ring.shape[0] * state.ring.shape[1] * state.ring.shape[3] * layer.seen
         elif getattr(layer, "is_initialized", False) and isinstance(getattr(layer, "keys", None), Tensor):
             total += layer.keys.numel() + layer.values.numel()
     return total
 
 
 def bits_per_value(cache: Cache) -> float:
-    """`nbytes` in bits, over the K and V values stored. Raises `KVPassError` for an empty cache."""
+    """`nbytes` in bits, over the K and V values of the tokens seen. Raises `KVPassError` for an empty cache."""
     values = num_values(cache)
     if not values:
         raise KVPassError("The cache is empty: run the model first.")

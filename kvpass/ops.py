@@ -5,15 +5,22 @@ A packed tensor is ``codes, scale, zero_point, ring`` plus the length carrier of
 
 encode       whole pages of ``x`` -> codes, scale, zero point. Pure.
 append_      store ``x`` behind the ``length`` tokens already there and pack the pages that leave the window. ``q`` and
-             ``mask`` are taps a codec may ask for (SQuat: the prompt's queries and who of them is padding).
+             ``mask`` are taps a codec may ask for (SQuat: the prompt's queries and who of them is padding). With a
+             budget, ``importance`` and the ``scores`` of this call choose who is evicted, and ``slots`` hands the
+             choice on to appends that are given no ``importance``.
 decode       every stored token as ``[B, H_kv, n, D]`` in token order.
 attend       attention of ``q`` over the stored past and the full-precision present ``k_new``, ``v_new``. ``causal``
              is aligned to the end of the keys. ``softcap`` 0 means none. ``sinks`` ``[H_q]`` are logits that take part
              in the softmax of each head and have no value.
 attend_decoded  the same over a past that is decoded already, because the next layer needs it.
+attend_scored   either of them, and what attention each token was paid, ``[B, H_kv, n + S]`` float32, over the query
+             heads of a KV head: the "sum" over queries that are not padding; "" for nothing (``[B, H_kv, 0]``). ``key``
+             and ``value`` are codes, scale, zero point and ring, or one decoded tensor. Tokens of the past of
+             ``importance`` ``-inf`` are padding: columns of ``mask`` count for the present only.
 rotate       rotary embedding of decoded keys that are stored as they were before it (`codec.rotary`): by tables
              ``cos``, ``sin`` ``[B, >= n, p]``, as ``rope`` says; "" leaves them as they are.
-append_rotary_  store rotary tables ``[B or 1, S, p]`` of the present behind those already there.
+append_rotary_  store rotary tables ``[B or 1, S, p]`` of the present behind those already there; with ``slots``, drop
+             those of tokens that ``spec`` has evicted in this call.
 
 Predictors (`codec.predict`) take ``predictor``, a list of weights, and look at reconstructions ``[B, H_kv, n, D]``:
 that of the layer ``below``, and for values that of this layer's keys, ``beside``. An ``append_`` sees both for the
@@ -30,6 +37,7 @@ from kvpass.lowering import inductor, inductor_attend, reference  # noqa: F401  
 from kvpass.lowering.table import Site, select
 
 from .codec.affine import params_dtype
+from .codec.eviction import STATISTICS, evict
 from .codec.rotary import rotate
 from .codec.spec import parse
 from .codec.window import length_of
@@ -45,7 +53,8 @@ _library.define(
 _library.define(
     "append_(Tensor(a!) codes, Tensor(b!) scale, Tensor(c!) zero_point, Tensor(d!) ring, Tensor(e!)? compensation, "
     'Tensor length, Tensor x, Tensor? q, Tensor? mask, str spec, str lowering="auto", Tensor(f!)? edge=None, '
-    "Tensor? beside=None, Tensor[]? predictor=None, Tensor(g!)? center=None) -> ()",
+    "Tensor? beside=None, Tensor[]? predictor=None, Tensor(g!)? center=None, Tensor(h!)? importance=None, "
+    "Tensor[]? scores=None, Tensor(i!)? slots=None) -> ()",
     tags=_TAGS,
 )
 _library.define(
@@ -68,7 +77,15 @@ _library.define(
     tags=_TAGS,
 )
 _library.define(
-    "append_rotary_(Tensor(a!) cos, Tensor(b!) sin, Tensor length, Tensor cos_new, Tensor sin_new) -> ()", tags=_TAGS
+    "attend_scored(Tensor q, Tensor[] key, Tensor[] value, Tensor length, Tensor k_new, Tensor v_new, Tensor? mask, "
+    "bool causal, float scale, float softcap, str k_spec, str v_spec, str statistic, Tensor importance, "
+    f'str lowering="auto", *, {_ROTARY}, Tensor? sinks=None, Tensor? center=None) -> (Tensor, Tensor)',
+    tags=_TAGS,
+)
+_library.define(
+    "append_rotary_(Tensor(a!) cos, Tensor(b!) sin, Tensor length, Tensor cos_new, Tensor sin_new, "
+    'Tensor? slots=None, str spec="") -> ()',
+    tags=_TAGS,
 )
 
 
@@ -84,11 +101,11 @@ def _encode(x, compensation, spec, lowering="auto"):
 
 
 def _append_(codes, scale, zero_point, ring, compensation, length, x, q, mask, spec, lowering="auto", edge=None,
-             beside=None, predictor=None, center=None):  # fmt: skip
+             beside=None, predictor=None, center=None, importance=None, scores=None, slots=None):  # fmt: skip
     run = select(Site("append_", x.device.type, (spec,)), lowering).run
     run(
         codes, scale, zero_point, ring, compensation, length_of(length), x, q, mask, parse(spec), edge, beside,
-        predictor or (), center,
+        predictor or (), center, importance, scores or (), slots,
     )  # fmt: skip
 
 
@@ -125,15 +142,32 @@ def _attend_decoded(q, k_past, v_past, k_new, v_new, mask, causal, scale, softca
     return run(q, k_past, v_past, k_new, v_new, mask, causal, scale, softcap, (cos, sin, rope) if rope else None, sinks)
 
 
-def _append_rotary_(cos, sin, length, cos_new, sin_new):
+def _attend_scored(q, key, value, length, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, statistic,
+                   importance, lowering="auto", *, cos=None, sin=None, rope="", sinks=None, center=None):  # fmt: skip
+    _refuse_both(mask, causal)
+    if statistic not in STATISTICS:
+        raise KVPassError(f"statistic={statistic!r}; there are {STATISTICS}.")
+    run = select(Site("attend_scored", q.device.type, (k_spec, v_spec), q.shape[2] == 1 and len(key) > 1), lowering).run
+    rotary = (cos, sin, rope) if rope else None
+    return run(
+        q, key, value, length_of(length), k_new, v_new, mask, causal, scale, softcap, parse(k_spec), parse(v_spec),
+        rotary, sinks, center, statistic, importance,
+    )  # fmt: skip
+
+
+def _append_rotary_(cos, sin, length, cos_new, sin_new, slots=None, spec=""):
     start, (_, tokens, pairs) = length_of(length), cos_new.shape
     for table, new in ((cos, cos_new), (sin, sin_new)):
         table[:, start : start + tokens, :pairs] = new
+    if spec and (gone := parse(spec).evicted(start + tokens)):
+        for table in (cos, sin):
+            kept = evict(table[:, None, : start + tokens], slots, gone, parse(spec))[:, 0]
+            table[:, : kept.shape[1]] = kept
 
 
 _IMPLEMENTATIONS = {
     "encode": _encode, "append_": _append_, "decode": _decode, "rotate": _rotate, "attend": _attend,
-    "attend_decoded": _attend_decoded, "append_rotary_": _append_rotary_,
+    "attend_decoded": _attend_decoded, "attend_scored": _attend_scored, "append_rotary_": _append_rotary_,
 }  # fmt: skip
 for _name, _run in _IMPLEMENTATIONS.items():
     _library.impl(_name, _run, "CompositeExplicitAutograd")
@@ -150,12 +184,12 @@ def _(x: Tensor, compensation, spec, lowering="auto"):
 
 @torch.library.register_fake("kvpass::append_")
 def _(codes, scale, zero_point, ring, compensation, length, x, q, mask, spec, lowering="auto", edge=None, beside=None,
-      predictor=None, center=None):  # fmt: skip
+      predictor=None, center=None, importance=None, scores=None, slots=None):  # fmt: skip
     return None
 
 
 @torch.library.register_fake("kvpass::append_rotary_")
-def _(cos, sin, length, cos_new, sin_new):
+def _(cos, sin, length, cos_new, sin_new, slots=None, spec=""):
     return None
 
 
@@ -179,3 +213,11 @@ def _(q, kc, ks, kz, kr, vc, vs, vz, vr, length, k_new, v_new, mask, causal, sca
 def _(q, k_past, v_past, k_new, v_new, mask, causal, scale, softcap, lowering="auto", *, cos=None, sin=None,
       rope="", sinks=None):  # fmt: skip
     return q.new_empty((*q.shape[:3], v_new.shape[3]))
+
+
+@torch.library.register_fake("kvpass::attend_scored")
+def _(q, key, value, length, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, statistic, importance,
+      lowering="auto", *, cos=None, sin=None, rope="", sinks=None, center=None):  # fmt: skip
+    tokens = length_of(length) + k_new.shape[2] if statistic else 0
+    out = q.new_empty((*q.shape[:3], v_new.shape[3]))
+    return out, q.new_empty((*k_new.shape[:2], tokens), dtype=torch.float32)

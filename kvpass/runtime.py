@@ -97,7 +97,8 @@ class Runtime:
         self.needs_queries = any(plan.needs_queries for plan, _ in self.plans.values())
         self.needs_rotation = any(plan.key.pre_rope for plan, _ in self.plans.values())
         self.looks_below = any(plan.looks_below for plan, _ in self.plans.values())
-        self.one_graph = self.needs_rotation or self.looks_below
+        self.evicts = any(plan.evicts for plan, _ in self.plans.values())
+        self.one_graph = self.needs_rotation or self.looks_below or self.evicts
         check_sources({index: plan for index, (plan, _) in self.plans.items()})
         check_edges(self.plans)
         self.predictors = self._place(predictors)
@@ -150,11 +151,11 @@ class Runtime:
         if cache is None:
             cache = kwargs["past_key_values"] = DynamicCache(config=self.model().config)
         layers = self.adopt(cache)
-        stored = start_forward(layers, batch, new_tokens)
+        stored, seen = start_forward(layers, batch, new_tokens), layers[0].seen
         succeeded = False
         try:
-            self._set_mask(kwargs, stored + new_tokens)
-            self._drop_defaults(kwargs, stored, new_tokens)
+            self._set_mask(kwargs, stored + new_tokens, seen + new_tokens)
+            self._drop_defaults(kwargs, seen, new_tokens)
             run = self._choose(stored, new_tokens)
             if run is not self.original:
                 self._canonicalise(kwargs)
@@ -171,6 +172,8 @@ class Runtime:
             why, instead = "Keys are stored before rotary embedding", "the scheme with rope='post'"
             if self.looks_below:
                 why, instead = "Layers are predicted from the layer below", "the scheme's backbone alone"
+            if self.evicts:
+                why, instead = "Tokens are evicted by the attention they were paid", "a scheme without a budget"
             raise KVPassError(
                 f"{why}, which needs the whole forward in one graph, and it broke: {str(error).splitlines()[0]} "
                 f"Use {instead}."
@@ -206,10 +209,10 @@ class Runtime:
     def _choose(self, stored: int, new_tokens: int):
         if not (self.eager or new_tokens > 1 or stored < _MIN_COMPILED_LENGTH):
             return self.decode_step
-        needs_edges = self.needs_rotation or (self.needs_queries and not stored)
+        needs_edges = self.needs_rotation or self.evicts or (self.needs_queries and not stored)
         return self.captured if needs_edges else self.original
 
-    def _set_mask(self, kwargs, total: int) -> None:
+    def _set_mask(self, kwargs, total: int, seen: int) -> None:
         """Drop a 2-D mask that hides nothing, and cut a 4-D one made for a static cache to the tokens there are.
 
         Decided at every call; on an accelerator reading the mask would wait for the device, so there it stays.
@@ -217,12 +220,17 @@ class Runtime:
         mask = kwargs.get("attention_mask")
         if not isinstance(mask, Tensor):
             return
+        if mask.ndim == 4 and seen > total:
+            raise KVPassError(
+                f"A 4-D mask says for {mask.shape[-1]} keys who sees them, and {seen - total} tokens were evicted, "
+                "others in each head. Pass a 2-D padding mask."
+            )
         if mask.ndim == 4 and mask.shape[-1] > total:
             kwargs["attention_mask"] = mask[..., :total]
         elif mask.ndim == 2 and mask.device.type == "cpu" and bool(mask.all()):
             kwargs["attention_mask"] = None
 
-    def _drop_defaults(self, kwargs, stored: int, new_tokens: int) -> None:
+    def _drop_defaults(self, kwargs, seen: int, new_tokens: int) -> None:
         """Drop what says no more than leaving it out, so that every caller shares one graph. Positions are compared
         where that does not wait for the device."""
         config = self.model().config
@@ -235,7 +243,7 @@ class Runtime:
         for name in ("position_ids", "cache_position"):
             positions = kwargs.get(name)
             if isinstance(positions, Tensor) and positions.device.type == "cpu" and positions.ndim <= 2:
-                expected = torch.arange(stored, stored + new_tokens).expand_as(positions)
+                expected = torch.arange(seen, seen + new_tokens).expand_as(positions)
                 if torch.equal(positions, expected):
                     del kwargs[name]
 
@@ -258,7 +266,7 @@ class Runtime:
         """Note the bytes of the cache just used; it may be gone when `explain` asks."""
         for row, layer in zip(self.report.layers, cache.layers, strict=False):
             if isinstance(layer, PackedLayer):
-                self.report.tokens, self.report.batch = layer.tokens, layer.batch_size
+                self.report.tokens, self.report.batch = layer.seen, layer.batch_size
                 row.nbytes, row.full_nbytes = layer.nbytes, layer.full_nbytes
             elif isinstance(getattr(layer, "keys", None), Tensor):
                 row.nbytes = row.full_nbytes = layer.keys.nbytes + layer.values.nbytes

@@ -15,6 +15,7 @@ from .errors import KVPassError
 
 _POOLS = ("_codes", "scale", "zero_point")
 _MIN_PAGES = 4
+_SPARE = 61  # more than asked for, so that sizes that vary independently are not equal when a graph is captured
 _GROWTH = 32  # pools grow by 1/32: at most 3 % of slack, each byte copied at most 32 times over a cache's life
 
 
@@ -143,6 +144,8 @@ class KVState:
         expected = (*self.ring.shape[:2], self.ring.shape[3])
         if x.ndim != 4 or (*x.shape[:2], x.shape[3]) != expected:
             raise KVPassError(f"Expected [B, H_kv, S, D] with B, H_kv, D = {expected}, got {tuple(x.shape)}.")
+        if self.spec.budget is not None:
+            raise KVPassError("Tokens are evicted by a cache, for keys and values alike, not by one state.")
         self.reserve(n + x.shape[2])
         torch.ops.kvpass.append_(
             self.codes, self.scale, self.zero_point, self.ring, self.compensation,
@@ -153,6 +156,12 @@ class KVState:
     def wrote(self, start: int, stop: int) -> None:
         """Note that tokens ``[start, stop)`` have been stored: older ones may have lost their slots to them."""
         self.written, self.unpacked_from = (stop, 0) if start == 0 else (max(self.written, stop), self.unpacked_from)
+
+    def evicted(self, gone: int) -> None:
+        """Note that ``gone`` packed tokens have been dropped: later ones have moved up."""
+        if gone:
+            self.written -= gone
+            self.unpacked_from = max(self.unpacked_from, self.spec.budget // self.spec.page_size)
 
     def decode(self, n: int) -> Tensor:
         """The ``n`` stored tokens, ``[B, H_kv, n, D]`` in the cache's dtype, and what they were predicted from."""
@@ -184,6 +193,35 @@ class KVState:
     def window(self, n: int) -> Tensor:
         """The full-precision tokens behind the sinks, in token order."""
         return read_tokens(self.ring, self.spec, layout(self.spec).exact(n))
+
+
+class Importance:
+    """What the stored tokens are worth to who decides which of them stay (`kvpass.codec.eviction`).
+
+    weights: ``[B, H_kv, capacity]`` float32, or ``[B, 1, capacity]`` where all heads and layers keep the same.
+    """
+
+    @torch.inference_mode(False)
+    def __init__(self, batch: int, heads: int, device, tokens: int):
+        self.weights = torch.zeros(batch, heads, 0, device=device)
+        self.reserve(tokens)
+
+    def _resized(self) -> None:
+        self.nbytes = self.weights.nbytes
+        torch._dynamo.mark_dynamic(self.weights, 2)
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for ``tokens`` tokens; contents are kept."""
+        have = self.weights.shape[2]
+        if tokens > have:
+            more = max(tokens, have + have // _GROWTH) + _SPARE - have
+            self.map_(lambda w: torch.cat([w, w.new_zeros(*w.shape[:2], more)], 2))
+
+    @torch.inference_mode(False)
+    def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replace the weights by ``fn`` of them."""
+        self.weights = fn(self.weights)
+        self._resized()
 
 
 class RotaryState:

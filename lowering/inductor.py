@@ -17,6 +17,7 @@ from kvpass.codec.spec import CodecSpec, parse
 
 from . import reference
 from .aot import compile_ahead
+from .append import append
 from .table import Site, implements
 
 _PAGES = 7  # pages to trace `encode` and `decode` with
@@ -91,7 +92,7 @@ def encode(x: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Ten
 
 @implements("append_", "inductor", refuses=_refuses_encode)
 def append_(*args) -> None:
-    reference.append(encode, *args)
+    append(encode, *args)
 
 
 @implements("decode", "inductor", refuses=_refuses_decode)

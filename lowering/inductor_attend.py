@@ -21,6 +21,7 @@ from kvpass.codec.window import layout, ring_tokens
 from kvpass.errors import KVPassError
 
 from .aot import compile_ahead
+from .reference import with_past
 from .table import Site, implements
 
 _MIN_PAGES = 2  # sizes 0 and 1 would be specialised; what is beyond the packed tokens is masked
@@ -82,8 +83,9 @@ def _dots(q: Tensor, k: Tensor, tables: tuple[Tensor, Tensor] | None, rope: str)
     return torch.stack(out, 1)
 
 
-def _attend(k_pages, v_pages, q, *inputs, scale, softcap, k_spec, v_spec, rope):
-    """One query token ``[B, H_q, 1, D]`` over packed keys and values; inputs as in `attend`.
+def _attend(k_pages, v_pages, q, *inputs, scale, softcap, k_spec, v_spec, rope, paid):
+    """One query token ``[B, H_q, 1, D]`` over packed keys and values; inputs as in `attend`. With ``paid``, the weights
+    summed over the query heads of a KV head come second: ``[B * H_kv, slots]``, pages, ring, and the token itself.
 
     ``k_pages`` and ``v_pages`` carry page counts as their shape, ``n`` the length as its value. For log-sparse windows
     ``held`` is the token in each slot of the ring, and ``page_tokens`` ``[N, P]`` those in the pages.
@@ -128,7 +130,8 @@ def _attend(k_pages, v_pages, q, *inputs, scale, softcap, k_spec, v_spec, rope):
     on_ring = _ring_weights(weights, n, count * size, k_spec, v_spec, held)
     out = (on_ring[..., None] * v_ring[:, None].float()).sum(2) + weights[..., -1:] * v_new.float()
     out = out + _page_values(on_pages.unflatten(-1, (v_count, -1)), (vc, vs, vz), v_spec, v_points, v_basis)
-    return (out.view(*shape[:3], -1).to(dtype),)
+    out = out.view(*shape[:3], -1).to(dtype)
+    return (out, weights.sum(1)) if paid else (out,)
 
 
 def _page_scores(q, pools, tokens, tables, rope: str, spec: CodecSpec, points, basis, center) -> Tensor:
@@ -188,7 +191,7 @@ _BATCH, _K_PAGES, _V_PAGES, _K_CAPACITY, _V_CAPACITY, _TOKENS, _TABLES = 5, 53, 
 
 
 @cache
-def _attend_kernel(key: tuple, k_spec: CodecSpec, v_spec: CodecSpec, scale: float, softcap: float):
+def _attend_kernel(key: tuple, k_spec: CodecSpec, v_spec: CodecSpec, scale: float, softcap: float, paid: bool):
     """Compile `_attend` for what `attend` found in common with other calls (see there)."""
     many, q_heads, heads, head_dim, dtype, device, mask_layout, rope, columns, sinks = key
     batch = _BATCH if many else 1
@@ -236,7 +239,7 @@ def _attend_kernel(key: tuple, k_spec: CodecSpec, v_spec: CodecSpec, scale: floa
     of_mask = [0, 3] if many and mask_layout is not None and mask_layout[0] else [3]
     tables = [[*first, 1]] * 2
     dynamic = [[0], [0], first, *pools, *pools, [], first, first, of_mask, [], [0], *tables, [], [], [], [], [], first]
-    fn = partial(_attend, scale=scale, softcap=softcap, k_spec=k_spec, v_spec=v_spec, rope=rope)
+    fn = partial(_attend, scale=scale, softcap=softcap, k_spec=k_spec, v_spec=v_spec, rope=rope, paid=paid)
     return compile_ahead(fn, examples, dynamic)
 
 
@@ -277,10 +280,10 @@ def _refuses_attend(site: Site) -> str | None:
     return None
 
 
-@implements("attend", "inductor", refuses=_refuses_attend)
-def attend(
-    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None, center=None
-) -> Tensor:
+def _run(
+    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None, center=None,
+    paid=False,
+) -> tuple[Tensor, ...]:  # fmt: skip
     batch, heads, _, head_dim = k_new.shape
     device, pages = q.device, []
     for spec, pool in ((k_spec, key[0]), (v_spec, value[0])):
@@ -298,14 +301,38 @@ def attend(
     columns = cos.shape[2] if rope else 0
     logits = None if sinks is None else sinks.dtype
     shared = (batch > 1, q.shape[1], heads, head_dim, q.dtype, device, layout_of_mask, rope, columns, logits)
-    kernel = _attend_kernel(shared, k_spec, v_spec, scale, softcap)
+    kernel = _attend_kernel(shared, k_spec, v_spec, scale, softcap, paid)
     new = q.contiguous(), k_new.contiguous(), v_new.contiguous()
     points = (grid(spec.grid, device) if spec.grid else None for spec in (k_spec, v_spec))
     bases = (None if s.rotation is None else basis(head_dim, s.rotation, device) for s in (k_spec, v_spec))
     carriers = (_carrier(count, device) for count in pages)
-    (out,) = kernel(
+    return kernel(
         *carriers, new[0], *key, *value, _length(n, device), *new[1:], mask, held, tokens, cos, sin, *points, *bases,
         sinks,
         center,
     )  # fmt: skip
-    return out
+
+
+@implements("attend", "inductor", refuses=_refuses_attend)
+def attend(*args) -> Tensor:
+    return _run(*args)[0]
+
+
+@implements("attend_scored", "inductor", refuses=_refuses_attend)
+def attend_scored(
+    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary, sinks, center, statistic,
+    importance,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same, and what each token was paid, put from storage order into the order of `kvpass.codec.eviction`."""
+    if mask is not None:
+        mask = with_past(mask, importance, n, q.shape)
+    how = mask, causal, scale, softcap, k_spec, v_spec, rotary, sinks, center, bool(statistic)
+    out, *paid = _run(q, key, value, n, k_new, v_new, *how)
+    if not paid:
+        return out, q.new_empty((*k_new.shape[:2], 0), dtype=torch.float32)
+    paid, packed = paid[0].unflatten(0, k_new.shape[:2]), k_spec.packed(n)
+    ring = slice(-1 - k_spec.sinks - k_spec.window, -1)
+    slots = layout(k_spec).slots(torch.arange(k_spec.sinks + packed, n)).to(q.device)
+    first = min(n, k_spec.sinks)
+    parts = paid[..., ring][..., :first], paid[..., :packed], paid[..., ring].index_select(-1, slots), paid[..., -1:]
+    return out, torch.cat(parts, -1)

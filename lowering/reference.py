@@ -4,24 +4,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpass.codec.affine import check_finite
-from kvpass.codec.pages import decode_pages, encode_pages, share_codes
-from kvpass.codec.predict import MEAN, fit_center, predict
+from kvpass.codec.pages import decode_pages, encode_pages
+from kvpass.codec.predict import predict
 from kvpass.codec.rotary import rotate
 from kvpass.codec.spec import CodecSpec
-from kvpass.codec.subspace import compensation_matrix, precision_matrix
-from kvpass.codec.window import layout, read_tokens, write_tokens
-from kvpass.errors import KVPassError
+from kvpass.codec.window import layout, read_tokens
 
+from .append import CHUNK, append, not_padding
 from .table import implements
 
 
 @implements("encode", "reference")
 def encode(x: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Tensor, Tensor, Tensor]:
     return encode_pages(x, spec, compensation)
-
-
-_CHUNK = 4096  # tokens predicted at a time: what is needed in between stays small
 
 
 def decode_predicted(codes, scale, zero_point, spec: CodecSpec, references, predictor) -> Tensor:
@@ -36,7 +31,7 @@ def read(decode_fn, codes, scale, zero_point, ring, n: int, spec: CodecSpec, ref
     references: what the predictor looks at, all ``n`` tokens each.
     """
     used, where, chunks = spec.pages(n), layout(spec), []
-    step = max(1, _CHUNK // spec.page_size) if spec.predictor else max(1, used)
+    step = max(1, CHUNK // spec.page_size) if spec.predictor else max(1, used)
     for first in range(0, max(1, used), step):
         pages = slice(first, min(first + step, used))
         pools = (pool[:, :, pages] for pool in (codes, scale, zero_point))
@@ -51,95 +46,6 @@ def read(decode_fn, codes, scale, zero_point, ring, n: int, spec: CodecSpec, ref
 @implements("decode", "reference")
 def decode(*args) -> Tensor:
     return read(decode_predicted, *args)
-
-
-def fit_compensation(q: Tensor, mask: Tensor | None, num_key_value_heads: int, spec: CodecSpec) -> Tensor:
-    """The compensation matrix of the prompt's queries ``[B, H_q, S, D]``; queries of padding tokens (those that may not
-    attend to themselves) are left out."""
-    stacked = q.unflatten(1, (num_key_value_heads, -1))
-    valid = None
-    if mask is not None:
-        own = mask[:, 0].diagonal(mask.shape[-1] - q.shape[2], -2, -1)
-        own = own if own.dtype == torch.bool else own == 0
-        valid = own.expand(q.shape[0], -1).repeat(1, stacked.shape[2])
-    precision = precision_matrix(stacked.flatten(2, 3), spec.subspace, valid)
-    return compensation_matrix(precision, spec.subspace.block_size)
-
-
-def append(
-    encode_fn,
-    codes,
-    scale,
-    zero_point,
-    ring,
-    compensation,
-    n,
-    x,
-    q,
-    mask,
-    spec: CodecSpec,
-    edge=None,
-    beside=None,
-    predictor=(),
-    center=None,
-) -> None:
-    """Store ``x`` as tokens ``[n, n + S)``; pages that fall out of the window are encoded by ``encode_fn``.
-
-    edge: in, what the tokens that leave are in the layer below, by pages; out, what they are in this one.
-    beside: the same of this layer's keys, for values.
-    center: where the mean is kept that the predictor of that name subtracts.
-    """
-    if spec.subspace is not None and n == 0:
-        if q is None:
-            raise KVPassError("This codec needs the prompt's queries, and no attention handed them over.")
-        compensation.copy_(fit_compensation(q, mask, x.shape[1], spec))
-    stop = n + x.shape[2]
-    first, last = spec.pages(n), spec.pages(stop)
-    if last > first:
-        tokens = _leaving(ring, n, x, layout(spec).page_tokens(first, last), spec)
-        if spec.predictor == MEAN:
-            predictor = (center,)
-            if not first:
-                center.copy_(fit_center(tokens, center.dtype))
-        step = max(1, _CHUNK // spec.page_size) if spec.predictor or edge is not None else last - first
-        for start in range(first, last, step):
-            stop_page = min(start + step, last)
-            part = slice((start - first) * spec.page_size, (stop_page - first) * spec.page_size)
-            references = [t[:, :, part] for t in (edge, beside) if t is not None]
-            _encode_into(
-                [pool[:, :, start:stop_page] for pool in (codes, scale, zero_point)],
-                encode_fn, compensation, tokens[:, :, part], spec, references, predictor, edge is not None,
-            )  # fmt: skip
-    write_tokens(ring, spec, n, x)
-
-
-def _encode_into(pools, encode_fn, compensation, x, spec, references, predictor, keep: bool) -> None:
-    """Encode whole pages ``x`` into ``pools``; with ``keep``, leave what they decode to in the first reference."""
-    prediction = predict(spec.predictor, predictor, references, spec.page_size) if spec.predictor else None
-    residual = x if prediction is None else (x.float() - prediction).to(x.dtype)
-    new = encode_fn(residual, compensation, spec)
-    if x.device.type == "cpu":
-        check_finite(*new[1:])
-    if spec.own_codes < 1:
-        new = share_codes(pools[0], x, new, spec)
-    for pool, pages in zip(pools, new, strict=True):
-        pool.copy_(pages)
-    if keep:
-        values = decode_pages(*new, spec)
-        references[0].copy_(values if prediction is None else values + prediction)
-
-
-def _leaving(ring: Tensor, n: int, x: Tensor, tokens: Tensor, spec: CodecSpec) -> Tensor:
-    """``tokens``, of which those before ``n`` are in the ring and the others in ``x``."""
-    known, device = tokens < n, ring.device
-    if not known.any():
-        return x.index_select(2, (tokens - n).to(device))
-    if known.all():
-        return read_tokens(ring, spec, tokens)
-    out = x.new_empty((*x.shape[:2], len(tokens), x.shape[3]))
-    out[:, :, known.to(device)] = read_tokens(ring, spec, tokens[known])
-    out[:, :, ~known.to(device)] = x.index_select(2, (tokens[~known] - n).to(device))
-    return out
 
 
 @implements("append_", "reference")
@@ -171,16 +77,21 @@ def _spelled_out_attention(q, k, v, mask, causal, scale, softcap, sinks):
     repeats = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     scores = q.float() @ k.float().mT * scale
-    if softcap:
-        scores = torch.tanh(scores / softcap) * softcap
     if causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    weights = attention_weights(scores, mask, softcap, sinks)
+    return (weights[..., : v.shape[2]] @ v.float()).to(q.dtype).contiguous()
+
+
+def attention_weights(scores: Tensor, mask: Tensor | None, softcap: float, sinks: Tensor | None) -> Tensor:
+    """Softmax of ``scores`` ``[B, H_q, S, T]``; that of the sinks comes last, if there are any."""
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     if sinks is not None:
         scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
-    weights = scores.softmax(-1).nan_to_num(0)  # a query that may see nothing gets zeros, as in SDPA
-    return (weights[..., : v.shape[2]] @ v.float()).to(q.dtype).contiguous()
+    return scores.softmax(-1).nan_to_num(0)  # a query that may see nothing gets zeros, as in SDPA
 
 
 @implements("attend", "reference")
@@ -203,3 +114,63 @@ def attend_decoded(q, k, v, k_new, v_new, mask, causal, scale, softcap, rotary=N
         k_new = torch.cat([k if rotary is None else rotate(k, *rotary), k_new], 2)
         v_new = torch.cat([v, v_new], 2)
     return attention(q, k_new, v_new, mask, causal, scale, softcap, sinks)
+
+
+@implements("attend_scored", "reference")
+def attend_scored(
+    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary, sinks, center, statistic,
+    importance,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention, and what was paid to each token: see `kvpass.ops`."""
+    k, v = key[0], value[0]
+    if len(key) > 1:
+        k, v = decode(*key, n, k_spec, (), (center,)), decode(*value, n, v_spec)
+    if n:
+        k = torch.cat([k if rotary is None else rotate(k, *rotary), k_new], 2)
+        v = torch.cat([v, v_new], 2)
+    else:
+        k, v = k_new, v_new
+    if mask is not None:
+        mask = with_past(mask, importance, n, q.shape)
+    out = attention(q, k, v, mask, causal, scale, softcap, sinks)
+    if not statistic:
+        return out, q.new_empty((*k.shape[:2], 0), dtype=torch.float32)
+    return out, attention_paid(q, k, mask, causal, scale, softcap, sinks)
+
+
+def with_past(mask: Tensor, importance: Tensor, n: int, queries: tuple[int, ...]) -> Tensor:
+    """``mask`` ``[B or 1, H_q or 1, S, n + S]`` with columns of the past by ``importance``, where padding is -inf."""
+    batch, heads, new, _ = queries
+    valid = importance[..., :n] > -torch.inf
+    if valid.shape[1] > 1:
+        valid = valid.repeat_interleave(heads // valid.shape[1], 1)
+    if mask.dtype != torch.bool:
+        valid = torch.zeros(valid.shape, dtype=mask.dtype, device=mask.device).masked_fill(~valid, -torch.inf)
+    rows = max(valid.shape[1], mask.shape[1])
+    past, present = valid[:, :, None].expand(batch, rows, new, -1), mask[..., n:].expand(batch, rows, -1, -1)
+    return torch.cat([past, present], -1)
+
+
+_ROWS = 256  # queries whose attention weights are held at a time
+
+
+def attention_paid(q, k, mask, causal, scale, softcap, sinks) -> Tensor:
+    """The attention each key was paid, summed over the queries ``[B, H_q, S, D]`` that are not padding and over the
+    query heads of its KV head: ``[B, H_kv, T]`` float32. Needs memory for some rows of weights, not for all."""
+    queries, tokens, heads = q.shape[2], k.shape[2], k.shape[1]
+    own = None if mask is None else not_padding(mask, q.shape[0], queries)
+    total, k = torch.zeros(*k.shape[:3], device=k.device), k.float()
+    behind = torch.arange(tokens, device=q.device)
+    for first in range(0, queries, _ROWS):
+        rows = slice(first, min(first + _ROWS, queries))
+        part = None if mask is None else mask[:, :, rows]
+        if causal:
+            last = torch.arange(rows.start, rows.stop, device=q.device) + tokens - queries
+            part = behind <= last[:, None]
+        chunk = q[:, :, rows].float().unflatten(1, (heads, -1))
+        scores = (chunk @ k.unsqueeze(2).mT).flatten(1, 2) * scale
+        weights = attention_weights(scores, part, softcap, sinks)[..., :tokens]
+        if own is not None:
+            weights = weights * own[:, None, rows, None]
+        total += weights.unflatten(1, (heads, -1)).sum((2, 3))
+    return total

@@ -14,6 +14,7 @@ from kvpass import KVPassError
 from kvpass.codec import CodecSpec
 from kvpass.codec.rotary import join_pairs, rotate, split_pairs
 from kvpass.lowering import inductor_attend, reference
+from kvpass.lowering.append import fit_compensation
 
 from common import DIM, only_reference, randn, seeds, state_of
 from tiny import VOCABULARY, llama, tokens
@@ -204,7 +205,7 @@ def test_squat_before_rope_is_fitted_to_the_queries_before_rope():
         model(input_ids=ids, past_key_values=cache)
     layer = cache.layers[0]
     q = seen[0].unflatten(-1, (-1, 32)).transpose(1, 2)
-    expected = reference.fit_compensation(q, None, 2, layer.plan.key).to(torch.float16)
+    expected = fit_compensation(q, None, 2, layer.plan.key).to(torch.float16)
     torch.testing.assert_close(layer.key_state.compensation, expected, atol=2e-3, rtol=2e-3)
 
 

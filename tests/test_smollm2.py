@@ -11,7 +11,7 @@ import kvpass
 from kvpass import evaluate, models, texts
 from kvpass.codec import decode_pages, encode_pages
 from kvpass.codec.subspace import compensation_matrix, precision_matrix
-from kvpass.lowering import reference
+from kvpass.lowering.append import fit_compensation
 from kvpass.schemes import LayerGeometry
 
 pytestmark = pytest.mark.model
@@ -146,5 +146,5 @@ def test_the_reference_compensation_is_what_prefill_stored(smollm2, prose):
         cache = DynamicCache(config=model.config)
         model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
         for layer, (q, _) in zip(cache.layers, calls, strict=True):
-            expected = reference.fit_compensation(q, None, 3, layer.plan.key)
+            expected = fit_compensation(q, None, 3, layer.plan.key)
             torch.testing.assert_close(layer.key_state.compensation.double(), expected, atol=2e-2, rtol=2e-2)

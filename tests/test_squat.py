@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvpass import PackedKV, schemes
 from kvpass.codec import CodecSpec, Subspace, decode_pages, encode_pages
 from kvpass.codec.subspace import compensation_matrix, precision_matrix
-from kvpass.lowering.reference import fit_compensation
+from kvpass.lowering.append import fit_compensation
 from kvpass.state import KVState
 
 from common import DIM, queries_for, randn, seeds, spread, state_of

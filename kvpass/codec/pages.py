@@ -17,13 +17,21 @@ def _grouped(x: Tensor, spec: CodecSpec) -> tuple[Tensor, int]:
     return x.unflatten(dim, (-1, spec.group_size)), dim
 
 
-def _quantize(x: Tensor, spec: CodecSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _quantize(
+    x: Tensor, spec: CodecSpec, dtype: torch.dtype, stored: tuple[Tensor, Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     groups, dim = _grouped(x, spec)
     fit = fit_lsq if spec.fit == "lsq" else fit_minmax
-    scale, zero_point = fit(groups, dim, spec.bits, dtype)
+    scale, zero_point = fitted = fit(groups, dim, spec.bits, dtype)
+    if stored is not None:  # groups that have parameters already keep them
+        *parameters, taken = (tensor.unsqueeze(dim) for tensor in stored)
+        scale, zero_point = (torch.where(taken, *both) for both in zip(parameters, fitted, strict=True))
     codes = assign(groups, scale, zero_point, spec.bits)
     if spec.eta:
-        scale, zero_point = calibrate(scale, zero_point, spec.bits, spec.eta)
+        calibrated = calibrate(scale, zero_point, spec.bits, spec.eta)
+        if stored is not None:
+            calibrated = tuple(torch.where(taken, *both) for both in zip(parameters, calibrated, strict=True))
+        scale, zero_point = calibrated
     return codes.reshape(x.shape), scale.squeeze(dim), zero_point.squeeze(dim)
 
 
@@ -33,12 +41,14 @@ def dequantize_pages(codes: Tensor, scale: Tensor, zero_point: Tensor, spec: Cod
     return dequantize(groups, scale.unsqueeze(dim), zero_point.unsqueeze(dim)).reshape(codes.shape)
 
 
-def _quantize_compensated(x: Tensor, compensation: Tensor, spec: CodecSpec, dtype: torch.dtype):
+def _quantize_compensated(x: Tensor, compensation: Tensor, spec: CodecSpec, dtype: torch.dtype, stored=None):
     """Quantize ``block_size`` channels at a time; each block's error moves the channels still to come."""
     size, parts = spec.subspace.block_size, []
     for start in range(0, x.shape[-1], size):
         block, rest = x[..., :size], x[..., size:]
-        part = _quantize(block, spec, dtype)
+        columns = slice(start, start + size)
+        kept = None if stored is None else (*(p[..., columns] for p in stored[:2]), stored[2])
+        part = _quantize(block, spec, dtype, kept)
         parts.append(part)
         if rest.shape[-1]:
             error = dequantize_pages(*part, spec) - block
@@ -47,11 +57,17 @@ def _quantize_compensated(x: Tensor, compensation: Tensor, spec: CodecSpec, dtyp
     return tuple(torch.cat(columns, -1) for columns in zip(*parts, strict=True))
 
 
-def encode_pages(x: Tensor, spec: CodecSpec, compensation: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def encode_pages(
+    x: Tensor,
+    spec: CodecSpec,
+    compensation: Tensor | None = None,
+    stored: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize and pack whole pages.
 
     x: ``[B, H, T, D]`` float, T a multiple of ``spec.page_size``.
     compensation: ``[B, H, D - b, D - b]`` from `compensation_matrix`, for specs with a subspace.
+    stored: for uniform codes, scale and zero point that groups have already, and ``[B, H, T/P, *, 1]`` bool, which do.
     Returns codes ``[B, H, T/P, rows, D]`` uint8, and scale and zero point ``[B, H, T/P, *spec.params_shape(D)]``.
     """
     dtype = params_dtype(x.dtype)
@@ -63,9 +79,9 @@ def encode_pages(x: Tensor, spec: CodecSpec, compensation: Tensor | None = None)
     if spec.grid:
         codes, scale, zero_point = _quantize_on_grid(pages, spec, dtype)
     elif spec.subspace is None:
-        codes, scale, zero_point = _quantize(pages, spec, dtype)
+        codes, scale, zero_point = _quantize(pages, spec, dtype, stored)
     else:
-        codes, scale, zero_point = _quantize_compensated(pages, compensation, spec, dtype)
+        codes, scale, zero_point = _quantize_compensated(pages, compensation, spec, dtype, stored)
     return pack(codes, spec.bits), scale, zero_point
 
 
@@ -103,6 +119,30 @@ def _encode_raw(pages: Tensor, spec: CodecSpec, dtype: torch.dtype) -> tuple[Ten
 def _decode_raw(codes: Tensor, scale: Tensor, spec: CodecSpec) -> Tensor:
     dtype = torch.float32 if spec.bits == 32 else scale.dtype
     return codes.contiguous().view(*codes.shape[:-2], spec.page_size, codes.shape[-1] * dtype.itemsize).view(dtype)
+
+
+def replace_tokens(
+    pools: tuple[Tensor, Tensor, Tensor], x: Tensor, new: Tensor, spec: CodecSpec, compensation: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Put tokens into slots of pages that hold others; who stays keeps its codes.
+
+    pools: codes, scale and zero point of the pages; x: ``[B, H, N * P, D]``; new: ``[B, H, N * P]`` bool, the slots
+    that ``x`` replaces. Where keys share a scale along tokens, a token that joins others is coded by their scale, and
+    by its own range only in a group that is all new.
+    """
+    new = new.unflatten(-1, (-1, spec.page_size)).unsqueeze(-1)
+    if spec.raw:
+        old = decode_pages(*pools, spec).to(x.dtype)
+        return encode_pages(torch.where(new.flatten(2, 3), x, old), spec)
+    stored = None
+    if spec.per == "channel":
+        stored = (*pools[1:], ~new.squeeze(-1).unflatten(-1, (-1, spec.group_size)).all(-1, keepdim=True))
+    codes, *parameters = encode_pages(x, spec, compensation, stored)
+    codes = pack(torch.where(new, unpack(codes, spec.bits), unpack(pools[0], spec.bits)), spec.bits)
+    if spec.per == "token":
+        both = zip(parameters, pools[1:], strict=True)
+        parameters = [torch.where(new, mine, old) if mine.numel() else old for mine, old in both]
+    return codes, *parameters
 
 
 def share_codes(

@@ -73,6 +73,11 @@ class CodecSpec:
     predictor: what is subtracted before encoding and added after decoding (`codec.predict`): "" nothing, "mean" the
         mean of the tokens packed first, or a function of the layer below: "linear", "low-rank", "mlp", and each with
         "-4" behind it for weights of 4 bits.
+    budget: packed tokens kept at most, a multiple of ``page_size``; None for all. What is over is evicted `rollback`
+        tokens after its page was due, and ``S`` stored tokens become ``stored(S)``.
+    evict: who is: the tokens with the least "attention" paid to them so far, or the oldest ("age").
+    shared_eviction: one choice for all heads and layers, where they need the same tokens; otherwise each KV head has
+        its own.
     """
 
     bits: int
@@ -90,6 +95,9 @@ class CodecSpec:
     rotation: int | None = None
     grid: str = ""
     predictor: str = ""
+    budget: int | None = None
+    evict: Literal["attention", "age"] = "attention"
+    shared_eviction: bool = False
     subspace: Subspace | None = None
 
     def __post_init__(self):
@@ -125,6 +133,28 @@ class CodecSpec:
         if self.predictor and self.own_codes != 1:
             raise KVPassError("Codes of what a predictor left over are not shared between layers.")
         self._check_fit()
+        if self.budget is not None:
+            self._check_eviction()
+
+    def _check_eviction(self) -> None:
+        check_integers(self, budget=0)
+        if self.budget % self.page_size or self.rollback > self.page_size:
+            raise KVPassError(
+                f"budget={self.budget} must be a multiple of page_size={self.page_size}, and rollback={self.rollback} "
+                "at most that: tokens are evicted a page at a time."
+            )
+        if self.evict not in ("attention", "age"):
+            raise KVPassError(f"evict={self.evict!r}: use 'attention' or 'age'.")
+        if self.keep != "recent":
+            raise KVPassError("Tokens that thin out with distance and eviction are two choices of what stays: use one.")
+        if self.own_codes != 1:
+            raise KVPassError("Layers that share codes cannot evict: each layer's tokens would have to be the other's.")
+        if not self.shared_eviction and (self.pre_rope or looks_below(self.predictor)):
+            what = "Keys before rotary embedding share one table of positions"
+            what = "A layer is predicted from the same tokens of the layer below" if self.predictor else what
+            raise KVPassError(
+                f"{what}, so all heads and layers must keep the same tokens: use HeavyHitter(..., shared=True)."
+            )
 
     def _check_grid(self) -> None:
         dim, bits = grid_shape(self.grid)
@@ -192,6 +222,20 @@ class CodecSpec:
         """Tokens in pages once ``length`` tokens are stored: those at ``[sinks, sinks + packed)``."""
         return max(0, length - self.sinks - self.residual) // self.page_size * self.page_size
 
+    @property
+    def retained_as(self) -> tuple:
+        """What decides where a token lives: states that agree in it hold the same tokens."""
+        return self.page_size, self.residual, self.sinks, self.rollback, self.keep, self.budget, self.evict
+
+    def evicted(self, length: int) -> int:
+        """How many of ``length`` tokens are dropped, were they stored: `rollback` tokens late, so that `crop` never
+        needs one of them."""
+        return 0 if self.budget is None else max(0, self.packed(length - self.rollback) - self.budget)
+
+    def stored(self, length: int) -> int:
+        """What ``length`` tokens shrink to."""
+        return length - self.evicted(length)
+
     def pages(self, length: int) -> int:
         """Pages in use once ``length`` tokens are stored."""
         return self.packed(length) // self.page_size
@@ -218,7 +262,7 @@ class CodecSpec:
     @cached_property
     def stored_as(self) -> "CodecSpec":
         """What reading depends on: the spec without how codes, scales and zero points were found."""
-        return replace(self, fit="minmax", eta=0.0, own_codes=1.0, subspace=None)
+        return replace(self, fit="minmax", eta=0.0, own_codes=1.0, subspace=None, budget=None)
 
     def __str__(self) -> str:
         """The canonical text that travels through op schemas and into compile-cache keys; `parse` inverts it."""

@@ -12,18 +12,20 @@ LENGTH_OFFSET = 1 << 20
 int64 that holds n. The shape makes n a symbolic int (one graph for every length, slices instead of masks); the value
 is there for device kernels. The offset keeps 0 and 1 from being specialised and n from being unified with other dims.
 """
+SEEN_OFFSET = 2 * LENGTH_OFFSET
+"""The same for tokens seen, of which some may have been evicted: it is never the other's size."""
 
 _NEVER = torch.iinfo(torch.int64).max
 
 
-def length_view(value: Tensor, n: int) -> Tensor:
+def length_view(value: Tensor, n: int, offset: int = LENGTH_OFFSET) -> Tensor:
     """The carrier of length ``n``: a zero-stride view of ``value`` (int64, one element), which must hold n."""
-    return value.expand(n + LENGTH_OFFSET)
+    return value.expand(n + offset)
 
 
-def length_of(carrier: Tensor) -> int:
+def length_of(carrier: Tensor, offset: int = LENGTH_OFFSET) -> int:
     """The length a `length_view` carries; symbolic under tracing, never a device read."""
-    return carrier.shape[0] - LENGTH_OFFSET
+    return carrier.shape[0] - offset
 
 
 class Recent:

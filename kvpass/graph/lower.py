@@ -5,7 +5,7 @@ from torch.fx import GraphModule
 from kvpass.lowering.table import Site, select
 
 # argument whose device decides; an op that is not here has one implementation
-_DEVICE_OF = {"encode": 0, "append_": 3, "decode": 3, "attend": 0, "attend_decoded": 0}
+_DEVICE_OF = {"encode": 0, "append_": 3, "decode": 3, "attend": 0, "attend_decoded": 0, "attend_scored": 0}
 
 
 def lower(gm: GraphModule, lowering: str) -> dict[str, str]:
@@ -22,7 +22,9 @@ def lower(gm: GraphModule, lowering: str) -> dict[str, str]:
         if op not in _DEVICE_OF:
             continue
         value = node.args[_DEVICE_OF[op]].meta["val"]
-        single_query = op in ("attend", "attend_decoded") and isinstance(value.shape[2], int) and value.shape[2] == 1
+        single_query = op.startswith("attend") and isinstance(value.shape[2], int) and value.shape[2] == 1
+        if op == "attend_scored":
+            single_query = single_query and len(node.args[1]) > 1
         names = [argument.name for argument in schema.arguments]
         specs = tuple(argument for name, argument in zip(names, node.args, strict=False) if name.endswith("spec"))
         implementation = select(Site(op, value.device.type, specs, single_query), lowering)

@@ -18,11 +18,9 @@ APPEND = torch.ops.kvpass.append_.default
 APPEND_ROTARY = torch.ops.kvpass.append_rotary_.default
 ATTEND = torch.ops.kvpass.attend.default
 ATTEND_DECODED = torch.ops.kvpass.attend_decoded.default
+ATTEND_SCORED = torch.ops.kvpass.attend_scored.default
 _FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
-_SCALE, _PREDICTOR = (
-    1,
-    9,
-)  # arguments of DECODE: whose cache it reads (codes may be another's), weights
+_SCALE, _LENGTH, _SPEC, _PREDICTOR = 1, 4, 5, 9  # arguments of DECODE; codes may be another layer's, scales are its own
 _DEFAULTS = {a.name: a.default_value for a in APPEND._schema.arguments if a.has_default_value()}
 _ARGUMENTS = [argument.name for argument in APPEND._schema.arguments]
 _WRITTEN = [a.name for a in APPEND._schema.arguments if a.alias_info and a.alias_info.is_write]
@@ -42,18 +40,48 @@ def rewrite(normal: NormalGraph, inputs: Sequence, attentions: list[Attention], 
     taps = {attention.key.past.args[_SCALE]: attention for attention in attentions}
     _tap_queries(appends.values(), taps, refused)
     with graph.inserting_before(graph.output_node()):
-        written = _store_before_rotation(graph, inputs, appends.values(), taps)
+        rotary = _store_before_rotation(graph, inputs, appends.values(), taps)
+    importance = _importance(appends.values(), taps, refused)
     for attention in attentions:
         if attention.scores is not None:
             with graph.inserting_before(attention.output):
                 attention.mask = insert_bias(graph, attention.scores, attention.query)
         _drop_structural_mask(attention)
-        _replace(graph, attention)
+        paid = _replace(graph, attention, importance.get(attention.key.past.args[_SCALE]))
+        for arguments in appends.values():
+            if arguments["importance"] is not None and paid is not None and _has_a_say(arguments, attention):
+                arguments["scores"] = [*(arguments["scores"] or []), paid]
     for arguments in appends.values():
-        if arguments["q"] is not None:
+        if arguments["q"] is not None or arguments["importance"] is not None:
             arguments["mask"] = taps[arguments["scale"]].mask
-    written |= _hoist_appends(normal, appends)
+    written = _hoist_appends(normal, appends)
+    if rotary is not None:
+        with graph.inserting_before(graph.output_node()):
+            graph.call_function(APPEND_ROTARY, rotary)
+        written |= {*rotary[:2]}
     return in_place(normal, skip=written)
+
+
+def _importance(appends: Iterable[dict], taps: dict[Node, Attention], refused: list[str]) -> dict[Node, Node]:
+    """For every cache that evicts, by its scales, the placeholder that says which tokens are worth keeping."""
+    evicting = [a for a in appends if parse(a["spec"]).budget is not None]
+    keys = [a for a in evicting if a["scale"] in taps]
+    if 2 * len(keys) != len(evicting):
+        raise KVPassError(
+            "Evicting tokens needs to know what attention each of them was paid, and one attention was not understood: "
+            f"{'; '.join(dict.fromkeys(refused)) or 'none reads the cache'}. Use the scheme without a budget."
+        )
+    found, shared = {}, None
+    for arguments in keys:
+        shared = arguments["importance"] or shared
+        found[arguments["scale"]] = shared
+    return found
+
+
+def _has_a_say(arguments: dict, attention: Attention) -> bool:
+    """Whether what ``attention`` pays counts where ``arguments`` decide."""
+    spec = parse(arguments["spec"])
+    return spec.evict == "attention" and (spec.shared_eviction or arguments["scale"] is attention.key.past.args[_SCALE])
 
 
 def _tap_queries(appends: Iterable[dict], taps: dict[Node, Attention], refused: list[str]) -> None:
@@ -72,10 +100,10 @@ def _tap_queries(appends: Iterable[dict], taps: dict[Node, Attention], refused: 
 
 def _store_before_rotation(
     graph: Graph, inputs: Sequence, appends: Iterable[dict], taps: dict[Node, Attention]
-) -> set[Node]:
-    """Where a codec stores keys before rotary embedding: append those, rotate what is read, and store the tables of the
-    call once. Returns the placeholders written."""
-    rotations, stored = Rotations(graph, inputs), None
+) -> tuple | None:
+    """Where a codec stores keys before rotary embedding: append those, and rotate what is read. Returns the arguments
+    of the op that stores the tables of the call, once; None if no layer has any."""
+    rotations, stored, call = Rotations(graph, inputs), None, None
     for arguments in appends:
         if not parse(arguments["spec"]).pre_rope:
             continue
@@ -95,13 +123,14 @@ def _store_before_rotation(
             arguments["q"] = of_query.before
         if stored is None:
             stored = rotation
-            graph.call_function(APPEND_ROTARY, (cos, sin, arguments["length"], *insert_tables(graph, rotation)))
+            call = (cos, sin, arguments["length"], *insert_tables(graph, rotation))
+            call += (arguments["slots"], arguments["spec"]) if arguments["slots"] is not None else ()
         elif not turns_alike(stored, rotation):
             raise KVPassError(
                 "Layers rotate their keys by different tables, and keys stored before rotary embedding share one: use "
                 "the scheme with rope='post'."
             )
-    return {cos, sin} if stored is not None else set()
+    return call
 
 
 def _drop_structural_mask(attention: Attention) -> None:
@@ -112,12 +141,17 @@ def _drop_structural_mask(attention: Attention) -> None:
         attention.mask, attention.causal = None, kind == "causal"
 
 
-def _replace(graph: Graph, attention: Attention) -> None:
+def _replace(graph: Graph, attention: Attention, importance: Node | None) -> Node | None:
+    """Put a ``kvpass`` op in the place of ``attention``. With ``importance``, returns what attention it paid to each
+    token."""
     key, value = attention.key, attention.value
+    *_, k_spec = key.past.args[: _SPEC + 1]
+    if importance is not None:
+        _refuse_bias(attention)
     if key.needed_elsewhere or value.needed_elsewhere:
         target, past = ATTEND_DECODED, (key.past, value.past)
     else:
-        *k_state, length, k_spec = key.past.args[:6]
+        *k_state, length, _ = key.past.args[:6]
         *v_state, _, v_spec = value.past.args[:6]
         target, past = ATTEND, (*k_state, *v_state, length)
     how = attention.mask, attention.causal, attention.scale, attention.softcap
@@ -127,6 +161,11 @@ def _replace(graph: Graph, attention: Attention) -> None:
         options = dict(zip(("cos", "sin", "rope"), key.rotation.args[1:], strict=True))
     if target is ATTEND and parse(k_spec).predictor:
         (options["center"],) = key.past.args[_PREDICTOR]
+    if importance is not None:
+        keys, values = ([past[0]], [past[1]]) if target is ATTEND_DECODED else (past[:4], past[4:8])
+        past, specs = (keys, values, key.past.args[_LENGTH]), (k_spec, value.past.args[_SPEC])
+        statistic = "sum" if parse(k_spec).evict == "attention" else ""
+        target, specs = ATTEND_SCORED, (*specs, statistic, importance)
     with graph.inserting_before(attention.output):
         if attention.sinks is not None:
             options["sinks"] = graph.call_function(torch.ops.aten.flatten.using_ints, (attention.sinks,))
@@ -135,8 +174,11 @@ def _replace(graph: Graph, attention: Attention) -> None:
             target, (attention.query, *past, key.present, value.present, *how, *specs), options
         )  # fmt: skip
         q, out = attention.query.meta["val"], attention.output.meta["val"]
-        new.meta["val"] = out.new_empty((*q.shape[:3], out.shape[-1]))
-        result = new
+        paid, result = None, new
+        if importance is not None:
+            result, paid = (graph.call_function(operator.getitem, (new, i)) for i in range(2))
+        result.meta["val"] = out.new_empty((*q.shape[:3], out.shape[-1]))
+        new = result
         if out.dtype != q.dtype:
             result = graph.call_function(torch.ops.aten.to.dtype, (new, out.dtype))
             result.meta["val"] = new.meta["val"]
@@ -144,6 +186,15 @@ def _replace(graph: Graph, attention: Attention) -> None:
             result = graph.call_function(torch.ops.aten.flatten.using_ints, (result, 0, 1))
             result.meta["val"] = new.meta["val"].flatten(0, 1)
     attention.output.replace_all_uses_with(result)
+    return paid
+
+
+def _refuse_bias(attention: Attention) -> None:
+    if attention.mask is not None and structure(attention.mask, attention.query.meta["val"].shape[2], True) is None:
+        raise KVPassError(
+            "The attention adds a bias that depends on which key is which (ALiBi, a window, or a mask of your own), "
+            "and after evicting tokens keys are no longer in order. Use the scheme without a budget."
+        )
 
 
 def _is_append(node: Node) -> bool:
@@ -191,8 +242,11 @@ def _hoist_appends(normal: NormalGraph, appends: dict[Node, dict]) -> set[Node]:
 def count(gm: GraphModule) -> dict[str, int]:
     """What a rewritten graph reads its caches by; see `GraphReport`."""
     nodes = list(gm.graph.nodes)
-    reconstructed = sum(node.target is ATTEND_DECODED for node in nodes)
+    scored = [node for node in nodes if node.target is ATTEND_SCORED]
+    reconstructed = sum(node.target is ATTEND_DECODED for node in nodes) + sum(len(n.args[1]) == 1 for n in scored)
     decodes = sum(node.target is DECODE for node in nodes)
-    rotated = sum(node.target in (ATTEND, ATTEND_DECODED) and bool(node.kwargs.get("rope")) for node in nodes)
+    rotated = sum(
+        node.target in (ATTEND, ATTEND_DECODED, ATTEND_SCORED) and bool(node.kwargs.get("rope")) for node in nodes
+    )
     rotated += sum(node.target is ROTATE and bool(node.args[3]) for node in nodes)
     return dict(reconstructed=reconstructed, decoded=decodes - 2 * reconstructed, rotated=rotated)

@@ -23,6 +23,7 @@ _PROJECTIONS = {
     aten.mm.default,
     aten.embedding.default,
     torch.ops.kvpass.attend.default,
+    torch.ops.kvpass.attend_scored.default,
     aten.scaled_dot_product_attention.default,
 }
 _POSITIONAL = {aten.cos.default, aten.sin.default, aten.gather.default, aten.index.Tensor, aten.index_select.default}

@@ -11,6 +11,7 @@ import torch
 from ..codec.predict import MEAN, looks_below
 from ..codec.spec import CodecSpec
 from ..errors import KVPassError
+from ..retention import POLICIES, Retention
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,10 @@ class LayerPlan:
 
     def checked(self, layer: LayerGeometry) -> LayerPlan:
         """This plan, if it fits the heads of ``layer``; raises `KVPassError` otherwise."""
+        if self.evicts and self.key.retained_as != self.value.retained_as:
+            raise KVPassError(
+                "Keys and values must leave the window together where tokens are evicted: use a retention."
+            )
         self.key.check(layer.head_dim)
         self.value.check(layer.head_dim)
         return self
@@ -49,6 +54,11 @@ class LayerPlan:
     def needs_queries(self) -> bool:
         """Whether the codec is fitted to the prompt's queries, so that prefill has to be captured."""
         return self.key.subspace is not None
+
+    @property
+    def evicts(self) -> bool:
+        """Whether tokens are dropped when there are too many."""
+        return self.key.budget is not None
 
     @property
     def looks_below(self) -> bool:
@@ -71,19 +81,25 @@ class LayerPlan:
 
         sinks = f", {self.key.sinks} sinks" if self.key.sinks else ""
         sparse = ", log-sparse" if self.key.keep == "log" else ""
+        if self.evicts:
+            of = "for all layers" if self.key.shared_eviction else "per head"
+            sparse = f", the {self.key.budget} others by {self.key.evict} {of}"
         extra = f", rank-{self.key.subspace.rank} subspace" if self.key.subspace else ""
         key = describe("K", self.key, self.key_source)
         return f"{key}{extra}; {describe('V', self.value, self.value_source)}{sinks}{sparse}"
 
 
 def check_edges(plans: dict[int, tuple[LayerPlan, LayerGeometry]]) -> None:
-    """Raise `KVPassError` unless layers that are predicted from the one below move tokens as that one does."""
+    """Raise `KVPassError` unless layers that are predicted from the one below move tokens as that one does, and layers
+    that evict keep equally many."""
+    if len({plan.key.retained_as for plan, _ in plans.values() if plan.evicts}) > 1:
+        raise KVPassError("Layers that evict tokens must have the same budget and window.")
     for plan, layer in plans.values():
         if not plan.looks_below:
             continue
         below, its = plans[layer.below]
         specs = (below.key, below.value, plan.key, plan.value)
-        if len({(spec.page_size, spec.residual, spec.sinks, spec.keep) for spec in specs}) > 1:
+        if len({spec.retained_as for spec in specs}) > 1:
             raise KVPassError(
                 f"Layer {layer.index} is predicted from layer {layer.below}, which keeps other tokens exact: keys and "
                 "values of all layers must leave the window together."
@@ -165,12 +181,33 @@ def available() -> list[str]:
     return sorted(_PRESETS)
 
 
+def compose(scheme: SchemeConfig, policy: Retention) -> SchemeConfig:
+    """``scheme`` with another choice of the tokens that stay; its sinks stay sinks.
+
+    Any scheme whose layers store their own tokens takes any policy. What cannot go together says so: a scheme that is a
+    policy itself (LogQuant), and eviction where layers share codes (XQuant). Where layers share positions or
+    predictions, all heads and layers evict the same tokens.
+    """
+    if not hasattr(scheme, "retention"):
+        raise KVPassError(f"{scheme.name!r} has no retention policy to choose.")
+    if policy.budget is not None and (scheme.needs_calibration or scheme.rope == "pre"):
+        policy = dataclasses.replace(policy, shared=True)
+    policy = dataclasses.replace(policy, sinks=max(policy.sinks, scheme.sinks))
+    return dataclasses.replace(scheme, sinks=0, retention=policy)
+
+
 def get(scheme: str | dict[str, Any] | SchemeConfig, **overrides: Any) -> SchemeConfig:
     """Resolve a scheme.
 
-    scheme: a name from `available`, a config, or a dict ``{"scheme": name, **overrides}`` (what `to_dict` writes).
-    Raises `KVPassError` for unknown names, unknown fields, or a dict of another version.
+    scheme: a name from `available`, such a name and a policy of `kvpass.retention.POLICIES` ("kivi+h2o"), a config, or
+        a dict ``{"scheme": name, **overrides}`` (what `to_dict` writes).
+    Raises `KVPassError` for unknown names, unknown fields, a dict of another version, or what cannot go together.
     """
+    if isinstance(scheme, str) and "+" in scheme:
+        name, _, policy = scheme.partition("+")
+        if policy not in POLICIES:
+            raise KVPassError(f"Unknown policy {policy!r} in {scheme!r}. Known policies: {', '.join(POLICIES)}.")
+        return get(compose(get(name), POLICIES[policy]), **overrides)
     if isinstance(scheme, dict):
         scheme = {**scheme, **overrides}
         name, version = scheme.pop("scheme", None), scheme.pop("version", None)

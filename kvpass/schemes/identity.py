@@ -1,13 +1,14 @@
-"""Full-precision pages: nothing is lost, so that all that is left to test is the plumbing."""
+"""Full-precision pages: nothing is lost, so that all that is left to test is the plumbing, or a policy that evicts."""
 
 from dataclasses import dataclass
 
 from ..codec.spec import CodecSpec
+from ..retention import POLICIES
 from .base import LayerGeometry, LayerPlan, register_scheme
 from .storage import StorageConfig
 
 
-@register_scheme()
+@register_scheme(h2o=dict(retention=POLICIES["h2o"]), streaming_llm=dict(retention=POLICIES["streaming-llm"]))
 @dataclass(frozen=True, kw_only=True)
 class IdentityConfig(StorageConfig):
     """The fields of `StorageConfig`."""

@@ -1,0 +1,58 @@
+"""Who stays when there is a budget: importance of tokens, and the slots they keep.
+
+Importance is one float32 for every stored token, in the order of storage, ``[B, H, n]`` with H the KV heads, or 1 where
+all heads and layers keep the same. ``-inf`` marks padding: it is never attended to, and goes first.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .spec import CodecSpec
+
+STATISTICS = ("", "sum")
+"""What can be asked of attention about each token, besides its output; see ``kvpass::attend_scored``."""
+
+
+def choose(importance: Tensor, occupied: int, budget: int) -> Tensor:
+    """The ``budget`` most important of the candidates ``[B, H, occupied + L]``, the first of which occupy slots: for
+    each slot the candidate that has it from now on, ``[B, H, budget]`` int64.
+
+    Those that have a slot and stay keep it; the others take the free ones in order.
+    """
+    winners = torch.zeros_like(importance, dtype=torch.bool)
+    winners.scatter_(-1, importance.topk(budget, -1).indices, True)
+    own = torch.arange(budget, device=importance.device)
+    free = torch.ones_like(winners[..., :budget])
+    free[..., :occupied] = ~winners[..., :occupied]
+    arriving = occupied + winners[..., occupied:].logical_not().sort(dim=-1, stable=True).indices
+    turn = (free.cumsum(-1) - 1).clamp(0, arriving.shape[-1] - 1)
+    return torch.where(free, arriving.gather(-1, turn), own)
+
+
+def update_importance(
+    importance: Tensor, n: int, tokens: int, scores: Sequence[Tensor], valid: Tensor | None, spec: CodecSpec
+) -> Tensor:
+    """Account for ``tokens`` new tokens behind the ``n`` of ``importance``: ``[B, H, n + tokens]``.
+
+    scores: attention paid to each, ``[B, H_kv, n + tokens]``, from every layer that has a say; unused for "age".
+    valid: ``[B, tokens]`` bool, False for padding; None for no padding.
+    """
+    past = importance[..., :n]
+    if spec.evict == "age":
+        newest = past.amax(-1, keepdim=True).clamp_min(-1) if n else past.new_full((*past.shape[:2], 1), -1)
+        new = newest + 1 + torch.arange(tokens, device=past.device)
+    else:
+        total = torch.stack([s.sum(1, keepdim=True) if spec.shared_eviction else s for s in scores]).sum(0)
+        past, new = past + total[..., :n], total[..., n:]
+    if valid is not None:
+        new = new.masked_fill(~valid[:, None], -torch.inf)
+    return torch.cat([past, new], -1)
+
+
+def evict(x: Tensor, slots: Tensor, gone: int, spec: CodecSpec) -> Tensor:
+    """``x`` ``[B, H, n, ...]``, one entry for every stored token, without the ``gone`` that lost their place."""
+    first, end = spec.sinks, spec.sinks + spec.budget + gone
+    index = slots.view(*slots.shape, *[1] * (x.ndim - 3)).expand(*x.shape[:2], -1, *x.shape[3:])
+    return torch.cat([x[:, :, :first], x[:, :, first:end].gather(2, index), x[:, :, end:]], 2)

@@ -1,0 +1,164 @@
+"""Storing tokens: who leaves the window is encoded, who lost its place is replaced, the present goes to the ring."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvpass.codec.affine import check_finite
+from kvpass.codec.eviction import choose, evict, update_importance
+from kvpass.codec.pages import decode_pages, replace_tokens, share_codes
+from kvpass.codec.predict import MEAN, fit_center, predict
+from kvpass.codec.spec import CodecSpec
+from kvpass.codec.subspace import compensation_matrix, precision_matrix
+from kvpass.codec.window import layout, read_tokens, write_tokens
+from kvpass.errors import KVPassError
+
+CHUNK = 4096  # tokens predicted at a time: what is needed in between stays small
+
+
+def not_padding(mask: Tensor, batch: int, tokens: int) -> Tensor:
+    """Which of the last ``tokens`` tokens may attend to themselves, ``[B, tokens]`` bool: padding may not."""
+    own = mask[:, 0].diagonal(mask.shape[-1] - tokens, -2, -1)
+    return (own if own.dtype == torch.bool else own == 0).expand(batch, -1)
+
+
+def fit_compensation(q: Tensor, mask: Tensor | None, num_key_value_heads: int, spec: CodecSpec) -> Tensor:
+    """The compensation matrix of the prompt's queries ``[B, H_q, S, D]``; those of padding tokens are left out."""
+    stacked = q.unflatten(1, (num_key_value_heads, -1))
+    valid = None if mask is None else not_padding(mask, q.shape[0], q.shape[2]).repeat(1, stacked.shape[2])
+    precision = precision_matrix(stacked.flatten(2, 3), spec.subspace, valid)
+    return compensation_matrix(precision, spec.subspace.block_size)
+
+
+def decide(
+    importance: Tensor, n: int, x: Tensor, scores: Sequence[Tensor], mask: Tensor | None, slots: Tensor, spec: CodecSpec
+) -> None:
+    """Account for the attention of this call in ``importance``, and if there are too many tokens, choose who stays:
+    ``slots`` then says which of them each slot of the packed tokens holds from now on."""
+    tokens = x.shape[2]
+    valid = None if mask is None else not_padding(mask, x.shape[0], tokens)
+    total, gone = update_importance(importance, n, tokens, scores, valid, spec), spec.evicted(n + tokens)
+    if gone:
+        candidates = total[..., spec.sinks : spec.sinks + spec.budget + gone]
+        slots.copy_(choose(candidates, min(spec.packed(n), spec.budget), spec.budget))
+        total = evict(total, slots, gone, spec)
+    importance[..., : total.shape[-1]] = total
+
+
+@dataclass
+class _Pages:
+    """Where one state's pages are written.
+
+    references: what the predictor looks at, for the tokens written in this call and in the order of their pages; with
+    ``keep``, the first of them is overwritten with what those tokens decode to.
+    """
+
+    pools: tuple[Tensor, Tensor, Tensor]
+    spec: CodecSpec
+    predictor: Sequence[Tensor]
+    references: Sequence[Tensor]
+    keep: bool
+
+    def write(self, first: int, x: Tensor, encode: Callable, at: int) -> None:
+        """Encode whole pages ``x`` ``[B, H, T, D]`` into pages from ``first`` on; ``at`` is their first token in the
+        references."""
+        spec, count = self.spec, x.shape[2] // self.spec.page_size
+        pools = tuple(pool[:, :, first : first + count] for pool in self.pools)
+        references = [reference[:, :, at : at + x.shape[2]] for reference in self.references]
+        prediction = predict(spec.predictor, self.predictor, references, spec.page_size) if spec.predictor else None
+        new = encode(pools, x if prediction is None else (x.float() - prediction).to(x.dtype))
+        if x.device.type == "cpu":
+            check_finite(*new[1:])
+        if spec.own_codes < 1:
+            new = share_codes(pools[0], x, new, spec)
+        for pool, pages in zip(pools, new, strict=True):
+            pool.copy_(pages)
+        if self.keep:
+            values = decode_pages(*new, spec)
+            references[0].copy_(values if prediction is None else values + prediction)
+
+
+def append(
+    encode: Callable,
+    codes: Tensor,
+    scale: Tensor,
+    zero_point: Tensor,
+    ring: Tensor,
+    compensation: Tensor | None,
+    n: int,
+    x: Tensor,
+    q: Tensor | None,
+    mask: Tensor | None,
+    spec: CodecSpec,
+    edge: Tensor | None = None,
+    beside: Tensor | None = None,
+    predictor: Sequence[Tensor] = (),
+    center: Tensor | None = None,
+    importance: Tensor | None = None,
+    scores: Sequence[Tensor] = (),
+    slots: Tensor | None = None,
+) -> None:
+    """Store ``x`` as tokens ``[n, n + S)``; pages that fall out of the window are encoded by ``encode``.
+
+    edge: in, what the tokens that are packed now are in the layer below, in the order of their pages; out, what they
+        are in this one.
+    beside: the same of this layer's keys, for values.
+    center: where the mean is kept that the predictor of that name subtracts.
+    importance, scores, slots: see `decide`, for specs with a budget; where ``importance`` is None, ``slots`` holds what
+        was decided.
+    """
+    if spec.subspace is not None and n == 0:
+        if q is None:
+            raise KVPassError("This codec needs the prompt's queries, and no attention handed them over.")
+        compensation.copy_(fit_compensation(q, mask, x.shape[1], spec))
+    if importance is not None:
+        decide(importance, n, x, scores, mask, slots, spec)
+    stop, size = n + x.shape[2], spec.page_size
+    first, last, gone = spec.pages(n), spec.pages(stop), spec.evicted(stop)
+
+    def leaving(start: int, end: int) -> Tensor:
+        return _leaving(ring, n, x, layout(spec).page_tokens(start, end), spec)
+
+    if spec.predictor == MEAN:
+        predictor = (center,)
+        if not first and last:
+            center.copy_(fit_center(leaving(0, last), center.dtype))
+    references = [reference for reference in (edge, beside) if reference is not None]
+    pages, written = _Pages((codes, scale, zero_point), spec, predictor, references, edge is not None), 0
+    if gone:
+        settled, first = min(first * size, spec.budget), (spec.budget + gone) // size
+        if spec.budget:
+            _settle(pages, leaving(settled // size, first), settled, slots, compensation)
+            written = spec.budget
+    step = max(1, CHUNK // size) if spec.predictor or edge is not None else max(1, last - first)
+    for start in range(first, last, step):
+        tokens = leaving(start, min(start + step, last))
+        pages.write(start - gone // size, tokens, lambda _, y: encode(y, compensation, spec), written)
+        written += tokens.shape[2]
+    write_tokens(ring, spec, n, x)
+    if gone:  # tokens behind the packed ones have moved up
+        ring[:, :, spec.sinks :] = ring[:, :, spec.sinks :].roll(-gone, 2)
+
+
+def _settle(pages: _Pages, tokens: Tensor, settled: int, slots: Tensor, compensation: Tensor | None) -> None:
+    """Write those of ``tokens`` that got a slot; the first ``settled`` candidates have theirs already."""
+    heads, spec = tokens.shape[1], pages.spec
+    slots = slots.expand(-1, heads, -1)
+    index = (slots - settled).clamp_min(0).unsqueeze(-1).expand(-1, -1, -1, tokens.shape[3])
+    arriving = tokens.gather(2, index)
+    pages.write(0, arriving, lambda pools, y: replace_tokens(pools, y, slots >= settled, spec, compensation), 0)
+
+
+def _leaving(ring: Tensor, n: int, x: Tensor, tokens: Tensor, spec: CodecSpec) -> Tensor:
+    """``tokens``, of which those before ``n`` are in the ring and the others in ``x``."""
+    known, device = tokens < n, ring.device
+    if not known.any():
+        return x.index_select(2, (tokens - n).to(device))
+    if known.all():
+        return read_tokens(ring, spec, tokens)
+    out = x.new_empty((*x.shape[:2], len(tokens), x.shape[3]))
+    out[:, :, known.to(device)] = read_tokens(ring, spec, tokens[known])
+    out[:, :, ~known.to(device)] = x.index_select(2, (tokens[~known] - n).to(device))
+    return out
