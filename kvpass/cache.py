@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
 
+from .adaptive import AdaptiveState, PlanePool
 from .codec.predict import looks_below
 from .codec.spec import CodecSpec
 from .codec.window import SEEN_OFFSET, length_of, length_view
@@ -43,6 +44,7 @@ class PackedLayer(CacheLayerMixin):
         self.predictors: tuple[SharedTensors, SharedTensors] | None = None
         self.is_below = False  # another layer is predicted from this one
         self.past: tuple[Tensor, Tensor] | None = None  # its reconstruction, until the layer above has its turn
+        self.pool: PlanePool | None = None  # shared by all layers whose tokens have widths of their own
         self.edges: tuple[Tensor, Tensor] | None = None  # that of the tokens that leave, while a forward is running
         self.importance_owner = self  # the layer that decides for all, or itself
         self.importance: Importance | None = None
@@ -67,7 +69,11 @@ class PackedLayer(CacheLayerMixin):
         return self._view(self.value_state) if self.is_initialized else None
 
     def _view(self, state: KVState) -> Tensor:
-        return state.decode(self.tokens) if self.plan.looks_below else PackedKV.view(state, self.tokens)
+        return (
+            state.decode(self.tokens)
+            if self.plan.looks_below or self.plan.adaptive
+            else PackedKV.view(state, self.tokens)
+        )
 
     def states(self) -> list[KVState]:
         """Key and value state, or nothing before the first forward."""
@@ -77,6 +83,17 @@ class PackedLayer(CacheLayerMixin):
     def nbytes(self) -> int:
         """Bytes of its own, slack included; codes of another layer and rotary tables count where they are kept."""
         return sum(item.nbytes for item in (*self.states(), self.rotary, self.importance) if item is not None)
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of originals kept in host memory."""
+        kept = (state.host for state in self.states() if self.plan.adaptive and state.spec.adaptive.keep_originals)
+        return sum(host.nbytes for host in kept)
+
+    @property
+    def moved_nbytes(self) -> int:
+        """Bytes of originals fetched so far."""
+        return sum(state.host.moved_nbytes for state in self.states()) if self.plan.adaptive else 0
 
     @property
     def full_nbytes(self) -> int:
@@ -98,9 +115,17 @@ class PackedLayer(CacheLayerMixin):
             state.reserve(stored)
         if self.importance is not None:
             self.importance.reserve(stored)
+            if self.plan.adaptive and self._starts_to_look(new_tokens):
+                self.importance.weights.zero_()
         if self.rotary is not None:  # `attend` reads whole pages of the tables, two at least
             self.rotary.reserve(max(total, self.plan.key.sinks + 2 * self.plan.key.page_size))
         self.length, self.seen_length = length, seen_length
+
+    def _starts_to_look(self, new_tokens: int) -> bool:
+        """Whether the queries that a page's widths are chosen by begin with this call."""
+        spec = self.plan.key
+        until_due = spec.page_size - (self.tokens - spec.sinks - spec.residual) % spec.page_size
+        return spec.adaptive.rows in (until_due, min(new_tokens, spec.adaptive.rows))
 
     def _allocate(self, batch: int, tokens: int) -> None:
         if self.is_initialized:
@@ -109,6 +134,8 @@ class PackedLayer(CacheLayerMixin):
         room = (geometry.num_key_value_heads, geometry.head_dim, geometry.dtype, geometry.device)
 
         def state(spec: CodecSpec, source: PackedLayer | None, name: str) -> KVState:
+            if spec.adaptive is not None:
+                return AdaptiveState.allocate(spec, batch, *room, tokens, self.pool)
             if source is not None:
                 source._allocate(batch, tokens)
             return KVState.allocate(spec, batch, *room, tokens, source and getattr(source, name))
@@ -117,7 +144,7 @@ class PackedLayer(CacheLayerMixin):
         self.value_state = state(self.plan.value, self.value_source, "value_state")
         if self.plan.key.pre_rope and self.rotary_owner is self:
             self.rotary = RotaryState(batch, *room[1:], tokens)
-        if self.evicts and self.importance_owner is self:
+        if self.plan.needs_importance and self.importance_owner is self:
             heads = 1 if self.plan.key.shared_eviction else room[0]
             self.importance = Importance(batch, heads, geometry.device, tokens)
         if self.plan.looks_below:
@@ -130,6 +157,8 @@ class PackedLayer(CacheLayerMixin):
     def forget(self) -> None:
         """Drop all storage."""
         self.key_state = self.value_state = self.rotary = self.importance = None
+        if self.pool is not None:
+            self.pool.states.clear()
 
     def commit(self, new_tokens: int) -> None:
         """End a forward that stored ``new_tokens``."""
@@ -139,6 +168,9 @@ class PackedLayer(CacheLayerMixin):
             state.evicted(gone)
         self.tokens += new_tokens - gone
         self.seen += new_tokens
+        for state in self.states() if self.plan.adaptive else ():
+            if state.spec.packed(self.tokens) > state.count:
+                state.requantize(self.tokens, self.importance.weights[..., : self.tokens])
 
     def abandon(self, new_tokens: int) -> None:
         """End a forward that failed: the layer is as before, unless new tokens may have taken slots of the window, or
@@ -161,8 +193,10 @@ class PackedLayer(CacheLayerMixin):
                 "A packed cache was updated outside of the forward kvpass was applied to. Call model(...) or "
                 "model.generate(...), not a submodule, or pass a cache of its own to the submodule."
             )
-        if self.evicts and not torch.compiler.is_compiling():
-            raise KVPassError("Evicting tokens needs the pass: this forward was not captured.")
+        if self.plan.needs_importance and not torch.compiler.is_compiling():
+            raise KVPassError(
+                "What is stored depends on attention, which needs the pass: this forward was not captured."
+            )
         for x in (key_states, value_states):
             self._check_dtype(x)
         past = None
@@ -200,6 +234,8 @@ class PackedLayer(CacheLayerMixin):
 
     def _append(self, state: KVState, x: Tensor, which: int, beside: Tensor | None = None) -> Tensor | None:
         edge = None if self.edges is None else self.edges[which]
+        if self.plan.adaptive:
+            edge = state.host.tokens
         torch.ops.kvpass.append_(
             state.codes, state.scale, state.zero_point, state.ring, state.compensation, self.length, x, None, None,
             state.text, self.lowering, edge, beside, [] if state.center is not None else list(state.predictor),
@@ -313,8 +349,10 @@ def swap_layers(
         layers[index] = PackedLayer(plan, geometry, owner, lowering, capacity)
     pre_rope = [index for index, (plan, _) in plans.items() if plan.key.pre_rope]
     evicting = [index for index, (plan, _) in plans.items() if plan.evicts]
+    pool = PlanePool()
     for index, (plan, _) in plans.items():
         layer = layers[index]
+        layer.pool = pool if plan.adaptive else None
         layer.key_source = None if plan.key_source is None else layers[plan.key_source]
         layer.value_source = None if plan.value_source is None else layers[plan.value_source]
         layer.rotary_owner = layers[pre_rope[0]] if pre_rope else layer
@@ -386,6 +424,8 @@ def finish_forward(layers: list[PackedLayer], new_tokens: int, succeeded: bool) 
     """End the forward `start_forward` began."""
     for layer in layers:
         layer.commit(new_tokens) if succeeded else layer.abandon(new_tokens)
+    if layers[0].pool is not None:
+        layers[0].pool.refresh()
 
 
 def nbytes(cache: Cache) -> int:

@@ -14,13 +14,17 @@ attend       attention of ``q`` over the stored past and the full-precision pres
              in the softmax of each head and have no value.
 attend_decoded  the same over a past that is decoded already, because the next layer needs it.
 attend_scored   either of them, and what attention each token was paid, ``[B, H_kv, n + S]`` float32, over the query
-             heads of a KV head: the "sum" over queries that are not padding; "" for nothing (``[B, H_kv, 0]``). ``key``
-             and ``value`` are codes, scale, zero point and ring, or one decoded tensor. Tokens of the past of
-             ``importance`` ``-inf`` are padding: columns of ``mask`` count for the present only.
+             heads of a KV head: the "sum" over queries that are not padding, the largest weight over the last N of
+             them ("max-N"), or nothing ("", ``[B, H_kv, 0]``). ``key`` and ``value`` are codes, scale, zero point and
+             ring, or one decoded tensor. Where tokens are evicted, columns of ``mask`` count for the present only, and
+             padding of the past has ``importance`` ``-inf``.
 rotate       rotary embedding of decoded keys that are stored as they were before it (`codec.rotary`): by tables
              ``cos``, ``sin`` ``[B, >= n, p]``, as ``rope`` says; "" leaves them as they are.
 append_rotary_  store rotary tables ``[B or 1, S, p]`` of the present behind those already there; with ``slots``, drop
              those of tokens that ``spec`` has evicted in this call.
+
+Specs with a width for every token (`codec.adaptive`) decode with side tables, handed over as ``predictor``. Their
+``append_`` leaves the tokens that are due in ``edge``, and the cache codes them when the forward is over.
 
 Predictors (`codec.predict`) take ``predictor``, a list of weights, and look at reconstructions ``[B, H_kv, n, D]``:
 that of the layer ``below``, and for values that of this layer's keys, ``beside``. An ``append_`` sees both for the
@@ -37,7 +41,7 @@ from kvpass.lowering import inductor, inductor_attend, reference  # noqa: F401  
 from kvpass.lowering.table import Site, select
 
 from .codec.affine import params_dtype
-from .codec.eviction import STATISTICS, evict
+from .codec.eviction import evict
 from .codec.rotary import rotate
 from .codec.spec import parse
 from .codec.window import length_of
@@ -145,8 +149,6 @@ def _attend_decoded(q, k_past, v_past, k_new, v_new, mask, causal, scale, softca
 def _attend_scored(q, key, value, length, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, statistic,
                    importance, lowering="auto", *, cos=None, sin=None, rope="", sinks=None, center=None):  # fmt: skip
     _refuse_both(mask, causal)
-    if statistic not in STATISTICS:
-        raise KVPassError(f"statistic={statistic!r}; there are {STATISTICS}.")
     run = select(Site("attend_scored", q.device.type, (k_spec, v_spec), q.shape[2] == 1 and len(key) > 1), lowering).run
     rotary = (cos, sin, rope) if rope else None
     return run(

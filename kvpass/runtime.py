@@ -97,8 +97,8 @@ class Runtime:
         self.needs_queries = any(plan.needs_queries for plan, _ in self.plans.values())
         self.needs_rotation = any(plan.key.pre_rope for plan, _ in self.plans.values())
         self.looks_below = any(plan.looks_below for plan, _ in self.plans.values())
-        self.evicts = any(plan.evicts for plan, _ in self.plans.values())
-        self.one_graph = self.needs_rotation or self.looks_below or self.evicts
+        self.needs_importance = any(plan.needs_importance for plan, _ in self.plans.values())
+        self.one_graph = self.needs_rotation or self.looks_below or self.needs_importance
         check_sources({index: plan for index, (plan, _) in self.plans.items()})
         check_edges(self.plans)
         self.predictors = self._place(predictors)
@@ -172,8 +172,8 @@ class Runtime:
             why, instead = "Keys are stored before rotary embedding", "the scheme with rope='post'"
             if self.looks_below:
                 why, instead = "Layers are predicted from the layer below", "the scheme's backbone alone"
-            if self.evicts:
-                why, instead = "Tokens are evicted by the attention they were paid", "a scheme without a budget"
+            if self.needs_importance:
+                why, instead = "What is stored depends on attention", "a scheme without that edge, such as 'kivi'"
             raise KVPassError(
                 f"{why}, which needs the whole forward in one graph, and it broke: {str(error).splitlines()[0]} "
                 f"Use {instead}."
@@ -209,7 +209,7 @@ class Runtime:
     def _choose(self, stored: int, new_tokens: int):
         if not (self.eager or new_tokens > 1 or stored < _MIN_COMPILED_LENGTH):
             return self.decode_step
-        needs_edges = self.needs_rotation or self.evicts or (self.needs_queries and not stored)
+        needs_edges = self.needs_rotation or self.needs_importance or (self.needs_queries and not stored)
         return self.captured if needs_edges else self.original
 
     def _set_mask(self, kwargs, total: int, seen: int) -> None:
@@ -268,5 +268,6 @@ class Runtime:
             if isinstance(layer, PackedLayer):
                 self.report.tokens, self.report.batch = layer.seen, layer.batch_size
                 row.nbytes, row.full_nbytes = layer.nbytes, layer.full_nbytes
+                row.host_nbytes, row.moved_nbytes = layer.host_nbytes, layer.moved_nbytes
             elif isinstance(getattr(layer, "keys", None), Tensor):
                 row.nbytes = row.full_nbytes = layer.keys.nbytes + layer.values.nbytes

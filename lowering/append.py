@@ -115,6 +115,9 @@ def append(
         compensation.copy_(fit_compensation(q, mask, x.shape[1], spec))
     if importance is not None:
         decide(importance, n, x, scores, mask, slots, spec)
+    if spec.adaptive is not None:
+        _stage(edge, ring, compensation, n, x, q, mask, spec)
+        return
     stop, size = n + x.shape[2], spec.page_size
     first, last, gone = spec.pages(n), spec.pages(stop), spec.evicted(stop)
 
@@ -140,6 +143,34 @@ def append(
     write_tokens(ring, spec, n, x)
     if gone:  # tokens behind the packed ones have moved up
         ring[:, :, spec.sinks :] = ring[:, :, spec.sinks :].roll(-gone, 2)
+
+
+def _stage(
+    originals: Tensor, ring: Tensor, energy: Tensor | None, n: int, x: Tensor, q: Tensor | None, mask, spec: CodecSpec
+) -> None:
+    """Put the tokens that are due into ``originals``, where their widths are chosen when the forward is over: behind
+    those of earlier calls, or at the beginning if those are not kept."""
+    if energy is not None and n == 0:
+        energy.copy_(query_energy(q, mask, x.shape[1]))
+    first, last = spec.pages(n), spec.pages(n + x.shape[2])
+    if last > first:
+        tokens = _leaving(ring, n, x, layout(spec).page_tokens(first, last), spec)
+        start = first * spec.page_size if spec.adaptive.keep_originals else 0
+        originals[:, :, start : start + tokens.shape[2]] = tokens
+    write_tokens(ring, spec, n, x)
+
+
+_QUANTILE = 0.9
+
+
+def query_energy(q: Tensor, mask: Tensor | None, num_key_value_heads: int) -> Tensor:
+    """What 90 % of the squared norms of queries ``[B, H_q, S, D]`` are below, over those of a KV head that are not
+    padding: ``[B, H_kv, 1, 1]`` float32."""
+    energy = q.float().square().sum(-1).unflatten(1, (num_key_value_heads, -1))
+    if mask is not None:
+        padding = ~not_padding(mask, q.shape[0], q.shape[2])
+        energy = energy.masked_fill(padding[:, None, None], torch.nan)
+    return energy.flatten(2).nanquantile(_QUANTILE, -1, keepdim=True).unsqueeze(-1)
 
 
 def _settle(pages: _Pages, tokens: Tensor, settled: int, slots: Tensor, compensation: Tensor | None) -> None:

@@ -66,6 +66,8 @@ def _decode(codes, scale, zero_point, rows, points, basis, *rest) -> tuple[Tenso
 
 def _refuses_decode(site: Site) -> str | None:
     spec = parse(site.specs[0])
+    if spec.adaptive is not None:
+        return "widths that differ from token to token are gathered, not fused."
     if spec.raw:
         return "floats stored as they are need no kernel."
     return None

@@ -267,6 +267,8 @@ def _refuses_attend(site: Site) -> str | None:
     if not site.single_query:
         return "it is written for one query token."
     key, value = map(parse, site.specs)
+    if key.adaptive is not None or value.adaptive is not None:
+        return "widths that differ from token to token have to be decoded."
     if key.raw or value.raw:
         return "floats stored as they are need no kernel."
     if (key.page_size, key.sinks, key.keep) != (value.page_size, value.sinks, value.keep):

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvpass.codec.adaptive import Tokens, carve, decode_tokens, unpack_levels
 from kvpass.codec.pages import decode_pages, encode_pages
 from kvpass.codec.predict import predict
 from kvpass.codec.rotary import rotate
@@ -44,8 +45,17 @@ def read(decode_fn, codes, scale, zero_point, ring, n: int, spec: CodecSpec, ref
 
 
 @implements("decode", "reference")
-def decode(*args) -> Tensor:
-    return read(decode_predicted, *args)
+def decode(codes, scale, zero_point, ring, n: int, spec: CodecSpec, references=(), tables=()) -> Tensor:
+    if spec.adaptive is None:
+        return read(decode_predicted, codes, scale, zero_point, ring, n, spec, references, tables)
+    levels, outliers, where, pool, places = tables
+    packed, sinks = spec.packed(n), min(n, spec.sinks)
+    planes = [codes[:, :, :packed], *carve(pool, places, codes.shape[:2])]
+    levels = unpack_levels(levels[:, :, : packed // spec.page_size])
+    each = (tensor[:, :, :packed] for tensor in (scale, zero_point))
+    tokens = Tokens(planes, levels, *each, *(tensor[:, 0, :packed] for tensor in (outliers, where)))
+    values = decode_tokens(tokens, spec.adaptive.widths).to(ring.dtype)
+    return torch.cat([ring[:, :, :sinks], values, read_tokens(ring, spec, layout(spec).exact(n))], 2)
 
 
 @implements("append_", "reference")
@@ -130,12 +140,12 @@ def attend_scored(
         v = torch.cat([v, v_new], 2)
     else:
         k, v = k_new, v_new
-    if mask is not None:
+    if mask is not None and k_spec.budget is not None:
         mask = with_past(mask, importance, n, q.shape)
     out = attention(q, k, v, mask, causal, scale, softcap, sinks)
     if not statistic:
         return out, q.new_empty((*k.shape[:2], 0), dtype=torch.float32)
-    return out, attention_paid(q, k, mask, causal, scale, softcap, sinks)
+    return out, attention_paid(q, k, mask, causal, scale, softcap, sinks, statistic)
 
 
 def with_past(mask: Tensor, importance: Tensor, n: int, queries: tuple[int, ...]) -> Tensor:
@@ -154,23 +164,24 @@ def with_past(mask: Tensor, importance: Tensor, n: int, queries: tuple[int, ...]
 _ROWS = 256  # queries whose attention weights are held at a time
 
 
-def attention_paid(q, k, mask, causal, scale, softcap, sinks) -> Tensor:
-    """The attention each key was paid, summed over the queries ``[B, H_q, S, D]`` that are not padding and over the
-    query heads of its KV head: ``[B, H_kv, T]`` float32. Needs memory for some rows of weights, not for all."""
+def attention_paid(q, k, mask, causal, scale, softcap, sinks, statistic="sum") -> Tensor:
+    """The attention each key was paid by the queries ``[B, H_q, S, D]`` that are not padding and the query heads of its
+    KV head, see `kvpass.ops`: ``[B, H_kv, T]`` float32. Needs memory for some rows of weights, not for all."""
     queries, tokens, heads = q.shape[2], k.shape[2], k.shape[1]
     own = None if mask is None else not_padding(mask, q.shape[0], queries)
     total, k = torch.zeros(*k.shape[:3], device=k.device), k.float()
-    behind = torch.arange(tokens, device=q.device)
-    for first in range(0, queries, _ROWS):
+    behind, last = torch.arange(tokens, device=q.device), statistic.removeprefix("max-")
+    for first in range(0 if statistic == "sum" else max(0, queries - int(last)), queries, _ROWS):
         rows = slice(first, min(first + _ROWS, queries))
         part = None if mask is None else mask[:, :, rows]
         if causal:
-            last = torch.arange(rows.start, rows.stop, device=q.device) + tokens - queries
-            part = behind <= last[:, None]
+            newest = torch.arange(rows.start, rows.stop, device=q.device) + tokens - queries
+            part = behind <= newest[:, None]
         chunk = q[:, :, rows].float().unflatten(1, (heads, -1))
         scores = (chunk @ k.unsqueeze(2).mT).flatten(1, 2) * scale
         weights = attention_weights(scores, part, softcap, sinks)[..., :tokens]
         if own is not None:
             weights = weights * own[:, None, rows, None]
-        total += weights.unflatten(1, (heads, -1)).sum((2, 3))
+        weights = weights.unflatten(1, (heads, -1))
+        total = total + weights.sum((2, 3)) if statistic == "sum" else torch.maximum(total, weights.amax((2, 3)))
     return total

@@ -461,3 +461,19 @@ def test_alibi_is_refused():
     kvpass.apply(model, IdentityConfig(retention=SMALL))
     with pytest.raises(KVPassError, match="keys are no longer in order"):
         model(input_ids=tokens(1, 20), past_key_values=DynamicCache(config=model.config))
+
+
+def test_predicted_layers_evict_the_same_tokens(tmp_path):
+    """AQUA-KV over H2O: one choice for all layers, so that every layer finds what it was predicted from."""
+    model, ids = llama(layers=3), tokens(1, 150)
+    calibration = kvpass.calibrate(model, tokens(4, 200, seed=1), "aqua", progress=False)
+    mixed = calibration.retaining(HeavyHitter(32, recent=32))
+    assert mixed.scheme.retention.shared and mixed.scheme.retention.sinks == 4
+    compiled, mine, report = decode(model, mixed, ids, 120)
+    eager, theirs, _ = decode(model, mixed, ids, 120, lowering="eager")
+    torch.testing.assert_close(compiled, eager, atol=1e-3, rtol=1e-3)
+    assert report.fused == 3 and {layer.tokens for layer in mine.layers} == {mine.layers[0].plan.key.stored(150)}
+    lossless = calibration.retaining(HeavyHitter(128, recent=32))
+    full, cache, _ = decode(model, lossless, ids, 120, lowering="eager")
+    plain, _, _ = decode(model, calibration, ids, 120, lowering="eager")
+    assert cache.layers[0].tokens == 150 and (full - plain).abs().max() < (eager - plain).abs().max()

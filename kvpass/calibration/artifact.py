@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from .. import schemes
 from ..errors import KVPassError
+from ..retention import Retention
 from ..schemes import LayerGeometry, SchemeConfig
 
 _FORMAT = 1
@@ -64,6 +65,11 @@ class Calibration:
     model: dict[str, Any]
     explained: dict[int, tuple[float, float]]
     facts: dict[str, Any]
+
+    def retaining(self, policy: Retention) -> Calibration:
+        """The same predictors, with another choice of the tokens that stay. Raises `KVPassError` if they cannot go
+        together."""
+        return replace(self, scheme=schemes.compose(self.scheme, policy))
 
     @property
     def nbytes(self) -> int:

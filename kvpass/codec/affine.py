@@ -17,7 +17,8 @@ def params_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float16
 
 
-def _round_toward(x: Tensor, dtype: torch.dtype, up: bool) -> Tensor:
+def round_toward(x: Tensor, dtype: torch.dtype, up: bool) -> Tensor:
+    """``x`` in ``dtype``, never rounded the other way."""
     info = torch.finfo(dtype)
     nearest = x.to(dtype)
     margin = x.abs() * info.eps + info.smallest_normal * info.eps
@@ -31,9 +32,9 @@ def fit_minmax(groups: Tensor, dim: int, bits: int, dtype: torch.dtype) -> tuple
 
     ``zero_point = min``, ``scale = (max - min) / (2**bits - 1)``, rounded outwards as the module says.
     """
-    zero_point = _round_toward(groups.amin(dim, keepdim=True), dtype, up=False)
+    zero_point = round_toward(groups.amin(dim, keepdim=True), dtype, up=False)
     span = groups.amax(dim, keepdim=True) - zero_point.float()
-    return _round_toward(span / (2**bits - 1), dtype, up=True), zero_point
+    return round_toward(span / (2**bits - 1), dtype, up=True), zero_point
 
 
 def calibrate(scale: Tensor, zero_point: Tensor, bits: int, eta: float) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
-"""Who stays when there is a budget: importance of tokens, and the slots they keep.
+"""Importance of tokens, who stays when there is a budget, and the slots they keep.
 
 Importance is one float32 for every stored token, in the order of storage, ``[B, H, n]`` with H the KV heads, or 1 where
-all heads and layers keep the same. ``-inf`` marks padding: it is never attended to, and goes first.
+all heads and layers keep the same. With a budget, ``-inf`` marks padding: it is never attended to, and goes first.
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,12 @@ from torch import Tensor
 
 from .spec import CodecSpec
 
-STATISTICS = ("", "sum")
-"""What can be asked of attention about each token, besides its output; see ``kvpass::attend_scored``."""
+
+def statistic(spec: CodecSpec) -> str:
+    """What ``kvpass::attend_scored`` is asked about each token, besides its output."""
+    if spec.adaptive is not None:
+        return f"max-{spec.adaptive.rows}"
+    return "sum" if spec.evict == "attention" else ""
 
 
 def choose(importance: Tensor, occupied: int, budget: int) -> Tensor:
@@ -40,6 +44,9 @@ def update_importance(
     valid: ``[B, tokens]`` bool, False for padding; None for no padding.
     """
     past = importance[..., :n]
+    if spec.adaptive is not None:
+        (paid,) = scores
+        return torch.cat([torch.maximum(past, paid[..., :n]), paid[..., n:]], -1)
     if spec.evict == "age":
         newest = past.amax(-1, keepdim=True).clamp_min(-1) if n else past.new_full((*past.shape[:2], 1), -1)
         new = newest + 1 + torch.arange(tokens, device=past.device)

@@ -49,6 +49,43 @@ class Subspace:
 
 
 @dataclass(frozen=True)
+class Adaptive:
+    """A width for every token, from the deviation its error may have (QAQ, arXiv 2403.04643; `codec.adaptive`).
+
+    widths: classes of widths, narrowest first; four at most.
+    role: what the tokens are, "key" or "value": it decides what they may deviate by.
+    sigma: deviation allowed of attention weights, for keys; of attention's output, for values.
+    outliers: share of a token's values that are kept exact, half of them at both ends.
+    rows: queries whose largest attention weight stands for what a token will be paid.
+    energy: squared norm of the scaled queries; None takes the 90 % quantile of the prompt's.
+    keep_originals: keep full-precision tokens in host memory, so that a token can get bits back.
+    """
+
+    widths: tuple[int, ...]
+    role: Literal["key", "value"]
+    sigma: float
+    outliers: float
+    rows: int
+    energy: float | None = None
+    keep_originals: bool = True
+
+    def __post_init__(self):
+        object.__setattr__(self, "widths", tuple(self.widths))
+        steps = [b - a for a, b in zip((0, *self.widths), self.widths, strict=False)]
+        if not 1 <= len(self.widths) <= 4 or not set(steps) <= set(UNIFORM) or self.widths[-1] > 8:
+            raise KVPassError(
+                f"widths={self.widths}: one to four widths up to 8 bits, each larger than the one before by one of "
+                f"{list(UNIFORM)}."
+            )
+        check_integers(self, rows=1)
+        if not 0 <= self.outliers <= 1:
+            raise KVPassError(f"outliers={self.outliers}: a share of the values is in [0, 1].")
+        for name, value in (("sigma", self.sigma), ("query_energy", self.energy)):
+            if value is not None and not (isinstance(value, (int, float)) and 0 < value < float("inf")):
+                raise KVPassError(f"{name}={value!r} must be a finite number above 0.")
+
+
+@dataclass(frozen=True)
 class CodecSpec:
     """Storage of one logical ``[B, H_kv, S, D]`` tensor.
 
@@ -99,6 +136,7 @@ class CodecSpec:
     evict: Literal["attention", "age"] = "attention"
     shared_eviction: bool = False
     subspace: Subspace | None = None
+    adaptive: Adaptive | None = None
 
     def __post_init__(self):
         check_integers(self, bits=1, group_size=1, page_size=1, residual=0, sinks=0, rollback=0)
@@ -133,6 +171,11 @@ class CodecSpec:
         if self.predictor and self.own_codes != 1:
             raise KVPassError("Codes of what a predictor left over are not shared between layers.")
         self._check_fit()
+        if self.adaptive is not None and (self.budget is not None or self.keep != "recent" or self.pre_rope):
+            raise KVPassError(
+                "Tokens with widths of their own are not evicted, thinned out or stored before rotary embedding: use a "
+                "plain window, and rope='post'."
+            )
         if self.budget is not None:
             self._check_eviction()
 
@@ -186,6 +229,8 @@ class CodecSpec:
         """Raise `KVPassError` unless heads of ``head_dim`` channels can be stored."""
         if self.raw:
             return  # no groups
+        if self.adaptive is not None and (head_dim % 8 or self.page_size % 4):
+            raise KVPassError(f"Planes of bits need a head_dim of a multiple of 8 ({head_dim}), and pages of 4 tokens.")
         if self.per == "token" and head_dim % self.group_size:
             raise KVPassError(
                 f"group_size={self.group_size} does not divide head_dim={head_dim}: per-token groups run along "
@@ -221,6 +266,17 @@ class CodecSpec:
     def packed(self, length: int) -> int:
         """Tokens in pages once ``length`` tokens are stored: those at ``[sinks, sinks + packed)``."""
         return max(0, length - self.sinks - self.residual) // self.page_size * self.page_size
+
+    @property
+    def needs_queries(self) -> bool:
+        """Whether storing depends on the prompt's queries."""
+        adaptive = self.adaptive is not None and self.adaptive.role == "key" and self.adaptive.energy is None
+        return self.subspace is not None or adaptive
+
+    @property
+    def needs_importance(self) -> bool:
+        """Whether storing depends on the attention that tokens are paid."""
+        return self.budget is not None or self.adaptive is not None
 
     @property
     def retained_as(self) -> tuple:
@@ -273,5 +329,9 @@ class CodecSpec:
 def parse(text: str) -> CodecSpec:
     """The `CodecSpec` that ``str(spec)`` wrote."""
     fields = json.loads(text)
-    subspace = fields.pop("subspace")
-    return CodecSpec(**fields, subspace=Subspace(**subspace) if subspace else None)
+    subspace, adaptive = fields.pop("subspace"), fields.pop("adaptive")
+    return CodecSpec(
+        **fields,
+        subspace=Subspace(**subspace) if subspace else None,
+        adaptive=Adaptive(**adaptive) if adaptive else None,
+    )

@@ -34,8 +34,10 @@ class Source:
 
     @property
     def needed_elsewhere(self) -> bool:
-        """Whether the decoded past is there anyway: another layer is predicted from it, or it from another layer."""
-        return len(self.past.users) > 1 or looks_below(parse(self.past.args[_SPEC]).predictor)
+        """Whether the past has to be decoded anyway: another layer is predicted from it, it is from another layer, or
+        its tokens have widths of their own."""
+        spec = parse(self.past.args[_SPEC])
+        return len(self.past.users) > 1 or looks_below(spec.predictor) or spec.adaptive is not None
 
 
 @dataclass

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 class GraphReport:
     """One captured graph: the attentions over packed state found in it and what became of them.
 
-    fused: attentions over the cache that were replaced; reconstructed: those of them that read a layer decoded because
-    the next one is predicted from it; decoded: other reads that decode first; rotated: key caches stored before rotary
+    fused: attentions over the cache that were replaced; reconstructed: those of them that read a layer decoded first,
+    because the next one is predicted from it or its tokens have widths of their own; decoded: other reads that decode first; rotated: key caches stored before rotary
     embedding, rotated when read.
     """
 
@@ -23,7 +23,8 @@ class GraphReport:
 
 @dataclass
 class LayerReport:
-    """One layer of the model: packed or why not, and its bytes in the cache last used."""
+    """One layer of the model: packed or why not, and its bytes in the cache last used. Originals in host memory are not
+    among ``nbytes``; ``moved_nbytes`` have been fetched from there."""
 
     index: int
     packed: bool
@@ -31,6 +32,8 @@ class LayerReport:
     reason: str = ""
     nbytes: int = 0
     full_nbytes: int = 0
+    host_nbytes: int = 0
+    moved_nbytes: int = 0
 
 
 @dataclass
@@ -85,6 +88,9 @@ class Report:
             f"total: {self.nbytes:,} bytes for {self.tokens} tokens x batch {self.batch}, "
             f"full precision {self.full_nbytes:,}{share}"
         )
+        if host := sum(layer.host_nbytes for layer in self.layers):
+            moved = sum(layer.moved_nbytes for layer in self.layers)
+            lines.append(f"originals in host memory: {host:,} bytes, {moved:,} bytes fetched so far")
         if self.calibration:
             lines.append(f"calibrated: {self.calibration}")
         if not self.graphs:
@@ -93,7 +99,7 @@ class Report:
             kind = "compiled" if graph.compiled else "interpreted"
             used = ", ".join(f"{op}: {name}" for op, name in sorted(graph.lowerings.items()))
             rotated = f", {graph.rotated} keys rotated when read" if graph.rotated else ""
-            rebuilt = f" ({graph.reconstructed} over a layer decoded for the next)" if graph.reconstructed else ""
+            rebuilt = f" ({graph.reconstructed} over what is decoded first)" if graph.reconstructed else ""
             lines.append(
                 f"graph ({kind}): {graph.fused} attentions fused{rebuilt}, {graph.decoded} reads decoded{rotated}; "
                 f"{used}"

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from ..codec.eviction import statistic
 from ..codec.spec import parse
 from ..errors import KVPassError
 from .find import DECODE, ROTATE, Attention
@@ -14,6 +15,7 @@ from .normalise import NormalGraph, in_place
 from .rotary import Rotations, insert_tables, turns_alike
 from .scores import insert_bias
 
+aten = torch.ops.aten
 APPEND = torch.ops.kvpass.append_.default
 APPEND_ROTARY = torch.ops.kvpass.append_rotary_.default
 ATTEND = torch.ops.kvpass.attend.default
@@ -63,13 +65,13 @@ def rewrite(normal: NormalGraph, inputs: Sequence, attentions: list[Attention], 
 
 
 def _importance(appends: Iterable[dict], taps: dict[Node, Attention], refused: list[str]) -> dict[Node, Node]:
-    """For every cache that evicts, by its scales, the placeholder that says which tokens are worth keeping."""
-    evicting = [a for a in appends if parse(a["spec"]).budget is not None]
+    """For every cache that asks for scores, by its scales, the placeholder that says what tokens are worth."""
+    evicting = [a for a in appends if parse(a["spec"]).needs_importance]
     keys = [a for a in evicting if a["scale"] in taps]
     if 2 * len(keys) != len(evicting):
         raise KVPassError(
-            "Evicting tokens needs to know what attention each of them was paid, and one attention was not understood: "
-            f"{'; '.join(dict.fromkeys(refused)) or 'none reads the cache'}. Use the scheme without a budget."
+            "This scheme needs to know what attention each token was paid, and one attention was not understood: "
+            f"{'; '.join(dict.fromkeys(refused)) or 'none reads the cache'}. Use a scheme without that edge, as 'kivi'."
         )
     found, shared = {}, None
     for arguments in keys:
@@ -81,13 +83,13 @@ def _importance(appends: Iterable[dict], taps: dict[Node, Attention], refused: l
 def _has_a_say(arguments: dict, attention: Attention) -> bool:
     """Whether what ``attention`` pays counts where ``arguments`` decide."""
     spec = parse(arguments["spec"])
-    return spec.evict == "attention" and (spec.shared_eviction or arguments["scale"] is attention.key.past.args[_SCALE])
+    return statistic(spec) != "" and (spec.shared_eviction or arguments["scale"] is attention.key.past.args[_SCALE])
 
 
 def _tap_queries(appends: Iterable[dict], taps: dict[Node, Attention], refused: list[str]) -> None:
     """Hand the queries of the attention that reads a cache to the codecs that are fitted to them."""
     for arguments in appends:
-        if parse(arguments["spec"]).subspace is None:
+        if not parse(arguments["spec"]).needs_queries:
             continue
         if arguments["scale"] not in taps:
             raise KVPassError(
@@ -95,7 +97,13 @@ def _tap_queries(appends: Iterable[dict], taps: dict[Node, Attention], refused: 
                 f"understood: {'; '.join(dict.fromkeys(refused)) or 'none reads the cache'}. Use a scheme without "
                 "that edge, such as 'kivi'."
             )
-        arguments["q"] = taps[arguments["scale"]].query
+        attention = taps[arguments["scale"]]
+        arguments["q"] = attention.query
+        if parse(arguments["spec"]).adaptive is not None:
+            with attention.query.graph.inserting_before(attention.query.graph.output_node()):
+                scaled = attention.query.graph.call_function(aten.mul.Tensor, (attention.query, attention.scale))
+            scaled.meta["val"] = attention.query.meta["val"]
+            arguments["q"] = scaled
 
 
 def _store_before_rotation(
@@ -146,7 +154,7 @@ def _replace(graph: Graph, attention: Attention, importance: Node | None) -> Nod
     token."""
     key, value = attention.key, attention.value
     *_, k_spec = key.past.args[: _SPEC + 1]
-    if importance is not None:
+    if importance is not None and parse(k_spec).budget is not None:
         _refuse_bias(attention)
     if key.needed_elsewhere or value.needed_elsewhere:
         target, past = ATTEND_DECODED, (key.past, value.past)
@@ -164,8 +172,7 @@ def _replace(graph: Graph, attention: Attention, importance: Node | None) -> Nod
     if importance is not None:
         keys, values = ([past[0]], [past[1]]) if target is ATTEND_DECODED else (past[:4], past[4:8])
         past, specs = (keys, values, key.past.args[_LENGTH]), (k_spec, value.past.args[_SPEC])
-        statistic = "sum" if parse(k_spec).evict == "attention" else ""
-        target, specs = ATTEND_SCORED, (*specs, statistic, importance)
+        target, specs = ATTEND_SCORED, (*specs, statistic(parse(k_spec)), importance)
     with graph.inserting_before(attention.output):
         if attention.sinks is not None:
             options["sinks"] = graph.call_function(torch.ops.aten.flatten.using_ints, (attention.sinks,))

@@ -1,11 +1,22 @@
 """One small file per paper: a frozen config that composes codec primitives into a plan."""
 
 from .aqua import AquaKVConfig
-from .base import LayerGeometry, LayerPlan, SchemeConfig, available, check_edges, check_sources, get, register_scheme
+from .base import (
+    LayerGeometry,
+    LayerPlan,
+    SchemeConfig,
+    available,
+    check_edges,
+    check_sources,
+    compose,
+    get,
+    register_scheme,
+)
 from .higgs import HIGGSConfig
 from .identity import IdentityConfig
 from .kivi import KIVIConfig
 from .logquant import LogQuantConfig
+from .qaq import QAQConfig
 from .quarot import QuaRotConfig
 from .rtn import RTNConfig
 from .squat import SQuatConfig
@@ -22,6 +33,7 @@ __all__ = [
     "LayerGeometry",
     "LayerPlan",
     "LogQuantConfig",
+    "QAQConfig",
     "QuaRotConfig",
     "RTNConfig",
     "SQuatConfig",
@@ -32,6 +44,7 @@ __all__ = [
     "available",
     "check_edges",
     "check_sources",
+    "compose",
     "get",
     "register_scheme",
 ]

@@ -53,12 +53,22 @@ class LayerPlan:
     @property
     def needs_queries(self) -> bool:
         """Whether the codec is fitted to the prompt's queries, so that prefill has to be captured."""
-        return self.key.subspace is not None
+        return self.key.needs_queries
 
     @property
     def evicts(self) -> bool:
         """Whether tokens are dropped when there are too many."""
         return self.key.budget is not None
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether tokens have widths of their own."""
+        return self.key.adaptive is not None
+
+    @property
+    def needs_importance(self) -> bool:
+        """Whether storing depends on the attention that tokens are paid."""
+        return self.key.needs_importance
 
     @property
     def looks_below(self) -> bool:
@@ -69,7 +79,9 @@ class LayerPlan:
         def describe(name: str, spec: CodecSpec, source: int | None) -> str:
             window = f"{spec.residual}..{spec.residual + spec.page_size - 1} exact"
             codes = f"{spec.bits} bit per {spec.per} g{spec.group_size}"
-            if spec.raw:
+            if spec.adaptive is not None:
+                codes = f"{spec.adaptive.widths} bits by token, {spec.adaptive.outliers:.1%} exact"
+            elif spec.raw:
                 codes = f"{spec.bits}-bit floats"
             elif spec.grid:
                 codes = f"grid {spec.grid} g{spec.group_size}"

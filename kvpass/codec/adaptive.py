@@ -1,0 +1,170 @@
+"""A width for every token (QAQ, arXiv 2403.04643): as many bits as its error is allowed, and outliers exact.
+
+Codes are mid-rise: ``floor((x - zero_point) / step)`` of the widest class, decoded to the middle of their cell. The
+code of a narrower class is its high bits, so that codes are stored as planes of bits: the first for all tokens, each
+further one for those of a class that has it. Giving a token fewer bits drops rows of a plane; giving it more needs the
+original.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .affine import round_toward
+from .pack import pack, unpack
+from .spec import Adaptive
+
+_LEVEL_BITS = 2
+
+
+def pack_rows(codes: Tensor, bits: int) -> Tensor:
+    """``[..., D]`` codes -> ``[..., D * bits / 8]`` bytes, each token alone."""
+    return pack(codes.unsqueeze(-1), bits).squeeze(-1)
+
+
+def unpack_rows(rows: Tensor, bits: int) -> Tensor:
+    """Inverse of `pack_rows`."""
+    return unpack(rows.unsqueeze(-1), bits).squeeze(-1)
+
+
+def pack_levels(levels: Tensor, page_size: int) -> Tensor:
+    """``[B, H, T]`` classes -> ``[B, H, T / P, P / 4]`` bytes."""
+    return pack_rows(levels.unflatten(-1, (-1, page_size)), _LEVEL_BITS)
+
+
+def unpack_levels(packed: Tensor) -> Tensor:
+    """Inverse of `pack_levels`."""
+    return unpack_rows(packed, _LEVEL_BITS).flatten(-2)
+
+
+@dataclass
+class Tokens:
+    """T tokens of one K or V cache, each with the bits of its class.
+
+    planes: bytes ``[B, H, T or fewer, D * b / 8]``; rows of the first plane are tokens, rows of the others the tokens
+        of a class that has them, in order, and anything behind them.
+    levels: ``[B, H, T]`` uint8, the index of each token's width.
+    step, zero_point: ``[B, H, T, 1]``, 16-bit; the step is that of the widest class.
+    outliers, where: ``[B, T, k]``: the values that are exact, and their place among the ``H * D`` of the token.
+    """
+
+    planes: list[Tensor]
+    levels: Tensor
+    step: Tensor
+    zero_point: Tensor
+    outliers: Tensor
+    where: Tensor
+
+
+def plane_bits(widths: Sequence[int]) -> list[int]:
+    """Bits of each plane: (2, 3, 4) -> [2, 1, 1]."""
+    return [width - below for below, width in zip((0, *widths), widths, strict=False)]
+
+
+def where_dtype(values: int) -> torch.dtype:
+    """What indexes a token's values."""
+    return torch.uint8 if values <= 256 else torch.int16
+
+
+def split_outliers(x: Tensor, share: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest and smallest values of each token, over all heads together: half of ``share`` at both ends.
+
+    x: ``[B, H, T, D]``. Returns the values ``[B, T, k]``, their places, and which they are, bool like ``x``.
+    """
+    batch, heads, tokens, dim = x.shape
+    flat = x.transpose(1, 2).flatten(2)
+    count = round(share * heads * dim)
+    order = flat.argsort(-1)
+    where = torch.cat([order[..., : count // 2], order[..., heads * dim - (count - count // 2) :]], -1)
+    is_outlier = torch.zeros_like(flat, dtype=torch.bool).scatter_(-1, where, True)
+    is_outlier = is_outlier.view(batch, tokens, heads, dim).transpose(1, 2)
+    return flat.gather(-1, where), where.to(where_dtype(heads * dim)), is_outlier
+
+
+def fit_range(x: Tensor, is_outlier: Tensor, bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Step of ``2**bits`` cells and zero point of each token and head of ``x`` ``[B, H, T, D]`` without its outliers,
+    rounded outwards: every value is in a cell."""
+    x, none = x.float(), is_outlier.all(-1, keepdim=True)
+    low = x.masked_fill(is_outlier, torch.inf).amin(-1, keepdim=True).masked_fill(none, 0)
+    high = x.masked_fill(is_outlier, -torch.inf).amax(-1, keepdim=True).masked_fill(none, 0)
+    zero_point = round_toward(low, dtype, up=False)
+    return round_toward((high - zero_point.float()) / 2**bits, dtype, up=True), zero_point
+
+
+def assign_cells(x: Tensor, step: Tensor, zero_point: Tensor, bits: int) -> Tensor:
+    """The cell of each value, uint8."""
+    cells = (x.float() - zero_point.float()) / torch.where(step > 0, step, 1).float()
+    return cells.floor().clamp(0, 2**bits - 1).to(torch.uint8)
+
+
+def to_planes(codes: Tensor, levels: Tensor, widths: Sequence[int]) -> list[Tensor]:
+    """Planes of codes ``[B, H, T, D]`` of the widest class."""
+    planes, left = [], widths[-1]
+    for level, bits in enumerate(plane_bits(widths)):
+        left -= bits
+        part = (codes >> left) & (2**bits - 1)
+        if level:
+            has = levels >= level
+            rows = has.logical_not().sort(dim=-1, stable=True).indices[..., : int(has.sum(-1).amax())]
+            part = part.gather(2, rows.unsqueeze(-1).expand(*rows.shape, part.shape[-1]))
+        planes.append(pack_rows(part, bits))
+    return planes
+
+
+def from_planes(planes: Sequence[Tensor], levels: Tensor, widths: Sequence[int]) -> Tensor:
+    """Codes ``[B, H, T, D]`` of the widest class; bits that a token does not have are 0."""
+    left, codes = widths[-1], None
+    for level, (plane, bits) in enumerate(zip(planes, plane_bits(widths), strict=True)):
+        left -= bits
+        if not level:
+            codes = unpack_rows(plane, bits) << left
+        elif plane.shape[2]:
+            has = levels >= level
+            row = (has.cumsum(-1) - 1).clamp(0, plane.shape[2] - 1).unsqueeze(-1)
+            part = unpack_rows(plane.gather(2, row.expand(*levels.shape, plane.shape[-1])), bits) << left
+            codes = codes | torch.where(has.unsqueeze(-1), part, 0)
+    return codes
+
+
+def decode_tokens(tokens: Tokens, widths: Sequence[int]) -> Tensor:
+    """``[B, H, T, D]`` float32."""
+    codes = from_planes(tokens.planes, tokens.levels, widths)
+    cells = torch.tensor([2.0 ** (widths[-1] - width) for width in widths], device=codes.device)
+    middle = cells[tokens.levels.long()].unsqueeze(-1) / 2
+    values = (codes + middle) * tokens.step.float() + tokens.zero_point.float()
+    batch, heads, count, dim = values.shape
+    flat = values.transpose(1, 2).reshape(batch, count, heads * dim)
+    flat = flat.scatter(-1, tokens.where.long() % (heads * dim), tokens.outliers.float())
+    return flat.view(batch, count, heads, dim).transpose(1, 2)
+
+
+def allowed_deviation(spec: Adaptive, seen: int, importance: Tensor, energy: Tensor | None) -> Tensor:
+    """The standard deviation each token's error may have, ``[B, H, T]`` (section 4.1 of the paper).
+
+    seen: tokens that are attended to. importance: the attention expected, ``[B, H, T]``. energy: squared norm of scaled
+    queries, ``[B, H, 1]``, for keys.
+    """
+    if spec.role == "value":
+        return spec.sigma / (math.sqrt(seen) * importance.clamp_min(1e-12))
+    variance = math.log1p(seen**3 / max(1, seen - 1) * spec.sigma**2) / energy.clamp_min(1e-12)
+    return variance.sqrt().expand_as(importance)
+
+
+def levels_for(step: Tensor, deviation: Tensor, widths: Sequence[int]) -> Tensor:
+    """The narrowest class whose rounding error, uniform in a cell, deviates by no more than allowed, and the widest
+    where none does: ``[B, H, T]`` uint8."""
+    span = step.squeeze(-1).float() * 2 ** widths[-1]
+    bits = (span / (2 * math.sqrt(3) * deviation)).clamp_min(1e-30).log2().ceil()
+    return sum((bits > width).to(torch.uint8) for width in widths[:-1]) + torch.zeros_like(bits, dtype=torch.uint8)
+
+
+def carve(pool: Tensor, places: Tensor, lead: tuple[int, int]) -> list[Tensor]:
+    """The planes ``[B, H, rows, bytes]`` in ``pool``; ``places`` ``[planes, 3]`` are start, rows and bytes of a row."""
+    found = []
+    for start, rows, row_bytes in places.tolist():
+        size = lead[0] * lead[1] * rows * row_bytes
+        found.append(pool[start : start + size].view(*lead, rows, row_bytes))
+    return found

@@ -1,0 +1,49 @@
+"""QAQ (arXiv 2403.04643): as many bits for a token as the error it causes may need, and outliers exact."""
+
+from dataclasses import dataclass
+
+from ..codec.spec import Adaptive, CodecSpec
+from .base import LayerGeometry, LayerPlan, register_scheme
+from .storage import StorageConfig
+
+
+@register_scheme(qaq_demote=dict(keep_originals=False))
+@dataclass(frozen=True, kw_only=True)
+class QAQConfig(StorageConfig):
+    """Widths follow equations of section 4.1: keys by the energy of queries and the length, values by the attention
+    they are paid. All are chosen again when a page is packed.
+
+    sigma_s: standard deviation that attention weights may have from the error of keys.
+    sigma_x: standard deviation that attention's output may have from the error of values.
+    window: queries whose largest attention weight is what a token is expected to be paid.
+    outliers: share of the values of a token, over all heads, that are kept exact, half of them at both ends.
+    widths: classes of widths; a token that needs more than the widest gets the widest.
+    query_energy: squared norm of queries, scaled as in attention; None takes the 90 % quantile of the prompt's.
+    keep_originals: keep full-precision tokens in host memory, from which a token gets bits back when it needs them
+        again. Without, widths only fall.
+    """
+
+    name = "qaq"
+
+    sigma_s: float = 0.01
+    sigma_x: float = 0.01
+    window: int = 5
+    outliers: float = 0.01
+    widths: tuple[int, ...] = (2, 3, 4)
+    query_energy: float | None = None
+    keep_originals: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        object.__setattr__(self, "widths", tuple(self.widths))
+        self._codec("key", 32)
+
+    def _codec(self, role: str, head_dim: int) -> CodecSpec:
+        sigma, storage = (self.sigma_s, self.key_storage()) if role == "key" else (self.sigma_x, self.value_storage())
+        adaptive = Adaptive(
+            self.widths, role, sigma, self.outliers, self.window, self.query_energy, self.keep_originals
+        )
+        return CodecSpec(max(self.widths), "token", head_dim, **storage, adaptive=adaptive)
+
+    def plan(self, layer: LayerGeometry) -> LayerPlan:
+        return LayerPlan(self._codec("key", layer.head_dim), self._codec("value", layer.head_dim)).checked(layer)

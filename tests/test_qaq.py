@@ -1,0 +1,357 @@
+"""A width for every token: the paper's formulas, planes of bits, and the cache around them."""
+
+import copy
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import DynamicCache
+
+import kvpass
+from kvpass import KVPassError, schemes
+from kvpass.adaptive import AdaptiveState, PlanePool
+from kvpass.codec.adaptive import (
+    allowed_deviation,
+    assign_cells,
+    carve,
+    fit_range,
+    from_planes,
+    levels_for,
+    pack_levels,
+    split_outliers,
+    to_planes,
+    unpack_levels,
+)
+from kvpass.codec.spec import Adaptive
+from kvpass.lowering.append import query_energy
+from kvpass.lowering.reference import attention_paid
+from kvpass.schemes import QAQConfig
+
+from common import DIM, naive_attention, only_reference, randn, seeds
+from tiny import llama, tokens
+
+HEADS = 2
+WIDTHS = ((2, 3, 4), (2, 4, 8), (1, 2), (4,), (2, 3, 4, 8))
+widths = st.sampled_from(WIDTHS)
+
+
+def value_rule(widths=(2, 3, 4), sigma=0.05):
+    return Adaptive(widths, "value", sigma, 0.01, 5)
+
+
+# ---------------------------------------------------------------- codes
+
+
+@given(widths, st.integers(1, 40), seeds)
+def test_planes_hold_the_high_bits_each_token_has(widths, count, seed):
+    g = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 2 ** widths[-1], (2, HEADS, count, DIM), generator=g, dtype=torch.uint8)
+    levels = torch.randint(0, len(widths), (2, HEADS, count), generator=g, dtype=torch.uint8)
+    planes = to_planes(codes, levels, widths)
+    got = from_planes(planes, levels, widths)
+    for place in torch.cartesian_prod(*map(torch.arange, levels.shape)).tolist():
+        b, h, t = place
+        dropped = widths[-1] - widths[levels[b, h, t]]
+        assert got[b, h, t].tolist() == [code >> dropped << dropped for code in codes[b, h, t].tolist()]
+    rows = [int((levels >= i).sum(-1).amax()) for i in range(len(widths))]
+    assert [plane.shape[2] for plane in planes] == rows
+    data, places = torch.cat([plane.reshape(-1) for plane in planes]), []
+    for plane in planes:
+        start = sum(other.numel() for other in planes[: len(places)])
+        places.append([start, *plane.shape[2:]])
+    assert all(map(torch.equal, carve(data, torch.tensor(places), (2, HEADS)), planes))
+
+
+@given(st.integers(1, 5), seeds)
+def test_levels_survive_packing(pages, seed):
+    levels = torch.randint(0, 4, (2, HEADS, 32 * pages), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
+    assert torch.equal(unpack_levels(pack_levels(levels, 32)), levels)
+
+
+@given(st.sampled_from((0.0, 0.02, 0.1, 1.0)), seeds)
+def test_outliers_are_the_extremes_over_all_heads(share, seed):
+    x = randn(seed, 2, HEADS, 7, DIM)
+    values, where, is_outlier = split_outliers(x, share)
+    count = round(share * HEADS * DIM)
+    for b in range(2):
+        for t in range(7):
+            flat = x[b, :, t].flatten()
+            ordered = flat.sort().values
+            expected = [*ordered[: count // 2], *ordered[HEADS * DIM - (count - count // 2) :]]
+            assert values[b, t].tolist() == [float(v) for v in expected]
+            assert flat[where[b, t].long()].tolist() == values[b, t].tolist()
+            assert int(is_outlier[b, :, t].sum()) == count
+
+
+# ---------------------------------------------------------------- widths
+
+
+def test_widths_are_those_of_the_formulas_in_the_paper():
+    """Section 4.1, a token at a time."""
+    seen, energy, sigma_s, sigma_x, classes = 700, 20.0, 0.004, 0.02, (2, 3, 4)
+    paid = torch.tensor([0.5, 0.1, 0.02, 0.003, 0.0]).view(1, 1, -1)
+    span = torch.tensor([1.0, 4.0, 0.3, 8.0, 2.0])
+    step = (span / 2 ** classes[-1]).view(1, 1, -1, 1)
+    for role in ("value", "key"):
+        rule = Adaptive(classes, role, sigma_x if role == "value" else sigma_s, 0.01, 5)
+        got = levels_for(step, allowed_deviation(rule, seen, paid, torch.full((1, 1, 1), energy)), classes)
+        for t in range(5):
+            if role == "value":
+                sigma = sigma_x / (math.sqrt(seen) * float(paid[0, 0, t])) if paid[0, 0, t] else math.inf
+            else:
+                sigma = math.sqrt(math.log(seen**3 / (seen - 1) * sigma_s**2 + 1) / energy)
+            need = math.ceil(math.log2(float(span[t]) / (2 * math.sqrt(3) * sigma))) if sigma < math.inf else -99
+            width = next((w for w in classes if w >= need), classes[-1])
+            assert classes[got[0, 0, t]] == width, (role, t)
+
+
+@given(widths, seeds)
+def test_values_that_are_paid_more_never_get_fewer_bits(widths, seed):
+    paid = torch.rand(1, 1, 60, generator=torch.Generator().manual_seed(seed)).sort().values ** 4
+    step = torch.full((1, 1, 60, 1), 0.1)
+    levels = levels_for(step, allowed_deviation(value_rule(widths), 500, paid, None), widths)
+    assert (levels[0, 0].int().diff() >= 0).all()
+    same = levels_for(step, allowed_deviation(value_rule(widths), 500, torch.full_like(paid, 0.01), None), widths)
+    assert same.unique().numel() == 1
+
+
+@given(st.floats(1e-4, 1.0), seeds)
+def test_errors_stay_within_the_deviation_that_chose_the_width(deviation, seed):
+    """Where the widest class is enough: each error within its cell, and their deviation that of a uniform one."""
+    widths = (2, 3, 4, 8)
+    x = torch.rand(1, 1, 64, 512, generator=torch.Generator().manual_seed(seed)) * 2
+    step, zero_point = fit_range(x, torch.zeros_like(x, dtype=torch.bool), 8, torch.float16)
+    levels = levels_for(step, torch.full((1, 1, 64), deviation), widths)
+    cells = assign_cells(x, step, zero_point, 8)
+    codes = from_planes(to_planes(cells, levels, widths), levels, widths)
+    cell = step * torch.tensor([2.0 ** (8 - w) for w in widths])[levels.long()].unsqueeze(-1)
+    error = (codes * step.float() + cell / 2 + zero_point - x).abs()
+    assert (error <= cell / 2 + 1e-5).all()
+    need = torch.log2(step.squeeze(-1).float() * 256 / (2 * math.sqrt(3) * deviation)).ceil()
+    enough = need <= 8
+    assert (error.square().mean(-1).sqrt()[enough] <= 1.1 * deviation).all()
+    assert (cell.squeeze(-1)[enough] / (2 * math.sqrt(3)) <= deviation * (1 + 1e-6)).all()
+
+
+# ---------------------------------------------------------------- one state
+
+
+def state_with(x, **fields):
+    """A state with all of ``x`` ``[B, H, T, D]`` due, and its importance not known yet."""
+    config = QAQConfig(residual=8, **fields)
+    geometry = schemes.LayerGeometry(0, 1, HEADS, DIM, x.dtype, torch.device("cpu"))
+    spec = config.plan(geometry).key if fields.get("role") == "key" else config.plan(geometry).value
+    state = AdaptiveState.allocate(spec, x.shape[0], HEADS, DIM, x.dtype, "cpu", x.shape[2], PlanePool())
+    with only_reference():
+        torch.ops.kvpass.append_(
+            state.codes, state.scale, state.zero_point, state.ring, None, state.carrier(0), x, None, None, state.text,
+            edge=state.host.tokens,
+        )  # fmt: skip
+    return state
+
+
+def quantize(state, n, importance):
+    state.requantize(n, importance)
+    state.pool.refresh()
+    with only_reference():
+        return state.decode(n)
+
+
+def same_codes(a, b):
+    mine, theirs = a._tokens(a.count), b._tokens(b.count)
+    widths = a.spec.adaptive.widths
+    return torch.equal(mine.levels, theirs.levels) and torch.equal(
+        from_planes(mine.planes, mine.levels, widths), from_planes(theirs.planes, theirs.levels, widths)
+    )
+
+
+@given(st.sampled_from((torch.float32, torch.bfloat16, torch.float16)), seeds)
+def test_all_outliers_is_the_identity(dtype, seed):
+    x = randn(seed, 2, HEADS, 50, DIM, dtype=dtype)
+    state = state_with(x, outliers=1.0)
+    assert torch.equal(quantize(state, 50, torch.rand(2, HEADS, 50)), x)
+
+
+@given(widths, seeds)
+def test_taking_bits_and_giving_them_back_is_coding_at_once(widths, seed):
+    x, g = randn(seed, 2, HEADS, 60, DIM), torch.Generator().manual_seed(seed)
+    paid = torch.rand(3, 2, HEADS, 60, generator=g) ** 8
+    state = state_with(x, widths=widths, sigma_x=0.01)
+    for importance in paid:
+        decoded = quantize(state, 60, importance)
+    direct = state_with(x, widths=widths, sigma_x=0.01)
+    assert torch.equal(decoded, quantize(direct, 60, paid[-1]))
+    assert same_codes(state, direct)
+
+
+def test_bytes_fetched_are_those_of_tokens_that_got_bits_back():
+    x = randn(0, 1, HEADS, 60, DIM)
+    state = state_with(x, sigma_x=0.01)
+    quantize(state, 60, torch.full((1, HEADS, 60), 1e-6))
+    assert state.host.moved_nbytes == 0 and not state._tokens(state.count).levels.any()
+    paid = torch.full((1, HEADS, 60), 1e-6)
+    paid[0, 1, 5:8] = 0.9
+    quantize(state, 60, paid)
+    assert state._tokens(state.count).levels.nonzero().tolist() == [[0, 1, 5], [0, 1, 6], [0, 1, 7]]
+    assert state.host.moved_nbytes == 3 * DIM * 4
+
+
+@given(widths, seeds)
+def test_without_originals_widths_only_fall_and_codes_are_those_of_the_width(widths, seed):
+    x, g = randn(seed, 1, HEADS, 60, DIM), torch.Generator().manual_seed(seed)
+    state = state_with(x, widths=widths, keep_originals=False, sigma_x=0.01)
+    before, least = None, None
+    for importance in torch.rand(4, 1, HEADS, 60, generator=g) ** 8:
+        decoded = quantize(state, 60, importance)
+        levels = state._tokens(state.count).levels
+        alone = state_with(x, widths=widths, sigma_x=0.01)
+        quantize(alone, 60, importance)
+        wanted = alone._tokens(alone.count).levels
+        least = wanted if least is None else torch.minimum(least, wanted)
+        assert torch.equal(levels, least)
+        assert before is None or (levels <= before).all()
+        before = levels
+    assert torch.isfinite(decoded).all() and state.host.tokens.shape[2] < 60
+
+
+# ---------------------------------------------------------------- edges
+
+
+def test_importance_is_the_largest_weight_of_the_last_rows():
+    q, k = 3 * randn(1, 2, 2 * HEADS, 40, DIM), randn(2, 2, HEADS, 40, DIM)
+    mask = torch.ones(40, 40, dtype=torch.bool).tril()[None, None].repeat(2, 1, 1, 1)
+    mask[1, :, :, :7] = False
+    eye = torch.eye(40).expand(2, HEADS, -1, -1)
+    weights = naive_attention(q, k, eye, mask=mask, scale=0.25).nan_to_num(0)
+    got = attention_paid(q, k, mask, False, 0.25, 0.0, None, "max-5")
+    expected = weights[:, :, -5:].unflatten(1, (HEADS, -1)).amax((2, 3))
+    torch.testing.assert_close(got.double(), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_query_energy_is_the_quantile_of_queries_that_are_not_padding():
+    q = randn(3, 2, 2 * HEADS, 50, DIM)
+    mask = torch.ones(50, 50, dtype=torch.bool).tril()[None, None].repeat(2, 1, 1, 1)
+    mask[1, :, :, :9] = False
+    got = query_energy(q, mask, HEADS)
+    for b, first in ((0, 0), (1, 9)):
+        for h in range(HEADS):
+            norms = q[b, 2 * h : 2 * h + 2, first:].square().sum(-1).flatten()
+            torch.testing.assert_close(got[b, h].flatten()[0], norms.quantile(0.9))
+
+
+# ---------------------------------------------------------------- models
+
+
+def decode(model, config, ids, prompt, mask=None, **options):
+    kvpass.apply(model, config, **options)
+    try:
+        cache, rows = DynamicCache(config=model.config), []
+        for stop in range(prompt, ids.shape[1] + 1):
+            part = ids[:, cache.get_seq_length() : stop]
+            seen = None if mask is None else mask[:, :stop]
+            rows.append(model(input_ids=part, past_key_values=cache, attention_mask=seen).logits[:, -1])
+        return torch.stack(rows, 1), cache, kvpass.explain(model)
+    finally:
+        kvpass.remove(model)
+
+
+SMALL = QAQConfig(residual=16, sigma_s=1e-4, sigma_x=1e-3)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize("originals", [True, False], ids=["", "demote only"])
+def test_the_compiled_step_is_the_eager_one(padded, originals):
+    """Logits, classes and contents while planes grow and shrink, one decode graph."""
+    config = schemes.get(SMALL, keep_originals=originals)
+    model, ids, mask = llama(), tokens(2, 110), None
+    if padded:
+        mask = torch.ones_like(ids)
+        mask[1, :9] = 0
+    compiled, mine, report = decode(model, config, ids, 60, mask)
+    eager, theirs, _ = decode(model, config, ids, 60, mask, lowering="eager")
+    torch.testing.assert_close(compiled, eager, atol=1e-3, rtol=1e-3)
+    assert sum(graph.compiled for graph in report.graphs) == 1 and report.packed == report.fused == 2
+    assert (sum(layer.host_nbytes for layer in report.layers) > 0) == originals
+    assert len({level for layer in mine.layers for s in layer.states() for level in levels_of(s)}) > 1
+    for a, b in zip(mine.layers, theirs.layers, strict=True):
+        for one, other in zip(a.states(), b.states(), strict=True):
+            differ = one._tokens(one.count).levels != other._tokens(other.count).levels
+            assert differ.float().mean() < 0.05  # a need that is just at the edge of a class
+        close = torch.isclose(a.values, b.values, atol=1e-3).float().mean()
+        assert close > 0.9
+
+
+def levels_of(state):
+    return state._tokens(state.count).levels.unique().tolist()
+
+
+def test_attention_of_a_prompt_reaches_the_classes():
+    """What the model's own attention paid over the last five rows of the prompt decides the widths of values."""
+    model, ids = llama("eager"), tokens(1, 80)
+    attentions = model(input_ids=ids, output_attentions=True).attentions
+    _, cache, _ = decode(model, SMALL, ids, 80, lowering="eager")
+    for weights, layer in zip(attentions, cache.layers, strict=True):
+        paid = weights[:, :, -5:].unflatten(1, (2, -1)).amax((2, 3))
+        torch.testing.assert_close(layer.importance.weights[..., :80], paid, atol=1e-5, rtol=1e-4)
+        state = layer.value_state
+        rule, packed = state.spec.adaptive, state.spec.packed(80)
+        deviation = allowed_deviation(rule, 80, paid[..., :packed], None)
+        assert torch.equal(state._tokens(packed).levels, levels_for(state.scale[:, :, :packed], deviation, rule.widths))
+
+
+def test_generate_beams_copies_crops_and_resets():
+    model, ids = llama(), tokens(2, 60)
+    kvpass.apply(model, SMALL)
+    plain = model.generate(ids, max_new_tokens=40, do_sample=False)
+    beams = model.generate(ids, max_new_tokens=40, do_sample=False, num_beams=2)
+    assert plain.shape == beams.shape == (2, 100)
+    cache = DynamicCache(config=model.config)
+    model(input_ids=ids, past_key_values=cache)
+    copied, step = copy.deepcopy(cache), ids[:, :1]
+    first = model(input_ids=step, past_key_values=cache).logits
+    assert torch.equal(first, model(input_ids=step, past_key_values=copied).logits)
+    cache.crop(-1)
+    torch.testing.assert_close(model(input_ids=step, past_key_values=cache).logits, first, atol=1e-4, rtol=1e-4)
+    cache.batch_select_indices(torch.tensor([1]))
+    alone = model(input_ids=step[1:], past_key_values=cache).logits
+    assert torch.isfinite(alone).all()
+    cache.reset()
+    model(input_ids=ids, past_key_values=cache)
+    assert cache.get_seq_length() == 60
+
+
+def test_bytes_on_the_host_are_counted_apart():
+    model, ids = llama(), tokens(1, 200)
+    sizes = {}
+    for originals in (True, False):
+        _, cache, report = decode(model, schemes.get(SMALL, keep_originals=originals), ids, 200, lowering="eager")
+        sizes[originals] = kvpass.nbytes(cache)
+        assert report.nbytes == pytest.approx(sizes[originals], rel=0.02)
+    assert "originals in host memory" not in str(report)
+    assert sizes[True] == pytest.approx(sizes[False], rel=0.05)
+    assert sizes[True] < 0.5 * report.full_nbytes
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_what_makes_no_sense_is_refused():
+    for fields, why in (
+        (dict(widths=(4, 2)), "each larger"),
+        (dict(widths=()), "one to four"),
+        (dict(widths=(2, 7)), "each larger"),
+        (dict(outliers=1.5), "share"),
+        (dict(sigma_s=0.0), "above 0"),
+        (dict(query_energy=-1.0), "above 0"),
+        (dict(window=0), "rows=0"),
+        (dict(rope="pre"), "rope='post'"),
+    ):
+        with pytest.raises(KVPassError, match=why):
+            QAQConfig(**fields)
+    with pytest.raises(KVPassError, match="not evicted"):
+        schemes.get("qaq+h2o")
+    with pytest.raises(KVPassError, match="multiple of 8"):
+        kvpass.apply(llama(head_dim=12), "qaq")
+    assert schemes.get(schemes.get("qaq").to_dict()) == schemes.get("qaq")
