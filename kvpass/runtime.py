@@ -15,9 +15,10 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 from .backend import Backend
-from .cache import PackedLayer, finish_forward, packed_layers, start_forward, swap_layers
+from .cache import finish_forward, packed_layers, start_forward, swap_layers
 from .errors import KVPassError
 from .graph.report import LayerReport, Report
+from .layer import PackedLayer
 from .schemes import LayerGeometry, LayerPlan, SchemeConfig, check_edges, check_sources
 from .state import SharedTensors
 

@@ -18,7 +18,7 @@ from transformers import (
 
 import kvpass
 from kvpass import KVPassError
-from kvpass.cache import PackedLayer
+from kvpass.layer import PackedLayer
 
 from tiny import llama, tokens
 

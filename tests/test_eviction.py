@@ -21,7 +21,7 @@ from kvpass.schemes import HIGGSConfig, IdentityConfig, KIVIConfig, SQuatConfig
 from kvpass.state import KVState
 
 from common import DIM, naive_attention, only_reference, randn, seeds, specs
-from tiny import llama, tokens
+from tiny import llama, step_by_step, tokens
 
 GROUPS, REPEATS = 2, 2  # KV heads, query heads for each
 
@@ -275,20 +275,6 @@ def test_scores_of_a_long_prompt_need_memory_for_some_rows_of_weights():
 # ---------------------------------------------------------------- models
 
 
-def decode(model, config, ids, prompt, mask=None, **options):
-    """Logits of each step, and the cache."""
-    kvpass.apply(model, config, **options)
-    try:
-        cache, rows = DynamicCache(config=model.config), []
-        for stop in range(prompt, ids.shape[1] + 1):
-            part = ids[:, cache.get_seq_length() : stop]
-            seen = None if mask is None else mask[:, :stop]
-            rows.append(model(input_ids=part, past_key_values=cache, attention_mask=seen).logits[:, -1])
-        return torch.stack(rows, 1), cache, kvpass.explain(model)
-    finally:
-        kvpass.remove(model)
-
-
 SMALL = HeavyHitter(32, recent=24, page_size=16)
 CONFIGS = {
     "h2o": IdentityConfig(retention=SMALL),
@@ -309,8 +295,8 @@ def test_the_compiled_step_is_the_eager_one(name, padded):
         mask = torch.ones_like(ids)
         mask[1, :9] = 0
     for prompt in (40, 100):
-        compiled, mine, report = decode(model, CONFIGS[name], ids, prompt, mask)
-        eager, theirs, _ = decode(model, CONFIGS[name], ids, prompt, mask, lowering="eager")
+        compiled, mine, report = step_by_step(model, CONFIGS[name], ids, prompt, mask)
+        eager, theirs, _ = step_by_step(model, CONFIGS[name], ids, prompt, mask, lowering="eager")
         torch.testing.assert_close(compiled, eager, atol=1e-4, rtol=1e-4)
         assert sum(graph.compiled for graph in report.graphs) <= 1 + padded  # masks get longer than what is stored
         assert report.packed == report.fused == 2
@@ -329,7 +315,7 @@ def test_positions_stay_right_after_eviction(rope):
     policy = StreamingLLM(4, recent=32, exact=16, page_size=16)
     model, ids, prompt = llama(), tokens(1, 110), 90
     config = IdentityConfig(retention=policy, rope=rope)
-    got, cache, _ = decode(model, config, ids, prompt, lowering="eager")
+    got, cache, _ = step_by_step(model, config, ids, prompt, lowering="eager")
     spec, kept, rows = cache.layers[0].plan.key, [], []
     for start, stop in [(0, prompt), *((i, i + 1) for i in range(prompt, 110))]:
         allowed = torch.zeros(stop, stop, dtype=torch.bool)
@@ -414,7 +400,9 @@ def test_bits_fall_with_what_is_evicted():
     model, ids = llama(), tokens(1, 912)
     nbytes = []
     for length in (400, 912):
-        _, cache, _ = decode(model, IdentityConfig(retention=SMALL), ids[:, :length], length - 1, lowering="eager")
+        _, cache, _ = step_by_step(
+            model, IdentityConfig(retention=SMALL), ids[:, :length], length - 1, lowering="eager"
+        )
         nbytes.append(kvpass.nbytes(cache))
     assert nbytes[0] == nbytes[1]
     assert kvpass.bits_per_value(cache) < 32 * 130 / 912
@@ -469,11 +457,11 @@ def test_predicted_layers_evict_the_same_tokens(tmp_path):
     calibration = kvpass.calibrate(model, tokens(4, 200, seed=1), "aqua", progress=False)
     mixed = calibration.retaining(HeavyHitter(32, recent=32))
     assert mixed.scheme.retention.shared and mixed.scheme.retention.sinks == 4
-    compiled, mine, report = decode(model, mixed, ids, 120)
-    eager, theirs, _ = decode(model, mixed, ids, 120, lowering="eager")
+    compiled, mine, report = step_by_step(model, mixed, ids, 120)
+    eager, _, _ = step_by_step(model, mixed, ids, 120, lowering="eager")
     torch.testing.assert_close(compiled, eager, atol=1e-3, rtol=1e-3)
     assert report.fused == 3 and {layer.tokens for layer in mine.layers} == {mine.layers[0].plan.key.stored(150)}
     lossless = calibration.retaining(HeavyHitter(128, recent=32))
-    full, cache, _ = decode(model, lossless, ids, 120, lowering="eager")
-    plain, _, _ = decode(model, calibration, ids, 120, lowering="eager")
+    full, cache, _ = step_by_step(model, lossless, ids, 120, lowering="eager")
+    plain, _, _ = step_by_step(model, calibration, ids, 120, lowering="eager")
     assert cache.layers[0].tokens == 150 and (full - plain).abs().max() < (eager - plain).abs().max()

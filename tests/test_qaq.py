@@ -30,7 +30,7 @@ from kvpass.lowering.reference import attention_paid
 from kvpass.schemes import QAQConfig
 
 from common import DIM, naive_attention, only_reference, randn, seeds
-from tiny import llama, tokens
+from tiny import llama, step_by_step, tokens
 
 HEADS = 2
 WIDTHS = ((2, 3, 4), (2, 4, 8), (1, 2), (4,), (2, 3, 4, 8))
@@ -244,19 +244,6 @@ def test_query_energy_is_the_quantile_of_queries_that_are_not_padding():
 # ---------------------------------------------------------------- models
 
 
-def decode(model, config, ids, prompt, mask=None, **options):
-    kvpass.apply(model, config, **options)
-    try:
-        cache, rows = DynamicCache(config=model.config), []
-        for stop in range(prompt, ids.shape[1] + 1):
-            part = ids[:, cache.get_seq_length() : stop]
-            seen = None if mask is None else mask[:, :stop]
-            rows.append(model(input_ids=part, past_key_values=cache, attention_mask=seen).logits[:, -1])
-        return torch.stack(rows, 1), cache, kvpass.explain(model)
-    finally:
-        kvpass.remove(model)
-
-
 SMALL = QAQConfig(residual=16, sigma_s=1e-4, sigma_x=1e-3)
 
 
@@ -269,8 +256,8 @@ def test_the_compiled_step_is_the_eager_one(padded, originals):
     if padded:
         mask = torch.ones_like(ids)
         mask[1, :9] = 0
-    compiled, mine, report = decode(model, config, ids, 60, mask)
-    eager, theirs, _ = decode(model, config, ids, 60, mask, lowering="eager")
+    compiled, mine, report = step_by_step(model, config, ids, 60, mask)
+    eager, theirs, _ = step_by_step(model, config, ids, 60, mask, lowering="eager")
     torch.testing.assert_close(compiled, eager, atol=1e-3, rtol=1e-3)
     assert sum(graph.compiled for graph in report.graphs) == 1 and report.packed == report.fused == 2
     assert (sum(layer.host_nbytes for layer in report.layers) > 0) == originals
@@ -291,7 +278,7 @@ def test_attention_of_a_prompt_reaches_the_classes():
     """What the model's own attention paid over the last five rows of the prompt decides the widths of values."""
     model, ids = llama("eager"), tokens(1, 80)
     attentions = model(input_ids=ids, output_attentions=True).attentions
-    _, cache, _ = decode(model, SMALL, ids, 80, lowering="eager")
+    _, cache, _ = step_by_step(model, SMALL, ids, 80, lowering="eager")
     for weights, layer in zip(attentions, cache.layers, strict=True):
         paid = weights[:, :, -5:].unflatten(1, (2, -1)).amax((2, 3))
         torch.testing.assert_close(layer.importance.weights[..., :80], paid, atol=1e-5, rtol=1e-4)
@@ -326,7 +313,7 @@ def test_bytes_on_the_host_are_counted_apart():
     model, ids = llama(), tokens(1, 200)
     sizes = {}
     for originals in (True, False):
-        _, cache, report = decode(model, schemes.get(SMALL, keep_originals=originals), ids, 200, lowering="eager")
+        _, cache, report = step_by_step(model, schemes.get(SMALL, keep_originals=originals), ids, 200, lowering="eager")
         sizes[originals] = kvpass.nbytes(cache)
         assert report.nbytes == pytest.approx(sizes[originals], rel=0.02)
     assert "originals in host memory" not in str(report)

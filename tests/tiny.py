@@ -1,7 +1,9 @@
 """Tiny random decoders: real architectures, seconds to compile."""
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+import kvpass
 
 VOCABULARY = 128
 
@@ -40,3 +42,18 @@ def llama(
 def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
     """``[batch, length]`` random token ids, none of them padding."""
     return torch.randint(1, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def step_by_step(model, scheme, ids, prompt, mask=None, **options):
+    """Logits behind ``prompt`` tokens and each one after, ``[B, S - prompt + 1, V]``, with the cache they were decoded
+    through and the report; ``scheme`` and ``options`` are those of `kvpass.apply`."""
+    kvpass.apply(model, scheme, **options)
+    try:
+        cache, rows = DynamicCache(config=model.config), []
+        for stop in range(prompt, ids.shape[1] + 1):
+            part = ids[:, cache.get_seq_length() : stop]
+            seen = None if mask is None else mask[:, :stop]
+            rows.append(model(input_ids=part, past_key_values=cache, attention_mask=seen).logits[:, -1])
+        return torch.stack(rows, 1), cache, kvpass.explain(model)
+    finally:
+        kvpass.remove(model)

@@ -8,8 +8,8 @@ class GraphReport:
     """One captured graph: the attentions over packed state found in it and what became of them.
 
     fused: attentions over the cache that were replaced; reconstructed: those of them that read a layer decoded first,
-    because the next one is predicted from it or its tokens have widths of their own; decoded: other reads that decode first; rotated: key caches stored before rotary
-    embedding, rotated when read.
+    because the next one is predicted from it or its tokens have widths of their own; decoded: other reads that decode
+    first; rotated: key caches stored before rotary embedding, rotated when read.
     """
 
     fused: int

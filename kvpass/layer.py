@@ -1,0 +1,310 @@
+"""One layer of a transformers cache over packed states."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from .adaptive import AdaptiveState, PlanePool
+from .codec.predict import looks_below
+from .codec.spec import CodecSpec
+from .codec.window import SEEN_OFFSET, length_of
+from .errors import KVPassError
+from .schemes import LayerGeometry, LayerPlan
+from .state import Importance, KVState, RotaryState, SharedTensors
+from .tensor import PackedKV
+
+
+class PackedLayer(CacheLayerMixin):
+    """A transformers cache layer over two `KVState`. It holds ``tokens`` of the ``seen`` ones: all, unless some are
+    evicted.
+
+    ``update`` reads the past as stored, returns it with the present behind it, and appends the present. The length
+    advances once per forward, by `commit`, so that a layer's graph sees the same length from beginning to end.
+    """
+
+    is_compileable = False  # kvpass compiles the decode step itself; generate() must not
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, plan: LayerPlan, geometry: LayerGeometry, owner: str, lowering: str, max_cache_len: int | None):
+        # not super().__init__(): it assigns keys and values, which are views of the state here
+        self.plan, self.geometry, self.owner, self.lowering = plan, geometry, owner, lowering
+        self.max_cache_len = max_cache_len
+        self.key_state: KVState | None = None
+        self.value_state: KVState | None = None
+        self.key_source: PackedLayer | None = None  # layers whose codes this one decodes with
+        self.value_source: PackedLayer | None = None
+        self.rotary_owner = self  # the layer that keeps the rotary tables of the cache
+        self.rotary: RotaryState | None = None
+        self.below: PackedLayer | None = None  # the layer this one is predicted from
+        self.predictors: tuple[SharedTensors, SharedTensors] | None = None
+        self.is_below = False  # another layer is predicted from this one
+        self.past: tuple[Tensor, Tensor] | None = None  # its reconstruction, until the layer above has its turn
+        self.pool: PlanePool | None = None  # shared by all layers whose tokens have widths of their own
+        self.edges: tuple[Tensor, Tensor] | None = None  # that of the tokens that leave, while a forward is running
+        self.importance_owner = self  # the layer that decides for all, or itself
+        self.importance: Importance | None = None
+        self.slots: Tensor | None = None  # where a decision is handed on, while a forward is running
+        self.tokens = self.seen = 0
+        self.length: Tensor | None = None  # the length carriers, of what is stored and of what was seen,
+        self.seen_length: Tensor | None = None  # set while a forward is running
+        self.broken = False
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.key_state is not None
+
+    @property
+    def keys(self) -> PackedKV | None:
+        """The stored keys as a ``[B, H_kv, n, D]`` tensor that decodes when read."""
+        return self._view(self.key_state) if self.is_initialized else None
+
+    @property
+    def values(self) -> PackedKV | None:
+        """The stored values as a ``[B, H_kv, n, D]`` tensor that decodes when read."""
+        return self._view(self.value_state) if self.is_initialized else None
+
+    def _view(self, state: KVState) -> Tensor:
+        return (
+            state.decode(self.tokens)
+            if self.plan.looks_below or self.plan.adaptive
+            else PackedKV.view(state, self.tokens)
+        )
+
+    def states(self) -> list[KVState]:
+        """Key and value state, or nothing before the first forward."""
+        return [self.key_state, self.value_state] if self.is_initialized else []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its own, slack included; codes of another layer and rotary tables count where they are kept."""
+        return sum(item.nbytes for item in (*self.states(), self.rotary, self.importance) if item is not None)
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of originals kept in host memory."""
+        kept = (state.host for state in self.states() if self.plan.adaptive and state.spec.adaptive.keep_originals)
+        return sum(host.nbytes for host in kept)
+
+    @property
+    def moved_nbytes(self) -> int:
+        """Bytes of originals fetched so far."""
+        return sum(state.host.moved_nbytes for state in self.states()) if self.plan.adaptive else 0
+
+    @property
+    def full_nbytes(self) -> int:
+        """What the tokens seen would take in full precision, in the cache's dtype."""
+        per_token = self.geometry.num_key_value_heads * self.geometry.head_dim * self.geometry.dtype.itemsize
+        return 2 * max(self.batch_size, 0) * self.seen * per_token
+
+    @property
+    def evicts(self) -> bool:
+        """Whether tokens are dropped when there are too many."""
+        return self.plan.evicts
+
+    def prepare(self, batch: int, new_tokens: int, length: Tensor, seen_length: Tensor) -> None:
+        """Make room for ``new_tokens`` and start a forward at the lengths ``length`` and ``seen_length`` carry."""
+        total = self.tokens + new_tokens
+        stored = max(self.tokens, self.plan.key.stored(total))
+        self._allocate(batch, self.max_cache_len or stored)
+        for state in self.states():
+            state.reserve(stored)
+        if self.importance is not None:
+            self.importance.reserve(stored)
+            if self.plan.adaptive and self._starts_to_look(new_tokens):
+                self.importance.weights.zero_()
+        if self.rotary is not None:  # `attend` reads whole pages of the tables, two at least
+            self.rotary.reserve(max(total, self.plan.key.sinks + 2 * self.plan.key.page_size))
+        self.length, self.seen_length = length, seen_length
+
+    def _starts_to_look(self, new_tokens: int) -> bool:
+        """Whether the queries that a page's widths are chosen by begin with this call."""
+        spec = self.plan.key
+        until_due = spec.page_size - (self.tokens - spec.sinks - spec.residual) % spec.page_size
+        return spec.adaptive.rows in (until_due, min(new_tokens, spec.adaptive.rows))
+
+    def _allocate(self, batch: int, tokens: int) -> None:
+        if self.is_initialized:
+            return
+        geometry = self.geometry
+        room = (geometry.num_key_value_heads, geometry.head_dim, geometry.dtype, geometry.device)
+
+        def state(spec: CodecSpec, source: PackedLayer | None, name: str) -> KVState:
+            if spec.adaptive is not None:
+                return AdaptiveState.allocate(spec, batch, *room, tokens, self.pool)
+            if source is not None:
+                source._allocate(batch, tokens)
+            return KVState.allocate(spec, batch, *room, tokens, source and getattr(source, name))
+
+        self.key_state = state(self.plan.key, self.key_source, "key_state")
+        self.value_state = state(self.plan.value, self.value_source, "value_state")
+        if self.plan.key.pre_rope and self.rotary_owner is self:
+            self.rotary = RotaryState(batch, *room[1:], tokens)
+        if self.plan.needs_importance and self.importance_owner is self:
+            heads = 1 if self.plan.key.shared_eviction else room[0]
+            self.importance = Importance(batch, heads, geometry.device, tokens)
+        if self.plan.looks_below:
+            self.below._allocate(batch, tokens)
+            self.value_state.beside = self.key_state
+            for state, below, predictor in zip(self.states(), self.below.states(), self.predictors, strict=True):
+                if looks_below(state.spec.predictor):
+                    state.below, state.predictor = below, predictor
+
+    def forget(self) -> None:
+        """Drop all storage."""
+        self.key_state = self.value_state = self.rotary = self.importance = None
+        if self.pool is not None:
+            self.pool.states.clear()
+
+    def commit(self, new_tokens: int) -> None:
+        """End a forward that stored ``new_tokens``."""
+        self._wrote(new_tokens)
+        gone = self.plan.key.evicted(self.tokens + new_tokens)
+        for state in self.states():
+            state.evicted(gone)
+        self.tokens += new_tokens - gone
+        self.seen += new_tokens
+        for state in self.states() if self.plan.adaptive else ():
+            if state.spec.packed(self.tokens) > state.count:
+                state.requantize(self.tokens, self.importance.weights[..., : self.tokens])
+
+    def abandon(self, new_tokens: int) -> None:
+        """End a forward that failed: the layer is as before, unless new tokens may have taken slots of the window, or
+        the place of others."""
+        self._wrote(new_tokens)
+        gone = self.plan.key.evicted(self.tokens + new_tokens)
+        self.broken = bool(gone) or not all(state.lossless_crop(self.tokens) for state in self.states())
+
+    def _wrote(self, new_tokens: int) -> None:
+        for state in self.states():
+            state.wrote(self.tokens, self.tokens + new_tokens)
+        self.length = self.seen_length = self.edges = self.past = self.slots = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise KVPassError("A packed cache layer is initialized by the forward of the model kvpass was applied to.")
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        if self.length is None:
+            raise KVPassError(
+                "A packed cache was updated outside of the forward kvpass was applied to. Call model(...) or "
+                "model.generate(...), not a submodule, or pass a cache of its own to the submodule."
+            )
+        if self.plan.needs_importance and not torch.compiler.is_compiling():
+            raise KVPassError(
+                "What is stored depends on attention, which needs the pass: this forward was not captured."
+            )
+        for x in (key_states, value_states):
+            self._check_dtype(x)
+        past = None
+        if torch.compiler.is_compiling() or length_of(self.length):
+            past = self._read()
+        beside = self._append(self.key_state, key_states, 0)
+        self._append(self.value_state, value_states, 1, beside)
+        if past is None:
+            return key_states, value_states
+        return tuple(torch.cat(pair, 2) for pair in zip(past, (key_states, value_states), strict=True))
+
+    def _read(self) -> tuple[Tensor, Tensor]:
+        """The past as attention sees it, keys rotated; left for the layer above as it is stored."""
+        k_below, v_below = self.below.past if self.plan.looks_below else (None, None)
+        keys = self._decode(self.key_state, k_below)
+        values = self._decode(self.value_state, v_below, keys)
+        if self.plan.looks_below:
+            self.below.past = None
+        if self.is_below:
+            self.past = keys, values
+        if self.plan.key.pre_rope:
+            if not torch.compiler.is_compiling():
+                raise KVPassError("Keys stored before rotary embedding need the pass: this forward was not captured.")
+            rotary = self.rotary_owner.rotary
+            keys = torch.ops.kvpass.rotate(keys, rotary.cos, rotary.sin, "")
+        return keys, values
+
+    def _decode(self, state: KVState, below: Tensor | None, beside: Tensor | None = None) -> Tensor:
+        if not looks_below(state.spec.predictor):
+            below = beside = None
+        return torch.ops.kvpass.decode(
+            state.codes, state.scale, state.zero_point, state.ring, self.length, state.text, self.lowering,
+            below, beside, list(state.predictor),
+        )  # fmt: skip
+
+    def _append(self, state: KVState, x: Tensor, which: int, beside: Tensor | None = None) -> Tensor | None:
+        edge = None if self.edges is None else self.edges[which]
+        if self.plan.adaptive:
+            edge = state.host.tokens
+        torch.ops.kvpass.append_(
+            state.codes, state.scale, state.zero_point, state.ring, state.compensation, self.length, x, None, None,
+            state.text, self.lowering, edge, beside, [] if state.center is not None else list(state.predictor),
+            state.center, self.importance.weights if which == 0 and self.importance else None, None, self.slots,
+        )  # fmt: skip
+        return edge
+
+    def _check_dtype(self, x: Tensor) -> None:
+        if x.dtype != self.geometry.dtype:
+            raise KVPassError(
+                f"The model produced {x.dtype} keys or values, but kvpass was applied when they were "
+                f"{self.geometry.dtype}. kvpass.remove(model) and apply again after changing the dtype."
+            )
+
+    def get_seq_length(self) -> int:
+        return self.seen if self.seen_length is None else length_of(self.seen_length, SEEN_OFFSET)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        # what is stored passes for the newest of the tokens seen: all of it is in the past of every query
+        stored = self.tokens if self.length is None else length_of(self.length)
+        return stored + query_length, self.get_seq_length() - stored
+
+    def get_max_length(self) -> int:
+        return self.max_cache_len or -1
+
+    def reset(self) -> None:
+        self.tokens, self.seen, self.length, self.seen_length, self.broken = 0, 0, None, None, False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove > 0:
+            raise KVPassError(f"crop({tokens_to_remove}): pass the negative number of tokens to remove.")
+        new = max(0, self.tokens + tokens_to_remove)
+        least = self.plan.key.sinks + (self.plan.key.budget or 0)
+        if self.seen > self.tokens and new < least:
+            raise KVPassError(
+                f"crop({tokens_to_remove}): tokens have been evicted, and only the last {self.tokens - least} of those "
+                "that are left are in the order they came in."
+            )
+        if not all(state.lossless_crop(new) for state in self.states()):
+            warnings.warn(
+                f"crop from {self.tokens} to {new} tokens goes back beyond the full-precision window: some tokens of "
+                "the window are now their decoded, not their exact, values.",
+                stacklevel=3,
+            )
+        for state in self.states():
+            state.crop(self.tokens, new)
+        self.seen -= self.tokens - new
+        self.tokens = new
+
+    def _select_batch(self, fn) -> None:
+        for item in (*self.states(), self.rotary, self.importance):
+            if item is not None:
+                item.map_(fn)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._select_batch(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._select_batch(lambda tensor: tensor.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._select_batch(lambda tensor: tensor[indices, ...].contiguous())
+
+    def offload(self) -> None:
+        raise KVPassError("Offloaded caches are not supported: a packed cache is meant to stay on the device.")
+
+    prefetch = offload
+
+    @property
+    def batch_size(self) -> int:
+        """Batch size of the stored tokens, -1 before the first forward."""
+        return self.key_state.ring.shape[0] if self.is_initialized else -1
