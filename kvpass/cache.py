@@ -92,10 +92,10 @@ def start_forward(layers: list[PackedLayer], batch: int, new_tokens: int) -> int
             layer.forget()
     device = first.geometry.device
     length = length_view(torch.tensor([stored], device=device), stored)
-    seen = length_view(torch.tensor([first.seen], device=device), first.seen, SEEN_OFFSET)
-    if stored > 1:  # empty (prefill) and one token are cases of their own, and what is traced there may say so
-        torch._dynamo.mark_dynamic(length, 0)
-        torch._dynamo.mark_dynamic(seen, 0)
+    seen = length_view(torch.tensor([first.seen]), first.seen, SEEN_OFFSET) if first.evicts else None
+    for carrier in (length, seen):
+        if stored > 1 and carrier is not None:  # 0 and 1 are cases of their own, and what is traced there may say so
+            torch._dynamo.mark_dynamic(carrier, 0)
     edges, slots = _edges(layers, batch, stored, new_tokens), {}
     for layer in layers:
         layer.prepare(batch, new_tokens, length, seen)

@@ -154,7 +154,7 @@ def _eval(args: argparse.Namespace) -> None:
 
 def _calibrate(args: argparse.Namespace) -> None:
     config, out = schemes.get(args.scheme), Path(args.out).expanduser()
-    if not config.needs_calibration:
+    if not config.takes_calibration:
         raise KVPassError(f"{args.scheme!r} needs no calibration: use it as it is.")
     model, tokenizer = models.load(args.model, say=_say)
     count = args.tokens // args.length
@@ -168,10 +168,12 @@ def _calibrate(args: argparse.Namespace) -> None:
         calibration = calibrate(model, data, config, work=out / ".work")
     calibration.save(out)
     shutil.rmtree(out / ".work")
-    print("layer  keys explained  values explained")
-    for layer, (key, value) in calibration.explained.items():
-        print(f"{layer:>5}  {key:>14.1%}  {value:>16.1%}")
-    print(f"first layer: {calibration.scheme.first_layer}\n{calibration}")
+    if calibration.predictors:
+        print("layer  keys explained  values explained")
+        for layer, (key, value) in calibration.explained.items():
+            print(f"{layer:>5}  {key:>14.1%}  {value:>16.1%}")
+        print(f"first layer: {calibration.scheme.first_layer}")
+    print(calibration)
     print(f"\nSaved. kvpass.apply(model, kvpass.load({str(out)!r})), or --schemes {out}")
 
 
@@ -204,8 +206,8 @@ def _parser() -> argparse.ArgumentParser:
     score.add_argument("--texts", default=",".join(texts.available()), help="comma-separated built-in texts or files")
     score.add_argument("--prompt", type=_positive, default=1024, metavar="N", help="prompt tokens")
     score.add_argument("--score", type=_positive, default=256, metavar="N", help="tokens to score")
-    fit = command("calibrate", _calibrate, "Fit a scheme that predicts layers from each other to a model.")
-    fitted = ", ".join(name for name in schemes.available() if schemes.get(name).needs_calibration)
+    fit = command("calibrate", _calibrate, "Fit a scheme to a model: predictors of AQUA-KV, query energies of QAQ.")
+    fitted = ", ".join(name for name in schemes.available() if schemes.get(name).takes_calibration)
     fit.add_argument("--scheme", default="aqua", help=f"one of {fitted}")
     fit.add_argument(
         "--out", default="kvpass-aqua", metavar="FOLDER", help="where the result goes; default kvpass-aqua"

@@ -51,7 +51,7 @@ class PackedLayer(CacheLayerMixin):
         self.slots: Tensor | None = None  # where a decision is handed on, while a forward is running
         self.tokens = self.seen = 0
         self.length: Tensor | None = None  # the length carriers, of what is stored and of what was seen,
-        self.seen_length: Tensor | None = None  # set while a forward is running
+        self.seen_length: Tensor | None = None  # where that is more, set while a forward is running
         self.broken = False
 
     @property
@@ -106,7 +106,7 @@ class PackedLayer(CacheLayerMixin):
         """Whether tokens are dropped when there are too many."""
         return self.plan.evicts
 
-    def prepare(self, batch: int, new_tokens: int, length: Tensor, seen_length: Tensor) -> None:
+    def prepare(self, batch: int, new_tokens: int, length: Tensor, seen_length: Tensor | None) -> None:
         """Make room for ``new_tokens`` and start a forward at the lengths ``length`` and ``seen_length`` carry."""
         total = self.tokens + new_tokens
         stored = max(self.tokens, self.plan.key.stored(total))
@@ -251,7 +251,9 @@ class PackedLayer(CacheLayerMixin):
             )
 
     def get_seq_length(self) -> int:
-        return self.seen if self.seen_length is None else length_of(self.seen_length, SEEN_OFFSET)
+        if self.length is None:
+            return self.seen
+        return length_of(self.seen_length, SEEN_OFFSET) if self.evicts else length_of(self.length)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         # what is stored passes for the newest of the tokens seen: all of it is in the past of every query

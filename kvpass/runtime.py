@@ -219,6 +219,10 @@ class Runtime:
         Decided at every call; on an accelerator reading the mask would wait for the device, so there it stays.
         """
         mask = kwargs.get("attention_mask")
+        if isinstance(mask, dict):  # one for each kind of layer; only full attention is packed
+            full = mask.get("full_attention")
+            if isinstance(full, Tensor) and full.shape[-1] > total:
+                kwargs["attention_mask"] = {**mask, "full_attention": full[..., :total]}
         if not isinstance(mask, Tensor):
             return
         if mask.ndim == 4 and seen > total:
@@ -243,10 +247,10 @@ class Runtime:
                 del kwargs[name]
         for name in ("position_ids", "cache_position"):
             positions = kwargs.get(name)
-            if isinstance(positions, Tensor) and positions.device.type == "cpu" and positions.ndim <= 2:
-                expected = torch.arange(seen, seen + new_tokens).expand_as(positions)
-                if torch.equal(positions, expected):
-                    del kwargs[name]
+            if not isinstance(positions, Tensor) or positions.device.type != "cpu":
+                continue
+            if positions.shape[-1:] == (new_tokens,) and (positions == torch.arange(seen, seen + new_tokens)).all():
+                del kwargs[name]
 
     def _canonicalise(self, kwargs) -> None:
         """Token dims of the inputs vary from call to call, and strides of dims of size 1 mean nothing."""

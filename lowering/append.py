@@ -156,7 +156,7 @@ def _stage(
     if last > first:
         tokens = _leaving(ring, n, x, layout(spec).page_tokens(first, last), spec)
         start = first * spec.page_size if spec.adaptive.keep_originals else 0
-        originals[:, :, start : start + tokens.shape[2]] = tokens
+        originals[:, :, start : start + tokens.shape[2]].copy_(tokens, non_blocking=True)
     write_tokens(ring, spec, n, x)
 
 

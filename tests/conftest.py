@@ -34,3 +34,24 @@ def reference_in_this_test():
     """For one test: "auto" means the reference."""
     with only_reference():
         yield
+
+
+def pytest_addoption(parser):
+    parser.addoption("--whole-zoo", action="store_true", help="every architecture with both attentions and caches")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """The matrix of `test_zoo`, if it ran."""
+    cells = {}
+    for outcome in ("passed", "skipped", "failed"):
+        for report in terminalreporter.stats.get(outcome, ()):
+            for key, value in getattr(report, "user_properties", ()):
+                if key == "zoo":
+                    name, column, text = value
+                    cells.setdefault(name, {})[column] = text if outcome != "failed" else "FAILED"
+    if cells:
+        columns = sorted({column for row in cells.values() for column in row}, reverse=True)
+        terminalreporter.write_line("")
+        terminalreporter.write_line(f"{'architecture':<20}" + "".join(f"{column:<24}" for column in columns))
+        for name in sorted(cells):
+            terminalreporter.write_line(f"{name:<20}" + "".join(f"{cells[name].get(c, ''):<24}" for c in columns))

@@ -22,6 +22,7 @@ from kvpass.state import KVState
 
 from common import DIM, naive_attention, only_reference, randn, seeds, specs
 from tiny import llama, step_by_step, tokens
+from zoo import ZOO
 
 GROUPS, REPEATS = 2, 2  # KV heads, query heads for each
 
@@ -442,10 +443,7 @@ def test_masks_of_ones_own_are_refused_once_tokens_are_gone():
 
 
 def test_alibi_is_refused():
-    from test_zoo import ZOO, make
-
-    _, (kind, config, _), *_ = ZOO.values()
-    model = make(kind, config)
+    model = ZOO["BLOOM"].model("eager")
     kvpass.apply(model, IdentityConfig(retention=SMALL))
     with pytest.raises(KVPassError, match="keys are no longer in order"):
         model(input_ids=tokens(1, 20), past_key_values=DynamicCache(config=model.config))

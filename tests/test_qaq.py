@@ -342,3 +342,20 @@ def test_what_makes_no_sense_is_refused():
     with pytest.raises(KVPassError, match="multiple of 8"):
         kvpass.apply(llama(head_dim=12), "qaq")
     assert schemes.get(schemes.get("qaq").to_dict()) == schemes.get("qaq")
+
+
+def test_query_energies_can_be_measured_ahead(tmp_path):
+    model, ids = llama(), tokens(3, 80)
+    calibration = kvpass.calibrate(model, ids, SMALL, progress=False)
+    measured = calibration.scheme.query_energy
+    assert len(measured) == 2 and not calibration.predictors
+    _, cache, _ = step_by_step(model, SMALL, ids[:1], 80, lowering="eager")
+    assert measured[0] == pytest.approx(cache.layers[0].key_state.compensation.amax().item(), rel=0.2)
+    kvpass.apply(model, kvpass.load(calibration.save(tmp_path)))
+    assert "query energies of 2 layers" in str(kvpass.explain(model))
+    cache = DynamicCache(config=model.config)
+    model(input_ids=ids, past_key_values=cache)
+    state = cache.layers[1].key_state
+    assert state.compensation is None and state.spec.adaptive.energy == measured[1]
+    with pytest.raises(KVPassError, match="for 3 layers"):
+        kvpass.apply(llama(layers=3), calibration.scheme)

@@ -1,88 +1,93 @@
-"""Architectures whose attention is written in ways of its own: packed, fused, and the same as untouched when lossless.
+"""Any decoder: every architecture of the zoo, untouched against lossless pages, and compiled against eager codes.
 
-Others are in `test_rotary` (positions) and `test_graph`.
+``pytest -m zoo`` prints the matrix; ``--whole-zoo`` has every architecture with both kinds of attention and of cache.
 """
 
 import pytest
 import torch
-import transformers
+from transformers import DynamicCache, StaticCache
 
 import kvpass
+from kvpass import KVPassError
+from kvpass.layer import PackedLayer
+from kvpass.schemes import IdentityConfig, KIVIConfig
 
 from tiny import VOCABULARY
+from zoo import ZOO
 
-BASE = dict(
-    vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=512,
-)  # fmt: skip
-GPT = dict(vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, n_positions=512)
-SLIDING = dict(head_dim=16, sliding_window=32)
-EXPERTS = dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
-
-ZOO = {  # name -> config class, config, packed layers
-    "masks before scaling": ("CodeGen", dict(GPT, rotary_dim=8), 2),
-    "alibi, heads merged with the batch": ("Bloom", dict(vocab_size=VOCABULARY, n_layer=2, n_head=4), 2),
-    "alibi, masks filled in": (
-        "Mpt",
-        dict(vocab_size=VOCABULARY, d_model=64, n_layers=2, n_heads=4, max_seq_len=512, use_cache=True),
-        2,
-    ),
-    "masks by where": (
-        "GPTNeo",
-        dict(
-            vocab_size=VOCABULARY, hidden_size=64, num_layers=2, num_heads=4, attention_types=[[["global"], 2]],
-            max_position_embeddings=512,
-        ),
-        2,
-    ),
-    "logits of sinks in the softmax": (
-        "GptOss",
-        dict(BASE, **SLIDING, num_local_experts=4, num_experts_per_tok=2),
-        1,
-    ),
-    "a router behind each attention": ("Qwen3Moe", dict(BASE, **EXPERTS), 2),
-}  # fmt: skip
+PROMPT, PADDING, STEPS = 40, 6, 20
+LOSSLESS, LOSSY = IdentityConfig(residual=16), KIVIConfig(residual=16, group_size=16)
+IN_EVERY_CELL = ("Llama", "GPT-2", "Gemma 2")
 
 
-def make(kind, config):
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**config, bos_token_id=1, eos_token_id=None)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
-    if kind == "GptOss":
-        for layer in model.model.layers:
-            torch.nn.init.normal_(layer.self_attn.sinks)
-    return model
+def pytest_generate_tests(metafunc):
+    if "cell" in metafunc.fixturenames:
+        whole = metafunc.config.getoption("--whole-zoo")
+        cells = [
+            (name, attention, cache)
+            for name in ZOO
+            for attention in ("sdpa", "eager")
+            for cache in ("dynamic", "static")
+            if whole or name in IN_EVERY_CELL or (attention, cache) == (ZOO[name].attention, "dynamic")
+        ]
+        metafunc.parametrize("cell", cells, ids=["-".join(cell) for cell in cells])
 
 
-@pytest.mark.parametrize("name", ZOO)
-def test_attention_is_fused_and_lossless_pages_change_nothing(name):
-    """Over page flushes, with left padding, strictly."""
-    kind, config, layers = ZOO[name]
-    model = make(kind, config)
-    ids = torch.randint(2, VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(0))
+def run(model, kind):
+    """Logits of each step of `generate` from a left-padded prompt, ``[B, STEPS, V]``, and the cache."""
+    cache = DynamicCache(config=model.config)
+    if kind == "static":
+        cache = StaticCache(config=model.config, max_cache_len=PROMPT + STEPS)
+    ids = torch.randint(2, VOCABULARY, (2, PROMPT), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
-    ids[0, :6], mask[0, :6] = 0, 0
+    ids[0, :PADDING], mask[0, :PADDING] = 0, 0
+    out = model.generate(
+        ids, attention_mask=mask, past_key_values=cache, max_new_tokens=STEPS, do_sample=False,
+        return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
+    return torch.stack(out.logits, 1), out.past_key_values
 
-    def generate():
-        out = model.generate(
-            ids,
-            attention_mask=mask,
-            max_new_tokens=45,
-            do_sample=False,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-        return out.sequences, torch.stack(out.logits)
 
-    sequences, expected = generate()
-    kvpass.apply(model, scheme="identity", strict=True)
-    again, logits = generate()
+@pytest.mark.zoo
+def test_zoo(cell, record_property):
+    name, attention, cache_kind = cell
+    species = ZOO[name]
+    try:
+        model = species.model(attention)
+    except (ValueError, ImportError) as error:
+        record_property("zoo", (name, f"{attention}, {cache_kind}", "not offered"))
+        pytest.skip(f"transformers does not offer it: {error}")
+    if species.packed is None:
+        with pytest.raises(KVPassError, match=species.why):
+            kvpass.apply(model, LOSSLESS)
+        record_property("zoo", (name, f"{attention}, {cache_kind}", f"refused: {species.why}"))
+        return
+    expected, plain = run(model, cache_kind)
+
+    fused = species.packed if species.fused is None else species.fused
+    kvpass.apply(model, LOSSLESS, strict=fused == species.packed)
+    got, cache = run(model, cache_kind)
     report = kvpass.explain(model)
-    assert (report.packed, report.fused) == (layers, layers) and report.nbytes > 0
-    assert not any(graph.refused or graph.decoded for graph in report.graphs)
-    assert torch.equal(sequences, again)
-    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    assert (report.packed, report.fused) == (species.packed, fused)
+    assert fused or species.why in str(report)
+    assert all(species.why in layer.reason for layer in report.layers if not layer.packed)
+    others = report.packed < len(report.layers)  # a sliding window has another shape once it is full
+    assert sum(graph.compiled for graph in report.graphs) <= 1 + others
+    for mine, theirs in zip(cache.layers, plain.layers, strict=True):
+        if isinstance(mine, PackedLayer):
+            assert mine.tokens == PROMPT + STEPS - 1  # the last token is not fed again
+            for row, first in ((0, PADDING), (1, 0)):  # what padding computes depends on how attention is written
+                for x, y in ((mine.keys + 0, theirs.keys), (mine.values + 0, theirs.values)):
+                    part = slice(first, mine.tokens)
+                    torch.testing.assert_close(x[row, :, part], y[row, :, part], atol=1e-5, rtol=1e-5)
     kvpass.remove(model)
-    assert torch.equal(generate()[1], expected)
+    assert torch.equal(run(model, cache_kind)[0], expected)
+
+    kvpass.apply(model, LOSSY)
+    compiled, _ = run(model, cache_kind)
+    kvpass.remove(model)
+    kvpass.apply(model, LOSSY, lowering="eager")
+    eager, _ = run(model, cache_kind)
+    torch.testing.assert_close(compiled, eager, atol=1e-4, rtol=1e-4)
+    record_property("zoo", (name, f"{attention}, {cache_kind}", f"{report.fused} of {len(report.layers)} fused"))

@@ -129,6 +129,8 @@ class Calibration:
         return folder
 
     def __str__(self) -> str:
+        if not self.predictors:
+            return f"query energies of {len(self.scheme.query_energy)} layers"
         pays = f"pay off from {self.pays_off_at:,} tokens on" if self.bits_saved > 0 else "do not pay off"
         return (
             f"{self.scheme.predictor} predictors of {self.nbytes:,} bytes, shared by all caches of the model: worth "

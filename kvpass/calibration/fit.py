@@ -24,9 +24,10 @@ from ..codec.predict import MEAN, fit_center, looks_below, predict
 from ..codec.window import layout
 from ..errors import KVPassError
 from ..runtime import probe
-from ..schemes import AquaKVConfig, LayerGeometry, LayerPlan, SchemeConfig, check_edges
+from ..schemes import AquaKVConfig, LayerGeometry, LayerPlan, QAQConfig, SchemeConfig, check_edges
 from .artifact import Calibration, describe
 from .collect import Collected, collect, digest
+from .energy import measure_energy
 from .regression import Moments, fit
 
 _HELD_OUT = 8  # every so many sequences are not fitted to
@@ -45,7 +46,7 @@ def calibrate(
     work: str | Path | None = None,
     progress: bool = True,
 ) -> Calibration:
-    """Fit the predictors of ``scheme`` to ``model``; the model is left as it was found.
+    """Fit the predictors of ``scheme`` to ``model``, or measure its queries (QAQ); the model is left as it was found.
 
     The model runs over the data once. Predictors are then fitted layer by layer to sums over all tokens, so that memory
     does not depend on how many there are; keys and values wait on disk, ``4 * H_kv * D`` bytes a token and layer.
@@ -53,7 +54,7 @@ def calibrate(
     data: token ids, ``[N, S]``, or a list of ``[S]`` or ``[1, S]``, of the kind the model will see; at least 2
         sequences: every eighth one measures what the predictors explain of text they were not fitted to. Some ten
         thousand tokens are enough for a small model.
-    scheme: one that needs calibration.
+    scheme: one that takes calibration: AQUA-KV needs it, QAQ can do with the queries of each prompt.
     work: a folder that lets an interrupted calibration go on where it was, and one of another scheme start with the
         same keys and values; they stay there. Default: a temporary one.
     progress: show a bar where there is a terminal.
@@ -61,13 +62,17 @@ def calibrate(
     Raises `KVPassError` for schemes that need no calibration, too little data, or a model that is packed already.
     """
     config = schemes.get(scheme)
-    if not isinstance(config, AquaKVConfig):
+    if not config.takes_calibration:
         raise KVPassError(f"{config.name!r} needs no calibration: kvpass.apply(model, scheme={config.name!r}).")
     if is_applied(model):
         raise KVPassError("kvpass is applied to this model: call kvpass.remove(model) first.")
     layers = probe(model)
     described, sequences = describe(model, layers), _sequences(data, config, model)
     silent = None if progress else True
+    if isinstance(config, QAQConfig):
+        with tqdm(total=len(sequences), desc="queries", unit="sequence", disable=silent, leave=False) as bar:
+            config = measure_energy(model, sequences, config, bar)
+        return Calibration(config, {}, described, {}, {"tokens": sum(ids.numel() for ids in sequences)})
     with ExitStack() as stack:
         if work is None:
             work = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpass-"))
@@ -87,7 +92,7 @@ def calibrate(
     return Calibration(config, chain.predictors, described, chain.explained, facts)
 
 
-def _sequences(data: Tensor | Sequence[Tensor], config: AquaKVConfig, model: nn.Module) -> list[Tensor]:
+def _sequences(data: Tensor | Sequence[Tensor], config: AquaKVConfig | QAQConfig, model: nn.Module) -> list[Tensor]:
     device = next(model.parameters()).device
     sequences = [torch.as_tensor(ids).view(1, -1).to(device) for ids in data]
     if any(ids.is_floating_point() for ids in sequences):

@@ -45,7 +45,7 @@ class AquaKVConfig(StorageConfig):
     """
 
     name = "aqua"
-    needs_calibration = True
+    needs_calibration = takes_calibration = True
 
     sinks: int = 4
     rope: Literal["post", "pre"] = "pre"

@@ -147,6 +147,7 @@ class SchemeConfig:
     name: ClassVar[str]
     version: ClassVar[int] = 1
     needs_calibration: ClassVar[bool] = False
+    takes_calibration: ClassVar[bool] = False  # there is something that can be measured on a model
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
         """The plan of one layer; raises `KVPassError` if the scheme does not fit it."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from ..codec.spec import Adaptive, CodecSpec
+from ..errors import KVPassError
 from .base import LayerGeometry, LayerPlan, register_scheme
 from .storage import StorageConfig
 
@@ -18,32 +19,41 @@ class QAQConfig(StorageConfig):
     window: queries whose largest attention weight is what a token is expected to be paid.
     outliers: share of the values of a token, over all heads, that are kept exact, half of them at both ends.
     widths: classes of widths; a token that needs more than the widest gets the widest.
-    query_energy: squared norm of queries, scaled as in attention; None takes the 90 % quantile of the prompt's.
+    query_energy: squared norm of queries, scaled as in attention: one number, or one for each cache layer, as
+        `kvpass.calibrate` measures them; None takes the 90 % quantile of the prompt's.
     keep_originals: keep full-precision tokens in host memory, from which a token gets bits back when it needs them
         again. Without, widths only fall.
     """
 
     name = "qaq"
+    takes_calibration = True
 
     sigma_s: float = 0.01
     sigma_x: float = 0.01
     window: int = 5
     outliers: float = 0.01
     widths: tuple[int, ...] = (2, 3, 4)
-    query_energy: float | None = None
+    query_energy: float | tuple[float, ...] | None = None
     keep_originals: bool = True
 
     def __post_init__(self):
         super().__post_init__()
         object.__setattr__(self, "widths", tuple(self.widths))
-        self._codec("key", 32)
+        if isinstance(self.query_energy, (list, tuple)):
+            object.__setattr__(self, "query_energy", tuple(self.query_energy))
+        for energy in self.query_energy if isinstance(self.query_energy, tuple) else [self.query_energy]:
+            self._codec("key", 32, energy)
 
-    def _codec(self, role: str, head_dim: int) -> CodecSpec:
+    def _codec(self, role: str, head_dim: int, energy: float | None) -> CodecSpec:
         sigma, storage = (self.sigma_s, self.key_storage()) if role == "key" else (self.sigma_x, self.value_storage())
-        adaptive = Adaptive(
-            self.widths, role, sigma, self.outliers, self.window, self.query_energy, self.keep_originals
-        )
+        adaptive = Adaptive(self.widths, role, sigma, self.outliers, self.window, energy, self.keep_originals)
         return CodecSpec(max(self.widths), "token", head_dim, **storage, adaptive=adaptive)
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
-        return LayerPlan(self._codec("key", layer.head_dim), self._codec("value", layer.head_dim)).checked(layer)
+        energy = self.query_energy
+        if isinstance(energy, tuple):
+            if len(energy) != layer.num_layers:
+                raise KVPassError(f"query_energy has {len(energy)} numbers for {layer.num_layers} layers.")
+            energy = energy[layer.index]
+        key, value = (self._codec(role, layer.head_dim, energy) for role in ("key", "value"))
+        return LayerPlan(key, value).checked(layer)
