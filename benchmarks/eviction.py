@@ -28,11 +28,10 @@ UNIFORM = {
 }
 QAQ = {
     f"qaq, sigma_s={sigma_s}, sigma_x={sigma_x}": QAQConfig(sigma_s=sigma_s, sigma_x=sigma_x)
-    for sigma_s in (0.001, 0.003)
-    for sigma_x in (0.003, 0.01)
+    for sigma_s, sigma_x in ((0.0003, 0.001), (0.001, 0.003), (0.001, 0.01), (0.003, 0.01))
 }
 ROWS = {
-    **{f"{codec}, {policy}": (scheme, policy) for codec, scheme in CODECS.items() for policy in POLICIES},
+    **{f"{codec}, {policy}": (scheme, policy) for policy in POLICIES for codec, scheme in CODECS.items()},
     **{name: (config, None) for name, config in {**UNIFORM, **QAQ}.items()},
 }
 

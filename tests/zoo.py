@@ -152,7 +152,7 @@ ZOO = {
         dict(
             vocab_size=VOCABULARY, d_model=64, num_layers=2, attention_heads=4, ffn_dim=96, max_position_embeddings=512
         ),
-        why="aten.max.other between the scores and the softmax", attention="eager", fused=0,
+        why="softmax is followed by aten.reshape", attention="eager", fused=0,
     ),
     "DeepSeek-V3": Species("DeepseekV3", dict(_GQA, **_MLA), None, "differ in shape"),
 }  # fmt: skip

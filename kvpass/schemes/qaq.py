@@ -28,8 +28,8 @@ class QAQConfig(StorageConfig):
     name = "qaq"
     takes_calibration = True
 
-    sigma_s: float = 0.01
-    sigma_x: float = 0.01
+    sigma_s: float = 0.001
+    sigma_x: float = 0.003
     window: int = 5
     outliers: float = 0.01
     widths: tuple[int, ...] = (2, 3, 4)
