@@ -23,7 +23,6 @@ from .codec.adaptive import (
 )
 from .codec.affine import check_finite, params_dtype
 from .codec.spec import CodecSpec
-from .errors import KVPassError
 from .state import KVState
 
 _TABLES = ("_codes", "scale", "zero_point", "outliers", "where")
@@ -159,9 +158,6 @@ class AdaptiveState(KVState):
         new = old.new_zeros(*old.shape[:2], room, old.shape[3])
         new[:, :, : old.shape[2]] = old
         setattr(self, name, new)
-
-    def append(self, x: Tensor, n: int, q: Tensor | None = None, mask: Tensor | None = None) -> None:
-        raise KVPassError("Tokens get their widths in a cache, from the attention they are paid, not in one state.")
 
     def crop(self, old: int, new: int) -> None:
         super().crop(old, new)

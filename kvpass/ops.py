@@ -98,6 +98,8 @@ def _encode(x, compensation, spec, lowering="auto"):
     if x.shape[-2] % parsed.page_size:
         raise KVPassError(f"encode takes whole pages of {parsed.page_size} tokens, not {x.shape[-2]}.")
     parsed.check(x.shape[-1])
+    if parsed.adaptive is not None:
+        raise KVPassError("Tokens with widths of their own are coded by their cache, not by an op.")
     codes, scale, zero_point = select(Site("encode", x.device.type, (spec,)), lowering).run(x, compensation, parsed)
     if x.device.type == "cpu":
         reference.check_finite(scale, zero_point)

@@ -144,8 +144,10 @@ class KVState:
         expected = (*self.ring.shape[:2], self.ring.shape[3])
         if x.ndim != 4 or (*x.shape[:2], x.shape[3]) != expected:
             raise KVPassError(f"Expected [B, H_kv, S, D] with B, H_kv, D = {expected}, got {tuple(x.shape)}.")
-        if self.spec.budget is not None:
-            raise KVPassError("Tokens are evicted by a cache, for keys and values alike, not by one state.")
+        if self.spec.needs_importance:
+            raise KVPassError(
+                "What is stored depends on the attention that tokens are paid: a cache knows it, one state does not."
+            )
         self.reserve(n + x.shape[2])
         torch.ops.kvpass.append_(
             self.codes, self.scale, self.zero_point, self.ring, self.compensation,

@@ -251,6 +251,26 @@ def test_accumulated_scores_are_those_of_attention_in_float64():
     torch.testing.assert_close(paid.double(), weights.unflatten(1, (GROUPS, REPEATS)).sum((2, 3)), atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.parametrize("decoded", [False, True], ids=["", "decoded"])
+@pytest.mark.parametrize("queries, statistic", [(1, "sum"), (3, "sum"), (7, "max-5"), (1, "")])
+@pytest.mark.usefixtures("reference_in_this_test")
+def test_opcheck_attend_scored(queries, statistic, decoded):
+    layer = Layer(KIVIConfig(group_size=8, retention=POLICIES["heavy hitters"]))
+    q, k, v = draw(2, 60 + queries)
+    layer.step(*(x[:, :, :60] for x in (q, k, v)))
+    pools = [[s.codes, s.scale, s.zero_point, s.ring] for s in layer.states]
+    if decoded:
+        pools = [[x.contiguous()] for x in layer.stored()[:2]]
+    key, value = layer.states
+    torch.library.opcheck(
+        torch.ops.kvpass.attend_scored.default,
+        (
+            *(q[:, :, 60:].contiguous(), *pools, key.carrier(layer.n), k[:, :, 60:].contiguous()),
+            *(v[:, :, 60:].contiguous(), None, True, 0.25, 0.0, key.text, value.text, statistic, layer.importance),
+        ),
+    )
+
+
 class Largest(TorchDispatchMode):
     """Notes the elements of the largest tensor any op returned."""
 
@@ -431,6 +451,13 @@ def test_what_cannot_be_combined_says_why():
     assert schemes.get("streaming-llm").retention == kvpass.retention.POLICIES["streaming-llm"]
     assert schemes.get(schemes.get("kivi+h2o").to_dict()) == schemes.get("kivi+h2o")
     assert Recent(64).storage.keys() == {"page_size", "residual", "sinks", "keep"}
+
+
+@pytest.mark.parametrize("scheme", ["kivi+h2o", "qaq"])
+def test_one_tensor_alone_cannot_tell_what_its_tokens_are_worth(scheme):
+    geometry = schemes.LayerGeometry(0, 1, 2, 32, torch.float32, torch.device("cpu"))
+    with pytest.raises(KVPassError, match="depends on the attention"):
+        kvpass.PackedKV.from_float(randn(0, 1, 2, 40, 32), schemes.get(scheme).plan(geometry).value)
 
 
 def test_masks_of_ones_own_are_refused_once_tokens_are_gone():
