@@ -234,11 +234,10 @@ class PackedLayer(CacheLayerMixin):
 
     def _append(self, state: KVState, x: Tensor, which: int, beside: Tensor | None = None) -> Tensor | None:
         edge = None if self.edges is None else self.edges[which]
-        if self.plan.adaptive:
-            edge = state.host.tokens
+        waiting = state.host.tokens if self.plan.adaptive else edge
         torch.ops.kvpass.append_(
             state.codes, state.scale, state.zero_point, state.ring, state.compensation, self.length, x, None, None,
-            state.text, self.lowering, edge, beside, [] if state.center is not None else list(state.predictor),
+            state.text, self.lowering, waiting, beside, [] if state.center is not None else list(state.predictor),
             state.center, self.importance.weights if which == 0 and self.importance else None, None, self.slots,
         )  # fmt: skip
         return edge

@@ -40,7 +40,7 @@ from torch import Tensor
 from kvpass.lowering import inductor, inductor_attend, reference  # noqa: F401  (they register themselves in the table)
 from kvpass.lowering.table import Site, select
 
-from .codec.affine import params_dtype
+from .codec.affine import check_finite, params_dtype
 from .codec.eviction import evict
 from .codec.rotary import rotate
 from .codec.spec import parse
@@ -102,7 +102,7 @@ def _encode(x, compensation, spec, lowering="auto"):
         raise KVPassError("Tokens with widths of their own are coded by their cache, not by an op.")
     codes, scale, zero_point = select(Site("encode", x.device.type, (spec,)), lowering).run(x, compensation, parsed)
     if x.device.type == "cpu":
-        reference.check_finite(scale, zero_point)
+        check_finite(scale, zero_point)
     return codes, scale, zero_point
 
 
