@@ -117,7 +117,7 @@ def _append_(codes, scale, zero_point, ring, compensation, length, x, q, mask, s
 
 def _decode(codes, scale, zero_point, ring, length, spec, lowering="auto", below=None, beside=None, predictor=None):
     run = select(Site("decode", ring.device.type, (spec,)), lowering).run
-    references = [reference for reference in (below, beside) if reference is not None]
+    references = [decoded for decoded in (below, beside) if decoded is not None]
     return run(codes, scale, zero_point, ring, length_of(length), parse(spec), references, predictor or ())
 
 
