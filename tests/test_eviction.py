@@ -307,15 +307,16 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name, padded", [*((name, False) for name in CONFIGS), ("kivi+h2o", True), ("kivi-pre+h2o", True)]
+)
 def test_the_compiled_step_is_the_eager_one(name, padded):
     """Logits and contents, prompt shorter and longer than the budget, one decode graph throughout."""
     model, ids, mask = llama(), tokens(2, 130), None
     if padded:
         mask = torch.ones_like(ids)
         mask[1, :9] = 0
-    for prompt in (40, 100):
+    for prompt in (40,) if padded else (40, 100):
         compiled, mine, report = step_by_step(model, CONFIGS[name], ids, prompt, mask)
         eager, theirs, _ = step_by_step(model, CONFIGS[name], ids, prompt, mask, lowering="eager")
         torch.testing.assert_close(compiled, eager, atol=1e-4, rtol=1e-4)

@@ -17,7 +17,7 @@ from zoo import ZOO
 
 PROMPT, PADDING, STEPS = 40, 6, 20
 LOSSLESS, LOSSY = IdentityConfig(residual=16), KIVIConfig(residual=16, group_size=16)
-IN_EVERY_CELL = ("Llama", "GPT-2", "Gemma 2")
+IN_EVERY_CELL = ("Llama", "Gemma 2")
 
 
 def pytest_generate_tests(metafunc):
