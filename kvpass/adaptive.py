@@ -23,10 +23,9 @@ from .codec.adaptive import (
 )
 from .codec.affine import check_finite, params_dtype
 from .codec.spec import CodecSpec
-from .state import KVState
+from .state import GROWTH, KVState, grown
 
 _TABLES = ("_codes", "scale", "zero_point", "outliers", "where")
-_GROWTH = 32
 
 
 class PlanePool:
@@ -36,10 +35,19 @@ class PlanePool:
     def __init__(self):
         self.states: list[AdaptiveState] = []
         self.data = torch.empty(0, dtype=torch.uint8)
+        self.stale = False  # planes have been replaced since the last `refresh`
+
+    def add(self, state: AdaptiveState) -> None:
+        """Take in the planes of ``state``, from the next `refresh` on."""
+        self.states.append(state)
+        self.stale = True
 
     @torch.inference_mode(False)
     def refresh(self) -> None:
-        """Copy the planes of all states behind each other, and make theirs views of the copy."""
+        """Copy the planes of all states behind each other, and make theirs views of the copy, if any is new."""
+        if not self.stale:
+            return
+        self.stale = False
         planes = [plane for state in self.states for plane in state.planes]
         spare = torch.zeros(64, dtype=torch.uint8, device=self.states[0].ring.device)  # never empty
         self.data, start = torch.cat([*(plane.reshape(-1) for plane in planes), spare]), 0
@@ -95,8 +103,7 @@ class AdaptiveState(KVState):
         if adaptive.role == "key" and adaptive.energy is None:
             self.compensation = empty(batch, heads, 1, 1, dtype=torch.float32)
         self.count = self.written = self.unpacked_from = 0
-        pool.states.append(self)
-        pool.refresh()
+        pool.add(self)
         self._resized()
 
     @classmethod
@@ -129,7 +136,7 @@ class AdaptiveState(KVState):
     @torch.inference_mode(False)
     def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor of its own by ``fn`` of it."""
-        self.planes = [fn(plane) for plane in self.planes]
+        self.planes, self.pool.stale = [fn(plane) for plane in self.planes], True
         self.host.tokens = fn(self.host.tokens)
         for name, tensor in list(self.tensors()):
             setattr(self, name, fn(tensor))
@@ -142,10 +149,10 @@ class AdaptiveState(KVState):
         """Make room for ``tokens`` tokens, growing geometrically; contents are kept."""
         size, packed, have = self.spec.page_size, self.spec.packed(tokens), self.scale.shape[2]
         if packed > have or not have:
-            room = max(packed, have + have // _GROWTH, 4 * size) // size * size
-            for name in (*_TABLES, "levels"):
-                old = getattr(self, name)
-                self._grow(name, old, room // size if name == "levels" else room)
+            room = max(packed, have + have // GROWTH, 4 * size) // size * size
+            for name in _TABLES:
+                setattr(self, name, grown(getattr(self, name), room))
+            self.levels = grown(self.levels, room // size)
         wanted = self.scale.shape[2] if self.spec.adaptive.keep_originals else max(size, packed - self.count)
         if wanted != self.host.tokens.shape[2]:
             old = self.host.tokens
@@ -153,11 +160,6 @@ class AdaptiveState(KVState):
             if self.spec.adaptive.keep_originals:
                 self.host.tokens[:, :, : old.shape[2]] = old
         self._resized()
-
-    def _grow(self, name: str, old: Tensor, room: int) -> None:
-        new = old.new_zeros(*old.shape[:2], room, old.shape[3])
-        new[:, :, : old.shape[2]] = old
-        setattr(self, name, new)
 
     def crop(self, old: int, new: int) -> None:
         super().crop(old, new)
@@ -172,13 +174,13 @@ class AdaptiveState(KVState):
         """
         adaptive, widths, packed = self.spec.adaptive, self.spec.adaptive.widths, self.spec.packed(n)
         known, old = self._tokens(self.count), self.count
-        self._add(slice(old, packed))
-        new = self.host.tokens[:, :, old if adaptive.keep_originals else 0 :][:, :, : packed - old]
+        start = old if adaptive.keep_originals else 0
+        new = self.host.tokens[:, :, start : start + packed - old].to(self.ring.device)
+        self._add(new, slice(old, packed))
         step, zero_point = (table[:, :, :packed] for table in (self.scale, self.zero_point))
-        cells = assign_cells(new.to(self.ring.device), step[:, :, old:], zero_point[:, :, old:], widths[-1])
+        cells = assign_cells(new, step[:, :, old:], zero_point[:, :, old:], widths[-1])
         codes = torch.cat([from_planes(known.planes, known.levels, widths), cells], 2)
         energy = adaptive.energy if self.compensation is None else self.compensation[..., 0]
-        energy = torch.as_tensor(energy if energy is not None else torch.nan, device=self.ring.device)
         worth = importance[..., self.spec.sinks : self.spec.sinks + packed]
         levels = levels_for(step, allowed_deviation(adaptive, n, worth, energy), widths)
         if adaptive.keep_originals:
@@ -188,7 +190,7 @@ class AdaptiveState(KVState):
         first, *self.planes = to_planes(codes, levels, widths)
         self._codes[:, :, :packed] = first
         self.levels[:, :, : packed // self.spec.page_size] = pack_levels(levels, self.spec.page_size)
-        self.count = packed
+        self.count, self.pool.stale = packed, True
         self._resized()
 
     def _tokens(self, count: int) -> Tokens:
@@ -198,10 +200,8 @@ class AdaptiveState(KVState):
         levels = unpack_levels(self.levels[:, :, : count // self.spec.page_size])
         return Tokens([codes, *self.planes], levels, step, zero_point, outliers[:, 0], where[:, 0])
 
-    def _add(self, part: slice) -> None:
-        """Ranges and outliers of tokens that are packed from now on."""
-        start = part.start if self.spec.adaptive.keep_originals else 0
-        x = self.host.tokens[:, :, start : start + part.stop - part.start].to(self.ring.device)
+    def _add(self, x: Tensor, part: slice) -> None:
+        """Keep ranges and outliers of ``x``, the tokens ``part`` that are packed from now on."""
         outliers, where, is_outlier = split_outliers(x, self.spec.adaptive.outliers)
         step, zero_point = fit_range(x, is_outlier, self.spec.adaptive.widths[-1], self.scale.dtype)
         if x.device.type == "cpu":

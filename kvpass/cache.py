@@ -102,8 +102,11 @@ def start_forward(layers: list[PackedLayer], batch: int, new_tokens: int) -> int
         layer.edges = edges
         if layer.evicts:
             heads = layer.importance_owner.importance.weights.shape[1]
-            shape = (batch, heads, layer.plan.key.budget)
-            layer.slots = slots.setdefault(shape, torch.zeros(shape, dtype=torch.int64, device=device))
+            if heads not in slots:
+                slots[heads] = torch.zeros(batch, heads, layer.plan.key.budget, dtype=torch.int64, device=device)
+            layer.slots = slots[heads]
+    if first.pool is not None:
+        first.pool.refresh()
     return stored
 
 

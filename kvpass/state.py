@@ -16,7 +16,15 @@ from .errors import KVPassError
 _POOLS = ("_codes", "scale", "zero_point")
 _MIN_PAGES = 4
 _SPARE = 61  # more than asked for, so that sizes that vary independently are not equal when a graph is captured
-_GROWTH = 32  # pools grow by 1/32: at most 3 % of slack, each byte copied at most 32 times over a cache's life
+GROWTH = 32  # pools grow by 1/32: at most 3 % of slack, each byte copied at most 32 times over a cache's life
+
+
+def grown(old: Tensor, size: int, dim: int = 2) -> Tensor:
+    """``old`` with ``size`` entries along ``dim``: its own, and zeros behind them."""
+    shape = (*old.shape[:dim], size, *old.shape[dim + 1 :])
+    new = old.new_zeros(shape)
+    new.narrow(dim, 0, old.shape[dim]).copy_(old)
+    return new
 
 
 class SharedTensors(tuple):
@@ -127,12 +135,10 @@ class KVState:
         have, need = self.scale.shape[2], self.spec.pages(tokens)
         if need <= have:
             return
-        pages = max(need, have + max(_MIN_PAGES, have // _GROWTH))
+        pages = max(need, have + max(_MIN_PAGES, have // GROWTH))
         for name, old in list(self.tensors()):
             if name in _POOLS:
-                new = old.new_zeros((*old.shape[:2], pages, *old.shape[3:]))
-                new[:, :, :have] = old
-                setattr(self, name, new)
+                setattr(self, name, grown(old, pages))
         self._resized()
 
     def carrier(self, n: int) -> Tensor:
@@ -216,8 +222,8 @@ class Importance:
         """Make room for ``tokens`` tokens; contents are kept."""
         have = self.weights.shape[2]
         if tokens > have:
-            more = max(tokens, have + have // _GROWTH) + _SPARE - have
-            self.map_(lambda w: torch.cat([w, w.new_zeros(*w.shape[:2], more)], 2))
+            room = max(tokens, have + have // GROWTH) + _SPARE
+            self.map_(lambda weights: grown(weights, room))
 
     @torch.inference_mode(False)
     def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
@@ -246,8 +252,8 @@ class RotaryState:
         """Make room for ``tokens`` tokens; contents are kept."""
         have = self.cos.shape[1]
         if tokens > have:
-            more = max(tokens, have + have // _GROWTH + 64) - have
-            self.map_(lambda table: torch.cat([table, table.new_zeros(len(table), more, table.shape[2])], 1))
+            room = max(tokens, have + have // GROWTH + 64)
+            self.map_(lambda table: grown(table, room, 1))
 
     @torch.inference_mode(False)
     def map_(self, fn: Callable[[Tensor], Tensor]) -> None:

@@ -120,10 +120,14 @@ def attend(
 @implements("attend_decoded", "reference")
 def attend_decoded(q, k, v, k_new, v_new, mask, causal, scale, softcap, rotary=None, sinks=None) -> Tensor:
     """The same over a past ``k``, ``v`` ``[B, H_kv, n, D]`` that is decoded already."""
-    if k.shape[2]:
-        k_new = torch.cat([k if rotary is None else rotate(k, *rotary), k_new], 2)
-        v_new = torch.cat([v, v_new], 2)
-    return attention(q, k_new, v_new, mask, causal, scale, softcap, sinks)
+    return attention(q, *with_present(k, v, k_new, v_new, rotary), mask, causal, scale, softcap, sinks)
+
+
+def with_present(k, v, k_new, v_new, rotary) -> tuple[Tensor, Tensor]:
+    """Keys and values of the past, keys rotated, with those of the call behind them."""
+    if not k.shape[2]:
+        return k_new, v_new
+    return torch.cat([k if rotary is None else rotate(k, *rotary), k_new], 2), torch.cat([v, v_new], 2)
 
 
 @implements("attend_scored", "reference")
@@ -135,11 +139,7 @@ def attend_scored(
     k, v = key[0], value[0]
     if len(key) > 1:
         k, v = decode(*key, n, k_spec, (), (center,)), decode(*value, n, v_spec)
-    if n:
-        k = torch.cat([k if rotary is None else rotate(k, *rotary), k_new], 2)
-        v = torch.cat([v, v_new], 2)
-    else:
-        k, v = k_new, v_new
+    k, v = with_present(k, v, k_new, v_new, rotary)
     if mask is not None and k_spec.budget is not None:
         mask = with_past(mask, importance, n, q.shape)
     out = attention(q, k, v, mask, causal, scale, softcap, sinks)

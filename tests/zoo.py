@@ -1,6 +1,6 @@
 """Tiny random models of many architectures: what is special about each, in a config that takes seconds."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import transformers
@@ -53,6 +53,7 @@ class Species:
     """One architecture.
 
     kind: prefix of its transformers classes. packed: layers kvpass packs; None where it refuses the model.
+    config_class: of its config, where that is not named after ``kind``.
     fused: those of them whose attention is fused; None for all.
     attention: how it is usually run, "sdpa" or "eager".
     why: what stands in the report, or the error, for layers that are not packed.
@@ -64,13 +65,13 @@ class Species:
     why: str = ""
     attention: str = "sdpa"
     fused: int | None = None
-    options: dict = field(default_factory=dict)
+    config_class: str = ""
 
     def model(self, attention: str):
         """A model in eval mode that never emits an end token; ``attention`` is "sdpa" or "eager"."""
         torch._dynamo.reset()
         torch.manual_seed(0)
-        config_class = getattr(transformers, self.options.get("config", f"{self.kind}Config"))
+        config_class = getattr(transformers, self.config_class or f"{self.kind}Config")
         config = config_class(**self.config, bos_token_id=1, eos_token_id=None, attn_implementation=attention)
         names = (f"{self.kind}ForCausalLM", f"{self.kind}LMHeadModel")
         model_class = next(getattr(transformers, name) for name in names if hasattr(transformers, name))
@@ -98,7 +99,7 @@ ZOO = {
     "Gemma 2": Species("Gemma2", dict(_GQA, **_SLIDING, query_pre_attn_scalar=16), 1, "Sliding", "eager"),
     "Gemma 3": Species(
         "Gemma3", dict(_GQA, **_SLIDING, query_pre_attn_scalar=16, num_hidden_layers=6), 1, "Sliding",
-        options=dict(config="Gemma3TextConfig"),
+        config_class="Gemma3TextConfig",
     ),
     "Phi": Species("Phi", _GQA),
     "Phi-3": Species("Phi3", dict(_GQA, pad_token_id=0)),

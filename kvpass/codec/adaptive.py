@@ -141,15 +141,16 @@ def decode_tokens(tokens: Tokens, widths: Sequence[int]) -> Tensor:
     return flat.view(batch, count, heads, dim).transpose(1, 2)
 
 
-def allowed_deviation(spec: Adaptive, seen: int, importance: Tensor, energy: Tensor | None) -> Tensor:
+def allowed_deviation(spec: Adaptive, seen: int, importance: Tensor, energy: Tensor | float | None) -> Tensor:
     """The standard deviation each token's error may have, ``[B, H, T]`` (section 4.1 of the paper).
 
     seen: tokens that are attended to. importance: the attention expected, ``[B, H, T]``. energy: squared norm of scaled
-    queries, ``[B, H, 1]``, for keys.
+    queries, one for all or ``[B, H, 1]``, for keys.
     """
     if spec.role == "value":
         return spec.sigma / (math.sqrt(seen) * importance.clamp_min(1e-12))
-    variance = math.log1p(seen**3 / max(1, seen - 1) * spec.sigma**2) / energy.clamp_min(1e-12)
+    energy = torch.as_tensor(energy, device=importance.device).clamp_min(1e-12)
+    variance = math.log1p(seen**3 / max(1, seen - 1) * spec.sigma**2) / energy
     return variance.sqrt().expand_as(importance)
 
 
