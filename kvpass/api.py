@@ -10,8 +10,10 @@ from kvpass.lowering import table
 
 from . import schemes
 from .calibration.artifact import Calibration
+from .discover import BufferedCache, discover
 from .errors import KVPassError
 from .graph.report import Report
+from .plain import BufferRuntime, HandedRuntime
 from .runtime import Runtime, probe
 from .schemes import SchemeConfig
 
@@ -25,12 +27,18 @@ def apply(
     strict: bool = False,
     lowering: str = "auto",
     max_cache_len: int | None = None,
+    example_inputs: tuple | dict[str, Any] | None = None,
 ) -> nn.Module:
     """Pack the KV cache of ``model`` with ``scheme``, in place; returns the model. User code stays as it is.
 
     From then on every fresh ``DynamicCache`` or ``StaticCache`` that reaches ``model.forward`` (from ``generate`` or
     from you) holds packed codes in its full-attention layers. Other layers stay in full precision and are reported by
     `explain`. Inference only: gradients are not tracked, and a model in training mode is left alone.
+
+    A decoder that is not from transformers is packed with ``example_inputs``: a first call of at least 2 tokens, with
+    all it needs. It may keep keys and values in tensors ``[B, H_kv, T, D]`` or ``[B, T, H_kv, D]`` that its modules
+    hold and write at a position that is an argument, or take the cache and return the next one. It stays as it is;
+    position 0 starts a new text, an earlier position goes back. `remove` returns the tensors.
 
     Args:
         scheme: a name (`kvpass.schemes.available`), a dict ``{"scheme": "kivi", "bits": 4}``, a config, or what
@@ -39,6 +47,7 @@ def apply(
         lowering: "auto", the name of one implementation ("reference", "inductor"), or "eager" for no compilation at
             all: correct, slower, the oracle of the compiled path.
         max_cache_len: allocate this many tokens at once instead of growing. A longer sequence raises.
+        example_inputs: arguments of ``model.forward``, by position or by name, for decoders with a cache of their own.
 
     Raises:
         KVPassError: unknown scheme, a group that does not divide the head, a model with no attention to pack, a model
@@ -55,7 +64,12 @@ def apply(
     if max_cache_len is not None and max_cache_len < 1:
         raise KVPassError(f"max_cache_len={max_cache_len} must be positive.")
     calibrated = isinstance(scheme, Calibration)
-    config, layers = scheme.scheme if calibrated else schemes.get(scheme), probe(model)
+    config, found = scheme.scheme if calibrated else schemes.get(scheme), None
+    if example_inputs is None:
+        layers = probe(model)
+    else:
+        found = discover(model, example_inputs)
+        layers = found.geometry()
     if calibrated:
         scheme.check(model, layers)
     elif config.needs_calibration:
@@ -63,15 +77,14 @@ def apply(
             f"{config.name!r} predicts layers from each other, and has to be calibrated on the model first: "
             f"calibration = kvpass.calibrate(model, ids, {config.name!r}), then kvpass.apply(model, calibration)."
         )
-    runtime = Runtime(
-        model,
-        config,
-        layers,
-        strict=strict,
-        lowering=lowering,
-        max_cache_len=max_cache_len,
-        predictors=scheme.predictors if calibrated else {},
-    )
+    options = dict(strict=strict, lowering=lowering, max_cache_len=max_cache_len)
+    options["predictors"] = scheme.predictors if calibrated else {}
+    if found is None:
+        runtime = Runtime(model, config, layers, **options)
+    else:
+        kind = BufferRuntime if isinstance(found, BufferedCache) else HandedRuntime
+        runtime = kind(model, config, layers, found, **options)
+        runtime.install()
     if calibrated:
         runtime.report.calibration, runtime.report.calibration_nbytes = str(scheme), scheme.nbytes
 
@@ -100,6 +113,7 @@ def _runtime(model: nn.Module) -> Runtime:
 def remove(model: nn.Module) -> nn.Module:
     """Undo `apply` exactly; returns the model. Caches packed meanwhile cannot be used any more."""
     runtime = _runtime(model)
+    runtime.uninstall()
     if runtime.had_own_forward:
         model.forward = runtime.original
     else:

@@ -13,6 +13,7 @@ from .graph.lower import lower
 from .graph.normalise import normalise
 from .graph.report import GraphReport
 from .graph.rewrite import count, rewrite
+from .graph.written import presents
 
 _OPTIONS = {"strict", "lowering", "interpret", "scheme"}
 
@@ -33,7 +34,7 @@ class Backend:
 
     def __call__(self, gm: GraphModule, example_inputs) -> Callable:
         normal = normalise(gm)
-        attentions, refused = find(normal.graph)
+        attentions, refused = find(normal.graph, presents(normal.graph))
         module = rewrite(normal, example_inputs, attentions, refused)
         report = GraphReport(len(attentions), refused=refused, compiled=not self.interpret, **count(module))
         if self.strict and (refused or report.decoded):

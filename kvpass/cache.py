@@ -51,21 +51,26 @@ def swap_layers(
             )
         capacity = getattr(old, "max_cache_len", None) or max_cache_len
         layers[index] = PackedLayer(plan, geometry, owner, lowering, capacity)
-    pre_rope = [index for index, (plan, _) in plans.items() if plan.key.pre_rope]
-    evicting = [index for index, (plan, _) in plans.items() if plan.evicts]
+    connect({index: layers[index] for index in plans}, predictors)
+    cache.layers[:] = layers
+    cache.layer_class_to_replicate = None
+
+
+def connect(layers: dict[int, PackedLayer], predictors: dict[int, tuple[SharedTensors, SharedTensors]]) -> None:
+    """Tell the packed layers of one cache of each other: whose codes they use, who decides for all, who is below."""
+    pre_rope = [layer for layer in layers.values() if layer.plan.key.pre_rope]
+    evicting = [layer for layer in layers.values() if layer.plan.evicts]
     pool = PlanePool()
-    for index, (plan, _) in plans.items():
-        layer = layers[index]
+    for index, layer in layers.items():
+        plan = layer.plan
         layer.pool = pool if plan.adaptive else None
         layer.key_source = None if plan.key_source is None else layers[plan.key_source]
         layer.value_source = None if plan.value_source is None else layers[plan.value_source]
-        layer.rotary_owner = layers[pre_rope[0]] if pre_rope else layer
-        layer.importance_owner = layers[evicting[0]] if plan.key.shared_eviction else layer
+        layer.rotary_owner = pre_rope[0] if pre_rope else layer
+        layer.importance_owner = evicting[0] if plan.key.shared_eviction else layer
         if plan.looks_below:
-            layer.below, layer.predictors = layers[plans[index][1].below], predictors[index]
+            layer.below, layer.predictors = layers[layer.geometry.below], predictors[index]
             layer.below.is_below = True
-    cache.layers[:] = layers
-    cache.layer_class_to_replicate = None
 
 
 def start_forward(layers: list[PackedLayer], batch: int, new_tokens: int) -> int:

@@ -193,22 +193,13 @@ class PackedLayer(CacheLayerMixin):
                 "A packed cache was updated outside of the forward kvpass was applied to. Call model(...) or "
                 "model.generate(...), not a submodule, or pass a cache of its own to the submodule."
             )
-        if self.plan.needs_importance and not torch.compiler.is_compiling():
-            raise KVPassError(
-                "What is stored depends on attention, which needs the pass: this forward was not captured."
-            )
-        for x in (key_states, value_states):
-            self._check_dtype(x)
-        past = None
-        if torch.compiler.is_compiling() or length_of(self.length):
-            past = self._read()
-        beside = self._append(self.key_state, key_states, 0)
-        self._append(self.value_state, value_states, 1, beside)
+        past = self.read() if torch.compiler.is_compiling() or length_of(self.length) else None
+        self.append(key_states, value_states)
         if past is None:
             return key_states, value_states
         return tuple(torch.cat(pair, 2) for pair in zip(past, (key_states, value_states), strict=True))
 
-    def _read(self) -> tuple[Tensor, Tensor]:
+    def read(self) -> tuple[Tensor, Tensor]:
         """The past as attention sees it, keys rotated; left for the layer above as it is stored."""
         k_below, v_below = self.below.past if self.plan.looks_below else (None, None)
         keys = self._decode(self.key_state, k_below)
@@ -223,6 +214,17 @@ class PackedLayer(CacheLayerMixin):
             rotary = self.rotary_owner.rotary
             keys = torch.ops.kvpass.rotate(keys, rotary.cos, rotary.sin, "")
         return keys, values
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Store the present, ``[B, H_kv, S, D]`` each."""
+        if self.plan.needs_importance and not torch.compiler.is_compiling():
+            raise KVPassError(
+                "What is stored depends on attention, which needs the pass: this forward was not captured."
+            )
+        for x in (keys, values):
+            self._check_dtype(x)
+        beside = self._append(self.key_state, keys, 0)
+        self._append(self.value_state, values, 1, beside)
 
     def _decode(self, state: KVState, below: Tensor | None, beside: Tensor | None = None) -> Tensor:
         if not looks_below(state.spec.predictor):

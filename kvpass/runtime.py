@@ -7,6 +7,7 @@ import types
 import uuid
 import weakref
 from collections.abc import Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -116,10 +117,7 @@ class Runtime:
         self.had_own_forward = "forward" in vars(model)
         self.original = model.forward
         self.parameters = list(inspect.signature(self.original).parameters)
-        original = self.original
-
-        def call(*args, **kwargs):
-            return original(*args, **kwargs)
+        body = self._body()
 
         def compiled(interpret: bool):
             backend = Backend(
@@ -128,9 +126,18 @@ class Runtime:
                 interpret=interpret,
                 graphs=self.report.graphs,
             )
-            return torch.compile(_with_own_code(call), backend=backend, fullgraph=self.one_graph)
+            return torch.compile(_with_own_code(body), backend=backend, fullgraph=self.one_graph)
 
         self.decode_step, self.captured = compiled(interpret=False), compiled(interpret=True)
+
+    def _body(self):
+        """What is compiled."""
+        original = self.original
+
+        def call(*args, **kwargs):
+            return original(*args, **kwargs)
+
+        return call
 
     def _place(self, predictors) -> dict[int, tuple[SharedTensors, SharedTensors]]:
         """``predictors`` where their layers are."""
@@ -139,6 +146,9 @@ class Runtime:
             for index, (plan, layer) in self.plans.items()
             if plan.looks_below
         }
+
+    def uninstall(self) -> None:
+        """Nothing of the model's own was taken away."""
 
     def forward(self, *args, **kwargs):
         """The model's forward over a packed cache."""
@@ -153,15 +163,23 @@ class Runtime:
             cache = kwargs["past_key_values"] = DynamicCache(config=self.model().config)
         layers = self.adopt(cache)
         stored, seen = start_forward(layers, batch, new_tokens), layers[0].seen
-        succeeded = False
-        try:
+        with self._one_forward(layers, new_tokens):
             self._set_mask(kwargs, stored + new_tokens, seen + new_tokens)
             self._drop_defaults(kwargs, seen, new_tokens)
             run = self._choose(stored, new_tokens)
             if run is not self.original:
                 self._canonicalise(kwargs)
+            output = run(**kwargs)
+        self._measure(cache.layers)
+        return output
+
+    @contextmanager
+    def _one_forward(self, layers: list[PackedLayer], new_tokens: int):
+        """Commit what ``layers`` stored when it went well, and say in kvpass's words why it did not."""
+        succeeded = False
+        try:
             with torch.no_grad():
-                output = run(**kwargs)
+                yield
             succeeded = True
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, KVPassError):
@@ -181,8 +199,6 @@ class Runtime:
             ) from error
         finally:
             finish_forward(layers, new_tokens, succeeded)
-        self._measure(cache)
-        return output
 
     def _uses_cache(self, kwargs) -> bool:
         if self.model().training:
@@ -267,9 +283,9 @@ class Runtime:
             if isinstance(tensor, Tensor) and tensor.ndim >= 2 and tensor.shape[1] > 1:
                 torch._dynamo.maybe_mark_dynamic(tensor, 1)
 
-    def _measure(self, cache: Cache) -> None:
+    def _measure(self, layers: Sequence) -> None:
         """Note the bytes of the cache just used; it may be gone when `explain` asks."""
-        for row, layer in zip(self.report.layers, cache.layers, strict=False):
+        for row, layer in zip(self.report.layers, layers, strict=False):
             if isinstance(layer, PackedLayer):
                 self.report.tokens, self.report.batch = layer.seen, layer.batch_size
                 row.nbytes, row.full_nbytes = layer.nbytes, layer.full_nbytes

@@ -1,8 +1,9 @@
 """Stage 2: attention over a packed cache.
 
 An attention is ``scaled_dot_product_attention``, or a softmax between two matrix products. Its keys and values are
-followed back through views and head repetition to ``cat([kvpass.decode(state), present])``. Whatever is not understood
-is refused with a reason, and keeps the decode: correct, slower, reported.
+followed back through views and head repetition to ``cat([kvpass.decode(state), present])``, or found out to be that by
+running what is in between (`kvpass.graph.written`). Whatever is not understood is refused with a reason, and keeps the
+decode: correct, slower, reported.
 """
 
 import math
@@ -13,11 +14,10 @@ from torch.fx import Graph, Node
 
 from ..codec.predict import looks_below
 from ..codec.spec import parse
-from .scores import CASTS, PRODUCTS, SAME_VALUES, NotUnderstood, Scores, read_scores, shape
+from .scores import CASTS, PRODUCTS, SAME_VALUES, NotUnderstood, insert_bias, read_scores, shape
+from .written import DECODE, ROTATE, read_back
 
 aten = torch.ops.aten
-DECODE = torch.ops.kvpass.decode.default
-ROTATE = torch.ops.kvpass.rotate.default
 _SPEC = 5  # which argument of DECODE
 
 
@@ -26,11 +26,13 @@ class Source:
     """Where attention's keys or values come from: ``cat([past, present])``, heads repeated in order.
 
     past: what decodes the cache; rotation: what turns it before it is read, if keys are stored before rotary embedding.
+    padded: there is room behind the present, which the mask hides.
     """
 
     past: Node
     present: Node
     rotation: Node | None = None
+    padded: bool = False
 
     @property
     def needed_elsewhere(self) -> bool:
@@ -42,9 +44,9 @@ class Source:
 
 @dataclass
 class Attention:
-    """One matched attention; ``output`` is the node to replace, ``[B, H_q, S, D]`` or ``[B * H_q, S, D]``.
+    """One matched attention; ``output`` is the node to replace, ``[B, H_q, S, D]``, ``[B * H_q, S, D]`` or
+    ``[B, H_kv, r, S, D]``.
 
-    scores: what stands before the softmax, if that is spelled out; a mask then still has to be computed.
     sinks: logits ``[1, H_q, 1, 1]`` that take part in the softmax and have no value.
     """
 
@@ -56,19 +58,21 @@ class Attention:
     causal: bool
     scale: float
     softcap: float = 0.0
-    scores: Scores | None = None
     sinks: Node | None = None
 
 
-def find(graph: Graph) -> tuple[list[Attention], list[str]]:
-    """Every attention over packed state, in graph order, and the reasons for those that read it and were refused."""
+def find(graph: Graph, presents: dict[Node, Node]) -> tuple[list[Attention], list[str]]:
+    """Every attention over packed state, in graph order, and the reasons for those that read it and were refused.
+
+    presents: see `kvpass.graph.written`.
+    """
     found, refused = [], []
-    for node in graph.nodes:
+    for node in list(graph.nodes):
         try:
             if node.target is aten.scaled_dot_product_attention.default:
-                found.append(_from_sdpa(node))
+                found.append(_from_sdpa(node, presents))
             elif node.target is aten.softmax.int and _reads_packed(node):
-                found.append(_from_softmax(node))
+                found.append(_from_softmax(node, presents))
         except NotUnderstood as reason:
             if _reads_packed(node):
                 refused.append(str(reason))
@@ -105,7 +109,16 @@ def _keeps_values(node: Node) -> bool:
     return node.target in SAME_VALUES
 
 
-def _source(node: Node) -> Source:
+def _source(node: Node, presents: dict[Node, Node]) -> Source:
+    """Where keys or values ``[B, H, T, D]`` come from. Raises `NotUnderstood`."""
+    if presents and (read := read_back(node, presents)) is not None:
+        past, present, padded = read
+        rotation = past if past.target is ROTATE else None
+        return Source(past.args[0] if rotation else past, present, rotation, padded)
+    return _peeled(node)
+
+
+def _peeled(node: Node) -> Source:
     """Peel value-preserving ops and head repetition off keys or values laid out ``[B, H, T, D]``."""
     while True:
         if node.op != "call_function":
@@ -146,19 +159,21 @@ def _unrepeated(node: Node) -> Node:
     raise NotUnderstood("keys or values are reshaped in a way that is not head repetition")
 
 
-def _from_sdpa(node: Node) -> Attention:
+def _from_sdpa(node: Node, presents: dict[Node, Node]) -> Attention:
     def argument(position: int, name: str, default=None):
         return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
     query, key, value = node.args[:3]
     if argument(4, "dropout_p", 0.0):
         raise NotUnderstood("attention with dropout")
-    scale = node.kwargs.get("scale")
+    scale, source = node.kwargs.get("scale"), _source(key, presents)
+    if source.padded and (argument(3, "attn_mask") is None or argument(5, "is_causal", False)):
+        raise NotUnderstood("keys have room behind them that no mask hides")
     return Attention(
         output=node,
         query=query,
-        key=_source(key),
-        value=_source(value),
+        key=source,
+        value=_source(value, presents),
         mask=argument(3, "attn_mask"),
         causal=bool(argument(5, "is_causal", False)),
         scale=float(scale) if scale is not None else 1 / math.sqrt(shape(query)[-1]),
@@ -171,7 +186,7 @@ def _only_user(node: Node) -> Node:
     return next(iter(node.users))
 
 
-def _from_softmax(node: Node) -> Attention:
+def _from_softmax(node: Node, presents: dict[Node, Node]) -> Attention:
     if node.args[1] not in (-1, len(shape(node)) - 1):
         raise NotUnderstood("softmax over another dim than the keys")
     before, sinks = _without_sinks(node.args[0])
@@ -188,10 +203,13 @@ def _from_softmax(node: Node) -> Attention:
     last = {len(shape(scores.keys)) - 2, len(shape(scores.keys)) - 1}
     if scores.keys.target is not aten.transpose.int or {d % (max(last) + 1) for d in scores.keys.args[1:]} != last:
         raise NotUnderstood("keys are not transposed on their last two dims")
-    key, value = _source(scores.keys.args[0]), _source(output.args[1])
-    return Attention(
-        output, _with_heads(scores.query), key, value, None, False, scores.scale, scores.softcap, scores, sinks
-    )  # fmt: skip
+    key, value = _source(scores.keys.args[0], presents), _source(output.args[1], presents)
+    query = _with_heads(scores.query)
+    with output.graph.inserting_before(output):
+        mask = insert_bias(output.graph, scores, query)
+    if key.padded and mask is None:
+        raise NotUnderstood("keys have room behind them that no mask hides")
+    return Attention(output, query, key, value, mask, False, scores.scale, scores.softcap, sinks)
 
 
 def _without_sinks(node: Node) -> tuple[Node, Node | None]:
@@ -221,9 +239,14 @@ def _merges_heads(node: Node) -> bool:
 
 
 def _with_heads(query: Node) -> Node:
-    """Queries ``[B, H, S, D]``, before their heads were merged with the batch."""
+    """Queries ``[B, H, S, D]``, before their heads were merged with the batch, or after groups were merged."""
     while query.op == "call_function" and (_merges_heads(query) or (len(shape(query)) == 3 and _keeps_values(query))):
         query = query.args[0]
+    if len(shape(query)) == 5:
+        with query.graph.inserting_after(query):
+            merged = query.graph.call_function(aten.flatten.using_ints, (query, 1, 2))
+        merged.meta["val"] = query.meta["val"].flatten(1, 2)
+        return merged
     if len(shape(query)) != 4:
         raise NotUnderstood(f"queries of shape {shape(query)}; [B, H, S, D] is understood")
     return query

@@ -9,19 +9,18 @@ from torch.fx import Graph, GraphModule, Node
 from ..codec.eviction import statistic
 from ..codec.spec import parse
 from ..errors import KVPassError
-from .find import DECODE, ROTATE, Attention
+from ..codec.window import LENGTH_OFFSET
+from .find import Attention
 from .masks import structure
 from .normalise import NormalGraph, in_place
 from .rotary import Rotations, insert_tables, turns_alike
-from .scores import insert_bias
+from .written import APPEND, DECODE, FUNCTIONALIZED, ROTATE
 
 aten = torch.ops.aten
-APPEND = torch.ops.kvpass.append_.default
 APPEND_ROTARY = torch.ops.kvpass.append_rotary_.default
 ATTEND = torch.ops.kvpass.attend.default
 ATTEND_DECODED = torch.ops.kvpass.attend_decoded.default
 ATTEND_SCORED = torch.ops.kvpass.attend_scored.default
-_FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
 _SCALE, _LENGTH, _SPEC, _PREDICTOR = 1, 4, 5, 9  # arguments of DECODE; codes may be another layer's, scales are its own
 _DEFAULTS = {a.name: a.default_value for a in APPEND._schema.arguments if a.has_default_value()}
 _ARGUMENTS = [argument.name for argument in APPEND._schema.arguments]
@@ -45,9 +44,8 @@ def rewrite(normal: NormalGraph, inputs: Sequence, attentions: list[Attention], 
         rotary = _store_before_rotation(graph, inputs, appends.values(), taps)
     importance = _importance(appends.values(), taps, refused)
     for attention in attentions:
-        if attention.scores is not None:
-            with graph.inserting_before(attention.output):
-                attention.mask = insert_bias(graph, attention.scores, attention.query)
+        if attention.key.padded:
+            _cut_mask(graph, attention)
         _drop_structural_mask(attention)
         paid = _replace(graph, attention, importance.get(attention.key.past.args[_SCALE]))
         for arguments in appends.values():
@@ -141,6 +139,21 @@ def _store_before_rotation(
     return call
 
 
+def _cut_mask(graph: Graph, attention: Attention) -> None:
+    """Where keys had room behind them, keep the columns of the mask that are for tokens."""
+    length, present, mask = attention.key.past.args[_LENGTH], attention.key.present, attention.mask
+    with graph.inserting_before(attention.output):
+        sizes = [graph.call_function(aten.sym_size.int, args) for args in ((length, 0), (present, 2))]
+        total = graph.call_function(operator.add, tuple(sizes))
+        total = graph.call_function(operator.sub, (total, LENGTH_OFFSET))
+        cut = graph.call_function(aten.slice.Tensor, (mask, -1, 0, total))
+    sizes[0].meta["val"], sizes[1].meta["val"] = length.meta["val"].shape[0], present.meta["val"].shape[2]
+    total.args[0].meta["val"] = sizes[0].meta["val"] + sizes[1].meta["val"]
+    total.meta["val"] = total.args[0].meta["val"] - LENGTH_OFFSET
+    cut.meta["val"] = mask.meta["val"][..., : total.meta["val"]]
+    attention.mask = cut
+
+
 def _drop_structural_mask(attention: Attention) -> None:
     if attention.mask is None:
         return
@@ -192,6 +205,9 @@ def _replace(graph: Graph, attention: Attention, importance: Node | None) -> Nod
         if out.ndim == 3:  # heads merged with the batch
             result = graph.call_function(torch.ops.aten.flatten.using_ints, (result, 0, 1))
             result.meta["val"] = new.meta["val"].flatten(0, 1)
+        elif out.ndim == 5:  # heads that share keys and values in a dim of their own
+            result = graph.call_function(torch.ops.aten.unflatten.int, (result, 1, list(out.shape[1:3])))
+            result.meta["val"] = new.meta["val"].unflatten(1, out.shape[1:3])
     attention.output.replace_all_uses_with(result)
     return paid
 
@@ -205,7 +221,7 @@ def _refuse_bias(attention: Attention) -> None:
 
 
 def _is_append(node: Node) -> bool:
-    return node.target is _FUNCTIONALIZED and node.args[0] is APPEND
+    return node.target is FUNCTIONALIZED and node.args[0] is APPEND
 
 
 def _placeholder(base: Node) -> Node:

@@ -19,7 +19,7 @@ SAME_VALUES = {
     aten.detach.default,
     aten.dropout.default,
 }
-CASTS = {aten.to.dtype, aten._to_copy.default}
+CASTS = {aten.to.dtype, aten._to_copy.default, aten.type_as.default, aten.to.other}
 PRODUCTS = {aten.matmul.default, aten.bmm.default}
 _FILLS = {aten.masked_fill.Scalar: 0, aten.masked_fill.Tensor: 0, aten.where.self: 1, aten.where.ScalarOther: 1}
 """Ops that put other values in place of some scores -> which argument the scores are."""
@@ -78,7 +78,7 @@ def read_scores(node: Node) -> Scores:
         if biased:
             raise NotUnderstood("a bias is added before the softcap")
         chain, biased = kept, biased_after
-    if biased and dims != 4:
+    if biased and dims not in (4, 5):
         raise NotUnderstood(f"a bias is added to scores of {dims} dims; [B, H, S, T] is understood")
     # scores = cap * tanh(factor * q.k): as an op, scale is what multiplies q.k before the division by softcap
     return Scores(node, query, keys, scale * cap if cap else scale, cap, chain[::-1] if biased else [])
@@ -119,6 +119,10 @@ def insert_bias(graph: Graph, scores: Scores, like: Node) -> Node | None:
             args = list(node.args)
             args[_FILLS.get(node.target, 0)] = value
             value = call(node.target, *args, **node.kwargs)
+    if len(shape(value)) == 5:
+        value = call(aten.flatten.using_ints, value, 1, 2)
+    elif len(shape(scores.product)) == 5 and shape(value)[:2] != (1, 1):
+        raise NotUnderstood(f"a bias of shape {shape(value)} is added to scores of shape {shape(scores.product)}")
     dtype = like.meta["val"].dtype
     if value.meta["val"].dtype in (torch.bool, dtype):
         return value

@@ -1,0 +1,257 @@
+"""The forward that `kvpass.apply` puts in front of a decoder that keeps its own cache, in buffers or passed in and out.
+
+The program stays as it is. In the captured graph it is handed the past decoded and leaves the present behind it, which
+the pass finds (`kvpass.graph.written`); without the pass that is what really happens, and as right.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from torch.utils._pytree import tree_leaves, tree_unflatten
+
+from .cache import connect, start_forward
+from .codec.window import length_of
+from .discover import BufferedCache, HandedCache
+from .errors import KVPassError
+from .layer import PackedLayer
+from .runtime import Runtime
+from .schemes import LayerGeometry, SchemeConfig
+from .tensor import PackedKV
+
+_PACKED = "packed"  # stands for the cache among the arguments
+
+
+class PlainRuntime(Runtime):
+    """What both kinds have in common; the found cache is ``self.found``."""
+
+    def __init__(
+        self, model: nn.Module, scheme: SchemeConfig, layers: dict[int, LayerGeometry | str], found, **options
+    ):
+        self.found, self.signature = found, inspect.signature(model.forward)
+        super().__init__(model, scheme, layers, **options)
+        if any(plan.evicts for plan, _ in self.plans.values()):
+            raise KVPassError(
+                "Evicting tokens needs a cache that counts the tokens seen apart from those kept: a transformers cache. "
+                "Use the scheme without its eviction."
+            )
+
+    def _new_cache(self) -> list[PackedLayer]:
+        layers = {
+            index: PackedLayer(plan, geometry, self.owner, self.lowering, self.max_cache_len)
+            for index, (plan, geometry) in self.plans.items()
+        }
+        connect(layers, self.predictors)
+        return list(layers.values())
+
+    def _arguments(self, args, kwargs) -> dict[str, Any]:
+        if self.model().training:
+            raise KVPassError("The model is in training mode, and its cache is packed: call model.eval().")
+        return dict(self.signature.bind(*args, **kwargs).arguments)
+
+    def _run(self, layers: list[PackedLayer], arguments: dict[str, Any]):
+        """One forward over ``layers``, which it ends."""
+        inputs = arguments[self.found.tokens]
+        new_tokens = inputs.shape[1]
+        stored = start_forward(layers, len(inputs), new_tokens)
+        with self._one_forward(layers, new_tokens):
+            run = self._choose(stored, new_tokens)
+            if run is not self.original:
+                self._canonicalise(arguments)
+            output = (self._body() if run is self.original else run)(layers, arguments)
+        by_index = dict(zip(self.plans, layers, strict=True))
+        self._measure([by_index.get(index) for index in range(len(self.report.layers))])
+        return output
+
+    def _choose(self, stored: int, new_tokens: int):
+        run = super()._choose(stored, new_tokens)  # uncaptured, a whole buffer in full precision would be made
+        return self.captured if run is self.original and not self.eager else run
+
+    def _canonicalise(self, arguments: dict[str, Any]) -> None:
+        for name, value in arguments.items():
+            if isinstance(value, Tensor):
+                arguments[name] = value.contiguous().view(-1).view(value.shape)
+        inputs = arguments[self.found.tokens]
+        if inputs.shape[1] > 1:
+            torch._dynamo.maybe_mark_dynamic(inputs, 1)
+
+
+class BufferRuntime(PlainRuntime):
+    """For a `BufferedCache`. There is one sequence of tokens, that of the model: position 0 starts it anew, an earlier
+    position than the last goes back."""
+
+    found: BufferedCache
+
+    def __init__(self, model, scheme, layers, found, *, max_cache_len, **options):
+        super().__init__(model, scheme, layers, found, max_cache_len=max_cache_len, **options)
+        self.capacity = min(found.capacity, max_cache_len or found.capacity)
+        self.layers = self._new_cache()
+        self.buffers = [found.layers[index] for index in self.plans]
+        self.shapes = [[tuple(getattr(b.owner, b.name).shape) for b in pair] for pair in self.buffers]
+        # nothing to read and nothing to write between forwards, and no bytes
+        self.stand_ins = [
+            [torch.empty(shape, device="meta", dtype=plan[1].dtype) for shape in shapes]
+            for shapes, plan in zip(self.shapes, self.plans.values(), strict=True)
+        ]
+
+    def install(self) -> None:
+        """Take the model's buffers away."""
+        for pair, stand_ins in zip(self.buffers, self.stand_ins, strict=True):
+            for buffer, stand_in in zip(pair, stand_ins, strict=True):
+                setattr(buffer.owner, buffer.name, stand_in)
+
+    def uninstall(self) -> None:
+        """Give them back, with what is stored."""
+        for layer, pair, shapes in zip(self.layers, self.buffers, self.shapes, strict=True):
+            stored = (layer.keys, layer.values) if layer.is_initialized else (None, None)
+            for buffer, shape, x in zip(pair, shapes, stored, strict=True):
+                whole = torch.zeros(shape, dtype=layer.geometry.dtype, device=layer.geometry.device)
+                setattr(buffer.owner, buffer.name, whole)
+                if x is not None:
+                    buffer.get()[: len(x), :, : layer.tokens] = x + 0
+
+    def forward(self, *args, **kwargs):
+        arguments = self._arguments(args, kwargs)
+        self._seek(arguments)
+        if not isinstance(arguments[self.found.position], Tensor):
+            arguments[self.found.position] = 0  # the graph counts for itself, and must not be one for each position
+        return self._run(self.layers, arguments)
+
+    def _seek(self, arguments: dict[str, Any]) -> None:
+        """Go to the position the arguments name. Reads it from the device, if it is a tensor there."""
+        name, count = self.found.position, arguments[self.found.tokens].shape[1]
+        position, stored = arguments.get(name), self.layers[0].tokens
+        start = int(position.flatten()[0]) if isinstance(position, Tensor) else position
+        if isinstance(position, Tensor) and position.numel() > 1:
+            expected = torch.arange(start, start + count, device=position.device)
+            if position.shape[-1] != count or not bool((position == expected).all()):
+                raise KVPassError(
+                    f"{name} is not {count} consecutive positions from {start} on; a packed cache needs that."
+                )
+        if start > stored:
+            raise KVPassError(
+                f"{name} starts at {start}, and the packed cache holds {stored} tokens: none may be left out."
+            )
+        if start + count > self.capacity:
+            raise KVPassError(f"The cache is full: {start} tokens and {count} more do not fit into {self.capacity}.")
+        if start == 0:
+            self._check_owners()
+        for layer in self.layers if start < stored or start == 0 else ():
+            layer.reset() if start == 0 else layer.crop(start - stored)
+
+    def _check_owners(self) -> None:
+        model = self.model()
+        for pair, stand_ins in zip(self.buffers, self.stand_ins, strict=True):
+            for buffer, stand_in in zip(pair, stand_ins, strict=True):
+                try:
+                    same = getattr(model.get_submodule(buffer.path), buffer.name) is stand_in
+                except AttributeError:
+                    same = False
+                if not same:
+                    raise KVPassError(
+                        f"{buffer.path}.{buffer.name} was replaced after kvpass.apply (caches set up again?). Call "
+                        "kvpass.remove(model) before that, and apply again after it."
+                    )
+
+    def _body(self):
+        original, found, runtime = self.original, self.found, self
+
+        def call(layers, arguments):
+            start, count = length_of(layers[0].length), arguments[found.tokens].shape[1]
+            position = arguments[found.position]
+            if isinstance(position, Tensor):
+                positions = torch.arange(start, start + count, dtype=position.dtype, device=position.device)
+                position = positions.expand(position.shape) if position.ndim else positions[0]
+            else:
+                position = start
+            for layer, pair in zip(layers, runtime.buffers, strict=True):
+                for buffer, past in zip(pair, layer.read(), strict=True):
+                    buffer.set(pad(past, (0, 0, 0, found.capacity - start)))
+            output = original(**{**arguments, found.position: position})
+            for layer, pair, stand_ins in zip(layers, runtime.buffers, runtime.stand_ins, strict=True):
+                layer.append(*(buffer.get()[:, :, start : start + count] for buffer in pair))
+                for buffer, stand_in in zip(pair, stand_ins, strict=True):
+                    setattr(buffer.owner, buffer.name, stand_in)
+            return output
+
+        return call
+
+
+class HandedRuntime(PlainRuntime):
+    """For a `HandedCache`. What the model returns as cache are `PackedKV`: they look like the tensors they stand for,
+    and are good for the next call, once."""
+
+    found: HandedCache
+
+    def install(self) -> None:
+        """Nothing is kept in the model."""
+
+    uninstall = install
+
+    def __init__(self, model, scheme, layers, found, **options):
+        super().__init__(model, scheme, layers, found, **options)
+        if (self.needs_queries or self.needs_rotation) and not found.takes_empty:
+            raise KVPassError(
+                f"{scheme.name!r} looks at the prompt through its cache, and {type(model).__name__} does not take an empty "
+                f"{found.parameter} for none: use a scheme such as 'kivi'."
+            )
+        if any(plan.looks_below or plan.adaptive for plan, _ in self.plans.values()):
+            raise KVPassError(
+                f"{scheme.name!r} reconstructs a layer from more than its own tensors, and a cache that is passed in and "
+                "out is made of separate ones: use a scheme such as 'kivi', or a transformers cache."
+            )
+
+    def forward(self, *args, **kwargs):
+        arguments, parameter = self._arguments(args, kwargs), self.found.parameter
+        layers = self._layers(arguments.pop(parameter, None))
+        stored, new_tokens = layers[0].tokens, arguments[self.found.tokens].shape[1]
+        captured = self._choose(stored, new_tokens) is not self.original
+        if stored or (captured and self.found.takes_empty):
+            arguments[parameter] = _PACKED
+        output = self._run(layers, arguments)
+        handles = [PackedKV.view(state, layer.tokens) for layer in layers for state in layer.states()]
+        for handle in handles:
+            handle.cache = layers
+        cache = tree_unflatten(handles, self.found.structure)
+        return (*output[: self.found.output], cache, *output[self.found.output :])
+
+    def _layers(self, cache) -> list[PackedLayer]:
+        if cache is None:
+            return self._new_cache()
+        leaves = tree_leaves(cache)
+        caches = {
+            id(leaf.cache): leaf.cache for leaf in leaves if isinstance(leaf, PackedKV) and hasattr(leaf, "cache")
+        }
+        if len(caches) != 1 or len(leaves) != 2 * len(self.plans):
+            raise KVPassError(
+                f"{self.found.parameter} is not what this model returned: pass that on as it is, or none to start anew."
+            )
+        (layers,) = caches.values()
+        if layers[0].owner != self.owner:
+            raise KVPassError(f"{self.found.parameter} was packed by another model or an earlier kvpass.apply.")
+        if leaves[0].num_tokens != layers[0].tokens:
+            raise KVPassError(
+                f"{self.found.parameter} holds {leaves[0].num_tokens} tokens and has been continued to "
+                f"{layers[0].tokens}: pass on what was returned last."
+            )
+        return layers
+
+    def _body(self):
+        original, found = self.original, self.found
+
+        def call(layers, arguments):
+            start, count = length_of(layers[0].length), arguments[found.tokens].shape[1]
+            if found.parameter in arguments:
+                past = [x for layer in layers for x in layer.read()]
+                arguments = {**arguments, found.parameter: tree_unflatten(past, found.structure)}
+            output = original(**arguments)
+            leaves = tree_leaves(output[found.output])
+            for i, layer in enumerate(layers):
+                layer.append(*(leaf[:, :, start : start + count] for leaf in leaves[2 * i : 2 * i + 2]))
+            return (*output[: found.output], *output[found.output + 1 :])
+
+        return call
