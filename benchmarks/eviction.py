@@ -17,6 +17,8 @@ from kvpass.schemes import QAQConfig, compose, get
 POLICIES = {  # of some 1,100 tokens
     "H2O 20 %": HeavyHitter(96, recent=96),
     "H2O 50 %": HeavyHitter(256, recent=256),
+    "H2O 20 %, 32 recent": HeavyHitter(160, recent=32),
+    "H2O 50 %, 32 recent": HeavyHitter(480, recent=32),
     "StreamingLLM 20 %": StreamingLLM(4, recent=192),
     "StreamingLLM 50 %": StreamingLLM(4, recent=512),
 }
