@@ -1,6 +1,7 @@
 """What users call."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,12 +11,13 @@ from kvpass.lowering import table
 
 from . import schemes
 from .calibration.artifact import Calibration
-from .discover import BufferedCache, discover
+from .discover import BufferedCache, bind, discover
 from .errors import KVPassError
 from .graph.report import Report
 from .plain import BufferRuntime, HandedRuntime
 from .runtime import Runtime, probe
-from .schemes import SchemeConfig
+from .schemes import LayerGeometry, SchemeConfig
+from .simulate import SimulatedRuntime, scout
 
 _ATTRIBUTE = "_kvpass"
 
@@ -38,7 +40,8 @@ def apply(
     A decoder that is not from transformers is packed with ``example_inputs``: a first call of at least 2 tokens, with
     all it needs. It may keep keys and values in tensors ``[B, H_kv, T, D]`` or ``[B, T, H_kv, D]`` that its modules
     hold and write at a position that is an argument, or take the cache and return the next one. It stays as it is;
-    position 0 starts a new text, an earlier position goes back. `remove` returns the tensors.
+    position 0 starts a new text, an earlier position goes back. `remove` returns the tensors. Where there is no cache
+    at all, it is simulated: attention is computed as over a packed one, each token as if it had been decoded by itself.
 
     Args:
         scheme: a name (`kvpass.schemes.available`), a dict ``{"scheme": "kivi", "bits": 4}``, a config, or what
@@ -64,12 +67,8 @@ def apply(
     if max_cache_len is not None and max_cache_len < 1:
         raise KVPassError(f"max_cache_len={max_cache_len} must be positive.")
     calibrated = isinstance(scheme, Calibration)
-    config, found = scheme.scheme if calibrated else schemes.get(scheme), None
-    if example_inputs is None:
-        layers = probe(model)
-    else:
-        found = discover(model, example_inputs)
-        layers = found.geometry()
+    config = scheme.scheme if calibrated else schemes.get(scheme)
+    kind, layers = _look_into(model, example_inputs)
     if calibrated:
         scheme.check(model, layers)
     elif config.needs_calibration:
@@ -79,12 +78,8 @@ def apply(
         )
     options = dict(strict=strict, lowering=lowering, max_cache_len=max_cache_len)
     options["predictors"] = scheme.predictors if calibrated else {}
-    if found is None:
-        runtime = Runtime(model, config, layers, **options)
-    else:
-        kind = BufferRuntime if isinstance(found, BufferedCache) else HandedRuntime
-        runtime = kind(model, config, layers, found, **options)
-        runtime.install()
+    runtime = kind(model, config, layers, **options)
+    runtime.install()
     if calibrated:
         runtime.report.calibration, runtime.report.calibration_nbytes = str(scheme), scheme.nbytes
 
@@ -96,6 +91,18 @@ def apply(
     model.forward = forward
     setattr(model, _ATTRIBUTE, runtime)
     return model
+
+
+def _look_into(model: nn.Module, example_inputs) -> tuple[Callable[..., Runtime], dict[int, LayerGeometry | str]]:
+    """What drives a model that keeps its cache the way ``model`` does, and what its layers hold."""
+    if example_inputs is None:
+        return Runtime, probe(model)
+    arguments = bind(model, example_inputs)
+    found = discover(model, arguments)
+    if found is None:
+        return SimulatedRuntime, scout(model, arguments)
+    kind = BufferRuntime if isinstance(found, BufferedCache) else HandedRuntime
+    return functools.partial(kind, found=found), found.geometry()
 
 
 def is_applied(model: nn.Module) -> bool:

@@ -19,7 +19,7 @@ _UNSEEN = 100.0  # noise this much larger in slots that have not been written mu
 
 @dataclass(frozen=True)
 class Buffer:
-    """A tensor that ``owner`` keeps as ``name``: ``[B, H_kv, T, D]``, or ``[B, T, H_kv, D]`` where ``token_dim`` is 1."""
+    """A tensor that ``owner`` keeps as ``name``: ``[B, H_kv, T, D]``, or ``[B, T, H_kv, D]`` if ``token_dim`` is 1."""
 
     path: str
     owner: nn.Module
@@ -58,7 +58,10 @@ class BufferedCache:
 @dataclass(frozen=True)
 class HandedCache:
     """A decoder that takes the cache as ``parameter`` and returns the next one as item ``output`` of a tuple: nested
-    lists of ``[B, H_kv, T, D]`` tensors, keys before values. takes_empty: no cache and one of no tokens are the same."""
+    lists of ``[B, H_kv, T, D]`` tensors, keys before values.
+
+    takes_empty: no cache and one of no tokens are the same to it.
+    """
 
     examples: list[Tensor]
     structure: TreeSpec
@@ -83,11 +86,8 @@ def _geometry(keys: list[Tensor | str]) -> dict[int, LayerGeometry | str]:
     return found
 
 
-def discover(model: nn.Module, example_inputs: tuple | dict[str, Any]) -> BufferedCache | HandedCache | None:
-    """How ``model`` keeps keys and values, or None if it has no cache. Runs it a few times; buffers are put back.
-
-    Raises `KVPassError` if it does not run on ``example_inputs``, or has a cache whose position is not understood.
-    """
+def bind(model: nn.Module, example_inputs: tuple | dict[str, Any]) -> dict[str, Any]:
+    """``example_inputs`` by name. Raises `KVPassError` if they do not fit ``model.forward``."""
     args, kwargs = ((), example_inputs) if isinstance(example_inputs, dict) else (tuple(example_inputs), {})
     try:
         bound = inspect.signature(model.forward).bind(*args, **kwargs)
@@ -95,7 +95,15 @@ def discover(model: nn.Module, example_inputs: tuple | dict[str, Any]) -> Buffer
         raise KVPassError(f"example_inputs do not fit {type(model).__name__}.forward: {error}") from error
     if bound.signature.parameters.keys() & {"args", "kwargs"} & bound.arguments.keys():
         raise KVPassError(f"{type(model).__name__}.forward takes *args or **kwargs: give it a signature with names.")
-    probe = _Probe(model, dict(bound.arguments))
+    return dict(bound.arguments)
+
+
+def discover(model: nn.Module, arguments: dict[str, Any]) -> BufferedCache | HandedCache | None:
+    """How ``model`` keeps keys and values, or None if it has no cache. Runs it a few times; buffers are put back.
+
+    Raises `KVPassError` if it does not run on ``arguments``, or has a cache whose position is not understood.
+    """
+    probe = _Probe(model, arguments)
     return probe.buffered() or probe.handed()
 
 
@@ -196,9 +204,9 @@ class _Probe:
             if moved == {range(part.start + 1, part.stop + 1)}:
                 return name
         raise KVPassError(
-            f"{type(self.model).__name__} writes positions {part.start} to {part.stop - 1} of its buffers, and no argument "
-            "says so. kvpass must know where tokens go: let forward take the first position, or all of them, and pass "
-            "example inputs with it."
+            f"{type(self.model).__name__} writes positions {part.start} to {part.stop - 1} of its buffers, and no "
+            "argument says so. kvpass must know where tokens go: let forward take the first position, or all of them, "
+            "and pass example inputs with it."
         )
 
     def _tokens(self, count: int) -> str:

@@ -20,7 +20,7 @@ from .discover import BufferedCache, HandedCache
 from .errors import KVPassError
 from .layer import PackedLayer
 from .runtime import Runtime
-from .schemes import LayerGeometry, SchemeConfig
+from .schemes import SchemeConfig
 from .tensor import PackedKV
 
 _PACKED = "packed"  # stands for the cache among the arguments
@@ -29,15 +29,13 @@ _PACKED = "packed"  # stands for the cache among the arguments
 class PlainRuntime(Runtime):
     """What both kinds have in common; the found cache is ``self.found``."""
 
-    def __init__(
-        self, model: nn.Module, scheme: SchemeConfig, layers: dict[int, LayerGeometry | str], found, **options
-    ):
+    def __init__(self, model: nn.Module, scheme: SchemeConfig, layers, *, found, **options):
         self.found, self.signature = found, inspect.signature(model.forward)
         super().__init__(model, scheme, layers, **options)
         if any(plan.evicts for plan, _ in self.plans.values()):
             raise KVPassError(
-                "Evicting tokens needs a cache that counts the tokens seen apart from those kept: a transformers cache. "
-                "Use the scheme without its eviction."
+                "Evicting tokens needs a cache that counts the tokens seen apart from those kept: that of transformers "
+                "does. Use the scheme without its eviction."
             )
 
     def _new_cache(self) -> list[PackedLayer]:
@@ -86,8 +84,8 @@ class BufferRuntime(PlainRuntime):
 
     found: BufferedCache
 
-    def __init__(self, model, scheme, layers, found, *, max_cache_len, **options):
-        super().__init__(model, scheme, layers, found, max_cache_len=max_cache_len, **options)
+    def __init__(self, model, scheme, layers, *, found, max_cache_len, **options):
+        super().__init__(model, scheme, layers, found=found, max_cache_len=max_cache_len, **options)
         self.capacity = min(found.capacity, max_cache_len or found.capacity)
         self.layers = self._new_cache()
         self.buffers = [found.layers[index] for index in self.plans]
@@ -187,22 +185,17 @@ class HandedRuntime(PlainRuntime):
 
     found: HandedCache
 
-    def install(self) -> None:
-        """Nothing is kept in the model."""
-
-    uninstall = install
-
-    def __init__(self, model, scheme, layers, found, **options):
-        super().__init__(model, scheme, layers, found, **options)
+    def __init__(self, model, scheme, layers, *, found, **options):
+        super().__init__(model, scheme, layers, found=found, **options)
         if (self.needs_queries or self.needs_rotation) and not found.takes_empty:
             raise KVPassError(
-                f"{scheme.name!r} looks at the prompt through its cache, and {type(model).__name__} does not take an empty "
-                f"{found.parameter} for none: use a scheme such as 'kivi'."
+                f"{scheme.name!r} looks at the prompt through its cache, and {type(model).__name__} does not take an "
+                f"empty {found.parameter} for none: use a scheme such as 'kivi'."
             )
         if any(plan.looks_below or plan.adaptive for plan, _ in self.plans.values()):
             raise KVPassError(
-                f"{scheme.name!r} reconstructs a layer from more than its own tensors, and a cache that is passed in and "
-                "out is made of separate ones: use a scheme such as 'kivi', or a transformers cache."
+                f"{scheme.name!r} reconstructs a layer from more than its own tensors, and a cache that is passed in "
+                "and out is made of separate ones: use a scheme such as 'kivi', or a transformers cache."
             )
 
     def forward(self, *args, **kwargs):

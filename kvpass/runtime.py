@@ -120,15 +120,15 @@ class Runtime:
         body = self._body()
 
         def compiled(interpret: bool):
-            backend = Backend(
-                strict=strict,
-                lowering=self.lowering,
-                interpret=interpret,
-                graphs=self.report.graphs,
+            backend = self._backend(
+                strict=strict, lowering=self.lowering, interpret=interpret, graphs=self.report.graphs
             )
             return torch.compile(_with_own_code(body), backend=backend, fullgraph=self.one_graph)
 
         self.decode_step, self.captured = compiled(interpret=False), compiled(interpret=True)
+
+    def _backend(self, **options) -> Backend:
+        return Backend(**options)
 
     def _body(self):
         """What is compiled."""
@@ -146,6 +146,9 @@ class Runtime:
             for index, (plan, layer) in self.plans.items()
             if plan.looks_below
         }
+
+    def install(self) -> None:
+        """Nothing of the model's own is in the way."""
 
     def uninstall(self) -> None:
         """Nothing of the model's own was taken away."""

@@ -7,13 +7,16 @@ decode: correct, slower, reported.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.fx import Graph, Node
 
 from ..codec.predict import looks_below
 from ..codec.spec import parse
+from .masks import structure
 from .scores import CASTS, PRODUCTS, SAME_VALUES, NotUnderstood, insert_bias, read_scores, shape
 from .written import DECODE, ROTATE, read_back
 
@@ -29,7 +32,7 @@ class Source:
     padded: there is room behind the present, which the mask hides.
     """
 
-    past: Node
+    past: Node | None
     present: Node
     rotation: Node | None = None
     padded: bool = False
@@ -66,15 +69,36 @@ def find(graph: Graph, presents: dict[Node, Node]) -> tuple[list[Attention], lis
 
     presents: see `kvpass.graph.written`.
     """
+    return _collect(graph, partial(_source, presents=presents), _reads_packed)
+
+
+def find_unpacked(graph: Graph) -> tuple[list[Attention], list[str]]:
+    """Every attention over the tokens of the call itself, in graph order; its sources have no past."""
+
+    def is_attention(node: Node) -> bool:
+        return node.target is aten.scaled_dot_product_attention.default or len(shape(node)) > 3
+
+    found, refused = _collect(graph, _unpacked, is_attention)
+    for attention in found:
+        queries, keys = shape(attention.query)[2], shape(attention.key.present)[2]
+        causal = attention.causal or (
+            attention.mask is not None and structure(attention.mask, queries, unpadded=True) == "causal"
+        )
+        if queries != keys or not causal:
+            refused.append("attention that is not causal over the tokens of the call")
+    return found, refused
+
+
+def _collect(graph: Graph, source: Callable[[Node], Source], is_attention) -> tuple[list[Attention], list[str]]:
     found, refused = [], []
     for node in list(graph.nodes):
         try:
             if node.target is aten.scaled_dot_product_attention.default:
-                found.append(_from_sdpa(node, presents))
-            elif node.target is aten.softmax.int and _reads_packed(node):
-                found.append(_from_softmax(node, presents))
+                found.append(_from_sdpa(node, source))
+            elif node.target is aten.softmax.int and is_attention(node):
+                found.append(_from_softmax(node, source))
         except NotUnderstood as reason:
-            if _reads_packed(node):
+            if is_attention(node):
                 refused.append(str(reason))
     return found, refused
 
@@ -118,6 +142,27 @@ def _source(node: Node, presents: dict[Node, Node]) -> Source:
     return _peeled(node)
 
 
+def _unpacked(node: Node) -> Source:
+    """Keys or values of the call itself, before their heads are repeated."""
+    while node.op == "call_function":
+        if node.target is aten.reshape.default:
+            try:
+                node = _unrepeated(node)
+            except NotUnderstood:
+                break
+        elif (
+            _keeps_values(node)
+            or (node.target is aten.repeat_interleave.self_int and node.args[2] in (1, -3))
+            or (node.target is aten.unsqueeze.default and len(shape(node)) == 5 and node.args[1] in (2, -3))
+        ):
+            node = node.args[0]
+        else:
+            break
+    if len(shape(node)) != 4:
+        raise NotUnderstood(f"keys or values of shape {shape(node)}; [B, H, T, D] is understood")
+    return Source(None, node)
+
+
 def _peeled(node: Node) -> Source:
     """Peel value-preserving ops and head repetition off keys or values laid out ``[B, H, T, D]``."""
     while True:
@@ -159,21 +204,21 @@ def _unrepeated(node: Node) -> Node:
     raise NotUnderstood("keys or values are reshaped in a way that is not head repetition")
 
 
-def _from_sdpa(node: Node, presents: dict[Node, Node]) -> Attention:
+def _from_sdpa(node: Node, source: Callable[[Node], Source]) -> Attention:
     def argument(position: int, name: str, default=None):
         return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
     query, key, value = node.args[:3]
     if argument(4, "dropout_p", 0.0):
         raise NotUnderstood("attention with dropout")
-    scale, source = node.kwargs.get("scale"), _source(key, presents)
-    if source.padded and (argument(3, "attn_mask") is None or argument(5, "is_causal", False)):
+    scale, of_key = node.kwargs.get("scale"), source(key)
+    if of_key.padded and (argument(3, "attn_mask") is None or argument(5, "is_causal", False)):
         raise NotUnderstood("keys have room behind them that no mask hides")
     return Attention(
         output=node,
         query=query,
-        key=source,
-        value=_source(value, presents),
+        key=of_key,
+        value=source(value),
         mask=argument(3, "attn_mask"),
         causal=bool(argument(5, "is_causal", False)),
         scale=float(scale) if scale is not None else 1 / math.sqrt(shape(query)[-1]),
@@ -186,7 +231,7 @@ def _only_user(node: Node) -> Node:
     return next(iter(node.users))
 
 
-def _from_softmax(node: Node, presents: dict[Node, Node]) -> Attention:
+def _from_softmax(node: Node, source: Callable[[Node], Source]) -> Attention:
     if node.args[1] not in (-1, len(shape(node)) - 1):
         raise NotUnderstood("softmax over another dim than the keys")
     before, sinks = _without_sinks(node.args[0])
@@ -203,7 +248,7 @@ def _from_softmax(node: Node, presents: dict[Node, Node]) -> Attention:
     last = {len(shape(scores.keys)) - 2, len(shape(scores.keys)) - 1}
     if scores.keys.target is not aten.transpose.int or {d % (max(last) + 1) for d in scores.keys.args[1:]} != last:
         raise NotUnderstood("keys are not transposed on their last two dims")
-    key, value = _source(scores.keys.args[0], presents), _source(output.args[1], presents)
+    key, value = source(scores.keys.args[0]), source(output.args[1])
     query = _with_heads(scores.query)
     with output.graph.inserting_before(output):
         mask = insert_bias(output.graph, scores, query)

@@ -47,6 +47,7 @@ class Report:
     batch: int = 0
     calibration: str = ""
     calibration_nbytes: int = 0
+    simulated: bool = False
 
     @property
     def packed(self) -> int:
@@ -69,6 +70,8 @@ class Report:
         return sum(layer.full_nbytes for layer in self.layers)
 
     def _status(self, layer: LayerReport) -> str:
+        if self.simulated:
+            return "simulated"
         if not layer.packed:
             return "full precision"
         if not any(graph.compiled for graph in self.graphs):
@@ -83,6 +86,11 @@ class Report:
                 f"{layer.index:>5}  {self._status(layer):<18} {layer.nbytes:>12,} {layer.full_nbytes:>15,}  "
                 f"{layer.plan or layer.reason}"
             )
+        if self.simulated:
+            lines.append(
+                "simulated: the model has no cache, so nothing is saved; attention is computed as over a packed one"
+            )
+            return "\n".join(lines)
         share = f" ({self.nbytes / self.full_nbytes:.3f}x)" if self.full_nbytes else ""
         lines.append(
             f"total: {self.nbytes:,} bytes for {self.tokens} tokens x batch {self.batch}, "

@@ -8,8 +8,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..codec.eviction import statistic
 from ..codec.spec import parse
-from ..errors import KVPassError
 from ..codec.window import LENGTH_OFFSET
+from ..errors import KVPassError
 from .find import Attention
 from .masks import structure
 from .normalise import NormalGraph, in_place
@@ -193,23 +193,27 @@ def _replace(graph: Graph, attention: Attention, importance: Node | None) -> Nod
         new = graph.call_function(
             target, (attention.query, *past, key.present, value.present, *how, *specs), options
         )  # fmt: skip
-        q, out = attention.query.meta["val"], attention.output.meta["val"]
         paid, result = None, new
         if importance is not None:
             result, paid = (graph.call_function(operator.getitem, (new, i)) for i in range(2))
-        result.meta["val"] = out.new_empty((*q.shape[:3], out.shape[-1]))
-        new = result
-        if out.dtype != q.dtype:
-            result = graph.call_function(torch.ops.aten.to.dtype, (new, out.dtype))
-            result.meta["val"] = new.meta["val"]
-        if out.ndim == 3:  # heads merged with the batch
-            result = graph.call_function(torch.ops.aten.flatten.using_ints, (result, 0, 1))
-            result.meta["val"] = new.meta["val"].flatten(0, 1)
-        elif out.ndim == 5:  # heads that share keys and values in a dim of their own
-            result = graph.call_function(torch.ops.aten.unflatten.int, (result, 1, list(out.shape[1:3])))
-            result.meta["val"] = new.meta["val"].unflatten(1, out.shape[1:3])
-    attention.output.replace_all_uses_with(result)
+        attention.output.replace_all_uses_with(_shaped_as(graph, result, attention))
     return paid
+
+
+def _shaped_as(graph: Graph, new: Node, attention: Attention) -> Node:
+    """``new`` ``[B, H_q, S, D]`` in the dtype and shape of the output of ``attention``."""
+    q, out = attention.query.meta["val"], attention.output.meta["val"]
+    new.meta["val"] = value = out.new_empty((*q.shape[:3], out.shape[-1]))
+    if out.dtype != q.dtype:
+        new = graph.call_function(aten.to.dtype, (new, out.dtype))
+        new.meta["val"] = value
+    if out.ndim == 3:  # heads merged with the batch
+        new = graph.call_function(aten.flatten.using_ints, (new, 0, 1))
+        new.meta["val"] = value.flatten(0, 1)
+    elif out.ndim == 5:  # heads that share keys and values in a dim of their own
+        new = graph.call_function(aten.unflatten.int, (new, 1, list(out.shape[1:3])))
+        new.meta["val"] = value.unflatten(1, out.shape[1:3])
+    return new
 
 
 def _refuse_bias(attention: Attention) -> None:
@@ -260,6 +264,25 @@ def _hoist_appends(normal: NormalGraph, appends: dict[Node, dict]) -> set[Node]:
             graph.call_function(APPEND, tuple(arguments[name] for name in _ARGUMENTS))
         written.update(arguments[name] for name in _WRITTEN if arguments[name] is not None)
     return written
+
+
+def simulate_attention(
+    normal: NormalGraph, attentions: list[Attention], specs: list[tuple[str, str]], prompt: int
+) -> GraphModule:
+    """``normal`` with every attention replaced by `kvpass.simulate.simulate` under its specs."""
+    graph = normal.graph
+    for attention, pair in zip(attentions, specs, strict=True):
+        _drop_structural_mask(attention)
+        with graph.inserting_before(attention.output):
+            sinks = attention.sinks and graph.call_function(aten.flatten.using_ints, (attention.sinks,))
+            present = attention.key.present, attention.value.present
+            how = attention.mask, attention.scale, attention.softcap, sinks
+            new = graph.call_function(
+                torch.ops.kvpass.simulate.default, (attention.query, *present, *how, *pair, prompt)
+            )
+            new.meta["val"] = attention.output.meta["val"]
+            attention.output.replace_all_uses_with(_shaped_as(graph, new, attention))
+    return in_place(normal, skip=set())
 
 
 def count(gm: GraphModule) -> dict[str, int]:

@@ -134,8 +134,8 @@ def _between(target: Node, stops: Iterable[Node]) -> list[Node]:
 
 
 def _trials(target: Node, given: tuple[Node, Node]):
-    """Values of all nodes between ``given``, which are random, and ``target``, at two lengths; None where they depend on
-    anything else."""
+    """Values of all nodes between ``given``, which are random, and ``target``, at two lengths; None where they depend
+    on anything else."""
     nodes = _between(target, given)
     if any(node.op != "call_function" and not is_size(node) for node in nodes if node not in given):
         yield None

@@ -1,0 +1,166 @@
+"""Attention as a decoder with a packed cache would have computed it, token by token, in one pass over a whole text.
+
+For decoders that have no cache, and for measuring: nothing is saved. A query sees a token as it was stored when the
+query's own token came: exact in the window, decoded from its page otherwise.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from kvpass.lowering.reference import attention_weights
+
+from .backend import Backend
+from .codec.spec import CodecSpec, parse
+from .codec.window import layout
+from .errors import KVPassError
+from .graph.find import find_unpacked
+from .graph.normalise import normalise
+from .graph.report import GraphReport
+from .graph.rewrite import simulate_attention
+from .runtime import Runtime
+from .schemes import LayerGeometry, SchemeConfig
+from .state import KVState
+
+_CHUNK = 256  # queries at a time: scores are [B, H_q, 256, T]
+
+
+@torch.library.custom_op("kvpass::simulate", mutates_args=())
+def simulate(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float, sinks: Tensor | None,
+    k_spec: str, v_spec: str, prompt: int,
+) -> Tensor:  # fmt: skip
+    """Causal attention of ``q`` ``[B, H_q, T, D]`` over ``k``, ``v`` ``[B, H_kv, T, D]`` as packed by their specs.
+
+    The first ``prompt`` tokens came at once, the others one by one. ``mask``, where there is one, is causal itself.
+    """
+    specs, tokens, repeats = (parse(k_spec), parse(v_spec)), k.shape[2], q.shape[1] // k.shape[1]
+    stored = [_stored(x, spec, q, prompt) for x, spec in zip((k, v), specs, strict=True)]
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    k, v, k_stored, v_stored = (x.repeat_interleave(repeats, 1).to(dtype) for x in (k, v, *stored))
+    k_packed, v_packed = (_packed(spec, tokens, prompt).to(q.device) for spec in specs)
+    causal = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).tril() if mask is None else None
+    chunks = []
+    for rows in torch.arange(tokens).split(_CHUNK):
+        part = slice(int(rows[0]), int(rows[-1]) + 1)
+        queries = q[:, :, part].to(dtype) * scale
+        scores = torch.where(k_packed[part], queries @ k_stored.mT, queries @ k.mT)
+        weights = attention_weights(scores, causal[part] if mask is None else mask[..., part, :], softcap, sinks)
+        weights, of_packed = weights[..., :tokens], v_packed[part]
+        chunks.append((weights * of_packed) @ v_stored + (weights * ~of_packed) @ v)
+    return torch.cat(chunks, 2).to(q.dtype)
+
+
+@simulate.register_fake
+def _(q, k, v, mask, scale, softcap, sinks, k_spec, v_spec, prompt):
+    return q.new_empty((*q.shape[:3], v.shape[3]))
+
+
+def _stored(x: Tensor, spec: CodecSpec, q: Tensor, prompt: int) -> Tensor:
+    """``x`` once all of it is stored: decoded where it is packed."""
+    batch, heads, tokens, head_dim = x.shape
+    first = prompt if prompt or spec.subspace is None else tokens  # what fits a subspace to queries takes all of them
+    if not spec.pages(first):  # a mean is that of the first page, if pages come one by one
+        first = next((n for n in range(max(1, first), tokens) if spec.pages(n)), tokens)
+    state = KVState.allocate(spec, batch, heads, head_dim, x.dtype, x.device, tokens)
+    state.append(x[:, :, :first], 0, q[:, :, : prompt or tokens] if spec.needs_queries else None)
+    if first < tokens:
+        state.append(x[:, :, first:], first)
+    return state.decode(tokens)
+
+
+def _packed(spec: CodecSpec, tokens: int, prompt: int) -> Tensor:
+    """Whether the query of token ``t`` sees token ``j`` from a page, ``[T, T]``."""
+    pages = spec.pages(tokens)
+    of_token = torch.full((tokens,), pages)
+    of_token[layout(spec).page_tokens(0, pages)] = torch.arange(pages).repeat_interleave(spec.page_size)
+    seen = torch.tensor([spec.pages(t) if t >= prompt else 0 for t in range(tokens)])
+    return of_token < seen[:, None]
+
+
+def scout(model: nn.Module, arguments: dict, fullgraph: bool = True) -> dict[int, LayerGeometry]:
+    """The causal self-attentions of ``model`` as they come in its graph. Raises `KVPassError` if there is none."""
+    shapes: list[tuple] = []
+    refused: list[str] = []
+
+    def look(gm: GraphModule, inputs):
+        attentions, reasons = find_unpacked(normalise(gm).graph)
+        refused.extend(reasons)
+        values = [attention.key.present.meta["val"] for attention in attentions]
+        shapes.extend((x.shape[1], x.shape[3], x.dtype, x.device) for x in values)
+        return gm.forward
+
+    try:
+        with torch.no_grad():
+            torch.compile(lambda **kwargs: model(**kwargs), backend=look, fullgraph=fullgraph)(**arguments)
+    except torch._dynamo.exc.Unsupported as error:
+        raise KVPassError(
+            f"{type(model).__name__} has no cache, and to simulate one its forward must be one graph: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+    if not shapes or refused:
+        reasons = "; ".join(dict.fromkeys(refused)) or "no causal attention over its own tokens"
+        raise KVPassError(f"No attention that can be packed found in {type(model).__name__}: {reasons}.")
+    return {
+        i: LayerGeometry(i, len(shapes), heads, dim, dtype, device, i - 1 if i else None)
+        for i, (heads, dim, dtype, device) in enumerate(shapes)
+    }
+
+
+class SimulatedRuntime(Runtime):
+    """For a decoder without a cache: the same forward, with attention as over a packed one."""
+
+    def __init__(self, model: nn.Module, scheme: SchemeConfig, layers, *, prompt: int = 0, **options):
+        self.prompt = prompt
+        super().__init__(model, scheme, layers, **options)
+        if why := unsupported(self):
+            raise KVPassError(
+                f"{scheme.name!r} cannot be simulated in one pass: {why}. It needs a decoder with a cache."
+            )
+        self.report.simulated = True
+
+    def _backend(self, **options) -> Backend:
+        specs = [(str(plan.key), str(plan.value)) for plan, _ in self.plans.values()]
+        return Simulation(**options, specs=specs, prompt=self.prompt)
+
+    def forward(self, *args, **kwargs):
+        with torch.no_grad():
+            for tensor in (*args, *kwargs.values()):
+                if isinstance(tensor, Tensor) and tensor.ndim > 1 and tensor.shape[1] > 1:
+                    torch._dynamo.maybe_mark_dynamic(tensor, 1)
+            return self.captured(*args, **kwargs)
+
+
+def unsupported(runtime: Runtime) -> str:
+    """Why a scheme cannot be simulated in one pass; empty if it can."""
+    plans = [plan for plan, _ in runtime.plans.values()]
+    if any(plan.key_source is not None or plan.value_source is not None for plan in plans):
+        return "layers share codes"
+    if runtime.needs_importance or any(plan.adaptive for plan in plans):
+        return "what is stored depends on attention"
+    if runtime.looks_below:
+        return "layers are predicted from each other"
+    return "keys are stored before rotary embedding" if runtime.needs_rotation else ""
+
+
+class Simulation(Backend):
+    """Puts `simulate` in the place of every causal attention; the graph is run as it is."""
+
+    def __init__(self, *, specs: list[tuple[str, str]], prompt: int, **options):
+        super().__init__(**options)
+        self.specs, self.prompt = specs, prompt
+
+    def __call__(self, gm: GraphModule, example_inputs):
+        normal = normalise(gm)
+        attentions, refused = find_unpacked(normal.graph)
+        if len(attentions) != len(self.specs) or refused:
+            reasons = "; ".join(dict.fromkeys(refused)) or "what runs depends on the inputs"
+            raise KVPassError(
+                f"This call has {len(attentions)} causal attentions, and {len(self.specs)} were found by kvpass.apply: "
+                f"{reasons}."
+            )
+        module = simulate_attention(normal, attentions, self.specs, self.prompt)
+        self.graphs.append(GraphReport(len(attentions), 0, 0, 0, [], compiled=False))
+        return module.forward

@@ -1,0 +1,104 @@
+"""One pass over a text computes what decoding it token by token through the packed cache does."""
+
+import pytest
+import torch
+from decoders import CatDecoder, NanoDecoder
+
+import kvpass
+from kvpass import KVPassError, Recent, Sinks, schemes
+from kvpass.schemes import HIGGSConfig, IdentityConfig, KIVIConfig, LogQuantConfig, SQuatConfig
+from kvpass.simulate import SimulatedRuntime, scout
+
+from tiny import llama, step_by_step, tokens
+
+TOTAL = 120
+SCHEMES = {
+    "kivi": KIVIConfig(residual=16, group_size=16),
+    "kivi, sinks": KIVIConfig(group_size=16, retention=Sinks(4) + Recent(32)),
+    "squat": SQuatConfig(residual=16, group_size=16),
+    "higgs": HIGGSConfig(residual=16),
+    "logquant": LogQuantConfig(window=32),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "attention"),
+    [(name, 60, "sdpa") for name in SCHEMES] + [("kivi", 1, "eager"), ("higgs", 1, "sdpa"), ("logquant", 1, "sdpa")],
+)
+def test_one_pass_equals_token_by_token(name, prompt, attention):
+    model, ids = llama(attention).double(), tokens(2, TOTAL)  # in double, so that no code is at the edge of another
+    expected, _, _ = step_by_step(model, SCHEMES[name], ids, prompt, lowering="eager")
+    layers = scout(model, dict(input_ids=ids, use_cache=False))
+    runtime = SimulatedRuntime(
+        model, SCHEMES[name], layers, prompt=prompt, strict=True, lowering="auto", max_cache_len=None, predictors={}
+    )
+    got = runtime.forward(input_ids=ids, use_cache=False).logits[:, prompt - 1 :]
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_decoder_without_a_cache_is_simulated_and_says_so():
+    torch.manual_seed(0)
+    model, ids = NanoDecoder().eval(), tokens(2, 90)
+    with torch.no_grad():
+        expected = model(ids)
+    kvpass.apply(model, IdentityConfig(residual=16), example_inputs=(ids[:, :8],))
+    torch.testing.assert_close(model(ids), expected, atol=1e-5, rtol=1e-5)
+    kvpass.remove(model)
+    kvpass.apply(model, SCHEMES["kivi"], example_inputs=(ids[:, :8],))
+    short, long = model(ids[:, :60]), model(ids)
+    torch.testing.assert_close(short, long[:, :60], atol=1e-5, rtol=1e-5)  # causal, page by page
+    torch.testing.assert_close(long[:, :16], expected[:, :16], atol=1e-5, rtol=1e-5)  # nothing is packed yet
+    assert not torch.allclose(long, expected, atol=1e-3)
+    assert "simulated: the model has no cache" in str(kvpass.explain(model))
+    kvpass.remove(model)
+    with torch.no_grad():
+        assert torch.equal(model(ids), expected)
+
+
+def test_a_decoder_without_a_cache_is_what_one_with_it_computes():
+    """The same weights: with the cache passed in and out, and run over the whole text each time."""
+    torch.manual_seed(0)
+    model, ids = CatDecoder().eval(), tokens(2, 70)
+    kvpass.apply(model, SCHEMES["kivi"], example_inputs=(ids[:, :8],), lowering="eager")
+    rows, cache = [], None
+    for t in range(70):
+        logits, cache = model(ids[:, t : t + 1], cache)
+        rows.append(logits)
+    kvpass.remove(model)
+
+    class Uncached(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, idx):
+            return self.model(idx)[0]
+
+    uncached = kvpass.apply(Uncached().eval(), SCHEMES["kivi"], example_inputs=(ids[:, :8],))
+    torch.testing.assert_close(uncached(ids), torch.cat(rows, 1), atol=1e-4, rtol=1e-4)
+
+
+class Backwards(NanoDecoder):
+    """Attends to all tokens."""
+
+    def forward(self, idx):
+        q = self.wte(idx).unflatten(-1, (2, 32)).transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q)
+
+
+@pytest.mark.parametrize("scheme", ["kivi-pre", "qaq"])
+def test_schemes_that_need_more_than_one_pass_say_so(scheme):
+    model, ids = NanoDecoder().eval(), tokens(2, 8)
+    with pytest.raises(KVPassError, match="cannot be simulated in one pass"):
+        kvpass.apply(model, schemes.get(scheme), example_inputs=(ids,))
+    assert not hasattr(model, "_kvpass")
+
+
+def test_attention_that_is_not_causal_is_refused():
+    with pytest.raises(KVPassError, match="not causal"):
+        kvpass.apply(Backwards().eval(), "kivi", example_inputs=(tokens(2, 8),))
