@@ -161,7 +161,7 @@ def with_past(mask: Tensor, importance: Tensor, n: int, queries: tuple[int, ...]
     return torch.cat([past, present], -1)
 
 
-_ROWS = 256  # queries whose attention weights are held at a time
+_ROWS, _WEIGHTS = 256, 1 << 21  # queries, and of one head weights, held at a time: memory does not grow with T x T
 
 
 def attention_paid(q, k, mask, causal, scale, softcap, sinks, statistic="sum") -> Tensor:
@@ -171,17 +171,18 @@ def attention_paid(q, k, mask, causal, scale, softcap, sinks, statistic="sum") -
     own = None if mask is None else not_padding(mask, q.shape[0], queries)
     total, k = torch.zeros(*k.shape[:3], device=k.device), k.float()
     behind, last = torch.arange(tokens, device=q.device), statistic.removeprefix("max-")
-    for first in range(0 if statistic == "sum" else max(0, queries - int(last)), queries, _ROWS):
-        rows = slice(first, min(first + _ROWS, queries))
+    step = max(16, min(_ROWS, _WEIGHTS // tokens))
+    for first in range(0 if statistic == "sum" else max(0, queries - int(last)), queries, step):
+        rows, seen = slice(first, min(first + step, queries)), tokens
         part = None if mask is None else mask[:, :, rows]
         if causal:
-            newest = torch.arange(rows.start, rows.stop, device=q.device) + tokens - queries
-            part = behind <= newest[:, None]
+            seen = tokens - queries + rows.stop  # nobody here looks behind it
+            part = behind[:seen] <= torch.arange(rows.start, rows.stop, device=q.device)[:, None] + tokens - queries
         chunk = q[:, :, rows].float().unflatten(1, (heads, -1))
-        scores = (chunk @ k.unsqueeze(2).mT).flatten(1, 2) * scale
-        weights = attention_weights(scores, part, softcap, sinks)[..., :tokens]
+        scores = (chunk @ k[:, :, :seen].unsqueeze(2).mT).flatten(1, 2) * scale
+        weights = attention_weights(scores, part, softcap, sinks)[..., :seen]
         if own is not None:
             weights = weights * own[:, None, rows, None]
-        weights = weights.unflatten(1, (heads, -1))
-        total = total + weights.sum((2, 3)) if statistic == "sum" else torch.maximum(total, weights.amax((2, 3)))
+        weights, paid = weights.unflatten(1, (heads, -1)), total[..., :seen]
+        paid.copy_(paid + weights.sum((2, 3)) if statistic == "sum" else torch.maximum(paid, weights.amax((2, 3))))
     return total
