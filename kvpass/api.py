@@ -18,6 +18,17 @@ from .schemes import SchemeConfig
 _ATTRIBUTE = "_kvpass"
 
 
+def _decoder(model: nn.Module) -> nn.Module:
+    """The model inside a wrapper of peft or of ``torch.compile``: its forward is the one that meets the cache."""
+    while True:
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        else:
+            return model
+
+
 def apply(
     model: nn.Module,
     scheme: str | dict[str, Any] | SchemeConfig | Calibration = "squat",
@@ -49,6 +60,7 @@ def apply(
         raise KVPassError("kvpass is already applied to this model: call kvpass.remove(model) first.")
     if not isinstance(model, nn.Module):
         raise KVPassError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
+    whole, model = model, _decoder(model)
     known = ["auto", "eager", *table.names()]
     if lowering not in known:
         raise KVPassError(f"lowering={lowering!r}; use one of {', '.join(known)}.")
@@ -80,18 +92,18 @@ def apply(
     def forward(*args, **kwargs):
         return runtime.forward(*args, **kwargs)
 
-    model.forward = forward
     setattr(model, _ATTRIBUTE, runtime)
-    return model
+    model.forward = forward
+    return whole
 
 
 def is_applied(model: nn.Module) -> bool:
     """Whether `apply` has been called on ``model`` and `remove` not since."""
-    return hasattr(model, _ATTRIBUTE)
+    return isinstance(model, nn.Module) and hasattr(_decoder(model), _ATTRIBUTE)
 
 
 def _runtime(model: nn.Module) -> Runtime:
-    runtime = getattr(model, _ATTRIBUTE, None)
+    runtime = getattr(_decoder(model), _ATTRIBUTE, None)
     if runtime is None:
         raise KVPassError("kvpass is not applied to this model: call kvpass.apply(model, scheme=...) first.")
     return runtime
@@ -99,13 +111,13 @@ def _runtime(model: nn.Module) -> Runtime:
 
 def remove(model: nn.Module) -> nn.Module:
     """Undo `apply` exactly; returns the model. Caches packed meanwhile cannot be used any more."""
-    runtime = _runtime(model)
+    runtime, whole, model = _runtime(model), model, _decoder(model)
     if runtime.had_own_forward:
         model.forward = runtime.original
     else:
         del model.forward
     delattr(model, _ATTRIBUTE)
-    return model
+    return whole
 
 
 def explain(model: nn.Module) -> Report:

@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 from .errors import KVPassError, NotFusedError
 from .graph.find import find
 from .graph.lower import lower
-from .graph.normalise import normalise
+from .graph.normalise import flatten, has_subclass, normalise
 from .graph.report import GraphReport
 from .graph.rewrite import count, rewrite
 
@@ -34,7 +34,7 @@ class Backend:
     def __call__(self, gm: GraphModule, example_inputs) -> Callable:
         normal = normalise(gm)
         attentions, refused = find(normal.graph)
-        module = rewrite(normal, example_inputs, attentions, refused)
+        module = rewrite(normal, flatten(example_inputs), attentions, refused)
         report = GraphReport(len(attentions), refused=refused, compiled=not self.interpret, **count(module))
         if self.strict and (refused or report.decoded):
             reasons = "; ".join(dict.fromkeys(refused)) or "a cache is read outside of attention"
@@ -44,9 +44,11 @@ class Backend:
             self.graphs.append(report)
         if self.interpret:
             module.recompile()
-            return module.forward
-        with inductor_config.patch(reorder_for_locality=False):
-            return compile_fx(module, normal.inputs)
+            run = module.forward
+        else:
+            with inductor_config.patch(reorder_for_locality=False):
+                run = compile_fx(module, normal.inputs)
+        return (lambda *inputs: run(*flatten(inputs))) if has_subclass(example_inputs) else run
 
 
 def kvpass(gm: GraphModule, example_inputs, *, mode: str | None = None, options: dict | None = None) -> Callable:
