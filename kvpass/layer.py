@@ -29,6 +29,7 @@ class PackedLayer(CacheLayerMixin):
     is_compileable = False  # kvpass compiles the decode step itself; generate() must not
     is_croppable = True
     is_sliding = False
+    is_cross = False
 
     def __init__(self, plan: LayerPlan, geometry: LayerGeometry, owner: str, lowering: str, max_cache_len: int | None):
         # not super().__init__(): it assigns keys and values, which are views of the state here

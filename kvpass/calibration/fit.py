@@ -66,6 +66,10 @@ def calibrate(
         raise KVPassError(f"{config.name!r} needs no calibration: kvpass.apply(model, scheme={config.name!r}).")
     if is_applied(model):
         raise KVPassError("kvpass is applied to this model: call kvpass.remove(model) first.")
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise KVPassError(
+            "Calibration is for decoders without an encoder: use a scheme that needs none, such as 'kivi'."
+        )
     layers = probe(model)
     described, sequences = describe(model, layers), _sequences(data, config, model)
     silent = None if progress else True

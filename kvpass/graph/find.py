@@ -25,11 +25,12 @@ _SPEC = 5  # which argument of DECODE
 class Source:
     """Where attention's keys or values come from: ``cat([past, present])``, heads repeated in order.
 
-    past: what decodes the cache; rotation: what turns it before it is read, if keys are stored before rotary embedding.
+    past: what decodes the cache; present: None for cross-attention; rotation: what turns the past before it is read, if
+    keys are stored before rotary embedding.
     """
 
     past: Node
-    present: Node
+    present: Node | None
     rotation: Node | None = None
 
     @property
@@ -111,6 +112,8 @@ def _source(node: Node) -> Source:
         if node.op != "call_function":
             raise NotUnderstood(f"keys or values come from {node.op} {node.name}, not from a packed cache")
         target = node.target
+        if target is DECODE:
+            return Source(node, None)
         if target is aten.cat.default:
             parts, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
             past, present = parts if len(parts) == 2 and dim in (2, -2) else (None, None)

@@ -9,7 +9,7 @@ from torch.fx import Graph, GraphModule, Node
 from ..codec.eviction import statistic
 from ..codec.spec import parse
 from ..errors import KVPassError
-from .find import DECODE, ROTATE, Attention
+from .find import DECODE, ROTATE, Attention, Source
 from .masks import structure
 from .normalise import NormalGraph, in_place
 from .rotary import Rotations, insert_tables, turns_alike
@@ -22,7 +22,13 @@ ATTEND = torch.ops.kvpass.attend.default
 ATTEND_DECODED = torch.ops.kvpass.attend_decoded.default
 ATTEND_SCORED = torch.ops.kvpass.attend_scored.default
 _FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
-_SCALE, _LENGTH, _SPEC, _PREDICTOR = 1, 4, 5, 9  # arguments of DECODE; codes may be another layer's, scales are its own
+_SCALE, _RING, _LENGTH, _SPEC, _PREDICTOR = (
+    1,
+    3,
+    4,
+    5,
+    9,
+)  # arguments of DECODE; codes may be another layer's, scales are its own
 _DEFAULTS = {a.name: a.default_value for a in APPEND._schema.arguments if a.has_default_value()}
 _ARGUMENTS = [argument.name for argument in APPEND._schema.arguments]
 _WRITTEN = [a.name for a in APPEND._schema.arguments if a.alias_info and a.alias_info.is_write]
@@ -178,7 +184,7 @@ def _replace(graph: Graph, attention: Attention, importance: Node | None) -> Nod
             options["sinks"] = graph.call_function(torch.ops.aten.flatten.using_ints, (attention.sinks,))
             options["sinks"].meta["val"] = attention.sinks.meta["val"].flatten()
         new = graph.call_function(
-            target, (attention.query, *past, key.present, value.present, *how, *specs), options
+            target, (attention.query, *past, *(_present(graph, s) for s in (key, value)), *how, *specs), options
         )  # fmt: skip
         q, out = attention.query.meta["val"], attention.output.meta["val"]
         paid, result = None, new
@@ -194,6 +200,16 @@ def _replace(graph: Graph, attention: Attention, importance: Node | None) -> Nod
             result.meta["val"] = new.meta["val"].flatten(0, 1)
     attention.output.replace_all_uses_with(result)
     return paid
+
+
+def _present(graph: Graph, source: Source) -> Node:
+    """The keys or values of the call; an empty tensor for cross-attention."""
+    if source.present is not None:
+        return source.present
+    ring = source.past.args[_RING]
+    empty = graph.call_function(aten.slice.Tensor, (ring, 2, 0, 0))
+    empty.meta["val"] = ring.meta["val"][:, :, :0]
+    return empty
 
 
 def _refuse_bias(attention: Attention) -> None:
