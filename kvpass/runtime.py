@@ -229,6 +229,11 @@ class Runtime:
         kwargs.update(zip(self.parameters, args, strict=False))
         inputs = kwargs.get(f"{self.prefix}input_ids")
         inputs = kwargs.get(f"{self.prefix}inputs_embeds") if inputs is None else inputs
+        if kwargs.get("cache") is not None:
+            raise KVPassError(
+                "Continuous batching (generate_batch, cache_implementation='paged') keeps a paged cache of its own, "
+                "which is not packed: use generate with a batch, or kvpass.remove(model)."
+            )
         if inputs is None or not self._uses_cache(kwargs):
             return self.original(**kwargs)
         batch, new_tokens = inputs.shape[:2]
