@@ -12,7 +12,8 @@ from . import schemes
 from .calibration.artifact import Calibration
 from .errors import KVPassError
 from .graph.report import Report
-from .runtime import Runtime, probe
+from .probe import probe, refuse_what_cannot_be_captured
+from .runtime import Runtime
 from .schemes import SchemeConfig
 
 _ATTRIBUTE = "_kvpass"
@@ -44,6 +45,7 @@ def apply(
     `explain`. Inference only: gradients are not tracked, and a model in training mode is left alone.
 
     Args:
+        model: a transformers decoder or encoder-decoder, or a wrapper of peft or ``torch.compile`` around one.
         scheme: a name (`kvpass.schemes.available`), a dict ``{"scheme": "kivi", "bits": 4}``, a config, or what
             `kvpass.calibrate` or `kvpass.load` returned.
         strict: raise `NotFusedError` at the first decode step if a layer's attention was not fused.
@@ -53,8 +55,9 @@ def apply(
 
     Raises:
         KVPassError: unknown scheme, a group that does not divide the head, a model with no attention to pack, a model
-            that has been applied to already, a scheme that needs calibration and has none, a calibration of another
-            model. The model is untouched then.
+            that has been applied to already, weights that are offloaded, hooks of accelerate or flex_attention, which
+            cannot be captured, a scheme that needs calibration and has none, a calibration of another model. The model
+            is untouched then.
     """
     if is_applied(model):
         raise KVPassError("kvpass is already applied to this model: call kvpass.remove(model) first.")
@@ -66,6 +69,8 @@ def apply(
         raise KVPassError(f"lowering={lowering!r}; use one of {', '.join(known)}.")
     if max_cache_len is not None and max_cache_len < 1:
         raise KVPassError(f"max_cache_len={max_cache_len} must be positive.")
+    if lowering != "eager":
+        refuse_what_cannot_be_captured(model)
     calibrated = isinstance(scheme, Calibration)
     config, layers = scheme.scheme if calibrated else schemes.get(scheme), probe(model)
     if calibrated:

@@ -11,7 +11,7 @@ from .errors import KVPassError, NotFusedError
 from .graph.find import find
 from .graph.lower import lower
 from .graph.normalise import flatten, has_subclass, normalise
-from .graph.report import GraphReport
+from .graph.report import ADVICE, GraphReport
 from .graph.rewrite import count, rewrite
 
 _OPTIONS = {"strict", "lowering", "interpret", "scheme"}
@@ -36,9 +36,13 @@ class Backend:
         attentions, refused = find(normal.graph)
         module = rewrite(normal, flatten(example_inputs), attentions, refused)
         report = GraphReport(len(attentions), refused=refused, compiled=not self.interpret, **count(module))
-        if self.strict and (refused or report.decoded):
-            reasons = "; ".join(dict.fromkeys(refused)) or "a cache is read outside of attention"
-            raise NotFusedError(f"strict=True: {max(report.decoded, len(refused))} cache reads not fused: {reasons}")
+        if report.decoded and not refused:
+            refused.append("a cache is read by what is neither SDPA nor a softmax between two matrix products")
+        if self.strict and refused:
+            raise NotFusedError(
+                f"strict=True: {max(report.decoded, len(refused))} cache reads not fused: "
+                f"{'; '.join(dict.fromkeys(refused))}. {ADVICE} Without strict=True they are decoded first."
+            )
         report.lowerings = lower(module, self.lowering)
         if report.fused or report.decoded:
             self.graphs.append(report)

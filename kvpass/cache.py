@@ -53,8 +53,8 @@ def _fresh_layers(cache: Cache, plans: Plans) -> list[CacheLayerMixin]:
         if old.is_initialized and int(old.get_seq_length()):
             raise KVPassError(
                 f"The cache already holds {int(old.get_seq_length())} full-precision tokens. kvpass packs a cache from "
-                "its first token on: pass a fresh cache, or run the prompt again. Prefix tuning, which fills caches, is not "
-                "supported."
+                "its first token on: pass a fresh cache, or run the prompt again. Prefix tuning, which fills caches, "
+                "is not supported."
             )
     return layers
 

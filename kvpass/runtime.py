@@ -7,14 +7,11 @@ import types
 import uuid
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed, Unsupported
-from transformers import DynamicCache
-from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
-from transformers.modeling_outputs import BaseModelOutput
+from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from .backend import Backend
 from .cache import (
@@ -31,87 +28,11 @@ from .cross import cross_plan, running
 from .errors import KVPassError
 from .graph.report import LayerReport, Report
 from .layer import PackedLayer
+from .probe import fresh_cache, has_encoder
 from .schemes import LayerGeometry, SchemeConfig, check_edges, check_sources
 from .state import SharedTensors
 
 _MIN_COMPILED_LENGTH = 2  # lengths 0 and 1 would be specialised by the tracer
-
-
-def probe(model: nn.Module) -> dict[int, LayerGeometry | str]:
-    """What each cache layer of ``model`` holds: its geometry, or the reason it is not packed. Runs two tokens. Layers
-    of cross-attention come behind those of self-attention.
-
-    Raises `KVPassError` if the model has no attention over a transformers cache.
-    """
-    config, kind = getattr(model, "config", None), type(model).__name__
-    if config is None or "past_key_values" not in inspect.signature(model.forward).parameters:
-        raise KVPassError(
-            f"No attention over a KV cache found in {kind}: kvpass needs a transformers decoder whose forward takes "
-            "past_key_values. If this is a wrapper, apply to the model inside."
-        )
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise KVPassError(
-            f"Weights of {kind} are not on a device (offloaded by accelerate, or on meta): load the model without "
-            "offloading. A packed cache leaves it more room."
-        )
-    cache = _fresh_cache(model)
-    try:
-        with torch.no_grad():
-            model(**_two_tokens(model), past_key_values=cache, use_cache=True)
-    except Exception as error:
-        raise KVPassError(f"Two tokens through {kind} with a {type(cache).__name__} failed: {error}") from error
-    layers = _geometries(cache)
-    if not any(isinstance(layer, LayerGeometry) for layer in layers.values()):
-        reasons = "; ".join(sorted(set(layers.values()))) or "its cache stayed empty"
-        raise KVPassError(f"No attention that can be packed found in {kind}: {reasons}.")
-    return layers
-
-
-def _has_encoder(model: nn.Module) -> bool:
-    return getattr(model.config, "is_encoder_decoder", False)
-
-
-def _fresh_cache(model: nn.Module) -> Cache:
-    """An empty growing cache of the kind ``model`` makes itself."""
-    if _has_encoder(model):
-        return EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
-    return DynamicCache(config=model.config)
-
-
-def _two_tokens(model: nn.Module) -> dict[str, object]:
-    """Inputs of two tokens for ``model``; an encoder has run already, whatever its own inputs are."""
-    device = next(model.parameters()).device
-    ids = torch.zeros(1, 2, dtype=torch.long, device=device)
-    if not _has_encoder(model):
-        return dict(input_ids=ids)
-    size = model.config.get_text_config(encoder=True).hidden_size
-    hidden = torch.zeros(1, 2, size, dtype=model.dtype, device=device)
-    return dict(decoder_input_ids=ids, encoder_outputs=BaseModelOutput(last_hidden_state=hidden))
-
-
-def _geometries(cache: Cache) -> dict[int, LayerGeometry | str]:
-    """What `probe` found in each layer of ``cache``."""
-    if isinstance(cache, EncoderDecoderCache):
-        own, cross = (_geometries(part) for part in (cache.self_attention_cache, cache.cross_attention_cache))
-        for index, layer in cross.items():
-            known = isinstance(layer, LayerGeometry)
-            own[len(cross) + index] = replace(layer, cross=True) if known else f"cross-attention: {layer}"
-        return own
-    layers, below = {}, None
-    for index, layer in enumerate(cache.layers):
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if type(layer) is not DynamicLayer:
-            layers[index] = f"{type(layer).__name__}: not full attention over a growing cache"
-        elif not isinstance(keys, Tensor) or keys.ndim != 4 or not keys.numel():
-            layers[index] = "the layer stored no keys"
-        elif keys.shape != values.shape:
-            layers[index] = f"keys {tuple(keys.shape)} and values {tuple(values.shape)} differ in shape (MLA?)"
-        else:
-            layers[index] = LayerGeometry(
-                index, len(cache.layers), keys.shape[1], keys.shape[3], keys.dtype, keys.device, below
-            )
-            below = index
-    return layers
 
 
 _numbers = itertools.count()
@@ -123,17 +44,6 @@ def _with_own_code(fn):
     code = fn.__code__.replace(co_name=f"{fn.__name__}_{next(_numbers)}")
     copy = types.FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
     return functools.wraps(fn)(copy)
-
-
-def _refuse_hooks(model: nn.Module) -> None:
-    """Raise `KVPassError` if accelerate runs Python around the layers of ``model``: each hook would break the graph."""
-    hooked = [name for name, module in model.named_modules() if name and hasattr(module, "_hf_hook")]
-    if hooked:
-        raise KVPassError(
-            f"accelerate has put hooks on {len(hooked)} modules ({hooked[0]}, ...), and they break the decode graph: "
-            "load the model on one device, or if it is, accelerate.hooks.remove_hook_from_module(model, recurse=True). "
-            "Over several devices use lowering='eager'."
-        )
 
 
 class Runtime:
@@ -153,10 +63,8 @@ class Runtime:
         self.model, self.scheme, self.max_cache_len = weakref.ref(model), scheme, max_cache_len
         self.owner = uuid.uuid4().hex
         self.eager = lowering == "eager"
-        if not self.eager:
-            _refuse_hooks(model)
         self.lowering = "reference" if self.eager else lowering
-        self.has_encoder = _has_encoder(model)
+        self.has_encoder = has_encoder(model)
         self.prefix = "decoder_" if self.has_encoder else ""  # of the decoder's arguments
         self.plans: Plans = {
             index: (scheme.plan(layer), layer)
@@ -239,7 +147,7 @@ class Runtime:
         batch, new_tokens = inputs.shape[:2]
         cache = kwargs.get("past_key_values")
         if cache is None:
-            cache = kwargs["past_key_values"] = _fresh_cache(self.model())
+            cache = kwargs["past_key_values"] = fresh_cache(self.model())
         layers = self.adopt(cache)
         stored, seen = start_forward(layers, batch, new_tokens), layers[0].seen
         succeeded = False

@@ -155,7 +155,7 @@ def _from_sdpa(node: Node) -> Attention:
 
     query, key, value = node.args[:3]
     if argument(4, "dropout_p", 0.0):
-        raise NotUnderstood("attention with dropout")
+        raise NotUnderstood("attention with dropout: call model.eval(), or set the dropout of attention to 0")
     scale = node.kwargs.get("scale")
     return Attention(
         output=node,
@@ -170,7 +170,7 @@ def _from_sdpa(node: Node) -> Attention:
 
 def _only_user(node: Node) -> Node:
     if len(node.users) != 1:
-        raise NotUnderstood("the attention weights are used elsewhere (output_attentions?)")
+        raise NotUnderstood("the attention weights are used elsewhere: leave out output_attentions")
     return next(iter(node.users))
 
 
