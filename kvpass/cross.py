@@ -31,7 +31,7 @@ class CrossLayer(PackedLayer):
             self.forget()
         self._allocate(batch, self.max_cache_len or tokens)
         for which, (state, x) in enumerate(zip(self.states(), (key_states, value_states), strict=True)):
-            self._check_dtype(x)
+            self._check_placement(x)
             state.reserve(tokens)
             self._append(state, x, which)
             state.wrote(0, tokens)

@@ -199,7 +199,7 @@ class PackedLayer(CacheLayerMixin):
                 "What is stored depends on attention, which needs the pass: this forward was not captured."
             )
         for x in (key_states, value_states):
-            self._check_dtype(x)
+            self._check_placement(x)
         past = None
         if torch.compiler.is_compiling() or length_of(self.length):
             past = self._read()
@@ -243,11 +243,12 @@ class PackedLayer(CacheLayerMixin):
         )  # fmt: skip
         return edge
 
-    def _check_dtype(self, x: Tensor) -> None:
-        if x.dtype != self.geometry.dtype:
+    def _check_placement(self, x: Tensor) -> None:
+        before, now = (self.geometry.dtype, self.geometry.device), (x.dtype, x.device)
+        if now != before:
             raise KVPassError(
-                f"The model produced {x.dtype} keys or values, but kvpass was applied when they were "
-                f"{self.geometry.dtype}. kvpass.remove(model) and apply again after changing the dtype."
+                f"The model made keys or values in {now[0]} on {now[1]}; kvpass was applied when they were {before[0]} "
+                f"on {before[1]}. kvpass.remove(model) and apply again after changing the dtype or the device."
             )
 
     def get_seq_length(self) -> int:

@@ -146,11 +146,14 @@ def test_a_failing_forward_leaves_the_cache_as_it_was():
     assert torch.equal(feed(model, 3, cache)[0], expected)
 
 
-def test_a_changed_dtype_is_refused():
+def test_a_changed_dtype_or_device_is_refused():
     model = kvpass.apply(llama(), scheme="kivi", lowering="eager")
     model.to(torch.bfloat16)
     with pytest.raises(KVPassError, match="apply again after changing the dtype"):
         feed(model, 5)
+    model.to("meta", torch.float32)
+    with pytest.raises(KVPassError, match=r"on meta.* apply again after changing the dtype or the device"):
+        model(input_ids=tokens(1, 5).to("meta"))
 
 
 def test_non_finite_keys_are_refused():
