@@ -15,11 +15,23 @@ from .discover import BufferedCache, bind, discover
 from .errors import KVPassError
 from .graph.report import Report
 from .plain import BufferRuntime, HandedRuntime
-from .runtime import Runtime, probe
+from .probe import probe, refuse_what_cannot_be_captured
+from .runtime import Runtime
 from .schemes import LayerGeometry, SchemeConfig
 from .simulate import SimulatedRuntime, scout
 
 _ATTRIBUTE = "_kvpass"
+
+
+def _decoder(model: nn.Module) -> nn.Module:
+    """The model inside a wrapper of peft or of ``torch.compile``: its forward is the one that meets the cache."""
+    while True:
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        else:
+            return model
 
 
 def apply(
@@ -44,6 +56,7 @@ def apply(
     at all, it is simulated: attention is computed as over a packed one, each token as if it had been decoded by itself.
 
     Args:
+        model: a transformers decoder or encoder-decoder, or a wrapper of peft or ``torch.compile`` around one.
         scheme: a name (`kvpass.schemes.available`), a dict ``{"scheme": "kivi", "bits": 4}``, a config, or what
             `kvpass.calibrate` or `kvpass.load` returned.
         strict: raise `NotFusedError` at the first decode step if a layer's attention was not fused.
@@ -54,18 +67,22 @@ def apply(
 
     Raises:
         KVPassError: unknown scheme, a group that does not divide the head, a model with no attention to pack, a model
-            that has been applied to already, a scheme that needs calibration and has none, a calibration of another
-            model. The model is untouched then.
+            that has been applied to already, weights that are offloaded, hooks of accelerate or flex_attention, which
+            cannot be captured, a scheme that needs calibration and has none, a calibration of another model. The model
+            is untouched then.
     """
     if is_applied(model):
         raise KVPassError("kvpass is already applied to this model: call kvpass.remove(model) first.")
     if not isinstance(model, nn.Module):
         raise KVPassError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
+    whole, model = model, _decoder(model)
     known = ["auto", "eager", *table.names()]
     if lowering not in known:
         raise KVPassError(f"lowering={lowering!r}; use one of {', '.join(known)}.")
     if max_cache_len is not None and max_cache_len < 1:
         raise KVPassError(f"max_cache_len={max_cache_len} must be positive.")
+    if lowering != "eager":
+        refuse_what_cannot_be_captured(model)
     calibrated = isinstance(scheme, Calibration)
     config = scheme.scheme if calibrated else schemes.get(scheme)
     kind, layers = _look_into(model, example_inputs)
@@ -88,9 +105,9 @@ def apply(
     def forward(*args, **kwargs):
         return runtime.forward(*args, **kwargs)
 
-    model.forward = forward
     setattr(model, _ATTRIBUTE, runtime)
-    return model
+    model.forward = forward
+    return whole
 
 
 def _look_into(model: nn.Module, example_inputs) -> tuple[Callable[..., Runtime], dict[int, LayerGeometry | str]]:
@@ -107,11 +124,11 @@ def _look_into(model: nn.Module, example_inputs) -> tuple[Callable[..., Runtime]
 
 def is_applied(model: nn.Module) -> bool:
     """Whether `apply` has been called on ``model`` and `remove` not since."""
-    return hasattr(model, _ATTRIBUTE)
+    return isinstance(model, nn.Module) and hasattr(_decoder(model), _ATTRIBUTE)
 
 
 def _runtime(model: nn.Module) -> Runtime:
-    runtime = getattr(model, _ATTRIBUTE, None)
+    runtime = getattr(_decoder(model), _ATTRIBUTE, None)
     if runtime is None:
         raise KVPassError("kvpass is not applied to this model: call kvpass.apply(model, scheme=...) first.")
     return runtime
@@ -119,14 +136,14 @@ def _runtime(model: nn.Module) -> Runtime:
 
 def remove(model: nn.Module) -> nn.Module:
     """Undo `apply` exactly; returns the model. Caches packed meanwhile cannot be used any more."""
-    runtime = _runtime(model)
+    runtime, whole, model = _runtime(model), model, _decoder(model)
     runtime.uninstall()
     if runtime.had_own_forward:
         model.forward = runtime.original
     else:
         del model.forward
     delattr(model, _ATTRIBUTE)
-    return model
+    return whole
 
 
 def explain(model: nn.Module) -> Report:

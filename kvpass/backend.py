@@ -10,8 +10,8 @@ from torch.fx import GraphModule
 from .errors import KVPassError, NotFusedError
 from .graph.find import find
 from .graph.lower import lower
-from .graph.normalise import normalise
-from .graph.report import GraphReport
+from .graph.normalise import flatten, has_subclass, normalise
+from .graph.report import ADVICE, GraphReport
 from .graph.rewrite import count, rewrite
 from .graph.written import presents
 
@@ -35,19 +35,25 @@ class Backend:
     def __call__(self, gm: GraphModule, example_inputs) -> Callable:
         normal = normalise(gm)
         attentions, refused = find(normal.graph, presents(normal.graph))
-        module = rewrite(normal, example_inputs, attentions, refused)
+        module = rewrite(normal, flatten(example_inputs), attentions, refused)
         report = GraphReport(len(attentions), refused=refused, compiled=not self.interpret, **count(module))
-        if self.strict and (refused or report.decoded):
-            reasons = "; ".join(dict.fromkeys(refused)) or "a cache is read outside of attention"
-            raise NotFusedError(f"strict=True: {max(report.decoded, len(refused))} cache reads not fused: {reasons}")
+        if report.decoded and not refused:
+            refused.append("a cache is read by what is neither SDPA nor a softmax between two matrix products")
+        if self.strict and refused:
+            raise NotFusedError(
+                f"strict=True: {max(report.decoded, len(refused))} cache reads not fused: "
+                f"{'; '.join(dict.fromkeys(refused))}. {ADVICE} Without strict=True they are decoded first."
+            )
         report.lowerings = lower(module, self.lowering)
         if report.fused or report.decoded:
             self.graphs.append(report)
         if self.interpret:
             module.recompile()
-            return module.forward
-        with inductor_config.patch(reorder_for_locality=False):
-            return compile_fx(module, normal.inputs)
+            run = module.forward
+        else:
+            with inductor_config.patch(reorder_for_locality=False):
+                run = compile_fx(module, normal.inputs)
+        return (lambda *inputs: run(*flatten(inputs))) if has_subclass(example_inputs) else run
 
 
 def kvpass(gm: GraphModule, example_inputs, *, mode: str | None = None, options: dict | None = None) -> Callable:

@@ -1,27 +1,78 @@
-"""State swap for transformers caches: full-attention layers of a fresh cache become `PackedLayer`."""
+"""State swap for transformers caches: full-attention layers of a fresh cache become `PackedLayer`, those of
+cross-attention `CrossLayer`."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache, StaticLayer
 
 from .adaptive import PlanePool
 from .codec.window import SEEN_OFFSET, length_view
+from .cross import CrossLayer
 from .errors import KVPassError
 from .layer import PackedLayer
 from .schemes import LayerGeometry, LayerPlan
 from .state import Importance, KVState, RotaryState, SharedTensors
 
+Plans = dict[int, tuple[LayerPlan, LayerGeometry]]
+
+
+def cache_layers(cache: Cache) -> list[CacheLayerMixin]:
+    """All layers of a cache in model order; with an encoder those of self-attention, then those of cross-attention."""
+    own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    return [*own.layers, *cross_layers(cache)]
+
 
 def packed_layers(cache: Cache) -> list[PackedLayer]:
-    """The packed layers of a cache, in model order."""
-    return [layer for layer in cache.layers if isinstance(layer, PackedLayer)]
+    """The packed self-attention layers of a cache, in model order."""
+    return [layer for layer in cache_layers(cache) if isinstance(layer, PackedLayer) and not layer.is_cross]
+
+
+def cross_layers(cache: Cache) -> list[CacheLayerMixin]:
+    """The cross-attention layers of a cache, packed or not."""
+    return cache.cross_attention_cache.layers if isinstance(cache, EncoderDecoderCache) else []
+
+
+def _fresh_layers(cache: Cache, plans: Plans) -> list[CacheLayerMixin]:
+    """The layers of ``cache``; raises `KVPassError` unless those that ``plans`` are for are plain and empty."""
+    if getattr(cache, "offloading", False):
+        raise KVPassError("Offloaded caches are not supported: pass a plain DynamicCache or StaticCache.")
+    layers = list(cache.layers)
+    while cache.layer_class_to_replicate is not None and len(layers) <= max(plans, default=-1):
+        layers.append(cache.layer_class_to_replicate())
+    for index in plans:
+        old = layers[index] if index < len(layers) else None
+        if type(old) not in (DynamicLayer, StaticLayer):
+            found = "missing" if old is None else type(old).__name__
+            raise KVPassError(
+                f"Layer {index} of the cache is {found}, where kvpass planned for a full-attention layer: pass a "
+                "fresh DynamicCache(config=model.config), or none. assistant_early_exit is not supported: use "
+                "assistant_model."
+            )
+        if old.is_initialized and int(old.get_seq_length()):
+            raise KVPassError(
+                f"The cache already holds {int(old.get_seq_length())} full-precision tokens. kvpass packs a cache from "
+                "its first token on: pass a fresh cache, or run the prompt again. Prefix tuning, which fills caches, "
+                "is not supported."
+            )
+    return layers
+
+
+def swap_cross_layers(cache: EncoderDecoderCache, plans: Plans, owner: str, lowering: str) -> None:
+    """Replace the planned layers of a fresh cross-attention cache in place. Raises as `swap_layers`."""
+    cross = cache.cross_attention_cache
+    layers = _fresh_layers(cross, plans)
+    for index, (plan, geometry) in plans.items():
+        capacity = getattr(layers[index], "max_cache_len", None)
+        layers[index] = CrossLayer(plan, geometry, owner, lowering, capacity)
+    cross.layers[:] = layers
+    cross.layer_class_to_replicate = None
 
 
 def swap_layers(
     cache: Cache,
-    plans: dict[int, tuple[LayerPlan, LayerGeometry]],
+    plans: Plans,
     owner: str,
     lowering: str,
     max_cache_len: int | None,
@@ -32,24 +83,9 @@ def swap_layers(
     Raises `KVPassError`, and leaves the cache as it was, if it is offloaded, already holds tokens, or is not made of
     the plain layers that ``plans`` were made for.
     """
-    if getattr(cache, "offloading", False):
-        raise KVPassError("Offloaded caches are not supported: pass a plain DynamicCache or StaticCache.")
-    layers = list(cache.layers)
-    while cache.layer_class_to_replicate is not None and len(layers) <= max(plans):
-        layers.append(cache.layer_class_to_replicate())
+    layers = _fresh_layers(cache, plans)
     for index, (plan, geometry) in plans.items():
-        old = layers[index] if index < len(layers) else None
-        if type(old) not in (DynamicLayer, StaticLayer):
-            raise KVPassError(
-                f"Layer {index} of the cache is {type(old).__name__}, where kvpass planned for a full-attention layer: "
-                "pass a fresh DynamicCache(config=model.config), or none."
-            )
-        if old.is_initialized and int(old.get_seq_length()):
-            raise KVPassError(
-                f"The cache already holds {int(old.get_seq_length())} full-precision tokens. kvpass packs a cache from "
-                "its first token on: pass a fresh cache, or run the prompt again."
-            )
-        capacity = getattr(old, "max_cache_len", None) or max_cache_len
+        capacity = getattr(layers[index], "max_cache_len", None) or max_cache_len
         layers[index] = PackedLayer(plan, geometry, owner, lowering, capacity)
     connect({index: layers[index] for index in plans}, predictors)
     cache.layers[:] = layers
@@ -163,7 +199,7 @@ def nbytes(cache: Cache) -> int:
 def num_values(cache: Cache) -> int:
     """Logical K and V values of the tokens the cache has seen, evicted ones included."""
     total = 0
-    for layer in cache.layers:
+    for layer in cache_layers(cache):
         if isinstance(layer, PackedLayer):
             for state in layer.states():
                 total += state.ring.shape[0] * state.ring.shape[1] * state.ring.shape[3] * layer.seen

@@ -29,6 +29,7 @@ class PackedLayer(CacheLayerMixin):
     is_compileable = False  # kvpass compiles the decode step itself; generate() must not
     is_croppable = True
     is_sliding = False
+    is_cross = False
 
     def __init__(self, plan: LayerPlan, geometry: LayerGeometry, owner: str, lowering: str, max_cache_len: int | None):
         # not super().__init__(): it assigns keys and values, which are views of the state here
@@ -222,7 +223,7 @@ class PackedLayer(CacheLayerMixin):
                 "What is stored depends on attention, which needs the pass: this forward was not captured."
             )
         for x in (keys, values):
-            self._check_dtype(x)
+            self._check_placement(x)
         beside = self._append(self.key_state, keys, 0)
         self._append(self.value_state, values, 1, beside)
 
@@ -244,11 +245,12 @@ class PackedLayer(CacheLayerMixin):
         )  # fmt: skip
         return edge
 
-    def _check_dtype(self, x: Tensor) -> None:
-        if x.dtype != self.geometry.dtype:
+    def _check_placement(self, x: Tensor) -> None:
+        before, now = (self.geometry.dtype, self.geometry.device), (x.dtype, x.device)
+        if now != before:
             raise KVPassError(
-                f"The model produced {x.dtype} keys or values, but kvpass was applied when they were "
-                f"{self.geometry.dtype}. kvpass.remove(model) and apply again after changing the dtype."
+                f"The model made keys or values in {now[0]} on {now[1]}; kvpass was applied when they were {before[0]} "
+                f"on {before[1]}. kvpass.remove(model) and apply again after changing the dtype or the device."
             )
 
     def get_seq_length(self) -> int:

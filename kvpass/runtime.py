@@ -12,56 +12,28 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed, Unsupported
-from transformers import DynamicCache
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from .backend import Backend
-from .cache import finish_forward, packed_layers, start_forward, swap_layers
+from .cache import (
+    Plans,
+    cache_layers,
+    cross_layers,
+    finish_forward,
+    packed_layers,
+    start_forward,
+    swap_cross_layers,
+    swap_layers,
+)
+from .cross import cross_plan, running
 from .errors import KVPassError
 from .graph.report import LayerReport, Report
 from .layer import PackedLayer
-from .schemes import LayerGeometry, LayerPlan, SchemeConfig, check_edges, check_sources
+from .probe import fresh_cache, has_encoder
+from .schemes import LayerGeometry, SchemeConfig, check_edges, check_sources
 from .state import SharedTensors
 
 _MIN_COMPILED_LENGTH = 2  # lengths 0 and 1 would be specialised by the tracer
-
-
-def probe(model: nn.Module) -> dict[int, LayerGeometry | str]:
-    """What each cache layer of ``model`` holds: its geometry, or the reason it is not packed. Runs two tokens.
-
-    Raises `KVPassError` if the model has no attention over a transformers cache.
-    """
-    config = getattr(model, "config", None)
-    wanted = "a transformers decoder whose forward takes past_key_values"
-    if config is None or "past_key_values" not in inspect.signature(model.forward).parameters:
-        raise KVPassError(f"No attention over a KV cache found in {type(model).__name__}: kvpass needs {wanted}.")
-    if getattr(config, "is_encoder_decoder", False):
-        raise KVPassError(f"{type(model).__name__} is an encoder-decoder, not supported: kvpass needs {wanted}.")
-    try:
-        cache = DynamicCache(config=config)
-        ids = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
-        with torch.no_grad():
-            model(input_ids=ids, past_key_values=cache, use_cache=True)
-    except Exception as error:
-        raise KVPassError(f"Two tokens through {type(model).__name__} with a DynamicCache failed: {error}") from error
-    layers, below = {}, None
-    for index, layer in enumerate(cache.layers):
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if type(layer) is not DynamicLayer:
-            layers[index] = f"{type(layer).__name__}: not full attention over a growing cache"
-        elif not isinstance(keys, Tensor) or keys.ndim != 4 or not keys.numel():
-            layers[index] = "the layer stored no keys"
-        elif keys.shape != values.shape:
-            layers[index] = f"keys {tuple(keys.shape)} and values {tuple(values.shape)} differ in shape (MLA?)"
-        else:
-            layers[index] = LayerGeometry(
-                index, len(cache.layers), keys.shape[1], keys.shape[3], keys.dtype, keys.device, below
-            )
-            below = index
-    if not any(isinstance(layer, LayerGeometry) for layer in layers.values()):
-        reasons = "; ".join(sorted(set(layers.values()))) or "its cache stayed empty"
-        raise KVPassError(f"No attention that can be packed found in {type(model).__name__}: {reasons}.")
-    return layers
 
 
 _numbers = itertools.count()
@@ -93,9 +65,14 @@ class Runtime:
         self.owner = uuid.uuid4().hex
         self.eager = lowering == "eager"
         self.lowering = "reference" if self.eager else lowering
-        self.plans: dict[int, tuple[LayerPlan, LayerGeometry]] = {
-            index: (scheme.plan(layer), layer) for index, layer in layers.items() if isinstance(layer, LayerGeometry)
+        self.has_encoder = has_encoder(model)
+        self.prefix = "decoder_" if self.has_encoder else ""  # of the decoder's arguments
+        self.plans: Plans = {
+            index: (scheme.plan(layer), layer)
+            for index, layer in layers.items()
+            if isinstance(layer, LayerGeometry) and not layer.cross
         }
+        self.cross, layers = self._plan_cross(layers)
         self.needs_queries = any(plan.needs_queries for plan, _ in self.plans.values())
         self.needs_rotation = any(plan.key.pre_rope for plan, _ in self.plans.values())
         self.looks_below = any(plan.looks_below for plan, _ in self.plans.values())
@@ -109,7 +86,7 @@ class Runtime:
             [
                 LayerReport(index, False, "", layer)
                 if isinstance(layer, str)
-                else LayerReport(index, True, str(self.plans[index][0]))
+                else LayerReport(index, True, self._describe(index, layer))
                 for index, layer in layers.items()
             ],
         )
@@ -139,6 +116,21 @@ class Runtime:
 
         return call
 
+    def _plan_cross(self, layers: dict[int, LayerGeometry | str]) -> tuple[Plans, dict[int, LayerGeometry | str]]:
+        """Plans of cross-attention by its own layer indices, and ``layers`` with the reasons where there is none."""
+        plans, layers = {}, dict(layers)
+        for index, layer in layers.items():
+            if isinstance(layer, LayerGeometry) and layer.cross:
+                plan = cross_plan(self.scheme.plan(layer))
+                if isinstance(plan, str):
+                    layers[index] = plan
+                else:
+                    plans[layer.index] = plan, layer
+        return plans, layers
+
+    def _describe(self, index: int, layer: LayerGeometry) -> str:
+        return f"cross-attention: {self.cross[layer.index][0]}" if layer.cross else str(self.plans[index][0])
+
     def _place(self, predictors) -> dict[int, tuple[SharedTensors, SharedTensors]]:
         """``predictors`` where their layers are."""
         return {
@@ -156,24 +148,29 @@ class Runtime:
     def forward(self, *args, **kwargs):
         """The model's forward over a packed cache."""
         kwargs.update(zip(self.parameters, args, strict=False))
-        inputs = kwargs.get("input_ids")
-        inputs = kwargs.get("inputs_embeds") if inputs is None else inputs
+        inputs = kwargs.get(f"{self.prefix}input_ids")
+        inputs = kwargs.get(f"{self.prefix}inputs_embeds") if inputs is None else inputs
+        if kwargs.get("cache") is not None:
+            raise KVPassError(
+                "Continuous batching (generate_batch, cache_implementation='paged') keeps a paged cache of its own, "
+                "which is not packed: use generate with a batch, or kvpass.remove(model)."
+            )
         if inputs is None or not self._uses_cache(kwargs):
             return self.original(**kwargs)
         batch, new_tokens = inputs.shape[:2]
         cache = kwargs.get("past_key_values")
         if cache is None:
-            cache = kwargs["past_key_values"] = DynamicCache(config=self.model().config)
+            cache = kwargs["past_key_values"] = fresh_cache(self.model())
         layers = self.adopt(cache)
         stored, seen = start_forward(layers, batch, new_tokens), layers[0].seen
-        with self._one_forward(layers, new_tokens):
-            self._set_mask(kwargs, stored + new_tokens, seen + new_tokens)
+        with self._one_forward(layers, new_tokens), running(cross_layers(cache)):
+            self._set_masks(kwargs, stored + new_tokens, seen + new_tokens)
             self._drop_defaults(kwargs, seen, new_tokens)
             run = self._choose(stored, new_tokens)
             if run is not self.original:
                 self._canonicalise(kwargs)
             output = run(**kwargs)
-        self._measure(cache.layers)
+        self._measure(cache_layers(cache))
         return output
 
     @contextmanager
@@ -215,9 +212,12 @@ class Runtime:
         """The packed layers of ``cache``, swapped in if it is fresh. Raises `KVPassError` for what cannot be packed."""
         if not isinstance(cache, Cache):
             raise KVPassError(f"past_key_values is {type(cache).__name__}; pass a transformers DynamicCache, or none.")
+        if isinstance(cache, EncoderDecoderCache) != self.has_encoder:
+            wanted = "an EncoderDecoderCache" if self.has_encoder else "a DynamicCache"
+            raise KVPassError(f"past_key_values is {type(cache).__name__}; this model needs {wanted}, or none.")
         layers = packed_layers(cache)
         if not layers:
-            swap_layers(cache, self.plans, self.owner, self.lowering, self.max_cache_len, self.predictors)
+            self._swap(cache)
             layers = packed_layers(cache)
         if any(layer.owner != self.owner for layer in layers):
             raise KVPassError(
@@ -226,33 +226,47 @@ class Runtime:
             )
         return layers
 
+    def _swap(self, cache: Cache) -> None:
+        own = cache.self_attention_cache if self.has_encoder else cache
+        layers = list(own.layers)
+        swap_layers(own, self.plans, self.owner, self.lowering, self.max_cache_len, self.predictors)
+        if self.cross:
+            try:
+                swap_cross_layers(cache, self.cross, self.owner, self.lowering)
+            except KVPassError:
+                own.layers[:] = layers
+                raise
+
     def _choose(self, stored: int, new_tokens: int):
         if not (self.eager or new_tokens > 1 or stored < _MIN_COMPILED_LENGTH):
             return self.decode_step
         needs_edges = self.needs_rotation or self.needs_importance or (self.needs_queries and not stored)
         return self.captured if needs_edges else self.original
 
-    def _set_mask(self, kwargs, total: int, seen: int) -> None:
+    def _set_masks(self, kwargs, total: int, seen: int) -> None:
         """Drop a 2-D mask that hides nothing, and cut a 4-D one made for a static cache to the tokens there are.
 
         Decided at every call; on an accelerator reading the mask would wait for the device, so there it stays.
         """
-        mask = kwargs.get("attention_mask")
+        for name in {"attention_mask", f"{self.prefix}attention_mask"}:
+            mask = kwargs.get(name)
+            if isinstance(mask, Tensor) and mask.ndim == 2 and mask.device.type == "cpu" and bool(mask.all()):
+                kwargs[name] = None
+        name = f"{self.prefix}attention_mask"
+        mask = kwargs.get(name)
         if isinstance(mask, dict):  # one for each kind of layer; only full attention is packed
             full = mask.get("full_attention")
             if isinstance(full, Tensor) and full.shape[-1] > total:
-                kwargs["attention_mask"] = {**mask, "full_attention": full[..., :total]}
-        if not isinstance(mask, Tensor):
+                kwargs[name] = {**mask, "full_attention": full[..., :total]}
+        if not isinstance(mask, Tensor) or mask.ndim != 4:
             return
-        if mask.ndim == 4 and seen > total:
+        if seen > total:
             raise KVPassError(
                 f"A 4-D mask says for {mask.shape[-1]} keys who sees them, and {seen - total} tokens were evicted, "
                 "others in each head. Pass a 2-D padding mask."
             )
-        if mask.ndim == 4 and mask.shape[-1] > total:
-            kwargs["attention_mask"] = mask[..., :total]
-        elif mask.ndim == 2 and mask.device.type == "cpu" and bool(mask.all()):
-            kwargs["attention_mask"] = None
+        if mask.shape[-1] > total:
+            kwargs[name] = mask[..., :total]
 
     def _drop_defaults(self, kwargs, seen: int, new_tokens: int) -> None:
         """Drop what says no more than leaving it out, so that every caller shares one graph. Positions are compared
@@ -276,21 +290,30 @@ class Runtime:
         for name, tensor in kwargs.items():
             if isinstance(tensor, Tensor):
                 kwargs[name] = tensor.contiguous().view(-1).view(tensor.shape)
-        mask = kwargs.get("attention_mask")
-        if isinstance(mask, Tensor):
-            torch._dynamo.maybe_mark_dynamic(mask, mask.ndim - 1)
-            if mask.ndim == 4 and mask.shape[2] > 1:
-                torch._dynamo.maybe_mark_dynamic(mask, 2)
-        for name in ("input_ids", "inputs_embeds", "position_ids"):
-            tensor = kwargs.get(name)
+        for name in ("attention_mask", "decoder_attention_mask"):
+            mask = kwargs.get(name)
+            if isinstance(mask, Tensor):
+                torch._dynamo.maybe_mark_dynamic(mask, mask.ndim - 1)
+                if mask.ndim == 4 and mask.shape[2] > 1:
+                    torch._dynamo.maybe_mark_dynamic(mask, 2)
+        inputs = ("input_ids", "inputs_embeds", "position_ids", "decoder_input_ids", "decoder_inputs_embeds")
+        encoded = getattr(kwargs.get("encoder_outputs"), "last_hidden_state", None)
+        for tensor in (*map(kwargs.get, inputs), encoded):
             if isinstance(tensor, Tensor) and tensor.ndim >= 2 and tensor.shape[1] > 1:
                 torch._dynamo.maybe_mark_dynamic(tensor, 1)
 
+    def __reduce_ex__(self, protocol):
+        raise KVPassError(
+            "A model that kvpass is applied to cannot be copied or pickled, its forward would still be the original's: "
+            "kvpass.remove(model) first, then apply to each copy. save_pretrained and state_dict work as they are."
+        )
+
     def _measure(self, layers: Sequence) -> None:
         """Note the bytes of the cache just used; it may be gone when `explain` asks."""
+        first = next(layer for layer in layers if isinstance(layer, PackedLayer))
+        self.report.tokens, self.report.batch = first.seen, first.batch_size
         for row, layer in zip(self.report.layers, layers, strict=False):
             if isinstance(layer, PackedLayer):
-                self.report.tokens, self.report.batch = layer.seen, layer.batch_size
                 row.nbytes, row.full_nbytes = layer.nbytes, layer.full_nbytes
                 row.host_nbytes, row.moved_nbytes = layer.host_nbytes, layer.moved_nbytes
             elif isinstance(getattr(layer, "keys", None), Tensor):

@@ -83,9 +83,10 @@ def _dots(q: Tensor, k: Tensor, tables: tuple[Tensor, Tensor] | None, rope: str)
     return torch.stack(out, 1)
 
 
-def _attend(k_pages, v_pages, q, *inputs, scale, softcap, k_spec, v_spec, rope, paid):
+def _attend(k_pages, v_pages, q, *inputs, scale, softcap, k_spec, v_spec, rope, paid, present):
     """One query token ``[B, H_q, 1, D]`` over packed keys and values; inputs as in `attend`. With ``paid``, the weights
     summed over the query heads of a KV head come second: ``[B * H_kv, slots]``, pages, ring, and the token itself.
+    Without ``present``, that of cross-attention, the token itself does not count.
 
     ``k_pages`` and ``v_pages`` carry page counts as their shape, ``n`` the length as its value. For log-sparse windows
     ``held`` is the token in each slot of the ring, and ``page_tokens`` ``[N, P]`` those in the pages.
@@ -115,7 +116,7 @@ def _attend(k_pages, v_pages, q, *inputs, scale, softcap, k_spec, v_spec, rope, 
     if mask is not None:
         token = torch.cat([in_page, k_tokens, n])
         scores = _biased(scores, mask, token.clamp(0, mask.shape[-1] - 1), groups)
-    counts = torch.cat([index < _packed(n, k_spec), k_counts, torch.ones_like(k_counts[:1])])
+    counts = torch.cat([index < _packed(n, k_spec), k_counts, torch.full_like(k_counts[:1], present)])
     scores = torch.where(counts, scores, -torch.inf)
     if sinks is None:
         weights = scores.softmax(-1)
@@ -193,7 +194,7 @@ _BATCH, _K_PAGES, _V_PAGES, _K_CAPACITY, _V_CAPACITY, _TOKENS, _TABLES = 5, 53, 
 @cache
 def _attend_kernel(key: tuple, k_spec: CodecSpec, v_spec: CodecSpec, scale: float, softcap: float, paid: bool):
     """Compile `_attend` for what `attend` found in common with other calls (see there)."""
-    many, q_heads, heads, head_dim, dtype, device, mask_layout, rope, columns, sinks = key
+    many, q_heads, heads, head_dim, dtype, device, mask_layout, rope, columns, sinks, present = key
     batch = _BATCH if many else 1
 
     def example(*shape, dtype=dtype, batch=batch):
@@ -239,7 +240,8 @@ def _attend_kernel(key: tuple, k_spec: CodecSpec, v_spec: CodecSpec, scale: floa
     of_mask = [0, 3] if many and mask_layout is not None and mask_layout[0] else [3]
     tables = [[*first, 1]] * 2
     dynamic = [[0], [0], first, *pools, *pools, [], first, first, of_mask, [], [0], *tables, [], [], [], [], [], first]
-    fn = partial(_attend, scale=scale, softcap=softcap, k_spec=k_spec, v_spec=v_spec, rope=rope, paid=paid)
+    how = dict(scale=scale, softcap=softcap, k_spec=k_spec, v_spec=v_spec, rope=rope, paid=paid, present=present)
+    fn = partial(_attend, **how)
     return compile_ahead(fn, examples, dynamic)
 
 
@@ -302,8 +304,11 @@ def _run(
     layout_of_mask = None if mask is None else (mask.shape[0] > 1, mask.shape[1], mask.dtype)
     columns = cos.shape[2] if rope else 0
     logits = None if sinks is None else sinks.dtype
-    shared = (batch > 1, q.shape[1], heads, head_dim, q.dtype, device, layout_of_mask, rope, columns, logits)
+    present = k_new.shape[2] > 0
+    shared = (batch > 1, q.shape[1], heads, head_dim, q.dtype, device, layout_of_mask, rope, columns, logits, present)
     kernel = _attend_kernel(shared, k_spec, v_spec, scale, softcap, paid)
+    if not present:  # a token that does not count
+        k_new = v_new = k_new.new_zeros(batch, heads, 1, head_dim)
     new = q.contiguous(), k_new.contiguous(), v_new.contiguous()
     points = (grid(spec.grid, device) if spec.grid else None for spec in (k_spec, v_spec))
     bases = (None if s.rotation is None else basis(head_dim, s.rotation, device) for s in (k_spec, v_spec))

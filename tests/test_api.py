@@ -12,8 +12,6 @@ from transformers import (
     MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 
 import kvpass
@@ -57,7 +55,6 @@ def test_models_without_attention_to_pack_are_refused():
     models = [
         nn.Linear(3, 3),
         MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=32, state_size=4)),
-        T5ForConditionalGeneration(T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=32)),
     ]
     for model in models:
         with pytest.raises(KVPassError, match=r"kvpass needs|No attention"):
@@ -149,11 +146,14 @@ def test_a_failing_forward_leaves_the_cache_as_it_was():
     assert torch.equal(feed(model, 3, cache)[0], expected)
 
 
-def test_a_changed_dtype_is_refused():
+def test_a_changed_dtype_or_device_is_refused():
     model = kvpass.apply(llama(), scheme="kivi", lowering="eager")
     model.to(torch.bfloat16)
     with pytest.raises(KVPassError, match="apply again after changing the dtype"):
         feed(model, 5)
+    model.to("meta", torch.float32)
+    with pytest.raises(KVPassError, match=r"on meta.* apply again after changing the dtype or the device"):
+        model(input_ids=tokens(1, 5).to("meta"))
 
 
 def test_non_finite_keys_are_refused():

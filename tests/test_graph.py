@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
-from transformers import DynamicCache
+from transformers import AttentionInterface, DynamicCache
 
 import kvpass
 from kvpass.backend import Backend
@@ -231,6 +231,20 @@ def test_strict_raises_with_the_reason_and_loses_nothing():
     assert cache.get_seq_length() == 70
     run(model, tokens(1, 3), cache)
     assert cache.get_seq_length() == 73
+
+
+def test_attention_that_is_not_recognised_is_reported_with_what_to_do():
+    def by_hand(module, q, k, v, mask, scaling=None, **kwargs):
+        k, v = (x.repeat_interleave(module.num_key_value_groups, 1) for x in (k, v))
+        weights = (torch.einsum("bhsd,bhtd->bhst", q, k) * scaling + (0 if mask is None else mask)).exp()
+        return (weights / weights.sum(-1, keepdim=True) @ v).transpose(1, 2), None
+
+    AttentionInterface.register("by_hand", by_hand)
+    model = kvpass.apply(llama("by_hand"), scheme="kivi", strict=True)
+    with pytest.raises(kvpass.NotFusedError, match=r"neither SDPA nor a softmax .* attn_implementation='sdpa'"):
+        run(model, tokens(1, 1), prefilled(model))
+    with pytest.raises(kvpass.KVPassError, match=r"set_attn_implementation\('sdpa'\)"):
+        kvpass.apply(llama("flex_attention"), scheme="kivi")
 
 
 def test_an_applied_model_inside_a_compiled_function_keeps_its_own_graph():

@@ -57,6 +57,7 @@ class Species:
     fused: those of them whose attention is fused; None for all.
     attention: how it is usually run, "sdpa" or "eager".
     why: what stands in the report, or the error, for layers that are not packed.
+    encoder: whether an encoder comes first.
     """
 
     kind: str
@@ -66,6 +67,7 @@ class Species:
     attention: str = "sdpa"
     fused: int | None = None
     config_class: str = ""
+    encoder: bool = False
 
     def model(self, attention: str):
         """A model in eval mode that never emits an end token; ``attention`` is "sdpa" or "eager"."""
@@ -73,7 +75,8 @@ class Species:
         torch.manual_seed(0)
         config_class = getattr(transformers, self.config_class or f"{self.kind}Config")
         config = config_class(**self.config, bos_token_id=1, eos_token_id=None, attn_implementation=attention)
-        names = (f"{self.kind}ForCausalLM", f"{self.kind}LMHeadModel")
+        heads = ("ForConditionalGeneration",) if self.encoder else ("ForCausalLM", "LMHeadModel")
+        names = [self.kind + head for head in heads]
         model_class = next(getattr(transformers, name) for name in names if hasattr(transformers, name))
         model = model_class(config).eval()
         model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, None
@@ -154,6 +157,22 @@ ZOO = {
             vocab_size=VOCABULARY, d_model=64, num_layers=2, attention_heads=4, ffn_dim=96, max_position_embeddings=512
         ),
         why="softmax is followed by aten.reshape", attention="eager", fused=0,
+    ),
+    "BART": Species(
+        "Bart",
+        dict(
+            vocab_size=VOCABULARY, d_model=64, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4,
+            decoder_attention_heads=4, encoder_ffn_dim=96, decoder_ffn_dim=96, max_position_embeddings=512,
+            decoder_start_token_id=2, forced_eos_token_id=None,
+        ),
+        packed=4, encoder=True,
+    ),
+    "T5": Species(
+        "T5",
+        dict(
+            vocab_size=VOCABULARY, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, decoder_start_token_id=2,
+        ),
+        packed=4, encoder=True,
     ),
     "DeepSeek-V3": Species("DeepseekV3", dict(_GQA, **_MLA), None, "differ in shape"),
 }  # fmt: skip

@@ -23,7 +23,7 @@ from ..codec.affine import params_dtype
 from ..codec.predict import MEAN, fit_center, looks_below, predict
 from ..codec.window import layout
 from ..errors import KVPassError
-from ..runtime import probe
+from ..probe import has_encoder, probe
 from ..schemes import AquaKVConfig, LayerGeometry, LayerPlan, QAQConfig, SchemeConfig, check_edges
 from .artifact import Calibration, describe
 from .collect import Collected, collect, digest
@@ -67,6 +67,10 @@ def calibrate(
     if is_applied(model):
         raise KVPassError("kvpass is applied to this model: call kvpass.remove(model) first.")
     layers = probe(model)
+    if has_encoder(model):
+        raise KVPassError(
+            "Calibration is for decoders without an encoder: use a scheme that needs none, such as 'kivi'."
+        )
     described, sequences = describe(model, layers), _sequences(data, config, model)
     silent = None if progress else True
     if isinstance(config, QAQConfig):

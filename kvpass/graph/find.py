@@ -28,12 +28,13 @@ _SPEC = 5  # which argument of DECODE
 class Source:
     """Where attention's keys or values come from: ``cat([past, present])``, heads repeated in order.
 
-    past: what decodes the cache; rotation: what turns it before it is read, if keys are stored before rotary embedding.
-    padded: there is room behind the present, which the mask hides.
+    past: what decodes the cache, None where there is none; present: None for cross-attention; rotation: what turns the
+    past before it is read, if keys are stored before rotary embedding. padded: there is room behind the present, which
+    the mask hides.
     """
 
     past: Node | None
-    present: Node
+    present: Node | None
     rotation: Node | None = None
     padded: bool = False
 
@@ -169,6 +170,8 @@ def _peeled(node: Node) -> Source:
         if node.op != "call_function":
             raise NotUnderstood(f"keys or values come from {node.op} {node.name}, not from a packed cache")
         target = node.target
+        if target is DECODE:
+            return Source(node, None)
         if target is aten.cat.default:
             parts, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
             past, present = parts if len(parts) == 2 and dim in (2, -2) else (None, None)
@@ -210,7 +213,7 @@ def _from_sdpa(node: Node, source: Callable[[Node], Source]) -> Attention:
 
     query, key, value = node.args[:3]
     if argument(4, "dropout_p", 0.0):
-        raise NotUnderstood("attention with dropout")
+        raise NotUnderstood("attention with dropout: call model.eval(), or set the dropout of attention to 0")
     scale, of_key = node.kwargs.get("scale"), source(key)
     if of_key.padded and (argument(3, "attn_mask") is None or argument(5, "is_causal", False)):
         raise NotUnderstood("keys have room behind them that no mask hides")
@@ -227,7 +230,7 @@ def _from_sdpa(node: Node, source: Callable[[Node], Source]) -> Attention:
 
 def _only_user(node: Node) -> Node:
     if len(node.users) != 1:
-        raise NotUnderstood("the attention weights are used elsewhere (output_attentions?)")
+        raise NotUnderstood("the attention weights are used elsewhere: leave out output_attentions")
     return next(iter(node.users))
 
 

@@ -1,6 +1,9 @@
 """What the pass did, in words and numbers: `kvpass.explain` prints it."""
 
+from collections import Counter
 from dataclasses import dataclass, field
+
+ADVICE = "Attention written another way may be understood: load the model with attn_implementation='sdpa' or 'eager'."
 
 
 @dataclass
@@ -76,6 +79,8 @@ class Report:
             return "full precision"
         if not any(graph.compiled for graph in self.graphs):
             return "packed"
+        if not self.fused:
+            return "packed, not fused"
         return "packed, fused" if self.fused == self.packed else "packed, see below"
 
     def __str__(self) -> str:
@@ -112,5 +117,7 @@ class Report:
                 f"graph ({kind}): {graph.fused} attentions fused{rebuilt}, {graph.decoded} reads decoded{rotated}; "
                 f"{used}"
             )
-            lines.extend(f"  not fused: {reason}" for reason in dict.fromkeys(graph.refused))
+            lines.extend(f"  not fused ({times}x): {reason}" for reason, times in Counter(graph.refused).items())
+            if graph.refused:
+                lines.append(f"  what is not fused is decoded first: right, but slower. {ADVICE}")
         return "\n".join(lines)

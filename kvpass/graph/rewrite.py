@@ -10,7 +10,7 @@ from ..codec.eviction import statistic
 from ..codec.spec import parse
 from ..codec.window import LENGTH_OFFSET
 from ..errors import KVPassError
-from .find import Attention
+from .find import Attention, Source
 from .masks import structure
 from .normalise import NormalGraph, in_place
 from .rotary import Rotations, insert_tables, turns_alike
@@ -21,7 +21,8 @@ APPEND_ROTARY = torch.ops.kvpass.append_rotary_.default
 ATTEND = torch.ops.kvpass.attend.default
 ATTEND_DECODED = torch.ops.kvpass.attend_decoded.default
 ATTEND_SCORED = torch.ops.kvpass.attend_scored.default
-_SCALE, _LENGTH, _SPEC, _PREDICTOR = 1, 4, 5, 9  # arguments of DECODE; codes may be another layer's, scales are its own
+# arguments of DECODE; codes may be another layer's, scales are its own
+_SCALE, _RING, _LENGTH, _SPEC, _PREDICTOR = 1, 3, 4, 5, 9
 _DEFAULTS = {a.name: a.default_value for a in APPEND._schema.arguments if a.has_default_value()}
 _ARGUMENTS = [argument.name for argument in APPEND._schema.arguments]
 _WRITTEN = [a.name for a in APPEND._schema.arguments if a.alias_info and a.alias_info.is_write]
@@ -191,7 +192,7 @@ def _replace(graph: Graph, attention: Attention, importance: Node | None) -> Nod
             options["sinks"] = graph.call_function(torch.ops.aten.flatten.using_ints, (attention.sinks,))
             options["sinks"].meta["val"] = attention.sinks.meta["val"].flatten()
         new = graph.call_function(
-            target, (attention.query, *past, key.present, value.present, *how, *specs), options
+            target, (attention.query, *past, *(_present(graph, s) for s in (key, value)), *how, *specs), options
         )  # fmt: skip
         paid, result = None, new
         if importance is not None:
@@ -214,6 +215,16 @@ def _shaped_as(graph: Graph, new: Node, attention: Attention) -> Node:
         new = graph.call_function(aten.unflatten.int, (new, 1, list(out.shape[1:3])))
         new.meta["val"] = value.unflatten(1, out.shape[1:3])
     return new
+
+
+def _present(graph: Graph, source: Source) -> Node:
+    """The keys or values of the call; an empty tensor for cross-attention."""
+    if source.present is not None:
+        return source.present
+    ring = source.past.args[_RING]
+    empty = graph.call_function(aten.slice.Tensor, (ring, 2, 0, 0))
+    empty.meta["val"] = ring.meta["val"][:, :, :0]
+    return empty
 
 
 def _refuse_bias(attention: Attention) -> None:

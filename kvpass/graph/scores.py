@@ -56,7 +56,7 @@ def read_scores(node: Node) -> Scores:
         if node.op != "call_function":
             raise NotUnderstood(f"scores come from {node.name}, not from a product with the keys")
         if len(node.users) != 1:
-            raise NotUnderstood("the attention scores are used elsewhere")
+            raise NotUnderstood("the attention scores are used elsewhere: leave out output_attentions")
         scalar = len(node.args) > 1 and isinstance(node.args[1], (int, float))
         if node.target is aten.mul.Tensor and scalar:
             factor *= node.args[1]

@@ -17,7 +17,7 @@ from ..retention import POLICIES, Retention
 @dataclass(frozen=True)
 class LayerGeometry:
     """One cache layer of a model: its index among ``num_layers``, heads, head_dim, dtype and device, and ``below``, the
-    last packed layer before it, if there is one."""
+    last packed layer before it, if there is one. ``cross``: cross-attention, over what an encoder gave."""
 
     index: int
     num_layers: int
@@ -26,6 +26,7 @@ class LayerGeometry:
     dtype: torch.dtype
     device: torch.device
     below: int | None = None
+    cross: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,315 @@
+"""What users do with a model: each way equals the untouched model with lossless pages, or says what to do instead.
+
+Compiled against eager codes, in the modes of `generate` and for every scheme, is in `test_generate`.
+"""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
+from transformers import DynamicCache, PreTrainedTokenizerFast, pipeline
+
+import kvpass
+from kvpass import KVPassError
+from kvpass.schemes import IdentityConfig, KIVIConfig
+
+from tiny import VOCABULARY, llama, tokens
+
+LOSSLESS, LOSSY = IdentityConfig(residual=16), KIVIConfig(residual=16, group_size=16)
+
+
+def generate(model, **inputs):
+    """Sequences, and the logits of each step, ``[B, S, V]``."""
+    torch.manual_seed(0)
+    inputs = dict(max_new_tokens=20, do_sample=False) | inputs
+    out = model.generate(**inputs, return_dict_in_generate=True, output_logits=True)
+    return out.sequences, torch.stack(out.logits, 1)
+
+
+def padded(side, lengths=(40, 23, 31)):
+    """Token ids and mask ``[B, S]`` of prompts of ``lengths``, padded on one side."""
+    ids, mask = (torch.zeros(len(lengths), max(lengths), dtype=torch.long) for _ in range(2))
+    for row, length in enumerate(lengths):
+        where = slice(length) if side == "right" else slice(-length, None)
+        ids[row, where], mask[row, where] = tokens(1, length, seed=row), 1
+    return ids, mask
+
+
+def assert_equal(got, expected, tolerance=1e-5):
+    assert torch.equal(got[0], expected[0])
+    if tolerance is not None:
+        torch.testing.assert_close(got[1], expected[1], atol=tolerance, rtol=tolerance)
+
+
+def assert_fused(model, graphs=1):
+    """Every layer is packed and fused, in at most as many decode graphs."""
+    report = kvpass.explain(model)
+    assert report.fused == report.packed == len(report.layers) == 2
+    assert not any(graph.decoded or graph.refused for graph in report.graphs)
+    assert sum(graph.compiled for graph in report.graphs) <= graphs
+
+
+def check(model, use, tolerance=1e-5):
+    """``use`` gives the same on ``model`` as it is and over lossless pages; returns the packed model."""
+    torch._dynamo.reset()
+    expected = use(model)
+    kvpass.apply(model, LOSSLESS)
+    assert_equal(use(model), expected, tolerance)
+    assert_fused(model)
+    return model
+
+
+@torch.no_grad()
+def fed(model, ids, mask, prompt):
+    """Logits behind ``prompt`` tokens and each one after, ``[B, S - prompt + 1, V]``."""
+    cache, rows = DynamicCache(config=model.config), []
+    for stop in range(prompt, ids.shape[1] + 1):
+        part = ids[:, cache.get_seq_length() : stop]
+        rows.append(model(input_ids=part, attention_mask=mask[:, :stop], past_key_values=cache).logits[:, -1])
+    return torch.stack(rows, 1)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)], ids=str)
+def test_half_precision_gives_the_same_tokens(dtype, tolerance):
+    """Exactly the same bits eagerly; compiled, where it is no tie within rounding, of which a random model has some."""
+    torch._dynamo.reset()
+    model, (ids, mask) = llama().to(dtype), padded("left", (60, 43, 51))
+    expected = fed(model, ids, mask, 40)
+    eager = fed(kvpass.apply(model, LOSSLESS, lowering="eager"), ids, mask, 40)
+    assert torch.equal(eager, expected)
+    compiled = fed(kvpass.apply(kvpass.remove(model), LOSSLESS), ids, mask, 40)
+    assert_fused(model)
+    torch.testing.assert_close(compiled, expected, atol=tolerance, rtol=0)
+    best = expected.float().topk(2).values
+    clear = best[..., 0] - best[..., 1] > tolerance
+    assert torch.equal(compiled.argmax(-1)[clear], expected.argmax(-1)[clear]) and clear.float().mean() > 0.5
+
+
+@torch.no_grad()
+def behind_right_padding(model, steps=20):
+    """Greedy decoding behind prompts padded on the right, by hand: the mask grows, and positions are given."""
+    ids, mask = padded("right")
+    last, cache = mask.sum(1) - 1, DynamicCache(config=model.config)
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    out = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+    logits = [out.logits[torch.arange(len(ids)), last]]
+    for step in range(1, steps):
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+        token, positions = logits[-1].argmax(-1, keepdim=True), (last + step)[:, None]
+        out = model(input_ids=token, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        logits.append(out.logits[:, -1])
+    logits = torch.stack(logits, 1)
+    return logits.argmax(-1), logits
+
+
+def test_padding_on_the_right_is_masked():
+    model = kvpass.remove(check(llama(), behind_right_padding))
+    compiled = behind_right_padding(kvpass.apply(model, LOSSY))
+    assert_fused(model)
+    eager = behind_right_padding(kvpass.apply(kvpass.remove(model), LOSSY, lowering="eager"))
+    assert_equal(compiled, eager, 1e-4)
+
+
+@pytest.fixture(scope="module")
+def models():
+    """The same weights, untouched and packed."""
+    torch._dynamo.reset()
+    return llama(), kvpass.apply(llama(), LOSSLESS)
+
+
+def chat(model):
+    """Four turns over one growing cache."""
+    cache, ids, logits = DynamicCache(config=model.config), tokens(1, 20), []
+    for turn in range(4):
+        out = generate(model, input_ids=ids, past_key_values=cache, max_new_tokens=9)
+        ids = torch.cat([out[0], tokens(1, 7, seed=turn)], 1)
+        logits.append(out[1])
+    assert cache.get_seq_length() == 20 + 4 * 9 + 3 * 7 - 1
+    return ids, torch.cat(logits, 1)
+
+
+def reuse_of_a_prompt(model):
+    """Two continuations of one prompt, each over a copy of its cache."""
+    cache, prompt = DynamicCache(config=model.config), tokens(1, 40)
+    with torch.no_grad():
+        model(input_ids=prompt, past_key_values=cache)
+    both = []
+    for seed in (1, 2):
+        ids = torch.cat([prompt, tokens(1, 9, seed)], 1)
+        both.append(generate(model, input_ids=ids, past_key_values=copy.deepcopy(cache)))
+    assert cache.get_seq_length() == 40
+    return tuple(torch.cat(parts) for parts in zip(*both, strict=True))
+
+
+def assisted(packed):
+    """Drafts of another model, most of them rejected; ``packed`` or not."""
+
+    def use(model):
+        draft = llama(layers=1, seed=3)
+        draft.lm_head, draft.model.embed_tokens = model.lm_head, model.model.embed_tokens
+        draft = kvpass.apply(draft, LOSSLESS) if packed else draft
+        return generate(model, input_ids=tokens(1, 40), assistant_model=draft, max_new_tokens=40)
+
+    return use
+
+
+def mode(**inputs):
+    return lambda model: generate(model, **inputs)
+
+
+WAYS = {
+    "chat": chat,
+    "a prompt used twice": reuse_of_a_prompt,
+    "drafts of a model": assisted(packed=False),
+    "drafts of a packed model": assisted(packed=True),
+    "prompt lookup": mode(input_ids=tokens(1, 8).repeat(1, 9), prompt_lookup_num_tokens=5, max_new_tokens=40),
+    "chunked prefill": mode(input_ids=tokens(1, 90), prefill_chunk_size=40),
+    "beam search": mode(input_ids=tokens(1, 30), num_beams=3),
+    "beam sampling": mode(input_ids=tokens(1, 30), num_beams=3, do_sample=True),
+    "several samples of each": mode(input_ids=tokens(1, 30), do_sample=True, num_return_sequences=3),
+    "from embeddings": lambda model: generate(model, inputs_embeds=model.model.embed_tokens(tokens(1, 30)).detach()),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_generate_equal_the_untouched_model(models, way):
+    plain, model = models
+    assert_equal(WAYS[way](model), WAYS[way](plain))
+    assert_fused(model, graphs=2)  # a batch of one, and of three
+
+
+def test_inference_mode_around_everything():
+    check(llama(), torch.inference_mode()(mode(input_ids=tokens(1, 30))))
+
+
+def test_cropping_after_a_rejection_is_what_assisted_decoding_did(models):
+    """The drafts of `assisted` are not all accepted: otherwise nothing would have been tested."""
+    _, model = models
+    kept = []
+    crop, kvpass.layer.PackedLayer.crop = kvpass.layer.PackedLayer.crop, lambda self, n: (kept.append(n), crop(self, n))
+    try:
+        assisted(packed=False)(model)
+    finally:
+        kvpass.layer.PackedLayer.crop = crop
+    assert min(kept) < 0
+
+
+def tokenizer():
+    """Words "0", "1", ... for all tokens of the tiny vocabulary."""
+    words = Tokenizer(WordLevel({str(i): i for i in range(VOCABULARY)}, unk_token="0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", unk_token="0", padding_side="left")
+
+
+def test_a_pipeline_generates_from_a_batch_of_texts():
+    texts = [" ".join(map(str, tokens(1, length, seed=length)[0].tolist())) for length in (30, 17)]
+
+    def use(model):
+        pipe = pipeline("text-generation", model=model, tokenizer=tokenizer(), batch_size=2)
+        out = pipe(texts, max_new_tokens=20, do_sample=False, return_full_text=False)
+        return torch.tensor([[int(word) for word in row["generated_text"].split()] for (row,) in out]), None
+
+    check(llama(), use, tolerance=None)
+
+
+def lora(model):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, config).eval()
+
+
+def test_a_model_with_lora_adapters_is_packed_inside():
+    use = mode(input_ids=tokens(2, 40))
+    model = check(lora(llama()), use)
+    adapted = use(model)
+    with model.disable_adapter():
+        assert_equal(use(model), use(llama()))
+    assert kvpass.remove(model) is model and not kvpass.api.is_applied(model.get_base_model())
+    assert_equal(use(model), adapted)
+
+
+def test_adapters_may_come_after_apply():
+    torch._dynamo.reset()
+    use = mode(input_ids=tokens(2, 40))
+    model = lora(kvpass.apply(llama(), LOSSLESS))
+    assert_equal(use(model), use(lora(llama())))
+    assert_fused(model)
+    with pytest.raises(KVPassError, match="already applied"):
+        kvpass.apply(model, LOSSLESS)
+
+
+def test_weights_quantized_by_torchao():
+    model = llama()
+    quantize_(model, Int8WeightOnlyConfig())
+    check(model, mode(input_ids=tokens(2, 40)))
+
+
+def test_a_model_wrapped_by_torch_compile_is_packed_inside():
+    model = check(torch.compile(llama(), backend="eager"), mode(input_ids=tokens(2, 40)))
+    assert kvpass.remove(model) is model and "forward" not in vars(model._orig_mod)
+
+
+def test_hooks_of_accelerate_that_break_the_graph_are_refused():
+    accelerate = pytest.importorskip("accelerate")
+    use = mode(input_ids=tokens(1, 40))
+    offloaded = accelerate.cpu_offload(llama(), execution_device="cpu")
+    with pytest.raises(KVPassError, match="without offloading"):
+        kvpass.apply(offloaded, LOSSLESS)
+    model = accelerate.dispatch_model(llama(), {"": "cpu"}, force_hooks=True)
+    with pytest.raises(KVPassError, match="remove_hook_from_module"):
+        kvpass.apply(model, LOSSLESS)
+    expected = use(model)
+    assert_equal(use(kvpass.apply(model, LOSSLESS, lowering="eager")), expected)
+    accelerate.hooks.remove_hook_from_module(kvpass.remove(model), recurse=True)
+    check(model, use)
+
+
+def test_copies_of_a_packed_model_are_refused():
+    """Their forward would be that of the original, with its weights."""
+    model = kvpass.apply(llama(), LOSSLESS, lowering="eager")
+    for copying in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(KVPassError, match="apply to each copy"):
+            copying(model)
+    other = copy.deepcopy(kvpass.remove(model))
+    assert_equal(
+        *(generate(kvpass.apply(m, LOSSLESS, lowering="eager"), input_ids=tokens(1, 30)) for m in (model, other))
+    )
+
+
+def offloaded_cache(model):
+    cache = DynamicCache(config=model.config)
+    cache.offloading = True  # its constructor wants an accelerator
+    generate(model, input_ids=tokens(1, 30), past_key_values=cache)
+
+
+def prefix_tuning(model):
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(model, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)).eval()
+    generate(model, input_ids=tokens(1, 30))
+
+
+REFUSED = {
+    "use assistant_model": mode(input_ids=tokens(1, 30), assistant_early_exit=1),
+    "Offloaded caches are not supported": offloaded_cache,
+    "Prefix tuning": prefix_tuning,
+    "use generate with a batch": lambda model: model(input_ids=tokens(1, 30), cache=object(), use_cache=False),
+    "pass a transformers DynamicCache": lambda model: model(input_ids=tokens(1, 30), past_key_values=((),)),
+}
+
+
+@pytest.mark.parametrize("says", REFUSED)
+def test_what_does_not_work_says_so(says):
+    model = kvpass.apply(llama(), LOSSLESS, lowering="eager")
+    with pytest.raises(KVPassError, match=says):
+        REFUSED[says](model)
+
+
+def test_a_wrapper_that_is_not_known_is_refused():
+    with pytest.raises(KVPassError, match="apply to the model inside"):
+        kvpass.apply(torch.nn.DataParallel(llama()), LOSSLESS)
