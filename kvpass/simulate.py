@@ -133,6 +133,19 @@ class SimulatedRuntime(Runtime):
             return self.captured(*args, **kwargs)
 
 
+@torch.no_grad()
+def simulated_logits(model: nn.Module, ids: Tensor, prompt: int, scheme: SchemeConfig) -> Tensor:
+    """Logits ``[S - prompt, V]`` of a transformers decoder behind each token of ``ids`` ``[1, S]`` that follows the
+    prompt, as token-by-token decoding through a cache packed by ``scheme`` computes them, from one forward.
+
+    Raises `KVPassError` for schemes that cannot be simulated in one pass.
+    """
+    inputs = dict(input_ids=ids, use_cache=False)
+    options = dict(strict=True, lowering="auto", max_cache_len=None, predictors={})
+    runtime = SimulatedRuntime(model, scheme, scout(model, inputs), prompt=prompt, **options)
+    return runtime.forward(**inputs).logits[0, prompt:]
+
+
 def unsupported(runtime: Runtime) -> str:
     """Why a scheme cannot be simulated in one pass; empty if it can."""
     plans = [plan for plan, _ in runtime.plans.values()]
