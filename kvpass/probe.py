@@ -36,9 +36,10 @@ def probe(model: nn.Module) -> dict[int, LayerGeometry | str]:
     except Exception as error:
         raise KVPassError(f"Two tokens through {kind} with a growing cache failed: {error}") from error
     layers = _geometries(cache)
-    if not any(isinstance(layer, LayerGeometry) for layer in layers.values()):
-        reasons = "; ".join(sorted(set(layers.values()))) or "its cache stayed empty"
-        raise KVPassError(f"No attention that can be packed found in {kind}: {reasons}.")
+    if not any(isinstance(layer, LayerGeometry) and not layer.cross for layer in layers.values()):
+        reasons = sorted({layer for layer in layers.values() if isinstance(layer, str)})
+        why = "; ".join(reasons) or "its cache stayed empty"
+        raise KVPassError(f"No attention that can be packed found in {kind}: {why}.")
     return layers
 
 

@@ -228,13 +228,13 @@ class Runtime:
 
     def _swap(self, cache: Cache) -> None:
         own = cache.self_attention_cache if self.has_encoder else cache
-        layers = list(own.layers)
+        before = list(own.layers), own.layer_class_to_replicate
         swap_layers(own, self.plans, self.owner, self.lowering, self.max_cache_len, self.predictors)
         if self.cross:
             try:
                 swap_cross_layers(cache, self.cross, self.owner, self.lowering)
             except KVPassError:
-                own.layers[:] = layers
+                own.layers[:], own.layer_class_to_replicate = before
                 raise
 
     def _choose(self, stored: int, new_tokens: int):
