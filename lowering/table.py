@@ -51,8 +51,8 @@ _TABLE: dict[str, dict[str, Implementation]] = {}
 def implements(
     op: str, name: str, refuses: Callable[[Site], str | None] = lambda site: None, by_name_only: bool = False
 ):
-    """Register the decorated function as implementation ``name`` of ``op``. Later registrations are preferred, and those
-    that are ``by_name_only`` never taken by "auto"."""
+    """Register the decorated function as implementation ``name`` of ``op``. Later registrations are preferred, and
+    those that are ``by_name_only`` never taken by "auto"."""
 
     def register(run: Callable) -> Callable:
         _TABLE.setdefault(op, {})[name] = Implementation(op, name, run, refuses, by_name_only)

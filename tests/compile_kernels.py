@@ -1,7 +1,7 @@
 """Compile the Triton kernels, as their host code would launch them, for GPUs that are not here; run by
 `test_triton_compiles` in a process of its own, because a process interprets kernels or compiles them.
 
-    python tests/compile_kernels.py CASE...   # prints JSON: what each takes of each target
+    python tests/compile_kernels.py '{"op": "attend", "bits": 2}'   # prints JSON: what each kernel takes of each target
 """
 
 import json
@@ -17,7 +17,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvpass.codec import CodecSpec
-from kvpass.lowering.triton import attend, configs
+from kvpass.lowering.table import Site, select
+from kvpass.lowering.triton import attend, configs, encode
 from kvpass.state import KVState
 
 _TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.uint8: "u8"}
@@ -30,7 +31,7 @@ class Launches:
         self.kernel, self.calls = kernel, []
 
     def __getitem__(self, grid):
-        return lambda *args, **kwargs: self.calls.append((args, kwargs))
+        return lambda *args, **kwargs: self.calls.append((self.kernel, args, kwargs))
 
 
 def compiled(kernel, args, kwargs, target: GPUTarget):
@@ -62,37 +63,58 @@ def resources(kernel, target: GPUTarget) -> dict:
         command = [triton.knobs.nvidia.ptxas.path, "-v", "-arch", arch, file.name, "-o", "/dev/null"]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", said))
-    return dict(shared=kernel.metadata.shared, registers=int(re.search(r"Used (\d+) registers", said)[1]), spilled=spilled)
+    return dict(
+        shared=kernel.metadata.shared, registers=int(re.search(r"Used (\d+) registers", said)[1]), spilled=spilled
+    )
 
 
-def launches(case: dict) -> list:
+def attend_launches(
+    bits, v_bits=None, per="channel", page=32, group=32, dim=128, heads=32, groups=8, queries=1, mask=False,
+    softcap=0.0, dtype="bfloat16",
+) -> list:  # fmt: skip
     """What attention over a cache of 512 tokens launches."""
-    dim, dtype = case.get("head_dim", 128), getattr(torch, case.get("dtype", "bfloat16"))
-    batch, heads, groups, queries = 1, case.get("heads", 32), case.get("groups", 8), case.get("queries", 1)
-    page = case.get("page", 32)
-    keys = CodecSpec(case["bits"], case.get("per", "channel"), min(32, page), page)
-    specs = keys, CodecSpec(case.get("v_bits", case["bits"]), "token", case.get("v_group", 32), page, residual=page)
-    states = [KVState.allocate(spec, batch, groups, dim, dtype, "cpu", 640) for spec in specs]
-    q, new = torch.zeros(batch, heads, queries, dim, dtype=dtype), torch.zeros(batch, groups, queries, dim, dtype=dtype)
-    mask = torch.ones(batch, 1, queries, 512 + queries, dtype=torch.bool) if case.get("mask") else None
+    keys = CodecSpec(bits, per, min(group, page), page)
+    specs = keys, CodecSpec(v_bits or bits, "token", group, page, residual=page)
+    dtype = getattr(torch, dtype)
+    states = [KVState.allocate(spec, 1, groups, dim, dtype, "cpu", 640) for spec in specs]
     past = [(s.codes, s.scale, s.zero_point, s.ring) for s in states]
+    q, new = torch.zeros(1, heads, queries, dim, dtype=dtype), torch.zeros(1, groups, queries, dim, dtype=dtype)
+    mask = torch.ones(1, 1, queries, 512 + queries, dtype=torch.bool) if mask else None
     split, merge = Launches(attend.attend_split), Launches(attend.merge_splits)
     with (
         mock.patch.multiple(attend, attend_split=split, merge_splits=merge),
         mock.patch.object(configs, "_multiprocessors", lambda device: 108),
     ):
-        attend.attend(q, *past, 512, new, new, mask, queries > 1, 0.1, case.get("softcap", 0.0), *specs)
-    return [(kernel.kernel, *call) for kernel in (split, merge) for call in kernel.calls]
+        attend.attend(q, *past, 512, new, new, mask, queries > 1 and mask is None, 0.1, softcap, *specs)
+    return split.calls + merge.calls
 
 
-def main(cases: list[dict]) -> None:
+def encode_launches(bits, per="channel", page=32, group=32, dim=128, dtype="bfloat16", eta=0.0) -> list:
+    """What encoding four pages launches."""
+    kernel = Launches(encode.encode_pages)
+    with mock.patch.object(encode, "encode_pages", kernel):
+        spec = CodecSpec(bits, per, group, page, eta=eta)
+        encode.encode(torch.zeros(1, 8, 4 * page, dim, dtype=getattr(torch, dtype)), None, spec)
+    return kernel.calls
+
+
+def chosen_on_cuda() -> dict[str, str]:
+    """What "auto" would take there, for KIVI."""
+    specs = tuple(map(str, (CodecSpec(2, "channel", 32, 32), CodecSpec(2, "token", 32, 32, residual=32))))
+    return {op: select(Site(op, "cuda", specs, 1, 128)).name for op in ("attend", "encode", "append_")}
+
+
+def main(cases: list[str]) -> None:
+    print(json.dumps(chosen_on_cuda()))
     for case in cases:
+        arguments = json.loads(case)
+        launches = {"attend": attend_launches, "encode": encode_launches}[arguments.pop("op")](**arguments)
         for arch in (80, 90):
-            target = GPUTarget("cuda", arch, 32)
-            for kernel, args, kwargs in launches(case):
+            for kernel, args, kwargs in launches:
+                target = GPUTarget("cuda", arch, 32)
                 used = resources(compiled(kernel, args, kwargs, target), target)
                 print(json.dumps(dict(case=case, arch=arch, kernel=kernel.__name__, **used)), flush=True)
 
 
 if __name__ == "__main__":
-    main([json.loads(argument) for argument in sys.argv[1:]])
+    main(sys.argv[1:])

@@ -15,7 +15,7 @@ from kvpass.codec.spec import CodecSpec, parse
 
 from ..table import FEW, Site, implements
 from .configs import INTERPRETED, attend_config, power_of_two, refuses_device, split_size
-from .pages import columns, values
+from .pages import columns, values, words
 
 
 @triton.jit
@@ -66,49 +66,58 @@ def _over_pages(
     k_channel, k_real, v_channel, v_real, V_EXACT: tl.constexpr, SOFTCAP: tl.constexpr, BOOL_MASK: tl.constexpr,
     K_BITS: tl.constexpr, K_CHANNELWISE: tl.constexpr, K_GROUP: tl.constexpr, V_BITS: tl.constexpr,
     V_CHANNELWISE: tl.constexpr, V_GROUP: tl.constexpr, V_WINDOW: tl.constexpr, SINKS: tl.constexpr, PAGE: tl.constexpr,
-    PLANES: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    PLANES: tl.constexpr, TOGETHER: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, OPERAND: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Take the tokens of rows ``[first, first + ROWS)`` into the softmax: one for all planes of the tile."""
+    """Take the tokens of rows ``[first, first + ROWS)`` into the softmax, ``TOGETHER`` planes at a time."""
     rows = first + tl.arange(0, ROWS)
     there = rows < stop
     of_plane: tl.constexpr = PAGE // PLANES
     tokens = SINKS + rows // of_plane * PAGE + rows % of_plane
-    scores, highest = (), None
-    for plane in tl.static_range(PLANES):
-        k = values(
-            k_codes, k_scale, k_zero, first, stop, k_channel, k_real, ROWS, plane, K_BITS, K_CHANNELWISE, K_GROUP, PAGE,
-            PLANES, DIM,
-        )  # fmt: skip
-        s = _scores(
-            q, k.to(OPERAND), scale, mask, tokens + plane * of_plane, there[None, :], SOFTCAP, BOOL_MASK, PRECISION
-        )
-        scores = scores + (s,)
-        highest = s if plane == 0 else tl.maximum(highest, s)
-    peak, total, out, base = _rescale(peak, total, out, tl.max(highest, 1))
-    weights = tl.zeros_like(highest)
-    for plane in tl.static_range(PLANES):
-        if V_EXACT:
-            v = _ring_rows(v_ring, tokens + plane * of_plane, there, v_channel, v_real, V_WINDOW, SINKS, DIM)
-        else:
-            v = values(
-                v_codes, v_scale, v_zero, first, stop, v_channel, v_real, ROWS, plane, V_BITS, V_CHANNELWISE, V_GROUP,
+    k_words = words(k_codes, first, stop, k_channel, k_real, ROWS, K_BITS, PAGE, PLANES, DIM)
+    if not V_EXACT:
+        v_words = words(v_codes, first, stop, v_channel, v_real, ROWS, V_BITS, PAGE, PLANES, DIM)
+    for part in tl.range(0, PLANES, TOGETHER, num_stages=STAGES):
+        scores, highest = (), tl.full((q.shape[0], ROWS), -float("inf"), tl.float32)
+        for i in tl.static_range(TOGETHER):
+            k = values(
+                k_words, k_scale, k_zero, first, stop, k_channel, k_real, part + i, K_BITS, K_CHANNELWISE, K_GROUP,
                 PAGE, PLANES, DIM,
-            )  # fmt: skip
-        p = tl.exp(scores[plane] - base[:, None])
-        weights += p
-        out = tl.dot(p.to(OPERAND), v.to(OPERAND), out, input_precision=PRECISION)
-    return peak, total + tl.sum(weights, 1), out
+            ).to(OPERAND)  # fmt: skip
+            at = tokens + (part + i) * of_plane
+            s = _scores(q, k, scale, mask, at, there[None, :], SOFTCAP, BOOL_MASK, PRECISION)
+            scores = scores + (s,)  # noqa: RUF005  (Triton has no unpacking)
+            highest = tl.maximum(highest, s)
+        peak, total, out, base = _rescale(peak, total, out, tl.max(highest, 1))
+        weights = tl.zeros_like(highest)
+        for i in tl.static_range(TOGETHER):
+            if V_EXACT:
+                at = tokens + (part + i) * of_plane
+                v = _ring_rows(v_ring, at, there, v_channel, v_real, V_WINDOW, SINKS, DIM)
+            else:
+                v = values(
+                    v_words, v_scale, v_zero, first, stop, v_channel, v_real, part + i, V_BITS, V_CHANNELWISE, V_GROUP,
+                    PAGE, PLANES, DIM,
+                )  # fmt: skip
+            p = tl.exp(scores[i] - base[:, None])
+            weights += p
+            out = tl.dot(p.to(OPERAND), v.to(OPERAND), out, input_precision=PRECISION)
+        total += tl.sum(weights, 1)
+    return peak, total, out
 
 
-@triton.jit(do_not_specialize=["n", "queries", "k_rows", "v_rows", "rows_of_split"])
+@triton.jit(
+    do_not_specialize=["n", "queries", "k_rows", "v_rows", "rows_of_split", "mask_batch", "mask_head", "mask_query"]
+)
 def attend_split(
     q, k_codes, k_scale, k_zero, k_ring, v_codes, v_scale, v_zero, v_ring, k_new, v_new, mask, partial, lse, n, queries,
     scale, k_rows, v_rows, rows_of_split, k_stride, k_params, v_stride, v_params, mask_batch, mask_head, mask_query,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, BOOL_MASK: tl.constexpr,
     K_BITS: tl.constexpr, K_CHANNELWISE: tl.constexpr, K_GROUP: tl.constexpr, K_WINDOW: tl.constexpr,
     V_BITS: tl.constexpr, V_CHANNELWISE: tl.constexpr, V_GROUP: tl.constexpr, V_WINDOW: tl.constexpr,
-    SINKS: tl.constexpr, PAGE: tl.constexpr, PLANES: tl.constexpr, DIM: tl.constexpr, M: tl.constexpr,
-    ROWS: tl.constexpr, EXACT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    SINKS: tl.constexpr, PAGE: tl.constexpr, PLANES: tl.constexpr, TOGETHER: tl.constexpr, DIM: tl.constexpr,
+    M: tl.constexpr, ROWS: tl.constexpr, EXACT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid: splits of the packed tokens and one for all others, tiles of M query rows, KV heads of all samples.
 
@@ -139,14 +148,16 @@ def attend_split(
             peak, total, out = _over_pages(
                 peak, total, out, q, scale, mask, first, v_rows, k_codes, k_scale, k_zero, v_codes, v_scale, v_zero,
                 v_ring, k_channel, k_real, v_channel, v_real, False, SOFTCAP, BOOL_MASK, K_BITS, K_CHANNELWISE, K_GROUP,
-                V_BITS, V_CHANNELWISE, V_GROUP, V_WINDOW, SINKS, PAGE, PLANES, DIM, ROWS, OPERAND, PRECISION,
+                V_BITS, V_CHANNELWISE, V_GROUP, V_WINDOW, SINKS, PAGE, PLANES, TOGETHER, DIM, ROWS, OPERAND, PRECISION,
+                STAGES,
             )  # fmt: skip
     else:
         for first in tl.range(v_rows, k_rows, ROWS, num_stages=1):
             peak, total, out = _over_pages(
                 peak, total, out, q, scale, mask, first, k_rows, k_codes, k_scale, k_zero, v_codes, v_scale, v_zero,
                 v_ring, k_channel, k_real, v_channel, v_real, True, SOFTCAP, BOOL_MASK, K_BITS, K_CHANNELWISE, K_GROUP,
-                V_BITS, V_CHANNELWISE, V_GROUP, V_WINDOW, SINKS, PAGE, PLANES, DIM, ROWS, OPERAND, PRECISION,
+                V_BITS, V_CHANNELWISE, V_GROUP, V_WINDOW, SINKS, PAGE, PLANES, TOGETHER, DIM, ROWS, OPERAND, PRECISION,
+                STAGES,
             )  # fmt: skip
         packed, stop = k_rows * PLANES, n + queries
         for first in tl.range(0, stop - packed, EXACT, num_stages=1):
@@ -164,9 +175,10 @@ def attend_split(
             total += tl.sum(p, 1)
 
     at = (group * (splits + 1) + split) * heads * queries + row
-    out = out / tl.where(total > 0, total, 1.0)[:, None]
+    divisor = tl.where(total > 0, total, 1.0)
+    out = out / divisor[:, None]
     tl.store(partial + at[:, None] * DIM + v_channel[None, :], out, mask=asked[:, None] & v_real[None, :])
-    tl.store(lse + at, tl.where(total > 0, peak + tl.log(total), -float("inf")), mask=asked)
+    tl.store(lse + at, tl.where(total > 0, peak + tl.log(divisor), -float("inf")), mask=asked)
 
 
 @triton.jit(do_not_specialize=["rows", "splits", "queries"])
@@ -206,12 +218,13 @@ def _of(prefix: str, spec: CodecSpec) -> dict:
 def constants(k_spec: CodecSpec, v_spec: CodecSpec, heads: int, groups: int, head_dim: int, rows: int, dtype):
     """The constants of `attend_split` for ``rows`` query rows a KV head, and how to launch it."""
     planes = max(num_planes(spec.bits) for spec in (k_spec, v_spec))
-    config = attend_config(planes, head_dim, dtype.itemsize)
+    tile = 16 if rows <= 16 or head_dim > 128 or dtype == torch.float32 else 32
+    config = attend_config(planes, head_dim, dtype.itemsize, tile)
     operand = torch.float32 if INTERPRETED else dtype  # the interpreter cannot multiply bfloat16
     fixed = dict(
         HEADS=heads, GROUPS=groups, **_of("K", k_spec), **_of("V", v_spec), SINKS=k_spec.sinks, PAGE=k_spec.page_size,
-        PLANES=planes, DIM=head_dim, M=min(max(16, triton.next_power_of_2(rows)), config.queries), ROWS=config.rows,
-        EXACT=config.exact, OPERAND=_OPERANDS[operand], PRECISION="tf32x3" if dtype == torch.float32 else "ieee",
+        PLANES=planes, TOGETHER=config.together, DIM=head_dim, M=tile, ROWS=config.rows,
+        EXACT=config.exact, OPERAND=_OPERANDS[operand], PRECISION="ieee",
         STAGES=config.stages,
     )  # fmt: skip
     return fixed, config
@@ -260,12 +273,13 @@ def attend(
     if mask is not None:
         mask = (mask.view(torch.uint8) if mask.dtype == torch.bool else mask).contiguous()
         strides = [stride if size > 1 else 0 for stride, size in zip(mask.stride()[:3], mask.shape[:3], strict=True)]
-    attend_split[splits, tiles, batch * groups](
-        q, *key, *value, k_new, v_new, mask, partial, lse, n, queries, scale, k_rows, v_rows, rows_of_split,
-        key[0].stride(1), key[1].stride(1), value[0].stride(1), value[1].stride(1), *strides,
-        CAUSAL=causal and queries > 1, SOFTCAP=softcap, BOOL_MASK=mask is not None and mask.dtype == torch.uint8,
-        **fixed, num_warps=config.warps,
-    )  # fmt: skip
     out = torch.empty_like(q)
-    merge_splits[batch * heads * queries,](partial, lse, sinks, out, rows, splits, queries, heads, head_dim, 16)
+    with torch.cuda.device_of(q):
+        attend_split[splits, tiles, batch * groups](
+            q, *key, *value, k_new, v_new, mask, partial, lse, n, queries, scale, k_rows, v_rows, rows_of_split,
+            key[0].stride(1), key[1].stride(1), value[0].stride(1), value[1].stride(1), *strides,
+            CAUSAL=causal and queries > 1, SOFTCAP=softcap, BOOL_MASK=mask is not None and mask.dtype == torch.uint8,
+            **fixed, num_warps=config.warps,
+        )  # fmt: skip
+        merge_splits[batch * heads * queries,](partial, lse, sinks, out, rows, splits, queries, heads, head_dim, 16)
     return out

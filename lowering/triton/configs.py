@@ -33,20 +33,25 @@ def refuses_device(site: Site) -> str | None:
 
 @dataclass(frozen=True)
 class AttendConfig:
-    """queries: query rows of a tile at most. rows: rows of packed pages of a tile, each a token of every plane. exact:
-    exact tokens of a tile."""
+    """rows: rows of packed pages of a tile, each a token of every plane. together: planes that share one step of the
+    softmax. exact: exact tokens of a tile."""
 
-    queries: int
     rows: int
+    together: int
     exact: int
     warps: int
-    stages: int
+    stages: int = 2
 
 
-def attend_config(planes: int, head_dim: int, itemsize: int) -> AttendConfig:
-    wide = head_dim > 128
-    rows = 32 if planes > 2 or wide or itemsize == 4 else 64
-    return AttendConfig(queries=16 if itemsize == 4 else 32, rows=rows, exact=32, warps=4, stages=2)
+def attend_config(planes: int, head_dim: int, itemsize: int, queries: int) -> AttendConfig:
+    """For tiles of ``queries`` query rows. More planes at once, or more rows, spill registers."""
+    if itemsize == 4:
+        return AttendConfig(rows=16, together=1, exact=16, warps=8)
+    if head_dim > 128:
+        return AttendConfig(rows=16, together=min(planes, 2), exact=32, warps=8)
+    if queries > 16:
+        return AttendConfig(rows=32, together=min(planes, 2), exact=32, warps=8)
+    return AttendConfig(rows={1: 64, 2: 64, 4: 32, 8: 16}[planes], together=min(planes, 4), exact=32, warps=4)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from .pages import columns
 @triton.jit
 def _nearest(x, DTYPE: tl.constexpr):
     """``x`` rounded to what ``DTYPE`` holds, ties to even, as float32."""
-    if DTYPE == tl.bfloat16:  # spelled out: the interpreter would cut bits off
+    if DTYPE.is_bf16():  # spelled out: the interpreter would cut bits off
         bits = x.to(tl.uint32, bitcast=True)
         return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
     return x.to(DTYPE).to(tl.float32)
@@ -71,10 +71,11 @@ def encode_pages(
     x = tl.load(x + token[:, None] * x_token + channel[None, :], mask=real[None, :], other=0).to(tl.float32)
     if CHANNELWISE:
         x = tl.reshape(x, (PAGE // GROUP, GROUP, x.shape[1]))
-        counts, dim = real[None, None, :], 1
+        counts = real[None, None, :]
     else:
         x = tl.reshape(x, (x.shape[0], triton.next_power_of_2(SPANS), triton.next_power_of_2(SPAN)))
-        counts, dim = tl.reshape(real, (1, x.shape[1], x.shape[2])), 2
+        counts = tl.reshape(real, (1, x.shape[1], x.shape[2]))
+    dim: tl.constexpr = 1 if CHANNELWISE else 2
 
     zero = _round_toward(tl.min(tl.where(counts, x, float("inf")), dim), PARAMS, False, EPS, TINY)
     zero += tl.sum(x * 0, dim)  # NaN where a value is not finite
@@ -136,17 +137,15 @@ def encode(x: Tensor, compensation: None, spec: CodecSpec) -> tuple[Tensor, Tens
         x = x.contiguous()
     planes, info = num_planes(spec.bits), torch.finfo(dtype)
     config = encode_config(spec, planes, head_dim)
-    grid = (
-        batch * heads * pages,
-        spec.page_size // planes // config.rows,
-        triton.cdiv(head_dim, config.span * config.spans),
-    )
-    encode_pages[grid](
-        x, codes, scale, zero_point, pages, *x.stride()[:3], heads, spec.bits, spec.per == "channel", spec.group_size,
-        spec.page_size, planes, head_dim, spec.eta, tl.bfloat16 if dtype == torch.bfloat16 else tl.float16, info.eps,
-        info.smallest_normal * info.eps, config.rows, config.span, config.spans, num_warps=config.warps,
-        enable_fp_fusion=False,
-    )  # fmt: skip
+    blocks = triton.cdiv(head_dim, config.span * config.spans)
+    grid = batch * heads * pages, spec.page_size // planes // config.rows, blocks
+    with torch.cuda.device_of(x):
+        encode_pages[grid](
+            x, codes, scale, zero_point, pages, *x.stride()[:3], heads, spec.bits, spec.per == "channel",
+            spec.group_size, spec.page_size, planes, head_dim, spec.eta,
+            tl.bfloat16 if dtype == torch.bfloat16 else tl.float16, info.eps, info.smallest_normal * info.eps,
+            config.rows, config.span, config.spans, num_warps=config.warps, enable_fp_fusion=False,
+        )  # fmt: skip
     return codes, scale, zero_point
 
 

@@ -1,8 +1,8 @@
 """Packed pages, read by a kernel: from bytes to values without leaving registers.
 
 Kernels walk over *rows*: row f of a pool is row ``f % T`` of page ``f // T``, and stands for one token of each of the
-page's planes, T apart. A plane takes a shift and a mask, whatever the width. The codes land in the mantissa of a float
-between 1 and 2, so that no integer is converted, and the multiply-add of scale and zero point takes the 1 back.
+page's planes, T apart. Its bytes are loaded once, as one word. A plane then takes a shift and a mask, whatever the
+width, and its codes become the mantissa of a float, so that no integer is converted.
 """
 
 import triton
@@ -20,53 +20,57 @@ def columns(GROUP: tl.constexpr, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _field(
-    codes, page, row, channel, there, PLANE: tl.constexpr, FIRST: tl.constexpr, AT: tl.constexpr, WIDTH: tl.constexpr,
-    BITS: tl.constexpr, PAGE: tl.constexpr, PLANES: tl.constexpr, DIM: tl.constexpr,
+def words(
+    codes, first, stop, channel, real, ROWS: tl.constexpr, BITS: tl.constexpr, PAGE: tl.constexpr,
+    PLANES: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """One bit field of a plane, where it belongs in the mantissa. It fills byte rows from ``FIRST`` on."""
-    lines: tl.constexpr = PAGE * WIDTH // 8
-    skipped: tl.constexpr = PLANE * (PAGE // PLANES)
-    top: tl.constexpr = 23 - BITS + AT
-    line = page * (PAGE * BITS // 8) + FIRST + skipped % lines + row
-    byte = tl.load(codes + line[:, None] * DIM + channel[None, :], mask=there, other=0).to(tl.int32)
-    return (byte << (top - skipped // lines * WIDTH)) & (((1 << WIDTH) - 1) << top)
+    """All codes of rows ``[first, first + ROWS)``, ``[ROWS, columns]``, 0 from ``stop`` on."""
+    tokens: tl.constexpr = PAGE // PLANES
+    wide: tl.constexpr = PLANES * BITS > 32
+    rows = first + tl.arange(0, ROWS)
+    line = rows // tokens * (PAGE * BITS // 8) + rows % tokens
+    byte = codes + line[:, None] * DIM + channel[None, :]
+    there = (rows < stop)[:, None] & real[None, :]
+    word = tl.zeros(byte.shape, tl.int64 if wide else tl.int32)
+    for i in tl.static_range(PLANES * BITS // 8):
+        word |= tl.load(byte + i * tokens * DIM, mask=there, other=0).to(word.dtype) << 8 * i
+    return word
+
+
+@triton.jit
+def _codes(word, plane, BITS: tl.constexpr, PLANES: tl.constexpr):
+    """The codes of a plane. 3 bits are a field of 2 in the first bytes, and one of 1 in the last."""
+    low: tl.constexpr = 2 if BITS == 3 else BITS
+    bytes_: tl.constexpr = PLANES * low // 8
+    code = (word >> (plane % bytes_ * 8 + plane // bytes_ * low)).to(tl.int32) & ((1 << low) - 1)
+    return code | (word >> (16 + plane) & 1) << 2 if BITS == 3 else code
 
 
 @triton.jit
 def values(
-    codes, scale, zero_point, first, stop, channel, real, ROWS: tl.constexpr, PLANE: tl.constexpr, BITS: tl.constexpr,
-    CHANNELWISE: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, PLANES: tl.constexpr, DIM: tl.constexpr,
+    word, scale, zero_point, first, stop, channel, real, plane, BITS: tl.constexpr, CHANNELWISE: tl.constexpr,
+    GROUP: tl.constexpr, PAGE: tl.constexpr, PLANES: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Plane ``PLANE`` of rows ``[first, first + ROWS)``, dequantized: ``[ROWS, columns]`` float32, 0 from ``stop`` on.
+    """A plane of the rows of ``word``, dequantized: ``[rows, columns]`` float32.
 
     channel, real: from `columns`; tokens that share scales do so along whole runs of rows, channels along groups.
     """
     tokens: tl.constexpr = PAGE // PLANES
-    rows = first + tl.arange(0, ROWS)
-    page, row = rows // tokens, rows % tokens
-    there = (rows < stop)[:, None] & real[None, :]
-    if BITS == 3:
-        low = _field(codes, page, row, channel, there, PLANE, 0, 0, 2, BITS, PAGE, PLANES, DIM)
-        high = _field(codes, page, row, channel, there, PLANE, PAGE // 4, 2, 1, BITS, PAGE, PLANES, DIM)
-        mantissa = low | high
-    else:
-        mantissa = _field(codes, page, row, channel, there, PLANE, 0, 0, BITS, BITS, PAGE, PLANES, DIM)
-    x = (mantissa | 0x3F800000).to(tl.float32, bitcast=True)
+    x = (_codes(word, plane, BITS, PLANES) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
     if CHANNELWISE:
-        run: tl.constexpr = min(GROUP, tokens, ROWS)
-        starts = first + tl.arange(0, ROWS // run) * run
-        group = starts // tokens * (PAGE // GROUP) + (PLANE * tokens + starts % tokens) // GROUP
-        where, known = group[:, None] * DIM + channel[None, :], (starts < stop)[:, None] & real[None, :]
+        run: tl.constexpr = min(GROUP, tokens, word.shape[0])
+        row = first + tl.arange(0, word.shape[0] // run) * run
+        group = row // tokens * (PAGE // GROUP) + plane * tokens // GROUP + row % tokens // GROUP
+        where, known = group[:, None] * DIM + channel[None, :], (row < stop)[:, None] & real[None, :]
     else:
         groups: tl.constexpr = DIM // GROUP
-        group = tl.arange(0, triton.next_power_of_2(groups))
-        token = page * PAGE + PLANE * tokens + row
-        where, known = token[:, None] * groups + group[None, :], (rows < stop)[:, None] & (group < groups)[None, :]
-    s = tl.load(scale + where, mask=known, other=0).to(tl.float32) * (1 << BITS)
-    z = tl.load(zero_point + where, mask=known, other=0).to(tl.float32) - s
+        row, group = first + tl.arange(0, word.shape[0]), tl.arange(0, triton.next_power_of_2(groups))
+        token = row // tokens * PAGE + plane * tokens + row % tokens
+        where, known = token[:, None] * groups + group[None, :], (row < stop)[:, None] & (group < groups)[None, :]
+    s = tl.load(scale + where, mask=known, other=0).to(tl.float32)
+    z = tl.load(zero_point + where, mask=known, other=0).to(tl.float32)
     if CHANNELWISE:
-        by_group = tl.reshape(x, (ROWS // run, run, x.shape[1])) * s[:, None, :] + z[:, None, :]
+        by_group = tl.reshape(x, (s.shape[0], run, x.shape[1])) * s[:, None, :] + z[:, None, :]
     else:
-        by_group = tl.reshape(x, (ROWS, s.shape[1], x.shape[1] // s.shape[1])) * s[:, :, None] + z[:, :, None]
+        by_group = tl.reshape(x, (x.shape[0], s.shape[1], x.shape[1] // s.shape[1])) * s[:, :, None] + z[:, :, None]
     return tl.reshape(by_group, x.shape)
