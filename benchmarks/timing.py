@@ -1,4 +1,4 @@
-"""Timing shared by the benchmarks of single ops: variants in turn within one process, medians, JSON with what ran it."""
+"""Timing shared by benchmarks of single ops: variants in turn within one process, medians, JSON with what ran it."""
 
 import json
 import platform

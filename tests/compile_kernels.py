@@ -6,9 +6,9 @@
 
 import json
 import re
-import subprocess
 import sys
-import tempfile
+from contextlib import redirect_stdout
+from io import StringIO
 from unittest import mock
 
 import torch
@@ -20,6 +20,9 @@ from kvpass.codec import CodecSpec
 from kvpass.lowering.table import Site, select
 from kvpass.lowering.triton import attend, configs, encode
 from kvpass.state import KVState
+
+triton.knobs.compilation.always_compile = True
+triton.knobs.nvidia.dump_ptxas_log = True
 
 _TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.uint8: "u8"}
 
@@ -54,18 +57,13 @@ def compiled(kernel, args, kwargs, target: GPUTarget):
     return triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options)
 
 
-def resources(kernel, target: GPUTarget) -> dict:
+def resources(kernel, args, kwargs, target: GPUTarget) -> dict:
     """Bytes of shared memory, registers a thread, and bytes spilled to local memory."""
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(kernel.asm["ptx"])
-        file.flush()
-        arch = f"sm_{target.arch}{'a' if target.arch >= 90 else ''}"
-        command = [triton.knobs.nvidia.ptxas.path, "-v", "-arch", arch, file.name, "-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", said))
-    return dict(
-        shared=kernel.metadata.shared, registers=int(re.search(r"Used (\d+) registers", said)[1]), spilled=spilled
-    )
+    with redirect_stdout(StringIO()) as log:
+        made = compiled(kernel, args, kwargs, target)
+    spilled = sum(map(int, re.findall(r"(\d+) bytes spill", log.getvalue())))
+    registers = int(re.search(r"Used (\d+) registers", log.getvalue())[1])
+    return dict(shared=made.metadata.shared, registers=registers, spilled=spilled)
 
 
 def attend_launches(
@@ -112,7 +110,7 @@ def main(cases: list[str]) -> None:
         for arch in (80, 90):
             for kernel, args, kwargs in launches:
                 target = GPUTarget("cuda", arch, 32)
-                used = resources(compiled(kernel, args, kwargs, target), target)
+                used = resources(kernel, args, kwargs, target)
                 print(json.dumps(dict(case=case, arch=arch, kernel=kernel.__name__, **used)), flush=True)
 
 
