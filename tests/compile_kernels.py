@@ -68,22 +68,26 @@ def resources(kernel, args, kwargs, target: GPUTarget) -> dict:
 
 def attend_launches(
     bits, v_bits=None, per="channel", page=32, group=32, dim=128, heads=32, groups=8, queries=1, mask=False,
-    softcap=0.0, dtype="bfloat16",
+    softcap=0.0, dtype="bfloat16", grid="",
 ) -> list:  # fmt: skip
     """What attention over a cache of 512 tokens launches."""
-    keys = CodecSpec(bits, per, min(group, page), page)
-    specs = keys, CodecSpec(v_bits or bits, "token", group, page, residual=page)
+    if grid:
+        specs = [CodecSpec(bits, "token", group, page, rotation=0, grid=grid, predictor=p) for p in ("mean", "")]
+    else:
+        keys = CodecSpec(bits, per, min(group, page), page)
+        specs = keys, CodecSpec(v_bits or bits, "token", group, page, residual=page)
     dtype = getattr(torch, dtype)
     states = [KVState.allocate(spec, 1, groups, dim, dtype, "cpu", 640) for spec in specs]
     past = [(s.codes, s.scale, s.zero_point, s.ring) for s in states]
     q, new = torch.zeros(1, heads, queries, dim, dtype=dtype), torch.zeros(1, groups, queries, dim, dtype=dtype)
     mask = torch.ones(1, 1, queries, 512 + queries, dtype=torch.bool) if mask else None
     split, merge = Launches(attend.attend_split), Launches(attend.merge_splits)
+    center = None if states[0].center is None else states[0].center.to(dtype)
     with (
         mock.patch.multiple(attend, attend_split=split, merge_splits=merge),
         mock.patch.object(configs, "_multiprocessors", lambda device: 108),
     ):
-        attend.attend(q, *past, 512, new, new, mask, queries > 1 and mask is None, 0.1, softcap, *specs)
+        attend.attend(q, *past, 512, new, new, mask, queries > 1 and mask is None, 0.1, softcap, *specs, center=center)
     return split.calls + merge.calls
 
 

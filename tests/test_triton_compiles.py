@@ -19,6 +19,8 @@ CASES = {
     "wide heads": dict(op="attend", bits=2, dim=256),
     "verification, mask, softcap": dict(op="attend", bits=2, queries=16, mask=True, softcap=30.0),
     "9 query heads on 3": dict(op="attend", bits=2, heads=9, groups=3, dim=64),
+    "higgs": dict(op="attend", bits=4, grid="d2n16", group=128),
+    "higgs, 3 bits": dict(op="attend", bits=6, grid="d2n64", group=128, queries=4),
     "float32": dict(op="attend", bits=2, dtype="float32"),
     "encode keys": dict(op="encode", bits=2),
     "encode long pages of 3 bits": dict(op="encode", bits=3, page=512, group=128, eta=0.05),

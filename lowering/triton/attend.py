@@ -10,7 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvpass.codec.grid import grid
+from kvpass.codec.hadamard import basis
 from kvpass.codec.pack import num_planes
+from kvpass.codec.predict import looks_below
 from kvpass.codec.spec import CodecSpec, parse
 
 from ..table import FEW, Site, implements
@@ -37,9 +40,14 @@ def _exact_rows(
 
 
 @triton.jit
-def _scores(q, k, scale, mask, tokens, seen, SOFTCAP: tl.constexpr, BOOL_MASK: tl.constexpr, PRECISION: tl.constexpr):
+def _scores(
+    q, k, shift, scale, mask, tokens, seen, SOFTCAP: tl.constexpr, BOOL_MASK: tl.constexpr, PRECISION: tl.constexpr
+):
     """Scores ``[M, N]``, -inf where a key is not ``seen`` (which broadcasts). ``mask`` is a pointer for each row."""
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if shift is not None:
+        scores += shift[:, None]
+    scores *= scale
     if SOFTCAP > 0:
         scores = SOFTCAP - 2 * SOFTCAP / (tl.exp(2 / SOFTCAP * scores) + 1)  # tanh
     if mask is not None:
@@ -62,30 +70,37 @@ def _rescale(peak, total, out, highest):
 
 @triton.jit
 def _over_pages(
-    peak, total, out, q, scale, mask, first, stop, k_codes, k_scale, k_zero, v_codes, v_scale, v_zero, v_ring,
-    k_channel, k_real, v_channel, v_real, V_EXACT: tl.constexpr, SOFTCAP: tl.constexpr, BOOL_MASK: tl.constexpr,
-    K_BITS: tl.constexpr, K_CHANNELWISE: tl.constexpr, K_GROUP: tl.constexpr, V_BITS: tl.constexpr,
-    V_CHANNELWISE: tl.constexpr, V_GROUP: tl.constexpr, V_WINDOW: tl.constexpr, SINKS: tl.constexpr, PAGE: tl.constexpr,
-    PLANES: tl.constexpr, TOGETHER: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, OPERAND: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    peak, total, out, q, shift, scale, mask, first, stop, k_codes, k_scale, k_zero, k_points, v_codes, v_scale, v_zero,
+    v_points, v_ring, k_channel, k_real, v_channel, v_real, V_EXACT: tl.constexpr, SOFTCAP: tl.constexpr,
+    BOOL_MASK: tl.constexpr, K_BITS: tl.constexpr, K_CODE: tl.constexpr, K_CHANNELWISE: tl.constexpr,
+    K_GROUP: tl.constexpr, V_BITS: tl.constexpr, V_CODE: tl.constexpr, V_CHANNELWISE: tl.constexpr,
+    V_GROUP: tl.constexpr, V_WINDOW: tl.constexpr, SINKS: tl.constexpr, PAGE: tl.constexpr, PLANES: tl.constexpr,
+    TOGETHER: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Take the tokens of rows ``[first, first + ROWS)`` into the softmax, ``TOGETHER`` planes at a time."""
     rows = first + tl.arange(0, ROWS)
     there = rows < stop
     of_plane: tl.constexpr = PAGE // PLANES
     tokens = SINKS + rows // of_plane * PAGE + rows % of_plane
-    k_words = words(k_codes, first, stop, k_channel, k_real, ROWS, K_BITS, PAGE, PLANES, DIM)
+    column, real = columns(
+        DIM // K_CODE if K_CHANNELWISE else K_GROUP // K_CODE, 1 if K_CHANNELWISE else DIM // K_GROUP
+    )
+    k_words = words(k_codes, first, stop, column, real, ROWS, K_BITS, PAGE, PLANES, DIM // K_CODE)
     if not V_EXACT:
-        v_words = words(v_codes, first, stop, v_channel, v_real, ROWS, V_BITS, PAGE, PLANES, DIM)
+        column, real = columns(
+            DIM // V_CODE if V_CHANNELWISE else V_GROUP // V_CODE, 1 if V_CHANNELWISE else DIM // V_GROUP
+        )
+        v_words = words(v_codes, first, stop, column, real, ROWS, V_BITS, PAGE, PLANES, DIM // V_CODE)
     for part in tl.range(0, PLANES, TOGETHER, num_stages=STAGES):
         scores, highest = (), tl.full((q.shape[0], ROWS), -float("inf"), tl.float32)
         for i in tl.static_range(TOGETHER):
             k = values(
-                k_words, k_scale, k_zero, first, stop, k_channel, k_real, part + i, K_BITS, K_CHANNELWISE, K_GROUP,
-                PAGE, PLANES, DIM,
+                k_words, k_scale, k_zero, k_points, first, stop, k_channel, k_real, part + i, K_BITS, K_CODE,
+                K_CHANNELWISE, K_GROUP, PAGE, PLANES, DIM,
             ).to(OPERAND)  # fmt: skip
             at = tokens + (part + i) * of_plane
-            s = _scores(q, k, scale, mask, at, there[None, :], SOFTCAP, BOOL_MASK, PRECISION)
+            s = _scores(q, k, shift, scale, mask, at, there[None, :], SOFTCAP, BOOL_MASK, PRECISION)
             scores = scores + (s,)  # noqa: RUF005  (Triton has no unpacking)
             highest = tl.maximum(highest, s)
         peak, total, out, base = _rescale(peak, total, out, tl.max(highest, 1))
@@ -96,8 +111,8 @@ def _over_pages(
                 v = _ring_rows(v_ring, at, there, v_channel, v_real, V_WINDOW, SINKS, DIM)
             else:
                 v = values(
-                    v_words, v_scale, v_zero, first, stop, v_channel, v_real, part + i, V_BITS, V_CHANNELWISE, V_GROUP,
-                    PAGE, PLANES, DIM,
+                    v_words, v_scale, v_zero, v_points, first, stop, v_channel, v_real, part + i, V_BITS, V_CODE,
+                    V_CHANNELWISE, V_GROUP, PAGE, PLANES, DIM,
                 )  # fmt: skip
             p = tl.exp(scores[i] - base[:, None])
             weights += p
@@ -110,11 +125,13 @@ def _over_pages(
     do_not_specialize=["n", "queries", "k_rows", "v_rows", "rows_of_split", "mask_batch", "mask_head", "mask_query"]
 )
 def attend_split(
-    q, k_codes, k_scale, k_zero, k_ring, v_codes, v_scale, v_zero, v_ring, k_new, v_new, mask, partial, lse, n, queries,
-    scale, k_rows, v_rows, rows_of_split, k_stride, k_params, v_stride, v_params, mask_batch, mask_head, mask_query,
+    q, k_codes, k_scale, k_zero, k_ring, v_codes, v_scale, v_zero, v_ring, k_new, v_new, q_packed, shift, k_points,
+    v_points, mask, partial, lse, n, queries, scale, k_rows, v_rows, rows_of_split, k_stride, k_params, v_stride,
+    v_params, mask_batch, mask_head, mask_query,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, BOOL_MASK: tl.constexpr,
-    K_BITS: tl.constexpr, K_CHANNELWISE: tl.constexpr, K_GROUP: tl.constexpr, K_WINDOW: tl.constexpr,
-    V_BITS: tl.constexpr, V_CHANNELWISE: tl.constexpr, V_GROUP: tl.constexpr, V_WINDOW: tl.constexpr,
+    K_BITS: tl.constexpr, K_CODE: tl.constexpr, K_CHANNELWISE: tl.constexpr, K_GROUP: tl.constexpr,
+    K_WINDOW: tl.constexpr, V_BITS: tl.constexpr, V_CODE: tl.constexpr, V_CHANNELWISE: tl.constexpr,
+    V_GROUP: tl.constexpr, V_WINDOW: tl.constexpr,
     SINKS: tl.constexpr, PAGE: tl.constexpr, PLANES: tl.constexpr, TOGETHER: tl.constexpr, DIM: tl.constexpr,
     M: tl.constexpr, ROWS: tl.constexpr, EXACT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -122,6 +139,7 @@ def attend_split(
     """Grid: splits of the packed tokens and one for all others, tiles of M query rows, KV heads of all samples.
 
     Rows are those of `pages`: the first ``v_rows`` are packed in keys and in values, up to ``k_rows`` in keys alone.
+    Keys in pages see the queries ``q_packed``, which are rotated if they are, and ``shift`` is added to their products.
     """
     split, splits, group = tl.program_id(0), tl.num_programs(0) - 1, tl.program_id(2).to(tl.int64)
     k_channel, k_real = columns(DIM if K_CHANNELWISE else K_GROUP, 1 if K_CHANNELWISE else DIM // K_GROUP)
@@ -135,7 +153,9 @@ def attend_split(
     row = tl.program_id(1) * M + tl.arange(0, M)
     asked, query = row < heads * queries, row % queries
     of_q = (group * heads * queries + row)[:, None] * DIM + k_channel[None, :]
-    q = tl.load(q + of_q, mask=asked[:, None] & k_real[None, :], other=0).to(OPERAND)
+    rotated = tl.load(q_packed + of_q, mask=asked[:, None] & k_real[None, :], other=0).to(OPERAND)
+    if shift is not None:
+        shift = tl.load(shift + group * heads * queries + row, mask=asked, other=0)
     if mask is not None:
         head = group % GROUPS * heads + row // queries
         mask += group // GROUPS * mask_batch + tl.where(asked, head * mask_head + query * mask_query, 0)
@@ -146,20 +166,21 @@ def attend_split(
         start = split * rows_of_split
         for first in tl.range(start, min(start + rows_of_split, v_rows), ROWS, num_stages=STAGES):
             peak, total, out = _over_pages(
-                peak, total, out, q, scale, mask, first, v_rows, k_codes, k_scale, k_zero, v_codes, v_scale, v_zero,
-                v_ring, k_channel, k_real, v_channel, v_real, False, SOFTCAP, BOOL_MASK, K_BITS, K_CHANNELWISE, K_GROUP,
-                V_BITS, V_CHANNELWISE, V_GROUP, V_WINDOW, SINKS, PAGE, PLANES, TOGETHER, DIM, ROWS, OPERAND, PRECISION,
-                STAGES,
+                peak, total, out, rotated, shift, scale, mask, first, v_rows, k_codes, k_scale, k_zero, k_points,
+                v_codes, v_scale, v_zero, v_points, v_ring, k_channel, k_real, v_channel, v_real, False, SOFTCAP,
+                BOOL_MASK, K_BITS, K_CODE, K_CHANNELWISE, K_GROUP, V_BITS, V_CODE, V_CHANNELWISE, V_GROUP, V_WINDOW,
+                SINKS, PAGE, PLANES, TOGETHER, DIM, ROWS, OPERAND, PRECISION, STAGES,
             )  # fmt: skip
     else:
         for first in tl.range(v_rows, k_rows, ROWS, num_stages=1):
             peak, total, out = _over_pages(
-                peak, total, out, q, scale, mask, first, k_rows, k_codes, k_scale, k_zero, v_codes, v_scale, v_zero,
-                v_ring, k_channel, k_real, v_channel, v_real, True, SOFTCAP, BOOL_MASK, K_BITS, K_CHANNELWISE, K_GROUP,
-                V_BITS, V_CHANNELWISE, V_GROUP, V_WINDOW, SINKS, PAGE, PLANES, TOGETHER, DIM, ROWS, OPERAND, PRECISION,
-                STAGES,
+                peak, total, out, rotated, shift, scale, mask, first, k_rows, k_codes, k_scale, k_zero, k_points,
+                v_codes, v_scale, v_zero, v_points, v_ring, k_channel, k_real, v_channel, v_real, True, SOFTCAP,
+                BOOL_MASK, K_BITS, K_CODE, K_CHANNELWISE, K_GROUP, V_BITS, V_CODE, V_CHANNELWISE, V_GROUP, V_WINDOW,
+                SINKS, PAGE, PLANES, TOGETHER, DIM, ROWS, OPERAND, PRECISION, STAGES,
             )  # fmt: skip
         packed, stop = k_rows * PLANES, n + queries
+        exact_q = tl.load(q + of_q, mask=asked[:, None] & k_real[None, :], other=0).to(OPERAND)
         for first in tl.range(0, stop - packed, EXACT, num_stages=1):
             tokens = first + tl.arange(0, EXACT)
             tokens = tl.where(tokens < SINKS, tokens, tokens + packed)
@@ -167,7 +188,7 @@ def attend_split(
             if CAUSAL:
                 seen = tokens[None, :] <= n + query[:, None]
             k = _exact_rows(k_ring, k_new, tokens, n, stop, k_channel, k_real, K_WINDOW, SINKS, DIM)
-            s = _scores(q, k.to(OPERAND), scale, mask, tokens, seen, SOFTCAP, BOOL_MASK, PRECISION)
+            s = _scores(exact_q, k.to(OPERAND), None, scale, mask, tokens, seen, SOFTCAP, BOOL_MASK, PRECISION)
             peak, total, out, base = _rescale(peak, total, out, tl.max(s, 1))
             p = tl.exp(s - base[:, None])
             v = _exact_rows(v_ring, v_new, tokens, n, stop, v_channel, v_real, V_WINDOW, SINKS, DIM)
@@ -211,15 +232,18 @@ _OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float
 
 def _of(prefix: str, spec: CodecSpec) -> dict:
     """What the kernel knows of one tensor at compile time."""
-    fields = dict(BITS=spec.bits, CHANNELWISE=spec.per == "channel", GROUP=spec.group_size, WINDOW=spec.window)
+    fields = dict(
+        BITS=spec.bits, CODE=spec.dim, CHANNELWISE=spec.per == "channel", GROUP=spec.group_size, WINDOW=spec.window
+    )
     return {f"{prefix}_{name}": value for name, value in fields.items()}
 
 
 def constants(k_spec: CodecSpec, v_spec: CodecSpec, heads: int, groups: int, head_dim: int, rows: int, dtype):
     """The constants of `attend_split` for ``rows`` query rows a KV head, and how to launch it."""
     planes = max(num_planes(spec.bits) for spec in (k_spec, v_spec))
-    tile = 16 if rows <= 16 or head_dim > 128 or dtype == torch.float32 else 32
-    config = attend_config(planes, head_dim, dtype.itemsize, tile)
+    lattice = bool(k_spec.grid or v_spec.grid)
+    tile = 16 if rows <= 16 or head_dim > 128 or lattice or dtype == torch.float32 else 32
+    config = attend_config(planes, head_dim, dtype.itemsize, tile, lattice)
     operand = torch.float32 if INTERPRETED else dtype  # the interpreter cannot multiply bfloat16
     fixed = dict(
         HEADS=heads, GROUPS=groups, **_of("K", k_spec), **_of("V", v_spec), SINKS=k_spec.sinks, PAGE=k_spec.page_size,
@@ -244,8 +268,12 @@ def _refuses(site: Site) -> str | None:
         return "tokens that thin out with distance are not in the order of their slots."
     if key.pre_rope:
         return "keys are not rotated in the kernel."
-    if any(spec.raw or spec.grid or spec.rotation is not None or spec.predictor for spec in specs):
-        return "it reads uniform codes of what is stored, not floats, grids, rotations or what predictors left over."
+    if key.raw or value.raw:
+        return "floats stored as they are need no kernel."
+    if any(spec.dim > 2 for spec in specs):
+        return "grids have up to 2 dimensions."
+    if looks_below(key.predictor) or value.predictor:
+        return "what predictors left over has to be decoded."
     if (key.page_size, key.sinks, key.keep) != (value.page_size, value.sinks, value.keep):
         return "keys and values must share page size, sinks and the choice of exact tokens."
     if not power_of_two(key.page_size):
@@ -253,6 +281,17 @@ def _refuses(site: Site) -> str | None:
     if value.residual < key.residual:
         return "values must not leave the window before keys."
     return None
+
+
+def _packed_queries(q: Tensor, groups: int, spec: CodecSpec, center: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The queries that keys in pages see, rotated instead of them, and their products with the mean of the keys."""
+    shift = None
+    if center is not None:
+        rows = q.float().view(q.shape[0], groups, -1, q.shape[3])
+        shift = (rows * center.float()).sum(-1)
+    if spec.rotation is None:
+        return q, shift
+    return (q.float() @ basis(q.shape[3], spec.rotation, q.device)).to(q.dtype), shift
 
 
 @implements("attend", "triton", refuses=_refuses, by_name_only=INTERPRETED)
@@ -273,13 +312,17 @@ def attend(
     if mask is not None:
         mask = (mask.view(torch.uint8) if mask.dtype == torch.bool else mask).contiguous()
         strides = [stride if size > 1 else 0 for stride, size in zip(mask.stride()[:3], mask.shape[:3], strict=True)]
+    rotated, shift = _packed_queries(q, groups, k_spec, center)
+    points = (grid(spec.grid, q.device) if spec.grid else None for spec in (k_spec, v_spec))
     out = torch.empty_like(q)
     with torch.cuda.device_of(q):
         attend_split[splits, tiles, batch * groups](
-            q, *key, *value, k_new, v_new, mask, partial, lse, n, queries, scale, k_rows, v_rows, rows_of_split,
-            key[0].stride(1), key[1].stride(1), value[0].stride(1), value[1].stride(1), *strides,
+            q, *key, *value, k_new, v_new, rotated, shift, *points, mask, partial, lse, n, queries, scale, k_rows,
+            v_rows, rows_of_split, key[0].stride(1), key[1].stride(1), value[0].stride(1), value[1].stride(1), *strides,
             CAUSAL=causal and queries > 1, SOFTCAP=softcap, BOOL_MASK=mask is not None and mask.dtype == torch.uint8,
             **fixed, num_warps=config.warps,
         )  # fmt: skip
+        if v_spec.rotation is not None:
+            partial[:, :-1] = partial[:, :-1] @ basis(head_dim, v_spec.rotation, q.device).mT
         merge_splits[batch * heads * queries,](partial, lse, sinks, out, rows, splits, queries, heads, head_dim, 16)
     return out

@@ -1,7 +1,8 @@
 """How the kernels are launched: sizes of tiles, warps, stages and splits.
 
 Evidence: compile-only. For sm80 and sm90 each of them compiles without spilled registers and within the shared memory
-of the device (``tests/test_triton_compiles.py``); none has been measured on a device.
+of the device (``tests/test_triton_compiles.py``), except float32 heads of more than 128 channels, which spill. None has
+been measured on a device.
 """
 
 from dataclasses import dataclass
@@ -43,12 +44,12 @@ class AttendConfig:
     stages: int = 2
 
 
-def attend_config(planes: int, head_dim: int, itemsize: int, queries: int) -> AttendConfig:
+def attend_config(planes: int, head_dim: int, itemsize: int, queries: int, lattice: bool) -> AttendConfig:
     """For tiles of ``queries`` query rows. More planes at once, or more rows, spill registers."""
     if itemsize == 4:
         return AttendConfig(rows=16, together=1, exact=16, warps=8)
-    if head_dim > 128:
-        return AttendConfig(rows=16, together=min(planes, 2), exact=32, warps=8)
+    if head_dim > 128 or lattice:
+        return AttendConfig(rows=16, together=min(planes, 2), exact=32, warps=8 if head_dim > 128 else 4)
     if queries > 16:
         return AttendConfig(rows=32, together=min(planes, 2), exact=32, warps=8)
     return AttendConfig(rows={1: 64, 2: 64, 4: 32, 8: 16}[planes], together=min(planes, 4), exact=32, warps=4)

@@ -38,25 +38,46 @@ def words(
 
 
 @triton.jit
+def _field(word, plane, FIRST: tl.constexpr, WIDTH: tl.constexpr, PLANES: tl.constexpr):
+    """What a plane has of a bit field that begins at byte ``FIRST`` of the word."""
+    count: tl.constexpr = PLANES * WIDTH // 8
+    return (word >> ((FIRST + plane % count) * 8 + plane // count * WIDTH)).to(tl.int32) & ((1 << WIDTH) - 1)
+
+
+@triton.jit
 def _codes(word, plane, BITS: tl.constexpr, PLANES: tl.constexpr):
-    """The codes of a plane. 3 bits are a field of 2 in the first bytes, and one of 1 in the last."""
-    low: tl.constexpr = 2 if BITS == 3 else BITS
-    bytes_: tl.constexpr = PLANES * low // 8
-    code = (word >> (plane % bytes_ * 8 + plane // bytes_ * low)).to(tl.int32) & ((1 << low) - 1)
-    return code | (word >> (16 + plane) & 1) << 2 if BITS == 3 else code
+    """The codes of a plane. 3 bits are a field of 2 and one of 1, 6 bits one of 4 and one of 2."""
+    if BITS % 3:
+        return _field(word, plane, 0, BITS, PLANES)
+    high: tl.constexpr = BITS // 3
+    low = _field(word, plane, 0, 2 * high, PLANES)
+    return low | _field(word, plane, PLANES * high // 4, high, PLANES) << 2 * high
+
+
+@triton.jit
+def _unscaled(code, points, CODE: tl.constexpr):
+    """What codes stand for: themselves, or the ``CODE`` coordinates of a grid's point, beside each other."""
+    if points is None:
+        return (code | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+    elif CODE == 1:
+        return tl.load(points + code)
+    else:
+        pairs = tl.join(tl.load(points + 2 * code), tl.load(points + 2 * code + 1))
+        return tl.reshape(pairs, (code.shape[0], 2 * code.shape[1]))
 
 
 @triton.jit
 def values(
-    word, scale, zero_point, first, stop, channel, real, plane, BITS: tl.constexpr, CHANNELWISE: tl.constexpr,
-    GROUP: tl.constexpr, PAGE: tl.constexpr, PLANES: tl.constexpr, DIM: tl.constexpr,
+    word, scale, zero_point, points, first, stop, channel, real, plane, BITS: tl.constexpr, CODE: tl.constexpr,
+    CHANNELWISE: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, PLANES: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """A plane of the rows of ``word``, dequantized: ``[rows, columns]`` float32.
 
     channel, real: from `columns`; tokens that share scales do so along whole runs of rows, channels along groups.
+    points: those of the grid, if there is one: then groups have no zero point.
     """
     tokens: tl.constexpr = PAGE // PLANES
-    x = (_codes(word, plane, BITS, PLANES) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+    x = _unscaled(_codes(word, plane, BITS, PLANES), points, CODE)
     if CHANNELWISE:
         run: tl.constexpr = min(GROUP, tokens, word.shape[0])
         row = first + tl.arange(0, word.shape[0] // run) * run
@@ -68,6 +89,9 @@ def values(
         token = row // tokens * PAGE + plane * tokens + row % tokens
         where, known = token[:, None] * groups + group[None, :], (row < stop)[:, None] & (group < groups)[None, :]
     s = tl.load(scale + where, mask=known, other=0).to(tl.float32)
+    if points is not None:
+        by_group = tl.reshape(x, (x.shape[0], s.shape[1], x.shape[1] // s.shape[1])) * s[:, :, None]
+        return tl.reshape(by_group, x.shape)
     z = tl.load(zero_point + where, mask=known, other=0).to(tl.float32)
     if CHANNELWISE:
         by_group = tl.reshape(x, (s.shape[0], run, x.shape[1])) * s[:, None, :] + z[:, None, :]
