@@ -60,8 +60,8 @@ def apply(
         scheme: a name (`kvpass.schemes.available`), a dict ``{"scheme": "kivi", "bits": 4}``, a config, or what
             `kvpass.calibrate` or `kvpass.load` returned.
         strict: raise `NotFusedError` at the first decode step if a layer's attention was not fused.
-        lowering: "auto", the name of one implementation ("reference", "inductor"), or "eager" for no compilation at
-            all: correct, slower, the oracle of the compiled path.
+        lowering: "auto", the name of one implementation ("reference", "inductor", "triton"), or "eager" for no
+            compilation at all: correct, slower, the oracle of the compiled path.
         max_cache_len: allocate this many tokens at once instead of growing. A longer sequence raises.
         example_inputs: arguments of ``model.forward``, by position or by name, for decoders with a cache of their own.
 

@@ -37,8 +37,8 @@ in ``center``.
 import torch
 from torch import Tensor
 
-from kvpass.lowering import inductor, inductor_attend, reference  # noqa: F401  (they register themselves in the table)
-from kvpass.lowering.table import Site, select
+from kvpass.lowering import inductor, inductor_attend, reference, triton  # noqa: F401  (they register themselves)
+from kvpass.lowering.table import Site, few, select
 
 from .codec.affine import check_finite, params_dtype
 from .codec.eviction import evict
@@ -100,7 +100,9 @@ def _encode(x, compensation, spec, lowering="auto"):
     parsed.check(x.shape[-1])
     if parsed.adaptive is not None:
         raise KVPassError("Tokens with widths of their own are coded by their cache, not by an op.")
-    codes, scale, zero_point = select(Site("encode", x.device.type, (spec,)), lowering).run(x, compensation, parsed)
+    codes, scale, zero_point = select(Site("encode", x.device.type, (spec,), head_dim=x.shape[-1]), lowering).run(
+        x, compensation, parsed
+    )
     if x.device.type == "cpu":
         check_finite(scale, zero_point)
     return codes, scale, zero_point
@@ -108,7 +110,7 @@ def _encode(x, compensation, spec, lowering="auto"):
 
 def _append_(codes, scale, zero_point, ring, compensation, length, x, q, mask, spec, lowering="auto", edge=None,
              beside=None, predictor=None, center=None, importance=None, scores=None, slots=None):  # fmt: skip
-    run = select(Site("append_", x.device.type, (spec,)), lowering).run
+    run = select(Site("append_", x.device.type, (spec,), head_dim=x.shape[-1]), lowering).run
     run(
         codes, scale, zero_point, ring, compensation, length_of(length), x, q, mask, parse(spec), edge, beside,
         predictor or (), center, importance, scores or (), slots,
@@ -116,7 +118,7 @@ def _append_(codes, scale, zero_point, ring, compensation, length, x, q, mask, s
 
 
 def _decode(codes, scale, zero_point, ring, length, spec, lowering="auto", below=None, beside=None, predictor=None):
-    run = select(Site("decode", ring.device.type, (spec,)), lowering).run
+    run = select(Site("decode", ring.device.type, (spec,), head_dim=ring.shape[-1]), lowering).run
     references = [decoded for decoded in (below, beside) if decoded is not None]
     return run(codes, scale, zero_point, ring, length_of(length), parse(spec), references, predictor or ())
 
@@ -133,7 +135,7 @@ def _refuse_both(mask, causal):
 def _attend(q, kc, ks, kz, kr, vc, vs, vz, vr, length, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec,
             lowering="auto", *, cos=None, sin=None, rope="", sinks=None, center=None):  # fmt: skip
     _refuse_both(mask, causal)
-    run = select(Site("attend", q.device.type, (k_spec, v_spec), q.shape[2] == 1), lowering).run
+    run = select(Site("attend", q.device.type, (k_spec, v_spec), few(q.shape[2]), q.shape[3]), lowering).run
     past = (kc, ks, kz, kr), (vc, vs, vz, vr), length_of(length)
     rotary = (cos, sin, rope) if rope else None
     return run(
@@ -144,14 +146,15 @@ def _attend(q, kc, ks, kz, kr, vc, vs, vz, vr, length, k_new, v_new, mask, causa
 def _attend_decoded(q, k_past, v_past, k_new, v_new, mask, causal, scale, softcap, lowering="auto", *, cos=None,
                     sin=None, rope="", sinks=None):  # fmt: skip
     _refuse_both(mask, causal)
-    run = select(Site("attend_decoded", q.device.type, (), q.shape[2] == 1), lowering).run
+    run = select(Site("attend_decoded", q.device.type, (), few(q.shape[2]), q.shape[3]), lowering).run
     return run(q, k_past, v_past, k_new, v_new, mask, causal, scale, softcap, (cos, sin, rope) if rope else None, sinks)
 
 
 def _attend_scored(q, key, value, length, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, statistic,
                    importance, lowering="auto", *, cos=None, sin=None, rope="", sinks=None, center=None):  # fmt: skip
     _refuse_both(mask, causal)
-    run = select(Site("attend_scored", q.device.type, (k_spec, v_spec), q.shape[2] == 1 and len(key) > 1), lowering).run
+    queries = few(q.shape[2]) if len(key) > 1 else 0
+    run = select(Site("attend_scored", q.device.type, (k_spec, v_spec), queries, q.shape[3]), lowering).run
     rotary = (cos, sin, rope) if rope else None
     return run(
         q, key, value, length_of(length), k_new, v_new, mask, causal, scale, softcap, parse(k_spec), parse(v_spec),

@@ -266,7 +266,7 @@ def _page_tokens(spec: CodecSpec, used: int, pages: int, device: torch.device) -
 
 
 def _refuses_attend(site: Site) -> str | None:
-    if not site.single_query:
+    if site.queries != 1:
         return "it is written for one query token."
     key, value = map(parse, site.specs)
     if key.adaptive is not None or value.adaptive is not None:

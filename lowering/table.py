@@ -10,19 +10,28 @@ from kvpass.errors import KVPassError
 logger = logging.getLogger("kvpass.lowering")
 
 AUTO = "auto"
+FEW = 16
+"""Query tokens up to which a call is decoding (drafts are verified several at a time), not a prompt."""
+
+
+def few(queries) -> int:
+    """``queries`` as a `Site` has them: 0 if there are more than a few, or if it depends."""
+    return queries if isinstance(queries, int) and queries <= FEW else 0
 
 
 @dataclass(frozen=True)
 class Site:
-    """What a choice may depend on: the op, its device type, the codec specs, and whether there is one query token."""
+    """What a choice may depend on: the op, its device type, the codec specs, the query tokens if they are `few`, and
+    the channels of a head."""
 
     op: str
     device: str
     specs: tuple[str, ...] = ()
-    single_query: bool = False
+    queries: int = 0
+    head_dim: int = 0
 
     def __str__(self) -> str:
-        return f"kvpass::{self.op} on {self.device}{', one query' if self.single_query else ''}"
+        return f"kvpass::{self.op} on {self.device}{f', {self.queries} query' if self.queries else ''}"
 
 
 @dataclass(frozen=True)
@@ -33,16 +42,20 @@ class Implementation:
     name: str
     run: Callable
     refuses: Callable[[Site], str | None]
+    by_name_only: bool = False
 
 
 _TABLE: dict[str, dict[str, Implementation]] = {}
 
 
-def implements(op: str, name: str, refuses: Callable[[Site], str | None] = lambda site: None):
-    """Register the decorated function as implementation ``name`` of ``op``. Later registrations are preferred."""
+def implements(
+    op: str, name: str, refuses: Callable[[Site], str | None] = lambda site: None, by_name_only: bool = False
+):
+    """Register the decorated function as implementation ``name`` of ``op``. Later registrations are preferred, and
+    those that are ``by_name_only`` never taken by "auto"."""
 
     def register(run: Callable) -> Callable:
-        _TABLE.setdefault(op, {})[name] = Implementation(op, name, run, refuses)
+        _TABLE.setdefault(op, {})[name] = Implementation(op, name, run, refuses, by_name_only)
         select.cache_clear()
         return run
 
@@ -69,7 +82,7 @@ def select(site: Site, lowering: str = AUTO) -> Implementation:
             raise KVPassError(f"lowering={lowering!r} cannot run kvpass::{site.op} here: {reason} Use 'auto'.")
         return rows[lowering]
     passed_over = []
-    for implementation in reversed(rows.values()):
+    for implementation in reversed([row for row in rows.values() if not row.by_name_only]):
         reason = implementation.refuses(site)
         if reason is None:
             why = f" ({'; '.join(passed_over)})" if passed_over else ""

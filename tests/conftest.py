@@ -6,6 +6,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, which importing kvpass does
+
 from common import only_reference
 
 settings.register_profile(

@@ -428,8 +428,8 @@ def test_the_choice_and_what_was_passed_over_are_logged(toy_op, caplog):
 def test_every_op_has_a_reference_that_serves_every_site():
     for op in ("encode", "append_", "decode", "attend"):
         assert "reference" in implementations(op) and "reference" in table.names()
-        for single in (False, True):
-            assert select(Site(op, "cpu", single_query=single), "reference").name == "reference"
+        for queries in (0, 1, 5):
+            assert select(Site(op, "cpu", queries=queries), "reference").name == "reference"
 
 
 @pytest.mark.parametrize("op", ["encode", "append_", "decode", "attend"])

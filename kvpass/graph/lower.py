@@ -2,7 +2,7 @@
 
 from torch.fx import GraphModule
 
-from kvpass.lowering.table import Site, select
+from kvpass.lowering.table import Site, few, select
 
 # argument whose device decides; an op that is not here has one implementation
 _DEVICE_OF = {"encode": 0, "append_": 3, "decode": 3, "attend": 0, "attend_decoded": 0, "attend_scored": 0}
@@ -22,12 +22,12 @@ def lower(gm: GraphModule, lowering: str) -> dict[str, str]:
         if op not in _DEVICE_OF:
             continue
         value = node.args[_DEVICE_OF[op]].meta["val"]
-        single_query = op.startswith("attend") and isinstance(value.shape[2], int) and value.shape[2] == 1
-        if op == "attend_scored":
-            single_query = single_query and len(node.args[1]) > 1
+        queries = few(value.shape[2]) if op.startswith("attend") else 0
+        if op == "attend_scored" and len(node.args[1]) == 1:  # the past is decoded already
+            queries = 0
         names = [argument.name for argument in schema.arguments]
         specs = tuple(argument for name, argument in zip(names, node.args, strict=False) if name.endswith("spec"))
-        implementation = select(Site(op, value.device.type, specs, single_query), lowering)
+        implementation = select(Site(op, value.device.type, specs, queries, value.shape[-1]), lowering)
         position = names.index("lowering")
         node.args = (*node.args[:position], implementation.name, *node.args[position + 1 :])
         chosen[op] = implementation.name

@@ -1,0 +1,115 @@
+"""Attention of one decode step over a packed cache, the kernel alone, against attention over floats.
+
+    python benchmarks/attend.py                                  # this machine: one layer, 32 query and 8 KV heads
+    python benchmarks/attend.py --batch 16 --lengths 8192,32768,131072 --json h100.json
+
+Baselines: "packed heads" is scaled_dot_product_attention over the KV heads, the query heads of each as rows of one
+product; "repeat_kv" is what transformers calls, every KV head copied for its query heads; "flash" is the flash kernel
+of PyTorch with grouped heads, on CUDA. All are measured in turn within one process, ratios are to the first, medians
+are printed. On CUDA the share of a measured device copy's bandwidth is that of the bytes read, packed or not.
+"""
+
+import argparse
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from kvpass.schemes import LayerGeometry, get
+from kvpass.state import KVState
+
+from timing import copy_bandwidth, measure, show, write
+
+
+def baselines(q, k, v) -> dict:
+    """Attention over dense ``k``, ``v`` ``[B, H_kv, T, D]``, by name."""
+    repeats = q.shape[1] // k.shape[1]
+    rows = q.view(*k.shape[:2], repeats, q.shape[3])
+    variants = {
+        "SDPA, packed heads": lambda: F.scaled_dot_product_attention(rows, k, v),
+        "SDPA, repeat_kv": lambda: F.scaled_dot_product_attention(
+            q, k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+        ),
+    }
+    if q.device.type == "cuda" and q.dtype != torch.float32:
+
+        def flash():
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+        variants["SDPA, flash"] = flash
+    return variants
+
+
+def packed_states(plan, k, v) -> list[KVState]:
+    """Keys and values as ``plan`` stores them."""
+    states = []
+    for spec, x in ((plan.key, k), (plan.value, v)):
+        state = KVState.allocate(spec, *x.shape[:2], x.shape[3], x.dtype, x.device, x.shape[2])
+        state.append(x, 0)
+        states.append(state)
+    return states
+
+
+def nbytes(states: list[KVState], tokens: int) -> int:
+    """Bytes that attention over them reads: pages in use and exact tokens."""
+    total = 0
+    for state in states:
+        used, exact = state.spec.pages(tokens), tokens - state.spec.packed(tokens)
+        total += sum(t[:, :, :used].nbytes for t in (state.codes, state.scale, state.zero_point))
+        total += state.ring[:, :, :exact].nbytes
+    return total
+
+
+def compare(scheme, length: int, args, dtype: torch.dtype) -> dict:
+    """Medians and bytes read at one length, by variant."""
+    device, shape = torch.device(args.device), (args.batch, args.kv_heads, length, args.head_dim)
+    k, v = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
+    q = torch.randn(args.batch, args.heads, 1, args.head_dim, device=device, dtype=dtype)
+    geometry = LayerGeometry(0, 1, args.kv_heads, args.head_dim, dtype, device)
+    states = packed_states(get(scheme).plan(geometry), k, v)
+    pools = [tensor for s in states for tensor in (s.codes, s.scale, s.zero_point, s.ring)]
+    new, texts, carrier = k[:, :, :1].contiguous(), [s.text for s in states], states[0].carrier(length)
+    variants = baselines(q, k, v)
+    for name in args.lowering.split(","):
+        variants[f"{scheme}, {name}"] = lambda name=name: torch.ops.kvpass.attend(
+            q, *pools, carrier, new, new, None, False, args.head_dim**-0.5, 0.0, *texts, name
+        )
+    dense = k.nbytes + v.nbytes
+    read = {name: nbytes(states, length) if name.startswith(scheme) else dense for name in variants}
+    return dict(seconds=measure(variants, device, args.rounds), bytes_read=read)
+
+
+def main() -> None:
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scheme", default="kivi")
+    parser.add_argument("--lowering", default="triton" if cuda else "inductor", help="one or more, by comma")
+    parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    parser.add_argument("--dtype", default="bfloat16" if cuda else "float32")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--lengths", default="2048,8192,32768")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", help="also write medians and bytes read to this file")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    device, results = torch.device(args.device), {}
+    bandwidth = copy_bandwidth(device) if device.type == "cuda" else None
+    with torch.inference_mode():
+        for length in map(int, args.lengths.split(",")):
+            results[length] = compare(args.scheme, length, args, getattr(torch, args.dtype))
+            medians, read = results[length].values()
+            rates = {name: read[name] / each for name, each in medians.items()}
+            notes = {
+                name: f"{rate / bandwidth:4.0%} of a copy's bandwidth" for name, rate in rates.items() if bandwidth
+            }
+            show(f"{args.batch} x {length} tokens", medians, notes)
+    write(args.json, device, arguments=vars(args), copy_bandwidth=bandwidth, results=results)
+
+
+if __name__ == "__main__":
+    main()

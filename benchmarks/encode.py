@@ -1,0 +1,67 @@
+"""Encoding a prompt's keys and values, one layer: against copying them, and against the layer's attention.
+
+    python benchmarks/encode.py
+    python benchmarks/encode.py --lengths 8192,32768 --json h100.json
+
+All variants are measured in turn within one process, ratios are to the copy, medians are printed.
+"""
+
+import argparse
+
+import torch
+import torch.nn.functional as F
+
+from kvpass.schemes import LayerGeometry, get
+
+from timing import measure, show, write
+
+
+def compare(length: int, args, dtype: torch.dtype) -> dict[str, float]:
+    """Medians at one length, by variant."""
+    device, shape = torch.device(args.device), (args.batch, args.kv_heads, length, args.head_dim)
+    k, v = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
+    q = torch.randn(args.batch, args.heads, length, args.head_dim, device=device, dtype=dtype)
+    plan = get(args.scheme).plan(LayerGeometry(0, 1, args.kv_heads, args.head_dim, dtype, device))
+    whole = [x[:, :, : length // spec.page_size * spec.page_size] for x, spec in ((k, plan.key), (v, plan.value))]
+    texts = str(plan.key), str(plan.value)
+
+    def encode(name: str) -> None:
+        for x, text in zip(whole, texts, strict=True):
+            torch.ops.kvpass.encode(x, None, text, name)
+
+    variants = {"copy": lambda: (k.clone(), v.clone())}
+    for name in args.lowering.split(","):
+        variants[f"{args.scheme}, {name}"] = lambda name=name: encode(name)
+    variants["attention of the prompt"] = lambda: F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=True
+    )
+    return measure(variants, device, args.rounds)
+
+
+def main() -> None:
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scheme", default="kivi")
+    parser.add_argument("--lowering", default="reference,triton" if cuda else "reference,inductor")
+    parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    parser.add_argument("--dtype", default="bfloat16" if cuda else "float32")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--lengths", default="2048,8192,32768" if cuda else "2048")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", help="also write the medians, in seconds, to this file")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    results = {}
+    with torch.inference_mode():
+        for length in map(int, args.lengths.split(",")):
+            results[length] = compare(length, args, getattr(torch, args.dtype))
+            show(f"{args.batch} x {length} tokens", results[length])
+    write(args.json, torch.device(args.device), arguments=vars(args), seconds=results)
+
+
+if __name__ == "__main__":
+    main()

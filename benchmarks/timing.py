@@ -1,0 +1,64 @@
+"""Timing shared by benchmarks of single ops: variants in turn within one process, medians, JSON with what ran it."""
+
+import json
+import platform
+import statistics
+import time
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+
+def seconds(fn, device: torch.device) -> float:
+    """Of one call."""
+    if device.type == "cuda":
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        fn()
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop) / 1e3
+    begin = time.perf_counter()
+    fn()
+    return time.perf_counter() - begin
+
+
+def measure(variants: dict, device: torch.device, rounds: int) -> dict[str, float]:
+    """Median seconds of each variant, taken in turn."""
+    times = {name: [] for name in variants}
+    for fn in variants.values():
+        for _ in range(3):  # compiles
+            fn()
+    for _ in range(rounds):
+        for name, fn in variants.items():
+            times[name].append(seconds(fn, device))
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes a second that a copy on the device reads and writes."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / measure({"copy": lambda: target.copy_(source)}, device, 20)["copy"]
+
+
+def show(title: str, medians: dict[str, float], notes: dict[str, str] | None = None) -> None:
+    """Print medians and their ratio to the first."""
+    base, notes = next(iter(medians.values())), notes or {}
+    print(title)
+    for name, each in medians.items():
+        print(f"  {name:<24} {each * 1e3:9.3f} ms  {each / base:5.2f}x  {notes.get(name, '')}".rstrip(), flush=True)
+
+
+def write(path: str | None, device: torch.device, **about) -> None:
+    """Results and what they were measured on, to ``path`` if there is one."""
+    if path is None:
+        return
+    versions = {"torch": torch.__version__}
+    try:
+        versions["triton"] = version("triton")
+    except PackageNotFoundError:
+        versions["triton"] = None
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    with open(path, "w") as file:
+        json.dump(dict(device=name, **versions, **about), file, indent=1)

@@ -1,0 +1,91 @@
+"""How the kernels are launched: sizes of tiles, warps, stages and splits.
+
+Evidence: compile-only. For sm80 and sm90 each of them compiles without spilled registers and within the shared memory
+of the device (``tests/test_triton_compiles.py``), except float32 heads of more than 128 channels, which spill. None has
+been measured on a device.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+
+from kvpass.codec.spec import CodecSpec
+
+from ..table import Site
+
+INTERPRETED = triton.knobs.runtime.interpret
+"""Whether kernels run in Triton's interpreter, on the CPU: never chosen by "auto"."""
+
+_PROGRAMS = 2  # programs to start on each multiprocessor, if there is work for them
+_INTERPRETED_PROGRAMS = 6
+
+
+def power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
+def refuses_device(site: Site) -> str | None:
+    if site.device == "cuda" or (INTERPRETED and site.device == "cpu"):
+        return None
+    return f"Triton kernels run on CUDA devices, not on {site.device} (except in the interpreter: TRITON_INTERPRET=1)."
+
+
+@dataclass(frozen=True)
+class AttendConfig:
+    """rows: rows of packed pages of a tile, each a token of every plane. together: planes that share one step of the
+    softmax. exact: exact tokens of a tile."""
+
+    rows: int
+    together: int
+    exact: int
+    warps: int
+    stages: int = 2
+
+
+def attend_config(planes: int, head_dim: int, itemsize: int, queries: int, lattice: bool) -> AttendConfig:
+    """For tiles of ``queries`` query rows. More planes at once, or more rows, spill registers."""
+    if itemsize == 4:
+        return AttendConfig(rows=16, together=1, exact=16, warps=8)
+    if head_dim > 128 or lattice:
+        return AttendConfig(rows=16, together=min(planes, 2), exact=32, warps=8 if head_dim > 128 else 4)
+    if queries > 16:
+        return AttendConfig(rows=32, together=min(planes, 2), exact=32, warps=8)
+    return AttendConfig(rows={1: 64, 2: 64, 4: 32, 8: 16}[planes], together=min(planes, 4), exact=32, warps=4)
+
+
+@dataclass(frozen=True)
+class EncodeConfig:
+    """rows: rows of a page in a tile, each a token of every plane. span, spans: its channels, in runs that share scales
+    if tokens have their own."""
+
+    rows: int
+    span: int
+    spans: int
+    warps: int
+
+
+_ENCODED = 4096  # values of a tile, if its groups allow
+
+
+def encode_config(spec: CodecSpec, planes: int, head_dim: int) -> EncodeConfig:
+    if spec.per == "channel":
+        span = max(16, min(triton.next_power_of_2(head_dim), _ENCODED // spec.page_size))
+        return EncodeConfig(rows=spec.page_size // planes, span=span, spans=1, warps=4)
+    padded, groups = triton.next_power_of_2(spec.group_size), head_dim // spec.group_size
+    spans = min(triton.next_power_of_2(groups), max(1, 128 // padded))
+    rows = max(1, _ENCODED // (planes * spans * padded))
+    return EncodeConfig(rows=min(rows, spec.page_size // planes), span=spec.group_size, spans=spans, warps=4)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def split_size(rows: int, tile: int, others: int, device: torch.device) -> int:
+    """How many of ``rows`` one split takes, whole tiles, where ``others`` programs run for each split."""
+    programs = _INTERPRETED_PROGRAMS if INTERPRETED else _PROGRAMS * _multiprocessors(device)
+    splits = max(1, programs // others)
+    return max(1, triton.cdiv(triton.cdiv(rows, tile), splits)) * tile

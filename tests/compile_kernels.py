@@ -1,0 +1,122 @@
+"""Compile the Triton kernels, as their host code would launch them, for GPUs that are not here; run by
+`test_triton_compiles` in a process of its own, because a process interprets kernels or compiles them.
+
+    python tests/compile_kernels.py '{"op": "attend", "bits": 2}'   # prints JSON: what each kernel takes of each target
+"""
+
+import json
+import re
+import sys
+from contextlib import redirect_stdout
+from io import StringIO
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kvpass.codec import CodecSpec
+from kvpass.lowering.table import Site, select
+from kvpass.lowering.triton import attend, configs, encode
+from kvpass.state import KVState
+
+triton.knobs.compilation.always_compile = True
+triton.knobs.nvidia.dump_ptxas_log = True
+
+_TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.uint8: "u8"}
+
+
+class Launches:
+    """Stands in for a kernel, and keeps what it would have been launched with."""
+
+    def __init__(self, kernel):
+        self.kernel, self.calls = kernel, []
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: self.calls.append((self.kernel, args, kwargs))
+
+
+def compiled(kernel, args, kwargs, target: GPUTarget):
+    names, options = [p.name for p in kernel.params], dict(kwargs)
+    values = dict(zip(names, args, strict=False))
+    values.update({name: options.pop(name) for name in list(options) if name in names})
+    signature, constants, attributes = {}, {}, {}
+    for i, parameter in enumerate(kernel.params):
+        value, name = values[parameter.name], parameter.name
+        if parameter.is_constexpr or value is None:
+            signature[name], constants[name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name], attributes[i,] = f"*{_TYPES[value.dtype]}", [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32"
+            if value % 16 == 0 and not parameter.do_not_specialize:
+                attributes[i,] = [["tt.divisibility", 16]]
+    return triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options)
+
+
+def resources(kernel, args, kwargs, target: GPUTarget) -> dict:
+    """Bytes of shared memory, registers a thread, and bytes spilled to local memory."""
+    with redirect_stdout(StringIO()) as log:
+        made = compiled(kernel, args, kwargs, target)
+    spilled = sum(map(int, re.findall(r"(\d+) bytes spill", log.getvalue())))
+    registers = int(re.search(r"Used (\d+) registers", log.getvalue())[1])
+    return dict(shared=made.metadata.shared, registers=registers, spilled=spilled)
+
+
+def attend_launches(
+    bits, v_bits=None, per="channel", page=32, group=32, dim=128, heads=32, groups=8, queries=1, mask=False,
+    softcap=0.0, dtype="bfloat16", grid="",
+) -> list:  # fmt: skip
+    """What attention over a cache of 512 tokens launches."""
+    if grid:
+        specs = [CodecSpec(bits, "token", group, page, rotation=0, grid=grid, predictor=p) for p in ("mean", "")]
+    else:
+        keys = CodecSpec(bits, per, min(group, page), page)
+        specs = keys, CodecSpec(v_bits or bits, "token", group, page, residual=page)
+    dtype = getattr(torch, dtype)
+    states = [KVState.allocate(spec, 1, groups, dim, dtype, "cpu", 640) for spec in specs]
+    past = [(s.codes, s.scale, s.zero_point, s.ring) for s in states]
+    q, new = torch.zeros(1, heads, queries, dim, dtype=dtype), torch.zeros(1, groups, queries, dim, dtype=dtype)
+    mask = torch.ones(1, 1, queries, 512 + queries, dtype=torch.bool) if mask else None
+    split, merge = Launches(attend.attend_split), Launches(attend.merge_splits)
+    center = None if states[0].center is None else states[0].center.to(dtype)
+    with (
+        mock.patch.multiple(attend, attend_split=split, merge_splits=merge),
+        mock.patch.object(configs, "_multiprocessors", lambda device: 108),
+    ):
+        attend.attend(q, *past, 512, new, new, mask, queries > 1 and mask is None, 0.1, softcap, *specs, center=center)
+    return split.calls + merge.calls
+
+
+def encode_launches(bits, per="channel", page=32, group=32, dim=128, dtype="bfloat16", eta=0.0) -> list:
+    """What encoding four pages launches."""
+    kernel = Launches(encode.encode_pages)
+    with mock.patch.object(encode, "encode_pages", kernel):
+        spec = CodecSpec(bits, per, group, page, eta=eta)
+        encode.encode(torch.zeros(1, 8, 4 * page, dim, dtype=getattr(torch, dtype)), None, spec)
+    return kernel.calls
+
+
+def chosen_on_cuda() -> dict[str, str]:
+    """What "auto" would take there, for KIVI."""
+    specs = tuple(map(str, (CodecSpec(2, "channel", 32, 32), CodecSpec(2, "token", 32, 32, residual=32))))
+    return {op: select(Site(op, "cuda", specs, 1, 128)).name for op in ("attend", "encode", "append_")}
+
+
+def main(cases: list[str]) -> None:
+    print(json.dumps(chosen_on_cuda()))
+    for case in cases:
+        arguments = json.loads(case)
+        launches = {"attend": attend_launches, "encode": encode_launches}[arguments.pop("op")](**arguments)
+        for arch in (80, 90):
+            for kernel, args, kwargs in launches:
+                target = GPUTarget("cuda", arch, 32)
+                used = resources(kernel, args, kwargs, target)
+                print(json.dumps(dict(case=case, arch=arch, kernel=kernel.__name__, **used)), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

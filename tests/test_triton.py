@@ -1,0 +1,291 @@
+"""The Triton kernels against the reference: on the device where there is one, otherwise in Triton's interpreter, for
+which ``conftest.py`` sets TRITON_INTERPRET before anything imports Triton."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvpass import KVPassError
+from kvpass.codec import CodecSpec, Subspace
+from kvpass.lowering.table import Site, select
+
+from common import WIDTHS, awkward, dtypes, only_reference, randn, seeds, state_of, widths
+from tiny import llama, step_by_step, tokens
+
+pytest.importorskip("triton", minversion="3.7")  # the interpreter of 3.6 fails with numpy 2.4
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+OPS = torch.ops.kvpass
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+
+few = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+
+
+def on_device(arguments) -> list:
+    return [a.to(DEVICE) if isinstance(a, torch.Tensor) else a for a in arguments]
+
+
+def attend_arguments(
+    specs, n, queries=1, heads=2, repeats=2, dim=32, batch=1, mask=None, causal=False, softcap=0.0, dtype=torch.float32
+):
+    """Arguments of `kvpass::attend` over a cache of ``n`` tokens, with room for more."""
+    past = [randn(i, batch, heads, n, dim, dtype=dtype) for i in range(2)]
+    states = [state_of(spec, x, room=n + 70) for spec, x in zip(specs, past, strict=True)]
+    pools = [pool for s in states for pool in (s.codes, s.scale, s.zero_point, s.ring)]
+    q, *new = (randn(5 + i, batch, heads * (i or repeats), queries, dim, dtype=dtype) for i in (0, 1, 1))
+    texts = [str(spec) for spec in specs]
+    return on_device([q, *pools, states[0].carrier(n), *new, mask, causal, dim**-0.5 * 1.5, softcap, *texts])
+
+
+def assert_attends_as_the_reference(arguments, **others):
+    got = OPS.attend(*arguments, "triton", **others)
+    expected = OPS.attend(*arguments, "reference", **others)
+    assert got.shape == expected.shape and got.dtype == expected.dtype and got.is_contiguous()
+    assert torch.allclose(got.float(), expected.float(), atol=TOLERANCE[got.dtype]), (got - expected).abs().max()
+
+
+def random_mask(kind: str, seed: int, batch: int, heads: int, queries: int, tokens: int):
+    """A mask in which every query sees itself."""
+    if kind == "none":
+        return None
+    allowed = torch.rand(batch, heads, queries, tokens, generator=torch.Generator().manual_seed(seed)) > 0.4
+    allowed |= torch.ones(queries, tokens, dtype=torch.bool).tril(tokens - queries).triu(tokens - queries)
+    if kind == "bool":
+        return allowed
+    return randn(seed, batch, heads, queries, tokens).masked_fill(~allowed, torch.finfo(torch.float32).min)
+
+
+def divisors(number: int) -> list[int]:
+    return [g for g in (4, 8, 16, 24, 32, 40, 48, 64, 80, 96) if number % g == 0]
+
+
+@st.composite
+def layouts(draw, dim: int):
+    """Specs of keys and values that leave together or keys first, any widths beside each other."""
+    page, per = draw(st.sampled_from((16, 32, 64))), draw(st.sampled_from(("channel", "token")))
+    shared = dict(page_size=page, sinks=draw(st.sampled_from((0, 0, 3))))
+    residual, later = draw(st.sampled_from((0, 5))), draw(st.sampled_from((0, page, page + 7)))
+    group = draw(st.sampled_from(divisors(page if per == "channel" else dim)))
+    key = CodecSpec(draw(widths), per, group, residual=residual, **shared)
+    group = draw(st.sampled_from(divisors(dim)))
+    return key, CodecSpec(draw(widths), "token", group, residual=residual + later, rollback=7, **shared)
+
+
+@st.composite
+def calls(draw):
+    dim = draw(st.sampled_from((16, 48, 64, 80, 96)))
+    shape = dict(
+        n=draw(st.one_of(st.integers(0, 200), st.sampled_from((0, 64, 128)))),
+        queries=draw(st.one_of(st.just(1), st.integers(1, 16))),
+        heads=draw(st.integers(1, 3)),
+        repeats=draw(st.sampled_from((1, 2, 3, 7))),
+        batch=draw(st.integers(1, 2)),
+    )
+    kind = draw(st.sampled_from(("none", "none", "bool", "float")))
+    of_mask = draw(st.sampled_from((1, shape["batch"]))), draw(st.sampled_from((1, shape["heads"] * shape["repeats"])))
+    mask = random_mask(kind, draw(seeds), *of_mask, shape["queries"], shape["n"] + shape["queries"])
+    causal = mask is None and draw(st.booleans())
+    softcap = draw(st.sampled_from((0.0, 0.0, 3.0)))
+    arguments = attend_arguments(
+        draw(layouts(dim)), dim=dim, mask=mask, causal=causal, softcap=softcap, dtype=draw(dtypes), **shape
+    )
+    logits = randn(1, shape["heads"] * shape["repeats"]).to(DEVICE) if draw(st.booleans()) else None
+    return arguments, logits
+
+
+@few
+@given(calls())
+def test_attend_is_the_references(call):
+    arguments, sinks = call
+    assert_attends_as_the_reference(arguments, sinks=sinks)
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("per", ["channel", "token"])
+def test_attend_at_every_width_over_many_splits(bits, per):
+    keys, values = CodecSpec(bits, per, 16, 16), CodecSpec(bits, "token", 16, 16, residual=16)
+    assert_attends_as_the_reference(attend_arguments((keys, values), 250, heads=1, repeats=4))
+
+
+@pytest.mark.parametrize("v_bits", [1, 2, 8])
+@pytest.mark.parametrize("k_bits", [1, 4, 8])
+def test_attend_with_other_widths_for_values_than_for_keys(k_bits, v_bits):
+    specs = CodecSpec(k_bits, "channel", 8, 32), CodecSpec(v_bits, "token", 16, 32, residual=32)
+    assert_attends_as_the_reference(attend_arguments(specs, 133, heads=1))
+
+
+KIVI = CodecSpec(2, "channel", 32, 32), CodecSpec(2, "token", 32, 32, residual=32)
+
+
+def test_attend_with_nine_query_heads_on_three_and_sixteen_queries_needs_two_tiles():
+    arguments = attend_arguments(KIVI, 150, 16, heads=3, repeats=3, dim=64, causal=True, dtype=torch.bfloat16)
+    assert_attends_as_the_reference(arguments)
+
+
+@pytest.mark.parametrize("dim", [128, 192, 256])
+def test_attend_to_wide_heads(dim):
+    assert_attends_as_the_reference(attend_arguments(KIVI, 100, heads=1, dim=dim))
+
+
+LATTICES = {
+    "QuaRot": (CodecSpec(2, "token", 32, 32, rotation=0, predictor="mean"), CodecSpec(3, "token", 32, 32, rotation=1)),
+    "1 dimension": (CodecSpec(2, "token", 16, 32, grid="d1n4"), CodecSpec(4, "token", 32, 32, grid="d1n16")),
+    "HIGGS": tuple(CodecSpec(4, "token", 96, 32, rotation=0, grid="d2n16", predictor=p) for p in ("mean", "")),
+    "HIGGS, 3 bits": tuple(CodecSpec(6, "token", 48, 32, rotation=0, grid="d2n64", predictor=p) for p in ("mean", "")),
+    "beside uniform codes": (KIVI[0], CodecSpec(8, "token", 32, 32, residual=32, rotation=0, grid="d2n256")),
+}
+
+
+@pytest.mark.parametrize("specs", LATTICES.values(), ids=LATTICES)
+@pytest.mark.parametrize("queries, dtype", [(1, torch.float32), (5, torch.bfloat16)], ids=str)
+def test_attend_to_rotated_centred_and_lattice_codes(specs, queries, dtype):
+    dim = 96 if specs[0].group_size in (96, 48) else 64
+    arguments = attend_arguments(specs, 140, queries, dim=dim, dtype=dtype, causal=queries > 1)
+    center = None
+    if specs[0].predictor:
+        center = state_of(specs[0], randn(0, 1, 2, 140, dim, dtype=dtype) + 1, room=210).center.to(DEVICE)
+    assert_attends_as_the_reference(arguments, center=center)
+
+
+def test_a_query_that_may_attend_to_nothing_gets_zeros():
+    mask = torch.ones(1, 1, 2, 102, dtype=torch.bool)
+    mask[:, :, 0] = False
+    arguments = attend_arguments(KIVI, 100, 2, mask=mask)
+    assert_attends_as_the_reference(arguments)
+    assert (OPS.attend(*arguments, "triton")[:, :, 0] == 0).all()
+
+
+def test_attend_neither_reads_spare_capacity_nor_writes_the_state():
+    arguments = attend_arguments(KIVI, 100)
+    for i, pool in enumerate(arguments[1:9]):
+        if pool.ndim == 5:
+            used = KIVI[i // 4].pages(100)
+            pool[:, :, used:] = 77 if pool.dtype == torch.uint8 else float("nan")
+    before = [pool.clone() for pool in arguments[1:9]]
+    assert torch.isfinite(OPS.attend(*arguments, "triton")).all()
+    assert_attends_as_the_reference(arguments)
+    pairs = zip(before, arguments[1:9], strict=True)
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
+
+
+# ---------------------------------------------------------------- encode and append
+
+
+@st.composite
+def encoded(draw):
+    per, page = draw(st.sampled_from(("channel", "token"))), draw(st.sampled_from((8, 16, 64, 128)))
+    dim, eta = draw(st.sampled_from((16, 48, 80, 96, 128))), draw(st.sampled_from((0.0, 0.0, 0.045)))
+    spec = CodecSpec(
+        draw(widths), per, draw(st.sampled_from(divisors(page if per == "channel" else dim))), page, eta=eta
+    )
+    kind, shape = draw(st.sampled_from(("normal", "shifted", "outliers", "mixed magnitudes", "tiny", "two values"))), (
+        draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(0, 3)) * page, dim,
+    )  # fmt: skip
+    return spec, awkward(draw(seeds), kind, *shape, dtype=draw(dtypes), limit=100)
+
+
+@settings(few, max_examples=60)
+@given(encoded(), st.booleans())
+def test_encode_is_the_references_bit_for_bit(case, strided):
+    spec, x = case
+    if strided:
+        x = x.transpose(1, 2).contiguous().transpose(1, 2)
+    expected = OPS.encode(x.to(DEVICE), None, str(spec), "reference")
+    for got, wanted in zip(OPS.encode(x.to(DEVICE), None, str(spec), "triton"), expected, strict=True):
+        assert got.dtype == wanted.dtype and got.is_contiguous() and got.equal(wanted)
+
+
+def test_a_group_that_is_not_finite_says_so_in_its_parameters():
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        x = randn(0, 1, 2, 32, 32)
+        x[0, 1, 5, 2] = bad
+        for spec in KIVI:
+            if DEVICE == "cpu":
+                with pytest.raises(KVPassError, match="NaN"):
+                    OPS.encode(x, None, str(spec), "triton")
+            else:
+                assert not torch.isfinite(OPS.encode(x.to(DEVICE), None, str(spec), "triton")[2]).all()
+
+
+@pytest.mark.parametrize("n, new", [(0, 100), (63, 1), (50, 5)])
+def test_append_leaves_the_references_state_bit_for_bit(n, new):
+    x = randn(0, 2, 2, n + new, 32).to(DEVICE)
+    for spec in KIVI:
+        states = []
+        for name in ("triton", "reference"):
+            state = state_of(spec, x[:, :, :n], room=n + new)
+            pools = state.codes, state.scale, state.zero_point, state.ring
+            OPS.append_(*pools, None, state.carrier(n), x[:, :, n:], None, None, str(spec), name)
+            states.append(pools)
+        assert all(a.equal(b) for a, b in zip(*states, strict=True))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scheme", ["kivi", "higgs"])
+def test_a_compiled_model_runs_on_the_kernels(scheme):
+    ids = tokens(2, 75).to(DEVICE)
+    expected, *_ = step_by_step(llama(layers=1).to(DEVICE), scheme, ids, 70, lowering="eager")
+    other = dict(lowering="triton") if scheme == "kivi" else {}
+    if scheme == "higgs" and DEVICE == "cpu":
+        pytest.skip("its append_ is refused, and auto takes no interpreted attend")
+    got, _, report = step_by_step(llama(layers=1).to(DEVICE), scheme, ids, 70, **other)
+    assert report.lowerings["attend"] == "triton"
+    assert torch.allclose(got, expected, atol=1e-4)
+
+
+# ---------------------------------------------------------------- what is refused
+
+REFUSED = {
+    "log-sparse": CodecSpec(2, "channel", 16, 16, residual=32, keep="log"),
+    "pre-rope": CodecSpec(2, "channel", 16, 16, pre_rope=True),
+    "raw": CodecSpec(32, "token", 16, 16),
+    "grid": CodecSpec(6, "token", 16, 16, grid="d4n64"),
+    "predictor": CodecSpec(2, "token", 16, 16, predictor="linear"),
+    "page of 24": CodecSpec(2, "channel", 8, 24),
+    "values first": CodecSpec(2, "channel", 16, 16, residual=16),
+}
+
+
+def site(op, *specs, device=DEVICE, queries=1, head_dim=64):
+    return Site(op, device, tuple(map(str, specs)), queries, head_dim)
+
+
+@pytest.mark.parametrize("spec", REFUSED.values(), ids=REFUSED)
+def test_attend_refuses_what_it_does_not_serve_and_says_why(spec):
+    value = CodecSpec(2, "token", 16, spec.page_size if spec.page_size != 24 else 16)
+    with pytest.raises(KVPassError, match="lowering='triton' cannot run kvpass::attend"):
+        select(site("attend", spec, value), "triton")
+    assert select(site("attend", spec, value)).name != "triton"
+
+
+@pytest.mark.parametrize(
+    "changed, reason",
+    [(dict(queries=0), "1 to 16 query tokens"), (dict(head_dim=512), "256 channels"), (dict(device="xpu"), "CUDA")],
+    ids=str,
+)
+def test_attend_refuses_sites_it_does_not_serve(changed, reason):
+    with pytest.raises(KVPassError, match=reason):
+        select(site("attend", *KIVI, **changed), "triton")
+
+
+@pytest.mark.parametrize("op", ["encode", "append_"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *(REFUSED[name] for name in ("raw", "grid", "page of 24")),
+        CodecSpec(2, "token", 16, 16, rotation=0),
+        CodecSpec(2, "channel", 16, 16, fit="lsq"),
+        CodecSpec(2, "channel", 16, 16, subspace=Subspace(3, 1.0, True, 8)),
+    ],
+    ids=["raw", "grid", "rotation", "page of 24", "lsq", "subspace"],
+)
+def test_encode_refuses_what_it_does_not_serve_and_says_why(op, spec):
+    with pytest.raises(KVPassError, match=f"lowering='triton' cannot run kvpass::{op}"):
+        select(site(op, spec), "triton")
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="kernels are compiled here")
+def test_auto_never_takes_the_interpreter():
+    assert select(site("attend", *KIVI)).name == "inductor" and select(site("encode", KIVI[0])).name == "inductor"
+    with only_reference():
+        assert select(site("attend", *KIVI)).name == "reference"

@@ -1,0 +1,54 @@
+"""The Triton kernels, in the configs they ship with, compile for GPUs that are not here, fit them and spill nothing."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes a program may have of A100 and H100
+CASES = {
+    "kivi": dict(op="attend", bits=2),
+    "3 bits": dict(op="attend", bits=3, page=128, group=128),
+    "4 bits, keys per token": dict(op="attend", bits=4, per="token", group=64, dtype="float16"),
+    "8 bits": dict(op="attend", bits=8),
+    "keys of 4 bits, values of 1": dict(op="attend", bits=4, v_bits=1, dim=96),
+    "wide heads": dict(op="attend", bits=2, dim=256),
+    "verification, mask, softcap": dict(op="attend", bits=2, queries=16, mask=True, softcap=30.0),
+    "9 query heads on 3": dict(op="attend", bits=2, heads=9, groups=3, dim=64),
+    "higgs": dict(op="attend", bits=4, grid="d2n16", group=128),
+    "higgs, 3 bits": dict(op="attend", bits=6, grid="d2n64", group=128, queries=4),
+    "float32": dict(op="attend", bits=2, dtype="float32"),
+    "encode keys": dict(op="encode", bits=2),
+    "encode long pages of 3 bits": dict(op="encode", bits=3, page=512, group=128, eta=0.05),
+    "encode values": dict(op="encode", bits=4, per="token", group=32),
+    "encode whole tokens": dict(op="encode", bits=2, per="token", group=256, dim=256, page=128),
+}
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """What "auto" takes on CUDA, and what every case needs; from one process in which kernels are not interpreted."""
+    script = Path(__file__).with_name("compile_kernels.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    texts = {name: json.dumps(case) for name, case in CASES.items()}
+    done = subprocess.run([sys.executable, script, *texts.values()], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    chosen, *lines = map(json.loads, done.stdout.splitlines())
+    return chosen, {name: [line for line in lines if line["case"] == text] for name, text in texts.items()}
+
+
+def test_auto_takes_the_kernels_on_cuda(compiled):
+    assert set(compiled[0].values()) == {"triton"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_shipped_configs_fit_a100_and_h100_without_spills(compiled, name):
+    lines = compiled[1][name]
+    kernels = {"attend": {"attend_split", "merge_splits"}, "encode": {"encode_pages"}}[CASES[name]["op"]]
+    assert {(line["arch"], line["kernel"]) for line in lines} == {(a, k) for a in SHARED for k in kernels}
+    for line in lines:
+        assert line["shared"] <= SHARED[line["arch"]] and line["spilled"] == 0, line
