@@ -1,0 +1,48 @@
+"""Memory that the scores of a long prompt take: python benchmarks/prompt_memory.py [--tokens N] [scheme]
+
+One layer of a random Llama, 4 query heads, 2 KV heads, 32-wide heads: peak memory of the process over what it had
+before the prompt. Run it once for each scheme, because a peak does not come down.
+"""
+
+import argparse
+import resource
+
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+import kvpass
+from kvpass import HeavyHitter
+from kvpass.schemes import KIVIConfig
+
+SCHEMES = {"none": None, "kivi": KIVIConfig(), "kivi+h2o": KIVIConfig(retention=HeavyHitter(1024, recent=512))}
+
+
+def peak() -> int:
+    """Peak resident bytes of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("scheme", nargs="?", default="kivi+h2o", choices=SCHEMES)
+    args = parser.parse_args()
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=32, max_position_embeddings=2 * args.tokens,
+        )
+    ).eval()  # fmt: skip
+    if SCHEMES[args.scheme] is not None:
+        kvpass.apply(model, SCHEMES[args.scheme])
+    ids = torch.randint(128, (1, args.tokens))
+    model(ids[:, :64], past_key_values=DynamicCache(config=model.config), logits_to_keep=1)
+    before = peak()
+    model(ids, past_key_values=DynamicCache(config=model.config), logits_to_keep=1)
+    print(f"{args.scheme}, {args.tokens} tokens: {(peak() - before) / 1e6:.0f} MB; T x T of one head: "
+          f"{args.tokens**2 * 4 / 1e6:.0f} MB")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
