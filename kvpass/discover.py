@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from inspect import Parameter
 from typing import Any
 
 import torch
@@ -93,7 +94,8 @@ def bind(model: nn.Module, example_inputs: tuple | dict[str, Any]) -> dict[str, 
         bound = inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:
         raise KVPassError(f"example_inputs do not fit {type(model).__name__}.forward: {error}") from error
-    if bound.signature.parameters.keys() & {"args", "kwargs"} & bound.arguments.keys():
+    parameters = bound.signature.parameters
+    if any(parameters[name].kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) for name in bound.arguments):
         raise KVPassError(f"{type(model).__name__}.forward takes *args or **kwargs: give it a signature with names.")
     return dict(bound.arguments)
 

@@ -117,7 +117,11 @@ class BufferRuntime(PlainRuntime):
         self._seek(arguments)
         if not isinstance(arguments[self.found.position], Tensor):
             arguments[self.found.position] = 0  # the graph counts for itself, and must not be one for each position
-        return self._run(self.layers, arguments)
+        try:
+            return self._run(self.layers, arguments)
+        except BaseException:
+            self.install()  # again: the call may have ended between filling the buffers and taking them away
+            raise
 
     def _seek(self, arguments: dict[str, Any]) -> None:
         """Go to the position the arguments name. Reads it from the device, if it is a tensor there."""

@@ -161,6 +161,21 @@ def test_positions_that_leave_out_tokens_are_refused(make):
             kind.model(ids[:, :3], torch.tensor([0, 2, 4]))
 
 
+@pytest.mark.parametrize("lowering", ["eager", "auto"])
+def test_a_call_that_fails_loses_nothing(lowering):
+    kind, ids = ByIndex(), tokens(2, TOTAL)
+    apply(kind, LOSSY, lowering="eager")
+    expected, _ = run(kind, ids)
+    kvpass.remove(kind.model)
+    apply(kind, LOSSY, lowering=lowering)
+    kind.step(ids[:, :PROMPT], 0, None)
+    with pytest.raises(Exception, match="index out of"):
+        kind.step(torch.full((2, 1), 10_000), PROMPT, None)
+    assert all(buffer.is_meta for buffer in kind.buffers())
+    got, _ = run(kind, ids[:, PROMPT:], prompt=1, start=PROMPT)
+    torch.testing.assert_close(got, expected[:, 1:], atol=1e-4, rtol=1e-4)
+
+
 def test_caches_that_are_set_up_again_are_noticed():
     kind = ByIndex()
     apply(kind, LOSSY, lowering="eager")
