@@ -12,7 +12,7 @@ from .graph.find import find
 from .graph.lower import lower
 from .graph.normalise import flatten, has_subclass, normalise
 from .graph.report import ADVICE, GraphReport
-from .graph.rewrite import count, rewrite
+from .graph.rewrite import count, rewrite, unfused
 from .graph.written import presents
 
 _OPTIONS = {"strict", "lowering", "interpret", "scheme"}
@@ -35,10 +35,13 @@ class Backend:
     def __call__(self, gm: GraphModule, example_inputs) -> Callable:
         normal = normalise(gm)
         attentions, refused = find(normal.graph, presents(normal.graph))
+        why = unfused(normal.graph, attentions, refused)
         module = rewrite(normal, flatten(example_inputs), attentions, refused)
         report = GraphReport(len(attentions), refused=refused, compiled=not self.interpret, **count(module))
+        report.unfused = why
         if report.decoded and not refused:
             refused.append("a cache is read by what is neither SDPA nor a softmax between two matrix products")
+            report.unfused = dict.fromkeys(why, refused[0])
         if self.strict and refused:
             raise NotFusedError(
                 f"strict=True: {max(report.decoded, len(refused))} cache reads not fused: "

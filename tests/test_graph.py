@@ -223,6 +223,27 @@ def test_attention_weights_read_elsewhere_are_refused_with_a_reason_and_stay_cor
     assert "not fused" in str(kvpass.explain(model))
 
 
+def test_the_report_says_which_layer_is_not_fused_and_why():
+    model = llama("eager")
+    attention = model.model.layers[1].self_attn
+    plain = attention.forward
+
+    def looks_at_its_weights(*args, **kwargs):
+        out, weights = plain(*args, **kwargs)
+        return out + 0 * weights.sum(), weights
+
+    attention.forward = looks_at_its_weights
+    kvpass.apply(model, "kivi")
+    run(model, tokens(1, 3), prefilled(model))
+    report = kvpass.explain(model)
+    assert report.fused == 1
+    assert [bool(report.why_not_fused(layer)) for layer in report.layers] == [False, True]
+    rows = str(report).splitlines()
+    first, second = (next(i for i, row in enumerate(rows) if row.startswith(f"    {index}  ")) for index in (0, 1))
+    assert "packed, fused" in rows[first] and "packed, not fused" in rows[second]
+    assert "weights are used elsewhere" in rows[second + 1]
+
+
 def test_strict_raises_with_the_reason_and_loses_nothing():
     model = kvpass.apply(llama("eager"), scheme="kivi", strict=True)
     cache = prefilled(model)

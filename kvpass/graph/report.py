@@ -12,7 +12,8 @@ class GraphReport:
 
     fused: attentions over the cache that were replaced; reconstructed: those of them that read a layer decoded first,
     because the next one is predicted from it or its tokens have widths of their own; decoded: other reads that decode
-    first; rotated: key caches stored before rotary embedding, rotated when read.
+    first; rotated: key caches stored before rotary embedding, rotated when read; unfused: why, by position among the
+    packed layers.
     """
 
     fused: int
@@ -22,6 +23,7 @@ class GraphReport:
     refused: list[str]
     compiled: bool
     lowerings: dict[str, str] = field(default_factory=dict)
+    unfused: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -72,6 +74,12 @@ class Report:
         """What full precision would take for the same tokens, in the cache's dtype."""
         return sum(layer.full_nbytes for layer in self.layers)
 
+    def why_not_fused(self, layer: LayerReport) -> str:
+        """Why the attention of a packed layer is not fused in a compiled graph; empty if it is."""
+        position = [row.index for row in self.layers if row.packed].index(layer.index)
+        reasons = [graph.unfused[position] for graph in self.graphs if graph.compiled and position in graph.unfused]
+        return reasons[0] if reasons else ""
+
     def _status(self, layer: LayerReport) -> str:
         if self.simulated:
             return "simulated"
@@ -79,9 +87,7 @@ class Report:
             return "full precision"
         if not any(graph.compiled for graph in self.graphs):
             return "packed"
-        if not self.fused:
-            return "packed, not fused"
-        return "packed, fused" if self.fused == self.packed else "packed, see below"
+        return "packed, not fused" if self.why_not_fused(layer) else "packed, fused"
 
     def __str__(self) -> str:
         lines = [f"kvpass {self.scheme}: {self.packed} of {len(self.layers)} cache layers packed"]
@@ -91,6 +97,8 @@ class Report:
                 f"{layer.index:>5}  {self._status(layer):<18} {layer.nbytes:>12,} {layer.full_nbytes:>15,}  "
                 f"{layer.plan or layer.reason}"
             )
+            if layer.packed and (why := self.why_not_fused(layer)):
+                lines.append(f"{'':>7}not fused: {why}")
         if self.simulated:
             lines.append(
                 "simulated: the model has no cache, so nothing is saved; attention is computed as over a packed one"
@@ -117,7 +125,8 @@ class Report:
                 f"graph ({kind}): {graph.fused} attentions fused{rebuilt}, {graph.decoded} reads decoded{rotated}; "
                 f"{used}"
             )
-            lines.extend(f"  not fused ({times}x): {reason}" for reason, times in Counter(graph.refused).items())
+            others = (reason for reason in graph.refused if not graph.compiled or reason not in graph.unfused.values())
+            lines.extend(f"  not fused ({times}x): {reason}" for reason, times in Counter(others).items())
             if graph.refused:
                 lines.append(f"  what is not fused is decoded first: right, but slower. {ADVICE}")
         return "\n".join(lines)

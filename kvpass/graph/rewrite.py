@@ -296,6 +296,16 @@ def simulate_attention(
     return in_place(normal, skip=set())
 
 
+def unfused(graph: Graph, attentions: list[Attention], refused: list[str]) -> dict[int, str]:
+    """Which of the packed layers, counted in the order they are written, keep their attention, and why. For the graph
+    before `rewrite`."""
+    scales = [arguments["scale"] for node in graph.nodes if (arguments := _append_arguments(node)) is not None]
+    fused = {attention.key.past.args[_SCALE] for attention in attentions}
+    layers = [i for i, scale in enumerate(scales[::2]) if scale not in fused]  # keys come before values
+    reasons = refused if len(refused) == len(layers) else ["; ".join(dict.fromkeys(refused))] * len(layers)
+    return dict(zip(layers, reasons, strict=True))
+
+
 def count(gm: GraphModule) -> dict[str, int]:
     """What a rewritten graph reads its caches by; see `GraphReport`."""
     nodes = list(gm.graph.nodes)
