@@ -168,6 +168,13 @@ def test_attend_neither_reads_spare_capacity_nor_writes_the_state():
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
 
 
+def test_a_pool_without_room_for_the_length_is_an_error():
+    arguments = attend_arguments(KIVI, 300)
+    arguments[1] = arguments[1][:, :, :3].contiguous()
+    with pytest.raises(KVPassError, match="300 tokens need 9 pages, and the pool has 3"):
+        OPS.attend(*arguments, "triton")
+
+
 # ---------------------------------------------------------------- encode and append
 
 

@@ -15,6 +15,7 @@ from kvpass.codec.hadamard import basis
 from kvpass.codec.pack import num_planes
 from kvpass.codec.predict import looks_below
 from kvpass.codec.spec import CodecSpec, parse
+from kvpass.errors import KVPassError
 
 from ..table import FEW, Site, implements
 from .configs import INTERPRETED, attend_config, power_of_two, refuses_device, split_size
@@ -40,11 +41,9 @@ def _exact_rows(
 
 
 @triton.jit
-def _scores(
-    q, k, shift, scale, mask, tokens, seen, SOFTCAP: tl.constexpr, BOOL_MASK: tl.constexpr, PRECISION: tl.constexpr
-):
+def _scores(q, k, shift, scale, mask, tokens, seen, SOFTCAP: tl.constexpr, BOOL_MASK: tl.constexpr):
     """Scores ``[M, N]``, -inf where a key is not ``seen`` (which broadcasts). ``mask`` is a pointer for each row."""
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if shift is not None:
         scores += shift[:, None]
     scores *= scale
@@ -75,8 +74,7 @@ def _over_pages(
     BOOL_MASK: tl.constexpr, K_BITS: tl.constexpr, K_CODE: tl.constexpr, K_CHANNELWISE: tl.constexpr,
     K_GROUP: tl.constexpr, V_BITS: tl.constexpr, V_CODE: tl.constexpr, V_CHANNELWISE: tl.constexpr,
     V_GROUP: tl.constexpr, V_WINDOW: tl.constexpr, SINKS: tl.constexpr, PAGE: tl.constexpr, PLANES: tl.constexpr,
-    TOGETHER: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr,
+    TOGETHER: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, OPERAND: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Take the tokens of rows ``[first, first + ROWS)`` into the softmax, ``TOGETHER`` planes at a time."""
     rows = first + tl.arange(0, ROWS)
@@ -100,7 +98,7 @@ def _over_pages(
                 K_CHANNELWISE, K_GROUP, PAGE, PLANES, DIM,
             ).to(OPERAND)  # fmt: skip
             at = tokens + (part + i) * of_plane
-            s = _scores(q, k, shift, scale, mask, at, there[None, :], SOFTCAP, BOOL_MASK, PRECISION)
+            s = _scores(q, k, shift, scale, mask, at, there[None, :], SOFTCAP, BOOL_MASK)
             scores = scores + (s,)  # noqa: RUF005  (Triton has no unpacking)
             highest = tl.maximum(highest, s)
         peak, total, out, base = _rescale(peak, total, out, tl.max(highest, 1))
@@ -116,7 +114,7 @@ def _over_pages(
                 )  # fmt: skip
             p = tl.exp(scores[i] - base[:, None])
             weights += p
-            out = tl.dot(p.to(OPERAND), v.to(OPERAND), out, input_precision=PRECISION)
+            out = tl.dot(p.to(OPERAND), v.to(OPERAND), out, input_precision="ieee")
         total += tl.sum(weights, 1)
     return peak, total, out
 
@@ -133,7 +131,7 @@ def attend_split(
     K_WINDOW: tl.constexpr, V_BITS: tl.constexpr, V_CODE: tl.constexpr, V_CHANNELWISE: tl.constexpr,
     V_GROUP: tl.constexpr, V_WINDOW: tl.constexpr,
     SINKS: tl.constexpr, PAGE: tl.constexpr, PLANES: tl.constexpr, TOGETHER: tl.constexpr, DIM: tl.constexpr,
-    M: tl.constexpr, ROWS: tl.constexpr, EXACT: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, ROWS: tl.constexpr, EXACT: tl.constexpr, OPERAND: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid: splits of the packed tokens and one for all others, tiles of M query rows, KV heads of all samples.
@@ -169,7 +167,7 @@ def attend_split(
                 peak, total, out, rotated, shift, scale, mask, first, v_rows, k_codes, k_scale, k_zero, k_points,
                 v_codes, v_scale, v_zero, v_points, v_ring, k_channel, k_real, v_channel, v_real, False, SOFTCAP,
                 BOOL_MASK, K_BITS, K_CODE, K_CHANNELWISE, K_GROUP, V_BITS, V_CODE, V_CHANNELWISE, V_GROUP, V_WINDOW,
-                SINKS, PAGE, PLANES, TOGETHER, DIM, ROWS, OPERAND, PRECISION, STAGES,
+                SINKS, PAGE, PLANES, TOGETHER, DIM, ROWS, OPERAND, STAGES,
             )  # fmt: skip
     else:
         for first in tl.range(v_rows, k_rows, ROWS, num_stages=1):
@@ -177,7 +175,7 @@ def attend_split(
                 peak, total, out, rotated, shift, scale, mask, first, k_rows, k_codes, k_scale, k_zero, k_points,
                 v_codes, v_scale, v_zero, v_points, v_ring, k_channel, k_real, v_channel, v_real, True, SOFTCAP,
                 BOOL_MASK, K_BITS, K_CODE, K_CHANNELWISE, K_GROUP, V_BITS, V_CODE, V_CHANNELWISE, V_GROUP, V_WINDOW,
-                SINKS, PAGE, PLANES, TOGETHER, DIM, ROWS, OPERAND, PRECISION, STAGES,
+                SINKS, PAGE, PLANES, TOGETHER, DIM, ROWS, OPERAND, STAGES,
             )  # fmt: skip
         packed, stop = k_rows * PLANES, n + queries
         exact_q = tl.load(q + of_q, mask=asked[:, None] & k_real[None, :], other=0).to(OPERAND)
@@ -188,11 +186,11 @@ def attend_split(
             if CAUSAL:
                 seen = tokens[None, :] <= n + query[:, None]
             k = _exact_rows(k_ring, k_new, tokens, n, stop, k_channel, k_real, K_WINDOW, SINKS, DIM)
-            s = _scores(exact_q, k.to(OPERAND), None, scale, mask, tokens, seen, SOFTCAP, BOOL_MASK, PRECISION)
+            s = _scores(exact_q, k.to(OPERAND), None, scale, mask, tokens, seen, SOFTCAP, BOOL_MASK)
             peak, total, out, base = _rescale(peak, total, out, tl.max(s, 1))
             p = tl.exp(s - base[:, None])
             v = _exact_rows(v_ring, v_new, tokens, n, stop, v_channel, v_real, V_WINDOW, SINKS, DIM)
-            out = tl.dot(p.to(OPERAND), v.to(OPERAND), out, input_precision=PRECISION)
+            out = tl.dot(p.to(OPERAND), v.to(OPERAND), out, input_precision="ieee")
             total += tl.sum(p, 1)
 
     at = (group * (splits + 1) + split) * heads * queries + row
@@ -247,9 +245,8 @@ def constants(k_spec: CodecSpec, v_spec: CodecSpec, heads: int, groups: int, hea
     operand = torch.float32 if INTERPRETED else dtype  # the interpreter cannot multiply bfloat16
     fixed = dict(
         HEADS=heads, GROUPS=groups, **_of("K", k_spec), **_of("V", v_spec), SINKS=k_spec.sinks, PAGE=k_spec.page_size,
-        PLANES=planes, TOGETHER=config.together, DIM=head_dim, M=tile, ROWS=config.rows,
-        EXACT=config.exact, OPERAND=_OPERANDS[operand], PRECISION="ieee",
-        STAGES=config.stages,
+        PLANES=planes, TOGETHER=config.together, DIM=head_dim, M=tile, ROWS=config.rows, EXACT=config.exact,
+        OPERAND=_OPERANDS[operand], STAGES=config.stages,
     )  # fmt: skip
     return fixed, config
 
@@ -301,6 +298,9 @@ def attend(
     batch, heads, queries, head_dim = q.shape
     groups = k_new.shape[1]
     rows = heads // groups * queries
+    for spec, (codes, *_) in ((k_spec, key), (v_spec, value)):
+        if spec.pages(n) > codes.shape[2]:
+            raise KVPassError(f"{n} tokens need {spec.pages(n)} pages, and the pool has {codes.shape[2]}.")
     q, k_new, v_new = (tensor.contiguous() for tensor in (q, k_new, v_new))
     fixed, config = constants(k_spec, v_spec, heads, groups, head_dim, rows, q.dtype)
     k_rows, v_rows = (spec.packed(n) // fixed["PLANES"] for spec in (k_spec, v_spec))
