@@ -60,7 +60,8 @@ def _table(rows: Sequence[Quality], dtype: torch.dtype) -> str:
     """Every number with all bytes counted; shares against bfloat16 and against this run's full-precision cache."""
     own = dtype.itemsize
     named = str(dtype).removeprefix("torch.")
-    head = ["cache", "bytes", "bits/value", "of bfloat16", f"of {named}", "mean KL", "mean log KL", "top-1", "tokens/s"]
+    shares, divergence = ["of bfloat16", f"of {named}"], ["mean KL", "95 %", "mean log KL"]
+    head = ["cache", "bytes", "bits/value", *shares, *divergence, "top-1", "tokens/s"]
     lines = [
         [
             row.scheme,
@@ -69,9 +70,10 @@ def _table(rows: Sequence[Quality], dtype: torch.dtype) -> str:
             f"{row.nbytes / (row.values * _BF16_BYTES):.3f}x",
             f"{row.nbytes / (row.values * own):.3f}x",
             f"{row.kl:.4f}",
+            f"±{row.kl_error:.4f}",
             f"{row.log_kl:.2f}",
             f"{row.top1:.1%}",
-            f"{row.tokens_per_second:.1f}",
+            f"{row.tokens_per_second:.1f}" if row.step_seconds else "one pass",
         ]
         for row in rows
     ]
@@ -147,7 +149,7 @@ def _eval(args: argparse.Namespace) -> None:
         for source in args.texts.split(",")
     }
     with _stage(f"{', '.join(sources)}: {args.prompt} prompt tokens, {args.score} scored, {', '.join(chosen)}"):
-        results = evaluate.evaluate(model, sources, args.prompt, chosen)
+        results = evaluate.evaluate(model, sources, args.prompt, chosen, one_pass=args.one_pass)
     for source, rows in results.items():
         print(f"\n{source}\n{_table(rows, model.dtype)}\n", flush=True)
 
@@ -206,6 +208,7 @@ def _parser() -> argparse.ArgumentParser:
     score.add_argument("--texts", default=",".join(texts.available()), help="comma-separated built-in texts or files")
     score.add_argument("--prompt", type=_positive, default=1024, metavar="N", help="prompt tokens")
     score.add_argument("--score", type=_positive, default=256, metavar="N", help="tokens to score")
+    score.add_argument("--one-pass", action="store_true", help="score a text in one forward where a scheme allows it")
     fit = command("calibrate", _calibrate, "Fit a scheme to a model: predictors of AQUA-KV, query energies of QAQ.")
     fitted = ", ".join(name for name in schemes.available() if schemes.get(name).takes_calibration)
     fit.add_argument("--scheme", default="aqua", help=f"one of {fitted}")

@@ -9,5 +9,9 @@ class NotFusedError(KVPassError):
     """``strict=True`` and an attention layer could not be lowered to the fused op."""
 
 
+class NotSimulatedError(KVPassError):
+    """A scheme whose storage depends on more than one pass over a text can see."""
+
+
 class NonFiniteError(KVPassError):
     """NaN or infinity reached a quantizer."""

@@ -1,11 +1,13 @@
-"""What a scheme costs and saves on a model: exact, one token at a time through the packed cache, as a decoder runs.
+"""What a scheme costs and saves on a model.
 
-A prompt is prefilled, then the text that really follows is fed token by token, and each step's distribution is compared
-with that of the model in full precision over the same tokens. Nothing is emulated: codes, window and page flushes are
-those of `generate`.
+A prompt is prefilled, then the text that really follows is fed, and each step's distribution is compared with that of
+the model in full precision over the same tokens. Token by token nothing is emulated: codes, window and page flushes are
+those of `generate`. In one pass each query sees every token as it was stored by then (`kvpass.simulate`), which is the
+same but for rounding, and takes no longer than a prefill.
 """
 
 import inspect
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,34 +22,57 @@ from transformers import DynamicCache
 from . import api
 from .cache import bits_per_value, nbytes, num_values
 from .calibration.artifact import Calibration
-from .errors import KVPassError
-from .schemes import SchemeConfig
+from .errors import KVPassError, NotSimulatedError
+from .schemes import SchemeConfig, get
+from .simulate import simulated_logits
 
 Scheme = str | dict | SchemeConfig | Calibration | None
 
 _COMPILING_STEPS = 4  # left out of the timing: the decode graph is compiled in the first of them
 _KL_FLOOR = 1e-12  # nats; below it is rounding
+_BLOCK, _Z95 = 16, 1.96
 
 
 @dataclass(frozen=True)
 class Quality:
     """One scheme on one text.
 
-    kl: mean KL(full || scheme) over the scored tokens, in nats; log_kl: mean of its natural logarithm.
+    divergences: KL(full || scheme) at each scored token, in nats; kl: their mean; log_kl: that of their logarithm.
     top1: share of the scored tokens whose most likely next token is that of full precision.
     nbytes: bytes of everything the cache keeps at the end; bits_per_value: the same in bits, over the K and V values.
     values: K and V values in the cache at the end.
-    step_seconds: wall time of each decode step, one token, in order, compilation included where it happened.
+    step_seconds: wall time of each decode step, one token, in order, compilation included where it happened; none if
+    the text was scored in one pass.
     """
 
     scheme: str
-    kl: float
-    log_kl: float
+    divergences: tuple[float, ...]
     top1: float
     nbytes: int
     bits_per_value: float
     values: int
     step_seconds: tuple[float, ...]
+
+    @property
+    def kl(self) -> float:
+        """Mean divergence."""
+        return statistics.fmean(self.divergences)
+
+    @property
+    def log_kl(self) -> float:
+        """Mean natural logarithm of the divergences."""
+        return statistics.fmean(map(math.log, self.divergences))
+
+    @property
+    def kl_error(self) -> float:
+        """Half the width of a 95 % interval of ``kl``: blocks of 16 tokens, because neighbours are alike."""
+        return interval(self.divergences)
+
+    def beats(self, other: "Quality") -> float:
+        """By how many standard errors the mean divergence is below that of ``other`` on the same tokens, in pairs."""
+        differences = [theirs - mine for mine, theirs in zip(self.divergences, other.divergences, strict=True)]
+        error = interval(differences) / _Z95
+        return statistics.fmean(differences) / error if error else 0.0
 
     @property
     def seconds_per_step(self) -> float:
@@ -58,6 +83,12 @@ class Quality:
     def tokens_per_second(self) -> float:
         """Decoded tokens a second, from the median step."""
         return 1 / self.seconds_per_step
+
+
+def interval(values: Sequence[float]) -> float:
+    """Half the width of a 95 % interval of their mean, from the means of blocks of neighbours."""
+    blocks = [statistics.fmean(values[i : i + _BLOCK]) for i in range(0, len(values) - _BLOCK + 1, _BLOCK)]
+    return _Z95 * statistics.stdev(blocks) / math.sqrt(len(blocks)) if len(blocks) > 1 else math.inf
 
 
 def _name(scheme: Scheme) -> str:
@@ -132,21 +163,44 @@ def score(
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         seconds.append(time.perf_counter() - start)
-        expected, got = (x.double().log_softmax(-1) for x in (full, logits))
-        divergences.append((expected.exp() * (expected - got)).sum())
+        divergences.append(_divergence(full, logits))
         agreements.append(full.argmax() == logits.argmax())
         step_done()
-    kl = torch.stack(divergences).clamp(min=_KL_FLOOR)
+    return _quality(name, torch.stack(divergences), torch.stack(agreements), cache, seconds)
+
+
+def _divergence(full: Tensor, logits: Tensor) -> Tensor:
+    expected, got = (x.double().log_softmax(-1) for x in (full, logits))
+    return (expected.exp() * (expected - got)).sum(-1).clamp(min=_KL_FLOOR)
+
+
+def _quality(
+    name: str, divergences: Tensor, agreements: Tensor, cache: DynamicCache, seconds: Sequence[float]
+) -> Quality:
     return Quality(
         scheme=name,
-        kl=kl.mean().item(),
-        log_kl=kl.log().mean().item(),
-        top1=torch.stack(agreements).double().mean().item(),
+        divergences=tuple(divergences.tolist()),
+        top1=agreements.double().mean().item(),
         nbytes=nbytes(cache),
         bits_per_value=bits_per_value(cache),
         values=num_values(cache),
         step_seconds=tuple(seconds),
     )
+
+
+@torch.no_grad()
+def score_in_one_pass(
+    model: nn.Module, ids: Tensor, prompt: int, reference: Tensor, scheme: SchemeConfig, *, name: str
+) -> Quality:
+    """The same from one forward over all of ``ids``, and one that fills a cache to count its bytes; ``model`` is left
+    as it was found. Raises `NotSimulatedError` for schemes that have to be scored token by token."""
+    _check(model, ids, prompt)
+    logits = simulated_logits(model, ids, prompt, scheme)
+    with packed(model, scheme, lowering="eager"):
+        cache = DynamicCache(config=model.config)
+        _forward(model, ids, 1, past_key_values=cache, use_cache=True)
+        agreements = reference.argmax(-1) == logits.argmax(-1)
+        return _quality(name, _divergence(reference, logits), agreements, cache, ())
 
 
 def evaluate(
@@ -156,6 +210,7 @@ def evaluate(
     schemes: Sequence[Scheme] | Mapping[str, Scheme],
     *,
     progress: bool = True,
+    one_pass: bool = False,
     **options,
 ) -> dict[str, list[Quality]]:
     """For each text, one `Quality` per scheme against one full-precision reference; ``model`` is left as it was found.
@@ -164,6 +219,7 @@ def evaluate(
     schemes: what `kvpass.apply` takes, by name or not, and None for the model's own cache (its KL is rounding, its
         speed the baseline).
     progress: show a bar where there is a terminal.
+    one_pass: score each text by `score_in_one_pass` where the scheme can be, token by token otherwise.
     options: for `kvpass.apply`.
     """
     references = {text: reference_logits(model, ids, prompt) for text, ids in texts.items()}
@@ -171,6 +227,14 @@ def evaluate(
     if not isinstance(schemes, Mapping):
         schemes = {"full precision" if scheme is None else _name(scheme): scheme for scheme in schemes}
     for name, scheme in schemes.items():
+        config = None if scheme is None or isinstance(scheme, Calibration) else get(scheme)
+        if one_pass and config is not None:
+            try:
+                for text, ids in texts.items():
+                    results[text].append(score_in_one_pass(model, ids, prompt, references[text], config, name=name))
+                continue
+            except NotSimulatedError:
+                pass  # token by token, then
         with packed(model, scheme, **({} if scheme is None else options)):
             for text, ids in texts.items():
                 total, silent = len(references[text]), None if progress else True

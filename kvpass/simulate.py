@@ -15,7 +15,7 @@ from kvpass.lowering.reference import attention_weights
 from .backend import Backend
 from .codec.spec import CodecSpec, parse
 from .codec.window import layout
-from .errors import KVPassError
+from .errors import KVPassError, NotSimulatedError
 from .graph.find import find_unpacked
 from .graph.normalise import normalise
 from .graph.report import GraphReport
@@ -116,7 +116,7 @@ class SimulatedRuntime(Runtime):
         self.prompt = prompt
         super().__init__(model, scheme, layers, **options)
         if why := unsupported(self):
-            raise KVPassError(
+            raise NotSimulatedError(
                 f"{scheme.name!r} cannot be simulated in one pass: {why}. It needs a decoder with a cache."
             )
         self.report.simulated = True
@@ -138,7 +138,7 @@ def simulated_logits(model: nn.Module, ids: Tensor, prompt: int, scheme: SchemeC
     """Logits ``[S - prompt, V]`` of a transformers decoder behind each token of ``ids`` ``[1, S]`` that follows the
     prompt, as token-by-token decoding through a cache packed by ``scheme`` computes them, from one forward.
 
-    Raises `KVPassError` for schemes that cannot be simulated in one pass.
+    Raises `NotSimulatedError` for schemes that cannot be simulated in one pass.
     """
     inputs = dict(input_ids=ids, use_cache=False)
     options = dict(strict=True, lowering="auto", max_cache_len=None, predictors={})

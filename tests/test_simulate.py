@@ -5,7 +5,7 @@ import torch
 from decoders import CatDecoder, NanoDecoder
 
 import kvpass
-from kvpass import KVPassError, Recent, Sinks, schemes
+from kvpass import KVPassError, Recent, Sinks, evaluate, schemes
 from kvpass.schemes import HIGGSConfig, IdentityConfig, KIVIConfig, LogQuantConfig, SQuatConfig
 from kvpass.simulate import simulated_logits
 
@@ -35,6 +35,21 @@ def test_one_pass_equals_token_by_token(name, prompt, attention):
     expected, _, _ = step_by_step(model, SCHEMES[name], ids, prompt, lowering="eager")
     got = torch.stack([simulated_logits(model, row[None], prompt, SCHEMES[name]) for row in ids])
     torch.testing.assert_close(got, expected[:, 1:], atol=1e-4, rtol=1e-4)
+
+
+def test_scoring_in_one_pass_is_scoring_token_by_token():
+    model, ids = llama().double(), tokens(1, TOTAL)
+    chosen = {"kivi": SCHEMES["kivi"], "kivi, sinks": SCHEMES["kivi, sinks"], "before RoPE": "kivi-pre"}
+    slow = evaluate.evaluate(model, {"text": ids}, 60, chosen, progress=False, lowering="eager")["text"]
+    fast = evaluate.evaluate(model, {"text": ids}, 60, chosen, progress=False, one_pass=True, lowering="eager")["text"]
+    for mine, theirs in zip(fast, slow, strict=True):
+        assert mine.divergences == pytest.approx(theirs.divergences, rel=1e-4)
+        assert (mine.top1, mine.scheme, mine.values) == (theirs.top1, theirs.scheme, theirs.values)
+        assert mine.bits_per_value == pytest.approx(theirs.bits_per_value, rel=0.05)  # storage grows in steps
+        assert bool(mine.step_seconds) == (mine.scheme == "before RoPE")
+        assert mine.kl_error == pytest.approx(theirs.kl_error, rel=1e-3) and mine.kl > 0
+    kivi, sinks, _ = fast
+    assert kivi.beats(sinks) == -sinks.beats(kivi) and kivi.beats(kivi) == 0
 
 
 def test_a_decoder_without_a_cache_is_simulated_and_says_so():
