@@ -59,7 +59,7 @@ def test_export_turns_mutable_custom_ops_into_auto_functionalized_v2():
     assert list(arguments) == names
     assert {arguments[name] for name in ("codes", "scale", "zero_point", "ring")} <= set(placeholders)
     assert arguments["compensation"] is None and arguments["spec"] == state.text
-    assert find.find(normal.graph) == ([], [])
+    assert find.find(normal.graph, {}) == ([], [])
 
 
 def test_a_kernel_compiled_ahead_serves_every_size_of_its_dynamic_dims():
