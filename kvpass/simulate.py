@@ -20,6 +20,7 @@ from .graph.find import find_unpacked
 from .graph.normalise import normalise
 from .graph.report import GraphReport
 from .graph.rewrite import simulate_attention
+from .probe import probe
 from .runtime import Runtime
 from .schemes import LayerGeometry, SchemeConfig
 from .state import KVState
@@ -138,12 +139,14 @@ def simulated_logits(model: nn.Module, ids: Tensor, prompt: int, scheme: SchemeC
     """Logits ``[S - prompt, V]`` of a transformers decoder behind each token of ``ids`` ``[1, S]`` that follows the
     prompt, as token-by-token decoding through a cache packed by ``scheme`` computes them, from one forward.
 
-    Raises `NotSimulatedError` for schemes that cannot be simulated in one pass.
+    Raises `NotSimulatedError` for schemes that cannot be simulated in one pass, and models with layers of other kinds.
     """
-    inputs = dict(input_ids=ids, use_cache=False)
+    layers = probe(model)
+    if reasons := {layer for layer in layers.values() if isinstance(layer, str)}:
+        raise NotSimulatedError(f"Not every layer of {type(model).__name__} is packed: {'; '.join(sorted(reasons))}.")
     options = dict(strict=True, lowering="auto", max_cache_len=None, predictors={})
-    runtime = SimulatedRuntime(model, scheme, scout(model, inputs), prompt=prompt, **options)
-    return runtime.forward(**inputs).logits[0, prompt:]
+    runtime = SimulatedRuntime(model, scheme, layers, prompt=prompt, **options)
+    return runtime.forward(input_ids=ids, use_cache=False).logits[0, prompt:]
 
 
 def unsupported(runtime: Runtime) -> str:

@@ -122,7 +122,7 @@ def test_lossless_pages_change_nothing_and_codes_are_those_of_eager(make):
     assert not torch.allclose(eager, expected, atol=1e-3)
 
 
-@pytest.mark.parametrize(("make", "scheme"), [(ByIndex, "squat-pre"), (BySlice, "kivi-pre"), (ByHand, "squat")])
+@pytest.mark.parametrize(("make", "scheme"), [(ByIndex, "squat-pre"), (ByHand, "squat")])
 def test_edges_of_a_scheme_are_found_in_plain_decoders(make, scheme):
     kind, ids = make(), tokens(2, TOTAL)
     expected, _ = run(kind, ids)

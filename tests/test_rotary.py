@@ -53,7 +53,7 @@ def test_joining_inverts_splitting(rope):
 
 
 @pytest.mark.parametrize("n", [0, 5, 40, 130])
-@pytest.mark.parametrize("rope, keep", [("half-8", "recent"), ("half-3", "recent"), ("interleaved-8", "log")])
+@pytest.mark.parametrize("rope, keep", [("half-3", "recent"), ("interleaved-8", "log")])
 def test_attention_rotates_what_it_reads(n, rope, keep):
     """Against attention over keys that were decoded, then rotated, in every implementation."""
     k_spec = CodecSpec(2, "channel", 16, 16, residual=32, sinks=2, keep=keep, pre_rope=True)

@@ -67,17 +67,6 @@ def test_six_hundred_tokens_are_one_decode_graph(smollm2, prose):
                 torch.testing.assert_close(a.ring, b.ring, atol=1e-4, rtol=1e-4)
 
 
-def test_queries_and_tables_come_out_of_one_fused_decode_graph_too(smollm2, prose):
-    model, _ = smollm2
-    torch._dynamo.reset()
-    with evaluate.packed(model, "squat-pre"):
-        out = model.generate(prose[:, :200], do_sample=False, max_new_tokens=40, return_dict_in_generate=True)
-        report = kvpass.explain(model)
-        decoding = [graph for graph in report.graphs if graph.compiled]
-        assert (report.packed, report.fused, len(decoding)) == (30, 30, 1) and not decoding[0].decoded
-        one_step_compiled_and_eager(model, out)
-
-
 def attention_inputs(model, ids):
     """Post-RoPE queries and keys of every layer: what SDPA is called with."""
     calls = []
