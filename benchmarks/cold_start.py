@@ -6,6 +6,7 @@ without kvpass.
 """
 
 import argparse
+import itertools
 import os
 import subprocess
 import sys
@@ -33,7 +34,7 @@ def measure(scheme: str, prompt: int) -> None:
         for part in (ids[:, :prompt], ids[:, prompt : prompt + 1]):
             model(input_ids=part, past_key_values=cache, logits_to_keep=1)
             times.append(time.perf_counter())
-    print("|".join(f" {b - a:.1f} s " for a, b in zip(times, times[1:], strict=False)), end="")
+    print("|".join(f" {b - a:.1f} s " for a, b in itertools.pairwise(times)), end="")
     print(f"| {times[-1] - times[0]:.1f} s |")
 
 
