@@ -122,6 +122,11 @@ class AdaptiveState(KVState):
         """The side tables that ``kvpass::decode`` takes."""
         return [self.levels, self.outliers, self.where, self.pool.data, self.places]
 
+    @property
+    def handles(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The tables themselves."""
+        return self._codes, self.scale, self.zero_point
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name in (*_TABLES, "levels", "ring", "compensation"):
             if (tensor := getattr(self, name)) is not None:

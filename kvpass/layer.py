@@ -231,17 +231,16 @@ class PackedLayer(CacheLayerMixin):
         if not looks_below(state.spec.predictor):
             below = beside = None
         return torch.ops.kvpass.decode(
-            state.codes, state.scale, state.zero_point, state.ring, self.length, state.text, self.lowering,
-            below, beside, list(state.predictor),
+            *state.handles, state.ring, self.length, state.text, self.lowering, below, beside, list(state.predictor),
         )  # fmt: skip
 
     def _append(self, state: KVState, x: Tensor, which: int, beside: Tensor | None = None) -> Tensor | None:
         edge = None if self.edges is None else self.edges[which]
         waiting = state.host.tokens if self.plan.adaptive else edge
         torch.ops.kvpass.append_(
-            state.codes, state.scale, state.zero_point, state.ring, state.compensation, self.length, x, None, None,
-            state.text, self.lowering, waiting, beside, [] if state.center is not None else list(state.predictor),
-            state.center, self.importance.weights if which == 0 and self.importance else None, None, self.slots,
+            *state.handles, state.ring, state.compensation, self.length, x, None, None, state.text, self.lowering,
+            waiting, beside, [] if state.center is not None else list(state.predictor), state.center,
+            self.importance.weights if which == 0 and self.importance else None, None, self.slots,
         )  # fmt: skip
         return edge
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .codec.affine import params_dtype
+from .codec.pool import handle
 from .codec.predict import MEAN
 from .codec.spec import CodecSpec
 from .codec.window import layout, length_view, read_tokens
@@ -108,11 +109,14 @@ class KVState:
         """The pool of codes this state decodes with."""
         return self.source.codes if self.source else self._codes
 
+    @property
+    def handles(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What a graph takes for codes, scale and zero point (`kvpass.codec.pool`)."""
+        return (self.source.handles[0] if self.source else self._handles[0], *self._handles[1:])
+
     def _resized(self) -> None:
         self.nbytes = sum(tensor.nbytes for _, tensor in self.tensors())  # bytes of its own, slack included
-        for name, tensor in self.tensors():
-            if name in _POOLS:
-                torch._dynamo.mark_dynamic(tensor, 2)
+        self._handles = tuple(pool if pool is None else handle(pool) for pool in map(self.__dict__.get, _POOLS))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of its own, by attribute name."""
