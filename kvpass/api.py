@@ -14,6 +14,7 @@ from .calibration.artifact import Calibration
 from .discover import BufferedCache, bind, discover
 from .errors import KVPassError
 from .graph.report import Report
+from .implementation import Notation
 from .plain import BufferRuntime, HandedRuntime
 from .probe import probe, refuse_what_cannot_be_captured
 from .runtime import Runtime
@@ -67,9 +68,8 @@ def apply(
 
     Raises:
         KVPassError: unknown scheme, a group that does not divide the head, a model with no attention to pack, a model
-            that has been applied to already, weights that are offloaded, hooks of accelerate or flex_attention, which
-            cannot be captured, a scheme that needs calibration and has none, a calibration of another model. The model
-            is untouched then.
+            that has been applied to already, weights that are offloaded, hooks of accelerate, which cannot be captured,
+            a scheme that needs calibration and has none, a calibration of another model. The model is untouched then.
     """
     if is_applied(model):
         raise KVPassError("kvpass is already applied to this model: call kvpass.remove(model) first.")
@@ -85,7 +85,8 @@ def apply(
         refuse_what_cannot_be_captured(model)
     calibrated = isinstance(scheme, Calibration)
     config = scheme.scheme if calibrated else schemes.get(scheme)
-    kind, layers = _look_into(model, example_inputs)
+    with Notation(model):
+        kind, layers = _look_into(model, example_inputs)
     if calibrated:
         scheme.check(model, layers)
     elif config.needs_calibration:

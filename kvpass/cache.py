@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache, StaticLayer
 
 from .adaptive import PlanePool
-from .codec.window import SEEN_OFFSET, length_view
+from .codec.window import SEEN_OFFSET, carry
 from .cross import CrossLayer
 from .errors import KVPassError
 from .layer import PackedLayer
@@ -132,8 +132,8 @@ def start_forward(layers: list[PackedLayer], batch: int, new_tokens: int) -> int
         for layer in layers:  # a reset cache may be used at another batch size
             layer.forget()
     device = first.geometry.device
-    length = length_view(torch.tensor([stored], device=device), stored)
-    seen = length_view(torch.tensor([first.seen]), first.seen, SEEN_OFFSET) if first.evicts else None
+    length = carry(stored, device)
+    seen = carry(first.seen, offset=SEEN_OFFSET) if first.evicts else None
     for carrier in (length, seen):
         if stored > 1 and carrier is not None:  # 0 and 1 are cases of their own, and what is traced there may say so
             torch._dynamo.mark_dynamic(carrier, 0)

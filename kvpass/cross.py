@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from .codec.window import length_view
+from .codec.window import carry
 from .errors import KVPassError
 from .layer import PackedLayer
 from .schemes import LayerPlan
@@ -53,7 +53,7 @@ def running(layers: Sequence[CacheLayerMixin]) -> Iterator[None]:
             torch._dynamo.maybe_mark_dynamic(layer.values, 2)
     if packed:
         tokens = packed[0].tokens
-        length = length_view(torch.tensor([tokens], device=packed[0].geometry.device), tokens)
+        length = carry(tokens, packed[0].geometry.device)
         if tokens > 1:
             torch._dynamo.maybe_mark_dynamic(length, 0)
         for layer in packed:

@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from .errors import KVPassError
 from .schemes import LayerGeometry
 
-_UNSEEN = 100.0  # noise this much larger in slots that have not been written must not change the output
+_LOUDER = 100.0  # noise this much larger in slots that have not been written must not change the output
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,17 @@ class HandedCache:
         return _geometry(self.examples[::2])
 
 
+def _names(value, part: range) -> bool:
+    """Whether an argument may be the first position of ``part``, or all of them."""
+    if not isinstance(value, Tensor):
+        return type(value) is int and value == part.start
+    if value.is_floating_point() or value.dtype == torch.bool:
+        return False
+    if value.numel() == 1 and value.ndim < 2:
+        return int(value) == part.start
+    return value.shape[-1:] == (len(part),) and bool((value.cpu() == torch.tensor(part)).all())
+
+
 def _geometry(keys: list[Tensor | str]) -> dict[int, LayerGeometry | str]:
     found, below = {}, None
     for index, key in enumerate(keys):
@@ -123,16 +134,16 @@ class _Probe:
         except Exception as error:
             raise KVPassError(f"{type(self.model).__name__} failed on its example inputs: {error}") from error
 
-    def written(self, later_noise: float = 1.0, **changed) -> tuple[Any, dict[int, tuple[int, range]]]:
+    def written(self, louder: dict[int, tuple[int, range]] | None = None, **changed):
         """The output, and the dim and range of tokens that were written of each tensor kept, by its place in ``kept``.
 
-        They hold noise meanwhile, ``later_noise`` times as much behind what the example inputs write.
+        They hold noise meanwhile, much more of it behind what ``louder`` says of each.
         """
         originals = [getattr(owner, name) for _, owner, name in self.kept]
         generator = torch.Generator().manual_seed(0)
         filled = [torch.randn(t.shape, generator=generator).to(t) for t in originals]
-        for i, (dim, part) in self.ranges.items() if later_noise != 1 else ():
-            filled[i].narrow(dim, part.stop, filled[i].shape[dim] - part.stop).mul_(later_noise)
+        for i, (dim, part) in (louder or {}).items():
+            filled[i].narrow(dim, part.stop, filled[i].shape[dim] - part.stop).mul_(_LOUDER)
         try:
             for (_, owner, name), tensor in zip(self.kept, filled, strict=True):
                 setattr(owner, name, tensor.clone())
@@ -147,23 +158,23 @@ class _Probe:
                 setattr(owner, name, tensor)
 
     def buffered(self) -> BufferedCache | None:
-        output, self.ranges = self.written()
-        if not self.ranges:
+        output, ranges = self.written()
+        if not ranges:
             return None
-        parts = {part for _, part in self.ranges.values()}
+        parts = {part for _, part in ranges.values()}
         if len(parts) != 1:
             raise KVPassError(
                 f"The buffers of {type(self.model).__name__} are written at different positions: {parts}."
             )
         (part,) = parts
         position = self._position(part)
-        for got, expected in zip(tree_leaves(self.written(_UNSEEN)[0]), tree_leaves(output), strict=True):
+        for got, expected in zip(tree_leaves(self.written(ranges)[0]), tree_leaves(output), strict=True):
             if isinstance(got, Tensor) and not torch.allclose(got, expected, rtol=1e-4, atol=1e-4, equal_nan=True):
                 raise KVPassError(
                     f"{type(self.model).__name__} attends to slots of its buffers that have not been written yet: mask "
                     "them, or read the written part only."
                 )
-        layers = self._pairs()
+        layers = self._pairs({i: dim for i, (dim, _) in ranges.items()})
         sizes = {pair[0].get().shape[2] for pair in layers if not isinstance(pair, str)}
         if len(sizes) > 1:
             raise KVPassError(f"The layers' buffers have room for different numbers of tokens: {sorted(sizes)}.")
@@ -171,9 +182,10 @@ class _Probe:
             raise KVPassError(f"No buffers of {type(self.model).__name__} can be packed: {layers[0]}.")
         return BufferedCache(layers, self._tokens(len(part)), position, sizes.pop())
 
-    def _pairs(self) -> list[tuple[Buffer, Buffer] | str]:
+    def _pairs(self, dims: dict[int, int]) -> list[tuple[Buffer, Buffer] | str]:
+        """Keys and values of each layer, given the token dims of what is written."""
         by_owner: dict[str, list[Buffer]] = {}
-        for i, (dim, _) in self.ranges.items():
+        for i, dim in dims.items():
             path, owner, name = self.kept[i]
             by_owner.setdefault(path, []).append(Buffer(path, owner, name, dim))
         layers = []
@@ -187,20 +199,8 @@ class _Probe:
 
     def _position(self, part: range) -> str:
         """The parameter that moves what is written."""
-        positions = torch.arange(part.start, part.stop)
         for name, value in self.arguments.items():
-            if isinstance(value, Tensor):
-                is_start = value.numel() == 1 and value.ndim < 2
-                if (
-                    value.is_floating_point()
-                    or value.dtype == torch.bool
-                    or not (
-                        (is_start and int(value) == part.start)
-                        or (value.shape[-1:] == positions.shape and bool((value.cpu() == positions).all()))
-                    )
-                ):
-                    continue
-            elif type(value) is not int or value != part.start:
+            if not _names(value, part):
                 continue
             moved = {where for _, where in self.written(**{name: value + 1})[1].values()}
             if moved == {range(part.start + 1, part.stop + 1)}:

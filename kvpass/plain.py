@@ -88,29 +88,28 @@ class BufferRuntime(PlainRuntime):
         super().__init__(model, scheme, layers, found=found, max_cache_len=max_cache_len, **options)
         self.capacity = min(found.capacity, max_cache_len or found.capacity)
         self.layers = self._new_cache()
-        self.buffers = [found.layers[index] for index in self.plans]
-        self.shapes = [[tuple(getattr(b.owner, b.name).shape) for b in pair] for pair in self.buffers]
+        self.buffers = [buffer for index in self.plans for buffer in found.layers[index]]  # K, V of each layer
+        own = [getattr(buffer.owner, buffer.name) for buffer in self.buffers]
         # nothing to read and nothing to write between forwards, and no bytes
-        self.stand_ins = [
-            [torch.empty(shape, device="meta", dtype=plan[1].dtype) for shape in shapes]
-            for shapes, plan in zip(self.shapes, self.plans.values(), strict=True)
-        ]
+        self.stand_ins = [torch.empty_like(tensor, device="meta") for tensor in own]
 
     def install(self) -> None:
         """Take the model's buffers away."""
-        for pair, stand_ins in zip(self.buffers, self.stand_ins, strict=True):
-            for buffer, stand_in in zip(pair, stand_ins, strict=True):
-                setattr(buffer.owner, buffer.name, stand_in)
+        super().install()
+        self._take_away()
+
+    def _take_away(self) -> None:
+        for buffer, stand_in in zip(self.buffers, self.stand_ins, strict=True):
+            setattr(buffer.owner, buffer.name, stand_in)
 
     def uninstall(self) -> None:
         """Give them back, with what is stored."""
-        for layer, pair, shapes in zip(self.layers, self.buffers, self.shapes, strict=True):
-            stored = (layer.keys, layer.values) if layer.is_initialized else (None, None)
-            for buffer, shape, x in zip(pair, shapes, stored, strict=True):
-                whole = torch.zeros(shape, dtype=layer.geometry.dtype, device=layer.geometry.device)
-                setattr(buffer.owner, buffer.name, whole)
-                if x is not None:
-                    buffer.get()[: len(x), :, : layer.tokens] = x + 0
+        super().uninstall()
+        stored = [x for layer in self.layers for x in (layer.keys, layer.values)]
+        for buffer, stand_in, x in zip(self.buffers, self.stand_ins, stored, strict=True):
+            setattr(buffer.owner, buffer.name, torch.zeros_like(stand_in, device=self.layers[0].geometry.device))
+            if x is not None:
+                buffer.get()[: len(x), :, : x.shape[2]] = x + 0
 
     def forward(self, *args, **kwargs):
         arguments = self._arguments(args, kwargs)
@@ -120,7 +119,7 @@ class BufferRuntime(PlainRuntime):
         try:
             return self._run(self.layers, arguments)
         except BaseException:
-            self.install()  # again: the call may have ended between filling the buffers and taking them away
+            self._take_away()  # again: the call may have ended between filling the buffers and taking them away
             raise
 
     def _seek(self, arguments: dict[str, Any]) -> None:
@@ -147,17 +146,16 @@ class BufferRuntime(PlainRuntime):
 
     def _check_owners(self) -> None:
         model = self.model()
-        for pair, stand_ins in zip(self.buffers, self.stand_ins, strict=True):
-            for buffer, stand_in in zip(pair, stand_ins, strict=True):
-                try:
-                    same = getattr(model.get_submodule(buffer.path), buffer.name) is stand_in
-                except AttributeError:
-                    same = False
-                if not same:
-                    raise KVPassError(
-                        f"{buffer.path}.{buffer.name} was replaced after kvpass.apply (caches set up again?). Call "
-                        "kvpass.remove(model) before that, and apply again after it."
-                    )
+        for buffer, stand_in in zip(self.buffers, self.stand_ins, strict=True):
+            try:
+                same = getattr(model.get_submodule(buffer.path), buffer.name) is stand_in
+            except AttributeError:
+                same = False
+            if not same:
+                raise KVPassError(
+                    f"{buffer.path}.{buffer.name} was replaced after kvpass.apply (caches set up again?). Call "
+                    "kvpass.remove(model) before that, and apply again after it."
+                )
 
     def _body(self):
         original, found, runtime = self.original, self.found, self
@@ -170,14 +168,14 @@ class BufferRuntime(PlainRuntime):
                 position = positions.expand(position.shape) if position.ndim else positions[0]
             else:
                 position = start
-            for layer, pair in zip(layers, runtime.buffers, strict=True):
-                for buffer, past in zip(pair, layer.read(), strict=True):
-                    buffer.set(pad(past, (0, 0, 0, found.capacity - start)))
+            pasts = [past for layer in layers for past in layer.read()]
+            for buffer, past in zip(runtime.buffers, pasts, strict=True):
+                buffer.set(pad(past, (0, 0, 0, found.capacity - start)))
             output = original(**{**arguments, found.position: position})
-            for layer, pair, stand_ins in zip(layers, runtime.buffers, runtime.stand_ins, strict=True):
-                layer.append(*(buffer.get()[:, :, start : start + count] for buffer in pair))
-                for buffer, stand_in in zip(pair, stand_ins, strict=True):
-                    setattr(buffer.owner, buffer.name, stand_in)
+            presents = [buffer.get()[:, :, start : start + count] for buffer in runtime.buffers]
+            for layer, keys, values in zip(layers, presents[::2], presents[1::2], strict=True):
+                layer.append(keys, values)
+            runtime._take_away()
             return output
 
         return call

@@ -112,8 +112,3 @@ def refuse_what_cannot_be_captured(model: nn.Module) -> None:
             "load the model on one device, or if it is, accelerate.hooks.remove_hook_from_module(model, recurse=True). "
             "Over several devices use lowering='eager'."
         )
-    if getattr(getattr(model, "config", None), "_attn_implementation", None) == "flex_attention":
-        raise KVPassError(
-            "attn_implementation='flex_attention' compiles its masks itself, which cannot be captured: use "
-            "model.set_attn_implementation('sdpa')."
-        )

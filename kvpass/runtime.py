@@ -28,6 +28,7 @@ from .cache import (
 from .cross import cross_plan, running
 from .errors import KVPassError
 from .graph.report import LayerReport, Report
+from .implementation import Notation
 from .layer import PackedLayer
 from .probe import fresh_cache, has_encoder
 from .schemes import LayerGeometry, SchemeConfig, check_edges, check_sources
@@ -91,6 +92,8 @@ class Runtime:
             ],
         )
 
+        self.notation = Notation(model)
+        self.report.notation = str(self.notation)
         self.had_own_forward = "forward" in vars(model)
         self.original = model.forward
         self.parameters = list(inspect.signature(self.original).parameters)
@@ -140,10 +143,12 @@ class Runtime:
         }
 
     def install(self) -> None:
-        """Nothing of the model's own is in the way."""
+        """Take out of the way what the model has of its own."""
+        self.notation.install()
 
     def uninstall(self) -> None:
-        """Nothing of the model's own was taken away."""
+        """Give it back."""
+        self.notation.uninstall()
 
     def forward(self, *args, **kwargs):
         """The model's forward over a packed cache."""

@@ -11,7 +11,7 @@ from .codec.affine import params_dtype
 from .codec.pool import handle
 from .codec.predict import MEAN
 from .codec.spec import CodecSpec
-from .codec.window import layout, length_view, read_tokens
+from .codec.window import carry, layout, read_tokens
 from .errors import KVPassError
 
 _POOLS = ("_codes", "scale", "zero_point")
@@ -147,7 +147,7 @@ class KVState:
 
     def carrier(self, n: int) -> Tensor:
         """A length carrier for calling the ops outside a cache."""
-        return length_view(torch.tensor([n], device=self.ring.device), n)
+        return carry(n, self.ring.device)
 
     def append(self, x: Tensor, n: int, q: Tensor | None = None, mask: Tensor | None = None) -> None:
         """Store ``x`` ``[B, H_kv, S, D]`` as tokens ``[n, n + S)``, growing as needed."""

@@ -8,7 +8,7 @@ from kvpass import KVPassError
 from kvpass.codec import CodecSpec, Subspace
 from kvpass.codec.affine import params_dtype
 from kvpass.codec.rotary import rotate
-from kvpass.codec.window import LENGTH_OFFSET, layout, length_of, length_view, read_tokens, write_tokens
+from kvpass.codec.window import LENGTH_OFFSET, carry, layout, length_of, read_tokens, write_tokens
 from kvpass.lowering import table
 from kvpass.lowering.table import Implementation, Site, implements, select
 from kvpass.state import KVState
@@ -437,7 +437,7 @@ def test_the_lowering_argument_of_an_op_is_checked(op):
     arguments = {
         "encode": lambda: encode_arguments(KEYS),
         "append_": lambda: append_arguments(KEYS, 0, 5)[0],
-        "decode": lambda: (*append_arguments(KEYS, 5, 0)[0][:4], length_view(torch.tensor([5]), 5), str(KEYS)),
+        "decode": lambda: (*append_arguments(KEYS, 5, 0)[0][:4], carry(5), str(KEYS)),
         "attend": lambda: attend_arguments((KEYS, VALUES), 5)[0],
     }[op]()
     with pytest.raises(KVPassError, match=f"No lowering 'nope' for kvpass::{op}"):
@@ -450,7 +450,7 @@ def test_the_lowering_argument_of_an_op_is_checked(op):
 @pytest.mark.parametrize("n", [0, 1, 2, 31, 100_000])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_carrier_holds_its_length_without_reading_the_device(n, device):
-    carrier = length_view(torch.tensor([n], device=device), n)
+    carrier = carry(n, device)
     assert length_of(carrier) == n and type(length_of(carrier)) is int
     assert carrier.stride() == (0,) and carrier.untyped_storage().nbytes() == 8
     assert carrier.shape == (n + LENGTH_OFFSET,)

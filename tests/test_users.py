@@ -19,6 +19,7 @@ from kvpass import KVPassError
 from kvpass.schemes import IdentityConfig, KIVIConfig
 
 from tiny import VOCABULARY, llama, tokens
+from zoo import ZOO
 
 LOSSLESS, LOSSY = IdentityConfig(residual=16), KIVIConfig(residual=16, group_size=16)
 
@@ -73,6 +74,29 @@ def fed(model, ids, mask, prompt):
         part = ids[:, cache.get_seq_length() : stop]
         rows.append(model(input_ids=part, attention_mask=mask[:, :stop], past_key_values=cache).logits[:, -1])
     return torch.stack(rows, 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "portable"),
+    [(lambda: llama("flex_attention"), "sdpa"), (lambda: ZOO["Gemma 2"].model("flex_attention"), "eager")],
+    ids=["Llama", "Gemma 2, which caps its scores"],
+)
+def test_flex_attention_is_written_in_a_way_that_can_be_captured(model, portable):
+    """And put back. On a CPU without a suitable compiler flex_attention itself does not run, so what is compared with
+    is "eager" attention."""
+    model, (ids, mask) = model(), padded("left")
+    model.set_attn_implementation("eager")
+    expected = generate(model, input_ids=ids, attention_mask=mask)
+    model.set_attn_implementation("flex_attention")
+    with pytest.raises(KVPassError, match="group_size"):
+        kvpass.apply(model, {"scheme": "kivi", "group_size": 7})
+    assert model.config._attn_implementation == "flex_attention"
+    kvpass.apply(model, LOSSLESS, lowering="eager")
+    assert model.config._attn_implementation == portable
+    assert f"'flex_attention' is written as '{portable}'" in str(kvpass.explain(model))
+    assert_equal(generate(model, input_ids=ids, attention_mask=mask), expected)
+    kvpass.remove(model)
+    assert model.config._attn_implementation == "flex_attention"
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)], ids=str)

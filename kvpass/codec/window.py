@@ -18,13 +18,13 @@ SEEN_OFFSET = 2 * LENGTH_OFFSET
 _NEVER = torch.iinfo(torch.int64).max
 
 
-def length_view(value: Tensor, n: int, offset: int = LENGTH_OFFSET) -> Tensor:
-    """The carrier of length ``n``: a zero-stride view of ``value`` (int64, one element), which must hold n."""
-    return value.expand(n + offset)
+def carry(n: int, device: torch.device | None = None, offset: int = LENGTH_OFFSET) -> Tensor:
+    """The carrier of length ``n``: a zero-stride view, ``n + offset`` long, of one int64 that holds n."""
+    return torch.tensor([n], device=device).expand(n + offset)
 
 
 def length_of(carrier: Tensor, offset: int = LENGTH_OFFSET) -> int:
-    """The length a `length_view` carries; symbolic under tracing, never a device read."""
+    """The length a carrier has; symbolic under tracing, never a device read."""
     return carrier.shape[0] - offset
 
 

@@ -1,5 +1,7 @@
 """Running a piece of a graph on concrete values: the pass asks what nodes compute, not how they are written."""
 
+from collections.abc import Iterable
+
 import sympy
 import torch
 from torch.fx import Node
@@ -10,14 +12,14 @@ def is_size(node: Node) -> bool:
     return isinstance(node.meta.get("val"), (torch.SymInt, int))
 
 
-def upstream(target: Node, stop: Node | None = None) -> list[Node]:
-    """``target`` and everything it is computed from, in graph order; sizes, and ``stop``, are not looked behind."""
-    needed, stack = set(), [target]
+def upstream(target: Node, stops: Iterable[Node] = ()) -> list[Node]:
+    """``target`` and everything it is computed from, in graph order; sizes, and ``stops``, are not looked behind."""
+    needed, stack, stops = set(), [target], set(stops)
     while stack:
         node = stack.pop()
         if node not in needed:
             needed.add(node)
-            if node is not stop and not is_size(node):
+            if node not in stops and not is_size(node):
                 stack.extend(node.all_input_nodes)
     return [node for node in target.graph.nodes if node in needed]
 

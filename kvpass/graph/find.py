@@ -18,7 +18,7 @@ from ..codec.predict import looks_below
 from ..codec.spec import parse
 from .masks import structure
 from .scores import CASTS, PRODUCTS, SAME_VALUES, NotUnderstood, insert_bias, read_scores, shape
-from .written import DECODE, ROTATE, read_back
+from .written import DECODE, ROTATE, Present, read_back
 
 aten = torch.ops.aten
 _SPEC = 5  # which argument of DECODE
@@ -65,7 +65,7 @@ class Attention:
     sinks: Node | None = None
 
 
-def find(graph: Graph, presents: dict[Node, Node]) -> tuple[list[Attention], list[str]]:
+def find(graph: Graph, presents: dict[Node, Present]) -> tuple[list[Attention], list[str]]:
     """Every attention over packed state, in graph order, and the reasons for those that read it and were refused.
 
     presents: see `kvpass.graph.written`.
@@ -134,7 +134,7 @@ def _keeps_values(node: Node) -> bool:
     return node.target in SAME_VALUES
 
 
-def _source(node: Node, presents: dict[Node, Node]) -> Source:
+def _source(node: Node, presents: dict[Node, Present]) -> Source:
     """Where keys or values ``[B, H, T, D]`` come from. Raises `NotUnderstood`."""
     if presents and (read := read_back(node, presents)) is not None:
         past, present, padded = read
@@ -144,54 +144,49 @@ def _source(node: Node, presents: dict[Node, Node]) -> Source:
 
 
 def _unpacked(node: Node) -> Source:
-    """Keys or values of the call itself, before their heads are repeated."""
-    while node.op == "call_function":
-        if node.target is aten.reshape.default:
-            try:
-                node = _unrepeated(node)
-            except NotUnderstood:
-                break
-        elif (
-            _keeps_values(node)
-            or (node.target is aten.repeat_interleave.self_int and node.args[2] in (1, -3))
-            or (node.target is aten.unsqueeze.default and len(shape(node)) == 5 and node.args[1] in (2, -3))
-        ):
-            node = node.args[0]
-        else:
-            break
+    """Keys or values of the call itself, before their heads are repeated. Raises `NotUnderstood`."""
+    while (behind := _behind(node)) is not None:
+        node = behind
     if len(shape(node)) != 4:
         raise NotUnderstood(f"keys or values of shape {shape(node)}; [B, H, T, D] is understood")
     return Source(None, node)
 
 
 def _peeled(node: Node) -> Source:
-    """Peel value-preserving ops and head repetition off keys or values laid out ``[B, H, T, D]``."""
-    while True:
-        if node.op != "call_function":
-            raise NotUnderstood(f"keys or values come from {node.op} {node.name}, not from a packed cache")
-        target = node.target
-        if target is DECODE:
-            return Source(node, None)
-        if target is aten.cat.default:
-            parts, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
-            past, present = parts if len(parts) == 2 and dim in (2, -2) else (None, None)
-            if past is not None and past.target is DECODE:
-                return Source(past, present)
-            if past is not None and past.target is ROTATE and past.args[0].target is DECODE:
-                return Source(past.args[0], present, past)
-            raise NotUnderstood("keys or values are concatenated with something else than the present tokens")
-        if _keeps_values(node) or _merges_heads(node):
-            node = node.args[0]
-        elif target is aten.reshape.default:
-            node = _unrepeated(node)
-        elif target is aten.repeat_interleave.self_int and node.args[2] in (1, -3):
-            node = node.args[0]
-        else:
-            raise NotUnderstood(f"{target} stands between the cache and the attention")
+    """The cache behind keys or values ``[B, H, T, D]``. Raises `NotUnderstood`."""
+    while (behind := _behind(node)) is not None:
+        node = behind
+    if node.op != "call_function":
+        raise NotUnderstood(f"keys or values come from {node.op} {node.name}, not from a packed cache")
+    if node.target is DECODE:
+        return Source(node, None)
+    if node.target is aten.cat.default:
+        parts, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
+        past, present = parts if len(parts) == 2 and dim in (2, -2) else (None, None)
+        if past is not None and past.target is DECODE:
+            return Source(past, present)
+        if past is not None and past.target is ROTATE and past.args[0].target is DECODE:
+            return Source(past.args[0], present, past)
+        raise NotUnderstood("keys or values are concatenated with something else than the present tokens")
+    if node.target is aten.reshape.default:
+        raise NotUnderstood("keys or values are reshaped in a way that is not head repetition")
+    raise NotUnderstood(f"{node.target} stands between the cache and the attention")
 
 
-def _unrepeated(node: Node) -> Node:
-    """``[B, H, T, D] -> unsqueeze(2) -> expand -> reshape [B, H r, T, D]``, the usual ``repeat_kv``."""
+def _behind(node: Node) -> Node | None:
+    """What keys or values are one step further back, before a view or before their heads were repeated or merged with
+    the batch; None if ``node`` is nothing like that."""
+    if node.op != "call_function":
+        return None
+    if node.target is aten.reshape.default and not (_keeps_values(node) or _merges_heads(node)):
+        return _unrepeated(node)
+    grouped = node.target is aten.unsqueeze.default and len(shape(node)) == 5 and node.args[1] in (2, -3)
+    repeated = node.target is aten.repeat_interleave.self_int and node.args[2] in (1, -3)
+    return node.args[0] if _keeps_values(node) or _merges_heads(node) or grouped or repeated else None
+
+
+def _unrepeated(node: Node) -> Node | None:
+    """What the usual ``repeat_kv`` repeats: ``[B, H, T, D] -> unsqueeze(2) -> expand -> reshape [B, H r, T, D]``."""
     expand = node.args[0]
     while expand.op == "call_function" and _keeps_values(expand):
         expand = expand.args[0]
@@ -204,7 +199,7 @@ def _unrepeated(node: Node) -> Node:
             batch, heads, tokens, dim = shape(inner)
             if shape(node) == (batch, heads * shape(expand)[2], tokens, dim):
                 return inner
-    raise NotUnderstood("keys or values are reshaped in a way that is not head repetition")
+    return None
 
 
 def _from_sdpa(node: Node, source: Callable[[Node], Source]) -> Attention:

@@ -53,6 +53,7 @@ class Report:
     calibration: str = ""
     calibration_nbytes: int = 0
     simulated: bool = False
+    notation: str = ""
 
     @property
     def packed(self) -> int:
@@ -112,6 +113,8 @@ class Report:
         if host := sum(layer.host_nbytes for layer in self.layers):
             moved = sum(layer.moved_nbytes for layer in self.layers)
             lines.append(f"originals in host memory: {host:,} bytes, {moved:,} bytes fetched so far")
+        if self.notation:
+            lines.append(self.notation)
         if self.calibration:
             lines.append(f"calibrated: {self.calibration}")
         if not self.graphs:

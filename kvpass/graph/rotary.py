@@ -116,7 +116,7 @@ class Rotations:
         swapped = _swapped(output, source)
         if swapped is None:
             return None
-        nodes, dtype = upstream(output, stop=source), source.meta["val"].dtype
+        nodes, dtype = upstream(output, [source]), source.meta["val"].dtype
         turning = _turning(nodes, source)
         tables = [node for node in nodes if node not in turning]
         for node in tables:
@@ -202,7 +202,7 @@ def insert_tables(graph: Graph, rotation: Rotation) -> tuple[Node, Node]:
         )
     unit = call(aten.mul.Tensor, (call(aten.ones_like.default, (source,)), call(aten.to.dtype, (first, fake.dtype))))
     copies = {source: unit}
-    for node in _turning(upstream(rotation.output, stop=source), source)[1:]:
+    for node in _turning(upstream(rotation.output, [source]), source)[1:]:
         copies[node] = graph.node_copy(node, lambda entry: copies.get(entry, entry))
     head = call(aten.select.int, (copies[rotation.output], 1, 0))
     ranges = ((0, 2 * pairs, 2), (1, 2 * pairs, 2)) if interleaved else ((0, pairs, 1), (pairs, 2 * pairs, 1))

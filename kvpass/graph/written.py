@@ -5,7 +5,6 @@ reads some of the whole. No way of writing is matched: the nodes in between are 
 compared with "the past, and the present behind it".
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -51,7 +50,7 @@ def presents(graph: Graph) -> dict[Node, Present]:
         if past is None:
             continue
         x = node.kwargs["x"]
-        if past in upstream(x, past) and (present := _present(x, past)) is not None:
+        if past in upstream(x, [past]) and (present := _present(x, past)) is not None:
             node.update_kwarg("x", present.node)
             found[past] = present
     return found
@@ -64,7 +63,7 @@ def _as_read(past: Node) -> Node:
 
 def _present(x: Node, past: Node) -> Present | None:
     """The node whose values ``x`` has, without going through the cache."""
-    nodes = upstream(x, past)
+    nodes = upstream(x, [past])
     derived = {past}
     for node in nodes:
         if not derived.isdisjoint(node.all_input_nodes):
@@ -94,7 +93,7 @@ def _transposed(node: Node) -> Node:
 def read_back(node: Node, found: dict[Node, Present]) -> tuple[Node, Node, bool] | None:
     """The past and present that keys or values ``[B, H, T, D]``, or ``[B, H_kv, r, T, D]``, consist of, their heads
     repeated in order; and whether there is room behind them, that attention must not look at. None if they do not."""
-    nodes = _between(node, [*found, *(present.source for present in found.values())])
+    nodes = upstream(node, [*found, *(present.source for present in found.values())])
     pasts = [past for past in found if past in nodes]
     if len(pasts) != 1:
         return None
@@ -121,22 +120,10 @@ def _is_whole(got: Tensor, whole: Tensor) -> bool:
     return torch.equal(got[:, :, :tokens], whole.repeat_interleave(got.shape[1] // heads, 1))
 
 
-def _between(target: Node, stops: Iterable[Node]) -> list[Node]:
-    """`upstream`, with several nodes that are not looked behind."""
-    needed, stack, stops = set(), [target], set(stops)
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            if node not in stops and not is_size(node):
-                stack.extend(node.all_input_nodes)
-    return [node for node in target.graph.nodes if node in needed]
-
-
 def _trials(target: Node, given: tuple[Node, Node]):
     """Values of all nodes between ``given``, which are random, and ``target``, at two lengths; None where they depend
     on anything else."""
-    nodes = _between(target, given)
+    nodes = upstream(target, given)
     if any(node.op != "call_function" and not is_size(node) for node in nodes if node not in given):
         yield None
         return
