@@ -54,6 +54,7 @@ class PackedLayer(CacheLayerMixin):
         self.length: Tensor | None = None  # the length carriers, of what is stored and of what was seen,
         self.seen_length: Tensor | None = None  # where that is more, set while a forward is running
         self.broken = False
+        self.tap = None  # who hands over the queries, while a forward is running and no graph does
 
     @property
     def is_initialized(self) -> bool:
@@ -195,7 +196,7 @@ class PackedLayer(CacheLayerMixin):
                 "model.generate(...), not a submodule, or pass a cache of its own to the submodule."
             )
         past = self.read() if torch.compiler.is_compiling() or length_of(self.length) else None
-        self.append(key_states, value_states)
+        self.append(key_states, value_states) if self.tap is None else self.tap.wait(self, key_states, value_states)
         if past is None:
             return key_states, value_states
         return tuple(torch.cat(pair, 2) for pair in zip(past, (key_states, value_states), strict=True))
@@ -216,15 +217,18 @@ class PackedLayer(CacheLayerMixin):
             keys = torch.ops.kvpass.rotate(keys, rotary.cos, rotary.sin, "")
         return keys, values
 
-    def append(self, keys: Tensor, values: Tensor) -> None:
-        """Store the present, ``[B, H_kv, S, D]`` each."""
+    def append(self, keys: Tensor, values: Tensor, q: Tensor | None = None, mask: Tensor | None = None) -> None:
+        """Store the present, ``[B, H_kv, S, D]`` each.
+
+        q, mask: queries ``[B, H_q, S, D]`` and mask of the attention that reads it, where no graph finds them.
+        """
         if self.plan.needs_importance and not torch.compiler.is_compiling():
             raise KVPassError(
                 "What is stored depends on attention, which needs the pass: this forward was not captured."
             )
         for x in (keys, values):
             self._check_placement(x)
-        beside = self._append(self.key_state, keys, 0)
+        beside = self._append(self.key_state, keys, 0, None, q, mask)
         self._append(self.value_state, values, 1, beside)
 
     def _decode(self, state: KVState, below: Tensor | None, beside: Tensor | None = None) -> Tensor:
@@ -234,11 +238,14 @@ class PackedLayer(CacheLayerMixin):
             *state.handles, state.ring, self.length, state.text, self.lowering, below, beside, list(state.predictor),
         )  # fmt: skip
 
-    def _append(self, state: KVState, x: Tensor, which: int, beside: Tensor | None = None) -> Tensor | None:
+    def _append(
+        self, state: KVState, x: Tensor, which: int, beside: Tensor | None = None, q: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor | None:  # fmt: skip
         edge = None if self.edges is None else self.edges[which]
         waiting = state.host.tokens if self.plan.adaptive else edge
         torch.ops.kvpass.append_(
-            *state.handles, state.ring, state.compensation, self.length, x, None, None, state.text, self.lowering,
+            *state.handles, state.ring, state.compensation, self.length, x, q, mask, state.text, self.lowering,
             waiting, beside, [] if state.center is not None else list(state.predictor), state.center,
             self.importance.weights if which == 0 and self.importance else None, None, self.slots,
         )  # fmt: skip

@@ -32,7 +32,7 @@ def probe(model: nn.Module) -> dict[int, LayerGeometry | str]:
     try:
         cache = fresh_cache(model)
         with torch.no_grad():
-            model(**_two_tokens(model), past_key_values=cache, use_cache=True)
+            model(**two_tokens(model), past_key_values=cache, use_cache=True)
     except Exception as error:
         raise KVPassError(f"Two tokens through {kind} with a growing cache failed: {error}") from error
     layers = _geometries(cache)
@@ -63,7 +63,7 @@ def fresh_cache(model: nn.Module) -> Cache:
     return DynamicCache(config=model.config)
 
 
-def _two_tokens(model: nn.Module) -> dict[str, object]:
+def two_tokens(model: nn.Module) -> dict[str, object]:
     """Inputs of two tokens for ``model``; an encoder has run already, whatever its own inputs are."""
     device = next(model.parameters()).device
     ids = torch.zeros(1, 2, dtype=torch.long, device=device)

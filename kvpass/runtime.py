@@ -30,9 +30,10 @@ from .errors import KVPassError
 from .graph.report import LayerReport, Report
 from .implementation import Notation
 from .layer import PackedLayer
-from .probe import fresh_cache, has_encoder
+from .probe import fresh_cache, has_encoder, two_tokens
 from .schemes import LayerGeometry, SchemeConfig, check_edges, check_sources
 from .state import SharedTensors
+from .tap import QueryTap
 
 _MIN_COMPILED_LENGTH = 2  # lengths 0 and 1 would be specialised by the tracer
 
@@ -245,8 +246,31 @@ class Runtime:
     def _choose(self, stored: int, new_tokens: int):
         if not (self.eager or new_tokens > 1 or stored < _MIN_COMPILED_LENGTH):
             return self.decode_step
-        needs_edges = self.needs_rotation or self.needs_importance or (self.needs_queries and not stored)
-        return self.captured if needs_edges else self.original
+        if self.needs_rotation or self.needs_importance:
+            return self.captured
+        if self.needs_queries and not stored:
+            return self._tapped if self.taps else self.captured
+        return self.original
+
+    def _tapped(self, **kwargs):
+        """The model's own forward over an empty cache, which is handed the prompt's queries."""
+        with QueryTap(packed_layers(kwargs["past_key_values"])):
+            return self.original(**kwargs)
+
+    @functools.cached_property
+    def taps(self) -> bool:
+        """Whether `_tapped` works for this model. Tries it on two tokens."""
+        cache = fresh_cache(self.model())
+        layers = self.adopt(cache)
+        start_forward(layers, 1, 2)
+        try:
+            with torch.no_grad(), running(cross_layers(cache)):
+                self._tapped(**two_tokens(self.model()), past_key_values=cache, use_cache=True)
+        except KVPassError:
+            return False
+        finally:
+            finish_forward(layers, 2, succeeded=False)
+        return True
 
     def _set_masks(self, kwargs, total: int, seen: int) -> None:
         """Drop a 2-D mask that hides nothing, and cut a 4-D one made for a static cache to the tokens there are.
