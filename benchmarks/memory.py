@@ -2,8 +2,8 @@
 
 SmolLM2-135M-Instruct in a process of its own for each cache: a prompt in chunks of 512 tokens, and some steps at each
 length. The peak is that of the steps, over what the process had before the prompt, with what is compiled compiled; on
-CUDA what was allocated, elsewhere the resident set (Linux only). "cache" is what `kvpass.nbytes` counts, and of other
-caches the keys and values if they are tensors.
+CUDA what was allocated, elsewhere the resident set (Linux only). "cache" is what `kvpass.nbytes` counts, and the keys
+and values of the default cache.
 """
 
 import argparse
@@ -43,12 +43,11 @@ class Peak:
         return int(status["VmHWM"].split()[0]) * 1024
 
 
-def nbytes(cache) -> int | None:
-    """What ``cache`` keeps, None if it does not say."""
-    if isinstance(cache, QuantizedCache):
-        return None
-    plain = all(isinstance(getattr(layer, "keys", None), torch.Tensor) for layer in cache.layers)
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) if plain else kvpass.nbytes(cache)
+def nbytes(name: str, cache) -> int | None:
+    """What the ``cache`` of a variant keeps; None for `QuantizedCache`, which does not say."""
+    if name == DEFAULT:
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    return None if name in QUANTIZED else kvpass.nbytes(cache)
 
 
 @torch.no_grad()
@@ -76,7 +75,7 @@ def measure(name: str, lengths: list[int]) -> None:
         peak.reset()
         at = length + STEPS
         fill(model, cache, ids, length, at, chunk=1)
-        results[length] = dict(peak=peak.read() - before, cache=nbytes(cache))
+        results[length] = dict(peak=peak.read() - before, cache=nbytes(name, cache))
     print(json.dumps(results))
 
 
