@@ -9,8 +9,6 @@ of PyTorch with grouped heads, on CUDA. All are measured in turn within one proc
 are printed. On CUDA the share of a measured device copy's bandwidth is that of the bytes read, packed or not.
 """
 
-import argparse
-
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -18,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from kvpass.schemes import LayerGeometry, get
 from kvpass.state import KVState
 
-from timing import copy_bandwidth, measure, show, write
+from timing import arguments, copy_bandwidth, measure, show, write
 
 
 def baselines(q, k, v) -> dict:
@@ -81,22 +79,8 @@ def compare(scheme, length: int, args, dtype: torch.dtype) -> dict:
 
 
 def main() -> None:
-    cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scheme", default="kivi")
-    parser.add_argument("--lowering", default="triton" if cuda else "inductor", help="one or more, by comma")
-    parser.add_argument("--device", default="cuda" if cuda else "cpu")
-    parser.add_argument("--dtype", default="bfloat16" if cuda else "float32")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--lengths", default="2048,8192,32768")
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", help="also write medians and bytes read to this file")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    lowering = "triton" if torch.cuda.is_available() else "inductor"
+    args = arguments(__doc__, lowering, "2048,8192,32768", rounds=30)
     device, results = torch.device(args.device), {}
     bandwidth = copy_bandwidth(device) if device.type == "cuda" else None
     with torch.inference_mode():

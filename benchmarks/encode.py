@@ -6,14 +6,12 @@
 All variants are measured in turn within one process, ratios are to the copy, medians are printed.
 """
 
-import argparse
-
 import torch
 import torch.nn.functional as F
 
 from kvpass.schemes import LayerGeometry, get
 
-from timing import measure, show, write
+from timing import arguments, measure, show, write
 
 
 def compare(length: int, args, dtype: torch.dtype) -> dict[str, float]:
@@ -40,21 +38,8 @@ def compare(length: int, args, dtype: torch.dtype) -> dict[str, float]:
 
 def main() -> None:
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scheme", default="kivi")
-    parser.add_argument("--lowering", default="reference,triton" if cuda else "reference,inductor")
-    parser.add_argument("--device", default="cuda" if cuda else "cpu")
-    parser.add_argument("--dtype", default="bfloat16" if cuda else "float32")
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--lengths", default="2048,8192,32768" if cuda else "2048")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", help="also write the medians, in seconds, to this file")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    lowering, lengths = ("reference,triton", "2048,8192,32768") if cuda else ("reference,inductor", "2048")
+    args = arguments(__doc__, lowering, lengths, rounds=10)
     results = {}
     with torch.inference_mode():
         for length in map(int, args.lengths.split(",")):

@@ -1,5 +1,7 @@
-"""Timing shared by benchmarks of single ops: variants in turn within one process, medians, JSON with what ran it."""
+"""What benchmarks share: the arguments of those of single ops, variants measured in turn within one process, JSON with
+what ran it."""
 
+import argparse
 import json
 import platform
 import statistics
@@ -7,6 +9,27 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
+
+
+def arguments(description: str, lowering: str, lengths: str, rounds: int) -> argparse.Namespace:
+    """Those of a benchmark of one layer's ops, with these defaults; the threads they name are set."""
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scheme", default="kivi")
+    parser.add_argument("--lowering", default=lowering, help="one or more, by comma")
+    parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    parser.add_argument("--dtype", default="bfloat16" if cuda else "float32")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--lengths", default=lengths)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", help="also write what was measured to this file")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    return args
 
 
 def seconds(fn, device: torch.device) -> float:

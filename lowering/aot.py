@@ -17,13 +17,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 
-def compile_ahead(fn: Callable, examples: Sequence[Tensor | None], dynamic: Sequence[Sequence[int]]) -> Callable:
+def compile_ahead(
+    fn: Callable, examples: Sequence[Tensor | None], dynamic: Sequence[Sequence[int]], options: dict | None = None
+) -> Callable:
     """Compile ``fn(*tensors)``, which returns a tuple of tensors, once for all sizes of its dynamic dims.
 
     examples: a tensor for each input, whose *metadata* is traced. Dims of equal size in them are one symbol if dynamic,
         so unrelated dims must differ; none may be 0 or 1. None stays None.
     dynamic: the dynamic dims of each input.
+    options: of ``torch._inductor.config``, by name.
     """
+    options = {"emulate_precision_casts": True, **(options or {})}
     fake_mode = FakeTensorMode(shape_env=ShapeEnv())
     fakes = []
     for i, (example, dims) in enumerate(zip(examples, dynamic, strict=True)):
@@ -44,7 +48,7 @@ def compile_ahead(fn: Callable, examples: Sequence[Tensor | None], dynamic: Sequ
     fixed = {symbol: size for symbol, size in fake_mode.shape_env.replacements.items() if size.is_number}
     if fixed:  # nothing would check it at a call
         raise AssertionError(f"Tracing {fn} fixed sizes that vary: {fixed}")
-    with torch.no_grad(), tracing(TracingContext(fake_mode)), inductor_config.patch(emulate_precision_casts=True):
+    with torch.no_grad(), tracing(TracingContext(fake_mode)), inductor_config.patch(options):
         compiled = compile_fx(graph, fakes)
 
     def run(*tensors):

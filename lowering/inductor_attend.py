@@ -5,7 +5,7 @@ because as a broadcast dimension the same algebra is twice as slow. Pools are sl
 there are.
 """
 
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache, partial, reduce
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from kvpass.codec.affine import params_dtype
 from kvpass.codec.grid import grid, look_up
 from kvpass.codec.hadamard import basis
-from kvpass.codec.pack import num_planes, unpack_plane
+from kvpass.codec.pack import num_planes, unpack_plane, unpack_plane_unshifted
 from kvpass.codec.predict import looks_below
 from kvpass.codec.rotary import parse_rope, rotate_pairs, split_pairs
 from kvpass.codec.spec import CodecSpec, parse
@@ -32,35 +32,32 @@ def plane_values(codes: Tensor, scale: Tensor, zero_point: Tensor, spec: CodecSp
 
     points: those of the spec's grid, if it has one.
     """
-    codes = unpack_plane(codes, spec.bits, plane)
-    tokens = codes.shape[-2]
     if spec.grid:
+        codes = unpack_plane(codes, spec.bits, plane)
+        tokens = codes.shape[-2]
         scale = scale.narrow(-2, plane * tokens, tokens).float().unsqueeze(-1)
         return (look_up(codes, points).unflatten(-1, (-1, spec.group_size)) * scale).flatten(-2)
-    values = codes.float()
+    codes, unit = unpack_plane_unshifted(codes, spec.bits, plane)
+    values, tokens = codes.float(), codes.shape[-2]
     if spec.per == "token":
         scale, zero_point = (p.narrow(-2, plane * tokens, tokens).float().unsqueeze(-1) for p in (scale, zero_point))
-        return (values.unflatten(-1, (-1, spec.group_size)) * scale + zero_point).flatten(-2)
+        return (values.unflatten(-1, (-1, spec.group_size)) * (scale * unit) + zero_point).flatten(-2)
     first, count = plane * tokens // spec.group_size, max(1, tokens // spec.group_size)
     if (first + count) * spec.group_size < (plane + 1) * tokens:  # groups that straddle planes
         index = torch.arange(plane * tokens, (plane + 1) * tokens, device=codes.device) // spec.group_size
-        return values * scale.index_select(-2, index).float() + zero_point.index_select(-2, index).float()
+        return values * (scale.index_select(-2, index).float() * unit) + zero_point.index_select(-2, index).float()
     scale, zero_point = (p.narrow(-2, first, count).float().unsqueeze(-2) for p in (scale, zero_point))
-    return (values.unflatten(-2, (count, -1)) * scale + zero_point).flatten(-3, -2)
+    return (values.unflatten(-2, (count, -1)) * (scale * unit) + zero_point).flatten(-3, -2)
 
 
-def _packed(n: Tensor, spec: CodecSpec) -> Tensor:
-    return (n - spec.sinks - spec.residual).clamp_min(0) // spec.page_size * spec.page_size
-
-
-def _places(n: Tensor, spec: CodecSpec, held: Tensor | None) -> tuple[Tensor, Tensor]:
+def _places(n: Tensor, packed: Tensor, spec: CodecSpec, held: Tensor | None) -> tuple[Tensor, Tensor]:
     """Per slot of the ring: its token, and whether it counts. ``held`` says so for log-sparse windows."""
     if held is not None:
         return held, held >= 0
     slots = torch.arange(spec.sinks + spec.window, device=n.device) - spec.sinks
     newest = n - 1 - spec.sinks
     tokens = torch.where(slots < 0, slots, newest - torch.remainder(newest - slots, spec.window)) + spec.sinks
-    return tokens, torch.where(slots < 0, tokens < n, tokens >= _packed(n, spec) + spec.sinks)
+    return tokens, torch.where(slots < 0, tokens < n, tokens >= packed + spec.sinks)
 
 
 def _dots(q: Tensor, k: Tensor, tables: tuple[Tensor, Tensor] | None, rope: str) -> Tensor:
@@ -88,10 +85,10 @@ def _attend(k_pages, v_pages, q, *inputs, scale, softcap, k_spec, v_spec, rope, 
     summed over the query heads of a KV head come second: ``[B * H_kv, slots]``, pages, ring, and the token itself.
     Without ``present``, that of cross-attention, the token itself does not count.
 
-    ``k_pages`` and ``v_pages`` carry page counts as their shape, ``n`` the length as its value. For log-sparse windows
-    ``held`` is the token in each slot of the ring, and ``page_tokens`` ``[N, P]`` those in the pages.
+    ``k_pages`` and ``v_pages`` carry page counts as their shape, ``lengths`` those of `_lengths` as its values. For
+    log-sparse windows ``held`` is the token in each slot of the ring, ``page_tokens`` ``[N, P]`` those in the pages.
     """
-    *state, n, k_new, v_new, mask, held, page_tokens, cos, sin = inputs[:-6]
+    *state, lengths, k_new, v_new, mask, held, page_tokens, cos, sin = inputs[:-6]
     k_points, v_points, k_basis, v_basis, sinks, center = inputs[-6:]
     *k_pools, k_ring, vc, vs, vz, v_ring, k_new, v_new = (tensor.flatten(0, 1) for tensor in (*state, k_new, v_new))
     shape, dtype, batch, groups = q.shape, q.dtype, q.shape[0], state[0].shape[1]
@@ -99,7 +96,8 @@ def _attend(k_pages, v_pages, q, *inputs, scale, softcap, k_spec, v_spec, rope, 
     count, v_count, size = k_pages.shape[0], v_pages.shape[0], k_spec.page_size
     index = torch.arange(count * size, device=q.device)  # of packed tokens, in storage order
     in_page = index + k_spec.sinks if page_tokens is None else page_tokens.flatten()
-    k_tokens, k_counts = _places(n, k_spec, held)
+    n, k_packed, v_packed = lengths.split(1)
+    k_tokens, k_counts = _places(n, k_packed, k_spec, held)
 
     def tables(tokens):
         """cos and sin of ``tokens``, any shape; None where keys are stored rotated."""
@@ -108,16 +106,17 @@ def _attend(k_pages, v_pages, q, *inputs, scale, softcap, k_spec, v_spec, rope, 
         rows = [table.index_select(1, tokens.flatten())[..., : parse_rope(rope)[0]] for table in (cos, sin)]
         return tuple(table.unflatten(1, tokens.shape) for table in rows)
 
+    def seen(scores, counts):
+        scores = torch.tanh(scores / softcap) * softcap if softcap else scores
+        return torch.where(counts, scores, -torch.inf)
+
     on_pages = _page_scores(q, k_pools, in_page.view(count, size), tables, rope, k_spec, k_points, k_basis, center)
     on_ring = _dots(q, k_ring.float(), tables(k_tokens.clamp_min(0)), rope)
-    scores = torch.cat([on_pages, on_ring, (q * k_new.float()).sum(-1, keepdim=True)], -1)
-    if softcap:
-        scores = torch.tanh(scores / softcap) * softcap
+    own, counts = (q * k_new.float()).sum(-1, keepdim=True), torch.full_like(n, present, dtype=torch.bool)
+    scores = torch.cat([seen(on_pages, index < k_packed), seen(on_ring, k_counts), seen(own, counts)], -1)
     if mask is not None:
         token = torch.cat([in_page, k_tokens, n])
         scores = _biased(scores, mask, token.clamp(0, mask.shape[-1] - 1), groups)
-    counts = torch.cat([index < _packed(n, k_spec), k_counts, torch.full_like(k_counts[:1], present)])
-    scores = torch.where(counts, scores, -torch.inf)
     if sinks is None:
         weights = scores.softmax(-1)
     else:
@@ -127,9 +126,12 @@ def _attend(k_pages, v_pages, q, *inputs, scale, softcap, k_spec, v_spec, rope, 
         weights = weights.nan_to_num(0)  # a query that may see nothing gets zeros, as in SDPA
 
     # values leave their window no earlier than keys, so a packed value's weight is that of a packed key
-    on_pages = torch.where(index[: v_count * size] < _packed(n, v_spec), weights[..., : v_count * size], 0.0)
-    on_ring = _ring_weights(weights, n, count * size, k_spec, v_spec, held)
-    out = (on_ring[..., None] * v_ring[:, None].float()).sum(2) + weights[..., -1:] * v_new.float()
+    packed, slots = v_count * size, v_ring.shape[1]
+    on_pages = torch.where(index[:packed] < v_packed, weights[..., :packed], 0.0)
+    on_ring = _ring_weights(weights, lengths, count * size, k_spec, v_spec, held)
+    # concatenated, they are computed once: otherwise anew for every channel
+    on_pages, on_ring, own = torch.cat([on_pages, on_ring, weights[..., -1:]], -1).split([packed, slots, 1], -1)
+    out = (on_ring[..., None] * v_ring[:, None].float()).sum(2) + own * v_new.float()
     out = out + _page_values(on_pages.unflatten(-1, (v_count, -1)), (vc, vs, vz), v_spec, v_points, v_basis)
     out = out.view(*shape[:3], -1).to(dtype)
     return (out, weights.sum(1)) if paid else (out,)
@@ -156,14 +158,15 @@ def _page_scores(q, pools, tokens, tables, rope: str, spec: CodecSpec, points, b
     return out
 
 
-def _ring_weights(weights, n, packed_slots: int, k_spec: CodecSpec, v_spec: CodecSpec, held) -> Tensor:
+def _ring_weights(weights, lengths, packed_slots: int, k_spec: CodecSpec, v_spec: CodecSpec, held) -> Tensor:
     """The weights of the values in each slot of their ring; ``packed_slots`` come first in ``weights``."""
-    tokens, counts = _places(n, v_spec, held)
+    n, k_packed, v_packed = lengths.split(1)
+    tokens, counts = _places(n, v_packed, v_spec, held)
     on_ring = weights[..., packed_slots:-1]
     if held is None:
         behind = tokens - k_spec.sinks
         in_window = packed_slots + torch.where(behind < 0, tokens, k_spec.sinks + behind % k_spec.window)
-        source = torch.where((behind >= 0) & (behind < _packed(n, k_spec)), behind, in_window)
+        source = torch.where((behind >= 0) & (behind < k_packed), behind, in_window)
         on_ring = weights.index_select(-1, torch.where(counts, source, 0))
     return torch.where(counts, on_ring, 0.0)
 
@@ -171,11 +174,11 @@ def _ring_weights(weights, n, packed_slots: int, k_spec: CodecSpec, v_spec: Code
 def _page_values(weights, pools, spec: CodecSpec, points, basis) -> Tensor:
     """Values in pages, weighted by ``[BH, R, N, P]``: ``[BH, R, D]``."""
     pools = [pool.narrow(1, 0, weights.shape[2]) for pool in pools]
-    by_plane, out = weights.unflatten(-1, (num_planes(spec.bits), -1)), 0.0
+    by_plane, products = weights.unflatten(-1, (num_planes(spec.bits), -1)), []
     for j in range(num_planes(spec.bits)):
         v = plane_values(*pools, spec, j, points).flatten(1, 2)
-        heads = (by_plane[:, r, :, j].flatten(1)[..., None] * v for r in range(weights.shape[1]))
-        out = out + torch.stack([product.sum(1) for product in heads], 1)
+        products.append([by_plane[:, r, :, j].flatten(1)[..., None] * v for r in range(weights.shape[1])])
+    out = torch.stack([reduce(torch.add, of_head).sum(1) for of_head in zip(*products, strict=True)], 1)
     return out if basis is None else out @ basis.mT
 
 
@@ -189,6 +192,16 @@ def _biased(scores: Tensor, mask: Tensor, token: Tensor, groups: int) -> Tensor:
 
 # Sizes to trace with, where sizes vary from call to call: different for what is unrelated, and none of them 0 or 1.
 _BATCH, _K_PAGES, _V_PAGES, _K_CAPACITY, _V_CAPACITY, _TOKENS, _TABLES = 5, 53, 47, 61, 59, 1733, 1811
+
+
+# Keys and values in pages are used by every query head of a KV head and are never to be stored for that, however many
+# reads they take. Sums of products may be rounded once.
+_OPTIONS = {
+    "realize_reads_threshold": 256,
+    "realize_acc_reads_threshold": 256,
+    "realize_opcount_threshold": 4096,
+    "cpp.enable_floating_point_contract_flag": "fast",
+}
 
 
 @cache
@@ -225,7 +238,7 @@ def _attend_kernel(key: tuple, k_spec: CodecSpec, v_spec: CodecSpec, scale: floa
         example(q_heads, 1, head_dim),
         *pool(k_spec, _K_CAPACITY),
         *pool(v_spec, _V_CAPACITY),
-        ids(1),
+        ids(3),
         *(new, new),
         mask,
         *((ids(k_spec.sinks + k_spec.window), ids(_K_PAGES, k_spec.page_size)) if log else (None, None)),
@@ -242,7 +255,7 @@ def _attend_kernel(key: tuple, k_spec: CodecSpec, v_spec: CodecSpec, scale: floa
     dynamic = [[0], [0], first, *pools, *pools, [], first, first, of_mask, [], [0], *tables, [], [], [], [], [], first]
     how = dict(scale=scale, softcap=softcap, k_spec=k_spec, v_spec=v_spec, rope=rope, paid=paid, present=present)
     fn = partial(_attend, **how)
-    return compile_ahead(fn, examples, dynamic)
+    return compile_ahead(fn, examples, dynamic, _OPTIONS)
 
 
 @cache
@@ -252,9 +265,9 @@ def _carrier(pages: int, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=16)
-def _length(n: int, device: torch.device) -> Tensor:
-    """The length as a tensor: one for all layers of a step."""
-    return torch.tensor([n], device=device)
+def _lengths(n: int, k_packed: int, v_packed: int, device: torch.device) -> Tensor:
+    """All tokens, packed keys and packed values as a tensor: one for all layers of a step."""
+    return torch.tensor([n, k_packed, v_packed], device=device)
 
 
 @lru_cache(maxsize=16)
@@ -296,6 +309,7 @@ def _run(
             raise KVPassError(f"{n} tokens need {pages[-1]} pages, and the pool has {pool.shape[2]}.")
     if mask is not None:
         mask = mask.contiguous()
+    lengths = _lengths(n, k_spec.packed(n), v_spec.packed(n), device)
     k_spec, v_spec = k_spec.stored_as, v_spec.stored_as
     cos, sin, rope = rotary or (None, None, "")
     held = tokens = None
@@ -314,7 +328,7 @@ def _run(
     bases = (None if s.rotation is None else basis(head_dim, s.rotation, device) for s in (k_spec, v_spec))
     carriers = (_carrier(count, device) for count in pages)
     return kernel(
-        *carriers, new[0], *key, *value, _length(n, device), *new[1:], mask, held, tokens, cos, sin, *points, *bases,
+        *carriers, new[0], *key, *value, lengths, *new[1:], mask, held, tokens, cos, sin, *points, *bases,
         sinks,
         center,
     )  # fmt: skip

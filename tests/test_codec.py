@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from kvpass import KVPassError, NonFiniteError
 from kvpass.codec import CodecSpec, Subspace, decode_pages, encode_pages, parse
 from kvpass.codec.affine import assign, params_dtype
-from kvpass.codec.pack import byte_rows, num_planes, pack, smallest_page, unpack, unpack_plane
+from kvpass.codec.pack import (
+    byte_rows,
+    num_planes,
+    pack,
+    smallest_page,
+    unpack,
+    unpack_plane,
+    unpack_plane_unshifted,
+)
 from kvpass.codec.subspace import compensation_matrix, precision_matrix
 
 from common import (
@@ -145,6 +153,8 @@ def test_a_plane_is_a_slice_of_what_unpack_gives(bits, multiple, seed):
     dense, size = unpack(packed, bits), tokens // num_planes(bits)
     for plane in range(num_planes(bits)):
         assert torch.equal(unpack_plane(packed, bits, plane), dense[..., plane * size : (plane + 1) * size, :])
+        unshifted, unit = unpack_plane_unshifted(packed, bits, plane)
+        assert torch.equal(unshifted * unit, unpack_plane(packed, bits, plane).float())
 
 
 def test_byte_row_i_of_a_2_bit_page_holds_tokens_a_quarter_page_apart():

@@ -425,6 +425,16 @@ def test_the_choice_and_what_was_passed_over_are_logged(toy_op, caplog):
     assert "kvpass::toy on cpu: plain" in caplog.text and "not choosy: it needs a GPU" in caplog.text
 
 
+def test_the_log_says_what_serves_a_call_and_why(caplog):
+    select.cache_clear()
+    with caplog.at_level("INFO", logger="kvpass.lowering"):
+        OPS.attend(*attend_arguments(KIVI, 70, queries=3, causal=True)[0])
+        select(Site("attend", "cpu", tuple(map(str, KIVI)), queries=1, head_dim=DIM))
+    several, one = (record.message for record in caplog.records if "kvpass::attend on" in record.message)
+    assert "3 query: reference (" in several and "not inductor: it is written for one query token." in several
+    assert "1 query: inductor" in one
+
+
 def test_every_op_has_a_reference_that_serves_every_site():
     for op in ("encode", "append_", "decode", "attend"):
         assert "reference" in implementations(op) and "reference" in table.names()

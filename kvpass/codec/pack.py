@@ -56,6 +56,15 @@ def unpack_plane(packed: Tensor, bits: int, plane: int) -> Tensor:
     return codes
 
 
+def unpack_plane_unshifted(packed: Tensor, bits: int, plane: int) -> tuple[Tensor, float]:
+    """Plane ``plane`` as it lies in its bytes, and the power of two that makes codes of it. Vectors of bytes have no
+    instruction to shift them."""
+    if len(FIELDS[bits]) > 1:
+        return unpack_plane(packed, bits, plane), 1.0
+    offset = plane * bits
+    return packed & ((2**bits - 1) << offset), 2.0**-offset
+
+
 def unpack(packed: Tensor, bits: int) -> Tensor:
     """Inverse of `pack`: ``[..., rows, D]`` bytes -> ``[..., P, D]`` uint8 codes in token order."""
     return torch.cat([unpack_plane(packed, bits, j) for j in range(num_planes(bits))], -2)

@@ -1,0 +1,137 @@
+"""Decode steps of a whole model over a packed cache, against transformers' own caches as users run them: eagerly.
+
+    python benchmarks/decode_e2e.py                                               # SmolLM2-135M-Instruct, by length
+    python benchmarks/decode_e2e.py --lengths 512 --max-cache-len 1024,16384      # does a step cost what is allocated?
+    python benchmarks/decode_e2e.py --prefill 2048                                # what encoding adds to a prompt
+
+A variant decodes ``--steps`` tokens in a row, so that packing is in the mean; all take their steps in turn, so that
+drift of the machine hits all alike. "of context" is what a step takes over one behind the first length. Caches are
+filled by one growing prompt, each by its own model; `QuantizedCache` is given the keys and values of the default one.
+It takes a step every ``--every`` rounds only. It codes all tokens anew once in 128 steps, which is not counted.
+"""
+
+import argparse
+import copy
+import statistics
+
+import torch
+from transformers import DynamicCache, QuantizedCache
+
+import kvpass
+from kvpass import models, texts
+
+from timing import seconds, show, write
+
+DEFAULT = "default"
+QUANTIZED = {
+    f"{backend}, {bits} bits": dict(backend=backend, nbits=bits, axis_key=axis, axis_value=axis)
+    for backend, axis in (("quanto", 0), ("hqq", 1))
+    for bits in (2, 4)
+}
+PACKAGES = {"quanto": "optimum-quanto", "hqq": "hqq"}
+
+
+def quantized(config) -> dict:
+    """Arguments of `QuantizedCache` by variant, for the backends that are installed."""
+    found, tried = {}, {}
+    for name, how in QUANTIZED.items():
+        try:
+            QuantizedCache(config=config, **how)
+            found[name] = how
+        except ImportError:
+            tried[how["backend"]] = PACKAGES[how["backend"]]
+    for backend, package in tried.items():
+        print(f"QuantizedCache with {backend} is left out: pip install {package}")
+    return found
+
+
+def fill(model, cache, ids, start: int, stop: int, chunk: int = 512) -> None:
+    """Append tokens ``[start, stop)`` of ``ids`` ``[1, N]`` to ``cache``, a chunk at a time."""
+    for first in range(start, stop, chunk):
+        part = ids[:, first : min(first + chunk, stop)]
+        model(input_ids=part, past_key_values=cache, logits_to_keep=1)
+
+
+def requantized(cache, config, how: dict) -> QuantizedCache:
+    """A `QuantizedCache` with the keys and values of ``cache``, quantized as those of a prompt are."""
+    new = QuantizedCache(config=config, **how)
+    for index, layer in enumerate(cache.layers):
+        new.update(layer.keys, layer.values, index)
+    return new
+
+
+def measure(variants: dict, caches: dict, ids, length: int, args) -> dict[str, float]:
+    """Mean seconds of a step by variant, over steps that follow ``length`` tokens."""
+    times = {name: [] for name in caches}
+    for step in range(-3, args.steps):  # three to compile and warm up
+        token = ids[:, length + 3 + step : length + 4 + step]
+        for name, cache in caches.items():
+            if name in QUANTIZED and step >= 0 and step % args.every:
+                continue
+            model = variants[name]
+            took = seconds(lambda: model(input_ids=token, past_key_values=cache), token.device)  # noqa: B023
+            if step >= 0:
+                times[name].append(took)
+    return {name: statistics.fmean(each) for name, each in times.items()}
+
+
+def by_length(variants: dict, ids, args) -> dict:
+    """Mean seconds of a step, by length and variant."""
+    config = variants[DEFAULT].config
+    backends = quantized(config)
+    variants = variants | dict.fromkeys(backends, variants[DEFAULT])
+    grown = {name: DynamicCache(config=config) for name in variants if name not in backends}
+    results, lengths = {}, [int(length) for length in args.lengths.split(",")]
+    for start, stop in zip([0, *lengths], lengths, strict=False):
+        for name, cache in grown.items():
+            fill(variants[name], cache, ids, start, stop)
+        caches = {name: copy.deepcopy(cache) for name, cache in grown.items()}
+        caches |= {name: requantized(grown[DEFAULT], config, how) for name, how in backends.items()}
+        results[stop] = means = measure(variants, caches, ids, stop, args)
+        context = {name: means[name] - results[lengths[0]][name] for name in means}
+        show(f"{stop} tokens", means, {name: f"{each * 1e3:9.3f} ms of context" for name, each in context.items()})
+    return results
+
+
+def prefill(variants: dict, ids, args) -> dict[str, float]:
+    """Median seconds of a whole prompt by variant."""
+    times = {name: [] for name in variants}
+    for turn in range(-1, args.rounds):
+        for name, model in variants.items():
+            cache = DynamicCache(config=model.config)
+            took = seconds(lambda: fill(model, cache, ids, 0, args.prefill, args.prefill), ids.device)  # noqa: B023
+            if turn >= 0:
+                times[name].append(took)
+    medians = {name: statistics.median(each) for name, each in times.items()}
+    show(f"a prompt of {args.prefill} tokens", medians)
+    return medians
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model")
+    parser.add_argument("--scheme", default="kivi")
+    parser.add_argument("--lengths", default="64,512,4096,7680", help="increasing")
+    parser.add_argument("--steps", type=int, default=256)
+    parser.add_argument("--every", type=int, default=16, help="rounds from one step of a QuantizedCache to the next")
+    parser.add_argument("--max-cache-len", default="", help="one packed variant for each, by comma")
+    parser.add_argument("--prefill", type=int, help="measure a prompt of as many tokens, and no steps")
+    parser.add_argument("--rounds", type=int, default=7, help="of prompts")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--json", help="also write the seconds to this file")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    plain, tokenizer = models.load(args.model, say=print)
+    variants = {DEFAULT: plain}
+    for capacity in [int(each) for each in args.max_cache_len.split(",") if each] or [None]:
+        name = f"{args.scheme}, {capacity} allocated" if capacity else args.scheme
+        variants[name] = kvpass.apply(models.load(args.model)[0], args.scheme, max_cache_len=capacity)
+    tokens = args.prefill or max(map(int, args.lengths.split(","))) + args.steps + 3
+    ids = texts.tokens(tokenizer, "prose", tokens).to(plain.device)
+    results = (prefill if args.prefill else by_length)(variants, ids, args)
+    write(args.json, plain.device, arguments=vars(args), seconds=results)
+
+
+if __name__ == "__main__":
+    main()

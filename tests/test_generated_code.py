@@ -1,0 +1,66 @@
+"""What the kernels of Inductor allocate, read off the code it generates."""
+
+import math
+import re
+from functools import partial
+
+import pytest
+from torch._inductor.utils import run_and_get_code
+
+from kvpass.codec import CodecSpec
+from kvpass.codec.pages import decode_pages
+from kvpass.lowering import inductor_attend, reference
+from kvpass.lowering.aot import compile_ahead
+
+from common import randn, state_of
+
+HEADS, Q_HEADS, DIM, PAGES, PAGE = 2, 4, 64, 1000, 32
+SPECS = {
+    "kivi": (CodecSpec(2, "channel", PAGE, PAGE), CodecSpec(2, "token", 32, PAGE, residual=PAGE)),
+    "3 bits": (CodecSpec(3, "channel", PAGE, PAGE), CodecSpec(3, "token", 32, PAGE, residual=PAGE)),
+}
+
+
+def allocations(run) -> list[tuple[int, str]]:
+    """Elements and dtype of each tensor that the kernel ``run`` compiles makes, if it is called with `PAGES` pages."""
+    _, codes = run_and_get_code(run)
+    found = []
+    for shape, dtype in re.findall(r"= empty_strided\w*\(\((.*?)\), \(.*?\), torch\.(\w+)\)", codes[-1]):
+        sizes = re.sub(r"\bs\d+\b", str(PAGES), shape)
+        found.append((math.prod(eval(f"({sizes})")), dtype))
+    return found
+
+
+def attend(specs, n=200):
+    """`attend` of one query token over ``n``, compiled anew."""
+    inductor_attend._attend_kernel.cache_clear()
+    states = [state_of(spec, randn(i, 1, HEADS, n, DIM), room=n) for i, spec in enumerate(specs)]
+    packed = [(state.codes, state.scale, state.zero_point, state.ring) for state in states]
+    q, k_new, v_new = (randn(5 + i, 1, heads, 1, DIM) for i, heads in enumerate((Q_HEADS, HEADS, HEADS)))
+    return inductor_attend.attend(q, *packed, n, k_new, v_new, None, False, 0.1, 0.0, *specs)
+
+
+def decode_then_attend(specs):
+    """The same over pages alone, in the words of the reference."""
+    states = [state_of(spec, randn(i, 1, HEADS, 200, DIM), room=200) for i, spec in enumerate(specs)]
+    pools = [pool[:, :, :5].contiguous() for state in states for pool in (state.codes, state.scale, state.zero_point)]
+
+    def run(q, *pools):
+        k, v = (decode_pages(*three, spec) for three, spec in zip((pools[:3], pools[3:]), specs, strict=True))
+        return (reference.attention(q, k, v, None, False, 0.1, 0.0),)
+
+    inputs = randn(5, 1, Q_HEADS, 1, DIM), *pools
+    return compile_ahead(run, inputs, [[], *[[2]] * len(pools)])(*inputs)
+
+
+@pytest.mark.parametrize("specs", SPECS.values(), ids=SPECS)
+def test_attend_makes_nothing_as_large_as_keys_and_no_copy_of_a_pool(specs):
+    """Scores are the largest: one for each query head and token."""
+    made = allocations(partial(attend, specs))
+    assert max(elements for elements, _ in made) <= Q_HEADS * (PAGES * PAGE + 200)
+    assert {dtype for _, dtype in made} <= {"float32", "int64", "bool"}
+
+
+def test_decoding_first_is_told_from_it():
+    made = allocations(partial(decode_then_attend, SPECS["kivi"]))
+    assert max(elements for elements, _ in made) >= HEADS * PAGES * PAGE * DIM
