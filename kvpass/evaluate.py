@@ -282,7 +282,9 @@ def _simulator(model: nn.Module) -> Simulator | None:
         return None
 
 
-def _in_one_pass(simulator: Simulator, scored: dict, scheme: SchemeConfig | None, name: str, progress: bool):
+def _in_one_pass(
+    simulator: Simulator, scored: Mapping[str, tuple], scheme: SchemeConfig | None, name: str, progress: bool
+) -> list[Quality] | None:
     """A row for each text; None for schemes that cannot be scored in one pass."""
     rows = []
     with _bar(name, len(scored), "text", progress) as bar:

@@ -1,5 +1,6 @@
 """Bytes of a cache of any length, from the shapes it would have: nothing of that size is allocated."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +14,10 @@ from .errors import KVPassError
 from .layer import PackedLayer
 from .probe import has_encoder, probe_cache
 from .schemes import LayerGeometry, SchemeConfig
+
+
+class DependsOnTextError(KVPassError):
+    """A scheme whose storage has no size of its own: it depends on what the model reads."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,8 @@ def footprint(model: nn.Module, scheme: str | dict | SchemeConfig | Calibration 
     or, for None, in full precision. Exact: the cache is laid out on PyTorch's meta device. Decoding to that length one
     token at a time may leave up to 3 % more slack, because pages are allocated in steps.
 
-    Raises `KVPassError` for encoder-decoders, less than one token, and schemes whose storage depends on the text (QAQ).
+    Raises `DependsOnTextError` for schemes whose storage depends on the text (QAQ), and `KVPassError` for
+    encoder-decoders, less than one token, and schemes that need calibration and have none.
     """
     if has_encoder(model):
         raise KVPassError("An encoder-decoder's cache has two lengths: fill one and use kvpass.bits_per_value.")
@@ -52,13 +58,25 @@ def footprint(model: nn.Module, scheme: str | dict | SchemeConfig | Calibration 
     return Footprint(sum(size.nbytes for size in sizes) + fixed, sum(size.values for size in sizes))
 
 
+def bits_at(
+    model: nn.Module, scheme: str | dict | SchemeConfig | Calibration | None, lengths: Sequence[int]
+) -> dict[int, float | None]:
+    """Bits a value at each length, by `footprint`; None where they depend on the text."""
+    try:
+        return {tokens: footprint(model, scheme, tokens).bits_per_value for tokens in lengths}
+    except DependsOnTextError:
+        return dict.fromkeys(lengths)
+
+
 def _plans(config: SchemeConfig, layers: dict[int, LayerGeometry | str]) -> Plans:
     packed = {
         i: replace(layer, device=torch.device("meta")) for i, layer in layers.items() if not isinstance(layer, str)
     }
     plans = {i: (config.plan(layer), layer) for i, layer in packed.items()}
     if any(plan.adaptive for plan, _ in plans.values()):
-        raise KVPassError(f"What {config.name!r} keeps depends on the text: its bits at a length have to be measured.")
+        raise DependsOnTextError(
+            f"What {config.name!r} keeps depends on the text: its bits at a length have to be measured."
+        )
     return plans
 
 
