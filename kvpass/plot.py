@@ -3,17 +3,17 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 from .errors import KVPassError
 from .evaluate import Quality
 
 FORMATS = (".png", ".svg")
-_OFFSETS = [
-    (x, y)
-    for r in (6, 12, 20, 30, 42)
-    for x, y in ((r, 0), (-r, 0), (r, r), (-r, r), (r, -r), (-r, -r), (0, r), (0, -r))
-]
+_DIRECTIONS = ((1, 0), (-1, 0), (1, 1), (-1, 1), (1, -1), (-1, -1), (0, 1), (0, -1))
+_DISTANCES = (6, 12, 20, 30, 42)  # of a label from its point, in typographic points
+_NEAR = 12
+_SAMPLES = 30  # of a line, where names would cover it
 _SHOWN = 1e-4  # nats; full precision has no place on a logarithmic axis
 
 
@@ -86,30 +86,54 @@ def _draw(panel, rows: Sequence[Point]) -> None:
     best = front(rows)
     for row in rows:
         color = "C0" if row in best else "0.45"
-        low = min(row.error, 0.9 * row.kl)  # an interval that reaches 0 has no end on a logarithmic axis
-        panel.errorbar(row.bits, row.kl, [[low], [row.error]], fmt="o", ms=4, lw=0.8, color=color)
+        panel.errorbar(row.bits, row.kl, [[_below(row)], [row.error]], fmt="o", ms=4, lw=0.8, color=color)
     panel.plot([row.bits for row in best], [row.kl for row in best], "C0--", lw=0.8, zorder=0)
     panel.grid(which="major", lw=0.3)
     panel.margins(x=0.12, y=0.06)
 
 
 def _label(panel, rows: Sequence[Point]) -> None:
-    """Names beside their points, each at the nearest place where it covers no point and no other name."""
+    """Names beside their points, each where it covers least: other names, points, intervals, the front."""
+    from matplotlib.patheffects import withStroke
+
     renderer = panel.figure.canvas.get_renderer()
-    points = [panel.transData.transform((row.bits, row.kl)) for row in rows]
-    taken = []
+    covered, taken = _obstacles(panel, rows), []
     for row in sorted(rows, key=lambda row: row.kl):
-        at = row.bits, row.kl
-        label = panel.annotate(row.name, at, textcoords="offset points", fontsize=8, va="center")
-        for x, y in _OFFSETS:
-            label.set_ha("left" if x > 0 else "right" if x < 0 else "center")
-            label.xyann = (x, y)
-            box = label.get_window_extent(renderer)
-            inside = (
-                panel.bbox.x0 < box.x0 and box.x1 < panel.bbox.x1 and panel.bbox.y0 < box.y0 and box.y1 < panel.bbox.y1
-            )
-            if inside and not any(box.overlaps(other) for other in taken) and not any(box.contains(*p) for p in points):
-                break
-        taken.append(box)
-        if max(abs(x), abs(y)) > _OFFSETS[8][0]:
-            panel.annotate("", at, (x, y), textcoords="offset points", arrowprops=dict(arrowstyle="-", lw=0.4))
+        at, effects = (row.bits, row.kl), [withStroke(linewidth=2, foreground="white")]
+        label = panel.annotate(
+            row.name, at, (0, 0), textcoords="offset points", fontsize=8, va="center", path_effects=effects
+        )
+
+        def place(offset, label=label):
+            label.set_ha("left" if offset[0] > 0 else "right" if offset[0] < 0 else "center")
+            label.xyann = offset
+            return label.get_window_extent(renderer).padded(1)
+
+        def cost(offset, place=place):
+            box = place(offset)
+            outside = not (panel.bbox.contains(box.x0, box.y0) and panel.bbox.contains(box.x1, box.y1))
+            names = sum(box.overlaps(other) for other in taken)
+            return 100 * outside + 10 * names + sum(box.contains(*p) for p in covered) + 0.2 * max(map(abs, offset))
+
+        offset = min(((d * x, d * y) for d in _DISTANCES for x, y in _DIRECTIONS), key=cost)
+        taken.append(place(offset))
+        if max(map(abs, offset)) > _NEAR:
+            panel.annotate("", at, offset, textcoords="offset points", arrowprops=dict(arrowstyle="-", lw=0.4))
+
+
+def _obstacles(panel, rows: Sequence[Point]) -> list[tuple[float, float]]:
+    """Where points, intervals and the front are drawn, in pixels; points count thrice."""
+
+    def between(a: tuple[float, float], b: tuple[float, float]) -> list[tuple[float, float]]:
+        (x, y), (u, v) = panel.transData.transform([a, b])
+        return [(x + (u - x) * i / _SAMPLES, y + (v - y) * i / _SAMPLES) for i in range(_SAMPLES + 1)]
+
+    best = [(row.bits, row.kl) for row in front(rows)]
+    lines = [between(*ends) for ends in pairwise(best)]
+    lines += [between((row.bits, row.kl - _below(row)), (row.bits, row.kl + row.error)) for row in rows]
+    return [p for line in lines for p in line] + 3 * [tuple(panel.transData.transform((r.bits, r.kl))) for r in rows]
+
+
+def _below(row: Point) -> float:
+    """The lower half of an interval; one that reaches 0 has no end on a logarithmic axis."""
+    return min(row.error, 0.9 * row.kl)
