@@ -35,8 +35,8 @@ class Footprint:
 
 def footprint(model: nn.Module, scheme: str | dict | SchemeConfig | Calibration | None, tokens: int) -> Footprint:
     """What a cache of ``model`` takes behind a prompt of ``tokens`` tokens, batch 1, with `kvpass.apply`'s ``scheme``
-    or, for None, in full precision. Exact: the cache is laid out on PyTorch's meta device. Decoding to that length one
-    token at a time may leave up to 3 % more slack, because pages are allocated in steps.
+    or, for None, in full precision. Exact: the cache is laid out on PyTorch's meta device. While decoding,
+    pages are allocated four, or 3 %, at a time: a cache that grew token by token may have that much more.
 
     Raises `DependsOnTextError` for schemes whose storage depends on the text (QAQ), and `KVPassError` for
     encoder-decoders, less than one token, and schemes that need calibration and have none.

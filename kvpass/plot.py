@@ -14,7 +14,7 @@ _DIRECTIONS = ((1, 0), (-1, 0), (1, 1), (-1, 1), (1, -1), (-1, -1), (0, 1), (0, 
 _DISTANCES = (6, 12, 20, 30, 42)  # of a label from its point, in typographic points
 _NEAR = 12
 _SAMPLES = 30  # of a line, where names would cover it
-_SHOWN = 1e-4  # nats; full precision has no place on a logarithmic axis
+_SHOWN = 1e-6  # nats; what is below is full precision but for rounding, and has no place on a logarithmic axis
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def front(rows: Sequence[Point]) -> list[Point]:
 def pareto(results: Mapping[str, Sequence[Point]], path: Path, title: str) -> None:
     """Mean KL with its 95 % interval against bits a value, a panel for each text, to an SVG or PNG file.
 
-    Points are labelled, those on the Pareto front connected. Rows of a mean KL below 1e-4, such as full precision, are
+    Points are labelled, those on the Pareto front connected. Rows of a mean KL below 1e-6, such as full precision, are
     left out. Raises `KVPassError` without matplotlib, or if nothing is left to draw.
     """
     check_plot(path)
