@@ -66,7 +66,7 @@ def pareto(results: Mapping[str, Sequence[Point]], path: Path, title: str) -> No
     shown = {text: [row for row in rows if row.kl >= _SHOWN] for text, rows in results.items()}
     if not all(shown.values()):
         raise KVPassError(f"No scheme has a mean KL of {_SHOWN} or more: there is nothing to draw.")
-    with matplotlib.rc_context({"svg.hashsalt": "kvpass", "svg.fonttype": "none", "font.size": 9}):
+    with matplotlib.rc_context({"svg.hashsalt": "kvpass", "font.size": 9}):
         figure, panels = pyplot.subplots(
             1, len(shown), figsize=(1 + 5 * len(shown), 5), sharey=True, squeeze=False, layout="constrained"
         )

@@ -43,7 +43,7 @@ def test_eval_prints_a_table_and_writes_json_csv_and_a_picture(capsys, tmp_path)
     assert [row["scheme"] for row in rows] == [line["scheme"] for line in lines] == ["full precision", "kivi-1", "kivi"]
     assert f"{rows[1]['kl']:.4f}" in out and rows[1]["kl"] > rows[2]["kl"] > rows[0]["kl"]
     picture = files["svg"].read_text()
-    assert ">kivi-1<" in picture and "full precision<" not in picture
+    assert "<!-- kivi-1 -->" in picture and "<!-- full precision -->" not in picture
 
 
 WRONG = [
