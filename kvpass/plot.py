@@ -12,7 +12,7 @@ from .evaluate import Quality
 FORMATS = (".png", ".svg")
 _DIRECTIONS = ((1, 0), (-1, 0), (1, 1), (-1, 1), (1, -1), (-1, -1), (0, 1), (0, -1))
 _DISTANCES = (6, 12, 20, 30, 42)  # of a label from its point, in typographic points
-_NEAR = 12
+_NEAR = 8
 _SAMPLES = 30  # of a line, where names would cover it
 _SHOWN = 1e-6  # nats; what is below is full precision but for rounding, and has no place on a logarithmic axis
 
@@ -94,15 +94,11 @@ def _draw(panel, rows: Sequence[Point]) -> None:
 
 def _label(panel, rows: Sequence[Point]) -> None:
     """Names beside their points, each where it covers least: other names, points, intervals, the front."""
-    from matplotlib.patheffects import withStroke
-
     renderer = panel.figure.canvas.get_renderer()
     covered, taken = _obstacles(panel, rows), []
     for row in sorted(rows, key=lambda row: row.kl):
-        at, effects = (row.bits, row.kl), [withStroke(linewidth=2, foreground="white")]
-        label = panel.annotate(
-            row.name, at, (0, 0), textcoords="offset points", fontsize=8, va="center", path_effects=effects
-        )
+        at, behind = (row.bits, row.kl), dict(boxstyle="square,pad=0.1", fc="white", ec="none", alpha=0.7)
+        label = panel.annotate(row.name, at, (0, 0), textcoords="offset points", fontsize=8, va="center", bbox=behind)
 
         def place(offset, label=label):
             label.set_ha("left" if offset[0] > 0 else "right" if offset[0] < 0 else "center")
@@ -113,7 +109,9 @@ def _label(panel, rows: Sequence[Point]) -> None:
             box = place(offset)
             outside = not (panel.bbox.contains(box.x0, box.y0) and panel.bbox.contains(box.x1, box.y1))
             names = sum(box.overlaps(other) for other in taken)
-            return 100 * outside + 10 * names + sum(box.contains(*p) for p in covered) + 0.2 * max(map(abs, offset))
+            return (
+                100 * outside + 10 * names + 0.3 * sum(box.contains(*p) for p in covered) + 0.2 * max(map(abs, offset))
+            )
 
         offset = min(((d * x, d * y) for d in _DISTANCES for x, y in _DIRECTIONS), key=cost)
         taken.append(place(offset))
@@ -122,7 +120,7 @@ def _label(panel, rows: Sequence[Point]) -> None:
 
 
 def _obstacles(panel, rows: Sequence[Point]) -> list[tuple[float, float]]:
-    """Where points, intervals and the front are drawn, in pixels; points count thrice."""
+    """Where points, intervals and the front are drawn, in pixels; points count most."""
 
     def between(a: tuple[float, float], b: tuple[float, float]) -> list[tuple[float, float]]:
         (x, y), (u, v) = panel.transData.transform([a, b])
@@ -131,7 +129,7 @@ def _obstacles(panel, rows: Sequence[Point]) -> list[tuple[float, float]]:
     best = [(row.bits, row.kl) for row in front(rows)]
     lines = [between(*ends) for ends in pairwise(best)]
     lines += [between((row.bits, row.kl - _below(row)), (row.bits, row.kl + row.error)) for row in rows]
-    return [p for line in lines for p in line] + 3 * [tuple(panel.transData.transform((r.bits, r.kl))) for r in rows]
+    return [p for line in lines for p in line] + 15 * [tuple(panel.transData.transform((r.bits, r.kl))) for r in rows]
 
 
 def _below(row: Point) -> float:
