@@ -96,5 +96,5 @@ def _fill(layer, filled, tokens: int) -> Footprint:
     if not isinstance(keys, Tensor) or not keys.numel():
         return Footprint(0, 0)
     layer.update(*(x.new_empty((1, x.shape[1], tokens, x.shape[3]), device="meta") for x in (keys, values)))
-    held = (layer.keys, layer.values)
-    return Footprint(sum(x.untyped_storage().nbytes() for x in held), sum(x.numel() for x in held))
+    held = (layer.keys, layer.values)  # in a sliding window views of the whole prompt, until the next step
+    return Footprint(sum(x.nbytes for x in held), sum(x.numel() for x in held))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx import GraphModule
 
 from kvpass.lowering.reference import attention_weights
@@ -142,7 +143,12 @@ class SimulatedRuntime(Runtime):
             for tensor in (*args, *kwargs.values()):
                 if isinstance(tensor, Tensor) and tensor.ndim > 1 and tensor.shape[1] > 1:
                     torch._dynamo.maybe_mark_dynamic(tensor, 1)
-            return self.captured(*args, **kwargs)
+            try:
+                return self.captured(*args, **kwargs)
+            except BackendCompilerFailed as error:
+                if isinstance(error.inner_exception, KVPassError):
+                    raise error.inner_exception from None
+                raise
 
 
 class Simulator:
@@ -164,7 +170,8 @@ class Simulator:
         """Logits ``[S - prompt, V]`` behind each token of ``ids`` ``[1, S]`` that follows the prompt, as token-by-token
         decoding through a cache packed by ``scheme`` computes them, from one forward.
 
-        Raises `NotSimulatedError` for schemes that cannot be simulated in one pass.
+        Raises `NotSimulatedError` for schemes that cannot be simulated in one pass, and models whose attention is not
+        all found in one graph.
         """
         options = dict(strict=True, lowering="auto", max_cache_len=None, predictors={})
         runtime = SimulatedRuntime(self.model, scheme, self.layers, prompt=prompt, **options)
@@ -198,7 +205,7 @@ class Simulation(Backend):
         attentions, refused = find_unpacked(normal.graph)
         if len(attentions) != len(self.specs) or refused:
             reasons = "; ".join(dict.fromkeys(refused)) or "what runs depends on the inputs"
-            raise KVPassError(
+            raise NotSimulatedError(
                 f"This call has {len(attentions)} causal attentions, and {len(self.specs)} were found by kvpass.apply: "
                 f"{reasons}."
             )

@@ -1,12 +1,13 @@
 """The command line: what it prints and writes, and errors of one line."""
 
 import csv
+import functools
 import json
 
 import pytest
 import torch
 
-from kvpass import cli, models, texts
+from kvpass import api, cli, models, texts
 from kvpass.errors import KVPassError
 from kvpass.plot import Point, check_plot, front, pareto
 from kvpass.recommend import recommend
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("reference_lowering")
 def tiny_model(monkeypatch):
     """Every command finds a tiny model with a tokenizer of letters."""
     torch._dynamo.reset()
-    monkeypatch.setattr(models, "load", lambda name, say: (llama(heads=2, kv_heads=1, head_dim=64), Letters()))
+    monkeypatch.setattr(models, "load", lambda name, say: (llama(), Letters()))
 
 
 def run(capsys, *args: str) -> tuple[int, str, str]:
@@ -54,7 +55,7 @@ WRONG = [
     (["eval", "--context", "100", "--score", "100"], "leaves no prompt"),
     (["eval", "--context", "100000", "--score", "10"], "exceed the model's context"),
     (["eval", "--plot", "out.pdf"], "ending in .png or .svg"),
-    (["recommend", "--bits", "0.5"], "the smallest, higgs-1.5, takes"),
+    (["recommend", "--bits", "0.5", "--schemes", "kivi,kivi-4"], "the smallest, kivi, takes"),
     (["needle", "--lengths", "40"], "leaves"),
     (["calibrate", "--scheme", "kivi"], "needs no calibration"),
     (["calibrate", "--tokens", "10"], "make no sequence"),
@@ -91,15 +92,14 @@ def test_arguments_that_cannot_be_are_refused_by_the_parser(args, capsys):
 
 def test_recommend_takes_the_best_that_fits_and_says_why(capsys):
     sizes = ["--context", "200", "--score", "48", "--text", "prose"]
-    code, out, _ = run(capsys, "recommend", "--bits", "3.5", "--schemes", "kivi-1,kivi,kivi-8", *sizes)
+    code, out, _ = run(capsys, "recommend", "--bits", "3.5", "--schemes", "kivi-1,kivi,kivi-8,rtn", *sizes)
     assert code == 0 and 'kvpass.apply(model, scheme="kivi")' in out
-    assert "It leads kivi-1 by" in out and "kivi-8" not in out.split("kvpass.apply")[0].replace("refused", "")
+    assert "It leads kivi-1 by" in out and "kivi-8" not in out
+    assert "rtn cannot be used here: group_size=64 does not divide head_dim=32" in out
 
 
-def test_recommend_names_what_cannot_be_used_on_a_model():
-    model, ids = llama(head_dim=32), {"text": tokens(1, 120)}
-    found = recommend(model, ids, 100, 9, schemes=["rtn", "kivi"], progress=False)
-    assert found.best.scheme == "kivi" and "does not divide head_dim" in found.refused["rtn"]
+def test_recommend_says_if_nothing_can_be_used():
+    model, ids = llama(), {"text": tokens(1, 120)}
     with pytest.raises(KVPassError, match="No scheme can be used"):
         recommend(model, ids, 100, 9, schemes=["rtn"], progress=False)
 
@@ -146,6 +146,16 @@ def test_bench_times_variants_that_share_their_weights():
     assert other.lm_head.weight is model.lm_head.weight and other.model is not model.model
     speeds = measure({"one": model, "other": other}, ids, 40, rounds=2)
     assert speeds["one"].nbytes == speeds["other"].nbytes > 0 and speeds["one"].seconds > 0
+
+
+def test_explain_and_bench_print_what_they_saw(capsys, monkeypatch):
+    monkeypatch.setattr("kvpass.api.apply", functools.partial(api.apply, lowering="eager"))
+    code, out, _ = run(capsys, "explain", "--scheme", "kivi-4")
+    assert code == 0 and "kvpass kivi(" in out and "bits=4" in out and "2 of 2 cache layers packed" in out
+    assert "65 tokens" in out
+    code, out, _ = run(capsys, "bench", "--schemes", "kivi", "--lengths", "300", "--rounds", "2")
+    full, kivi = (line.split() for line in out.splitlines() if line.startswith(("full", "kivi")))
+    assert code == 0 and full[-1] == "1.000x" and float(kivi[-1].rstrip("x")) < 0.7
 
 
 def test_the_front_is_what_no_other_beats():

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from torch import nn
-from transformers import DynamicCache
+from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, XGLMConfig, XGLMForCausalLM
 
 import kvpass
 from kvpass import KVPassError, evaluate, schemes
@@ -19,7 +19,7 @@ from tiny import llama, tokens
 
 pytestmark = pytest.mark.usefixtures("reference_lowering")
 
-PROMPT, TOTAL = 150, 250
+PROMPT, TOTAL = 150, 214
 ONE_BIT = ("asymkv", "asymkv-eta", "asymkv-lsq", "kivi-1")
 MANY_PASSES = {
     name
@@ -88,6 +88,15 @@ def test_what_takes_many_passes_says_so(name, simulator, text):
         simulator.logits(text, PROMPT, get(name))
 
 
+def test_a_model_whose_attention_is_not_found_is_scored_token_by_token():
+    torch.manual_seed(0)
+    sizes = dict(d_model=64, ffn_dim=96, num_layers=2, attention_heads=2, max_position_embeddings=256)
+    model = XGLMForCausalLM(XGLMConfig(vocab_size=128, **sizes)).eval()
+    texts, schemes = {"text": tokens(1, 60)}, [None, "kivi"]
+    rows = evaluate.evaluate(model, texts, 50, schemes, one_pass=True, progress=False, lowering="eager")["text"]
+    assert [len(row.step_seconds) for row in rows] == [0, 10]
+
+
 class Forgetful(nn.Module):
     """A model whose past is replaced by noise at each step."""
 
@@ -138,6 +147,16 @@ def test_bits_at_a_length_are_those_of_a_cache_of_that_length(name, sharp):
         expected = kvpass.nbytes(cache), kvpass.bits_per_value(cache)
     size = footprint(sharp, name, length)
     assert (size.nbytes, size.bits_per_value) == expected
+
+
+def test_a_sliding_layer_counts_what_it_holds():
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+    model = Gemma2ForCausalLM(Gemma2Config(vocab_size=128, num_hidden_layers=2, sliding_window=64, **sizes)).eval()
+    full = 2 * 2 * 32 * 4  # bytes of a token in a layer
+    assert footprint(model, None, 1000).nbytes == full * (1000 + 63)
+    packed = footprint(model, "kivi", 1000)
+    assert packed.values == footprint(model, None, 1000).values and full * 63 < packed.nbytes < full * (63 + 300)
 
 
 def test_bits_at_lengths_no_cache_could_have_and_where_there_are_none(sharp):
