@@ -1,6 +1,6 @@
-"""The README's table and picture: python benchmarks/readme.py [scheme ...]
+"""The README's table and picture: python benchmarks/readme.py --all, or the schemes to measure again
 
-Scores schemes (all of the table by default) on SmolLM2-135M-Instruct as `kvpass eval --context 1280 --score 256` does,
+Scores schemes on SmolLM2-135M-Instruct as `kvpass eval --context 1280 --score 256` does,
 puts what was measured into docs/results.json beside what is there, and writes README.md and docs/pareto.svg anew from
 that file. Schemes that cannot be scored in one pass are decoded token by token, which takes minutes each.
 """
