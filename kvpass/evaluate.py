@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -23,31 +23,35 @@ from . import api
 from .cache import bits_per_value, nbytes, num_values
 from .calibration.artifact import Calibration
 from .errors import KVPassError, NotSimulatedError
+from .footprint import footprint
 from .schemes import SchemeConfig, get
-from .simulate import simulated_logits
+from .simulate import Simulator
 
 Scheme = str | dict | SchemeConfig | Calibration | None
 
 _COMPILING_STEPS = 4  # left out of the timing: the decode graph is compiled in the first of them
 _KL_FLOOR = 1e-12  # nats; below it is rounding
 _BLOCK, _Z95 = 16, 1.96
+_ROWS = 64  # tokens compared at a time: their distributions are [64, V] in double precision
 
 
 @dataclass(frozen=True)
 class Quality:
     """One scheme on one text.
 
-    divergences: KL(full || scheme) at each scored token, in nats; kl: their mean; log_kl: that of their logarithm.
-    top1: share of the scored tokens whose most likely next token is that of full precision.
+    divergences: KL(full || scheme) at each scored token, in nats.
+    agreements: whether the most likely next token is that of full precision, at each scored token.
+    surprisals: -log p of the token that follows, in nats, at each scored token but the last.
     nbytes: bytes of everything the cache keeps at the end; bits_per_value: the same in bits, over the K and V values.
-    values: K and V values in the cache at the end.
+    values: K and V values of the tokens the cache has seen at the end.
     step_seconds: wall time of each decode step, one token, in order, compilation included where it happened; none if
     the text was scored in one pass.
     """
 
     scheme: str
     divergences: tuple[float, ...]
-    top1: float
+    agreements: tuple[bool, ...]
+    surprisals: tuple[float, ...]
     nbytes: int
     bits_per_value: float
     values: int
@@ -68,8 +72,35 @@ class Quality:
         """Half the width of a 95 % interval of ``kl``: blocks of 16 tokens, because neighbours are alike."""
         return interval(self.divergences)
 
+    @property
+    def top1(self) -> float:
+        """Share of the scored tokens whose most likely next token is that of full precision."""
+        return statistics.fmean(self.agreements)
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean surprisal."""
+        return math.exp(statistics.fmean(self.surprisals))
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Half the width of a 95 % interval of each mean, by name; that of perplexity is of its logarithm, which is to
+        say relative."""
+        return {
+            "kl": self.kl_error,
+            "log_kl": interval([math.log(divergence) for divergence in self.divergences]),
+            "top1": interval(self.agreements),
+            "perplexity": interval(self.surprisals),
+        }
+
     def beats(self, other: "Quality") -> float:
-        """By how many standard errors the mean divergence is below that of ``other`` on the same tokens, in pairs."""
+        """By how many standard errors the mean divergence is below that of ``other`` on the same tokens, in pairs.
+        Raises `KVPassError` if those are other tokens."""
+        if len(self.divergences) != len(other.divergences):
+            raise KVPassError(
+                f"Pairs are of the same tokens: {self.scheme} has {len(self.divergences)}, {other.scheme} "
+                f"{len(other.divergences)}."
+            )
         differences = [theirs - mine for mine, theirs in zip(self.divergences, other.divergences, strict=True)]
         error = interval(differences) / _Z95
         return statistics.fmean(differences) / error if error else 0.0
@@ -156,51 +187,50 @@ def score(
     _check(model, ids, prompt)
     cache, device = DynamicCache(config=model.config), ids.device
     _forward(model, ids[:, :prompt], 1, past_key_values=cache, use_cache=True)
-    divergences, agreements, seconds = [], [], []
+    rows, seconds = [], []
     for position, full in zip(range(prompt, ids.shape[1]), reference, strict=True):
         start = time.perf_counter()
-        logits = _forward(model, ids[:, position : position + 1], 1, past_key_values=cache, use_cache=True)[0]
+        logits = _forward(model, ids[:, position : position + 1], 1, past_key_values=cache, use_cache=True)
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         seconds.append(time.perf_counter() - start)
-        divergences.append(_divergence(full, logits))
-        agreements.append(full.argmax() == logits.argmax())
+        rows.append(_compare(full[None], logits, ids[0, position + 1 : position + 2]))
         step_done()
-    return _quality(name, torch.stack(divergences), torch.stack(agreements), cache, seconds)
+    size = nbytes(cache), bits_per_value(cache), num_values(cache)
+    return _quality(name, rows, size, seconds)
 
 
-def _divergence(full: Tensor, logits: Tensor) -> Tensor:
+def _compare(full: Tensor, logits: Tensor, following: Tensor) -> tuple[list[float], list[bool], list[float]]:
+    """Divergences, agreements and surprisals of logits ``[N, V]``; ``following`` are the tokens behind the first of
+    them."""
     expected, got = (x.double().log_softmax(-1) for x in (full, logits))
-    return (expected.exp() * (expected - got)).sum(-1).clamp(min=_KL_FLOOR)
+    divergence = (expected.exp() * (expected - got)).sum(-1).clamp(min=_KL_FLOOR)
+    surprisal = -got[: len(following)].gather(1, following[:, None])[:, 0]
+    return divergence.tolist(), (full.argmax(-1) == logits.argmax(-1)).tolist(), surprisal.tolist()
 
 
-def _quality(
-    name: str, divergences: Tensor, agreements: Tensor, cache: DynamicCache, seconds: Sequence[float]
-) -> Quality:
-    return Quality(
-        scheme=name,
-        divergences=tuple(divergences.tolist()),
-        top1=agreements.double().mean().item(),
-        nbytes=nbytes(cache),
-        bits_per_value=bits_per_value(cache),
-        values=num_values(cache),
-        step_seconds=tuple(seconds),
-    )
+def _quality(name: str, rows: Sequence[tuple], size: tuple[int, float, int], seconds: Sequence[float]) -> Quality:
+    columns = (tuple(value for part in column for value in part) for column in zip(*rows, strict=True))
+    return Quality(name, *columns, *size, tuple(seconds))
 
 
 @torch.no_grad()
 def score_in_one_pass(
-    model: nn.Module, ids: Tensor, prompt: int, reference: Tensor, scheme: SchemeConfig, *, name: str
+    simulator: Simulator, ids: Tensor, prompt: int, reference: Tensor, scheme: SchemeConfig | None, *, name: str
 ) -> Quality:
-    """The same from one forward over all of ``ids``, and one that fills a cache to count its bytes; ``model`` is left
-    as it was found. Raises `NotSimulatedError` for schemes that have to be scored token by token."""
+    """The same from one forward over all of ``ids``; bytes are those of a cache behind a prompt of this length. For
+    None, full precision, ``reference`` is what there is to score. Raises `NotSimulatedError` for schemes that have to
+    be scored token by token."""
+    model = simulator.model
     _check(model, ids, prompt)
-    logits = simulated_logits(model, ids, prompt, scheme)
-    with packed(model, scheme, lowering="eager"):
-        cache = DynamicCache(config=model.config)
-        _forward(model, ids, 1, past_key_values=cache, use_cache=True)
-        agreements = reference.argmax(-1) == logits.argmax(-1)
-        return _quality(name, _divergence(reference, logits), agreements, cache, ())
+    logits = reference if scheme is None else simulator.logits(ids, prompt, scheme)
+    following = ids[0, prompt + 1 :]
+    rows = [
+        _compare(reference[i : i + _ROWS], logits[i : i + _ROWS], following[i : i + _ROWS])
+        for i in range(0, len(reference), _ROWS)
+    ]
+    size = footprint(model, scheme, ids.shape[1])
+    return _quality(name, rows, (size.nbytes, size.bits_per_value, size.values), ())
 
 
 def evaluate(
@@ -216,8 +246,8 @@ def evaluate(
     """For each text, one `Quality` per scheme against one full-precision reference; ``model`` is left as it was found.
 
     texts: name -> ``[1, S]`` tokens; the first ``prompt`` are prefilled and the rest scored.
-    schemes: what `kvpass.apply` takes, by name or not, and None for the model's own cache (its KL is rounding, its
-        speed the baseline).
+    schemes: what `kvpass.apply` takes, by name or not, and None for the model's own cache (token by token its KL is
+        rounding, its speed the baseline).
     progress: show a bar where there is a terminal.
     one_pass: score each text by `score_in_one_pass` where the scheme can be, token by token otherwise.
     options: for `kvpass.apply`.
@@ -226,19 +256,49 @@ def evaluate(
     results = {text: [] for text in texts}
     if not isinstance(schemes, Mapping):
         schemes = {"full precision" if scheme is None else _name(scheme): scheme for scheme in schemes}
+    scored = {text: (ids, prompt, references[text]) for text, ids in texts.items()}
+    simulator = _simulator(model) if one_pass else None
     for name, scheme in schemes.items():
-        config = None if scheme is None or isinstance(scheme, Calibration) else get(scheme)
-        if one_pass and config is not None:
-            try:
-                for text, ids in texts.items():
-                    results[text].append(score_in_one_pass(model, ids, prompt, references[text], config, name=name))
-                continue
-            except NotSimulatedError:
-                pass  # token by token, then
-        with packed(model, scheme, **({} if scheme is None else options)):
-            for text, ids in texts.items():
-                total, silent = len(references[text]), None if progress else True
-                with tqdm(total=total, desc=f"{name}, {text}", unit="token", disable=silent, leave=False) as bar:
-                    quality = score(model, ids, prompt, references[text], name=name, step_done=bar.update)
-                results[text].append(quality)
+        rows = None
+        if simulator is not None and not isinstance(scheme, Calibration):
+            rows = _in_one_pass(simulator, scored, scheme and get(scheme), name, progress)
+        if rows is None:
+            with packed(model, scheme, **({} if scheme is None else options)):
+                rows = [_token_by_token(model, *each, f"{name}, {text}", progress) for text, each in scored.items()]
+        for text, row in zip(texts, rows, strict=True):
+            results[text].append(replace(row, scheme=name))
     return results
+
+
+def _bar(what: str, total: int, unit: str, progress: bool) -> tqdm:
+    return tqdm(total=total, desc=what, unit=unit, disable=None if progress else True, leave=False)
+
+
+def _simulator(model: nn.Module) -> Simulator | None:
+    """None for models that have to be scored token by token."""
+    try:
+        return Simulator(model)
+    except NotSimulatedError:
+        return None
+
+
+def _in_one_pass(
+    simulator: Simulator, scored: Mapping[str, tuple], scheme: SchemeConfig | None, name: str, progress: bool
+) -> list[Quality] | None:
+    """A row for each text; None for schemes that cannot be scored in one pass."""
+    rows = []
+    with _bar(name, len(scored), "text", progress) as bar:
+        for ids, prompt, reference in scored.values():
+            try:
+                rows.append(score_in_one_pass(simulator, ids, prompt, reference, scheme, name=name))
+            except NotSimulatedError:
+                return None
+            bar.update()
+    return rows
+
+
+def _token_by_token(
+    model: nn.Module, ids: Tensor, prompt: int, reference: Tensor, what: str, progress: bool
+) -> Quality:
+    with _bar(what, len(reference), "token", progress) as bar:
+        return score(model, ids, prompt, reference, name=what, step_done=bar.update)

@@ -21,6 +21,11 @@ def probe(model: nn.Module) -> dict[int, LayerGeometry | str]:
 
     Raises `KVPassError` if the model has no attention over a transformers cache.
     """
+    return probe_cache(model)[1]
+
+
+def probe_cache(model: nn.Module) -> tuple[Cache, dict[int, LayerGeometry | str]]:
+    """The cache that two tokens through ``model`` fill, and what `probe` says of its layers."""
     config, kind = getattr(model, "config", None), type(model).__name__
     if config is None or "past_key_values" not in inspect.signature(model.forward).parameters:
         raise KVPassError(
@@ -40,7 +45,7 @@ def probe(model: nn.Module) -> dict[int, LayerGeometry | str]:
         reasons = sorted({layer for layer in layers.values() if isinstance(layer, str)})
         why = "; ".join(reasons) or "its cache stayed empty"
         raise KVPassError(f"No attention that can be packed found in {kind}: {why}.")
-    return layers
+    return cache, layers
 
 
 def _refuse_offloaded(model: nn.Module) -> None:

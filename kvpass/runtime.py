@@ -273,16 +273,18 @@ class Runtime:
         return True
 
     def _set_masks(self, kwargs, total: int, seen: int) -> None:
-        """Drop a 2-D mask that hides nothing, and cut a 4-D one made for a static cache to the tokens there are.
+        """Cut masks made for a static cache to the tokens there are, and drop a 2-D one that hides nothing.
 
         Decided at every call; on an accelerator reading the mask would wait for the device, so there it stays.
         """
-        for name in {"attention_mask", f"{self.prefix}attention_mask"}:
-            mask = kwargs.get(name)
-            if isinstance(mask, Tensor) and mask.ndim == 2 and mask.device.type == "cpu" and bool(mask.all()):
-                kwargs[name] = None
         name = f"{self.prefix}attention_mask"
         mask = kwargs.get(name)
+        if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] > seen:
+            kwargs[name] = mask[:, :seen]
+        for own in {"attention_mask", name}:
+            padding = kwargs.get(own)
+            if isinstance(padding, Tensor) and padding.ndim == 2 and padding.device.type == "cpu" and padding.all():
+                kwargs[own] = None
         if isinstance(mask, dict):  # one for each kind of layer; only full attention is packed
             full = mask.get("full_attention")
             if isinstance(full, Tensor) and full.shape[-1] > total:

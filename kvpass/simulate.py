@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx import GraphModule
 
 from kvpass.lowering.reference import attention_weights
@@ -115,6 +116,7 @@ class SimulatedRuntime(Runtime):
 
     def __init__(self, model: nn.Module, scheme: SchemeConfig, layers, *, prompt: int = 0, **options):
         self.prompt = prompt
+        self.simulations: list[Simulation] = []
         super().__init__(model, scheme, layers, **options)
         if why := unsupported(self):
             raise NotSimulatedError(
@@ -123,30 +125,59 @@ class SimulatedRuntime(Runtime):
         self.report.simulated = True
 
     def _backend(self, **options) -> Backend:
-        specs = [(str(plan.key), str(plan.value)) for plan, _ in self.plans.values()]
-        return Simulation(**options, specs=specs, prompt=self.prompt)
+        self.simulations.append(Simulation(**options, specs=self.specs, prompt=self.prompt))
+        return self.simulations[-1]
+
+    @property
+    def specs(self) -> list[tuple[str, str]]:
+        """How keys and values of each packed layer are stored."""
+        return [(str(plan.key), str(plan.value)) for plan, _ in self.plans.values()]
+
+    def become(self, other: SimulatedRuntime) -> None:
+        """Simulate from now on what ``other``, of the same model, does, with the graph captured here."""
+        for simulation in self.simulations:
+            simulation.become(other.specs, other.prompt)
 
     def forward(self, *args, **kwargs):
         with torch.no_grad():
             for tensor in (*args, *kwargs.values()):
                 if isinstance(tensor, Tensor) and tensor.ndim > 1 and tensor.shape[1] > 1:
                     torch._dynamo.maybe_mark_dynamic(tensor, 1)
-            return self.captured(*args, **kwargs)
+            try:
+                return self.captured(*args, **kwargs)
+            except BackendCompilerFailed as error:
+                if isinstance(error.inner_exception, KVPassError):
+                    raise error.inner_exception from None
+                raise
 
 
-@torch.no_grad()
-def simulated_logits(model: nn.Module, ids: Tensor, prompt: int, scheme: SchemeConfig) -> Tensor:
-    """Logits ``[S - prompt, V]`` of a transformers decoder behind each token of ``ids`` ``[1, S]`` that follows the
-    prompt, as token-by-token decoding through a cache packed by ``scheme`` computes them, from one forward.
+class Simulator:
+    """Scores texts in one pass: the forward of a transformers decoder is captured once, and serves every scheme.
 
-    Raises `NotSimulatedError` for schemes that cannot be simulated in one pass, and models with layers of other kinds.
+    Raises `NotSimulatedError` for models with layers of other kinds.
     """
-    layers = probe(model)
-    if reasons := {layer for layer in layers.values() if isinstance(layer, str)}:
-        raise NotSimulatedError(f"Not every layer of {type(model).__name__} is packed: {'; '.join(sorted(reasons))}.")
-    options = dict(strict=True, lowering="auto", max_cache_len=None, predictors={})
-    runtime = SimulatedRuntime(model, scheme, layers, prompt=prompt, **options)
-    return runtime.forward(input_ids=ids, use_cache=False).logits[0, prompt:]
+
+    def __init__(self, model: nn.Module):
+        self.model, self.layers = model, probe(model)
+        if reasons := {layer for layer in self.layers.values() if isinstance(layer, str)}:
+            raise NotSimulatedError(
+                f"Not every layer of {type(model).__name__} is packed: {'; '.join(sorted(reasons))}."
+            )
+        self.captured: SimulatedRuntime | None = None
+
+    @torch.no_grad()
+    def logits(self, ids: Tensor, prompt: int, scheme: SchemeConfig) -> Tensor:
+        """Logits ``[S - prompt, V]`` behind each token of ``ids`` ``[1, S]`` that follows the prompt, as token-by-token
+        decoding through a cache packed by ``scheme`` computes them, from one forward.
+
+        Raises `NotSimulatedError` for schemes that cannot be simulated in one pass, and models whose attention is not
+        all found in one graph.
+        """
+        options = dict(strict=True, lowering="auto", max_cache_len=None, predictors={})
+        runtime = SimulatedRuntime(self.model, scheme, self.layers, prompt=prompt, **options)
+        self.captured = self.captured or runtime
+        self.captured.become(runtime)
+        return self.captured.forward(input_ids=ids, use_cache=False).logits[0, prompt:]
 
 
 def unsupported(runtime: Runtime) -> str:
@@ -167,16 +198,29 @@ class Simulation(Backend):
     def __init__(self, *, specs: list[tuple[str, str]], prompt: int, **options):
         super().__init__(**options)
         self.specs, self.prompt = specs, prompt
+        self.modules: list[GraphModule] = []
 
     def __call__(self, gm: GraphModule, example_inputs):
         normal = normalise(gm)
         attentions, refused = find_unpacked(normal.graph)
         if len(attentions) != len(self.specs) or refused:
             reasons = "; ".join(dict.fromkeys(refused)) or "what runs depends on the inputs"
-            raise KVPassError(
+            raise NotSimulatedError(
                 f"This call has {len(attentions)} causal attentions, and {len(self.specs)} were found by kvpass.apply: "
                 f"{reasons}."
             )
         module = simulate_attention(normal, attentions, self.specs, self.prompt)
+        self.modules.append(module)
         self.graphs.append(GraphReport(len(attentions), 0, 0, 0, [], compiled=False))
-        return module.forward
+        return lambda *inputs: module.forward(*inputs)  # `become` compiles it again
+
+    def become(self, specs: list[tuple[str, str]], prompt: int) -> None:
+        """Simulate other storage, in graphs captured already and in those to come."""
+        if (specs, prompt) == (self.specs, self.prompt):
+            return
+        self.specs, self.prompt = specs, prompt
+        for module in self.modules:
+            nodes = module.graph.find_nodes(op="call_function", target=torch.ops.kvpass.simulate.default)
+            for node, pair in zip(nodes, specs, strict=True):
+                node.args = (*node.args[:-3], *pair, prompt)
+            module.recompile()

@@ -7,7 +7,7 @@ from decoders import CatDecoder, NanoDecoder
 import kvpass
 from kvpass import KVPassError, Recent, Sinks, evaluate, schemes
 from kvpass.schemes import HIGGSConfig, IdentityConfig, KIVIConfig, LogQuantConfig, SQuatConfig
-from kvpass.simulate import simulated_logits
+from kvpass.simulate import Simulator
 
 from tiny import llama, step_by_step, tokens
 
@@ -33,7 +33,8 @@ def fresh_dynamo():
 def test_one_pass_equals_token_by_token(name, prompt, attention):
     model, ids = llama(attention).double(), tokens(2, TOTAL)  # in double, so that no code is at the edge of another
     expected, _, _ = step_by_step(model, SCHEMES[name], ids, prompt, lowering="eager")
-    got = torch.stack([simulated_logits(model, row[None], prompt, SCHEMES[name]) for row in ids])
+    simulator = Simulator(model)
+    got = torch.stack([simulator.logits(row[None], prompt, SCHEMES[name]) for row in ids])
     torch.testing.assert_close(got, expected[:, 1:], atol=1e-4, rtol=1e-4)
 
 

@@ -57,3 +57,17 @@ def step_by_step(model, scheme, ids, prompt, mask=None, **options):
         return torch.stack(rows, 1), cache, kvpass.explain(model)
     finally:
         kvpass.remove(model)
+
+
+class Letters:
+    """A tokenizer of one token a character, for models of this file."""
+
+    chat_template = None
+    bos_token = None
+    eos_token_id = pad_token_id = 0
+
+    def __call__(self, text, **_):
+        return {"input_ids": [min(ord(character), VOCABULARY - 1) for character in text]}
+
+    def decode(self, ids, **_):
+        return "".join(map(chr, ids))

@@ -1,0 +1,103 @@
+"""The README's table and picture: python benchmarks/readme.py --all, or the schemes to measure again
+
+Scores schemes on SmolLM2-135M-Instruct as `kvpass eval --context 1280 --score 256` does,
+puts what was measured into docs/results.json beside what is there, and writes README.md and docs/pareto.svg anew from
+that file. Schemes that cannot be scored in one pass are decoded token by token, which takes minutes each.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from kvpass import evaluate, models, plot, texts
+from kvpass.footprint import bits_at
+from kvpass.tables import record
+
+CONTEXT, SCORE, LONG = 1280, 256, 32768
+ROOT = Path(__file__).parents[1]
+RESULTS, PICTURE, README = ROOT / "docs" / "results.json", ROOT / "docs" / "pareto.svg", ROOT / "README.md"
+BEGIN, END = "<!-- begin: benchmarks/readme.py -->\n", "<!-- end -->"
+SCHEMES = {
+    "kivi": "K per channel, V per token, groups of 32, 2 bits",
+    "kivi-3": "the same, 3 bits",
+    "kivi-4": "the same, 4 bits",
+    "kivi-lsq": "2 bits, scales of least squared error",
+    "kivi-sinks": "2 bits, and 4 exact first tokens",
+    "kivi-pre": "2 bits, keys before RoPE",
+    "squat": "2 bits, error kept out of the query subspace",
+    "squat-pre": "the same, keys before RoPE",
+    "higgs": "rotated heads on a 16-point plane grid, per token",
+    "higgs-3": "the same, 64 points",
+    "higgs-4": "the same, 256 points",
+    "quarot-2": "rotated heads, round to nearest, per token, 2 bits",
+    "quarot": "the same, 4 bits",
+    "rtn-2": "round to nearest, per token, 2 bits",
+    "rtn": "the same, 4 bits",
+    "logquant": "2 bits, 64 to 95 exact tokens, log-sparse",
+    "logquant-twin": "2 bits, 1 sink and the 64 to 95 most recent exact",
+    "asymkv": "2-bit K, 1-bit V",
+    "asymkv-lsq": "the same, scales of least squared error",
+    "xquant": "2/1-bit K and V, shared V codes",
+    "xquant-lsq": "the same, scales of least squared error",
+}
+
+
+def measure(chosen: list[str], known: dict) -> dict:
+    """``known`` with the rows of ``chosen``: text -> scheme -> what was measured."""
+    model, tokenizer = models.load(say=print)
+    sources = {source: texts.tokens(tokenizer, source, CONTEXT) for source in texts.available()}
+    results = evaluate.evaluate(model, sources, CONTEXT - SCORE, chosen, one_pass=True)
+    bits = {name: bits_at(model, name, [LONG]) for name in chosen}
+    return {
+        text: {**known.get(text, {}), **{row.scheme: record(row, bits) for row in rows}}
+        for text, rows in results.items()
+    }
+
+
+def table(results: dict) -> str:
+    """The README's table in Markdown."""
+    heads = [
+        f"{text}: {what}" if i == 0 else what for text in results for i, what in enumerate(("KL", "log KL", "top-1"))
+    ]
+    head = ["scheme", "what", "bits/value", f"at {LONG // 1024}k", *heads]
+    rows = [head, ["---", "---", *["--:"] * (len(head) - 2)]]
+    first = next(iter(results.values()))
+    for name, what in SCHEMES.items():
+        if name in first:
+            sizes = [f"{first[name]['bits_per_value']:.2f}", f"{first[name][f'bits_per_value_at_{LONG}']:.2f}"]
+            rows.append(
+                [f"`{name}`", what, *sizes, *(cell for text in results.values() for cell in _cells(text[name]))]
+            )
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _cells(row: dict) -> list[str]:
+    return [f"{row['kl']:.4f} ± {row['kl_error']:.4f}", f"{row['log_kl']:.2f}", f"{row['top1']:.1%}"]
+
+
+def draw(results: dict, path: Path) -> None:
+    """The README's picture."""
+    points = {
+        text: [plot.Point(name, row["bits_per_value"], row["kl"], row["kl_error"]) for name, row in rows.items()]
+        for text, rows in results.items()
+    }
+    plot.pareto(points, path, f"SmolLM2-135M-Instruct, {SCORE} tokens behind a prompt of {CONTEXT - SCORE:,}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("schemes", nargs="*", help=f"some of {', '.join(SCHEMES)}; none: only write anew")
+    parser.add_argument("--all", action="store_true", help="measure every scheme of the table")
+    args = parser.parse_args()
+    results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    if chosen := list(SCHEMES) if args.all else args.schemes:
+        results = measure(chosen, results)
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    draw(results, PICTURE)
+    readme = README.read_text(encoding="utf-8")
+    before, rest = readme.split(BEGIN)
+    README.write_text(f"{before}{BEGIN}{table(results)}{END}{rest.partition(END)[2]}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

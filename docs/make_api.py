@@ -1,0 +1,73 @@
+"""Writes docs/api.md from the docstrings of the public names: python docs/make_api.py [--check]
+
+Signatures are as written in the source, so that the result does not depend on the version of Python.
+"""
+
+import ast
+import inspect
+import sys
+import textwrap
+from pathlib import Path
+
+import kvpass
+from kvpass import codec, evaluate, footprint, models, plot, recommend, retrieval, schemes, speed, texts
+
+PAGE = Path(__file__).with_name("api.md")
+MODULES = {
+    "kvpass": (kvpass, [name for name in kvpass.__all__ if name not in ("ops", "schemes")]),
+    "kvpass.schemes": (schemes, schemes.__all__),
+    "kvpass.codec.spec": (codec.spec, ["CodecSpec", "Subspace", "Adaptive"]),
+    "kvpass.evaluate": (evaluate, ["evaluate", "Quality", "packed", "reference_logits", "score", "score_in_one_pass"]),
+    "kvpass.footprint": (footprint, ["footprint", "bits_at", "Footprint"]),
+    "kvpass.recommend": (recommend, ["recommend", "Recommendation"]),
+    "kvpass.retrieval": (retrieval, ["passkey", "retrieve", "ask", "Passkey", "Retrieval"]),
+    "kvpass.plot": (plot, ["pareto", "points", "front", "Point"]),
+    "kvpass.speed": (speed, ["measure", "sharing_weights", "Speed"]),
+    "kvpass.models": (models, ["load", "smollm2", "cache_dir"]),
+    "kvpass.texts": (texts, ["available", "read", "tokens"]),
+}
+
+
+def entry(path: str, thing) -> str:
+    """One name: its signature, its docstring, and its public methods and properties."""
+    node = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(thing)))).body[0]
+    lines = [f"### {path}\n", "```python", _signature(node), "```\n", *_text(node)]
+    if isinstance(node, ast.ClassDef):
+        for member in node.body:
+            if isinstance(member, ast.FunctionDef) and not member.name.startswith("_") and ast.get_docstring(member):
+                lines += [f"**{_member(member)}**\n", *_text(member)]
+    return "\n".join(lines)
+
+
+def _signature(node: ast.stmt) -> str:
+    if isinstance(node, ast.ClassDef):
+        fields = [f"    {ast.unparse(item)}" for item in node.body if isinstance(item, ast.AnnAssign)]
+        bases = f"({', '.join(map(ast.unparse, node.bases))})" if node.bases else ""
+        return "\n".join([f"class {node.name}{bases}:", *(fields or ["    ..."])])
+    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    return f"def {node.name}({ast.unparse(node.args)}){returns}"
+
+
+def _member(node: ast.FunctionDef) -> str:
+    is_property = any(isinstance(mark, ast.Name) and mark.id == "property" for mark in node.decorator_list)
+    arguments = ast.unparse(node.args).removeprefix("self").removeprefix(", ")
+    return f"`{node.name}`" if is_property else f"`{node.name}({arguments})`"
+
+
+def _text(node: ast.AST) -> list[str]:
+    return ["```text", ast.get_docstring(node) or "", "```\n"]
+
+
+def page() -> str:
+    """The whole page."""
+    parts = ["# API\n\nMade from the docstrings by `python docs/make_api.py`.\n"]
+    for name, (module, names) in MODULES.items():
+        parts.append(f"## {name}\n\n{(inspect.getdoc(module) or '').splitlines()[0]}\n")
+        parts += [entry(f"{name}.{each}", getattr(module, each)) for each in names]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    if "--check" in sys.argv:
+        sys.exit(PAGE.read_text(encoding="utf-8") != page())
+    PAGE.write_text(page(), encoding="utf-8")

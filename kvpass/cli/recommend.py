@@ -1,0 +1,37 @@
+"""``kvpass recommend``: the best scheme within a budget of bits."""
+
+import argparse
+
+from .. import models
+from ..recommend import SHORT_LIST, recommend
+from ..tables import QUALITY, aligned
+from .quality import add_tokens
+from .shared import TEXTS, at_least, names, prompt_tokens, read_texts, say, stage
+
+HELP = "Measure a short list of schemes within a budget of bits, and print the best with its evidence."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``kvpass recommend``."""
+    parser.add_argument("--bits", type=at_least(0, float), required=True, metavar="B", help="bits a value at most")
+    parser.add_argument("--at", type=at_least(1), default=32768, metavar="N", help="at this many tokens; default 32768")
+    parser.add_argument("--text", default="prose,code", help=TEXTS)
+    parser.add_argument("--schemes", default=",".join(SHORT_LIST), help=f"what is considered: {', '.join(SHORT_LIST)}")
+    parser.add_argument(
+        "--most", type=at_least(1), default=6, metavar="N", help="measure the N of the most bits within the budget"
+    )
+    add_tokens(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """``kvpass recommend``."""
+    prompt = prompt_tokens(args.context, args.score)
+    model, tokenizer = models.load(args.model, say=say)
+    sources = read_texts(tokenizer, args.text, args.context, model.device)
+    with stage(f"Schemes of at most {args.bits:g} bits at {args.at:,} tokens, on {args.score} of {', '.join(sources)}"):
+        found = recommend(model, sources, prompt, args.bits, at=args.at, schemes=names(args.schemes), most=args.most)
+    bits = (f"bits at {args.at:,}", lambda row: f"{found.bits[row.scheme]:.2f}")
+    print(aligned(found.rows, [bits, *QUALITY]))
+    for name, why in found.refused.items():
+        print(f"{name} cannot be used here: {why}")
+    print(f"\n{found}")

@@ -1,0 +1,112 @@
+"""What the commands have in common."""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from .. import schemes, texts
+from ..calibration.artifact import load_calibration
+from ..errors import KVPassError
+from ..evaluate import Scheme
+
+FULL = "full precision"
+TEXTS = f"comma-separated: {', '.join(texts.available())}, UTF-8 files, hub:dataset[:config[:split]]"
+SCHEMES = (
+    "comma-separated folders that `kvpass calibrate` wrote, names with a policy (kivi+h2o), and names of "
+    + ", ".join(name for name in schemes.available() if not schemes.get(name).needs_calibration)
+)
+
+
+def say(text: str) -> None:
+    """A line for the user about what happens now; tables and texts go to stdout, these do not."""
+    print(f"> {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def stage(text: str):
+    """Announce a stage, and say how long it took."""
+    say(text)
+    start = time.perf_counter()
+    yield
+    say(f"  done in {time.perf_counter() - start:.0f} s")
+
+
+def names(text: str) -> list[str]:
+    """The parts of a comma-separated list."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def chosen_schemes(text: str) -> dict[str, Scheme]:
+    """Name -> scheme of a comma-separated list of schemes and folders of calibrations; all of them are looked up before
+    any work is done. Full precision comes first."""
+    if not names(text):
+        raise KVPassError(f"--schemes names no scheme; there are {', '.join(schemes.available())}.")
+    return {FULL: None, **{name: scheme(name) for name in names(text)}}
+
+
+def scheme(name: str) -> Scheme:
+    """A scheme by name, or a calibration by folder. Raises `KVPassError` if there is none."""
+    if name not in schemes.available() and Path(name).expanduser().is_dir():
+        return load_calibration(Path(name).expanduser())
+    config = schemes.get(name)
+    if config.needs_calibration:
+        raise KVPassError(
+            f"{name!r} has to be calibrated on the model first: python -m kvpass calibrate --scheme {name} "
+            "--out FOLDER, then give FOLDER as the scheme."
+        )
+    return config
+
+
+def prompt_tokens(context: int, score: int) -> int:
+    """Tokens ahead of the scored ones. Raises `KVPassError` if there is none."""
+    if score >= context:
+        raise KVPassError(
+            f"--score {score} leaves no prompt in --context {context}: the context is the prompt and the scored tokens."
+        )
+    return context - score
+
+
+def read_texts(tokenizer: PreTrainedTokenizerBase, sources: str, count: int, device) -> dict[str, Tensor]:
+    """The first ``count`` tokens of each text of a comma-separated list."""
+    if not names(sources):
+        raise KVPassError(f"--text names no text; there are {', '.join(texts.available())}, and any file.")
+    return {source: texts.tokens(tokenizer, source, count).to(device) for source in names(sources)}
+
+
+def out_file(text: str) -> Path:
+    """The type of an argument that names a file to write: its folder exists."""
+    path = Path(text).expanduser()
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+    return path
+
+
+def at_least(least: float, kind: Callable = int) -> Callable[[str], float]:
+    """The type of an argument that is a number not below ``least``."""
+
+    def number(text: str):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not least <= value < float("inf"):
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not {'a whole' if kind is int else 'a'} number from {least} on"
+            )
+        return value
+
+    return number
+
+
+def numbers(text: str) -> Sequence[int]:
+    """The type of an argument that is a list of numbers of at least 1."""
+    found = [at_least(1)(part) for part in names(text)]
+    if not found:
+        raise argparse.ArgumentTypeError("no number is given")
+    return found

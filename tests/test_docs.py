@@ -1,0 +1,65 @@
+"""The documentation is what it says: examples run, the API page and the README's table are up to date, links lead."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvpass.schemes import base
+
+from tiny import llama, tokens
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
+
+
+def script(path: str):
+    """A script of the repository as a module."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def code_blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """Schemes registered meanwhile are forgotten."""
+    monkeypatch.setattr(base, "_SCHEMES", dict(base._SCHEMES))
+    monkeypatch.setattr(base, "_PRESETS", dict(base._PRESETS))
+
+
+def test_the_example_of_a_scheme_runs(registry, reference_in_this_test, capsys):
+    torch._dynamo.reset()
+    given = dict(model=llama(), ids=tokens(1, 150))
+    exec("\n".join(code_blocks("docs/add-a-scheme.md")), given)
+    first, last = (given["MineConfig"]().plan(given["LayerGeometry"](i, 2, 2, 32, torch.float32, None)) for i in (0, 1))
+    assert (first.key.bits, last.key.bits, first.key.sinks) == (2, 8, 4)
+    out = capsys.readouterr().out
+    assert "kvpass mine(" in out and "2 of 2 cache layers packed" in out
+    assert [row.scheme for row in given["rows"]] == ["kivi", "mine", "mine-4"] and given["rows"][0].kl > 0
+
+
+def test_the_api_page_is_made_from_these_docstrings():
+    assert script("docs/make_api.py").page() == (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), (
+        "python docs/make_api.py"
+    )
+
+
+def test_the_table_of_the_readme_is_what_was_measured():
+    readme = script("benchmarks/readme.py")
+    results = json.loads(readme.RESULTS.read_text(encoding="utf-8"))
+    assert {name for rows in results.values() for name in rows} <= set(readme.SCHEMES)
+    assert f"{readme.BEGIN}{readme.table(results)}{readme.END}" in readme.README.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), target
