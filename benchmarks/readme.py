@@ -29,6 +29,7 @@ SCHEMES = {
     "higgs": "rotated heads on a 16-point plane grid, per token",
     "higgs-3": "the same, 64 points",
     "higgs-4": "the same, 256 points",
+    "higgs-sinks": "16 points, 4 exact first tokens, and keys centred",
     "quarot-2": "rotated heads, round to nearest, per token, 2 bits",
     "quarot": "the same, 4 bits",
     "rtn-2": "round to nearest, per token, 2 bits",

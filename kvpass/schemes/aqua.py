@@ -92,11 +92,11 @@ class AquaKVConfig(StorageConfig):
     @property
     def first(self) -> SchemeConfig:
         """The scheme of the first layer, as long as nothing was measured."""
-        return HIGGSConfig(grid="d2n256") if self.first_layer == "auto" else self.first_layer
+        return HIGGSConfig(grid="d2n256", center=True) if self.first_layer == "auto" else self.first_layer
 
     @property
     def first_layer_choices(self) -> list[SchemeConfig]:
         """What calibration chooses the first layer's scheme from, the cheapest first and the lossless one last."""
         if self.first_layer != "auto":
             return [self.first_layer]
-        return [HIGGSConfig(grid="d2n256", center=False), HIGGSConfig(grid="d2n256"), IdentityConfig()]
+        return [*(HIGGSConfig(grid="d2n256", center=center) for center in (False, True)), IdentityConfig()]

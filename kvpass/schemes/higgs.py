@@ -11,7 +11,12 @@ from .base import LayerGeometry, LayerPlan, register_scheme
 from .storage import StorageConfig
 
 
-@register_scheme(higgs_3=dict(grid="d2n64"), higgs_4=dict(grid="d2n256"), **{"higgs-1.5": dict(grid="d4n64")})
+@register_scheme(
+    higgs_3=dict(grid="d2n64"),
+    higgs_4=dict(grid="d2n256"),
+    higgs_sinks=dict(sinks=4),
+    **{"higgs-1.5": dict(grid="d4n64")},
+)
 @dataclass(frozen=True, kw_only=True)
 class HIGGSConfig(StorageConfig):
     """``log2(n) / d + 16 / group_size`` bits a value, plus the exact tokens of `StorageConfig`.
@@ -19,7 +24,8 @@ class HIGGSConfig(StorageConfig):
     grid: "d2n16" is 16 points for 2 values, 2 bits a value; "d2n64" 3 bits, "d2n256" 4 bits, "d4n64" 1.5 bits.
     group_size: channels that share a scale; None is the head, which keeps heads independent (1,024 in the paper).
     center: the mean of the keys that are packed first is subtracted from all, in channels where it is not just chance.
-        Keys of models with a bias have one, which would take codes away from what differs between tokens.
+        Keys of models with a bias have one, which would take codes away from what differs between tokens. None does so
+        where there are sinks: the first token's key is unlike the others and much attended, and loses by it.
     fit: scales are the "rms" of a group, or of least squared error given the codes ("lsq").
     seed: of the signs of the rotation.
     """
@@ -28,7 +34,7 @@ class HIGGSConfig(StorageConfig):
 
     grid: str = "d2n16"
     group_size: int | None = None
-    center: bool = True
+    center: bool | None = None
     fit: Literal["rms", "lsq"] = "rms"
     seed: int = 0
 
@@ -47,8 +53,9 @@ class HIGGSConfig(StorageConfig):
         return CodecSpec(bits, "token", group_size, **storage, fit=fit, rotation=self.seed, grid=self.grid, **fields)
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
-        group_size = self.group_size or layer.head_dim
+        group_size, storage = self.group_size or layer.head_dim, self.key_storage()
+        center = storage["sinks"] > 0 if self.center is None else self.center
         return LayerPlan(
-            self._codec(group_size, self.key_storage(), predictor=MEAN if self.center else ""),
+            self._codec(group_size, storage, predictor=MEAN if center else ""),
             self._codec(group_size, self.value_storage()),
         ).checked(layer)
