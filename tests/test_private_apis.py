@@ -4,12 +4,18 @@ to adapt; nothing else depends on it."""
 import copy
 
 import torch
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_inductor_cache
 
+import kvpass
 from kvpass.codec import CodecSpec
 from kvpass.graph import find, normalise
 from kvpass.graph.rewrite import APPEND, _append_arguments
 from kvpass.lowering.aot import compile_ahead
+from kvpass.schemes import KIVIConfig
 from kvpass.state import KVState
+
+from tiny import llama, tokens
 
 
 def captured(fn, *inputs):
@@ -83,3 +89,16 @@ def test_compiled_kernels_round_to_16_bits_where_the_program_does():
     kernel = compile_ahead(lambda x: (x.half().float() + 1,), [torch.empty(64)], [[]])
     x = torch.randn(64) / 3
     assert torch.equal(kernel(x)[0], x.half().float() + 1)
+
+
+def test_another_scheme_never_hits_what_was_compiled_for_one():
+    """`kvpass.backend`: compile_fx caches the rewritten graph, in which the specs are constants."""
+    hits = []
+    with fresh_inductor_cache():
+        for config in (KIVIConfig(), KIVIConfig(), KIVIConfig(bits=4), KIVIConfig(residual=64)):
+            torch._dynamo.reset()
+            counters.clear()
+            model = kvpass.apply(llama(), config, lowering="reference")
+            model.generate(tokens(1, 70), max_new_tokens=3, do_sample=False)
+            hits.append(counters["aot_autograd"]["autograd_cache_hit"])
+    assert hits == [0, 1, 0, 0]
