@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from .errors import KVPassError
-from .schemes import LayerGeometry
+from .schemes import LayerGeometry, geometries
 
 _LOUDER = 100.0  # noise this much larger in slots that have not been written must not change the output
 
@@ -53,7 +53,7 @@ class BufferedCache:
 
     def geometry(self) -> dict[int, LayerGeometry | str]:
         """What each layer holds, by index."""
-        return _geometry([pair if isinstance(pair, str) else pair[0].get() for pair in self.layers])
+        return geometries([pair if isinstance(pair, str) else pair[0].get() for pair in self.layers])
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class HandedCache:
 
     def geometry(self) -> dict[int, LayerGeometry | str]:
         """What each layer holds, by index."""
-        return _geometry(self.examples[::2])
+        return geometries(self.examples[::2])
 
 
 def _names(value, part: range) -> bool:
@@ -85,17 +85,6 @@ def _names(value, part: range) -> bool:
     if value.numel() == 1 and value.ndim < 2:
         return int(value) == part.start
     return value.shape[-1:] == (len(part),) and bool((value.cpu() == torch.tensor(part)).all())
-
-
-def _geometry(keys: list[Tensor | str]) -> dict[int, LayerGeometry | str]:
-    found, below = {}, None
-    for index, key in enumerate(keys):
-        if isinstance(key, str):
-            found[index] = key
-            continue
-        found[index] = LayerGeometry(index, len(keys), key.shape[1], key.shape[3], key.dtype, key.device, below)
-        below = index
-    return found
 
 
 def bind(model: nn.Module, example_inputs: tuple | dict[str, Any]) -> dict[str, Any]:

@@ -6,11 +6,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from .errors import KVPassError
-from .schemes import LayerGeometry
+from .schemes import LayerGeometry, geometries
 
 _SLIDING = "It is bounded already; where texts fit the window, sliding_window=None in the config packs the same results"
 
@@ -87,28 +87,25 @@ def _geometries(cache: Cache) -> dict[int, LayerGeometry | str]:
             known = isinstance(layer, LayerGeometry)
             own[len(cross) + index] = replace(layer, cross=True) if known else f"cross-attention: {layer}"
         return own
-    layers, below = {}, None
-    for index, layer in enumerate(cache.layers):
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if type(layer) is not DynamicLayer:
-            layers[index] = f"{type(layer).__name__}: not full attention over a growing cache, stays as it is"
-            if getattr(layer, "is_sliding", False):
-                layers[index] += f". {_SLIDING}"
-        elif not isinstance(keys, Tensor) or keys.ndim != 4 or not keys.numel():
-            layers[index] = "the layer stored no keys: it has no attention, or reads what another layer stored"
-        elif keys.shape != values.shape:
-            shapes = f"keys {tuple(keys.shape)} and values {tuple(values.shape)} differ in shape"
-            layers[index] = f"{shapes}: latent attention (MLA) is small as it is, and is not supported"
-        else:
-            layers[index] = LayerGeometry(
-                index, len(cache.layers), keys.shape[1], keys.shape[3], keys.dtype, keys.device, below
-            )
-            below = index
-    return layers
+    return geometries([_keys(layer) for layer in cache.layers])
+
+
+def _keys(layer: CacheLayerMixin) -> Tensor | str:
+    """What a cache layer keeps as keys, or why it is not packed."""
+    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    if type(layer) is not DynamicLayer:
+        bounded = f". {_SLIDING}" if getattr(layer, "is_sliding", False) else ""
+        return f"{type(layer).__name__}: not full attention over a growing cache, stays as it is{bounded}"
+    if not isinstance(keys, Tensor) or keys.ndim != 4 or not keys.numel():
+        return "the layer stored no keys: it has no attention, or reads what another layer stored"
+    if keys.shape != values.shape:
+        shapes = f"keys {tuple(keys.shape)} and values {tuple(values.shape)} differ in shape"
+        return f"{shapes}: latent attention (MLA) is small as it is, and is not supported"
+    return keys
 
 
 def refuse_what_cannot_be_captured(model: nn.Module) -> None:
-    """Raise `KVPassError` for what would break the decode graph: Python around its layers, or a kernel of its own."""
+    """Raise `KVPassError` for what would break the decode graph: Python around its layers."""
     _refuse_offloaded(model)
     hooked = [name for name, module in model.named_modules() if name and hasattr(module, "_hf_hook")]
     if hooked:

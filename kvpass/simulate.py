@@ -23,7 +23,7 @@ from .graph.report import GraphReport
 from .graph.rewrite import simulate_attention
 from .probe import probe
 from .runtime import Runtime
-from .schemes import LayerGeometry, SchemeConfig
+from .schemes import LayerGeometry, SchemeConfig, geometries
 from .state import KVState
 
 _CHUNK = 256  # queries at a time: scores are [B, H_q, 256, T]
@@ -82,33 +82,29 @@ def _packed(spec: CodecSpec, tokens: int, prompt: int) -> Tensor:
     return of_token < seen[:, None]
 
 
-def scout(model: nn.Module, arguments: dict, fullgraph: bool = True) -> dict[int, LayerGeometry]:
+def scout(model: nn.Module, arguments: dict) -> dict[int, LayerGeometry]:
     """The causal self-attentions of ``model`` as they come in its graph. Raises `KVPassError` if there is none."""
-    shapes: list[tuple] = []
+    keys: list[Tensor] = []
     refused: list[str] = []
 
     def look(gm: GraphModule, inputs):
         attentions, reasons = find_unpacked(normalise(gm).graph)
         refused.extend(reasons)
-        values = [attention.key.present.meta["val"] for attention in attentions]
-        shapes.extend((x.shape[1], x.shape[3], x.dtype, x.device) for x in values)
+        keys.extend(attention.key.present.meta["val"] for attention in attentions)
         return gm.forward
 
     try:
         with torch.no_grad():
-            torch.compile(lambda **kwargs: model(**kwargs), backend=look, fullgraph=fullgraph)(**arguments)
+            torch.compile(lambda **kwargs: model(**kwargs), backend=look, fullgraph=True)(**arguments)
     except torch._dynamo.exc.Unsupported as error:
         raise KVPassError(
             f"{type(model).__name__} has no cache, and to simulate one its forward must be one graph: "
             f"{str(error).splitlines()[0]}"
         ) from error
-    if not shapes or refused:
+    if not keys or refused:
         reasons = "; ".join(dict.fromkeys(refused)) or "no causal attention over its own tokens"
         raise KVPassError(f"No attention that can be packed found in {type(model).__name__}: {reasons}.")
-    return {
-        i: LayerGeometry(i, len(shapes), heads, dim, dtype, device, i - 1 if i else None)
-        for i, (heads, dim, dtype, device) in enumerate(shapes)
-    }
+    return geometries(keys)
 
 
 class SimulatedRuntime(Runtime):
@@ -177,7 +173,8 @@ class Simulator:
         runtime = SimulatedRuntime(self.model, scheme, self.layers, prompt=prompt, **options)
         self.captured = self.captured or runtime
         self.captured.become(runtime)
-        return self.captured.forward(input_ids=ids, use_cache=False).logits[0, prompt:]
+        with self.captured.notation:
+            return self.captured.forward(input_ids=ids, use_cache=False).logits[0, prompt:]
 
 
 def unsupported(runtime: Runtime) -> str:

@@ -9,6 +9,7 @@ from .base import (
     check_edges,
     check_sources,
     compose,
+    geometries,
     get,
     register_scheme,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "check_edges",
     "check_sources",
     "compose",
+    "geometries",
     "get",
     "register_scheme",
 ]

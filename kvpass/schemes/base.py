@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from ..codec.predict import MEAN, looks_below
 from ..codec.spec import CodecSpec
@@ -27,6 +29,17 @@ class LayerGeometry:
     device: torch.device
     below: int | None = None
     cross: bool = False
+
+
+def geometries(keys: Sequence[Tensor | str]) -> dict[int, LayerGeometry | str]:
+    """The layers of a model by index, from what each keeps as keys ``[B, H_kv, T, D]``, or why it is not packed."""
+    layers, below = {}, None
+    for index, x in enumerate(keys):
+        layers[index] = x
+        if not isinstance(x, str):
+            layers[index] = LayerGeometry(index, len(keys), x.shape[1], x.shape[3], x.dtype, x.device, below)
+            below = index
+    return layers
 
 
 @dataclass(frozen=True)
