@@ -139,7 +139,7 @@ def test_fused_attention_over_centred_keys(name, n, rope):
         k_spec = CodecSpec(2, "token", 16, 32, predictor="mean", pre_rope=bool(rope))
         v_spec = CodecSpec(2, "token", 16, 32, residual=32)
     else:
-        plan = schemes.get(name).plan(GEOMETRY)
+        plan = schemes.get(name, center=True).plan(GEOMETRY)
         k_spec, v_spec = plan.key, plan.value
     x = [randn(i, 2, HEADS, n + 1, DIM) + 3 for i in range(2)]
     states = [state_of(s, t[:, :, :n], room=n) for s, t in zip((k_spec, v_spec), x, strict=True)]

@@ -2,21 +2,16 @@
 
 import dataclasses
 import json
-import re
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import kvpass
 from kvpass import KVPassError, schemes
 from kvpass.schemes import KIVIConfig, LayerGeometry, LayerPlan, SQuatConfig
-from kvpass.schemes.base import _PRESETS, _SCHEMES
 
 from common import WIDTHS
-from tiny import llama, tokens
 
 
 def geometry(head_dim=64):
@@ -193,18 +188,3 @@ def test_a_scheme_without_a_plan_says_so():
     with pytest.raises(TypeError, match="Unfinished must define plan"):
         Unfinished().plan(geometry())
     assert "unfinished" not in schemes.available()
-
-
-def test_the_readmes_example_of_a_scheme_works():
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
-    (example,) = (block for block in re.findall(r"```python\n(.*?)```", readme, re.S) if "class MineConfig" in block)
-    model = llama()
-    try:
-        exec(example, {"kvpass": kvpass, "model": model, "__name__": "readme"})
-        model.generate(tokens(1, 40), max_new_tokens=40, do_sample=False)
-        bits = [row.plan.split(" bit")[0] for row in kvpass.explain(model).layers]
-        assert bits == ["K 2", "K 8"] and schemes.get("mine-4").bits == 4
-    finally:
-        for registry in (_PRESETS, _SCHEMES):
-            for name in [name for name in registry if name.startswith("mine")]:
-                del registry[name]
