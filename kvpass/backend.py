@@ -11,7 +11,7 @@ from .errors import KVPassError, NotFusedError
 from .graph.find import find
 from .graph.lower import lower
 from .graph.normalise import flatten, has_subclass, normalise
-from .graph.report import ADVICE, GraphReport
+from .graph.report import ADVICE, GraphReport, listed
 from .graph.rewrite import count, rewrite, unfused
 from .graph.written import presents
 
@@ -45,7 +45,7 @@ class Backend:
         if self.strict and refused:
             raise NotFusedError(
                 f"strict=True: {max(report.decoded, len(refused))} cache reads not fused: "
-                f"{'; '.join(dict.fromkeys(refused))}. {ADVICE} Without strict=True they are decoded first."
+                f"{listed(refused)}. {ADVICE} Without strict=True they are decoded first."
             )
         report.lowerings = lower(module, self.lowering)
         if report.fused or report.decoded:

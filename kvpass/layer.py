@@ -196,7 +196,10 @@ class PackedLayer(CacheLayerMixin):
                 "model.generate(...), not a submodule, or pass a cache of its own to the submodule."
             )
         past = self.read() if torch.compiler.is_compiling() or length_of(self.length) else None
-        self.append(key_states, value_states) if self.tap is None else self.tap.wait(self, key_states, value_states)
+        if self.tap is None:
+            self.append(key_states, value_states)
+        else:
+            self.tap.wait(self, key_states, value_states)
         if past is None:
             return key_states, value_states
         return tuple(torch.cat(pair, 2) for pair in zip(past, (key_states, value_states), strict=True))
@@ -228,7 +231,7 @@ class PackedLayer(CacheLayerMixin):
             )
         for x in (keys, values):
             self._check_placement(x)
-        beside = self._append(self.key_state, keys, 0, None, q, mask)
+        beside = self._append(self.key_state, keys, 0, q=q, mask=mask)
         self._append(self.value_state, values, 1, beside)
 
     def _decode(self, state: KVState, below: Tensor | None, beside: Tensor | None = None) -> Tensor:

@@ -19,7 +19,7 @@ from .codec.window import layout
 from .errors import KVPassError, NotSimulatedError
 from .graph.find import find_unpacked
 from .graph.normalise import normalise
-from .graph.report import GraphReport
+from .graph.report import GraphReport, listed
 from .graph.rewrite import simulate_attention
 from .probe import probe
 from .runtime import Runtime
@@ -102,7 +102,7 @@ def scout(model: nn.Module, arguments: dict) -> dict[int, LayerGeometry]:
             f"{str(error).splitlines()[0]}"
         ) from error
     if not keys or refused:
-        reasons = "; ".join(dict.fromkeys(refused)) or "no causal attention over its own tokens"
+        reasons = listed(refused) or "no causal attention over its own tokens"
         raise KVPassError(f"No attention that can be packed found in {type(model).__name__}: {reasons}.")
     return geometries(keys)
 
@@ -201,7 +201,7 @@ class Simulation(Backend):
         normal = normalise(gm)
         attentions, refused = find_unpacked(normal.graph)
         if len(attentions) != len(self.specs) or refused:
-            reasons = "; ".join(dict.fromkeys(refused)) or "what runs depends on the inputs"
+            reasons = listed(refused) or "what runs depends on the inputs"
             raise NotSimulatedError(
                 f"This call has {len(attentions)} causal attentions, and {len(self.specs)} were found by kvpass.apply: "
                 f"{reasons}."

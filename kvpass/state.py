@@ -116,7 +116,8 @@ class KVState:
 
     def _resized(self) -> None:
         self.nbytes = sum(tensor.nbytes for _, tensor in self.tensors())  # bytes of its own, slack included
-        self._handles = tuple(pool if pool is None else handle(pool) for pool in map(self.__dict__.get, _POOLS))
+        pools = (getattr(self, name) for name in _POOLS)
+        self._handles = tuple(None if pool is None else handle(pool) for pool in pools)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of its own, by attribute name."""

@@ -1,9 +1,15 @@
 """What the pass did, in words and numbers: `kvpass.explain` prints it."""
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 ADVICE = "Attention written another way may be understood: load the model with attn_implementation='sdpa' or 'eager'."
+
+
+def listed(reasons: Iterable[str]) -> str:
+    """``reasons`` in one line, each once."""
+    return "; ".join(dict.fromkeys(reasons))
 
 
 @dataclass

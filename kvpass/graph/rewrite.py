@@ -13,6 +13,7 @@ from ..errors import KVPassError
 from .find import Attention, Source
 from .masks import structure
 from .normalise import NormalGraph, in_place
+from .report import listed
 from .rotary import Rotations, insert_tables, turns_alike
 from .written import APPEND, DECODE, FUNCTIONALIZED, ROTATE
 
@@ -70,7 +71,7 @@ def _importance(appends: Iterable[dict], taps: dict[Node, Attention], refused: l
     if 2 * len(keys) != len(evicting):
         raise KVPassError(
             "This scheme needs to know what attention each token was paid, and one attention was not understood: "
-            f"{'; '.join(dict.fromkeys(refused)) or 'none reads the cache'}. Use a scheme without that edge, as 'kivi'."
+            f"{listed(refused) or 'none reads the cache'}. Use a scheme without that edge, as 'kivi'."
         )
     found, shared = {}, None
     for arguments in keys:
@@ -93,7 +94,7 @@ def _tap_queries(appends: Iterable[dict], taps: dict[Node, Attention], refused: 
         if arguments["scale"] not in taps:
             raise KVPassError(
                 "This scheme needs the queries of the attention that reads each K cache, and one attention was not "
-                f"understood: {'; '.join(dict.fromkeys(refused)) or 'none reads the cache'}. Use a scheme without "
+                f"understood: {listed(refused) or 'none reads the cache'}. Use a scheme without "
                 "that edge, such as 'kivi'."
             )
         attention = taps[arguments["scale"]]
@@ -302,7 +303,7 @@ def unfused(graph: Graph, attentions: list[Attention], refused: list[str]) -> di
     scales = [arguments["scale"] for node in graph.nodes if (arguments := _append_arguments(node)) is not None]
     fused = {attention.key.past.args[_SCALE] for attention in attentions}
     layers = [i for i, scale in enumerate(scales[::2]) if scale not in fused]  # keys come before values
-    reasons = refused if len(refused) == len(layers) else ["; ".join(dict.fromkeys(refused))] * len(layers)
+    reasons = refused if len(refused) == len(layers) else [listed(refused)] * len(layers)
     return dict(zip(layers, reasons, strict=True))
 
 
