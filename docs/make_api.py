@@ -1,11 +1,10 @@
-"""Writes docs/api.md from the docstrings of the public names: python docs/make_api.py [--check]
+"""Writes docs/api.md from the docstrings of the public names: python docs/make_api.py
 
 Signatures are as written in the source, so that the result does not depend on the version of Python.
 """
 
 import ast
 import inspect
-import sys
 import textwrap
 from pathlib import Path
 
@@ -68,6 +67,4 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    if "--check" in sys.argv:
-        sys.exit(PAGE.read_text(encoding="utf-8") != page())
     PAGE.write_text(page(), encoding="utf-8")

@@ -5,15 +5,18 @@
 >>> model.generate(**inputs)                 # unchanged code, packed cache
 """
 
-from . import ops, schemes
-from .api import apply, explain, remove
-from .cache import bits_per_value, nbytes
-from .calibration.artifact import Calibration
-from .calibration.artifact import load_calibration as load
-from .calibration.fit import calibrate
-from .errors import KVPassError, NonFiniteError, NotFusedError
-from .retention import HeavyHitter, LogSparse, Recent, Retention, Sinks, StreamingLLM
-from .tensor import PackedKV
+from .quiet import quiet
+
+with quiet("torchao", "torch.utils._pytree"):  # transformers imports torchao, which says what it could not load
+    from . import ops, schemes
+    from .api import apply, explain, remove
+    from .cache import bits_per_value, nbytes
+    from .calibration.artifact import Calibration
+    from .calibration.artifact import load_calibration as load
+    from .calibration.fit import calibrate
+    from .errors import KVPassError, NonFiniteError, NotFusedError
+    from .retention import HeavyHitter, LogSparse, Recent, Retention, Sinks, StreamingLLM
+    from .tensor import PackedKV
 
 __all__ = [
     "Calibration",

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import DynamicCache
 
 from . import api
@@ -24,10 +23,13 @@ from .cache import bits_per_value, nbytes, num_values
 from .calibration.artifact import Calibration
 from .errors import KVPassError, NotSimulatedError
 from .footprint import footprint
+from .progress import bar
 from .schemes import SchemeConfig, get
 from .simulate import Simulator
 
 Scheme = str | dict | SchemeConfig | Calibration | None
+FULL = "full precision"
+"""The name of None among schemes."""
 
 _COMPILING_STEPS = 4  # left out of the timing: the decode graph is compiled in the first of them
 _KL_FLOOR = 1e-12  # nats; below it is rounding
@@ -255,7 +257,7 @@ def evaluate(
     references = {text: reference_logits(model, ids, prompt) for text, ids in texts.items()}
     results = {text: [] for text in texts}
     if not isinstance(schemes, Mapping):
-        schemes = {"full precision" if scheme is None else _name(scheme): scheme for scheme in schemes}
+        schemes = {FULL if scheme is None else _name(scheme): scheme for scheme in schemes}
     scored = {text: (ids, prompt, references[text]) for text, ids in texts.items()}
     simulator = _simulator(model) if one_pass else None
     for name, scheme in schemes.items():
@@ -268,10 +270,6 @@ def evaluate(
         for text, row in zip(texts, rows, strict=True):
             results[text].append(replace(row, scheme=name))
     return results
-
-
-def _bar(what: str, total: int, unit: str, progress: bool) -> tqdm:
-    return tqdm(total=total, desc=what, unit=unit, disable=None if progress else True, leave=False)
 
 
 def _simulator(model: nn.Module) -> Simulator | None:
@@ -287,18 +285,18 @@ def _in_one_pass(
 ) -> list[Quality] | None:
     """A row for each text; None for schemes that cannot be scored in one pass."""
     rows = []
-    with _bar(name, len(scored), "text", progress) as bar:
+    with bar(name, len(scored), "text", progress) as texts:
         for ids, prompt, reference in scored.values():
             try:
                 rows.append(score_in_one_pass(simulator, ids, prompt, reference, scheme, name=name))
             except NotSimulatedError:
                 return None
-            bar.update()
+            texts.update()
     return rows
 
 
 def _token_by_token(
     model: nn.Module, ids: Tensor, prompt: int, reference: Tensor, what: str, progress: bool
 ) -> Quality:
-    with _bar(what, len(reference), "token", progress) as bar:
-        return score(model, ids, prompt, reference, name=what, step_done=bar.update)
+    with bar(what, len(reference), "token", progress) as tokens:
+        return score(model, ids, prompt, reference, name=what, step_done=tokens.update)

@@ -41,21 +41,7 @@ def footprint(model: nn.Module, scheme: str | dict | SchemeConfig | Calibration 
     Raises `DependsOnTextError` for schemes whose storage depends on the text (QAQ), and `KVPassError` for
     encoder-decoders, less than one token, and schemes that need calibration and have none.
     """
-    if has_encoder(model):
-        raise KVPassError("An encoder-decoder's cache has two lengths: fill one and use kvpass.bits_per_value.")
-    if tokens < 1:
-        raise KVPassError(f"A cache of {tokens} tokens has no values: ask for at least 1.")
-    cache, layers = probe_cache(model)
-    fixed, predictors = 0, {}
-    if isinstance(scheme, Calibration):
-        fixed, predictors, scheme = scheme.nbytes, scheme.predictors, scheme.scheme
-    elif scheme is not None and schemes.get(scheme).needs_calibration:
-        raise KVPassError(f"{schemes.get(scheme).name!r} has to be calibrated on the model first: kvpass.calibrate.")
-    plans = {} if scheme is None else _plans(schemes.get(scheme), layers)
-    empty = DynamicCache(config=model.config)
-    swap_layers(empty, plans, owner="", lowering="reference", max_cache_len=None, predictors=predictors)
-    sizes = [_fill(layer, old, tokens) for layer, old in zip(_as_many(empty, cache), cache.layers, strict=True)]
-    return Footprint(sum(size.nbytes for size in sizes) + fixed, sum(size.values for size in sizes))
+    return _footprints(model, scheme, [tokens])[0]
 
 
 def bits_at(
@@ -63,9 +49,31 @@ def bits_at(
 ) -> dict[int, float | None]:
     """Bits a value at each length, by `footprint`; None where they depend on the text."""
     try:
-        return {tokens: footprint(model, scheme, tokens).bits_per_value for tokens in lengths}
+        sizes = _footprints(model, scheme, lengths)
     except DependsOnTextError:
         return dict.fromkeys(lengths)
+    return {tokens: size.bits_per_value for tokens, size in zip(lengths, sizes, strict=True)}
+
+
+def _footprints(model: nn.Module, scheme, lengths: Sequence[int]) -> list[Footprint]:
+    if has_encoder(model):
+        raise KVPassError("An encoder-decoder's cache has two lengths: fill one and use kvpass.bits_per_value.")
+    if min(lengths) < 1:
+        raise KVPassError(f"A cache of {min(lengths)} tokens has no values: ask for at least 1.")
+    filled, layers = probe_cache(model)
+    fixed, predictors = 0, {}
+    if isinstance(scheme, Calibration):
+        fixed, predictors, scheme = scheme.nbytes, scheme.predictors, scheme.scheme
+    elif scheme is not None and schemes.get(scheme).needs_calibration:
+        raise KVPassError(f"{schemes.get(scheme).name!r} has to be calibrated on the model first: kvpass.calibrate.")
+    plans = {} if scheme is None else _plans(schemes.get(scheme), layers)
+    found = []
+    for tokens in lengths:
+        empty = DynamicCache(config=model.config)
+        swap_layers(empty, plans, owner="", lowering="reference", max_cache_len=None, predictors=predictors)
+        sizes = [_fill(layer, old, tokens) for layer, old in zip(_as_many(empty, filled), filled.layers, strict=True)]
+        found.append(Footprint(sum(size.nbytes for size in sizes) + fixed, sum(size.values for size in sizes)))
+    return found
 
 
 def _plans(config: SchemeConfig, layers: dict[int, LayerGeometry | str]) -> Plans:

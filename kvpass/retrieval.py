@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from .errors import KVPassError
 from .evaluate import Scheme, packed
 from .probe import fresh_cache
+from .progress import bar
 
 _NEEDLE = "The pass key is {key}. Remember it. {key} is the pass key."
 _TASK = "There is a pass key hidden in the following text. Find it and remember it.\n\n"
@@ -124,12 +124,11 @@ def retrieve(
         for seed in range(repeats)
     ]
     results = {name: [] for name in schemes}
-    total, silent = len(schemes) * len(questions), None if progress else True
-    with tqdm(total=total, unit="answer", disable=silent, leave=False) as bar:
+    with bar("", len(schemes) * len(questions), "answer", progress) as answers:
         for name, scheme in schemes.items():
-            bar.set_description(name)
+            answers.set_description(name)
             with packed(model, scheme, **({} if scheme is None else {"lowering": "eager"})):
                 for length, depth, hidden in questions:
                     results[name].append(Retrieval(length, depth, hidden.key, ask(model, tokenizer, hidden)))
-                    bar.update()
+                    answers.update()
     return results

@@ -2,15 +2,12 @@
 
 import torch
 from torch import Tensor
+from torchao.utils import TorchAOBaseTensor
 
 from .codec.predict import looks_below
 from .codec.spec import CodecSpec, parse
 from .errors import KVPassError, NonFiniteError
-from .quiet import quiet
 from .state import KVState
-
-with quiet("torchao", "torch.utils._pytree"):  # about kernels kvpass does not use, and a deprecation inside torchao
-    from torchao.utils import TorchAOBaseTensor
 
 
 def _written_by(func) -> KVPassError:

@@ -3,6 +3,8 @@
 import csv
 import functools
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -29,6 +31,11 @@ def tiny_model(monkeypatch):
 def run(capsys, *args: str) -> tuple[int, str, str]:
     code = cli.main(args)
     return (code, *capsys.readouterr())
+
+
+def test_a_command_says_nothing_that_is_not_its_own():
+    done = subprocess.run([sys.executable, "-m", "kvpass", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("usage: kvpass") and not done.stderr
 
 
 def test_eval_prints_a_table_and_writes_json_csv_and_a_picture(capsys, tmp_path):

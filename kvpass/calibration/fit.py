@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from .. import schemes
 from ..api import is_applied
@@ -24,6 +23,7 @@ from ..codec.predict import MEAN, fit_center, looks_below, predict
 from ..codec.window import layout
 from ..errors import KVPassError
 from ..probe import has_encoder, probe
+from ..progress import bar
 from ..schemes import AquaKVConfig, LayerGeometry, LayerPlan, QAQConfig, SchemeConfig, check_edges
 from .artifact import Calibration, describe
 from .collect import Collected, collect, digest
@@ -72,25 +72,24 @@ def calibrate(
             "Calibration is for decoders without an encoder: use a scheme that needs none, such as 'kivi'."
         )
     described, sequences = describe(model, layers), _sequences(data, config, model)
-    silent = None if progress else True
     if isinstance(config, QAQConfig):
-        with tqdm(total=len(sequences), desc="queries", unit="sequence", disable=silent, leave=False) as bar:
-            config = measure_energy(model, sequences, config, bar)
+        with bar("queries", len(sequences), "sequence", progress) as seen:
+            config = measure_energy(model, sequences, config, seen)
         return Calibration(config, {}, described, {}, {"tokens": sum(ids.numel() for ids in sequences)})
     with ExitStack() as stack:
         if work is None:
             work = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpass-"))
         folder = Path(work) / digest(described, config.rope)
         folder.mkdir(parents=True, exist_ok=True)
-        with tqdm(total=len(sequences), desc="keys and values", unit="sequence", disable=silent, leave=False) as bar:
-            collected = collect(model, sequences, config.rope, folder, bar)
+        with bar("keys and values", len(sequences), "sequence", progress) as seen:
+            collected = collect(model, sequences, config.rope, folder, seen)
         choice, scores = _choose_first_layer(config, layers, collected)
         config = dataclasses.replace(config, first_layer=choice)
         folder = folder / digest(config.to_dict(), *sequences)
         folder.mkdir(exist_ok=True)
         chain = _Chain(config, layers, collected, folder)
-        with tqdm(total=len(chain.plans), desc="predictors", unit="layer", disable=silent, leave=False) as bar:
-            chain.run(bar.update)
+        with bar("predictors", len(chain.plans), "layer", progress) as fitted:
+            chain.run(fitted.update)
         shutil.rmtree(folder)
     facts = {"tokens": sum(ids.numel() for ids in sequences), "first_layer": scores, "error": chain.errors}
     return Calibration(config, chain.predictors, described, chain.explained, facts)

@@ -6,7 +6,7 @@ import torch
 
 from .. import api, models, texts
 from ..speed import measure, sharing_weights
-from .shared import FULL, SCHEMES, at_least, chosen_schemes, numbers, say, stage
+from .shared import FULL, SCHEMES, TEXT, at_least, chosen_schemes, numbers, say, stage
 
 HELP = "Time decode steps of schemes against full precision, in turn within one process."
 
@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schemes", default="kivi", help=SCHEMES)
     parser.add_argument("--lengths", type=numbers, default="512,2048", metavar="N,...", help="tokens in the cache")
     parser.add_argument("--rounds", type=at_least(1), default=20, metavar="N", help="steps of each; default 20")
-    parser.add_argument("--text", default="prose", help=f"{', '.join(texts.available())}, or a UTF-8 file")
+    parser.add_argument("--text", default="prose", help=TEXT)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from .. import evaluate, models, texts
 from ..tables import QUALITY, SPEED, aligned, memory_columns
-from .shared import SCHEMES, at_least, chosen_schemes, prompt_tokens, say, stage
+from .shared import SCHEMES, TEXT, add_tokens, at_least, chosen_schemes, prompt_tokens, say, stage
 
 HELP = "Generate and score with full precision and with each scheme."
 
@@ -17,11 +17,8 @@ HELP = "Generate and score with full precision and with each scheme."
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``kvpass demo``."""
     parser.add_argument("--schemes", default="kivi,squat", help=SCHEMES)
-    parser.add_argument("--text", default="prose", help=f"{', '.join(texts.available())}, or a UTF-8 file")
-    parser.add_argument(
-        "--context", type=at_least(2), default=3128, metavar="N", help="tokens of prompt and scored text together"
-    )
-    parser.add_argument("--score", type=at_least(1), default=128, metavar="N", help="tokens of the real text to score")
+    parser.add_argument("--text", default="prose", help=TEXT)
+    add_tokens(parser, context=3128, score=128)
     parser.add_argument("--new-tokens", type=at_least(1), default=48, metavar="N", help="tokens to generate")
 
 

@@ -5,7 +5,7 @@ import json
 
 from .. import models, texts
 from ..retrieval import retrieve
-from .shared import SCHEMES, at_least, chosen_schemes, names, numbers, out_file, say, stage
+from .shared import SCHEMES, TEXT, at_least, chosen_schemes, names, numbers, out_file, say, stage
 
 HELP = "Hide a number in a text and ask for it: exact matches by length and depth. For instruct models."
 
@@ -20,7 +20,7 @@ def _depths(text: str) -> list[float]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``kvpass needle``."""
     parser.add_argument("--schemes", default="kivi,squat", help=SCHEMES)
-    parser.add_argument("--text", default="prose", help="filler: a built-in text, a UTF-8 file, or hub:dataset")
+    parser.add_argument("--text", default="prose", help=f"filler: {TEXT}")
     parser.add_argument("--lengths", type=numbers, default="512,1024,2048", metavar="N,...", help="tokens of the text")
     parser.add_argument("--depths", type=_depths, default="0,0.5,1", metavar="X,...", help="0: beginning, 1: end")
     parser.add_argument("--repeats", type=at_least(1), default=2, metavar="N", help="other numbers at each place")

@@ -11,7 +11,7 @@ from .shared import (
     FULL,
     SCHEMES,
     TEXTS,
-    at_least,
+    add_tokens,
     chosen_schemes,
     numbers,
     out_file,
@@ -42,15 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=out_file, metavar="FILE", help="write everything, each token's divergence too")
     parser.add_argument("--csv", type=out_file, metavar="FILE", help="write one line for each text and scheme")
     parser.add_argument("--plot", type=out_file, metavar="FILE", help="draw KL against bits: .svg or .png")
-
-
-def add_tokens(parser: argparse.ArgumentParser) -> None:
-    """``--context`` and ``--score``."""
-    together = "tokens of prompt and scored text together; default 2048"
-    parser.add_argument("--context", type=at_least(2), default=2048, metavar="N", help=together)
-    parser.add_argument(
-        "--score", type=at_least(1), default=1024, metavar="N", help="the last N of them are scored; default 1024"
-    )
 
 
 def run(args: argparse.Namespace) -> None:

@@ -5,8 +5,7 @@ import argparse
 from .. import models
 from ..recommend import SHORT_LIST, recommend
 from ..tables import QUALITY, aligned
-from .quality import add_tokens
-from .shared import TEXTS, at_least, names, prompt_tokens, read_texts, say, stage
+from .shared import TEXTS, add_tokens, at_least, names, prompt_tokens, read_texts, say, stage
 
 HELP = "Measure a short list of schemes within a budget of bits, and print the best with its evidence."
 

@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from .. import schemes, texts
 from ..calibration.artifact import load_calibration
 from ..errors import KVPassError
-from ..evaluate import Scheme
+from ..evaluate import FULL, Scheme
 
-FULL = "full precision"
+TEXT = f"{', '.join(texts.available())}, a UTF-8 file, or hub:dataset[:config[:split]]"
 TEXTS = f"comma-separated: {', '.join(texts.available())}, UTF-8 files, hub:dataset[:config[:split]]"
 SCHEMES = (
     "comma-separated folders that `kvpass calibrate` wrote, names with a policy (kivi+h2o), and names of "
@@ -61,6 +61,14 @@ def scheme(name: str) -> Scheme:
             "--out FOLDER, then give FOLDER as the scheme."
         )
     return config
+
+
+def add_tokens(parser: argparse.ArgumentParser, context: int = 2048, score: int = 1024) -> None:
+    """``--context`` and ``--score``, with these defaults."""
+    together = f"tokens of prompt and scored text together; default {context}"
+    parser.add_argument("--context", type=at_least(2), default=context, metavar="N", help=together)
+    last = f"the last N of them are scored; default {score}"
+    parser.add_argument("--score", type=at_least(1), default=score, metavar="N", help=last)
 
 
 def prompt_tokens(context: int, score: int) -> int:
