@@ -14,11 +14,12 @@ from torch.fx import GraphModule
 from kvpass.lowering.reference import attention_weights
 
 from .backend import Backend
+from .codec.rotary import rotate
 from .codec.spec import CodecSpec, parse
 from .codec.window import layout
 from .errors import KVPassError, NotSimulatedError
 from .graph.find import find_unpacked
-from .graph.normalise import normalise
+from .graph.normalise import flatten, normalise
 from .graph.report import GraphReport, listed
 from .graph.rewrite import simulate_attention
 from .probe import probe
@@ -32,14 +33,19 @@ _CHUNK = 256  # queries at a time: scores are [B, H_q, 256, T]
 @torch.library.custom_op("kvpass::simulate", mutates_args=())
 def simulate(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float, sinks: Tensor | None,
-    k_spec: str, v_spec: str, prompt: int,
+    before: list[Tensor], rope: str, k_spec: str, v_spec: str, prompt: int,
 ) -> Tensor:  # fmt: skip
     """Causal attention of ``q`` ``[B, H_q, T, D]`` over ``k``, ``v`` ``[B, H_kv, T, D]`` as packed by their specs.
 
     The first ``prompt`` tokens came at once, the others one by one. ``mask``, where there is one, is causal itself.
+    before: queries and keys before their rotary embedding, and its tables cos and sin ``[B, T, p]`` for ``rope``
+    (`codec.rotary`), if that is how keys are stored.
     """
     specs, tokens, repeats = (parse(k_spec), parse(v_spec)), k.shape[2], q.shape[1] // k.shape[1]
     stored = [_stored(x, spec, q, prompt) for x, spec in zip((k, v), specs, strict=True)]
+    if before:
+        q_before, k_before, *tables = before
+        stored[0] = rotate(_stored(k_before, specs[0], q_before, prompt), *tables, rope)
     dtype = torch.promote_types(q.dtype, torch.float32)
     k, v, k_stored, v_stored = (x.repeat_interleave(repeats, 1).to(dtype) for x in (k, v, *stored))
     k_packed, v_packed = (_packed(spec, tokens, prompt).to(q.device) for spec in specs)
@@ -56,7 +62,7 @@ def simulate(
 
 
 @simulate.register_fake
-def _(q, k, v, mask, scale, softcap, sinks, k_spec, v_spec, prompt):
+def _(q, k, v, mask, scale, softcap, sinks, before, rope, k_spec, v_spec, prompt):
     return q.new_empty((*q.shape[:3], v.shape[3]))
 
 
@@ -148,7 +154,8 @@ class SimulatedRuntime(Runtime):
 
 
 class Simulator:
-    """Scores texts in one pass: the forward of a transformers decoder is captured once, and serves every scheme.
+    """Scores texts in one pass: the forward of a transformers decoder is captured once, and serves every scheme; once
+    more for those that store keys before rotary embedding.
 
     Raises `NotSimulatedError` for models with layers of other kinds.
     """
@@ -159,7 +166,7 @@ class Simulator:
             raise NotSimulatedError(
                 f"Not every layer of {type(model).__name__} is packed: {'; '.join(sorted(reasons))}."
             )
-        self.captured: SimulatedRuntime | None = None
+        self.captured: dict[bool, SimulatedRuntime] = {}  # by whether keys are stored before rotary embedding
 
     @torch.no_grad()
     def logits(self, ids: Tensor, prompt: int, scheme: SchemeConfig) -> Tensor:
@@ -171,10 +178,10 @@ class Simulator:
         """
         options = dict(strict=True, lowering="auto", max_cache_len=None, predictors={})
         runtime = SimulatedRuntime(self.model, scheme, self.layers, prompt=prompt, **options)
-        self.captured = self.captured or runtime
-        self.captured.become(runtime)
-        with self.captured.notation:
-            return self.captured.forward(input_ids=ids, use_cache=False).logits[0, prompt:]
+        captured = self.captured.setdefault(runtime.needs_rotation, runtime)
+        captured.become(runtime)
+        with captured.notation:
+            return captured.forward(input_ids=ids, use_cache=False).logits[0, prompt:]
 
 
 def unsupported(runtime: Runtime) -> str:
@@ -184,9 +191,7 @@ def unsupported(runtime: Runtime) -> str:
         return "layers share codes"
     if runtime.needs_importance or any(plan.adaptive for plan in plans):
         return "what is stored depends on attention"
-    if runtime.looks_below:
-        return "layers are predicted from each other"
-    return "keys are stored before rotary embedding" if runtime.needs_rotation else ""
+    return "layers are predicted from each other" if runtime.looks_below else ""
 
 
 class Simulation(Backend):
@@ -206,7 +211,7 @@ class Simulation(Backend):
                 f"This call has {len(attentions)} causal attentions, and {len(self.specs)} were found by kvpass.apply: "
                 f"{reasons}."
             )
-        module = simulate_attention(normal, attentions, self.specs, self.prompt)
+        module = simulate_attention(normal, flatten(example_inputs), attentions, self.specs, self.prompt)
         self.modules.append(module)
         self.graphs.append(GraphReport(len(attentions), 0, 0, 0, [], compiled=False))
         return lambda *inputs: module.forward(*inputs)  # `become` compiles it again

@@ -24,7 +24,7 @@ ONE_BIT = ("asymkv", "asymkv-eta", "asymkv-lsq", "kivi-1")
 MANY_PASSES = {
     name
     for name in schemes.available()
-    if get(name).needs_calibration or name.startswith(("qaq", "xquant", "h2o", "streaming")) or name.endswith("-pre")
+    if get(name).needs_calibration or name.startswith(("qaq", "xquant", "h2o", "streaming"))
 }
 
 

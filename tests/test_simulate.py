@@ -18,6 +18,8 @@ SCHEMES = {
     "squat": SQuatConfig(residual=16, group_size=16),
     "higgs": HIGGSConfig(residual=16),
     "logquant": LogQuantConfig(window=32),
+    "kivi before RoPE": KIVIConfig(residual=16, group_size=16, rope="pre"),
+    "squat before RoPE": SQuatConfig(residual=16, group_size=16, rope="pre"),
 }
 
 
@@ -40,14 +42,14 @@ def test_one_pass_equals_token_by_token(name, prompt, attention):
 
 def test_scoring_in_one_pass_is_scoring_token_by_token():
     model, ids = llama().double(), tokens(1, TOTAL)
-    chosen = {"kivi": SCHEMES["kivi"], "kivi, sinks": SCHEMES["kivi, sinks"], "before RoPE": "kivi-pre"}
+    chosen = {"kivi": SCHEMES["kivi"], "kivi, sinks": SCHEMES["kivi, sinks"], "by scores": "qaq"}
     slow = evaluate.evaluate(model, {"text": ids}, 60, chosen, progress=False, lowering="eager")["text"]
     fast = evaluate.evaluate(model, {"text": ids}, 60, chosen, progress=False, one_pass=True, lowering="eager")["text"]
     for mine, theirs in zip(fast, slow, strict=True):
         assert mine.divergences == pytest.approx(theirs.divergences, rel=1e-4)
         assert (mine.top1, mine.scheme, mine.values) == (theirs.top1, theirs.scheme, theirs.values)
         assert mine.bits_per_value == pytest.approx(theirs.bits_per_value, rel=0.05)  # storage grows in steps
-        assert bool(mine.step_seconds) == (mine.scheme == "before RoPE")
+        assert bool(mine.step_seconds) == (mine.scheme == "by scores")
         assert mine.kl_error == pytest.approx(theirs.kl_error, rel=1e-3) and mine.kl > 0
     kivi, sinks, _ = fast
     assert kivi.beats(sinks) == -sinks.beats(kivi) and kivi.beats(kivi) == 0
@@ -103,7 +105,7 @@ class Backwards(NanoDecoder):
         return torch.nn.functional.scaled_dot_product_attention(q, q, q)
 
 
-@pytest.mark.parametrize("scheme", ["kivi-pre", "qaq"])
+@pytest.mark.parametrize("scheme", ["kivi+h2o", "qaq"])
 def test_schemes_that_need_more_than_one_pass_say_so(scheme):
     model, ids = NanoDecoder().eval(), tokens(2, 8)
     with pytest.raises(KVPassError, match="cannot be simulated in one pass"):

@@ -7,14 +7,14 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..codec.eviction import statistic
-from ..codec.spec import parse
+from ..codec.spec import CodecSpec, parse
 from ..codec.window import LENGTH_OFFSET
 from ..errors import KVPassError
 from .find import Attention, Source
 from .masks import structure
 from .normalise import NormalGraph, in_place
 from .report import listed
-from .rotary import Rotations, insert_tables, turns_alike
+from .rotary import Rotation, Rotations, insert_tables, turns_alike
 from .written import APPEND, DECODE, FUNCTIONALIZED, ROTATE
 
 aten = torch.ops.aten
@@ -126,8 +126,7 @@ def _store_before_rotation(
         arguments["x"] = rotation.before
         if arguments["q"] is not None:
             of_query = rotations.find(arguments["q"])
-            if of_query is None or not turns_alike(of_query, rotation):
-                raise KVPassError("The queries are not rotated as the keys are: use the scheme with rope='post'.")
+            _check_turned_alike(of_query, rotation)
             arguments["q"] = of_query.before
         if stored is None:
             stored = rotation
@@ -139,6 +138,11 @@ def _store_before_rotation(
                 "the scheme with rope='post'."
             )
     return call
+
+
+def _check_turned_alike(query: Rotation | None, key: Rotation) -> None:
+    if query is None or not turns_alike(query, key):
+        raise KVPassError("The queries are not rotated as the keys are: use the scheme with rope='post'.")
 
 
 def _cut_mask(graph: Graph, attention: Attention) -> None:
@@ -279,22 +283,36 @@ def _hoist_appends(normal: NormalGraph, appends: dict[Node, dict]) -> set[Node]:
 
 
 def simulate_attention(
-    normal: NormalGraph, attentions: list[Attention], specs: list[tuple[str, str]], prompt: int
+    normal: NormalGraph, inputs: Sequence, attentions: list[Attention], specs: list[tuple[str, str]], prompt: int
 ) -> GraphModule:
     """``normal`` with every attention replaced by `kvpass.simulate.simulate` under its specs."""
-    graph = normal.graph
+    graph, rotations = normal.graph, Rotations(normal.graph, inputs)
     for attention, pair in zip(attentions, specs, strict=True):
         _drop_structural_mask(attention)
         with graph.inserting_before(attention.output):
+            before = _before_rotation(graph, rotations, attention, parse(pair[0]))
             sinks = attention.sinks and graph.call_function(aten.flatten.using_ints, (attention.sinks,))
             present = attention.key.present, attention.value.present
             how = attention.mask, attention.scale, attention.softcap, sinks
             new = graph.call_function(
-                torch.ops.kvpass.simulate.default, (attention.query, *present, *how, *pair, prompt)
+                torch.ops.kvpass.simulate.default, (attention.query, *present, *how, *before, *pair, prompt)
             )
             new.meta["val"] = attention.output.meta["val"]
             attention.output.replace_all_uses_with(_shaped_as(graph, new, attention))
     return in_place(normal, skip=set())
+
+
+def _before_rotation(
+    graph: Graph, rotations: Rotations, attention: Attention, spec: CodecSpec
+) -> tuple[list[Node], str]:
+    """Queries, keys, tables and kind of the rotary embedding as `kvpass.simulate.simulate` takes them, if ``spec``
+    stores keys before it and they have one."""
+    rotation = rotations.find(attention.key.present) if spec.pre_rope else None
+    if rotation is None:
+        return [], ""
+    query = rotations.find(attention.query)  # for the schemes that need it: a graph serves them all
+    _check_turned_alike(query, rotation)
+    return [query.before, rotation.before, *insert_tables(graph, rotation)], rotation.rope
 
 
 def unfused(graph: Graph, attentions: list[Attention], refused: list[str]) -> dict[int, str]:
