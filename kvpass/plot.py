@@ -68,7 +68,7 @@ def pareto(results: Mapping[str, Sequence[Point]], path: Path, title: str) -> No
         raise KVPassError(f"No scheme has a mean KL of {_SHOWN} or more: there is nothing to draw.")
     with matplotlib.rc_context({"svg.hashsalt": "kvpass", "font.size": 9}):
         figure, panels = pyplot.subplots(
-            1, len(shown), figsize=(1 + 5 * len(shown), 5), sharey=True, squeeze=False, layout="constrained"
+            1, len(shown), figsize=(1 + 5.5 * len(shown), 5.5), sharey=True, squeeze=False, layout="constrained"
         )
         for panel, (text, rows) in zip(panels[0], shown.items(), strict=True):
             _draw(panel, rows)
@@ -89,7 +89,7 @@ def _draw(panel, rows: Sequence[Point]) -> None:
         panel.errorbar(row.bits, row.kl, [[_below(row)], [row.error]], fmt="o", ms=4, lw=0.8, color=color)
     panel.plot([row.bits for row in best], [row.kl for row in best], "C0--", lw=0.8, zorder=0)
     panel.grid(which="major", lw=0.3)
-    panel.margins(x=0.12, y=0.06)
+    panel.margins(x=0.16, y=0.06)
 
 
 def _label(panel, rows: Sequence[Point]) -> None:
@@ -103,7 +103,7 @@ def _label(panel, rows: Sequence[Point]) -> None:
         def place(offset, label=label):
             label.set_ha("left" if offset[0] > 0 else "right" if offset[0] < 0 else "center")
             label.xyann = offset
-            return label.get_window_extent(renderer).padded(1)
+            return label.get_window_extent(renderer).padded(2)
 
         def cost(offset, place=place):
             box = place(offset)
