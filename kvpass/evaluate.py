@@ -6,7 +6,6 @@ those of `generate`. In one pass each query sees every token as it was stored by
 same but for rounding, and takes no longer than a prefill.
 """
 
-import inspect
 import math
 import statistics
 import time
@@ -23,6 +22,7 @@ from .cache import bits_per_value, nbytes, num_values
 from .calibration.artifact import Calibration
 from .errors import KVPassError, NotSimulatedError
 from .footprint import footprint
+from .probe import keeping
 from .progress import bar
 from .schemes import SchemeConfig, get
 from .simulate import Simulator
@@ -145,9 +145,7 @@ def packed(model: nn.Module, scheme: Scheme, **options) -> Iterator[nn.Module]:
 
 def _forward(model: nn.Module, ids: Tensor, keep: int, **kwargs) -> Tensor:
     """Logits of the last ``keep`` of ``ids`` ``[1, S]``: ``[keep, V]``. Models that can compute only those do."""
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        kwargs["logits_to_keep"] = keep
-    return model(input_ids=ids, **kwargs).logits[0, -keep:]
+    return model(input_ids=ids, **keeping(model, keep), **kwargs).logits[0, -keep:]
 
 
 def _check(model: nn.Module, ids: Tensor, prompt: int) -> None:

@@ -48,6 +48,11 @@ def probe_cache(model: nn.Module) -> tuple[Cache, dict[int, LayerGeometry | str]
     return cache, layers
 
 
+def keeping(model: nn.Module, count: int) -> dict[str, int]:
+    """The argument that makes ``model`` compute logits of the last ``count`` tokens only, if it has one."""
+    return {"logits_to_keep": count} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+
+
 def _refuse_offloaded(model: nn.Module) -> None:
     if any(parameter.is_meta for parameter in model.parameters()):
         raise KVPassError(

@@ -22,7 +22,7 @@ from .graph.find import find_unpacked
 from .graph.normalise import flatten, normalise
 from .graph.report import GraphReport, listed
 from .graph.rewrite import simulate_attention
-from .probe import probe
+from .probe import keeping, probe
 from .runtime import Runtime
 from .schemes import LayerGeometry, SchemeConfig, geometries
 from .state import KVState
@@ -51,14 +51,32 @@ def simulate(
     k_packed, v_packed = (_packed(spec, tokens, prompt).to(q.device) for spec in specs)
     causal = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).tril() if mask is None else None
     chunks = []
-    for rows in torch.arange(tokens).split(_CHUNK):
-        part = slice(int(rows[0]), int(rows[-1]) + 1)
-        queries = q[:, :, part].to(dtype) * scale
-        scores = torch.where(k_packed[part], queries @ k_stored.mT, queries @ k.mT)
-        weights = attention_weights(scores, causal[part] if mask is None else mask[..., part, :], softcap, sinks)
-        weights, of_packed = weights[..., :tokens], v_packed[part]
-        chunks.append((weights * of_packed) @ v_stored + (weights * ~of_packed) @ v)
+    for start in range(0, tokens, _CHUNK):
+        stop = min(start + _CHUNK, tokens)  # later keys are not seen
+        part, seen = slice(start, stop), slice(0, stop)
+        scores = _scores(q[:, :, part].to(dtype) * scale, k[:, :, seen], k_stored[:, :, seen], k_packed[part, seen])
+        allowed = causal[part, seen] if mask is None else mask[..., part, seen]
+        weights = attention_weights(scores, allowed, softcap, sinks)[..., :stop]
+        chunks.append(_sum(weights, v[:, :, seen], v_stored[:, :, seen], v_packed[part, seen]))
     return torch.cat(chunks, 2).to(q.dtype)
+
+
+def _scores(q: Tensor, k: Tensor, k_stored: Tensor, packed: Tensor) -> Tensor:
+    """``q`` ``[B, H, S, D]`` times those keys ``[B, H, T, D]`` that are ``packed`` ``[S, T]`` as they are stored, and
+    the others as they are: ``[B, H, S, T]``."""
+    if not packed.any():
+        return q @ k.mT
+    scores, exact = q @ k_stored.mT, (~packed).any(0).nonzero()[:, 0]
+    scores[..., exact] = torch.where(packed[:, exact], scores[..., exact], q @ k[:, :, exact].mT)
+    return scores
+
+
+def _sum(weights: Tensor, v: Tensor, v_stored: Tensor, packed: Tensor) -> Tensor:
+    """The same for values: ``weights`` ``[B, H, S, T]`` -> ``[B, H, S, D]``."""
+    if not packed.any():
+        return weights @ v
+    exact = (~packed).any(0).nonzero()[:, 0]
+    return (weights * packed) @ v_stored + (weights * ~packed)[..., exact] @ v[:, :, exact]
 
 
 @simulate.register_fake
@@ -180,8 +198,9 @@ class Simulator:
         runtime = SimulatedRuntime(self.model, scheme, self.layers, prompt=prompt, **options)
         captured = self.captured.setdefault(runtime.needs_rotation, runtime)
         captured.become(runtime)
+        scored = ids.shape[1] - prompt
         with captured.notation:
-            return captured.forward(input_ids=ids, use_cache=False).logits[0, prompt:]
+            return captured.forward(input_ids=ids, use_cache=False, **keeping(self.model, scored)).logits[0, -scored:]
 
 
 def unsupported(runtime: Runtime) -> str:

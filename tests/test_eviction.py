@@ -301,7 +301,6 @@ CONFIGS = {
     "h2o": IdentityConfig(retention=SMALL),
     "kivi+h2o": KIVIConfig(group_size=16, retention=Sinks(2) + SMALL),
     "squat+h2o": SQuatConfig(group_size=16, rank=4, block_size=16, retention=SMALL),
-    "higgs+h2o": HIGGSConfig(retention=SMALL),
     "kivi-pre+h2o": KIVIConfig(group_size=16, rope="pre", retention=HeavyHitter(32, 24, 16, shared=True)),
     "kivi+streaming": KIVIConfig(group_size=16, retention=StreamingLLM(4, recent=48, exact=16, page_size=16)),
 }

@@ -100,7 +100,6 @@ def test_a_static_cache_is_packed_at_fixed_capacity(models):
 OTHERS = {
     "rtn": dict(scheme="rtn", group_size=32),
     "kivi-lsq": "kivi-lsq",
-    "kivi-pre": "kivi-pre",
     "squat-pre": "squat-pre",
     "logquant": "logquant",
     "asymkv": dict(scheme="asymkv", l_k=1, l_v=0, depth=None),

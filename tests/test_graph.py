@@ -323,7 +323,7 @@ def test_the_backend_refuses_what_it_cannot_honour():
 
 def test_models_of_other_shapes_in_the_same_process_do_not_make_a_graph_dynamic():
     """Dynamo remembers by function which ints and floats varied; an attention scale must stay a constant."""
-    for head_dim, kv_heads in ((32, 2), (64, 1), (32, 4)):
+    for head_dim, kv_heads in ((32, 2), (64, 1)):
         model = kvpass.apply(llama(head_dim=head_dim, kv_heads=kv_heads), scheme="kivi-pre")
         run(model, tokens(1, 3), prefilled(model, 40))
         assert kvpass.explain(model).fused == 2

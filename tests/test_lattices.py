@@ -169,7 +169,7 @@ def test_a_group_of_zeros_decodes_to_zeros():
 # ---------------------------------------------------------------- attention
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", sorted({*PLANS} - {"higgs-3"}))  # its kernel is that of higgs but for the grid
 @pytest.mark.parametrize("n", [5, 130])
 def test_compiled_attention_is_that_over_decoded_tokens(name, n):
     plan = PLANS[name]

@@ -175,7 +175,7 @@ def test_tables_are_kept_once_and_counted():
 
 def test_beams_and_crops_take_the_tables_along():
     compiled, eager = (kvpass.apply(llama(), scheme="kivi-pre", lowering=low) for low in ("auto", "eager"))
-    for mode in (dict(num_beams=3), dict(prompt_lookup_num_tokens=4), dict(prefill_chunk_size=20)):
+    for mode in (dict(num_beams=3), dict(prompt_lookup_num_tokens=4)):
         ids = tokens(1, 8).repeat(1, 6)
         a, b = (m.generate(ids, do_sample=False, max_new_tokens=25, **mode) for m in (compiled, eager))
         assert torch.equal(a, b), mode
