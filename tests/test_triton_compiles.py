@@ -31,7 +31,6 @@ CASES = {
     "encode keys": dict(op="encode", bits=2),
     "encode long pages of 3 bits": dict(op="encode", bits=3, page=512, group=128, eta=0.05),
     "encode compensated keys": dict(op="encode", bits=2, block=64),
-    "encode compensated keys in small blocks": dict(op="encode", bits=3, block=32, eta=0.05),
     "encode compensated keys of wide heads": dict(op="encode", bits=4, dim=256, block=128),
     "encode values": dict(op="encode", bits=4, per="token", group=32),
     "encode whole tokens": dict(op="encode", bits=2, per="token", group=256, dim=256, page=128),

@@ -74,12 +74,8 @@ class EncodeConfig:
 
 
 ENCODING_WARPS, COMPENSATING_WARPS = 4, 8
+COMPENSATED = 8192  # values of a page that does not spill while it is compensated
 _ENCODED = 4096  # values of a tile, if its groups allow
-
-
-def compensated_values(blocks: int) -> int:
-    """Values of a page that do not spill while its ``blocks`` are compensated."""
-    return 8192 if blocks <= 2 else 4096
 
 
 def encode_config(spec: CodecSpec, planes: int, head_dim: int) -> EncodeConfig:

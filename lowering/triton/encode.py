@@ -19,10 +19,10 @@ from kvpass.codec.spec import CodecSpec, parse
 from ..append import append
 from ..table import Site, implements
 from .configs import (
+    COMPENSATED,
     COMPENSATING_WARPS,
     ENCODING_WARPS,
     INTERPRETED,
-    compensated_values,
     encode_config,
     power_of_two,
     refuses_device,
@@ -180,10 +180,12 @@ def encode_compensated(
 
 
 def _refuses_blocks(blocks: int, size: int, page_size: int) -> str | None:
-    if size < 16 or not power_of_two(size) or blocks > 8:
-        return f"errors are compensated in up to 8 blocks of 16, 32, 64 or 128 channels, not {blocks} of {size}."
-    if page_size * blocks * size > compensated_values(blocks):
-        return f"errors of {page_size} tokens in {blocks} blocks of {size} channels do not fit the registers."
+    if blocks > 2:
+        return f"errors of {blocks} blocks of channels do not fit the registers."
+    if size < 16 or not power_of_two(size):
+        return f"errors are those of blocks of 16, 32, 64 or 128 channels, not {size}."
+    if page_size * blocks * size > COMPENSATED:
+        return f"errors of {page_size} tokens of {blocks * size} channels do not fit the registers."
     return None
 
 
