@@ -57,7 +57,19 @@ def compiled(kernel, args, kwargs, target: GPUTarget):
     return triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options)
 
 
+_known = {}
+
+
 def resources(kernel, args, kwargs, target: GPUTarget) -> dict:
+    """`_resources`, once for launches that compile to the same."""
+    shown = [(a.dtype, None) if isinstance(a, torch.Tensor) else (type(a), a) for a in args]
+    key = kernel.__name__, str(shown), str(kwargs), target
+    if key not in _known:
+        _known[key] = _resources(kernel, args, kwargs, target)
+    return _known[key]
+
+
+def _resources(kernel, args, kwargs, target: GPUTarget) -> dict:
     """Bytes of shared memory, registers a thread, and bytes spilled to local memory."""
     with redirect_stdout(StringIO()) as log:
         made = compiled(kernel, args, kwargs, target)

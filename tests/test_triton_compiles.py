@@ -27,7 +27,6 @@ CASES = {
         op="attend", bits=3, page=64, dim=96, rope="interleaved-24", queries=16, mask=True, paid="max-5"
     ),
     "before partial RoPE, wide heads": dict(op="attend", bits=4, v_bits=1, dim=256, rope="half-32", paid="sum"),
-    "before RoPE, per token": dict(op="attend", bits=4, per="token", group=64, rope="half-64"),
     "encode keys": dict(op="encode", bits=2),
     "encode long pages of 3 bits": dict(op="encode", bits=3, page=512, group=128, eta=0.05),
     "encode compensated keys": dict(op="encode", bits=2, block=64),

@@ -83,6 +83,9 @@ class _Launch:
 
     def __post_init__(self):
         self.q, self.k_new = self.q.contiguous(), self.k_new.contiguous()
+        if self.rotary is not None:
+            cos, sin, rope = self.rotary
+            self.rotary = cos.contiguous(), sin.contiguous(), rope
         self.batch, self.heads, self.queries, self.head_dim = self.q.shape
         self.groups = self.k_new.shape[1]
         self.rows = self.heads // self.groups * self.queries
