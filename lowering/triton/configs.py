@@ -1,8 +1,8 @@
 """How the kernels are launched: sizes of tiles, warps, stages and splits.
 
-Evidence: compile-only. For sm80 and sm90 each of them compiles without spilled registers and within the shared memory
-of the device (``tests/test_triton_compiles.py``), except float32 heads of more than 128 channels, which spill. None has
-been measured on a device.
+Evidence: compile-only. For sm80 and sm90 the cases of ``tests/test_triton_compiles.py`` compile without spilled
+registers and within the shared memory of the device. Float32 heads of more than 128 channels spill. None has been
+measured on a device.
 """
 
 from dataclasses import dataclass
@@ -49,10 +49,11 @@ class AttendConfig:
 
 def attend_config(planes: int, head_dim: int, itemsize: int, queries: int, lattice: bool, rotary: bool) -> AttendConfig:
     """For ``queries`` query rows a KV head. More planes at once, or more rows, spill registers."""
+    registers = 255 if rotary else None
     if itemsize == 4:
-        return AttendConfig(16, rows=16, together=1, exact=16, warps=8)
+        return AttendConfig(16, rows=16, together=1, exact=16, warps=8, registers=registers)
     if head_dim > 128 or lattice or rotary:
-        together, registers = 1 if lattice or rotary else min(planes, 2), 255 if rotary else None
+        together = 1 if lattice or rotary else min(planes, 2)
         warps = 8 if head_dim > 128 else 4
         return AttendConfig(16, rows=16, together=together, exact=32, warps=warps, registers=registers)
     if queries > 16:

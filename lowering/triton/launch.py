@@ -195,7 +195,7 @@ class _Launch:
                 self.q, *self.key, self.k_new, self.packed_queries, self.shift, self.points(self.specs[0]), *self.turn,
                 self.mask, whole, paid, self.n, self.queries, self.scale, k_rows, self.key[0].stride(1),
                 self.key[1].stride(1), *self.strides, largest, self.rules, K, config.rows, config.exact,
-                num_warps=PAYING_WARPS,
+                num_warps=PAYING_WARPS, maxnreg=config.registers,
             )  # fmt: skip
         return paid
 
