@@ -10,6 +10,7 @@ from torch import nn
 from kvpass.lowering import table
 
 from . import schemes
+from .backend import MODES
 from .calibration.artifact import Calibration
 from .discover import BufferedCache, bind, discover
 from .errors import KVPassError
@@ -42,6 +43,7 @@ def apply(
     strict: bool = False,
     lowering: str = "auto",
     max_cache_len: int | None = None,
+    mode: str | None = None,
     example_inputs: tuple | dict[str, Any] | None = None,
 ) -> nn.Module:
     """Pack the KV cache of ``model`` with ``scheme``, in place; returns the model. User code stays as it is.
@@ -64,6 +66,8 @@ def apply(
         lowering: "auto", the name of one implementation ("reference", "inductor", "triton"), or "eager" for no
             compilation at all: correct, slower, the oracle of the compiled path.
         max_cache_len: allocate this many tokens at once instead of growing. A longer sequence raises.
+        mode: "reduce-overhead" as in ``torch.compile``: on CUDA, what lies between the ops of the cache is replayed
+            from CUDA graphs, and a step's outputs are overwritten by the next. Not verified on a device yet.
         example_inputs: arguments of ``model.forward``, by position or by name, for decoders with a cache of their own.
 
     Raises:
@@ -79,6 +83,8 @@ def apply(
     known = ["auto", "eager", *table.names()]
     if lowering not in known:
         raise KVPassError(f"lowering={lowering!r}; use one of {', '.join(known)}.")
+    if mode not in MODES:
+        raise KVPassError(f"mode={mode!r}; use 'reduce-overhead', or leave it out.")
     if max_cache_len is not None and max_cache_len < 1:
         raise KVPassError(f"max_cache_len={max_cache_len} must be positive.")
     if lowering != "eager":
@@ -94,7 +100,7 @@ def apply(
             f"{config.name!r} predicts layers from each other, and has to be calibrated on the model first: "
             f"calibration = kvpass.calibrate(model, ids, {config.name!r}), then kvpass.apply(model, calibration)."
         )
-    options = dict(strict=strict, lowering=lowering, max_cache_len=max_cache_len)
+    options = dict(strict=strict, lowering=lowering, max_cache_len=max_cache_len, mode=mode)
     options["predictors"] = scheme.predictors if calibrated else {}
     runtime = kind(model, config, layers, **options)
     runtime.install()

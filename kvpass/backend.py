@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch._inductor import config as inductor_config
+from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 
@@ -15,6 +16,8 @@ from .graph.report import ADVICE, GraphReport, listed
 from .graph.rewrite import count, rewrite, unfused
 from .graph.written import presents
 
+MODES = (None, "default", "reduce-overhead")
+"""Modes of torch.compile that are passed on to Inductor."""
 _OPTIONS = {"strict", "lowering", "interpret", "scheme"}
 
 
@@ -25,11 +28,13 @@ class Backend:
     strict: raise `NotFusedError` if a cache read was not fused.
     lowering: "auto" or the name of an implementation.
     interpret: run the rewritten graph as it is, without Inductor (prefill: first-token latency).
+    mode: of torch.compile, one of `MODES`. In CUDA graphs, what lies between the ops of a cache is captured.
     """
 
     strict: bool = False
     lowering: str = "auto"
     interpret: bool = False
+    mode: str | None = None
     graphs: list[GraphReport] = field(default_factory=list)
 
     def __call__(self, gm: GraphModule, example_inputs) -> Callable:
@@ -54,7 +59,8 @@ class Backend:
             module.recompile()
             run = module.forward
         else:
-            with inductor_config.patch(reorder_for_locality=False):
+            options = list_mode_options(self.mode) if self.mode else {}
+            with inductor_config.patch({**options, "reorder_for_locality": False}):
                 run = compile_fx(module, normal.inputs)
         return (lambda *inputs: run(*flatten(inputs))) if has_subclass(example_inputs) else run
 
@@ -65,11 +71,14 @@ def kvpass(gm: GraphModule, example_inputs, *, mode: str | None = None, options:
     A model that went through `kvpass.apply` needs no backend: it compiles its own decode step, also when it is called
     from a function compiled with any other backend.
 
-    options: ``strict``, ``lowering`` and ``interpret`` as in `Backend`. ``mode`` takes "default" only.
+    options: ``strict``, ``lowering`` and ``interpret`` as in `Backend`.
+    mode: "default" or "reduce-overhead".
     """
     options = dict(options or {})
-    if mode not in (None, "default"):
-        raise KVPassError(f"mode={mode!r} is not supported by backend 'kvpass'; leave it out.")
+    if mode not in MODES:
+        raise KVPassError(
+            f"mode={mode!r} is not supported by backend 'kvpass': use 'reduce-overhead', or leave it out."
+        )
     if unknown := set(options) - _OPTIONS:
         raise KVPassError(f"Unknown options {sorted(unknown)} for backend 'kvpass'; there are {sorted(_OPTIONS)}.")
     if "scheme" in options:
@@ -77,4 +86,4 @@ def kvpass(gm: GraphModule, example_inputs, *, mode: str | None = None, options:
             "A backend cannot change what a cache holds: call kvpass.apply(model, scheme=...) once instead. The model "
             "then packs its cache and compiles its own decode step, whatever it is compiled or called with."
         )
-    return Backend(**options)(gm, example_inputs)
+    return Backend(**options, mode=mode)(gm, example_inputs)

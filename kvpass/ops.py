@@ -53,6 +53,7 @@ _library = torch.library.Library("kvpass", "DEF")
 _STATE = "Tensor codes, Tensor scale, Tensor zero_point, Tensor ring"
 _POOL_NDIM = 5  # [B, H_kv, capacity, rows, columns]
 _TAGS = (torch.Tag.pt2_compliant_tag,)
+_OF_A_LENGTH = (*_TAGS, torch.Tag.cudagraph_unsafe)  # its sizes grow with the cache, and are read on the host
 
 _library.define(
     'encode(Tensor x, Tensor? compensation, str spec, str lowering="auto") -> (Tensor, Tensor, Tensor)', tags=_TAGS
@@ -62,37 +63,37 @@ _library.define(
     'Tensor length, Tensor x, Tensor? q, Tensor? mask, str spec, str lowering="auto", Tensor(f!)? edge=None, '
     "Tensor? beside=None, Tensor[]? predictor=None, Tensor(g!)? center=None, Tensor(h!)? importance=None, "
     "Tensor[]? scores=None, Tensor(i!)? slots=None) -> ()",
-    tags=_TAGS,
+    tags=_OF_A_LENGTH,
 )
 _library.define(
     f'decode({_STATE}, Tensor length, str spec, str lowering="auto", Tensor? below=None, Tensor? beside=None, '
     "Tensor[]? predictor=None) -> Tensor",
-    tags=_TAGS,
+    tags=_OF_A_LENGTH,
 )
-_library.define("rotate(Tensor x, Tensor cos, Tensor sin, str rope) -> Tensor", tags=_TAGS)
+_library.define("rotate(Tensor x, Tensor cos, Tensor sin, str rope) -> Tensor", tags=_OF_A_LENGTH)
 _ROTARY = 'Tensor? cos=None, Tensor? sin=None, str rope=""'
 _library.define(
     "attend(Tensor q, Tensor k_codes, Tensor k_scale, Tensor k_zero_point, Tensor k_ring, Tensor v_codes, "
     "Tensor v_scale, Tensor v_zero_point, Tensor v_ring, Tensor length, Tensor k_new, Tensor v_new, Tensor? mask, "
     f'bool causal, float scale, float softcap, str k_spec, str v_spec, str lowering="auto", *, {_ROTARY}, '
     "Tensor? sinks=None, Tensor? center=None) -> Tensor",
-    tags=_TAGS,
+    tags=_OF_A_LENGTH,
 )
 _library.define(
     "attend_decoded(Tensor q, Tensor k_past, Tensor v_past, Tensor k_new, Tensor v_new, Tensor? mask, bool causal, "
     f'float scale, float softcap, str lowering="auto", *, {_ROTARY}, Tensor? sinks=None) -> Tensor',
-    tags=_TAGS,
+    tags=_OF_A_LENGTH,
 )
 _library.define(
     "attend_scored(Tensor q, Tensor[] key, Tensor[] value, Tensor length, Tensor k_new, Tensor v_new, Tensor? mask, "
     "bool causal, float scale, float softcap, str k_spec, str v_spec, str statistic, Tensor importance, "
     f'str lowering="auto", *, {_ROTARY}, Tensor? sinks=None, Tensor? center=None) -> (Tensor, Tensor)',
-    tags=_TAGS,
+    tags=_OF_A_LENGTH,
 )
 _library.define(
     "append_rotary_(Tensor(a!) cos, Tensor(b!) sin, Tensor length, Tensor cos_new, Tensor sin_new, "
     'Tensor? slots=None, str spec="") -> ()',
-    tags=_TAGS,
+    tags=_OF_A_LENGTH,
 )
 
 

@@ -62,6 +62,7 @@ class Runtime:
         lowering: str,
         max_cache_len: int | None,
         predictors: dict[int, tuple[Sequence[Tensor], Sequence[Tensor]]],
+        mode: str | None = None,
     ):
         self.model, self.scheme, self.max_cache_len = weakref.ref(model), scheme, max_cache_len
         self.owner = uuid.uuid4().hex
@@ -102,7 +103,7 @@ class Runtime:
 
         def compiled(interpret: bool):
             backend = self._backend(
-                strict=strict, lowering=self.lowering, interpret=interpret, graphs=self.report.graphs
+                strict=strict, lowering=self.lowering, interpret=interpret, mode=mode, graphs=self.report.graphs
             )
             return torch.compile(_with_own_code(body), backend=backend, fullgraph=self.one_graph)
 

@@ -16,9 +16,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvpass.codec import CodecSpec
+from kvpass.codec import CodecSpec, Subspace
 from kvpass.lowering.table import Site, select
-from kvpass.lowering.triton import attend, configs, encode
+from kvpass.lowering.triton import configs, encode, launch
 from kvpass.state import KVState
 
 triton.knobs.compilation.always_compile = True
@@ -57,7 +57,19 @@ def compiled(kernel, args, kwargs, target: GPUTarget):
     return triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options)
 
 
+_known = {}
+
+
 def resources(kernel, args, kwargs, target: GPUTarget) -> dict:
+    """`_resources`, once for launches that compile to the same."""
+    shown = [(a.dtype, None) if isinstance(a, torch.Tensor) else (type(a), a) for a in args]
+    key = kernel.__name__, str(shown), str(kwargs), target
+    if key not in _known:
+        _known[key] = _resources(kernel, args, kwargs, target)
+    return _known[key]
+
+
+def _resources(kernel, args, kwargs, target: GPUTarget) -> dict:
     """Bytes of shared memory, registers a thread, and bytes spilled to local memory."""
     with redirect_stdout(StringIO()) as log:
         made = compiled(kernel, args, kwargs, target)
@@ -68,42 +80,48 @@ def resources(kernel, args, kwargs, target: GPUTarget) -> dict:
 
 def attend_launches(
     bits, v_bits=None, per="channel", page=32, group=32, dim=128, heads=32, groups=8, queries=1, mask=False,
-    softcap=0.0, dtype="bfloat16", grid="",
+    softcap=0.0, dtype="bfloat16", grid="", rope="", paid="",
 ) -> list:  # fmt: skip
-    """What attention over a cache of 512 tokens launches."""
+    """What attention over a cache of 512 tokens launches, with ``paid`` the statistic of what each was paid."""
     if grid:
         specs = [CodecSpec(bits, "token", group, page, rotation=0, grid=grid, predictor=p) for p in ("mean", "")]
     else:
-        keys = CodecSpec(bits, per, min(group, page), page)
+        keys = CodecSpec(bits, per, min(group, page), page, pre_rope=bool(rope))
         specs = keys, CodecSpec(v_bits or bits, "token", group, page, residual=page)
     dtype = getattr(torch, dtype)
     states = [KVState.allocate(spec, 1, groups, dim, dtype, "cpu", 640) for spec in specs]
     past = [(s.codes, s.scale, s.zero_point, s.ring) for s in states]
     q, new = torch.zeros(1, heads, queries, dim, dtype=dtype), torch.zeros(1, groups, queries, dim, dtype=dtype)
     mask = torch.ones(1, 1, queries, 512 + queries, dtype=torch.bool) if mask else None
-    split, merge = Launches(attend.attend_split), Launches(attend.merge_splits)
+    kernels = {name: Launches(getattr(launch, name)) for name in ("attend_split", "merge_splits", "pay_tokens")}
     center = None if states[0].center is None else states[0].center.to(dtype)
+    rotary = (*torch.zeros(2, 1, 640, dim // 2, dtype=dtype), rope) if rope else None
     with (
-        mock.patch.multiple(attend, attend_split=split, merge_splits=merge),
+        mock.patch.multiple(launch, **kernels),
         mock.patch.object(configs, "_multiprocessors", lambda device: 108),
     ):
-        attend.attend(q, *past, 512, new, new, mask, queries > 1 and mask is None, 0.1, softcap, *specs, center=center)
-    return split.calls + merge.calls
+        launch.attend_scored(
+            q, *past, 512, new, new, mask, queries > 1 and mask is None, 0.1, softcap, *specs, rotary, None, center,
+            paid, None,
+        )  # fmt: skip
+    return [call for kernel in kernels.values() for call in kernel.calls]
 
 
-def encode_launches(bits, per="channel", page=32, group=32, dim=128, dtype="bfloat16", eta=0.0) -> list:
-    """What encoding four pages launches."""
-    kernel = Launches(encode.encode_pages)
-    with mock.patch.object(encode, "encode_pages", kernel):
-        spec = CodecSpec(bits, per, group, page, eta=eta)
-        encode.encode(torch.zeros(1, 8, 4 * page, dim, dtype=getattr(torch, dtype)), None, spec)
-    return kernel.calls
+def encode_launches(bits, per="channel", page=32, group=32, dim=128, dtype="bfloat16", eta=0.0, block=0) -> list:
+    """What encoding four pages launches; with ``block``, of keys whose errors are compensated."""
+    kernels = {name: Launches(getattr(encode, name)) for name in ("encode_pages", "encode_compensated")}
+    answers = torch.zeros(1, 8, dim - block, dim - block, dtype=getattr(torch, dtype)) if block else None
+    with mock.patch.multiple(encode, **kernels):
+        subspace = Subspace(5, 0.5, True, block) if block else None
+        spec = CodecSpec(bits, per, group, page, eta=eta, subspace=subspace)
+        encode.encode(torch.zeros(1, 8, 4 * page, dim, dtype=getattr(torch, dtype)), answers, spec)
+    return [call for kernel in kernels.values() for call in kernel.calls]
 
 
 def chosen_on_cuda() -> dict[str, str]:
     """What "auto" would take there, for KIVI."""
     specs = tuple(map(str, (CodecSpec(2, "channel", 32, 32), CodecSpec(2, "token", 32, 32, residual=32))))
-    return {op: select(Site(op, "cuda", specs, 1, 128)).name for op in ("attend", "encode", "append_")}
+    return {op: select(Site(op, "cuda", specs, 1, 128)).name for op in ("attend", "attend_scored", "encode", "append_")}
 
 
 def main(cases: list[str]) -> None:

@@ -6,10 +6,13 @@ import re
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx
 from torch._inductor.utils import run_and_get_code
 from transformers import AttentionInterface, DynamicCache
 
 import kvpass
+from kvpass import KVPassError, backend
 from kvpass.backend import Backend
 from kvpass.graph.rewrite import APPEND, ATTEND
 from kvpass.schemes import LayerGeometry
@@ -319,6 +322,29 @@ def test_the_backend_refuses_what_it_cannot_honour():
         with pytest.raises(Exception, match=match):
             torch.compile(lambda x: x + 1, backend="kvpass", **kwargs)(torch.ones(3))
         torch._dynamo.reset()
+
+
+def test_ops_whose_sizes_grow_with_the_cache_stay_out_of_cuda_graphs():
+    of_a_length = {"append_", "decode", "rotate", "attend", "attend_decoded", "attend_scored", "append_rotary_"}
+    overloads = {op: getattr(torch.ops.kvpass, op).default for op in (*of_a_length, "encode")}
+    tagged = {op for op, overload in overloads.items() if torch.Tag.cudagraph_unsafe in overload.tags}
+    assert tagged == of_a_length
+
+
+def test_a_mode_reaches_inductor_and_changes_nothing_on_the_cpu(monkeypatch, reference_in_this_test):
+    seen, logits = [], []
+
+    def noted(*args):
+        seen.append(inductor_config.triton.cudagraphs)
+        return compile_fx(*args)
+
+    monkeypatch.setattr(backend, "compile_fx", noted)
+    for mode in (None, "reduce-overhead"):
+        model = kvpass.apply(llama(layers=1), scheme="kivi", mode=mode)
+        logits.append(run(model, tokens(1, 3), prefilled(model, 40))[0])
+    assert seen == [False, True] and torch.equal(*logits)
+    with pytest.raises(KVPassError, match="max-autotune"):
+        kvpass.apply(llama(), scheme="kivi", mode="max-autotune")
 
 
 def test_models_of_other_shapes_in_the_same_process_do_not_make_a_graph_dynamic():

@@ -19,11 +19,18 @@ CASES = {
     "wide heads": dict(op="attend", bits=2, dim=256),
     "verification, mask, softcap": dict(op="attend", bits=2, queries=16, mask=True, softcap=30.0),
     "9 query heads on 3": dict(op="attend", bits=2, heads=9, groups=3, dim=64),
-    "higgs": dict(op="attend", bits=4, grid="d2n16", group=128),
+    "higgs": dict(op="attend", bits=4, grid="d2n16", group=128, paid="sum"),
     "higgs, 3 bits": dict(op="attend", bits=6, grid="d2n64", group=128, queries=4),
     "float32": dict(op="attend", bits=2, dtype="float32"),
+    "before RoPE, and what was paid": dict(op="attend", bits=2, rope="half-64", paid="sum"),
+    "before partial RoPE, verification": dict(
+        op="attend", bits=3, page=64, dim=96, rope="interleaved-24", queries=16, mask=True, paid="max-5"
+    ),
+    "before partial RoPE, wide heads": dict(op="attend", bits=4, v_bits=1, dim=256, rope="half-32", paid="sum"),
     "encode keys": dict(op="encode", bits=2),
     "encode long pages of 3 bits": dict(op="encode", bits=3, page=512, group=128, eta=0.05),
+    "encode compensated keys": dict(op="encode", bits=2, block=64),
+    "encode compensated keys of wide heads": dict(op="encode", bits=4, dim=256, block=128),
     "encode values": dict(op="encode", bits=4, per="token", group=32),
     "encode whole tokens": dict(op="encode", bits=2, per="token", group=256, dim=256, page=128),
 }
@@ -49,6 +56,8 @@ def test_auto_takes_the_kernels_on_cuda(compiled):
 def test_shipped_configs_fit_a100_and_h100_without_spills(compiled, name):
     lines = compiled[1][name]
     kernels = {"attend": {"attend_split", "merge_splits"}, "encode": {"encode_pages"}}[CASES[name]["op"]]
+    kernels = kernels | {"pay_tokens"} if CASES[name].get("paid") else kernels
+    kernels = {"encode_compensated"} if CASES[name].get("block") else kernels
     assert {(line["arch"], line["kernel"]) for line in lines} == {(a, k) for a in SHARED for k in kernels}
     for line in lines:
         assert line["shared"] <= SHARED[line["arch"]] and line["spilled"] == 0, line

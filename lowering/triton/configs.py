@@ -1,8 +1,8 @@
 """How the kernels are launched: sizes of tiles, warps, stages and splits.
 
-Evidence: compile-only. For sm80 and sm90 each of them compiles without spilled registers and within the shared memory
-of the device (``tests/test_triton_compiles.py``), except float32 heads of more than 128 channels, which spill. None has
-been measured on a device.
+Evidence: compile-only. For sm80 and sm90 the cases of ``tests/test_triton_compiles.py`` compile without spilled
+registers and within the shared memory of the device. Float32 heads of more than 128 channels spill. None has been
+measured on a device.
 """
 
 from dataclasses import dataclass
@@ -34,25 +34,34 @@ def refuses_device(site: Site) -> str | None:
 
 @dataclass(frozen=True)
 class AttendConfig:
-    """rows: rows of packed pages of a tile, each a token of every plane. together: planes that share one step of the
-    softmax. exact: exact tokens of a tile."""
+    """queries: query rows of a tile. rows: rows of packed pages of a tile, each a token of every plane. together:
+    planes that share one step of the softmax. exact: exact tokens of a tile. registers: how many a thread may have,
+    where the assembler would rather spill than take them."""
 
+    queries: int
     rows: int
     together: int
     exact: int
     warps: int
     stages: int = 2
+    registers: int | None = None
 
 
-def attend_config(planes: int, head_dim: int, itemsize: int, queries: int, lattice: bool) -> AttendConfig:
-    """For tiles of ``queries`` query rows. More planes at once, or more rows, spill registers."""
+def attend_config(planes: int, head_dim: int, itemsize: int, queries: int, lattice: bool, rotary: bool) -> AttendConfig:
+    """For ``queries`` query rows a KV head. More planes at once, or more rows, spill registers."""
+    registers = 255 if rotary else None
     if itemsize == 4:
-        return AttendConfig(rows=16, together=1, exact=16, warps=8)
-    if head_dim > 128 or lattice:
-        return AttendConfig(rows=16, together=min(planes, 2), exact=32, warps=8 if head_dim > 128 else 4)
+        return AttendConfig(16, rows=16, together=1, exact=16, warps=8, registers=registers)
+    if head_dim > 128 or lattice or rotary:
+        together = 1 if lattice or rotary else min(planes, 2)
+        warps = 8 if head_dim > 128 else 4
+        return AttendConfig(16, rows=16, together=together, exact=32, warps=warps, registers=registers)
     if queries > 16:
-        return AttendConfig(rows=32, together=min(planes, 2), exact=32, warps=8)
-    return AttendConfig(rows={1: 64, 2: 64, 4: 32, 8: 16}[planes], together=min(planes, 4), exact=32, warps=4)
+        return AttendConfig(32, rows=32, together=min(planes, 2), exact=32, warps=8)
+    return AttendConfig(16, rows={1: 64, 2: 64, 4: 32, 8: 16}[planes], together=min(planes, 4), exact=32, warps=4)
+
+
+PAYING_WARPS = 4  # of the kernel that says what was paid, in tiles as attention's
 
 
 @dataclass(frozen=True)
@@ -63,20 +72,24 @@ class EncodeConfig:
     rows: int
     span: int
     spans: int
-    warps: int
 
 
+ENCODING_WARPS, COMPENSATING_WARPS = 4, 8
+COMPENSATED = 8192  # values of a page that does not spill while it is compensated
 _ENCODED = 4096  # values of a tile, if its groups allow
 
 
 def encode_config(spec: CodecSpec, planes: int, head_dim: int) -> EncodeConfig:
+    rows = spec.page_size // planes
+    if spec.subspace is not None:
+        return EncodeConfig(rows, span=spec.subspace.block_size, spans=1)
     if spec.per == "channel":
         span = max(16, min(triton.next_power_of_2(head_dim), _ENCODED // spec.page_size))
-        return EncodeConfig(rows=spec.page_size // planes, span=span, spans=1, warps=4)
+        return EncodeConfig(rows, span=span, spans=1)
     padded, groups = triton.next_power_of_2(spec.group_size), head_dim // spec.group_size
     spans = min(triton.next_power_of_2(groups), max(1, 128 // padded))
-    rows = max(1, _ENCODED // (planes * spans * padded))
-    return EncodeConfig(rows=min(rows, spec.page_size // planes), span=spec.group_size, spans=spans, warps=4)
+    fitting = max(1, _ENCODED // (planes * spans * padded))
+    return EncodeConfig(min(fitting, rows), span=spec.group_size, spans=spans)
 
 
 @cache

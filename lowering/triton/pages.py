@@ -5,8 +5,39 @@ page's planes, T apart. Its bytes are loaded once, as one word. A plane then tak
 width, and its codes become the mantissa of a float, so that no integer is converted.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class Layout(NamedTuple):
+    """What a kernel knows of a packed tensor when it is compiled: its spec, and how pages are walked over.
+
+    code: values of a code. planes: tokens of a row, as many as keys and values can be unpacked in together. pairs,
+    interleaved: the rotation (`kvpass.codec.rotary`) of tokens as they are read; no pairs, none.
+    """
+
+    bits: int
+    code: int
+    channelwise: bool
+    group: int
+    page: int
+    planes: int
+    sinks: int
+    window: int
+    dim: int
+    pairs: int = 0
+    interleaved: bool = False
+
+
+class Pool(NamedTuple):
+    """Pointers to a KV head of a packed tensor; ``points`` are those of its grid, None if it has none."""
+
+    codes: tl.tensor
+    scale: tl.tensor
+    zero_point: tl.tensor
+    points: tl.tensor | None
 
 
 @triton.jit
@@ -20,20 +51,31 @@ def columns(GROUP: tl.constexpr, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def words(
-    codes, first, stop, channel, real, ROWS: tl.constexpr, BITS: tl.constexpr, PAGE: tl.constexpr,
-    PLANES: tl.constexpr, DIM: tl.constexpr,
-):  # fmt: skip
-    """All codes of rows ``[first, first + ROWS)``, ``[ROWS, columns]``, 0 from ``stop`` on."""
-    tokens: tl.constexpr = PAGE // PLANES
-    wide: tl.constexpr = PLANES * BITS > 32
+def channels(L: tl.constexpr, CODE: tl.constexpr):
+    """`columns` of whole tokens, of codes for ``CODE`` channels each."""
+    return columns(L.dim // CODE if L.channelwise else L.group // CODE, 1 if L.channelwise else L.dim // L.group)
+
+
+@triton.jit
+def tokens_of(first, stop, ROWS: tl.constexpr, L: tl.constexpr):
+    """The tokens of rows ``[first, first + ROWS)`` in plane 0, and whether they are before row ``stop``."""
+    of_plane: tl.constexpr = L.page // L.planes
     rows = first + tl.arange(0, ROWS)
-    line = rows // tokens * (PAGE * BITS // 8) + rows % tokens
-    byte = codes + line[:, None] * DIM + channel[None, :]
+    return L.sinks + rows // of_plane * L.page + rows % of_plane, rows < stop
+
+
+@triton.jit
+def words(codes, first, stop, column, real, ROWS: tl.constexpr, L: tl.constexpr):
+    """All codes of rows ``[first, first + ROWS)``, ``[ROWS, columns]``, 0 from ``stop`` on."""
+    tokens: tl.constexpr = L.page // L.planes
+    wide: tl.constexpr = L.planes * L.bits > 32
+    rows = first + tl.arange(0, ROWS)
+    line = rows // tokens * (L.page * L.bits // 8) + rows % tokens
+    byte = codes + line[:, None] * (L.dim // L.code) + column[None, :]
     there = (rows < stop)[:, None] & real[None, :]
     word = tl.zeros(byte.shape, tl.int64 if wide else tl.int32)
-    for i in tl.static_range(PLANES * BITS // 8):
-        word |= tl.load(byte + i * tokens * DIM, mask=there, other=0).to(word.dtype) << 8 * i
+    for i in tl.static_range(L.planes * L.bits // 8):
+        word |= tl.load(byte + i * tokens * (L.dim // L.code), mask=there, other=0).to(word.dtype) << 8 * i
     return word
 
 
@@ -67,34 +109,33 @@ def _unscaled(code, points, CODE: tl.constexpr):
 
 
 @triton.jit
-def values(
-    word, scale, zero_point, points, first, stop, channel, real, plane, BITS: tl.constexpr, CODE: tl.constexpr,
-    CHANNELWISE: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, PLANES: tl.constexpr, DIM: tl.constexpr,
-):  # fmt: skip
+def values(word, pool, first, stop, channel, real, plane, L: tl.constexpr, WHOLE: tl.constexpr):
     """A plane of the rows of ``word``, dequantized: ``[rows, columns]`` float32.
 
-    channel, real: from `columns`; tokens that share scales do so along whole runs of rows, channels along groups.
-    points: those of the grid, if there is one: then groups have no zero point.
+    channel, real: those of `channels` if ``WHOLE``, otherwise any; tokens that share scales do so along whole runs of
+    rows, channels along groups, of which there are only parts if not ``WHOLE``. Groups on grids have no zero point.
     """
-    tokens: tl.constexpr = PAGE // PLANES
-    x = _unscaled(_codes(word, plane, BITS, PLANES), points, CODE)
-    if CHANNELWISE:
-        run: tl.constexpr = min(GROUP, tokens, word.shape[0])
+    tokens: tl.constexpr = L.page // L.planes
+    x = _unscaled(_codes(word, plane, L.bits, L.planes), pool.points, L.code)
+    if L.channelwise:
+        run: tl.constexpr = min(L.group, tokens, word.shape[0])
         row = first + tl.arange(0, word.shape[0] // run) * run
-        group = row // tokens * (PAGE // GROUP) + plane * tokens // GROUP + row % tokens // GROUP
-        where, known = group[:, None] * DIM + channel[None, :], (row < stop)[:, None] & real[None, :]
+        group = row // tokens * (L.page // L.group) + plane * tokens // L.group + row % tokens // L.group
+        where, known = group[:, None] * L.dim + channel[None, :], (row < stop)[:, None] & real[None, :]
+        shape: tl.constexpr = (word.shape[0] // run, run, x.shape[1])
+        dim: tl.constexpr = 1
     else:
-        groups: tl.constexpr = DIM // GROUP
-        row, group = first + tl.arange(0, word.shape[0]), tl.arange(0, triton.next_power_of_2(groups))
-        token = row // tokens * PAGE + plane * tokens + row % tokens
-        where, known = token[:, None] * groups + group[None, :], (row < stop)[:, None] & (group < groups)[None, :]
-    s = tl.load(scale + where, mask=known, other=0).to(tl.float32)
-    if points is not None:
-        by_group = tl.reshape(x, (x.shape[0], s.shape[1], x.shape[1] // s.shape[1])) * s[:, :, None]
-        return tl.reshape(by_group, x.shape)
-    z = tl.load(zero_point + where, mask=known, other=0).to(tl.float32)
-    if CHANNELWISE:
-        by_group = tl.reshape(x, (s.shape[0], run, x.shape[1])) * s[:, None, :] + z[:, None, :]
-    else:
-        by_group = tl.reshape(x, (x.shape[0], s.shape[1], x.shape[1] // s.shape[1])) * s[:, :, None] + z[:, :, None]
+        groups: tl.constexpr = L.dim // L.group
+        padded: tl.constexpr = triton.next_power_of_2(groups) if WHOLE else x.shape[1]
+        row = first + tl.arange(0, word.shape[0])
+        group = tl.arange(0, padded) if WHOLE else channel // L.group
+        counts = group < groups if WHOLE else real
+        token = row // tokens * L.page + plane * tokens + row % tokens
+        where, known = token[:, None] * groups + group[None, :], (row < stop)[:, None] & counts[None, :]
+        shape: tl.constexpr = (x.shape[0], padded, x.shape[1] // padded)
+        dim: tl.constexpr = 2
+    scale = tl.load(pool.scale + where, mask=known, other=0).to(tl.float32)
+    by_group = tl.reshape(x, shape) * tl.expand_dims(scale, dim)
+    if pool.points is None:
+        by_group += tl.expand_dims(tl.load(pool.zero_point + where, mask=known, other=0).to(tl.float32), dim)
     return tl.reshape(by_group, x.shape)

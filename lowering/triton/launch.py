@@ -1,0 +1,235 @@
+"""Where the kernels of attention are launched from, and what they serve."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvpass.codec.grid import grid
+from kvpass.codec.hadamard import basis
+from kvpass.codec.pack import num_planes
+from kvpass.codec.predict import looks_below
+from kvpass.codec.rotary import parse_rope
+from kvpass.codec.spec import CodecSpec, parse
+from kvpass.errors import KVPassError
+
+from ..append import not_padding
+from ..reference import with_past
+from ..table import FEW, Site, implements
+from .attend import attend_split, merge_splits
+from .configs import INTERPRETED, PAYING_WARPS, AttendConfig, attend_config, power_of_two, refuses_device, split_size
+from .pages import Layout
+from .paid import pay_tokens
+from .scores import Rules
+
+_OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_MERGED = 16  # splits taken together at a time
+
+
+def _refuses(site: Site) -> str | None:
+    if reason := refuses_device(site):
+        return reason
+    if not site.queries:
+        return f"it is written for 1 to {FEW} query tokens."
+    if not 16 <= site.head_dim <= 256:
+        return f"heads have 16 to 256 channels, not {site.head_dim}."
+    key, value = specs = [parse(text) for text in site.specs]
+    if key.adaptive is not None or value.adaptive is not None:
+        return "widths that differ from token to token have to be decoded."
+    if key.keep == "log":
+        return "tokens that thin out with distance are not in the order of their slots."
+    if key.raw or value.raw:
+        return "floats stored as they are need no kernel."
+    if key.pre_rope and (key.rotation is not None or key.grid):
+        return "keys on grids, or rotated by a Hadamard matrix, before rotary embedding have to be decoded."
+    if any(spec.dim > 2 for spec in specs):
+        return "grids have up to 2 dimensions."
+    if looks_below(key.predictor) or value.predictor:
+        return "what predictors left over has to be decoded."
+    if (key.page_size, key.sinks, key.keep) != (value.page_size, value.sinks, value.keep):
+        return "keys and values must share page size, sinks and the choice of exact tokens."
+    if not power_of_two(key.page_size):
+        return f"pages hold a power of two tokens, not {key.page_size}."
+    if value.residual < key.residual:
+        return "values must not leave the window before keys."
+    return None
+
+
+def _layout(spec: CodecSpec, planes: int, head_dim: int, rope: str = "") -> Layout:
+    return Layout(
+        spec.bits, spec.dim, spec.per == "channel", spec.group_size, spec.page_size, planes, spec.sinks, spec.window,
+        head_dim, *(parse_rope(rope) if rope else ()),
+    )  # fmt: skip
+
+
+@dataclass
+class _Launch:
+    """One call of the op, as both kernels that score keys take it."""
+
+    q: Tensor
+    key: tuple[Tensor, ...]
+    k_new: Tensor
+    n: int
+    mask: Tensor | None
+    causal: bool
+    scale: float
+    softcap: float
+    specs: tuple[CodecSpec, CodecSpec]
+    rotary: tuple[Tensor, Tensor, str] | None
+    center: Tensor | None
+
+    def __post_init__(self):
+        self.q, self.k_new = self.q.contiguous(), self.k_new.contiguous()
+        if self.rotary is not None:
+            cos, sin, rope = self.rotary
+            self.rotary = cos.contiguous(), sin.contiguous(), rope
+        self.batch, self.heads, self.queries, self.head_dim = self.q.shape
+        self.groups = self.k_new.shape[1]
+        self.rows = self.heads // self.groups * self.queries
+        if self.mask is not None:
+            self.mask = (self.mask.view(torch.uint8) if self.mask.dtype == torch.bool else self.mask).contiguous()
+
+    @cached_property
+    def planes(self) -> int:
+        return max(num_planes(spec.bits) for spec in self.specs)
+
+    @cached_property
+    def layouts(self) -> tuple[Layout, Layout]:
+        rope = "" if self.rotary is None else self.rotary[2]
+        return tuple(
+            _layout(spec, self.planes, self.head_dim, r) for spec, r in zip(self.specs, (rope, ""), strict=True)
+        )
+
+    @cached_property
+    def config(self) -> AttendConfig:
+        lattice = any(spec.grid for spec in self.specs)
+        rotary = self.rotary is not None
+        return attend_config(self.planes, self.head_dim, self.q.itemsize, self.rows, lattice, rotary)
+
+    @cached_property
+    def rules(self) -> Rules:
+        operand = _OPERANDS[torch.float32 if INTERPRETED else self.q.dtype]  # no bfloat16 products in the interpreter
+        of_bytes = self.mask is not None and self.mask.dtype == torch.uint8
+        causal = self.causal and self.queries > 1
+        return Rules(self.heads, self.groups, causal, self.softcap, of_bytes, self.config.queries, operand)
+
+    @cached_property
+    def packed_queries(self) -> Tensor:
+        """The queries that keys in pages see: rotated instead of them."""
+        rotation = self.specs[0].rotation
+        if rotation is None:
+            return self.q
+        return (self.q.float() @ basis(self.head_dim, rotation, self.q.device)).to(self.q.dtype)
+
+    @cached_property
+    def shift(self) -> Tensor | None:
+        """The products of queries with the mean of the keys, unless it is to be rotated with them."""
+        if self.center is None or self.rotary is not None:
+            return None
+        rows = self.q.float().view(self.batch, self.groups, -1, self.head_dim)
+        return (rows * self.center.float()).sum(-1)
+
+    @property
+    def turn(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Tables, and the mean that is rotated with the keys."""
+        if self.rotary is None:
+            return None, None, None
+        tables = (table.expand(self.batch, -1, -1) for table in self.rotary[:2])
+        return *tables, None if self.center is None else self.center.contiguous()
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Those of the tables and of the mask."""
+        tables, of_mask = (0, 0), (0, 0, 0)
+        if self.rotary is not None:
+            tables = self.rotary[0].expand(self.batch, -1, -1).stride()[:2]
+        if self.mask is not None:
+            shape = zip(self.mask.stride()[:3], self.mask.shape[:3], strict=True)
+            of_mask = (stride if size > 1 else 0 for stride, size in shape)
+        return *tables, *of_mask
+
+    def points(self, spec: CodecSpec) -> Tensor | None:
+        return grid(spec.grid, self.q.device) if spec.grid else None
+
+    def attend(self, value: tuple[Tensor, ...], v_new: Tensor, sinks: Tensor | None, whole: Tensor | None) -> Tensor:
+        """Attention's output; ``whole`` takes the log-sum-exp of each query row."""
+        k_spec, v_spec = self.specs
+        for spec, (codes, *_) in ((k_spec, self.key), (v_spec, value)):
+            if spec.pages(self.n) > codes.shape[2]:
+                raise KVPassError(
+                    f"{self.n} tokens need {spec.pages(self.n)} pages, and the pool has {codes.shape[2]}."
+                )
+        q, config, device = self.q, self.config, self.q.device
+        k_rows, v_rows = (spec.packed(self.n) // self.planes for spec in self.specs)
+        tiles = triton.cdiv(self.rows, config.queries)
+        rows_of_split = split_size(v_rows, config.rows, self.batch * self.groups * tiles, device)
+        splits = triton.cdiv(v_rows, rows_of_split) + 1
+        partial = q.new_empty((self.batch * self.groups, splits, self.rows, self.head_dim), dtype=torch.float32)
+        lse, out, K, V = partial.new_empty(partial.shape[:3]), torch.empty_like(q), *self.layouts
+        with torch.cuda.device_of(q):
+            attend_split[splits, tiles, self.batch * self.groups](
+                q, *self.key, *value, self.k_new, v_new.contiguous(), self.packed_queries, self.shift,
+                *map(self.points, self.specs), *self.turn, self.mask, partial, lse, self.n, self.queries, self.scale,
+                k_rows, v_rows, rows_of_split, self.key[0].stride(1), self.key[1].stride(1), value[0].stride(1),
+                value[1].stride(1), *self.strides, self.rules, K, V, config.rows, config.together, config.exact,
+                config.stages, num_warps=config.warps, maxnreg=config.registers,
+            )  # fmt: skip
+            if v_spec.rotation is not None:
+                partial[:, :-1] = partial[:, :-1] @ basis(self.head_dim, v_spec.rotation, device).mT
+            merge_splits[self.batch * self.heads * self.queries,](
+                partial, lse, sinks, out, whole, self.rows, splits, self.queries, self.heads, self.head_dim, _MERGED
+            )
+        return out
+
+    def pay(self, whole: Tensor, largest: bool) -> Tensor:
+        """What each token was paid, by query rows of the log-sum-exp ``whole``."""
+        config, K, stop = self.config, self.layouts[0], self.n + self.queries
+        k_rows = self.specs[0].packed(self.n) // self.planes
+        paid = whole.new_empty((self.batch, self.groups, stop))
+        tiles = triton.cdiv(k_rows, config.rows) + triton.cdiv(stop - k_rows * self.planes, config.exact)
+        with torch.cuda.device_of(self.q):
+            pay_tokens[tiles, self.batch * self.groups](
+                self.q, *self.key, self.k_new, self.packed_queries, self.shift, self.points(self.specs[0]), *self.turn,
+                self.mask, whole, paid, self.n, self.queries, self.scale, k_rows, self.key[0].stride(1),
+                self.key[1].stride(1), *self.strides, largest, self.rules, K, config.rows, config.exact,
+                num_warps=PAYING_WARPS, maxnreg=config.registers,
+            )  # fmt: skip
+        return paid
+
+
+@implements("attend", "triton", refuses=_refuses, by_name_only=INTERPRETED)
+def attend(
+    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None, center=None
+) -> Tensor:
+    launch = _Launch(q, key, k_new, n, mask, causal, scale, softcap, (k_spec, v_spec), rotary, center)
+    return launch.attend(value, v_new, sinks, None)
+
+
+def _count(whole: Tensor, mask: Tensor | None, statistic: str) -> None:
+    """Make the log-sum-exp ``[B, H_q, S]`` of query rows that do not count in ``statistic`` infinite."""
+    batch, _, queries = whole.shape
+    if mask is not None:
+        whole.masked_fill_(~not_padding(mask, batch, queries)[:, None], torch.inf)
+    if statistic != "sum":
+        whole[..., : max(0, queries - int(statistic.removeprefix("max-")))] = torch.inf
+
+
+@implements("attend_scored", "triton", refuses=_refuses, by_name_only=INTERPRETED)
+def attend_scored(
+    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary, sinks, center, statistic,
+    importance,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same, and what each token was paid."""
+    if mask is not None and k_spec.budget is not None:
+        mask = with_past(mask, importance, n, q.shape)
+    launch = _Launch(q, key, k_new, n, mask, causal, scale, softcap, (k_spec, v_spec), rotary, center)
+    if not statistic:
+        out = launch.attend(value, v_new, sinks, None)
+        return out, q.new_empty((*k_new.shape[:2], 0), dtype=torch.float32)
+    whole = q.new_empty(q.shape[:3], dtype=torch.float32)
+    out = launch.attend(value, v_new, sinks, whole)
+    _count(whole, mask, statistic)
+    return out, launch.pay(whole, statistic != "sum")

@@ -1,0 +1,204 @@
+"""Scores of query rows with keys, packed or exact: what attention and the account of it have in common.
+
+A key is a tuple of parts: one, or where keys are rotated as they are read, the first channels of all pairs, the second,
+and those left alone. A product is then the sum of those of the parts, and no channel moves between columns.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .pages import channels, values, words
+
+
+class Rules(NamedTuple):
+    """What is known of a call when a kernel is compiled. tile: query rows of a tile. operand: dtype of products."""
+
+    heads: int
+    groups: int
+    causal: bool
+    softcap: float
+    bool_mask: bool
+    tile: int
+    operand: tl.dtype
+
+
+class Call(NamedTuple):
+    """What is asked: ``queries`` behind ``n`` tokens. shift: added to products with packed keys, one a query row. The
+    mask comes with its strides."""
+
+    n: tl.tensor
+    queries: tl.tensor
+    scale: tl.tensor
+    shift: tl.tensor | None
+    mask: tl.tensor | None
+    mask_batch: tl.tensor
+    mask_head: tl.tensor
+    mask_query: tl.tensor
+
+
+class Turn(NamedTuple):
+    """What keys take before they are scored, if they are rotated: a mean is added, and tables of a sample turn them."""
+
+    cos: tl.tensor | None
+    sin: tl.tensor | None
+    row: tl.tensor
+    center: tl.tensor | None
+
+
+@triton.jit
+def turn_of(cos, sin, center, group, batch, row, GROUPS: tl.constexpr, DIM: tl.constexpr):
+    """The `Turn` of a KV head, from pointers that may be None and the strides of the tables."""
+    if cos is not None:
+        cos, sin = cos + group // GROUPS * batch, sin + group // GROUPS * batch
+    if center is not None:
+        center += group * DIM
+    return Turn(cos, sin, row, center)
+
+
+@triton.jit
+def _run(FIRST: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr):
+    """Channels of a part, and which there are; products take 16 at least."""
+    index = tl.arange(0, max(16, triton.next_power_of_2(COUNT)))
+    return FIRST + index * STEP, index < COUNT
+
+
+@triton.jit
+def parts_of(L: tl.constexpr):
+    """The channel of each column of each part, and whether there is one."""
+    if not L.pairs:
+        parts = (channels(L, 1),)
+    elif L.interleaved:
+        parts = (_run(0, L.pairs, 2), _run(1, L.pairs, 2))
+    else:
+        parts = (_run(0, L.pairs, 1), _run(L.pairs, L.pairs, 1))
+    if L.pairs and 2 * L.pairs < L.dim:
+        parts = parts + (_run(2 * L.pairs, L.dim - 2 * L.pairs, 1),)  # noqa: RUF005  (Triton has no unpacking)
+    return parts
+
+
+@triton.jit
+def query_rows(first, group, call, Q: tl.constexpr):
+    """Rows ``[first, first + tile)`` of a KV head: each one's number among all, whether there is one, its query token,
+    shift and line of the mask."""
+    heads: tl.constexpr = Q.heads // Q.groups
+    row = first + tl.arange(0, Q.tile)
+    asked, query, of_all = row < heads * call.queries, row % call.queries, group * heads * call.queries + row
+    shift, mask = call.shift, call.mask
+    if shift is not None:
+        shift = tl.load(shift + of_all, mask=asked, other=0)
+    if mask is not None:
+        head = group % Q.groups * heads + row // call.queries
+        line = tl.where(asked, head * call.mask_head + query * call.mask_query, 0)
+        mask += group // Q.groups * call.mask_batch + line
+    return of_all, asked, query, shift, mask
+
+
+@triton.jit
+def query_tiles(q, of_all, asked, parts, DIM: tl.constexpr, Q: tl.constexpr):
+    """The parts of query rows."""
+    tiles = ()
+    for i in tl.static_range(len(parts)):
+        channel, real = parts[i]
+        at, known = of_all[:, None] * DIM + channel[None, :], asked[:, None] & real[None, :]
+        tiles = tiles + (tl.load(q + at, mask=known, other=0).to(Q.operand),)  # noqa: RUF005
+    return tiles
+
+
+@triton.jit
+def _turned(k, turn, tokens, there, parts, L: tl.constexpr):
+    """`kvpass.codec.rotary.rotate` of the parts of keys."""
+    channel, real = parts[0]
+    pair = channel // 2 if L.interleaved else channel
+    at, known = tokens[:, None] * turn.row + pair[None, :], there[:, None] & real[None, :]
+    cos = tl.load(turn.cos + at, mask=known, other=0).to(tl.float32)
+    sin = tl.load(turn.sin + at, mask=known, other=0).to(tl.float32)
+    return (k[0] * cos - k[1] * sin, k[1] * cos + k[0] * sin) + k[2:]  # noqa: RUF005
+
+
+@triton.jit
+def page_words(pool, first, stop, parts, ROWS: tl.constexpr, L: tl.constexpr):
+    """`words` of each part."""
+    parts = parts if L.pairs else (channels(L, L.code),)
+    read = ()
+    for i in tl.static_range(len(parts)):
+        column, real = parts[i]
+        read = read + (words(pool.codes, first, stop, column, real, ROWS, L),)  # noqa: RUF005
+    return read
+
+
+@triton.jit
+def page_keys(read, pool, first, stop, tokens, there, plane, turn, parts, L: tl.constexpr):
+    """The parts of the keys in a plane of rows, ``read`` by `page_words`; ``tokens`` are those of the plane."""
+    k = ()
+    for i in tl.static_range(len(parts)):
+        channel, real = parts[i]
+        part = values(read[i], pool, first, stop, channel, real, plane, L, not L.pairs)
+        if turn.center is not None:
+            part += tl.load(turn.center + channel, mask=real, other=0).to(tl.float32)[None, :]
+        k = k + (part,)  # noqa: RUF005
+    return _turned(k, turn, tokens, there, parts, L) if L.pairs else k
+
+
+@triton.jit
+def ring_rows(ring, tokens, there, channel, real, L: tl.constexpr):
+    """Exact ``tokens`` of the past, zeros where they are not ``there``."""
+    slots = tl.where(tokens < L.sinks, tokens, L.sinks + (tokens - L.sinks) % L.window)
+    return tl.load(ring + slots[:, None] * L.dim + channel[None, :], mask=there[:, None] & real[None, :], other=0)
+
+
+@triton.jit
+def with_present(past, new, tokens, n, stop, channel, real, L: tl.constexpr):
+    """Rows of the ``past``, and where ``tokens`` are ``n`` or later those of the call."""
+    there = ((tokens >= n) & (tokens < stop))[:, None] & real[None, :]
+    return tl.where(there, tl.load(new + (tokens - n)[:, None] * L.dim + channel[None, :], mask=there, other=0), past)
+
+
+@triton.jit
+def exact_keys(ring, new, tokens, n, stop, turn, parts, L: tl.constexpr):
+    """The parts of exact keys; those of the call are rotated already."""
+    past, k = (), ()
+    for i in tl.static_range(len(parts)):
+        channel, real = parts[i]
+        past = past + (ring_rows(ring, tokens, tokens < n, channel, real, L),)  # noqa: RUF005
+    if L.pairs:
+        past = _turned(past, turn, tokens, tokens < n, parts, L)
+    for i in tl.static_range(len(parts)):
+        channel, real = parts[i]
+        k = k + (with_present(past[i], new, tokens, n, stop, channel, real, L),)  # noqa: RUF005
+    return k
+
+
+@triton.jit
+def exact_tokens(first, packed, EXACT: tl.constexpr, L: tl.constexpr):
+    """Exact tokens from the ``first`` on; ``packed`` ones lie behind the sinks."""
+    tokens = first + tl.arange(0, EXACT)
+    return tl.where(tokens < L.sinks, tokens, tokens + packed)
+
+
+@triton.jit
+def seen_by(query, tokens, call, Q: tl.constexpr):
+    """Which of ``tokens`` there are for each of the queries; one row for all if they are the same."""
+    last = call.n + (query[:, None] if Q.causal else call.queries - 1)
+    return tokens[None, :] <= last
+
+
+@triton.jit
+def scores(q, k, shift, scale, mask, tokens, seen, Q: tl.constexpr):
+    """Scores ``[M, N]``, -inf where a key is not ``seen`` (which broadcasts). ``mask`` is a pointer for each row."""
+    s = tl.dot(q[0], tl.trans(k[0].to(q[0].dtype)), input_precision="ieee")
+    for i in tl.static_range(1, len(q)):
+        s = tl.dot(q[i], tl.trans(k[i].to(q[i].dtype)), s, input_precision="ieee")
+    if shift is not None:
+        s += shift[:, None]
+    s *= scale
+    if Q.softcap > 0:
+        s = Q.softcap - 2 * Q.softcap / (tl.exp(2 / Q.softcap * s) + 1)  # tanh
+    if mask is not None:
+        bias = tl.load(mask[:, None] + tokens[None, :], mask=seen, other=0)
+        if Q.bool_mask:
+            seen = seen & (bias != 0)
+        else:
+            s += bias.to(tl.float32)
+    return tl.where(seen, s, -float("inf"))
