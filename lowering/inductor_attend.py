@@ -14,11 +14,11 @@ from kvpass.codec.affine import params_dtype
 from kvpass.codec.grid import grid, look_up
 from kvpass.codec.hadamard import basis
 from kvpass.codec.pack import num_planes, unpack_plane, unpack_plane_unshifted
+from kvpass.codec.pool import capacity, handle, of_capacity
 from kvpass.codec.predict import looks_below
 from kvpass.codec.rotary import parse_rope, rotate_pairs, split_pairs
 from kvpass.codec.spec import CodecSpec, parse
 from kvpass.codec.window import layout, ring_tokens
-from kvpass.errors import KVPassError
 
 from .aot import compile_ahead
 from .reference import with_past
@@ -80,20 +80,28 @@ def _dots(q: Tensor, k: Tensor, tables: tuple[Tensor, Tensor] | None, rope: str)
     return torch.stack(out, 1)
 
 
-def _attend(k_pages, v_pages, q, *inputs, scale, softcap, k_spec, v_spec, rope, paid, present):
+def _first_pages(handle: Tensor, room: Tensor, count: int) -> Tensor:
+    """The first ``count`` pages of the pool of ``handle``, whose capacity ``room`` carries: ``[BH, count, ...]``."""
+    return of_capacity(handle, room.shape[0]).narrow(2, 0, count).flatten(0, 1)
+
+
+def _attend(k_pages, v_pages, *inputs, scale, softcap, k_spec, v_spec, rope, paid, present):
     """One query token ``[B, H_q, 1, D]`` over packed keys and values; inputs as in `attend`. With ``paid``, the weights
     summed over the query heads of a KV head come second: ``[B * H_kv, slots]``, pages, ring, and the token itself.
     Without ``present``, that of cross-attention, the token itself does not count.
 
-    ``k_pages`` and ``v_pages`` carry page counts as their shape, ``lengths`` those of `_lengths` as its values. For
-    log-sparse windows ``held`` is the token in each slot of the ring, ``page_tokens`` ``[N, P]`` those in the pages.
+    ``k_pages`` and ``v_pages`` carry page counts as their shape, ``rooms`` the capacities of pools that are handed over
+    as handles, ``lengths`` those of `_lengths` as its values. For log-sparse windows ``held`` is the token in each slot
+    of the ring, ``page_tokens`` ``[N, P]`` those in the pages.
     """
-    *state, lengths, k_new, v_new, mask, held, page_tokens, cos, sin = inputs[:-6]
-    k_points, v_points, k_basis, v_basis, sinks, center = inputs[-6:]
-    *k_pools, k_ring, vc, vs, vz, v_ring, k_new, v_new = (tensor.flatten(0, 1) for tensor in (*state, k_new, v_new))
-    shape, dtype, batch, groups = q.shape, q.dtype, q.shape[0], state[0].shape[1]
-    q = (q.float() * scale).view(batch * groups, shape[1] // groups, -1)  # [BH, R, D]
+    *rooms, q, kc, ks, kz, k_ring, vc, vs, vz, v_ring, lengths, k_new, v_new, mask, held = inputs[:-9]
+    page_tokens, cos, sin, k_points, v_points, k_basis, v_basis, sinks, center = inputs[-9:]
+    shape, dtype, batch, groups = q.shape, q.dtype, q.shape[0], k_ring.shape[1]
     count, v_count, size = k_pages.shape[0], v_pages.shape[0], k_spec.page_size
+    counts = [count] * 3 + [v_count] * 3
+    *k_pools, vc, vs, vz = map(_first_pages, (kc, ks, kz, vc, vs, vz), rooms, counts)
+    k_ring, v_ring, k_new, v_new = (tensor.flatten(0, 1) for tensor in (k_ring, v_ring, k_new, v_new))
+    q = (q.float() * scale).view(batch * groups, shape[1] // groups, -1)  # [BH, R, D]
     index = torch.arange(count * size, device=q.device)  # of packed tokens, in storage order
     in_page = index + k_spec.sinks if page_tokens is None else page_tokens.flatten()
     n, k_packed, v_packed = lengths.split(1)
@@ -144,7 +152,6 @@ def _page_scores(q, pools, tokens, tables, rope: str, spec: CodecSpec, points, b
     the mean that was subtracted from them.
     """
     (count, size), planes, scores = tokens.shape, num_planes(spec.bits), []
-    pools = [pool.narrow(1, 0, count) for pool in pools]
     rotated = q if basis is None else q @ basis
     by_plane = tokens.view(count, planes, size // planes)
     for j in range(planes):
@@ -173,7 +180,6 @@ def _ring_weights(weights, lengths, packed_slots: int, k_spec: CodecSpec, v_spec
 
 def _page_values(weights, pools, spec: CodecSpec, points, basis) -> Tensor:
     """Values in pages, weighted by ``[BH, R, N, P]``: ``[BH, R, D]``."""
-    pools = [pool.narrow(1, 0, weights.shape[2]) for pool in pools]
     by_plane, products = weights.unflatten(-1, (num_planes(spec.bits), -1)), []
     for j in range(num_planes(spec.bits)):
         v = plane_values(*pools, spec, j, points).flatten(1, 2)
@@ -191,7 +197,8 @@ def _biased(scores: Tensor, mask: Tensor, token: Tensor, groups: int) -> Tensor:
 
 
 # Sizes to trace with, where sizes vary from call to call: different for what is unrelated, and none of them 0 or 1.
-_BATCH, _K_PAGES, _V_PAGES, _K_CAPACITY, _V_CAPACITY, _TOKENS, _TABLES = 5, 53, 47, 61, 59, 1733, 1811
+_BATCH, _K_PAGES, _V_PAGES, _TOKENS, _TABLES = 5, 53, 47, 1733, 1811
+_ROOMS = 61, 67, 71, 59, 73, 79
 
 
 # Keys and values in pages are used by every query head of a KV head and are never to be stored for that, however many
@@ -213,10 +220,10 @@ def _attend_kernel(key: tuple, k_spec: CodecSpec, v_spec: CodecSpec, scale: floa
     def example(*shape, dtype=dtype, batch=batch):
         return torch.empty(batch, *shape, dtype=dtype, device=device)
 
-    def pool(spec, capacity):
-        codes = example(heads, capacity, spec.rows, spec.columns(head_dim), dtype=torch.uint8)
+    def state(spec):
+        codes = example(heads, spec.rows, spec.columns(head_dim), dtype=torch.uint8)
         shapes = spec.params_shape(head_dim), spec.zero_shape(head_dim)
-        scale, zero_point = (example(heads, capacity, *shape, dtype=params_dtype(dtype)) for shape in shapes)
+        scale, zero_point = (example(heads, *shape, dtype=params_dtype(dtype)) for shape in shapes)
         return codes, scale, zero_point, example(heads, spec.sinks + spec.window, head_dim)
 
     mask = None
@@ -234,10 +241,10 @@ def _attend_kernel(key: tuple, k_spec: CodecSpec, v_spec: CodecSpec, scale: floa
     ids = partial(torch.empty, dtype=torch.int64, device=device)
     new, table = example(heads, 1, head_dim), example(_TABLES, columns) if rope else None
     examples = [
-        *(torch.empty(pages, device=device) for pages in (_K_PAGES, _V_PAGES)),
+        *(torch.empty(pages, device=device) for pages in (_K_PAGES, _V_PAGES, *_ROOMS)),
         example(q_heads, 1, head_dim),
-        *pool(k_spec, _K_CAPACITY),
-        *pool(v_spec, _V_CAPACITY),
+        *state(k_spec),
+        *state(v_spec),
         ids(3),
         *(new, new),
         mask,
@@ -249,10 +256,10 @@ def _attend_kernel(key: tuple, k_spec: CodecSpec, v_spec: CodecSpec, scale: floa
         example(heads, 1, head_dim, dtype=params_dtype(dtype)) if k_spec.predictor else None,
     ]
     first = [0] if many else []
-    pools = [*[[*first, 2]] * 3, first]
     of_mask = [0, 3] if many and mask_layout is not None and mask_layout[0] else [3]
     tables = [[*first, 1]] * 2
-    dynamic = [[0], [0], first, *pools, *pools, [], first, first, of_mask, [], [0], *tables, [], [], [], [], [], first]
+    carriers = [[0]] * (2 + len(_ROOMS))
+    dynamic = [*carriers, *[first] * 9, [], first, first, of_mask, [], [0], *tables, [], [], [], [], [], first]
     how = dict(scale=scale, softcap=softcap, k_spec=k_spec, v_spec=v_spec, rope=rope, paid=paid, present=present)
     fn = partial(_attend, **how)
     return compile_ahead(fn, examples, dynamic, _OPTIONS)
@@ -302,11 +309,10 @@ def _run(
     paid=False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     batch, heads, _, head_dim = k_new.shape
-    device, pages = q.device, []
-    for spec, pool in ((k_spec, key[0]), (v_spec, value[0])):
-        pages.append(max(_MIN_PAGES, spec.pages(n)))
-        if pages[-1] > pool.shape[2]:
-            raise KVPassError(f"{n} tokens need {pages[-1]} pages, and the pool has {pool.shape[2]}.")
+    device = q.device
+    pages = [max(_MIN_PAGES, spec.pages(n)) for spec in (k_spec, v_spec)]
+    rooms = [capacity(pool, used) for used, state in zip(pages, (key, value), strict=True) for pool in state[:3]]
+    key, value = ((*map(handle, state[:3]), state[3]) for state in (key, value))
     if mask is not None:
         mask = mask.contiguous()
     lengths = _lengths(n, k_spec.packed(n), v_spec.packed(n), device)
@@ -326,7 +332,7 @@ def _run(
     new = q.contiguous(), k_new.contiguous(), v_new.contiguous()
     points = (grid(spec.grid, device) if spec.grid else None for spec in (k_spec, v_spec))
     bases = (None if s.rotation is None else basis(head_dim, s.rotation, device) for s in (k_spec, v_spec))
-    carriers = (_carrier(count, device) for count in pages)
+    carriers = (_carrier(count, device) for count in (*pages, *rooms))
     return kernel(
         *carriers, new[0], *key, *value, lengths, *new[1:], mask, held, tokens, cos, sin, *points, *bases,
         sinks,

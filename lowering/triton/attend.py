@@ -13,9 +13,9 @@ from torch import Tensor
 from kvpass.codec.grid import grid
 from kvpass.codec.hadamard import basis
 from kvpass.codec.pack import num_planes
+from kvpass.codec.pool import whole
 from kvpass.codec.predict import looks_below
 from kvpass.codec.spec import CodecSpec, parse
-from kvpass.errors import KVPassError
 
 from ..table import FEW, Site, implements
 from .configs import INTERPRETED, attend_config, power_of_two, refuses_device, split_size
@@ -298,9 +298,10 @@ def attend(
     batch, heads, queries, head_dim = q.shape
     groups = k_new.shape[1]
     rows = heads // groups * queries
-    for spec, (codes, *_) in ((k_spec, key), (v_spec, value)):
-        if spec.pages(n) > codes.shape[2]:
-            raise KVPassError(f"{n} tokens need {spec.pages(n)} pages, and the pool has {codes.shape[2]}.")
+    key, value = (
+        [*(whole(pool, spec.pages(n)) for pool in pools), ring]
+        for spec, (*pools, ring) in ((k_spec, key), (v_spec, value))
+    )
     q, k_new, v_new = (tensor.contiguous() for tensor in (q, k_new, v_new))
     fixed, config = constants(k_spec, v_spec, heads, groups, head_dim, rows, q.dtype)
     k_rows, v_rows = (spec.packed(n) // fixed["PLANES"] for spec in (k_spec, v_spec))
