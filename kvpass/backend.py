@@ -16,6 +16,8 @@ from .graph.rewrite import count, rewrite, unfused
 from .graph.written import presents
 
 _OPTIONS = {"strict", "lowering", "interpret", "scheme"}
+# Dynamo's guards have checked the inputs already, some hundreds of them at every step.
+_INDUCTOR = {"reorder_for_locality": False, "size_asserts": False}
 
 
 @dataclass
@@ -54,7 +56,7 @@ class Backend:
             module.recompile()
             run = module.forward
         else:
-            with inductor_config.patch(reorder_for_locality=False):
+            with inductor_config.patch(_INDUCTOR):
                 run = compile_fx(module, normal.inputs)
         return (lambda *inputs: run(*flatten(inputs))) if has_subclass(example_inputs) else run
 

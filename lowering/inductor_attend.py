@@ -60,14 +60,14 @@ def _places(n: Tensor, packed: Tensor, spec: CodecSpec, held: Tensor | None) -> 
     return tokens, torch.where(slots < 0, tokens < n, tokens >= packed + spec.sinks)
 
 
-def _dots(q: Tensor, k: Tensor, tables: tuple[Tensor, Tensor] | None, rope: str) -> Tensor:
-    """``q`` ``[BH, R, D]`` with keys ``[BH, ..., D]``, rotated by tables ``[B, ..., p]`` -> ``[BH, R, ...]``.
+def _dots(q: Tensor, k: Tensor, tables: tuple[Tensor, Tensor] | None, rope: str) -> list[Tensor]:
+    """``q`` ``[BH, R, D]`` with keys ``[BH, ..., D]``, rotated by tables ``[B, ..., p]`` -> R times ``[BH, ...]``.
 
     One separate reduction for every query head over keys that are unpacked, and rotated, once.
     """
     lead = (slice(None), *(None for _ in range(k.ndim - 2)))
     if tables is None:
-        return torch.stack([(k * q[:, r][lead]).sum(-1) for r in range(q.shape[1])], 1)
+        return [(k * q[:, r][lead]).sum(-1) for r in range(q.shape[1])]
     batch = tables[0].shape[0]
     first, second, rest = (part.unflatten(0, (batch, -1)) for part in split_pairs(k, rope))
     rotated = rotate_pairs(first, second, *(table.unsqueeze(1).float() for table in tables))
@@ -77,7 +77,7 @@ def _dots(q: Tensor, k: Tensor, tables: tuple[Tensor, Tensor] | None, rope: str)
     for r in range(q.shape[1]):
         dot = (k1 * q1[:, r][lead] + k2 * q2[:, r][lead]).sum(-1)
         out.append(dot + (rest * q_rest[:, r][lead]).sum(-1) if rest.shape[-1] else dot)
-    return torch.stack(out, 1)
+    return out
 
 
 def _first_pages(handle: Tensor, room: Tensor, count: int) -> Tensor:
@@ -119,7 +119,7 @@ def _attend(k_pages, v_pages, *inputs, scale, softcap, k_spec, v_spec, rope, pai
         return torch.where(counts, scores, -torch.inf)
 
     on_pages = _page_scores(q, k_pools, in_page.view(count, size), tables, rope, k_spec, k_points, k_basis, center)
-    on_ring = _dots(q, k_ring.float(), tables(k_tokens.clamp_min(0)), rope)
+    on_ring = torch.stack(_dots(q, k_ring.float(), tables(k_tokens.clamp_min(0)), rope), 1)
     own, counts = (q * k_new.float()).sum(-1, keepdim=True), torch.full_like(n, present, dtype=torch.bool)
     scores = torch.cat([seen(on_pages, index < k_packed), seen(on_ring, k_counts), seen(own, counts)], -1)
     if mask is not None:
@@ -159,7 +159,8 @@ def _page_scores(q, pools, tokens, tables, rope: str, spec: CodecSpec, points, b
         if center is not None and rope:  # the mean is turned with the keys
             k = k + center.flatten(0, 1)[:, None].float()
         scores.append(_dots(rotated, k, tables(by_plane[:, j]), rope))
-    out = torch.stack(scores, 3).flatten(2)
+    by_head = [scores[j][r] for r in range(q.shape[1]) for j in range(planes)]  # [BH, N, T] each
+    out = torch.stack(by_head, 1).unflatten(1, (-1, planes)).transpose(2, 3).flatten(2)
     if center is not None and not rope:
         out = out + (q * center.flatten(0, 1).float()).sum(-1, keepdim=True)
     return out
@@ -265,10 +266,10 @@ def _attend_kernel(key: tuple, k_spec: CodecSpec, v_spec: CodecSpec, scale: floa
     return compile_ahead(fn, examples, dynamic, _OPTIONS)
 
 
-@cache
-def _carrier(pages: int, device: torch.device) -> Tensor:
-    """A zero-stride tensor whose shape is a page count."""
-    return torch.empty(1, device=device).expand(pages)
+@lru_cache(maxsize=16)
+def _carriers(pages: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
+    """Zero-stride tensors whose shapes are page counts: the same for all layers of a step."""
+    return tuple(torch.empty(1, device=device).expand(count) for count in pages)
 
 
 @lru_cache(maxsize=16)
@@ -332,11 +333,9 @@ def _run(
     new = q.contiguous(), k_new.contiguous(), v_new.contiguous()
     points = (grid(spec.grid, device) if spec.grid else None for spec in (k_spec, v_spec))
     bases = (None if s.rotation is None else basis(head_dim, s.rotation, device) for s in (k_spec, v_spec))
-    carriers = (_carrier(count, device) for count in (*pages, *rooms))
     return kernel(
-        *carriers, new[0], *key, *value, lengths, *new[1:], mask, held, tokens, cos, sin, *points, *bases,
-        sinks,
-        center,
+        *_carriers((*pages, *rooms), device), new[0], *key, *value, lengths, *new[1:], mask, held, tokens, cos, sin,
+        *points, *bases, sinks, center,
     )  # fmt: skip
 
 
