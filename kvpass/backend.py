@@ -16,7 +16,7 @@ from .graph.rewrite import count, rewrite, unfused
 from .graph.written import presents
 
 _OPTIONS = {"strict", "lowering", "interpret", "scheme"}
-# Dynamo's guards have checked the inputs already, some hundreds of them at every step.
+# The inputs, some hundreds at every step, have been checked by Dynamo's guards.
 _INDUCTOR = {"reorder_for_locality": False, "size_asserts": False}
 
 

@@ -27,7 +27,7 @@ def compile_ahead(
     dynamic: the dynamic dims of each input.
     options: of ``torch._inductor.config``, by name.
     """
-    options = {"emulate_precision_casts": True, "size_asserts": False, **(options or {})}
+    options = {"emulate_precision_casts": True, **(options or {})}
     fake_mode = FakeTensorMode(shape_env=ShapeEnv())
     fakes = []
     for i, (example, dims) in enumerate(zip(examples, dynamic, strict=True)):

@@ -313,7 +313,7 @@ def _run(
     device = q.device
     pages = [max(_MIN_PAGES, spec.pages(n)) for spec in (k_spec, v_spec)]
     rooms = [capacity(pool, used) for used, state in zip(pages, (key, value), strict=True) for pool in state[:3]]
-    key, value = ((*map(handle, state[:3]), state[3]) for state in (key, value))
+    key, value = ((*(handle(pool.contiguous()) for pool in state[:3]), state[3]) for state in (key, value))
     if mask is not None:
         mask = mask.contiguous()
     lengths = _lengths(n, k_spec.packed(n), v_spec.packed(n), device)
