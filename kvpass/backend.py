@@ -19,6 +19,8 @@ from .graph.written import presents
 MODES = (None, "default", "reduce-overhead")
 """Modes of torch.compile that are passed on to Inductor."""
 _OPTIONS = {"strict", "lowering", "interpret", "scheme"}
+# The inputs, some hundreds at every step, have been checked by Dynamo's guards.
+_INDUCTOR = {"reorder_for_locality": False, "size_asserts": False}
 
 
 @dataclass
@@ -60,7 +62,7 @@ class Backend:
             run = module.forward
         else:
             options = list_mode_options(self.mode) if self.mode else {}
-            with inductor_config.patch({**options, "reorder_for_locality": False}):
+            with inductor_config.patch({**options, **_INDUCTOR}):
                 run = compile_fx(module, normal.inputs)
         return (lambda *inputs: run(*flatten(inputs))) if has_subclass(example_inputs) else run
 

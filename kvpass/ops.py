@@ -2,7 +2,7 @@
 
 A packed tensor is ``codes, scale, zero_point, ring`` plus the length carrier of its cache (see
 `kvpass.codec.window.LENGTH_OFFSET`) and the text of its `CodecSpec`. The first three are pools or, in graphs, handles
-of pools (`kvpass.codec.pool`).
+of pools (`kvpass.codec.pool`), which implementations open when they have to.
 
 encode       whole pages of ``x`` -> codes, scale, zero point. Pure.
 append_      store ``x`` behind the ``length`` tokens already there and pack the pages that leave the window. ``q`` and
@@ -43,7 +43,6 @@ from kvpass.lowering.table import Site, few, select
 
 from .codec.affine import check_finite, params_dtype
 from .codec.eviction import evict
-from .codec.pool import whole
 from .codec.rotary import rotate
 from .codec.spec import parse
 from .codec.window import length_of
@@ -51,7 +50,6 @@ from .errors import KVPassError
 
 _library = torch.library.Library("kvpass", "DEF")
 _STATE = "Tensor codes, Tensor scale, Tensor zero_point, Tensor ring"
-_POOL_NDIM = 5  # [B, H_kv, capacity, rows, columns]
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 _OF_A_LENGTH = (*_TAGS, torch.Tag.cudagraph_unsafe)  # its sizes grow with the cache, and are read on the host
 
@@ -112,30 +110,19 @@ def _encode(x, compensation, spec, lowering="auto"):
     return codes, scale, zero_point
 
 
-def _pools(handles, spec, tokens):
-    """The pools that ``handles`` are of, or they themselves if they are pools."""
-    if spec.adaptive is not None or handles[0].ndim == _POOL_NDIM:
-        return handles
-    pages = spec.pages(tokens)
-    return tuple(whole(handle, pages) for handle in handles)
-
-
 def _append_(codes, scale, zero_point, ring, compensation, length, x, q, mask, spec, lowering="auto", edge=None,
              beside=None, predictor=None, center=None, importance=None, scores=None, slots=None):  # fmt: skip
     run = select(Site("append_", x.device.type, (spec,), head_dim=x.shape[-1]), lowering).run
-    n, spec = length_of(length), parse(spec)
-    pools = _pools((codes, scale, zero_point), spec, spec.stored(n + x.shape[2]))
     run(
-        *pools, ring, compensation, n, x, q, mask, spec, edge, beside, predictor or (), center, importance,
-        scores or (), slots,
+        codes, scale, zero_point, ring, compensation, length_of(length), x, q, mask, parse(spec), edge, beside,
+        predictor or (), center, importance, scores or (), slots,
     )  # fmt: skip
 
 
 def _decode(codes, scale, zero_point, ring, length, spec, lowering="auto", below=None, beside=None, predictor=None):
     run = select(Site("decode", ring.device.type, (spec,), head_dim=ring.shape[-1]), lowering).run
     references = [decoded for decoded in (below, beside) if decoded is not None]
-    n, spec = length_of(length), parse(spec)
-    return run(*_pools((codes, scale, zero_point), spec, n), ring, n, spec, references, predictor or ())
+    return run(codes, scale, zero_point, ring, length_of(length), parse(spec), references, predictor or ())
 
 
 def _rotate(x, cos, sin, rope):
@@ -152,7 +139,7 @@ def _attend(q, kc, ks, kz, kr, vc, vs, vz, vr, length, k_new, v_new, mask, causa
     _refuse_both(mask, causal)
     run = select(Site("attend", q.device.type, (k_spec, v_spec), few(q.shape[2]), q.shape[3]), lowering).run
     n, specs, rotary = length_of(length), (parse(k_spec), parse(v_spec)), (cos, sin, rope) if rope else None
-    key, value = (*_pools((kc, ks, kz), specs[0], n), kr), (*_pools((vc, vs, vz), specs[1], n), vr)
+    key, value = (kc, ks, kz, kr), (vc, vs, vz, vr)
     return run(q, key, value, n, k_new, v_new, mask, causal, scale, softcap, *specs, rotary, sinks, center)
 
 
@@ -169,8 +156,6 @@ def _attend_scored(q, key, value, length, k_new, v_new, mask, causal, scale, sof
     queries = few(q.shape[2]) if len(key) > 1 else 0
     run = select(Site("attend_scored", q.device.type, (k_spec, v_spec), queries, q.shape[3]), lowering).run
     n, specs, rotary = length_of(length), (parse(k_spec), parse(v_spec)), (cos, sin, rope) if rope else None
-    if len(key) > 1:
-        key, value = ([*_pools(x[:3], spec, n), x[3]] for x, spec in zip((key, value), specs, strict=True))
     return run(
         q, key, value, n, k_new, v_new, mask, causal, scale, softcap, *specs, rotary, sinks, center, statistic,
         importance,

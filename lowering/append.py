@@ -9,6 +9,7 @@ from torch import Tensor
 from kvpass.codec.affine import check_finite
 from kvpass.codec.eviction import choose, evict, update_importance
 from kvpass.codec.pages import decode_pages, replace_tokens, share_codes
+from kvpass.codec.pool import whole
 from kvpass.codec.predict import MEAN, fit_center, predict
 from kvpass.codec.spec import CodecSpec
 from kvpass.codec.subspace import compensation_matrix, precision_matrix
@@ -118,31 +119,43 @@ def append(
     if spec.adaptive is not None:
         _stage(edge, ring, compensation, n, x, q, mask, spec)
         return
-    stop, size = n + x.shape[2], spec.page_size
-    first, last, gone = spec.pages(n), spec.pages(stop), spec.evicted(stop)
+    stop = n + x.shape[2]
+    gone = spec.evicted(stop)
+    if gone or spec.pages(stop) > spec.pages(n):
+        if spec.predictor == MEAN:
+            predictor = (center,)
+        references = [reference for reference in (edge, beside) if reference is not None]
+        pools = tuple(whole(pool, spec.pages(spec.stored(stop))) for pool in (codes, scale, zero_point))
+        pages = _Pages(pools, spec, predictor, references, edge is not None)
+        _pack(pages, encode, ring, compensation, n, x, gone, slots)
+    write_tokens(ring, spec, n, x)
+    if gone:  # tokens behind the packed ones have moved up
+        ring[:, :, spec.sinks :] = ring[:, :, spec.sinks :].roll(-gone, 2)
+
+
+def _pack(
+    pages: _Pages, encode: Callable, ring: Tensor, compensation: Tensor | None, n: int, x: Tensor, gone: int, slots
+) -> None:
+    """Encode the pages that leave the window with ``x``; ``gone`` packed tokens have to make room for them."""
+    spec, size, written = pages.spec, pages.spec.page_size, 0
+    first, last = spec.pages(n), spec.pages(n + x.shape[2])
 
     def leaving(start: int, end: int) -> Tensor:
         return _leaving(ring, n, x, layout(spec).page_tokens(start, end), spec)
 
-    if spec.predictor == MEAN:
-        predictor = (center,)
-        if not first and last:
-            center.copy_(fit_center(leaving(0, last), center.dtype))
-    references = [reference for reference in (edge, beside) if reference is not None]
-    pages, written = _Pages((codes, scale, zero_point), spec, predictor, references, edge is not None), 0
+    if spec.predictor == MEAN and not first:
+        (center,) = pages.predictor
+        center.copy_(fit_center(leaving(0, last), center.dtype))
     if gone:
         settled, first = min(first * size, spec.budget), (spec.budget + gone) // size
         if spec.budget:
             _settle(pages, leaving(settled // size, first), settled, slots, compensation)
             written = spec.budget
-    step = max(1, CHUNK // size) if spec.predictor or edge is not None else max(1, last - first)
+    step = max(1, CHUNK // size) if spec.predictor or pages.keep else max(1, last - first)
     for start in range(first, last, step):
         tokens = leaving(start, min(start + step, last))
         pages.write(start - gone // size, tokens, lambda _, y: encode(y, compensation, spec), written)
         written += tokens.shape[2]
-    write_tokens(ring, spec, n, x)
-    if gone:  # tokens behind the packed ones have moved up
-        ring[:, :, spec.sinks :] = ring[:, :, spec.sinks :].roll(-gone, 2)
 
 
 def _stage(

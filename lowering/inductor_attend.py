@@ -14,11 +14,11 @@ from kvpass.codec.affine import params_dtype
 from kvpass.codec.grid import grid, look_up
 from kvpass.codec.hadamard import basis
 from kvpass.codec.pack import num_planes, unpack_plane, unpack_plane_unshifted
+from kvpass.codec.pool import capacity, handle, of_capacity
 from kvpass.codec.predict import looks_below
 from kvpass.codec.rotary import parse_rope, rotate_pairs, split_pairs
 from kvpass.codec.spec import CodecSpec, parse
 from kvpass.codec.window import layout, ring_tokens
-from kvpass.errors import KVPassError
 
 from .aot import compile_ahead
 from .reference import with_past
@@ -60,14 +60,14 @@ def _places(n: Tensor, packed: Tensor, spec: CodecSpec, held: Tensor | None) -> 
     return tokens, torch.where(slots < 0, tokens < n, tokens >= packed + spec.sinks)
 
 
-def _dots(q: Tensor, k: Tensor, tables: tuple[Tensor, Tensor] | None, rope: str) -> Tensor:
-    """``q`` ``[BH, R, D]`` with keys ``[BH, ..., D]``, rotated by tables ``[B, ..., p]`` -> ``[BH, R, ...]``.
+def _dots(q: Tensor, k: Tensor, tables: tuple[Tensor, Tensor] | None, rope: str) -> list[Tensor]:
+    """``q`` ``[BH, R, D]`` with keys ``[BH, ..., D]``, rotated by tables ``[B, ..., p]`` -> R times ``[BH, ...]``.
 
     One separate reduction for every query head over keys that are unpacked, and rotated, once.
     """
     lead = (slice(None), *(None for _ in range(k.ndim - 2)))
     if tables is None:
-        return torch.stack([(k * q[:, r][lead]).sum(-1) for r in range(q.shape[1])], 1)
+        return [(k * q[:, r][lead]).sum(-1) for r in range(q.shape[1])]
     batch = tables[0].shape[0]
     first, second, rest = (part.unflatten(0, (batch, -1)) for part in split_pairs(k, rope))
     rotated = rotate_pairs(first, second, *(table.unsqueeze(1).float() for table in tables))
@@ -77,23 +77,31 @@ def _dots(q: Tensor, k: Tensor, tables: tuple[Tensor, Tensor] | None, rope: str)
     for r in range(q.shape[1]):
         dot = (k1 * q1[:, r][lead] + k2 * q2[:, r][lead]).sum(-1)
         out.append(dot + (rest * q_rest[:, r][lead]).sum(-1) if rest.shape[-1] else dot)
-    return torch.stack(out, 1)
+    return out
 
 
-def _attend(k_pages, v_pages, q, *inputs, scale, softcap, k_spec, v_spec, rope, paid, present):
+def _first_pages(handle: Tensor, room: Tensor, count: int) -> Tensor:
+    """The first ``count`` pages of the pool of ``handle``, whose capacity ``room`` carries: ``[BH, count, ...]``."""
+    return of_capacity(handle, room.shape[0]).narrow(2, 0, count).flatten(0, 1)
+
+
+def _attend(k_pages, v_pages, *inputs, scale, softcap, k_spec, v_spec, rope, paid, present):
     """One query token ``[B, H_q, 1, D]`` over packed keys and values; inputs as in `attend`. With ``paid``, the weights
     summed over the query heads of a KV head come second: ``[B * H_kv, slots]``, pages, ring, and the token itself.
     Without ``present``, that of cross-attention, the token itself does not count.
 
-    ``k_pages`` and ``v_pages`` carry page counts as their shape, ``lengths`` those of `_lengths` as its values. For
-    log-sparse windows ``held`` is the token in each slot of the ring, ``page_tokens`` ``[N, P]`` those in the pages.
+    ``k_pages`` and ``v_pages`` carry page counts as their shape, ``rooms`` the capacities of pools that are handed over
+    as handles, ``lengths`` those of `_lengths` as its values. For log-sparse windows ``held`` is the token in each slot
+    of the ring, ``page_tokens`` ``[N, P]`` those in the pages.
     """
-    *state, lengths, k_new, v_new, mask, held, page_tokens, cos, sin = inputs[:-6]
-    k_points, v_points, k_basis, v_basis, sinks, center = inputs[-6:]
-    *k_pools, k_ring, vc, vs, vz, v_ring, k_new, v_new = (tensor.flatten(0, 1) for tensor in (*state, k_new, v_new))
-    shape, dtype, batch, groups = q.shape, q.dtype, q.shape[0], state[0].shape[1]
-    q = (q.float() * scale).view(batch * groups, shape[1] // groups, -1)  # [BH, R, D]
+    *rooms, q, kc, ks, kz, k_ring, vc, vs, vz, v_ring, lengths, k_new, v_new, mask, held = inputs[:-9]
+    page_tokens, cos, sin, k_points, v_points, k_basis, v_basis, sinks, center = inputs[-9:]
+    shape, dtype, batch, groups = q.shape, q.dtype, q.shape[0], k_ring.shape[1]
     count, v_count, size = k_pages.shape[0], v_pages.shape[0], k_spec.page_size
+    counts = [count] * 3 + [v_count] * 3
+    *k_pools, vc, vs, vz = map(_first_pages, (kc, ks, kz, vc, vs, vz), rooms, counts)
+    k_ring, v_ring, k_new, v_new = (tensor.flatten(0, 1) for tensor in (k_ring, v_ring, k_new, v_new))
+    q = (q.float() * scale).view(batch * groups, shape[1] // groups, -1)  # [BH, R, D]
     index = torch.arange(count * size, device=q.device)  # of packed tokens, in storage order
     in_page = index + k_spec.sinks if page_tokens is None else page_tokens.flatten()
     n, k_packed, v_packed = lengths.split(1)
@@ -111,7 +119,7 @@ def _attend(k_pages, v_pages, q, *inputs, scale, softcap, k_spec, v_spec, rope, 
         return torch.where(counts, scores, -torch.inf)
 
     on_pages = _page_scores(q, k_pools, in_page.view(count, size), tables, rope, k_spec, k_points, k_basis, center)
-    on_ring = _dots(q, k_ring.float(), tables(k_tokens.clamp_min(0)), rope)
+    on_ring = torch.stack(_dots(q, k_ring.float(), tables(k_tokens.clamp_min(0)), rope), 1)
     own, counts = (q * k_new.float()).sum(-1, keepdim=True), torch.full_like(n, present, dtype=torch.bool)
     scores = torch.cat([seen(on_pages, index < k_packed), seen(on_ring, k_counts), seen(own, counts)], -1)
     if mask is not None:
@@ -144,7 +152,6 @@ def _page_scores(q, pools, tokens, tables, rope: str, spec: CodecSpec, points, b
     the mean that was subtracted from them.
     """
     (count, size), planes, scores = tokens.shape, num_planes(spec.bits), []
-    pools = [pool.narrow(1, 0, count) for pool in pools]
     rotated = q if basis is None else q @ basis
     by_plane = tokens.view(count, planes, size // planes)
     for j in range(planes):
@@ -152,7 +159,8 @@ def _page_scores(q, pools, tokens, tables, rope: str, spec: CodecSpec, points, b
         if center is not None and rope:  # the mean is turned with the keys
             k = k + center.flatten(0, 1)[:, None].float()
         scores.append(_dots(rotated, k, tables(by_plane[:, j]), rope))
-    out = torch.stack(scores, 3).flatten(2)
+    by_head = [scores[j][r] for r in range(q.shape[1]) for j in range(planes)]  # [BH, N, T] each
+    out = torch.stack(by_head, 1).unflatten(1, (-1, planes)).transpose(2, 3).flatten(2)
     if center is not None and not rope:
         out = out + (q * center.flatten(0, 1).float()).sum(-1, keepdim=True)
     return out
@@ -173,7 +181,6 @@ def _ring_weights(weights, lengths, packed_slots: int, k_spec: CodecSpec, v_spec
 
 def _page_values(weights, pools, spec: CodecSpec, points, basis) -> Tensor:
     """Values in pages, weighted by ``[BH, R, N, P]``: ``[BH, R, D]``."""
-    pools = [pool.narrow(1, 0, weights.shape[2]) for pool in pools]
     by_plane, products = weights.unflatten(-1, (num_planes(spec.bits), -1)), []
     for j in range(num_planes(spec.bits)):
         v = plane_values(*pools, spec, j, points).flatten(1, 2)
@@ -191,7 +198,8 @@ def _biased(scores: Tensor, mask: Tensor, token: Tensor, groups: int) -> Tensor:
 
 
 # Sizes to trace with, where sizes vary from call to call: different for what is unrelated, and none of them 0 or 1.
-_BATCH, _K_PAGES, _V_PAGES, _K_CAPACITY, _V_CAPACITY, _TOKENS, _TABLES = 5, 53, 47, 61, 59, 1733, 1811
+_BATCH, _K_PAGES, _V_PAGES, _TOKENS, _TABLES = 5, 53, 47, 1733, 1811
+_ROOMS = 61, 67, 71, 59, 73, 79
 
 
 # Keys and values in pages are used by every query head of a KV head and are never to be stored for that, however many
@@ -213,10 +221,10 @@ def _attend_kernel(key: tuple, k_spec: CodecSpec, v_spec: CodecSpec, scale: floa
     def example(*shape, dtype=dtype, batch=batch):
         return torch.empty(batch, *shape, dtype=dtype, device=device)
 
-    def pool(spec, capacity):
-        codes = example(heads, capacity, spec.rows, spec.columns(head_dim), dtype=torch.uint8)
+    def state(spec):
+        codes = example(heads, spec.rows, spec.columns(head_dim), dtype=torch.uint8)
         shapes = spec.params_shape(head_dim), spec.zero_shape(head_dim)
-        scale, zero_point = (example(heads, capacity, *shape, dtype=params_dtype(dtype)) for shape in shapes)
+        scale, zero_point = (example(heads, *shape, dtype=params_dtype(dtype)) for shape in shapes)
         return codes, scale, zero_point, example(heads, spec.sinks + spec.window, head_dim)
 
     mask = None
@@ -234,10 +242,10 @@ def _attend_kernel(key: tuple, k_spec: CodecSpec, v_spec: CodecSpec, scale: floa
     ids = partial(torch.empty, dtype=torch.int64, device=device)
     new, table = example(heads, 1, head_dim), example(_TABLES, columns) if rope else None
     examples = [
-        *(torch.empty(pages, device=device) for pages in (_K_PAGES, _V_PAGES)),
+        *(torch.empty(pages, device=device) for pages in (_K_PAGES, _V_PAGES, *_ROOMS)),
         example(q_heads, 1, head_dim),
-        *pool(k_spec, _K_CAPACITY),
-        *pool(v_spec, _V_CAPACITY),
+        *state(k_spec),
+        *state(v_spec),
         ids(3),
         *(new, new),
         mask,
@@ -249,19 +257,19 @@ def _attend_kernel(key: tuple, k_spec: CodecSpec, v_spec: CodecSpec, scale: floa
         example(heads, 1, head_dim, dtype=params_dtype(dtype)) if k_spec.predictor else None,
     ]
     first = [0] if many else []
-    pools = [*[[*first, 2]] * 3, first]
     of_mask = [0, 3] if many and mask_layout is not None and mask_layout[0] else [3]
     tables = [[*first, 1]] * 2
-    dynamic = [[0], [0], first, *pools, *pools, [], first, first, of_mask, [], [0], *tables, [], [], [], [], [], first]
+    carriers = [[0]] * (2 + len(_ROOMS))
+    dynamic = [*carriers, *[first] * 9, [], first, first, of_mask, [], [0], *tables, [], [], [], [], [], first]
     how = dict(scale=scale, softcap=softcap, k_spec=k_spec, v_spec=v_spec, rope=rope, paid=paid, present=present)
     fn = partial(_attend, **how)
     return compile_ahead(fn, examples, dynamic, _OPTIONS)
 
 
-@cache
-def _carrier(pages: int, device: torch.device) -> Tensor:
-    """A zero-stride tensor whose shape is a page count."""
-    return torch.empty(1, device=device).expand(pages)
+@lru_cache(maxsize=16)
+def _carriers(pages: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
+    """Zero-stride tensors whose shapes are page counts: the same for all layers of a step."""
+    return tuple(torch.empty(1, device=device).expand(count) for count in pages)
 
 
 @lru_cache(maxsize=16)
@@ -302,11 +310,10 @@ def _run(
     paid=False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     batch, heads, _, head_dim = k_new.shape
-    device, pages = q.device, []
-    for spec, pool in ((k_spec, key[0]), (v_spec, value[0])):
-        pages.append(max(_MIN_PAGES, spec.pages(n)))
-        if pages[-1] > pool.shape[2]:
-            raise KVPassError(f"{n} tokens need {pages[-1]} pages, and the pool has {pool.shape[2]}.")
+    device = q.device
+    pages = [max(_MIN_PAGES, spec.pages(n)) for spec in (k_spec, v_spec)]
+    rooms = [capacity(pool, used) for used, state in zip(pages, (key, value), strict=True) for pool in state[:3]]
+    key, value = ((*(handle(pool.contiguous()) for pool in state[:3]), state[3]) for state in (key, value))
     if mask is not None:
         mask = mask.contiguous()
     lengths = _lengths(n, k_spec.packed(n), v_spec.packed(n), device)
@@ -326,11 +333,9 @@ def _run(
     new = q.contiguous(), k_new.contiguous(), v_new.contiguous()
     points = (grid(spec.grid, device) if spec.grid else None for spec in (k_spec, v_spec))
     bases = (None if s.rotation is None else basis(head_dim, s.rotation, device) for s in (k_spec, v_spec))
-    carriers = (_carrier(count, device) for count in pages)
     return kernel(
-        *carriers, new[0], *key, *value, lengths, *new[1:], mask, held, tokens, cos, sin, *points, *bases,
-        sinks,
-        center,
+        *_carriers((*pages, *rooms), device), new[0], *key, *value, lengths, *new[1:], mask, held, tokens, cos, sin,
+        *points, *bases, sinks, center,
     )  # fmt: skip
 
 

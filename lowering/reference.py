@@ -6,6 +6,7 @@ from torch import Tensor
 
 from kvpass.codec.adaptive import Tokens, carve, decode_tokens, unpack_levels
 from kvpass.codec.pages import decode_pages, encode_pages
+from kvpass.codec.pool import whole
 from kvpass.codec.predict import predict
 from kvpass.codec.rotary import rotate
 from kvpass.codec.spec import CodecSpec
@@ -32,10 +33,11 @@ def read(decode_fn, codes, scale, zero_point, ring, n: int, spec: CodecSpec, ref
     references: what the predictor looks at, all ``n`` tokens each.
     """
     used, where, chunks = spec.pages(n), layout(spec), []
+    opened = [whole(pool, used) for pool in (codes, scale, zero_point)]
     step = max(1, CHUNK // spec.page_size) if spec.predictor else max(1, used)
     for first in range(0, max(1, used), step):
         pages = slice(first, min(first + step, used))
-        pools = (pool[:, :, pages] for pool in (codes, scale, zero_point))
+        pools = (pool[:, :, pages] for pool in opened)
         same = [where.in_pages(reference, pages.start, pages.stop) for reference in references]
         chunks.append(decode_fn(*pools, spec, same, predictor).to(ring.dtype))
     sinks = min(n, spec.sinks)

@@ -7,11 +7,15 @@ from hypothesis import strategies as st
 
 import kvpass
 from kvpass import KVPassError
+from kvpass.codec import CodecSpec
 from kvpass.codec.pool import handle, whole
 from kvpass.graph import normalise
+from kvpass.state import KVState
 
+from common import randn
 from tiny import llama, tokens
 
+KEYS, VALUES = CodecSpec(2, "channel", 16, 16), CodecSpec(2, "token", 16, 16, 16)
 sizes = st.integers(1, 4)
 
 
@@ -29,6 +33,24 @@ def test_a_copy_of_a_handle_is_refused():
     small = handle(torch.zeros(2, 3, 4, 8, 16))
     with pytest.raises(KVPassError, match="copy of packed pages"):
         whole(small.clone(), 4)
+
+
+@pytest.mark.parametrize("lowering", ["reference", "inductor"])
+def test_attention_finds_pools_by_their_handles_and_refuses_copies(lowering):
+    states = [KVState.allocate(spec, 2, 2, 32, torch.float32, "cpu", 200) for spec in (KEYS, VALUES)]
+    for seed, state in enumerate(states):
+        state.append(randn(seed, 2, 2, 150, 32), 0)
+    new, q = randn(3, 2, 2, 1, 32), randn(4, 2, 4, 1, 32)
+
+    def attend(pools):
+        packed = [tensor for state in states for tensor in (*pools(state), state.ring)]
+        rest = states[0].carrier(150), new, new, None, False, 0.2, 0.0, states[0].text, states[1].text
+        return torch.ops.kvpass.attend(q, *packed, *rest, lowering)
+
+    expected = attend(lambda state: (state.codes, state.scale, state.zero_point))
+    assert torch.equal(attend(lambda state: state.handles), expected)
+    with pytest.raises(KVPassError, match="copy of packed pages"):
+        attend(lambda state: [small.clone() for small in state.handles])
 
 
 def test_the_length_is_all_that_varies_in_a_decode_graph(monkeypatch):

@@ -9,25 +9,44 @@ from torch import Tensor
 
 from ..errors import KVPassError
 
+NDIM = 5
+"""Dims of a pool."""
+
 
 def handle(pool: Tensor) -> Tensor:
-    """The handle of ``pool``, which is contiguous and has its storage for itself."""
+    """The handle of ``pool``, which is contiguous and has its storage for itself, or ``pool`` if it is one."""
+    if pool.ndim < NDIM:
+        return pool
     (batch, heads, _, *page), (_, _, size, *strides) = pool.shape, pool.stride()
     return pool.as_strided((batch, heads, *page), (heads * size, size, *strides))
 
 
-def whole(handle: Tensor, pages: int) -> Tensor:
-    """The pool of ``handle``. Raises `KVPassError` if it has less than ``pages`` pages: it is no handle then, but a
-    copy of one."""
-    (batch, heads, *page), (_, size, *strides) = handle.shape, handle.stride()
-    capacity = pages  # pages without scales or zero points take no storage
-    if handle.numel():
-        capacity = handle.untyped_storage().nbytes() // (handle.numel() * handle.itemsize)
-    if capacity < pages:
+def capacity(tensor: Tensor, pages: int) -> int:
+    """The pages there is room for in a pool, or in the one that ``tensor`` is the handle of. Raises `KVPassError` if
+    they are less than ``pages``."""
+    if tensor.ndim == NDIM:
+        found = tensor.shape[2]
+    elif tensor.numel():
+        found = tensor.untyped_storage().nbytes() // tensor.nbytes
+    else:  # pages without scales or zero points take no storage
+        found = pages
+    if found < pages:
         raise KVPassError(
-            f"A compiled graph handed over a copy of packed pages, with room for {capacity} of {pages}: please report "
-            "this, and use lowering='eager'."
+            f"There is room for {found} of {pages} packed pages. If a compiled graph handed over a copy of packed "
+            "pages, please report this, and use lowering='eager'."
         )
+    return found
+
+
+def of_capacity(handle: Tensor, capacity: int) -> Tensor:
+    """The pool of ``handle``, which has room for ``capacity`` pages."""
+    (batch, heads, *page), (_, size, *strides) = handle.shape, handle.stride()
     return handle.as_strided(
         (batch, heads, capacity, *page), (heads * capacity * size, capacity * size, size, *strides)
     )
+
+
+def whole(tensor: Tensor, pages: int) -> Tensor:
+    """The pool that ``tensor`` is the handle of, or ``tensor`` if it is one. Raises as `capacity`."""
+    room = capacity(tensor, pages)
+    return tensor if tensor.ndim == NDIM else of_capacity(tensor, room)

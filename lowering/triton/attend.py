@@ -139,10 +139,10 @@ def attend_split(
 
 @triton.jit(do_not_specialize=["rows", "splits", "queries"])
 def merge_splits(
-    partial, lse, sinks, out, whole, rows, splits, queries, HEADS: tl.constexpr, DIM: tl.constexpr,
+    partial, lse, sinks, out, totals, rows, splits, queries, HEADS: tl.constexpr, DIM: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: every query row. ``sinks`` are logits of each head that have no value. ``whole`` takes the log-sum-exp of
+    """Grid: every query row. ``sinks`` are logits of each head that have no value. ``totals`` takes the log-sum-exp of
     the row, inf if it sees nothing."""
     row, channel = tl.program_id(0).to(tl.int64), tl.arange(0, triton.next_power_of_2(DIM))
     group, within = row // rows, row % rows
@@ -163,5 +163,5 @@ def merge_splits(
     divisor = tl.where(total > 0, total, 1.0)
     merged = merged / divisor
     tl.store(out + row * DIM + channel, merged.to(out.dtype.element_ty), mask=channel < DIM)
-    if whole is not None:
-        tl.store(whole + row, tl.where(total > 0, peak + tl.log(divisor), float("inf")))
+    if totals is not None:
+        tl.store(totals + row, tl.where(total > 0, peak + tl.log(divisor), float("inf")))

@@ -11,10 +11,10 @@ from torch import Tensor
 from kvpass.codec.grid import grid
 from kvpass.codec.hadamard import basis
 from kvpass.codec.pack import num_planes
+from kvpass.codec.pool import whole
 from kvpass.codec.predict import looks_below
 from kvpass.codec.rotary import parse_rope
 from kvpass.codec.spec import CodecSpec, parse
-from kvpass.errors import KVPassError
 
 from ..append import not_padding
 from ..reference import with_past
@@ -154,14 +154,8 @@ class _Launch:
     def points(self, spec: CodecSpec) -> Tensor | None:
         return grid(spec.grid, self.q.device) if spec.grid else None
 
-    def attend(self, value: tuple[Tensor, ...], v_new: Tensor, sinks: Tensor | None, whole: Tensor | None) -> Tensor:
-        """Attention's output; ``whole`` takes the log-sum-exp of each query row."""
-        k_spec, v_spec = self.specs
-        for spec, (codes, *_) in ((k_spec, self.key), (v_spec, value)):
-            if spec.pages(self.n) > codes.shape[2]:
-                raise KVPassError(
-                    f"{self.n} tokens need {spec.pages(self.n)} pages, and the pool has {codes.shape[2]}."
-                )
+    def attend(self, value: tuple[Tensor, ...], v_new: Tensor, sinks: Tensor | None, totals: Tensor | None) -> Tensor:
+        """Attention's output; ``totals`` takes the log-sum-exp of each query row."""
         q, config, device = self.q, self.config, self.q.device
         k_rows, v_rows = (spec.packed(self.n) // self.planes for spec in self.specs)
         tiles = triton.cdiv(self.rows, config.queries)
@@ -177,23 +171,23 @@ class _Launch:
                 value[1].stride(1), *self.strides, self.rules, K, V, config.rows, config.together, config.exact,
                 config.stages, num_warps=config.warps, maxnreg=config.registers,
             )  # fmt: skip
-            if v_spec.rotation is not None:
-                partial[:, :-1] = partial[:, :-1] @ basis(self.head_dim, v_spec.rotation, device).mT
+            if (rotation := self.specs[1].rotation) is not None:
+                partial[:, :-1] = partial[:, :-1] @ basis(self.head_dim, rotation, device).mT
             merge_splits[self.batch * self.heads * self.queries,](
-                partial, lse, sinks, out, whole, self.rows, splits, self.queries, self.heads, self.head_dim, _MERGED
+                partial, lse, sinks, out, totals, self.rows, splits, self.queries, self.heads, self.head_dim, _MERGED
             )
         return out
 
-    def pay(self, whole: Tensor, largest: bool) -> Tensor:
-        """What each token was paid, by query rows of the log-sum-exp ``whole``."""
+    def pay(self, totals: Tensor, largest: bool) -> Tensor:
+        """What each token was paid, by query rows of the log-sum-exp ``totals``."""
         config, K, stop = self.config, self.layouts[0], self.n + self.queries
         k_rows = self.specs[0].packed(self.n) // self.planes
-        paid = whole.new_empty((self.batch, self.groups, stop))
+        paid = totals.new_empty((self.batch, self.groups, stop))
         tiles = triton.cdiv(k_rows, config.rows) + triton.cdiv(stop - k_rows * self.planes, config.exact)
         with torch.cuda.device_of(self.q):
             pay_tokens[tiles, self.batch * self.groups](
                 self.q, *self.key, self.k_new, self.packed_queries, self.shift, self.points(self.specs[0]), *self.turn,
-                self.mask, whole, paid, self.n, self.queries, self.scale, k_rows, self.key[0].stride(1),
+                self.mask, totals, paid, self.n, self.queries, self.scale, k_rows, self.key[0].stride(1),
                 self.key[1].stride(1), *self.strides, largest, self.rules, K, config.rows, config.exact,
                 num_warps=PAYING_WARPS, maxnreg=config.registers,
             )  # fmt: skip
@@ -204,17 +198,24 @@ class _Launch:
 def attend(
     q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None, center=None
 ) -> Tensor:
+    key, value = _opened(key, n, k_spec), _opened(value, n, v_spec)
     launch = _Launch(q, key, k_new, n, mask, causal, scale, softcap, (k_spec, v_spec), rotary, center)
     return launch.attend(value, v_new, sinks, None)
 
 
-def _count(whole: Tensor, mask: Tensor | None, statistic: str) -> None:
+def _opened(state: tuple[Tensor, ...], n: int, spec: CodecSpec) -> tuple[Tensor, ...]:
+    """Keys or values, handles replaced by the pools they are of."""
+    *pools, ring = state
+    return *(whole(pool, spec.pages(n)) for pool in pools), ring
+
+
+def _count(totals: Tensor, mask: Tensor | None, statistic: str) -> None:
     """Make the log-sum-exp ``[B, H_q, S]`` of query rows that do not count in ``statistic`` infinite."""
-    batch, _, queries = whole.shape
+    batch, _, queries = totals.shape
     if mask is not None:
-        whole.masked_fill_(~not_padding(mask, batch, queries)[:, None], torch.inf)
+        totals.masked_fill_(~not_padding(mask, batch, queries)[:, None], torch.inf)
     if statistic != "sum":
-        whole[..., : max(0, queries - int(statistic.removeprefix("max-")))] = torch.inf
+        totals[..., : max(0, queries - int(statistic.removeprefix("max-")))] = torch.inf
 
 
 @implements("attend_scored", "triton", refuses=_refuses, by_name_only=INTERPRETED)
@@ -225,11 +226,12 @@ def attend_scored(
     """The same, and what each token was paid."""
     if mask is not None and k_spec.budget is not None:
         mask = with_past(mask, importance, n, q.shape)
+    key, value = _opened(key, n, k_spec), _opened(value, n, v_spec)
     launch = _Launch(q, key, k_new, n, mask, causal, scale, softcap, (k_spec, v_spec), rotary, center)
     if not statistic:
         out = launch.attend(value, v_new, sinks, None)
         return out, q.new_empty((*k_new.shape[:2], 0), dtype=torch.float32)
-    whole = q.new_empty(q.shape[:3], dtype=torch.float32)
-    out = launch.attend(value, v_new, sinks, whole)
-    _count(whole, mask, statistic)
-    return out, launch.pay(whole, statistic != "sum")
+    totals = q.new_empty(q.shape[:3], dtype=torch.float32)
+    out = launch.attend(value, v_new, sinks, totals)
+    _count(totals, mask, statistic)
+    return out, launch.pay(totals, statistic != "sum")
