@@ -204,10 +204,8 @@ WAYS = {
     "drafts of a model": assisted(packed=False),
     "drafts of a packed model": assisted(packed=True),
     "a pipeline": through_a_pipeline,
-    "prompt lookup": mode(input_ids=tokens(1, 8).repeat(1, 9), prompt_lookup_num_tokens=5, max_new_tokens=40),
     "chunked prefill": mode(input_ids=tokens(1, 90), prefill_chunk_size=40),
     "beam search": mode(input_ids=tokens(1, 30), num_beams=3),
-    "beam sampling": mode(input_ids=tokens(1, 30), num_beams=3, do_sample=True),
     "several samples of each": mode(input_ids=tokens(1, 30), do_sample=True, num_return_sequences=3),
     "from embeddings": lambda model: generate(model, inputs_embeds=model.model.embed_tokens(tokens(1, 30)).detach()),
 }
