@@ -10,7 +10,7 @@ from torch import nn
 from kvpass.lowering import table
 
 from . import schemes
-from .backend import MODES
+from .backend import check_mode
 from .calibration.artifact import Calibration
 from .discover import BufferedCache, bind, discover
 from .errors import KVPassError
@@ -83,8 +83,7 @@ def apply(
     known = ["auto", "eager", *table.names()]
     if lowering not in known:
         raise KVPassError(f"lowering={lowering!r}; use one of {', '.join(known)}.")
-    if mode not in MODES:
-        raise KVPassError(f"mode={mode!r}; use 'reduce-overhead', or leave it out.")
+    check_mode(mode)
     if max_cache_len is not None and max_cache_len < 1:
         raise KVPassError(f"max_cache_len={max_cache_len} must be positive.")
     if lowering != "eager":

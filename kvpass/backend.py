@@ -16,8 +16,7 @@ from .graph.report import ADVICE, GraphReport, listed
 from .graph.rewrite import count, rewrite, unfused
 from .graph.written import presents
 
-MODES = (None, "default", "reduce-overhead")
-"""Modes of torch.compile that are passed on to Inductor."""
+_MODES = (None, "default", "reduce-overhead")
 _OPTIONS = {"strict", "lowering", "interpret", "scheme"}
 # The inputs, some hundreds at every step, have been checked by Dynamo's guards.
 _INDUCTOR = {"reorder_for_locality": False, "size_asserts": False}
@@ -30,7 +29,7 @@ class Backend:
     strict: raise `NotFusedError` if a cache read was not fused.
     lowering: "auto" or the name of an implementation.
     interpret: run the rewritten graph as it is, without Inductor (prefill: first-token latency).
-    mode: of torch.compile, one of `MODES`. In CUDA graphs, what lies between the ops of a cache is captured.
+    mode: of torch.compile (see `check_mode`). In CUDA graphs, what lies between the ops of a cache is captured.
     """
 
     strict: bool = False
@@ -67,6 +66,12 @@ class Backend:
         return (lambda *inputs: run(*flatten(inputs))) if has_subclass(example_inputs) else run
 
 
+def check_mode(mode: str | None) -> None:
+    """Raise `KVPassError` for modes of torch.compile that are not passed on to Inductor."""
+    if mode not in _MODES:
+        raise KVPassError(f"mode={mode!r} is not supported: use 'reduce-overhead', or leave it out.")
+
+
 def kvpass(gm: GraphModule, example_inputs, *, mode: str | None = None, options: dict | None = None) -> Callable:
     """``torch.compile(fn, backend="kvpass", options={...})`` for functions that use ``kvpass::`` ops themselves.
 
@@ -77,10 +82,7 @@ def kvpass(gm: GraphModule, example_inputs, *, mode: str | None = None, options:
     mode: "default" or "reduce-overhead".
     """
     options = dict(options or {})
-    if mode not in MODES:
-        raise KVPassError(
-            f"mode={mode!r} is not supported by backend 'kvpass': use 'reduce-overhead', or leave it out."
-        )
+    check_mode(mode)
     if unknown := set(options) - _OPTIONS:
         raise KVPassError(f"Unknown options {sorted(unknown)} for backend 'kvpass'; there are {sorted(_OPTIONS)}.")
     if "scheme" in options:

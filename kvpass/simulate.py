@@ -42,12 +42,12 @@ def simulate(
     (`codec.rotary`), if that is how keys are stored.
     """
     specs, tokens, repeats = (parse(k_spec), parse(v_spec)), k.shape[2], q.shape[1] // k.shape[1]
-    stored = [_stored(x, spec, q, prompt) for x, spec in zip((k, v), specs, strict=True)]
-    if before:
-        q_before, k_before, *tables = before
-        stored[0] = rotate(_stored(k_before, specs[0], q_before, prompt), *tables, rope)
+    q_before, k_before, *tables = before or (q, k)
+    k_stored, v_stored = _stored(k_before, specs[0], q_before, prompt), _stored(v, specs[1], q, prompt)
+    if tables:
+        k_stored = rotate(k_stored, *tables, rope)
     dtype = torch.promote_types(q.dtype, torch.float32)
-    k, v, k_stored, v_stored = (x.repeat_interleave(repeats, 1).to(dtype) for x in (k, v, *stored))
+    k, v, k_stored, v_stored = (x.repeat_interleave(repeats, 1).to(dtype) for x in (k, v, k_stored, v_stored))
     k_packed, v_packed = (_packed(spec, tokens, prompt).to(q.device) for spec in specs)
     causal = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).tril() if mask is None else None
     chunks = []
@@ -76,7 +76,7 @@ def _sum(weights: Tensor, v: Tensor, v_stored: Tensor, packed: Tensor) -> Tensor
     if not packed.any():
         return weights @ v
     exact = (~packed).any(0).nonzero()[:, 0]
-    return (weights * packed) @ v_stored + (weights * ~packed)[..., exact] @ v[:, :, exact]
+    return (weights * packed) @ v_stored + (weights[..., exact] * ~packed[:, exact]) @ v[:, :, exact]
 
 
 @simulate.register_fake

@@ -85,7 +85,8 @@ class _Launch:
         self.q, self.k_new = self.q.contiguous(), self.k_new.contiguous()
         if self.rotary is not None:
             cos, sin, rope = self.rotary
-            self.rotary = cos.contiguous(), sin.contiguous(), rope
+            cos, sin = (table.contiguous().expand(len(self.q), -1, -1) for table in (cos, sin))
+            self.rotary = cos, sin, rope
         self.batch, self.heads, self.queries, self.head_dim = self.q.shape
         self.groups = self.k_new.shape[1]
         self.rows = self.heads // self.groups * self.queries
@@ -95,6 +96,11 @@ class _Launch:
     @cached_property
     def planes(self) -> int:
         return max(num_planes(spec.bits) for spec in self.specs)
+
+    @property
+    def packed_rows(self) -> tuple[int, int]:
+        """Rows of pages (see `pages`) that keys and values have."""
+        return tuple(spec.packed(self.n) // self.planes for spec in self.specs)
 
     @cached_property
     def layouts(self) -> tuple[Layout, Layout]:
@@ -137,15 +143,14 @@ class _Launch:
         """Tables, and the mean that is rotated with the keys."""
         if self.rotary is None:
             return None, None, None
-        tables = (table.expand(self.batch, -1, -1) for table in self.rotary[:2])
-        return *tables, None if self.center is None else self.center.contiguous()
+        return *self.rotary[:2], None if self.center is None else self.center.contiguous()
 
     @property
     def strides(self) -> tuple[int, ...]:
         """Those of the tables and of the mask."""
         tables, of_mask = (0, 0), (0, 0, 0)
         if self.rotary is not None:
-            tables = self.rotary[0].expand(self.batch, -1, -1).stride()[:2]
+            tables = self.rotary[0].stride()[:2]
         if self.mask is not None:
             shape = zip(self.mask.stride()[:3], self.mask.shape[:3], strict=True)
             of_mask = (stride if size > 1 else 0 for stride, size in shape)
@@ -157,7 +162,7 @@ class _Launch:
     def attend(self, value: tuple[Tensor, ...], v_new: Tensor, sinks: Tensor | None, totals: Tensor | None) -> Tensor:
         """Attention's output; ``totals`` takes the log-sum-exp of each query row."""
         q, config, device = self.q, self.config, self.q.device
-        k_rows, v_rows = (spec.packed(self.n) // self.planes for spec in self.specs)
+        k_rows, v_rows = self.packed_rows
         tiles = triton.cdiv(self.rows, config.queries)
         rows_of_split = split_size(v_rows, config.rows, self.batch * self.groups * tiles, device)
         splits = triton.cdiv(v_rows, rows_of_split) + 1
@@ -181,7 +186,7 @@ class _Launch:
     def pay(self, totals: Tensor, largest: bool) -> Tensor:
         """What each token was paid, by query rows of the log-sum-exp ``totals``."""
         config, K, stop = self.config, self.layouts[0], self.n + self.queries
-        k_rows = self.specs[0].packed(self.n) // self.planes
+        k_rows, _ = self.packed_rows
         paid = totals.new_empty((self.batch, self.groups, stop))
         tiles = triton.cdiv(k_rows, config.rows) + triton.cdiv(stop - k_rows * self.planes, config.exact)
         with torch.cuda.device_of(self.q):
