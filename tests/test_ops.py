@@ -247,10 +247,11 @@ def test_attention_over_a_decoded_past_is_attention(queries, softcap, causal, ro
 
 @pytest.mark.parametrize("name", implementations("attend"))
 def test_masks_may_differ_from_head_to_head_and_be_shared_by_the_batch(name):
-    mask = masks("bool", 1, 1, 71, 4)
-    arguments, dense = attend_arguments(WITH_SINKS, 70, mask=mask)
-    expected = naive_attention(arguments[0], *dense, mask=mask, scale=0.3)
-    assert torch.allclose(OPS.attend(*arguments, name).double(), expected, atol=2e-5)
+    for batch, heads in ((2, 4), (1, 1)):  # a kernel each
+        mask = masks("bool", batch, 1, 71, heads)
+        arguments, dense = attend_arguments(WITH_SINKS, 70, mask=mask)
+        expected = naive_attention(arguments[0], *dense, mask=mask, scale=0.3)
+        assert torch.allclose(OPS.attend(*arguments, name).double(), expected, atol=2e-5), (batch, heads)
 
 
 @pytest.mark.parametrize("name", implementations("attend"))

@@ -16,12 +16,12 @@ from transformers import DynamicCache, PreTrainedTokenizerFast, pipeline
 
 import kvpass
 from kvpass import KVPassError
-from kvpass.schemes import IdentityConfig
+from kvpass.schemes import IdentityConfig, KIVIConfig
 
 from tiny import VOCABULARY, llama, tokens
 from zoo import ZOO
 
-LOSSLESS = IdentityConfig(residual=16)
+LOSSLESS, LOSSY = IdentityConfig(residual=16), KIVIConfig(residual=16, group_size=16)
 
 
 def generate(model, **inputs):
@@ -133,7 +133,11 @@ def behind_right_padding(model, steps=20):
 
 
 def test_padding_on_the_right_is_masked():
-    check(llama(), behind_right_padding)
+    model = kvpass.remove(check(llama(), behind_right_padding))
+    compiled = behind_right_padding(kvpass.apply(model, LOSSY))
+    assert_fused(model)
+    eager = behind_right_padding(kvpass.apply(kvpass.remove(model), LOSSY, lowering="eager"))
+    assert_equal(compiled, eager, 1e-4)
 
 
 @pytest.fixture
