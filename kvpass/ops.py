@@ -9,6 +9,7 @@ append_      store ``x`` behind the ``length`` tokens already there and pack the
              ``mask`` are taps a codec may ask for (SQuat: the prompt's queries and who of them is padding). With a
              budget, ``importance`` and the ``scores`` of this call choose who is evicted, and ``slots`` hands the
              choice on to appends that are given no ``importance``.
+append_layers_  the same for the keys, or the values, of many layers, whose codec looks at nothing else.
 decode       every stored token as ``[B, H_kv, n, D]`` in token order.
 attend       attention of ``q`` over the stored past and the full-precision present ``k_new``, ``v_new``. ``causal``
              is aligned to the end of the keys. ``softcap`` 0 means none. ``sinks`` ``[H_q]`` are logits that take part
@@ -61,6 +62,11 @@ _library.define(
     'Tensor length, Tensor x, Tensor? q, Tensor? mask, str spec, str lowering="auto", Tensor(f!)? edge=None, '
     "Tensor? beside=None, Tensor[]? predictor=None, Tensor(g!)? center=None, Tensor(h!)? importance=None, "
     "Tensor[]? scores=None, Tensor(i!)? slots=None) -> ()",
+    tags=_OF_A_LENGTH,
+)
+_library.define(
+    "append_layers_(Tensor(a!)[] codes, Tensor(b!)[] scale, Tensor(c!)[] zero_point, Tensor(d!)[] ring, Tensor length, "
+    'Tensor[] x, str spec, str lowering="auto") -> ()',
     tags=_OF_A_LENGTH,
 )
 _library.define(
@@ -119,6 +125,11 @@ def _append_(codes, scale, zero_point, ring, compensation, length, x, q, mask, s
     )  # fmt: skip
 
 
+def _append_layers_(codes, scale, zero_point, ring, length, x, spec, lowering="auto"):
+    run = select(Site("append_layers_", x[0].device.type, (spec,), head_dim=x[0].shape[-1]), lowering).run
+    run(codes, scale, zero_point, ring, length_of(length), x, parse(spec))
+
+
 def _decode(codes, scale, zero_point, ring, length, spec, lowering="auto", below=None, beside=None, predictor=None):
     run = select(Site("decode", ring.device.type, (spec,), head_dim=ring.shape[-1]), lowering).run
     references = [decoded for decoded in (below, beside) if decoded is not None]
@@ -173,8 +184,9 @@ def _append_rotary_(cos, sin, length, cos_new, sin_new, slots=None, spec=""):
 
 
 _IMPLEMENTATIONS = {
-    "encode": _encode, "append_": _append_, "decode": _decode, "rotate": _rotate, "attend": _attend,
-    "attend_decoded": _attend_decoded, "attend_scored": _attend_scored, "append_rotary_": _append_rotary_,
+    "encode": _encode, "append_": _append_, "append_layers_": _append_layers_, "decode": _decode, "rotate": _rotate,
+    "attend": _attend, "attend_decoded": _attend_decoded, "attend_scored": _attend_scored,
+    "append_rotary_": _append_rotary_,
 }  # fmt: skip
 for _name, _run in _IMPLEMENTATIONS.items():
     _library.impl(_name, _run, "CompositeExplicitAutograd")
@@ -192,6 +204,11 @@ def _(x: Tensor, compensation, spec, lowering="auto"):
 @torch.library.register_fake("kvpass::append_")
 def _(codes, scale, zero_point, ring, compensation, length, x, q, mask, spec, lowering="auto", edge=None, beside=None,
       predictor=None, center=None, importance=None, scores=None, slots=None):  # fmt: skip
+    return None
+
+
+@torch.library.register_fake("kvpass::append_layers_")
+def _(codes, scale, zero_point, ring, length, x, spec, lowering="auto"):
     return None
 
 

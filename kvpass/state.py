@@ -11,7 +11,7 @@ from .codec.affine import params_dtype
 from .codec.pool import handle
 from .codec.predict import MEAN
 from .codec.spec import CodecSpec
-from .codec.window import carry, layout, read_tokens
+from .codec.window import carry, layout
 from .errors import KVPassError
 
 _POOLS = ("_codes", "scale", "zero_point")
@@ -205,7 +205,7 @@ class KVState:
 
     def window(self, n: int) -> Tensor:
         """The full-precision tokens behind the sinks, in token order."""
-        return read_tokens(self.ring, self.spec, layout(self.spec).exact(n))
+        return layout(self.spec).read(self.ring, n)
 
 
 class Importance:

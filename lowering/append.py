@@ -13,7 +13,7 @@ from kvpass.codec.pool import whole
 from kvpass.codec.predict import MEAN, fit_center, predict
 from kvpass.codec.spec import CodecSpec
 from kvpass.codec.subspace import compensation_matrix, precision_matrix
-from kvpass.codec.window import layout, read_tokens, write_tokens
+from kvpass.codec.window import layout
 from kvpass.errors import KVPassError
 
 CHUNK = 4096  # tokens predicted at a time: what is needed in between stays small
@@ -128,7 +128,7 @@ def append(
         pools = tuple(whole(pool, spec.pages(spec.stored(stop))) for pool in (codes, scale, zero_point))
         pages = _Pages(pools, spec, predictor, references, edge is not None)
         _pack(pages, encode, ring, compensation, n, x, gone, slots)
-    write_tokens(ring, spec, n, x)
+    layout(spec).write(ring, n, x)
     if gone:  # tokens behind the packed ones have moved up
         ring[:, :, spec.sinks :] = ring[:, :, spec.sinks :].roll(-gone, 2)
 
@@ -141,7 +141,7 @@ def _pack(
     first, last = spec.pages(n), spec.pages(n + x.shape[2])
 
     def leaving(start: int, end: int) -> Tensor:
-        return _leaving(ring, n, x, layout(spec).page_tokens(start, end), spec)
+        return layout(spec).leaving(ring, n, x, start, end)
 
     if spec.predictor == MEAN and not first:
         (center,) = pages.predictor
@@ -167,10 +167,10 @@ def _stage(
         energy.copy_(query_energy(q, mask, x.shape[1]))
     first, last = spec.pages(n), spec.pages(n + x.shape[2])
     if last > first:
-        tokens = _leaving(ring, n, x, layout(spec).page_tokens(first, last), spec)
+        tokens = layout(spec).leaving(ring, n, x, first, last)
         start = first * spec.page_size if spec.adaptive.keep_originals else 0
         originals[:, :, start : start + tokens.shape[2]].copy_(tokens, non_blocking=True)
-    write_tokens(ring, spec, n, x)
+    layout(spec).write(ring, n, x)
 
 
 _QUANTILE = 0.9
@@ -195,14 +195,29 @@ def _settle(pages: _Pages, tokens: Tensor, settled: int, slots: Tensor, compensa
     pages.write(0, arriving, lambda pools, y: replace_tokens(pools, y, slots >= settled, spec, compensation), 0)
 
 
-def _leaving(ring: Tensor, n: int, x: Tensor, tokens: Tensor, spec: CodecSpec) -> Tensor:
-    """``tokens``, of which those before ``n`` are in the ring and the others in ``x``."""
-    known, device = tokens < n, ring.device
-    if not known.any():
-        return x.index_select(2, (tokens - n).to(device))
-    if known.all():
-        return read_tokens(ring, spec, tokens)
-    out = x.new_empty((*x.shape[:2], len(tokens), x.shape[3]))
-    out[:, :, known.to(device)] = read_tokens(ring, spec, tokens[known])
-    out[:, :, ~known.to(device)] = x.index_select(2, (tokens[~known] - n).to(device))
-    return out
+def append_layers(
+    encode: Callable, codes, scale, zero_point, rings, n: int, xs, spec: CodecSpec, write: Callable | None = None
+) -> None:
+    """`append` to each of many layers, whose pages are due together: they are encoded by few calls.
+
+    write: stores the tokens ``xs`` in the ``rings`` of all layers, as ``write(rings, n, xs, spec)``.
+    """
+    where, first, last = layout(spec), spec.pages(n), spec.pages(n + xs[0].shape[2])
+    alike: dict[torch.Size, list[int]] = {}
+    for i, x in enumerate(xs) if last > first else ():
+        alike.setdefault(x.shape, []).append(i)
+    at_once = max(1, CHUNK // max(1, (last - first) * spec.page_size))
+    for layers in alike.values():
+        for some in (layers[i : i + at_once] for i in range(0, len(layers), at_once)):
+            leaving = [where.leaving(rings[i], n, xs[i], first, last) for i in some]
+            new = encode(leaving[0] if len(some) == 1 else torch.cat(leaving), None, spec)
+            if new[1].device.type == "cpu":
+                check_finite(*new[1:])
+            for pools, pages in zip((codes, scale, zero_point), new, strict=True):
+                for i, of_layer in zip(some, pages.chunk(len(some)), strict=True):
+                    whole(pools[i], last)[:, :, first:last] = of_layer
+    if write is not None:
+        write(rings, n, xs, spec)
+        return
+    for ring, x in zip(rings, xs, strict=True):
+        where.write(ring, n, x)

@@ -17,7 +17,7 @@ from kvpass.codec.spec import CodecSpec, parse
 
 from . import reference
 from .aot import compile_ahead
-from .append import append
+from .append import append, append_layers
 from .table import Site, implements
 
 _PAGES = 7  # pages to trace `encode` and `decode` with
@@ -95,6 +95,11 @@ def encode(x: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Ten
 @implements("append_", "inductor", refuses=_refuses_encode)
 def append_(*args) -> None:
     append(encode, *args)
+
+
+@implements("append_layers_", "inductor", refuses=_refuses_encode)
+def append_layers_(*args) -> None:
+    append_layers(encode, *args)
 
 
 @implements("decode", "inductor", refuses=_refuses_decode)

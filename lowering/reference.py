@@ -10,9 +10,9 @@ from kvpass.codec.pool import whole
 from kvpass.codec.predict import predict
 from kvpass.codec.rotary import rotate
 from kvpass.codec.spec import CodecSpec
-from kvpass.codec.window import layout, read_tokens
+from kvpass.codec.window import layout
 
-from .append import CHUNK, append, not_padding
+from .append import CHUNK, append, append_layers, not_padding
 from .table import implements
 
 
@@ -41,7 +41,7 @@ def read(decode_fn, codes, scale, zero_point, ring, n: int, spec: CodecSpec, ref
         same = [where.in_pages(reference, pages.start, pages.stop) for reference in references]
         chunks.append(decode_fn(*pools, spec, same, predictor).to(ring.dtype))
     sinks = min(n, spec.sinks)
-    stored = torch.cat([ring[:, :, :sinks], *chunks, read_tokens(ring, spec, where.exact(n))], 2)
+    stored = torch.cat([ring[:, :, :sinks], *chunks, where.read(ring, n)], 2)
     order = where.token_order(n)
     return stored if order is None else stored.index_select(2, order.to(ring.device))
 
@@ -57,12 +57,17 @@ def decode(codes, scale, zero_point, ring, n: int, spec: CodecSpec, references=(
     each = (tensor[:, :, :packed] for tensor in (scale, zero_point))
     tokens = Tokens(planes, levels, *each, *(tensor[:, 0, :packed] for tensor in (outliers, where)))
     values = decode_tokens(tokens, spec.adaptive.widths).to(ring.dtype)
-    return torch.cat([ring[:, :, :sinks], values, read_tokens(ring, spec, layout(spec).exact(n))], 2)
+    return torch.cat([ring[:, :, :sinks], values, layout(spec).read(ring, n)], 2)
 
 
 @implements("append_", "reference")
 def append_(*args) -> None:
     append(encode, *args)
+
+
+@implements("append_layers_", "reference")
+def append_layers_(*args) -> None:
+    append_layers(encode, *args)
 
 
 def attention(

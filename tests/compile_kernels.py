@@ -18,13 +18,13 @@ from triton.compiler import ASTSource
 
 from kvpass.codec import CodecSpec, Subspace
 from kvpass.lowering.table import Site, select
-from kvpass.lowering.triton import configs, encode, launch
+from kvpass.lowering.triton import append, configs, encode, launch
 from kvpass.state import KVState
 
 triton.knobs.compilation.always_compile = True
 triton.knobs.nvidia.dump_ptxas_log = True
 
-_TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.uint8: "u8"}
+_TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.uint8: "u8", torch.int64: "i64"}
 
 
 class Launches:
@@ -118,17 +118,29 @@ def encode_launches(bits, per="channel", page=32, group=32, dim=128, dtype="bflo
     return [call for kernel in kernels.values() for call in kernel.calls]
 
 
+def append_launches(tokens=1, groups=8, dim=128, dtype="bfloat16") -> list:
+    """What storing tokens in the windows of two layers launches, beside what encodes pages."""
+    spec, dtype, kernel = CodecSpec(2, "channel", 32, 32), getattr(torch, dtype), Launches(append.write_windows)
+    states = [KVState.allocate(spec, 1, groups, dim, dtype, "cpu", 640) for _ in range(2)]
+    fields = ([getattr(state, name) for state in states] for name in ("codes", "scale", "zero_point", "ring"))
+    with mock.patch.object(append, "write_windows", kernel):
+        append.append_layers_(*fields, 5, [torch.zeros(1, groups, tokens, dim, dtype=dtype)] * 2, spec)
+    return kernel.calls
+
+
 def chosen_on_cuda() -> dict[str, str]:
     """What "auto" would take there, for KIVI."""
     specs = tuple(map(str, (CodecSpec(2, "channel", 32, 32), CodecSpec(2, "token", 32, 32, residual=32))))
-    return {op: select(Site(op, "cuda", specs, 1, 128)).name for op in ("attend", "attend_scored", "encode", "append_")}
+    ops = "attend", "attend_scored", "encode", "append_", "append_layers_"
+    return {op: select(Site(op, "cuda", specs, 1, 128)).name for op in ops}
 
 
 def main(cases: list[str]) -> None:
     print(json.dumps(chosen_on_cuda()))
     for case in cases:
         arguments = json.loads(case)
-        launches = {"attend": attend_launches, "encode": encode_launches}[arguments.pop("op")](**arguments)
+        of_op = {"attend": attend_launches, "encode": encode_launches, "append": append_launches}
+        launches = of_op[arguments.pop("op")](**arguments)
         for arch in (80, 90):
             for kernel, args, kwargs in launches:
                 target = GPUTarget("cuda", arch, 32)

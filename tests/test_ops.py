@@ -8,7 +8,7 @@ from kvpass import KVPassError
 from kvpass.codec import CodecSpec, Subspace
 from kvpass.codec.affine import params_dtype
 from kvpass.codec.rotary import rotate
-from kvpass.codec.window import LENGTH_OFFSET, carry, layout, length_of, read_tokens, write_tokens
+from kvpass.codec.window import LENGTH_OFFSET, carry, layout, length_of
 from kvpass.lowering import table
 from kvpass.lowering.table import Implementation, Site, implements, select
 from kvpass.state import KVState
@@ -29,6 +29,7 @@ OPS = torch.ops.kvpass
 KEYS = CodecSpec(2, "channel", 8, 16)
 VALUES = CodecSpec(2, "token", 8, 16, residual=16)
 SINKS = CodecSpec(3, "channel", 16, 16, sinks=4, rollback=3)
+LOG = CodecSpec(2, "channel", 16, 16, residual=32, keep="log")
 SUBSPACE = CodecSpec(2, "channel", 8, 16, subspace=Subspace(3, 1.0, True, DIM // 2))
 SPECS = {"keys": KEYS, "values": VALUES, "sinks, 3 bits": SINKS, "subspace": SUBSPACE}
 EACH_SPEC = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
@@ -359,6 +360,27 @@ def test_append_leaves_the_references_state_bit_for_bit(name, spec, n, new):
         assert torch.equal(a, b), field
 
 
+@pytest.mark.parametrize("name", implementations("append_layers_"))
+@pytest.mark.parametrize("spec", [*KIVI, SINKS, LOG], ids=["kivi keys", "kivi values", "sinks, 3 bits", "log-sparse"])
+@pytest.mark.parametrize("n, new", [(0, 100), (63, 1), (40, 1), (50, 5)])
+def test_layers_are_appended_to_together_as_each_would_be_alone(name, spec, n, new):
+    got, wanted = ([state_of(spec, randn(i, 2, 2, n, DIM), room=n + new) for i in range(3)] for _ in range(2))
+    xs = [randn(10 + i, 2, new, 2, DIM).transpose(1, 2) for i in range(3)]
+    states = ([getattr(state, field) for state in got] for field in ("codes", "scale", "zero_point", "ring"))
+    OPS.append_layers_(*states, carry(n), xs, str(spec), name)
+    for state, alone, x in zip(got, wanted, xs, strict=True):
+        alone.append(x, n)
+        for (field, a), (_, b) in zip(state.tensors(), alone.tensors(), strict=True):
+            assert torch.equal(a, b), field
+
+
+@pytest.mark.usefixtures("reference_in_this_test")
+def test_opcheck_append_layers():
+    states = [state_of(KEYS, randn(i, 1, 2, 40, DIM), room=60) for i in range(2)]
+    fields = ([getattr(state, field) for state in states] for field in ("codes", "scale", "zero_point", "ring"))
+    torch.library.opcheck(OPS.append_layers_.default, (*fields, carry(40), list(randn(3, 2, 1, 2, 20, DIM)), str(KEYS)))
+
+
 @pytest.mark.parametrize("name", implementations("encode"))
 def test_every_implementation_refuses_nan(name):
     x = randn(0, 2, 2, 32, DIM)
@@ -436,7 +458,7 @@ def test_the_log_says_what_serves_a_call_and_why(caplog):
 
 
 def test_every_op_has_a_reference_that_serves_every_site():
-    for op in ("encode", "append_", "decode", "attend"):
+    for op in ("encode", "append_", "append_layers_", "decode", "attend"):
         assert "reference" in implementations(op) and "reference" in table.names()
         for queries in (0, 1, 5):
             assert select(Site(op, "cpu", queries=queries), "reference").name == "reference"
@@ -483,12 +505,12 @@ def test_slots_of_a_window_are_distinct_and_never_those_of_sinks():
 def test_what_is_written_to_the_window_reads_back_in_order_and_the_rest_stays(start, count):
     ring = torch.full((1, 1, SINKS.sinks + SINKS.window, 2), -1.0)
     x = torch.arange(start, start + count, dtype=torch.float32)[None, None, :, None].expand(1, 1, -1, 2)
-    write_tokens(ring, SINKS, start, x)
+    layout(SINKS).write(ring, start, x)
     for token in range(start, min(start + count, SINKS.sinks)):
         assert (ring[:, :, token] == token).all()
     first = max(start, SINKS.sinks, start + count - SINKS.window)
     if first < start + count:
         tokens = torch.arange(first, start + count)
-        assert torch.equal(read_tokens(ring, SINKS, tokens)[0, 0, :, 0], tokens.float())
+        assert torch.equal(ring[0, 0, layout(SINKS).slots(tokens), 0], tokens.float())
     written = max(0, min(start + count, SINKS.sinks) - start) + max(0, start + count - first)
     assert (ring[0, 0, :, 0] == -1).sum() == ring.shape[2] - written

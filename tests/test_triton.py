@@ -295,12 +295,26 @@ def test_append_leaves_the_references_state_bit_for_bit(n, new):
         assert all(a.equal(b) for a, b in zip(*states, strict=True))
 
 
+@pytest.mark.parametrize("n, new", [(0, 1), (0, 100), (63, 1), (50, 16)])
+def test_layers_are_appended_to_together_as_the_reference_does_it(n, new):
+    shapes = 2 * [(2, 32), (1, 64)]
+    xs = [randn(i, 2, n + new, *shape).transpose(1, 2).to(DEVICE) for i, shape in enumerate(shapes)]
+    for spec in (*KIVI, CodecSpec(3, "token", 16, 16, sinks=3, rollback=2)):
+        states = []
+        for name in ("triton", "reference"):
+            layers = [state_of(spec, x[:, :, :n], room=n + new) for x in xs]
+            fields = [[getattr(state, f) for state in layers] for f in ("codes", "scale", "zero_point", "ring")]
+            OPS.append_layers_(*fields, layers[0].carrier(n), [x[:, :, n:] for x in xs], str(spec), name)
+            states.append([tensor for field in fields for tensor in field])
+        assert all(a.equal(b) for a, b in zip(*states, strict=True))
+
+
 @torch.no_grad()
 def test_a_compiled_model_decodes_with_the_kernels_as_it_does_eagerly():
     ids = tokens(2, 75).to(DEVICE)
     expected, *_ = step_by_step(llama(layers=1).to(DEVICE), "kivi", ids, 70, lowering="eager")
     got, _, report = step_by_step(llama(layers=1).to(DEVICE), "kivi", ids, 70, lowering="triton")
-    assert "append_: triton, attend: triton" in str(report)
+    assert "append_layers_: triton, attend: triton" in str(report)
     assert torch.allclose(got, expected, atol=1e-4)
 
 
@@ -339,7 +353,7 @@ def test_attend_refuses_sites_it_does_not_serve(changed, reason):
         select(site("attend", *KIVI, **changed), "triton")
 
 
-@pytest.mark.parametrize("op", ["encode", "append_"])
+@pytest.mark.parametrize("op", ["encode", "append_", "append_layers_"])
 @pytest.mark.parametrize(
     "spec",
     [

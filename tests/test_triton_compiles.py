@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("triton")
 SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes a program may have of A100 and H100
+KERNELS = {"attend": {"attend_split", "merge_splits"}, "encode": {"encode_pages"}, "append": {"write_windows"}}
 CASES = {
     "kivi": dict(op="attend", bits=2),
     "3 bits": dict(op="attend", bits=3, page=128, group=128),
@@ -27,6 +28,8 @@ CASES = {
         op="attend", bits=3, page=64, dim=96, rope="interleaved-24", queries=16, mask=True, paid="max-5"
     ),
     "before partial RoPE, wide heads": dict(op="attend", bits=4, v_bits=1, dim=256, rope="half-32", paid="sum"),
+    "a token of each layer": dict(op="append"),
+    "a draft in each layer": dict(op="append", tokens=9, dim=80, dtype="float32"),
     "encode keys": dict(op="encode", bits=2),
     "encode long pages of 3 bits": dict(op="encode", bits=3, page=512, group=128, eta=0.05),
     "encode compensated keys": dict(op="encode", bits=2, block=64),
@@ -55,7 +58,7 @@ def test_auto_takes_the_kernels_on_cuda(compiled):
 @pytest.mark.parametrize("name", CASES)
 def test_shipped_configs_fit_a100_and_h100_without_spills(compiled, name):
     lines = compiled[1][name]
-    kernels = {"attend": {"attend_split", "merge_splits"}, "encode": {"encode_pages"}}[CASES[name]["op"]]
+    kernels = KERNELS[CASES[name]["op"]]
     kernels = kernels | {"pay_tokens"} if CASES[name].get("paid") else kernels
     kernels = {"encode_compensated"} if CASES[name].get("block") else kernels
     assert {(line["arch"], line["kernel"]) for line in lines} == {(a, k) for a in SHARED for k in kernels}

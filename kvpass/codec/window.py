@@ -1,5 +1,6 @@
 """Where a token lives: in a sink slot, in a slot of the ring, or in a page. Index arithmetic on the host."""
 
+from collections.abc import Iterator
 from functools import cache, lru_cache
 
 import torch
@@ -26,6 +27,10 @@ def carry(n: int, device: torch.device | None = None, offset: int = LENGTH_OFFSE
 def length_of(carrier: Tensor, offset: int = LENGTH_OFFSET) -> int:
     """The length a carrier has; symbolic under tracing, never a device read."""
     return carrier.shape[0] - offset
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
 class Recent:
@@ -69,6 +74,35 @@ class Recent:
     def token_order(self, n: int) -> Tensor | None:
         """The permutation that puts sinks, pages and window into token order; None where they are."""
         return None
+
+    def runs(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
+        """The slots in which tokens ``[first, stop)`` lie, as the first slot and the length of each run."""
+        sinks, end = self.spec.sinks, self.spec.sinks + self.spec.window
+        while first < stop:
+            slot = self.slot(first)
+            count = min(stop - first, (sinks if first < sinks else end) - slot)
+            yield slot, count
+            first += count
+
+    def read(self, ring: Tensor, n: int) -> Tensor:
+        """The exact tokens behind the sinks once ``n`` are stored, in token order."""
+        first = min(n, self.spec.sinks) + self.spec.packed(n)
+        return _joined([ring.narrow(2, *run) for run in self.runs(first, n)] or [ring[:, :, :0]])
+
+    def leaving(self, ring: Tensor, n: int, x: Tensor, first: int, last: int) -> Tensor:
+        """The tokens of pages ``[first, last)``, of which those before ``n`` are in the ring, others in ``x``."""
+        start, stop = (self.spec.sinks + page * self.spec.page_size for page in (first, last))
+        parts = [ring.narrow(2, *run) for run in self.runs(start, min(stop, n))]
+        new = max(start, n)
+        return _joined([*parts, x.narrow(2, new - n, stop - new)] if stop > new else parts)
+
+    def write(self, ring: Tensor, n: int, x: Tensor) -> None:
+        """Store ``x`` ``[B, H, S, D]`` as tokens ``[n, n + S)``; those whose slot is taken again are left out."""
+        sinks, stop = self.spec.sinks, n + x.shape[2]
+        for first, end in ((n, min(stop, sinks)), (max(n, sinks, stop - self.spec.window), stop)):
+            for slot, count in self.runs(first, end):
+                ring[:, :, slot : slot + count] = x[:, :, first - n : first - n + count]
+                first += count
 
 
 class LogSparse(Recent):
@@ -149,6 +183,25 @@ class LogSparse(Recent):
         sinks = torch.arange(min(n, self.spec.sinks))
         return torch.cat([sinks, self.page_tokens(0, self.spec.pages(n)), self.exact(n)]).argsort()
 
+    def _select(self, ring: Tensor, tokens: Tensor) -> Tensor:
+        return ring.index_select(2, self.slots(tokens).to(ring.device))
+
+    def read(self, ring: Tensor, n: int) -> Tensor:
+        return self._select(ring, self.exact(n))
+
+    def leaving(self, ring: Tensor, n: int, x: Tensor, first: int, last: int) -> Tensor:
+        tokens, device = self.page_tokens(first, last), ring.device
+        known = tokens < n
+        out = x.new_empty((*x.shape[:2], len(tokens), x.shape[3]))
+        out[:, :, known.to(device)] = self._select(ring, tokens[known])
+        out[:, :, ~known.to(device)] = x.index_select(2, (tokens[~known] - n).to(device))
+        return out
+
+    def write(self, ring: Tensor, n: int, x: Tensor) -> None:
+        tokens = torch.arange(n, n + x.shape[2])
+        tokens = tokens[~self.overwritten(tokens, n + x.shape[2])]
+        ring.index_copy_(2, self.slots(tokens).to(ring.device), x.index_select(2, (tokens - n).to(x.device)))
+
 
 @cache
 def layout(spec: CodecSpec) -> Recent:
@@ -163,20 +216,3 @@ def ring_tokens(spec: CodecSpec, n: int, device: torch.device | None = None) -> 
     tokens = torch.cat([torch.arange(min(n, spec.sinks)), layout(spec).exact(n)])
     held[layout(spec).slots(tokens)] = tokens
     return held.to(device)
-
-
-def read_tokens(ring: Tensor, spec: CodecSpec, tokens: Tensor) -> Tensor:
-    """``tokens`` of the ring ``[B, H, sinks + window, D]``, in the order given."""
-    return ring.index_select(2, layout(spec).slots(tokens).to(ring.device))
-
-
-def write_tokens(ring: Tensor, spec: CodecSpec, start: int, x: Tensor) -> None:
-    """Store ``x`` ``[B, H, S, D]`` as tokens ``[start, start + S)``; those whose slot is taken again are left out."""
-    where, stop = layout(spec), start + x.shape[2]
-    if x.shape[2] == 1:
-        slot = where.slot(start)
-        ring[:, :, slot : slot + 1] = x
-        return
-    tokens = torch.arange(start, stop)
-    tokens = tokens[~where.overwritten(tokens, stop)]
-    ring.index_copy_(2, where.slots(tokens).to(ring.device), x.index_select(2, (tokens - start).to(x.device)))

@@ -5,7 +5,9 @@ from torch.fx import GraphModule
 from kvpass.lowering.table import Site, few, select
 
 # argument whose device decides; an op that is not here has one implementation
-_DEVICE_OF = {"encode": 0, "append_": 3, "decode": 3, "attend": 0, "attend_decoded": 0, "attend_scored": 0}
+_DEVICE_OF = {
+    "encode": 0, "append_": 3, "append_layers_": 3, "decode": 3, "attend": 0, "attend_decoded": 0, "attend_scored": 0,
+}  # fmt: skip
 
 
 def lower(gm: GraphModule, lowering: str) -> dict[str, str]:
@@ -21,7 +23,8 @@ def lower(gm: GraphModule, lowering: str) -> dict[str, str]:
         op = schema.name.removeprefix("kvpass::")
         if op not in _DEVICE_OF:
             continue
-        value = node.args[_DEVICE_OF[op]].meta["val"]
+        value = node.args[_DEVICE_OF[op]]
+        value = (value[0] if op == "append_layers_" else value).meta["val"]
         queries = few(value.shape[2]) if op.startswith("attend") else 0
         if op == "attend_scored" and len(node.args[1]) == 1:  # the past is decoded already
             queries = 0

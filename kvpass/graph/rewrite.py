@@ -1,6 +1,7 @@
 """Stage 3: writes become ``kvpass::append_`` at the end of the graph, matched attention becomes ``kvpass::attend``."""
 
 import operator
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -19,6 +20,7 @@ from .written import APPEND, DECODE, FUNCTIONALIZED, ROTATE
 
 aten = torch.ops.aten
 APPEND_ROTARY = torch.ops.kvpass.append_rotary_.default
+APPEND_LAYERS = torch.ops.kvpass.append_layers_.default
 ATTEND = torch.ops.kvpass.attend.default
 ATTEND_DECODED = torch.ops.kvpass.attend_decoded.default
 ATTEND_SCORED = torch.ops.kvpass.attend_scored.default
@@ -26,6 +28,8 @@ ATTEND_SCORED = torch.ops.kvpass.attend_scored.default
 _SCALE, _RING, _LENGTH, _SPEC, _PREDICTOR = 1, 3, 4, 5, 9
 _DEFAULTS = {a.name: a.default_value for a in APPEND._schema.arguments if a.has_default_value()}
 _ARGUMENTS = [argument.name for argument in APPEND._schema.arguments]
+_STATE = "codes", "scale", "zero_point", "ring"
+_LOOKED_AT = set(_ARGUMENTS) - {*_STATE, "length", "x", "spec", "lowering"}
 _WRITTEN = [a.name for a in APPEND._schema.arguments if a.alias_info and a.alias_info.is_write]
 
 
@@ -267,17 +271,28 @@ def _append_arguments(node: Node) -> dict | None:
 
 
 def _hoist_appends(normal: NormalGraph, appends: dict[Node, dict]) -> set[Node]:
-    """Put every ``append_`` back in place, at the end of the graph and in layer order.
+    """Put every ``append_`` back in place, at the end of the graph and in layer order, those that depend on nothing but
+    their tokens as one call for all layers.
 
     Reads then never follow a write, so nothing has to be cloned. Returns the placeholders written.
     """
     graph, output, written = normal.graph, normal.graph.output_node(), set()
+    codes = Counter(arguments["codes"] for arguments in appends.values())
+    alike: dict[tuple, list[dict]] = {}
     for node, arguments in appends.items():
         for item in node.users:
             if any(user is not output and not _is_append(user) for user in item.users):
                 raise KVPassError("A packed cache is read again after it was written in the same call; not supported.")
+        if codes[arguments["codes"]] == 1 and not any(arguments[name] for name in _LOOKED_AT):
+            alike.setdefault((arguments["spec"], arguments["length"], arguments["lowering"]), []).append(arguments)
+            continue
         with graph.inserting_before(output):
             graph.call_function(APPEND, tuple(arguments[name] for name in _ARGUMENTS))
+    for (spec, length, lowering), layers in alike.items():
+        *state, x = ([arguments[name] for arguments in layers] for name in (*_STATE, "x"))
+        with graph.inserting_before(output):
+            graph.call_function(APPEND_LAYERS, (*state, length, x, spec, lowering))
+    for arguments in appends.values():
         written.update(arguments[name] for name in _WRITTEN if arguments[name] is not None)
     return written
 

@@ -16,7 +16,6 @@ from kvpass.codec.affine import params_dtype
 from kvpass.codec.pack import num_planes
 from kvpass.codec.spec import CodecSpec, parse
 
-from ..append import append
 from ..table import Site, implements
 from .configs import (
     COMPENSATED,
@@ -189,7 +188,7 @@ def _refuses_blocks(blocks: int, size: int, page_size: int) -> str | None:
     return None
 
 
-def _refuses(site: Site) -> str | None:
+def refuses(site: Site) -> str | None:
     if reason := refuses_device(site):
         return reason
     spec = parse(site.specs[0])
@@ -218,7 +217,7 @@ def _codec(spec: CodecSpec, head_dim: int, dtype: torch.dtype) -> Codec:
     )  # fmt: skip
 
 
-@implements("encode", "triton", refuses=_refuses, by_name_only=INTERPRETED)
+@implements("encode", "triton", refuses=refuses, by_name_only=INTERPRETED)
 def encode(x: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, tokens, head_dim = x.shape
     pages, dtype, lead = tokens // spec.page_size, params_dtype(x.dtype), x.shape[:2]
@@ -241,8 +240,3 @@ def encode(x: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Ten
                 x, *rest, num_warps=ENCODING_WARPS, enable_fp_fusion=False
             )
     return codes, scale, zero_point
-
-
-@implements("append_", "triton", refuses=_refuses, by_name_only=INTERPRETED)
-def append_(*args) -> None:
-    append(encode, *args)

@@ -1,0 +1,74 @@
+"""Storing tokens: those of a step go to the windows of all layers in one launch."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvpass.codec.spec import CodecSpec, parse
+
+from ..append import append, append_layers
+from ..table import Site, implements
+from .configs import INTERPRETED
+from .encode import encode, refuses
+
+_TOKENS = 16  # of a program
+
+
+@triton.jit(do_not_specialize=["n", "count"])
+def write_windows(
+    addresses, n, count, x_batch, x_head, x_token, HEADS: tl.constexpr, DIM: tl.constexpr, SINKS: tl.constexpr,
+    WINDOW: tl.constexpr, TOKENS: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Grid: layers, heads of all samples, runs of tokens. ``addresses`` are those of each layer's ``count`` new tokens
+    and of its ring. Tokens whose slot is taken again are left out."""
+    layer, lead = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    x = tl.load(addresses + 2 * layer).to(tl.pointer_type(DTYPE))
+    ring = tl.load(addresses + 2 * layer + 1).to(tl.pointer_type(DTYPE)) + lead * (SINKS + WINDOW) * DIM
+    new, channel = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, triton.next_power_of_2(DIM))
+    token = n + new
+    slot = tl.where(token < SINKS, token, SINKS + (token - SINKS) % WINDOW)
+    stays = (new < count) & ((token < SINKS) | (token + WINDOW >= n + count))
+    there = stays[:, None] & (channel < DIM)[None, :]
+    at = lead // HEADS * x_batch + lead % HEADS * x_head + new[:, None] * x_token + channel[None, :]
+    tl.store(ring + slot[:, None] * DIM + channel[None, :], tl.load(x + at, mask=there), mask=there)
+
+
+def _write(rings: Sequence[Tensor], n: int, xs: Sequence[Tensor], spec: CodecSpec) -> None:
+    """Store tokens ``[B, H, S, D]`` of layers in their rings, from slot to slot as `kvpass.codec.window.Recent`."""
+    alike: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
+    for ring, x in zip(rings, xs, strict=True):
+        x = x.to(ring.dtype)
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        alike.setdefault((x.shape, x.stride(), x.dtype, x.device), []).append((x, ring))
+    for (shape, strides, dtype, device), layers in alike.items():
+        batch, heads, count, head_dim = shape
+        pinned = device.type == "cuda"  # so that the host does not wait
+        addresses = torch.tensor([(x.data_ptr(), ring.data_ptr()) for x, ring in layers], pin_memory=pinned)
+        grid = len(layers), batch * heads, triton.cdiv(count, _TOKENS)
+        with torch.cuda.device_of(layers[0][0]):
+            write_windows[grid](
+                addresses.to(device, non_blocking=True), n, count, *strides[:3], heads, head_dim, spec.sinks,
+                spec.window, min(_TOKENS, triton.next_power_of_2(count)), _DTYPES[dtype],
+            )  # fmt: skip
+
+
+_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@implements("append_", "triton", refuses=refuses, by_name_only=INTERPRETED)
+def append_(*args) -> None:
+    append(encode, *args)
+
+
+def _refuses(site: Site) -> str | None:
+    if parse(site.specs[0]).keep == "log":
+        return "tokens that thin out with distance are not in the order of their slots."
+    return refuses(site)
+
+
+@implements("append_layers_", "triton", refuses=_refuses, by_name_only=INTERPRETED)
+def append_layers_(*args) -> None:
+    append_layers(encode, *args, write=_write)
