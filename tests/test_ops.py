@@ -8,9 +8,8 @@ from kvpass import KVPassError
 from kvpass.codec import CodecSpec, Subspace
 from kvpass.codec.affine import params_dtype
 from kvpass.codec.rotary import rotate
-from kvpass.codec.window import LENGTH_OFFSET, carry, layout, length_of
-from kvpass.lowering import table
-from kvpass.lowering.table import Implementation, Site, implements, select
+from kvpass.codec.window import carry
+from kvpass.lowering.table import Site, select
 from kvpass.state import KVState
 
 from common import (
@@ -389,62 +388,7 @@ def test_every_implementation_refuses_nan(name):
         OPS.encode(x, None, str(KEYS), name)
 
 
-# ---------------------------------------------------------------- the lowering table
-
-
-@pytest.fixture
-def toy_op():
-    """An op of its own in the table, with an implementation that serves everything and one that is choosy."""
-
-    @implements("toy", "plain")
-    def plain():
-        return "plain"
-
-    @implements("toy", "choosy", refuses=lambda site: None if site.device == "cuda" else "it needs a GPU.")
-    def choosy():
-        return "choosy"
-
-    yield Site("toy", "cpu"), Site("toy", "cuda")
-    del table._TABLE["toy"]
-    select.cache_clear()
-
-
-def test_auto_takes_the_latest_that_does_not_refuse(toy_op):
-    cpu, cuda = toy_op
-    assert select(cpu).name == "plain" and select(cuda).name == "choosy"
-    assert isinstance(select(cpu), Implementation) and select(cpu).run() == "plain"
-
-
-def test_a_name_takes_exactly_that_one(toy_op):
-    assert select(toy_op[1], "plain").name == "plain"
-
-
-def test_an_unknown_name_lists_the_known_ones(toy_op):
-    with pytest.raises(KVPassError, match=r"'cutlass' for kvpass::toy.*\['choosy', 'plain'\].*auto"):
-        select(toy_op[0], "cutlass")
-
-
-def test_a_named_implementation_that_refuses_says_why(toy_op):
-    with pytest.raises(KVPassError, match=r"'choosy' cannot run kvpass::toy here: it needs a GPU.*'auto'"):
-        select(toy_op[0], "choosy")
-
-
-def test_no_implementation_at_all_gives_every_reason(toy_op):
-    del table._TABLE["toy"]["plain"]
-    with pytest.raises(KVPassError, match="not choosy: it needs a GPU"):
-        select(toy_op[0])
-
-
-def test_a_new_registration_is_seen_at_once(toy_op):
-    assert select(toy_op[0]).name == "plain"
-    implements("toy", "newer")(lambda: "newer")
-    assert select(toy_op[0]).run() == "newer"
-
-
-def test_the_choice_and_what_was_passed_over_are_logged(toy_op, caplog):
-    with caplog.at_level("INFO", logger="kvpass.lowering"):
-        select(toy_op[0])
-    assert "kvpass::toy on cpu: plain" in caplog.text and "not choosy: it needs a GPU" in caplog.text
+# ---------------------------------------------------------------- the choice of a lowering
 
 
 def test_the_log_says_what_serves_a_call_and_why(caplog):
@@ -457,13 +401,6 @@ def test_the_log_says_what_serves_a_call_and_why(caplog):
     assert "1 query: inductor" in one
 
 
-def test_every_op_has_a_reference_that_serves_every_site():
-    for op in ("encode", "append_", "append_layers_", "decode", "attend"):
-        assert "reference" in implementations(op) and "reference" in table.names()
-        for queries in (0, 1, 5):
-            assert select(Site(op, "cpu", queries=queries), "reference").name == "reference"
-
-
 @pytest.mark.parametrize("op", ["encode", "append_", "decode", "attend"])
 def test_the_lowering_argument_of_an_op_is_checked(op):
     arguments = {
@@ -474,43 +411,3 @@ def test_the_lowering_argument_of_an_op_is_checked(op):
     }[op]()
     with pytest.raises(KVPassError, match=f"No lowering 'nope' for kvpass::{op}"):
         getattr(OPS, op)(*arguments, "nope")
-
-
-# ---------------------------------------------------------------- lengths and slots
-
-
-@pytest.mark.parametrize("n", [0, 1, 2, 31, 100_000])
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_carrier_holds_its_length_without_reading_the_device(n, device):
-    carrier = carry(n, device)
-    assert length_of(carrier) == n and type(length_of(carrier)) is int
-    assert carrier.stride() == (0,) and carrier.untyped_storage().nbytes() == 8
-    assert carrier.shape == (n + LENGTH_OFFSET,)
-    if device == "cpu":
-        assert carrier[0] == n
-
-
-def test_slots_of_a_window_are_distinct_and_never_those_of_sinks():
-    for spec in (KEYS, VALUES, SINKS):
-        for start in range(spec.sinks, 200, 7):
-            slots = layout(spec).slots(torch.arange(start, start + spec.window)).tolist()
-            assert sorted(slots) == list(range(spec.sinks, spec.sinks + spec.window))
-        assert layout(spec).slots(torch.arange(0)).tolist() == []
-        assert layout(spec).slot(60) == layout(spec).slot(60 + spec.window)
-        tokens = torch.arange(90)
-        assert layout(spec).slots(tokens).tolist() == [layout(spec).slot(token) for token in range(90)]
-
-
-@pytest.mark.parametrize("start, count", [(0, 1), (0, 3), (0, 10), (3, 5), (0, 200), (130, 1), (130, 90)])
-def test_what_is_written_to_the_window_reads_back_in_order_and_the_rest_stays(start, count):
-    ring = torch.full((1, 1, SINKS.sinks + SINKS.window, 2), -1.0)
-    x = torch.arange(start, start + count, dtype=torch.float32)[None, None, :, None].expand(1, 1, -1, 2)
-    layout(SINKS).write(ring, start, x)
-    for token in range(start, min(start + count, SINKS.sinks)):
-        assert (ring[:, :, token] == token).all()
-    first = max(start, SINKS.sinks, start + count - SINKS.window)
-    if first < start + count:
-        tokens = torch.arange(first, start + count)
-        assert torch.equal(ring[0, 0, layout(SINKS).slots(tokens), 0], tokens.float())
-    written = max(0, min(start + count, SINKS.sinks) - start) + max(0, start + count - first)
-    assert (ring[0, 0, :, 0] == -1).sum() == ring.shape[2] - written

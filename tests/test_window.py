@@ -1,0 +1,64 @@
+"""Length carriers, and the slots of the exact tokens."""
+
+import pytest
+import torch
+
+from kvpass.codec import CodecSpec
+from kvpass.codec.window import LENGTH_OFFSET, carry, layout, length_of
+
+KEYS = CodecSpec(2, "channel", 8, 16)
+VALUES = CodecSpec(2, "token", 8, 16, residual=16)
+SINKS = CodecSpec(3, "channel", 16, 16, sinks=4, rollback=3)
+LOG = CodecSpec(2, "channel", 16, 16, residual=32, sinks=2, keep="log")
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 31, 100_000])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_carrier_holds_its_length_without_reading_the_device(n, device):
+    carrier = carry(n, device)
+    assert length_of(carrier) == n and type(length_of(carrier)) is int
+    assert carrier.stride() == (0,) and carrier.untyped_storage().nbytes() == 8
+    assert carrier.shape == (n + LENGTH_OFFSET,)
+    if device == "cpu":
+        assert carrier[0] == n
+
+
+def test_slots_of_a_window_are_distinct_and_never_those_of_sinks():
+    for spec in (KEYS, VALUES, SINKS):
+        for start in range(spec.sinks, 200, 7):
+            slots = layout(spec).slots(torch.arange(start, start + spec.window)).tolist()
+            assert sorted(slots) == list(range(spec.sinks, spec.sinks + spec.window))
+        assert layout(spec).slots(torch.arange(0)).tolist() == []
+        assert layout(spec).slot(60) == layout(spec).slot(60 + spec.window)
+        tokens = torch.arange(90)
+        assert layout(spec).slots(tokens).tolist() == [layout(spec).slot(token) for token in range(90)]
+
+
+@pytest.mark.parametrize("start, count", [(0, 1), (0, 3), (0, 10), (3, 5), (0, 200), (130, 1), (130, 90)])
+def test_what_is_written_to_the_window_reads_back_in_order_and_the_rest_stays(start, count):
+    ring = torch.full((1, 1, SINKS.sinks + SINKS.window, 2), -1.0)
+    x = torch.arange(start, start + count, dtype=torch.float32)[None, None, :, None].expand(1, 1, -1, 2)
+    layout(SINKS).write(ring, start, x)
+    for token in range(start, min(start + count, SINKS.sinks)):
+        assert (ring[:, :, token] == token).all()
+    first = max(start, SINKS.sinks, start + count - SINKS.window)
+    if first < start + count:
+        tokens = torch.arange(first, start + count)
+        assert torch.equal(ring[0, 0, layout(SINKS).slots(tokens), 0], tokens.float())
+    written = max(0, min(start + count, SINKS.sinks) - start) + max(0, start + count - first)
+    assert (ring[0, 0, :, 0] == -1).sum() == ring.shape[2] - written
+
+
+@pytest.mark.parametrize("spec", [KEYS, VALUES, SINKS, LOG], ids=["keys", "values", "sinks", "log-sparse"])
+@pytest.mark.parametrize("steps", [[1] * 90, [70, 1, 1, 30], [5, 40, 3, 64], [3] * 30], ids=len)
+def test_tokens_leave_in_the_order_of_their_pages_and_the_others_stay(spec, steps):
+    tokens = torch.arange(200, dtype=torch.float32)[None, None, :, None]
+    ring, n, left, where = torch.full((1, 1, spec.sinks + spec.window, 1), -1.0), 0, [], layout(spec)
+    for new in steps:
+        x, first, last = tokens[:, :, n : n + new], spec.pages(n), spec.pages(n + new)
+        if last > first:
+            left += where.leaving(ring, n, x, first, last).flatten().tolist()
+        where.write(ring, n, x)
+        n += new
+        assert left == where.page_tokens(0, spec.pages(n)).tolist()
+        assert where.read(ring, n).flatten().tolist() == where.exact(n).tolist()
