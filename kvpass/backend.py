@@ -44,10 +44,10 @@ class Backend:
         why = unfused(normal.graph, attentions, refused)
         module = rewrite(normal, flatten(example_inputs), attentions, refused)
         report = GraphReport(len(attentions), refused=refused, compiled=not self.interpret, **count(module))
-        report.unfused = why
         if report.decoded and not refused:
             refused.append("a cache is read by what is neither SDPA nor a softmax between two matrix products")
-            report.unfused = dict.fromkeys(why, refused[0])
+            why = dict.fromkeys(why, refused[0])
+        report.unfused = why
         if self.strict and refused:
             raise NotFusedError(
                 f"strict=True: {max(report.decoded, len(refused))} cache reads not fused: "

@@ -145,11 +145,18 @@ def _refuse_both(mask, causal):
         raise KVPassError("attend takes a mask or causal=True, not both.")
 
 
+def _rotary(cos, sin, rope: str, k_spec: str) -> tuple | None:
+    """How keys in pages are rotated as they are read, if they are. Raises `KVPassError` if they were before."""
+    if rope and not parse(k_spec).pre_rope:
+        raise KVPassError(f"These keys are stored rotated, and rope={rope!r} would rotate them again.")
+    return (cos, sin, rope) if rope else None
+
+
 def _attend(q, kc, ks, kz, kr, vc, vs, vz, vr, length, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec,
             lowering="auto", *, cos=None, sin=None, rope="", sinks=None, center=None):  # fmt: skip
     _refuse_both(mask, causal)
     run = select(Site("attend", q.device.type, (k_spec, v_spec), few(q.shape[2]), q.shape[3]), lowering).run
-    n, specs, rotary = length_of(length), (parse(k_spec), parse(v_spec)), (cos, sin, rope) if rope else None
+    n, specs, rotary = length_of(length), (parse(k_spec), parse(v_spec)), _rotary(cos, sin, rope, k_spec)
     key, value = (kc, ks, kz, kr), (vc, vs, vz, vr)
     return run(q, key, value, n, k_new, v_new, mask, causal, scale, softcap, *specs, rotary, sinks, center)
 
@@ -166,7 +173,7 @@ def _attend_scored(q, key, value, length, k_new, v_new, mask, causal, scale, sof
     _refuse_both(mask, causal)
     queries = few(q.shape[2]) if len(key) > 1 else 0
     run = select(Site("attend_scored", q.device.type, (k_spec, v_spec), queries, q.shape[3]), lowering).run
-    n, specs, rotary = length_of(length), (parse(k_spec), parse(v_spec)), (cos, sin, rope) if rope else None
+    n, specs, rotary = length_of(length), (parse(k_spec), parse(v_spec)), _rotary(cos, sin, rope, k_spec)
     return run(
         q, key, value, n, k_new, v_new, mask, causal, scale, softcap, *specs, rotary, sinks, center, statistic,
         importance,
