@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 
 from kvpass.codec import CodecSpec, Subspace
 from kvpass.lowering.table import Site, select
-from kvpass.lowering.triton import append, configs, encode, launch
+from kvpass.lowering.triton import append, configs, encode, lattice, launch
 from kvpass.state import KVState
 
 triton.knobs.compilation.always_compile = True
@@ -107,15 +107,18 @@ def attend_launches(
     return [call for kernel in kernels.values() for call in kernel.calls]
 
 
-def encode_launches(bits, per="channel", page=32, group=32, dim=128, dtype="bfloat16", eta=0.0, block=0) -> list:
+def encode_launches(
+    bits, per="channel", page=32, group=32, dim=128, dtype="bfloat16", eta=0.0, block=0, **others
+) -> list:  # fmt: skip
     """What encoding four pages launches; with ``block``, of keys whose errors are compensated."""
-    kernels = {name: Launches(getattr(encode, name)) for name in ("encode_pages", "encode_compensated")}
+    names = "encode_pages", "encode_compensated", "encode_on_grid"
+    kernels, rotate = {name: Launches(getattr(encode, name)) for name in names}, Launches(lattice.spread_runs)
     answers = torch.zeros(1, 8, dim - block, dim - block, dtype=getattr(torch, dtype)) if block else None
-    with mock.patch.multiple(encode, **kernels):
+    with mock.patch.multiple(encode, **kernels), mock.patch.object(lattice, "spread_runs", rotate):
         subspace = Subspace(5, 0.5, True, block) if block else None
-        spec = CodecSpec(bits, per, group, page, eta=eta, subspace=subspace)
+        spec = CodecSpec(bits, per, group, page, eta=eta, subspace=subspace, **others)
         encode.encode(torch.zeros(1, 8, 4 * page, dim, dtype=getattr(torch, dtype)), answers, spec)
-    return [call for kernel in kernels.values() for call in kernel.calls]
+    return [call for kernel in (rotate, *kernels.values()) for call in kernel.calls]
 
 
 def append_launches(tokens=1, groups=8, dim=128, dtype="bfloat16") -> list:
@@ -129,10 +132,17 @@ def append_launches(tokens=1, groups=8, dim=128, dtype="bfloat16") -> list:
 
 
 def chosen_on_cuda() -> dict[str, str]:
-    """What "auto" would take there, for KIVI."""
-    specs = tuple(map(str, (CodecSpec(2, "channel", 32, 32), CodecSpec(2, "token", 32, 32, residual=32))))
-    ops = "attend", "attend_scored", "encode", "append_", "append_layers_"
-    return {op: select(Site(op, "cuda", specs, 1, 128)).name for op in ops}
+    """What "auto" would take there, for KIVI, QuaRot and HIGGS."""
+    layers = {
+        "kivi": (CodecSpec(2, "channel", 32, 32), CodecSpec(2, "token", 32, 32, residual=32)),
+        "quarot": [CodecSpec(4, "token", 32, 32, rotation=0, predictor=p) for p in ("mean", "")],
+        "higgs": [CodecSpec(4, "token", 128, 32, rotation=0, grid="d2n16", predictor=p) for p in ("mean", "")],
+    }
+    return {
+        f"{op}, {name}": select(Site(op, "cuda", tuple(map(str, specs)), 1, 128)).name
+        for op in ("attend", "attend_scored", "encode", "append_", "append_layers_")
+        for name, specs in layers.items()
+    }
 
 
 def main(cases: list[str]) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kvpass import KVPassError
 from kvpass.codec import CodecSpec, Subspace, decode_pages
 from kvpass.codec.affine import params_dtype
+from kvpass.codec.grid import grid_shape, names
 from kvpass.codec.rotary import parse_rope
 from kvpass.lowering.table import Site, select
 
@@ -229,28 +230,58 @@ def test_a_pool_without_room_for_the_length_is_an_error():
 # ---------------------------------------------------------------- encode and append
 
 
+rotations = st.sampled_from((None, 0, 9))
+
+
+@st.composite
+def whole_pages(draw, page: int, dim: int, least: int, most: int):
+    kind, shape = draw(st.sampled_from(("normal", "shifted", "outliers", "mixed magnitudes", "tiny", "two values"))), (
+        draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(least, most)) * page, dim,
+    )  # fmt: skip
+    x = awkward(draw(seeds), kind, *shape, dtype=draw(dtypes), limit=100)
+    return x.transpose(1, 2).contiguous().transpose(1, 2) if draw(st.booleans()) else x
+
+
 @st.composite
 def encoded(draw):
     per, page = draw(st.sampled_from(("channel", "token"))), draw(st.sampled_from((8, 16, 64, 128)))
     dim, eta = draw(st.sampled_from((16, 48, 80, 96, 128))), draw(st.sampled_from((0.0, 0.0, 0.045)))
-    spec = CodecSpec(
-        draw(widths), per, draw(st.sampled_from(divisors(page if per == "channel" else dim))), page, eta=eta
-    )
-    kind, shape = draw(st.sampled_from(("normal", "shifted", "outliers", "mixed magnitudes", "tiny", "two values"))), (
-        draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(0, 3)) * page, dim,
-    )  # fmt: skip
-    return spec, awkward(draw(seeds), kind, *shape, dtype=draw(dtypes), limit=100)
+    group, rotation = draw(st.sampled_from(divisors(page if per == "channel" else dim))), draw(rotations)
+    return CodecSpec(draw(widths), per, group, page, eta=eta, rotation=rotation), draw(whole_pages(page, dim, 0, 3))
 
 
-@settings(few, max_examples=60)
-@given(encoded(), st.booleans())
-def test_encode_is_the_references_bit_for_bit(case, strided):
-    spec, x = case
-    if strided:
-        x = x.transpose(1, 2).contiguous().transpose(1, 2)
+@st.composite
+def encoded_on_grids(draw):
+    name, page = draw(st.sampled_from(("d1n4", "d1n8", "d2n16", "d2n64", "d4n64"))), draw(st.sampled_from((8, 16, 64)))
+    dim, fit = draw(st.sampled_from((16, 48, 80, 96))), draw(st.sampled_from(("minmax", "lsq")))
+    group, bits = draw(st.sampled_from(divisors(dim))), grid_shape(name)[1]
+    spec = CodecSpec(bits, "token", group, page, fit=fit, rotation=draw(rotations), grid=name)
+    return spec, draw(whole_pages(page, dim, 1, 2))
+
+
+def assert_encodes_as_the_reference(spec, x):
     expected = OPS.encode(x.to(DEVICE), None, str(spec), "reference")
     for got, wanted in zip(OPS.encode(x.to(DEVICE), None, str(spec), "triton"), expected, strict=True):
         assert got.dtype == wanted.dtype and got.is_contiguous() and got.equal(wanted)
+
+
+@settings(few, max_examples=60)
+@given(encoded())
+def test_encode_is_the_references_bit_for_bit(case):
+    assert_encodes_as_the_reference(*case)
+
+
+@settings(few)
+@given(encoded_on_grids())
+def test_encode_on_a_grid_is_the_references_bit_for_bit(case):
+    assert_encodes_as_the_reference(*case)
+
+
+@pytest.mark.parametrize("name", names())
+def test_encode_on_every_grid_takes_the_first_of_points_that_are_as_near(name):
+    """As 0 has in one dimension, where there is an even number of points."""
+    spec = CodecSpec(grid_shape(name)[1], "token", 32, 8, grid=name)
+    assert_encodes_as_the_reference(spec, randn(0, 1, 1, 16, 32).relu())
 
 
 @settings(few, max_examples=12)
@@ -272,25 +303,27 @@ def test_compensated_codes_are_the_references_up_to_ties(block, blocks, bits, dt
 
 def test_a_group_that_is_not_finite_says_so_in_its_parameters():
     for bad in (float("nan"), float("inf"), -float("inf")):
-        x = randn(0, 1, 2, 32, 32)
+        x = randn(0, 1, 2, 32, 96)
         x[0, 1, 5, 2] = bad
-        for spec in KIVI:
+        for spec in (*KIVI, LATTICES["HIGGS"][1], CodecSpec(8, "token", 16, 32, grid="d2n256", fit="lsq")):
             if DEVICE == "cpu":
                 with pytest.raises(KVPassError, match="NaN"):
                     OPS.encode(x, None, str(spec), "triton")
             else:
-                assert not torch.isfinite(OPS.encode(x.to(DEVICE), None, str(spec), "triton")[2]).all()
+                parameters = OPS.encode(x.to(DEVICE), None, str(spec), "triton")[1:]
+                assert not all(torch.isfinite(parameter).all() for parameter in parameters)
 
 
 @pytest.mark.parametrize("n, new", [(0, 100), (63, 1), (50, 5)])
 def test_append_leaves_the_references_state_bit_for_bit(n, new):
-    x = randn(0, 2, 2, n + new, 32).to(DEVICE)
-    for spec in KIVI:
+    x = randn(0, 2, 2, n + new, 96).to(DEVICE)
+    for spec in (*KIVI, LATTICES["QuaRot"][0], *LATTICES["HIGGS"]):
         states = []
         for name in ("triton", "reference"):
             state = state_of(spec, x[:, :, :n], room=n + new)
             pools = state.codes, state.scale, state.zero_point, state.ring
-            OPS.append_(*pools, None, state.carrier(n), x[:, :, n:], None, None, str(spec), name)
+            center = state.center
+            OPS.append_(*pools, None, state.carrier(n), x[:, :, n:], None, None, str(spec), name, center=center)
             states.append(pools)
         assert all(a.equal(b) for a, b in zip(*states, strict=True))
 
@@ -357,13 +390,12 @@ def test_attend_refuses_sites_it_does_not_serve(changed, reason):
 @pytest.mark.parametrize(
     "spec",
     [
-        *(REFUSED[name] for name in ("raw", "grid", "page of 24")),
-        CodecSpec(2, "token", 16, 16, rotation=0),
+        *(REFUSED[name] for name in ("raw", "page of 24")),
         CodecSpec(2, "channel", 16, 16, fit="lsq"),
         CodecSpec(2, "channel", 16, 16, subspace=Subspace(3, 1.0, True, 16)),
         CodecSpec(2, "channel", 32, 256, subspace=Subspace(3, 1.0, True, 32)),
     ],
-    ids=["raw", "grid", "rotation", "page of 24", "lsq", "small blocks", "long pages"],
+    ids=["raw", "page of 24", "lsq", "small blocks", "long pages"],
 )
 def test_encode_refuses_what_it_does_not_serve_and_says_why(op, spec):
     with pytest.raises(KVPassError, match=f"lowering='triton' cannot run kvpass::{op}"):

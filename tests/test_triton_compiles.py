@@ -36,6 +36,16 @@ CASES = {
     "encode compensated keys of wide heads": dict(op="encode", bits=4, dim=256, block=128),
     "encode values": dict(op="encode", bits=4, per="token", group=32),
     "encode whole tokens": dict(op="encode", bits=2, per="token", group=256, dim=256, page=128),
+    "rotate and encode": dict(op="encode", bits=4, per="token", group=32, rotation=0),
+    "encode on a grid": dict(op="encode", bits=4, per="token", group=128, rotation=0, grid="d2n16"),
+    "encode on a grid, 3 bits": dict(op="encode", bits=6, per="token", group=128, rotation=0, grid="d2n64"),
+    "encode on a grid, 4 bits, wide heads": dict(
+        op="encode", bits=8, per="token", group=256, dim=256, rotation=0, grid="d2n256", fit="lsq"
+    ),
+    "encode on a grid of 4 dimensions": dict(
+        op="encode", bits=6, per="token", group=96, dim=96, dtype="float32", rotation=0, grid="d4n64"
+    ),
+    "encode on a grid of 1 dimension": dict(op="encode", bits=3, per="token", group=64, page=64, grid="d1n8"),
 }
 
 
@@ -61,6 +71,9 @@ def test_shipped_configs_fit_a100_and_h100_without_spills(compiled, name):
     kernels = KERNELS[CASES[name]["op"]]
     kernels = kernels | {"pay_tokens"} if CASES[name].get("paid") else kernels
     kernels = {"encode_compensated"} if CASES[name].get("block") else kernels
+    if CASES[name]["op"] == "encode":
+        kernels = {"encode_on_grid"} if CASES[name].get("grid") else kernels
+        kernels = kernels | {"spread_runs"} if "rotation" in CASES[name] else kernels
     assert {(line["arch"], line["kernel"]) for line in lines} == {(a, k) for a in SHARED for k in kernels}
     for line in lines:
         assert line["shared"] <= SHARED[line["arch"]] and line["spilled"] == 0, line

@@ -59,7 +59,7 @@ def assign_points(x: Tensor, points: Tensor) -> Tensor:
         for i in range(points.shape[1]):
             closeness = closeness + chunk[:, i : i + 1] * points[:, i]
         out.append(closeness.argmax(-1).to(torch.uint8))
-    return torch.cat(out).view(*x.shape[:-1], -1) if out else x.new_empty((*x.shape[:-1], 0), dtype=torch.uint8)
+    return torch.cat(out).view(*x.shape[:-1], x.shape[-1] // points.shape[1])
 
 
 def look_up(codes: Tensor, points: Tensor) -> Tensor:

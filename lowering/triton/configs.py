@@ -66,16 +66,17 @@ PAYING_WARPS = 4  # of the kernel that says what was paid, in tiles as attention
 
 @dataclass(frozen=True)
 class EncodeConfig:
-    """rows: rows of a page in a tile, each a token of every plane. span, spans: its channels, in runs that share scales
-    if tokens have their own."""
+    """rows: rows of a page in a tile, each a token of every plane. span, spans: its codes of one token, in runs that
+    share scales if tokens have their own."""
 
     rows: int
     span: int
     spans: int
 
 
-ENCODING_WARPS, COMPENSATING_WARPS = 4, 8
+ENCODING_WARPS, COMPENSATING_WARPS, ROTATING_WARPS = 4, 8, 4
 COMPENSATED = 8192  # values of a page that does not spill while it is compensated
+ROTATED = 4096  # values that are rotated at a time
 _ENCODED = 4096  # values of a tile, if its groups allow
 
 
@@ -86,10 +87,11 @@ def encode_config(spec: CodecSpec, planes: int, head_dim: int) -> EncodeConfig:
     if spec.per == "channel":
         span = max(16, min(triton.next_power_of_2(head_dim), _ENCODED // spec.page_size))
         return EncodeConfig(rows, span=span, spans=1)
-    padded, groups = triton.next_power_of_2(spec.group_size), head_dim // spec.group_size
+    span, groups = spec.group_size // spec.dim, head_dim // spec.group_size
+    padded = triton.next_power_of_2(span)
     spans = min(triton.next_power_of_2(groups), max(1, 128 // padded))
-    fitting = max(1, _ENCODED // (planes * spans * padded))
-    return EncodeConfig(min(fitting, rows), span=spec.group_size, spans=spans)
+    fitting = max(1, _ENCODED // (planes * spans * padded * spec.dim))
+    return EncodeConfig(min(fitting, rows), span=span, spans=spans)
 
 
 @cache

@@ -1,11 +1,9 @@
-"""Quantize and pack whole pages in one kernel, bit for bit as the reference does.
+"""Quantize and pack whole pages in one kernel, bit for bit as the reference does; grids and rotations are `lattice`'s.
 
 Divisions are correctly rounded and nothing is fused, because a code that flips is another code. Only where errors are
 compensated it is not bit for bit: products are summed in another order, so a value between two codes may take either.
 They are made of three tensor-core products, about as exact as float32 and without its registers.
 """
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -13,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpass.codec.affine import params_dtype
+from kvpass.codec.grid import grid
 from kvpass.codec.pack import num_planes
 from kvpass.codec.spec import CodecSpec, parse
 
@@ -26,44 +25,18 @@ from .configs import (
     power_of_two,
     refuses_device,
 )
+from .lattice import encode_on_grid, spread, table
+from .packing import Codec, head_at, nearest, pack_fields, store_along_channels, store_along_tokens, tile_of
 from .pages import columns
-
-
-class Codec(NamedTuple):
-    """What a kernel knows when it is compiled: the spec, how parameters are rounded, and how pages are cut into tiles
-    (`configs.EncodeConfig`; ``span`` is the block that is compensated at a time)."""
-
-    bits: int
-    channelwise: bool
-    group: int
-    page: int
-    planes: int
-    dim: int
-    eta: float
-    params: tl.dtype
-    eps: float
-    tiny: float
-    rows: int
-    span: int
-    spans: int
-
-
-@triton.jit
-def _nearest(x, DTYPE: tl.constexpr):
-    """``x`` rounded to what ``DTYPE`` holds, ties to even, as float32."""
-    if DTYPE.is_bf16():  # spelled out: the interpreter would cut bits off
-        bits = x.to(tl.uint32, bitcast=True)
-        return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
-    return x.to(DTYPE).to(tl.float32)
 
 
 @triton.jit
 def _round_toward(x, DTYPE: tl.constexpr, UP: tl.constexpr, EPS: tl.constexpr, TINY: tl.constexpr):
     """`kvpass.codec.affine.round_toward`, as float32."""
-    nearest, margin = _nearest(x, DTYPE), tl.abs(x) * EPS + TINY
+    rounded, margin = nearest(x, DTYPE), tl.abs(x) * EPS + TINY
     if UP:
-        return tl.where(nearest < x, _nearest(x + margin, DTYPE), nearest)
-    return tl.where(nearest > x, _nearest(x - margin, DTYPE), nearest)
+        return tl.where(rounded < x, nearest(x + margin, DTYPE), rounded)
+    return tl.where(rounded > x, nearest(x - margin, DTYPE), rounded)
 
 
 @triton.jit
@@ -86,40 +59,9 @@ def _quantize(x, real, C: tl.constexpr):
     code = tl.minimum(tl.maximum(code, 0.0), top) + 8388608.0  # rounds half to even, into the mantissa
     code = tl.reshape(code.to(tl.int32, bitcast=True) & (2**C.bits - 1), x.shape)
     if C.eta > 0:
-        zero = _nearest(zero + C.eta * top * step, C.params)
-        step = _nearest((1 - 2 * C.eta) * step, C.params)
+        zero = nearest(zero + C.eta * top * step, C.params)
+        step = nearest((1 - 2 * C.eta) * step, C.params)
     return code, step, zero
-
-
-@triton.jit
-def _pack(out, codes, channel, real, first, SHIFT: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr):
-    """Bits ``[SHIFT, SHIFT + WIDTH)`` of codes ``[planes * rows, columns]``, to byte rows of a field at ``out``."""
-    planes: tl.constexpr = 8 // WIDTH
-    lines: tl.constexpr = codes.shape[0] // planes
-    field = tl.reshape((codes >> SHIFT) & ((1 << WIDTH) - 1), (planes, lines, codes.shape[1]))
-    line = tl.arange(0, lines)
-    line = line // C.rows * (C.page // C.planes) + first + line % C.rows
-    packed = tl.sum(field << (tl.arange(0, planes) * WIDTH)[:, None, None], 0)
-    tl.store(out + line[:, None] * C.dim + channel[None, :], packed.to(tl.uint8), mask=real[None, :])
-
-
-@triton.jit
-def _pack_fields(codes, code, channel, real, first, C: tl.constexpr):
-    """Codes of a tile into the page at ``codes``."""
-    if C.bits == 3:
-        _pack(codes, code, channel, real, first, 0, 2, C)
-        _pack(codes + C.page // 4 * C.dim, code, channel, real, first, 2, 1, C)
-    else:
-        _pack(codes, code, channel, real, first, 0, C.bits, C)
-
-
-@triton.jit
-def _store_along_tokens(scale, zero_point, step, zero, page, channel, real, C: tl.constexpr):
-    """The parameters of all groups of a page in some channels."""
-    groups: tl.constexpr = C.page // C.group
-    at = (page * groups + tl.arange(0, groups)[:, None]) * C.dim + channel[None, :]
-    tl.store(scale + at, step.to(C.params), mask=real[None, :])
-    tl.store(zero_point + at, zero.to(C.params), mask=real[None, :])
 
 
 @triton.jit(do_not_specialize=["pages"])
@@ -128,25 +70,17 @@ def encode_pages(
 ):  # fmt: skip
     """Grid: pages of all samples and heads, runs of ``rows`` rows, blocks of ``spans`` times ``span`` channels."""
     page, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * C.rows
-    channel, real = columns(C.span, C.spans)
-    channel += tl.program_id(2) * C.span * C.spans
-    real &= channel < C.dim
-    token = tl.arange(0, C.planes * C.rows)
-    token = token // C.rows * (C.page // C.planes) + first + token % C.rows
-    lead = page // pages
-    x += lead // HEADS * x_batch + lead % HEADS * x_head + page % pages * C.page * x_token
+    token, channel, real = tile_of(first, C)
+    x = head_at(x, page, pages, x_batch, x_head, x_token, HEADS, C)
     x = tl.load(x + token[:, None] * x_token + channel[None, :], mask=real[None, :], other=0).to(tl.float32)
     code, step, zero = _quantize(x, real, C)
-    _pack_fields(codes + page * (C.page * C.bits // 8) * C.dim, code, channel, real, first, C)
+    pack_fields(codes + page * (C.page * C.bits // 8) * C.dim, code, channel, real, first, C)
     if C.channelwise:
-        _store_along_tokens(scale, zero_point, step, zero, page, channel, real, C)
+        store_along_tokens(scale, step, page, channel, real, C)
+        store_along_tokens(zero_point, zero, page, channel, real, C)
     else:
-        groups: tl.constexpr = C.dim // C.group
-        of_tile = tl.arange(0, step.shape[1])
-        group = tl.program_id(2) * C.spans + of_tile
-        at, kept = (page * C.page + token[:, None]) * groups + group[None, :], (of_tile < C.spans) & (group < groups)
-        tl.store(scale + at, step.to(C.params), mask=kept[None, :])
-        tl.store(zero_point + at, zero.to(C.params), mask=kept[None, :])
+        store_along_channels(scale, step, page, token, C)
+        store_along_channels(zero_point, zero, page, token, C)
 
 
 @triton.jit(do_not_specialize=["pages"])
@@ -157,10 +91,10 @@ def encode_compensated(
     those still to come, as ``answers`` say (`kvpass.codec.subspace.compensation_matrix`)."""
     page = tl.program_id(0).to(tl.int64)
     column, real = columns(C.span, 1)
-    lead, token = page // pages, tl.arange(0, C.page)
-    x += lead // HEADS * x_batch + lead % HEADS * x_head + page % pages * C.page * x_token
+    token = tl.arange(0, C.page)
+    x = head_at(x, page, pages, x_batch, x_head, x_token, HEADS, C)
     rest: tl.constexpr = C.dim - C.span
-    answers += lead * rest * rest
+    answers += page // pages * rest * rest
     codes += page * (C.page * C.bits // 8) * C.dim
     errors = ()
     for block in tl.static_range(C.dim // C.span):
@@ -171,8 +105,9 @@ def encode_compensated(
             answer = tl.load(answers + at, mask=real[:, None] & real[None, :], other=0).to(tl.float32)
             y += tl.dot(errors[before], tl.trans(answer), input_precision="tf32x3")
         code, step, zero = _quantize(y, real, C)
-        _pack_fields(codes, code, channel, real, 0, C)
-        _store_along_tokens(scale, zero_point, step, zero, page, channel, real, C)
+        pack_fields(codes, code, channel, real, 0, C)
+        store_along_tokens(scale, step, page, channel, real, C)
+        store_along_tokens(zero_point, zero, page, channel, real, C)
         by_group = tl.reshape(code, (C.page // C.group, C.group, code.shape[1])).to(tl.float32)
         error = tl.reshape(by_group * step[:, None, :] + zero[:, None, :], y.shape) - y
         errors = errors + (tl.where(real[None, :], error, 0.0),)  # noqa: RUF005  (Triton has no unpacking)
@@ -196,10 +131,8 @@ def refuses(site: Site) -> str | None:
         return "widths that differ from token to token are coded by their cache."
     if spec.raw:
         return "floats stored as they are need no kernel."
-    if spec.grid or spec.rotation is not None:
-        return "encoding on grids and rotating first are not in the kernel."
-    if spec.fit != "minmax":
-        return "least-squares fits sort each group."
+    if spec.fit != "minmax" and not spec.grid:
+        return "least-squares fits of uniform codes sort each group."
     if not power_of_two(spec.page_size) or spec.page_size > 512:
         return f"pages hold a power of two tokens, up to 512, not {spec.page_size}."
     if spec.subspace is not None:
@@ -211,7 +144,8 @@ def _codec(spec: CodecSpec, head_dim: int, dtype: torch.dtype) -> Codec:
     planes, info = num_planes(spec.bits), torch.finfo(dtype)
     config = encode_config(spec, planes, head_dim)
     return Codec(
-        spec.bits, spec.per == "channel", spec.group_size, spec.page_size, planes, head_dim, spec.eta,
+        spec.bits, spec.dim, len(grid(spec.grid)) if spec.grid else 0, spec.per == "channel",
+        spec.group_size // spec.dim, spec.page_size, planes, spec.columns(head_dim), spec.eta, spec.fit == "lsq",
         tl.bfloat16 if dtype == torch.bfloat16 else tl.float16, info.eps, info.smallest_normal * info.eps,
         config.rows, config.span, config.spans,
     )  # fmt: skip
@@ -221,22 +155,28 @@ def _codec(spec: CodecSpec, head_dim: int, dtype: torch.dtype) -> Codec:
 def encode(x: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, tokens, head_dim = x.shape
     pages, dtype, lead = tokens // spec.page_size, params_dtype(x.dtype), x.shape[:2]
-    codes = x.new_empty((*lead, pages, spec.rows, head_dim), dtype=torch.uint8)
-    scale, zero_point = (x.new_empty((*lead, pages, *spec.params_shape(head_dim)), dtype=dtype) for _ in range(2))
+    codes = x.new_empty((*lead, pages, spec.rows, spec.columns(head_dim)), dtype=torch.uint8)
+    shapes = spec.params_shape(head_dim), spec.zero_shape(head_dim)
+    scale, zero_point = (x.new_empty((*lead, pages, *shape), dtype=dtype) for shape in shapes)
     if not codes.numel():
         return codes, scale, zero_point
     if x.stride(-1) != 1:
         x = x.contiguous()
     codec, programs = _codec(spec, head_dim, dtype), batch * heads * pages
-    rest = codes, scale, zero_point, pages, *x.stride()[:3], heads, codec
     with torch.cuda.device_of(x):
+        if spec.rotation is not None:
+            x = spread(x, spec.rotation)
+        rest = pages, *x.stride()[:3], heads, codec
         if spec.subspace is not None:
             encode_compensated[programs,](
-                x, compensation.contiguous(), *rest, num_warps=COMPENSATING_WARPS, enable_fp_fusion=False
-            )
+                x, compensation.contiguous(), codes, scale, zero_point, *rest, num_warps=COMPENSATING_WARPS,
+                enable_fp_fusion=False,
+            )  # fmt: skip
+            return codes, scale, zero_point
+        tiles = programs, codec.page // codec.planes // codec.rows, triton.cdiv(codec.dim, codec.span * codec.spans)
+        options = dict(num_warps=ENCODING_WARPS, enable_fp_fusion=False)
+        if spec.grid:
+            encode_on_grid[tiles](x, table(spec.grid, x.device), codes, scale, *rest, **options)
         else:
-            blocks = triton.cdiv(head_dim, codec.span * codec.spans)
-            encode_pages[programs, codec.page // codec.planes // codec.rows, blocks](
-                x, *rest, num_warps=ENCODING_WARPS, enable_fp_fusion=False
-            )
+            encode_pages[tiles](x, codes, scale, zero_point, *rest, **options)
     return codes, scale, zero_point
