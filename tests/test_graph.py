@@ -14,7 +14,7 @@ from transformers import AttentionInterface, DynamicCache
 import kvpass
 from kvpass import KVPassError, backend
 from kvpass.backend import Backend
-from kvpass.graph.rewrite import APPEND, ATTEND
+from kvpass.graph.rewrite import APPEND_LAYERS, ATTEND
 from kvpass.schemes import LayerGeometry
 from kvpass.state import KVState
 
@@ -201,11 +201,11 @@ def test_state_updates_survive_dead_code_elimination():
     recorder = Recorder(interpret=True)
     captured_graph(model, recorder)
     graph = recorder.rewritten.__self__.graph
-    appends = [node for node in graph.nodes if node.target is APPEND]
-    assert len(appends) == 4
+    appends = [node for node in graph.nodes if node.target is APPEND_LAYERS]
+    assert [len(node.args[0]) for node in appends] == [2, 2]  # keys and values of two layers
     assert not any(node.target in (ATTEND,) for node in list(graph.nodes)[list(graph.nodes).index(appends[0]) :])
     graph.eliminate_dead_code()
-    assert len([node for node in graph.nodes if node.target is APPEND]) == 4
+    assert [node for node in graph.nodes if node.target is APPEND_LAYERS] == appends
 
 
 def test_attention_weights_read_elsewhere_are_refused_with_a_reason_and_stay_correct():
