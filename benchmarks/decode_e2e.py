@@ -13,13 +13,16 @@ which is not counted.
 
 import argparse
 import copy
+import operator
 import statistics
+from contextlib import contextmanager
 
 import torch
 from transformers import DynamicCache, QuantizedCache
 
 import kvpass
 from kvpass import models, texts
+from kvpass.layer import PackedLayer
 from kvpass.speed import sharing_weights
 
 from timing import seconds, show, write
@@ -96,18 +99,42 @@ def by_length(variants: dict, ids, args) -> dict:
 
 
 def prefill(variants: dict, ids, args) -> dict[str, float]:
-    """Median seconds of a whole prompt by variant; who comes first changes from round to round."""
-    times = {name: [] for name in variants}
+    """Median seconds of a whole prompt by variant, and of what it spends on storing keys and values, which is all that
+    kvpass does there. Who comes first changes from round to round."""
+    times, storing = {name: [] for name in variants}, {name: [] for name in variants}
     for turn in range(-1, args.rounds):
         for name, model in list(variants.items())[:: 1 if turn % 2 else -1]:
             cache = DynamicCache(config=model.config)
-            took = seconds(lambda: fill(model, cache, ids, 0, args.prefill, args.prefill), ids.device)  # noqa: B023
+            with stored(cache if name == DEFAULT else PackedLayer, ids.device) as spent:
+                took = seconds(lambda: fill(model, cache, ids, 0, args.prefill, args.prefill), ids.device)  # noqa: B023
             if turn >= 0:
                 times[name].append(took)
+                storing[name].append(sum(spent))
     medians = {name: statistics.median(each) for name, each in times.items()}
-    fastest = {name: f"{min(each) * 1e3:9.3f} ms at best" for name, each in times.items()}
-    show(f"a prompt of {args.prefill} tokens", medians, fastest)
-    return medians
+    share = {name: statistics.median(map(operator.truediv, storing[name], each)) for name, each in times.items()}
+    show(
+        f"a prompt of {args.prefill} tokens",
+        medians,
+        {name: f"{100 * each:5.2f} % storing" for name, each in share.items()},
+    )
+    return dict(prompt=medians, storing=share)
+
+
+@contextmanager
+def stored(where, device: torch.device):
+    """The seconds of each ``update`` of a cache, or of all packed layers."""
+    spent, update = [], where.update
+
+    def timed(*call, **options):
+        out = []
+        spent.append(seconds(lambda: out.append(update(*call, **options)), device))
+        return out[0]
+
+    where.update = timed
+    try:
+        yield spent
+    finally:
+        where.update = update
 
 
 @torch.no_grad()
