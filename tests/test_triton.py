@@ -12,13 +12,18 @@ from kvpass import KVPassError
 from kvpass.codec import CodecSpec, Subspace, decode_pages
 from kvpass.codec.affine import params_dtype
 from kvpass.codec.grid import grid_shape, names
+from kvpass.codec.pack import num_planes
 from kvpass.codec.rotary import parse_rope
 from kvpass.lowering.table import Site, select
 
 from common import WIDTHS, awkward, dtypes, only_reference, randn, seeds, state_of, widths
 from tiny import llama, step_by_step, tokens
 
-pytest.importorskip("triton", minversion="3.7")  # the interpreter of 3.6 fails with numpy 2.4
+triton = pytest.importorskip("triton", minversion="3.7")  # the interpreter of 3.6 fails with numpy 2.4
+tl = triton.language
+
+from kvpass.lowering.triton import launch, pages  # noqa: E402
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPS = torch.ops.kvpass
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -197,6 +202,36 @@ def test_where_tokens_are_evicted_importance_says_who_of_the_past_is_padding(spe
     importance[0, :, :70] = -torch.inf
     center = randn(1, 2, 2, 1, 64).half().to(DEVICE) if specs[0].predictor else None
     assert_scores_as_the_reference(arguments, "sum", importance, center=center)
+
+
+@triton.jit
+def _unpack(codes, scale, zero, out, rows, ROWS: tl.constexpr, L: tl.constexpr, DTYPE: tl.constexpr):
+    PLANES: tl.constexpr = L.planes
+    pool, F = pages.Pool(codes, scale, zero, None), pages.form_of(None, L, DTYPE, PLANES)
+    for first in range(0, rows, ROWS):
+        tokens, there = pages.tokens_of(first, rows, ROWS, L)
+        channel, real = pages.channels(L, 1)
+        read = pages.paired_words(pool, first, rows, ROWS, L, F)
+        for plane in tl.static_range(PLANES):
+            x = pages.paired_values(read, pool, first, rows, plane, L, F)
+            at = (tokens + plane * (L.page // L.planes))[:, None] * L.dim + channel[None, :]
+            tl.store(out + at, x, mask=there[:, None] & real[None, :])
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("per", ["channel", "token"])
+def test_pairs_of_channels_unpack_to_codes_exactly(bits, per):
+    """What products of 16 bits are unpacked to, which the interpreter does not multiply: scales are powers of two."""
+    spec, planes, rng = CodecSpec(bits, per, 16, 32), num_planes(bits), torch.Generator().manual_seed(bits)
+    codes, scale, zero = OPS.encode(randn(0, 1, 1, 3 * 32, 48, dtype=torch.float16), None, str(spec), "reference")
+    scale = 2.0 ** torch.randint(-3, 3, scale.shape, generator=rng)
+    zero = scale * torch.randint(-9, 9, zero.shape, generator=rng)
+    layout = launch._layout(spec, planes, 48)
+    for dtype in (torch.float16, torch.bfloat16) if DEVICE == "cuda" else (torch.float16,):
+        pool = on_device((codes, scale.to(dtype), zero.to(dtype)))
+        out = torch.full((1, 1, 3 * 32, 48), torch.nan, dtype=dtype, device=DEVICE)
+        _unpack[1,](*pool, out, 3 * 32 // planes, 16, layout, launch._OPERANDS[dtype])
+        assert out.equal(decode_pages(codes, scale, zero, spec).to(out))
 
 
 def test_a_query_that_may_attend_to_nothing_gets_zeros():

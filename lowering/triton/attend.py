@@ -1,14 +1,14 @@
 """Attention of a few query tokens over codes: one program for each split of the packed tokens, and one for the exact.
 
 All query heads of a KV head are rows of one tile, so that codes are unpacked once. Keys and values are dequantized in
-registers, by one multiply-add a code: with 16 rows that is less work than folding a scale for every 32 tokens into the
-queries, and it rounds as the reference does. The splits meet in a second kernel, by their log-sum-exp.
+registers, by multiply-adds: with 16 rows that is less work than folding a scale for every 32 tokens into the queries,
+and it rounds as the reference does. The splits meet in a second kernel, by their log-sum-exp.
 """
 
 import triton
 import triton.language as tl
 
-from .pages import Pool, channels, tokens_of, values, words
+from .pages import Pool, channels, form_of, paired_values, paired_words, tokens_of, values, words
 from .scores import (
     Call,
     exact_keys,
@@ -44,17 +44,23 @@ def _over_pages(
     """Take the tokens of rows ``[begin, end)`` into the softmax, ``TOGETHER`` planes at a time."""
     of_plane: tl.constexpr = K.page // K.planes
     v_channel, v_real = channels(V, 1)
+    K_FORM: tl.constexpr = form_of(key.points, K, Q.operand, TOGETHER)
+    V_FORM: tl.constexpr = form_of(value.points, V, Q.operand, TOGETHER)
     for first in tl.range(begin, end, ROWS, num_stages=1 if V_EXACT else STAGES):
         tokens, there = tokens_of(first, stop, ROWS, K)
-        k_words = page_words(key, first, stop, parts, ROWS, K)
-        if not V_EXACT:
+        k_words = page_words(key, first, stop, parts, ROWS, K, K_FORM)
+        if not V_EXACT and V_FORM is not None:
+            v_words = paired_words(value, first, stop, ROWS, V, V_FORM)
+        elif not V_EXACT:
             column, real = channels(V, V.code)
             v_words = words(value.codes, first, stop, column, real, ROWS, V)
         for part in tl.range(0, K.planes, TOGETHER, num_stages=STAGES):
             logits, highest = (), tl.full((q[0].shape[0], ROWS), -float("inf"), tl.float32)
             for i in tl.static_range(TOGETHER):
                 at = tokens + (part + i) * of_plane
-                k = page_keys(k_words, key, first, stop, at, there, part + i, turn, parts, K)
+                k = page_keys(
+                    k_words, key, first, stop, at, there, part + i if K_FORM is None else i, turn, parts, K, K_FORM
+                )
                 s = scores(q, k, shift, scale, mask, at, there[None, :], Q)
                 logits = logits + (s,)  # noqa: RUF005  (Triton has no unpacking)
                 highest = tl.maximum(highest, s)
@@ -63,6 +69,8 @@ def _over_pages(
             for i in tl.static_range(TOGETHER):
                 if V_EXACT:
                     v = ring_rows(v_ring, tokens + (part + i) * of_plane, there, v_channel, v_real, V)
+                elif V_FORM is not None:
+                    v = paired_values(v_words, value, first, stop, i, V, V_FORM)
                 else:
                     v = values(v_words, value, first, stop, v_channel, v_real, part + i, V, True)
                 p = tl.exp(logits[i] - base[:, None])

@@ -1,8 +1,9 @@
 """How the kernels are launched: sizes of tiles, warps, stages and splits.
 
 Evidence: compile-only. For sm80 and sm90 the cases of ``tests/test_triton_compiles.py`` compile without spilled
-registers and within the shared memory of the device. Float32 heads of more than 128 channels spill. None has been
-measured on a device.
+registers and within the shared memory of the device. Float32 heads of more than 128 channels spill. What the split
+kernel issues for each value is counted in its machine code (``benchmarks/instructions.py``). None has been measured on
+a device.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from ..table import Site
 INTERPRETED = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's interpreter, on the CPU: never chosen by "auto"."""
 
-_PROGRAMS = 2  # programs to start on each multiprocessor, if there is work for them
+_WARPS = 8  # to start on each multiprocessor, if there is work for them: as many as registers allow
 _INTERPRETED_PROGRAMS = 6
 
 
@@ -48,13 +49,14 @@ class AttendConfig:
 
 
 def attend_config(planes: int, head_dim: int, itemsize: int, queries: int, lattice: bool, rotary: bool) -> AttendConfig:
-    """For ``queries`` query rows a KV head. More planes at once, or more rows, spill registers."""
-    registers = 255 if rotary else None
+    """For ``queries`` query rows a KV head. More planes at once, or more rows, spill registers; so do 2 warps with more
+    queries, where 4 do the same work twice, because 16 tokens are products for 2."""
+    registers = 255 if rotary or (lattice and itemsize == 2) else None
     if itemsize == 4:
         return AttendConfig(16, rows=16, together=1, exact=16, warps=8, registers=registers)
     if head_dim > 128 or lattice or rotary:
         together = 1 if lattice or rotary else min(planes, 2)
-        warps = 8 if head_dim > 128 else 4
+        warps = 8 if head_dim > 128 else 2 if queries <= 16 else 4
         return AttendConfig(16, rows=16, together=together, exact=32, warps=warps, registers=registers)
     if queries > 16:
         return AttendConfig(32, rows=32, together=min(planes, 2), exact=32, warps=8)
@@ -99,8 +101,8 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def split_size(rows: int, tile: int, others: int, device: torch.device) -> int:
+def split_size(rows: int, config: AttendConfig, others: int, device: torch.device) -> int:
     """How many of ``rows`` one split takes, whole tiles, where ``others`` programs run for each split."""
-    programs = _INTERPRETED_PROGRAMS if INTERPRETED else _PROGRAMS * _multiprocessors(device)
-    splits = max(1, programs // others)
-    return max(1, triton.cdiv(triton.cdiv(rows, tile), splits)) * tile
+    at_once = _INTERPRETED_PROGRAMS if INTERPRETED else max(1, _WARPS // config.warps) * _multiprocessors(device)
+    splits = max(1, at_once // others)
+    return max(1, triton.cdiv(triton.cdiv(rows, config.rows), splits)) * config.rows

@@ -164,7 +164,7 @@ class _Launch:
         q, config, device = self.q, self.config, self.q.device
         k_rows, v_rows = self.packed_rows
         tiles = triton.cdiv(self.rows, config.queries)
-        rows_of_split = split_size(v_rows, config.rows, self.batch * self.groups * tiles, device)
+        rows_of_split = split_size(v_rows, config, self.batch * self.groups * tiles, device)
         splits = triton.cdiv(v_rows, rows_of_split) + 1
         partial = q.new_empty((self.batch * self.groups, splits, self.rows, self.head_dim), dtype=torch.float32)
         lse, out, K, V = partial.new_empty(partial.shape[:3]), torch.empty_like(q), *self.layouts

@@ -2,13 +2,16 @@
 
 Kernels walk over *rows*: row f of a pool is row ``f % T`` of page ``f // T``, and stands for one token of each of the
 page's planes, T apart. Its bytes are loaded once, as one word. A plane then takes a shift and a mask, whatever the
-width, and its codes become the mantissa of a float, so that no integer is converted.
+width, and its codes become the mantissa of a float, so that no integer is converted. Where products are of 16 bits and
+all planes are taken together, two channels share each instruction instead (`paired_values`).
 """
 
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
+
+from kvpass.codec.pack import FIELDS
 
 
 class Layout(NamedTuple):
@@ -77,6 +80,120 @@ def words(codes, first, stop, column, real, ROWS: tl.constexpr, L: tl.constexpr)
     for i in tl.static_range(L.planes * L.bits // 8):
         word |= tl.load(byte + i * tokens * (L.dim // L.code), mask=there, other=0).to(word.dtype) << 8 * i
     return word
+
+
+class Form(NamedTuple):
+    """How pairs of channels are unpacked: a byte of each in one word, at the end of its 16 bits, under the power of two
+    whose last mantissa bit is worth 1; ``mantissa`` bits of ``dtype``."""
+
+    dtype: tl.dtype
+    mantissa: int
+    power: int
+
+
+@triton.constexpr_function
+def form_of(points, L, dtype, together):
+    """The `Form` for products of ``dtype``. None where values are looked up, rotated or multiplied in float32, or where
+    planes are not known when the kernel is compiled, because they are not all taken together."""
+    odd = (L.dim if L.channelwise else L.group) % 2
+    if points is not None or L.pairs or odd or dtype == tl.float32 or together < L.planes:
+        return None
+    return Form(dtype, 10, 0x64006400) if dtype == tl.float16 else Form(dtype, 7, 0x43004300)
+
+
+@triton.jit
+def paired_words(pool, first, stop, ROWS: tl.constexpr, L: tl.constexpr, F: tl.constexpr):
+    """The bytes of rows ``[first, first + ROWS)``: a tile ``[ROWS, pairs of channels]`` for each byte of a row."""
+    tokens: tl.constexpr = L.page // L.planes
+    count: tl.constexpr = L.planes * L.bits // 8
+    column, real = channels(L, 2)
+    rows = first + tl.arange(0, ROWS)
+    line = rows // tokens * (L.page * L.bits // 8) + rows % tokens
+    at = pool.codes.to(tl.pointer_type(tl.uint16), bitcast=True) + line[:, None] * (L.dim // 2) + column[None, :]
+    there = (rows < stop)[:, None] & real[None, :]
+    read = ()
+    for i in tl.static_range(count):
+        word = tl.load(at + i * tokens * (L.dim // 2), mask=there, other=0).to(tl.int32)
+        read = read + (word | word << 8 | F.power,)  # noqa: RUF005  (Triton has no unpacking)
+    return read
+
+
+@triton.constexpr_function
+def _fields(plane, bits, planes, most):
+    """Where a plane has its codes: byte of the row, first bit there, width, first bit of the code; for each bit field,
+    or parts of ``most`` bits."""
+    found, first, place = [], 0, 0
+    for width in FIELDS[bits]:
+        count = planes * width // 8
+        byte, at = first + plane % count, plane // count * width
+        found += [(byte, at + i, min(most, width), place + i) for i in range(0, width, most)]
+        first, place = first + count, place + width
+    return tuple(found)
+
+
+@triton.jit
+def _halves(words, DTYPE: tl.constexpr):
+    """The halves of words, beside each other, as floats. The compiler leaves them in their words."""
+    both = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16)).to(DTYPE, bitcast=True)
+    return tl.reshape(both, (words.shape[0], 2 * words.shape[1]))
+
+
+@triton.jit
+def _number(word, AT: tl.constexpr, WIDTH: tl.constexpr, PLACE: tl.constexpr, F: tl.constexpr):
+    """``WIDTH`` bits of each byte, from bit ``AT`` on, as floats times ``2**PLACE``.
+
+    They stay where they are in the mantissa, if it is that long, and one multiply-add, which is exact, takes the power
+    of two away and moves them to their place: for two channels at once, as sums and products of 16 bits are.
+    """
+    SHIFT: tl.constexpr = AT if F.mantissa < AT + WIDTH else 0
+    FIELD: tl.constexpr = (2**WIDTH - 1 << AT - SHIFT) * 0x00010001
+    STEP: tl.constexpr = 2.0 ** (PLACE + SHIFT - AT)
+    x = word >> SHIFT & FIELD | F.power if SHIFT else word & (FIELD | F.power)
+    return _halves(x, F.dtype) * tl.full((), STEP, F.dtype) - tl.full((), STEP * 2**F.mantissa, F.dtype)
+
+
+@triton.jit
+def _repeated(start, where, known, shape: tl.constexpr, dim: tl.constexpr, F: tl.constexpr):
+    """Scales or zero points at ``where``, along ``dim`` as often as ``shape`` says: those of pairs of channels, or one
+    for many channels."""
+    if dim == 1:
+        word = tl.load(start.to(tl.pointer_type(tl.int32), bitcast=True) + where, mask=known, other=0)
+    else:
+        word = tl.load(start.to(tl.pointer_type(tl.uint16), bitcast=True) + where, mask=known, other=0).to(tl.int32)
+        word |= word << 16
+    word = tl.broadcast_to(tl.expand_dims(word, dim), shape)
+    flat: tl.constexpr = (shape[0] * shape[1], shape[2]) if dim == 1 else (shape[0], shape[1] * shape[2])
+    return _halves(tl.reshape(word, flat), F.dtype)
+
+
+@triton.jit
+def paired_values(read, pool, first, stop, PLANE: tl.constexpr, L: tl.constexpr, F: tl.constexpr):
+    """A plane of the rows of which `paired_words` were ``read``, dequantized as `values` does, but in 16 bits."""
+    tokens: tl.constexpr = L.page // L.planes
+    rows: tl.constexpr = read[0].shape[0]
+    pairs: tl.constexpr = read[0].shape[1]
+    WHERE: tl.constexpr = _fields(PLANE, L.bits, L.planes, 4 if F.mantissa < 8 else 8)
+    x = _number(read[WHERE[0][0]], WHERE[0][1], WHERE[0][2], WHERE[0][3], F)
+    for i in tl.static_range(1, len(WHERE)):
+        x += _number(read[WHERE[i][0]], WHERE[i][1], WHERE[i][2], WHERE[i][3], F)
+    if L.channelwise:
+        column, real = channels(L, 2)
+        run: tl.constexpr = min(L.group, tokens, rows)
+        row = first + tl.arange(0, rows // run) * run
+        group = row // tokens * (L.page // L.group) + PLANE * tokens // L.group + row % tokens // L.group
+        where, known = group[:, None] * (L.dim // 2) + column[None, :], (row < stop)[:, None] & real[None, :]
+        shape: tl.constexpr = (rows // run, run, pairs)
+        dim: tl.constexpr = 1
+    else:
+        groups: tl.constexpr = L.dim // L.group
+        padded: tl.constexpr = triton.next_power_of_2(groups)
+        row, group = first + tl.arange(0, rows), tl.arange(0, padded)
+        token = row // tokens * L.page + PLANE * tokens + row % tokens
+        where, known = token[:, None] * groups + group[None, :], (row < stop)[:, None] & (group < groups)[None, :]
+        shape: tl.constexpr = (rows, padded, pairs // padded)
+        dim: tl.constexpr = 2
+    scale = _repeated(pool.scale, where, known, shape, dim, F)
+    return x * scale + _repeated(pool.zero_point, where, known, shape, dim, F)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .pages import channels, values, words
+from .pages import channels, paired_values, paired_words, values, words
 
 
 class Rules(NamedTuple):
@@ -118,26 +118,32 @@ def _turned(k, turn, tokens, there, parts, L: tl.constexpr):
 
 
 @triton.jit
-def page_words(pool, first, stop, parts, ROWS: tl.constexpr, L: tl.constexpr):
-    """`words` of each part."""
-    parts = parts if L.pairs else (channels(L, L.code),)
-    read = ()
-    for i in tl.static_range(len(parts)):
-        column, real = parts[i]
-        read = read + (words(pool.codes, first, stop, column, real, ROWS, L),)  # noqa: RUF005
+def page_words(pool, first, stop, parts, ROWS: tl.constexpr, L: tl.constexpr, F: tl.constexpr = None):
+    """`words` of each part; with a form `paired_words`."""
+    if F is not None:
+        read = paired_words(pool, first, stop, ROWS, L, F)
+    else:
+        parts = parts if L.pairs else (channels(L, L.code),)
+        read = ()
+        for i in tl.static_range(len(parts)):
+            column, real = parts[i]
+            read = read + (words(pool.codes, first, stop, column, real, ROWS, L),)  # noqa: RUF005
     return read
 
 
 @triton.jit
-def page_keys(read, pool, first, stop, tokens, there, plane, turn, parts, L: tl.constexpr):
+def page_keys(read, pool, first, stop, tokens, there, plane, turn, parts, L: tl.constexpr, F: tl.constexpr = None):
     """The parts of the keys in a plane of rows, ``read`` by `page_words`; ``tokens`` are those of the plane."""
-    k = ()
-    for i in tl.static_range(len(parts)):
-        channel, real = parts[i]
-        part = values(read[i], pool, first, stop, channel, real, plane, L, not L.pairs)
-        if turn.center is not None:
-            part += tl.load(turn.center + channel, mask=real, other=0).to(tl.float32)[None, :]
-        k = k + (part,)  # noqa: RUF005
+    if F is not None:
+        k = (paired_values(read, pool, first, stop, plane, L, F),)
+    else:
+        k = ()
+        for i in tl.static_range(len(parts)):
+            channel, real = parts[i]
+            part = values(read[i], pool, first, stop, channel, real, plane, L, not L.pairs)
+            if turn.center is not None:
+                part += tl.load(turn.center + channel, mask=real, other=0).to(tl.float32)[None, :]
+            k = k + (part,)  # noqa: RUF005
     return _turned(k, turn, tokens, there, parts, L) if L.pairs else k
 
 

@@ -1,0 +1,85 @@
+"""What the split kernel of attention issues, counted in its machine code: nothing runs, and no GPU is needed.
+
+    python benchmarks/instructions.py
+
+An instruction counts for each of the 32 lanes of its warp, in the innermost loop over packed tokens, and is divided by
+the elements of K and V that a turn of the loop takes. An SM of A100 or H100 issues 4 warp-instructions a cycle at most,
+so that the count bounds how many elements a second an SM can take, whatever the memory does.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from compile_kernels import attend_launches, compiled
+
+CASES = {
+    "kivi, 2 bits": dict(bits=2),
+    "4 bits, keys per token": dict(bits=4, per="token", group=64),
+    "8 bits": dict(bits=8),
+    "kivi, 16 queries": dict(bits=2, queries=16),
+    "kivi before RoPE": dict(bits=2, rope="half-64"),
+    "higgs": dict(bits=4, grid="d2n16", group=128),
+}
+KINDS = {
+    "floats": r"FADD|FMUL|FFMA|FMNMX|FSEL|FSETP|H(ADD|MUL|FMA)2|MUFU|F2FP|I2F",
+    "integers": r"U?(LOP3|SHF|IADD3|IMAD|LEA|ISETP|SEL|PRMT|SGXT|PLOP3)|VIADD",
+    "memory": r"LD|ST|SHFL",
+    "products": r"H?G?MMA|HMMA",
+}
+REGISTERS = 65536  # of an SM
+
+
+def instructions(cubin: bytes) -> tuple[list[str], list[tuple[int, int]]]:
+    """The instructions of a kernel, and which of them its loops span."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(cubin)
+        tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+        text = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
+    code, labels, loops = [], {}, []
+    for line in text.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(code)
+        elif instruction := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+ )?\s*(.*?);", line):
+            code.append(instruction[1])
+    for i, instruction in enumerate(code):
+        target = re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction)
+        if target and labels[target[1]] < i:
+            loops.append((labels[target[1]], i + 1))
+    return code, loops
+
+
+def main() -> None:
+    print("| | sm | a value | " + " | ".join(KINDS) + " | registers | warps an SM | shared |")
+    print("|---|--:|" + "--:|" * (len(KINDS) + 4))
+    for name, case in CASES.items():
+        kernel, args, kwargs = attend_launches(**case)[0]
+        given = dict(zip([p.name for p in kernel.params], args, strict=False))
+        warps, K = kwargs["num_warps"], given["K"]
+        for arch in (80, 90):
+            with redirect_stdout(StringIO()) as log:
+                made = compiled(kernel, args, kwargs, GPUTarget("cuda", arch, 32))
+            code, loops = instructions(made.asm["cubin"])
+            first, last = next((a, b) for a, b in loops if any("MMA" in i for i in code[a:b]))
+            turns = 1 if given["TOGETHER"] >= K.planes else K.planes // given["TOGETHER"]
+            values = 2 * given["ROWS"] * K.planes // turns * K.dim / (32 * warps)
+            counts = [last - first] + [sum(bool(re.match(k, i)) for i in code[first:last]) for k in KINDS.values()]
+            registers = int(re.search(r"Used (\d+) registers", log.getvalue())[1])
+            resident = REGISTERS // (-(-registers // 8) * 8 * 32 * warps) * warps
+            print(
+                f"| {name} | {arch} | " + " | ".join(f"{count / values:.1f}" for count in counts),
+                f"{registers} | {resident} | {made.metadata.shared:,} |", sep=" | ", flush=True,
+            )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
