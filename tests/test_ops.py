@@ -245,6 +245,12 @@ def test_attention_over_a_decoded_past_is_attention(queries, softcap, causal, ro
     assert_fake_tells_the_truth(OPS.attend_decoded, (*arguments, 0.3, softcap), "auto")
 
 
+def test_keys_that_are_stored_rotated_are_not_rotated_again():
+    angle = randn(4, 2, 120, DIM // 2)
+    with pytest.raises(KVPassError, match="stored rotated"):
+        OPS.attend(*attend_arguments(KIVI, 70)[0], cos=angle.cos(), sin=angle.sin(), rope="half-8")
+
+
 @pytest.mark.parametrize("name", implementations("attend"))
 def test_masks_may_differ_from_head_to_head_and_be_shared_by_the_batch(name):
     for batch, heads in ((2, 4), (1, 1)):  # a kernel each

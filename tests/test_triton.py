@@ -93,13 +93,13 @@ def divisors(number: int) -> list[int]:
 
 
 @st.composite
-def layouts(draw, dim: int):
+def layouts(draw, dim: int, pre_rope: bool):
     """Specs of keys and values that leave together or keys first, any widths beside each other."""
     page, per = draw(st.sampled_from((16, 32, 64))), draw(st.sampled_from(("channel", "token")))
     shared = dict(page_size=page, sinks=draw(st.sampled_from((0, 0, 3))))
     residual, later = draw(st.sampled_from((0, 5))), draw(st.sampled_from((0, page, page + 7)))
     group = draw(st.sampled_from(divisors(page if per == "channel" else dim)))
-    key = CodecSpec(draw(widths), per, group, residual=residual, **shared)
+    key = CodecSpec(draw(widths), per, group, residual=residual, pre_rope=pre_rope, **shared)
     group = draw(st.sampled_from(divisors(dim)))
     return key, CodecSpec(draw(widths), "token", group, residual=residual + later, rollback=7, **shared)
 
@@ -119,12 +119,12 @@ def calls(draw):
     total = shape["n"] + shape["queries"]
     mask = random_mask(kind, draw(seeds), *of_mask, shape["queries"], total, draw(st.sampled_from((0, min(total, 9)))))
     causal = mask is None and draw(st.booleans())
-    softcap = draw(st.sampled_from((0.0, 0.0, 3.0)))
+    softcap, pre_rope = draw(st.sampled_from((0.0, 0.0, 3.0))), draw(st.booleans())
     arguments = attend_arguments(
-        draw(layouts(dim)), dim=dim, mask=mask, causal=causal, softcap=softcap, dtype=draw(dtypes), **shape
+        draw(layouts(dim, pre_rope)), dim=dim, mask=mask, causal=causal, softcap=softcap, dtype=draw(dtypes), **shape
     )
     others = dict(sinks=randn(1, shape["heads"] * shape["repeats"]).to(DEVICE) if draw(st.booleans()) else None)
-    if draw(st.booleans()):
+    if pre_rope:
         pairs, kind = draw(st.sampled_from((dim // 2, dim // 4, 5))), draw(st.sampled_from(("half", "interleaved")))
         others.update(rotary(draw(seeds), shape["batch"], shape["n"], f"{kind}-{pairs}"))
     return arguments, others
