@@ -183,9 +183,9 @@ def _page_values(weights, pools, spec: CodecSpec, points, basis) -> Tensor:
     """Values in pages, weighted by ``[BH, R, N, P]``: ``[BH, R, D]``."""
     by_plane, products = weights.unflatten(-1, (num_planes(spec.bits), -1)), []
     for j in range(num_planes(spec.bits)):
-        v = plane_values(*pools, spec, j, points).flatten(1, 2)
-        products.append([by_plane[:, r, :, j].flatten(1)[..., None] * v for r in range(weights.shape[1])])
-    out = torch.stack([reduce(torch.add, of_head).sum(1) for of_head in zip(*products, strict=True)], 1)
+        v = plane_values(*pools, spec, j, points)
+        products.append([by_plane[:, r, :, j, :, None] * v for r in range(weights.shape[1])])
+    out = torch.stack([reduce(torch.add, of_head).sum((1, 2)) for of_head in zip(*products, strict=True)], 1)
     return out if basis is None else out @ basis.mT
 
 
