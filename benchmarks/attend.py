@@ -92,7 +92,7 @@ def main() -> None:
                 name: f"{rate / bandwidth:4.0%} of a copy's bandwidth" for name, rate in rates.items() if bandwidth
             }
             show(f"{args.batch} x {length} tokens", medians, notes)
-    write(args.json, device, arguments=vars(args), copy_bandwidth=bandwidth, results=results)
+    write(args, device, copy_bandwidth=bandwidth, results=results)
 
 
 if __name__ == "__main__":

@@ -160,7 +160,7 @@ def main() -> None:
     tokens = args.prefill or max(map(int, args.lengths.split(","))) + args.steps + 3
     ids = texts.tokens(tokenizer, "prose", tokens).to(plain.device)
     results = (prefill if args.prefill else by_length)(variants, ids, args)
-    write(args.json, plain.device, arguments=vars(args), seconds=results)
+    write(args, plain.device, seconds=results)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def main() -> None:
         for length in map(int, args.lengths.split(",")):
             results[length] = compare(length, args, getattr(torch, args.dtype))
             show(f"{args.batch} x {length} tokens", results[length])
-    write(args.json, torch.device(args.device), arguments=vars(args), seconds=results)
+    write(args, torch.device(args.device), seconds=results)
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ def main() -> None:
         for length, found in results[name].items():
             cache = "" if found["cache"] is None else f"{found['cache'] / 1e6:.1f} MB"
             print(f"| {name} | {length} | {found['peak'] / 1e6:.1f} MB | {cache} |", flush=True)
-    write(args.json, model.device, arguments=vars(args), bytes=results)
+    write(args, model.device, bytes=results)
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def main() -> None:
             ratio = f"{base['seconds'] / found['seconds']:.2f}x" if base else ""
             peak = "" if found["peak"] is None else f"{found['peak'] / 1e9:.1f} GB"
             print(f"| {batch} | {name} | {batch / found['seconds']:.1f} | {ratio} | {peak} |", flush=True)
-    write(args.json, torch.device(args.device), arguments=vars(args), results=results)
+    write(args, torch.device(args.device), results=results)
 
 
 if __name__ == "__main__":

@@ -73,9 +73,9 @@ def show(title: str, medians: dict[str, float], notes: dict[str, str] | None = N
         print(f"  {name:<24} {each * 1e3:9.3f} ms  {each / base:5.2f}x  {notes.get(name, '')}".rstrip(), flush=True)
 
 
-def write(path: str | None, device: torch.device, **about) -> None:
-    """Results and what they were measured on, to ``path`` if there is one."""
-    if path is None:
+def write(args: argparse.Namespace, device: torch.device, **results) -> None:
+    """Results and what they were measured on, to the file that the arguments name, if they name one."""
+    if args.json is None:
         return
     versions = {"torch": torch.__version__}
     try:
@@ -83,5 +83,6 @@ def write(path: str | None, device: torch.device, **about) -> None:
     except PackageNotFoundError:
         versions["triton"] = None
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    with open(path, "w") as file:
-        json.dump(dict(device=name, **versions, **about), file, indent=1)
+    arguments = {name: value for name, value in vars(args).items() if name != "json"}
+    with open(args.json, "w") as file:
+        json.dump(dict(device=name, **versions, arguments=arguments, **results), file, indent=1)
