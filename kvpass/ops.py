@@ -9,7 +9,7 @@ append_      store ``x`` behind the ``length`` tokens already there and pack the
              ``mask`` are taps a codec may ask for (SQuat: the prompt's queries and who of them is padding). With a
              budget, ``importance`` and the ``scores`` of this call choose who is evicted, and ``slots`` hands the
              choice on to appends that are given no ``importance``.
-append_layers_  the same for the keys, or the values, of many layers, whose codec looks at nothing else.
+append_layers_  the same for the keys, or the values, of many layers of one device, whose codec looks at nothing else.
 decode       every stored token as ``[B, H_kv, n, D]`` in token order.
 attend       attention of ``q`` over the stored past and the full-precision present ``k_new``, ``v_new``. ``causal``
              is aligned to the end of the keys. ``softcap`` 0 means none. ``sinks`` ``[H_q]`` are logits that take part

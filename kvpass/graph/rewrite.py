@@ -284,11 +284,12 @@ def _hoist_appends(normal: NormalGraph, appends: dict[Node, dict]) -> set[Node]:
             if any(user is not output and not _is_append(user) for user in item.users):
                 raise KVPassError("A packed cache is read again after it was written in the same call; not supported.")
         if codes[arguments["codes"]] == 1 and not any(arguments[name] for name in _LOOKED_AT):
-            alike.setdefault((arguments["spec"], arguments["length"], arguments["lowering"]), []).append(arguments)
+            place = arguments["length"], arguments["x"].meta["val"].device
+            alike.setdefault((*place, arguments["spec"], arguments["lowering"]), []).append(arguments)
             continue
         with graph.inserting_before(output):
             graph.call_function(APPEND, tuple(arguments[name] for name in _ARGUMENTS))
-    for (spec, length, lowering), layers in alike.items():
+    for (length, _, spec, lowering), layers in alike.items():
         *state, x = ([arguments[name] for arguments in layers] for name in (*_STATE, "x"))
         with graph.inserting_before(output):
             graph.call_function(APPEND_LAYERS, (*state, length, x, spec, lowering))

@@ -42,13 +42,13 @@ def _write(rings: Sequence[Tensor], n: int, xs: Sequence[Tensor], spec: CodecSpe
     for ring, x in zip(rings, xs, strict=True):
         x = x.to(ring.dtype)
         x = x if x.stride(-1) == 1 else x.contiguous()
-        alike.setdefault((x.shape, x.stride(), x.dtype, x.device), []).append((x, ring))
-    for (shape, strides, dtype, device), layers in alike.items():
-        batch, heads, count, head_dim = shape
-        pinned = device.type == "cuda"  # so that the host does not wait
+        alike.setdefault((x.shape, x.stride(), x.dtype), []).append((x, ring))
+    device = xs[0].device
+    pinned = device.type == "cuda"  # so that the host does not wait
+    for ((batch, heads, count, head_dim), strides, dtype), layers in alike.items():
         addresses = torch.tensor([(x.data_ptr(), ring.data_ptr()) for x, ring in layers], pin_memory=pinned)
         grid = len(layers), batch * heads, triton.cdiv(count, _TOKENS)
-        with torch.cuda.device_of(layers[0][0]):
+        with torch.cuda.device_of(xs[0]):
             write_windows[grid](
                 addresses.to(device, non_blocking=True), n, count, *strides[:3], heads, head_dim, spec.sinks,
                 spec.window, min(_TOKENS, triton.next_power_of_2(count)), _DTYPES[dtype],
