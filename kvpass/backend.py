@@ -18,8 +18,8 @@ from .graph.written import presents
 
 _MODES = (None, "default", "reduce-overhead")
 _OPTIONS = {"strict", "lowering", "interpret", "scheme"}
-# The inputs, some hundreds at every step, have been checked by Dynamo's guards. What is used twice is computed once: the
-# layers of a model then share their kernels, and rotary tables are not made anew in each.
+# The inputs, some hundreds at every step, have been checked by Dynamo's guards. What is used twice is computed once:
+# then the layers of a model share their kernels, and rotary tables are not made anew in each.
 _INDUCTOR = {"reorder_for_locality": False, "size_asserts": False, "realize_reads_threshold": 0}
 
 
