@@ -1,7 +1,7 @@
 """Tokens a second and peak memory of a whole model as the batch grows, until memory is full.
 
     python benchmarks/throughput.py --json h100.json                    # 8B parameters of noise, bfloat16, on a GPU
-    python benchmarks/throughput.py --layers 2 --hidden 256 --batches 1,4 --length 512 --device cpu --dtype float32
+    python benchmarks/throughput.py --layers 2 --hidden 256 --heads 8 --kv-heads 2 --batches 1 --length 512 --device cpu
 
 The weights are random, in the shape of Llama-3-8B unless told otherwise, and shared by the variants; the default cache
 is the baseline. A prompt is read once and its cache repeated for the batch, so that only decoding is measured. Where a
