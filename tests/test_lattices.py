@@ -183,3 +183,12 @@ def test_compiled_attention_is_that_over_decoded_tokens(name, n):
     expected = reference.attention(q, *dense, None, False, 0.3, 0.0)
     torch.testing.assert_close(reference.attend(*arguments), expected, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(inductor_attend.attend(*arguments), expected, atol=3e-6, rtol=1e-5)
+
+
+def test_a_group_that_falls_on_the_point_zero_stays_zero():
+    x = randn(0, 1, 1, 16, 64)
+    x[:, :, 3] = 0
+    spec = CodecSpec(2, "token", 64, 16, grid="d1n3", fit="lsq")
+    codes, scale, zero_point = encode_pages(x, spec)
+    assert torch.isfinite(scale).all()
+    assert not decode_pages(codes, scale, zero_point, spec)[:, :, 3].any()

@@ -44,9 +44,11 @@ def fit_rms(groups: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def fit_size(groups: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """The factor of least squared error between groups and the grid's values for them, as `fit_rms`."""
+    """The factor of least squared error between groups and the grid's values for them, as `fit_rms`; 0 where all of
+    them are 0."""
     groups, values = groups.double(), values.double()
-    return ((groups * values).sum(-1, keepdim=True) / values.square().sum(-1, keepdim=True)).to(dtype)
+    square = values.square().sum(-1, keepdim=True)
+    return ((groups * values).sum(-1, keepdim=True) / torch.where(square > 0, square, 1.0)).to(dtype)
 
 
 def assign_points(x: Tensor, points: Tensor) -> Tensor:

@@ -89,7 +89,8 @@ def _fit_size(groups, code, counts, points, C: tl.constexpr):
         value = tl.load(points + code * (C.code + 1) + i).to(tl.float64)
         product += groups[i].to(tl.float64) * value
         square += value * value
-    return (tl.sum(product, 2) / tl.sum(tl.where(counts, square, 0.0), 2)).to(tl.float32)
+    square = tl.sum(tl.where(counts, square, 0.0), 2)
+    return (tl.sum(product, 2) / tl.where(square > 0, square, 1.0)).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["pages"])
