@@ -1,6 +1,6 @@
 """Storing tokens: who leaves the window is encoded, who lost its place is replaced, the present goes to the ring."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from kvpass.codec.subspace import compensation_matrix, precision_matrix
 from kvpass.codec.window import layout
 from kvpass.errors import KVPassError
 
-CHUNK = 4096  # tokens predicted at a time: what is needed in between stays small
+CHUNK = 4096  # tokens predicted, or gathered from layers, at a time: what is needed in between stays small
 
 
 def not_padding(mask: Tensor, batch: int, tokens: int) -> Tensor:
@@ -195,29 +195,34 @@ def _settle(pages: _Pages, tokens: Tensor, settled: int, slots: Tensor, compensa
     pages.write(0, arriving, lambda pools, y: replace_tokens(pools, y, slots >= settled, spec, compensation), 0)
 
 
-def append_layers(
-    encode: Callable, codes, scale, zero_point, rings, n: int, xs, spec: CodecSpec, write: Callable | None = None
-) -> None:
-    """`append` to each of many layers, whose pages are due together: they are encoded by few calls.
-
-    write: stores the tokens ``xs`` in the ``rings`` of all layers, as ``write(rings, n, xs, spec)``.
-    """
-    where, first, last = layout(spec), spec.pages(n), spec.pages(n + xs[0].shape[2])
-    alike: dict[torch.Size, list[int]] = {}
-    for i, x in enumerate(xs) if last > first else ():
-        alike.setdefault(x.shape, []).append(i)
-    at_once = max(1, CHUNK // max(1, (last - first) * spec.page_size))
-    for layers in alike.values():
-        for some in (layers[i : i + at_once] for i in range(0, len(layers), at_once)):
-            leaving = [where.leaving(rings[i], n, xs[i], first, last) for i in some]
-            new = encode(leaving[0] if len(some) == 1 else torch.cat(leaving), None, spec)
-            if new[1].device.type == "cpu":
-                check_finite(*new[1:])
-            for pools, pages in zip((codes, scale, zero_point), new, strict=True):
-                for i, of_layer in zip(some, pages.chunk(len(some)), strict=True):
-                    whole(pools[i], last)[:, :, first:last] = of_layer
-    if write is not None:
-        write(rings, n, xs, spec)
-        return
+def write_each(rings: Sequence[Tensor], n: int, xs: Sequence[Tensor], spec: CodecSpec) -> None:
+    """Store the tokens ``xs`` of layers, ``[B, H, S, D]`` each, behind the ``n`` that are there, in their ``rings``."""
     for ring, x in zip(rings, xs, strict=True):
-        where.write(ring, n, x)
+        layout(spec).write(ring, n, x)
+
+
+def append_layers(
+    encode: Callable, codes, scale, zero_point, rings, n: int, xs, spec: CodecSpec, write: Callable = write_each
+) -> None:
+    """`append` to each of many layers: pages, which are due together, are encoded by few calls, and ``write`` stores
+    the tokens in the rings, as `write_each` does."""
+    first, last = spec.pages(n), spec.pages(n + xs[0].shape[2])
+    at_once = max(1, CHUNK // max(1, (last - first) * spec.page_size))
+    for layers in _alike(xs, at_once) if last > first else ():
+        leaving = [layout(spec).leaving(rings[i], n, xs[i], first, last) for i in layers]
+        new = encode(leaving[0] if len(layers) == 1 else torch.cat(leaving), None, spec)
+        if new[1].device.type == "cpu":
+            check_finite(*new[1:])
+        for pools, pages in zip((codes, scale, zero_point), new, strict=True):
+            for i, of_layer in zip(layers, pages.chunk(len(layers)), strict=True):
+                whole(pools[i], last)[:, :, first:last] = of_layer
+    write(rings, n, xs, spec)
+
+
+def _alike(xs: Sequence[Tensor], most: int) -> Iterator[list[int]]:
+    """Which of ``xs`` have the same shape, up to ``most`` at a time."""
+    by_shape: dict[torch.Size, list[int]] = {}
+    for i, x in enumerate(xs):
+        by_shape.setdefault(x.shape, []).append(i)
+    for same in by_shape.values():
+        yield from (same[i : i + most] for i in range(0, len(same), most))

@@ -192,6 +192,8 @@ class LogSparse(Recent):
     def leaving(self, ring: Tensor, n: int, x: Tensor, first: int, last: int) -> Tensor:
         tokens, device = self.page_tokens(first, last), ring.device
         known = tokens < n
+        if not known.any():
+            return x.index_select(2, (tokens - n).to(device))
         out = x.new_empty((*x.shape[:2], len(tokens), x.shape[3]))
         out[:, :, known.to(device)] = self._select(ring, tokens[known])
         out[:, :, ~known.to(device)] = x.index_select(2, (tokens[~known] - n).to(device))

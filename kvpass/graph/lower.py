@@ -1,6 +1,6 @@
 """Stage 4: every ``kvpass::*`` op of a graph gets the name of the implementation that will run it."""
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from kvpass.lowering.table import Site, few, select
 
@@ -24,7 +24,7 @@ def lower(gm: GraphModule, lowering: str) -> dict[str, str]:
         if op not in _DEVICE_OF:
             continue
         value = node.args[_DEVICE_OF[op]]
-        value = (value[0] if op == "append_layers_" else value).meta["val"]
+        value = (value if isinstance(value, Node) else value[0]).meta["val"]  # of many layers, any one
         queries = few(value.shape[2]) if op.startswith("attend") else 0
         if op == "attend_scored" and len(node.args[1]) == 1:  # the past is decoded already
             queries = 0
