@@ -11,16 +11,13 @@ import re
 import subprocess
 import sys
 import tempfile
-from contextlib import redirect_stdout
-from io import StringIO
 from pathlib import Path
 
 import triton
-from triton.backends.compiler import GPUTarget
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from compile_kernels import attend_launches, compiled
+from compile_kernels import attend, compiling
 
 CASES = {
     "kivi, 2 bits": dict(bits=2),
@@ -62,22 +59,20 @@ def main() -> None:
     print("| | sm | a value | " + " | ".join(KINDS) + " | registers | warps an SM | shared |")
     print("|---|--:|" + "--:|" * (len(KINDS) + 4))
     for name, case in CASES.items():
-        kernel, args, kwargs = attend_launches(**case)[0]
-        given = dict(zip([p.name for p in kernel.params], args, strict=False))
-        warps, K = kwargs["num_warps"], given["K"]
         for arch in (80, 90):
-            with redirect_stdout(StringIO()) as log:
-                made = compiled(kernel, args, kwargs, GPUTarget("cuda", arch, 32))
-            code, loops = instructions(made.asm["cubin"])
+            with compiling(arch) as launches:
+                attend(**case)
+            split = launches[0]
+            given, warps, K = split.given, split.options["num_warps"], split.given["K"]
+            code, loops = instructions(split.made.asm["cubin"])
             first, last = next((a, b) for a, b in loops if any("MMA" in i for i in code[a:b]))
             turns = 1 if given["TOGETHER"] >= K.planes else K.planes // given["TOGETHER"]
             values = 2 * given["ROWS"] * K.planes // turns * K.dim / (32 * warps)
             counts = [last - first] + [sum(bool(re.match(k, i)) for i in code[first:last]) for k in KINDS.values()]
-            registers = int(re.search(r"Used (\d+) registers", log.getvalue())[1])
-            resident = REGISTERS // (-(-registers // 8) * 8 * 32 * warps) * warps
+            resident = REGISTERS // (-(-split.registers // 8) * 8 * 32 * warps) * warps
             print(
                 f"| {name} | {arch} | " + " | ".join(f"{count / values:.1f}" for count in counts),
-                f"{registers} | {resident} | {made.metadata.shared:,} |", sep=" | ", flush=True,
+                f"{split.registers} | {resident} | {split.made.metadata.shared:,} |", sep=" | ", flush=True,
             )  # fmt: skip
 
 

@@ -281,7 +281,7 @@ class PackedLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:
             raise KVPassError(f"crop({tokens_to_remove}): pass the negative number of tokens to remove.")
-        new = max(0, self.tokens + tokens_to_remove)
+        new = max(0, self.tokens + int(tokens_to_remove))
         least = self.plan.key.sinks + (self.plan.key.budget or 0)
         if self.seen > self.tokens and new < least:
             raise KVPassError(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
@@ -43,7 +44,7 @@ def compile_ahead(
         remaining = iter(tensors)
         return fn(*(next(remaining) if there else None for there in present))
 
-    with torch.no_grad(), fake_mode:
+    with torch.no_grad(), fake_mode, enable_python_dispatcher():  # matmul in C++ would fix sizes before torch 2.13
         graph = make_fx(call)(*fakes)
     fixed = {symbol: size for symbol, size in fake_mode.shape_env.replacements.items() if size.is_number}
     if fixed:  # nothing would check it at a call

@@ -242,7 +242,7 @@ def _attend_kernel(key: tuple, k_spec: CodecSpec, v_spec: CodecSpec, scale: floa
     ids = partial(torch.empty, dtype=torch.int64, device=device)
     new, table = example(heads, 1, head_dim), example(_TABLES, columns) if rope else None
     examples = [
-        *(torch.empty(pages, device=device) for pages in (_K_PAGES, _V_PAGES, *_ROOMS)),
+        *(torch.empty(pages, dtype=torch.uint8, device=device) for pages in (_K_PAGES, _V_PAGES, *_ROOMS)),
         example(q_heads, 1, head_dim),
         *state(k_spec),
         *state(v_spec),
@@ -268,8 +268,8 @@ def _attend_kernel(key: tuple, k_spec: CodecSpec, v_spec: CodecSpec, scale: floa
 
 @lru_cache(maxsize=16)
 def _carriers(pages: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """Zero-stride tensors whose shapes are page counts: the same for all layers of a step."""
-    return tuple(torch.empty(1, device=device).expand(count) for count in pages)
+    """Tensors whose shapes are page counts: the same for all layers of a step."""
+    return tuple(torch.empty(count, dtype=torch.uint8, device=device) for count in pages)
 
 
 @lru_cache(maxsize=16)

@@ -16,15 +16,16 @@ from kvpass.codec.pack import num_planes
 from kvpass.codec.rotary import parse_rope
 from kvpass.lowering.table import Site, select
 
-from common import WIDTHS, awkward, dtypes, only_reference, randn, seeds, state_of, widths
+from common import ROUNDS_IN_INDUCTOR, WIDTHS, awkward, dtypes, only_reference, randn, seeds, state_of, widths
 from tiny import llama, step_by_step, tokens
 
-triton = pytest.importorskip("triton", minversion="3.7")  # the interpreter of 3.6 fails with numpy 2.4
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# the interpreter of 3.6 fails with numpy 2.4
+triton = pytest.importorskip("triton", minversion="3.7" if DEVICE == "cpu" else None)
 tl = triton.language
 
 from kvpass.lowering.triton import launch, pages  # noqa: E402
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPS = torch.ops.kvpass
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
@@ -439,6 +440,7 @@ def test_encode_refuses_what_it_does_not_serve_and_says_why(op, spec):
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="kernels are compiled here")
 def test_auto_never_takes_the_interpreter():
-    assert select(site("attend", *KIVI)).name == "inductor" and select(site("encode", KIVI[0])).name == "inductor"
+    assert select(site("attend", *KIVI)).name == "inductor"
+    assert select(site("encode", KIVI[0])).name == ("inductor" if ROUNDS_IN_INDUCTOR else "reference")
     with only_reference():
         assert select(site("attend", *KIVI)).name == "reference"

@@ -66,6 +66,8 @@ def test_zoo(cell, record_property, pytestconfig):
     lossy = pytestconfig.getoption("--whole-zoo") or cell[0] == TWICE[0]
     name, attention, cache_kind = cell
     species = ZOO[name]
+    if name == "Qwen3-Next" and torch.__version__ < "2.13":
+        pytest.skip("torch.compile alone corrupts the heap with it: offsets of its experts are wrong")
     try:
         model = species.model(attention)
     except (ValueError, ImportError) as error:

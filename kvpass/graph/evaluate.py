@@ -57,6 +57,8 @@ def run(nodes: list[Node], values: dict[Node, torch.Tensor], assignment: dict[sy
             continue
         if is_size(node):
             values[node] = at(node.meta["val"], assignment)
+        elif node.op == "get_attr":
+            values[node] = getattr(node.graph.owning_module, node.target).cpu()
         else:
             args, kwargs = torch.fx.node.map_aggregate((node.args, node.kwargs), concrete)
             kwargs = {k: ("cpu" if k == "device" else v) for k, v in kwargs.items()}

@@ -14,7 +14,10 @@ from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_any
 
+from .evaluate import is_size, upstream
+
 aten = torch.ops.aten
+_CHECKS_BREAK = torch.__version__ < "2.13"  # C++ that checks a mask's index beside a comparison does not compile
 
 
 @dataclass
@@ -98,12 +101,21 @@ def normalise(gm: GraphModule) -> NormalGraph:
 
 
 def _clean(graph: torch.fx.Graph) -> None:
-    """Drop metadata asserts (they hide users) and free ``view`` of the strides it was traced with."""
+    """Drop metadata asserts (they hide users), free ``view`` of the strides it was traced with, and spare indices that
+    are lengths a check."""
     for node in list(graph.nodes):
         if node.target is aten._assert_tensor_metadata.default:
             graph.erase_node(node)
         elif node.target in (aten.view.default, aten._unsafe_view.default):
             node.target = aten.reshape.default
+        elif _CHECKS_BREAK and node.target is aten.index.Tensor and _of_lengths(node):
+            node.target = aten._unsafe_index.Tensor
+
+
+def _of_lengths(index: Node) -> bool:
+    """Whether an index is computed from lengths alone, as where a mask is put together."""
+    sources = {node for indices in index.args[1] if indices is not None for node in upstream(indices)}
+    return all(node.op == "call_function" or is_size(node) for node in sources)
 
 
 def in_place(normal: NormalGraph, skip: set[Node]) -> GraphModule:

@@ -51,7 +51,7 @@ def _write(rings: Sequence[Tensor], n: int, xs: Sequence[Tensor], spec: CodecSpe
         with torch.cuda.device_of(xs[0]):
             write_windows[grid](
                 addresses.to(device, non_blocking=True), n, count, *strides[:3], heads, head_dim, spec.sinks,
-                spec.window, min(_TOKENS, triton.next_power_of_2(count)), _DTYPES[dtype],
+                spec.window, min(_TOKENS, triton.next_power_of_2(count)), _DTYPES[dtype], enable_fp_fusion=False,
             )  # fmt: skip
 
 

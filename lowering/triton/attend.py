@@ -11,8 +11,10 @@ import triton.language as tl
 from .pages import Pool, channels, form_of, paired_values, paired_words, tokens_of, values, words
 from .scores import (
     Call,
+    Turn,
     exact_keys,
     exact_tokens,
+    mask_lines,
     page_keys,
     page_words,
     parts_of,
@@ -21,7 +23,7 @@ from .scores import (
     ring_rows,
     scores,
     seen_by,
-    turn_of,
+    shifts_of,
     with_present,
 )
 
@@ -103,10 +105,12 @@ def attend_split(
     value = Pool(v_codes + group * v_stride, v_scale + group * v_params, v_zero + group * v_params, v_points)
     k_ring, v_ring = k_ring + group * (K.sinks + K.window) * K.dim, v_ring + group * (V.sinks + V.window) * K.dim
     k_new, v_new = k_new + group * queries * K.dim, v_new + group * queries * K.dim
-    turn = turn_of(cos, sin, center, group, table_batch, table_row, Q.groups, K.dim)
+    turn = Turn(cos, sin, group // Q.groups * table_batch, table_row, center, group * K.dim)
     call = Call(n, queries, scale, shift, mask, mask_batch, mask_head, mask_query)
 
-    of_all, asked, query, shift, mask = query_rows(tl.program_id(1) * Q.tile, group, call, Q)
+    of_all, asked, query = query_rows(tl.program_id(1) * Q.tile, group, call, Q)
+    shift = shifts_of(of_all, asked, call) if shift is not None else None
+    mask = mask_lines(of_all, asked, query, group, call, Q) if mask is not None else None
     parts = parts_of(K)
     v_channel, v_real = channels(V, 1)
     M: tl.constexpr = Q.tile

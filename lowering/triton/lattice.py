@@ -53,7 +53,7 @@ def spread(x: Tensor, seed: int) -> Tensor:
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     spread_runs[batch * heads, triton.cdiv(tokens * of_token, rows)](
         x, _signs(channels, seed, x.device), out, tokens * of_token, *x.stride()[:3], heads, size, of_token,
-        size.bit_length() - 1, rows, num_warps=ROTATING_WARPS,
+        size.bit_length() - 1, rows, num_warps=ROTATING_WARPS, enable_fp_fusion=True,
     )  # fmt: skip
     return out.div_(math.sqrt(size))  # PyTorch's, which takes a reciprocal where the reference does
 

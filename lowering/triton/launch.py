@@ -174,13 +174,14 @@ class _Launch:
                 *map(self.points, self.specs), *self.turn, self.mask, partial, lse, self.n, self.queries, self.scale,
                 k_rows, v_rows, rows_of_split, self.key[0].stride(1), self.key[1].stride(1), value[0].stride(1),
                 value[1].stride(1), *self.strides, self.rules, K, V, config.rows, config.together, config.exact,
-                config.stages, num_warps=config.warps, maxnreg=config.registers,
+                config.stages, num_warps=config.warps, maxnreg=config.registers, enable_fp_fusion=True,
             )  # fmt: skip
             if (rotation := self.specs[1].rotation) is not None:
                 partial[:, :-1] = partial[:, :-1] @ basis(self.head_dim, rotation, device).mT
             merge_splits[self.batch * self.heads * self.queries,](
-                partial, lse, sinks, out, totals, self.rows, splits, self.queries, self.heads, self.head_dim, _MERGED
-            )
+                partial, lse, sinks, out, totals, self.rows, splits, self.queries, self.heads, self.head_dim, _MERGED,
+                enable_fp_fusion=True,
+            )  # fmt: skip
         return out
 
     def pay(self, totals: Tensor, largest: bool) -> Tensor:
@@ -194,7 +195,7 @@ class _Launch:
                 self.q, *self.key, self.k_new, self.packed_queries, self.shift, self.points(self.specs[0]), *self.turn,
                 self.mask, totals, paid, self.n, self.queries, self.scale, k_rows, self.key[0].stride(1),
                 self.key[1].stride(1), *self.strides, largest, self.rules, K, config.rows, config.exact,
-                num_warps=PAYING_WARPS, maxnreg=config.registers,
+                num_warps=PAYING_WARPS, maxnreg=config.registers, enable_fp_fusion=True,
             )  # fmt: skip
         return paid
 

@@ -9,8 +9,10 @@ import triton.language as tl
 from .pages import Pool, tokens_of
 from .scores import (
     Call,
+    Turn,
     exact_keys,
     exact_tokens,
+    mask_lines,
     page_keys,
     page_words,
     parts_of,
@@ -18,7 +20,7 @@ from .scores import (
     query_tiles,
     scores,
     seen_by,
-    turn_of,
+    shifts_of,
 )
 
 
@@ -30,9 +32,11 @@ def _paid(
     """What all query rows of a KV head pay to ``tokens``: the sum, or the largest share."""
     total = tl.zeros((tokens.shape[0],), tl.float32)
     for first in tl.range(0, Q.heads // Q.groups * call.queries, Q.tile, num_stages=1):
-        of_all, asked, query, shift, mask = query_rows(first, group, call, Q)
+        of_all, asked, query = query_rows(first, group, call, Q)
+        shift = shifts_of(of_all, asked, call) if PACKED and call.shift is not None else None
+        mask = mask_lines(of_all, asked, query, group, call, Q) if call.mask is not None else None
         tiles, seen = query_tiles(q, of_all, asked, parts, K.dim, Q), seen_by(query, tokens, call, Q)
-        s = scores(tiles, k, shift if PACKED else None, call.scale, mask, tokens, seen, Q)
+        s = scores(tiles, k, shift, call.scale, mask, tokens, seen, Q)
         share = tl.exp(s - tl.load(lse + of_all, mask=asked, other=float("inf"))[:, None])
         total = tl.maximum(total, tl.max(share, 0)) if LARGEST else total + tl.sum(share, 0)
     return total
@@ -49,7 +53,7 @@ def pay_tokens(
     """Grid: tiles of packed rows and then of exact tokens, KV heads of all samples."""
     tile, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
     key = Pool(k_codes + group * k_stride, k_scale + group * k_params, k_zero + group * k_params, k_points)
-    turn = turn_of(cos, sin, center, group, table_batch, table_row, Q.groups, K.dim)
+    turn = Turn(cos, sin, group // Q.groups * table_batch, table_row, center, group * K.dim)
     call, parts = Call(n, queries, scale, shift, mask, mask_batch, mask_head, mask_query), parts_of(K)
     tiles, stop = tl.cdiv(k_rows, ROWS), n + queries
     paid += group * stop

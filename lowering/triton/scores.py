@@ -39,22 +39,17 @@ class Call(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What keys take before they are scored, if they are rotated: a mean is added, and tables of a sample turn them."""
+    """What keys take before they are scored, if they are rotated: a mean is added, and tables of a sample turn them.
+
+    sample, row: where the tables of a sample begin, and from token to token. head: where the mean of a head begins.
+    """
 
     cos: tl.tensor | None
     sin: tl.tensor | None
+    sample: tl.tensor
     row: tl.tensor
     center: tl.tensor | None
-
-
-@triton.jit
-def turn_of(cos, sin, center, group, batch, row, GROUPS: tl.constexpr, DIM: tl.constexpr):
-    """The `Turn` of a KV head, from pointers that may be None and the strides of the tables."""
-    if cos is not None:
-        cos, sin = cos + group // GROUPS * batch, sin + group // GROUPS * batch
-    if center is not None:
-        center += group * DIM
-    return Turn(cos, sin, row, center)
+    head: tl.tensor
 
 
 @triton.jit
@@ -80,19 +75,24 @@ def parts_of(L: tl.constexpr):
 
 @triton.jit
 def query_rows(first, group, call, Q: tl.constexpr):
-    """Rows ``[first, first + tile)`` of a KV head: each one's number among all, whether there is one, its query token,
-    shift and line of the mask."""
+    """Rows ``[first, first + tile)`` of a KV head: each one's number among all, whether there is one, its query."""
     heads: tl.constexpr = Q.heads // Q.groups
     row = first + tl.arange(0, Q.tile)
-    asked, query, of_all = row < heads * call.queries, row % call.queries, group * heads * call.queries + row
-    shift, mask = call.shift, call.mask
-    if shift is not None:
-        shift = tl.load(shift + of_all, mask=asked, other=0)
-    if mask is not None:
-        head = group % Q.groups * heads + row // call.queries
-        line = tl.where(asked, head * call.mask_head + query * call.mask_query, 0)
-        mask += group // Q.groups * call.mask_batch + line
-    return of_all, asked, query, shift, mask
+    return group * heads * call.queries + row, row < heads * call.queries, row % call.queries
+
+
+@triton.jit
+def shifts_of(of_all, asked, call):
+    """What is added to the products of query rows with packed keys."""
+    return tl.load(call.shift + of_all, mask=asked, other=0)
+
+
+@triton.jit
+def mask_lines(of_all, asked, query, group, call, Q: tl.constexpr):
+    """Where the line of the mask begins that each query row has."""
+    head = of_all // call.queries % Q.heads
+    line = tl.where(asked, head * call.mask_head + query * call.mask_query, 0)
+    return call.mask + group // Q.groups * call.mask_batch + line
 
 
 @triton.jit
@@ -112,8 +112,8 @@ def _turned(k, turn, tokens, there, parts, L: tl.constexpr):
     channel, real = parts[0]
     pair = channel // 2 if L.interleaved else channel
     at, known = tokens[:, None] * turn.row + pair[None, :], there[:, None] & real[None, :]
-    cos = tl.load(turn.cos + at, mask=known, other=0).to(tl.float32)
-    sin = tl.load(turn.sin + at, mask=known, other=0).to(tl.float32)
+    cos = tl.load(turn.cos + turn.sample + at, mask=known, other=0).to(tl.float32)
+    sin = tl.load(turn.sin + turn.sample + at, mask=known, other=0).to(tl.float32)
     return (k[0] * cos - k[1] * sin, k[1] * cos + k[0] * sin) + k[2:]  # noqa: RUF005
 
 
@@ -142,7 +142,7 @@ def page_keys(read, pool, first, stop, tokens, there, plane, turn, parts, L: tl.
             channel, real = parts[i]
             part = values(read[i], pool, first, stop, channel, real, plane, L, not L.pairs)
             if turn.center is not None:
-                part += tl.load(turn.center + channel, mask=real, other=0).to(tl.float32)[None, :]
+                part += tl.load(turn.center + turn.head + channel, mask=real, other=0).to(tl.float32)[None, :]
             k = k + (part,)  # noqa: RUF005
     return _turned(k, turn, tokens, there, parts, L) if L.pairs else k
 
