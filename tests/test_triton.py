@@ -20,7 +20,7 @@ from common import ROUNDS_IN_INDUCTOR, WIDTHS, awkward, dtypes, only_reference, 
 from tiny import llama, step_by_step, tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# the interpreter of 3.6 fails with numpy 2.4
+# the interpreter of 3.6 takes named tuples for plain ones; its compiler does not
 triton = pytest.importorskip("triton", minversion="3.7" if DEVICE == "cpu" else None)
 tl = triton.language
 
