@@ -1,6 +1,7 @@
 """Running a piece of a graph on concrete values: the pass asks what nodes compute, not how they are written."""
 
 from collections.abc import Iterable
+from operator import attrgetter
 
 import sympy
 import torch
@@ -22,6 +23,12 @@ def upstream(target: Node, stops: Iterable[Node] = ()) -> list[Node]:
             if node not in stops and not is_size(node):
                 stack.extend(node.all_input_nodes)
     return [node for node in target.graph.nodes if node in needed]
+
+
+def constant(node: Node) -> torch.Tensor | None:
+    """The tensor that ``node`` is, if its value is part of the graph."""
+    value = attrgetter(node.target)(node.graph.owning_module) if node.op == "get_attr" else None
+    return value.cpu() if type(value) is torch.Tensor else None
 
 
 def symbols(value) -> set[sympy.Symbol]:
@@ -58,7 +65,7 @@ def run(nodes: list[Node], values: dict[Node, torch.Tensor], assignment: dict[sy
         if is_size(node):
             values[node] = at(node.meta["val"], assignment)
         elif node.op == "get_attr":
-            values[node] = getattr(node.graph.owning_module, node.target).cpu()
+            values[node] = constant(node)
         else:
             args, kwargs = torch.fx.node.map_aggregate((node.args, node.kwargs), concrete)
             kwargs = {k: ("cpu" if k == "device" else v) for k, v in kwargs.items()}

@@ -167,29 +167,40 @@ def _repeated(start, where, known, shape: tl.constexpr, dim: tl.constexpr, F: tl
 
 
 @triton.jit
+def _params_of(first, stop, plane, ROWS: tl.constexpr, L: tl.constexpr):
+    """The groups along tokens, or the tokens, that rows ``[first, first + ROWS)`` of a plane take their scales from,
+    one for each run of rows that share theirs, and whether it is before row ``stop``."""
+    tokens: tl.constexpr = L.page // L.planes
+    if L.channelwise:
+        run: tl.constexpr = min(L.group, tokens, ROWS)
+        row = first + tl.arange(0, ROWS // run) * run
+        line = row // tokens * (L.page // L.group) + plane * tokens // L.group + row % tokens // L.group
+    else:
+        row = first + tl.arange(0, ROWS)
+        line = row // tokens * L.page + plane * tokens + row % tokens
+    return line, row < stop
+
+
+@triton.jit
 def paired_values(read, pool, first, stop, PLANE: tl.constexpr, L: tl.constexpr, F: tl.constexpr):
     """A plane of the rows of which `paired_words` were ``read``, dequantized as `values` does, but in 16 bits."""
-    tokens: tl.constexpr = L.page // L.planes
     rows: tl.constexpr = read[0].shape[0]
     pairs: tl.constexpr = read[0].shape[1]
     WHERE: tl.constexpr = _fields(PLANE, L.bits, L.planes, 4 if F.mantissa < 8 else 8)
     x = _number(read[WHERE[0][0]], WHERE[0][1], WHERE[0][2], WHERE[0][3], F)
     for i in tl.static_range(1, len(WHERE)):
         x += _number(read[WHERE[i][0]], WHERE[i][1], WHERE[i][2], WHERE[i][3], F)
+    line, there = _params_of(first, stop, PLANE, rows, L)
     if L.channelwise:
         column, real = channels(L, 2)
-        run: tl.constexpr = min(L.group, tokens, rows)
-        row = first + tl.arange(0, rows // run) * run
-        group = row // tokens * (L.page // L.group) + PLANE * tokens // L.group + row % tokens // L.group
-        where, known = group[:, None] * (L.dim // 2) + column[None, :], (row < stop)[:, None] & real[None, :]
-        shape: tl.constexpr = (rows // run, run, pairs)
+        where, known = line[:, None] * (L.dim // 2) + column[None, :], there[:, None] & real[None, :]
+        shape: tl.constexpr = (line.shape[0], rows // line.shape[0], pairs)
         dim: tl.constexpr = 1
     else:
         groups: tl.constexpr = L.dim // L.group
         padded: tl.constexpr = triton.next_power_of_2(groups)
-        row, group = first + tl.arange(0, rows), tl.arange(0, padded)
-        token = row // tokens * L.page + PLANE * tokens + row % tokens
-        where, known = token[:, None] * groups + group[None, :], (row < stop)[:, None] & (group < groups)[None, :]
+        group = tl.arange(0, padded)
+        where, known = line[:, None] * groups + group[None, :], there[:, None] & (group < groups)[None, :]
         shape: tl.constexpr = (rows, padded, pairs // padded)
         dim: tl.constexpr = 2
     scale = _repeated(pool.scale, where, known, shape, dim, F)
@@ -232,23 +243,18 @@ def values(word, pool, first, stop, channel, real, plane, L: tl.constexpr, WHOLE
     channel, real: those of `channels` if ``WHOLE``, otherwise any; tokens that share scales do so along whole runs of
     rows, channels along groups, of which there are only parts if not ``WHOLE``. Groups on grids have no zero point.
     """
-    tokens: tl.constexpr = L.page // L.planes
     x = _unscaled(_codes(word, plane, L.bits, L.planes), pool.points, L.code)
+    line, there = _params_of(first, stop, plane, word.shape[0], L)
     if L.channelwise:
-        run: tl.constexpr = min(L.group, tokens, word.shape[0])
-        row = first + tl.arange(0, word.shape[0] // run) * run
-        group = row // tokens * (L.page // L.group) + plane * tokens // L.group + row % tokens // L.group
-        where, known = group[:, None] * L.dim + channel[None, :], (row < stop)[:, None] & real[None, :]
-        shape: tl.constexpr = (word.shape[0] // run, run, x.shape[1])
+        where, known = line[:, None] * L.dim + channel[None, :], there[:, None] & real[None, :]
+        shape: tl.constexpr = (line.shape[0], x.shape[0] // line.shape[0], x.shape[1])
         dim: tl.constexpr = 1
     else:
         groups: tl.constexpr = L.dim // L.group
         padded: tl.constexpr = triton.next_power_of_2(groups) if WHOLE else x.shape[1]
-        row = first + tl.arange(0, word.shape[0])
         group = tl.arange(0, padded) if WHOLE else channel // L.group
         counts = group < groups if WHOLE else real
-        token = row // tokens * L.page + plane * tokens + row % tokens
-        where, known = token[:, None] * groups + group[None, :], (row < stop)[:, None] & counts[None, :]
+        where, known = line[:, None] * groups + group[None, :], there[:, None] & counts[None, :]
         shape: tl.constexpr = (x.shape[0], padded, x.shape[1] // padded)
         dim: tl.constexpr = 2
     scale = tl.load(pool.scale + where, mask=known, other=0).to(tl.float32)
