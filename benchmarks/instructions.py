@@ -64,7 +64,7 @@ def main() -> None:
                 attend(**case)
             split = launches[0]
             given, warps, K = split.given, split.options["num_warps"], split.given["K"]
-            code, loops = instructions(split.made.asm["cubin"])
+            code, loops = instructions(split.kernel.asm["cubin"])
             first, last = next((a, b) for a, b in loops if any("MMA" in i for i in code[a:b]))
             turns = 1 if given["TOGETHER"] >= K.planes else K.planes // given["TOGETHER"]
             values = 2 * given["ROWS"] * K.planes // turns * K.dim / (32 * warps)
@@ -72,7 +72,7 @@ def main() -> None:
             resident = REGISTERS // (-(-split.registers // 8) * 8 * 32 * warps) * warps
             print(
                 f"| {name} | {arch} | " + " | ".join(f"{count / values:.1f}" for count in counts),
-                f"{split.registers} | {resident} | {split.made.metadata.shared:,} |", sep=" | ", flush=True,
+                f"{split.registers} | {resident} | {split.shared:,} |", sep=" | ", flush=True,
             )  # fmt: skip
 
 

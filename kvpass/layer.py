@@ -279,9 +279,10 @@ class PackedLayer(CacheLayerMixin):
         self.tokens, self.seen, self.length, self.seen_length, self.broken = 0, 0, None, None, False
 
     def crop(self, tokens_to_remove: int) -> None:
+        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 hands over a tensor
         if tokens_to_remove > 0:
             raise KVPassError(f"crop({tokens_to_remove}): pass the negative number of tokens to remove.")
-        new = max(0, self.tokens + int(tokens_to_remove))
+        new = max(0, self.tokens + tokens_to_remove)
         least = self.plan.key.sinks + (self.plan.key.budget or 0)
         if self.seen > self.tokens and new < least:
             raise KVPassError(

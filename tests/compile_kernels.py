@@ -33,8 +33,13 @@ class Launch(NamedTuple):
     name: str
     given: dict
     options: dict
-    made: triton.compiler.CompiledKernel
+    kernel: triton.compiler.CompiledKernel
     log: str
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory."""
+        return self.kernel.metadata.shared
 
     @property
     def registers(self) -> int:
@@ -66,8 +71,8 @@ def compiling(arch: int):
     absent = mock.Mock()
     absent.get_current_device.return_value = arch  # kernels are kept by device
     absent.get_current_target.return_value = GPUTarget("cuda", arch, 32)
-    driver.set_active(absent)
     with (
+        mock.patch.object(driver, "_active", absent),
         mock.patch.object(JITFunction, "run", compile_only),
         mock.patch.object(configs, "_multiprocessors", lambda device: 108),
     ):
@@ -137,9 +142,9 @@ def main(cases: list[str]) -> None:
         for arch in (80, 90):
             with compiling(arch) as launches:
                 run(**arguments)
-            for made in launches:
-                used = dict(shared=made.made.metadata.shared, registers=made.registers, spilled=made.spilled)
-                print(json.dumps(dict(case=case, arch=arch, kernel=made.name, **used)), flush=True)
+            for one in launches:
+                used = dict(shared=one.shared, registers=one.registers, spilled=one.spilled)
+                print(json.dumps(dict(case=case, arch=arch, kernel=one.name, **used)), flush=True)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from transformers import AttentionInterface, DynamicCache
 import kvpass
 from kvpass import KVPassError, backend
 from kvpass.backend import Backend
+from kvpass.graph.masks import structure
 from kvpass.graph.rewrite import APPEND_LAYERS, ATTEND
 from kvpass.schemes import LayerGeometry
 from kvpass.state import KVState
@@ -193,6 +194,19 @@ def test_a_structural_mask_is_dropped_and_a_padding_mask_is_not():
         model(input_ids=tokens(1, 1), attention_mask=padded, past_key_values=cache)
     attends = [n for n in recorder.rewritten.__self__.graph.nodes if n.target is ATTEND]
     assert all(n.args[12] is not None for n in attends)
+
+
+def test_a_mask_of_lengths_and_a_constant_is_structure():
+    """transformers 5.17 puts masks together so; a constant that hides something is seen, not guessed."""
+    for hidden, verdict in ((0.0, "full"), (float("-inf"), None)):
+        graph = torch.fx.Graph()
+        seen = graph.call_function(torch.ops.aten.ones.default, ([2, 4],), {"dtype": torch.bool})
+        mask = graph.call_function(torch.ops.aten.where.ScalarOther, (seen, graph.get_attr("constant"), -1e38))
+        graph.output(mask)
+        holder = torch.nn.Module()
+        holder.constant = torch.tensor(hidden)
+        module = torch.fx.GraphModule(holder, graph)
+        assert structure(next(n for n in module.graph.nodes if n.name == mask.name), 2) == verdict
 
 
 def test_state_updates_survive_dead_code_elimination():

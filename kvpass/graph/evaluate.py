@@ -25,6 +25,11 @@ def upstream(target: Node, stops: Iterable[Node] = ()) -> list[Node]:
     return [node for node in target.graph.nodes if node in needed]
 
 
+def leaves(nodes: Iterable[Node]) -> list[Node]:
+    """Those of ``nodes`` that are neither sizes nor computed: inputs and constants."""
+    return [node for node in nodes if node.op != "call_function" and not is_size(node)]
+
+
 def constant(node: Node) -> torch.Tensor | None:
     """The tensor that ``node`` is, if its value is part of the graph."""
     value = attrgetter(node.target)(node.graph.owning_module) if node.op == "get_attr" else None
@@ -64,8 +69,6 @@ def run(nodes: list[Node], values: dict[Node, torch.Tensor], assignment: dict[sy
             continue
         if is_size(node):
             values[node] = at(node.meta["val"], assignment)
-        elif node.op == "get_attr":
-            values[node] = constant(node)
         else:
             args, kwargs = torch.fx.node.map_aggregate((node.args, node.kwargs), concrete)
             kwargs = {k: ("cpu" if k == "device" else v) for k, v in kwargs.items()}

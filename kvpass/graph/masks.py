@@ -7,7 +7,7 @@ several lengths, not guessed from how it is written; one that depends on any dat
 import torch
 from torch.fx import Node
 
-from .evaluate import at, constant, hints, is_size, run, symbols, upstream
+from .evaluate import at, constant, hints, is_size, leaves, run, symbols, upstream
 
 _SHIFTS = (0, 1, 41)  # lengths tried: what was traced, and that much longer
 
@@ -19,7 +19,8 @@ def structure(mask: Node, queries, unpadded: bool = False) -> str | None:
     unpadded: assume that padding masks among its inputs, ``[B, T]`` integers or booleans, hide nothing.
     """
     nodes = upstream(mask)
-    data = [node for node in nodes if node.op != "call_function" and not is_size(node) and constant(node) is None]
+    constants = {node: value for node in leaves(nodes) if (value := constant(node)) is not None}
+    data = [node for node in leaves(nodes) if node not in constants]
     if data and not (unpadded and all(map(_may_be_padding, data))):
         return None
     values = [*(node.meta.get("val") for node in nodes if is_size(node) or node in data), queries]
@@ -30,7 +31,7 @@ def structure(mask: Node, queries, unpadded: bool = False) -> str | None:
     verdicts = set()
     for shift in _SHIFTS:
         assignment = {symbol: known[symbol] + shift for symbol in free}
-        results = {node: _ones(node.meta["val"], assignment) for node in data}
+        results = constants | {node: _ones(node.meta["val"], assignment) for node in data}
         run(nodes, results, assignment)
         verdicts.add(_classify(results[mask], at(queries, assignment)))
     if verdicts <= {"full"}:

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_any
 
-from .evaluate import is_size, upstream
+from .evaluate import leaves, upstream
 
 aten = torch.ops.aten
 _CHECKS_BREAK = torch.__version__ < "2.13"  # C++ that checks a mask's index beside a comparison does not compile
@@ -114,8 +114,7 @@ def _clean(graph: torch.fx.Graph) -> None:
 
 def _of_lengths(index: Node) -> bool:
     """Whether an index is computed from lengths alone, as where a mask is put together."""
-    sources = {node for indices in index.args[1] if indices is not None for node in upstream(indices)}
-    return all(node.op == "call_function" or is_size(node) for node in sources)
+    return not any(leaves(upstream(indices)) for indices in index.args[1] if indices is not None)
 
 
 def in_place(normal: NormalGraph, skip: set[Node]) -> GraphModule:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from .evaluate import at, hints, is_size, run, symbols, upstream
+from .evaluate import at, hints, leaves, run, symbols, upstream
 
 aten = torch.ops.aten
 APPEND = torch.ops.kvpass.append_.default
@@ -124,7 +124,7 @@ def _trials(target: Node, given: tuple[Node, Node]):
     """Values of all nodes between ``given``, which are random, and ``target``, at two lengths; None where they depend
     on anything else."""
     nodes = upstream(target, given)
-    if any(node.op != "call_function" and not is_size(node) for node in nodes if node not in given):
+    if any(node not in given for node in leaves(nodes)):
         yield None
         return
     fakes = [node.meta["val"] for node in nodes if node.meta.get("val") is not None]
