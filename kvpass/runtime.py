@@ -30,6 +30,7 @@ from .errors import KVPassError
 from .graph.report import LayerReport, Report
 from .implementation import Notation
 from .layer import PackedLayer
+from .lowering.table import FEW
 from .probe import fresh_cache, has_encoder, two_tokens
 from .schemes import LayerGeometry, SchemeConfig, check_edges, check_sources
 from .state import SharedTensors
@@ -107,6 +108,7 @@ class Runtime:
             )
             return torch.compile(_with_own_code(body), backend=backend, fullgraph=self.one_graph)
 
+        self.drafts = 0  # calls of a few tokens in a row
         self.decode_step, self.captured = compiled(interpret=False), compiled(interpret=True)
 
     def _backend(self, **options) -> Backend:
@@ -245,7 +247,11 @@ class Runtime:
                 raise
 
     def _choose(self, stored: int, new_tokens: int):
-        if not (self.eager or new_tokens > 1 or stored < _MIN_COMPILED_LENGTH):
+        """Who runs the call. Drafts are verified one after another: the first of several calls of a few tokens is not
+        worth compiling for, it may be a short turn of a chat."""
+        self.drafts = self.drafts + 1 if stored and 1 < new_tokens <= FEW else 0
+        compiled = new_tokens == 1 or self.drafts > 1
+        if compiled and not self.eager and stored >= _MIN_COMPILED_LENGTH:
             return self.decode_step
         if self.needs_rotation or self.needs_importance:
             return self.captured

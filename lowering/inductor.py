@@ -64,7 +64,7 @@ def _decode(codes, scale, zero_point, rows, points, basis, *rest) -> tuple[Tenso
     return (values.transpose(0, 1).contiguous(),)
 
 
-def _refuses_decode(site: Site) -> str | None:
+def refuses_decode(site: Site) -> str | None:
     spec = parse(site.specs[0])
     if spec.adaptive is not None:
         return "widths that differ from token to token are gathered, not fused."
@@ -81,7 +81,7 @@ def _refuses_encode(site: Site) -> str | None:
         return "encoding on grids and rotating first are not fused."
     if spec.fit == "lsq":
         return "least-squares fits sort each group, which Inductor does not fuse."
-    return _refuses_decode(site)
+    return refuses_decode(site)
 
 
 @implements("encode", "inductor", refuses=_refuses_encode)
@@ -104,9 +104,9 @@ def append_layers_(*args) -> None:
     append_layers(encode, *args)
 
 
-@implements("decode", "inductor", refuses=_refuses_decode)
-def decode(*args) -> Tensor:
-    return reference.read(_decode_all, *args)
+@implements("decode", "inductor", refuses=refuses_decode)
+def decode(*args, **options) -> Tensor:
+    return reference.read(_decode_all, *args, **options)
 
 
 def _decode_all(codes, scale, zero_point, spec: CodecSpec, references, predictor) -> Tensor:

@@ -5,6 +5,7 @@ because as a broadcast dimension the same algebra is twice as slow. Pools are sl
 there are.
 """
 
+from dataclasses import replace
 from functools import cache, lru_cache, partial, reduce
 
 import torch
@@ -20,7 +21,9 @@ from kvpass.codec.rotary import parse_rope, rotate_pairs, split_pairs
 from kvpass.codec.spec import CodecSpec, parse
 from kvpass.codec.window import layout, ring_tokens
 
+from . import reference
 from .aot import compile_ahead
+from .inductor import decode, refuses_decode
 from .reference import with_past
 from .table import Site, implements
 
@@ -288,7 +291,7 @@ def _page_tokens(spec: CodecSpec, used: int, pages: int, device: torch.device) -
 
 def _refuses_attend(site: Site) -> str | None:
     if site.queries != 1:
-        return "it is written for one query token."
+        return next(filter(None, (refuses_decode(replace(site, specs=(spec,))) for spec in site.specs)), None)
     key, value = map(parse, site.specs)
     if key.adaptive is not None or value.adaptive is not None:
         return "widths that differ from token to token have to be decoded."
@@ -340,8 +343,8 @@ def _run(
 
 
 @implements("attend", "inductor", refuses=_refuses_attend)
-def attend(*args) -> Tensor:
-    return _run(*args)[0]
+def attend(q, *args) -> Tensor:
+    return _run(q, *args)[0] if q.shape[2] == 1 else reference.attend(q, *args, decode_fn=decode)
 
 
 @implements("attend_scored", "inductor", refuses=_refuses_attend)
@@ -350,6 +353,11 @@ def attend_scored(
     importance,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same, and what each token was paid, put from storage order into the order of `kvpass.codec.eviction`."""
+    if q.shape[2] > 1 or len(key) == 1:
+        return reference.attend_scored(
+            q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary, sinks, center,
+            statistic, importance, decode,
+        )  # fmt: skip
     if mask is not None:
         mask = with_past(mask, importance, n, q.shape)
     how = mask, causal, scale, softcap, k_spec, v_spec, rotary, sinks, center, bool(statistic)

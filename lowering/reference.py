@@ -27,10 +27,12 @@ def decode_predicted(codes, scale, zero_point, spec: CodecSpec, references, pred
     return values + predict(spec.predictor, predictor, references, spec.page_size) if spec.predictor else values
 
 
-def read(decode_fn, codes, scale, zero_point, ring, n: int, spec: CodecSpec, references=(), predictor=()) -> Tensor:
+def read(
+    decode_fn, codes, scale, zero_point, ring, n: int, spec: CodecSpec, references=(), predictor=(), present=None
+) -> Tensor:
     """Sinks, pages (decoded by ``decode_fn``, see `decode_predicted`) and window, in token order.
 
-    references: what the predictor looks at, all ``n`` tokens each.
+    references: what the predictor looks at, all ``n`` tokens each. present: tokens ``[B, H, S, D]`` that come behind.
     """
     used, where, chunks = spec.pages(n), layout(spec), []
     opened = [whole(pool, used) for pool in (codes, scale, zero_point)]
@@ -40,16 +42,16 @@ def read(decode_fn, codes, scale, zero_point, ring, n: int, spec: CodecSpec, ref
         pools = (pool[:, :, pages] for pool in opened)
         same = [where.in_pages(reference, pages.start, pages.stop) for reference in references]
         chunks.append(decode_fn(*pools, spec, same, predictor).to(ring.dtype))
-    sinks = min(n, spec.sinks)
-    stored = torch.cat([ring[:, :, :sinks], *chunks, where.read(ring, n)], 2)
-    order = where.token_order(n)
-    return stored if order is None else stored.index_select(2, order.to(ring.device))
+    stored, order = [ring[:, :, : min(n, spec.sinks)], *chunks, where.read(ring, n)], where.token_order(n)
+    if order is not None:
+        stored = [torch.cat(stored, 2).index_select(2, order.to(ring.device))]
+    return torch.cat(stored if present is None else [*stored, present], 2)
 
 
 @implements("decode", "reference")
-def decode(codes, scale, zero_point, ring, n: int, spec: CodecSpec, references=(), tables=()) -> Tensor:
+def decode(codes, scale, zero_point, ring, n: int, spec: CodecSpec, references=(), tables=(), present=None) -> Tensor:
     if spec.adaptive is None:
-        return read(decode_predicted, codes, scale, zero_point, ring, n, spec, references, tables)
+        return read(decode_predicted, codes, scale, zero_point, ring, n, spec, references, tables, present)
     levels, outliers, where, pool, places = tables
     packed, sinks = spec.packed(n), min(n, spec.sinks)
     planes = [codes[:, :, :packed], *carve(pool, places, codes.shape[:2])]
@@ -57,7 +59,8 @@ def decode(codes, scale, zero_point, ring, n: int, spec: CodecSpec, references=(
     each = (tensor[:, :, :packed] for tensor in (scale, zero_point))
     tokens = Tokens(planes, levels, *each, *(tensor[:, 0, :packed] for tensor in (outliers, where)))
     values = decode_tokens(tokens, spec.adaptive.widths).to(ring.dtype)
-    return torch.cat([ring[:, :, :sinks], values, layout(spec).read(ring, n)], 2)
+    behind = () if present is None else (present,)
+    return torch.cat([ring[:, :, :sinks], values, layout(spec).read(ring, n), *behind], 2)
 
 
 @implements("append_", "reference")
@@ -113,25 +116,36 @@ def attention_weights(scores: Tensor, mask: Tensor | None, softcap: float, sinks
 
 @implements("attend", "reference")
 def attend(
-    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None, center=None
-) -> Tensor:
+    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None, center=None,
+    decode_fn=decode,
+) -> Tensor:  # fmt: skip
     """``key`` and ``value`` are (codes, scale, zero_point, ring): decode the past, attend to it and to the present.
 
     rotary: (cos, sin, rope) for keys stored before rotary embedding. sinks: logits ``[H_q]`` without values. center:
-    the mean that was subtracted from keys.
+    the mean that was subtracted from keys. decode_fn: who decodes.
     """
-    k, v = decode(*key, n, k_spec, (), (center,)), decode(*value, n, v_spec)
-    return attend_decoded(q, k, v, k_new, v_new, mask, causal, scale, softcap, rotary, sinks)
+    k, v = _all_tokens(decode_fn, key, value, n, k_new, v_new, k_spec, v_spec, rotary, center)
+    return attention(q, k, v, mask, causal, scale, softcap, sinks)
+
+
+def _all_tokens(decode_fn, key, value, n, k_new, v_new, k_spec, v_spec, rotary, center) -> tuple[Tensor, Tensor]:
+    """Keys and values of the past, decoded and keys rotated, with those of the call behind them."""
+    if not n:
+        return k_new, v_new
+    v = decode_fn(*value, n, v_spec, present=v_new)
+    if rotary is None:
+        return decode_fn(*key, n, k_spec, (), (center,), k_new), v
+    return torch.cat([rotate(decode_fn(*key, n, k_spec, (), (center,)), *rotary), k_new], 2), v
 
 
 @implements("attend_decoded", "reference")
 def attend_decoded(q, k, v, k_new, v_new, mask, causal, scale, softcap, rotary=None, sinks=None) -> Tensor:
     """The same over a past ``k``, ``v`` ``[B, H_kv, n, D]`` that is decoded already."""
-    return attention(q, *with_present(k, v, k_new, v_new, rotary), mask, causal, scale, softcap, sinks)
+    return attention(q, *_with_present(k, v, k_new, v_new, rotary), mask, causal, scale, softcap, sinks)
 
 
-def with_present(k, v, k_new, v_new, rotary) -> tuple[Tensor, Tensor]:
-    """Keys and values of the past, keys rotated, with those of the call behind them."""
+def _with_present(k, v, k_new, v_new, rotary) -> tuple[Tensor, Tensor]:
+    """Keys, rotated, and values of a decoded past with those of the call behind them."""
     if not k.shape[2]:
         return k_new, v_new
     return torch.cat([k if rotary is None else rotate(k, *rotary), k_new], 2), torch.cat([v, v_new], 2)
@@ -140,13 +154,13 @@ def with_present(k, v, k_new, v_new, rotary) -> tuple[Tensor, Tensor]:
 @implements("attend_scored", "reference")
 def attend_scored(
     q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary, sinks, center, statistic,
-    importance,
+    importance, decode_fn=decode,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention, and what was paid to each token: see `kvpass.ops`."""
-    k, v = key[0], value[0]
     if len(key) > 1:
-        k, v = decode(*key, n, k_spec, (), (center,)), decode(*value, n, v_spec)
-    k, v = with_present(k, v, k_new, v_new, rotary)
+        k, v = _all_tokens(decode_fn, key, value, n, k_new, v_new, k_spec, v_spec, rotary, center)
+    else:
+        k, v = _with_present(key[0], value[0], k_new, v_new, rotary)
     if mask is not None and k_spec.budget is not None:
         mask = with_past(mask, importance, n, q.shape)
     out = attention(q, k, v, mask, causal, scale, softcap, sinks)

@@ -14,9 +14,9 @@ FEW = 16
 """Query tokens up to which a call is decoding (drafts are verified several at a time), not a prompt."""
 
 
-def few(queries) -> int:
-    """``queries`` as a `Site` has them: 0 if there are more than a few, or if it depends."""
-    return queries if isinstance(queries, int) and queries <= FEW else 0
+def few(queries: int) -> int:
+    """``queries`` as a `Site` has them: 0 if there are more than a few."""
+    return queries if queries <= FEW else 0
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Site:
     head_dim: int = 0
 
     def __str__(self) -> str:
-        return f"kvpass::{self.op} on {self.device}{f', {self.queries} query' if self.queries else ''}"
+        return f"kvpass::{self.op} on {self.device}{f', {self.queries} queries' if self.queries else ''}"
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import torch
 
 import kvpass
 
-from tiny import llama, tokens
+from tiny import called, llama, tokens
 
 SCHEMES = ["kivi", "squat"]
 
@@ -67,6 +67,28 @@ def test_a_second_turn_continues_the_same_cache(models):
         assert same is cache and cache.get_seq_length() > before
         sequences.append(second)
     assert torch.equal(*sequences)
+
+
+def test_drafts_of_any_length_are_verified_by_one_graph():
+    """Across flushes, with rejections, and between steps of one token. Calls of a few tokens that do not follow one
+    another, as short turns of a chat, are not compiled for."""
+    torch._dynamo.reset()
+    compiled, eager = (kvpass.apply(llama(), "kivi", lowering=lowering) for lowering in ("auto", "eager"))
+    graphs = []
+    for calls in (
+        [(40, 0), (1, 0), (9, 0), (1, 0), (1, 0), (14, 0), (1, 0)],
+        [(40, 0), (1, 0), (5, 2), (16, 3), (2, 1), (1, 0), (12, 0), (9, 8), (7, 0), (3, 0)],
+    ):
+        (got, mine), (expected, other) = (called(model, calls) for model in (compiled, eager))
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+        total = sum(new - rejected for new, rejected in calls)
+        for a, b in zip(mine.layers, other.layers, strict=True):
+            assert a.tokens == b.tokens == total
+            for states in zip(a.states(), b.states(), strict=True):
+                torch.testing.assert_close(*(state.decode(total) for state in states), atol=1e-4, rtol=1e-4)
+        graphs.append(sum(graph.compiled for graph in kvpass.explain(compiled).graphs))
+    assert graphs == [1, 2] and kvpass.explain(compiled).fused == 2
 
 
 def test_generation_is_packed_and_fused(models):

@@ -1,6 +1,7 @@
 """The Triton kernels against the reference: on the device where there is one, otherwise in Triton's interpreter, for
 which ``conftest.py`` sets TRITON_INTERPRET before anything imports Triton."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -8,16 +9,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import kvpass
 from kvpass import KVPassError
 from kvpass.codec import CodecSpec, Subspace, decode_pages
 from kvpass.codec.affine import params_dtype
 from kvpass.codec.grid import grid_shape, names
 from kvpass.codec.pack import num_planes
 from kvpass.codec.rotary import parse_rope
-from kvpass.lowering.table import Site, select
+from kvpass.lowering.table import _TABLE, Site, select
 
 from common import ROUNDS_IN_INDUCTOR, WIDTHS, awkward, dtypes, only_reference, randn, seeds, state_of, widths
-from tiny import llama, step_by_step, tokens
+from tiny import called, llama, step_by_step, tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # the interpreter of 3.6 takes named tuples for plain ones; its compiler does not
@@ -385,6 +387,33 @@ def test_a_compiled_model_decodes_with_the_kernels_as_it_does_eagerly():
     got, _, report = step_by_step(llama(layers=1).to(DEVICE), "kivi", ids, 70, lowering="triton")
     assert "append_layers_: triton, attend: triton" in str(report)
     assert torch.allclose(got, expected, atol=1e-4)
+
+
+@contextmanager
+def chosen_as_on_a_gpu():
+    """Within it, "auto" takes kernels in the interpreter too."""
+    kept = {op: rows["triton"] for op, rows in _TABLE.items() if "triton" in rows}
+    for op, row in kept.items():
+        _TABLE[op]["triton"] = replace(row, by_name_only=False)
+    select.cache_clear()
+    try:
+        yield
+    finally:
+        for op, row in kept.items():
+            _TABLE[op]["triton"] = row
+        select.cache_clear()
+
+
+def test_drafts_are_verified_by_the_kernels_whatever_their_length(caplog):
+    calls = [(70, 0), (1, 0), (4, 1), (6, 2), (3, 1), (9, 0)]
+    eager, packed = (kvpass.apply(llama(layers=1).to(DEVICE), "kivi", lowering=name) for name in ("eager", "auto"))
+    with chosen_as_on_a_gpu(), caplog.at_level("INFO", logger="kvpass.lowering"):
+        got, _ = called(packed, calls)
+    for a, b in zip(got, called(eager, calls)[0], strict=True):
+        assert torch.allclose(a, b, atol=1e-4)
+    for queries in (1, 6, 3, 9):
+        assert f"attend on {DEVICE}, {queries} queries: triton" in caplog.text
+    assert [graph.lowerings["attend"] for graph in kvpass.explain(packed).graphs] == ["triton"] * 2
 
 
 # ---------------------------------------------------------------- what is refused

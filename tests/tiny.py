@@ -59,6 +59,19 @@ def step_by_step(model, scheme, ids, prompt, mask=None, **options):
         kvpass.remove(model)
 
 
+@torch.no_grad()
+def called(model, calls, batch: int = 2):
+    """Logits of each call, by a count of tokens and of those that are rejected afterwards; and the cache."""
+    device, cache, logits = model.device, DynamicCache(config=model.config), []
+    ids = tokens(batch, sum(new for new, _ in calls), seed=3).to(device)
+    for new, rejected in calls:
+        start = cache.get_seq_length()
+        logits.append(model(input_ids=ids[:, start : start + new], past_key_values=cache).logits)
+        if rejected:
+            cache.crop(-rejected)
+    return logits, cache
+
+
 class Letters:
     """A tokenizer of one token a character, for models of this file."""
 
