@@ -2,6 +2,7 @@
 
     python benchmarks/decode_e2e.py                                               # SmolLM2-135M-Instruct, by length
     python benchmarks/decode_e2e.py --lengths 512 --max-cache-len 1024,16384      # does a step cost what is allocated?
+    python benchmarks/decode_e2e.py --draft 5 --steps 32                          # drafts of 4 and the token before them
     python benchmarks/decode_e2e.py --prefill 2048                                # what encoding adds to a prompt
 
 A variant decodes ``--steps`` tokens in a row, so that packing is in the mean; all take their steps in turn, so that
@@ -69,7 +70,8 @@ def measure(variants: dict, caches: dict, ids, length: int, args) -> dict[str, f
     """Mean seconds of a step by variant, over steps that follow ``length`` tokens."""
     times = {name: [] for name in caches}
     for step in range(-3, args.steps):  # three to compile and warm up
-        token = ids[:, length + 3 + step : length + 4 + step]
+        first = length + (3 + step) * args.draft
+        token = ids[:, first : first + args.draft]
         for name, cache in caches.items():
             if name in QUANTIZED and step >= 0 and step % args.every:
                 continue
@@ -144,6 +146,7 @@ def main() -> None:
     parser.add_argument("--scheme", default="kivi")
     parser.add_argument("--lengths", default="64,512,4096,7680", help="increasing")
     parser.add_argument("--steps", type=int, default=256)
+    parser.add_argument("--draft", type=int, default=1, help="tokens of a step, all of which are kept")
     parser.add_argument("--every", type=int, default=16, help="rounds from one step of a QuantizedCache to the next")
     parser.add_argument("--max-cache-len", default="", help="one packed variant for each, by comma")
     parser.add_argument("--prefill", type=int, help="measure a prompt of as many tokens, and no steps")
@@ -157,7 +160,7 @@ def main() -> None:
     for capacity in [int(each) for each in args.max_cache_len.split(",") if each] or [None]:
         name = f"{args.scheme}, {capacity} allocated" if capacity else args.scheme
         variants[name] = kvpass.apply(sharing_weights(plain), args.scheme, max_cache_len=capacity)
-    tokens = args.prefill or max(map(int, args.lengths.split(","))) + args.steps + 3
+    tokens = args.prefill or max(map(int, args.lengths.split(","))) + (args.steps + 3) * args.draft
     ids = texts.tokens(tokenizer, "prose", tokens).to(plain.device)
     results = (prefill if args.prefill else by_length)(variants, ids, args)
     write(args, plain.device, seconds=results)

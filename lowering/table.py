@@ -31,7 +31,8 @@ class Site:
     head_dim: int = 0
 
     def __str__(self) -> str:
-        return f"kvpass::{self.op} on {self.device}{f', {self.queries} queries' if self.queries else ''}"
+        queries = f", {self.queries} {'query' if self.queries == 1 else 'queries'}" if self.queries else ""
+        return f"kvpass::{self.op} on {self.device}{queries}"
 
 
 @dataclass(frozen=True)

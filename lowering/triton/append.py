@@ -11,7 +11,7 @@ from kvpass.codec.spec import CodecSpec, parse
 
 from ..append import append, append_layers
 from ..table import Site, implements
-from .configs import INTERPRETED
+from .configs import INTERPRETED, cdiv
 from .encode import encode, refuses
 
 _TOKENS = 16  # of a program
@@ -47,7 +47,7 @@ def _write(rings: Sequence[Tensor], n: int, xs: Sequence[Tensor], spec: CodecSpe
     pinned = device.type == "cuda"  # so that the host does not wait
     for ((batch, heads, count, head_dim), strides, dtype), layers in alike.items():
         addresses = torch.tensor([(x.data_ptr(), ring.data_ptr()) for x, ring in layers], pin_memory=pinned)
-        grid = len(layers), batch * heads, triton.cdiv(count, _TOKENS)
+        grid = len(layers), batch * heads, cdiv(count, _TOKENS)
         with torch.cuda.device_of(xs[0]):
             write_windows[grid](
                 addresses.to(device, non_blocking=True), n, count, *strides[:3], heads, head_dim, spec.sinks,

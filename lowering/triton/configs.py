@@ -27,6 +27,11 @@ def power_of_two(number: int) -> bool:
     return number & (number - 1) == 0
 
 
+def cdiv(number: int, by: int) -> int:
+    """``number / by``, rounded up. Triton's takes microseconds where it is called on the host."""
+    return -(-number // by)
+
+
 def refuses_device(site: Site) -> str | None:
     if site.device == "cuda" or (INTERPRETED and site.device == "cpu"):
         return None
@@ -105,4 +110,4 @@ def split_size(rows: int, config: AttendConfig, others: int, device: torch.devic
     """How many of ``rows`` one split takes, whole tiles, where ``others`` programs run for each split."""
     at_once = _INTERPRETED_PROGRAMS if INTERPRETED else max(1, _WARPS // config.warps) * _multiprocessors(device)
     splits = max(1, at_once // others)
-    return max(1, triton.cdiv(triton.cdiv(rows, config.rows), splits)) * config.rows
+    return max(1, cdiv(cdiv(rows, config.rows), splits)) * config.rows

@@ -1,10 +1,9 @@
 """Where the kernels of attention are launched from, and what they serve."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -20,7 +19,16 @@ from ..append import not_padding
 from ..reference import with_past
 from ..table import FEW, Site, implements
 from .attend import attend_split, merge_splits
-from .configs import INTERPRETED, PAYING_WARPS, AttendConfig, attend_config, power_of_two, refuses_device, split_size
+from .configs import (
+    INTERPRETED,
+    PAYING_WARPS,
+    AttendConfig,
+    attend_config,
+    cdiv,
+    power_of_two,
+    refuses_device,
+    split_size,
+)
 from .pages import Layout
 from .paid import pay_tokens
 from .scores import Rules
@@ -65,6 +73,20 @@ def _layout(spec: CodecSpec, planes: int, head_dim: int, rope: str = "") -> Layo
     )  # fmt: skip
 
 
+@cache
+def _compiled_for(
+    specs: tuple[CodecSpec, CodecSpec], rope: str, head_dim: int, heads: int, groups: int, queries: int,
+    dtype: torch.dtype, mask: torch.dtype | None, causal: bool, softcap: float,
+) -> tuple[tuple[Layout, Layout], AttendConfig, Rules]:  # fmt: skip
+    """What kernels are compiled for: all that calls at other lengths have in common."""
+    planes, lattice = max(num_planes(spec.bits) for spec in specs), any(spec.grid for spec in specs)
+    layouts = tuple(_layout(spec, planes, head_dim, r) for spec, r in zip(specs, (rope, ""), strict=True))
+    config = attend_config(planes, head_dim, dtype.itemsize, heads // groups * queries, lattice, bool(rope))
+    operand = _OPERANDS[torch.float32 if INTERPRETED else dtype]  # no bfloat16 products in the interpreter
+    of_bytes = mask == torch.uint8
+    return layouts, config, Rules(heads, groups, causal and queries > 1, softcap, of_bytes, config.queries, operand)
+
+
 @dataclass
 class _Launch:
     """One call of the op, as both kernels that score keys take it."""
@@ -82,7 +104,7 @@ class _Launch:
     center: Tensor | None
 
     def __post_init__(self):
-        self.q, self.k_new = self.q.contiguous(), self.k_new.contiguous()
+        self.q, self.k_new, rope, mask = self.q.contiguous(), self.k_new.contiguous(), "", self.mask
         if self.rotary is not None:
             cos, sin, rope = self.rotary
             cos, sin = (table.contiguous().expand(len(self.q), -1, -1) for table in (cos, sin))
@@ -90,39 +112,17 @@ class _Launch:
         self.batch, self.heads, self.queries, self.head_dim = self.q.shape
         self.groups = self.k_new.shape[1]
         self.rows = self.heads // self.groups * self.queries
-        if self.mask is not None:
-            self.mask = (self.mask.view(torch.uint8) if self.mask.dtype == torch.bool else self.mask).contiguous()
-
-    @cached_property
-    def planes(self) -> int:
-        return max(num_planes(spec.bits) for spec in self.specs)
+        if mask is not None:
+            mask = self.mask = (mask.view(torch.uint8) if mask.dtype == torch.bool else mask).contiguous()
+        self.layouts, self.config, self.rules = _compiled_for(
+            self.specs, rope, self.head_dim, self.heads, self.groups, self.queries, self.q.dtype,
+            None if mask is None else mask.dtype, self.causal, self.softcap,
+        )  # fmt: skip
+        self.planes = self.layouts[0].planes
+        # rows of pages (see `pages`) that keys and values have
+        self.packed_rows = tuple(spec.packed(self.n) // self.planes for spec in self.specs)
 
     @property
-    def packed_rows(self) -> tuple[int, int]:
-        """Rows of pages (see `pages`) that keys and values have."""
-        return tuple(spec.packed(self.n) // self.planes for spec in self.specs)
-
-    @cached_property
-    def layouts(self) -> tuple[Layout, Layout]:
-        rope = "" if self.rotary is None else self.rotary[2]
-        return tuple(
-            _layout(spec, self.planes, self.head_dim, r) for spec, r in zip(self.specs, (rope, ""), strict=True)
-        )
-
-    @cached_property
-    def config(self) -> AttendConfig:
-        lattice = any(spec.grid for spec in self.specs)
-        rotary = self.rotary is not None
-        return attend_config(self.planes, self.head_dim, self.q.itemsize, self.rows, lattice, rotary)
-
-    @cached_property
-    def rules(self) -> Rules:
-        operand = _OPERANDS[torch.float32 if INTERPRETED else self.q.dtype]  # no bfloat16 products in the interpreter
-        of_bytes = self.mask is not None and self.mask.dtype == torch.uint8
-        causal = self.causal and self.queries > 1
-        return Rules(self.heads, self.groups, causal, self.softcap, of_bytes, self.config.queries, operand)
-
-    @cached_property
     def packed_queries(self) -> Tensor:
         """The queries that keys in pages see: rotated instead of them."""
         rotation = self.specs[0].rotation
@@ -130,7 +130,7 @@ class _Launch:
             return self.q
         return (self.q.float() @ basis(self.head_dim, rotation, self.q.device)).to(self.q.dtype)
 
-    @cached_property
+    @property
     def shift(self) -> Tensor | None:
         """The products of queries with the mean of the keys, unless it is to be rotated with them."""
         if self.center is None or self.rotary is not None:
@@ -163,9 +163,9 @@ class _Launch:
         """Attention's output; ``totals`` takes the log-sum-exp of each query row."""
         q, config, device = self.q, self.config, self.q.device
         k_rows, v_rows = self.packed_rows
-        tiles = triton.cdiv(self.rows, config.queries)
+        tiles = cdiv(self.rows, config.queries)
         rows_of_split = split_size(v_rows, config, self.batch * self.groups * tiles, device)
-        splits = triton.cdiv(v_rows, rows_of_split) + 1
+        splits = cdiv(v_rows, rows_of_split) + 1
         partial = q.new_empty((self.batch * self.groups, splits, self.rows, self.head_dim), dtype=torch.float32)
         lse, out, K, V = partial.new_empty(partial.shape[:3]), torch.empty_like(q), *self.layouts
         with torch.cuda.device_of(q):
@@ -189,7 +189,7 @@ class _Launch:
         config, K, stop = self.config, self.layouts[0], self.n + self.queries
         k_rows, _ = self.packed_rows
         paid = totals.new_empty((self.batch, self.groups, stop))
-        tiles = triton.cdiv(k_rows, config.rows) + triton.cdiv(stop - k_rows * self.planes, config.exact)
+        tiles = cdiv(k_rows, config.rows) + cdiv(stop - k_rows * self.planes, config.exact)
         with torch.cuda.device_of(self.q):
             pay_tokens[tiles, self.batch * self.groups](
                 self.q, *self.key, self.k_new, self.packed_queries, self.shift, self.points(self.specs[0]), *self.turn,
