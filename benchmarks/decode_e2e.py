@@ -2,7 +2,7 @@
 
     python benchmarks/decode_e2e.py                                               # SmolLM2-135M-Instruct, by length
     python benchmarks/decode_e2e.py --lengths 512 --max-cache-len 1024,16384      # does a step cost what is allocated?
-    python benchmarks/decode_e2e.py --draft 5 --steps 32                          # drafts of 4 and the token before them
+    python benchmarks/decode_e2e.py --draft 5 --steps 32                          # drafts of 4, with the token before
     python benchmarks/decode_e2e.py --prefill 2048                                # what encoding adds to a prompt
 
 A variant decodes ``--steps`` tokens in a row, so that packing is in the mean; all take their steps in turn, so that
