@@ -108,7 +108,7 @@ class Runtime:
             )
             return torch.compile(_with_own_code(body), backend=backend, fullgraph=self.one_graph)
 
-        self.drafts = 0  # calls of a few tokens in a row
+        self.drafts = 0  # calls of a few tokens in a row, up to the last
         self.decode_step, self.captured = compiled(interpret=False), compiled(interpret=True)
 
     def _backend(self, **options) -> Backend:
@@ -185,6 +185,7 @@ class Runtime:
     @contextmanager
     def _one_forward(self, layers: list[PackedLayer], new_tokens: int):
         """Commit what ``layers`` stored when it went well, and say in kvpass's words why it did not."""
+        self.drafts = self.drafts + 1 if layers[0].tokens and 1 < new_tokens <= FEW else 0
         succeeded = False
         try:
             with torch.no_grad():
@@ -249,7 +250,6 @@ class Runtime:
     def _choose(self, stored: int, new_tokens: int):
         """Who runs the call. Drafts are verified one after another: the first of several calls of a few tokens is not
         worth compiling for, it may be a short turn of a chat."""
-        self.drafts = self.drafts + 1 if stored and 1 < new_tokens <= FEW else 0
         compiled = new_tokens == 1 or self.drafts > 1
         if compiled and not self.eager and stored >= _MIN_COMPILED_LENGTH:
             return self.decode_step
