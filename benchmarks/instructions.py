@@ -23,6 +23,7 @@ CASES = {
     "kivi, 2 bits": dict(bits=2),
     "4 bits, keys per token": dict(bits=4, per="token", group=64),
     "8 bits": dict(bits=8),
+    "kivi, 3 bits": dict(bits=3, page=64),
     "kivi, 16 queries": dict(bits=2, queries=16),
     "kivi before RoPE": dict(bits=2, rope="half-64"),
     "higgs": dict(bits=4, grid="d2n16", group=128),

@@ -53,19 +53,25 @@ class AttendConfig:
     registers: int | None = None
 
 
-def attend_config(planes: int, head_dim: int, itemsize: int, queries: int, lattice: bool, rotary: bool) -> AttendConfig:
-    """For ``queries`` query rows a KV head. More planes at once, or more rows, spill registers; so do 2 warps with more
-    queries, where 4 do the same work twice, because 16 tokens are products for 2."""
-    registers = 255 if rotary or (lattice and itemsize == 2) else None
+def attend_config(
+    planes: int, head_dim: int, itemsize: int, queries: int, lattice: bool, rotary: bool, masked: bool
+) -> AttendConfig:
+    """For ``queries`` query rows a KV head. All planes are taken together where that does not spill registers, as it
+    does with more rows, and under masks sooner. 2 warps spill with more queries, where 4 do the same work twice,
+    because 16 tokens are products for 2."""
+    registers = 255 if rotary or masked or (lattice and itemsize == 2) else None
     if itemsize == 4:
         return AttendConfig(16, rows=16, together=1, exact=16, warps=8, registers=registers)
     if head_dim > 128 or lattice or rotary:
         together = 1 if lattice or rotary else min(planes, 2)
         warps = 8 if head_dim > 128 else 2 if queries <= 16 else 4
         return AttendConfig(16, rows=16, together=together, exact=32, warps=warps, registers=registers)
-    if queries > 16:
-        return AttendConfig(32, rows=32, together=min(planes, 2), exact=32, warps=8)
-    return AttendConfig(16, rows={1: 64, 2: 64, 4: 32, 8: 16}[planes], together=min(planes, 4), exact=32, warps=4)
+    if planes == 8:
+        if masked:
+            return AttendConfig(16, rows=16, together=4, exact=32, warps=4, registers=registers)
+        return AttendConfig(16, rows=32, together=8, exact=32, warps=8)
+    tile = 32 if queries > 16 and not masked else 16
+    return AttendConfig(tile, rows=32 if planes == 4 else 64, together=planes, exact=32, warps=4, registers=registers)
 
 
 PAYING_WARPS = 4  # of the kernel that says what was paid, in tiles as attention's

@@ -81,7 +81,8 @@ def _compiled_for(
     """What kernels are compiled for: all that calls at other lengths have in common."""
     planes, lattice = max(num_planes(spec.bits) for spec in specs), any(spec.grid for spec in specs)
     layouts = tuple(_layout(spec, planes, head_dim, r) for spec, r in zip(specs, (rope, ""), strict=True))
-    config = attend_config(planes, head_dim, dtype.itemsize, heads // groups * queries, lattice, bool(rope))
+    rows, masked = heads // groups * queries, mask is not None
+    config = attend_config(planes, head_dim, dtype.itemsize, rows, lattice, bool(rope), masked)
     operand = _OPERANDS[torch.float32 if INTERPRETED else dtype]  # no bfloat16 products in the interpreter
     of_bytes = mask == torch.uint8
     return layouts, config, Rules(heads, groups, causal and queries > 1, softcap, of_bytes, config.queries, operand)
