@@ -106,10 +106,10 @@ def append_layers_(*args) -> None:
 
 @implements("decode", "inductor", refuses=refuses_decode)
 def decode(*args, **options) -> Tensor:
-    return reference.read(_decode_all, *args, **options)
+    return reference.read(decode_all, *args, **options)
 
 
-def _decode_all(codes, scale, zero_point, spec: CodecSpec, references, predictor) -> Tensor:
+def decode_all(codes, scale, zero_point, spec: CodecSpec, references, predictor) -> Tensor:
     batch, heads, pages = codes.shape[:3]
     if not pages:
         return decode_pages(codes, scale, zero_point, spec)

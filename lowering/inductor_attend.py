@@ -21,7 +21,7 @@ from kvpass.codec.rotary import parse_rope, rotate_pairs, split_pairs
 from kvpass.codec.spec import CodecSpec, parse
 from kvpass.codec.window import layout, ring_tokens
 
-from . import reference
+from . import inductor_drafts, reference
 from .aot import compile_ahead
 from .inductor import decode, refuses_decode
 from .reference import with_past
@@ -343,8 +343,13 @@ def _run(
 
 
 @implements("attend", "inductor", refuses=_refuses_attend)
-def attend(q, *args) -> Tensor:
-    return _run(q, *args)[0] if q.shape[2] == 1 else reference.attend(q, *args, decode_fn=decode)
+def attend(q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, *others) -> Tensor:
+    args = q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, *others
+    if q.shape[2] == 1:
+        return _run(*args)[0]
+    if inductor_drafts.serves(q, key[-1], n, (k_spec, v_spec)):
+        return inductor_drafts.attend(*args)
+    return reference.attend(*args, decode_fn=decode)
 
 
 @implements("attend_scored", "inductor", refuses=_refuses_attend)

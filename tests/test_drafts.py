@@ -1,0 +1,74 @@
+"""Attention of some queries over pages that are decoded a few at a time, against decoding all of them."""
+
+import pytest
+import torch
+
+from kvpass.codec import CodecSpec
+from kvpass.lowering import inductor_attend, inductor_drafts, reference
+
+from common import randn, state_of
+
+DIM = 32
+KIVI = CodecSpec(2, "channel", 32, 32), CodecSpec(2, "token", 16, 32, residual=32)
+WITH_SINKS = CodecSpec(3, "channel", 16, 32, sinks=4), CodecSpec(1, "token", 8, 32, residual=32, sinks=4)
+CENTRED = [CodecSpec(4, "token", 32, 32, rotation=0, grid="d2n16", predictor=p) for p in ("mean", "")]
+BEFORE_ROPE = CodecSpec(4, "channel", 32, 32, pre_rope=True), KIVI[1]
+LOG = [CodecSpec(2, per, 16, 16, residual=32, keep="log") for per in ("channel", "token")]
+
+
+def arguments(specs, n, queries, dtype=torch.float32, causal=True, mask=None, softcap=0.0, rope="", sinks=False):
+    """Those of `attend` over ``n`` tokens, two samples, four query heads on two, with room for more."""
+    states = [state_of(spec, randn(i, 2, 2, n, DIM, dtype=dtype), room=n + 70) for i, spec in enumerate(specs)]
+    past = [(s.codes, s.scale, s.zero_point, s.ring) for s in states]
+    q, *new = (randn(5 + i, 2, 2 * heads, queries, DIM, dtype=dtype) for i, heads in enumerate((2, 1, 1)))
+    rotary = None
+    if rope:
+        angles = randn(9, 2, n, DIM // 2)
+        rotary = angles.cos(), angles.sin(), rope
+    logits = randn(8, 4) if sinks else None
+    center = states[0].center
+    return q, *past, n, *new, mask, causal, DIM**-0.5, softcap, *specs, rotary, logits, center
+
+
+def random_mask(queries, tokens):
+    return torch.rand(2, 1, queries, tokens, generator=torch.Generator().manual_seed(1)) > 0.3
+
+
+CASES = {
+    "kivi": dict(specs=KIVI, n=170, queries=5),
+    "sinks, before a page is full": dict(specs=WITH_SINKS, n=33, queries=2),
+    "less than the sinks": dict(specs=WITH_SINKS, n=3, queries=3),
+    "mask, softcap": dict(specs=WITH_SINKS, n=140, queries=9, causal=False, mask=random_mask(9, 149), softcap=3.0),
+    "bias by head": dict(specs=KIVI, n=140, queries=4, causal=False, mask=randn(3, 1, 4, 4, 144)),
+    "grids, a mean, attention sinks": dict(specs=CENTRED, n=170, queries=16, sinks=True),
+    "before rotary embedding": dict(specs=BEFORE_ROPE, n=170, queries=5, rope="half-16"),
+    "bfloat16": dict(specs=KIVI, n=170, queries=5, dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("pages", [1, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_pieces_give_what_the_whole_gives(case, pages, monkeypatch):
+    monkeypatch.setattr(inductor_drafts, "_VALUES", pages * 2 * 2 * 32 * DIM)
+    call = arguments(**CASES[case])
+    got, expected = inductor_drafts.attend(*call), reference.attend(*call)
+    assert got.shape == expected.shape and got.dtype == expected.dtype
+    tolerance = 1e-5 if got.dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
+
+
+def test_a_query_that_may_attend_to_nothing_gets_zeros():
+    mask = torch.ones(2, 1, 2, 72, dtype=torch.bool)
+    mask[1, :, 1] = False
+    got = inductor_drafts.attend(*arguments(KIVI, 70, 2, causal=False, mask=mask))
+    assert (got[1, :, 1] == 0).all() and got[0].isfinite().all()
+
+
+@pytest.mark.parametrize("specs, queries, pieces", [(KIVI, 2, True), (KIVI, 17, False), (LOG, 2, False)], ids=str)
+def test_pieces_are_for_a_few_queries_of_a_long_past_in_order(specs, queries, pieces, monkeypatch):
+    monkeypatch.setattr(inductor_drafts, "_VALUES", 1)
+    monkeypatch.setattr(inductor_drafts, "attend", lambda *call: "pieces")
+    out = inductor_attend.attend(*arguments(specs, 170, queries))
+    assert (out == "pieces") if pieces else out.shape == (2, 4, queries, DIM)
+    monkeypatch.setattr(inductor_drafts, "_VALUES", 170 * 2 * 2 * DIM)
+    assert inductor_attend.attend(*arguments(specs, 170, queries)).shape == (2, 4, queries, DIM)
