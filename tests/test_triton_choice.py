@@ -1,0 +1,112 @@
+"""Who takes the Triton kernels: models, and what they refuse."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+import kvpass
+from kvpass import KVPassError
+from kvpass.codec import CodecSpec, Subspace
+from kvpass.lowering.table import _TABLE, Site, select
+
+from common import ROUNDS_IN_INDUCTOR, only_reference
+from tiny import called, llama, step_by_step, tokens
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytest.importorskip("triton", minversion="3.7" if DEVICE == "cpu" else None)  # as in `test_triton`
+KIVI = CodecSpec(2, "channel", 32, 32), CodecSpec(2, "token", 32, 32, residual=32)
+
+
+@torch.no_grad()
+def test_a_compiled_model_decodes_with_the_kernels_as_it_does_eagerly():
+    ids = tokens(2, 75).to(DEVICE)
+    expected, *_ = step_by_step(llama(layers=1).to(DEVICE), "kivi", ids, 70, lowering="eager")
+    got, _, report = step_by_step(llama(layers=1).to(DEVICE), "kivi", ids, 70, lowering="triton")
+    assert "append_layers_: triton, attend: triton" in str(report)
+    assert torch.allclose(got, expected, atol=1e-4)
+
+
+@contextmanager
+def chosen_as_on_a_gpu():
+    """Within it, "auto" takes kernels in the interpreter too."""
+    kept = {op: rows["triton"] for op, rows in _TABLE.items() if "triton" in rows}
+    for op, row in kept.items():
+        _TABLE[op]["triton"] = replace(row, by_name_only=False)
+    select.cache_clear()
+    try:
+        yield
+    finally:
+        for op, row in kept.items():
+            _TABLE[op]["triton"] = row
+        select.cache_clear()
+
+
+def test_drafts_are_verified_by_the_kernels_whatever_their_length(caplog):
+    calls = [(70, 0), (1, 0), (4, 1), (6, 2), (3, 1), (9, 0)]
+    eager, packed = (kvpass.apply(llama(layers=1).to(DEVICE), "kivi", lowering=name) for name in ("eager", "auto"))
+    with chosen_as_on_a_gpu(), caplog.at_level("INFO", logger="kvpass.lowering"):
+        got, _ = called(packed, calls)
+    for a, b in zip(got, called(eager, calls)[0], strict=True):
+        assert torch.allclose(a, b, atol=1e-4)
+    for queries in ("1 query", "6 queries", "3 queries", "9 queries"):
+        assert f"attend on {DEVICE}, {queries}: triton" in caplog.text
+    assert [graph.lowerings["attend"] for graph in kvpass.explain(packed).graphs] == ["triton"] * 2
+
+
+REFUSED = {
+    "log-sparse": CodecSpec(2, "channel", 16, 16, residual=32, keep="log"),
+    "pre-rope, rotated": CodecSpec(2, "token", 16, 16, pre_rope=True, rotation=0),
+    "raw": CodecSpec(32, "token", 16, 16),
+    "grid": CodecSpec(6, "token", 16, 16, grid="d4n64"),
+    "predictor": CodecSpec(2, "token", 16, 16, predictor="linear"),
+    "page of 24": CodecSpec(2, "channel", 8, 24),
+    "values first": CodecSpec(2, "channel", 16, 16, residual=16),
+}
+
+
+def site(op, *specs, device=DEVICE, queries=1, head_dim=64):
+    return Site(op, device, tuple(map(str, specs)), queries, head_dim)
+
+
+@pytest.mark.parametrize("spec", REFUSED.values(), ids=REFUSED)
+def test_attend_refuses_what_it_does_not_serve_and_says_why(spec):
+    value = CodecSpec(2, "token", 16, spec.page_size if spec.page_size != 24 else 16)
+    with pytest.raises(KVPassError, match="lowering='triton' cannot run kvpass::attend"):
+        select(site("attend", spec, value), "triton")
+    assert select(site("attend", spec, value)).name != "triton"
+
+
+@pytest.mark.parametrize(
+    "changed, reason",
+    [(dict(queries=0), "1 to 16 query tokens"), (dict(head_dim=512), "256 channels"), (dict(device="xpu"), "CUDA")],
+    ids=str,
+)
+def test_attend_refuses_sites_it_does_not_serve(changed, reason):
+    with pytest.raises(KVPassError, match=reason):
+        select(site("attend", *KIVI, **changed), "triton")
+
+
+@pytest.mark.parametrize("op", ["encode", "append_", "append_layers_"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *(REFUSED[name] for name in ("raw", "page of 24")),
+        CodecSpec(2, "channel", 16, 16, fit="lsq"),
+        CodecSpec(2, "channel", 16, 16, subspace=Subspace(3, 1.0, True, 16)),
+        CodecSpec(2, "channel", 32, 256, subspace=Subspace(3, 1.0, True, 32)),
+    ],
+    ids=["raw", "page of 24", "lsq", "small blocks", "long pages"],
+)
+def test_encode_refuses_what_it_does_not_serve_and_says_why(op, spec):
+    with pytest.raises(KVPassError, match=f"lowering='triton' cannot run kvpass::{op}"):
+        select(site(op, spec), "triton")
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="kernels are compiled here")
+def test_auto_never_takes_the_interpreter():
+    assert select(site("attend", *KIVI)).name == "inductor"
+    assert select(site("encode", KIVI[0])).name == ("inductor" if ROUNDS_IN_INDUCTOR else "reference")
+    with only_reference():
+        assert select(site("attend", *KIVI)).name == "reference"
