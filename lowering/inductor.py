@@ -105,8 +105,8 @@ def append_layers_(*args) -> None:
 
 
 @implements("decode", "inductor", refuses=refuses_decode)
-def decode(*args, **options) -> Tensor:
-    return reference.read(decode_all, *args, **options)
+def decode(*args) -> Tensor:
+    return reference.read(decode_all, *args)
 
 
 def decode_all(codes, scale, zero_point, spec: CodecSpec, references, predictor) -> Tensor:

@@ -23,7 +23,7 @@ from kvpass.codec.window import layout, ring_tokens
 
 from . import inductor_drafts, reference
 from .aot import compile_ahead
-from .inductor import decode, refuses_decode
+from .inductor import decode_all, refuses_decode
 from .reference import with_past
 from .table import Site, implements
 
@@ -349,7 +349,7 @@ def attend(q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec,
         return _run(*args)[0]
     if inductor_drafts.serves(q, key[-1], n, (k_spec, v_spec)):
         return inductor_drafts.attend(*args)
-    return reference.attend(*args, decode_fn=decode)
+    return reference.attend(*args, decode_fn=decode_all)
 
 
 @implements("attend_scored", "inductor", refuses=_refuses_attend)
@@ -361,7 +361,7 @@ def attend_scored(
     if q.shape[2] > 1 or len(key) == 1:
         return reference.attend_scored(
             q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary, sinks, center,
-            statistic, importance, decode,
+            statistic, importance, decode_all,
         )  # fmt: skip
     if mask is not None:
         mask = with_past(mask, importance, n, q.shape)

@@ -10,13 +10,11 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from kvpass.codec.pool import whole
 from kvpass.codec.rotary import rotate
 from kvpass.codec.spec import CodecSpec
-from kvpass.codec.window import layout
 
 from .inductor import decode_all
-from .reference import attention_weights
+from .reference import attention_weights, causal_mask, pieces
 from .table import FEW
 
 _VALUES = 1 << 19  # decoded at a time
@@ -29,24 +27,10 @@ def serves(q: Tensor, ring: Tensor, n: int, specs: Sequence[CodecSpec]) -> bool:
     return q.device.type == "cpu" and few and large and all(spec.keep != "log" for spec in specs)
 
 
-def _stored(state: tuple[Tensor, ...], n: int, spec: CodecSpec, predictor: tuple = ()) -> Iterator[Tensor]:
-    """The ``n`` tokens of (codes, scale, zero_point, ring) in their order, some ``[B, H, *, D]`` at a time."""
-    *pools, ring = state
-    batch, heads, _, head_dim = ring.shape
-    used, at_once = spec.pages(n), max(1, _VALUES // (batch * heads * spec.page_size * head_dim))
-    pools = [whole(pool, used) for pool in pools]
-    if spec.sinks:
-        yield ring[:, :, : min(n, spec.sinks)]
-    for first in range(0, used, at_once):
-        pages = slice(first, min(first + at_once, used))
-        yield decode_all(*(pool[:, :, pages] for pool in pools), spec, (), predictor)
-    yield layout(spec).read(ring, n)
-
-
-def _rotated(pieces: Iterator[Tensor], cos: Tensor, sin: Tensor, rope: str) -> Iterator[Tensor]:
+def _rotated(parts: Iterator[Tensor], cos: Tensor, sin: Tensor, rope: str) -> Iterator[Tensor]:
     """Keys, that were stored before rotary embedding, behind it."""
     first = 0
-    for keys in pieces:
+    for keys in parts:
         tokens = slice(first, first + keys.shape[2])
         yield rotate(keys, cos[:, tokens], sin[:, tokens], rope)
         first = tokens.stop
@@ -58,15 +42,16 @@ def attend(
     """As `kvpass.lowering.reference.attend`."""
     batch, heads, queries, _ = q.shape
     rows = (q.float() * scale).unflatten(1, (k_new.shape[1], -1)).flatten(2, 3)  # those of a KV head together
-    keys = _stored(key, n, k_spec, (center,))
+    at_once = max(1, _VALUES // (k_spec.page_size * key[-1][:, :, 0].numel()))
+    keys = pieces(decode_all, *key, n, k_spec, (), (center,), at_once)
     keys = keys if rotary is None else _rotated(keys, *rotary)
     scores = torch.cat([rows @ k.float().mT for k in chain(keys, (k_new,))], -1)
     tokens = scores.shape[-1]
     if causal:
-        mask = torch.ones(queries, tokens, dtype=torch.bool).tril(tokens - queries)
+        mask = causal_mask(queries, tokens, q.device)
     weights = attention_weights(scores.view(batch, heads, queries, -1), mask, softcap, sinks).view(*rows.shape[:3], -1)
     out, first = 0.0, 0
-    for v in chain(_stored(value, n, v_spec), (v_new,)):
+    for v in chain(pieces(decode_all, *value, n, v_spec, at_once=at_once), (v_new,)):
         out = out + weights[..., first : first + v.shape[2]] @ v.float()
         first += v.shape[2]
     return out.view(batch, heads, queries, -1).to(q.dtype)

@@ -1,5 +1,7 @@
 """Plain PyTorch: the definition of every op, the oracle of the tests, and the eager path."""
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,31 +29,40 @@ def decode_predicted(codes, scale, zero_point, spec: CodecSpec, references, pred
     return values + predict(spec.predictor, predictor, references, spec.page_size) if spec.predictor else values
 
 
+def pieces(
+    decode_fn, codes, scale, zero_point, ring, n: int, spec: CodecSpec, references=(), predictor=(), at_once=None
+) -> Iterator[Tensor]:
+    """Sinks, pages (``at_once``, or all; decoded by ``decode_fn``, see `decode_predicted`) and window, as stored.
+
+    references: what the predictor looks at, all ``n`` tokens each.
+    """
+    used, where = spec.pages(n), layout(spec)
+    opened = [whole(pool, used) for pool in (codes, scale, zero_point)]
+    if spec.sinks:
+        yield ring[:, :, : min(n, spec.sinks)]
+    for first in range(0, used, at_once or max(1, used)):
+        pages = slice(first, min(first + (at_once or used), used))
+        same = [where.in_pages(reference, pages.start, pages.stop) for reference in references]
+        yield decode_fn(*(pool[:, :, pages] for pool in opened), spec, same, predictor)
+    yield where.read(ring, n)
+
+
 def read(
     decode_fn, codes, scale, zero_point, ring, n: int, spec: CodecSpec, references=(), predictor=(), present=None
 ) -> Tensor:
-    """Sinks, pages (decoded by ``decode_fn``, see `decode_predicted`) and window, in token order.
-
-    references: what the predictor looks at, all ``n`` tokens each. present: tokens ``[B, H, S, D]`` that come behind.
-    """
-    used, where, chunks = spec.pages(n), layout(spec), []
-    opened = [whole(pool, used) for pool in (codes, scale, zero_point)]
-    step = max(1, CHUNK // spec.page_size) if spec.predictor else max(1, used)
-    for first in range(0, max(1, used), step):
-        pages = slice(first, min(first + step, used))
-        pools = (pool[:, :, pages] for pool in opened)
-        same = [where.in_pages(reference, pages.start, pages.stop) for reference in references]
-        chunks.append(decode_fn(*pools, spec, same, predictor).to(ring.dtype))
-    stored, order = [ring[:, :, : min(n, spec.sinks)], *chunks, where.read(ring, n)], where.token_order(n)
+    """All `pieces` in token order, and ``present`` tokens ``[B, H, S, D]`` behind them."""
+    at_once = max(1, CHUNK // spec.page_size) if spec.predictor else None
+    parts = pieces(decode_fn, codes, scale, zero_point, ring, n, spec, references, predictor, at_once)
+    stored, order = [part.to(ring.dtype) for part in parts], layout(spec).token_order(n)
     if order is not None:
         stored = [torch.cat(stored, 2).index_select(2, order.to(ring.device))]
     return torch.cat(stored if present is None else [*stored, present], 2)
 
 
 @implements("decode", "reference")
-def decode(codes, scale, zero_point, ring, n: int, spec: CodecSpec, references=(), tables=(), present=None) -> Tensor:
+def decode(codes, scale, zero_point, ring, n: int, spec: CodecSpec, references=(), tables=()) -> Tensor:
     if spec.adaptive is None:
-        return read(decode_predicted, codes, scale, zero_point, ring, n, spec, references, tables, present)
+        return read(decode_predicted, codes, scale, zero_point, ring, n, spec, references, tables)
     levels, outliers, where, pool, places = tables
     packed, sinks = spec.packed(n), min(n, spec.sinks)
     planes = [codes[:, :, :packed], *carve(pool, places, codes.shape[:2])]
@@ -59,8 +70,7 @@ def decode(codes, scale, zero_point, ring, n: int, spec: CodecSpec, references=(
     each = (tensor[:, :, :packed] for tensor in (scale, zero_point))
     tokens = Tokens(planes, levels, *each, *(tensor[:, 0, :packed] for tensor in (outliers, where)))
     values = decode_tokens(tokens, spec.adaptive.widths).to(ring.dtype)
-    behind = () if present is None else (present,)
-    return torch.cat([ring[:, :, :sinks], values, layout(spec).read(ring, n), *behind], 2)
+    return torch.cat([ring[:, :, :sinks], values, layout(spec).read(ring, n)], 2)
 
 
 @implements("append_", "reference")
@@ -73,6 +83,11 @@ def append_layers_(*args) -> None:
     append_layers(encode, *args)
 
 
+def causal_mask(queries: int, tokens: int, device: torch.device) -> Tensor:
+    """Which of the keys each of the last ``queries`` of ``tokens`` tokens sees, ``[S, T]`` bool."""
+    return torch.ones(queries, tokens, dtype=torch.bool, device=device).tril(tokens - queries)
+
+
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, softcap: float, sinks=None
 ) -> Tensor:
@@ -81,8 +96,7 @@ def attention(
     if queries == 1:
         causal = False
     if causal and tokens > queries:
-        mask = torch.ones(queries, tokens, dtype=torch.bool, device=q.device).tril(tokens - queries)
-        causal = False
+        mask, causal = causal_mask(queries, tokens, q.device), False
     if softcap or sinks is not None:
         return _spelled_out_attention(q, k, v, mask, causal, scale, softcap, sinks)
     if queries == 1 and (mask is None or mask.shape[1] == 1):  # query heads of a KV head as rows of one product
@@ -98,7 +112,7 @@ def _spelled_out_attention(q, k, v, mask, causal, scale, softcap, sinks):
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     scores = q.float() @ k.float().mT * scale
     if causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        mask = causal_mask(*scores.shape[-2:], q.device)
     weights = attention_weights(scores, mask, softcap, sinks)
     return (weights[..., : v.shape[2]] @ v.float()).to(q.dtype).contiguous()
 
@@ -117,12 +131,12 @@ def attention_weights(scores: Tensor, mask: Tensor | None, softcap: float, sinks
 @implements("attend", "reference")
 def attend(
     q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None, center=None,
-    decode_fn=decode,
+    decode_fn=decode_predicted,
 ) -> Tensor:  # fmt: skip
     """``key`` and ``value`` are (codes, scale, zero_point, ring): decode the past, attend to it and to the present.
 
     rotary: (cos, sin, rope) for keys stored before rotary embedding. sinks: logits ``[H_q]`` without values. center:
-    the mean that was subtracted from keys. decode_fn: who decodes.
+    the mean that was subtracted from keys. decode_fn: who decodes pages.
     """
     k, v = _all_tokens(decode_fn, key, value, n, k_new, v_new, k_spec, v_spec, rotary, center)
     return attention(q, k, v, mask, causal, scale, softcap, sinks)
@@ -132,10 +146,9 @@ def _all_tokens(decode_fn, key, value, n, k_new, v_new, k_spec, v_spec, rotary, 
     """Keys and values of the past, decoded and keys rotated, with those of the call behind them."""
     if not n:
         return k_new, v_new
-    v = decode_fn(*value, n, v_spec, present=v_new)
-    if rotary is None:
-        return decode_fn(*key, n, k_spec, (), (center,), k_new), v
-    return torch.cat([rotate(decode_fn(*key, n, k_spec, (), (center,)), *rotary), k_new], 2), v
+    v = read(decode_fn, *value, n, v_spec, present=v_new)
+    k = read(decode_fn, *key, n, k_spec, (), (center,), k_new if rotary is None else None)
+    return k if rotary is None else torch.cat([rotate(k, *rotary), k_new], 2), v
 
 
 @implements("attend_decoded", "reference")
@@ -154,7 +167,7 @@ def _with_present(k, v, k_new, v_new, rotary) -> tuple[Tensor, Tensor]:
 @implements("attend_scored", "reference")
 def attend_scored(
     q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary, sinks, center, statistic,
-    importance, decode_fn=decode,
+    importance, decode_fn=decode_predicted,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention, and what was paid to each token: see `kvpass.ops`."""
     if len(key) > 1:

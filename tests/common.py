@@ -32,12 +32,10 @@ def implementations(op: str) -> list[str]:
 
 
 @contextmanager
-def only_reference():
-    """Within it, "auto" means the reference: what defines the ops, and nothing is compiled for each random spec."""
+def changed_table(change):
+    """Within it, the table of implementations is as ``change``, called with op -> name -> implementation, makes it."""
     kept = {op: dict(rows) for op, rows in _TABLE.items()}
-    for rows in _TABLE.values():
-        for name in set(rows) - {"reference"}:
-            del rows[name]
+    change(_TABLE)
     select.cache_clear()
     try:
         yield
@@ -46,6 +44,17 @@ def only_reference():
             _TABLE[op].clear()
             _TABLE[op].update(rows)
         select.cache_clear()
+
+
+def only_reference():
+    """Within it, "auto" means the reference: what defines the ops, and nothing is compiled for each random spec."""
+
+    def change(table):
+        for rows in table.values():
+            for name in set(rows) - {"reference"}:
+                del rows[name]
+
+    return changed_table(change)
 
 
 @st.composite

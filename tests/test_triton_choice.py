@@ -1,6 +1,5 @@
 """Who takes the Triton kernels: models, and what they refuse."""
 
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -9,9 +8,9 @@ import torch
 import kvpass
 from kvpass import KVPassError
 from kvpass.codec import CodecSpec, Subspace
-from kvpass.lowering.table import _TABLE, Site, select
+from kvpass.lowering.table import Site, select
 
-from common import ROUNDS_IN_INDUCTOR, only_reference
+from common import ROUNDS_IN_INDUCTOR, changed_table, only_reference
 from tiny import called, llama, step_by_step, tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -28,25 +27,17 @@ def test_a_compiled_model_decodes_with_the_kernels_as_it_does_eagerly():
     assert torch.allclose(got, expected, atol=1e-4)
 
 
-@contextmanager
-def chosen_as_on_a_gpu():
-    """Within it, "auto" takes kernels in the interpreter too."""
-    kept = {op: rows["triton"] for op, rows in _TABLE.items() if "triton" in rows}
-    for op, row in kept.items():
-        _TABLE[op]["triton"] = replace(row, by_name_only=False)
-    select.cache_clear()
-    try:
-        yield
-    finally:
-        for op, row in kept.items():
-            _TABLE[op]["triton"] = row
-        select.cache_clear()
+def taken_by_auto(table):
+    """As on a GPU, "auto" takes kernels in the interpreter too."""
+    for rows in table.values():
+        if "triton" in rows:
+            rows["triton"] = replace(rows["triton"], by_name_only=False)
 
 
 def test_drafts_are_verified_by_the_kernels_whatever_their_length(caplog):
     calls = [(70, 0), (1, 0), (4, 1), (6, 2), (3, 1), (9, 0)]
     eager, packed = (kvpass.apply(llama(layers=1).to(DEVICE), "kivi", lowering=name) for name in ("eager", "auto"))
-    with chosen_as_on_a_gpu(), caplog.at_level("INFO", logger="kvpass.lowering"):
+    with changed_table(taken_by_auto), caplog.at_level("INFO", logger="kvpass.lowering"):
         got, _ = called(packed, calls)
     for a, b in zip(got, called(eager, calls)[0], strict=True):
         assert torch.allclose(a, b, atol=1e-4)

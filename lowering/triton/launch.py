@@ -1,7 +1,7 @@
 """Where the kernels of attention are launched from, and what they serve."""
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 import triton.language as tl
@@ -123,7 +123,7 @@ class _Launch:
         # rows of pages (see `pages`) that keys and values have
         self.packed_rows = tuple(spec.packed(self.n) // self.planes for spec in self.specs)
 
-    @property
+    @cached_property
     def packed_queries(self) -> Tensor:
         """The queries that keys in pages see: rotated instead of them."""
         rotation = self.specs[0].rotation
@@ -131,7 +131,7 @@ class _Launch:
             return self.q
         return (self.q.float() @ basis(self.head_dim, rotation, self.q.device)).to(self.q.dtype)
 
-    @property
+    @cached_property
     def shift(self) -> Tensor | None:
         """The products of queries with the mean of the keys, unless it is to be rotated with them."""
         if self.center is None or self.rotary is not None:
