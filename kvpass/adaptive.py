@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,28 +48,37 @@ class PlanePool:
         """Copy the planes of all states behind each other, and make theirs views of the copy, if any is new."""
         if not self.stale:
             return
-        self.stale = False
         planes = [plane for state in self.states for plane in state.planes]
         spare = torch.zeros(64, dtype=torch.uint8, device=self.states[0].ring.device)  # never empty
-        self.data, start = torch.cat([*(plane.reshape(-1) for plane in planes), spare]), 0
-        torch._dynamo.mark_dynamic(self.data, 0)
+        data, start = torch.cat([*(plane.reshape(-1) for plane in planes), spare]), 0
+        torch._dynamo.mark_dynamic(data, 0)
+        self.data = data
         for state in self.states:
             for i, plane in enumerate(state.planes):
                 state.places[i] = torch.tensor([start, plane.shape[2], plane.shape[3]])
-                state.planes[i] = self.data[start : start + plane.numel()].view(plane.shape)
+                state.planes[i] = data[start : start + plane.numel()].view(plane.shape)
                 start += plane.numel()
+        self.stale = False  # last: what was interrupted is done again
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"states": self.states, "data": torch.empty(0, dtype=torch.uint8), "stale": bool(self.states)}
 
 
 class HostTokens:
     """Full-precision tokens in host memory, ``[B, H_kv, capacity, D]``, and the bytes fetched from there so far."""
 
-    def __init__(self, tokens: Tensor):
-        self.tokens, self.moved_nbytes = tokens, 0
+    def __init__(self, tokens: Tensor, moved_nbytes: int = 0):
+        self.tokens, self.moved_nbytes = tokens, moved_nbytes
 
     @property
     def nbytes(self) -> int:
         """Bytes held on the host."""
         return self.tokens.nbytes
+
+    def replaced(self, tokens: Tensor) -> HostTokens:
+        """Others, with the same count of bytes fetched."""
+        torch._dynamo.mark_dynamic(tokens, 2)
+        return HostTokens(tokens, self.moved_nbytes)
 
 
 class AdaptiveState(KVState):
@@ -104,7 +114,7 @@ class AdaptiveState(KVState):
             self.compensation = empty(batch, heads, 1, 1, dtype=torch.float32)
         self.count = self.written = self.unpacked_from = 0
         pool.add(self)
-        self._resized()
+        self.put()
 
     @classmethod
     @torch.inference_mode(False)
@@ -120,6 +130,8 @@ class AdaptiveState(KVState):
     @property
     def predictor(self) -> list[Tensor]:
         """The side tables that ``kvpass::decode`` takes."""
+        if not torch.compiler.is_compiling():
+            self.pool.refresh()
         return [self.levels, self.outliers, self.where, self.pool.data, self.places]
 
     @property
@@ -132,43 +144,56 @@ class AdaptiveState(KVState):
             if (tensor := getattr(self, name)) is not None:
                 yield name, tensor
 
-    def _resized(self) -> None:
-        self.nbytes = sum(tensor.nbytes for _, tensor in self.tensors()) + sum(plane.nbytes for plane in self.planes)
+    def _follows(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         for name in (*_TABLES, "levels"):
-            torch._dynamo.mark_dynamic(getattr(self, name), 2)
-        torch._dynamo.mark_dynamic(self.host.tokens, 2)
+            torch._dynamo.mark_dynamic(tensors[name], 2)
+        return {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its own, slack included; originals in host memory are not among them."""
+        return sum(tensor.nbytes for _, tensor in self.tensors()) + sum(plane.nbytes for plane in self.planes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = [plane.clone() for plane in self.planes]  # not views of what the pool holds of all states
+        return vars(self) | {"planes": own}
 
     @torch.inference_mode(False)
-    def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Replace every tensor of its own by ``fn`` of it."""
-        self.planes, self.pool.stale = [fn(plane) for plane in self.planes], True
-        self.host.tokens = fn(self.host.tokens)
-        for name, tensor in list(self.tensors()):
-            setattr(self, name, fn(tensor))
-        if all(state.ring.shape[0] == self.ring.shape[0] for state in self.pool.states):  # the last of a cache
-            self.pool.refresh()
-        self._resized()
+    def mapped(self, fn: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        replaced = {"planes": [fn(plane) for plane in self.planes], "host": self.host.replaced(fn(self.host.tokens))}
+        return super().mapped(fn) | replaced
+
+    def put(self, **changed: Any) -> None:
+        if "planes" in changed:
+            self.pool.stale = True
+        super().put(**changed)
 
     @torch.inference_mode(False)
     def reserve(self, tokens: int) -> None:
         """Make room for ``tokens`` tokens, growing geometrically; contents are kept."""
         size, packed, have = self.spec.page_size, self.spec.packed(tokens), self.scale.shape[2]
+        keeps, room, new = self.spec.adaptive.keep_originals, have, {}
         if packed > have or not have:
             room = max(packed, have + have // GROWTH, 4 * size) // size * size
-            for name in _TABLES:
-                setattr(self, name, grown(getattr(self, name), room))
-            self.levels = grown(self.levels, room // size)
-        wanted = self.scale.shape[2] if self.spec.adaptive.keep_originals else max(size, packed - self.count)
-        if wanted != self.host.tokens.shape[2]:
-            old = self.host.tokens
-            self.host.tokens = old.new_zeros(*old.shape[:2], wanted, old.shape[3], pin_memory=self.ring.is_cuda)
-            if self.spec.adaptive.keep_originals:
-                self.host.tokens[:, :, : old.shape[2]] = old
-        self._resized()
+            new = {name: grown(getattr(self, name), room) for name in _TABLES}
+            new["levels"] = grown(self.levels, room // size)
+        wanted = room if keeps else max(size, packed - self.count)
+        old = self.host.tokens
+        if wanted != old.shape[2]:
+            tokens = old.new_zeros(*old.shape[:2], wanted, old.shape[3], pin_memory=self.ring.is_cuda)
+            if keeps:
+                tokens[:, :, : old.shape[2]] = old
+            new["host"] = self.host.replaced(tokens)
+        if new:
+            self.put(**new)
 
-    def crop(self, old: int, new: int) -> None:
-        super().crop(old, new)
+    def go_back(self, new: int, coming_back) -> None:
+        super().go_back(new, coming_back)
         self.count = min(self.count, self.spec.packed(new))
+
+    def reset(self) -> None:
+        super().reset()
+        self.count, self.pool.stale = 0, True
 
     @torch.inference_mode(False)
     def requantize(self, n: int, importance: Tensor) -> None:
@@ -192,11 +217,10 @@ class AdaptiveState(KVState):
             self._restore(codes[:, :, :old], levels[:, :, :old] > known.levels)
         else:
             levels[:, :, :old] = torch.minimum(levels[:, :, :old], known.levels)
-        first, *self.planes = to_planes(codes, levels, widths)
+        first, *planes = to_planes(codes, levels, widths)
         self._codes[:, :, :packed] = first
         self.levels[:, :, : packed // self.spec.page_size] = pack_levels(levels, self.spec.page_size)
-        self.count, self.pool.stale = packed, True
-        self._resized()
+        self.put(planes=planes, count=packed)
 
     def _tokens(self, count: int) -> Tokens:
         """The first ``count`` packed tokens."""

@@ -3,12 +3,10 @@ cross-attention `CrossLayer`."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache, StaticLayer
 
 from .adaptive import PlanePool
-from .codec.window import SEEN_OFFSET, carry
 from .cross import CrossLayer
 from .errors import KVPassError
 from .layer import PackedLayer
@@ -107,73 +105,6 @@ def connect(layers: dict[int, PackedLayer], predictors: dict[int, tuple[SharedTe
         if plan.looks_below:
             layer.below, layer.predictors = layers[layer.geometry.below], predictors[index]
             layer.below.is_below = True
-
-
-def start_forward(layers: list[PackedLayer], batch: int, new_tokens: int) -> int:
-    """Prepare all packed layers of a cache for one forward; returns the tokens already stored.
-
-    Raises `KVPassError` if the cache is full or of another batch size; nothing is changed then.
-    """
-    first = layers[0]
-    stored = first.tokens
-    if any(layer.broken for layer in layers):
-        raise KVPassError(
-            "A forward over several tokens failed midway and may have taken the place of exact tokens in this cache. "
-            "Start again with a fresh cache, or cache.reset()."
-        )
-    if first.max_cache_len is not None and first.plan.key.stored(stored + new_tokens) > first.max_cache_len:
-        raise KVPassError(
-            f"The cache is full: {stored} tokens stored, and {new_tokens} more do not fit max_cache_len="
-            f"{first.max_cache_len}."
-        )
-    if first.is_initialized and first.batch_size != batch:
-        if stored:
-            raise KVPassError(f"The cache holds a batch of {first.batch_size}; this call has a batch of {batch}.")
-        for layer in layers:  # a reset cache may be used at another batch size
-            layer.forget()
-    device = first.geometry.device
-    length = carry(stored, device)
-    seen = carry(first.seen, offset=SEEN_OFFSET) if first.evicts else None
-    for carrier in (length, seen):
-        if stored > 1 and carrier is not None:  # 0 and 1 are cases of their own, and what is traced there may say so
-            torch._dynamo.mark_dynamic(carrier, 0)
-    edges, slots = _edges(layers, batch, stored, new_tokens), {}
-    for layer in layers:
-        layer.prepare(batch, new_tokens, length, seen)
-        layer.edges = edges
-        if layer.evicts:
-            heads = layer.importance_owner.importance.weights.shape[1]
-            if heads not in slots:
-                slots[heads] = torch.zeros(batch, heads, layer.plan.key.budget, dtype=torch.int64, device=device)
-            layer.slots = slots[heads]
-    if first.pool is not None:
-        first.pool.refresh()
-    return stored
-
-
-def _edges(layers: list[PackedLayer], batch: int, stored: int, new_tokens: int) -> tuple[Tensor, Tensor] | None:
-    """Room for one layer's reconstruction of the keys and values that leave the window in this forward."""
-    plan, geometry = layers[-1].plan, layers[-1].geometry
-    if not any(layer.plan.looks_below for layer in layers):
-        return None
-    spec, total = plan.key, stored + new_tokens
-    tokens = max(spec.page_size, spec.packed(total) - spec.packed(stored))
-    if gone := spec.evicted(total):
-        tokens = spec.packed(total) - gone  # all that is packed may change hands
-    shape = (batch, geometry.num_key_value_heads, tokens, geometry.head_dim)
-    edges = tuple(torch.empty(shape, dtype=geometry.dtype, device=geometry.device) for _ in range(2))
-    if new_tokens > 1 or plan.evicts:
-        for edge in edges:
-            torch._dynamo.mark_dynamic(edge, 2)
-    return edges
-
-
-def finish_forward(layers: list[PackedLayer], new_tokens: int, succeeded: bool) -> None:
-    """End the forward `start_forward` began."""
-    for layer in layers:
-        layer.commit(new_tokens) if succeeded else layer.abandon(new_tokens)
-    if layers[0].pool is not None:
-        layers[0].pool.refresh()
 
 
 def nbytes(cache: Cache) -> int:

@@ -53,6 +53,13 @@ def running(layers: Sequence[CacheLayerMixin]) -> Iterator[None]:
             torch._dynamo.maybe_mark_dynamic(layer.values, 2)
     if packed:
         tokens = packed[0].tokens
+        for layer in packed:
+            layer.refuse_unless_whole()
+            if (layer.tokens, layer.edits) != (tokens, packed[0].edits):
+                raise KVPassError(
+                    "The cross-attention layers of this cache differ: writing, reordering or resetting it failed or "
+                    "was interrupted midway. Start again with a fresh cache, or cache.reset()."
+                )
         length = carry(tokens, packed[0].geometry.device)
         if tokens > 1:
             torch._dynamo.maybe_mark_dynamic(length, 0)

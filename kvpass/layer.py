@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -53,7 +55,8 @@ class PackedLayer(CacheLayerMixin):
         self.tokens = self.seen = 0
         self.length: Tensor | None = None  # the length carriers, of what is stored and of what was seen,
         self.seen_length: Tensor | None = None  # where that is more, set while a forward is running
-        self.broken = False
+        self.whole = True  # False while something changes it, and for good if that was neither ended nor taken back
+        self.edits = 0  # changes of all tokens since it was empty: the same in all layers of a cache
         self.tap = None  # who hands over the queries, while a forward is running and no graph does
 
     @property
@@ -71,6 +74,8 @@ class PackedLayer(CacheLayerMixin):
         return self._view(self.value_state) if self.is_initialized else None
 
     def _view(self, state: KVState) -> Tensor:
+        if self.length is None:
+            self.refuse_unless_whole()
         return (
             state.decode(self.tokens)
             if self.plan.looks_below or self.plan.adaptive
@@ -108,6 +113,23 @@ class PackedLayer(CacheLayerMixin):
         """Whether tokens are dropped when there are too many."""
         return self.plan.evicts
 
+    def refuse_unless_whole(self) -> None:
+        """Raise `KVPassError` while something changes this layer, or if that failed halfway."""
+        if not self.whole:
+            raise KVPassError(
+                "This cache is not whole: a call over it failed or was interrupted and could not be taken back, or is "
+                "still running in another thread. Start again with a fresh cache, or cache.reset()."
+            )
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """What is within happens as a whole, or the layer is not whole any more."""
+        self.refuse_unless_whole()
+        self.whole = False
+        yield
+        self.edits += 1
+        self.whole = True
+
     def prepare(self, batch: int, new_tokens: int, length: Tensor, seen_length: Tensor | None) -> None:
         """Make room for ``new_tokens`` and start a forward at the lengths ``length`` and ``seen_length`` carry."""
         total = self.tokens + new_tokens
@@ -117,6 +139,7 @@ class PackedLayer(CacheLayerMixin):
             state.reserve(stored)
         if self.importance is not None:
             self.importance.reserve(stored)
+            self.importance.remember(self.tokens)
             if self.plan.adaptive and self._starts_to_look(new_tokens):
                 self.importance.weights.zero_()
         if self.rotary is not None:  # `attend` reads whole pages of the tables, two at least
@@ -142,19 +165,23 @@ class PackedLayer(CacheLayerMixin):
                 source._allocate(batch, tokens)
             return KVState.allocate(spec, batch, *room, tokens, source and getattr(source, name))
 
-        self.key_state = state(self.plan.key, self.key_source, "key_state")
-        self.value_state = state(self.plan.value, self.value_source, "value_state")
+        new = {
+            "key_state": state(self.plan.key, self.key_source, "key_state"),
+            "value_state": state(self.plan.value, self.value_source, "value_state"),
+        }
         if self.plan.key.pre_rope and self.rotary_owner is self:
-            self.rotary = RotaryState(batch, *room[1:], tokens)
+            new["rotary"] = RotaryState(batch, *room[1:], tokens)
         if self.plan.needs_importance and self.importance_owner is self:
             heads = 1 if self.plan.key.shared_eviction else room[0]
-            self.importance = Importance(batch, heads, geometry.device, tokens)
+            new["importance"] = Importance(batch, heads, geometry.device, tokens)
         if self.plan.looks_below:
             self.below._allocate(batch, tokens)
-            self.value_state.beside = self.key_state
-            for state, below, predictor in zip(self.states(), self.below.states(), self.predictors, strict=True):
+            own = new["key_state"], new["value_state"]
+            own[1].beside = own[0]
+            for state, below, predictor in zip(own, self.below.states(), self.predictors, strict=True):
                 if looks_below(state.spec.predictor):
                     state.below, state.predictor = below, predictor
+        vars(self).update(new)  # all of it is there, or none
 
     def forget(self) -> None:
         """Drop all storage."""
@@ -174,16 +201,20 @@ class PackedLayer(CacheLayerMixin):
             if state.spec.packed(self.tokens) > state.count:
                 state.requantize(self.tokens, self.importance.weights[..., : self.tokens])
 
-    def abandon(self, new_tokens: int) -> None:
-        """End a forward that failed: the layer is as before, unless new tokens may have taken slots of the window, or
-        the place of others."""
-        self._wrote(new_tokens)
-        gone = self.plan.key.evicted(self.tokens + new_tokens)
-        self.broken = bool(gone) or not all(state.lossless_crop(self.tokens) for state in self.states())
+    def abandon(self, new_tokens: int) -> bool:
+        """Take back a forward that failed. Whether the layer is as before: not if new tokens may have taken slots of
+        the window, or the place of others."""
+        self._wrote(new_tokens, succeeded=False)
+        evicted = self.plan.key.evicted(self.tokens + new_tokens)
+        return not evicted and all(state.lossless_crop(self.tokens) for state in self.states())
 
-    def _wrote(self, new_tokens: int) -> None:
+    def _wrote(self, new_tokens: int, succeeded: bool = True) -> None:
         for state in self.states():
             state.wrote(self.tokens, self.tokens + new_tokens)
+        if self.importance is not None:
+            if not succeeded:
+                self.importance.take_back()
+            self.importance.before = None
         self.length = self.seen_length = self.edges = self.past = self.slots = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -276,12 +307,21 @@ class PackedLayer(CacheLayerMixin):
         return self.max_cache_len or -1
 
     def reset(self) -> None:
-        self.tokens, self.seen, self.length, self.seen_length, self.broken = 0, 0, None, None, False
+        """Forget all tokens, and whatever went wrong with them."""
+        if not self.whole:
+            self.forget()
+        self.whole = False
+        for state in self.states():
+            state.reset()
+        self.tokens = self.seen = self.edits = 0
+        self.length = self.seen_length = self.edges = self.past = self.slots = None
+        self.whole = True
 
     def crop(self, tokens_to_remove: int) -> None:
         tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 hands over a tensor
         if tokens_to_remove > 0:
             raise KVPassError(f"crop({tokens_to_remove}): pass the negative number of tokens to remove.")
+        self.refuse_unless_whole()
         new = max(0, self.tokens + tokens_to_remove)
         least = self.plan.key.sinks + (self.plan.key.budget or 0)
         if self.seen > self.tokens and new < least:
@@ -289,21 +329,25 @@ class PackedLayer(CacheLayerMixin):
                 f"crop({tokens_to_remove}): tokens have been evicted, and only the last {self.tokens - least} of those "
                 "that are left are in the order they came in."
             )
-        if not all(state.lossless_crop(new) for state in self.states()):
+        coming_back = [state.coming_back(self.tokens, new) for state in self.states()]
+        if any(tokens is not None for tokens in coming_back):
             warnings.warn(
                 f"crop from {self.tokens} to {new} tokens goes back beyond the full-precision window: some tokens of "
                 "the window are now their decoded, not their exact, values.",
                 stacklevel=3,
             )
-        for state in self.states():
-            state.crop(self.tokens, new)
-        self.seen -= self.tokens - new
-        self.tokens = new
+        with self._changing():
+            for state, tokens in zip(self.states(), coming_back, strict=True):
+                state.go_back(new, tokens)
+            self.seen -= self.tokens - new
+            self.tokens = new
 
-    def _select_batch(self, fn) -> None:
-        for item in (*self.states(), self.rotary, self.importance):
-            if item is not None:
-                item.map_(fn)
+    def _select_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
+        items = [item for item in (*self.states(), self.rotary, self.importance) if item is not None]
+        selected = [item.mapped(fn) for item in items]
+        with self._changing():
+            for item, tensors in zip(items, selected, strict=True):
+                item.put(**tensors)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select_batch(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))

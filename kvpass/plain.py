@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from .cache import connect, start_forward
+from .cache import connect
 from .codec.window import length_of
 from .discover import BufferedCache, HandedCache
 from .errors import KVPassError
+from .forward import start_forward
 from .layer import PackedLayer
 from .runtime import Runtime
 from .schemes import SchemeConfig
@@ -105,9 +106,12 @@ class BufferRuntime(PlainRuntime):
             setattr(buffer.owner, buffer.name, stand_in)
 
     def uninstall(self) -> None:
-        """Give them back, with what is stored."""
-        super().uninstall()
+        """Give them back, with what is stored; empty if that is not whole."""
+        if not all(layer.whole for layer in self.layers):
+            for layer in self.layers:
+                layer.reset()
         stored = [x for layer in self.layers for x in (layer.keys, layer.values)]
+        super().uninstall()
         for buffer, stand_in, x in zip(self.buffers, self.stand_ins, stored, strict=True):
             setattr(buffer.owner, buffer.name, torch.zeros_like(stand_in, device=self.layers[0].geometry.device))
             if x is not None:

@@ -6,7 +6,7 @@ import itertools
 import types
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -15,18 +15,10 @@ from torch._dynamo.exc import BackendCompilerFailed, Unsupported
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from .backend import Backend
-from .cache import (
-    Plans,
-    cache_layers,
-    cross_layers,
-    finish_forward,
-    packed_layers,
-    start_forward,
-    swap_cross_layers,
-    swap_layers,
-)
+from .cache import Plans, cache_layers, cross_layers, packed_layers, swap_cross_layers, swap_layers
 from .cross import cross_plan, running
 from .errors import KVPassError
+from .forward import finish_forward, remember, start_forward
 from .graph.report import LayerReport, Report
 from .implementation import Notation
 from .layer import PackedLayer
@@ -170,9 +162,9 @@ class Runtime:
         cache = kwargs.get("past_key_values")
         if cache is None:
             cache = kwargs["past_key_values"] = fresh_cache(self.model())
-        layers = self.adopt(cache)
+        layers, undo = self.adopt(cache), remember(cache)
         stored, seen = start_forward(layers, batch, new_tokens), layers[0].seen
-        with self._one_forward(layers, new_tokens), running(cross_layers(cache)):
+        with self._one_forward(layers, new_tokens, undo), running(cross_layers(cache)):
             self._set_masks(kwargs, stored + new_tokens, seen + new_tokens)
             self._drop_defaults(kwargs, seen, new_tokens)
             run = self._choose(stored, new_tokens)
@@ -183,8 +175,9 @@ class Runtime:
         return output
 
     @contextmanager
-    def _one_forward(self, layers: list[PackedLayer], new_tokens: int):
-        """Commit what ``layers`` stored when it went well, and say in kvpass's words why it did not."""
+    def _one_forward(self, layers: list[PackedLayer], new_tokens: int, undo: Callable[[], bool] = lambda: True):
+        """Commit what ``layers`` stored when it went well; otherwise take it back, with what ``undo`` does (see
+        `finish_forward`), and say in kvpass's words why."""
         self.drafts = self.drafts + 1 if layers[0].tokens and 1 < new_tokens <= FEW else 0
         succeeded = False
         try:
@@ -208,7 +201,7 @@ class Runtime:
                 f"Use {instead}."
             ) from error
         finally:
-            finish_forward(layers, new_tokens, succeeded)
+            finish_forward(layers, new_tokens, succeeded, undo)
 
     def _uses_cache(self, kwargs) -> bool:
         if self.model().training:
@@ -239,13 +232,13 @@ class Runtime:
     def _swap(self, cache: Cache) -> None:
         own = cache.self_attention_cache if self.has_encoder else cache
         before = list(own.layers), own.layer_class_to_replicate
-        swap_layers(own, self.plans, self.owner, self.lowering, self.max_cache_len, self.predictors)
-        if self.cross:
-            try:
+        try:
+            swap_layers(own, self.plans, self.owner, self.lowering, self.max_cache_len, self.predictors)
+            if self.cross:
                 swap_cross_layers(cache, self.cross, self.owner, self.lowering)
-            except KVPassError:
-                own.layers[:], own.layer_class_to_replicate = before
-                raise
+        except BaseException:
+            own.layers[:], own.layer_class_to_replicate = before
+            raise
 
     def _choose(self, stored: int, new_tokens: int):
         """Who runs the call. Drafts are verified one after another: the first of several calls of a few tokens is not

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,42 @@ class SharedTensors(tuple):
         return self
 
 
-class KVState:
+class Storage:
+    """Tensors that change together. New ones are all made before the first of them is put in place, and are put there
+    at once, so that what fails or interrupts leaves all of them or none."""
+
+    nbytes: int  # bytes of its own, slack included
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of its own, by attribute name."""
+        raise NotImplementedError
+
+    def _follows(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Attributes that follow from what `tensors` will be."""
+        return {"nbytes": sum(tensor.nbytes for tensor in tensors.values())}
+
+    @torch.inference_mode(False)
+    def mapped(self, fn: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """What `put` takes to replace every tensor of its own by ``fn`` of it."""
+        return {name: fn(tensor) for name, tensor in self.tensors()}
+
+    @torch.inference_mode(False)
+    def put(self, **changed: Any) -> None:
+        """Replace the attributes named."""
+        whole = dict(self.tensors())
+        whole.update({name: changed[name] for name in whole.keys() & changed.keys()})
+        vars(self).update(changed | self._follows(whole))  # one call: no interrupt comes between
+
+    def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replace every tensor of its own by ``fn`` of it (batch selection, device moves)."""
+        self.put(**self.mapped(fn))
+
+    def __setstate__(self, attributes: dict[str, Any]) -> None:
+        vars(self).update(attributes)
+        self.put()  # what follows from a tensor is no copy's
+
+
+class KVState(Storage):
     """Packed storage of one logical ``[B, H_kv, n, D]`` tensor.
 
     codes: ``[B, H_kv, capacity, rows, D]`` uint8, planar pages. A state made with ``source`` has none of its own: it
@@ -62,12 +98,12 @@ class KVState:
         self.spec, self.text = spec, str(spec)
         self._codes, self.scale, self.zero_point, self.ring = codes, scale, zero_point, ring
         self.compensation, self.source, self.center = compensation, source, center
-        self.predictor: Sequence[Tensor] = () if center is None else (center,)
+        self.predictor: Sequence[Tensor] = ()
         self.below: KVState | None = None
         self.beside: KVState | None = None
         self.written = 0  # slots of the ring have been written up to this token
         self.unpacked_from = 0  # tokens of earlier pages are not in the ring any more, whatever `written` says
-        self._resized()
+        self.put()
 
     @classmethod
     @torch.inference_mode(False)  # a cache filled in inference mode may go on outside of it
@@ -114,37 +150,30 @@ class KVState:
         """What a graph takes for codes, scale and zero point (`kvpass.codec.pool`)."""
         return (self.source.handles[0] if self.source else self._handles[0], *self._handles[1:])
 
-    def _resized(self) -> None:
-        self.nbytes = sum(tensor.nbytes for _, tensor in self.tensors())  # bytes of its own, slack included
-        pools = (getattr(self, name) for name in _POOLS)
-        self._handles = tuple(None if pool is None else handle(pool) for pool in pools)
-
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of its own, by attribute name."""
         for name in (*_POOLS, "ring", "compensation", "center"):
             if (tensor := getattr(self, name)) is not None:
                 yield name, tensor
 
-    @torch.inference_mode(False)
-    def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Replace every tensor of its own by ``fn`` of it (batch selection, device moves)."""
-        for name, tensor in list(self.tensors()):
-            setattr(self, name, fn(tensor))
-        if self.center is not None:
-            self.predictor = (self.center,)
-        self._resized()
+    def _follows(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        handles = tuple(handle(tensors[name]) if name in tensors else None for name in _POOLS)
+        center = {"predictor": (tensors["center"],)} if "center" in tensors else {}
+        return super()._follows(tensors) | center | {"_handles": handles}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_handles"}
 
     @torch.inference_mode(False)
     def reserve(self, tokens: int) -> None:
         """Make room for ``tokens`` tokens, growing geometrically; contents are kept."""
         have, need = self.scale.shape[2], self.spec.pages(tokens)
-        if need <= have:
-            return
-        pages = max(need, have + max(_MIN_PAGES, have // GROWTH))
-        for name, old in list(self.tensors()):
-            if name in _POOLS:
-                setattr(self, name, grown(old, pages))
-        self._resized()
+        if need > have:
+            pages = max(need, have + max(_MIN_PAGES, have // GROWTH))
+            self.put(**{name: grown(old, pages) for name, old in self.tensors() if name in _POOLS})
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.written = self.unpacked_from = 0
 
     def carrier(self, n: int) -> Tensor:
         """A length carrier for calling the ops outside a cache."""
@@ -195,12 +224,23 @@ class KVState:
         """Whether going back to ``new`` tokens finds every token of the window then still in the ring."""
         return not self._lost(new).numel()
 
-    def crop(self, old: int, new: int) -> None:
-        """Forget tokens ``[new, old)``. Tokens of the window that are only in pages by now come back decoded."""
+    def coming_back(self, old: int, new: int) -> tuple[Tensor, Tensor] | None:
+        """Slots of the ring, and what they hold once tokens ``[new, old)`` are forgotten: tokens of the window that are
+        only in pages by now come back decoded. None where there are none. Changes nothing."""
         lost = self._lost(new)
-        if lost.numel():
-            slots = layout(self.spec).slots(lost).to(self.ring.device)
-            self.ring.index_copy_(2, slots, self.decode(old).index_select(2, lost.to(self.ring.device)))
+        if not lost.numel():
+            return None
+        device = self.ring.device
+        return layout(self.spec).slots(lost).to(device), self.decode(old).index_select(2, lost.to(device))
+
+    def crop(self, old: int, new: int) -> None:
+        """Forget tokens ``[new, old)``, with what is `coming_back`."""
+        self.go_back(new, self.coming_back(old, new))
+
+    def go_back(self, new: int, coming_back: tuple[Tensor, Tensor] | None) -> None:
+        """Forget tokens from ``new`` on, given what is `coming_back`."""
+        if coming_back is not None:
+            self.ring.index_copy_(2, *coming_back)
             self.written, self.unpacked_from = new, self.spec.pages(new)
 
     def window(self, n: int) -> Tensor:
@@ -208,7 +248,7 @@ class KVState:
         return layout(self.spec).read(self.ring, n)
 
 
-class Importance:
+class Importance(Storage):
     """What the stored tokens are worth to who decides which of them stay (`kvpass.codec.eviction`).
 
     weights: ``[B, H_kv, capacity]`` float32, or ``[B, 1, capacity]`` where all heads and layers keep the same.
@@ -217,27 +257,36 @@ class Importance:
     @torch.inference_mode(False)
     def __init__(self, batch: int, heads: int, device, tokens: int):
         self.weights = torch.zeros(batch, heads, 0, device=device)
+        self.before: Tensor | None = None  # those of the tokens stored, while a forward is running
+        self.put()
         self.reserve(tokens)
 
-    def _resized(self) -> None:
-        self.nbytes = self.weights.nbytes
-        torch._dynamo.mark_dynamic(self.weights, 2)
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield "weights", self.weights
 
+    def _follows(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        torch._dynamo.mark_dynamic(tensors["weights"], 2)
+        return super()._follows(tensors)
+
+    @torch.inference_mode(False)
     def reserve(self, tokens: int) -> None:
         """Make room for ``tokens`` tokens; contents are kept."""
         have = self.weights.shape[2]
         if tokens > have:
-            room = max(tokens, have + have // GROWTH) + _SPARE
-            self.map_(lambda weights: grown(weights, room))
+            self.put(weights=grown(self.weights, max(tokens, have + have // GROWTH) + _SPARE))
 
     @torch.inference_mode(False)
-    def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Replace the weights by ``fn`` of them."""
-        self.weights = fn(self.weights)
-        self._resized()
+    def remember(self, n: int) -> None:
+        """Keep the weights of the ``n`` tokens stored for `take_back`."""
+        self.before = self.weights[..., :n].clone()
+
+    def take_back(self) -> None:
+        """Put the weights back that `remember` kept."""
+        if self.before is not None:
+            self.weights[..., : self.before.shape[2]] = self.before
 
 
-class RotaryState:
+class RotaryState(Storage):
     """The rotary tables of every stored token, kept once for all layers that store keys before rotary embedding.
 
     cos, sin: ``[B, capacity, head_dim / 2]`` in the cache's dtype, scaled as the model scales them.
@@ -246,22 +295,20 @@ class RotaryState:
     @torch.inference_mode(False)
     def __init__(self, batch: int, head_dim: int, dtype: torch.dtype, device, tokens: int):
         self.cos, self.sin = (torch.zeros(batch, tokens, head_dim // 2, dtype=dtype, device=device) for _ in range(2))
-        self._resized()
+        self.put()
 
-    def _resized(self) -> None:
-        self.nbytes = self.cos.nbytes + self.sin.nbytes
-        for table in (self.cos, self.sin):
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from (("cos", self.cos), ("sin", self.sin))
+
+    def _follows(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        for table in tensors.values():
             torch._dynamo.mark_dynamic(table, 1)
+        return super()._follows(tensors)
 
+    @torch.inference_mode(False)
     def reserve(self, tokens: int) -> None:
         """Make room for ``tokens`` tokens; contents are kept."""
         have = self.cos.shape[1]
         if tokens > have:
             room = max(tokens, have + have // GROWTH + 64)
-            self.map_(lambda table: grown(table, room, 1))
-
-    @torch.inference_mode(False)
-    def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Replace both tables by ``fn`` of them."""
-        self.cos, self.sin = fn(self.cos), fn(self.sin)
-        self._resized()
+            self.put(**self.mapped(lambda table: grown(table, room, 1)))
