@@ -187,8 +187,8 @@ class AdaptiveState(KVState):
         if new:
             self.put(**new)
 
-    def go_back(self, new: int, coming_back) -> None:
-        super().go_back(new, coming_back)
+    def crop(self, old: int, new: int, lowering: str = "auto") -> None:
+        super().crop(old, new, lowering)
         self.count = min(self.count, self.spec.packed(new))
 
     def reset(self) -> None:

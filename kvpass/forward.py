@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
-from .cache import cache_layers, cross_layers
+from .cache import cache_layers, cross_layers, packed_layers
 from .codec.window import SEEN_OFFSET, carry
 from .errors import KVPassError
 from .layer import PackedLayer
@@ -114,8 +114,10 @@ def finish_forward(
 
 def remember(cache: Cache) -> Callable[[], bool]:
     """What puts the layers of ``cache`` that are not packed, and those of cross-attention, back to where they are now;
-    returns whether it could."""
+    returns whether it could. Raises `KVPassError` if those that are not packed hold other tokens than those that are.
+    """
     others = [layer for layer in cache_layers(cache) if not isinstance(layer, PackedLayer)]
+    _refuse_other_lengths(cache, others)
     kept = [dict(vars(layer)) for layer in others]
     unwritten = [layer for layer in cross_layers(cache) if isinstance(layer, PackedLayer) and not layer.tokens]
     updated = dict(cache.is_updated) if isinstance(cache, EncoderDecoderCache) else None
@@ -130,3 +132,15 @@ def remember(cache: Cache) -> Callable[[], bool]:
         return all(type(layer) in _REPLACED for layer in others)
 
     return undo
+
+
+def _refuse_other_lengths(cache: Cache, others: list) -> None:
+    seen, cross = packed_layers(cache)[0].seen, cross_layers(cache)
+    for layer in others:
+        own = type(layer) in _REPLACED and layer.is_initialized and layer not in cross
+        if own and layer.get_seq_length() != seen:
+            raise KVPassError(
+                f"A layer of this cache that is not packed holds {layer.get_seq_length()} tokens, and those that are "
+                f"packed {seen}: changing all layers failed or was interrupted midway. Start again with a fresh cache, "
+                "or cache.reset()."
+            )

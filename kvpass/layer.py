@@ -77,7 +77,7 @@ class PackedLayer(CacheLayerMixin):
         if self.length is None:
             self.refuse_unless_whole()
         return (
-            state.decode(self.tokens)
+            state.decode(self.tokens, self.lowering)
             if self.plan.looks_below or self.plan.adaptive
             else PackedKV.view(state, self.tokens)
         )
@@ -123,7 +123,8 @@ class PackedLayer(CacheLayerMixin):
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """What is within happens as a whole, or the layer is not whole any more."""
+        """What is within happens as a whole, or the layer is not whole any more: whoever failed may have changed other
+        layers before."""
         self.refuse_unless_whole()
         self.whole = False
         yield
@@ -215,7 +216,11 @@ class PackedLayer(CacheLayerMixin):
             if not succeeded:
                 self.importance.take_back()
             self.importance.before = None
-        self.length = self.seen_length = self.edges = self.past = self.slots = None
+        self._end()
+
+    def _end(self) -> None:
+        """Let go of what lives for one forward."""
+        self.length = self.seen_length = self.edges = self.past = self.slots = self.tap = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise KVPassError("A packed cache layer is initialized by the forward of the model kvpass was applied to.")
@@ -314,7 +319,7 @@ class PackedLayer(CacheLayerMixin):
         for state in self.states():
             state.reset()
         self.tokens = self.seen = self.edits = 0
-        self.length = self.seen_length = self.edges = self.past = self.slots = None
+        self._end()
         self.whole = True
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -329,25 +334,23 @@ class PackedLayer(CacheLayerMixin):
                 f"crop({tokens_to_remove}): tokens have been evicted, and only the last {self.tokens - least} of those "
                 "that are left are in the order they came in."
             )
-        coming_back = [state.coming_back(self.tokens, new) for state in self.states()]
-        if any(tokens is not None for tokens in coming_back):
+        if not all(state.lossless_crop(new) for state in self.states()):
             warnings.warn(
                 f"crop from {self.tokens} to {new} tokens goes back beyond the full-precision window: some tokens of "
                 "the window are now their decoded, not their exact, values.",
                 stacklevel=3,
             )
         with self._changing():
-            for state, tokens in zip(self.states(), coming_back, strict=True):
-                state.go_back(new, tokens)
+            for state in self.states():
+                state.crop(self.tokens, new, self.lowering)
             self.seen -= self.tokens - new
             self.tokens = new
 
     def _select_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
-        items = [item for item in (*self.states(), self.rotary, self.importance) if item is not None]
-        selected = [item.mapped(fn) for item in items]
         with self._changing():
-            for item, tensors in zip(items, selected, strict=True):
-                item.put(**tensors)
+            for item in (*self.states(), self.rotary, self.importance):
+                if item is not None:
+                    item.map_(fn)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select_batch(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))

@@ -254,8 +254,11 @@ class Runtime:
 
     def _tapped(self, **kwargs):
         """The model's own forward over an empty cache, which is handed the prompt's queries."""
-        with QueryTap(packed_layers(kwargs["past_key_values"])):
-            return self.original(**kwargs)
+        tap = QueryTap(packed_layers(kwargs["past_key_values"]))
+        with tap:
+            output = self.original(**kwargs)
+        tap.check()
+        return output
 
     @functools.cached_property
     def taps(self) -> bool:

@@ -205,11 +205,11 @@ class KVState(Storage):
             self.written -= gone
             self.unpacked_from = max(self.unpacked_from, self.spec.budget // self.spec.page_size)
 
-    def decode(self, n: int) -> Tensor:
+    def decode(self, n: int, lowering: str = "auto") -> Tensor:
         """The ``n`` stored tokens, ``[B, H_kv, n, D]`` in the cache's dtype, and what they were predicted from."""
-        below, beside = (state and state.decode(n) for state in (self.below, self.beside))
+        below, beside = (state and state.decode(n, lowering) for state in (self.below, self.beside))
         return torch.ops.kvpass.decode(
-            self.codes, self.scale, self.zero_point, self.ring, self.carrier(n), self.text, "auto", below, beside,
+            self.codes, self.scale, self.zero_point, self.ring, self.carrier(n), self.text, lowering, below, beside,
             list(self.predictor),
         )  # fmt: skip
 
@@ -224,23 +224,13 @@ class KVState(Storage):
         """Whether going back to ``new`` tokens finds every token of the window then still in the ring."""
         return not self._lost(new).numel()
 
-    def coming_back(self, old: int, new: int) -> tuple[Tensor, Tensor] | None:
-        """Slots of the ring, and what they hold once tokens ``[new, old)`` are forgotten: tokens of the window that are
-        only in pages by now come back decoded. None where there are none. Changes nothing."""
+    def crop(self, old: int, new: int, lowering: str = "auto") -> None:
+        """Forget tokens ``[new, old)``. Tokens of the window that are only in pages by now come back decoded."""
         lost = self._lost(new)
-        if not lost.numel():
-            return None
-        device = self.ring.device
-        return layout(self.spec).slots(lost).to(device), self.decode(old).index_select(2, lost.to(device))
-
-    def crop(self, old: int, new: int) -> None:
-        """Forget tokens ``[new, old)``, with what is `coming_back`."""
-        self.go_back(new, self.coming_back(old, new))
-
-    def go_back(self, new: int, coming_back: tuple[Tensor, Tensor] | None) -> None:
-        """Forget tokens from ``new`` on, given what is `coming_back`."""
-        if coming_back is not None:
-            self.ring.index_copy_(2, *coming_back)
+        if lost.numel():
+            device = self.ring.device
+            decoded = self.decode(old, lowering).index_select(2, lost.to(device))
+            self.ring.index_copy_(2, layout(self.spec).slots(lost).to(device), decoded)
             self.written, self.unpacked_from = new, self.spec.pages(new)
 
     def window(self, n: int) -> Tensor:

@@ -15,16 +15,15 @@ from .layer import PackedLayer
 
 
 class QueryTap(TorchFunctionMode):
-    """Within it, ``layers`` wait with what they store for the SDPA that reads it, and are handed its queries and mask.
-
-    Leaving it raises `KVPassError` if a layer was not followed by one.
-    """
+    """Within it, ``layers`` wait with what they store for the SDPA that reads it, and are handed its queries and mask,
+    until their forward ends."""
 
     def __init__(self, layers: Sequence[PackedLayer]):
         super().__init__()
-        self.layers = layers
         self.waiting: tuple[PackedLayer, Tensor, Tensor] | None = None
-        self.served = 0
+        self.expected, self.served = len(layers), 0
+        for layer in layers:
+            layer.tap = self
 
     def wait(self, layer: PackedLayer, keys: Tensor, values: Tensor) -> None:
         """Store ``keys`` and ``values`` ``[B, H_kv, S, D]`` in ``layer`` when its queries come by."""
@@ -43,18 +42,11 @@ class QueryTap(TorchFunctionMode):
         self.waiting, self.served = None, self.served + 1
         layer.append(keys, values, query, attn_mask)
 
-    def __enter__(self):
-        for layer in self.layers:
-            layer.tap = self
-        return super().__enter__()
-
-    def __exit__(self, kind, error, trace):
-        for layer in self.layers:
-            layer.tap = None
-        super().__exit__(kind, error, trace)
-        if kind is None and self.served != len(self.layers):
+    def check(self) -> None:
+        """Raise `KVPassError` if a layer was not followed by an SDPA that reads it."""
+        if self.served != self.expected:
             raise KVPassError(
                 f"This scheme needs the queries of the attention that reads each K cache, and {self.served} of "
-                f"{len(self.layers)} layers used SDPA in this call. Leave out output_attentions, or use a scheme "
+                f"{self.expected} layers used SDPA in this call. Leave out output_attentions, or use a scheme "
                 "without that edge, such as 'kivi'."
             )

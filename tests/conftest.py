@@ -1,6 +1,7 @@
 """Test-wide settings. Property tests are derandomized: a failure today is the same failure tomorrow."""
 
 import os
+from collections import Counter
 
 import pytest
 import torch
@@ -41,20 +42,32 @@ def reference_in_this_test():
 
 def pytest_addoption(parser):
     parser.addoption("--whole-zoo", action="store_true", help="every architecture with both attentions and caches")
+    parser.addoption("--every-fault", action="store_true", help="let calls fail at every line, not at some")
 
 
 def pytest_terminal_summary(terminalreporter):
-    """The matrix of `test_zoo`, if it ran."""
-    cells = {}
+    """The matrices of `test_zoo` and `test_faults`, if they ran."""
+    cells, faults = {}, {}
     for outcome in ("passed", "skipped", "failed"):
         for report in terminalreporter.stats.get(outcome, ()):
             for key, value in getattr(report, "user_properties", ()):
                 if key == "zoo":
                     name, column, text = value
                     cells.setdefault(name, {})[column] = text if outcome != "failed" else "FAILED"
+                if key == "fault" and report.when == "call":
+                    kind, call, _, found = value
+                    faults.setdefault(f"{kind}: {call}", Counter()).update(found)
+    _matrix(terminalreporter, "architecture", cells, 24)
+    if terminalreporter.config.getoption("every_fault"):
+        _matrix(terminalreporter, "a call that fails", faults, 11)
+
+
+def _matrix(terminalreporter, head: str, cells: dict[str, dict], width: int) -> None:
     if cells:
         columns = sorted({column for row in cells.values() for column in row}, reverse=True)
+        first = max(map(len, (head, *cells))) + 1
         terminalreporter.write_line("")
-        terminalreporter.write_line(f"{'architecture':<20}" + "".join(f"{column:<24}" for column in columns))
+        terminalreporter.write_line(f"{head:<{first}}" + "".join(f"{column:<{width}}" for column in columns))
         for name in sorted(cells):
-            terminalreporter.write_line(f"{name:<20}" + "".join(f"{cells[name].get(c, ''):<24}" for c in columns))
+            row = (f"{cells[name].get(column, '')!s:<{width}}" for column in columns)
+            terminalreporter.write_line(f"{name:<{first}}" + "".join(row))

@@ -1,0 +1,68 @@
+"""Calls that fail at their n-th step: the line of kvpass that runs then finds no memory, or is interrupted."""
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+import kvpass
+
+OURS = tuple(str(Path(module.__file__).parent) for module in (kvpass, kvpass.lowering))
+ERRORS = {"no memory": torch.OutOfMemoryError, "interrupt": KeyboardInterrupt}
+
+
+class Steps:
+    """Counts lines of kvpass as they run; the ``fatal``-th raises ``error`` instead."""
+
+    def __init__(self, fatal: int = 0, error: type[BaseException] = KeyboardInterrupt):
+        self.fatal, self.error, self.count, self.where = fatal, error, 0, ""
+
+    def _in_frame(self, frame, event, _):
+        if event == "line":
+            self.count += 1
+            if self.count == self.fatal:
+                self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+                raise self.error(f"step {self.fatal}, {self.where}")
+        return self._in_frame
+
+    def _called(self, frame, event, _):
+        return self._in_frame if frame.f_code.co_filename.startswith(OURS) else None
+
+    @contextmanager
+    def counting(self) -> Iterator["Steps"]:
+        before = sys.gettrace()
+        sys.settrace(self._called)
+        try:
+            yield self
+        finally:
+            sys.settrace(before)
+
+
+def outcomes(
+    fresh: Callable[[], object],
+    call: Callable[[object], None],
+    verdict: Callable[[object], str],
+    error: type[BaseException],
+    most: int | None = None,
+    seed: int = 0,
+) -> Counter:
+    """How often each ``verdict`` was found on a ``fresh()`` thing after ``call`` of it failed with ``error``, at each of
+    its steps or at ``most`` of them, chosen by ``seed``."""
+    thing = fresh()
+    with Steps().counting() as whole:
+        call(thing)
+    steps, found = range(1, whole.count + 1), Counter()
+    for fatal in steps if most is None or most >= len(steps) else random.Random(seed).sample(steps, most):
+        thing, failing = fresh(), Steps(fatal, error)
+        try:
+            with failing.counting():
+                call(thing)
+        except error:
+            found[verdict(thing)] += 1
+        else:
+            found[f"swallowed at {failing.where}"] += 1
+    return found
