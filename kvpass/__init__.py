@@ -16,6 +16,7 @@ with quiet("torchao", "torch.utils._pytree"):  # transformers imports torchao, w
     from .calibration.fit import calibrate
     from .errors import KVPassError, NonFiniteError, NotFusedError
     from .retention import HeavyHitter, LogSparse, Recent, Retention, Sinks, StreamingLLM
+    from .saved import load_cache, save_cache
     from .tensor import PackedKV
 
 __all__ = [
@@ -35,8 +36,10 @@ __all__ = [
     "calibrate",
     "explain",
     "load",
+    "load_cache",
     "nbytes",
     "ops",
     "remove",
+    "save_cache",
     "schemes",
 ]

@@ -158,6 +158,20 @@ class AdaptiveState(KVState):
         own = [plane.clone() for plane in self.planes]  # not views of what the pool holds of all states
         return vars(self) | {"planes": own}
 
+    def contents(self, n: int) -> dict[str, Tensor]:
+        packed, pages = slice(self.spec.packed(n)), slice(self.spec.pages(n))
+        used = dict.fromkeys(_TABLES, packed) | {"levels": pages}
+        own = {name: tensor[:, :, used[name]] if name in used else tensor for name, tensor in self.tensors()}
+        if self.spec.adaptive.keep_originals:
+            own["originals"] = self.host.tokens[:, :, packed]
+        return own | {f"planes.{i}": plane for i, plane in enumerate(self.planes)}
+
+    def fill(self, n: int, contents: Mapping[str, Tensor]) -> None:
+        rows = [contents.get(f"planes.{i}", plane) for i, plane in enumerate(self.planes)]  # as many as it takes
+        planes = [torch.zeros_like(plane) for plane in rows]
+        self.put(planes=[plane.to(self.ring.device) for plane in planes], count=self.spec.packed(n))
+        super().fill(n, contents)
+
     @torch.inference_mode(False)
     def mapped(self, fn: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         replaced = {"planes": [fn(plane) for plane in self.planes], "host": self.host.replaced(fn(self.host.tokens))}

@@ -133,7 +133,8 @@ def is_applied(model: nn.Module) -> bool:
     return isinstance(model, nn.Module) and hasattr(_decoder(model), _ATTRIBUTE)
 
 
-def _runtime(model: nn.Module) -> Runtime:
+def runtime_of(model: nn.Module) -> Runtime:
+    """What `apply` put in front of ``model``. Raises `KVPassError` if it was not applied."""
     runtime = getattr(_decoder(model), _ATTRIBUTE, None)
     if runtime is None:
         raise KVPassError("kvpass is not applied to this model: call kvpass.apply(model, scheme=...) first.")
@@ -142,7 +143,7 @@ def _runtime(model: nn.Module) -> Runtime:
 
 def remove(model: nn.Module) -> nn.Module:
     """Undo `apply` exactly; returns the model. Caches packed meanwhile cannot be used any more."""
-    runtime, whole, model = _runtime(model), model, _decoder(model)
+    runtime, whole, model = runtime_of(model), model, _decoder(model)
     runtime.uninstall()
     if runtime.had_own_forward:
         model.forward = runtime.original
@@ -154,4 +155,4 @@ def remove(model: nn.Module) -> nn.Module:
 
 def explain(model: nn.Module) -> Report:
     """What became of each layer: packed, fused, or why not; bytes now and in full precision. Print it."""
-    return _runtime(model).report
+    return runtime_of(model).report

@@ -133,19 +133,23 @@ class PackedLayer(CacheLayerMixin):
 
     def prepare(self, batch: int, new_tokens: int, length: Tensor, seen_length: Tensor | None) -> None:
         """Make room for ``new_tokens`` and start a forward at the lengths ``length`` and ``seen_length`` carry."""
-        total = self.tokens + new_tokens
-        stored = max(self.tokens, self.plan.key.stored(total))
+        self.allocate(batch, self.tokens + new_tokens)
+        if self.importance is not None:
+            self.importance.remember(self.tokens)
+            if self.plan.adaptive and self._starts_to_look(new_tokens):
+                self.importance.weights.zero_()
+        self.length, self.seen_length = length, seen_length
+
+    def allocate(self, batch: int, tokens: int) -> None:
+        """Make room for ``tokens`` tokens, less those that are evicted; what is stored is kept."""
+        stored = max(self.tokens, self.plan.key.stored(tokens))
         self._allocate(batch, self.max_cache_len or stored)
         for state in self.states():
             state.reserve(stored)
         if self.importance is not None:
             self.importance.reserve(stored)
-            self.importance.remember(self.tokens)
-            if self.plan.adaptive and self._starts_to_look(new_tokens):
-                self.importance.weights.zero_()
         if self.rotary is not None:  # `attend` reads whole pages of the tables, two at least
-            self.rotary.reserve(max(total, self.plan.key.sinks + 2 * self.plan.key.page_size))
-        self.length, self.seen_length = length, seen_length
+            self.rotary.reserve(max(tokens, self.plan.key.sinks + 2 * self.plan.key.page_size))
 
     def _starts_to_look(self, new_tokens: int) -> bool:
         """Whether the queries that a page's widths are chosen by begin with this call."""

@@ -32,6 +32,7 @@ _MIN_COMPILED_LENGTH = 2  # lengths 0 and 1 would be specialised by the tracer
 
 
 _numbers = itertools.count()
+_BY_OWNER: weakref.WeakValueDictionary[str, "Runtime"] = weakref.WeakValueDictionary()
 
 
 def _with_own_code(fn):
@@ -141,10 +142,25 @@ class Runtime:
     def install(self) -> None:
         """Take out of the way what the model has of its own."""
         self.notation.install()
+        _BY_OWNER[self.owner] = self
 
     def uninstall(self) -> None:
         """Give it back."""
         self.notation.uninstall()
+        _BY_OWNER.pop(self.owner, None)
+
+    @staticmethod
+    def of(cache: Cache) -> "Runtime":
+        """Who packed ``cache``. Raises `KVPassError` for one that is not packed, or whose model is gone."""
+        layers = packed_layers(cache) if isinstance(cache, Cache) else []
+        if not layers:
+            raise KVPassError("This is no packed cache: run a model that kvpass is applied to over it first.")
+        if layers[0].owner not in _BY_OWNER:
+            raise KVPassError(
+                "The model that packed this cache is gone, or kvpass was removed from it: its codes mean nothing "
+                "without it."
+            )
+        return _BY_OWNER[layers[0].owner]
 
     def forward(self, *args, **kwargs):
         """The model's forward over a packed cache."""

@@ -46,6 +46,20 @@ class Storage:
         """Every tensor of its own, by attribute name."""
         raise NotImplementedError
 
+    def contents(self, n: int) -> dict[str, Tensor]:
+        """The parts of its tensors, by name, that its ``n`` tokens take."""
+        raise NotImplementedError
+
+    def fill(self, n: int, contents: Mapping[str, Tensor]) -> None:
+        """Take over the `contents` of another with ``n`` tokens; there must be room. Raises `KVPassError` if they are
+        of other shapes or dtypes."""
+        own = self.contents(n)
+        described = [{name: (t.shape, t.dtype) for name, t in part.items()} for part in (own, contents)]
+        if described[0] != described[1]:
+            raise KVPassError(f"{n} tokens take {described[0]} here, and there are {described[1]}.")
+        for name, tensor in own.items():
+            tensor.copy_(contents[name])
+
     def _follows(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Attributes that follow from what `tensors` will be."""
         return {"nbytes": sum(tensor.nbytes for tensor in tensors.values())}
@@ -160,6 +174,10 @@ class KVState(Storage):
         center = {"predictor": (tensors["center"],)} if "center" in tensors else {}
         return super()._follows(tensors) | center | {"_handles": handles}
 
+    def contents(self, n: int) -> dict[str, Tensor]:
+        used = slice(self.spec.pages(n))
+        return {name: tensor[:, :, used] if name in _POOLS else tensor for name, tensor in self.tensors()}
+
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_handles"}
 
@@ -254,6 +272,9 @@ class Importance(Storage):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield "weights", self.weights
 
+    def contents(self, n: int) -> dict[str, Tensor]:
+        return {"weights": self.weights[..., :n]}
+
     def _follows(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         torch._dynamo.mark_dynamic(tensors["weights"], 2)
         return super()._follows(tensors)
@@ -289,6 +310,9 @@ class RotaryState(Storage):
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from (("cos", self.cos), ("sin", self.sin))
+
+    def contents(self, n: int) -> dict[str, Tensor]:
+        return {name: table[:, :n] for name, table in self.tensors()}
 
     def _follows(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         for table in tensors.values():

@@ -50,8 +50,8 @@ def outcomes(
     most: int | None = None,
     seed: int = 0,
 ) -> Counter:
-    """How often each ``verdict`` was found on a ``fresh()`` thing after ``call`` of it failed with ``error``, at each of
-    its steps or at ``most`` of them, chosen by ``seed``."""
+    """How often each ``verdict`` was found on a ``fresh()`` thing after ``call`` of it failed with ``error``: at each
+    of its steps, or at ``most`` of them, chosen by ``seed``."""
     thing = fresh()
     with Steps().counting() as whole:
         call(thing)

@@ -4,80 +4,18 @@ reset. Never anything in between.
 ``pytest tests/test_faults.py --every-fault`` tries every line of kvpass that runs, instead of some, and prints a table.
 """
 
-import copy
 import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
-from transformers import DynamicCache, EncoderDecoderCache
-from transformers.modeling_outputs import BaseModelOutput
 
 import kvpass
-from kvpass import HeavyHitter, KVPassError, Sinks, StreamingLLM
-from kvpass.cache import packed_layers
-from kvpass.schemes import (
-    HIGGSConfig,
-    IdentityConfig,
-    KIVIConfig,
-    LogQuantConfig,
-    QAQConfig,
-    SQuatConfig,
-    XQuantConfig,
-)
+from kvpass import KVPassError
 
-from common import randn
 from faults import ERRORS, outcomes
-from tiny import llama, tokens
-from zoo import ZOO
+from kinds import KINDS, answers, copied, feed, filled, same
 
 pytestmark = pytest.mark.filterwarnings("ignore:crop from")
-SMALL = dict(group_size=8, residual=8)
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A kind of state. captured: a graph is made of each prompt, which takes long: fewer calls are tried."""
-
-    scheme: object
-    model: Callable = llama
-    captured: bool = False
-
-
-KINDS = {
-    "identity": Kind(IdentityConfig(residual=8)),
-    "kivi": Kind(KIVIConfig(**SMALL)),
-    "squat": Kind(SQuatConfig(**SMALL, rank=2, block_size=16)),
-    "higgs, centred": Kind(HIGGSConfig(group_size=16, residual=8, sinks=2, center=True)),
-    "logquant": Kind(LogQuantConfig(window=8, group_size=8)),
-    "xquant": Kind(XQuantConfig(**SMALL, depth=None, kq=2, vq=2, km=0, vm=0)),
-    "kivi, layers that are not packed": Kind(KIVIConfig(**SMALL), lambda: ZOO["Gemma 3"].model("sdpa")),
-    "kivi, cross-attention": Kind(KIVIConfig(**SMALL), lambda: ZOO["BART"].model("sdpa")),
-    "kivi before RoPE": Kind(KIVIConfig(**SMALL, rope="pre"), captured=True),
-    "kivi+h2o": Kind(
-        KIVIConfig(group_size=8, retention=Sinks(2) + HeavyHitter(16, recent=8, page_size=8)), captured=True
-    ),
-    "kivi+streaming-llm": Kind(
-        KIVIConfig(group_size=8, retention=StreamingLLM(2, recent=24, exact=8, page_size=8)), captured=True
-    ),
-    "qaq": Kind(QAQConfig(residual=8), captured=True),
-    "qaq without originals": Kind(QAQConfig(residual=8, keep_originals=False), captured=True),
-}
-
-
-def feed(cache, count: int, seed: int) -> torch.Tensor:
-    """Logits of ``count`` tokens. What an encoder gave depends on ``seed``, too."""
-    model, layers = cache.model, packed_layers(cache)
-    batch = layers[0].batch_size if layers and layers[0].tokens else 2
-    inputs = dict(input_ids=tokens(batch, count, seed))
-    if model.config.is_encoder_decoder:
-        encoded = BaseModelOutput(last_hidden_state=randn(seed, batch, 11, model.config.hidden_size))
-        inputs = dict(decoder_input_ids=inputs["input_ids"], encoder_outputs=encoded)
-    with torch.no_grad():
-        return model(**inputs, past_key_values=cache).logits
-
-
 CALLS = {
     "a prompt": (0, lambda cache: feed(cache, 21, 1)),
     "a step": (43, lambda cache: feed(cache, 1, 1)),
@@ -91,34 +29,6 @@ CALLS = {
 }
 """Tokens that are stored before, None for as many as make something happen; and the call."""
 FEW = "a step", "a step that packs or evicts", "many tokens", "select"
-
-
-def filled(model, stored: int | None) -> DynamicCache:
-    """A cache of two rows that knows its model."""
-    own = DynamicCache(config=model.config)
-    cache = EncoderDecoderCache(own, DynamicCache(config=model.config)) if model.config.is_encoder_decoder else own
-    cache.model = model
-    if stored != 0:
-        feed(cache, stored or 43, 0)
-    layer = packed_layers(cache)[0] if stored is None else None
-    while layer is not None and layer.plan.key.pages(layer.tokens) == layer.plan.key.pages(layer.tokens + 1):
-        feed(cache, 1, layer.tokens)
-    return cache
-
-
-def copied(cache: DynamicCache) -> DynamicCache:
-    """A copy, with the same model."""
-    return copy.deepcopy(cache, {id(cache.model): cache.model})
-
-
-def answers(cache: DynamicCache) -> list[torch.Tensor]:
-    """Logits of some calls over a copy of ``cache``."""
-    cache = copied(cache)
-    return [feed(cache, count, seed) for count, seed in ((9, 7), (1, 8))]
-
-
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 @pytest.fixture(scope="module", params=KINDS)

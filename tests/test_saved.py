@@ -1,0 +1,217 @@
+"""Caches that are kept: as files, pickled, copied. They go on as the one they were, or say why not."""
+
+import copy
+import io
+import pickle
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import DynamicCache
+
+import kvpass
+from kvpass import KVPassError
+from kvpass.cache import packed_layers
+from kvpass.schemes import IdentityConfig, KIVIConfig
+
+from kinds import KINDS, answers, feed, filled, same
+from tiny import llama, tokens
+from zoo import ZOO
+
+KIVI = KIVIConfig(group_size=8, residual=8)
+LONG = 43 + 170
+"""Tokens after which every pool has grown."""
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def cache(request):
+    torch._dynamo.reset()
+    kind = KINDS[request.param]
+    return filled(kvpass.apply(kind.model(), kind.scheme, lowering="eager"), 43)
+
+
+def through_a_file(cache, folder):
+    return kvpass.load_cache(kvpass.save_cache(cache, folder / "cache.safetensors"), cache.model)
+
+
+def through_pickle(cache, _):
+    return pickle.loads(pickle.dumps(cache))
+
+
+def through_torch(cache, _):
+    file = io.BytesIO()
+    torch.save(cache, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def by_copying(cache, _):
+    return copy.deepcopy(cache)
+
+
+def without_model(cache, way, folder):
+    """``cache`` kept in a ``way``; its model does not go with it."""
+    model = cache.__dict__.pop("model") if way is not through_a_file else cache.model
+    kept = way(cache, folder)
+    cache.model = kept.model = model
+    return kept
+
+
+@pytest.mark.parametrize("way", [through_a_file, through_pickle, through_torch, by_copying])
+def test_a_cache_that_was_kept_goes_on_as_the_one_it_was(cache, way, tmp_path):
+    """Beyond the next growth of its pools, and independently of the other."""
+    kept = without_model(cache, way, tmp_path)
+    assert kvpass.nbytes(kept) <= kvpass.nbytes(cache)
+    for mine, theirs in zip(packed_layers(kept), packed_layers(cache), strict=True):
+        assert (mine.tokens, mine.seen) == (theirs.tokens, theirs.seen)
+        for a, b in zip(mine.states(), theirs.states(), strict=True):
+            contents = a.contents(mine.tokens), b.contents(mine.tokens)
+            assert contents[0].keys() == contents[1].keys()
+            assert all(torch.equal(contents[0][name], contents[1][name]) for name in contents[0])
+    before = answers(cache)
+    assert same(answers(kept), before)
+    ahead = feed(kept, LONG, 5), feed(kept, 1, 6)
+    assert same(answers(cache), before)
+    again = without_model(cache, by_copying, tmp_path)
+    assert same([*ahead, *answers(kept)], [feed(again, LONG, 5), feed(again, 1, 6), *answers(again)])
+
+
+def test_a_file_that_was_read_is_written_again_bit_for_bit(cache, tmp_path):
+    first = kvpass.save_cache(cache, tmp_path / "first")
+    again = kvpass.save_cache(kvpass.load_cache(first, cache.model), tmp_path / "again")
+    assert first.read_bytes() == again.read_bytes()
+    assert {file.name for file in tmp_path.iterdir()} == {"first", "again"}
+
+
+def test_a_prompt_is_continued_by_generate_in_the_compiled_step(tmp_path):
+    torch._dynamo.reset()
+    model, ids = kvpass.apply(llama(), KIVI), tokens(2, 100)
+    cache = filled(model, 0)
+    with torch.no_grad():
+        model(input_ids=ids[:, :-1], past_key_values=cache)
+    loaded = kvpass.load_cache(kvpass.save_cache(cache, tmp_path / "prompt"), model)
+    both = [model.generate(ids, past_key_values=c, max_new_tokens=20, do_sample=False) for c in (cache, loaded)]
+    assert torch.equal(*both) and kvpass.explain(model).fused == 2
+
+
+IN_ANOTHER_PROCESS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import kvpass
+from kvpass.schemes import KIVIConfig
+from tiny import llama, tokens
+model = kvpass.apply(llama(), KIVIConfig(group_size=8, residual=8), lowering="eager")
+cache = kvpass.load_cache(sys.argv[2], model)
+print(model.generate(tokens(2, 44), past_key_values=cache, max_new_tokens=20, do_sample=False).tolist())
+"""
+
+
+def test_another_process_goes_on_with_the_same_tokens(tmp_path):
+    model, ids = kvpass.apply(llama(), KIVI, lowering="eager"), tokens(2, 44)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=ids[:, :-1], past_key_values=cache)
+    path = kvpass.save_cache(cache, tmp_path / "prompt")
+    command = [sys.executable, "-c", IN_ANOTHER_PROCESS, str(Path(__file__).parent), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    here = model.generate(ids, past_key_values=cache, max_new_tokens=20, do_sample=False)
+    assert done.stdout.strip().splitlines()[-1] == str(here.tolist())
+
+
+def test_a_file_takes_what_is_used_and_little_more(tmp_path):
+    model = kvpass.apply(llama(layers=1), KIVI, lowering="eager")
+    cache = filled(model, 1000)
+    size = kvpass.save_cache(cache, tmp_path / "cache").stat().st_size
+    used = sum(t.nbytes for layer in cache.layers for s in layer.states() for t in s.contents(1000).values())
+    assert used < size < used + 4000 and used <= kvpass.nbytes(cache)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_flipped_bit_is_found(seed, saved, tmp_path):
+    """Or means nothing."""
+    model, path, expected = saved
+    data, draw = bytearray(path.read_bytes()), random.Random(seed)
+    header = 8 + int.from_bytes(data[:8], "little")
+    place = draw.randrange(8) if seed < 4 else draw.randrange(header) if seed % 2 else draw.randrange(len(data))
+    data[place] ^= 1 << draw.randrange(8)
+    (tmp_path / "flipped").write_bytes(data)
+    try:
+        cache = kvpass.load_cache(tmp_path / "flipped", model)
+    except KVPassError:
+        return
+    cache.model = model
+    assert same(answers(cache), expected)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A model, the file of a cache, and what it answers."""
+    model = kvpass.apply(llama(), KIVI, lowering="eager")
+    cache = filled(model, 43)
+    return model, kvpass.save_cache(cache, tmp_path_factory.mktemp("saved") / "cache"), answers(cache)
+
+
+OTHERS = {
+    "scheme": lambda: kvpass.apply(llama(), IdentityConfig(residual=8), lowering="eager"),
+    "weights": lambda: kvpass.apply(llama(seed=1), KIVI, lowering="eager"),
+    "layers": lambda: kvpass.apply(llama().double().bfloat16(), KIVI, lowering="eager"),
+    "model": lambda: kvpass.apply(ZOO["Qwen2"].model("sdpa"), KIVI, lowering="eager"),
+    "kvpass is not applied": llama,
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_the_cache_of_another_model_scheme_or_dtype_is_refused(what, saved):
+    with pytest.raises(KVPassError, match=what):
+        kvpass.load_cache(saved[1], OTHERS[what]())
+
+
+@pytest.mark.parametrize("what", ["cannot be read", "no safetensors", "no packed cache", "altered"])
+def test_files_that_are_no_cache_are_refused(what, saved, tmp_path):
+    model, path, _ = saved
+    file = tmp_path / "file"
+    if what == "no safetensors":
+        file.write_bytes(path.read_bytes()[:-100])
+    elif what == "no packed cache":
+        save_file({"x": torch.zeros(3)}, file)
+    elif what == "altered":
+        save_file({"x": torch.zeros(3)}, file, {"kvpass": "[]"})
+    with pytest.raises(KVPassError, match=what):
+        kvpass.load_cache(file, model)
+
+
+def test_what_cannot_be_saved_says_so_and_leaves_the_file_there_was(saved, tmp_path, monkeypatch):
+    model, path = saved[0], tmp_path / "cache"
+    path.write_text("before")
+    with pytest.raises(KVPassError, match="no packed cache"):
+        kvpass.save_cache(DynamicCache(config=model.config), path)
+    cache = filled(model, 20)
+    cache.reset()
+    with pytest.raises(KVPassError, match="empty"):
+        kvpass.save_cache(cache, path)
+    cache = filled(model, 20)
+    cache.layers[1].whole = False
+    with pytest.raises(KVPassError, match="not whole"):
+        kvpass.save_cache(cache, path)
+    monkeypatch.setattr("kvpass.saved.save_file", lambda tensors, file, _: (Path(file).touch(), 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        kvpass.save_cache(filled(model, 20), path)
+    assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
+
+
+def test_layers_of_other_kinds_are_not_saved():
+    model = kvpass.apply(ZOO["Qwen3-Next"].model("sdpa"), KIVI, lowering="eager")
+    with pytest.raises(KVPassError, match="LinearAttentionLayer"):
+        kvpass.save_cache(filled(model, 20), "cache")
+
+
+def test_the_cache_of_a_model_that_kvpass_was_removed_from_is_not_saved():
+    model = kvpass.apply(llama(), KIVI, lowering="eager")
+    cache = filled(model, 20)
+    kvpass.remove(model)
+    with pytest.raises(KVPassError, match="removed"):
+        kvpass.save_cache(cache, "cache")
