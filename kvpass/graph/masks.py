@@ -1,62 +1,63 @@
 """Masks that are pure structure: computed from lengths alone, and the same as no mask or as causality.
 
-transformers builds a mask whenever it is traced, also where eager code would use none. Such a mask is *evaluated* at
-several lengths, not guessed from how it is written; one that depends on any data stays.
+transformers builds a mask whenever it is traced, also where eager code would use none. What such a mask says is
+*proven*, for every length, from how its elements are computed (`kvpass.graph.elements`). One that depends on any data,
+or of which nothing is proven, stays.
 """
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
-from .evaluate import at, constant, hints, is_size, leaves, run, symbols, upstream
-
-_SHIFTS = (0, 1, 41)  # lengths tried: what was traced, and that much longer
+from .elements import Elements, Unproven, whole
+from .evaluate import constant, leaves, upstream
+from .linear import Linear
 
 
 def structure(mask: Node, queries, unpadded: bool = False) -> str | None:
-    """What ``mask`` amounts to for ``queries`` (possibly symbolic) queries: "full" if each sees every key, "causal" if
-    it is causality aligned to the last key, None if it depends on data or is anything else.
+    """What ``mask`` amounts to for ``queries`` (possibly symbolic) queries, at every length the graph serves: "full" if
+    each sees every key, "causal" if it is causality aligned to the last key, None if it depends on data, is anything
+    else, or cannot be proven to be one of them.
 
     unpadded: assume that padding masks among its inputs, ``[B, T]`` integers or booleans, hide nothing.
     """
-    nodes = upstream(mask)
-    constants = {node: value for node in leaves(nodes) if (value := constant(node)) is not None}
-    data = [node for node in leaves(nodes) if node not in constants]
-    if data and not (unpadded and all(map(_may_be_padding, data))):
+    nodes, shape = upstream(mask), mask.meta["val"].shape
+    data = [node for node in leaves(nodes) if constant(node) is None]
+    if data and not (unpadded and all(_may_be_padding(node, shape[0]) for node in data)):
         return None
-    values = [*(node.meta.get("val") for node in nodes if is_size(node) or node in data), queries]
-    sizes = [size for value in values for size in (value.shape if isinstance(value, torch.Tensor) else (value,))]
-    known, free = hints(values), set().union(*map(symbols, sizes))
-    if not free <= set(known):
+    try:
+        return _proven(Elements(nodes), mask, queries)
+    except Unproven:
         return None
-    verdicts = set()
-    for shift in _SHIFTS:
-        assignment = {symbol: known[symbol] + shift for symbol in free}
-        results = constants | {node: _ones(node.meta["val"], assignment) for node in data}
-        run(nodes, results, assignment)
-        verdicts.add(_classify(results[mask], at(queries, assignment)))
-    if verdicts <= {"full"}:
-        return "full"
-    return "causal" if verdicts <= {"full", "causal"} else None
 
 
-def _may_be_padding(node: Node) -> bool:
+def _may_be_padding(node: Node, batch) -> bool:
     value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.ndim == 2 and not value.dtype.is_floating_point
+    if not isinstance(value, Tensor) or value.ndim != 2 or value.dtype.is_floating_point:
+        return False
+    return Linear.size(value.shape[0]) == Linear.size(batch)
 
 
-def _ones(like: torch.Tensor, assignment) -> torch.Tensor:
-    return torch.ones([at(size, assignment) for size in like.shape], dtype=like.dtype)
-
-
-def _classify(mask: torch.Tensor, queries: int) -> str | None:
-    if mask.dtype == torch.bool:
-        allowed = mask
-    else:
-        allowed, banned = mask == 0, mask <= torch.finfo(mask.dtype).min / 2
-        if not (allowed | banned).all():
-            return None
-    if allowed.all():
+def _proven(elements: Elements, mask: Node, queries) -> str | None:
+    shape = mask.meta["val"].shape
+    index = tuple(map(elements.anywhere, shape))
+    verdicts = [(given, _allowed(value)) for given, value in elements.cases(mask, index)]
+    if all(allowed for _, allowed in verdicts):
         return "full"
-    rows, keys = allowed.shape[-2:]
-    causal = torch.ones(rows, keys, dtype=torch.bool).tril(keys - queries)
-    return "causal" if rows == queries and (allowed == causal).all() else None
+    if len(shape) < 2 or whole(shape[-2]) != whole(queries):
+        return None
+    row, column = index[-2:]
+    ahead = column - row - (whole(shape[-1]) - whole(queries))
+    same = all(not elements.possible({*given, ahead - 1 if allowed else -ahead}) for given, allowed in verdicts)
+    return "causal" if same else None
+
+
+def _allowed(value: Tensor | Linear) -> bool:
+    """Whether an element of a mask lets a query see a key. Raises `Unproven` for a bias that does neither."""
+    if isinstance(value, Linear):
+        raise Unproven
+    if value.dtype == torch.bool or value == 0:
+        return value.dtype != torch.bool or bool(value)
+    if value.dtype.is_floating_point and value <= torch.finfo(value.dtype).min / 2:
+        return False
+    raise Unproven

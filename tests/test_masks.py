@@ -1,0 +1,267 @@
+"""Which masks are dropped: those that are proven, at every length, to be no mask or causality, and no others."""
+
+import pytest
+import torch
+from decoders import HEAD_DIM, VOCABULARY, WIDTH
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+import kvpass
+from kvpass.graph.linear import Linear, impossible
+from kvpass.graph.masks import structure
+from kvpass.schemes import IdentityConfig
+
+from tiny import tokens
+
+LEAST, NEVER = torch.finfo(torch.float32).min, -torch.inf
+
+
+def square(past: int, total: int, value: float = 1.0) -> Tensor:
+    return torch.full((total - past, total), value)
+
+
+CAUSAL = {  # masks of queries i and keys j, with the tokens before the queries and all of them
+    "compared": lambda i, j, past, total: j <= i,
+    "compared the other way": lambda i, j, past, total: i >= j,
+    "negated": lambda i, j, past, total: ~(j > i),
+    "a difference": lambda i, j, past, total: (i - j) >= 0,
+    "scaled": lambda i, j, past, total: 3 * j < 3 * i + 2,
+    "with what is always so": lambda i, j, past, total: (j <= i) & (j > -1) & (i >= past) & (j < total),
+    "a window without an end": lambda i, j, past, total: (j <= i) & (i - j < total),
+    "below a diagonal": lambda i, j, past, total: square(past, total).bool().tril(past),
+    "above a diagonal": lambda i, j, past, total: square(past, total, NEVER).triu(past + 1),
+    "filled": lambda i, j, past, total: torch.zeros(total - past, total).masked_fill(j > i, NEVER),
+    "chosen": lambda i, j, past, total: torch.where(j <= i, 0.0, LEAST),
+    "multiplied": lambda i, j, past, total: (1.0 - (j <= i).float()) * LEAST,
+    "a logarithm": lambda i, j, past, total: (j <= i).float().log(),
+    "joined": lambda i, j, past, total: torch.hstack(
+        [torch.zeros(total - past, past), square(past, total, NEVER)[:, past:].triu(1)]
+    ),
+    "turned": lambda i, j, past, total: (j.transpose(0, 1) <= i.t()).permute(1, 0),
+    "heads and batch": lambda i, j, past, total: (j <= i)[None, None].expand(2, 4, -1, -1),
+    "twice over": lambda i, j, past, total: torch.where(j <= i, 0.0, LEAST) + torch.zeros(total).masked_fill(
+        j > i, LEAST
+    ),
+}  # fmt: skip
+FULL = {
+    "nothing": lambda i, j, past, total: torch.zeros(total - past, total),
+    "always so": lambda i, j, past, total: (j >= 0) & (i - j < total),
+    "either": lambda i, j, past, total: (j <= i) | (j > i),
+    "one row": lambda i, j, past, total: torch.ones(1, total, dtype=torch.bool),
+}
+ONE_ROW = {**CAUSAL, "a prefix seen by all": lambda i, j, past, total: (j <= i) | (j < 10)}  # full for one query
+
+
+def window(width):
+    return lambda i, j, past, total: (j <= i) & (j > i - width)
+
+
+OTHERS = {  # with where they first hide, or show, what causality does not
+    "window": (window(96), 96),
+    "window of a constant": (lambda i, j, past, total: window(torch.tensor(96))(i, j, past, total), 96),
+    "window of a table": (lambda i, j, past, total: window(torch.arange(90, 97)[-1])(i, j, past, total), 96),
+    "window, additive": (lambda i, j, past, total: torch.where(window(96)(i, j, past, total), 0.0, LEAST), 96),
+    "window, by diagonals": (lambda i, j, past, total: square(past, total).bool().tril(past).triu(past - 95), 96),
+    "window and sinks": (lambda i, j, past, total: (j <= i) & ((j < 4) | (i - j < 96)), 100),
+    "long window": (window(4096), 4096),
+    "very long window": (window(131072), 131072),
+    "chunks": (lambda i, j, past, total: (j <= i) & (i // 64 == j // 64), 64),
+    "blocks": (lambda i, j, past, total: (j <= i) & ((i - j) // 32 < 3), 96),
+    "every 70th hidden": (lambda i, j, past, total: (j <= i) & ((i - j) % 70 < 69), 69),
+    "a prefix hidden later": (lambda i, j, past, total: (j <= i) & ((j >= 4) | (i < 80)), 80),
+    "a bias that vanishes": (lambda i, j, past, total: torch.where(j <= i, -0.1 * F.relu(i - j - 80.0), NEVER), 81),
+    "a bias in steps": (lambda i, j, past, total: torch.where(j <= i, -0.5 * (i - j >= 70), NEVER), 70),
+    "squares": (lambda i, j, past, total: (j <= i) & ((i - j) * (i - j) < 81 * 81), 81),
+    "an overflow": (lambda i, j, past, total: (j <= i) & ((i - j) * 2**57 >= 0), 64),
+    "short integers": (lambda i, j, past, total: (j <= i) & ((i - j).to(torch.int8) >= 0), 128),
+    "moved": (lambda i, j, past, total: (j <= i) & (j.roll(100, 1) >= 0) & (j.flip(1) + i < past + 100), 90),
+}  # fmt: skip
+SEVERAL_ROWS = {**OTHERS, "a prefix seen by all": (ONE_ROW["a prefix seen by all"], 1)}
+
+
+MASKS = {**ONE_ROW, **{name: mask for name, (mask, _) in OTHERS.items()}}
+
+
+def concrete(mask, past: int, queries: int) -> Tensor:
+    """``mask`` of the last ``queries`` tokens."""
+    total = past + queries
+    return mask(torch.arange(past, total)[:, None], torch.arange(total)[None], past, total)
+
+
+def verdict(mask, queries: int) -> str | None:
+    """What the pass makes of ``mask`` in a graph for any length, and any number of queries if that is not 1."""
+
+    def symbolic(new, all_tokens):
+        return concrete(mask, all_tokens.shape[0] - new.shape[0], new.shape[0])
+
+    module = make_fx(symbolic, tracing_mode="symbolic", pre_dispatch=True)(torch.ones(queries), torch.ones(23))
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.detach_.default):
+        node.target = torch.ops.aten.detach.default  # as in a functional graph
+    rows = next(iter(module.graph.nodes)).meta["val"].shape[0]
+    return structure(module.graph.output_node().args[0], rows)
+
+
+def hides_as(mask, kind: str, past: int, queries: int) -> bool:
+    """Whether ``mask`` shows each query the keys that ``kind`` says, found by looking."""
+    got, total = concrete(mask, past, queries), past + queries
+    if got.dtype != torch.bool:
+        if not ((got == 0) | (got <= LEAST / 2)).all():
+            return False
+        got = got == 0
+    everything = torch.ones(queries, total, dtype=torch.bool)
+    return bool((got == (everything if kind == "full" else everything.tril(past))).all())
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_causality_is_recognised_however_it_is_written(name):
+    assert verdict(CAUSAL[name], 5) == "causal"
+
+
+@pytest.mark.parametrize("name", [*FULL, *ONE_ROW])
+def test_a_mask_that_hides_nothing_is_recognised(name):
+    assert verdict({**FULL, **ONE_ROW}[name], 1) == "full"
+    if name in FULL:
+        assert verdict(FULL[name], 5) == "full"
+
+
+@pytest.mark.parametrize("name", SEVERAL_ROWS)
+def test_a_mask_that_is_something_else_at_any_length_stays(name):
+    mask, first = SEVERAL_ROWS[name]
+    assert verdict(mask, 5) is None
+    assert name not in OTHERS or verdict(mask, 1) is None
+    assert not all(hides_as(mask, "causal", past, n) for past in (0, first + 60) for n in (1, 3))
+
+
+class Masked(nn.Module):
+    """One layer, a cache passed in and out, and a mask of one's own."""
+
+    def __init__(self, mask):
+        super().__init__()
+        torch.manual_seed(0)
+        self.mask = mask
+        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, idx: Tensor, past: tuple[Tensor, Tensor] | None = None):
+        x = self.embedding(idx)
+        q, k, v = self.qkv(x).unflatten(-1, (3, -1, HEAD_DIM)).permute(2, 0, 3, 1, 4)
+        before = 0 if past is None else past[0].shape[2]
+        if past is not None:
+            k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        mask = concrete(self.mask, before, idx.shape[1])
+        y = F.scaled_dot_product_attention(4 * q, k, v, attn_mask=mask)
+        return self.head(x + y.transpose(1, 2).flatten(2)), (k, v)
+
+
+@torch.no_grad()
+def logits_of(model, ids: Tensor, prompt: int) -> Tensor:
+    """Logits behind the prompt, each token after it, and five at once in the end."""
+    rows, past = [], None
+    parts = [ids[:, :prompt], *ids[:, prompt:-5].split(1, 1), ids[:, -5:]]
+    for part in parts:
+        logits, past = model(part, past)
+        rows.append(logits[:, -1])
+    return torch.stack(rows, 1)
+
+
+END_TO_END = {
+    "window": 96, "window of a constant": 96, "window, additive": 96, "long window": 4096, "chunks": 64,
+    "every 70th hidden": 69, "a bias that vanishes": 81, "a prefix seen by all": 60, "chosen": 60,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "first"), END_TO_END.items())
+def test_a_decoder_with_a_mask_of_its_own_is_right_beyond_where_the_mask_changes(name, first):
+    torch._dynamo.reset()
+    model, prompt = Masked(MASKS[name]).eval(), 20 if first < 1000 else first - 4
+    ids = tokens(1, first + 30)
+    expected = logits_of(model, ids, prompt)
+    kvpass.apply(model, IdentityConfig(residual=16), example_inputs=(ids[:, :8],), strict=True)
+    runtime = model._kvpass
+    runtime._choose = lambda stored, _: runtime.captured if stored else runtime.original  # the pass, without Inductor
+    torch.testing.assert_close(logits_of(model, ids, prompt), expected, atol=1e-5, rtol=1e-5)
+    graphs = kvpass.explain(model).graphs
+    assert len(graphs) == 2
+    assert all(graph.fused == 1 for graph in graphs)
+
+
+# ---------------------------------------------------------------- random masks
+
+breakpoints = st.one_of(st.integers(-3, 60), st.sampled_from((96, 127, 128, 300, 1000)))
+
+
+def combined(shorter):
+    """Masks made of ``shorter`` ones; each is a function and the constants in it."""
+    two = st.tuples(shorter, shorter)
+    return st.one_of(
+        two.map(lambda p: (lambda i, j: p[0][0](i, j) & p[1][0](i, j), p[0][1] + p[1][1])),
+        two.map(lambda p: (lambda i, j: p[0][0](i, j) | p[1][0](i, j), p[0][1] + p[1][1])),
+        two.map(lambda p: (lambda i, j: torch.where(i >= j, p[0][0](i, j), p[1][0](i, j)), p[0][1] + p[1][1])),
+        shorter.map(lambda p: (lambda i, j: ~p[0](i, j), p[1])),
+    )
+
+
+simple = st.one_of(
+    st.just((lambda i, j: j <= i, [])),
+    breakpoints.map(lambda c: (lambda i, j: i - j < c, [c])),
+    breakpoints.map(lambda c: (lambda i, j: j >= c, [c])),
+    breakpoints.map(lambda c: (lambda i, j: i != c, [c])),
+    breakpoints.map(lambda c: (lambda i, j: 2 * i - j > c, [c])),
+    breakpoints.map(lambda c: (lambda i, j: (i - j) // 7 <= c, [7 * c])),
+    breakpoints.map(lambda c: (lambda i, j: j + 3 > i - torch.tensor(c), [c])),
+)
+random_masks = st.recursive(simple, combined, max_leaves=5)
+
+
+@settings(max_examples=60)
+@given(random_masks, st.booleans(), st.booleans(), st.sampled_from((1, 4)))
+def test_nothing_is_claimed_that_looking_at_many_lengths_refutes(drawn, causal, additive, queries):
+    inner, constants = drawn
+
+    def mask(i, j, past, total):
+        seen = inner(i, j) & (j <= i) if causal else inner(i, j)
+        return torch.where(seen, 0.0, NEVER) if additive else seen
+
+    kind = verdict(mask, queries)
+    around = {abs(c) + d for c in constants for d in (-2, -1, 0, 1)} | {2 * abs(c) + 5 for c in constants}
+    for past in {0, 1, 30, *around} if kind else ():
+        for rows in (1,) if queries == 1 else (2, 7):
+            assert hides_as(mask, kind, max(0, past), rows)
+
+
+always = st.one_of(
+    breakpoints.map(lambda c: lambda i, j, total: i - j < total + abs(c)),
+    breakpoints.map(lambda c: lambda i, j, total: j >= -abs(c)),
+    breakpoints.map(lambda c: lambda i, j, total: (i < c) | (i > c - 1)),
+    breakpoints.map(lambda c: lambda i, j, total: (j == c) | (j != torch.tensor(c))),
+)
+
+
+@given(always, always, st.sampled_from(range(4)))
+def test_causality_is_recognised_beside_what_is_always_so(true, also_true, how):
+    def mask(i, j, past, total):
+        a, b, seen = true(i, j, total), also_true(i, j, total), j <= i
+        return (a & seen & b, (seen & a) | ~b, torch.where(a, seen, b), torch.where(~a | ~seen, LEAST, 0.0))[how]
+
+    assert verdict(mask, 5) == "causal"
+    assert verdict(mask, 1) == "full"
+
+
+# ---------------------------------------------------------------- inequalities
+
+
+@given(st.lists(st.tuples(st.integers(-4, 4), st.integers(-4, 4), st.integers(-9, 9)), min_size=1, max_size=6))
+def test_what_is_called_impossible_has_no_solution(rows):
+    inequalities = [Linear.of({"x": a, "y": b}, c) for a, b, c in rows]
+    solved = any(all(a * x + b * y + c >= 0 for a, b, c in rows) for x in range(-40, 41) for y in range(-40, 41))
+    assert not (impossible(inequalities) and solved)
+
+
+def test_inequalities_that_contradict_each_other_are_found_out():
+    x, y = Linear.of({"x": 1}), Linear.of({"y": 1})
+    assert impossible([x - y - 1, y - x])
+    assert impossible([x * 2 - y * 2 - 1, y * 2 - x * 2 + 1])  # between two integers
+    assert not impossible([x - y, y - x])
