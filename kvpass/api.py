@@ -14,6 +14,7 @@ from .backend import check_mode
 from .calibration.artifact import Calibration
 from .discover import BufferedCache, bind, discover
 from .errors import KVPassError
+from .fields import check_integer
 from .graph.report import Report
 from .implementation import Notation
 from .plain import BufferRuntime, HandedRuntime
@@ -84,8 +85,8 @@ def apply(
     if lowering not in known:
         raise KVPassError(f"lowering={lowering!r}; use one of {', '.join(known)}.")
     check_mode(mode)
-    if max_cache_len is not None and max_cache_len < 1:
-        raise KVPassError(f"max_cache_len={max_cache_len} must be positive.")
+    if max_cache_len is not None:
+        check_integer("max_cache_len", max_cache_len, 1)
     if lowering != "eager":
         refuse_what_cannot_be_captured(model)
     calibrated = isinstance(scheme, Calibration)

@@ -41,7 +41,7 @@ def untouched(model):
         (dict(scheme={"scheme": "kivi", "group_size": 64, "residual": 64}), "does not divide head_dim=32"),
         (dict(scheme={"scheme": "squat", "block_size": 20}), "block_size=20 does not divide head_dim=32"),
         (dict(scheme="kivi", lowering="cutlass"), "use one of auto, eager"),
-        (dict(scheme="kivi", max_cache_len=0), "must be positive"),
+        (dict(scheme="kivi", max_cache_len=0), "at least 1"),
     ],
 )
 def test_bad_arguments_are_refused_and_the_model_is_untouched(kwargs, match):
