@@ -140,7 +140,7 @@ def test_a_config_is_refused_in_kvpasss_words_or_stores_tokens(cls, fuzz):
 
 
 def test_a_model_takes_any_config_or_refuses_it_untouched(fuzz):
-    """Some tokens at a time, without compilation: logits of the untouched model if nothing is lost, finite otherwise."""
+    """Logits of the untouched model if nothing is lost, finite otherwise; nothing is compiled."""
     model, ids = llama(), tokens(1, 75)
     with torch.no_grad():
         expected = model(input_ids=ids).logits[:, 69:]

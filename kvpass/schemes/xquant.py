@@ -107,9 +107,8 @@ class XQuantConfig(_LayeredConfig):
             raise KVPassError(
                 "fit='lsq' fits scales to codes that are there already: use dominant=0 and no weights with it."
             )
-        if self.weights is not None:
-            if self.group_layers != 2 or self.dominant or len(self.weights) != 2 or abs(sum(self.weights) - 1) > 1e-6:
-                raise KVPassError(f"weights={self.weights}: give two that sum to 1, for group_layers=2 and dominant=0.")
+        if self.weights is not None and (self.group_layers != 2 or self.dominant or abs(sum(self.weights) - 1) > 1e-6):
+            raise KVPassError(f"weights={self.weights}: give two that sum to 1, for group_layers=2 and dominant=0.")
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
         key, value = self._coding(layer, self.kq), self._coding(layer, self.vq)
