@@ -1,5 +1,7 @@
 """Random inputs, right and wrong, and a count of what came of each: kvpass's own error, or a right result."""
 
+import copy
+import functools
 import math
 from collections import Counter
 from decimal import Decimal
@@ -51,6 +53,30 @@ def nested(depth: int, key: str | None = None):
     for _ in range(depth):
         value = [value] if key is None else {key: value}
     return value
+
+
+def places(data, path=()):
+    """The path to everything in nested dicts and lists, outermost first."""
+    yield path
+    for key, value in data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ():
+        yield from places(value, (*path, key))
+
+
+@st.composite
+def damaged(draw, data):
+    """JSON data with a few of its values replaced, dropped or doubled under another name."""
+    data = {"": copy.deepcopy(data)}
+    for _ in range(draw(st.integers(1, 3))):
+        *path, last = draw(st.sampled_from(list(places(data))[1:]))
+        holder = functools.reduce(lambda value, key: value[key], path, data)
+        how = draw(st.sampled_from(("replaced", "replaced", "dropped", "doubled")))
+        if how == "dropped" and path:
+            del holder[last]
+        elif how == "doubled" and isinstance(holder, dict) and path:
+            holder[draw(st.sampled_from((f"0{last}", f"{last}0", "-1", "", "é", "1")))] = holder[last]
+        else:
+            holder[last] = draw(plain)
+    return data[""]
 
 
 def outcomes(strategy, attempt, examples: int) -> Counter:
