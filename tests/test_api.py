@@ -90,6 +90,35 @@ def test_remove_restores_a_forward_of_the_instance():
     assert vars(model)["forward"] is own
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_remove_refuses_to_drop_a_wrapper_of_forward(own):
+    model, calls = llama(), []
+    if own:
+        model.forward = model.forward
+    kvpass.apply(model, scheme="kivi", lowering="eager")
+    ours = model.forward
+
+    def wrapper(*args, **kwargs):
+        calls.append(1)
+        return ours(*args, **kwargs)
+
+    model.forward = wrapper
+    with pytest.raises(KVPassError, match=r"forward has been replaced.*wrapper.*undo that first"):
+        kvpass.remove(model)
+    assert model.forward is wrapper and kvpass.explain(model).packed == 2
+    feed(model, 40)
+    assert calls == [1]  # nothing is half undone
+    model.forward = ours
+    kvpass.remove(model)
+    assert untouched(model) or own
+
+
+def test_remove_takes_a_forward_that_is_the_models_own_again():
+    model = kvpass.apply(llama(), scheme="kivi", lowering="eager")
+    del model.forward
+    assert untouched(kvpass.remove(model))
+
+
 def test_a_cache_of_another_model_or_an_earlier_apply_is_refused():
     first, second = (kvpass.apply(llama(seed=s), scheme="kivi", lowering="eager") for s in (0, 1))
     _, cache = feed(first, 40)
