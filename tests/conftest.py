@@ -11,6 +11,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, which importing kvpass does
 
 from common import only_reference
+from fuzzing import outcomes
 
 settings.register_profile(
     "kvpass",
@@ -43,10 +44,28 @@ def reference_in_this_test():
 def pytest_addoption(parser):
     parser.addoption("--whole-zoo", action="store_true", help="every architecture with both attentions and caches")
     parser.addoption("--every-fault", action="store_true", help="let calls fail at every line, not at some")
+    parser.addoption("--fuzz-examples", type=int, default=60, help="inputs that each test of `test_fuzz` tries")
+
+
+@pytest.fixture
+def fuzz(request, record_property):
+    """``fuzz(what, strategy, attempt)`` is `fuzzing.outcomes`, whose counts are printed in the end."""
+
+    def run(what, strategy, attempt, share=1.0):
+        examples = max(1, round(share * request.config.getoption("--fuzz-examples")))
+        record_property("fuzz", (what, dict(outcomes(strategy, attempt, examples))))
+
+    return run
 
 
 def pytest_terminal_summary(terminalreporter):
-    """The matrices of `test_zoo` and `test_faults`, if they ran."""
+    """The counts of `test_fuzz` and the matrices of `test_zoo` and `test_faults`, if they ran."""
+    for report in terminalreporter.stats.get("passed", ()):
+        for key, value in getattr(report, "user_properties", ()):
+            if key == "fuzz":
+                what, counts = value
+                kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+                terminalreporter.write_line(f"{what}: {sum(counts.values())} tried, {kinds}, 0 crashes")
     cells, faults = {}, {}
     for outcome in ("passed", "skipped", "failed"):
         for report in terminalreporter.stats.get(outcome, ()):

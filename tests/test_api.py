@@ -41,7 +41,7 @@ def untouched(model):
         (dict(scheme={"scheme": "kivi", "group_size": 64, "residual": 64}), "does not divide head_dim=32"),
         (dict(scheme={"scheme": "squat", "block_size": 20}), "block_size=20 does not divide head_dim=32"),
         (dict(scheme="kivi", lowering="cutlass"), "use one of auto, eager"),
-        (dict(scheme="kivi", max_cache_len=0), "must be positive"),
+        (dict(scheme="kivi", max_cache_len=0), "at least 1"),
     ],
 )
 def test_bad_arguments_are_refused_and_the_model_is_untouched(kwargs, match):
@@ -88,6 +88,35 @@ def test_remove_restores_a_forward_of_the_instance():
     model.forward = own
     kvpass.remove(kvpass.apply(model, scheme="kivi", lowering="eager"))
     assert vars(model)["forward"] is own
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_remove_refuses_to_drop_a_wrapper_of_forward(own):
+    model, calls = llama(), []
+    if own:
+        model.forward = model.forward
+    kvpass.apply(model, scheme="kivi", lowering="eager")
+    ours = model.forward
+
+    def wrapper(*args, **kwargs):
+        calls.append(1)
+        return ours(*args, **kwargs)
+
+    model.forward = wrapper
+    with pytest.raises(KVPassError, match=r"forward has been replaced.*wrapper.*undo that first"):
+        kvpass.remove(model)
+    assert model.forward is wrapper and kvpass.explain(model).packed == 2
+    feed(model, 40)
+    assert calls == [1]  # nothing is half undone
+    model.forward = ours
+    kvpass.remove(model)
+    assert untouched(model) or own
+
+
+def test_remove_takes_a_forward_that_is_the_models_own_again():
+    model = kvpass.apply(llama(), scheme="kivi", lowering="eager")
+    del model.forward
+    assert untouched(kvpass.remove(model))
 
 
 def test_a_cache_of_another_model_or_an_earlier_apply_is_refused():

@@ -175,8 +175,8 @@ def test_a_packed_model_is_not_calibrated():
     [
         (dict(backbone="aqua"), "predicted itself"),
         (dict(predictor="cubic"), "Unknown predictor"),
-        (dict(predicted="neither"), "use 'both'"),
-        (dict(fit_on="thin air"), "use 'reconstructed'"),
+        (dict(predicted="neither"), "must be 'both'"),
+        (dict(fit_on="thin air"), "must be 'reconstructed'"),
         (dict(ridge=-1.0), "not negative"),
         (dict(rank=0), "at least 1"),
     ],

@@ -268,7 +268,7 @@ def test_encode_takes_whole_pages_only():
         (dict(bits=5, per="channel", group_size=8, page_size=8), r"bits=5.*\[1, 2, 3, 4, 8\]"),
         (dict(bits=0, per="channel", group_size=8, page_size=8), r"bits=0"),
         (dict(bits=5, per="token", group_size=8, page_size=8), r"bits=5"),
-        (dict(bits=2, per="head", group_size=8, page_size=8), r"'head'.*'channel' or 'token'"),
+        (dict(bits=2, per="head", group_size=8, page_size=8), r"'channel' or 'token'.*'head'"),
         (dict(bits=2, per="channel", group_size=24, page_size=32), r"group_size=24 does not divide page_size=32"),
         (dict(bits=2, per="channel", group_size=64, page_size=32), r"group_size=64 does not divide page_size=32"),
         (dict(bits=2, per="channel", group_size=7, page_size=7), r"page_size=7.*multiple of 4"),

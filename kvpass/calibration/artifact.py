@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from torch import Tensor, nn
 
 from .. import schemes
 from ..errors import KVPassError
+from ..fields import shown
 from ..retention import Retention
 from ..schemes import LayerGeometry, SchemeConfig
+from .valid import check_calibration
 
 _FORMAT = 1
 _TENSORS, _FACTS = "predictors.safetensors", "calibration.json"
@@ -58,6 +61,8 @@ class Calibration:
     explained: layer -> share of the variance of its keys and of its values that the predictors explain, on sequences
         they were not fitted to.
     facts: what else was measured, by name.
+
+    Raises `KVPassError` if they do not belong together.
     """
 
     scheme: SchemeConfig
@@ -65,6 +70,9 @@ class Calibration:
     model: dict[str, Any]
     explained: dict[int, tuple[float, float]]
     facts: dict[str, Any]
+
+    def __post_init__(self):
+        check_calibration(self.scheme, self.predictors, self.model, self.explained, self.facts)
 
     def retaining(self, policy: Retention) -> Calibration:
         """The same predictors, with another choice of the tokens that stay. Raises `KVPassError` if they cannot go
@@ -139,34 +147,40 @@ class Calibration:
 
 
 def load_calibration(folder: str | Path) -> Calibration:
-    """What `Calibration.save` wrote to ``folder``. Raises `KVPassError` if files are missing, cut off, altered, or of
-    another version."""
+    """What `Calibration.save` wrote to ``folder``. Raises `KVPassError` if files are missing, cut off, altered, of
+    another version, or hold what does not belong together."""
     folder = Path(folder)
     try:
         facts, data = json.loads((folder / _FACTS).read_text(encoding="utf-8")), (folder / _TENSORS).read_bytes()
     except OSError as error:
         raise KVPassError(f"{folder} holds no calibration: {error.strerror}, {Path(error.filename).name}.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise KVPassError(f"{folder / _FACTS} is no JSON: {error}. Calibrate again.") from error
     if not isinstance(facts, dict) or facts.get("format") != _FORMAT:
         found = facts.get("format") if isinstance(facts, dict) else None
-        raise KVPassError(f"{folder / _FACTS} has format {found!r}; this kvpass reads format {_FORMAT}.")
+        raise KVPassError(f"{folder / _FACTS} has format {shown(found)}; this kvpass reads format {_FORMAT}.")
     if hashlib.sha256(data).hexdigest() != facts.get("sha256"):
         raise KVPassError(
             f"{folder / _TENSORS} is not the file that {_FACTS} was written with: it was cut off or altered."
         )
     try:
-        predictors: dict[int, tuple[list, list]] = {int(layer): ([], []) for layer in facts["explained"]}
-        tensors = load(data)
-        for name in sorted(tensors, key=lambda name: int(name.rsplit(".", 1)[1])):
-            layer, role, _ = name.split(".")
-            predictors[int(layer)][_ROLES.index(role)].append(tensors[name])
-        return Calibration(
-            schemes.get(facts["scheme"]),
-            predictors,
-            facts["model"],
-            {int(layer): tuple(shares) for layer, shares in facts["explained"].items()},
-            facts["facts"],
-        )
+        explained = {int(layer): tuple(shares) for layer, shares in facts["explained"].items()}
+        predictors = _unflatten(load(data), explained)
+        return Calibration(schemes.get(facts["scheme"]), predictors, facts["model"], explained, facts["facts"])
+    except KVPassError as error:
+        raise KVPassError(f"{folder} holds a calibration that does not fit together: {error}") from error
     except (KeyError, ValueError, TypeError, AttributeError, SafetensorError) as error:
         raise KVPassError(f"{folder} holds no calibration that can be read: {error!r}. Calibrate again.") from error
+
+
+def _unflatten(tensors: dict[str, Tensor], layers: Iterable[int]) -> dict[int, tuple[list[Tensor], list[Tensor]]]:
+    """The predictors of ``layers``, of what `Calibration.save` flattened. Raises `KVPassError` if more is there."""
+
+    def taken(layer: int, role: str) -> list[Tensor]:
+        names = (f"{layer}.{role}.{i}" for i in itertools.count())
+        return [tensors.pop(name) for name in itertools.takewhile(tensors.__contains__, names)]
+
+    predictors = {layer: tuple(taken(layer, role) for role in _ROLES) for layer in layers}
+    if tensors:
+        raise KVPassError(f"{shown(sorted(tensors))} are no tensors of a predictor.")
+    return predictors

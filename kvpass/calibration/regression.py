@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..codec import CodecSpec, Subspace, encode_pages
+from ..codec.pack import byte_rows
 from ..codec.predict import matrix, parse_predictor, run
 from ..codec.subspace import compensation_matrix
 
@@ -92,6 +93,21 @@ def quantize(weight: Tensor, covariance: Tensor, ridge: float, dtype: torch.dtyp
     answer = subspace and compensation_matrix(_regularised(covariance, max(ridge, 1e-2)), block)[None, None]
     packed = encode_pages(weight.to(dtype)[None, None], spec, answer)
     return [part[0, 0, 0] for part in packed]
+
+
+def stored_shapes(predictor: str, inputs: int, outputs: int, rank: int | None) -> list[tuple[bool, tuple[int, ...]]]:
+    """Of each tensor that `fit` returns, whether it holds codes, uint8, and its shape."""
+    kind, bits = parse_predictor(predictor)
+    hidden = 2 * inputs if kind == "mlp" else min(rank or outputs // 2, outputs)
+    matrices = [(outputs, inputs)] if kind == "linear" else [(hidden, inputs), (outputs, hidden)]
+    stored = []
+    for rows, columns in matrices:
+        if bits == 4:
+            groups = (False, (rows // math.gcd(rows, _GROUP), columns))
+            stored += [(True, (byte_rows(rows, 4), columns)), groups, groups]
+        else:
+            stored.append((False, (rows, columns)))
+    return [*stored, *[(False, (size,)) for size in ((hidden, outputs) if kind == "mlp" else (outputs,))]]
 
 
 def fit(

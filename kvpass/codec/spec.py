@@ -6,6 +6,7 @@ from functools import cache, cached_property
 from typing import Literal
 
 from ..errors import KVPassError
+from ..fields import check_integers, check_types
 from .grid import grid_shape
 from .pack import byte_rows, smallest_page
 from .predict import looks_below, parse_predictor
@@ -16,12 +17,9 @@ RAW = (16, 32)
 """Widths that are floats stored as they are."""
 
 
-def check_integers(config, **least: int) -> None:
-    """Raise `KVPassError` unless each named field of ``config`` is an int and at least the number given."""
-    for name, bound in least.items():
-        value = getattr(config, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < bound:
-            raise KVPassError(f"{name}={value!r} must be an integer, at least {bound}.")
+_MOST_TOKENS = 1 << 24
+"""Tokens that a window, with the sinks, or a budget may have: memory for them is taken at once."""
+_MOST_WEIGHT = 1e6
 
 
 @dataclass(frozen=True)
@@ -41,10 +39,12 @@ class Subspace:
     block_size: int
 
     def __post_init__(self):
+        check_types(self)
         check_integers(self, rank=1, block_size=1)
-        if not (isinstance(self.weight, (int, float)) and 0 <= self.weight < float("inf")):
+        if not 0 <= self.weight <= _MOST_WEIGHT:
             raise KVPassError(
-                f"The subspace weight (strength or lam) must be a finite number, not negative: {self.weight!r}."
+                f"The subspace weight (strength or lam) must be a finite number, not negative, and at most "
+                f"{_MOST_WEIGHT:g}: {self.weight}."
             )
 
 
@@ -70,7 +70,7 @@ class Adaptive:
     keep_originals: bool = True
 
     def __post_init__(self):
-        object.__setattr__(self, "widths", tuple(self.widths))
+        check_types(self)
         steps = [b - a for a, b in zip((0, *self.widths), self.widths, strict=False)]
         if not 1 <= len(self.widths) <= 4 or not set(steps) <= set(UNIFORM) or self.widths[-1] > 8:
             raise KVPassError(
@@ -81,8 +81,8 @@ class Adaptive:
         if not 0 <= self.outliers <= 1:
             raise KVPassError(f"outliers={self.outliers}: a share of the values is in [0, 1].")
         for name, value in (("sigma", self.sigma), ("query_energy", self.energy)):
-            if value is not None and not (isinstance(value, (int, float)) and 0 < value < float("inf")):
-                raise KVPassError(f"{name}={value!r} must be a finite number above 0.")
+            if value is not None and not 0 < value <= _MOST_WEIGHT:
+                raise KVPassError(f"{name}={value} must be above 0, and at most {_MOST_WEIGHT:g}.")
 
 
 @dataclass(frozen=True)
@@ -139,13 +139,14 @@ class CodecSpec:
     adaptive: Adaptive | None = None
 
     def __post_init__(self):
+        check_types(self)
         check_integers(self, bits=1, group_size=1, page_size=1, residual=0, sinks=0, rollback=0)
+        if max(self.sinks + self.window, self.budget or 0) > _MOST_TOKENS:
+            raise KVPassError(f"Windows, sinks and budgets are at most {_MOST_TOKENS:,} tokens: ask for fewer.")
         if self.grid:
             self._check_grid()
         elif self.bits not in UNIFORM and not self.raw:
             raise KVPassError(f"bits={self.bits}: packed widths are {list(UNIFORM)}.")
-        if self.per not in ("channel", "token"):
-            raise KVPassError(f"per={self.per!r}: use 'channel' or 'token'.")
         multiple = 1 if self.raw else smallest_page(self.bits)
         if self.page_size % multiple:
             raise KVPassError(
@@ -159,8 +160,6 @@ class CodecSpec:
             )
         if self.subspace is not None and self.per != "channel":
             raise KVPassError("Subspace compensation is defined for per-channel keys.")
-        if self.keep not in ("recent", "log"):
-            raise KVPassError(f"keep={self.keep!r}: use 'recent' or 'log'.")
         if self.keep == "log" and self.residual != 2 * self.page_size:
             raise KVPassError(
                 f"Log-sparse windows keep 2W tokens and move W at a time: residual={self.residual} must "
@@ -186,8 +185,6 @@ class CodecSpec:
                 f"budget={self.budget} must be a multiple of page_size={self.page_size}, and rollback={self.rollback} "
                 "at most that: tokens are evicted a page at a time."
             )
-        if self.evict not in ("attention", "age"):
-            raise KVPassError(f"evict={self.evict!r}: use 'attention' or 'age'.")
         if self.keep != "recent":
             raise KVPassError("Tokens that thin out with distance and eviction are two choices of what stays: use one.")
         if self.own_codes != 1:
@@ -210,8 +207,6 @@ class CodecSpec:
             raise KVPassError("Codes of a grid have no range to cut, and are not shared between layers.")
 
     def _check_fit(self) -> None:
-        if self.fit not in ("minmax", "lsq"):
-            raise KVPassError(f"fit={self.fit!r}: use 'minmax' or 'lsq'.")
         if not 0 <= self.eta < 0.5:
             raise KVPassError(f"eta={self.eta}: the share cut off at each end of the range is in [0, 0.5).")
         if not 0 <= self.own_codes <= 1:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..codec.predict import MEAN, looks_below
 from ..codec.spec import CodecSpec
 from ..errors import KVPassError
+from ..fields import check_types, shown
 from ..retention import POLICIES, Retention
 
 
@@ -163,6 +164,9 @@ class SchemeConfig:
     needs_calibration: ClassVar[bool] = False
     takes_calibration: ClassVar[bool] = False  # there is something that can be measured on a model
 
+    def __post_init__(self):
+        check_types(self)
+
     def plan(self, layer: LayerGeometry) -> LayerPlan:
         """The plan of one layer; raises `KVPassError` if the scheme does not fit it."""
         raise TypeError(f"{type(self).__name__} must define plan(layer)")
@@ -215,6 +219,8 @@ def compose(scheme: SchemeConfig, policy: Retention) -> SchemeConfig:
     policy itself (LogQuant), and eviction where layers share codes (XQuant). Where layers share positions or
     predictions, all heads and layers evict the same tokens.
     """
+    if not isinstance(policy, Retention):
+        raise KVPassError(f"{shown(policy)} is no policy: use one of kvpass.retention, such as Recent(128).")
     if not hasattr(scheme, "retention"):
         raise KVPassError(f"{scheme.name!r} has no retention policy to choose.")
     if policy.budget is not None and (scheme.needs_calibration or scheme.rope == "pre"):
@@ -238,19 +244,25 @@ def get(scheme: str | dict[str, Any] | SchemeConfig, **overrides: Any) -> Scheme
     if isinstance(scheme, dict):
         scheme = {**scheme, **overrides}
         name, version = scheme.pop("scheme", None), scheme.pop("version", None)
-        if name is None:
+        if not isinstance(name, str):
             raise KVPassError('A scheme dict names its scheme: {"scheme": "kivi", "bits": 4}.')
-        known = get(name).version
-        if version not in (None, known):
-            raise KVPassError(f"Config version {version} of {name!r}; this kvpass reads version {known}.")
-        return get(name, **scheme)
+        named = get(name)
+        if version is not None and (type(version) is not int or version != named.version):
+            raise KVPassError(
+                f"Config version {shown(version)} of {name!r}; this kvpass reads version {named.version}."
+            )
+        return _changed(named, scheme)
     if isinstance(scheme, str):
         if scheme not in _PRESETS:
             raise KVPassError(f"Unknown scheme {scheme!r}. Known schemes: {', '.join(available())}.")
         scheme = _PRESETS[scheme]
     if not isinstance(scheme, SchemeConfig):
         raise KVPassError(f"scheme must be a name, a dict or a config, not {type(scheme).__name__}.")
+    return _changed(scheme, overrides)
+
+
+def _changed(scheme: SchemeConfig, fields: dict) -> SchemeConfig:
     known = {field.name for field in dataclasses.fields(scheme)}
-    if unknown := set(overrides) - known:
-        raise KVPassError(f"{type(scheme).__name__} has no field {sorted(unknown)}; it has {sorted(known)}.")
-    return dataclasses.replace(scheme, **overrides)
+    if unknown := [name for name in fields if name not in known]:
+        raise KVPassError(f"{type(scheme).__name__} has no field {shown(unknown)}; it has {sorted(known)}.")
+    return dataclasses.replace(scheme, **fields)

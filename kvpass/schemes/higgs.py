@@ -5,8 +5,8 @@ from typing import Literal
 
 from ..codec.grid import grid_shape
 from ..codec.predict import MEAN
-from ..codec.spec import CodecSpec, check_integers
-from ..errors import KVPassError
+from ..codec.spec import CodecSpec
+from ..fields import check_integers
 from .base import LayerGeometry, LayerPlan, register_scheme
 from .storage import StorageConfig
 
@@ -41,8 +41,6 @@ class HIGGSConfig(StorageConfig):
     def __post_init__(self):
         super().__post_init__()
         check_integers(self, seed=0)
-        if self.fit not in ("rms", "lsq"):
-            raise KVPassError(f"fit={self.fit!r}: use 'rms' or 'lsq'.")
         if self.group_size is not None:
             check_integers(self, group_size=1)
         self._codec(self.group_size or 64, self.key_storage())

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from ..codec.spec import check_integers
 from ..errors import KVPassError
+from ..fields import check_integers
 from ..retention import LogSparse, Retention, Sinks
 from .base import register_scheme
 from .kivi import KIVIConfig

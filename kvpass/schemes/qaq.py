@@ -38,9 +38,6 @@ class QAQConfig(StorageConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        object.__setattr__(self, "widths", tuple(self.widths))
-        if isinstance(self.query_energy, (list, tuple)):
-            object.__setattr__(self, "query_energy", tuple(self.query_energy))
         for energy in self.query_energy if isinstance(self.query_energy, tuple) else [self.query_energy]:
             self._codec("key", 32, energy)
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..codec.predict import MEAN
-from ..codec.spec import check_integers
+from ..fields import check_integers
 from .base import LayerPlan, register_scheme
 from .rtn import RTNConfig
 

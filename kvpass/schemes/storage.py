@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from ..codec.spec import check_integers
 from ..errors import KVPassError
+from ..fields import check_integers, made
 from ..retention import Retention
 from .base import SchemeConfig
 
@@ -26,11 +26,10 @@ class StorageConfig(SchemeConfig):
     rope: Literal["post", "pre"] = "post"
 
     def __post_init__(self):
-        check_integers(self, residual=1, sinks=0)
         if isinstance(self.retention, dict):
-            object.__setattr__(self, "retention", Retention(**self.retention))
-        if self.rope not in ("post", "pre"):
-            raise KVPassError(f"rope={self.rope!r}: keys are stored 'post' or 'pre' rotary embedding.")
+            object.__setattr__(self, "retention", made(Retention, "retention", self.retention))
+        super().__post_init__()
+        check_integers(self, residual=1, sinks=0)
         if self.retention is not None and self.sinks:
             raise KVPassError("sinks are part of the retention policy: Sinks(4) + Recent(128).")
 

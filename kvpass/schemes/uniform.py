@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from ..codec.spec import CodecSpec, check_integers
+from ..codec.spec import CodecSpec
 from ..errors import KVPassError
+from ..fields import check_integers
 from .storage import StorageConfig
 
 

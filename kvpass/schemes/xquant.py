@@ -6,8 +6,8 @@ dominant layer. AsymKV is the same without sharing.
 
 from dataclasses import dataclass
 
-from ..codec.spec import check_integers
 from ..errors import KVPassError
+from ..fields import check_integers
 from .base import LayerGeometry, LayerPlan, register_scheme
 from .uniform import UniformConfig
 
@@ -107,10 +107,8 @@ class XQuantConfig(_LayeredConfig):
             raise KVPassError(
                 "fit='lsq' fits scales to codes that are there already: use dominant=0 and no weights with it."
             )
-        if self.weights is not None:
-            object.__setattr__(self, "weights", tuple(self.weights))
-            if self.group_layers != 2 or self.dominant or len(self.weights) != 2 or abs(sum(self.weights) - 1) > 1e-6:
-                raise KVPassError(f"weights={self.weights}: give two that sum to 1, for group_layers=2 and dominant=0.")
+        if self.weights is not None and (self.group_layers != 2 or self.dominant or abs(sum(self.weights) - 1) > 1e-6):
+            raise KVPassError(f"weights={self.weights}: give two that sum to 1, for group_layers=2 and dominant=0.")
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
         key, value = self._coding(layer, self.kq), self._coding(layer, self.vq)

@@ -1,0 +1,108 @@
+"""What the fields of configs may hold: what their annotations say, checked in one place."""
+
+import dataclasses
+import sys
+import types
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from .errors import KVPassError
+
+_LARGEST = 2**31 - 1
+_SHOWN = 80  # characters of a value in a message
+
+
+def shown(value: Any) -> str:
+    """``repr`` of any value, cut where it gets long."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of thousands of digits, a list in a list in a list
+        return f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def check_integer(name: str, value: Any, least: int) -> None:
+    """Raise `KVPassError` unless ``value`` is an int of at least ``least`` that fits 32 bits."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise KVPassError(f"{name}={shown(value)} must be an integer, at least {least}.")
+    if value > _LARGEST:
+        raise KVPassError(f"{name}={shown(value)} must be an integer, at most {_LARGEST}.")
+
+
+def check_integers(config, **least: int) -> None:
+    """`check_integer` of each named field of ``config``."""
+    for name, bound in least.items():
+        check_integer(name, getattr(config, name), bound)
+
+
+def check_types(config) -> None:
+    """Raise `KVPassError` unless every field of a dataclass holds what its annotation says. Numbers are finite; lists,
+    as JSON has them, become tuples."""
+    for name, hint in _hints(type(config)).items():
+        value = getattr(config, name)
+        fitted = _fitted(value, hint)
+        if fitted is _MISFIT:
+            raise KVPassError(f"{name} must be {_wanted(hint)}, not {shown(value)}.")
+        if fitted is not value:
+            object.__setattr__(config, name, fitted)
+
+
+def made(cls: type, name: str, fields: dict) -> Any:
+    """An instance of a dataclass from what `dataclasses.asdict` made of one, the field ``name`` of another. Raises
+    `KVPassError` for other names."""
+    known = {field.name: field.default is field.default_factory for field in dataclasses.fields(cls)}
+    required = {field for field, needed in known.items() if needed}
+    if not required <= set(fields) <= set(known):
+        raise KVPassError(f"{name} has the fields {list(known)}, at least {sorted(required)}, and not {shown(fields)}.")
+    return cls(**fields)
+
+
+_MISFIT = object()
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    hints = get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def _fitted(value: Any, hint: Any) -> Any:
+    """``value`` as ``hint`` wants it, or `_MISFIT`."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return next((fitted for one in inner if (fitted := _fitted(value, one)) is not _MISFIT), _MISFIT)
+    if origin is tuple:
+        return _fitted_tuple(value, inner)
+    if origin is Literal:
+        fits = isinstance(value, str) and value in inner
+    elif hint is int:
+        fits = isinstance(value, int) and not isinstance(value, bool)
+    elif hint is float:
+        largest = sys.float_info.max
+        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and -largest <= value <= largest
+    else:
+        fits = hint is Any or isinstance(value, origin or hint)
+    return value if fits else _MISFIT
+
+
+def _fitted_tuple(value: Any, inner: tuple) -> Any:
+    if not isinstance(value, (list, tuple)):
+        return _MISFIT
+    hints = inner[:1] * len(value) if inner[-1:] == (...,) else inner
+    fitted = tuple(_fitted(*pair) for pair in zip(value, hints, strict=False))
+    return _MISFIT if len(hints) != len(value) or any(one is _MISFIT for one in fitted) else fitted
+
+
+_WORDS = {int: "an integer", float: "a finite number", str: "a name", bool: "True or False", type(None): "None"}
+
+
+def _wanted(hint: Any) -> str:
+    """What a message says a field must be."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return " or ".join(map(repr, inner))
+    if origin in (Union, types.UnionType):
+        return " or ".join(_wanted(one) for one in inner)
+    if origin is tuple:
+        return f"a list of {_WORDS.get(inner[0], inner[0])}"
+    return _WORDS.get(hint) or getattr(origin or hint, "__name__", str(hint))
