@@ -54,6 +54,7 @@ class PackedLayer(CacheLayerMixin):
         self.length: Tensor | None = None  # the length carriers, of what is stored and of what was seen,
         self.seen_length: Tensor | None = None  # where that is more, set while a forward is running
         self.broken = False
+        self.drafts = 0  # calls of a few tokens in a row, up to the last; the first layer counts for its cache
         self.tap = None  # who hands over the queries, while a forward is running and no graph does
 
     @property
@@ -195,7 +196,7 @@ class PackedLayer(CacheLayerMixin):
                 "A packed cache was updated outside of the forward kvpass was applied to. Call model(...) or "
                 "model.generate(...), not a submodule, or pass a cache of its own to the submodule."
             )
-        past = self.read() if torch.compiler.is_compiling() or length_of(self.length) else None
+        past = self.read() if torch.compiler.is_dynamo_compiling() or length_of(self.length) else None
         if self.tap is None:
             self.append(key_states, value_states)
         else:
@@ -214,7 +215,7 @@ class PackedLayer(CacheLayerMixin):
         if self.is_below:
             self.past = keys, values
         if self.plan.key.pre_rope:
-            if not torch.compiler.is_compiling():
+            if not torch.compiler.is_dynamo_compiling():
                 raise KVPassError("Keys stored before rotary embedding need the pass: this forward was not captured.")
             rotary = self.rotary_owner.rotary
             keys = torch.ops.kvpass.rotate(keys, rotary.cos, rotary.sin, "")
@@ -225,7 +226,7 @@ class PackedLayer(CacheLayerMixin):
 
         q, mask: queries ``[B, H_q, S, D]`` and mask of the attention that reads it, where no graph finds them.
         """
-        if self.plan.needs_importance and not torch.compiler.is_compiling():
+        if self.plan.needs_importance and not torch.compiler.is_dynamo_compiling():
             raise KVPassError(
                 "What is stored depends on attention, which needs the pass: this forward was not captured."
             )
