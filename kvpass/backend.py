@@ -8,6 +8,8 @@ from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 
+from kvpass.lowering.session import compiling
+
 from .errors import KVPassError, NotFusedError
 from .graph.find import find
 from .graph.lower import lower
@@ -62,7 +64,7 @@ class Backend:
             run = module.forward
         else:
             options = list_mode_options(self.mode) if self.mode else {}
-            with inductor_config.patch({**options, **_INDUCTOR}):
+            with compiling(), inductor_config.patch({**options, **_INDUCTOR}):
                 run = compile_fx(module, normal.inputs)
         return (lambda *inputs: run(*flatten(inputs))) if has_subclass(example_inputs) else run
 

@@ -57,6 +57,7 @@ class PackedLayer(CacheLayerMixin):
         self.seen_length: Tensor | None = None  # where that is more, set while a forward is running
         self.whole = True  # False while something changes it, and for good if that was neither ended nor taken back
         self.edits = 0  # changes of all tokens since it was empty: the same in all layers of a cache
+        self.drafts = 0  # calls of a few tokens in a row, up to the last; the first layer counts for its cache
         self.tap = None  # who hands over the queries, while a forward is running and no graph does
 
     @property
@@ -117,8 +118,8 @@ class PackedLayer(CacheLayerMixin):
         """Raise `KVPassError` while something changes this layer, or if that failed halfway."""
         if not self.whole:
             raise KVPassError(
-                "This cache is not whole: a call over it failed or was interrupted and could not be taken back, or is "
-                "still running in another thread. Start again with a fresh cache, or cache.reset()."
+                "This cache is not whole: a call over it failed or was interrupted, and could not be taken back. Start "
+                "again with a fresh cache, or cache.reset()."
             )
 
     @contextmanager
@@ -235,7 +236,7 @@ class PackedLayer(CacheLayerMixin):
                 "A packed cache was updated outside of the forward kvpass was applied to. Call model(...) or "
                 "model.generate(...), not a submodule, or pass a cache of its own to the submodule."
             )
-        past = self.read() if torch.compiler.is_compiling() or length_of(self.length) else None
+        past = self.read() if torch.compiler.is_dynamo_compiling() or length_of(self.length) else None
         if self.tap is None:
             self.append(key_states, value_states)
         else:
@@ -254,7 +255,7 @@ class PackedLayer(CacheLayerMixin):
         if self.is_below:
             self.past = keys, values
         if self.plan.key.pre_rope:
-            if not torch.compiler.is_compiling():
+            if not torch.compiler.is_dynamo_compiling():
                 raise KVPassError("Keys stored before rotary embedding need the pass: this forward was not captured.")
             rotary = self.rotary_owner.rotary
             keys = torch.ops.kvpass.rotate(keys, rotary.cos, rotary.sin, "")
@@ -265,7 +266,7 @@ class PackedLayer(CacheLayerMixin):
 
         q, mask: queries ``[B, H_q, S, D]`` and mask of the attention that reads it, where no graph finds them.
         """
-        if self.plan.needs_importance and not torch.compiler.is_compiling():
+        if self.plan.needs_importance and not torch.compiler.is_dynamo_compiling():
             raise KVPassError(
                 "What is stored depends on attention, which needs the pass: this forward was not captured."
             )

@@ -58,9 +58,9 @@ class PlainRuntime(Runtime):
         """One forward over ``layers``, which it ends."""
         inputs = arguments[self.found.tokens]
         new_tokens = inputs.shape[1]
-        stored = start_forward(layers, len(inputs), new_tokens)
+        start_forward(layers, len(inputs), new_tokens)
         with self._one_forward(layers, new_tokens):
-            run = self._choose(stored, new_tokens)
+            run = self._choose(layers[0], new_tokens)
             if run is not self.original:
                 self._canonicalise(arguments)
             output = (self._body() if run is self.original else run)(layers, arguments)
@@ -68,8 +68,8 @@ class PlainRuntime(Runtime):
         self._measure([by_index.get(index) for index in range(len(self.report.layers))])
         return output
 
-    def _choose(self, stored: int, new_tokens: int):
-        run = super()._choose(stored, new_tokens)  # uncaptured, a whole buffer in full precision would be made
+    def _choose(self, first: PackedLayer, new_tokens: int):
+        run = super()._choose(first, new_tokens)  # uncaptured, a whole buffer in full precision would be made
         return self.captured if run is self.original and not self.eager else run
 
     def _canonicalise(self, arguments: dict[str, Any]) -> None:
@@ -119,14 +119,15 @@ class BufferRuntime(PlainRuntime):
 
     def forward(self, *args, **kwargs):
         arguments = self._arguments(args, kwargs)
-        self._seek(arguments)
-        if not isinstance(arguments[self.found.position], Tensor):
-            arguments[self.found.position] = 0  # the graph counts for itself, and must not be one for each position
-        try:
-            return self._run(self.layers, arguments)
-        except BaseException:
-            self._take_away()  # again: the call may have ended between filling the buffers and taking them away
-            raise
+        with self._alone(self.layers):
+            self._seek(arguments)
+            if not isinstance(arguments[self.found.position], Tensor):
+                arguments[self.found.position] = 0  # the graph counts for itself, and must not be one for each position
+            try:
+                return self._run(self.layers, arguments)
+            except BaseException:
+                self._take_away()  # again: the call may have ended between filling the buffers and taking them away
+                raise
 
     def _seek(self, arguments: dict[str, Any]) -> None:
         """Go to the position the arguments name. Reads it from the device, if it is a tensor there."""
@@ -209,11 +210,11 @@ class HandedRuntime(PlainRuntime):
     def forward(self, *args, **kwargs):
         arguments, parameter = self._arguments(args, kwargs), self.found.parameter
         layers = self._layers(arguments.pop(parameter, None))
-        stored, new_tokens = layers[0].tokens, arguments[self.found.tokens].shape[1]
-        captured = self._choose(stored, new_tokens) is not self.original
-        if stored or (captured and self.found.takes_empty):
+        captured = self._choose(layers[0], arguments[self.found.tokens].shape[1]) is not self.original
+        if layers[0].tokens or (captured and self.found.takes_empty):
             arguments[parameter] = _PACKED
-        output = self._run(layers, arguments)
+        with self._alone(layers):
+            output = self._run(layers, arguments)
         handles = [PackedKV.view(state, layer.tokens) for layer in layers for state in layer.states()]
         for handle in handles:
             handle.cache = layers

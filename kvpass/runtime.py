@@ -3,11 +3,12 @@
 import functools
 import inspect
 import itertools
-import types
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from threading import get_ident
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +19,14 @@ from .backend import Backend
 from .cache import Plans, cache_layers, cross_layers, packed_layers, swap_cross_layers, swap_layers
 from .cross import cross_plan, running
 from .errors import KVPassError
+from .forms import Forms
 from .forward import finish_forward, remember, start_forward
 from .graph.report import LayerReport, Report
 from .implementation import Notation
 from .layer import PackedLayer
 from .lowering.table import FEW
 from .probe import fresh_cache, has_encoder, two_tokens
+from .recording import put_up_hooks, refuse_what_is_not_recorded
 from .schemes import LayerGeometry, SchemeConfig, check_edges, check_sources
 from .state import SharedTensors
 from .tap import QueryTap
@@ -31,16 +34,7 @@ from .tap import QueryTap
 _MIN_COMPILED_LENGTH = 2  # lengths 0 and 1 would be specialised by the tracer
 
 
-_numbers = itertools.count()
 _BY_OWNER: weakref.WeakValueDictionary[str, "Runtime"] = weakref.WeakValueDictionary()
-
-
-def _with_own_code(fn):
-    """A copy of ``fn`` with a code object and a name of its own. Dynamo keeps compiled graphs, and its limit of them,
-    per code; by name it remembers what varied from call to call, and other models must not make ours vary."""
-    code = fn.__code__.replace(co_name=f"{fn.__name__}_{next(_numbers)}")
-    copy = types.FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
-    return functools.wraps(fn)(copy)
 
 
 class Runtime:
@@ -99,9 +93,9 @@ class Runtime:
             backend = self._backend(
                 strict=strict, lowering=self.lowering, interpret=interpret, mode=mode, graphs=self.report.graphs
             )
-            return torch.compile(_with_own_code(body), backend=backend, fullgraph=self.one_graph)
+            return Forms(body, backend=backend, fullgraph=self.one_graph)
 
-        self.drafts = 0  # calls of a few tokens in a row, up to the last
+        self.running: dict[int, int] = {}  # caches in a forward, by id, and the threads that run it
         self.decode_step, self.captured = compiled(interpret=False), compiled(interpret=True)
 
     def _backend(self, **options) -> Backend:
@@ -178,12 +172,19 @@ class Runtime:
         cache = kwargs.get("past_key_values")
         if cache is None:
             cache = kwargs["past_key_values"] = fresh_cache(self.model())
+        with self._alone(cache):
+            return self._forward_over(cache, batch, new_tokens, kwargs)
+
+    def _forward_over(self, cache: Cache, batch: int, new_tokens: int, kwargs):
         layers, undo = self.adopt(cache), remember(cache)
+        if self.one_graph:
+            refuse_what_is_not_recorded(self.model(), kwargs)
+        put_up_hooks(self.model(), kwargs)
         stored, seen = start_forward(layers, batch, new_tokens), layers[0].seen
         with self._one_forward(layers, new_tokens, undo), running(cross_layers(cache)):
             self._set_masks(kwargs, stored + new_tokens, seen + new_tokens)
             self._drop_defaults(kwargs, seen, new_tokens)
-            run = self._choose(stored, new_tokens)
+            run = self._choose(layers[0], new_tokens)
             if run is not self.original:
                 self._canonicalise(kwargs)
             output = run(**kwargs)
@@ -191,10 +192,25 @@ class Runtime:
         return output
 
     @contextmanager
+    def _alone(self, cache):
+        """Raise `KVPassError` if another thread runs a forward over ``cache``: threads need caches of their own."""
+        me = get_ident()
+        try:
+            if self.running.setdefault(id(cache), me) != me:
+                raise KVPassError(
+                    "A forward over this cache is running already, in another thread. Threads may share a model, not a "
+                    "cache: give each of them its own."
+                )
+            yield
+        finally:
+            if self.running.get(id(cache)) == me:
+                del self.running[id(cache)]
+
+    @contextmanager
     def _one_forward(self, layers: list[PackedLayer], new_tokens: int, undo: Callable[[], bool] = lambda: True):
         """Commit what ``layers`` stored when it went well; otherwise take it back, with what ``undo`` does (see
         `finish_forward`), and say in kvpass's words why."""
-        self.drafts = self.drafts + 1 if layers[0].tokens and 1 < new_tokens <= FEW else 0
+        layers[0].drafts = layers[0].drafts + 1 if layers[0].tokens and 1 < new_tokens <= FEW else 0
         succeeded = False
         try:
             with torch.no_grad():
@@ -256,10 +272,10 @@ class Runtime:
             own.layers[:], own.layer_class_to_replicate = before
             raise
 
-    def _choose(self, stored: int, new_tokens: int):
-        """Who runs the call. Drafts are verified one after another: the first of several calls of a few tokens is not
-        worth compiling for, it may be a short turn of a chat."""
-        compiled = new_tokens == 1 or self.drafts > 1
+    def _choose(self, first: PackedLayer, new_tokens: int):
+        """Who runs the call over the cache whose first layer is ``first``. Drafts are verified one after another: the
+        first of several calls of a few tokens is not worth compiling for, it may be a short turn of a chat."""
+        stored, compiled = first.tokens, new_tokens == 1 or first.drafts > 1
         if compiled and not self.eager and stored >= _MIN_COMPILED_LENGTH:
             return self.decode_step
         if self.needs_rotation or self.needs_importance:
@@ -361,10 +377,16 @@ class Runtime:
     def _measure(self, layers: Sequence) -> None:
         """Note the bytes of the cache just used; it may be gone when `explain` asks."""
         first = next(layer for layer in layers if isinstance(layer, PackedLayer))
-        self.report.tokens, self.report.batch = first.seen, first.batch_size
-        for row, layer in zip(self.report.layers, layers, strict=False):
-            if isinstance(layer, PackedLayer):
-                row.nbytes, row.full_nbytes = layer.nbytes, layer.full_nbytes
-                row.host_nbytes, row.moved_nbytes = layer.host_nbytes, layer.moved_nbytes
-            elif isinstance(getattr(layer, "keys", None), Tensor):
-                row.nbytes = row.full_nbytes = layer.keys.nbytes + layer.values.nbytes
+        there = itertools.chain(layers, itertools.repeat(None))
+        rows = [replace(row, **_bytes(layer)) for row, layer in zip(self.report.layers, there, strict=False)]
+        self.report.used(rows, first.seen, first.batch_size)
+
+
+def _bytes(layer) -> dict[str, int]:
+    """What a `LayerReport` says of one layer of a cache."""
+    if isinstance(layer, PackedLayer):
+        names = "nbytes", "full_nbytes", "host_nbytes", "moved_nbytes"
+        return {name: getattr(layer, name) for name in names}
+    if isinstance(getattr(layer, "keys", None), Tensor):
+        return dict.fromkeys(("nbytes", "full_nbytes"), layer.keys.nbytes + layer.values.nbytes)
+    return {}

@@ -235,7 +235,7 @@ class KVState(Storage):
         """Those of the tokens exact at length ``n`` that are not in the ring any more."""
         where = layout(self.spec)
         tokens = where.exact(n)
-        gone = where.overwritten(tokens, self.written) | (where.page_of(tokens) < self.unpacked_from)
+        gone = where.overwritten(tokens, self.written) | where.packed_before(tokens, self.unpacked_from)
         return tokens[gone]
 
     def lossless_crop(self, new: int) -> bool:

@@ -17,7 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from .session import compiling
 
+
+@compiling()
 def compile_ahead(
     fn: Callable, examples: Sequence[Tensor | None], dynamic: Sequence[Sequence[int]], options: dict | None = None
 ) -> Callable:

@@ -3,7 +3,6 @@ length. Pages are independent, and run on one merged dim of pages: the kernel of
 """
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from kvpass.codec.spec import CodecSpec, parse
 from . import reference
 from .aot import compile_ahead
 from .append import append, append_layers
+from .session import compiled_once
 from .table import Site, implements
 
 _PAGES = 7  # pages to trace `encode` and `decode` with
@@ -35,7 +35,7 @@ def _page_kernel(fn, spec: CodecSpec, inputs: Sequence[Tensor | None], constants
     return _compiled_page_kernel(fn, spec, described, fixed)(*inputs, *constants), pages
 
 
-@cache
+@compiled_once
 def _compiled_page_kernel(fn, spec: CodecSpec, described: tuple, fixed: tuple):
     examples = [d and torch.empty((_PAGES, *d[0]), dtype=d[1], device=d[2]) for d in described]
     examples += [f and torch.empty(f[0], dtype=f[1], device=f[2]) for f in fixed]

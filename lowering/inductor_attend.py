@@ -6,7 +6,7 @@ there are.
 """
 
 from dataclasses import replace
-from functools import cache, lru_cache, partial, reduce
+from functools import lru_cache, partial, reduce
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from . import inductor_drafts, reference
 from .aot import compile_ahead
 from .inductor import decode_all, refuses_decode
 from .reference import with_past
+from .session import compiled_once
 from .table import Site, implements
 
 _MIN_PAGES = 2  # sizes 0 and 1 would be specialised; what is beyond the packed tokens is masked
@@ -215,7 +216,7 @@ _OPTIONS = {
 }
 
 
-@cache
+@compiled_once
 def _attend_kernel(key: tuple, k_spec: CodecSpec, v_spec: CodecSpec, scale: float, softcap: float, paid: bool):
     """Compile `_attend` for what `attend` found in common with other calls (see there)."""
     many, q_heads, heads, head_dim, dtype, device, mask_layout, rope, columns, sinks, present = key

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from kvpass.codec import CodecSpec
-from kvpass.codec.window import LENGTH_OFFSET, carry, layout, length_of
+from kvpass.codec.window import LENGTH_OFFSET, LogSparse, carry, layout, length_of
 
 KEYS = CodecSpec(2, "channel", 8, 16)
 VALUES = CodecSpec(2, "token", 8, 16, residual=16)
@@ -62,3 +63,52 @@ def test_tokens_leave_in_the_order_of_their_pages_and_the_others_stay(spec, step
         n += new
         assert left == where.page_tokens(0, spec.pages(n)).tolist()
         assert where.read(ring, n).flatten().tolist() == where.exact(n).tolist()
+
+
+def test_where_tokens_go_does_not_depend_on_how_far_others_have_looked():
+    """Every answer of a layout that has been asked about a long text before is that of a fresh one."""
+    tokens, asked, far = torch.arange(LOG.sinks, 90), [], LogSparse(LOG)
+    far.page_tokens(0, 500)
+    for where in (far, LogSparse(LOG)):
+        answers = [where.exact(90), where.slots(tokens), where.page_tokens(1, 3), where.token_order(90)]
+        answers += [where.packed_before(tokens, page) for page in (0, 2, 5, 40)]
+        asked.append([*answers, where.overwritten(tokens, 100)])
+    assert all(torch.equal(a, b) for a, b in zip(*asked, strict=True))
+
+
+@pytest.mark.parametrize("spec", [KEYS, SINKS, LOG], ids=["keys", "sinks", "log-sparse"])
+def test_who_is_packed_before_a_page_is_who_is_in_the_pages_before_it(spec):
+    tokens = torch.arange(spec.sinks, 400)
+    for page in (0, 1, 7):
+        before = tokens[layout(spec).packed_before(tokens, page)]
+        assert sorted(before.tolist()) == sorted(layout(spec).page_tokens(0, page).tolist())
+
+
+class Interrupt(TorchFunctionMode):
+    """Ctrl-C in the n-th call of a function of torch."""
+
+    def __init__(self, n: int):
+        super().__init__()
+        self.left = n
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_interrupt_while_it_looks_ahead_leaves_a_layout_as_it_was():
+    expected = [LogSparse(LOG).page_tokens(0, 9), LogSparse(LOG).slots(torch.arange(90))]
+    interrupted = 0
+    for n in range(1, 200, 3):
+        where = LogSparse(LOG)
+        where.exact(50)
+        try:
+            with Interrupt(n):
+                where.page_tokens(0, 9)
+        except KeyboardInterrupt:
+            interrupted += 1
+        assert torch.equal(where.page_tokens(0, 9), expected[0]), n
+        assert torch.equal(where.slots(torch.arange(90)), expected[1]), n
+    assert interrupted > 10

@@ -1,7 +1,9 @@
 """Where a token lives: in a sink slot, in a slot of the ring, or in a page. Index arithmetic on the host."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -63,9 +65,9 @@ class Recent:
         sinks = self.spec.sinks
         return torch.where(tokens < sinks, tokens, sinks + (tokens - sinks) % self.spec.window)
 
-    def page_of(self, tokens: Tensor) -> Tensor:
-        """The page that ``tokens`` behind the sinks go to."""
-        return (tokens - self.spec.sinks) // self.spec.page_size
+    def packed_before(self, tokens: Tensor, page: int) -> Tensor:
+        """Whether each of ``tokens``, which are behind the sinks, goes to a page before ``page``."""
+        return (tokens - self.spec.sinks) // self.spec.page_size < page
 
     def overwritten(self, tokens: Tensor, stop: int) -> Tensor:
         """Whether, of tokens ``[0, stop)``, a later one takes the slot of each of ``tokens``."""
@@ -105,79 +107,109 @@ class Recent:
                 first += count
 
 
+@dataclass(frozen=True)
+class Moves:
+    """The stream of moves of a log-sparse window, as far as it is known. A value: it is extended into another one, and
+    nobody writes to its tensors, so that threads share it. Tokens are counted from behind the sinks.
+
+    slot, page_of, next: ``[placed]``, of each token its ring slot, the page it goes to and the token that takes its
+        slot afterwards, `_NEVER` as long as there is none.
+    pages: ``[N, W]``, the tokens of each page.
+    exact, free: the exact tokens, oldest first, and the free slots, in the order they are taken.
+    holder: ``[window]``, the token that took each slot last, -1 if none did.
+    """
+
+    slot: Tensor
+    page_of: Tensor
+    next: Tensor
+    pages: Tensor
+    exact: Tensor
+    free: Tensor
+    holder: Tensor
+
+    @classmethod
+    def start(cls, size: int, window: int) -> Self:
+        """3W tokens, placed, none of which has moved. ``size`` is W."""
+        full, slots = 3 * size, torch.arange(window)
+        slot, never = slots[:full], torch.full((full,), _NEVER)
+        pages = torch.empty((0, size), dtype=torch.int64)
+        return cls(slot, never, never, pages, slot, slots[full:], slots.where(slots < full, -1))
+
+    @property
+    def placed(self) -> int:
+        """Tokens whose slot is known."""
+        return len(self.slot)
+
+    def extended(self, tokens: int) -> Self:
+        """The same with ``tokens`` tokens placed, and less than W more."""
+        size, exact, free, holder = self.pages.shape[1], self.exact, self.free, self.holder.clone()
+        pages, starts = [self.pages], range(self.placed, tokens, size)
+        more = len(starts) * size
+        slot = torch.cat([self.slot, torch.empty(more, dtype=torch.int64)])
+        page_of, later = (torch.cat([known, torch.full((more,), _NEVER)]) for known in (self.page_of, self.next))
+        for page, start in enumerate(starts, len(self.pages)):  # one compaction, and the W tokens that follow it
+            leaving, new = exact[1 : 2 * size : 2], torch.arange(start, start + size)
+            pages.append(leaving[None])
+            page_of[leaving] = page
+            slots, free = torch.cat([free, slot[leaving]]).split([size, len(free)])
+            held = holder[slots]
+            later[held[held >= 0]] = new[held >= 0]
+            slot[new], holder[slots] = slots, new
+            exact = torch.cat([exact[: 2 * size : 2], exact[2 * size :], new])
+        return Moves(slot, page_of, later, torch.cat(pages), exact, free, holder)
+
+
 class LogSparse(Recent):
     """LogQuant (algorithm 1 of the paper): when 3W exact tokens are reached, every second one of the older 2W goes
     to a page, so that exact tokens thin out with distance. W is the page size and ``2 W`` the residual.
 
-    The stream of moves does not depend on data: it is simulated once per spec, as far as any caller has got.
+    The stream of moves does not depend on data: it is found once per spec, as far as any caller has got. Every answer
+    is taken from one value of `Moves`, and is the same however far that goes.
     """
 
-    @torch.inference_mode(False)  # made in any mode, updated in any other
     def __init__(self, spec: CodecSpec):
         super().__init__(spec)
-        self._size, full = spec.page_size, 3 * spec.page_size
-        self._placed, self._pages = full, []
-        self._exact, self._free = torch.arange(full), torch.arange(full, spec.window)
-        self._slot, self._page_of, self._next = torch.arange(full), *(torch.full((full,), _NEVER) for _ in range(2))
-        self._holder = torch.arange(spec.window).where(torch.arange(spec.window) < full, -1)
+        self._size = spec.page_size
+        self._moves = Moves.start(self._size, spec.window)
 
-    def _step(self) -> None:
-        """One compaction, and the W tokens that follow it."""
-        size, page = self._size, len(self._pages)
-        leaving, new = self._exact[1 : 2 * size : 2], torch.arange(self._placed, self._placed + size)
-        self._pages.append(leaving)
-        self._page_of[leaving] = page
-        self._free = torch.cat([self._free, self._slot[leaving]])
-        slots, self._free = self._free[:size], self._free[size:]
-        held = self._holder[slots]
-        self._next[held[held >= 0]] = new[held >= 0]
-        self._holder[slots] = new
-        self._slot[new] = slots
-        self._exact = torch.cat([self._exact[: 2 * size : 2], self._exact[2 * size :], new])
-        self._placed += size
+    def _known(self, tokens: int) -> Moves:
+        """Every move due once ``tokens`` tokens (behind the sinks) are stored, at least."""
+        moves, need = self._moves, tokens + self._size
+        if moves.placed < need:
+            moves = self._moves = moves.extended(max(need, 2 * moves.placed))
+        return moves
 
-    @torch.inference_mode(False)
-    def _simulate(self, tokens: int) -> None:
-        """Go on until every move due once ``tokens`` tokens (behind the sinks) are stored is known."""
-        if (need := tokens + 2 * self._size) > len(self._slot):
-            more = max(need, 2 * len(self._slot)) - len(self._slot)
-            self._slot = torch.cat([self._slot, torch.zeros(more, dtype=torch.int64)])
-            self._page_of, self._next = (
-                torch.cat([known, torch.full((more,), _NEVER)]) for known in (self._page_of, self._next)
-            )
-        while self._placed < tokens + self._size:
-            self._step()
-
-    def _look_up(self, table: str, tokens: Tensor, stop: int = 0) -> Tensor:
-        """``table`` at ``tokens``, sinks aside, with the moves of ``[0, stop)`` known."""
+    def _at(self, tokens: Tensor, stop: int = 0) -> tuple[Moves, Tensor]:
+        """The moves of ``tokens`` and of ``[0, stop)``, and ``tokens`` counted from behind the sinks."""
         behind = (tokens - self.spec.sinks).clamp_min(0)
-        self._simulate(max(stop, int(behind.max()) + 1 if behind.numel() else 0))
-        return getattr(self, table)[behind]
+        return self._known(max(stop, int(behind.max()) + 1 if behind.numel() else 0)), behind
 
     def page_tokens(self, first: int, last: int) -> Tensor:
-        self._simulate((last + 2) * self._size)
-        return torch.cat([torch.empty(0, dtype=torch.int64), *self._pages[first:last]]) + self.spec.sinks
+        return self._known((last + 2) * self._size).pages[first:last].flatten() + self.spec.sinks
 
     def in_pages(self, x: Tensor, first: int, last: int) -> Tensor:
         return x.index_select(2, self.page_tokens(first, last).to(x.device))
 
     def exact(self, n: int) -> Tensor:
         behind = max(0, n - self.spec.sinks)
-        self._simulate(behind)
-        return (self._page_of[:behind] >= self.spec.pages(n)).nonzero().flatten() + self.spec.sinks
+        page_of = self._known(behind).page_of[:behind]
+        return (page_of >= self.spec.pages(n)).nonzero().flatten() + self.spec.sinks
 
     def slot(self, token: int) -> int:
         return int(self.slots(torch.tensor([token])))
 
     def slots(self, tokens: Tensor) -> Tensor:
         sinks = self.spec.sinks
-        return torch.where(tokens < sinks, tokens, sinks + self._look_up("_slot", tokens))
+        moves, behind = self._at(tokens)
+        return torch.where(tokens < sinks, tokens, sinks + moves.slot[behind])
 
-    def page_of(self, tokens: Tensor) -> Tensor:
-        return self._look_up("_page_of", tokens)
+    def packed_before(self, tokens: Tensor, page: int) -> Tensor:
+        moves, behind = self._at(tokens, (page + 2) * self._size)
+        return moves.page_of[behind] < page
 
     def overwritten(self, tokens: Tensor, stop: int) -> Tensor:
-        return (tokens >= self.spec.sinks) & (self._look_up("_next", tokens, stop) < stop - self.spec.sinks)
+        moves, behind = self._at(tokens, stop)
+        return (tokens >= self.spec.sinks) & (moves.next[behind] < stop - self.spec.sinks)
 
     def token_order(self, n: int) -> Tensor | None:
         sinks = torch.arange(min(n, self.spec.sinks))

@@ -14,6 +14,8 @@ from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_any
 
+from kvpass.lowering.session import compiling
+
 from .evaluate import leaves, upstream
 
 aten = torch.ops.aten
@@ -86,6 +88,7 @@ class _OnPlainTensors(nn.Module):
         return self.gm(*(_unflatten(value, parts) for value in self.inputs))
 
 
+@compiling()
 def normalise(gm: GraphModule) -> NormalGraph:
     """Functionalize ``gm`` without decomposing attention; `in_place` is the way back."""
     inputs = [node.meta["example_value"] for node in gm.graph.nodes if node.op == "placeholder"]

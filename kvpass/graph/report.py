@@ -61,6 +61,10 @@ class Report:
     simulated: bool = False
     notation: str = ""
 
+    def used(self, layers: list[LayerReport], tokens: int, batch: int) -> None:
+        """Note what the cache last used takes: all of it at once, other threads use others."""
+        vars(self).update(layers=layers, tokens=tokens, batch=batch)
+
     @property
     def packed(self) -> int:
         """Layers whose cache is packed."""

@@ -1,0 +1,111 @@
+"""Threads that generate with one applied model, against one thread. `test_threads` runs some of it; all of it, with a
+table of the trials that were equal:
+
+    python tests/threads.py [trials] [scheme ...]
+"""
+
+import os
+import sys
+import threading
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import torch
+
+import kvpass
+from kvpass.lowering import inductor, inductor_attend
+from kvpass.schemes import XQuantConfig
+
+from tiny import llama, tokens
+
+SCHEMES = {
+    "kivi": "kivi",
+    "squat": "squat",
+    "logquant": "logquant",
+    "kivi-pre": "kivi-pre",
+    "higgs": "higgs",
+    "qaq": "qaq",
+    "kivi+h2o": "kivi+h2o",
+    "xquant": XQuantConfig(kq=2, vq=0, km=2, vm=0, depth=None),
+}
+
+
+def forget_compiled():
+    """As in a new process."""
+    torch._dynamo.reset()
+    inductor_attend._attend_kernel.cache_clear()
+    inductor._compiled_page_kernel.cache_clear()
+
+
+def at_once(calls):
+    """What ``calls`` return, each in a thread of its own, all of which start together. Raises the first error."""
+    barrier, results = threading.Barrier(len(calls)), [None] * len(calls)
+
+    def run(i):
+        barrier.wait()
+        try:
+            results[i] = calls[i]()
+        except BaseException as error:
+            results[i] = error
+
+    workers = [threading.Thread(target=run, args=(i,)) for i in range(len(calls))]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def generated(model, user: int, new_tokens: int = 40):
+    """Tokens and logits of ``user``, who has a prompt, and a batch size, like nobody else's."""
+    ids = tokens(1 + user % 2, 60 + 37 * user, seed=user)
+    out = model.generate(
+        ids, do_sample=False, max_new_tokens=new_tokens, return_dict_in_generate=True, output_logits=True
+    )
+    return out.sequences, torch.stack(out.logits)
+
+
+def assert_same(got, expected):
+    """Tokens, and logits up to what other orders of summation make: while a thread compiles, transformers writes the
+    attention of all of them in another way."""
+    assert torch.equal(got[0], expected[0])
+    torch.testing.assert_close(got[1], expected[1], atol=1e-4, rtol=1e-4)
+
+
+def trial(scheme, lowering: str, threads: int, expected) -> None:
+    """The first calls of a model, made by ``threads`` at once, give what is ``expected`` of each; so do later ones."""
+    forget_compiled()
+    model = kvpass.apply(llama(), scheme, lowering=lowering)
+    for _ in range(2):
+        for got, one in zip(at_once([lambda u=u: generated(model, u) for u in range(threads)]), expected, strict=False):
+            assert_same(got, one)
+
+
+def alone(scheme, lowering: str, threads: int):
+    """What one thread gets."""
+    forget_compiled()
+    model = kvpass.apply(llama(), scheme, lowering=lowering)
+    return [generated(model, user) for user in range(threads)]
+
+
+def main(trials: int = 10, *names: str) -> None:
+    for name in names or SCHEMES:
+        for lowering in ("eager", "auto"):
+            expected = alone(SCHEMES[name], lowering, 8)
+            for threads in (2, 8):
+                equal = 0
+                for _ in range(trials):
+                    try:
+                        trial(SCHEMES[name], lowering, threads, expected)
+                        equal += 1
+                    except Exception as error:
+                        print(f"  {type(error).__name__}: {str(error)[:200]}", flush=True)
+                print(f"{name:<12} {lowering:<6} {threads} threads: {equal} of {trials}", flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(*map(int, sys.argv[1:2]), *sys.argv[2:])
