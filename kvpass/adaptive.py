@@ -130,7 +130,7 @@ class AdaptiveState(KVState):
     @property
     def predictor(self) -> list[Tensor]:
         """The side tables that ``kvpass::decode`` takes."""
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             self.pool.refresh()
         return [self.levels, self.outliers, self.where, self.pool.data, self.places]
 
