@@ -41,8 +41,10 @@ def packed(request):
 
 def possible(kind: str, name: str, every: bool) -> bool:
     """Whether a call can be made at all, and is short enough."""
-    if "crop" in name and ("not packed" in kind or (name != "crop" and "+" in kind)):
-        return False  # the window of what is not packed is full; what is evicted is gone
+    if "not packed" in kind and name in ("crop", "crop beyond the window", "reorder", "select"):
+        return False  # transformers changes the other layers one after another, and says nothing if it ends midway
+    if name == "crop beyond the window" and "+" in kind:
+        return False  # what is evicted is gone
     if name == "select" and "cross" in kind:
         return False  # transformers refuses it
     return every or not KINDS[kind].captured or name in FEW
