@@ -2,16 +2,22 @@
 to adapt; nothing else depends on it."""
 
 import copy
+import threading
 
 import pytest
 import torch
+from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_inductor_cache
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import kvpass
+from kvpass import recording
 from kvpass.codec import CodecSpec
 from kvpass.graph import find, normalise
 from kvpass.graph.rewrite import APPEND, _append_arguments
+from kvpass.lowering import session
 from kvpass.lowering.aot import compile_ahead
 from kvpass.schemes import KIVIConfig
 from kvpass.state import KVState
@@ -105,3 +111,49 @@ def test_another_scheme_never_hits_what_was_compiled_for_one():
             model.generate(tokens(1, 70), max_new_tokens=3, do_sample=False)
             hits.append(counters["aot_autograd"]["autograd_cache_hit"])
     assert hits == [0, 1, 0, 0]
+
+
+def test_what_is_compiled_runs_on_while_another_thread_traces():
+    """`kvpass.lowering.session`: Dynamo's lock, and the flag without which compiled functions refuse to run then."""
+    step = torch.compile(lambda x: x + 1, backend="eager")
+    step(torch.zeros(2))
+    results, flags = [], []
+
+    def traced(x):
+        for function in (lambda: step(torch.zeros(2)), compile_lock.acquire, torch.compiler.is_dynamo_compiling):
+            arguments = (False,) if function == compile_lock.acquire else ()
+            other = threading.Thread(target=lambda f=function, a=arguments: results.append(f(*a)))
+            other.start()
+            other.join()
+        flags.append(torch.compiler.is_compiling())
+        return x + 1
+
+    with session.compiling():
+        make_fx(traced)(torch.zeros(2))
+    assert torch.equal(results[0], torch.ones(2))
+    assert results[1:] == [False, False] and flags == [True]
+    assert not torch.compiler.is_compiling()
+    assert torch.compile(lambda x: x + torch.compiler.is_dynamo_compiling(), backend="eager")(torch.zeros(1)) == 1
+
+
+def test_a_limit_that_fullgraph_reaches_is_an_error_of_its_own_before_anything_runs():
+    """`kvpass.forms` starts again then."""
+    ran = []
+    step = torch.compile(lambda x, n: x + n, backend=lambda gm, _: lambda *i: ran.append(1) or gm(*i), fullgraph=True)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        step(torch.zeros(2), "a" == "a")
+        with pytest.raises(FailOnRecompileLimitHit):
+            step(torch.zeros(2, 2), False)
+    assert ran == [1]
+
+
+def test_transformers_records_hidden_states_by_hooks_that_can_be_put_up_before():
+    """`kvpass.recording` finds the models whose forward records."""
+    model = llama()
+    assert list(recording._recorders(model)) == [model.model]
+    recording.put_up_hooks(model, {})
+    assert not model.model.layers[0]._forward_hooks
+    for _ in range(2):
+        recording.put_up_hooks(model, dict(output_hidden_states=True))
+        assert len(model.model.layers[0]._forward_hooks) == 1
+    assert len(model(tokens(1, 5), output_hidden_states=True).hidden_states) == 3

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from threads import at_once
 from torch.overrides import TorchFunctionMode
 
 from kvpass.codec import CodecSpec
@@ -112,3 +113,18 @@ def test_an_interrupt_while_it_looks_ahead_leaves_a_layout_as_it_was():
         assert torch.equal(where.page_tokens(0, 9), expected[0]), n
         assert torch.equal(where.slots(torch.arange(90)), expected[1]), n
     assert interrupted > 10
+
+
+def test_threads_that_ask_at_once_get_what_one_gets():
+    expected = [
+        (n, LogSparse(LOG).exact(n), LogSparse(LOG).page_tokens(0, LOG.pages(n))) for n in range(900, 3000, 300)
+    ]
+
+    def ask(where, start):
+        for n, exact, pages in expected[start:] + expected[:start]:
+            assert torch.equal(where.exact(n), exact)
+            assert torch.equal(where.page_tokens(0, LOG.pages(n)), pages)
+
+    for _ in range(10):
+        where = LogSparse(LOG)
+        at_once([lambda where=where, start=start: ask(where, start) for start in range(6)])
