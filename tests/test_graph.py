@@ -201,10 +201,13 @@ def test_a_mask_of_lengths_and_a_constant_is_structure():
     for hidden, verdict in ((0.0, "full"), (float("-inf"), None)):
         graph = torch.fx.Graph()
         seen = graph.call_function(torch.ops.aten.ones.default, ([2, 4],), {"dtype": torch.bool})
-        mask = graph.call_function(torch.ops.aten.where.ScalarOther, (seen, graph.get_attr("constant"), -1e38))
+        constant = graph.get_attr("constant")
+        mask = graph.call_function(torch.ops.aten.where.ScalarOther, (seen, constant, -1e38))
         graph.output(mask)
         holder = torch.nn.Module()
         holder.constant = torch.tensor(hidden)
+        seen.meta["val"], constant.meta["val"] = torch.ones(2, 4, dtype=torch.bool), holder.constant
+        mask.meta["val"] = torch.zeros(2, 4)
         module = torch.fx.GraphModule(holder, graph)
         assert structure(next(n for n in module.graph.nodes if n.name == mask.name), 2) == verdict
 
