@@ -8,8 +8,8 @@ text is stopped, and what it has become is compared with
 * untouched attention: the model as it is, over a `DynamicCache` with the decoded contents;
 
 and one text of ``--long`` tokens with what a state holds that is fed the same keys and values at once. Memory is read
-when a share begins, and at every tenth of it; a step's time at the same lengths in its first and last tenth. It ends
-with an error if a comparison fails or memory grows. Linux only.
+when a share begins, and at every tenth of it; a step's time on the CPU at the same lengths in its first and last tenth.
+It ends with an error if a comparison fails or memory grows. Linux only.
 """
 
 import argparse
@@ -106,25 +106,24 @@ def check(text: Text, untouched: LlamaForCausalLM, ids: Tensor, replay: bool = T
 
 
 def check_straight(text: Text, untouched: LlamaForCausalLM, chunk: int = 1024) -> None:
-    """Compare the contents of a text of one row with those of states that are fed the same keys and values at once. With
-    one layer, keys and values do not depend on the past."""
+    """Compare the contents of a text of one row with those of states that are fed the same keys and values at once:
+    with one layer, they do not depend on the past."""
     ids, parts = torch.tensor([[token for (row,) in text.log for token in row]]), []
     for start in range(0, ids.shape[1], chunk):
         plain, part = DynamicCache(config=untouched.config), ids[:, start : start + chunk]
         positions = torch.arange(start, start + part.shape[1])[None]
         untouched(input_ids=part, past_key_values=plain, position_ids=positions, logits_to_keep=1)
         parts.append((plain.layers[0].keys, plain.layers[0].values))
-    for state, got, *x in zip(
-        text.layer.states(), text.contents(), (torch.cat(p, 2) for p in zip(*parts, strict=True))
-    ):
-        fed = KVState.allocate(state.spec, 1, 1, 16, torch.float32, "cpu", ids.shape[1])
-        fed.append(x[0], 0)
+    straight = [torch.cat(each, 2) for each in zip(*parts, strict=True)]
+    for state, got, x in zip(text.layer.states(), text.contents(), straight, strict=True):
+        fed = KVState.allocate(state.spec, *x.shape[:2], x.shape[3], x.dtype, "cpu", ids.shape[1])
+        fed.append(x, 0)
         differs = ~torch.isclose(got, fed.decode(ids.shape[1]), atol=1e-3)
         assert differs.float().mean() < 1e-3, "contents differ from those fed at once"  # ties of rounding apart
 
 
 class Meter:
-    """Memory at marks, and seconds of steps by length."""
+    """Memory at marks, and seconds of CPU of steps by length."""
 
     def __init__(self):
         self.bytes, self.tensors, self.steps = [], [], []
@@ -133,12 +132,12 @@ class Meter:
         gc.collect()
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         self.bytes.append(pages * os.sysconf("SC_PAGE_SIZE"))
-        self.tensors.append(sum(issubclass(type(item), Tensor) for item in gc.get_objects()))
+        self.tensors.append(sum(type(item) is Tensor for item in gc.get_objects()))
 
     def timed(self, length: int, fn: Callable) -> None:
-        begin = time.perf_counter()
+        begin = time.process_time()  # what else runs on the machine does not count
         fn()
-        self.steps.append((length, time.perf_counter() - begin))
+        self.steps.append((length, time.process_time() - begin))
 
     def ratio(self, first: int = PROMPT, width: int = 32) -> float | None:
         """Median step of the last tenth over that of the first, at equal lengths; None if none was seen in both."""
