@@ -7,8 +7,8 @@ BIN   := $(VENV)/bin
 # The first Python that is 3.11 or newer; override with PYTHON=/path/to/python.
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$python; break; }; done)
-# One version of torch for the CPU, what pip finds newest where there is an NVIDIA GPU; override with TORCH=...
-TORCH ?= $(shell if nvidia-smi >/dev/null 2>&1; then echo torch; else echo torch==2.13.0; fi)
+# One version of torch for the CPU, the newest that is tested where there is an NVIDIA GPU; override with TORCH=...
+TORCH ?= $(shell if nvidia-smi >/dev/null 2>&1; then echo 'torch<2.14'; else echo torch==2.13.0; fi)
 
 .PHONY: help demo test lint clean
 .DELETE_ON_ERROR:

@@ -5,8 +5,12 @@
 >>> model.generate(**inputs)                 # unchanged code, packed cache
 """
 
-from .quiet import quiet
+import torch
 
+from .quiet import quiet
+from .versions import check_torch
+
+check_torch(torch.__version__)
 with quiet("torchao", "torch.utils._pytree"):  # transformers imports torchao, which says what it could not load
     from . import ops, schemes
     from .api import apply, explain, remove

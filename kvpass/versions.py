@@ -1,0 +1,23 @@
+"""Which versions of torch kvpass works with: it relies on a few private APIs, which any release may change."""
+
+import re
+import warnings
+
+from .errors import KVPassError
+
+OLDEST, NEWEST = (2, 11), (2, 13)
+"""The releases of torch that are tested, from and to. The bounds in ``pyproject.toml`` are these."""
+
+
+def check_torch(version: str) -> None:
+    """Raise `KVPassError` for a torch that is too old, and warn of one that is newer than what is tested."""
+    release = tuple(map(int, re.match(r"(\d+)\.(\d+)", version).groups()))
+    tested = " to ".join(".".join(map(str, bound)) for bound in (OLDEST, NEWEST))
+    if release < OLDEST:
+        raise KVPassError(f"torch {version} is too old for kvpass, which is tested with {tested}: upgrade torch.")
+    if release > NEWEST:
+        warnings.warn(
+            f"torch {version} is newer than what kvpass is tested with, {tested}, and it may not work. "
+            "`pytest tests/test_private_apis.py` in its repository says what has changed.",
+            stacklevel=3,
+        )
