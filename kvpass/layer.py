@@ -270,8 +270,7 @@ class PackedLayer(CacheLayerMixin):
             raise KVPassError(
                 "What is stored depends on attention, which needs the pass: this forward was not captured."
             )
-        for x in (keys, values):
-            self._check_placement(x)
+        keys, values = map(self._placed, (keys, values))
         beside = self._append(self.key_state, keys, 0, q=q, mask=mask)
         self._append(self.value_state, values, 1, beside)
 
@@ -295,13 +294,19 @@ class PackedLayer(CacheLayerMixin):
         )  # fmt: skip
         return edge
 
-    def _check_placement(self, x: Tensor) -> None:
+    def _placed(self, x: Tensor) -> Tensor:
+        """Keys or values as the layer stores them. Autocast makes them narrower, which the wider dtype holds exactly."""
         before, now = (self.geometry.dtype, self.geometry.device), (x.dtype, x.device)
-        if now != before:
-            raise KVPassError(
-                f"The model made keys or values in {now[0]} on {now[1]}; kvpass was applied when they were {before[0]} "
-                f"on {before[1]}. kvpass.remove(model) and apply again after changing the dtype or the device."
-            )
+        if now == before:
+            return x
+        if now[1] == before[1]:
+            if torch.promote_types(x.dtype, before[0]) == before[0] and torch.is_autocast_enabled(x.device.type):
+                return x.to(before[0])
+        raise KVPassError(
+            f"The model made keys or values in {now[0]} on {now[1]}; kvpass was applied when they were {before[0]} "
+            f"on {before[1]}. kvpass.remove(model) and apply again after changing the dtype or the device, and outside "
+            "of torch.autocast: what was applied outside works within, too."
+        )
 
     def get_seq_length(self) -> int:
         if self.length is None:

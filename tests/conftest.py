@@ -43,7 +43,7 @@ def reference_in_this_test():
 
 def pytest_addoption(parser):
     parser.addoption("--whole-zoo", action="store_true", help="every architecture with both attentions and caches")
-    parser.addoption("--every-fault", action="store_true", help="let calls fail at every line, not at some")
+    parser.addoption("--faults", type=int, default=6, help="lines at which each call of `test_faults` fails; 0 for all")
     parser.addoption("--fuzz-examples", type=int, default=60, help="inputs that each test of `test_fuzz` tries")
 
 
@@ -77,7 +77,7 @@ def pytest_terminal_summary(terminalreporter):
                     kind, call, _, found = value
                     faults.setdefault(f"{kind}: {call}", Counter()).update(found)
     _matrix(terminalreporter, "architecture", cells, 24)
-    if terminalreporter.config.getoption("every_fault"):
+    if terminalreporter.config.getoption("faults") != 6:
         _matrix(terminalreporter, "a call that fails", faults, 11)
 
 

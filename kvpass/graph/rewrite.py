@@ -200,23 +200,31 @@ def _replace(graph: Graph, attention: Attention, importance: Node | None) -> Nod
         if attention.sinks is not None:
             options["sinks"] = graph.call_function(torch.ops.aten.flatten.using_ints, (attention.sinks,))
             options["sinks"].meta["val"] = attention.sinks.meta["val"].flatten()
-        new = graph.call_function(
-            target, (attention.query, *past, *(_present(graph, s) for s in (key, value)), *how, *specs), options
-        )  # fmt: skip
+        dtype = attention.key.past.meta["val"].dtype
+        query, *new = (_cast(graph, x, dtype) for x in (attention.query, *(_present(graph, s) for s in (key, value))))
+        new = graph.call_function(target, (query, *past, *new, *how, *specs), options)
         paid, result = None, new
         if importance is not None:
             result, paid = (graph.call_function(operator.getitem, (new, i)) for i in range(2))
-        attention.output.replace_all_uses_with(_shaped_as(graph, result, attention))
+        attention.output.replace_all_uses_with(_shaped_as(graph, result, query, attention))
     return paid
 
 
-def _shaped_as(graph: Graph, new: Node, attention: Attention) -> Node:
-    """``new`` ``[B, H_q, S, D]`` in the dtype and shape of the output of ``attention``."""
-    q, out = attention.query.meta["val"], attention.output.meta["val"]
-    new.meta["val"] = value = out.new_empty((*q.shape[:3], out.shape[-1]))
-    if out.dtype != q.dtype:
-        new = graph.call_function(aten.to.dtype, (new, out.dtype))
-        new.meta["val"] = value
+def _cast(graph: Graph, x: Node, dtype: torch.dtype) -> Node:
+    """``x`` in ``dtype``: under autocast what meets a cache is not all of the cache's."""
+    if x.meta["val"].dtype == dtype:
+        return x
+    cast = graph.call_function(aten.to.dtype, (x, dtype))
+    cast.meta["val"] = x.meta["val"].to(dtype)
+    return cast
+
+
+def _shaped_as(graph: Graph, new: Node, query: Node, attention: Attention) -> Node:
+    """``new`` ``[B, H_q, S, D]``, of ``query``, in the dtype and shape of the output of ``attention``."""
+    q, out = query.meta["val"], attention.output.meta["val"]
+    new.meta["val"] = q.new_empty((*q.shape[:3], out.shape[-1]))
+    new = _cast(graph, new, out.dtype)
+    value = new.meta["val"]
     if out.ndim == 3:  # heads merged with the batch
         new = graph.call_function(aten.flatten.using_ints, (new, 0, 1))
         new.meta["val"] = value.flatten(0, 1)
