@@ -31,9 +31,8 @@ class CrossLayer(PackedLayer):
             self.forget()
         self._allocate(batch, self.max_cache_len or tokens)
         for which, (state, x) in enumerate(zip(self.states(), (key_states, value_states), strict=True)):
-            self._check_placement(x)
             state.reserve(tokens)
-            self._append(state, x, which)
+            self._append(state, self._placed(x), which)
             state.wrote(0, tokens)
         self.tokens = self.seen = tokens
         self.length = self.key_state.carrier(tokens)

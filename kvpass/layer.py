@@ -295,16 +295,16 @@ class PackedLayer(CacheLayerMixin):
         return edge
 
     def _placed(self, x: Tensor) -> Tensor:
-        """Keys or values as the layer stores them. Autocast makes them narrower, which the wider dtype holds exactly."""
-        before, now = (self.geometry.dtype, self.geometry.device), (x.dtype, x.device)
-        if now == before:
+        """Keys or values as the layer stores them. Autocast makes them narrower: the wider dtype holds them exactly."""
+        dtype, device = self.geometry.dtype, self.geometry.device
+        if (x.dtype, x.device) == (dtype, device):
             return x
-        if now[1] == before[1]:
-            if torch.promote_types(x.dtype, before[0]) == before[0] and torch.is_autocast_enabled(x.device.type):
-                return x.to(before[0])
+        narrower = x.device == device and torch.promote_types(x.dtype, dtype) == dtype
+        if narrower and torch.is_autocast_enabled(device.type):
+            return x.to(dtype)
         raise KVPassError(
-            f"The model made keys or values in {now[0]} on {now[1]}; kvpass was applied when they were {before[0]} "
-            f"on {before[1]}. kvpass.remove(model) and apply again after changing the dtype or the device, and outside "
+            f"The model made keys or values in {x.dtype} on {x.device}; kvpass was applied when they were {dtype} on "
+            f"{device}. kvpass.remove(model) and apply again after changing the dtype or the device, and outside "
             "of torch.autocast: what was applied outside works within, too."
         )
 
