@@ -91,13 +91,19 @@ def test_a_form_that_reaches_the_limit_starts_again(expected):
         assert_answers(model, "kivi-pre", [("no_grad", batch, 0, 1) for batch in (2, 3, 2)], expected)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_hidden_states_and_attentions_are_recorded_while_decoding(scheme):
-    model = kvpass.apply(llama("eager", layers=1), scheme, lowering="eager")
+def test_hidden_states_and_attentions_are_recorded_while_decoding():
+    model = kvpass.apply(llama("eager", layers=1), "kivi-pre", lowering="eager")
     asked = [dict(output_hidden_states=True), dict(output_attentions=True)]
     plain, *others = (answer(model, "no_grad", 2, 0, 1, **what) for what in ({}, *asked))
     for other in others:
         torch.testing.assert_close(other, plain, atol=1e-4, rtol=1e-4)
+
+
+def test_what_looks_at_attention_records_hidden_states_and_refuses_attentions():
+    model = kvpass.apply(llama("eager", layers=1), "qaq", lowering="eager")
+    with pytest.raises(KVPassError, match="leave out output_attentions"):
+        answer(model, "no_grad", 2, 0, 1, output_attentions=True)
+    answer(model, "no_grad", 2, 0, 1, output_hidden_states=True)
 
 
 @pytest.mark.parametrize("scheme", ["kivi", "kivi-pre"])

@@ -13,7 +13,7 @@ from kvpass.lowering.session import compiled_once, compiling
 
 from tiny import llama, tokens
 
-EAGER = [(2, "logquant"), (8, "logquant"), (2, "squat"), (8, "kivi"), (2, "qaq"), (8, "kivi-pre")]
+EAGER = [(8, "logquant"), (2, "squat"), (8, "kivi"), (2, "qaq")]
 
 
 @pytest.mark.parametrize("threads, scheme", EAGER)

@@ -65,9 +65,9 @@ def at_once(calls):
     return results
 
 
-def generated(model, user: int, new_tokens: int = 40):
+def generated(model, user: int, new_tokens: int = 20):
     """Tokens and logits of ``user``, who has a prompt, and a batch size, like nobody else's."""
-    ids = tokens(1 + user % 2, 400 + 37 * user, seed=user)
+    ids = tokens(1 + user % 2, 200 + 37 * user, seed=user)
     out = model.generate(
         ids, do_sample=False, max_new_tokens=new_tokens, return_dict_in_generate=True, output_logits=True
     )
