@@ -100,6 +100,12 @@ class Elements:
             return [(frozenset(), _one(index, value, node.meta["val"].dtype))]
         if op in (aten.tril, aten.triu):
             return self._triangle(node, op is aten.tril, index)
+        if op is aten.diff:
+            return self._difference(node, index)
+        if op is aten.cumsum:
+            return self._sum_of_nothing(node, index)
+        if op in (aten.index, aten._unsafe_index) and (source := self._looked_up(node, index)) is not None:
+            return self.cases(node.args[0], source)
         if op in (aten.cat, aten.hstack):
             return self._joined(node, 1 if op is aten.hstack else _argument(node, 1, "dim", 0), index)
         source = self._source(node, op, index)
@@ -157,6 +163,54 @@ class Elements:
             stop, inside = start + whole(value.shape[dim]), (*index[:dim], index[dim] - start, *index[dim + 1 :])
             yield from self._where({index[dim] - start, stop - index[dim] - 1}, self.cases(part, inside))
             start = stop
+
+    def _difference(self, node: Node, index: tuple[Linear, ...]) -> Iterator[Case]:
+        """Of neighbours, the first of which may be put before the others."""
+        before, dim = _argument(node, 3, "prepend", None), _argument(node, 2, "dim", -1) % len(index)
+        if _argument(node, 1, "n", 1) != 1 or _argument(node, 4, "append", None) is not None:
+            raise Unproven
+        x, place = node.args[0], index[dim]
+
+        def at(where: Linear) -> tuple[Linear, ...]:
+            return (*index[:dim], where, *index[dim + 1 :])
+
+        if before is None:
+            parts = [(set(), self.cases(x, at(place + 1)), self.cases(x, index))]
+        elif _dims(before)[dim] == 1:
+            parts = [
+                ({-place}, self.cases(x, index), self.cases(before, at(_ZERO))),
+                ({place - 1}, self.cases(x, index), self.cases(x, at(place - 1))),
+            ]
+        else:
+            raise Unproven
+        for given, later, earlier in parts:
+            for first, a in self._where(given, later):
+                for both, b in self._where(first, earlier):
+                    yield both, _whole_number(a) - _whole_number(b)
+
+    def _sum_of_nothing(self, node: Node, index: tuple[Linear, ...]) -> list[Case]:
+        source = node.args[0]
+        for _, value in self.cases(source, tuple(map(self.anywhere, _dims(source)))):
+            if not isinstance(value, Tensor) or value.any():
+                raise Unproven
+        return [(frozenset(), _one(index, 0, node.meta["val"].dtype))]
+
+    def _looked_up(self, node: Node, index: tuple[Linear, ...]) -> tuple[Linear, ...] | None:
+        """Where in its first argument an element is that is looked up by numbers which are known; None if they are
+        not, or might be out of bounds."""
+        source, picks = node.args[:2]
+        if len(picks) != len(_dims(source)) or None in picks:
+            return None
+        found = []
+        for pick, size in zip(picks, _dims(source), strict=True):
+            cases, length = self.cases(pick, _behind(pick, index)), Linear.size(size)
+            if len(cases) != 1 or length is None or pick.meta["val"].dtype != torch.int64:
+                return None
+            place = _whole_number(cases[0][1])
+            if not (self.always(place) and self.always(length - place - 1)):
+                return None
+            found.append(place)
+        return tuple(found)
 
     def _where(self, given: Iterable[Linear], cases: Iterable[Case]) -> Iterator[Case]:
         """Those of ``cases`` that are left where ``given`` holds."""
@@ -263,13 +317,16 @@ def _two(node: Node, values: dict[Node, Tensor | Linear]) -> tuple[Linear, Linea
         raise Unproven
     two = []
     for argument in node.args:
-        value = values[argument] if isinstance(argument, Node) else argument
-        if isinstance(value, Tensor) and value.dtype == torch.int64:
-            value = value.item()
-        two.append(value if isinstance(value, Linear) else _integer(value))
+        two.append(_whole_number(values[argument] if isinstance(argument, Node) else argument))
     if max(value.largest() for value in two) >= _TOO_LARGE:
         raise Unproven
     return tuple(two)
+
+
+def _whole_number(value) -> Linear:
+    if isinstance(value, Tensor) and value.dtype == torch.int64:
+        value = value.item()
+    return value if isinstance(value, Linear) else _integer(value)
 
 
 def _compared(node: Node, values: dict, says: tuple[bool, bool, bool], index: tuple) -> list[Case]:

@@ -322,7 +322,7 @@ def simulate_attention(
                 torch.ops.kvpass.simulate.default, (attention.query, *present, *how, *before, *pair, prompt)
             )
             new.meta["val"] = attention.output.meta["val"]
-            attention.output.replace_all_uses_with(_shaped_as(graph, new, attention))
+            attention.output.replace_all_uses_with(_shaped_as(graph, new, attention.query, attention))
     return in_place(normal, skip=set())
 
 
