@@ -88,6 +88,62 @@ def test_padding_is_never_attended_to_and_goes_first():
     assert cache.layers[0].seen - cache.layers[0].tokens == 16
 
 
+def seen_by_each(spec, padding: list[int], stops: list[int]) -> torch.Tensor:
+    """Who sees whom where padding goes first, then the oldest, if calls end at ``stops``: ``[B, 1, S, S]`` bool. Each
+    row is followed token by token."""
+    allowed = torch.eye(stops[-1], dtype=torch.bool).repeat(len(padding), 1, 1)
+    for row, first in enumerate(padding):
+        kept, start = [], 0
+        for stop in stops:
+            for i in range(max(start, first), stop):
+                seen = [token for token in [*kept, *range(start, i + 1)] if token >= first]
+                allowed[row, i, seen] = True
+            kept += range(start, stop)
+            gone = spec.evicted(len(kept))
+            candidates = kept[spec.sinks : spec.sinks + spec.budget + gone]
+            lost = sorted(candidates, key=lambda token: (token >= first, token))[:gone]
+            kept, start = [token for token in kept if token not in lost], stop
+    return allowed[:, None]
+
+
+@pytest.mark.parametrize("lowering", ["eager", "auto"])
+@pytest.mark.parametrize(
+    "stops",
+    [[40, 41, 50, 90, 99, 130], [48, 96, 128, 129], [90, 95, 100, 105]],
+    ids=["turns", "chunks", "drafts"],
+)
+def test_a_padded_batch_may_take_several_turns(stops, lowering):
+    """Every token is what the untouched model computes when a mask hides what was evicted."""
+    model, ids, padding = llama(layers=1), tokens(2, stops[-1]), [0, 13]
+    policy = StreamingLLM(4, recent=48, exact=16, page_size=16)
+    spec = IdentityConfig(retention=policy).plan(schemes.LayerGeometry(0, 1, 2, 32, torch.float32, torch.device("cpu")))
+    mask = (torch.arange(stops[-1]) >= torch.tensor(padding)[:, None]).long()
+    with torch.no_grad():
+        allowed = seen_by_each(spec.key, padding, stops)
+        expected = model(input_ids=ids, attention_mask=allowed, use_cache=False).logits
+    kvpass.apply(model, IdentityConfig(retention=policy), lowering=lowering)
+    model._kvpass.decode_step = model._kvpass.captured  # the pass, without the time that Inductor takes
+    cache, start = DynamicCache(config=model.config), 0
+    for stop in stops:
+        got = model(input_ids=ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache).logits
+        for row, first in enumerate(padding):
+            own = slice(max(start, first), stop)
+            torch.testing.assert_close(got[row, own.start - start :], expected[row, own], atol=1e-5, rtol=1e-5)
+        start = stop
+    assert cache.layers[0].tokens < cache.layers[0].seen == stops[-1]
+
+
+@pytest.mark.parametrize("name", ["kivi+h2o", "kivi+streaming"])
+def test_a_padded_batch_of_another_size_follows(name):
+    """One prompt alone, and then a padded batch, whole and in chunks."""
+    model = kvpass.apply(llama(layers=1), CONFIGS[name], lowering="eager")
+    for batch, length, options in ((1, 40, {}), (2, 50, {}), (2, 50, dict(prefill_chunk_size=20))):
+        mask = torch.ones(batch, length, dtype=torch.long)
+        mask[0, : 10 * (batch > 1)] = 0
+        out = model.generate(tokens(batch, length), attention_mask=mask, max_new_tokens=3, **options)
+        assert out.shape == (batch, length + 3)
+
+
 def test_generate_beams_copies_and_crops():
     model, ids = llama(), tokens(2, 120)
     kvpass.apply(model, "kivi+h2o")
