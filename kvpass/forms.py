@@ -13,6 +13,8 @@ from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from transformers.cache_utils import Cache
 
+from kvpass.lowering.session import forget
+
 from .cache import packed_layers
 from .layer import PackedLayer
 
@@ -35,10 +37,23 @@ class Forms:
     and each has a graph for the first batch size or two and one for all others.
     """
 
-    def __init__(self, fn: Callable, **options):
+    def __init__(self, fn: Callable, backend: Callable, **options):
+        self.backend, options["backend"] = backend, backend
         name = f"{fn.__name__}_{next(_numbers)}"
-        self._start = lambda: torch.compile(_with_own_code(fn, name), **options)
+        self._code: list[types.CodeType] = []
+
+        def start() -> Callable:
+            own = _with_own_code(fn, name)
+            self._code.append(own.__code__)
+            return torch.compile(own, **options)
+
+        self._start = start
         self._forms: dict[tuple, _Form] = {}
+
+    def clear(self) -> None:
+        """Let go of every graph."""
+        self._forms.clear()
+        forget(self.backend, self._code)
 
     def __call__(self, *args, **kwargs):
         layer = _first_layer((*args, *kwargs.values()))

@@ -142,6 +142,8 @@ class Runtime:
         """Give it back."""
         self.notation.uninstall()
         _BY_OWNER.pop(self.owner, None)
+        for forms in (self.decode_step, self.captured):
+            forms.clear()
 
     @staticmethod
     def of(cache: Cache) -> "Runtime":

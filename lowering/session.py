@@ -2,13 +2,15 @@
 file that touches them; see ``tests/test_private_apis.py``.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from types import CodeType
 from typing import Any
 
 import torch
 from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.eval_frame import cached_backends, reset_code
 
 
 @contextmanager
@@ -44,3 +46,14 @@ def compiled_once(make: Callable) -> Callable:
 
     get.cache_clear = made.clear
     return get
+
+
+def forget(backend: Callable, code: Iterable[CodeType]) -> None:
+    """Let go of the graphs that ``torch.compile`` made of functions with these ``code`` objects by ``backend``: Dynamo
+    keeps all there ever were."""
+    with compile_lock:
+        for own in code:
+            reset_code(own)
+        for key, wrapper in list(cached_backends.items()):
+            if getattr(wrapper, "compiler_fn", wrapper) is backend:
+                del cached_backends[key]

@@ -2,6 +2,7 @@
 to adapt; nothing else depends on it."""
 
 import copy
+import gc
 import threading
 
 import pytest
@@ -14,11 +15,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import kvpass
 from kvpass import recording
+from kvpass.backend import Backend
 from kvpass.codec import CodecSpec
 from kvpass.graph import find, normalise
 from kvpass.graph.rewrite import APPEND, _append_arguments
 from kvpass.lowering import session
 from kvpass.lowering.aot import compile_ahead
+from kvpass.runtime import Runtime
 from kvpass.schemes import KIVIConfig
 from kvpass.state import KVState
 
@@ -157,3 +160,21 @@ def test_transformers_records_hidden_states_by_hooks_that_can_be_put_up_before()
         recording.put_up_hooks(model, dict(output_hidden_states=True))
         assert len(model.model.layers[0]._forward_hooks) == 1
     assert len(model(tokens(1, 5), output_hidden_states=True).hidden_states) == 3
+
+
+def test_remove_lets_go_of_every_graph():
+    """`kvpass.lowering.session.forget`: Dynamo's graphs hang on code objects, and its backends in a table."""
+
+    def alive() -> dict[type, int]:
+        gc.collect()
+        kinds = [type(thing) for thing in gc.get_objects()]
+        return {kind: kinds.count(kind) for kind in (Backend, Runtime)}
+
+    model, counts = llama(), []
+    for _ in range(3):
+        kvpass.apply(model, KIVIConfig(residual=16, group_size=16, rope="pre"), lowering="eager")
+        model.generate(tokens(1, 20), max_new_tokens=3)
+        assert kvpass.explain(model).graphs
+        kvpass.remove(model)
+        counts.append(alive())
+    assert counts[0] == counts[1] == counts[2]
