@@ -36,6 +36,9 @@ in ``center``.
 ``lowering`` names the implementation ("auto" picks; see `kvpass.lowering.table`).
 """
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -195,8 +198,24 @@ _IMPLEMENTATIONS = {
     "attend": _attend, "attend_decoded": _attend_decoded, "attend_scored": _attend_scored,
     "append_rotary_": _append_rotary_,
 }  # fmt: skip
+
+
+def _without_autocast(run: Callable) -> Callable:
+    """``run``, whose arithmetic is in the dtypes it says, also where a user's autocast would change them."""
+
+    @functools.wraps(run)
+    def call(first, *args, **kwargs):
+        device = (first[0] if isinstance(first, (list, tuple)) else first).device.type
+        if not torch.is_autocast_enabled(device):
+            return run(first, *args, **kwargs)
+        with torch.autocast(device, enabled=False):
+            return run(first, *args, **kwargs)
+
+    return call
+
+
 for _name, _run in _IMPLEMENTATIONS.items():
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    _library.impl(_name, _without_autocast(_run), "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("kvpass::encode")

@@ -312,7 +312,8 @@ class Runtime:
     def _set_masks(self, kwargs, total: int, seen: int) -> None:
         """Cut masks made for a static cache to the tokens there are, and drop a 2-D one that hides nothing.
 
-        Decided at every call; on an accelerator reading the mask would wait for the device, so there it stays.
+        Decided at every call; on an accelerator reading the mask would wait for the device, so there it stays. One that
+        is too short stays everywhere: to transformers it hides the newest tokens.
         """
         name = f"{self.prefix}attention_mask"
         mask = kwargs.get(name)
@@ -320,7 +321,9 @@ class Runtime:
             kwargs[name] = mask[:, :seen]
         for own in {"attention_mask", name}:
             padding = kwargs.get(own)
-            if isinstance(padding, Tensor) and padding.ndim == 2 and padding.device.type == "cpu" and padding.all():
+            if not isinstance(padding, Tensor) or padding.ndim != 2 or (own == name and padding.shape[1] < seen):
+                continue
+            if padding.device.type == "cpu" and padding.all():
                 kwargs[own] = None
         if isinstance(mask, dict):  # one for each kind of layer; only full attention is packed
             full = mask.get("full_attention")

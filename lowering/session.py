@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.eval_frame import cached_backends, reset_code
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 
 @contextmanager
@@ -49,9 +50,15 @@ def compiled_once(make: Callable) -> Callable:
 
 
 def forget(backend: Callable, code: Iterable[CodeType]) -> None:
-    """Let go of the graphs that ``torch.compile`` made of functions with these ``code`` objects by ``backend``: Dynamo
-    keeps all there ever were."""
+    """Let go of the graphs that ``torch.compile`` made of functions with these ``code`` objects by ``backend``.
+
+    Dynamo keeps all there ever were, and methods of `ShapeEnv` memorise their instance, with all that a graph was
+    traced with; those of other graphs are computed again when needed.
+    """
     with compile_lock:
+        for method in vars(ShapeEnv).values():
+            if hasattr(method, "cache_clear"):
+                method.cache_clear()
         for own in code:
             reset_code(own)
         for key, wrapper in list(cached_backends.items()):

@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
+from transformers import DynamicCache
 
 import kvpass
 from kvpass.graph.linear import Linear, impossible
 from kvpass.graph.masks import structure
 from kvpass.schemes import IdentityConfig
 
-from tiny import tokens
+from tiny import llama, tokens
 
 LEAST, NEVER = torch.finfo(torch.float32).min, -torch.inf
 
@@ -188,6 +189,25 @@ def test_a_decoder_with_a_mask_of_its_own_is_right_beyond_where_the_mask_changes
     graphs = kvpass.explain(model).graphs
     assert len(graphs) == 2
     assert all(graph.fused == 1 for graph in graphs)
+
+
+@pytest.mark.parametrize("lowering", ["eager", "auto"])
+@torch.no_grad()
+def test_a_padding_mask_of_the_new_tokens_only_means_what_it_means_to_the_model(lowering):
+    """transformers takes it for the first tokens, and the others are hidden."""
+    torch._dynamo.reset()
+    model, ids, outputs = llama(layers=1), tokens(2, 31), []
+    for packed in (False, True):
+        if packed:
+            kvpass.apply(model, IdentityConfig(residual=16), lowering=lowering)
+            model._kvpass.decode_step = model._kvpass.captured
+        cache = DynamicCache(config=model.config)
+        model(input_ids=ids[:, :20], attention_mask=torch.ones(2, 20, dtype=torch.long), past_key_values=cache)
+        for start, stop, width in ((20, 21, 21), (21, 22, 1), (22, 27, 5), (27, 28, 28), (28, 29, 1), (29, 30, 29)):
+            mask = torch.ones(2, width, dtype=torch.long)
+            outputs.append(model(input_ids=ids[:, start:stop], attention_mask=mask, past_key_values=cache).logits)
+    for got, expected in zip(outputs[6:], outputs[:6], strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
 # ---------------------------------------------------------------- random masks

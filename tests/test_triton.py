@@ -14,6 +14,7 @@ from kvpass.codec.affine import params_dtype
 from kvpass.codec.grid import grid_shape, names
 from kvpass.codec.pack import num_planes
 from kvpass.codec.rotary import parse_rope
+from kvpass.codec.window import layout
 
 from common import WIDTHS, awkward, dtypes, randn, seeds, state_of, widths
 
@@ -374,3 +375,18 @@ def test_layers_are_appended_to_together_as_the_reference_does_it(n, new):
             OPS.append_layers_(*fields, layers[0].carrier(n), [x[:, :, n:] for x in xs], str(spec), name)
             states.append([tensor for field in fields for tensor in field])
         assert all(a.equal(b) for a, b in zip(*states, strict=True))
+
+
+def test_tokens_whose_distance_exceeds_32_bits_are_written_to_their_windows():
+    """As those of a long prompt in a fused projection. The memory between them is never touched."""
+    from kvpass.lowering.triton.append import _write
+
+    count, stride, spec = 40, 1 << 26, CodecSpec(2, "token", 16, 16, residual=16)
+    memory = torch.empty((count - 1) * stride + 16, dtype=torch.float16)
+    x = memory.as_strided((1, 1, count, 16), (16, 16, stride, 1))
+    x.copy_(randn(0, 1, 1, count, 16))
+    assert (count - 1) * stride > 1 << 31
+    rings = [torch.zeros(1, 1, spec.window, 16, dtype=torch.float16) for _ in range(2)]
+    _write(rings[:1], 3, [x], spec)
+    layout(spec).write(rings[1], 3, x)
+    assert torch.equal(*rings) and rings[0].any()

@@ -147,6 +147,24 @@ def models():
     return llama(), kvpass.apply(llama(), LOSSLESS)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("scheme", [LOSSLESS, "squat", "kivi"], ids=str)
+def test_autocast_around_use(scheme):
+    """Its narrower keys and values are stored as they are; codecs compute in the dtypes they say."""
+    model, ids = llama(), tokens(2, 90)
+    ones = torch.ones_like(ids)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = fed(model, ids, ones, 60)
+        kvpass.apply(kvpass.remove(kvpass.apply(model, scheme, lowering="eager")), scheme, lowering="eager")
+        within = fed(model, ids, ones, 60)
+    kvpass.apply(kvpass.remove(model), scheme, lowering="eager")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = fed(model, ids, ones, 60)
+    close = dict(atol=2e-2, rtol=0) if scheme is LOSSLESS else dict(atol=0.5, rtol=0)
+    torch.testing.assert_close(got, expected, **close)
+    torch.testing.assert_close(within, expected, **close)
+
+
 def chat(model):
     """Four turns over one growing cache."""
     cache, ids, logits = DynamicCache(config=model.config), tokens(1, 20), []

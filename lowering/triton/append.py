@@ -27,7 +27,8 @@ def write_windows(
     layer, lead = tl.program_id(0), tl.program_id(1).to(tl.int64)
     x = tl.load(addresses + 2 * layer).to(tl.pointer_type(DTYPE))
     ring = tl.load(addresses + 2 * layer + 1).to(tl.pointer_type(DTYPE)) + lead * (SINKS + WINDOW) * DIM
-    new, channel = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, triton.next_power_of_2(DIM))
+    new = tl.program_id(2).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)  # times a stride it may exceed 32 bits
+    channel = tl.arange(0, triton.next_power_of_2(DIM))
     token = n + new
     slot = tl.where(token < SINKS, token, SINKS + (token - SINKS) % WINDOW)
     stays = (new < count) & ((token < SINKS) | (token + WINDOW >= n + count))
