@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from kvpass import HeavyHitter, Sinks, StreamingLLM, schemes
 from kvpass.codec import CodecSpec, decode_pages, encode_pages
-from kvpass.codec.eviction import choose
+from kvpass.codec.eviction import choose, update_importance
 from kvpass.codec.pages import replace_tokens
 from kvpass.lowering.reference import attention_paid
 from kvpass.schemes import HIGGSConfig, IdentityConfig, KIVIConfig
@@ -41,6 +41,15 @@ def test_the_most_important_stay_and_keep_their_slots(seed, occupied, leaving, b
             assert row[slot] == slot or slot not in row
         arrived = [candidate for candidate in row if candidate >= occupied]
         assert arrived == sorted(arrived)
+
+
+def test_the_oldest_are_known_however_many_tokens_there_have_been():
+    """Beyond 2^24 not every whole number is a float32."""
+    spec, importance = CodecSpec(2, "token", 8, 8, budget=8, evict="age", rollback=8), torch.zeros(1, 1, 0)
+    for tokens in [1 << 22] * 5 + [4]:
+        total = update_importance(importance, importance.shape[-1], tokens, (), None, spec)
+        importance = total[..., -8:]
+    assert (importance.diff() > 0).all()
 
 
 @given(specs(), seeds)

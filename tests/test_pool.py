@@ -29,6 +29,14 @@ def test_a_handle_leads_back_to_its_pool(batch, heads, capacity, page, half):
     assert found.data_ptr() == pool.data_ptr() and torch.equal(found, pool)
 
 
+def test_pages_beyond_32_bits_are_where_their_handle_says():
+    pages = (1 << 31) // 64 + 5  # of 64 bytes: each head has more than 2^31
+    pool = torch.empty(2, 3, pages, 4, 16, dtype=torch.uint8, device="meta")
+    found = whole(handle(pool), pages)
+    assert found.shape == pool.shape and found.stride() == pool.stride()
+    assert found[1, 2, pages - 1].storage_offset() == (6 * pages - 1) * 64 == pool[1, 2, pages - 1].storage_offset()
+
+
 def test_a_copy_of_a_handle_is_refused():
     small = handle(torch.zeros(2, 3, 4, 8, 16))
     with pytest.raises(KVPassError, match="copy of packed pages"):

@@ -1,10 +1,16 @@
 """Length carriers, and the slots of the exact tokens."""
 
+import math
+
 import pytest
 import torch
 
+import kvpass  # noqa: F401  (registers the ops)
 from kvpass.codec import CodecSpec
-from kvpass.codec.window import LENGTH_OFFSET, carry, layout, length_of
+from kvpass.codec.window import LENGTH_OFFSET, SEEN_OFFSET, carry, layout, length_of
+from kvpass.state import KVState
+
+from common import randn
 
 KEYS = CodecSpec(2, "channel", 8, 16)
 VALUES = CodecSpec(2, "token", 8, 16, residual=16)
@@ -12,7 +18,7 @@ SINKS = CodecSpec(3, "channel", 16, 16, sinks=4, rollback=3)
 LOG = CodecSpec(2, "channel", 16, 16, residual=32, sinks=2, keep="log")
 
 
-@pytest.mark.parametrize("n", [0, 1, 2, 31, 100_000])
+@pytest.mark.parametrize("n", [0, 1, 2, 31, 100_000, LENGTH_OFFSET, SEEN_OFFSET, 1 << 31, 1 << 40])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_carrier_holds_its_length_without_reading_the_device(n, device):
     carrier = carry(n, device)
@@ -21,6 +27,31 @@ def test_a_carrier_holds_its_length_without_reading_the_device(n, device):
     assert carrier.shape == (n + LENGTH_OFFSET,)
     if device == "cpu":
         assert carrier[0] == n
+    seen = carry(n, device, SEEN_OFFSET)
+    assert length_of(seen, SEEN_OFFSET) == n and seen.shape != carrier.shape
+
+
+@pytest.mark.usefixtures("reference_in_this_test")
+@pytest.mark.parametrize("spec", [KEYS, VALUES, SINKS], ids=["keys", "values", "sinks"])
+@pytest.mark.parametrize("new", [1, 9])
+def test_what_is_stored_behind_billions_of_tokens_is_what_is_stored_behind_few(spec, new):
+    """Pools of as many pages, all of which are the same memory: what is written is looked at after each call."""
+    period, x = math.lcm(spec.window, spec.page_size), randn(0, 1, 1, 90, 8)
+    stored = []
+    for n in (period, period * (1 + (1 << 33) // period)):
+        state, written = KVState.allocate(spec, 1, 1, 8, torch.float32, "cpu", 0), []
+        state.ring.copy_(randn(1, *state.ring.shape))
+        pools = [
+            pool[:, :, :1].expand(-1, -1, spec.pages(n + 90), -1, -1)
+            for pool in (state.codes, state.scale, state.zero_point)
+        ]
+        for part in x.split(new, 2):
+            torch.ops.kvpass.append_(*pools, state.ring, None, carry(n), part, None, None, state.text)
+            written += [tensor[:, :, 0].clone() for tensor in pools] + [state.ring.clone()]
+            n += part.shape[2]
+        stored.append(written)
+    assert all(torch.equal(few, many) for few, many in zip(*stored, strict=True))
+    assert not torch.equal(stored[0][0], stored[0][-4])
 
 
 def test_slots_of_a_window_are_distinct_and_never_those_of_sinks():

@@ -47,9 +47,8 @@ def update_importance(
     if spec.adaptive is not None:
         (paid,) = scores
         return torch.cat([torch.maximum(past, paid[..., :n]), paid[..., n:]], -1)
-    if spec.evict == "age":
-        newest = past.amax(-1, keepdim=True).clamp_min(-1) if n else past.new_full((*past.shape[:2], 1), -1)
-        new = newest + 1 + torch.arange(tokens, device=past.device)
+    if spec.evict == "age":  # minus the tokens since: small where it counts, however many have been seen
+        past, new = past - tokens, torch.arange(-tokens, 0, device=past.device).expand(*past.shape[:2], -1).to(past)
     else:
         total = torch.stack([s.sum(1, keepdim=True) if spec.shared_eviction else s for s in scores]).sum(0)
         past, new = past + total[..., :n], total[..., n:]
