@@ -10,12 +10,16 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 # One version of torch for the CPU, the newest that is tested where there is an NVIDIA GPU; override with TORCH=...
 TORCH ?= $(shell if nvidia-smi >/dev/null 2>&1; then echo 'torch<2.14'; else echo torch==2.13.0; fi)
 
-.PHONY: help demo test lint clean
+# Histories of each kind that make soak tries.
+HISTORIES ?= 50
+
+.PHONY: help demo test soak lint clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo   generate with a packed KV cache on a small real model, and print what it costs and saves"
 	@echo "make test   run the tests"
+	@echo "make soak   decode a million tokens, and try long histories of caches: an hour or so"
 	@echo "make lint   check style"
 	@echo "make clean  remove $(VENV); downloaded models stay in \$$KVPASS_CACHE or ~/.cache/kvpass"
 
@@ -26,6 +30,12 @@ demo: $(STAMP)
 test: $(STAMP)
 	@echo "== tests =="
 	@$(BIN)/python -m pytest $(ARGS)
+
+soak: $(STAMP)
+	@echo "== a million tokens =="
+	@$(BIN)/python benchmarks/soak.py $(ARGS)
+	@echo "== histories =="
+	@KVPASS_HISTORIES=$(HISTORIES) $(BIN)/python -m pytest tests/test_histories.py
 
 lint: $(STAMP)
 	@echo "== ruff =="

@@ -46,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("reference_lowering")
 
 MANY = int(os.environ.get("KVPASS_HISTORIES", 0))
 ROLLBACK = 16  # tokens that every scheme takes back without loss
-PADDED_EVICTION = False  # to be switched on with defect 6 of issue 19: a second turn after padding raises IndexError
+PADDED_EVICTION = True  # to be switched on with defect 6 of issue 19: a second turn after padding raises IndexError
 LONGEST = 300  # tokens of a history
 ALIVE = 3  # caches at once
 CLOSE = dict(atol=1e-4, rtol=1e-4)
@@ -82,7 +82,7 @@ CAPTURED = {  # what is stored depends on attention, or on positions: every call
 }
 NOTHING_LOST = {*LOSSLESS, "identity-pre", "h2o, not full", "qaq, all outliers"}
 FIRST_CHUNK_DECIDES = {"squat", "higgs, centred"}
-IN_CI = "kivi-pre+h2o", "kivi+h2o", "qaq"  # each takes seconds to capture
+IN_CI = "kivi-pre+h2o", "qaq"  # every kind of state; each takes many seconds to capture
 CONFIGS = LOSSLESS | PACKED | CAPTURED
 
 
@@ -106,9 +106,9 @@ firsts = st.tuples(st.integers(1, 3), counts, st.none() | st.lists(st.integers(0
 
 
 @functools.cache
-def models(name: str | None = None):
+def models(layers: int, name: str | None = None):
     """A tiny model with the scheme of that name, once a process; without a name, the same model untouched."""
-    model = llama(head_dim=16)
+    model = llama(head_dim=16, layers=layers)
     return model if name is None else kvpass.apply(model, CONFIGS[name], lowering="eager")
 
 
@@ -184,7 +184,7 @@ class Member:
         self.kept_from, self.forgot = self.length, True
 
     logits: torch.Tensor | None = None  # of the last call
-    snapshot: list[torch.Tensor] = field(default_factory=list)
+    snapshot: list[torch.Tensor] | None = None  # what it held when it was looked at last; None if it changed since
 
     @property
     def length(self) -> int:
@@ -208,7 +208,8 @@ class Histories(RuleBasedStateMachine):
     @initialize(first=firsts, then=thens, seed=seeds)
     def begin(self, first, then, seed):
         config = CONFIGS[self.name]
-        self.model, self.untouched = models(self.name), models()
+        layers = 1 if self.name in CAPTURED and not MANY else 2  # capturing takes half the time
+        self.model, self.untouched = models(layers, self.name), models(layers)
         self.evicts = config.retention is not None and config.retention.budget is not None
         self.lossless, self.pre_rope = self.name in NOTHING_LOST, config.rope == "pre"
         self.members = []
@@ -283,6 +284,7 @@ class Histories(RuleBasedStateMachine):
             self.members.append(other)
         else:
             self.members[which % len(self.members)] = other
+        self.look_at(other)
         self.go_on(other, then, seed)
 
     @rule(which=whichs, count=counts, at=st.integers(0, 7), before=st.booleans(), first=firsts, then=thens, seed=seeds)
@@ -299,6 +301,7 @@ class Histories(RuleBasedStateMachine):
             if self.refuses(member):
                 assert count > ROLLBACK or self.evicts, f"refused after a failure over {count} tokens"
                 return self.reset(which, first, then, seed)
+            self.look_at(member)
             member.forget()
         else:
             self.succeeded(member, call, logits)
@@ -321,7 +324,7 @@ class Histories(RuleBasedStateMachine):
     def go_on(self, member: Member, count: int, seed: int) -> None:
         """Feed some tokens, one by one."""
         for i in range(min(count, LONGEST - member.length)):
-            self.run(member, self.a_call(member, 1, seed + i))
+            self.run(member, self.a_call(member, 1, seed + i), compare=i == count - 1)
 
     def a_call(self, member: Member, count: int, seed: int) -> Call:
         """The next tokens of a history."""
@@ -341,8 +344,8 @@ class Histories(RuleBasedStateMachine):
     # ------------------------------------------------------------ what must be the case
 
     @torch.no_grad()
-    def run(self, member: Member, call: Call) -> None:
-        decoded = self.after_decoded(member, call)
+    def run(self, member: Member, call: Call, compare: bool = True) -> None:
+        decoded = self.after_decoded(member, call) if compare else None
         self.succeeded(member, call, self.model(**call.arguments, past_key_values=member.cache).logits)
         if decoded is not None:
             torch.testing.assert_close(call.tokens_of(member.logits), decoded, **CLOSE)
@@ -365,11 +368,22 @@ class Histories(RuleBasedStateMachine):
         member.mask, member.logits = call.mask, logits
         if self.lossless:
             torch.testing.assert_close(call.tokens_of(logits), call.tokens_of(expected), **CLOSE)
-        self.changed(member)
+        member.snapshot = None
 
-    def changed(self, member: Member) -> None:
-        """Note what ``member`` has become, and check it against the history of the untouched cache."""
-        member.snapshot = member.contents()
+    @invariant()
+    def only_what_was_changed_has_changed(self):
+        for member in getattr(self, "members", []):
+            self.look_at(member)
+
+    def look_at(self, member: Member) -> None:
+        """See that nothing happened to ``member``; if something did, check it against the untouched cache."""
+        if member.snapshot is None:
+            member.snapshot = member.contents()
+            self.check(member)
+        for now, was in zip(member.contents(), member.snapshot, strict=True):
+            assert torch.equal(now, was)
+
+    def check(self, member: Member) -> None:
         layers = member.cache.layers
         assert member.cache.get_seq_length() == member.length
         for layer in layers:
@@ -406,7 +420,7 @@ class Histories(RuleBasedStateMachine):
         member.log.append(count)
         if member.mask is not None:
             member.mask = member.mask[:, : member.length]
-        self.changed(member)
+        member.snapshot = None
 
     def rebatch(self, member: Member, rows: torch.Tensor, change) -> None:
         before = member.contents()
@@ -416,13 +430,7 @@ class Histories(RuleBasedStateMachine):
         member.log = [call if isinstance(call, int) else call.of_rows(rows) for call in member.log]
         member.mask = None if member.mask is None else member.mask[rows]
         member.logits, member.reordered = member.logits[rows], True
-        self.changed(member)
-
-    @invariant()
-    def nothing_happened_to_the_others(self):
-        for member in getattr(self, "members", []):
-            for now, was in zip(member.contents(), member.snapshot, strict=True):
-                assert torch.equal(now, was)
+        member.snapshot = None
 
     def teardown(self):
         for member in getattr(self, "members", []):
@@ -444,7 +452,7 @@ class Histories(RuleBasedStateMachine):
         again = Member(cache, member.plain).contents()
         pairs = [
             (calls[-1].tokens_of(member.logits), calls[-1].tokens_of(logits)),
-            *zip(member.snapshot, again, strict=True),
+            *zip(member.contents(), again, strict=True),
         ]
         for mine, theirs in pairs:
             if member.reordered:  # batches of other sizes are multiplied in another order
@@ -454,7 +462,7 @@ class Histories(RuleBasedStateMachine):
 
 
 @torch._dynamo.config.patch(recompile_limit=64)  # a process meets more forms of call here than a user's does
-def check(name: str, examples: int, steps: int) -> None:
+def try_histories(name: str, examples: int, steps: int) -> None:
     machine = type("HistoriesOfOne", (Histories,), {"name": name})
     if MANY:
         options = settings(max_examples=MANY, stateful_step_count=40, derandomize=False)
@@ -468,14 +476,14 @@ def check(name: str, examples: int, steps: int) -> None:
 
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_a_history_where_nothing_is_lost_is_the_untouched_one(name):
-    check(name, examples=5, steps=15)
+    try_histories(name, examples=4, steps=15)
 
 
 @pytest.mark.parametrize("name", PACKED)
 def test_a_history_over_packed_tokens_is_the_one_of_what_is_left_of_it(name):
-    check(name, examples=5, steps=15)
+    try_histories(name, examples=4, steps=15)
 
 
 @pytest.mark.parametrize("name", CAPTURED if MANY else IN_CI)
 def test_a_history_that_depends_on_attention_is_the_one_of_what_is_left_of_it(name):
-    check(name, examples=3, steps=20)
+    try_histories(name, examples=2, steps=15)
