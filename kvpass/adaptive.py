@@ -24,6 +24,7 @@ from .codec.adaptive import (
 )
 from .codec.affine import check_finite, params_dtype
 from .codec.spec import CodecSpec
+from .codec.window import Writes
 from .state import GROWTH, KVState, grown
 
 _TABLES = ("_codes", "scale", "zero_point", "outliers", "where")
@@ -112,7 +113,7 @@ class AdaptiveState(KVState):
         self.compensation = self.source = self.center = self.below = self.beside = None
         if adaptive.role == "key" and adaptive.energy is None:
             self.compensation = empty(batch, heads, 1, 1, dtype=torch.float32)
-        self.count = self.written = self.unpacked_from = 0
+        self.count, self.writes = 0, Writes()
         pool.add(self)
         self.put()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from transformers.cache_utils import (
 from .api import runtime_of
 from .cache import cache_layers, packed_layers
 from .calibration.artifact import fingerprint
+from .codec.window import Writes
 from .errors import KVPassError
 from .layer import PackedLayer
 from .probe import fresh_cache
@@ -36,7 +38,6 @@ from .state import Storage
 
 _FORMAT = 1
 _UNPACKED = DynamicLayer, DynamicSlidingWindowLayer
-_NUMBERS = "written", "unpacked_from"
 _OF_LAYER = "tokens", "seen", "max_cache_len"
 
 
@@ -143,7 +144,7 @@ def _numbers_of(layer: CacheLayerMixin) -> dict[str, Any]:
     """What a layer is, less its tensors."""
     if not isinstance(layer, PackedLayer):
         return {"kind": type(layer).__name__, "tokens": layer.get_seq_length()}
-    states = [{name: getattr(state, name) for name in _NUMBERS} for state in layer.states()]
+    states = [asdict(state.writes) for state in layer.states()]
     return {"kind": "packed", "states": states, **{name: getattr(layer, name) for name in _OF_LAYER}}
 
 
@@ -225,5 +226,5 @@ def _fill_packed(layer: PackedLayer, batch: int, numbers: dict[str, Any], tensor
         own = {name.removeprefix(f"{part}."): t for name, t in tensors.items() if name.startswith(f"{part}.")}
         storage.fill(tokens, own)
     for state, saved in zip(layer.states(), numbers["states"], strict=True):
-        vars(state).update({name: saved[name] for name in _NUMBERS})
+        state.writes = Writes(tuple((int(first), int(stop)) for first, stop in saved["spans"]), int(saved["packed"]))
     layer.tokens, layer.seen = tokens, numbers["seen"]

@@ -12,7 +12,7 @@ from .codec.affine import params_dtype
 from .codec.pool import handle
 from .codec.predict import MEAN
 from .codec.spec import CodecSpec
-from .codec.window import carry, layout
+from .codec.window import Writes, carry, layout
 from .errors import KVPassError
 
 _POOLS = ("_codes", "scale", "zero_point")
@@ -115,8 +115,7 @@ class KVState(Storage):
         self.predictor: Sequence[Tensor] = ()
         self.below: KVState | None = None
         self.beside: KVState | None = None
-        self.written = 0  # slots of the ring have been written up to this token
-        self.unpacked_from = 0  # tokens of earlier pages are not in the ring any more, whatever `written` says
+        self.writes = Writes()
         self.put()
 
     @classmethod
@@ -191,7 +190,7 @@ class KVState(Storage):
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self.written = self.unpacked_from = 0
+        self.writes = Writes()
 
     def carrier(self, n: int) -> Tensor:
         """A length carrier for calling the ops outside a cache."""
@@ -215,13 +214,12 @@ class KVState(Storage):
 
     def wrote(self, start: int, stop: int) -> None:
         """Note that tokens ``[start, stop)`` have been stored: older ones may have lost their slots to them."""
-        self.written, self.unpacked_from = (stop, 0) if start == 0 else (max(self.written, stop), self.unpacked_from)
+        self.writes = self.writes.wrote(start, stop, self.spec.pages(start))
 
     def evicted(self, gone: int) -> None:
         """Note that ``gone`` packed tokens have been dropped: later ones have moved up."""
         if gone:
-            self.written -= gone
-            self.unpacked_from = max(self.unpacked_from, self.spec.budget // self.spec.page_size)
+            self.writes = self.writes.evicted(gone, self.spec.budget // self.spec.page_size)
 
     def decode(self, n: int, lowering: str = "auto") -> Tensor:
         """The ``n`` stored tokens, ``[B, H_kv, n, D]`` in the cache's dtype, and what they were predicted from."""
@@ -233,10 +231,8 @@ class KVState(Storage):
 
     def _lost(self, n: int) -> Tensor:
         """Those of the tokens exact at length ``n`` that are not in the ring any more."""
-        where = layout(self.spec)
-        tokens = where.exact(n)
-        gone = where.overwritten(tokens, self.written) | where.packed_before(tokens, self.unpacked_from)
-        return tokens[gone]
+        tokens = layout(self.spec).exact(n)
+        return tokens[self.writes.lost(tokens, layout(self.spec))]
 
     def lossless_crop(self, new: int) -> bool:
         """Whether going back to ``new`` tokens finds every token of the window then still in the ring."""
@@ -249,7 +245,7 @@ class KVState(Storage):
             device = self.ring.device
             decoded = self.decode(old, lowering).index_select(2, lost.to(device))
             self.ring.index_copy_(2, layout(self.spec).slots(lost).to(device), decoded)
-            self.written, self.unpacked_from = new, self.spec.pages(new)
+            self.writes = Writes(((0, new),), self.spec.pages(new))
 
     def window(self, n: int) -> Tensor:
         """The full-precision tokens behind the sinks, in token order."""

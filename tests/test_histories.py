@@ -23,7 +23,7 @@ from zlib import crc32
 
 import pytest
 import torch
-from hypothesis import seed, settings
+from hypothesis import Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -469,7 +469,7 @@ def try_histories(name: str, examples: int, steps: int) -> None:
     else:
         machine, options = (
             seed(crc32(name.encode()))(machine),
-            settings(max_examples=examples, stateful_step_count=steps),
+            settings(max_examples=examples, stateful_step_count=steps, phases=[Phase.generate]),
         )
     run_state_machine_as_test(machine, settings=options)
 

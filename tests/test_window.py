@@ -4,12 +4,14 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from threads import at_once
 from torch.overrides import TorchFunctionMode
 
 import kvpass  # noqa: F401  (registers the ops)
 from kvpass.codec import CodecSpec
-from kvpass.codec.window import LENGTH_OFFSET, SEEN_OFFSET, LogSparse, carry, layout, length_of
+from kvpass.codec.window import LENGTH_OFFSET, SEEN_OFFSET, LogSparse, Writes, carry, layout, length_of
 from kvpass.state import KVState
 
 from common import randn
@@ -159,3 +161,40 @@ def test_threads_that_ask_at_once_get_what_one_gets():
     for _ in range(10):
         where = LogSparse(LOG)
         at_once([lambda where=where, start=start: ask(where, start) for start in range(6)])
+
+
+@pytest.mark.parametrize("spec", [VALUES, SINKS, LOG], ids=["recent", "sinks", "log"])
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["feed", "fail", "crop"]), st.sampled_from([0, 1, 40, 60, 119]) | st.integers(0, 120)
+        ),
+        min_size=4,
+        max_size=30,
+    )
+)
+@settings(max_examples=200)
+def test_what_a_ring_is_said_to_have_lost_is_what_others_were_written_over(spec, history):
+    """Against a ring that notes which writing of which token each slot holds."""
+    where, writes, n = layout(spec), Writes(), 0
+    ring, latest = [None] * (spec.sinks + spec.window), {}
+
+    def write(tokens):
+        for token in tokens.tolist():
+            latest[token] = latest.get(token, 0) + 1
+            ring[where.slot(token)] = token, latest[token]
+
+    for what, count in history:
+        target = n * count // 120 if what == "crop" else n
+        if what != "crop" and count:
+            write(torch.arange(n, n + count))
+            writes = writes.wrote(n, n + count, spec.pages(n))
+        if what == "feed":
+            n = target = n + count
+        exact = where.exact(target)
+        truth = [ring[where.slot(token)] != (token, latest[token]) for token in exact.tolist()]
+        assert writes.lost(exact, where).tolist() == truth
+        if any(truth):  # put back decoded, as a crop beyond the window does
+            write(exact[torch.tensor(truth)])
+            writes = Writes(((0, target),), spec.pages(target))
+        n = target

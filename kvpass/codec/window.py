@@ -1,8 +1,9 @@
 """Where a token lives: in a sink slot, in a slot of the ring, or in a page. Index arithmetic on the host."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import pairwise
 from typing import Self
 
 import torch
@@ -235,6 +236,45 @@ class LogSparse(Recent):
         tokens = torch.arange(n, n + x.shape[2])
         tokens = tokens[~self.overwritten(tokens, n + x.shape[2])]
         ring.index_copy_(2, self.slots(tokens).to(ring.device), x.index_select(2, (tokens - n).to(x.device)))
+
+
+@dataclass(frozen=True)
+class Writes:
+    """How far a ring was written: which of its tokens have lost their slots. Tokens that are taken back are written
+    again, and it is from then on that later ones count.
+
+    spans: pairs of ``first`` and ``stop``, ``first`` ascending and ``stop`` descending: since the tokens from ``first``
+        on were written, those up to ``stop`` have been.
+    packed: tokens of earlier pages are not in the ring, whatever was written.
+    """
+
+    spans: tuple[tuple[int, int], ...] = ()
+    packed: int = 0
+
+    def _with(self, spans: Iterable[tuple[int, int]], packed: int) -> Self:
+        kept: list[tuple[int, int]] = []
+        for first, stop in spans:
+            while kept and kept[-1][0] >= first:
+                kept.pop()
+            if not kept or kept[-1][1] > stop:
+                kept.append((first, stop))
+        return Writes(tuple(kept), packed)
+
+    def wrote(self, start: int, stop: int, packed: int) -> Self:
+        """Those after tokens ``[start, stop)``; ``packed`` are the pages in use at length ``start``."""
+        older = [(first, max(end, stop)) for first, end in self.spans if first < start]
+        return self._with([*older, (start, stop)], min(self.packed, packed))
+
+    def evicted(self, gone: int, packed: int) -> Self:
+        """Those after ``gone`` tokens before page ``packed`` were dropped, and later ones moved up."""
+        return self._with([(max(0, a - gone), b - gone) for a, b in self.spans], max(self.packed, packed))
+
+    def lost(self, tokens: Tensor, where: "Recent") -> Tensor:
+        """Whether each of ``tokens``, which are behind the sinks, is not in the ring any more."""
+        gone = where.packed_before(tokens, self.packed)
+        for (first, stop), (after, _) in pairwise([*self.spans, (_NEVER, 0)]):
+            gone |= (tokens >= first) & (tokens < after) & where.overwritten(tokens, stop)
+        return gone
 
 
 @cache
