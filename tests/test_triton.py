@@ -14,7 +14,7 @@ from kvpass.codec.affine import params_dtype
 from kvpass.codec.grid import grid_shape, names
 from kvpass.codec.pack import num_planes
 from kvpass.codec.rotary import parse_rope
-from kvpass.codec.window import layout
+from kvpass.codec.window import carry, layout
 
 from common import WIDTHS, awkward, dtypes, randn, seeds, state_of, widths
 
@@ -390,3 +390,12 @@ def test_tokens_whose_distance_exceeds_32_bits_are_written_to_their_windows():
     _write(rings[:1], 3, [x], spec)
     layout(spec).write(rings[1], 3, x)
     assert torch.equal(*rings) and rings[0].any()
+
+
+def test_more_tokens_than_kernels_can_count_are_refused():
+    """Pools of as many pages, all of which are the same memory."""
+    spec, n = CodecSpec(2, "token", 16, 16, residual=16), 1 << 27
+    q, *pools, _, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec = attend_arguments([spec] * 2, 70, dim=16)
+    pools = [pool[:, :, :1].expand(-1, -1, spec.pages(n), -1, -1) if pool.ndim == 5 else pool for pool in pools]
+    with pytest.raises(KVPassError, match=r"up to 134217727 tokens of 16 channels.*reference"):
+        OPS.attend(q, *pools, carry(n), k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, "triton")

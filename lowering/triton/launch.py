@@ -14,6 +14,7 @@ from kvpass.codec.pool import whole
 from kvpass.codec.predict import looks_below
 from kvpass.codec.rotary import parse_rope
 from kvpass.codec.spec import CodecSpec, parse
+from kvpass.errors import KVPassError
 
 from ..append import not_padding
 from ..reference import with_past
@@ -35,6 +36,7 @@ from .scores import Rules
 
 _OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _MERGED = 16  # splits taken together at a time
+_MOST = 1 << 31  # values of a head: within one, kernels count in 32 bits
 
 
 def _refuses(site: Site) -> str | None:
@@ -113,6 +115,11 @@ class _Launch:
         self.batch, self.heads, self.queries, self.head_dim = self.q.shape
         self.groups = self.k_new.shape[1]
         self.rows = self.heads // self.groups * self.queries
+        if (self.n + self.queries) * self.head_dim >= _MOST:
+            raise KVPassError(
+                f"The Triton kernels take up to {_MOST // self.head_dim - 1} tokens of {self.head_dim} channels: "
+                f"for {self.n + self.queries}, kvpass.apply(..., lowering='reference')."
+            )
         if mask is not None:
             mask = self.mask = (mask.view(torch.uint8) if mask.dtype == torch.bool else mask).contiguous()
         self.layouts, self.config, self.rules = _compiled_for(

@@ -91,7 +91,7 @@ def shifts_of(of_all, asked, call):
 def mask_lines(of_all, asked, query, group, call, Q: tl.constexpr):
     """Where the line of the mask begins that each query row has."""
     head = of_all // call.queries % Q.heads
-    line = tl.where(asked, head * call.mask_head + query * call.mask_query, 0)
+    line = tl.where(asked, head * call.mask_head + query.to(tl.int64) * call.mask_query, 0)
     return call.mask + group // Q.groups * call.mask_batch + line
 
 
