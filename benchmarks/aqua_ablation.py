@@ -10,7 +10,8 @@ import tempfile
 import torch
 
 import kvpass
-from kvpass import evaluate, models, texts
+from kvpass import models
+from kvpass.eval import quality, texts
 
 PROMPT, SKIP, LENGTH, SEQUENCES = 1024, 4096, 1024, 12
 
@@ -77,7 +78,7 @@ def main() -> None:
             scheme = kvpass.schemes.get(ROWS[name])
             if scheme.needs_calibration:
                 scheme = kvpass.calibrate(model, data, scheme, work=args.work or temporary)
-            results = evaluate.evaluate(model, scored, PROMPT, {name: scheme})
+            results = quality.evaluate(model, scored, PROMPT, {name: scheme})
             print(row(name, scheme, results), flush=True)
 
 

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from kvpass.cache.state import KVState
 from kvpass.schemes import LayerGeometry, get
-from kvpass.state import KVState
 
 from timing import arguments, copy_bandwidth, measure, show, write
 

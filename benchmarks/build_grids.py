@@ -1,6 +1,6 @@
 """Build the grids of HIGGS: points of least mean squared error for a standard normal vector, by Lloyd's algorithm.
 
-    python benchmarks/build_grids.py            # writes kvpass/codec/grids.safetensors, prints the errors
+    python benchmarks/build_grids.py            # writes kvpass/codec/codebooks.safetensors, prints the errors
 
 In one dimension cells are intervals and every integral is closed; in two a fine lattice of the plane stands for the
 distribution; in four, samples do. Each is started from several random draws, and the best is kept.
@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 SIZES = {1: (2, 3, 4, 8, 16), 2: (16, 64, 256), 4: (64, 256)}
-OUT = Path(__file__).parent.parent / "kvpass" / "codec" / "grids.safetensors"
+OUT = Path(__file__).parent.parent / "kvpass" / "codec" / "codebooks.safetensors"
 
 
 def one_dimensional(n: int) -> tuple[torch.Tensor, float]:

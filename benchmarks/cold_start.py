@@ -22,7 +22,8 @@ def measure(scheme: str, prompt: int) -> None:
     from transformers import DynamicCache
 
     import kvpass
-    from kvpass import models, texts
+    from kvpass import models
+    from kvpass.eval import texts
 
     model, tokenizer = models.load()
     ids = texts.tokens(tokenizer, "prose", prompt + 2)

@@ -22,9 +22,10 @@ import torch
 from transformers import DynamicCache, QuantizedCache
 
 import kvpass
-from kvpass import models, texts
-from kvpass.layer import PackedLayer
-from kvpass.speed import sharing_weights
+from kvpass import models
+from kvpass.cache.layer import PackedLayer
+from kvpass.eval import texts
+from kvpass.eval.speed import sharing_weights
 
 from timing import seconds, show, write
 

@@ -11,7 +11,8 @@ import tempfile
 from aqua_ablation import PROMPT, calibration_data
 
 import kvpass
-from kvpass import HeavyHitter, StreamingLLM, evaluate, models, texts
+from kvpass import HeavyHitter, StreamingLLM, models
+from kvpass.eval import quality, texts
 from kvpass.schemes import QAQConfig, compose, get
 
 POLICIES = {  # of some 1,100 tokens
@@ -59,7 +60,7 @@ def main() -> None:
                 scheme = calibration if policy is None else calibration.retaining(policy)
             elif policy is not None:
                 scheme = compose(scheme, policy)
-            results = [quality for (quality,) in evaluate.evaluate(model, scored, PROMPT, {name: scheme}).values()]
+            results = [quality for (quality,) in quality.evaluate(model, scored, PROMPT, {name: scheme}).values()]
             cells = [f"{quality.kl:.4f} | {quality.top1:.1%}" for quality in results]
             print("| " + " | ".join([name, f"{results[0].bits_per_value:.2f}", *cells]) + " |", flush=True)
 

@@ -16,7 +16,8 @@ import torch
 from transformers import DynamicCache, QuantizedCache
 
 import kvpass
-from kvpass import models, texts
+from kvpass import models
+from kvpass.eval import texts
 
 from decode_e2e import DEFAULT, QUANTIZED, fill, quantized
 from timing import write

@@ -14,7 +14,8 @@ import torch
 from transformers import DynamicCache
 
 import kvpass
-from kvpass import models, texts
+from kvpass import models
+from kvpass.eval import texts
 
 _STEPS = 32
 

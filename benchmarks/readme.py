@@ -9,9 +9,9 @@ import argparse
 import json
 from pathlib import Path
 
-from kvpass import evaluate, models, plot, texts
-from kvpass.footprint import bits_at
-from kvpass.tables import record
+from kvpass import models
+from kvpass.eval import bits_at, plot, quality, texts
+from kvpass.eval.tables import record
 
 CONTEXT, SCORE, LONG = 1280, 256, 32768
 ROOT = Path(__file__).parents[1]
@@ -47,7 +47,7 @@ def measure(chosen: list[str], known: dict) -> dict:
     """``known`` with the rows of ``chosen``: text -> scheme -> what was measured."""
     model, tokenizer = models.load(say=print)
     sources = {source: texts.tokens(tokenizer, source, CONTEXT) for source in texts.available()}
-    results = evaluate.evaluate(model, sources, CONTEXT - SCORE, chosen, one_pass=True)
+    results = quality.evaluate(model, sources, CONTEXT - SCORE, chosen, one_pass=True)
     bits = {name: bits_at(model, name, [LONG]) for name in chosen}
     return {
         text: {**known.get(text, {}), **{row.scheme: record(row, bits) for row in rows}}

@@ -29,8 +29,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import kvpass
 from kvpass import HeavyHitter, schemes
+from kvpass.cache.state import KVState
 from kvpass.schemes import SchemeConfig
-from kvpass.state import KVState
 
 VOCABULARY, BATCH, TEXTS, LONGEST, PROMPT = 128, 16, 3, 400, 64
 SCHEMES = {

@@ -10,7 +10,8 @@ import argparse
 
 import torch
 
-from kvpass import evaluate, models, schemes, texts
+from kvpass import models, schemes
+from kvpass.eval import quality, texts
 
 
 def main() -> None:
@@ -34,11 +35,11 @@ def main() -> None:
         sources = {
             name: texts.tokens(tokenizer, name, prompt + args.score).to(model.device) for name in texts.available()
         }
-        results = evaluate.evaluate(model, sources, prompt, list(configs.values()), lowering="eager")
+        results = quality.evaluate(model, sources, prompt, list(configs.values()), lowering="eager")
         for text, qualities in results.items():
             heads.append(f"{text} {prompt}")
-            for name, quality in zip(configs, qualities, strict=True):
-                rows[name].append(quality.kl)
+            for name, found in zip(configs, qualities, strict=True):
+                rows[name].append(found.kl)
     print("| mean KL | " + " | ".join(heads) + " | mean |")
     print("|---|" + "--:|" * (len(heads) + 1))
     for name, kls in rows.items():

@@ -15,7 +15,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import kvpass
-from kvpass.speed import sharing_weights
+from kvpass.eval.speed import sharing_weights
 
 from decode_e2e import DEFAULT, fill
 from timing import seconds, write

@@ -9,21 +9,20 @@ import textwrap
 from pathlib import Path
 
 import kvpass
-from kvpass import codec, evaluate, footprint, models, plot, recommend, retrieval, schemes, speed, texts
+from kvpass import codec, eval, models, schemes
+from kvpass.eval import plot, retrieval, speed, texts
 
 PAGE = Path(__file__).with_name("api.md")
 MODULES = {
     "kvpass": (kvpass, [name for name in kvpass.__all__ if name not in ("ops", "schemes")]),
     "kvpass.schemes": (schemes, schemes.__all__),
     "kvpass.codec.spec": (codec.spec, ["CodecSpec", "Subspace", "Adaptive"]),
-    "kvpass.evaluate": (evaluate, ["evaluate", "Quality", "packed", "reference_logits", "score", "score_in_one_pass"]),
-    "kvpass.footprint": (footprint, ["footprint", "bits_at", "Footprint"]),
-    "kvpass.recommend": (recommend, ["recommend", "Recommendation"]),
-    "kvpass.retrieval": (retrieval, ["passkey", "retrieve", "ask", "Passkey", "Retrieval"]),
-    "kvpass.plot": (plot, ["pareto", "points", "front", "Point"]),
-    "kvpass.speed": (speed, ["measure", "sharing_weights", "Speed"]),
-    "kvpass.models": (models, ["load", "smollm2", "cache_dir"]),
-    "kvpass.texts": (texts, ["available", "read", "tokens"]),
+    "kvpass.eval": (eval, eval.__all__),
+    "kvpass.eval.retrieval": (retrieval, ["passkey", "retrieve", "ask", "Passkey", "Retrieval"]),
+    "kvpass.eval.plot": (plot, ["pareto", "points", "front", "Point"]),
+    "kvpass.eval.speed": (speed, ["measure", "sharing_weights", "Speed"]),
+    "kvpass.models": (models, models.__all__),
+    "kvpass.eval.texts": (texts, ["available", "read", "tokens"]),
 }
 
 

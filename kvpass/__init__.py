@@ -14,14 +14,14 @@ check_torch(torch.__version__)
 with quiet("torchao", "torch.utils._pytree"):  # transformers imports torchao, which says what it could not load
     from . import ops, schemes
     from .api import apply, explain, remove
-    from .cache import bits_per_value, nbytes
-    from .calibration.artifact import Calibration
-    from .calibration.artifact import load_calibration as load
+    from .cache.swap import bits_per_value, nbytes
+    from .cache.tensor import PackedKV
     from .calibration.fit import calibrate
     from .errors import KVPassError, NonFiniteError, NotFusedError
-    from .retention import HeavyHitter, LogSparse, Recent, Retention, Sinks, StreamingLLM
-    from .saved import load_cache, save_cache
-    from .tensor import PackedKV
+    from .layout.retention import HeavyHitter, LogSparse, Recent, Retention, Sinks, StreamingLLM
+    from .runtime.saved import load_cache, save_cache
+    from .schemes.calibrated import Calibration
+    from .schemes.calibrated import load_calibration as load
 
 __all__ = [
     "Calibration",

@@ -10,31 +10,19 @@ from torch import nn
 from kvpass.lowering import table
 
 from . import schemes
-from .backend import check_mode
-from .calibration.artifact import Calibration
-from .discover import BufferedCache, bind, discover
+from .compile.backend import check_mode
+from .compile.report import Report
 from .errors import KVPassError
 from .fields import check_integer, shown
-from .graph.report import Report
-from .implementation import Notation
-from .plain import BufferRuntime, HandedRuntime
-from .probe import probe, refuse_what_cannot_be_captured
-from .runtime import Runtime
+from .models.attention import Notation
+from .models.discover import BufferedCache, bind, discover
+from .models.probe import probe, refuse_what_cannot_be_captured
+from .runtime.applied import ATTRIBUTE, decoder, is_applied, runtime_of
+from .runtime.custom import BufferRuntime, HandedRuntime
+from .runtime.simulated import SimulatedRuntime, scout
+from .runtime.transformers import Runtime
 from .schemes import LayerGeometry, SchemeConfig
-from .simulate import SimulatedRuntime, scout
-
-_ATTRIBUTE = "_kvpass"
-
-
-def _decoder(model: nn.Module) -> nn.Module:
-    """The model inside a wrapper of peft or of ``torch.compile``: its forward is the one that meets the cache."""
-    while True:
-        if hasattr(model, "_orig_mod"):
-            model = model._orig_mod
-        elif hasattr(model, "get_base_model"):
-            model = model.get_base_model()
-        else:
-            return model
+from .schemes.calibrated import Calibration
 
 
 def apply(
@@ -80,7 +68,7 @@ def apply(
         raise KVPassError("kvpass is already applied to this model: call kvpass.remove(model) first.")
     if not isinstance(model, nn.Module):
         raise KVPassError(f"model must be a torch.nn.Module, not {type(model).__name__}.")
-    whole, model = model, _decoder(model)
+    whole, model = model, decoder(model)
     known = ["auto", "eager", *table.names()]
     if lowering not in known:
         raise KVPassError(f"lowering={lowering!r}; use one of {', '.join(known)}.")
@@ -112,7 +100,7 @@ def apply(
     def forward(*args, **kwargs):
         return runtime.forward(*args, **kwargs)
 
-    setattr(model, _ATTRIBUTE, runtime)
+    setattr(model, ATTRIBUTE, runtime)
     model.forward = runtime.installed = forward
     return whole
 
@@ -129,25 +117,12 @@ def _look_into(model: nn.Module, example_inputs) -> tuple[Callable[..., Runtime]
     return functools.partial(kind, found=found), found.geometry()
 
 
-def is_applied(model: nn.Module) -> bool:
-    """Whether `apply` has been called on ``model`` and `remove` not since."""
-    return isinstance(model, nn.Module) and hasattr(_decoder(model), _ATTRIBUTE)
-
-
-def runtime_of(model: nn.Module) -> Runtime:
-    """What `apply` put in front of ``model``. Raises `KVPassError` if it was not applied."""
-    runtime = getattr(_decoder(model), _ATTRIBUTE, None)
-    if runtime is None:
-        raise KVPassError("kvpass is not applied to this model: call kvpass.apply(model, scheme=...) first.")
-    return runtime
-
-
 def remove(model: nn.Module) -> nn.Module:
     """Undo `apply` exactly; returns the model. Caches packed meanwhile cannot be used any more.
 
     Raises `KVPassError` if something has replaced ``model.forward`` since: it would be dropped.
     """
-    runtime, whole, model = runtime_of(model), model, _decoder(model)
+    runtime, whole, model = runtime_of(model), model, decoder(model)
     before = runtime.original if runtime.had_own_forward else None
     if vars(model).get("forward") not in (runtime.installed, before):
         raise KVPassError(
@@ -159,7 +134,7 @@ def remove(model: nn.Module) -> nn.Module:
         model.forward = runtime.original
     else:
         vars(model).pop("forward", None)
-    delattr(model, _ATTRIBUTE)
+    delattr(model, ATTRIBUTE)
     return whole
 
 

@@ -1,8 +1,8 @@
 """Schemas of the ``kvpass::*`` ops. Semantics live here, implementations in `kvpass.lowering`.
 
 A packed tensor is ``codes, scale, zero_point, ring`` plus the length carrier of its cache (see
-`kvpass.codec.window.LENGTH_OFFSET`) and the text of its `CodecSpec`. The first three are pools or, in graphs, handles
-of pools (`kvpass.codec.pool`), which implementations open when they have to.
+`kvpass.layout.window.LENGTH_OFFSET`) and the text of its `CodecSpec`. The first three are pools or, in graphs, handles
+of pools (`kvpass.layout.pool`), which implementations open when they have to.
 
 encode       whole pages of ``x`` -> codes, scale, zero point. Pure.
 append_      store ``x`` behind the ``length`` tokens already there and pack the pages that leave the window. ``q`` and
@@ -20,7 +20,7 @@ attend_scored   either of them, and what attention each token was paid, ``[B, H_
              them ("max-N"), or nothing ("", ``[B, H_kv, 0]``). ``key`` and ``value`` are codes, scale, zero point and
              ring, or one decoded tensor. Where tokens are evicted, columns of ``mask`` count for the present only, and
              padding of the past has ``importance`` ``-inf``.
-rotate       rotary embedding of decoded keys that are stored as they were before it (`codec.rotary`): by tables
+rotate       rotary embedding of decoded keys that are stored as they were before it (`codec.rope`): by tables
              ``cos``, ``sin`` ``[B, >= n, p]``, as ``rope`` says; "" leaves them as they are.
 append_rotary_  store rotary tables ``[B or 1, S, p]`` of the present behind those already there; with ``slots``, drop
              those of tokens that ``spec`` has evicted in this call.
@@ -28,7 +28,7 @@ append_rotary_  store rotary tables ``[B or 1, S, p]`` of the present behind tho
 Specs with a width for every token (`codec.adaptive`) decode with side tables, handed over as ``predictor``. Their
 ``append_`` leaves the tokens that are due in ``edge``, and the cache codes them when the forward is over.
 
-Predictors (`codec.predict`) take ``predictor``, a list of weights, and look at reconstructions ``[B, H_kv, n, D]``:
+Predictors (`codec.predictor`) take ``predictor``, a list of weights, and look at reconstructions ``[B, H_kv, n, D]``:
 that of the layer ``below``, and for values that of this layer's keys, ``beside``. An ``append_`` sees both for the
 tokens that leave the window only: ``edge`` holds the layer below's and is overwritten with this one's. A mean is kept
 in ``center``.
@@ -42,15 +42,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvpass.lowering import inductor, inductor_attend, reference, triton  # noqa: F401  (they register themselves)
+from kvpass.lowering import inductor, reference, triton  # noqa: F401  (they register themselves)
 from kvpass.lowering.table import Site, few, select
 
 from .codec.affine import check_finite, params_dtype
-from .codec.eviction import evict
-from .codec.rotary import rotate
+from .codec.rope import rotate
 from .codec.spec import parse
-from .codec.window import length_of
 from .errors import KVPassError
+from .layout.eviction import evict
+from .layout.window import length_of
 
 _library = torch.library.Library("kvpass", "DEF")
 _STATE = "Tensor codes, Tensor scale, Tensor zero_point, Tensor ring"

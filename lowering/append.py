@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from kvpass.codec.affine import check_finite
-from kvpass.codec.eviction import choose, evict, update_importance
 from kvpass.codec.pages import decode_pages, replace_tokens, share_codes
-from kvpass.codec.pool import whole
-from kvpass.codec.predict import MEAN, fit_center, predict
+from kvpass.codec.predictor import MEAN, fit_center, predict
 from kvpass.codec.spec import CodecSpec
 from kvpass.codec.subspace import compensation_matrix, precision_matrix
-from kvpass.codec.window import layout
 from kvpass.errors import KVPassError
+from kvpass.layout.eviction import choose, evict, update_importance
+from kvpass.layout.pool import whole
+from kvpass.layout.window import layout
 
 CHUNK = 4096  # tokens predicted, or gathered from layers, at a time: what is needed in between stays small
 

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from kvpass.codec.adaptive import Tokens, carve, decode_tokens, unpack_levels
 from kvpass.codec.pages import decode_pages, encode_pages
-from kvpass.codec.pool import whole
-from kvpass.codec.predict import predict
-from kvpass.codec.rotary import rotate
+from kvpass.codec.predictor import predict
+from kvpass.codec.rope import rotate
 from kvpass.codec.spec import CodecSpec
-from kvpass.codec.window import layout
+from kvpass.layout.pool import whole
+from kvpass.layout.window import layout
 
 from .append import CHUNK, append, append_layers, not_padding
 from .table import implements

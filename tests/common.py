@@ -8,9 +8,9 @@ import torch
 from hypothesis import strategies as st
 
 import kvpass  # noqa: F401  (registers the ops)
+from kvpass.cache.state import KVState
 from kvpass.codec import CodecSpec, Subspace
 from kvpass.lowering.table import _TABLE, select
-from kvpass.state import KVState
 
 WIDTHS = (1, 2, 3, 4, 8)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

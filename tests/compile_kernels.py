@@ -18,10 +18,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from kvpass.cache.state import KVState
 from kvpass.codec import CodecSpec, Subspace
 from kvpass.lowering.table import Site, select
 from kvpass.lowering.triton import append, configs, encode, launch
-from kvpass.state import KVState
 
 triton.knobs.compilation.always_compile = True
 triton.knobs.nvidia.dump_ptxas_log = True

@@ -9,16 +9,8 @@ from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from kvpass import HeavyHitter, Sinks, StreamingLLM
-from kvpass.cache import packed_layers
-from kvpass.schemes import (
-    HIGGSConfig,
-    IdentityConfig,
-    KIVIConfig,
-    LogQuantConfig,
-    QAQConfig,
-    SQuatConfig,
-    XQuantConfig,
-)
+from kvpass.cache.swap import packed_layers
+from kvpass.schemes import HIGGSConfig, IdentityConfig, KIVIConfig, LogQuantConfig, QAQConfig, SQuatConfig, XQuantConfig
 
 from common import randn
 from tiny import llama, tokens

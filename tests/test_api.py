@@ -16,7 +16,7 @@ from transformers import (
 
 import kvpass
 from kvpass import KVPassError
-from kvpass.layer import PackedLayer
+from kvpass.cache.layer import PackedLayer
 
 from tiny import llama, tokens
 

@@ -12,8 +12,8 @@ from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 import kvpass
 from kvpass import KVPassError
 from kvpass.calibration import fit as fitting
-from kvpass.calibration.artifact import Calibration
-from kvpass.evaluate import packed
+from kvpass.eval.quality import packed
+from kvpass.schemes.calibrated import Calibration
 
 from tiny import llama, tokens
 

@@ -9,12 +9,13 @@ import sys
 import pytest
 import torch
 
-from kvpass import api, cli, models, texts
+from kvpass import api, cli, models
 from kvpass.errors import KVPassError
-from kvpass.plot import Point, check_plot, front, pareto
-from kvpass.recommend import recommend
-from kvpass.retrieval import Retrieval, passkey, retrieve
-from kvpass.speed import measure, sharing_weights
+from kvpass.eval import texts
+from kvpass.eval.budget import recommend
+from kvpass.eval.plot import Point, check_plot, front, pareto
+from kvpass.eval.retrieval import Retrieval, passkey, retrieve
+from kvpass.eval.speed import measure, sharing_weights
 
 from tiny import Letters, llama, tokens
 
@@ -172,7 +173,7 @@ def test_the_front_is_what_no_other_beats():
 
 def test_pictures_without_matplotlib_or_points_are_refused(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("kvpass.plot.find_spec", lambda name: None)
+        patch.setattr("kvpass.eval.plot.find_spec", lambda name: None)
         with pytest.raises(KVPassError, match="pip install"):
             check_plot(tmp_path / "x.svg")
     pytest.importorskip("matplotlib")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvpass import KVPassError, NonFiniteError
 from kvpass.codec import CodecSpec, Subspace, decode_pages, encode_pages, parse
 from kvpass.codec.affine import assign, params_dtype
-from kvpass.codec.pack import (
+from kvpass.codec.bitpack import (
     byte_rows,
     num_planes,
     pack,

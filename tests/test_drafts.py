@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from kvpass.codec import CodecSpec
-from kvpass.lowering import inductor_attend, inductor_drafts, reference
+from kvpass.lowering import reference
+from kvpass.lowering.inductor import attend as inductor_attend
+from kvpass.lowering.inductor import drafts as inductor_drafts
 
 from common import randn, state_of
 

@@ -9,8 +9,8 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 import kvpass
 from kvpass import KVPassError
-from kvpass.cache import cache_layers
-from kvpass.cross import CrossLayer
+from kvpass.cache.cross import CrossLayer
+from kvpass.cache.swap import cache_layers
 from kvpass.schemes import IdentityConfig, KIVIConfig
 
 from tiny import tokens
@@ -87,7 +87,7 @@ def test_misuse_of_the_caches_is_refused_with_what_to_do():
     half_used = EncoderDecoderCache(DynamicCache(config=model.config), cache.cross_attention_cache)
     with pytest.raises(KVPassError, match="Layer 0 of the cache is CrossLayer"):
         model(input_ids=tokens(2, 4), decoder_input_ids=tokens(2, 2), past_key_values=half_used)
-    assert not kvpass.cache.packed_layers(half_used)
+    assert not kvpass.cache.swap.packed_layers(half_used)
     with pytest.raises(KVPassError, match="without an encoder"):
         kvpass.calibrate(kvpass.remove(model), tokens(2, 100))
 

@@ -9,11 +9,11 @@ from torch import nn
 from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, XGLMConfig, XGLMForCausalLM
 
 import kvpass
-from kvpass import KVPassError, evaluate, schemes
-from kvpass.footprint import bits_at, footprint
+from kvpass import KVPassError, schemes
+from kvpass.eval import bits_at, footprint, quality
+from kvpass.eval.tables import QUALITY, aligned, as_csv, as_json, bits_columns, markdown, pairs
+from kvpass.runtime.simulated import Simulator
 from kvpass.schemes import get
-from kvpass.simulate import Simulator
-from kvpass.tables import QUALITY, aligned, as_csv, as_json, bits_columns, markdown, pairs
 
 from tiny import llama, tokens
 
@@ -56,7 +56,7 @@ def text():
 
 @pytest.fixture(scope="module")
 def reference(sharp, text):
-    return evaluate.reference_logits(sharp, text, PROMPT)
+    return quality.reference_logits(sharp, text, PROMPT)
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +65,8 @@ def simulator(sharp):
 
 
 def token_by_token(model, ids, reference, scheme):
-    with evaluate.packed(model, scheme, **({} if scheme is None else {"lowering": "eager"})):
-        return evaluate.score(model, ids, PROMPT, reference, name=str(scheme))
+    with quality.packed(model, scheme, **({} if scheme is None else {"lowering": "eager"})):
+        return quality.score(model, ids, PROMPT, reference, name=str(scheme))
 
 
 @pytest.mark.parametrize("name", sorted(set(schemes.available()) - MANY_PASSES))
@@ -74,7 +74,7 @@ def test_one_pass_gives_the_divergences_of_token_by_token(name, sharp, text, ref
     """In float32 a value on the edge between two codes may fall to either side: one bit, ties in 10 % of steps at most;
     more bits, in 1 %."""
     slow = token_by_token(sharp, text, reference, name)
-    fast = evaluate.score_in_one_pass(simulator, text, PROMPT, reference, get(name), name=name)
+    fast = quality.score_in_one_pass(simulator, text, PROMPT, reference, get(name), name=name)
     apart = [abs(a - b) > 1e-4 for a, b in zip(slow.divergences, fast.divergences, strict=True)]
     assert sum(apart) / len(apart) <= (0.1 if name in ONE_BIT else 0.01)
     assert slow.values == fast.values
@@ -93,7 +93,7 @@ def test_a_model_whose_attention_is_not_found_is_scored_token_by_token():
     sizes = dict(d_model=64, ffn_dim=96, num_layers=2, attention_heads=2, max_position_embeddings=256)
     model = XGLMForCausalLM(XGLMConfig(vocab_size=128, **sizes)).eval()
     texts, schemes = {"text": tokens(1, 60)}, [None, "kivi"]
-    rows = evaluate.evaluate(model, texts, 50, schemes, one_pass=True, progress=False, lowering="eager")["text"]
+    rows = quality.evaluate(model, texts, 50, schemes, one_pass=True, progress=False, lowering="eager")["text"]
     assert [len(row.step_seconds) for row in rows] == [0, 10]
 
 
@@ -113,17 +113,17 @@ class Forgetful(nn.Module):
 
 def test_the_metric_is_zero_for_the_model_itself_and_large_for_a_destroyed_cache(text):
     model = sharpened(logits=10)
-    reference = evaluate.reference_logits(model, text, PROMPT)
+    reference = quality.reference_logits(model, text, PROMPT)
     itself, identity, kivi = (token_by_token(model, text, reference, name) for name in (None, "identity", "kivi-4"))
     torch.manual_seed(0)
-    destroyed = evaluate.score(Forgetful(model), text, PROMPT, reference, name="destroyed")
+    destroyed = quality.score(Forgetful(model), text, PROMPT, reference, name="destroyed")
     assert itself.kl < 1e-7 and identity.kl < 1e-6 and itself.top1 == identity.top1 == 1
     assert destroyed.kl > 1 and destroyed.kl > 10 * kivi.kl > 1e-3 and destroyed.top1 < 0.5 < kivi.top1
     assert destroyed.perplexity > 1.1 * itself.perplexity
 
 
 def test_perplexity_is_that_of_the_tokens_that_follow(sharp, text, reference):
-    row = evaluate.score_in_one_pass(Simulator(sharp), text, PROMPT, reference, None, name="full")
+    row = quality.score_in_one_pass(Simulator(sharp), text, PROMPT, reference, None, name="full")
     with torch.no_grad():
         loss = nn.functional.cross_entropy(sharp(text).logits[0, PROMPT:-1], text[0, PROMPT + 1 :])
     assert row.perplexity == pytest.approx(loss.exp().item(), rel=1e-4)
@@ -131,17 +131,17 @@ def test_perplexity_is_that_of_the_tokens_that_follow(sharp, text, reference):
 
 
 def test_intervals_hold_the_mean_of_blocks():
-    row = evaluate.Quality("x", (1.0,) * 16 + (3.0,) * 16, (True,) * 32, (1.0,) * 31, 1, 1.0, 1, ())
+    row = quality.Quality("x", (1.0,) * 16 + (3.0,) * 16, (True,) * 32, (1.0,) * 31, 1, 1.0, 1, ())
     assert row.kl == 2 and row.kl_error == pytest.approx(1.96 * math.sqrt(2) / math.sqrt(2))
     assert row.errors["top1"] == 0 and row.errors["perplexity"] == math.inf  # one whole block has no spread
     with pytest.raises(KVPassError, match="same tokens"):
-        row.beats(evaluate.Quality("y", (1.0,), (True,), (), 1, 1.0, 1, ()))
+        row.beats(quality.Quality("y", (1.0,), (True,), (), 1, 1.0, 1, ()))
 
 
 @pytest.mark.parametrize("name", [None, "squat-pre", "logquant", "xquant", "higgs", "kivi+h2o"])
 def test_bits_at_a_length_are_those_of_a_cache_of_that_length(name, sharp):
     length = 700
-    with evaluate.packed(sharp, name, **({} if name is None else {"lowering": "eager"})), torch.no_grad():
+    with quality.packed(sharp, name, **({} if name is None else {"lowering": "eager"})), torch.no_grad():
         cache = DynamicCache(config=sharp.config)
         sharp(tokens(1, length), past_key_values=cache)
         expected = kvpass.nbytes(cache), kvpass.bits_per_value(cache)
@@ -171,7 +171,7 @@ def test_bits_at_lengths_no_cache_could_have_and_where_there_are_none(sharp):
 
 def test_tables_hold_what_was_measured(sharp, text):
     chosen = {"full precision": None, "kivi": "kivi", "kivi-4": "kivi-4"}
-    results = evaluate.evaluate(sharp, {"text": text}, PROMPT, chosen, one_pass=True, progress=False)
+    results = quality.evaluate(sharp, {"text": text}, PROMPT, chosen, one_pass=True, progress=False)
     bits = {name: bits_at(sharp, scheme, [8192]) for name, scheme in chosen.items()}
     rows, columns = results["text"], [*bits_columns(bits), *QUALITY]
     _, kivi, better = rows

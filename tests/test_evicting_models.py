@@ -220,7 +220,7 @@ def test_what_cannot_be_combined_says_why():
         KIVIConfig(retention=HeavyHitter(50, 32))
     assert schemes.get("kivi-sinks+h2o").retention.sinks == 4
     assert schemes.get("kivi-pre+h2o").retention.shared
-    assert schemes.get("streaming-llm").retention == kvpass.retention.POLICIES["streaming-llm"]
+    assert schemes.get("streaming-llm").retention == kvpass.layout.retention.POLICIES["streaming-llm"]
     assert schemes.get(schemes.get("kivi+h2o").to_dict()) == schemes.get("kivi+h2o")
     assert Recent(64).storage.keys() == {"page_size", "residual", "sinks", "keep"}
 

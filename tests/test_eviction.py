@@ -10,12 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvpass import HeavyHitter, Sinks, StreamingLLM, schemes
+from kvpass.cache.state import KVState
 from kvpass.codec import CodecSpec, decode_pages, encode_pages
-from kvpass.codec.eviction import choose, update_importance
 from kvpass.codec.pages import replace_tokens
+from kvpass.layout.eviction import choose, update_importance
 from kvpass.lowering.reference import attention_paid
 from kvpass.schemes import HIGGSConfig, IdentityConfig, KIVIConfig
-from kvpass.state import KVState
 
 from common import DIM, naive_attention, only_reference, randn, seeds, specs
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvpass import KVPassError, schemes
 from kvpass.codec import CodecSpec, Subspace
 from kvpass.codec.spec import Adaptive, parse
-from kvpass.retention import HeavyHitter, LogSparse, Recent, Retention, Sinks, StreamingLLM
+from kvpass.layout.retention import HeavyHitter, LogSparse, Recent, Retention, Sinks, StreamingLLM
 from kvpass.schemes import LayerGeometry, LayerPlan, SchemeConfig
 
 from common import DTYPES, queries_for, randn, state_of

@@ -12,9 +12,9 @@ from safetensors.torch import load, save
 import kvpass
 from kvpass import KVPassError, schemes
 from kvpass.calibration import regression
-from kvpass.calibration.artifact import Calibration, describe
 from kvpass.calibration.regression import Moments, fit
-from kvpass.probe import probe
+from kvpass.models.probe import probe
+from kvpass.schemes.calibrated import Calibration, describe
 
 from common import randn
 from fuzzing import damaged

@@ -8,8 +8,9 @@ from torch._inductor.utils import run_and_get_code
 
 from kvpass.codec import CodecSpec
 from kvpass.codec.pages import decode_pages
-from kvpass.lowering import inductor_attend, reference
-from kvpass.lowering.aot import compile_ahead
+from kvpass.lowering import reference
+from kvpass.lowering.inductor import attend as inductor_attend
+from kvpass.lowering.inductor.aot import compile_ahead
 
 from common import randn, state_of
 

@@ -12,12 +12,13 @@ from torch._inductor.utils import run_and_get_code
 from transformers import AttentionInterface, DynamicCache
 
 import kvpass
-from kvpass import KVPassError, backend
-from kvpass.backend import Backend
-from kvpass.graph.masks import structure
-from kvpass.graph.rewrite import APPEND_LAYERS, ATTEND
+from kvpass import KVPassError
+from kvpass.cache.state import KVState
+from kvpass.compile import backend
+from kvpass.compile.backend import Backend
+from kvpass.compile.masks import structure
+from kvpass.compile.rewrite import APPEND_LAYERS, ATTEND
 from kvpass.schemes import LayerGeometry
-from kvpass.state import KVState
 
 from tiny import llama, tokens
 

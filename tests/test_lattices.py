@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from kvpass import KVPassError, schemes
 from kvpass.codec import CodecSpec, decode_pages, encode_pages
-from kvpass.codec.grid import assign_points, fit_rms, grid, grid_shape, look_up, names
+from kvpass.codec.codebook import assign_points, fit_rms, grid, grid_shape, look_up, names
 from kvpass.codec.hadamard import gather, signs, spread
-from kvpass.lowering import inductor_attend, reference
+from kvpass.lowering import reference
+from kvpass.lowering.inductor import attend as inductor_attend
 from kvpass.schemes import HIGGSConfig, LayerGeometry
 
 from common import assert_same_contents, chunkings, dtypes, only_reference, randn, seeds, state_of

@@ -10,11 +10,11 @@ from transformers import DynamicCache
 
 import kvpass
 from kvpass import KVPassError, Recent, Sinks, schemes
+from kvpass.cache.state import KVState
 from kvpass.codec import CodecSpec, decode_pages, encode_pages
-from kvpass.codec.pack import unpack
+from kvpass.codec.bitpack import unpack
 from kvpass.codec.pages import share_codes
 from kvpass.schemes import AsymKVConfig, LayerGeometry, XQuantConfig, check_sources
-from kvpass.state import KVState
 
 from common import DIM, only_reference, randn, seeds
 from tiny import llama, tokens

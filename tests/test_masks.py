@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from transformers import DynamicCache
 
 import kvpass
-from kvpass.graph.linear import Linear, impossible
-from kvpass.graph.masks import structure
+from kvpass.compile.linear import Linear, impossible
+from kvpass.compile.masks import structure
 from kvpass.schemes import IdentityConfig
 
 from tiny import llama, tokens

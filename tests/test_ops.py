@@ -5,12 +5,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvpass import KVPassError
+from kvpass.cache.state import KVState
 from kvpass.codec import CodecSpec, Subspace
 from kvpass.codec.affine import params_dtype
-from kvpass.codec.rotary import rotate
-from kvpass.codec.window import carry
+from kvpass.codec.rope import rotate
+from kvpass.layout.window import carry
 from kvpass.lowering.table import Site, select
-from kvpass.state import KVState
 
 from common import (
     DIM,

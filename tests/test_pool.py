@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 import kvpass
 from kvpass import KVPassError
+from kvpass.cache.state import KVState
 from kvpass.codec import CodecSpec
-from kvpass.codec.pool import handle, whole
-from kvpass.graph import normalise
-from kvpass.state import KVState
+from kvpass.compile import normalise
+from kvpass.layout.pool import handle, whole
 
 from common import randn
 from tiny import llama, tokens

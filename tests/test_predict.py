@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpass import KVPassError, LogSparse, PackedKV, schemes
+from kvpass.cache.state import KVState
 from kvpass.codec import CodecSpec, decode_pages, encode_pages
-from kvpass.codec.predict import MATRICES, fit_center, matrix, parse_predictor, predict
-from kvpass.codec.rotary import rotate
-from kvpass.lowering import inductor_attend, reference
+from kvpass.codec.predictor import MATRICES, fit_center, matrix, parse_predictor, predict
+from kvpass.codec.rope import rotate
+from kvpass.lowering import reference
+from kvpass.lowering.inductor import attend as inductor_attend
 from kvpass.schemes import LayerGeometry
-from kvpass.state import KVState
 
 from common import DIM, chunkings, naive_unpack, only_reference, randn, seeds, state_of
 

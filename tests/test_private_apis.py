@@ -14,16 +14,16 @@ from torch._inductor.utils import fresh_inductor_cache
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import kvpass
-from kvpass import recording
-from kvpass.backend import Backend
+from kvpass.cache.state import KVState
 from kvpass.codec import CodecSpec
-from kvpass.graph import find, normalise
-from kvpass.graph.rewrite import APPEND, _append_arguments
+from kvpass.compile import find, normalise
+from kvpass.compile.backend import Backend
+from kvpass.compile.rewrite import APPEND, _append_arguments
 from kvpass.lowering import session
-from kvpass.lowering.aot import compile_ahead
-from kvpass.runtime import Runtime
+from kvpass.lowering.inductor.aot import compile_ahead
+from kvpass.models import recording
+from kvpass.runtime.transformers import Runtime
 from kvpass.schemes import KIVIConfig
-from kvpass.state import KVState
 
 from common import ROUNDS_IN_INDUCTOR
 from tiny import llama, tokens
@@ -43,7 +43,7 @@ def captured(fn, *inputs):
 
 
 def test_export_keeps_attention_whole_and_names_what_is_written():
-    """`kvpass.graph.normalise`: aot_export_module(pre_dispatch=True)."""
+    """`kvpass.compile.normalise`: aot_export_module(pre_dispatch=True)."""
 
     def step(q, k, state):
         state.add_(k)
@@ -60,7 +60,7 @@ def test_export_keeps_attention_whole_and_names_what_is_written():
 
 
 def test_export_turns_mutable_custom_ops_into_auto_functionalized_v2():
-    """`kvpass.graph.rewrite._append_arguments` reads the arguments this higher-order op was called with."""
+    """`kvpass.compile.rewrite._append_arguments` reads the arguments this higher-order op was called with."""
     spec = CodecSpec(2, "channel", 32, 32)
     state, x = KVState.allocate(spec, 1, 2, 32, torch.float32, "cpu", 64), torch.randn(1, 2, 1, 32)
 
@@ -80,7 +80,7 @@ def test_export_turns_mutable_custom_ops_into_auto_functionalized_v2():
 
 
 def test_a_kernel_compiled_ahead_serves_every_size_of_its_dynamic_dims():
-    """`kvpass.lowering.aot`: Inductor's compile_fx on a graph traced with fake tensors."""
+    """`kvpass.lowering.inductor.aot`: Inductor's compile_fx on a graph traced with fake tensors."""
     kernel = compile_ahead(lambda x, y: ((x[:, None] * y).sum(-1),), [torch.empty(7), torch.empty(7, 4)], [[0], [0]])
     for size in (2, 7, 50):
         x, y = torch.randn(size), torch.randn(size, 4)
@@ -94,7 +94,7 @@ def test_one_tensor_as_example_of_two_inputs_is_still_two_inputs():
     assert torch.equal(kernel(x, None, y)[0], x - y)
 
 
-@pytest.mark.skipif(not ROUNDS_IN_INDUCTOR, reason="`kvpass.lowering.inductor` does not encode before torch 2.13")
+@pytest.mark.skipif(not ROUNDS_IN_INDUCTOR, reason="`kvpass.lowering.inductor.pages` does not encode before torch 2.13")
 def test_compiled_kernels_round_to_16_bits_where_the_program_does():
     """Inductor drops casts to 16 bits and back unless told not to; codes would then be assigned under other scales than
     those stored."""
@@ -104,7 +104,7 @@ def test_compiled_kernels_round_to_16_bits_where_the_program_does():
 
 
 def test_another_scheme_never_hits_what_was_compiled_for_one():
-    """`kvpass.backend`: compile_fx caches the rewritten graph, in which the specs are constants."""
+    """`kvpass.compile.backend`: compile_fx caches the rewritten graph, in which the specs are constants."""
     hits = []
     with fresh_inductor_cache():
         for config in (KIVIConfig(), KIVIConfig(), KIVIConfig(bits=4), KIVIConfig(residual=64)):
@@ -140,7 +140,7 @@ def test_what_is_compiled_runs_on_while_another_thread_traces():
 
 
 def test_a_limit_that_fullgraph_reaches_is_an_error_of_its_own_before_anything_runs():
-    """`kvpass.forms` starts again then."""
+    """`kvpass.runtime.forms` starts again then."""
     ran = []
     step = torch.compile(lambda x, n: x + n, backend=lambda gm, _: lambda *i: ran.append(1) or gm(*i), fullgraph=True)
     with torch._dynamo.config.patch(recompile_limit=1):
@@ -151,7 +151,7 @@ def test_a_limit_that_fullgraph_reaches_is_an_error_of_its_own_before_anything_r
 
 
 def test_transformers_records_hidden_states_by_hooks_that_can_be_put_up_before():
-    """`kvpass.recording` finds the models whose forward records."""
+    """`kvpass.models.recording` finds the models whose forward records."""
     model = llama()
     assert list(recording._recorders(model)) == [model.model]
     recording.put_up_hooks(model, {})

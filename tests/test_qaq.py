@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 import kvpass
 from kvpass import KVPassError, schemes
-from kvpass.adaptive import AdaptiveState, PlanePool
+from kvpass.cache.adaptive_state import AdaptiveState, PlanePool
 from kvpass.codec.adaptive import (
     allowed_deviation,
     assign_cells,

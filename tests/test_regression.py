@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpass.calibration.regression import Moments, fit, linear, low_rank, quantize
-from kvpass.codec.predict import matrix, parse_predictor, run, weights
+from kvpass.codec.predictor import matrix, parse_predictor, run, weights
 
 from common import randn, seeds
 

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 import kvpass
 from kvpass import KVPassError, Recent, Retention, Sinks, schemes
+from kvpass.cache.state import KVState
 from kvpass.codec import CodecSpec
-from kvpass.codec.window import LogSparse, layout, ring_tokens
-from kvpass.state import KVState
+from kvpass.layout.window import LogSparse, layout, ring_tokens
 
 from common import DIM, chunkings, dtypes, naive_decode, randn, seeds, state_of
 

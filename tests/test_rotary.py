@@ -12,9 +12,10 @@ from transformers import DynamicCache
 import kvpass
 from kvpass import KVPassError
 from kvpass.codec import CodecSpec
-from kvpass.codec.rotary import join_pairs, rotate, split_pairs
-from kvpass.lowering import inductor_attend, reference
+from kvpass.codec.rope import join_pairs, rotate, split_pairs
+from kvpass.lowering import reference
 from kvpass.lowering.append import fit_compensation
+from kvpass.lowering.inductor import attend as inductor_attend
 
 from common import DIM, only_reference, randn, seeds, state_of
 from tiny import VOCABULARY, llama, tokens

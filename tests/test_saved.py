@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 import kvpass
 from kvpass import KVPassError
-from kvpass.cache import packed_layers
+from kvpass.cache.swap import packed_layers
 from kvpass.schemes import IdentityConfig, KIVIConfig
 
 from kinds import KINDS, answers, feed, filled, same
@@ -197,7 +197,7 @@ def test_what_cannot_be_saved_says_so_and_leaves_the_file_there_was(saved, tmp_p
     cache.layers[1].whole = False
     with pytest.raises(KVPassError, match="not whole"):
         kvpass.save_cache(cache, path)
-    monkeypatch.setattr("kvpass.saved.save_file", lambda tensors, file, _: (Path(file).touch(), 1 / 0))
+    monkeypatch.setattr("kvpass.runtime.saved.save_file", lambda tensors, file, _: (Path(file).touch(), 1 / 0))
     with pytest.raises(ZeroDivisionError):
         kvpass.save_cache(filled(model, 20), path)
     assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]

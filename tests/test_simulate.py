@@ -5,9 +5,10 @@ import torch
 from decoders import CatDecoder, NanoDecoder
 
 import kvpass
-from kvpass import KVPassError, Recent, Sinks, evaluate, schemes
+from kvpass import KVPassError, Recent, Sinks, schemes
+from kvpass.eval import quality
+from kvpass.runtime.simulated import Simulator
 from kvpass.schemes import HIGGSConfig, IdentityConfig, KIVIConfig, LogQuantConfig, SQuatConfig
-from kvpass.simulate import Simulator
 
 from tiny import llama, step_by_step, tokens
 
@@ -43,8 +44,8 @@ def test_one_pass_equals_token_by_token(name, prompt, attention):
 def test_scoring_in_one_pass_is_scoring_token_by_token():
     model, ids = llama().double(), tokens(1, TOTAL)
     chosen = {"kivi": SCHEMES["kivi"], "kivi, sinks": SCHEMES["kivi, sinks"], "by scores": "qaq"}
-    slow = evaluate.evaluate(model, {"text": ids}, 60, chosen, progress=False, lowering="eager")["text"]
-    fast = evaluate.evaluate(model, {"text": ids}, 60, chosen, progress=False, one_pass=True, lowering="eager")["text"]
+    slow = quality.evaluate(model, {"text": ids}, 60, chosen, progress=False, lowering="eager")["text"]
+    fast = quality.evaluate(model, {"text": ids}, 60, chosen, progress=False, one_pass=True, lowering="eager")["text"]
     for mine, theirs in zip(fast, slow, strict=True):
         assert mine.divergences == pytest.approx(theirs.divergences, rel=1e-4)
         assert (mine.top1, mine.scheme, mine.values) == (theirs.top1, theirs.scheme, theirs.values)

@@ -8,12 +8,13 @@ from torch._dynamo.utils import counters
 from transformers import DynamicCache
 
 import kvpass
-from kvpass import evaluate, models, texts
+from kvpass import models
 from kvpass.codec import decode_pages, encode_pages
 from kvpass.codec.subspace import compensation_matrix, precision_matrix
+from kvpass.eval import quality, texts
 from kvpass.lowering.append import fit_compensation
+from kvpass.runtime.simulated import Simulator
 from kvpass.schemes import LayerGeometry, get
-from kvpass.simulate import Simulator
 
 pytestmark = pytest.mark.model
 
@@ -48,7 +49,7 @@ def one_step_compiled_and_eager(model, out):
 def test_three_hundred_tokens_are_one_decode_graph(smollm2, prose):
     model, _ = smollm2
     counters.clear()
-    with evaluate.packed(model, "kivi"):
+    with quality.packed(model, "kivi"):
         out = model.generate(
             prose[:, :64], do_sample=False, min_new_tokens=300, max_new_tokens=300, return_dict_in_generate=True
         )
@@ -109,7 +110,7 @@ def test_squat_errs_less_than_kivi_in_the_query_subspace_of_real_keys(smollm2, p
 
 def test_squat_is_closer_to_full_precision_than_kivi_at_the_shipped_default(smollm2, prose):
     (model, _), ids = smollm2, prose[:, :1152]
-    full = evaluate.reference_logits(model, ids, 1024).log_softmax(-1)
+    full = quality.reference_logits(model, ids, 1024).log_softmax(-1)
     simulator = Simulator(model)
     divergence = {
         name: (full.exp() * (full - simulator.logits(ids, 1024, get(name)).log_softmax(-1))).sum(-1).mean()
@@ -121,7 +122,7 @@ def test_squat_is_closer_to_full_precision_than_kivi_at_the_shipped_default(smol
 def test_a_prefill_of_4096_tokens_leaves_no_float_cache(smollm2):
     model, tokenizer = smollm2
     ids = texts.tokens(tokenizer, "prose", 4096)
-    with evaluate.packed(model, "kivi", lowering="eager"), torch.no_grad():
+    with quality.packed(model, "kivi", lowering="eager"), torch.no_grad():
         cache = DynamicCache(config=model.config)
         model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
         bf16 = 2 * 30 * 4096 * 3 * 64 * 2
@@ -134,7 +135,7 @@ def test_the_reference_compensation_is_what_prefill_stored(smollm2, prose):
     model, _ = smollm2
     ids = prose[:, :256]
     calls = attention_inputs(model, ids)
-    with evaluate.packed(model, "squat", lowering="eager"), torch.no_grad():
+    with quality.packed(model, "squat", lowering="eager"), torch.no_grad():
         cache = DynamicCache(config=model.config)
         model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
         for layer, (q, _) in zip(cache.layers, calls, strict=True):

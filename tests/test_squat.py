@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpass import PackedKV, schemes
+from kvpass.cache.state import KVState
 from kvpass.codec import CodecSpec, Subspace, decode_pages, encode_pages
 from kvpass.codec.subspace import compensation_matrix, precision_matrix
 from kvpass.lowering.append import fit_compensation
-from kvpass.state import KVState
 
 from common import DIM, queries_for, randn, seeds, spread, state_of
 

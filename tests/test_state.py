@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpass import KVPassError, NonFiniteError, schemes
+from kvpass.cache.state import KVState
 from kvpass.codec import CodecSpec, Subspace
-from kvpass.state import KVState
 
 from common import (
     DIM,

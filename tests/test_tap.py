@@ -6,7 +6,7 @@ from transformers import DynamicCache
 
 import kvpass
 from kvpass import KVPassError
-from kvpass.runtime import Runtime
+from kvpass.runtime.transformers import Runtime
 from kvpass.schemes import SQuatConfig
 
 from tiny import llama, tokens

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from kvpass import KVPassError
 from kvpass.codec import CodecSpec, Subspace, decode_pages
 from kvpass.codec.affine import params_dtype
-from kvpass.codec.grid import grid_shape, names
-from kvpass.codec.pack import num_planes
-from kvpass.codec.rotary import parse_rope
-from kvpass.codec.window import carry, layout
+from kvpass.codec.bitpack import num_planes
+from kvpass.codec.codebook import grid_shape, names
+from kvpass.codec.rope import parse_rope
+from kvpass.layout.window import carry, layout
 
 from common import WIDTHS, awkward, dtypes, randn, seeds, state_of, widths
 
@@ -23,7 +23,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 triton = pytest.importorskip("triton", minversion="3.7" if DEVICE == "cpu" else None)
 tl = triton.language
 
-from kvpass.lowering.triton import launch, pages  # noqa: E402
+from kvpass.lowering.triton import launch, unpacking  # noqa: E402
 
 OPS = torch.ops.kvpass
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -207,13 +207,13 @@ def test_where_tokens_are_evicted_importance_says_who_of_the_past_is_padding(spe
 @triton.jit
 def _unpack(codes, scale, zero, out, rows, ROWS: tl.constexpr, L: tl.constexpr, DTYPE: tl.constexpr):
     PLANES: tl.constexpr = L.planes
-    pool, F = pages.Pool(codes, scale, zero, None), pages.form_of(None, L, DTYPE, PLANES)
+    pool, F = unpacking.Pool(codes, scale, zero, None), unpacking.form_of(None, L, DTYPE, PLANES)
     for first in range(0, rows, ROWS):
-        tokens, there = pages.tokens_of(first, rows, ROWS, L)
-        channel, real = pages.channels(L, 1)
-        read = pages.paired_words(pool, first, rows, ROWS, L, F)
+        tokens, there = unpacking.tokens_of(first, rows, ROWS, L)
+        channel, real = unpacking.channels(L, 1)
+        read = unpacking.paired_words(pool, first, rows, ROWS, L, F)
         for plane in tl.static_range(PLANES):
-            x = pages.paired_values(read, pool, first, rows, plane, L, F)
+            x = unpacking.paired_values(read, pool, first, rows, plane, L, F)
             at = (tokens + plane * (L.page // L.planes))[:, None] * L.dim + channel[None, :]
             tl.store(out + at, x, mask=there[:, None] & real[None, :])
 

@@ -16,6 +16,8 @@ from transformers import DynamicCache, PreTrainedTokenizerFast, pipeline
 
 import kvpass
 from kvpass import KVPassError
+from kvpass.cache.layer import PackedLayer
+from kvpass.runtime.applied import is_applied
 from kvpass.schemes import IdentityConfig, KIVIConfig
 
 from tiny import VOCABULARY, llama, tokens
@@ -248,11 +250,11 @@ def test_cropping_after_a_rejection_is_what_assisted_decoding_did(models):
     """The drafts of `assisted` are not all accepted: otherwise nothing would have been tested."""
     _, model = models
     kept = []
-    crop, kvpass.layer.PackedLayer.crop = kvpass.layer.PackedLayer.crop, lambda self, n: (kept.append(n), crop(self, n))
+    crop, PackedLayer.crop = PackedLayer.crop, lambda self, n: (kept.append(n), crop(self, n))
     try:
         assisted(packed=False)(model)
     finally:
-        kvpass.layer.PackedLayer.crop = crop
+        PackedLayer.crop = crop
     assert min(kept) < 0
 
 
@@ -269,7 +271,7 @@ def test_a_model_with_lora_adapters_is_packed_inside():
     adapted = use(model)
     with model.disable_adapter():
         assert_equal(use(model), use(llama()))
-    assert kvpass.remove(model) is model and not kvpass.api.is_applied(model.get_base_model())
+    assert kvpass.remove(model) is model and not is_applied(model.get_base_model())
     assert_equal(use(model), adapted)
 
 

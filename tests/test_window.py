@@ -10,9 +10,9 @@ from threads import at_once
 from torch.overrides import TorchFunctionMode
 
 import kvpass  # noqa: F401  (registers the ops)
+from kvpass.cache.state import KVState
 from kvpass.codec import CodecSpec
-from kvpass.codec.window import LENGTH_OFFSET, SEEN_OFFSET, LogSparse, Writes, carry, layout, length_of
-from kvpass.state import KVState
+from kvpass.layout.window import LENGTH_OFFSET, SEEN_OFFSET, LogSparse, Writes, carry, layout, length_of
 
 from common import randn
 

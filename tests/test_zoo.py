@@ -10,8 +10,8 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 import kvpass
 from kvpass import KVPassError
-from kvpass.cache import cache_layers
-from kvpass.layer import PackedLayer
+from kvpass.cache.layer import PackedLayer
+from kvpass.cache.swap import cache_layers
 from kvpass.schemes import IdentityConfig, KIVIConfig
 
 from tiny import VOCABULARY

@@ -13,8 +13,8 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import torch
 
 import kvpass
-from kvpass.codec.window import layout
-from kvpass.lowering import inductor, inductor_attend
+from kvpass.layout.window import layout
+from kvpass.lowering.inductor import attend, pages
 from kvpass.schemes import XQuantConfig
 
 from tiny import llama, tokens
@@ -35,8 +35,8 @@ def forget():
     """As in a new process."""
     torch._dynamo.reset()
     layout.cache_clear()
-    inductor_attend._attend_kernel.cache_clear()
-    inductor._compiled_page_kernel.cache_clear()
+    attend._attend_kernel.cache_clear()
+    pages._compiled_page_kernel.cache_clear()
 
 
 def at_once(calls):

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import DynamicCache
 
+from ..cache.layer import PackedLayer
 from ..codec.affine import params_dtype
 from ..errors import NonFiniteError
-from ..evaluate import packed
-from ..layer import PackedLayer
+from ..eval.quality import packed
 from ..schemes import IdentityConfig
 
 _ROLES = ("key", "value")

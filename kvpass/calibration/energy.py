@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import DynamicCache
 
-from ..evaluate import packed
-from ..layer import PackedLayer
+from ..cache.layer import PackedLayer
+from ..eval.quality import packed
 from ..schemes import QAQConfig
 
 

@@ -16,16 +16,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from .. import schemes
-from ..api import is_applied
 from ..codec import CodecSpec, decode_pages, encode_pages
 from ..codec.affine import params_dtype
-from ..codec.predict import MEAN, fit_center, looks_below, predict
-from ..codec.window import layout
+from ..codec.predictor import MEAN, fit_center, looks_below, predict
 from ..errors import KVPassError
-from ..probe import has_encoder, probe
-from ..progress import bar
+from ..eval.progress import bar
+from ..layout.window import layout
+from ..models.probe import has_encoder, probe
+from ..runtime.applied import is_applied
 from ..schemes import AquaKVConfig, LayerGeometry, LayerPlan, QAQConfig, SchemeConfig, check_edges
-from .artifact import Calibration, describe
+from ..schemes.calibrated import Calibration, describe
 from .collect import Collected, collect, digest
 from .energy import measure_energy
 from .regression import Moments, fit

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from ..codec import CodecSpec, Subspace, encode_pages
-from ..codec.pack import byte_rows
-from ..codec.predict import matrix, parse_predictor, run
+from ..codec.predictor import GROUP, matrix, parse_predictor, run
 from ..codec.subspace import compensation_matrix
 
 Batches = Callable[[], Iterator[tuple[Tensor, Tensor]]]
 """Makes a pass over the data: rows ``[T, in]`` to predict from and rows ``[T, out]`` to predict, float32."""
 
-_GROUP, _BLOCK = 64, 32  # 4-bit weights: outputs that share a scale, inputs quantized at a time
+_BLOCK = 32  # inputs whose 4-bit weights are quantized at a time
 _MLP_EPOCHS, _MLP_STEPS, _MLP_BATCH, _MLP_RATE = 8, 1000, 256, 1e-3  # at least so many epochs, and so many steps
 
 
@@ -87,7 +86,7 @@ def quantize(weight: Tensor, covariance: Tensor, ridge: float, dtype: torch.dtyp
     """
     outputs, inputs = weight.shape
     block = math.gcd(inputs, _BLOCK)
-    group = math.gcd(outputs, _GROUP)
+    group = math.gcd(outputs, GROUP)
     subspace = Subspace(1, 0.0, True, block) if inputs > block else None
     spec = CodecSpec(4, "channel", group, outputs, subspace=subspace)
     answer = subspace and compensation_matrix(_regularised(covariance, max(ridge, 1e-2)), block)[None, None]
@@ -95,25 +94,10 @@ def quantize(weight: Tensor, covariance: Tensor, ridge: float, dtype: torch.dtyp
     return [part[0, 0, 0] for part in packed]
 
 
-def stored_shapes(predictor: str, inputs: int, outputs: int, rank: int | None) -> list[tuple[bool, tuple[int, ...]]]:
-    """Of each tensor that `fit` returns, whether it holds codes, uint8, and its shape."""
-    kind, bits = parse_predictor(predictor)
-    hidden = 2 * inputs if kind == "mlp" else min(rank or outputs // 2, outputs)
-    matrices = [(outputs, inputs)] if kind == "linear" else [(hidden, inputs), (outputs, hidden)]
-    stored = []
-    for rows, columns in matrices:
-        if bits == 4:
-            groups = (False, (rows // math.gcd(rows, _GROUP), columns))
-            stored += [(True, (byte_rows(rows, 4), columns)), groups, groups]
-        else:
-            stored.append((False, (rows, columns)))
-    return [*stored, *[(False, (size,)) for size in ((hidden, outputs) if kind == "mlp" else (outputs,))]]
-
-
 def fit(
     predictor: str, batches: Batches, moments: Moments, *, ridge: float, rank: int | None, dtype: torch.dtype
 ) -> list[Tensor]:
-    """The tensors of a predictor (`kvpass.codec.predict`), in ``dtype`` or 4-bit codes.
+    """The tensors of a predictor (`kvpass.codec.predictor`), in ``dtype`` or 4-bit codes.
 
     batches: makes a pass over the data ``moments`` are of; only "mlp" makes more of them.
     """

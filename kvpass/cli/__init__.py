@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from transformers.utils import logging as transformers_logging
 
 from ..errors import KVPassError
-from . import bench, demo, fit, look, needle, quality, recommend
+from . import bench, calibrate, demo, eval, explain, needle, recommend
 
 _COMMANDS = {
     "demo": demo,
-    "eval": quality,
+    "eval": eval,
     "recommend": recommend,
     "needle": needle,
     "bench": bench,
-    "calibrate": fit,
-    "explain": look,
+    "calibrate": calibrate,
+    "explain": explain,
 }
 
 

@@ -4,8 +4,9 @@ import argparse
 
 import torch
 
-from .. import api, models, texts
-from ..speed import measure, sharing_weights
+from .. import api, models
+from ..eval import texts
+from ..eval.speed import measure, sharing_weights
 from .shared import FULL, SCHEMES, TEXT, at_least, chosen_schemes, numbers, say, stage
 
 HELP = "Time decode steps of schemes against full precision, in turn within one process."

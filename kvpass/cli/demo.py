@@ -7,8 +7,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers.generation.streamers import BaseStreamer
 
-from .. import evaluate, models, texts
-from ..tables import QUALITY, SPEED, aligned, memory_columns
+from .. import models
+from ..eval import quality, texts
+from ..eval.tables import QUALITY, SPEED, aligned, memory_columns
 from .shared import SCHEMES, TEXT, add_tokens, at_least, chosen_schemes, prompt_tokens, say, stage
 
 HELP = "Generate and score with full precision and with each scheme."
@@ -47,14 +48,14 @@ def run(args: argparse.Namespace) -> None:
     ids = texts.tokens(tokenizer, args.text, args.context).to(model.device)
     prompt = ids[:, :split]
     with stage(f"Full-precision logits of {args.score} tokens that follow {split} of {args.text!r}"):
-        reference = evaluate.reference_logits(model, ids, split)
+        reference = quality.reference_logits(model, ids, split)
     rows = []
     print(f"prompt, {split} tokens, ends:  ...{tokenizer.decode(prompt[0, -60:])!r}\n", flush=True)
     for name, scheme in chosen.items():
         compiles = "" if scheme is None else " (its first step compiles: about a minute the first time)"
         reading = f"{name}: reading the prompt, generating{compiles}"
         feeding = f"{name}: feeding it the real text, token by token"
-        with evaluate.packed(model, scheme):
+        with quality.packed(model, scheme):
             with stage(reading), _Bar("generating", args.new_tokens, scheme is not None) as bar:
                 output = model.generate(
                     prompt,
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
                     streamer=bar,
                 )
             with stage(feeding), _Bar("scoring", args.score) as bar:
-                rows.append(evaluate.score(model, ids, split, reference, name=name, step_done=bar.update))
+                rows.append(quality.score(model, ids, split, reference, name=name, step_done=bar.update))
         text = tokenizer.decode(output[0, split:], skip_special_tokens=True)
         print(f"[{name}] generated:\n{text.strip()}\n", flush=True)
     print(aligned(rows, [*memory_columns(model.dtype), *QUALITY, *SPEED]))

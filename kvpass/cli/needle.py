@@ -3,8 +3,9 @@
 import argparse
 import json
 
-from .. import models, texts
-from ..retrieval import retrieve
+from .. import models
+from ..eval import texts
+from ..eval.retrieval import retrieve
 from .shared import SCHEMES, TEXT, at_least, chosen_schemes, names, numbers, out_file, say, stage
 
 HELP = "Hide a number in a text and ask for it: exact matches by length and depth. For instruct models."

@@ -3,8 +3,8 @@
 import argparse
 
 from .. import models
-from ..recommend import SHORT_LIST, recommend
-from ..tables import QUALITY, aligned
+from ..eval.budget import SHORT_LIST, recommend
+from ..eval.tables import QUALITY, aligned
 from .shared import TEXTS, add_tokens, at_least, names, prompt_tokens, read_texts, say, stage
 
 HELP = "Measure a short list of schemes within a budget of bits, and print the best with its evidence."

@@ -10,10 +10,11 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from .. import schemes, texts
-from ..calibration.artifact import load_calibration
+from .. import schemes
 from ..errors import KVPassError
-from ..evaluate import FULL, Scheme
+from ..eval import texts
+from ..eval.quality import FULL, Scheme
+from ..schemes.calibrated import load_calibration
 
 TEXT = f"{', '.join(texts.available())}, a UTF-8 file, or hub:dataset[:config[:split]]"
 TEXTS = f"comma-separated: {', '.join(texts.available())}, UTF-8 files, hub:dataset[:config[:split]]"

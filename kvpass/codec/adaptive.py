@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .affine import round_toward
-from .pack import pack, unpack
+from .bitpack import pack, unpack
 from .spec import Adaptive
 
 _LEVEL_BITS = 2

@@ -5,9 +5,9 @@ from torch import Tensor
 
 from ..errors import KVPassError
 from .affine import assign, calibrate, dequantize, fit_codes, fit_lsq, fit_minmax, params_dtype
-from .grid import assign_points, fit_rms, fit_size, grid, look_up
+from .bitpack import pack, unpack
+from .codebook import assign_points, fit_rms, fit_size, grid, look_up
 from .hadamard import gather, spread
-from .pack import pack, unpack
 from .spec import CodecSpec
 
 

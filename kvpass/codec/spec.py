@@ -7,9 +7,9 @@ from typing import Literal
 
 from ..errors import KVPassError
 from ..fields import check_integers, check_types
-from .grid import grid_shape
-from .pack import byte_rows, smallest_page
-from .predict import looks_below, parse_predictor
+from .bitpack import byte_rows, smallest_page
+from .codebook import grid_shape
+from .predictor import looks_below, parse_predictor
 
 UNIFORM = (1, 2, 3, 4, 8)
 """Widths of uniform codes."""
@@ -105,9 +105,9 @@ class CodecSpec:
         keeps the others and only its own scale and zero point, anything between averages the two.
     pre_rope: the tokens are keys as they were before the rotary embedding.
     rotation: seed of a random-sign Hadamard rotation of the channels (`codec.hadamard`); None for none.
-    grid: name of a vector grid (`codec.grid`) whose points are the codes; "" for uniform codes. ``bits`` is then the
-        width of the code of d values, and groups have a scale and no zero point.
-    predictor: what is subtracted before encoding and added after decoding (`codec.predict`): "" nothing, "mean" the
+    grid: name of a vector grid (`codec.codebook`) whose points are the codes; "" for uniform codes. ``bits`` is then
+        the width of the code of d values, and groups have a scale and no zero point.
+    predictor: what is subtracted before encoding and added after decoding (`codec.predictor`): "" nothing, "mean" the
         mean of the tokens packed first, or a function of the layer below: "linear", "low-rank", "mlp", and each with
         "-4" behind it for weights of 4 bits.
     budget: packed tokens kept at most, a multiple of ``page_size``; None for all. What is over is evicted `rollback`

@@ -8,7 +8,7 @@ tokens', so is its error at the same width. Predictors come from `kvpass.calibra
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ..codec.predict import parse_predictor
+from ..codec.predictor import parse_predictor
 from ..errors import KVPassError
 from ..fields import check_integers
 from .base import LayerGeometry, LayerPlan, SchemeConfig, get, register_scheme

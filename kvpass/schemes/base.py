@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..codec.predict import MEAN, looks_below
+from ..codec.predictor import MEAN, looks_below
 from ..codec.spec import CodecSpec
 from ..errors import KVPassError
 from ..fields import check_types, shown
-from ..retention import POLICIES, Retention
+from ..layout.retention import POLICIES, Retention
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ def compose(scheme: SchemeConfig, policy: Retention) -> SchemeConfig:
     predictions, all heads and layers evict the same tokens.
     """
     if not isinstance(policy, Retention):
-        raise KVPassError(f"{shown(policy)} is no policy: use one of kvpass.retention, such as Recent(128).")
+        raise KVPassError(f"{shown(policy)} is no policy: use one of kvpass.Retention, such as Recent(128).")
     if not hasattr(scheme, "retention"):
         raise KVPassError(f"{scheme.name!r} has no retention policy to choose.")
     if policy.budget is not None and (scheme.needs_calibration or scheme.rope == "pre"):
@@ -232,7 +232,7 @@ def compose(scheme: SchemeConfig, policy: Retention) -> SchemeConfig:
 def get(scheme: str | dict[str, Any] | SchemeConfig, **overrides: Any) -> SchemeConfig:
     """Resolve a scheme.
 
-    scheme: a name from `available`, such a name and a policy of `kvpass.retention.POLICIES` ("kivi+h2o"), a config, or
+    scheme: a name from `available`, such a name and a policy of `layout.retention.POLICIES` ("kivi+h2o"), a config, or
         a dict ``{"scheme": name, **overrides}`` (what `to_dict` writes).
     Raises `KVPassError` for unknown names, unknown fields, a dict of another version, or what cannot go together.
     """

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from ..codec.grid import grid_shape
-from ..codec.predict import MEAN
+from ..codec.codebook import grid_shape
+from ..codec.predictor import MEAN
 from ..codec.spec import CodecSpec
 from ..fields import check_integers
 from .base import LayerGeometry, LayerPlan, register_scheme

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..codec.spec import CodecSpec
-from ..retention import POLICIES
+from ..layout.retention import POLICIES
 from .base import LayerGeometry, LayerPlan, register_scheme
 from .storage import StorageConfig
 

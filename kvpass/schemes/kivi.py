@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..codec.spec import Subspace
-from ..retention import Recent, Sinks
+from ..layout.retention import Recent, Sinks
 from .base import LayerGeometry, LayerPlan, register_scheme
 from .uniform import UniformConfig
 

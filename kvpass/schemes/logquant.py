@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from ..errors import KVPassError
 from ..fields import check_integers
-from ..retention import LogSparse, Retention, Sinks
+from ..layout.retention import LogSparse, Retention, Sinks
 from .base import register_scheme
 from .kivi import KIVIConfig
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..codec.predict import MEAN
+from ..codec.predictor import MEAN
 from ..fields import check_integers
 from .base import LayerPlan, register_scheme
 from .rtn import RTNConfig

@@ -5,7 +5,7 @@ from typing import Literal
 
 from ..errors import KVPassError
 from ..fields import check_integers, made
-from ..retention import Retention
+from ..layout.retention import Retention
 from .base import SchemeConfig
 
 
@@ -16,7 +16,8 @@ class StorageConfig(SchemeConfig):
     residual: R of KIVI. The key window swings between 0 and R - 1 tokens, as in the paper. Values leave theirs R at a
         time too, so it holds R to 2R - 1 tokens where the paper holds R.
     sinks: first tokens kept in full precision (0 in most papers).
-    retention: another policy (`kvpass.retention`), for keys and values alike, instead of ``residual`` and ``sinks``.
+    retention: another policy (`kvpass.layout.retention`), for keys and values alike, in place of ``residual``
+        and ``sinks``.
     rope: "pre" stores keys as they were before rotary embedding, and rotates what is read.
     """
 

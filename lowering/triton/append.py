@@ -38,7 +38,7 @@ def write_windows(
 
 
 def _write(rings: Sequence[Tensor], n: int, xs: Sequence[Tensor], spec: CodecSpec) -> None:
-    """Store tokens ``[B, H, S, D]`` of layers in their rings, from slot to slot as `kvpass.codec.window.Recent`."""
+    """Store tokens ``[B, H, S, D]`` of layers in their rings, from slot to slot as `kvpass.layout.window.Recent`."""
     alike: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
     for ring, x in zip(rings, xs, strict=True):
         x = x.to(ring.dtype)

@@ -8,7 +8,6 @@ and it rounds as the reference does. The splits meet in a second kernel, by thei
 import triton
 import triton.language as tl
 
-from .pages import Pool, channels, form_of, paired_values, paired_words, tokens_of, values, words
 from .scores import (
     Call,
     Turn,
@@ -26,6 +25,7 @@ from .scores import (
     shifts_of,
     with_present,
 )
+from .unpacking import Pool, channels, form_of, paired_values, paired_words, tokens_of, values, words
 
 
 @triton.jit

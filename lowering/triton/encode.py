@@ -11,11 +11,12 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpass.codec.affine import params_dtype
-from kvpass.codec.grid import grid
-from kvpass.codec.pack import num_planes
+from kvpass.codec.bitpack import num_planes
+from kvpass.codec.codebook import grid
 from kvpass.codec.spec import CodecSpec, parse
 
 from ..table import Site, implements
+from .codebook import encode_on_grid, spread, table
 from .configs import (
     COMPENSATED,
     COMPENSATING_WARPS,
@@ -25,9 +26,8 @@ from .configs import (
     power_of_two,
     refuses_device,
 )
-from .lattice import encode_on_grid, spread, table
 from .packing import Codec, head_at, nearest, pack_fields, store_along_channels, store_along_tokens, tile_of
-from .pages import columns
+from .unpacking import columns
 
 
 @triton.jit

@@ -7,19 +7,20 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from kvpass.codec.grid import grid
+from kvpass.codec.bitpack import num_planes
+from kvpass.codec.codebook import grid
 from kvpass.codec.hadamard import basis
-from kvpass.codec.pack import num_planes
-from kvpass.codec.pool import whole
-from kvpass.codec.predict import looks_below
-from kvpass.codec.rotary import parse_rope
+from kvpass.codec.predictor import looks_below
+from kvpass.codec.rope import parse_rope
 from kvpass.codec.spec import CodecSpec, parse
 from kvpass.errors import KVPassError
+from kvpass.layout.pool import whole
 
 from ..append import not_padding
 from ..reference import with_past
 from ..table import FEW, Site, implements
 from .attend import attend_split, merge_splits
+from .attention_mass import pay_tokens
 from .configs import (
     INTERPRETED,
     PAYING_WARPS,
@@ -30,9 +31,8 @@ from .configs import (
     refuses_device,
     split_size,
 )
-from .pages import Layout
-from .paid import pay_tokens
 from .scores import Rules
+from .unpacking import Layout
 
 _OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _MERGED = 16  # splits taken together at a time

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .pages import columns
+from .unpacking import columns
 
 
 class Codec(NamedTuple):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .pages import channels, paired_values, paired_words, values, words
+from .unpacking import channels, paired_values, paired_words, values, words
 
 
 class Rules(NamedTuple):
@@ -108,7 +108,7 @@ def query_tiles(q, of_all, asked, parts, DIM: tl.constexpr, Q: tl.constexpr):
 
 @triton.jit
 def _turned(k, turn, tokens, there, parts, L: tl.constexpr):
-    """`kvpass.codec.rotary.rotate` of the parts of keys."""
+    """`kvpass.codec.rope.rotate` of the parts of keys."""
     channel, real = parts[0]
     pair = channel // 2 if L.interleaved else channel
     at, known = tokens[:, None] * turn.row + pair[None, :], there[:, None] & real[None, :]

@@ -1,0 +1,262 @@
+"""Storage of tokens with widths of their own (`kvpass.codec.adaptive`): written between forwards, read in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..codec.adaptive import (
+    Tokens,
+    allowed_deviation,
+    assign_cells,
+    fit_range,
+    from_planes,
+    levels_for,
+    pack_levels,
+    plane_bits,
+    split_outliers,
+    to_planes,
+    unpack_levels,
+    where_dtype,
+)
+from ..codec.affine import check_finite, params_dtype
+from ..codec.spec import CodecSpec
+from ..layout.window import Writes
+from .state import GROWTH, KVState, grown
+
+_TABLES = ("_codes", "scale", "zero_point", "outliers", "where")
+
+
+class PlanePool:
+    """The planes of all states of a cache but the first of each, end to end: their sizes depend on data, and differ, so
+    that a graph takes one tensor of bytes instead."""
+
+    def __init__(self):
+        self.states: list[AdaptiveState] = []
+        self.data = torch.empty(0, dtype=torch.uint8)
+        self.stale = False  # planes have been replaced since the last `refresh`
+
+    def add(self, state: AdaptiveState) -> None:
+        """Take in the planes of ``state``, from the next `refresh` on."""
+        self.states.append(state)
+        self.stale = True
+
+    @torch.inference_mode(False)
+    def refresh(self) -> None:
+        """Copy the planes of all states behind each other, and make theirs views of the copy, if any is new."""
+        if not self.stale:
+            return
+        planes = [plane for state in self.states for plane in state.planes]
+        spare = torch.zeros(64, dtype=torch.uint8, device=self.states[0].ring.device)  # never empty
+        data, start = torch.cat([*(plane.reshape(-1) for plane in planes), spare]), 0
+        torch._dynamo.mark_dynamic(data, 0)
+        self.data = data
+        for state in self.states:
+            for i, plane in enumerate(state.planes):
+                state.places[i] = torch.tensor([start, plane.shape[2], plane.shape[3]])
+                state.planes[i] = data[start : start + plane.numel()].view(plane.shape)
+                start += plane.numel()
+        self.stale = False  # last: what was interrupted is done again
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"states": self.states, "data": torch.empty(0, dtype=torch.uint8), "stale": bool(self.states)}
+
+
+class HostTokens:
+    """Full-precision tokens in host memory, ``[B, H_kv, capacity, D]``, and the bytes fetched from there so far."""
+
+    def __init__(self, tokens: Tensor, moved_nbytes: int = 0):
+        self.tokens, self.moved_nbytes = tokens, moved_nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held on the host."""
+        return self.tokens.nbytes
+
+    def replaced(self, tokens: Tensor) -> HostTokens:
+        """Others, with the same count of bytes fetched."""
+        torch._dynamo.mark_dynamic(tokens, 2)
+        return HostTokens(tokens, self.moved_nbytes)
+
+
+class AdaptiveState(KVState):
+    """A `KVState` whose tokens have widths of their own.
+
+    codes: ``[B, H_kv, capacity, D * b / 8]``, the first plane of bits; the others are ``planes``, in a `PlanePool`.
+    scale, zero_point: ``[B, H_kv, capacity, 1]``: step of the widest class, and minimum.
+    levels: ``[B, H_kv, capacity / P, P / 4]``; outliers, where: ``[B, 1, capacity, k]``: see `Tokens`.
+    compensation: ``[B, H_kv, 1, 1]`` float32, the energy of the prompt's queries, for keys.
+    host: originals, or where tokens wait for their width.
+    """
+
+    def __init__(self, spec: CodecSpec, ring: Tensor, pool: PlanePool):
+        batch, heads, _, head_dim = ring.shape
+        adaptive, params, device = spec.adaptive, params_dtype(ring.dtype), ring.device
+        first, *others = plane_bits(adaptive.widths)
+        count = round(adaptive.outliers * heads * head_dim)
+
+        def empty(*shape, dtype, device=device):
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        self.spec, self.text, self.ring, self.pool = spec, str(spec), ring, pool
+        self._codes = empty(batch, heads, 0, head_dim * first // 8, dtype=torch.uint8)
+        self.scale, self.zero_point = (empty(batch, heads, 0, 1, dtype=params) for _ in range(2))
+        self.levels = empty(batch, heads, 0, spec.page_size // 4, dtype=torch.uint8)
+        self.outliers = empty(batch, 1, 0, count, dtype=ring.dtype)
+        self.where = empty(batch, 1, 0, count, dtype=where_dtype(heads * head_dim))
+        self.planes = [empty(batch, heads, 0, head_dim * bits // 8, dtype=torch.uint8) for bits in others]
+        self.places = torch.zeros(len(others), 3, dtype=torch.int64)
+        self.host = HostTokens(empty(batch, heads, 0, head_dim, dtype=ring.dtype, device="cpu"))
+        self.compensation = self.source = self.center = self.below = self.beside = None
+        if adaptive.role == "key" and adaptive.energy is None:
+            self.compensation = empty(batch, heads, 1, 1, dtype=torch.float32)
+        self.count, self.writes = 0, Writes()
+        pool.add(self)
+        self.put()
+
+    @classmethod
+    @torch.inference_mode(False)
+    def allocate(cls, spec, batch, heads, head_dim, dtype, device, tokens, pool) -> AdaptiveState:
+        """An empty state with room for ``tokens`` tokens. Raises `KVPassError` if the spec does not fit the head."""
+        spec.check(head_dim)
+        state = cls(
+            spec, torch.zeros(batch, heads, spec.sinks + spec.window, head_dim, dtype=dtype, device=device), pool
+        )
+        state.reserve(tokens)
+        return state
+
+    @property
+    def predictor(self) -> list[Tensor]:
+        """The side tables that ``kvpass::decode`` takes."""
+        if not torch.compiler.is_dynamo_compiling():
+            self.pool.refresh()
+        return [self.levels, self.outliers, self.where, self.pool.data, self.places]
+
+    @property
+    def handles(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The tables themselves."""
+        return self._codes, self.scale, self.zero_point
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name in (*_TABLES, "levels", "ring", "compensation"):
+            if (tensor := getattr(self, name)) is not None:
+                yield name, tensor
+
+    def _follows(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        for name in (*_TABLES, "levels"):
+            torch._dynamo.mark_dynamic(tensors[name], 2)
+        return {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its own, slack included; originals in host memory are not among them."""
+        return sum(tensor.nbytes for _, tensor in self.tensors()) + sum(plane.nbytes for plane in self.planes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = [plane.clone() for plane in self.planes]  # not views of what the pool holds of all states
+        return vars(self) | {"planes": own}
+
+    def contents(self, n: int) -> dict[str, Tensor]:
+        packed, pages = slice(self.spec.packed(n)), slice(self.spec.pages(n))
+        used = dict.fromkeys(_TABLES, packed) | {"levels": pages}
+        own = {name: tensor[:, :, used[name]] if name in used else tensor for name, tensor in self.tensors()}
+        if self.spec.adaptive.keep_originals:
+            own["originals"] = self.host.tokens[:, :, packed]
+        return own | {f"planes.{i}": plane for i, plane in enumerate(self.planes)}
+
+    def fill(self, n: int, contents: Mapping[str, Tensor]) -> None:
+        rows = [contents.get(f"planes.{i}", plane) for i, plane in enumerate(self.planes)]  # as many as it takes
+        planes = [torch.zeros_like(plane) for plane in rows]
+        self.put(planes=[plane.to(self.ring.device) for plane in planes], count=self.spec.packed(n))
+        super().fill(n, contents)
+
+    @torch.inference_mode(False)
+    def mapped(self, fn: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        replaced = {"planes": [fn(plane) for plane in self.planes], "host": self.host.replaced(fn(self.host.tokens))}
+        return super().mapped(fn) | replaced
+
+    def put(self, **changed: Any) -> None:
+        if "planes" in changed:
+            self.pool.stale = True
+        super().put(**changed)
+
+    @torch.inference_mode(False)
+    def reserve(self, tokens: int) -> None:
+        """Make room for ``tokens`` tokens, growing geometrically; contents are kept."""
+        size, packed, have = self.spec.page_size, self.spec.packed(tokens), self.scale.shape[2]
+        keeps, room, new = self.spec.adaptive.keep_originals, have, {}
+        if packed > have or not have:
+            room = max(packed, have + have // GROWTH, 4 * size) // size * size
+            new = {name: grown(getattr(self, name), room) for name in _TABLES}
+            new["levels"] = grown(self.levels, room // size)
+        wanted = room if keeps else max(size, packed - self.count)
+        old = self.host.tokens
+        if wanted != old.shape[2]:
+            tokens = old.new_zeros(*old.shape[:2], wanted, old.shape[3], pin_memory=self.ring.is_cuda)
+            if keeps:
+                tokens[:, :, : old.shape[2]] = old
+            new["host"] = self.host.replaced(tokens)
+        if new:
+            self.put(**new)
+
+    def crop(self, old: int, new: int, lowering: str = "auto") -> None:
+        super().crop(old, new, lowering)
+        self.count = min(self.count, self.spec.packed(new))
+
+    def reset(self) -> None:
+        super().reset()
+        self.count, self.pool.stale = 0, True
+
+    @torch.inference_mode(False)
+    def requantize(self, n: int, importance: Tensor) -> None:
+        """Code the tokens that are due at length ``n``, and give every packed token the width it needs now.
+
+        importance: ``[B, H_kv, n]``, the largest attention weights of the last queries. Planes of the pool are stale
+        until its `PlanePool.refresh`.
+        """
+        adaptive, widths, packed = self.spec.adaptive, self.spec.adaptive.widths, self.spec.packed(n)
+        known, old = self._tokens(self.count), self.count
+        start = old if adaptive.keep_originals else 0
+        new = self.host.tokens[:, :, start : start + packed - old].to(self.ring.device)
+        self._add(new, slice(old, packed))
+        step, zero_point = (table[:, :, :packed] for table in (self.scale, self.zero_point))
+        cells = assign_cells(new, step[:, :, old:], zero_point[:, :, old:], widths[-1])
+        codes = torch.cat([from_planes(known.planes, known.levels, widths), cells], 2)
+        energy = adaptive.energy if self.compensation is None else self.compensation[..., 0]
+        worth = importance[..., self.spec.sinks : self.spec.sinks + packed]
+        levels = levels_for(step, allowed_deviation(adaptive, n, worth, energy), widths)
+        if adaptive.keep_originals:
+            self._restore(codes[:, :, :old], levels[:, :, :old] > known.levels)
+        else:
+            levels[:, :, :old] = torch.minimum(levels[:, :, :old], known.levels)
+        first, *planes = to_planes(codes, levels, widths)
+        self._codes[:, :, :packed] = first
+        self.levels[:, :, : packed // self.spec.page_size] = pack_levels(levels, self.spec.page_size)
+        self.put(planes=planes, count=packed)
+
+    def _tokens(self, count: int) -> Tokens:
+        """The first ``count`` packed tokens."""
+        tables = (getattr(self, name)[:, :, :count] for name in _TABLES)
+        codes, step, zero_point, outliers, where = tables
+        levels = unpack_levels(self.levels[:, :, : count // self.spec.page_size])
+        return Tokens([codes, *self.planes], levels, step, zero_point, outliers[:, 0], where[:, 0])
+
+    def _add(self, x: Tensor, part: slice) -> None:
+        """Keep ranges and outliers of ``x``, the tokens ``part`` that are packed from now on."""
+        outliers, where, is_outlier = split_outliers(x, self.spec.adaptive.outliers)
+        step, zero_point = fit_range(x, is_outlier, self.spec.adaptive.widths[-1], self.scale.dtype)
+        if x.device.type == "cpu":
+            check_finite(step, zero_point)
+        self.scale[:, :, part], self.zero_point[:, :, part] = step, zero_point
+        self.outliers[:, 0, part], self.where[:, 0, part] = outliers, where
+
+    def _restore(self, codes: Tensor, promoted: Tensor) -> None:
+        """Put all bits of ``promoted`` tokens into ``codes`` again, from the originals."""
+        where = promoted.nonzero(as_tuple=True)
+        originals = self.host.tokens[tuple(index.cpu() for index in where)].to(self.ring.device)
+        self.host.moved_nbytes += originals.nbytes
+        step, zero_point = (table[:, :, : codes.shape[2]][where] for table in (self.scale, self.zero_point))
+        codes[where] = assign_cells(originals, step, zero_point, self.spec.adaptive.widths[-1])

@@ -1,0 +1,85 @@
+"""Cross-attention of an encoder-decoder: keys and values written once, from the encoder, and read at every step."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from ..errors import KVPassError
+from ..layout.window import carry
+from ..schemes import LayerPlan
+from .layer import PackedLayer
+from .state import KVState
+
+
+class CrossLayer(PackedLayer):
+    """A layer of a cross-attention cache. Attention reads ``keys`` and ``values`` of a layer that is written; while a
+    forward is running they are plain decodes, which the pass fuses with it."""
+
+    is_cross = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        if self.length is None or self.tokens:
+            raise KVPassError(
+                "A packed cross-attention cache is written once, by the first forward of the model kvpass was applied "
+                "to: pass a fresh cache, or cache.reset(), for other inputs of the encoder."
+            )
+        batch, _, tokens, _ = key_states.shape
+        if self.batch_size != batch:  # a reset cache may be used at another batch size
+            self.forget()
+        self._allocate(batch, self.max_cache_len or tokens)
+        for which, (state, x) in enumerate(zip(self.states(), (key_states, value_states), strict=True)):
+            state.reserve(tokens)
+            self._append(state, self._placed(x), which)
+            state.wrote(0, tokens)
+        self.tokens = self.seen = tokens
+        self.length = self.key_state.carrier(tokens)
+        return key_states, value_states
+
+    def _view(self, state: KVState) -> Tensor:
+        return super()._view(state) if self.length is None else self._decode(state, None)
+
+
+@contextmanager
+def running(layers: Sequence[CacheLayerMixin]) -> Iterator[None]:
+    """Within it a forward may write the cross-attention ``layers``, if they are empty, and read them at any length."""
+    packed = [layer for layer in layers if isinstance(layer, CrossLayer)]
+    for layer in layers:
+        if layer not in packed and layer.is_initialized:
+            torch._dynamo.maybe_mark_dynamic(layer.keys, 2)
+            torch._dynamo.maybe_mark_dynamic(layer.values, 2)
+    if packed:
+        tokens = packed[0].tokens
+        for layer in packed:
+            layer.refuse_unless_whole()
+            if (layer.tokens, layer.edits) != (tokens, packed[0].edits):
+                raise KVPassError(
+                    "The cross-attention layers of this cache differ: writing, reordering or resetting it failed or "
+                    "was interrupted midway. Start again with a fresh cache, or cache.reset()."
+                )
+        length = carry(tokens, packed[0].geometry.device)
+        if tokens > 1:
+            torch._dynamo.maybe_mark_dynamic(length, 0)
+        for layer in packed:
+            layer.length = length
+    try:
+        yield
+    finally:
+        for layer in packed:
+            layer.length = None
+
+
+def cross_plan(plan: LayerPlan) -> LayerPlan | str:
+    """``plan``, if cross-attention can be stored by it, or why not."""
+    why = None
+    if plan.evicts or plan.adaptive:
+        why = "this scheme chooses among tokens as they come, and those of an encoder come all at once"
+    elif plan.needs_queries or plan.needs_importance:
+        why = "this scheme is fitted to queries, and what an encoder gave is stored before there are any"
+    elif plan.looks_below or plan.key_source is not None or plan.value_source is not None:
+        why = "this scheme looks at other layers, which it does for self-attention only"
+    elif plan.key.pre_rope:
+        why = "it has no rotary embedding that keys could be stored before"
+    return plan if why is None else f"cross-attention: {why}. To pack it use another scheme, such as 'kivi'"

@@ -1,0 +1,382 @@
+"""One layer of a transformers cache over packed states."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from ..codec.predictor import looks_below
+from ..codec.spec import CodecSpec
+from ..errors import KVPassError
+from ..layout.window import SEEN_OFFSET, length_of
+from ..schemes import LayerGeometry, LayerPlan
+from .adaptive_state import AdaptiveState, PlanePool
+from .state import Importance, KVState, RotaryState, SharedTensors
+from .tensor import PackedKV
+
+
+class PackedLayer(CacheLayerMixin):
+    """A transformers cache layer over two `KVState`. It holds ``tokens`` of the ``seen`` ones: all, unless some are
+    evicted.
+
+    ``update`` reads the past as stored, returns it with the present behind it, and appends the present. The length
+    advances once per forward, by `commit`, so that a layer's graph sees the same length from beginning to end.
+    """
+
+    is_compileable = False  # kvpass compiles the decode step itself; generate() must not
+    is_croppable = True
+    is_sliding = False
+    is_cross = False
+
+    def __init__(self, plan: LayerPlan, geometry: LayerGeometry, owner: str, lowering: str, max_cache_len: int | None):
+        # not super().__init__(): it assigns keys and values, which are views of the state here
+        self.plan, self.geometry, self.owner, self.lowering = plan, geometry, owner, lowering
+        self.max_cache_len = max_cache_len
+        self.key_state: KVState | None = None
+        self.value_state: KVState | None = None
+        self.key_source: PackedLayer | None = None  # layers whose codes this one decodes with
+        self.value_source: PackedLayer | None = None
+        self.rotary_owner = self  # the layer that keeps the rotary tables of the cache
+        self.rotary: RotaryState | None = None
+        self.below: PackedLayer | None = None  # the layer this one is predicted from
+        self.predictors: tuple[SharedTensors, SharedTensors] | None = None
+        self.is_below = False  # another layer is predicted from this one
+        self.past: tuple[Tensor, Tensor] | None = None  # its reconstruction, until the layer above has its turn
+        self.pool: PlanePool | None = None  # shared by all layers whose tokens have widths of their own
+        self.edges: tuple[Tensor, Tensor] | None = None  # that of the tokens that leave, while a forward is running
+        self.importance_owner = self  # the layer that decides for all, or itself
+        self.importance: Importance | None = None
+        self.slots: Tensor | None = None  # where a decision is handed on, while a forward is running
+        self.tokens = self.seen = 0
+        self.length: Tensor | None = None  # the length carriers, of what is stored and of what was seen,
+        self.seen_length: Tensor | None = None  # where that is more, set while a forward is running
+        self.whole = True  # False while something changes it, and for good if that was neither ended nor taken back
+        self.edits = 0  # changes of all tokens since it was empty: the same in all layers of a cache
+        self.drafts = 0  # calls of a few tokens in a row, up to the last; the first layer counts for its cache
+        self.tap = None  # who hands over the queries, while a forward is running and no graph does
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.key_state is not None
+
+    @property
+    def keys(self) -> PackedKV | None:
+        """The stored keys as a ``[B, H_kv, n, D]`` tensor that decodes when read."""
+        return self._view(self.key_state) if self.is_initialized else None
+
+    @property
+    def values(self) -> PackedKV | None:
+        """The stored values as a ``[B, H_kv, n, D]`` tensor that decodes when read."""
+        return self._view(self.value_state) if self.is_initialized else None
+
+    def _view(self, state: KVState) -> Tensor:
+        if self.length is None:
+            self.refuse_unless_whole()
+        return (
+            state.decode(self.tokens, self.lowering)
+            if self.plan.looks_below or self.plan.adaptive
+            else PackedKV.view(state, self.tokens)
+        )
+
+    def states(self) -> list[KVState]:
+        """Key and value state, or nothing before the first forward."""
+        return [self.key_state, self.value_state] if self.is_initialized else []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its own, slack included; codes of another layer and rotary tables count where they are kept."""
+        return sum(item.nbytes for item in (*self.states(), self.rotary, self.importance) if item is not None)
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of originals kept in host memory."""
+        kept = (state.host for state in self.states() if self.plan.adaptive and state.spec.adaptive.keep_originals)
+        return sum(host.nbytes for host in kept)
+
+    @property
+    def moved_nbytes(self) -> int:
+        """Bytes of originals fetched so far."""
+        return sum(state.host.moved_nbytes for state in self.states()) if self.plan.adaptive else 0
+
+    @property
+    def full_nbytes(self) -> int:
+        """What the tokens seen would take in full precision, in the cache's dtype."""
+        per_token = self.geometry.num_key_value_heads * self.geometry.head_dim * self.geometry.dtype.itemsize
+        return 2 * max(self.batch_size, 0) * self.seen * per_token
+
+    @property
+    def evicts(self) -> bool:
+        """Whether tokens are dropped when there are too many."""
+        return self.plan.evicts
+
+    def refuse_unless_whole(self) -> None:
+        """Raise `KVPassError` while something changes this layer, or if that failed halfway."""
+        if not self.whole:
+            raise KVPassError(
+                "This cache is not whole: a call over it failed or was interrupted, and could not be taken back. Start "
+                "again with a fresh cache, or cache.reset()."
+            )
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """What is within happens as a whole, or the layer is not whole any more: whoever failed may have changed other
+        layers before."""
+        self.refuse_unless_whole()
+        self.whole = False
+        yield
+        self.edits += 1
+        self.whole = True
+
+    def prepare(self, batch: int, new_tokens: int, length: Tensor, seen_length: Tensor | None) -> None:
+        """Make room for ``new_tokens`` and start a forward at the lengths ``length`` and ``seen_length`` carry."""
+        self.allocate(batch, self.tokens + new_tokens)
+        if self.importance is not None:
+            self.importance.remember(self.tokens)
+            if self.plan.adaptive and self._starts_to_look(new_tokens):
+                self.importance.weights.zero_()
+        self.length, self.seen_length = length, seen_length
+
+    def allocate(self, batch: int, tokens: int) -> None:
+        """Make room for ``tokens`` tokens, less those that are evicted; what is stored is kept."""
+        stored = max(self.tokens, self.plan.key.stored(tokens))
+        self._allocate(batch, self.max_cache_len or stored)
+        for state in self.states():
+            state.reserve(stored)
+        if self.importance is not None:
+            self.importance.reserve(stored)
+        if self.rotary is not None:  # `attend` reads whole pages of the tables, two at least
+            self.rotary.reserve(max(tokens, self.plan.key.sinks + 2 * self.plan.key.page_size))
+
+    def _starts_to_look(self, new_tokens: int) -> bool:
+        """Whether the queries that a page's widths are chosen by begin with this call."""
+        spec = self.plan.key
+        until_due = spec.page_size - (self.tokens - spec.sinks - spec.residual) % spec.page_size
+        return spec.adaptive.rows in (until_due, min(new_tokens, spec.adaptive.rows))
+
+    def _allocate(self, batch: int, tokens: int) -> None:
+        if self.is_initialized:
+            return
+        geometry = self.geometry
+        room = (geometry.num_key_value_heads, geometry.head_dim, geometry.dtype, geometry.device)
+
+        def state(spec: CodecSpec, source: PackedLayer | None, name: str) -> KVState:
+            if spec.adaptive is not None:
+                return AdaptiveState.allocate(spec, batch, *room, tokens, self.pool)
+            if source is not None:
+                source._allocate(batch, tokens)
+            return KVState.allocate(spec, batch, *room, tokens, source and getattr(source, name))
+
+        new = {
+            "key_state": state(self.plan.key, self.key_source, "key_state"),
+            "value_state": state(self.plan.value, self.value_source, "value_state"),
+        }
+        if self.plan.key.pre_rope and self.rotary_owner is self:
+            new["rotary"] = RotaryState(batch, *room[1:], tokens)
+        if self.plan.needs_importance and self.importance_owner is self:
+            heads = 1 if self.plan.key.shared_eviction else room[0]
+            new["importance"] = Importance(batch, heads, geometry.device, tokens)
+        if self.plan.looks_below:
+            self.below._allocate(batch, tokens)
+            own = new["key_state"], new["value_state"]
+            own[1].beside = own[0]
+            for state, below, predictor in zip(own, self.below.states(), self.predictors, strict=True):
+                if looks_below(state.spec.predictor):
+                    state.below, state.predictor = below, predictor
+        vars(self).update(new)  # all of it is there, or none
+
+    def forget(self) -> None:
+        """Drop all storage."""
+        self.key_state = self.value_state = self.rotary = self.importance = None
+        if self.pool is not None:
+            self.pool.states.clear()
+
+    def commit(self, new_tokens: int) -> None:
+        """End a forward that stored ``new_tokens``."""
+        self._wrote(new_tokens)
+        gone = self.plan.key.evicted(self.tokens + new_tokens)
+        for state in self.states():
+            state.evicted(gone)
+        self.tokens += new_tokens - gone
+        self.seen += new_tokens
+        for state in self.states() if self.plan.adaptive else ():
+            if state.spec.packed(self.tokens) > state.count:
+                state.requantize(self.tokens, self.importance.weights[..., : self.tokens])
+
+    def abandon(self, new_tokens: int) -> bool:
+        """Take back a forward that failed. Whether the layer is as before: not if new tokens may have taken slots of
+        the window, or the place of others."""
+        self._wrote(new_tokens, succeeded=False)
+        evicted = self.plan.key.evicted(self.tokens + new_tokens)
+        return not evicted and all(state.lossless_crop(self.tokens) for state in self.states())
+
+    def _wrote(self, new_tokens: int, succeeded: bool = True) -> None:
+        for state in self.states():
+            state.wrote(self.tokens, self.tokens + new_tokens)
+        if self.importance is not None:
+            if not succeeded:
+                self.importance.take_back()
+            self.importance.before = None
+        self._end()
+
+    def _end(self) -> None:
+        """Let go of what lives for one forward."""
+        self.length = self.seen_length = self.edges = self.past = self.slots = self.tap = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise KVPassError("A packed cache layer is initialized by the forward of the model kvpass was applied to.")
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        if self.length is None:
+            raise KVPassError(
+                "A packed cache was updated outside of the forward kvpass was applied to. Call model(...) or "
+                "model.generate(...), not a submodule, or pass a cache of its own to the submodule."
+            )
+        past = self.read() if torch.compiler.is_dynamo_compiling() or length_of(self.length) else None
+        if self.tap is None:
+            self.append(key_states, value_states)
+        else:
+            self.tap.wait(self, key_states, value_states)
+        if past is None:
+            return key_states, value_states
+        return tuple(torch.cat(pair, 2) for pair in zip(past, (key_states, value_states), strict=True))
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """The past as attention sees it, keys rotated; left for the layer above as it is stored."""
+        k_below, v_below = self.below.past if self.plan.looks_below else (None, None)
+        keys = self._decode(self.key_state, k_below)
+        values = self._decode(self.value_state, v_below, keys)
+        if self.plan.looks_below:
+            self.below.past = None
+        if self.is_below:
+            self.past = keys, values
+        if self.plan.key.pre_rope:
+            if not torch.compiler.is_dynamo_compiling():
+                raise KVPassError("Keys stored before rotary embedding need the pass: this forward was not captured.")
+            rotary = self.rotary_owner.rotary
+            keys = torch.ops.kvpass.rotate(keys, rotary.cos, rotary.sin, "")
+        return keys, values
+
+    def append(self, keys: Tensor, values: Tensor, q: Tensor | None = None, mask: Tensor | None = None) -> None:
+        """Store the present, ``[B, H_kv, S, D]`` each.
+
+        q, mask: queries ``[B, H_q, S, D]`` and mask of the attention that reads it, where no graph finds them.
+        """
+        if self.plan.needs_importance and not torch.compiler.is_dynamo_compiling():
+            raise KVPassError(
+                "What is stored depends on attention, which needs the pass: this forward was not captured."
+            )
+        keys, values = map(self._placed, (keys, values))
+        beside = self._append(self.key_state, keys, 0, q=q, mask=mask)
+        self._append(self.value_state, values, 1, beside)
+
+    def _decode(self, state: KVState, below: Tensor | None, beside: Tensor | None = None) -> Tensor:
+        if not looks_below(state.spec.predictor):
+            below = beside = None
+        return torch.ops.kvpass.decode(
+            *state.handles, state.ring, self.length, state.text, self.lowering, below, beside, list(state.predictor),
+        )  # fmt: skip
+
+    def _append(
+        self, state: KVState, x: Tensor, which: int, beside: Tensor | None = None, q: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor | None:  # fmt: skip
+        edge = None if self.edges is None else self.edges[which]
+        waiting = state.host.tokens if self.plan.adaptive else edge
+        torch.ops.kvpass.append_(
+            *state.handles, state.ring, state.compensation, self.length, x, q, mask, state.text, self.lowering,
+            waiting, beside, [] if state.center is not None else list(state.predictor), state.center,
+            self.importance.weights if which == 0 and self.importance else None, None, self.slots,
+        )  # fmt: skip
+        return edge
+
+    def _placed(self, x: Tensor) -> Tensor:
+        """Keys or values as the layer stores them. Autocast makes them narrower: the wider dtype holds them exactly."""
+        dtype, device = self.geometry.dtype, self.geometry.device
+        if (x.dtype, x.device) == (dtype, device):
+            return x
+        narrower = x.device == device and torch.promote_types(x.dtype, dtype) == dtype
+        if narrower and torch.is_autocast_enabled(device.type):
+            return x.to(dtype)
+        raise KVPassError(
+            f"The model made keys or values in {x.dtype} on {x.device}; kvpass was applied when they were {dtype} on "
+            f"{device}. kvpass.remove(model) and apply again after changing the dtype or the device, and outside "
+            "of torch.autocast: what was applied outside works within, too."
+        )
+
+    def get_seq_length(self) -> int:
+        if self.length is None:
+            return self.seen
+        return length_of(self.seen_length, SEEN_OFFSET) if self.evicts else length_of(self.length)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        # what is stored passes for the newest of the tokens seen: all of it is in the past of every query
+        stored = self.tokens if self.length is None else length_of(self.length)
+        return stored + query_length, self.get_seq_length() - stored
+
+    def get_max_length(self) -> int:
+        return self.max_cache_len or -1
+
+    def reset(self) -> None:
+        """Forget all tokens, and whatever went wrong with them."""
+        if not self.whole:
+            self.forget()
+        self.whole = False
+        for state in self.states():
+            state.reset()
+        self.tokens = self.seen = self.edits = 0
+        self._end()
+        self.whole = True
+
+    def crop(self, tokens_to_remove: int) -> None:
+        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 hands over a tensor
+        if tokens_to_remove > 0:
+            raise KVPassError(f"crop({tokens_to_remove}): pass the negative number of tokens to remove.")
+        self.refuse_unless_whole()
+        new = max(0, self.tokens + tokens_to_remove)
+        least = self.plan.key.sinks + (self.plan.key.budget or 0)
+        if self.seen > self.tokens and new < least:
+            raise KVPassError(
+                f"crop({tokens_to_remove}): tokens have been evicted, and only the last {self.tokens - least} of those "
+                "that are left are in the order they came in."
+            )
+        if not all(state.lossless_crop(new) for state in self.states()):
+            warnings.warn(
+                f"crop from {self.tokens} to {new} tokens goes back beyond the full-precision window: some tokens of "
+                "the window are now their decoded, not their exact, values.",
+                stacklevel=3,
+            )
+        with self._changing():
+            for state in self.states():
+                state.crop(self.tokens, new, self.lowering)
+            self.seen -= self.tokens - new
+            self.tokens = new
+
+    def _select_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
+        with self._changing():
+            for item in (*self.states(), self.rotary, self.importance):
+                if item is not None:
+                    item.map_(fn)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._select_batch(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._select_batch(lambda tensor: tensor.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._select_batch(lambda tensor: tensor[indices, ...].contiguous())
+
+    def offload(self) -> None:
+        raise KVPassError("Offloaded caches are not supported: a packed cache is meant to stay on the device.")
+
+    prefetch = offload
+
+    @property
+    def batch_size(self) -> int:
+        """Batch size of the stored tokens, -1 before the first forward."""
+        return self.key_state.ring.shape[0] if self.is_initialized else -1

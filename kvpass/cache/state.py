@@ -1,0 +1,324 @@
+"""`KVState`: the tensors that stand where one float K or V cache stood."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..codec.affine import params_dtype
+from ..codec.predictor import MEAN
+from ..codec.spec import CodecSpec
+from ..errors import KVPassError
+from ..layout.pool import handle
+from ..layout.window import Writes, carry, layout
+
+_POOLS = ("_codes", "scale", "zero_point")
+_MIN_PAGES = 4
+_SPARE = 61  # more than asked for, so that sizes that vary independently are not equal when a graph is captured
+GROWTH = 32  # pools grow by 1/32: at most 3 % of slack, each byte copied at most 32 times over a cache's life
+
+
+def grown(old: Tensor, size: int, dim: int = 2) -> Tensor:
+    """``old`` with ``size`` entries along ``dim``: its own, and zeros behind them."""
+    shape = (*old.shape[:dim], size, *old.shape[dim + 1 :])
+    new = old.new_zeros(shape)
+    new.narrow(dim, 0, old.shape[dim]).copy_(old)
+    return new
+
+
+class SharedTensors(tuple):
+    """Tensors that belong to a model, not to a cache: copies of a cache share them."""
+
+    def __deepcopy__(self, memo) -> SharedTensors:
+        return self
+
+
+class Storage:
+    """Tensors that change together. New ones are all made before the first of them is put in place, and are put there
+    at once, so that what fails or interrupts leaves all of them or none."""
+
+    nbytes: int  # bytes of its own, slack included
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of its own, by attribute name."""
+        raise NotImplementedError
+
+    def contents(self, n: int) -> dict[str, Tensor]:
+        """The parts of its tensors, by name, that its ``n`` tokens take."""
+        raise NotImplementedError
+
+    def fill(self, n: int, contents: Mapping[str, Tensor]) -> None:
+        """Take over the `contents` of another with ``n`` tokens; there must be room. Raises `KVPassError` if they are
+        of other shapes or dtypes."""
+        own = self.contents(n)
+        described = [{name: (t.shape, t.dtype) for name, t in part.items()} for part in (own, contents)]
+        if described[0] != described[1]:
+            raise KVPassError(f"{n} tokens take {described[0]} here, and there are {described[1]}.")
+        for name, tensor in own.items():
+            tensor.copy_(contents[name])
+
+    def _follows(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Attributes that follow from what `tensors` will be."""
+        return {"nbytes": sum(tensor.nbytes for tensor in tensors.values())}
+
+    @torch.inference_mode(False)
+    def mapped(self, fn: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """What `put` takes to replace every tensor of its own by ``fn`` of it."""
+        return {name: fn(tensor) for name, tensor in self.tensors()}
+
+    @torch.inference_mode(False)
+    def put(self, **changed: Any) -> None:
+        """Replace the attributes named."""
+        whole = dict(self.tensors())
+        whole.update({name: changed[name] for name in whole.keys() & changed.keys()})
+        vars(self).update(changed | self._follows(whole))  # one call: no interrupt comes between
+
+    def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Replace every tensor of its own by ``fn`` of it (batch selection, device moves)."""
+        self.put(**self.mapped(fn))
+
+    def __setstate__(self, attributes: dict[str, Any]) -> None:
+        vars(self).update(attributes)
+        self.put()  # what follows from a tensor is no copy's
+
+
+class KVState(Storage):
+    """Packed storage of one logical ``[B, H_kv, n, D]`` tensor.
+
+    codes: ``[B, H_kv, capacity, rows, D]`` uint8, planar pages. A state made with ``source`` has none of its own: it
+        decodes with the codes of that state, which must take the same tokens at the same time.
+    scale, zero_point: ``[B, H_kv, capacity, *spec.params_shape(D)]``, 16-bit.
+    ring: ``[B, H_kv, sinks + window, D]``, the full-precision tokens, in the cache's dtype.
+    compensation: ``[B, H_kv, D - b, D - b]``, 16-bit, for specs with a subspace; otherwise None.
+    center: ``[B, H_kv, 1, D]``, 16-bit, for specs that subtract a mean; otherwise None.
+    predictor: weights of the predictor that subtracts something else (`kvpass.codec.predictor`); the model's.
+    below, beside: the states it looks at: the same tokens in the layer below, and for values the keys of this layer.
+    """
+
+    def __init__(
+        self,
+        spec: CodecSpec,
+        codes: Tensor | None,
+        scale: Tensor,
+        zero_point: Tensor,
+        ring: Tensor,
+        compensation: Tensor | None = None,
+        source: KVState | None = None,
+        center: Tensor | None = None,
+    ):
+        self.spec, self.text = spec, str(spec)
+        self._codes, self.scale, self.zero_point, self.ring = codes, scale, zero_point, ring
+        self.compensation, self.source, self.center = compensation, source, center
+        self.predictor: Sequence[Tensor] = ()
+        self.below: KVState | None = None
+        self.beside: KVState | None = None
+        self.writes = Writes()
+        self.put()
+
+    @classmethod
+    @torch.inference_mode(False)  # a cache filled in inference mode may go on outside of it
+    def allocate(
+        cls,
+        spec: CodecSpec,
+        batch: int,
+        heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device,
+        tokens: int,
+        source: KVState | None = None,
+    ) -> KVState:
+        """An empty state with room for ``tokens`` tokens. Raises `KVPassError` if the spec does not fit the head."""
+        spec.check(head_dim)
+        pages, lead, params = max(_MIN_PAGES, spec.pages(tokens)), (batch, heads), params_dtype(dtype)
+
+        def zeros(*shape, dtype):
+            return torch.zeros(*lead, *shape, dtype=dtype, device=device)
+
+        compensation = None
+        if spec.subspace is not None:
+            rest = head_dim - spec.subspace.block_size
+            compensation = zeros(rest, rest, dtype=params)
+        return cls(
+            spec,
+            None if source else zeros(pages, spec.rows, spec.columns(head_dim), dtype=torch.uint8),
+            zeros(pages, *spec.params_shape(head_dim), dtype=params),
+            zeros(pages, *spec.zero_shape(head_dim), dtype=params),
+            zeros(spec.sinks + spec.window, head_dim, dtype=dtype),
+            compensation,
+            source,
+            zeros(1, head_dim, dtype=params) if spec.predictor == MEAN else None,
+        )
+
+    @property
+    def codes(self) -> Tensor:
+        """The pool of codes this state decodes with."""
+        return self.source.codes if self.source else self._codes
+
+    @property
+    def handles(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What a graph takes for codes, scale and zero point (`kvpass.layout.pool`)."""
+        return (self.source.handles[0] if self.source else self._handles[0], *self._handles[1:])
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name in (*_POOLS, "ring", "compensation", "center"):
+            if (tensor := getattr(self, name)) is not None:
+                yield name, tensor
+
+    def _follows(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        handles = tuple(handle(tensors[name]) if name in tensors else None for name in _POOLS)
+        center = {"predictor": (tensors["center"],)} if "center" in tensors else {}
+        return super()._follows(tensors) | center | {"_handles": handles}
+
+    def contents(self, n: int) -> dict[str, Tensor]:
+        used = slice(self.spec.pages(n))
+        return {name: tensor[:, :, used] if name in _POOLS else tensor for name, tensor in self.tensors()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_handles"}
+
+    @torch.inference_mode(False)
+    def reserve(self, tokens: int) -> None:
+        """Make room for ``tokens`` tokens, growing geometrically; contents are kept."""
+        have, need = self.scale.shape[2], self.spec.pages(tokens)
+        if need > have:
+            pages = max(need, have + max(_MIN_PAGES, have // GROWTH))
+            self.put(**{name: grown(old, pages) for name, old in self.tensors() if name in _POOLS})
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.writes = Writes()
+
+    def carrier(self, n: int) -> Tensor:
+        """A length carrier for calling the ops outside a cache."""
+        return carry(n, self.ring.device)
+
+    def append(self, x: Tensor, n: int, q: Tensor | None = None, mask: Tensor | None = None) -> None:
+        """Store ``x`` ``[B, H_kv, S, D]`` as tokens ``[n, n + S)``, growing as needed."""
+        expected = (*self.ring.shape[:2], self.ring.shape[3])
+        if x.ndim != 4 or (*x.shape[:2], x.shape[3]) != expected:
+            raise KVPassError(f"Expected [B, H_kv, S, D] with B, H_kv, D = {expected}, got {tuple(x.shape)}.")
+        if self.spec.needs_importance:
+            raise KVPassError(
+                "What is stored depends on the attention that tokens are paid: a cache knows it, one state does not."
+            )
+        self.reserve(n + x.shape[2])
+        torch.ops.kvpass.append_(
+            self.codes, self.scale, self.zero_point, self.ring, self.compensation,
+            self.carrier(n), x.to(self.ring.dtype), q, mask, self.text, center=self.center,
+        )  # fmt: skip
+        self.wrote(n, n + x.shape[2])
+
+    def wrote(self, start: int, stop: int) -> None:
+        """Note that tokens ``[start, stop)`` have been stored: older ones may have lost their slots to them."""
+        self.writes = self.writes.wrote(start, stop, self.spec.pages(start))
+
+    def evicted(self, gone: int) -> None:
+        """Note that ``gone`` packed tokens have been dropped: later ones have moved up."""
+        if gone:
+            self.writes = self.writes.evicted(gone, self.spec.budget // self.spec.page_size)
+
+    def decode(self, n: int, lowering: str = "auto") -> Tensor:
+        """The ``n`` stored tokens, ``[B, H_kv, n, D]`` in the cache's dtype, and what they were predicted from."""
+        below, beside = (state and state.decode(n, lowering) for state in (self.below, self.beside))
+        return torch.ops.kvpass.decode(
+            self.codes, self.scale, self.zero_point, self.ring, self.carrier(n), self.text, lowering, below, beside,
+            list(self.predictor),
+        )  # fmt: skip
+
+    def _lost(self, n: int) -> Tensor:
+        """Those of the tokens exact at length ``n`` that are not in the ring any more."""
+        tokens = layout(self.spec).exact(n)
+        return tokens[self.writes.lost(tokens, layout(self.spec))]
+
+    def lossless_crop(self, new: int) -> bool:
+        """Whether going back to ``new`` tokens finds every token of the window then still in the ring."""
+        return not self._lost(new).numel()
+
+    def crop(self, old: int, new: int, lowering: str = "auto") -> None:
+        """Forget tokens ``[new, old)``. Tokens of the window that are only in pages by now come back decoded."""
+        lost = self._lost(new)
+        if lost.numel():
+            device = self.ring.device
+            decoded = self.decode(old, lowering).index_select(2, lost.to(device))
+            self.ring.index_copy_(2, layout(self.spec).slots(lost).to(device), decoded)
+            self.writes = Writes(((0, new),), self.spec.pages(new))
+
+    def window(self, n: int) -> Tensor:
+        """The full-precision tokens behind the sinks, in token order."""
+        return layout(self.spec).read(self.ring, n)
+
+
+class Importance(Storage):
+    """What the stored tokens are worth to who decides which of them stay (`kvpass.layout.eviction`).
+
+    weights: ``[B, H_kv, capacity]`` float32, or ``[B, 1, capacity]`` where all heads and layers keep the same.
+    """
+
+    @torch.inference_mode(False)
+    def __init__(self, batch: int, heads: int, device, tokens: int):
+        self.weights = torch.zeros(batch, heads, 0, device=device)
+        self.before: Tensor | None = None  # those of the tokens stored, while a forward is running
+        self.put()
+        self.reserve(tokens)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield "weights", self.weights
+
+    def contents(self, n: int) -> dict[str, Tensor]:
+        return {"weights": self.weights[..., :n]}
+
+    def _follows(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        torch._dynamo.mark_dynamic(tensors["weights"], 2)
+        return super()._follows(tensors)
+
+    @torch.inference_mode(False)
+    def reserve(self, tokens: int) -> None:
+        """Make room for ``tokens`` tokens; contents are kept."""
+        have = self.weights.shape[2]
+        if tokens > have:
+            self.put(weights=grown(self.weights, max(tokens, have + have // GROWTH) + _SPARE))
+
+    @torch.inference_mode(False)
+    def remember(self, n: int) -> None:
+        """Keep the weights of the ``n`` tokens stored for `take_back`."""
+        self.before = self.weights[..., :n].clone()
+
+    def take_back(self) -> None:
+        """Put the weights back that `remember` kept."""
+        if self.before is not None:
+            self.weights[..., : self.before.shape[2]] = self.before
+
+
+class RotaryState(Storage):
+    """The rotary tables of every stored token, kept once for all layers that store keys before rotary embedding.
+
+    cos, sin: ``[B, capacity, head_dim / 2]`` in the cache's dtype, scaled as the model scales them.
+    """
+
+    @torch.inference_mode(False)
+    def __init__(self, batch: int, head_dim: int, dtype: torch.dtype, device, tokens: int):
+        self.cos, self.sin = (torch.zeros(batch, tokens, head_dim // 2, dtype=dtype, device=device) for _ in range(2))
+        self.put()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from (("cos", self.cos), ("sin", self.sin))
+
+    def contents(self, n: int) -> dict[str, Tensor]:
+        return {name: table[:, :n] for name, table in self.tensors()}
+
+    def _follows(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        for table in tensors.values():
+            torch._dynamo.mark_dynamic(table, 1)
+        return super()._follows(tensors)
+
+    @torch.inference_mode(False)
+    def reserve(self, tokens: int) -> None:
+        """Make room for ``tokens`` tokens; contents are kept."""
+        have = self.cos.shape[1]
+        if tokens > have:
+            room = max(tokens, have + have // GROWTH + 64)
+            self.put(**self.mapped(lambda table: grown(table, room, 1)))

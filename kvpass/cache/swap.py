@@ -1,0 +1,147 @@
+"""State swap for transformers caches: full-attention layers of a fresh cache become `PackedLayer`, those of
+cross-attention `CrossLayer`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache, StaticLayer
+
+from ..errors import KVPassError
+from ..schemes import LayerGeometry, LayerPlan
+from .adaptive_state import PlanePool
+from .cross import CrossLayer
+from .layer import PackedLayer
+from .state import Importance, KVState, RotaryState, SharedTensors
+
+Plans = dict[int, tuple[LayerPlan, LayerGeometry]]
+
+
+def cache_layers(cache: Cache) -> list[CacheLayerMixin]:
+    """All layers of a cache in model order; with an encoder those of self-attention, then those of cross-attention."""
+    own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    return [*own.layers, *cross_layers(cache)]
+
+
+def packed_layers(cache: Cache) -> list[PackedLayer]:
+    """The packed self-attention layers of a cache, in model order."""
+    return [layer for layer in cache_layers(cache) if isinstance(layer, PackedLayer) and not layer.is_cross]
+
+
+def cross_layers(cache: Cache) -> list[CacheLayerMixin]:
+    """The cross-attention layers of a cache, packed or not."""
+    return cache.cross_attention_cache.layers if isinstance(cache, EncoderDecoderCache) else []
+
+
+def _fresh_layers(cache: Cache, plans: Plans) -> list[CacheLayerMixin]:
+    """The layers of ``cache``; raises `KVPassError` unless those that ``plans`` are for are plain and empty."""
+    if getattr(cache, "offloading", False):
+        raise KVPassError("Offloaded caches are not supported: pass a plain DynamicCache or StaticCache.")
+    layers = list(cache.layers)
+    while cache.layer_class_to_replicate is not None and len(layers) <= max(plans, default=-1):
+        layers.append(cache.layer_class_to_replicate())
+    for index in plans:
+        old = layers[index] if index < len(layers) else None
+        if type(old) not in (DynamicLayer, StaticLayer):
+            found = "missing" if old is None else type(old).__name__
+            raise KVPassError(
+                f"Layer {index} of the cache is {found}, where kvpass planned for a full-attention layer: pass a "
+                "fresh DynamicCache(config=model.config), or none. assistant_early_exit is not supported: use "
+                "assistant_model."
+            )
+        if old.is_initialized and int(old.get_seq_length()):
+            raise KVPassError(
+                f"The cache already holds {int(old.get_seq_length())} full-precision tokens. kvpass packs a cache from "
+                "its first token on: pass a fresh cache, or run the prompt again. Prefix tuning, which fills caches, "
+                "is not supported."
+            )
+    return layers
+
+
+def swap_cross_layers(cache: EncoderDecoderCache, plans: Plans, owner: str, lowering: str) -> None:
+    """Replace the planned layers of a fresh cross-attention cache in place. Raises as `swap_layers`."""
+    cross = cache.cross_attention_cache
+    layers = _fresh_layers(cross, plans)
+    for index, (plan, geometry) in plans.items():
+        capacity = getattr(layers[index], "max_cache_len", None)
+        layers[index] = CrossLayer(plan, geometry, owner, lowering, capacity)
+    cross.layers[:] = layers
+    cross.layer_class_to_replicate = None
+
+
+def swap_layers(
+    cache: Cache,
+    plans: Plans,
+    owner: str,
+    lowering: str,
+    max_cache_len: int | None,
+    predictors: dict[int, tuple[SharedTensors, SharedTensors]],
+) -> None:
+    """Replace the planned layers of a fresh ``cache`` in place; the cache object stays the same.
+
+    Raises `KVPassError`, and leaves the cache as it was, if it is offloaded, already holds tokens, or is not made of
+    the plain layers that ``plans`` were made for.
+    """
+    layers = _fresh_layers(cache, plans)
+    for index, (plan, geometry) in plans.items():
+        capacity = getattr(layers[index], "max_cache_len", None) or max_cache_len
+        layers[index] = PackedLayer(plan, geometry, owner, lowering, capacity)
+    connect({index: layers[index] for index in plans}, predictors)
+    cache.layers[:] = layers
+    cache.layer_class_to_replicate = None
+
+
+def connect(layers: dict[int, PackedLayer], predictors: dict[int, tuple[SharedTensors, SharedTensors]]) -> None:
+    """Tell the packed layers of one cache of each other: whose codes they use, who decides for all, who is below."""
+    pre_rope = [layer for layer in layers.values() if layer.plan.key.pre_rope]
+    evicting = [layer for layer in layers.values() if layer.plan.evicts]
+    pool = PlanePool()
+    for index, layer in layers.items():
+        plan = layer.plan
+        layer.pool = pool if plan.adaptive else None
+        layer.key_source = None if plan.key_source is None else layers[plan.key_source]
+        layer.value_source = None if plan.value_source is None else layers[plan.value_source]
+        layer.rotary_owner = pre_rope[0] if pre_rope else layer
+        layer.importance_owner = evicting[0] if plan.key.shared_eviction else layer
+        if plan.looks_below:
+            layer.below, layer.predictors = layers[layer.geometry.below], predictors[index]
+            layer.below.is_below = True
+
+
+def nbytes(cache: Cache) -> int:
+    """Bytes of every tensor reachable from ``cache``: codes, scales, zero points, windows, sinks, compensation matrices
+    and slack, and full-precision layers as they are. Storage shared by several tensors is counted once."""
+    storages, seen, stack = {}, set(), [cache]
+    while stack:
+        item = stack.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, Tensor):
+            storages[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
+        elif isinstance(item, dict):
+            stack.extend(item.values())
+        elif isinstance(item, (list, tuple)):
+            stack.extend(item)
+        elif isinstance(item, (Cache, CacheLayerMixin, KVState, RotaryState, Importance)):
+            stack.extend(vars(item).values())
+    return sum(storages.values())
+
+
+def num_values(cache: Cache) -> int:
+    """Logical K and V values of the tokens the cache has seen, evicted ones included."""
+    total = 0
+    for layer in cache_layers(cache):
+        if isinstance(layer, PackedLayer):
+            for state in layer.states():
+                total += state.ring.shape[0] * state.ring.shape[1] * state.ring.shape[3] * layer.seen
+        elif getattr(layer, "is_initialized", False) and isinstance(getattr(layer, "keys", None), Tensor):
+            total += layer.keys.numel() + layer.values.numel()
+    return total
+
+
+def bits_per_value(cache: Cache) -> float:
+    """`nbytes` in bits, over the K and V values of the tokens seen. Raises `KVPassError` for an empty cache."""
+    values = num_values(cache)
+    if not values:
+        raise KVPassError("The cache is empty: run the model first.")
+    return 8 * nbytes(cache) / values

@@ -1,0 +1,106 @@
+"""`PackedKV`: packed codes that look like the float tensor they stand for."""
+
+import torch
+from torch import Tensor
+from torchao.utils import TorchAOBaseTensor
+
+from ..codec.predictor import looks_below
+from ..codec.spec import CodecSpec, parse
+from ..errors import KVPassError, NonFiniteError
+from .state import KVState
+
+
+def _written_by(func) -> KVPassError:
+    return KVPassError(f"{func} writes to a PackedKV. It is written with append(); decode() gives a copy to work on.")
+
+
+class PackedKV(TorchAOBaseTensor):
+    """A ``[B, H_kv, n, D]`` tensor stored as packed pages and a full-precision window.
+
+    Any read decodes; ``append`` stores tokens; in-place writes by other ops are refused. It shares storage with the
+    `KVState` it was made from and sees its first ``num_tokens`` tokens.
+    """
+
+    tensor_data_names = ["codes", "scale", "zero_point", "ring"]
+    tensor_attribute_names = ["spec", "num_tokens"]
+    optional_tensor_data_names = ["compensation", "center"]
+
+    def __new__(cls, codes, scale, zero_point, ring, spec, num_tokens, compensation=None, center=None):
+        shape = (*ring.shape[:2], num_tokens, ring.shape[3])
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=ring.dtype, device=ring.device)
+
+    def __init__(self, codes, scale, zero_point, ring, spec: str, num_tokens: int, compensation=None, center=None):
+        super().__init__()
+        self.codes, self.scale, self.zero_point, self.ring = codes, scale, zero_point, ring
+        self.spec, self.num_tokens, self.compensation, self.center = spec, num_tokens, compensation, center
+
+    @classmethod
+    def view(cls, state: KVState, num_tokens: int) -> "PackedKV":
+        """The first ``num_tokens`` tokens of ``state``, sharing its storage."""
+        return cls(
+            state.codes, state.scale, state.zero_point, state.ring, state.text, num_tokens, state.compensation,
+            state.center,
+        )  # fmt: skip
+
+    @classmethod
+    def from_float(cls, x: Tensor, spec: CodecSpec, q: Tensor | None = None) -> "PackedKV":
+        """Pack ``x`` ``[B, H_kv, n, D]``. ``q`` ``[B, H_q, n, D]``: the queries, for specs with a subspace.
+
+        Raises `NonFiniteError` on NaN or infinity (on CPU), `KVPassError` if the spec does not fit ``x``.
+        """
+        if x.ndim != 4 or not x.is_floating_point():
+            raise KVPassError(f"Expected a float [B, H_kv, n, D] tensor, got {x.dtype} of shape {tuple(x.shape)}.")
+        if x.device.type == "cpu" and not torch.isfinite(x).all():
+            raise NonFiniteError("The tensor holds NaN or infinity, which has no code.")
+        if looks_below(spec.predictor):
+            raise KVPassError("What a predictor left over is no tensor of its own: it needs the layer below.")
+        batch, heads, tokens, head_dim = x.shape
+        state = KVState.allocate(spec, batch, heads, head_dim, x.dtype, x.device, tokens)
+        state.append(x, 0, q)
+        return cls.view(state, tokens)
+
+    @property
+    def state(self) -> KVState:
+        """The storage, shared."""
+        spec = parse(self.spec)
+        state = KVState(spec, self.codes, self.scale, self.zero_point, self.ring, self.compensation, None, self.center)
+        state.written, state.unpacked_from = self.num_tokens, spec.pages(self.num_tokens)
+        return state
+
+    def append(self, x: Tensor) -> "PackedKV":
+        """This tensor with ``x`` ``[B, H_kv, S, D]`` behind it. Storage is shared where it did not have to grow, so the
+        tensor appended to must not be appended to again."""
+        state = self.state
+        state.append(x, self.num_tokens)
+        return PackedKV.view(state, self.num_tokens + x.shape[2])
+
+    def decode(self) -> Tensor:
+        """The plain float tensor."""
+        return self.state.decode(self.num_tokens)
+
+    def nbytes_packed(self) -> int:
+        """Bytes held, slack included."""
+        return self.state.nbytes
+
+    def __repr__(self, *, tensor_contents=None):
+        spec = parse(self.spec)
+        return f"PackedKV(shape={tuple(self.shape)}, bits={spec.bits}, per={spec.per}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.__setitem__ and isinstance(args[0], cls):  # would write to a decoded copy
+            raise _written_by(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return args[0]._apply_fn_to_data(func)
+        if func is torch.ops.aten.clone.default:
+            return args[0]._apply_fn_to_data(torch.clone)
+        for position, argument in enumerate(func._schema.arguments):
+            value = args[position] if position < len(args) else (kwargs or {}).get(argument.name)
+            if isinstance(value, cls) and argument.alias_info is not None and argument.alias_info.is_write:
+                raise _written_by(func)
+        args, kwargs = torch.utils._pytree.tree_map_only(cls, lambda packed: packed.decode(), (args, kwargs or {}))
+        return func(*args, **kwargs)

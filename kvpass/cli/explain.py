@@ -1,0 +1,34 @@
+"""``kvpass explain``: what becomes of each layer of a model."""
+
+import argparse
+
+import torch
+from transformers import DynamicCache
+
+from .. import api, models
+from ..eval import texts
+from ..eval.quality import packed
+from .shared import SCHEMES, say, scheme, stage
+
+HELP = "Say for each layer whether a scheme packs it and fuses its attention, or why not."
+_PROMPT = 64  # tokens
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``kvpass explain``."""
+    parser.add_argument("--scheme", default="squat", help=f"default squat; one of: {SCHEMES}")
+    parser.add_argument("--strict", action="store_true", help="fail if an attention is not fused")
+
+
+@torch.no_grad()
+def run(args: argparse.Namespace) -> None:
+    """``kvpass explain``."""
+    chosen = scheme(args.scheme)
+    model, tokenizer = models.load(args.model, say=say)
+    ids = texts.tokens(tokenizer, "prose", _PROMPT + 1).to(model.device)
+    with packed(model, chosen, strict=args.strict):
+        cache = DynamicCache(config=model.config)
+        with stage(f"{_PROMPT} tokens, and one decode step, which compiles"):
+            for part in ids.split(_PROMPT, 1):
+                model(input_ids=part, past_key_values=cache)
+        print(api.explain(model))

@@ -1,0 +1,96 @@
+"""The torch.compile backend ``"kvpass"``: the pass around Inductor."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch._inductor import config as inductor_config
+from torch._inductor import list_mode_options
+from torch._inductor.compile_fx import compile_fx
+from torch.fx import GraphModule
+
+from kvpass.lowering.session import compiling
+
+from ..errors import KVPassError, NotFusedError
+from .find import find
+from .lower import lower
+from .normalise import flatten, has_subclass, normalise
+from .own_cache import presents
+from .report import ADVICE, GraphReport, listed
+from .rewrite import count, rewrite, unfused
+
+_MODES = (None, "default", "reduce-overhead")
+_OPTIONS = {"strict", "lowering", "interpret", "scheme"}
+# The inputs, some hundreds at every step, have been checked by Dynamo's guards. What is used twice is computed once:
+# then the layers of a model share their kernels, and rotary tables are not made anew in each.
+_INDUCTOR = {"reorder_for_locality": False, "size_asserts": False, "realize_reads_threshold": 0}
+
+
+@dataclass
+class Backend:
+    """Compiles one captured graph: normalise -> find -> rewrite -> lower -> Inductor.
+
+    strict: raise `NotFusedError` if a cache read was not fused.
+    lowering: "auto" or the name of an implementation.
+    interpret: run the rewritten graph as it is, without Inductor (prefill: first-token latency).
+    mode: of torch.compile (see `check_mode`). In CUDA graphs, what lies between the ops of a cache is captured.
+    """
+
+    strict: bool = False
+    lowering: str = "auto"
+    interpret: bool = False
+    mode: str | None = None
+    graphs: list[GraphReport] = field(default_factory=list)
+
+    def __call__(self, gm: GraphModule, example_inputs) -> Callable:
+        normal = normalise(gm)
+        attentions, refused = find(normal.graph, presents(normal.graph))
+        why = unfused(normal.graph, attentions, refused)
+        module = rewrite(normal, flatten(example_inputs), attentions, refused)
+        report = GraphReport(len(attentions), refused=refused, compiled=not self.interpret, **count(module))
+        if report.decoded and not refused:
+            refused.append("a cache is read by what is neither SDPA nor a softmax between two matrix products")
+            why = dict.fromkeys(why, refused[0])
+        report.unfused = why
+        if self.strict and refused:
+            raise NotFusedError(
+                f"strict=True: {max(report.decoded, len(refused))} cache reads not fused: "
+                f"{listed(refused)}. {ADVICE} Without strict=True they are decoded first."
+            )
+        report.lowerings = lower(module, self.lowering)
+        if report.fused or report.decoded:
+            self.graphs.append(report)
+        if self.interpret:
+            module.recompile()
+            run = module.forward
+        else:
+            options = list_mode_options(self.mode) if self.mode else {}
+            with compiling(), inductor_config.patch({**options, **_INDUCTOR}):
+                run = compile_fx(module, normal.inputs)
+        return (lambda *inputs: run(*flatten(inputs))) if has_subclass(example_inputs) else run
+
+
+def check_mode(mode: str | None) -> None:
+    """Raise `KVPassError` for modes of torch.compile that are not passed on to Inductor."""
+    if mode not in _MODES:
+        raise KVPassError(f"mode={mode!r} is not supported: use 'reduce-overhead', or leave it out.")
+
+
+def kvpass(gm: GraphModule, example_inputs, *, mode: str | None = None, options: dict | None = None) -> Callable:
+    """``torch.compile(fn, backend="kvpass", options={...})`` for functions that use ``kvpass::`` ops themselves.
+
+    A model that went through `kvpass.apply` needs no backend: it compiles its own decode step, also when it is called
+    from a function compiled with any other backend.
+
+    options: ``strict``, ``lowering`` and ``interpret`` as in `Backend`.
+    mode: "default" or "reduce-overhead".
+    """
+    options = dict(options or {})
+    check_mode(mode)
+    if unknown := set(options) - _OPTIONS:
+        raise KVPassError(f"Unknown options {sorted(unknown)} for backend 'kvpass'; there are {sorted(_OPTIONS)}.")
+    if "scheme" in options:
+        raise KVPassError(
+            "A backend cannot change what a cache holds: call kvpass.apply(model, scheme=...) once instead. The model "
+            "then packs its cache and compiles its own decode step, whatever it is compiled or called with."
+        )
+    return Backend(**options, mode=mode)(gm, example_inputs)

@@ -1,0 +1,350 @@
+"""What an element of a computed tensor is, as a function of where it is and of the graph's sizes.
+
+Elements are followed back, through whatever moves them, to the constants, `arange` and comparisons they come from. What
+is understood is exact; anything else raises `Unproven`.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import count
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from .concrete import constant, is_size
+from .linear import Linear, impossible
+
+aten = torch.ops.aten
+
+Case = tuple[frozenset[Linear], Tensor | Linear]
+"""What an element is where some inequalities hold: a tensor of one element, or an int64 that varies."""
+
+_MOST_CASES = 128
+_TOO_LARGE = 1 << 31  # below it, nothing that is linear in lengths below it leaves an int64
+_ZERO, _ONE = Linear.of({}), Linear.of({}, 1)
+_SAME = {aten.alias, aten.clone, aten.contiguous, aten.detach, aten.lift_fresh_copy}
+_CASTS = {aten.to, aten._to_copy, aten.type_as}
+_RESHAPING = {aten.reshape, aten.view, aten._unsafe_view, aten.unsqueeze, aten.squeeze, aten.flatten, aten.unflatten}
+_PICKING = {aten.index, aten._unsafe_index, aten.index_select, aten.gather, aten.flip, aten.roll, aten.repeat}
+_SWAPPING = {aten.transpose, aten.t, aten.permute}
+_FILLED = {aten.full: 1, aten.full_like: 1, aten.new_full: 2, aten.scalar_tensor: 0}  # which argument with
+_EQUAL = {
+    aten.zeros: 0, aten.zeros_like: 0, aten.new_zeros: 0, aten.ones: 1, aten.ones_like: 1, aten.new_ones: 1,
+}  # fmt: skip
+_POINTWISE = {aten.__and__, aten.__or__, aten.where, aten.masked_fill} | _CASTS  # those without the tag
+_COMPARED = {  # what it says of a difference below, at and above 0
+    aten.le: (True, True, False), aten.less_equal: (True, True, False), aten.lt: (True, False, False),
+    aten.less: (True, False, False), aten.ge: (False, True, True), aten.greater_equal: (False, True, True),
+    aten.gt: (False, False, True), aten.greater: (False, False, True), aten.eq: (False, True, False),
+    aten.ne: (True, False, True), aten.not_equal: (True, False, True),
+}  # fmt: skip
+
+
+class Unproven(Exception):
+    """Something about an element is not understood."""
+
+
+def whole(size: int | torch.SymInt) -> Linear:
+    """A size of the graph. Raises `Unproven` if it is not linear in the graph's symbols."""
+    found = Linear.size(size)
+    if found is None:
+        raise Unproven
+    return found
+
+
+class Elements:
+    """The elements of ``nodes``, which are in graph order and complete; data among them is taken for ones."""
+
+    def __init__(self, nodes: list[Node]):
+        self.known: dict[tuple[Node, tuple[Linear, ...]], list[Case]] = {}
+        self.numbers = count()
+        sizes = {Linear.size(size) for node in nodes if _is_tensor(node) for size in _dims(node)}
+        self.facts = sizes - {None}  # what is never below 0
+
+    def anywhere(self, size: int | torch.SymInt) -> Linear:
+        """An index into a dim of ``size``, of which nothing else is known."""
+        length = Linear.size(size)
+        if length == _ONE:
+            return _ZERO
+        where = Linear.of({next(self.numbers): 1})
+        self.facts |= {where} if length is None else {where, length - where - 1}
+        return where
+
+    def possible(self, given: Iterable[Linear]) -> bool:
+        """Whether all of ``given`` may be 0 or more at once."""
+        return not impossible({*self.facts, *given})
+
+    def always(self, condition: Linear) -> bool:
+        """Whether ``condition`` is proven to be 0 or more."""
+        return not self.possible({-condition - 1})
+
+    def cases(self, node: Node, index: tuple[Linear, ...]) -> list[Case]:
+        """What the element of ``node`` at ``index`` is. The cases are disjoint and cover all there is."""
+        key = node, index
+        if key not in self.known:
+            self.known[key] = list(self._cases(node, index))
+            if len(self.known[key]) > _MOST_CASES:
+                raise Unproven
+        return self.known[key]
+
+    def _cases(self, node: Node, index: tuple[Linear, ...]) -> Iterable[Case]:
+        if node.op != "call_function" or is_size(node):
+            return [(frozenset(), _given(node, index))]
+        op = getattr(node.target, "overloadpacket", None)
+        if op is aten.arange:
+            return [(frozenset(), _arange(node, *index))]
+        if op in _FILLED or op in _EQUAL:
+            value = node.args[_FILLED[op]] if op in _FILLED else _EQUAL[op]
+            if not isinstance(value, bool | int | float):
+                raise Unproven
+            return [(frozenset(), _one(index, value, node.meta["val"].dtype))]
+        if op in (aten.tril, aten.triu):
+            return self._triangle(node, op is aten.tril, index)
+        if op is aten.diff:
+            return self._difference(node, index)
+        if op is aten.cumsum:
+            return self._sum_of_nothing(node, index)
+        if op in (aten.index, aten._unsafe_index) and (source := self._looked_up(node, index)) is not None:
+            return self.cases(node.args[0], source)
+        if op in (aten.cat, aten.hstack):
+            return self._joined(node, 1 if op is aten.hstack else _argument(node, 1, "dim", 0), index)
+        source = self._source(node, op, index)
+        if source is not None:
+            return self.cases(node.args[0], source)
+        tags = getattr(node.target, "tags", ())
+        if op in _POINTWISE or (torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags):
+            return self._pointwise(node, op, index)
+        raise Unproven
+
+    def _source(self, node: Node, op, index: tuple[Linear, ...]) -> tuple[Linear, ...] | None:
+        """Where in its first argument the element is, if ``node`` only moves elements."""
+        if op in _SAME or (op in _CASTS and node.args[0].meta["val"].dtype == node.meta["val"].dtype):
+            return index
+        if op is aten.expand:
+            return _behind(node.args[0], index)
+        if op is aten.slice or op is aten.select:
+            return self._part(node, op is aten.select, index)
+        if op in _SWAPPING:
+            return _swapped(node, op, index)
+        if op in _RESHAPING:
+            before, after = ([Linear.size(size) for size in _dims(of)] for of in (node.args[0], node))
+            if None not in before and [s for s in before if s != _ONE] == [s for s in after if s != _ONE]:
+                left = iter([where for where, size in zip(index, after, strict=True) if size != _ONE])
+                return tuple(_ZERO if size == _ONE else next(left) for size in before)
+        if op in _RESHAPING | _PICKING:  # one of its elements, whichever
+            return tuple(map(self.anywhere, _dims(node.args[0])))
+        return None
+
+    def _part(self, node: Node, one: bool, index: tuple[Linear, ...]) -> tuple[Linear, ...]:
+        """`_source` for a slice, or for ``one`` of a dim."""
+        before = _dims(node.args[0])
+        dim = _argument(node, 1, "dim", 0) % len(before)
+        start, size = _integer(_argument(node, 2, "index" if one else "start", 0) or 0), whole(before[dim])
+        if self.always(-start - 1):
+            start = start + size
+        if not (self.always(start) and self.always(size - start)):  # it would be another one
+            raise Unproven
+        if one:
+            return (*index[:dim], start, *index[dim:])
+        return (*index[:dim], start + index[dim] * _argument(node, 4, "step", 1), *index[dim + 1 :])
+
+    def _triangle(self, node: Node, lower: bool, index: tuple[Linear, ...]) -> Iterator[Case]:
+        above = index[-1] - index[-2] - _integer(_argument(node, 1, "diagonal", 0))  # the diagonal
+        kept, other = (-above, above - 1) if lower else (above, -above - 1)
+        yield from self._where({kept}, self.cases(node.args[0], index))
+        yield from self._where({other}, [(frozenset(), _one(index, 0, node.meta["val"].dtype))])
+
+    def _joined(self, node: Node, dim: int, index: tuple[Linear, ...]) -> Iterator[Case]:
+        dim, start = dim % len(index), _ZERO
+        for part in node.args[0]:
+            value = part.meta["val"]
+            if value.dtype != node.meta["val"].dtype or value.ndim != len(index):
+                raise Unproven
+            stop, inside = start + whole(value.shape[dim]), (*index[:dim], index[dim] - start, *index[dim + 1 :])
+            yield from self._where({index[dim] - start, stop - index[dim] - 1}, self.cases(part, inside))
+            start = stop
+
+    def _difference(self, node: Node, index: tuple[Linear, ...]) -> Iterator[Case]:
+        """Of neighbours, the first of which may be put before the others."""
+        before, dim = _argument(node, 3, "prepend", None), _argument(node, 2, "dim", -1) % len(index)
+        if _argument(node, 1, "n", 1) != 1 or _argument(node, 4, "append", None) is not None:
+            raise Unproven
+        x, place = node.args[0], index[dim]
+
+        def at(where: Linear) -> tuple[Linear, ...]:
+            return (*index[:dim], where, *index[dim + 1 :])
+
+        if before is None:
+            parts = [(set(), self.cases(x, at(place + 1)), self.cases(x, index))]
+        elif _dims(before)[dim] == 1:
+            parts = [
+                ({-place}, self.cases(x, index), self.cases(before, at(_ZERO))),
+                ({place - 1}, self.cases(x, index), self.cases(x, at(place - 1))),
+            ]
+        else:
+            raise Unproven
+        for given, later, earlier in parts:
+            for first, a in self._where(given, later):
+                for both, b in self._where(first, earlier):
+                    yield both, _whole_number(a) - _whole_number(b)
+
+    def _sum_of_nothing(self, node: Node, index: tuple[Linear, ...]) -> list[Case]:
+        source = node.args[0]
+        for _, value in self.cases(source, tuple(map(self.anywhere, _dims(source)))):
+            if not isinstance(value, Tensor) or value.any():
+                raise Unproven
+        return [(frozenset(), _one(index, 0, node.meta["val"].dtype))]
+
+    def _looked_up(self, node: Node, index: tuple[Linear, ...]) -> tuple[Linear, ...] | None:
+        """Where in its first argument an element is that is looked up by numbers which are known; None if they are
+        not, or might be out of bounds."""
+        source, picks = node.args[:2]
+        if len(picks) != len(_dims(source)) or None in picks:
+            return None
+        found = []
+        for pick, size in zip(picks, _dims(source), strict=True):
+            cases, length = self.cases(pick, _behind(pick, index)), Linear.size(size)
+            if len(cases) != 1 or length is None or pick.meta["val"].dtype != torch.int64:
+                return None
+            place = _whole_number(cases[0][1])
+            if not (self.always(place) and self.always(length - place - 1)):
+                return None
+            found.append(place)
+        return tuple(found)
+
+    def _where(self, given: Iterable[Linear], cases: Iterable[Case]) -> Iterator[Case]:
+        """Those of ``cases`` that are left where ``given`` holds."""
+        for also, value in cases:
+            both = also.union(given)
+            if self.possible(both):
+                yield both, value
+
+    def _pointwise(self, node: Node, op, index: tuple[Linear, ...]) -> Iterator[Case]:
+        together: list[tuple[frozenset[Linear], dict]] = [(frozenset(), {})]
+        for operand in node.all_input_nodes:
+            cases = self.cases(operand, _behind(operand, index) if _is_tensor(operand) else ())
+            together = [
+                (both, {**values, operand: value})
+                for given, values in together
+                for both, value in self._where(given, cases)
+            ]
+            if len(together) > _MOST_CASES:
+                raise Unproven
+        for given, values in together:
+            if not any(isinstance(value, Linear) for value in values.values()):
+                yield given, _run(node, values)
+            elif op in _COMPARED:
+                yield from self._where(given, _compared(node, values, _COMPARED[op], index))
+            else:
+                yield given, _arithmetic(node, op, values)
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), Tensor)
+
+
+def _dims(node: Node) -> tuple:
+    return tuple(node.meta["val"].shape)
+
+
+def _argument(node: Node, position: int, name: str, default):
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def _integer(argument) -> Linear:
+    if isinstance(argument, Node):
+        argument = argument.meta["val"]
+    if type(argument) not in (int, torch.SymInt):
+        raise Unproven
+    return whole(argument)
+
+
+def _one(index: tuple, value, dtype: torch.dtype) -> Tensor:
+    """``value`` as a tensor of one element, with a dim for each of ``index``: dims decide on the dtype of results."""
+    return torch.full([1] * len(index), value, dtype=dtype)
+
+
+def _given(node: Node, index: tuple[Linear, ...]) -> Tensor | Linear:
+    """What is not computed: a size, a constant of equal elements, or data."""
+    if is_size(node):
+        return whole(node.meta["val"])
+    tensor = constant(node)
+    if tensor is None:
+        return _one(index, 1, node.meta["val"].dtype)
+    if not tensor.numel() or not (tensor == tensor.flatten()[0]).all():
+        raise Unproven
+    return tensor.flatten()[0].view([1] * len(index))
+
+
+def _behind(node: Node, index: tuple[Linear, ...]) -> tuple[Linear, ...]:
+    """Where in ``node`` the element at ``index`` of what it is broadcast to is."""
+    dims = [Linear.size(size) for size in _dims(node)]
+    return tuple(
+        _ZERO if size == _ONE else where for where, size in zip(index[len(index) - len(dims) :], dims, strict=True)
+    )
+
+
+def _swapped(node: Node, op, index: tuple[Linear, ...]) -> tuple[Linear, ...]:
+    order = list(range(len(index)))
+    if op is aten.permute:
+        order = [dim % len(index) for dim in node.args[1]]
+    elif len(index) > 1:
+        a, b = node.args[1:] or (0, 1)
+        order[a], order[b] = order[b], order[a]
+    return tuple(index[order.index(dim)] for dim in range(len(index)))
+
+
+def _arange(node: Node, index: Linear) -> Linear:
+    start, _, step = {1: (0, *node.args, 1), 2: (*node.args, 1), 3: node.args}[len(node.args)]
+    if node.meta["val"].dtype != torch.int64 or type(step) is not int:
+        raise Unproven
+    return _integer(start) + index * step
+
+
+def _run(node: Node, values: dict[Node, Tensor]) -> Tensor:
+    def concrete(argument):
+        if isinstance(argument, torch.device):
+            return torch.device("cpu")
+        return values[argument] if isinstance(argument, Node) else argument
+
+    args, kwargs = torch.fx.node.map_aggregate((node.args, node.kwargs), concrete)
+    return node.target(*args, **kwargs)
+
+
+def _two(node: Node, values: dict[Node, Tensor | Linear]) -> tuple[Linear, Linear]:
+    """Both operands, if they are int64."""
+    if len(node.args) != 2 or node.kwargs:
+        raise Unproven
+    two = []
+    for argument in node.args:
+        two.append(_whole_number(values[argument] if isinstance(argument, Node) else argument))
+    if max(value.largest() for value in two) >= _TOO_LARGE:
+        raise Unproven
+    return tuple(two)
+
+
+def _whole_number(value) -> Linear:
+    if isinstance(value, Tensor) and value.dtype == torch.int64:
+        value = value.item()
+    return value if isinstance(value, Linear) else _integer(value)
+
+
+def _compared(node: Node, values: dict, says: tuple[bool, bool, bool], index: tuple) -> list[Case]:
+    a, b = _two(node, values)
+    where = {b - a - 1}, {a - b, b - a}, {a - b - 1}
+    return [(frozenset(part), _one(index, said, torch.bool)) for part, said in zip(where, says, strict=True)]
+
+
+def _arithmetic(node: Node, op, values: dict) -> Linear:
+    a, b = _two(node, values)
+    if op is aten.add:
+        result = a + b
+    elif op is aten.sub:
+        result = a - b
+    elif op is aten.mul and not (a.terms and b.terms):
+        result = b * a.constant if b.terms else a * b.constant
+    else:
+        raise Unproven
+    if result.largest() >= _TOO_LARGE:
+        raise Unproven
+    return result

@@ -1,0 +1,295 @@
+"""Stage 2: attention over a packed cache.
+
+An attention is ``scaled_dot_product_attention``, or a softmax between two matrix products. Its keys and values are
+followed back through views and head repetition to ``cat([kvpass.decode(state), present])``, or found out to be that by
+running what is in between (`kvpass.compile.own_cache`). Whatever is not understood is refused with a reason, and keeps
+the decode: correct, slower, reported.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.fx import Graph, Node
+
+from ..codec.predictor import looks_below
+from ..codec.spec import parse
+from .masks import structure
+from .own_cache import DECODE, ROTATE, Present, read_back
+from .softmax import CASTS, PRODUCTS, SAME_VALUES, NotUnderstood, insert_bias, read_scores, shape
+
+aten = torch.ops.aten
+_SPEC = 5  # which argument of DECODE
+
+
+@dataclass
+class Source:
+    """Where attention's keys or values come from: ``cat([past, present])``, heads repeated in order.
+
+    past: what decodes the cache, None where there is none; present: None for cross-attention; rotation: what turns the
+    past before it is read, if keys are stored before rotary embedding. padded: there is room behind the present, which
+    the mask hides.
+    """
+
+    past: Node | None
+    present: Node | None
+    rotation: Node | None = None
+    padded: bool = False
+
+    @property
+    def needed_elsewhere(self) -> bool:
+        """Whether the past has to be decoded anyway: another layer is predicted from it, it is from another layer, or
+        its tokens have widths of their own."""
+        spec = parse(self.past.args[_SPEC])
+        return len(self.past.users) > 1 or looks_below(spec.predictor) or spec.adaptive is not None
+
+
+@dataclass
+class Attention:
+    """One matched attention; ``output`` is the node to replace, ``[B, H_q, S, D]``, ``[B * H_q, S, D]`` or
+    ``[B, H_kv, r, S, D]``.
+
+    sinks: logits ``[1, H_q, 1, 1]`` that take part in the softmax and have no value.
+    """
+
+    output: Node
+    query: Node
+    key: Source
+    value: Source
+    mask: Node | None
+    causal: bool
+    scale: float
+    softcap: float = 0.0
+    sinks: Node | None = None
+
+
+def find(graph: Graph, presents: dict[Node, Present]) -> tuple[list[Attention], list[str]]:
+    """Every attention over packed state, in graph order, and the reasons for those that read it and were refused.
+
+    presents: see `kvpass.compile.own_cache`.
+    """
+    return _collect(graph, partial(_source, presents=presents), _reads_packed)
+
+
+def find_unpacked(graph: Graph) -> tuple[list[Attention], list[str]]:
+    """Every attention over the tokens of the call itself, in graph order; its sources have no past."""
+
+    def is_attention(node: Node) -> bool:
+        return node.target is aten.scaled_dot_product_attention.default or len(shape(node)) > 3
+
+    found, refused = _collect(graph, _unpacked, is_attention)
+    for attention in found:
+        queries, keys = shape(attention.query)[2], shape(attention.key.present)[2]
+        causal = attention.causal or (
+            attention.mask is not None and structure(attention.mask, queries, unpadded=True) == "causal"
+        )
+        if queries != keys or not causal:
+            refused.append("attention that is not causal over the tokens of the call")
+    return found, refused
+
+
+def _collect(graph: Graph, source: Callable[[Node], Source], is_attention) -> tuple[list[Attention], list[str]]:
+    found, refused = [], []
+    for node in list(graph.nodes):
+        try:
+            if node.target is aten.scaled_dot_product_attention.default:
+                found.append(_from_sdpa(node, source))
+            elif node.target is aten.softmax.int and is_attention(node):
+                found.append(_from_softmax(node, source))
+        except NotUnderstood as reason:
+            if is_attention(node):
+                refused.append(str(reason))
+    return found, refused
+
+
+def _reads_packed(node: Node, depth: int = 24) -> bool:
+    """Whether a decode is near upstream of ``node``, and not behind another attention: the softmax of a router is none.
+    Bounded, because everything is upstream of the last layer."""
+    frontier = [node]
+    for _ in range(depth):
+        frontier = [source for n in frontier for source in n.all_input_nodes]
+        if any(n.target is DECODE for n in frontier):
+            return True
+        frontier = [n for n in frontier if n.op == "call_function" and not _is_attention_output(n)]
+    return False
+
+
+def _is_attention_output(node: Node) -> bool:
+    if node.target not in PRODUCTS:
+        return node.target is aten.scaled_dot_product_attention.default
+    weights = node.args[0]
+    while weights.target in SAME_VALUES | CASTS | {aten.slice.Tensor, aten.reshape.default}:
+        weights = weights.args[0]
+    return weights.target is aten.softmax.int
+
+
+def _keeps_values(node: Node) -> bool:
+    """Whether ``node`` is its first argument, dtype and layout included."""
+    if node.target in CASTS:
+        return node.meta["val"].dtype == node.args[0].meta["val"].dtype
+    if node.target in (aten.slice.Tensor, aten.reshape.default):
+        return shape(node) == shape(node.args[0])
+    return node.target in SAME_VALUES
+
+
+def _source(node: Node, presents: dict[Node, Present]) -> Source:
+    """Where keys or values ``[B, H, T, D]`` come from. Raises `NotUnderstood`."""
+    if presents and (read := read_back(node, presents)) is not None:
+        past, present, padded = read
+        rotation = past if past.target is ROTATE else None
+        return Source(past.args[0] if rotation else past, present, rotation, padded)
+    return _peeled(node)
+
+
+def _unpacked(node: Node) -> Source:
+    """Keys or values of the call itself, before their heads are repeated. Raises `NotUnderstood`."""
+    while (behind := _behind(node)) is not None:
+        node = behind
+    if len(shape(node)) != 4:
+        raise NotUnderstood(f"keys or values of shape {shape(node)}; [B, H, T, D] is understood")
+    return Source(None, node)
+
+
+def _peeled(node: Node) -> Source:
+    """The cache behind keys or values ``[B, H, T, D]``. Raises `NotUnderstood`."""
+    while (behind := _behind(node)) is not None:
+        node = behind
+    if node.op != "call_function":
+        raise NotUnderstood(f"keys or values come from {node.op} {node.name}, not from a packed cache")
+    if node.target is DECODE:
+        return Source(node, None)
+    if node.target is aten.cat.default:
+        parts, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
+        past, present = parts if len(parts) == 2 and dim in (2, -2) else (None, None)
+        if past is not None and past.target is DECODE:
+            return Source(past, present)
+        if past is not None and past.target is ROTATE and past.args[0].target is DECODE:
+            return Source(past.args[0], present, past)
+        raise NotUnderstood("keys or values are concatenated with something else than the present tokens")
+    if node.target is aten.reshape.default:
+        raise NotUnderstood("keys or values are reshaped in a way that is not head repetition")
+    raise NotUnderstood(f"{node.target} stands between the cache and the attention")
+
+
+def _behind(node: Node) -> Node | None:
+    """What keys or values are one step further back, before a view or before their heads were repeated or merged with
+    the batch; None if ``node`` is nothing like that."""
+    if node.op != "call_function":
+        return None
+    if node.target is aten.reshape.default and not (_keeps_values(node) or _merges_heads(node)):
+        return _unrepeated(node)
+    grouped = node.target is aten.unsqueeze.default and len(shape(node)) == 5 and node.args[1] in (2, -3)
+    repeated = node.target is aten.repeat_interleave.self_int and node.args[2] in (1, -3)
+    return node.args[0] if _keeps_values(node) or _merges_heads(node) or grouped or repeated else None
+
+
+def _unrepeated(node: Node) -> Node | None:
+    """What the usual ``repeat_kv`` repeats: ``[B, H, T, D] -> unsqueeze(2) -> expand -> reshape [B, H r, T, D]``."""
+    expand = node.args[0]
+    while expand.op == "call_function" and _keeps_values(expand):
+        expand = expand.args[0]
+    if expand.target is aten.expand.default:
+        unsqueeze = expand.args[0]
+        while unsqueeze.op == "call_function" and _keeps_values(unsqueeze):
+            unsqueeze = unsqueeze.args[0]
+        if unsqueeze.target is aten.unsqueeze.default and unsqueeze.args[1] in (2, -3):
+            inner = unsqueeze.args[0]
+            batch, heads, tokens, dim = shape(inner)
+            if shape(node) == (batch, heads * shape(expand)[2], tokens, dim):
+                return inner
+    return None
+
+
+def _from_sdpa(node: Node, source: Callable[[Node], Source]) -> Attention:
+    def argument(position: int, name: str, default=None):
+        return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+    query, key, value = node.args[:3]
+    if argument(4, "dropout_p", 0.0):
+        raise NotUnderstood("attention with dropout: call model.eval(), or set the dropout of attention to 0")
+    scale, of_key = node.kwargs.get("scale"), source(key)
+    if of_key.padded and (argument(3, "attn_mask") is None or argument(5, "is_causal", False)):
+        raise NotUnderstood("keys have room behind them that no mask hides")
+    return Attention(
+        output=node,
+        query=query,
+        key=of_key,
+        value=source(value),
+        mask=argument(3, "attn_mask"),
+        causal=bool(argument(5, "is_causal", False)),
+        scale=float(scale) if scale is not None else 1 / math.sqrt(shape(query)[-1]),
+    )
+
+
+def _only_user(node: Node) -> Node:
+    if len(node.users) != 1:
+        raise NotUnderstood("the attention weights are used elsewhere: leave out output_attentions")
+    return next(iter(node.users))
+
+
+def _from_softmax(node: Node, source: Callable[[Node], Source]) -> Attention:
+    if node.args[1] not in (-1, len(shape(node)) - 1):
+        raise NotUnderstood("softmax over another dim than the keys")
+    before, sinks = _without_sinks(node.args[0])
+    output = _only_user(node)
+    if sinks is not None:
+        if output.target is not aten.slice.Tensor or output.args[1:] not in ((3, 0, -1), (-1, 0, -1)):
+            raise NotUnderstood("the weights of the sinks are not cut off behind the softmax")
+        output = _only_user(output)
+    while output.target in SAME_VALUES | CASTS or _merges_heads(output):
+        output = _only_user(output)
+    if output.target not in PRODUCTS:
+        raise NotUnderstood(f"softmax is followed by {output.target}, not by a product with the values")
+    scores = read_scores(before)
+    last = {len(shape(scores.keys)) - 2, len(shape(scores.keys)) - 1}
+    if scores.keys.target is not aten.transpose.int or {d % (max(last) + 1) for d in scores.keys.args[1:]} != last:
+        raise NotUnderstood("keys are not transposed on their last two dims")
+    key, value = source(scores.keys.args[0]), source(output.args[1])
+    query = _with_heads(scores.query)
+    with output.graph.inserting_before(output):
+        mask = insert_bias(output.graph, scores, query)
+    if key.padded and mask is None:
+        raise NotUnderstood("keys have room behind them that no mask hides")
+    return Attention(output, query, key, value, mask, False, scores.scale, scores.softcap, sinks)
+
+
+def _without_sinks(node: Node) -> tuple[Node, Node | None]:
+    """The scores behind ``cat([scores, sinks]) - max``, and the sinks ``[1, H, 1, 1]``; None where there are none."""
+    whole = node
+    if whole.target is aten.sub.Tensor:  # softmax is the same less anything that is one for all keys
+        whole = whole.args[0]
+    while whole.target in CASTS:
+        whole = whole.args[0]
+    if whole.target is not aten.cat.default or len(whole.args[0]) != 2:
+        return node, None
+    scores, sinks = whole.args[0]
+    while sinks.target in (aten.expand.default, *CASTS):
+        sinks = sinks.args[0]
+    batch, _, queries, columns = shape(sinks)
+    if (batch, queries, columns) != (1, 1, 1) or whole.args[1] not in (3, -1):
+        raise NotUnderstood("scores are concatenated with something else than one logit for each head")
+    return scores, sinks
+
+
+def _merges_heads(node: Node) -> bool:
+    """Whether ``node`` turns ``[B, H, S, D]`` into ``[B * H, S, D]``."""
+    if node.target is not aten.reshape.default or len(shape(node)) != 3 or len(shape(node.args[0])) != 4:
+        return False
+    batch, heads, *rest = shape(node.args[0])
+    return shape(node) == (batch * heads, *rest)
+
+
+def _with_heads(query: Node) -> Node:
+    """Queries ``[B, H, S, D]``, before their heads were merged with the batch, or after groups were merged."""
+    while query.op == "call_function" and (_merges_heads(query) or (len(shape(query)) == 3 and _keeps_values(query))):
+        query = query.args[0]
+    if len(shape(query)) == 5:
+        with query.graph.inserting_after(query):
+            merged = query.graph.call_function(aten.flatten.using_ints, (query, 1, 2))
+        merged.meta["val"] = query.meta["val"].flatten(1, 2)
+        return merged
+    if len(shape(query)) != 4:
+        raise NotUnderstood(f"queries of shape {shape(query)}; [B, H, S, D] is understood")
+    return query

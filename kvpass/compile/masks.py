@@ -1,0 +1,64 @@
+"""Masks that are pure structure: computed from lengths alone, and the same as no mask or as causality.
+
+transformers builds a mask whenever it is traced, also where eager code would use none. What such a mask says is
+*proven*, for every length, from how its elements are computed (`kvpass.compile.elements`). One that depends on any
+data, or of which nothing is proven, stays.
+"""
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from .concrete import constant, leaves, upstream
+from .elements import Elements, Unproven, whole
+from .linear import Linear
+
+
+def structure(mask: Node, queries, unpadded: bool = False) -> str | None:
+    """What ``mask`` amounts to for ``queries`` (possibly symbolic) queries, at every length the graph serves: "full" if
+    each sees every key, "causal" if it is causality aligned to the last key, None if it depends on data, is anything
+    else, or cannot be proven to be one of them.
+
+    unpadded: assume that padding masks among its inputs, ``[B, T]`` integers or booleans, hide nothing.
+    """
+    nodes, shape = upstream(mask), mask.meta["val"].shape
+    data = [node for node in leaves(nodes) if constant(node) is None]
+    if data and not (unpadded and all(_may_be_padding(node, shape[0]) for node in data)):
+        return None
+    try:
+        return _proven(Elements(nodes), mask, queries)
+    except Unproven:
+        return None
+
+
+def _may_be_padding(node: Node, batch) -> bool:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.ndim != 2 or value.dtype.is_floating_point:
+        return False
+    rows = Linear.size(value.shape[0])
+    return rows is None or bool(rows.terms) or rows == Linear.size(batch)  # a table has another size, and keeps it
+
+
+def _proven(elements: Elements, mask: Node, queries) -> str | None:
+    shape = mask.meta["val"].shape
+    index = tuple(map(elements.anywhere, shape))
+    verdicts = [(given, _allowed(value)) for given, value in elements.cases(mask, index)]
+    if all(allowed for _, allowed in verdicts):
+        return "full"
+    if len(shape) < 2 or whole(shape[-2]) != whole(queries):
+        return None
+    row, column = index[-2:]
+    ahead = column - row - (whole(shape[-1]) - whole(queries))
+    same = all(not elements.possible({*given, ahead - 1 if allowed else -ahead}) for given, allowed in verdicts)
+    return "causal" if same else None
+
+
+def _allowed(value: Tensor | Linear) -> bool:
+    """Whether an element of a mask lets a query see a key. Raises `Unproven` for a bias that does neither."""
+    if isinstance(value, Linear):
+        raise Unproven
+    if value.dtype == torch.bool or value == 0:
+        return value.dtype != torch.bool or bool(value)
+    if value.dtype.is_floating_point and value <= torch.finfo(value.dtype).min / 2:
+        return False
+    raise Unproven

@@ -1,0 +1,141 @@
+"""Stage 1: a Dynamo graph -> functional ATen with attention intact.
+
+The only file that touches AOTAutograd's private export; ``tests/test_private_apis.py`` explains what it relies on.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch._functorch.aot_autograd import aot_export_module
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch.fx import GraphModule, Node
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_any
+
+from kvpass.lowering.session import compiling
+
+from .concrete import leaves, upstream
+
+aten = torch.ops.aten
+_CHECKS_BREAK = torch.__version__ < "2.13"  # C++ that checks a mask's index beside a comparison does not compile
+
+
+@dataclass
+class NormalGraph:
+    """A functional graph in pre-dispatch ATen.
+
+    module: its placeholders match ``inputs`` one to one; its outputs are the mutated inputs' new values, then the
+        user's outputs.
+    inputs: fake example values.
+    written: the placeholders the program writes, in the order of their new values.
+    """
+
+    module: GraphModule
+    inputs: list
+    written: list[Node]
+
+    @property
+    def graph(self):
+        return self.module.graph
+
+    @property
+    def mutated(self) -> dict[Node, Node]:
+        """Placeholder -> node with its new value, for every input the program writes."""
+        return dict(zip(self.written, self.graph.output_node().args[0], strict=False))
+
+    @property
+    def outputs(self) -> tuple:
+        """The user's outputs, without those new values."""
+        return tuple(self.graph.output_node().args[0][len(self.written) :])
+
+
+def has_subclass(inputs: Iterable) -> bool:
+    """Whether there are tensor subclasses among ``inputs``."""
+    return any(map(is_traceable_wrapper_subclass, inputs))
+
+
+def flatten(inputs: Iterable) -> list:
+    """``inputs``, tensor subclasses (weights quantized by torchao) replaced by the plain tensors they consist of."""
+    flat = []
+    for value in inputs:
+        if is_traceable_wrapper_subclass(value):
+            flat += flatten(getattr(value, name) for name in value.__tensor_flatten__()[0])
+        else:
+            flat.append(value)
+    return flat
+
+
+def _unflatten(like, flat: Iterator):
+    """The inverse of `flatten` for one input."""
+    if not is_traceable_wrapper_subclass(like):
+        return next(flat)
+    names, context = like.__tensor_flatten__()
+    inner = {name: _unflatten(getattr(like, name), flat) for name in names}
+    return type(like).__tensor_unflatten__(inner, context, like.shape, like.stride())
+
+
+class _OnPlainTensors(nn.Module):
+    """A graph as a function of the plain tensors its inputs consist of."""
+
+    def __init__(self, gm: GraphModule, inputs: list):
+        super().__init__()
+        self.gm, self.inputs = gm, inputs
+
+    def forward(self, *flat):
+        parts = iter(flat)
+        return self.gm(*(_unflatten(value, parts) for value in self.inputs))
+
+
+@compiling()
+def normalise(gm: GraphModule) -> NormalGraph:
+    """Functionalize ``gm`` without decomposing attention; `in_place` is the way back."""
+    inputs = [node.meta["example_value"] for node in gm.graph.nodes if node.op == "placeholder"]
+    if has_subclass(inputs):
+        gm, inputs = _OnPlainTensors(gm, inputs), flatten(inputs)
+    with tracing(TracingContext(detect_fake_mode(inputs))), torch.no_grad():
+        module, signature = aot_export_module(gm, inputs, trace_joint=False, pre_dispatch=True)
+    placeholders = {node.name: node for node in module.graph.nodes if node.op == "placeholder"}
+    values = module.graph.output_node().args[0][: len(signature.user_inputs_to_mutate)]
+    written = [placeholders[signature.user_inputs_to_mutate[value.name]] for value in values]
+    _clean(module.graph)
+    return NormalGraph(module, inputs, written)
+
+
+def _clean(graph: torch.fx.Graph) -> None:
+    """Drop metadata asserts (they hide users), free ``view`` of the strides it was traced with, and spare indices that
+    are lengths a check."""
+    for node in list(graph.nodes):
+        if node.target is aten._assert_tensor_metadata.default:
+            graph.erase_node(node)
+        elif node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default
+        elif _CHECKS_BREAK and node.target is aten.index.Tensor and _of_lengths(node):
+            node.target = aten._unsafe_index.Tensor
+
+
+def _of_lengths(index: Node) -> bool:
+    """Whether an index is computed from lengths alone, as where a mask is put together."""
+    return not any(leaves(upstream(indices)) for indices in index.args[1] if indices is not None)
+
+
+def in_place(normal: NormalGraph, skip: set[Node]) -> GraphModule:
+    """Turn the functional graph into one with the program's own outputs, copying mutated inputs back at the end.
+
+    skip: placeholders whose writes the caller has put back itself.
+    """
+    graph, output = normal.graph, normal.graph.output_node()
+    with graph.inserting_before(output):
+        for placeholder, value in normal.mutated.items():
+            if placeholder not in skip:
+                graph.call_function(aten.copy_.default, (placeholder, value))
+    output.args = (normal.outputs,)
+    graph.eliminate_dead_code()  # safe here: in-place ops have mutable schemas, so they are impure
+    graph.lint()
+    return GraphModule(normal.module, graph)
+
+
+def uses(node: Node, value: Node) -> bool:
+    """Whether ``value`` is among the (nested) arguments of ``node``."""
+    return tree_any(lambda argument: argument is value, (node.args, node.kwargs))

@@ -1,0 +1,141 @@
+"""Programs that keep a cache of their own: what they write to it, and what they read back.
+
+Such a program is handed the past decoded, maybe with room behind it, puts the present there by whatever means, and
+reads some of the whole. No way of writing is matched: the nodes in between are run on random values, and the result is
+compared with "the past, and the present behind it".
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from .concrete import at, hints, leaves, run, symbols, upstream
+
+aten = torch.ops.aten
+APPEND = torch.ops.kvpass.append_.default
+DECODE = torch.ops.kvpass.decode.default
+ROTATE = torch.ops.kvpass.rotate.default
+FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
+_SCALE = 1  # which argument of DECODE; it is a layer's own
+
+
+@dataclass(frozen=True)
+class Present:
+    """What the program puts behind the past: ``source``, ``[B, H_kv, S, D]`` or ``[B, S, H_kv, D]``, and the ``node``
+    that has it as ``[B, H_kv, S, D]``."""
+
+    source: Node
+    node: Node
+
+    def value(self, values: dict[Node, Tensor]) -> Tensor:
+        """Its value, given that of the source."""
+        return values[self.source] if self.source is self.node else values[self.source].transpose(1, 2)
+
+
+def presents(graph: Graph) -> dict[Node, Present]:
+    """Past -> present, for every cache that the program itself puts the present into.
+
+    What is appended there is the end of the whole, as the program left it; from here on it is the present itself.
+    """
+    found = {}
+    for node in graph.find_nodes(op="call_function", target=FUNCTIONALIZED):
+        if node.args[0] is not APPEND:
+            continue
+        scale = node.kwargs["_all_bases"][node.kwargs["_scale_base_index"]]
+        past = next(
+            (_as_read(user) for user in scale.users if user.target is DECODE and user.args[_SCALE] is scale), None
+        )
+        if past is None:
+            continue
+        x = node.kwargs["x"]
+        if past in upstream(x, [past]) and (present := _present(x, past)) is not None:
+            node.update_kwarg("x", present.node)
+            found[past] = present
+    return found
+
+
+def _as_read(past: Node) -> Node:
+    """Keys that are stored before rotary embedding are turned first."""
+    return next((user for user in past.users if user.target is ROTATE), past)
+
+
+def _present(x: Node, past: Node) -> Present | None:
+    """The node whose values ``x`` has, without going through the cache."""
+    nodes = upstream(x, [past])
+    derived = {past}
+    for node in nodes:
+        if not derived.isdisjoint(node.all_input_nodes):
+            derived.add(node)
+    sources = {source for node in derived - {past} for source in node.all_input_nodes}
+    size = torch.Size(x.meta["val"].shape).numel()
+    for source in sources - derived:
+        value = source.meta.get("val")
+        if not isinstance(value, Tensor) or value.ndim != 4 or value.shape.numel() != size:
+            continue
+        swapped = tuple(value.shape) != tuple(x.meta["val"].shape)
+        if all(
+            values is not None and torch.equal(values[x], values[source].transpose(1, 2) if swapped else values[source])
+            for values in _trials(x, (past, source))
+        ):
+            return Present(source, _transposed(source) if swapped else source)
+    return None
+
+
+def _transposed(node: Node) -> Node:
+    with node.graph.inserting_after(node):
+        swapped = node.graph.call_function(aten.transpose.int, (node, 1, 2))
+    swapped.meta["val"] = node.meta["val"].transpose(1, 2)
+    return swapped
+
+
+def read_back(node: Node, found: dict[Node, Present]) -> tuple[Node, Node, bool] | None:
+    """The past and present that keys or values ``[B, H, T, D]``, or ``[B, H_kv, r, T, D]``, consist of, their heads
+    repeated in order; and whether there is room behind them, that attention must not look at. None if they do not."""
+    nodes = upstream(node, [*found, *(present.source for present in found.values())])
+    pasts = [past for past in found if past in nodes]
+    if len(pasts) != 1:
+        return None
+    (past,), padded = pasts, set()
+    present = found[past]
+    for values in _trials(node, (past, present.source)):
+        if values is None:
+            return None
+        whole = torch.cat([values[past], present.value(values)], 2)
+        if not _is_whole(values[node], whole):
+            return None
+        padded.add(values[node].shape[-2] > whole.shape[2])
+    return (past, present.node, padded.pop()) if len(padded) == 1 else None
+
+
+def _is_whole(got: Tensor, whole: Tensor) -> bool:
+    tokens, heads = whole.shape[2], whole.shape[1]
+    if got.ndim == 5:
+        if got.shape[1] != heads:
+            return False
+        got = got.flatten(1, 2) if got.shape[2] > 1 else got[:, :, 0]
+    if got.ndim != 4 or got.shape[1] % heads or got.shape[2] < tokens:
+        return False
+    return torch.equal(got[:, :, :tokens], whole.repeat_interleave(got.shape[1] // heads, 1))
+
+
+def _trials(target: Node, given: tuple[Node, Node]):
+    """Values of all nodes between ``given``, which are random, and ``target``, at two lengths; None where they depend
+    on anything else."""
+    nodes = upstream(target, given)
+    if any(node not in given for node in leaves(nodes)):
+        yield None
+        return
+    fakes = [node.meta["val"] for node in nodes if node.meta.get("val") is not None]
+    known = hints([value for value in fakes if isinstance(value, (Tensor, torch.SymInt))])
+    growing = set().union(*map(symbols, given[0].meta["val"].shape))
+    change = -1 if at(given[0].meta["val"].shape[2], known) else 1
+    for times in (0, 1):
+        assignment = {symbol: value + times * change * (symbol in growing) for symbol, value in known.items()}
+        values = {}
+        for node in given:
+            fake = node.meta["val"]
+            values[node] = torch.randn([at(size, assignment) for size in fake.shape]).to(fake.dtype)
+        run(nodes, values, assignment)
+        yield values

@@ -1,0 +1,137 @@
+"""Quality against bits, drawn."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+
+from ..errors import KVPassError
+from .quality import Quality
+
+FORMATS = (".png", ".svg")
+_DIRECTIONS = ((1, 0), (-1, 0), (1, 1), (-1, 1), (1, -1), (-1, -1), (0, 1), (0, -1))
+_DISTANCES = (6, 12, 20, 30, 42)  # of a label from its point, in typographic points
+_NEAR = 8
+_SAMPLES = 30  # of a line, where names would cover it
+_SHOWN = 1e-6  # nats; what is below is full precision but for rounding, and has no place on a logarithmic axis
+
+
+@dataclass(frozen=True)
+class Point:
+    """bits: a value; kl: mean divergence in nats; error: half the width of its 95 % interval."""
+
+    name: str
+    bits: float
+    kl: float
+    error: float
+
+
+def points(rows: Sequence[Quality]) -> list[Point]:
+    """The point of each row."""
+    return [Point(row.scheme, row.bits_per_value, row.kl, row.kl_error) for row in rows]
+
+
+def check_plot(path: Path) -> None:
+    """Raise `KVPassError` unless a picture can be drawn to ``path``: before anything is measured."""
+    if path.suffix not in FORMATS:
+        raise KVPassError(
+            f"{path.name!r} is no picture that can be drawn: use a name ending in {' or '.join(FORMATS)}."
+        )
+    if find_spec("matplotlib") is None:
+        raise KVPassError("Drawing needs matplotlib: pip install 'kvpass[plot]', or leave --plot out.")
+
+
+def front(rows: Sequence[Point]) -> list[Point]:
+    """The rows that no other beats in both bits and mean KL, by bits."""
+    best, kept = float("inf"), []
+    for row in sorted(rows, key=lambda row: (row.bits, row.kl)):
+        if row.kl < best:
+            best, kept = row.kl, [*kept, row]
+    return kept
+
+
+def pareto(results: Mapping[str, Sequence[Point]], path: Path, title: str) -> None:
+    """Mean KL with its 95 % interval against bits a value, a panel for each text, to an SVG or PNG file.
+
+    Points are labelled, those on the Pareto front connected. Rows of a mean KL below 1e-6, such as full precision, are
+    left out. Raises `KVPassError` without matplotlib, or if nothing is left to draw.
+    """
+    check_plot(path)
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    shown = {text: [row for row in rows if row.kl >= _SHOWN] for text, rows in results.items()}
+    if not all(shown.values()):
+        raise KVPassError(f"No scheme has a mean KL of {_SHOWN} or more: there is nothing to draw.")
+    with matplotlib.rc_context({"svg.hashsalt": "kvpass", "font.size": 9}):
+        figure, panels = pyplot.subplots(
+            1, len(shown), figsize=(1 + 5.5 * len(shown), 5.5), sharey=True, squeeze=False, layout="constrained"
+        )
+        for panel, (text, rows) in zip(panels[0], shown.items(), strict=True):
+            _draw(panel, rows)
+            panel.set(title=text, xlabel="bits per value, everything kept", yscale="log")
+        panels[0][0].set_ylabel("mean KL to full precision, nats")
+        figure.suptitle(title)
+        figure.draw_without_rendering()
+        for panel, rows in zip(panels[0], shown.values(), strict=True):
+            _label(panel, rows)
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+        pyplot.close(figure)
+
+
+def _draw(panel, rows: Sequence[Point]) -> None:
+    best = front(rows)
+    for row in rows:
+        color = "C0" if row in best else "0.45"
+        panel.errorbar(row.bits, row.kl, [[_below(row)], [row.error]], fmt="o", ms=4, lw=0.8, color=color)
+    panel.plot([row.bits for row in best], [row.kl for row in best], "C0--", lw=0.8, zorder=0)
+    panel.grid(which="major", lw=0.3)
+    panel.margins(x=0.16, y=0.06)
+
+
+def _label(panel, rows: Sequence[Point]) -> None:
+    """Names beside their points, each where it covers least: other names, points, intervals, the front."""
+    renderer = panel.figure.canvas.get_renderer()
+    covered, taken = _obstacles(panel, rows), []
+    for row in sorted(rows, key=lambda row: row.kl):
+        at, behind = (row.bits, row.kl), dict(boxstyle="square,pad=0.1", fc="white", ec="none", alpha=0.7)
+        label = panel.annotate(row.name, at, (0, 0), textcoords="offset points", fontsize=8, va="center", bbox=behind)
+
+        def place(offset, label=label):
+            label.set_ha("left" if offset[0] > 0 else "right" if offset[0] < 0 else "center")
+            label.xyann = offset
+            return label.get_window_extent(renderer).padded(2)
+
+        def cost(offset, place=place):
+            box = place(offset)
+            outside = not (panel.bbox.contains(box.x0, box.y0) and panel.bbox.contains(box.x1, box.y1))
+            names = sum(box.overlaps(other) for other in taken)
+            return (
+                100 * outside + 10 * names + 0.3 * sum(box.contains(*p) for p in covered) + 0.2 * max(map(abs, offset))
+            )
+
+        offset = min(((d * x, d * y) for d in _DISTANCES for x, y in _DIRECTIONS), key=cost)
+        taken.append(place(offset))
+        if max(map(abs, offset)) > _NEAR:
+            panel.annotate("", at, offset, textcoords="offset points", arrowprops=dict(arrowstyle="-", lw=0.4))
+
+
+def _obstacles(panel, rows: Sequence[Point]) -> list[tuple[float, float]]:
+    """Where points, intervals and the front are drawn, in pixels; points count most."""
+
+    def between(a: tuple[float, float], b: tuple[float, float]) -> list[tuple[float, float]]:
+        (x, y), (u, v) = panel.transData.transform([a, b])
+        return [(x + (u - x) * i / _SAMPLES, y + (v - y) * i / _SAMPLES) for i in range(_SAMPLES + 1)]
+
+    best = [(row.bits, row.kl) for row in front(rows)]
+    lines = [between(*ends) for ends in pairwise(best)]
+    lines += [between((row.bits, row.kl - _below(row)), (row.bits, row.kl + row.error)) for row in rows]
+    return [p for line in lines for p in line] + 15 * [tuple(panel.transData.transform((r.bits, r.kl))) for r in rows]
+
+
+def _below(row: Point) -> float:
+    """The lower half of an interval; one that reaches 0 has no end on a logarithmic axis."""
+    return min(row.error, 0.9 * row.kl)

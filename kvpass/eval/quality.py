@@ -1,0 +1,301 @@
+"""What a scheme costs and saves on a model.
+
+A prompt is prefilled, then the text that really follows is fed, and each step's distribution is compared with that of
+the model in full precision over the same tokens. Token by token nothing is emulated: codes, window and page flushes are
+those of `generate`. In one pass each query sees every token as it was stored by then (`runtime.simulated`), which is
+the same but for rounding, and takes no longer than a prefill.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from .. import api
+from ..cache.swap import bits_per_value, nbytes, num_values
+from ..errors import KVPassError, NotSimulatedError
+from ..models.probe import keeping
+from ..runtime.applied import is_applied
+from ..runtime.simulated import Simulator
+from ..schemes import SchemeConfig, get
+from ..schemes.calibrated import Calibration
+from .progress import bar
+from .size import footprint
+
+Scheme = str | dict | SchemeConfig | Calibration | None
+FULL = "full precision"
+"""The name of None among schemes."""
+
+_COMPILING_STEPS = 4  # left out of the timing: the decode graph is compiled in the first of them
+_KL_FLOOR = 1e-12  # nats; below it is rounding
+_BLOCK, _Z95 = 16, 1.96
+_ROWS = 64  # tokens compared at a time: their distributions are [64, V] in double precision
+
+
+@dataclass(frozen=True)
+class Quality:
+    """One scheme on one text.
+
+    divergences: KL(full || scheme) at each scored token, in nats.
+    agreements: whether the most likely next token is that of full precision, at each scored token.
+    surprisals: -log p of the token that follows, in nats, at each scored token but the last.
+    nbytes: bytes of everything the cache keeps at the end; bits_per_value: the same in bits, over the K and V values.
+    values: K and V values of the tokens the cache has seen at the end.
+    step_seconds: wall time of each decode step, one token, in order, compilation included where it happened; none if
+    the text was scored in one pass.
+    """
+
+    scheme: str
+    divergences: tuple[float, ...]
+    agreements: tuple[bool, ...]
+    surprisals: tuple[float, ...]
+    nbytes: int
+    bits_per_value: float
+    values: int
+    step_seconds: tuple[float, ...]
+
+    @property
+    def kl(self) -> float:
+        """Mean divergence."""
+        return statistics.fmean(self.divergences)
+
+    @property
+    def log_kl(self) -> float:
+        """Mean natural logarithm of the divergences."""
+        return statistics.fmean(map(math.log, self.divergences))
+
+    @property
+    def kl_error(self) -> float:
+        """Half the width of a 95 % interval of ``kl``: blocks of 16 tokens, because neighbours are alike."""
+        return interval(self.divergences)
+
+    @property
+    def top1(self) -> float:
+        """Share of the scored tokens whose most likely next token is that of full precision."""
+        return statistics.fmean(self.agreements)
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean surprisal."""
+        return math.exp(statistics.fmean(self.surprisals))
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Half the width of a 95 % interval of each mean, by name; that of perplexity is of its logarithm, which is to
+        say relative."""
+        return {
+            "kl": self.kl_error,
+            "log_kl": interval([math.log(divergence) for divergence in self.divergences]),
+            "top1": interval(self.agreements),
+            "perplexity": interval(self.surprisals),
+        }
+
+    def beats(self, other: "Quality") -> float:
+        """By how many standard errors the mean divergence is below that of ``other`` on the same tokens, in pairs.
+        Raises `KVPassError` if those are other tokens."""
+        if len(self.divergences) != len(other.divergences):
+            raise KVPassError(
+                f"Pairs are of the same tokens: {self.scheme} has {len(self.divergences)}, {other.scheme} "
+                f"{len(other.divergences)}."
+            )
+        differences = [theirs - mine for mine, theirs in zip(self.divergences, other.divergences, strict=True)]
+        error = interval(differences) / _Z95
+        return statistics.fmean(differences) / error if error else 0.0
+
+    @property
+    def seconds_per_step(self) -> float:
+        """Median time of a decode step, without the first steps (compilation)."""
+        return statistics.median(self.step_seconds[_COMPILING_STEPS:])
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoded tokens a second, from the median step."""
+        return 1 / self.seconds_per_step
+
+
+def interval(values: Sequence[float]) -> float:
+    """Half the width of a 95 % interval of their mean, from the means of blocks of neighbours."""
+    blocks = [statistics.fmean(values[i : i + _BLOCK]) for i in range(0, len(values) - _BLOCK + 1, _BLOCK)]
+    return _Z95 * statistics.stdev(blocks) / math.sqrt(len(blocks)) if len(blocks) > 1 else math.inf
+
+
+def _name(scheme: Scheme) -> str:
+    return str(scheme.scheme if isinstance(scheme, Calibration) else scheme)
+
+
+@contextmanager
+def packed(model: nn.Module, scheme: Scheme, **options) -> Iterator[nn.Module]:
+    """``model`` with ``scheme`` applied, and as it was afterwards. None is the model's own full-precision path."""
+    if scheme is None:
+        if is_applied(model):
+            raise KVPassError("Full precision was asked for, but kvpass is applied: call kvpass.remove(model) first.")
+        yield model
+        return
+    api.apply(model, scheme, **options)
+    try:
+        yield model
+    finally:
+        api.remove(model)
+
+
+def _forward(model: nn.Module, ids: Tensor, keep: int, **kwargs) -> Tensor:
+    """Logits of the last ``keep`` of ``ids`` ``[1, S]``: ``[keep, V]``. Models that can compute only those do."""
+    return model(input_ids=ids, **keeping(model, keep), **kwargs).logits[0, -keep:]
+
+
+def _check(model: nn.Module, ids: Tensor, prompt: int) -> None:
+    if ids.ndim != 2 or ids.shape[0] != 1:
+        raise KVPassError(f"One sequence [1, S] is scored at a time, not {tuple(ids.shape)}.")
+    scored = ids.shape[1] - prompt
+    if prompt < 1 or scored <= _COMPILING_STEPS:
+        raise KVPassError(
+            f"{prompt} prompt and {scored} scored tokens: use at least 1 prompt token and more than "
+            f"{_COMPILING_STEPS} scored ones (the first {_COMPILING_STEPS} steps are not timed: they compile)."
+        )
+    context = getattr(model.config, "max_position_embeddings", None)
+    if context is not None and ids.shape[1] > context:
+        raise KVPassError(f"{ids.shape[1]} tokens exceed the model's context of {context}: use fewer.")
+
+
+@torch.no_grad()
+def reference_logits(model: nn.Module, ids: Tensor, prompt: int) -> Tensor:
+    """Full-precision logits after each token that follows the prompt: ``[S - prompt, V]``, from one parallel forward.
+
+    ids: ``[1, S]``, the prompt and the text that really follows it.
+    """
+    _check(model, ids, prompt)
+    with packed(model, None):
+        return _forward(model, ids, ids.shape[1] - prompt, use_cache=False)
+
+
+@torch.no_grad()
+def score(
+    model: nn.Module,
+    ids: Tensor,
+    prompt: int,
+    reference: Tensor,
+    *,
+    name: str,
+    step_done: Callable[[], object] = lambda: None,
+) -> Quality:
+    """Score ``model`` as it is now, packed or not, on ``ids`` ``[1, S]`` (see `packed`, `reference_logits`)."""
+    _check(model, ids, prompt)
+    cache, device = DynamicCache(config=model.config), ids.device
+    _forward(model, ids[:, :prompt], 1, past_key_values=cache, use_cache=True)
+    rows, seconds = [], []
+    for position, full in zip(range(prompt, ids.shape[1]), reference, strict=True):
+        start = time.perf_counter()
+        logits = _forward(model, ids[:, position : position + 1], 1, past_key_values=cache, use_cache=True)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+        rows.append(_compare(full[None], logits, ids[0, position + 1 : position + 2]))
+        step_done()
+    size = nbytes(cache), bits_per_value(cache), num_values(cache)
+    return _quality(name, rows, size, seconds)
+
+
+def _compare(full: Tensor, logits: Tensor, following: Tensor) -> tuple[list[float], list[bool], list[float]]:
+    """Divergences, agreements and surprisals of logits ``[N, V]``; ``following`` are the tokens behind the first of
+    them."""
+    expected, got = (x.double().log_softmax(-1) for x in (full, logits))
+    divergence = (expected.exp() * (expected - got)).sum(-1).clamp(min=_KL_FLOOR)
+    surprisal = -got[: len(following)].gather(1, following[:, None])[:, 0]
+    return divergence.tolist(), (full.argmax(-1) == logits.argmax(-1)).tolist(), surprisal.tolist()
+
+
+def _quality(name: str, rows: Sequence[tuple], size: tuple[int, float, int], seconds: Sequence[float]) -> Quality:
+    columns = (tuple(value for part in column for value in part) for column in zip(*rows, strict=True))
+    return Quality(name, *columns, *size, tuple(seconds))
+
+
+@torch.no_grad()
+def score_in_one_pass(
+    simulator: Simulator, ids: Tensor, prompt: int, reference: Tensor, scheme: SchemeConfig | None, *, name: str
+) -> Quality:
+    """The same from one forward over all of ``ids``; bytes are those of a cache behind a prompt of this length. For
+    None, full precision, ``reference`` is what there is to score. Raises `NotSimulatedError` for schemes that have to
+    be scored token by token."""
+    model = simulator.model
+    _check(model, ids, prompt)
+    logits = reference if scheme is None else simulator.logits(ids, prompt, scheme)
+    following = ids[0, prompt + 1 :]
+    rows = [
+        _compare(reference[i : i + _ROWS], logits[i : i + _ROWS], following[i : i + _ROWS])
+        for i in range(0, len(reference), _ROWS)
+    ]
+    size = footprint(model, scheme, ids.shape[1])
+    return _quality(name, rows, (size.nbytes, size.bits_per_value, size.values), ())
+
+
+def evaluate(
+    model: nn.Module,
+    texts: Mapping[str, Tensor],
+    prompt: int,
+    schemes: Sequence[Scheme] | Mapping[str, Scheme],
+    *,
+    progress: bool = True,
+    one_pass: bool = False,
+    **options,
+) -> dict[str, list[Quality]]:
+    """For each text, one `Quality` per scheme against one full-precision reference; ``model`` is left as it was found.
+
+    texts: name -> ``[1, S]`` tokens; the first ``prompt`` are prefilled and the rest scored.
+    schemes: what `kvpass.apply` takes, by name or not, and None for the model's own cache (token by token its KL is
+        rounding, its speed the baseline).
+    progress: show a bar where there is a terminal.
+    one_pass: score each text by `score_in_one_pass` where the scheme can be, token by token otherwise.
+    options: for `kvpass.apply`.
+    """
+    references = {text: reference_logits(model, ids, prompt) for text, ids in texts.items()}
+    results = {text: [] for text in texts}
+    if not isinstance(schemes, Mapping):
+        schemes = {FULL if scheme is None else _name(scheme): scheme for scheme in schemes}
+    scored = {text: (ids, prompt, references[text]) for text, ids in texts.items()}
+    simulator = _simulator(model) if one_pass else None
+    for name, scheme in schemes.items():
+        rows = None
+        if simulator is not None and not isinstance(scheme, Calibration):
+            rows = _in_one_pass(simulator, scored, scheme and get(scheme), name, progress)
+        if rows is None:
+            with packed(model, scheme, **({} if scheme is None else options)):
+                rows = [_token_by_token(model, *each, f"{name}, {text}", progress) for text, each in scored.items()]
+        for text, row in zip(texts, rows, strict=True):
+            results[text].append(replace(row, scheme=name))
+    return results
+
+
+def _simulator(model: nn.Module) -> Simulator | None:
+    """None for models that have to be scored token by token."""
+    try:
+        return Simulator(model)
+    except NotSimulatedError:
+        return None
+
+
+def _in_one_pass(
+    simulator: Simulator, scored: Mapping[str, tuple], scheme: SchemeConfig | None, name: str, progress: bool
+) -> list[Quality] | None:
+    """A row for each text; None for schemes that cannot be scored in one pass."""
+    rows = []
+    with bar(name, len(scored), "text", progress) as texts:
+        for ids, prompt, reference in scored.values():
+            try:
+                rows.append(score_in_one_pass(simulator, ids, prompt, reference, scheme, name=name))
+            except NotSimulatedError:
+                return None
+            texts.update()
+    return rows
+
+
+def _token_by_token(
+    model: nn.Module, ids: Tensor, prompt: int, reference: Tensor, what: str, progress: bool
+) -> Quality:
+    with bar(what, len(reference), "token", progress) as tokens:
+        return score(model, ids, prompt, reference, name=what, step_done=tokens.update)

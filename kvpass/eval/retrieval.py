@@ -1,0 +1,134 @@
+"""Passkey retrieval (arXiv 2305.16300): a number hidden in filler text, at a chosen length and depth, asked for behind.
+
+The text is read first; the question comes in a call of its own, as in a chat, so that all of it and every token of the
+answer attend to the text as it is stored. A question inside the prompt would be read in full precision, and with it
+most of the answer.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import KVPassError
+from ..models.probe import fresh_cache
+from .progress import bar
+from .quality import Scheme, packed
+
+_NEEDLE = "The pass key is {key}. Remember it. {key} is the pass key."
+_TASK = "There is a pass key hidden in the following text. Find it and remember it.\n\n"
+_QUESTION = "What is the pass key? Answer with the number."
+_ANSWER_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Passkey:
+    """text: ``[1, S]`` tokens that hide ``key``; question: ``[1, Q]`` tokens that ask for it."""
+
+    text: Tensor
+    question: Tensor
+    key: str
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """What came of one question: the ``answer`` is right if its first number is the ``key``."""
+
+    length: int
+    depth: float
+    key: str
+    answer: str
+
+    @property
+    def right(self) -> bool:
+        """Exact match of the number."""
+        found = re.search(r"\d+", self.answer)
+        return found is not None and found.group() == self.key
+
+
+def passkey(tokenizer: PreTrainedTokenizerBase, filler: Tensor, length: int, depth: float, seed: int = 0) -> Passkey:
+    """A text of about ``length`` tokens (the seam of filler and needle may cost a few), with its question.
+
+    filler: ``[1, S]`` tokens of any text, S of ``length`` or more. depth: 0 hides the key at the beginning of the
+    filler, 1 at the end. The tokenizer's chat template is used if it has one. Raises `KVPassError` for a depth outside
+    [0, 1], and for a length that has no room for a needle or more than the filler has.
+    """
+    if not 0 <= depth <= 1:
+        raise KVPassError(f"depth={depth}: 0 is the beginning of the text, 1 its end.")
+    key = str(int(torch.randint(10000, 100000, (), generator=torch.Generator().manual_seed(seed))))
+    before, after = _around(tokenizer)
+    needle = f"\n\n{_NEEDLE.format(key=key)}\n\n"
+    room = length - sum(len(_encode(tokenizer, part)) for part in (before, needle))
+    if not 0 < room <= filler.shape[1]:
+        raise KVPassError(f"A text of {length} tokens leaves {room} for filler, which has {filler.shape[1]}.")
+    cut = round(depth * room)
+    left, right = (tokenizer.decode(part) for part in (filler[0, :cut], filler[0, cut:room]))
+    text = _encode(tokenizer, f"{before}{left}{needle}{right}\n\n")
+    return Passkey(torch.tensor([text]), torch.tensor([_encode(tokenizer, after)]), key)
+
+
+def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """What stands before the filler, and the question behind it with the beginning of the answer."""
+    if tokenizer.chat_template is None:
+        return (tokenizer.bos_token or "") + _TASK, f"{_QUESTION}\nThe pass key is"
+    messages = [{"role": "user", "content": f"{_TASK}FILLER{_QUESTION}"}]
+    chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    before, _, after = chat.partition("FILLER")
+    return before, f"{after}The pass key is"
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+@torch.no_grad()
+def ask(model: nn.Module, tokenizer: PreTrainedTokenizerBase, hidden: Passkey) -> str:
+    """What ``model`` as it is now, packed or not, answers greedily."""
+    cache, device = fresh_cache(model), next(model.parameters()).device
+    text, question = hidden.text.to(device), hidden.question.to(device)
+    model(input_ids=text, past_key_values=cache, use_cache=True)
+    ids = torch.cat([text, question], 1)
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        do_sample=False,
+        max_new_tokens=_ANSWER_TOKENS,
+        pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+    )
+    return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def retrieve(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    filler: Tensor,
+    schemes: Mapping[str, Scheme],
+    lengths: Sequence[int],
+    depths: Sequence[float],
+    *,
+    repeats: int = 1,
+    progress: bool = True,
+) -> dict[str, list[Retrieval]]:
+    """For each scheme (None: full precision) every length, depth and repeat, the same questions for all.
+
+    Decoding is not compiled: answers are short. Raises `KVPassError` as `passkey` and `kvpass.apply` do.
+    """
+    questions = [
+        (length, depth, passkey(tokenizer, filler, length, depth, seed))
+        for length in lengths
+        for depth in depths
+        for seed in range(repeats)
+    ]
+    results = {name: [] for name in schemes}
+    with bar("", len(schemes) * len(questions), "answer", progress) as answers:
+        for name, scheme in schemes.items():
+            answers.set_description(name)
+            with packed(model, scheme, **({} if scheme is None else {"lowering": "eager"})):
+                for length, depth, hidden in questions:
+                    results[name].append(Retrieval(length, depth, hidden.key, ask(model, tokenizer, hidden)))
+                    answers.update()
+    return results

@@ -1,0 +1,54 @@
+"""Seconds of a decode step, of several variants in turn within one process: drift of the machine hits all alike."""
+
+import copy
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from ..cache.swap import nbytes
+
+_COMPILING_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Speed:
+    """seconds: median wall time of a decode step, one token, batch 1; nbytes: bytes of everything its cache keeps."""
+
+    seconds: float
+    nbytes: int
+
+
+def sharing_weights(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` to apply another scheme to: parameters and buffers are the same tensors."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+
+
+@torch.no_grad()
+def measure(variants: Mapping[str, nn.Module], ids: Tensor, length: int, rounds: int) -> dict[str, Speed]:
+    """The `Speed` of each variant, a model (applied or not) of the same weights, behind ``length`` tokens of ``ids``
+    ``[1, S]``, S > length. A step is repeated by cropping its token again."""
+    caches, times = {}, {name: [] for name in variants}
+    for name, model in variants.items():
+        caches[name] = DynamicCache(config=model.config)
+        model(input_ids=ids[:, :length], past_key_values=caches[name], logits_to_keep=1)
+        for _ in range(_COMPILING_STEPS):
+            _step(model, ids[:, length : length + 1], caches[name])
+    for _ in range(rounds):
+        for name, model in variants.items():
+            times[name].append(_step(model, ids[:, length : length + 1], caches[name]))
+    return {name: Speed(statistics.median(times[name]), nbytes(caches[name])) for name in variants}
+
+
+def _step(model: nn.Module, token: Tensor, cache: DynamicCache) -> float:
+    start = time.perf_counter()
+    model(input_ids=token, past_key_values=cache)
+    if token.device.type != "cpu":
+        torch.accelerator.synchronize(token.device)
+    seconds = time.perf_counter() - start
+    cache.crop(-1)
+    return seconds

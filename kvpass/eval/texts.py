@@ -1,0 +1,106 @@
+"""Text to measure on: what every Python carries (technical English and code; no download, the same tokens at every
+run), files, and data sets of the hub."""
+
+import sysconfig
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import KVPassError
+
+_MODULES = (
+    "argparse", "dataclasses", "difflib", "doctest", "functools", "inspect",
+    "mailbox", "pickle", "statistics", "tarfile", "threading", "typing",
+)  # fmt: skip
+_HUB = "hub:"
+_MOST_CHARACTERS = 8_000_000  # read of a data set
+_CHARACTERS_PER_TOKEN = 8  # more than text needs, so that one tokenizer call is nearly always enough
+
+
+def _prose() -> str:
+    """The Python reference as ``help()`` shows it."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def _code() -> str:
+    """Sources of some large modules of the standard library."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    return "\n\n".join((folder / f"{name}.py").read_text(encoding="utf-8") for name in _MODULES)
+
+
+_BUILT_IN = {"prose": _prose, "code": _code}
+
+
+def _hub(source: str) -> str:
+    """Rows of a data set, a blank line between them, from the column "text" or else the first one of strings."""
+    if find_spec("datasets") is None:
+        raise KVPassError(f"{source!r} is read with the package datasets: pip install datasets, or pass a UTF-8 file.")
+    from datasets import load_dataset
+
+    name, config, split = (*source.removeprefix(_HUB).split(":"), "", "")[:3]
+    try:
+        rows = iter(load_dataset(name, config or None, split=split or "test", streaming=True))
+        first = next(rows, {})
+        strings = [column for column, value in first.items() if isinstance(value, str)]
+        if not strings:
+            raise ValueError(f"its rows have no text, but {', '.join(first) or 'nothing'}")
+        column = "text" if "text" in strings else strings[0]
+        parts, count = [], 0
+        for row in chain([first], rows):
+            parts.append(row[column])
+            count += len(row[column])
+            if count > _MOST_CHARACTERS:
+                break
+    except (OSError, ValueError) as error:
+        raise KVPassError(
+            f"Cannot read the data set {source!r}: {str(error).strip().splitlines()[0]}. Write "
+            "hub:dataset[:config[:split]]; the split is test if none is given."
+        ) from error
+    return "\n\n".join(parts)
+
+
+def available() -> list[str]:
+    """Names of the built-in texts."""
+    return list(_BUILT_IN)
+
+
+def read(source: str) -> str:
+    """The text of ``source``: a name from `available`, the path of a UTF-8 file, or ``hub:dataset[:config[:split]]``, a
+    data set of the Hugging Face hub (or a local folder) that `datasets` reads: its rows up to 8 million characters.
+
+    The built-in texts change a little from one Python version to the next. Raises `KVPassError` for what cannot be
+    read.
+    """
+    if source.startswith(_HUB):
+        return _hub(source)
+    try:
+        return _BUILT_IN[source]() if source in _BUILT_IN else Path(source).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, ImportError) as error:
+        raise KVPassError(
+            f"Cannot read the text {source!r}: {error}. Pass {' or '.join(map(repr, _BUILT_IN))}, a UTF-8 file, or "
+            "hub:dataset[:config[:split]]."
+        ) from error
+
+
+def tokens(tokenizer: PreTrainedTokenizerBase, source: str, count: int) -> Tensor:
+    """The first ``count`` tokens of a text, ``[1, count]`` int64. Raises `KVPassError` if it is shorter."""
+    if count < 1:
+        raise KVPassError(f"{count} tokens of text were asked for; ask for at least 1.")
+    text = read(source)
+    characters = count * _CHARACTERS_PER_TOKEN
+    while True:
+        ids = tokenizer(text[:characters], verbose=False)["input_ids"]
+        if len(ids) > count or characters >= len(text):  # the last token of a cut text may be a cut token
+            break
+        characters *= 2
+    if len(ids) < count:
+        raise KVPassError(
+            f"The text {source!r} has {len(ids)} tokens, {count} are needed: ask for fewer, or pass a file."
+        )
+    return torch.tensor([ids[:count]])

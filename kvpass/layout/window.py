@@ -1,0 +1,292 @@
+"""Where a token lives: in a sink slot, in a slot of the ring, or in a page. Index arithmetic on the host."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import pairwise
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from ..codec.spec import CodecSpec
+
+LENGTH_OFFSET = 1 << 20
+"""A cache of n tokens hands its length to a graph as the *shape* of a zero-stride view, n + LENGTH_OFFSET long, of one
+int64 that holds n. The shape makes n a symbolic int (one graph for every length, slices instead of masks); the value
+is there for device kernels. The offset keeps 0 and 1 from being specialised and n from being unified with other dims.
+"""
+SEEN_OFFSET = 2 * LENGTH_OFFSET
+"""The same for tokens seen, of which some may have been evicted: it is never the other's size."""
+
+_NEVER = torch.iinfo(torch.int64).max
+
+
+def carry(n: int, device: torch.device | None = None, offset: int = LENGTH_OFFSET) -> Tensor:
+    """The carrier of length ``n``: a zero-stride view, ``n + offset`` long, of one int64 that holds n."""
+    return torch.tensor([n], device=device).expand(n + offset)
+
+
+def length_of(carrier: Tensor, offset: int = LENGTH_OFFSET) -> int:
+    """The length a carrier has; symbolic under tracing, never a device read."""
+    return carrier.shape[0] - offset
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+class Recent:
+    """The newest tokens are exact; the oldest of them leave, a page at a time."""
+
+    def __init__(self, spec: CodecSpec):
+        self.spec = spec
+
+    def page_tokens(self, first: int, last: int) -> Tensor:
+        """The tokens of pages ``[first, last)``, in storage order."""
+        size = self.spec.page_size
+        return torch.arange(self.spec.sinks + first * size, self.spec.sinks + last * size)
+
+    def in_pages(self, x: Tensor, first: int, last: int) -> Tensor:
+        """Those of the tokens ``[B, H, n, D]`` that are in pages ``[first, last)``, in storage order."""
+        size = self.spec.page_size
+        return x.narrow(2, self.spec.sinks + first * size, (last - first) * size) if last > first else x[:, :, :0]
+
+    def exact(self, n: int) -> Tensor:
+        """The exact tokens behind the sinks once ``n`` are stored, in token order."""
+        return torch.arange(min(n, self.spec.sinks) + self.spec.packed(n), n)
+
+    def slot(self, token: int) -> int:
+        """The ring slot of ``token``."""
+        sinks = self.spec.sinks
+        return token if token < sinks else sinks + (token - sinks) % self.spec.window
+
+    def slots(self, tokens: Tensor) -> Tensor:
+        """The ring slots of ``tokens``."""
+        sinks = self.spec.sinks
+        return torch.where(tokens < sinks, tokens, sinks + (tokens - sinks) % self.spec.window)
+
+    def packed_before(self, tokens: Tensor, page: int) -> Tensor:
+        """Whether each of ``tokens``, which are behind the sinks, goes to a page before ``page``."""
+        return (tokens - self.spec.sinks) // self.spec.page_size < page
+
+    def overwritten(self, tokens: Tensor, stop: int) -> Tensor:
+        """Whether, of tokens ``[0, stop)``, a later one takes the slot of each of ``tokens``."""
+        return (tokens >= self.spec.sinks) & (tokens + self.spec.window < stop)
+
+    def token_order(self, n: int) -> Tensor | None:
+        """The permutation that puts sinks, pages and window into token order; None where they are."""
+        return None
+
+    def runs(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
+        """The slots in which tokens ``[first, stop)`` lie, as the first slot and the length of each run."""
+        sinks, end = self.spec.sinks, self.spec.sinks + self.spec.window
+        while first < stop:
+            slot = self.slot(first)
+            count = min(stop - first, (sinks if first < sinks else end) - slot)
+            yield slot, count
+            first += count
+
+    def read(self, ring: Tensor, n: int) -> Tensor:
+        """The exact tokens behind the sinks once ``n`` are stored, in token order."""
+        first = min(n, self.spec.sinks) + self.spec.packed(n)
+        return _joined([ring.narrow(2, *run) for run in self.runs(first, n)] or [ring[:, :, :0]])
+
+    def leaving(self, ring: Tensor, n: int, x: Tensor, first: int, last: int) -> Tensor:
+        """The tokens of pages ``[first, last)``, of which those before ``n`` are in the ring, others in ``x``."""
+        start, stop = (self.spec.sinks + page * self.spec.page_size for page in (first, last))
+        parts = [ring.narrow(2, *run) for run in self.runs(start, min(stop, n))]
+        new = max(start, n)
+        return _joined([*parts, x.narrow(2, new - n, stop - new)] if stop > new else parts)
+
+    def write(self, ring: Tensor, n: int, x: Tensor) -> None:
+        """Store ``x`` ``[B, H, S, D]`` as tokens ``[n, n + S)``; those whose slot is taken again are left out."""
+        sinks, stop = self.spec.sinks, n + x.shape[2]
+        for first, end in ((n, min(stop, sinks)), (max(n, sinks, stop - self.spec.window), stop)):
+            for slot, count in self.runs(first, end):
+                ring[:, :, slot : slot + count] = x[:, :, first - n : first - n + count]
+                first += count
+
+
+@dataclass(frozen=True)
+class Moves:
+    """The stream of moves of a log-sparse window, as far as it is known. A value: it is extended into another one, and
+    nobody writes to its tensors, so that threads share it. Tokens are counted from behind the sinks.
+
+    slot, page_of, next: ``[placed]``, of each token its ring slot, the page it goes to and the token that takes its
+        slot afterwards, `_NEVER` as long as there is none.
+    pages: ``[N, W]``, the tokens of each page.
+    exact, free: the exact tokens, oldest first, and the free slots, in the order they are taken.
+    holder: ``[window]``, the token that took each slot last, -1 if none did.
+    """
+
+    slot: Tensor
+    page_of: Tensor
+    next: Tensor
+    pages: Tensor
+    exact: Tensor
+    free: Tensor
+    holder: Tensor
+
+    @classmethod
+    def start(cls, size: int, window: int) -> Self:
+        """3W tokens, placed, none of which has moved. ``size`` is W."""
+        full, slots = 3 * size, torch.arange(window)
+        slot, never = slots[:full], torch.full((full,), _NEVER)
+        pages = torch.empty((0, size), dtype=torch.int64)
+        return cls(slot, never, never, pages, slot, slots[full:], slots.where(slots < full, -1))
+
+    @property
+    def placed(self) -> int:
+        """Tokens whose slot is known."""
+        return len(self.slot)
+
+    def extended(self, tokens: int) -> Self:
+        """The same with ``tokens`` tokens placed, and less than W more."""
+        size, exact, free, holder = self.pages.shape[1], self.exact, self.free, self.holder.clone()
+        pages, starts = [self.pages], range(self.placed, tokens, size)
+        more = len(starts) * size
+        slot = torch.cat([self.slot, torch.empty(more, dtype=torch.int64)])
+        page_of, later = (torch.cat([known, torch.full((more,), _NEVER)]) for known in (self.page_of, self.next))
+        for page, start in enumerate(starts, len(self.pages)):  # one compaction, and the W tokens that follow it
+            leaving, new = exact[1 : 2 * size : 2], torch.arange(start, start + size)
+            pages.append(leaving[None])
+            page_of[leaving] = page
+            slots, free = torch.cat([free, slot[leaving]]).split([size, len(free)])
+            held = holder[slots]
+            later[held[held >= 0]] = new[held >= 0]
+            slot[new], holder[slots] = slots, new
+            exact = torch.cat([exact[: 2 * size : 2], exact[2 * size :], new])
+        return Moves(slot, page_of, later, torch.cat(pages), exact, free, holder)
+
+
+class LogSparse(Recent):
+    """LogQuant (algorithm 1 of the paper): when 3W exact tokens are reached, every second one of the older 2W goes
+    to a page, so that exact tokens thin out with distance. W is the page size and ``2 W`` the residual.
+
+    The stream of moves does not depend on data: it is found once per spec, as far as any caller has got. Every answer
+    is taken from one value of `Moves`, and is the same however far that goes.
+    """
+
+    def __init__(self, spec: CodecSpec):
+        super().__init__(spec)
+        self._size = spec.page_size
+        self._moves = Moves.start(self._size, spec.window)
+
+    def _known(self, tokens: int) -> Moves:
+        """Every move due once ``tokens`` tokens (behind the sinks) are stored, at least."""
+        moves, need = self._moves, tokens + self._size
+        if moves.placed < need:
+            moves = self._moves = moves.extended(max(need, 2 * moves.placed))
+        return moves
+
+    def _at(self, tokens: Tensor, stop: int = 0) -> tuple[Moves, Tensor]:
+        """The moves of ``tokens`` and of ``[0, stop)``, and ``tokens`` counted from behind the sinks."""
+        behind = (tokens - self.spec.sinks).clamp_min(0)
+        return self._known(max(stop, int(behind.max()) + 1 if behind.numel() else 0)), behind
+
+    def page_tokens(self, first: int, last: int) -> Tensor:
+        return self._known((last + 2) * self._size).pages[first:last].flatten() + self.spec.sinks
+
+    def in_pages(self, x: Tensor, first: int, last: int) -> Tensor:
+        return x.index_select(2, self.page_tokens(first, last).to(x.device))
+
+    def exact(self, n: int) -> Tensor:
+        behind = max(0, n - self.spec.sinks)
+        page_of = self._known(behind).page_of[:behind]
+        return (page_of >= self.spec.pages(n)).nonzero().flatten() + self.spec.sinks
+
+    def slot(self, token: int) -> int:
+        return int(self.slots(torch.tensor([token])))
+
+    def slots(self, tokens: Tensor) -> Tensor:
+        sinks = self.spec.sinks
+        moves, behind = self._at(tokens)
+        return torch.where(tokens < sinks, tokens, sinks + moves.slot[behind])
+
+    def packed_before(self, tokens: Tensor, page: int) -> Tensor:
+        moves, behind = self._at(tokens, (page + 2) * self._size)
+        return moves.page_of[behind] < page
+
+    def overwritten(self, tokens: Tensor, stop: int) -> Tensor:
+        moves, behind = self._at(tokens, stop)
+        return (tokens >= self.spec.sinks) & (moves.next[behind] < stop - self.spec.sinks)
+
+    def token_order(self, n: int) -> Tensor | None:
+        sinks = torch.arange(min(n, self.spec.sinks))
+        return torch.cat([sinks, self.page_tokens(0, self.spec.pages(n)), self.exact(n)]).argsort()
+
+    def _select(self, ring: Tensor, tokens: Tensor) -> Tensor:
+        return ring.index_select(2, self.slots(tokens).to(ring.device))
+
+    def read(self, ring: Tensor, n: int) -> Tensor:
+        return self._select(ring, self.exact(n))
+
+    def leaving(self, ring: Tensor, n: int, x: Tensor, first: int, last: int) -> Tensor:
+        tokens, device = self.page_tokens(first, last), ring.device
+        known = tokens < n
+        if not known.any():
+            return x.index_select(2, (tokens - n).to(device))
+        out = x.new_empty((*x.shape[:2], len(tokens), x.shape[3]))
+        out[:, :, known.to(device)] = self._select(ring, tokens[known])
+        out[:, :, ~known.to(device)] = x.index_select(2, (tokens[~known] - n).to(device))
+        return out
+
+    def write(self, ring: Tensor, n: int, x: Tensor) -> None:
+        tokens = torch.arange(n, n + x.shape[2])
+        tokens = tokens[~self.overwritten(tokens, n + x.shape[2])]
+        ring.index_copy_(2, self.slots(tokens).to(ring.device), x.index_select(2, (tokens - n).to(x.device)))
+
+
+@dataclass(frozen=True)
+class Writes:
+    """How far a ring was written: which of its tokens have lost their slots. Tokens that are taken back are written
+    again, and it is from then on that later ones count.
+
+    spans: pairs of ``first`` and ``stop``, ``first`` ascending and ``stop`` descending: since the tokens from ``first``
+        on were written, those up to ``stop`` have been.
+    packed: tokens of earlier pages are not in the ring, whatever was written.
+    """
+
+    spans: tuple[tuple[int, int], ...] = ()
+    packed: int = 0
+
+    def _with(self, spans: Iterable[tuple[int, int]], packed: int) -> Self:
+        kept: list[tuple[int, int]] = []
+        for first, stop in spans:
+            while kept and kept[-1][0] >= first:
+                kept.pop()
+            if not kept or kept[-1][1] > stop:
+                kept.append((first, stop))
+        return Writes(tuple(kept), packed)
+
+    def wrote(self, start: int, stop: int, packed: int) -> Self:
+        """Those after tokens ``[start, stop)``; ``packed`` are the pages in use at length ``start``."""
+        older = [(first, max(end, stop)) for first, end in self.spans if first < start]
+        return self._with([*older, (start, stop)], min(self.packed, packed))
+
+    def evicted(self, gone: int, packed: int) -> Self:
+        """Those after ``gone`` tokens before page ``packed`` were dropped, and later ones moved up."""
+        return self._with([(max(0, a - gone), b - gone) for a, b in self.spans], max(self.packed, packed))
+
+    def lost(self, tokens: Tensor, where: "Recent") -> Tensor:
+        """Whether each of ``tokens``, which are behind the sinks, is not in the ring any more."""
+        gone = where.packed_before(tokens, self.packed)
+        for (first, stop), (after, _) in pairwise([*self.spans, (_NEVER, 0)]):
+            gone |= (tokens >= first) & (tokens < after) & where.overwritten(tokens, stop)
+        return gone
+
+
+@cache
+def layout(spec: CodecSpec) -> Recent:
+    """The layout a spec asks for."""
+    return LogSparse(spec) if spec.keep == "log" else Recent(spec)
+
+
+@lru_cache(maxsize=64)
+def ring_tokens(spec: CodecSpec, n: int, device: torch.device | None = None) -> Tensor:
+    """The token that each of the ``sinks + window`` ring slots holds once ``n`` are stored, -1 where none is exact."""
+    held = torch.full((spec.sinks + spec.window,), -1)
+    tokens = torch.cat([torch.arange(min(n, spec.sinks)), layout(spec).exact(n)])
+    held[layout(spec).slots(tokens)] = tokens
+    return held.to(device)

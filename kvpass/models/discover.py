@@ -1,0 +1,285 @@
+"""Where a plain decoder keeps its keys and values, found by running it: no names, no way of writing are assumed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from inspect import Parameter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from ..errors import KVPassError
+from ..schemes import LayerGeometry, geometries
+
+_LOUDER = 100.0  # noise this much larger in slots that have not been written must not change the output
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A tensor that ``owner`` keeps as ``name``: ``[B, H_kv, T, D]``, or ``[B, T, H_kv, D]`` if ``token_dim`` is 1."""
+
+    path: str
+    owner: nn.Module
+    name: str
+    token_dim: int
+
+    def get(self) -> Tensor:
+        """What is kept now, as ``[B, H_kv, T, D]``."""
+        tensor = getattr(self.owner, self.name)
+        return tensor.transpose(1, 2) if self.token_dim == 1 else tensor
+
+    def set(self, x: Tensor) -> None:
+        """Keep ``x``, ``[B, H_kv, T, D]``."""
+        setattr(self.owner, self.name, x.transpose(1, 2) if self.token_dim == 1 else x)
+
+
+@dataclass(frozen=True)
+class BufferedCache:
+    """A decoder that writes keys and values to tensors it keeps.
+
+    layers: key and value buffer of each attention layer, or why it is not understood. tokens: the parameter that holds
+    the new tokens, ``[B, S]`` or ``[B, S, C]``. position: the one that says where they go: the first position, or all
+    of them. capacity: tokens there is room for.
+    """
+
+    layers: list[tuple[Buffer, Buffer] | str]
+    tokens: str
+    position: str
+    capacity: int
+
+    def geometry(self) -> dict[int, LayerGeometry | str]:
+        """What each layer holds, by index."""
+        return geometries([pair if isinstance(pair, str) else pair[0].get() for pair in self.layers])
+
+
+@dataclass(frozen=True)
+class HandedCache:
+    """A decoder that takes the cache as ``parameter`` and returns the next one as item ``output`` of a tuple: nested
+    lists of ``[B, H_kv, T, D]`` tensors, keys before values.
+
+    takes_empty: no cache and one of no tokens are the same to it.
+    """
+
+    examples: list[Tensor]
+    structure: TreeSpec
+    tokens: str
+    parameter: str
+    output: int
+    takes_empty: bool
+
+    def geometry(self) -> dict[int, LayerGeometry | str]:
+        """What each layer holds, by index."""
+        return geometries(self.examples[::2])
+
+
+def _names(value, part: range) -> bool:
+    """Whether an argument may be the first position of ``part``, or all of them."""
+    if not isinstance(value, Tensor):
+        return type(value) is int and value == part.start
+    if value.is_floating_point() or value.dtype == torch.bool:
+        return False
+    if value.numel() == 1 and value.ndim < 2:
+        return int(value) == part.start
+    return value.shape[-1:] == (len(part),) and bool((value.cpu() == torch.tensor(part)).all())
+
+
+def bind(model: nn.Module, example_inputs: tuple | dict[str, Any]) -> dict[str, Any]:
+    """``example_inputs`` by name. Raises `KVPassError` if they do not fit ``model.forward``."""
+    args, kwargs = ((), example_inputs) if isinstance(example_inputs, dict) else (tuple(example_inputs), {})
+    try:
+        bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise KVPassError(f"example_inputs do not fit {type(model).__name__}.forward: {error}") from error
+    parameters = bound.signature.parameters
+    if any(parameters[name].kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) for name in bound.arguments):
+        raise KVPassError(f"{type(model).__name__}.forward takes *args or **kwargs: give it a signature with names.")
+    return dict(bound.arguments)
+
+
+def discover(model: nn.Module, arguments: dict[str, Any]) -> BufferedCache | HandedCache | None:
+    """How ``model`` keeps keys and values, or None if it has no cache. Runs it a few times; buffers are put back.
+
+    Raises `KVPassError` if it does not run on ``arguments``, or has a cache whose position is not understood.
+    """
+    probe = _Probe(model, arguments)
+    return probe.buffered() or probe.handed()
+
+
+class _Probe:
+    """A model, and inputs to try it with."""
+
+    def __init__(self, model: nn.Module, arguments: dict[str, Any]):
+        self.model, self.arguments = model, arguments
+        self.kept = list(_four_dimensional(model))
+
+    def run(self, **changed):
+        try:
+            with torch.no_grad():
+                return self.model(**{**self.arguments, **changed})
+        except Exception as error:
+            raise KVPassError(f"{type(self.model).__name__} failed on its example inputs: {error}") from error
+
+    def written(self, louder: dict[int, tuple[int, range]] | None = None, **changed):
+        """The output, and the dim and range of tokens that were written of each tensor kept, by its place in ``kept``.
+
+        They hold noise meanwhile, much more of it behind what ``louder`` says of each.
+        """
+        originals = [getattr(owner, name) for _, owner, name in self.kept]
+        generator = torch.Generator().manual_seed(0)
+        filled = [torch.randn(t.shape, generator=generator).to(t) for t in originals]
+        for i, (dim, part) in (louder or {}).items():
+            filled[i].narrow(dim, part.stop, filled[i].shape[dim] - part.stop).mul_(_LOUDER)
+        try:
+            for (_, owner, name), tensor in zip(self.kept, filled, strict=True):
+                setattr(owner, name, tensor.clone())
+            output = self.run(**changed)
+            ranges = {}
+            for i, (_, owner, name) in enumerate(self.kept):
+                if (found := _changed(filled[i], getattr(owner, name))) is not None:
+                    ranges[i] = found
+            return output, ranges
+        finally:
+            for (_, owner, name), tensor in zip(self.kept, originals, strict=True):
+                setattr(owner, name, tensor)
+
+    def buffered(self) -> BufferedCache | None:
+        output, ranges = self.written()
+        if not ranges:
+            return None
+        parts = {part for _, part in ranges.values()}
+        if len(parts) != 1:
+            raise KVPassError(
+                f"The buffers of {type(self.model).__name__} are written at different positions: {parts}."
+            )
+        (part,) = parts
+        position = self._position(part)
+        for got, expected in zip(tree_leaves(self.written(ranges)[0]), tree_leaves(output), strict=True):
+            if isinstance(got, Tensor) and not torch.allclose(got, expected, rtol=1e-4, atol=1e-4, equal_nan=True):
+                raise KVPassError(
+                    f"{type(self.model).__name__} attends to slots of its buffers that have not been written yet: mask "
+                    "them, or read the written part only."
+                )
+        layers = self._pairs({i: dim for i, (dim, _) in ranges.items()})
+        sizes = {pair[0].get().shape[2] for pair in layers if not isinstance(pair, str)}
+        if len(sizes) > 1:
+            raise KVPassError(f"The layers' buffers have room for different numbers of tokens: {sorted(sizes)}.")
+        if not sizes:
+            raise KVPassError(f"No buffers of {type(self.model).__name__} can be packed: {layers[0]}.")
+        return BufferedCache(layers, self._tokens(len(part)), position, sizes.pop())
+
+    def _pairs(self, dims: dict[int, int]) -> list[tuple[Buffer, Buffer] | str]:
+        """Keys and values of each layer, given the token dims of what is written."""
+        by_owner: dict[str, list[Buffer]] = {}
+        for i, dim in dims.items():
+            path, owner, name = self.kept[i]
+            by_owner.setdefault(path, []).append(Buffer(path, owner, name, dim))
+        layers = []
+        for path, buffers in by_owner.items():
+            if len(buffers) == 2 and buffers[0].get().shape == buffers[1].get().shape:
+                layers.append(tuple(sorted(buffers, key=lambda buffer: "v" in buffer.name.lower().replace("kv", ""))))
+            else:
+                names = ", ".join(f"{buffer.name} {tuple(buffer.get().shape)}" for buffer in buffers)
+                layers.append(f"{path} keeps {names}: keys and values of equal shape, one tensor each, are understood")
+        return layers
+
+    def _position(self, part: range) -> str:
+        """The parameter that moves what is written."""
+        for name, value in self.arguments.items():
+            if not _names(value, part):
+                continue
+            moved = {where for _, where in self.written(**{name: value + 1})[1].values()}
+            if moved == {range(part.start + 1, part.stop + 1)}:
+                return name
+        raise KVPassError(
+            f"{type(self.model).__name__} writes positions {part.start} to {part.stop - 1} of its buffers, and no "
+            "argument says so. kvpass must know where tokens go: let forward take the first position, or all of them, "
+            "and pass example inputs with it."
+        )
+
+    def _tokens(self, count: int) -> str:
+        for name, value in self.arguments.items():
+            if isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == count:
+                return name
+        raise KVPassError(f"No argument holds the {count} tokens written, as [B, S] or [B, S, C].")
+
+    def handed(self) -> HandedCache | None:
+        """Try each argument that may be left out, with each part of the output, for one more token."""
+        output = self.run()
+        if not isinstance(output, tuple):
+            return None
+        for name, value in self.arguments.items():
+            if not isinstance(value, Tensor) or value.ndim != 2 or value.is_floating_point():
+                continue
+            for i, part in enumerate(output):
+                examples, structure = tree_flatten(part)
+                if not _are_keys_and_values(examples, value.shape):
+                    continue
+                for parameter, default in inspect.signature(self.model.forward).parameters.items():
+                    if self.arguments.get(parameter, default.default) is None and self._continues(
+                        name, parameter, part, i, examples
+                    ):
+                        empty = tree_unflatten([leaf[:, :, :0] for leaf in examples], structure)
+                        same = self._same(output, parameter, empty)
+                        return HandedCache(examples, structure, name, parameter, i, same)
+        return None
+
+    def _same(self, output, parameter: str, cache) -> bool:
+        """Whether passing ``cache`` changes nothing."""
+        try:
+            leaves = tree_leaves(self.run(**{parameter: cache}))
+        except KVPassError:
+            return False
+        return all(
+            torch.equal(got, expected) if isinstance(expected, Tensor) else got == expected
+            for got, expected in zip(leaves, tree_leaves(output), strict=False)
+        )
+
+    def _continues(self, tokens: str, parameter: str, cache, output: int, examples: list[Tensor]) -> bool:
+        """Whether one more token with ``cache`` gives the same cache with one more token behind it."""
+        try:
+            longer = self.run(**{tokens: self.arguments[tokens][:, -1:], parameter: cache})[output]
+        except (KVPassError, TypeError, IndexError):
+            return False
+        leaves = tree_leaves(longer)
+        return len(leaves) == len(examples) and all(
+            isinstance(new, Tensor)
+            and new.ndim == 4
+            and new.shape[2] == old.shape[2] + 1
+            and torch.equal(new[:, :, :-1], old)
+            for new, old in zip(leaves, examples, strict=True)
+        )
+
+
+def _four_dimensional(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Path, owner and name of every float tensor of 4 dims that a module keeps and does not learn."""
+    for path, module in model.named_modules():
+        for name, value in [*module._buffers.items(), *vars(module).items()]:
+            if isinstance(value, Tensor) and value.ndim == 4 and value.is_floating_point():
+                yield path, module, name
+
+
+def _changed(before: Tensor, after: Tensor) -> tuple[int, range] | None:
+    """The dim that counts tokens and the range of it that was written; None if nothing was, or not a range."""
+    if before.shape != after.shape:
+        return None
+    changed = before != after
+    for dim in (2, 1):
+        others = [d for d in range(4) if d != dim]
+        where = changed.any(others).nonzero().flatten()
+        if 0 < len(where) < before.shape[dim] and len(where) == where[-1] - where[0] + 1:
+            return dim, range(int(where[0]), int(where[-1]) + 1)
+    return None
+
+
+def _are_keys_and_values(leaves: list, shape: torch.Size) -> bool:
+    return (
+        len(leaves) > 1
+        and len(leaves) % 2 == 0
+        and all(isinstance(leaf, Tensor) and leaf.ndim == 4 and leaf.is_floating_point() for leaf in leaves)
+        and all(leaf.shape[0] == shape[0] and leaf.shape[2] == shape[1] for leaf in leaves)
+        and all(key.shape == value.shape for key, value in zip(leaves[::2], leaves[1::2], strict=True))
+    )

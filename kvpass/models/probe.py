@@ -1,0 +1,121 @@
+"""A first look at a model: what its cache layers hold, and what stands in the way of capturing it."""
+
+import inspect
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
+
+from ..errors import KVPassError
+from ..schemes import LayerGeometry, geometries
+
+_SLIDING = "It is bounded already; where texts fit the window, sliding_window=None in the config packs the same results"
+
+
+def probe(model: nn.Module) -> dict[int, LayerGeometry | str]:
+    """What each cache layer of ``model`` holds: its geometry, or the reason it is not packed. Runs two tokens. Layers
+    of cross-attention come behind those of self-attention.
+
+    Raises `KVPassError` if the model has no attention over a transformers cache.
+    """
+    return probe_cache(model)[1]
+
+
+def probe_cache(model: nn.Module) -> tuple[Cache, dict[int, LayerGeometry | str]]:
+    """The cache that two tokens through ``model`` fill, and what `probe` says of its layers."""
+    config, kind = getattr(model, "config", None), type(model).__name__
+    if config is None or "past_key_values" not in inspect.signature(model.forward).parameters:
+        raise KVPassError(
+            f"No attention over a KV cache found in {kind}: kvpass needs a transformers decoder whose forward takes "
+            "past_key_values, or example_inputs for another kind of decoder. If this is a wrapper, apply to the model "
+            "inside."
+        )
+    _refuse_offloaded(model)
+    try:
+        cache = fresh_cache(model)
+        with torch.no_grad():
+            model(**two_tokens(model), past_key_values=cache, use_cache=True)
+    except Exception as error:
+        raise KVPassError(f"Two tokens through {kind} with a growing cache failed: {error}") from error
+    layers = _geometries(cache)
+    if not any(isinstance(layer, LayerGeometry) and not layer.cross for layer in layers.values()):
+        reasons = sorted({layer for layer in layers.values() if isinstance(layer, str)})
+        why = "; ".join(reasons) or "its cache stayed empty"
+        raise KVPassError(f"No attention that can be packed found in {kind}: {why}.")
+    return cache, layers
+
+
+def keeping(model: nn.Module, count: int) -> dict[str, int]:
+    """The argument that makes ``model`` compute logits of the last ``count`` tokens only, if it has one."""
+    return {"logits_to_keep": count} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+
+
+def _refuse_offloaded(model: nn.Module) -> None:
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise KVPassError(
+            f"Weights of {type(model).__name__} are not on a device (offloaded by accelerate, or on meta): load the "
+            "model without offloading. A packed cache leaves it more room."
+        )
+
+
+def has_encoder(model: nn.Module) -> bool:
+    """Whether ``model`` is an encoder-decoder: its own arguments are called ``decoder_*``."""
+    return getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+
+
+def fresh_cache(model: nn.Module) -> Cache:
+    """An empty growing cache of the kind ``model`` makes itself."""
+    if has_encoder(model):
+        return EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
+    return DynamicCache(config=model.config)
+
+
+def two_tokens(model: nn.Module) -> dict[str, object]:
+    """Inputs of two tokens for ``model``; an encoder has run already, whatever its own inputs are."""
+    device = next(model.parameters()).device
+    ids = torch.zeros(1, 2, dtype=torch.long, device=device)
+    if not has_encoder(model):
+        return dict(input_ids=ids)
+    size = model.config.get_text_config(encoder=True).hidden_size
+    hidden = torch.zeros(1, 2, size, dtype=model.dtype, device=device)
+    return dict(decoder_input_ids=ids, encoder_outputs=BaseModelOutput(last_hidden_state=hidden))
+
+
+def _geometries(cache: Cache) -> dict[int, LayerGeometry | str]:
+    """What `probe` found in each layer of ``cache``."""
+    if isinstance(cache, EncoderDecoderCache):
+        own, cross = (_geometries(part) for part in (cache.self_attention_cache, cache.cross_attention_cache))
+        for index, layer in cross.items():
+            known = isinstance(layer, LayerGeometry)
+            own[len(cross) + index] = replace(layer, cross=True) if known else f"cross-attention: {layer}"
+        return own
+    return geometries([_keys(layer) for layer in cache.layers])
+
+
+def _keys(layer: CacheLayerMixin) -> Tensor | str:
+    """What a cache layer keeps as keys, or why it is not packed."""
+    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    if type(layer) is not DynamicLayer:
+        bounded = f". {_SLIDING}" if getattr(layer, "is_sliding", False) else ""
+        return f"{type(layer).__name__}: not full attention over a growing cache, stays as it is{bounded}"
+    if not isinstance(keys, Tensor) or keys.ndim != 4 or not keys.numel():
+        return "the layer stored no keys: it has no attention, or reads what another layer stored"
+    if keys.shape != values.shape:
+        shapes = f"keys {tuple(keys.shape)} and values {tuple(values.shape)} differ in shape"
+        return f"{shapes}: latent attention (MLA) is small as it is, and is not supported"
+    return keys
+
+
+def refuse_what_cannot_be_captured(model: nn.Module) -> None:
+    """Raise `KVPassError` for what would break the decode graph: Python around its layers."""
+    _refuse_offloaded(model)
+    hooked = [name for name, module in model.named_modules() if name and hasattr(module, "_hf_hook")]
+    if hooked:
+        raise KVPassError(
+            f"accelerate has put hooks on {len(hooked)} modules ({hooked[0]}, ...), and they break the decode graph: "
+            "load the model on one device, or if it is, accelerate.hooks.remove_hook_from_module(model, recurse=True). "
+            "Over several devices use lowering='eager'."
+        )

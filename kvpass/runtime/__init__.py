@@ -1,0 +1,1 @@
+"""One forward over a packed cache, for each way in which a model may keep one."""

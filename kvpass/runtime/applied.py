@@ -1,0 +1,33 @@
+"""Which runtime is in front of a model."""
+
+from torch import nn
+
+from ..errors import KVPassError
+from .transformers import Runtime
+
+ATTRIBUTE = "_kvpass"
+"""Where a model keeps its runtime."""
+
+
+def decoder(model: nn.Module) -> nn.Module:
+    """The model inside a wrapper of peft or of ``torch.compile``: its forward is the one that meets the cache."""
+    while True:
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        else:
+            return model
+
+
+def is_applied(model: nn.Module) -> bool:
+    """Whether `kvpass.apply` has been called on ``model`` and `kvpass.remove` not since."""
+    return isinstance(model, nn.Module) and hasattr(decoder(model), ATTRIBUTE)
+
+
+def runtime_of(model: nn.Module) -> Runtime:
+    """What `kvpass.apply` put in front of ``model``. Raises `KVPassError` if it was not applied."""
+    runtime = getattr(decoder(model), ATTRIBUTE, None)
+    if runtime is None:
+        raise KVPassError("kvpass is not applied to this model: call kvpass.apply(model, scheme=...) first.")
+    return runtime

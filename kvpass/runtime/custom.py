@@ -1,0 +1,259 @@
+"""The forward that `kvpass.apply` puts in front of a decoder that keeps its own cache, in buffers or passed in and out.
+
+The program stays as it is. In the captured graph it is handed the past decoded and leaves the present behind it, which
+the pass finds (`kvpass.compile.own_cache`); without the pass that is what really happens, and as right.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from torch.utils._pytree import tree_leaves, tree_unflatten
+
+from ..cache.layer import PackedLayer
+from ..cache.swap import connect
+from ..cache.tensor import PackedKV
+from ..errors import KVPassError
+from ..layout.window import length_of
+from ..models.discover import BufferedCache, HandedCache
+from ..schemes import SchemeConfig
+from .forward import start_forward
+from .transformers import Runtime
+
+_PACKED = "packed"  # stands for the cache among the arguments
+
+
+class PlainRuntime(Runtime):
+    """What both kinds have in common; the found cache is ``self.found``."""
+
+    taps = False  # what is captured is the cache's own writing too
+
+    def __init__(self, model: nn.Module, scheme: SchemeConfig, layers, *, found, **options):
+        self.found, self.signature = found, inspect.signature(model.forward)
+        super().__init__(model, scheme, layers, **options)
+        if any(plan.evicts for plan, _ in self.plans.values()):
+            raise KVPassError(
+                "Evicting tokens needs a cache that counts the tokens seen apart from those kept: that of transformers "
+                "does. Use the scheme without its eviction."
+            )
+
+    def _new_cache(self) -> list[PackedLayer]:
+        layers = {
+            index: PackedLayer(plan, geometry, self.owner, self.lowering, self.max_cache_len)
+            for index, (plan, geometry) in self.plans.items()
+        }
+        connect(layers, self.predictors)
+        return list(layers.values())
+
+    def _arguments(self, args, kwargs) -> dict[str, Any]:
+        if self.model().training:
+            raise KVPassError("The model is in training mode, and its cache is packed: call model.eval().")
+        return dict(self.signature.bind(*args, **kwargs).arguments)
+
+    def _run(self, layers: list[PackedLayer], arguments: dict[str, Any]):
+        """One forward over ``layers``, which it ends."""
+        inputs = arguments[self.found.tokens]
+        new_tokens = inputs.shape[1]
+        start_forward(layers, len(inputs), new_tokens)
+        with self._one_forward(layers, new_tokens):
+            run = self._choose(layers[0], new_tokens)
+            if run is not self.original:
+                self._canonicalise(arguments)
+            output = (self._body() if run is self.original else run)(layers, arguments)
+        by_index = dict(zip(self.plans, layers, strict=True))
+        self._measure([by_index.get(index) for index in range(len(self.report.layers))])
+        return output
+
+    def _choose(self, first: PackedLayer, new_tokens: int):
+        run = super()._choose(first, new_tokens)  # uncaptured, a whole buffer in full precision would be made
+        return self.captured if run is self.original and not self.eager else run
+
+    def _canonicalise(self, arguments: dict[str, Any]) -> None:
+        for name, value in arguments.items():
+            if isinstance(value, Tensor):
+                arguments[name] = value.contiguous().view(-1).view(value.shape)
+        inputs = arguments[self.found.tokens]
+        if inputs.shape[1] > 1:
+            torch._dynamo.maybe_mark_dynamic(inputs, 1)
+
+
+class BufferRuntime(PlainRuntime):
+    """For a `BufferedCache`. There is one sequence of tokens, that of the model: position 0 starts it anew, an earlier
+    position than the last goes back."""
+
+    found: BufferedCache
+
+    def __init__(self, model, scheme, layers, *, found, max_cache_len, **options):
+        super().__init__(model, scheme, layers, found=found, max_cache_len=max_cache_len, **options)
+        self.capacity = min(found.capacity, max_cache_len or found.capacity)
+        self.layers = self._new_cache()
+        self.buffers = [buffer for index in self.plans for buffer in found.layers[index]]  # K, V of each layer
+        own = [getattr(buffer.owner, buffer.name) for buffer in self.buffers]
+        # nothing to read and nothing to write between forwards, and no bytes
+        self.stand_ins = [torch.empty_like(tensor, device="meta") for tensor in own]
+
+    def install(self) -> None:
+        """Take the model's buffers away."""
+        super().install()
+        self._take_away()
+
+    def _take_away(self) -> None:
+        for buffer, stand_in in zip(self.buffers, self.stand_ins, strict=True):
+            setattr(buffer.owner, buffer.name, stand_in)
+
+    def uninstall(self) -> None:
+        """Give them back, with what is stored; empty if that is not whole."""
+        if not all(layer.whole for layer in self.layers):
+            for layer in self.layers:
+                layer.reset()
+        stored = [x for layer in self.layers for x in (layer.keys, layer.values)]
+        super().uninstall()
+        for buffer, stand_in, x in zip(self.buffers, self.stand_ins, stored, strict=True):
+            setattr(buffer.owner, buffer.name, torch.zeros_like(stand_in, device=self.layers[0].geometry.device))
+            if x is not None:
+                buffer.get()[: len(x), :, : x.shape[2]] = x + 0
+
+    def forward(self, *args, **kwargs):
+        arguments = self._arguments(args, kwargs)
+        with self._alone(self.layers):
+            self._seek(arguments)
+            if not isinstance(arguments[self.found.position], Tensor):
+                arguments[self.found.position] = 0  # the graph counts for itself, and must not be one for each position
+            try:
+                return self._run(self.layers, arguments)
+            except BaseException:
+                self._take_away()  # again: the call may have ended between filling the buffers and taking them away
+                raise
+
+    def _seek(self, arguments: dict[str, Any]) -> None:
+        """Go to the position the arguments name. Reads it from the device, if it is a tensor there."""
+        name, count = self.found.position, arguments[self.found.tokens].shape[1]
+        position, stored = arguments.get(name), self.layers[0].tokens
+        start = int(position.flatten()[0]) if isinstance(position, Tensor) else position
+        if isinstance(position, Tensor) and position.numel() > 1:
+            expected = torch.arange(start, start + count, device=position.device)
+            if position.shape[-1] != count or not bool((position == expected).all()):
+                raise KVPassError(
+                    f"{name} is not {count} consecutive positions from {start} on; a packed cache needs that."
+                )
+        if start > stored:
+            raise KVPassError(
+                f"{name} starts at {start}, and the packed cache holds {stored} tokens: none may be left out."
+            )
+        if start + count > self.capacity:
+            raise KVPassError(f"The cache is full: {start} tokens and {count} more do not fit into {self.capacity}.")
+        if start == 0:
+            self._check_owners()
+        for layer in self.layers if start < stored or start == 0 else ():
+            layer.reset() if start == 0 else layer.crop(start - stored)
+
+    def _check_owners(self) -> None:
+        model = self.model()
+        for buffer, stand_in in zip(self.buffers, self.stand_ins, strict=True):
+            try:
+                same = getattr(model.get_submodule(buffer.path), buffer.name) is stand_in
+            except AttributeError:
+                same = False
+            if not same:
+                raise KVPassError(
+                    f"{buffer.path}.{buffer.name} was replaced after kvpass.apply (caches set up again?). Call "
+                    "kvpass.remove(model) before that, and apply again after it."
+                )
+
+    def _body(self):
+        original, found, runtime = self.original, self.found, self
+
+        def call(layers, arguments):
+            start, count = length_of(layers[0].length), arguments[found.tokens].shape[1]
+            position = arguments[found.position]
+            if isinstance(position, Tensor):
+                positions = torch.arange(start, start + count, dtype=position.dtype, device=position.device)
+                position = positions.expand(position.shape) if position.ndim else positions[0]
+            else:
+                position = start
+            pasts = [past for layer in layers for past in layer.read()]
+            for buffer, past in zip(runtime.buffers, pasts, strict=True):
+                buffer.set(pad(past, (0, 0, 0, found.capacity - start)))
+            output = original(**{**arguments, found.position: position})
+            presents = [buffer.get()[:, :, start : start + count] for buffer in runtime.buffers]
+            for layer, keys, values in zip(layers, presents[::2], presents[1::2], strict=True):
+                layer.append(keys, values)
+            runtime._take_away()
+            return output
+
+        return call
+
+
+class HandedRuntime(PlainRuntime):
+    """For a `HandedCache`. What the model returns as cache are `PackedKV`: they look like the tensors they stand for,
+    and are good for the next call, once."""
+
+    found: HandedCache
+
+    def __init__(self, model, scheme, layers, *, found, **options):
+        super().__init__(model, scheme, layers, found=found, **options)
+        if (self.needs_queries or self.needs_rotation) and not found.takes_empty:
+            raise KVPassError(
+                f"{scheme.name!r} looks at the prompt through its cache, and {type(model).__name__} does not take an "
+                f"empty {found.parameter} for none: use a scheme such as 'kivi'."
+            )
+        if any(plan.looks_below or plan.adaptive for plan, _ in self.plans.values()):
+            raise KVPassError(
+                f"{scheme.name!r} reconstructs a layer from more than its own tensors, and a cache that is passed in "
+                "and out is made of separate ones: use a scheme such as 'kivi', or a transformers cache."
+            )
+
+    def forward(self, *args, **kwargs):
+        arguments, parameter = self._arguments(args, kwargs), self.found.parameter
+        layers = self._layers(arguments.pop(parameter, None))
+        captured = self._choose(layers[0], arguments[self.found.tokens].shape[1]) is not self.original
+        if layers[0].tokens or (captured and self.found.takes_empty):
+            arguments[parameter] = _PACKED
+        with self._alone(layers):
+            output = self._run(layers, arguments)
+        handles = [PackedKV.view(state, layer.tokens) for layer in layers for state in layer.states()]
+        for handle in handles:
+            handle.cache = layers
+        cache = tree_unflatten(handles, self.found.structure)
+        return (*output[: self.found.output], cache, *output[self.found.output :])
+
+    def _layers(self, cache) -> list[PackedLayer]:
+        if cache is None:
+            return self._new_cache()
+        leaves = tree_leaves(cache)
+        caches = {
+            id(leaf.cache): leaf.cache for leaf in leaves if isinstance(leaf, PackedKV) and hasattr(leaf, "cache")
+        }
+        if len(caches) != 1 or len(leaves) != 2 * len(self.plans):
+            raise KVPassError(
+                f"{self.found.parameter} is not what this model returned: pass that on as it is, or none to start anew."
+            )
+        (layers,) = caches.values()
+        if layers[0].owner != self.owner:
+            raise KVPassError(f"{self.found.parameter} was packed by another model or an earlier kvpass.apply.")
+        if leaves[0].num_tokens != layers[0].tokens:
+            raise KVPassError(
+                f"{self.found.parameter} holds {leaves[0].num_tokens} tokens and has been continued to "
+                f"{layers[0].tokens}: pass on what was returned last."
+            )
+        return layers
+
+    def _body(self):
+        original, found = self.original, self.found
+
+        def call(layers, arguments):
+            start, count = length_of(layers[0].length), arguments[found.tokens].shape[1]
+            if found.parameter in arguments:
+                past = [x for layer in layers for x in layer.read()]
+                arguments = {**arguments, found.parameter: tree_unflatten(past, found.structure)}
+            output = original(**arguments)
+            leaves = tree_leaves(output[found.output])
+            for i, layer in enumerate(layers):
+                layer.append(*(leaf[:, :, start : start + count] for leaf in leaves[2 * i : 2 * i + 2]))
+            return (*output[: found.output], *output[found.output + 1 :])
+
+        return call

@@ -1,0 +1,146 @@
+"""One forward over a cache: it happens as a whole, or the cache is as before, or it says that it is not whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
+
+from ..cache.layer import PackedLayer
+from ..cache.swap import cache_layers, cross_layers, packed_layers
+from ..errors import KVPassError
+from ..layout.window import SEEN_OFFSET, carry
+
+_REPLACED = DynamicLayer, DynamicSlidingWindowLayer
+"""Layers whose tensors are replaced by others when tokens are added, never written."""
+
+
+def start_forward(layers: list[PackedLayer], batch: int, new_tokens: int) -> int:
+    """Prepare all packed layers of a cache for one forward; returns the tokens already stored.
+
+    Raises `KVPassError` if the cache is full, not whole, or of another batch size; nothing is changed then, nor when
+    there is no memory for more tokens.
+    """
+    first = layers[0]
+    stored = first.tokens
+    for layer in layers:
+        layer.refuse_unless_whole()
+    if len({(layer.tokens, layer.seen, layer.edits) for layer in layers}) > 1:
+        raise KVPassError(
+            "The layers of this cache differ: reordering, selecting, cropping or resetting it failed or was "
+            "interrupted midway. Start again with a fresh cache, or cache.reset()."
+        )
+    if first.max_cache_len is not None and first.plan.key.stored(stored + new_tokens) > first.max_cache_len:
+        raise KVPassError(
+            f"The cache is full: {stored} tokens stored, and {new_tokens} more do not fit max_cache_len="
+            f"{first.max_cache_len}."
+        )
+    if stored and first.batch_size != batch:
+        raise KVPassError(f"The cache holds a batch of {first.batch_size}; this call has a batch of {batch}.")
+    for layer in layers:
+        layer.whole = False
+    try:
+        _prepare(layers, batch, stored, new_tokens)
+    except BaseException:
+        if not stored:
+            _forget(layers)
+        finish_forward(layers, 0, succeeded=False)
+        raise
+    return stored
+
+
+def _forget(layers: list[PackedLayer]) -> None:
+    for layer in layers:
+        layer.forget()
+
+
+def _prepare(layers: list[PackedLayer], batch: int, stored: int, new_tokens: int) -> None:
+    if any(layer.batch_size != batch for layer in layers):  # a reset cache may be used at another batch size
+        _forget(layers)
+    first = layers[0]
+    device = first.geometry.device
+    length = carry(stored, device)
+    seen = carry(first.seen, offset=SEEN_OFFSET) if first.evicts else None
+    for carrier in (length, seen):
+        if stored > 1 and carrier is not None:  # 0 and 1 are cases of their own, and what is traced there may say so
+            torch._dynamo.mark_dynamic(carrier, 0)
+    edges, slots = _edges(layers, batch, stored, new_tokens), {}
+    for layer in layers:
+        layer.prepare(batch, new_tokens, length, seen)
+        layer.edges = edges
+        if layer.evicts:
+            heads = layer.importance_owner.importance.weights.shape[1]
+            if heads not in slots:
+                slots[heads] = torch.zeros(batch, heads, layer.plan.key.budget, dtype=torch.int64, device=device)
+            layer.slots = slots[heads]
+    if first.pool is not None:
+        first.pool.refresh()
+
+
+def _edges(layers: list[PackedLayer], batch: int, stored: int, new_tokens: int) -> tuple[Tensor, Tensor] | None:
+    """Room for one layer's reconstruction of the keys and values that leave the window in this forward."""
+    plan, geometry = layers[-1].plan, layers[-1].geometry
+    if not any(layer.plan.looks_below for layer in layers):
+        return None
+    spec, total = plan.key, stored + new_tokens
+    tokens = max(spec.page_size, spec.packed(total) - spec.packed(stored))
+    if gone := spec.evicted(total):
+        tokens = spec.packed(total) - gone  # all that is packed may change hands
+    shape = (batch, geometry.num_key_value_heads, tokens, geometry.head_dim)
+    edges = tuple(torch.empty(shape, dtype=geometry.dtype, device=geometry.device) for _ in range(2))
+    if new_tokens > 1 or plan.evicts:
+        for edge in edges:
+            torch._dynamo.mark_dynamic(edge, 2)
+    return edges
+
+
+def finish_forward(
+    layers: list[PackedLayer], new_tokens: int, succeeded: bool, undo: Callable[[], bool] = lambda: True
+) -> None:
+    """End the forward `start_forward` began. ``undo`` takes back what it did to others (see `remember`), and returns
+    whether it could."""
+    if succeeded:
+        for layer in layers:
+            layer.commit(new_tokens)
+        if layers[0].pool is not None:
+            layers[0].pool.refresh()
+    elif not all([layer.abandon(new_tokens) for layer in layers] + [undo()]):
+        return
+    for layer in layers:
+        layer.whole = True
+
+
+def remember(cache: Cache) -> Callable[[], bool]:
+    """What puts the layers of ``cache`` that are not packed, and those of cross-attention, back to where they are now;
+    returns whether it could. Raises `KVPassError` if those that are not packed hold other tokens than those that are.
+    """
+    others = [layer for layer in cache_layers(cache) if not isinstance(layer, PackedLayer)]
+    _refuse_other_lengths(cache, others)
+    kept = [dict(vars(layer)) for layer in others]
+    unwritten = [layer for layer in cross_layers(cache) if isinstance(layer, PackedLayer) and not layer.tokens]
+    updated = dict(cache.is_updated) if isinstance(cache, EncoderDecoderCache) else None
+
+    def undo() -> bool:
+        for layer, attributes in zip(others, kept, strict=True):
+            layer.__dict__ = attributes
+        for layer in unwritten:
+            layer.reset()
+        if updated is not None:
+            cache.is_updated = updated
+        return all(type(layer) in _REPLACED for layer in others)
+
+    return undo
+
+
+def _refuse_other_lengths(cache: Cache, others: list) -> None:
+    seen, cross = packed_layers(cache)[0].seen, cross_layers(cache)
+    for layer in others:
+        own = type(layer) in _REPLACED and layer.is_initialized and layer not in cross
+        if own and layer.get_seq_length() != seen:
+            raise KVPassError(
+                f"A layer of this cache that is not packed holds {layer.get_seq_length()} tokens, and those that are "
+                f"packed {seen}: changing all layers failed or was interrupted midway. Start again with a fresh cache, "
+                "or cache.reset()."
+            )

@@ -1,0 +1,230 @@
+"""A packed cache as a file: a prompt that was read once is continued in another process.
+
+The file is safetensors, with JSON among its metadata: nothing in it runs. It is for the model, the scheme and the dtype
+it was written with, and says so otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+)
+
+from ..cache.layer import PackedLayer
+from ..cache.state import Storage
+from ..cache.swap import cache_layers, packed_layers
+from ..errors import KVPassError
+from ..layout.window import Writes
+from ..models.probe import fresh_cache
+from ..schemes.calibrated import fingerprint
+from .applied import runtime_of
+from .transformers import Runtime
+
+_FORMAT = 1
+_UNPACKED = DynamicLayer, DynamicSlidingWindowLayer
+_OF_LAYER = "tokens", "seen", "max_cache_len"
+
+
+def save_cache(cache: Cache, path: str | Path) -> Path:
+    """Write a packed ``cache`` of transformers to the file ``path`` (``*.safetensors`` by custom); returns it.
+
+    What is used is written: codes, scales, zero points, exact tokens, and what the scheme keeps beside them, batch and
+    evicted tokens as they are; sliding-window layers in full precision. A file that was there is replaced when the new
+    one is complete.
+
+    Raises `KVPassError` for a cache that is not packed, empty, not whole, has layers of other kinds (linear attention),
+    or whose model is gone; `OSError` if it cannot be written.
+    """
+    runtime, path = Runtime.of(cache), Path(path)
+    layers = cache_layers(cache)
+    if not packed_layers(cache)[0].tokens:
+        raise KVPassError("The cache is empty: run the model first.")
+    for index, layer in enumerate(layers):
+        if isinstance(layer, PackedLayer):
+            layer.refuse_unless_whole()
+        elif type(layer) not in _UNPACKED:
+            raise KVPassError(
+                f"Layer {index} of this cache is {type(layer).__name__}, which is not packed, and not saved yet: keep "
+                "the cache in memory (copy.deepcopy), or run the prompt again."
+            )
+    facts = {
+        "format": _FORMAT,
+        "made_by": _maker(runtime),
+        "batch": packed_layers(cache)[0].batch_size,
+        "layers": [_numbers_of(layer) for layer in layers],
+    }
+    tensors = {
+        name: tensor.detach().cpu().contiguous().clone()
+        for index, layer in enumerate(layers)
+        for name, tensor in _tensors_of(index, layer)
+    }
+    metadata = {"facts": facts, "sha256": _digest(facts, tensors)}
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        save_file(tensors, partial, {"kvpass": json.dumps(metadata)})
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
+@torch.inference_mode(False)
+def load_cache(path: str | Path, model: nn.Module) -> Cache:
+    """The cache that `save_cache` wrote to ``path``, on the devices of ``model``: pass it as ``past_key_values``.
+
+    model: the one it was written with, kvpass applied with the same scheme, in the same dtype.
+
+    Raises `KVPassError` if the file is missing, cut off, altered, of another version, or of another model, scheme or
+    dtype.
+    """
+    runtime = runtime_of(model)
+    if type(runtime) is not Runtime:
+        raise KVPassError("Caches of decoders that are not from transformers are not loaded: run the prompt again.")
+    facts, tensors = _read(Path(path))
+    try:
+        _check_maker(facts["made_by"], _maker(runtime))
+        return _filled(runtime, facts, tensors)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
+        if isinstance(error, KVPassError):
+            raise
+        raise KVPassError(f"{path} holds no cache that can be read: {error!r}. Run the prompt again.") from error
+
+
+def _maker(runtime: Runtime) -> dict[str, Any]:
+    """What decides whether codes mean the same: the model, the scheme, and how each layer is stored."""
+    model, digest = runtime.model(), hashlib.sha256()
+    for tensor in chain.from_iterable(chain.from_iterable(runtime.predictors.values())):
+        digest.update(_bytes(tensor))
+    layers = [
+        [str(plan.key), str(plan.value), plan.key_source, plan.value_source, geometry.index,
+         geometry.num_key_value_heads, geometry.head_dim, str(geometry.dtype)]
+        for plan, geometry in (*runtime.plans.values(), *runtime.cross.values())
+    ]  # fmt: skip
+    return {
+        "model": type(model).__name__,
+        "weights": fingerprint(model),
+        "scheme": str(runtime.scheme),
+        "calibration": digest.hexdigest()[:16],
+        "layers": layers,
+    }
+
+
+def _check_maker(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    for name, mine in ours.items():
+        if theirs[name] != mine:
+            raise KVPassError(
+                f"This cache was saved with another {name}: {theirs[name]}, and here it is {mine}. Apply the scheme it "
+                "was saved with to the model it was saved with, or run the prompt again."
+            )
+
+
+def _parts(layer: PackedLayer) -> Iterator[tuple[str, Storage]]:
+    for name in ("key_state", "value_state", "rotary", "importance"):
+        if (part := getattr(layer, name)) is not None:
+            yield name, part
+
+
+def _numbers_of(layer: CacheLayerMixin) -> dict[str, Any]:
+    """What a layer is, less its tensors."""
+    if not isinstance(layer, PackedLayer):
+        return {"kind": type(layer).__name__, "tokens": layer.get_seq_length()}
+    states = [asdict(state.writes) for state in layer.states()]
+    return {"kind": "packed", "states": states, **{name: getattr(layer, name) for name in _OF_LAYER}}
+
+
+def _tensors_of(index: int, layer: CacheLayerMixin) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(layer, PackedLayer):
+        for part, storage in _parts(layer):
+            yield from ((f"{index}.{part}.{name}", t) for name, t in storage.contents(layer.tokens).items())
+    elif layer.is_initialized:
+        yield from ((f"{index}.{name}", getattr(layer, name)) for name in ("keys", "values"))
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _digest(facts: Any, tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(_bytes(tensor))
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Facts and tensors of a file that is what `save_cache` wrote, to the last bit."""
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = (file.metadata() or {}).get("kvpass")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no dict)
+    except OSError as error:
+        raise KVPassError(f"{path} cannot be read: {error}. Save the cache with kvpass.save_cache.") from error
+    except (SafetensorError, ValueError, RuntimeError, TypeError) as error:
+        raise KVPassError(f"{path} is no safetensors file, or was cut off: {error}. Run the prompt again.") from error
+    if metadata is None:
+        raise KVPassError(f"{path} holds no packed cache: it was not written by kvpass.save_cache.")
+    try:
+        metadata = json.loads(metadata)
+        facts, digest = metadata["facts"], metadata["sha256"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        facts = digest = None
+    if digest != _digest(facts, tensors):
+        raise KVPassError(f"{path} was altered after it was written: run the prompt again.")
+    if facts["format"] != _FORMAT:
+        raise KVPassError(f"{path} has format {facts['format']!r}; this kvpass reads format {_FORMAT}.")
+    return facts, tensors
+
+
+def _filled(runtime: Runtime, facts: dict[str, Any], tensors: dict[str, Tensor]) -> Cache:
+    """A new cache of ``runtime`` with what was saved."""
+    cache = fresh_cache(runtime.model())
+    runtime.adopt(cache)
+    layers = cache_layers(cache)
+    for index, (layer, numbers) in enumerate(zip(layers, facts["layers"], strict=True)):
+        kind = "packed" if isinstance(layer, PackedLayer) else type(layer).__name__
+        if numbers["kind"] != kind:
+            raise KVPassError(f"Layer {index} was saved as {numbers['kind']}, and is {kind} here.")
+        own = {name.removeprefix(f"{index}."): t for name, t in tensors.items() if name.startswith(f"{index}.")}
+        if isinstance(layer, PackedLayer):
+            _fill_packed(layer, facts["batch"], numbers, own)
+        elif own:
+            layer.lazy_initialization(own["keys"].to(runtime.model().device), own["values"])
+            layer.keys, layer.values = (own[name].to(layer.device) for name in ("keys", "values"))
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                layer.cumulative_length = numbers["tokens"]
+    if isinstance(cache, EncoderDecoderCache):
+        cross = cache.cross_attention_cache.layers
+        cache.is_updated = {index: layer.get_seq_length() > 0 for index, layer in enumerate(cross)}
+    return cache
+
+
+def _fill_packed(layer: PackedLayer, batch: int, numbers: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    tokens = numbers["tokens"]
+    if not numbers["states"]:  # nothing was stored
+        return
+    if numbers["max_cache_len"] is not None:
+        layer.max_cache_len = numbers["max_cache_len"]
+    layer.allocate(batch, tokens)
+    for part, storage in _parts(layer):
+        own = {name.removeprefix(f"{part}."): t for name, t in tensors.items() if name.startswith(f"{part}.")}
+        storage.fill(tokens, own)
+    for state, saved in zip(layer.states(), numbers["states"], strict=True):
+        state.writes = Writes(tuple((int(first), int(stop)) for first, stop in saved["spans"]), int(saved["packed"]))
+    layer.tokens, layer.seen = tokens, numbers["seen"]

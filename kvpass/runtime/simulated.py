@@ -1,0 +1,247 @@
+"""Attention as a decoder with a packed cache would have computed it, token by token, in one pass over a whole text.
+
+For decoders that have no cache, and for measuring: nothing is saved. A query sees a token as it was stored when the
+query's own token came: exact in the window, decoded from its page otherwise.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.fx import GraphModule
+
+from kvpass.lowering.reference import attention_weights
+
+from ..cache.state import KVState
+from ..codec.rope import rotate
+from ..codec.spec import CodecSpec, parse
+from ..compile.backend import Backend
+from ..compile.find import find_unpacked
+from ..compile.normalise import flatten, normalise
+from ..compile.report import GraphReport, listed
+from ..compile.rewrite import simulate_attention
+from ..errors import KVPassError, NotSimulatedError
+from ..layout.window import layout
+from ..models.probe import keeping, probe
+from ..schemes import LayerGeometry, SchemeConfig, geometries
+from .transformers import Runtime
+
+_CHUNK = 256  # queries at a time: scores are [B, H_q, 256, T]
+
+
+@torch.library.custom_op("kvpass::simulate", mutates_args=())
+def simulate(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float, sinks: Tensor | None,
+    before: list[Tensor], rope: str, k_spec: str, v_spec: str, prompt: int,
+) -> Tensor:  # fmt: skip
+    """Causal attention of ``q`` ``[B, H_q, T, D]`` over ``k``, ``v`` ``[B, H_kv, T, D]`` as packed by their specs.
+
+    The first ``prompt`` tokens came at once, the others one by one. ``mask``, where there is one, is causal itself.
+    before: queries and keys before their rotary embedding, and its tables cos and sin ``[B, T, p]`` for ``rope``
+    (`codec.rope`), if that is how keys are stored.
+    """
+    specs, tokens, repeats = (parse(k_spec), parse(v_spec)), k.shape[2], q.shape[1] // k.shape[1]
+    q_before, k_before, *tables = before or (q, k)
+    k_stored, v_stored = _stored(k_before, specs[0], q_before, prompt), _stored(v, specs[1], q, prompt)
+    if tables:
+        k_stored = rotate(k_stored, *tables, rope)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    k, v, k_stored, v_stored = (x.repeat_interleave(repeats, 1).to(dtype) for x in (k, v, k_stored, v_stored))
+    k_packed, v_packed = (_packed(spec, tokens, prompt).to(q.device) for spec in specs)
+    causal = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).tril() if mask is None else None
+    chunks = []
+    for start in range(0, tokens, _CHUNK):
+        stop = min(start + _CHUNK, tokens)  # later keys are not seen
+        part, seen = slice(start, stop), slice(0, stop)
+        scores = _scores(q[:, :, part].to(dtype) * scale, k[:, :, seen], k_stored[:, :, seen], k_packed[part, seen])
+        allowed = causal[part, seen] if mask is None else mask[..., part, seen]
+        weights = attention_weights(scores, allowed, softcap, sinks)[..., :stop]
+        chunks.append(_sum(weights, v[:, :, seen], v_stored[:, :, seen], v_packed[part, seen]))
+    return torch.cat(chunks, 2).to(q.dtype)
+
+
+def _scores(q: Tensor, k: Tensor, k_stored: Tensor, packed: Tensor) -> Tensor:
+    """``q`` ``[B, H, S, D]`` times those keys ``[B, H, T, D]`` that are ``packed`` ``[S, T]`` as they are stored, and
+    the others as they are: ``[B, H, S, T]``."""
+    if not packed.any():
+        return q @ k.mT
+    scores, exact = q @ k_stored.mT, (~packed).any(0).nonzero()[:, 0]
+    scores[..., exact] = torch.where(packed[:, exact], scores[..., exact], q @ k[:, :, exact].mT)
+    return scores
+
+
+def _sum(weights: Tensor, v: Tensor, v_stored: Tensor, packed: Tensor) -> Tensor:
+    """The same for values: ``weights`` ``[B, H, S, T]`` -> ``[B, H, S, D]``."""
+    if not packed.any():
+        return weights @ v
+    exact = (~packed).any(0).nonzero()[:, 0]
+    return (weights * packed) @ v_stored + (weights[..., exact] * ~packed[:, exact]) @ v[:, :, exact]
+
+
+@simulate.register_fake
+def _(q, k, v, mask, scale, softcap, sinks, before, rope, k_spec, v_spec, prompt):
+    return q.new_empty((*q.shape[:3], v.shape[3]))
+
+
+def _stored(x: Tensor, spec: CodecSpec, q: Tensor, prompt: int) -> Tensor:
+    """``x`` once all of it is stored: decoded where it is packed."""
+    batch, heads, tokens, head_dim = x.shape
+    first = prompt if prompt or spec.subspace is None else tokens  # what fits a subspace to queries takes all of them
+    if not spec.pages(first):  # a mean is that of the first page, if pages come one by one
+        first = next((n for n in range(max(1, first), tokens) if spec.pages(n)), tokens)
+    state = KVState.allocate(spec, batch, heads, head_dim, x.dtype, x.device, tokens)
+    state.append(x[:, :, :first], 0, q[:, :, : prompt or tokens] if spec.needs_queries else None)
+    if first < tokens:
+        state.append(x[:, :, first:], first)
+    return state.decode(tokens)
+
+
+def _packed(spec: CodecSpec, tokens: int, prompt: int) -> Tensor:
+    """Whether the query of token ``t`` sees token ``j`` from a page, ``[T, T]``."""
+    pages = spec.pages(tokens)
+    of_token = torch.full((tokens,), pages)
+    of_token[layout(spec).page_tokens(0, pages)] = torch.arange(pages).repeat_interleave(spec.page_size)
+    seen = torch.tensor([spec.pages(t) if t >= prompt else 0 for t in range(tokens)])
+    return of_token < seen[:, None]
+
+
+def scout(model: nn.Module, arguments: dict) -> dict[int, LayerGeometry]:
+    """The causal self-attentions of ``model`` as they come in its graph. Raises `KVPassError` if there is none."""
+    keys: list[Tensor] = []
+    refused: list[str] = []
+
+    def look(gm: GraphModule, inputs):
+        attentions, reasons = find_unpacked(normalise(gm).graph)
+        refused.extend(reasons)
+        keys.extend(attention.key.present.meta["val"] for attention in attentions)
+        return gm.forward
+
+    try:
+        with torch.no_grad():
+            torch.compile(lambda **kwargs: model(**kwargs), backend=look, fullgraph=True)(**arguments)
+    except torch._dynamo.exc.Unsupported as error:
+        raise KVPassError(
+            f"{type(model).__name__} has no cache, and to simulate one its forward must be one graph: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+    if not keys or refused:
+        reasons = listed(refused) or "no causal attention over its own tokens"
+        raise KVPassError(f"No attention that can be packed found in {type(model).__name__}: {reasons}.")
+    return geometries(keys)
+
+
+class SimulatedRuntime(Runtime):
+    """For a decoder without a cache: the same forward, with attention as over a packed one."""
+
+    def __init__(self, model: nn.Module, scheme: SchemeConfig, layers, *, prompt: int = 0, **options):
+        self.prompt = prompt
+        self.simulations: list[Simulation] = []
+        super().__init__(model, scheme, layers, **options)
+        if why := unsupported(self):
+            raise NotSimulatedError(
+                f"{scheme.name!r} cannot be simulated in one pass: {why}. It needs a decoder with a cache."
+            )
+        self.report.simulated = True
+
+    def _backend(self, **options) -> Backend:
+        self.simulations.append(Simulation(**options, specs=self.specs, prompt=self.prompt))
+        return self.simulations[-1]
+
+    @property
+    def specs(self) -> list[tuple[str, str]]:
+        """How keys and values of each packed layer are stored."""
+        return [(str(plan.key), str(plan.value)) for plan, _ in self.plans.values()]
+
+    def become(self, other: SimulatedRuntime) -> None:
+        """Simulate from now on what ``other``, of the same model, does, with the graph captured here."""
+        for simulation in self.simulations:
+            simulation.become(other.specs, other.prompt)
+
+    def forward(self, *args, **kwargs):
+        with torch.no_grad():
+            for tensor in (*args, *kwargs.values()):
+                if isinstance(tensor, Tensor) and tensor.ndim > 1 and tensor.shape[1] > 1:
+                    torch._dynamo.maybe_mark_dynamic(tensor, 1)
+            try:
+                return self.captured(*args, **kwargs)
+            except BackendCompilerFailed as error:
+                if isinstance(error.inner_exception, KVPassError):
+                    raise error.inner_exception from None
+                raise
+
+
+class Simulator:
+    """Scores texts in one pass: the forward of a transformers decoder is captured once, and serves every scheme; once
+    more for those that store keys before rotary embedding.
+
+    Raises `NotSimulatedError` for models with layers of other kinds.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model, self.layers = model, probe(model)
+        if reasons := {layer for layer in self.layers.values() if isinstance(layer, str)}:
+            raise NotSimulatedError(
+                f"Not every layer of {type(model).__name__} is packed: {'; '.join(sorted(reasons))}."
+            )
+        self.captured: dict[bool, SimulatedRuntime] = {}  # by whether keys are stored before rotary embedding
+
+    @torch.no_grad()
+    def logits(self, ids: Tensor, prompt: int, scheme: SchemeConfig) -> Tensor:
+        """Logits ``[S - prompt, V]`` behind each token of ``ids`` ``[1, S]`` that follows the prompt, as token-by-token
+        decoding through a cache packed by ``scheme`` computes them, from one forward.
+
+        Raises `NotSimulatedError` for schemes that cannot be simulated in one pass, and models whose attention is not
+        all found in one graph.
+        """
+        options = dict(strict=True, lowering="auto", max_cache_len=None, predictors={})
+        runtime = SimulatedRuntime(self.model, scheme, self.layers, prompt=prompt, **options)
+        captured = self.captured.setdefault(runtime.needs_rotation, runtime)
+        captured.become(runtime)
+        scored = ids.shape[1] - prompt
+        with captured.notation:
+            return captured.forward(input_ids=ids, use_cache=False, **keeping(self.model, scored)).logits[0, -scored:]
+
+
+def unsupported(runtime: Runtime) -> str:
+    """Why a scheme cannot be simulated in one pass; empty if it can."""
+    plans = [plan for plan, _ in runtime.plans.values()]
+    if any(plan.key_source is not None or plan.value_source is not None for plan in plans):
+        return "layers share codes"
+    if runtime.needs_importance or any(plan.adaptive for plan in plans):
+        return "what is stored depends on attention"
+    return "layers are predicted from each other" if runtime.looks_below else ""
+
+
+class Simulation(Backend):
+    """Puts `simulate` in the place of every causal attention; the graph is run as it is."""
+
+    def __init__(self, *, specs: list[tuple[str, str]], prompt: int, **options):
+        super().__init__(**options)
+        self.specs, self.prompt = specs, prompt
+        self.modules: list[GraphModule] = []
+
+    def __call__(self, gm: GraphModule, example_inputs):
+        normal = normalise(gm)
+        attentions, refused = find_unpacked(normal.graph)
+        if len(attentions) != len(self.specs) or refused:
+            reasons = listed(refused) or "what runs depends on the inputs"
+            raise NotSimulatedError(
+                f"This call has {len(attentions)} causal attentions, and {len(self.specs)} were found by kvpass.apply: "
+                f"{reasons}."
+            )
+        module = simulate_attention(normal, flatten(example_inputs), attentions, self.specs, self.prompt)
+        self.modules.append(module)
+        self.graphs.append(GraphReport(len(attentions), 0, 0, 0, [], compiled=False))
+        return lambda *inputs: module.forward(*inputs)  # `become` compiles it again
+
+    def become(self, specs: list[tuple[str, str]], prompt: int) -> None:
+        """Simulate other storage, in graphs captured already and in those to come."""
+        if (specs, prompt) == (self.specs, self.prompt):
+            return
+        self.specs, self.prompt = specs, prompt
+        for module in self.modules:
+            nodes = module.graph.find_nodes(op="call_function", target=torch.ops.kvpass.simulate.default)
+            for node, pair in zip(nodes, specs, strict=True):
+                node.args = (*node.args[:-3], *pair, prompt)
+            module.recompile()

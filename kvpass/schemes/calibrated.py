@@ -1,0 +1,186 @@
+"""What `kvpass.calibrate` found out about a model. Its files are safetensors and JSON: nothing in them runs."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from .. import schemes
+from ..errors import KVPassError
+from ..fields import shown
+from ..layout.retention import Retention
+from . import LayerGeometry, SchemeConfig
+from .valid import check_calibration
+
+_FORMAT = 1
+_TENSORS, _FACTS = "predictors.safetensors", "calibration.json"
+_SAMPLES = 64  # values of each weight that go into the fingerprint
+_ROLES = ("key", "value")
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A digest of the names, shapes and some values of the weights, the same for any dtype the values fit in."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(model.state_dict().items()):
+        digest.update(f"{name}{tuple(weight.shape)}".encode())
+        if weight.is_floating_point() and weight.numel():
+            flat = weight.detach().reshape(-1)
+            sample = flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES].to("cpu", torch.bfloat16).contiguous()
+            digest.update(sample.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def describe(model: nn.Module, layers: Mapping[int, LayerGeometry | str]) -> dict[str, Any]:
+    """What identifies ``model``: its class, the heads of its packed layers, and a `fingerprint` of its weights."""
+    packed = {i: layer for i, layer in layers.items() if isinstance(layer, LayerGeometry)}
+    return {
+        "class": type(model).__name__,
+        "layers": {str(i): [layer.num_key_value_heads, layer.head_dim] for i, layer in packed.items()},
+        "weights": fingerprint(model),
+    }
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A scheme with its predictors, for one model. `kvpass.apply` takes it where it takes a scheme.
+
+    scheme: the config, with everything that was left to measurement decided.
+    predictors: layer -> the weights of its key and of its value predictor (`kvpass.codec.predictor`).
+    model: what identifies the model (`describe`).
+    explained: layer -> share of the variance of its keys and of its values that the predictors explain, on sequences
+        they were not fitted to.
+    facts: what else was measured, by name.
+
+    Raises `KVPassError` if they do not belong together.
+    """
+
+    scheme: SchemeConfig
+    predictors: dict[int, tuple[list[Tensor], list[Tensor]]]
+    model: dict[str, Any]
+    explained: dict[int, tuple[float, float]]
+    facts: dict[str, Any]
+
+    def __post_init__(self):
+        check_calibration(self.scheme, self.predictors, self.model, self.explained, self.facts)
+
+    def retaining(self, policy: Retention) -> Calibration:
+        """The same predictors, with another choice of the tokens that stay. Raises `KVPassError` if they cannot go
+        together."""
+        return replace(self, scheme=schemes.compose(self.scheme, policy))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the predictors, which every use of the scheme needs once."""
+        return sum(tensor.nbytes for both in self.predictors.values() for one in both for tensor in one)
+
+    @property
+    def bits_saved(self) -> float:
+        """Bits a value that the backbone alone would need on top of its own for the same error, over all layers.
+
+        Where a share e of the variance is predicted, a backbone whose error scales with what it codes errs by 1 - e
+        times as much, and each bit divides its error by four.
+        """
+        shares = [share for both in self.explained.values() for share in both]
+        return sum(-0.5 * math.log2(max(1 - share, 1e-9)) for share in shares) / (2 * len(self.model["layers"]))
+
+    @property
+    def pays_off_at(self) -> int:
+        """Tokens in the caches of a model, all sequences together, from which on the predictors take less than they
+        save."""
+        values = sum(2 * heads * head_dim for heads, head_dim in self.model["layers"].values())
+        return math.ceil(8 * self.nbytes / (values * self.bits_saved)) if self.bits_saved > 0 else -1
+
+    def check(self, model: nn.Module, layers: Mapping[int, LayerGeometry | str]) -> None:
+        """Raise `KVPassError` unless this calibration was made for ``model``, whose cache layers are ``layers``."""
+        found = describe(model, layers)
+        for what, name in (("model", "class"), ("layers and heads", "layers"), ("weights", "weights")):
+            if found[name] != self.model[name]:
+                raise KVPassError(
+                    f"This calibration was made for another model: its {what} were {self.model[name]}, and here are "
+                    f"{found[name]}. Calibrate this model: kvpass.calibrate(model, ids, {self.scheme.name!r})."
+                )
+
+    def save(self, folder: str | Path) -> Path:
+        """Write to ``folder``, made if need be; returns it. Files of an earlier calibration there are replaced."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {
+            f"{layer}.{role}.{i}": tensor.cpu().contiguous()
+            for layer, both in self.predictors.items()
+            for role, one in zip(_ROLES, both, strict=True)
+            for i, tensor in enumerate(one)
+        }
+        data = save(tensors)
+        facts = {
+            "format": _FORMAT,
+            "scheme": self.scheme.to_dict(),
+            "model": self.model,
+            "explained": {str(layer): list(shares) for layer, shares in self.explained.items()},
+            "facts": self.facts,
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
+        for name, content in ((_TENSORS, data), (_FACTS, json.dumps(facts, indent=2).encode())):
+            partial = folder / f".{name}.partial"
+            partial.write_bytes(content)
+            partial.replace(folder / name)
+        return folder
+
+    def __str__(self) -> str:
+        if not self.predictors:
+            return f"query energies of {len(self.scheme.query_energy)} layers"
+        pays = f"pay off from {self.pays_off_at:,} tokens on" if self.bits_saved > 0 else "do not pay off"
+        return (
+            f"{self.scheme.predictor} predictors of {self.nbytes:,} bytes, shared by all caches of the model: worth "
+            f"{self.bits_saved:.2f} bits a value, they {pays}"
+        )
+
+
+def load_calibration(folder: str | Path) -> Calibration:
+    """What `Calibration.save` wrote to ``folder``. Raises `KVPassError` if files are missing, cut off, altered, of
+    another version, or hold what does not belong together."""
+    folder = Path(folder)
+    try:
+        facts, data = json.loads((folder / _FACTS).read_text(encoding="utf-8")), (folder / _TENSORS).read_bytes()
+    except OSError as error:
+        raise KVPassError(f"{folder} holds no calibration: {error.strerror}, {Path(error.filename).name}.") from error
+    except (ValueError, RecursionError) as error:
+        raise KVPassError(f"{folder / _FACTS} is no JSON: {error}. Calibrate again.") from error
+    if not isinstance(facts, dict) or facts.get("format") != _FORMAT:
+        found = facts.get("format") if isinstance(facts, dict) else None
+        raise KVPassError(f"{folder / _FACTS} has format {shown(found)}; this kvpass reads format {_FORMAT}.")
+    if hashlib.sha256(data).hexdigest() != facts.get("sha256"):
+        raise KVPassError(
+            f"{folder / _TENSORS} is not the file that {_FACTS} was written with: it was cut off or altered."
+        )
+    try:
+        explained = {int(layer): tuple(shares) for layer, shares in facts["explained"].items()}
+        predictors = _unflatten(load(data), explained)
+        return Calibration(schemes.get(facts["scheme"]), predictors, facts["model"], explained, facts["facts"])
+    except KVPassError as error:
+        raise KVPassError(f"{folder} holds a calibration that does not fit together: {error}") from error
+    except (KeyError, ValueError, TypeError, AttributeError, SafetensorError) as error:
+        raise KVPassError(f"{folder} holds no calibration that can be read: {error!r}. Calibrate again.") from error
+
+
+def _unflatten(tensors: dict[str, Tensor], layers: Iterable[int]) -> dict[int, tuple[list[Tensor], list[Tensor]]]:
+    """The predictors of ``layers``, of what `Calibration.save` flattened. Raises `KVPassError` if more is there."""
+
+    def taken(layer: int, role: str) -> list[Tensor]:
+        names = (f"{layer}.{role}.{i}" for i in itertools.count())
+        return [tensors.pop(name) for name in itertools.takewhile(tensors.__contains__, names)]
+
+    predictors = {layer: tuple(taken(layer, role) for role in _ROLES) for layer in layers}
+    if tensors:
+        raise KVPassError(f"{shown(sorted(tensors))} are no tensors of a predictor.")
+    return predictors

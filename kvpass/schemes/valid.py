@@ -1,0 +1,101 @@
+"""What a `Calibration` must be like, checked when it is made or loaded: its scheme, its model and its tensors fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..codec.predictor import looks_below, stored_shapes
+from ..errors import KVPassError
+from ..fields import check_integer, shown
+from . import LayerGeometry, QAQConfig, SchemeConfig
+
+_DEPTH = 8  # of lists and dicts in `Calibration.facts`
+_WEIGHTS = (torch.float16, torch.bfloat16)
+
+
+def check_calibration(
+    scheme: SchemeConfig, predictors: dict, model: dict[str, Any], explained: dict, facts: dict[str, Any]
+) -> None:
+    """Raise `KVPassError` unless these fields of a `Calibration` belong together: each predicted layer of ``model`` has
+    predictors of the shapes and dtypes that ``scheme`` stores, finite, and shares of at most 1."""
+    if not isinstance(scheme, SchemeConfig) or not scheme.takes_calibration:
+        raise KVPassError(f"{shown(scheme)} is no scheme that is calibrated.")
+    if isinstance(scheme, QAQConfig) and not isinstance(scheme.query_energy, tuple):
+        raise KVPassError(f"query_energy={scheme.query_energy}: measured is a number for each layer.")
+    if not isinstance(facts, dict) or not _is_plain(facts, _DEPTH):
+        raise KVPassError(f"facts are plain data, not {shown(facts)}.")
+    wanted = dict(_predicted(scheme, _geometry(model)))
+    for what, found in (("predictors", predictors), ("explained", explained)):
+        if not isinstance(found, dict) or set(found) != set(wanted):
+            raise KVPassError(f"{what} are those of layers {sorted(wanted)}, not {shown(found)}.")
+    for layer, shares in explained.items():
+        if len(shares) != 2 or not all(type(share) is float and -math.inf < share <= 1 for share in shares):
+            raise KVPassError(f"explained of layer {layer} are two shares of the variance, not {shown(shares)}.")
+    for layer, both in predictors.items():
+        for role, tensors, shapes in zip(("key", "value"), both, wanted[layer], strict=True):
+            _check_tensors(f"The {role} predictor of layer {layer}", tensors, shapes)
+
+
+def _is_plain(value: Any, depth: int) -> bool:
+    """Whether JSON holds ``value``, nested no deeper than ``depth``."""
+    if isinstance(value, (dict, list, tuple)):
+        inner = value.values() if isinstance(value, dict) else value
+        return depth > 0 and all(_is_plain(one, depth - 1) for one in inner)
+    return value is None or isinstance(value, (str, int, float))
+
+
+def _geometry(model: dict[str, Any]) -> dict[int, tuple[int, int]]:
+    """Layer -> heads and head_dim, of what `describe` says about a model."""
+    if not isinstance(model, dict) or set(model) != {"class", "layers", "weights"}:
+        raise KVPassError(f"model has class, layers and weights, and not {shown(model)}.")
+    layers = model["layers"]
+    if not isinstance(layers, dict) or not all(isinstance(model[name], str) for name in ("class", "weights")):
+        raise KVPassError(f"model has names and a dict of layers, and not {shown(model)}.")
+    found = {}
+    for name, size in layers.items():
+        if not isinstance(size, (list, tuple)) or len(size) != 2 or not str(name).isdecimal():
+            raise KVPassError(f"Layers of the model are a number with heads and head_dim, not {shown({name: size})}.")
+        for what, number in zip(("heads", "head_dim"), size, strict=True):
+            check_integer(what, number, 1)
+        found[int(name)] = tuple(size)
+    if not found or [str(index) for index in sorted(found)] != list(layers):
+        raise KVPassError(f"Layers of the model are numbered from the first up, not {shown(list(layers))}.")
+    return found
+
+
+def _predicted(scheme: SchemeConfig, geometry: dict[int, tuple[int, int]]) -> Iterator[tuple[int, tuple[list, list]]]:
+    """The layers that ``scheme`` predicts, and the shapes of the tensors of their key and value predictors."""
+    if isinstance(scheme, QAQConfig):
+        return
+    below = None
+    for index, (heads, head_dim) in geometry.items():
+        layer = LayerGeometry(index, len(geometry), heads, head_dim, torch.float32, torch.device("cpu"), below)
+        plan, width = scheme.plan(layer), heads * head_dim
+        if plan.looks_below:
+            under = math.prod(geometry[below])
+            yield (
+                index,
+                tuple(
+                    stored_shapes(spec.predictor, inputs, width, scheme.rank) if looks_below(spec.predictor) else []
+                    for spec, inputs in ((plan.key, under), (plan.value, under + width))
+                ),
+            )
+        below = index
+
+
+def _check_tensors(what: str, tensors: list[Tensor], shapes: list[tuple[bool, tuple[int, ...]]]) -> None:
+    found = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
+    fits = len(found) == len(shapes) and all(
+        shape == wanted and (dtype == torch.uint8 if codes else dtype in _WEIGHTS)
+        for (dtype, shape), (codes, wanted) in zip(found, shapes, strict=True)
+    )
+    if not fits:
+        wanted = [f"{'codes' if codes else 'weights'} {list(shape)}" for codes, shape in shapes]
+        raise KVPassError(f"{what} is made of 16-bit weights and 8-bit codes: {wanted}, not {shown(found)}.")
+    if not all(torch.isfinite(tensor).all() for tensor in tensors):
+        raise KVPassError(f"{what} holds NaN or infinity.")

@@ -1,0 +1,61 @@
+"""One Inductor kernel, compiled ahead of its calls, with no guards to check at each of them.
+
+``torch.compile`` would do, at tens of microseconds of guards a call: too much for an op called once a layer and step.
+The only file of the lowering that touches Inductor's private entry point; see ``tests/test_private_apis.py``.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
+from torch._guards import TracingContext, tracing
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from ..session import compiling
+
+
+@compiling()
+def compile_ahead(
+    fn: Callable, examples: Sequence[Tensor | None], dynamic: Sequence[Sequence[int]], options: dict | None = None
+) -> Callable:
+    """Compile ``fn(*tensors)``, which returns a tuple of tensors, once for all sizes of its dynamic dims.
+
+    examples: a tensor for each input, whose *metadata* is traced. Dims of equal size in them are one symbol if dynamic,
+        so unrelated dims must differ; none may be 0 or 1. None stays None.
+    dynamic: the dynamic dims of each input.
+    options: of ``torch._inductor.config``, by name.
+    """
+    options = {"emulate_precision_casts": True, **(options or {})}
+    fake_mode = FakeTensorMode(shape_env=ShapeEnv())
+    fakes = []
+    for i, (example, dims) in enumerate(zip(examples, dynamic, strict=True)):
+        if example is None:
+            continue
+        sizes = [DimDynamic.DYNAMIC if d in dims else DimDynamic.STATIC for d in range(example.ndim)]
+        context = StatelessSymbolicContext(dynamic_sizes=sizes)
+        example = torch.empty_like(example)  # one tensor given for two inputs would be traced as one input
+        fakes.append(fake_mode.from_tensor(example, source=ConstantSource(f"input_{i}"), symbolic_context=context))
+    present = [example is not None for example in examples]
+
+    def call(*tensors):
+        remaining = iter(tensors)
+        return fn(*(next(remaining) if there else None for there in present))
+
+    with torch.no_grad(), fake_mode, enable_python_dispatcher():  # matmul in C++ would fix sizes before torch 2.13
+        graph = make_fx(call)(*fakes)
+    fixed = {symbol: size for symbol, size in fake_mode.shape_env.replacements.items() if size.is_number}
+    if fixed:  # nothing would check it at a call
+        raise AssertionError(f"Tracing {fn} fixed sizes that vary: {fixed}")
+    with torch.no_grad(), tracing(TracingContext(fake_mode)), inductor_config.patch(options):
+        compiled = compile_fx(graph, fakes)
+
+    def run(*tensors):
+        return compiled(*(tensor for tensor in tensors if tensor is not None))
+
+    return run

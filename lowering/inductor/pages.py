@@ -1,0 +1,129 @@
+"""Encoding and decoding of pages, written so that Inductor fuses them: one kernel per codec and head shape, for every
+length. Pages are independent, and run on one merged dim of pages: the kernel of a prompt is that of a flush.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvpass.codec.bitpack import unpack
+from kvpass.codec.codebook import grid, look_up
+from kvpass.codec.hadamard import basis
+from kvpass.codec.pages import decode_pages, dequantize_pages, encode_pages
+from kvpass.codec.predictor import MEAN, looks_below, page_rows, parse_predictor, run, weights
+from kvpass.codec.spec import CodecSpec, parse
+
+from .. import reference
+from ..append import append, append_layers
+from ..session import compiled_once
+from ..table import Site, implements
+from .aot import compile_ahead
+
+_PAGES = 7  # pages to trace `encode` and `decode` with
+
+
+def _page_kernel(fn, spec: CodecSpec, inputs: Sequence[Tensor | None], constants: Sequence[Tensor | None] = ()):
+    """Run ``fn(*inputs, *constants, spec)``, compiled for any number of pages, on inputs ``[M, ...]``; M = 1 is run
+    as 2. Returns what `fn` does, and M."""
+    pages = next(tensor.shape[0] for tensor in inputs if tensor is not None)
+    if pages == 1:
+        inputs = tuple(None if tensor is None else tensor.expand(2, *tensor.shape[1:]) for tensor in inputs)
+    inputs = tuple(None if tensor is None else tensor.contiguous() for tensor in inputs)
+    described = tuple(None if t is None else (t.shape[1:], t.dtype, t.device) for t in inputs)
+    fixed = tuple(None if t is None else (t.shape, t.dtype, t.device) for t in constants)
+    return _compiled_page_kernel(fn, spec, described, fixed)(*inputs, *constants), pages
+
+
+@compiled_once
+def _compiled_page_kernel(fn, spec: CodecSpec, described: tuple, fixed: tuple):
+    examples = [d and torch.empty((_PAGES, *d[0]), dtype=d[1], device=d[2]) for d in described]
+    examples += [f and torch.empty(f[0], dtype=f[1], device=f[2]) for f in fixed]
+    dynamic = [(0,)] * len(described) + [()] * len(fixed)
+    return compile_ahead(lambda *inputs: fn(*inputs, spec), examples, dynamic)
+
+
+def _encode(pages: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Tensor, ...]:
+    return encode_pages(pages, spec, compensation)
+
+
+def _decode(codes, scale, zero_point, rows, points, basis, *rest) -> tuple[Tensor]:
+    """Pages ``[M, H, ...]`` -> ``[H, M, P, D]`` float32, plus what is predicted from ``rows`` ``[M, P, in]``."""
+    *predictor, spec = rest
+    codes = unpack(codes, spec.bits)
+    if spec.grid:
+        values = look_up(codes, points).unflatten(-1, (-1, spec.group_size)) * scale.float().unsqueeze(-1)
+        values = values.flatten(-2)
+    else:
+        values = dequantize_pages(codes, scale, zero_point, spec)
+    if basis is not None:
+        values = values @ basis.mT
+    if rows is not None:
+        prediction = run(parse_predictor(spec.predictor)[0], rows, *weights(spec.predictor, predictor))
+        values = values + prediction.unflatten(-1, (values.shape[1], -1)).transpose(1, 2)
+    return (values.transpose(0, 1).contiguous(),)
+
+
+def refuses_decode(site: Site) -> str | None:
+    spec = parse(site.specs[0])
+    if spec.adaptive is not None:
+        return "widths that differ from token to token are gathered, not fused."
+    if spec.raw:
+        return "floats stored as they are need no kernel."
+    return None
+
+
+def _refuses_encode(site: Site) -> str | None:
+    if torch.__version__ < "2.13":
+        return "before torch 2.13, Inductor leaves out that scales are rounded to 16 bits."
+    spec = parse(site.specs[0])
+    if spec.grid or spec.rotation is not None:
+        return "encoding on grids and rotating first are not fused."
+    if spec.fit == "lsq":
+        return "least-squares fits sort each group, which Inductor does not fuse."
+    return refuses_decode(site)
+
+
+@implements("encode", "inductor", refuses=_refuses_encode)
+def encode(x: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Tensor, Tensor, Tensor]:
+    batch, heads, tokens, head_dim = x.shape
+    pages = tokens // spec.page_size
+    if compensation is not None:
+        compensation = compensation[:, :, None].expand(-1, -1, pages, -1, -1).flatten(0, 2)
+    new, count = _page_kernel(_encode, spec, (x.reshape(-1, spec.page_size, head_dim), compensation))
+    return tuple(tensor[:count].view(batch, heads, pages, *tensor.shape[2:]) for tensor in new)
+
+
+@implements("append_", "inductor", refuses=_refuses_encode)
+def append_(*args) -> None:
+    append(encode, *args)
+
+
+@implements("append_layers_", "inductor", refuses=_refuses_encode)
+def append_layers_(*args) -> None:
+    append_layers(encode, *args)
+
+
+@implements("decode", "inductor", refuses=refuses_decode)
+def decode(*args) -> Tensor:
+    return reference.read(decode_all, *args)
+
+
+def decode_all(codes, scale, zero_point, spec: CodecSpec, references, predictor) -> Tensor:
+    batch, heads, pages = codes.shape[:3]
+    if not pages:
+        return decode_pages(codes, scale, zero_point, spec)
+    spec, rows, device = spec.stored_as, None, codes.device
+    pools = [pool.flatten(0, 2).unsqueeze(1) for pool in (codes, scale, zero_point)]
+    if looks_below(spec.predictor):  # heads are predicted together
+        pools = [pool.transpose(1, 2).flatten(0, 1) for pool in (codes, scale, zero_point)]
+        rows = page_rows(references, spec.page_size)
+    constants = (
+        grid(spec.grid, device) if spec.grid else None,
+        None if spec.rotation is None else basis(codes.shape[-1] * spec.dim, spec.rotation, device),
+        *(predictor if rows is not None else ()),
+    )
+    (out,), count = _page_kernel(_decode, spec, (*pools, rows), constants)
+    out = out[:, :count].reshape(len(out), batch, -1, out.shape[-1])  # heads that were decoded together come first
+    out = out.transpose(0, 1) if rows is not None else out.view(batch, heads, pages * spec.page_size, -1)
+    return out + predictor[0].float() if spec.predictor == MEAN else out

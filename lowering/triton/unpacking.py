@@ -1,0 +1,264 @@
+"""Packed pages, read by a kernel: from bytes to values without leaving registers.
+
+Kernels walk over *rows*: row f of a pool is row ``f % T`` of page ``f // T``, and stands for one token of each of the
+page's planes, T apart. Its bytes are loaded once, as one word. A plane then takes a shift and a mask, whatever the
+width, and its codes become the mantissa of a float, so that no integer is converted. Where products are of 16 bits and
+all planes are taken together, two channels share each instruction instead (`paired_values`).
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from kvpass.codec.bitpack import FIELDS
+
+
+class Layout(NamedTuple):
+    """What a kernel knows of a packed tensor when it is compiled: its spec, and how pages are walked over.
+
+    code: values of a code. planes: tokens of a row, as many as keys and values can be unpacked in together. pairs,
+    interleaved: the rotation (`kvpass.codec.rope`) of tokens as they are read; no pairs, none.
+    """
+
+    bits: int
+    code: int
+    channelwise: bool
+    group: int
+    page: int
+    planes: int
+    sinks: int
+    window: int
+    dim: int
+    pairs: int = 0
+    interleaved: bool = False
+
+
+class Pool(NamedTuple):
+    """Pointers to a KV head of a packed tensor; ``points`` are those of its grid, None if it has none."""
+
+    codes: tl.tensor
+    scale: tl.tensor
+    zero_point: tl.tensor
+    points: tl.tensor | None
+
+
+@triton.jit
+def columns(GROUP: tl.constexpr, GROUPS: tl.constexpr):
+    """The channel of each column of a tile, and whether there is one: groups are padded to powers of two."""
+    size: tl.constexpr = triton.next_power_of_2(GROUP)
+    column = tl.arange(0, size * triton.next_power_of_2(GROUPS))
+    if size == GROUP:
+        return column, column < GROUP * GROUPS
+    return column // size * GROUP + column % size, (column % size < GROUP) & (column // size < GROUPS)
+
+
+@triton.jit
+def channels(L: tl.constexpr, CODE: tl.constexpr):
+    """`columns` of whole tokens, of codes for ``CODE`` channels each."""
+    return columns(L.dim // CODE if L.channelwise else L.group // CODE, 1 if L.channelwise else L.dim // L.group)
+
+
+@triton.jit
+def tokens_of(first, stop, ROWS: tl.constexpr, L: tl.constexpr):
+    """The tokens of rows ``[first, first + ROWS)`` in plane 0, and whether they are before row ``stop``."""
+    of_plane: tl.constexpr = L.page // L.planes
+    rows = first + tl.arange(0, ROWS)
+    return L.sinks + rows // of_plane * L.page + rows % of_plane, rows < stop
+
+
+@triton.jit
+def words(codes, first, stop, column, real, ROWS: tl.constexpr, L: tl.constexpr):
+    """All codes of rows ``[first, first + ROWS)``, ``[ROWS, columns]``, 0 from ``stop`` on."""
+    tokens: tl.constexpr = L.page // L.planes
+    wide: tl.constexpr = L.planes * L.bits > 32
+    rows = first + tl.arange(0, ROWS)
+    line = rows // tokens * (L.page * L.bits // 8) + rows % tokens
+    byte = codes + line[:, None] * (L.dim // L.code) + column[None, :]
+    there = (rows < stop)[:, None] & real[None, :]
+    word = tl.zeros(byte.shape, tl.int64 if wide else tl.int32)
+    for i in tl.static_range(L.planes * L.bits // 8):
+        word |= tl.load(byte + i * tokens * (L.dim // L.code), mask=there, other=0).to(word.dtype) << 8 * i
+    return word
+
+
+class Form(NamedTuple):
+    """How pairs of channels are unpacked: a byte of each in one word, at the end of its 16 bits, under the power of two
+    whose last mantissa bit is worth 1; ``mantissa`` bits of ``dtype``."""
+
+    dtype: tl.dtype
+    mantissa: int
+    power: int
+
+
+@triton.constexpr_function
+def form_of(points, L, dtype, together):
+    """The `Form` for products of ``dtype``. None where values are looked up, rotated or multiplied in float32, or where
+    planes are not known when the kernel is compiled, because they are not all taken together."""
+    odd = (L.dim if L.channelwise else L.group) % 2
+    if points is not None or L.pairs or odd or dtype == tl.float32 or together < L.planes:
+        return None
+    return Form(dtype, 10, 0x64006400) if dtype == tl.float16 else Form(dtype, 7, 0x43004300)
+
+
+@triton.jit
+def paired_words(pool, first, stop, ROWS: tl.constexpr, L: tl.constexpr, F: tl.constexpr):
+    """The bytes of rows ``[first, first + ROWS)``: a tile ``[ROWS, pairs of channels]`` for each byte of a row."""
+    tokens: tl.constexpr = L.page // L.planes
+    count: tl.constexpr = L.planes * L.bits // 8
+    column, real = channels(L, 2)
+    rows = first + tl.arange(0, ROWS)
+    line = rows // tokens * (L.page * L.bits // 8) + rows % tokens
+    at = pool.codes.to(tl.pointer_type(tl.uint16), bitcast=True) + line[:, None] * (L.dim // 2) + column[None, :]
+    there = (rows < stop)[:, None] & real[None, :]
+    read = ()
+    for i in tl.static_range(count):
+        word = tl.load(at + i * tokens * (L.dim // 2), mask=there, other=0).to(tl.int32)
+        read = read + (word | word << 8 | F.power,)  # noqa: RUF005  (Triton has no unpacking)
+    return read
+
+
+@triton.constexpr_function
+def _fields(plane, bits, planes, most):
+    """Where a plane has its codes: byte of the row, first bit there, width, first bit of the code; for each bit field,
+    or parts of ``most`` bits."""
+    found, first, place = [], 0, 0
+    for width in FIELDS[bits]:
+        count = planes * width // 8
+        byte, at = first + plane % count, plane // count * width
+        found += [(byte, at + i, min(most, width), place + i) for i in range(0, width, most)]
+        first, place = first + count, place + width
+    return tuple(found)
+
+
+@triton.jit
+def _halves(words, DTYPE: tl.constexpr):
+    """The halves of words, beside each other, as floats. The compiler leaves them in their words."""
+    both = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16)).to(DTYPE, bitcast=True)
+    return tl.reshape(both, (words.shape[0], 2 * words.shape[1]))
+
+
+@triton.jit
+def _number(word, AT: tl.constexpr, WIDTH: tl.constexpr, PLACE: tl.constexpr, F: tl.constexpr):
+    """``WIDTH`` bits of each byte, from bit ``AT`` on, as floats times ``2**PLACE``.
+
+    They stay where they are in the mantissa, if it is that long, and one multiply-add, which is exact, takes the power
+    of two away and moves them to their place: for two channels at once, as sums and products of 16 bits are.
+    """
+    SHIFT: tl.constexpr = AT if F.mantissa < AT + WIDTH else 0
+    FIELD: tl.constexpr = (2**WIDTH - 1 << AT - SHIFT) * 0x00010001
+    STEP: tl.constexpr = 2.0 ** (PLACE + SHIFT - AT)
+    x = word >> SHIFT & FIELD | F.power if SHIFT else word & (FIELD | F.power)
+    return _halves(x, F.dtype) * tl.full((), STEP, F.dtype) - tl.full((), STEP * 2**F.mantissa, F.dtype)
+
+
+@triton.jit
+def _repeated(start, where, known, shape: tl.constexpr, dim: tl.constexpr, F: tl.constexpr):
+    """Scales or zero points at ``where``, along ``dim`` as often as ``shape`` says: those of pairs of channels, or one
+    for many channels."""
+    if dim == 1:
+        word = tl.load(start.to(tl.pointer_type(tl.int32), bitcast=True) + where, mask=known, other=0)
+    else:
+        word = tl.load(start.to(tl.pointer_type(tl.uint16), bitcast=True) + where, mask=known, other=0).to(tl.int32)
+        word |= word << 16
+    word = tl.broadcast_to(tl.expand_dims(word, dim), shape)
+    flat: tl.constexpr = (shape[0] * shape[1], shape[2]) if dim == 1 else (shape[0], shape[1] * shape[2])
+    return _halves(tl.reshape(word, flat), F.dtype)
+
+
+@triton.jit
+def _params_of(first, stop, plane, ROWS: tl.constexpr, L: tl.constexpr):
+    """The groups along tokens, or the tokens, that rows ``[first, first + ROWS)`` of a plane take their scales from,
+    one for each run of rows that share theirs, and whether it is before row ``stop``."""
+    tokens: tl.constexpr = L.page // L.planes
+    if L.channelwise:
+        run: tl.constexpr = min(L.group, tokens, ROWS)
+        row = first + tl.arange(0, ROWS // run) * run
+        line = row // tokens * (L.page // L.group) + plane * tokens // L.group + row % tokens // L.group
+    else:
+        row = first + tl.arange(0, ROWS)
+        line = row // tokens * L.page + plane * tokens + row % tokens
+    return line, row < stop
+
+
+@triton.jit
+def paired_values(read, pool, first, stop, PLANE: tl.constexpr, L: tl.constexpr, F: tl.constexpr):
+    """A plane of the rows of which `paired_words` were ``read``, dequantized as `values` does, but in 16 bits."""
+    rows: tl.constexpr = read[0].shape[0]
+    pairs: tl.constexpr = read[0].shape[1]
+    WHERE: tl.constexpr = _fields(PLANE, L.bits, L.planes, 4 if F.mantissa < 8 else 8)
+    x = _number(read[WHERE[0][0]], WHERE[0][1], WHERE[0][2], WHERE[0][3], F)
+    for i in tl.static_range(1, len(WHERE)):
+        x += _number(read[WHERE[i][0]], WHERE[i][1], WHERE[i][2], WHERE[i][3], F)
+    line, there = _params_of(first, stop, PLANE, rows, L)
+    if L.channelwise:
+        column, real = channels(L, 2)
+        where, known = line[:, None] * (L.dim // 2) + column[None, :], there[:, None] & real[None, :]
+        shape: tl.constexpr = (line.shape[0], rows // line.shape[0], pairs)
+        dim: tl.constexpr = 1
+    else:
+        groups: tl.constexpr = L.dim // L.group
+        padded: tl.constexpr = triton.next_power_of_2(groups)
+        group = tl.arange(0, padded)
+        where, known = line[:, None] * groups + group[None, :], there[:, None] & (group < groups)[None, :]
+        shape: tl.constexpr = (rows, padded, pairs // padded)
+        dim: tl.constexpr = 2
+    scale = _repeated(pool.scale, where, known, shape, dim, F)
+    return x * scale + _repeated(pool.zero_point, where, known, shape, dim, F)
+
+
+@triton.jit
+def _field(word, plane, FIRST: tl.constexpr, WIDTH: tl.constexpr, PLANES: tl.constexpr):
+    """What a plane has of a bit field that begins at byte ``FIRST`` of the word."""
+    count: tl.constexpr = PLANES * WIDTH // 8
+    return (word >> ((FIRST + plane % count) * 8 + plane // count * WIDTH)).to(tl.int32) & ((1 << WIDTH) - 1)
+
+
+@triton.jit
+def _codes(word, plane, BITS: tl.constexpr, PLANES: tl.constexpr):
+    """The codes of a plane. 3 bits are a field of 2 and one of 1, 6 bits one of 4 and one of 2."""
+    if BITS % 3:
+        return _field(word, plane, 0, BITS, PLANES)
+    high: tl.constexpr = BITS // 3
+    low = _field(word, plane, 0, 2 * high, PLANES)
+    return low | _field(word, plane, PLANES * high // 4, high, PLANES) << 2 * high
+
+
+@triton.jit
+def _unscaled(code, points, CODE: tl.constexpr):
+    """What codes stand for: themselves, or the ``CODE`` coordinates of a grid's point, beside each other."""
+    if points is None:
+        return (code | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+    elif CODE == 1:
+        return tl.load(points + code)
+    else:
+        pairs = tl.join(tl.load(points + 2 * code), tl.load(points + 2 * code + 1))
+        return tl.reshape(pairs, (code.shape[0], 2 * code.shape[1]))
+
+
+@triton.jit
+def values(word, pool, first, stop, channel, real, plane, L: tl.constexpr, WHOLE: tl.constexpr):
+    """A plane of the rows of ``word``, dequantized: ``[rows, columns]`` float32.
+
+    channel, real: those of `channels` if ``WHOLE``, otherwise any; tokens that share scales do so along whole runs of
+    rows, channels along groups, of which there are only parts if not ``WHOLE``. Groups on grids have no zero point.
+    """
+    x = _unscaled(_codes(word, plane, L.bits, L.planes), pool.points, L.code)
+    line, there = _params_of(first, stop, plane, word.shape[0], L)
+    if L.channelwise:
+        where, known = line[:, None] * L.dim + channel[None, :], there[:, None] & real[None, :]
+        shape: tl.constexpr = (line.shape[0], x.shape[0] // line.shape[0], x.shape[1])
+        dim: tl.constexpr = 1
+    else:
+        groups: tl.constexpr = L.dim // L.group
+        padded: tl.constexpr = triton.next_power_of_2(groups) if WHOLE else x.shape[1]
+        group = tl.arange(0, padded) if WHOLE else channel // L.group
+        counts = group < groups if WHOLE else real
+        where, known = line[:, None] * groups + group[None, :], there[:, None] & counts[None, :]
+        shape: tl.constexpr = (x.shape[0], padded, x.shape[1] // padded)
+        dim: tl.constexpr = 2
+    scale = tl.load(pool.scale + where, mask=known, other=0).to(tl.float32)
+    by_group = tl.reshape(x, shape) * tl.expand_dims(scale, dim)
+    if pool.points is None:
+        by_group += tl.expand_dims(tl.load(pool.zero_point + where, mask=known, other=0).to(tl.float32), dim)
+    return tl.reshape(by_group, x.shape)

@@ -1,0 +1,67 @@
+"""The rooms of the house: who stands on whom. What a new reader takes from the folders has to be true."""
+
+import ast
+from importlib.util import resolve_name
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FLOORS = [  # each imports from those before it, and from itself
+    "errors",
+    "quiet",
+    "versions",
+    "fields",
+    "codec",
+    "layout",
+    "schemes",
+    "lowering",
+    "ops",
+    "cache",
+    "compile",
+    "models",
+    "runtime",
+    "api",
+    "eval",
+    "calibration",
+    "cli",
+    "__main__",
+]
+MODULES = {
+    ".".join(("kvpass", *path.relative_to(ROOT / folder).with_suffix("").parts)): path
+    for folder in ("kvpass", ".")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if folder == "kvpass" or path.relative_to(ROOT).parts[0] == "lowering"
+}
+
+
+def room(module: str) -> str:
+    return module.split(".")[1]
+
+
+def imported(module: str, path: Path):
+    package = module.removesuffix(".__init__") if path.stem == "__init__" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        source = resolve_name("." * node.level + (node.module or ""), package) if node.level else node.module
+        if source == "kvpass":
+            yield from (f"kvpass.{alias.name}" for alias in node.names)
+        elif source.startswith("kvpass."):
+            yield source
+
+
+@pytest.mark.parametrize("module", sorted(set(MODULES) - {"kvpass.__init__"}))
+def test_no_import_goes_up(module):
+    above = FLOORS[FLOORS.index(room(module)) + 1 :]
+    assert not {name for name in imported(module, MODULES[module]) if room(name) in above}
+
+
+def test_modules_with_different_jobs_have_different_names():
+    """Those of one name are one thing, defined and lowered."""
+    seen: dict[str, list[str]] = {}
+    for module in MODULES:
+        if not module.endswith("__init__"):
+            seen.setdefault(module.rpartition(".")[2], []).append(module)
+    doubled = {name: modules for name, modules in seen.items() if len(modules) > 1}
+    assert set(doubled) == {"append", "attend", "codebook", "pages"}, doubled
