@@ -59,7 +59,7 @@ class Report:
     calibration: str = ""
     calibration_nbytes: int = 0
     simulated: bool = False
-    notation: str = ""
+    attention: str = ""
 
     def used(self, layers: list[LayerReport], tokens: int, batch: int) -> None:
         """Note what the cache last used takes: all of it at once, other threads use others."""
@@ -123,8 +123,8 @@ class Report:
         if host := sum(layer.host_nbytes for layer in self.layers):
             moved = sum(layer.moved_nbytes for layer in self.layers)
             lines.append(f"originals in host memory: {host:,} bytes, {moved:,} bytes fetched so far")
-        if self.notation:
-            lines.append(self.notation)
+        if self.attention:
+            lines.append(self.attention)
         if self.calibration:
             lines.append(f"calibrated: {self.calibration}")
         if not self.graphs:

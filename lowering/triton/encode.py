@@ -17,7 +17,7 @@ from kvpass.codec.spec import CodecSpec, parse
 
 from ..append import APPENDED
 from ..table import Site, implements
-from .codebook import encode_on_grid, spread, table
+from .codebook import encode_on_grid, hadamard, table
 from .configs import (
     COMPENSATED,
     COMPENSATING_WARPS,
@@ -165,7 +165,7 @@ def encode(x: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Ten
     codec, programs = _codec(spec, head_dim, dtype), batch * heads * pages
     with torch.cuda.device_of(x):
         if spec.rotation is not None:
-            x = spread(x, spec.rotation)
+            x = hadamard(x, spec.rotation)
         rest = pages, *x.stride()[:3], heads, codec
         if spec.subspace is not None:
             encode_compensated[programs,](
