@@ -10,16 +10,18 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 # One version of torch for the CPU, the newest that is tested where there is an NVIDIA GPU; override with TORCH=...
 TORCH ?= $(shell if nvidia-smi >/dev/null 2>&1; then echo 'torch<2.14'; else echo torch==2.13.0; fi)
 
-# Histories of each kind that make soak tries.
+# What make soak tries: histories of each kind, and lines at which each call fails.
 HISTORIES ?= 50
+FAULTS ?= 60
 
-.PHONY: help demo test soak lint dist clean
+.PHONY: help demo test test-slow test-all soak lint dist clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo   generate with a packed KV cache on a small real model, and print what it costs and saves"
-	@echo "make test   run the tests"
-	@echo "make soak   decode a million tokens, and try long histories of caches: an hour or so"
+	@echo "make test   run the tests that one runs after each change: minutes"
+	@echo "make test-all  run all tests"
+	@echo "make soak   decode a million tokens, and try many histories of caches and many failures: hours"
 	@echo "make lint   check style"
 	@echo "make dist   build wheel and source archive in dist/, and try the wheel in an environment of its own"
 	@echo "make clean  remove $(VENV), build/ and dist/; downloaded models stay in \$$KVPASS_CACHE or ~/.cache/kvpass"
@@ -30,13 +32,21 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@echo "== tests =="
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: $(STAMP)
+	@echo "== slow tests =="
+	@$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-all: test test-slow
 
 soak: $(STAMP)
 	@echo "== a million tokens =="
 	@$(BIN)/python benchmarks/soak.py $(ARGS)
 	@echo "== histories =="
 	@KVPASS_HISTORIES=$(HISTORIES) $(BIN)/python -m pytest tests/test_histories.py
+	@echo "== failures =="
+	@$(BIN)/python -m pytest tests/test_faults.py --faults $(FAULTS)
 
 lint: $(STAMP)
 	@echo "== ruff =="

@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
 
 from common import only_reference
 from fuzzing import outcomes
+from tiers import tier
 
 settings.register_profile(
     "kvpass",
@@ -43,8 +44,23 @@ def reference_in_this_test():
 
 def pytest_addoption(parser):
     parser.addoption("--whole-zoo", action="store_true", help="every architecture with both attentions and caches")
+    parser.addoption("--whole", action="store_true", help="also what is more of the same (tiers.py)")
     parser.addoption("--faults", type=int, default=6, help="lines at which each call of `test_faults` fails; 0 for all")
     parser.addoption("--fuzz-examples", type=int, default=60, help="inputs that each test of `test_fuzz` tries")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Mark the slow tests, and leave out more of the same."""
+    left_out = []
+    for item in items:
+        found = tier(item.nodeid)
+        if found is not None:
+            item.add_marker(pytest.mark.slow)
+        if found == "whole" and not config.getoption("--whole"):
+            left_out.append(item)
+    if left_out:
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture
