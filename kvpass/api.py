@@ -19,8 +19,9 @@ from .models.discover import BufferedCache, bind, discover
 from .models.probe import probe, refuse_what_cannot_be_captured
 from .runtime.applied import ATTRIBUTE, decoder, is_applied, runtime_of
 from .runtime.custom import BufferRuntime, HandedRuntime
+from .runtime.runtime import Runtime
 from .runtime.simulated import SimulatedRuntime, scout
-from .runtime.transformers import Runtime
+from .runtime.transformers import TransformersRuntime
 from .schemes import LayerGeometry, SchemeConfig
 from .schemes.calibrated import Calibration
 
@@ -108,7 +109,7 @@ def apply(
 def _look_into(model: nn.Module, example_inputs) -> tuple[Callable[..., Runtime], dict[int, LayerGeometry | str]]:
     """What drives a model that keeps its cache the way ``model`` does, and what its layers hold."""
     if example_inputs is None:
-        return Runtime, probe(model)
+        return TransformersRuntime, probe(model)
     arguments = bind(model, example_inputs)
     found = discover(model, arguments)
     if found is None:

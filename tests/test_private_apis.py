@@ -22,7 +22,7 @@ from kvpass.compile.rewrite import APPEND, _append_arguments
 from kvpass.lowering import session
 from kvpass.lowering.inductor.aot import compile_ahead
 from kvpass.models import recording
-from kvpass.runtime.transformers import Runtime
+from kvpass.runtime.transformers import TransformersRuntime
 from kvpass.schemes import KIVIConfig
 
 from common import ROUNDS_IN_INDUCTOR
@@ -168,7 +168,7 @@ def test_remove_lets_go_of_every_graph():
     def alive() -> dict[type, int]:
         gc.collect()
         kinds = [type(thing) for thing in gc.get_objects()]
-        return {kind: kinds.count(kind) for kind in (Backend, Runtime)}
+        return {kind: kinds.count(kind) for kind in (Backend, TransformersRuntime)}
 
     model, counts = llama(), []
     for _ in range(3):

@@ -6,7 +6,7 @@ from transformers import DynamicCache
 
 import kvpass
 from kvpass import KVPassError
-from kvpass.runtime.transformers import Runtime
+from kvpass.runtime.transformers import TransformersRuntime
 from kvpass.schemes import SQuatConfig
 
 from tiny import llama, tokens
@@ -31,7 +31,7 @@ def test_codes_are_those_of_a_captured_prefill(padding, monkeypatch):
     handed_over = prefilled(model, padding)
     assert not kvpass.explain(model).graphs
     kvpass.remove(model)
-    monkeypatch.setattr(Runtime, "captures_queries", False)
+    monkeypatch.setattr(TransformersRuntime, "captures_queries", False)
     kvpass.apply(model, SQUAT)
     captured = prefilled(model, padding)
     assert [graph.fused for graph in kvpass.explain(model).graphs] == [2]

@@ -3,7 +3,7 @@
 from torch import nn
 
 from ..errors import KVPassError
-from .transformers import Runtime
+from .runtime import Runtime
 
 ATTRIBUTE = "_kvpass"
 """Where a model keeps its runtime."""

@@ -22,15 +22,13 @@ from ..layout.window import length_of
 from ..models.discover import BufferedCache, HandedCache
 from ..schemes import SchemeConfig
 from .forward import start_forward
-from .transformers import Runtime
+from .runtime import Runtime
 
 _PACKED = "packed"  # stands for the cache among the arguments
 
 
-class PlainRuntime(Runtime):
+class CustomRuntime(Runtime):
     """What both kinds have in common; the found cache is ``self.found``."""
-
-    captures_queries = False  # what is captured is the cache's own writing too
 
     def __init__(self, model: nn.Module, scheme: SchemeConfig, layers, *, found, **options):
         self.found, self.signature = found, inspect.signature(model.forward)
@@ -81,7 +79,7 @@ class PlainRuntime(Runtime):
             torch._dynamo.maybe_mark_dynamic(inputs, 1)
 
 
-class BufferRuntime(PlainRuntime):
+class BufferRuntime(CustomRuntime):
     """For a `BufferedCache`. There is one sequence of tokens, that of the model: position 0 starts it anew, an earlier
     position than the last goes back."""
 
@@ -188,7 +186,7 @@ class BufferRuntime(PlainRuntime):
         return call
 
 
-class HandedRuntime(PlainRuntime):
+class HandedRuntime(CustomRuntime):
     """For a `HandedCache`. What the model returns as cache are `PackedKV`: they look like the tensors they stand for,
     and are good for the next call, once."""
 

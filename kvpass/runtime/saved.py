@@ -34,7 +34,7 @@ from ..layout.window import Writes
 from ..models.probe import fresh_cache
 from ..schemes.calibrated import fingerprint
 from .applied import runtime_of
-from .transformers import Runtime
+from .transformers import TransformersRuntime
 
 _FORMAT = 1
 _UNPACKED = DynamicLayer, DynamicSlidingWindowLayer
@@ -51,7 +51,7 @@ def save_cache(cache: Cache, path: str | Path) -> Path:
     Raises `KVPassError` for a cache that is not packed, empty, not whole, has layers of other kinds (linear attention),
     or whose model is gone; `OSError` if it cannot be written.
     """
-    runtime, path = Runtime.of(cache), Path(path)
+    runtime, path = TransformersRuntime.of(cache), Path(path)
     layers = cache_layers(cache)
     if not packed_layers(cache)[0].tokens:
         raise KVPassError("The cache is empty: run the model first.")
@@ -94,7 +94,7 @@ def load_cache(path: str | Path, model: nn.Module) -> Cache:
     dtype.
     """
     runtime = runtime_of(model)
-    if type(runtime) is not Runtime:
+    if not isinstance(runtime, TransformersRuntime):
         raise KVPassError("Caches of decoders that are not from transformers are not loaded: run the prompt again.")
     facts, tensors = _read(Path(path))
     try:
@@ -106,7 +106,7 @@ def load_cache(path: str | Path, model: nn.Module) -> Cache:
         raise KVPassError(f"{path} holds no cache that can be read: {error!r}. Run the prompt again.") from error
 
 
-def _maker(runtime: Runtime) -> dict[str, Any]:
+def _maker(runtime: TransformersRuntime) -> dict[str, Any]:
     """What decides whether codes mean the same: the model, the scheme, and how each layer is stored."""
     model, digest = runtime.model(), hashlib.sha256()
     for tensor in chain.from_iterable(chain.from_iterable(runtime.predictors.values())):
@@ -192,7 +192,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return facts, tensors
 
 
-def _filled(runtime: Runtime, facts: dict[str, Any], tensors: dict[str, Tensor]) -> Cache:
+def _filled(runtime: TransformersRuntime, facts: dict[str, Any], tensors: dict[str, Tensor]) -> Cache:
     """A new cache of ``runtime`` with what was saved."""
     cache = fresh_cache(runtime.model())
     runtime.adopt(cache)

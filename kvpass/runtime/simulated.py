@@ -25,7 +25,7 @@ from ..errors import KVPassError, NotSimulatedError
 from ..layout.window import layout
 from ..models.probe import keeping, probe
 from ..schemes import LayerGeometry, SchemeConfig, geometries
-from .transformers import Runtime
+from .runtime import Runtime
 
 _CHUNK = 256  # queries at a time: scores are [B, H_q, 256, T]
 
@@ -135,9 +135,9 @@ class SimulatedRuntime(Runtime):
     """For a decoder without a cache: the same forward, with attention as over a packed one."""
 
     def __init__(self, model: nn.Module, scheme: SchemeConfig, layers, *, prompt: int = 0, **options):
+        super().__init__(model, scheme, layers, **options)
         self.prompt = prompt
         self.simulations: list[Simulation] = []
-        super().__init__(model, scheme, layers, **options)
         if why := unsupported(self):
             raise NotSimulatedError(
                 f"{scheme.name!r} cannot be simulated in one pass: {why}. It needs a decoder with a cache."
@@ -196,7 +196,10 @@ class Simulator:
         """
         options = dict(strict=True, lowering="auto", max_cache_len=None, predictors={})
         runtime = SimulatedRuntime(self.model, scheme, self.layers, prompt=prompt, **options)
-        captured = self.captured.setdefault(runtime.needs_rotation, runtime)
+        if runtime.needs_rotation not in self.captured:
+            self.captured[runtime.needs_rotation] = runtime
+            runtime.prepare()
+        captured = self.captured[runtime.needs_rotation]
         captured.become(runtime)
         scored = ids.shape[1] - prompt
         with captured.attention:

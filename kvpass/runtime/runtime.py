@@ -1,0 +1,235 @@
+"""What every forward over a packed cache has in common, however the model keeps its cache."""
+
+import itertools
+import uuid
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from threading import get_ident
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed, Unsupported
+from transformers.cache_utils import Cache
+
+from ..cache.cross import cross_plan
+from ..cache.layer import PackedLayer
+from ..cache.state import SharedTensors
+from ..cache.swap import Plans, packed_layers
+from ..compile.backend import Backend
+from ..compile.report import LayerReport, Report
+from ..errors import KVPassError
+from ..lowering.table import FEW
+from ..models.attention import PortableAttention
+from ..models.probe import has_encoder
+from ..schemes import LayerGeometry, SchemeConfig, check_edges, check_sources
+from .forms import Forms
+from .forward import finish_forward
+
+_MIN_COMPILED_LENGTH = 2  # lengths 0 and 1 would be specialised by the tracer
+
+_BY_OWNER: weakref.WeakValueDictionary[str, "Runtime"] = weakref.WeakValueDictionary()
+
+
+class Runtime:
+    """Everything `apply` adds to one model; `remove` drops it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        scheme: SchemeConfig,
+        layers: dict[int, LayerGeometry | str],
+        *,
+        strict: bool,
+        lowering: str,
+        max_cache_len: int | None,
+        predictors: dict[int, tuple[Sequence[Tensor], Sequence[Tensor]]],
+        mode: str | None = None,
+    ):
+        self.strict, self.mode = strict, mode
+        self.model, self.scheme, self.max_cache_len = weakref.ref(model), scheme, max_cache_len
+        self.owner = uuid.uuid4().hex
+        self.eager = lowering == "eager"
+        self.lowering = "reference" if self.eager else lowering
+        self.has_encoder = has_encoder(model)
+        self.plans: Plans = {
+            index: (scheme.plan(layer), layer)
+            for index, layer in layers.items()
+            if isinstance(layer, LayerGeometry) and not layer.cross
+        }
+        self.cross, layers = self._plan_cross(layers)
+        self.needs_queries = any(plan.needs_queries for plan, _ in self.plans.values())
+        self.needs_rotation = any(plan.key.pre_rope for plan, _ in self.plans.values())
+        self.looks_below = any(plan.looks_below for plan, _ in self.plans.values())
+        self.needs_importance = any(plan.needs_importance for plan, _ in self.plans.values())
+        self.one_graph = self.needs_rotation or self.looks_below or self.needs_importance
+        check_sources({index: plan for index, (plan, _) in self.plans.items()})
+        check_edges(self.plans)
+        self.predictors = self._place(predictors)
+        self.report = Report(
+            str(scheme),
+            [
+                LayerReport(index, False, "", layer)
+                if isinstance(layer, str)
+                else LayerReport(index, True, self._describe(index, layer))
+                for index, layer in layers.items()
+            ],
+        )
+        self.attention = PortableAttention(model)
+        self.report.attention = str(self.attention)
+        self.had_own_forward = "forward" in vars(model)
+        self.original, self.installed = model.forward, None
+        self.running: dict[int, int] = {}  # caches in a forward, by id, and the threads that run it
+
+    def _plan_cross(self, layers: dict[int, LayerGeometry | str]) -> tuple[Plans, dict[int, LayerGeometry | str]]:
+        """Plans of cross-attention by its own layer indices, and ``layers`` with the reasons where there is none."""
+        plans, layers = {}, dict(layers)
+        for index, layer in layers.items():
+            if isinstance(layer, LayerGeometry) and layer.cross:
+                plan = cross_plan(self.scheme.plan(layer))
+                if isinstance(plan, str):
+                    layers[index] = plan
+                else:
+                    plans[layer.index] = plan, layer
+        return plans, layers
+
+    def _describe(self, index: int, layer: LayerGeometry) -> str:
+        return f"cross-attention: {self.cross[layer.index][0]}" if layer.cross else str(self.plans[index][0])
+
+    def _place(self, predictors) -> dict[int, tuple[SharedTensors, SharedTensors]]:
+        """``predictors`` where their layers are."""
+        return {
+            index: tuple(SharedTensors(t.to(layer.device) for t in tensors) for tensors in predictors[index])
+            for index, (plan, layer) in self.plans.items()
+            if plan.looks_below
+        }
+
+    def prepare(self) -> None:
+        """Make what compiles."""
+        self.decode_step, self.captured = self._forms(interpret=False), self._forms(interpret=True)
+
+    def install(self) -> None:
+        """`prepare`, and take out of the way what the model has of its own."""
+        self.prepare()
+        self.attention.install()
+        _BY_OWNER[self.owner] = self
+
+    def uninstall(self) -> None:
+        """Give it back."""
+        self.attention.uninstall()
+        _BY_OWNER.pop(self.owner, None)
+        for forms in (self.decode_step, self.captured):
+            forms.clear()
+
+    def _forms(self, interpret: bool) -> Forms:
+        options = dict(strict=self.strict, lowering=self.lowering, mode=self.mode, graphs=self.report.graphs)
+        return Forms(self._body(), backend=self._backend(interpret=interpret, **options), fullgraph=self.one_graph)
+
+    def _backend(self, **options) -> Backend:
+        return Backend(**options)
+
+    def _body(self) -> Callable:
+        """What is compiled."""
+        original = self.original
+
+        def call(*args, **kwargs):
+            return original(*args, **kwargs)
+
+        return call
+
+    @staticmethod
+    def of(cache: Cache) -> "Runtime":
+        """Who packed ``cache``. Raises `KVPassError` for one that is not packed, or whose model is gone."""
+        layers = packed_layers(cache) if isinstance(cache, Cache) else []
+        if not layers:
+            raise KVPassError("This is no packed cache: run a model that kvpass is applied to over it first.")
+        if layers[0].owner not in _BY_OWNER:
+            raise KVPassError(
+                "The model that packed this cache is gone, or kvpass was removed from it: its codes mean nothing "
+                "without it."
+            )
+        return _BY_OWNER[layers[0].owner]
+
+    @contextmanager
+    def _alone(self, cache):
+        """Raise `KVPassError` if another thread runs a forward over ``cache``: threads need caches of their own."""
+        me = get_ident()
+        try:
+            if self.running.setdefault(id(cache), me) != me:
+                raise KVPassError(
+                    "A forward over this cache is running already, in another thread. Threads may share a model, not a "
+                    "cache: give each of them its own."
+                )
+            yield
+        finally:
+            if self.running.get(id(cache)) == me:
+                del self.running[id(cache)]
+
+    @contextmanager
+    def _one_forward(self, layers: list[PackedLayer], new_tokens: int, undo: Callable[[], bool] = lambda: True):
+        """Commit what ``layers`` stored when it went well; otherwise take it back, with what ``undo`` does (see
+        `finish_forward`), and say in kvpass's words why."""
+        layers[0].drafts = layers[0].drafts + 1 if layers[0].tokens and 1 < new_tokens <= FEW else 0
+        succeeded = False
+        try:
+            with torch.no_grad():
+                yield
+            succeeded = True
+        except BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, KVPassError):
+                raise error.inner_exception from None
+            raise
+        except Unsupported as error:
+            if not self.one_graph:
+                raise
+            why, instead = "Keys are stored before rotary embedding", "the scheme with rope='post'"
+            if self.looks_below:
+                why, instead = "Layers are predicted from the layer below", "the scheme's backbone alone"
+            if self.needs_importance:
+                why, instead = "What is stored depends on attention", "a scheme without that edge, such as 'kivi'"
+            raise KVPassError(
+                f"{why}, which needs the whole forward in one graph, and it broke: {str(error).splitlines()[0]} "
+                f"Use {instead}."
+            ) from error
+        finally:
+            finish_forward(layers, new_tokens, succeeded, undo)
+
+    def _choose(self, first: PackedLayer, new_tokens: int):
+        """Who runs the call over the cache whose first layer is ``first``. Drafts are verified one after another: the
+        first of several calls of a few tokens is not worth compiling for, it may be a short turn of a chat."""
+        stored, compiled = first.tokens, new_tokens == 1 or first.drafts > 1
+        if compiled and not self.eager and stored >= _MIN_COMPILED_LENGTH:
+            return self.decode_step
+        if self.needs_rotation or self.needs_importance:
+            return self.captured
+        if self.needs_queries and not stored:
+            return self._capture_queries()
+        return self.original
+
+    def _capture_queries(self) -> Callable:
+        """Who runs a prompt whose queries are asked for."""
+        return self.captured
+
+    def _measure(self, layers: Sequence) -> None:
+        """Note the bytes of the cache just used; it may be gone when `explain` asks."""
+        first = next(layer for layer in layers if isinstance(layer, PackedLayer))
+        there = itertools.chain(layers, itertools.repeat(None))
+        rows = [replace(row, **_bytes(layer)) for row, layer in zip(self.report.layers, there, strict=False)]
+        self.report.used(rows, first.seen, first.batch_size)
+
+    def __reduce_ex__(self, protocol):
+        raise KVPassError(
+            "A model that kvpass is applied to cannot be copied or pickled, its forward would still be the original's: "
+            "kvpass.remove(model) first, then apply to each copy. save_pretrained and state_dict work as they are."
+        )
+
+
+def _bytes(layer) -> dict[str, int]:
+    """What a `LayerReport` says of one layer of a cache."""
+    if isinstance(layer, PackedLayer):
+        names = "nbytes", "full_nbytes", "host_nbytes", "moved_nbytes"
+        return {name: getattr(layer, name) for name in names}
+    if isinstance(getattr(layer, "keys", None), Tensor):
+        return dict.fromkeys(("nbytes", "full_nbytes"), layer.keys.nbytes + layer.values.nbytes)
+    return {}
