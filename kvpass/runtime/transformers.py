@@ -145,6 +145,12 @@ class Runtime:
         for forms in (self.decode_step, self.captured):
             forms.clear()
 
+    def keep_stages(self) -> None:
+        """From now on, keep what the pass does to each graph in its report."""
+        self.report.keeps_stages = True
+        for forms in (self.decode_step, self.captured):
+            forms.backend.keep_stages = True
+
     @staticmethod
     def of(cache: Cache) -> "Runtime":
         """Who packed ``cache``. Raises `KVPassError` for one that is not packed, or whose model is gone."""
