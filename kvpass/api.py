@@ -144,8 +144,8 @@ def explain(model: nn.Module, *, graphs: bool = False) -> Report:
 
     graphs: keep every stage of the graphs that are captured from now on. The report prints their sizes and times;
         ``report.graphs[i].stages`` has a name, text, diff, count of nodes by op and time in seconds for each. Ask right
-        after `apply`: a graph is captured once, by the first call of its form, and without being asked kvpass keeps
-        none. Texts take some MB for a large model, until `remove`.
+        after `apply`: a graph is captured once, by the first call of its form, and unasked none of this is kept. Texts
+        and diffs of 30 layers are 3.5 MB in memory, as long as the report.
 
     With ``KVPASS_TRACE=folder`` in the environment at `apply`, they are written there instead, also those of a graph
     that the pass gives up: a folder for each, with ``1-captured.txt`` to ``5-lowered.txt``, diffs and ``summary.txt``.
