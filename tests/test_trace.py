@@ -99,7 +99,7 @@ def test_a_graph_that_the_pass_gives_up_is_written_as_far_as_it_came(folder):
     assert {file.name[:1] for file in graph.iterdir()} == set("1234s")
     assert read(graph, "3-found.txt").count("# refused: ") == 2
     summary = read(graph, "summary.txt")
-    assert "not fused (2x): " in summary and "NotFusedError: strict=True" in summary
+    assert "not fused (2x): " in summary and "given up: NotFusedError: strict=True" in summary
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_done(monkeypatch, tmp_path):

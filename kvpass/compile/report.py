@@ -55,9 +55,10 @@ class GraphReport:
     def __str__(self) -> str:
         kind = "compiled" if self.compiled else "interpreted"
         used = ", ".join(f"{op}: {name}" for op, name in sorted(self.lowerings.items()))
+        used = f"; {used}" if used else ""
         rotated = f", {self.rotated} keys rotated when read" if self.rotated else ""
         rebuilt = f" ({self.reconstructed} over what is decoded first)" if self.reconstructed else ""
-        return f"graph ({kind}): {self.fused} attentions fused{rebuilt}, {self.decoded} reads decoded{rotated}; {used}"
+        return f"graph ({kind}): {self.fused} attentions fused{rebuilt}, {self.decoded} reads decoded{rotated}{used}"
 
 
 @dataclass

@@ -94,12 +94,12 @@ class Trace:
                 (self._folder / name).write_text(text, encoding="utf-8")
 
     def _summary(self, error: BaseException | None) -> str:
-        lines = [f"graph (given up): {self._found} attentions found"]
+        lines = [f"graph: {self._found} attentions found"]
         if self.report:
             lines = [str(self.report), f"  appends to {self._written} caches, of keys or of values"]
         lines += [f"  not fused ({times}x): {reason}" for reason, times in Counter(self._refused).items()]
         if error is not None:
-            lines.append(f"{type(error).__name__}: {error}")
+            lines.append(f"given up: {type(error).__name__}: {error}")
         lines += ["", f"{'stage':<12} {'nodes':>7} {'ms':>10}"]
         for stage in self._stages:
             ms = f"{1e3 * stage.seconds:,.1f}" if stage.seconds else ""
