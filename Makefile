@@ -1,4 +1,4 @@
-# make demo | make test | make lint: each sets up .venv first, once, and again when pyproject.toml changes.
+# make demo | make test | make lint | ...: each sets up .venv first, once, and again when pyproject.toml changes.
 
 VENV  := .venv
 STAMP := $(VENV)/.installed
@@ -13,7 +13,7 @@ TORCH ?= $(shell if nvidia-smi >/dev/null 2>&1; then echo 'torch<2.14'; else ech
 # Histories of each kind that make soak tries.
 HISTORIES ?= 50
 
-.PHONY: help demo test soak lint clean
+.PHONY: help demo test soak lint dist clean
 .DELETE_ON_ERROR:
 
 help:
@@ -21,7 +21,8 @@ help:
 	@echo "make test   run the tests"
 	@echo "make soak   decode a million tokens, and try long histories of caches: an hour or so"
 	@echo "make lint   check style"
-	@echo "make clean  remove $(VENV); downloaded models stay in \$$KVPASS_CACHE or ~/.cache/kvpass"
+	@echo "make dist   build wheel and source archive in dist/, and try the wheel in an environment of its own"
+	@echo "make clean  remove $(VENV), build/ and dist/; downloaded models stay in \$$KVPASS_CACHE or ~/.cache/kvpass"
 
 demo: $(STAMP)
 	@echo "== kvpass demo =="
@@ -41,6 +42,22 @@ lint: $(STAMP)
 	@echo "== ruff =="
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+
+# The wheel is made from the source archive and must be, byte for byte, what the working tree gives: dates are set to the
+# first that a zip file can have. build/ and kvpass.egg-info go first, because setuptools packs what it finds there.
+dist: export SOURCE_DATE_EPOCH := 315532800
+dist: $(STAMP)
+	@echo "== wheel and source archive =="
+	@rm -rf dist build kvpass.egg-info
+	@$(BIN)/python -c "from setuptools.build_meta import build_sdist; build_sdist('dist')"
+	@$(BIN)/python -m pip wheel --no-deps --wheel-dir dist dist/*.tar.gz
+	@$(BIN)/python -m pip wheel --no-deps --wheel-dir build/tree .
+	@cmp dist/*.whl build/tree/*.whl
+	@echo "== the wheel, installed with $(TORCH) and nothing else: some minutes =="
+	@$(PYTHON) -m venv build/venv
+	@build/venv/bin/python -m pip install "$(TORCH)"
+	@build/venv/bin/python -m pip install dist/*.whl
+	@cd / && "$(CURDIR)/build/venv/bin/python" "$(CURDIR)/tests/installed.py"
 
 $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "kvpass needs Python 3.11 or newer, and none was found. Install one (Debian, Ubuntu:\
@@ -62,4 +79,4 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) build dist

@@ -5,10 +5,14 @@
 >>> model.generate(**inputs)                 # unchanged code, packed cache
 """
 
+from importlib.metadata import version
+
 import torch
 
 from .quiet import quiet
 from .versions import check_torch
+
+__version__ = version("kvpass")
 
 check_torch(torch.__version__)
 with quiet("torchao", "torch.utils._pytree"):  # transformers imports torchao, which says what it could not load

@@ -14,7 +14,7 @@ from .compile.backend import check_mode
 from .compile.report import Report
 from .errors import KVPassError
 from .fields import check_integer, shown
-from .models.attention import Notation
+from .models.attention import PortableAttention
 from .models.discover import BufferedCache, bind, discover
 from .models.probe import probe, refuse_what_cannot_be_captured
 from .runtime.applied import ATTRIBUTE, decoder, is_applied, runtime_of
@@ -80,7 +80,7 @@ def apply(
         refuse_what_cannot_be_captured(model)
     calibrated = isinstance(scheme, Calibration)
     config = scheme.scheme if calibrated else schemes.get(scheme)
-    with Notation(model):
+    with PortableAttention(model):
         kind, layers = _look_into(model, example_inputs)
     if calibrated:
         scheme.check(model, layers)

@@ -7,15 +7,23 @@ import torch
 from torch import Tensor
 
 from kvpass.codec.affine import check_finite
+from kvpass.codec.bitpack import FIELDS
 from kvpass.codec.pages import decode_pages, replace_tokens, share_codes
-from kvpass.codec.predictor import MEAN, fit_center, predict
-from kvpass.codec.spec import CodecSpec
+from kvpass.codec.predictor import MEAN, PREDICTORS, fit_center, predict
+from kvpass.codec.spec import RAW, CodecSpec
 from kvpass.codec.subspace import compensation_matrix, precision_matrix
 from kvpass.errors import KVPassError
 from kvpass.layout.eviction import choose, evict, update_importance
 from kvpass.layout.pool import whole
 from kvpass.layout.window import layout
 
+PLACES = frozenset({"keep=log", "pre_rope"})
+"""Features that say where tokens lie, or what they are, which is the same to whoever encodes and decodes pages."""
+APPENDED = PLACES | {"own_codes", "budget", "evict=age", "shared_eviction", *(f"predictor={x}" for x in PREDICTORS)}
+"""Those that `append` takes care of, whoever encodes."""
+MERGED = PLACES | {f"bits={bits}" for bits in (*FIELDS, *RAW)} | {"per=channel", "per=token", "fit=lsq", "eta"}
+MERGED |= {"rotation", "grid"}
+"""Those of all specs that `append_layers` may be called with."""
 CHUNK = 4096  # tokens predicted, or gathered from layers, at a time: what is needed in between stays small
 
 

@@ -1,15 +1,17 @@
 """op -> implementations. Chosen on device and shape, logged once per choice, overridable with ``lowering=``."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
+from kvpass.codec.spec import parse
 from kvpass.errors import KVPassError
 
 logger = logging.getLogger("kvpass.lowering")
 
 AUTO = "auto"
+STORING = ("encode", "append_", "append_layers_")
 FEW = 16
 """Query tokens up to which a call is decoding (drafts are verified several at a time), not a prompt."""
 
@@ -30,6 +32,14 @@ class Site:
     queries: int = 0
     head_dim: int = 0
 
+    @cached_property
+    def features(self) -> tuple[frozenset[str], ...]:
+        """What each codec takes (`CodecSpec.features`): to store, or where nothing is stored to read."""
+        specs = map(parse, self.specs)
+        if self.op not in STORING:
+            specs = (spec.stored_as for spec in specs)
+        return tuple(spec.features for spec in specs)
+
     def __str__(self) -> str:
         queries = f", {self.queries} {'query' if self.queries == 1 else 'queries'}" if self.queries else ""
         return f"kvpass::{self.op} on {self.device}{queries}"
@@ -37,26 +47,42 @@ class Site:
 
 @dataclass(frozen=True)
 class Implementation:
-    """A named way to run one op. ``refuses`` says why it cannot serve a site, or returns None."""
+    """A named way to run one op.
+
+    has: the features it serves of each of `Site.specs`; None, all there are: it is their definition.
+    refuses: why it cannot serve a site whose features it has, or None.
+    """
 
     op: str
     name: str
     run: Callable
+    has: tuple[Set[str], ...] | None
     refuses: Callable[[Site], str | None]
     by_name_only: bool = False
+
+    def reason_against(self, site: Site) -> str | None:
+        """Why it cannot serve ``site``, or None."""
+        for needed, there in zip(site.features, self.has or (), strict=self.has is not None):
+            if missing := needed - there:
+                return f"it has no {', '.join(sorted(missing))}."
+        return self.refuses(site)
 
 
 _TABLE: dict[str, dict[str, Implementation]] = {}
 
 
 def implements(
-    op: str, name: str, refuses: Callable[[Site], str | None] = lambda site: None, by_name_only: bool = False
+    op: str,
+    name: str,
+    has: tuple[Set[str], ...] | None = None,
+    refuses: Callable[[Site], str | None] = lambda site: None,
+    by_name_only: bool = False,
 ):
-    """Register the decorated function as implementation ``name`` of ``op``. Later registrations are preferred, and
+    """Register the decorated function as `Implementation` ``name`` of ``op``. Later registrations are preferred, and
     those that are ``by_name_only`` never taken by "auto"."""
 
     def register(run: Callable) -> Callable:
-        _TABLE.setdefault(op, {})[name] = Implementation(op, name, run, refuses, by_name_only)
+        _TABLE.setdefault(op, {})[name] = Implementation(op, name, run, has, refuses, by_name_only)
         select.cache_clear()
         return run
 
@@ -79,12 +105,12 @@ def select(site: Site, lowering: str = AUTO) -> Implementation:
     if lowering != AUTO:
         if lowering not in rows:
             raise KVPassError(f"No lowering {lowering!r} for kvpass::{site.op}; there are {sorted(rows)} and 'auto'.")
-        if reason := rows[lowering].refuses(site):
+        if reason := rows[lowering].reason_against(site):
             raise KVPassError(f"lowering={lowering!r} cannot run kvpass::{site.op} here: {reason} Use 'auto'.")
         return rows[lowering]
     passed_over = []
     for implementation in reversed([row for row in rows.values() if not row.by_name_only]):
-        reason = implementation.refuses(site)
+        reason = implementation.reason_against(site)
         if reason is None:
             why = f" ({'; '.join(passed_over)})" if passed_over else ""
             logger.info("%s: %s%s", site, implementation.name, why)

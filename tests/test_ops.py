@@ -405,7 +405,7 @@ def test_the_log_says_what_serves_a_call_and_why(caplog):
         select(Site("attend", "cpu", (str(CodecSpec(32, "token", 16, 16)),) * 2, queries=1, head_dim=DIM))
     several, one, raw = (record.message for record in caplog.records if "kvpass::attend on" in record.message)
     assert "3 queries: inductor" in several and "1 query: inductor" in one
-    assert "1 query: reference (" in raw and "not inductor: floats stored as they are need no kernel." in raw
+    assert "1 query: reference (" in raw and "not inductor: it has no bits=32." in raw
 
 
 @pytest.mark.parametrize("op", ["encode", "append_", "decode", "attend"])

@@ -1,8 +1,12 @@
 """The lowering table: who is taken, who is passed over, and what is said about it."""
 
+import json
+from dataclasses import dataclass
+
 import pytest
 
 from kvpass import KVPassError
+from kvpass.codec import CodecSpec
 from kvpass.lowering import table
 from kvpass.lowering.table import Implementation, Site, implements, select
 
@@ -62,6 +66,43 @@ def test_the_choice_and_what_was_passed_over_are_logged(toy_op, caplog):
     with caplog.at_level("INFO", logger="kvpass.lowering"):
         select(toy_op[0])
     assert "kvpass::toy on cpu: plain" in caplog.text and "not choosy: it needs a GPU" in caplog.text
+
+
+@dataclass(frozen=True)
+class Later(CodecSpec):
+    """A spec with a field that no lowering knows."""
+
+    smoothing: float = 0.0
+
+
+@pytest.mark.parametrize("lowering", ["inductor", "triton"])
+@pytest.mark.parametrize("op", ["encode", "append_", "append_layers_", "decode", "attend", "attend_scored"])
+def test_a_feature_that_nobody_lists_is_served_by_the_reference_alone(op, lowering, monkeypatch, caplog):
+    device = "cuda" if lowering == "triton" else "cpu"
+    today, later = (
+        Site(op, device, (str(spec),) * (2 if op.startswith("attend") else 1), queries=1, head_dim=64)
+        for spec in (CodecSpec(2, "token", 16, 16), Later(2, "token", 16, 16, smoothing=0.5))
+    )
+    if lowering in implementations(op):
+        assert select(today, lowering).name == lowering
+    monkeypatch.setattr(table, "parse", lambda text: Later(**json.loads(text)))
+    if lowering in implementations(op):
+        with pytest.raises(KVPassError, match="it has no smoothing"):
+            select(later, lowering)
+    with caplog.at_level("INFO", logger="kvpass.lowering"):
+        assert select(later).name == "reference"
+    assert f"not {lowering}: it has no smoothing" in caplog.text or lowering not in implementations(op)
+
+
+def test_every_field_of_a_spec_is_a_size_or_a_feature():
+    """Those that only say how something is stored are none to who reads."""
+    plain = CodecSpec(2, "channel", 16, 16)
+    assert plain.features == {"bits=2", "per=channel"}
+    spec = CodecSpec(
+        2, "channel", 16, 16, residual=32, keep="log", eta=0.1, pre_rope=True, rotation=3, predictor="mean"
+    )
+    assert spec.features == plain.features | {"keep=log", "eta", "pre_rope", "rotation", "predictor=mean"}
+    assert spec.stored_as.features == spec.features - {"eta"}
 
 
 def test_every_op_has_a_reference_that_serves_every_site():

@@ -76,7 +76,7 @@ def test_shipped_configs_fit_a100_and_h100_without_spills(compiled, name):
     kernels = {"encode_compensated"} if CASES[name].get("block") else kernels
     if CASES[name]["op"] == "encode":
         kernels = {"encode_on_grid"} if CASES[name].get("grid") else kernels
-        kernels = kernels | {"spread_runs"} if "rotation" in CASES[name] else kernels
+        kernels = kernels | {"hadamard_runs"} if "rotation" in CASES[name] else kernels
     assert {(line["arch"], line["kernel"]) for line in lines} == {(a, k) for a in SHARED for k in kernels}
     for line in lines:
         assert line["shared"] <= SHARED[line["arch"]] and line["spilled"] <= SPILLED, line

@@ -58,7 +58,7 @@ class PackedLayer(CacheLayerMixin):
         self.whole = True  # False while something changes it, and for good if that was neither ended nor taken back
         self.edits = 0  # changes of all tokens since it was empty: the same in all layers of a cache
         self.drafts = 0  # calls of a few tokens in a row, up to the last; the first layer counts for its cache
-        self.tap = None  # who hands over the queries, while a forward is running and no graph does
+        self.query_capture = None  # who hands over the queries, while a forward is running and no graph does
 
     @property
     def is_initialized(self) -> bool:
@@ -225,7 +225,7 @@ class PackedLayer(CacheLayerMixin):
 
     def _end(self) -> None:
         """Let go of what lives for one forward."""
-        self.length = self.seen_length = self.edges = self.past = self.slots = self.tap = None
+        self.length = self.seen_length = self.edges = self.past = self.slots = self.query_capture = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise KVPassError("A packed cache layer is initialized by the forward of the model kvpass was applied to.")
@@ -237,10 +237,10 @@ class PackedLayer(CacheLayerMixin):
                 "model.generate(...), not a submodule, or pass a cache of its own to the submodule."
             )
         past = self.read() if torch.compiler.is_dynamo_compiling() or length_of(self.length) else None
-        if self.tap is None:
+        if self.query_capture is None:
             self.append(key_states, value_states)
         else:
-            self.tap.wait(self, key_states, value_states)
+            self.query_capture.wait(self, key_states, value_states)
         if past is None:
             return key_states, value_states
         return tuple(torch.cat(pair, 2) for pair in zip(past, (key_states, value_states), strict=True))

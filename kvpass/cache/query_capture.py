@@ -14,7 +14,7 @@ from ..errors import KVPassError
 from .layer import PackedLayer
 
 
-class QueryTap(TorchFunctionMode):
+class QueryCapture(TorchFunctionMode):
     """Within it, ``layers`` wait with what they store for the SDPA that reads it, and are handed its queries and mask,
     until their forward ends."""
 
@@ -23,7 +23,7 @@ class QueryTap(TorchFunctionMode):
         self.waiting: tuple[PackedLayer, Tensor, Tensor] | None = None
         self.expected, self.served = len(layers), 0
         for layer in layers:
-            layer.tap = self
+            layer.query_capture = self
 
     def wait(self, layer: PackedLayer, keys: Tensor, values: Tensor) -> None:
         """Store ``keys`` and ``values`` ``[B, H_kv, S, D]`` in ``layer`` when its queries come by."""

@@ -32,17 +32,17 @@ def _hadamard(x: Tensor) -> Tensor:
     return x / math.sqrt(size)
 
 
-def spread(x: Tensor, seed: int) -> Tensor:
+def hadamard(x: Tensor, seed: int) -> Tensor:
     """Rotate ``[..., D]`` float32."""
     return _hadamard(x * signs(x.shape[-1], seed, x.device))
 
 
-def gather(x: Tensor, seed: int) -> Tensor:
-    """Inverse of `spread`."""
+def inverse_hadamard(x: Tensor, seed: int) -> Tensor:
+    """Inverse of `hadamard`."""
     return _hadamard(x) * signs(x.shape[-1], seed, x.device)
 
 
 @cache
 def basis(channels: int, seed: int, device: torch.device | None = None) -> Tensor:
-    """The rotation as a matrix ``[D, D]``: ``spread(x) = x @ basis``."""
-    return spread(torch.eye(channels, device=device), seed)
+    """The rotation as a matrix ``[D, D]``: ``hadamard(x) = x @ basis``."""
+    return hadamard(torch.eye(channels, device=device), seed)

@@ -7,7 +7,7 @@ from ..errors import KVPassError
 from .affine import assign, calibrate, dequantize, fit_codes, fit_lsq, fit_minmax, params_dtype
 from .bitpack import pack, unpack
 from .codebook import assign_points, fit_rms, fit_size, grid, look_up
-from .hadamard import gather, spread
+from .hadamard import hadamard, inverse_hadamard
 from .spec import CodecSpec
 
 
@@ -75,7 +75,7 @@ def encode_pages(
         return _encode_raw(x.unflatten(-2, (-1, spec.page_size)), spec, dtype)
     pages = x.float().unflatten(-2, (-1, spec.page_size))
     if spec.rotation is not None:
-        pages = spread(pages, spec.rotation)
+        pages = hadamard(pages, spec.rotation)
     if spec.grid:
         codes, scale, zero_point = _quantize_on_grid(pages, spec, dtype)
     elif spec.subspace is None:
@@ -95,7 +95,7 @@ def decode_pages(codes: Tensor, scale: Tensor, zero_point: Tensor, spec: CodecSp
         pages = (values * scale.float().unsqueeze(-1)).flatten(-2)
     else:
         pages = dequantize_pages(codes, scale, zero_point, spec)
-    return (pages if spec.rotation is None else gather(pages, spec.rotation)).flatten(-3, -2)
+    return (pages if spec.rotation is None else inverse_hadamard(pages, spec.rotation)).flatten(-3, -2)
 
 
 def _quantize_on_grid(x: Tensor, spec: CodecSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -20,6 +20,9 @@ MEAN = "mean"
 """The predictor that is a mean of the keys themselves, one for every channel."""
 MATRICES = {"linear": 1, "low-rank": 2, "mlp": 2}
 """Weight matrices of the predictors that look at the layer below."""
+OF_FOUR_BITS = ("linear", "low-rank")
+"""Those of them whose weights may have 4 bits."""
+PREDICTORS = (MEAN, *MATRICES, *(f"{kind}-4" for kind in OF_FOUR_BITS))
 GROUP = 64
 """Outputs that share a scale in 4-bit weights."""
 _SIGNIFICANT = 3.0  # standard errors
@@ -28,10 +31,9 @@ _SIGNIFICANT = 3.0  # standard errors
 @cache
 def parse_predictor(text: str) -> tuple[str, int]:
     """Kind and width of the weights: "linear-4" is a linear map with 4-bit weights. Raises `KVPassError`."""
-    kind, bits = (text[:-2], 4) if text in ("linear-4", "low-rank-4") else (text, 16)
-    if kind not in MATRICES:
-        raise KVPassError(f"Unknown predictor {text!r}; there are {', '.join(MATRICES)}, linear-4 and low-rank-4.")
-    return kind, bits
+    if not looks_below(text) or text not in PREDICTORS:
+        raise KVPassError(f"Unknown predictor {text!r}; there are {', '.join(PREDICTORS[1:])}.")
+    return (text.removesuffix("-4"), 4) if text.endswith("-4") else (text, 16)
 
 
 def looks_below(predictor: str) -> bool:

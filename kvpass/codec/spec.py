@@ -1,7 +1,8 @@
 """`CodecSpec`: everything an op needs to know about how one tensor (K or V of a layer) is stored."""
 
 import json
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from functools import cache, cached_property
 from typing import Literal
 
@@ -304,6 +305,12 @@ class CodecSpec:
         return (0, head_dim) if self.grid else self.params_shape(head_dim)
 
     @cached_property
+    def features(self) -> frozenset[str]:
+        """What serving this spec takes beside its sizes, such as "bits=2" and "rotation": every field that is not its
+        default, so that nobody serves a field somebody adds who does not list it."""
+        return frozenset(_features(self))
+
+    @cached_property
     def _hash(self) -> int:
         return hash(str(self))
 
@@ -313,11 +320,27 @@ class CodecSpec:
     @cached_property
     def stored_as(self) -> "CodecSpec":
         """What reading depends on: the spec without how codes, scales and zero points were found."""
-        return replace(self, fit="minmax", eta=0.0, own_codes=1.0, subspace=None, budget=None)
+        return replace(self, **{f.name: f.default for f in fields(self) if f.name in _OF_STORING})
 
     def __str__(self) -> str:
         """The canonical text that travels through op schemas and into compile-cache keys; `parse` inverts it."""
         return json.dumps(asdict(self), separators=(",", ":"))
+
+
+_SIZES = ("group_size", "page_size", "residual", "sinks", "rollback")
+_CHOICES = ("bits", "per", "keep", "fit", "predictor", "evict")  # every value is a feature
+_OF_STORING = ("fit", "eta", "own_codes", "subspace", "budget", "evict", "shared_eviction")
+
+
+def _features(spec: CodecSpec) -> Iterator[str]:
+    for field in fields(spec):
+        name, value = field.name, getattr(spec, field.name)
+        if name in _SIZES or value == field.default:
+            continue
+        yield f"{name}={value}" if name in _CHOICES else name
+        if is_dataclass(value):  # of its fields, those that may be left out
+            optional = (inner for inner in fields(value) if inner.default is not MISSING)
+            yield from (f"{name}.{inner.name}" for inner in optional if getattr(value, inner.name) != inner.default)
 
 
 @cache

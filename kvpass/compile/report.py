@@ -88,7 +88,7 @@ class Report:
     calibration: str = ""
     calibration_nbytes: int = 0
     simulated: bool = False
-    notation: str = ""
+    attention: str = ""
     keeps_stages: bool = False
 
     def used(self, layers: list[LayerReport], tokens: int, batch: int) -> None:
@@ -153,8 +153,8 @@ class Report:
         if host := sum(layer.host_nbytes for layer in self.layers):
             moved = sum(layer.moved_nbytes for layer in self.layers)
             lines.append(f"originals in host memory: {host:,} bytes, {moved:,} bytes fetched so far")
-        if self.notation:
-            lines.append(self.notation)
+        if self.attention:
+            lines.append(self.attention)
         if self.calibration:
             lines.append(f"calibrated: {self.calibration}")
         if not self.graphs:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from kvpass.lowering.append import MERGED
+
 from ..codec.spec import CodecSpec, parse
 from ..errors import KVPassError
 from ..layout.eviction import statistic
@@ -291,7 +293,8 @@ def _hoist_appends(normal: NormalGraph, appends: dict[Node, dict]) -> set[Node]:
         for item in node.users:
             if any(user is not output and not _is_append(user) for user in item.users):
                 raise KVPassError("A packed cache is read again after it was written in the same call; not supported.")
-        if codes[arguments["codes"]] == 1 and not any(arguments[name] for name in _LOOKED_AT):
+        alone = codes[arguments["codes"]] == 1 and not any(arguments[name] for name in _LOOKED_AT)
+        if alone and parse(arguments["spec"]).features <= MERGED:
             place = arguments["length"], arguments["x"].meta["val"].device
             alike.setdefault((*place, arguments["spec"], arguments["lowering"]), []).append(arguments)
             continue

@@ -1,4 +1,4 @@
-"""Attention implementations of transformers that are kernels of their own: nothing to capture, so another notation of
+"""Attention implementations of transformers that are kernels of their own: nothing to capture, so another form of
 the same function takes their place while kvpass is applied. The only file that sets them."""
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 KERNELS = ("flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 
-class Notation:
+class PortableAttention:
     """The attention of ``model`` written as ATen: "sdpa", or "eager" where SDPA lacks something (softcap, sinks)."""
 
     def __init__(self, model: nn.Module):

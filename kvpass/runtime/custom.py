@@ -30,7 +30,7 @@ _PACKED = "packed"  # stands for the cache among the arguments
 class PlainRuntime(Runtime):
     """What both kinds have in common; the found cache is ``self.found``."""
 
-    taps = False  # what is captured is the cache's own writing too
+    captures_queries = False  # what is captured is the cache's own writing too
 
     def __init__(self, model: nn.Module, scheme: SchemeConfig, layers, *, found, **options):
         self.found, self.signature = found, inspect.signature(model.forward)

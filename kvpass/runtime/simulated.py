@@ -200,7 +200,7 @@ class Simulator:
         captured = self.captured.setdefault(runtime.needs_rotation, runtime)
         captured.become(runtime)
         scored = ids.shape[1] - prompt
-        with captured.notation:
+        with captured.attention:
             return captured.forward(input_ids=ids, use_cache=False, **keeping(self.model, scored)).logits[0, -scored:]
 
 

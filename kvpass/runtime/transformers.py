@@ -17,14 +17,14 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from ..cache.cross import cross_plan, running
 from ..cache.layer import PackedLayer
-from ..cache.query_capture import QueryTap
+from ..cache.query_capture import QueryCapture
 from ..cache.state import SharedTensors
 from ..cache.swap import Plans, cache_layers, cross_layers, packed_layers, swap_cross_layers, swap_layers
 from ..compile.backend import Backend
 from ..compile.report import LayerReport, Report
 from ..errors import KVPassError
 from ..lowering.table import FEW
-from ..models.attention import Notation
+from ..models.attention import PortableAttention
 from ..models.probe import fresh_cache, has_encoder, two_tokens
 from ..models.recording import put_up_hooks, refuse_what_is_not_recorded
 from ..schemes import LayerGeometry, SchemeConfig, check_edges, check_sources
@@ -82,8 +82,8 @@ class Runtime:
             ],
         )
 
-        self.notation = Notation(model)
-        self.report.notation = str(self.notation)
+        self.attention = PortableAttention(model)
+        self.report.attention = str(self.attention)
         self.had_own_forward = "forward" in vars(model)
         self.original, self.installed = model.forward, None
         self.parameters = list(inspect.signature(self.original).parameters)
@@ -135,12 +135,12 @@ class Runtime:
 
     def install(self) -> None:
         """Take out of the way what the model has of its own."""
-        self.notation.install()
+        self.attention.install()
         _BY_OWNER[self.owner] = self
 
     def uninstall(self) -> None:
         """Give it back."""
-        self.notation.uninstall()
+        self.attention.uninstall()
         _BY_OWNER.pop(self.owner, None)
         for forms in (self.decode_step, self.captured):
             forms.clear()
@@ -289,26 +289,26 @@ class Runtime:
         if self.needs_rotation or self.needs_importance:
             return self.captured
         if self.needs_queries and not stored:
-            return self._tapped if self.taps else self.captured
+            return self._with_query_capture if self.captures_queries else self.captured
         return self.original
 
-    def _tapped(self, **kwargs):
+    def _with_query_capture(self, **kwargs):
         """The model's own forward over an empty cache, which is handed the prompt's queries."""
-        tap = QueryTap(packed_layers(kwargs["past_key_values"]))
-        with tap:
+        capture = QueryCapture(packed_layers(kwargs["past_key_values"]))
+        with capture:
             output = self.original(**kwargs)
-        tap.check()
+        capture.check()
         return output
 
     @functools.cached_property
-    def taps(self) -> bool:
-        """Whether `_tapped` works for this model. Tries it on two tokens."""
+    def captures_queries(self) -> bool:
+        """Whether `_with_query_capture` works for this model. Tries it on two tokens."""
         cache = fresh_cache(self.model())
         layers = self.adopt(cache)
         start_forward(layers, 1, 2)
         try:
             with torch.no_grad(), running(cross_layers(cache)):
-                self._tapped(**two_tokens(self.model()), past_key_values=cache, use_cache=True)
+                self._with_query_capture(**two_tokens(self.model()), past_key_values=cache, use_cache=True)
         except KVPassError:
             return False
         finally:

@@ -5,7 +5,6 @@ because as a broadcast dimension the same algebra is twice as slow. Pools are sl
 there are.
 """
 
-from dataclasses import replace
 from functools import lru_cache, partial, reduce
 
 import torch
@@ -15,7 +14,6 @@ from kvpass.codec.affine import params_dtype
 from kvpass.codec.bitpack import num_planes, unpack_plane, unpack_plane_unshifted
 from kvpass.codec.codebook import grid, look_up
 from kvpass.codec.hadamard import basis
-from kvpass.codec.predictor import looks_below
 from kvpass.codec.rope import parse_rope, rotate_pairs, split_pairs
 from kvpass.codec.spec import CodecSpec, parse
 from kvpass.layout.pool import capacity, handle, of_capacity
@@ -27,8 +25,10 @@ from ..session import compiled_once
 from ..table import Site, implements
 from . import drafts
 from .aot import compile_ahead
-from .pages import decode_all, refuses_decode
+from .pages import WIDTHS, decode_all
 
+_VALUES = WIDTHS | {"per=channel", "per=token", "keep=log", "rotation", "grid"}
+_ATTENDED = _VALUES | {"pre_rope", "predictor=mean"}, _VALUES
 _MIN_PAGES = 2  # sizes 0 and 1 would be specialised; what is beyond the packed tokens is masked
 
 
@@ -292,19 +292,13 @@ def _page_tokens(spec: CodecSpec, used: int, pages: int, device: torch.device) -
 
 
 def _refuses_attend(site: Site) -> str | None:
-    if site.queries != 1:
-        return next(filter(None, (refuses_decode(replace(site, specs=(spec,))) for spec in site.specs)), None)
+    if site.queries != 1:  # decoded by `decode_all`
+        return None
     key, value = map(parse, site.specs)
-    if key.adaptive is not None or value.adaptive is not None:
-        return "widths that differ from token to token have to be decoded."
-    if key.raw or value.raw:
-        return "floats stored as they are need no kernel."
     if (key.page_size, key.sinks, key.keep) != (value.page_size, value.sinks, value.keep):
         return "keys and values must share page size, sinks and the choice of exact tokens."
     if key.pre_rope and key.rotation is not None:
         return "keys rotated by a Hadamard matrix before rotary embedding have to be decoded."
-    if looks_below(key.predictor) or value.predictor:
-        return "what predictors left over has to be decoded."
     if value.residual < key.residual or (key.keep == "log" and key.window != value.window):
         return "values must not leave the window before keys."
     return None
@@ -344,7 +338,7 @@ def _run(
     )  # fmt: skip
 
 
-@implements("attend", "inductor", refuses=_refuses_attend)
+@implements("attend", "inductor", has=_ATTENDED, refuses=_refuses_attend)
 def attend(q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, *others) -> Tensor:
     args = q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, *others
     if q.shape[2] == 1:
@@ -354,7 +348,7 @@ def attend(q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec,
     return reference.attend(*args, decode_fn=decode_all)
 
 
-@implements("attend_scored", "inductor", refuses=_refuses_attend)
+@implements("attend_scored", "inductor", has=_ATTENDED, refuses=_refuses_attend)
 def attend_scored(
     q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary, sinks, center, statistic,
     importance,

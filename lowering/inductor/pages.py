@@ -7,19 +7,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvpass.codec.bitpack import unpack
+from kvpass.codec.bitpack import FIELDS, unpack
 from kvpass.codec.codebook import grid, look_up
 from kvpass.codec.hadamard import basis
 from kvpass.codec.pages import decode_pages, dequantize_pages, encode_pages
-from kvpass.codec.predictor import MEAN, looks_below, page_rows, parse_predictor, run, weights
-from kvpass.codec.spec import CodecSpec, parse
+from kvpass.codec.predictor import MEAN, PREDICTORS, looks_below, page_rows, parse_predictor, run, weights
+from kvpass.codec.spec import UNIFORM, CodecSpec
 
 from .. import reference
-from ..append import append, append_layers
+from ..append import APPENDED, PLACES, append, append_layers
 from ..session import compiled_once
 from ..table import Site, implements
 from .aot import compile_ahead
 
+WIDTHS = frozenset(f"bits={bits}" for bits in FIELDS)
+_GROUPS = {"per=channel", "per=token"}
+_ENCODED = _GROUPS | {f"bits={bits}" for bits in UNIFORM} | {"eta", "subspace"}
+_DECODED = _GROUPS | WIDTHS | PLACES | {"rotation", "grid", *(f"predictor={name}" for name in PREDICTORS)}
 _PAGES = 7  # pages to trace `encode` and `decode` with
 
 
@@ -64,27 +68,13 @@ def _decode(codes, scale, zero_point, rows, points, basis, *rest) -> tuple[Tenso
     return (values.transpose(0, 1).contiguous(),)
 
 
-def refuses_decode(site: Site) -> str | None:
-    spec = parse(site.specs[0])
-    if spec.adaptive is not None:
-        return "widths that differ from token to token are gathered, not fused."
-    if spec.raw:
-        return "floats stored as they are need no kernel."
-    return None
-
-
 def _refuses_encode(site: Site) -> str | None:
     if torch.__version__ < "2.13":
         return "before torch 2.13, Inductor leaves out that scales are rounded to 16 bits."
-    spec = parse(site.specs[0])
-    if spec.grid or spec.rotation is not None:
-        return "encoding on grids and rotating first are not fused."
-    if spec.fit == "lsq":
-        return "least-squares fits sort each group, which Inductor does not fuse."
-    return refuses_decode(site)
+    return None
 
 
-@implements("encode", "inductor", refuses=_refuses_encode)
+@implements("encode", "inductor", has=(_ENCODED | APPENDED,), refuses=_refuses_encode)
 def encode(x: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, tokens, head_dim = x.shape
     pages = tokens // spec.page_size
@@ -94,17 +84,17 @@ def encode(x: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Ten
     return tuple(tensor[:count].view(batch, heads, pages, *tensor.shape[2:]) for tensor in new)
 
 
-@implements("append_", "inductor", refuses=_refuses_encode)
+@implements("append_", "inductor", has=(_ENCODED | APPENDED,), refuses=_refuses_encode)
 def append_(*args) -> None:
     append(encode, *args)
 
 
-@implements("append_layers_", "inductor", refuses=_refuses_encode)
+@implements("append_layers_", "inductor", has=(_ENCODED | PLACES,), refuses=_refuses_encode)
 def append_layers_(*args) -> None:
     append_layers(encode, *args)
 
 
-@implements("decode", "inductor", refuses=refuses_decode)
+@implements("decode", "inductor", has=(_DECODED,))
 def decode(*args) -> Tensor:
     return reference.read(decode_all, *args)
 

@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpass.codec.spec import CodecSpec, parse
+from kvpass.codec.spec import CodecSpec
 
-from ..append import append, append_layers
-from ..table import Site, implements
+from ..append import APPENDED, append, append_layers
+from ..table import implements
 from .configs import INTERPRETED, cdiv
-from .encode import encode, refuses
+from .encode import ENCODED, encode, refuses
 
 _TOKENS = 16  # of a program
 
@@ -59,17 +59,11 @@ def _write(rings: Sequence[Tensor], n: int, xs: Sequence[Tensor], spec: CodecSpe
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-@implements("append_", "triton", refuses=refuses, by_name_only=INTERPRETED)
+@implements("append_", "triton", has=(ENCODED | APPENDED,), refuses=refuses, by_name_only=INTERPRETED)
 def append_(*args) -> None:
     append(encode, *args)
 
 
-def _refuses(site: Site) -> str | None:
-    if parse(site.specs[0]).keep == "log":
-        return "tokens that thin out with distance are not in the order of their slots."
-    return refuses(site)
-
-
-@implements("append_layers_", "triton", refuses=_refuses, by_name_only=INTERPRETED)
+@implements("append_layers_", "triton", has=(ENCODED | {"pre_rope"},), refuses=refuses, by_name_only=INTERPRETED)
 def append_layers_(*args) -> None:
     append_layers(encode, *args, write=_write)

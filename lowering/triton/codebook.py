@@ -20,7 +20,7 @@ from .packing import head_at, nearest, pack_fields, store_along_channels, tile_o
 
 
 @triton.jit(do_not_specialize=["runs"])
-def spread_runs(
+def hadamard_runs(
     x, signs, out, runs, x_batch, x_head, x_token, HEADS: tl.constexpr, SIZE: tl.constexpr, OF_TOKEN: tl.constexpr,
     STAGES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -45,13 +45,13 @@ def _signs(channels: int, seed: int, device: torch.device) -> Tensor:
     return signs(channels, seed, device)
 
 
-def spread(x: Tensor, seed: int) -> Tensor:
-    """`kvpass.codec.hadamard.spread` of ``[B, H, T, D]``."""
+def hadamard(x: Tensor, seed: int) -> Tensor:
+    """`kvpass.codec.hadamard.hadamard` of ``[B, H, T, D]``."""
     batch, heads, tokens, channels = x.shape
     size = channels & -channels
     of_token, rows = channels // size, max(1, ROTATED // size)
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    spread_runs[batch * heads, triton.cdiv(tokens * of_token, rows)](
+    hadamard_runs[batch * heads, triton.cdiv(tokens * of_token, rows)](
         x, _signs(channels, seed, x.device), out, tokens * of_token, *x.stride()[:3], heads, size, of_token,
         size.bit_length() - 1, rows, num_warps=ROTATING_WARPS, enable_fp_fusion=True,
     )  # fmt: skip

@@ -16,6 +16,8 @@ from kvpass.codec.spec import CodecSpec
 
 from ..table import Site
 
+WIDTHS = frozenset(f"bits={bits}" for bits in (1, 2, 3, 4, 6, 8))
+"""Widths that kernels pack and unpack."""
 INTERPRETED = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's interpreter, on the CPU: never chosen by "auto"."""
 

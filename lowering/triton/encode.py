@@ -15,19 +15,23 @@ from kvpass.codec.bitpack import num_planes
 from kvpass.codec.codebook import grid
 from kvpass.codec.spec import CodecSpec, parse
 
+from ..append import APPENDED
 from ..table import Site, implements
-from .codebook import encode_on_grid, spread, table
+from .codebook import encode_on_grid, hadamard, table
 from .configs import (
     COMPENSATED,
     COMPENSATING_WARPS,
     ENCODING_WARPS,
     INTERPRETED,
+    WIDTHS,
     encode_config,
     power_of_two,
     refuses_device,
 )
 from .packing import Codec, head_at, nearest, pack_fields, store_along_channels, store_along_tokens, tile_of
 from .unpacking import columns
+
+ENCODED = WIDTHS | {"per=channel", "per=token", "eta", "fit=lsq", "rotation", "grid", "subspace"}
 
 
 @triton.jit
@@ -127,10 +131,6 @@ def refuses(site: Site) -> str | None:
     if reason := refuses_device(site):
         return reason
     spec = parse(site.specs[0])
-    if spec.adaptive is not None:
-        return "widths that differ from token to token are coded by their cache."
-    if spec.raw:
-        return "floats stored as they are need no kernel."
     if spec.fit != "minmax" and not spec.grid:
         return "least-squares fits of uniform codes sort each group."
     if not power_of_two(spec.page_size) or spec.page_size > 512:
@@ -151,7 +151,7 @@ def _codec(spec: CodecSpec, head_dim: int, dtype: torch.dtype) -> Codec:
     )  # fmt: skip
 
 
-@implements("encode", "triton", refuses=refuses, by_name_only=INTERPRETED)
+@implements("encode", "triton", has=(ENCODED | APPENDED,), refuses=refuses, by_name_only=INTERPRETED)
 def encode(x: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, tokens, head_dim = x.shape
     pages, dtype, lead = tokens // spec.page_size, params_dtype(x.dtype), x.shape[:2]
@@ -165,7 +165,7 @@ def encode(x: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Ten
     codec, programs = _codec(spec, head_dim, dtype), batch * heads * pages
     with torch.cuda.device_of(x):
         if spec.rotation is not None:
-            x = spread(x, spec.rotation)
+            x = hadamard(x, spec.rotation)
         rest = pages, *x.stride()[:3], heads, codec
         if spec.subspace is not None:
             encode_compensated[programs,](

@@ -10,7 +10,6 @@ from torch import Tensor
 from kvpass.codec.bitpack import num_planes
 from kvpass.codec.codebook import grid
 from kvpass.codec.hadamard import basis
-from kvpass.codec.predictor import looks_below
 from kvpass.codec.rope import parse_rope
 from kvpass.codec.spec import CodecSpec, parse
 from kvpass.errors import KVPassError
@@ -24,6 +23,7 @@ from .attention_mass import pay_tokens
 from .configs import (
     INTERPRETED,
     PAYING_WARPS,
+    WIDTHS,
     AttendConfig,
     attend_config,
     cdiv,
@@ -35,6 +35,8 @@ from .scores import Rules
 from .unpacking import Layout
 
 _OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_VALUES = WIDTHS | {"per=channel", "per=token", "rotation", "grid"}
+_ATTENDED = _VALUES | {"pre_rope", "predictor=mean"}, _VALUES
 _MERGED = 16  # splits taken together at a time
 _MOST = 1 << 31  # values of a head: within one, kernels count in 32 bits
 
@@ -47,20 +49,12 @@ def _refuses(site: Site) -> str | None:
     if not 16 <= site.head_dim <= 256:
         return f"heads have 16 to 256 channels, not {site.head_dim}."
     key, value = specs = [parse(text) for text in site.specs]
-    if key.adaptive is not None or value.adaptive is not None:
-        return "widths that differ from token to token have to be decoded."
-    if key.keep == "log":
-        return "tokens that thin out with distance are not in the order of their slots."
-    if key.raw or value.raw:
-        return "floats stored as they are need no kernel."
     if key.pre_rope and (key.rotation is not None or key.grid):
         return "keys on grids, or rotated by a Hadamard matrix, before rotary embedding have to be decoded."
     if any(spec.dim > 2 for spec in specs):
         return "grids have up to 2 dimensions."
-    if looks_below(key.predictor) or value.predictor:
-        return "what predictors left over has to be decoded."
-    if (key.page_size, key.sinks, key.keep) != (value.page_size, value.sinks, value.keep):
-        return "keys and values must share page size, sinks and the choice of exact tokens."
+    if (key.page_size, key.sinks) != (value.page_size, value.sinks):
+        return "keys and values must share page size and sinks."
     if not power_of_two(key.page_size):
         return f"pages hold a power of two tokens, not {key.page_size}."
     if value.residual < key.residual:
@@ -208,7 +202,7 @@ class _Launch:
         return paid
 
 
-@implements("attend", "triton", refuses=_refuses, by_name_only=INTERPRETED)
+@implements("attend", "triton", has=_ATTENDED, refuses=_refuses, by_name_only=INTERPRETED)
 def attend(
     q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None, center=None
 ) -> Tensor:
@@ -232,7 +226,7 @@ def _count(totals: Tensor, mask: Tensor | None, statistic: str) -> None:
         totals[..., : max(0, queries - int(statistic.removeprefix("max-")))] = torch.inf
 
 
-@implements("attend_scored", "triton", refuses=_refuses, by_name_only=INTERPRETED)
+@implements("attend_scored", "triton", has=_ATTENDED, refuses=_refuses, by_name_only=INTERPRETED)
 def attend_scored(
     q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary, sinks, center, statistic,
     importance,

@@ -28,14 +28,14 @@ def prefilled(model, padding=0):
 @pytest.mark.parametrize("padding", [0, 9])
 def test_codes_are_those_of_a_captured_prefill(padding, monkeypatch):
     model = kvpass.apply(llama(), SQUAT)
-    tapped = prefilled(model, padding)
+    handed_over = prefilled(model, padding)
     assert not kvpass.explain(model).graphs
     kvpass.remove(model)
-    monkeypatch.setattr(Runtime, "taps", False)
+    monkeypatch.setattr(Runtime, "captures_queries", False)
     kvpass.apply(model, SQUAT)
     captured = prefilled(model, padding)
     assert [graph.fused for graph in kvpass.explain(model).graphs] == [2]
-    for mine, theirs in zip(tapped.layers, captured.layers, strict=True):
+    for mine, theirs in zip(handed_over.layers, captured.layers, strict=True):
         for (name, a), (_, b) in zip(mine.key_state.tensors(), theirs.key_state.tensors(), strict=True):
             assert torch.equal(a, b), name
         assert mine.key_state.compensation.abs().max() > 0
@@ -45,13 +45,13 @@ def test_codes_are_those_of_a_captured_prefill(padding, monkeypatch):
 def test_other_architectures_are_tapped(name):
     """Cross-attention, one KV head, layers that are not packed."""
     model = kvpass.apply(ZOO[name].model("sdpa"), SQUAT, lowering="eager")
-    assert model._kvpass.taps
+    assert model._kvpass.captures_queries
 
 
 def test_without_sdpa_the_prompt_is_captured():
     model = kvpass.apply(llama("eager"), SQUAT)
     prefilled(model)
-    assert not model._kvpass.taps and len(kvpass.explain(model).graphs) == 1
+    assert not model._kvpass.captures_queries and len(kvpass.explain(model).graphs) == 1
 
 
 def test_a_call_without_its_queries_stores_nothing():

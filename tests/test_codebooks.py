@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvpass import KVPassError, schemes
 from kvpass.codec import CodecSpec, decode_pages, encode_pages
 from kvpass.codec.codebook import assign_points, fit_rms, grid, grid_shape, look_up, names
-from kvpass.codec.hadamard import gather, signs, spread
+from kvpass.codec.hadamard import hadamard, inverse_hadamard, signs
 from kvpass.lowering import reference
 from kvpass.lowering.inductor import attend as inductor_attend
 from kvpass.schemes import HIGGSConfig, LayerGeometry
@@ -32,11 +32,11 @@ PUBLISHED = {
 
 @given(st.sampled_from((16, 64, 128, 96, 80, 192)), seeds)
 def test_rotation_is_orthogonal(channels, seed):
-    matrix = spread(torch.eye(channels).double(), seed % 100)
+    matrix = hadamard(torch.eye(channels).double(), seed % 100)
     torch.testing.assert_close(matrix @ matrix.mT, torch.eye(channels).double(), atol=1e-12, rtol=0)
     x = randn(seed, 3, channels).double()
-    torch.testing.assert_close(gather(spread(x, 7), 7), x, atol=1e-12, rtol=0)
-    torch.testing.assert_close(spread(x, 7).norm(dim=-1), x.norm(dim=-1), atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(inverse_hadamard(hadamard(x, 7), 7), x, atol=1e-12, rtol=0)
+    torch.testing.assert_close(hadamard(x, 7).norm(dim=-1), x.norm(dim=-1), atol=1e-12, rtol=1e-12)
 
 
 def test_signs_are_balanced_and_differ_between_seeds():
@@ -49,8 +49,8 @@ def test_signs_are_balanced_and_differ_between_seeds():
 def test_attention_is_unchanged_by_rotating_both_sides(seed, channels):
     q, k, v = (randn(seed + i, 2, 5, channels).double() for i in range(3))
     plain = (q @ k.mT / math.sqrt(channels)).softmax(-1) @ v
-    rotated = (spread(q, 1) @ spread(k, 1).mT / math.sqrt(channels)).softmax(-1) @ spread(v, 2)
-    torch.testing.assert_close(gather(rotated, 2), plain, atol=1e-10, rtol=0)
+    rotated = (hadamard(q, 1) @ hadamard(k, 1).mT / math.sqrt(channels)).softmax(-1) @ hadamard(v, 2)
+    torch.testing.assert_close(inverse_hadamard(rotated, 2), plain, atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["constant", "one channel", "ramp", "alternating"])
@@ -146,9 +146,9 @@ def test_append_in_any_chunking_equals_append_at_once(name, which, chunks, seed,
 def test_decoding_is_the_definition(name, seed):
     spec = CodecSpec(grid_shape(name)[1], "token", 16, 32, rotation=3, grid=name)
     x = randn(seed, 1, 2, 32, 16)
-    rotated = spread(x, 3)
+    rotated = hadamard(x, 3)
     scale = fit_rms(rotated, torch.float16).float()
-    expected = gather(look_up(assign_points(rotated / scale, grid(name)), grid(name)) * scale, 3)
+    expected = inverse_hadamard(look_up(assign_points(rotated / scale, grid(name)), grid(name)) * scale, 3)
     torch.testing.assert_close(decode_pages(*encode_pages(x, spec), spec), expected, atol=1e-5, rtol=1e-5)
 
 
