@@ -4,12 +4,12 @@ import shutil
 
 import pytest
 import torch
+from decoders import NanoDecoder
 from transformers import DynamicCache
 
 import kvpass
 from kvpass import KVPassError
 from kvpass.compile import backend, trace
-from kvpass.runtime.simulated import Simulator
 
 from tiny import llama, tokens
 
@@ -158,8 +158,13 @@ def test_unasked_no_graph_is_made_a_text(monkeypatch):
     assert not graph.stages and "stages" not in str(kvpass.explain(model))
 
 
-def test_a_simulation_is_written_too(folder, reference_in_this_test):
-    Simulator(llama()).logits(tokens(1, 90), 40, kvpass.schemes.get("kivi"))
+def test_a_simulation_is_watched_too(folder, reference_in_this_test):
+    ids = tokens(2, 90)
+    model = kvpass.apply(NanoDecoder().eval(), "kivi", example_inputs=(ids[:, :8],))
+    report = kvpass.explain(model, graphs=True)
+    model(ids)
     (graph,) = folder.iterdir()
-    assert [file.name for file in sorted(graph.glob("*.txt"))][3] == "4-rewritten.txt"
+    names = sorted(file.name for file in graph.glob("*.txt"))
+    assert names[3:] == ["4-rewritten.txt", "summary.txt"]
     assert read(graph, "4-rewritten.txt").count("kvpass.simulate.default(") == 2
+    assert report.graphs[0].stages[3].text == read(graph, "4-rewritten.txt") and "stages: captured " in str(report)

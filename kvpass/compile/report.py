@@ -130,6 +130,11 @@ class Report:
             return "packed"
         return "packed, not fused" if self.why_not_fused(layer) else "packed, fused"
 
+    def _stages(self, graph: GraphReport) -> list[str]:
+        if graph.stages:
+            return [f"  stages: {', '.join(map(str, graph.stages))}"]
+        return ["  stages: not kept, it was captured before they were asked for"] if self.keeps_stages else []
+
     def __str__(self) -> str:
         lines = [f"kvpass {self.scheme}: {self.packed} of {len(self.layers)} cache layers packed"]
         lines.append(f"{'layer':>5}  {'status':<18} {'bytes now':>12} {'full precision':>15}  plan")
@@ -144,7 +149,7 @@ class Report:
             lines.append(
                 "simulated: the model has no cache, so nothing is saved; attention is computed as over a packed one"
             )
-            return "\n".join(lines)
+            return "\n".join(lines + [line for graph in self.graphs for line in self._stages(graph)])
         share = f" ({self.nbytes / self.full_nbytes:.3f}x)" if self.full_nbytes else ""
         lines.append(
             f"total: {self.nbytes:,} bytes for {self.tokens} tokens x batch {self.batch}, "
@@ -165,8 +170,5 @@ class Report:
             lines.extend(f"  not fused ({times}x): {reason}" for reason, times in Counter(others).items())
             if graph.refused:
                 lines.append(f"  what is not fused is decoded first: right, but slower. {ADVICE}")
-            if graph.stages:
-                lines.append(f"  stages: {', '.join(map(str, graph.stages))}")
-            elif self.keeps_stages:
-                lines.append("  stages: not kept, it was captured before they were asked for")
+            lines += self._stages(graph)
         return "\n".join(lines)
