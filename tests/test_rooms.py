@@ -1,6 +1,7 @@
 """The rooms of the house: who stands on whom. What a new reader takes from the folders has to be true."""
 
 import ast
+import re
 from importlib.util import resolve_name
 from pathlib import Path
 
@@ -55,6 +56,12 @@ def imported(module: str, path: Path):
 def test_no_import_goes_up(module):
     above = FLOORS[FLOORS.index(room(module)) + 1 :]
     assert not {name for name in imported(module, MODULES[module]) if room(name) in above}
+
+
+def test_the_page_on_architecture_has_every_room_in_order():
+    page = (ROOT / "docs" / "architecture.md").read_text().split("## Rooms")[1].split("##")[0]
+    first_cells = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
+    assert re.findall(r"`(\w+)/?`", " ".join(first_cells)) == FLOORS
 
 
 def test_modules_with_different_jobs_have_different_names():

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
@@ -17,6 +18,7 @@ from .normalise import flatten, has_subclass, normalise
 from .own_cache import presents
 from .report import ADVICE, GraphReport, listed
 from .rewrite import count, rewrite, unfused
+from .trace import Trace, trace_folder
 
 _MODES = (None, "default", "reduce-overhead")
 _OPTIONS = {"strict", "lowering", "interpret", "scheme"}
@@ -33,6 +35,7 @@ class Backend:
     lowering: "auto" or the name of an implementation.
     interpret: run the rewritten graph as it is, without Inductor (prefill: first-token latency).
     mode: of torch.compile (see `check_mode`). In CUDA graphs, what lies between the ops of a cache is captured.
+    folder, keep_stages: where the stages of each graph are written, and whether ``graphs`` keep them (see `Trace`).
     """
 
     strict: bool = False
@@ -40,13 +43,24 @@ class Backend:
     interpret: bool = False
     mode: str | None = None
     graphs: list[GraphReport] = field(default_factory=list)
+    folder: Path | None = field(default_factory=trace_folder)
+    keep_stages: bool = False
 
     def __call__(self, gm: GraphModule, example_inputs) -> Callable:
+        with Trace(gm, self.folder, self.keep_stages) as trace:
+            return self._compile(gm, example_inputs, trace)
+
+    def _compile(self, gm: GraphModule, example_inputs, trace: Trace) -> Callable:
         normal = normalise(gm)
+        trace.stage("normalised", normal.module)
         attentions, refused = find(normal.graph, presents(normal.graph))
+        trace.stage("found", normal.module, attentions, refused)
         why = unfused(normal.graph, attentions, refused)
         module = rewrite(normal, flatten(example_inputs), attentions, refused)
-        report = GraphReport(len(attentions), refused=refused, compiled=not self.interpret, **count(module))
+        trace.stage("rewritten", module)
+        report = trace.report = GraphReport(
+            len(attentions), refused=refused, compiled=not self.interpret, **count(module)
+        )
         if report.decoded and not refused:
             refused.append("a cache is read by what is neither SDPA nor a softmax between two matrix products")
             why = dict.fromkeys(why, refused[0])
@@ -57,6 +71,7 @@ class Backend:
                 f"{listed(refused)}. {ADVICE} Without strict=True they are decoded first."
             )
         report.lowerings = lower(module, self.lowering)
+        trace.stage("lowered", module)
         if report.fused or report.decoded:
             self.graphs.append(report)
         if self.interpret:
@@ -66,6 +81,7 @@ class Backend:
             options = list_mode_options(self.mode) if self.mode else {}
             with compiling(), inductor_config.patch({**options, **_INDUCTOR}):
                 run = compile_fx(module, normal.inputs)
+            trace.stage("compiled")
         return (lambda *inputs: run(*flatten(inputs))) if has_subclass(example_inputs) else run
 
 

@@ -12,6 +12,26 @@ def listed(reasons: Iterable[str]) -> str:
     return "; ".join(dict.fromkeys(reasons))
 
 
+@dataclass(frozen=True)
+class Stage:
+    """A captured graph behind one stage of the pass.
+
+    name: "captured" by Dynamo, "normalised", "found", "rewritten", "lowered", or "compiled" by Inductor, which leaves
+    no graph; text: the graph as code; diff: what the stage changed, as a unified diff; ops: how many nodes of each kind
+    there are; seconds: what the stage took, 0 for what Dynamo did.
+    """
+
+    name: str
+    text: str
+    diff: str
+    ops: dict[str, int]
+    seconds: float
+
+    def __str__(self) -> str:
+        nodes = f" {sum(self.ops.values())} nodes" if self.ops else ""
+        return f"{self.name}{nodes}" + (f" in {1e3 * self.seconds:,.0f} ms" if self.seconds else "")
+
+
 @dataclass
 class GraphReport:
     """One captured graph: the attentions over packed state found in it and what became of them.
@@ -19,7 +39,7 @@ class GraphReport:
     fused: attentions over the cache that were replaced; reconstructed: those of them that read a layer decoded first,
     because the next one is predicted from it or its tokens have widths of their own; decoded: other reads that decode
     first; rotated: key caches stored before rotary embedding, rotated when read; unfused: why, by position among the
-    packed layers.
+    packed layers. stages: those of the pass, kept if `kvpass.explain` asked for them before.
     """
 
     fused: int
@@ -30,6 +50,15 @@ class GraphReport:
     compiled: bool
     lowerings: dict[str, str] = field(default_factory=dict)
     unfused: dict[int, str] = field(default_factory=dict)
+    stages: list[Stage] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        kind = "compiled" if self.compiled else "interpreted"
+        used = ", ".join(f"{op}: {name}" for op, name in sorted(self.lowerings.items()))
+        used = f"; {used}" if used else ""
+        rotated = f", {self.rotated} keys rotated when read" if self.rotated else ""
+        rebuilt = f" ({self.reconstructed} over what is decoded first)" if self.reconstructed else ""
+        return f"graph ({kind}): {self.fused} attentions fused{rebuilt}, {self.decoded} reads decoded{rotated}{used}"
 
 
 @dataclass
@@ -60,6 +89,7 @@ class Report:
     calibration_nbytes: int = 0
     simulated: bool = False
     attention: str = ""
+    keeps_stages: bool = False
 
     def used(self, layers: list[LayerReport], tokens: int, batch: int) -> None:
         """Note what the cache last used takes: all of it at once, other threads use others."""
@@ -100,6 +130,11 @@ class Report:
             return "packed"
         return "packed, not fused" if self.why_not_fused(layer) else "packed, fused"
 
+    def _stages(self, graph: GraphReport) -> list[str]:
+        if graph.stages:
+            return [f"  stages: {', '.join(map(str, graph.stages))}"]
+        return ["  stages: not kept, it was captured before they were asked for"] if self.keeps_stages else []
+
     def __str__(self) -> str:
         lines = [f"kvpass {self.scheme}: {self.packed} of {len(self.layers)} cache layers packed"]
         lines.append(f"{'layer':>5}  {'status':<18} {'bytes now':>12} {'full precision':>15}  plan")
@@ -114,7 +149,7 @@ class Report:
             lines.append(
                 "simulated: the model has no cache, so nothing is saved; attention is computed as over a packed one"
             )
-            return "\n".join(lines)
+            return "\n".join(lines + [line for graph in self.graphs for line in self._stages(graph)])
         share = f" ({self.nbytes / self.full_nbytes:.3f}x)" if self.full_nbytes else ""
         lines.append(
             f"total: {self.nbytes:,} bytes for {self.tokens} tokens x batch {self.batch}, "
@@ -130,16 +165,10 @@ class Report:
         if not self.graphs:
             lines.append("no graph captured yet: fusion is decided at the first decode step")
         for graph in self.graphs:
-            kind = "compiled" if graph.compiled else "interpreted"
-            used = ", ".join(f"{op}: {name}" for op, name in sorted(graph.lowerings.items()))
-            rotated = f", {graph.rotated} keys rotated when read" if graph.rotated else ""
-            rebuilt = f" ({graph.reconstructed} over what is decoded first)" if graph.reconstructed else ""
-            lines.append(
-                f"graph ({kind}): {graph.fused} attentions fused{rebuilt}, {graph.decoded} reads decoded{rotated}; "
-                f"{used}"
-            )
+            lines.append(str(graph))
             others = (reason for reason in graph.refused if not graph.compiled or reason not in graph.unfused.values())
             lines.extend(f"  not fused ({times}x): {reason}" for reason, times in Counter(others).items())
             if graph.refused:
                 lines.append(f"  what is not fused is decoded first: right, but slower. {ADVICE}")
+            lines += self._stages(graph)
         return "\n".join(lines)

@@ -122,6 +122,12 @@ class Runtime:
         for forms in (self.decode_step, self.captured):
             forms.clear()
 
+    def keep_stages(self) -> None:
+        """From now on, keep what the pass does to each graph in its report."""
+        self.report.keeps_stages = True
+        for forms in (self.decode_step, self.captured):
+            forms.backend.keep_stages = True
+
     def _forms(self, interpret: bool) -> Forms:
         options = dict(strict=self.strict, lowering=self.lowering, mode=self.mode, graphs=self.report.graphs)
         return Forms(self._body(), backend=self._backend(interpret=interpret, **options), fullgraph=self.one_graph)

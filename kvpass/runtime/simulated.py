@@ -21,6 +21,7 @@ from ..compile.find import find_unpacked
 from ..compile.normalise import flatten, normalise
 from ..compile.report import GraphReport, listed
 from ..compile.rewrite import simulate_attention
+from ..compile.trace import Trace
 from ..errors import KVPassError, NotSimulatedError
 from ..layout.window import layout
 from ..models.probe import keeping, probe
@@ -224,9 +225,11 @@ class Simulation(Backend):
         self.specs, self.prompt = specs, prompt
         self.modules: list[GraphModule] = []
 
-    def __call__(self, gm: GraphModule, example_inputs):
+    def _compile(self, gm: GraphModule, example_inputs, trace: Trace):
         normal = normalise(gm)
+        trace.stage("normalised", normal.module)
         attentions, refused = find_unpacked(normal.graph)
+        trace.stage("found", normal.module, attentions, refused)
         if len(attentions) != len(self.specs) or refused:
             reasons = listed(refused) or "what runs depends on the inputs"
             raise NotSimulatedError(
@@ -234,8 +237,10 @@ class Simulation(Backend):
                 f"{reasons}."
             )
         module = simulate_attention(normal, flatten(example_inputs), attentions, self.specs, self.prompt)
+        trace.stage("rewritten", module)
         self.modules.append(module)
-        self.graphs.append(GraphReport(len(attentions), 0, 0, 0, [], compiled=False))
+        trace.report = GraphReport(len(attentions), 0, 0, 0, [], compiled=False)
+        self.graphs.append(trace.report)
         return lambda *inputs: module.forward(*inputs)  # `become` compiles it again
 
     def become(self, specs: list[tuple[str, str]], prompt: int) -> None:
