@@ -16,8 +16,8 @@ from kvpass import KVPassError
 from kvpass.cache.state import KVState
 from kvpass.compile import backend
 from kvpass.compile.backend import Backend
+from kvpass.compile.calls import APPEND_LAYERS, ATTEND
 from kvpass.compile.masks import structure
-from kvpass.compile.rewrite import APPEND_LAYERS, ATTEND
 from kvpass.schemes import LayerGeometry
 
 from tiny import llama, tokens

@@ -16,9 +16,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import kvpass
 from kvpass.cache.state import KVState
 from kvpass.codec import CodecSpec
-from kvpass.compile import find, normalise
+from kvpass.compile import appends, find, normalise
 from kvpass.compile.backend import Backend
-from kvpass.compile.rewrite import APPEND, _append_arguments
+from kvpass.compile.calls import APPEND
 from kvpass.lowering import session
 from kvpass.lowering.inductor.aot import compile_ahead
 from kvpass.models import recording
@@ -60,7 +60,7 @@ def test_export_keeps_attention_whole_and_names_what_is_written():
 
 
 def test_export_turns_mutable_custom_ops_into_auto_functionalized_v2():
-    """`kvpass.compile.rewrite._append_arguments` reads the arguments this higher-order op was called with."""
+    """`kvpass.compile.appends` reads the arguments this higher-order op was called with."""
     spec = CodecSpec(2, "channel", 32, 32)
     state, x = KVState.allocate(spec, 1, 2, 32, torch.float32, "cpu", 64), torch.randn(1, 2, 1, 32)
 
@@ -70,12 +70,11 @@ def test_export_turns_mutable_custom_ops_into_auto_functionalized_v2():
 
     tensors = state.codes, state.scale, state.zero_point, state.ring, state.carrier(5), x
     normal = normalise.normalise(captured(step, *tensors))
-    (arguments,) = filter(None, (_append_arguments(node) for node in normal.graph.nodes))
+    (append,) = appends.appends(normal.graph)
     placeholders = [node for node in normal.graph.nodes if node.op == "placeholder"]
-    names = [argument.name for argument in APPEND._schema.arguments]
-    assert list(arguments) == names
-    assert {arguments[name] for name in ("codes", "scale", "zero_point", "ring")} <= set(placeholders)
-    assert arguments["compensation"] is None and arguments["spec"] == state.text
+    assert list(append.arguments) == [argument.name for argument in APPEND._schema.arguments]
+    assert set(append.written) == {append.codes, append.scale, append.zero_point, append.ring} <= set(placeholders)
+    assert append.compensation is None and append.spec == state.text
     assert find.find(normal.graph, {}) == ([], [])
 
 

@@ -4,11 +4,13 @@ from torch.fx import GraphModule, Node
 
 from kvpass.lowering.table import Site, few, select
 
+from .calls import arguments, change
 from .concrete import at, hints
 
-# argument whose device decides; an op that is not here has one implementation
-_DEVICE_OF = {
-    "encode": 0, "append_": 3, "append_layers_": 3, "decode": 3, "attend": 0, "attend_decoded": 0, "attend_scored": 0,
+# whose device decides, and how many channels it has; an op that is not here has one implementation
+_SERVED = {
+    "encode": "x", "append_": "x", "append_layers_": "x", "decode": "ring", "attend": "q", "attend_decoded": "q",
+    "attend_scored": "q",
 }  # fmt: skip
 
 
@@ -24,19 +26,17 @@ def lower(gm: GraphModule, lowering: str) -> dict[str, str]:
         if schema is None or not schema.name.startswith("kvpass::"):
             continue
         op = schema.name.removeprefix("kvpass::")
-        if op not in _DEVICE_OF:
+        if op not in _SERVED:
             continue
-        value = node.args[_DEVICE_OF[op]]
+        given = arguments(node)
+        value = given[_SERVED[op]]
         value = (value if isinstance(value, Node) else value[0]).meta["val"]  # of many layers, any one
         queries = value.shape[2] if op.startswith("attend") else 0
-        if op == "attend_scored" and len(node.args[1]) == 1:  # the past is decoded already
+        if op == "attend_scored" and len(given["key"]) == 1:  # the past is decoded already
             queries = 0
-        names = [argument.name for argument in schema.arguments]
-        specs = tuple(argument for name, argument in zip(names, node.args, strict=False) if name.endswith("spec"))
+        specs = tuple(given[name] for name in ("k_spec", "v_spec", "spec") if name in given)
         of_call = few(at(queries, hints([queries])))
         chosen[op] = select(Site(op, value.device.type, specs, of_call, value.shape[-1]), lowering).name
-        position = names.index("lowering")
-        name = chosen[op] if isinstance(queries, int) else lowering
-        node.args = (*node.args[:position], name, *node.args[position + 1 :])
+        change(node, lowering=chosen[op] if isinstance(queries, int) else lowering)
     gm.recompile()
     return chosen
