@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
+from kvpass.codec.spec import parse
 from kvpass.errors import KVPassError
 
 logger = logging.getLogger("kvpass.lowering")
@@ -37,26 +38,34 @@ class Site:
 
 @dataclass(frozen=True)
 class Implementation:
-    """A named way to run one op. ``refuses`` says why it cannot serve a site, or returns None."""
+    """A named way to run one op. ``refuses`` says why it cannot serve a site, or returns None. ``any_codec``: it calls
+    what a codec was registered with, and need not know what is kept of its pages."""
 
     op: str
     name: str
     run: Callable
     refuses: Callable[[Site], str | None]
     by_name_only: bool = False
+    any_codec: bool = False
+
+    def why_not(self, site: Site) -> str | None:
+        """Why it cannot serve ``site``, or None."""
+        others = {parse(spec).codec for spec in site.specs} - {""}
+        return f"it has no kernel for codec {others.pop()!r}." if others and not self.any_codec else self.refuses(site)
 
 
 _TABLE: dict[str, dict[str, Implementation]] = {}
 
 
 def implements(
-    op: str, name: str, refuses: Callable[[Site], str | None] = lambda site: None, by_name_only: bool = False
-):
+    op: str, name: str, refuses: Callable[[Site], str | None] = lambda site: None, by_name_only: bool = False,
+    any_codec: bool = False,
+):  # fmt: skip
     """Register the decorated function as implementation ``name`` of ``op``. Later registrations are preferred, and
     those that are ``by_name_only`` never taken by "auto"."""
 
     def register(run: Callable) -> Callable:
-        _TABLE.setdefault(op, {})[name] = Implementation(op, name, run, refuses, by_name_only)
+        _TABLE.setdefault(op, {})[name] = Implementation(op, name, run, refuses, by_name_only, any_codec)
         select.cache_clear()
         return run
 
@@ -79,12 +88,12 @@ def select(site: Site, lowering: str = AUTO) -> Implementation:
     if lowering != AUTO:
         if lowering not in rows:
             raise KVPassError(f"No lowering {lowering!r} for kvpass::{site.op}; there are {sorted(rows)} and 'auto'.")
-        if reason := rows[lowering].refuses(site):
+        if reason := rows[lowering].why_not(site):
             raise KVPassError(f"lowering={lowering!r} cannot run kvpass::{site.op} here: {reason} Use 'auto'.")
         return rows[lowering]
     passed_over = []
     for implementation in reversed([row for row in rows.values() if not row.by_name_only]):
-        reason = implementation.refuses(site)
+        reason = implementation.why_not(site)
         if reason is None:
             why = f" ({'; '.join(passed_over)})" if passed_over else ""
             logger.info("%s: %s%s", site, implementation.name, why)

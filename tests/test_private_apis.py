@@ -64,17 +64,18 @@ def test_export_turns_mutable_custom_ops_into_auto_functionalized_v2():
     spec = CodecSpec(2, "channel", 32, 32)
     state, x = KVState.allocate(spec, 1, 2, 32, torch.float32, "cpu", 64), torch.randn(1, 2, 1, 32)
 
-    def step(codes, scale, zero_point, ring, length, x):
-        torch.ops.kvpass.append_(codes, scale, zero_point, ring, None, length, x, None, None, state.text)
+    def step(*state_and_others):
+        *pack, length, x = state_and_others
+        torch.ops.kvpass.append_(pack, length, x, None, None, state.text)
         return x + 1
 
-    tensors = state.codes, state.scale, state.zero_point, state.ring, state.carrier(5), x
+    tensors = *state.pack, state.carrier(5), x
     normal = normalise.normalise(captured(step, *tensors))
     (append,) = appends.appends(normal.graph)
     placeholders = [node for node in normal.graph.nodes if node.op == "placeholder"]
     assert list(append.arguments) == [argument.name for argument in APPEND._schema.arguments]
-    assert set(append.written) == {append.codes, append.scale, append.zero_point, append.ring} <= set(placeholders)
-    assert append.compensation is None and append.spec == state.text
+    assert append.written == append.state == placeholders[:4] and append.ring is placeholders[3]
+    assert append.importance is None and append.spec == state.text
     assert find.find(normal.graph, {}) == ([], [])
 
 

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from ..codec.kept import of_pages, of_state
 from ..codec.spec import CodecSpec, parse
 from ..errors import KVPassError
 from .calls import APPEND, APPEND_LAYERS, call
 
 _FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
 _SCHEMA = APPEND._schema.arguments
+_ALWAYS = "state", "length", "x", "spec", "lowering"
 _WRITTEN = [argument.name for argument in _SCHEMA if argument.alias_info and argument.alias_info.is_write]
-_STATE = "codes", "scale", "zero_point", "ring"
 
 
 @dataclass
@@ -26,11 +27,7 @@ class Append:
     call; the rest are the arguments of the op."""
 
     node: Node
-    codes: Node
-    scale: Node
-    zero_point: Node
-    ring: Node
-    compensation: Node | None
+    state: list[Node]
     length: Node
     x: Node
     q: Node | None
@@ -40,7 +37,6 @@ class Append:
     edge: Node | None
     beside: Node | None
     predictor: list[Node] | None
-    center: Node | None
     importance: Node | None
     scores: list[Node] | None
     slots: Node | None
@@ -57,14 +53,25 @@ class Append:
     @property
     def written(self) -> list[Node]:
         """The inputs of the graph that it writes."""
-        return [tensor for name in _WRITTEN if (tensor := getattr(self, name)) is not None]
+        given = [*self.state, *(getattr(self, name) for name in _WRITTEN if name != "state")]
+        return [tensor for tensor in given if tensor is not None]
+
+    @property
+    def ring(self) -> Node:
+        """The exact tokens: a state's own, as codes need not be."""
+        return tensor_of(self.state, self.codec, "ring")
 
     @property
     def looks_at_nothing_else(self) -> bool:
         """Whether what is stored depends on its tokens alone."""
-        return not any(
-            value for name, value in self.arguments.items() if name not in (*_STATE, "length", "x", "spec", "lowering")
-        )
+        fitted = self.state[len(of_pages(self.codec)) + 1 :]
+        given = (value for name, value in self.arguments.items() if name not in _ALWAYS)
+        return not fitted and not any(given)
+
+
+def tensor_of(state: list[Node], codec: CodecSpec, name: str) -> Node:
+    """One of the tensors of ``state`` by its name (`kvpass.codec.kept`)."""
+    return state[of_state(codec).index(name)]
 
 
 def appends(graph: Graph) -> list[Append]:
@@ -79,11 +86,17 @@ def _is_append(node: Node) -> bool:
 def _read(node: Node) -> Append:
     bases = node.kwargs["_all_bases"]
 
+    def written(place: str) -> Node | None:
+        index = node.kwargs[f"{place}_base_index"]
+        return None if index is None else placeholder(bases[index])
+
     def value(argument) -> Any:
-        if argument.name in _WRITTEN:
-            index = node.kwargs[f"_{argument.name}_base_index"]
-            return None if index is None else placeholder(bases[index])
-        given = node.kwargs.get(argument.name, argument.default_value)
+        name = argument.name
+        if f"_{name}_length" in node.kwargs:
+            return [written(f"_{name}_{i}") for i in range(node.kwargs[f"_{name}_length"])]
+        if name in _WRITTEN:
+            return written(f"_{name}")
+        given = node.kwargs.get(name, argument.default_value)
         return placeholder(given) if isinstance(given, Node) else given
 
     return Append(node, **{argument.name: value(argument) for argument in _SCHEMA})
@@ -103,20 +116,20 @@ def hoist(graph: Graph, writes: Sequence[Append]) -> set[Node]:
     Reads then never follow a write, so nothing has to be cloned. Returns the placeholders written.
     """
     output = graph.output_node()
-    codes = Counter(append.codes for append in writes)
+    writers = Counter(tensor for append in writes for tensor in append.state)
     alike: dict[tuple, list[Append]] = {}
     for append in writes:
         for item in append.node.users:
             if any(user is not output and not _is_append(user) for user in item.users):
                 raise KVPassError("A packed cache is read again after it was written in the same call; not supported.")
-        if codes[append.codes] == 1 and append.looks_at_nothing_else:
+        if append.looks_at_nothing_else and all(writers[tensor] == 1 for tensor in append.state):
             place = append.length, append.x.meta["val"].device
             alike.setdefault((*place, append.spec, append.lowering), []).append(append)
             continue
         with graph.inserting_before(output):
             call(graph, APPEND, **append.arguments)
     for (length, _, spec, lowering), layers in alike.items():
-        each = {name: [getattr(append, name) for append in layers] for name in (*_STATE, "x")}
+        states, xs = [tensor for append in layers for tensor in append.state], [append.x for append in layers]
         with graph.inserting_before(output):
-            call(graph, APPEND_LAYERS, **each, length=length, spec=spec, lowering=lowering)
+            call(graph, APPEND_LAYERS, states=states, length=length, x=xs, spec=spec, lowering=lowering)
     return {tensor for append in writes for tensor in append.written}

@@ -10,8 +10,6 @@ APPEND = torch.ops.kvpass.append_.default
 APPEND_LAYERS = torch.ops.kvpass.append_layers_.default
 APPEND_ROTARY = torch.ops.kvpass.append_rotary_.default
 ATTEND = torch.ops.kvpass.attend.default
-ATTEND_DECODED = torch.ops.kvpass.attend_decoded.default
-ATTEND_SCORED = torch.ops.kvpass.attend_scored.default
 DECODE = torch.ops.kvpass.decode.default
 ROTATE = torch.ops.kvpass.rotate.default
 

@@ -17,6 +17,7 @@ from torch.fx import Graph, Node
 
 from ..codec.predictor import looks_below
 from ..codec.spec import parse
+from .appends import tensor_of
 from .calls import DECODE, ROTATE, argument, arguments
 from .masks import structure
 from .own_cache import Present, read_back
@@ -45,6 +46,11 @@ class Source:
         its tokens have widths of their own."""
         codec = parse(self.read("spec"))
         return len(self.past.users) > 1 or looks_below(codec.predictor) or codec.adaptive is not None
+
+    @property
+    def ring(self) -> Node:
+        """The exact tokens of the past: a state's own, as codes need not be."""
+        return tensor_of(self.read("state"), parse(self.read("spec")), "ring")
 
     def read(self, name: str) -> Any:
         """An argument of what decodes the past."""

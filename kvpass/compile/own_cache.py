@@ -49,7 +49,7 @@ def presents(graph: Graph) -> dict[Node, Present]:
 
 def _reads(node: Node, append: Append) -> bool:
     """Whether ``node`` decodes what ``append`` stores behind: codes may be another layer's, a ring is its own."""
-    return node.target is DECODE and argument(node, "ring") is append.ring
+    return node.target is DECODE and append.ring in argument(node, "state")
 
 
 def _as_read(past: Node) -> Node:

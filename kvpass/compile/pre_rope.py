@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from ..codec.rope import parse_rope, rotate, split_pairs
 from ..errors import KVPassError
-from .calls import ATTEND, ATTEND_SCORED
+from .calls import ATTEND
 from .concrete import at, hints, is_size, run, upstream
 
 aten = torch.ops.aten
@@ -24,7 +24,6 @@ _PROJECTIONS = {
     aten.mm.default,
     aten.embedding.default,
     ATTEND,
-    ATTEND_SCORED,
     aten.scaled_dot_product_attention.default,
 }
 _POSITIONAL = {aten.cos.default, aten.sin.default, aten.gather.default, aten.index.Tensor, aten.index_select.default}

@@ -15,12 +15,9 @@ from .appends import Append, appends, hoist, placeholder
 from .calls import (
     APPEND_ROTARY,
     ATTEND,
-    ATTEND_DECODED,
-    ATTEND_SCORED,
     DECODE,
     ROTATE,
     argument,
-    arguments,
     call,
     change,
 )
@@ -42,9 +39,9 @@ def rewrite(normal: NormalGraph, inputs: Sequence, attentions: list[Attention], 
     graph = normal.graph
     for node in graph.find_nodes(op="call_function", target=DECODE):
         # codes another layer has just written: what is read here are the pages before those
-        change(node, codes=placeholder(argument(node, "codes")))
+        change(node, state=[placeholder(tensor) for tensor in argument(node, "state")])
     writes = appends(graph)
-    readers = {attention.key.read("ring"): attention for attention in attentions}  # rings are a layer's own
+    readers = {attention.key.ring: attention for attention in attentions}  # rings are a layer's own
     _tap_queries(writes, readers, refused)
     with graph.inserting_before(graph.output_node()):
         tables = _store_before_rotation(graph, inputs, writes)
@@ -53,7 +50,7 @@ def rewrite(normal: NormalGraph, inputs: Sequence, attentions: list[Attention], 
         if attention.key.padded:
             _cut_mask(graph, attention)
         _drop_structural_mask(attention)
-        paid = _replace(graph, attention, importance.get(attention.key.read("ring")))
+        paid = _replace(graph, attention, importance.get(attention.key.ring))
         for append in writes:
             if append.importance is not None and paid is not None and _has_a_say(append, attention):
                 append.scores = [*(append.scores or []), paid]
@@ -86,7 +83,7 @@ def _importance(writes: Iterable[Append], readers: dict[Node, Attention], refuse
 
 def _has_a_say(append: Append, attention: Attention) -> bool:
     """Whether what ``attention`` pays counts where ``append`` decides."""
-    mine = append.ring is attention.key.read("ring")
+    mine = append.ring is attention.key.ring
     return statistic(append.codec) != "" and (append.codec.shared_eviction or mine)
 
 
@@ -170,44 +167,30 @@ def _drop_structural_mask(attention: Attention) -> None:
         attention.mask, attention.causal = None, kind == "causal"
 
 
-_STATE = "codes", "scale", "zero_point", "ring"
-
-
 def _replace(graph: Graph, attention: Attention, importance: Node | None) -> Node | None:
-    """Put a ``kvpass`` op in the place of ``attention``. With ``importance``, returns what attention it paid to each
-    token."""
+    """Put ``kvpass::attend`` in the place of ``attention``. Returns what attention it paid to each token, if the codec
+    asks for it."""
     key, value = attention.key, attention.value
-    k_spec, v_spec, decoded = key.read("spec"), value.read("spec"), key.needed_elsewhere or value.needed_elsewhere
-    if importance is not None and parse(k_spec).budget is not None:
-        _refuse_bias(attention)
-    k_past, v_past = ([s.past] if decoded else [s.read(name) for name in _STATE] for s in (key, value))
+    codec, decoded = parse(key.read("spec")), key.needed_elsewhere or value.needed_elsewhere
     given = dict(mask=attention.mask, causal=attention.causal, scale=attention.scale, softcap=attention.softcap)
+    given |= {name: [side.past] if decoded else side.read("state") for name, side in (("key", key), ("value", value))}
+    given |= dict(length=key.read("length"), k_spec=key.read("spec"), v_spec=value.read("spec"))
     if key.rotation is not None:
         given |= {name: argument(key.rotation, name) for name in ("cos", "sin", "rope")}
-    if not decoded and parse(k_spec).predictor:
-        (given["center"],) = key.read("predictor")
     if importance is not None:
-        target, asked = ATTEND_SCORED, {"statistic": statistic(parse(k_spec)), "importance": importance}
-        given |= asked | dict(key=k_past, value=v_past, length=key.read("length"), k_spec=k_spec, v_spec=v_spec)
-    elif decoded:
-        target = ATTEND_DECODED
-        given |= dict(k_past=key.past, v_past=value.past)
-    else:
-        target = ATTEND
-        given |= dict(length=key.read("length"), k_spec=k_spec, v_spec=v_spec)
-        given |= {f"{which}_{name}": node for which, past in (("k", k_past), ("v", v_past))
-                  for name, node in zip(_STATE, past, strict=True)}  # fmt: skip
+        if codec.budget is not None:
+            _refuse_bias(attention)
+        given |= dict(statistic=statistic(codec), importance=importance)
     with graph.inserting_before(attention.output):
         if attention.sinks is not None:
             given["sinks"] = graph.call_function(torch.ops.aten.flatten.using_ints, (attention.sinks,))
             given["sinks"].meta["val"] = attention.sinks.meta["val"].flatten()
         dtype = key.past.meta["val"].dtype
         query, *new = (_cast(graph, x, dtype) for x in (attention.query, *(_present(graph, s) for s in (key, value))))
-        new = call(graph, target, q=query, k_new=new[0], v_new=new[1], **given)
-        paid, result = None, new
-        if importance is not None:
-            result, paid = (graph.call_function(operator.getitem, (new, i)) for i in range(2))
-        attention.output.replace_all_uses_with(_shaped_as(graph, result, query, attention))
+        results = call(graph, ATTEND, q=query, k_new=new[0], v_new=new[1], **given)
+        out = graph.call_function(operator.getitem, (results, 0))
+        paid = graph.call_function(operator.getitem, (results, 1)) if given.get("statistic") else None
+        attention.output.replace_all_uses_with(_shaped_as(graph, out, query, attention))
     return paid
 
 
@@ -239,7 +222,7 @@ def _present(graph: Graph, source: Source) -> Node:
     """The keys or values of the call; an empty tensor for cross-attention."""
     if source.present is not None:
         return source.present
-    ring = source.read("ring")
+    ring = source.ring
     empty = graph.call_function(aten.slice.Tensor, (ring, 2, 0, 0))
     empty.meta["val"] = ring.meta["val"][:, :, :0]
     return empty
@@ -290,7 +273,7 @@ def unfused(graph: Graph, attentions: list[Attention], refused: list[str]) -> di
     """Which of the packed layers, counted in the order they are written, keep their attention, and why. For the graph
     before `rewrite`."""
     keys = appends(graph)[::2]  # they come before values
-    fused = {attention.key.read("ring") for attention in attentions}
+    fused = {attention.key.ring for attention in attentions}
     layers = [i for i, append in enumerate(keys) if append.ring not in fused]
     reasons = refused if len(refused) == len(layers) else [listed(refused)] * len(layers)
     return dict(zip(layers, reasons, strict=True))
@@ -299,9 +282,9 @@ def unfused(graph: Graph, attentions: list[Attention], refused: list[str]) -> di
 def count(gm: GraphModule) -> dict[str, int]:
     """What a rewritten graph reads its caches by; see `GraphReport`."""
     nodes = list(gm.graph.nodes)
-    attends = [node for node in nodes if node.target in (ATTEND, ATTEND_DECODED, ATTEND_SCORED)]
-    of_decoded = [n for n in attends if n.target is ATTEND_DECODED or len(arguments(n).get("key", ())) == 1]
+    attends = [node for node in nodes if node.target is ATTEND]
+    reconstructed = sum(len(argument(node, "key")) == 1 for node in attends)
     decodes = sum(node.target is DECODE for node in nodes)
     turning = [*attends, *(node for node in nodes if node.target is ROTATE)]
     rotated = sum(argument(node, "rope") != "" for node in turning)
-    return dict(reconstructed=len(of_decoded), decoded=decodes - 2 * len(of_decoded), rotated=rotated)
+    return dict(reconstructed=reconstructed, decoded=decodes - 2 * reconstructed, rotated=rotated)

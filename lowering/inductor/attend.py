@@ -292,6 +292,8 @@ def _page_tokens(spec: CodecSpec, used: int, pages: int, device: torch.device) -
 
 
 def _refuses_attend(site: Site) -> str | None:
+    if not site.specs:
+        return "the past is decoded already."
     if site.queries != 1:
         return next(filter(None, (refuses_decode(replace(site, specs=(spec,))) for spec in site.specs)), None)
     key, value = map(parse, site.specs)
@@ -311,14 +313,14 @@ def _refuses_attend(site: Site) -> str | None:
 
 
 def _run(
-    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None, center=None,
-    paid=False,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None, paid=False
+) -> tuple[Tensor, ...]:
     batch, heads, _, head_dim = k_new.shape
     device = q.device
     pages = [max(_MIN_PAGES, spec.pages(n)) for spec in (k_spec, v_spec)]
-    rooms = [capacity(pool, used) for used, state in zip(pages, (key, value), strict=True) for pool in state[:3]]
-    key, value = ((*(handle(pool.contiguous()) for pool in state[:3]), state[3]) for state in (key, value))
+    rooms = [capacity(pool, used) for used, state in zip(pages, (key, value), strict=True) for pool in state.pools]
+    center = key.center
+    key, value = ((*(handle(pool.contiguous()) for pool in state.pools), state.ring) for state in (key, value))
     if mask is not None:
         mask = mask.contiguous()
     lengths = _lengths(n, k_spec.packed(n), v_spec.packed(n), device)
@@ -345,35 +347,25 @@ def _run(
 
 
 @implements("attend", "inductor", refuses=_refuses_attend)
-def attend(q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, *others) -> Tensor:
-    args = q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, *others
-    if q.shape[2] == 1:
-        return _run(*args)[0]
-    if drafts.serves(q, key[-1], n, (k_spec, v_spec)):
-        return drafts.attend(*args)
-    return reference.attend(*args, decode_fn=decode_all)
-
-
-@implements("attend_scored", "inductor", refuses=_refuses_attend)
-def attend_scored(
-    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary, sinks, center, statistic,
-    importance,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The same, and what each token was paid, put from storage order into the order of `kvpass.layout.eviction`."""
-    if q.shape[2] > 1 or len(key) == 1:
-        return reference.attend_scored(
-            q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary, sinks, center,
-            statistic, importance, decode_all,
-        )  # fmt: skip
-    if mask is not None:
+def attend(
+    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None,
+    statistic="", importance=None,
+) -> list[Tensor]:  # fmt: skip
+    how = causal, scale, softcap, k_spec, v_spec, rotary, sinks
+    if q.shape[2] > 1:
+        if not statistic and importance is None and drafts.serves(q, key.ring, n, (k_spec, v_spec)):
+            return [drafts.attend(q, key, value, n, k_new, v_new, mask, *how)]
+        return reference.attend(q, key, value, n, k_new, v_new, mask, *how, statistic, importance, decode_all)
+    if mask is not None and importance is not None and k_spec.budget is not None:
         mask = with_past(mask, importance, n, q.shape)
-    how = mask, causal, scale, softcap, k_spec, v_spec, rotary, sinks, center, bool(statistic)
-    out, *paid = _run(q, key, value, n, k_new, v_new, *how)
-    if not paid:
-        return out, q.new_empty((*k_new.shape[:2], 0), dtype=torch.float32)
-    paid, packed = paid[0].unflatten(0, k_new.shape[:2]), k_spec.packed(n)
-    ring = slice(-1 - k_spec.sinks - k_spec.window, -1)
-    slots = layout(k_spec).slots(torch.arange(k_spec.sinks + packed, n)).to(q.device)
-    first = min(n, k_spec.sinks)
+    out, *paid = _run(q, key, value, n, k_new, v_new, mask, *how, bool(statistic))
+    return [out, *(_in_token_order(of_slots.unflatten(0, k_new.shape[:2]), n, k_spec) for of_slots in paid)]
+
+
+def _in_token_order(paid: Tensor, n: int, spec: CodecSpec) -> Tensor:
+    """What each slot was paid, as `kvpass.layout.eviction` orders the tokens."""
+    packed, ring = spec.packed(n), slice(-1 - spec.sinks - spec.window, -1)
+    slots = layout(spec).slots(torch.arange(spec.sinks + packed, n)).to(paid.device)
+    first = min(n, spec.sinks)
     parts = paid[..., ring][..., :first], paid[..., :packed], paid[..., ring].index_select(-1, slots), paid[..., -1:]
-    return out, torch.cat(parts, -1)
+    return torch.cat(parts, -1)

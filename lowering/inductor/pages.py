@@ -85,7 +85,7 @@ def _refuses_encode(site: Site) -> str | None:
 
 
 @implements("encode", "inductor", refuses=_refuses_encode)
-def encode(x: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Tensor, Tensor, Tensor]:
+def encode(x: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Tensor, ...]:
     batch, heads, tokens, head_dim = x.shape
     pages = tokens // spec.page_size
     if compensation is not None:
@@ -109,14 +109,15 @@ def decode(*args) -> Tensor:
     return reference.read(decode_all, *args)
 
 
-def decode_all(codes, scale, zero_point, spec: CodecSpec, references, predictor) -> Tensor:
+def decode_all(kept: Sequence[Tensor], spec: CodecSpec, references, predictor) -> Tensor:
+    codes = kept[0]
     batch, heads, pages = codes.shape[:3]
     if not pages:
-        return decode_pages(codes, scale, zero_point, spec)
+        return decode_pages(*kept, spec)
     spec, rows, device = spec.stored_as, None, codes.device
-    pools = [pool.flatten(0, 2).unsqueeze(1) for pool in (codes, scale, zero_point)]
+    pools = [pool.flatten(0, 2).unsqueeze(1) for pool in kept]
     if looks_below(spec.predictor):  # heads are predicted together
-        pools = [pool.transpose(1, 2).flatten(0, 1) for pool in (codes, scale, zero_point)]
+        pools = [pool.transpose(1, 2).flatten(0, 1) for pool in kept]
         rows = page_rows(references, spec.page_size)
     constants = (
         grid(spec.grid, device) if spec.grid else None,
