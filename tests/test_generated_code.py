@@ -11,7 +11,7 @@ from kvpass.codec.kept import opened
 from kvpass.codec.pages import decode_pages
 from kvpass.lowering import reference
 from kvpass.lowering.inductor import attend as inductor_attend
-from kvpass.lowering.inductor.aot import compile_ahead
+from kvpass.lowering.inductor.aot import Input, compile_ahead
 
 from common import randn, state_of
 
@@ -47,8 +47,9 @@ def decode_then_attend(specs):
         k, v = (decode_pages(*three, spec) for three, spec in zip((pools[:3], pools[3:]), specs, strict=True))
         return (reference.attention(q, k, v, None, False, 0.1, 0.0),)
 
-    inputs = randn(5, 1, Q_HEADS, 1, DIM), *pools
-    return compile_ahead(run, inputs, [[], *[[2]] * len(pools)])(*inputs)
+    tensors = randn(5, 1, Q_HEADS, 1, DIM), *pools
+    inputs = [Input(f"input_{i}", tensor, [2] if i else []) for i, tensor in enumerate(tensors)]
+    return compile_ahead(run, inputs)(*tensors)
 
 
 def test_attend_makes_nothing_as_large_as_keys_and_no_copy_of_a_pool():

@@ -18,7 +18,7 @@ from .. import reference
 from ..append import append, append_layers
 from ..session import compiled_once
 from ..table import Site, implements
-from .aot import compile_ahead
+from .aot import Input, compile_ahead
 
 _PAGES = 7  # pages to trace `encode` and `decode` with
 
@@ -37,10 +37,10 @@ def _page_kernel(fn, spec: CodecSpec, inputs: Sequence[Tensor | None], constants
 
 @compiled_once
 def _compiled_page_kernel(fn, spec: CodecSpec, described: tuple, fixed: tuple):
-    examples = [d and torch.empty((_PAGES, *d[0]), dtype=d[1], device=d[2]) for d in described]
-    examples += [f and torch.empty(f[0], dtype=f[1], device=f[2]) for f in fixed]
-    dynamic = [(0,)] * len(described) + [()] * len(fixed)
-    return compile_ahead(lambda *inputs: fn(*inputs, spec), examples, dynamic)
+    pages = [(d and torch.empty((_PAGES, *d[0]), dtype=d[1], device=d[2]), [0]) for d in described]
+    constants = [(f and torch.empty(f[0], dtype=f[1], device=f[2]), []) for f in fixed]
+    inputs = [Input(f"input_{i}", *each) for i, each in enumerate((*pages, *constants))]
+    return compile_ahead(lambda *tensors: fn(*tensors, spec), inputs)
 
 
 def _encode(pages: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Tensor, ...]:
