@@ -17,6 +17,7 @@ from ..layout.pool import handle
 from ..layout.window import Writes, carry, layout
 
 _MIN_PAGES = 4
+_ALONE = "What is stored depends on the attention that tokens are paid: a cache knows it, one state does not."
 _SPARE = 61  # more than asked for, so that sizes that vary independently are not equal when a graph is captured
 GROWTH = 32  # pools grow by 1/32: at most 3 % of slack, each byte copied at most 32 times over a cache's life
 
@@ -128,6 +129,8 @@ class KVState(Storage):
         source: KVState | None = None,
     ) -> KVState:
         """An empty state with room for ``tokens`` tokens. Raises `KVPassError` if the spec does not fit the head."""
+        if spec.adaptive is not None:
+            raise KVPassError(_ALONE)
         spec.check(head_dim)
         pages, params = max(_MIN_PAGES, spec.pages(tokens)), params_dtype(dtype)
 
@@ -207,9 +210,7 @@ class KVState(Storage):
         if x.ndim != 4 or (*x.shape[:2], x.shape[3]) != expected:
             raise KVPassError(f"Expected [B, H_kv, S, D] with B, H_kv, D = {expected}, got {tuple(x.shape)}.")
         if self.spec.needs_importance:
-            raise KVPassError(
-                "What is stored depends on the attention that tokens are paid: a cache knows it, one state does not."
-            )
+            raise KVPassError(_ALONE)
         self.reserve(n + x.shape[2])
         torch.ops.kvpass.append_(self.pack, self.carrier(n), x.to(self.ring.dtype), q, mask, self.text)
         self.wrote(n, n + x.shape[2])
