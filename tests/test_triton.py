@@ -174,18 +174,17 @@ LATTICES = {
 def test_attend_to_rotated_centred_and_lattice_codes(specs, queries, dtype):
     dim = 96 if specs[0].group_size in (96, 48) else 64
     arguments = attend_arguments(specs, 140, queries, dim=dim, dtype=dtype, causal=queries > 1)
-    center = None
     if specs[0].predictor:
-        center = state_of(specs[0], randn(0, 1, 2, 140, dim, dtype=dtype) + 1, room=210).center.to(DEVICE)
-    assert_attends_as_the_reference(arguments, center=center)
+        arguments[1][-1].copy_(state_of(specs[0], randn(0, 1, 2, 140, dim, dtype=dtype) + 1).center)
+    assert_attends_as_the_reference(arguments)
 
 
 @pytest.mark.parametrize("per", ["channel", "token"])
 def test_a_mean_is_rotated_with_the_keys(per):
     specs = CodecSpec(2, per, 32, 32, sinks=3, predictor="mean", pre_rope=True), CodecSpec(3, "token", 16, 32, sinks=3)
     arguments = attend_arguments(specs, 140, 2, dim=64, dtype=torch.float16, causal=True)
-    center = state_of(specs[0], randn(0, 1, 2, 140, 64) + 1, room=210).center.to(DEVICE)
-    assert_attends_as_the_reference(arguments, center=center, **rotary(0, 1, 140, "half-16"))
+    arguments[1][-1].copy_(state_of(specs[0], randn(0, 1, 2, 140, 64) + 1).center)
+    assert_attends_as_the_reference(arguments, **rotary(0, 1, 140, "half-16"))
 
 
 @pytest.mark.parametrize("specs", [LATTICES["QuaRot"], LATTICES["beside uniform codes"]], ids=["QuaRot", "KIVI"])
@@ -196,8 +195,9 @@ def test_where_tokens_are_evicted_importance_says_who_of_the_past_is_padding(spe
     arguments[-6] = random_mask("bool", 0, 2, 1, 3, 153).to(DEVICE)
     importance = randn(0, 2, 2, 170).to(DEVICE)
     importance[0, :, :70] = -torch.inf
-    center = randn(1, 2, 2, 1, 64).half().to(DEVICE) if specs[0].predictor else None
-    assert_scores_as_the_reference(arguments, "sum", importance, center=center)
+    if specs[0].predictor:
+        arguments[1][-1].copy_(randn(1, 2, 2, 1, 64))
+    assert_scores_as_the_reference(arguments, "sum", importance)
 
 
 @triton.jit
