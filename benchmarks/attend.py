@@ -66,12 +66,12 @@ def compare(scheme, length: int, args, dtype: torch.dtype) -> dict:
     q = torch.randn(args.batch, args.heads, 1, args.head_dim, device=device, dtype=dtype)
     geometry = LayerGeometry(0, 1, args.kv_heads, args.head_dim, dtype, device)
     states = packed_states(get(scheme).plan(geometry), k, v)
-    pools = [tensor for s in states for tensor in (s.codes, s.scale, s.zero_point, s.ring)]
+    packs = [state.pack for state in states]
     new, texts, carrier = k[:, :, :1].contiguous(), [s.text for s in states], states[0].carrier(length)
     variants = baselines(q, k, v)
     for name in args.lowering.split(","):
         variants[f"{scheme}, {name}"] = lambda name=name: torch.ops.kvpass.attend(
-            q, *pools, carrier, new, new, None, False, args.head_dim**-0.5, 0.0, *texts, name
+            q, *packs, carrier, new, new, None, False, args.head_dim**-0.5, 0.0, *texts, name
         )
     dense = k.nbytes + v.nbytes
     read = {name: nbytes(states, length) if name.startswith(scheme) else dense for name in variants}

@@ -1,25 +1,25 @@
 """Schemas of the ``kvpass::*`` ops. Semantics live here, implementations in `kvpass.lowering`.
 
-A packed tensor is ``codes, scale, zero_point, ring`` plus the length carrier of its cache (see
-`kvpass.layout.window.LENGTH_OFFSET`) and the text of its `CodecSpec`. The first three are pools or, in graphs, handles
-of pools (`kvpass.layout.pool`), which implementations open when they have to.
+One state is passed whole, as the tensors that `kvpass.codec.kept` names for its `CodecSpec`, in that order: those of
+its pages, which are pools or, in graphs, handles of pools (`kvpass.layout.pool`), the ring, and what was fitted. Beside
+it come the length carrier of its cache (see `kvpass.layout.window.LENGTH_OFFSET`) and the text of its spec.
 
-encode       whole pages of ``x`` -> codes, scale, zero point. Pure.
+encode       whole pages of ``x`` -> what is kept of them. Pure.
 append_      store ``x`` behind the ``length`` tokens already there and pack the pages that leave the window. ``q`` and
              ``mask`` are taps a codec may ask for (SQuat: the prompt's queries and who of them is padding). With a
              budget, ``importance`` and the ``scores`` of this call choose who is evicted, and ``slots`` hands the
              choice on to appends that are given no ``importance``.
-append_layers_  the same for the keys, or the values, of many layers of one device, whose codec looks at nothing else.
+append_layers_  the same for the keys, or the values, of many layers of one device, whose codec looks at nothing else;
+             their ``states`` come one behind the other.
 decode       every stored token as ``[B, H_kv, n, D]`` in token order.
-attend       attention of ``q`` over the stored past and the full-precision present ``k_new``, ``v_new``. ``causal``
-             is aligned to the end of the keys. ``softcap`` 0 means none. ``sinks`` ``[H_q]`` are logits that take part
-             in the softmax of each head and have no value.
-attend_decoded  the same over a past that is decoded already, because the next layer needs it.
-attend_scored   either of them, and what attention each token was paid, ``[B, H_kv, n + S]`` float32, over the query
-             heads of a KV head: the "sum" over queries that are not padding, the largest weight over the last N of
-             them ("max-N"), or nothing ("", ``[B, H_kv, 0]``). ``key`` and ``value`` are codes, scale, zero point and
-             ring, or one decoded tensor. Where tokens are evicted, columns of ``mask`` count for the present only, and
-             padding of the past has ``importance`` ``-inf``.
+attend       attention of ``q`` over the stored past and the full-precision present ``k_new``, ``v_new``. The past is
+             ``key`` and ``value``: one state each, or one tensor that is decoded already, because another layer needs
+             it. ``causal`` is aligned to the end of the keys. ``softcap`` 0 means none. ``sinks`` ``[H_q]`` are logits
+             that take part in the softmax of each head and have no value. Returns the output, and with a ``statistic``
+             what attention each token was paid, ``[B, H_kv, n + S]`` float32, over the query heads of a KV head: the
+             "sum" over queries that are not padding, or the largest weight over the last N of them ("max-N"). Where
+             tokens are evicted, columns of ``mask`` count for the present only, and padding of the past has
+             ``importance`` ``-inf``.
 rotate       rotary embedding of decoded keys that are stored as they were before it (`codec.rope`): by tables
              ``cos``, ``sin`` ``[B, >= n, p]``, as ``rope`` says; "" leaves them as they are.
 append_rotary_  store rotary tables ``[B or 1, S, p]`` of the present behind those already there; with ``slots``, drop
@@ -30,8 +30,7 @@ Specs with a width for every token (`codec.adaptive`) decode with side tables, h
 
 Predictors (`codec.predictor`) take ``predictor``, a list of weights, and look at reconstructions ``[B, H_kv, n, D]``:
 that of the layer ``below``, and for values that of this layer's keys, ``beside``. An ``append_`` sees both for the
-tokens that leave the window only: ``edge`` holds the layer below's and is overwritten with this one's. A mean is kept
-in ``center``.
+tokens that leave the window only: ``edge`` holds the layer below's and is overwritten with this one's.
 
 ``lowering`` names the implementation ("auto" picks; see `kvpass.lowering.table`).
 """
@@ -43,9 +42,10 @@ import torch
 from torch import Tensor
 
 from kvpass.lowering import inductor, reference, triton  # noqa: F401  (they register themselves)
-from kvpass.lowering.table import Site, few, select
+from kvpass.lowering.table import AUTO, Site, few, select
 
-from .codec.affine import check_finite, params_dtype
+from .codec.affine import check_finite
+from .codec.kept import opened, page_shapes
 from .codec.rope import rotate
 from .codec.spec import parse
 from .errors import KVPassError
@@ -53,48 +53,30 @@ from .layout.eviction import evict
 from .layout.window import length_of
 
 _library = torch.library.Library("kvpass", "DEF")
-_STATE = "Tensor codes, Tensor scale, Tensor zero_point, Tensor ring"
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 _OF_A_LENGTH = (*_TAGS, torch.Tag.cudagraph_unsafe)  # its sizes grow with the cache, and are read on the host
 
+_library.define('encode(Tensor x, Tensor? compensation, str spec, str lowering="auto") -> Tensor[]', tags=_TAGS)
 _library.define(
-    'encode(Tensor x, Tensor? compensation, str spec, str lowering="auto") -> (Tensor, Tensor, Tensor)', tags=_TAGS
-)
-_library.define(
-    "append_(Tensor(a!) codes, Tensor(b!) scale, Tensor(c!) zero_point, Tensor(d!) ring, Tensor(e!)? compensation, "
-    'Tensor length, Tensor x, Tensor? q, Tensor? mask, str spec, str lowering="auto", Tensor(f!)? edge=None, '
-    "Tensor? beside=None, Tensor[]? predictor=None, Tensor(g!)? center=None, Tensor(h!)? importance=None, "
-    "Tensor[]? scores=None, Tensor(i!)? slots=None) -> ()",
+    "append_(Tensor(a!)[] state, Tensor length, Tensor x, Tensor? q, Tensor? mask, str spec, "
+    'str lowering="auto", Tensor(b!)? edge=None, Tensor? beside=None, Tensor[]? predictor=None, '
+    "Tensor(c!)? importance=None, Tensor[]? scores=None, Tensor(d!)? slots=None) -> ()",
     tags=_OF_A_LENGTH,
 )
 _library.define(
-    "append_layers_(Tensor(a!)[] codes, Tensor(b!)[] scale, Tensor(c!)[] zero_point, Tensor(d!)[] ring, Tensor length, "
-    'Tensor[] x, str spec, str lowering="auto") -> ()',
+    'append_layers_(Tensor(a!)[] states, Tensor length, Tensor[] x, str spec, str lowering="auto") -> ()',
     tags=_OF_A_LENGTH,
 )
 _library.define(
-    f'decode({_STATE}, Tensor length, str spec, str lowering="auto", Tensor? below=None, Tensor? beside=None, '
+    'decode(Tensor[] state, Tensor length, str spec, str lowering="auto", Tensor? below=None, Tensor? beside=None, '
     "Tensor[]? predictor=None) -> Tensor",
     tags=_OF_A_LENGTH,
 )
 _library.define("rotate(Tensor x, Tensor cos, Tensor sin, str rope) -> Tensor", tags=_OF_A_LENGTH)
-_ROTARY = 'Tensor? cos=None, Tensor? sin=None, str rope=""'
 _library.define(
-    "attend(Tensor q, Tensor k_codes, Tensor k_scale, Tensor k_zero_point, Tensor k_ring, Tensor v_codes, "
-    "Tensor v_scale, Tensor v_zero_point, Tensor v_ring, Tensor length, Tensor k_new, Tensor v_new, Tensor? mask, "
-    f'bool causal, float scale, float softcap, str k_spec, str v_spec, str lowering="auto", *, {_ROTARY}, '
-    "Tensor? sinks=None, Tensor? center=None) -> Tensor",
-    tags=_OF_A_LENGTH,
-)
-_library.define(
-    "attend_decoded(Tensor q, Tensor k_past, Tensor v_past, Tensor k_new, Tensor v_new, Tensor? mask, bool causal, "
-    f'float scale, float softcap, str lowering="auto", *, {_ROTARY}, Tensor? sinks=None) -> Tensor',
-    tags=_OF_A_LENGTH,
-)
-_library.define(
-    "attend_scored(Tensor q, Tensor[] key, Tensor[] value, Tensor length, Tensor k_new, Tensor v_new, Tensor? mask, "
-    "bool causal, float scale, float softcap, str k_spec, str v_spec, str statistic, Tensor importance, "
-    f'str lowering="auto", *, {_ROTARY}, Tensor? sinks=None, Tensor? center=None) -> (Tensor, Tensor)',
+    "attend(Tensor q, Tensor[] key, Tensor[] value, Tensor length, Tensor k_new, Tensor v_new, Tensor? mask, "
+    'bool causal, float scale, float softcap, str k_spec, str v_spec, str lowering="auto", *, Tensor? cos=None, '
+    'Tensor? sin=None, str rope="", Tensor? sinks=None, str statistic="", Tensor? importance=None) -> Tensor[]',
     tags=_OF_A_LENGTH,
 )
 _library.define(
@@ -111,74 +93,54 @@ def _encode(x, compensation, spec, lowering="auto"):
     parsed.check(x.shape[-1])
     if parsed.adaptive is not None:
         raise KVPassError("Tokens with widths of their own are coded by their cache, not by an op.")
-    codes, scale, zero_point = select(Site("encode", x.device.type, (spec,), head_dim=x.shape[-1]), lowering).run(
-        x, compensation, parsed
-    )
+    kept = select(Site("encode", x.device.type, (spec,), head_dim=x.shape[-1]), lowering).run(x, compensation, parsed)
     if x.device.type == "cpu":
-        check_finite(scale, zero_point)
-    return codes, scale, zero_point
+        check_finite(*kept[1:])
+    return list(kept)
 
 
-def _append_(codes, scale, zero_point, ring, compensation, length, x, q, mask, spec, lowering="auto", edge=None,
-             beside=None, predictor=None, center=None, importance=None, scores=None, slots=None):  # fmt: skip
-    run = select(Site("append_", x.device.type, (spec,), head_dim=x.shape[-1]), lowering).run
+def _append_(state, length, x, q, mask, spec, lowering="auto", edge=None, beside=None, predictor=None, importance=None,
+             scores=None, slots=None):  # fmt: skip
+    run, parsed = select(Site("append_", x.device.type, (spec,), head_dim=x.shape[-1]), lowering).run, parse(spec)
     run(
-        codes, scale, zero_point, ring, compensation, length_of(length), x, q, mask, parse(spec), edge, beside,
-        predictor or (), center, importance, scores or (), slots,
+        opened(state, parsed), length_of(length), x, q, mask, parsed, edge, beside, predictor or (), importance,
+        scores or (), slots,
     )  # fmt: skip
 
 
-def _append_layers_(codes, scale, zero_point, ring, length, x, spec, lowering="auto"):
+def _append_layers_(states, length, x, spec, lowering="auto"):
     run = select(Site("append_layers_", x[0].device.type, (spec,), head_dim=x[0].shape[-1]), lowering).run
-    run(codes, scale, zero_point, ring, length_of(length), x, parse(spec))
+    parsed, each = parse(spec), len(states) // len(x)
+    packs = [opened(states[i : i + each], parsed) for i in range(0, len(states), each)]
+    run(packs, length_of(length), x, parsed)
 
 
-def _decode(codes, scale, zero_point, ring, length, spec, lowering="auto", below=None, beside=None, predictor=None):
-    run = select(Site("decode", ring.device.type, (spec,), head_dim=ring.shape[-1]), lowering).run
+def _decode(state, length, spec, lowering="auto", below=None, beside=None, predictor=None):
+    parsed = parse(spec)
+    pack = opened(state, parsed)
+    run = select(Site("decode", pack.ring.device.type, (spec,), head_dim=pack.ring.shape[-1]), lowering).run
     references = [decoded for decoded in (below, beside) if decoded is not None]
-    return run(codes, scale, zero_point, ring, length_of(length), parse(spec), references, predictor or ())
+    return run(pack, length_of(length), parsed, references, predictor or ())
 
 
 def _rotate(x, cos, sin, rope):
     return rotate(x, cos, sin, rope) if rope else x.clone()
 
 
-def _refuse_both(mask, causal):
+def _attend(q, key, value, length, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, lowering="auto", *,
+            cos=None, sin=None, rope="", sinks=None, statistic="", importance=None):  # fmt: skip
     if causal and mask is not None:
         raise KVPassError("attend takes a mask or causal=True, not both.")
-
-
-def _rotary(cos, sin, rope: str, k_spec: str) -> tuple | None:
-    """How keys in pages are rotated as they are read, if they are. Raises `KVPassError` if they were before."""
-    if rope and not parse(k_spec).pre_rope:
-        raise KVPassError(f"These keys are stored rotated, and rope={rope!r} would rotate them again.")
-    return (cos, sin, rope) if rope else None
-
-
-def _attend(q, kc, ks, kz, kr, vc, vs, vz, vr, length, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec,
-            lowering="auto", *, cos=None, sin=None, rope="", sinks=None, center=None):  # fmt: skip
-    _refuse_both(mask, causal)
-    run = select(Site("attend", q.device.type, (k_spec, v_spec), few(q.shape[2]), q.shape[3]), lowering).run
-    n, specs, rotary = length_of(length), (parse(k_spec), parse(v_spec)), _rotary(cos, sin, rope, k_spec)
-    key, value = (kc, ks, kz, kr), (vc, vs, vz, vr)
-    return run(q, key, value, n, k_new, v_new, mask, causal, scale, softcap, *specs, rotary, sinks, center)
-
-
-def _attend_decoded(q, k_past, v_past, k_new, v_new, mask, causal, scale, softcap, lowering="auto", *, cos=None,
-                    sin=None, rope="", sinks=None):  # fmt: skip
-    _refuse_both(mask, causal)
-    run = select(Site("attend_decoded", q.device.type, (), few(q.shape[2]), q.shape[3]), lowering).run
-    return run(q, k_past, v_past, k_new, v_new, mask, causal, scale, softcap, (cos, sin, rope) if rope else None, sinks)
-
-
-def _attend_scored(q, key, value, length, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, statistic,
-                   importance, lowering="auto", *, cos=None, sin=None, rope="", sinks=None, center=None):  # fmt: skip
-    _refuse_both(mask, causal)
-    queries = few(q.shape[2]) if len(key) > 1 else 0
-    run = select(Site("attend_scored", q.device.type, (k_spec, v_spec), queries, q.shape[3]), lowering).run
-    n, specs, rotary = length_of(length), (parse(k_spec), parse(v_spec)), _rotary(cos, sin, rope, k_spec)
-    return run(
-        q, key, value, n, k_new, v_new, mask, causal, scale, softcap, *specs, rotary, sinks, center, statistic,
+    specs, coded = (parse(k_spec), parse(v_spec)), (k_spec, v_spec)
+    if len(key) == 1:
+        (key,), (value,), coded, lowering = key, value, (), AUTO
+    else:
+        key, value = opened(key, specs[0]), opened(value, specs[1])
+        if rope and not specs[0].pre_rope:
+            raise KVPassError(f"These keys are stored rotated, and rope={rope!r} would rotate them again.")
+    rotary = (cos, sin, rope) if rope else None
+    return select(Site("attend", q.device.type, coded, few(q.shape[2]), q.shape[3]), lowering).run(
+        q, key, value, length_of(length), k_new, v_new, mask, causal, scale, softcap, *specs, rotary, sinks, statistic,
         importance,
     )  # fmt: skip
 
@@ -195,8 +157,7 @@ def _append_rotary_(cos, sin, length, cos_new, sin_new, slots=None, spec=""):
 
 _IMPLEMENTATIONS = {
     "encode": _encode, "append_": _append_, "append_layers_": _append_layers_, "decode": _decode, "rotate": _rotate,
-    "attend": _attend, "attend_decoded": _attend_decoded, "attend_scored": _attend_scored,
-    "append_rotary_": _append_rotary_,
+    "attend": _attend, "append_rotary_": _append_rotary_,
 }  # fmt: skip
 
 
@@ -222,19 +183,18 @@ for _name, _run in _IMPLEMENTATIONS.items():
 def _(x: Tensor, compensation, spec, lowering="auto"):
     spec, (*lead, tokens, head_dim) = parse(spec), x.shape
     pages = tokens // spec.page_size
-    shapes, dtype = (spec.params_shape(head_dim), spec.zero_shape(head_dim)), params_dtype(x.dtype)
-    codes = x.new_empty((*lead, pages, spec.rows, spec.columns(head_dim)), dtype=torch.uint8)
-    return codes, *(x.new_empty((*lead, pages, *shape), dtype=dtype) for shape in shapes)
+    kept = page_shapes(spec, head_dim, x.dtype).values()
+    return [x.new_empty((*lead, pages, *shape), dtype=dtype) for shape, dtype in kept]
 
 
 @torch.library.register_fake("kvpass::append_")
-def _(codes, scale, zero_point, ring, compensation, length, x, q, mask, spec, lowering="auto", edge=None, beside=None,
-      predictor=None, center=None, importance=None, scores=None, slots=None):  # fmt: skip
+def _(state, length, x, q, mask, spec, lowering="auto", edge=None, beside=None, predictor=None, importance=None,
+      scores=None, slots=None):  # fmt: skip
     return None
 
 
 @torch.library.register_fake("kvpass::append_layers_")
-def _(codes, scale, zero_point, ring, length, x, spec, lowering="auto"):
+def _(states, length, x, spec, lowering="auto"):
     return None
 
 
@@ -244,7 +204,8 @@ def _(cos, sin, length, cos_new, sin_new, slots=None, spec=""):
 
 
 @torch.library.register_fake("kvpass::decode")
-def _(codes, scale, zero_point, ring, length, spec, lowering="auto", below=None, beside=None, predictor=None):
+def _(state, length, spec, lowering="auto", below=None, beside=None, predictor=None):
+    ring = opened(state, parse(spec)).ring
     return ring.new_empty((*ring.shape[:2], length_of(length), ring.shape[3]))
 
 
@@ -254,20 +215,9 @@ def _(x, cos, sin, rope):
 
 
 @torch.library.register_fake("kvpass::attend")
-def _(q, kc, ks, kz, kr, vc, vs, vz, vr, length, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec,
-      lowering="auto", *, cos=None, sin=None, rope="", sinks=None, center=None):  # fmt: skip
-    return q.new_empty((*q.shape[:3], v_new.shape[3]))
-
-
-@torch.library.register_fake("kvpass::attend_decoded")
-def _(q, k_past, v_past, k_new, v_new, mask, causal, scale, softcap, lowering="auto", *, cos=None, sin=None,
-      rope="", sinks=None):  # fmt: skip
-    return q.new_empty((*q.shape[:3], v_new.shape[3]))
-
-
-@torch.library.register_fake("kvpass::attend_scored")
-def _(q, key, value, length, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, statistic, importance,
-      lowering="auto", *, cos=None, sin=None, rope="", sinks=None, center=None):  # fmt: skip
-    tokens = length_of(length) + k_new.shape[2] if statistic else 0
+def _(q, key, value, length, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, lowering="auto", *, cos=None,
+      sin=None, rope="", sinks=None, statistic="", importance=None):  # fmt: skip
     out = q.new_empty((*q.shape[:3], v_new.shape[3]))
-    return out, q.new_empty((*k_new.shape[:2], tokens), dtype=torch.float32)
+    if not statistic:
+        return [out]
+    return [out, q.new_empty((*k_new.shape[:2], length_of(length) + k_new.shape[2]), dtype=torch.float32)]

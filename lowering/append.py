@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvpass.codec.affine import check_finite
 from kvpass.codec.bitpack import FIELDS
+from kvpass.codec.kept import Pack
 from kvpass.codec.pages import decode_pages, replace_tokens, share_codes
 from kvpass.codec.predictor import MEAN, PREDICTORS, fit_center, predict
 from kvpass.codec.spec import RAW, CodecSpec
@@ -64,7 +65,7 @@ class _Pages:
     ``keep``, the first of them is overwritten with what those tokens decode to.
     """
 
-    pools: tuple[Tensor, Tensor, Tensor]
+    pools: tuple[Tensor, ...]
     spec: CodecSpec
     predictor: Sequence[Tensor]
     references: Sequence[Tensor]
@@ -91,11 +92,7 @@ class _Pages:
 
 def append(
     encode: Callable,
-    codes: Tensor,
-    scale: Tensor,
-    zero_point: Tensor,
-    ring: Tensor,
-    compensation: Tensor | None,
+    pack: Pack,
     n: int,
     x: Tensor,
     q: Tensor | None,
@@ -104,7 +101,6 @@ def append(
     edge: Tensor | None = None,
     beside: Tensor | None = None,
     predictor: Sequence[Tensor] = (),
-    center: Tensor | None = None,
     importance: Tensor | None = None,
     scores: Sequence[Tensor] = (),
     slots: Tensor | None = None,
@@ -114,10 +110,10 @@ def append(
     edge: in, what the tokens that are packed now are in the layer below, in the order of their pages; out, what they
         are in this one.
     beside: the same of this layer's keys, for values.
-    center: where the mean is kept that the predictor of that name subtracts.
     importance, scores, slots: see `decide`, for specs with a budget; where ``importance`` is None, ``slots`` holds what
         was decided.
     """
+    ring, compensation = pack.ring, pack.compensation
     if spec.subspace is not None and n == 0:
         if q is None:
             raise KVPassError("This codec needs the prompt's queries, and no attention handed them over.")
@@ -131,9 +127,9 @@ def append(
     gone = spec.evicted(stop)
     if gone or spec.pages(stop) > spec.pages(n):
         if spec.predictor == MEAN:
-            predictor = (center,)
+            predictor = (pack.center,)
         references = [reference for reference in (edge, beside) if reference is not None]
-        pools = tuple(whole(pool, spec.pages(spec.stored(stop))) for pool in (codes, scale, zero_point))
+        pools = tuple(whole(pool, spec.pages(spec.stored(stop))) for pool in pack.pools)
         pages = _Pages(pools, spec, predictor, references, edge is not None)
         _pack(pages, encode, ring, compensation, n, x, gone, slots)
     layout(spec).write(ring, n, x)
@@ -210,20 +206,21 @@ def write_each(rings: Sequence[Tensor], n: int, xs: Sequence[Tensor], spec: Code
 
 
 def append_layers(
-    encode: Callable, codes, scale, zero_point, rings, n: int, xs, spec: CodecSpec, write: Callable = write_each
+    encode: Callable, packs: Sequence[Pack], n: int, xs, spec: CodecSpec, write: Callable = write_each
 ) -> None:
     """`append` to each of many layers: pages, which are due together, are encoded by few calls, and ``write`` stores
     the tokens in the rings, as `write_each` does."""
     first, last = spec.pages(n), spec.pages(n + xs[0].shape[2])
     at_once = max(1, CHUNK // max(1, (last - first) * spec.page_size))
+    rings = [pack.ring for pack in packs]
     for layers in _alike(xs, at_once) if last > first else ():
         leaving = [layout(spec).leaving(rings[i], n, xs[i], first, last) for i in layers]
         new = encode(leaving[0] if len(layers) == 1 else torch.cat(leaving), None, spec)
         if new[1].device.type == "cpu":
             check_finite(*new[1:])
-        for pools, pages in zip((codes, scale, zero_point), new, strict=True):
+        for which, pages in enumerate(new):
             for i, of_layer in zip(layers, pages.chunk(len(layers)), strict=True):
-                whole(pools[i], last)[:, :, first:last] = of_layer
+                whole(packs[i].pools[which], last)[:, :, first:last] = of_layer
     write(rings, n, xs, spec)
 
 

@@ -1,14 +1,15 @@
 """Plain PyTorch: the definition of every op, the oracle of the tests, and the eager path."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvpass.codec.adaptive import Tokens, carve, decode_tokens, unpack_levels
+from kvpass.codec.kept import Pack
 from kvpass.codec.pages import decode_pages, encode_pages
-from kvpass.codec.predictor import predict
+from kvpass.codec.predictor import MEAN, predict
 from kvpass.codec.rope import rotate
 from kvpass.codec.spec import CodecSpec
 from kvpass.layout.pool import whole
@@ -19,58 +20,61 @@ from .table import implements
 
 
 @implements("encode", "reference")
-def encode(x: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Tensor, Tensor, Tensor]:
+def encode(x: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Tensor, ...]:
     return encode_pages(x, spec, compensation)
 
 
-def decode_predicted(codes, scale, zero_point, spec: CodecSpec, references, predictor) -> Tensor:
-    """Whole pages, with what was subtracted from them; ``references`` hold the same tokens."""
-    values = decode_pages(codes, scale, zero_point, spec)
+def decode_predicted(pages: Sequence[Tensor], spec: CodecSpec, references, predictor) -> Tensor:
+    """What is kept of whole pages, decoded, with what was subtracted from them; ``references`` hold the same tokens."""
+    values = decode_pages(*pages, spec)
     return values + predict(spec.predictor, predictor, references, spec.page_size) if spec.predictor else values
 
 
 def pieces(
-    decode_fn, codes, scale, zero_point, ring, n: int, spec: CodecSpec, references=(), predictor=(), at_once=None
+    decode_fn, pack: Pack, n: int, spec: CodecSpec, references=(), predictor=(), at_once=None
 ) -> Iterator[Tensor]:
     """Sinks, pages (``at_once``, or all; decoded by ``decode_fn``, see `decode_predicted`) and window, as stored.
 
     references: what the predictor looks at, all ``n`` tokens each.
     """
-    used, where = spec.pages(n), layout(spec)
-    opened = [whole(pool, used) for pool in (codes, scale, zero_point)]
+    used, where, ring = spec.pages(n), layout(spec), pack.ring
+    pools = [whole(pool, used) for pool in pack.pools]
+    if spec.predictor == MEAN:
+        predictor = (pack.center,)
     if spec.sinks:
         yield ring[:, :, : min(n, spec.sinks)]
     for first in range(0, used, at_once or max(1, used)):
         pages = slice(first, min(first + (at_once or used), used))
         same = [where.in_pages(reference, pages.start, pages.stop) for reference in references]
-        yield decode_fn(*(pool[:, :, pages] for pool in opened), spec, same, predictor)
+        yield decode_fn([pool[:, :, pages] for pool in pools], spec, same, predictor)
     yield where.read(ring, n)
 
 
-def read(
-    decode_fn, codes, scale, zero_point, ring, n: int, spec: CodecSpec, references=(), predictor=(), present=None
-) -> Tensor:
+def read(decode_fn, pack: Pack, n: int, spec: CodecSpec, references=(), predictor=(), present=None) -> Tensor:
     """All `pieces` in token order, and ``present`` tokens ``[B, H, S, D]`` behind them."""
     at_once = max(1, CHUNK // spec.page_size) if spec.predictor else None
-    parts = pieces(decode_fn, codes, scale, zero_point, ring, n, spec, references, predictor, at_once)
-    stored, order = [part.to(ring.dtype) for part in parts], layout(spec).token_order(n)
+    parts = pieces(decode_fn, pack, n, spec, references, predictor, at_once)
+    stored, order = [part.to(pack.ring.dtype) for part in parts], layout(spec).token_order(n)
     if order is not None:
-        stored = [torch.cat(stored, 2).index_select(2, order.to(ring.device))]
+        stored = [torch.cat(stored, 2).index_select(2, order.to(pack.ring.device))]
     return torch.cat(stored if present is None else [*stored, present], 2)
 
 
 @implements("decode", "reference")
-def decode(codes, scale, zero_point, ring, n: int, spec: CodecSpec, references=(), tables=()) -> Tensor:
-    if spec.adaptive is None:
-        return read(decode_predicted, codes, scale, zero_point, ring, n, spec, references, tables)
-    levels, outliers, where, pool, places = tables
+def decode(pack: Pack, n: int, spec: CodecSpec, references=(), predictor=()) -> Tensor:
+    return (read if spec.adaptive is None else _read_adaptive)(decode_predicted, pack, n, spec, references, predictor)
+
+
+def _read_adaptive(_, pack: Pack, n: int, spec: CodecSpec, references, tables) -> Tensor:
+    """Tokens with widths of their own; ``tables`` are the other planes and where they are."""
+    codes, scale, zero_point, levels, outliers, where = pack.pools
     packed, sinks = spec.packed(n), min(n, spec.sinks)
-    planes = [codes[:, :, :packed], *carve(pool, places, codes.shape[:2])]
+    planes = [codes[:, :, :packed], *carve(*tables, codes.shape[:2])]
     levels = unpack_levels(levels[:, :, : packed // spec.page_size])
     each = (tensor[:, :, :packed] for tensor in (scale, zero_point))
     tokens = Tokens(planes, levels, *each, *(tensor[:, 0, :packed] for tensor in (outliers, where)))
-    values = decode_tokens(tokens, spec.adaptive.widths).to(ring.dtype)
-    return torch.cat([ring[:, :, :sinks], values, layout(spec).read(ring, n)], 2)
+    values = decode_tokens(tokens, spec.adaptive.widths).to(pack.ring.dtype)
+    return torch.cat([pack.ring[:, :, :sinks], values, layout(spec).read(pack.ring, n)], 2)
 
 
 @implements("append_", "reference")
@@ -130,56 +134,33 @@ def attention_weights(scores: Tensor, mask: Tensor | None, softcap: float, sinks
 
 @implements("attend", "reference")
 def attend(
-    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None, center=None,
-    decode_fn=decode_predicted,
-) -> Tensor:  # fmt: skip
-    """``key`` and ``value`` are (codes, scale, zero_point, ring): decode the past, attend to it and to the present.
+    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None,
+    statistic="", importance=None, decode_fn=decode_predicted,
+) -> list[Tensor]:  # fmt: skip
+    """``key`` and ``value`` are a `Pack` each: decode the past, attend to it and to the present. Or a past ``[B, H_kv,
+    n, D]`` that is decoded already.
 
-    rotary: (cos, sin, rope) for keys stored before rotary embedding. sinks: logits ``[H_q]`` without values. center:
-    the mean that was subtracted from keys. decode_fn: who decodes pages.
+    rotary: (cos, sin, rope) for keys stored before rotary embedding. sinks: logits ``[H_q]`` without values. statistic,
+    importance: see `kvpass.ops`. decode_fn: who decodes pages.
     """
-    k, v = _all_tokens(decode_fn, key, value, n, k_new, v_new, k_spec, v_spec, rotary, center)
-    return attention(q, k, v, mask, causal, scale, softcap, sinks)
-
-
-def _all_tokens(decode_fn, key, value, n, k_new, v_new, k_spec, v_spec, rotary, center) -> tuple[Tensor, Tensor]:
-    """Keys and values of the past, decoded and keys rotated, with those of the call behind them."""
     if not n:
-        return k_new, v_new
-    v = read(decode_fn, *value, n, v_spec, present=v_new)
-    k = read(decode_fn, *key, n, k_spec, (), (center,), k_new if rotary is None else None)
-    return k if rotary is None else torch.cat([rotate(k, *rotary), k_new], 2), v
-
-
-@implements("attend_decoded", "reference")
-def attend_decoded(q, k, v, k_new, v_new, mask, causal, scale, softcap, rotary=None, sinks=None) -> Tensor:
-    """The same over a past ``k``, ``v`` ``[B, H_kv, n, D]`` that is decoded already."""
-    return attention(q, *_with_present(k, v, k_new, v_new, rotary), mask, causal, scale, softcap, sinks)
-
-
-def _with_present(k, v, k_new, v_new, rotary) -> tuple[Tensor, Tensor]:
-    """Keys, rotated, and values of a decoded past with those of the call behind them."""
-    if not k.shape[2]:
-        return k_new, v_new
-    return torch.cat([k if rotary is None else rotate(k, *rotary), k_new], 2), torch.cat([v, v_new], 2)
-
-
-@implements("attend_scored", "reference")
-def attend_scored(
-    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary, sinks, center, statistic,
-    importance, decode_fn=decode_predicted,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention, and what was paid to each token: see `kvpass.ops`."""
-    if len(key) > 1:
-        k, v = _all_tokens(decode_fn, key, value, n, k_new, v_new, k_spec, v_spec, rotary, center)
+        k, v = k_new, v_new
     else:
-        k, v = _with_present(key[0], value[0], k_new, v_new, rotary)
-    if mask is not None and k_spec.budget is not None:
+        v = _behind(value, decode_fn, n, v_spec, v_new)
+        k = _behind(key, decode_fn, n, k_spec, k_new, rotary)
+    if mask is not None and importance is not None and k_spec.budget is not None:
         mask = with_past(mask, importance, n, q.shape)
     out = attention(q, k, v, mask, causal, scale, softcap, sinks)
-    if not statistic:
-        return out, q.new_empty((*k.shape[:2], 0), dtype=torch.float32)
-    return out, attention_paid(q, k, mask, causal, scale, softcap, sinks, statistic)
+    return [out, attention_paid(q, k, mask, causal, scale, softcap, sinks, statistic)] if statistic else [out]
+
+
+def _behind(past: Pack | Tensor, decode_fn, n: int, spec: CodecSpec, present: Tensor, rotary=None) -> Tensor:
+    """The tokens of the past, decoded and rotated, and the present behind them."""
+    if isinstance(past, Pack):
+        if rotary is None:
+            return read(decode_fn, past, n, spec, present=present)
+        past = read(decode_fn, past, n, spec)
+    return torch.cat([past if rotary is None else rotate(past, *rotary), present], 2)
 
 
 def with_past(mask: Tensor, importance: Tensor, n: int, queries: tuple[int, ...]) -> Tensor:

@@ -62,7 +62,7 @@ class Implementation:
 
     def reason_against(self, site: Site) -> str | None:
         """Why it cannot serve ``site``, or None."""
-        for needed, there in zip(site.features, self.has or (), strict=self.has is not None):
+        for needed, there in zip(site.features, self.has or (), strict=False):  # a past that is decoded has no specs
             if missing := needed - there:
                 return f"it has no {', '.join(sorted(missing))}."
         return self.refuses(site)

@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from kvpass.cache.state import KVState
 from kvpass.codec import CodecSpec, Subspace
+from kvpass.codec.kept import opened
 from kvpass.lowering.table import Site, select
 from kvpass.lowering.triton import append, configs, encode, launch
 
@@ -91,14 +92,12 @@ def attend(
         specs = keys, CodecSpec(v_bits or bits, "token", group, page, residual=page)
     dtype = getattr(torch, dtype)
     states = [KVState.allocate(spec, 1, groups, dim, dtype, "cpu", 640) for spec in specs]
-    past = [(s.codes, s.scale, s.zero_point, s.ring) for s in states]
+    past = [opened(state.pack, state.spec) for state in states]
     q, new = torch.zeros(1, heads, queries, dim, dtype=dtype), torch.zeros(1, groups, queries, dim, dtype=dtype)
     mask = torch.ones(1, 1, queries, 512 + queries, dtype=torch.bool) if mask else None
-    center = None if states[0].center is None else states[0].center.to(dtype)
     rotary = (*torch.zeros(2, 1, 640, dim // 2, dtype=dtype), rope) if rope else None
-    launch.attend_scored(
-        q, *past, 512, new, new, mask, queries > 1 and mask is None, 0.1, softcap, *specs, rotary, None, center, paid,
-        None,
+    launch.attend(
+        q, *past, 512, new, new, mask, queries > 1 and mask is None, 0.1, softcap, *specs, rotary, None, paid
     )  # fmt: skip
 
 
@@ -116,8 +115,8 @@ def append_tokens(tokens=1, groups=8, dim=128, dtype="bfloat16") -> None:
     """Store tokens in the windows of two layers."""
     spec, dtype = CodecSpec(2, "channel", 32, 32), getattr(torch, dtype)
     states = [KVState.allocate(spec, 1, groups, dim, dtype, "cpu", 640) for _ in range(2)]
-    fields = ([getattr(state, name) for state in states] for name in ("codes", "scale", "zero_point", "ring"))
-    append.append_layers_(*fields, 5, [torch.zeros(1, groups, tokens, dim, dtype=dtype)] * 2, spec)
+    packs = [opened(state.pack, spec) for state in states]
+    append.append_layers_(packs, 5, [torch.zeros(1, groups, tokens, dim, dtype=dtype)] * 2, spec)
 
 
 def chosen_on_cuda() -> dict[str, str]:
@@ -127,9 +126,10 @@ def chosen_on_cuda() -> dict[str, str]:
         "quarot": [CodecSpec(4, "token", 32, 32, rotation=0, predictor=p) for p in ("mean", "")],
         "higgs": [CodecSpec(4, "token", 128, 32, rotation=0, grid="d2n16", predictor=p) for p in ("mean", "")],
     }
+    used = {"attend": slice(2), "append_layers_": slice(1, 2)}  # layers whose keys have a mean are not stored together
     return {
-        f"{op}, {name}": select(Site(op, "cuda", tuple(map(str, specs)), 1, 128)).name
-        for op in ("attend", "attend_scored", "encode", "append_", "append_layers_")
+        f"{op}, {name}": select(Site(op, "cuda", tuple(map(str, specs[used.get(op, slice(1))])), 1, 128)).name
+        for op in ("attend", "encode", "append_", "append_layers_")
         for name, specs in layers.items()
     }
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvpass.codec import CodecSpec
+from kvpass.codec.kept import opened
 from kvpass.lowering import reference
 from kvpass.lowering.inductor import attend as inductor_attend
 from kvpass.lowering.inductor import drafts as inductor_drafts
@@ -21,15 +22,14 @@ LOG = [CodecSpec(2, per, 16, 16, residual=32, keep="log") for per in ("channel",
 def arguments(specs, n, queries, dtype=torch.float32, causal=True, mask=None, softcap=0.0, rope="", sinks=False):
     """Those of `attend` over ``n`` tokens, two samples, four query heads on two, with room for more."""
     states = [state_of(spec, randn(i, 2, 2, n, DIM, dtype=dtype), room=n + 70) for i, spec in enumerate(specs)]
-    past = [(s.codes, s.scale, s.zero_point, s.ring) for s in states]
+    past = [opened(s.pack, s.spec) for s in states]
     q, *new = (randn(5 + i, 2, 2 * heads, queries, DIM, dtype=dtype) for i, heads in enumerate((2, 1, 1)))
     rotary = None
     if rope:
         angles = randn(9, 2, n, DIM // 2)
         rotary = angles.cos(), angles.sin(), rope
     logits = randn(8, 4) if sinks else None
-    center = states[0].center
-    return q, *past, n, *new, mask, causal, DIM**-0.5, softcap, *specs, rotary, logits, center
+    return q, *past, n, *new, mask, causal, DIM**-0.5, softcap, *specs, rotary, logits
 
 
 def random_mask(queries, tokens):
@@ -53,7 +53,7 @@ CASES = {
 def test_pieces_give_what_the_whole_gives(case, pages, monkeypatch):
     monkeypatch.setattr(inductor_drafts, "_VALUES", pages * 2 * 2 * 32 * DIM)
     call = arguments(**CASES[case])
-    got, expected = inductor_drafts.attend(*call), reference.attend(*call)
+    got, (expected,) = inductor_drafts.attend(*call), reference.attend(*call)
     assert got.shape == expected.shape and got.dtype == expected.dtype
     tolerance = 1e-5 if got.dtype == torch.float32 else 2e-2
     torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
@@ -70,7 +70,7 @@ def test_a_query_that_may_attend_to_nothing_gets_zeros():
 def test_pieces_are_for_a_few_queries_of_a_long_past_in_order(specs, queries, pieces, monkeypatch):
     monkeypatch.setattr(inductor_drafts, "_VALUES", 1)
     monkeypatch.setattr(inductor_drafts, "attend", lambda *call: "pieces")
-    out = inductor_attend.attend(*arguments(specs, 170, queries))
+    (out,) = inductor_attend.attend(*arguments(specs, 170, queries))
     assert (out == "pieces") if pieces else out.shape == (2, 4, queries, DIM)
     monkeypatch.setattr(inductor_drafts, "_VALUES", 170 * 2 * 2 * DIM)
-    assert inductor_attend.attend(*arguments(specs, 170, queries)).shape == (2, 4, queries, DIM)
+    assert inductor_attend.attend(*arguments(specs, 170, queries))[0].shape == (2, 4, queries, DIM)

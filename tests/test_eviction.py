@@ -92,18 +92,17 @@ class Layer:
         more = max(0, stored - self.importance.shape[2])
         self.importance = torch.nn.functional.pad(self.importance, (0, more))
         carrier = key.carrier(self.n)
-        pools = [[s.codes, s.scale, s.zero_point, s.ring] for s in self.states]
+        packs = [state.pack for state in self.states]
         statistic = "sum" if self.spec.evict == "attention" else ""
-        out, paid = torch.ops.kvpass.attend_scored(
-            q, *pools, carrier, k, v, mask, mask is None, 1 / math.sqrt(DIM), 0.0, key.text, value.text, statistic,
-            self.importance, lowering, center=key.center,
+        out, *paid = torch.ops.kvpass.attend(
+            q, *packs, carrier, k, v, mask, mask is None, 1 / math.sqrt(DIM), 0.0, key.text, value.text, lowering,
+            statistic=statistic, importance=self.importance,
         )  # fmt: skip
         for state, x in zip(self.states, (k, v), strict=True):
             first = state is key
             torch.ops.kvpass.append_(
-                state.codes, state.scale, state.zero_point, state.ring, None, carrier, x, None, mask, state.text,
-                "reference", center=state.center, importance=self.importance if first else None,
-                scores=[paid] if first else None, slots=self.slots,
+                state.pack, carrier, x, None, mask, state.text, "reference",
+                importance=self.importance if first else None, scores=paid if first else None, slots=self.slots,
             )  # fmt: skip
         self.n = stored
         return out
@@ -111,15 +110,7 @@ class Layer:
     def stored(self):
         with only_reference():
             key, value = (
-                torch.ops.kvpass.decode(
-                    s.codes,
-                    s.scale,
-                    s.zero_point,
-                    s.ring,
-                    s.carrier(self.n),
-                    s.text,
-                    predictor=list(s.predictor),
-                )
+                torch.ops.kvpass.decode(s.pack, s.carrier(self.n), s.text, predictor=list(s.predictor))
                 for s in self.states
             )
         return key, value, self.importance[..., : self.n]
@@ -258,20 +249,21 @@ def test_accumulated_scores_are_those_of_attention_in_float64():
 @pytest.mark.parametrize("decoded", [False, True], ids=["", "decoded"])
 @pytest.mark.parametrize("queries, statistic", [(1, "sum"), (3, "sum"), (7, "max-5"), (1, "")])
 @pytest.mark.usefixtures("reference_in_this_test")
-def test_opcheck_attend_scored(queries, statistic, decoded):
+def test_opcheck_attend_with_scores(queries, statistic, decoded):
     layer = Layer(KIVIConfig(group_size=8, retention=POLICIES["heavy hitters"]))
     q, k, v = draw(2, 60 + queries)
     layer.step(*(x[:, :, :60] for x in (q, k, v)))
-    pools = [[s.codes, s.scale, s.zero_point, s.ring] for s in layer.states]
+    past = [state.pack for state in layer.states]
     if decoded:
-        pools = [[x.contiguous()] for x in layer.stored()[:2]]
+        past = [[x.contiguous()] for x in layer.stored()[:2]]
     key, value = layer.states
     torch.library.opcheck(
-        torch.ops.kvpass.attend_scored.default,
+        torch.ops.kvpass.attend.default,
         (
-            *(q[:, :, 60:].contiguous(), *pools, key.carrier(layer.n), k[:, :, 60:].contiguous()),
-            *(v[:, :, 60:].contiguous(), None, True, 0.25, 0.0, key.text, value.text, statistic, layer.importance),
+            *(q[:, :, 60:].contiguous(), *past, key.carrier(layer.n), k[:, :, 60:].contiguous()),
+            *(v[:, :, 60:].contiguous(), None, True, 0.25, 0.0, key.text, value.text),
         ),
+        dict(statistic=statistic, importance=layer.importance),
     )
 
 

@@ -7,10 +7,11 @@ from functools import partial
 from torch._inductor.utils import run_and_get_code
 
 from kvpass.codec import CodecSpec
+from kvpass.codec.kept import opened
 from kvpass.codec.pages import decode_pages
 from kvpass.lowering import reference
 from kvpass.lowering.inductor import attend as inductor_attend
-from kvpass.lowering.inductor.aot import compile_ahead
+from kvpass.lowering.inductor.aot import Input, compile_ahead
 
 from common import randn, state_of
 
@@ -32,7 +33,7 @@ def attend(specs, n=200):
     """`attend` of one query token over ``n``, compiled anew."""
     inductor_attend._attend_kernel.cache_clear()
     states = [state_of(spec, randn(i, 1, HEADS, n, DIM), room=n) for i, spec in enumerate(specs)]
-    packed = [(state.codes, state.scale, state.zero_point, state.ring) for state in states]
+    packed = [opened(state.pack, state.spec) for state in states]
     q, k_new, v_new = (randn(5 + i, 1, heads, 1, DIM) for i, heads in enumerate((Q_HEADS, HEADS, HEADS)))
     return inductor_attend.attend(q, *packed, n, k_new, v_new, None, False, 0.1, 0.0, *specs)
 
@@ -46,8 +47,9 @@ def decode_then_attend(specs):
         k, v = (decode_pages(*three, spec) for three, spec in zip((pools[:3], pools[3:]), specs, strict=True))
         return (reference.attention(q, k, v, None, False, 0.1, 0.0),)
 
-    inputs = randn(5, 1, Q_HEADS, 1, DIM), *pools
-    return compile_ahead(run, inputs, [[], *[[2]] * len(pools)])(*inputs)
+    tensors = randn(5, 1, Q_HEADS, 1, DIM), *pools
+    inputs = [Input(f"input_{i}", tensor, [2] if i else []) for i, tensor in enumerate(tensors)]
+    return compile_ahead(run, inputs)(*tensors)
 
 
 def test_attend_makes_nothing_as_large_as_keys_and_no_copy_of_a_pool():

@@ -16,8 +16,8 @@ from kvpass import KVPassError
 from kvpass.cache.state import KVState
 from kvpass.compile import backend
 from kvpass.compile.backend import Backend
+from kvpass.compile.calls import APPEND_LAYERS, ATTEND, argument
 from kvpass.compile.masks import structure
-from kvpass.compile.rewrite import APPEND_LAYERS, ATTEND
 from kvpass.schemes import LayerGeometry
 
 from tiny import llama, tokens
@@ -186,7 +186,7 @@ def test_a_structural_mask_is_dropped_and_a_padding_mask_is_not():
     recorder = Recorder(interpret=True)
     captured_graph(model, recorder)
     attends = [n for n in recorder.rewritten.__self__.graph.nodes if n.target is ATTEND]
-    assert [n.args[12] for n in attends] == [None, None]
+    assert [argument(n, "mask") for n in attends] == [None, None]
     padded = torch.ones(1, 72, dtype=torch.long)
     padded[:, :5] = 0
     cache = DynamicCache(config=model.config)
@@ -194,7 +194,7 @@ def test_a_structural_mask_is_dropped_and_a_padding_mask_is_not():
         model(input_ids=tokens(1, 71), attention_mask=padded[:, :71], past_key_values=cache)
         model(input_ids=tokens(1, 1), attention_mask=padded, past_key_values=cache)
     attends = [n for n in recorder.rewritten.__self__.graph.nodes if n.target is ATTEND]
-    assert all(n.args[12] is not None for n in attends)
+    assert all(argument(n, "mask") is not None for n in attends)
 
 
 def test_a_mask_of_lengths_and_a_constant_is_structure():
@@ -220,7 +220,7 @@ def test_state_updates_survive_dead_code_elimination():
     captured_graph(model, recorder)
     graph = recorder.rewritten.__self__.graph
     appends = [node for node in graph.nodes if node.target is APPEND_LAYERS]
-    assert [len(node.args[0]) for node in appends] == [2, 2]  # keys and values of two layers
+    assert [len(argument(node, "x")) for node in appends] == [2, 2]  # keys and values of two layers
     assert not any(node.target in (ATTEND,) for node in list(graph.nodes)[list(graph.nodes).index(appends[0]) :])
     graph.eliminate_dead_code()
     assert [node for node in graph.nodes if node.target is APPEND_LAYERS] == appends
@@ -312,15 +312,14 @@ def test_the_backend_fuses_a_function_that_uses_the_ops_itself(options):
     key.append(k, 0), value.append(v, 0)
 
     def step(q, k_new, v_new, length, key, value, key_text, value_text):
-        full_k = torch.cat([torch.ops.kvpass.decode(*key, length, key_text), k_new], 2)
-        full_v = torch.cat([torch.ops.kvpass.decode(*value, length, value_text), v_new], 2)
-        torch.ops.kvpass.append_(*key, None, length, k_new, None, None, key_text)
-        torch.ops.kvpass.append_(*value, None, length, v_new, None, None, value_text)
+        full_k = torch.cat([torch.ops.kvpass.decode(key, length, key_text), k_new], 2)
+        full_v = torch.cat([torch.ops.kvpass.decode(value, length, value_text), v_new], 2)
+        torch.ops.kvpass.append_(key, length, k_new, None, None, key_text)
+        torch.ops.kvpass.append_(value, length, v_new, None, None, value_text)
         return torch.nn.functional.scaled_dot_product_attention(q, full_k, full_v, enable_gqa=True)
 
     def arguments(key, value):
-        packed = [(s.codes, s.scale, s.zero_point, s.ring) for s in (key, value)]
-        return q, k[:, :, :1], v[:, :, :1], key.carrier(90), *packed, key.text, value.text
+        return q, k[:, :, :1], v[:, :, :1], key.carrier(90), key.pack, value.pack, key.text, value.text
 
     expected_states = copy.deepcopy((key, value))
     expected = step(*arguments(*expected_states))
@@ -343,8 +342,7 @@ def test_the_backend_refuses_what_it_cannot_honour():
 
 
 def test_ops_whose_sizes_grow_with_the_cache_stay_out_of_cuda_graphs():
-    of_a_length = {"append_", "append_layers_", "append_rotary_", "decode", "rotate", "attend", "attend_decoded"}
-    of_a_length |= {"attend_scored"}
+    of_a_length = {"append_", "append_layers_", "append_rotary_", "decode", "rotate", "attend"}
     overloads = {op: getattr(torch.ops.kvpass, op).default for op in (*of_a_length, "encode")}
     tagged = {op for op, overload in overloads.items() if torch.Tag.cudagraph_unsafe in overload.tags}
     assert tagged == of_a_length

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from kvpass import KVPassError
 from kvpass.cache.state import KVState
@@ -36,10 +37,6 @@ KIVI = (CodecSpec(2, "channel", 32, 32), CodecSpec(2, "token", 16, 32, residual=
 WITH_SINKS = (CodecSpec(4, "channel", 16, 32, sinks=4), CodecSpec(1, "token", 8, 32, residual=32, sinks=4))
 
 
-def pools(state: KVState):
-    return state.codes, state.scale, state.zero_point, state.ring
-
-
 def strided_as_models_make_it(x):
     """``[B, H, S, D]`` as a transposed view of ``[B, S, H, D]``."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
@@ -59,7 +56,7 @@ def append_arguments(spec, n, new, dtype=torch.float32):
         with only_reference():
             state.append(x[:, :, :n], 0, q)
     tap = None if q is None or n else q.to(dtype)
-    return (*pools(state), state.compensation, state.carrier(n), x[:, :, n:], tap, None, state.text), state
+    return (state.pack, state.carrier(n), x[:, :, n:], tap, None, state.text), state
 
 
 def attend_arguments(
@@ -83,8 +80,8 @@ def attend_arguments(
     with only_reference():
         dense = [torch.cat([s.decode(n), t], 2) for s, t in zip(states, new, strict=True)]
     arguments = (
-        q, *pools(states[0]), *pools(states[1]), states[0].carrier(n), *new, mask,
-        causal, scale, softcap, *(s.text for s in states),
+        q, *(s.pack for s in states), states[0].carrier(n), *new, mask, causal, scale, softcap,
+        *(s.text for s in states),
     )  # fmt: skip
     return arguments, dense
 
@@ -123,7 +120,7 @@ def test_opcheck_append(spec, n, new):
 @pytest.mark.parametrize("n", [3, 70])
 def test_opcheck_decode(spec, n):
     state = state_of(spec, randn(0, 2, 2, n, DIM), q=queries_for(spec, 1, 2, 2))
-    torch.library.opcheck(OPS.decode.default, (*pools(state), state.carrier(n), state.text))
+    torch.library.opcheck(OPS.decode.default, (state.pack, state.carrier(n), state.text))
 
 
 @pytest.mark.usefixtures("reference_in_this_test")
@@ -148,7 +145,7 @@ def assert_fake_tells_the_truth(op, arguments, name):
     """Shape, dtype and strides, all contiguous, of the op on real and on fake tensors."""
     real = op(*arguments, name)
     with FakeTensorMode() as mode:
-        fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments]
+        fakes = tree_map_only(torch.Tensor, mode.from_tensor, arguments)
         fake = op(*fakes, name)
     real, fake = ((out if isinstance(out, (tuple, list)) else (out,)) for out in (real, fake))
     for a, b in zip(real, fake, strict=True):
@@ -172,7 +169,7 @@ def test_encode_gives_what_its_fake_says_also_for_strided_input(name, strided, s
 @pytest.mark.parametrize("n", [0, 1, 3, 20, 70])
 def test_decode_gives_what_its_fake_says(name, n):
     state = state_of(SINKS, randn(0, 2, 2, n, DIM), room=n)
-    assert_fake_tells_the_truth(OPS.decode, (*pools(state), state.carrier(n), state.text), name)
+    assert_fake_tells_the_truth(OPS.decode, (state.pack, state.carrier(n), state.text), name)
 
 
 @pytest.mark.usefixtures("reference_in_this_test")
@@ -200,8 +197,8 @@ LENGTHS = (0, 1, 31, 32, 33, 64, 100)
 )
 def test_one_query_attends_to_everything_the_mask_allows(name, n, specs, kind):
     arguments, dense = attend_arguments(specs, n, mask=masks(kind, 2, 1, n + 1))
-    expected = naive_attention(arguments[0], *dense, mask=arguments[12], scale=0.3)
-    got = OPS.attend(*arguments, name)
+    expected = naive_attention(arguments[0], *dense, mask=arguments[6], scale=0.3)
+    (got,) = OPS.attend(*arguments, name)
     assert got.dtype == torch.float32 and got.is_contiguous()
     assert torch.allclose(got.double(), expected, atol=2e-5)
 
@@ -211,7 +208,7 @@ def test_one_query_attends_to_everything_the_mask_allows(name, n, specs, kind):
 def test_one_query_with_softcap(name, n):
     arguments, dense = attend_arguments(KIVI, n, softcap=2.0, scale=1.0)
     expected = naive_attention(arguments[0], *dense, scale=1.0, softcap=2.0)
-    assert torch.allclose(OPS.attend(*arguments, name).double(), expected, atol=2e-5)
+    assert torch.allclose(OPS.attend(*arguments, name)[0].double(), expected, atol=2e-5)
     if not n:
         return  # over one key nothing depends on the scores
     uncapped = naive_attention(arguments[0], *dense, scale=1.0)
@@ -224,9 +221,9 @@ def test_logits_without_values_take_part_in_the_softmax(name, n):
     arguments, dense = attend_arguments(KIVI, n)
     sinks = randn(3, arguments[0].shape[1])
     expected = naive_attention(arguments[0], *dense, scale=0.3, sinks=sinks)
-    got = OPS.attend(*arguments, name, sinks=sinks)
+    (got,) = OPS.attend(*arguments, name, sinks=sinks)
     assert torch.allclose(got.double(), expected, atol=2e-5)
-    assert not torch.allclose(OPS.attend(*arguments, name).double(), expected, atol=1e-3)
+    assert not torch.allclose(OPS.attend(*arguments, name)[0].double(), expected, atol=1e-3)
 
 
 @pytest.mark.parametrize("queries, softcap, causal", [(1, 0.0, False), (3, 2.0, True), (3, 0.0, False)])
@@ -239,10 +236,11 @@ def test_attention_over_a_decoded_past_is_attention(queries, softcap, causal, ro
     expected = naive_attention(
         q, torch.cat([past, k[:, :, 40:]], 2), v, causal=causal, scale=0.3, softcap=softcap, sinks=sinks
     )  # fmt: skip
-    arguments = (q, k[:, :, :40].contiguous(), v[:, :, :40].contiguous(), k[:, :, 40:], v[:, :, 40:], None, causal)
-    got = OPS.attend_decoded(*arguments, 0.3, softcap, sinks=sinks, **tables)
+    decoded = ([x[:, :, :40].contiguous()] for x in (k, v))
+    arguments = (q, *decoded, carry(40), k[:, :, 40:], v[:, :, 40:], None, causal, 0.3, softcap, str(KEYS), str(VALUES))
+    (got,) = OPS.attend(*arguments, sinks=sinks, **tables)
     assert torch.allclose(got.double(), expected, atol=2e-5)
-    assert_fake_tells_the_truth(OPS.attend_decoded, (*arguments, 0.3, softcap), "auto")
+    assert_fake_tells_the_truth(OPS.attend, arguments, "auto")
 
 
 def test_keys_that_are_stored_rotated_are_not_rotated_again():
@@ -257,20 +255,17 @@ def test_masks_may_differ_from_head_to_head_and_be_shared_by_the_batch(name):
         mask = masks("bool", batch, 1, 71, heads)
         arguments, dense = attend_arguments(WITH_SINKS, 70, mask=mask)
         expected = naive_attention(arguments[0], *dense, mask=mask, scale=0.3)
-        assert torch.allclose(OPS.attend(*arguments, name).double(), expected, atol=2e-5), (batch, heads)
+        assert torch.allclose(OPS.attend(*arguments, name)[0].double(), expected, atol=2e-5), (batch, heads)
 
 
 @pytest.mark.parametrize("name", implementations("attend"))
 def test_spare_capacity_is_never_attended_to(name):
     arguments, dense = attend_arguments(KIVI, 70)
-    roomy = []
-    for pool in arguments[1:9]:
-        if pool.ndim == 5:
-            junk = torch.full((*pool.shape[:2], 9, *pool.shape[3:]), 77, dtype=pool.dtype)
-            junk[:, :, :2] = pool[:, :, :2]
-            pool = junk
-        roomy.append(pool)
-    got = OPS.attend(arguments[0], *roomy, *arguments[9:], name)
+    for state in arguments[1:3]:
+        for i, pool in enumerate(state[:3]):
+            state[i] = torch.full((*pool.shape[:2], 9, *pool.shape[3:]), 77, dtype=pool.dtype)
+            state[i][:, :, :2] = pool[:, :, :2]
+    (got,) = OPS.attend(*arguments, name)
     assert torch.allclose(got.double(), naive_attention(arguments[0], *dense, scale=0.3), atol=2e-5)
 
 
@@ -284,7 +279,7 @@ def test_several_queries_with_past(n, queries, softcap, kind):
     mask = None if causal else masks(kind, 2, queries, n + queries)
     arguments, dense = attend_arguments(WITH_SINKS, n, queries, mask, causal, softcap)
     expected = naive_attention(arguments[0], *dense, mask, causal, 0.3, softcap)
-    assert torch.allclose(OPS.attend(*arguments).double(), expected, atol=2e-5)
+    assert torch.allclose(OPS.attend(*arguments)[0].double(), expected, atol=2e-5)
 
 
 @pytest.mark.usefixtures("reference_in_this_test")
@@ -293,7 +288,7 @@ def test_several_queries_with_past(n, queries, softcap, kind):
 def test_query_heads_share_kv_heads_in_order(repeats, queries):
     arguments, dense = attend_arguments(KIVI, 50, queries, repeats=repeats, heads=3)
     expected = naive_attention(arguments[0], *dense, scale=0.3)
-    assert torch.allclose(OPS.attend(*arguments).double(), expected, atol=2e-5)
+    assert torch.allclose(OPS.attend(*arguments)[0].double(), expected, atol=2e-5)
 
 
 @pytest.mark.usefixtures("reference_in_this_test")
@@ -302,7 +297,7 @@ def test_query_heads_share_kv_heads_in_order(repeats, queries):
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 def test_attention_in_16_bits_answers_in_16_bits(dtype, tolerance, queries, softcap):
     arguments, dense = attend_arguments(KIVI, 60, queries, softcap=softcap, dtype=dtype)
-    got = OPS.attend(*arguments)
+    (got,) = OPS.attend(*arguments)
     assert got.dtype == dtype
     assert torch.allclose(
         got.double(), naive_attention(arguments[0], *dense, scale=0.3, softcap=softcap), atol=tolerance
@@ -316,15 +311,16 @@ def test_a_padding_query_that_may_attend_to_nothing_gives_numbers_not_nan(softca
     mask = torch.ones(2, 1, queries, 20 + queries, dtype=torch.bool)
     mask[1, :, 0] = False
     arguments, _ = attend_arguments(KIVI, 20, queries, mask, softcap=softcap)
-    assert torch.isfinite(OPS.attend(*arguments)).all()
+    assert torch.isfinite(OPS.attend(*arguments)[0]).all()
 
 
 def test_attend_does_not_write_to_the_state():
     arguments, _ = attend_arguments(KIVI, 70)
-    before = [pool.clone() for pool in arguments[1:9]]
+    tensors = [*arguments[1], *arguments[2]]
+    before = [tensor.clone() for tensor in tensors]
     for name in implementations("attend"):
         OPS.attend(*arguments, name)
-    assert all(torch.equal(a, b) for a, b in zip(before, arguments[1:9], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
 
 
 # ---------------------------------------------------------------- implementations against the reference
@@ -350,7 +346,7 @@ def test_encode_is_the_references_bit_for_bit(name, spec, kind):
 def test_decode_is_the_references_bit_for_bit(name, spec):
     for n in LENGTHS:
         state = state_of(spec, randn(n, 2, 2, n, DIM), q=queries_for(spec, 1, 2, 2), room=200)
-        arguments = (*pools(state), state.carrier(n), state.text)
+        arguments = (state.pack, state.carrier(n), state.text)
         assert torch.equal(OPS.decode(*arguments, name), OPS.decode(*arguments, "reference"))
 
 
@@ -371,8 +367,7 @@ def test_append_leaves_the_references_state_bit_for_bit(name, spec, n, new):
 def test_layers_are_appended_to_together_as_each_would_be_alone(name, spec, n, new):
     got, wanted = ([state_of(spec, randn(i, 2, 2, n, DIM), room=n + new) for i in range(3)] for _ in range(2))
     xs = [randn(10 + i, 2, new, 2, DIM).transpose(1, 2) for i in range(3)]
-    states = ([getattr(state, field) for state in got] for field in ("codes", "scale", "zero_point", "ring"))
-    OPS.append_layers_(*states, carry(n), xs, str(spec), name)
+    OPS.append_layers_([tensor for state in got for tensor in state.pack], carry(n), xs, str(spec), name)
     for state, alone, x in zip(got, wanted, xs, strict=True):
         alone.append(x, n)
         for (field, a), (_, b) in zip(state.tensors(), alone.tensors(), strict=True):
@@ -382,8 +377,8 @@ def test_layers_are_appended_to_together_as_each_would_be_alone(name, spec, n, n
 @pytest.mark.usefixtures("reference_in_this_test")
 def test_opcheck_append_layers():
     states = [state_of(KEYS, randn(i, 1, 2, 40, DIM), room=60) for i in range(2)]
-    fields = ([getattr(state, field) for state in states] for field in ("codes", "scale", "zero_point", "ring"))
-    torch.library.opcheck(OPS.append_layers_.default, (*fields, carry(40), list(randn(3, 2, 1, 2, 20, DIM)), str(KEYS)))
+    tensors = [tensor for state in states for tensor in state.pack]
+    torch.library.opcheck(OPS.append_layers_.default, (tensors, carry(40), list(randn(3, 2, 1, 2, 20, DIM)), str(KEYS)))
 
 
 @pytest.mark.parametrize("name", implementations("encode"))
@@ -413,7 +408,7 @@ def test_the_lowering_argument_of_an_op_is_checked(op):
     arguments = {
         "encode": lambda: encode_arguments(KEYS),
         "append_": lambda: append_arguments(KEYS, 0, 5)[0],
-        "decode": lambda: (*append_arguments(KEYS, 5, 0)[0][:4], carry(5), str(KEYS)),
+        "decode": lambda: (append_arguments(KEYS, 5, 0)[0][0], carry(5), str(KEYS)),
         "attend": lambda: attend_arguments((KEYS, VALUES), 5)[0],
     }[op]()
     with pytest.raises(KVPassError, match=f"No lowering 'nope' for kvpass::{op}"):

@@ -51,14 +51,14 @@ def test_attention_finds_pools_by_their_handles_and_refuses_copies(lowering):
     new, q = randn(3, 2, 2, 1, 32), randn(4, 2, 4, 1, 32)
 
     def attend(pools):
-        packed = [tensor for state in states for tensor in (*pools(state), state.ring)]
+        packed = [[*pools(state), state.ring] for state in states]
         rest = states[0].carrier(150), new, new, None, False, 0.2, 0.0, states[0].text, states[1].text
-        return torch.ops.kvpass.attend(q, *packed, *rest, lowering)
+        return torch.ops.kvpass.attend(q, *packed, *rest, lowering)[0]
 
     expected = attend(lambda state: (state.codes, state.scale, state.zero_point))
-    assert torch.equal(attend(lambda state: state.handles), expected)
+    assert torch.equal(attend(lambda state: state.handles[:3]), expected)
     with pytest.raises(KVPassError, match="copy of packed pages"):
-        attend(lambda state: [small.clone() for small in state.handles])
+        attend(lambda state: [small.clone() for small in state.handles[:3]])
 
 
 def test_the_length_is_all_that_varies_in_a_decode_graph(monkeypatch):

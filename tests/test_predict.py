@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kvpass import KVPassError, LogSparse, PackedKV, schemes
 from kvpass.cache.state import KVState
 from kvpass.codec import CodecSpec, decode_pages, encode_pages
+from kvpass.codec.kept import opened
 from kvpass.codec.predictor import MATRICES, fit_center, matrix, parse_predictor, predict
 from kvpass.codec.rope import rotate
 from kvpass.lowering import reference
@@ -145,7 +146,7 @@ def test_fused_attention_over_centred_keys(name, n, rope):
     x = [randn(i, 2, HEADS, n + 1, DIM) + 3 for i in range(2)]
     states = [state_of(s, t[:, :, :n], room=n) for s, t in zip((k_spec, v_spec), x, strict=True)]
     assert n < 32 or states[0].center.abs().min() > 1
-    pools = [(s.codes, s.scale, s.zero_point, s.ring) for s in states]
+    packs = [opened(s.pack, s.spec) for s in states]
     angle = randn(3, 2, n + 80, DIM // 2)
     rotary = (angle.cos(), angle.sin(), rope) if rope else None
     q, new = randn(7, 2, 6, 1, DIM), [t[:, :, n:] for t in x]
@@ -155,9 +156,9 @@ def test_fused_attention_over_centred_keys(name, n, rope):
     expected = reference.attention(
         q, torch.cat([k, new[0]], 2), torch.cat([v, new[1]], 2), None, False, 0.3, 0.0
     )  # fmt: skip
-    arguments = (q, *pools, n, *new, None, False, 0.3, 0.0, k_spec, v_spec, rotary, None, states[0].center)
-    torch.testing.assert_close(reference.attend(*arguments), expected, atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(inductor_attend.attend(*arguments), expected, atol=1e-5, rtol=1e-5)
+    arguments = (q, *packs, n, *new, None, False, 0.3, 0.0, k_spec, v_spec, rotary)
+    torch.testing.assert_close(reference.attend(*arguments)[0], expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(inductor_attend.attend(*arguments)[0], expected, atol=1e-5, rtol=1e-5)
 
 
 # ---------------------------------------------------------------- a chain of layers
@@ -203,9 +204,8 @@ def feed(states, tokens, chunks):
             for role, state in enumerate(pair):
                 state.reserve(n + chunk)
                 torch.ops.kvpass.append_(
-                    state.codes, state.scale, state.zero_point, state.ring, None, state.carrier(n),
-                    tokens[i][role][:, :, n : n + chunk], None, None, state.text, "reference", edges[role],
-                    edges[0] if role else None, [] if state.center is not None else list(state.predictor), state.center,
+                    state.pack, state.carrier(n), tokens[i][role][:, :, n : n + chunk], None, None, state.text,
+                    "reference", edges[role], edges[0] if role else None, list(state.predictor),
                 )  # fmt: skip
                 left[i][role].append(edges[role][:, :, :leaving].clone())
         n += chunk

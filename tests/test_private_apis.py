@@ -16,11 +16,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import kvpass
 from kvpass.cache.state import KVState
 from kvpass.codec import CodecSpec
-from kvpass.compile import find, normalise
+from kvpass.compile import appends, find, normalise
 from kvpass.compile.backend import Backend
-from kvpass.compile.rewrite import APPEND, _append_arguments
+from kvpass.compile.calls import APPEND
 from kvpass.lowering import session
-from kvpass.lowering.inductor.aot import compile_ahead
+from kvpass.lowering.inductor.aot import Input, compile_ahead
 from kvpass.models import recording
 from kvpass.runtime.transformers import TransformersRuntime
 from kvpass.schemes import KIVIConfig
@@ -60,28 +60,31 @@ def test_export_keeps_attention_whole_and_names_what_is_written():
 
 
 def test_export_turns_mutable_custom_ops_into_auto_functionalized_v2():
-    """`kvpass.compile.rewrite._append_arguments` reads the arguments this higher-order op was called with."""
+    """`kvpass.compile.appends` reads the arguments this higher-order op was called with."""
     spec = CodecSpec(2, "channel", 32, 32)
     state, x = KVState.allocate(spec, 1, 2, 32, torch.float32, "cpu", 64), torch.randn(1, 2, 1, 32)
 
-    def step(codes, scale, zero_point, ring, length, x):
-        torch.ops.kvpass.append_(codes, scale, zero_point, ring, None, length, x, None, None, state.text)
+    def step(*state_and_others):
+        *pack, length, x = state_and_others
+        torch.ops.kvpass.append_(pack, length, x, None, None, state.text)
         return x + 1
 
-    tensors = state.codes, state.scale, state.zero_point, state.ring, state.carrier(5), x
+    tensors = *state.pack, state.carrier(5), x
     normal = normalise.normalise(captured(step, *tensors))
-    (arguments,) = filter(None, (_append_arguments(node) for node in normal.graph.nodes))
+    (append,) = appends.appends(normal.graph)
     placeholders = [node for node in normal.graph.nodes if node.op == "placeholder"]
-    names = [argument.name for argument in APPEND._schema.arguments]
-    assert list(arguments) == names
-    assert {arguments[name] for name in ("codes", "scale", "zero_point", "ring")} <= set(placeholders)
-    assert arguments["compensation"] is None and arguments["spec"] == state.text
+    assert list(append.arguments) == [argument.name for argument in APPEND._schema.arguments]
+    assert append.written == append.state and len(append.state) == 4 and set(append.state) <= set(placeholders)
+    assert [node.meta["val"].shape for node in append.state] == [tensor.shape for tensor in state.pack]
+    assert append.importance is None and append.spec == state.text
     assert find.find(normal.graph, {}) == ([], [])
 
 
 def test_a_kernel_compiled_ahead_serves_every_size_of_its_dynamic_dims():
     """`kvpass.lowering.inductor.aot`: Inductor's compile_fx on a graph traced with fake tensors."""
-    kernel = compile_ahead(lambda x, y: ((x[:, None] * y).sum(-1),), [torch.empty(7), torch.empty(7, 4)], [[0], [0]])
+    kernel = compile_ahead(
+        lambda x, y: ((x[:, None] * y).sum(-1),), [Input("x", torch.empty(7), [0]), Input("y", torch.empty(7, 4), [0])]
+    )
     for size in (2, 7, 50):
         x, y = torch.randn(size), torch.randn(size, 4)
         torch.testing.assert_close(kernel(x, y)[0], (x[:, None] * y).sum(-1))
@@ -89,7 +92,8 @@ def test_a_kernel_compiled_ahead_serves_every_size_of_its_dynamic_dims():
 
 def test_one_tensor_as_example_of_two_inputs_is_still_two_inputs():
     example = torch.empty(4)
-    kernel = compile_ahead(lambda x, nothing, y: (x - y,), [example, None, example], [[], [], []])
+    inputs = [Input("x", example), Input("nothing", None), Input("y", example)]
+    kernel = compile_ahead(lambda x, nothing, y: (x - y,), inputs)
     x, y = torch.randn(4), torch.randn(4)
     assert torch.equal(kernel(x, None, y)[0], x - y)
 
@@ -98,7 +102,7 @@ def test_one_tensor_as_example_of_two_inputs_is_still_two_inputs():
 def test_compiled_kernels_round_to_16_bits_where_the_program_does():
     """Inductor drops casts to 16 bits and back unless told not to; codes would then be assigned under other scales than
     those stored."""
-    kernel = compile_ahead(lambda x: (x.half().float() + 1,), [torch.empty(64)], [[]])
+    kernel = compile_ahead(lambda x: (x.half().float() + 1,), [Input("x", torch.empty(64))])
     x = torch.randn(64) / 3
     assert torch.equal(kernel(x)[0], x.half().float() + 1)
 

@@ -146,7 +146,7 @@ def state_with(x, **fields):
     state = AdaptiveState.allocate(spec, x.shape[0], HEADS, DIM, x.dtype, "cpu", x.shape[2], PlanePool())
     with only_reference():
         torch.ops.kvpass.append_(
-            state.codes, state.scale, state.zero_point, state.ring, None, state.carrier(0), x, None, None, state.text,
+            state.pack, state.carrier(0), x, None, None, state.text,
             edge=state.host.tokens,
         )  # fmt: skip
     return state

@@ -41,10 +41,10 @@ def attend_arguments(
     """Arguments of `kvpass::attend` over a cache of ``n`` tokens, with room for more."""
     past = [randn(i, batch, heads, n, dim, dtype=dtype) for i in range(2)]
     states = [state_of(spec, x, room=n + 70) for spec, x in zip(specs, past, strict=True)]
-    pools = [pool for s in states for pool in (s.codes, s.scale, s.zero_point, s.ring)]
+    packs = [[tensor.to(DEVICE) for tensor in state.pack] for state in states]
     q, *new = (randn(5 + i, batch, heads * (i or repeats), queries, dim, dtype=dtype) for i in (0, 1, 1))
     texts = [str(spec) for spec in specs]
-    return on_device([q, *pools, states[0].carrier(n), *new, mask, causal, dim**-0.5 * 1.5, softcap, *texts])
+    return on_device([q, *packs, states[0].carrier(n), *new, mask, causal, dim**-0.5 * 1.5, softcap, *texts])
 
 
 def assert_close(got, expected, tolerance):
@@ -53,19 +53,15 @@ def assert_close(got, expected, tolerance):
 
 
 def assert_attends_as_the_reference(arguments, **others):
-    got, expected = (OPS.attend(*arguments, name, **others) for name in ("triton", "reference"))
+    (got,), (expected,) = (OPS.attend(*arguments, name, **others) for name in ("triton", "reference"))
     assert_close(got, expected, TOLERANCE[got.dtype])
 
 
 def assert_scores_as_the_reference(arguments, statistic, importance=None, **others):
-    """`attend_scored` of what `attend` takes."""
-    q, *pools, length, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec = arguments
-    rest = length, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, statistic
-    importance = torch.zeros(1, 1, 0, device=DEVICE) if importance is None else importance
-    got, expected = (
-        OPS.attend_scored(q, pools[:4], pools[4:], *rest, importance, name, **others)
-        for name in ("triton", "reference")
-    )
+    """Output and what tokens were paid."""
+    others |= dict(statistic=statistic, importance=importance)
+    got, expected = (OPS.attend(*arguments, name, **others) for name in ("triton", "reference"))
+    q = arguments[0]
     for mine, theirs in zip(got, expected, strict=True):
         assert_close(mine, theirs, TOLERANCE[q.dtype] * (1 if mine.dtype == q.dtype else q.shape[2]))
 
@@ -178,18 +174,17 @@ LATTICES = {
 def test_attend_to_rotated_centred_and_lattice_codes(specs, queries, dtype):
     dim = 96 if specs[0].group_size in (96, 48) else 64
     arguments = attend_arguments(specs, 140, queries, dim=dim, dtype=dtype, causal=queries > 1)
-    center = None
     if specs[0].predictor:
-        center = state_of(specs[0], randn(0, 1, 2, 140, dim, dtype=dtype) + 1, room=210).center.to(DEVICE)
-    assert_attends_as_the_reference(arguments, center=center)
+        arguments[1][-1].copy_(state_of(specs[0], randn(0, 1, 2, 140, dim, dtype=dtype) + 1).center)
+    assert_attends_as_the_reference(arguments)
 
 
 @pytest.mark.parametrize("per", ["channel", "token"])
 def test_a_mean_is_rotated_with_the_keys(per):
     specs = CodecSpec(2, per, 32, 32, sinks=3, predictor="mean", pre_rope=True), CodecSpec(3, "token", 16, 32, sinks=3)
     arguments = attend_arguments(specs, 140, 2, dim=64, dtype=torch.float16, causal=True)
-    center = state_of(specs[0], randn(0, 1, 2, 140, 64) + 1, room=210).center.to(DEVICE)
-    assert_attends_as_the_reference(arguments, center=center, **rotary(0, 1, 140, "half-16"))
+    arguments[1][-1].copy_(state_of(specs[0], randn(0, 1, 2, 140, 64) + 1).center)
+    assert_attends_as_the_reference(arguments, **rotary(0, 1, 140, "half-16"))
 
 
 @pytest.mark.parametrize("specs", [LATTICES["QuaRot"], LATTICES["beside uniform codes"]], ids=["QuaRot", "KIVI"])
@@ -200,8 +195,9 @@ def test_where_tokens_are_evicted_importance_says_who_of_the_past_is_padding(spe
     arguments[-6] = random_mask("bool", 0, 2, 1, 3, 153).to(DEVICE)
     importance = randn(0, 2, 2, 170).to(DEVICE)
     importance[0, :, :70] = -torch.inf
-    center = randn(1, 2, 2, 1, 64).half().to(DEVICE) if specs[0].predictor else None
-    assert_scores_as_the_reference(arguments, "sum", importance, center=center)
+    if specs[0].predictor:
+        arguments[1][-1].copy_(randn(1, 2, 2, 1, 64))
+    assert_scores_as_the_reference(arguments, "sum", importance)
 
 
 @triton.jit
@@ -239,25 +235,25 @@ def test_a_query_that_may_attend_to_nothing_gets_zeros():
     mask[:, :, 0] = False
     arguments = attend_arguments(KIVI, 100, 2, mask=mask)
     assert_attends_as_the_reference(arguments)
-    assert (OPS.attend(*arguments, "triton")[:, :, 0] == 0).all()
+    assert (OPS.attend(*arguments, "triton")[0][:, :, 0] == 0).all()
 
 
 def test_attend_neither_reads_spare_capacity_nor_writes_the_state():
     arguments = attend_arguments(KIVI, 100)
-    for i, pool in enumerate(arguments[1:9]):
-        if pool.ndim == 5:
-            used = KIVI[i // 4].pages(100)
-            pool[:, :, used:] = 77 if pool.dtype == torch.uint8 else float("nan")
-    before = [pool.clone() for pool in arguments[1:9]]
-    assert torch.isfinite(OPS.attend(*arguments, "triton")).all()
+    for state, spec in zip(arguments[1:3], KIVI, strict=True):
+        for pool in state[:3]:
+            pool[:, :, spec.pages(100) :] = 77 if pool.dtype == torch.uint8 else float("nan")
+    tensors = [*arguments[1], *arguments[2]]
+    before = [tensor.clone() for tensor in tensors]
+    assert torch.isfinite(OPS.attend(*arguments, "triton")[0]).all()
     assert_attends_as_the_reference(arguments)
-    pairs = zip(before, arguments[1:9], strict=True)
+    pairs = zip(before, tensors, strict=True)
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
 
 
 def test_a_pool_without_room_for_the_length_is_an_error():
     arguments = attend_arguments(KIVI, 300)
-    arguments[1] = arguments[1][:, :, :3].contiguous()
+    arguments[1][0] = arguments[1][0][:, :, :3].contiguous()
     with pytest.raises(KVPassError, match="room for 3 of 9 packed pages"):
         OPS.attend(*arguments, "triton")
 
@@ -356,10 +352,8 @@ def test_append_leaves_the_references_state_bit_for_bit(n, new):
         states = []
         for name in ("triton", "reference"):
             state = state_of(spec, x[:, :, :n], room=n + new)
-            pools = state.codes, state.scale, state.zero_point, state.ring
-            center = state.center
-            OPS.append_(*pools, None, state.carrier(n), x[:, :, n:], None, None, str(spec), name, center=center)
-            states.append(pools)
+            OPS.append_(state.pack, state.carrier(n), x[:, :, n:], None, None, str(spec), name)
+            states.append(state.pack)
         assert all(a.equal(b) for a, b in zip(*states, strict=True))
 
 
@@ -371,9 +365,8 @@ def test_layers_are_appended_to_together_as_the_reference_does_it(n, new):
         states = []
         for name in ("triton", "reference"):
             layers = [state_of(spec, x[:, :, :n], room=n + new) for x in xs]
-            fields = [[getattr(state, f) for state in layers] for f in ("codes", "scale", "zero_point", "ring")]
-            OPS.append_layers_(*fields, layers[0].carrier(n), [x[:, :, n:] for x in xs], str(spec), name)
-            states.append([tensor for field in fields for tensor in field])
+            states.append([tensor for state in layers for tensor in state.pack])
+            OPS.append_layers_(states[-1], layers[0].carrier(n), [x[:, :, n:] for x in xs], str(spec), name)
         assert all(a.equal(b) for a, b in zip(*states, strict=True))
 
 
@@ -395,7 +388,8 @@ def test_tokens_whose_distance_exceeds_32_bits_are_written_to_their_windows():
 def test_more_tokens_than_kernels_can_count_are_refused():
     """Pools of as many pages, all of which are the same memory."""
     spec, n = CodecSpec(2, "token", 16, 16, residual=16), 1 << 27
-    q, *pools, _, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec = attend_arguments([spec] * 2, 70, dim=16)
-    pools = [pool[:, :, :1].expand(-1, -1, spec.pages(n), -1, -1) if pool.ndim == 5 else pool for pool in pools]
+    q, *past, _, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec = attend_arguments([spec] * 2, 70, dim=16)
+    for state in past:
+        state[:3] = (pool[:, :, :1].expand(-1, -1, spec.pages(n), -1, -1) for pool in state[:3])
     with pytest.raises(KVPassError, match=r"up to 134217727 tokens of 16 channels.*reference"):
-        OPS.attend(q, *pools, carry(n), k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, "triton")
+        OPS.attend(q, *past, carry(n), k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, "triton")

@@ -50,7 +50,7 @@ def test_what_is_stored_behind_billions_of_tokens_is_what_is_stored_behind_few(s
             for pool in (state.codes, state.scale, state.zero_point)
         ]
         for part in x.split(new, 2):
-            torch.ops.kvpass.append_(*pools, state.ring, None, carry(n), part, None, None, state.text)
+            torch.ops.kvpass.append_([*pools, state.ring], carry(n), part, None, None, state.text)
             written += [tensor[:, :, 0].clone() for tensor in pools] + [state.ring.clone()]
             n += part.shape[2]
         stored.append(written)

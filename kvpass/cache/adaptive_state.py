@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,9 +23,10 @@ from ..codec.adaptive import (
     where_dtype,
 )
 from ..codec.affine import check_finite, params_dtype
+from ..codec.kept import of_state
 from ..codec.spec import CodecSpec
 from ..layout.window import Writes
-from .state import GROWTH, KVState, grown
+from .state import GROWTH, KVState, attribute, grown
 
 _TABLES = ("_codes", "scale", "zero_point", "outliers", "where")
 
@@ -130,25 +131,15 @@ class AdaptiveState(KVState):
 
     @property
     def predictor(self) -> list[Tensor]:
-        """The side tables that ``kvpass::decode`` takes."""
+        """The side tables that ``kvpass::decode`` takes: the other planes, and where they are."""
         if not torch.compiler.is_dynamo_compiling():
             self.pool.refresh()
-        return [self.levels, self.outliers, self.where, self.pool.data, self.places]
-
-    @property
-    def handles(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The tables themselves."""
-        return self._codes, self.scale, self.zero_point
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name in (*_TABLES, "levels", "ring", "compensation"):
-            if (tensor := getattr(self, name)) is not None:
-                yield name, tensor
+        return [self.pool.data, self.places]
 
     def _follows(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        for name in (*_TABLES, "levels"):
+        for name in self._pools:
             torch._dynamo.mark_dynamic(tensors[name], 2)
-        return {}
+        return {"_handles": tuple(tensors[attribute(name)] for name in of_state(self.spec))}
 
     @property
     def nbytes(self) -> int:
@@ -157,7 +148,7 @@ class AdaptiveState(KVState):
 
     def __getstate__(self) -> dict[str, Any]:
         own = [plane.clone() for plane in self.planes]  # not views of what the pool holds of all states
-        return vars(self) | {"planes": own}
+        return super().__getstate__() | {"planes": own}
 
     def contents(self, n: int) -> dict[str, Tensor]:
         packed, pages = slice(self.spec.packed(n)), slice(self.spec.pages(n))

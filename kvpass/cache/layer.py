@@ -278,8 +278,8 @@ class PackedLayer(CacheLayerMixin):
         if not looks_below(state.spec.predictor):
             below = beside = None
         return torch.ops.kvpass.decode(
-            *state.handles, state.ring, self.length, state.text, self.lowering, below, beside, list(state.predictor),
-        )  # fmt: skip
+            state.handles, self.length, state.text, self.lowering, below, beside, list(state.predictor)
+        )
 
     def _append(
         self, state: KVState, x: Tensor, which: int, beside: Tensor | None = None, q: Tensor | None = None,
@@ -288,8 +288,7 @@ class PackedLayer(CacheLayerMixin):
         edge = None if self.edges is None else self.edges[which]
         waiting = state.host.tokens if self.plan.adaptive else edge
         torch.ops.kvpass.append_(
-            *state.handles, state.ring, state.compensation, self.length, x, q, mask, state.text, self.lowering,
-            waiting, beside, [] if state.center is not None else list(state.predictor), state.center,
+            state.handles, self.length, x, q, mask, state.text, self.lowering, waiting, beside, list(state.predictor),
             self.importance.weights if which == 0 and self.importance else None, None, self.slots,
         )  # fmt: skip
         return edge

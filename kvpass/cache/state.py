@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from ..codec.affine import params_dtype
+from ..codec.kept import of_pages, of_state, page_shapes
 from ..codec.predictor import MEAN
 from ..codec.spec import CodecSpec
 from ..errors import KVPassError
 from ..layout.pool import handle
 from ..layout.window import Writes, carry, layout
 
-_POOLS = ("_codes", "scale", "zero_point")
 _MIN_PAGES = 4
+_ALONE = "What is stored depends on the attention that tokens are paid: a cache knows it, one state does not."
 _SPARE = 61  # more than asked for, so that sizes that vary independently are not equal when a graph is captured
 GROWTH = 32  # pools grow by 1/32: at most 3 % of slack, each byte copied at most 32 times over a cache's life
 
@@ -85,8 +86,13 @@ class Storage:
         self.put()  # what follows from a tensor is no copy's
 
 
+def attribute(name: str) -> str:
+    """Where a state has a tensor of its own."""
+    return "_codes" if name == "codes" else name
+
+
 class KVState(Storage):
-    """Packed storage of one logical ``[B, H_kv, n, D]`` tensor.
+    """Packed storage of one logical ``[B, H_kv, n, D]`` tensor: what `codec.kept` names, an attribute each.
 
     codes: ``[B, H_kv, capacity, rows, D]`` uint8, planar pages. A state made with ``source`` has none of its own: it
         decodes with the codes of that state, which must take the same tokens at the same time.
@@ -98,20 +104,11 @@ class KVState(Storage):
     below, beside: the states it looks at: the same tokens in the layer below, and for values the keys of this layer.
     """
 
-    def __init__(
-        self,
-        spec: CodecSpec,
-        codes: Tensor | None,
-        scale: Tensor,
-        zero_point: Tensor,
-        ring: Tensor,
-        compensation: Tensor | None = None,
-        source: KVState | None = None,
-        center: Tensor | None = None,
-    ):
-        self.spec, self.text = spec, str(spec)
-        self._codes, self.scale, self.zero_point, self.ring = codes, scale, zero_point, ring
-        self.compensation, self.source, self.center = compensation, source, center
+    def __init__(self, spec: CodecSpec, kept: Mapping[str, Tensor], source: KVState | None = None):
+        self.spec, self.text, self.source = spec, str(spec), source
+        self.compensation = self.center = None
+        self._codes: Tensor | None = None
+        vars(self).update({attribute(name): tensor for name, tensor in kept.items()})
         self.predictor: Sequence[Tensor] = ()
         self.below: KVState | None = None
         self.beside: KVState | None = None
@@ -132,26 +129,26 @@ class KVState(Storage):
         source: KVState | None = None,
     ) -> KVState:
         """An empty state with room for ``tokens`` tokens. Raises `KVPassError` if the spec does not fit the head."""
+        if spec.adaptive is not None:
+            raise KVPassError(_ALONE)
         spec.check(head_dim)
-        pages, lead, params = max(_MIN_PAGES, spec.pages(tokens)), (batch, heads), params_dtype(dtype)
+        pages, params = max(_MIN_PAGES, spec.pages(tokens)), params_dtype(dtype)
 
         def zeros(*shape, dtype):
-            return torch.zeros(*lead, *shape, dtype=dtype, device=device)
+            return torch.zeros(batch, heads, *shape, dtype=dtype, device=device)
 
-        compensation = None
+        kept = {
+            name: zeros(pages, *shape, dtype=kind) for name, (shape, kind) in page_shapes(spec, head_dim, dtype).items()
+        }
+        if source is not None:
+            del kept["codes"]
+        kept["ring"] = zeros(spec.sinks + spec.window, head_dim, dtype=dtype)
         if spec.subspace is not None:
             rest = head_dim - spec.subspace.block_size
-            compensation = zeros(rest, rest, dtype=params)
-        return cls(
-            spec,
-            None if source else zeros(pages, spec.rows, spec.columns(head_dim), dtype=torch.uint8),
-            zeros(pages, *spec.params_shape(head_dim), dtype=params),
-            zeros(pages, *spec.zero_shape(head_dim), dtype=params),
-            zeros(spec.sinks + spec.window, head_dim, dtype=dtype),
-            compensation,
-            source,
-            zeros(1, head_dim, dtype=params) if spec.predictor == MEAN else None,
-        )
+            kept["compensation"] = zeros(rest, rest, dtype=params)
+        if spec.predictor == MEAN:
+            kept["center"] = zeros(1, head_dim, dtype=params)
+        return cls(spec, kept, source)
 
     @property
     def codes(self) -> Tensor:
@@ -159,23 +156,34 @@ class KVState(Storage):
         return self.source.codes if self.source else self._codes
 
     @property
-    def handles(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What a graph takes for codes, scale and zero point (`kvpass.layout.pool`)."""
-        return (self.source.handles[0] if self.source else self._handles[0], *self._handles[1:])
+    def pack(self) -> list[Tensor]:
+        """What ops take of it."""
+        return [getattr(self, name) for name in of_state(self.spec)]
+
+    @property
+    def handles(self) -> list[Tensor]:
+        """The same for graphs: pools by their handles (`kvpass.layout.pool`)."""
+        return [self.source.handles[0], *self._handles[1:]] if self.source else list(self._handles)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name in (*_POOLS, "ring", "compensation", "center"):
+        for name in map(attribute, of_state(self.spec)):
             if (tensor := getattr(self, name)) is not None:
                 yield name, tensor
 
+    @property
+    def _pools(self) -> set[str]:
+        """Attributes that have an entry for every page."""
+        return set(map(attribute, of_pages(self.spec)))
+
     def _follows(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        handles = tuple(handle(tensors[name]) if name in tensors else None for name in _POOLS)
-        center = {"predictor": (tensors["center"],)} if "center" in tensors else {}
-        return super()._follows(tensors) | center | {"_handles": handles}
+        pools = self._pools & tensors.keys()
+        names = map(attribute, of_state(self.spec))
+        handles = tuple(handle(tensors[name]) if name in pools else tensors.get(name) for name in names)
+        return super()._follows(tensors) | {"_handles": handles}
 
     def contents(self, n: int) -> dict[str, Tensor]:
         used = slice(self.spec.pages(n))
-        return {name: tensor[:, :, used] if name in _POOLS else tensor for name, tensor in self.tensors()}
+        return {name: tensor[:, :, used] if name in self._pools else tensor for name, tensor in self.tensors()}
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_handles"}
@@ -186,7 +194,7 @@ class KVState(Storage):
         have, need = self.scale.shape[2], self.spec.pages(tokens)
         if need > have:
             pages = max(need, have + max(_MIN_PAGES, have // GROWTH))
-            self.put(**{name: grown(old, pages) for name, old in self.tensors() if name in _POOLS})
+            self.put(**{name: grown(old, pages) for name, old in self.tensors() if name in self._pools})
 
     def reset(self) -> None:
         """Forget all tokens."""
@@ -202,14 +210,9 @@ class KVState(Storage):
         if x.ndim != 4 or (*x.shape[:2], x.shape[3]) != expected:
             raise KVPassError(f"Expected [B, H_kv, S, D] with B, H_kv, D = {expected}, got {tuple(x.shape)}.")
         if self.spec.needs_importance:
-            raise KVPassError(
-                "What is stored depends on the attention that tokens are paid: a cache knows it, one state does not."
-            )
+            raise KVPassError(_ALONE)
         self.reserve(n + x.shape[2])
-        torch.ops.kvpass.append_(
-            self.codes, self.scale, self.zero_point, self.ring, self.compensation,
-            self.carrier(n), x.to(self.ring.dtype), q, mask, self.text, center=self.center,
-        )  # fmt: skip
+        torch.ops.kvpass.append_(self.pack, self.carrier(n), x.to(self.ring.dtype), q, mask, self.text)
         self.wrote(n, n + x.shape[2])
 
     def wrote(self, start: int, stop: int) -> None:
@@ -225,9 +228,8 @@ class KVState(Storage):
         """The ``n`` stored tokens, ``[B, H_kv, n, D]`` in the cache's dtype, and what they were predicted from."""
         below, beside = (state and state.decode(n, lowering) for state in (self.below, self.beside))
         return torch.ops.kvpass.decode(
-            self.codes, self.scale, self.zero_point, self.ring, self.carrier(n), self.text, lowering, below, beside,
-            list(self.predictor),
-        )  # fmt: skip
+            self.pack, self.carrier(n), self.text, lowering, below, beside, list(self.predictor)
+        )
 
     def _lost(self, n: int) -> Tensor:
         """Those of the tokens exact at length ``n`` that are not in the ring any more."""

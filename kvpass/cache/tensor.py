@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torchao.utils import TorchAOBaseTensor
 
+from ..codec.kept import of_state
 from ..codec.predictor import looks_below
 from ..codec.spec import CodecSpec, parse
 from ..errors import KVPassError, NonFiniteError
@@ -21,26 +22,34 @@ class PackedKV(TorchAOBaseTensor):
     `KVState` it was made from and sees its first ``num_tokens`` tokens.
     """
 
-    tensor_data_names = ["codes", "scale", "zero_point", "ring"]
+    tensor_data_names: list[str] = []  # of an instance: those of `codec.kept`
     tensor_attribute_names = ["spec", "num_tokens"]
-    optional_tensor_data_names = ["compensation", "center"]
 
-    def __new__(cls, codes, scale, zero_point, ring, spec, num_tokens, compensation=None, center=None):
+    def __new__(cls, spec: str, num_tokens: int, **kept: Tensor):
+        ring = kept["ring"]
         shape = (*ring.shape[:2], num_tokens, ring.shape[3])
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=ring.dtype, device=ring.device)
 
-    def __init__(self, codes, scale, zero_point, ring, spec: str, num_tokens: int, compensation=None, center=None):
+    def __init__(self, spec: str, num_tokens: int, **kept: Tensor):
         super().__init__()
-        self.codes, self.scale, self.zero_point, self.ring = codes, scale, zero_point, ring
-        self.spec, self.num_tokens, self.compensation, self.center = spec, num_tokens, compensation, center
+        self.spec, self.num_tokens, self.tensor_data_names = spec, num_tokens, list(kept)
+        vars(self).update(kept)
+
+    @property
+    def _kept(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in self.tensor_data_names}
+
+    @classmethod
+    def __tensor_unflatten__(cls, tensors, attributes, outer_size, outer_stride):
+        return cls(**attributes, **tensors)
+
+    def _apply_fn_to_data(self, fn) -> "PackedKV":
+        return PackedKV(self.spec, self.num_tokens, **{name: fn(tensor) for name, tensor in self._kept.items()})
 
     @classmethod
     def view(cls, state: KVState, num_tokens: int) -> "PackedKV":
         """The first ``num_tokens`` tokens of ``state``, sharing its storage."""
-        return cls(
-            state.codes, state.scale, state.zero_point, state.ring, state.text, num_tokens, state.compensation,
-            state.center,
-        )  # fmt: skip
+        return cls(state.text, num_tokens, **dict(zip(of_state(state.spec), state.pack, strict=True)))
 
     @classmethod
     def from_float(cls, x: Tensor, spec: CodecSpec, q: Tensor | None = None) -> "PackedKV":
@@ -62,10 +71,7 @@ class PackedKV(TorchAOBaseTensor):
     @property
     def state(self) -> KVState:
         """The storage, shared."""
-        spec = parse(self.spec)
-        state = KVState(spec, self.codes, self.scale, self.zero_point, self.ring, self.compensation, None, self.center)
-        state.written, state.unpacked_from = self.num_tokens, spec.pages(self.num_tokens)
-        return state
+        return KVState(parse(self.spec), self._kept)
 
     def append(self, x: Tensor) -> "PackedKV":
         """This tensor with ``x`` ``[B, H_kv, S, D]`` behind it. Storage is shared where it did not have to grow, so the

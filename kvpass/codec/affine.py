@@ -109,12 +109,12 @@ def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
     return codes.float() * scale.float() + zero_point.float()
 
 
-def check_finite(scale: Tensor, zero_point: Tensor) -> None:
+def check_finite(*parameters: Tensor) -> None:
     """Raise `NonFiniteError` if a group held NaN or infinity, or left the range of the 16-bit parameters.
 
     The parameters of a group are finite exactly when all of its values are, so the small tensors are enough.
     """
-    if not (torch.isfinite(scale).all() and torch.isfinite(zero_point).all()):
+    if not all(torch.isfinite(one).all() for one in parameters):
         raise NonFiniteError(
             "NaN, infinity or a value beyond the 16-bit range of scales reached the KV quantizer. Check the model's "
             "outputs with the full-precision cache; for values beyond 65504 load the model in bfloat16."

@@ -8,6 +8,7 @@ from .affine import assign, calibrate, dequantize, fit_codes, fit_lsq, fit_minma
 from .bitpack import pack, unpack
 from .codebook import assign_points, fit_rms, fit_size, grid, look_up
 from .hadamard import hadamard, inverse_hadamard
+from .kept import CODECS, Codec, Kept, codec_of
 from .spec import CodecSpec
 
 
@@ -62,14 +63,24 @@ def encode_pages(
     spec: CodecSpec,
     compensation: Tensor | None = None,
     stored: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Quantize and pack whole pages.
 
     x: ``[B, H, T, D]`` float, T a multiple of ``spec.page_size``.
     compensation: ``[B, H, D - b, D - b]`` from `compensation_matrix`, for specs with a subspace.
     stored: for uniform codes, scale and zero point that groups have already, and ``[B, H, T/P, *, 1]`` bool, which do.
-    Returns codes ``[B, H, T/P, rows, D]`` uint8, and scale and zero point ``[B, H, T/P, *spec.params_shape(D)]``.
+    Returns what the codec keeps of each page (`codec.kept`): codes ``[B, H, T/P, rows, D]`` uint8, and scale and zero
+    point ``[B, H, T/P, *spec.params_shape(D)]``, unless the spec names another.
     """
+    return codec_of(spec).encode(x, spec, compensation, stored)
+
+
+def decode_pages(*kept_and_spec) -> Tensor:
+    """Inverse of `encode_pages` up to rounding: what it returned, and the spec, -> ``[B, H, N * P, D]`` float32."""
+    return codec_of(kept_and_spec[-1]).decode(*kept_and_spec)
+
+
+def _encode(x: Tensor, spec: CodecSpec, compensation: Tensor | None, stored) -> tuple[Tensor, Tensor, Tensor]:
     dtype = params_dtype(x.dtype)
     if spec.raw:
         return _encode_raw(x.unflatten(-2, (-1, spec.page_size)), spec, dtype)
@@ -85,8 +96,7 @@ def encode_pages(
     return pack(codes, spec.bits), scale, zero_point
 
 
-def decode_pages(codes: Tensor, scale: Tensor, zero_point: Tensor, spec: CodecSpec) -> Tensor:
-    """Inverse of `encode_pages` up to rounding: ``[B, H, N, rows, D]`` bytes -> ``[B, H, N * P, D]`` float32."""
+def _decode(codes: Tensor, scale: Tensor, zero_point: Tensor, spec: CodecSpec) -> Tensor:
     if spec.raw:
         return _decode_raw(codes, scale, spec).flatten(-3, -2)
     codes = unpack(codes, spec.bits)
@@ -96,6 +106,17 @@ def decode_pages(codes: Tensor, scale: Tensor, zero_point: Tensor, spec: CodecSp
     else:
         pages = dequantize_pages(codes, scale, zero_point, spec)
     return (pages if spec.rotation is None else inverse_hadamard(pages, spec.rotation)).flatten(-3, -2)
+
+
+CODECS[""] = Codec(
+    {
+        "codes": Kept(lambda spec, head_dim: (spec.rows, spec.columns(head_dim)), torch.uint8),
+        "scale": Kept(CodecSpec.params_shape),
+        "zero_point": Kept(CodecSpec.zero_shape),
+    },
+    _encode,
+    _decode,
+)
 
 
 def _quantize_on_grid(x: Tensor, spec: CodecSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -114,6 +114,7 @@ class CodecSpec:
     budget: packed tokens kept at most, a multiple of ``page_size``; None for all. What is over is evicted `rollback`
         tokens after its page was due, and ``S`` stored tokens become ``stored(S)``.
     evict: who is: the tokens with the least "attention" paid to them so far, or the oldest ("age").
+    codec: name of the codec of its pages, if it is not one of these (`codec.kept`).
     shared_eviction: one choice for all heads and layers, where they need the same tokens; otherwise each KV head has
         its own.
     """
@@ -136,6 +137,7 @@ class CodecSpec:
     budget: int | None = None
     evict: Literal["attention", "age"] = "attention"
     shared_eviction: bool = False
+    codec: str = ""
     subspace: Subspace | None = None
     adaptive: Adaptive | None = None
 
@@ -171,6 +173,8 @@ class CodecSpec:
         if self.predictor and self.own_codes != 1:
             raise KVPassError("Codes of what a predictor left over are not shared between layers.")
         self._check_fit()
+        if self.codec and (self.budget is not None or self.own_codes != 1 or self.adaptive is not None):
+            raise KVPassError(f"Only built-in codecs evict, share codes or choose widths, and {self.codec!r} is none.")
         if self.adaptive is not None and (self.budget is not None or self.keep != "recent" or self.pre_rope):
             raise KVPassError(
                 "Tokens with widths of their own are not evicted, thinned out or stored before rotary embedding: use a "
@@ -328,7 +332,7 @@ class CodecSpec:
 
 
 _SIZES = ("group_size", "page_size", "residual", "sinks", "rollback")
-_CHOICES = ("bits", "per", "keep", "fit", "predictor", "evict")  # every value is a feature
+_CHOICES = ("bits", "per", "keep", "fit", "predictor", "evict", "codec")  # every value is a feature
 _OF_STORING = ("fit", "eta", "own_codes", "subspace", "budget", "evict", "shared_eviction")
 
 

@@ -10,18 +10,20 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from ..codec.predictor import looks_below
 from ..codec.spec import parse
+from .appends import tensor_of
+from .calls import DECODE, ROTATE, argument, arguments
 from .masks import structure
-from .own_cache import DECODE, ROTATE, Present, read_back
+from .own_cache import Present, read_back
 from .softmax import CASTS, PRODUCTS, SAME_VALUES, NotUnderstood, insert_bias, read_scores, shape
 
 aten = torch.ops.aten
-_SPEC = 5  # which argument of DECODE
 
 
 @dataclass
@@ -42,8 +44,17 @@ class Source:
     def needed_elsewhere(self) -> bool:
         """Whether the past has to be decoded anyway: another layer is predicted from it, it is from another layer, or
         its tokens have widths of their own."""
-        spec = parse(self.past.args[_SPEC])
-        return len(self.past.users) > 1 or looks_below(spec.predictor) or spec.adaptive is not None
+        codec = parse(self.read("spec"))
+        return len(self.past.users) > 1 or looks_below(codec.predictor) or codec.adaptive is not None
+
+    @property
+    def ring(self) -> Node:
+        """The exact tokens of the past: a state's own, as codes need not be."""
+        return tensor_of(self.read("state"), parse(self.read("spec")), "ring")
+
+    def read(self, name: str) -> Any:
+        """An argument of what decodes the past."""
+        return argument(self.past, name)
 
 
 @dataclass
@@ -139,7 +150,7 @@ def _source(node: Node, presents: dict[Node, Present]) -> Source:
     if presents and (read := read_back(node, presents)) is not None:
         past, present, padded = read
         rotation = past if past.target is ROTATE else None
-        return Source(past.args[0] if rotation else past, present, rotation, padded)
+        return Source(argument(past, "x") if rotation else past, present, rotation, padded)
     return _peeled(node)
 
 
@@ -165,8 +176,8 @@ def _peeled(node: Node) -> Source:
         past, present = parts if len(parts) == 2 and dim in (2, -2) else (None, None)
         if past is not None and past.target is DECODE:
             return Source(past, present)
-        if past is not None and past.target is ROTATE and past.args[0].target is DECODE:
-            return Source(past.args[0], present, past)
+        if past is not None and past.target is ROTATE and argument(past, "x").target is DECODE:
+            return Source(argument(past, "x"), present, past)
         raise NotUnderstood("keys or values are concatenated with something else than the present tokens")
     if node.target is aten.reshape.default:
         raise NotUnderstood("keys or values are reshaped in a way that is not head repetition")
@@ -203,24 +214,15 @@ def _unrepeated(node: Node) -> Node | None:
 
 
 def _from_sdpa(node: Node, source: Callable[[Node], Source]) -> Attention:
-    def argument(position: int, name: str, default=None):
-        return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
-
-    query, key, value = node.args[:3]
-    if argument(4, "dropout_p", 0.0):
+    given = arguments(node)
+    query, mask, causal, scale = (given[name] for name in ("query", "attn_mask", "is_causal", "scale"))
+    if given["dropout_p"]:
         raise NotUnderstood("attention with dropout: call model.eval(), or set the dropout of attention to 0")
-    scale, of_key = node.kwargs.get("scale"), source(key)
-    if of_key.padded and (argument(3, "attn_mask") is None or argument(5, "is_causal", False)):
+    key, value = source(given["key"]), source(given["value"])
+    if key.padded and (mask is None or causal):
         raise NotUnderstood("keys have room behind them that no mask hides")
-    return Attention(
-        output=node,
-        query=query,
-        key=of_key,
-        value=source(value),
-        mask=argument(3, "attn_mask"),
-        causal=bool(argument(5, "is_causal", False)),
-        scale=float(scale) if scale is not None else 1 / math.sqrt(shape(query)[-1]),
-    )
+    scale = float(scale) if scale is not None else 1 / math.sqrt(shape(query)[-1])
+    return Attention(node, query, key, value, mask, bool(causal), scale)
 
 
 def _only_user(node: Node) -> Node:

@@ -2,14 +2,15 @@
 
 from torch.fx import GraphModule, Node
 
-from kvpass.lowering.table import Site, few, select
+from kvpass.lowering.table import AUTO, Site, few, select
 
+from ..codec.spec import parse
+from .appends import tensor_of
+from .calls import arguments, change
 from .concrete import at, hints
 
-# argument whose device decides; an op that is not here has one implementation
-_DEVICE_OF = {
-    "encode": 0, "append_": 3, "append_layers_": 3, "decode": 3, "attend": 0, "attend_decoded": 0, "attend_scored": 0,
-}  # fmt: skip
+# whose device decides, and how many channels it has; an op that is not here has one implementation
+_SERVED = {"encode": "x", "append_": "x", "append_layers_": "x", "decode": "state", "attend": "q"}
 
 
 def lower(gm: GraphModule, lowering: str) -> dict[str, str]:
@@ -24,19 +25,19 @@ def lower(gm: GraphModule, lowering: str) -> dict[str, str]:
         if schema is None or not schema.name.startswith("kvpass::"):
             continue
         op = schema.name.removeprefix("kvpass::")
-        if op not in _DEVICE_OF:
+        if op not in _SERVED:
             continue
-        value = node.args[_DEVICE_OF[op]]
+        given = arguments(node)
+        specs = tuple(given[name] for name in ("k_spec", "v_spec", "spec") if name in given)
+        value = given[_SERVED[op]]
+        if op == "decode":
+            value = tensor_of(value, parse(given["spec"]), "ring")
         value = (value if isinstance(value, Node) else value[0]).meta["val"]  # of many layers, any one
-        queries = value.shape[2] if op.startswith("attend") else 0
-        if op == "attend_scored" and len(node.args[1]) == 1:  # the past is decoded already
-            queries = 0
-        names = [argument.name for argument in schema.arguments]
-        specs = tuple(argument for name, argument in zip(names, node.args, strict=False) if name.endswith("spec"))
+        queries, named, label = value.shape[2] if op == "attend" else 0, lowering, op
+        if op == "attend" and len(given["key"]) == 1:
+            specs, named, label = (), AUTO, "attend (decoded)"
         of_call = few(at(queries, hints([queries])))
-        chosen[op] = select(Site(op, value.device.type, specs, of_call, value.shape[-1]), lowering).name
-        position = names.index("lowering")
-        name = chosen[op] if isinstance(queries, int) else lowering
-        node.args = (*node.args[:position], name, *node.args[position + 1 :])
+        chosen[label] = select(Site(op, value.device.type, specs, of_call, value.shape[-1]), named).name
+        change(node, lowering=chosen[label] if isinstance(queries, int) else named)
     gm.recompile()
     return chosen

@@ -11,14 +11,11 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from .appends import Append, appends
+from .calls import DECODE, ROTATE, argument
 from .concrete import at, hints, leaves, run, symbols, upstream
 
 aten = torch.ops.aten
-APPEND = torch.ops.kvpass.append_.default
-DECODE = torch.ops.kvpass.decode.default
-ROTATE = torch.ops.kvpass.rotate.default
-FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
-_SCALE = 1  # which argument of DECODE; it is a layer's own
 
 
 @dataclass(frozen=True)
@@ -40,20 +37,19 @@ def presents(graph: Graph) -> dict[Node, Present]:
     What is appended there is the end of the whole, as the program left it; from here on it is the present itself.
     """
     found = {}
-    for node in graph.find_nodes(op="call_function", target=FUNCTIONALIZED):
-        if node.args[0] is not APPEND:
+    for append in appends(graph):
+        past = next((_as_read(node) for node in append.ring.users if _reads(node, append)), None)
+        if past is None or past not in upstream(append.x, [past]):
             continue
-        scale = node.kwargs["_all_bases"][node.kwargs["_scale_base_index"]]
-        past = next(
-            (_as_read(user) for user in scale.users if user.target is DECODE and user.args[_SCALE] is scale), None
-        )
-        if past is None:
-            continue
-        x = node.kwargs["x"]
-        if past in upstream(x, [past]) and (present := _present(x, past)) is not None:
-            node.update_kwarg("x", present.node)
+        if (present := _present(append.x, past)) is not None:
+            append.node.update_kwarg("x", present.node)
             found[past] = present
     return found
+
+
+def _reads(node: Node, append: Append) -> bool:
+    """Whether ``node`` decodes what ``append`` stores behind: codes may be another layer's, a ring is its own."""
+    return node.target is DECODE and append.ring in argument(node, "state")
 
 
 def _as_read(past: Node) -> Node:

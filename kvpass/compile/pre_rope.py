@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 
 from ..codec.rope import parse_rope, rotate, split_pairs
 from ..errors import KVPassError
+from .calls import ATTEND
 from .concrete import at, hints, is_size, run, upstream
 
 aten = torch.ops.aten
@@ -22,8 +23,7 @@ _PROJECTIONS = {
     aten.addmm.default,
     aten.mm.default,
     aten.embedding.default,
-    torch.ops.kvpass.attend.default,
-    torch.ops.kvpass.attend_scored.default,
+    ATTEND,
     aten.scaled_dot_product_attention.default,
 }
 _POSITIONAL = {aten.cos.default, aten.sin.default, aten.gather.default, aten.index.Tensor, aten.index_select.default}

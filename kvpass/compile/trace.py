@@ -21,10 +21,10 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from ..errors import KVPassError
+from .appends import FUNCTIONALIZED
+from .calls import APPEND, APPEND_LAYERS, argument
 from .find import Attention
-from .own_cache import APPEND, FUNCTIONALIZED
 from .report import GraphReport, Stage
-from .rewrite import APPEND_LAYERS
 
 VARIABLE = "KVPASS_TRACE"
 _NOISE = re.compile(r";  (?:\w+ = )+None$|  # \w+AOT(?:In|Out)put\(.*\)$", re.MULTILINE)
@@ -169,4 +169,6 @@ def _op(node: Node) -> str:
 def _written(module: GraphModule) -> int:
     """Caches, of keys or of values, that ``module`` appends to."""
     calls = module.graph.find_nodes(op="call_function", target=APPEND_LAYERS)
-    return sum(len(node.args[0]) for node in calls) + len(module.graph.find_nodes(op="call_function", target=APPEND))
+    return sum(len(argument(node, "x")) for node in calls) + len(
+        module.graph.find_nodes(op="call_function", target=APPEND)
+    )

@@ -13,7 +13,7 @@ from ..codec.spec import CodecSpec
 
 
 def statistic(spec: CodecSpec) -> str:
-    """What ``kvpass::attend_scored`` is asked about each token, besides its output."""
+    """What ``kvpass::attend`` is asked about each token, besides its output."""
     if spec.adaptive is not None:
         return f"max-{spec.adaptive.rows}"
     return "sum" if spec.evict == "attention" else ""

@@ -17,6 +17,7 @@ from ..cache.state import KVState
 from ..codec.rope import rotate
 from ..codec.spec import CodecSpec, parse
 from ..compile.backend import Backend
+from ..compile.calls import change
 from ..compile.find import find_unpacked
 from ..compile.normalise import flatten, normalise
 from ..compile.report import GraphReport, listed
@@ -250,6 +251,6 @@ class Simulation(Backend):
         self.specs, self.prompt = specs, prompt
         for module in self.modules:
             nodes = module.graph.find_nodes(op="call_function", target=torch.ops.kvpass.simulate.default)
-            for node, pair in zip(nodes, specs, strict=True):
-                node.args = (*node.args[:-3], *pair, prompt)
+            for node, (key, value) in zip(nodes, specs, strict=True):
+                change(node, k_spec=key, v_spec=value, prompt=prompt)
             module.recompile()

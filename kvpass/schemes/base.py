@@ -100,6 +100,7 @@ class LayerPlan:
                 codes = f"{spec.bits}-bit floats"
             elif spec.grid:
                 codes = f"grid {spec.grid} g{spec.group_size}"
+            codes += f" by {spec.codec}" if spec.codec else ""
             rotated = "" if spec.rotation is None else " rotated"
             shared = "" if source is None else f" with the codes of layer {source}"
             rest = " less its mean" if spec.predictor == MEAN else f" less {spec.predictor} prediction"

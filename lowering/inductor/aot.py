@@ -5,6 +5,7 @@ The only file of the lowering that touches Inductor's private entry point; see `
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,28 +21,33 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from ..session import compiling
 
 
-@compiling()
-def compile_ahead(
-    fn: Callable, examples: Sequence[Tensor | None], dynamic: Sequence[Sequence[int]], options: dict | None = None
-) -> Callable:
-    """Compile ``fn(*tensors)``, which returns a tuple of tensors, once for all sizes of its dynamic dims.
+@dataclass(frozen=True)
+class Input:
+    """A tensor that a kernel takes. Only the *metadata* of ``example`` is traced; None stays None. Its ``dynamic`` dims
+    are any size, the same one where they are equal here, so unrelated dims must differ; none may be 0 or 1."""
 
-    examples: a tensor for each input, whose *metadata* is traced. Dims of equal size in them are one symbol if dynamic,
-        so unrelated dims must differ; none may be 0 or 1. None stays None.
-    dynamic: the dynamic dims of each input.
+    name: str
+    example: Tensor | None
+    dynamic: Sequence[int] = ()
+
+
+@compiling()
+def compile_ahead(fn: Callable, inputs: Sequence[Input], options: dict | None = None) -> Callable:
+    """Compile ``fn(*tensors)``, which returns a tuple of tensors, once for all sizes of the dynamic dims of ``inputs``.
+
     options: of ``torch._inductor.config``, by name.
     """
     options = {"emulate_precision_casts": True, **(options or {})}
     fake_mode = FakeTensorMode(shape_env=ShapeEnv())
     fakes = []
-    for i, (example, dims) in enumerate(zip(examples, dynamic, strict=True)):
-        if example is None:
+    for one in inputs:
+        if one.example is None:
             continue
-        sizes = [DimDynamic.DYNAMIC if d in dims else DimDynamic.STATIC for d in range(example.ndim)]
+        sizes = [DimDynamic.DYNAMIC if d in one.dynamic else DimDynamic.STATIC for d in range(one.example.ndim)]
         context = StatelessSymbolicContext(dynamic_sizes=sizes)
-        example = torch.empty_like(example)  # one tensor given for two inputs would be traced as one input
-        fakes.append(fake_mode.from_tensor(example, source=ConstantSource(f"input_{i}"), symbolic_context=context))
-    present = [example is not None for example in examples]
+        example = torch.empty_like(one.example)  # one tensor given for two inputs would be traced as one input
+        fakes.append(fake_mode.from_tensor(example, source=ConstantSource(one.name), symbolic_context=context))
+    present = [one.example is not None for one in inputs]
 
     def call(*tensors):
         remaining = iter(tensors)

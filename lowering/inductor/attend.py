@@ -5,7 +5,8 @@ because as a broadcast dimension the same algebra is twice as slow. Pools are sl
 there are.
 """
 
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from kvpass.codec.affine import params_dtype
 from kvpass.codec.bitpack import num_planes, unpack_plane, unpack_plane_unshifted
 from kvpass.codec.codebook import grid, look_up
 from kvpass.codec.hadamard import basis
+from kvpass.codec.kept import CODECS, page_shapes
 from kvpass.codec.rope import parse_rope, rotate_pairs, split_pairs
 from kvpass.codec.spec import CodecSpec, parse
 from kvpass.layout.pool import capacity, handle, of_capacity
@@ -24,7 +26,7 @@ from ..reference import with_past
 from ..session import compiled_once
 from ..table import Site, implements
 from . import drafts
-from .aot import compile_ahead
+from .aot import Input, compile_ahead
 from .pages import WIDTHS, decode_all
 
 _VALUES = WIDTHS | {"per=channel", "per=token", "keep=log", "rotation", "grid"}
@@ -90,22 +92,25 @@ def _first_pages(handle: Tensor, room: Tensor, count: int) -> Tensor:
     return of_capacity(handle, room.shape[0]).narrow(2, 0, count).flatten(0, 1)
 
 
-def _attend(k_pages, v_pages, *inputs, scale, softcap, k_spec, v_spec, rope, paid, present):
-    """One query token ``[B, H_q, 1, D]`` over packed keys and values; inputs as in `attend`. With ``paid``, the weights
-    summed over the query heads of a KV head come second: ``[B * H_kv, slots]``, pages, ring, and the token itself.
-    Without ``present``, that of cross-attention, the token itself does not count.
+def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rope, paid, present):
+    """One query token ``[B, H_q, 1, D]`` over packed keys and values, given what `_inputs` names. With ``paid``, the
+    weights summed over the query heads of a KV head come second: ``[B * H_kv, slots]``, pages, ring, and the token
+    itself. Without ``present``, that of cross-attention, the token itself does not count.
 
-    ``k_pages`` and ``v_pages`` carry page counts as their shape, ``rooms`` the capacities of pools that are handed over
-    as handles, ``lengths`` those of `_lengths` as its values. For log-sparse windows ``held`` is the token in each slot
-    of the ring, ``page_tokens`` ``[N, P]`` those in the pages.
+    ``k_pages`` and ``v_pages`` carry page counts as their shape, those of ``_ROOMS`` the capacities of pools that are
+    handed over as handles, ``lengths`` those of `_lengths` as its values. For log-sparse windows ``held`` is the token
+    in each slot of the ring, ``page_tokens`` ``[N, P]`` those in the pages.
     """
-    *rooms, q, kc, ks, kz, k_ring, vc, vs, vz, v_ring, lengths, k_new, v_new, mask, held = inputs[:-9]
-    page_tokens, cos, sin, k_points, v_points, k_basis, v_basis, sinks, center = inputs[-9:]
-    shape, dtype, batch, groups = q.shape, q.dtype, q.shape[0], k_ring.shape[1]
-    count, v_count, size = k_pages.shape[0], v_pages.shape[0], k_spec.page_size
-    counts = [count] * 3 + [v_count] * 3
-    *k_pools, vc, vs, vz = map(_first_pages, (kc, ks, kz, vc, vs, vz), rooms, counts)
-    k_ring, v_ring, k_new, v_new = (tensor.flatten(0, 1) for tensor in (k_ring, v_ring, k_new, v_new))
+    q, lengths, mask, held, page_tokens, sinks, center = (
+        given[name] for name in ("q", "lengths", "mask", "held", "page_tokens", "sinks", "center")
+    )
+    count, v_count, size = given["k_pages"].shape[0], given["v_pages"].shape[0], k_spec.page_size
+    k_pools, v_pools = (
+        [_first_pages(given[name], given[_ROOMS[name]], pages) for name in _POOLS[side]]
+        for side, pages in (("k", count), ("v", v_count))
+    )
+    k_ring, v_ring, k_new, v_new = (given[name].flatten(0, 1) for name in ("k_ring", "v_ring", "k_new", "v_new"))
+    shape, dtype, batch, groups = q.shape, q.dtype, q.shape[0], given["k_ring"].shape[1]
     q = (q.float() * scale).view(batch * groups, shape[1] // groups, -1)  # [BH, R, D]
     index = torch.arange(count * size, device=q.device)  # of packed tokens, in storage order
     in_page = index + k_spec.sinks if page_tokens is None else page_tokens.flatten()
@@ -116,14 +121,18 @@ def _attend(k_pages, v_pages, *inputs, scale, softcap, k_spec, v_spec, rope, pai
         """cos and sin of ``tokens``, any shape; None where keys are stored rotated."""
         if not rope:
             return None
-        rows = [table.index_select(1, tokens.flatten())[..., : parse_rope(rope)[0]] for table in (cos, sin)]
+        rows = [
+            table.index_select(1, tokens.flatten())[..., : parse_rope(rope)[0]]
+            for table in (given["cos"], given["sin"])
+        ]
         return tuple(table.unflatten(1, tokens.shape) for table in rows)
 
     def seen(scores, counts):
         scores = torch.tanh(scores / softcap) * softcap if softcap else scores
         return torch.where(counts, scores, -torch.inf)
 
-    on_pages = _page_scores(q, k_pools, in_page.view(count, size), tables, rope, k_spec, k_points, k_basis, center)
+    fixed = given["k_points"], given["k_basis"], center
+    on_pages = _page_scores(q, k_pools, in_page.view(count, size), tables, rope, k_spec, *fixed)
     on_ring = torch.stack(_dots(q, k_ring.float(), tables(k_tokens.clamp_min(0)), rope), 1)
     own, counts = (q * k_new.float()).sum(-1, keepdim=True), torch.full_like(n, present, dtype=torch.bool)
     scores = torch.cat([seen(on_pages, index < k_packed), seen(on_ring, k_counts), seen(own, counts)], -1)
@@ -145,7 +154,8 @@ def _attend(k_pages, v_pages, *inputs, scale, softcap, k_spec, v_spec, rope, pai
     # concatenated, they are computed once: otherwise anew for every channel
     on_pages, on_ring, own = torch.cat([on_pages, on_ring, weights[..., -1:]], -1).split([packed, slots, 1], -1)
     out = (on_ring[..., None] * v_ring[:, None].float()).sum(2) + own * v_new.float()
-    out = out + _page_values(on_pages.unflatten(-1, (v_count, -1)), (vc, vs, vz), v_spec, v_points, v_basis)
+    on_pages = on_pages.unflatten(-1, (v_count, -1))
+    out = out + _page_values(on_pages, v_pools, v_spec, given["v_points"], given["v_basis"])
     out = out.view(*shape[:3], -1).to(dtype)
     return (out, weights.sum(1)) if paid else (out,)
 
@@ -202,9 +212,11 @@ def _biased(scores: Tensor, mask: Tensor, token: Tensor, groups: int) -> Tensor:
     return (scores.unflatten(0, (-1, groups)) + bias).flatten(0, 1)
 
 
+_POOLS = {side: [f"{side}_{name}" for name in CODECS[""].tensors] for side in ("k", "v")}
+_ROOMS = {name: f"{name}_room" for names in _POOLS.values() for name in names}
 # Sizes to trace with, where sizes vary from call to call: different for what is unrelated, and none of them 0 or 1.
-_BATCH, _K_PAGES, _V_PAGES, _TOKENS, _TABLES = 5, 53, 47, 1733, 1811
-_ROOMS = 61, 67, 71, 59, 73, 79
+_BATCH, _TOKENS, _TABLES = 5, 1733, 1811
+_COUNTS = {"k_pages": 53, "v_pages": 47, **dict(zip(_ROOMS.values(), (61, 67, 71, 59, 73, 79), strict=True))}
 
 
 # Keys and values in pages are used by every query head of a KV head and are never to be stored for that, however many
@@ -217,58 +229,74 @@ _OPTIONS = {
 }
 
 
-@compiled_once
-def _attend_kernel(key: tuple, k_spec: CodecSpec, v_spec: CodecSpec, scale: float, softcap: float, paid: bool):
-    """Compile `_attend` for what `attend` found in common with other calls (see there)."""
-    many, q_heads, heads, head_dim, dtype, device, mask_layout, rope, columns, sinks, present = key
-    batch = _BATCH if many else 1
+class _Common(NamedTuple):
+    """What calls that one kernel serves have in common, besides specs and scores.
 
-    def example(*shape, dtype=dtype, batch=batch):
-        return torch.empty(batch, *shape, dtype=dtype, device=device)
+    many: whether there is more than one sample. mask: whether it has many, its heads and its dtype. columns: those of
+    the rotary tables. sinks: their dtype. present: see `_attend`.
+    """
 
-    def state(spec):
-        codes = example(heads, spec.rows, spec.columns(head_dim), dtype=torch.uint8)
-        shapes = spec.params_shape(head_dim), spec.zero_shape(head_dim)
-        scale, zero_point = (example(heads, *shape, dtype=params_dtype(dtype)) for shape in shapes)
-        return codes, scale, zero_point, example(heads, spec.sinks + spec.window, head_dim)
+    many: bool
+    q_heads: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    mask: tuple[bool, int, torch.dtype] | None
+    rope: str
+    columns: int
+    sinks: torch.dtype | None
+    present: bool
 
-    mask = None
-    if mask_layout is not None:
-        mask_batch, mask_heads, mask_dtype = mask_layout
-        mask = example(mask_heads, 1, _TOKENS, dtype=mask_dtype, batch=batch if mask_batch else 1)
 
-    def points(spec):
-        return torch.empty_like(grid(spec.grid, device)) if spec.grid else None
+def _inputs(common: _Common, k_spec: CodecSpec, v_spec: CodecSpec) -> list[Input]:
+    """What `_attend` is given."""
+    many, q_heads, heads, head_dim, dtype, device, mask, rope, columns, sinks, _ = common
 
-    def rotation(spec):
-        return None if spec.rotation is None else torch.empty(head_dim, head_dim, device=device)
+    def tensor(name: str, *shape: int, dtype=dtype, dynamic=(), there=True) -> Input:
+        return Input(name, torch.empty(shape, dtype=dtype, device=device) if there else None, dynamic)
 
-    log = k_spec.keep == "log"
-    ids = partial(torch.empty, dtype=torch.int64, device=device)
-    new, table = example(heads, 1, head_dim), example(_TABLES, columns) if rope else None
-    examples = [
-        *(torch.empty(pages, dtype=torch.uint8, device=device) for pages in (_K_PAGES, _V_PAGES, *_ROOMS)),
-        example(q_heads, 1, head_dim),
-        *state(k_spec),
-        *state(v_spec),
-        ids(3),
-        *(new, new),
-        mask,
-        *((ids(k_spec.sinks + k_spec.window), ids(_K_PAGES, k_spec.page_size)) if log else (None, None)),
-        *(table, table),
-        *map(points, (k_spec, v_spec)),
-        *map(rotation, (k_spec, v_spec)),
-        None if sinks is None else torch.empty(q_heads, dtype=sinks, device=device),
-        example(heads, 1, head_dim, dtype=params_dtype(dtype)) if k_spec.predictor else None,
+    def sample(name: str, *shape: int, dtype=dtype, dynamic=(), there=True, many=many) -> Input:
+        lead, varying = (_BATCH, (0,)) if many else (1, ())
+        return tensor(name, lead, *shape, dtype=dtype, dynamic=(*varying, *dynamic), there=there)
+
+    inputs = [tensor(name, count, dtype=torch.uint8, dynamic=(0,)) for name, count in _COUNTS.items()]
+    inputs += [sample("q", q_heads, 1, head_dim), tensor("lengths", 3, dtype=torch.int64)]
+    for side, spec in (("k", k_spec), ("v", v_spec)):
+        kept = page_shapes(spec, head_dim, dtype).values()
+        inputs += [sample(n, heads, *s, dtype=d) for n, (s, d) in zip(_POOLS[side], kept, strict=True)]
+        inputs += [sample(f"{side}_ring", heads, spec.sinks + spec.window, head_dim)]
+        inputs += [sample(f"{side}_new", heads, 1, head_dim)]
+        inputs += [Input(f"{side}_points", grid(spec.grid, device) if spec.grid else None)]
+        rotated = spec.rotation is not None
+        inputs += [tensor(f"{side}_basis", head_dim, head_dim, dtype=torch.float32, there=rotated)]
+    of_samples, mask_heads, kind = mask or (False, 1, dtype)
+    log, ids = k_spec.keep == "log", torch.int64
+    return [
+        *inputs,
+        sample(
+            "mask", mask_heads, 1, _TOKENS, dtype=kind, dynamic=(3,), there=mask is not None, many=many and of_samples
+        ),
+        tensor("held", k_spec.sinks + k_spec.window, dtype=ids, there=log),
+        tensor("page_tokens", _COUNTS["k_pages"], k_spec.page_size, dtype=ids, dynamic=(0,), there=log),
+        *(sample(name, _TABLES, columns, dynamic=(1,), there=bool(rope)) for name in ("cos", "sin")),
+        tensor("sinks", q_heads, dtype=sinks or dtype, there=sinks is not None),
+        sample("center", heads, 1, head_dim, dtype=params_dtype(dtype), there=bool(k_spec.predictor)),
     ]
-    first = [0] if many else []
-    of_mask = [0, 3] if many and mask_layout is not None and mask_layout[0] else [3]
-    tables = [[*first, 1]] * 2
-    carriers = [[0]] * (2 + len(_ROOMS))
-    dynamic = [*carriers, *[first] * 9, [], first, first, of_mask, [], [0], *tables, [], [], [], [], [], first]
-    how = dict(scale=scale, softcap=softcap, k_spec=k_spec, v_spec=v_spec, rope=rope, paid=paid, present=present)
-    fn = partial(_attend, **how)
-    return compile_ahead(fn, examples, dynamic, _OPTIONS)
+
+
+@compiled_once
+def _attend_kernel(common: _Common, k_spec: CodecSpec, v_spec: CodecSpec, scale: float, softcap: float, paid: bool):
+    """`_attend`, compiled for all calls that have this in common; it takes what `_inputs` names by name."""
+    how = dict(scale=scale, softcap=softcap, k_spec=k_spec, v_spec=v_spec, rope=common.rope, paid=paid)
+    inputs = _inputs(common, k_spec, v_spec)
+    names = [one.name for one in inputs]
+
+    def attend(*tensors):
+        return _attend(dict(zip(names, tensors, strict=True)), **how, present=common.present)
+
+    compiled = compile_ahead(attend, inputs, _OPTIONS)
+    return lambda given: compiled(*(given[name] for name in names))
 
 
 @lru_cache(maxsize=16)
@@ -292,6 +320,8 @@ def _page_tokens(spec: CodecSpec, used: int, pages: int, device: torch.device) -
 
 
 def _refuses_attend(site: Site) -> str | None:
+    if not site.specs:
+        return "the past is decoded already."
     if site.queries != 1:  # decoded by `decode_all`
         return None
     key, value = map(parse, site.specs)
@@ -305,69 +335,60 @@ def _refuses_attend(site: Site) -> str | None:
 
 
 def _run(
-    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None, center=None,
-    paid=False,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None, paid=False
+) -> tuple[Tensor, ...]:
     batch, heads, _, head_dim = k_new.shape
-    device = q.device
-    pages = [max(_MIN_PAGES, spec.pages(n)) for spec in (k_spec, v_spec)]
-    rooms = [capacity(pool, used) for used, state in zip(pages, (key, value), strict=True) for pool in state[:3]]
-    key, value = ((*(handle(pool.contiguous()) for pool in state[:3]), state[3]) for state in (key, value))
-    if mask is not None:
-        mask = mask.contiguous()
-    lengths = _lengths(n, k_spec.packed(n), v_spec.packed(n), device)
-    k_spec, v_spec = k_spec.stored_as, v_spec.stored_as
+    device, present, sides = q.device, k_new.shape[2] > 0, (("k", key, k_spec), ("v", value, v_spec))
     cos, sin, rope = rotary or (None, None, "")
-    held = tokens = None
-    if k_spec.keep == "log":
-        held, tokens = ring_tokens(k_spec, n, device), _page_tokens(k_spec, k_spec.pages(n), pages[0], device)
-    layout_of_mask = None if mask is None else (mask.shape[0] > 1, mask.shape[1], mask.dtype)
-    columns = cos.shape[2] if rope else 0
-    logits = None if sinks is None else sinks.dtype
-    present = k_new.shape[2] > 0
-    shared = (batch > 1, q.shape[1], heads, head_dim, q.dtype, device, layout_of_mask, rope, columns, logits, present)
-    kernel = _attend_kernel(shared, k_spec, v_spec, scale, softcap, paid)
     if not present:  # a token that does not count
         k_new = v_new = k_new.new_zeros(batch, heads, 1, head_dim)
-    new = q.contiguous(), k_new.contiguous(), v_new.contiguous()
-    points = (grid(spec.grid, device) if spec.grid else None for spec in (k_spec, v_spec))
-    bases = (None if s.rotation is None else basis(head_dim, s.rotation, device) for s in (k_spec, v_spec))
-    return kernel(
-        *_carriers((*pages, *rooms), device), new[0], *key, *value, lengths, *new[1:], mask, held, tokens, cos, sin,
-        *points, *bases, sinks, center,
+    given = dict(
+        q=q.contiguous(), k_new=k_new.contiguous(), v_new=v_new.contiguous(), mask=mask, cos=cos, sin=sin, sinks=sinks,
+        lengths=_lengths(n, k_spec.packed(n), v_spec.packed(n), device), held=None, page_tokens=None, center=key.center,
     )  # fmt: skip
+    counts = {}
+    for side, pack, spec in sides:
+        counts[f"{side}_pages"] = pages = max(_MIN_PAGES, spec.pages(n))
+        for name, pool in zip(_POOLS[side], pack.pools, strict=True):
+            counts[_ROOMS[name]], given[name] = capacity(pool, pages), handle(pool.contiguous())
+        given[f"{side}_ring"] = pack.ring
+        given[f"{side}_points"] = grid(spec.grid, device) if spec.grid else None
+        given[f"{side}_basis"] = None if spec.rotation is None else basis(head_dim, spec.rotation, device)
+    given.update(zip(counts, _carriers(tuple(counts.values()), device), strict=True))
+    layout_of_mask = None
+    if mask is not None:
+        given["mask"] = mask = mask.contiguous()
+        layout_of_mask = mask.shape[0] > 1, mask.shape[1], mask.dtype
+    if k_spec.keep == "log":
+        given["held"] = ring_tokens(k_spec, n, device)
+        given["page_tokens"] = _page_tokens(k_spec, k_spec.pages(n), counts["k_pages"], device)
+    common = _Common(
+        batch > 1, q.shape[1], heads, head_dim, q.dtype, device, layout_of_mask, rope, cos.shape[2] if rope else 0,
+        None if sinks is None else sinks.dtype, present,
+    )  # fmt: skip
+    return _attend_kernel(common, k_spec.stored_as, v_spec.stored_as, scale, softcap, paid)(given)
 
 
 @implements("attend", "inductor", has=_ATTENDED, refuses=_refuses_attend)
-def attend(q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, *others) -> Tensor:
-    args = q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, *others
-    if q.shape[2] == 1:
-        return _run(*args)[0]
-    if drafts.serves(q, key[-1], n, (k_spec, v_spec)):
-        return drafts.attend(*args)
-    return reference.attend(*args, decode_fn=decode_all)
-
-
-@implements("attend_scored", "inductor", has=_ATTENDED, refuses=_refuses_attend)
-def attend_scored(
-    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary, sinks, center, statistic,
-    importance,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The same, and what each token was paid, put from storage order into the order of `kvpass.layout.eviction`."""
-    if q.shape[2] > 1 or len(key) == 1:
-        return reference.attend_scored(
-            q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary, sinks, center,
-            statistic, importance, decode_all,
-        )  # fmt: skip
-    if mask is not None:
+def attend(
+    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None,
+    statistic="", importance=None,
+) -> list[Tensor]:  # fmt: skip
+    how = causal, scale, softcap, k_spec, v_spec, rotary, sinks
+    if q.shape[2] > 1:
+        if not statistic and importance is None and drafts.serves(q, key.ring, n, (k_spec, v_spec)):
+            return [drafts.attend(q, key, value, n, k_new, v_new, mask, *how)]
+        return reference.attend(q, key, value, n, k_new, v_new, mask, *how, statistic, importance, decode_all)
+    if mask is not None and importance is not None and k_spec.budget is not None:
         mask = with_past(mask, importance, n, q.shape)
-    how = mask, causal, scale, softcap, k_spec, v_spec, rotary, sinks, center, bool(statistic)
-    out, *paid = _run(q, key, value, n, k_new, v_new, *how)
-    if not paid:
-        return out, q.new_empty((*k_new.shape[:2], 0), dtype=torch.float32)
-    paid, packed = paid[0].unflatten(0, k_new.shape[:2]), k_spec.packed(n)
-    ring = slice(-1 - k_spec.sinks - k_spec.window, -1)
-    slots = layout(k_spec).slots(torch.arange(k_spec.sinks + packed, n)).to(q.device)
-    first = min(n, k_spec.sinks)
+    out, *paid = _run(q, key, value, n, k_new, v_new, mask, *how, bool(statistic))
+    return [out, *(_in_token_order(of_slots.unflatten(0, k_new.shape[:2]), n, k_spec) for of_slots in paid)]
+
+
+def _in_token_order(paid: Tensor, n: int, spec: CodecSpec) -> Tensor:
+    """What each slot was paid, as `kvpass.layout.eviction` orders the tokens."""
+    packed, ring = spec.packed(n), slice(-1 - spec.sinks - spec.window, -1)
+    slots = layout(spec).slots(torch.arange(spec.sinks + packed, n)).to(paid.device)
+    first = min(n, spec.sinks)
     parts = paid[..., ring][..., :first], paid[..., :packed], paid[..., ring].index_select(-1, slots), paid[..., -1:]
-    return out, torch.cat(parts, -1)
+    return torch.cat(parts, -1)

@@ -37,13 +37,13 @@ def _rotated(parts: Iterator[Tensor], cos: Tensor, sin: Tensor, rope: str) -> It
 
 
 def attend(
-    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None, center=None
+    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None
 ) -> Tensor:
-    """As `kvpass.lowering.reference.attend`."""
+    """The output of `kvpass.lowering.reference.attend`."""
     batch, heads, queries, _ = q.shape
     rows = (q.float() * scale).unflatten(1, (k_new.shape[1], -1)).flatten(2, 3)  # those of a KV head together
-    at_once = max(1, _VALUES // (k_spec.page_size * key[-1][:, :, 0].numel()))
-    keys = pieces(decode_all, *key, n, k_spec, (), (center,), at_once)
+    at_once = max(1, _VALUES // (k_spec.page_size * key.ring[:, :, 0].numel()))
+    keys = pieces(decode_all, key, n, k_spec, at_once=at_once)
     keys = keys if rotary is None else _rotated(keys, *rotary)
     scores = torch.cat([rows @ k.float().mT for k in chain(keys, (k_new,))], -1)
     tokens = scores.shape[-1]
@@ -51,7 +51,7 @@ def attend(
         mask = causal_mask(queries, tokens, q.device)
     weights = attention_weights(scores.view(batch, heads, queries, -1), mask, softcap, sinks).view(*rows.shape[:3], -1)
     out, first = 0.0, 0
-    for v in chain(pieces(decode_all, *value, n, v_spec, at_once=at_once), (v_new,)):
+    for v in chain(pieces(decode_all, value, n, v_spec, at_once=at_once), (v_new,)):
         out = out + weights[..., first : first + v.shape[2]] @ v.float()
         first += v.shape[2]
     return out.view(batch, heads, queries, -1).to(q.dtype)

@@ -18,7 +18,7 @@ from .. import reference
 from ..append import APPENDED, PLACES, append, append_layers
 from ..session import compiled_once
 from ..table import Site, implements
-from .aot import compile_ahead
+from .aot import Input, compile_ahead
 
 WIDTHS = frozenset(f"bits={bits}" for bits in FIELDS)
 _GROUPS = {"per=channel", "per=token"}
@@ -41,10 +41,10 @@ def _page_kernel(fn, spec: CodecSpec, inputs: Sequence[Tensor | None], constants
 
 @compiled_once
 def _compiled_page_kernel(fn, spec: CodecSpec, described: tuple, fixed: tuple):
-    examples = [d and torch.empty((_PAGES, *d[0]), dtype=d[1], device=d[2]) for d in described]
-    examples += [f and torch.empty(f[0], dtype=f[1], device=f[2]) for f in fixed]
-    dynamic = [(0,)] * len(described) + [()] * len(fixed)
-    return compile_ahead(lambda *inputs: fn(*inputs, spec), examples, dynamic)
+    pages = [(d and torch.empty((_PAGES, *d[0]), dtype=d[1], device=d[2]), [0]) for d in described]
+    constants = [(f and torch.empty(f[0], dtype=f[1], device=f[2]), []) for f in fixed]
+    inputs = [Input(f"input_{i}", *each) for i, each in enumerate((*pages, *constants))]
+    return compile_ahead(lambda *tensors: fn(*tensors, spec), inputs)
 
 
 def _encode(pages: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Tensor, ...]:
@@ -75,7 +75,7 @@ def _refuses_encode(site: Site) -> str | None:
 
 
 @implements("encode", "inductor", has=(_ENCODED | APPENDED,), refuses=_refuses_encode)
-def encode(x: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Tensor, Tensor, Tensor]:
+def encode(x: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Tensor, ...]:
     batch, heads, tokens, head_dim = x.shape
     pages = tokens // spec.page_size
     if compensation is not None:
@@ -99,14 +99,15 @@ def decode(*args) -> Tensor:
     return reference.read(decode_all, *args)
 
 
-def decode_all(codes, scale, zero_point, spec: CodecSpec, references, predictor) -> Tensor:
+def decode_all(kept: Sequence[Tensor], spec: CodecSpec, references, predictor) -> Tensor:
+    codes = kept[0]
     batch, heads, pages = codes.shape[:3]
     if not pages:
-        return decode_pages(codes, scale, zero_point, spec)
+        return decode_pages(*kept, spec)
     spec, rows, device = spec.stored_as, None, codes.device
-    pools = [pool.flatten(0, 2).unsqueeze(1) for pool in (codes, scale, zero_point)]
+    pools = [pool.flatten(0, 2).unsqueeze(1) for pool in kept]
     if looks_below(spec.predictor):  # heads are predicted together
-        pools = [pool.transpose(1, 2).flatten(0, 1) for pool in (codes, scale, zero_point)]
+        pools = [pool.transpose(1, 2).flatten(0, 1) for pool in kept]
         rows = page_rows(references, spec.page_size)
     constants = (
         grid(spec.grid, device) if spec.grid else None,

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpass.codec.affine import params_dtype
 from kvpass.codec.bitpack import num_planes
 from kvpass.codec.codebook import grid
+from kvpass.codec.kept import page_shapes
 from kvpass.codec.spec import CodecSpec, parse
 
 from ..append import APPENDED
@@ -154,15 +154,16 @@ def _codec(spec: CodecSpec, head_dim: int, dtype: torch.dtype) -> Codec:
 @implements("encode", "triton", has=(ENCODED | APPENDED,), refuses=refuses, by_name_only=INTERPRETED)
 def encode(x: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, tokens, head_dim = x.shape
-    pages, dtype, lead = tokens // spec.page_size, params_dtype(x.dtype), x.shape[:2]
-    codes = x.new_empty((*lead, pages, spec.rows, spec.columns(head_dim)), dtype=torch.uint8)
-    shapes = spec.params_shape(head_dim), spec.zero_shape(head_dim)
-    scale, zero_point = (x.new_empty((*lead, pages, *shape), dtype=dtype) for shape in shapes)
+    pages = tokens // spec.page_size
+    codes, scale, zero_point = (
+        x.new_empty((batch, heads, pages, *shape), dtype=dtype)
+        for shape, dtype in page_shapes(spec, head_dim, x.dtype).values()
+    )
     if not codes.numel():
         return codes, scale, zero_point
     if x.stride(-1) != 1:
         x = x.contiguous()
-    codec, programs = _codec(spec, head_dim, dtype), batch * heads * pages
+    codec, programs = _codec(spec, head_dim, scale.dtype), batch * heads * pages
     with torch.cuda.device_of(x):
         if spec.rotation is not None:
             x = hadamard(x, spec.rotation)

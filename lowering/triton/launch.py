@@ -44,6 +44,8 @@ _MOST = 1 << 31  # values of a head: within one, kernels count in 32 bits
 def _refuses(site: Site) -> str | None:
     if reason := refuses_device(site):
         return reason
+    if not site.specs:
+        return "the past is decoded already."
     if not site.queries:
         return f"it is written for 1 to {FEW} query tokens."
     if not 16 <= site.head_dim <= 256:
@@ -202,21 +204,6 @@ class _Launch:
         return paid
 
 
-@implements("attend", "triton", has=_ATTENDED, refuses=_refuses, by_name_only=INTERPRETED)
-def attend(
-    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None, center=None
-) -> Tensor:
-    key, value = _opened(key, n, k_spec), _opened(value, n, v_spec)
-    launch = _Launch(q, key, k_new, n, mask, causal, scale, softcap, (k_spec, v_spec), rotary, center)
-    return launch.attend(value, v_new, sinks, None)
-
-
-def _opened(state: tuple[Tensor, ...], n: int, spec: CodecSpec) -> tuple[Tensor, ...]:
-    """Keys or values, handles replaced by the pools they are of."""
-    *pools, ring = state
-    return *(whole(pool, spec.pages(n)) for pool in pools), ring
-
-
 def _count(totals: Tensor, mask: Tensor | None, statistic: str) -> None:
     """Make the log-sum-exp ``[B, H_q, S]`` of query rows that do not count in ``statistic`` infinite."""
     batch, _, queries = totals.shape
@@ -226,20 +213,22 @@ def _count(totals: Tensor, mask: Tensor | None, statistic: str) -> None:
         totals[..., : max(0, queries - int(statistic.removeprefix("max-")))] = torch.inf
 
 
-@implements("attend_scored", "triton", has=_ATTENDED, refuses=_refuses, by_name_only=INTERPRETED)
-def attend_scored(
-    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary, sinks, center, statistic,
-    importance,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The same, and what each token was paid."""
-    if mask is not None and k_spec.budget is not None:
+@implements("attend", "triton", has=_ATTENDED, refuses=_refuses, by_name_only=INTERPRETED)
+def attend(
+    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None,
+    statistic="", importance=None,
+) -> list[Tensor]:  # fmt: skip
+    if mask is not None and importance is not None and k_spec.budget is not None:
         mask = with_past(mask, importance, n, q.shape)
-    key, value = _opened(key, n, k_spec), _opened(value, n, v_spec)
+    past = (
+        (*(whole(pool, spec.pages(n)) for pool in pack.pools), pack.ring)
+        for pack, spec in ((key, k_spec), (value, v_spec))
+    )
+    center, key, value = key.center, *past
     launch = _Launch(q, key, k_new, n, mask, causal, scale, softcap, (k_spec, v_spec), rotary, center)
     if not statistic:
-        out = launch.attend(value, v_new, sinks, None)
-        return out, q.new_empty((*k_new.shape[:2], 0), dtype=torch.float32)
+        return [launch.attend(value, v_new, sinks, None)]
     totals = q.new_empty(q.shape[:3], dtype=torch.float32)
     out = launch.attend(value, v_new, sinks, totals)
     _count(totals, mask, statistic)
-    return out, launch.pay(totals, statistic != "sum")
+    return [out, launch.pay(totals, statistic != "sum")]

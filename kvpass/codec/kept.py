@@ -1,0 +1,97 @@
+"""What a cache keeps of one tensor: the only place that says which tensors there are, and in which order ops take them.
+
+A codec is named by `CodecSpec.codec`. Of each page it keeps what it was registered with; besides, there is the ring of
+exact tokens, and what the codec was fitted to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import KVPassError
+from .affine import params_dtype
+from .predictor import MEAN
+
+if TYPE_CHECKING:
+    from .spec import CodecSpec
+
+
+class Kept(NamedTuple):
+    """One tensor of a codec: its shape in a page, of a spec and the channels of a head, and its dtype; None is that of
+    scales, 16 bits wide."""
+
+    shape: Callable[[CodecSpec, int], tuple[int, ...]]
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How pages are stored.
+
+    tensors: what is kept of each page, in order, ``[B, H, N, *shape]`` each.
+    encode: ``(x, spec, compensation, stored)``, see `encode_pages`, to those tensors.
+    decode: ``(*tensors, spec)`` to tokens ``[B, H, N * P, D]`` float32.
+    """
+
+    tensors: Mapping[str, Kept]
+    encode: Callable[..., tuple[Tensor, ...]]
+    decode: Callable[..., Tensor]
+
+
+CODECS: dict[str, Codec] = {}
+"""Codecs by name; "" is the one of affine codes, grids and floats as they are."""
+
+PLANES = "codes", "scale", "zero_point", "levels", "outliers", "where"
+"""What is kept of tokens with widths of their own, which their cache codes, besides the planes of all layers."""
+
+
+def codec_of(spec: CodecSpec) -> Codec:
+    """The codec of ``spec``. Raises `KVPassError` if there is none of its name."""
+    if spec.codec not in CODECS:
+        raise KVPassError(f"There is no codec {spec.codec!r} here; there are {sorted(CODECS)}.")
+    return CODECS[spec.codec]
+
+
+@cache
+def of_pages(spec: CodecSpec) -> tuple[str, ...]:
+    """Names of the tensors that are kept of each page, or of each token in one."""
+    return PLANES if spec.adaptive is not None else tuple(codec_of(spec).tensors)
+
+
+@cache
+def of_state(spec: CodecSpec) -> tuple[str, ...]:
+    """Names of all tensors of a state, in the order in which ops take them."""
+    fitted = {"compensation": spec.needs_queries, "center": spec.predictor == MEAN}
+    return (*of_pages(spec), "ring", *(name for name, there in fitted.items() if there))
+
+
+def page_shapes(spec: CodecSpec, head_dim: int, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of what is kept of one page of tokens in ``dtype``, in order."""
+    kept, params = codec_of(spec).tensors, params_dtype(dtype)
+    return {name: (one.shape(spec, head_dim), one.dtype or params) for name, one in kept.items()}
+
+
+class Pack(NamedTuple):
+    """The tensors of one state, as an op was given them.
+
+    pools: what is kept of its pages, in order: pools or handles (`kvpass.layout.pool`).
+    """
+
+    pools: tuple[Tensor, ...]
+    ring: Tensor
+    compensation: Tensor | None = None
+    center: Tensor | None = None
+
+
+def opened(tensors: Sequence[Tensor], spec: CodecSpec) -> Pack:
+    """The `Pack` of ``tensors``, which are in the order of `of_state`."""
+    names, pages = of_state(spec), len(of_pages(spec))
+    if len(tensors) != len(names):
+        raise KVPassError(f"What is kept here is {', '.join(names)}, and {len(tensors)} tensors were given.")
+    return Pack(tuple(tensors[:pages]), **dict(zip(names[pages:], tensors[pages:], strict=True)))

@@ -1,0 +1,138 @@
+"""Writes to packed caches: read off a functional graph, and put back in place."""
+
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from kvpass.lowering.append import MERGED
+
+from ..codec.kept import of_pages, of_state
+from ..codec.spec import CodecSpec, parse
+from ..errors import KVPassError
+from .calls import APPEND, APPEND_LAYERS, call
+
+FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
+_SCHEMA = APPEND._schema.arguments
+_ALWAYS = "state", "length", "x", "spec", "lowering"
+_WRITTEN = [argument.name for argument in _SCHEMA if argument.alias_info and argument.alias_info.is_write]
+
+
+@dataclass
+class Append:
+    """One call of ``kvpass::append_``, with the inputs of the graph that it writes. ``node`` is the functionalized
+    call; the rest are the arguments of the op."""
+
+    node: Node
+    state: list[Node]
+    length: Node
+    x: Node
+    q: Node | None
+    mask: Node | None
+    spec: str
+    lowering: str
+    edge: Node | None
+    beside: Node | None
+    predictor: list[Node] | None
+    importance: Node | None
+    scores: list[Node] | None
+    slots: Node | None
+
+    @cached_property
+    def codec(self) -> CodecSpec:
+        return parse(self.spec)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the op takes, by the names of its schema."""
+        return {field.name: getattr(self, field.name) for field in fields(self)[1:]}
+
+    @property
+    def written(self) -> list[Node]:
+        """The inputs of the graph that it writes."""
+        given = [*self.state, *(getattr(self, name) for name in _WRITTEN if name != "state")]
+        return [tensor for tensor in given if tensor is not None]
+
+    @property
+    def ring(self) -> Node:
+        """The exact tokens: a state's own, as codes need not be."""
+        return tensor_of(self.state, self.codec, "ring")
+
+    @property
+    def looks_at_nothing_else(self) -> bool:
+        """Whether what is stored depends on its tokens alone."""
+        fitted = self.state[len(of_pages(self.codec)) + 1 :]
+        given = (value for name, value in self.arguments.items() if name not in _ALWAYS)
+        return not fitted and not any(given)
+
+
+def tensor_of(state: list[Node], codec: CodecSpec, name: str) -> Node:
+    """One of the tensors of ``state`` by its name (`kvpass.codec.kept`)."""
+    return state[of_state(codec).index(name)]
+
+
+def appends(graph: Graph) -> list[Append]:
+    """Every write of a functional graph, in its order."""
+    return [_read(node) for node in graph.nodes if _is_append(node)]
+
+
+def _is_append(node: Node) -> bool:
+    return node.target is FUNCTIONALIZED and node.args[0] is APPEND
+
+
+def _read(node: Node) -> Append:
+    bases = node.kwargs["_all_bases"]
+
+    def written(place: str) -> Node | None:
+        index = node.kwargs[f"{place}_base_index"]
+        return None if index is None else placeholder(bases[index])
+
+    def value(argument) -> Any:
+        name = argument.name
+        if f"_{name}_length" in node.kwargs:
+            return [written(f"_{name}_{i}") for i in range(node.kwargs[f"_{name}_length"])]
+        if name in _WRITTEN:
+            return written(f"_{name}")
+        given = node.kwargs.get(name, argument.default_value)
+        return placeholder(given) if isinstance(given, Node) else given
+
+    return Append(node, **{argument.name: value(argument) for argument in _SCHEMA})
+
+
+def placeholder(base: Node) -> Node:
+    """The input of the graph behind ``base``: codes that layers share are written by one append after another."""
+    while base.target is operator.getitem and _is_append(base.args[0]):
+        base = base.args[0].kwargs["_all_bases"][base.args[1] - 1]
+    return base
+
+
+def hoist(graph: Graph, writes: Sequence[Append]) -> set[Node]:
+    """Put every ``append_`` back in place, at the end of the graph and in layer order, those that depend on nothing but
+    their tokens as one call for all layers.
+
+    Reads then never follow a write, so nothing has to be cloned. Returns the placeholders written.
+    """
+    output = graph.output_node()
+    writers = Counter(tensor for append in writes for tensor in append.state)
+    alike: dict[tuple, list[Append]] = {}
+    for append in writes:
+        for item in append.node.users:
+            if any(user is not output and not _is_append(user) for user in item.users):
+                raise KVPassError("A packed cache is read again after it was written in the same call; not supported.")
+        alone = append.looks_at_nothing_else and all(writers[tensor] == 1 for tensor in append.state)
+        if alone and append.codec.features <= MERGED:
+            place = append.length, append.x.meta["val"].device
+            alike.setdefault((*place, append.spec, append.lowering), []).append(append)
+            continue
+        with graph.inserting_before(output):
+            call(graph, APPEND, **append.arguments)
+    for (length, _, spec, lowering), layers in alike.items():
+        states, xs = [tensor for append in layers for tensor in append.state], [append.x for append in layers]
+        with graph.inserting_before(output):
+            call(graph, APPEND_LAYERS, states=states, length=length, x=xs, spec=spec, lowering=lowering)
+    return {tensor for append in writes for tensor in append.written}

@@ -1,0 +1,48 @@
+"""Calls of ops in a graph, their arguments by the names that the schemas give them."""
+
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import Graph, Node
+
+APPEND = torch.ops.kvpass.append_.default
+APPEND_LAYERS = torch.ops.kvpass.append_layers_.default
+APPEND_ROTARY = torch.ops.kvpass.append_rotary_.default
+ATTEND = torch.ops.kvpass.attend.default
+DECODE = torch.ops.kvpass.decode.default
+ROTATE = torch.ops.kvpass.rotate.default
+
+
+def arguments(node: Node) -> dict[str, Any]:
+    """What ``node`` calls its op with, defaults included."""
+    schema = node.target._schema.arguments
+    given = dict(zip((argument.name for argument in schema), node.args, strict=False)) | node.kwargs
+    return {argument.name: given.get(argument.name, argument.default_value) for argument in schema}
+
+
+def argument(node: Node, name: str) -> Any:
+    """One of the `arguments` of ``node``."""
+    return arguments(node)[name]
+
+
+def change(node: Node, **changed: Any) -> None:
+    """Call the op of ``node`` with some arguments changed."""
+    node.args, node.kwargs = _placed(node.target, arguments(node) | changed)
+
+
+def call(graph: Graph, op: OpOverload, **given: Any) -> Node:
+    """A node at the insertion point of ``graph`` that calls ``op``."""
+    return graph.call_function(op, *_placed(op, given))
+
+
+def _placed(op: OpOverload, given: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Positional arguments, which are parsed faster, and those that are passed by name only."""
+    schema = op._schema.arguments
+    required = {argument.name for argument in schema if not argument.has_default_value()}
+    if not required <= given.keys() <= {argument.name for argument in schema}:
+        raise TypeError(f"{op} takes {[argument.name for argument in schema]}, and not just {list(given)}.")
+    values = {argument.name: given.get(argument.name, argument.default_value) for argument in schema}
+    by_name = {argument.name for argument in schema if argument.kwarg_only}
+    args = tuple(value for name, value in values.items() if name not in by_name)
+    return args, {name: value for name, value in values.items() if name in by_name & given.keys()}
