@@ -9,6 +9,7 @@ from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 
+from kvpass.lowering.inductor.aot import unprobed
 from kvpass.lowering.session import compiling
 
 from ..errors import KVPassError, NotFusedError
@@ -107,7 +108,7 @@ class Backend:
             module.recompile()
             return module.forward
         options = list_mode_options(self.mode) if self.mode else {}
-        with compiling(), inductor_config.patch({**options, **_INDUCTOR}):
+        with compiling(), inductor_config.patch({**options, **_INDUCTOR, **unprobed()}):
             return compile_fx(module, inputs)
 
 

@@ -6,9 +6,9 @@ others back.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -203,20 +203,17 @@ class _Cut:
         needed = dict.fromkeys(leaf for read in behind for leaf in read if self._repeat(leaf) == run.count - 1)
         lasts = {value: _input(graph, f"last_{i}", value) for i, value in enumerate(needed)}
 
-        def copy(nodes, mapped) -> None:
-            for i in nodes:
-                which = iter(range(len(captured.read[i])))
-                new[captured.nodes[i]] = graph.node_copy(captured.nodes[i], lambda node: mapped(i, next(which), node))
+        for i in (*range(run.start + run.period), *range(run.stop, len(captured.nodes))):
+            slots = itertools.count()
 
-        copy(range(run.start), lambda i, which, node: new[node])
-        first = range(run.start, run.start + run.period)
-        copy(first, lambda i, which, node: given[self.carried[i, which]] if (i, which) in self.carried else new[node])
-        copy(range(run.stop, len(captured.nodes)), lambda i, which, node: lasts[node] if node in lasts else new[node])
+            def mapped(node: Node, i=i, slots=slots) -> Node:
+                slot = i, next(slots)
+                return given[self.carried[slot]] if slot in self.carried else lasts.get(node) or new[node]
+
+            new[captured.nodes[i]] = graph.node_copy(captured.nodes[i], mapped)
         back = (run.count - 1) * run.period
         made = [captured.nodes[captured.place[value] - back] for value in needed]
-        outputs = torch.fx.node.map_arg(
-            captured.output.args[0], lambda node: lasts[node] if node in lasts else new[node]
-        )
+        outputs = torch.fx.node.map_arg(captured.output.args[0], lambda node: lasts.get(node) or new[node])
         handed = [*self.taken.values(), *self.taken, *made]
         graph.output((*outputs, *(new[node] for node in handed)))
         position = {node: i for i, node in enumerate(captured.inputs)}

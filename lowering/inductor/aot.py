@@ -21,6 +21,12 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from ..session import compiling
 
 
+def unprobed() -> dict[str, bool]:
+    """Options of ``torch._inductor.config`` that take it for granted that the C++ compiler, which is new enough for
+    torch's headers, knows the vector instructions of the processor: finding out takes seconds of every process."""
+    return {"cpp.vec_isa_ok": True} if inductor_config.cpp.vec_isa_ok is None else {}
+
+
 @dataclass(frozen=True)
 class Input:
     """A tensor that a kernel takes. Only the *metadata* of ``example`` is traced; None stays None. Its ``dynamic`` dims
@@ -37,7 +43,7 @@ def compile_ahead(fn: Callable, inputs: Sequence[Input], options: dict | None = 
 
     options: of ``torch._inductor.config``, by name.
     """
-    options = {"emulate_precision_casts": True, **(options or {})}
+    options = {"emulate_precision_casts": True, **unprobed(), **(options or {})}
     fake_mode = FakeTensorMode(shape_env=ShapeEnv())
     fakes = []
     for one in inputs:

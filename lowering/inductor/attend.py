@@ -220,8 +220,10 @@ _COUNTS = {"k_pages": 53, "v_pages": 47, **dict(zip(_ROOMS.values(), (61, 67, 71
 
 
 # Keys and values in pages are used by every query head of a KV head and are never to be stored for that, however many
-# reads they take. Sums of products may be rounded once.
+# reads they take. Sums of products may be rounded once, which nothing else is compiled with: to compile torch's headers
+# for that, ahead of this one kernel, takes longer than the kernel.
 _OPTIONS = {
+    "cpp_cache_precompile_headers": False,
     "realize_reads_threshold": 256,
     "realize_acc_reads_threshold": 256,
     "realize_opcount_threshold": 4096,
