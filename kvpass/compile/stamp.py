@@ -9,8 +9,9 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import nn
 from torch.fx import Graph, GraphModule, Node
+
+from kvpass.lowering.session import undisabled
 
 from .calls import APPEND, APPEND_LAYERS, APPEND_ROTARY, arguments, call
 from .concrete import symbols
@@ -78,24 +79,25 @@ class Stamp:
         layer = _Piece(self.gm, self._repeated, [*self._left, *stored])
         needed = [*self._given, *layer.inputs, *ending.inputs, *self._outputs, *stored]
         pieces = {"beginning": _Piece(self.gm, before, needed), "layer": layer, "ending": ending}
-        run = {name: _Compiled(compile_piece(piece.module, piece.examples)) for name, piece in pieces.items()}
-        return GraphModule(run, self._whole(pieces)).forward
+        for name, piece in pieces.items():
+            piece.run = _named(name, compile_piece(piece.module, piece.examples)) if piece.outputs else None
+        return GraphModule({}, self._whole(*pieces.values())).forward
 
-    def _whole(self, pieces: dict[str, _Piece]) -> Graph:
-        """The whole graph again, in calls of ``pieces``."""
+    def _whole(self, beginning: _Piece, each: _Piece, ending: _Piece) -> Graph:
+        """The whole graph again, in calls of its pieces."""
         whole = Graph()
         inputs = [whole.placeholder(f"input_{i}") for i in range(self.repeats.inputs)]
         common = {node: inputs[at] for node, at in self._at.items()}
-        pieces["beginning"].call(whole, "beginning", common)
+        beginning.call(whole, common)
         handed, layers = [common[node] for node in self._given], []
         for i in range(self.repeats.count):
-            layer = common | {node: inputs[each[i]] for node, each in self._own.items()}
+            layer = common | {node: inputs[at[i]] for node, at in self._own.items()}
             layer.update(zip(self._carried, handed, strict=True))
-            pieces["layer"].call(whole, "layer", layer)
+            each.call(whole, layer)
             handed = [layer[node] for node in self._left[: len(handed)]]
             layers.append(layer)
         common.update(zip(self._last, (layers[-1][node] for node in self._left[len(handed) :]), strict=True))
-        pieces["ending"].call(whole, "ending", common)
+        ending.call(whole, common)
         self._write(whole, common, layers)
         whole.output(tuple(common[node] if isinstance(node, Node) else node for node in self._outputs))
         return whole
@@ -126,8 +128,10 @@ class Stamp:
 class _Piece:
     """Some ``nodes`` of a graph as a module of their own; of ``wanted``, it returns those it has.
 
-    inputs: the nodes that it takes the values of; examples: their fake values.
+    inputs: the nodes that it takes the values of; examples: their fake values; run: what calls it, once there is that.
     """
+
+    run: Callable | None = None
 
     def __init__(self, gm: GraphModule, nodes: set[Node], wanted: Iterable):
         ordered = [node for node in gm.graph.nodes if node in nodes]
@@ -146,21 +150,24 @@ class _Piece:
         graph.output(tuple(new[node] for node in self.outputs))
         self.module = GraphModule(gm, graph)
 
-    def call(self, whole: Graph, name: str, values: dict[Node, Node]) -> None:
+    def call(self, whole: Graph, values: dict[Node, Node]) -> None:
         """Call it in ``whole`` on ``values``, which its outputs are added to."""
-        if self.outputs:
-            result = whole.call_module(name, tuple(values[node] for node in self.inputs))
+        if self.run is not None:
+            result = whole.call_function(self.run, tuple(values[node] for node in self.inputs))
             values.update(
                 (node, whole.call_function(operator.getitem, (result, i))) for i, node in enumerate(self.outputs)
             )
 
 
-class _Compiled(nn.Module):
-    """What runs a piece."""
+def _named(name: str, run: Callable) -> Callable:
+    """``run`` as a function that code can be generated for, and that Dynamo need not be kept from."""
+    run = undisabled(run)
 
-    def __init__(self, run: Callable):
-        super().__init__()
-        self.forward = run
+    def call(*inputs):
+        return run(*inputs)
+
+    call.__name__ = name
+    return call
 
 
 def _symbols(node: Node) -> set:
