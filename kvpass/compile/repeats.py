@@ -101,14 +101,25 @@ class _Captured:
         middle = writes[len(writes) // 2]
         for period in (write - middle for write in writes if write > middle):
             begin, end = self._stretch(period, middle)
-            starts = range(max(0, begin - period), begin + 1)
-            start = next((s for s in starts if all(self.alike(i, period, s) for i in range(s, begin))), begin)
-            if (count := (end - start) // period + 1) >= FEWEST:
-                yield _Run(start, period, count)
+            starts = [s for s in range(max(0, begin - period), end) if self._may_start(s, begin, period)]
+            count = (end - starts[0]) // period + 1 if starts else 0
+            if count >= FEWEST:
+                as_many = [s for s in starts if (end - s) // period + 1 == count]
+                yield _Run(min(as_many, key=lambda s: self._carried(s, period)), period, count)
+
+    def _may_start(self, start: int, begin: int, period: int) -> bool:
+        """Whether what is between ``start`` and ``begin``, from where all is `alike`, is that of a first repeat."""
+        return all(self.alike(i, period, start) for i in range(start, begin))
+
+    def _carried(self, start: int, period: int) -> int:
+        """How many values a repeat would take from the one before. At the end of a layer there are fewest."""
+        nodes = range(start, start + period)
+        pairs = (pair for i in nodes for pair in zip(self.read[i], self.read[i + period], strict=True))
+        return len({b for a, b in pairs if a is not b and self.place.get(a, start) < start})
 
     def _stretch(self, period: int, middle: int) -> tuple[int, int]:
         """The longest stretch around ``middle`` whose nodes are `alike` those ``period`` further on."""
-        begin = end = max(0, middle - period)
+        begin = end = middle
         while begin > 0 and self.alike(begin - 1, period):
             begin -= 1
         while end + period < len(self.nodes) and self.alike(end, period):

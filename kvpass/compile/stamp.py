@@ -7,8 +7,10 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 
 import torch
+from torch._guards import detect_fake_mode
 from torch.fx import Graph, GraphModule, Node
 
 from kvpass.lowering.session import undisabled
@@ -28,6 +30,7 @@ class Stamp:
 
     def __init__(self, gm: GraphModule, repeats: Repeats):
         self.gm, self.repeats = gm, repeats
+        _propagate(gm.graph)
         inputs, given = list(gm.graph.find_nodes(op="placeholder")), len(repeats.kept)
         self._carried, self._last = inputs[given : given + repeats.carried], inputs[given + repeats.carried :]
         self._at = dict(zip(inputs, repeats.kept, strict=False))
@@ -168,6 +171,15 @@ def _named(name: str, run: Callable) -> Callable:
 
     call.__name__ = name
     return call
+
+
+def _propagate(graph: Graph) -> None:
+    """Find out the fake values of nodes that the pass has put in without."""
+    missing = [node for node in graph.nodes if node.op == "call_function" and "val" not in node.meta]
+    for node in missing:
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+        with detect_fake_mode(args) or nullcontext():
+            node.meta["val"] = node.target(*args, **kwargs)
 
 
 def _symbols(node: Node) -> set:
