@@ -70,7 +70,6 @@ class Stamp:
             all(node in self._writes for node in effects)
             and self._repeated.isdisjoint((*self._ending, *shared))
             and self._repeated.issuperset(self._left)
-            and self._ending.isdisjoint(leaf for node in self._writes for leaf in node.all_input_nodes)
         )
 
     def compiled(self, compile_piece: Callable[[GraphModule, list], Callable]) -> Callable:
@@ -78,7 +77,7 @@ class Stamp:
         done = {*self._repeated, *self._ending, *self._writes}
         before = {node for node in self.gm.graph.nodes if node.op in ("call_function", "get_attr")} - done
         stored = [leaf for node in self._writes for leaf in node.all_input_nodes]
-        ending = _Piece(self.gm, self._ending, self._outputs)
+        ending = _Piece(self.gm, self._ending, [*self._outputs, *stored])
         layer = _Piece(self.gm, self._repeated, [*self._left, *stored])
         needed = [*self._given, *layer.inputs, *ending.inputs, *self._outputs, *stored]
         pieces = {"beginning": _Piece(self.gm, before, needed), "layer": layer, "ending": ending}
