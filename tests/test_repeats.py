@@ -147,6 +147,12 @@ def test_a_model_that_is_not_fused_is_looked_at_as_a_whole_and_says_why():
     assert str(report).count("not fused: ") == 4
 
 
+def test_many_layers_are_taken_a_few_at_a_time():
+    report = as_a_whole(llama(layers=14), "kivi")
+    (graph,) = steps(report)
+    assert graph.repeats == 3 and graph.fused == 14
+
+
 def test_two_layers_are_not_worth_a_piece():
     assert [graph.repeats for graph in steps(decoded(llama(layers=2), "kivi")[2])] == [0]
 

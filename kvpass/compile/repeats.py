@@ -16,6 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 APPEND = torch.ops.kvpass.append_
 FEWEST = 3
 """Repeats that are worth a piece of their own."""
+_MANY, _TOGETHER = 12, (4, 5, 6)
 _LINKS = slice(7, None)  # the arguments of ``append_`` by which layers tell each other about their caches
 
 
@@ -63,6 +64,14 @@ class _Run:
     def spared(self) -> int:
         """Nodes that need not be looked at."""
         return (self.count - 1) * self.period
+
+    @property
+    def grouped(self) -> _Run:
+        """The same, a few at a time where there are many: a piece takes some microseconds to call."""
+        if self.count < _MANY:
+            return self
+        together = min(_TOGETHER, key=lambda size: size + self.count % size)
+        return _Run(self.start, together * self.period, self.count // together)
 
 
 class _Captured:
@@ -156,7 +165,7 @@ def find_repeats(gm: GraphModule) -> Repeats | None:
     """What ``gm`` does again and again, if there is something that writes caches and hands on nothing but values."""
     captured = _Captured(gm.graph)
     runs = sorted(captured.runs(), key=lambda run: run.spared, reverse=True)
-    return next((cut for run in runs if (cut := _Cut(gm, captured, run).repeats()) is not None), None)
+    return next((cut for run in runs if (cut := _Cut(gm, captured, run.grouped).repeats()) is not None), None)
 
 
 class _Cut:
