@@ -43,8 +43,12 @@ class CrossLayer(PackedLayer):
 
 
 @contextmanager
-def running(layers: Sequence[CacheLayerMixin]) -> Iterator[None]:
-    """Within it a forward may write the cross-attention ``layers``, if they are empty, and read them at any length."""
+def running(layers: Sequence[CacheLayerMixin], beside: PackedLayer) -> Iterator[None]:
+    """Within it a forward may write the cross-attention ``layers``, if they are empty, and read them at any length.
+
+    beside: a layer of self-attention, whose rows are the same. If it is as new and these are not, a reset came no
+        further than that.
+    """
     packed = [layer for layer in layers if isinstance(layer, CrossLayer)]
     for layer in layers:
         if layer not in packed and layer.is_initialized:
@@ -52,12 +56,14 @@ def running(layers: Sequence[CacheLayerMixin]) -> Iterator[None]:
             torch._dynamo.maybe_mark_dynamic(layer.values, 2)
     if packed:
         tokens = packed[0].tokens
+        forgotten = tokens and not (beside.tokens or beside.edits or beside.crops)
         for layer in packed:
             layer.refuse_unless_whole()
-            if (layer.tokens, layer.edits) != (tokens, packed[0].edits):
+            if (layer.tokens, layer.edits) != (tokens, beside.edits) or forgotten:
                 raise KVPassError(
-                    "The cross-attention layers of this cache differ: writing, reordering or resetting it failed or "
-                    "was interrupted midway. Start again with a fresh cache, or cache.reset()."
+                    "The cross-attention layers of this cache differ from one another, or hold what an encoder gave "
+                    "for a text that those of self-attention have forgotten: writing, reordering or resetting it "
+                    "failed or was interrupted midway. Start again with a fresh cache, or cache.reset()."
                 )
         length = carry(tokens, packed[0].geometry.device)
         if tokens > 1:

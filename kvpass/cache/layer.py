@@ -56,7 +56,7 @@ class PackedLayer(CacheLayerMixin):
         self.length: Tensor | None = None  # the length carriers, of what is stored and of what was seen,
         self.seen_length: Tensor | None = None  # where that is more, set while a forward is running
         self.whole = True  # False while something changes it, and for good if that was neither ended nor taken back
-        self.edits = 0  # changes of all tokens since it was empty: the same in all layers of a cache
+        self.edits = self.crops = 0  # changes of rows, and of length, since it was empty: the same in all layers
         self.drafts = 0  # calls of a few tokens in a row, up to the last; the first layer counts for its cache
         self.query_capture = None  # who hands over the queries, while a forward is running and no graph does
 
@@ -129,7 +129,6 @@ class PackedLayer(CacheLayerMixin):
         self.refuse_unless_whole()
         self.whole = False
         yield
-        self.edits += 1
         self.whole = True
 
     def prepare(self, batch: int, new_tokens: int, length: Tensor, seen_length: Tensor | None) -> None:
@@ -327,7 +326,7 @@ class PackedLayer(CacheLayerMixin):
         self.whole = False
         for state in self.states():
             state.reset()
-        self.tokens = self.seen = self.edits = 0
+        self.tokens = self.seen = self.edits = self.crops = 0
         self._end()
         self.whole = True
 
@@ -354,12 +353,14 @@ class PackedLayer(CacheLayerMixin):
                 state.crop(self.tokens, new, self.lowering)
             self.seen -= self.tokens - new
             self.tokens = new
+            self.crops += 1
 
     def _select_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
         with self._changing():
             for item in (*self.states(), self.rotary, self.importance):
                 if item is not None:
                     item.map_(fn)
+            self.edits += 1
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select_batch(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))

@@ -27,7 +27,7 @@ def start_forward(layers: list[PackedLayer], batch: int, new_tokens: int) -> int
     stored = first.tokens
     for layer in layers:
         layer.refuse_unless_whole()
-    if len({(layer.tokens, layer.seen, layer.edits) for layer in layers}) > 1:
+    if len({(layer.tokens, layer.seen, layer.edits, layer.crops) for layer in layers}) > 1:
         raise KVPassError(
             "The layers of this cache differ: reordering, selecting, cropping or resetting it failed or was "
             "interrupted midway. Start again with a fresh cache, or cache.reset()."

@@ -52,7 +52,7 @@ class TransformersRuntime(Runtime):
             refuse_what_is_not_recorded(self.model(), kwargs)
         put_up_hooks(self.model(), kwargs)
         stored, seen = start_forward(layers, batch, new_tokens), layers[0].seen
-        with self._one_forward(layers, new_tokens, undo), running(cross_layers(cache)):
+        with self._one_forward(layers, new_tokens, undo), running(cross_layers(cache), layers[0]):
             self._set_masks(kwargs, stored + new_tokens, seen + new_tokens)
             self._drop_defaults(kwargs, seen, new_tokens)
             run = self._choose(layers[0], new_tokens)
@@ -90,13 +90,15 @@ class TransformersRuntime(Runtime):
 
     def _swap(self, cache: Cache) -> None:
         own = cache.self_attention_cache if self.has_encoder else cache
-        before = list(own.layers), own.layer_class_to_replicate
+        parts = [own, cache.cross_attention_cache] if self.has_encoder else [own]
+        before = [(part, list(part.layers), part.layer_class_to_replicate) for part in parts]
         try:
             swap_layers(own, self.plans, self.owner, self.lowering, self.max_cache_len, self.predictors)
             if self.cross:
                 swap_cross_layers(cache, self.cross, self.owner, self.lowering)
         except BaseException:
-            own.layers[:], own.layer_class_to_replicate = before
+            for part, layers, replicated in before:
+                part.layers[:], part.layer_class_to_replicate = layers, replicated
             raise
 
     def _capture_queries(self) -> Callable:
@@ -117,7 +119,7 @@ class TransformersRuntime(Runtime):
         layers = self.adopt(cache)
         start_forward(layers, 1, 2)
         try:
-            with torch.no_grad(), running(cross_layers(cache)):
+            with torch.no_grad(), running(cross_layers(cache), layers[0]):
                 self._with_query_capture(**two_tokens(self.model()), past_key_values=cache, use_cache=True)
         except KVPassError:
             return False
