@@ -57,6 +57,19 @@ def made(cls: type, name: str, fields: dict) -> Any:
     return cls(**fields)
 
 
+def hash_once(config) -> int:
+    """``__hash__`` of a frozen dataclass that is a key of caches on the path of every step."""
+    kept = vars(config)
+    if "_hash" not in kept:
+        kept["_hash"] = hash(tuple(fields_alone(config).values()))
+    return kept["_hash"]
+
+
+def fields_alone(config) -> dict[str, Any]:
+    """``__getstate__`` of the same: the hash of a name is another one in each process."""
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+
+
 _MISFIT = object()
 
 
