@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 import kvpass
 from kvpass import KVPassError, Recent, Retention, Sinks, schemes
 from kvpass.cache.state import KVState
-from kvpass.codec import CodecSpec
 from kvpass.layout.window import LogSparse, layout, ring_tokens
 
-from common import DIM, chunkings, dtypes, naive_decode, randn, seeds, state_of
+from common import DIM, chunkings, coded, dtypes, naive_decode, randn, seeds, state_of
 
 pytestmark = pytest.mark.usefixtures("reference_lowering")
 
@@ -21,11 +20,11 @@ sinks = st.sampled_from((0, 1, 4))
 
 def log_spec(window, sinks=0, rollback=16, bits=2, per="channel"):
     group = 4 if per == "channel" else 8
-    return CodecSpec(bits, per, group, window, residual=2 * window, sinks=sinks, rollback=rollback, keep="log")
+    return coded(bits, per, group, window, residual=2 * window, sinks=sinks, rollback=rollback, keep="log")
 
 
 def recent_spec(window, sinks=0, rollback=16):
-    return CodecSpec(2, "channel", 4, window, residual=2 * window, sinks=sinks, rollback=rollback)
+    return coded(2, "channel", 4, window, residual=2 * window, sinks=sinks, rollback=rollback)
 
 
 def algorithm_1(window: int, tokens: int) -> tuple[list[int], list[list[int]]]:
@@ -56,17 +55,17 @@ def test_exact_and_packed_tokens_are_those_of_algorithm_1(window, first, tokens)
     where, spec = layout(log_spec(window, first)), log_spec(window, first)
     exact, left = algorithm_1(window, max(0, tokens - first))
     assert where.exact(tokens).tolist() == [token + first for token in exact]
-    assert spec.pages(tokens) == len(left)
+    assert spec.retention.pages(tokens) == len(left)
     assert where.page_tokens(0, len(left)).tolist() == [token + first for page in left for token in page]
 
 
 @given(st.sampled_from((log_spec, recent_spec)), windows, sinks, st.integers(0, 400))
 def test_every_policy_keeps_token_counts_and_drops_no_token(make, window, first, tokens):
     spec = make(window, first)
-    where, head = layout(spec), list(range(min(first, tokens)))
-    exact, packed = where.exact(tokens).tolist(), where.page_tokens(0, spec.pages(tokens)).tolist()
+    where, head = layout(spec.retention), list(range(min(first, tokens)))
+    exact, packed = where.exact(tokens).tolist(), where.page_tokens(0, spec.retention.pages(tokens)).tolist()
     assert sorted(head + exact + packed) == list(range(tokens))
-    assert len(packed) == spec.packed(tokens)
+    assert len(packed) == spec.retention.packed(tokens)
     if tokens - first >= 3 * window:
         assert 2 * window <= len(exact) <= 3 * window
         assert exact[0] == first or make is recent_spec  # token 0 is never removed
@@ -78,9 +77,12 @@ def test_every_policy_keeps_token_counts_and_drops_no_token(make, window, first,
 @given(st.sampled_from((log_spec, recent_spec)), windows, sinks, st.sampled_from((0, 3, 16)), st.integers(1, 300))
 def test_exact_tokens_have_slots_of_their_own_that_last(make, window, first, rollback, tokens):
     spec = make(window, first, rollback)
-    where, held = layout(spec), torch.cat([torch.arange(min(first, tokens)), layout(spec).exact(tokens)])
+    where, held = (
+        layout(spec.retention),
+        torch.cat([torch.arange(min(first, tokens)), layout(spec.retention).exact(tokens)]),
+    )
     slots = where.slots(held)
-    assert len(set(slots.tolist())) == len(held) and int(slots.max()) < first + spec.window
+    assert len(set(slots.tolist())) == len(held) and int(slots.max()) < first + spec.retention.ring_size
     assert slots.tolist() == [where.slot(token) for token in held.tolist()]
     assert not where.overwritten(held, tokens).any()
     table = ring_tokens(spec, tokens)
@@ -96,15 +98,15 @@ def test_streaming_equals_prefill(window, first, bits, per, chunks, seed, dtype)
     x = randn(seed, 2, 2, n, DIM, dtype=dtype)
     streamed, at_once = state_of(spec, x, chunks), state_of(spec, x)
     for name in ("codes", "scale", "zero_point"):
-        used = [getattr(state, name)[:, :, : spec.pages(n)] for state in (streamed, at_once)]
+        used = [getattr(state, name)[:, :, : spec.retention.pages(n)] for state in (streamed, at_once)]
         assert torch.equal(*used), name
-    exact = layout(spec).exact(n)
+    exact = layout(spec.retention).exact(n)
     assert torch.equal(streamed.window(n), x[:, :, exact]) and torch.equal(at_once.window(n), x[:, :, exact])
     decoded = streamed.decode(n)
     assert torch.equal(decoded, at_once.decode(n))
     assert torch.equal(decoded[:, :, exact], x[:, :, exact])
-    packed = layout(spec).page_tokens(0, spec.pages(n))
-    pages = (t[:, :, : spec.pages(n)] for t in (at_once.codes, at_once.scale, at_once.zero_point))
+    packed = layout(spec.retention).page_tokens(0, spec.retention.pages(n))
+    pages = (t[:, :, : spec.retention.pages(n)] for t in (at_once.codes, at_once.scale, at_once.zero_point))
     expected = naive_decode(*pages, spec).to(dtype)
     torch.testing.assert_close(decoded[:, :, packed], expected, atol=2e-2, rtol=2e-2)
 
@@ -118,7 +120,7 @@ def test_after_any_appends_and_crops_every_token_is_still_itself(window, first, 
         state.append(x[:, :, n : n + more], n)
         n += more
         lossless, new = state.lossless_crop(max(0, n - back)), max(0, n - back)
-        if not restored and back <= spec.rollback:
+        if not restored and back <= spec.retention.rollback:
             assert lossless
         restored |= not lossless
         state.crop(n, new)
@@ -126,7 +128,7 @@ def test_after_any_appends_and_crops_every_token_is_still_itself(window, first, 
         decoded = state.decode(n)
         assert n == 0 or (decoded - x[:, :, :n]).abs().max() < 1.0
         if not restored:
-            exact = layout(spec).exact(n)
+            exact = layout(spec.retention).exact(n)
             assert torch.equal(state.window(n), x[:, :, exact])
 
 
@@ -151,7 +153,12 @@ def test_policies_compose_and_travel_as_plain_data():
     assert schemes.get(config.to_dict()) == config
     plan = config.plan(schemes.LayerGeometry(0, 1, 2, 32, torch.float32, torch.device("cpu")))
     for spec in (plan.key, plan.value):
-        assert (spec.residual, spec.page_size, spec.sinks, spec.keep) == (96, 32, 4, "recent")
+        assert (spec.retention.residual, spec.page_size, spec.retention.sinks, spec.retention.keep) == (
+            96,
+            32,
+            4,
+            "recent",
+        )
 
 
 def test_logquant_and_its_twin_keep_as_many_exact_tokens():
@@ -167,7 +174,9 @@ def test_logquant_and_its_twin_keep_as_many_exact_tokens():
 def test_every_scheme_takes_every_policy(scheme, policy):
     config = schemes.get(scheme, retention=policy, rope="pre")
     plan = config.plan(schemes.LayerGeometry(0, 1, 2, 64, torch.float32, torch.device("cpu")))
-    assert plan.key.keep == plan.value.keep == policy.keep and plan.key.sinks == policy.sinks
+    assert (
+        plan.key.retention.keep == plan.value.retention.keep == policy.keep and plan.key.retention.sinks == policy.sinks
+    )
 
 
 @pytest.mark.parametrize(
@@ -180,7 +189,7 @@ def test_every_scheme_takes_every_policy(scheme, policy):
         (lambda: schemes.get("kivi", retention=Recent(64), sinks=4), "part of the retention"),
         (lambda: schemes.get("logquant", retention=Recent(64)), "KIVIConfig"),
         (lambda: schemes.get("logquant", window=42), "page_size=42.*group_size=32"),
-        (lambda: CodecSpec(2, "channel", 4, 8, residual=8, keep="log"), "residual=8 must be twice page_size=8"),
+        (lambda: coded(2, "channel", 4, 8, residual=8, keep="log"), "residual=8 must be twice page_size=8"),
     ],
 )
 def test_impossible_policies_are_refused_with_the_reason(make, says):

@@ -101,7 +101,7 @@ def _sequences(data: Tensor | Sequence[Tensor], config: AquaKVConfig | QAQConfig
     sequences = [torch.as_tensor(ids).view(1, -1).to(device) for ids in data]
     if any(ids.is_floating_point() for ids in sequences):
         raise KVPassError("Calibration takes token ids, not floats: tokenizer(text, return_tensors='pt').input_ids.")
-    shortest = config.sinks + 2 * config.key_storage()["page_size"]
+    shortest = config.sinks + 2 * config.key_retention().page_size
     if len(sequences) < 2 or any(ids.shape[1] < shortest for ids in sequences):
         raise KVPassError(
             f"Calibration needs at least 2 sequences of at least {shortest} tokens, and got lengths "

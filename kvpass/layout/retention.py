@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -40,7 +40,7 @@ class Retention:
     budget: int | None = None
     evict: Literal["attention", "age"] = "attention"
     shared: bool = False
-    rollback: int | None = None
+    rollback: int | None = field(default=None, repr=False)
 
     def __post_init__(self):
         check_types(self)
