@@ -47,7 +47,7 @@ def test_the_oldest_are_known_however_many_tokens_there_have_been():
     """Beyond 2^24 not every whole number is a float32."""
     spec, importance = coded(2, "token", 8, 8, budget=8, evict="age", rollback=8), torch.zeros(1, 1, 0)
     for tokens in [1 << 22] * 5 + [4]:
-        total = update_importance(importance, importance.shape[-1], tokens, (), None, spec)
+        total = update_importance(importance, importance.shape[-1], tokens, (), None, spec.retention)
         importance = total[..., -8:]
     assert (importance.diff() > 0).all()
 

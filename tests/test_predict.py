@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from kvpass import KVPassError, LogSparse, PackedKV, schemes
 from kvpass.cache.state import KVState
 from kvpass.codec import decode_pages, encode_pages
+from kvpass.codec.center import fit_center
 from kvpass.codec.kept import opened
-from kvpass.codec.predictor import MATRICES, fit_center, matrix, parse_predictor, predict
+from kvpass.codec.predictor import MATRICES, matrix, parse_predictor, predict
 from kvpass.codec.rope import rotate
 from kvpass.lowering import reference
 from kvpass.lowering.inductor import attend as inductor_attend
@@ -225,10 +226,10 @@ def test_decoding_from_the_first_layer_up_gives_what_encoding_left_behind(predic
     length = sum(chunks)
     drawn, weights, tokens = example(seed, predictor, backbone, length)
     if backbone in ("higgs", "quarot-2"):  # whose mean is that of the tokens packed first
-        drawn[0] = dataclasses.replace(drawn[0], key=dataclasses.replace(drawn[0].key, predictor=""))
+        drawn[0] = dataclasses.replace(drawn[0], key=recoded(drawn[0].key, center=False))
     at_once, in_chunks = build(drawn, weights), build(drawn, weights)
     edges, again = feed(at_once, tokens, [length]), feed(in_chunks, tokens, chunks)
-    packed = drawn[0].key.packed(length)
+    packed = drawn[0].key.retention.packed(length)
     for i in range(3):
         for role in range(2):
             with only_reference():

@@ -147,7 +147,7 @@ def state_with(x, **fields):
     with only_reference():
         torch.ops.kvpass.append_(
             state.pack, state.carrier(0), x, None, None, state.text,
-            edge=state.host.tokens,
+            originals=state.host.tokens,
         )  # fmt: skip
     return state
 

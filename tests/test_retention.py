@@ -47,12 +47,13 @@ def algorithm_1(window: int, tokens: int) -> tuple[list[int], list[list[int]]]:
     ],
 )
 def test_the_known_vectors_of_logquant(tokens, kept):
-    assert layout(log_spec(4)).exact(tokens).tolist() == kept
+    assert layout(log_spec(4).retention).exact(tokens).tolist() == kept
 
 
 @given(windows, sinks, st.integers(0, 300))
 def test_exact_and_packed_tokens_are_those_of_algorithm_1(window, first, tokens):
-    where, spec = layout(log_spec(window, first)), log_spec(window, first)
+    spec = log_spec(window, first)
+    where = layout(spec.retention)
     exact, left = algorithm_1(window, max(0, tokens - first))
     assert where.exact(tokens).tolist() == [token + first for token in exact]
     assert spec.retention.pages(tokens) == len(left)
@@ -85,7 +86,7 @@ def test_exact_tokens_have_slots_of_their_own_that_last(make, window, first, rol
     assert len(set(slots.tolist())) == len(held) and int(slots.max()) < first + spec.retention.ring_size
     assert slots.tolist() == [where.slot(token) for token in held.tolist()]
     assert not where.overwritten(held, tokens).any()
-    table = ring_tokens(spec, tokens)
+    table = ring_tokens(spec.retention, tokens)
     assert table[slots].tolist() == held.tolist() and (table >= 0).sum() == len(held)
     for back in range(min(rollback, tokens) + 1):  # what a crop within the rollback needs is still there
         assert not where.overwritten(where.exact(tokens - back), tokens).any()
@@ -133,10 +134,10 @@ def test_after_any_appends_and_crops_every_token_is_still_itself(window, first, 
 
 
 def test_the_stream_may_be_followed_in_and_out_of_inference_mode():
-    where = LogSparse(log_spec(4))
+    where = LogSparse(log_spec(4).retention)
     with torch.inference_mode():
         where.exact(50)
-    assert where.exact(200).tolist() == layout(log_spec(4)).exact(200).tolist()
+    assert where.exact(200).tolist() == layout(log_spec(4).retention).exact(200).tolist()
     with torch.inference_mode():
         where.exact(900)
     where.exact(2000)
@@ -163,7 +164,7 @@ def test_policies_compose_and_travel_as_plain_data():
 
 def test_logquant_and_its_twin_keep_as_many_exact_tokens():
     geometry = schemes.LayerGeometry(0, 1, 2, 32, torch.float32, torch.device("cpu"))
-    log, twin = (schemes.get(name).plan(geometry).key for name in ("logquant", "logquant-twin"))
+    log, twin = (schemes.get(name).plan(geometry).key.retention for name in ("logquant", "logquant-twin"))
     assert (log.keep, twin.keep, twin.sinks) == ("log", "recent", 1)
     for n in range(97, 400):
         assert len(layout(log).exact(n)) in range(64, 97) and len(layout(twin).exact(n)) in range(64, 97)

@@ -206,7 +206,7 @@ def test_squat_before_rope_is_fitted_to_the_queries_before_rope():
         model(input_ids=ids, past_key_values=cache)
     layer = cache.layers[0]
     q = seen[0].unflatten(-1, (-1, 32)).transpose(1, 2)
-    expected = fit_compensation(q, None, 2, layer.plan.key).to(torch.float16)
+    expected = fit_compensation(q, None, 2, layer.plan.key.quantizer.subspace).to(torch.float16)
     torch.testing.assert_close(layer.key_state.compensation, expected, atol=2e-3, rtol=2e-3)
 
 

@@ -174,8 +174,8 @@ def test_kivi_and_squat_differ_only_in_the_subspace_of_keys(config):
 
 
 def test_squats_weight_is_relative_unless_the_papers_lambda_is_given():
-    relative = SQuatConfig(strength=0.5).plan(geometry()).key.subspace
-    paper = SQuatConfig(lam=1e-3).plan(geometry()).key.subspace
+    relative = SQuatConfig(strength=0.5).plan(geometry()).key.quantizer.subspace
+    paper = SQuatConfig(lam=1e-3).plan(geometry()).key.quantizer.subspace
     assert relative.relative and relative.weight == 0.5 and relative.block_size == 32
     assert not paper.relative and paper.weight == 1e-3
 

@@ -139,5 +139,5 @@ def test_the_reference_compensation_is_what_prefill_stored(smollm2, prose):
         cache = DynamicCache(config=model.config)
         model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
         for layer, (q, _) in zip(cache.layers, calls, strict=True):
-            expected = fit_compensation(q, None, 3, layer.plan.key)
+            expected = fit_compensation(q, None, 3, layer.plan.key.quantizer.subspace)
             torch.testing.assert_close(layer.key_state.compensation.double(), expected, atol=2e-2, rtol=2e-2)

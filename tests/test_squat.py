@@ -207,7 +207,7 @@ def test_encoding_a_batch_equals_encoding_each_sample_alone():
 
 def test_query_heads_of_a_kv_head_are_stacked_in_order():
     q = queries_for(SPEC, 1, 2, 3)  # 6 query heads on 3 KV heads
-    got = fit_compensation(q, None, 3, SPEC)
+    got = fit_compensation(q, None, 3, SPEC.quantizer.subspace)
     for head in range(3):
         stacked = torch.cat([q[:, 2 * head], q[:, 2 * head + 1]], 1)[:, None]
         expected = compensation_matrix(precision_matrix(stacked, SPEC.quantizer.subspace), DIM // 2)
@@ -234,7 +234,7 @@ def test_left_padding_is_left_out_of_the_subspace(kind, relative):
     state = KVState.allocate(spec, 4, 2, DIM, x.dtype, "cpu", tokens)
     state.append(x, 0, q, padded_mask(padding, tokens, kind))
     for i, count in enumerate(padding):
-        own = fit_compensation(q[i : i + 1, :, count:], None, 2, spec)
+        own = fit_compensation(q[i : i + 1, :, count:], None, 2, spec.quantizer.subspace)
         assert torch.allclose(state.compensation[i : i + 1].double(), own, rtol=2e-3, atol=1e-6), f"padding {count}"
 
 
@@ -242,7 +242,7 @@ def test_left_padding_is_left_out_of_the_subspace(kind, relative):
 def test_prompts_shorter_than_a_page_fix_the_subspace_for_later_tokens(prompt):
     x, q = randn(0, 2, 2, 100, DIM), queries_for(SPEC, 1, 2, 2, prompt)
     state = state_of(SPEC, x, [prompt] + [1] * (100 - prompt), q)
-    fitted = fit_compensation(q, None, 2, SPEC).to(state.compensation.dtype)
+    fitted = fit_compensation(q, None, 2, SPEC.quantizer.subspace).to(state.compensation.dtype)
     assert torch.equal(state.compensation, fitted)  # frozen after the prompt
     pages = x[:, :, :96]
     for got, expected in zip(
