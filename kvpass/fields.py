@@ -59,10 +59,11 @@ def made(cls: type, name: str, fields: dict) -> Any:
 
 def hash_once(config) -> int:
     """``__hash__`` of a frozen dataclass that is a key of caches on the path of every step."""
-    kept = vars(config)
-    if "_hash" not in kept:
-        kept["_hash"] = hash(tuple(fields_alone(config).values()))
-    return kept["_hash"]
+    try:
+        return config._hash
+    except AttributeError:
+        vars(config)["_hash"] = found = hash(tuple(fields_alone(config).values()))
+        return found
 
 
 def fields_alone(config) -> dict[str, Any]:

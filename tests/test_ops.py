@@ -139,7 +139,9 @@ def test_opcheck_attend(case):
     case = dict(
         case, mask=masks(case.get("mask", "none"), 2, case.get("queries", 1), case["n"] + case.get("queries", 1))
     )
-    torch.library.opcheck(OPS.attend.default, attend_arguments((SINKS, coded(2, "token", 8, 16, 16, 4)), **case)[0])
+    torch.library.opcheck(
+        OPS.attend.default, attend_arguments((SINKS, coded(2, "token", 8, 16, 16, sinks=4)), **case)[0]
+    )
 
 
 def assert_fake_tells_the_truth(op, arguments, name):

@@ -36,9 +36,7 @@ _ATTENDED = _VALUES | {"pre_rope", "center"}, _VALUES
 _MIN_PAGES = 2  # sizes 0 and 1 would be specialised; what is beyond the packed tokens is masked
 
 
-def plane_values(
-    codes: Tensor, scale: Tensor, zero_point: Tensor, quantizer: Quantizer, plane: int, points=None
-) -> Tensor:
+def plane_values(codes: Tensor, scale: Tensor, zero_point, quantizer: Quantizer, plane: int, points=None) -> Tensor:
     """Dequantized tokens ``[plane * T, (plane + 1) * T)`` of every page, ``[..., N, T, D]`` float32, still rotated.
 
     points: those of its grid, if it has one.
@@ -65,12 +63,10 @@ def _places(n: Tensor, packed: Tensor, retention: Retention, held: Tensor | None
     """Per slot of the ring: its token, and whether it counts. ``held`` says so for log-sparse windows."""
     if held is not None:
         return held, held >= 0
-    slots = torch.arange(retention.sinks + retention.ring_size, device=n.device) - retention.sinks
-    newest = n - 1 - retention.sinks
-    tokens = (
-        torch.where(slots < 0, slots, newest - torch.remainder(newest - slots, retention.ring_size)) + retention.sinks
-    )
-    return tokens, torch.where(slots < 0, tokens < n, tokens >= packed + retention.sinks)
+    sinks, size = retention.sinks, retention.ring_size
+    slots, newest = torch.arange(sinks + size, device=n.device) - sinks, n - 1 - sinks
+    tokens = torch.where(slots < 0, slots, newest - torch.remainder(newest - slots, size)) + sinks
+    return tokens, torch.where(slots < 0, tokens < n, tokens >= packed + sinks)
 
 
 def _dots(q: Tensor, k: Tensor, tables: tuple[Tensor, Tensor] | None, rope: str) -> list[Tensor]:
