@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpass import KVPassError, NonFiniteError
-from kvpass.codec import Subspace, decode_pages, encode_pages, parse
+from kvpass.codec import Subspace, Transform, decode_pages, encode_pages, parse
 from kvpass.codec.affine import assign, params_dtype
 from kvpass.codec.bitpack import (
     byte_rows,
@@ -347,6 +347,11 @@ def test_the_text_of_a_spec_parses_back_to_it(spec, subspace):
         spec = recoded(spec, subspace=subspace)
     again = parse(str(spec))
     assert again == spec and hash(again) == hash(spec) and str(again) == str(spec)
+
+
+def test_tokens_are_centred_or_predicted():
+    with pytest.raises(KVPassError, match="use center=False"):
+        Transform(center=True, predictor="linear")
 
 
 @given(specs(), st.integers(0, 400))

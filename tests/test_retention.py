@@ -1,5 +1,8 @@
 """Which tokens stay exact: LogQuant's stream against its algorithm written down naively, and no token ever lost."""
 
+import pickle
+from dataclasses import fields
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +12,7 @@ import kvpass
 from kvpass import KVPassError, Recent, Retention, Sinks, schemes
 from kvpass.cache.state import KVState
 from kvpass.layout.window import LogSparse, layout, ring_tokens
+from kvpass.schemes import AquaKVConfig, KIVIConfig
 
 from common import DIM, chunkings, coded, dtypes, naive_decode, randn, seeds, state_of
 
@@ -153,13 +157,35 @@ def test_policies_compose_and_travel_as_plain_data():
     config = schemes.get("kivi", retention=policy)
     assert schemes.get(config.to_dict()) == config
     plan = config.plan(schemes.LayerGeometry(0, 1, 2, 32, torch.float32, torch.device("cpu")))
-    for spec in (plan.key, plan.value):
-        assert (spec.retention.residual, spec.page_size, spec.retention.sinks, spec.retention.keep) == (
-            96,
-            32,
-            4,
-            "recent",
-        )
+    assert plan.key.retention == plan.value.retention == policy and policy.residual == 96
+
+
+def test_what_cannot_be_retained_is_refused_when_it_is_written():
+    for impossible, says in (
+        (lambda: Retention(64, 32, budget=50), "budget=50 must be a multiple of page_size=32"),
+        (lambda: Retention(64, 32, budget=64, rollback=33), "rollback=33 at most that"),
+        (lambda: Retention(64, 32, keep="log"), "residual=32 must be twice page_size=32"),
+        (lambda: Retention(96, 32, keep="log", budget=64), "two choices of what stays"),
+        (lambda: Retention(1 << 24, 32), "ask for fewer"),
+    ):
+        with pytest.raises(KVPassError, match=says):
+            impossible()
+
+
+def test_a_crop_goes_back_16_tokens_or_a_page_where_tokens_are_evicted():
+    assert [Retention(64, page, budget=budget).rollback for page in (8, 32) for budget in (None, 64)] == [16, 8, 16, 16]
+
+
+def test_a_copy_in_another_process_does_not_bring_its_hash_along():
+    policy = Recent(64)
+    hash(policy)
+    assert set(vars(pickle.loads(pickle.dumps(policy)))) == {field.name for field in fields(policy)}
+
+
+def test_the_window_of_a_backbone_does_not_matter_to_aqua():
+    layer = schemes.LayerGeometry(1, 2, 2, 32, torch.float32, torch.device("cpu"), below=0)
+    evicting, plain = KIVIConfig(retention=kvpass.HeavyHitter(64, recent=32)), KIVIConfig()
+    assert AquaKVConfig(backbone=evicting).plan(layer) == AquaKVConfig(backbone=plain).plan(layer)
 
 
 def test_logquant_and_its_twin_keep_as_many_exact_tokens():

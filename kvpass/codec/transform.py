@@ -35,10 +35,15 @@ class Transform:
 
     __hash__, __getstate__ = hash_once, fields_alone
 
-    def __str__(self) -> str:
-        less = " less its mean" if self.center else f" less {self.predictor} prediction"
-        before, rotated = " before RoPE" if self.pre_rope else "", "" if self.rotation is None else " rotated"
-        return f"{before}{less if self.subtracts else ''}{rotated}"
+    def of(self, name: str) -> str:
+        """What is coded of tokens called ``name``, in words."""
+        done = {
+            "before RoPE": self.pre_rope,
+            "less its mean": self.center,
+            f"less {self.predictor} prediction": self.predictor,
+            "rotated": self.rotation is not None,
+        }
+        return " ".join([name, *(words for words, there in done.items() if there)])
 
     @property
     def subtracts(self) -> bool:

@@ -93,7 +93,7 @@ class LayerPlan:
         def describe(name: str, spec: CodecSpec, source: int | None) -> str:
             window = f"{spec.retention.residual}..{spec.retention.window - 1} exact"
             shared = "" if source is None else f" with the codes of layer {source}"
-            return f"{name}{spec.transform} {spec.quantizer}{shared}, {window}"
+            return f"{spec.transform.of(name)} {spec.quantizer}{shared}, {window}"
 
         retention, subspace = self.key.retention, self.key.quantizer.subspace
         sinks = f", {retention.sinks} sinks" if retention.sinks else ""
