@@ -29,8 +29,7 @@ class Retention:
     evict: what leaves when there are more: the tokens with the least "attention" paid to them so far, or the oldest
         ("age").
     shared: one choice for all heads and layers, by the attention of all; otherwise each KV head has its own.
-    rollback: tokens that `crop` can take back without loss across a flush; None for 16, or with a budget a page if
-        that is less.
+    rollback: tokens that `crop` can take back without loss across a flush; with a budget a page at most.
     """
 
     window: int
@@ -40,15 +39,11 @@ class Retention:
     budget: int | None = None
     evict: Literal["attention", "age"] = "attention"
     shared: bool = False
-    rollback: int | None = field(default=None, repr=False)
+    rollback: int = field(default=_ROLLBACK, repr=False)
 
     def __post_init__(self):
         check_types(self)
-        check_integers(self, window=1, page_size=1, sinks=0)
-        if self.rollback is None:
-            rollback = _ROLLBACK if self.budget is None else min(_ROLLBACK, self.page_size)
-            object.__setattr__(self, "rollback", rollback)
-        check_integers(self, rollback=0)
+        check_integers(self, window=1, page_size=1, sinks=0, rollback=0)
         if self.page_size > self.window:
             raise KVPassError(f"page_size={self.page_size} tokens cannot leave a window of {self.window}.")
         if max(self.sinks + self.ring_size, self.budget or 0) > _MOST_TOKENS:
@@ -144,7 +139,8 @@ def HeavyHitter(budget: int, recent: int, page_size: int = 32, shared: bool = Fa
     of its query heads, unless ``shared``."""
     for name, tokens, least in (("recent", recent, 0), ("page_size", page_size, 1)):
         check_integer(name, tokens, least)
-    return Retention(recent + page_size, page_size, budget=budget, shared=shared)
+    rollback = min(_ROLLBACK, page_size)
+    return Retention(recent + page_size, page_size, budget=budget, shared=shared, rollback=rollback)
 
 
 def StreamingLLM(sinks: int, recent: int, exact: int = 32, page_size: int = 32) -> Retention:
@@ -154,7 +150,8 @@ def StreamingLLM(sinks: int, recent: int, exact: int = 32, page_size: int = 32) 
         check_integer(name, tokens, least)
     if recent < exact or (recent - exact) % page_size:
         raise KVPassError(f"recent={recent} less exact={exact} must be a multiple of page_size={page_size}.")
-    return Retention(exact + page_size, page_size, sinks, budget=recent - exact, evict="age", shared=True)
+    window, budget, rollback = exact + page_size, recent - exact, min(_ROLLBACK, page_size)
+    return Retention(window, page_size, sinks, budget=budget, evict="age", shared=True, rollback=rollback)
 
 
 POLICIES = {
