@@ -57,6 +57,20 @@ def made(cls: type, name: str, fields: dict) -> Any:
     return cls(**fields)
 
 
+def hash_once(config) -> int:
+    """``__hash__`` of a frozen dataclass that is a key of caches on the path of every step."""
+    try:
+        return config._hash
+    except AttributeError:
+        vars(config)["_hash"] = found = hash(tuple(fields_alone(config).values()))
+        return found
+
+
+def fields_alone(config) -> dict[str, Any]:
+    """``__getstate__`` of the same: the hash of a name is another one in each process."""
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+
+
 _MISFIT = object()
 
 

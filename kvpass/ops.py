@@ -25,8 +25,9 @@ rotate       rotary embedding of decoded keys that are stored as they were befor
 append_rotary_  store rotary tables ``[B or 1, S, p]`` of the present behind those already there; with ``slots``, drop
              those of tokens that ``spec`` has evicted in this call.
 
-Specs with a width for every token (`codec.adaptive`) decode with side tables, handed over as ``predictor``. Their
-``append_`` leaves the tokens that are due in ``edge``, and the cache codes them when the forward is over.
+Specs with a width for every token (`codec.adaptive`) decode with ``planes``: those of all states in one tensor, and
+where those of this one are. Their ``append_`` leaves the tokens that are due in ``originals``, and the cache codes them
+when the forward is over.
 
 Predictors (`codec.predictor`) take ``predictor``, a list of weights, and look at reconstructions ``[B, H_kv, n, D]``:
 that of the layer ``below``, and for values that of this layer's keys, ``beside``. An ``append_`` sees both for the
@@ -60,7 +61,7 @@ _library.define('encode(Tensor x, Tensor? compensation, str spec, str lowering="
 _library.define(
     "append_(Tensor(a!)[] state, Tensor length, Tensor x, Tensor? q, Tensor? mask, str spec, "
     'str lowering="auto", Tensor(b!)? edge=None, Tensor? beside=None, Tensor[]? predictor=None, '
-    "Tensor(c!)? importance=None, Tensor[]? scores=None, Tensor(d!)? slots=None) -> ()",
+    "Tensor(c!)? importance=None, Tensor[]? scores=None, Tensor(d!)? slots=None, Tensor(e!)? originals=None) -> ()",
     tags=_OF_A_LENGTH,
 )
 _library.define(
@@ -69,7 +70,7 @@ _library.define(
 )
 _library.define(
     'decode(Tensor[] state, Tensor length, str spec, str lowering="auto", Tensor? below=None, Tensor? beside=None, '
-    "Tensor[]? predictor=None) -> Tensor",
+    "Tensor[]? predictor=None, Tensor[]? planes=None) -> Tensor",
     tags=_OF_A_LENGTH,
 )
 _library.define("rotate(Tensor x, Tensor cos, Tensor sin, str rope) -> Tensor", tags=_OF_A_LENGTH)
@@ -91,7 +92,7 @@ def _encode(x, compensation, spec, lowering="auto"):
     if x.shape[-2] % parsed.page_size:
         raise KVPassError(f"encode takes whole pages of {parsed.page_size} tokens, not {x.shape[-2]}.")
     parsed.check(x.shape[-1])
-    if parsed.adaptive is not None:
+    if parsed.quantizer.adaptive is not None:
         raise KVPassError("Tokens with widths of their own are coded by their cache, not by an op.")
     kept = select(Site("encode", x.device.type, (spec,), head_dim=x.shape[-1]), lowering).run(x, compensation, parsed)
     if x.device.type == "cpu":
@@ -100,11 +101,11 @@ def _encode(x, compensation, spec, lowering="auto"):
 
 
 def _append_(state, length, x, q, mask, spec, lowering="auto", edge=None, beside=None, predictor=None, importance=None,
-             scores=None, slots=None):  # fmt: skip
+             scores=None, slots=None, originals=None):  # fmt: skip
     run, parsed = select(Site("append_", x.device.type, (spec,), head_dim=x.shape[-1]), lowering).run, parse(spec)
     run(
         opened(state, parsed), length_of(length), x, q, mask, parsed, edge, beside, predictor or (), importance,
-        scores or (), slots,
+        scores or (), slots, originals,
     )  # fmt: skip
 
 
@@ -115,9 +116,9 @@ def _append_layers_(states, length, x, spec, lowering="auto"):
     run(packs, length_of(length), x, parsed)
 
 
-def _decode(state, length, spec, lowering="auto", below=None, beside=None, predictor=None):
+def _decode(state, length, spec, lowering="auto", below=None, beside=None, predictor=None, planes=None):
     parsed = parse(spec)
-    pack = opened(state, parsed)
+    pack = opened(state, parsed)._replace(planes=planes or ())
     run = select(Site("decode", pack.ring.device.type, (spec,), head_dim=pack.ring.shape[-1]), lowering).run
     references = [decoded for decoded in (below, beside) if decoded is not None]
     return run(pack, length_of(length), parsed, references, predictor or ())
@@ -136,7 +137,7 @@ def _attend(q, key, value, length, k_new, v_new, mask, causal, scale, softcap, k
         (key,), (value,), coded, lowering = key, value, (), AUTO
     else:
         key, value = opened(key, specs[0]), opened(value, specs[1])
-        if rope and not specs[0].pre_rope:
+        if rope and not specs[0].transform.pre_rope:
             raise KVPassError(f"These keys are stored rotated, and rope={rope!r} would rotate them again.")
     rotary = (cos, sin, rope) if rope else None
     return select(Site("attend", q.device.type, coded, few(q.shape[2]), q.shape[3]), lowering).run(
@@ -149,9 +150,9 @@ def _append_rotary_(cos, sin, length, cos_new, sin_new, slots=None, spec=""):
     start, (_, tokens, pairs) = length_of(length), cos_new.shape
     for table, new in ((cos, cos_new), (sin, sin_new)):
         table[:, start : start + tokens, :pairs] = new
-    if spec and (gone := parse(spec).evicted(start + tokens)):
+    if spec and (gone := parse(spec).retention.evicted(start + tokens)):
         for table in (cos, sin):
-            kept = evict(table[:, None, : start + tokens], slots, gone, parse(spec))[:, 0]
+            kept = evict(table[:, None, : start + tokens], slots, gone, parse(spec).retention)[:, 0]
             table[:, : kept.shape[1]] = kept
 
 
@@ -189,7 +190,7 @@ def _(x: Tensor, compensation, spec, lowering="auto"):
 
 @torch.library.register_fake("kvpass::append_")
 def _(state, length, x, q, mask, spec, lowering="auto", edge=None, beside=None, predictor=None, importance=None,
-      scores=None, slots=None):  # fmt: skip
+      scores=None, slots=None, originals=None):  # fmt: skip
     return None
 
 
@@ -204,7 +205,7 @@ def _(cos, sin, length, cos_new, sin_new, slots=None, spec=""):
 
 
 @torch.library.register_fake("kvpass::decode")
-def _(state, length, spec, lowering="auto", below=None, beside=None, predictor=None):
+def _(state, length, spec, lowering="auto", below=None, beside=None, predictor=None, planes=None):
     ring = opened(state, parse(spec)).ring
     return ring.new_empty((*ring.shape[:2], length_of(length), ring.shape[3]))
 

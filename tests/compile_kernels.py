@@ -19,10 +19,12 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from kvpass.cache.state import KVState
-from kvpass.codec import CodecSpec, Subspace
+from kvpass.codec import Subspace
 from kvpass.codec.kept import opened
 from kvpass.lowering.table import Site, select
 from kvpass.lowering.triton import append, configs, encode, launch
+
+from common import coded
 
 triton.knobs.compilation.always_compile = True
 triton.knobs.nvidia.dump_ptxas_log = True
@@ -86,10 +88,10 @@ def attend(
 ) -> None:  # fmt: skip
     """Attend over a cache of 512 tokens, with ``paid`` the statistic of what each was paid."""
     if grid:
-        specs = [CodecSpec(bits, "token", group, page, rotation=0, grid=grid, predictor=p) for p in ("mean", "")]
+        specs = [coded(bits, "token", group, page, rotation=0, grid=grid, center=c) for c in (True, False)]
     else:
-        keys = CodecSpec(bits, per, min(group, page), page, pre_rope=bool(rope))
-        specs = keys, CodecSpec(v_bits or bits, "token", group, page, residual=page)
+        keys = coded(bits, per, min(group, page), page, pre_rope=bool(rope))
+        specs = keys, coded(v_bits or bits, "token", group, page, residual=page)
     dtype = getattr(torch, dtype)
     states = [KVState.allocate(spec, 1, groups, dim, dtype, "cpu", 640) for spec in specs]
     past = [opened(state.pack, state.spec) for state in states]
@@ -107,13 +109,13 @@ def encode_pages(
     """Encode four pages; with ``block``, of keys whose errors are compensated."""
     answers = torch.zeros(1, 8, dim - block, dim - block, dtype=getattr(torch, dtype)) if block else None
     subspace = Subspace(5, 0.5, True, block) if block else None
-    spec = CodecSpec(bits, per, group, page, eta=eta, subspace=subspace, **others)
+    spec = coded(bits, per, group, page, eta=eta, subspace=subspace, **others)
     encode.encode(torch.zeros(1, 8, 4 * page, dim, dtype=getattr(torch, dtype)), answers, spec)
 
 
 def append_tokens(tokens=1, groups=8, dim=128, dtype="bfloat16") -> None:
     """Store tokens in the windows of two layers."""
-    spec, dtype = CodecSpec(2, "channel", 32, 32), getattr(torch, dtype)
+    spec, dtype = coded(2, "channel", 32, 32), getattr(torch, dtype)
     states = [KVState.allocate(spec, 1, groups, dim, dtype, "cpu", 640) for _ in range(2)]
     packs = [opened(state.pack, spec) for state in states]
     append.append_layers_(packs, 5, [torch.zeros(1, groups, tokens, dim, dtype=dtype)] * 2, spec)
@@ -122,9 +124,9 @@ def append_tokens(tokens=1, groups=8, dim=128, dtype="bfloat16") -> None:
 def chosen_on_cuda() -> dict[str, str]:
     """What "auto" would take there, for KIVI, QuaRot and HIGGS."""
     layers = {
-        "kivi": (CodecSpec(2, "channel", 32, 32), CodecSpec(2, "token", 32, 32, residual=32)),
-        "quarot": [CodecSpec(4, "token", 32, 32, rotation=0, predictor=p) for p in ("mean", "")],
-        "higgs": [CodecSpec(4, "token", 128, 32, rotation=0, grid="d2n16", predictor=p) for p in ("mean", "")],
+        "kivi": (coded(2, "channel", 32, 32), coded(2, "token", 32, 32, residual=32)),
+        "quarot": [coded(4, "token", 32, 32, rotation=0, center=c) for c in (True, False)],
+        "higgs": [coded(4, "token", 128, 32, rotation=0, grid="d2n16", center=c) for c in (True, False)],
     }
     used = {"attend": slice(2), "append_layers_": slice(1, 2)}  # layers whose keys have a mean are not stored together
     return {

@@ -81,7 +81,7 @@ def test_layers_are_stored_as_calibration_decoded_them(calibrated, tmp_path, mon
         model(input_ids=data()[0], past_key_values=cache)
         for (layer, role), expected in kept.items():
             state = cache.layers[layer].states()[role]
-            got = state.decode(200)[:, :, 4 : 4 + state.spec.packed(200)]
+            got = state.decode(200)[:, :, 4 : 4 + state.spec.retention.packed(200)]
             apart = (got - expected).square().sum() / expected.square().sum()
             assert apart < 5e-3  # a value at the edge of its cell may fall to the other side
 

@@ -89,13 +89,13 @@ class AdaptiveState(KVState):
     codes: ``[B, H_kv, capacity, D * b / 8]``, the first plane of bits; the others are ``planes``, in a `PlanePool`.
     scale, zero_point: ``[B, H_kv, capacity, 1]``: step of the widest class, and minimum.
     levels: ``[B, H_kv, capacity / P, P / 4]``; outliers, where: ``[B, 1, capacity, k]``: see `Tokens`.
-    compensation: ``[B, H_kv, 1, 1]`` float32, the energy of the prompt's queries, for keys.
+    energy: ``[B, H_kv, 1, 1]`` float32, that of the prompt's queries, for keys; None where it was measured before.
     host: originals, or where tokens wait for their width.
     """
 
     def __init__(self, spec: CodecSpec, ring: Tensor, pool: PlanePool):
         batch, heads, _, head_dim = ring.shape
-        adaptive, params, device = spec.adaptive, params_dtype(ring.dtype), ring.device
+        adaptive, params, device = spec.quantizer.adaptive, params_dtype(ring.dtype), ring.device
         first, *others = plane_bits(adaptive.widths)
         count = round(adaptive.outliers * heads * head_dim)
 
@@ -111,9 +111,10 @@ class AdaptiveState(KVState):
         self.planes = [empty(batch, heads, 0, head_dim * bits // 8, dtype=torch.uint8) for bits in others]
         self.places = torch.zeros(len(others), 3, dtype=torch.int64)
         self.host = HostTokens(empty(batch, heads, 0, head_dim, dtype=ring.dtype, device="cpu"))
-        self.compensation = self.source = self.center = self.below = self.beside = None
-        if adaptive.role == "key" and adaptive.energy is None:
-            self.compensation = empty(batch, heads, 1, 1, dtype=torch.float32)
+        self.compensation = self.energy = self.source = self.center = self.below = self.beside = None
+        self.predictor = ()
+        if adaptive.fits_energy:
+            self.energy = empty(batch, heads, 1, 1, dtype=torch.float32)
         self.count, self.writes = 0, Writes()
         pool.add(self)
         self.put()
@@ -123,15 +124,14 @@ class AdaptiveState(KVState):
     def allocate(cls, spec, batch, heads, head_dim, dtype, device, tokens, pool) -> AdaptiveState:
         """An empty state with room for ``tokens`` tokens. Raises `KVPassError` if the spec does not fit the head."""
         spec.check(head_dim)
-        state = cls(
-            spec, torch.zeros(batch, heads, spec.sinks + spec.window, head_dim, dtype=dtype, device=device), pool
-        )
+        slots = spec.retention.sinks + spec.retention.ring_size
+        state = cls(spec, torch.zeros(batch, heads, slots, head_dim, dtype=dtype, device=device), pool)
         state.reserve(tokens)
         return state
 
     @property
-    def predictor(self) -> list[Tensor]:
-        """The side tables that ``kvpass::decode`` takes: the other planes, and where they are."""
+    def pooled_planes(self) -> list[Tensor]:
+        """What ``kvpass::decode`` takes besides: the other planes, of all states, and where those of this one are."""
         if not torch.compiler.is_dynamo_compiling():
             self.pool.refresh()
         return [self.pool.data, self.places]
@@ -151,17 +151,17 @@ class AdaptiveState(KVState):
         return super().__getstate__() | {"planes": own}
 
     def contents(self, n: int) -> dict[str, Tensor]:
-        packed, pages = slice(self.spec.packed(n)), slice(self.spec.pages(n))
+        packed, pages = slice(self.spec.retention.packed(n)), slice(self.spec.retention.pages(n))
         used = dict.fromkeys(_TABLES, packed) | {"levels": pages}
         own = {name: tensor[:, :, used[name]] if name in used else tensor for name, tensor in self.tensors()}
-        if self.spec.adaptive.keep_originals:
+        if self.spec.quantizer.adaptive.keep_originals:
             own["originals"] = self.host.tokens[:, :, packed]
         return own | {f"planes.{i}": plane for i, plane in enumerate(self.planes)}
 
     def fill(self, n: int, contents: Mapping[str, Tensor]) -> None:
         rows = [contents.get(f"planes.{i}", plane) for i, plane in enumerate(self.planes)]  # as many as it takes
         planes = [torch.zeros_like(plane) for plane in rows]
-        self.put(planes=[plane.to(self.ring.device) for plane in planes], count=self.spec.packed(n))
+        self.put(planes=[plane.to(self.ring.device) for plane in planes], count=self.spec.retention.packed(n))
         super().fill(n, contents)
 
     @torch.inference_mode(False)
@@ -177,8 +177,8 @@ class AdaptiveState(KVState):
     @torch.inference_mode(False)
     def reserve(self, tokens: int) -> None:
         """Make room for ``tokens`` tokens, growing geometrically; contents are kept."""
-        size, packed, have = self.spec.page_size, self.spec.packed(tokens), self.scale.shape[2]
-        keeps, room, new = self.spec.adaptive.keep_originals, have, {}
+        size, packed, have = self.spec.page_size, self.spec.retention.packed(tokens), self.scale.shape[2]
+        keeps, room, new = self.spec.quantizer.adaptive.keep_originals, have, {}
         if packed > have or not have:
             room = max(packed, have + have // GROWTH, 4 * size) // size * size
             new = {name: grown(getattr(self, name), room) for name in _TABLES}
@@ -195,7 +195,7 @@ class AdaptiveState(KVState):
 
     def crop(self, old: int, new: int, lowering: str = "auto") -> None:
         super().crop(old, new, lowering)
-        self.count = min(self.count, self.spec.packed(new))
+        self.count = min(self.count, self.spec.retention.packed(new))
 
     def reset(self) -> None:
         super().reset()
@@ -208,16 +208,16 @@ class AdaptiveState(KVState):
         importance: ``[B, H_kv, n]``, the largest attention weights of the last queries. Planes of the pool are stale
         until its `PlanePool.refresh`.
         """
-        adaptive, widths, packed = self.spec.adaptive, self.spec.adaptive.widths, self.spec.packed(n)
-        known, old = self._tokens(self.count), self.count
+        adaptive, sinks, packed = self.spec.quantizer.adaptive, self.spec.retention.sinks, self.spec.retention.packed(n)
+        widths, known, old = adaptive.widths, self._tokens(self.count), self.count
         start = old if adaptive.keep_originals else 0
         new = self.host.tokens[:, :, start : start + packed - old].to(self.ring.device)
         self._add(new, slice(old, packed))
         step, zero_point = (table[:, :, :packed] for table in (self.scale, self.zero_point))
         cells = assign_cells(new, step[:, :, old:], zero_point[:, :, old:], widths[-1])
         codes = torch.cat([from_planes(known.planes, known.levels, widths), cells], 2)
-        energy = adaptive.energy if self.compensation is None else self.compensation[..., 0]
-        worth = importance[..., self.spec.sinks : self.spec.sinks + packed]
+        energy = adaptive.energy if self.energy is None else self.energy[..., 0]
+        worth = importance[..., sinks : sinks + packed]
         levels = levels_for(step, allowed_deviation(adaptive, n, worth, energy), widths)
         if adaptive.keep_originals:
             self._restore(codes[:, :, :old], levels[:, :, :old] > known.levels)
@@ -237,8 +237,8 @@ class AdaptiveState(KVState):
 
     def _add(self, x: Tensor, part: slice) -> None:
         """Keep ranges and outliers of ``x``, the tokens ``part`` that are packed from now on."""
-        outliers, where, is_outlier = split_outliers(x, self.spec.adaptive.outliers)
-        step, zero_point = fit_range(x, is_outlier, self.spec.adaptive.widths[-1], self.scale.dtype)
+        outliers, where, is_outlier = split_outliers(x, self.spec.quantizer.adaptive.outliers)
+        step, zero_point = fit_range(x, is_outlier, self.spec.quantizer.adaptive.widths[-1], self.scale.dtype)
         if x.device.type == "cpu":
             check_finite(step, zero_point)
         self.scale[:, :, part], self.zero_point[:, :, part] = step, zero_point
@@ -250,4 +250,4 @@ class AdaptiveState(KVState):
         originals = self.host.tokens[tuple(index.cpu() for index in where)].to(self.ring.device)
         self.host.moved_nbytes += originals.nbytes
         step, zero_point = (table[:, :, : codes.shape[2]][where] for table in (self.scale, self.zero_point))
-        codes[where] = assign_cells(originals, step, zero_point, self.spec.adaptive.widths[-1])
+        codes[where] = assign_cells(originals, step, zero_point, self.spec.quantizer.adaptive.widths[-1])

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from ..codec.predictor import looks_below
 from ..codec.spec import CodecSpec
 from ..errors import KVPassError
 from ..layout.window import SEEN_OFFSET, length_of
@@ -95,7 +94,9 @@ class PackedLayer(CacheLayerMixin):
     @property
     def host_nbytes(self) -> int:
         """Bytes of originals kept in host memory."""
-        kept = (state.host for state in self.states() if self.plan.adaptive and state.spec.adaptive.keep_originals)
+        kept = (
+            state.host for state in self.states() if self.plan.adaptive and state.spec.quantizer.adaptive.keep_originals
+        )
         return sum(host.nbytes for host in kept)
 
     @property
@@ -142,20 +143,21 @@ class PackedLayer(CacheLayerMixin):
 
     def allocate(self, batch: int, tokens: int) -> None:
         """Make room for ``tokens`` tokens, less those that are evicted; what is stored is kept."""
-        stored = max(self.tokens, self.plan.key.stored(tokens))
+        retention = self.plan.key.retention
+        stored = max(self.tokens, retention.stored(tokens))
         self._allocate(batch, self.max_cache_len or stored)
         for state in self.states():
             state.reserve(stored)
         if self.importance is not None:
             self.importance.reserve(stored)
         if self.rotary is not None:  # `attend` reads whole pages of the tables, two at least
-            self.rotary.reserve(max(tokens, self.plan.key.sinks + 2 * self.plan.key.page_size))
+            self.rotary.reserve(max(tokens, retention.sinks + 2 * retention.page_size))
 
     def _starts_to_look(self, new_tokens: int) -> bool:
         """Whether the queries that a page's widths are chosen by begin with this call."""
-        spec = self.plan.key
-        until_due = spec.page_size - (self.tokens - spec.sinks - spec.residual) % spec.page_size
-        return spec.adaptive.rows in (until_due, min(new_tokens, spec.adaptive.rows))
+        retention, rows = self.plan.key.retention, self.plan.key.quantizer.adaptive.rows
+        until_due = retention.page_size - (self.tokens - retention.sinks - retention.residual) % retention.page_size
+        return rows in (until_due, min(new_tokens, rows))
 
     def _allocate(self, batch: int, tokens: int) -> None:
         if self.is_initialized:
@@ -164,7 +166,7 @@ class PackedLayer(CacheLayerMixin):
         room = (geometry.num_key_value_heads, geometry.head_dim, geometry.dtype, geometry.device)
 
         def state(spec: CodecSpec, source: PackedLayer | None, name: str) -> KVState:
-            if spec.adaptive is not None:
+            if spec.quantizer.adaptive is not None:
                 return AdaptiveState.allocate(spec, batch, *room, tokens, self.pool)
             if source is not None:
                 source._allocate(batch, tokens)
@@ -174,17 +176,17 @@ class PackedLayer(CacheLayerMixin):
             "key_state": state(self.plan.key, self.key_source, "key_state"),
             "value_state": state(self.plan.value, self.value_source, "value_state"),
         }
-        if self.plan.key.pre_rope and self.rotary_owner is self:
+        if self.plan.key.transform.pre_rope and self.rotary_owner is self:
             new["rotary"] = RotaryState(batch, *room[1:], tokens)
         if self.plan.needs_importance and self.importance_owner is self:
-            heads = 1 if self.plan.key.shared_eviction else room[0]
+            heads = 1 if self.plan.key.retention.shared else room[0]
             new["importance"] = Importance(batch, heads, geometry.device, tokens)
         if self.plan.looks_below:
             self.below._allocate(batch, tokens)
             own = new["key_state"], new["value_state"]
             own[1].beside = own[0]
             for state, below, predictor in zip(own, self.below.states(), self.predictors, strict=True):
-                if looks_below(state.spec.predictor):
+                if state.spec.transform.predictor:
                     state.below, state.predictor = below, predictor
         vars(self).update(new)  # all of it is there, or none
 
@@ -197,20 +199,20 @@ class PackedLayer(CacheLayerMixin):
     def commit(self, new_tokens: int) -> None:
         """End a forward that stored ``new_tokens``."""
         self._wrote(new_tokens)
-        gone = self.plan.key.evicted(self.tokens + new_tokens)
+        gone = self.plan.key.retention.evicted(self.tokens + new_tokens)
         for state in self.states():
             state.evicted(gone)
         self.tokens += new_tokens - gone
         self.seen += new_tokens
         for state in self.states() if self.plan.adaptive else ():
-            if state.spec.packed(self.tokens) > state.count:
+            if state.spec.retention.packed(self.tokens) > state.count:
                 state.requantize(self.tokens, self.importance.weights[..., : self.tokens])
 
     def abandon(self, new_tokens: int) -> bool:
         """Take back a forward that failed. Whether the layer is as before: not if new tokens may have taken slots of
         the window, or the place of others."""
         self._wrote(new_tokens, succeeded=False)
-        evicted = self.plan.key.evicted(self.tokens + new_tokens)
+        evicted = self.plan.key.retention.evicted(self.tokens + new_tokens)
         return not evicted and all(state.lossless_crop(self.tokens) for state in self.states())
 
     def _wrote(self, new_tokens: int, succeeded: bool = True) -> None:
@@ -253,7 +255,7 @@ class PackedLayer(CacheLayerMixin):
             self.below.past = None
         if self.is_below:
             self.past = keys, values
-        if self.plan.key.pre_rope:
+        if self.plan.key.transform.pre_rope:
             if not torch.compiler.is_dynamo_compiling():
                 raise KVPassError("Keys stored before rotary embedding need the pass: this forward was not captured.")
             rotary = self.rotary_owner.rotary
@@ -274,21 +276,22 @@ class PackedLayer(CacheLayerMixin):
         self._append(self.value_state, values, 1, beside)
 
     def _decode(self, state: KVState, below: Tensor | None, beside: Tensor | None = None) -> Tensor:
-        if not looks_below(state.spec.predictor):
+        if not state.spec.transform.predictor:
             below = beside = None
         return torch.ops.kvpass.decode(
-            state.handles, self.length, state.text, self.lowering, below, beside, list(state.predictor)
-        )
+            state.handles, self.length, state.text, self.lowering, below, beside, list(state.predictor),
+            list(state.pooled_planes),
+        )  # fmt: skip
 
     def _append(
         self, state: KVState, x: Tensor, which: int, beside: Tensor | None = None, q: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
         edge = None if self.edges is None else self.edges[which]
-        waiting = state.host.tokens if self.plan.adaptive else edge
         torch.ops.kvpass.append_(
-            state.handles, self.length, x, q, mask, state.text, self.lowering, waiting, beside, list(state.predictor),
+            state.handles, self.length, x, q, mask, state.text, self.lowering, edge, beside, list(state.predictor),
             self.importance.weights if which == 0 and self.importance else None, None, self.slots,
+            state.host.tokens if self.plan.adaptive else None,
         )  # fmt: skip
         return edge
 
@@ -336,7 +339,7 @@ class PackedLayer(CacheLayerMixin):
             raise KVPassError(f"crop({tokens_to_remove}): pass the negative number of tokens to remove.")
         self.refuse_unless_whole()
         new = max(0, self.tokens + tokens_to_remove)
-        least = self.plan.key.sinks + (self.plan.key.budget or 0)
+        least = self.plan.key.retention.sinks + (self.plan.key.retention.budget or 0)
         if self.seen > self.tokens and new < least:
             raise KVPassError(
                 f"crop({tokens_to_remove}): tokens have been evicted, and only the last {self.tokens - least} of those "

@@ -92,7 +92,7 @@ def swap_layers(
 
 def connect(layers: dict[int, PackedLayer], predictors: dict[int, tuple[SharedTensors, SharedTensors]]) -> None:
     """Tell the packed layers of one cache of each other: whose codes they use, who decides for all, who is below."""
-    pre_rope = [layer for layer in layers.values() if layer.plan.key.pre_rope]
+    pre_rope = [layer for layer in layers.values() if layer.plan.key.transform.pre_rope]
     evicting = [layer for layer in layers.values() if layer.plan.evicts]
     pool = PlanePool()
     for index, layer in layers.items():
@@ -101,7 +101,7 @@ def connect(layers: dict[int, PackedLayer], predictors: dict[int, tuple[SharedTe
         layer.key_source = None if plan.key_source is None else layers[plan.key_source]
         layer.value_source = None if plan.value_source is None else layers[plan.value_source]
         layer.rotary_owner = pre_rope[0] if pre_rope else layer
-        layer.importance_owner = evicting[0] if plan.key.shared_eviction else layer
+        layer.importance_owner = evicting[0] if plan.key.retention.shared else layer
         if plan.looks_below:
             layer.below, layer.predictors = layers[layer.geometry.below], predictors[index]
             layer.below.is_below = True

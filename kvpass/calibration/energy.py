@@ -26,6 +26,6 @@ def measure_energy(model: nn.Module, data: Sequence[Tensor], config: QAQConfig, 
             model(input_ids=ids, past_key_values=cache, use_cache=True)
             packed_ones = (isinstance(layer, PackedLayer) for layer in cache.layers)
             both = zip(cache.layers, packed_ones, strict=True)
-            energies.append([layer.key_state.compensation.amax().item() if ours else 1.0 for layer, ours in both])
+            energies.append([layer.key_state.energy.amax().item() if ours else 1.0 for layer, ours in both])
             bar.update()
     return dataclasses.replace(config, query_energy=tuple(torch.tensor(energies).mean(0).tolist()))

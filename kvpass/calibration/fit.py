@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from .. import schemes
 from ..codec import CodecSpec, decode_pages, encode_pages
 from ..codec.affine import params_dtype
-from ..codec.predictor import MEAN, fit_center, looks_below, predict
+from ..codec.center import fit_center
+from ..codec.predictor import predict
 from ..errors import KVPassError
 from ..eval.progress import bar
 from ..layout.window import layout
@@ -100,7 +101,7 @@ def _sequences(data: Tensor | Sequence[Tensor], config: AquaKVConfig | QAQConfig
     sequences = [torch.as_tensor(ids).view(1, -1).to(device) for ids in data]
     if any(ids.is_floating_point() for ids in sequences):
         raise KVPassError("Calibration takes token ids, not floats: tokenizer(text, return_tensors='pt').input_ids.")
-    shortest = config.sinks + 2 * config.key_storage()["page_size"]
+    shortest = config.sinks + 2 * config.key_retention().page_size
     if len(sequences) < 2 or any(ids.shape[1] < shortest for ids in sequences):
         raise KVPassError(
             f"Calibration needs at least 2 sequences of at least {shortest} tokens, and got lengths "
@@ -190,7 +191,7 @@ class _Chain:
     def _tokens(self, sequence: int, layer: int, role: int, spec: CodecSpec) -> Tensor:
         """Those of a sequence that are packed, ``[1, H, T, D]`` float32, in the order of their pages."""
         x = self.collected.read(sequence, layer, role)
-        return x.index_select(2, layout(spec).page_tokens(0, spec.pages(x.shape[2])))
+        return x.index_select(2, layout(spec.retention).page_tokens(0, spec.retention.pages(x.shape[2])))
 
     def _references(self, sequence: int, part: _Part, original: bool = False) -> list[Tensor]:
         """What a part is predicted from: the same of the layer below, and for values the layer's own keys."""
@@ -202,27 +203,28 @@ class _Chain:
         """Rows to predict from and rows to predict, of each sequence that is fitted to."""
         for sequence in self.fitted_to:
             y = _rows([self._tokens(sequence, part.layer, part.role, part.spec)])
-            if looks_below(part.spec.predictor):
+            if part.spec.transform.predictor:
                 yield _rows(self._references(sequence, part, self.config.fit_on == "original")), y
             else:
                 yield y[:, :0], y
 
     def _fit(self, part: _Part, moments: Moments, dtype: torch.dtype) -> list[Tensor]:
-        if not looks_below(part.spec.predictor):
+        if not part.spec.transform.predictor:
             return []
         how = dict(ridge=self.config.ridge, rank=self.config.rank, dtype=dtype)
-        return fit(part.spec.predictor, partial(self._pairs, part), moments, **how)
+        return fit(part.spec.transform.predictor, partial(self._pairs, part), moments, **how)
 
     def _decode(self, part: _Part, tensors: list[Tensor], mean: Tensor) -> tuple[float, float]:
         """Keep what a part is decoded to. Returns what is explained and the error, as shares of the variance."""
-        spec = dataclasses.replace(part.spec, subspace=None)  # there are no queries, and it moves errors, not energy
+        alone = dataclasses.replace(part.spec.quantizer, subspace=None)  # without queries: it moves errors, not energy
+        spec, transform = dataclasses.replace(part.spec, quantizer=alone), part.spec.transform
         residual, error, energy = 0.0, 0.0, 0.0
         for sequence in range(len(self.collected.files)):
             x, prediction = self._tokens(sequence, part.layer, part.role, spec), torch.zeros(())
-            if spec.predictor == MEAN:
+            if transform.center:
                 prediction = fit_center(x, params_dtype(x.dtype)).float()
-            elif spec.predictor:
-                prediction = predict(spec.predictor, tensors, self._references(sequence, part), spec.page_size)
+            elif transform.predictor:
+                prediction = predict(transform.predictor, tensors, self._references(sequence, part), spec.page_size)
             decoded = prediction + decode_pages(*encode_pages(x - prediction, spec), spec)
             save_file({"x": decoded.contiguous()}, self._file(sequence, part.layer, part.role))
             if part.below is not None:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..codec import CodecSpec, Subspace, encode_pages
+from ..codec import CodecSpec, Quantizer, Subspace, encode_pages
 from ..codec.predictor import GROUP, matrix, parse_predictor, run
 from ..codec.subspace import compensation_matrix
+from ..layout.retention import Recent
 
 Batches = Callable[[], Iterator[tuple[Tensor, Tensor]]]
 """Makes a pass over the data: rows ``[T, in]`` to predict from and rows ``[T, out]`` to predict, float32."""
@@ -88,7 +89,7 @@ def quantize(weight: Tensor, covariance: Tensor, ridge: float, dtype: torch.dtyp
     block = math.gcd(inputs, _BLOCK)
     group = math.gcd(outputs, GROUP)
     subspace = Subspace(1, 0.0, True, block) if inputs > block else None
-    spec = CodecSpec(4, "channel", group, outputs, subspace=subspace)
+    spec = CodecSpec(Quantizer(4, "channel", group, subspace=subspace), Recent(outputs))
     answer = subspace and compensation_matrix(_regularised(covariance, max(ridge, 1e-2)), block)[None, None]
     packed = encode_pages(weight.to(dtype)[None, None], spec, answer)
     return [part[0, 0, 0] for part in packed]

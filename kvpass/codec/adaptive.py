@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .affine import round_toward
 from .bitpack import pack, unpack
-from .spec import Adaptive
+from .quantizer import Adaptive
 
 _LEVEL_BITS = 2
 
@@ -139,6 +139,11 @@ def decode_tokens(tokens: Tokens, widths: Sequence[int]) -> Tensor:
     flat = values.transpose(1, 2).reshape(batch, count, heads * dim)
     flat = flat.scatter(-1, tokens.where.long() % (heads * dim), tokens.outliers.float())
     return flat.view(batch, count, heads, dim).transpose(1, 2)
+
+
+def largest_paid(importance: Tensor, n: int, paid: Tensor) -> Tensor:
+    """The largest attention that each token was ``paid`` ``[B, H, T]``, so far ``importance`` of the first ``n``."""
+    return torch.cat([torch.maximum(importance[..., :n], paid[..., :n]), paid[..., n:]], -1)
 
 
 def allowed_deviation(spec: Adaptive, seen: int, importance: Tensor, energy: Tensor | float | None) -> Tensor:

@@ -8,7 +8,7 @@ minimiser of ``e^T P e`` over the remaining channels at ``-P_rr^{-1} P_rb d``. T
 import torch
 from torch import Tensor
 
-from .spec import Subspace
+from .quantizer import Subspace
 
 
 def precision_matrix(q: Tensor, subspace: Subspace, valid: Tensor | None = None) -> Tensor:

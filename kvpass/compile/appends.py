@@ -42,6 +42,7 @@ class Append:
     importance: Node | None
     scores: list[Node] | None
     slots: Node | None
+    originals: Node | None
 
     @cached_property
     def codec(self) -> CodecSpec:

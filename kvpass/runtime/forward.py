@@ -32,7 +32,7 @@ def start_forward(layers: list[PackedLayer], batch: int, new_tokens: int) -> int
             "The layers of this cache differ: reordering, selecting, cropping or resetting it failed or was "
             "interrupted midway. Start again with a fresh cache, or cache.reset()."
         )
-    if first.max_cache_len is not None and first.plan.key.stored(stored + new_tokens) > first.max_cache_len:
+    if first.max_cache_len is not None and first.plan.key.retention.stored(stored + new_tokens) > first.max_cache_len:
         raise KVPassError(
             f"The cache is full: {stored} tokens stored, and {new_tokens} more do not fit max_cache_len="
             f"{first.max_cache_len}."
@@ -73,7 +73,9 @@ def _prepare(layers: list[PackedLayer], batch: int, stored: int, new_tokens: int
         if layer.evicts:
             heads = layer.importance_owner.importance.weights.shape[1]
             if heads not in slots:
-                slots[heads] = torch.zeros(batch, heads, layer.plan.key.budget, dtype=torch.int64, device=device)
+                slots[heads] = torch.zeros(
+                    batch, heads, layer.plan.key.retention.budget, dtype=torch.int64, device=device
+                )
             layer.slots = slots[heads]
     if first.pool is not None:
         first.pool.refresh()
@@ -84,10 +86,10 @@ def _edges(layers: list[PackedLayer], batch: int, stored: int, new_tokens: int) 
     plan, geometry = layers[-1].plan, layers[-1].geometry
     if not any(layer.plan.looks_below for layer in layers):
         return None
-    spec, total = plan.key, stored + new_tokens
-    tokens = max(spec.page_size, spec.packed(total) - spec.packed(stored))
-    if gone := spec.evicted(total):
-        tokens = spec.packed(total) - gone  # all that is packed may change hands
+    retention, total = plan.key.retention, stored + new_tokens
+    tokens = max(retention.page_size, retention.packed(total) - retention.packed(stored))
+    if gone := retention.evicted(total):
+        tokens = retention.packed(total) - gone  # all that is packed may change hands
     shape = (batch, geometry.num_key_value_heads, tokens, geometry.head_dim)
     edges = tuple(torch.empty(shape, dtype=geometry.dtype, device=geometry.device) for _ in range(2))
     if new_tokens > 1 or plan.evicts:

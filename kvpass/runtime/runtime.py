@@ -60,7 +60,7 @@ class Runtime:
         }
         self.cross, layers = self._plan_cross(layers)
         self.needs_queries = any(plan.needs_queries for plan, _ in self.plans.values())
-        self.needs_rotation = any(plan.key.pre_rope for plan, _ in self.plans.values())
+        self.needs_rotation = any(plan.key.transform.pre_rope for plan, _ in self.plans.values())
         self.looks_below = any(plan.looks_below for plan, _ in self.plans.values())
         self.needs_importance = any(plan.needs_importance for plan, _ in self.plans.values())
         self.one_graph = self.needs_rotation or self.looks_below or self.needs_importance

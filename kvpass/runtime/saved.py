@@ -36,7 +36,7 @@ from ..schemes.calibrated import fingerprint
 from .applied import runtime_of
 from .transformers import TransformersRuntime
 
-_FORMAT = 1
+_FORMAT = 2
 _UNPACKED = DynamicLayer, DynamicSlidingWindowLayer
 _OF_LAYER = "tokens", "seen", "max_cache_len"
 

@@ -89,11 +89,12 @@ def _(q, k, v, mask, scale, softcap, sinks, before, rope, k_spec, v_spec, prompt
 def _stored(x: Tensor, spec: CodecSpec, q: Tensor, prompt: int) -> Tensor:
     """``x`` once all of it is stored: decoded where it is packed."""
     batch, heads, tokens, head_dim = x.shape
-    first = prompt if prompt or spec.subspace is None else tokens  # what fits a subspace to queries takes all of them
-    if not spec.pages(first):  # a mean is that of the first page, if pages come one by one
-        first = next((n for n in range(max(1, first), tokens) if spec.pages(n)), tokens)
+    pages, fits_subspace = spec.retention.pages, spec.quantizer.subspace is not None
+    first = prompt if prompt or not fits_subspace else tokens  # what fits a subspace to queries takes all of them
+    if not pages(first):  # a mean is that of the first page, if pages come one by one
+        first = next((n for n in range(max(1, first), tokens) if pages(n)), tokens)
     state = KVState.allocate(spec, batch, heads, head_dim, x.dtype, x.device, tokens)
-    state.append(x[:, :, :first], 0, q[:, :, : prompt or tokens] if spec.needs_queries else None)
+    state.append(x[:, :, :first], 0, q[:, :, : prompt or tokens] if spec.quantizer.needs_queries else None)
     if first < tokens:
         state.append(x[:, :, first:], first)
     return state.decode(tokens)
@@ -101,10 +102,10 @@ def _stored(x: Tensor, spec: CodecSpec, q: Tensor, prompt: int) -> Tensor:
 
 def _packed(spec: CodecSpec, tokens: int, prompt: int) -> Tensor:
     """Whether the query of token ``t`` sees token ``j`` from a page, ``[T, T]``."""
-    pages = spec.pages(tokens)
+    pages = spec.retention.pages(tokens)
     of_token = torch.full((tokens,), pages)
-    of_token[layout(spec).page_tokens(0, pages)] = torch.arange(pages).repeat_interleave(spec.page_size)
-    seen = torch.tensor([spec.pages(t) if t >= prompt else 0 for t in range(tokens)])
+    of_token[layout(spec.retention).page_tokens(0, pages)] = torch.arange(pages).repeat_interleave(spec.page_size)
+    seen = torch.tensor([spec.retention.pages(t) if t >= prompt else 0 for t in range(tokens)])
     return of_token < seen[:, None]
 
 

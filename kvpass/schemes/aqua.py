@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..codec.predictor import parse_predictor
+from ..codec.spec import CodecSpec
 from ..errors import KVPassError
 from ..fields import check_integers
 from .base import LayerGeometry, LayerPlan, SchemeConfig, get, register_scheme
@@ -83,13 +84,16 @@ class AquaKVConfig(StorageConfig):
         plan = scheme.plan(layer)
         if plan.key_source is not None or plan.value_source is not None:
             raise KVPassError(f"{scheme.name!r} shares codes between layers, which what is left over cannot.")
-        storage = {"keep": "recent", **self.key_storage()}
-        key, value = replace(plan.key, **storage), replace(plan.value, **{**storage, "pre_rope": False})
-        if not first and self.predicted != "values":
-            key = replace(key, predictor=self.predictor)
-        if not first and self.predicted != "keys":
-            value = replace(value, predictor=self.predictor)
-        return LayerPlan(key, value).checked(layer)
+        keys, values = (not first and self.predicted in ("both", which) for which in ("keys", "values"))
+        key = self._behind(plan.key, keys, pre_rope=self.rope == "pre")
+        return LayerPlan(key, self._behind(plan.value, values, pre_rope=False)).checked(layer)
+
+    def _behind(self, spec: CodecSpec, predicted: bool, pre_rope: bool) -> CodecSpec:
+        """``spec`` of the backbone with the window of this scheme, and with the prediction subtracted if there is."""
+        transform = replace(spec.transform, pre_rope=pre_rope)
+        if predicted:
+            transform = replace(transform, center=False, predictor=self.predictor)
+        return replace(spec, retention=self.key_retention(), transform=transform)
 
     @property
     def first(self) -> SchemeConfig:

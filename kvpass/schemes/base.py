@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..codec.predictor import MEAN, looks_below
 from ..codec.spec import CodecSpec
 from ..errors import KVPassError
 from ..fields import check_types, shown
@@ -57,7 +56,7 @@ class LayerPlan:
 
     def checked(self, layer: LayerGeometry) -> LayerPlan:
         """This plan, if it fits the heads of ``layer``; raises `KVPassError` otherwise."""
-        if self.evicts and self.key.retained_as != self.value.retained_as:
+        if self.evicts and self.key.retention != self.value.retention:
             raise KVPassError(
                 "Keys and values must leave the window together where tokens are evicted: use a retention."
             )
@@ -68,17 +67,17 @@ class LayerPlan:
     @property
     def needs_queries(self) -> bool:
         """Whether the codec is fitted to the prompt's queries, so that prefill has to be captured."""
-        return self.key.needs_queries
+        return self.key.quantizer.needs_queries
 
     @property
     def evicts(self) -> bool:
         """Whether tokens are dropped when there are too many."""
-        return self.key.budget is not None
+        return self.key.retention.evicts
 
     @property
     def adaptive(self) -> bool:
         """Whether tokens have widths of their own."""
-        return self.key.adaptive is not None
+        return self.key.quantizer.adaptive is not None
 
     @property
     def needs_importance(self) -> bool:
@@ -88,31 +87,21 @@ class LayerPlan:
     @property
     def looks_below(self) -> bool:
         """Whether keys or values are predicted from the layer below."""
-        return looks_below(self.key.predictor) or looks_below(self.value.predictor)
+        return bool(self.key.transform.predictor or self.value.transform.predictor)
 
     def __str__(self) -> str:
         def describe(name: str, spec: CodecSpec, source: int | None) -> str:
-            window = f"{spec.residual}..{spec.residual + spec.page_size - 1} exact"
-            codes = f"{spec.bits} bit per {spec.per} g{spec.group_size}"
-            if spec.adaptive is not None:
-                codes = f"{spec.adaptive.widths} bits by token, {spec.adaptive.outliers:.1%} exact"
-            elif spec.raw:
-                codes = f"{spec.bits}-bit floats"
-            elif spec.grid:
-                codes = f"grid {spec.grid} g{spec.group_size}"
-            codes += f" by {spec.codec}" if spec.codec else ""
-            rotated = "" if spec.rotation is None else " rotated"
+            window = f"{spec.retention.residual}..{spec.retention.window - 1} exact"
             shared = "" if source is None else f" with the codes of layer {source}"
-            rest = " less its mean" if spec.predictor == MEAN else f" less {spec.predictor} prediction"
-            rest = rest if spec.predictor else ""
-            return f"{name}{' before RoPE' if spec.pre_rope else ''}{rest}{rotated} {codes}{shared}, {window}"
+            return f"{spec.transform.of(name)} {spec.quantizer}{shared}, {window}"
 
-        sinks = f", {self.key.sinks} sinks" if self.key.sinks else ""
-        sparse = ", log-sparse" if self.key.keep == "log" else ""
+        retention, subspace = self.key.retention, self.key.quantizer.subspace
+        sinks = f", {retention.sinks} sinks" if retention.sinks else ""
+        sparse = ", log-sparse" if retention.keep == "log" else ""
         if self.evicts:
-            of = "for all layers" if self.key.shared_eviction else "per head"
-            sparse = f", the {self.key.budget} others by {self.key.evict} {of}"
-        extra = f", rank-{self.key.subspace.rank} subspace" if self.key.subspace else ""
+            of = "for all layers" if retention.shared else "per head"
+            sparse = f", the {retention.budget} others by {retention.evict} {of}"
+        extra = f", rank-{subspace.rank} subspace" if subspace else ""
         key = describe("K", self.key, self.key_source)
         return f"{key}{extra}; {describe('V', self.value, self.value_source)}{sinks}{sparse}"
 
@@ -120,14 +109,14 @@ class LayerPlan:
 def check_edges(plans: dict[int, tuple[LayerPlan, LayerGeometry]]) -> None:
     """Raise `KVPassError` unless layers that are predicted from the one below move tokens as that one does, and layers
     that evict keep equally many."""
-    if len({plan.key.retained_as for plan, _ in plans.values() if plan.evicts}) > 1:
+    if len({plan.key.retention for plan, _ in plans.values() if plan.evicts}) > 1:
         raise KVPassError("Layers that evict tokens must have the same budget and window.")
     for plan, layer in plans.values():
         if not plan.looks_below:
             continue
         below, its = plans[layer.below]
         specs = (below.key, below.value, plan.key, plan.value)
-        if len({spec.retained_as for spec in specs}) > 1:
+        if len({spec.retention for spec in specs}) > 1:
             raise KVPassError(
                 f"Layer {layer.index} is predicted from layer {layer.below}, which keeps other tokens exact: keys and "
                 "values of all layers must leave the window together."

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..codec.spec import Subspace
+from ..codec.quantizer import Subspace
 from ..layout.retention import Recent, Sinks
 from .base import LayerGeometry, LayerPlan, register_scheme
 from .uniform import UniformConfig

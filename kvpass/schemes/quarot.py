@@ -1,8 +1,8 @@
 """QuaRot's KV cache: round to nearest, per token, after a random-sign Hadamard rotation of each head."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ..codec.predictor import MEAN
+from ..codec.transform import Transform
 from ..fields import check_integers
 from .base import LayerPlan, register_scheme
 from .rtn import RTNConfig
@@ -23,5 +23,8 @@ class QuaRotConfig(RTNConfig):
         check_integers(self, seed=0)
 
     def _plan(self) -> LayerPlan:
-        key = self.key(self.bits, per="token", rotation=self.seed, predictor=MEAN if self.center else "")
-        return LayerPlan(key, self.value(self.bits, rotation=self.seed))
+        key, value = self.key(self.bits, per="token"), self.value(self.bits)
+        return LayerPlan(
+            replace(key, transform=self.key_transform(center=self.center, rotation=self.seed)),
+            replace(value, transform=Transform(rotation=self.seed)),
+        )

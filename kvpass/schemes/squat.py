@@ -7,7 +7,7 @@ that subspace shrinks (paper eq. 6). Codes, scales and storage are KIVI's, plus 
 
 from dataclasses import dataclass
 
-from ..codec.spec import Subspace
+from ..codec.quantizer import Subspace
 from .base import LayerGeometry, LayerPlan, register_scheme
 from .kivi import KIVIConfig
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..codec.predictor import looks_below, stored_shapes
+from ..codec.predictor import stored_shapes
 from ..errors import KVPassError
 from ..fields import check_integer, shown
 from . import LayerGeometry, QAQConfig, SchemeConfig
@@ -81,8 +81,8 @@ def _predicted(scheme: SchemeConfig, geometry: dict[int, tuple[int, int]]) -> It
             yield (
                 index,
                 tuple(
-                    stored_shapes(spec.predictor, inputs, width, scheme.rank) if looks_below(spec.predictor) else []
-                    for spec, inputs in ((plan.key, under), (plan.value, under + width))
+                    stored_shapes(transform.predictor, inputs, width, scheme.rank) if transform.predictor else []
+                    for transform, inputs in ((plan.key.transform, under), (plan.value.transform, under + width))
                 ),
             )
         below = index

@@ -24,7 +24,7 @@ def serves(q: Tensor, ring: Tensor, n: int, specs: Sequence[CodecSpec]) -> bool:
     """Whether `attend` is faster than to decode everything: on a CPU, and where that does not fit its caches. Tokens
     have to be in their order, which those of log-sparse windows are not."""
     few, large = q.shape[2] <= FEW, n * ring[:, :, 0].numel() > _VALUES
-    return q.device.type == "cpu" and few and large and all(spec.keep != "log" for spec in specs)
+    return q.device.type == "cpu" and few and large and all(spec.retention.keep != "log" for spec in specs)
 
 
 def _rotated(parts: Iterator[Tensor], cos: Tensor, sin: Tensor, rope: str) -> Iterator[Tensor]:

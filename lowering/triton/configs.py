@@ -97,15 +97,16 @@ _ENCODED = 4096  # values of a tile, if its groups allow
 
 def encode_config(spec: CodecSpec, planes: int, head_dim: int) -> EncodeConfig:
     rows = spec.page_size // planes
-    if spec.subspace is not None:
-        return EncodeConfig(rows, span=spec.subspace.block_size, spans=1)
-    if spec.per == "channel":
+    codes = spec.quantizer
+    if codes.subspace is not None:
+        return EncodeConfig(rows, span=codes.subspace.block_size, spans=1)
+    if codes.per == "channel":
         span = max(16, min(triton.next_power_of_2(head_dim), _ENCODED // spec.page_size))
         return EncodeConfig(rows, span=span, spans=1)
-    span, groups = spec.group_size // spec.dim, head_dim // spec.group_size
+    span, groups = codes.group_size // codes.dim, head_dim // codes.group_size
     padded = triton.next_power_of_2(span)
     spans = min(triton.next_power_of_2(groups), max(1, 128 // padded))
-    fitting = max(1, _ENCODED // (planes * spans * padded * spec.dim))
+    fitting = max(1, _ENCODED // (planes * spans * padded * codes.dim))
     return EncodeConfig(min(fitting, rows), span=span, spans=spans)
 
 

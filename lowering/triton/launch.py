@@ -36,7 +36,7 @@ from .unpacking import Layout
 
 _OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _VALUES = WIDTHS | {"per=channel", "per=token", "rotation", "grid"}
-_ATTENDED = _VALUES | {"pre_rope", "predictor=mean"}, _VALUES
+_ATTENDED = _VALUES | {"pre_rope", "center"}, _VALUES
 _MERGED = 16  # splits taken together at a time
 _MOST = 1 << 31  # values of a head: within one, kernels count in 32 bits
 
@@ -50,24 +50,26 @@ def _refuses(site: Site) -> str | None:
         return f"it is written for 1 to {FEW} query tokens."
     if not 16 <= site.head_dim <= 256:
         return f"heads have 16 to 256 channels, not {site.head_dim}."
-    key, value = specs = [parse(text) for text in site.specs]
-    if key.pre_rope and (key.rotation is not None or key.grid):
+    key, _ = specs = [parse(text) for text in site.specs]
+    of_keys, (k_retention, v_retention) = key.transform, (spec.retention for spec in specs)
+    if of_keys.pre_rope and (of_keys.rotation is not None or key.quantizer.grid):
         return "keys on grids, or rotated by a Hadamard matrix, before rotary embedding have to be decoded."
-    if any(spec.dim > 2 for spec in specs):
+    if any(spec.quantizer.dim > 2 for spec in specs):
         return "grids have up to 2 dimensions."
-    if (key.page_size, key.sinks) != (value.page_size, value.sinks):
+    if (k_retention.page_size, k_retention.sinks) != (v_retention.page_size, v_retention.sinks):
         return "keys and values must share page size and sinks."
     if not power_of_two(key.page_size):
         return f"pages hold a power of two tokens, not {key.page_size}."
-    if value.residual < key.residual:
+    if v_retention.window < k_retention.window:
         return "values must not leave the window before keys."
     return None
 
 
 def _layout(spec: CodecSpec, planes: int, head_dim: int, rope: str = "") -> Layout:
+    codes, retention = spec.quantizer, spec.retention
     return Layout(
-        spec.bits, spec.dim, spec.per == "channel", spec.group_size, spec.page_size, planes, spec.sinks, spec.window,
-        head_dim, *(parse_rope(rope) if rope else ()),
+        codes.bits, codes.dim, codes.per == "channel", codes.group_size, retention.page_size, planes, retention.sinks,
+        retention.ring_size, head_dim, *(parse_rope(rope) if rope else ()),
     )  # fmt: skip
 
 
@@ -77,7 +79,7 @@ def _compiled_for(
     dtype: torch.dtype, mask: torch.dtype | None, causal: bool, softcap: float,
 ) -> tuple[tuple[Layout, Layout], AttendConfig, Rules]:  # fmt: skip
     """What kernels are compiled for: all that calls at other lengths have in common."""
-    planes, lattice = max(num_planes(spec.bits) for spec in specs), any(spec.grid for spec in specs)
+    planes, lattice = max(num_planes(spec.bits) for spec in specs), any(spec.quantizer.grid for spec in specs)
     layouts = tuple(_layout(spec, planes, head_dim, r) for spec, r in zip(specs, (rope, ""), strict=True))
     rows, masked = heads // groups * queries, mask is not None
     config = attend_config(planes, head_dim, dtype.itemsize, rows, lattice, bool(rope), masked)
@@ -124,12 +126,12 @@ class _Launch:
         )  # fmt: skip
         self.planes = self.layouts[0].planes
         # rows of pages (see `pages`) that keys and values have
-        self.packed_rows = tuple(spec.packed(self.n) // self.planes for spec in self.specs)
+        self.packed_rows = tuple(spec.retention.packed(self.n) // self.planes for spec in self.specs)
 
     @cached_property
     def packed_queries(self) -> Tensor:
         """The queries that keys in pages see: rotated instead of them."""
-        rotation = self.specs[0].rotation
+        rotation = self.specs[0].transform.rotation
         if rotation is None:
             return self.q
         return (self.q.float() @ basis(self.head_dim, rotation, self.q.device)).to(self.q.dtype)
@@ -161,7 +163,7 @@ class _Launch:
         return *tables, *of_mask
 
     def points(self, spec: CodecSpec) -> Tensor | None:
-        return grid(spec.grid, self.q.device) if spec.grid else None
+        return grid(spec.quantizer.grid, self.q.device) if spec.quantizer.grid else None
 
     def attend(self, value: tuple[Tensor, ...], v_new: Tensor, sinks: Tensor | None, totals: Tensor | None) -> Tensor:
         """Attention's output; ``totals`` takes the log-sum-exp of each query row."""
@@ -180,7 +182,7 @@ class _Launch:
                 value[1].stride(1), *self.strides, self.rules, K, V, config.rows, config.together, config.exact,
                 config.stages, num_warps=config.warps, maxnreg=config.registers, enable_fp_fusion=True,
             )  # fmt: skip
-            if (rotation := self.specs[1].rotation) is not None:
+            if (rotation := self.specs[1].transform.rotation) is not None:
                 partial[:, :-1] = partial[:, :-1] @ basis(self.head_dim, rotation, device).mT
             merge_splits[self.batch * self.heads * self.queries,](
                 partial, lse, sinks, out, totals, self.rows, splits, self.queries, self.heads, self.head_dim, _MERGED,
@@ -218,10 +220,10 @@ def attend(
     q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None,
     statistic="", importance=None,
 ) -> list[Tensor]:  # fmt: skip
-    if mask is not None and importance is not None and k_spec.budget is not None:
+    if mask is not None and importance is not None and k_spec.retention.evicts:
         mask = with_past(mask, importance, n, q.shape)
     past = (
-        (*(whole(pool, spec.pages(n)) for pool in pack.pools), pack.ring)
+        (*(whole(pool, spec.retention.pages(n)) for pool in pack.pools), pack.ring)
         for pack, spec in ((key, k_spec), (value, v_spec))
     )
     center, key, value = key.center, *past
