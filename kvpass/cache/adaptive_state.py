@@ -25,7 +25,6 @@ from ..codec.adaptive import (
 from ..codec.affine import check_finite, params_dtype
 from ..codec.kept import of_state
 from ..codec.spec import CodecSpec
-from ..layout.window import Writes
 from .state import GROWTH, KVState, attribute, grown
 
 _TABLES = ("_codes", "scale", "zero_point", "outliers", "where")
@@ -102,22 +101,23 @@ class AdaptiveState(KVState):
         def empty(*shape, dtype, device=device):
             return torch.zeros(*shape, dtype=dtype, device=device)
 
-        self.spec, self.text, self.ring, self.pool = spec, str(spec), ring, pool
-        self._codes = empty(batch, heads, 0, head_dim * first // 8, dtype=torch.uint8)
-        self.scale, self.zero_point = (empty(batch, heads, 0, 1, dtype=params) for _ in range(2))
-        self.levels = empty(batch, heads, 0, spec.page_size // 4, dtype=torch.uint8)
-        self.outliers = empty(batch, 1, 0, count, dtype=ring.dtype)
-        self.where = empty(batch, 1, 0, count, dtype=where_dtype(heads * head_dim))
+        kept = {
+            "codes": empty(batch, heads, 0, head_dim * first // 8, dtype=torch.uint8),
+            "scale": empty(batch, heads, 0, 1, dtype=params),
+            "zero_point": empty(batch, heads, 0, 1, dtype=params),
+            "levels": empty(batch, heads, 0, spec.page_size // 4, dtype=torch.uint8),
+            "outliers": empty(batch, 1, 0, count, dtype=ring.dtype),
+            "where": empty(batch, 1, 0, count, dtype=where_dtype(heads * head_dim)),
+            "ring": ring,
+        }
+        if adaptive.fits_energy:
+            kept["energy"] = empty(batch, heads, 1, 1, dtype=torch.float32)
+        self.pool, self.count = pool, 0
         self.planes = [empty(batch, heads, 0, head_dim * bits // 8, dtype=torch.uint8) for bits in others]
         self.places = torch.zeros(len(others), 3, dtype=torch.int64)
         self.host = HostTokens(empty(batch, heads, 0, head_dim, dtype=ring.dtype, device="cpu"))
-        self.compensation = self.energy = self.source = self.center = self.below = self.beside = None
-        self.predictor = ()
-        if adaptive.fits_energy:
-            self.energy = empty(batch, heads, 1, 1, dtype=torch.float32)
-        self.count, self.writes = 0, Writes()
+        super().__init__(spec, kept)
         pool.add(self)
-        self.put()
 
     @classmethod
     @torch.inference_mode(False)
@@ -131,7 +131,7 @@ class AdaptiveState(KVState):
 
     @property
     def pooled_planes(self) -> list[Tensor]:
-        """What ``kvpass::decode`` takes besides: the other planes, of all states, and where those of this one are."""
+        """The other planes, of all states, and where those of this one are."""
         if not torch.compiler.is_dynamo_compiling():
             self.pool.refresh()
         return [self.pool.data, self.places]

@@ -10,6 +10,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ..errors import KVPassError
 from ..layout.window import carry
 from ..schemes import LayerPlan
+from .context import ForwardContext
 from .layer import PackedLayer
 from .state import KVState
 
@@ -21,7 +22,7 @@ class CrossLayer(PackedLayer):
     is_cross = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        if self.length is None or self.tokens:
+        if self.context is None or self.tokens:
             raise KVPassError(
                 "A packed cross-attention cache is written once, by the first forward of the model kvpass was applied "
                 "to: pass a fresh cache, or cache.reset(), for other inputs of the encoder."
@@ -35,11 +36,11 @@ class CrossLayer(PackedLayer):
             self._append(state, self._placed(x), which)
             state.wrote(0, tokens)
         self.tokens = self.seen = tokens
-        self.length = self.key_state.carrier(tokens)
+        self.context = ForwardContext(self.key_state.carrier(tokens))
         return key_states, value_states
 
     def _view(self, state: KVState) -> Tensor:
-        return super()._view(state) if self.length is None else self._decode(state, None)
+        return super()._view(state) if self.context is None else self._decode(state, None)
 
 
 @contextmanager
@@ -65,16 +66,16 @@ def running(layers: Sequence[CacheLayerMixin], beside: PackedLayer) -> Iterator[
                     "for a text that those of self-attention have forgotten: writing, reordering or resetting it "
                     "failed or was interrupted midway. Start again with a fresh cache, or cache.reset()."
                 )
-        length = carry(tokens, packed[0].geometry.device)
+        context = ForwardContext(carry(tokens, packed[0].geometry.device))
         if tokens > 1:
-            torch._dynamo.maybe_mark_dynamic(length, 0)
+            torch._dynamo.maybe_mark_dynamic(context.length, 0)
         for layer in packed:
-            layer.length = length
+            layer.context = context
     try:
         yield
     finally:
         for layer in packed:
-            layer.length = None
+            layer.context = None
 
 
 def cross_plan(plan: LayerPlan) -> LayerPlan | str:

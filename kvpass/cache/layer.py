@@ -15,6 +15,7 @@ from ..errors import KVPassError
 from ..layout.window import SEEN_OFFSET, length_of
 from ..schemes import LayerGeometry, LayerPlan
 from .adaptive_state import AdaptiveState, PlanePool
+from .context import ForwardContext
 from .state import Importance, KVState, RotaryState, SharedTensors
 from .tensor import PackedKV
 
@@ -45,19 +46,14 @@ class PackedLayer(CacheLayerMixin):
         self.below: PackedLayer | None = None  # the layer this one is predicted from
         self.predictors: tuple[SharedTensors, SharedTensors] | None = None
         self.is_below = False  # another layer is predicted from this one
-        self.past: tuple[Tensor, Tensor] | None = None  # its reconstruction, until the layer above has its turn
         self.pool: PlanePool | None = None  # shared by all layers whose tokens have widths of their own
-        self.edges: tuple[Tensor, Tensor] | None = None  # that of the tokens that leave, while a forward is running
         self.importance_owner = self  # the layer that decides for all, or itself
         self.importance: Importance | None = None
-        self.slots: Tensor | None = None  # where a decision is handed on, while a forward is running
         self.tokens = self.seen = 0
-        self.length: Tensor | None = None  # the length carriers, of what is stored and of what was seen,
-        self.seen_length: Tensor | None = None  # where that is more, set while a forward is running
+        self.context: ForwardContext | None = None  # while a forward is running
         self.whole = True  # False while something changes it, and for good if that was neither ended nor taken back
         self.edits = self.crops = 0  # changes of rows, and of length, since it was empty: the same in all layers
         self.drafts = 0  # calls of a few tokens in a row, up to the last; the first layer counts for its cache
-        self.query_capture = None  # who hands over the queries, while a forward is running and no graph does
 
     @property
     def is_initialized(self) -> bool:
@@ -74,7 +70,7 @@ class PackedLayer(CacheLayerMixin):
         return self._view(self.value_state) if self.is_initialized else None
 
     def _view(self, state: KVState) -> Tensor:
-        if self.length is None:
+        if self.context is None:
             self.refuse_unless_whole()
         return (
             state.decode(self.tokens, self.lowering)
@@ -132,14 +128,19 @@ class PackedLayer(CacheLayerMixin):
         yield
         self.whole = True
 
-    def prepare(self, batch: int, new_tokens: int, length: Tensor, seen_length: Tensor | None) -> None:
-        """Make room for ``new_tokens`` and start a forward at the lengths ``length`` and ``seen_length`` carry."""
+    @property
+    def deciding_heads(self) -> int:
+        """Heads that decide what is evicted, each for itself."""
+        return 1 if self.plan.key.retention.shared else self.geometry.num_key_value_heads
+
+    def prepare(self, batch: int, new_tokens: int, context: ForwardContext) -> None:
+        """Make room for ``new_tokens`` and start a forward in ``context``."""
         self.allocate(batch, self.tokens + new_tokens)
         if self.importance is not None:
             self.importance.remember(self.tokens)
             if self.plan.adaptive and self._starts_to_look(new_tokens):
                 self.importance.weights.zero_()
-        self.length, self.seen_length = length, seen_length
+        self.context = context
 
     def allocate(self, batch: int, tokens: int) -> None:
         """Make room for ``tokens`` tokens, less those that are evicted; what is stored is kept."""
@@ -179,8 +180,7 @@ class PackedLayer(CacheLayerMixin):
         if self.plan.key.transform.pre_rope and self.rotary_owner is self:
             new["rotary"] = RotaryState(batch, *room[1:], tokens)
         if self.plan.needs_importance and self.importance_owner is self:
-            heads = 1 if self.plan.key.retention.shared else room[0]
-            new["importance"] = Importance(batch, heads, geometry.device, tokens)
+            new["importance"] = Importance(batch, self.deciding_heads, geometry.device, tokens)
         if self.plan.looks_below:
             self.below._allocate(batch, tokens)
             own = new["key_state"], new["value_state"]
@@ -222,39 +222,33 @@ class PackedLayer(CacheLayerMixin):
             if not succeeded:
                 self.importance.take_back()
             self.importance.before = None
-        self._end()
-
-    def _end(self) -> None:
-        """Let go of what lives for one forward."""
-        self.length = self.seen_length = self.edges = self.past = self.slots = self.query_capture = None
+        self.context = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise KVPassError("A packed cache layer is initialized by the forward of the model kvpass was applied to.")
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        if self.length is None:
+        if self.context is None:
             raise KVPassError(
                 "A packed cache was updated outside of the forward kvpass was applied to. Call model(...) or "
                 "model.generate(...), not a submodule, or pass a cache of its own to the submodule."
             )
-        past = self.read() if torch.compiler.is_dynamo_compiling() or length_of(self.length) else None
-        if self.query_capture is None:
+        capture, length = self.context.query_capture, self.context.length
+        past = self.read() if torch.compiler.is_dynamo_compiling() or length_of(length) else None
+        if capture is None:
             self.append(key_states, value_states)
         else:
-            self.query_capture.wait(self, key_states, value_states)
+            capture.wait(self, key_states, value_states)
         if past is None:
             return key_states, value_states
         return tuple(torch.cat(pair, 2) for pair in zip(past, (key_states, value_states), strict=True))
 
     def read(self) -> tuple[Tensor, Tensor]:
         """The past as attention sees it, keys rotated; left for the layer above as it is stored."""
-        k_below, v_below = self.below.past if self.plan.looks_below else (None, None)
+        k_below, v_below = self.context.past if self.plan.looks_below else (None, None)
         keys = self._decode(self.key_state, k_below)
         values = self._decode(self.value_state, v_below, keys)
-        if self.plan.looks_below:
-            self.below.past = None
-        if self.is_below:
-            self.past = keys, values
+        self.context.past = (keys, values) if self.is_below else None
         if self.plan.key.transform.pre_rope:
             if not torch.compiler.is_dynamo_compiling():
                 raise KVPassError("Keys stored before rotary embedding need the pass: this forward was not captured.")
@@ -279,7 +273,7 @@ class PackedLayer(CacheLayerMixin):
         if not state.spec.transform.predictor:
             below = beside = None
         return torch.ops.kvpass.decode(
-            state.handles, self.length, state.text, self.lowering, below, beside, list(state.predictor),
+            state.handles, self.context.length, state.text, self.lowering, below, beside, list(state.predictor),
             list(state.pooled_planes),
         )  # fmt: skip
 
@@ -287,10 +281,11 @@ class PackedLayer(CacheLayerMixin):
         self, state: KVState, x: Tensor, which: int, beside: Tensor | None = None, q: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
-        edge = None if self.edges is None else self.edges[which]
+        edge = None if self.context.edges is None else self.context.edges[which]
         torch.ops.kvpass.append_(
-            state.handles, self.length, x, q, mask, state.text, self.lowering, edge, beside, list(state.predictor),
-            self.importance.weights if which == 0 and self.importance else None, None, self.slots,
+            state.handles, self.context.length, x, q, mask, state.text, self.lowering, edge, beside,
+            list(state.predictor), self.importance.weights if which == 0 and self.importance else None, None,
+            self.context.slots[self.deciding_heads] if self.evicts else None,
             state.host.tokens if self.plan.adaptive else None,
         )  # fmt: skip
         return edge
@@ -310,13 +305,13 @@ class PackedLayer(CacheLayerMixin):
         )
 
     def get_seq_length(self) -> int:
-        if self.length is None:
+        if self.context is None:
             return self.seen
-        return length_of(self.seen_length, SEEN_OFFSET) if self.evicts else length_of(self.length)
+        return length_of(self.context.seen_length, SEEN_OFFSET) if self.evicts else length_of(self.context.length)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         # what is stored passes for the newest of the tokens seen: all of it is in the past of every query
-        stored = self.tokens if self.length is None else length_of(self.length)
+        stored = self.tokens if self.context is None else length_of(self.context.length)
         return stored + query_length, self.get_seq_length() - stored
 
     def get_max_length(self) -> int:
@@ -330,7 +325,7 @@ class PackedLayer(CacheLayerMixin):
         for state in self.states():
             state.reset()
         self.tokens = self.seen = self.edits = self.crops = 0
-        self._end()
+        self.context = None
         self.whole = True
 
     def crop(self, tokens_to_remove: int) -> None:

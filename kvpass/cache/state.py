@@ -101,7 +101,6 @@ class KVState(Storage):
     energy: of the prompt's queries, for those of an `AdaptiveState`; otherwise None.
     center: ``[B, H_kv, 1, D]``, 16-bit, for specs that subtract a mean; otherwise None.
     predictor: weights of the predictor, for specs that have one (`kvpass.codec.predictor`); the model's.
-    pooled_planes: those of an `AdaptiveState`, which `decode` takes.
     below, beside: the states it looks at: the same tokens in the layer below, and for values the keys of this layer.
     """
 
@@ -111,7 +110,6 @@ class KVState(Storage):
         self._codes: Tensor | None = None
         vars(self).update({attribute(name): tensor for name, tensor in kept.items()})
         self.predictor: Sequence[Tensor] = ()
-        self.pooled_planes: Sequence[Tensor] = ()
         self.below: KVState | None = None
         self.beside: KVState | None = None
         self.writes = Writes()
@@ -167,6 +165,11 @@ class KVState(Storage):
     def handles(self) -> list[Tensor]:
         """The same for graphs: pools by their handles (`kvpass.layout.pool`)."""
         return [self.source.handles[0], *self._handles[1:]] if self.source else list(self._handles)
+
+    @property
+    def pooled_planes(self) -> Sequence[Tensor]:
+        """What ``kvpass::decode`` takes besides, for tokens with widths of their own."""
+        return ()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name in map(attribute, of_state(self.spec)):

@@ -97,7 +97,7 @@ def _as_many(empty: DynamicCache, filled: DynamicCache) -> list:
 def _fill(layer, filled, tokens: int) -> Footprint:
     """The size of ``layer``, empty so far, behind a prompt; ``filled`` is the same layer of a cache in use."""
     if isinstance(layer, PackedLayer):
-        layer.prepare(1, tokens, None, None)
+        layer.allocate(1, tokens)
         heads, head_dim = layer.geometry.num_key_value_heads, layer.geometry.head_dim
         return Footprint(layer.nbytes, 2 * heads * head_dim * tokens)
     keys, values = getattr(filled, "keys", None), getattr(filled, "values", None)

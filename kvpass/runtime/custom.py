@@ -166,7 +166,7 @@ class BufferRuntime(CustomRuntime):
         original, found, runtime = self.original, self.found, self
 
         def call(layers, arguments):
-            start, count = length_of(layers[0].length), arguments[found.tokens].shape[1]
+            start, count = length_of(layers[0].context.length), arguments[found.tokens].shape[1]
             position = arguments[found.position]
             if isinstance(position, Tensor):
                 positions = torch.arange(start, start + count, dtype=position.dtype, device=position.device)
@@ -244,7 +244,7 @@ class HandedRuntime(CustomRuntime):
         original, found = self.original, self.found
 
         def call(layers, arguments):
-            start, count = length_of(layers[0].length), arguments[found.tokens].shape[1]
+            start, count = length_of(layers[0].context.length), arguments[found.tokens].shape[1]
             if found.parameter in arguments:
                 past = [x for layer in layers for x in layer.read()]
                 arguments = {**arguments, found.parameter: tree_unflatten(past, found.structure)}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
+from ..cache.context import ForwardContext
 from ..cache.layer import PackedLayer
 from ..cache.swap import cache_layers, cross_layers, packed_layers
 from ..errors import KVPassError
@@ -61,22 +62,17 @@ def _prepare(layers: list[PackedLayer], batch: int, stored: int, new_tokens: int
         _forget(layers)
     first = layers[0]
     device = first.geometry.device
-    length = carry(stored, device)
-    seen = carry(first.seen, offset=SEEN_OFFSET) if first.evicts else None
-    for carrier in (length, seen):
+    context = ForwardContext(carry(stored, device))
+    if first.evicts:
+        context.seen_length = carry(first.seen, offset=SEEN_OFFSET)
+    for carrier in (context.length, context.seen_length):
         if stored > 1 and carrier is not None:  # 0 and 1 are cases of their own, and what is traced there may say so
             torch._dynamo.mark_dynamic(carrier, 0)
-    edges, slots = _edges(layers, batch, stored, new_tokens), {}
+    context.edges = _edges(layers, batch, stored, new_tokens)
+    for heads, budget in {(layer.deciding_heads, layer.plan.key.retention.budget) for layer in layers if layer.evicts}:
+        context.slots[heads] = torch.zeros(batch, heads, budget, dtype=torch.int64, device=device)
     for layer in layers:
-        layer.prepare(batch, new_tokens, length, seen)
-        layer.edges = edges
-        if layer.evicts:
-            heads = layer.importance_owner.importance.weights.shape[1]
-            if heads not in slots:
-                slots[heads] = torch.zeros(
-                    batch, heads, layer.plan.key.retention.budget, dtype=torch.int64, device=device
-                )
-            layer.slots = slots[heads]
+        layer.prepare(batch, new_tokens, context)
     if first.pool is not None:
         first.pool.refresh()
 
