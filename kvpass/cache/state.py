@@ -40,7 +40,12 @@ class Storage:
     """Tensors that change together. New ones are all made before the first of them is put in place, and are put there
     at once, so that what fails or interrupts leaves all of them or none."""
 
-    nbytes: int  # bytes of its own, slack included
+    _nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its own, slack included."""
+        return self._nbytes
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of its own, by attribute name."""
@@ -62,7 +67,7 @@ class Storage:
 
     def _follows(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Attributes that follow from what `tensors` will be."""
-        return {"nbytes": sum(tensor.nbytes for tensor in tensors.values())}
+        return {"_nbytes": sum(tensor.nbytes for tensor in tensors.values())}
 
     @torch.inference_mode(False)
     def mapped(self, fn: Callable[[Tensor], Tensor]) -> dict[str, Any]:
@@ -101,9 +106,16 @@ class KVState(Storage):
     energy: of the prompt's queries, for those of an `AdaptiveState`; otherwise None.
     center: ``[B, H_kv, 1, D]``, 16-bit, for specs that subtract a mean; otherwise None.
     predictor: weights of the predictor, for specs that have one (`kvpass.codec.predictor`); the model's.
-    pooled_planes: those of an `AdaptiveState`, which `decode` takes.
     below, beside: the states it looks at: the same tokens in the layer below, and for values the keys of this layer.
     """
+
+    scale: Tensor
+    zero_point: Tensor
+    ring: Tensor
+    compensation: Tensor | None
+    energy: Tensor | None
+    center: Tensor | None
+    _handles: tuple[Tensor, ...]
 
     def __init__(self, spec: CodecSpec, kept: Mapping[str, Tensor], source: KVState | None = None):
         self.spec, self.text, self.source = spec, str(spec), source
@@ -111,7 +123,6 @@ class KVState(Storage):
         self._codes: Tensor | None = None
         vars(self).update({attribute(name): tensor for name, tensor in kept.items()})
         self.predictor: Sequence[Tensor] = ()
-        self.pooled_planes: Sequence[Tensor] = ()
         self.below: KVState | None = None
         self.beside: KVState | None = None
         self.writes = Writes()
@@ -157,6 +168,11 @@ class KVState(Storage):
     def codes(self) -> Tensor:
         """The pool of codes this state decodes with."""
         return self.source.codes if self.source else self._codes
+
+    @property
+    def pooled_planes(self) -> Sequence[Tensor]:
+        """What ``kvpass::decode`` takes besides, of an `AdaptiveState`."""
+        return ()
 
     @property
     def pack(self) -> list[Tensor]:

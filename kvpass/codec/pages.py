@@ -30,10 +30,9 @@ def _quantize(
         scale, zero_point = (torch.where(taken, *both) for both in zip(parameters, fitted, strict=True))
     codes = assign(groups, scale, zero_point, quantizer.bits)
     if quantizer.eta:
-        calibrated = calibrate(scale, zero_point, quantizer.bits, quantizer.eta)
+        scale, zero_point = calibrated = calibrate(scale, zero_point, quantizer.bits, quantizer.eta)
         if stored is not None:
-            calibrated = tuple(torch.where(taken, *both) for both in zip(parameters, calibrated, strict=True))
-        scale, zero_point = calibrated
+            scale, zero_point = (torch.where(taken, *both) for both in zip(parameters, calibrated, strict=True))
     return codes.reshape(x.shape), scale.squeeze(dim), zero_point.squeeze(dim)
 
 
@@ -156,16 +155,16 @@ def replace_tokens(
     new = new.unflatten(-1, (-1, spec.page_size)).unsqueeze(-1)
     if spec.quantizer.raw:
         old = decode_pages(*pools, spec).to(x.dtype)
-        return encode_pages(torch.where(new.flatten(2, 3), x, old), spec)
+        return _encode(torch.where(new.flatten(2, 3), x, old), spec, None, None)
     stored = None
     if spec.quantizer.per == "channel":
         stored = (*pools[1:], ~new.squeeze(-1).unflatten(-1, (-1, spec.quantizer.group_size)).all(-1, keepdim=True))
-    codes, *parameters = encode_pages(x, spec, compensation, stored)
+    codes, scale, zero_point = _encode(x, spec, compensation, stored)
     codes = pack(torch.where(new, unpack(codes, spec.bits), unpack(pools[0], spec.bits)), spec.bits)
     if spec.quantizer.per == "token":
-        both = zip(parameters, pools[1:], strict=True)
-        parameters = [torch.where(new, mine, old) if mine.numel() else old for mine, old in both]
-    return codes, *parameters
+        both = zip((scale, zero_point), pools[1:], strict=True)
+        scale, zero_point = (torch.where(new, mine, old) if mine.numel() else old for mine, old in both)
+    return codes, scale, zero_point
 
 
 def share_codes(
@@ -185,4 +184,5 @@ def share_codes(
         return existing, *own[1:]
     groups, dim = _grouped(x.unflatten(-2, (-1, spec.page_size)), spec.quantizer)
     codes, _ = _grouped(unpack(existing, spec.bits), spec.quantizer)
-    return existing, *(parameter.squeeze(dim) for parameter in fit_codes(groups, codes, dim, own[1].dtype))
+    scale, zero_point = fit_codes(groups, codes, dim, own[1].dtype)
+    return existing, scale.squeeze(dim), zero_point.squeeze(dim)

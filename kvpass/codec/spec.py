@@ -30,7 +30,7 @@ class CodecSpec:
     transform: Transform = AS_THEY_ARE
     own_codes: float = 1.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_types(self)
         quantizer, page_size = self.quantizer, self.page_size
         multiple = 1 if quantizer.raw else smallest_page(self.bits)

@@ -68,7 +68,8 @@ class _Form:
 
     def __init__(self, start: Callable[[], Callable]):
         self._start, self._run = start, start()
-        self._lock, self._batches = RLock(), set()
+        self._lock = RLock()
+        self._batches: set[int | None] = set()
 
     def __call__(self, batch: int | None, args: tuple, kwargs: dict):
         if batch not in self._batches:
