@@ -38,7 +38,7 @@ def check_integers(config: object, **least: int) -> None:
 def check_types(config: object) -> None:
     """Raise `KVPassError` unless every field of a dataclass holds what its annotation says. Numbers are finite; lists,
     as JSON has them, become tuples."""
-    cls: type[Any] = type(config)
+    cls: type = type(config)
     for name, hint in _hints(cls).items():
         value = getattr(config, name)
         fitted = _fitted(value, hint)

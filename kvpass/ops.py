@@ -130,7 +130,7 @@ def _decode(
     parsed = parse(spec)
     pack = opened(state, parsed)._replace(planes=planes or ())
     run = select(Site("decode", pack.ring.device.type, (spec,), head_dim=pack.ring.shape[-1]), lowering).run
-    references = [reference for reference in (below, beside) if reference is not None]
+    references = [one for one in (below, beside) if one is not None]
     decoded: Tensor = run(pack, length_of(length), parsed, references, predictor or ())
     return decoded
 

@@ -70,7 +70,8 @@ def _read_adaptive(pack: Pack, n: int, spec: CodecSpec) -> Tensor:
     """Tokens with widths of their own."""
     codes, scale, zero_point, levels, outliers, where = pack.pools
     packed, sinks = spec.retention.packed(n), min(n, spec.retention.sinks)
-    planes = [codes[:, :, :packed], *carve(*pack.planes, codes.shape[:2])]
+    pool, places = pack.planes
+    planes = [codes[:, :, :packed], *carve(pool, places, codes.shape[:2])]
     levels = unpack_levels(levels[:, :, : packed // spec.page_size])
     each = (tensor[:, :, :packed] for tensor in (scale, zero_point))
     tokens = Tokens(planes, levels, *each, *(tensor[:, 0, :packed] for tensor in (outliers, where)))

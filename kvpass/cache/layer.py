@@ -61,19 +61,21 @@ class PackedLayer(CacheLayerMixin):
         self.whole = True  # False while something changes it, and for good if that was neither ended nor taken back
         self.edits = 0  # changes of all tokens since it was empty: the same in all layers of a cache
         self.drafts = 0  # calls of a few tokens in a row, up to the last; the first layer counts for its cache
-        self.query_capture: QueryCapture | None = None  # who hands over the queries, while a forward is running and no graph does
+        self.query_capture: QueryCapture | None = (
+            None  # who hands over the queries, while a forward is running and no graph does
+        )
 
     @property
     def is_initialized(self) -> bool:
         return self.key_state is not None
 
     @property
-    def keys(self) -> Tensor | None:
+    def keys(self) -> Tensor | None:  # type: ignore[override]  # transformers assigns it
         """The stored keys as a ``[B, H_kv, n, D]`` tensor that decodes when read."""
         return self._view(self.key_state) if self.is_initialized else None
 
     @property
-    def values(self) -> Tensor | None:
+    def values(self) -> Tensor | None:  # type: ignore[override]  # the same
         """The stored values as a ``[B, H_kv, n, D]`` tensor that decodes when read."""
         return self._view(self.value_state) if self.is_initialized else None
 
@@ -176,7 +178,7 @@ class PackedLayer(CacheLayerMixin):
                 return AdaptiveState.allocate_in(self.pool, spec, batch, *room, tokens)
             if source is not None:
                 source._allocate(batch, tokens)
-            return KVState.allocate(spec, batch, *room, tokens, source and getattr(source, name))
+            return KVState.allocate(spec, batch, *room, tokens, None if source is None else getattr(source, name))
 
         new: dict[str, Any] = {
             "key_state": state(self.plan.key, self.key_source, "key_state"),

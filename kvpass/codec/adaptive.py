@@ -167,7 +167,7 @@ def levels_for(step: Tensor, deviation: Tensor, widths: Sequence[int]) -> Tensor
     return sum((bits > width).to(torch.uint8) for width in widths[:-1]) + torch.zeros_like(bits, dtype=torch.uint8)
 
 
-def carve(pool: Tensor, places: Tensor, lead: tuple[int, int]) -> list[Tensor]:
+def carve(pool: Tensor, places: Tensor, lead: Sequence[int]) -> list[Tensor]:
     """The planes ``[B, H, rows, bytes]`` in ``pool``; ``places`` ``[planes, 3]`` are start, rows and bytes of a row."""
     found = []
     for start, rows, row_bytes in places.tolist():

@@ -17,6 +17,7 @@ from kvpass.lowering.session import forget
 
 from ..cache.layer import PackedLayer
 from ..cache.swap import packed_layers
+from ..compile.backend import Backend
 
 _numbers = itertools.count()
 
@@ -37,7 +38,7 @@ class Forms:
     and each has a graph for the first batch size or two and one for all others.
     """
 
-    def __init__(self, fn: Callable, backend: Callable, **options):
+    def __init__(self, fn: Callable, backend: Backend, **options):
         self.backend, options["backend"] = backend, backend
         name = f"{fn.__name__}_{next(_numbers)}"
         self._code: list[types.CodeType] = []

@@ -73,7 +73,9 @@ def _geometry(model: dict[str, Any]) -> dict[int, tuple[int, int]]:
     return found
 
 
-def _predicted(scheme: SchemeConfig, geometry: dict[int, tuple[int, int]]) -> Iterator[tuple[int, tuple[_Shapes, _Shapes]]]:
+def _predicted(
+    scheme: SchemeConfig, geometry: dict[int, tuple[int, int]]
+) -> Iterator[tuple[int, tuple[_Shapes, _Shapes]]]:
     """The layers that ``scheme`` predicts, and the shapes of the tensors of their key and value predictors."""
     if not isinstance(scheme, AquaKVConfig):
         return

@@ -44,7 +44,7 @@ def compile_ahead(fn: Callable, inputs: Sequence[Input], options: dict | None = 
         if one.example is None:
             continue
         sizes = [DimDynamic.DYNAMIC if d in one.dynamic else DimDynamic.STATIC for d in range(one.example.ndim)]
-        context = StatelessSymbolicContext(dynamic_sizes=sizes)
+        context: StatelessSymbolicContext = StatelessSymbolicContext(dynamic_sizes=sizes)
         example = torch.empty_like(one.example)  # one tensor given for two inputs would be traced as one input
         fakes.append(fake_mode.from_tensor(example, source=ConstantSource(one.name), symbolic_context=context))
     present = [one.example is not None for one in inputs]
