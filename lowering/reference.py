@@ -118,7 +118,7 @@ def _spelled_out_attention(q, k, v, mask, causal, scale, softcap, sinks):
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     scores = q.float() @ k.float().mT * scale
     if causal:
-        mask = causal_mask(*scores.shape[-2:], q.device)
+        mask = causal_mask(scores.shape[-2], scores.shape[-1], q.device)
     weights = attention_weights(scores, mask, softcap, sinks)
     return (weights[..., : v.shape[2]] @ v.float()).to(q.dtype).contiguous()
 

@@ -35,7 +35,7 @@ class PlanePool:
     """The planes of all states of a cache but the first of each, end to end: their sizes depend on data, and differ, so
     that a graph takes one tensor of bytes instead."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.states: list[AdaptiveState] = []
         self.data = torch.empty(0, dtype=torch.uint8)
         self.stale = False  # planes have been replaced since the last `refresh`

@@ -66,11 +66,11 @@ class PackedLayer(CacheLayerMixin):
         )
 
     @property
-    def is_initialized(self) -> bool:
+    def is_initialized(self) -> bool:  # type: ignore[override]  # transformers assigns it
         return self.key_state is not None
 
     @property
-    def keys(self) -> Tensor | None:  # type: ignore[override]  # transformers assigns it
+    def keys(self) -> Tensor | None:  # type: ignore[override]  # the same
         """The stored keys as a ``[B, H_kv, n, D]`` tensor that decodes when read."""
         return self._view(self.key_state) if self.is_initialized else None
 

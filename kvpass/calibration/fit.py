@@ -118,7 +118,7 @@ def _plans(config: AquaKVConfig, layers: dict[int, LayerGeometry | str]) -> Plan
 
 
 def _choose_first_layer(
-    config: AquaKVConfig, layers, collected: Collected
+    config: AquaKVConfig, layers: dict[int, LayerGeometry | str], collected: Collected
 ) -> tuple[SchemeConfig, dict[str, list[float]]]:
     """The cheapest scheme of the first layer that loses little itself and serves the layers above about as well as the
     lossless one, by the error of the first layers on some of the sequences."""
@@ -158,7 +158,14 @@ class _Chain:
         and squared error of what is decoded over the variance.
     """
 
-    def __init__(self, config: AquaKVConfig, layers, collected: Collected, folder: Path, depth: int | None = None):
+    def __init__(
+        self,
+        config: AquaKVConfig,
+        layers: dict[int, LayerGeometry | str],
+        collected: Collected,
+        folder: Path,
+        depth: int | None = None,
+    ):
         self.config, self.collected, self.folder = config, collected, folder
         self.plans = dict(list(_plans(config, layers).items())[:depth])
         self.predictors: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
