@@ -122,8 +122,8 @@ class AdaptiveState(KVState):
     @classmethod
     @torch.inference_mode(False)
     def allocate_in(
-        cls, pool: PlanePool, spec: CodecSpec, batch: int, heads: int, head_dim: int, dtype: torch.dtype, device,
-        tokens: int,
+        cls, pool: PlanePool, spec: CodecSpec, batch: int, heads: int, head_dim: int, dtype: torch.dtype,
+        device: torch.device, tokens: int,
     ) -> AdaptiveState:  # fmt: skip
         """An empty state with room for ``tokens`` tokens. Raises `KVPassError` if the spec does not fit the head."""
         spec.check(head_dim)

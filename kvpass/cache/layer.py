@@ -61,9 +61,7 @@ class PackedLayer(CacheLayerMixin):
         self.whole = True  # False while something changes it, and for good if that was neither ended nor taken back
         self.edits = 0  # changes of all tokens since it was empty: the same in all layers of a cache
         self.drafts = 0  # calls of a few tokens in a row, up to the last; the first layer counts for its cache
-        self.query_capture: QueryCapture | None = (
-            None  # who hands over the queries, while a forward is running and no graph does
-        )
+        self.query_capture: QueryCapture | None = None  # hands over queries, while a forward runs and no graph does
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]  # transformers assigns it

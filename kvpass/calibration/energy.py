@@ -30,5 +30,4 @@ def measure_energy(model: nn.Module, data: Sequence[Tensor], config: QAQConfig, 
 
 
 def _energy(layer: object) -> float:
-    state = layer.key_state if isinstance(layer, PackedLayer) else None
-    return 1.0 if state is None or state.energy is None else state.energy.amax().item()
+    return layer.key_state.energy.amax().item() if isinstance(layer, PackedLayer) else 1.0
