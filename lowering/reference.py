@@ -70,7 +70,8 @@ def _read_adaptive(pack: Pack, n: int, spec: CodecSpec) -> Tensor:
     """Tokens with widths of their own."""
     codes, scale, zero_point, levels, outliers, where = pack.pools
     packed, sinks = spec.retention.packed(n), min(n, spec.retention.sinks)
-    planes = [codes[:, :, :packed], *carve(*pack.planes, codes.shape[:2])]
+    pool, places = pack.planes
+    planes = [codes[:, :, :packed], *carve(pool, places, codes.shape[:2])]
     levels = unpack_levels(levels[:, :, : packed // spec.page_size])
     each = (tensor[:, :, :packed] for tensor in (scale, zero_point))
     tokens = Tokens(planes, levels, *each, *(tensor[:, 0, :packed] for tensor in (outliers, where)))
@@ -117,7 +118,7 @@ def _spelled_out_attention(q, k, v, mask, causal, scale, softcap, sinks):
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     scores = q.float() @ k.float().mT * scale
     if causal:
-        mask = causal_mask(*scores.shape[-2:], q.device)
+        mask = causal_mask(scores.shape[-2], scores.shape[-1], q.device)
     weights = attention_weights(scores, mask, softcap, sinks)
     return (weights[..., : v.shape[2]] @ v.float()).to(q.dtype).contiguous()
 

@@ -4,11 +4,14 @@ import logging
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Any, TypeVar
 
 from kvpass.codec.spec import parse
 from kvpass.errors import KVPassError
 
 logger = logging.getLogger("kvpass.lowering")
+
+_Run = TypeVar("_Run", bound=Callable[..., Any])
 
 AUTO = "auto"
 STORING = ("encode", "append_", "append_layers_")
@@ -35,9 +38,9 @@ class Site:
     @cached_property
     def features(self) -> tuple[frozenset[str], ...]:
         """What each codec takes (`CodecSpec.features`): to store, or where nothing is stored to read."""
-        specs = map(parse, self.specs)
+        specs = [parse(text) for text in self.specs]
         if self.op not in STORING:
-            specs = (spec.stored_as for spec in specs)
+            specs = [spec.stored_as for spec in specs]
         return tuple(spec.features for spec in specs)
 
     def __str__(self) -> str:
@@ -55,7 +58,7 @@ class Implementation:
 
     op: str
     name: str
-    run: Callable
+    run: Callable[..., Any]
     has: tuple[Set[str], ...] | None
     refuses: Callable[[Site], str | None]
     by_name_only: bool = False
@@ -77,11 +80,11 @@ def implements(
     has: tuple[Set[str], ...] | None = None,
     refuses: Callable[[Site], str | None] = lambda site: None,
     by_name_only: bool = False,
-):
+) -> Callable[[_Run], _Run]:
     """Register the decorated function as `Implementation` ``name`` of ``op``. Later registrations are preferred, and
     those that are ``by_name_only`` never taken by "auto"."""
 
-    def register(run: Callable) -> Callable:
+    def register(run: _Run) -> _Run:
         _TABLE.setdefault(op, {})[name] = Implementation(op, name, run, has, refuses, by_name_only)
         select.cache_clear()
         return run
@@ -108,7 +111,7 @@ def select(site: Site, lowering: str = AUTO) -> Implementation:
         if reason := rows[lowering].reason_against(site):
             raise KVPassError(f"lowering={lowering!r} cannot run kvpass::{site.op} here: {reason} Use 'auto'.")
         return rows[lowering]
-    passed_over = []
+    passed_over: list[str] = []
     for implementation in reversed([row for row in rows.values() if not row.by_name_only]):
         reason = implementation.reason_against(site)
         if reason is None:

@@ -143,7 +143,7 @@ def state_with(x, **fields):
     config = QAQConfig(residual=8, **fields)
     geometry = schemes.LayerGeometry(0, 1, HEADS, DIM, x.dtype, torch.device("cpu"))
     spec = config.plan(geometry).key if fields.get("role") == "key" else config.plan(geometry).value
-    state = AdaptiveState.allocate(spec, x.shape[0], HEADS, DIM, x.dtype, "cpu", x.shape[2], PlanePool())
+    state = AdaptiveState.allocate_in(PlanePool(), spec, x.shape[0], HEADS, DIM, x.dtype, "cpu", x.shape[2])
     with only_reference():
         torch.ops.kvpass.append_(
             state.pack, state.carrier(0), x, None, None, state.text,

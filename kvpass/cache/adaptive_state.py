@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class PlanePool:
     """The planes of all states of a cache but the first of each, end to end: their sizes depend on data, and differ, so
     that a graph takes one tensor of bytes instead."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.states: list[AdaptiveState] = []
         self.data = torch.empty(0, dtype=torch.uint8)
         self.stale = False  # planes have been replaced since the last `refresh`
@@ -92,6 +92,10 @@ class AdaptiveState(KVState):
     host: originals, or where tokens wait for their width.
     """
 
+    levels: Tensor
+    outliers: Tensor
+    where: Tensor
+
     def __init__(self, spec: CodecSpec, ring: Tensor, pool: PlanePool):
         batch, heads, _, head_dim = ring.shape
         adaptive, params, device = spec.quantizer.adaptive, params_dtype(ring.dtype), ring.device
@@ -121,7 +125,10 @@ class AdaptiveState(KVState):
 
     @classmethod
     @torch.inference_mode(False)
-    def allocate(cls, spec, batch, heads, head_dim, dtype, device, tokens, pool) -> AdaptiveState:
+    def allocate_in(
+        cls, pool: PlanePool, spec: CodecSpec, batch: int, heads: int, head_dim: int, dtype: torch.dtype,
+        device: torch.device, tokens: int,
+    ) -> AdaptiveState:  # fmt: skip
         """An empty state with room for ``tokens`` tokens. Raises `KVPassError` if the spec does not fit the head."""
         spec.check(head_dim)
         slots = spec.retention.sinks + spec.retention.ring_size
@@ -130,7 +137,7 @@ class AdaptiveState(KVState):
         return state
 
     @property
-    def pooled_planes(self) -> list[Tensor]:
+    def pooled_planes(self) -> Sequence[Tensor]:
         """The other planes, of all states, and where those of this one are."""
         if not torch.compiler.is_dynamo_compiling():
             self.pool.refresh()
@@ -178,7 +185,8 @@ class AdaptiveState(KVState):
     def reserve(self, tokens: int) -> None:
         """Make room for ``tokens`` tokens, growing geometrically; contents are kept."""
         size, packed, have = self.spec.page_size, self.spec.retention.packed(tokens), self.scale.shape[2]
-        keeps, room, new = self.spec.quantizer.adaptive.keep_originals, have, {}
+        keeps, room = self.spec.quantizer.adaptive.keep_originals, have
+        new: dict[str, Any] = {}
         if packed > have or not have:
             room = max(packed, have + have // GROWTH, 4 * size) // size * size
             new = {name: grown(getattr(self, name), room) for name in _TABLES}
@@ -186,10 +194,10 @@ class AdaptiveState(KVState):
         wanted = room if keeps else max(size, packed - self.count)
         old = self.host.tokens
         if wanted != old.shape[2]:
-            tokens = old.new_zeros(*old.shape[:2], wanted, old.shape[3], pin_memory=self.ring.is_cuda)
+            originals = old.new_zeros(*old.shape[:2], wanted, old.shape[3], pin_memory=self.ring.is_cuda)
             if keeps:
-                tokens[:, :, : old.shape[2]] = old
-            new["host"] = self.host.replaced(tokens)
+                originals[:, :, : old.shape[2]] = old
+            new["host"] = self.host.replaced(originals)
         if new:
             self.put(**new)
 

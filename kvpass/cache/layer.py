@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,16 +57,16 @@ class PackedLayer(CacheLayerMixin):
         self.drafts = 0  # calls of a few tokens in a row, up to the last; the first layer counts for its cache
 
     @property
-    def is_initialized(self) -> bool:
+    def is_initialized(self) -> bool:  # type: ignore[override]  # transformers assigns it
         return self.key_state is not None
 
     @property
-    def keys(self) -> PackedKV | None:
+    def keys(self) -> Tensor | None:  # type: ignore[override]  # the same
         """The stored keys as a ``[B, H_kv, n, D]`` tensor that decodes when read."""
         return self._view(self.key_state) if self.is_initialized else None
 
     @property
-    def values(self) -> PackedKV | None:
+    def values(self) -> Tensor | None:  # type: ignore[override]  # the same
         """The stored values as a ``[B, H_kv, n, D]`` tensor that decodes when read."""
         return self._view(self.value_state) if self.is_initialized else None
 
@@ -87,18 +88,19 @@ class PackedLayer(CacheLayerMixin):
         """Bytes of its own, slack included; codes of another layer and rotary tables count where they are kept."""
         return sum(item.nbytes for item in (*self.states(), self.rotary, self.importance) if item is not None)
 
+    def _adaptive_states(self) -> list[AdaptiveState]:
+        return [state for state in self.states() if isinstance(state, AdaptiveState)]
+
     @property
     def host_nbytes(self) -> int:
         """Bytes of originals kept in host memory."""
-        kept = (
-            state.host for state in self.states() if self.plan.adaptive and state.spec.quantizer.adaptive.keep_originals
-        )
-        return sum(host.nbytes for host in kept)
+        states = self._adaptive_states()
+        return sum(state.host.nbytes for state in states if state.spec.quantizer.adaptive.keep_originals)
 
     @property
     def moved_nbytes(self) -> int:
         """Bytes of originals fetched so far."""
-        return sum(state.host.moved_nbytes for state in self.states()) if self.plan.adaptive else 0
+        return sum(state.host.moved_nbytes for state in self._adaptive_states())
 
     @property
     def full_nbytes(self) -> int:
@@ -168,12 +170,12 @@ class PackedLayer(CacheLayerMixin):
 
         def state(spec: CodecSpec, source: PackedLayer | None, name: str) -> KVState:
             if spec.quantizer.adaptive is not None:
-                return AdaptiveState.allocate(spec, batch, *room, tokens, self.pool)
+                return AdaptiveState.allocate_in(self.pool, spec, batch, *room, tokens)
             if source is not None:
                 source._allocate(batch, tokens)
-            return KVState.allocate(spec, batch, *room, tokens, source and getattr(source, name))
+            return KVState.allocate(spec, batch, *room, tokens, None if source is None else getattr(source, name))
 
-        new = {
+        new: dict[str, Any] = {
             "key_state": state(self.plan.key, self.key_source, "key_state"),
             "value_state": state(self.plan.value, self.value_source, "value_state"),
         }
@@ -185,9 +187,9 @@ class PackedLayer(CacheLayerMixin):
             self.below._allocate(batch, tokens)
             own = new["key_state"], new["value_state"]
             own[1].beside = own[0]
-            for state, below, predictor in zip(own, self.below.states(), self.predictors, strict=True):
-                if state.spec.transform.predictor:
-                    state.below, state.predictor = below, predictor
+            for mine, below, predictor in zip(own, self.below.states(), self.predictors, strict=True):
+                if mine.spec.transform.predictor:
+                    mine.below, mine.predictor = below, predictor
         vars(self).update(new)  # all of it is there, or none
 
     def forget(self) -> None:
@@ -204,9 +206,9 @@ class PackedLayer(CacheLayerMixin):
             state.evicted(gone)
         self.tokens += new_tokens - gone
         self.seen += new_tokens
-        for state in self.states() if self.plan.adaptive else ():
-            if state.spec.retention.packed(self.tokens) > state.count:
-                state.requantize(self.tokens, self.importance.weights[..., : self.tokens])
+        for adaptive in self._adaptive_states() if self.plan.adaptive else ():
+            if adaptive.spec.retention.packed(self.tokens) > adaptive.count:
+                adaptive.requantize(self.tokens, self.importance.weights[..., : self.tokens])
 
     def abandon(self, new_tokens: int) -> bool:
         """Take back a forward that failed. Whether the layer is as before: not if new tokens may have taken slots of
@@ -241,7 +243,7 @@ class PackedLayer(CacheLayerMixin):
             capture.wait(self, key_states, value_states)
         if past is None:
             return key_states, value_states
-        return tuple(torch.cat(pair, 2) for pair in zip(past, (key_states, value_states), strict=True))
+        return torch.cat((past[0], key_states), 2), torch.cat((past[1], value_states), 2)
 
     def read(self) -> tuple[Tensor, Tensor]:
         """The past as attention sees it, keys rotated; left for the layer above as it is stored."""
@@ -286,7 +288,7 @@ class PackedLayer(CacheLayerMixin):
             state.handles, self.context.length, x, q, mask, state.text, self.lowering, edge, beside,
             list(state.predictor), self.importance.weights if which == 0 and self.importance else None, None,
             self.context.slots[self.deciding_heads] if self.evicts else None,
-            state.host.tokens if self.plan.adaptive else None,
+            state.host.tokens if isinstance(state, AdaptiveState) else None,
         )  # fmt: skip
         return edge
 

@@ -40,7 +40,12 @@ class Storage:
     """Tensors that change together. New ones are all made before the first of them is put in place, and are put there
     at once, so that what fails or interrupts leaves all of them or none."""
 
-    nbytes: int  # bytes of its own, slack included
+    _nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its own, slack included."""
+        return self._nbytes
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of its own, by attribute name."""
@@ -62,7 +67,7 @@ class Storage:
 
     def _follows(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Attributes that follow from what `tensors` will be."""
-        return {"nbytes": sum(tensor.nbytes for tensor in tensors.values())}
+        return {"_nbytes": sum(tensor.nbytes for tensor in tensors.values())}
 
     @torch.inference_mode(False)
     def mapped(self, fn: Callable[[Tensor], Tensor]) -> dict[str, Any]:
@@ -103,6 +108,14 @@ class KVState(Storage):
     predictor: weights of the predictor, for specs that have one (`kvpass.codec.predictor`); the model's.
     below, beside: the states it looks at: the same tokens in the layer below, and for values the keys of this layer.
     """
+
+    scale: Tensor
+    zero_point: Tensor
+    ring: Tensor
+    compensation: Tensor | None
+    energy: Tensor | None
+    center: Tensor | None
+    _handles: tuple[Tensor, ...]
 
     def __init__(self, spec: CodecSpec, kept: Mapping[str, Tensor], source: KVState | None = None):
         self.spec, self.text, self.source = spec, str(spec), source

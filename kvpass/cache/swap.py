@@ -3,6 +3,8 @@ cross-attention `CrossLayer`."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache, StaticLayer
 
@@ -16,7 +18,7 @@ from .state import Importance, KVState, RotaryState, SharedTensors
 Plans = dict[int, tuple[LayerPlan, LayerGeometry]]
 
 
-def cache_layers(cache: Cache) -> list[CacheLayerMixin]:
+def cache_layers(cache: Cache) -> list[Any]:
     """All layers of a cache in model order; with an encoder those of self-attention, then those of cross-attention."""
     own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     return [*own.layers, *cross_layers(cache)]
@@ -27,16 +29,16 @@ def packed_layers(cache: Cache) -> list[PackedLayer]:
     return [layer for layer in cache_layers(cache) if isinstance(layer, PackedLayer) and not layer.is_cross]
 
 
-def cross_layers(cache: Cache) -> list[CacheLayerMixin]:
+def cross_layers(cache: Cache) -> list[Any]:
     """The cross-attention layers of a cache, packed or not."""
     return cache.cross_attention_cache.layers if isinstance(cache, EncoderDecoderCache) else []
 
 
-def _fresh_layers(cache: Cache, plans: Plans) -> list[CacheLayerMixin]:
+def _fresh_layers(cache: Cache, plans: Plans) -> list[Any]:
     """The layers of ``cache``; raises `KVPassError` unless those that ``plans`` are for are plain and empty."""
     if getattr(cache, "offloading", False):
         raise KVPassError("Offloaded caches are not supported: pass a plain DynamicCache or StaticCache.")
-    layers = list(cache.layers)
+    layers: list[Any] = list(cache.layers)
     while cache.layer_class_to_replicate is not None and len(layers) <= max(plans, default=-1):
         layers.append(cache.layer_class_to_replicate())
     for index in plans:

@@ -32,7 +32,7 @@ class PackedKV(TorchAOBaseTensor):
     def __init__(self, spec: str, num_tokens: int, **kept: Tensor):
         super().__init__()
         self.spec, self.num_tokens, self.tensor_data_names = spec, num_tokens, list(kept)
-        vars(self).update(kept)
+        self.__dict__.update(kept)
 
     @property
     def _kept(self) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -42,7 +43,7 @@ Plans = dict[int, tuple[LayerPlan, LayerGeometry]]
 def calibrate(
     model: nn.Module,
     data: Tensor | Sequence[Tensor],
-    scheme: str | dict | SchemeConfig = "aqua",
+    scheme: str | dict[str, Any] | SchemeConfig = "aqua",
     *,
     work: str | Path | None = None,
     progress: bool = True,
@@ -63,7 +64,7 @@ def calibrate(
     Raises `KVPassError` for schemes that need no calibration, too little data, or a model that is packed already.
     """
     config = schemes.get(scheme)
-    if not config.takes_calibration:
+    if not isinstance(config, (AquaKVConfig, QAQConfig)):
         raise KVPassError(f"{config.name!r} needs no calibration: kvpass.apply(model, scheme={config.name!r}).")
     if is_applied(model):
         raise KVPassError("kvpass is applied to this model: call kvpass.remove(model) first.")
@@ -117,7 +118,7 @@ def _plans(config: AquaKVConfig, layers: dict[int, LayerGeometry | str]) -> Plan
 
 
 def _choose_first_layer(
-    config: AquaKVConfig, layers, collected: Collected
+    config: AquaKVConfig, layers: dict[int, LayerGeometry | str], collected: Collected
 ) -> tuple[SchemeConfig, dict[str, list[float]]]:
     """The cheapest scheme of the first layer that loses little itself and serves the layers above about as well as the
     lossless one, by the error of the first layers on some of the sequences."""
@@ -130,8 +131,8 @@ def _choose_first_layer(
         with tempfile.TemporaryDirectory(prefix="kvpass-") as folder:
             trial = _Chain(dataclasses.replace(config, first_layer=choice), layers, some, Path(folder), _TRIAL_LAYERS)
             trial.run()
-        first, *above = (sum(pair) / 2 for pair in trial.errors.values())
-        scores[str(choice)] = [first, sum(above) / max(1, len(above))]
+        own, *others = (sum(pair) / 2 for pair in trial.errors.values())
+        scores[str(choice)] = [own, sum(others) / max(1, len(others))]
     bound = _CHAIN_TOLERANCE * scores[str(choices[-1])][1]
     for choice in choices:
         first, above = scores[str(choice)]
@@ -157,7 +158,14 @@ class _Chain:
         and squared error of what is decoded over the variance.
     """
 
-    def __init__(self, config: AquaKVConfig, layers, collected: Collected, folder: Path, depth: int | None = None):
+    def __init__(
+        self,
+        config: AquaKVConfig,
+        layers: dict[int, LayerGeometry | str],
+        collected: Collected,
+        folder: Path,
+        depth: int | None = None,
+    ):
         self.config, self.collected, self.folder = config, collected, folder
         self.plans = dict(list(_plans(config, layers).items())[:depth])
         self.predictors: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
@@ -173,18 +181,18 @@ class _Chain:
         for index, (plan, geometry) in self.plans.items():
             saved = self.folder / f"layer-{index}.safetensors"
             known = _unflatten(load_file(saved)) if saved.exists() else None
-            tensors, explained, errors = [], [], []
+            tensors: list[list[Tensor]] = []
+            shares: list[tuple[float, float]] = []  # explained, and the error
             for role, spec in enumerate((plan.key, plan.value)):
                 part = _Part(index, below, role, spec)
                 moments = Moments.of(partial(self._pairs, part))
                 tensors.append(known[role] if known else self._fit(part, moments, params_dtype(geometry.dtype)))
-                shares = self._decode(part, tensors[role], moments.y / moments.count)
-                explained.append(shares[0])
-                errors.append(shares[1])
+                shares.append(self._decode(part, tensors[role], moments.y / moments.count))
+            key, value = shares
             if plan.looks_below:
-                self.predictors[index], self.explained[index] = tuple(tensors), tuple(explained)
+                self.predictors[index], self.explained[index] = (tensors[0], tensors[1]), (key[0], value[0])
                 save_file(_flatten(tensors), saved)
-            self.errors[index] = tuple(errors)
+            self.errors[index] = key[1], value[1]
             below = index
             layer_done()
 
@@ -211,8 +219,10 @@ class _Chain:
     def _fit(self, part: _Part, moments: Moments, dtype: torch.dtype) -> list[Tensor]:
         if not part.spec.transform.predictor:
             return []
-        how = dict(ridge=self.config.ridge, rank=self.config.rank, dtype=dtype)
-        return fit(part.spec.transform.predictor, partial(self._pairs, part), moments, **how)
+        ridge, rank = self.config.ridge, self.config.rank
+        return fit(
+            part.spec.transform.predictor, partial(self._pairs, part), moments, ridge=ridge, rank=rank, dtype=dtype
+        )
 
     def _decode(self, part: _Part, tensors: list[Tensor], mean: Tensor) -> tuple[float, float]:
         """Keep what a part is decoded to. Returns what is explained and the error, as shares of the variance."""
@@ -252,7 +262,7 @@ def _flatten(tensors: list[list[Tensor]]) -> dict[str, Tensor]:
 
 
 def _unflatten(tensors: dict[str, Tensor]) -> list[list[Tensor]]:
-    out = [[], []]
+    out: list[list[Tensor]] = [[], []]
     for name in sorted(tensors, key=lambda name: tuple(map(int, name.split(".")))):
         out[int(name[0])].append(tensors[name])
     return out

@@ -164,10 +164,11 @@ def levels_for(step: Tensor, deviation: Tensor, widths: Sequence[int]) -> Tensor
     where none does: ``[B, H, T]`` uint8."""
     span = step.squeeze(-1).float() * 2 ** widths[-1]
     bits = (span / (2 * math.sqrt(3) * deviation)).clamp_min(1e-30).log2().ceil()
-    return sum((bits > width).to(torch.uint8) for width in widths[:-1]) + torch.zeros_like(bits, dtype=torch.uint8)
+    levels = torch.zeros_like(bits, dtype=torch.uint8)
+    return sum(((bits > width).to(torch.uint8) for width in widths[:-1]), levels)
 
 
-def carve(pool: Tensor, places: Tensor, lead: tuple[int, int]) -> list[Tensor]:
+def carve(pool: Tensor, places: Tensor, lead: Sequence[int]) -> list[Tensor]:
     """The planes ``[B, H, rows, bytes]`` in ``pool``; ``places`` ``[planes, 3]`` are start, rows and bytes of a row."""
     found = []
     for start, rows, row_bytes in places.tolist():

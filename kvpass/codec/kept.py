@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -102,4 +102,5 @@ def opened(tensors: Sequence[Tensor], spec: CodecSpec) -> Pack:
     names, pages = of_state(spec), len(of_pages(spec))
     if len(tensors) != len(names):
         raise KVPassError(f"What is kept here is {', '.join(names)}, and {len(tensors)} tensors were given.")
-    return Pack(tuple(tensors[:pages]), **dict(zip(names[pages:], tensors[pages:], strict=True)))
+    others: dict[str, Any] = dict(zip(names[pages:], tensors[pages:], strict=True))
+    return Pack(tuple(tensors[:pages]), **others)

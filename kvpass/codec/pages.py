@@ -1,5 +1,7 @@
 """Tokens <-> pages: ``fit``, ``assign`` (with compensation) and ``pack``, composed as a `CodecSpec` says."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,9 @@ from .kept import CODECS, Codec, Kept, codec_of
 from .quantizer import Quantizer
 from .spec import CodecSpec
 
+_Stored = tuple[Tensor, Tensor, Tensor]
+"""Scale and zero point of groups that have them already, and which do."""
+
 
 def _grouped(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, int]:
     """View ``[..., P, D]`` so that a quantization group lies along one dim; returns the view and that dim."""
@@ -20,7 +25,7 @@ def _grouped(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, int]:
 
 
 def _quantize(
-    x: Tensor, quantizer: Quantizer, dtype: torch.dtype, stored: tuple[Tensor, Tensor, Tensor] | None = None
+    x: Tensor, quantizer: Quantizer, dtype: torch.dtype, stored: _Stored | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups, dim = _grouped(x, quantizer)
     fit = fit_lsq if quantizer.fit == "lsq" else fit_minmax
@@ -30,10 +35,9 @@ def _quantize(
         scale, zero_point = (torch.where(taken, *both) for both in zip(parameters, fitted, strict=True))
     codes = assign(groups, scale, zero_point, quantizer.bits)
     if quantizer.eta:
-        calibrated = calibrate(scale, zero_point, quantizer.bits, quantizer.eta)
+        scale, zero_point = calibrated = calibrate(scale, zero_point, quantizer.bits, quantizer.eta)
         if stored is not None:
-            calibrated = tuple(torch.where(taken, *both) for both in zip(parameters, calibrated, strict=True))
-        scale, zero_point = calibrated
+            scale, zero_point = (torch.where(taken, *both) for both in zip(parameters, calibrated, strict=True))
     return codes.reshape(x.shape), scale.squeeze(dim), zero_point.squeeze(dim)
 
 
@@ -43,13 +47,15 @@ def dequantize_pages(codes: Tensor, scale: Tensor, zero_point: Tensor, quantizer
     return dequantize(groups, scale.unsqueeze(dim), zero_point.unsqueeze(dim)).reshape(codes.shape)
 
 
-def _quantize_compensated(x: Tensor, compensation: Tensor, quantizer: Quantizer, dtype: torch.dtype, stored=None):
+def _quantize_compensated(
+    x: Tensor, compensation: Tensor, quantizer: Quantizer, dtype: torch.dtype, stored: _Stored | None = None
+) -> tuple[Tensor, ...]:
     """Quantize ``block_size`` channels at a time; each block's error moves the channels still to come."""
     size, parts = quantizer.subspace.block_size, []
     for start in range(0, x.shape[-1], size):
         block, rest = x[..., :size], x[..., size:]
         columns = slice(start, start + size)
-        kept = None if stored is None else (*(p[..., columns] for p in stored[:2]), stored[2])
+        kept = None if stored is None else (stored[0][..., columns], stored[1][..., columns], stored[2])
         part = _quantize(block, quantizer, dtype, kept)
         parts.append(part)
         if rest.shape[-1]:
@@ -63,7 +69,7 @@ def encode_pages(
     x: Tensor,
     spec: CodecSpec,
     compensation: Tensor | None = None,
-    stored: tuple[Tensor, Tensor, Tensor] | None = None,
+    stored: _Stored | None = None,
 ) -> tuple[Tensor, ...]:
     """Quantize and pack whole pages.
 
@@ -76,12 +82,14 @@ def encode_pages(
     return codec_of(spec).encode(x, spec, compensation, stored)
 
 
-def decode_pages(*kept_and_spec) -> Tensor:
+def decode_pages(*kept_and_spec: Any) -> Tensor:
     """Inverse of `encode_pages` up to rounding: what it returned, and the spec, -> ``[B, H, N * P, D]`` float32."""
     return codec_of(kept_and_spec[-1]).decode(*kept_and_spec)
 
 
-def _encode(x: Tensor, spec: CodecSpec, compensation: Tensor | None, stored) -> tuple[Tensor, Tensor, Tensor]:
+def _encode(
+    x: Tensor, spec: CodecSpec, compensation: Tensor | None, stored: _Stored | None
+) -> tuple[Tensor, Tensor, Tensor]:
     dtype, quantizer, rotation = params_dtype(x.dtype), spec.quantizer, spec.transform.rotation
     if quantizer.raw:
         return _encode_raw(x.unflatten(-2, (-1, spec.page_size)), spec, dtype)
@@ -156,16 +164,16 @@ def replace_tokens(
     new = new.unflatten(-1, (-1, spec.page_size)).unsqueeze(-1)
     if spec.quantizer.raw:
         old = decode_pages(*pools, spec).to(x.dtype)
-        return encode_pages(torch.where(new.flatten(2, 3), x, old), spec)
+        return _encode(torch.where(new.flatten(2, 3), x, old), spec, None, None)
     stored = None
     if spec.quantizer.per == "channel":
         stored = (*pools[1:], ~new.squeeze(-1).unflatten(-1, (-1, spec.quantizer.group_size)).all(-1, keepdim=True))
-    codes, *parameters = encode_pages(x, spec, compensation, stored)
+    codes, scale, zero_point = _encode(x, spec, compensation, stored)
     codes = pack(torch.where(new, unpack(codes, spec.bits), unpack(pools[0], spec.bits)), spec.bits)
     if spec.quantizer.per == "token":
-        both = zip(parameters, pools[1:], strict=True)
-        parameters = [torch.where(new, mine, old) if mine.numel() else old for mine, old in both]
-    return codes, *parameters
+        both = zip((scale, zero_point), pools[1:], strict=True)
+        scale, zero_point = (torch.where(new, mine, old) if mine.numel() else old for mine, old in both)
+    return codes, scale, zero_point
 
 
 def share_codes(
@@ -185,4 +193,5 @@ def share_codes(
         return existing, *own[1:]
     groups, dim = _grouped(x.unflatten(-2, (-1, spec.page_size)), spec.quantizer)
     codes, _ = _grouped(unpack(existing, spec.bits), spec.quantizer)
-    return existing, *(parameter.squeeze(dim) for parameter in fit_codes(groups, codes, dim, own[1].dtype))
+    scale, zero_point = fit_codes(groups, codes, dim, own[1].dtype)
+    return existing, scale.squeeze(dim), zero_point.squeeze(dim)

@@ -82,7 +82,8 @@ def run(kind: str, x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tenso
 def page_rows(references: Sequence[Tensor], page_size: int) -> Tensor:
     """References ``[B, H, T, D]`` side by side, a page at a time: ``[B * T / P, P, in]`` float32."""
     rows = torch.cat([reference.transpose(1, 2).flatten(2) for reference in references], -1).float()
-    return rows.unflatten(1, (-1, page_size)).flatten(0, 1)
+    pages: Tensor = rows.unflatten(1, (-1, page_size))
+    return pages.flatten(0, 1)
 
 
 def predict(predictor: str, tensors: Sequence[Tensor], references: Sequence[Tensor], page_size: int) -> Tensor:

@@ -31,7 +31,7 @@ class Subspace:
     relative: bool
     block_size: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_types(self)
         check_integers(self, rank=1, block_size=1)
         if not 0 <= self.weight <= _MOST_WEIGHT:
@@ -62,7 +62,7 @@ class Adaptive:
     energy: float | None = None
     keep_originals: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_types(self)
         steps = [b - a for a, b in zip((0, *self.widths), self.widths, strict=False)]
         if not 1 <= len(self.widths) <= 4 or not set(steps) <= set(UNIFORM) or self.widths[-1] > 8:
@@ -109,7 +109,7 @@ class Quantizer:
     adaptive: Adaptive | None = None
     codec: str = ""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_types(self)
         check_integers(self, bits=1, group_size=1)
         if self.grid:

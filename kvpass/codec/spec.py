@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import KVPassError
 from ..fields import check_types, fields_alone, hash_once
@@ -12,6 +12,8 @@ from ..layout.retention import Retention
 from .bitpack import byte_rows, smallest_page
 from .quantizer import Adaptive, Quantizer, Subspace
 from .transform import AS_THEY_ARE, Transform
+
+_Part = TypeVar("_Part", "CodecSpec", Quantizer, Retention)
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class CodecSpec:
     transform: Transform = AS_THEY_ARE
     own_codes: float = 1.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_types(self)
         quantizer, page_size = self.quantizer, self.page_size
         multiple = 1 if quantizer.raw else smallest_page(self.bits)
@@ -144,8 +146,9 @@ class CodecSpec:
         return json.dumps(asdict(self), separators=(",", ":"))
 
 
-def _at_defaults(part: Any, *names: str) -> Any:
-    return replace(part, **{field.name: field.default for field in fields(part) if field.name in names})
+def _at_defaults(part: _Part, *names: str) -> _Part:
+    defaults: dict[str, Any] = {field.name: field.default for field in fields(part) if field.name in names}
+    return replace(part, **defaults)
 
 
 _PARTS = Quantizer, Retention, Transform

@@ -25,7 +25,7 @@ def precision_matrix(q: Tensor, subspace: Subspace, valid: Tensor | None = None)
     if subspace.relative:
         per_channel = q.square().sum((-1, -2)).unsqueeze(-1) / q.shape[-1]
         energy = torch.where(per_channel > 0, energy / per_channel, 0.0)
-    update = (directions * energy[..., None, :]) @ directions.mT
+    update: Tensor = (directions * energy[..., None, :]) @ directions.mT
     return torch.eye(q.shape[-1], dtype=q.dtype, device=q.device) + subspace.weight * update
 
 

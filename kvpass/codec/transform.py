@@ -24,7 +24,7 @@ class Transform:
     predictor: str = ""
     rotation: int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_types(self)
         if self.predictor:
             parse_predictor(self.predictor)

@@ -258,7 +258,7 @@ def _from_softmax(node: Node, source: Callable[[Node], Source]) -> Attention:
 
 def _without_sinks(node: Node) -> tuple[Node, Node | None]:
     """The scores behind ``cat([scores, sinks]) - max``, and the sinks ``[1, H, 1, 1]``; None where there are none."""
-    whole = node
+    whole: Any = node
     if whole.target is aten.sub.Tensor:  # softmax is the same less anything that is one for all keys
         whole = whole.args[0]
     while whole.target in CASTS:

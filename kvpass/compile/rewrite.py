@@ -182,8 +182,8 @@ def _replace(graph: Graph, attention: Attention, importance: Node | None) -> Nod
         given |= dict(statistic=codec.statistic, importance=importance)
     with graph.inserting_before(attention.output):
         if attention.sinks is not None:
-            given["sinks"] = graph.call_function(torch.ops.aten.flatten.using_ints, (attention.sinks,))
-            given["sinks"].meta["val"] = attention.sinks.meta["val"].flatten()
+            given["sinks"] = sinks = graph.call_function(torch.ops.aten.flatten.using_ints, (attention.sinks,))
+            sinks.meta["val"] = attention.sinks.meta["val"].flatten()
         dtype = key.past.meta["val"].dtype
         query, *new = (_cast(graph, x, dtype) for x in (attention.query, *(_present(graph, s) for s in (key, value))))
         results = call(graph, ATTEND, q=query, k_new=new[0], v_new=new[1], **given)

@@ -41,7 +41,7 @@ class Retention:
     shared: bool = False
     rollback: int = field(default=_ROLLBACK, repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_types(self)
         check_integers(self, window=1, page_size=1, sinks=0, rollback=0)
         if self.page_size > self.window:
@@ -54,13 +54,13 @@ class Retention:
                 f"be twice page_size={self.page_size}."
             )
         if self.budget is not None:
-            self._check_eviction()
+            self._check_eviction(self.budget)
 
-    def _check_eviction(self) -> None:
+    def _check_eviction(self, budget: int) -> None:
         check_integers(self, budget=0)
-        if self.budget % self.page_size or self.rollback > self.page_size:
+        if budget % self.page_size or self.rollback > self.page_size:
             raise KVPassError(
-                f"budget={self.budget} must be a multiple of page_size={self.page_size}, and rollback={self.rollback} "
+                f"budget={budget} must be a multiple of page_size={self.page_size}, and rollback={self.rollback} "
                 "at most that: tokens are evicted a page at a time."
             )
         if self.keep != "recent":
@@ -112,7 +112,7 @@ class Sinks:
 
     tokens: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_integer("sinks", self.tokens, 0)
 
     def __add__(self, policy: Retention) -> Retention:

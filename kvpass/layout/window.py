@@ -141,7 +141,7 @@ class Moves:
         """Tokens whose slot is known."""
         return len(self.slot)
 
-    def extended(self, tokens: int) -> Self:
+    def extended(self, tokens: int) -> "Moves":
         """The same with ``tokens`` tokens placed, and less than W more."""
         size, exact, free, holder = self.pages.shape[1], self.exact, self.free, self.holder.clone()
         pages, starts = [self.pages], range(self.placed, tokens, size)
@@ -251,7 +251,7 @@ class Writes:
     spans: tuple[tuple[int, int], ...] = ()
     packed: int = 0
 
-    def _with(self, spans: Iterable[tuple[int, int]], packed: int) -> Self:
+    def _with(self, spans: Iterable[tuple[int, int]], packed: int) -> "Writes":
         kept: list[tuple[int, int]] = []
         for first, stop in spans:
             while kept and kept[-1][0] >= first:
@@ -260,12 +260,12 @@ class Writes:
                 kept.append((first, stop))
         return Writes(tuple(kept), packed)
 
-    def wrote(self, start: int, stop: int, packed: int) -> Self:
+    def wrote(self, start: int, stop: int, packed: int) -> "Writes":
         """Those after tokens ``[start, stop)``; ``packed`` are the pages in use at length ``start``."""
         older = [(first, max(end, stop)) for first, end in self.spans if first < start]
         return self._with([*older, (start, stop)], min(self.packed, packed))
 
-    def evicted(self, gone: int, packed: int) -> Self:
+    def evicted(self, gone: int, packed: int) -> "Writes":
         """Those after ``gone`` tokens before page ``packed`` were dropped, and later ones moved up."""
         return self._with([(max(0, a - gone), b - gone) for a, b in self.spans], max(self.packed, packed))
 

@@ -87,11 +87,11 @@ def _edges(layers: list[PackedLayer], batch: int, stored: int, new_tokens: int) 
     if gone := retention.evicted(total):
         tokens = retention.packed(total) - gone  # all that is packed may change hands
     shape = (batch, geometry.num_key_value_heads, tokens, geometry.head_dim)
-    edges = tuple(torch.empty(shape, dtype=geometry.dtype, device=geometry.device) for _ in range(2))
+    keys, values = (torch.empty(shape, dtype=geometry.dtype, device=geometry.device) for _ in range(2))
     if new_tokens > 1 or plan.evicts:
-        for edge in edges:
+        for edge in (keys, values):
             torch._dynamo.mark_dynamic(edge, 2)
-    return edges
+    return keys, values
 
 
 def finish_forward(
@@ -118,14 +118,14 @@ def remember(cache: Cache) -> Callable[[], bool]:
     _refuse_other_lengths(cache, others)
     kept = [dict(vars(layer)) for layer in others]
     unwritten = [layer for layer in cross_layers(cache) if isinstance(layer, PackedLayer) and not layer.tokens]
-    updated = dict(cache.is_updated) if isinstance(cache, EncoderDecoderCache) else None
+    updated = dict(cache.is_updated) if isinstance(cache, EncoderDecoderCache) else {}
 
     def undo() -> bool:
         for layer, attributes in zip(others, kept, strict=True):
             layer.__dict__ = attributes
         for layer in unwritten:
             layer.reset()
-        if updated is not None:
+        if isinstance(cache, EncoderDecoderCache):
             cache.is_updated = updated
         return all(type(layer) in _REPLACED for layer in others)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from threading import get_ident
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,9 @@ _BY_OWNER: weakref.WeakValueDictionary[str, "Runtime"] = weakref.WeakValueDictio
 
 class Runtime:
     """Everything `apply` adds to one model; `remove` drops it."""
+
+    model: Callable[[], nn.Module]
+    forward: Callable[..., Any]  # of each kind: what takes the place of the model's
 
     def __init__(
         self,
@@ -99,11 +103,12 @@ class Runtime:
 
     def _place(self, predictors) -> dict[int, tuple[SharedTensors, SharedTensors]]:
         """``predictors`` where their layers are."""
-        return {
-            index: tuple(SharedTensors(t.to(layer.device) for t in tensors) for tensors in predictors[index])
-            for index, (plan, layer) in self.plans.items()
-            if plan.looks_below
-        }
+        placed = {}
+        for index, (plan, layer) in self.plans.items():
+            if plan.looks_below:
+                key, value = (SharedTensors(t.to(layer.device) for t in tensors) for tensors in predictors[index])
+                placed[index] = key, value
+        return placed
 
     def prepare(self) -> None:
         """Make what compiles."""
@@ -231,7 +236,7 @@ class Runtime:
         )
 
 
-def _bytes(layer) -> dict[str, int]:
+def _bytes(layer) -> dict[str, Any]:
     """What a `LayerReport` says of one layer of a cache."""
     if isinstance(layer, PackedLayer):
         names = "nbytes", "full_nbytes", "host_nbytes", "moved_nbytes"

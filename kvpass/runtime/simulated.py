@@ -44,10 +44,11 @@ def simulate(
     (`codec.rope`), if that is how keys are stored.
     """
     specs, tokens, repeats = (parse(k_spec), parse(v_spec)), k.shape[2], q.shape[1] // k.shape[1]
-    q_before, k_before, *tables = before or (q, k)
+    q_before, k_before, *tables = before or [q, k]
     k_stored, v_stored = _stored(k_before, specs[0], q_before, prompt), _stored(v, specs[1], q, prompt)
     if tables:
-        k_stored = rotate(k_stored, *tables, rope)
+        cos, sin = tables
+        k_stored = rotate(k_stored, cos, sin, rope)
     dtype = torch.promote_types(q.dtype, torch.float32)
     k, v, k_stored, v_stored = (x.repeat_interleave(repeats, 1).to(dtype) for x in (k, v, k_stored, v_stored))
     k_packed, v_packed = (_packed(spec, tokens, prompt).to(q.device) for spec in specs)
@@ -109,7 +110,7 @@ def _packed(spec: CodecSpec, tokens: int, prompt: int) -> Tensor:
     return of_token < seen[:, None]
 
 
-def scout(model: nn.Module, arguments: dict) -> dict[int, LayerGeometry]:
+def scout(model: nn.Module, arguments: dict) -> dict[int, LayerGeometry | str]:
     """The causal self-attentions of ``model`` as they come in its graph. Raises `KVPassError` if there is none."""
     keys: list[Tensor] = []
     refused: list[str] = []

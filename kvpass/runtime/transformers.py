@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from ..cache.cross import running
@@ -21,6 +22,8 @@ from .runtime import Runtime
 
 class TransformersRuntime(Runtime):
     """For a model that is handed a cache of transformers: it is swapped, prepared, run over and committed."""
+
+    model: Callable[[], PreTrainedModel]
 
     def __init__(self, model: nn.Module, *args, **options):
         super().__init__(model, *args, **options)
@@ -89,12 +92,12 @@ class TransformersRuntime(Runtime):
         return layers
 
     def _swap(self, cache: Cache) -> None:
-        own = cache.self_attention_cache if self.has_encoder else cache
-        parts = [own, cache.cross_attention_cache] if self.has_encoder else [own]
+        own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+        parts = [own, cache.cross_attention_cache] if isinstance(cache, EncoderDecoderCache) else [own]
         before = [(part, list(part.layers), part.layer_class_to_replicate) for part in parts]
         try:
             swap_layers(own, self.plans, self.owner, self.lowering, self.max_cache_len, self.predictors)
-            if self.cross:
+            if self.cross and isinstance(cache, EncoderDecoderCache):
                 swap_cross_layers(cache, self.cross, self.owner, self.lowering)
         except BaseException:
             for part, layers, replicated in before:
@@ -161,7 +164,7 @@ class TransformersRuntime(Runtime):
         """Drop what says no more than leaving it out, so that every caller shares one graph. Positions are compared
         where that does not wait for the device."""
         config = self.model().config
-        defaults = {name: True for name in ("use_cache", "return_dict") if getattr(config, name, True)}
+        defaults: dict[str, int] = {name: True for name in ("use_cache", "return_dict") if getattr(config, name, True)}
         if new_tokens == 1:
             defaults["logits_to_keep"] = 1
         for name, value in list(kwargs.items()):

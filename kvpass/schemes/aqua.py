@@ -67,7 +67,7 @@ class AquaKVConfig(StorageConfig):
     fit_on: Literal["reconstructed", "original"] = "reconstructed"
     ridge: float = 1e-3
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "backbone", _resolved("backbone", self.backbone))
         if self.first_layer != "auto":
@@ -80,7 +80,7 @@ class AquaKVConfig(StorageConfig):
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
         first = layer.below is None
-        scheme = self.backbone if not first else self.first
+        scheme = self.first if first else get(self.backbone)
         plan = scheme.plan(layer)
         if plan.key_source is not None or plan.value_source is not None:
             raise KVPassError(f"{scheme.name!r} shares codes between layers, which what is left over cannot.")
@@ -98,11 +98,11 @@ class AquaKVConfig(StorageConfig):
     @property
     def first(self) -> SchemeConfig:
         """The scheme of the first layer, as long as nothing was measured."""
-        return HIGGSConfig(grid="d2n256", center=True) if self.first_layer == "auto" else self.first_layer
+        return HIGGSConfig(grid="d2n256", center=True) if self.first_layer == "auto" else get(self.first_layer)
 
     @property
     def first_layer_choices(self) -> list[SchemeConfig]:
         """What calibration chooses the first layer's scheme from, the cheapest first and the lossless one last."""
         if self.first_layer != "auto":
-            return [self.first_layer]
+            return [self.first]
         return [*(HIGGSConfig(grid="d2n256", center=center) for center in (False, True)), IdentityConfig()]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -33,10 +33,12 @@ class LayerGeometry:
 
 def geometries(keys: Sequence[Tensor | str]) -> dict[int, LayerGeometry | str]:
     """The layers of a model by index, from what each keeps as keys ``[B, H_kv, T, D]``, or why it is not packed."""
-    layers, below = {}, None
+    layers: dict[int, LayerGeometry | str] = {}
+    below = None
     for index, x in enumerate(keys):
-        layers[index] = x
-        if not isinstance(x, str):
+        if isinstance(x, str):
+            layers[index] = x
+        else:
             layers[index] = LayerGeometry(index, len(keys), x.shape[1], x.shape[3], x.dtype, x.device, below)
             below = index
     return layers
@@ -112,7 +114,7 @@ def check_edges(plans: dict[int, tuple[LayerPlan, LayerGeometry]]) -> None:
     if len({plan.key.retention for plan, _ in plans.values() if plan.evicts}) > 1:
         raise KVPassError("Layers that evict tokens must have the same budget and window.")
     for plan, layer in plans.values():
-        if not plan.looks_below:
+        if not plan.looks_below or layer.below is None:
             continue
         below, its = plans[layer.below]
         specs = (below.key, below.value, plan.key, plan.value)
@@ -154,7 +156,7 @@ class SchemeConfig:
     needs_calibration: ClassVar[bool] = False
     takes_calibration: ClassVar[bool] = False  # there is something that can be measured on a model
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_types(self)
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
@@ -174,20 +176,21 @@ class SchemeConfig:
 def _plain(value: Any) -> Any:
     if isinstance(value, SchemeConfig):
         return value.to_dict()
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
 
 
+_Config = TypeVar("_Config", bound=SchemeConfig)
 _SCHEMES: dict[str, type[SchemeConfig]] = {}
 _PRESETS: dict[str, SchemeConfig] = {}
 
 
-def register_scheme(**presets: dict[str, Any]):
+def register_scheme(**presets: dict[str, Any]) -> Callable[[type[_Config]], type[_Config]]:
     """Class decorator: make a config known under its ``name``, plus presets given as name -> overrides.
 
     Underscores in preset names become hyphens.
     """
 
-    def register(cls: type[SchemeConfig]) -> type[SchemeConfig]:
+    def register(cls: type[_Config]) -> type[_Config]:
         _SCHEMES[cls.name] = cls
         _PRESETS[cls.name] = cls()
         for preset, overrides in presets.items():
@@ -202,6 +205,15 @@ def available() -> list[str]:
     return sorted(_PRESETS)
 
 
+@runtime_checkable
+class _Stored(Protocol):
+    """A config with the fields of `StorageConfig`."""
+
+    sinks: int
+    retention: Retention | None
+    rope: str
+
+
 def compose(scheme: SchemeConfig, policy: Retention) -> SchemeConfig:
     """``scheme`` with another choice of the tokens that stay; its sinks stay sinks.
 
@@ -211,12 +223,12 @@ def compose(scheme: SchemeConfig, policy: Retention) -> SchemeConfig:
     """
     if not isinstance(policy, Retention):
         raise KVPassError(f"{shown(policy)} is no policy: use one of kvpass.Retention, such as Recent(128).")
-    if not hasattr(scheme, "retention"):
+    if not isinstance(scheme, _Stored):
         raise KVPassError(f"{scheme.name!r} has no retention policy to choose.")
     if policy.budget is not None and (scheme.needs_calibration or scheme.rope == "pre"):
         policy = dataclasses.replace(policy, shared=True)
     policy = dataclasses.replace(policy, sinks=max(policy.sinks, scheme.sinks))
-    return dataclasses.replace(scheme, sinks=0, retention=policy)
+    return _changed(scheme, {"sinks": 0, "retention": policy})
 
 
 def get(scheme: str | dict[str, Any] | SchemeConfig, **overrides: Any) -> SchemeConfig:
@@ -251,7 +263,7 @@ def get(scheme: str | dict[str, Any] | SchemeConfig, **overrides: Any) -> Scheme
     return _changed(scheme, overrides)
 
 
-def _changed(scheme: SchemeConfig, fields: dict) -> SchemeConfig:
+def _changed(scheme: SchemeConfig, fields: dict[str, Any]) -> SchemeConfig:
     known = {field.name for field in dataclasses.fields(scheme)}
     if unknown := [name for name in fields if name not in known]:
         raise KVPassError(f"{type(scheme).__name__} has no field {shown(unknown)}; it has {sorted(known)}.")

@@ -39,7 +39,7 @@ class HIGGSConfig(StorageConfig):
     fit: Literal["rms", "lsq"] = "rms"
     seed: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         check_integers(self, seed=0)
         if self.group_size is not None:
@@ -47,7 +47,7 @@ class HIGGSConfig(StorageConfig):
         self._plan(self.group_size or 64)
 
     def _plan(self, group_size: int) -> LayerPlan:
-        fit = "lsq" if self.fit == "lsq" else "minmax"
+        fit: Literal["minmax", "lsq"] = "lsq" if self.fit == "lsq" else "minmax"
         quantizer = Quantizer(grid_shape(self.grid)[1], "token", group_size, fit, grid=self.grid)
         keys = self.key_retention()
         center = keys.sinks > 0 if self.center is None else self.center

@@ -1,6 +1,7 @@
 """QAQ (arXiv 2403.04643): as many bits for a token as the error it causes may need, and outliers exact."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ..codec.quantizer import Adaptive, Quantizer
 from ..codec.spec import CodecSpec
@@ -37,13 +38,13 @@ class QAQConfig(StorageConfig):
     query_energy: float | tuple[float, ...] | None = None
     keep_originals: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         for energy in self.query_energy if isinstance(self.query_energy, tuple) else [self.query_energy]:
             self._plan(32, energy)
 
     def _plan(self, head_dim: int, energy: float | None) -> LayerPlan:
-        def quantizer(role: str, sigma: float) -> Quantizer:
+        def quantizer(role: Literal["key", "value"], sigma: float) -> Quantizer:
             adaptive = Adaptive(self.widths, role, sigma, self.outliers, self.window, energy, self.keep_originals)
             return Quantizer(max(self.widths), "token", head_dim, adaptive=adaptive)
 

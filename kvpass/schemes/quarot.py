@@ -18,7 +18,7 @@ class QuaRotConfig(RTNConfig):
     seed: int = 0
     center: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         check_integers(self, seed=0)
 

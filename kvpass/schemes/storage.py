@@ -27,7 +27,7 @@ class StorageConfig(SchemeConfig):
     retention: Retention | None = None
     rope: Literal["post", "pre"] = "post"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if isinstance(self.retention, dict):
             object.__setattr__(self, "retention", made(Retention, "retention", self.retention))
         super().__post_init__()

@@ -9,6 +9,8 @@ from ..errors import KVPassError
 from ..fields import check_integers
 from .storage import StorageConfig
 
+_Per = Literal["channel", "token"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class UniformConfig(StorageConfig):
@@ -24,11 +26,13 @@ class UniformConfig(StorageConfig):
     fit: Literal["minmax", "lsq"] = "minmax"
     eta: float = 0.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         check_integers(self, group_size=1)
 
-    def key(self, bits: int, per: str = "channel", own_codes: float = 1.0, **fields: Any) -> CodecSpec:
+    def key(
+        self, bits: int, per: Literal["channel", "token"] = "channel", own_codes: float = 1.0, **fields: Any
+    ) -> CodecSpec:
         """Storage of keys, per channel unless said otherwise. ``fields`` are others of the `Quantizer`."""
         retention = self.key_retention()
         if per == "channel" and (tokens := retention.page_size) % self.group_size:
@@ -42,5 +46,5 @@ class UniformConfig(StorageConfig):
         """Storage of values, per token."""
         return CodecSpec(self._quantizer(bits, "token", fields), self.value_retention(), own_codes=own_codes)
 
-    def _quantizer(self, bits: int, per: str, fields: dict[str, Any]) -> Quantizer:
+    def _quantizer(self, bits: int, per: _Per, fields: dict[str, Any]) -> Quantizer:
         return Quantizer(bits, per, self.group_size, **{"fit": self.fit, "eta": self.eta, **fields})

@@ -169,10 +169,11 @@ def _page_scores(q, pools, tokens, tables, rope: str, quantizer: Quantizer, poin
     the mean that was subtracted from them.
     """
     (count, size), planes, scores = tokens.shape, num_planes(quantizer.bits), []
+    codes, scale, zero_point = pools
     rotated = q if basis is None else q @ basis
     by_plane = tokens.view(count, planes, size // planes)
     for j in range(planes):
-        k = plane_values(*pools, quantizer, j, points)
+        k = plane_values(codes, scale, zero_point, quantizer, j, points)
         if center is not None and rope:  # the mean is turned with the keys
             k = k + center.flatten(0, 1)[:, None].float()
         scores.append(_dots(rotated, k, tables(by_plane[:, j]), rope))
@@ -199,8 +200,9 @@ def _ring_weights(weights, lengths, packed_slots: int, of_keys: Retention, of_va
 def _page_values(weights, pools, quantizer: Quantizer, points, basis) -> Tensor:
     """Values in pages, weighted by ``[BH, R, N, P]``: ``[BH, R, D]``."""
     by_plane, products = weights.unflatten(-1, (num_planes(quantizer.bits), -1)), []
+    codes, scale, zero_point = pools
     for j in range(num_planes(quantizer.bits)):
-        v = plane_values(*pools, quantizer, j, points)
+        v = plane_values(codes, scale, zero_point, quantizer, j, points)
         products.append([by_plane[:, r, :, j, :, None] * v for r in range(weights.shape[1])])
     out = torch.stack([reduce(torch.add, of_head).sum((1, 2)) for of_head in zip(*products, strict=True)], 1)
     return out if basis is None else out @ basis.mT

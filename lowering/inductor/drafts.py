@@ -6,6 +6,7 @@ are never there as a whole.
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +51,8 @@ def attend(
     if causal:
         mask = causal_mask(queries, tokens, q.device)
     weights = attention_weights(scores.view(batch, heads, queries, -1), mask, softcap, sinks).view(*rows.shape[:3], -1)
-    out, first = 0.0, 0
+    out: Any = 0.0
+    first = 0
     for v in chain(pieces(decode_all, value, n, v_spec, at_once=at_once), (v_new,)):
         out = out + weights[..., first : first + v.shape[2]] @ v.float()
         first += v.shape[2]

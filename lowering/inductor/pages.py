@@ -3,6 +3,7 @@ length. Pages are independent, and run on one merged dim of pages: the kernel of
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ def _page_kernel(fn, spec: CodecSpec, inputs: Sequence[Tensor | None], constants
 @compiled_once
 def _compiled_page_kernel(fn, spec: CodecSpec, described: tuple, fixed: tuple):
     pages = [(d and torch.empty((_PAGES, *d[0]), dtype=d[1], device=d[2]), [0]) for d in described]
-    constants = [(f and torch.empty(f[0], dtype=f[1], device=f[2]), []) for f in fixed]
+    constants: list[Any] = [(f and torch.empty(f[0], dtype=f[1], device=f[2]), []) for f in fixed]
     inputs = [Input(f"input_{i}", *each) for i, each in enumerate((*pages, *constants))]
     return compile_ahead(lambda *tensors: fn(*tensors, spec), inputs)
 

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvpass.codec.kept import Pack
+from kvpass.codec.spec import CodecSpec
 from kvpass.layout.retention import Retention
 
 from ..append import APPENDED, append, append_layers
@@ -66,5 +68,5 @@ def append_(*args) -> None:
 
 
 @implements("append_layers_", "triton", has=(ENCODED | {"pre_rope"},), refuses=refuses, by_name_only=INTERPRETED)
-def append_layers_(*args) -> None:
-    append_layers(encode, *args, write=_write)
+def append_layers_(packs: Sequence[Pack], n: int, xs, spec: CodecSpec) -> None:
+    append_layers(encode, packs, n, xs, spec, _write)

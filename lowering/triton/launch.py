@@ -80,7 +80,7 @@ def _compiled_for(
 ) -> tuple[tuple[Layout, Layout], AttendConfig, Rules]:  # fmt: skip
     """What kernels are compiled for: all that calls at other lengths have in common."""
     planes, lattice = max(num_planes(spec.bits) for spec in specs), any(spec.quantizer.grid for spec in specs)
-    layouts = tuple(_layout(spec, planes, head_dim, r) for spec, r in zip(specs, (rope, ""), strict=True))
+    layouts = _layout(specs[0], planes, head_dim, rope), _layout(specs[1], planes, head_dim)
     rows, masked = heads // groups * queries, mask is not None
     config = attend_config(planes, head_dim, dtype.itemsize, rows, lattice, bool(rope), masked)
     operand = _OPERANDS[torch.float32 if INTERPRETED else dtype]  # no bfloat16 products in the interpreter
@@ -154,12 +154,13 @@ class _Launch:
     @property
     def strides(self) -> tuple[int, ...]:
         """Those of the tables and of the mask."""
-        tables, of_mask = (0, 0), (0, 0, 0)
+        tables: tuple[int, ...] = (0, 0)
+        of_mask: tuple[int, ...] = (0, 0, 0)
         if self.rotary is not None:
             tables = self.rotary[0].stride()[:2]
         if self.mask is not None:
             shape = zip(self.mask.stride()[:3], self.mask.shape[:3], strict=True)
-            of_mask = (stride if size > 1 else 0 for stride, size in shape)
+            of_mask = tuple(stride if size > 1 else 0 for stride, size in shape)
         return *tables, *of_mask
 
     def points(self, spec: CodecSpec) -> Tensor | None:
@@ -173,7 +174,7 @@ class _Launch:
         rows_of_split = split_size(v_rows, config, self.batch * self.groups * tiles, device)
         splits = cdiv(v_rows, rows_of_split) + 1
         partial = q.new_empty((self.batch * self.groups, splits, self.rows, self.head_dim), dtype=torch.float32)
-        lse, out, K, V = partial.new_empty(partial.shape[:3]), torch.empty_like(q), *self.layouts
+        lse, out, (K, V) = partial.new_empty(partial.shape[:3]), torch.empty_like(q), self.layouts
         with torch.cuda.device_of(q):
             attend_split[splits, tiles, self.batch * self.groups](
                 q, *self.key, *value, self.k_new, v_new.contiguous(), self.packed_queries, self.shift,
