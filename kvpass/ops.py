@@ -30,7 +30,7 @@ where those of this one are. Their ``append_`` leaves the tokens that are due in
 when the forward is over.
 
 Predictors (`codec.predictor`) take ``predictor``, a list of weights, and look at reconstructions ``[B, H_kv, n, D]``:
-that of the layer ``below``, and for values that of this layer's keys, ``beside``. An ``append_`` sees both for the
+that of ``previous_layer``, and for values that of ``same_layer_keys``. An ``append_`` sees both for the
 tokens that leave the window only: ``edge`` holds the layer below's and is overwritten with this one's.
 
 ``lowering`` names the implementation ("auto" picks; see `kvpass.lowering.table`).
@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 
 from kvpass.lowering import inductor, reference, triton  # noqa: F401  (they register themselves)
-from kvpass.lowering.table import AUTO, Site, few, select
+from kvpass.lowering.table import AUTO, DispatchKey, few, select
 
 from .codec.affine import check_finite
 from .codec.kept import Pack, opened, page_shapes
@@ -63,7 +63,7 @@ _OF_A_LENGTH = (*_TAGS, torch.Tag.cudagraph_unsafe)  # its sizes grow with the c
 _library.define('encode(Tensor x, Tensor? compensation, str spec, str lowering="auto") -> Tensor[]', tags=_TAGS)
 _library.define(
     "append_(Tensor(a!)[] state, Tensor length, Tensor x, Tensor? q, Tensor? mask, str spec, "
-    'str lowering="auto", Tensor(b!)? edge=None, Tensor? beside=None, Tensor[]? predictor=None, '
+    'str lowering="auto", Tensor(b!)? edge=None, Tensor? same_layer_keys=None, Tensor[]? predictor=None, '
     "Tensor(c!)? importance=None, Tensor[]? scores=None, Tensor(d!)? slots=None, Tensor(e!)? originals=None) -> ()",
     tags=_OF_A_LENGTH,
 )
@@ -72,8 +72,8 @@ _library.define(
     tags=_OF_A_LENGTH,
 )
 _library.define(
-    'decode(Tensor[] state, Tensor length, str spec, str lowering="auto", Tensor? below=None, Tensor? beside=None, '
-    "Tensor[]? predictor=None, Tensor[]? planes=None) -> Tensor",
+    'decode(Tensor[] state, Tensor length, str spec, str lowering="auto", Tensor? previous_layer=None, '
+    "Tensor? same_layer_keys=None, Tensor[]? predictor=None, Tensor[]? planes=None) -> Tensor",
     tags=_OF_A_LENGTH,
 )
 _library.define("rotate(Tensor x, Tensor cos, Tensor sin, str rope) -> Tensor", tags=_OF_A_LENGTH)
@@ -97,7 +97,8 @@ def _encode(x: Tensor, compensation: Tensor | None, spec: str, lowering: str = "
     parsed.check(x.shape[-1])
     if parsed.quantizer.adaptive is not None:
         raise KVPassError("Tokens with widths of their own are coded by their cache, not by an op.")
-    kept = select(Site("encode", x.device.type, (spec,), head_dim=x.shape[-1]), lowering).run(x, compensation, parsed)
+    dispatch = DispatchKey("encode", x.device.type, (spec,), head_dim=x.shape[-1])
+    kept = select(dispatch, lowering).run(x, compensation, parsed)
     if x.device.type == "cpu":
         check_finite(*kept[1:])
     return list(kept)
@@ -105,32 +106,32 @@ def _encode(x: Tensor, compensation: Tensor | None, spec: str, lowering: str = "
 
 def _append_(
     state: _Tensors, length: Tensor, x: Tensor, q: Tensor | None, mask: Tensor | None, spec: str,
-    lowering: str = "auto", edge: Tensor | None = None, beside: Tensor | None = None,
+    lowering: str = "auto", edge: Tensor | None = None, same_layer_keys: Tensor | None = None,
     predictor: _Tensors | None = None, importance: Tensor | None = None, scores: _Tensors | None = None,
     slots: Tensor | None = None, originals: Tensor | None = None,
 ) -> None:  # fmt: skip
-    run, parsed = select(Site("append_", x.device.type, (spec,), head_dim=x.shape[-1]), lowering).run, parse(spec)
-    run(
-        opened(state, parsed), length_of(length), x, q, mask, parsed, edge, beside, predictor or (), importance,
-        scores or (), slots, originals,
+    dispatch, parsed = DispatchKey("append_", x.device.type, (spec,), head_dim=x.shape[-1]), parse(spec)
+    select(dispatch, lowering).run(
+        opened(state, parsed), length_of(length), x, q, mask, parsed, edge, same_layer_keys, predictor or (),
+        importance, scores or (), slots, originals,
     )  # fmt: skip
 
 
 def _append_layers_(states: _Tensors, length: Tensor, x: _Tensors, spec: str, lowering: str = "auto") -> None:
-    run = select(Site("append_layers_", x[0].device.type, (spec,), head_dim=x[0].shape[-1]), lowering).run
+    run = select(DispatchKey("append_layers_", x[0].device.type, (spec,), head_dim=x[0].shape[-1]), lowering).run
     parsed, each = parse(spec), len(states) // len(x)
     packs = [opened(states[i : i + each], parsed) for i in range(0, len(states), each)]
     run(packs, length_of(length), x, parsed)
 
 
 def _decode(
-    state: _Tensors, length: Tensor, spec: str, lowering: str = "auto", below: Tensor | None = None,
-    beside: Tensor | None = None, predictor: _Tensors | None = None, planes: _Tensors | None = None,
+    state: _Tensors, length: Tensor, spec: str, lowering: str = "auto", previous_layer: Tensor | None = None,
+    same_layer_keys: Tensor | None = None, predictor: _Tensors | None = None, planes: _Tensors | None = None,
 ) -> Tensor:  # fmt: skip
     parsed = parse(spec)
     pack = opened(state, parsed)._replace(planes=planes or ())
-    run = select(Site("decode", pack.ring.device.type, (spec,), head_dim=pack.ring.shape[-1]), lowering).run
-    references = [one for one in (below, beside) if one is not None]
+    run = select(DispatchKey("decode", pack.ring.device.type, (spec,), head_dim=pack.ring.shape[-1]), lowering).run
+    references = [one for one in (previous_layer, same_layer_keys) if one is not None]
     decoded: Tensor = run(pack, length_of(length), parsed, references, predictor or ())
     return decoded
 
@@ -156,7 +157,7 @@ def _attend(
         if rope and not specs[0].transform.pre_rope:
             raise KVPassError(f"These keys are stored rotated, and rope={rope!r} would rotate them again.")
     rotary = (cos, sin, rope) if rope else None
-    run = select(Site("attend", q.device.type, tuple(coded), few(q.shape[2]), q.shape[3]), lowering).run
+    run = select(DispatchKey("attend", q.device.type, tuple(coded), few(q.shape[2]), q.shape[3]), lowering).run
     outputs: list[Tensor] = run(
         q, *past, length_of(length), k_new, v_new, mask, causal, scale, softcap, *specs, rotary, sinks, statistic,
         importance,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvpass.codec.adaptive import largest_paid
+from kvpass.codec.adaptive import largest_mass
 from kvpass.codec.affine import check_finite
 from kvpass.codec.bitpack import FIELDS
 from kvpass.codec.center import fit_center
@@ -112,7 +112,7 @@ def append(
     mask: Tensor | None,
     spec: CodecSpec,
     edge: Tensor | None = None,
-    beside: Tensor | None = None,
+    same_layer_keys: Tensor | None = None,
     predictor: Sequence[Tensor] = (),
     importance: Tensor | None = None,
     scores: Sequence[Tensor] = (),
@@ -123,7 +123,7 @@ def append(
 
     edge: in, what the tokens that are packed now are in the layer below, in the order of their pages; out, what they
         are in this one.
-    beside: the same of this layer's keys, for values.
+    same_layer_keys: the same of this layer's keys, for values.
     importance, scores, slots: see `decide`, for specs with a budget; where ``importance`` is None, ``slots`` holds what
         was decided.
     originals: where tokens that get widths of their own wait for them.
@@ -141,7 +141,7 @@ def append(
     stop = n + x.shape[2]
     gone = retention.evicted(stop)
     if gone or retention.pages(stop) > retention.pages(n):
-        references = [reference for reference in (edge, beside) if reference is not None]
+        references = [reference for reference in (edge, same_layer_keys) if reference is not None]
         pools = tuple(whole(pool, retention.pages(retention.stored(stop))) for pool in pack.pools)
         pages = _Pages(pools, spec, pack.center, predictor, references, edge is not None)
         _pack(pages, encode, ring, pack.compensation, n, x, gone, slots)
@@ -183,8 +183,8 @@ def _stage(
     if pack.energy is not None and n == 0:
         pack.energy.copy_(query_energy(q, mask, x.shape[1]))
     if importance is not None:
-        (paid,) = scores
-        importance[..., : n + x.shape[2]] = largest_paid(importance, n, paid)
+        (mass,) = scores
+        importance[..., : n + x.shape[2]] = largest_mass(importance, n, mass)
     first, last = pages(n), pages(n + x.shape[2])
     if last > first:
         tokens = where.leaving(pack.ring, n, x, first, last)

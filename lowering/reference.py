@@ -153,7 +153,7 @@ def attend(
     if mask is not None and importance is not None and k_spec.retention.evicts:
         mask = with_past(mask, importance, n, q.shape)
     out = attention(q, k, v, mask, causal, scale, softcap, sinks)
-    return [out, attention_paid(q, k, mask, causal, scale, softcap, sinks, statistic)] if statistic else [out]
+    return [out, attention_mass(q, k, mask, causal, scale, softcap, sinks, statistic)] if statistic else [out]
 
 
 def _behind(past: Pack | Tensor, decode_fn, n: int, spec: CodecSpec, present: Tensor, rotary=None) -> Tensor:
@@ -181,7 +181,7 @@ def with_past(mask: Tensor, importance: Tensor, n: int, queries: tuple[int, ...]
 _ROWS, _WEIGHTS = 256, 1 << 21  # queries, and of one head weights, held at a time: memory does not grow with T x T
 
 
-def attention_paid(q, k, mask, causal, scale, softcap, sinks, statistic="sum") -> Tensor:
+def attention_mass(q, k, mask, causal, scale, softcap, sinks, statistic="sum") -> Tensor:
     """The attention each key was paid by the queries ``[B, H_q, S, D]`` that are not padding and the query heads of its
     KV head, see `kvpass.ops`: ``[B, H_kv, T]`` float32. Needs memory for some rows of weights, not for all."""
     queries, tokens, heads = q.shape[2], k.shape[2], k.shape[1]
@@ -200,6 +200,6 @@ def attention_paid(q, k, mask, causal, scale, softcap, sinks, statistic="sum") -
         weights = attention_weights(scores, part, softcap, sinks)[..., :seen]
         if own is not None:
             weights = weights * own[:, None, rows, None]
-        weights, paid = weights.unflatten(1, (heads, -1)), total[..., :seen]
-        paid.copy_(paid + weights.sum((2, 3)) if statistic == "sum" else torch.maximum(paid, weights.amax((2, 3))))
+        weights, mass = weights.unflatten(1, (heads, -1)), total[..., :seen]
+        mass.copy_(mass + weights.sum((2, 3)) if statistic == "sum" else torch.maximum(mass, weights.amax((2, 3))))
     return total

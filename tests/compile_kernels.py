@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction
 from kvpass.cache.state import KVState
 from kvpass.codec import Subspace
 from kvpass.codec.kept import opened
-from kvpass.lowering.table import Site, select
+from kvpass.lowering.table import DispatchKey, select
 from kvpass.lowering.triton import append, configs, encode, launch
 
 from common import coded
@@ -84,9 +84,9 @@ def compiling(arch: int):
 
 def attend(
     bits, v_bits=None, per="channel", page=32, group=32, dim=128, heads=32, groups=8, queries=1, mask=False,
-    softcap=0.0, dtype="bfloat16", grid="", rope="", paid="",
+    softcap=0.0, dtype="bfloat16", grid="", rope="", statistic="",
 ) -> None:  # fmt: skip
-    """Attend over a cache of 512 tokens, with ``paid`` the statistic of what each was paid."""
+    """Attend over a cache of 512 tokens, with ``statistic`` that of what each was paid."""
     if grid:
         specs = [coded(bits, "token", group, page, rotation=0, grid=grid, center=c) for c in (True, False)]
     else:
@@ -99,7 +99,7 @@ def attend(
     mask = torch.ones(1, 1, queries, 512 + queries, dtype=torch.bool) if mask else None
     rotary = (*torch.zeros(2, 1, 640, dim // 2, dtype=dtype), rope) if rope else None
     launch.attend(
-        q, *past, 512, new, new, mask, queries > 1 and mask is None, 0.1, softcap, *specs, rotary, None, paid
+        q, *past, 512, new, new, mask, queries > 1 and mask is None, 0.1, softcap, *specs, rotary, None, statistic
     )  # fmt: skip
 
 
@@ -130,7 +130,7 @@ def chosen_on_cuda() -> dict[str, str]:
     }
     used = {"attend": slice(2), "append_layers_": slice(1, 2)}  # layers whose keys have a mean are not stored together
     return {
-        f"{op}, {name}": select(Site(op, "cuda", tuple(map(str, specs[used.get(op, slice(1))])), 1, 128)).name
+        f"{op}, {name}": select(DispatchKey(op, "cuda", tuple(map(str, specs[used.get(op, slice(1))])), 1, 128)).name
         for op in ("attend", "encode", "append_", "append_layers_")
         for name, specs in layers.items()
     }

@@ -357,4 +357,4 @@ def test_a_forward_that_breaks_is_an_error_and_not_another_result(calibrated):
 def test_the_first_packed_layer_needs_none_below():
     """Whatever its index: layers before it may stay in full precision."""
     geometry = kvpass.schemes.LayerGeometry(5, 8, 2, 32, torch.float32, torch.device("cpu"))
-    assert not kvpass.schemes.get("aqua").plan(geometry).looks_below
+    assert not kvpass.schemes.get("aqua").plan(geometry).looks_at_previous

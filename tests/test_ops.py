@@ -11,7 +11,7 @@ from kvpass.codec import Subspace
 from kvpass.codec.affine import params_dtype
 from kvpass.codec.rope import rotate
 from kvpass.layout.window import carry
-from kvpass.lowering.table import Site, select
+from kvpass.lowering.table import DispatchKey, select
 
 from common import (
     DIM,
@@ -399,8 +399,8 @@ def test_the_log_says_what_serves_a_call_and_why(caplog):
     select.cache_clear()
     with caplog.at_level("INFO", logger="kvpass.lowering"):
         OPS.attend(*attend_arguments(KIVI, 70, queries=3, causal=True)[0])
-        select(Site("attend", "cpu", tuple(map(str, KIVI)), queries=1, head_dim=DIM))
-        select(Site("attend", "cpu", (str(coded(32, "token", 16, 16)),) * 2, queries=1, head_dim=DIM))
+        select(DispatchKey("attend", "cpu", tuple(map(str, KIVI)), queries=1, head_dim=DIM))
+        select(DispatchKey("attend", "cpu", (str(coded(32, "token", 16, 16)),) * 2, queries=1, head_dim=DIM))
     several, one, raw = (record.message for record in caplog.records if "kvpass::attend on" in record.message)
     assert "3 queries: inductor" in several and "1 query: inductor" in one
     assert "1 query: reference (" in raw and "not inductor: it has no bits=32." in raw

@@ -11,7 +11,7 @@ from kvpass import KVPassError
 from kvpass.cache.state import KVState
 from kvpass.cache.tensor import PackedKV
 from kvpass.codec import CODECS, Codec, Kept, decode_pages, encode_pages
-from kvpass.lowering.table import Site, select
+from kvpass.lowering.table import DispatchKey, select
 from kvpass.schemes import KIVIConfig, LayerPlan
 
 from common import coded, randn
@@ -96,10 +96,10 @@ def test_ops_take_it():
 
 @pytest.mark.parametrize("op", ["encode", "append_", "append_layers_", "decode", "attend"])
 def test_kernels_that_do_not_know_it_pass_it_on(op):
-    site = Site(op, "cpu", (str(KEYS), str(VALUES)) if op == "attend" else (str(KEYS),), 1, 64)
-    assert select(site).name == "reference"
+    dispatch = DispatchKey(op, "cpu", (str(KEYS), str(VALUES)) if op == "attend" else (str(KEYS),), 1, 64)
+    assert select(dispatch).name == "reference"
     with pytest.raises(KVPassError, match="it has no codec=debiased"):
-        select(site, "inductor")
+        select(dispatch, "inductor")
 
 
 def test_what_it_cannot_be_combined_with_says_so():

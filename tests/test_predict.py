@@ -177,7 +177,7 @@ def plans(backbone: str, predictor: str):
     small = {} if backbone == "higgs" else dict(group_size=16)
     coding = schemes.get(backbone, **small)
     config = aqua(backbone=coding, first_layer=coding, predictor=predictor, sinks=2)
-    layers = [dataclasses.replace(GEOMETRY, index=i, below=i - 1 if i else None) for i in range(3)]
+    layers = [dataclasses.replace(GEOMETRY, index=i, previous_layer=i - 1 if i else None) for i in range(3)]
     return [config.plan(layer) for layer in layers]
 
 
@@ -187,10 +187,10 @@ def build(plans, weights, dtype=torch.float32):
     for i, plan in enumerate(plans):
         pair = [KVState.allocate(s, 2, HEADS, DIM, dtype, "cpu", 8) for s in (plan.key, plan.value)]
         for role, state in enumerate(pair):
-            if plan.looks_below:
-                state.below, state.predictor = out[i - 1][role], weights[i][role]
-        if plan.looks_below:
-            pair[1].beside = pair[0]
+            if plan.looks_at_previous:
+                state.previous_layer, state.predictor = out[i - 1][role], weights[i][role]
+        if plan.looks_at_previous:
+            pair[1].same_layer_keys = pair[0]
         out.append(pair)
     return out
 
@@ -276,7 +276,9 @@ def test_zero_predictors_are_the_backbone_bit_for_bit(predictor, backbone, seed)
 def test_a_lossless_backbone_is_the_identity_whatever_is_predicted(predictor, seed):
     _, weights, tokens = example(seed, predictor)
     config = aqua(backbone="identity", first_layer="identity", predictor=predictor)
-    states = build([config.plan(dataclasses.replace(GEOMETRY, below=i - 1 if i else None)) for i in range(3)], weights)
+    states = build(
+        [config.plan(dataclasses.replace(GEOMETRY, previous_layer=i - 1 if i else None)) for i in range(3)], weights
+    )
     feed(states, tokens, [100, 50])
     for pair, expected in zip(states, tokens, strict=True):
         for state, x in zip(pair, expected, strict=True):
@@ -285,15 +287,15 @@ def test_a_lossless_backbone_is_the_identity_whatever_is_predicted(predictor, se
 
 def test_log_sparse_tokens_are_predicted_from_the_same_tokens_below():
     config = aqua(retention=LogSparse(32), sinks=0, predictor="linear")
-    drawn = [config.plan(dataclasses.replace(GEOMETRY, below=i - 1 if i else None)) for i in range(3)]
+    drawn = [config.plan(dataclasses.replace(GEOMETRY, previous_layer=i - 1 if i else None)) for i in range(3)]
     _, weights, tokens = example(5, "linear", length=400)
     same = [[weights[1][0], weights[1][1]] for _ in range(3)]
     states = build(drawn, same)
     # what the layer below holds predicts this one exactly, so that nothing is left over to lose
     for i in (1, 2):
-        below = [t.clone() for t in tokens[i - 1]]
-        tokens[i][0] = predict("linear", same[i][0], [below[0]], 400)
-        tokens[i][1] = predict("linear", same[i][1], [below[1], tokens[i][0]], 400)
+        previous_layer = [t.clone() for t in tokens[i - 1]]
+        tokens[i][0] = predict("linear", same[i][0], [previous_layer[0]], 400)
+        tokens[i][1] = predict("linear", same[i][1], [previous_layer[1], tokens[i][0]], 400)
     feed(states, tokens, [150] + [1] * 250)
     first = (states[0][0].decode(400) - tokens[0][0]).square().mean()
     second = (states[1][0].decode(400) - tokens[1][0]).square().mean()

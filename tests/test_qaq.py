@@ -26,7 +26,7 @@ from kvpass.codec.adaptive import (
 )
 from kvpass.codec.spec import Adaptive
 from kvpass.lowering.append import query_energy
-from kvpass.lowering.reference import attention_paid
+from kvpass.lowering.reference import attention_mass
 from kvpass.schemes import QAQConfig
 
 from common import DIM, naive_attention, only_reference, randn, seeds
@@ -225,7 +225,7 @@ def test_importance_is_the_largest_weight_of_the_last_rows():
     mask[1, :, :, :7] = False
     eye = torch.eye(40).expand(2, HEADS, -1, -1)
     weights = naive_attention(q, k, eye, mask=mask, scale=0.25).nan_to_num(0)
-    got = attention_paid(q, k, mask, False, 0.25, 0.0, None, "max-5")
+    got = attention_mass(q, k, mask, False, 0.25, 0.0, None, "max-5")
     expected = weights[:, :, -5:].unflatten(1, (HEADS, -1)).amax((2, 3))
     torch.testing.assert_close(got.double(), expected, atol=1e-6, rtol=1e-5)
 

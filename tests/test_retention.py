@@ -184,7 +184,7 @@ def test_a_copy_in_another_process_does_not_bring_its_hash_along():
 
 
 def test_the_window_of_a_backbone_does_not_matter_to_aqua():
-    layer = schemes.LayerGeometry(1, 2, 2, 32, torch.float32, torch.device("cpu"), below=0)
+    layer = schemes.LayerGeometry(1, 2, 2, 32, torch.float32, torch.device("cpu"), previous_layer=0)
     evicting, plain = KIVIConfig(retention=kvpass.HeavyHitter(64, recent=32)), KIVIConfig()
     assert AquaKVConfig(backbone=evicting).plan(layer) == AquaKVConfig(backbone=plain).plan(layer)
 

@@ -8,7 +8,7 @@ from kvpass import KVPassError
 from kvpass.codec import CodecSpec, Quantizer
 from kvpass.layout.retention import Recent
 from kvpass.lowering import table
-from kvpass.lowering.table import Implementation, Site, implements, select
+from kvpass.lowering.table import DispatchKey, Implementation, implements, select
 
 from common import coded, implementations
 
@@ -21,11 +21,11 @@ def toy_op():
     def plain():
         return "plain"
 
-    @implements("toy", "choosy", refuses=lambda site: None if site.device == "cuda" else "it needs a GPU.")
+    @implements("toy", "choosy", refuses=lambda dispatch: None if dispatch.device == "cuda" else "it needs a GPU.")
     def choosy():
         return "choosy"
 
-    yield Site("toy", "cpu"), Site("toy", "cuda")
+    yield DispatchKey("toy", "cpu"), DispatchKey("toy", "cuda")
     del table._TABLE["toy"]
     select.cache_clear()
 
@@ -95,7 +95,7 @@ LATER = {
 def test_a_feature_that_nobody_lists_is_served_by_the_reference_alone(op, lowering, field, monkeypatch, caplog):
     device = "cuda" if lowering == "triton" else "cpu"
     today, later = (
-        Site(op, device, (str(spec),) * (2 if op.startswith("attend") else 1), queries=1, head_dim=64)
+        DispatchKey(op, device, (str(spec),) * (2 if op.startswith("attend") else 1), queries=1, head_dim=64)
         for spec in (CodecSpec(QUANTIZER, Recent(16)), LATER[field])
     )
     if lowering in implementations(op):
@@ -122,4 +122,4 @@ def test_every_op_has_a_reference_that_serves_every_site():
     for op in ("encode", "append_", "append_layers_", "decode", "attend"):
         assert "reference" in implementations(op) and "reference" in table.names()
         for queries in (0, 1, 5):
-            assert select(Site(op, "cpu", queries=queries), "reference").name == "reference"
+            assert select(DispatchKey(op, "cpu", queries=queries), "reference").name == "reference"

@@ -8,7 +8,7 @@ import torch
 import kvpass
 from kvpass import KVPassError
 from kvpass.codec import Subspace
-from kvpass.lowering.table import Site, select
+from kvpass.lowering.table import DispatchKey, select
 
 from common import ROUNDS_IN_INDUCTOR, changed_table, coded, only_reference
 from tiny import called, llama, step_by_step, tokens
@@ -57,16 +57,16 @@ REFUSED = {
 }
 
 
-def site(op, *specs, device=DEVICE, queries=1, head_dim=64):
-    return Site(op, device, tuple(map(str, specs)), queries, head_dim)
+def dispatch(op, *specs, device=DEVICE, queries=1, head_dim=64):
+    return DispatchKey(op, device, tuple(map(str, specs)), queries, head_dim)
 
 
 @pytest.mark.parametrize("spec", REFUSED.values(), ids=REFUSED)
 def test_attend_refuses_what_it_does_not_serve_and_says_why(spec):
     value = coded(2, "token", 16, spec.page_size if spec.page_size != 24 else 16)
     with pytest.raises(KVPassError, match="lowering='triton' cannot run kvpass::attend"):
-        select(site("attend", spec, value), "triton")
-    assert select(site("attend", spec, value)).name != "triton"
+        select(dispatch("attend", spec, value), "triton")
+    assert select(dispatch("attend", spec, value)).name != "triton"
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_attend_refuses_what_it_does_not_serve_and_says_why(spec):
 )
 def test_attend_refuses_sites_it_does_not_serve(changed, reason):
     with pytest.raises(KVPassError, match=reason):
-        select(site("attend", *KIVI, **changed), "triton")
+        select(dispatch("attend", *KIVI, **changed), "triton")
 
 
 @pytest.mark.parametrize("op", ["encode", "append_", "append_layers_"])
@@ -92,12 +92,12 @@ def test_attend_refuses_sites_it_does_not_serve(changed, reason):
 )
 def test_encode_refuses_what_it_does_not_serve_and_says_why(op, spec):
     with pytest.raises(KVPassError, match=f"lowering='triton' cannot run kvpass::{op}"):
-        select(site(op, spec), "triton")
+        select(dispatch(op, spec), "triton")
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="kernels are compiled here")
 def test_auto_never_takes_the_interpreter():
-    assert select(site("attend", *KIVI)).name == "inductor"
-    assert select(site("encode", KIVI[0])).name == ("inductor" if ROUNDS_IN_INDUCTOR else "reference")
+    assert select(dispatch("attend", *KIVI)).name == "inductor"
+    assert select(dispatch("encode", KIVI[0])).name == ("inductor" if ROUNDS_IN_INDUCTOR else "reference")
     with only_reference():
-        assert select(site("attend", *KIVI)).name == "reference"
+        assert select(dispatch("attend", *KIVI)).name == "reference"

@@ -44,11 +44,11 @@ class CrossLayer(PackedLayer):
 
 
 @contextmanager
-def running(layers: Sequence[CacheLayerMixin], beside: PackedLayer) -> Iterator[None]:
+def running(layers: Sequence[CacheLayerMixin], self_attention: PackedLayer) -> Iterator[None]:
     """Within it a forward may write the cross-attention ``layers``, if they are empty, and read them at any length.
 
-    beside: a layer of self-attention, whose rows are the same. If it is as new and these are not, a reset came no
-        further than that.
+    self_attention: a layer of the other half, whose rows are the same. If it is as new and these are not, a reset came
+        no further than that.
     """
     packed = [layer for layer in layers if isinstance(layer, CrossLayer)]
     for layer in layers:
@@ -57,10 +57,10 @@ def running(layers: Sequence[CacheLayerMixin], beside: PackedLayer) -> Iterator[
             torch._dynamo.maybe_mark_dynamic(layer.values, 2)
     if packed:
         tokens = packed[0].tokens
-        forgotten = tokens and not (beside.tokens or beside.edits or beside.crops)
+        forgotten = tokens and not (self_attention.tokens or self_attention.edits or self_attention.crops)
         for layer in packed:
             layer.refuse_unless_whole()
-            if (layer.tokens, layer.edits) != (tokens, beside.edits) or forgotten:
+            if (layer.tokens, layer.edits) != (tokens, self_attention.edits) or forgotten:
                 raise KVPassError(
                     "The cross-attention layers of this cache differ from one another, or hold what an encoder gave "
                     "for a text that those of self-attention have forgotten: writing, reordering or resetting it "
@@ -85,7 +85,7 @@ def cross_plan(plan: LayerPlan) -> LayerPlan | str:
         why = "this scheme chooses among tokens as they come, and those of an encoder come all at once"
     elif plan.needs_queries or plan.needs_importance:
         why = "this scheme is fitted to queries, and what an encoder gave is stored before there are any"
-    elif plan.looks_below or plan.key_source is not None or plan.value_source is not None:
+    elif plan.looks_at_previous or plan.key_source is not None or plan.value_source is not None:
         why = "this scheme looks at other layers, which it does for self-attention only"
     elif plan.key.transform.pre_rope:
         why = "it has no rotary embedding that keys could be stored before"

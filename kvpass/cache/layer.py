@@ -44,9 +44,9 @@ class PackedLayer(CacheLayerMixin):
         self.value_source: PackedLayer | None = None
         self.rotary_owner = self  # the layer that keeps the rotary tables of the cache
         self.rotary: RotaryState | None = None
-        self.below: PackedLayer | None = None  # the layer this one is predicted from
+        self.previous_layer: PackedLayer | None = None  # the layer this one is predicted from
         self.predictors: tuple[SharedTensors, SharedTensors] | None = None
-        self.is_below = False  # another layer is predicted from this one
+        self.predicts_next = False  # another layer is predicted from this one
         self.pool: PlanePool | None = None  # shared by all layers whose tokens have widths of their own
         self.importance_owner = self  # the layer that decides for all, or itself
         self.importance: Importance | None = None
@@ -75,7 +75,7 @@ class PackedLayer(CacheLayerMixin):
             self.refuse_unless_whole()
         return (
             state.decode(self.tokens, self.lowering)
-            if self.plan.looks_below or self.plan.adaptive
+            if self.plan.looks_at_previous or self.plan.adaptive
             else PackedKV.view(state, self.tokens)
         )
 
@@ -183,13 +183,13 @@ class PackedLayer(CacheLayerMixin):
             new["rotary"] = RotaryState(batch, *room[1:], tokens)
         if self.plan.needs_importance and self.importance_owner is self:
             new["importance"] = Importance(batch, self.deciding_heads, geometry.device, tokens)
-        if self.plan.looks_below:
-            self.below._allocate(batch, tokens)
+        if self.plan.looks_at_previous:
+            self.previous_layer._allocate(batch, tokens)
             own = new["key_state"], new["value_state"]
-            own[1].beside = own[0]
-            for mine, below, predictor in zip(own, self.below.states(), self.predictors, strict=True):
+            own[1].same_layer_keys = own[0]
+            for mine, previous, predictor in zip(own, self.previous_layer.states(), self.predictors, strict=True):
                 if mine.spec.transform.predictor:
-                    mine.below, mine.predictor = below, predictor
+                    mine.previous_layer, mine.predictor = previous, predictor
         vars(self).update(new)  # all of it is there, or none
 
     def forget(self) -> None:
@@ -247,10 +247,10 @@ class PackedLayer(CacheLayerMixin):
 
     def read(self) -> tuple[Tensor, Tensor]:
         """The past as attention sees it, keys rotated; left for the layer above as it is stored."""
-        k_below, v_below = self.context.past if self.plan.looks_below else (None, None)
+        k_below, v_below = self.context.past if self.plan.looks_at_previous else (None, None)
         keys = self._decode(self.key_state, k_below)
         values = self._decode(self.value_state, v_below, keys)
-        self.context.past = (keys, values) if self.is_below else None
+        self.context.past = (keys, values) if self.predicts_next else None
         if self.plan.key.transform.pre_rope:
             if not torch.compiler.is_dynamo_compiling():
                 raise KVPassError("Keys stored before rotary embedding need the pass: this forward was not captured.")
@@ -268,24 +268,24 @@ class PackedLayer(CacheLayerMixin):
                 "What is stored depends on attention, which needs the pass: this forward was not captured."
             )
         keys, values = map(self._placed, (keys, values))
-        beside = self._append(self.key_state, keys, 0, q=q, mask=mask)
-        self._append(self.value_state, values, 1, beside)
+        same_layer_keys = self._append(self.key_state, keys, 0, q=q, mask=mask)
+        self._append(self.value_state, values, 1, same_layer_keys)
 
-    def _decode(self, state: KVState, below: Tensor | None, beside: Tensor | None = None) -> Tensor:
+    def _decode(self, state: KVState, previous_layer: Tensor | None, same_layer_keys: Tensor | None = None) -> Tensor:
         if not state.spec.transform.predictor:
-            below = beside = None
+            previous_layer = same_layer_keys = None
         return torch.ops.kvpass.decode(
-            state.handles, self.context.length, state.text, self.lowering, below, beside, list(state.predictor),
-            list(state.pooled_planes),
+            state.handles, self.context.length, state.text, self.lowering, previous_layer, same_layer_keys,
+            list(state.predictor), list(state.pooled_planes),
         )  # fmt: skip
 
     def _append(
-        self, state: KVState, x: Tensor, which: int, beside: Tensor | None = None, q: Tensor | None = None,
+        self, state: KVState, x: Tensor, which: int, same_layer_keys: Tensor | None = None, q: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
         edge = None if self.context.edges is None else self.context.edges[which]
         torch.ops.kvpass.append_(
-            state.handles, self.context.length, x, q, mask, state.text, self.lowering, edge, beside,
+            state.handles, self.context.length, x, q, mask, state.text, self.lowering, edge, same_layer_keys,
             list(state.predictor), self.importance.weights if which == 0 and self.importance else None, None,
             self.context.slots[self.deciding_heads] if self.evicts else None,
             state.host.tokens if isinstance(state, AdaptiveState) else None,

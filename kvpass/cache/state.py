@@ -106,7 +106,8 @@ class KVState(Storage):
     energy: of the prompt's queries, for those of an `AdaptiveState`; otherwise None.
     center: ``[B, H_kv, 1, D]``, 16-bit, for specs that subtract a mean; otherwise None.
     predictor: weights of the predictor, for specs that have one (`kvpass.codec.predictor`); the model's.
-    below, beside: the states it looks at: the same tokens in the layer below, and for values the keys of this layer.
+    previous_layer, same_layer_keys: the states it is predicted from: the same tokens in the layer below, and for values
+        the keys of this layer.
     """
 
     scale: Tensor
@@ -123,8 +124,8 @@ class KVState(Storage):
         self._codes: Tensor | None = None
         vars(self).update({attribute(name): tensor for name, tensor in kept.items()})
         self.predictor: Sequence[Tensor] = ()
-        self.below: KVState | None = None
-        self.beside: KVState | None = None
+        self.previous_layer: KVState | None = None
+        self.same_layer_keys: KVState | None = None
         self.writes = Writes()
         self.put()
 
@@ -245,9 +246,9 @@ class KVState(Storage):
 
     def decode(self, n: int, lowering: str = "auto") -> Tensor:
         """The ``n`` stored tokens, ``[B, H_kv, n, D]`` in the cache's dtype, and what they were predicted from."""
-        below, beside = (state and state.decode(n, lowering) for state in (self.below, self.beside))
+        previous, keys = (state and state.decode(n, lowering) for state in (self.previous_layer, self.same_layer_keys))
         return torch.ops.kvpass.decode(
-            self.pack, self.carrier(n), self.text, lowering, below, beside, list(self.predictor),
+            self.pack, self.carrier(n), self.text, lowering, previous, keys, list(self.predictor),
             list(self.pooled_planes),
         )  # fmt: skip
 

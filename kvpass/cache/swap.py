@@ -93,7 +93,7 @@ def swap_layers(
 
 
 def connect(layers: dict[int, PackedLayer], predictors: dict[int, tuple[SharedTensors, SharedTensors]]) -> None:
-    """Tell the packed layers of one cache of each other: whose codes they use, who decides for all, who is below."""
+    """Tell the packed layers of one cache of each other: whose codes they use, who decides for all, who is before."""
     pre_rope = [layer for layer in layers.values() if layer.plan.key.transform.pre_rope]
     evicting = [layer for layer in layers.values() if layer.plan.evicts]
     pool = PlanePool()
@@ -104,9 +104,9 @@ def connect(layers: dict[int, PackedLayer], predictors: dict[int, tuple[SharedTe
         layer.value_source = None if plan.value_source is None else layers[plan.value_source]
         layer.rotary_owner = pre_rope[0] if pre_rope else layer
         layer.importance_owner = evicting[0] if plan.key.retention.shared else layer
-        if plan.looks_below:
-            layer.below, layer.predictors = layers[layer.geometry.below], predictors[index]
-            layer.below.is_below = True
+        if plan.looks_at_previous:
+            layer.previous_layer, layer.predictors = layers[layer.geometry.previous_layer], predictors[index]
+            layer.previous_layer.predicts_next = True
 
 
 def nbytes(cache: Cache) -> int:

@@ -146,7 +146,7 @@ class _Part:
     """The keys (role 0) or values (role 1) of one layer, and the layer below."""
 
     layer: int
-    below: int | None
+    previous_layer: int | None
     role: int
     spec: CodecSpec
 
@@ -177,23 +177,23 @@ class _Chain:
 
     def run(self, layer_done: Callable[[], object] = lambda: None) -> None:
         """Fit every layer; those that ``folder`` has predictors of are only decoded again."""
-        below = None
+        previous_layer = None
         for index, (plan, geometry) in self.plans.items():
             saved = self.folder / f"layer-{index}.safetensors"
             known = _unflatten(load_file(saved)) if saved.exists() else None
             tensors: list[list[Tensor]] = []
             shares: list[tuple[float, float]] = []  # explained, and the error
             for role, spec in enumerate((plan.key, plan.value)):
-                part = _Part(index, below, role, spec)
+                part = _Part(index, previous_layer, role, spec)
                 moments = Moments.of(partial(self._pairs, part))
                 tensors.append(known[role] if known else self._fit(part, moments, params_dtype(geometry.dtype)))
                 shares.append(self._decode(part, tensors[role], moments.y / moments.count))
             key, value = shares
-            if plan.looks_below:
+            if plan.looks_at_previous:
                 self.predictors[index], self.explained[index] = (tensors[0], tensors[1]), (key[0], value[0])
                 save_file(_flatten(tensors), saved)
             self.errors[index] = key[1], value[1]
-            below = index
+            previous_layer = index
             layer_done()
 
     def _tokens(self, sequence: int, layer: int, role: int, spec: CodecSpec) -> Tensor:
@@ -205,7 +205,7 @@ class _Chain:
         """What a part is predicted from: the same of the layer below, and for values the layer's own keys."""
         read = partial(self._tokens, spec=part.spec) if original else self._load
         own = [read(sequence, part.layer, 0)] if part.role else []
-        return [read(sequence, part.below, part.role), *own]
+        return [read(sequence, part.previous_layer, part.role), *own]
 
     def _pairs(self, part: _Part) -> Iterator[tuple[Tensor, Tensor]]:
         """Rows to predict from and rows to predict, of each sequence that is fitted to."""
@@ -237,8 +237,8 @@ class _Chain:
                 prediction = predict(transform.predictor, tensors, self._references(sequence, part), spec.page_size)
             decoded = prediction + decode_pages(*encode_pages(x - prediction, spec), spec)
             save_file({"x": decoded.contiguous()}, self._file(sequence, part.layer, part.role))
-            if part.below is not None:
-                self._file(sequence, part.below, part.role).unlink(missing_ok=True)
+            if part.previous_layer is not None:
+                self._file(sequence, part.previous_layer, part.role).unlink(missing_ok=True)
             if sequence in self.held_out:
                 residual += (x - prediction).double().square().sum().item()
                 error += (x - decoded).double().square().sum().item()

@@ -141,9 +141,9 @@ def decode_tokens(tokens: Tokens, widths: Sequence[int]) -> Tensor:
     return flat.view(batch, count, heads, dim).transpose(1, 2)
 
 
-def largest_paid(importance: Tensor, n: int, paid: Tensor) -> Tensor:
-    """The largest attention that each token was ``paid`` ``[B, H, T]``, so far ``importance`` of the first ``n``."""
-    return torch.cat([torch.maximum(importance[..., :n], paid[..., :n]), paid[..., n:]], -1)
+def largest_mass(importance: Tensor, n: int, mass: Tensor) -> Tensor:
+    """The largest attention paid to each token: now ``mass`` ``[B, H, T]``, so far ``importance`` for the first n."""
+    return torch.cat([torch.maximum(importance[..., :n], mass[..., :n]), mass[..., n:]], -1)
 
 
 def allowed_deviation(spec: Adaptive, seen: int, importance: Tensor, energy: Tensor | float | None) -> Tensor:

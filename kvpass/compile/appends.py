@@ -37,7 +37,7 @@ class Append:
     spec: str
     lowering: str
     edge: Node | None
-    beside: Node | None
+    same_layer_keys: Node | None
     predictor: list[Node] | None
     importance: Node | None
     scores: list[Node] | None

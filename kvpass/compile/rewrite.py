@@ -49,10 +49,10 @@ def rewrite(normal: NormalGraph, inputs: Sequence, attentions: list[Attention], 
         if attention.key.padded:
             _cut_mask(graph, attention)
         _drop_structural_mask(attention)
-        paid = _replace(graph, attention, importance.get(attention.key.ring))
+        mass = _replace(graph, attention, importance.get(attention.key.ring))
         for append in writes:
-            if append.importance is not None and paid is not None and _has_a_say(append, attention):
-                append.scores = [*(append.scores or []), paid]
+            if append.importance is not None and mass is not None and _has_a_say(append, attention):
+                append.scores = [*(append.scores or []), mass]
     for append in writes:
         if append.q is not None or append.importance is not None:
             append.mask = readers[append.ring].mask
@@ -188,9 +188,9 @@ def _replace(graph: Graph, attention: Attention, importance: Node | None) -> Nod
         query, *new = (_cast(graph, x, dtype) for x in (attention.query, *(_present(graph, s) for s in (key, value))))
         results = call(graph, ATTEND, q=query, k_new=new[0], v_new=new[1], **given)
         out = graph.call_function(operator.getitem, (results, 0))
-        paid = graph.call_function(operator.getitem, (results, 1)) if given.get("statistic") else None
+        mass = graph.call_function(operator.getitem, (results, 1)) if given.get("statistic") else None
         attention.output.replace_all_uses_with(_shaped_as(graph, out, query, attention))
-    return paid
+    return mass
 
 
 def _cast(graph: Graph, x: Node, dtype: torch.dtype) -> Node:

@@ -199,7 +199,7 @@ class HandedRuntime(CustomRuntime):
                 f"{scheme.name!r} looks at the prompt through its cache, and {type(model).__name__} does not take an "
                 f"empty {found.parameter} for none: use a scheme such as 'kivi'."
             )
-        if any(plan.looks_below or plan.adaptive for plan, _ in self.plans.values()):
+        if any(plan.looks_at_previous or plan.adaptive for plan, _ in self.plans.values()):
             raise KVPassError(
                 f"{scheme.name!r} reconstructs a layer from more than its own tensors, and a cache that is passed in "
                 "and out is made of separate ones: use a scheme such as 'kivi', or a transformers cache."

@@ -80,7 +80,7 @@ def _prepare(layers: list[PackedLayer], batch: int, stored: int, new_tokens: int
 def _edges(layers: list[PackedLayer], batch: int, stored: int, new_tokens: int) -> tuple[Tensor, Tensor] | None:
     """Room for one layer's reconstruction of the keys and values that leave the window in this forward."""
     plan, geometry = layers[-1].plan, layers[-1].geometry
-    if not any(layer.plan.looks_below for layer in layers):
+    if not any(layer.plan.looks_at_previous for layer in layers):
         return None
     retention, total = plan.key.retention, stored + new_tokens
     tokens = max(retention.page_size, retention.packed(total) - retention.packed(stored))

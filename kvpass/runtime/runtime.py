@@ -65,9 +65,9 @@ class Runtime:
         self.cross, layers = self._plan_cross(layers)
         self.needs_queries = any(plan.needs_queries for plan, _ in self.plans.values())
         self.needs_rotation = any(plan.key.transform.pre_rope for plan, _ in self.plans.values())
-        self.looks_below = any(plan.looks_below for plan, _ in self.plans.values())
+        self.looks_at_previous = any(plan.looks_at_previous for plan, _ in self.plans.values())
         self.needs_importance = any(plan.needs_importance for plan, _ in self.plans.values())
-        self.one_graph = self.needs_rotation or self.looks_below or self.needs_importance
+        self.one_graph = self.needs_rotation or self.looks_at_previous or self.needs_importance
         check_sources({index: plan for index, (plan, _) in self.plans.items()})
         check_edges(self.plans)
         self.predictors = self._place(predictors)
@@ -105,7 +105,7 @@ class Runtime:
         """``predictors`` where their layers are."""
         placed = {}
         for index, (plan, layer) in self.plans.items():
-            if plan.looks_below:
+            if plan.looks_at_previous:
                 key, value = (SharedTensors(t.to(layer.device) for t in tensors) for tensors in predictors[index])
                 placed[index] = key, value
         return placed
@@ -195,7 +195,7 @@ class Runtime:
             if not self.one_graph:
                 raise
             why, instead = "Keys are stored before rotary embedding", "the scheme with rope='post'"
-            if self.looks_below:
+            if self.looks_at_previous:
                 why, instead = "Layers are predicted from the layer below", "the scheme's backbone alone"
             if self.needs_importance:
                 why, instead = "What is stored depends on attention", "a scheme without that edge, such as 'kivi'"

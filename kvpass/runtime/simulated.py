@@ -217,7 +217,7 @@ def unsupported(runtime: Runtime) -> str:
         return "layers share codes"
     if runtime.needs_importance or any(plan.adaptive for plan in plans):
         return "what is stored depends on attention"
-    return "layers are predicted from each other" if runtime.looks_below else ""
+    return "layers are predicted from each other" if runtime.looks_at_previous else ""
 
 
 class Simulation(Backend):

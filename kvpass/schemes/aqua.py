@@ -79,7 +79,7 @@ class AquaKVConfig(StorageConfig):
             raise KVPassError(f"ridge={self.ridge} must be a finite number, not negative, and at most 1e6.")
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
-        first = layer.below is None
+        first = layer.previous_layer is None
         scheme = self.first if first else get(self.backbone)
         plan = scheme.plan(layer)
         if plan.key_source is not None or plan.value_source is not None:

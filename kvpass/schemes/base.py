@@ -18,8 +18,9 @@ from ..layout.retention import POLICIES, Retention
 
 @dataclass(frozen=True)
 class LayerGeometry:
-    """One cache layer of a model: its index among ``num_layers``, heads, head_dim, dtype and device, and ``below``, the
-    last packed layer before it, if there is one. ``cross``: cross-attention, over what an encoder gave."""
+    """One cache layer of a model: its index among ``num_layers``, heads, head_dim, dtype and device, and
+    ``previous_layer``, the last packed one before it, if there is one. ``cross``: cross-attention, over what an encoder
+    gave."""
 
     index: int
     num_layers: int
@@ -27,20 +28,20 @@ class LayerGeometry:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
-    below: int | None = None
+    previous_layer: int | None = None
     cross: bool = False
 
 
 def geometries(keys: Sequence[Tensor | str]) -> dict[int, LayerGeometry | str]:
     """The layers of a model by index, from what each keeps as keys ``[B, H_kv, T, D]``, or why it is not packed."""
     layers: dict[int, LayerGeometry | str] = {}
-    below = None
+    previous_layer = None
     for index, x in enumerate(keys):
         if isinstance(x, str):
             layers[index] = x
         else:
-            layers[index] = LayerGeometry(index, len(keys), x.shape[1], x.shape[3], x.dtype, x.device, below)
-            below = index
+            layers[index] = LayerGeometry(index, len(keys), x.shape[1], x.shape[3], x.dtype, x.device, previous_layer)
+            previous_layer = index
     return layers
 
 
@@ -87,7 +88,7 @@ class LayerPlan:
         return self.key.needs_importance
 
     @property
-    def looks_below(self) -> bool:
+    def looks_at_previous(self) -> bool:
         """Whether keys or values are predicted from the layer below."""
         return bool(self.key.transform.predictor or self.value.transform.predictor)
 
@@ -114,18 +115,18 @@ def check_edges(plans: dict[int, tuple[LayerPlan, LayerGeometry]]) -> None:
     if len({plan.key.retention for plan, _ in plans.values() if plan.evicts}) > 1:
         raise KVPassError("Layers that evict tokens must have the same budget and window.")
     for plan, layer in plans.values():
-        if not plan.looks_below or layer.below is None:
+        if not plan.looks_at_previous or layer.previous_layer is None:
             continue
-        below, its = plans[layer.below]
-        specs = (below.key, below.value, plan.key, plan.value)
+        previous, its = plans[layer.previous_layer]
+        specs = (previous.key, previous.value, plan.key, plan.value)
         if len({spec.retention for spec in specs}) > 1:
             raise KVPassError(
-                f"Layer {layer.index} is predicted from layer {layer.below}, which keeps other tokens exact: keys and "
-                "values of all layers must leave the window together."
+                f"Layer {layer.index} is predicted from layer {layer.previous_layer}, which keeps other tokens exact: "
+                "keys and values of all layers must leave the window together."
             )
         if (its.num_key_value_heads, its.head_dim) != (layer.num_key_value_heads, layer.head_dim):
             raise KVPassError(
-                f"Layer {layer.index} cannot be predicted from layer {layer.below}, which has "
+                f"Layer {layer.index} cannot be predicted from layer {layer.previous_layer}, which has "
                 f"{its.num_key_value_heads} heads of {its.head_dim} instead of {layer.num_key_value_heads} of "
                 f"{layer.head_dim}."
             )

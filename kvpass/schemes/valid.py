@@ -79,18 +79,18 @@ def _predicted(
     """The layers that ``scheme`` predicts, and the shapes of the tensors of their key and value predictors."""
     if not isinstance(scheme, AquaKVConfig):
         return
-    below = None
+    previous_layer = None
     for index, (heads, head_dim) in geometry.items():
-        layer = LayerGeometry(index, len(geometry), heads, head_dim, torch.float32, torch.device("cpu"), below)
+        layer = LayerGeometry(index, len(geometry), heads, head_dim, torch.float32, torch.device("cpu"), previous_layer)
         plan, width = scheme.plan(layer), heads * head_dim
-        if plan.looks_below and below is not None:
-            under = math.prod(geometry[below])
+        if plan.looks_at_previous and previous_layer is not None:
+            under = math.prod(geometry[previous_layer])
             key, value = (
                 stored_shapes(transform.predictor, inputs, width, scheme.rank) if transform.predictor else []
                 for transform, inputs in ((plan.key.transform, under), (plan.value.transform, under + width))
             )
             yield index, (key, value)
-        below = index
+        previous_layer = index
 
 
 def _check_tensors(what: str, tensors: list[Tensor], shapes: _Shapes) -> None:

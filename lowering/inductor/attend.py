@@ -26,7 +26,7 @@ from kvpass.layout.window import layout, ring_tokens
 from .. import reference
 from ..reference import with_past
 from ..session import compiled_once
-from ..table import Site, implements
+from ..table import DispatchKey, implements
 from . import drafts
 from .aot import Input, compile_ahead
 from .pages import WIDTHS, decode_all
@@ -94,8 +94,8 @@ def _first_pages(handle: Tensor, room: Tensor, count: int) -> Tensor:
     return of_capacity(handle, room.shape[0]).narrow(2, 0, count).flatten(0, 1)
 
 
-def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rope, paid, present):
-    """One query token ``[B, H_q, 1, D]`` over packed keys and values, given what `_inputs` names. With ``paid``, the
+def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rope, mass, present):
+    """One query token ``[B, H_q, 1, D]`` over packed keys and values, given what `_inputs` names. With ``mass``, the
     weights summed over the query heads of a KV head come second: ``[B * H_kv, slots]``, pages, ring, and the token
     itself. Without ``present``, that of cross-attention, the token itself does not count.
 
@@ -159,7 +159,7 @@ def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rop
     on_pages = on_pages.unflatten(-1, (v_count, -1))
     out = out + _page_values(on_pages, v_pools, v_spec.quantizer, given["v_points"], given["v_basis"])
     out = out.view(*shape[:3], -1).to(dtype)
-    return (out, weights.sum(1)) if paid else (out,)
+    return (out, weights.sum(1)) if mass else (out,)
 
 
 def _page_scores(q, pools, tokens, tables, rope: str, quantizer: Quantizer, points, basis, center) -> Tensor:
@@ -291,9 +291,9 @@ def _inputs(common: _Common, k_spec: CodecSpec, v_spec: CodecSpec) -> list[Input
 
 
 @compiled_once
-def _attend_kernel(common: _Common, k_spec: CodecSpec, v_spec: CodecSpec, scale: float, softcap: float, paid: bool):
+def _attend_kernel(common: _Common, k_spec: CodecSpec, v_spec: CodecSpec, scale: float, softcap: float, mass: bool):
     """`_attend`, compiled for all calls that have this in common; it takes what `_inputs` names by name."""
-    how = dict(scale=scale, softcap=softcap, k_spec=k_spec, v_spec=v_spec, rope=common.rope, paid=paid)
+    how = dict(scale=scale, softcap=softcap, k_spec=k_spec, v_spec=v_spec, rope=common.rope, mass=mass)
     inputs = _inputs(common, k_spec, v_spec)
     names = [one.name for one in inputs]
 
@@ -324,12 +324,12 @@ def _page_tokens(retention: Retention, used: int, pages: int, device: torch.devi
     return tokens.to(device)
 
 
-def _refuses_attend(site: Site) -> str | None:
-    if not site.specs:
+def _refuses_attend(dispatch: DispatchKey) -> str | None:
+    if not dispatch.specs:
         return "the past is decoded already."
-    if site.queries != 1:  # decoded by `decode_all`
+    if dispatch.queries != 1:  # decoded by `decode_all`
         return None
-    specs = [parse(text) for text in site.specs]
+    specs = [parse(text) for text in dispatch.specs]
     (key, value), of_keys = (spec.retention for spec in specs), specs[0].transform
     if (key.page_size, key.sinks, key.keep) != (value.page_size, value.sinks, value.keep):
         return "keys and values must share page size, sinks and the choice of exact tokens."
@@ -341,7 +341,7 @@ def _refuses_attend(site: Site) -> str | None:
 
 
 def _run(
-    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None, paid=False
+    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None, mass=False
 ) -> tuple[Tensor, ...]:
     batch, heads, _, head_dim = k_new.shape
     device, present, sides = q.device, k_new.shape[2] > 0, (("k", key, k_spec), ("v", value, v_spec))
@@ -375,7 +375,7 @@ def _run(
         batch > 1, q.shape[1], heads, head_dim, q.dtype, device, layout_of_mask, rope, cos.shape[2] if rope else 0,
         None if sinks is None else sinks.dtype, present,
     )  # fmt: skip
-    return _attend_kernel(common, k_spec.stored_as, v_spec.stored_as, scale, softcap, paid)(given)
+    return _attend_kernel(common, k_spec.stored_as, v_spec.stored_as, scale, softcap, mass)(given)
 
 
 @implements("attend", "inductor", has=_ATTENDED, refuses=_refuses_attend)
@@ -390,14 +390,14 @@ def attend(
         return reference.attend(q, key, value, n, k_new, v_new, mask, *how, statistic, importance, decode_all)
     if mask is not None and importance is not None and k_spec.retention.evicts:
         mask = with_past(mask, importance, n, q.shape)
-    out, *paid = _run(q, key, value, n, k_new, v_new, mask, *how, bool(statistic))
-    return [out, *(_in_token_order(of_slots.unflatten(0, k_new.shape[:2]), n, k_spec.retention) for of_slots in paid)]
+    out, *mass = _run(q, key, value, n, k_new, v_new, mask, *how, bool(statistic))
+    return [out, *(_in_token_order(of_slots.unflatten(0, k_new.shape[:2]), n, k_spec.retention) for of_slots in mass)]
 
 
-def _in_token_order(paid: Tensor, n: int, retention: Retention) -> Tensor:
+def _in_token_order(mass: Tensor, n: int, retention: Retention) -> Tensor:
     """What each slot was paid, as `kvpass.layout.eviction` orders the tokens."""
     packed, ring = retention.packed(n), slice(-1 - retention.sinks - retention.ring_size, -1)
-    slots = layout(retention).slots(torch.arange(retention.sinks + packed, n)).to(paid.device)
+    slots = layout(retention).slots(torch.arange(retention.sinks + packed, n)).to(mass.device)
     first = min(n, retention.sinks)
-    parts = paid[..., ring][..., :first], paid[..., :packed], paid[..., ring].index_select(-1, slots), paid[..., -1:]
+    parts = mass[..., ring][..., :first], mass[..., :packed], mass[..., ring].index_select(-1, slots), mass[..., -1:]
     return torch.cat(parts, -1)

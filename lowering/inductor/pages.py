@@ -19,7 +19,7 @@ from kvpass.codec.spec import CodecSpec
 from .. import reference
 from ..append import APPENDED, PLACES, append, append_layers
 from ..session import compiled_once
-from ..table import Site, implements
+from ..table import DispatchKey, implements
 from .aot import Input, compile_ahead
 
 WIDTHS = frozenset(f"bits={bits}" for bits in FIELDS)
@@ -70,7 +70,7 @@ def _decode(codes, scale, zero_point, rows, points, basis, *rest) -> tuple[Tenso
     return (values.transpose(0, 1).contiguous(),)
 
 
-def _refuses_encode(site: Site) -> str | None:
+def _refuses_encode(dispatch: DispatchKey) -> str | None:
     if torch.__version__ < "2.13":
         return "before torch 2.13, Inductor leaves out that scales are rounded to 16 bits."
     return None

@@ -1,4 +1,4 @@
-"""Quantize and pack whole pages in one kernel, bit for bit as the reference does; grids and rotations are `lattice`'s.
+"""Quantize and pack whole pages in one kernel, bit for bit as the reference does; grids and rotations are `codebook`'s.
 
 Divisions are correctly rounded and nothing is fused, because a code that flips is another code. Only where errors are
 compensated it is not bit for bit: products are summed in another order, so a value between two codes may take either.
@@ -16,7 +16,7 @@ from kvpass.codec.kept import page_shapes
 from kvpass.codec.spec import CodecSpec, parse
 
 from ..append import APPENDED
-from ..table import Site, implements
+from ..table import DispatchKey, implements
 from .codebook import encode_on_grid, hadamard, table
 from .configs import (
     COMPENSATED,
@@ -127,17 +127,17 @@ def _refuses_blocks(blocks: int, size: int, page_size: int) -> str | None:
     return None
 
 
-def refuses(site: Site) -> str | None:
-    if reason := refuses_device(site):
+def refuses(dispatch: DispatchKey) -> str | None:
+    if reason := refuses_device(dispatch):
         return reason
-    spec = parse(site.specs[0])
+    spec = parse(dispatch.specs[0])
     codes, subspace = spec.quantizer, spec.quantizer.subspace
     if codes.fit != "minmax" and not codes.grid:
         return "least-squares fits of uniform codes sort each group."
     if not power_of_two(spec.page_size) or spec.page_size > 512:
         return f"pages hold a power of two tokens, up to 512, not {spec.page_size}."
     if subspace is not None:
-        return _refuses_blocks(site.head_dim // subspace.block_size, subspace.block_size, spec.page_size)
+        return _refuses_blocks(dispatch.head_dim // subspace.block_size, subspace.block_size, spec.page_size)
     return None
 
 
