@@ -1,7 +1,7 @@
 """Compile the Triton kernels, as their host code would launch them, for GPUs that are not here; run by
 `test_triton_compiles` in a process of its own, because a process interprets kernels or compiles them.
 
-    python tests/compile_kernels.py '{"op": "attend", "bits": 2}'   # prints JSON: what each kernel takes of each target
+    python tests/compile_kernels.py 80,90 '{"op": "attend", "bits": 2}'   # prints JSON: what each kernel takes of each
 """
 
 import json
@@ -136,12 +136,12 @@ def chosen_on_cuda() -> dict[str, str]:
     }
 
 
-def main(cases: list[str]) -> None:
+def main(archs: str, *cases: str) -> None:
     print(json.dumps(chosen_on_cuda()))
     for case in cases:
         arguments = json.loads(case)
         run = {"attend": attend, "encode": encode_pages, "append": append_tokens}[arguments.pop("op")]
-        for arch in (80, 90):
+        for arch in map(int, archs.split(",")):
             with compiling(arch) as launches:
                 run(**arguments)
             for one in launches:
@@ -150,4 +150,4 @@ def main(cases: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

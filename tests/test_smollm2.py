@@ -95,8 +95,8 @@ def test_squat_errs_less_than_kivi_in_the_query_subspace_of_real_keys(smollm2, p
         geometry = LayerGeometry(0, 1, k.shape[1], k.shape[3], k.dtype, k.device)
         squat, kivi = (kvpass.schemes.get(name).plan(geometry).key for name in ("squat", "kivi"))
         stacked = q.unflatten(1, (k.shape[1], -1))
-        precision = precision_matrix(stacked[..., :prompt, :].flatten(2, 3), squat.subspace)
-        compensation = compensation_matrix(precision, squat.subspace.block_size)
+        precision = precision_matrix(stacked[..., :prompt, :].flatten(2, 3), squat.quantizer.subspace)
+        compensation = compensation_matrix(precision, squat.quantizer.subspace.block_size)
         keys = k[:, :, :prompt]
         error = {
             name: decode_pages(*encode_pages(keys, spec, compensation), spec) - keys
