@@ -22,7 +22,7 @@ help:
 	@echo "make test   run the tests that one runs after each change: minutes"
 	@echo "make test-all  run all tests"
 	@echo "make soak   decode a million tokens, and try many histories of caches and many failures: hours"
-	@echo "make lint   check style"
+	@echo "make lint   check style and types"
 	@echo "make dist   build wheel and source archive in dist/, and try the wheel in an environment of its own"
 	@echo "make clean  remove $(VENV), build/ and dist/; downloaded models stay in \$$KVPASS_CACHE or ~/.cache/kvpass"
 
@@ -52,6 +52,8 @@ lint: $(STAMP)
 	@echo "== ruff =="
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@echo "== mypy =="
+	@$(BIN)/mypy
 
 # The wheel is made from the source archive and must be, byte for byte, what the working tree gives: dates are set to the
 # first that a zip file can have. build/ and kvpass.egg-info go first, because setuptools packs what it finds there.

@@ -53,7 +53,7 @@ def nbytes(states: list[KVState], tokens: int) -> int:
     """Bytes that attention over them reads: pages in use and exact tokens."""
     total = 0
     for state in states:
-        used, exact = state.spec.pages(tokens), tokens - state.spec.packed(tokens)
+        used, exact = state.spec.retention.pages(tokens), tokens - state.spec.retention.packed(tokens)
         total += sum(t[:, :, :used].nbytes for t in (state.codes, state.scale, state.zero_point))
         total += state.ring[:, :, :exact].nbytes
     return total

@@ -16,7 +16,7 @@ PAGE = Path(__file__).with_name("api.md")
 MODULES = {
     "kvpass": (kvpass, [name for name in kvpass.__all__ if name not in ("ops", "schemes")]),
     "kvpass.schemes": (schemes, schemes.__all__),
-    "kvpass.codec.spec": (codec.spec, ["CodecSpec", "Subspace", "Adaptive"]),
+    "kvpass.codec": (codec, ["CodecSpec", "Quantizer", "Subspace", "Adaptive", "Transform"]),
     "kvpass.eval": (eval, eval.__all__),
     "kvpass.eval.retrieval": (retrieval, ["passkey", "retrieve", "ask", "Passkey", "Retrieval"]),
     "kvpass.eval.plot": (plot, ["pareto", "points", "front", "Point"]),
@@ -47,7 +47,8 @@ def _signature(node: ast.stmt) -> str:
 
 
 def _member(node: ast.FunctionDef) -> str:
-    is_property = any(isinstance(mark, ast.Name) and mark.id == "property" for mark in node.decorator_list)
+    marks = {mark.id for mark in node.decorator_list if isinstance(mark, ast.Name)}
+    is_property = bool(marks & {"property", "cached_property"})
     arguments = ast.unparse(node.args).removeprefix("self").removeprefix(", ")
     return f"`{node.name}`" if is_property else f"`{node.name}({arguments})`"
 

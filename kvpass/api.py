@@ -34,7 +34,7 @@ def apply(
     lowering: str = "auto",
     max_cache_len: int | None = None,
     mode: str | None = None,
-    example_inputs: tuple | dict[str, Any] | None = None,
+    example_inputs: tuple[Any, ...] | dict[str, Any] | None = None,
 ) -> nn.Module:
     """Pack the KV cache of ``model`` with ``scheme``, in place; returns the model. User code stays as it is.
 
@@ -79,27 +79,27 @@ def apply(
         check_integer("max_cache_len", max_cache_len, 1)
     if lowering != "eager":
         refuse_what_cannot_be_captured(model)
-    calibrated = isinstance(scheme, Calibration)
-    config = scheme.scheme if calibrated else schemes.get(scheme)
+    calibration = scheme if isinstance(scheme, Calibration) else None
+    config = scheme.scheme if isinstance(scheme, Calibration) else schemes.get(scheme)
     with PortableAttention(model):
         kind, layers = _look_into(model, example_inputs)
-    if calibrated:
-        scheme.check(model, layers)
+    if calibration is not None:
+        calibration.check(model, layers)
     elif config.needs_calibration:
         raise KVPassError(
             f"{config.name!r} predicts layers from each other, and has to be calibrated on the model first: "
             f"calibration = kvpass.calibrate(model, ids, {config.name!r}), then kvpass.apply(model, calibration)."
         )
-    options = dict(strict=strict, lowering=lowering, max_cache_len=max_cache_len, mode=mode)
-    options["predictors"] = scheme.predictors if calibrated else {}
+    predictors = {} if calibration is None else calibration.predictors
+    options = dict(strict=strict, lowering=lowering, max_cache_len=max_cache_len, mode=mode, predictors=predictors)
     runtime = kind(model, config, layers, **options)
     runtime.install()
-    if calibrated:
-        runtime.report.calibration, runtime.report.calibration_nbytes = str(scheme), scheme.nbytes
+    if calibration is not None:
+        runtime.report.calibration, runtime.report.calibration_nbytes = str(calibration), calibration.nbytes
 
     @torch.compiler.disable  # inside a user's torch.compile: a graph break, and kvpass's own graph behind it
     @functools.wraps(runtime.original)
-    def forward(*args, **kwargs):
+    def forward(*args: Any, **kwargs: Any) -> Any:
         return runtime.forward(*args, **kwargs)
 
     setattr(model, ATTRIBUTE, runtime)
@@ -107,7 +107,9 @@ def apply(
     return whole
 
 
-def _look_into(model: nn.Module, example_inputs) -> tuple[Callable[..., Runtime], dict[int, LayerGeometry | str]]:
+def _look_into(
+    model: nn.Module, example_inputs: tuple[Any, ...] | dict[str, Any] | None
+) -> tuple[Callable[..., Runtime], dict[int, LayerGeometry | str]]:
     """What drives a model that keeps its cache the way ``model`` does, and what its layers hold."""
     if example_inputs is None:
         return TransformersRuntime, probe(model)

@@ -29,16 +29,17 @@ def check_integer(name: str, value: Any, least: int) -> None:
         raise KVPassError(f"{name}={shown(value)} must be an integer, at most {_LARGEST}.")
 
 
-def check_integers(config, **least: int) -> None:
+def check_integers(config: object, **least: int) -> None:
     """`check_integer` of each named field of ``config``."""
     for name, bound in least.items():
         check_integer(name, getattr(config, name), bound)
 
 
-def check_types(config) -> None:
+def check_types(config: object) -> None:
     """Raise `KVPassError` unless every field of a dataclass holds what its annotation says. Numbers are finite; lists,
     as JSON has them, become tuples."""
-    for name, hint in _hints(type(config)).items():
+    cls: type = type(config)
+    for name, hint in _hints(cls).items():
         value = getattr(config, name)
         fitted = _fitted(value, hint)
         if fitted is _MISFIT:
@@ -47,7 +48,7 @@ def check_types(config) -> None:
             object.__setattr__(config, name, fitted)
 
 
-def made(cls: type, name: str, fields: dict) -> Any:
+def made(cls: type, name: str, fields: dict[str, Any]) -> Any:
     """An instance of a dataclass from what `dataclasses.asdict` made of one, the field ``name`` of another. Raises
     `KVPassError` for other names."""
     known = {field.name: field.default is field.default_factory for field in dataclasses.fields(cls)}
@@ -55,6 +56,20 @@ def made(cls: type, name: str, fields: dict) -> Any:
     if not required <= set(fields) <= set(known):
         raise KVPassError(f"{name} has the fields {list(known)}, at least {sorted(required)}, and not {shown(fields)}.")
     return cls(**fields)
+
+
+def hash_once(config: Any) -> int:
+    """``__hash__`` of a frozen dataclass that is a key of caches on the path of every step."""
+    try:
+        found: int = config._hash
+    except AttributeError:
+        vars(config)["_hash"] = found = hash(tuple(fields_alone(config).values()))
+    return found
+
+
+def fields_alone(config: Any) -> dict[str, Any]:
+    """``__getstate__`` of the same: the hash of a name is another one in each process."""
+    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
 
 
 _MISFIT = object()
@@ -85,7 +100,7 @@ def _fitted(value: Any, hint: Any) -> Any:
     return value if fits else _MISFIT
 
 
-def _fitted_tuple(value: Any, inner: tuple) -> Any:
+def _fitted_tuple(value: Any, inner: tuple[Any, ...]) -> Any:
     if not isinstance(value, (list, tuple)):
         return _MISFIT
     hints = inner[:1] * len(value) if inner[-1:] == (...,) else inner
@@ -105,4 +120,4 @@ def _wanted(hint: Any) -> str:
         return " or ".join(_wanted(one) for one in inner)
     if origin is tuple:
         return f"a list of {_WORDS.get(inner[0], inner[0])}"
-    return _WORDS.get(hint) or getattr(origin or hint, "__name__", str(hint))
+    return _WORDS.get(hint) or str(getattr(origin or hint, "__name__", hint))

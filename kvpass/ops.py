@@ -25,32 +25,36 @@ rotate       rotary embedding of decoded keys that are stored as they were befor
 append_rotary_  store rotary tables ``[B or 1, S, p]`` of the present behind those already there; with ``slots``, drop
              those of tokens that ``spec`` has evicted in this call.
 
-Specs with a width for every token (`codec.adaptive`) decode with side tables, handed over as ``predictor``. Their
-``append_`` leaves the tokens that are due in ``edge``, and the cache codes them when the forward is over.
+Specs with a width for every token (`codec.adaptive`) decode with ``planes``: those of all states in one tensor, and
+where those of this one are. Their ``append_`` leaves the tokens that are due in ``originals``, and the cache codes them
+when the forward is over.
 
 Predictors (`codec.predictor`) take ``predictor``, a list of weights, and look at reconstructions ``[B, H_kv, n, D]``:
-that of the layer ``below``, and for values that of this layer's keys, ``beside``. An ``append_`` sees both for the
+that of ``previous_layer``, and for values that of ``same_layer_keys``. An ``append_`` sees both for the
 tokens that leave the window only: ``edge`` holds the layer below's and is overwritten with this one's.
 
 ``lowering`` names the implementation ("auto" picks; see `kvpass.lowering.table`).
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvpass.lowering import inductor, reference, triton  # noqa: F401  (they register themselves)
-from kvpass.lowering.table import AUTO, Site, few, select
+from kvpass.lowering.table import AUTO, DispatchKey, few, select
 
 from .codec.affine import check_finite
-from .codec.kept import opened, page_shapes
+from .codec.kept import Pack, opened, page_shapes
 from .codec.rope import rotate
 from .codec.spec import parse
 from .errors import KVPassError
 from .layout.eviction import evict
 from .layout.window import length_of
+
+_Tensors = Sequence[Tensor]
 
 _library = torch.library.Library("kvpass", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
@@ -59,8 +63,8 @@ _OF_A_LENGTH = (*_TAGS, torch.Tag.cudagraph_unsafe)  # its sizes grow with the c
 _library.define('encode(Tensor x, Tensor? compensation, str spec, str lowering="auto") -> Tensor[]', tags=_TAGS)
 _library.define(
     "append_(Tensor(a!)[] state, Tensor length, Tensor x, Tensor? q, Tensor? mask, str spec, "
-    'str lowering="auto", Tensor(b!)? edge=None, Tensor? beside=None, Tensor[]? predictor=None, '
-    "Tensor(c!)? importance=None, Tensor[]? scores=None, Tensor(d!)? slots=None) -> ()",
+    'str lowering="auto", Tensor(b!)? edge=None, Tensor? same_layer_keys=None, Tensor[]? predictor=None, '
+    "Tensor(c!)? importance=None, Tensor[]? scores=None, Tensor(d!)? slots=None, Tensor(e!)? originals=None) -> ()",
     tags=_OF_A_LENGTH,
 )
 _library.define(
@@ -68,8 +72,8 @@ _library.define(
     tags=_OF_A_LENGTH,
 )
 _library.define(
-    'decode(Tensor[] state, Tensor length, str spec, str lowering="auto", Tensor? below=None, Tensor? beside=None, '
-    "Tensor[]? predictor=None) -> Tensor",
+    'decode(Tensor[] state, Tensor length, str spec, str lowering="auto", Tensor? previous_layer=None, '
+    "Tensor? same_layer_keys=None, Tensor[]? predictor=None, Tensor[]? planes=None) -> Tensor",
     tags=_OF_A_LENGTH,
 )
 _library.define("rotate(Tensor x, Tensor cos, Tensor sin, str rope) -> Tensor", tags=_OF_A_LENGTH)
@@ -86,87 +90,106 @@ _library.define(
 )
 
 
-def _encode(x, compensation, spec, lowering="auto"):
+def _encode(x: Tensor, compensation: Tensor | None, spec: str, lowering: str = "auto") -> list[Tensor]:
     parsed = parse(spec)
     if x.shape[-2] % parsed.page_size:
         raise KVPassError(f"encode takes whole pages of {parsed.page_size} tokens, not {x.shape[-2]}.")
     parsed.check(x.shape[-1])
-    if parsed.adaptive is not None:
+    if parsed.quantizer.adaptive is not None:
         raise KVPassError("Tokens with widths of their own are coded by their cache, not by an op.")
-    kept = select(Site("encode", x.device.type, (spec,), head_dim=x.shape[-1]), lowering).run(x, compensation, parsed)
+    dispatch = DispatchKey("encode", x.device.type, (spec,), head_dim=x.shape[-1])
+    kept = select(dispatch, lowering).run(x, compensation, parsed)
     if x.device.type == "cpu":
         check_finite(*kept[1:])
     return list(kept)
 
 
-def _append_(state, length, x, q, mask, spec, lowering="auto", edge=None, beside=None, predictor=None, importance=None,
-             scores=None, slots=None):  # fmt: skip
-    run, parsed = select(Site("append_", x.device.type, (spec,), head_dim=x.shape[-1]), lowering).run, parse(spec)
-    run(
-        opened(state, parsed), length_of(length), x, q, mask, parsed, edge, beside, predictor or (), importance,
-        scores or (), slots,
+def _append_(
+    state: _Tensors, length: Tensor, x: Tensor, q: Tensor | None, mask: Tensor | None, spec: str,
+    lowering: str = "auto", edge: Tensor | None = None, same_layer_keys: Tensor | None = None,
+    predictor: _Tensors | None = None, importance: Tensor | None = None, scores: _Tensors | None = None,
+    slots: Tensor | None = None, originals: Tensor | None = None,
+) -> None:  # fmt: skip
+    dispatch, parsed = DispatchKey("append_", x.device.type, (spec,), head_dim=x.shape[-1]), parse(spec)
+    select(dispatch, lowering).run(
+        opened(state, parsed), length_of(length), x, q, mask, parsed, edge, same_layer_keys, predictor or (),
+        importance, scores or (), slots, originals,
     )  # fmt: skip
 
 
-def _append_layers_(states, length, x, spec, lowering="auto"):
-    run = select(Site("append_layers_", x[0].device.type, (spec,), head_dim=x[0].shape[-1]), lowering).run
+def _append_layers_(states: _Tensors, length: Tensor, x: _Tensors, spec: str, lowering: str = "auto") -> None:
+    run = select(DispatchKey("append_layers_", x[0].device.type, (spec,), head_dim=x[0].shape[-1]), lowering).run
     parsed, each = parse(spec), len(states) // len(x)
     packs = [opened(states[i : i + each], parsed) for i in range(0, len(states), each)]
     run(packs, length_of(length), x, parsed)
 
 
-def _decode(state, length, spec, lowering="auto", below=None, beside=None, predictor=None):
+def _decode(
+    state: _Tensors, length: Tensor, spec: str, lowering: str = "auto", previous_layer: Tensor | None = None,
+    same_layer_keys: Tensor | None = None, predictor: _Tensors | None = None, planes: _Tensors | None = None,
+) -> Tensor:  # fmt: skip
     parsed = parse(spec)
-    pack = opened(state, parsed)
-    run = select(Site("decode", pack.ring.device.type, (spec,), head_dim=pack.ring.shape[-1]), lowering).run
-    references = [decoded for decoded in (below, beside) if decoded is not None]
-    return run(pack, length_of(length), parsed, references, predictor or ())
+    pack = opened(state, parsed)._replace(planes=planes or ())
+    run = select(DispatchKey("decode", pack.ring.device.type, (spec,), head_dim=pack.ring.shape[-1]), lowering).run
+    references = [one for one in (previous_layer, same_layer_keys) if one is not None]
+    decoded: Tensor = run(pack, length_of(length), parsed, references, predictor or ())
+    return decoded
 
 
-def _rotate(x, cos, sin, rope):
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, rope: str) -> Tensor:
     return rotate(x, cos, sin, rope) if rope else x.clone()
 
 
-def _attend(q, key, value, length, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, lowering="auto", *,
-            cos=None, sin=None, rope="", sinks=None, statistic="", importance=None):  # fmt: skip
+def _attend(
+    q: Tensor, key: _Tensors, value: _Tensors, length: Tensor, k_new: Tensor, v_new: Tensor, mask: Tensor | None,
+    causal: bool, scale: float, softcap: float, k_spec: str, v_spec: str, lowering: str = "auto", *,
+    cos: Tensor | None = None, sin: Tensor | None = None, rope: str = "", sinks: Tensor | None = None,
+    statistic: str = "", importance: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
     if causal and mask is not None:
         raise KVPassError("attend takes a mask or causal=True, not both.")
-    specs, coded = (parse(k_spec), parse(v_spec)), (k_spec, v_spec)
+    specs, coded = (parse(k_spec), parse(v_spec)), [k_spec, v_spec]
+    past: tuple[Pack | Tensor, Pack | Tensor]
     if len(key) == 1:
-        (key,), (value,), coded, lowering = key, value, (), AUTO
+        past, coded, lowering = (key[0], value[0]), [], AUTO
     else:
-        key, value = opened(key, specs[0]), opened(value, specs[1])
-        if rope and not specs[0].pre_rope:
+        past = opened(key, specs[0]), opened(value, specs[1])
+        if rope and not specs[0].transform.pre_rope:
             raise KVPassError(f"These keys are stored rotated, and rope={rope!r} would rotate them again.")
     rotary = (cos, sin, rope) if rope else None
-    return select(Site("attend", q.device.type, coded, few(q.shape[2]), q.shape[3]), lowering).run(
-        q, key, value, length_of(length), k_new, v_new, mask, causal, scale, softcap, *specs, rotary, sinks, statistic,
+    run = select(DispatchKey("attend", q.device.type, tuple(coded), few(q.shape[2]), q.shape[3]), lowering).run
+    outputs: list[Tensor] = run(
+        q, *past, length_of(length), k_new, v_new, mask, causal, scale, softcap, *specs, rotary, sinks, statistic,
         importance,
     )  # fmt: skip
+    return outputs
 
 
-def _append_rotary_(cos, sin, length, cos_new, sin_new, slots=None, spec=""):
+def _append_rotary_(
+    cos: Tensor, sin: Tensor, length: Tensor, cos_new: Tensor, sin_new: Tensor, slots: Tensor | None = None,
+    spec: str = "",
+) -> None:  # fmt: skip
     start, (_, tokens, pairs) = length_of(length), cos_new.shape
     for table, new in ((cos, cos_new), (sin, sin_new)):
         table[:, start : start + tokens, :pairs] = new
-    if spec and (gone := parse(spec).evicted(start + tokens)):
+    if spec and slots is not None and (gone := parse(spec).retention.evicted(start + tokens)):
         for table in (cos, sin):
-            kept = evict(table[:, None, : start + tokens], slots, gone, parse(spec))[:, 0]
+            kept = evict(table[:, None, : start + tokens], slots, gone, parse(spec).retention)[:, 0]
             table[:, : kept.shape[1]] = kept
 
 
-_IMPLEMENTATIONS = {
+_IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "encode": _encode, "append_": _append_, "append_layers_": _append_layers_, "decode": _decode, "rotate": _rotate,
     "attend": _attend, "append_rotary_": _append_rotary_,
 }  # fmt: skip
 
 
-def _without_autocast(run: Callable) -> Callable:
+def _without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
     """``run``, whose arithmetic is in the dtypes it says, also where a user's autocast would change them."""
 
     @functools.wraps(run)
-    def call(first, *args, **kwargs):
-        device = (first[0] if isinstance(first, (list, tuple)) else first).device.type
+    def call(first: Tensor | _Tensors, *args: Any, **kwargs: Any) -> Any:
+        device = (first if isinstance(first, Tensor) else first[0]).device.type
         if not torch.is_autocast_enabled(device):
             return run(first, *args, **kwargs)
         with torch.autocast(device, enabled=False):
@@ -180,43 +203,44 @@ for _name, _run in _IMPLEMENTATIONS.items():
 
 
 @torch.library.register_fake("kvpass::encode")
-def _(x: Tensor, compensation, spec, lowering="auto"):
-    spec, (*lead, tokens, head_dim) = parse(spec), x.shape
-    pages = tokens // spec.page_size
-    kept = page_shapes(spec, head_dim, x.dtype).values()
+def _(x: Tensor, compensation: Tensor | None, spec: str, lowering: str = "auto") -> list[Tensor]:
+    parsed, (*lead, tokens, head_dim) = parse(spec), x.shape
+    pages = tokens // parsed.page_size
+    kept = page_shapes(parsed, head_dim, x.dtype).values()
     return [x.new_empty((*lead, pages, *shape), dtype=dtype) for shape, dtype in kept]
 
 
 @torch.library.register_fake("kvpass::append_")
-def _(state, length, x, q, mask, spec, lowering="auto", edge=None, beside=None, predictor=None, importance=None,
-      scores=None, slots=None):  # fmt: skip
+def _(*args: Any, **kwargs: Any) -> None:
     return None
 
 
 @torch.library.register_fake("kvpass::append_layers_")
-def _(states, length, x, spec, lowering="auto"):
+def _(*args: Any, **kwargs: Any) -> None:
     return None
 
 
 @torch.library.register_fake("kvpass::append_rotary_")
-def _(cos, sin, length, cos_new, sin_new, slots=None, spec=""):
+def _(*args: Any, **kwargs: Any) -> None:
     return None
 
 
 @torch.library.register_fake("kvpass::decode")
-def _(state, length, spec, lowering="auto", below=None, beside=None, predictor=None):
+def _(state: _Tensors, length: Tensor, spec: str, *args: Any, **kwargs: Any) -> Tensor:
     ring = opened(state, parse(spec)).ring
     return ring.new_empty((*ring.shape[:2], length_of(length), ring.shape[3]))
 
 
 @torch.library.register_fake("kvpass::rotate")
-def _(x, cos, sin, rope):
+def _(x: Tensor, cos: Tensor, sin: Tensor, rope: str) -> Tensor:
     return x.new_empty(x.shape)
 
 
 @torch.library.register_fake("kvpass::attend")
-def _(q, key, value, length, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, lowering="auto", *, cos=None,
-      sin=None, rope="", sinks=None, statistic="", importance=None):  # fmt: skip
+def _(
+    q: Tensor, key: _Tensors, value: _Tensors, length: Tensor, k_new: Tensor, v_new: Tensor, *args: Any,
+    statistic: str = "", **kwargs: Any,
+) -> list[Tensor]:  # fmt: skip
     out = q.new_empty((*q.shape[:3], v_new.shape[3]))
     if not statistic:
         return [out]

@@ -11,7 +11,7 @@ OLDEST, NEWEST = (2, 11), (2, 13)
 
 def check_torch(version: str) -> None:
     """Raise `KVPassError` for a torch that is too old, and warn of one that is newer than what is tested."""
-    release = tuple(map(int, re.match(r"(\d+)\.(\d+)", version).groups()))
+    release = tuple(map(int, re.findall(r"\d+", version)[:2]))
     tested = " to ".join(".".join(map(str, bound)) for bound in (OLDEST, NEWEST))
     if release < OLDEST:
         raise KVPassError(f"torch {version} is too old for kvpass, which is tested with {tested}: upgrade torch.")

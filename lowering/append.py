@@ -6,21 +6,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvpass.codec.adaptive import largest_mass
 from kvpass.codec.affine import check_finite
 from kvpass.codec.bitpack import FIELDS
+from kvpass.codec.center import fit_center
 from kvpass.codec.kept import Pack
 from kvpass.codec.pages import decode_pages, replace_tokens, share_codes
-from kvpass.codec.predictor import MEAN, PREDICTORS, fit_center, predict
-from kvpass.codec.spec import RAW, CodecSpec
+from kvpass.codec.predictor import PREDICTORS, predict
+from kvpass.codec.quantizer import RAW, Subspace
+from kvpass.codec.spec import CodecSpec
 from kvpass.codec.subspace import compensation_matrix, precision_matrix
 from kvpass.errors import KVPassError
 from kvpass.layout.eviction import choose, evict, update_importance
 from kvpass.layout.pool import whole
+from kvpass.layout.retention import Retention
 from kvpass.layout.window import layout
 
 PLACES = frozenset({"keep=log", "pre_rope"})
 """Features that say where tokens lie, or what they are, which is the same to whoever encodes and decodes pages."""
-APPENDED = PLACES | {"own_codes", "budget", "evict=age", "shared_eviction", *(f"predictor={x}" for x in PREDICTORS)}
+APPENDED = PLACES | {"own_codes", "budget", "evict=age", "shared", "center", *(f"predictor={x}" for x in PREDICTORS)}
 """Those that `append` takes care of, whoever encodes."""
 MERGED = PLACES | {f"bits={bits}" for bits in (*FIELDS, *RAW)} | {"per=channel", "per=token", "fit=lsq", "eta"}
 MERGED |= {"rotation", "grid"}
@@ -34,26 +38,31 @@ def not_padding(mask: Tensor, batch: int, tokens: int) -> Tensor:
     return (own if own.dtype == torch.bool else own == 0).expand(batch, -1)
 
 
-def fit_compensation(q: Tensor, mask: Tensor | None, num_key_value_heads: int, spec: CodecSpec) -> Tensor:
+def fit_compensation(q: Tensor, mask: Tensor | None, num_key_value_heads: int, subspace: Subspace) -> Tensor:
     """The compensation matrix of the prompt's queries ``[B, H_q, S, D]``; those of padding tokens are left out."""
     stacked = q.unflatten(1, (num_key_value_heads, -1))
     valid = None if mask is None else not_padding(mask, q.shape[0], q.shape[2]).repeat(1, stacked.shape[2])
-    precision = precision_matrix(stacked.flatten(2, 3), spec.subspace, valid)
-    return compensation_matrix(precision, spec.subspace.block_size)
+    precision = precision_matrix(stacked.flatten(2, 3), subspace, valid)
+    return compensation_matrix(precision, subspace.block_size)
 
 
 def decide(
-    importance: Tensor, n: int, x: Tensor, scores: Sequence[Tensor], mask: Tensor | None, slots: Tensor, spec: CodecSpec
+    importance: Tensor,
+    n: int,
+    x: Tensor,
+    scores: Sequence[Tensor],
+    mask: Tensor | None,
+    slots: Tensor,
+    retention: Retention,
 ) -> None:
     """Account for the attention of this call in ``importance``, and if there are too many tokens, choose who stays:
     ``slots`` then says which of them each slot of the packed tokens holds from now on."""
-    tokens = x.shape[2]
+    tokens, sinks, budget = x.shape[2], retention.sinks, retention.budget
     valid = None if mask is None else not_padding(mask, x.shape[0], tokens)
-    total, gone = update_importance(importance, n, tokens, scores, valid, spec), spec.evicted(n + tokens)
+    total, gone = update_importance(importance, n, tokens, scores, valid, retention), retention.evicted(n + tokens)
     if gone:
-        candidates = total[..., spec.sinks : spec.sinks + spec.budget + gone]
-        slots.copy_(choose(candidates, min(spec.packed(n), spec.budget), spec.budget))
-        total = evict(total, slots, gone, spec)
+        slots.copy_(choose(total[..., sinks : sinks + budget + gone], min(retention.packed(n), budget), budget))
+        total = evict(total, slots, gone, retention)
     importance[..., : total.shape[-1]] = total
 
 
@@ -61,12 +70,14 @@ def decide(
 class _Pages:
     """Where one state's pages are written.
 
+    center: the mean that is subtracted, if one is.
     references: what the predictor looks at, for the tokens written in this call and in the order of their pages; with
     ``keep``, the first of them is overwritten with what those tokens decode to.
     """
 
     pools: tuple[Tensor, ...]
     spec: CodecSpec
+    center: Tensor | None
     predictor: Sequence[Tensor]
     references: Sequence[Tensor]
     keep: bool
@@ -77,8 +88,10 @@ class _Pages:
         spec, count = self.spec, x.shape[2] // self.spec.page_size
         pools = tuple(pool[:, :, first : first + count] for pool in self.pools)
         references = [reference[:, :, at : at + x.shape[2]] for reference in self.references]
-        prediction = predict(spec.predictor, self.predictor, references, spec.page_size) if spec.predictor else None
-        new = encode(pools, x if prediction is None else (x.float() - prediction).to(x.dtype))
+        less = None if self.center is None else self.center.float()
+        if spec.transform.predictor:
+            less = predict(spec.transform.predictor, self.predictor, references, spec.page_size)
+        new = encode(pools, x if less is None else (x.float() - less).to(x.dtype))
         if x.device.type == "cpu":
             check_finite(*new[1:])
         if spec.own_codes < 1:
@@ -87,7 +100,7 @@ class _Pages:
             pool.copy_(pages)
         if self.keep:
             values = decode_pages(*new, spec)
-            references[0].copy_(values if prediction is None else values + prediction)
+            references[0].copy_(values if less is None else values + less)
 
 
 def append(
@@ -99,63 +112,62 @@ def append(
     mask: Tensor | None,
     spec: CodecSpec,
     edge: Tensor | None = None,
-    beside: Tensor | None = None,
+    same_layer_keys: Tensor | None = None,
     predictor: Sequence[Tensor] = (),
     importance: Tensor | None = None,
     scores: Sequence[Tensor] = (),
     slots: Tensor | None = None,
+    originals: Tensor | None = None,
 ) -> None:
     """Store ``x`` as tokens ``[n, n + S)``; pages that fall out of the window are encoded by ``encode``.
 
     edge: in, what the tokens that are packed now are in the layer below, in the order of their pages; out, what they
         are in this one.
-    beside: the same of this layer's keys, for values.
+    same_layer_keys: the same of this layer's keys, for values.
     importance, scores, slots: see `decide`, for specs with a budget; where ``importance`` is None, ``slots`` holds what
         was decided.
+    originals: where tokens that get widths of their own wait for them.
     """
-    ring, compensation = pack.ring, pack.compensation
-    if spec.subspace is not None and n == 0:
+    ring, retention, subspace = pack.ring, spec.retention, spec.quantizer.subspace
+    if subspace is not None and n == 0:
         if q is None:
             raise KVPassError("This codec needs the prompt's queries, and no attention handed them over.")
-        compensation.copy_(fit_compensation(q, mask, x.shape[1], spec))
-    if importance is not None:
-        decide(importance, n, x, scores, mask, slots, spec)
-    if spec.adaptive is not None:
-        _stage(edge, ring, compensation, n, x, q, mask, spec)
+        pack.compensation.copy_(fit_compensation(q, mask, x.shape[1], subspace))
+    if spec.quantizer.adaptive is not None:
+        _stage(pack, originals, n, x, q, mask, scores, importance, spec)
         return
+    if importance is not None:
+        decide(importance, n, x, scores, mask, slots, retention)
     stop = n + x.shape[2]
-    gone = spec.evicted(stop)
-    if gone or spec.pages(stop) > spec.pages(n):
-        if spec.predictor == MEAN:
-            predictor = (pack.center,)
-        references = [reference for reference in (edge, beside) if reference is not None]
-        pools = tuple(whole(pool, spec.pages(spec.stored(stop))) for pool in pack.pools)
-        pages = _Pages(pools, spec, predictor, references, edge is not None)
-        _pack(pages, encode, ring, compensation, n, x, gone, slots)
-    layout(spec).write(ring, n, x)
+    gone = retention.evicted(stop)
+    if gone or retention.pages(stop) > retention.pages(n):
+        references = [reference for reference in (edge, same_layer_keys) if reference is not None]
+        pools = tuple(whole(pool, retention.pages(retention.stored(stop))) for pool in pack.pools)
+        pages = _Pages(pools, spec, pack.center, predictor, references, edge is not None)
+        _pack(pages, encode, ring, pack.compensation, n, x, gone, slots)
+    layout(retention).write(ring, n, x)
     if gone:  # tokens behind the packed ones have moved up
-        ring[:, :, spec.sinks :] = ring[:, :, spec.sinks :].roll(-gone, 2)
+        ring[:, :, retention.sinks :] = ring[:, :, retention.sinks :].roll(-gone, 2)
 
 
 def _pack(
     pages: _Pages, encode: Callable, ring: Tensor, compensation: Tensor | None, n: int, x: Tensor, gone: int, slots
 ) -> None:
     """Encode the pages that leave the window with ``x``; ``gone`` packed tokens have to make room for them."""
-    spec, size, written = pages.spec, pages.spec.page_size, 0
-    first, last = spec.pages(n), spec.pages(n + x.shape[2])
+    spec, retention, size, written = pages.spec, pages.spec.retention, pages.spec.page_size, 0
+    first, last = retention.pages(n), retention.pages(n + x.shape[2])
 
     def leaving(start: int, end: int) -> Tensor:
-        return layout(spec).leaving(ring, n, x, start, end)
+        return layout(retention).leaving(ring, n, x, start, end)
 
-    if spec.predictor == MEAN and not first:
-        (center,) = pages.predictor
-        center.copy_(fit_center(leaving(0, last), center.dtype))
+    if pages.center is not None and not first:
+        pages.center.copy_(fit_center(leaving(0, last), pages.center.dtype))
     if gone:
-        settled, first = min(first * size, spec.budget), (spec.budget + gone) // size
-        if spec.budget:
+        settled, first = min(first * size, retention.budget), (retention.budget + gone) // size
+        if retention.budget:
             _settle(pages, leaving(settled // size, first), settled, slots, compensation)
-            written = spec.budget
-    step = max(1, CHUNK // size) if spec.predictor or pages.keep else max(1, last - first)
+            written = retention.budget
+    step = max(1, CHUNK // size) if spec.transform.subtracts or pages.keep else max(1, last - first)
     for start in range(first, last, step):
         tokens = leaving(start, min(start + step, last))
         pages.write(start - gone // size, tokens, lambda _, y: encode(y, compensation, spec), written)
@@ -163,18 +175,22 @@ def _pack(
 
 
 def _stage(
-    originals: Tensor, ring: Tensor, energy: Tensor | None, n: int, x: Tensor, q: Tensor | None, mask, spec: CodecSpec
+    pack: Pack, originals: Tensor, n: int, x: Tensor, q, mask, scores, importance: Tensor | None, spec: CodecSpec
 ) -> None:
     """Put the tokens that are due into ``originals``, where their widths are chosen when the forward is over: behind
     those of earlier calls, or at the beginning if those are not kept."""
-    if energy is not None and n == 0:
-        energy.copy_(query_energy(q, mask, x.shape[1]))
-    first, last = spec.pages(n), spec.pages(n + x.shape[2])
+    where, pages = layout(spec.retention), spec.retention.pages
+    if pack.energy is not None and n == 0:
+        pack.energy.copy_(query_energy(q, mask, x.shape[1]))
+    if importance is not None:
+        (mass,) = scores
+        importance[..., : n + x.shape[2]] = largest_mass(importance, n, mass)
+    first, last = pages(n), pages(n + x.shape[2])
     if last > first:
-        tokens = layout(spec).leaving(ring, n, x, first, last)
-        start = first * spec.page_size if spec.adaptive.keep_originals else 0
+        tokens = where.leaving(pack.ring, n, x, first, last)
+        start = first * spec.page_size if spec.quantizer.adaptive.keep_originals else 0
         originals[:, :, start : start + tokens.shape[2]].copy_(tokens, non_blocking=True)
-    layout(spec).write(ring, n, x)
+    where.write(pack.ring, n, x)
 
 
 _QUANTILE = 0.9
@@ -199,10 +215,10 @@ def _settle(pages: _Pages, tokens: Tensor, settled: int, slots: Tensor, compensa
     pages.write(0, arriving, lambda pools, y: replace_tokens(pools, y, slots >= settled, spec, compensation), 0)
 
 
-def write_each(rings: Sequence[Tensor], n: int, xs: Sequence[Tensor], spec: CodecSpec) -> None:
+def write_each(rings: Sequence[Tensor], n: int, xs: Sequence[Tensor], retention: Retention) -> None:
     """Store the tokens ``xs`` of layers, ``[B, H, S, D]`` each, behind the ``n`` that are there, in their ``rings``."""
     for ring, x in zip(rings, xs, strict=True):
-        layout(spec).write(ring, n, x)
+        layout(retention).write(ring, n, x)
 
 
 def append_layers(
@@ -210,18 +226,19 @@ def append_layers(
 ) -> None:
     """`append` to each of many layers: pages, which are due together, are encoded by few calls, and ``write`` stores
     the tokens in the rings, as `write_each` does."""
-    first, last = spec.pages(n), spec.pages(n + xs[0].shape[2])
-    at_once = max(1, CHUNK // max(1, (last - first) * spec.page_size))
+    retention = spec.retention
+    first, last = retention.pages(n), retention.pages(n + xs[0].shape[2])
+    at_once = max(1, CHUNK // max(1, (last - first) * retention.page_size))
     rings = [pack.ring for pack in packs]
     for layers in _alike(xs, at_once) if last > first else ():
-        leaving = [layout(spec).leaving(rings[i], n, xs[i], first, last) for i in layers]
+        leaving = [layout(retention).leaving(rings[i], n, xs[i], first, last) for i in layers]
         new = encode(leaving[0] if len(layers) == 1 else torch.cat(leaving), None, spec)
         if new[1].device.type == "cpu":
             check_finite(*new[1:])
         for which, pages in enumerate(new):
             for i, of_layer in zip(layers, pages.chunk(len(layers)), strict=True):
                 whole(packs[i].pools[which], last)[:, :, first:last] = of_layer
-    write(rings, n, xs, spec)
+    write(rings, n, xs, retention)
 
 
 def _alike(xs: Sequence[Tensor], most: int) -> Iterator[list[int]]:

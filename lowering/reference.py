@@ -9,7 +9,7 @@ from torch import Tensor
 from kvpass.codec.adaptive import Tokens, carve, decode_tokens, unpack_levels
 from kvpass.codec.kept import Pack
 from kvpass.codec.pages import decode_pages, encode_pages
-from kvpass.codec.predictor import MEAN, predict
+from kvpass.codec.predictor import predict
 from kvpass.codec.rope import rotate
 from kvpass.codec.spec import CodecSpec
 from kvpass.layout.pool import whole
@@ -25,9 +25,9 @@ def encode(x: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Ten
 
 
 def decode_predicted(pages: Sequence[Tensor], spec: CodecSpec, references, predictor) -> Tensor:
-    """What is kept of whole pages, decoded, with what was subtracted from them; ``references`` hold the same tokens."""
-    values = decode_pages(*pages, spec)
-    return values + predict(spec.predictor, predictor, references, spec.page_size) if spec.predictor else values
+    """What is kept of whole pages, decoded, with what was predicted of them; ``references`` hold the same tokens."""
+    values, kind = decode_pages(*pages, spec), spec.transform.predictor
+    return values + predict(kind, predictor, references, spec.page_size) if kind else values
 
 
 def pieces(
@@ -37,24 +37,23 @@ def pieces(
 
     references: what the predictor looks at, all ``n`` tokens each.
     """
-    used, where, ring = spec.pages(n), layout(spec), pack.ring
+    used, sinks, where, ring = spec.retention.pages(n), spec.retention.sinks, layout(spec.retention), pack.ring
     pools = [whole(pool, used) for pool in pack.pools]
-    if spec.predictor == MEAN:
-        predictor = (pack.center,)
-    if spec.sinks:
-        yield ring[:, :, : min(n, spec.sinks)]
+    if sinks:
+        yield ring[:, :, : min(n, sinks)]
     for first in range(0, used, at_once or max(1, used)):
         pages = slice(first, min(first + (at_once or used), used))
         same = [where.in_pages(reference, pages.start, pages.stop) for reference in references]
-        yield decode_fn([pool[:, :, pages] for pool in pools], spec, same, predictor)
+        values = decode_fn([pool[:, :, pages] for pool in pools], spec, same, predictor)
+        yield values if pack.center is None else values + pack.center.float()
     yield where.read(ring, n)
 
 
 def read(decode_fn, pack: Pack, n: int, spec: CodecSpec, references=(), predictor=(), present=None) -> Tensor:
     """All `pieces` in token order, and ``present`` tokens ``[B, H, S, D]`` behind them."""
-    at_once = max(1, CHUNK // spec.page_size) if spec.predictor else None
+    at_once = max(1, CHUNK // spec.page_size) if spec.transform.subtracts else None
     parts = pieces(decode_fn, pack, n, spec, references, predictor, at_once)
-    stored, order = [part.to(pack.ring.dtype) for part in parts], layout(spec).token_order(n)
+    stored, order = [part.to(pack.ring.dtype) for part in parts], layout(spec.retention).token_order(n)
     if order is not None:
         stored = [torch.cat(stored, 2).index_select(2, order.to(pack.ring.device))]
     return torch.cat(stored if present is None else [*stored, present], 2)
@@ -62,19 +61,22 @@ def read(decode_fn, pack: Pack, n: int, spec: CodecSpec, references=(), predicto
 
 @implements("decode", "reference")
 def decode(pack: Pack, n: int, spec: CodecSpec, references=(), predictor=()) -> Tensor:
-    return (read if spec.adaptive is None else _read_adaptive)(decode_predicted, pack, n, spec, references, predictor)
+    if spec.quantizer.adaptive is not None:
+        return _read_adaptive(pack, n, spec)
+    return read(decode_predicted, pack, n, spec, references, predictor)
 
 
-def _read_adaptive(_, pack: Pack, n: int, spec: CodecSpec, references, tables) -> Tensor:
-    """Tokens with widths of their own; ``tables`` are the other planes and where they are."""
+def _read_adaptive(pack: Pack, n: int, spec: CodecSpec) -> Tensor:
+    """Tokens with widths of their own."""
     codes, scale, zero_point, levels, outliers, where = pack.pools
-    packed, sinks = spec.packed(n), min(n, spec.sinks)
-    planes = [codes[:, :, :packed], *carve(*tables, codes.shape[:2])]
+    packed, sinks = spec.retention.packed(n), min(n, spec.retention.sinks)
+    pool, places = pack.planes
+    planes = [codes[:, :, :packed], *carve(pool, places, codes.shape[:2])]
     levels = unpack_levels(levels[:, :, : packed // spec.page_size])
     each = (tensor[:, :, :packed] for tensor in (scale, zero_point))
     tokens = Tokens(planes, levels, *each, *(tensor[:, 0, :packed] for tensor in (outliers, where)))
-    values = decode_tokens(tokens, spec.adaptive.widths).to(pack.ring.dtype)
-    return torch.cat([pack.ring[:, :, :sinks], values, layout(spec).read(pack.ring, n)], 2)
+    values = decode_tokens(tokens, spec.quantizer.adaptive.widths).to(pack.ring.dtype)
+    return torch.cat([pack.ring[:, :, :sinks], values, layout(spec.retention).read(pack.ring, n)], 2)
 
 
 @implements("append_", "reference")
@@ -116,7 +118,7 @@ def _spelled_out_attention(q, k, v, mask, causal, scale, softcap, sinks):
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     scores = q.float() @ k.float().mT * scale
     if causal:
-        mask = causal_mask(*scores.shape[-2:], q.device)
+        mask = causal_mask(scores.shape[-2], scores.shape[-1], q.device)
     weights = attention_weights(scores, mask, softcap, sinks)
     return (weights[..., : v.shape[2]] @ v.float()).to(q.dtype).contiguous()
 
@@ -148,10 +150,10 @@ def attend(
     else:
         v = _behind(value, decode_fn, n, v_spec, v_new)
         k = _behind(key, decode_fn, n, k_spec, k_new, rotary)
-    if mask is not None and importance is not None and k_spec.budget is not None:
+    if mask is not None and importance is not None and k_spec.retention.evicts:
         mask = with_past(mask, importance, n, q.shape)
     out = attention(q, k, v, mask, causal, scale, softcap, sinks)
-    return [out, attention_paid(q, k, mask, causal, scale, softcap, sinks, statistic)] if statistic else [out]
+    return [out, attention_mass(q, k, mask, causal, scale, softcap, sinks, statistic)] if statistic else [out]
 
 
 def _behind(past: Pack | Tensor, decode_fn, n: int, spec: CodecSpec, present: Tensor, rotary=None) -> Tensor:
@@ -179,7 +181,7 @@ def with_past(mask: Tensor, importance: Tensor, n: int, queries: tuple[int, ...]
 _ROWS, _WEIGHTS = 256, 1 << 21  # queries, and of one head weights, held at a time: memory does not grow with T x T
 
 
-def attention_paid(q, k, mask, causal, scale, softcap, sinks, statistic="sum") -> Tensor:
+def attention_mass(q, k, mask, causal, scale, softcap, sinks, statistic="sum") -> Tensor:
     """The attention each key was paid by the queries ``[B, H_q, S, D]`` that are not padding and the query heads of its
     KV head, see `kvpass.ops`: ``[B, H_kv, T]`` float32. Needs memory for some rows of weights, not for all."""
     queries, tokens, heads = q.shape[2], k.shape[2], k.shape[1]
@@ -198,6 +200,6 @@ def attention_paid(q, k, mask, causal, scale, softcap, sinks, statistic="sum") -
         weights = attention_weights(scores, part, softcap, sinks)[..., :seen]
         if own is not None:
             weights = weights * own[:, None, rows, None]
-        weights, paid = weights.unflatten(1, (heads, -1)), total[..., :seen]
-        paid.copy_(paid + weights.sum((2, 3)) if statistic == "sum" else torch.maximum(paid, weights.amax((2, 3))))
+        weights, mass = weights.unflatten(1, (heads, -1)), total[..., :seen]
+        mass.copy_(mass + weights.sum((2, 3)) if statistic == "sum" else torch.maximum(mass, weights.amax((2, 3))))
     return total

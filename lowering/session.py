@@ -45,7 +45,7 @@ def compiled_once(make: Callable) -> Callable:
                     made[key] = make(*key)
             return made[key]
 
-    get.cache_clear = made.clear
+    vars(get)["cache_clear"] = made.clear
     return get
 
 

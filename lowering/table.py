@@ -4,11 +4,14 @@ import logging
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Any, TypeVar
 
 from kvpass.codec.spec import parse
 from kvpass.errors import KVPassError
 
 logger = logging.getLogger("kvpass.lowering")
+
+_Run = TypeVar("_Run", bound=Callable[..., Any])
 
 AUTO = "auto"
 STORING = ("encode", "append_", "append_layers_")
@@ -17,12 +20,12 @@ FEW = 16
 
 
 def few(queries: int) -> int:
-    """``queries`` as a `Site` has them: 0 if there are more than a few."""
+    """``queries`` as a `DispatchKey` has them: 0 if there are more than a few."""
     return queries if queries <= FEW else 0
 
 
 @dataclass(frozen=True)
-class Site:
+class DispatchKey:
     """What a choice may depend on: the op, its device type, the codec specs, the query tokens if they are `few`, and
     the channels of a head."""
 
@@ -35,9 +38,9 @@ class Site:
     @cached_property
     def features(self) -> tuple[frozenset[str], ...]:
         """What each codec takes (`CodecSpec.features`): to store, or where nothing is stored to read."""
-        specs = map(parse, self.specs)
+        specs = [parse(text) for text in self.specs]
         if self.op not in STORING:
-            specs = (spec.stored_as for spec in specs)
+            specs = [spec.stored_as for spec in specs]
         return tuple(spec.features for spec in specs)
 
     def __str__(self) -> str:
@@ -49,23 +52,25 @@ class Site:
 class Implementation:
     """A named way to run one op.
 
-    has: the features it serves of each of `Site.specs`; None, all there are: it is their definition.
-    refuses: why it cannot serve a site whose features it has, or None.
+    has: the features it serves of each of `DispatchKey.specs`; None, all there are: it is their definition.
+    refuses: why it cannot serve a dispatch whose features it has, or None.
     """
 
     op: str
     name: str
-    run: Callable
+    run: Callable[..., Any]
     has: tuple[Set[str], ...] | None
-    refuses: Callable[[Site], str | None]
+    refuses: Callable[[DispatchKey], str | None]
     by_name_only: bool = False
 
-    def reason_against(self, site: Site) -> str | None:
-        """Why it cannot serve ``site``, or None."""
-        for needed, there in zip(site.features, self.has or (), strict=False):  # a past that is decoded has no specs
+    def reason_against(self, dispatch: DispatchKey) -> str | None:
+        """Why it cannot serve ``dispatch``, or None."""
+        for needed, there in zip(
+            dispatch.features, self.has or (), strict=False
+        ):  # a past that is decoded has no specs
             if missing := needed - there:
                 return f"it has no {', '.join(sorted(missing))}."
-        return self.refuses(site)
+        return self.refuses(dispatch)
 
 
 _TABLE: dict[str, dict[str, Implementation]] = {}
@@ -75,13 +80,13 @@ def implements(
     op: str,
     name: str,
     has: tuple[Set[str], ...] | None = None,
-    refuses: Callable[[Site], str | None] = lambda site: None,
+    refuses: Callable[[DispatchKey], str | None] = lambda dispatch: None,
     by_name_only: bool = False,
-):
+) -> Callable[[_Run], _Run]:
     """Register the decorated function as `Implementation` ``name`` of ``op``. Later registrations are preferred, and
     those that are ``by_name_only`` never taken by "auto"."""
 
-    def register(run: Callable) -> Callable:
+    def register(run: _Run) -> _Run:
         _TABLE.setdefault(op, {})[name] = Implementation(op, name, run, has, refuses, by_name_only)
         select.cache_clear()
         return run
@@ -95,25 +100,27 @@ def names() -> list[str]:
 
 
 @cache
-def select(site: Site, lowering: str = AUTO) -> Implementation:
-    """The implementation that serves ``site``.
+def select(dispatch: DispatchKey, lowering: str = AUTO) -> Implementation:
+    """The implementation that serves ``dispatch``.
 
     lowering: "auto" takes the most recently registered that does not refuse; a name takes exactly that one.
     Raises `KVPassError` when the named one is unknown or refuses.
     """
-    rows = _TABLE[site.op]
+    rows = _TABLE[dispatch.op]
     if lowering != AUTO:
         if lowering not in rows:
-            raise KVPassError(f"No lowering {lowering!r} for kvpass::{site.op}; there are {sorted(rows)} and 'auto'.")
-        if reason := rows[lowering].reason_against(site):
-            raise KVPassError(f"lowering={lowering!r} cannot run kvpass::{site.op} here: {reason} Use 'auto'.")
+            raise KVPassError(
+                f"No lowering {lowering!r} for kvpass::{dispatch.op}; there are {sorted(rows)} and 'auto'."
+            )
+        if reason := rows[lowering].reason_against(dispatch):
+            raise KVPassError(f"lowering={lowering!r} cannot run kvpass::{dispatch.op} here: {reason} Use 'auto'.")
         return rows[lowering]
-    passed_over = []
+    passed_over: list[str] = []
     for implementation in reversed([row for row in rows.values() if not row.by_name_only]):
-        reason = implementation.reason_against(site)
+        reason = implementation.reason_against(dispatch)
         if reason is None:
             why = f" ({'; '.join(passed_over)})" if passed_over else ""
-            logger.info("%s: %s%s", site, implementation.name, why)
+            logger.info("%s: %s%s", dispatch, implementation.name, why)
             return implementation
         passed_over.append(f"not {implementation.name}: {reason}")
-    raise KVPassError(f"No implementation serves {site}: {'; '.join(passed_over)}")
+    raise KVPassError(f"No implementation serves {dispatch}: {'; '.join(passed_over)}")

@@ -1,5 +1,6 @@
 """Strategies, data and independently written (slow, obvious) formulations shared by the tests."""
 
+import dataclasses
 import math
 from contextlib import contextmanager
 
@@ -9,7 +10,8 @@ from hypothesis import strategies as st
 
 import kvpass  # noqa: F401  (registers the ops)
 from kvpass.cache.state import KVState
-from kvpass.codec import CodecSpec, Subspace
+from kvpass.codec import CodecSpec, Quantizer, Subspace, Transform
+from kvpass.layout.retention import Retention
 from kvpass.lowering.table import _TABLE, select
 
 WIDTHS = (1, 2, 3, 4, 8)
@@ -57,13 +59,34 @@ def only_reference():
     return changed_table(change)
 
 
+_PARTS = {"quantizer": Quantizer, "retention": Retention, "transform": Transform}
+
+
+def coded(bits: int, per: str, group_size: int, page_size: int, residual: int = 0, **fields) -> CodecSpec:
+    """A spec, by the fields of all its parts."""
+    fields |= dict(bits=bits, per=per, group_size=group_size, page_size=page_size, window=residual + page_size)
+    parts = {part: cls(**_taken(fields, cls)) for part, cls in _PARTS.items()}
+    return CodecSpec(**parts, **fields)
+
+
+def recoded(spec: CodecSpec, **fields) -> CodecSpec:
+    """``spec`` with other ``fields`` of its parts."""
+    parts = {part: dataclasses.replace(getattr(spec, part), **_taken(fields, cls)) for part, cls in _PARTS.items()}
+    return dataclasses.replace(spec, **parts, **fields)
+
+
+def _taken(fields: dict, cls: type) -> dict:
+    """Those of ``fields`` that ``cls`` has; they are left out of ``fields``."""
+    return {field.name: fields.pop(field.name) for field in dataclasses.fields(cls) if field.name in fields}
+
+
 @st.composite
 def specs(draw, per=None, subspace=False, head_dim=DIM, sinks=(0, 0, 1, 4), residuals=(0, 0, 5, 32)):
     """Valid specs for heads of ``head_dim`` channels, keys-like (per channel) and values-like (per token)."""
     per = per or draw(st.sampled_from(("channel", "token")))
     page = draw(st.sampled_from((8, 16, 24, 32)))
     groups = [g for g in (4, 8, 16, 32) if (page if per == "channel" else head_dim) % g == 0]
-    return CodecSpec(
+    return coded(
         draw(widths),
         per,
         draw(st.sampled_from(groups)),
@@ -124,8 +147,8 @@ def limit(bits: int) -> float:
 
 def spread(params: torch.Tensor, spec: CodecSpec) -> torch.Tensor:
     """Scales or zero points of pages ``[B, H, N, *]`` -> one per element, ``[B, H, N * P, D]`` float64."""
-    dim = -2 if spec.per == "channel" else -1
-    return params.double().repeat_interleave(spec.group_size, dim).flatten(2, 3)
+    dim = -2 if spec.quantizer.per == "channel" else -1
+    return params.double().repeat_interleave(spec.quantizer.group_size, dim).flatten(2, 3)
 
 
 FIELD_WIDTHS = {1: [1], 2: [2], 3: [2, 1], 4: [4], 8: [8]}
@@ -217,7 +240,7 @@ def state_of(
 
 def queries_for(spec: CodecSpec, seed: int, batch: int, heads: int, tokens: int = 20, dim: int = DIM):
     """Queries of a prompt for specs with a subspace, two query heads a KV head; otherwise None."""
-    if spec.subspace is None:
+    if spec.quantizer.subspace is None:
         return None
     directions = randn(seed + 1, dim, dim) * torch.logspace(0, -2, dim)[:, None]
     return randn(seed, batch, 2 * heads, tokens, dim) @ directions
@@ -225,7 +248,7 @@ def queries_for(spec: CodecSpec, seed: int, batch: int, heads: int, tokens: int 
 
 def assert_same_contents(a: KVState, b: KVState, n: int) -> None:
     """Bit for bit: used pages, every token that `decode` gives, and the window."""
-    used = a.spec.pages(n)
+    used = a.spec.retention.pages(n)
     for name in ("codes", "scale", "zero_point"):
         assert torch.equal(getattr(a, name)[:, :, :used], getattr(b, name)[:, :, :used]), name
     assert torch.equal(a.decode(n), b.decode(n))

@@ -1,7 +1,7 @@
 """Compile the Triton kernels, as their host code would launch them, for GPUs that are not here; run by
 `test_triton_compiles` in a process of its own, because a process interprets kernels or compiles them.
 
-    python tests/compile_kernels.py '{"op": "attend", "bits": 2}'   # prints JSON: what each kernel takes of each target
+    python tests/compile_kernels.py 80,90 '{"op": "attend", "bits": 2}'   # prints JSON: what each kernel takes of each
 """
 
 import json
@@ -19,10 +19,12 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from kvpass.cache.state import KVState
-from kvpass.codec import CodecSpec, Subspace
+from kvpass.codec import Subspace
 from kvpass.codec.kept import opened
-from kvpass.lowering.table import Site, select
+from kvpass.lowering.table import DispatchKey, select
 from kvpass.lowering.triton import append, configs, encode, launch
+
+from common import coded
 
 triton.knobs.compilation.always_compile = True
 triton.knobs.nvidia.dump_ptxas_log = True
@@ -82,14 +84,14 @@ def compiling(arch: int):
 
 def attend(
     bits, v_bits=None, per="channel", page=32, group=32, dim=128, heads=32, groups=8, queries=1, mask=False,
-    softcap=0.0, dtype="bfloat16", grid="", rope="", paid="",
+    softcap=0.0, dtype="bfloat16", grid="", rope="", statistic="",
 ) -> None:  # fmt: skip
-    """Attend over a cache of 512 tokens, with ``paid`` the statistic of what each was paid."""
+    """Attend over a cache of 512 tokens, with ``statistic`` that of what each was paid."""
     if grid:
-        specs = [CodecSpec(bits, "token", group, page, rotation=0, grid=grid, predictor=p) for p in ("mean", "")]
+        specs = [coded(bits, "token", group, page, rotation=0, grid=grid, center=c) for c in (True, False)]
     else:
-        keys = CodecSpec(bits, per, min(group, page), page, pre_rope=bool(rope))
-        specs = keys, CodecSpec(v_bits or bits, "token", group, page, residual=page)
+        keys = coded(bits, per, min(group, page), page, pre_rope=bool(rope))
+        specs = keys, coded(v_bits or bits, "token", group, page, residual=page)
     dtype = getattr(torch, dtype)
     states = [KVState.allocate(spec, 1, groups, dim, dtype, "cpu", 640) for spec in specs]
     past = [opened(state.pack, state.spec) for state in states]
@@ -97,7 +99,7 @@ def attend(
     mask = torch.ones(1, 1, queries, 512 + queries, dtype=torch.bool) if mask else None
     rotary = (*torch.zeros(2, 1, 640, dim // 2, dtype=dtype), rope) if rope else None
     launch.attend(
-        q, *past, 512, new, new, mask, queries > 1 and mask is None, 0.1, softcap, *specs, rotary, None, paid
+        q, *past, 512, new, new, mask, queries > 1 and mask is None, 0.1, softcap, *specs, rotary, None, statistic
     )  # fmt: skip
 
 
@@ -107,13 +109,13 @@ def encode_pages(
     """Encode four pages; with ``block``, of keys whose errors are compensated."""
     answers = torch.zeros(1, 8, dim - block, dim - block, dtype=getattr(torch, dtype)) if block else None
     subspace = Subspace(5, 0.5, True, block) if block else None
-    spec = CodecSpec(bits, per, group, page, eta=eta, subspace=subspace, **others)
+    spec = coded(bits, per, group, page, eta=eta, subspace=subspace, **others)
     encode.encode(torch.zeros(1, 8, 4 * page, dim, dtype=getattr(torch, dtype)), answers, spec)
 
 
 def append_tokens(tokens=1, groups=8, dim=128, dtype="bfloat16") -> None:
     """Store tokens in the windows of two layers."""
-    spec, dtype = CodecSpec(2, "channel", 32, 32), getattr(torch, dtype)
+    spec, dtype = coded(2, "channel", 32, 32), getattr(torch, dtype)
     states = [KVState.allocate(spec, 1, groups, dim, dtype, "cpu", 640) for _ in range(2)]
     packs = [opened(state.pack, spec) for state in states]
     append.append_layers_(packs, 5, [torch.zeros(1, groups, tokens, dim, dtype=dtype)] * 2, spec)
@@ -122,24 +124,24 @@ def append_tokens(tokens=1, groups=8, dim=128, dtype="bfloat16") -> None:
 def chosen_on_cuda() -> dict[str, str]:
     """What "auto" would take there, for KIVI, QuaRot and HIGGS."""
     layers = {
-        "kivi": (CodecSpec(2, "channel", 32, 32), CodecSpec(2, "token", 32, 32, residual=32)),
-        "quarot": [CodecSpec(4, "token", 32, 32, rotation=0, predictor=p) for p in ("mean", "")],
-        "higgs": [CodecSpec(4, "token", 128, 32, rotation=0, grid="d2n16", predictor=p) for p in ("mean", "")],
+        "kivi": (coded(2, "channel", 32, 32), coded(2, "token", 32, 32, residual=32)),
+        "quarot": [coded(4, "token", 32, 32, rotation=0, center=c) for c in (True, False)],
+        "higgs": [coded(4, "token", 128, 32, rotation=0, grid="d2n16", center=c) for c in (True, False)],
     }
     used = {"attend": slice(2), "append_layers_": slice(1, 2)}  # layers whose keys have a mean are not stored together
     return {
-        f"{op}, {name}": select(Site(op, "cuda", tuple(map(str, specs[used.get(op, slice(1))])), 1, 128)).name
+        f"{op}, {name}": select(DispatchKey(op, "cuda", tuple(map(str, specs[used.get(op, slice(1))])), 1, 128)).name
         for op in ("attend", "encode", "append_", "append_layers_")
         for name, specs in layers.items()
     }
 
 
-def main(cases: list[str]) -> None:
+def main(archs: str, *cases: str) -> None:
     print(json.dumps(chosen_on_cuda()))
     for case in cases:
         arguments = json.loads(case)
         run = {"attend": attend, "encode": encode_pages, "append": append_tokens}[arguments.pop("op")]
-        for arch in (80, 90):
+        for arch in map(int, archs.split(",")):
             with compiling(arch) as launches:
                 run(**arguments)
             for one in launches:
@@ -148,4 +150,4 @@ def main(cases: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

@@ -69,7 +69,9 @@ def filled(model, stored: int | None) -> DynamicCache:
     if stored != 0:
         feed(cache, stored or 43, 0)
     layer = packed_layers(cache)[0] if stored is None else None
-    while layer is not None and layer.plan.key.pages(layer.tokens) == layer.plan.key.pages(layer.tokens + 1):
+    while layer is not None and layer.plan.key.retention.pages(layer.tokens) == layer.plan.key.retention.pages(
+        layer.tokens + 1
+    ):
         feed(cache, 1, layer.tokens)
     return cache
 

@@ -81,7 +81,7 @@ def test_layers_are_stored_as_calibration_decoded_them(calibrated, tmp_path, mon
         model(input_ids=data()[0], past_key_values=cache)
         for (layer, role), expected in kept.items():
             state = cache.layers[layer].states()[role]
-            got = state.decode(200)[:, :, 4 : 4 + state.spec.packed(200)]
+            got = state.decode(200)[:, :, 4 : 4 + state.spec.retention.packed(200)]
             apart = (got - expected).square().sum() / expected.square().sum()
             assert apart < 5e-3  # a value at the edge of its cell may fall to the other side
 
@@ -357,4 +357,4 @@ def test_a_forward_that_breaks_is_an_error_and_not_another_result(calibrated):
 def test_the_first_packed_layer_needs_none_below():
     """Whatever its index: layers before it may stay in full precision."""
     geometry = kvpass.schemes.LayerGeometry(5, 8, 2, 32, torch.float32, torch.device("cpu"))
-    assert not kvpass.schemes.get("aqua").plan(geometry).looks_below
+    assert not kvpass.schemes.get("aqua").plan(geometry).looks_at_previous

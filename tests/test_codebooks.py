@@ -1,6 +1,5 @@
 """Rotations and grids: what HIGGS and QuaRot are made of, and attention over them."""
 
-import dataclasses
 import math
 
 import pytest
@@ -9,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpass import KVPassError, schemes
-from kvpass.codec import CodecSpec, decode_pages, encode_pages
+from kvpass.codec import decode_pages, encode_pages
 from kvpass.codec.codebook import assign_points, fit_rms, grid, grid_shape, look_up, names
 from kvpass.codec.hadamard import hadamard, inverse_hadamard, signs
 from kvpass.codec.kept import opened
@@ -17,7 +16,7 @@ from kvpass.lowering import reference
 from kvpass.lowering.inductor import attend as inductor_attend
 from kvpass.schemes import HIGGSConfig, LayerGeometry
 
-from common import assert_same_contents, chunkings, dtypes, only_reference, randn, seeds, state_of
+from common import assert_same_contents, chunkings, coded, dtypes, only_reference, randn, recoded, seeds, state_of
 
 GEOMETRY = LayerGeometry(0, 1, 2, 16, torch.float32, torch.device("cpu"))
 
@@ -64,7 +63,7 @@ def test_structured_vectors_are_no_worse_than_normal_ones(kind):
     }[kind].expand(1, 1, 32, 64)
     worst = 0.0
     for seed in range(8):
-        spec = CodecSpec(4, "token", 64, 32, rotation=seed, grid="d2n16")
+        spec = coded(4, "token", 64, 32, rotation=seed, grid="d2n16")
         error = (decode_pages(*encode_pages(x, spec), spec) - x).square().sum() / x.square().sum()
         worst += float(error) / 8
     assert worst < 0.16  # a normal vector: 0.108; without signs a constant gives 0.89
@@ -111,7 +110,7 @@ def test_an_unknown_grid_lists_the_known_ones():
 )
 def test_impossible_grid_specs_are_refused(arguments, says):
     with pytest.raises(KVPassError, match=says):
-        CodecSpec(**arguments, page_size=32, grid="d2n16")
+        coded(**arguments, page_size=32, grid="d2n16")
 
 
 # ---------------------------------------------------------------- pages
@@ -138,14 +137,14 @@ def test_bits_per_value_are_those_of_the_grid_and_one_scale_a_group(name, bits):
 @given(st.sampled_from(list(PLANS)), st.sampled_from(("key", "value")), chunkings(), seeds, dtypes)
 def test_append_in_any_chunking_equals_append_at_once(name, which, chunks, seed, dtype):
     # a mean is that of the tokens packed first: of more of them, if they come at once
-    spec = dataclasses.replace(getattr(PLANS[name], which), predictor="")
+    spec = recoded(getattr(PLANS[name], which), center=False)
     x = randn(seed, 2, 2, sum(chunks), 16, dtype=dtype)
     assert_same_contents(state_of(spec, x, chunks), state_of(spec, x), x.shape[2])
 
 
 @given(st.sampled_from(("d2n16", "d2n64", "d4n64")), seeds)
 def test_decoding_is_the_definition(name, seed):
-    spec = CodecSpec(grid_shape(name)[1], "token", 16, 32, rotation=3, grid=name)
+    spec = coded(grid_shape(name)[1], "token", 16, 32, rotation=3, grid=name)
     x = randn(seed, 1, 2, 32, 16)
     rotated = hadamard(x, 3)
     scale = fit_rms(rotated, torch.float16).float()
@@ -190,7 +189,7 @@ def test_compiled_attention_is_that_over_decoded_tokens(name, n):
 def test_a_group_that_falls_on_the_point_zero_stays_zero():
     x = randn(0, 1, 1, 16, 64)
     x[:, :, 3] = 0
-    spec = CodecSpec(2, "token", 64, 16, grid="d1n3", fit="lsq")
+    spec = coded(2, "token", 64, 16, grid="d1n3", fit="lsq")
     codes, scale, zero_point = encode_pages(x, spec)
     assert torch.isfinite(scale).all()
     assert not decode_pages(codes, scale, zero_point, spec)[:, :, 3].any()

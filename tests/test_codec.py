@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpass import KVPassError, NonFiniteError
-from kvpass.codec import CodecSpec, Subspace, decode_pages, encode_pages, parse
+from kvpass.codec import Subspace, Transform, decode_pages, encode_pages, parse
 from kvpass.codec.affine import assign, params_dtype
 from kvpass.codec.bitpack import (
     byte_rows,
@@ -26,6 +26,7 @@ from common import (
     KINDS,
     WIDTHS,
     awkward,
+    coded,
     dtypes,
     generator,
     limit,
@@ -34,6 +35,7 @@ from common import (
     naive_pack,
     queries_for,
     randn,
+    recoded,
     seeds,
     specs,
     spread,
@@ -89,8 +91,8 @@ def test_codes_are_the_nearest_levels(spec, seed, kind, dtype):
 def test_scales_are_no_wider_than_rounding_to_16_bits_asks(spec, seed, kind, dtype):
     x, _, scale, zero_point = encoded(spec, seed, kind, dtype)
     groups = x.unflatten(2, (-1, spec.page_size))
-    dim = -2 if spec.per == "channel" else -1
-    groups = groups.unflatten(dim, (-1, spec.group_size))
+    dim = -2 if spec.quantizer.per == "channel" else -1
+    groups = groups.unflatten(dim, (-1, spec.quantizer.group_size))
     eps, tiny = torch.finfo(scale.dtype).eps, torch.finfo(scale.dtype).smallest_normal
     least = groups.amin(dim)
     assert (zero_point.double() >= least - 2 * eps * least.abs() - 2 * eps * tiny).all()
@@ -110,9 +112,22 @@ def test_constants_that_fit_16_bits_decode_exactly(spec, seed, dtype):
 
 @given(specs(), seeds, dtypes)
 def test_each_group_may_be_its_own_constant(spec, seed, dtype):
-    x = randn(seed, 1, 2, *((spec.page_size // spec.group_size, DIM) if spec.per == "channel" else (spec.page_size, 1)))
+    x = randn(
+        seed,
+        1,
+        2,
+        *(
+            (spec.page_size // spec.quantizer.group_size, DIM)
+            if spec.quantizer.per == "channel"
+            else (spec.page_size, 1)
+        ),
+    )
     x = x.to(params_dtype(dtype)).to(dtype)
-    x = x.repeat_interleave(spec.group_size, 2) if spec.per == "channel" else x.expand(-1, -1, -1, DIM)
+    x = (
+        x.repeat_interleave(spec.quantizer.group_size, 2)
+        if spec.quantizer.per == "channel"
+        else x.expand(-1, -1, -1, DIM)
+    )
     assert torch.equal(decode_pages(*encode_pages(x, spec), spec), x.float())
 
 
@@ -121,7 +136,9 @@ def test_scales_and_zero_points_take_16_bits_and_the_documented_shape(spec, seed
     codes, scale, zero_point = encode_pages(randn(seed, 2, 3, 2 * spec.page_size, DIM, dtype=dtype), spec)
     assert codes.dtype == torch.uint8 and codes.shape == (2, 3, 2, spec.page_size * spec.bits // 8, DIM)
     expected = (
-        (spec.page_size // spec.group_size, DIM) if spec.per == "channel" else (spec.page_size, DIM // spec.group_size)
+        (spec.page_size // spec.quantizer.group_size, DIM)
+        if spec.quantizer.per == "channel"
+        else (spec.page_size, DIM // spec.quantizer.group_size)
     )
     for params in (scale, zero_point):
         assert params.dtype == (torch.bfloat16 if dtype == torch.bfloat16 else torch.float16)
@@ -190,7 +207,7 @@ def test_permuting_batch_and_heads_commutes_with_encode(spec, seed, batch_order,
 def test_permuting_batch_and_heads_commutes_with_compensated_encode(spec, seed, batch_order, head_order):
     x = randn(seed, 3, 2, spec.page_size * 2, DIM)
     q = queries_for(spec, seed, 3, 2).unflatten(1, (2, 2)).flatten(2, 3)
-    c = compensation_matrix(precision_matrix(q, spec.subspace), spec.subspace.block_size).half()
+    c = compensation_matrix(precision_matrix(q, spec.quantizer.subspace), spec.quantizer.subspace.block_size).half()
     whole = encode_pages(x, spec, c)
     permuted = encode_pages(x[batch_order][:, head_order], spec, c[batch_order][:, head_order])
     for a, b in zip(whole, permuted, strict=True):
@@ -220,7 +237,7 @@ POISON = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("per", ["channel", "token"])
 def test_encode_refuses_non_finite_values_wherever_they_are(poison, dtype, per):
-    spec = CodecSpec(2, per, 8, 16)
+    spec = coded(2, per, 8, 16)
     for seed in range(5):
         x = randn(seed, 2, 2, 32, DIM, dtype=dtype)
         torch.ops.kvpass.encode(x, None, str(spec))
@@ -231,7 +248,7 @@ def test_encode_refuses_non_finite_values_wherever_they_are(poison, dtype, per):
 
 @pytest.mark.parametrize("poison", POISON)
 def test_compensated_encode_refuses_non_finite_values_in_any_block(poison):
-    spec = CodecSpec(2, "channel", 8, 16, subspace=Subspace(2, 1.0, True, DIM // 4))
+    spec = coded(2, "channel", 8, 16, subspace=Subspace(2, 1.0, True, DIM // 4))
     compensation = torch.zeros(1, 1, DIM * 3 // 4, DIM * 3 // 4, dtype=torch.float16)
     for channel in (0, DIM // 2, DIM - 1):
         x = randn(0, 1, 1, 16, DIM)
@@ -242,7 +259,7 @@ def test_compensated_encode_refuses_non_finite_values_in_any_block(poison):
 
 @pytest.mark.parametrize("value", [3e5, -7e4, 1e30])
 def test_groups_beyond_half_precision_are_refused_unless_the_cache_is_bfloat16(value):
-    spec = CodecSpec(2, "channel", 8, 8)
+    spec = coded(2, "channel", 8, 8)
     x = randn(0, 1, 1, 8, DIM)
     x[0, 0, 2, 3] = value
     with pytest.raises(NonFiniteError, match="bfloat16"):
@@ -254,12 +271,12 @@ def test_groups_beyond_half_precision_are_refused_unless_the_cache_is_bfloat16(v
 def test_a_1_bit_scale_beyond_half_precision_is_refused_not_stored_as_infinity():
     x = torch.tensor([-6e4, 6e4]).repeat(4)[:, None].expand(1, 1, 8, DIM).contiguous()
     with pytest.raises(NonFiniteError):
-        torch.ops.kvpass.encode(x, None, str(CodecSpec(1, "channel", 8, 8)))
+        torch.ops.kvpass.encode(x, None, str(coded(1, "channel", 8, 8)))
 
 
 def test_encode_takes_whole_pages_only():
     with pytest.raises(KVPassError, match="whole pages of 16"):
-        torch.ops.kvpass.encode(randn(0, 1, 1, 24, DIM), None, str(CodecSpec(2, "channel", 8, 16)))
+        torch.ops.kvpass.encode(randn(0, 1, 1, 24, DIM), None, str(coded(2, "channel", 8, 16)))
 
 
 @pytest.mark.parametrize(
@@ -277,8 +294,14 @@ def test_encode_takes_whole_pages_only():
         (dict(bits=4, per="token", group_size=4, page_size=33), r"page_size=33.*multiple of 2"),
         (dict(bits=2, per="channel", group_size=0, page_size=8), r"group_size=0 must be an integer, at least 1"),
         (dict(bits=2, per="channel", group_size=-8, page_size=8), r"group_size=-8 must be an integer, at least 1"),
-        (dict(bits=2, per="token", group_size=8, page_size=0), r"page_size=0 must be an integer, at least 1"),
-        (dict(bits=2, per="token", group_size=8, page_size=8, residual=-1), r"residual=-1"),
+        (
+            dict(bits=2, per="token", group_size=8, page_size=0, residual=8),
+            r"page_size=0 must be an integer, at least 1",
+        ),
+        (
+            dict(bits=2, per="token", group_size=8, page_size=8, residual=-1),
+            r"page_size=8 tokens cannot leave a window of 7",
+        ),
         (dict(bits=2, per="token", group_size=8, page_size=8, sinks=-1), r"sinks=-1"),
         (dict(bits=2, per="token", group_size=8, page_size=8, rollback=-2), r"rollback=-2"),
         (
@@ -289,23 +312,22 @@ def test_encode_takes_whole_pages_only():
 )
 def test_impossible_specs_are_refused_at_construction_with_the_reason(arguments, says):
     with pytest.raises(KVPassError, match=says):
-        CodecSpec(**arguments)
+        coded(**arguments)
 
 
-@pytest.mark.parametrize("field", ["bits", "group_size", "page_size", "residual", "sinks", "rollback"])
+@pytest.mark.parametrize("field", ["bits", "group_size", "window", "page_size", "sinks", "rollback"])
 @pytest.mark.parametrize("value", [8.0, "8"])
 def test_fields_that_are_not_integers_are_refused_at_construction(field, value):
-    arguments = dict(bits=8, per="channel", group_size=8, page_size=8) | {field: value}
     with pytest.raises(KVPassError, match=field):
-        CodecSpec(**arguments)
+        recoded(coded(bits=8, per="channel", group_size=8, page_size=8), **{field: value})
 
 
 def test_a_spec_that_does_not_fit_the_head_says_which_number_is_wrong():
     with pytest.raises(KVPassError, match="group_size=32 does not divide head_dim=48"):
-        CodecSpec(2, "token", 32, 32).check(48)
+        coded(2, "token", 32, 32).check(48)
     with pytest.raises(KVPassError, match="block_size=32 does not divide head_dim=48"):
-        CodecSpec(2, "channel", 32, 32, subspace=Subspace(5, 1.0, True, 32)).check(48)
-    CodecSpec(2, "channel", 32, 32).check(48)  # groups along tokens do not care
+        coded(2, "channel", 32, 32, subspace=Subspace(5, 1.0, True, 32)).check(48)
+    coded(2, "channel", 32, 32).check(48)  # groups along tokens do not care
 
 
 @pytest.mark.parametrize(
@@ -314,24 +336,29 @@ def test_a_spec_that_does_not_fit_the_head_says_which_number_is_wrong():
 def test_an_impossible_subspace_is_refused_before_any_tensor_is_made(arguments):
     with pytest.raises(KVPassError):
         subspace = Subspace(**(dict(rank=5, weight=1.0, relative=True, block_size=8) | arguments))
-        CodecSpec(2, "channel", 8, 8, subspace=subspace).check(DIM)
+        coded(2, "channel", 8, 8, subspace=subspace).check(DIM)
 
 
 @given(
     specs(), st.one_of(st.none(), st.builds(Subspace, st.integers(1, 9), st.floats(0, 1e6), st.booleans(), st.just(8)))
 )
 def test_the_text_of_a_spec_parses_back_to_it(spec, subspace):
-    if spec.per == "channel":
-        spec = CodecSpec(**{**{f: getattr(spec, f) for f in spec.__dataclass_fields__}, "subspace": subspace})
+    if spec.quantizer.per == "channel":
+        spec = recoded(spec, subspace=subspace)
     again = parse(str(spec))
     assert again == spec and hash(again) == hash(spec) and str(again) == str(spec)
 
 
+def test_tokens_are_centred_or_predicted():
+    with pytest.raises(KVPassError, match="use center=False"):
+        Transform(center=True, predictor="linear")
+
+
 @given(specs(), st.integers(0, 400))
 def test_packed_tokens_are_whole_pages_and_leave_the_promised_window(spec, length):
-    packed = spec.packed(length)
-    assert packed % spec.page_size == 0 and packed == spec.pages(length) * spec.page_size
-    exact = length - min(length, spec.sinks) - packed
+    packed = spec.retention.packed(length)
+    assert packed % spec.page_size == 0 and packed == spec.retention.pages(length) * spec.page_size
+    exact = length - min(length, spec.retention.sinks) - packed
     if packed:
-        assert spec.residual <= exact < spec.residual + spec.page_size
-    assert exact < spec.residual + spec.page_size
+        assert spec.retention.residual <= exact < spec.retention.window
+    assert exact < spec.retention.window

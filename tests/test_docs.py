@@ -40,7 +40,7 @@ def test_the_example_of_a_scheme_runs(registry, reference_in_this_test, capsys):
     given = dict(model=llama(), ids=tokens(1, 150))
     exec("\n".join(code_blocks("docs/add-a-scheme.md")), given)
     first, last = (given["MineConfig"]().plan(given["LayerGeometry"](i, 2, 2, 32, torch.float32, None)) for i in (0, 1))
-    assert (first.key.bits, last.key.bits, first.key.sinks) == (2, 8, 4)
+    assert (first.key.bits, last.key.bits, first.key.retention.sinks) == (2, 8, 4)
     out = capsys.readouterr().out
     assert "kvpass mine(" in out and "2 of 2 cache layers packed" in out
     assert [row.scheme for row in given["rows"]] == ["kivi", "mine", "mine-4"] and given["rows"][0].kl > 0

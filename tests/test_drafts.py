@@ -3,20 +3,19 @@
 import pytest
 import torch
 
-from kvpass.codec import CodecSpec
 from kvpass.codec.kept import opened
 from kvpass.lowering import reference
 from kvpass.lowering.inductor import attend as inductor_attend
 from kvpass.lowering.inductor import drafts as inductor_drafts
 
-from common import randn, state_of
+from common import coded, randn, state_of
 
 DIM = 32
-KIVI = CodecSpec(2, "channel", 32, 32), CodecSpec(2, "token", 16, 32, residual=32)
-WITH_SINKS = CodecSpec(3, "channel", 16, 32, sinks=4), CodecSpec(1, "token", 8, 32, residual=32, sinks=4)
-CENTRED = [CodecSpec(4, "token", 32, 32, rotation=0, grid="d2n16", predictor=p) for p in ("mean", "")]
-BEFORE_ROPE = CodecSpec(4, "channel", 32, 32, pre_rope=True), KIVI[1]
-LOG = [CodecSpec(2, per, 16, 16, residual=32, keep="log") for per in ("channel", "token")]
+KIVI = coded(2, "channel", 32, 32), coded(2, "token", 16, 32, residual=32)
+WITH_SINKS = coded(3, "channel", 16, 32, sinks=4), coded(1, "token", 8, 32, residual=32, sinks=4)
+CENTRED = [coded(4, "token", 32, 32, rotation=0, grid="d2n16", center=c) for c in (True, False)]
+BEFORE_ROPE = coded(4, "channel", 32, 32, pre_rope=True), KIVI[1]
+LOG = [coded(2, per, 16, 16, residual=32, keep="log") for per in ("channel", "token")]
 
 
 def arguments(specs, n, queries, dtype=torch.float32, causal=True, mask=None, softcap=0.0, rope="", sinks=False):

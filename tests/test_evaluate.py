@@ -97,6 +97,11 @@ def test_a_model_whose_attention_is_not_found_is_scored_token_by_token():
     assert [len(row.step_seconds) for row in rows] == [0, 10]
 
 
+def test_an_empty_name_is_no_scheme(sharp, text):
+    with pytest.raises(KVPassError, match="Unknown scheme ''"):
+        quality.evaluate(sharp, {"text": text}, PROMPT, [""], one_pass=True, progress=False)
+
+
 class Forgetful(nn.Module):
     """A model whose past is replaced by noise at each step."""
 

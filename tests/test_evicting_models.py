@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 import kvpass
-from kvpass import HeavyHitter, KVPassError, Recent, Sinks, StreamingLLM, schemes
+from kvpass import HeavyHitter, KVPassError, Sinks, StreamingLLM, schemes
 from kvpass.schemes import IdentityConfig, KIVIConfig, SQuatConfig
 
 from common import randn
@@ -39,7 +39,7 @@ def test_the_compiled_step_is_the_eager_one(name, padded):
         assert report.packed == report.fused == 2
         for a, b in zip(mine.layers, theirs.layers, strict=True):
             assert (a.seen, a.tokens) == (b.seen, b.tokens)
-            assert a.seen == 130 > a.tokens == a.plan.key.stored(a.tokens)
+            assert a.seen == 130 > a.tokens == a.plan.key.retention.stored(a.tokens)
             torch.testing.assert_close(a.keys + 0, b.keys + 0, atol=1e-3, rtol=1e-3)
             torch.testing.assert_close(
                 a.importance_owner.importance.weights, b.importance_owner.importance.weights, atol=1e-3, rtol=1e-3
@@ -60,8 +60,8 @@ def test_positions_stay_right_after_eviction(rope):
             allowed[i, [*kept, *range(start, i + 1)]] = True
         rows.append(allowed[start:])
         kept += range(start, stop)
-        gone = spec.evicted(len(kept))
-        kept = kept[: spec.sinks] + kept[spec.sinks + gone :]
+        gone = spec.retention.evicted(len(kept))
+        kept = kept[: spec.retention.sinks] + kept[spec.retention.sinks + gone :]
     full = torch.zeros(110, 110, dtype=torch.bool)
     for stop, row in zip([prompt, *range(prompt + 1, 111)], rows, strict=True):
         full[stop - len(row) : stop, :stop] = row
@@ -99,8 +99,8 @@ def seen_by_each(spec, padding: list[int], stops: list[int]) -> torch.Tensor:
                 seen = [token for token in [*kept, *range(start, i + 1)] if token >= first]
                 allowed[row, i, seen] = True
             kept += range(start, stop)
-            gone = spec.evicted(len(kept))
-            candidates = kept[spec.sinks : spec.sinks + spec.budget + gone]
+            gone = spec.retention.evicted(len(kept))
+            candidates = kept[spec.retention.sinks : spec.retention.sinks + spec.retention.budget + gone]
             lost = sorted(candidates, key=lambda token: (token >= first, token))[:gone]
             kept, start = [token for token in kept if token not in lost], stop
     return allowed[:, None]
@@ -217,12 +217,11 @@ def test_what_cannot_be_combined_says_why():
     with pytest.raises(KVPassError, match="same tokens: use HeavyHitter"):
         KIVIConfig(rope="pre", retention=HeavyHitter(64, 32))
     with pytest.raises(KVPassError, match="multiple of page_size"):
-        KIVIConfig(retention=HeavyHitter(50, 32))
+        HeavyHitter(50, 32)
     assert schemes.get("kivi-sinks+h2o").retention.sinks == 4
     assert schemes.get("kivi-pre+h2o").retention.shared
     assert schemes.get("streaming-llm").retention == kvpass.layout.retention.POLICIES["streaming-llm"]
     assert schemes.get(schemes.get("kivi+h2o").to_dict()) == schemes.get("kivi+h2o")
-    assert Recent(64).storage.keys() == {"page_size", "residual", "sinks", "keep"}
 
 
 @pytest.mark.parametrize("scheme", ["kivi+h2o", "qaq"])
@@ -257,7 +256,9 @@ def test_predicted_layers_evict_the_same_tokens(tmp_path):
     compiled, mine, report = step_by_step(model, mixed, ids, 120)
     eager, _, _ = step_by_step(model, mixed, ids, 120, lowering="eager")
     torch.testing.assert_close(compiled, eager, atol=1e-3, rtol=1e-3)
-    assert report.fused == 3 and {layer.tokens for layer in mine.layers} == {mine.layers[0].plan.key.stored(150)}
+    assert report.fused == 3 and {layer.tokens for layer in mine.layers} == {
+        mine.layers[0].plan.key.retention.stored(150)
+    }
     lossless = calibration.retaining(HeavyHitter(128, recent=32))
     full, cache, _ = step_by_step(model, lossless, ids, 120, lowering="eager")
     plain, _, _ = step_by_step(model, calibration, ids, 120, lowering="eager")

@@ -14,10 +14,10 @@ from kvpass.cache.state import KVState
 from kvpass.codec import CodecSpec, decode_pages, encode_pages
 from kvpass.codec.pages import replace_tokens
 from kvpass.layout.eviction import choose, update_importance
-from kvpass.lowering.reference import attention_paid
+from kvpass.lowering.reference import attention_mass
 from kvpass.schemes import HIGGSConfig, IdentityConfig, KIVIConfig
 
-from common import DIM, naive_attention, only_reference, randn, seeds, specs
+from common import DIM, coded, naive_attention, only_reference, randn, seeds, specs
 
 GROUPS, REPEATS = 2, 2  # KV heads, query heads for each
 
@@ -45,9 +45,9 @@ def test_the_most_important_stay_and_keep_their_slots(seed, occupied, leaving, b
 
 def test_the_oldest_are_known_however_many_tokens_there_have_been():
     """Beyond 2^24 not every whole number is a float32."""
-    spec, importance = CodecSpec(2, "token", 8, 8, budget=8, evict="age", rollback=8), torch.zeros(1, 1, 0)
+    spec, importance = coded(2, "token", 8, 8, budget=8, evict="age", rollback=8), torch.zeros(1, 1, 0)
     for tokens in [1 << 22] * 5 + [4]:
-        total = update_importance(importance, importance.shape[-1], tokens, (), None, spec)
+        total = update_importance(importance, importance.shape[-1], tokens, (), None, spec.retention)
         importance = total[..., -8:]
     assert (importance.diff() > 0).all()
 
@@ -64,7 +64,7 @@ def test_replaced_tokens_leave_the_others_as_they_were(spec, seed):
         assert torch.equal(after[~new], before[~new])
         alone = decode_pages(*encode_pages(x, spec), spec)
         assert torch.equal(after[:, :, : spec.page_size], alone[:, :, : spec.page_size])
-        if spec.per == "token":  # a token is coded alone, wherever it goes
+        if spec.quantizer.per == "token":  # a token is coded alone, wherever it goes
             assert torch.equal(after[new], alone[new])
 
 
@@ -79,21 +79,21 @@ class Layer:
         plan = config.plan(geometry)
         self.spec = plan.key
         self.states = [KVState.allocate(s, batch, GROUPS, DIM, torch.float32, "cpu", 0) for s in (plan.key, plan.value)]
-        heads = 1 if self.spec.shared_eviction else GROUPS
+        heads = 1 if self.spec.retention.shared else GROUPS
         self.importance = torch.zeros(batch, heads, 0)
-        self.slots = torch.zeros(batch, heads, self.spec.budget, dtype=torch.int64)
+        self.slots = torch.zeros(batch, heads, self.spec.retention.budget, dtype=torch.int64)
         self.n = 0
 
     def step(self, q, k, v, mask=None, lowering="reference"):
         key, value = self.states
-        stored = self.spec.stored(self.n + k.shape[2])
+        stored = self.spec.retention.stored(self.n + k.shape[2])
         for state in self.states:
             state.reserve(stored)
         more = max(0, stored - self.importance.shape[2])
         self.importance = torch.nn.functional.pad(self.importance, (0, more))
         carrier = key.carrier(self.n)
         packs = [state.pack for state in self.states]
-        statistic = "sum" if self.spec.evict == "attention" else ""
+        statistic = "sum" if self.spec.retention.evict == "attention" else ""
         out, *paid = torch.ops.kvpass.attend(
             q, *packs, carrier, k, v, mask, mask is None, 1 / math.sqrt(DIM), 0.0, key.text, value.text, lowering,
             statistic=statistic, importance=self.importance,
@@ -110,7 +110,9 @@ class Layer:
     def stored(self):
         with only_reference():
             key, value = (
-                torch.ops.kvpass.decode(s.pack, s.carrier(self.n), s.text, predictor=list(s.predictor))
+                torch.ops.kvpass.decode(
+                    s.pack, s.carrier(self.n), s.text, predictor=list(s.predictor), planes=list(s.pooled_planes)
+                )
                 for s in self.states
             )
         return key, value, self.importance[..., : self.n]
@@ -143,9 +145,9 @@ class Naive:
         return out
 
     def _evicted(self, kept):
-        gone, sinks = self.spec.evicted(len(kept)), self.spec.sinks
-        candidates = kept[sinks : sinks + self.spec.budget + gone] if gone else []
-        worth = (lambda t: t[3]) if self.spec.evict == "attention" else (lambda t: (t[3] != -math.inf, t[0]))
+        gone, sinks = self.spec.retention.evicted(len(kept)), self.spec.retention.sinks
+        candidates = kept[sinks : sinks + self.spec.retention.budget + gone] if gone else []
+        worth = (lambda t: t[3]) if self.spec.retention.evict == "attention" else (lambda t: (t[3] != -math.inf, t[0]))
         lost = {t[0] for t in sorted(candidates, key=worth)[:gone]}
         return [t for t in kept if t[0] not in lost]
 
@@ -185,7 +187,7 @@ def test_what_stays_and_what_it_was_paid_is_that_of_a_list_of_tokens(name, chunk
             mine = {tuple(key.tolist()): i for i, key in enumerate(keys[0, head])}
             where = [mine[tuple(token[1].float().tolist())] for token in kept]
             assert torch.equal(values[0, head, where].double(), torch.stack([token[2] for token in kept]))
-            if layer.spec.evict == "attention":
+            if layer.spec.retention.evict == "attention":
                 paid = torch.tensor([token[3] for token in kept], dtype=torch.float64)
                 torch.testing.assert_close(importance[0, head, where].double(), paid, atol=1e-5, rtol=1e-5)
 
@@ -199,11 +201,11 @@ def test_sinks_and_recent_tokens_are_never_dropped_and_the_budget_is_kept(name, 
     for i in range(prompt, length):
         layer.step(*(x[:, :, i : i + 1] for x in (q, k, v)))
     keys, _, _ = layer.stored()
-    assert layer.n <= spec.sinks + spec.budget + spec.residual + spec.page_size + spec.rollback
+    assert layer.n <= spec.retention.sinks + spec.retention.budget + spec.retention.window + spec.retention.rollback
     for head in range(GROUPS):
         held = {tuple(key.tolist()) for key in keys[0, head]}
-        recent = range(max(0, length - spec.residual), length)
-        assert all(tuple(k[0, head, i].tolist()) in held for i in {*range(min(spec.sinks, length)), *recent})
+        recent = range(max(0, length - spec.retention.residual), length)
+        assert all(tuple(k[0, head, i].tolist()) in held for i in {*range(min(spec.retention.sinks, length)), *recent})
 
 
 def test_kv_heads_keep_their_own_tokens_unless_the_choice_is_shared():
@@ -240,7 +242,7 @@ def test_the_fused_attention_pays_what_the_reference_does(config, padding):
 
 def test_accumulated_scores_are_those_of_attention_in_float64():
     q, k, _ = draw(3, 300)
-    paid = attention_paid(q, k, None, True, 0.25, 0.0, None)
+    paid = attention_mass(q, k, None, True, 0.25, 0.0, None)
     eye = torch.eye(300).expand(1, GROUPS, -1, -1)  # values that read the weights off
     weights = naive_attention(q, k, eye, causal=True, scale=0.25)
     torch.testing.assert_close(paid.double(), weights.unflatten(1, (GROUPS, REPEATS)).sum((2, 3)), atol=1e-4, rtol=1e-5)
@@ -284,6 +286,6 @@ def test_scores_of_a_long_prompt_need_memory_for_some_rows_of_weights():
     for length in (2048, 8192):
         q, k = randn(0, 1, 2, length, 8), randn(1, 1, 1, length, 8)
         with Largest() as largest:
-            attention_paid(q, k, None, True, 0.3, 0.0, None)
+            attention_mass(q, k, None, True, 0.3, 0.0, None)
         sizes[length] = largest.numel
     assert sizes[8192] <= 4 * sizes[2048] <= 8192**2 / 16

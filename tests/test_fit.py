@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpass import schemes
-from kvpass.codec import CodecSpec, decode_pages, encode_pages
+from kvpass.codec import decode_pages, encode_pages
 from kvpass.codec.affine import assign, calibrate, dequantize, fit_codes, fit_lsq, fit_minmax
 
-from common import DIM, KINDS, awkward, randn, seeds
+from common import DIM, KINDS, awkward, coded, randn, seeds
 
 GROUP = 32
 
@@ -84,7 +84,7 @@ def test_fitting_given_codes_solves_the_least_squares_problem(bits, seed):
 def test_eta_moves_both_ends_inwards_by_its_share_of_the_range(bits, eta):
     """Equation 9 of XQuant; codes are those of the uncut range."""
     x = randn(0, 16, GROUP)
-    plain, cut = (CodecSpec(bits, "token", GROUP, 8, eta=e) for e in (0.0, eta))
+    plain, cut = (coded(bits, "token", GROUP, 8, eta=e) for e in (0.0, eta))
     pages = x.view(1, 1, 16, GROUP)
     (codes, scale, zero_point), (cut_codes, cut_scale, cut_zero) = encode_pages(pages, plain), encode_pages(pages, cut)
     assert torch.equal(codes, cut_codes)
@@ -110,7 +110,7 @@ def test_pages_fitted_by_least_squares_decode_with_less_error(per, bits):
     x = randn(bits, 1, 2, 64, DIM)
     errors = []
     for fit in ("minmax", "lsq"):
-        spec = CodecSpec(bits, per, 16, 32, fit=fit)
+        spec = coded(bits, per, 16, 32, fit=fit)
         errors.append((decode_pages(*encode_pages(x, spec), spec) - x).square().mean())
     assert errors[1] < 0.95 * errors[0]
 
@@ -125,4 +125,7 @@ def test_every_uniform_scheme_takes_every_fit_at_the_same_storage(scheme, fit):
     plan, plain = (schemes.get(scheme, **{"rope": "pre", **f}).plan(layer) for f in (fit, {}))
     for spec, other in ((plan.key, plain.key), (plan.value, plain.value)):
         assert spec.stored_as == other.stored_as
-        assert (spec.fit, spec.eta) == (fit.get("fit", "minmax"), fit.get("eta", fit.get("eta_1", 0.0)))
+        assert (spec.quantizer.fit, spec.quantizer.eta) == (
+            fit.get("fit", "minmax"),
+            fit.get("eta", fit.get("eta_1", 0.0)),
+        )

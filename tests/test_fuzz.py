@@ -10,8 +10,8 @@ import torch
 from hypothesis import strategies as st
 
 from kvpass import KVPassError, schemes
-from kvpass.codec import CodecSpec, Subspace
-from kvpass.codec.spec import Adaptive, parse
+from kvpass.codec import Adaptive, CodecSpec, Quantizer, Subspace, Transform, parse
+from kvpass.fields import made
 from kvpass.layout.retention import HeavyHitter, LogSparse, Recent, Retention, Sinks, StreamingLLM
 from kvpass.schemes import LayerGeometry, LayerPlan, SchemeConfig
 
@@ -34,13 +34,16 @@ _by_name = {
     **dict.fromkeys(("page_size", "window"), st.sampled_from((16, 32, 64))),
     **dict.fromkeys(("group_size", "rank", "block_size"), st.sampled_from((4, 8, 16, 32))),
     "grid": st.sampled_from(("d2n16", "d2n64", "d2n256", "d4n64", "")),
-    "predictor": st.sampled_from(("linear", "linear-4", "low-rank", "mlp", "mean", "")),
+    "predictor": st.sampled_from(("linear", "linear-4", "low-rank", "mlp", "")),
     "widths": st.sampled_from(((2, 3, 4), [2, 4, 8], (1, 2), (4,), (2, 2), (3, 8), ())),
     "weights": st.sampled_from(((0.5, 0.5), [0.25, 0.75], (2.0, -1.0))),
     "energy": st.none() | st.sampled_from((1.0, 20.0)),
     "rows": st.integers(1, 9),
     "query_energy": st.sampled_from((1.0, (1.0, 2.0), [3.0, 4.0], ())),
-    "retention": st.sampled_from((Recent(64), LogSparse(32), HeavyHitter(64, recent=32), StreamingLLM(4, recent=96))),
+    "retention": st.sampled_from((Recent(64), LogSparse(32), HeavyHitter(64, recent=32), StreamingLLM(4, recent=96)))
+    | st.deferred(lambda: fields_of(Retention)),
+    "quantizer": st.deferred(lambda: fields_of(Quantizer)),
+    "transform": st.deferred(lambda: fields_of(Transform)),
     "subspace": st.none()
     | st.builds(Subspace, st.integers(1, 70), st.sampled_from((0.0, 0.5, 1e6)), st.booleans(), _sizes),
     "adaptive": st.none() | st.just(Adaptive((2, 3, 4), "key", 0.1, 0.01, 5)),
@@ -88,22 +91,27 @@ def check_round_trip(config: SchemeConfig) -> None:
 def check_storage(spec: CodecSpec, layer: LayerGeometry) -> str:
     """Store tokens by the reference, and see what they decode to."""
     assert parse(str(spec)) == spec
-    tokens = spec.sinks + spec.residual + 2 * spec.page_size + 3
-    if spec.needs_importance or spec.predictor not in ("", "mean"):
+    tokens = spec.retention.sinks + spec.retention.residual + 2 * spec.page_size + 3
+    if spec.needs_importance or spec.transform.predictor:
         return "planned"  # a cache stores those: `test_a_model_takes_any_config`
-    if layer.num_key_value_heads * layer.head_dim * (tokens + spec.rollback) * layer.dtype.itemsize > RUN_BYTES:
+    if (
+        layer.num_key_value_heads * layer.head_dim * (tokens + spec.retention.rollback) * layer.dtype.itemsize
+        > RUN_BYTES
+    ):
         return "planned"
     x = randn(0, 1, layer.num_key_value_heads, tokens, layer.head_dim, dtype=layer.dtype)
     q = queries_for(spec, 1, 1, layer.num_key_value_heads, dim=layer.head_dim)
     state = state_of(spec, x, [tokens - 2, 1, 1], None if q is None else q.to(layer.dtype))
-    got, behind = state.decode(tokens), min(tokens, spec.sinks) + spec.packed(tokens)
+    got, behind = state.decode(tokens), min(tokens, spec.retention.sinks) + spec.retention.packed(tokens)
     assert got.shape == x.shape and got.dtype == x.dtype and torch.isfinite(got).all()
-    if spec.raw:
+    if spec.quantizer.raw:
         assert torch.equal(got, x)
-    if spec.keep == "recent":
-        assert torch.equal(got[:, :, : spec.sinks], x[:, :, : spec.sinks])
+    if spec.retention.keep == "recent":
+        assert torch.equal(got[:, :, : spec.retention.sinks], x[:, :, : spec.retention.sinks])
         assert torch.equal(got[:, :, behind:], x[:, :, behind:])
-    if spec.subspace is None and spec.own_codes == 1:  # nothing moves errors between channels, no codes are another's
+    if (
+        spec.quantizer.subspace is None and spec.own_codes == 1
+    ):  # nothing moves errors between channels, no codes are another's
         assert (got - x).double().norm() <= 2 * x.double().norm()
     return "decoded"
 
@@ -162,10 +170,16 @@ def test_a_model_takes_any_config_or_refuses_it_untouched(fuzz):
     fuzz("configs in a model", drawn, attempt, share=0.2)
 
 
-@pytest.mark.parametrize("cls", [CodecSpec, Subspace, Adaptive, Retention], ids=lambda cls: cls.__name__)
+PARTS = {"quantizer": Quantizer, "retention": Retention, "transform": Transform}
+
+
+@pytest.mark.parametrize("cls", [CodecSpec, *PARTS.values(), Subspace, Adaptive], ids=lambda cls: cls.__name__)
 def test_a_part_of_a_plan_is_refused_in_kvpasss_words_or_stores_tokens(cls, fuzz):
     def attempt(drawn):
         fields, layer = drawn
+        for name, value in fields.items():
+            if name in PARTS and isinstance(value, dict):
+                fields[name] = made(PARTS[name], name, value)
         part = cls(**fields)
         assert hash(part) == hash(cls(**fields)) and str(part)
         if cls is Retention:

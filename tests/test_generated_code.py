@@ -6,17 +6,16 @@ from functools import partial
 
 from torch._inductor.utils import run_and_get_code
 
-from kvpass.codec import CodecSpec
 from kvpass.codec.kept import opened
 from kvpass.codec.pages import decode_pages
 from kvpass.lowering import reference
 from kvpass.lowering.inductor import attend as inductor_attend
 from kvpass.lowering.inductor.aot import Input, compile_ahead
 
-from common import randn, state_of
+from common import coded, randn, state_of
 
 HEADS, Q_HEADS, DIM, PAGES, PAGE = 2, 4, 64, 1000, 32
-SPECS = CodecSpec(2, "channel", PAGE, PAGE), CodecSpec(2, "token", 32, PAGE, residual=PAGE)
+SPECS = coded(2, "channel", PAGE, PAGE), coded(2, "token", 32, PAGE, residual=PAGE)
 
 
 def allocations(run) -> list[tuple[int, str]]:

@@ -78,12 +78,12 @@ def test_the_rewritten_graph_leaves_the_contents_eager_leaves_bit_for_bit(attent
     assert len(recorder.graphs) == 1 and recorder.graphs[0].fused == 2 and recorder.graphs[0].decoded == 0
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
     for mine, theirs in zip(states(other), states(cache), strict=True):
-        used = mine.spec.pages(115)
+        used = mine.spec.retention.pages(115)
         for name in ("scale", "zero_point"):
             torch.testing.assert_close(
                 getattr(mine, name)[:, :, :used], getattr(theirs, name)[:, :, :used], atol=2e-3, rtol=2e-3
             )
-        before = mine.spec.pages(70)  # what this run did not write is untouched, bit for bit
+        before = mine.spec.retention.pages(70)  # what this run did not write is untouched, bit for bit
         assert torch.equal(mine.codes[:, :, :before], theirs.codes[:, :, :before])
     first = states(other)[0], states(cache)[0]  # layer 0 sees the same inputs in both: equal bit for bit throughout
     for (name, mine), (_, theirs) in zip(first[0].tensors(), first[1].tensors(), strict=True):

@@ -397,14 +397,14 @@ class Histories(RuleBasedStateMachine):
             return
         first = member.plain.layers[0]
         for state, x in zip(layers[0].states(), (first.keys, first.values), strict=True):
-            if not state.spec.pre_rope:
+            if not state.spec.transform.pre_rope:
                 assert_same_contents(state, state_of(state.spec, x), member.length)
 
     def take_back(self, member: Member, count: int) -> None:
         if not 0 < count < member.length:
             return
         layer, spec = member.cache.layers[0], member.cache.layers[0].plan.key
-        refused = layer.seen > layer.tokens and layer.tokens - count < spec.sinks + spec.budget
+        refused = layer.seen > layer.tokens and layer.tokens - count < spec.retention.sinks + spec.retention.budget
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             if refused:

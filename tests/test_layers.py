@@ -11,12 +11,12 @@ from transformers import DynamicCache
 import kvpass
 from kvpass import KVPassError, Recent, Sinks, schemes
 from kvpass.cache.state import KVState
-from kvpass.codec import CodecSpec, decode_pages, encode_pages
+from kvpass.codec import decode_pages, encode_pages
 from kvpass.codec.bitpack import unpack
 from kvpass.codec.pages import share_codes
 from kvpass.schemes import AsymKVConfig, LayerGeometry, XQuantConfig, check_sources
 
-from common import DIM, only_reference, randn, seeds
+from common import DIM, coded, only_reference, randn, seeds
 from tiny import llama, tokens
 
 
@@ -125,7 +125,7 @@ def test_a_pair_cut_by_the_widths_is_refused_and_the_model_untouched():
 def contents(cache):
     for layer in cache.layers:
         for state in layer.states():
-            used = state.spec.pages(layer.tokens)
+            used = state.spec.retention.pages(layer.tokens)
             yield from (getattr(state, name)[:, :, :used] for name in ("codes", "scale", "zero_point"))
             yield state.ring
 
@@ -151,8 +151,8 @@ SPEC = dict(bits=2, per="channel", group_size=16, page_size=16)
 @given(seeds, st.sampled_from(("channel", "token")), st.sampled_from((1, 2, 4)), st.floats(0.5, 3), st.floats(-2, 2))
 def test_sharing_is_exact_between_increasing_affine_maps(seed, per, bits, factor, shift):
     """As far as 16-bit scales and zero points allow: the codes are the same but for ties."""
-    own = CodecSpec(bits, per, 16, 16)
-    shared = CodecSpec(bits, per, 16, 16, own_codes=0.0)
+    own = coded(bits, per, 16, 16)
+    shared = coded(bits, per, 16, 16, own_codes=0.0)
     x = randn(seed, 1, 2, 48, DIM)
     y = x * 2.0 ** round(factor) + shift
     codes, _, _ = encode_pages(x, own)
@@ -169,10 +169,10 @@ def test_sharing_is_exact_between_increasing_affine_maps(seed, per, bits, factor
 @given(seeds, st.sampled_from(("channel", "token")))
 def test_least_squares_on_shared_codes_beats_the_layers_own_scales(seed, per):
     x, y = randn(seed, 1, 2, 48, DIM), randn(seed + 1, 1, 2, 48, DIM)
-    codes, _, _ = encode_pages(x, CodecSpec(2, per, 16, 16))
+    codes, _, _ = encode_pages(x, coded(2, per, 16, 16))
     errors = []
     for fit in ("minmax", "lsq"):
-        spec = CodecSpec(2, per, 16, 16, fit=fit, own_codes=0.0)
+        spec = coded(2, per, 16, 16, fit=fit, own_codes=0.0)
         stored = share_codes(codes, y, encode_pages(y, spec), spec)
         assert torch.equal(stored[0], codes)
         errors.append((decode_pages(*stored, spec) - y).square().mean())
@@ -182,7 +182,7 @@ def test_least_squares_on_shared_codes_beats_the_layers_own_scales(seed, per):
 @given(seeds, st.sampled_from((0.25, 0.5, 0.75)))
 def test_weights_average_codes_and_round(seed, weight):
     x, y = randn(seed, 1, 1, 32, DIM), randn(seed + 1, 1, 1, 32, DIM)
-    spec = CodecSpec(**SPEC, own_codes=weight)
+    spec = coded(**SPEC, own_codes=weight)
     theirs, mine = encode_pages(x, spec)[0], encode_pages(y, spec)
     codes = unpack(share_codes(theirs, y, mine, spec)[0], 2).double()
     average = (1 - weight) * unpack(theirs, 2).double() + weight * unpack(mine[0], 2).double()
@@ -220,7 +220,7 @@ def test_shared_codes_follow_growth_copies_beams_and_resets():
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     with torch.no_grad():
         model(input_ids=tokens(2, 300), past_key_values=other)
-    assert other.layers[3].key_state.codes.shape[2] >= other.layers[3].key_state.spec.pages(455)
+    assert other.layers[3].key_state.codes.shape[2] >= other.layers[3].key_state.spec.retention.pages(455)
     other.reset()
     with torch.no_grad():
         model(input_ids=tokens(3, 40), past_key_values=other)
@@ -315,4 +315,4 @@ def test_policies_change_bytes_by_the_tokens_they_keep(config):
     spec = config.plan(geometry(0)).key
     state = KVState.allocate(spec, 1, 1, 64, torch.float32, "cpu", 1000)
     with only_reference():
-        assert state.ring.shape[2] == spec.sinks + spec.residual + spec.page_size + 16
+        assert state.ring.shape[2] == spec.retention.sinks + spec.retention.window + 16

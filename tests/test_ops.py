@@ -7,16 +7,17 @@ from torch.utils._pytree import tree_map_only
 
 from kvpass import KVPassError
 from kvpass.cache.state import KVState
-from kvpass.codec import CodecSpec, Subspace
+from kvpass.codec import Subspace
 from kvpass.codec.affine import params_dtype
 from kvpass.codec.rope import rotate
 from kvpass.layout.window import carry
-from kvpass.lowering.table import Site, select
+from kvpass.lowering.table import DispatchKey, select
 
 from common import (
     DIM,
     DTYPES,
     awkward,
+    coded,
     implementations,
     naive_attention,
     only_reference,
@@ -26,15 +27,15 @@ from common import (
 )
 
 OPS = torch.ops.kvpass
-KEYS = CodecSpec(2, "channel", 8, 16)
-VALUES = CodecSpec(2, "token", 8, 16, residual=16)
-SINKS = CodecSpec(3, "channel", 16, 16, sinks=4, rollback=3)
-LOG = CodecSpec(2, "channel", 16, 16, residual=32, keep="log")
-SUBSPACE = CodecSpec(2, "channel", 8, 16, subspace=Subspace(3, 1.0, True, DIM // 2))
+KEYS = coded(2, "channel", 8, 16)
+VALUES = coded(2, "token", 8, 16, residual=16)
+SINKS = coded(3, "channel", 16, 16, sinks=4, rollback=3)
+LOG = coded(2, "channel", 16, 16, residual=32, keep="log")
+SUBSPACE = coded(2, "channel", 8, 16, subspace=Subspace(3, 1.0, True, DIM // 2))
 SPECS = {"keys": KEYS, "values": VALUES, "sinks, 3 bits": SINKS, "subspace": SUBSPACE}
 EACH_SPEC = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-KIVI = (CodecSpec(2, "channel", 32, 32), CodecSpec(2, "token", 16, 32, residual=32))
-WITH_SINKS = (CodecSpec(4, "channel", 16, 32, sinks=4), CodecSpec(1, "token", 8, 32, residual=32, sinks=4))
+KIVI = (coded(2, "channel", 32, 32), coded(2, "token", 16, 32, residual=32))
+WITH_SINKS = (coded(4, "channel", 16, 32, sinks=4), coded(1, "token", 8, 32, residual=32, sinks=4))
 
 
 def strided_as_models_make_it(x):
@@ -43,7 +44,7 @@ def strided_as_models_make_it(x):
 
 
 def encode_arguments(spec, dtype=torch.float32, pages=2):
-    rest = DIM - spec.subspace.block_size if spec.subspace else 0
+    rest = DIM - spec.quantizer.subspace.block_size if spec.quantizer.subspace else 0
     compensation = randn(1, 2, 2, rest, rest).mul(0.1).to(params_dtype(dtype)) if rest else None
     return randn(0, 2, 2, pages * spec.page_size, DIM, dtype=dtype), compensation, str(spec)
 
@@ -138,7 +139,9 @@ def test_opcheck_attend(case):
     case = dict(
         case, mask=masks(case.get("mask", "none"), 2, case.get("queries", 1), case["n"] + case.get("queries", 1))
     )
-    torch.library.opcheck(OPS.attend.default, attend_arguments((SINKS, CodecSpec(2, "token", 8, 16, 16, 4)), **case)[0])
+    torch.library.opcheck(
+        OPS.attend.default, attend_arguments((SINKS, coded(2, "token", 8, 16, 16, sinks=4)), **case)[0]
+    )
 
 
 def assert_fake_tells_the_truth(op, arguments, name):
@@ -396,8 +399,8 @@ def test_the_log_says_what_serves_a_call_and_why(caplog):
     select.cache_clear()
     with caplog.at_level("INFO", logger="kvpass.lowering"):
         OPS.attend(*attend_arguments(KIVI, 70, queries=3, causal=True)[0])
-        select(Site("attend", "cpu", tuple(map(str, KIVI)), queries=1, head_dim=DIM))
-        select(Site("attend", "cpu", (str(CodecSpec(32, "token", 16, 16)),) * 2, queries=1, head_dim=DIM))
+        select(DispatchKey("attend", "cpu", tuple(map(str, KIVI)), queries=1, head_dim=DIM))
+        select(DispatchKey("attend", "cpu", (str(coded(32, "token", 16, 16)),) * 2, queries=1, head_dim=DIM))
     several, one, raw = (record.message for record in caplog.records if "kvpass::attend on" in record.message)
     assert "3 queries: inductor" in several and "1 query: inductor" in one
     assert "1 query: reference (" in raw and "not inductor: it has no bits=32." in raw

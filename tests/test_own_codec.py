@@ -10,16 +10,16 @@ import kvpass
 from kvpass import KVPassError
 from kvpass.cache.state import KVState
 from kvpass.cache.tensor import PackedKV
-from kvpass.codec import CODECS, Codec, CodecSpec, Kept, decode_pages, encode_pages
-from kvpass.lowering.table import Site, select
+from kvpass.codec import CODECS, Codec, Kept, decode_pages, encode_pages
+from kvpass.lowering.table import DispatchKey, select
 from kvpass.schemes import KIVIConfig, LayerPlan
 
-from common import randn
+from common import coded, randn
 from tiny import llama, tokens
 
 
 def plain(spec):
-    return replace(spec, codec="")
+    return replace(spec, quantizer=replace(spec.quantizer, codec=""))
 
 
 def encode(x, spec, *_):
@@ -38,7 +38,7 @@ DEBIASED = Codec({**CODECS[""].tensors, "error": Kept(lambda spec, head_dim: (1,
 
 # ---------------------------------------------------------------- what the others make of it
 
-KEYS, VALUES = CodecSpec(2, "channel", 32, 32, codec="debiased"), CodecSpec(2, "token", 16, 32, 32, codec="debiased")
+KEYS, VALUES = coded(2, "channel", 32, 32, codec="debiased"), coded(2, "token", 16, 32, 32, codec="debiased")
 OPS = torch.ops.kvpass
 
 
@@ -52,8 +52,7 @@ class Debiased(KIVIConfig):
     name = "debiased"
 
     def plan(self, layer):
-        plan = super().plan(layer)
-        return LayerPlan(*(replace(spec, codec="debiased") for spec in (plan.key, plan.value))).checked(layer)
+        return LayerPlan(self.key(2, codec="debiased"), self.value(2, codec="debiased")).checked(layer)
 
 
 def filled(spec, n, room=0):
@@ -66,9 +65,9 @@ def filled(spec, n, room=0):
 @pytest.mark.parametrize("spec", [KEYS, VALUES], ids=["per channel", "per token"])
 def test_it_is_stored_read_grown_and_viewed(spec):
     state, x = filled(spec, 100)
-    pages = spec.pages(100)
-    expected = decode(*encode(x[:, :, : spec.packed(100)], spec), spec)
-    assert torch.equal(state.decode(100)[:, :, : spec.packed(100)], expected)
+    pages = spec.retention.pages(100)
+    expected = decode(*encode(x[:, :, : spec.retention.packed(100)], spec), spec)
+    assert torch.equal(state.decode(100)[:, :, : spec.retention.packed(100)], expected)
     assert [name for name, _ in state.tensors()] == ["_codes", "scale", "zero_point", "error", "ring"]
     assert state.contents(100)["error"].shape == (2, 2, pages, 1, 32)
     without, _ = filled(plain(spec), 100)
@@ -97,17 +96,17 @@ def test_ops_take_it():
 
 @pytest.mark.parametrize("op", ["encode", "append_", "append_layers_", "decode", "attend"])
 def test_kernels_that_do_not_know_it_pass_it_on(op):
-    site = Site(op, "cpu", (str(KEYS), str(VALUES)) if op == "attend" else (str(KEYS),), 1, 64)
-    assert select(site).name == "reference"
+    dispatch = DispatchKey(op, "cpu", (str(KEYS), str(VALUES)) if op == "attend" else (str(KEYS),), 1, 64)
+    assert select(dispatch).name == "reference"
     with pytest.raises(KVPassError, match="it has no codec=debiased"):
-        select(site, "inductor")
+        select(dispatch, "inductor")
 
 
 def test_what_it_cannot_be_combined_with_says_so():
     with pytest.raises(KVPassError, match="Only built-in codecs evict"):
-        CodecSpec(2, "token", 16, 32, codec="debiased", budget=64)
+        coded(2, "token", 16, 32, codec="debiased", budget=64)
     with pytest.raises(KVPassError, match="no codec 'nonsense'"):
-        filled(CodecSpec(2, "token", 16, 32, codec="nonsense"), 10)
+        filled(coded(2, "token", 16, 32, codec="nonsense"), 10)
 
 
 @torch.no_grad()
@@ -124,5 +123,8 @@ def test_a_model_packs_by_it_and_its_attention_is_fused(tmp_path):
     report = kvpass.explain(model)
     assert report.fused == 2 and {graph.lowerings["attend"] for graph in report.graphs} == {"reference"}
     mine, theirs = (cache.layers[0].key_state for cache in reversed(caches))
-    assert mine.spec.pages(110) > mine.spec.pages(95) and mine.error[:, :, : mine.spec.pages(110)].any()
+    assert (
+        mine.spec.retention.pages(110) > mine.spec.retention.pages(95)
+        and mine.error[:, :, : mine.spec.retention.pages(110)].any()
+    )
     torch.testing.assert_close(mine.window(110), theirs.window(110), atol=1e-5, rtol=1e-5)

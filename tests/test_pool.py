@@ -8,14 +8,13 @@ from hypothesis import strategies as st
 import kvpass
 from kvpass import KVPassError
 from kvpass.cache.state import KVState
-from kvpass.codec import CodecSpec
 from kvpass.compile import normalise
 from kvpass.layout.pool import handle, whole
 
-from common import randn
+from common import coded, randn
 from tiny import llama, tokens
 
-KEYS, VALUES = CodecSpec(2, "channel", 16, 16), CodecSpec(2, "token", 16, 16, 16)
+KEYS, VALUES = coded(2, "channel", 16, 16), coded(2, "token", 16, 16, 16)
 sizes = st.integers(1, 4)
 
 

@@ -9,15 +9,16 @@ from hypothesis import strategies as st
 
 from kvpass import KVPassError, LogSparse, PackedKV, schemes
 from kvpass.cache.state import KVState
-from kvpass.codec import CodecSpec, decode_pages, encode_pages
+from kvpass.codec import decode_pages, encode_pages
+from kvpass.codec.center import fit_center
 from kvpass.codec.kept import opened
-from kvpass.codec.predictor import MATRICES, fit_center, matrix, parse_predictor, predict
+from kvpass.codec.predictor import MATRICES, matrix, parse_predictor, predict
 from kvpass.codec.rope import rotate
 from kvpass.lowering import reference
 from kvpass.lowering.inductor import attend as inductor_attend
 from kvpass.schemes import LayerGeometry
 
-from common import DIM, chunkings, naive_unpack, only_reference, randn, seeds, state_of
+from common import DIM, chunkings, coded, naive_unpack, only_reference, randn, recoded, seeds, state_of
 
 HEADS, WIDTH = 2, 2 * DIM
 GEOMETRY = LayerGeometry(0, 3, HEADS, DIM, torch.float32, torch.device("cpu"))
@@ -25,7 +26,7 @@ predictors = st.sampled_from(("linear", "linear-4", "low-rank", "low-rank-4", "m
 
 
 def packed_matrix(seed: int, outputs: int, inputs: int) -> list[torch.Tensor]:
-    spec = CodecSpec(4, "channel", outputs, outputs)
+    spec = coded(4, "channel", outputs, outputs)
     parts = encode_pages(randn(seed, 1, 1, outputs, inputs) / inputs**0.5, spec)
     return [part[0, 0, 0] for part in parts]
 
@@ -94,7 +95,7 @@ def test_four_bit_weights_are_unpacked_as_they_were_packed(seed):
 @pytest.mark.parametrize("predictor", ["mlp-4", "quadratic", "linear-2"])
 def test_unknown_predictors_are_refused(predictor):
     with pytest.raises(KVPassError, match="Unknown predictor"):
-        CodecSpec(2, "token", 16, 32, predictor=predictor)
+        coded(2, "token", 16, 32, predictor=predictor)
 
 
 # ---------------------------------------------------------------- the mean
@@ -111,11 +112,11 @@ def test_only_a_mean_that_is_not_chance_is_subtracted():
 
 @given(chunkings(), seeds, st.sampled_from((torch.float32, torch.bfloat16)))
 def test_centred_keys_are_the_residual_and_the_mean(chunks, seed, dtype):
-    spec = CodecSpec(2, "token", 16, 32, residual=0, sinks=2, predictor="mean")
+    spec = coded(2, "token", 16, 32, residual=0, sinks=2, center=True)
     x = (randn(seed, 2, 2, sum(chunks), DIM) + torch.arange(DIM)).to(dtype)
     state, n = state_of(spec, x, chunks), x.shape[2]
-    if packed := spec.packed(n):
-        plain, page = dataclasses.replace(spec, predictor=""), x[:, :, 2 : 2 + packed]
+    if packed := spec.retention.packed(n):
+        plain, page = recoded(spec, predictor=""), x[:, :, 2 : 2 + packed]
         rest = (page.float() - state.center.float()).to(dtype)
         expected = (decode_pages(*encode_pages(rest, plain), plain) + state.center.float()).to(dtype)
         with only_reference():
@@ -138,8 +139,8 @@ def test_centring_keys_with_a_mean_lowers_the_error_of_a_grid():
 def test_fused_attention_over_centred_keys(name, n, rope):
     """The mean meets the query once, or is turned with the keys."""
     if name == "uniform":
-        k_spec = CodecSpec(2, "token", 16, 32, predictor="mean", pre_rope=bool(rope))
-        v_spec = CodecSpec(2, "token", 16, 32, residual=32)
+        k_spec = coded(2, "token", 16, 32, center=True, pre_rope=bool(rope))
+        v_spec = coded(2, "token", 16, 32, residual=32)
     else:
         plan = schemes.get(name, center=True).plan(GEOMETRY)
         k_spec, v_spec = plan.key, plan.value
@@ -176,7 +177,7 @@ def plans(backbone: str, predictor: str):
     small = {} if backbone == "higgs" else dict(group_size=16)
     coding = schemes.get(backbone, **small)
     config = aqua(backbone=coding, first_layer=coding, predictor=predictor, sinks=2)
-    layers = [dataclasses.replace(GEOMETRY, index=i, below=i - 1 if i else None) for i in range(3)]
+    layers = [dataclasses.replace(GEOMETRY, index=i, previous_layer=i - 1 if i else None) for i in range(3)]
     return [config.plan(layer) for layer in layers]
 
 
@@ -186,10 +187,10 @@ def build(plans, weights, dtype=torch.float32):
     for i, plan in enumerate(plans):
         pair = [KVState.allocate(s, 2, HEADS, DIM, dtype, "cpu", 8) for s in (plan.key, plan.value)]
         for role, state in enumerate(pair):
-            if plan.looks_below:
-                state.below, state.predictor = out[i - 1][role], weights[i][role]
-        if plan.looks_below:
-            pair[1].beside = pair[0]
+            if plan.looks_at_previous:
+                state.previous_layer, state.predictor = out[i - 1][role], weights[i][role]
+        if plan.looks_at_previous:
+            pair[1].same_layer_keys = pair[0]
         out.append(pair)
     return out
 
@@ -198,7 +199,7 @@ def feed(states, tokens, chunks):
     """Append ``tokens[layer][role]`` in chunks, layer by layer; returns the edges each layer left, chunks together."""
     n, left, spec = 0, [[[], []] for _ in states], states[0][0].spec
     for chunk in chunks:
-        leaving = spec.packed(n + chunk) - spec.packed(n)
+        leaving = spec.retention.packed(n + chunk) - spec.retention.packed(n)
         edges = [torch.full((2, HEADS, max(32, leaving), DIM), torch.nan) for _ in range(2)]
         for i, pair in enumerate(states):
             for role, state in enumerate(pair):
@@ -225,10 +226,10 @@ def test_decoding_from_the_first_layer_up_gives_what_encoding_left_behind(predic
     length = sum(chunks)
     drawn, weights, tokens = example(seed, predictor, backbone, length)
     if backbone in ("higgs", "quarot-2"):  # whose mean is that of the tokens packed first
-        drawn[0] = dataclasses.replace(drawn[0], key=dataclasses.replace(drawn[0].key, predictor=""))
+        drawn[0] = dataclasses.replace(drawn[0], key=recoded(drawn[0].key, center=False))
     at_once, in_chunks = build(drawn, weights), build(drawn, weights)
     edges, again = feed(at_once, tokens, [length]), feed(in_chunks, tokens, chunks)
-    packed = drawn[0].key.packed(length)
+    packed = drawn[0].key.retention.packed(length)
     for i in range(3):
         for role in range(2):
             with only_reference():
@@ -263,8 +264,8 @@ def test_zero_predictors_are_the_backbone_bit_for_bit(predictor, backbone, seed)
     feed(states, tokens, [150])
     for i, plan in enumerate(drawn):
         for role, spec in enumerate((plan.key, plan.value)):
-            spec = dataclasses.replace(spec, predictor="" if i else spec.predictor)
-            alone, pages = state_of(spec, tokens[i][role]), spec.pages(150)
+            spec = recoded(spec, predictor="" if i else spec.transform.predictor)
+            alone, pages = state_of(spec, tokens[i][role]), spec.retention.pages(150)
             for name in ("codes", "scale", "zero_point"):
                 assert torch.equal(getattr(states[i][role], name)[:, :, :pages], getattr(alone, name)[:, :, :pages])
             with only_reference():
@@ -275,7 +276,9 @@ def test_zero_predictors_are_the_backbone_bit_for_bit(predictor, backbone, seed)
 def test_a_lossless_backbone_is_the_identity_whatever_is_predicted(predictor, seed):
     _, weights, tokens = example(seed, predictor)
     config = aqua(backbone="identity", first_layer="identity", predictor=predictor)
-    states = build([config.plan(dataclasses.replace(GEOMETRY, below=i - 1 if i else None)) for i in range(3)], weights)
+    states = build(
+        [config.plan(dataclasses.replace(GEOMETRY, previous_layer=i - 1 if i else None)) for i in range(3)], weights
+    )
     feed(states, tokens, [100, 50])
     for pair, expected in zip(states, tokens, strict=True):
         for state, x in zip(pair, expected, strict=True):
@@ -284,15 +287,15 @@ def test_a_lossless_backbone_is_the_identity_whatever_is_predicted(predictor, se
 
 def test_log_sparse_tokens_are_predicted_from_the_same_tokens_below():
     config = aqua(retention=LogSparse(32), sinks=0, predictor="linear")
-    drawn = [config.plan(dataclasses.replace(GEOMETRY, below=i - 1 if i else None)) for i in range(3)]
+    drawn = [config.plan(dataclasses.replace(GEOMETRY, previous_layer=i - 1 if i else None)) for i in range(3)]
     _, weights, tokens = example(5, "linear", length=400)
     same = [[weights[1][0], weights[1][1]] for _ in range(3)]
     states = build(drawn, same)
     # what the layer below holds predicts this one exactly, so that nothing is left over to lose
     for i in (1, 2):
-        below = [t.clone() for t in tokens[i - 1]]
-        tokens[i][0] = predict("linear", same[i][0], [below[0]], 400)
-        tokens[i][1] = predict("linear", same[i][1], [below[1], tokens[i][0]], 400)
+        previous_layer = [t.clone() for t in tokens[i - 1]]
+        tokens[i][0] = predict("linear", same[i][0], [previous_layer[0]], 400)
+        tokens[i][1] = predict("linear", same[i][1], [previous_layer[1], tokens[i][0]], 400)
     feed(states, tokens, [150] + [1] * 250)
     first = (states[0][0].decode(400) - tokens[0][0]).square().mean()
     second = (states[1][0].decode(400) - tokens[1][0]).square().mean()
@@ -302,6 +305,6 @@ def test_log_sparse_tokens_are_predicted_from_the_same_tokens_below():
 
 
 def test_a_residual_is_no_tensor_of_its_own():
-    spec = CodecSpec(2, "token", 16, 32, predictor="linear")
+    spec = coded(2, "token", 16, 32, predictor="linear")
     with pytest.raises(KVPassError, match="needs the layer below"):
         PackedKV.from_float(randn(0, 1, 2, 40, DIM), spec)

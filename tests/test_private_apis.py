@@ -17,7 +17,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import kvpass
 from kvpass.cache.state import KVState
-from kvpass.codec import CodecSpec
 from kvpass.compile import appends, find, normalise
 from kvpass.compile.backend import Backend
 from kvpass.compile.calls import APPEND
@@ -28,7 +27,7 @@ from kvpass.models import recording
 from kvpass.runtime.transformers import TransformersRuntime
 from kvpass.schemes import KIVIConfig
 
-from common import ROUNDS_IN_INDUCTOR
+from common import ROUNDS_IN_INDUCTOR, coded
 from tiny import llama, tokens
 
 
@@ -64,7 +63,7 @@ def test_export_keeps_attention_whole_and_names_what_is_written():
 
 def test_export_turns_mutable_custom_ops_into_auto_functionalized_v2():
     """`kvpass.compile.appends` reads the arguments this higher-order op was called with."""
-    spec = CodecSpec(2, "channel", 32, 32)
+    spec = coded(2, "channel", 32, 32)
     state, x = KVState.allocate(spec, 1, 2, 32, torch.float32, "cpu", 64), torch.randn(1, 2, 1, 32)
 
     def step(*state_and_others):

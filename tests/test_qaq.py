@@ -26,7 +26,7 @@ from kvpass.codec.adaptive import (
 )
 from kvpass.codec.spec import Adaptive
 from kvpass.lowering.append import query_energy
-from kvpass.lowering.reference import attention_paid
+from kvpass.lowering.reference import attention_mass
 from kvpass.schemes import QAQConfig
 
 from common import DIM, naive_attention, only_reference, randn, seeds
@@ -143,11 +143,11 @@ def state_with(x, **fields):
     config = QAQConfig(residual=8, **fields)
     geometry = schemes.LayerGeometry(0, 1, HEADS, DIM, x.dtype, torch.device("cpu"))
     spec = config.plan(geometry).key if fields.get("role") == "key" else config.plan(geometry).value
-    state = AdaptiveState.allocate(spec, x.shape[0], HEADS, DIM, x.dtype, "cpu", x.shape[2], PlanePool())
+    state = AdaptiveState.allocate_in(PlanePool(), spec, x.shape[0], HEADS, DIM, x.dtype, "cpu", x.shape[2])
     with only_reference():
         torch.ops.kvpass.append_(
             state.pack, state.carrier(0), x, None, None, state.text,
-            edge=state.host.tokens,
+            originals=state.host.tokens,
         )  # fmt: skip
     return state
 
@@ -161,7 +161,7 @@ def quantize(state, n, importance):
 
 def same_codes(a, b):
     mine, theirs = a._tokens(a.count), b._tokens(b.count)
-    widths = a.spec.adaptive.widths
+    widths = a.spec.quantizer.adaptive.widths
     return torch.equal(mine.levels, theirs.levels) and torch.equal(
         from_planes(mine.planes, mine.levels, widths), from_planes(theirs.planes, theirs.levels, widths)
     )
@@ -225,7 +225,7 @@ def test_importance_is_the_largest_weight_of_the_last_rows():
     mask[1, :, :, :7] = False
     eye = torch.eye(40).expand(2, HEADS, -1, -1)
     weights = naive_attention(q, k, eye, mask=mask, scale=0.25).nan_to_num(0)
-    got = attention_paid(q, k, mask, False, 0.25, 0.0, None, "max-5")
+    got = attention_mass(q, k, mask, False, 0.25, 0.0, None, "max-5")
     expected = weights[:, :, -5:].unflatten(1, (HEADS, -1)).amax((2, 3))
     torch.testing.assert_close(got.double(), expected, atol=1e-6, rtol=1e-5)
 
@@ -283,7 +283,7 @@ def test_attention_of_a_prompt_reaches_the_classes():
         paid = weights[:, :, -5:].unflatten(1, (2, -1)).amax((2, 3))
         torch.testing.assert_close(layer.importance.weights[..., :80], paid, atol=1e-5, rtol=1e-4)
         state = layer.value_state
-        rule, packed = state.spec.adaptive, state.spec.packed(80)
+        rule, packed = state.spec.quantizer.adaptive, state.spec.retention.packed(80)
         deviation = allowed_deviation(rule, 80, paid[..., :packed], None)
         assert torch.equal(state._tokens(packed).levels, levels_for(state.scale[:, :, :packed], deviation, rule.widths))
 
@@ -350,12 +350,12 @@ def test_query_energies_can_be_measured_ahead(tmp_path):
     measured = calibration.scheme.query_energy
     assert len(measured) == 2 and not calibration.predictors
     _, cache, _ = step_by_step(model, SMALL, ids[:1], 80, lowering="eager")
-    assert measured[0] == pytest.approx(cache.layers[0].key_state.compensation.amax().item(), rel=0.2)
+    assert measured[0] == pytest.approx(cache.layers[0].key_state.energy.amax().item(), rel=0.2)
     kvpass.apply(model, kvpass.load(calibration.save(tmp_path)))
     assert "query energies of 2 layers" in str(kvpass.explain(model))
     cache = DynamicCache(config=model.config)
     model(input_ids=ids, past_key_values=cache)
     state = cache.layers[1].key_state
-    assert state.compensation is None and state.spec.adaptive.energy == measured[1]
+    assert state.energy is None and state.spec.quantizer.adaptive.energy == measured[1]
     with pytest.raises(KVPassError, match="for 3 layers"):
         kvpass.apply(llama(layers=3), calibration.scheme)

@@ -1,5 +1,8 @@
 """Which tokens stay exact: LogQuant's stream against its algorithm written down naively, and no token ever lost."""
 
+import pickle
+from dataclasses import fields
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,10 +11,10 @@ from hypothesis import strategies as st
 import kvpass
 from kvpass import KVPassError, Recent, Retention, Sinks, schemes
 from kvpass.cache.state import KVState
-from kvpass.codec import CodecSpec
 from kvpass.layout.window import LogSparse, layout, ring_tokens
+from kvpass.schemes import AquaKVConfig, KIVIConfig
 
-from common import DIM, chunkings, dtypes, naive_decode, randn, seeds, state_of
+from common import DIM, chunkings, coded, dtypes, naive_decode, randn, seeds, state_of
 
 pytestmark = pytest.mark.usefixtures("reference_lowering")
 
@@ -21,11 +24,11 @@ sinks = st.sampled_from((0, 1, 4))
 
 def log_spec(window, sinks=0, rollback=16, bits=2, per="channel"):
     group = 4 if per == "channel" else 8
-    return CodecSpec(bits, per, group, window, residual=2 * window, sinks=sinks, rollback=rollback, keep="log")
+    return coded(bits, per, group, window, residual=2 * window, sinks=sinks, rollback=rollback, keep="log")
 
 
 def recent_spec(window, sinks=0, rollback=16):
-    return CodecSpec(2, "channel", 4, window, residual=2 * window, sinks=sinks, rollback=rollback)
+    return coded(2, "channel", 4, window, residual=2 * window, sinks=sinks, rollback=rollback)
 
 
 def algorithm_1(window: int, tokens: int) -> tuple[list[int], list[list[int]]]:
@@ -48,25 +51,26 @@ def algorithm_1(window: int, tokens: int) -> tuple[list[int], list[list[int]]]:
     ],
 )
 def test_the_known_vectors_of_logquant(tokens, kept):
-    assert layout(log_spec(4)).exact(tokens).tolist() == kept
+    assert layout(log_spec(4).retention).exact(tokens).tolist() == kept
 
 
 @given(windows, sinks, st.integers(0, 300))
 def test_exact_and_packed_tokens_are_those_of_algorithm_1(window, first, tokens):
-    where, spec = layout(log_spec(window, first)), log_spec(window, first)
+    spec = log_spec(window, first)
+    where = layout(spec.retention)
     exact, left = algorithm_1(window, max(0, tokens - first))
     assert where.exact(tokens).tolist() == [token + first for token in exact]
-    assert spec.pages(tokens) == len(left)
+    assert spec.retention.pages(tokens) == len(left)
     assert where.page_tokens(0, len(left)).tolist() == [token + first for page in left for token in page]
 
 
 @given(st.sampled_from((log_spec, recent_spec)), windows, sinks, st.integers(0, 400))
 def test_every_policy_keeps_token_counts_and_drops_no_token(make, window, first, tokens):
     spec = make(window, first)
-    where, head = layout(spec), list(range(min(first, tokens)))
-    exact, packed = where.exact(tokens).tolist(), where.page_tokens(0, spec.pages(tokens)).tolist()
+    where, head = layout(spec.retention), list(range(min(first, tokens)))
+    exact, packed = where.exact(tokens).tolist(), where.page_tokens(0, spec.retention.pages(tokens)).tolist()
     assert sorted(head + exact + packed) == list(range(tokens))
-    assert len(packed) == spec.packed(tokens)
+    assert len(packed) == spec.retention.packed(tokens)
     if tokens - first >= 3 * window:
         assert 2 * window <= len(exact) <= 3 * window
         assert exact[0] == first or make is recent_spec  # token 0 is never removed
@@ -78,12 +82,15 @@ def test_every_policy_keeps_token_counts_and_drops_no_token(make, window, first,
 @given(st.sampled_from((log_spec, recent_spec)), windows, sinks, st.sampled_from((0, 3, 16)), st.integers(1, 300))
 def test_exact_tokens_have_slots_of_their_own_that_last(make, window, first, rollback, tokens):
     spec = make(window, first, rollback)
-    where, held = layout(spec), torch.cat([torch.arange(min(first, tokens)), layout(spec).exact(tokens)])
+    where, held = (
+        layout(spec.retention),
+        torch.cat([torch.arange(min(first, tokens)), layout(spec.retention).exact(tokens)]),
+    )
     slots = where.slots(held)
-    assert len(set(slots.tolist())) == len(held) and int(slots.max()) < first + spec.window
+    assert len(set(slots.tolist())) == len(held) and int(slots.max()) < first + spec.retention.ring_size
     assert slots.tolist() == [where.slot(token) for token in held.tolist()]
     assert not where.overwritten(held, tokens).any()
-    table = ring_tokens(spec, tokens)
+    table = ring_tokens(spec.retention, tokens)
     assert table[slots].tolist() == held.tolist() and (table >= 0).sum() == len(held)
     for back in range(min(rollback, tokens) + 1):  # what a crop within the rollback needs is still there
         assert not where.overwritten(where.exact(tokens - back), tokens).any()
@@ -96,15 +103,15 @@ def test_streaming_equals_prefill(window, first, bits, per, chunks, seed, dtype)
     x = randn(seed, 2, 2, n, DIM, dtype=dtype)
     streamed, at_once = state_of(spec, x, chunks), state_of(spec, x)
     for name in ("codes", "scale", "zero_point"):
-        used = [getattr(state, name)[:, :, : spec.pages(n)] for state in (streamed, at_once)]
+        used = [getattr(state, name)[:, :, : spec.retention.pages(n)] for state in (streamed, at_once)]
         assert torch.equal(*used), name
-    exact = layout(spec).exact(n)
+    exact = layout(spec.retention).exact(n)
     assert torch.equal(streamed.window(n), x[:, :, exact]) and torch.equal(at_once.window(n), x[:, :, exact])
     decoded = streamed.decode(n)
     assert torch.equal(decoded, at_once.decode(n))
     assert torch.equal(decoded[:, :, exact], x[:, :, exact])
-    packed = layout(spec).page_tokens(0, spec.pages(n))
-    pages = (t[:, :, : spec.pages(n)] for t in (at_once.codes, at_once.scale, at_once.zero_point))
+    packed = layout(spec.retention).page_tokens(0, spec.retention.pages(n))
+    pages = (t[:, :, : spec.retention.pages(n)] for t in (at_once.codes, at_once.scale, at_once.zero_point))
     expected = naive_decode(*pages, spec).to(dtype)
     torch.testing.assert_close(decoded[:, :, packed], expected, atol=2e-2, rtol=2e-2)
 
@@ -118,7 +125,7 @@ def test_after_any_appends_and_crops_every_token_is_still_itself(window, first, 
         state.append(x[:, :, n : n + more], n)
         n += more
         lossless, new = state.lossless_crop(max(0, n - back)), max(0, n - back)
-        if not restored and back <= spec.rollback:
+        if not restored and back <= spec.retention.rollback:
             assert lossless
         restored |= not lossless
         state.crop(n, new)
@@ -126,15 +133,15 @@ def test_after_any_appends_and_crops_every_token_is_still_itself(window, first, 
         decoded = state.decode(n)
         assert n == 0 or (decoded - x[:, :, :n]).abs().max() < 1.0
         if not restored:
-            exact = layout(spec).exact(n)
+            exact = layout(spec.retention).exact(n)
             assert torch.equal(state.window(n), x[:, :, exact])
 
 
 def test_the_stream_may_be_followed_in_and_out_of_inference_mode():
-    where = LogSparse(log_spec(4))
+    where = LogSparse(log_spec(4).retention)
     with torch.inference_mode():
         where.exact(50)
-    assert where.exact(200).tolist() == layout(log_spec(4)).exact(200).tolist()
+    assert where.exact(200).tolist() == layout(log_spec(4).retention).exact(200).tolist()
     with torch.inference_mode():
         where.exact(900)
     where.exact(2000)
@@ -150,13 +157,41 @@ def test_policies_compose_and_travel_as_plain_data():
     config = schemes.get("kivi", retention=policy)
     assert schemes.get(config.to_dict()) == config
     plan = config.plan(schemes.LayerGeometry(0, 1, 2, 32, torch.float32, torch.device("cpu")))
-    for spec in (plan.key, plan.value):
-        assert (spec.residual, spec.page_size, spec.sinks, spec.keep) == (96, 32, 4, "recent")
+    assert plan.key.retention == plan.value.retention == policy and policy.residual == 96
+
+
+def test_what_cannot_be_retained_is_refused_when_it_is_written():
+    for impossible, says in (
+        (lambda: Retention(64, 32, budget=50), "budget=50 must be a multiple of page_size=32"),
+        (lambda: Retention(64, 32, budget=64, rollback=33), "rollback=33 at most that"),
+        (lambda: Retention(64, 32, keep="log"), "residual=32 must be twice page_size=32"),
+        (lambda: Retention(96, 32, keep="log", budget=64), "two choices of what stays"),
+        (lambda: Retention(1 << 24, 32), "ask for fewer"),
+    ):
+        with pytest.raises(KVPassError, match=says):
+            impossible()
+
+
+def test_a_crop_goes_back_16_tokens_or_a_page_where_tokens_are_evicted():
+    assert [kvpass.HeavyHitter(64, 32, page_size=page).rollback for page in (8, 32)] == [8, 16]
+    assert Recent(64, page_size=8).rollback == 16
+
+
+def test_a_copy_in_another_process_does_not_bring_its_hash_along():
+    policy = Recent(64)
+    hash(policy)
+    assert set(vars(pickle.loads(pickle.dumps(policy)))) == {field.name for field in fields(policy)}
+
+
+def test_the_window_of_a_backbone_does_not_matter_to_aqua():
+    layer = schemes.LayerGeometry(1, 2, 2, 32, torch.float32, torch.device("cpu"), previous_layer=0)
+    evicting, plain = KIVIConfig(retention=kvpass.HeavyHitter(64, recent=32)), KIVIConfig()
+    assert AquaKVConfig(backbone=evicting).plan(layer) == AquaKVConfig(backbone=plain).plan(layer)
 
 
 def test_logquant_and_its_twin_keep_as_many_exact_tokens():
     geometry = schemes.LayerGeometry(0, 1, 2, 32, torch.float32, torch.device("cpu"))
-    log, twin = (schemes.get(name).plan(geometry).key for name in ("logquant", "logquant-twin"))
+    log, twin = (schemes.get(name).plan(geometry).key.retention for name in ("logquant", "logquant-twin"))
     assert (log.keep, twin.keep, twin.sinks) == ("log", "recent", 1)
     for n in range(97, 400):
         assert len(layout(log).exact(n)) in range(64, 97) and len(layout(twin).exact(n)) in range(64, 97)
@@ -167,7 +202,9 @@ def test_logquant_and_its_twin_keep_as_many_exact_tokens():
 def test_every_scheme_takes_every_policy(scheme, policy):
     config = schemes.get(scheme, retention=policy, rope="pre")
     plan = config.plan(schemes.LayerGeometry(0, 1, 2, 64, torch.float32, torch.device("cpu")))
-    assert plan.key.keep == plan.value.keep == policy.keep and plan.key.sinks == policy.sinks
+    assert (
+        plan.key.retention.keep == plan.value.retention.keep == policy.keep and plan.key.retention.sinks == policy.sinks
+    )
 
 
 @pytest.mark.parametrize(
@@ -180,7 +217,7 @@ def test_every_scheme_takes_every_policy(scheme, policy):
         (lambda: schemes.get("kivi", retention=Recent(64), sinks=4), "part of the retention"),
         (lambda: schemes.get("logquant", retention=Recent(64)), "KIVIConfig"),
         (lambda: schemes.get("logquant", window=42), "page_size=42.*group_size=32"),
-        (lambda: CodecSpec(2, "channel", 4, 8, residual=8, keep="log"), "residual=8 must be twice page_size=8"),
+        (lambda: coded(2, "channel", 4, 8, residual=8, keep="log"), "residual=8 must be twice page_size=8"),
     ],
 )
 def test_impossible_policies_are_refused_with_the_reason(make, says):

@@ -11,14 +11,13 @@ from transformers import DynamicCache
 
 import kvpass
 from kvpass import KVPassError
-from kvpass.codec import CodecSpec
 from kvpass.codec.kept import opened
 from kvpass.codec.rope import join_pairs, rotate, split_pairs
 from kvpass.lowering import reference
 from kvpass.lowering.append import fit_compensation
 from kvpass.lowering.inductor import attend as inductor_attend
 
-from common import DIM, only_reference, randn, seeds, state_of
+from common import DIM, coded, only_reference, randn, seeds, state_of
 from tiny import VOCABULARY, llama, tokens
 
 IDENTITY = dict(scheme="identity", rope="pre")
@@ -58,8 +57,8 @@ def test_joining_inverts_splitting(rope):
 @pytest.mark.parametrize("rope, keep", [("half-3", "recent"), ("interleaved-8", "log")])
 def test_attention_rotates_what_it_reads(n, rope, keep):
     """Against attention over keys that were decoded, then rotated, in every implementation."""
-    k_spec = CodecSpec(2, "channel", 16, 16, residual=32, sinks=2, keep=keep, pre_rope=True)
-    v_spec = CodecSpec(2, "token", 8, 16, residual=32, sinks=2, keep=keep)
+    k_spec = coded(2, "channel", 16, 16, residual=32, sinks=2, keep=keep, pre_rope=True)
+    v_spec = coded(2, "token", 8, 16, residual=32, sinks=2, keep=keep)
     x = [randn(i, 2, 2, n + 1, DIM) for i in range(2)]
     states = [state_of(s, t[:, :, :n], room=n) for s, t in zip((k_spec, v_spec), x, strict=True)]
     packs = [opened(s.pack, s.spec) for s in states]
@@ -207,7 +206,7 @@ def test_squat_before_rope_is_fitted_to_the_queries_before_rope():
         model(input_ids=ids, past_key_values=cache)
     layer = cache.layers[0]
     q = seen[0].unflatten(-1, (-1, 32)).transpose(1, 2)
-    expected = fit_compensation(q, None, 2, layer.plan.key).to(torch.float16)
+    expected = fit_compensation(q, None, 2, layer.plan.key.quantizer.subspace).to(torch.float16)
     torch.testing.assert_close(layer.key_state.compensation, expected, atol=2e-3, rtol=2e-3)
 
 

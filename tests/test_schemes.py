@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvpass import KVPassError, schemes
 from kvpass.schemes import KIVIConfig, LayerGeometry, LayerPlan, SQuatConfig
 
-from common import WIDTHS
+from common import WIDTHS, recoded
 
 
 def geometry(head_dim=64):
@@ -43,7 +43,7 @@ def test_the_shipped_names_are_available_and_plan_every_layer():
     assert schemes.available() == sorted(schemes.available())
     for name in schemes.available():
         plan = schemes.get(name).plan(geometry())
-        assert isinstance(plan, LayerPlan) and (plan.key.grid or str(plan.key.bits)) in str(plan)
+        assert isinstance(plan, LayerPlan) and (plan.key.quantizer.grid or str(plan.key.bits)) in str(plan)
         plan.key.check(64), plan.value.check(64)
 
 
@@ -169,13 +169,13 @@ def test_a_plan_refuses_a_block_that_does_not_divide_the_head():
 def test_kivi_and_squat_differ_only_in_the_subspace_of_keys(config):
     plan = config.plan(geometry(128))
     assert plan.needs_queries == isinstance(config, SQuatConfig)
-    assert dataclasses.replace(plan.key, subspace=None, per="token", residual=plan.value.residual) == plan.value
-    assert plan.key.residual == 0 and plan.value.residual == plan.key.page_size == config.residual
+    assert recoded(plan.key, subspace=None, per="token", window=plan.value.retention.window) == plan.value
+    assert plan.key.retention.residual == 0 and plan.value.retention.residual == plan.key.page_size == config.residual
 
 
 def test_squats_weight_is_relative_unless_the_papers_lambda_is_given():
-    relative = SQuatConfig(strength=0.5).plan(geometry()).key.subspace
-    paper = SQuatConfig(lam=1e-3).plan(geometry()).key.subspace
+    relative = SQuatConfig(strength=0.5).plan(geometry()).key.quantizer.subspace
+    paper = SQuatConfig(lam=1e-3).plan(geometry()).key.quantizer.subspace
     assert relative.relative and relative.weight == 0.5 and relative.block_size == 32
     assert not paper.relative and paper.weight == 1e-3
 

@@ -62,7 +62,7 @@ def test_three_hundred_tokens_are_one_decode_graph(smollm2, prose):
         cache, other = one_step_compiled_and_eager(model, out)
         for mine, theirs in zip(cache.layers, other.layers, strict=True):
             for a, b in zip(mine.states(), theirs.states(), strict=True):
-                used = a.spec.pages(363)  # no page was due in this step
+                used = a.spec.retention.pages(363)  # no page was due in this step
                 assert torch.equal(a.codes[:, :, :used], b.codes[:, :, :used])
                 assert torch.equal(a.scale[:, :, :used], b.scale[:, :, :used])
                 torch.testing.assert_close(a.ring, b.ring, atol=1e-4, rtol=1e-4)
@@ -95,8 +95,8 @@ def test_squat_errs_less_than_kivi_in_the_query_subspace_of_real_keys(smollm2, p
         geometry = LayerGeometry(0, 1, k.shape[1], k.shape[3], k.dtype, k.device)
         squat, kivi = (kvpass.schemes.get(name).plan(geometry).key for name in ("squat", "kivi"))
         stacked = q.unflatten(1, (k.shape[1], -1))
-        precision = precision_matrix(stacked[..., :prompt, :].flatten(2, 3), squat.subspace)
-        compensation = compensation_matrix(precision, squat.subspace.block_size)
+        precision = precision_matrix(stacked[..., :prompt, :].flatten(2, 3), squat.quantizer.subspace)
+        compensation = compensation_matrix(precision, squat.quantizer.subspace.block_size)
         keys = k[:, :, :prompt]
         error = {
             name: decode_pages(*encode_pages(keys, spec, compensation), spec) - keys
@@ -139,5 +139,5 @@ def test_the_reference_compensation_is_what_prefill_stored(smollm2, prose):
         cache = DynamicCache(config=model.config)
         model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
         for layer, (q, _) in zip(cache.layers, calls, strict=True):
-            expected = fit_compensation(q, None, 3, layer.plan.key)
+            expected = fit_compensation(q, None, 3, layer.plan.key.quantizer.subspace)
             torch.testing.assert_close(layer.key_state.compensation.double(), expected, atol=2e-2, rtol=2e-2)

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from kvpass import PackedKV, schemes
 from kvpass.cache.state import KVState
-from kvpass.codec import CodecSpec, Subspace, decode_pages, encode_pages
+from kvpass.codec import Subspace, decode_pages, encode_pages
 from kvpass.codec.subspace import compensation_matrix, precision_matrix
 from kvpass.lowering.append import fit_compensation
 
-from common import DIM, queries_for, randn, seeds, spread, state_of
+from common import DIM, coded, queries_for, randn, seeds, spread, state_of
 
 pytestmark = pytest.mark.usefixtures("reference_lowering")
 
@@ -24,7 +24,7 @@ def prompt_queries(seed, batch=1, heads=1, rows=200, dim=128):
 
 
 def spec_of(weight, relative=True, rank=5, block=64, group=32, page=32, bits=2, **more):
-    return CodecSpec(bits, "channel", group, page, subspace=Subspace(rank, weight, relative, block), **more)
+    return coded(bits, "channel", group, page, subspace=Subspace(rank, weight, relative, block), **more)
 
 
 # ---------------------------------------------------------------- the matrices
@@ -87,7 +87,7 @@ def test_every_block_is_quantized_after_the_blocks_before_have_moved_it(bits, bl
     """Replays the paper's loop in float64 on what was stored: each block must hold the nearest levels of its target."""
     spec = spec_of(1.0, block=block, bits=bits, group=16)
     x, q = randn(0, 1, 1, 32, 64), prompt_queries(1, dim=64)
-    precision = precision_matrix(q, spec.subspace)
+    precision = precision_matrix(q, spec.quantizer.subspace)
     codes, scale, zero_point = encode_pages(x, spec, compensation_matrix(precision, block))
     stored = decode_pages(codes, scale, zero_point, spec)[0, 0].double().numpy()
     step, low = (spread(p, spec)[0, 0].numpy() for p in (scale, zero_point))
@@ -132,7 +132,7 @@ def errors(weight, relative, samples=4, dim=64):
     x = randn(3, samples, 2, 512, dim) * torch.linspace(0.5, 2, dim)
     q = prompt_queries(5, samples, 2, 300, dim)
     spec = spec_of(weight, relative, block=dim // 2)
-    c = compensation_matrix(precision_matrix(q, spec.subspace), dim // 2).half()
+    c = compensation_matrix(precision_matrix(q, spec.quantizer.subspace), dim // 2).half()
     e = decode_pages(*encode_pages(x, spec, c), spec).double() - x.double()
     _, singular, directions = torch.linalg.svd(q, full_matrices=False)
     q_hat = singular[..., :5, None] * directions[..., :5, :]
@@ -180,14 +180,14 @@ def test_a_rank_beyond_head_dim_is_all_of_it(rank, seed):
     q = prompt_queries(seed, 1, 2, 40, 16)
     full = torch.eye(16).double() + 0.3 * q.mT @ q
     assert torch.allclose(precision_matrix(q, Subspace(rank, 0.3, False, 8)), full, rtol=1e-9, atol=1e-6)
-    spec = CodecSpec(2, "channel", 8, 8, subspace=Subspace(rank, 1.0, True, 8))
+    spec = coded(2, "channel", 8, 8, subspace=Subspace(rank, 1.0, True, 8))
     x = randn(seed, 1, 2, 30, DIM)
     assert torch.isfinite(state_of(spec, x, q=queries_for(spec, seed, 1, 2)).decode(30)).all()
 
 
 # ---------------------------------------------------------------- batches and prompts
 
-SPEC = CodecSpec(2, "channel", 8, 16, subspace=Subspace(3, 1.0, True, DIM // 2))
+SPEC = coded(2, "channel", 8, 16, subspace=Subspace(3, 1.0, True, DIM // 2))
 
 
 def test_encoding_a_batch_equals_encoding_each_sample_alone():
@@ -207,10 +207,10 @@ def test_encoding_a_batch_equals_encoding_each_sample_alone():
 
 def test_query_heads_of_a_kv_head_are_stacked_in_order():
     q = queries_for(SPEC, 1, 2, 3)  # 6 query heads on 3 KV heads
-    got = fit_compensation(q, None, 3, SPEC)
+    got = fit_compensation(q, None, 3, SPEC.quantizer.subspace)
     for head in range(3):
         stacked = torch.cat([q[:, 2 * head], q[:, 2 * head + 1]], 1)[:, None]
-        expected = compensation_matrix(precision_matrix(stacked, SPEC.subspace), DIM // 2)
+        expected = compensation_matrix(precision_matrix(stacked, SPEC.quantizer.subspace), DIM // 2)
         assert torch.allclose(got[:, head : head + 1], expected, atol=1e-9)
 
 
@@ -226,7 +226,7 @@ def padded_mask(padding: list[int], tokens: int, kind: str):
 @pytest.mark.parametrize("kind", ["bool", "float"])
 @pytest.mark.parametrize("relative", [True, False])
 def test_left_padding_is_left_out_of_the_subspace(kind, relative):
-    spec = CodecSpec(2, "channel", 8, 16, subspace=Subspace(3, 1.0 if relative else 1e-2, relative, DIM // 2))
+    spec = coded(2, "channel", 8, 16, subspace=Subspace(3, 1.0 if relative else 1e-2, relative, DIM // 2))
     padding, tokens = [0, 3, 11, 19], 20
     q, x = queries_for(spec, 1, 4, 2), randn(0, 4, 2, tokens, DIM)
     for i, count in enumerate(padding):
@@ -234,7 +234,7 @@ def test_left_padding_is_left_out_of_the_subspace(kind, relative):
     state = KVState.allocate(spec, 4, 2, DIM, x.dtype, "cpu", tokens)
     state.append(x, 0, q, padded_mask(padding, tokens, kind))
     for i, count in enumerate(padding):
-        own = fit_compensation(q[i : i + 1, :, count:], None, 2, spec)
+        own = fit_compensation(q[i : i + 1, :, count:], None, 2, spec.quantizer.subspace)
         assert torch.allclose(state.compensation[i : i + 1].double(), own, rtol=2e-3, atol=1e-6), f"padding {count}"
 
 
@@ -242,7 +242,7 @@ def test_left_padding_is_left_out_of_the_subspace(kind, relative):
 def test_prompts_shorter_than_a_page_fix_the_subspace_for_later_tokens(prompt):
     x, q = randn(0, 2, 2, 100, DIM), queries_for(SPEC, 1, 2, 2, prompt)
     state = state_of(SPEC, x, [prompt] + [1] * (100 - prompt), q)
-    fitted = fit_compensation(q, None, 2, SPEC).to(state.compensation.dtype)
+    fitted = fit_compensation(q, None, 2, SPEC.quantizer.subspace).to(state.compensation.dtype)
     assert torch.equal(state.compensation, fitted)  # frozen after the prompt
     pages = x[:, :, :96]
     for got, expected in zip(

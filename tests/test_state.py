@@ -16,10 +16,12 @@ from common import (
     WIDTHS,
     assert_same_contents,
     chunkings,
+    coded,
     dtypes,
     naive_decode,
     queries_for,
     randn,
+    recoded,
     seeds,
     specs,
     state_of,
@@ -48,14 +50,14 @@ def test_append_in_any_chunking_equals_append_at_once_with_a_subspace(spec, chun
 @pytest.mark.parametrize("per, residual", [("channel", 0), ("token", 32)])
 @pytest.mark.parametrize("sinks", [0, 4])
 def test_token_by_token_equals_at_once_for_the_shipped_layouts(bits, per, residual, sinks):
-    spec = CodecSpec(bits, per, 32, 32, residual=residual, sinks=sinks)
+    spec = coded(bits, per, 32, 32, residual=residual, sinks=sinks)
     x = randn(bits, 1, 2, 133, 32)
     assert_same_contents(state_of(spec, x, [1] * 133), state_of(spec, x), 133)
 
 
 @pytest.mark.parametrize("head_dim, rows", [(64, 32), (128, 32), (64, 96)])
 def test_compensated_pages_do_not_depend_on_how_many_are_encoded_together(head_dim, rows):
-    spec = CodecSpec(2, "channel", 32, rows, subspace=Subspace(5, 1.0, True, head_dim // 2))
+    spec = coded(2, "channel", 32, rows, subspace=Subspace(5, 1.0, True, head_dim // 2))
     x, q = randn(0, 1, 3, 1000, head_dim), queries_for(spec, 1, 1, 3, 300, head_dim)
     assert_same_contents(state_of(spec, x, [37] * 27 + [1], q), state_of(spec, x, q=q), 1000)
 
@@ -77,31 +79,31 @@ def test_sinks_and_window_are_the_originals_bit_for_bit_and_as_many_as_promised(
     for length in chunks:
         state.append(x[:, :, n : n + length], n)
         n += length
-        window, dense, sinks = state.window(n), state.decode(n), min(n, spec.sinks)
+        window, dense, sinks = state.window(n), state.decode(n), min(n, spec.retention.sinks)
         exact = window.shape[2]
-        if spec.packed(n):
-            assert spec.residual <= exact <= spec.residual + spec.page_size - 1
+        if spec.retention.packed(n):
+            assert spec.retention.residual <= exact <= spec.retention.window - 1
         else:
-            assert exact == n - sinks < spec.residual + spec.page_size
+            assert exact == n - sinks < spec.retention.window
         assert torch.equal(window, x[:, :, n - exact : n])
         assert torch.equal(dense[:, :, n - exact :], x[:, :, n - exact : n])
         assert torch.equal(dense[:, :, :sinks], x[:, :, :sinks])
-        assert spec.packed(n) == n - sinks - exact
+        assert spec.retention.packed(n) == n - sinks - exact
 
 
 @given(specs(), st.integers(40, 150), seeds, dtypes)
 def test_packed_tokens_decode_as_the_naive_decoder_says_rounded_once(spec, tokens, seed, dtype):
     x = randn(seed, 2, 2, tokens, DIM, dtype=dtype)
-    state, used, sinks = state_of(spec, x), spec.pages(tokens), spec.sinks
+    state, used, sinks = state_of(spec, x), spec.retention.pages(tokens), spec.retention.sinks
     naive = naive_decode(state.codes[:, :, :used], state.scale[:, :, :used], state.zero_point[:, :, :used], spec)
     got = state.decode(tokens)
     assert got.dtype == dtype and got.shape == x.shape and got.is_contiguous()
-    packed = got[:, :, sinks : sinks + spec.packed(tokens)].double()
+    packed = got[:, :, sinks : sinks + spec.retention.packed(tokens)].double()
     assert torch.allclose(packed, naive, rtol=torch.finfo(dtype).eps, atol=4e-6)
 
 
 def test_append_rounds_to_the_dtype_of_the_cache():
-    spec, x = CodecSpec(2, "token", 8, 8, residual=8), randn(0, 1, 1, 20, DIM)
+    spec, x = coded(2, "token", 8, 8, residual=8), randn(0, 1, 1, 20, DIM)
     state = KVState.allocate(spec, 1, 1, DIM, torch.bfloat16, "cpu", 20)
     state.append(x, 0)
     assert_same_contents(state, state_of(spec, x.bfloat16()), 20)
@@ -109,14 +111,14 @@ def test_append_rounds_to_the_dtype_of_the_cache():
 
 @pytest.mark.parametrize("shape", [(2, 2, 3, DIM), (1, 3, 3, DIM), (1, 2, 3, DIM + 8), (2, 3, DIM)])
 def test_append_refuses_tensors_of_another_geometry_and_names_both(shape):
-    state = KVState.allocate(CodecSpec(2, "token", 8, 8), 1, 2, DIM, torch.float32, "cpu", 8)
+    state = KVState.allocate(coded(2, "token", 8, 8), 1, 2, DIM, torch.float32, "cpu", 8)
     with pytest.raises(KVPassError, match=r"\(1, 2, 16\), got"):
         state.append(torch.zeros(shape), 0)
 
 
 @pytest.mark.parametrize("per", ["channel", "token"])
 def test_a_refused_append_leaves_the_stored_tokens_alone(per):
-    spec = CodecSpec(2, per, 8, 16, sinks=2)
+    spec = coded(2, per, 8, 16, sinks=2)
     x = randn(0, 1, 2, 45, DIM)
     state, bad = state_of(spec, x), randn(1, 1, 2, 40, DIM)
     before = state.decode(45)
@@ -127,7 +129,7 @@ def test_a_refused_append_leaves_the_stored_tokens_alone(per):
 
 
 def test_the_first_tokens_of_a_codec_with_a_subspace_need_queries():
-    spec = CodecSpec(2, "channel", 8, 8, subspace=Subspace(2, 1.0, True, 8))
+    spec = coded(2, "channel", 8, 8, subspace=Subspace(2, 1.0, True, 8))
     with pytest.raises(KVPassError, match="queries"):
         state_of(spec, randn(0, 1, 1, 4, DIM))
 
@@ -139,13 +141,13 @@ def test_the_first_tokens_of_a_codec_with_a_subspace_need_queries():
 def test_growing_keeps_contents(spec, chunks, seed):
     x = randn(seed, 1, 2, sum(chunks), DIM)
     grown, roomy = state_of(spec, x, chunks, room=0), state_of(spec, x, chunks, room=4000)
-    assert grown.codes.shape[2] < roomy.codes.shape[2] or spec.pages(4000) <= 4
+    assert grown.codes.shape[2] < roomy.codes.shape[2] or spec.retention.pages(4000) <= 4
     assert_same_contents(grown, roomy, x.shape[2])
 
 
 @pytest.mark.parametrize("step", [1, 7, 300])
 def test_slack_stays_within_three_percent_or_four_pages(step):
-    spec = CodecSpec(1, "channel", 8, 8)
+    spec = coded(1, "channel", 8, 8)
     state = KVState.allocate(spec, 1, 1, 2, torch.float32, "cpu", 0)
     reallocations, capacity = 0, state.codes.shape[2]
     for n in range(0, 6000, step):
@@ -154,13 +156,13 @@ def test_slack_stays_within_three_percent_or_four_pages(step):
         assert len(pages) == 1
         (now,) = pages
         reallocations, capacity = reallocations + (now != capacity), now
-        used = spec.pages(n)
+        used = spec.retention.pages(n)
         assert used <= capacity <= max(used + 4, used * 1.032)
     assert reallocations <= 110  # geometric, not once a page
 
 
 def test_allocating_for_all_tokens_never_moves_the_storage():
-    spec = CodecSpec(2, "channel", 8, 16, sinks=3)
+    spec = coded(2, "channel", 8, 16, sinks=3)
     state = KVState.allocate(spec, 1, 2, DIM, torch.float32, "cpu", 500)
     where = {name: tensor.data_ptr() for name, tensor in state.tensors()}
     for n in range(0, 500, 20):
@@ -175,7 +177,7 @@ def test_allocating_for_all_tokens_never_moves_the_storage():
 def crops(draw):
     spec = draw(specs())
     old = draw(st.integers(1, 150))
-    return spec, old, draw(st.integers(max(0, old - spec.rollback), old))
+    return spec, old, draw(st.integers(max(0, old - spec.retention.rollback), old))
 
 
 @given(crops(), chunkings(60), seeds)
@@ -195,11 +197,11 @@ def test_crop_within_rollback_is_as_if_the_tokens_had_never_been_there(case, chu
 
 
 def test_crop_across_a_flush_unpacks_the_page_without_loss():
-    spec = CodecSpec(2, "channel", 32, 32)
+    spec = coded(2, "channel", 32, 32)
     x = randn(0, 1, 2, 100, DIM)
     state = state_of(spec, x)
     state.crop(100, 90)
-    assert spec.packed(100) == 96 and spec.packed(90) == 64
+    assert spec.retention.packed(100) == 96 and spec.retention.packed(90) == 64
     assert torch.equal(state.window(90), x[:, :, 64:90])
     state.append(x[:, :, 90:], 90)
     assert_same_contents(state, state_of(spec, x), 100)
@@ -212,9 +214,9 @@ def test_crop_beyond_the_window_restores_what_decode_gave_for_tokens_that_are_no
     new = int(share * (old - 1))
     x = randn(seed, 2, 2, old, DIM)
     state = state_of(spec, x)
-    before, lossless, exact_from = state.decode(old), state.lossless_crop(new), max(0, old - spec.window)
+    before, lossless, exact_from = state.decode(old), state.lossless_crop(new), max(0, old - spec.retention.ring_size)
     state.crop(old, new)
-    got, start = state.decode(new), min(new, spec.sinks) + spec.packed(new)
+    got, start = state.decode(new), min(new, spec.retention.sinks) + spec.retention.packed(new)
     if lossless:
         assert torch.equal(got[:, :, start:], x[:, :, start:new])
         assert torch.equal(got[:, :, :start], before[:, :, :start])
@@ -254,7 +256,7 @@ def ramp(spec: CodecSpec, tokens: int) -> torch.Tensor:
 @settings(max_examples=80)
 @given(specs(), histories())
 def test_after_any_appends_and_crops_every_token_is_still_itself(spec, steps):
-    spec = CodecSpec(8, spec.per, spec.group_size, spec.page_size, spec.residual, spec.sinks, spec.rollback)
+    spec = recoded(spec, bits=8)
     x, n = ramp(spec, 400), 0
     state = KVState.allocate(spec, 1, 1, DIM, x.dtype, "cpu", 0)
     for change in steps:
@@ -269,7 +271,7 @@ def test_after_any_appends_and_crops_every_token_is_still_itself(spec, steps):
 
 
 def test_two_crops_that_together_exceed_the_rollback_do_not_mix_up_tokens():
-    spec = CodecSpec(8, "channel", 32, 32, rollback=16)
+    spec = coded(8, "channel", 32, 32, rollback=16)
     x = ramp(spec, 116)
     state = state_of(spec, x)
     state.crop(116, 106)
@@ -281,7 +283,7 @@ def test_two_crops_that_together_exceed_the_rollback_do_not_mix_up_tokens():
 
 
 def test_a_crop_after_one_that_had_to_restore_does_not_mix_up_tokens():
-    spec = CodecSpec(8, "channel", 32, 32, rollback=16)
+    spec = coded(8, "channel", 32, 32, rollback=16)
     x = ramp(spec, 300)
     state = state_of(spec, x)
     state.crop(300, 100)
@@ -305,7 +307,7 @@ def test_map_selects_and_reorders_samples(spec, seed, order):
 
 
 def test_map_takes_the_compensation_along():
-    spec = CodecSpec(2, "channel", 8, 8, subspace=Subspace(2, 1.0, True, 8))
+    spec = coded(2, "channel", 8, 8, subspace=Subspace(2, 1.0, True, 8))
     x, q = randn(0, 3, 2, 40, DIM), queries_for(spec, 1, 3, 2)
     chosen = state_of(spec, x, q=q)
     chosen.map_(lambda tensor: tensor[[2, 0]])
@@ -321,17 +323,14 @@ def test_map_takes_the_compensation_along():
 
 @given(specs(), st.booleans(), st.integers(1, 3), st.integers(1, 3), dtypes, st.integers(0, 900))
 def test_nbytes_is_the_closed_form_with_everything_counted(spec, subspace, batch, heads, dtype, tokens):
-    if subspace and spec.per == "channel":
-        spec = CodecSpec(
-            spec.bits, spec.per, spec.group_size, spec.page_size, spec.residual, spec.sinks, spec.rollback,
-            Subspace(3, 1.0, True, DIM // 4),
-        )  # fmt: skip
+    if subspace and spec.quantizer.per == "channel":
+        spec = recoded(spec, subspace=Subspace(3, 1.0, True, DIM // 4))
     state = KVState.allocate(spec, batch, heads, DIM, dtype, "cpu", tokens)
-    pages = max(4, max(0, tokens - spec.sinks - spec.residual) // spec.page_size)
+    pages = max(4, max(0, tokens - spec.retention.sinks - spec.retention.residual) // spec.page_size)
     codes = pages * spec.page_size * DIM * spec.bits // 8
-    params = 2 * 2 * pages * spec.page_size * DIM // spec.group_size
-    ring = (spec.sinks + spec.residual + spec.page_size + spec.rollback) * DIM * dtype.itemsize
-    compensation = 2 * (DIM * 3 // 4) ** 2 if spec.subspace else 0
+    params = 2 * 2 * pages * spec.page_size * DIM // spec.quantizer.group_size
+    ring = (spec.retention.sinks + spec.retention.window + spec.retention.rollback) * DIM * dtype.itemsize
+    compensation = 2 * (DIM * 3 // 4) ** 2 if spec.quantizer.subspace else 0
     assert state.nbytes == batch * heads * (codes + params + ring + compensation)
     assert state.nbytes == sum(t.untyped_storage().nbytes() for _, t in state.tensors())
 

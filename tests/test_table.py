@@ -1,16 +1,16 @@
 """The lowering table: who is taken, who is passed over, and what is said about it."""
 
-import json
 from dataclasses import dataclass
 
 import pytest
 
 from kvpass import KVPassError
-from kvpass.codec import CodecSpec
+from kvpass.codec import CodecSpec, Quantizer
+from kvpass.layout.retention import Recent
 from kvpass.lowering import table
-from kvpass.lowering.table import Implementation, Site, implements, select
+from kvpass.lowering.table import DispatchKey, Implementation, implements, select
 
-from common import implementations
+from common import coded, implementations
 
 
 @pytest.fixture
@@ -21,11 +21,11 @@ def toy_op():
     def plain():
         return "plain"
 
-    @implements("toy", "choosy", refuses=lambda site: None if site.device == "cuda" else "it needs a GPU.")
+    @implements("toy", "choosy", refuses=lambda dispatch: None if dispatch.device == "cuda" else "it needs a GPU.")
     def choosy():
         return "choosy"
 
-    yield Site("toy", "cpu"), Site("toy", "cuda")
+    yield DispatchKey("toy", "cpu"), DispatchKey("toy", "cuda")
     del table._TABLE["toy"]
     select.cache_clear()
 
@@ -69,23 +69,38 @@ def test_the_choice_and_what_was_passed_over_are_logged(toy_op, caplog):
 
 
 @dataclass(frozen=True)
-class Later(CodecSpec):
-    """A spec with a field that no lowering knows."""
+class LaterQuantizer(Quantizer):
+    """A quantizer with a field that no lowering knows."""
 
     smoothing: float = 0.0
 
 
+@dataclass(frozen=True)
+class LaterSpec(CodecSpec):
+    """A spec that has one."""
+
+    smoothing: float = 0.0
+
+
+QUANTIZER = Quantizer(2, "token", 16)
+LATER = {
+    "of a part": CodecSpec(LaterQuantizer(2, "token", 16, smoothing=0.5), Recent(16)),
+    "of the whole": LaterSpec(QUANTIZER, Recent(16), smoothing=0.5),
+}
+
+
+@pytest.mark.parametrize("field", LATER)
 @pytest.mark.parametrize("lowering", ["inductor", "triton"])
 @pytest.mark.parametrize("op", ["encode", "append_", "append_layers_", "decode", "attend"])
-def test_a_feature_that_nobody_lists_is_served_by_the_reference_alone(op, lowering, monkeypatch, caplog):
+def test_a_feature_that_nobody_lists_is_served_by_the_reference_alone(op, lowering, field, monkeypatch, caplog):
     device = "cuda" if lowering == "triton" else "cpu"
     today, later = (
-        Site(op, device, (str(spec),) * (2 if op.startswith("attend") else 1), queries=1, head_dim=64)
-        for spec in (CodecSpec(2, "token", 16, 16), Later(2, "token", 16, 16, smoothing=0.5))
+        DispatchKey(op, device, (str(spec),) * (2 if op.startswith("attend") else 1), queries=1, head_dim=64)
+        for spec in (CodecSpec(QUANTIZER, Recent(16)), LATER[field])
     )
     if lowering in implementations(op):
         assert select(today, lowering).name == lowering
-    monkeypatch.setattr(table, "parse", lambda text: Later(**json.loads(text)))
+    monkeypatch.setattr(table, "parse", lambda text: LATER[field])
     if lowering in implementations(op):
         with pytest.raises(KVPassError, match="it has no smoothing"):
             select(later, lowering)
@@ -96,12 +111,10 @@ def test_a_feature_that_nobody_lists_is_served_by_the_reference_alone(op, loweri
 
 def test_every_field_of_a_spec_is_a_size_or_a_feature():
     """Those that only say how something is stored are none to who reads."""
-    plain = CodecSpec(2, "channel", 16, 16)
+    plain = coded(2, "channel", 16, 16)
     assert plain.features == {"bits=2", "per=channel"}
-    spec = CodecSpec(
-        2, "channel", 16, 16, residual=32, keep="log", eta=0.1, pre_rope=True, rotation=3, predictor="mean"
-    )
-    assert spec.features == plain.features | {"keep=log", "eta", "pre_rope", "rotation", "predictor=mean"}
+    spec = coded(2, "channel", 16, 16, residual=32, keep="log", eta=0.1, pre_rope=True, rotation=3, center=True)
+    assert spec.features == plain.features | {"keep=log", "eta", "pre_rope", "rotation", "center"}
     assert spec.stored_as.features == spec.features - {"eta"}
 
 
@@ -109,4 +122,4 @@ def test_every_op_has_a_reference_that_serves_every_site():
     for op in ("encode", "append_", "append_layers_", "decode", "attend"):
         assert "reference" in implementations(op) and "reference" in table.names()
         for queries in (0, 1, 5):
-            assert select(Site(op, "cpu", queries=queries), "reference").name == "reference"
+            assert select(DispatchKey(op, "cpu", queries=queries), "reference").name == "reference"

@@ -5,13 +5,14 @@ import torch
 import torch.nn.functional as F
 
 from kvpass import KVPassError, NonFiniteError, PackedKV
-from kvpass.codec import CodecSpec, Subspace
+from kvpass.codec import Subspace
 from kvpass.codec.affine import params_dtype
 
 from common import (
     DIM,
     DTYPES,
     assert_same_contents,
+    coded,
     queries_for,
     randn,
     state_of,
@@ -19,9 +20,9 @@ from common import (
 
 pytestmark = pytest.mark.usefixtures("reference_lowering")
 
-KEYS = CodecSpec(2, "channel", 8, 16, sinks=2)
-VALUES = CodecSpec(4, "token", 8, 16, residual=16)
-SUBSPACE = CodecSpec(2, "channel", 8, 16, subspace=Subspace(3, 1.0, True, DIM // 2))
+KEYS = coded(2, "channel", 8, 16, sinks=2)
+VALUES = coded(4, "token", 8, 16, residual=16)
+SUBSPACE = coded(2, "channel", 8, 16, subspace=Subspace(3, 1.0, True, DIM // 2))
 ANY = pytest.mark.parametrize("spec", [KEYS, VALUES, SUBSPACE], ids=["keys", "values", "subspace"])
 
 
@@ -145,7 +146,7 @@ def test_detach_shares_storage_and_stays_packed(spec):
 def test_flatten_and_unflatten_round_trip(spec):
     _, packed = pack(spec)
     names, context = packed.__tensor_flatten__()
-    assert ("compensation" in names) == (spec.subspace is not None)
+    assert ("compensation" in names) == (spec.quantizer.subspace is not None)
     parts = {name: getattr(packed, name) for name in names}
     again = PackedKV.__tensor_unflatten__(parts, context, packed.shape, packed.stride())
     assert type(again) is PackedKV and again.shape == packed.shape and again.dtype == packed.dtype

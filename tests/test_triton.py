@@ -1,22 +1,20 @@
 """The Triton kernels against the reference: on the device where there is one, otherwise in Triton's interpreter, for
 which ``conftest.py`` sets TRITON_INTERPRET before anything imports Triton. `test_triton_choice` has who takes them."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvpass import KVPassError
-from kvpass.codec import CodecSpec, Subspace, decode_pages
+from kvpass.codec import Subspace, decode_pages
 from kvpass.codec.affine import params_dtype
 from kvpass.codec.bitpack import num_planes
 from kvpass.codec.codebook import grid_shape, names
 from kvpass.codec.rope import parse_rope
 from kvpass.layout.window import carry, layout
 
-from common import WIDTHS, awkward, dtypes, randn, seeds, state_of, widths
+from common import WIDTHS, awkward, coded, dtypes, randn, recoded, seeds, state_of, widths
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # the interpreter of 3.6 takes named tuples for plain ones; its compiler does not
@@ -95,9 +93,9 @@ def layouts(draw, dim: int, pre_rope: bool):
     shared = dict(page_size=page, sinks=draw(st.sampled_from((0, 0, 3))))
     residual, later = draw(st.sampled_from((0, 5))), draw(st.sampled_from((0, page, page + 7)))
     group = draw(st.sampled_from(divisors(page if per == "channel" else dim)))
-    key = CodecSpec(draw(widths), per, group, residual=residual, pre_rope=pre_rope, **shared)
+    key = coded(draw(widths), per, group, residual=residual, pre_rope=pre_rope, **shared)
     group = draw(st.sampled_from(divisors(dim)))
-    return key, CodecSpec(draw(widths), "token", group, residual=residual + later, rollback=7, **shared)
+    return key, coded(draw(widths), "token", group, residual=residual + later, rollback=7, **shared)
 
 
 @st.composite
@@ -136,18 +134,18 @@ def test_attention_and_what_each_token_is_paid_are_the_references(call, statisti
 @pytest.mark.parametrize("bits", WIDTHS)
 @pytest.mark.parametrize("per", ["channel", "token"])
 def test_attend_at_every_width_over_many_splits(bits, per):
-    keys, values = CodecSpec(bits, per, 16, 16), CodecSpec(bits, "token", 16, 16, residual=16)
+    keys, values = coded(bits, per, 16, 16), coded(bits, "token", 16, 16, residual=16)
     assert_attends_as_the_reference(attend_arguments((keys, values), 250, heads=1, repeats=4))
 
 
 @pytest.mark.parametrize("v_bits", [1, 2, 8])
 @pytest.mark.parametrize("k_bits", [1, 4, 8])
 def test_attend_with_other_widths_for_values_than_for_keys(k_bits, v_bits):
-    specs = CodecSpec(k_bits, "channel", 8, 32), CodecSpec(v_bits, "token", 16, 32, residual=32)
+    specs = coded(k_bits, "channel", 8, 32), coded(v_bits, "token", 16, 32, residual=32)
     assert_attends_as_the_reference(attend_arguments(specs, 133, heads=1))
 
 
-KIVI = CodecSpec(2, "channel", 32, 32), CodecSpec(2, "token", 32, 32, residual=32)
+KIVI = coded(2, "channel", 32, 32), coded(2, "token", 32, 32, residual=32)
 
 
 def test_attend_with_nine_query_heads_on_three_and_sixteen_queries_needs_two_tiles():
@@ -161,27 +159,27 @@ def test_attend_to_wide_heads(dim):
 
 
 LATTICES = {
-    "QuaRot": (CodecSpec(2, "token", 32, 32, rotation=0, predictor="mean"), CodecSpec(3, "token", 32, 32, rotation=1)),
-    "1 dimension": (CodecSpec(2, "token", 16, 32, grid="d1n4"), CodecSpec(4, "token", 32, 32, grid="d1n16")),
-    "HIGGS": tuple(CodecSpec(4, "token", 96, 32, rotation=0, grid="d2n16", predictor=p) for p in ("mean", "")),
-    "HIGGS, 3 bits": tuple(CodecSpec(6, "token", 48, 32, rotation=0, grid="d2n64", predictor=p) for p in ("mean", "")),
-    "beside uniform codes": (KIVI[0], CodecSpec(8, "token", 32, 32, residual=32, rotation=0, grid="d2n256")),
+    "QuaRot": (coded(2, "token", 32, 32, rotation=0, center=True), coded(3, "token", 32, 32, rotation=1)),
+    "1 dimension": (coded(2, "token", 16, 32, grid="d1n4"), coded(4, "token", 32, 32, grid="d1n16")),
+    "HIGGS": tuple(coded(4, "token", 96, 32, rotation=0, grid="d2n16", center=c) for c in (True, False)),
+    "HIGGS, 3 bits": tuple(coded(6, "token", 48, 32, rotation=0, grid="d2n64", center=c) for c in (True, False)),
+    "beside uniform codes": (KIVI[0], coded(8, "token", 32, 32, residual=32, rotation=0, grid="d2n256")),
 }
 
 
 @pytest.mark.parametrize("specs", LATTICES.values(), ids=LATTICES)
 @pytest.mark.parametrize("queries, dtype", [(1, torch.float32), (5, torch.bfloat16)], ids=str)
 def test_attend_to_rotated_centred_and_lattice_codes(specs, queries, dtype):
-    dim = 96 if specs[0].group_size in (96, 48) else 64
+    dim = 96 if specs[0].quantizer.group_size in (96, 48) else 64
     arguments = attend_arguments(specs, 140, queries, dim=dim, dtype=dtype, causal=queries > 1)
-    if specs[0].predictor:
+    if specs[0].transform.predictor:
         arguments[1][-1].copy_(state_of(specs[0], randn(0, 1, 2, 140, dim, dtype=dtype) + 1).center)
     assert_attends_as_the_reference(arguments)
 
 
 @pytest.mark.parametrize("per", ["channel", "token"])
 def test_a_mean_is_rotated_with_the_keys(per):
-    specs = CodecSpec(2, per, 32, 32, sinks=3, predictor="mean", pre_rope=True), CodecSpec(3, "token", 16, 32, sinks=3)
+    specs = coded(2, per, 32, 32, sinks=3, center=True, pre_rope=True), coded(3, "token", 16, 32, sinks=3)
     arguments = attend_arguments(specs, 140, 2, dim=64, dtype=torch.float16, causal=True)
     arguments[1][-1].copy_(state_of(specs[0], randn(0, 1, 2, 140, 64) + 1).center)
     assert_attends_as_the_reference(arguments, **rotary(0, 1, 140, "half-16"))
@@ -189,13 +187,13 @@ def test_a_mean_is_rotated_with_the_keys(per):
 
 @pytest.mark.parametrize("specs", [LATTICES["QuaRot"], LATTICES["beside uniform codes"]], ids=["QuaRot", "KIVI"])
 def test_where_tokens_are_evicted_importance_says_who_of_the_past_is_padding(specs):
-    specs = [replace(spec, budget=160) for spec in specs]
-    arguments = attend_arguments([replace(s, budget=None) for s in specs], 150, 3, dim=64, batch=2)
+    specs = [recoded(spec, budget=160) for spec in specs]
+    arguments = attend_arguments([recoded(s, budget=None) for s in specs], 150, 3, dim=64, batch=2)
     arguments[-2:] = map(str, specs)
     arguments[-6] = random_mask("bool", 0, 2, 1, 3, 153).to(DEVICE)
     importance = randn(0, 2, 2, 170).to(DEVICE)
     importance[0, :, :70] = -torch.inf
-    if specs[0].predictor:
+    if specs[0].transform.predictor:
         arguments[1][-1].copy_(randn(1, 2, 2, 1, 64))
     assert_scores_as_the_reference(arguments, "sum", importance)
 
@@ -218,7 +216,7 @@ def _unpack(codes, scale, zero, out, rows, ROWS: tl.constexpr, L: tl.constexpr, 
 @pytest.mark.parametrize("per", ["channel", "token"])
 def test_pairs_of_channels_unpack_to_codes_exactly(bits, per):
     """What products of 16 bits are unpacked to, which the interpreter does not multiply: scales are powers of two."""
-    spec, planes, rng = CodecSpec(bits, per, 16, 32), num_planes(bits), torch.Generator().manual_seed(bits)
+    spec, planes, rng = coded(bits, per, 16, 32), num_planes(bits), torch.Generator().manual_seed(bits)
     codes, scale, zero = OPS.encode(randn(0, 1, 1, 3 * 32, 48, dtype=torch.float16), None, str(spec), "reference")
     scale = 2.0 ** torch.randint(-3, 3, scale.shape, generator=rng)
     zero = scale * torch.randint(-9, 9, zero.shape, generator=rng)
@@ -242,7 +240,7 @@ def test_attend_neither_reads_spare_capacity_nor_writes_the_state():
     arguments = attend_arguments(KIVI, 100)
     for state, spec in zip(arguments[1:3], KIVI, strict=True):
         for pool in state[:3]:
-            pool[:, :, spec.pages(100) :] = 77 if pool.dtype == torch.uint8 else float("nan")
+            pool[:, :, spec.retention.pages(100) :] = 77 if pool.dtype == torch.uint8 else float("nan")
     tensors = [*arguments[1], *arguments[2]]
     before = [tensor.clone() for tensor in tensors]
     assert torch.isfinite(OPS.attend(*arguments, "triton")[0]).all()
@@ -278,7 +276,7 @@ def encoded(draw):
     per, page = draw(st.sampled_from(("channel", "token"))), draw(st.sampled_from((8, 16, 64, 128)))
     dim, eta = draw(st.sampled_from((16, 48, 80, 96, 128))), draw(st.sampled_from((0.0, 0.0, 0.045)))
     group, rotation = draw(st.sampled_from(divisors(page if per == "channel" else dim))), draw(rotations)
-    return CodecSpec(draw(widths), per, group, page, eta=eta, rotation=rotation), draw(whole_pages(page, dim, 0, 3))
+    return coded(draw(widths), per, group, page, eta=eta, rotation=rotation), draw(whole_pages(page, dim, 0, 3))
 
 
 @st.composite
@@ -286,7 +284,7 @@ def encoded_on_grids(draw):
     name, page = draw(st.sampled_from(("d1n4", "d1n8", "d2n16", "d2n64", "d4n64"))), draw(st.sampled_from((8, 16, 64)))
     dim, fit = draw(st.sampled_from((16, 48, 80, 96))), draw(st.sampled_from(("minmax", "lsq")))
     group, bits = draw(st.sampled_from(divisors(dim))), grid_shape(name)[1]
-    spec = CodecSpec(bits, "token", group, page, fit=fit, rotation=draw(rotations), grid=name)
+    spec = coded(bits, "token", group, page, fit=fit, rotation=draw(rotations), grid=name)
     return spec, draw(whole_pages(page, dim, 1, 2))
 
 
@@ -311,7 +309,7 @@ def test_encode_on_a_grid_is_the_references_bit_for_bit(case):
 @pytest.mark.parametrize("name", names())
 def test_encode_on_every_grid_takes_the_first_of_points_that_are_as_near(name):
     """As 0 has in one dimension, where there is an even number of points."""
-    spec = CodecSpec(grid_shape(name)[1], "token", 32, 8, grid=name)
+    spec = coded(grid_shape(name)[1], "token", 32, 8, grid=name)
     assert_encodes_as_the_reference(spec, randn(0, 1, 1, 16, 32).relu())
 
 
@@ -321,7 +319,7 @@ def test_compensated_codes_are_the_references_up_to_ties(block, blocks, bits, dt
     """Sums of products are rounded in another order: the first block is the same bit for bit, and of the others what
     lies between two codes may take either."""
     dim = block * blocks
-    spec = CodecSpec(bits, "channel", 8, 32, eta=eta, subspace=Subspace(3, 1.0, True, block))
+    spec = coded(bits, "channel", 8, 32, eta=eta, subspace=Subspace(3, 1.0, True, block))
     x = awkward(seed, "outliers", 2, 2, 64, dim, dtype=dtype, limit=100).transpose(1, 2).contiguous().transpose(1, 2)
     answers = randn(seed, 2, 2, dim - block, dim - block).mul(0.3).to(params_dtype(dtype)).to(DEVICE)
     got, expected = (OPS.encode(x.to(DEVICE), answers, str(spec), name) for name in ("triton", "reference"))
@@ -336,7 +334,7 @@ def test_a_group_that_is_not_finite_says_so_in_its_parameters():
     for bad in (float("nan"), float("inf"), -float("inf")):
         x = randn(0, 1, 2, 32, 96)
         x[0, 1, 5, 2] = bad
-        for spec in (*KIVI, LATTICES["HIGGS"][1], CodecSpec(8, "token", 16, 32, grid="d2n256", fit="lsq")):
+        for spec in (*KIVI, LATTICES["HIGGS"][1], coded(8, "token", 16, 32, grid="d2n256", fit="lsq")):
             if DEVICE == "cpu":
                 with pytest.raises(KVPassError, match="NaN"):
                     OPS.encode(x, None, str(spec), "triton")
@@ -361,7 +359,7 @@ def test_append_leaves_the_references_state_bit_for_bit(n, new):
 def test_layers_are_appended_to_together_as_the_reference_does_it(n, new):
     shapes = 2 * [(2, 32), (1, 64)]
     xs = [randn(i, 2, n + new, *shape).transpose(1, 2).to(DEVICE) for i, shape in enumerate(shapes)]
-    for spec in (*KIVI, CodecSpec(3, "token", 16, 16, sinks=3, rollback=2)):
+    for spec in (*KIVI, coded(3, "token", 16, 16, sinks=3, rollback=2)):
         states = []
         for name in ("triton", "reference"):
             layers = [state_of(spec, x[:, :, :n], room=n + new) for x in xs]
@@ -374,22 +372,22 @@ def test_tokens_whose_distance_exceeds_32_bits_are_written_to_their_windows():
     """As those of a long prompt in a fused projection. The memory between them is never touched."""
     from kvpass.lowering.triton.append import _write
 
-    count, stride, spec = 40, 1 << 26, CodecSpec(2, "token", 16, 16, residual=16)
+    count, stride, spec = 40, 1 << 26, coded(2, "token", 16, 16, residual=16)
     memory = torch.empty((count - 1) * stride + 16, dtype=torch.float16)
     x = memory.as_strided((1, 1, count, 16), (16, 16, stride, 1))
     x.copy_(randn(0, 1, 1, count, 16))
     assert (count - 1) * stride > 1 << 31
-    rings = [torch.zeros(1, 1, spec.window, 16, dtype=torch.float16) for _ in range(2)]
-    _write(rings[:1], 3, [x], spec)
-    layout(spec).write(rings[1], 3, x)
+    rings = [torch.zeros(1, 1, spec.retention.ring_size, 16, dtype=torch.float16) for _ in range(2)]
+    _write(rings[:1], 3, [x], spec.retention)
+    layout(spec.retention).write(rings[1], 3, x)
     assert torch.equal(*rings) and rings[0].any()
 
 
 def test_more_tokens_than_kernels_can_count_are_refused():
     """Pools of as many pages, all of which are the same memory."""
-    spec, n = CodecSpec(2, "token", 16, 16, residual=16), 1 << 27
+    spec, n = coded(2, "token", 16, 16, residual=16), 1 << 27
     q, *past, _, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec = attend_arguments([spec] * 2, 70, dim=16)
     for state in past:
-        state[:3] = (pool[:, :, :1].expand(-1, -1, spec.pages(n), -1, -1) for pool in state[:3])
+        state[:3] = (pool[:, :, :1].expand(-1, -1, spec.retention.pages(n), -1, -1) for pool in state[:3])
     with pytest.raises(KVPassError, match=r"up to 134217727 tokens of 16 channels.*reference"):
         OPS.attend(q, *past, carry(n), k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, "triton")

@@ -7,15 +7,15 @@ import torch
 
 import kvpass
 from kvpass import KVPassError
-from kvpass.codec import CodecSpec, Subspace
-from kvpass.lowering.table import Site, select
+from kvpass.codec import Subspace
+from kvpass.lowering.table import DispatchKey, select
 
-from common import ROUNDS_IN_INDUCTOR, changed_table, only_reference
+from common import ROUNDS_IN_INDUCTOR, changed_table, coded, only_reference
 from tiny import called, llama, step_by_step, tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytest.importorskip("triton", minversion="3.7" if DEVICE == "cpu" else None)  # as in `test_triton`
-KIVI = CodecSpec(2, "channel", 32, 32), CodecSpec(2, "token", 32, 32, residual=32)
+KIVI = coded(2, "channel", 32, 32), coded(2, "token", 32, 32, residual=32)
 
 
 @torch.no_grad()
@@ -47,26 +47,26 @@ def test_drafts_are_verified_by_the_kernels_whatever_their_length(caplog):
 
 
 REFUSED = {
-    "log-sparse": CodecSpec(2, "channel", 16, 16, residual=32, keep="log"),
-    "pre-rope, rotated": CodecSpec(2, "token", 16, 16, pre_rope=True, rotation=0),
-    "raw": CodecSpec(32, "token", 16, 16),
-    "grid": CodecSpec(6, "token", 16, 16, grid="d4n64"),
-    "predictor": CodecSpec(2, "token", 16, 16, predictor="linear"),
-    "page of 24": CodecSpec(2, "channel", 8, 24),
-    "values first": CodecSpec(2, "channel", 16, 16, residual=16),
+    "log-sparse": coded(2, "channel", 16, 16, residual=32, keep="log"),
+    "pre-rope, rotated": coded(2, "token", 16, 16, pre_rope=True, rotation=0),
+    "raw": coded(32, "token", 16, 16),
+    "grid": coded(6, "token", 16, 16, grid="d4n64"),
+    "predictor": coded(2, "token", 16, 16, predictor="linear"),
+    "page of 24": coded(2, "channel", 8, 24),
+    "values first": coded(2, "channel", 16, 16, residual=16),
 }
 
 
-def site(op, *specs, device=DEVICE, queries=1, head_dim=64):
-    return Site(op, device, tuple(map(str, specs)), queries, head_dim)
+def dispatch(op, *specs, device=DEVICE, queries=1, head_dim=64):
+    return DispatchKey(op, device, tuple(map(str, specs)), queries, head_dim)
 
 
 @pytest.mark.parametrize("spec", REFUSED.values(), ids=REFUSED)
 def test_attend_refuses_what_it_does_not_serve_and_says_why(spec):
-    value = CodecSpec(2, "token", 16, spec.page_size if spec.page_size != 24 else 16)
+    value = coded(2, "token", 16, spec.page_size if spec.page_size != 24 else 16)
     with pytest.raises(KVPassError, match="lowering='triton' cannot run kvpass::attend"):
-        select(site("attend", spec, value), "triton")
-    assert select(site("attend", spec, value)).name != "triton"
+        select(dispatch("attend", spec, value), "triton")
+    assert select(dispatch("attend", spec, value)).name != "triton"
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_attend_refuses_what_it_does_not_serve_and_says_why(spec):
 )
 def test_attend_refuses_sites_it_does_not_serve(changed, reason):
     with pytest.raises(KVPassError, match=reason):
-        select(site("attend", *KIVI, **changed), "triton")
+        select(dispatch("attend", *KIVI, **changed), "triton")
 
 
 @pytest.mark.parametrize("op", ["encode", "append_", "append_layers_"])
@@ -84,20 +84,20 @@ def test_attend_refuses_sites_it_does_not_serve(changed, reason):
     "spec",
     [
         *(REFUSED[name] for name in ("raw", "page of 24")),
-        CodecSpec(2, "channel", 16, 16, fit="lsq"),
-        CodecSpec(2, "channel", 16, 16, subspace=Subspace(3, 1.0, True, 16)),
-        CodecSpec(2, "channel", 32, 256, subspace=Subspace(3, 1.0, True, 32)),
+        coded(2, "channel", 16, 16, fit="lsq"),
+        coded(2, "channel", 16, 16, subspace=Subspace(3, 1.0, True, 16)),
+        coded(2, "channel", 32, 256, subspace=Subspace(3, 1.0, True, 32)),
     ],
     ids=["raw", "page of 24", "lsq", "small blocks", "long pages"],
 )
 def test_encode_refuses_what_it_does_not_serve_and_says_why(op, spec):
     with pytest.raises(KVPassError, match=f"lowering='triton' cannot run kvpass::{op}"):
-        select(site(op, spec), "triton")
+        select(dispatch(op, spec), "triton")
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="kernels are compiled here")
 def test_auto_never_takes_the_interpreter():
-    assert select(site("attend", *KIVI)).name == "inductor"
-    assert select(site("encode", KIVI[0])).name == ("inductor" if ROUNDS_IN_INDUCTOR else "reference")
+    assert select(dispatch("attend", *KIVI)).name == "inductor"
+    assert select(dispatch("encode", KIVI[0])).name == ("inductor" if ROUNDS_IN_INDUCTOR else "reference")
     with only_reference():
-        assert select(site("attend", *KIVI)).name == "reference"
+        assert select(dispatch("attend", *KIVI)).name == "reference"

@@ -11,15 +11,14 @@ from torch.overrides import TorchFunctionMode
 
 import kvpass  # noqa: F401  (registers the ops)
 from kvpass.cache.state import KVState
-from kvpass.codec import CodecSpec
 from kvpass.layout.window import LENGTH_OFFSET, SEEN_OFFSET, LogSparse, Writes, carry, layout, length_of
 
-from common import randn
+from common import coded, randn
 
-KEYS = CodecSpec(2, "channel", 8, 16)
-VALUES = CodecSpec(2, "token", 8, 16, residual=16)
-SINKS = CodecSpec(3, "channel", 16, 16, sinks=4, rollback=3)
-LOG = CodecSpec(2, "channel", 16, 16, residual=32, sinks=2, keep="log")
+KEYS = coded(2, "channel", 8, 16)
+VALUES = coded(2, "token", 8, 16, residual=16)
+SINKS = coded(3, "channel", 16, 16, sinks=4, rollback=3)
+LOG = coded(2, "channel", 16, 16, residual=32, sinks=2, keep="log")
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 31, 100_000, LENGTH_OFFSET, SEEN_OFFSET, 1 << 31, 1 << 40])
@@ -40,13 +39,13 @@ def test_a_carrier_holds_its_length_without_reading_the_device(n, device):
 @pytest.mark.parametrize("new", [1, 9])
 def test_what_is_stored_behind_billions_of_tokens_is_what_is_stored_behind_few(spec, new):
     """Pools of as many pages, all of which are the same memory: what is written is looked at after each call."""
-    period, x = math.lcm(spec.window, spec.page_size), randn(0, 1, 1, 90, 8)
+    period, x = math.lcm(spec.retention.ring_size, spec.page_size), randn(0, 1, 1, 90, 8)
     stored = []
     for n in (period, period * (1 + (1 << 33) // period)):
         state, written = KVState.allocate(spec, 1, 1, 8, torch.float32, "cpu", 0), []
         state.ring.copy_(randn(1, *state.ring.shape))
         pools = [
-            pool[:, :, :1].expand(-1, -1, spec.pages(n + 90), -1, -1)
+            pool[:, :, :1].expand(-1, -1, spec.retention.pages(n + 90), -1, -1)
             for pool in (state.codes, state.scale, state.zero_point)
         ]
         for part in x.split(new, 2):
@@ -60,27 +59,29 @@ def test_what_is_stored_behind_billions_of_tokens_is_what_is_stored_behind_few(s
 
 def test_slots_of_a_window_are_distinct_and_never_those_of_sinks():
     for spec in (KEYS, VALUES, SINKS):
-        for start in range(spec.sinks, 200, 7):
-            slots = layout(spec).slots(torch.arange(start, start + spec.window)).tolist()
-            assert sorted(slots) == list(range(spec.sinks, spec.sinks + spec.window))
-        assert layout(spec).slots(torch.arange(0)).tolist() == []
-        assert layout(spec).slot(60) == layout(spec).slot(60 + spec.window)
+        for start in range(spec.retention.sinks, 200, 7):
+            slots = layout(spec.retention).slots(torch.arange(start, start + spec.retention.ring_size)).tolist()
+            assert sorted(slots) == list(range(spec.retention.sinks, spec.retention.sinks + spec.retention.ring_size))
+        assert layout(spec.retention).slots(torch.arange(0)).tolist() == []
+        assert layout(spec.retention).slot(60) == layout(spec.retention).slot(60 + spec.retention.ring_size)
         tokens = torch.arange(90)
-        assert layout(spec).slots(tokens).tolist() == [layout(spec).slot(token) for token in range(90)]
+        assert layout(spec.retention).slots(tokens).tolist() == [
+            layout(spec.retention).slot(token) for token in range(90)
+        ]
 
 
 @pytest.mark.parametrize("start, count", [(0, 1), (0, 3), (0, 10), (3, 5), (0, 200), (130, 1), (130, 90)])
 def test_what_is_written_to_the_window_reads_back_in_order_and_the_rest_stays(start, count):
-    ring = torch.full((1, 1, SINKS.sinks + SINKS.window, 2), -1.0)
+    ring = torch.full((1, 1, SINKS.retention.sinks + SINKS.retention.ring_size, 2), -1.0)
     x = torch.arange(start, start + count, dtype=torch.float32)[None, None, :, None].expand(1, 1, -1, 2)
-    layout(SINKS).write(ring, start, x)
-    for token in range(start, min(start + count, SINKS.sinks)):
+    layout(SINKS.retention).write(ring, start, x)
+    for token in range(start, min(start + count, SINKS.retention.sinks)):
         assert (ring[:, :, token] == token).all()
-    first = max(start, SINKS.sinks, start + count - SINKS.window)
+    first = max(start, SINKS.retention.sinks, start + count - SINKS.retention.ring_size)
     if first < start + count:
         tokens = torch.arange(first, start + count)
-        assert torch.equal(ring[0, 0, layout(SINKS).slots(tokens), 0], tokens.float())
-    written = max(0, min(start + count, SINKS.sinks) - start) + max(0, start + count - first)
+        assert torch.equal(ring[0, 0, layout(SINKS.retention).slots(tokens), 0], tokens.float())
+    written = max(0, min(start + count, SINKS.retention.sinks) - start) + max(0, start + count - first)
     assert (ring[0, 0, :, 0] == -1).sum() == ring.shape[2] - written
 
 
@@ -88,22 +89,27 @@ def test_what_is_written_to_the_window_reads_back_in_order_and_the_rest_stays(st
 @pytest.mark.parametrize("steps", [[1] * 90, [70, 1, 1, 30], [5, 40, 3, 64], [3] * 30], ids=len)
 def test_tokens_leave_in_the_order_of_their_pages_and_the_others_stay(spec, steps):
     tokens = torch.arange(200, dtype=torch.float32)[None, None, :, None]
-    ring, n, left, where = torch.full((1, 1, spec.sinks + spec.window, 1), -1.0), 0, [], layout(spec)
+    ring, n, left, where = (
+        torch.full((1, 1, spec.retention.sinks + spec.retention.ring_size, 1), -1.0),
+        0,
+        [],
+        layout(spec.retention),
+    )
     for new in steps:
-        x, first, last = tokens[:, :, n : n + new], spec.pages(n), spec.pages(n + new)
+        x, first, last = tokens[:, :, n : n + new], spec.retention.pages(n), spec.retention.pages(n + new)
         if last > first:
             left += where.leaving(ring, n, x, first, last).flatten().tolist()
         where.write(ring, n, x)
         n += new
-        assert left == where.page_tokens(0, spec.pages(n)).tolist()
+        assert left == where.page_tokens(0, spec.retention.pages(n)).tolist()
         assert where.read(ring, n).flatten().tolist() == where.exact(n).tolist()
 
 
 def test_where_tokens_go_does_not_depend_on_how_far_others_have_looked():
     """Every answer of a layout that has been asked about a long text before is that of a fresh one."""
-    tokens, asked, far = torch.arange(LOG.sinks, 90), [], LogSparse(LOG)
+    tokens, asked, far = torch.arange(LOG.retention.sinks, 90), [], LogSparse(LOG.retention)
     far.page_tokens(0, 500)
-    for where in (far, LogSparse(LOG)):
+    for where in (far, LogSparse(LOG.retention)):
         answers = [where.exact(90), where.slots(tokens), where.page_tokens(1, 3), where.token_order(90)]
         answers += [where.packed_before(tokens, page) for page in (0, 2, 5, 40)]
         asked.append([*answers, where.overwritten(tokens, 100)])
@@ -112,10 +118,10 @@ def test_where_tokens_go_does_not_depend_on_how_far_others_have_looked():
 
 @pytest.mark.parametrize("spec", [KEYS, SINKS, LOG], ids=["keys", "sinks", "log-sparse"])
 def test_who_is_packed_before_a_page_is_who_is_in_the_pages_before_it(spec):
-    tokens = torch.arange(spec.sinks, 400)
+    tokens = torch.arange(spec.retention.sinks, 400)
     for page in (0, 1, 7):
-        before = tokens[layout(spec).packed_before(tokens, page)]
-        assert sorted(before.tolist()) == sorted(layout(spec).page_tokens(0, page).tolist())
+        before = tokens[layout(spec.retention).packed_before(tokens, page)]
+        assert sorted(before.tolist()) == sorted(layout(spec.retention).page_tokens(0, page).tolist())
 
 
 class Interrupt(TorchFunctionMode):
@@ -133,10 +139,10 @@ class Interrupt(TorchFunctionMode):
 
 
 def test_an_interrupt_while_it_looks_ahead_leaves_a_layout_as_it_was():
-    expected = [LogSparse(LOG).page_tokens(0, 9), LogSparse(LOG).slots(torch.arange(90))]
+    expected = [LogSparse(LOG.retention).page_tokens(0, 9), LogSparse(LOG.retention).slots(torch.arange(90))]
     interrupted = 0
     for n in range(1, 200, 3):
-        where = LogSparse(LOG)
+        where = LogSparse(LOG.retention)
         where.exact(50)
         try:
             with Interrupt(n):
@@ -150,16 +156,17 @@ def test_an_interrupt_while_it_looks_ahead_leaves_a_layout_as_it_was():
 
 def test_threads_that_ask_at_once_get_what_one_gets():
     expected = [
-        (n, LogSparse(LOG).exact(n), LogSparse(LOG).page_tokens(0, LOG.pages(n))) for n in range(900, 3000, 300)
+        (n, LogSparse(LOG.retention).exact(n), LogSparse(LOG.retention).page_tokens(0, LOG.retention.pages(n)))
+        for n in range(900, 3000, 300)
     ]
 
     def ask(where, start):
         for n, exact, pages in expected[start:] + expected[:start]:
             assert torch.equal(where.exact(n), exact)
-            assert torch.equal(where.page_tokens(0, LOG.pages(n)), pages)
+            assert torch.equal(where.page_tokens(0, LOG.retention.pages(n)), pages)
 
     for _ in range(10):
-        where = LogSparse(LOG)
+        where = LogSparse(LOG.retention)
         at_once([lambda where=where, start=start: ask(where, start) for start in range(6)])
 
 
@@ -176,8 +183,8 @@ def test_threads_that_ask_at_once_get_what_one_gets():
 @settings(max_examples=200)
 def test_what_a_ring_is_said_to_have_lost_is_what_others_were_written_over(spec, history):
     """Against a ring that notes which writing of which token each slot holds."""
-    where, writes, n = layout(spec), Writes(), 0
-    ring, latest = [None] * (spec.sinks + spec.window), {}
+    where, writes, n = layout(spec.retention), Writes(), 0
+    ring, latest = [None] * (spec.retention.sinks + spec.retention.ring_size), {}
 
     def write(tokens):
         for token in tokens.tolist():
@@ -188,7 +195,7 @@ def test_what_a_ring_is_said_to_have_lost_is_what_others_were_written_over(spec,
         target = n * count // 120 if what == "crop" else n
         if what != "crop" and count:
             write(torch.arange(n, n + count))
-            writes = writes.wrote(n, n + count, spec.pages(n))
+            writes = writes.wrote(n, n + count, spec.retention.pages(n))
         if what == "feed":
             n = target = n + count
         exact = where.exact(target)
@@ -196,5 +203,5 @@ def test_what_a_ring_is_said_to_have_lost_is_what_others_were_written_over(spec,
         assert writes.lost(exact, where).tolist() == truth
         if any(truth):  # put back decoded, as a crop beyond the window does
             write(exact[torch.tensor(truth)])
-            writes = Writes(((0, target),), spec.pages(target))
+            writes = Writes(((0, target),), spec.retention.pages(target))
         n = target

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from ..codec.adaptive import (
 from ..codec.affine import check_finite, params_dtype
 from ..codec.kept import of_state
 from ..codec.spec import CodecSpec
-from ..layout.window import Writes
 from .state import GROWTH, KVState, attribute, grown
 
 _TABLES = ("_codes", "scale", "zero_point", "outliers", "where")
@@ -35,7 +34,7 @@ class PlanePool:
     """The planes of all states of a cache but the first of each, end to end: their sizes depend on data, and differ, so
     that a graph takes one tensor of bytes instead."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.states: list[AdaptiveState] = []
         self.data = torch.empty(0, dtype=torch.uint8)
         self.stale = False  # planes have been replaced since the last `refresh`
@@ -89,49 +88,57 @@ class AdaptiveState(KVState):
     codes: ``[B, H_kv, capacity, D * b / 8]``, the first plane of bits; the others are ``planes``, in a `PlanePool`.
     scale, zero_point: ``[B, H_kv, capacity, 1]``: step of the widest class, and minimum.
     levels: ``[B, H_kv, capacity / P, P / 4]``; outliers, where: ``[B, 1, capacity, k]``: see `Tokens`.
-    compensation: ``[B, H_kv, 1, 1]`` float32, the energy of the prompt's queries, for keys.
+    energy: ``[B, H_kv, 1, 1]`` float32, that of the prompt's queries, for keys; None where it was measured before.
     host: originals, or where tokens wait for their width.
     """
 
+    levels: Tensor
+    outliers: Tensor
+    where: Tensor
+
     def __init__(self, spec: CodecSpec, ring: Tensor, pool: PlanePool):
         batch, heads, _, head_dim = ring.shape
-        adaptive, params, device = spec.adaptive, params_dtype(ring.dtype), ring.device
+        adaptive, params, device = spec.quantizer.adaptive, params_dtype(ring.dtype), ring.device
         first, *others = plane_bits(adaptive.widths)
         count = round(adaptive.outliers * heads * head_dim)
 
         def empty(*shape, dtype, device=device):
             return torch.zeros(*shape, dtype=dtype, device=device)
 
-        self.spec, self.text, self.ring, self.pool = spec, str(spec), ring, pool
-        self._codes = empty(batch, heads, 0, head_dim * first // 8, dtype=torch.uint8)
-        self.scale, self.zero_point = (empty(batch, heads, 0, 1, dtype=params) for _ in range(2))
-        self.levels = empty(batch, heads, 0, spec.page_size // 4, dtype=torch.uint8)
-        self.outliers = empty(batch, 1, 0, count, dtype=ring.dtype)
-        self.where = empty(batch, 1, 0, count, dtype=where_dtype(heads * head_dim))
+        kept = {
+            "codes": empty(batch, heads, 0, head_dim * first // 8, dtype=torch.uint8),
+            "scale": empty(batch, heads, 0, 1, dtype=params),
+            "zero_point": empty(batch, heads, 0, 1, dtype=params),
+            "levels": empty(batch, heads, 0, spec.page_size // 4, dtype=torch.uint8),
+            "outliers": empty(batch, 1, 0, count, dtype=ring.dtype),
+            "where": empty(batch, 1, 0, count, dtype=where_dtype(heads * head_dim)),
+            "ring": ring,
+        }
+        if adaptive.fits_energy:
+            kept["energy"] = empty(batch, heads, 1, 1, dtype=torch.float32)
+        self.pool, self.count = pool, 0
         self.planes = [empty(batch, heads, 0, head_dim * bits // 8, dtype=torch.uint8) for bits in others]
         self.places = torch.zeros(len(others), 3, dtype=torch.int64)
         self.host = HostTokens(empty(batch, heads, 0, head_dim, dtype=ring.dtype, device="cpu"))
-        self.compensation = self.source = self.center = self.below = self.beside = None
-        if adaptive.role == "key" and adaptive.energy is None:
-            self.compensation = empty(batch, heads, 1, 1, dtype=torch.float32)
-        self.count, self.writes = 0, Writes()
+        super().__init__(spec, kept)
         pool.add(self)
-        self.put()
 
     @classmethod
     @torch.inference_mode(False)
-    def allocate(cls, spec, batch, heads, head_dim, dtype, device, tokens, pool) -> AdaptiveState:
+    def allocate_in(
+        cls, pool: PlanePool, spec: CodecSpec, batch: int, heads: int, head_dim: int, dtype: torch.dtype,
+        device: torch.device, tokens: int,
+    ) -> AdaptiveState:  # fmt: skip
         """An empty state with room for ``tokens`` tokens. Raises `KVPassError` if the spec does not fit the head."""
         spec.check(head_dim)
-        state = cls(
-            spec, torch.zeros(batch, heads, spec.sinks + spec.window, head_dim, dtype=dtype, device=device), pool
-        )
+        slots = spec.retention.sinks + spec.retention.ring_size
+        state = cls(spec, torch.zeros(batch, heads, slots, head_dim, dtype=dtype, device=device), pool)
         state.reserve(tokens)
         return state
 
     @property
-    def predictor(self) -> list[Tensor]:
-        """The side tables that ``kvpass::decode`` takes: the other planes, and where they are."""
+    def pooled_planes(self) -> Sequence[Tensor]:
+        """The other planes, of all states, and where those of this one are."""
         if not torch.compiler.is_dynamo_compiling():
             self.pool.refresh()
         return [self.pool.data, self.places]
@@ -151,17 +158,17 @@ class AdaptiveState(KVState):
         return super().__getstate__() | {"planes": own}
 
     def contents(self, n: int) -> dict[str, Tensor]:
-        packed, pages = slice(self.spec.packed(n)), slice(self.spec.pages(n))
+        packed, pages = slice(self.spec.retention.packed(n)), slice(self.spec.retention.pages(n))
         used = dict.fromkeys(_TABLES, packed) | {"levels": pages}
         own = {name: tensor[:, :, used[name]] if name in used else tensor for name, tensor in self.tensors()}
-        if self.spec.adaptive.keep_originals:
+        if self.spec.quantizer.adaptive.keep_originals:
             own["originals"] = self.host.tokens[:, :, packed]
         return own | {f"planes.{i}": plane for i, plane in enumerate(self.planes)}
 
     def fill(self, n: int, contents: Mapping[str, Tensor]) -> None:
         rows = [contents.get(f"planes.{i}", plane) for i, plane in enumerate(self.planes)]  # as many as it takes
         planes = [torch.zeros_like(plane) for plane in rows]
-        self.put(planes=[plane.to(self.ring.device) for plane in planes], count=self.spec.packed(n))
+        self.put(planes=[plane.to(self.ring.device) for plane in planes], count=self.spec.retention.packed(n))
         super().fill(n, contents)
 
     @torch.inference_mode(False)
@@ -177,8 +184,9 @@ class AdaptiveState(KVState):
     @torch.inference_mode(False)
     def reserve(self, tokens: int) -> None:
         """Make room for ``tokens`` tokens, growing geometrically; contents are kept."""
-        size, packed, have = self.spec.page_size, self.spec.packed(tokens), self.scale.shape[2]
-        keeps, room, new = self.spec.adaptive.keep_originals, have, {}
+        size, packed, have = self.spec.page_size, self.spec.retention.packed(tokens), self.scale.shape[2]
+        keeps, room = self.spec.quantizer.adaptive.keep_originals, have
+        new: dict[str, Any] = {}
         if packed > have or not have:
             room = max(packed, have + have // GROWTH, 4 * size) // size * size
             new = {name: grown(getattr(self, name), room) for name in _TABLES}
@@ -186,16 +194,16 @@ class AdaptiveState(KVState):
         wanted = room if keeps else max(size, packed - self.count)
         old = self.host.tokens
         if wanted != old.shape[2]:
-            tokens = old.new_zeros(*old.shape[:2], wanted, old.shape[3], pin_memory=self.ring.is_cuda)
+            originals = old.new_zeros(*old.shape[:2], wanted, old.shape[3], pin_memory=self.ring.is_cuda)
             if keeps:
-                tokens[:, :, : old.shape[2]] = old
-            new["host"] = self.host.replaced(tokens)
+                originals[:, :, : old.shape[2]] = old
+            new["host"] = self.host.replaced(originals)
         if new:
             self.put(**new)
 
     def crop(self, old: int, new: int, lowering: str = "auto") -> None:
         super().crop(old, new, lowering)
-        self.count = min(self.count, self.spec.packed(new))
+        self.count = min(self.count, self.spec.retention.packed(new))
 
     def reset(self) -> None:
         super().reset()
@@ -208,16 +216,16 @@ class AdaptiveState(KVState):
         importance: ``[B, H_kv, n]``, the largest attention weights of the last queries. Planes of the pool are stale
         until its `PlanePool.refresh`.
         """
-        adaptive, widths, packed = self.spec.adaptive, self.spec.adaptive.widths, self.spec.packed(n)
-        known, old = self._tokens(self.count), self.count
+        adaptive, sinks, packed = self.spec.quantizer.adaptive, self.spec.retention.sinks, self.spec.retention.packed(n)
+        widths, known, old = adaptive.widths, self._tokens(self.count), self.count
         start = old if adaptive.keep_originals else 0
         new = self.host.tokens[:, :, start : start + packed - old].to(self.ring.device)
         self._add(new, slice(old, packed))
         step, zero_point = (table[:, :, :packed] for table in (self.scale, self.zero_point))
         cells = assign_cells(new, step[:, :, old:], zero_point[:, :, old:], widths[-1])
         codes = torch.cat([from_planes(known.planes, known.levels, widths), cells], 2)
-        energy = adaptive.energy if self.compensation is None else self.compensation[..., 0]
-        worth = importance[..., self.spec.sinks : self.spec.sinks + packed]
+        energy = adaptive.energy if self.energy is None else self.energy[..., 0]
+        worth = importance[..., sinks : sinks + packed]
         levels = levels_for(step, allowed_deviation(adaptive, n, worth, energy), widths)
         if adaptive.keep_originals:
             self._restore(codes[:, :, :old], levels[:, :, :old] > known.levels)
@@ -237,8 +245,8 @@ class AdaptiveState(KVState):
 
     def _add(self, x: Tensor, part: slice) -> None:
         """Keep ranges and outliers of ``x``, the tokens ``part`` that are packed from now on."""
-        outliers, where, is_outlier = split_outliers(x, self.spec.adaptive.outliers)
-        step, zero_point = fit_range(x, is_outlier, self.spec.adaptive.widths[-1], self.scale.dtype)
+        outliers, where, is_outlier = split_outliers(x, self.spec.quantizer.adaptive.outliers)
+        step, zero_point = fit_range(x, is_outlier, self.spec.quantizer.adaptive.widths[-1], self.scale.dtype)
         if x.device.type == "cpu":
             check_finite(step, zero_point)
         self.scale[:, :, part], self.zero_point[:, :, part] = step, zero_point
@@ -250,4 +258,4 @@ class AdaptiveState(KVState):
         originals = self.host.tokens[tuple(index.cpu() for index in where)].to(self.ring.device)
         self.host.moved_nbytes += originals.nbytes
         step, zero_point = (table[:, :, : codes.shape[2]][where] for table in (self.scale, self.zero_point))
-        codes[where] = assign_cells(originals, step, zero_point, self.spec.adaptive.widths[-1])
+        codes[where] = assign_cells(originals, step, zero_point, self.spec.quantizer.adaptive.widths[-1])

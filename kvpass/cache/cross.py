@@ -10,6 +10,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ..errors import KVPassError
 from ..layout.window import carry
 from ..schemes import LayerPlan
+from .context import ForwardContext
 from .layer import PackedLayer
 from .state import KVState
 
@@ -21,7 +22,7 @@ class CrossLayer(PackedLayer):
     is_cross = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        if self.length is None or self.tokens:
+        if self.context is None or self.tokens:
             raise KVPassError(
                 "A packed cross-attention cache is written once, by the first forward of the model kvpass was applied "
                 "to: pass a fresh cache, or cache.reset(), for other inputs of the encoder."
@@ -35,16 +36,20 @@ class CrossLayer(PackedLayer):
             self._append(state, self._placed(x), which)
             state.wrote(0, tokens)
         self.tokens = self.seen = tokens
-        self.length = self.key_state.carrier(tokens)
+        self.context = ForwardContext(self.key_state.carrier(tokens))
         return key_states, value_states
 
     def _view(self, state: KVState) -> Tensor:
-        return super()._view(state) if self.length is None else self._decode(state, None)
+        return super()._view(state) if self.context is None else self._decode(state, None)
 
 
 @contextmanager
-def running(layers: Sequence[CacheLayerMixin]) -> Iterator[None]:
-    """Within it a forward may write the cross-attention ``layers``, if they are empty, and read them at any length."""
+def running(layers: Sequence[CacheLayerMixin], self_attention: PackedLayer) -> Iterator[None]:
+    """Within it a forward may write the cross-attention ``layers``, if they are empty, and read them at any length.
+
+    self_attention: a layer of the other half, whose rows are the same. If it is as new and these are not, a reset came
+        no further than that.
+    """
     packed = [layer for layer in layers if isinstance(layer, CrossLayer)]
     for layer in layers:
         if layer not in packed and layer.is_initialized:
@@ -52,23 +57,25 @@ def running(layers: Sequence[CacheLayerMixin]) -> Iterator[None]:
             torch._dynamo.maybe_mark_dynamic(layer.values, 2)
     if packed:
         tokens = packed[0].tokens
+        forgotten = tokens and not (self_attention.tokens or self_attention.edits or self_attention.crops)
         for layer in packed:
             layer.refuse_unless_whole()
-            if (layer.tokens, layer.edits) != (tokens, packed[0].edits):
+            if (layer.tokens, layer.edits) != (tokens, self_attention.edits) or forgotten:
                 raise KVPassError(
-                    "The cross-attention layers of this cache differ: writing, reordering or resetting it failed or "
-                    "was interrupted midway. Start again with a fresh cache, or cache.reset()."
+                    "The cross-attention layers of this cache differ from one another, or hold what an encoder gave "
+                    "for a text that those of self-attention have forgotten: writing, reordering or resetting it "
+                    "failed or was interrupted midway. Start again with a fresh cache, or cache.reset()."
                 )
-        length = carry(tokens, packed[0].geometry.device)
+        context = ForwardContext(carry(tokens, packed[0].geometry.device))
         if tokens > 1:
-            torch._dynamo.maybe_mark_dynamic(length, 0)
+            torch._dynamo.maybe_mark_dynamic(context.length, 0)
         for layer in packed:
-            layer.length = length
+            layer.context = context
     try:
         yield
     finally:
         for layer in packed:
-            layer.length = None
+            layer.context = None
 
 
 def cross_plan(plan: LayerPlan) -> LayerPlan | str:
@@ -78,8 +85,8 @@ def cross_plan(plan: LayerPlan) -> LayerPlan | str:
         why = "this scheme chooses among tokens as they come, and those of an encoder come all at once"
     elif plan.needs_queries or plan.needs_importance:
         why = "this scheme is fitted to queries, and what an encoder gave is stored before there are any"
-    elif plan.looks_below or plan.key_source is not None or plan.value_source is not None:
+    elif plan.looks_at_previous or plan.key_source is not None or plan.value_source is not None:
         why = "this scheme looks at other layers, which it does for self-attention only"
-    elif plan.key.pre_rope:
+    elif plan.key.transform.pre_rope:
         why = "it has no rotary embedding that keys could be stored before"
     return plan if why is None else f"cross-attention: {why}. To pack it use another scheme, such as 'kivi'"

@@ -5,17 +5,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from ..codec.predictor import looks_below
 from ..codec.spec import CodecSpec
 from ..errors import KVPassError
 from ..layout.window import SEEN_OFFSET, length_of
 from ..schemes import LayerGeometry, LayerPlan
 from .adaptive_state import AdaptiveState, PlanePool
+from .context import ForwardContext
 from .state import Importance, KVState, RotaryState, SharedTensors
 from .tensor import PackedKV
 
@@ -43,43 +44,38 @@ class PackedLayer(CacheLayerMixin):
         self.value_source: PackedLayer | None = None
         self.rotary_owner = self  # the layer that keeps the rotary tables of the cache
         self.rotary: RotaryState | None = None
-        self.below: PackedLayer | None = None  # the layer this one is predicted from
+        self.previous_layer: PackedLayer | None = None  # the layer this one is predicted from
         self.predictors: tuple[SharedTensors, SharedTensors] | None = None
-        self.is_below = False  # another layer is predicted from this one
-        self.past: tuple[Tensor, Tensor] | None = None  # its reconstruction, until the layer above has its turn
+        self.predicts_next = False  # another layer is predicted from this one
         self.pool: PlanePool | None = None  # shared by all layers whose tokens have widths of their own
-        self.edges: tuple[Tensor, Tensor] | None = None  # that of the tokens that leave, while a forward is running
         self.importance_owner = self  # the layer that decides for all, or itself
         self.importance: Importance | None = None
-        self.slots: Tensor | None = None  # where a decision is handed on, while a forward is running
         self.tokens = self.seen = 0
-        self.length: Tensor | None = None  # the length carriers, of what is stored and of what was seen,
-        self.seen_length: Tensor | None = None  # where that is more, set while a forward is running
+        self.context: ForwardContext | None = None  # while a forward is running
         self.whole = True  # False while something changes it, and for good if that was neither ended nor taken back
-        self.edits = 0  # changes of all tokens since it was empty: the same in all layers of a cache
+        self.edits = self.crops = 0  # changes of rows, and of length, since it was empty: the same in all layers
         self.drafts = 0  # calls of a few tokens in a row, up to the last; the first layer counts for its cache
-        self.query_capture = None  # who hands over the queries, while a forward is running and no graph does
 
     @property
-    def is_initialized(self) -> bool:
+    def is_initialized(self) -> bool:  # type: ignore[override]  # transformers assigns it
         return self.key_state is not None
 
     @property
-    def keys(self) -> PackedKV | None:
+    def keys(self) -> Tensor | None:  # type: ignore[override]  # the same
         """The stored keys as a ``[B, H_kv, n, D]`` tensor that decodes when read."""
         return self._view(self.key_state) if self.is_initialized else None
 
     @property
-    def values(self) -> PackedKV | None:
+    def values(self) -> Tensor | None:  # type: ignore[override]  # the same
         """The stored values as a ``[B, H_kv, n, D]`` tensor that decodes when read."""
         return self._view(self.value_state) if self.is_initialized else None
 
     def _view(self, state: KVState) -> Tensor:
-        if self.length is None:
+        if self.context is None:
             self.refuse_unless_whole()
         return (
             state.decode(self.tokens, self.lowering)
-            if self.plan.looks_below or self.plan.adaptive
+            if self.plan.looks_at_previous or self.plan.adaptive
             else PackedKV.view(state, self.tokens)
         )
 
@@ -92,16 +88,19 @@ class PackedLayer(CacheLayerMixin):
         """Bytes of its own, slack included; codes of another layer and rotary tables count where they are kept."""
         return sum(item.nbytes for item in (*self.states(), self.rotary, self.importance) if item is not None)
 
+    def _adaptive_states(self) -> list[AdaptiveState]:
+        return [state for state in self.states() if isinstance(state, AdaptiveState)]
+
     @property
     def host_nbytes(self) -> int:
         """Bytes of originals kept in host memory."""
-        kept = (state.host for state in self.states() if self.plan.adaptive and state.spec.adaptive.keep_originals)
-        return sum(host.nbytes for host in kept)
+        states = self._adaptive_states()
+        return sum(state.host.nbytes for state in states if state.spec.quantizer.adaptive.keep_originals)
 
     @property
     def moved_nbytes(self) -> int:
         """Bytes of originals fetched so far."""
-        return sum(state.host.moved_nbytes for state in self.states()) if self.plan.adaptive else 0
+        return sum(state.host.moved_nbytes for state in self._adaptive_states())
 
     @property
     def full_nbytes(self) -> int:
@@ -129,34 +128,39 @@ class PackedLayer(CacheLayerMixin):
         self.refuse_unless_whole()
         self.whole = False
         yield
-        self.edits += 1
         self.whole = True
 
-    def prepare(self, batch: int, new_tokens: int, length: Tensor, seen_length: Tensor | None) -> None:
-        """Make room for ``new_tokens`` and start a forward at the lengths ``length`` and ``seen_length`` carry."""
+    @property
+    def deciding_heads(self) -> int:
+        """Heads that decide what is evicted, each for itself."""
+        return 1 if self.plan.key.retention.shared else self.geometry.num_key_value_heads
+
+    def prepare(self, batch: int, new_tokens: int, context: ForwardContext) -> None:
+        """Make room for ``new_tokens`` and start a forward in ``context``."""
         self.allocate(batch, self.tokens + new_tokens)
         if self.importance is not None:
             self.importance.remember(self.tokens)
             if self.plan.adaptive and self._starts_to_look(new_tokens):
                 self.importance.weights.zero_()
-        self.length, self.seen_length = length, seen_length
+        self.context = context
 
     def allocate(self, batch: int, tokens: int) -> None:
         """Make room for ``tokens`` tokens, less those that are evicted; what is stored is kept."""
-        stored = max(self.tokens, self.plan.key.stored(tokens))
+        retention = self.plan.key.retention
+        stored = max(self.tokens, retention.stored(tokens))
         self._allocate(batch, self.max_cache_len or stored)
         for state in self.states():
             state.reserve(stored)
         if self.importance is not None:
             self.importance.reserve(stored)
         if self.rotary is not None:  # `attend` reads whole pages of the tables, two at least
-            self.rotary.reserve(max(tokens, self.plan.key.sinks + 2 * self.plan.key.page_size))
+            self.rotary.reserve(max(tokens, retention.sinks + 2 * retention.page_size))
 
     def _starts_to_look(self, new_tokens: int) -> bool:
         """Whether the queries that a page's widths are chosen by begin with this call."""
-        spec = self.plan.key
-        until_due = spec.page_size - (self.tokens - spec.sinks - spec.residual) % spec.page_size
-        return spec.adaptive.rows in (until_due, min(new_tokens, spec.adaptive.rows))
+        retention, rows = self.plan.key.retention, self.plan.key.quantizer.adaptive.rows
+        until_due = retention.page_size - (self.tokens - retention.sinks - retention.residual) % retention.page_size
+        return rows in (until_due, min(new_tokens, rows))
 
     def _allocate(self, batch: int, tokens: int) -> None:
         if self.is_initialized:
@@ -165,28 +169,27 @@ class PackedLayer(CacheLayerMixin):
         room = (geometry.num_key_value_heads, geometry.head_dim, geometry.dtype, geometry.device)
 
         def state(spec: CodecSpec, source: PackedLayer | None, name: str) -> KVState:
-            if spec.adaptive is not None:
-                return AdaptiveState.allocate(spec, batch, *room, tokens, self.pool)
+            if spec.quantizer.adaptive is not None:
+                return AdaptiveState.allocate_in(self.pool, spec, batch, *room, tokens)
             if source is not None:
                 source._allocate(batch, tokens)
-            return KVState.allocate(spec, batch, *room, tokens, source and getattr(source, name))
+            return KVState.allocate(spec, batch, *room, tokens, None if source is None else getattr(source, name))
 
-        new = {
+        new: dict[str, Any] = {
             "key_state": state(self.plan.key, self.key_source, "key_state"),
             "value_state": state(self.plan.value, self.value_source, "value_state"),
         }
-        if self.plan.key.pre_rope and self.rotary_owner is self:
+        if self.plan.key.transform.pre_rope and self.rotary_owner is self:
             new["rotary"] = RotaryState(batch, *room[1:], tokens)
         if self.plan.needs_importance and self.importance_owner is self:
-            heads = 1 if self.plan.key.shared_eviction else room[0]
-            new["importance"] = Importance(batch, heads, geometry.device, tokens)
-        if self.plan.looks_below:
-            self.below._allocate(batch, tokens)
+            new["importance"] = Importance(batch, self.deciding_heads, geometry.device, tokens)
+        if self.plan.looks_at_previous:
+            self.previous_layer._allocate(batch, tokens)
             own = new["key_state"], new["value_state"]
-            own[1].beside = own[0]
-            for state, below, predictor in zip(own, self.below.states(), self.predictors, strict=True):
-                if looks_below(state.spec.predictor):
-                    state.below, state.predictor = below, predictor
+            own[1].same_layer_keys = own[0]
+            for mine, previous, predictor in zip(own, self.previous_layer.states(), self.predictors, strict=True):
+                if mine.spec.transform.predictor:
+                    mine.previous_layer, mine.predictor = previous, predictor
         vars(self).update(new)  # all of it is there, or none
 
     def forget(self) -> None:
@@ -198,20 +201,20 @@ class PackedLayer(CacheLayerMixin):
     def commit(self, new_tokens: int) -> None:
         """End a forward that stored ``new_tokens``."""
         self._wrote(new_tokens)
-        gone = self.plan.key.evicted(self.tokens + new_tokens)
+        gone = self.plan.key.retention.evicted(self.tokens + new_tokens)
         for state in self.states():
             state.evicted(gone)
         self.tokens += new_tokens - gone
         self.seen += new_tokens
-        for state in self.states() if self.plan.adaptive else ():
-            if state.spec.packed(self.tokens) > state.count:
-                state.requantize(self.tokens, self.importance.weights[..., : self.tokens])
+        for adaptive in self._adaptive_states() if self.plan.adaptive else ():
+            if adaptive.spec.retention.packed(self.tokens) > adaptive.count:
+                adaptive.requantize(self.tokens, self.importance.weights[..., : self.tokens])
 
     def abandon(self, new_tokens: int) -> bool:
         """Take back a forward that failed. Whether the layer is as before: not if new tokens may have taken slots of
         the window, or the place of others."""
         self._wrote(new_tokens, succeeded=False)
-        evicted = self.plan.key.evicted(self.tokens + new_tokens)
+        evicted = self.plan.key.retention.evicted(self.tokens + new_tokens)
         return not evicted and all(state.lossless_crop(self.tokens) for state in self.states())
 
     def _wrote(self, new_tokens: int, succeeded: bool = True) -> None:
@@ -221,40 +224,34 @@ class PackedLayer(CacheLayerMixin):
             if not succeeded:
                 self.importance.take_back()
             self.importance.before = None
-        self._end()
-
-    def _end(self) -> None:
-        """Let go of what lives for one forward."""
-        self.length = self.seen_length = self.edges = self.past = self.slots = self.query_capture = None
+        self.context = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise KVPassError("A packed cache layer is initialized by the forward of the model kvpass was applied to.")
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        if self.length is None:
+        if self.context is None:
             raise KVPassError(
                 "A packed cache was updated outside of the forward kvpass was applied to. Call model(...) or "
                 "model.generate(...), not a submodule, or pass a cache of its own to the submodule."
             )
-        past = self.read() if torch.compiler.is_dynamo_compiling() or length_of(self.length) else None
-        if self.query_capture is None:
+        capture, length = self.context.query_capture, self.context.length
+        past = self.read() if torch.compiler.is_dynamo_compiling() or length_of(length) else None
+        if capture is None:
             self.append(key_states, value_states)
         else:
-            self.query_capture.wait(self, key_states, value_states)
+            capture.wait(self, key_states, value_states)
         if past is None:
             return key_states, value_states
-        return tuple(torch.cat(pair, 2) for pair in zip(past, (key_states, value_states), strict=True))
+        return torch.cat((past[0], key_states), 2), torch.cat((past[1], value_states), 2)
 
     def read(self) -> tuple[Tensor, Tensor]:
         """The past as attention sees it, keys rotated; left for the layer above as it is stored."""
-        k_below, v_below = self.below.past if self.plan.looks_below else (None, None)
+        k_below, v_below = self.context.past if self.plan.looks_at_previous else (None, None)
         keys = self._decode(self.key_state, k_below)
         values = self._decode(self.value_state, v_below, keys)
-        if self.plan.looks_below:
-            self.below.past = None
-        if self.is_below:
-            self.past = keys, values
-        if self.plan.key.pre_rope:
+        self.context.past = (keys, values) if self.predicts_next else None
+        if self.plan.key.transform.pre_rope:
             if not torch.compiler.is_dynamo_compiling():
                 raise KVPassError("Keys stored before rotary embedding need the pass: this forward was not captured.")
             rotary = self.rotary_owner.rotary
@@ -271,25 +268,27 @@ class PackedLayer(CacheLayerMixin):
                 "What is stored depends on attention, which needs the pass: this forward was not captured."
             )
         keys, values = map(self._placed, (keys, values))
-        beside = self._append(self.key_state, keys, 0, q=q, mask=mask)
-        self._append(self.value_state, values, 1, beside)
+        same_layer_keys = self._append(self.key_state, keys, 0, q=q, mask=mask)
+        self._append(self.value_state, values, 1, same_layer_keys)
 
-    def _decode(self, state: KVState, below: Tensor | None, beside: Tensor | None = None) -> Tensor:
-        if not looks_below(state.spec.predictor):
-            below = beside = None
+    def _decode(self, state: KVState, previous_layer: Tensor | None, same_layer_keys: Tensor | None = None) -> Tensor:
+        if not state.spec.transform.predictor:
+            previous_layer = same_layer_keys = None
         return torch.ops.kvpass.decode(
-            state.handles, self.length, state.text, self.lowering, below, beside, list(state.predictor)
-        )
+            state.handles, self.context.length, state.text, self.lowering, previous_layer, same_layer_keys,
+            list(state.predictor), list(state.pooled_planes),
+        )  # fmt: skip
 
     def _append(
-        self, state: KVState, x: Tensor, which: int, beside: Tensor | None = None, q: Tensor | None = None,
+        self, state: KVState, x: Tensor, which: int, same_layer_keys: Tensor | None = None, q: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
-        edge = None if self.edges is None else self.edges[which]
-        waiting = state.host.tokens if self.plan.adaptive else edge
+        edge = None if self.context.edges is None else self.context.edges[which]
         torch.ops.kvpass.append_(
-            state.handles, self.length, x, q, mask, state.text, self.lowering, waiting, beside, list(state.predictor),
-            self.importance.weights if which == 0 and self.importance else None, None, self.slots,
+            state.handles, self.context.length, x, q, mask, state.text, self.lowering, edge, same_layer_keys,
+            list(state.predictor), self.importance.weights if which == 0 and self.importance else None, None,
+            self.context.slots[self.deciding_heads] if self.evicts else None,
+            state.host.tokens if isinstance(state, AdaptiveState) else None,
         )  # fmt: skip
         return edge
 
@@ -308,13 +307,13 @@ class PackedLayer(CacheLayerMixin):
         )
 
     def get_seq_length(self) -> int:
-        if self.length is None:
+        if self.context is None:
             return self.seen
-        return length_of(self.seen_length, SEEN_OFFSET) if self.evicts else length_of(self.length)
+        return length_of(self.context.seen_length, SEEN_OFFSET) if self.evicts else length_of(self.context.length)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         # what is stored passes for the newest of the tokens seen: all of it is in the past of every query
-        stored = self.tokens if self.length is None else length_of(self.length)
+        stored = self.tokens if self.context is None else length_of(self.context.length)
         return stored + query_length, self.get_seq_length() - stored
 
     def get_max_length(self) -> int:
@@ -327,8 +326,8 @@ class PackedLayer(CacheLayerMixin):
         self.whole = False
         for state in self.states():
             state.reset()
-        self.tokens = self.seen = self.edits = 0
-        self._end()
+        self.tokens = self.seen = self.edits = self.crops = 0
+        self.context = None
         self.whole = True
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -337,7 +336,7 @@ class PackedLayer(CacheLayerMixin):
             raise KVPassError(f"crop({tokens_to_remove}): pass the negative number of tokens to remove.")
         self.refuse_unless_whole()
         new = max(0, self.tokens + tokens_to_remove)
-        least = self.plan.key.sinks + (self.plan.key.budget or 0)
+        least = self.plan.key.retention.sinks + (self.plan.key.retention.budget or 0)
         if self.seen > self.tokens and new < least:
             raise KVPassError(
                 f"crop({tokens_to_remove}): tokens have been evicted, and only the last {self.tokens - least} of those "
@@ -354,12 +353,14 @@ class PackedLayer(CacheLayerMixin):
                 state.crop(self.tokens, new, self.lowering)
             self.seen -= self.tokens - new
             self.tokens = new
+            self.crops += 1
 
     def _select_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
         with self._changing():
             for item in (*self.states(), self.rotary, self.importance):
                 if item is not None:
                     item.map_(fn)
+            self.edits += 1
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select_batch(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))

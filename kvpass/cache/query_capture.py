@@ -22,8 +22,7 @@ class QueryCapture(TorchFunctionMode):
         super().__init__()
         self.waiting: tuple[PackedLayer, Tensor, Tensor] | None = None
         self.expected, self.served = len(layers), 0
-        for layer in layers:
-            layer.query_capture = self
+        layers[0].context.query_capture = self  # they have it in common
 
     def wait(self, layer: PackedLayer, keys: Tensor, values: Tensor) -> None:
         """Store ``keys`` and ``values`` ``[B, H_kv, S, D]`` in ``layer`` when its queries come by."""

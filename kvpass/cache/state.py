@@ -10,11 +10,10 @@ from torch import Tensor
 
 from ..codec.affine import params_dtype
 from ..codec.kept import of_pages, of_state, page_shapes
-from ..codec.predictor import MEAN
 from ..codec.spec import CodecSpec
 from ..errors import KVPassError
 from ..layout.pool import handle
-from ..layout.window import Writes, carry, layout
+from ..layout.window import Recent, Writes, carry, layout
 
 _MIN_PAGES = 4
 _ALONE = "What is stored depends on the attention that tokens are paid: a cache knows it, one state does not."
@@ -41,7 +40,12 @@ class Storage:
     """Tensors that change together. New ones are all made before the first of them is put in place, and are put there
     at once, so that what fails or interrupts leaves all of them or none."""
 
-    nbytes: int  # bytes of its own, slack included
+    _nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its own, slack included."""
+        return self._nbytes
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of its own, by attribute name."""
@@ -63,7 +67,7 @@ class Storage:
 
     def _follows(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Attributes that follow from what `tensors` will be."""
-        return {"nbytes": sum(tensor.nbytes for tensor in tensors.values())}
+        return {"_nbytes": sum(tensor.nbytes for tensor in tensors.values())}
 
     @torch.inference_mode(False)
     def mapped(self, fn: Callable[[Tensor], Tensor]) -> dict[str, Any]:
@@ -97,21 +101,31 @@ class KVState(Storage):
     codes: ``[B, H_kv, capacity, rows, D]`` uint8, planar pages. A state made with ``source`` has none of its own: it
         decodes with the codes of that state, which must take the same tokens at the same time.
     scale, zero_point: ``[B, H_kv, capacity, *spec.params_shape(D)]``, 16-bit.
-    ring: ``[B, H_kv, sinks + window, D]``, the full-precision tokens, in the cache's dtype.
+    ring: ``[B, H_kv, sinks + ring_size, D]``, the full-precision tokens, in the cache's dtype.
     compensation: ``[B, H_kv, D - b, D - b]``, 16-bit, for specs with a subspace; otherwise None.
+    energy: of the prompt's queries, for those of an `AdaptiveState`; otherwise None.
     center: ``[B, H_kv, 1, D]``, 16-bit, for specs that subtract a mean; otherwise None.
-    predictor: weights of the predictor that subtracts something else (`kvpass.codec.predictor`); the model's.
-    below, beside: the states it looks at: the same tokens in the layer below, and for values the keys of this layer.
+    predictor: weights of the predictor, for specs that have one (`kvpass.codec.predictor`); the model's.
+    previous_layer, same_layer_keys: the states it is predicted from: the same tokens in the layer below, and for values
+        the keys of this layer.
     """
+
+    scale: Tensor
+    zero_point: Tensor
+    ring: Tensor
+    compensation: Tensor | None
+    energy: Tensor | None
+    center: Tensor | None
+    _handles: tuple[Tensor, ...]
 
     def __init__(self, spec: CodecSpec, kept: Mapping[str, Tensor], source: KVState | None = None):
         self.spec, self.text, self.source = spec, str(spec), source
-        self.compensation = self.center = None
+        self.compensation = self.energy = self.center = None
         self._codes: Tensor | None = None
         vars(self).update({attribute(name): tensor for name, tensor in kept.items()})
         self.predictor: Sequence[Tensor] = ()
-        self.below: KVState | None = None
-        self.beside: KVState | None = None
+        self.previous_layer: KVState | None = None
+        self.same_layer_keys: KVState | None = None
         self.writes = Writes()
         self.put()
 
@@ -129,10 +143,11 @@ class KVState(Storage):
         source: KVState | None = None,
     ) -> KVState:
         """An empty state with room for ``tokens`` tokens. Raises `KVPassError` if the spec does not fit the head."""
-        if spec.adaptive is not None:
+        retention, subspace = spec.retention, spec.quantizer.subspace
+        if spec.quantizer.adaptive is not None:
             raise KVPassError(_ALONE)
         spec.check(head_dim)
-        pages, params = max(_MIN_PAGES, spec.pages(tokens)), params_dtype(dtype)
+        pages, params = max(_MIN_PAGES, retention.pages(tokens)), params_dtype(dtype)
 
         def zeros(*shape, dtype):
             return torch.zeros(batch, heads, *shape, dtype=dtype, device=device)
@@ -142,11 +157,11 @@ class KVState(Storage):
         }
         if source is not None:
             del kept["codes"]
-        kept["ring"] = zeros(spec.sinks + spec.window, head_dim, dtype=dtype)
-        if spec.subspace is not None:
-            rest = head_dim - spec.subspace.block_size
+        kept["ring"] = zeros(retention.sinks + retention.ring_size, head_dim, dtype=dtype)
+        if subspace is not None:
+            rest = head_dim - subspace.block_size
             kept["compensation"] = zeros(rest, rest, dtype=params)
-        if spec.predictor == MEAN:
+        if spec.transform.center:
             kept["center"] = zeros(1, head_dim, dtype=params)
         return cls(spec, kept, source)
 
@@ -165,6 +180,11 @@ class KVState(Storage):
         """The same for graphs: pools by their handles (`kvpass.layout.pool`)."""
         return [self.source.handles[0], *self._handles[1:]] if self.source else list(self._handles)
 
+    @property
+    def pooled_planes(self) -> Sequence[Tensor]:
+        """What ``kvpass::decode`` takes besides, for tokens with widths of their own."""
+        return ()
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name in map(attribute, of_state(self.spec)):
             if (tensor := getattr(self, name)) is not None:
@@ -182,7 +202,7 @@ class KVState(Storage):
         return super()._follows(tensors) | {"_handles": handles}
 
     def contents(self, n: int) -> dict[str, Tensor]:
-        used = slice(self.spec.pages(n))
+        used = slice(self.spec.retention.pages(n))
         return {name: tensor[:, :, used] if name in self._pools else tensor for name, tensor in self.tensors()}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -191,7 +211,7 @@ class KVState(Storage):
     @torch.inference_mode(False)
     def reserve(self, tokens: int) -> None:
         """Make room for ``tokens`` tokens, growing geometrically; contents are kept."""
-        have, need = self.scale.shape[2], self.spec.pages(tokens)
+        have, need = self.scale.shape[2], self.spec.retention.pages(tokens)
         if need > have:
             pages = max(need, have + max(_MIN_PAGES, have // GROWTH))
             self.put(**{name: grown(old, pages) for name, old in self.tensors() if name in self._pools})
@@ -217,24 +237,29 @@ class KVState(Storage):
 
     def wrote(self, start: int, stop: int) -> None:
         """Note that tokens ``[start, stop)`` have been stored: older ones may have lost their slots to them."""
-        self.writes = self.writes.wrote(start, stop, self.spec.pages(start))
+        self.writes = self.writes.wrote(start, stop, self.spec.retention.pages(start))
 
     def evicted(self, gone: int) -> None:
         """Note that ``gone`` packed tokens have been dropped: later ones have moved up."""
         if gone:
-            self.writes = self.writes.evicted(gone, self.spec.budget // self.spec.page_size)
+            self.writes = self.writes.evicted(gone, self.spec.retention.budget // self.spec.page_size)
 
     def decode(self, n: int, lowering: str = "auto") -> Tensor:
         """The ``n`` stored tokens, ``[B, H_kv, n, D]`` in the cache's dtype, and what they were predicted from."""
-        below, beside = (state and state.decode(n, lowering) for state in (self.below, self.beside))
+        previous, keys = (state and state.decode(n, lowering) for state in (self.previous_layer, self.same_layer_keys))
         return torch.ops.kvpass.decode(
-            self.pack, self.carrier(n), self.text, lowering, below, beside, list(self.predictor)
-        )
+            self.pack, self.carrier(n), self.text, lowering, previous, keys, list(self.predictor),
+            list(self.pooled_planes),
+        )  # fmt: skip
+
+    @property
+    def _layout(self) -> Recent:
+        return layout(self.spec.retention)
 
     def _lost(self, n: int) -> Tensor:
         """Those of the tokens exact at length ``n`` that are not in the ring any more."""
-        tokens = layout(self.spec).exact(n)
-        return tokens[self.writes.lost(tokens, layout(self.spec))]
+        tokens = self._layout.exact(n)
+        return tokens[self.writes.lost(tokens, self._layout)]
 
     def lossless_crop(self, new: int) -> bool:
         """Whether going back to ``new`` tokens finds every token of the window then still in the ring."""
@@ -246,12 +271,12 @@ class KVState(Storage):
         if lost.numel():
             device = self.ring.device
             decoded = self.decode(old, lowering).index_select(2, lost.to(device))
-            self.ring.index_copy_(2, layout(self.spec).slots(lost).to(device), decoded)
-            self.writes = Writes(((0, new),), self.spec.pages(new))
+            self.ring.index_copy_(2, self._layout.slots(lost).to(device), decoded)
+            self.writes = Writes(((0, new),), self.spec.retention.pages(new))
 
     def window(self, n: int) -> Tensor:
         """The full-precision tokens behind the sinks, in token order."""
-        return layout(self.spec).read(self.ring, n)
+        return self._layout.read(self.ring, n)
 
 
 class Importance(Storage):

@@ -3,6 +3,8 @@ cross-attention `CrossLayer`."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache, StaticLayer
 
@@ -16,7 +18,7 @@ from .state import Importance, KVState, RotaryState, SharedTensors
 Plans = dict[int, tuple[LayerPlan, LayerGeometry]]
 
 
-def cache_layers(cache: Cache) -> list[CacheLayerMixin]:
+def cache_layers(cache: Cache) -> list[Any]:
     """All layers of a cache in model order; with an encoder those of self-attention, then those of cross-attention."""
     own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     return [*own.layers, *cross_layers(cache)]
@@ -27,16 +29,16 @@ def packed_layers(cache: Cache) -> list[PackedLayer]:
     return [layer for layer in cache_layers(cache) if isinstance(layer, PackedLayer) and not layer.is_cross]
 
 
-def cross_layers(cache: Cache) -> list[CacheLayerMixin]:
+def cross_layers(cache: Cache) -> list[Any]:
     """The cross-attention layers of a cache, packed or not."""
     return cache.cross_attention_cache.layers if isinstance(cache, EncoderDecoderCache) else []
 
 
-def _fresh_layers(cache: Cache, plans: Plans) -> list[CacheLayerMixin]:
+def _fresh_layers(cache: Cache, plans: Plans) -> list[Any]:
     """The layers of ``cache``; raises `KVPassError` unless those that ``plans`` are for are plain and empty."""
     if getattr(cache, "offloading", False):
         raise KVPassError("Offloaded caches are not supported: pass a plain DynamicCache or StaticCache.")
-    layers = list(cache.layers)
+    layers: list[Any] = list(cache.layers)
     while cache.layer_class_to_replicate is not None and len(layers) <= max(plans, default=-1):
         layers.append(cache.layer_class_to_replicate())
     for index in plans:
@@ -91,8 +93,8 @@ def swap_layers(
 
 
 def connect(layers: dict[int, PackedLayer], predictors: dict[int, tuple[SharedTensors, SharedTensors]]) -> None:
-    """Tell the packed layers of one cache of each other: whose codes they use, who decides for all, who is below."""
-    pre_rope = [layer for layer in layers.values() if layer.plan.key.pre_rope]
+    """Tell the packed layers of one cache of each other: whose codes they use, who decides for all, who is before."""
+    pre_rope = [layer for layer in layers.values() if layer.plan.key.transform.pre_rope]
     evicting = [layer for layer in layers.values() if layer.plan.evicts]
     pool = PlanePool()
     for index, layer in layers.items():
@@ -101,10 +103,10 @@ def connect(layers: dict[int, PackedLayer], predictors: dict[int, tuple[SharedTe
         layer.key_source = None if plan.key_source is None else layers[plan.key_source]
         layer.value_source = None if plan.value_source is None else layers[plan.value_source]
         layer.rotary_owner = pre_rope[0] if pre_rope else layer
-        layer.importance_owner = evicting[0] if plan.key.shared_eviction else layer
-        if plan.looks_below:
-            layer.below, layer.predictors = layers[layer.geometry.below], predictors[index]
-            layer.below.is_below = True
+        layer.importance_owner = evicting[0] if plan.key.retention.shared else layer
+        if plan.looks_at_previous:
+            layer.previous_layer, layer.predictors = layers[layer.geometry.previous_layer], predictors[index]
+            layer.previous_layer.predicts_next = True
 
 
 def nbytes(cache: Cache) -> int:

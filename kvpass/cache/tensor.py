@@ -5,7 +5,6 @@ from torch import Tensor
 from torchao.utils import TorchAOBaseTensor
 
 from ..codec.kept import of_state
-from ..codec.predictor import looks_below
 from ..codec.spec import CodecSpec, parse
 from ..errors import KVPassError, NonFiniteError
 from .state import KVState
@@ -33,7 +32,7 @@ class PackedKV(TorchAOBaseTensor):
     def __init__(self, spec: str, num_tokens: int, **kept: Tensor):
         super().__init__()
         self.spec, self.num_tokens, self.tensor_data_names = spec, num_tokens, list(kept)
-        vars(self).update(kept)
+        self.__dict__.update(kept)
 
     @property
     def _kept(self) -> dict[str, Tensor]:
@@ -61,7 +60,7 @@ class PackedKV(TorchAOBaseTensor):
             raise KVPassError(f"Expected a float [B, H_kv, n, D] tensor, got {x.dtype} of shape {tuple(x.shape)}.")
         if x.device.type == "cpu" and not torch.isfinite(x).all():
             raise NonFiniteError("The tensor holds NaN or infinity, which has no code.")
-        if looks_below(spec.predictor):
+        if spec.transform.predictor:
             raise KVPassError("What a predictor left over is no tensor of its own: it needs the layer below.")
         batch, heads, tokens, head_dim = x.shape
         state = KVState.allocate(spec, batch, heads, head_dim, x.dtype, x.device, tokens)
@@ -89,8 +88,8 @@ class PackedKV(TorchAOBaseTensor):
         return self.state.nbytes
 
     def __repr__(self, *, tensor_contents=None):
-        spec = parse(self.spec)
-        return f"PackedKV(shape={tuple(self.shape)}, bits={spec.bits}, per={spec.per}, dtype={self.dtype})"
+        codes = parse(self.spec).quantizer
+        return f"PackedKV(shape={tuple(self.shape)}, bits={codes.bits}, per={codes.per}, dtype={self.dtype})"
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):

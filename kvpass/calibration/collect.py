@@ -3,18 +3,19 @@
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import DynamicCache
 
 from ..cache.layer import PackedLayer
 from ..codec.affine import params_dtype
 from ..errors import NonFiniteError
 from ..eval.quality import packed
+from ..models.probe import fresh_cache
 from ..schemes import IdentityConfig
 
 _ROLES = ("key", "value")
@@ -33,7 +34,9 @@ class Collected:
 
 
 @torch.no_grad()
-def collect(model: nn.Module, data: Sequence[Tensor], rope: str, folder: Path, bar: tqdm) -> Collected:
+def collect(
+    model: nn.Module, data: Sequence[Tensor], rope: Literal["post", "pre"], folder: Path, bar: tqdm
+) -> Collected:
     """Run ``model`` over each of ``data`` ``[1, T]`` and keep what its attention would have cached, keys on the side of
     rotary embedding that ``rope`` says. Sequences that ``folder`` has already are not run again.
 
@@ -46,7 +49,7 @@ def collect(model: nn.Module, data: Sequence[Tensor], rope: str, folder: Path, b
         return Collected(files)
     with packed(model, IdentityConfig(rope=rope), lowering="auto" if rope == "pre" else "eager"):
         for ids, file in missing:
-            cache = DynamicCache(config=model.config)
+            cache = fresh_cache(model)
             model(input_ids=ids, past_key_values=cache, use_cache=True)
             tensors = {}
             for index, layer in enumerate(cache.layers):

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import DynamicCache
 
 from ..cache.layer import PackedLayer
 from ..eval.quality import packed
+from ..models.probe import fresh_cache
 from ..schemes import QAQConfig
 
 
@@ -22,10 +22,12 @@ def measure_energy(model: nn.Module, data: Sequence[Tensor], config: QAQConfig, 
     energies = []
     with packed(model, dataclasses.replace(config, query_energy=None), lowering="eager"):
         for ids in data:
-            cache = DynamicCache(config=model.config)
+            cache = fresh_cache(model)
             model(input_ids=ids, past_key_values=cache, use_cache=True)
-            packed_ones = (isinstance(layer, PackedLayer) for layer in cache.layers)
-            both = zip(cache.layers, packed_ones, strict=True)
-            energies.append([layer.key_state.compensation.amax().item() if ours else 1.0 for layer, ours in both])
+            energies.append([_energy(layer) for layer in cache.layers])
             bar.update()
     return dataclasses.replace(config, query_energy=tuple(torch.tensor(energies).mean(0).tolist()))
+
+
+def _energy(layer: object) -> float:
+    return layer.key_state.energy.amax().item() if isinstance(layer, PackedLayer) else 1.0

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from .. import schemes
 from ..codec import CodecSpec, decode_pages, encode_pages
 from ..codec.affine import params_dtype
-from ..codec.predictor import MEAN, fit_center, looks_below, predict
+from ..codec.center import fit_center
+from ..codec.predictor import predict
 from ..errors import KVPassError
 from ..eval.progress import bar
 from ..layout.window import layout
@@ -41,7 +43,7 @@ Plans = dict[int, tuple[LayerPlan, LayerGeometry]]
 def calibrate(
     model: nn.Module,
     data: Tensor | Sequence[Tensor],
-    scheme: str | dict | SchemeConfig = "aqua",
+    scheme: str | dict[str, Any] | SchemeConfig = "aqua",
     *,
     work: str | Path | None = None,
     progress: bool = True,
@@ -62,7 +64,7 @@ def calibrate(
     Raises `KVPassError` for schemes that need no calibration, too little data, or a model that is packed already.
     """
     config = schemes.get(scheme)
-    if not config.takes_calibration:
+    if not isinstance(config, (AquaKVConfig, QAQConfig)):
         raise KVPassError(f"{config.name!r} needs no calibration: kvpass.apply(model, scheme={config.name!r}).")
     if is_applied(model):
         raise KVPassError("kvpass is applied to this model: call kvpass.remove(model) first.")
@@ -100,7 +102,7 @@ def _sequences(data: Tensor | Sequence[Tensor], config: AquaKVConfig | QAQConfig
     sequences = [torch.as_tensor(ids).view(1, -1).to(device) for ids in data]
     if any(ids.is_floating_point() for ids in sequences):
         raise KVPassError("Calibration takes token ids, not floats: tokenizer(text, return_tensors='pt').input_ids.")
-    shortest = config.sinks + 2 * config.key_storage()["page_size"]
+    shortest = config.sinks + 2 * config.key_retention().page_size
     if len(sequences) < 2 or any(ids.shape[1] < shortest for ids in sequences):
         raise KVPassError(
             f"Calibration needs at least 2 sequences of at least {shortest} tokens, and got lengths "
@@ -116,7 +118,7 @@ def _plans(config: AquaKVConfig, layers: dict[int, LayerGeometry | str]) -> Plan
 
 
 def _choose_first_layer(
-    config: AquaKVConfig, layers, collected: Collected
+    config: AquaKVConfig, layers: dict[int, LayerGeometry | str], collected: Collected
 ) -> tuple[SchemeConfig, dict[str, list[float]]]:
     """The cheapest scheme of the first layer that loses little itself and serves the layers above about as well as the
     lossless one, by the error of the first layers on some of the sequences."""
@@ -129,8 +131,8 @@ def _choose_first_layer(
         with tempfile.TemporaryDirectory(prefix="kvpass-") as folder:
             trial = _Chain(dataclasses.replace(config, first_layer=choice), layers, some, Path(folder), _TRIAL_LAYERS)
             trial.run()
-        first, *above = (sum(pair) / 2 for pair in trial.errors.values())
-        scores[str(choice)] = [first, sum(above) / max(1, len(above))]
+        own, *others = (sum(pair) / 2 for pair in trial.errors.values())
+        scores[str(choice)] = [own, sum(others) / max(1, len(others))]
     bound = _CHAIN_TOLERANCE * scores[str(choices[-1])][1]
     for choice in choices:
         first, above = scores[str(choice)]
@@ -144,7 +146,7 @@ class _Part:
     """The keys (role 0) or values (role 1) of one layer, and the layer below."""
 
     layer: int
-    below: int | None
+    previous_layer: int | None
     role: int
     spec: CodecSpec
 
@@ -156,7 +158,14 @@ class _Chain:
         and squared error of what is decoded over the variance.
     """
 
-    def __init__(self, config: AquaKVConfig, layers, collected: Collected, folder: Path, depth: int | None = None):
+    def __init__(
+        self,
+        config: AquaKVConfig,
+        layers: dict[int, LayerGeometry | str],
+        collected: Collected,
+        folder: Path,
+        depth: int | None = None,
+    ):
         self.config, self.collected, self.folder = config, collected, folder
         self.plans = dict(list(_plans(config, layers).items())[:depth])
         self.predictors: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
@@ -168,65 +177,68 @@ class _Chain:
 
     def run(self, layer_done: Callable[[], object] = lambda: None) -> None:
         """Fit every layer; those that ``folder`` has predictors of are only decoded again."""
-        below = None
+        previous_layer = None
         for index, (plan, geometry) in self.plans.items():
             saved = self.folder / f"layer-{index}.safetensors"
             known = _unflatten(load_file(saved)) if saved.exists() else None
-            tensors, explained, errors = [], [], []
+            tensors: list[list[Tensor]] = []
+            shares: list[tuple[float, float]] = []  # explained, and the error
             for role, spec in enumerate((plan.key, plan.value)):
-                part = _Part(index, below, role, spec)
+                part = _Part(index, previous_layer, role, spec)
                 moments = Moments.of(partial(self._pairs, part))
                 tensors.append(known[role] if known else self._fit(part, moments, params_dtype(geometry.dtype)))
-                shares = self._decode(part, tensors[role], moments.y / moments.count)
-                explained.append(shares[0])
-                errors.append(shares[1])
-            if plan.looks_below:
-                self.predictors[index], self.explained[index] = tuple(tensors), tuple(explained)
+                shares.append(self._decode(part, tensors[role], moments.y / moments.count))
+            key, value = shares
+            if plan.looks_at_previous:
+                self.predictors[index], self.explained[index] = (tensors[0], tensors[1]), (key[0], value[0])
                 save_file(_flatten(tensors), saved)
-            self.errors[index] = tuple(errors)
-            below = index
+            self.errors[index] = key[1], value[1]
+            previous_layer = index
             layer_done()
 
     def _tokens(self, sequence: int, layer: int, role: int, spec: CodecSpec) -> Tensor:
         """Those of a sequence that are packed, ``[1, H, T, D]`` float32, in the order of their pages."""
         x = self.collected.read(sequence, layer, role)
-        return x.index_select(2, layout(spec).page_tokens(0, spec.pages(x.shape[2])))
+        return x.index_select(2, layout(spec.retention).page_tokens(0, spec.retention.pages(x.shape[2])))
 
     def _references(self, sequence: int, part: _Part, original: bool = False) -> list[Tensor]:
         """What a part is predicted from: the same of the layer below, and for values the layer's own keys."""
         read = partial(self._tokens, spec=part.spec) if original else self._load
         own = [read(sequence, part.layer, 0)] if part.role else []
-        return [read(sequence, part.below, part.role), *own]
+        return [read(sequence, part.previous_layer, part.role), *own]
 
     def _pairs(self, part: _Part) -> Iterator[tuple[Tensor, Tensor]]:
         """Rows to predict from and rows to predict, of each sequence that is fitted to."""
         for sequence in self.fitted_to:
             y = _rows([self._tokens(sequence, part.layer, part.role, part.spec)])
-            if looks_below(part.spec.predictor):
+            if part.spec.transform.predictor:
                 yield _rows(self._references(sequence, part, self.config.fit_on == "original")), y
             else:
                 yield y[:, :0], y
 
     def _fit(self, part: _Part, moments: Moments, dtype: torch.dtype) -> list[Tensor]:
-        if not looks_below(part.spec.predictor):
+        if not part.spec.transform.predictor:
             return []
-        how = dict(ridge=self.config.ridge, rank=self.config.rank, dtype=dtype)
-        return fit(part.spec.predictor, partial(self._pairs, part), moments, **how)
+        ridge, rank = self.config.ridge, self.config.rank
+        return fit(
+            part.spec.transform.predictor, partial(self._pairs, part), moments, ridge=ridge, rank=rank, dtype=dtype
+        )
 
     def _decode(self, part: _Part, tensors: list[Tensor], mean: Tensor) -> tuple[float, float]:
         """Keep what a part is decoded to. Returns what is explained and the error, as shares of the variance."""
-        spec = dataclasses.replace(part.spec, subspace=None)  # there are no queries, and it moves errors, not energy
+        alone = dataclasses.replace(part.spec.quantizer, subspace=None)  # without queries: it moves errors, not energy
+        spec, transform = dataclasses.replace(part.spec, quantizer=alone), part.spec.transform
         residual, error, energy = 0.0, 0.0, 0.0
         for sequence in range(len(self.collected.files)):
             x, prediction = self._tokens(sequence, part.layer, part.role, spec), torch.zeros(())
-            if spec.predictor == MEAN:
+            if transform.center:
                 prediction = fit_center(x, params_dtype(x.dtype)).float()
-            elif spec.predictor:
-                prediction = predict(spec.predictor, tensors, self._references(sequence, part), spec.page_size)
+            elif transform.predictor:
+                prediction = predict(transform.predictor, tensors, self._references(sequence, part), spec.page_size)
             decoded = prediction + decode_pages(*encode_pages(x - prediction, spec), spec)
             save_file({"x": decoded.contiguous()}, self._file(sequence, part.layer, part.role))
-            if part.below is not None:
-                self._file(sequence, part.below, part.role).unlink(missing_ok=True)
+            if part.previous_layer is not None:
+                self._file(sequence, part.previous_layer, part.role).unlink(missing_ok=True)
             if sequence in self.held_out:
                 residual += (x - prediction).double().square().sum().item()
                 error += (x - decoded).double().square().sum().item()
@@ -250,7 +262,7 @@ def _flatten(tensors: list[list[Tensor]]) -> dict[str, Tensor]:
 
 
 def _unflatten(tensors: dict[str, Tensor]) -> list[list[Tensor]]:
-    out = [[], []]
+    out: list[list[Tensor]] = [[], []]
     for name in sorted(tensors, key=lambda name: tuple(map(int, name.split(".")))):
         out[int(name[0])].append(tensors[name])
     return out

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..codec import CodecSpec, Subspace, encode_pages
+from ..codec import CodecSpec, Quantizer, Subspace, encode_pages
 from ..codec.predictor import GROUP, matrix, parse_predictor, run
 from ..codec.subspace import compensation_matrix
+from ..layout.retention import Recent
 
 Batches = Callable[[], Iterator[tuple[Tensor, Tensor]]]
 """Makes a pass over the data: rows ``[T, in]`` to predict from and rows ``[T, out]`` to predict, float32."""
@@ -38,11 +40,11 @@ class Moments:
     @classmethod
     def of(cls, batches: Batches) -> Moments:
         """One pass over the data."""
-        total = None
+        total: tuple[Any, ...] = (0,) * 6
         for x, y in batches():
             x, y = x.double(), y.double()
             new = (len(x), x.sum(0), y.sum(0), x.mT @ x, x.mT @ y, y.square().sum(0))
-            total = new if total is None else tuple(a + b for a, b in zip(total, new, strict=True))
+            total = tuple(a + b for a, b in zip(total, new, strict=True))
         return cls(*total)
 
     def centred(self) -> tuple[Tensor, Tensor]:
@@ -88,8 +90,10 @@ def quantize(weight: Tensor, covariance: Tensor, ridge: float, dtype: torch.dtyp
     block = math.gcd(inputs, _BLOCK)
     group = math.gcd(outputs, GROUP)
     subspace = Subspace(1, 0.0, True, block) if inputs > block else None
-    spec = CodecSpec(4, "channel", group, outputs, subspace=subspace)
-    answer = subspace and compensation_matrix(_regularised(covariance, max(ridge, 1e-2)), block)[None, None]
+    spec = CodecSpec(Quantizer(4, "channel", group, subspace=subspace), Recent(outputs))
+    answer = None
+    if subspace is not None:
+        answer = compensation_matrix(_regularised(covariance, max(ridge, 1e-2)), block)[None, None]
     packed = encode_pages(weight.to(dtype)[None, None], spec, answer)
     return [part[0, 0, 0] for part in packed]
 

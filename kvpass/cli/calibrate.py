@@ -4,10 +4,13 @@ import argparse
 import shutil
 from pathlib import Path
 
+from torch import Tensor
+
 from .. import models, schemes
 from ..calibration.fit import calibrate
 from ..errors import KVPassError
 from ..eval import texts
+from ..schemes import AquaKVConfig
 from .shared import TEXTS, at_least, names, say, stage
 
 HELP = "Fit a scheme to a model: predictors of AQUA-KV, query energies of QAQ."
@@ -37,7 +40,7 @@ def run(args: argparse.Namespace) -> None:
     if not count:
         raise KVPassError(f"--tokens {args.tokens} make no sequence of --length {args.length}.")
     model, tokenizer = models.load(args.model, say=say)
-    data = []
+    data: list[Tensor] = []
     for source in names(args.text):
         ids = texts.tokens(tokenizer, source, args.skip + count * args.length)[0, args.skip :]
         data.extend(ids.view(count, args.length))
@@ -47,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
         calibration = calibrate(model, data, config, work=out / ".work")
     calibration.save(out)
     shutil.rmtree(out / ".work")
-    if calibration.predictors:
+    if isinstance(calibration.scheme, AquaKVConfig):
         print("layer  keys explained  values explained")
         for layer, (key, value) in calibration.explained.items():
             print(f"{layer:>5}  {key:>14.1%}  {value:>16.1%}")

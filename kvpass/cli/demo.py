@@ -1,6 +1,7 @@
 """``kvpass demo``: see a scheme at work."""
 
 import argparse
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +58,8 @@ def run(args: argparse.Namespace) -> None:
         feeding = f"{name}: feeding it the real text, token by token"
         with quality.packed(model, scheme):
             with stage(reading), _Bar("generating", args.new_tokens, scheme is not None) as bar:
-                output = model.generate(
+                generate: Any = model.generate
+                output = generate(
                     prompt,
                     attention_mask=torch.ones_like(prompt),
                     do_sample=False,
@@ -67,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
                 )
             with stage(feeding), _Bar("scoring", args.score) as bar:
                 rows.append(quality.score(model, ids, split, reference, name=name, step_done=bar.update))
-        text = tokenizer.decode(output[0, split:], skip_special_tokens=True)
+        text = str(tokenizer.decode(output[0, split:], skip_special_tokens=True))
         print(f"[{name}] generated:\n{text.strip()}\n", flush=True)
     print(aligned(rows, [*memory_columns(model.dtype), *QUALITY, *SPEED]))
     print(

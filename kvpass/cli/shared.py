@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from .. import schemes
 from ..errors import KVPassError
 from ..eval import texts
-from ..eval.quality import FULL, Scheme
+from ..eval.quality import FULL
+from ..eval.size import Scheme
 from ..schemes.calibrated import load_calibration
 
 TEXT = f"{', '.join(texts.available())}, a UTF-8 file, or hub:dataset[:config[:split]]"
@@ -115,7 +116,7 @@ def at_least(least: float, kind: Callable = int) -> Callable[[str], float]:
 
 def numbers(text: str) -> Sequence[int]:
     """The type of an argument that is a list of numbers of at least 1."""
-    found = [at_least(1)(part) for part in names(text)]
+    found = [int(at_least(1)(part)) for part in names(text)]
     if not found:
         raise argparse.ArgumentTypeError("no number is given")
     return found

@@ -2,6 +2,20 @@
 
 from .kept import CODECS, Codec, Kept
 from .pages import decode_pages, encode_pages
-from .spec import CodecSpec, Subspace, parse
+from .quantizer import Adaptive, Quantizer, Subspace
+from .spec import CodecSpec, parse
+from .transform import Transform
 
-__all__ = ["CODECS", "Codec", "CodecSpec", "Kept", "Subspace", "decode_pages", "encode_pages", "parse"]
+__all__ = [
+    "CODECS",
+    "Adaptive",
+    "Codec",
+    "CodecSpec",
+    "Kept",
+    "Quantizer",
+    "Subspace",
+    "Transform",
+    "decode_pages",
+    "encode_pages",
+    "parse",
+]

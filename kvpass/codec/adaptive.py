@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .affine import round_toward
 from .bitpack import pack, unpack
-from .spec import Adaptive
+from .quantizer import Adaptive
 
 _LEVEL_BITS = 2
 
@@ -141,6 +141,11 @@ def decode_tokens(tokens: Tokens, widths: Sequence[int]) -> Tensor:
     return flat.view(batch, count, heads, dim).transpose(1, 2)
 
 
+def largest_mass(importance: Tensor, n: int, mass: Tensor) -> Tensor:
+    """The largest attention paid to each token: now ``mass`` ``[B, H, T]``, so far ``importance`` for the first n."""
+    return torch.cat([torch.maximum(importance[..., :n], mass[..., :n]), mass[..., n:]], -1)
+
+
 def allowed_deviation(spec: Adaptive, seen: int, importance: Tensor, energy: Tensor | float | None) -> Tensor:
     """The standard deviation each token's error may have, ``[B, H, T]`` (section 4.1 of the paper).
 
@@ -159,10 +164,11 @@ def levels_for(step: Tensor, deviation: Tensor, widths: Sequence[int]) -> Tensor
     where none does: ``[B, H, T]`` uint8."""
     span = step.squeeze(-1).float() * 2 ** widths[-1]
     bits = (span / (2 * math.sqrt(3) * deviation)).clamp_min(1e-30).log2().ceil()
-    return sum((bits > width).to(torch.uint8) for width in widths[:-1]) + torch.zeros_like(bits, dtype=torch.uint8)
+    levels = torch.zeros_like(bits, dtype=torch.uint8)
+    return sum(((bits > width).to(torch.uint8) for width in widths[:-1]), levels)
 
 
-def carve(pool: Tensor, places: Tensor, lead: tuple[int, int]) -> list[Tensor]:
+def carve(pool: Tensor, places: Tensor, lead: Sequence[int]) -> list[Tensor]:
     """The planes ``[B, H, rows, bytes]`` in ``pool``; ``places`` ``[planes, 3]`` are start, rows and bytes of a row."""
     found = []
     for start, rows, row_bytes in places.tolist():

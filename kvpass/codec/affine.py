@@ -94,7 +94,9 @@ def fit_lsq(groups: Tensor, dim: int, bits: int, dtype: torch.dtype) -> tuple[Te
         scale, zero_point = fit_codes(x, codes, -1, x.dtype)
     fitted = scale.to(dtype).movedim(-1, dim), zero_point.to(dtype).movedim(-1, dim)
     stored = torch.isfinite(fitted[0]) & torch.isfinite(fitted[1])  # a fit may lie outside of the group's range
-    return tuple(torch.where(stored, *both) for both in zip(fitted, fit_minmax(groups, dim, bits, dtype), strict=True))
+    both = zip(fitted, fit_minmax(groups, dim, bits, dtype), strict=True)
+    scale, zero_point = (torch.where(stored, *pair) for pair in both)
+    return scale, zero_point
 
 
 def assign(groups: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:

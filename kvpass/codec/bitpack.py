@@ -45,7 +45,8 @@ def unpack_plane(packed: Tensor, bits: int, plane: int) -> Tensor:
     """Plane ``plane`` of ``[..., rows, D]`` bytes: the codes of tokens ``[plane * T, (plane + 1) * T)`` of the page,
     ``[..., T, D]`` uint8 with ``T = P / num_planes(bits)``."""
     page_size, tokens = packed.shape[-2] * 8 // bits, packed.shape[-2] * 8 // bits // num_planes(bits)
-    start, shift, codes = 0, 0, None
+    start, shift = 0, 0
+    codes: Tensor | None = None
     for width in FIELDS[bits]:
         rows = byte_rows(page_size, width)
         first = plane * tokens

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-def signs(channels: int, seed: int, device=None) -> Tensor:
+def signs(channels: int, seed: int, device: torch.device | None = None) -> Tensor:
     """Pseudo-random -1 and 1 ``[channels]``, the same everywhere: a hash of seed and channel, nothing to store."""
     mixed = torch.arange(1, channels + 1, device=device) * 0x1E3779B1 + (seed + 1) * 0x05EBCA6B
     for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39)):

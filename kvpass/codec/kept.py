@@ -1,6 +1,6 @@
 """What a cache keeps of one tensor: the only place that says which tensors there are, and in which order ops take them.
 
-A codec is named by `CodecSpec.codec`. Of each page it keeps what it was registered with; besides, there is the ring of
+A codec is named by `Quantizer.codec`. Of each page it keeps what it was registered with; besides, there is the ring of
 exact tokens, and what the codec was fitted to.
 """
 
@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import KVPassError
 from .affine import params_dtype
-from .predictor import MEAN
 
 if TYPE_CHECKING:
     from .spec import CodecSpec
@@ -53,21 +52,27 @@ PLANES = "codes", "scale", "zero_point", "levels", "outliers", "where"
 
 def codec_of(spec: CodecSpec) -> Codec:
     """The codec of ``spec``. Raises `KVPassError` if there is none of its name."""
-    if spec.codec not in CODECS:
-        raise KVPassError(f"There is no codec {spec.codec!r} here; there are {sorted(CODECS)}.")
-    return CODECS[spec.codec]
+    name = spec.quantizer.codec
+    if name not in CODECS:
+        raise KVPassError(f"There is no codec {name!r} here; there are {sorted(CODECS)}.")
+    return CODECS[name]
 
 
 @cache
 def of_pages(spec: CodecSpec) -> tuple[str, ...]:
     """Names of the tensors that are kept of each page, or of each token in one."""
-    return PLANES if spec.adaptive is not None else tuple(codec_of(spec).tensors)
+    return PLANES if spec.quantizer.adaptive is not None else tuple(codec_of(spec).tensors)
 
 
 @cache
 def of_state(spec: CodecSpec) -> tuple[str, ...]:
     """Names of all tensors of a state, in the order in which ops take them."""
-    fitted = {"compensation": spec.needs_queries, "center": spec.predictor == MEAN}
+    adaptive = spec.quantizer.adaptive
+    fitted = {
+        "compensation": spec.quantizer.subspace is not None,
+        "energy": adaptive is not None and adaptive.fits_energy,
+        "center": spec.transform.center,
+    }
     return (*of_pages(spec), "ring", *(name for name, there in fitted.items() if there))
 
 
@@ -81,12 +86,15 @@ class Pack(NamedTuple):
     """The tensors of one state, as an op was given them.
 
     pools: what is kept of its pages, in order: pools or handles (`kvpass.layout.pool`).
+    planes: those of tokens with widths of their own which all layers share, and where the state's are.
     """
 
     pools: tuple[Tensor, ...]
     ring: Tensor
     compensation: Tensor | None = None
+    energy: Tensor | None = None
     center: Tensor | None = None
+    planes: Sequence[Tensor] = ()
 
 
 def opened(tensors: Sequence[Tensor], spec: CodecSpec) -> Pack:
@@ -94,4 +102,5 @@ def opened(tensors: Sequence[Tensor], spec: CodecSpec) -> Pack:
     names, pages = of_state(spec), len(of_pages(spec))
     if len(tensors) != len(names):
         raise KVPassError(f"What is kept here is {', '.join(names)}, and {len(tensors)} tensors were given.")
-    return Pack(tuple(tensors[:pages]), **dict(zip(names[pages:], tensors[pages:], strict=True)))
+    others: dict[str, Any] = dict(zip(names[pages:], tensors[pages:], strict=True))
+    return Pack(tuple(tensors[:pages]), **others)

@@ -1,5 +1,7 @@
 """Tokens <-> pages: ``fit``, ``assign`` (with compensation) and ``pack``, composed as a `CodecSpec` says."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,50 +11,55 @@ from .bitpack import pack, unpack
 from .codebook import assign_points, fit_rms, fit_size, grid, look_up
 from .hadamard import hadamard, inverse_hadamard
 from .kept import CODECS, Codec, Kept, codec_of
+from .quantizer import Quantizer
 from .spec import CodecSpec
 
+_Stored = tuple[Tensor, Tensor, Tensor]
+"""Scale and zero point of groups that have them already, and which do."""
 
-def _grouped(x: Tensor, spec: CodecSpec) -> tuple[Tensor, int]:
+
+def _grouped(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, int]:
     """View ``[..., P, D]`` so that a quantization group lies along one dim; returns the view and that dim."""
-    dim = -2 if spec.per == "channel" else -1
-    return x.unflatten(dim, (-1, spec.group_size)), dim
+    dim = -2 if quantizer.per == "channel" else -1
+    return x.unflatten(dim, (-1, quantizer.group_size)), dim
 
 
 def _quantize(
-    x: Tensor, spec: CodecSpec, dtype: torch.dtype, stored: tuple[Tensor, Tensor, Tensor] | None = None
+    x: Tensor, quantizer: Quantizer, dtype: torch.dtype, stored: _Stored | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    groups, dim = _grouped(x, spec)
-    fit = fit_lsq if spec.fit == "lsq" else fit_minmax
-    scale, zero_point = fitted = fit(groups, dim, spec.bits, dtype)
+    groups, dim = _grouped(x, quantizer)
+    fit = fit_lsq if quantizer.fit == "lsq" else fit_minmax
+    scale, zero_point = fitted = fit(groups, dim, quantizer.bits, dtype)
     if stored is not None:  # groups that have parameters already keep them
         *parameters, taken = (tensor.unsqueeze(dim) for tensor in stored)
         scale, zero_point = (torch.where(taken, *both) for both in zip(parameters, fitted, strict=True))
-    codes = assign(groups, scale, zero_point, spec.bits)
-    if spec.eta:
-        calibrated = calibrate(scale, zero_point, spec.bits, spec.eta)
+    codes = assign(groups, scale, zero_point, quantizer.bits)
+    if quantizer.eta:
+        scale, zero_point = calibrated = calibrate(scale, zero_point, quantizer.bits, quantizer.eta)
         if stored is not None:
-            calibrated = tuple(torch.where(taken, *both) for both in zip(parameters, calibrated, strict=True))
-        scale, zero_point = calibrated
+            scale, zero_point = (torch.where(taken, *both) for both in zip(parameters, calibrated, strict=True))
     return codes.reshape(x.shape), scale.squeeze(dim), zero_point.squeeze(dim)
 
 
-def dequantize_pages(codes: Tensor, scale: Tensor, zero_point: Tensor, spec: CodecSpec) -> Tensor:
+def dequantize_pages(codes: Tensor, scale: Tensor, zero_point: Tensor, quantizer: Quantizer) -> Tensor:
     """Uniform codes ``[..., P, D]`` with the parameters of their pages: ``[..., P, D]`` float32, still rotated."""
-    groups, dim = _grouped(codes, spec)
+    groups, dim = _grouped(codes, quantizer)
     return dequantize(groups, scale.unsqueeze(dim), zero_point.unsqueeze(dim)).reshape(codes.shape)
 
 
-def _quantize_compensated(x: Tensor, compensation: Tensor, spec: CodecSpec, dtype: torch.dtype, stored=None):
+def _quantize_compensated(
+    x: Tensor, compensation: Tensor, quantizer: Quantizer, dtype: torch.dtype, stored: _Stored | None = None
+) -> tuple[Tensor, ...]:
     """Quantize ``block_size`` channels at a time; each block's error moves the channels still to come."""
-    size, parts = spec.subspace.block_size, []
+    size, parts = quantizer.subspace.block_size, []
     for start in range(0, x.shape[-1], size):
         block, rest = x[..., :size], x[..., size:]
         columns = slice(start, start + size)
-        kept = None if stored is None else (*(p[..., columns] for p in stored[:2]), stored[2])
-        part = _quantize(block, spec, dtype, kept)
+        kept = None if stored is None else (stored[0][..., columns], stored[1][..., columns], stored[2])
+        part = _quantize(block, quantizer, dtype, kept)
         parts.append(part)
         if rest.shape[-1]:
-            error = dequantize_pages(*part, spec) - block
+            error = dequantize_pages(*part, quantizer) - block
             answer = compensation[..., start:, start : start + size].float()
             x = rest + (error.flatten(-3, -2) @ answer.mT).view_as(rest)
     return tuple(torch.cat(columns, -1) for columns in zip(*parts, strict=True))
@@ -62,7 +69,7 @@ def encode_pages(
     x: Tensor,
     spec: CodecSpec,
     compensation: Tensor | None = None,
-    stored: tuple[Tensor, Tensor, Tensor] | None = None,
+    stored: _Stored | None = None,
 ) -> tuple[Tensor, ...]:
     """Quantize and pack whole pages.
 
@@ -75,42 +82,45 @@ def encode_pages(
     return codec_of(spec).encode(x, spec, compensation, stored)
 
 
-def decode_pages(*kept_and_spec) -> Tensor:
+def decode_pages(*kept_and_spec: Any) -> Tensor:
     """Inverse of `encode_pages` up to rounding: what it returned, and the spec, -> ``[B, H, N * P, D]`` float32."""
     return codec_of(kept_and_spec[-1]).decode(*kept_and_spec)
 
 
-def _encode(x: Tensor, spec: CodecSpec, compensation: Tensor | None, stored) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = params_dtype(x.dtype)
-    if spec.raw:
+def _encode(
+    x: Tensor, spec: CodecSpec, compensation: Tensor | None, stored: _Stored | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype, quantizer, rotation = params_dtype(x.dtype), spec.quantizer, spec.transform.rotation
+    if quantizer.raw:
         return _encode_raw(x.unflatten(-2, (-1, spec.page_size)), spec, dtype)
     pages = x.float().unflatten(-2, (-1, spec.page_size))
-    if spec.rotation is not None:
-        pages = hadamard(pages, spec.rotation)
-    if spec.grid:
-        codes, scale, zero_point = _quantize_on_grid(pages, spec, dtype)
-    elif spec.subspace is None:
-        codes, scale, zero_point = _quantize(pages, spec, dtype, stored)
+    if rotation is not None:
+        pages = hadamard(pages, rotation)
+    if quantizer.grid:
+        codes, scale, zero_point = _quantize_on_grid(pages, quantizer, dtype)
+    elif quantizer.subspace is None:
+        codes, scale, zero_point = _quantize(pages, quantizer, dtype, stored)
     else:
-        codes, scale, zero_point = _quantize_compensated(pages, compensation, spec, dtype, stored)
+        codes, scale, zero_point = _quantize_compensated(pages, compensation, quantizer, dtype, stored)
     return pack(codes, spec.bits), scale, zero_point
 
 
 def _decode(codes: Tensor, scale: Tensor, zero_point: Tensor, spec: CodecSpec) -> Tensor:
-    if spec.raw:
+    quantizer, rotation = spec.quantizer, spec.transform.rotation
+    if quantizer.raw:
         return _decode_raw(codes, scale, spec).flatten(-3, -2)
-    codes = unpack(codes, spec.bits)
-    if spec.grid:
-        values = look_up(codes, grid(spec.grid, codes.device)).unflatten(-1, (-1, spec.group_size))
+    codes = unpack(codes, quantizer.bits)
+    if quantizer.grid:
+        values = look_up(codes, grid(quantizer.grid, codes.device)).unflatten(-1, (-1, quantizer.group_size))
         pages = (values * scale.float().unsqueeze(-1)).flatten(-2)
     else:
-        pages = dequantize_pages(codes, scale, zero_point, spec)
-    return (pages if spec.rotation is None else inverse_hadamard(pages, spec.rotation)).flatten(-3, -2)
+        pages = dequantize_pages(codes, scale, zero_point, quantizer)
+    return (pages if rotation is None else inverse_hadamard(pages, rotation)).flatten(-3, -2)
 
 
 CODECS[""] = Codec(
     {
-        "codes": Kept(lambda spec, head_dim: (spec.rows, spec.columns(head_dim)), torch.uint8),
+        "codes": Kept(lambda spec, head_dim: (spec.rows, spec.quantizer.columns(head_dim)), torch.uint8),
         "scale": Kept(CodecSpec.params_shape),
         "zero_point": Kept(CodecSpec.zero_shape),
     },
@@ -119,12 +129,12 @@ CODECS[""] = Codec(
 )
 
 
-def _quantize_on_grid(x: Tensor, spec: CodecSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    points, (groups, _) = grid(spec.grid, x.device), _grouped(x, spec)
+def _quantize_on_grid(x: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    points, (groups, _) = grid(quantizer.grid, x.device), _grouped(x, quantizer)
     scale = fit_rms(groups, dtype)
     units = (groups / torch.where(scale > 0, scale, 1).float()).flatten(-2)
     codes = assign_points(units, points)
-    if spec.fit == "lsq":
+    if quantizer.fit == "lsq":
         scale = fit_size(groups, look_up(codes, points).view(groups.shape), dtype)
     return codes, scale.squeeze(-1), x.new_empty((*x.shape[:-2], 0, x.shape[-1]), dtype=dtype)
 
@@ -152,18 +162,18 @@ def replace_tokens(
     by its own range only in a group that is all new.
     """
     new = new.unflatten(-1, (-1, spec.page_size)).unsqueeze(-1)
-    if spec.raw:
+    if spec.quantizer.raw:
         old = decode_pages(*pools, spec).to(x.dtype)
-        return encode_pages(torch.where(new.flatten(2, 3), x, old), spec)
+        return _encode(torch.where(new.flatten(2, 3), x, old), spec, None, None)
     stored = None
-    if spec.per == "channel":
-        stored = (*pools[1:], ~new.squeeze(-1).unflatten(-1, (-1, spec.group_size)).all(-1, keepdim=True))
-    codes, *parameters = encode_pages(x, spec, compensation, stored)
+    if spec.quantizer.per == "channel":
+        stored = (*pools[1:], ~new.squeeze(-1).unflatten(-1, (-1, spec.quantizer.group_size)).all(-1, keepdim=True))
+    codes, scale, zero_point = _encode(x, spec, compensation, stored)
     codes = pack(torch.where(new, unpack(codes, spec.bits), unpack(pools[0], spec.bits)), spec.bits)
-    if spec.per == "token":
-        both = zip(parameters, pools[1:], strict=True)
-        parameters = [torch.where(new, mine, old) if mine.numel() else old for mine, old in both]
-    return codes, *parameters
+    if spec.quantizer.per == "token":
+        both = zip((scale, zero_point), pools[1:], strict=True)
+        scale, zero_point = (torch.where(new, mine, old) if mine.numel() else old for mine, old in both)
+    return codes, scale, zero_point
 
 
 def share_codes(
@@ -179,8 +189,9 @@ def share_codes(
         theirs, mine = unpack(existing, spec.bits).float(), unpack(own[0], spec.bits).float()
         average = theirs + spec.own_codes * (mine - theirs)
         return pack(average.round().to(torch.uint8), spec.bits), *own[1:]
-    if spec.fit == "minmax":
+    if spec.quantizer.fit == "minmax":
         return existing, *own[1:]
-    groups, dim = _grouped(x.unflatten(-2, (-1, spec.page_size)), spec)
-    codes, _ = _grouped(unpack(existing, spec.bits), spec)
-    return existing, *(parameter.squeeze(dim) for parameter in fit_codes(groups, codes, dim, own[1].dtype))
+    groups, dim = _grouped(x.unflatten(-2, (-1, spec.page_size)), spec.quantizer)
+    codes, _ = _grouped(unpack(existing, spec.bits), spec.quantizer)
+    scale, zero_point = fit_codes(groups, codes, dim, own[1].dtype)
+    return existing, scale.squeeze(dim), zero_point.squeeze(dim)

@@ -1,7 +1,7 @@
-"""What is subtracted from tokens before they are coded, and added again when they are decoded.
+"""Tokens as functions of what the same tokens decode to in the layer below (AQUA-KV, arXiv 2501.19392).
 
-Either a mean, or a function of what the same tokens decode to in the layer below (AQUA-KV, arXiv 2501.19392): then only
-what that layer does not know has to be coded. All KV heads of a layer are predicted together, from ``[T, H * D]``.
+They are subtracted before tokens are coded, and added again when those are decoded: only what the layer below does not
+know has to be coded. All KV heads of a layer are predicted together, from ``[T, H * D]``.
 """
 
 import math
@@ -16,37 +16,21 @@ from ..errors import KVPassError
 from .affine import dequantize
 from .bitpack import byte_rows, unpack
 
-MEAN = "mean"
-"""The predictor that is a mean of the keys themselves, one for every channel."""
 MATRICES = {"linear": 1, "low-rank": 2, "mlp": 2}
-"""Weight matrices of the predictors that look at the layer below."""
+"""Weight matrices of each kind."""
 OF_FOUR_BITS = ("linear", "low-rank")
 """Those of them whose weights may have 4 bits."""
-PREDICTORS = (MEAN, *MATRICES, *(f"{kind}-4" for kind in OF_FOUR_BITS))
+PREDICTORS = (*MATRICES, *(f"{kind}-4" for kind in OF_FOUR_BITS))
 GROUP = 64
 """Outputs that share a scale in 4-bit weights."""
-_SIGNIFICANT = 3.0  # standard errors
 
 
 @cache
 def parse_predictor(text: str) -> tuple[str, int]:
     """Kind and width of the weights: "linear-4" is a linear map with 4-bit weights. Raises `KVPassError`."""
-    if not looks_below(text) or text not in PREDICTORS:
-        raise KVPassError(f"Unknown predictor {text!r}; there are {', '.join(PREDICTORS[1:])}.")
+    if text not in PREDICTORS:
+        raise KVPassError(f"Unknown predictor {text!r}; there are {', '.join(PREDICTORS)}.")
     return (text.removesuffix("-4"), 4) if text.endswith("-4") else (text, 16)
-
-
-def looks_below(predictor: str) -> bool:
-    """Whether ``predictor`` (as in a `CodecSpec`) needs the layer below."""
-    return predictor not in ("", MEAN)
-
-
-def fit_center(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mean over tokens of ``[B, H, T, D]``, 0 where it may as well be chance: ``[B, H, 1, D]`` in ``dtype``."""
-    x = x.double()
-    mean, tokens = x.mean(2, keepdim=True), x.shape[2]
-    error = x.std(2, keepdim=True) / tokens**0.5 if tokens > 1 else torch.full_like(mean, torch.inf)
-    return torch.where(mean.abs() > _SIGNIFICANT * error, mean, 0.0).to(dtype)
 
 
 def matrix(parts: Sequence[Tensor]) -> Tensor:
@@ -98,20 +82,19 @@ def run(kind: str, x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tenso
 def page_rows(references: Sequence[Tensor], page_size: int) -> Tensor:
     """References ``[B, H, T, D]`` side by side, a page at a time: ``[B * T / P, P, in]`` float32."""
     rows = torch.cat([reference.transpose(1, 2).flatten(2) for reference in references], -1).float()
-    return rows.unflatten(1, (-1, page_size)).flatten(0, 1)
+    pages: Tensor = rows.unflatten(1, (-1, page_size))
+    return pages.flatten(0, 1)
 
 
 def predict(predictor: str, tensors: Sequence[Tensor], references: Sequence[Tensor], page_size: int) -> Tensor:
     """The prediction for whole pages: ``[B, H, T, D]`` float32.
 
-    tensors: what `weights` takes, or for a mean ``[B, H, 1, D]``.
+    tensors: what `weights` takes.
     references: the reconstructions ``[B, H, T, D]`` it looks at, those of the layer below first.
 
     Pages are multiplied one by one, by products of one shape, so that a page has the same prediction when it is encoded
     and whenever it is decoded.
     """
-    if predictor == MEAN:
-        return tensors[0].float()
     out = run(parse_predictor(predictor)[0], page_rows(references, page_size), *weights(predictor, tensors))
     batch, heads = references[0].shape[:2]
     return out.view(batch, -1, heads, out.shape[-1] // heads).transpose(1, 2)

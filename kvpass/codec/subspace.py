@@ -8,7 +8,7 @@ minimiser of ``e^T P e`` over the remaining channels at ``-P_rr^{-1} P_rb d``. T
 import torch
 from torch import Tensor
 
-from .spec import Subspace
+from .quantizer import Subspace
 
 
 def precision_matrix(q: Tensor, subspace: Subspace, valid: Tensor | None = None) -> Tensor:
@@ -25,7 +25,7 @@ def precision_matrix(q: Tensor, subspace: Subspace, valid: Tensor | None = None)
     if subspace.relative:
         per_channel = q.square().sum((-1, -2)).unsqueeze(-1) / q.shape[-1]
         energy = torch.where(per_channel > 0, energy / per_channel, 0.0)
-    update = (directions * energy[..., None, :]) @ directions.mT
+    update: Tensor = (directions * energy[..., None, :]) @ directions.mT
     return torch.eye(q.shape[-1], dtype=q.dtype, device=q.device) + subspace.weight * update
 
 

@@ -37,11 +37,12 @@ class Append:
     spec: str
     lowering: str
     edge: Node | None
-    beside: Node | None
+    same_layer_keys: Node | None
     predictor: list[Node] | None
     importance: Node | None
     scores: list[Node] | None
     slots: Node | None
+    originals: Node | None
 
     @cached_property
     def codec(self) -> CodecSpec:

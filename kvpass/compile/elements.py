@@ -6,6 +6,7 @@ is understood is exact; anything else raises `Unproven`.
 
 from collections.abc import Iterable, Iterator
 from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -175,7 +176,7 @@ class Elements:
             return (*index[:dim], where, *index[dim + 1 :])
 
         if before is None:
-            parts = [(set(), self.cases(x, at(place + 1)), self.cases(x, index))]
+            parts: list[tuple[set[Linear], Any, Any]] = [(set(), self.cases(x, at(place + 1)), self.cases(x, index))]
         elif _dims(before)[dim] == 1:
             parts = [
                 ({-place}, self.cases(x, index), self.cases(before, at(_ZERO))),

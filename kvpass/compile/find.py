@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from ..codec.predictor import looks_below
 from ..codec.spec import parse
 from .appends import tensor_of
 from .calls import DECODE, ROTATE, argument, arguments
@@ -45,7 +44,7 @@ class Source:
         """Whether the past has to be decoded anyway: another layer is predicted from it, it is from another layer, or
         its tokens have widths of their own."""
         codec = parse(self.read("spec"))
-        return len(self.past.users) > 1 or looks_below(codec.predictor) or codec.adaptive is not None
+        return len(self.past.users) > 1 or bool(codec.transform.predictor) or codec.quantizer.adaptive is not None
 
     @property
     def ring(self) -> Node:
@@ -259,7 +258,7 @@ def _from_softmax(node: Node, source: Callable[[Node], Source]) -> Attention:
 
 def _without_sinks(node: Node) -> tuple[Node, Node | None]:
     """The scores behind ``cat([scores, sinks]) - max``, and the sinks ``[1, H, 1, 1]``; None where there are none."""
-    whole = node
+    whole: Any = node
     if whole.target is aten.sub.Tensor:  # softmax is the same less anything that is one for all keys
         whole = whole.args[0]
     while whole.target in CASTS:

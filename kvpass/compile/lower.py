@@ -2,7 +2,7 @@
 
 from torch.fx import GraphModule, Node
 
-from kvpass.lowering.table import AUTO, Site, few, select
+from kvpass.lowering.table import AUTO, DispatchKey, few, select
 
 from ..codec.spec import parse
 from .appends import tensor_of
@@ -37,7 +37,7 @@ def lower(gm: GraphModule, lowering: str) -> dict[str, str]:
         if op == "attend" and len(given["key"]) == 1:
             specs, named, label = (), AUTO, "attend (decoded)"
         of_call = few(at(queries, hints([queries])))
-        chosen[label] = select(Site(op, value.device.type, specs, of_call, value.shape[-1]), named).name
+        chosen[label] = select(DispatchKey(op, value.device.type, specs, of_call, value.shape[-1]), named).name
         change(node, lowering=chosen[label] if isinstance(queries, int) else named)
     gm.recompile()
     return chosen

@@ -7,6 +7,7 @@ vector with a copy of the model's own nodes. So scaled tables, partial and inter
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -50,9 +51,10 @@ class Rotations:
     """Finds rotations in one graph; values that were tried are kept, so that layers can be compared."""
 
     def __init__(self, graph: Graph, inputs: Sequence):
-        self.graph, self.values, self.generator = graph, {}, torch.Generator().manual_seed(0)
+        self.graph, self.generator = graph, torch.Generator().manual_seed(0)
+        self.values: dict[Node, Any] = {}
         placeholders = (node for node in graph.nodes if node.op == "placeholder")
-        self.moved = set()
+        self.moved: set[Node] = set()
         self.inputs = dict(zip(placeholders, inputs, strict=True))
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         values = (node.meta.get("val") for node in graph.nodes)

@@ -9,7 +9,6 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..codec.spec import CodecSpec, parse
 from ..errors import KVPassError
-from ..layout.eviction import statistic
 from ..layout.window import LENGTH_OFFSET
 from .appends import Append, appends, hoist, placeholder
 from .calls import (
@@ -50,10 +49,10 @@ def rewrite(normal: NormalGraph, inputs: Sequence, attentions: list[Attention], 
         if attention.key.padded:
             _cut_mask(graph, attention)
         _drop_structural_mask(attention)
-        paid = _replace(graph, attention, importance.get(attention.key.ring))
+        mass = _replace(graph, attention, importance.get(attention.key.ring))
         for append in writes:
-            if append.importance is not None and paid is not None and _has_a_say(append, attention):
-                append.scores = [*(append.scores or []), paid]
+            if append.importance is not None and mass is not None and _has_a_say(append, attention):
+                append.scores = [*(append.scores or []), mass]
     for append in writes:
         if append.q is not None or append.importance is not None:
             append.mask = readers[append.ring].mask
@@ -84,13 +83,13 @@ def _importance(writes: Iterable[Append], readers: dict[Node, Attention], refuse
 def _has_a_say(append: Append, attention: Attention) -> bool:
     """Whether what ``attention`` pays counts where ``append`` decides."""
     mine = append.ring is attention.key.ring
-    return statistic(append.codec) != "" and (append.codec.shared_eviction or mine)
+    return append.codec.statistic != "" and (append.codec.retention.shared or mine)
 
 
 def _tap_queries(writes: Iterable[Append], readers: dict[Node, Attention], refused: list[str]) -> None:
     """Hand the queries of the attention that reads a cache to the codecs that are fitted to them."""
     for append in writes:
-        if not append.codec.needs_queries:
+        if not append.codec.quantizer.needs_queries:
             continue
         if append.ring not in readers:
             raise KVPassError(
@@ -100,7 +99,7 @@ def _tap_queries(writes: Iterable[Append], readers: dict[Node, Attention], refus
             )
         attention = readers[append.ring]
         append.q = attention.query
-        if append.codec.adaptive is not None:
+        if append.codec.quantizer.adaptive is not None:
             with attention.query.graph.inserting_before(attention.query.graph.output_node()):
                 append.q = attention.query.graph.call_function(aten.mul.Tensor, (attention.query, attention.scale))
             append.q.meta["val"] = attention.query.meta["val"]
@@ -111,7 +110,7 @@ def _store_before_rotation(graph: Graph, inputs: Sequence, writes: Iterable[Appe
     of the op that stores the tables of the call, once; None if no layer has any."""
     rotations, stored, tables = Rotations(graph, inputs), None, None
     for append in writes:
-        if not append.codec.pre_rope:
+        if not append.codec.transform.pre_rope:
             continue
         rotation = rotations.find(append.x)
         if rotation is None:
@@ -178,20 +177,20 @@ def _replace(graph: Graph, attention: Attention, importance: Node | None) -> Nod
     if key.rotation is not None:
         given |= {name: argument(key.rotation, name) for name in ("cos", "sin", "rope")}
     if importance is not None:
-        if codec.budget is not None:
+        if codec.retention.evicts:
             _refuse_bias(attention)
-        given |= dict(statistic=statistic(codec), importance=importance)
+        given |= dict(statistic=codec.statistic, importance=importance)
     with graph.inserting_before(attention.output):
         if attention.sinks is not None:
-            given["sinks"] = graph.call_function(torch.ops.aten.flatten.using_ints, (attention.sinks,))
-            given["sinks"].meta["val"] = attention.sinks.meta["val"].flatten()
+            given["sinks"] = sinks = graph.call_function(torch.ops.aten.flatten.using_ints, (attention.sinks,))
+            sinks.meta["val"] = attention.sinks.meta["val"].flatten()
         dtype = key.past.meta["val"].dtype
         query, *new = (_cast(graph, x, dtype) for x in (attention.query, *(_present(graph, s) for s in (key, value))))
         results = call(graph, ATTEND, q=query, k_new=new[0], v_new=new[1], **given)
         out = graph.call_function(operator.getitem, (results, 0))
-        paid = graph.call_function(operator.getitem, (results, 1)) if given.get("statistic") else None
+        mass = graph.call_function(operator.getitem, (results, 1)) if given.get("statistic") else None
         attention.output.replace_all_uses_with(_shaped_as(graph, out, query, attention))
-    return paid
+    return mass
 
 
 def _cast(graph: Graph, x: Node, dtype: torch.dtype) -> Node:
@@ -261,7 +260,7 @@ def _before_rotation(
 ) -> tuple[list[Node], str]:
     """Queries, keys, tables and kind of the rotary embedding as `kvpass.runtime.simulated.simulate` takes them, if
     ``spec`` stores keys before it and they have one."""
-    rotation = rotations.find(attention.key.present) if spec.pre_rope else None
+    rotation = rotations.find(attention.key.present) if spec.transform.pre_rope else None
     if rotation is None:
         return [], ""
     query = rotations.find(attention.query)  # for the schemes that need it: a graph serves them all

@@ -5,6 +5,7 @@ zeros gives the bias: masks before or after scaling, filled in or added, alibi.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch._guards import detect_fake_mode
@@ -21,7 +22,12 @@ SAME_VALUES = {
 }
 CASTS = {aten.to.dtype, aten._to_copy.default, aten.type_as.default, aten.to.other}
 PRODUCTS = {aten.matmul.default, aten.bmm.default}
-_FILLS = {aten.masked_fill.Scalar: 0, aten.masked_fill.Tensor: 0, aten.where.self: 1, aten.where.ScalarOther: 1}
+_FILLS: dict[Any, int] = {
+    aten.masked_fill.Scalar: 0,
+    aten.masked_fill.Tensor: 0,
+    aten.where.self: 1,
+    aten.where.ScalarOther: 1,
+}
 """Ops that put other values in place of some scores -> which argument the scores are."""
 
 
@@ -51,7 +57,8 @@ class Scores:
 
 def read_scores(node: Node) -> Scores:
     """Walk from the softmax's input back to the product. Raises `NotUnderstood`."""
-    chain, biased, factor, cap, dims = [], False, 1.0, 0.0, len(shape(node))
+    chain: list[Node] = []
+    biased, factor, cap, dims = False, 1.0, 0.0, len(shape(node))
     while node.target not in PRODUCTS and node.target is not aten.baddbmm.default:
         if node.op != "call_function":
             raise NotUnderstood(f"scores come from {node.name}, not from a product with the keys")
@@ -133,7 +140,7 @@ def _with_heads(call, value: Node, wanted) -> Node:
     """``[B * H, s, T]`` as ``[B, H, s, T]``: batch and heads as wanted, other sizes its own."""
     if len(shape(value)) == len(wanted):
         return value
-    batch, heads, queries = *wanted[:2], shape(value)[1]
+    (batch, heads), queries = wanted[:2], shape(value)[1]
     if not all(isinstance(size, int) for size in (batch, heads, queries)):
         raise NotUnderstood("a bias without a dim of its own for the heads, at varying sizes")
     return call(aten.reshape.default, value, [batch, heads, queries, -1])

@@ -7,13 +7,12 @@ done here.
 from __future__ import annotations
 
 import difflib
-import itertools
 import os
 import re
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -52,8 +51,10 @@ class Trace:
 
     def __init__(self, gm: GraphModule, folder: Path | None, keep: bool):
         self.report: GraphReport | None = None
-        self._keep, self._folder, self._stages = keep, folder and _new_folder(folder), []
-        self._found, self._refused, self._written = 0, [], 0
+        self._keep, self._folder = keep, folder and _new_folder(folder)
+        self._stages: list[Stage] = []
+        self._refused: list[str] = []
+        self._found = self._written = 0
         self._since = time.perf_counter()
         self.stage("captured", gm)
 
@@ -120,7 +121,7 @@ class Trace:
 
 
 @contextmanager
-def _writing(folder: Path):
+def _writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -131,11 +132,13 @@ def _writing(folder: Path):
 
 def _new_folder(parent: Path) -> Path:
     """The first ``graph-N`` that is not there: other processes and earlier runs may write to the same place."""
+    number = 0
     with _writing(parent):
-        for number in itertools.count():
+        while True:
             with suppress(FileExistsError):
                 (folder := parent / f"graph-{number:03}").mkdir()
                 return folder
+            number += 1
 
 
 def _text(module: GraphModule, found: Sequence[Attention], refused: Sequence[str]) -> str:

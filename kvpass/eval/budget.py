@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -92,4 +93,5 @@ def recommend(
 def _pooled(parts: Sequence[Quality]) -> Quality:
     """One scheme over several texts as over one; bytes are those of the first."""
     names = ("divergences", "agreements", "surprisals", "step_seconds")
-    return replace(parts[0], **{name: tuple(x for part in parts for x in getattr(part, name)) for name in names})
+    pooled: dict[str, Any] = {name: tuple(x for part in parts for x in getattr(part, name)) for name in names}
+    return replace(parts[0], **pooled)

@@ -1,10 +1,11 @@
 """Quality against bits, drawn."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from ..errors import KVPassError
 from .quality import Quality
@@ -44,7 +45,8 @@ def check_plot(path: Path) -> None:
 
 def front(rows: Sequence[Point]) -> list[Point]:
     """The rows that no other beats in both bits and mean KL, by bits."""
-    best, kept = float("inf"), []
+    best = float("inf")
+    kept: list[Point] = []
     for row in sorted(rows, key=lambda row: (row.bits, row.kl)):
         if row.kl < best:
             best, kept = row.kl, [*kept, row]
@@ -82,7 +84,7 @@ def pareto(results: Mapping[str, Sequence[Point]], path: Path, title: str) -> No
         pyplot.close(figure)
 
 
-def _draw(panel, rows: Sequence[Point]) -> None:
+def _draw(panel: Any, rows: Sequence[Point]) -> None:
     best = front(rows)
     for row in rows:
         color = "C0" if row in best else "0.45"
@@ -92,24 +94,25 @@ def _draw(panel, rows: Sequence[Point]) -> None:
     panel.margins(x=0.16, y=0.06)
 
 
-def _label(panel, rows: Sequence[Point]) -> None:
+def _label(panel: Any, rows: Sequence[Point]) -> None:
     """Names beside their points, each where it covers least: other names, points, intervals, the front."""
     renderer = panel.figure.canvas.get_renderer()
-    covered, taken = _obstacles(panel, rows), []
+    covered = _obstacles(panel, rows)
+    taken: list[Any] = []
     for row in sorted(rows, key=lambda row: row.kl):
         at, behind = (row.bits, row.kl), dict(boxstyle="square,pad=0.1", fc="white", ec="none", alpha=0.7)
         label = panel.annotate(row.name, at, (0, 0), textcoords="offset points", fontsize=8, va="center", bbox=behind)
 
-        def place(offset, label=label):
+        def place(offset: tuple[float, float], label: Any = label) -> Any:
             label.set_ha("left" if offset[0] > 0 else "right" if offset[0] < 0 else "center")
             label.xyann = offset
             return label.get_window_extent(renderer).padded(2)
 
-        def cost(offset, place=place):
+        def cost(offset: tuple[float, float], place: Callable[..., Any] = place) -> float:
             box = place(offset)
             outside = not (panel.bbox.contains(box.x0, box.y0) and panel.bbox.contains(box.x1, box.y1))
             names = sum(box.overlaps(other) for other in taken)
-            return (
+            return float(
                 100 * outside + 10 * names + 0.3 * sum(box.contains(*p) for p in covered) + 0.2 * max(map(abs, offset))
             )
 
@@ -119,7 +122,7 @@ def _label(panel, rows: Sequence[Point]) -> None:
             panel.annotate("", at, offset, textcoords="offset points", arrowprops=dict(arrowstyle="-", lw=0.4))
 
 
-def _obstacles(panel, rows: Sequence[Point]) -> list[tuple[float, float]]:
+def _obstacles(panel: Any, rows: Sequence[Point]) -> list[tuple[float, float]]:
     """Where points, intervals and the front are drawn, in pixels; points count most."""
 
     def between(a: tuple[float, float], b: tuple[float, float]) -> list[tuple[float, float]]:

@@ -12,23 +12,24 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
 
 from .. import api
 from ..cache.swap import bits_per_value, nbytes, num_values
 from ..errors import KVPassError, NotSimulatedError
-from ..models.probe import keeping
+from ..models.probe import fresh_cache, keeping
 from ..runtime.applied import is_applied
 from ..runtime.simulated import Simulator
 from ..schemes import SchemeConfig, get
 from ..schemes.calibrated import Calibration
 from .progress import bar
-from .size import footprint
+from .size import Scheme, footprint
 
-Scheme = str | dict | SchemeConfig | Calibration | None
+_Row = tuple[list[float], list[bool], list[float]]
 FULL = "full precision"
 """The name of None among schemes."""
 
@@ -130,7 +131,7 @@ def _name(scheme: Scheme) -> str:
 
 
 @contextmanager
-def packed(model: nn.Module, scheme: Scheme, **options) -> Iterator[nn.Module]:
+def packed(model: nn.Module, scheme: Scheme, **options: Any) -> Iterator[nn.Module]:
     """``model`` with ``scheme`` applied, and as it was afterwards. None is the model's own full-precision path."""
     if scheme is None:
         if is_applied(model):
@@ -144,9 +145,10 @@ def packed(model: nn.Module, scheme: Scheme, **options) -> Iterator[nn.Module]:
         api.remove(model)
 
 
-def _forward(model: nn.Module, ids: Tensor, keep: int, **kwargs) -> Tensor:
+def _forward(model: nn.Module, ids: Tensor, keep: int, **kwargs: Any) -> Tensor:
     """Logits of the last ``keep`` of ``ids`` ``[1, S]``: ``[keep, V]``. Models that can compute only those do."""
-    return model(input_ids=ids, **keeping(model, keep), **kwargs).logits[0, -keep:]
+    logits: Tensor = model(input_ids=ids, **keeping(model, keep), **kwargs).logits
+    return logits[0, -keep:]
 
 
 def _check(model: nn.Module, ids: Tensor, prompt: int) -> None:
@@ -186,7 +188,7 @@ def score(
 ) -> Quality:
     """Score ``model`` as it is now, packed or not, on ``ids`` ``[1, S]`` (see `packed`, `reference_logits`)."""
     _check(model, ids, prompt)
-    cache, device = DynamicCache(config=model.config), ids.device
+    cache, device = fresh_cache(model), ids.device
     _forward(model, ids[:, :prompt], 1, past_key_values=cache, use_cache=True)
     rows, seconds = [], []
     for position, full in zip(range(prompt, ids.shape[1]), reference, strict=True):
@@ -201,7 +203,7 @@ def score(
     return _quality(name, rows, size, seconds)
 
 
-def _compare(full: Tensor, logits: Tensor, following: Tensor) -> tuple[list[float], list[bool], list[float]]:
+def _compare(full: Tensor, logits: Tensor, following: Tensor) -> _Row:
     """Divergences, agreements and surprisals of logits ``[N, V]``; ``following`` are the tokens behind the first of
     them."""
     expected, got = (x.double().log_softmax(-1) for x in (full, logits))
@@ -210,9 +212,9 @@ def _compare(full: Tensor, logits: Tensor, following: Tensor) -> tuple[list[floa
     return divergence.tolist(), (full.argmax(-1) == logits.argmax(-1)).tolist(), surprisal.tolist()
 
 
-def _quality(name: str, rows: Sequence[tuple], size: tuple[int, float, int], seconds: Sequence[float]) -> Quality:
-    columns = (tuple(value for part in column for value in part) for column in zip(*rows, strict=True))
-    return Quality(name, *columns, *size, tuple(seconds))
+def _quality(name: str, rows: Sequence[_Row], size: tuple[int, float, int], seconds: Sequence[float]) -> Quality:
+    divergences, agreements, surprisals = (tuple(chain.from_iterable(column)) for column in zip(*rows, strict=True))
+    return Quality(name, divergences, agreements, surprisals, *size, tuple(seconds))
 
 
 @torch.no_grad()
@@ -242,7 +244,7 @@ def evaluate(
     *,
     progress: bool = True,
     one_pass: bool = False,
-    **options,
+    **options: Any,
 ) -> dict[str, list[Quality]]:
     """For each text, one `Quality` per scheme against one full-precision reference; ``model`` is left as it was found.
 
@@ -254,7 +256,7 @@ def evaluate(
     options: for `kvpass.apply`.
     """
     references = {text: reference_logits(model, ids, prompt) for text, ids in texts.items()}
-    results = {text: [] for text in texts}
+    results: dict[str, list[Quality]] = {text: [] for text in texts}
     if not isinstance(schemes, Mapping):
         schemes = {FULL if scheme is None else _name(scheme): scheme for scheme in schemes}
     scored = {text: (ids, prompt, references[text]) for text, ids in texts.items()}
@@ -262,7 +264,7 @@ def evaluate(
     for name, scheme in schemes.items():
         rows = None
         if simulator is not None and not isinstance(scheme, Calibration):
-            rows = _in_one_pass(simulator, scored, scheme and get(scheme), name, progress)
+            rows = _in_one_pass(simulator, scored, None if scheme is None else get(scheme), name, progress)
         if rows is None:
             with packed(model, scheme, **({} if scheme is None else options)):
                 rows = [_token_by_token(model, *each, f"{name}, {text}", progress) for text, each in scored.items()]
@@ -280,7 +282,11 @@ def _simulator(model: nn.Module) -> Simulator | None:
 
 
 def _in_one_pass(
-    simulator: Simulator, scored: Mapping[str, tuple], scheme: SchemeConfig | None, name: str, progress: bool
+    simulator: Simulator,
+    scored: Mapping[str, tuple[Tensor, int, Tensor]],
+    scheme: SchemeConfig | None,
+    name: str,
+    progress: bool,
 ) -> list[Quality] | None:
     """A row for each text; None for schemes that cannot be scored in one pass."""
     rows = []

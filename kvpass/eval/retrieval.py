@@ -8,6 +8,7 @@ most of the answer.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import KVPassError
 from ..models.probe import fresh_cache
 from .progress import bar
-from .quality import Scheme, packed
+from .quality import packed
+from .size import Scheme
 
 _NEEDLE = "The pass key is {key}. Remember it. {key} is the pass key."
 _TASK = "There is a pass key hidden in the following text. Find it and remember it.\n\n"
@@ -75,13 +77,14 @@ def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     if tokenizer.chat_template is None:
         return (tokenizer.bos_token or "") + _TASK, f"{_QUESTION}\nThe pass key is"
     messages = [{"role": "user", "content": f"{_TASK}FILLER{_QUESTION}"}]
-    chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    chat = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
     before, _, after = chat.partition("FILLER")
     return before, f"{after}The pass key is"
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
 
 
 @torch.no_grad()
@@ -91,7 +94,8 @@ def ask(model: nn.Module, tokenizer: PreTrainedTokenizerBase, hidden: Passkey) -
     text, question = hidden.text.to(device), hidden.question.to(device)
     model(input_ids=text, past_key_values=cache, use_cache=True)
     ids = torch.cat([text, question], 1)
-    out = model.generate(
+    generate: Any = model.generate
+    out = generate(
         ids,
         attention_mask=torch.ones_like(ids),
         past_key_values=cache,
@@ -99,7 +103,7 @@ def ask(model: nn.Module, tokenizer: PreTrainedTokenizerBase, hidden: Passkey) -
         max_new_tokens=_ANSWER_TOKENS,
         pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
     )
-    return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+    return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
 
 
 def retrieve(
@@ -123,7 +127,7 @@ def retrieve(
         for depth in depths
         for seed in range(repeats)
     ]
-    results = {name: [] for name in schemes}
+    results: dict[str, list[Retrieval]] = {name: [] for name in schemes}
     with bar("", len(schemes) * len(questions), "answer", progress) as answers:
         for name, scheme in schemes.items():
             answers.set_description(name)

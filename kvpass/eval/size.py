@@ -2,18 +2,23 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers.cache_utils import Cache
 
 from .. import schemes
 from ..cache.layer import PackedLayer
+from ..cache.state import SharedTensors
 from ..cache.swap import Plans, swap_layers
 from ..errors import KVPassError
-from ..models.probe import has_encoder, probe_cache
+from ..models.probe import fresh_cache, has_encoder, probe_cache
 from ..schemes import LayerGeometry, SchemeConfig
 from ..schemes.calibrated import Calibration
+
+Scheme = str | dict[str, Any] | SchemeConfig | Calibration | None
+"""What `kvpass.apply` takes, and None for full precision."""
 
 
 class DependsOnTextError(KVPassError):
@@ -33,7 +38,7 @@ class Footprint:
         return 8 * self.nbytes / self.values
 
 
-def footprint(model: nn.Module, scheme: str | dict | SchemeConfig | Calibration | None, tokens: int) -> Footprint:
+def footprint(model: nn.Module, scheme: Scheme, tokens: int) -> Footprint:
     """What a cache of ``model`` takes behind a prompt of ``tokens`` tokens, batch 1, with `kvpass.apply`'s ``scheme``
     or, for None, in full precision. Exact: the cache is laid out on PyTorch's meta device. While decoding,
     pages are allocated four, or 3 %, at a time: a cache that grew token by token may have that much more.
@@ -44,9 +49,7 @@ def footprint(model: nn.Module, scheme: str | dict | SchemeConfig | Calibration 
     return _footprints(model, scheme, [tokens])[0]
 
 
-def bits_at(
-    model: nn.Module, scheme: str | dict | SchemeConfig | Calibration | None, lengths: Sequence[int]
-) -> dict[int, float | None]:
+def bits_at(model: nn.Module, scheme: Scheme, lengths: Sequence[int]) -> dict[int, float | None]:
     """Bits a value at each length, by `footprint`; None where they depend on the text."""
     try:
         sizes = _footprints(model, scheme, lengths)
@@ -55,21 +58,24 @@ def bits_at(
     return {tokens: size.bits_per_value for tokens, size in zip(lengths, sizes, strict=True)}
 
 
-def _footprints(model: nn.Module, scheme, lengths: Sequence[int]) -> list[Footprint]:
+def _footprints(model: nn.Module, scheme: Scheme, lengths: Sequence[int]) -> list[Footprint]:
     if has_encoder(model):
         raise KVPassError("An encoder-decoder's cache has two lengths: fill one and use kvpass.bits_per_value.")
     if min(lengths) < 1:
         raise KVPassError(f"A cache of {min(lengths)} tokens has no values: ask for at least 1.")
     filled, layers = probe_cache(model)
-    fixed, predictors = 0, {}
+    fixed, predictors, plans = 0, {}, {}
     if isinstance(scheme, Calibration):
-        fixed, predictors, scheme = scheme.nbytes, scheme.predictors, scheme.scheme
-    elif scheme is not None and schemes.get(scheme).needs_calibration:
-        raise KVPassError(f"{schemes.get(scheme).name!r} has to be calibrated on the model first: kvpass.calibrate.")
-    plans = {} if scheme is None else _plans(schemes.get(scheme), layers)
+        fixed, plans = scheme.nbytes, _plans(scheme.scheme, layers)
+        predictors = {i: (SharedTensors(key), SharedTensors(value)) for i, (key, value) in scheme.predictors.items()}
+    elif scheme is not None:
+        config = schemes.get(scheme)
+        if config.needs_calibration:
+            raise KVPassError(f"{config.name!r} has to be calibrated on the model first: kvpass.calibrate.")
+        plans = _plans(config, layers)
     found = []
     for tokens in lengths:
-        empty = DynamicCache(config=model.config)
+        empty = fresh_cache(model)
         swap_layers(empty, plans, owner="", lowering="reference", max_cache_len=None, predictors=predictors)
         sizes = [_fill(layer, old, tokens) for layer, old in zip(_as_many(empty, filled), filled.layers, strict=True)]
         found.append(Footprint(sum(size.nbytes for size in sizes) + fixed, sum(size.values for size in sizes)))
@@ -88,20 +94,20 @@ def _plans(config: SchemeConfig, layers: dict[int, LayerGeometry | str]) -> Plan
     return plans
 
 
-def _as_many(empty: DynamicCache, filled: DynamicCache) -> list:
+def _as_many(empty: Cache, filled: Cache) -> list[Any]:
     """The layers of ``empty``, those not made yet included."""
     missing = len(filled.layers) - len(empty.layers)
     return [*empty.layers, *(type(layer)() for layer in filled.layers[len(filled.layers) - missing :])]
 
 
-def _fill(layer, filled, tokens: int) -> Footprint:
+def _fill(layer: Any, filled: Any, tokens: int) -> Footprint:
     """The size of ``layer``, empty so far, behind a prompt; ``filled`` is the same layer of a cache in use."""
     if isinstance(layer, PackedLayer):
-        layer.prepare(1, tokens, None, None)
+        layer.allocate(1, tokens)
         heads, head_dim = layer.geometry.num_key_value_heads, layer.geometry.head_dim
         return Footprint(layer.nbytes, 2 * heads * head_dim * tokens)
     keys, values = getattr(filled, "keys", None), getattr(filled, "values", None)
-    if not isinstance(keys, Tensor) or not keys.numel():
+    if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or not keys.numel():
         return Footprint(0, 0)
     layer.update(*(x.new_empty((1, x.shape[1], tokens, x.shape[3]), device="meta") for x in (keys, values)))
     held = (layer.keys, layer.values)  # in a sliding window views of the whole prompt, until the next step

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers.cache_utils import Cache
 
 from ..cache.swap import nbytes
+from ..models.probe import fresh_cache
 
 _COMPILING_STEPS = 3
 
@@ -32,9 +33,10 @@ def sharing_weights(model: nn.Module) -> nn.Module:
 def measure(variants: Mapping[str, nn.Module], ids: Tensor, length: int, rounds: int) -> dict[str, Speed]:
     """The `Speed` of each variant, a model (applied or not) of the same weights, behind ``length`` tokens of ``ids``
     ``[1, S]``, S > length. A step is repeated by cropping its token again."""
-    caches, times = {}, {name: [] for name in variants}
+    caches: dict[str, Cache] = {}
+    times: dict[str, list[float]] = {name: [] for name in variants}
     for name, model in variants.items():
-        caches[name] = DynamicCache(config=model.config)
+        caches[name] = fresh_cache(model)
         model(input_ids=ids[:, :length], past_key_values=caches[name], logits_to_keep=1)
         for _ in range(_COMPILING_STEPS):
             _step(model, ids[:, length : length + 1], caches[name])
@@ -44,7 +46,7 @@ def measure(variants: Mapping[str, nn.Module], ids: Tensor, length: int, rounds:
     return {name: Speed(statistics.median(times[name]), nbytes(caches[name])) for name in variants}
 
 
-def _step(model: nn.Module, token: Tensor, cache: DynamicCache) -> float:
+def _step(model: nn.Module, token: Tensor, cache: Cache) -> float:
     start = time.perf_counter()
     model(input_ids=token, past_key_values=cache)
     if token.device.type != "cpu":

@@ -5,6 +5,7 @@ import sysconfig
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ def _hub(source: str) -> str:
     name, config, split = (*source.removeprefix(_HUB).split(":"), "", "")[:3]
     try:
         rows = iter(load_dataset(name, config or None, split=split or "test", streaming=True))
-        first = next(rows, {})
+        first: dict[str, Any] = next(rows, {})
         strings = [column for column, value in first.items() if isinstance(value, str)]
         if not strings:
             raise ValueError(f"its rows have no text, but {', '.join(first) or 'nothing'}")

@@ -9,14 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..codec.spec import CodecSpec
-
-
-def statistic(spec: CodecSpec) -> str:
-    """What ``kvpass::attend`` is asked about each token, besides its output."""
-    if spec.adaptive is not None:
-        return f"max-{spec.adaptive.rows}"
-    return "sum" if spec.evict == "attention" else ""
+from .retention import Retention
 
 
 def choose(importance: Tensor, occupied: int, budget: int) -> Tensor:
@@ -36,7 +29,7 @@ def choose(importance: Tensor, occupied: int, budget: int) -> Tensor:
 
 
 def update_importance(
-    importance: Tensor, n: int, tokens: int, scores: Sequence[Tensor], valid: Tensor | None, spec: CodecSpec
+    importance: Tensor, n: int, tokens: int, scores: Sequence[Tensor], valid: Tensor | None, retention: Retention
 ) -> Tensor:
     """Account for ``tokens`` new tokens behind the ``n`` of ``importance``: ``[B, H, n + tokens]``.
 
@@ -44,21 +37,18 @@ def update_importance(
     valid: ``[B, tokens]`` bool, False for padding; None for no padding.
     """
     past = importance[..., :n]
-    if spec.adaptive is not None:
-        (paid,) = scores
-        return torch.cat([torch.maximum(past, paid[..., :n]), paid[..., n:]], -1)
-    if spec.evict == "age":  # minus the tokens since: small where it counts, however many have been seen
+    if retention.evict == "age":  # minus the tokens since: small where it counts, however many have been seen
         past, new = past - tokens, torch.arange(-tokens, 0, device=past.device).expand(*past.shape[:2], -1).to(past)
     else:
-        total = torch.stack([s.sum(1, keepdim=True) if spec.shared_eviction else s for s in scores]).sum(0)
+        total = torch.stack([s.sum(1, keepdim=True) if retention.shared else s for s in scores]).sum(0)
         past, new = past + total[..., :n], total[..., n:]
     if valid is not None:
         new = new.masked_fill(~valid[:, None], -torch.inf)
     return torch.cat([past, new], -1)
 
 
-def evict(x: Tensor, slots: Tensor, gone: int, spec: CodecSpec) -> Tensor:
+def evict(x: Tensor, slots: Tensor, gone: int, retention: Retention) -> Tensor:
     """``x`` ``[B, H, n, ...]``, one entry for every stored token, without the ``gone`` that lost their place."""
-    first, end = spec.sinks, spec.sinks + spec.budget + gone
+    first, end = retention.sinks, retention.sinks + retention.budget + gone
     index = slots.view(*slots.shape, *[1] * (x.ndim - 3)).expand(*x.shape[:2], -1, *x.shape[3:])
     return torch.cat([x[:, :, :first], x[:, :, first:end].gather(2, index), x[:, :, end:]], 2)

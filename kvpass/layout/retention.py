@@ -1,28 +1,35 @@
-"""Which tokens stay exact, and which stay at all: a policy for any scheme, written as ``Recent(128)``,
+"""Which tokens are exact, which are packed, and which stay at all: written as ``Recent(128)``,
 ``Sinks(4) + Recent(128)``, ``LogSparse(32)``, ``HeavyHitter(256, recent=128)`` or ``StreamingLLM(4, recent=1020)``."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 from ..errors import KVPassError
-from ..fields import check_integer, check_integers, check_types, shown
+from ..fields import check_integer, check_integers, check_types, fields_alone, hash_once, shown
 
-_ROLLBACK = 16  # tokens that can be taken back after an eviction, as after a flush
+_ROLLBACK = 16
+_MOST_TOKENS = 1 << 24  # memory for them is taken at once
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Exact tokens of a cache, for keys and values alike.
+    """Where the tokens of a cache are, for any number of them: the first ``sinks``, and the newest, are exact; those
+    between them are packed, a page at a time, and with a budget evicted. States that agree in it hold the same tokens.
 
     window: the window is emptied by a page when it holds this many tokens.
-    page_size: tokens that leave at a time; a multiple of the group size of per-channel keys.
+    page_size: tokens packed at a time, written once; a multiple of the group size of per-channel keys.
     sinks: first tokens that never leave, on top of the window.
-    keep: which tokens of the window stay, the most "recent" or a "log"-sparse choice.
-    budget: packed tokens kept at most, a multiple of ``page_size``; None for all.
-    evict: what leaves when there are more: the tokens with the least "attention", or the oldest ("age").
-    shared: one choice for all heads and layers, by the attention of all.
+    keep: which tokens of the window stay, the most "recent" or a "log"-sparse choice (then ``window`` is three times
+        ``page_size``).
+    budget: packed tokens kept at most, a multiple of ``page_size``; None for all. What is over is evicted `rollback`
+        tokens after its page was due.
+    evict: what leaves when there are more: the tokens with the least "attention" paid to them so far, or the oldest
+        ("age").
+    shared: one choice for all heads and layers, by the attention of all; otherwise each KV head has its own.
+    rollback: tokens that `crop` can take back without loss across a flush; with a budget a page at most.
     """
 
     window: int
@@ -32,27 +39,71 @@ class Retention:
     budget: int | None = None
     evict: Literal["attention", "age"] = "attention"
     shared: bool = False
+    rollback: int = field(default=_ROLLBACK, repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_types(self)
-        check_integers(self, window=1, page_size=1, sinks=0)
+        check_integers(self, window=1, page_size=1, sinks=0, rollback=0)
         if self.page_size > self.window:
             raise KVPassError(f"page_size={self.page_size} tokens cannot leave a window of {self.window}.")
+        if max(self.sinks + self.ring_size, self.budget or 0) > _MOST_TOKENS:
+            raise KVPassError(f"Windows, sinks and budgets are at most {_MOST_TOKENS:,} tokens: ask for fewer.")
+        if self.keep == "log" and self.residual != 2 * self.page_size:
+            raise KVPassError(
+                f"Log-sparse windows keep 2W tokens and move W at a time: residual={self.residual} must "
+                f"be twice page_size={self.page_size}."
+            )
+        if self.budget is not None:
+            self._check_eviction(self.budget)
+
+    def _check_eviction(self, budget: int) -> None:
+        check_integers(self, budget=0)
+        if budget % self.page_size or self.rollback > self.page_size:
+            raise KVPassError(
+                f"budget={budget} must be a multiple of page_size={self.page_size}, and rollback={self.rollback} "
+                "at most that: tokens are evicted a page at a time."
+            )
+        if self.keep != "recent":
+            raise KVPassError("Tokens that thin out with distance and eviction are two choices of what stays: use one.")
+
+    __hash__, __getstate__ = hash_once, fields_alone
 
     @property
-    def storage(self) -> dict:
-        """The fields of a `CodecSpec` this policy decides."""
-        residual = self.window - self.page_size
-        storage = dict(page_size=self.page_size, residual=residual, sinks=self.sinks, keep=self.keep)
-        if self.budget is None:
-            return storage
-        rollback = min(_ROLLBACK, self.page_size)
-        return storage | dict(budget=self.budget, evict=self.evict, shared_eviction=self.shared, rollback=rollback)
+    def evicts(self) -> bool:
+        """Whether tokens are dropped when there are too many."""
+        return self.budget is not None
+
+    @cached_property
+    def residual(self) -> int:
+        """Tokens that always stay exact behind the newest one."""
+        return self.window - self.page_size
+
+    @cached_property
+    def ring_size(self) -> int:
+        """Slots of the ring, behind those of the sinks."""
+        return self.window + self.rollback
+
+    def packed(self, length: int) -> int:
+        """Tokens in pages once ``length`` tokens are stored: those at ``[sinks, sinks + packed)``."""
+        return max(0, length - self.sinks - self.residual) // self.page_size * self.page_size
+
+    def pages(self, length: int) -> int:
+        """Pages in use once ``length`` tokens are stored."""
+        return self.packed(length) // self.page_size
+
+    def evicted(self, length: int) -> int:
+        """How many of ``length`` tokens are dropped, were they stored: `rollback` tokens late, so that `crop` never
+        needs one of them."""
+        return 0 if self.budget is None else max(0, self.packed(length - self.rollback) - self.budget)
+
+    def stored(self, length: int) -> int:
+        """What ``length`` tokens shrink to."""
+        return length - self.evicted(length)
 
     @property
     def most(self) -> int | None:
         """Tokens stored at most between two calls; None if there is no limit."""
-        return None if self.budget is None else self.sinks + self.budget + self.window + _ROLLBACK
+        return None if self.budget is None else self.sinks + self.budget + self.ring_size
 
 
 @dataclass(frozen=True)
@@ -61,7 +112,7 @@ class Sinks:
 
     tokens: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_integer("sinks", self.tokens, 0)
 
     def __add__(self, policy: Retention) -> Retention:
@@ -88,7 +139,8 @@ def HeavyHitter(budget: int, recent: int, page_size: int = 32, shared: bool = Fa
     of its query heads, unless ``shared``."""
     for name, tokens, least in (("recent", recent, 0), ("page_size", page_size, 1)):
         check_integer(name, tokens, least)
-    return Retention(recent + page_size, page_size, budget=budget, shared=shared)
+    rollback = min(_ROLLBACK, page_size)
+    return Retention(recent + page_size, page_size, budget=budget, shared=shared, rollback=rollback)
 
 
 def StreamingLLM(sinks: int, recent: int, exact: int = 32, page_size: int = 32) -> Retention:
@@ -98,7 +150,8 @@ def StreamingLLM(sinks: int, recent: int, exact: int = 32, page_size: int = 32) 
         check_integer(name, tokens, least)
     if recent < exact or (recent - exact) % page_size:
         raise KVPassError(f"recent={recent} less exact={exact} must be a multiple of page_size={page_size}.")
-    return Retention(exact + page_size, page_size, sinks, budget=recent - exact, evict="age", shared=True)
+    window, budget, rollback = exact + page_size, recent - exact, min(_ROLLBACK, page_size)
+    return Retention(window, page_size, sinks, budget=budget, evict="age", shared=True, rollback=rollback)
 
 
 POLICIES = {

@@ -9,7 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from ..codec.spec import CodecSpec
+from .retention import Retention
 
 LENGTH_OFFSET = 1 << 20
 """A cache of n tokens hands its length to a graph as the *shape* of a zero-stride view, n + LENGTH_OFFSET long, of one
@@ -39,40 +39,40 @@ def _joined(parts: list[Tensor]) -> Tensor:
 class Recent:
     """The newest tokens are exact; the oldest of them leave, a page at a time."""
 
-    def __init__(self, spec: CodecSpec):
-        self.spec = spec
+    def __init__(self, retention: Retention):
+        self.retention = retention
 
     def page_tokens(self, first: int, last: int) -> Tensor:
         """The tokens of pages ``[first, last)``, in storage order."""
-        size = self.spec.page_size
-        return torch.arange(self.spec.sinks + first * size, self.spec.sinks + last * size)
+        size = self.retention.page_size
+        return torch.arange(self.retention.sinks + first * size, self.retention.sinks + last * size)
 
     def in_pages(self, x: Tensor, first: int, last: int) -> Tensor:
         """Those of the tokens ``[B, H, n, D]`` that are in pages ``[first, last)``, in storage order."""
-        size = self.spec.page_size
-        return x.narrow(2, self.spec.sinks + first * size, (last - first) * size) if last > first else x[:, :, :0]
+        size = self.retention.page_size
+        return x.narrow(2, self.retention.sinks + first * size, (last - first) * size) if last > first else x[:, :, :0]
 
     def exact(self, n: int) -> Tensor:
         """The exact tokens behind the sinks once ``n`` are stored, in token order."""
-        return torch.arange(min(n, self.spec.sinks) + self.spec.packed(n), n)
+        return torch.arange(min(n, self.retention.sinks) + self.retention.packed(n), n)
 
     def slot(self, token: int) -> int:
         """The ring slot of ``token``."""
-        sinks = self.spec.sinks
-        return token if token < sinks else sinks + (token - sinks) % self.spec.window
+        sinks = self.retention.sinks
+        return token if token < sinks else sinks + (token - sinks) % self.retention.ring_size
 
     def slots(self, tokens: Tensor) -> Tensor:
         """The ring slots of ``tokens``."""
-        sinks = self.spec.sinks
-        return torch.where(tokens < sinks, tokens, sinks + (tokens - sinks) % self.spec.window)
+        sinks = self.retention.sinks
+        return torch.where(tokens < sinks, tokens, sinks + (tokens - sinks) % self.retention.ring_size)
 
     def packed_before(self, tokens: Tensor, page: int) -> Tensor:
         """Whether each of ``tokens``, which are behind the sinks, goes to a page before ``page``."""
-        return (tokens - self.spec.sinks) // self.spec.page_size < page
+        return (tokens - self.retention.sinks) // self.retention.page_size < page
 
     def overwritten(self, tokens: Tensor, stop: int) -> Tensor:
         """Whether, of tokens ``[0, stop)``, a later one takes the slot of each of ``tokens``."""
-        return (tokens >= self.spec.sinks) & (tokens + self.spec.window < stop)
+        return (tokens >= self.retention.sinks) & (tokens + self.retention.ring_size < stop)
 
     def token_order(self, n: int) -> Tensor | None:
         """The permutation that puts sinks, pages and window into token order; None where they are."""
@@ -80,7 +80,7 @@ class Recent:
 
     def runs(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
         """The slots in which tokens ``[first, stop)`` lie, as the first slot and the length of each run."""
-        sinks, end = self.spec.sinks, self.spec.sinks + self.spec.window
+        sinks, end = self.retention.sinks, self.retention.sinks + self.retention.ring_size
         while first < stop:
             slot = self.slot(first)
             count = min(stop - first, (sinks if first < sinks else end) - slot)
@@ -89,20 +89,20 @@ class Recent:
 
     def read(self, ring: Tensor, n: int) -> Tensor:
         """The exact tokens behind the sinks once ``n`` are stored, in token order."""
-        first = min(n, self.spec.sinks) + self.spec.packed(n)
+        first = min(n, self.retention.sinks) + self.retention.packed(n)
         return _joined([ring.narrow(2, *run) for run in self.runs(first, n)] or [ring[:, :, :0]])
 
     def leaving(self, ring: Tensor, n: int, x: Tensor, first: int, last: int) -> Tensor:
         """The tokens of pages ``[first, last)``, of which those before ``n`` are in the ring, others in ``x``."""
-        start, stop = (self.spec.sinks + page * self.spec.page_size for page in (first, last))
+        start, stop = (self.retention.sinks + page * self.retention.page_size for page in (first, last))
         parts = [ring.narrow(2, *run) for run in self.runs(start, min(stop, n))]
         new = max(start, n)
         return _joined([*parts, x.narrow(2, new - n, stop - new)] if stop > new else parts)
 
     def write(self, ring: Tensor, n: int, x: Tensor) -> None:
         """Store ``x`` ``[B, H, S, D]`` as tokens ``[n, n + S)``; those whose slot is taken again are left out."""
-        sinks, stop = self.spec.sinks, n + x.shape[2]
-        for first, end in ((n, min(stop, sinks)), (max(n, sinks, stop - self.spec.window), stop)):
+        sinks, stop = self.retention.sinks, n + x.shape[2]
+        for first, end in ((n, min(stop, sinks)), (max(n, sinks, stop - self.retention.ring_size), stop)):
             for slot, count in self.runs(first, end):
                 ring[:, :, slot : slot + count] = x[:, :, first - n : first - n + count]
                 first += count
@@ -141,7 +141,7 @@ class Moves:
         """Tokens whose slot is known."""
         return len(self.slot)
 
-    def extended(self, tokens: int) -> Self:
+    def extended(self, tokens: int) -> "Moves":
         """The same with ``tokens`` tokens placed, and less than W more."""
         size, exact, free, holder = self.pages.shape[1], self.exact, self.free, self.holder.clone()
         pages, starts = [self.pages], range(self.placed, tokens, size)
@@ -164,14 +164,14 @@ class LogSparse(Recent):
     """LogQuant (algorithm 1 of the paper): when 3W exact tokens are reached, every second one of the older 2W goes
     to a page, so that exact tokens thin out with distance. W is the page size and ``2 W`` the residual.
 
-    The stream of moves does not depend on data: it is found once per spec, as far as any caller has got. Every answer
-    is taken from one value of `Moves`, and is the same however far that goes.
+    The stream of moves does not depend on data: it is found once per retention, as far as any caller has got. Every
+    answer is taken from one value of `Moves`, and is the same however far that goes.
     """
 
-    def __init__(self, spec: CodecSpec):
-        super().__init__(spec)
-        self._size = spec.page_size
-        self._moves = Moves.start(self._size, spec.window)
+    def __init__(self, retention: Retention):
+        super().__init__(retention)
+        self._size = retention.page_size
+        self._moves = Moves.start(self._size, retention.ring_size)
 
     def _known(self, tokens: int) -> Moves:
         """Every move due once ``tokens`` tokens (behind the sinks) are stored, at least."""
@@ -182,25 +182,25 @@ class LogSparse(Recent):
 
     def _at(self, tokens: Tensor, stop: int = 0) -> tuple[Moves, Tensor]:
         """The moves of ``tokens`` and of ``[0, stop)``, and ``tokens`` counted from behind the sinks."""
-        behind = (tokens - self.spec.sinks).clamp_min(0)
+        behind = (tokens - self.retention.sinks).clamp_min(0)
         return self._known(max(stop, int(behind.max()) + 1 if behind.numel() else 0)), behind
 
     def page_tokens(self, first: int, last: int) -> Tensor:
-        return self._known((last + 2) * self._size).pages[first:last].flatten() + self.spec.sinks
+        return self._known((last + 2) * self._size).pages[first:last].flatten() + self.retention.sinks
 
     def in_pages(self, x: Tensor, first: int, last: int) -> Tensor:
         return x.index_select(2, self.page_tokens(first, last).to(x.device))
 
     def exact(self, n: int) -> Tensor:
-        behind = max(0, n - self.spec.sinks)
+        behind = max(0, n - self.retention.sinks)
         page_of = self._known(behind).page_of[:behind]
-        return (page_of >= self.spec.pages(n)).nonzero().flatten() + self.spec.sinks
+        return (page_of >= self.retention.pages(n)).nonzero().flatten() + self.retention.sinks
 
     def slot(self, token: int) -> int:
         return int(self.slots(torch.tensor([token])))
 
     def slots(self, tokens: Tensor) -> Tensor:
-        sinks = self.spec.sinks
+        sinks = self.retention.sinks
         moves, behind = self._at(tokens)
         return torch.where(tokens < sinks, tokens, sinks + moves.slot[behind])
 
@@ -210,11 +210,11 @@ class LogSparse(Recent):
 
     def overwritten(self, tokens: Tensor, stop: int) -> Tensor:
         moves, behind = self._at(tokens, stop)
-        return (tokens >= self.spec.sinks) & (moves.next[behind] < stop - self.spec.sinks)
+        return (tokens >= self.retention.sinks) & (moves.next[behind] < stop - self.retention.sinks)
 
     def token_order(self, n: int) -> Tensor | None:
-        sinks = torch.arange(min(n, self.spec.sinks))
-        return torch.cat([sinks, self.page_tokens(0, self.spec.pages(n)), self.exact(n)]).argsort()
+        sinks = torch.arange(min(n, self.retention.sinks))
+        return torch.cat([sinks, self.page_tokens(0, self.retention.pages(n)), self.exact(n)]).argsort()
 
     def _select(self, ring: Tensor, tokens: Tensor) -> Tensor:
         return ring.index_select(2, self.slots(tokens).to(ring.device))
@@ -251,7 +251,7 @@ class Writes:
     spans: tuple[tuple[int, int], ...] = ()
     packed: int = 0
 
-    def _with(self, spans: Iterable[tuple[int, int]], packed: int) -> Self:
+    def _with(self, spans: Iterable[tuple[int, int]], packed: int) -> "Writes":
         kept: list[tuple[int, int]] = []
         for first, stop in spans:
             while kept and kept[-1][0] >= first:
@@ -260,12 +260,12 @@ class Writes:
                 kept.append((first, stop))
         return Writes(tuple(kept), packed)
 
-    def wrote(self, start: int, stop: int, packed: int) -> Self:
+    def wrote(self, start: int, stop: int, packed: int) -> "Writes":
         """Those after tokens ``[start, stop)``; ``packed`` are the pages in use at length ``start``."""
         older = [(first, max(end, stop)) for first, end in self.spans if first < start]
         return self._with([*older, (start, stop)], min(self.packed, packed))
 
-    def evicted(self, gone: int, packed: int) -> Self:
+    def evicted(self, gone: int, packed: int) -> "Writes":
         """Those after ``gone`` tokens before page ``packed`` were dropped, and later ones moved up."""
         return self._with([(max(0, a - gone), b - gone) for a, b in self.spans], max(self.packed, packed))
 
@@ -278,15 +278,15 @@ class Writes:
 
 
 @cache
-def layout(spec: CodecSpec) -> Recent:
-    """The layout a spec asks for."""
-    return LogSparse(spec) if spec.keep == "log" else Recent(spec)
+def layout(retention: Retention) -> Recent:
+    """The layout a retention asks for."""
+    return LogSparse(retention) if retention.keep == "log" else Recent(retention)
 
 
 @lru_cache(maxsize=64)
-def ring_tokens(spec: CodecSpec, n: int, device: torch.device | None = None) -> Tensor:
-    """The token that each of the ``sinks + window`` ring slots holds once ``n`` are stored, -1 where none is exact."""
-    held = torch.full((spec.sinks + spec.window,), -1)
-    tokens = torch.cat([torch.arange(min(n, spec.sinks)), layout(spec).exact(n)])
-    held[layout(spec).slots(tokens)] = tokens
+def ring_tokens(retention: Retention, n: int, device: torch.device | None = None) -> Tensor:
+    """The token that each of the ``sinks + ring_size`` slots holds once ``n`` are stored, -1 where none is exact."""
+    held = torch.full((retention.sinks + retention.ring_size,), -1)
+    tokens = torch.cat([torch.arange(min(n, retention.sinks)), layout(retention).exact(n)])
+    held[layout(retention).slots(tokens)] = tokens
     return held.to(device)

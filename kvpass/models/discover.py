@@ -177,10 +177,11 @@ class _Probe:
         for i, dim in dims.items():
             path, owner, name = self.kept[i]
             by_owner.setdefault(path, []).append(Buffer(path, owner, name, dim))
-        layers = []
+        layers: list[tuple[Buffer, Buffer] | str] = []
         for path, buffers in by_owner.items():
             if len(buffers) == 2 and buffers[0].get().shape == buffers[1].get().shape:
-                layers.append(tuple(sorted(buffers, key=lambda buffer: "v" in buffer.name.lower().replace("kv", ""))))
+                key, value = sorted(buffers, key=lambda buffer: "v" in buffer.name.lower().replace("kv", ""))
+                layers.append((key, value))
             else:
                 names = ", ".join(f"{buffer.name} {tuple(buffer.get().shape)}" for buffer in buffers)
                 layers.append(f"{path} keeps {names}: keys and values of equal shape, one tensor each, are understood")

@@ -113,4 +113,5 @@ def load(
             f"transformers cannot load {source!r}. Pass a hub id that you can reach, the folder of a causal language "
             f"model, or nothing. It said: {str(error).strip().splitlines()[0]}"
         ) from error
-    return model.to(device).eval(), tokenizer
+    model.to(device)  # type: ignore[arg-type]  # transformers wraps it without its signature
+    return model.eval(), tokenizer

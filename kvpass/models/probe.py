@@ -2,11 +2,12 @@
 
 import inspect
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from ..errors import KVPassError
@@ -68,9 +69,10 @@ def has_encoder(model: nn.Module) -> bool:
 
 def fresh_cache(model: nn.Module) -> Cache:
     """An empty growing cache of the kind ``model`` makes itself."""
+    config: Any = model.config
     if has_encoder(model):
-        return EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
-    return DynamicCache(config=model.config)
+        return EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
+    return DynamicCache(config=config)
 
 
 def two_tokens(model: nn.Module) -> dict[str, object]:
@@ -79,8 +81,9 @@ def two_tokens(model: nn.Module) -> dict[str, object]:
     ids = torch.zeros(1, 2, dtype=torch.long, device=device)
     if not has_encoder(model):
         return dict(input_ids=ids)
-    size = model.config.get_text_config(encoder=True).hidden_size
-    hidden = torch.zeros(1, 2, size, dtype=model.dtype, device=device)
+    seq2seq: Any = model
+    size = seq2seq.config.get_text_config(encoder=True).hidden_size
+    hidden = torch.zeros(1, 2, size, dtype=seq2seq.dtype, device=device)
     return dict(decoder_input_ids=ids, encoder_outputs=BaseModelOutput(last_hidden_state=hidden))
 
 
@@ -89,13 +92,13 @@ def _geometries(cache: Cache) -> dict[int, LayerGeometry | str]:
     if isinstance(cache, EncoderDecoderCache):
         own, cross = (_geometries(part) for part in (cache.self_attention_cache, cache.cross_attention_cache))
         for index, layer in cross.items():
-            known = isinstance(layer, LayerGeometry)
-            own[len(cross) + index] = replace(layer, cross=True) if known else f"cross-attention: {layer}"
+            reason = f"cross-attention: {layer}"
+            own[len(cross) + index] = replace(layer, cross=True) if isinstance(layer, LayerGeometry) else reason
         return own
     return geometries([_keys(layer) for layer in cache.layers])
 
 
-def _keys(layer: CacheLayerMixin) -> Tensor | str:
+def _keys(layer: object) -> Tensor | str:
     """What a cache layer keeps as keys, or why it is not packed."""
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     if type(layer) is not DynamicLayer:

@@ -36,7 +36,9 @@ def _asked(what: str, model: PreTrainedModel, arguments: dict[str, Any]) -> bool
 def _recorders(model: nn.Module) -> Iterator[PreTrainedModel]:
     """The models within ``model``, outermost first, whose forward records."""
     for module in model.modules():
-        forward = type(module).forward if isinstance(module, PreTrainedModel) else None
+        if not isinstance(module, PreTrainedModel):
+            continue
+        forward: Any = type(module).forward
         while forward is not None and getattr(forward, "__globals__", None) is not vars(output_capturing):
             forward = getattr(forward, "__wrapped__", None)
         if forward is not None:

@@ -1,5 +1,7 @@
 """Which runtime is in front of a model."""
 
+from typing import Any
+
 from torch import nn
 
 from ..errors import KVPassError
@@ -11,13 +13,14 @@ ATTRIBUTE = "_kvpass"
 
 def decoder(model: nn.Module) -> nn.Module:
     """The model inside a wrapper of peft or of ``torch.compile``: its forward is the one that meets the cache."""
+    inner: Any = model
     while True:
-        if hasattr(model, "_orig_mod"):
-            model = model._orig_mod
-        elif hasattr(model, "get_base_model"):
-            model = model.get_base_model()
+        if hasattr(inner, "_orig_mod"):
+            inner = inner._orig_mod
+        elif hasattr(inner, "get_base_model"):
+            inner = inner.get_base_model()
         else:
-            return model
+            return inner
 
 
 def is_applied(model: nn.Module) -> bool:

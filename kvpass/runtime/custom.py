@@ -166,7 +166,7 @@ class BufferRuntime(CustomRuntime):
         original, found, runtime = self.original, self.found, self
 
         def call(layers, arguments):
-            start, count = length_of(layers[0].length), arguments[found.tokens].shape[1]
+            start, count = length_of(layers[0].context.length), arguments[found.tokens].shape[1]
             position = arguments[found.position]
             if isinstance(position, Tensor):
                 positions = torch.arange(start, start + count, dtype=position.dtype, device=position.device)
@@ -199,7 +199,7 @@ class HandedRuntime(CustomRuntime):
                 f"{scheme.name!r} looks at the prompt through its cache, and {type(model).__name__} does not take an "
                 f"empty {found.parameter} for none: use a scheme such as 'kivi'."
             )
-        if any(plan.looks_below or plan.adaptive for plan, _ in self.plans.values()):
+        if any(plan.looks_at_previous or plan.adaptive for plan, _ in self.plans.values()):
             raise KVPassError(
                 f"{scheme.name!r} reconstructs a layer from more than its own tensors, and a cache that is passed in "
                 "and out is made of separate ones: use a scheme such as 'kivi', or a transformers cache."
@@ -244,7 +244,7 @@ class HandedRuntime(CustomRuntime):
         original, found = self.original, self.found
 
         def call(layers, arguments):
-            start, count = length_of(layers[0].length), arguments[found.tokens].shape[1]
+            start, count = length_of(layers[0].context.length), arguments[found.tokens].shape[1]
             if found.parameter in arguments:
                 past = [x for layer in layers for x in layer.read()]
                 arguments = {**arguments, found.parameter: tree_unflatten(past, found.structure)}

@@ -17,6 +17,7 @@ from kvpass.lowering.session import forget
 
 from ..cache.layer import PackedLayer
 from ..cache.swap import packed_layers
+from ..compile.backend import Backend
 
 _numbers = itertools.count()
 
@@ -37,7 +38,7 @@ class Forms:
     and each has a graph for the first batch size or two and one for all others.
     """
 
-    def __init__(self, fn: Callable, backend: Callable, **options):
+    def __init__(self, fn: Callable, backend: Backend, **options):
         self.backend, options["backend"] = backend, backend
         name = f"{fn.__name__}_{next(_numbers)}"
         self._code: list[types.CodeType] = []
@@ -68,7 +69,8 @@ class _Form:
 
     def __init__(self, start: Callable[[], Callable]):
         self._start, self._run = start, start()
-        self._lock, self._batches = RLock(), set()
+        self._lock = RLock()
+        self._batches: set[int | None] = set()
 
     def __call__(self, batch: int | None, args: tuple, kwargs: dict):
         if batch not in self._batches:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
+from ..cache.context import ForwardContext
 from ..cache.layer import PackedLayer
 from ..cache.swap import cache_layers, cross_layers, packed_layers
 from ..errors import KVPassError
@@ -27,12 +28,12 @@ def start_forward(layers: list[PackedLayer], batch: int, new_tokens: int) -> int
     stored = first.tokens
     for layer in layers:
         layer.refuse_unless_whole()
-    if len({(layer.tokens, layer.seen, layer.edits) for layer in layers}) > 1:
+    if len({(layer.tokens, layer.seen, layer.edits, layer.crops) for layer in layers}) > 1:
         raise KVPassError(
             "The layers of this cache differ: reordering, selecting, cropping or resetting it failed or was "
             "interrupted midway. Start again with a fresh cache, or cache.reset()."
         )
-    if first.max_cache_len is not None and first.plan.key.stored(stored + new_tokens) > first.max_cache_len:
+    if first.max_cache_len is not None and first.plan.key.retention.stored(stored + new_tokens) > first.max_cache_len:
         raise KVPassError(
             f"The cache is full: {stored} tokens stored, and {new_tokens} more do not fit max_cache_len="
             f"{first.max_cache_len}."
@@ -61,20 +62,17 @@ def _prepare(layers: list[PackedLayer], batch: int, stored: int, new_tokens: int
         _forget(layers)
     first = layers[0]
     device = first.geometry.device
-    length = carry(stored, device)
-    seen = carry(first.seen, offset=SEEN_OFFSET) if first.evicts else None
-    for carrier in (length, seen):
+    context = ForwardContext(carry(stored, device))
+    if first.evicts:
+        context.seen_length = carry(first.seen, offset=SEEN_OFFSET)
+    for carrier in (context.length, context.seen_length):
         if stored > 1 and carrier is not None:  # 0 and 1 are cases of their own, and what is traced there may say so
             torch._dynamo.mark_dynamic(carrier, 0)
-    edges, slots = _edges(layers, batch, stored, new_tokens), {}
+    context.edges = _edges(layers, batch, stored, new_tokens)
+    for heads, budget in {(layer.deciding_heads, layer.plan.key.retention.budget) for layer in layers if layer.evicts}:
+        context.slots[heads] = torch.zeros(batch, heads, budget, dtype=torch.int64, device=device)
     for layer in layers:
-        layer.prepare(batch, new_tokens, length, seen)
-        layer.edges = edges
-        if layer.evicts:
-            heads = layer.importance_owner.importance.weights.shape[1]
-            if heads not in slots:
-                slots[heads] = torch.zeros(batch, heads, layer.plan.key.budget, dtype=torch.int64, device=device)
-            layer.slots = slots[heads]
+        layer.prepare(batch, new_tokens, context)
     if first.pool is not None:
         first.pool.refresh()
 
@@ -82,18 +80,18 @@ def _prepare(layers: list[PackedLayer], batch: int, stored: int, new_tokens: int
 def _edges(layers: list[PackedLayer], batch: int, stored: int, new_tokens: int) -> tuple[Tensor, Tensor] | None:
     """Room for one layer's reconstruction of the keys and values that leave the window in this forward."""
     plan, geometry = layers[-1].plan, layers[-1].geometry
-    if not any(layer.plan.looks_below for layer in layers):
+    if not any(layer.plan.looks_at_previous for layer in layers):
         return None
-    spec, total = plan.key, stored + new_tokens
-    tokens = max(spec.page_size, spec.packed(total) - spec.packed(stored))
-    if gone := spec.evicted(total):
-        tokens = spec.packed(total) - gone  # all that is packed may change hands
+    retention, total = plan.key.retention, stored + new_tokens
+    tokens = max(retention.page_size, retention.packed(total) - retention.packed(stored))
+    if gone := retention.evicted(total):
+        tokens = retention.packed(total) - gone  # all that is packed may change hands
     shape = (batch, geometry.num_key_value_heads, tokens, geometry.head_dim)
-    edges = tuple(torch.empty(shape, dtype=geometry.dtype, device=geometry.device) for _ in range(2))
+    keys, values = (torch.empty(shape, dtype=geometry.dtype, device=geometry.device) for _ in range(2))
     if new_tokens > 1 or plan.evicts:
-        for edge in edges:
+        for edge in (keys, values):
             torch._dynamo.mark_dynamic(edge, 2)
-    return edges
+    return keys, values
 
 
 def finish_forward(
@@ -120,14 +118,14 @@ def remember(cache: Cache) -> Callable[[], bool]:
     _refuse_other_lengths(cache, others)
     kept = [dict(vars(layer)) for layer in others]
     unwritten = [layer for layer in cross_layers(cache) if isinstance(layer, PackedLayer) and not layer.tokens]
-    updated = dict(cache.is_updated) if isinstance(cache, EncoderDecoderCache) else None
+    updated = dict(cache.is_updated) if isinstance(cache, EncoderDecoderCache) else {}
 
     def undo() -> bool:
         for layer, attributes in zip(others, kept, strict=True):
             layer.__dict__ = attributes
         for layer in unwritten:
             layer.reset()
-        if updated is not None:
+        if isinstance(cache, EncoderDecoderCache):
             cache.is_updated = updated
         return all(type(layer) in _REPLACED for layer in others)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from threading import get_ident
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,9 @@ _BY_OWNER: weakref.WeakValueDictionary[str, "Runtime"] = weakref.WeakValueDictio
 class Runtime:
     """Everything `apply` adds to one model; `remove` drops it."""
 
+    model: Callable[[], nn.Module]
+    forward: Callable[..., Any]  # of each kind: what takes the place of the model's
+
     def __init__(
         self,
         model: nn.Module,
@@ -60,10 +64,10 @@ class Runtime:
         }
         self.cross, layers = self._plan_cross(layers)
         self.needs_queries = any(plan.needs_queries for plan, _ in self.plans.values())
-        self.needs_rotation = any(plan.key.pre_rope for plan, _ in self.plans.values())
-        self.looks_below = any(plan.looks_below for plan, _ in self.plans.values())
+        self.needs_rotation = any(plan.key.transform.pre_rope for plan, _ in self.plans.values())
+        self.looks_at_previous = any(plan.looks_at_previous for plan, _ in self.plans.values())
         self.needs_importance = any(plan.needs_importance for plan, _ in self.plans.values())
-        self.one_graph = self.needs_rotation or self.looks_below or self.needs_importance
+        self.one_graph = self.needs_rotation or self.looks_at_previous or self.needs_importance
         check_sources({index: plan for index, (plan, _) in self.plans.items()})
         check_edges(self.plans)
         self.predictors = self._place(predictors)
@@ -99,11 +103,12 @@ class Runtime:
 
     def _place(self, predictors) -> dict[int, tuple[SharedTensors, SharedTensors]]:
         """``predictors`` where their layers are."""
-        return {
-            index: tuple(SharedTensors(t.to(layer.device) for t in tensors) for tensors in predictors[index])
-            for index, (plan, layer) in self.plans.items()
-            if plan.looks_below
-        }
+        placed = {}
+        for index, (plan, layer) in self.plans.items():
+            if plan.looks_at_previous:
+                key, value = (SharedTensors(t.to(layer.device) for t in tensors) for tensors in predictors[index])
+                placed[index] = key, value
+        return placed
 
     def prepare(self) -> None:
         """Make what compiles."""
@@ -190,7 +195,7 @@ class Runtime:
             if not self.one_graph:
                 raise
             why, instead = "Keys are stored before rotary embedding", "the scheme with rope='post'"
-            if self.looks_below:
+            if self.looks_at_previous:
                 why, instead = "Layers are predicted from the layer below", "the scheme's backbone alone"
             if self.needs_importance:
                 why, instead = "What is stored depends on attention", "a scheme without that edge, such as 'kivi'"
@@ -231,7 +236,7 @@ class Runtime:
         )
 
 
-def _bytes(layer) -> dict[str, int]:
+def _bytes(layer) -> dict[str, Any]:
     """What a `LayerReport` says of one layer of a cache."""
     if isinstance(layer, PackedLayer):
         names = "nbytes", "full_nbytes", "host_nbytes", "moved_nbytes"

@@ -28,15 +28,16 @@ from transformers.cache_utils import (
 
 from ..cache.layer import PackedLayer
 from ..cache.state import Storage
-from ..cache.swap import cache_layers, packed_layers
+from ..cache.swap import cache_layers, cross_layers, packed_layers
 from ..errors import KVPassError
 from ..layout.window import Writes
 from ..models.probe import fresh_cache
 from ..schemes.calibrated import fingerprint
 from .applied import runtime_of
+from .runtime import Runtime
 from .transformers import TransformersRuntime
 
-_FORMAT = 1
+_FORMAT = 2
 _UNPACKED = DynamicLayer, DynamicSlidingWindowLayer
 _OF_LAYER = "tokens", "seen", "max_cache_len"
 
@@ -106,7 +107,7 @@ def load_cache(path: str | Path, model: nn.Module) -> Cache:
         raise KVPassError(f"{path} holds no cache that can be read: {error!r}. Run the prompt again.") from error
 
 
-def _maker(runtime: TransformersRuntime) -> dict[str, Any]:
+def _maker(runtime: Runtime) -> dict[str, Any]:
     """What decides whether codes mean the same: the model, the scheme, and how each layer is stored."""
     model, digest = runtime.model(), hashlib.sha256()
     for tensor in chain.from_iterable(chain.from_iterable(runtime.predictors.values())):
@@ -210,8 +211,7 @@ def _filled(runtime: TransformersRuntime, facts: dict[str, Any], tensors: dict[s
             if isinstance(layer, DynamicSlidingWindowLayer):
                 layer.cumulative_length = numbers["tokens"]
     if isinstance(cache, EncoderDecoderCache):
-        cross = cache.cross_attention_cache.layers
-        cache.is_updated = {index: layer.get_seq_length() > 0 for index, layer in enumerate(cross)}
+        cache.is_updated = {index: layer.get_seq_length() > 0 for index, layer in enumerate(cross_layers(cache))}
     return cache
 
 

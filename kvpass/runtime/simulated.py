@@ -44,10 +44,11 @@ def simulate(
     (`codec.rope`), if that is how keys are stored.
     """
     specs, tokens, repeats = (parse(k_spec), parse(v_spec)), k.shape[2], q.shape[1] // k.shape[1]
-    q_before, k_before, *tables = before or (q, k)
+    q_before, k_before, *tables = before or [q, k]
     k_stored, v_stored = _stored(k_before, specs[0], q_before, prompt), _stored(v, specs[1], q, prompt)
     if tables:
-        k_stored = rotate(k_stored, *tables, rope)
+        cos, sin = tables
+        k_stored = rotate(k_stored, cos, sin, rope)
     dtype = torch.promote_types(q.dtype, torch.float32)
     k, v, k_stored, v_stored = (x.repeat_interleave(repeats, 1).to(dtype) for x in (k, v, k_stored, v_stored))
     k_packed, v_packed = (_packed(spec, tokens, prompt).to(q.device) for spec in specs)
@@ -89,11 +90,12 @@ def _(q, k, v, mask, scale, softcap, sinks, before, rope, k_spec, v_spec, prompt
 def _stored(x: Tensor, spec: CodecSpec, q: Tensor, prompt: int) -> Tensor:
     """``x`` once all of it is stored: decoded where it is packed."""
     batch, heads, tokens, head_dim = x.shape
-    first = prompt if prompt or spec.subspace is None else tokens  # what fits a subspace to queries takes all of them
-    if not spec.pages(first):  # a mean is that of the first page, if pages come one by one
-        first = next((n for n in range(max(1, first), tokens) if spec.pages(n)), tokens)
+    pages, fits_subspace = spec.retention.pages, spec.quantizer.subspace is not None
+    first = prompt if prompt or not fits_subspace else tokens  # what fits a subspace to queries takes all of them
+    if not pages(first):  # a mean is that of the first page, if pages come one by one
+        first = next((n for n in range(max(1, first), tokens) if pages(n)), tokens)
     state = KVState.allocate(spec, batch, heads, head_dim, x.dtype, x.device, tokens)
-    state.append(x[:, :, :first], 0, q[:, :, : prompt or tokens] if spec.needs_queries else None)
+    state.append(x[:, :, :first], 0, q[:, :, : prompt or tokens] if spec.quantizer.needs_queries else None)
     if first < tokens:
         state.append(x[:, :, first:], first)
     return state.decode(tokens)
@@ -101,14 +103,14 @@ def _stored(x: Tensor, spec: CodecSpec, q: Tensor, prompt: int) -> Tensor:
 
 def _packed(spec: CodecSpec, tokens: int, prompt: int) -> Tensor:
     """Whether the query of token ``t`` sees token ``j`` from a page, ``[T, T]``."""
-    pages = spec.pages(tokens)
+    pages = spec.retention.pages(tokens)
     of_token = torch.full((tokens,), pages)
-    of_token[layout(spec).page_tokens(0, pages)] = torch.arange(pages).repeat_interleave(spec.page_size)
-    seen = torch.tensor([spec.pages(t) if t >= prompt else 0 for t in range(tokens)])
+    of_token[layout(spec.retention).page_tokens(0, pages)] = torch.arange(pages).repeat_interleave(spec.page_size)
+    seen = torch.tensor([spec.retention.pages(t) if t >= prompt else 0 for t in range(tokens)])
     return of_token < seen[:, None]
 
 
-def scout(model: nn.Module, arguments: dict) -> dict[int, LayerGeometry]:
+def scout(model: nn.Module, arguments: dict) -> dict[int, LayerGeometry | str]:
     """The causal self-attentions of ``model`` as they come in its graph. Raises `KVPassError` if there is none."""
     keys: list[Tensor] = []
     refused: list[str] = []
@@ -215,7 +217,7 @@ def unsupported(runtime: Runtime) -> str:
         return "layers share codes"
     if runtime.needs_importance or any(plan.adaptive for plan in plans):
         return "what is stored depends on attention"
-    return "layers are predicted from each other" if runtime.looks_below else ""
+    return "layers are predicted from each other" if runtime.looks_at_previous else ""
 
 
 class Simulation(Backend):

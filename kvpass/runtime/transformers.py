@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from ..cache.cross import running
@@ -21,6 +22,8 @@ from .runtime import Runtime
 
 class TransformersRuntime(Runtime):
     """For a model that is handed a cache of transformers: it is swapped, prepared, run over and committed."""
+
+    model: Callable[[], PreTrainedModel]
 
     def __init__(self, model: nn.Module, *args, **options):
         super().__init__(model, *args, **options)
@@ -52,7 +55,7 @@ class TransformersRuntime(Runtime):
             refuse_what_is_not_recorded(self.model(), kwargs)
         put_up_hooks(self.model(), kwargs)
         stored, seen = start_forward(layers, batch, new_tokens), layers[0].seen
-        with self._one_forward(layers, new_tokens, undo), running(cross_layers(cache)):
+        with self._one_forward(layers, new_tokens, undo), running(cross_layers(cache), layers[0]):
             self._set_masks(kwargs, stored + new_tokens, seen + new_tokens)
             self._drop_defaults(kwargs, seen, new_tokens)
             run = self._choose(layers[0], new_tokens)
@@ -89,14 +92,16 @@ class TransformersRuntime(Runtime):
         return layers
 
     def _swap(self, cache: Cache) -> None:
-        own = cache.self_attention_cache if self.has_encoder else cache
-        before = list(own.layers), own.layer_class_to_replicate
+        own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+        parts = [own, cache.cross_attention_cache] if isinstance(cache, EncoderDecoderCache) else [own]
+        before = [(part, list(part.layers), part.layer_class_to_replicate) for part in parts]
         try:
             swap_layers(own, self.plans, self.owner, self.lowering, self.max_cache_len, self.predictors)
-            if self.cross:
+            if self.cross and isinstance(cache, EncoderDecoderCache):
                 swap_cross_layers(cache, self.cross, self.owner, self.lowering)
         except BaseException:
-            own.layers[:], own.layer_class_to_replicate = before
+            for part, layers, replicated in before:
+                part.layers[:], part.layer_class_to_replicate = layers, replicated
             raise
 
     def _capture_queries(self) -> Callable:
@@ -117,7 +122,7 @@ class TransformersRuntime(Runtime):
         layers = self.adopt(cache)
         start_forward(layers, 1, 2)
         try:
-            with torch.no_grad(), running(cross_layers(cache)):
+            with torch.no_grad(), running(cross_layers(cache), layers[0]):
                 self._with_query_capture(**two_tokens(self.model()), past_key_values=cache, use_cache=True)
         except KVPassError:
             return False
@@ -159,7 +164,7 @@ class TransformersRuntime(Runtime):
         """Drop what says no more than leaving it out, so that every caller shares one graph. Positions are compared
         where that does not wait for the device."""
         config = self.model().config
-        defaults = {name: True for name in ("use_cache", "return_dict") if getattr(config, name, True)}
+        defaults: dict[str, int] = {name: True for name in ("use_cache", "return_dict") if getattr(config, name, True)}
         if new_tokens == 1:
             defaults["logits_to_keep"] = 1
         for name, value in list(kwargs.items()):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..codec.predictor import parse_predictor
+from ..codec.spec import CodecSpec
 from ..errors import KVPassError
 from ..fields import check_integers
 from .base import LayerGeometry, LayerPlan, SchemeConfig, get, register_scheme
@@ -66,7 +67,7 @@ class AquaKVConfig(StorageConfig):
     fit_on: Literal["reconstructed", "original"] = "reconstructed"
     ridge: float = 1e-3
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "backbone", _resolved("backbone", self.backbone))
         if self.first_layer != "auto":
@@ -78,27 +79,30 @@ class AquaKVConfig(StorageConfig):
             raise KVPassError(f"ridge={self.ridge} must be a finite number, not negative, and at most 1e6.")
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
-        first = layer.below is None
-        scheme = self.backbone if not first else self.first
+        first = layer.previous_layer is None
+        scheme = self.first if first else get(self.backbone)
         plan = scheme.plan(layer)
         if plan.key_source is not None or plan.value_source is not None:
             raise KVPassError(f"{scheme.name!r} shares codes between layers, which what is left over cannot.")
-        storage = {"keep": "recent", **self.key_storage()}
-        key, value = replace(plan.key, **storage), replace(plan.value, **{**storage, "pre_rope": False})
-        if not first and self.predicted != "values":
-            key = replace(key, predictor=self.predictor)
-        if not first and self.predicted != "keys":
-            value = replace(value, predictor=self.predictor)
-        return LayerPlan(key, value).checked(layer)
+        keys, values = (not first and self.predicted in ("both", which) for which in ("keys", "values"))
+        key = self._behind(plan.key, keys, pre_rope=self.rope == "pre")
+        return LayerPlan(key, self._behind(plan.value, values, pre_rope=False)).checked(layer)
+
+    def _behind(self, spec: CodecSpec, predicted: bool, pre_rope: bool) -> CodecSpec:
+        """``spec`` of the backbone with the window of this scheme, and with the prediction subtracted if there is."""
+        transform = replace(spec.transform, pre_rope=pre_rope)
+        if predicted:
+            transform = replace(transform, center=False, predictor=self.predictor)
+        return replace(spec, retention=self.key_retention(), transform=transform)
 
     @property
     def first(self) -> SchemeConfig:
         """The scheme of the first layer, as long as nothing was measured."""
-        return HIGGSConfig(grid="d2n256", center=True) if self.first_layer == "auto" else self.first_layer
+        return HIGGSConfig(grid="d2n256", center=True) if self.first_layer == "auto" else get(self.first_layer)
 
     @property
     def first_layer_choices(self) -> list[SchemeConfig]:
         """What calibration chooses the first layer's scheme from, the cheapest first and the lossless one last."""
         if self.first_layer != "auto":
-            return [self.first_layer]
+            return [self.first]
         return [*(HIGGSConfig(grid="d2n256", center=center) for center in (False, True)), IdentityConfig()]

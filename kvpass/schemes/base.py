@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from ..codec.predictor import MEAN, looks_below
 from ..codec.spec import CodecSpec
 from ..errors import KVPassError
 from ..fields import check_types, shown
@@ -19,8 +18,9 @@ from ..layout.retention import POLICIES, Retention
 
 @dataclass(frozen=True)
 class LayerGeometry:
-    """One cache layer of a model: its index among ``num_layers``, heads, head_dim, dtype and device, and ``below``, the
-    last packed layer before it, if there is one. ``cross``: cross-attention, over what an encoder gave."""
+    """One cache layer of a model: its index among ``num_layers``, heads, head_dim, dtype and device, and
+    ``previous_layer``, the last packed one before it, if there is one. ``cross``: cross-attention, over what an encoder
+    gave."""
 
     index: int
     num_layers: int
@@ -28,18 +28,20 @@ class LayerGeometry:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
-    below: int | None = None
+    previous_layer: int | None = None
     cross: bool = False
 
 
 def geometries(keys: Sequence[Tensor | str]) -> dict[int, LayerGeometry | str]:
     """The layers of a model by index, from what each keeps as keys ``[B, H_kv, T, D]``, or why it is not packed."""
-    layers, below = {}, None
+    layers: dict[int, LayerGeometry | str] = {}
+    previous_layer = None
     for index, x in enumerate(keys):
-        layers[index] = x
-        if not isinstance(x, str):
-            layers[index] = LayerGeometry(index, len(keys), x.shape[1], x.shape[3], x.dtype, x.device, below)
-            below = index
+        if isinstance(x, str):
+            layers[index] = x
+        else:
+            layers[index] = LayerGeometry(index, len(keys), x.shape[1], x.shape[3], x.dtype, x.device, previous_layer)
+            previous_layer = index
     return layers
 
 
@@ -57,7 +59,7 @@ class LayerPlan:
 
     def checked(self, layer: LayerGeometry) -> LayerPlan:
         """This plan, if it fits the heads of ``layer``; raises `KVPassError` otherwise."""
-        if self.evicts and self.key.retained_as != self.value.retained_as:
+        if self.evicts and self.key.retention != self.value.retention:
             raise KVPassError(
                 "Keys and values must leave the window together where tokens are evicted: use a retention."
             )
@@ -68,17 +70,17 @@ class LayerPlan:
     @property
     def needs_queries(self) -> bool:
         """Whether the codec is fitted to the prompt's queries, so that prefill has to be captured."""
-        return self.key.needs_queries
+        return self.key.quantizer.needs_queries
 
     @property
     def evicts(self) -> bool:
         """Whether tokens are dropped when there are too many."""
-        return self.key.budget is not None
+        return self.key.retention.evicts
 
     @property
     def adaptive(self) -> bool:
         """Whether tokens have widths of their own."""
-        return self.key.adaptive is not None
+        return self.key.quantizer.adaptive is not None
 
     @property
     def needs_importance(self) -> bool:
@@ -86,33 +88,23 @@ class LayerPlan:
         return self.key.needs_importance
 
     @property
-    def looks_below(self) -> bool:
+    def looks_at_previous(self) -> bool:
         """Whether keys or values are predicted from the layer below."""
-        return looks_below(self.key.predictor) or looks_below(self.value.predictor)
+        return bool(self.key.transform.predictor or self.value.transform.predictor)
 
     def __str__(self) -> str:
         def describe(name: str, spec: CodecSpec, source: int | None) -> str:
-            window = f"{spec.residual}..{spec.residual + spec.page_size - 1} exact"
-            codes = f"{spec.bits} bit per {spec.per} g{spec.group_size}"
-            if spec.adaptive is not None:
-                codes = f"{spec.adaptive.widths} bits by token, {spec.adaptive.outliers:.1%} exact"
-            elif spec.raw:
-                codes = f"{spec.bits}-bit floats"
-            elif spec.grid:
-                codes = f"grid {spec.grid} g{spec.group_size}"
-            codes += f" by {spec.codec}" if spec.codec else ""
-            rotated = "" if spec.rotation is None else " rotated"
+            window = f"{spec.retention.residual}..{spec.retention.window - 1} exact"
             shared = "" if source is None else f" with the codes of layer {source}"
-            rest = " less its mean" if spec.predictor == MEAN else f" less {spec.predictor} prediction"
-            rest = rest if spec.predictor else ""
-            return f"{name}{' before RoPE' if spec.pre_rope else ''}{rest}{rotated} {codes}{shared}, {window}"
+            return f"{spec.transform.of(name)} {spec.quantizer}{shared}, {window}"
 
-        sinks = f", {self.key.sinks} sinks" if self.key.sinks else ""
-        sparse = ", log-sparse" if self.key.keep == "log" else ""
+        retention, subspace = self.key.retention, self.key.quantizer.subspace
+        sinks = f", {retention.sinks} sinks" if retention.sinks else ""
+        sparse = ", log-sparse" if retention.keep == "log" else ""
         if self.evicts:
-            of = "for all layers" if self.key.shared_eviction else "per head"
-            sparse = f", the {self.key.budget} others by {self.key.evict} {of}"
-        extra = f", rank-{self.key.subspace.rank} subspace" if self.key.subspace else ""
+            of = "for all layers" if retention.shared else "per head"
+            sparse = f", the {retention.budget} others by {retention.evict} {of}"
+        extra = f", rank-{subspace.rank} subspace" if subspace else ""
         key = describe("K", self.key, self.key_source)
         return f"{key}{extra}; {describe('V', self.value, self.value_source)}{sinks}{sparse}"
 
@@ -120,21 +112,21 @@ class LayerPlan:
 def check_edges(plans: dict[int, tuple[LayerPlan, LayerGeometry]]) -> None:
     """Raise `KVPassError` unless layers that are predicted from the one below move tokens as that one does, and layers
     that evict keep equally many."""
-    if len({plan.key.retained_as for plan, _ in plans.values() if plan.evicts}) > 1:
+    if len({plan.key.retention for plan, _ in plans.values() if plan.evicts}) > 1:
         raise KVPassError("Layers that evict tokens must have the same budget and window.")
     for plan, layer in plans.values():
-        if not plan.looks_below:
+        if not plan.looks_at_previous or layer.previous_layer is None:
             continue
-        below, its = plans[layer.below]
-        specs = (below.key, below.value, plan.key, plan.value)
-        if len({spec.retained_as for spec in specs}) > 1:
+        previous, its = plans[layer.previous_layer]
+        specs = (previous.key, previous.value, plan.key, plan.value)
+        if len({spec.retention for spec in specs}) > 1:
             raise KVPassError(
-                f"Layer {layer.index} is predicted from layer {layer.below}, which keeps other tokens exact: keys and "
-                "values of all layers must leave the window together."
+                f"Layer {layer.index} is predicted from layer {layer.previous_layer}, which keeps other tokens exact: "
+                "keys and values of all layers must leave the window together."
             )
         if (its.num_key_value_heads, its.head_dim) != (layer.num_key_value_heads, layer.head_dim):
             raise KVPassError(
-                f"Layer {layer.index} cannot be predicted from layer {layer.below}, which has "
+                f"Layer {layer.index} cannot be predicted from layer {layer.previous_layer}, which has "
                 f"{its.num_key_value_heads} heads of {its.head_dim} instead of {layer.num_key_value_heads} of "
                 f"{layer.head_dim}."
             )
@@ -165,7 +157,7 @@ class SchemeConfig:
     needs_calibration: ClassVar[bool] = False
     takes_calibration: ClassVar[bool] = False  # there is something that can be measured on a model
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_types(self)
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
@@ -185,20 +177,21 @@ class SchemeConfig:
 def _plain(value: Any) -> Any:
     if isinstance(value, SchemeConfig):
         return value.to_dict()
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
 
 
+_Config = TypeVar("_Config", bound=SchemeConfig)
 _SCHEMES: dict[str, type[SchemeConfig]] = {}
 _PRESETS: dict[str, SchemeConfig] = {}
 
 
-def register_scheme(**presets: dict[str, Any]):
+def register_scheme(**presets: dict[str, Any]) -> Callable[[type[_Config]], type[_Config]]:
     """Class decorator: make a config known under its ``name``, plus presets given as name -> overrides.
 
     Underscores in preset names become hyphens.
     """
 
-    def register(cls: type[SchemeConfig]) -> type[SchemeConfig]:
+    def register(cls: type[_Config]) -> type[_Config]:
         _SCHEMES[cls.name] = cls
         _PRESETS[cls.name] = cls()
         for preset, overrides in presets.items():
@@ -213,6 +206,15 @@ def available() -> list[str]:
     return sorted(_PRESETS)
 
 
+@runtime_checkable
+class _Stored(Protocol):
+    """A config with the fields of `StorageConfig`."""
+
+    sinks: int
+    retention: Retention | None
+    rope: str
+
+
 def compose(scheme: SchemeConfig, policy: Retention) -> SchemeConfig:
     """``scheme`` with another choice of the tokens that stay; its sinks stay sinks.
 
@@ -222,12 +224,12 @@ def compose(scheme: SchemeConfig, policy: Retention) -> SchemeConfig:
     """
     if not isinstance(policy, Retention):
         raise KVPassError(f"{shown(policy)} is no policy: use one of kvpass.Retention, such as Recent(128).")
-    if not hasattr(scheme, "retention"):
+    if not isinstance(scheme, _Stored):
         raise KVPassError(f"{scheme.name!r} has no retention policy to choose.")
     if policy.budget is not None and (scheme.needs_calibration or scheme.rope == "pre"):
         policy = dataclasses.replace(policy, shared=True)
     policy = dataclasses.replace(policy, sinks=max(policy.sinks, scheme.sinks))
-    return dataclasses.replace(scheme, sinks=0, retention=policy)
+    return _changed(scheme, {"sinks": 0, "retention": policy})
 
 
 def get(scheme: str | dict[str, Any] | SchemeConfig, **overrides: Any) -> SchemeConfig:
@@ -262,7 +264,7 @@ def get(scheme: str | dict[str, Any] | SchemeConfig, **overrides: Any) -> Scheme
     return _changed(scheme, overrides)
 
 
-def _changed(scheme: SchemeConfig, fields: dict) -> SchemeConfig:
+def _changed(scheme: SchemeConfig, fields: dict[str, Any]) -> SchemeConfig:
     known = {field.name for field in dataclasses.fields(scheme)}
     if unknown := [name for name in fields if name not in known]:
         raise KVPassError(f"{type(scheme).__name__} has no field {shown(unknown)}; it has {sorted(known)}.")

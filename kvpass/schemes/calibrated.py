@@ -71,7 +71,7 @@ class Calibration:
     explained: dict[int, tuple[float, float]]
     facts: dict[str, Any]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_calibration(self.scheme, self.predictors, self.model, self.explained, self.facts)
 
     def retaining(self, policy: Retention) -> Calibration:
@@ -137,11 +137,12 @@ class Calibration:
         return folder
 
     def __str__(self) -> str:
+        scheme = self.scheme.to_dict()
         if not self.predictors:
-            return f"query energies of {len(self.scheme.query_energy)} layers"
+            return f"query energies of {len(scheme['query_energy'])} layers"
         pays = f"pay off from {self.pays_off_at:,} tokens on" if self.bits_saved > 0 else "do not pay off"
         return (
-            f"{self.scheme.predictor} predictors of {self.nbytes:,} bytes, shared by all caches of the model: worth "
+            f"{scheme['predictor']} predictors of {self.nbytes:,} bytes, shared by all caches of the model: worth "
             f"{self.bits_saved:.2f} bits a value, they {pays}"
         )
 
@@ -180,7 +181,7 @@ def _unflatten(tensors: dict[str, Tensor], layers: Iterable[int]) -> dict[int, t
         names = (f"{layer}.{role}.{i}" for i in itertools.count())
         return [tensors.pop(name) for name in itertools.takewhile(tensors.__contains__, names)]
 
-    predictors = {layer: tuple(taken(layer, role) for role in _ROLES) for layer in layers}
+    predictors = {layer: (taken(layer, "key"), taken(layer, "value")) for layer in layers}
     if tensors:
         raise KVPassError(f"{shown(sorted(tensors))} are no tensors of a predictor.")
     return predictors

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..codec.codebook import grid_shape
-from ..codec.predictor import MEAN
+from ..codec.quantizer import Quantizer
 from ..codec.spec import CodecSpec
+from ..codec.transform import Transform
 from ..fields import check_integers
 from .base import LayerGeometry, LayerPlan, register_scheme
 from .storage import StorageConfig
@@ -38,22 +39,22 @@ class HIGGSConfig(StorageConfig):
     fit: Literal["rms", "lsq"] = "rms"
     seed: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         check_integers(self, seed=0)
         if self.group_size is not None:
             check_integers(self, group_size=1)
-        self._codec(self.group_size or 64, self.key_storage())
+        self._plan(self.group_size or 64)
 
-    def _codec(self, group_size: int, storage: dict, **fields) -> CodecSpec:
-        fit = "lsq" if self.fit == "lsq" else "minmax"
-        bits = grid_shape(self.grid)[1]
-        return CodecSpec(bits, "token", group_size, **storage, fit=fit, rotation=self.seed, grid=self.grid, **fields)
+    def _plan(self, group_size: int) -> LayerPlan:
+        fit: Literal["minmax", "lsq"] = "lsq" if self.fit == "lsq" else "minmax"
+        quantizer = Quantizer(grid_shape(self.grid)[1], "token", group_size, fit, grid=self.grid)
+        keys = self.key_retention()
+        center = keys.sinks > 0 if self.center is None else self.center
+        return LayerPlan(
+            CodecSpec(quantizer, keys, self.key_transform(center=center, rotation=self.seed)),
+            CodecSpec(quantizer, self.value_retention(), Transform(rotation=self.seed)),
+        )
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
-        group_size, storage = self.group_size or layer.head_dim, self.key_storage()
-        center = storage["sinks"] > 0 if self.center is None else self.center
-        return LayerPlan(
-            self._codec(group_size, storage, predictor=MEAN if center else ""),
-            self._codec(group_size, self.value_storage()),
-        ).checked(layer)
+        return self._plan(self.group_size or layer.head_dim).checked(layer)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from ..codec.quantizer import Quantizer
 from ..codec.spec import CodecSpec
 from ..layout.retention import POLICIES
 from .base import LayerGeometry, LayerPlan, register_scheme
@@ -16,7 +17,7 @@ class IdentityConfig(StorageConfig):
     name = "identity"
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
-        bits = 8 * layer.dtype.itemsize
+        floats = Quantizer(8 * layer.dtype.itemsize, "token", 1)
         return LayerPlan(
-            CodecSpec(bits, "token", 1, **self.key_storage()), CodecSpec(bits, "token", 1, **self.value_storage())
+            CodecSpec(floats, self.key_retention(), self.key_transform()), CodecSpec(floats, self.value_retention())
         ).checked(layer)

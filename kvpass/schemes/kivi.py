@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..codec.spec import Subspace
+from ..codec.quantizer import Subspace
 from ..layout.retention import Recent, Sinks
 from .base import LayerGeometry, LayerPlan, register_scheme
 from .uniform import UniformConfig
@@ -26,7 +26,7 @@ class KIVIConfig(UniformConfig):
 
     bits: int = 2
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         self._plan(None)  # an impossible config fails here, not at the first token
 

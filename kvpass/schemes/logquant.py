@@ -23,7 +23,7 @@ class LogQuantConfig(KIVIConfig):
 
     window: int = 32
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_integers(self, window=1)
         if self.retention is not None:
             raise KVPassError("LogQuant is its retention policy. For another one use KIVIConfig(retention=...).")

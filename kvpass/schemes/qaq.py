@@ -1,8 +1,10 @@
 """QAQ (arXiv 2403.04643): as many bits for a token as the error it causes may need, and outliers exact."""
 
 from dataclasses import dataclass
+from typing import Literal
 
-from ..codec.spec import Adaptive, CodecSpec
+from ..codec.quantizer import Adaptive, Quantizer
+from ..codec.spec import CodecSpec
 from ..errors import KVPassError
 from .base import LayerGeometry, LayerPlan, register_scheme
 from .storage import StorageConfig
@@ -36,15 +38,20 @@ class QAQConfig(StorageConfig):
     query_energy: float | tuple[float, ...] | None = None
     keep_originals: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         for energy in self.query_energy if isinstance(self.query_energy, tuple) else [self.query_energy]:
-            self._codec("key", 32, energy)
+            self._plan(32, energy)
 
-    def _codec(self, role: str, head_dim: int, energy: float | None) -> CodecSpec:
-        sigma, storage = (self.sigma_s, self.key_storage()) if role == "key" else (self.sigma_x, self.value_storage())
-        adaptive = Adaptive(self.widths, role, sigma, self.outliers, self.window, energy, self.keep_originals)
-        return CodecSpec(max(self.widths), "token", head_dim, **storage, adaptive=adaptive)
+    def _plan(self, head_dim: int, energy: float | None) -> LayerPlan:
+        def quantizer(role: Literal["key", "value"], sigma: float) -> Quantizer:
+            adaptive = Adaptive(self.widths, role, sigma, self.outliers, self.window, energy, self.keep_originals)
+            return Quantizer(max(self.widths), "token", head_dim, adaptive=adaptive)
+
+        return LayerPlan(
+            CodecSpec(quantizer("key", self.sigma_s), self.key_retention(), self.key_transform()),
+            CodecSpec(quantizer("value", self.sigma_x), self.value_retention()),
+        )
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
         energy = self.query_energy
@@ -52,5 +59,4 @@ class QAQConfig(StorageConfig):
             if len(energy) != layer.num_layers:
                 raise KVPassError(f"query_energy has {len(energy)} numbers for {layer.num_layers} layers.")
             energy = energy[layer.index]
-        key, value = (self._codec(role, layer.head_dim, energy) for role in ("key", "value"))
-        return LayerPlan(key, value).checked(layer)
+        return self._plan(layer.head_dim, energy).checked(layer)

@@ -1,8 +1,8 @@
 """QuaRot's KV cache: round to nearest, per token, after a random-sign Hadamard rotation of each head."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ..codec.predictor import MEAN
+from ..codec.transform import Transform
 from ..fields import check_integers
 from .base import LayerPlan, register_scheme
 from .rtn import RTNConfig
@@ -18,10 +18,13 @@ class QuaRotConfig(RTNConfig):
     seed: int = 0
     center: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         check_integers(self, seed=0)
 
     def _plan(self) -> LayerPlan:
-        key = self.key(self.bits, per="token", rotation=self.seed, predictor=MEAN if self.center else "")
-        return LayerPlan(key, self.value(self.bits, rotation=self.seed))
+        key, value = self.key(self.bits, per="token"), self.value(self.bits)
+        return LayerPlan(
+            replace(key, transform=self.key_transform(center=self.center, rotation=self.seed)),
+            replace(value, transform=Transform(rotation=self.seed)),
+        )

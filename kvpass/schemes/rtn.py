@@ -16,7 +16,7 @@ class RTNConfig(UniformConfig):
     bits: int = 4
     group_size: int = 64
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         self._plan()  # an impossible config fails here, not at the first token
 

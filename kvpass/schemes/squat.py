@@ -7,7 +7,7 @@ that subspace shrinks (paper eq. 6). Codes, scales and storage are KIVI's, plus 
 
 from dataclasses import dataclass
 
-from ..codec.spec import Subspace
+from ..codec.quantizer import Subspace
 from .base import LayerGeometry, LayerPlan, register_scheme
 from .kivi import KIVIConfig
 
@@ -34,14 +34,14 @@ class SQuatConfig(KIVIConfig):
     lam: float | None = None
     block_size: int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         self._subspace(head_dim=2)
 
     def _subspace(self, head_dim: int) -> Subspace:
-        relative = self.lam is None
         block_size = head_dim // 2 if self.block_size is None else self.block_size
-        return Subspace(self.rank, self.strength if relative else self.lam, relative, block_size)
+        weight = self.strength if self.lam is None else self.lam
+        return Subspace(self.rank, weight, self.lam is None, block_size)
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
         return self._plan(self._subspace(layer.head_dim)).checked(layer)

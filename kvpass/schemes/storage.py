@@ -1,8 +1,9 @@
 """What all schemes share: which tokens stay exact, and on which side of rotary embedding keys are stored."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from ..codec.transform import Transform
 from ..errors import KVPassError
 from ..fields import check_integers, made
 from ..layout.retention import Retention
@@ -26,7 +27,7 @@ class StorageConfig(SchemeConfig):
     retention: Retention | None = None
     rope: Literal["post", "pre"] = "post"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if isinstance(self.retention, dict):
             object.__setattr__(self, "retention", made(Retention, "retention", self.retention))
         super().__post_init__()
@@ -37,15 +38,14 @@ class StorageConfig(SchemeConfig):
     def _policy(self) -> Retention | None:
         return self.retention
 
-    def key_storage(self) -> dict:
-        """Fields of a `CodecSpec` for keys."""
-        return {**self._storage(0), "pre_rope": self.rope == "pre"}
+    def key_retention(self) -> Retention:
+        """Which keys are exact, packed and evicted."""
+        return self._policy() or Retention(self.residual, self.residual, self.sinks)
 
-    def value_storage(self) -> dict:
-        """Fields of a `CodecSpec` for values."""
-        return self._storage(self.residual)
+    def value_retention(self) -> Retention:
+        """The same of values."""
+        return self._policy() or Retention(2 * self.residual, self.residual, self.sinks)
 
-    def _storage(self, residual: int) -> dict:
-        if (policy := self._policy()) is not None:
-            return policy.storage
-        return dict(page_size=self.residual, residual=residual, sinks=self.sinks)
+    def key_transform(self, **fields: Any) -> Transform:
+        """What is done to keys before they are quantized; ``fields`` are those of a `Transform`, besides ``rope``."""
+        return Transform(pre_rope=self.rope == "pre", **fields)

@@ -1,12 +1,15 @@
 """What all schemes with uniform codes share: groups, and how their scales are found."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from ..codec.quantizer import Quantizer
 from ..codec.spec import CodecSpec
 from ..errors import KVPassError
 from ..fields import check_integers
 from .storage import StorageConfig
+
+_Per = Literal["channel", "token"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,21 +26,25 @@ class UniformConfig(StorageConfig):
     fit: Literal["minmax", "lsq"] = "minmax"
     eta: float = 0.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         check_integers(self, group_size=1)
 
-    def key(self, bits: int, per: str = "channel", **fields) -> CodecSpec:
-        """Storage of keys, per channel unless said otherwise."""
-        storage = self.key_storage()
-        if per == "channel" and (tokens := storage["page_size"]) % self.group_size:
+    def key(
+        self, bits: int, per: Literal["channel", "token"] = "channel", own_codes: float = 1.0, **fields: Any
+    ) -> CodecSpec:
+        """Storage of keys, per channel unless said otherwise. ``fields`` are others of the `Quantizer`."""
+        retention = self.key_retention()
+        if per == "channel" and (tokens := retention.page_size) % self.group_size:
             what = f"page_size={tokens} of the retention" if self._policy() else f"residual={tokens}"
             raise KVPassError(
                 f"{what} must be a multiple of group_size={self.group_size}: keys are packed in whole groups of tokens."
             )
-        return CodecSpec(bits, per, self.group_size, **{"fit": self.fit, "eta": self.eta, **storage, **fields})
+        return CodecSpec(self._quantizer(bits, per, fields), retention, self.key_transform(), own_codes)
 
-    def value(self, bits: int, **fields) -> CodecSpec:
+    def value(self, bits: int, own_codes: float = 1.0, **fields: Any) -> CodecSpec:
         """Storage of values, per token."""
-        fields = {"fit": self.fit, "eta": self.eta, **self.value_storage(), **fields}
-        return CodecSpec(bits, "token", self.group_size, **fields)
+        return CodecSpec(self._quantizer(bits, "token", fields), self.value_retention(), own_codes=own_codes)
+
+    def _quantizer(self, bits: int, per: _Per, fields: dict[str, Any]) -> Quantizer:
+        return Quantizer(bits, per, self.group_size, **{"fit": self.fit, "eta": self.eta, **fields})

@@ -9,17 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..codec.predictor import looks_below, stored_shapes
+from ..codec.predictor import stored_shapes
 from ..errors import KVPassError
 from ..fields import check_integer, shown
-from . import LayerGeometry, QAQConfig, SchemeConfig
+from . import AquaKVConfig, LayerGeometry, QAQConfig, SchemeConfig
 
 _DEPTH = 8  # of lists and dicts in `Calibration.facts`
 _WEIGHTS = (torch.float16, torch.bfloat16)
+_Shapes = list[tuple[bool, tuple[int, ...]]]
 
 
 def check_calibration(
-    scheme: SchemeConfig, predictors: dict, model: dict[str, Any], explained: dict, facts: dict[str, Any]
+    scheme: SchemeConfig,
+    predictors: dict[int, tuple[list[Tensor], list[Tensor]]],
+    model: dict[str, Any],
+    explained: dict[int, tuple[float, float]],
+    facts: dict[str, Any],
 ) -> None:
     """Raise `KVPassError` unless these fields of a `Calibration` belong together: each predicted layer of ``model`` has
     predictors of the shapes and dtypes that ``scheme`` stores, finite, and shares of at most 1."""
@@ -68,27 +73,27 @@ def _geometry(model: dict[str, Any]) -> dict[int, tuple[int, int]]:
     return found
 
 
-def _predicted(scheme: SchemeConfig, geometry: dict[int, tuple[int, int]]) -> Iterator[tuple[int, tuple[list, list]]]:
+def _predicted(
+    scheme: SchemeConfig, geometry: dict[int, tuple[int, int]]
+) -> Iterator[tuple[int, tuple[_Shapes, _Shapes]]]:
     """The layers that ``scheme`` predicts, and the shapes of the tensors of their key and value predictors."""
-    if isinstance(scheme, QAQConfig):
+    if not isinstance(scheme, AquaKVConfig):
         return
-    below = None
+    previous_layer = None
     for index, (heads, head_dim) in geometry.items():
-        layer = LayerGeometry(index, len(geometry), heads, head_dim, torch.float32, torch.device("cpu"), below)
+        layer = LayerGeometry(index, len(geometry), heads, head_dim, torch.float32, torch.device("cpu"), previous_layer)
         plan, width = scheme.plan(layer), heads * head_dim
-        if plan.looks_below:
-            under = math.prod(geometry[below])
-            yield (
-                index,
-                tuple(
-                    stored_shapes(spec.predictor, inputs, width, scheme.rank) if looks_below(spec.predictor) else []
-                    for spec, inputs in ((plan.key, under), (plan.value, under + width))
-                ),
+        if plan.looks_at_previous and previous_layer is not None:
+            under = math.prod(geometry[previous_layer])
+            key, value = (
+                stored_shapes(transform.predictor, inputs, width, scheme.rank) if transform.predictor else []
+                for transform, inputs in ((plan.key.transform, under), (plan.value.transform, under + width))
             )
-        below = index
+            yield index, (key, value)
+        previous_layer = index
 
 
-def _check_tensors(what: str, tensors: list[Tensor], shapes: list[tuple[bool, tuple[int, ...]]]) -> None:
+def _check_tensors(what: str, tensors: list[Tensor], shapes: _Shapes) -> None:
     found = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
     fits = len(found) == len(shapes) and all(
         shape == wanted and (dtype == torch.uint8 if codes else dtype in _WEIGHTS)

@@ -5,6 +5,7 @@ dominant layer. AsymKV is the same without sharing.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import KVPassError
 from ..fields import check_integers
@@ -22,7 +23,7 @@ class _LayeredConfig(UniformConfig):
     eta_2: float = 0.0
     depth: int | None = 32
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         if self.depth is not None:
             check_integers(self, depth=1)
@@ -33,7 +34,7 @@ class _LayeredConfig(UniformConfig):
     def _scaled(self, layers: int, layer: LayerGeometry) -> int:
         return layers if self.depth is None else round(layers * layer.num_layers / self.depth)
 
-    def _coding(self, layer: LayerGeometry, two_bit_layers: int) -> dict:
+    def _coding(self, layer: LayerGeometry, two_bit_layers: int) -> dict[str, Any]:
         two = layer.index < self._scaled(two_bit_layers, layer)
         return dict(bits=2, eta=self.eta_2) if two else dict(bits=1, eta=self.eta_1)
 
@@ -48,7 +49,7 @@ class AsymKVConfig(_LayeredConfig):
     l_k: int = 32
     l_v: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         check_integers(self, l_k=0, l_v=0)
 
@@ -66,7 +67,7 @@ _TABLE_9 = {
 """Table 9 of the paper: (kq, vq, km, vm) of 32 layers -> task -> (eta_1, eta_2). Equal rows are listed once."""
 
 
-def _presets() -> dict[str, dict]:
+def _presets() -> dict[str, dict[str, Any]]:
     return {
         f"xquant_{model}_{task}": dict(zip(("kq", "vq", "km", "vm", "eta_1", "eta_2"), (*layers, *etas), strict=True))
         for model, (layers, tasks) in _TABLE_9.items()
@@ -98,7 +99,7 @@ class XQuantConfig(_LayeredConfig):
     dominant: int = 0
     weights: tuple[float, float] | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         check_integers(self, kq=0, vq=0, km=0, vm=0, group_layers=1, dominant=0)
         if self.dominant >= self.group_layers:

@@ -6,6 +6,7 @@ The only file of the lowering that touches Inductor's private entry point; see `
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +51,7 @@ def compile_ahead(fn: Callable, inputs: Sequence[Input], options: dict | None = 
         if one.example is None:
             continue
         sizes = [DimDynamic.DYNAMIC if d in one.dynamic else DimDynamic.STATIC for d in range(one.example.ndim)]
-        context = StatelessSymbolicContext(dynamic_sizes=sizes)
+        context: StatelessSymbolicContext = StatelessSymbolicContext(dynamic_sizes=sizes)
         example = torch.empty_like(one.example)  # one tensor given for two inputs would be traced as one input
         fakes.append(fake_mode.from_tensor(example, source=ConstantSource(one.name), symbolic_context=context))
     present = [one.example is not None for one in inputs]
@@ -65,7 +66,7 @@ def compile_ahead(fn: Callable, inputs: Sequence[Input], options: dict | None = 
     if fixed:  # nothing would check it at a call
         raise AssertionError(f"Tracing {fn} fixed sizes that vary: {fixed}")
     with torch.no_grad(), tracing(TracingContext(fake_mode)), inductor_config.patch(options):
-        compiled = compile_fx(graph, fakes)
+        compiled: Any = compile_fx(graph, fakes)
 
     def run(*tensors):
         return compiled(*(tensor for tensor in tensors if tensor is not None))

@@ -16,55 +16,57 @@ from kvpass.codec.bitpack import num_planes, unpack_plane, unpack_plane_unshifte
 from kvpass.codec.codebook import grid, look_up
 from kvpass.codec.hadamard import basis
 from kvpass.codec.kept import CODECS, page_shapes
+from kvpass.codec.quantizer import Quantizer
 from kvpass.codec.rope import parse_rope, rotate_pairs, split_pairs
 from kvpass.codec.spec import CodecSpec, parse
 from kvpass.layout.pool import capacity, handle, of_capacity
+from kvpass.layout.retention import Retention
 from kvpass.layout.window import layout, ring_tokens
 
 from .. import reference
 from ..reference import with_past
 from ..session import compiled_once
-from ..table import Site, implements
+from ..table import DispatchKey, implements
 from . import drafts
 from .aot import Input, compile_ahead
 from .pages import WIDTHS, decode_all
 
 _VALUES = WIDTHS | {"per=channel", "per=token", "keep=log", "rotation", "grid"}
-_ATTENDED = _VALUES | {"pre_rope", "predictor=mean"}, _VALUES
+_ATTENDED = _VALUES | {"pre_rope", "center"}, _VALUES
 _MIN_PAGES = 2  # sizes 0 and 1 would be specialised; what is beyond the packed tokens is masked
 
 
-def plane_values(codes: Tensor, scale: Tensor, zero_point: Tensor, spec: CodecSpec, plane: int, points=None) -> Tensor:
+def plane_values(codes: Tensor, scale: Tensor, zero_point, quantizer: Quantizer, plane: int, points=None) -> Tensor:
     """Dequantized tokens ``[plane * T, (plane + 1) * T)`` of every page, ``[..., N, T, D]`` float32, still rotated.
 
-    points: those of the spec's grid, if it has one.
+    points: those of its grid, if it has one.
     """
-    if spec.grid:
-        codes = unpack_plane(codes, spec.bits, plane)
+    if quantizer.grid:
+        codes = unpack_plane(codes, quantizer.bits, plane)
         tokens = codes.shape[-2]
         scale = scale.narrow(-2, plane * tokens, tokens).float().unsqueeze(-1)
-        return (look_up(codes, points).unflatten(-1, (-1, spec.group_size)) * scale).flatten(-2)
-    codes, unit = unpack_plane_unshifted(codes, spec.bits, plane)
+        return (look_up(codes, points).unflatten(-1, (-1, quantizer.group_size)) * scale).flatten(-2)
+    codes, unit = unpack_plane_unshifted(codes, quantizer.bits, plane)
     values, tokens = codes.float(), codes.shape[-2]
-    if spec.per == "token":
+    if quantizer.per == "token":
         scale, zero_point = (p.narrow(-2, plane * tokens, tokens).float().unsqueeze(-1) for p in (scale, zero_point))
-        return (values.unflatten(-1, (-1, spec.group_size)) * (scale * unit) + zero_point).flatten(-2)
-    first, count = plane * tokens // spec.group_size, max(1, tokens // spec.group_size)
-    if (first + count) * spec.group_size < (plane + 1) * tokens:  # groups that straddle planes
-        index = torch.arange(plane * tokens, (plane + 1) * tokens, device=codes.device) // spec.group_size
+        return (values.unflatten(-1, (-1, quantizer.group_size)) * (scale * unit) + zero_point).flatten(-2)
+    first, count = plane * tokens // quantizer.group_size, max(1, tokens // quantizer.group_size)
+    if (first + count) * quantizer.group_size < (plane + 1) * tokens:  # groups that straddle planes
+        index = torch.arange(plane * tokens, (plane + 1) * tokens, device=codes.device) // quantizer.group_size
         return values * (scale.index_select(-2, index).float() * unit) + zero_point.index_select(-2, index).float()
     scale, zero_point = (p.narrow(-2, first, count).float().unsqueeze(-2) for p in (scale, zero_point))
     return (values.unflatten(-2, (count, -1)) * (scale * unit) + zero_point).flatten(-3, -2)
 
 
-def _places(n: Tensor, packed: Tensor, spec: CodecSpec, held: Tensor | None) -> tuple[Tensor, Tensor]:
+def _places(n: Tensor, packed: Tensor, retention: Retention, held: Tensor | None) -> tuple[Tensor, Tensor]:
     """Per slot of the ring: its token, and whether it counts. ``held`` says so for log-sparse windows."""
     if held is not None:
         return held, held >= 0
-    slots = torch.arange(spec.sinks + spec.window, device=n.device) - spec.sinks
-    newest = n - 1 - spec.sinks
-    tokens = torch.where(slots < 0, slots, newest - torch.remainder(newest - slots, spec.window)) + spec.sinks
-    return tokens, torch.where(slots < 0, tokens < n, tokens >= packed + spec.sinks)
+    sinks, size = retention.sinks, retention.ring_size
+    slots, newest = torch.arange(sinks + size, device=n.device) - sinks, n - 1 - sinks
+    tokens = torch.where(slots < 0, slots, newest - torch.remainder(newest - slots, size)) + sinks
+    return tokens, torch.where(slots < 0, tokens < n, tokens >= packed + sinks)
 
 
 def _dots(q: Tensor, k: Tensor, tables: tuple[Tensor, Tensor] | None, rope: str) -> list[Tensor]:
@@ -92,8 +94,8 @@ def _first_pages(handle: Tensor, room: Tensor, count: int) -> Tensor:
     return of_capacity(handle, room.shape[0]).narrow(2, 0, count).flatten(0, 1)
 
 
-def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rope, paid, present):
-    """One query token ``[B, H_q, 1, D]`` over packed keys and values, given what `_inputs` names. With ``paid``, the
+def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rope, mass, present):
+    """One query token ``[B, H_q, 1, D]`` over packed keys and values, given what `_inputs` names. With ``mass``, the
     weights summed over the query heads of a KV head come second: ``[B * H_kv, slots]``, pages, ring, and the token
     itself. Without ``present``, that of cross-attention, the token itself does not count.
 
@@ -113,9 +115,9 @@ def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rop
     shape, dtype, batch, groups = q.shape, q.dtype, q.shape[0], given["k_ring"].shape[1]
     q = (q.float() * scale).view(batch * groups, shape[1] // groups, -1)  # [BH, R, D]
     index = torch.arange(count * size, device=q.device)  # of packed tokens, in storage order
-    in_page = index + k_spec.sinks if page_tokens is None else page_tokens.flatten()
+    in_page = index + k_spec.retention.sinks if page_tokens is None else page_tokens.flatten()
     n, k_packed, v_packed = lengths.split(1)
-    k_tokens, k_counts = _places(n, k_packed, k_spec, held)
+    k_tokens, k_counts = _places(n, k_packed, k_spec.retention, held)
 
     def tables(tokens):
         """cos and sin of ``tokens``, any shape; None where keys are stored rotated."""
@@ -132,7 +134,7 @@ def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rop
         return torch.where(counts, scores, -torch.inf)
 
     fixed = given["k_points"], given["k_basis"], center
-    on_pages = _page_scores(q, k_pools, in_page.view(count, size), tables, rope, k_spec, *fixed)
+    on_pages = _page_scores(q, k_pools, in_page.view(count, size), tables, rope, k_spec.quantizer, *fixed)
     on_ring = torch.stack(_dots(q, k_ring.float(), tables(k_tokens.clamp_min(0)), rope), 1)
     own, counts = (q * k_new.float()).sum(-1, keepdim=True), torch.full_like(n, present, dtype=torch.bool)
     scores = torch.cat([seen(on_pages, index < k_packed), seen(on_ring, k_counts), seen(own, counts)], -1)
@@ -150,27 +152,28 @@ def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rop
     # values leave their window no earlier than keys, so a packed value's weight is that of a packed key
     packed, slots = v_count * size, v_ring.shape[1]
     on_pages = torch.where(index[:packed] < v_packed, weights[..., :packed], 0.0)
-    on_ring = _ring_weights(weights, lengths, count * size, k_spec, v_spec, held)
+    on_ring = _ring_weights(weights, lengths, count * size, k_spec.retention, v_spec.retention, held)
     # concatenated, they are computed once: otherwise anew for every channel
     on_pages, on_ring, own = torch.cat([on_pages, on_ring, weights[..., -1:]], -1).split([packed, slots, 1], -1)
     out = (on_ring[..., None] * v_ring[:, None].float()).sum(2) + own * v_new.float()
     on_pages = on_pages.unflatten(-1, (v_count, -1))
-    out = out + _page_values(on_pages, v_pools, v_spec, given["v_points"], given["v_basis"])
+    out = out + _page_values(on_pages, v_pools, v_spec.quantizer, given["v_points"], given["v_basis"])
     out = out.view(*shape[:3], -1).to(dtype)
-    return (out, weights.sum(1)) if paid else (out,)
+    return (out, weights.sum(1)) if mass else (out,)
 
 
-def _page_scores(q, pools, tokens, tables, rope: str, spec: CodecSpec, points, basis, center) -> Tensor:
+def _page_scores(q, pools, tokens, tables, rope: str, quantizer: Quantizer, points, basis, center) -> Tensor:
     """``q`` ``[BH, R, D]`` with the keys of ``tokens`` ``[N, P]`` in pages: ``[BH, R, N * P]``, in storage order.
 
     tables: token ids -> rotary tables. basis: the rotation of the keys, which the queries take instead of them. center:
     the mean that was subtracted from them.
     """
-    (count, size), planes, scores = tokens.shape, num_planes(spec.bits), []
+    (count, size), planes, scores = tokens.shape, num_planes(quantizer.bits), []
+    codes, scale, zero_point = pools
     rotated = q if basis is None else q @ basis
     by_plane = tokens.view(count, planes, size // planes)
     for j in range(planes):
-        k = plane_values(*pools, spec, j, points)
+        k = plane_values(codes, scale, zero_point, quantizer, j, points)
         if center is not None and rope:  # the mean is turned with the keys
             k = k + center.flatten(0, 1)[:, None].float()
         scores.append(_dots(rotated, k, tables(by_plane[:, j]), rope))
@@ -181,24 +184,25 @@ def _page_scores(q, pools, tokens, tables, rope: str, spec: CodecSpec, points, b
     return out
 
 
-def _ring_weights(weights, lengths, packed_slots: int, k_spec: CodecSpec, v_spec: CodecSpec, held) -> Tensor:
+def _ring_weights(weights, lengths, packed_slots: int, of_keys: Retention, of_values: Retention, held) -> Tensor:
     """The weights of the values in each slot of their ring; ``packed_slots`` come first in ``weights``."""
     n, k_packed, v_packed = lengths.split(1)
-    tokens, counts = _places(n, v_packed, v_spec, held)
+    tokens, counts = _places(n, v_packed, of_values, held)
     on_ring = weights[..., packed_slots:-1]
     if held is None:
-        behind = tokens - k_spec.sinks
-        in_window = packed_slots + torch.where(behind < 0, tokens, k_spec.sinks + behind % k_spec.window)
+        behind = tokens - of_keys.sinks
+        in_window = packed_slots + torch.where(behind < 0, tokens, of_keys.sinks + behind % of_keys.ring_size)
         source = torch.where((behind >= 0) & (behind < k_packed), behind, in_window)
         on_ring = weights.index_select(-1, torch.where(counts, source, 0))
     return torch.where(counts, on_ring, 0.0)
 
 
-def _page_values(weights, pools, spec: CodecSpec, points, basis) -> Tensor:
+def _page_values(weights, pools, quantizer: Quantizer, points, basis) -> Tensor:
     """Values in pages, weighted by ``[BH, R, N, P]``: ``[BH, R, D]``."""
-    by_plane, products = weights.unflatten(-1, (num_planes(spec.bits), -1)), []
-    for j in range(num_planes(spec.bits)):
-        v = plane_values(*pools, spec, j, points)
+    by_plane, products = weights.unflatten(-1, (num_planes(quantizer.bits), -1)), []
+    codes, scale, zero_point = pools
+    for j in range(num_planes(quantizer.bits)):
+        v = plane_values(codes, scale, zero_point, quantizer, j, points)
         products.append([by_plane[:, r, :, j, :, None] * v for r in range(weights.shape[1])])
     out = torch.stack([reduce(torch.add, of_head).sum((1, 2)) for of_head in zip(*products, strict=True)], 1)
     return out if basis is None else out @ basis.mT
@@ -267,30 +271,31 @@ def _inputs(common: _Common, k_spec: CodecSpec, v_spec: CodecSpec) -> list[Input
     for side, spec in (("k", k_spec), ("v", v_spec)):
         kept = page_shapes(spec, head_dim, dtype).values()
         inputs += [sample(n, heads, *s, dtype=d) for n, (s, d) in zip(_POOLS[side], kept, strict=True)]
-        inputs += [sample(f"{side}_ring", heads, spec.sinks + spec.window, head_dim)]
+        inputs += [sample(f"{side}_ring", heads, spec.retention.sinks + spec.retention.ring_size, head_dim)]
         inputs += [sample(f"{side}_new", heads, 1, head_dim)]
-        inputs += [Input(f"{side}_points", grid(spec.grid, device) if spec.grid else None)]
-        rotated = spec.rotation is not None
+        inputs += [Input(f"{side}_points", grid(spec.quantizer.grid, device) if spec.quantizer.grid else None)]
+        rotated = spec.transform.rotation is not None
         inputs += [tensor(f"{side}_basis", head_dim, head_dim, dtype=torch.float32, there=rotated)]
     of_samples, mask_heads, kind = mask or (False, 1, dtype)
-    log, ids = k_spec.keep == "log", torch.int64
+    retention, ids = k_spec.retention, torch.int64
+    log = retention.keep == "log"
     return [
         *inputs,
         sample(
             "mask", mask_heads, 1, _TOKENS, dtype=kind, dynamic=(3,), there=mask is not None, many=many and of_samples
         ),
-        tensor("held", k_spec.sinks + k_spec.window, dtype=ids, there=log),
-        tensor("page_tokens", _COUNTS["k_pages"], k_spec.page_size, dtype=ids, dynamic=(0,), there=log),
+        tensor("held", retention.sinks + retention.ring_size, dtype=ids, there=log),
+        tensor("page_tokens", _COUNTS["k_pages"], retention.page_size, dtype=ids, dynamic=(0,), there=log),
         *(sample(name, _TABLES, columns, dynamic=(1,), there=bool(rope)) for name in ("cos", "sin")),
         tensor("sinks", q_heads, dtype=sinks or dtype, there=sinks is not None),
-        sample("center", heads, 1, head_dim, dtype=params_dtype(dtype), there=bool(k_spec.predictor)),
+        sample("center", heads, 1, head_dim, dtype=params_dtype(dtype), there=k_spec.transform.center),
     ]
 
 
 @compiled_once
-def _attend_kernel(common: _Common, k_spec: CodecSpec, v_spec: CodecSpec, scale: float, softcap: float, paid: bool):
+def _attend_kernel(common: _Common, k_spec: CodecSpec, v_spec: CodecSpec, scale: float, softcap: float, mass: bool):
     """`_attend`, compiled for all calls that have this in common; it takes what `_inputs` names by name."""
-    how = dict(scale=scale, softcap=softcap, k_spec=k_spec, v_spec=v_spec, rope=common.rope, paid=paid)
+    how = dict(scale=scale, softcap=softcap, k_spec=k_spec, v_spec=v_spec, rope=common.rope, mass=mass)
     inputs = _inputs(common, k_spec, v_spec)
     names = [one.name for one in inputs]
 
@@ -314,61 +319,65 @@ def _lengths(n: int, k_packed: int, v_packed: int, device: torch.device) -> Tens
 
 
 @lru_cache(maxsize=16)
-def _page_tokens(spec: CodecSpec, used: int, pages: int, device: torch.device) -> Tensor:
+def _page_tokens(retention: Retention, used: int, pages: int, device: torch.device) -> Tensor:
     """The tokens in the first ``used`` of ``pages`` pages, ``[pages, P]``; 0 in the others."""
-    tokens = torch.zeros(pages, spec.page_size, dtype=torch.int64)
-    tokens[:used] = layout(spec).page_tokens(0, used).view(-1, spec.page_size)
+    tokens = torch.zeros(pages, retention.page_size, dtype=torch.int64)
+    tokens[:used] = layout(retention).page_tokens(0, used).view(-1, retention.page_size)
     return tokens.to(device)
 
 
-def _refuses_attend(site: Site) -> str | None:
-    if not site.specs:
+def _refuses_attend(dispatch: DispatchKey) -> str | None:
+    if not dispatch.specs:
         return "the past is decoded already."
-    if site.queries != 1:  # decoded by `decode_all`
+    if dispatch.queries != 1:  # decoded by `decode_all`
         return None
-    key, value = map(parse, site.specs)
+    specs = [parse(text) for text in dispatch.specs]
+    (key, value), of_keys = (spec.retention for spec in specs), specs[0].transform
     if (key.page_size, key.sinks, key.keep) != (value.page_size, value.sinks, value.keep):
         return "keys and values must share page size, sinks and the choice of exact tokens."
-    if key.pre_rope and key.rotation is not None:
+    if of_keys.pre_rope and of_keys.rotation is not None:
         return "keys rotated by a Hadamard matrix before rotary embedding have to be decoded."
-    if value.residual < key.residual or (key.keep == "log" and key.window != value.window):
+    if value.window < key.window or (key.keep == "log" and key.ring_size != value.ring_size):
         return "values must not leave the window before keys."
     return None
 
 
 def _run(
-    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None, paid=False
+    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None, mass=False
 ) -> tuple[Tensor, ...]:
     batch, heads, _, head_dim = k_new.shape
     device, present, sides = q.device, k_new.shape[2] > 0, (("k", key, k_spec), ("v", value, v_spec))
+    retention = k_spec.retention
     cos, sin, rope = rotary or (None, None, "")
     if not present:  # a token that does not count
         k_new = v_new = k_new.new_zeros(batch, heads, 1, head_dim)
     given = dict(
         q=q.contiguous(), k_new=k_new.contiguous(), v_new=v_new.contiguous(), mask=mask, cos=cos, sin=sin, sinks=sinks,
-        lengths=_lengths(n, k_spec.packed(n), v_spec.packed(n), device), held=None, page_tokens=None, center=key.center,
+        lengths=_lengths(n, retention.packed(n), v_spec.retention.packed(n), device), held=None, page_tokens=None,
+        center=key.center,
     )  # fmt: skip
     counts = {}
     for side, pack, spec in sides:
-        counts[f"{side}_pages"] = pages = max(_MIN_PAGES, spec.pages(n))
+        counts[f"{side}_pages"] = pages = max(_MIN_PAGES, spec.retention.pages(n))
+        name_of_grid, rotation = spec.quantizer.grid, spec.transform.rotation
         for name, pool in zip(_POOLS[side], pack.pools, strict=True):
             counts[_ROOMS[name]], given[name] = capacity(pool, pages), handle(pool.contiguous())
         given[f"{side}_ring"] = pack.ring
-        given[f"{side}_points"] = grid(spec.grid, device) if spec.grid else None
-        given[f"{side}_basis"] = None if spec.rotation is None else basis(head_dim, spec.rotation, device)
+        given[f"{side}_points"] = grid(name_of_grid, device) if name_of_grid else None
+        given[f"{side}_basis"] = None if rotation is None else basis(head_dim, rotation, device)
     given.update(zip(counts, _carriers(tuple(counts.values()), device), strict=True))
     layout_of_mask = None
     if mask is not None:
         given["mask"] = mask = mask.contiguous()
         layout_of_mask = mask.shape[0] > 1, mask.shape[1], mask.dtype
-    if k_spec.keep == "log":
-        given["held"] = ring_tokens(k_spec, n, device)
-        given["page_tokens"] = _page_tokens(k_spec, k_spec.pages(n), counts["k_pages"], device)
+    if retention.keep == "log":
+        given["held"] = ring_tokens(retention, n, device)
+        given["page_tokens"] = _page_tokens(retention, retention.pages(n), counts["k_pages"], device)
     common = _Common(
         batch > 1, q.shape[1], heads, head_dim, q.dtype, device, layout_of_mask, rope, cos.shape[2] if rope else 0,
         None if sinks is None else sinks.dtype, present,
     )  # fmt: skip
-    return _attend_kernel(common, k_spec.stored_as, v_spec.stored_as, scale, softcap, paid)(given)
+    return _attend_kernel(common, k_spec.stored_as, v_spec.stored_as, scale, softcap, mass)(given)
 
 
 @implements("attend", "inductor", has=_ATTENDED, refuses=_refuses_attend)
@@ -381,16 +390,16 @@ def attend(
         if not statistic and importance is None and drafts.serves(q, key.ring, n, (k_spec, v_spec)):
             return [drafts.attend(q, key, value, n, k_new, v_new, mask, *how)]
         return reference.attend(q, key, value, n, k_new, v_new, mask, *how, statistic, importance, decode_all)
-    if mask is not None and importance is not None and k_spec.budget is not None:
+    if mask is not None and importance is not None and k_spec.retention.evicts:
         mask = with_past(mask, importance, n, q.shape)
-    out, *paid = _run(q, key, value, n, k_new, v_new, mask, *how, bool(statistic))
-    return [out, *(_in_token_order(of_slots.unflatten(0, k_new.shape[:2]), n, k_spec) for of_slots in paid)]
+    out, *mass = _run(q, key, value, n, k_new, v_new, mask, *how, bool(statistic))
+    return [out, *(_in_token_order(of_slots.unflatten(0, k_new.shape[:2]), n, k_spec.retention) for of_slots in mass)]
 
 
-def _in_token_order(paid: Tensor, n: int, spec: CodecSpec) -> Tensor:
+def _in_token_order(mass: Tensor, n: int, retention: Retention) -> Tensor:
     """What each slot was paid, as `kvpass.layout.eviction` orders the tokens."""
-    packed, ring = spec.packed(n), slice(-1 - spec.sinks - spec.window, -1)
-    slots = layout(spec).slots(torch.arange(spec.sinks + packed, n)).to(paid.device)
-    first = min(n, spec.sinks)
-    parts = paid[..., ring][..., :first], paid[..., :packed], paid[..., ring].index_select(-1, slots), paid[..., -1:]
+    packed, ring = retention.packed(n), slice(-1 - retention.sinks - retention.ring_size, -1)
+    slots = layout(retention).slots(torch.arange(retention.sinks + packed, n)).to(mass.device)
+    first = min(n, retention.sinks)
+    parts = mass[..., ring][..., :first], mass[..., :packed], mass[..., ring].index_select(-1, slots), mass[..., -1:]
     return torch.cat(parts, -1)

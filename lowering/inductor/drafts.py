@@ -6,6 +6,7 @@ are never there as a whole.
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ def serves(q: Tensor, ring: Tensor, n: int, specs: Sequence[CodecSpec]) -> bool:
     """Whether `attend` is faster than to decode everything: on a CPU, and where that does not fit its caches. Tokens
     have to be in their order, which those of log-sparse windows are not."""
     few, large = q.shape[2] <= FEW, n * ring[:, :, 0].numel() > _VALUES
-    return q.device.type == "cpu" and few and large and all(spec.keep != "log" for spec in specs)
+    return q.device.type == "cpu" and few and large and all(spec.retention.keep != "log" for spec in specs)
 
 
 def _rotated(parts: Iterator[Tensor], cos: Tensor, sin: Tensor, rope: str) -> Iterator[Tensor]:
@@ -50,7 +51,8 @@ def attend(
     if causal:
         mask = causal_mask(queries, tokens, q.device)
     weights = attention_weights(scores.view(batch, heads, queries, -1), mask, softcap, sinks).view(*rows.shape[:3], -1)
-    out, first = 0.0, 0
+    out: Any = 0.0
+    first = 0
     for v in chain(pieces(decode_all, value, n, v_spec, at_once=at_once), (v_new,)):
         out = out + weights[..., first : first + v.shape[2]] @ v.float()
         first += v.shape[2]

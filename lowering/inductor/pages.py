@@ -3,6 +3,7 @@ length. Pages are independent, and run on one merged dim of pages: the kernel of
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,19 +12,20 @@ from kvpass.codec.bitpack import FIELDS, unpack
 from kvpass.codec.codebook import grid, look_up
 from kvpass.codec.hadamard import basis
 from kvpass.codec.pages import decode_pages, dequantize_pages, encode_pages
-from kvpass.codec.predictor import MEAN, PREDICTORS, looks_below, page_rows, parse_predictor, run, weights
-from kvpass.codec.spec import UNIFORM, CodecSpec
+from kvpass.codec.predictor import PREDICTORS, page_rows, parse_predictor, run, weights
+from kvpass.codec.quantizer import UNIFORM
+from kvpass.codec.spec import CodecSpec
 
 from .. import reference
 from ..append import APPENDED, PLACES, append, append_layers
 from ..session import compiled_once
-from ..table import Site, implements
+from ..table import DispatchKey, implements
 from .aot import Input, compile_ahead
 
 WIDTHS = frozenset(f"bits={bits}" for bits in FIELDS)
 _GROUPS = {"per=channel", "per=token"}
 _ENCODED = _GROUPS | {f"bits={bits}" for bits in UNIFORM} | {"eta", "subspace"}
-_DECODED = _GROUPS | WIDTHS | PLACES | {"rotation", "grid", *(f"predictor={name}" for name in PREDICTORS)}
+_DECODED = _GROUPS | WIDTHS | PLACES | {"rotation", "grid", "center", *(f"predictor={name}" for name in PREDICTORS)}
 _PAGES = 7  # pages to trace `encode` and `decode` with
 
 
@@ -42,7 +44,7 @@ def _page_kernel(fn, spec: CodecSpec, inputs: Sequence[Tensor | None], constants
 @compiled_once
 def _compiled_page_kernel(fn, spec: CodecSpec, described: tuple, fixed: tuple):
     pages = [(d and torch.empty((_PAGES, *d[0]), dtype=d[1], device=d[2]), [0]) for d in described]
-    constants = [(f and torch.empty(f[0], dtype=f[1], device=f[2]), []) for f in fixed]
+    constants: list[Any] = [(f and torch.empty(f[0], dtype=f[1], device=f[2]), []) for f in fixed]
     inputs = [Input(f"input_{i}", *each) for i, each in enumerate((*pages, *constants))]
     return compile_ahead(lambda *tensors: fn(*tensors, spec), inputs)
 
@@ -54,21 +56,21 @@ def _encode(pages: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tupl
 def _decode(codes, scale, zero_point, rows, points, basis, *rest) -> tuple[Tensor]:
     """Pages ``[M, H, ...]`` -> ``[H, M, P, D]`` float32, plus what is predicted from ``rows`` ``[M, P, in]``."""
     *predictor, spec = rest
-    codes = unpack(codes, spec.bits)
-    if spec.grid:
-        values = look_up(codes, points).unflatten(-1, (-1, spec.group_size)) * scale.float().unsqueeze(-1)
+    kind, codes = spec.transform.predictor, unpack(codes, spec.bits)
+    if spec.quantizer.grid:
+        values = look_up(codes, points).unflatten(-1, (-1, spec.quantizer.group_size)) * scale.float().unsqueeze(-1)
         values = values.flatten(-2)
     else:
-        values = dequantize_pages(codes, scale, zero_point, spec)
+        values = dequantize_pages(codes, scale, zero_point, spec.quantizer)
     if basis is not None:
         values = values @ basis.mT
     if rows is not None:
-        prediction = run(parse_predictor(spec.predictor)[0], rows, *weights(spec.predictor, predictor))
+        prediction = run(parse_predictor(kind)[0], rows, *weights(kind, predictor))
         values = values + prediction.unflatten(-1, (values.shape[1], -1)).transpose(1, 2)
     return (values.transpose(0, 1).contiguous(),)
 
 
-def _refuses_encode(site: Site) -> str | None:
+def _refuses_encode(dispatch: DispatchKey) -> str | None:
     if torch.__version__ < "2.13":
         return "before torch 2.13, Inductor leaves out that scales are rounded to 16 bits."
     return None
@@ -105,16 +107,16 @@ def decode_all(kept: Sequence[Tensor], spec: CodecSpec, references, predictor) -
     if not pages:
         return decode_pages(*kept, spec)
     spec, rows, device = spec.stored_as, None, codes.device
+    grid_name, rotation = spec.quantizer.grid, spec.transform.rotation
     pools = [pool.flatten(0, 2).unsqueeze(1) for pool in kept]
-    if looks_below(spec.predictor):  # heads are predicted together
+    if spec.transform.predictor:  # heads are predicted together
         pools = [pool.transpose(1, 2).flatten(0, 1) for pool in kept]
         rows = page_rows(references, spec.page_size)
     constants = (
-        grid(spec.grid, device) if spec.grid else None,
-        None if spec.rotation is None else basis(codes.shape[-1] * spec.dim, spec.rotation, device),
+        grid(grid_name, device) if grid_name else None,
+        None if rotation is None else basis(codes.shape[-1] * spec.quantizer.dim, rotation, device),
         *(predictor if rows is not None else ()),
     )
     (out,), count = _page_kernel(_decode, spec, (*pools, rows), constants)
     out = out[:, :count].reshape(len(out), batch, -1, out.shape[-1])  # heads that were decoded together come first
-    out = out.transpose(0, 1) if rows is not None else out.view(batch, heads, pages * spec.page_size, -1)
-    return out + predictor[0].float() if spec.predictor == MEAN else out
+    return out.transpose(0, 1) if rows is not None else out.view(batch, heads, pages * spec.page_size, -1)

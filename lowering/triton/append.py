@@ -7,7 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvpass.codec.kept import Pack
 from kvpass.codec.spec import CodecSpec
+from kvpass.layout.retention import Retention
 
 from ..append import APPENDED, append, append_layers
 from ..table import implements
@@ -37,7 +39,7 @@ def write_windows(
     tl.store(ring + slot[:, None] * DIM + channel[None, :], tl.load(x + at, mask=there), mask=there)
 
 
-def _write(rings: Sequence[Tensor], n: int, xs: Sequence[Tensor], spec: CodecSpec) -> None:
+def _write(rings: Sequence[Tensor], n: int, xs: Sequence[Tensor], retention: Retention) -> None:
     """Store tokens ``[B, H, S, D]`` of layers in their rings, from slot to slot as `kvpass.layout.window.Recent`."""
     alike: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
     for ring, x in zip(rings, xs, strict=True):
@@ -51,8 +53,9 @@ def _write(rings: Sequence[Tensor], n: int, xs: Sequence[Tensor], spec: CodecSpe
         grid = len(layers), batch * heads, cdiv(count, _TOKENS)
         with torch.cuda.device_of(xs[0]):
             write_windows[grid](
-                addresses.to(device, non_blocking=True), n, count, *strides[:3], heads, head_dim, spec.sinks,
-                spec.window, min(_TOKENS, triton.next_power_of_2(count)), _DTYPES[dtype], enable_fp_fusion=False,
+                addresses.to(device, non_blocking=True), n, count, *strides[:3], heads, head_dim,
+                retention.sinks, retention.ring_size, min(_TOKENS, triton.next_power_of_2(count)), _DTYPES[dtype],
+                enable_fp_fusion=False,
             )  # fmt: skip
 
 
@@ -65,5 +68,5 @@ def append_(*args) -> None:
 
 
 @implements("append_layers_", "triton", has=(ENCODED | {"pre_rope"},), refuses=refuses, by_name_only=INTERPRETED)
-def append_layers_(*args) -> None:
-    append_layers(encode, *args, write=_write)
+def append_layers_(packs: Sequence[Pack], n: int, xs, spec: CodecSpec) -> None:
+    append_layers(encode, packs, n, xs, spec, _write)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from .scores import (
     Call,
-    Turn,
+    Rope,
     exact_keys,
     exact_tokens,
     mask_lines,
@@ -39,7 +39,7 @@ def _rescale(peak, total, out, highest):
 
 @triton.jit
 def _over_pages(
-    peak, total, out, q, shift, scale, mask, begin, end, stop, key, value, v_ring, turn, parts, V_EXACT: tl.constexpr,
+    peak, total, out, q, shift, scale, mask, begin, end, stop, key, value, v_ring, rope, parts, V_EXACT: tl.constexpr,
     Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -61,7 +61,7 @@ def _over_pages(
             for i in tl.static_range(TOGETHER):
                 at = tokens + (part + i) * of_plane
                 k = page_keys(
-                    k_words, key, first, stop, at, there, part + i if K_FORM is None else i, turn, parts, K, K_FORM
+                    k_words, key, first, stop, at, there, part + i if K_FORM is None else i, rope, parts, K, K_FORM
                 )
                 s = scores(q, k, shift, scale, mask, at, there[None, :], Q)
                 logits = logits + (s,)  # noqa: RUF005  (Triton has no unpacking)
@@ -90,7 +90,7 @@ def _over_pages(
 )  # fmt: skip
 def attend_split(
     q, k_codes, k_scale, k_zero, k_ring, v_codes, v_scale, v_zero, v_ring, k_new, v_new, q_packed, shift, k_points,
-    v_points, cos, sin, center, mask, partial, lse, n, queries, scale, k_rows, v_rows, rows_of_split, k_stride,
+    v_points, cos, sin, center, mask, partial, partial_lse, n, queries, scale, k_rows, v_rows, rows_of_split, k_stride,
     k_params, v_stride, v_params, table_batch, table_row, mask_batch, mask_head, mask_query,
     Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr,
     EXACT: tl.constexpr, STAGES: tl.constexpr,
@@ -105,7 +105,7 @@ def attend_split(
     value = Pool(v_codes + group * v_stride, v_scale + group * v_params, v_zero + group * v_params, v_points)
     k_ring, v_ring = k_ring + group * (K.sinks + K.window) * K.dim, v_ring + group * (V.sinks + V.window) * K.dim
     k_new, v_new = k_new + group * queries * K.dim, v_new + group * queries * K.dim
-    turn = Turn(cos, sin, group // Q.groups * table_batch, table_row, center, group * K.dim)
+    rope = Rope(cos, sin, group // Q.groups * table_batch, table_row, center, group * K.dim)
     call = Call(n, queries, scale, shift, mask, mask_batch, mask_head, mask_query)
 
     of_all, asked, query = query_rows(tl.program_id(1) * Q.tile, group, call, Q)
@@ -122,18 +122,18 @@ def attend_split(
         begin = split * rows_of_split
         peak, total, out = _over_pages(
             peak, total, out, rotated, shift, scale, mask, begin, min(begin + rows_of_split, v_rows), v_rows, key,
-            value, v_ring, turn, parts, False, Q, K, V, ROWS, TOGETHER, STAGES,
+            value, v_ring, rope, parts, False, Q, K, V, ROWS, TOGETHER, STAGES,
         )  # fmt: skip
     else:
         peak, total, out = _over_pages(
-            peak, total, out, rotated, shift, scale, mask, v_rows, k_rows, k_rows, key, value, v_ring, turn, parts,
+            peak, total, out, rotated, shift, scale, mask, v_rows, k_rows, k_rows, key, value, v_ring, rope, parts,
             True, Q, K, V, ROWS, TOGETHER, STAGES,
         )  # fmt: skip
         packed, stop = k_rows * K.planes, n + queries
         exact_q = query_tiles(q, of_all, asked, parts, K.dim, Q)
         for first in tl.range(0, stop - packed, EXACT, num_stages=1):
             tokens = exact_tokens(first, packed, EXACT, K)
-            k = exact_keys(k_ring, k_new, tokens, n, stop, turn, parts, K)
+            k = exact_keys(k_ring, k_new, tokens, n, stop, rope, parts, K)
             s = scores(exact_q, k, None, scale, mask, tokens, seen_by(query, tokens, call, Q), Q)
             peak, total, out, base = _rescale(peak, total, out, tl.max(s, 1))
             p = tl.exp(s - base[:, None])
@@ -146,15 +146,15 @@ def attend_split(
     divisor = tl.where(total > 0, total, 1.0)
     out = out / divisor[:, None]
     tl.store(partial + at[:, None] * K.dim + v_channel[None, :], out, mask=asked[:, None] & v_real[None, :])
-    tl.store(lse + at, tl.where(total > 0, peak + tl.log(divisor), -float("inf")), mask=asked)
+    tl.store(partial_lse + at, tl.where(total > 0, peak + tl.log(divisor), -float("inf")), mask=asked)
 
 
 @triton.jit(do_not_specialize=["rows", "splits", "queries"])
 def merge_splits(
-    partial, lse, sinks, out, totals, rows, splits, queries, HEADS: tl.constexpr, DIM: tl.constexpr,
+    partial, partial_lse, sinks, out, lse, rows, splits, queries, HEADS: tl.constexpr, DIM: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: every query row. ``sinks`` are logits of each head that have no value. ``totals`` takes the log-sum-exp of
+    """Grid: every query row. ``sinks`` are logits of each head that have no value. ``lse`` takes the log-sum-exp of
     the row, inf if it sees nothing."""
     row, channel = tl.program_id(0).to(tl.int64), tl.arange(0, triton.next_power_of_2(DIM))
     group, within = row // rows, row % rows
@@ -164,7 +164,7 @@ def merge_splits(
     for first in range(0, splits, SPLITS):
         split = first + tl.arange(0, SPLITS)
         at = (group * splits + split) * rows + within
-        logs = tl.load(lse + at, mask=split < splits, other=-float("inf"))
+        logs = tl.load(partial_lse + at, mask=split < splits, other=-float("inf"))
         new = tl.maximum(peak, tl.max(logs, 0))
         base = tl.where(new == -float("inf"), 0.0, new)
         weights, factor = tl.exp(logs - base), tl.exp(peak - base)
@@ -175,5 +175,5 @@ def merge_splits(
     divisor = tl.where(total > 0, total, 1.0)
     merged = merged / divisor
     tl.store(out + row * DIM + channel, merged.to(out.dtype.element_ty), mask=channel < DIM)
-    if totals is not None:
-        tl.store(totals + row, tl.where(total > 0, peak + tl.log(divisor), float("inf")))
+    if lse is not None:
+        tl.store(lse + row, tl.where(total > 0, peak + tl.log(divisor), float("inf")))

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from .scores import (
     Call,
-    Turn,
+    Rope,
     exact_keys,
     exact_tokens,
     mask_lines,
@@ -25,7 +25,7 @@ from .unpacking import Pool, tokens_of
 
 
 @triton.jit
-def _paid(
+def _mass(
     q, k, call, tokens, parts, lse, group, PACKED: tl.constexpr, LARGEST: tl.constexpr, Q: tl.constexpr,
     K: tl.constexpr,
 ):  # fmt: skip
@@ -45,29 +45,29 @@ def _paid(
 @triton.jit(
     do_not_specialize=["n", "queries", "k_rows", "table_batch", "table_row", "mask_batch", "mask_head", "mask_query"]
 )
-def pay_tokens(
-    q, k_codes, k_scale, k_zero, k_ring, k_new, q_packed, shift, k_points, cos, sin, center, mask, lse, paid, n,
+def sum_attention(
+    q, k_codes, k_scale, k_zero, k_ring, k_new, q_packed, shift, k_points, cos, sin, center, mask, lse, mass, n,
     queries, scale, k_rows, k_stride, k_params, table_batch, table_row, mask_batch, mask_head, mask_query,
     LARGEST: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of packed rows and then of exact tokens, KV heads of all samples."""
     tile, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
     key = Pool(k_codes + group * k_stride, k_scale + group * k_params, k_zero + group * k_params, k_points)
-    turn = Turn(cos, sin, group // Q.groups * table_batch, table_row, center, group * K.dim)
+    rope = Rope(cos, sin, group // Q.groups * table_batch, table_row, center, group * K.dim)
     call, parts = Call(n, queries, scale, shift, mask, mask_batch, mask_head, mask_query), parts_of(K)
     tiles, stop = tl.cdiv(k_rows, ROWS), n + queries
-    paid += group * stop
+    mass += group * stop
     if tile < tiles:
         first = tile * ROWS
         tokens, there = tokens_of(first, k_rows, ROWS, K)
         read = page_words(key, first, k_rows, parts, ROWS, K)
         for plane in tl.range(0, K.planes, num_stages=1):
             at = tokens + plane * (K.page // K.planes)
-            k = page_keys(read, key, first, k_rows, at, there, plane, turn, parts, K)
-            tl.store(paid + at, _paid(q_packed, k, call, at, parts, lse, group, True, LARGEST, Q, K), mask=there)
+            k = page_keys(read, key, first, k_rows, at, there, plane, rope, parts, K)
+            tl.store(mass + at, _mass(q_packed, k, call, at, parts, lse, group, True, LARGEST, Q, K), mask=there)
     else:
         k_ring, k_new = k_ring + group * (K.sinks + K.window) * K.dim, k_new + group * queries * K.dim
         exact = exact_tokens((tile - tiles) * EXACT, k_rows * K.planes, EXACT, K)
-        k = exact_keys(k_ring, k_new, exact, n, stop, turn, parts, K)
-        share = _paid(q, k, call, exact, parts, lse, group, False, LARGEST, Q, K)
-        tl.store(paid + exact, share, mask=exact < stop)
+        k = exact_keys(k_ring, k_new, exact, n, stop, rope, parts, K)
+        share = _mass(q, k, call, exact, parts, lse, group, False, LARGEST, Q, K)
+        tl.store(mass + exact, share, mask=exact < stop)

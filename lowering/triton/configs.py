@@ -14,7 +14,7 @@ import triton
 
 from kvpass.codec.spec import CodecSpec
 
-from ..table import Site
+from ..table import DispatchKey
 
 WIDTHS = frozenset(f"bits={bits}" for bits in (1, 2, 3, 4, 6, 8))
 """Widths that kernels pack and unpack."""
@@ -34,10 +34,12 @@ def cdiv(number: int, by: int) -> int:
     return -(-number // by)
 
 
-def refuses_device(site: Site) -> str | None:
-    if site.device == "cuda" or (INTERPRETED and site.device == "cpu"):
+def refuses_device(dispatch: DispatchKey) -> str | None:
+    if dispatch.device == "cuda" or (INTERPRETED and dispatch.device == "cpu"):
         return None
-    return f"Triton kernels run on CUDA devices, not on {site.device} (except in the interpreter: TRITON_INTERPRET=1)."
+    return (
+        f"Triton kernels run on CUDA devices, not on {dispatch.device} (except in the interpreter: TRITON_INTERPRET=1)."
+    )
 
 
 @dataclass(frozen=True)
@@ -56,16 +58,16 @@ class AttendConfig:
 
 
 def attend_config(
-    planes: int, head_dim: int, itemsize: int, queries: int, lattice: bool, rotary: bool, masked: bool
+    planes: int, head_dim: int, itemsize: int, queries: int, codebook: bool, rotary: bool, masked: bool
 ) -> AttendConfig:
     """For ``queries`` query rows a KV head. All planes are taken together where that does not spill registers, as it
     does with more rows, and under masks sooner. 2 warps spill with more queries, where 4 do the same work twice,
     because 16 tokens are products for 2."""
-    registers = 255 if rotary or masked or (lattice and itemsize == 2) else None
+    registers = 255 if rotary or masked or (codebook and itemsize == 2) else None
     if itemsize == 4:
         return AttendConfig(16, rows=16, together=1, exact=16, warps=8, registers=registers)
-    if head_dim > 128 or lattice or rotary:
-        together = 1 if lattice or rotary else min(planes, 2)
+    if head_dim > 128 or codebook or rotary:
+        together = 1 if codebook or rotary else min(planes, 2)
         warps = 8 if head_dim > 128 else 2 if queries <= 16 else 4
         return AttendConfig(16, rows=16, together=together, exact=32, warps=warps, registers=registers)
     if planes == 8:
@@ -76,7 +78,7 @@ def attend_config(
     return AttendConfig(tile, rows=32 if planes == 4 else 64, together=planes, exact=32, warps=4, registers=registers)
 
 
-PAYING_WARPS = 4  # of the kernel that says what was paid, in tiles as attention's
+MASS_WARPS = 4  # of the kernel that says what was paid, in tiles as attention's
 
 
 @dataclass(frozen=True)
@@ -97,15 +99,16 @@ _ENCODED = 4096  # values of a tile, if its groups allow
 
 def encode_config(spec: CodecSpec, planes: int, head_dim: int) -> EncodeConfig:
     rows = spec.page_size // planes
-    if spec.subspace is not None:
-        return EncodeConfig(rows, span=spec.subspace.block_size, spans=1)
-    if spec.per == "channel":
+    codes = spec.quantizer
+    if codes.subspace is not None:
+        return EncodeConfig(rows, span=codes.subspace.block_size, spans=1)
+    if codes.per == "channel":
         span = max(16, min(triton.next_power_of_2(head_dim), _ENCODED // spec.page_size))
         return EncodeConfig(rows, span=span, spans=1)
-    span, groups = spec.group_size // spec.dim, head_dim // spec.group_size
+    span, groups = codes.group_size // codes.dim, head_dim // codes.group_size
     padded = triton.next_power_of_2(span)
     spans = min(triton.next_power_of_2(groups), max(1, 128 // padded))
-    fitting = max(1, _ENCODED // (planes * spans * padded * spec.dim))
+    fitting = max(1, _ENCODED // (planes * spans * padded * codes.dim))
     return EncodeConfig(min(fitting, rows), span=span, spans=spans)
 
 

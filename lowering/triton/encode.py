@@ -1,4 +1,4 @@
-"""Quantize and pack whole pages in one kernel, bit for bit as the reference does; grids and rotations are `lattice`'s.
+"""Quantize and pack whole pages in one kernel, bit for bit as the reference does; grids and rotations are `codebook`'s.
 
 Divisions are correctly rounded and nothing is fused, because a code that flips is another code. Only where errors are
 compensated it is not bit for bit: products are summed in another order, so a value between two codes may take either.
@@ -16,7 +16,7 @@ from kvpass.codec.kept import page_shapes
 from kvpass.codec.spec import CodecSpec, parse
 
 from ..append import APPENDED
-from ..table import Site, implements
+from ..table import DispatchKey, implements
 from .codebook import encode_on_grid, hadamard, table
 from .configs import (
     COMPENSATED,
@@ -127,25 +127,26 @@ def _refuses_blocks(blocks: int, size: int, page_size: int) -> str | None:
     return None
 
 
-def refuses(site: Site) -> str | None:
-    if reason := refuses_device(site):
+def refuses(dispatch: DispatchKey) -> str | None:
+    if reason := refuses_device(dispatch):
         return reason
-    spec = parse(site.specs[0])
-    if spec.fit != "minmax" and not spec.grid:
+    spec = parse(dispatch.specs[0])
+    codes, subspace = spec.quantizer, spec.quantizer.subspace
+    if codes.fit != "minmax" and not codes.grid:
         return "least-squares fits of uniform codes sort each group."
     if not power_of_two(spec.page_size) or spec.page_size > 512:
         return f"pages hold a power of two tokens, up to 512, not {spec.page_size}."
-    if spec.subspace is not None:
-        return _refuses_blocks(site.head_dim // spec.subspace.block_size, spec.subspace.block_size, spec.page_size)
+    if subspace is not None:
+        return _refuses_blocks(dispatch.head_dim // subspace.block_size, subspace.block_size, spec.page_size)
     return None
 
 
 def _codec(spec: CodecSpec, head_dim: int, dtype: torch.dtype) -> Codec:
-    planes, info = num_planes(spec.bits), torch.finfo(dtype)
+    codes, planes, info = spec.quantizer, num_planes(spec.bits), torch.finfo(dtype)
     config = encode_config(spec, planes, head_dim)
     return Codec(
-        spec.bits, spec.dim, len(grid(spec.grid)) if spec.grid else 0, spec.per == "channel",
-        spec.group_size // spec.dim, spec.page_size, planes, spec.columns(head_dim), spec.eta, spec.fit == "lsq",
+        codes.bits, codes.dim, len(grid(codes.grid)) if codes.grid else 0, codes.per == "channel",
+        codes.group_size // codes.dim, spec.page_size, planes, codes.columns(head_dim), codes.eta, codes.fit == "lsq",
         tl.bfloat16 if dtype == torch.bfloat16 else tl.float16, info.eps, info.smallest_normal * info.eps,
         config.rows, config.span, config.spans,
     )  # fmt: skip
@@ -165,10 +166,10 @@ def encode(x: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Ten
         x = x.contiguous()
     codec, programs = _codec(spec, head_dim, scale.dtype), batch * heads * pages
     with torch.cuda.device_of(x):
-        if spec.rotation is not None:
-            x = hadamard(x, spec.rotation)
+        if spec.transform.rotation is not None:
+            x = hadamard(x, spec.transform.rotation)
         rest = pages, *x.stride()[:3], heads, codec
-        if spec.subspace is not None:
+        if spec.quantizer.subspace is not None:
             encode_compensated[programs,](
                 x, compensation.contiguous(), codes, scale, zero_point, *rest, num_warps=COMPENSATING_WARPS,
                 enable_fp_fusion=False,
@@ -176,8 +177,8 @@ def encode(x: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Ten
             return codes, scale, zero_point
         tiles = programs, codec.page // codec.planes // codec.rows, triton.cdiv(codec.dim, codec.span * codec.spans)
         options = dict(num_warps=ENCODING_WARPS, enable_fp_fusion=False)
-        if spec.grid:
-            encode_on_grid[tiles](x, table(spec.grid, x.device), codes, scale, *rest, **options)
+        if spec.quantizer.grid:
+            encode_on_grid[tiles](x, table(spec.quantizer.grid, x.device), codes, scale, *rest, **options)
         else:
             encode_pages[tiles](x, codes, scale, zero_point, *rest, **options)
     return codes, scale, zero_point

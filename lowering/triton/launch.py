@@ -17,12 +17,12 @@ from kvpass.layout.pool import whole
 
 from ..append import not_padding
 from ..reference import with_past
-from ..table import FEW, Site, implements
+from ..table import FEW, DispatchKey, implements
 from .attend import attend_split, merge_splits
-from .attention_mass import pay_tokens
+from .attention_mass import sum_attention
 from .configs import (
     INTERPRETED,
-    PAYING_WARPS,
+    MASS_WARPS,
     WIDTHS,
     AttendConfig,
     attend_config,
@@ -36,38 +36,40 @@ from .unpacking import Layout
 
 _OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _VALUES = WIDTHS | {"per=channel", "per=token", "rotation", "grid"}
-_ATTENDED = _VALUES | {"pre_rope", "predictor=mean"}, _VALUES
+_ATTENDED = _VALUES | {"pre_rope", "center"}, _VALUES
 _MERGED = 16  # splits taken together at a time
 _MOST = 1 << 31  # values of a head: within one, kernels count in 32 bits
 
 
-def _refuses(site: Site) -> str | None:
-    if reason := refuses_device(site):
+def _refuses(dispatch: DispatchKey) -> str | None:
+    if reason := refuses_device(dispatch):
         return reason
-    if not site.specs:
+    if not dispatch.specs:
         return "the past is decoded already."
-    if not site.queries:
+    if not dispatch.queries:
         return f"it is written for 1 to {FEW} query tokens."
-    if not 16 <= site.head_dim <= 256:
-        return f"heads have 16 to 256 channels, not {site.head_dim}."
-    key, value = specs = [parse(text) for text in site.specs]
-    if key.pre_rope and (key.rotation is not None or key.grid):
+    if not 16 <= dispatch.head_dim <= 256:
+        return f"heads have 16 to 256 channels, not {dispatch.head_dim}."
+    key, _ = specs = [parse(text) for text in dispatch.specs]
+    of_keys, (k_retention, v_retention) = key.transform, (spec.retention for spec in specs)
+    if of_keys.pre_rope and (of_keys.rotation is not None or key.quantizer.grid):
         return "keys on grids, or rotated by a Hadamard matrix, before rotary embedding have to be decoded."
-    if any(spec.dim > 2 for spec in specs):
+    if any(spec.quantizer.dim > 2 for spec in specs):
         return "grids have up to 2 dimensions."
-    if (key.page_size, key.sinks) != (value.page_size, value.sinks):
+    if (k_retention.page_size, k_retention.sinks) != (v_retention.page_size, v_retention.sinks):
         return "keys and values must share page size and sinks."
     if not power_of_two(key.page_size):
         return f"pages hold a power of two tokens, not {key.page_size}."
-    if value.residual < key.residual:
+    if v_retention.window < k_retention.window:
         return "values must not leave the window before keys."
     return None
 
 
 def _layout(spec: CodecSpec, planes: int, head_dim: int, rope: str = "") -> Layout:
+    codes, retention = spec.quantizer, spec.retention
     return Layout(
-        spec.bits, spec.dim, spec.per == "channel", spec.group_size, spec.page_size, planes, spec.sinks, spec.window,
-        head_dim, *(parse_rope(rope) if rope else ()),
+        codes.bits, codes.dim, codes.per == "channel", codes.group_size, retention.page_size, planes, retention.sinks,
+        retention.ring_size, head_dim, *(parse_rope(rope) if rope else ()),
     )  # fmt: skip
 
 
@@ -77,10 +79,10 @@ def _compiled_for(
     dtype: torch.dtype, mask: torch.dtype | None, causal: bool, softcap: float,
 ) -> tuple[tuple[Layout, Layout], AttendConfig, Rules]:  # fmt: skip
     """What kernels are compiled for: all that calls at other lengths have in common."""
-    planes, lattice = max(num_planes(spec.bits) for spec in specs), any(spec.grid for spec in specs)
-    layouts = tuple(_layout(spec, planes, head_dim, r) for spec, r in zip(specs, (rope, ""), strict=True))
+    planes, codebook = max(num_planes(spec.bits) for spec in specs), any(spec.quantizer.grid for spec in specs)
+    layouts = _layout(specs[0], planes, head_dim, rope), _layout(specs[1], planes, head_dim)
     rows, masked = heads // groups * queries, mask is not None
-    config = attend_config(planes, head_dim, dtype.itemsize, rows, lattice, bool(rope), masked)
+    config = attend_config(planes, head_dim, dtype.itemsize, rows, codebook, bool(rope), masked)
     operand = _OPERANDS[torch.float32 if INTERPRETED else dtype]  # no bfloat16 products in the interpreter
     of_bytes = mask == torch.uint8
     return layouts, config, Rules(heads, groups, causal and queries > 1, softcap, of_bytes, config.queries, operand)
@@ -124,12 +126,12 @@ class _Launch:
         )  # fmt: skip
         self.planes = self.layouts[0].planes
         # rows of pages (see `pages`) that keys and values have
-        self.packed_rows = tuple(spec.packed(self.n) // self.planes for spec in self.specs)
+        self.packed_rows = tuple(spec.retention.packed(self.n) // self.planes for spec in self.specs)
 
     @cached_property
     def packed_queries(self) -> Tensor:
         """The queries that keys in pages see: rotated instead of them."""
-        rotation = self.specs[0].rotation
+        rotation = self.specs[0].transform.rotation
         if rotation is None:
             return self.q
         return (self.q.float() @ basis(self.head_dim, rotation, self.q.device)).to(self.q.dtype)
@@ -143,7 +145,7 @@ class _Launch:
         return (rows * self.center.float()).sum(-1)
 
     @property
-    def turn(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def rotary_tables(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Tables, and the mean that is rotated with the keys."""
         if self.rotary is None:
             return None, None, None
@@ -152,65 +154,66 @@ class _Launch:
     @property
     def strides(self) -> tuple[int, ...]:
         """Those of the tables and of the mask."""
-        tables, of_mask = (0, 0), (0, 0, 0)
+        tables: tuple[int, ...] = (0, 0)
+        of_mask: tuple[int, ...] = (0, 0, 0)
         if self.rotary is not None:
             tables = self.rotary[0].stride()[:2]
         if self.mask is not None:
             shape = zip(self.mask.stride()[:3], self.mask.shape[:3], strict=True)
-            of_mask = (stride if size > 1 else 0 for stride, size in shape)
+            of_mask = tuple(stride if size > 1 else 0 for stride, size in shape)
         return *tables, *of_mask
 
     def points(self, spec: CodecSpec) -> Tensor | None:
-        return grid(spec.grid, self.q.device) if spec.grid else None
+        return grid(spec.quantizer.grid, self.q.device) if spec.quantizer.grid else None
 
-    def attend(self, value: tuple[Tensor, ...], v_new: Tensor, sinks: Tensor | None, totals: Tensor | None) -> Tensor:
-        """Attention's output; ``totals`` takes the log-sum-exp of each query row."""
+    def attend(self, value: tuple[Tensor, ...], v_new: Tensor, sinks: Tensor | None, lse: Tensor | None) -> Tensor:
+        """Attention's output; ``lse`` takes the log-sum-exp of each query row."""
         q, config, device = self.q, self.config, self.q.device
         k_rows, v_rows = self.packed_rows
         tiles = cdiv(self.rows, config.queries)
         rows_of_split = split_size(v_rows, config, self.batch * self.groups * tiles, device)
         splits = cdiv(v_rows, rows_of_split) + 1
         partial = q.new_empty((self.batch * self.groups, splits, self.rows, self.head_dim), dtype=torch.float32)
-        lse, out, K, V = partial.new_empty(partial.shape[:3]), torch.empty_like(q), *self.layouts
+        partial_lse, out, (K, V) = partial.new_empty(partial.shape[:3]), torch.empty_like(q), self.layouts
         with torch.cuda.device_of(q):
             attend_split[splits, tiles, self.batch * self.groups](
                 q, *self.key, *value, self.k_new, v_new.contiguous(), self.packed_queries, self.shift,
-                *map(self.points, self.specs), *self.turn, self.mask, partial, lse, self.n, self.queries, self.scale,
-                k_rows, v_rows, rows_of_split, self.key[0].stride(1), self.key[1].stride(1), value[0].stride(1),
-                value[1].stride(1), *self.strides, self.rules, K, V, config.rows, config.together, config.exact,
-                config.stages, num_warps=config.warps, maxnreg=config.registers, enable_fp_fusion=True,
+                *map(self.points, self.specs), *self.rotary_tables, self.mask, partial, partial_lse, self.n,
+                self.queries, self.scale, k_rows, v_rows, rows_of_split, self.key[0].stride(1), self.key[1].stride(1),
+                value[0].stride(1), value[1].stride(1), *self.strides, self.rules, K, V, config.rows, config.together,
+                config.exact, config.stages, num_warps=config.warps, maxnreg=config.registers, enable_fp_fusion=True,
             )  # fmt: skip
-            if (rotation := self.specs[1].rotation) is not None:
+            if (rotation := self.specs[1].transform.rotation) is not None:
                 partial[:, :-1] = partial[:, :-1] @ basis(self.head_dim, rotation, device).mT
             merge_splits[self.batch * self.heads * self.queries,](
-                partial, lse, sinks, out, totals, self.rows, splits, self.queries, self.heads, self.head_dim, _MERGED,
-                enable_fp_fusion=True,
+                partial, partial_lse, sinks, out, lse, self.rows, splits, self.queries, self.heads, self.head_dim,
+                _MERGED, enable_fp_fusion=True,
             )  # fmt: skip
         return out
 
-    def pay(self, totals: Tensor, largest: bool) -> Tensor:
-        """What each token was paid, by query rows of the log-sum-exp ``totals``."""
+    def attention_mass(self, lse: Tensor, largest: bool) -> Tensor:
+        """What each token was paid, by query rows of the log-sum-exp ``lse``."""
         config, K, stop = self.config, self.layouts[0], self.n + self.queries
         k_rows, _ = self.packed_rows
-        paid = totals.new_empty((self.batch, self.groups, stop))
+        mass = lse.new_empty((self.batch, self.groups, stop))
         tiles = cdiv(k_rows, config.rows) + cdiv(stop - k_rows * self.planes, config.exact)
         with torch.cuda.device_of(self.q):
-            pay_tokens[tiles, self.batch * self.groups](
-                self.q, *self.key, self.k_new, self.packed_queries, self.shift, self.points(self.specs[0]), *self.turn,
-                self.mask, totals, paid, self.n, self.queries, self.scale, k_rows, self.key[0].stride(1),
-                self.key[1].stride(1), *self.strides, largest, self.rules, K, config.rows, config.exact,
-                num_warps=PAYING_WARPS, maxnreg=config.registers, enable_fp_fusion=True,
+            sum_attention[tiles, self.batch * self.groups](
+                self.q, *self.key, self.k_new, self.packed_queries, self.shift, self.points(self.specs[0]),
+                *self.rotary_tables, self.mask, lse, mass, self.n, self.queries, self.scale, k_rows,
+                self.key[0].stride(1), self.key[1].stride(1), *self.strides, largest, self.rules, K, config.rows,
+                config.exact, num_warps=MASS_WARPS, maxnreg=config.registers, enable_fp_fusion=True,
             )  # fmt: skip
-        return paid
+        return mass
 
 
-def _count(totals: Tensor, mask: Tensor | None, statistic: str) -> None:
+def _count(lse: Tensor, mask: Tensor | None, statistic: str) -> None:
     """Make the log-sum-exp ``[B, H_q, S]`` of query rows that do not count in ``statistic`` infinite."""
-    batch, _, queries = totals.shape
+    batch, _, queries = lse.shape
     if mask is not None:
-        totals.masked_fill_(~not_padding(mask, batch, queries)[:, None], torch.inf)
+        lse.masked_fill_(~not_padding(mask, batch, queries)[:, None], torch.inf)
     if statistic != "sum":
-        totals[..., : max(0, queries - int(statistic.removeprefix("max-")))] = torch.inf
+        lse[..., : max(0, queries - int(statistic.removeprefix("max-")))] = torch.inf
 
 
 @implements("attend", "triton", has=_ATTENDED, refuses=_refuses, by_name_only=INTERPRETED)
@@ -218,17 +221,17 @@ def attend(
     q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None,
     statistic="", importance=None,
 ) -> list[Tensor]:  # fmt: skip
-    if mask is not None and importance is not None and k_spec.budget is not None:
+    if mask is not None and importance is not None and k_spec.retention.evicts:
         mask = with_past(mask, importance, n, q.shape)
     past = (
-        (*(whole(pool, spec.pages(n)) for pool in pack.pools), pack.ring)
+        (*(whole(pool, spec.retention.pages(n)) for pool in pack.pools), pack.ring)
         for pack, spec in ((key, k_spec), (value, v_spec))
     )
     center, key, value = key.center, *past
     launch = _Launch(q, key, k_new, n, mask, causal, scale, softcap, (k_spec, v_spec), rotary, center)
     if not statistic:
         return [launch.attend(value, v_new, sinks, None)]
-    totals = q.new_empty(q.shape[:3], dtype=torch.float32)
-    out = launch.attend(value, v_new, sinks, totals)
-    _count(totals, mask, statistic)
-    return [out, launch.pay(totals, statistic != "sum")]
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    out = launch.attend(value, v_new, sinks, lse)
+    _count(lse, mask, statistic)
+    return [out, launch.attention_mass(lse, statistic != "sum")]

@@ -38,7 +38,7 @@ class Call(NamedTuple):
     mask_query: tl.tensor
 
 
-class Turn(NamedTuple):
+class Rope(NamedTuple):
     """What keys take before they are scored, if they are rotated: a mean is added, and tables of a sample turn them.
 
     sample, row: where the tables of a sample begin, and from token to token. head: where the mean of a head begins.
@@ -107,13 +107,13 @@ def query_tiles(q, of_all, asked, parts, DIM: tl.constexpr, Q: tl.constexpr):
 
 
 @triton.jit
-def _turned(k, turn, tokens, there, parts, L: tl.constexpr):
+def _rotated(k, rope, tokens, there, parts, L: tl.constexpr):
     """`kvpass.codec.rope.rotate` of the parts of keys."""
     channel, real = parts[0]
     pair = channel // 2 if L.interleaved else channel
-    at, known = tokens[:, None] * turn.row + pair[None, :], there[:, None] & real[None, :]
-    cos = tl.load(turn.cos + turn.sample + at, mask=known, other=0).to(tl.float32)
-    sin = tl.load(turn.sin + turn.sample + at, mask=known, other=0).to(tl.float32)
+    at, known = tokens[:, None] * rope.row + pair[None, :], there[:, None] & real[None, :]
+    cos = tl.load(rope.cos + rope.sample + at, mask=known, other=0).to(tl.float32)
+    sin = tl.load(rope.sin + rope.sample + at, mask=known, other=0).to(tl.float32)
     return (k[0] * cos - k[1] * sin, k[1] * cos + k[0] * sin) + k[2:]  # noqa: RUF005
 
 
@@ -132,7 +132,7 @@ def page_words(pool, first, stop, parts, ROWS: tl.constexpr, L: tl.constexpr, F:
 
 
 @triton.jit
-def page_keys(read, pool, first, stop, tokens, there, plane, turn, parts, L: tl.constexpr, F: tl.constexpr = None):
+def page_keys(read, pool, first, stop, tokens, there, plane, rope, parts, L: tl.constexpr, F: tl.constexpr = None):
     """The parts of the keys in a plane of rows, ``read`` by `page_words`; ``tokens`` are those of the plane."""
     if F is not None:
         k = (paired_values(read, pool, first, stop, plane, L, F),)
@@ -141,10 +141,10 @@ def page_keys(read, pool, first, stop, tokens, there, plane, turn, parts, L: tl.
         for i in tl.static_range(len(parts)):
             channel, real = parts[i]
             part = values(read[i], pool, first, stop, channel, real, plane, L, not L.pairs)
-            if turn.center is not None:
-                part += tl.load(turn.center + turn.head + channel, mask=real, other=0).to(tl.float32)[None, :]
+            if rope.center is not None:
+                part += tl.load(rope.center + rope.head + channel, mask=real, other=0).to(tl.float32)[None, :]
             k = k + (part,)  # noqa: RUF005
-    return _turned(k, turn, tokens, there, parts, L) if L.pairs else k
+    return _rotated(k, rope, tokens, there, parts, L) if L.pairs else k
 
 
 @triton.jit
@@ -162,14 +162,14 @@ def with_present(past, new, tokens, n, stop, channel, real, L: tl.constexpr):
 
 
 @triton.jit
-def exact_keys(ring, new, tokens, n, stop, turn, parts, L: tl.constexpr):
+def exact_keys(ring, new, tokens, n, stop, rope, parts, L: tl.constexpr):
     """The parts of exact keys; those of the call are rotated already."""
     past, k = (), ()
     for i in tl.static_range(len(parts)):
         channel, real = parts[i]
         past = past + (ring_rows(ring, tokens, tokens < n, channel, real, L),)  # noqa: RUF005
     if L.pairs:
-        past = _turned(past, turn, tokens, tokens < n, parts, L)
+        past = _rotated(past, rope, tokens, tokens < n, parts, L)
     for i in tl.static_range(len(parts)):
         channel, real = parts[i]
         k = k + (with_present(past[i], new, tokens, n, stop, channel, real, L),)  # noqa: RUF005

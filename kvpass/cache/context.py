@@ -1,0 +1,30 @@
+"""What lives for one forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .query_capture import QueryCapture
+
+
+@dataclass
+class ForwardContext:
+    """What the layers of a cache have in common while a forward is running over them.
+
+    length, seen_length: carriers of what is stored, and of what was seen where that is more.
+    edges: room for one layer's reconstruction of the keys and values that leave the window.
+    slots: heads that decide -> ``[B, heads, budget]`` int64, where a decision to evict is handed on.
+    past: what one layer decoded, until the layer above has its turn.
+    query_capture: who hands over the queries, where no graph does.
+    """
+
+    length: Tensor
+    seen_length: Tensor | None = None
+    edges: tuple[Tensor, Tensor] | None = None
+    slots: dict[int, Tensor] = field(default_factory=dict)
+    past: tuple[Tensor, Tensor] | None = None
+    query_capture: QueryCapture | None = None

@@ -1,0 +1,181 @@
+"""`Quantizer`: how values become codes."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from ..errors import KVPassError
+from ..fields import check_integers, check_types, fields_alone, hash_once
+from .codebook import grid_shape
+
+UNIFORM = (1, 2, 3, 4, 8)
+"""Widths of uniform codes."""
+RAW = (16, 32)
+"""Widths that are floats stored as they are."""
+_MOST_WEIGHT = 1e6
+
+
+@dataclass(frozen=True)
+class Subspace:
+    """Query-subspace error compensation (SQuat, arXiv 2503.24358, eq. 6).
+
+    rank: directions kept of the prompt's queries.
+    weight: weight of the subspace error against the plain error. ``relative=True``: in units of the mean query energy
+        per channel, which depends neither on the prompt's length nor on the scale of the queries. ``relative=False``:
+        the paper's lambda, which multiplies squared singular values.
+    block_size: channels quantized at a time; later blocks absorb the error of earlier ones.
+    """
+
+    rank: int
+    weight: float
+    relative: bool
+    block_size: int
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_integers(self, rank=1, block_size=1)
+        if not 0 <= self.weight <= _MOST_WEIGHT:
+            raise KVPassError(
+                f"The subspace weight (strength or lam) must be a finite number, not negative, and at most "
+                f"{_MOST_WEIGHT:g}: {self.weight}."
+            )
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """A width for every token, from the deviation its error may have (QAQ, arXiv 2403.04643; `codec.adaptive`).
+
+    widths: classes of widths, narrowest first; four at most.
+    role: what the tokens are, "key" or "value": it decides what they may deviate by.
+    sigma: deviation allowed of attention weights, for keys; of attention's output, for values.
+    outliers: share of a token's values that are kept exact, half of them at both ends.
+    rows: queries whose largest attention weight stands for what a token will be paid.
+    energy: squared norm of the scaled queries; None takes the 90 % quantile of the prompt's.
+    keep_originals: keep full-precision tokens in host memory, so that a token can get bits back.
+    """
+
+    widths: tuple[int, ...]
+    role: Literal["key", "value"]
+    sigma: float
+    outliers: float
+    rows: int
+    energy: float | None = None
+    keep_originals: bool = True
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        steps = [b - a for a, b in zip((0, *self.widths), self.widths, strict=False)]
+        if not 1 <= len(self.widths) <= 4 or not set(steps) <= set(UNIFORM) or self.widths[-1] > 8:
+            raise KVPassError(
+                f"widths={self.widths}: one to four widths up to 8 bits, each larger than the one before by one of "
+                f"{list(UNIFORM)}."
+            )
+        check_integers(self, rows=1)
+        if not 0 <= self.outliers <= 1:
+            raise KVPassError(f"outliers={self.outliers}: a share of the values is in [0, 1].")
+        for name, value in (("sigma", self.sigma), ("query_energy", self.energy)):
+            if value is not None and not 0 < value <= _MOST_WEIGHT:
+                raise KVPassError(f"{name}={value} must be above 0, and at most {_MOST_WEIGHT:g}.")
+
+    @property
+    def fits_energy(self) -> bool:
+        """Whether the energy is that of the prompt's queries."""
+        return self.role == "key" and self.energy is None
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """How values become codes, and codes values again.
+
+    bits: 1, 2, 3, 4 or 8; 16 or 32 are the floats themselves, as bytes.
+    per: "channel" shares a scale among ``group_size`` tokens of one channel; "token" among ``group_size`` channels of
+        one token.
+    fit: "minmax" spans the group; "lsq" takes the scale and zero point of least squared error.
+    eta: share of the range cut off at both ends after codes are assigned (XQuant eq. 9); "minmax" only.
+    grid: name of a vector grid (`codec.codebook`) whose points are the codes; "" for uniform codes. ``bits`` is then
+        the width of the code of d values, and groups have a scale and no zero point.
+    subspace: errors of channels are made up for by later ones, where queries see them.
+    adaptive: a width for every token instead of ``bits``, which is the widest.
+    codec: name of the codec of its pages, if it is not one of these (`codec.kept`).
+    """
+
+    bits: int
+    per: Literal["channel", "token"]
+    group_size: int
+    fit: Literal["minmax", "lsq"] = "minmax"
+    eta: float = 0.0
+    grid: str = ""
+    subspace: Subspace | None = None
+    adaptive: Adaptive | None = None
+    codec: str = ""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_integers(self, bits=1, group_size=1)
+        if self.grid:
+            self._check_grid()
+        elif self.bits not in UNIFORM and not self.raw:
+            raise KVPassError(f"bits={self.bits}: packed widths are {list(UNIFORM)}.")
+        if self.subspace is not None and self.per != "channel":
+            raise KVPassError("Subspace compensation is defined for per-channel keys.")
+        if not 0 <= self.eta < 0.5:
+            raise KVPassError(f"eta={self.eta}: the share cut off at each end of the range is in [0, 0.5).")
+        if self.fit == "lsq" and not self.grid and (self.eta or self.bits > 4):
+            raise KVPassError(
+                "fit='lsq' finds the best range itself, for up to 4 bits: use eta=0 with it, or fit='minmax'."
+            )
+        if self.raw and (self.subspace or self.fit != "minmax" or self.eta):
+            raise KVPassError(f"bits={self.bits} stores floats as they are: there is nothing to fit.")
+
+    def _check_grid(self) -> None:
+        dim, bits = grid_shape(self.grid)
+        if self.bits != bits or self.per != "token" or self.group_size % dim:
+            raise KVPassError(
+                f"Grid {self.grid!r} takes codes of {bits} bits for {dim} channels, and groups per token of a multiple "
+                f"of {dim}; this is bits={self.bits}, per={self.per!r}, group_size={self.group_size}."
+            )
+        if self.eta:
+            raise KVPassError("Codes of a grid have no range to cut: use eta=0.")
+
+    __hash__, __getstate__ = hash_once, fields_alone
+
+    def __str__(self) -> str:
+        codes = f"{self.bits} bit per {self.per} g{self.group_size}"
+        if self.adaptive is not None:
+            codes = f"{self.adaptive.widths} bits by token, {self.adaptive.outliers:.1%} exact"
+        elif self.raw:
+            codes = f"{self.bits}-bit floats"
+        elif self.grid:
+            codes = f"grid {self.grid} g{self.group_size}"
+        return f"{codes} by {self.codec}" if self.codec else codes
+
+    def check(self, head_dim: int) -> None:
+        """Raise `KVPassError` unless the groups of heads of ``head_dim`` channels are whole."""
+        if self.raw:
+            return  # no groups
+        if self.per == "token" and head_dim % self.group_size:
+            raise KVPassError(
+                f"group_size={self.group_size} does not divide head_dim={head_dim}: per-token groups run along "
+                f"channels. Use a divisor of {head_dim}."
+            )
+        if self.subspace is not None and head_dim % self.subspace.block_size:
+            raise KVPassError(f"block_size={self.subspace.block_size} does not divide head_dim={head_dim}.")
+
+    @property
+    def raw(self) -> bool:
+        """Whether pages hold the floats themselves."""
+        return self.bits in RAW
+
+    @cached_property
+    def dim(self) -> int:
+        """Values of one code."""
+        return grid_shape(self.grid)[0] if self.grid else 1
+
+    def columns(self, head_dim: int) -> int:
+        """Codes of one token."""
+        return head_dim // self.dim
+
+    @property
+    def needs_queries(self) -> bool:
+        """Whether codes depend on the prompt's queries."""
+        return self.subspace is not None or (self.adaptive is not None and self.adaptive.fits_energy)

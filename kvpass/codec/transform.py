@@ -1,0 +1,54 @@
+"""`Transform`: what is done to tokens before they are quantized, and undone when they are read."""
+
+from dataclasses import dataclass
+
+from ..errors import KVPassError
+from ..fields import check_types, fields_alone, hash_once
+from .predictor import parse_predictor
+
+
+@dataclass(frozen=True)
+class Transform:
+    """What is coded instead of a token.
+
+    pre_rope: the tokens are keys as they were before the rotary embedding.
+    center: less the mean of the tokens packed first (`codec.center`).
+    predictor: less a function of what the same tokens decode to in the layer below (`codec.predictor`): "linear",
+        "low-rank", "mlp", and the first two with "-4" behind them for weights of 4 bits; "" for none.
+    rotation: behind that, a random-sign Hadamard rotation of the channels with this seed (`codec.hadamard`); None for
+        none.
+    """
+
+    pre_rope: bool = False
+    center: bool = False
+    predictor: str = ""
+    rotation: int | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.predictor:
+            parse_predictor(self.predictor)
+        if self.predictor and self.center:
+            raise KVPassError(
+                f"What a {self.predictor} predictor leaves over has next to no mean: use center=False with it."
+            )
+
+    __hash__, __getstate__ = hash_once, fields_alone
+
+    def of(self, name: str) -> str:
+        """What is coded of tokens called ``name``, in words."""
+        done = {
+            "before RoPE": self.pre_rope,
+            "less its mean": self.center,
+            f"less {self.predictor} prediction": self.predictor,
+            "rotated": self.rotation is not None,
+        }
+        return " ".join([name, *(words for words, there in done.items() if there)])
+
+    @property
+    def subtracts(self) -> bool:
+        """Whether something is subtracted from tokens."""
+        return self.center or bool(self.predictor)
+
+
+AS_THEY_ARE = Transform()
