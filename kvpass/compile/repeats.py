@@ -17,7 +17,8 @@ APPEND = torch.ops.kvpass.append_
 FEWEST = 3
 """Repeats that are worth a piece of their own."""
 _MANY, _TOGETHER = 12, (4, 5, 6)
-_LINKS = slice(7, None)  # the arguments of ``append_`` by which layers tell each other about their caches
+_LINKS = slice([argument.name for argument in APPEND.default._schema.arguments].index("edge"), None)
+"""The arguments of ``append_`` by which layers tell each other about their caches."""
 
 
 @dataclass(frozen=True)
