@@ -13,6 +13,7 @@ from kvpass.lowering.inductor.aot import unprobed
 from kvpass.lowering.session import compiling
 
 from ..errors import KVPassError, NotFusedError
+from ..progress import stage
 from .find import find
 from .lower import lower
 from .normalise import flatten, has_subclass, normalise
@@ -66,6 +67,7 @@ class Backend:
 
     def _pass(self, gm: GraphModule, inputs: list, trace: Trace, repeats: Repeats | None = None) -> Callable | None:
         """What runs ``gm``, or the graph that repeats what it does. None if that has to be looked at as a whole."""
+        stage("rewriting it")
         normal = normalise(gm)
         trace.stage("normalised", normal.module)
         attentions, refused = find(normal.graph, presents(normal.graph))
@@ -107,6 +109,7 @@ class Backend:
         if self.interpret:
             module.recompile()
             return module.forward
+        stage("compiling its layers")
         options = list_mode_options(self.mode) if self.mode else {}
         with compiling(), inductor_config.patch({**options, **_INDUCTOR, **unprobed()}):
             return compile_fx(module, inputs)

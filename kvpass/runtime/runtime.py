@@ -135,7 +135,8 @@ class Runtime:
 
     def _forms(self, interpret: bool) -> Forms:
         options = dict(strict=self.strict, lowering=self.lowering, mode=self.mode, graphs=self.report.graphs)
-        return Forms(self._body(), backend=self._backend(interpret=interpret, **options), fullgraph=self.one_graph)
+        backend, what = self._backend(interpret=interpret, **options), f"a step of {type(self.model()).__name__}"
+        return Forms(self._body(), backend, what, fullgraph=self.one_graph)
 
     def _backend(self, **options) -> Backend:
         return Backend(**options)

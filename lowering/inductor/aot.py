@@ -19,6 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from kvpass.progress import announced
+
 from ..session import compiling
 
 
@@ -38,6 +40,7 @@ class Input:
     dynamic: Sequence[int] = ()
 
 
+@announced("kernels of a cache")
 @compiling()
 def compile_ahead(fn: Callable, inputs: Sequence[Input], options: dict | None = None) -> Callable:
     """Compile ``fn(*tensors)``, which returns a tuple of tensors, once for all sizes of the dynamic dims of ``inputs``.
