@@ -56,13 +56,18 @@ class Backend:
 
     def _compile(self, gm: GraphModule, example_inputs, trace: Trace) -> Callable:
         nested = has_subclass(example_inputs)
-        if not (nested or self.mode) and (repeats := find_repeats(gm)) is not None:
+        repeats: Repeats | str = "weights are tensor subclasses" if nested else f"mode={self.mode!r}"
+        if not (nested or self.mode):
+            repeats = find_repeats(gm)
+        if isinstance(repeats, Repeats):
             taken = [example_inputs[i] for i in repeats.kept] + repeats.examples
             passed = self._pass(repeats.module, taken, trace, repeats)
             if passed is not None:
                 return passed
             trace.restart()
+            repeats = "its layers come apart in the pass, or are not fused"
         run = self._pass(gm, flatten(example_inputs), trace)
+        trace.report.whole = repeats
         return (lambda *inputs: run(*flatten(inputs))) if nested else run
 
     def _pass(self, gm: GraphModule, inputs: list, trace: Trace, repeats: Repeats | None = None) -> Callable | None:

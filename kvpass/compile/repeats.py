@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -103,19 +104,32 @@ class _Captured:
         first, next_ = self.place[a], self.place[b]
         return next_ == first + period or first < start <= next_ < start + period
 
+    @cached_property
+    def writes(self) -> list[int]:
+        """The nodes that write a cache."""
+        return [i for i, node in enumerate(self.nodes) if node.target is APPEND]
+
     def runs(self) -> Iterator[_Run]:
-        """What repeats itself, by how far apart caches are written."""
-        writes = [i for i, node in enumerate(self.nodes) if node.target is APPEND]
-        if len(writes) < FEWEST or any(_is_linked(self.nodes[i]) for i in writes):
-            return
-        middle = writes[len(writes) // 2]
-        for period in (write - middle for write in writes if write > middle):
-            begin, end = self._stretch(period, middle)
-            starts = [s for s in range(max(0, begin - period), end) if self._may_start(s, begin, period)]
-            count = (end - starts[0]) // period + 1 if starts else 0
-            if count >= FEWEST:
-                as_many = [s for s in starts if (end - s) // period + 1 == count]
-                yield _Run(min(as_many, key=lambda s: self._carried(s, period)), period, count)
+        """What repeats itself, those first that spare most. Repeats are as long as writes of caches are apart."""
+        middle = self.writes[len(self.writes) // 2]
+        found: list[_Run] = []
+        for period in (write - middle for write in self.writes if write > middle):
+            while found and (best := max(found, key=lambda run: run.spared)).spared >= len(self.nodes) - period:
+                found.remove(best)  # longer ones cannot spare as much
+                yield best
+            if (run := self._run(period, middle)) is not None:
+                found.append(run)
+        yield from sorted(found, key=lambda run: run.spared, reverse=True)
+
+    def _run(self, period: int, middle: int) -> _Run | None:
+        """Repeats of ``period`` nodes around ``middle``."""
+        begin, end = self._stretch(period, middle)
+        starts = [s for s in range(max(0, begin - period), end) if self._may_start(s, begin, period)]
+        count = (end - starts[0]) // period + 1 if starts else 0
+        if count < FEWEST:
+            return None
+        as_many = [s for s in starts if (end - s) // period + 1 == count]
+        return _Run(min(as_many, key=lambda s: self._carried(s, period)), period, count)
 
     def _may_start(self, start: int, begin: int, period: int) -> bool:
         """Whether what is between ``start`` and ``begin``, from where all is `alike`, is that of a first repeat."""
@@ -162,11 +176,16 @@ def _is_linked(append: Node) -> bool:
     return any(argument not in (None, []) for argument in append.args[_LINKS])
 
 
-def find_repeats(gm: GraphModule) -> Repeats | None:
-    """What ``gm`` does again and again, if there is something that writes caches and hands on nothing but values."""
+def find_repeats(gm: GraphModule) -> Repeats | str:
+    """What ``gm`` does again and again, if there is something that writes caches and hands on nothing but values; or
+    why there is not."""
     captured = _Captured(gm.graph)
-    runs = sorted(captured.runs(), key=lambda run: run.spared, reverse=True)
-    return next((cut for run in runs if (cut := _Cut(gm, captured, run.grouped).repeats()) is not None), None)
+    if len(captured.writes) < FEWEST:
+        return f"it has fewer than {FEWEST} layers"
+    if any(_is_linked(captured.nodes[i]) for i in captured.writes):
+        return "what its layers store depends on each other, or on attention"
+    cuts = (_Cut(gm, captured, run.grouped).repeats() for run in captured.runs())
+    return next((cut for cut in cuts if cut is not None), "its layers are not alike")
 
 
 class _Cut:

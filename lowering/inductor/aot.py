@@ -6,6 +6,7 @@ The only file of the lowering that touches Inductor's private entry point; see `
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -72,6 +73,6 @@ def compile_ahead(fn: Callable, inputs: Sequence[Input], options: dict | None = 
         compiled: Any = compile_fx(graph, fakes)
 
     def run(*tensors):
-        return compiled(*(tensor for tensor in tensors if tensor is not None))
+        return compiled(*compress(tensors, present))
 
     return run

@@ -6,6 +6,7 @@ there are.
 """
 
 from functools import lru_cache, reduce
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -302,8 +303,8 @@ def _attend_kernel(common: _Common, k_spec: CodecSpec, v_spec: CodecSpec, scale:
     def attend(*tensors):
         return _attend(dict(zip(names, tensors, strict=True)), **how, present=common.present)
 
-    compiled = compile_ahead(attend, inputs, _OPTIONS)
-    return lambda given: compiled(*(given[name] for name in names))
+    compiled, ordered = compile_ahead(attend, inputs, _OPTIONS), itemgetter(*names)
+    return lambda given: compiled(*ordered(given))
 
 
 @lru_cache(maxsize=16)
