@@ -24,6 +24,7 @@ with quiet("torchao", "torch.utils._pytree"):  # transformers imports torchao, w
     from .errors import KVPassError, NonFiniteError, NotFusedError
     from .layout.retention import HeavyHitter, LogSparse, Recent, Retention, Sinks, StreamingLLM
     from .runtime.saved import load_cache, save_cache
+    from .runtime.warmup import warmup
     from .schemes.calibrated import Calibration
     from .schemes.calibrated import load_calibration as load
 
@@ -50,4 +51,5 @@ __all__ = [
     "remove",
     "save_cache",
     "schemes",
+    "warmup",
 ]

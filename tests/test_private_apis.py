@@ -10,6 +10,8 @@ import torch
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx
 from torch._inductor.utils import fresh_inductor_cache
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -19,6 +21,7 @@ from kvpass.compile import appends, find, normalise
 from kvpass.compile.backend import Backend
 from kvpass.compile.calls import APPEND
 from kvpass.lowering import session
+from kvpass.lowering.inductor import aot
 from kvpass.lowering.inductor.aot import Input, compile_ahead
 from kvpass.models import recording
 from kvpass.runtime.transformers import TransformersRuntime
@@ -181,3 +184,14 @@ def test_remove_lets_go_of_every_graph():
         kvpass.remove(model)
         counts.append(alive())
     assert counts[0] == counts[1] == counts[2]
+
+
+def test_what_inductor_compiles_can_be_called_without_what_keeps_dynamo_out():
+    """`kvpass.lowering.session`: innermost_fn. `kvpass.lowering.inductor.aot`: cpp.vec_isa_ok, which spares probing."""
+    graph, example = make_fx(lambda x: (x + 1,))(torch.ones(4)), torch.arange(4.0)
+    with torch.no_grad(), inductor_config.patch(aot.unprobed()):
+        compiled = compile_fx(graph, [example])
+    assert torch.equal(session.undisabled(compiled)(example)[0], example + 1)
+    assert not hasattr(session.undisabled(compiled), "_torchdynamo_orig_callable")
+    with inductor_config.patch({"cpp.vec_isa_ok": False}):
+        assert not aot.unprobed()  # what a user has said stays

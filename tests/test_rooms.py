@@ -11,6 +11,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = [  # each imports from those before it, and from itself
     "errors",
     "quiet",
+    "progress",
     "versions",
     "fields",
     "layout",

@@ -22,9 +22,9 @@ from ..codec.affine import params_dtype
 from ..codec.center import fit_center
 from ..codec.predictor import predict
 from ..errors import KVPassError
-from ..eval.progress import bar
 from ..layout.window import layout
 from ..models.probe import has_encoder, probe
+from ..progress import bar
 from ..runtime.applied import is_applied
 from ..schemes import AquaKVConfig, LayerGeometry, LayerPlan, QAQConfig, SchemeConfig, check_edges
 from ..schemes.calibrated import Calibration, describe

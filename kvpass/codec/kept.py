@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -97,10 +98,18 @@ class Pack(NamedTuple):
     planes: Sequence[Tensor] = ()
 
 
+@cache
+def _places(spec: CodecSpec) -> tuple[int, int, Callable[[Sequence[Tensor | None]], tuple[Any, ...]]]:
+    """How many tensors a state is, how many of them are kept of its pages, and what picks the rest of a `Pack` from all
+    of them and a None."""
+    names = of_state(spec)
+    rest = (names.index(name) if name in names else -1 for name in Pack._fields[1:-1])
+    return len(names), len(of_pages(spec)), itemgetter(*rest)
+
+
 def opened(tensors: Sequence[Tensor], spec: CodecSpec) -> Pack:
     """The `Pack` of ``tensors``, which are in the order of `of_state`."""
-    names, pages = of_state(spec), len(of_pages(spec))
-    if len(tensors) != len(names):
-        raise KVPassError(f"What is kept here is {', '.join(names)}, and {len(tensors)} tensors were given.")
-    others: dict[str, Any] = dict(zip(names[pages:], tensors[pages:], strict=True))
-    return Pack(tuple(tensors[:pages]), **others)
+    count, pages, rest = _places(spec)
+    if len(tensors) != count:
+        raise KVPassError(f"What is kept here is {', '.join(of_state(spec))}, and {len(tensors)} tensors were given.")
+    return Pack(tuple(tensors[:pages]), *rest((*tensors, None)))

@@ -9,15 +9,19 @@ from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule
 
+from kvpass.lowering.inductor.aot import unprobed
 from kvpass.lowering.session import compiling
 
 from ..errors import KVPassError, NotFusedError
+from ..progress import stage
 from .find import find
 from .lower import lower
 from .normalise import flatten, has_subclass, normalise
 from .own_cache import presents
+from .repeats import Repeats, find_repeats
 from .report import ADVICE, GraphReport, listed
 from .rewrite import count, rewrite, unfused
+from .stamp import Stamp
 from .trace import Trace, trace_folder
 
 _MODES = (None, "default", "reduce-overhead")
@@ -51,16 +55,42 @@ class Backend:
             return self._compile(gm, example_inputs, trace)
 
     def _compile(self, gm: GraphModule, example_inputs, trace: Trace) -> Callable:
+        nested = has_subclass(example_inputs)
+        repeats: Repeats | str = "weights are tensor subclasses" if nested else f"mode={self.mode!r}"
+        if not (nested or self.mode):
+            repeats = find_repeats(gm)
+        if isinstance(repeats, Repeats):
+            taken = [example_inputs[i] for i in repeats.kept] + repeats.examples
+            passed = self._pass(repeats.module, taken, trace, repeats)
+            if passed is not None:
+                return passed
+            trace.restart()
+            repeats = "its layers come apart in the pass, or are not fused"
+        run = self._pass(gm, flatten(example_inputs), trace)
+        trace.report.whole = repeats
+        return (lambda *inputs: run(*flatten(inputs))) if nested else run
+
+    def _pass(self, gm: GraphModule, inputs: list, trace: Trace, repeats: Repeats | None = None) -> Callable | None:
+        """What runs ``gm``, or the graph that repeats what it does. None if that has to be looked at as a whole."""
+        stage("rewriting it")
         normal = normalise(gm)
         trace.stage("normalised", normal.module)
         attentions, refused = find(normal.graph, presents(normal.graph))
         trace.stage("found", normal.module, attentions, refused)
         why = unfused(normal.graph, attentions, refused)
-        module = rewrite(normal, flatten(example_inputs), attentions, refused)
+        stamp = None if repeats is None else Stamp(normal.module, repeats)
+        if stamp and (why or refused):
+            return None
+        module = rewrite(normal, inputs, attentions, refused)
         trace.stage("rewritten", module)
-        report = trace.report = GraphReport(
-            len(attentions), refused=refused, compiled=not self.interpret, **count(module)
-        )
+        stamp = None if repeats is None else Stamp(module, repeats)
+        if stamp and not stamp.possible:
+            return None
+        times = stamp.times if stamp else lambda node: 1
+        counts = count(module, times)
+        report = trace.report = GraphReport(refused=refused, compiled=not self.interpret, **counts)
+        if stamp:
+            report.repeats = repeats.count
         if report.decoded and not refused:
             refused.append("a cache is read by what is neither SDPA nor a softmax between two matrix products")
             why = dict.fromkeys(why, refused[0])
@@ -74,15 +104,20 @@ class Backend:
         trace.stage("lowered", module)
         if report.fused or report.decoded:
             self.graphs.append(report)
+        run = stamp.compiled(self._compiled) if stamp else self._compiled(module, normal.inputs)
+        if not self.interpret:
+            trace.stage("compiled")
+        return run
+
+    def _compiled(self, module: GraphModule, inputs: list) -> Callable:
+        """What runs ``module`` on values like the fake ``inputs``."""
         if self.interpret:
             module.recompile()
-            run = module.forward
-        else:
-            options = list_mode_options(self.mode) if self.mode else {}
-            with compiling(), inductor_config.patch({**options, **_INDUCTOR}):
-                run = compile_fx(module, normal.inputs)
-            trace.stage("compiled")
-        return (lambda *inputs: run(*flatten(inputs))) if has_subclass(example_inputs) else run
+            return module.forward
+        stage("compiling its layers")
+        options = list_mode_options(self.mode) if self.mode else {}
+        with compiling(), inductor_config.patch({**options, **_INDUCTOR, **unprobed()}):
+            return compile_fx(module, inputs)
 
 
 def check_mode(mode: str | None) -> None:

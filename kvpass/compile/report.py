@@ -39,7 +39,9 @@ class GraphReport:
     fused: attentions over the cache that were replaced; reconstructed: those of them that read a layer decoded first,
     because the next one is predicted from it or its tokens have widths of their own; decoded: other reads that decode
     first; rotated: key caches stored before rotary embedding, rotated when read; unfused: why, by position among the
-    packed layers. stages: those of the pass, kept if `kvpass.explain` asked for them before.
+    packed layers. repeats: how often what its layers have in common is called, compiled once; 0 if the graph was looked
+    at and compiled as a ``whole``, which says why. stages: those of the pass, kept if `kvpass.explain` asked for them
+    before.
     """
 
     fused: int
@@ -50,6 +52,8 @@ class GraphReport:
     compiled: bool
     lowerings: dict[str, str] = field(default_factory=dict)
     unfused: dict[int, str] = field(default_factory=dict)
+    repeats: int = 0
+    whole: str = ""
     stages: list[Stage] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -58,6 +62,8 @@ class GraphReport:
         used = f"; {used}" if used else ""
         rotated = f", {self.rotated} keys rotated when read" if self.rotated else ""
         rebuilt = f" ({self.reconstructed} over what is decoded first)" if self.reconstructed else ""
+        kind += f", one piece for {self.repeats} repeats" if self.repeats else ""
+        kind += f" as a whole: {self.whole}" if self.compiled and self.whole else ""
         return f"graph ({kind}): {self.fused} attentions fused{rebuilt}, {self.decoded} reads decoded{rotated}{used}"
 
 

@@ -1,7 +1,7 @@
 """Stage 3: writes become ``kvpass::append_`` at the end of the graph, matched attention becomes ``kvpass::attend``."""
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -278,12 +278,16 @@ def unfused(graph: Graph, attentions: list[Attention], refused: list[str]) -> di
     return dict(zip(layers, reasons, strict=True))
 
 
-def count(gm: GraphModule) -> dict[str, int]:
-    """What a rewritten graph reads its caches by; see `GraphReport`."""
+def count(gm: GraphModule, times: Callable[[Node], int]) -> dict[str, int]:
+    """What a rewritten graph reads its caches by, see `GraphReport`; each of its nodes stands for so many ``times``."""
+
+    def total(nodes: Iterable[Node]) -> int:
+        return sum(map(times, nodes))
+
     nodes = list(gm.graph.nodes)
     attends = [node for node in nodes if node.target is ATTEND]
-    reconstructed = sum(len(argument(node, "key")) == 1 for node in attends)
-    decodes = sum(node.target is DECODE for node in nodes)
+    reconstructed = total(node for node in attends if len(argument(node, "key")) == 1)
+    decodes = total(node for node in nodes if node.target is DECODE)
     turning = [*attends, *(node for node in nodes if node.target is ROTATE)]
-    rotated = sum(argument(node, "rope") != "" for node in turning)
-    return dict(reconstructed=reconstructed, decoded=decodes - 2 * reconstructed, rotated=rotated)
+    rotated = total(node for node in turning if argument(node, "rope") != "")
+    return dict(fused=total(attends), reconstructed=reconstructed, decoded=decodes - 2 * reconstructed, rotated=rotated)

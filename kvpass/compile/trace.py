@@ -80,6 +80,11 @@ class Trace:
                 self._write(f"{number}-{name}.diff", diff)
         self._since = time.perf_counter()
 
+    def restart(self) -> None:
+        """Forget all stages but the first: the graph is looked at again, as a whole."""
+        del self._stages[1:]
+        self._since = time.perf_counter()
+
     def __enter__(self) -> Trace:
         return self
 

@@ -22,11 +22,11 @@ from .. import api
 from ..cache.swap import bits_per_value, nbytes, num_values
 from ..errors import KVPassError, NotSimulatedError
 from ..models.probe import fresh_cache, keeping
+from ..progress import bar
 from ..runtime.applied import is_applied
 from ..runtime.simulated import Simulator
 from ..schemes import SchemeConfig, get
 from ..schemes.calibrated import Calibration
-from .progress import bar
 from .size import Scheme, footprint
 
 _Row = tuple[list[float], list[bool], list[float]]

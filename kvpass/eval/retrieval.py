@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import KVPassError
 from ..models.probe import fresh_cache
-from .progress import bar
+from ..progress import bar
 from .quality import packed
 from .size import Scheme
 

@@ -38,7 +38,7 @@ def probe_cache(model: nn.Module) -> tuple[Cache, dict[int, LayerGeometry | str]
     try:
         cache = fresh_cache(model)
         with torch.no_grad():
-            model(**two_tokens(model), past_key_values=cache, use_cache=True)
+            model(**some_tokens(model), past_key_values=cache, use_cache=True)
     except Exception as error:
         raise KVPassError(f"Two tokens through {kind} with a growing cache failed: {error}") from error
     layers = _geometries(cache)
@@ -75,15 +75,16 @@ def fresh_cache(model: nn.Module) -> Cache:
     return DynamicCache(config=config)
 
 
-def two_tokens(model: nn.Module) -> dict[str, object]:
-    """Inputs of two tokens for ``model``; an encoder has run already, whatever its own inputs are."""
+def some_tokens(model: nn.Module, batch: int = 1, count: int = 2) -> dict[str, Any]:
+    """Inputs of ``count`` tokens for ``model``, the first two of its vocabulary in turn; an encoder has run already,
+    whatever its own inputs are."""
     device = next(model.parameters()).device
-    ids = torch.zeros(1, 2, dtype=torch.long, device=device)
+    ids = torch.arange(count, device=device).remainder(2).expand(batch, -1)
     if not has_encoder(model):
         return dict(input_ids=ids)
     seq2seq: Any = model
     size = seq2seq.config.get_text_config(encoder=True).hidden_size
-    hidden = torch.zeros(1, 2, size, dtype=seq2seq.dtype, device=device)
+    hidden = torch.zeros(batch, 2, size, dtype=seq2seq.dtype, device=device)
     return dict(decoder_input_ids=ids, encoder_outputs=BaseModelOutput(last_hidden_state=hidden))
 
 

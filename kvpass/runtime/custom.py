@@ -72,8 +72,10 @@ class CustomRuntime(Runtime):
 
     def _canonicalise(self, arguments: dict[str, Any]) -> None:
         for name, value in arguments.items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and value.is_floating_point():  # may be there to be written
                 arguments[name] = value.contiguous().view(-1).view(value.shape)
+            elif isinstance(value, Tensor):
+                arguments[name] = value.clone(memory_format=torch.contiguous_format)
         inputs = arguments[self.found.tokens]
         if inputs.shape[1] > 1:
             torch._dynamo.maybe_mark_dynamic(inputs, 1)

@@ -6,6 +6,7 @@ import functools
 import itertools
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from threading import RLock
 
 import torch
@@ -18,6 +19,7 @@ from kvpass.lowering.session import forget
 from ..cache.layer import PackedLayer
 from ..cache.swap import packed_layers
 from ..compile.backend import Backend
+from ..progress import announced
 
 _numbers = itertools.count()
 
@@ -36,10 +38,13 @@ class Forms:
 
     Sizes, and lengths of a cache, tell forms apart as 0, 1 and more. So there are as many as users have ways to call,
     and each has a graph for the first batch size or two and one for all others.
+
+    what: what is compiled, for those who wait for it.
     """
 
-    def __init__(self, fn: Callable, backend: Backend, **options):
+    def __init__(self, fn: Callable, backend: Backend, what: str, **options):
         self.backend, options["backend"] = backend, backend
+        self._waiting = nullcontext if backend.interpret else functools.partial(announced, what)
         name = f"{fn.__name__}_{next(_numbers)}"
         self._code: list[types.CodeType] = []
 
@@ -60,15 +65,15 @@ class Forms:
         layer = _first_layer((*args, *kwargs.values()))
         stored, batch = (min(layer.tokens, 2), layer.batch_size) if layer else (None, None)
         key = torch.is_inference_mode_enabled(), stored, tuple(map(_described, args)), _described(kwargs)
-        form = self._forms.get(key) or self._forms.setdefault(key, _Form(self._start))
+        form = self._forms.get(key) or self._forms.setdefault(key, _Form(self._start, self._waiting))
         return form(batch, args, kwargs)
 
 
 class _Form:
     """Calls that share graphs. At a new batch size one thread compiles and others wait; afterwards none does."""
 
-    def __init__(self, start: Callable[[], Callable]):
-        self._start, self._run = start, start()
+    def __init__(self, start: Callable[[], Callable], waiting: Callable[[], AbstractContextManager]):
+        self._start, self._run, self._waiting = start, start(), waiting
         self._lock = RLock()
         self._batches: set[int | None] = set()
 
@@ -76,7 +81,8 @@ class _Form:
         if batch not in self._batches:
             with self._lock:
                 if batch not in self._batches:
-                    output = self._called(args, kwargs)
+                    with self._waiting():
+                        output = self._called(args, kwargs)
                     self._batches.add(batch)
                     return output
         return self._called(args, kwargs)

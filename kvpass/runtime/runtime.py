@@ -5,7 +5,6 @@ import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from threading import get_ident
 from typing import Any
 
@@ -135,7 +134,8 @@ class Runtime:
 
     def _forms(self, interpret: bool) -> Forms:
         options = dict(strict=self.strict, lowering=self.lowering, mode=self.mode, graphs=self.report.graphs)
-        return Forms(self._body(), backend=self._backend(interpret=interpret, **options), fullgraph=self.one_graph)
+        backend, what = self._backend(interpret=interpret, **options), f"a step of {type(self.model()).__name__}"
+        return Forms(self._body(), backend, what, fullgraph=self.one_graph)
 
     def _backend(self, **options) -> Backend:
         return Backend(**options)
@@ -226,7 +226,10 @@ class Runtime:
         """Note the bytes of the cache just used; it may be gone when `explain` asks."""
         first = next(layer for layer in layers if isinstance(layer, PackedLayer))
         there = itertools.chain(layers, itertools.repeat(None))
-        rows = [replace(row, **_bytes(layer)) for row, layer in zip(self.report.layers, there, strict=False)]
+        rows = [
+            LayerReport(row.index, row.packed, row.plan, row.reason, *(_bytes(layer) or _bytes_of(row)))
+            for row, layer in zip(self.report.layers, there, strict=False)
+        ]
         self.report.used(rows, first.seen, first.batch_size)
 
     def __reduce_ex__(self, protocol):
@@ -236,11 +239,15 @@ class Runtime:
         )
 
 
-def _bytes(layer) -> dict[str, Any]:
-    """What a `LayerReport` says of one layer of a cache."""
+def _bytes(layer) -> tuple[int, ...]:
+    """What a `LayerReport` says of the bytes of one layer of a cache, in its order; nothing if it holds none."""
     if isinstance(layer, PackedLayer):
-        names = "nbytes", "full_nbytes", "host_nbytes", "moved_nbytes"
-        return {name: getattr(layer, name) for name in names}
+        own = layer.nbytes, layer.full_nbytes
+        return (*own, layer.host_nbytes, layer.moved_nbytes) if layer.plan.adaptive else own
     if isinstance(getattr(layer, "keys", None), Tensor):
-        return dict.fromkeys(("nbytes", "full_nbytes"), layer.keys.nbytes + layer.values.nbytes)
-    return {}
+        return (layer.keys.nbytes + layer.values.nbytes,) * 2
+    return ()
+
+
+def _bytes_of(row: LayerReport) -> tuple[int, ...]:
+    return row.nbytes, row.full_nbytes, row.host_nbytes, row.moved_nbytes

@@ -14,7 +14,7 @@ from ..cache.layer import PackedLayer
 from ..cache.query_capture import QueryCapture
 from ..cache.swap import cache_layers, cross_layers, packed_layers, swap_cross_layers, swap_layers
 from ..errors import KVPassError
-from ..models.probe import fresh_cache, two_tokens
+from ..models.probe import fresh_cache, some_tokens
 from ..models.recording import put_up_hooks, refuse_what_is_not_recorded
 from .forward import finish_forward, remember, start_forward
 from .runtime import Runtime
@@ -123,7 +123,7 @@ class TransformersRuntime(Runtime):
         start_forward(layers, 1, 2)
         try:
             with torch.no_grad(), running(cross_layers(cache), layers[0]):
-                self._with_query_capture(**two_tokens(self.model()), past_key_values=cache, use_cache=True)
+                self._with_query_capture(**some_tokens(self.model()), past_key_values=cache, use_cache=True)
         except KVPassError:
             return False
         finally:
@@ -161,12 +161,11 @@ class TransformersRuntime(Runtime):
             kwargs[name] = mask[..., :total]
 
     def _drop_defaults(self, kwargs, seen: int, new_tokens: int) -> None:
-        """Drop what says no more than leaving it out, so that every caller shares one graph. Positions are compared
-        where that does not wait for the device."""
+        """Drop what says no more than leaving it out, so that every caller shares one graph, whatever the order of what
+        is left. Positions are compared where that does not wait for the device."""
         config = self.model().config
         defaults: dict[str, int] = {name: True for name in ("use_cache", "return_dict") if getattr(config, name, True)}
-        if new_tokens == 1:
-            defaults["logits_to_keep"] = 1
+        defaults["logits_to_keep"] = new_tokens
         for name, value in list(kwargs.items()):
             if value is None or (isinstance(value, int) and defaults.get(name) == value):
                 del kwargs[name]
@@ -176,12 +175,15 @@ class TransformersRuntime(Runtime):
                 continue
             if positions.shape[-1:] == (new_tokens,) and (positions == torch.arange(seen, seen + new_tokens)).all():
                 del kwargs[name]
+        for name in sorted(kwargs):
+            kwargs[name] = kwargs.pop(name)
 
     def _canonicalise(self, kwargs) -> None:
-        """Token dims of the inputs vary from call to call, and strides of dims of size 1 mean nothing."""
+        """Token dims of the inputs vary from call to call; what they are views of, and strides of dims of size 1, mean
+        nothing."""
         for name, tensor in kwargs.items():
             if isinstance(tensor, Tensor):
-                kwargs[name] = tensor.contiguous().view(-1).view(tensor.shape)
+                kwargs[name] = tensor.clone(memory_format=torch.contiguous_format)
         for name in ("attention_mask", "decoder_attention_mask"):
             mask = kwargs.get(name)
             if isinstance(mask, Tensor):

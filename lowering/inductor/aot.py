@@ -6,6 +6,7 @@ The only file of the lowering that touches Inductor's private entry point; see `
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -19,7 +20,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from kvpass.progress import announced
+
 from ..session import compiling
+
+
+def unprobed() -> dict[str, bool]:
+    """Options of ``torch._inductor.config`` that take it for granted that the C++ compiler, which is new enough for
+    torch's headers, knows the vector instructions of the processor: finding out takes seconds of every process."""
+    return {"cpp.vec_isa_ok": True} if inductor_config.cpp.vec_isa_ok is None else {}
 
 
 @dataclass(frozen=True)
@@ -32,13 +41,14 @@ class Input:
     dynamic: Sequence[int] = ()
 
 
+@announced("kernels of a cache")
 @compiling()
 def compile_ahead(fn: Callable, inputs: Sequence[Input], options: dict | None = None) -> Callable:
     """Compile ``fn(*tensors)``, which returns a tuple of tensors, once for all sizes of the dynamic dims of ``inputs``.
 
     options: of ``torch._inductor.config``, by name.
     """
-    options = {"emulate_precision_casts": True, **(options or {})}
+    options = {"emulate_precision_casts": True, **unprobed(), **(options or {})}
     fake_mode = FakeTensorMode(shape_env=ShapeEnv())
     fakes = []
     for one in inputs:
@@ -63,6 +73,6 @@ def compile_ahead(fn: Callable, inputs: Sequence[Input], options: dict | None = 
         compiled: Any = compile_fx(graph, fakes)
 
     def run(*tensors):
-        return compiled(*(tensor for tensor in tensors if tensor is not None))
+        return compiled(*compress(tensors, present))
 
     return run

@@ -6,6 +6,7 @@ there are.
 """
 
 from functools import lru_cache, reduce
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -224,8 +225,10 @@ _COUNTS = {"k_pages": 53, "v_pages": 47, **dict(zip(_ROOMS.values(), (61, 67, 71
 
 
 # Keys and values in pages are used by every query head of a KV head and are never to be stored for that, however many
-# reads they take. Sums of products may be rounded once.
+# reads they take. Sums of products may be rounded once, which nothing else is compiled with: to compile torch's headers
+# for that, ahead of this one kernel, takes longer than the kernel.
 _OPTIONS = {
+    "cpp_cache_precompile_headers": False,
     "realize_reads_threshold": 256,
     "realize_acc_reads_threshold": 256,
     "realize_opcount_threshold": 4096,
@@ -300,8 +303,8 @@ def _attend_kernel(common: _Common, k_spec: CodecSpec, v_spec: CodecSpec, scale:
     def attend(*tensors):
         return _attend(dict(zip(names, tensors, strict=True)), **how, present=common.present)
 
-    compiled = compile_ahead(attend, inputs, _OPTIONS)
-    return lambda given: compiled(*(given[name] for name in names))
+    compiled, ordered = compile_ahead(attend, inputs, _OPTIONS), itemgetter(*names)
+    return lambda given: compiled(*ordered(given))
 
 
 @lru_cache(maxsize=16)

@@ -1,0 +1,268 @@
+"""Layers of a decoder are alike: where a captured graph repeats itself, and the graph with one of the repeats.
+
+What comes behind this stage then sees a model of one layer, however many there are; `kvpass.compile.stamp` puts the
+others back.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+APPEND = torch.ops.kvpass.append_
+FEWEST = 3
+"""Repeats that are worth a piece of their own."""
+_MANY, _TOGETHER = 12, (4, 5, 6)
+_LINKS = slice([argument.name for argument in APPEND.default._schema.arguments].index("edge"), None)
+"""The arguments of ``append_`` by which layers tell each other about their caches."""
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """A captured graph that does the same ``count`` times, cut down to the first of them.
+
+    module: its inputs are the whole graph's, but those of later repeats; then one for each value that a repeat takes
+        from the one before, ``carried``; then one for each value of the last that is needed behind it, ``last``. Its
+        outputs are the whole graph's, then what the first repeat takes for ``carried``, what it leaves for the next,
+        and what it leaves for ``last``.
+    inputs: how many the whole graph has.
+    kept: positions of its inputs among the whole graph's.
+    own: position among its inputs -> what each repeat has there, as positions among the whole graph's inputs.
+    """
+
+    module: GraphModule
+    count: int
+    inputs: int
+    kept: list[int]
+    own: dict[int, list[int]]
+    carried: int
+    last: int
+
+    @property
+    def examples(self) -> list:
+        """Fake values of what it is given for ``carried`` and ``last``."""
+        inputs = list(self.module.graph.find_nodes(op="placeholder"))[len(self.kept) :]
+        return [node.meta["example_value"] for node in inputs]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Nodes ``[start, start + count * period)`` that do the same ``count`` times."""
+
+    start: int
+    period: int
+    count: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.count * self.period
+
+    @property
+    def spared(self) -> int:
+        """Nodes that need not be looked at."""
+        return (self.count - 1) * self.period
+
+    @property
+    def grouped(self) -> _Run:
+        """The same, a few at a time where there are many: a piece takes some microseconds to call."""
+        if self.count < _MANY:
+            return self
+        together = min(_TOGETHER, key=lambda size: size + self.count % size)
+        return _Run(self.start, together * self.period, self.count // together)
+
+
+class _Captured:
+    """The nodes of a captured graph, numbered, and what can be told of each without looking at the others."""
+
+    def __init__(self, graph: Graph):
+        self.inputs = list(graph.find_nodes(op="placeholder"))
+        self.output = graph.output_node()
+        self.nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+        self.place = {node: i for i, node in enumerate(self.nodes)}
+        self.value = {node: _described(node) for node in (*self.inputs, *self.nodes)}
+        self.read = [_leaves((node.args, node.kwargs)) for node in self.nodes]
+        self.text = [f"{_text(node)} {self.value[node]}" for node in self.nodes]
+
+    def alike(self, i: int, period: int, start: int = 0) -> bool:
+        """Whether node ``i + period`` does what node ``i`` does, to the same or to what lies ``period`` behind; or, for
+        the first repeat, to what it finds before ``start`` and the next one in it."""
+        if self.text[i] != self.text[i + period]:
+            return False
+        return all(
+            a is b or (self.value[a] == self.value[b] and a.op == b.op and self._corresponds(a, b, period, start))
+            for a, b in zip(self.read[i], self.read[i + period], strict=True)
+        )
+
+    def _corresponds(self, a: Node, b: Node, period: int, start: int) -> bool:
+        if a.op == "placeholder":
+            return True
+        first, next_ = self.place[a], self.place[b]
+        return next_ == first + period or first < start <= next_ < start + period
+
+    @cached_property
+    def writes(self) -> list[int]:
+        """The nodes that write a cache."""
+        return [i for i, node in enumerate(self.nodes) if node.target is APPEND]
+
+    def runs(self) -> Iterator[_Run]:
+        """What repeats itself, those first that spare most. Repeats are as long as writes of caches are apart."""
+        middle = self.writes[len(self.writes) // 2]
+        found: list[_Run] = []
+        for period in (write - middle for write in self.writes if write > middle):
+            while found and (best := max(found, key=lambda run: run.spared)).spared >= len(self.nodes) - period:
+                found.remove(best)  # longer ones cannot spare as much
+                yield best
+            if (run := self._run(period, middle)) is not None:
+                found.append(run)
+        yield from sorted(found, key=lambda run: run.spared, reverse=True)
+
+    def _run(self, period: int, middle: int) -> _Run | None:
+        """Repeats of ``period`` nodes around ``middle``."""
+        begin, end = self._stretch(period, middle)
+        starts = [s for s in range(max(0, begin - period), end) if self._may_start(s, begin, period)]
+        count = (end - starts[0]) // period + 1 if starts else 0
+        if count < FEWEST:
+            return None
+        as_many = [s for s in starts if (end - s) // period + 1 == count]
+        return _Run(min(as_many, key=lambda s: self._carried(s, period)), period, count)
+
+    def _may_start(self, start: int, begin: int, period: int) -> bool:
+        """Whether what is between ``start`` and ``begin``, from where all is `alike`, is that of a first repeat."""
+        return all(self.alike(i, period, start) for i in range(start, begin))
+
+    def _carried(self, start: int, period: int) -> int:
+        """How many values a repeat would take from the one before. At the end of a layer there are fewest."""
+        nodes = range(start, start + period)
+        pairs = (pair for i in nodes for pair in zip(self.read[i], self.read[i + period], strict=True))
+        return len({b for a, b in pairs if a is not b and self.place.get(a, start) < start})
+
+    def _stretch(self, period: int, middle: int) -> tuple[int, int]:
+        """The longest stretch around ``middle`` whose nodes are `alike` those ``period`` further on."""
+        begin = end = middle
+        while begin > 0 and self.alike(begin - 1, period):
+            begin -= 1
+        while end + period < len(self.nodes) and self.alike(end, period):
+            end += 1
+        return begin, end
+
+
+def _leaves(arguments) -> list[Node]:
+    found: list[Node] = []
+    torch.fx.node.map_arg(arguments, found.append)
+    return found
+
+
+def _text(node: Node) -> str:
+    """What ``node`` does, apart from which nodes it does it to."""
+    return f"{node.op} {node.target} {torch.fx.node.map_arg((node.args, node.kwargs), lambda _: '%')!r}"
+
+
+def _described(node: Node) -> str:
+    """The metadata of a value, symbols by their names: pieces that have it in common are compiled the same."""
+    value = node.meta.get("example_value")
+    if not isinstance(value, torch.Tensor):
+        return f"{type(value).__name__} {value}"
+    place = *value.shape, "strides", *value.stride(), "from", value.storage_offset()
+    return f"{type(value).__name__} {place} {value.dtype} {value.device} {value.requires_grad}"
+
+
+def _is_linked(append: Node) -> bool:
+    """Whether a layer hands on what another one needs to store its tokens."""
+    return any(argument not in (None, []) for argument in append.args[_LINKS])
+
+
+def find_repeats(gm: GraphModule) -> Repeats | str:
+    """What ``gm`` does again and again, if there is something that writes caches and hands on nothing but values; or
+    why there is not."""
+    captured = _Captured(gm.graph)
+    if len(captured.writes) < FEWEST:
+        return f"it has fewer than {FEWEST} layers"
+    if any(_is_linked(captured.nodes[i]) for i in captured.writes):
+        return "what its layers store depends on each other, or on attention"
+    cuts = (_Cut(gm, captured, run.grouped).repeats() for run in captured.runs())
+    return next((cut for cut in cuts if cut is not None), "its layers are not alike")
+
+
+class _Cut:
+    """A captured graph with the first of its repeats."""
+
+    def __init__(self, gm: GraphModule, captured: _Captured, run: _Run):
+        self.gm, self.captured, self.run = gm, captured, run
+        self.own: dict[Node, list[Node]] = {}  # an input of the first repeat -> what each repeat has in its place
+        self.taken: dict[Node, Node] = {}  # what the second repeat takes from the first -> what the first takes for it
+        self.carried: dict[tuple[int, int], Node] = {}  # node of the first repeat, and which of its arguments -> it
+
+    def _repeat(self, node: Node) -> int:
+        """Which repeat ``node`` is in; -1 before the first."""
+        place = self.captured.place.get(node, -1)
+        return -1 if place < self.run.start else (place - self.run.start) // self.run.period
+
+    def _match(self) -> bool:
+        """Fill in what repeats differ in. False if there is more to it than inputs and values handed on."""
+        start, period, count, stop = self.run.start, self.run.period, self.run.count, self.run.stop
+        for i in range(start, start + period):
+            for which, read in enumerate(zip(*(self.captured.read[i + r * period] for r in range(count)), strict=True)):
+                first, second = read[:2]
+                if all(one is first for one in read):
+                    shared = first not in self.own and self._repeat(first) == -1
+                elif first.op == "placeholder":
+                    shared = self.own.setdefault(first, list(read)) == list(read)
+                elif self._repeat(first) == -1:
+                    shared = self.taken.setdefault(second, first) is first
+                    self.carried[i, which] = second
+                else:
+                    shared = self._repeat(first) == 0 and first is not second
+                if not shared:
+                    return False
+        inputs = [one for each in self.own.values() for one in each]
+        if len(set(inputs)) < len(inputs):
+            return False
+        elsewhere = [
+            leaf
+            for i, read in enumerate(self.captured.read)
+            if not start <= i < stop
+            for leaf in read
+        ] + _leaves(self.captured.output.args)  # fmt: skip
+        inside = range(count - 1)
+        return set(inputs).isdisjoint(elsewhere) and not any(self._repeat(leaf) in inside for leaf in elsewhere)
+
+    def repeats(self) -> Repeats | None:
+        if not self._match():
+            return None
+        captured, run, graph = self.captured, self.run, Graph()
+        later = {one for each in self.own.values() for one in each[1:]}
+        kept = [i for i, node in enumerate(captured.inputs) if node not in later]
+        new = {captured.inputs[i]: graph.node_copy(captured.inputs[i]) for i in kept}
+        given = {value: _input(graph, f"carried_{i}", value) for i, value in enumerate(self.taken)}
+        behind = [*(read for read in captured.read[run.stop :]), _leaves(captured.output.args)]
+        needed = dict.fromkeys(leaf for read in behind for leaf in read if self._repeat(leaf) == run.count - 1)
+        lasts = {value: _input(graph, f"last_{i}", value) for i, value in enumerate(needed)}
+
+        for i in (*range(run.start + run.period), *range(run.stop, len(captured.nodes))):
+            slots = itertools.count()
+
+            def mapped(node: Node, i=i, slots=slots) -> Node:
+                slot = i, next(slots)
+                return given[self.carried[slot]] if slot in self.carried else lasts.get(node) or new[node]
+
+            new[captured.nodes[i]] = graph.node_copy(captured.nodes[i], mapped)
+        back = (run.count - 1) * run.period
+        made = [captured.nodes[captured.place[value] - back] for value in needed]
+        outputs = torch.fx.node.map_arg(captured.output.args[0], lambda node: lasts.get(node) or new[node])
+        handed = [*self.taken.values(), *self.taken, *made]
+        graph.output((*outputs, *(new[node] for node in handed)))
+        position = {node: i for i, node in enumerate(captured.inputs)}
+        own = {kept.index(position[one]): [position[other] for other in each] for one, each in self.own.items()}
+        sizes = len(captured.inputs), kept, own, len(given), len(lasts)
+        return Repeats(GraphModule(self.gm, graph), run.count, *sizes)
+
+
+def _input(graph: Graph, name: str, like: Node) -> Node:
+    node = graph.placeholder(name)
+    node.meta["example_value"] = like.meta["example_value"]
+    return node

@@ -1,0 +1,42 @@
+"""What one waits for, said on a terminal: bars of what takes long, and what is being compiled."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tqdm import tqdm
+
+INSTEAD = 'kvpass.warmup compiles ahead, lowering="eager" does without'
+_STAGES = 5  # of a first step: traced, rewritten, layers, and kernels of keys, values and attention, roughly
+
+_here = threading.local()
+
+
+def bar(what: str, total: int, unit: str, show: bool = True) -> tqdm:
+    """A bar that is gone when it is done; without ``show``, or where there is no terminal, none."""
+    return tqdm(total=total, desc=what, unit=unit, disable=None if show else True, leave=False)
+
+
+@contextmanager
+def announced(what: str) -> Iterator[None]:
+    """While ``what`` is compiled, say so, how far it is and what to do instead. Within another one it is a stage."""
+    if getattr(_here, "bar", None) is not None:
+        stage(what)
+        yield
+        return
+    text = f"kvpass compiles {what}, once: up to a minute, seconds in the next process ({INSTEAD})"
+    look = "{desc}: {bar:10} {elapsed}{postfix}"
+    with tqdm(total=_STAGES, desc=text, bar_format=look, disable=None, leave=False) as shown:
+        _here.bar = shown
+        try:
+            yield
+        finally:
+            _here.bar = None
+
+
+def stage(name: str) -> None:
+    """What is being done from now on."""
+    if (shown := getattr(_here, "bar", None)) is not None:
+        shown.set_postfix_str(name, refresh=False)
+        shown.n = min(shown.n + 1, _STAGES)
+        shown.refresh()

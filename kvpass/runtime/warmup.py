@@ -1,0 +1,102 @@
+"""Compile ahead what ``generate`` is going to need."""
+
+import inspect
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import product
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import KVPassError
+from ..fields import check_integer
+from ..models.probe import fresh_cache, keeping, some_tokens
+from .applied import decoder, runtime_of
+from .runtime import Runtime
+from .transformers import TransformersRuntime
+
+_DRAFTS, _TURN = 4, 24  # tokens of a call that verifies drafts, and of one that is longer than that
+
+
+def warmup(
+    model: nn.Module,
+    batch_sizes: Sequence[int] = (1,),
+    *,
+    padded: bool = False,
+    drafts: bool = False,
+    turns: bool = False,
+    background: bool = False,
+) -> Future[None]:
+    """Compile what prompts and decode steps of ``model`` need, so that no user waits for it: a short text of its first
+    two tokens is read and decoded in a cache of its own, with the arguments that ``generate`` passes. Lengths are no
+    matter, one graph serves them all. What is compiled outside of ``torch.inference_mode`` is not used in it.
+
+    Args:
+        model: one that `kvpass.apply` packed, of transformers.
+        batch_sizes: those to come. 1 has a graph of its own, and so may the first larger one; others share one.
+        padded: also for batches whose first sequence is padded on the left.
+        drafts: also for prompt lookup and assisted generation, which verify some tokens a call.
+        turns: also for prompts that go on from a filled cache: chats, and prefill in chunks.
+        background: return at once and compile in a thread. Calls that need the same meanwhile wait for it.
+
+    Returns a future; ``result()`` waits, and raises what went wrong. Without ``background`` that is raised here.
+
+    Raises `KVPassError` if `apply` has not packed the model, or it keeps its cache itself: then one call of yours is
+    what compiles, and this would write to its text.
+    """
+    runtime = runtime_of(model)
+    if not isinstance(runtime, TransformersRuntime):
+        raise KVPassError(
+            "kvpass.warmup cannot call a decoder that is not from transformers, nor touch the text in its own cache: "
+            "call it once on a prompt of yours, and for one more token."
+        )
+    for size in batch_sizes:
+        check_integer("batch_sizes", size, 1)
+    inference = torch.is_inference_mode_enabled()
+
+    def run() -> None:
+        report = runtime.report
+        before = report.layers, report.tokens, report.batch
+        with torch.inference_mode() if inference else torch.no_grad():
+            for size, padding in product(batch_sizes, (0, 1) if padded else (0,)):
+                _read_and_decode(decoder(model), runtime, size, padding, drafts, turns)
+        report.used(*before)
+
+    if not background:
+        run()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+    pool = ThreadPoolExecutor(1, "kvpass.warmup")
+    try:
+        return pool.submit(run)
+    finally:
+        pool.shutdown(wait=False)
+
+
+def _read_and_decode(model: nn.Module, runtime: Runtime, batch: int, padding: int, drafts: bool, turns: bool) -> None:
+    """Read a prompt that fills pages and decode a token; then verify drafts, and take another turn, if asked to."""
+    cache, seen = fresh_cache(model), 0
+    for count in (_prompt(runtime), 1, *(2 * drafts * [_DRAFTS]), *(turns * [_TURN])):
+        seen += count
+        model(**_inputs(model, batch, count, seen, padding), past_key_values=cache, use_cache=True)
+
+
+def _prompt(runtime: Runtime) -> int:
+    """Tokens of which some are packed, whatever the layer."""
+    retentions = [spec.retention for plan, _ in runtime.plans.values() for spec in (plan.key, plan.value)]
+    return max(each.sinks + each.ring_size + 2 * each.page_size for each in retentions)
+
+
+def _inputs(model: nn.Module, batch: int, count: int, seen: int, padding: int) -> dict[str, Any]:
+    """What ``generate`` passes for the last ``count`` of ``seen`` tokens."""
+    inputs = some_tokens(model, batch, count)
+    encoded = getattr(inputs.get("encoder_outputs"), "last_hidden_state", None)
+    device = next(model.parameters()).device
+    mask = torch.ones(batch, seen if encoded is None else encoded.shape[1], dtype=torch.long, device=device)
+    mask[0, :padding] = 0
+    inputs["attention_mask"] = mask
+    if encoded is None and "position_ids" in inspect.signature(model.forward).parameters:
+        inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, -count:]
+    return inputs | keeping(model, count if count == _DRAFTS else 1)
