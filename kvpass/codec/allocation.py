@@ -1,0 +1,183 @@
+"""Bits where errors cost most: tokens in a basis fitted to them, each of whose channels has a width of its own.
+
+Transform coding, as for pictures and sound: blocks of neighbouring channels are decorrelated (the KLT of their
+covariance under the metric of their errors), and coordinates share the bits by what an error in each costs, as reverse
+water-filling would (Cover & Thomas, Elements of Information Theory, 10.3). A token has a gain, the size of its
+coordinates, in 8 bits.
+
+Codes are uniform, and kept in *fields*: pairs of bits, and single ones for widths that are odd. All heads have as many
+fields of each kind, so that pages are of one shape; which coordinate a field belongs to, and how much it weighs there,
+is the head's own. Scales, widths and basis are linear in a field, so that a query takes them once and a cached value is
+read as two bits and nothing else.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .affine import check_finite
+from .bitpack import byte_rows, pack, unpack
+from .kept import CODECS, Codec, Kept
+from .quantizer import Allocation
+from .spec import CodecSpec
+
+FIELD_BITS = 2, 1
+SHARES = 16
+"""Channels that `Allocation` counts fields of."""
+PAIRS = 3
+"""Pairs of bits of the widest coordinates, which have 6 or 7."""
+STEPS = 1.5958, 0.9957, 0.5860, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308
+"""Steps of uniform codes of 1 to 8 bits, of least squared error for a normal variable (Max 1960, table 2)."""
+DISTORTION = 1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001041, 0.0003035, 0.0000869
+"""Their squared error, of 0 to 8 bits."""
+_SHRINKAGE = 0.05  # of the covariance towards its diagonal: a prompt may be short
+_FLOOR = 0.02  # of the mean cost of a channel: none costs less, as later queries may look where those of the prompt do not
+_OCTAVE, _UNIT = 16, 128  # gains in a factor of 2, and the code of gain 1
+_LEAST_GAIN = 1e-9
+
+
+def counts(allocation: Allocation, head_dim: int) -> tuple[int, int]:
+    """How many pairs of bits, and how many single bits, a token of ``head_dim`` channels has."""
+    return allocation.pairs * head_dim // SHARES, allocation.singles * head_dim // SHARES
+
+
+def _rows(kind: int):
+    def shape(spec: CodecSpec, head_dim: int) -> tuple[int, int]:
+        return byte_rows(spec.page_size, FIELD_BITS[kind]), counts(spec.quantizer.allocation, head_dim)[kind]
+
+    return shape
+
+
+def _gain(spec: CodecSpec, head_dim: int) -> tuple[int, int]:
+    return spec.page_size, 1
+
+
+def allocate(cost: Tensor, pairs: int, singles: int) -> Tensor:
+    """Where fields go: ``[..., pairs + singles]`` int64, ``shift * D + coordinate`` for each, pairs first.
+
+    cost: ``[..., D]``, that of an error in each coordinate as large as it is itself. Coordinates of odd width are those
+    that gain most by it at the price of a bit; pairs go where they save most, which is exact, given who is odd: what a
+    further pair saves gets less and less.
+    """
+    saved = torch.tensor(DISTORTION, dtype=cost.dtype, device=cost.device)
+    size, widths = cost.shape[-1], torch.arange(len(DISTORTION), device=cost.device)
+    expected = (2 * pairs + singles) / size
+    price = cost.clamp_min(torch.finfo(cost.dtype).tiny).log2().mean(-1, keepdim=True) - 2 * expected
+    total = cost.unsqueeze(-1) * saved + torch.exp2(price).unsqueeze(-1) * widths
+    prefers = total[..., 0::2].amin(-1) - total[..., 1::2].amin(-1)
+    odd = torch.zeros_like(cost, dtype=torch.long).scatter(-1, prefers.topk(singles, -1).indices, 1)
+    levels = 2 * torch.arange(PAIRS, device=cost.device)  # bits that pairs add to, besides the odd one
+    before = cost.unsqueeze(-2) * saved[odd.unsqueeze(-2) + levels.unsqueeze(-1)]
+    after = cost.unsqueeze(-2) * saved[odd.unsqueeze(-2) + levels.unsqueeze(-1) + 2]
+    chosen = (before - after).flatten(-2).topk(pairs, -1).indices.sort(-1).values  # level * D + coordinate
+    several = torch.zeros_like(odd).scatter_add(-1, chosen % size, torch.ones_like(chosen))
+    rows = torch.argsort(odd, dim=-1, descending=True, stable=True)[..., :singles]
+    return torch.cat([2 * (chosen // size) * size + chosen % size, 2 * several.gather(-1, rows) * size + rows], -1)
+
+
+def blocks(x: Tensor, size: int) -> Tensor:
+    """``[B, H, T, D]`` -> ``[B, H, D / size, T, size]`` float64."""
+    return x.double().unflatten(-1, (-1, size)).transpose(2, 3)
+
+
+def second_moment(x: Tensor, size: int, valid: Tensor | None = None) -> Tensor:
+    """Sums of products of the channels of a block over tokens ``[B, H, T, D]``: ``[B, H, D / size, size, size]``.
+
+    valid: ``[B, T]`` bool; tokens that are padding are left out.
+    """
+    if valid is not None:
+        x = x * valid[:, None, :, None]
+    of_blocks = blocks(x, size)
+    return of_blocks.mT @ of_blocks
+
+
+def fit_basis(
+    x: Tensor, metric: Tensor | None, allocation: Allocation, valid: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The basis that tokens ``[B, H, T, D]`` are coded in, ``[B, H, D, b]`` float64, and the places of its fields, ``[B,
+    H, 1, F]`` (`allocate`).
+
+    Row i of the basis is what a step in coordinate i adds to the channels of its block of b.
+
+    metric: ``[B, H, D / b, b, b]``, up to a factor: what errors cost; None if those of all channels cost the same.
+    """
+    size = allocation.block_size
+    covariance = second_moment(x, size, valid)
+    diagonal = covariance.diagonal(dim1=-2, dim2=-1)
+    least = 1e-6 * diagonal.mean((-1, -2), keepdim=True) + torch.finfo(torch.float32).tiny
+    covariance = covariance + torch.diag_embed(_SHRINKAGE * diagonal + least)
+    count = x.shape[2] if valid is None else valid.sum(-1).clamp_min(1)[:, None, None, None, None]
+    covariance = covariance / count
+    identity = torch.eye(size, dtype=covariance.dtype, device=x.device)
+    metric = identity.expand_as(covariance) if metric is None else metric.double()
+    mean = metric.diagonal(dim1=-2, dim2=-1).mean((-1, -2), keepdim=True).unsqueeze(-1)
+    metric = torch.where(mean > 0, metric / mean, identity) + _FLOOR * identity
+    energy, directions = torch.linalg.eigh(metric)
+    root = energy.clamp_min(_FLOOR / 2).sqrt().unsqueeze(-2)
+    half, inverse = (directions * root) @ directions.mT, (directions / root) @ directions.mT
+    cost, vectors = torch.linalg.eigh(half @ covariance @ half)
+    cost = cost.clamp_min(torch.finfo(torch.float32).tiny)
+    places = allocate(cost.flatten(2), *counts(allocation, x.shape[-1])).unsqueeze(2)
+    widths = widths_of(places, allocation, x.shape[-1])
+    step = torch.tensor([1.0, *STEPS], dtype=cost.dtype, device=x.device)[widths].view_as(cost)
+    basis = (cost.sqrt() * step).unsqueeze(-1) * (vectors.mT @ inverse)
+    return basis.flatten(2, 3), places
+
+
+def widths_of(places: Tensor, allocation: Allocation, head_dim: int) -> Tensor:
+    """The width of each coordinate, ``[..., D]`` int64, from the places of fields ``[..., F]``."""
+    bits = torch.tensor(FIELD_BITS, device=places.device).repeat_interleave(torch.tensor(counts(allocation, head_dim), device=places.device))
+    none = places.new_zeros((*places.shape[:-1], head_dim), dtype=torch.long)
+    return none.scatter_add(-1, places.long() % head_dim, bits.expand(places.shape))
+
+
+def encode(
+    x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor], stored: None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What is kept of whole pages ``[B, H, N * P, D]``: pairs of bits ``[B, H, N, P / 4, .]``, single ones ``[B, H, N, P
+    / 8, .]`` and gains ``[B, H, N, P, 1]``, uint8.
+
+    fitted: the basis and the places of its fields, see `fit_basis`.
+    """
+    (basis, places), size = fitted, spec.quantizer.allocation.block_size
+    head_dim = x.shape[-1]
+    widths = widths_of(places, spec.quantizer.allocation, head_dim)
+    inverse = torch.linalg.inv(basis.double().unflatten(-2, (-1, size)))
+    steps = (blocks(x, size) @ inverse).transpose(2, 3).flatten(-2).float()
+    units = steps * torch.tensor([0.0, *STEPS], device=x.device)[widths]
+    gain = (units.square().sum(-1, keepdim=True) / (widths > 0).sum(-1, keepdim=True)).sqrt()
+    if x.device.type == "cpu":
+        check_finite(gain)
+    levels = (gain.clamp_min(_LEAST_GAIN).log2() * _OCTAVE).round().clamp(-_UNIT, 255 - _UNIT)
+    most = 2.0**widths - 1
+    codes = (steps / torch.exp2(levels / _OCTAVE) + most / 2).round().clamp(min=0).minimum(most).to(torch.uint8)
+    index = (places.long() % head_dim).expand(*codes.shape[:-1], -1)
+    fields = (codes.gather(-1, index) >> (places // head_dim).to(torch.uint8)).unflatten(2, (-1, spec.page_size))
+    kinds = fields.split(counts(spec.quantizer.allocation, head_dim), -1)
+    pairs, singles = (pack(part & (2**bits - 1), bits) for part, bits in zip(kinds, FIELD_BITS, strict=True))
+    return pairs, singles, (levels + _UNIT).to(torch.uint8).unflatten(2, (-1, spec.page_size))
+
+
+def gains(stored: Tensor) -> Tensor:
+    """Gains, float32, from how they are stored."""
+    return torch.exp2((stored.float() - _UNIT) / _OCTAVE)
+
+
+def decode(pairs: Tensor, singles: Tensor, gain: Tensor, basis: Tensor, places: Tensor, spec: CodecSpec) -> Tensor:
+    """Inverse of `encode` up to rounding: ``[B, H, N * P, D]`` float32."""
+    size, head_dim = basis.shape[-1], basis.shape[-2]
+    parts = [unpack(packed, bits) - (2**bits - 1) / 2 for packed, bits in zip((pairs, singles), FIELD_BITS, strict=True)]
+    fields = torch.cat(parts, -1).flatten(2, 3) * torch.exp2((places // head_dim).float())
+    index = (places.long() % head_dim).expand(fields.shape)
+    steps = fields.new_zeros((*fields.shape[:-1], head_dim)).scatter_add(-1, index, fields) * gains(gain).flatten(2, 3)
+    tokens = steps.unflatten(-1, (-1, size)).transpose(2, 3) @ basis.float().unflatten(-2, (-1, size))
+    return tokens.transpose(2, 3).flatten(-2)
+
+
+CODECS["allocated"] = Codec(
+    {"codes": Kept(_rows(0), torch.uint8), "singles": Kept(_rows(1), torch.uint8), "gain": Kept(_gain, torch.uint8)},
+    encode,
+    decode,
+    ("basis", "places"),
+)
