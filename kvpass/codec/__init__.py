@@ -3,13 +3,14 @@
 from .kept import CODECS, Codec, Kept
 from . import allocation  # noqa: F401  (registers its codec)
 from .pages import decode_pages, encode_pages
-from .quantizer import Adaptive, Quantizer, Subspace
+from .quantizer import Adaptive, Allocation, Quantizer, Subspace
 from .spec import CodecSpec, parse
 from .transform import Transform
 
 __all__ = [
     "CODECS",
     "Adaptive",
+    "Allocation",
     "Codec",
     "CodecSpec",
     "Kept",

@@ -34,7 +34,7 @@ DISTORTION = 1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001041, 0.000303
 _SHRINKAGE = 0.05  # of the covariance towards its diagonal: a prompt may be short
 _FLOOR = 0.02  # of the mean cost of a channel: none costs less, as later queries may look where those of the prompt do not
 _OCTAVE, _UNIT = 16, 128  # gains in a factor of 2, and the code of gain 1
-_LEAST_GAIN = 1e-9
+_LEAST_GAIN, _LEAST_VARIANCE = 1e-9, 2.0**-16  # a basis is kept in 16 bits
 
 
 def counts(allocation: Allocation, head_dim: int) -> tuple[int, int]:
@@ -56,22 +56,30 @@ def _gain(spec: CodecSpec, head_dim: int) -> tuple[int, int]:
 def allocate(cost: Tensor, pairs: int, singles: int) -> Tensor:
     """Where fields go: ``[..., pairs + singles]`` int64, ``shift * D + coordinate`` for each, pairs first.
 
-    cost: ``[..., D]``, that of an error in each coordinate as large as it is itself. Coordinates of odd width are those
-    that gain most by it at the price of a bit; pairs go where they save most, which is exact, given who is odd: what a
-    further pair saves gets less and less.
+    cost: ``[..., D]``, that of an error in each coordinate as large as it is itself.
+
+    Given who has an odd width, pairs go where they save most, which is exact: what a further pair saves gets less and
+    less. Odd are those that gain most by it at a price of pairs, and of some prices the best is taken.
     """
-    saved = torch.tensor(DISTORTION, dtype=cost.dtype, device=cost.device)
-    size, widths = cost.shape[-1], torch.arange(len(DISTORTION), device=cost.device)
-    expected = (2 * pairs + singles) / size
-    price = cost.clamp_min(torch.finfo(cost.dtype).tiny).log2().mean(-1, keepdim=True) - 2 * expected
-    total = cost.unsqueeze(-1) * saved + torch.exp2(price).unsqueeze(-1) * widths
-    prefers = total[..., 0::2].amin(-1) - total[..., 1::2].amin(-1)
-    odd = torch.zeros_like(cost, dtype=torch.long).scatter(-1, prefers.topk(singles, -1).indices, 1)
-    levels = 2 * torch.arange(PAIRS, device=cost.device)  # bits that pairs add to, besides the odd one
-    before = cost.unsqueeze(-2) * saved[odd.unsqueeze(-2) + levels.unsqueeze(-1)]
-    after = cost.unsqueeze(-2) * saved[odd.unsqueeze(-2) + levels.unsqueeze(-1) + 2]
-    chosen = (before - after).flatten(-2).topk(pairs, -1).indices.sort(-1).values  # level * D + coordinate
-    several = torch.zeros_like(odd).scatter_add(-1, chosen % size, torch.ones_like(chosen))
+    size, saved = cost.shape[-1], torch.tensor(DISTORTION, dtype=cost.dtype, device=cost.device)
+    levels = torch.arange(PAIRS, device=cost.device)
+
+    def saves(odd: Tensor) -> Tensor:
+        """What a pair more saves, by how many there are: ``[..., PAIRS, D]``."""
+        width = odd.unsqueeze(-2) + 2 * levels.unsqueeze(-1)
+        return cost.unsqueeze(-2) * (saved[width] - saved[width + 2])
+
+    none = torch.zeros_like(cost, dtype=torch.long)
+    price = saves(none).flatten(-2).topk(pairs, -1).values[..., -1:]
+    prices = price * torch.exp2(torch.linspace(-3, 3, 25, dtype=cost.dtype, device=cost.device).view(-1, *none.dim() * [1]))
+    total = cost.unsqueeze(-1) * saved + prices.unsqueeze(-1) * (torch.arange(len(DISTORTION), device=cost.device) // 2)
+    prefers = total[..., 0:-1:2].amin(-1) - total[..., 1::2].amin(-1)
+    odd = torch.zeros_like(prefers, dtype=torch.long).scatter(-1, prefers.topk(singles, -1).indices, 1)
+    left = (cost * saved[odd]).sum(-1) - saves(odd).flatten(-2).topk(pairs, -1).values.sum(-1)
+    best = left.argmin(0, keepdim=True).unsqueeze(-1)
+    odd = odd.gather(0, best.expand(1, *odd.shape[1:])).squeeze(0)
+    chosen = saves(odd).flatten(-2).topk(pairs, -1).indices.sort(-1).values  # level * D + coordinate
+    several = none.scatter_add(-1, chosen % size, torch.ones_like(chosen))
     rows = torch.argsort(odd, dim=-1, descending=True, stable=True)[..., :singles]
     return torch.cat([2 * (chosen // size) * size + chosen % size, 2 * several.gather(-1, rows) * size + rows], -1)
 
@@ -105,10 +113,10 @@ def fit_basis(
     size = allocation.block_size
     covariance = second_moment(x, size, valid)
     diagonal = covariance.diagonal(dim1=-2, dim2=-1)
-    least = 1e-6 * diagonal.mean((-1, -2), keepdim=True) + torch.finfo(torch.float32).tiny
-    covariance = covariance + torch.diag_embed(_SHRINKAGE * diagonal + least)
+    least = 1e-6 * diagonal.mean((-1, -2), keepdim=True)
     count = x.shape[2] if valid is None else valid.sum(-1).clamp_min(1)[:, None, None, None, None]
-    covariance = covariance / count
+    covariance = (covariance + torch.diag_embed(_SHRINKAGE * diagonal + least)) / count
+    covariance = covariance + _LEAST_VARIANCE * torch.eye(size, dtype=covariance.dtype, device=x.device)
     identity = torch.eye(size, dtype=covariance.dtype, device=x.device)
     metric = identity.expand_as(covariance) if metric is None else metric.double()
     mean = metric.diagonal(dim1=-2, dim2=-1).mean((-1, -2), keepdim=True).unsqueeze(-1)
@@ -117,7 +125,6 @@ def fit_basis(
     root = energy.clamp_min(_FLOOR / 2).sqrt().unsqueeze(-2)
     half, inverse = (directions * root) @ directions.mT, (directions / root) @ directions.mT
     cost, vectors = torch.linalg.eigh(half @ covariance @ half)
-    cost = cost.clamp_min(torch.finfo(torch.float32).tiny)
     places = allocate(cost.flatten(2), *counts(allocation, x.shape[-1])).unsqueeze(2)
     widths = widths_of(places, allocation, x.shape[-1])
     step = torch.tensor([1.0, *STEPS], dtype=cost.dtype, device=x.device)[widths].view_as(cost)
