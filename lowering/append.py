@@ -180,11 +180,7 @@ def _pack(
 
 
 def look(metric: Tensor, n: int, q: Tensor, mask: Tensor | None, num_key_value_heads: int) -> None:
-    """Account in ``metric`` ``[B, H_kv, D, b]`` for where queries ``[B, H_q, S, D]`` look that are no padding, up to the
-    first page.
-
-    A key meets queries at all distances, which turn the first of a pair of channels into the second: where keys are
-    stored before rotary embedding, both count alike."""
+    """Account in ``metric`` ``[B, H_kv, D, b]`` for where queries ``[B, H_q, S, D]`` look that are no padding."""
     stacked = q.unflatten(1, (num_key_value_heads, -1))
     valid = None if mask is None else not_padding(mask, q.shape[0], q.shape[2]).repeat(1, stacked.shape[2])
     seen = second_moment(stacked.flatten(2, 3), metric.shape[-1], valid).flatten(2, 3).to(metric.dtype)

@@ -78,6 +78,7 @@ def test_hardly_another_division_of_the_bits_costs_less(pairs, singles):
 def test_steps_are_those_of_least_squared_error_for_a_normal_variable():
     x = torch.special.ndtri((torch.arange(400000, dtype=torch.float64) + 0.5) / 400000)
     for width, step, expected in zip(range(1, 9), STEPS, DISTORTION[1:], strict=True):
+
         def error(step, most=2**width - 1):
             codes = (x / step + most / 2).round().clamp(0, most)
             return float(((codes - most / 2) * step - x).square().mean())
@@ -124,7 +125,8 @@ def test_pages_decode_to_what_the_formulas_say(block_size, weighted):
 def test_an_error_is_half_a_step_unless_it_is_cut_off(seed, allocation, dtype):
     spec = spec_of(allocation)
     x = mixed(seed, 1, 2, 32, HEAD, dtype=dtype)
-    basis, places = (one.to(kind) for one, kind in zip(fit_basis(x, None, allocation), (dtype, torch.int16), strict=True))
+    basis, places = fit_basis(x, None, allocation)
+    basis, places = basis.to(dtype), places.short()
     pages = encode_pages(x, spec, [basis, places])
     decoded = decode_pages(*pages, basis, places, spec)
     inverse = torch.linalg.inv(basis.double().unflatten(2, (-1, allocation.block_size)))
@@ -147,7 +149,8 @@ def test_a_fit_to_the_tokens_beats_equal_widths_where_channels_differ():
         spec = spec_of(allocation)
         basis, places = fitted(spec, x)
         pages = later[:, :, :192]
-        errors.append((decode_pages(*encode_pages(pages, spec, [basis, places]), basis, places, spec) - pages).square().mean())
+        decoded = decode_pages(*encode_pages(pages, spec, [basis, places]), basis, places, spec)
+        errors.append((decoded - pages).square().mean())
     uniform = CodecSpec(Quantizer(2, "token", 16), DEFAULT.retention)
     errors.append((decode_pages(*encode_pages(pages, uniform), uniform) - pages).square().mean())
     assert errors[0] < 0.8 * errors[1] and errors[1] < 0.7 * errors[2]
@@ -207,7 +210,7 @@ def test_a_prompt_shorter_than_the_window_is_looked_at_until_the_first_page(prom
         state.append(x[:, :, n : n + 1], n, q[:, :, n : n + 1])
     looked = DEFAULT.retention.sinks + DEFAULT.retention.window  # tokens when the first page is packed
     expected = second_moment(q[:, :, :looked].unflatten(1, (2, 2)).flatten(2, 3), 16).flatten(2, 3)
-    torch.testing.assert_close(state.metric, expected.float())
+    torch.testing.assert_close(state.metric.double(), expected, rtol=0.05, atol=0.2)
     error = (state.decode(60) - x).square().mean() / x.square().mean()
     assert error < 0.3
 
@@ -235,7 +238,7 @@ def test_what_has_no_code_and_what_does_not_fit_is_refused():
         state.append(x, 0, randn(1, 1, 4, 64, HEAD))
     with pytest.raises(KVPassError, match="needs the prompt's queries"):
         state.append(x, 0)
-    with pytest.raises(KVPassError, match="16 does not divide head_dim=24|=16 does not divide"):
+    with pytest.raises(KVPassError, match="16 does not divide head_dim=24"):
         get("waterfill").plan(LayerGeometry(0, 1, 2, 24, torch.float32, torch.device("cpu")))
     with pytest.raises(KVPassError, match="up to 48 pairs"):
         WaterfillConfig(key_fields=(49, 0))

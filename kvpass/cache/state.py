@@ -107,7 +107,7 @@ class KVState(Storage):
     energy: of the prompt's queries, for those of an `AdaptiveState`; otherwise None.
     center: ``[B, H_kv, 1, D]``, 16-bit, for specs that subtract a mean; otherwise None.
     basis, places, metric: ``[B, H_kv, D, b]``, 16-bit, ``[B, H_kv, 1, F]`` int16 and, where errors are weighted, ``[B,
-        H_kv, D, b]`` float32, for specs with widths by channel (`codec.allocation`); otherwise None.
+        H_kv, D, b]`` bfloat16, for specs with widths by channel (`codec.allocation`); otherwise None.
     predictor: weights of the predictor, for specs that have one (`kvpass.codec.predictor`); the model's.
     previous_layer, same_layer_keys: the states it is predicted from: the same tokens in the layer below, and for values
         the keys of this layer.
@@ -174,7 +174,7 @@ class KVState(Storage):
             kept["basis"] = torch.eye(size, dtype=params, device=device).repeat(batch, heads, head_dim // size, 1)
             kept["places"] = zeros(1, sum(counts(allocation, head_dim)), dtype=torch.int16)
             if allocation.weighted:
-                kept["metric"] = zeros(head_dim, size, dtype=torch.float32)
+                kept["metric"] = zeros(head_dim, size, dtype=torch.bfloat16)  # range, for sums of squares
         return cls(spec, kept, source)
 
     @property

@@ -1,7 +1,7 @@
 """Quantizer primitives: pure functions of tensors that the schemes are composed of."""
 
-from .kept import CODECS, Codec, Kept
 from . import allocation  # noqa: F401  (registers its codec)
+from .kept import CODECS, Codec, Kept
 from .pages import decode_pages, encode_pages
 from .quantizer import Adaptive, Allocation, Quantizer, Subspace
 from .spec import CodecSpec, parse

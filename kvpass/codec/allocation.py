@@ -11,11 +11,12 @@ is the head's own. Scales, widths and basis are linear in a field, so that a que
 read as two bits and nothing else.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from ..errors import KVPassError
 from .affine import check_finite
 from .bitpack import byte_rows, pack, unpack
 from .kept import CODECS, Codec, Kept
@@ -32,7 +33,9 @@ STEPS = 1.5958, 0.9957, 0.5860, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308
 DISTORTION = 1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001041, 0.0003035, 0.0000869
 """Their squared error, of 0 to 8 bits."""
 _SHRINKAGE = 0.05  # of the covariance towards its diagonal: a prompt may be short
-_FLOOR = 0.02  # of the mean cost of a channel: none costs less, as later queries may look where those of the prompt do not
+_FLOOR = (
+    0.02  # of the mean cost of a channel: none costs less, as later queries may look where those of the prompt do not
+)
 _OCTAVE, _UNIT = 16, 128  # gains in a factor of 2, and the code of gain 1
 _LEAST_GAIN, _LEAST_VARIANCE = 1e-9, 2.0**-16  # a basis is kept in 16 bits
 
@@ -42,9 +45,16 @@ def counts(allocation: Allocation, head_dim: int) -> tuple[int, int]:
     return allocation.pairs * head_dim // SHARES, allocation.singles * head_dim // SHARES
 
 
-def _rows(kind: int):
+def allocation_of(spec: CodecSpec) -> Allocation:
+    """The `Allocation` of ``spec``. Raises `KVPassError` if it has none."""
+    if spec.quantizer.allocation is None:
+        raise KVPassError("Widths by channel need an Allocation: Quantizer(..., allocation=Allocation(...)).")
+    return spec.quantizer.allocation
+
+
+def _rows(kind: int) -> Callable[[CodecSpec, int], tuple[int, int]]:
     def shape(spec: CodecSpec, head_dim: int) -> tuple[int, int]:
-        return byte_rows(spec.page_size, FIELD_BITS[kind]), counts(spec.quantizer.allocation, head_dim)[kind]
+        return byte_rows(spec.page_size, FIELD_BITS[kind]), counts(allocation_of(spec), head_dim)[kind]
 
     return shape
 
@@ -71,7 +81,9 @@ def allocate(cost: Tensor, pairs: int, singles: int) -> Tensor:
 
     none = torch.zeros_like(cost, dtype=torch.long)
     price = saves(none).flatten(-2).topk(pairs, -1).values[..., -1:]
-    prices = price * torch.exp2(torch.linspace(-3, 3, 25, dtype=cost.dtype, device=cost.device).view(-1, *none.dim() * [1]))
+    prices = price * torch.exp2(
+        torch.linspace(-3, 3, 25, dtype=cost.dtype, device=cost.device).view(-1, *none.dim() * [1])
+    )
     total = cost.unsqueeze(-1) * saved + prices.unsqueeze(-1) * (torch.arange(len(DISTORTION), device=cost.device) // 2)
     prefers = total[..., 0:-1:2].amin(-1) - total[..., 1::2].amin(-1)
     odd = torch.zeros_like(prefers, dtype=torch.long).scatter(-1, prefers.topk(singles, -1).indices, 1)
@@ -86,7 +98,8 @@ def allocate(cost: Tensor, pairs: int, singles: int) -> Tensor:
 
 def blocks(x: Tensor, size: int) -> Tensor:
     """``[B, H, T, D]`` -> ``[B, H, D / size, T, size]`` float64."""
-    return x.double().unflatten(-1, (-1, size)).transpose(2, 3)
+    found: Tensor = x.double().unflatten(-1, (-1, size)).transpose(2, 3)
+    return found
 
 
 def second_moment(x: Tensor, size: int, valid: Tensor | None = None) -> Tensor:
@@ -97,14 +110,15 @@ def second_moment(x: Tensor, size: int, valid: Tensor | None = None) -> Tensor:
     if valid is not None:
         x = x * valid[:, None, :, None]
     of_blocks = blocks(x, size)
-    return of_blocks.mT @ of_blocks
+    moment: Tensor = of_blocks.mT @ of_blocks
+    return moment
 
 
 def fit_basis(
     x: Tensor, metric: Tensor | None, allocation: Allocation, valid: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The basis that tokens ``[B, H, T, D]`` are coded in, ``[B, H, D, b]`` float64, and the places of its fields, ``[B,
-    H, 1, F]`` (`allocate`).
+    """The basis that tokens ``[B, H, T, D]`` are coded in, ``[B, H, D, b]`` float64, and the places of its fields,
+    ``[B, H, 1, F]`` (`allocate`).
 
     Row i of the basis is what a step in coordinate i adds to the channels of its block of b.
 
@@ -134,22 +148,21 @@ def fit_basis(
 
 def widths_of(places: Tensor, allocation: Allocation, head_dim: int) -> Tensor:
     """The width of each coordinate, ``[..., D]`` int64, from the places of fields ``[..., F]``."""
-    bits = torch.tensor(FIELD_BITS, device=places.device).repeat_interleave(torch.tensor(counts(allocation, head_dim), device=places.device))
+    kinds = torch.tensor([FIELD_BITS, counts(allocation, head_dim)], device=places.device)
+    bits = kinds[0].repeat_interleave(kinds[1])
     none = places.new_zeros((*places.shape[:-1], head_dim), dtype=torch.long)
     return none.scatter_add(-1, places.long() % head_dim, bits.expand(places.shape))
 
 
-def encode(
-    x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor], stored: None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What is kept of whole pages ``[B, H, N * P, D]``: pairs of bits ``[B, H, N, P / 4, .]``, single ones ``[B, H, N, P
-    / 8, .]`` and gains ``[B, H, N, P, 1]``, uint8.
+def encode(x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor], stored: None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """What is kept of whole pages ``[B, H, N * P, D]``: pairs of bits ``[B, H, N, P / 4, .]``, single ones
+    ``[B, H, N, P / 8, .]`` and gains ``[B, H, N, P, 1]``, uint8.
 
     fitted: the basis and the places of its fields, see `fit_basis`.
     """
-    (basis, places), size = fitted, spec.quantizer.allocation.block_size
+    (basis, places), size = fitted, allocation_of(spec).block_size
     head_dim = x.shape[-1]
-    widths = widths_of(places, spec.quantizer.allocation, head_dim)
+    widths = widths_of(places, allocation_of(spec), head_dim)
     inverse = torch.linalg.inv(basis.double().unflatten(-2, (-1, size)))
     steps = (blocks(x, size) @ inverse).transpose(2, 3).flatten(-2).float()
     units = steps * torch.tensor([0.0, *STEPS], device=x.device)[widths]
@@ -161,7 +174,7 @@ def encode(
     codes = (steps / torch.exp2(levels / _OCTAVE) + most / 2).round().clamp(min=0).minimum(most).to(torch.uint8)
     index = (places.long() % head_dim).expand(*codes.shape[:-1], -1)
     fields = (codes.gather(-1, index) >> (places // head_dim).to(torch.uint8)).unflatten(2, (-1, spec.page_size))
-    kinds = fields.split(counts(spec.quantizer.allocation, head_dim), -1)
+    kinds = fields.split(counts(allocation_of(spec), head_dim), -1)
     pairs, singles = (pack(part & (2**bits - 1), bits) for part, bits in zip(kinds, FIELD_BITS, strict=True))
     return pairs, singles, (levels + _UNIT).to(torch.uint8).unflatten(2, (-1, spec.page_size))
 
@@ -171,15 +184,25 @@ def gains(stored: Tensor) -> Tensor:
     return torch.exp2((stored.float() - _UNIT) / _OCTAVE)
 
 
+def field_rows(basis: Tensor, places: Tensor) -> Tensor:
+    """What 1 in each field adds to the channels of a token of gain 1: ``[B, H, F, D]`` float32."""
+    size, head_dim = basis.shape[-1], basis.shape[-2]
+    coordinate, shift = places.mT.long() % head_dim, places.mT.long() // head_dim
+    rows = basis.float().gather(-2, coordinate.expand(-1, -1, -1, size)) * torch.exp2(shift.float())
+    mine = torch.arange(head_dim // size, device=basis.device) == coordinate // size
+    return torch.where(mine.unsqueeze(-1), rows.unsqueeze(-2), 0.0).flatten(-2)
+
+
+def middle(bits: int) -> float:
+    """The middle of the codes of a field, which stands for 0."""
+    return (2**bits - 1) / 2
+
+
 def decode(pairs: Tensor, singles: Tensor, gain: Tensor, basis: Tensor, places: Tensor, spec: CodecSpec) -> Tensor:
     """Inverse of `encode` up to rounding: ``[B, H, N * P, D]`` float32."""
-    size, head_dim = basis.shape[-1], basis.shape[-2]
-    parts = [unpack(packed, bits) - (2**bits - 1) / 2 for packed, bits in zip((pairs, singles), FIELD_BITS, strict=True)]
-    fields = torch.cat(parts, -1).flatten(2, 3) * torch.exp2((places // head_dim).float())
-    index = (places.long() % head_dim).expand(fields.shape)
-    steps = fields.new_zeros((*fields.shape[:-1], head_dim)).scatter_add(-1, index, fields) * gains(gain).flatten(2, 3)
-    tokens = steps.unflatten(-1, (-1, size)).transpose(2, 3) @ basis.float().unflatten(-2, (-1, size))
-    return tokens.transpose(2, 3).flatten(-2)
+    kinds = zip((pairs, singles), FIELD_BITS, strict=True)
+    fields = torch.cat([unpack(packed, bits) - middle(bits) for packed, bits in kinds], -1) * gains(gain)
+    return fields.flatten(2, 3) @ field_rows(basis, places)
 
 
 CODECS["allocated"] = Codec(

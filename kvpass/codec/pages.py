@@ -85,8 +85,8 @@ def encode_pages(
 
 
 def decode_pages(*kept_and_spec: Any) -> Tensor:
-    """Inverse of `encode_pages` up to rounding: what it returned, what it was fitted to if it decodes with that, and the
-    spec, -> ``[B, H, N * P, D]`` float32."""
+    """Inverse of `encode_pages` up to rounding: what it returned, what it was fitted to if it decodes with that, and
+    the spec, -> ``[B, H, N * P, D]`` float32."""
     return codec_of(kept_and_spec[-1]).decode(*kept_and_spec)
 
 
@@ -104,7 +104,7 @@ def _encode(
     elif quantizer.subspace is None:
         codes, scale, zero_point = _quantize(pages, quantizer, dtype, stored)
     else:
-        codes, scale, zero_point = _quantize_compensated(pages, *fitted, quantizer, dtype, stored)
+        codes, scale, zero_point = _quantize_compensated(pages, fitted[0], quantizer, dtype, stored)
     return pack(codes, spec.bits), scale, zero_point
 
 

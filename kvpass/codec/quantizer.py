@@ -103,7 +103,7 @@ class Allocation:
         check_integers(self, pairs=1, singles=0, block_size=1)
         if self.pairs > 48 or self.singles > 16:
             raise KVPassError(
-                f"pairs={self.pairs}, singles={self.singles}: 16 channels share up to 48 pairs of bits and 16 single bits."
+                f"pairs={self.pairs}, singles={self.singles}: 16 channels share up to 48 pairs of bits and 16 others."
             )
 
     def check(self, head_dim: int) -> None:

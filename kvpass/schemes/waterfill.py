@@ -1,9 +1,9 @@
 """Our own: bits go to the channels whose errors the prompt's queries would see, in a basis fitted to the prompt.
 
-Four levers that papers have one at a time, and no calibration: keys before rotary embedding, less their mean, where
-channels are steady; blocks of neighbouring channels decorrelated (transform coding); widths by channel, by what an error
-costs the prompt's queries (reverse water-filling, where SQuat moves errors about); and a gain for each token instead of
-scales of groups. docs/own-scheme.md has what each is worth, and what was tried besides.
+Levers that papers have one at a time, and no calibration: keys before rotary embedding, less their mean, where channels
+are steady; blocks of neighbouring channels decorrelated (transform coding); widths by channel, by what an error costs
+the prompt's queries (reverse water-filling, where SQuat moves errors about); and a gain for each token, no scales of
+groups. docs/own-scheme.md has what each is worth.
 """
 
 from dataclasses import dataclass
@@ -11,12 +11,14 @@ from typing import Literal
 
 from ..codec.quantizer import Allocation, Quantizer
 from ..codec.spec import CodecSpec
-from ..codec.transform import Transform
 from .base import LayerGeometry, LayerPlan, register_scheme
 from .storage import StorageConfig
 
 
-@register_scheme()
+@register_scheme(
+    waterfill_2=dict(key_fields=(12, 8), value_fields=(12, 8)),
+    waterfill_3=dict(key_fields=(18, 12), value_fields=(18, 12)),
+)
 @dataclass(frozen=True, kw_only=True)
 class WaterfillConfig(StorageConfig):
     """``(2 * pairs + singles) / 16 + 8 / head_dim`` bits a value, and the exact tokens of `StorageConfig`.
@@ -46,9 +48,10 @@ class WaterfillConfig(StorageConfig):
             allocation = Allocation(*fields, min(self.block_size, head_dim), weighted)
             return Quantizer(8, "token", head_dim, allocation=allocation, codec="allocated")
 
+        keys, values = quantizer(self.key_fields, self.weighted), quantizer(self.value_fields, False)
         return LayerPlan(
-            CodecSpec(quantizer(self.key_fields, self.weighted), self.key_retention(), self.key_transform(center=self.center)),
-            CodecSpec(quantizer(self.value_fields, False), self.value_retention(), Transform()),
+            CodecSpec(keys, self.key_retention(), self.key_transform(center=self.center)),
+            CodecSpec(values, self.value_retention()),
         )
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:

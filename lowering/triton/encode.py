@@ -6,6 +6,7 @@ They are made of three tensor-core products, about as exact as float32 and witho
 """
 
 from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
