@@ -271,3 +271,23 @@ def test_it_is_closer_than_kivi_on_fewer_bits():
     ]
     assert errors[0] < errors[1]
     assert kvpass  # applied by name
+
+
+@pytest.mark.parametrize("fields", [(14, 8), (18, 0)], ids=str)
+@pytest.mark.parametrize("queries", [1, 5])
+def test_attention_over_fields_is_that_over_decoded_tokens(fields, queries):
+    """Batched, with a mask; several queries decode first."""
+    plan = WaterfillConfig(residual=16, rope="post", key_fields=fields, value_fields=fields).plan(
+        LayerGeometry(0, 1, 2, HEAD, torch.float32, torch.device("cpu"))
+    )
+    past = []
+    for seed, spec in enumerate((plan.key, plan.value)):
+        state = KVState.allocate(spec, 2, 2, HEAD, torch.float32, "cpu", 150)
+        state.append(mixed(seed, 2, 2, 150, HEAD), 0, randn(seed, 2, 4, 150, HEAD))
+        past.append(state)
+    key, value = past
+    new, q = randn(5, 2, 2, queries, HEAD), randn(6, 2, 4, queries, HEAD)
+    mask = torch.rand(2, 1, queries, 150 + queries, generator=torch.Generator().manual_seed(7)) > 0.2
+    common = (q, key.pack, value.pack, key.carrier(150), new, new, mask, False, HEAD**-0.5, 0.0, key.text, value.text)
+    (got,), (expected,) = (torch.ops.kvpass.attend(*common, name) for name in ("inductor", "reference"))
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)

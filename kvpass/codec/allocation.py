@@ -195,7 +195,7 @@ def field_rows(basis: Tensor, places: Tensor) -> Tensor:
 
 def middle(bits: int) -> float:
     """The middle of the codes of a field, which stands for 0."""
-    return (2**bits - 1) / 2
+    return (2.0**bits - 1) / 2
 
 
 def decode(pairs: Tensor, singles: Tensor, gain: Tensor, basis: Tensor, places: Tensor, spec: CodecSpec) -> Tensor:

@@ -16,8 +16,8 @@ from .storage import StorageConfig
 
 
 @register_scheme(
-    waterfill_2=dict(key_fields=(12, 8), value_fields=(12, 8)),
-    waterfill_3=dict(key_fields=(18, 12), value_fields=(18, 12)),
+    waterfill_2=dict(key_fields=(16, 4), value_fields=(12, 4)),
+    waterfill_3=dict(key_fields=(25, 4), value_fields=(19, 4)),
 )
 @dataclass(frozen=True, kw_only=True)
 class WaterfillConfig(StorageConfig):
@@ -33,8 +33,8 @@ class WaterfillConfig(StorageConfig):
 
     sinks: int = 4
     rope: Literal["post", "pre"] = "pre"
-    key_fields: tuple[int, int] = (14, 8)
-    value_fields: tuple[int, int] = (14, 8)
+    key_fields: tuple[int, int] = (18, 4)
+    value_fields: tuple[int, int] = (14, 4)
     block_size: int = 16
     weighted: bool = True
     center: bool = True

@@ -47,18 +47,12 @@ def page_scores(
             each = two[0] * (of_pairs[:, r] * two[1])[:, None, None]
             if singles.shape[-1]:
                 more = one[0] * (of_singles[:, r] * one[1])[:, None, None]
-                each = MERGE(each, more)
-            by_head.append(each.sum(-1) if not isinstance(each, tuple) else each[0].sum(-1) + each[1].sum(-1))
+                by_head.append(each.sum(-1) + more.sum(-1))
+            else:
+                by_head.append(each.sum(-1))
     total = torch.stack(by_head, 1).unflatten(1, (-1, planes)).transpose(2, 3).flatten(2) - offset
     total = total * page_gains(pools, table).flatten(1).unsqueeze(1)
     return total if center is None else total + (q * center.flatten(0, 1).float()).sum(-1, keepdim=True)
-
-
-def MERGE(a, b):
-    import os
-    if os.environ.get("PAD"):
-        return a + torch.nn.functional.pad(b, (0, a.shape[-1] - b.shape[-1]))
-    return a, b
 
 
 def _places(places: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:

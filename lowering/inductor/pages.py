@@ -104,7 +104,7 @@ def decode(*args) -> Tensor:
 def decode_all(kept: Sequence[Tensor], spec: CodecSpec, references, predictor) -> Tensor:
     codes = kept[0]
     batch, heads, pages = codes.shape[:3]
-    if not pages:
+    if not pages or spec.quantizer.allocation is not None:  # one product of matrices
         return decode_pages(*kept, spec)
     spec, rows, device = spec.stored_as, None, codes.device
     grid_name, rotation = spec.quantizer.grid, spec.transform.rotation
