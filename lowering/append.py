@@ -134,8 +134,8 @@ def append(
         raise KVPassError("This codec needs the prompt's queries, and no attention handed them over.")
     if subspace is not None and n == 0:
         pack.compensation.copy_(fit_compensation(q, mask, x.shape[1], subspace))
-    if pack.metric is not None and not retention.pages(n) and q is not None:
-        look(pack.metric, n, q, mask, x.shape[1])
+    if pack.metric is not None and n == 0:
+        pack.metric.copy_(look(q, mask, x.shape[1], spec.quantizer.allocation.block_size))
     if spec.quantizer.adaptive is not None:
         _stage(pack, originals, n, x, q, mask, scores, importance, spec)
         return
@@ -179,12 +179,16 @@ def _pack(
         written += tokens.shape[2]
 
 
-def look(metric: Tensor, n: int, q: Tensor, mask: Tensor | None, num_key_value_heads: int) -> None:
-    """Account in ``metric`` ``[B, H_kv, D, b]`` for where queries ``[B, H_q, S, D]`` look that are no padding."""
+def look(q: Tensor, mask: Tensor | None, num_key_value_heads: int, size: int) -> Tensor:
+    """Where the prompt's queries ``[B, H_q, S, D]`` look that are no padding, by blocks of ``size`` channels: their
+    second moment ``[B, H_kv, D, size]``, as if ``size`` more of them had looked everywhere."""
     stacked = q.unflatten(1, (num_key_value_heads, -1))
-    valid = None if mask is None else not_padding(mask, q.shape[0], q.shape[2]).repeat(1, stacked.shape[2])
-    seen = second_moment(stacked.flatten(2, 3), metric.shape[-1], valid).flatten(2, 3).to(metric.dtype)
-    metric.copy_(metric + seen if n else seen)
+    valid = torch.ones_like(q[:, 0, :, 0], dtype=torch.bool)
+    valid = valid if mask is None else not_padding(mask, q.shape[0], q.shape[2])
+    seen = second_moment(stacked.flatten(2, 3), size, valid.repeat(1, stacked.shape[2]))
+    queries = (valid.sum(-1) * stacked.shape[2]).clamp_min(1)[:, None, None, None, None]
+    each = seen.diagonal(dim1=-2, dim2=-1).mean((-1, -2), keepdim=True).unsqueeze(-1) / queries
+    return (seen + size * each * torch.eye(size, dtype=seen.dtype, device=q.device)).flatten(2, 3)
 
 
 def _fit_basis(pack: Pack, x: Tensor, spec: CodecSpec, valid: Tensor | None) -> None:

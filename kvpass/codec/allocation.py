@@ -32,7 +32,7 @@ STEPS = 1.5958, 0.9957, 0.5860, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308
 """Steps of uniform codes of 1 to 8 bits, of least squared error for a normal variable (Max 1960, table 2)."""
 DISTORTION = 1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001041, 0.0003035, 0.0000869
 """Their squared error, of 0 to 8 bits."""
-_SHRINKAGE = 0.05  # of the covariance towards its diagonal: a prompt may be short
+_SHRINKAGE = 0.05  # of the covariance towards its diagonal, besides that of a block of tokens
 _FLOOR = (
     0.02  # of the mean cost of a channel: none costs less, as later queries may look where those of the prompt do not
 )
@@ -128,8 +128,9 @@ def fit_basis(
     covariance = second_moment(x, size, valid)
     diagonal = covariance.diagonal(dim1=-2, dim2=-1)
     least = 1e-6 * diagonal.mean((-1, -2), keepdim=True)
-    count = x.shape[2] if valid is None else valid.sum(-1).clamp_min(1)[:, None, None, None, None]
-    covariance = (covariance + torch.diag_embed(_SHRINKAGE * diagonal + least)) / count
+    tokens = torch.full((len(x),), x.shape[2], device=x.device) if valid is None else valid.sum(-1).clamp_min(1)
+    count = tokens[:, None, None, None, None]
+    covariance = (covariance + torch.diag_embed((_SHRINKAGE + size / count.squeeze(-1)) * diagonal + least)) / count
     covariance = covariance + _LEAST_VARIANCE * torch.eye(size, dtype=covariance.dtype, device=x.device)
     identity = torch.eye(size, dtype=covariance.dtype, device=x.device)
     metric = identity.expand_as(covariance) if metric is None else metric.double()
