@@ -201,7 +201,7 @@ def _fit_basis(pack: Pack, x: Tensor, spec: CodecSpec, valid: Tensor | None) -> 
     metric = None if pack.metric is None else pack.metric.unflatten(2, (-1, allocation.block_size))
     basis, places = fit_basis(x, metric, allocation, valid)
     pack.basis.copy_(basis)
-    pack.places.copy_(places)
+    pack.fields.copy_(places)
 
 
 def _stage(

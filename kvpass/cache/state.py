@@ -106,7 +106,7 @@ class KVState(Storage):
     compensation: ``[B, H_kv, D - b, D - b]``, 16-bit, for specs with a subspace; otherwise None.
     energy: of the prompt's queries, for those of an `AdaptiveState`; otherwise None.
     center: ``[B, H_kv, 1, D]``, 16-bit, for specs that subtract a mean; otherwise None.
-    basis, places, metric: ``[B, H_kv, D, b]``, 16-bit, ``[B, H_kv, 1, F]`` int16 and, where errors are weighted, ``[B,
+    basis, fields, metric: ``[B, H_kv, D, b]``, 16-bit, ``[B, H_kv, 1, F]`` int16 and, where errors are weighted, ``[B,
         H_kv, D, b]`` bfloat16, for specs with widths by channel (`codec.allocation`); otherwise None.
     predictor: weights of the predictor, for specs that have one (`kvpass.codec.predictor`); the model's.
     previous_layer, same_layer_keys: the states it is predicted from: the same tokens in the layer below, and for values
@@ -120,13 +120,13 @@ class KVState(Storage):
     energy: Tensor | None
     center: Tensor | None
     basis: Tensor | None
-    places: Tensor | None
+    fields: Tensor | None
     metric: Tensor | None
     _handles: tuple[Tensor, ...]
 
     def __init__(self, spec: CodecSpec, kept: Mapping[str, Tensor], source: KVState | None = None):
         self.spec, self.text, self.source = spec, str(spec), source
-        self.compensation = self.energy = self.center = self.basis = self.places = self.metric = None
+        self.compensation = self.energy = self.center = self.basis = self.fields = self.metric = None
         self._codes: Tensor | None = None
         vars(self).update({attribute(name): tensor for name, tensor in kept.items()})
         self.predictor: Sequence[Tensor] = ()
@@ -172,7 +172,7 @@ class KVState(Storage):
         if allocation is not None:
             size = allocation.block_size
             kept["basis"] = torch.eye(size, dtype=params, device=device).repeat(batch, heads, head_dim // size, 1)
-            kept["places"] = zeros(1, sum(counts(allocation, head_dim)), dtype=torch.int16)
+            kept["fields"] = zeros(1, sum(counts(allocation, head_dim)), dtype=torch.int16)
             if allocation.weighted:
                 kept["metric"] = zeros(head_dim, size, dtype=torch.bfloat16)  # range, for sums of squares
         return cls(spec, kept, source)

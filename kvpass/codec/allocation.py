@@ -210,5 +210,5 @@ CODECS["allocated"] = Codec(
     {"codes": Kept(_rows(0), torch.uint8), "singles": Kept(_rows(1), torch.uint8), "gain": Kept(_gain, torch.uint8)},
     encode,
     decode,
-    ("basis", "places"),
+    ("basis", "fields"),
 )

@@ -77,7 +77,7 @@ def of_state(spec: CodecSpec) -> tuple[str, ...]:
         "energy": adaptive is not None and adaptive.fits_energy,
         "center": spec.transform.center,
         "basis": allocation is not None,
-        "places": allocation is not None,
+        "fields": allocation is not None,
         "metric": allocation is not None and allocation.weighted,
     }
     return (*of_pages(spec), "ring", *(name for name, there in fitted.items() if there))
@@ -102,11 +102,11 @@ class Pack(NamedTuple):
     energy: Tensor | None = None
     center: Tensor | None = None
     basis: Tensor | None = None
-    places: Tensor | None = None
+    fields: Tensor | None = None
     metric: Tensor | None = None
     planes: Sequence[Tensor] = ()
 
-    def fitted(self, names: Sequence[str] = ("compensation", "basis", "places")) -> list[Tensor]:
+    def fitted(self, names: Sequence[str] = ("compensation", "basis", "fields")) -> list[Tensor]:
         """What pages are encoded with besides, or those of ``names``, if there are any."""
         return [tensor for name in names if (tensor := getattr(self, name)) is not None]
 

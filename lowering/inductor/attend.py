@@ -136,8 +136,8 @@ def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rop
         scores = torch.tanh(scores / softcap) * softcap if softcap else scores
         return torch.where(counts, scores, -torch.inf)
 
-    if given["k_places"] is not None:
-        on_pages = allocated.page_scores(q, k_pools, given["k_points"], given["k_basis"], given["k_places"], center)
+    if given["k_fields"] is not None:
+        on_pages = allocated.page_scores(q, k_pools, given["k_points"], given["k_basis"], given["k_fields"], center)
     else:
         fixed = given["k_points"], given["k_basis"], center
         on_pages = _page_scores(q, k_pools, in_page.view(count, size), tables, rope, k_spec.quantizer, *fixed)
@@ -159,14 +159,14 @@ def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rop
     packed, slots = v_count * size, v_ring.shape[1]
     on_pages = torch.where(index[:packed] < v_packed, weights[..., :packed], 0.0)
     on_ring = _ring_weights(weights, lengths, count * size, k_spec.retention, v_spec.retention, held)
-    if given["v_places"] is not None:
+    if given["v_fields"] is not None:
         on_pages = on_pages * allocated.page_gains(v_pools, given["v_points"]).flatten(1).unsqueeze(1)
     # concatenated, they are computed once: otherwise anew for every channel
     on_pages, on_ring, own = torch.cat([on_pages, on_ring, weights[..., -1:]], -1).split([packed, slots, 1], -1)
     out = (on_ring[..., None] * v_ring[:, None].float()).sum(2) + own * v_new.float()
     on_pages = on_pages.unflatten(-1, (v_count, -1))
-    if given["v_places"] is not None:
-        out = out + allocated.page_values(on_pages, v_pools, given["v_basis"], given["v_places"])
+    if given["v_fields"] is not None:
+        out = out + allocated.page_values(on_pages, v_pools, given["v_basis"], given["v_fields"])
     else:
         out = out + _page_values(on_pages, v_pools, v_spec.quantizer, given["v_points"], given["v_basis"])
     out = out.view(*shape[:3], -1).to(dtype)
@@ -288,11 +288,11 @@ def _inputs(common: _Common, k_spec: CodecSpec, v_spec: CodecSpec) -> list[Input
         rotated, allocation = spec.transform.rotation is not None, spec.quantizer.allocation
         if allocation is None:
             inputs += [tensor(f"{side}_basis", head_dim, head_dim, dtype=torch.float32, there=rotated)]
-            inputs += [Input(f"{side}_places", None)]
+            inputs += [Input(f"{side}_fields", None)]
         else:
             inputs += [sample(f"{side}_basis", heads, head_dim, allocation.block_size, dtype=params_dtype(dtype))]
             fields = sum(counts(allocation, head_dim))
-            inputs += [sample(f"{side}_places", heads, 1, fields, dtype=torch.int16)]
+            inputs += [sample(f"{side}_fields", heads, 1, fields, dtype=torch.int16)]
     of_samples, mask_heads, kind = mask or (False, 1, dtype)
     retention, ids = k_spec.retention, torch.int64
     log = retention.keep == "log"
@@ -391,7 +391,7 @@ def _run(
         given[f"{side}_ring"] = pack.ring
         given[f"{side}_points"] = _points(spec, device)
         given[f"{side}_basis"] = pack.basis if rotation is None else basis(head_dim, rotation, device)
-        given[f"{side}_places"] = pack.places
+        given[f"{side}_fields"] = pack.fields
     given.update(zip(counts, _carriers(tuple(counts.values()), device), strict=True))
     layout_of_mask = None
     if mask is not None:
