@@ -25,7 +25,7 @@ def compare(length: int, args, dtype: torch.dtype) -> dict[str, float]:
 
     def encode(name: str) -> None:
         for x, text in zip(whole, texts, strict=True):
-            torch.ops.kvpass.encode(x, None, text, name)
+            torch.ops.kvpass.encode(x, [], text, name)
 
     variants = {"copy": lambda: (k.clone(), v.clone())}
     for name in args.lowering.split(","):

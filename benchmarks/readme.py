@@ -38,6 +38,9 @@ SCHEMES = {
     "logquant-twin": "2 bits, 1 sink and the 64 to 95 most recent exact",
     "asymkv": "2-bit K, 1-bit V",
     "asymkv-lsq": "the same, scales of least squared error",
+    "waterfill-2": "ours, 2 bits by channel in a basis fitted to the prompt",
+    "waterfill": "the same, 2.25 bits",
+    "waterfill-3": "the same, 3 bits",
     "xquant": "2/1-bit K and V, shared V codes",
     "xquant-lsq": "the same, scales of least squared error",
 }

@@ -4,7 +4,7 @@ One state is passed whole, as the tensors that `kvpass.codec.kept` names for its
 its pages, which are pools or, in graphs, handles of pools (`kvpass.layout.pool`), the ring, and what was fitted. Beside
 it come the length carrier of its cache (see `kvpass.layout.window.LENGTH_OFFSET`) and the text of its spec.
 
-encode       whole pages of ``x`` -> what is kept of them. Pure.
+encode       whole pages of ``x`` -> what is kept of them, by a codec ``fitted`` to more than them. Pure.
 append_      store ``x`` behind the ``length`` tokens already there and pack the pages that leave the window. ``q`` and
              ``mask`` are taps a codec may ask for (SQuat: the prompt's queries and who of them is padding). With a
              budget, ``importance`` and the ``scores`` of this call choose who is evicted, and ``slots`` hands the
@@ -60,7 +60,7 @@ _library = torch.library.Library("kvpass", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 _OF_A_LENGTH = (*_TAGS, torch.Tag.cudagraph_unsafe)  # its sizes grow with the cache, and are read on the host
 
-_library.define('encode(Tensor x, Tensor? compensation, str spec, str lowering="auto") -> Tensor[]', tags=_TAGS)
+_library.define('encode(Tensor x, Tensor[] fitted, str spec, str lowering="auto") -> Tensor[]', tags=_TAGS)
 _library.define(
     "append_(Tensor(a!)[] state, Tensor length, Tensor x, Tensor? q, Tensor? mask, str spec, "
     'str lowering="auto", Tensor(b!)? edge=None, Tensor? same_layer_keys=None, Tensor[]? predictor=None, '
@@ -90,7 +90,7 @@ _library.define(
 )
 
 
-def _encode(x: Tensor, compensation: Tensor | None, spec: str, lowering: str = "auto") -> list[Tensor]:
+def _encode(x: Tensor, fitted: _Tensors, spec: str, lowering: str = "auto") -> list[Tensor]:
     parsed = parse(spec)
     if x.shape[-2] % parsed.page_size:
         raise KVPassError(f"encode takes whole pages of {parsed.page_size} tokens, not {x.shape[-2]}.")
@@ -98,7 +98,7 @@ def _encode(x: Tensor, compensation: Tensor | None, spec: str, lowering: str = "
     if parsed.quantizer.adaptive is not None:
         raise KVPassError("Tokens with widths of their own are coded by their cache, not by an op.")
     dispatch = DispatchKey("encode", x.device.type, (spec,), head_dim=x.shape[-1])
-    kept = select(dispatch, lowering).run(x, compensation, parsed)
+    kept = select(dispatch, lowering).run(x, fitted, parsed)
     if x.device.type == "cpu":
         check_finite(*kept[1:])
     return list(kept)
@@ -203,7 +203,7 @@ for _name, _run in _IMPLEMENTATIONS.items():
 
 
 @torch.library.register_fake("kvpass::encode")
-def _(x: Tensor, compensation: Tensor | None, spec: str, lowering: str = "auto") -> list[Tensor]:
+def _(x: Tensor, fitted: _Tensors, spec: str, lowering: str = "auto") -> list[Tensor]:
     parsed, (*lead, tokens, head_dim) = parse(spec), x.shape
     pages = tokens // parsed.page_size
     kept = page_shapes(parsed, head_dim, x.dtype).values()

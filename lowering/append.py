@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvpass.codec.adaptive import largest_mass
 from kvpass.codec.affine import check_finite
+from kvpass.codec.allocation import fit_basis, second_moment
 from kvpass.codec.bitpack import FIELDS
 from kvpass.codec.center import fit_center
 from kvpass.codec.kept import Pack
@@ -129,10 +130,12 @@ def append(
     originals: where tokens that get widths of their own wait for them.
     """
     ring, retention, subspace = pack.ring, spec.retention, spec.quantizer.subspace
+    if spec.quantizer.needs_queries and n == 0 and q is None:
+        raise KVPassError("This codec needs the prompt's queries, and no attention handed them over.")
     if subspace is not None and n == 0:
-        if q is None:
-            raise KVPassError("This codec needs the prompt's queries, and no attention handed them over.")
         pack.compensation.copy_(fit_compensation(q, mask, x.shape[1], subspace))
+    if pack.metric is not None and n == 0:
+        pack.metric.copy_(look(q, mask, x.shape[1], spec.quantizer.allocation.block_size))
     if spec.quantizer.adaptive is not None:
         _stage(pack, originals, n, x, q, mask, scores, importance, spec)
         return
@@ -144,34 +147,61 @@ def append(
         references = [reference for reference in (edge, same_layer_keys) if reference is not None]
         pools = tuple(whole(pool, retention.pages(retention.stored(stop))) for pool in pack.pools)
         pages = _Pages(pools, spec, pack.center, predictor, references, edge is not None)
-        _pack(pages, encode, ring, pack.compensation, n, x, gone, slots)
+        _pack(pages, encode, pack, n, x, gone, slots, mask)
     layout(retention).write(ring, n, x)
     if gone:  # tokens behind the packed ones have moved up
         ring[:, :, retention.sinks :] = ring[:, :, retention.sinks :].roll(-gone, 2)
 
 
 def _pack(
-    pages: _Pages, encode: Callable, ring: Tensor, compensation: Tensor | None, n: int, x: Tensor, gone: int, slots
+    pages: _Pages, encode: Callable, pack: Pack, n: int, x: Tensor, gone: int, slots: Tensor | None, mask: Tensor | None
 ) -> None:
     """Encode the pages that leave the window with ``x``; ``gone`` packed tokens have to make room for them."""
     spec, retention, size, written = pages.spec, pages.spec.retention, pages.spec.page_size, 0
     first, last = retention.pages(n), retention.pages(n + x.shape[2])
 
     def leaving(start: int, end: int) -> Tensor:
-        return layout(retention).leaving(ring, n, x, start, end)
+        return layout(retention).leaving(pack.ring, n, x, start, end)
 
     if pages.center is not None and not first:
         pages.center.copy_(fit_center(leaving(0, last), pages.center.dtype))
+    if pack.basis is not None and not first:
+        _fit_basis(pack, leaving(0, last), spec, None if n or mask is None else not_padding(mask, len(x), x.shape[2]))
     if gone:
         settled, first = min(first * size, retention.budget), (retention.budget + gone) // size
         if retention.budget:
-            _settle(pages, leaving(settled // size, first), settled, slots, compensation)
+            _settle(pages, leaving(settled // size, first), settled, slots, pack)
             written = retention.budget
     step = max(1, CHUNK // size) if spec.transform.subtracts or pages.keep else max(1, last - first)
     for start in range(first, last, step):
         tokens = leaving(start, min(start + step, last))
-        pages.write(start - gone // size, tokens, lambda _, y: encode(y, compensation, spec), written)
+        pages.write(start - gone // size, tokens, lambda _, y: encode(y, pack.fitted(), spec), written)
         written += tokens.shape[2]
+
+
+def look(q: Tensor, mask: Tensor | None, num_key_value_heads: int, size: int) -> Tensor:
+    """Where the prompt's queries ``[B, H_q, S, D]`` look that are no padding, by blocks of ``size`` channels: their
+    second moment ``[B, H_kv, D, size]``, as if ``size`` more of them had looked everywhere."""
+    stacked = q.unflatten(1, (num_key_value_heads, -1))
+    valid = torch.ones_like(q[:, 0, :, 0], dtype=torch.bool)
+    valid = valid if mask is None else not_padding(mask, q.shape[0], q.shape[2])
+    seen = second_moment(stacked.flatten(2, 3), size, valid.repeat(1, stacked.shape[2]))
+    queries = (valid.sum(-1) * stacked.shape[2]).clamp_min(1)[:, None, None, None, None]
+    each = seen.diagonal(dim1=-2, dim2=-1).mean((-1, -2), keepdim=True).unsqueeze(-1) / queries
+    return (seen + size * each * torch.eye(size, dtype=seen.dtype, device=q.device)).flatten(2, 3)
+
+
+def _fit_basis(pack: Pack, x: Tensor, spec: CodecSpec, valid: Tensor | None) -> None:
+    """Fit the basis to ``x``, the tokens packed first, of those of the call that are ``valid``."""
+    allocation, size = spec.quantizer.allocation, spec.page_size
+    if valid is not None:
+        valid = valid.index_select(1, layout(spec.retention).page_tokens(0, x.shape[2] // size).to(x.device))
+    if pack.center is not None:
+        x = x.float() - pack.center.float()
+    metric = None if pack.metric is None else pack.metric.unflatten(2, (-1, allocation.block_size))
+    basis, places = fit_basis(x, metric, allocation, valid)
+    pack.basis.copy_(basis)
+    pack.fields.copy_(places)
 
 
 def _stage(
@@ -206,13 +236,13 @@ def query_energy(q: Tensor, mask: Tensor | None, num_key_value_heads: int) -> Te
     return energy.flatten(2).nanquantile(_QUANTILE, -1, keepdim=True).unsqueeze(-1)
 
 
-def _settle(pages: _Pages, tokens: Tensor, settled: int, slots: Tensor, compensation: Tensor | None) -> None:
+def _settle(pages: _Pages, tokens: Tensor, settled: int, slots: Tensor, pack: Pack) -> None:
     """Write those of ``tokens`` that got a slot; the first ``settled`` candidates have theirs already."""
     heads, spec = tokens.shape[1], pages.spec
     slots = slots.expand(-1, heads, -1)
     index = (slots - settled).clamp_min(0).unsqueeze(-1).expand(-1, -1, -1, tokens.shape[3])
     arriving = tokens.gather(2, index)
-    pages.write(0, arriving, lambda pools, y: replace_tokens(pools, y, slots >= settled, spec, compensation), 0)
+    pages.write(0, arriving, lambda pools, y: replace_tokens(pools, y, slots >= settled, spec, pack.fitted()), 0)
 
 
 def write_each(rings: Sequence[Tensor], n: int, xs: Sequence[Tensor], retention: Retention) -> None:
@@ -232,7 +262,7 @@ def append_layers(
     rings = [pack.ring for pack in packs]
     for layers in _alike(xs, at_once) if last > first else ():
         leaving = [layout(retention).leaving(rings[i], n, xs[i], first, last) for i in layers]
-        new = encode(leaving[0] if len(layers) == 1 else torch.cat(leaving), None, spec)
+        new = encode(leaving[0] if len(layers) == 1 else torch.cat(leaving), (), spec)
         if new[1].device.type == "cpu":
             check_finite(*new[1:])
         for which, pages in enumerate(new):

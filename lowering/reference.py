@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpass.codec.adaptive import Tokens, carve, decode_tokens, unpack_levels
-from kvpass.codec.kept import Pack
+from kvpass.codec.kept import Pack, codec_of
 from kvpass.codec.pages import decode_pages, encode_pages
 from kvpass.codec.predictor import predict
 from kvpass.codec.rope import rotate
@@ -20,8 +20,8 @@ from .table import implements
 
 
 @implements("encode", "reference")
-def encode(x: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Tensor, ...]:
-    return encode_pages(x, spec, compensation)
+def encode(x: Tensor, fitted: Sequence[Tensor], spec: CodecSpec) -> tuple[Tensor, ...]:
+    return encode_pages(x, spec, fitted)
 
 
 def decode_predicted(pages: Sequence[Tensor], spec: CodecSpec, references, predictor) -> Tensor:
@@ -38,13 +38,13 @@ def pieces(
     references: what the predictor looks at, all ``n`` tokens each.
     """
     used, sinks, where, ring = spec.retention.pages(n), spec.retention.sinks, layout(spec.retention), pack.ring
-    pools = [whole(pool, used) for pool in pack.pools]
+    pools, fitted = [whole(pool, used) for pool in pack.pools], pack.fitted(codec_of(spec).fitted)
     if sinks:
         yield ring[:, :, : min(n, sinks)]
     for first in range(0, used, at_once or max(1, used)):
         pages = slice(first, min(first + (at_once or used), used))
         same = [where.in_pages(reference, pages.start, pages.stop) for reference in references]
-        values = decode_fn([pool[:, :, pages] for pool in pools], spec, same, predictor)
+        values = decode_fn([*(pool[:, :, pages] for pool in pools), *fitted], spec, same, predictor)
         yield values if pack.center is None else values + pack.center.float()
     yield where.read(ring, n)
 

@@ -10,7 +10,16 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from kvpass import HeavyHitter, Sinks, StreamingLLM
 from kvpass.cache.swap import packed_layers
-from kvpass.schemes import HIGGSConfig, IdentityConfig, KIVIConfig, LogQuantConfig, QAQConfig, SQuatConfig, XQuantConfig
+from kvpass.schemes import (
+    HIGGSConfig,
+    IdentityConfig,
+    KIVIConfig,
+    LogQuantConfig,
+    QAQConfig,
+    SQuatConfig,
+    WaterfillConfig,
+    XQuantConfig,
+)
 
 from common import randn
 from tiny import llama, tokens
@@ -33,6 +42,7 @@ KINDS = {
     "kivi": Kind(KIVIConfig(**SMALL)),
     "squat": Kind(SQuatConfig(**SMALL, rank=2, block_size=16)),
     "higgs, centred": Kind(HIGGSConfig(group_size=16, residual=8, sinks=2, center=True)),
+    "waterfill": Kind(WaterfillConfig(residual=8, sinks=2, rope="post")),
     "logquant": Kind(LogQuantConfig(window=8, group_size=8)),
     "xquant": Kind(XQuantConfig(**SMALL, depth=None, kq=2, vq=2, km=0, vm=0)),
     "kivi, layers that are not packed": Kind(KIVIConfig(**SMALL), lambda: ZOO["Gemma 3"].model("sdpa")),

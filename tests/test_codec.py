@@ -208,8 +208,8 @@ def test_permuting_batch_and_heads_commutes_with_compensated_encode(spec, seed, 
     x = randn(seed, 3, 2, spec.page_size * 2, DIM)
     q = queries_for(spec, seed, 3, 2).unflatten(1, (2, 2)).flatten(2, 3)
     c = compensation_matrix(precision_matrix(q, spec.quantizer.subspace), spec.quantizer.subspace.block_size).half()
-    whole = encode_pages(x, spec, c)
-    permuted = encode_pages(x[batch_order][:, head_order], spec, c[batch_order][:, head_order])
+    whole = encode_pages(x, spec, [c])
+    permuted = encode_pages(x[batch_order][:, head_order], spec, [c[batch_order][:, head_order]])
     for a, b in zip(whole, permuted, strict=True):
         assert torch.equal(a[batch_order][:, head_order], b)
 
@@ -240,10 +240,10 @@ def test_encode_refuses_non_finite_values_wherever_they_are(poison, dtype, per):
     spec = coded(2, per, 8, 16)
     for seed in range(5):
         x = randn(seed, 2, 2, 32, DIM, dtype=dtype)
-        torch.ops.kvpass.encode(x, None, str(spec))
+        torch.ops.kvpass.encode(x, [], str(spec))
         x.view(-1)[torch.randint(x.numel(), (1,), generator=generator(seed))] = POISON[poison]
         with pytest.raises(NonFiniteError, match="NaN"):
-            torch.ops.kvpass.encode(x, None, str(spec))
+            torch.ops.kvpass.encode(x, [], str(spec))
 
 
 @pytest.mark.parametrize("poison", POISON)
@@ -254,7 +254,7 @@ def test_compensated_encode_refuses_non_finite_values_in_any_block(poison):
         x = randn(0, 1, 1, 16, DIM)
         x[0, 0, 3, channel] = POISON[poison]
         with pytest.raises(NonFiniteError):
-            torch.ops.kvpass.encode(x, compensation, str(spec))
+            torch.ops.kvpass.encode(x, [compensation], str(spec))
 
 
 @pytest.mark.parametrize("value", [3e5, -7e4, 1e30])
@@ -263,20 +263,20 @@ def test_groups_beyond_half_precision_are_refused_unless_the_cache_is_bfloat16(v
     x = randn(0, 1, 1, 8, DIM)
     x[0, 0, 2, 3] = value
     with pytest.raises(NonFiniteError, match="bfloat16"):
-        torch.ops.kvpass.encode(x, None, str(spec))
-    stored = torch.ops.kvpass.encode(x.bfloat16(), None, str(spec))
+        torch.ops.kvpass.encode(x, [], str(spec))
+    stored = torch.ops.kvpass.encode(x.bfloat16(), [], str(spec))
     assert torch.isfinite(decode_pages(*stored, spec)).all()
 
 
 def test_a_1_bit_scale_beyond_half_precision_is_refused_not_stored_as_infinity():
     x = torch.tensor([-6e4, 6e4]).repeat(4)[:, None].expand(1, 1, 8, DIM).contiguous()
     with pytest.raises(NonFiniteError):
-        torch.ops.kvpass.encode(x, None, str(coded(1, "channel", 8, 8)))
+        torch.ops.kvpass.encode(x, [], str(coded(1, "channel", 8, 8)))
 
 
 def test_encode_takes_whole_pages_only():
     with pytest.raises(KVPassError, match="whole pages of 16"):
-        torch.ops.kvpass.encode(randn(0, 1, 1, 24, DIM), None, str(coded(2, "channel", 8, 16)))
+        torch.ops.kvpass.encode(randn(0, 1, 1, 24, DIM), [], str(coded(2, "channel", 8, 16)))
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,8 @@ def strided_as_models_make_it(x):
 
 def encode_arguments(spec, dtype=torch.float32, pages=2):
     rest = DIM - spec.quantizer.subspace.block_size if spec.quantizer.subspace else 0
-    compensation = randn(1, 2, 2, rest, rest).mul(0.1).to(params_dtype(dtype)) if rest else None
-    return randn(0, 2, 2, pages * spec.page_size, DIM, dtype=dtype), compensation, str(spec)
+    fitted = [randn(1, 2, 2, rest, rest).mul(0.1).to(params_dtype(dtype))] if rest else []
+    return randn(0, 2, 2, pages * spec.page_size, DIM, dtype=dtype), fitted, str(spec)
 
 
 def append_arguments(spec, n, new, dtype=torch.float32):
@@ -389,7 +389,7 @@ def test_every_implementation_refuses_nan(name):
     x = randn(0, 2, 2, 32, DIM)
     x[0, 1, 5, 2] = float("nan")
     with pytest.raises(KVPassError, match="NaN"):
-        OPS.encode(x, None, str(KEYS), name)
+        OPS.encode(x, [], str(KEYS), name)
 
 
 # ---------------------------------------------------------------- the choice of a lowering

@@ -85,7 +85,7 @@ def test_ops_take_it():
     (key, _), (value, _) = filled(KEYS, 70, room=20), filled(VALUES, 70, room=20)
     q, new = randn(1, 2, 4, 1, 32), randn(2, 2, 2, 1, 32)
     texts = key.text, value.text
-    torch.library.opcheck(OPS.encode.default, (randn(3, 2, 2, 64, 32), None, texts[0]))
+    torch.library.opcheck(OPS.encode.default, (randn(3, 2, 2, 64, 32), [], texts[0]))
     torch.library.opcheck(OPS.decode.default, (key.pack, key.carrier(70), texts[0]))
     torch.library.opcheck(OPS.append_.default, (key.pack, key.carrier(70), new, None, None, texts[0]))
     past = key.pack, value.pack, key.carrier(70)

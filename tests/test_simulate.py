@@ -8,7 +8,7 @@ import kvpass
 from kvpass import KVPassError, Recent, Sinks, schemes
 from kvpass.eval import quality
 from kvpass.runtime.simulated import Simulator
-from kvpass.schemes import HIGGSConfig, IdentityConfig, KIVIConfig, LogQuantConfig, SQuatConfig
+from kvpass.schemes import HIGGSConfig, IdentityConfig, KIVIConfig, LogQuantConfig, SQuatConfig, WaterfillConfig
 
 from tiny import llama, step_by_step, tokens
 
@@ -21,6 +21,7 @@ SCHEMES = {
     "logquant": LogQuantConfig(window=32),
     "kivi before RoPE": KIVIConfig(residual=16, group_size=16, rope="pre"),
     "squat before RoPE": SQuatConfig(residual=16, group_size=16, rope="pre"),
+    "waterfill": WaterfillConfig(residual=16),
 }
 
 

@@ -99,7 +99,7 @@ def test_squat_errs_less_than_kivi_in_the_query_subspace_of_real_keys(smollm2, p
         compensation = compensation_matrix(precision, squat.quantizer.subspace.block_size)
         keys = k[:, :, :prompt]
         error = {
-            name: decode_pages(*encode_pages(keys, spec, compensation), spec) - keys
+            name: decode_pages(*encode_pages(keys, spec, [compensation]), spec) - keys
             for name, spec in (("squat", squat), ("kivi", kivi))
         }
         later = stacked[..., prompt:, :].flatten(2, 3)

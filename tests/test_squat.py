@@ -88,7 +88,7 @@ def test_every_block_is_quantized_after_the_blocks_before_have_moved_it(bits, bl
     spec = spec_of(1.0, block=block, bits=bits, group=16)
     x, q = randn(0, 1, 1, 32, 64), prompt_queries(1, dim=64)
     precision = precision_matrix(q, spec.quantizer.subspace)
-    codes, scale, zero_point = encode_pages(x, spec, compensation_matrix(precision, block))
+    codes, scale, zero_point = encode_pages(x, spec, [compensation_matrix(precision, block)])
     stored = decode_pages(codes, scale, zero_point, spec)[0, 0].double().numpy()
     step, low = (spread(p, spec)[0, 0].numpy() for p in (scale, zero_point))
     inverse, target = np.linalg.inv(precision[0, 0].numpy()), x[0, 0].double().numpy().copy()
@@ -133,7 +133,7 @@ def errors(weight, relative, samples=4, dim=64):
     q = prompt_queries(5, samples, 2, 300, dim)
     spec = spec_of(weight, relative, block=dim // 2)
     c = compensation_matrix(precision_matrix(q, spec.quantizer.subspace), dim // 2).half()
-    e = decode_pages(*encode_pages(x, spec, c), spec).double() - x.double()
+    e = decode_pages(*encode_pages(x, spec, [c]), spec).double() - x.double()
     _, singular, directions = torch.linalg.svd(q, full_matrices=False)
     q_hat = singular[..., :5, None] * directions[..., :5, :]
     return float((e @ q_hat.mT).square().mean()), float(e.square().mean())
@@ -199,8 +199,8 @@ def test_encoding_a_batch_equals_encoding_each_sample_alone():
         c, whole = alone.compensation.float(), batch.compensation[i : i + 1].float()
         assert torch.allclose(c, whole, rtol=2e-3, atol=1e-6)
         assert ((alone.decode(80) - batch.decode(80)[i : i + 1]).abs() > 1e-2).float().mean() < 2e-3
-        encoded = encode_pages(x[i : i + 1], SPEC, batch.compensation[i : i + 1])
-        for one, all_ in zip(encoded, encode_pages(x, SPEC, batch.compensation), strict=True):
+        encoded = encode_pages(x[i : i + 1], SPEC, [batch.compensation[i : i + 1]])
+        for one, all_ in zip(encoded, encode_pages(x, SPEC, [batch.compensation]), strict=True):
             assert torch.equal(one, all_[i : i + 1])
     assert (batch.compensation[0] - batch.compensation[1]).abs().max() > 1e-2  # each sample has its own
 
@@ -246,7 +246,7 @@ def test_prompts_shorter_than_a_page_fix_the_subspace_for_later_tokens(prompt):
     assert torch.equal(state.compensation, fitted)  # frozen after the prompt
     pages = x[:, :, :96]
     for got, expected in zip(
-        (state.codes, state.scale, state.zero_point), encode_pages(pages, SPEC, fitted), strict=True
+        (state.codes, state.scale, state.zero_point), encode_pages(pages, SPEC, [fitted]), strict=True
     ):
         assert torch.equal(got[:, :, :6], expected)
 

@@ -217,7 +217,7 @@ def _unpack(codes, scale, zero, out, rows, ROWS: tl.constexpr, L: tl.constexpr, 
 def test_pairs_of_channels_unpack_to_codes_exactly(bits, per):
     """What products of 16 bits are unpacked to, which the interpreter does not multiply: scales are powers of two."""
     spec, planes, rng = coded(bits, per, 16, 32), num_planes(bits), torch.Generator().manual_seed(bits)
-    codes, scale, zero = OPS.encode(randn(0, 1, 1, 3 * 32, 48, dtype=torch.float16), None, str(spec), "reference")
+    codes, scale, zero = OPS.encode(randn(0, 1, 1, 3 * 32, 48, dtype=torch.float16), [], str(spec), "reference")
     scale = 2.0 ** torch.randint(-3, 3, scale.shape, generator=rng)
     zero = scale * torch.randint(-9, 9, zero.shape, generator=rng)
     layout = launch._layout(spec, planes, 48)
@@ -289,8 +289,8 @@ def encoded_on_grids(draw):
 
 
 def assert_encodes_as_the_reference(spec, x):
-    expected = OPS.encode(x.to(DEVICE), None, str(spec), "reference")
-    for got, wanted in zip(OPS.encode(x.to(DEVICE), None, str(spec), "triton"), expected, strict=True):
+    expected = OPS.encode(x.to(DEVICE), [], str(spec), "reference")
+    for got, wanted in zip(OPS.encode(x.to(DEVICE), [], str(spec), "triton"), expected, strict=True):
         assert got.dtype == wanted.dtype and got.is_contiguous() and got.equal(wanted)
 
 
@@ -322,7 +322,7 @@ def test_compensated_codes_are_the_references_up_to_ties(block, blocks, bits, dt
     spec = coded(bits, "channel", 8, 32, eta=eta, subspace=Subspace(3, 1.0, True, block))
     x = awkward(seed, "outliers", 2, 2, 64, dim, dtype=dtype, limit=100).transpose(1, 2).contiguous().transpose(1, 2)
     answers = randn(seed, 2, 2, dim - block, dim - block).mul(0.3).to(params_dtype(dtype)).to(DEVICE)
-    got, expected = (OPS.encode(x.to(DEVICE), answers, str(spec), name) for name in ("triton", "reference"))
+    got, expected = (OPS.encode(x.to(DEVICE), [answers], str(spec), name) for name in ("triton", "reference"))
     assert all(mine[..., :block].equal(theirs[..., :block]) for mine, theirs in zip(got, expected, strict=True))
     assert (got[0] != expected[0]).float().mean() < 0.01
     values, wanted = (decode_pages(*encoded, spec) for encoded in (got, expected))
@@ -337,9 +337,9 @@ def test_a_group_that_is_not_finite_says_so_in_its_parameters():
         for spec in (*KIVI, LATTICES["HIGGS"][1], coded(8, "token", 16, 32, grid="d2n256", fit="lsq")):
             if DEVICE == "cpu":
                 with pytest.raises(KVPassError, match="NaN"):
-                    OPS.encode(x, None, str(spec), "triton")
+                    OPS.encode(x, [], str(spec), "triton")
             else:
-                parameters = OPS.encode(x.to(DEVICE), None, str(spec), "triton")[1:]
+                parameters = OPS.encode(x.to(DEVICE), [], str(spec), "triton")[1:]
                 assert not all(torch.isfinite(parameter).all() for parameter in parameters)
 
 

@@ -44,6 +44,8 @@ WHOLE = (
 )
 SLOW = (
     *WHOLE,
+    "test_allocation.py::test_attention_over_fields_is_that_over_decoded_tokens[[]1-*",
+    "test_allocation.py::test_the_compiled_step_is_the_eager_one[[]pre]",
     "test_api.py::test_a_cache_filled_in_inference_mode_goes_on_outside_of_it*",
     "test_api.py::test_keys_and_values_of_a_packed_layer_read_like_tensors*",
     "test_calibration.py::test_a_lossless_backbone_gives_the_untouched_model*",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..codec.affine import params_dtype
+from ..codec.allocation import counts
 from ..codec.kept import of_pages, of_state, page_shapes
 from ..codec.spec import CodecSpec
 from ..errors import KVPassError
@@ -105,6 +106,8 @@ class KVState(Storage):
     compensation: ``[B, H_kv, D - b, D - b]``, 16-bit, for specs with a subspace; otherwise None.
     energy: of the prompt's queries, for those of an `AdaptiveState`; otherwise None.
     center: ``[B, H_kv, 1, D]``, 16-bit, for specs that subtract a mean; otherwise None.
+    basis, fields, metric: ``[B, H_kv, D, b]``, 16-bit, ``[B, H_kv, 1, F]`` int16 and, where errors are weighted, ``[B,
+        H_kv, D, b]`` bfloat16, for specs with widths by channel (`codec.allocation`); otherwise None.
     predictor: weights of the predictor, for specs that have one (`kvpass.codec.predictor`); the model's.
     previous_layer, same_layer_keys: the states it is predicted from: the same tokens in the layer below, and for values
         the keys of this layer.
@@ -116,11 +119,14 @@ class KVState(Storage):
     compensation: Tensor | None
     energy: Tensor | None
     center: Tensor | None
+    basis: Tensor | None
+    fields: Tensor | None
+    metric: Tensor | None
     _handles: tuple[Tensor, ...]
 
     def __init__(self, spec: CodecSpec, kept: Mapping[str, Tensor], source: KVState | None = None):
         self.spec, self.text, self.source = spec, str(spec), source
-        self.compensation = self.energy = self.center = None
+        self.compensation = self.energy = self.center = self.basis = self.fields = self.metric = None
         self._codes: Tensor | None = None
         vars(self).update({attribute(name): tensor for name, tensor in kept.items()})
         self.predictor: Sequence[Tensor] = ()
@@ -143,7 +149,7 @@ class KVState(Storage):
         source: KVState | None = None,
     ) -> KVState:
         """An empty state with room for ``tokens`` tokens. Raises `KVPassError` if the spec does not fit the head."""
-        retention, subspace = spec.retention, spec.quantizer.subspace
+        retention, subspace, allocation = spec.retention, spec.quantizer.subspace, spec.quantizer.allocation
         if spec.quantizer.adaptive is not None:
             raise KVPassError(_ALONE)
         spec.check(head_dim)
@@ -163,6 +169,12 @@ class KVState(Storage):
             kept["compensation"] = zeros(rest, rest, dtype=params)
         if spec.transform.center:
             kept["center"] = zeros(1, head_dim, dtype=params)
+        if allocation is not None:
+            size = allocation.block_size
+            kept["basis"] = torch.eye(size, dtype=params, device=device).repeat(batch, heads, head_dim // size, 1)
+            kept["fields"] = zeros(1, sum(counts(allocation, head_dim)), dtype=torch.int16)
+            if allocation.weighted:
+                kept["metric"] = zeros(head_dim, size, dtype=torch.bfloat16)  # range, for sums of squares
         return cls(spec, kept, source)
 
     @property
@@ -211,7 +223,8 @@ class KVState(Storage):
     @torch.inference_mode(False)
     def reserve(self, tokens: int) -> None:
         """Make room for ``tokens`` tokens, growing geometrically; contents are kept."""
-        have, need = self.scale.shape[2], self.spec.retention.pages(tokens)
+        pool = next(tensor for name, tensor in self.tensors() if name in self._pools)
+        have, need = pool.shape[2], self.spec.retention.pages(tokens)
         if need > have:
             pages = max(need, have + max(_MIN_PAGES, have // GROWTH))
             self.put(**{name: grown(old, pages) for name, old in self.tensors() if name in self._pools})

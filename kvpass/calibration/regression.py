@@ -91,10 +91,10 @@ def quantize(weight: Tensor, covariance: Tensor, ridge: float, dtype: torch.dtyp
     group = math.gcd(outputs, GROUP)
     subspace = Subspace(1, 0.0, True, block) if inputs > block else None
     spec = CodecSpec(Quantizer(4, "channel", group, subspace=subspace), Recent(outputs))
-    answer = None
+    fitted = []
     if subspace is not None:
-        answer = compensation_matrix(_regularised(covariance, max(ridge, 1e-2)), block)[None, None]
-    packed = encode_pages(weight.to(dtype)[None, None], spec, answer)
+        fitted = [compensation_matrix(_regularised(covariance, max(ridge, 1e-2)), block)[None, None]]
+    packed = encode_pages(weight.to(dtype)[None, None], spec, fitted)
     return [part[0, 0, 0] for part in packed]
 
 

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
     rows = []
     print(f"prompt, {split} tokens, ends:  ...{tokenizer.decode(prompt[0, -60:])!r}\n", flush=True)
     for name, scheme in chosen.items():
-        compiles = "" if scheme is None else " (its first step compiles: about a minute the first time)"
+        compiles = "" if scheme is None else " (its first step compiles: half a minute the first time)"
         reading = f"{name}: reading the prompt, generating{compiles}"
         feeding = f"{name}: feeding it the real text, token by token"
         with quality.packed(model, scheme):

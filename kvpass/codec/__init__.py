@@ -1,14 +1,16 @@
 """Quantizer primitives: pure functions of tensors that the schemes are composed of."""
 
+from . import allocation  # noqa: F401  (registers its codec)
 from .kept import CODECS, Codec, Kept
 from .pages import decode_pages, encode_pages
-from .quantizer import Adaptive, Quantizer, Subspace
+from .quantizer import Adaptive, Allocation, Quantizer, Subspace
 from .spec import CodecSpec, parse
 from .transform import Transform
 
 __all__ = [
     "CODECS",
     "Adaptive",
+    "Allocation",
     "Codec",
     "CodecSpec",
     "Kept",

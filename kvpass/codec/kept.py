@@ -35,13 +35,15 @@ class Codec:
     """How pages are stored.
 
     tensors: what is kept of each page, in order, ``[B, H, N, *shape]`` each.
-    encode: ``(x, spec, compensation, stored)``, see `encode_pages`, to those tensors.
-    decode: ``(*tensors, spec)`` to tokens ``[B, H, N * P, D]`` float32.
+    encode: ``(x, spec, fitted, stored)``, see `encode_pages`, to those tensors.
+    decode: ``(*tensors, *fitted, spec)`` to tokens ``[B, H, N * P, D]`` float32.
+    fitted: names of what it was fitted to, and decodes with.
     """
 
     tensors: Mapping[str, Kept]
     encode: Callable[..., tuple[Tensor, ...]]
     decode: Callable[..., Tensor]
+    fitted: tuple[str, ...] = ()
 
 
 CODECS: dict[str, Codec] = {}
@@ -69,10 +71,14 @@ def of_pages(spec: CodecSpec) -> tuple[str, ...]:
 def of_state(spec: CodecSpec) -> tuple[str, ...]:
     """Names of all tensors of a state, in the order in which ops take them."""
     adaptive = spec.quantizer.adaptive
+    allocation = spec.quantizer.allocation
     fitted = {
         "compensation": spec.quantizer.subspace is not None,
         "energy": adaptive is not None and adaptive.fits_energy,
         "center": spec.transform.center,
+        "basis": allocation is not None,
+        "fields": allocation is not None,
+        "metric": allocation is not None and allocation.weighted,
     }
     return (*of_pages(spec), "ring", *(name for name, there in fitted.items() if there))
 
@@ -95,7 +101,14 @@ class Pack(NamedTuple):
     compensation: Tensor | None = None
     energy: Tensor | None = None
     center: Tensor | None = None
+    basis: Tensor | None = None
+    fields: Tensor | None = None
+    metric: Tensor | None = None
     planes: Sequence[Tensor] = ()
+
+    def fitted(self, names: Sequence[str] = ("compensation", "basis", "fields")) -> list[Tensor]:
+        """What pages are encoded with besides, or those of ``names``, if there are any."""
+        return [tensor for name in names if (tensor := getattr(self, name)) is not None]
 
 
 @cache

@@ -1,5 +1,6 @@
 """Tokens <-> pages: ``fit``, ``assign`` (with compensation) and ``pack``, composed as a `CodecSpec` says."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -68,27 +69,29 @@ def _quantize_compensated(
 def encode_pages(
     x: Tensor,
     spec: CodecSpec,
-    compensation: Tensor | None = None,
+    fitted: Sequence[Tensor] = (),
     stored: _Stored | None = None,
 ) -> tuple[Tensor, ...]:
     """Quantize and pack whole pages.
 
     x: ``[B, H, T, D]`` float, T a multiple of ``spec.page_size``.
-    compensation: ``[B, H, D - b, D - b]`` from `compensation_matrix`, for specs with a subspace.
+    fitted: what the codec was fitted to: a matrix ``[B, H, D - b, D - b]`` from `compensation_matrix` for specs with a
+        subspace, a basis and the places of its fields (`codec.allocation`) for those with widths by channel.
     stored: for uniform codes, scale and zero point that groups have already, and ``[B, H, T/P, *, 1]`` bool, which do.
     Returns what the codec keeps of each page (`codec.kept`): codes ``[B, H, T/P, rows, D]`` uint8, and scale and zero
     point ``[B, H, T/P, *spec.params_shape(D)]``, unless the spec names another.
     """
-    return codec_of(spec).encode(x, spec, compensation, stored)
+    return codec_of(spec).encode(x, spec, fitted, stored)
 
 
 def decode_pages(*kept_and_spec: Any) -> Tensor:
-    """Inverse of `encode_pages` up to rounding: what it returned, and the spec, -> ``[B, H, N * P, D]`` float32."""
+    """Inverse of `encode_pages` up to rounding: what it returned, what it was fitted to if it decodes with that, and
+    the spec, -> ``[B, H, N * P, D]`` float32."""
     return codec_of(kept_and_spec[-1]).decode(*kept_and_spec)
 
 
 def _encode(
-    x: Tensor, spec: CodecSpec, compensation: Tensor | None, stored: _Stored | None
+    x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor], stored: _Stored | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype, quantizer, rotation = params_dtype(x.dtype), spec.quantizer, spec.transform.rotation
     if quantizer.raw:
@@ -101,7 +104,7 @@ def _encode(
     elif quantizer.subspace is None:
         codes, scale, zero_point = _quantize(pages, quantizer, dtype, stored)
     else:
-        codes, scale, zero_point = _quantize_compensated(pages, compensation, quantizer, dtype, stored)
+        codes, scale, zero_point = _quantize_compensated(pages, fitted[0], quantizer, dtype, stored)
     return pack(codes, spec.bits), scale, zero_point
 
 
@@ -153,7 +156,7 @@ def _decode_raw(codes: Tensor, scale: Tensor, spec: CodecSpec) -> Tensor:
 
 
 def replace_tokens(
-    pools: tuple[Tensor, Tensor, Tensor], x: Tensor, new: Tensor, spec: CodecSpec, compensation: Tensor | None = None
+    pools: tuple[Tensor, Tensor, Tensor], x: Tensor, new: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Put tokens into slots of pages that hold others; who stays keeps its codes.
 
@@ -164,11 +167,11 @@ def replace_tokens(
     new = new.unflatten(-1, (-1, spec.page_size)).unsqueeze(-1)
     if spec.quantizer.raw:
         old = decode_pages(*pools, spec).to(x.dtype)
-        return _encode(torch.where(new.flatten(2, 3), x, old), spec, None, None)
+        return _encode(torch.where(new.flatten(2, 3), x, old), spec, (), None)
     stored = None
     if spec.quantizer.per == "channel":
         stored = (*pools[1:], ~new.squeeze(-1).unflatten(-1, (-1, spec.quantizer.group_size)).all(-1, keepdim=True))
-    codes, scale, zero_point = _encode(x, spec, compensation, stored)
+    codes, scale, zero_point = _encode(x, spec, fitted, stored)
     codes = pack(torch.where(new, unpack(codes, spec.bits), unpack(pools[0], spec.bits)), spec.bits)
     if spec.quantizer.per == "token":
         both = zip((scale, zero_point), pools[1:], strict=True)

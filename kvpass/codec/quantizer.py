@@ -84,6 +84,36 @@ class Adaptive:
 
 
 @dataclass(frozen=True)
+class Allocation:
+    """Widths by channel, in a basis that is fitted to the tokens packed first (`codec.allocation`).
+
+    pairs, singles: of 16 channels, how many pairs of bits they share, and how many single bits; (2 * pairs + singles) /
+        16 bits a value. A channel has at most one single bit, so that many have an odd width.
+    block_size: neighbouring channels that are decorrelated together; 1 takes channels as they are.
+    weighted: errors cost what the prompt's queries make of them; otherwise the same in all channels.
+    """
+
+    pairs: int
+    singles: int
+    block_size: int
+    weighted: bool
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_integers(self, pairs=1, singles=0, block_size=1)
+        if self.pairs > 48 or self.singles > 16:
+            raise KVPassError(
+                f"pairs={self.pairs}, singles={self.singles}: 16 channels share up to 48 pairs of bits and 16 others."
+            )
+
+    def check(self, head_dim: int) -> None:
+        """Raise `KVPassError` unless heads of ``head_dim`` channels have whole blocks, and whole shares."""
+        for name, size in (("block_size", self.block_size), ("16", 16)):
+            if head_dim % size:
+                raise KVPassError(f"{name}={size} does not divide head_dim={head_dim}.")
+
+
+@dataclass(frozen=True)
 class Quantizer:
     """How values become codes, and codes values again.
 
@@ -96,6 +126,7 @@ class Quantizer:
         the width of the code of d values, and groups have a scale and no zero point.
     subspace: errors of channels are made up for by later ones, where queries see them.
     adaptive: a width for every token instead of ``bits``, which is the widest.
+    allocation: widths by channel, at most ``bits``, which is 8; a token's gain is its only scale.
     codec: name of the codec of its pages, if it is not one of these (`codec.kept`).
     """
 
@@ -107,6 +138,7 @@ class Quantizer:
     grid: str = ""
     subspace: Subspace | None = None
     adaptive: Adaptive | None = None
+    allocation: Allocation | None = None
     codec: str = ""
 
     def __post_init__(self) -> None:
@@ -114,6 +146,9 @@ class Quantizer:
         check_integers(self, bits=1, group_size=1)
         if self.grid:
             self._check_grid()
+        elif self.allocation is not None:
+            if (self.bits, self.codec) != (8, "allocated"):
+                raise KVPassError("Widths by channel are those of codec='allocated', at most bits=8.")
         elif self.bits not in UNIFORM and not self.raw:
             raise KVPassError(f"bits={self.bits}: packed widths are {list(UNIFORM)}.")
         if self.subspace is not None and self.per != "channel":
@@ -143,6 +178,9 @@ class Quantizer:
         codes = f"{self.bits} bit per {self.per} g{self.group_size}"
         if self.adaptive is not None:
             codes = f"{self.adaptive.widths} bits by token, {self.adaptive.outliers:.1%} exact"
+        elif self.allocation is not None:
+            each = (2 * self.allocation.pairs + self.allocation.singles) / 16
+            return f"{each:g} bits on average, by channel, blocks of {self.allocation.block_size}"
         elif self.raw:
             codes = f"{self.bits}-bit floats"
         elif self.grid:
@@ -151,6 +189,8 @@ class Quantizer:
 
     def check(self, head_dim: int) -> None:
         """Raise `KVPassError` unless the groups of heads of ``head_dim`` channels are whole."""
+        if self.allocation is not None:
+            self.allocation.check(head_dim)
         if self.raw:
             return  # no groups
         if self.per == "token" and head_dim % self.group_size:
@@ -178,4 +218,5 @@ class Quantizer:
     @property
     def needs_queries(self) -> bool:
         """Whether codes depend on the prompt's queries."""
-        return self.subspace is not None or (self.adaptive is not None and self.adaptive.fits_energy)
+        weighted = self.allocation is not None and self.allocation.weighted
+        return self.subspace is not None or weighted or (self.adaptive is not None and self.adaptive.fits_energy)

@@ -10,7 +10,7 @@ from ..errors import KVPassError
 from ..fields import check_types, fields_alone, hash_once
 from ..layout.retention import Retention
 from .bitpack import byte_rows, smallest_page
-from .quantizer import Adaptive, Quantizer, Subspace
+from .quantizer import Adaptive, Allocation, Quantizer, Subspace
 from .transform import AS_THEY_ARE, Transform
 
 _Part = TypeVar("_Part", "CodecSpec", Quantizer, Retention)
@@ -175,7 +175,7 @@ def parse(text: str) -> CodecSpec:
     """The `CodecSpec` that ``str(spec)`` wrote."""
     spec = json.loads(text)
     quantizer = spec["quantizer"]
-    for name, cls in (("subspace", Subspace), ("adaptive", Adaptive)):
+    for name, cls in (("subspace", Subspace), ("adaptive", Adaptive), ("allocation", Allocation)):
         quantizer[name] = cls(**quantizer[name]) if quantizer[name] else None
     parts = Quantizer(**quantizer), Retention(**spec["retention"]), Transform(**spec["transform"])
     return CodecSpec(*parts, spec["own_codes"])

@@ -23,6 +23,7 @@ from .rtn import RTNConfig
 from .squat import SQuatConfig
 from .storage import StorageConfig
 from .uniform import UniformConfig
+from .waterfill import WaterfillConfig
 from .xquant import AsymKVConfig, XQuantConfig
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "SchemeConfig",
     "StorageConfig",
     "UniformConfig",
+    "WaterfillConfig",
     "XQuantConfig",
     "available",
     "check_edges",

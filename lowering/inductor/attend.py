@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpass.codec.affine import params_dtype
+from kvpass.codec.allocation import counts
 from kvpass.codec.bitpack import num_planes, unpack_plane, unpack_plane_unshifted
 from kvpass.codec.codebook import grid, look_up
 from kvpass.codec.hadamard import basis
@@ -28,11 +29,12 @@ from .. import reference
 from ..reference import with_past
 from ..session import compiled_once
 from ..table import DispatchKey, implements
-from . import drafts
+from . import allocated, drafts
 from .aot import Input, compile_ahead
 from .pages import WIDTHS, decode_all
 
 _VALUES = WIDTHS | {"per=channel", "per=token", "keep=log", "rotation", "grid"}
+_VALUES |= {"allocation", "codec=allocated"}
 _ATTENDED = _VALUES | {"pre_rope", "center"}, _VALUES
 _MIN_PAGES = 2  # sizes 0 and 1 would be specialised; what is beyond the packed tokens is masked
 
@@ -134,8 +136,11 @@ def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rop
         scores = torch.tanh(scores / softcap) * softcap if softcap else scores
         return torch.where(counts, scores, -torch.inf)
 
-    fixed = given["k_points"], given["k_basis"], center
-    on_pages = _page_scores(q, k_pools, in_page.view(count, size), tables, rope, k_spec.quantizer, *fixed)
+    if given["k_fields"] is not None:
+        on_pages = allocated.page_scores(q, k_pools, given["k_points"], given["k_basis"], given["k_fields"], center)
+    else:
+        fixed = given["k_points"], given["k_basis"], center
+        on_pages = _page_scores(q, k_pools, in_page.view(count, size), tables, rope, k_spec.quantizer, *fixed)
     on_ring = torch.stack(_dots(q, k_ring.float(), tables(k_tokens.clamp_min(0)), rope), 1)
     own, counts = (q * k_new.float()).sum(-1, keepdim=True), torch.full_like(n, present, dtype=torch.bool)
     scores = torch.cat([seen(on_pages, index < k_packed), seen(on_ring, k_counts), seen(own, counts)], -1)
@@ -154,11 +159,16 @@ def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rop
     packed, slots = v_count * size, v_ring.shape[1]
     on_pages = torch.where(index[:packed] < v_packed, weights[..., :packed], 0.0)
     on_ring = _ring_weights(weights, lengths, count * size, k_spec.retention, v_spec.retention, held)
+    if given["v_fields"] is not None:
+        on_pages = on_pages * allocated.page_gains(v_pools, given["v_points"]).flatten(1).unsqueeze(1)
     # concatenated, they are computed once: otherwise anew for every channel
     on_pages, on_ring, own = torch.cat([on_pages, on_ring, weights[..., -1:]], -1).split([packed, slots, 1], -1)
     out = (on_ring[..., None] * v_ring[:, None].float()).sum(2) + own * v_new.float()
     on_pages = on_pages.unflatten(-1, (v_count, -1))
-    out = out + _page_values(on_pages, v_pools, v_spec.quantizer, given["v_points"], given["v_basis"])
+    if given["v_fields"] is not None:
+        out = out + allocated.page_values(on_pages, v_pools, given["v_basis"], given["v_fields"])
+    else:
+        out = out + _page_values(on_pages, v_pools, v_spec.quantizer, given["v_points"], given["v_basis"])
     out = out.view(*shape[:3], -1).to(dtype)
     return (out, weights.sum(1)) if mass else (out,)
 
@@ -217,7 +227,7 @@ def _biased(scores: Tensor, mask: Tensor, token: Tensor, groups: int) -> Tensor:
     return (scores.unflatten(0, (-1, groups)) + bias).flatten(0, 1)
 
 
-_POOLS = {side: [f"{side}_{name}" for name in CODECS[""].tensors] for side in ("k", "v")}
+_POOLS = {side: [f"{side}_{name}" for name in CODECS[""].tensors] for side in ("k", "v")}  # "allocated" has as many
 _ROOMS = {name: f"{name}_room" for names in _POOLS.values() for name in names}
 # Sizes to trace with, where sizes vary from call to call: different for what is unrelated, and none of them 0 or 1.
 _BATCH, _TOKENS, _TABLES = 5, 1733, 1811
@@ -274,9 +284,15 @@ def _inputs(common: _Common, k_spec: CodecSpec, v_spec: CodecSpec) -> list[Input
         inputs += [sample(n, heads, *s, dtype=d) for n, (s, d) in zip(_POOLS[side], kept, strict=True)]
         inputs += [sample(f"{side}_ring", heads, spec.retention.sinks + spec.retention.ring_size, head_dim)]
         inputs += [sample(f"{side}_new", heads, 1, head_dim)]
-        inputs += [Input(f"{side}_points", grid(spec.quantizer.grid, device) if spec.quantizer.grid else None)]
-        rotated = spec.transform.rotation is not None
-        inputs += [tensor(f"{side}_basis", head_dim, head_dim, dtype=torch.float32, there=rotated)]
+        inputs += [Input(f"{side}_points", _points(spec, device))]
+        rotated, allocation = spec.transform.rotation is not None, spec.quantizer.allocation
+        if allocation is None:
+            inputs += [tensor(f"{side}_basis", head_dim, head_dim, dtype=torch.float32, there=rotated)]
+            inputs += [Input(f"{side}_fields", None)]
+        else:
+            inputs += [sample(f"{side}_basis", heads, head_dim, allocation.block_size, dtype=params_dtype(dtype))]
+            fields = sum(counts(allocation, head_dim))
+            inputs += [sample(f"{side}_fields", heads, 1, fields, dtype=torch.int16)]
     of_samples, mask_heads, kind = mask or (False, 1, dtype)
     retention, ids = k_spec.retention, torch.int64
     log = retention.keep == "log"
@@ -291,6 +307,13 @@ def _inputs(common: _Common, k_spec: CodecSpec, v_spec: CodecSpec) -> list[Input
         tensor("sinks", q_heads, dtype=sinks or dtype, there=sinks is not None),
         sample("center", heads, 1, head_dim, dtype=params_dtype(dtype), there=k_spec.transform.center),
     ]
+
+
+def _points(spec: CodecSpec, device: torch.device) -> Tensor | None:
+    """The table that codes, or gains, are looked up in."""
+    if spec.quantizer.allocation is not None:
+        return allocated.gain_table(device)
+    return grid(spec.quantizer.grid, device) if spec.quantizer.grid else None
 
 
 @compiled_once
@@ -336,6 +359,8 @@ def _refuses_attend(dispatch: DispatchKey) -> str | None:
     (key, value), of_keys = (spec.retention for spec in specs), specs[0].transform
     if (key.page_size, key.sinks, key.keep) != (value.page_size, value.sinks, value.keep):
         return "keys and values must share page size, sinks and the choice of exact tokens."
+    if of_keys.pre_rope and specs[0].quantizer.allocation is not None:
+        return "a basis of keys before rotary embedding is no query's: they have to be decoded."
     if of_keys.pre_rope and of_keys.rotation is not None:
         return "keys rotated by a Hadamard matrix before rotary embedding have to be decoded."
     if value.window < key.window or (key.keep == "log" and key.ring_size != value.ring_size):
@@ -360,12 +385,13 @@ def _run(
     counts = {}
     for side, pack, spec in sides:
         counts[f"{side}_pages"] = pages = max(_MIN_PAGES, spec.retention.pages(n))
-        name_of_grid, rotation = spec.quantizer.grid, spec.transform.rotation
+        rotation = spec.transform.rotation
         for name, pool in zip(_POOLS[side], pack.pools, strict=True):
             counts[_ROOMS[name]], given[name] = capacity(pool, pages), handle(pool.contiguous())
         given[f"{side}_ring"] = pack.ring
-        given[f"{side}_points"] = grid(name_of_grid, device) if name_of_grid else None
-        given[f"{side}_basis"] = None if rotation is None else basis(head_dim, rotation, device)
+        given[f"{side}_points"] = _points(spec, device)
+        given[f"{side}_basis"] = pack.basis if rotation is None else basis(head_dim, rotation, device)
+        given[f"{side}_fields"] = pack.fields
     given.update(zip(counts, _carriers(tuple(counts.values()), device), strict=True))
     layout_of_mask = None
     if mask is not None:

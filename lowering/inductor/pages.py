@@ -49,8 +49,9 @@ def _compiled_page_kernel(fn, spec: CodecSpec, described: tuple, fixed: tuple):
     return compile_ahead(lambda *tensors: fn(*tensors, spec), inputs)
 
 
-def _encode(pages: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Tensor, ...]:
-    return encode_pages(pages, spec, compensation)
+def _encode(pages: Tensor, *fitted_and_spec) -> tuple[Tensor, ...]:
+    *fitted, spec = fitted_and_spec
+    return encode_pages(pages, spec, fitted)
 
 
 def _decode(codes, scale, zero_point, rows, points, basis, *rest) -> tuple[Tensor]:
@@ -77,12 +78,11 @@ def _refuses_encode(dispatch: DispatchKey) -> str | None:
 
 
 @implements("encode", "inductor", has=(_ENCODED | APPENDED,), refuses=_refuses_encode)
-def encode(x: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Tensor, ...]:
+def encode(x: Tensor, fitted: Sequence[Tensor], spec: CodecSpec) -> tuple[Tensor, ...]:
     batch, heads, tokens, head_dim = x.shape
     pages = tokens // spec.page_size
-    if compensation is not None:
-        compensation = compensation[:, :, None].expand(-1, -1, pages, -1, -1).flatten(0, 2)
-    new, count = _page_kernel(_encode, spec, (x.reshape(-1, spec.page_size, head_dim), compensation))
+    by_page = [one[:, :, None].expand(-1, -1, pages, -1, -1).flatten(0, 2) for one in fitted]
+    new, count = _page_kernel(_encode, spec, (x.reshape(-1, spec.page_size, head_dim), *by_page))
     return tuple(tensor[:count].view(batch, heads, pages, *tensor.shape[2:]) for tensor in new)
 
 
@@ -104,7 +104,7 @@ def decode(*args) -> Tensor:
 def decode_all(kept: Sequence[Tensor], spec: CodecSpec, references, predictor) -> Tensor:
     codes = kept[0]
     batch, heads, pages = codes.shape[:3]
-    if not pages:
+    if not pages or spec.quantizer.allocation is not None:  # one product of matrices
         return decode_pages(*kept, spec)
     spec, rows, device = spec.stored_as, None, codes.device
     grid_name, rotation = spec.quantizer.grid, spec.transform.rotation

@@ -5,6 +5,8 @@ compensated it is not bit for bit: products are summed in another order, so a va
 They are made of three tensor-core products, about as exact as float32 and without its registers.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -153,7 +155,7 @@ def _codec(spec: CodecSpec, head_dim: int, dtype: torch.dtype) -> Codec:
 
 
 @implements("encode", "triton", has=(ENCODED | APPENDED,), refuses=refuses, by_name_only=INTERPRETED)
-def encode(x: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Tensor, Tensor, Tensor]:
+def encode(x: Tensor, fitted: Sequence[Tensor], spec: CodecSpec) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, tokens, head_dim = x.shape
     pages = tokens // spec.page_size
     codes, scale, zero_point = (
@@ -171,7 +173,7 @@ def encode(x: Tensor, compensation: Tensor | None, spec: CodecSpec) -> tuple[Ten
         rest = pages, *x.stride()[:3], heads, codec
         if spec.quantizer.subspace is not None:
             encode_compensated[programs,](
-                x, compensation.contiguous(), codes, scale, zero_point, *rest, num_warps=COMPENSATING_WARPS,
+                x, fitted[0].contiguous(), codes, scale, zero_point, *rest, num_warps=COMPENSATING_WARPS,
                 enable_fp_fusion=False,
             )  # fmt: skip
             return codes, scale, zero_point

@@ -1,0 +1,61 @@
+"""`waterfill` taken apart on SmolLM2, beside its rivals: python benchmarks/waterfill.py [--text FILE,...] [row ...]
+
+Every row is scored in one pass behind the same prompts. Bits are those of a cache of 8,192 tokens in bfloat16,
+everything counted; KL and agreement are as `kvpass eval` has them.
+"""
+
+import argparse
+import copy
+
+from kvpass import models
+from kvpass.eval import bits_at, quality, texts
+
+PROMPT, SCORED, LONG = 1024, 512, 8192
+RIVALS = "kivi", "kivi-sinks", "kivi-3", "kivi-4", "squat", "higgs-sinks", "higgs-3"
+
+ROWS = {
+    "waterfill": {},
+    "channels as they are": dict(block_size=1),
+    "blocks of 4": dict(block_size=4),
+    "blocks of 8": dict(block_size=8),
+    "blocks of 32": dict(block_size=32),
+    "not weighted by queries": dict(weighted=False),
+    "after RoPE": dict(rope="post"),
+    "mean not subtracted": dict(center=False),
+    "without sinks": dict(sinks=0),
+    "pairs of bits only": dict(key_fields=(20, 0), value_fields=(16, 0)),
+    "more single bits": dict(key_fields=(16, 8), value_fields=(12, 8)),
+    "most of them single": dict(key_fields=(12, 16), value_fields=(8, 16)),
+    "as many bits for values": dict(key_fields=(16, 4), value_fields=(16, 4)),
+    "more bits for values": dict(key_fields=(14, 4), value_fields=(18, 4)),
+    "values alone are packed like that": dict(key_fields=(48, 0)),
+    "keys alone are packed like that": dict(value_fields=(48, 0)),
+    "waterfill-2": dict(scheme="waterfill-2"),
+    "waterfill-3": dict(scheme="waterfill-3"),
+    **{name: dict(scheme=name) for name in RIVALS},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", help="files to score instead of the texts that come with kvpass")
+    parser.add_argument("rows", nargs="*", default=list(ROWS), metavar="row")
+    args = parser.parse_args()
+    model, tokenizer = models.load()
+    half = copy.deepcopy(model).bfloat16()
+    names = args.text.split(",") if args.text else texts.available()
+    sources = {name: texts.tokens(tokenizer, name, PROMPT + SCORED) for name in names}
+    chosen = {name: {"scheme": "waterfill", **ROWS[name]} for name in args.rows}
+    results = quality.evaluate(model, sources, PROMPT, chosen, one_pass=True)
+    print("| | bits at 8k |" + "".join(f" KL, {name} | top-1 |" for name in sources))
+    print("|---|--:|" + "--:|--:|" * len(sources))
+    for name, scheme in chosen.items():
+        cells = [f"{bits_at(half, scheme, [LONG])[LONG]:.2f}"]
+        for rows in results.values():
+            (row,) = (one for one in rows if one.scheme == name)
+            cells += [f"{row.kl:.4f}", f"{sum(row.agreements) / len(row.agreements):.1%}"]
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()

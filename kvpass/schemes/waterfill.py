@@ -1,0 +1,58 @@
+"""Our own: bits go to the channels whose errors the prompt's queries would see, in a basis fitted to the prompt.
+
+Levers that papers have one at a time, and no calibration: keys before rotary embedding, less their mean, where channels
+are steady; blocks of neighbouring channels decorrelated (transform coding); widths by channel, by what an error costs
+the prompt's queries (reverse water-filling, where SQuat moves errors about); and a gain for each token, no scales of
+groups. docs/own-scheme.md has what each is worth.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..codec.quantizer import Allocation, Quantizer
+from ..codec.spec import CodecSpec
+from .base import LayerGeometry, LayerPlan, register_scheme
+from .storage import StorageConfig
+
+
+@register_scheme(
+    waterfill_2=dict(key_fields=(16, 4), value_fields=(12, 4)),
+    waterfill_3=dict(key_fields=(25, 4), value_fields=(19, 4)),
+)
+@dataclass(frozen=True, kw_only=True)
+class WaterfillConfig(StorageConfig):
+    """``(2 * pairs + singles) / 16 + 8 / head_dim`` bits a value, and the exact tokens of `StorageConfig`.
+
+    key_fields, value_fields: of 16 channels, how many pairs of bits they share, and how many single bits.
+    block_size: neighbouring channels that are decorrelated together; 1 takes channels as they are.
+    weighted: errors in keys cost what the prompt's queries make of them, instead of the same in all channels.
+    center: the mean of the keys that are packed first is subtracted from all.
+    """
+
+    name = "waterfill"
+
+    sinks: int = 4
+    rope: Literal["post", "pre"] = "pre"
+    key_fields: tuple[int, int] = (18, 4)
+    value_fields: tuple[int, int] = (14, 4)
+    block_size: int = 16
+    weighted: bool = True
+    center: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._plan(1)
+
+    def _plan(self, head_dim: int) -> LayerPlan:
+        def quantizer(fields: tuple[int, int], weighted: bool) -> Quantizer:
+            allocation = Allocation(*fields, min(self.block_size, head_dim), weighted)
+            return Quantizer(8, "token", head_dim, allocation=allocation, codec="allocated")
+
+        keys, values = quantizer(self.key_fields, self.weighted), quantizer(self.value_fields, False)
+        return LayerPlan(
+            CodecSpec(keys, self.key_retention(), self.key_transform(center=self.center)),
+            CodecSpec(values, self.value_retention()),
+        )
+
+    def plan(self, layer: LayerGeometry) -> LayerPlan:
+        return self._plan(layer.head_dim).checked(layer)

@@ -1,0 +1,96 @@
+"""Attention over pages with widths by channel (`kvpass.codec.allocation`): fields are read as they are stored, and the
+query, or the output, takes what they stand for.
+"""
+
+from collections.abc import Sequence
+from functools import cache, reduce
+
+import torch
+from torch import Tensor
+
+from kvpass.codec.allocation import FIELD_BITS, gains, middle
+from kvpass.codec.bitpack import num_planes, unpack_plane_unshifted
+
+
+@cache
+def gain_table(device: torch.device) -> Tensor:
+    """The gain of each code: powers are expensive where they are not vectors."""
+    return gains(torch.arange(256, device=device))
+
+
+def page_gains(pools: Sequence[Tensor], table: Tensor) -> Tensor:
+    """Gains of tokens in pages, ``[BH, N, P]``."""
+    return table[pools[-1].squeeze(-1).int()]
+
+
+def page_scores(
+    q: Tensor, pools: Sequence[Tensor], table: Tensor, basis: Tensor, places: Tensor, center: Tensor | None
+) -> Tensor:
+    """``q`` ``[BH, R, D]`` with the keys in pages: ``[BH, R, N * P]``, in storage order.
+
+    pools: pairs of bits ``[BH, N, P / 4, .]``, single ones ``[BH, N, P / 8, .]`` and gains ``[BH, N, P, 1]``. center:
+    the mean that was subtracted from the keys.
+    """
+    pairs, singles, _ = pools
+    basis, (coordinates, weight) = basis.flatten(0, 1).float(), _places(places, basis.shape[-2])
+    size, planes = basis.shape[-1], num_planes(1)
+    of_rows = (q.unflatten(-1, (-1, 1, size)) * basis.unflatten(-2, (-1, size))[:, None]).sum(-1).flatten(-2)
+    of_fields = of_rows.gather(-1, coordinates[:, None].expand(-1, q.shape[1], -1)) * weight[:, None]
+    # concatenated, they are computed once: otherwise anew for every token
+    of_fields = torch.cat([of_fields, of_fields[..., :1]], -1)
+    of_pairs, of_singles, _ = of_fields.split([pairs.shape[-1], singles.shape[-1], 1], -1)
+    offset = of_pairs.sum(-1, keepdim=True) * middle(2) + of_singles.sum(-1, keepdim=True) * middle(1)
+    by_head = []
+    for r in range(q.shape[1]):
+        for plane in range(planes):
+            two, one = _tokens_of(pairs, singles, plane)
+            each = two[0] * (of_pairs[:, r] * two[1])[:, None, None]
+            if singles.shape[-1]:
+                more = one[0] * (of_singles[:, r] * one[1])[:, None, None]
+                by_head.append(each.sum(-1) + more.sum(-1))
+            else:
+                by_head.append(each.sum(-1))
+    total = torch.stack(by_head, 1).unflatten(1, (-1, planes)).transpose(2, 3).flatten(2) - offset
+    total = total * page_gains(pools, table).flatten(1).unsqueeze(1)
+    return total if center is None else total + (q * center.flatten(0, 1).float()).sum(-1, keepdim=True)
+
+
+def _places(places: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """The coordinate of each field and its weight there, ``[BH, F]``."""
+    places = places.flatten(0, 2).long()
+    return places % head_dim, (1 << places // head_dim).float()
+
+
+def _tokens_of(pairs: Tensor, singles: Tensor, plane: int) -> tuple[tuple[Tensor, float], tuple[Tensor, float]]:
+    """Pairs and single bits of one in 8 tokens of each page, ``[BH, N, P / 8, .]`` float32, and what 1 in them is
+    worth."""
+    codes, unit = unpack_plane_unshifted(pairs, 2, plane // 2)
+    half = codes.shape[-2] // 2
+    one, unit_of_one = unpack_plane_unshifted(singles, 1, plane)
+    return (codes.narrow(-2, plane % 2 * half, half).float(), unit), (one.float(), unit_of_one)
+
+
+def page_values(weights: Tensor, pools: Sequence[Tensor], basis: Tensor, places: Tensor) -> Tensor:
+    """Values in pages, weighted by ``[BH, R, N, P]``, gains included: ``[BH, R, D]``."""
+    *kinds, _ = pools
+    head_dim, size = basis.shape[-2:]
+    total, parts = weights.sum((2, 3)).unsqueeze(-1), []
+    for packed, bits in zip(kinds, FIELD_BITS, strict=True):
+        if packed.shape[-1]:
+            parts.append(_kind_values(weights, packed, bits) - middle(bits) * total)
+    coordinates, weight = _places(places, head_dim)
+    mine = torch.arange(head_dim, device=basis.device)[:, None] == coordinates[:, None]
+    of_fields = torch.where(mine, weight[:, None], 0.0)  # [BH, D, F]
+    of_rows = (torch.cat(parts, -1)[:, :, None] * of_fields[:, None]).sum(-1)
+    rows = basis.flatten(0, 1).float().unflatten(-2, (-1, size))
+    return (of_rows.unflatten(-1, (-1, size, 1)) * rows[:, None]).sum(-2).flatten(-2)
+
+
+def _kind_values(weights: Tensor, packed: Tensor, bits: int) -> Tensor:
+    """Fields ``[BH, N, rows, F]`` weighted by ``[BH, R, N, P]``: ``[BH, R, F]``."""
+    by_plane, products = weights.unflatten(-1, (num_planes(bits), -1)), []
+    for plane in range(num_planes(bits)):
+        codes, unit = unpack_plane_unshifted(packed, bits, plane)
+        values = codes.float() * unit
+        products.append([by_plane[:, r, :, plane, :, None] * values for r in range(weights.shape[1])])
+    return torch.stack([reduce(torch.add, of_head).sum((1, 2)) for of_head in zip(*products, strict=True)], 1)
