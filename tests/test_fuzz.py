@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from kvpass import KVPassError, schemes
-from kvpass.codec import Adaptive, CodecSpec, Quantizer, Subspace, Transform, parse
+from kvpass.codec import Adaptive, Allocation, CodecSpec, Quantizer, Subspace, Transform, parse
 from kvpass.fields import made
 from kvpass.layout.retention import HeavyHitter, LogSparse, Recent, Retention, Sinks, StreamingLLM
 from kvpass.schemes import LayerGeometry, LayerPlan, SchemeConfig
@@ -47,6 +47,10 @@ _by_name = {
     "subspace": st.none()
     | st.builds(Subspace, st.integers(1, 70), st.sampled_from((0.0, 0.5, 1e6)), st.booleans(), _sizes),
     "adaptive": st.none() | st.just(Adaptive((2, 3, 4), "key", 0.1, 0.01, 5)),
+    "allocation": st.none() | st.just(Allocation(14, 8, 8, False)),
+    "codec": st.sampled_from(("", "allocated", "none")),
+    **dict.fromkeys(("pairs", "singles"), st.integers(0, 17)),
+    **dict.fromkeys(("key_fields", "value_fields"), st.tuples(st.integers(0, 50), st.integers(0, 17))),
     **dict.fromkeys(("backbone", "first_layer"), st.sampled_from(("higgs", "kivi", "rtn-2", {"scheme": "quarot"}))),
 }
 
@@ -173,7 +177,9 @@ def test_a_model_takes_any_config_or_refuses_it_untouched(fuzz):
 PARTS = {"quantizer": Quantizer, "retention": Retention, "transform": Transform}
 
 
-@pytest.mark.parametrize("cls", [CodecSpec, *PARTS.values(), Subspace, Adaptive], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize(
+    "cls", [CodecSpec, *PARTS.values(), Subspace, Adaptive, Allocation], ids=lambda cls: cls.__name__
+)
 def test_a_part_of_a_plan_is_refused_in_kvpasss_words_or_stores_tokens(cls, fuzz):
     def attempt(drawn):
         fields, layer = drawn
