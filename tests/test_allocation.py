@@ -15,7 +15,7 @@ from kvpass.codec.allocation import DISTORTION, STEPS, allocate, counts, fit_bas
 from kvpass.layout.retention import Retention
 from kvpass.schemes import LayerGeometry, WaterfillConfig, get
 
-from common import DTYPES, awkward, chunkings, randn, seeds
+from common import DTYPES, awkward, chunkings, generator, randn, seeds
 from tiny import llama, step_by_step, tokens
 
 HEAD = 32
@@ -35,7 +35,8 @@ DEFAULT = spec_of(Allocation(14, 8, 16, True), center=True)
 
 def mixed(seed, *shape, dtype=torch.float32):
     """Tokens whose channels are correlated, of sizes from 1/8 to 8, and off 0."""
-    mixing = randn(seed, shape[-1], shape[-1]) * torch.exp2(6 * torch.rand(shape[-1]) - 3)
+    sizes = torch.exp2(6 * torch.rand(shape[-1], generator=generator(seed)) - 3)
+    mixing = randn(seed, shape[-1], shape[-1]) * sizes
     return (randn(seed + 1, *shape) @ mixing + 2 * randn(seed + 2, shape[-1])).to(dtype)
 
 
