@@ -39,11 +39,17 @@ def not_padding(mask: Tensor, batch: int, tokens: int) -> Tensor:
     return (own if own.dtype == torch.bool else own == 0).expand(batch, -1)
 
 
-def fit_compensation(q: Tensor, mask: Tensor | None, num_key_value_heads: int, subspace: Subspace) -> Tensor:
-    """The compensation matrix of the prompt's queries ``[B, H_q, S, D]``; those of padding tokens are left out."""
+def _by_kv_head(q: Tensor, mask: Tensor | None, num_key_value_heads: int) -> tuple[Tensor, Tensor | None]:
+    """Queries ``[B, H_q, S, D]`` of a KV head in a row, ``[B, H_kv, N, D]``, and which are no padding, ``[B, N]``."""
     stacked = q.unflatten(1, (num_key_value_heads, -1))
     valid = None if mask is None else not_padding(mask, q.shape[0], q.shape[2]).repeat(1, stacked.shape[2])
-    precision = precision_matrix(stacked.flatten(2, 3), subspace, valid)
+    return stacked.flatten(2, 3), valid
+
+
+def fit_compensation(q: Tensor, mask: Tensor | None, num_key_value_heads: int, subspace: Subspace) -> Tensor:
+    """The compensation matrix of the prompt's queries ``[B, H_q, S, D]``; those of padding tokens are left out."""
+    stacked, valid = _by_kv_head(q, mask, num_key_value_heads)
+    precision = precision_matrix(stacked, subspace, valid)
     return compensation_matrix(precision, subspace.block_size)
 
 
@@ -182,11 +188,9 @@ def _pack(
 def look(q: Tensor, mask: Tensor | None, num_key_value_heads: int, size: int) -> Tensor:
     """Where the prompt's queries ``[B, H_q, S, D]`` look that are no padding, by blocks of ``size`` channels: their
     second moment ``[B, H_kv, D, size]``, as if ``size`` more of them had looked everywhere."""
-    stacked = q.unflatten(1, (num_key_value_heads, -1))
-    valid = torch.ones_like(q[:, 0, :, 0], dtype=torch.bool)
-    valid = valid if mask is None else not_padding(mask, q.shape[0], q.shape[2])
-    seen = second_moment(stacked.flatten(2, 3), size, valid.repeat(1, stacked.shape[2]))
-    queries = (valid.sum(-1) * stacked.shape[2]).clamp_min(1)[:, None, None, None, None]
+    stacked, valid = _by_kv_head(q, mask, num_key_value_heads)
+    seen = second_moment(stacked, size, valid)
+    queries = stacked.shape[2] if valid is None else valid.sum(-1).clamp_min(1)[:, None, None, None, None]
     each = seen.diagonal(dim1=-2, dim2=-1).mean((-1, -2), keepdim=True).unsqueeze(-1) / queries
     return (seen + size * each * torch.eye(size, dtype=seen.dtype, device=q.device)).flatten(2, 3)
 

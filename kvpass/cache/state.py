@@ -223,8 +223,8 @@ class KVState(Storage):
     @torch.inference_mode(False)
     def reserve(self, tokens: int) -> None:
         """Make room for ``tokens`` tokens, growing geometrically; contents are kept."""
-        pool = next(tensor for name, tensor in self.tensors() if name in self._pools)
-        have, need = pool.shape[2], self.spec.retention.pages(tokens)
+        own = getattr(self, attribute(of_pages(self.spec)[-1]))  # codes may be another state's
+        have, need = own.shape[2], self.spec.retention.pages(tokens)
         if need > have:
             pages = max(need, have + max(_MIN_PAGES, have // GROWTH))
             self.put(**{name: grown(old, pages) for name, old in self.tensors() if name in self._pools})

@@ -20,22 +20,16 @@ from ..errors import KVPassError
 from .affine import check_finite
 from .bitpack import byte_rows, pack, unpack
 from .kept import CODECS, Codec, Kept
-from .quantizer import Allocation
+from .quantizer import PAIRS, SHARES, Allocation
 from .spec import CodecSpec
 
 FIELD_BITS = 2, 1
-SHARES = 16
-"""Channels that `Allocation` counts fields of."""
-PAIRS = 3
-"""Pairs of bits of the widest coordinates, which have 6 or 7."""
 STEPS = 1.5958, 0.9957, 0.5860, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308
 """Steps of uniform codes of 1 to 8 bits, of least squared error for a normal variable (Max 1960, table 2)."""
 DISTORTION = 1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001041, 0.0003035, 0.0000869
 """Their squared error, of 0 to 8 bits."""
 _SHRINKAGE = 0.05  # of the covariance towards its diagonal, besides that of a block of tokens
-_FLOOR = (
-    0.02  # of the mean cost of a channel: none costs less, as later queries may look where those of the prompt do not
-)
+_FLOOR = 0.02  # of the mean cost of a channel: none costs less, as later queries may look where the prompt's do not
 _OCTAVE, _UNIT = 16, 128  # gains in a factor of 2, and the code of gain 1
 _LEAST_GAIN, _LEAST_VARIANCE = 1e-9, 2.0**-16  # a basis is kept in 16 bits
 
@@ -131,8 +125,8 @@ def fit_basis(
     tokens = torch.full((len(x),), x.shape[2], device=x.device) if valid is None else valid.sum(-1).clamp_min(1)
     count = tokens[:, None, None, None, None]
     covariance = (covariance + torch.diag_embed((_SHRINKAGE + size / count.squeeze(-1)) * diagonal + least)) / count
-    covariance = covariance + _LEAST_VARIANCE * torch.eye(size, dtype=covariance.dtype, device=x.device)
     identity = torch.eye(size, dtype=covariance.dtype, device=x.device)
+    covariance = covariance + _LEAST_VARIANCE * identity
     metric = identity.expand_as(covariance) if metric is None else metric.double()
     mean = metric.diagonal(dim1=-2, dim2=-1).mean((-1, -2), keepdim=True).unsqueeze(-1)
     metric = torch.where(mean > 0, metric / mean, identity) + _FLOOR * identity

@@ -13,6 +13,10 @@ UNIFORM = (1, 2, 3, 4, 8)
 RAW = (16, 32)
 """Widths that are floats stored as they are."""
 _MOST_WEIGHT = 1e6
+SHARES = 16
+"""Channels that `Allocation` counts fields of."""
+PAIRS = 3
+"""Pairs of bits of the widest channels of an `Allocation`, which have 6 or 7."""
 
 
 @dataclass(frozen=True)
@@ -101,14 +105,15 @@ class Allocation:
     def __post_init__(self) -> None:
         check_types(self)
         check_integers(self, pairs=1, singles=0, block_size=1)
-        if self.pairs > 48 or self.singles > 16:
+        if self.pairs > PAIRS * SHARES or self.singles > SHARES:
             raise KVPassError(
-                f"pairs={self.pairs}, singles={self.singles}: 16 channels share up to 48 pairs of bits and 16 others."
+                f"pairs={self.pairs}, singles={self.singles}: {SHARES} channels share up to {PAIRS * SHARES} pairs of "
+                f"bits and {SHARES} others."
             )
 
     def check(self, head_dim: int) -> None:
         """Raise `KVPassError` unless heads of ``head_dim`` channels have whole blocks, and whole shares."""
-        for name, size in (("block_size", self.block_size), ("16", 16)):
+        for name, size in (("block_size", self.block_size), (str(SHARES), SHARES)):
             if head_dim % size:
                 raise KVPassError(f"{name}={size} does not divide head_dim={head_dim}.")
 
@@ -179,7 +184,7 @@ class Quantizer:
         if self.adaptive is not None:
             codes = f"{self.adaptive.widths} bits by token, {self.adaptive.outliers:.1%} exact"
         elif self.allocation is not None:
-            each = (2 * self.allocation.pairs + self.allocation.singles) / 16
+            each = (2 * self.allocation.pairs + self.allocation.singles) / SHARES
             return f"{each:g} bits on average, by channel, blocks of {self.allocation.block_size}"
         elif self.raw:
             codes = f"{self.bits}-bit floats"

@@ -3,13 +3,15 @@ query, or the output, takes what they stand for.
 """
 
 from collections.abc import Sequence
-from functools import cache, reduce
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from kvpass.codec.allocation import FIELD_BITS, gains, middle
 from kvpass.codec.bitpack import num_planes, unpack_plane_unshifted
+
+from .planes import in_storage_order, weighted_sum
 
 
 @cache
@@ -50,7 +52,7 @@ def page_scores(
                 by_head.append(each.sum(-1) + more.sum(-1))
             else:
                 by_head.append(each.sum(-1))
-    total = torch.stack(by_head, 1).unflatten(1, (-1, planes)).transpose(2, 3).flatten(2) - offset
+    total = in_storage_order(by_head, planes) - offset
     total = total * page_gains(pools, table).flatten(1).unsqueeze(1)
     return total if center is None else total + (q * center.flatten(0, 1).float()).sum(-1, keepdim=True)
 
@@ -88,9 +90,5 @@ def page_values(weights: Tensor, pools: Sequence[Tensor], basis: Tensor, places:
 
 def _kind_values(weights: Tensor, packed: Tensor, bits: int) -> Tensor:
     """Fields ``[BH, N, rows, F]`` weighted by ``[BH, R, N, P]``: ``[BH, R, F]``."""
-    by_plane, products = weights.unflatten(-1, (num_planes(bits), -1)), []
-    for plane in range(num_planes(bits)):
-        codes, unit = unpack_plane_unshifted(packed, bits, plane)
-        values = codes.float() * unit
-        products.append([by_plane[:, r, :, plane, :, None] * values for r in range(weights.shape[1])])
-    return torch.stack([reduce(torch.add, of_head).sum((1, 2)) for of_head in zip(*products, strict=True)], 1)
+    planes = (unpack_plane_unshifted(packed, bits, plane) for plane in range(num_planes(bits)))
+    return weighted_sum(weights, [codes.float() * unit for codes, unit in planes])

@@ -5,7 +5,7 @@ because as a broadcast dimension the same algebra is twice as slow. Pools are sl
 there are.
 """
 
-from functools import lru_cache, reduce
+from functools import lru_cache
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -32,9 +32,9 @@ from ..table import DispatchKey, implements
 from . import allocated, drafts
 from .aot import Input, compile_ahead
 from .pages import WIDTHS, decode_all
+from .planes import in_storage_order, weighted_sum
 
-_VALUES = WIDTHS | {"per=channel", "per=token", "keep=log", "rotation", "grid"}
-_VALUES |= {"allocation", "codec=allocated"}
+_VALUES = WIDTHS | {"per=channel", "per=token", "keep=log", "rotation", "grid", "allocation", "codec=allocated"}
 _ATTENDED = _VALUES | {"pre_rope", "center"}, _VALUES
 _MIN_PAGES = 2  # sizes 0 and 1 would be specialised; what is beyond the packed tokens is masked
 
@@ -189,7 +189,7 @@ def _page_scores(q, pools, tokens, tables, rope: str, quantizer: Quantizer, poin
             k = k + center.flatten(0, 1)[:, None].float()
         scores.append(_dots(rotated, k, tables(by_plane[:, j]), rope))
     by_head = [scores[j][r] for r in range(q.shape[1]) for j in range(planes)]  # [BH, N, T] each
-    out = torch.stack(by_head, 1).unflatten(1, (-1, planes)).transpose(2, 3).flatten(2)
+    out = in_storage_order(by_head, planes)
     if center is not None and not rope:
         out = out + (q * center.flatten(0, 1).float()).sum(-1, keepdim=True)
     return out
@@ -210,12 +210,9 @@ def _ring_weights(weights, lengths, packed_slots: int, of_keys: Retention, of_va
 
 def _page_values(weights, pools, quantizer: Quantizer, points, basis) -> Tensor:
     """Values in pages, weighted by ``[BH, R, N, P]``: ``[BH, R, D]``."""
-    by_plane, products = weights.unflatten(-1, (num_planes(quantizer.bits), -1)), []
     codes, scale, zero_point = pools
-    for j in range(num_planes(quantizer.bits)):
-        v = plane_values(codes, scale, zero_point, quantizer, j, points)
-        products.append([by_plane[:, r, :, j, :, None] * v for r in range(weights.shape[1])])
-    out = torch.stack([reduce(torch.add, of_head).sum((1, 2)) for of_head in zip(*products, strict=True)], 1)
+    planes = range(num_planes(quantizer.bits))
+    out = weighted_sum(weights, [plane_values(codes, scale, zero_point, quantizer, j, points) for j in planes])
     return out if basis is None else out @ basis.mT
 
 
