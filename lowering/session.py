@@ -1,10 +1,11 @@
-"""What of torch belongs to the whole process while something is traced or compiled: one lock and one flag. The only
-file that touches them; see ``tests/test_private_apis.py``.
+"""What of torch belongs to the whole process while something is traced, compiled or run: one lock, one flag and one
+counter. The only file that touches them; see ``tests/test_private_apis.py``.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from threading import Lock
 from types import CodeType
 from typing import Any
 
@@ -12,6 +13,12 @@ import torch
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.eval_frame import cached_backends, innermost_fn, reset_code
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+_count_frames: Callable[[int], int] | None
+try:
+    from torch._C._dynamo.eval_frame import set_fullgraph_compiled_frame_count as _count_frames
+except ImportError:  # older torch does not count
+    _count_frames = None
 
 
 @contextmanager
@@ -29,6 +36,34 @@ def compiling() -> Iterator[None]:
             yield
         finally:
             torch.compiler._is_compiling_flag = before
+
+
+_calls = 0
+_calls_lock = Lock()
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """Within it a function compiled with ``fullgraph=True`` may return while another thread calls one.
+
+    Such a call counts compiled frames, and raises behind its end if there were none. There is one counter for all
+    threads: whoever ends switches it off for those that still run, and whoever starts then sets it to 0 for them. A
+    call within another leaves the check to that one, so ours run within one that does not check.
+    """
+    global _calls
+    if _count_frames is None:
+        yield
+        return
+    with _calls_lock:
+        _calls += 1
+        _count_frames(0)
+    try:
+        yield
+    finally:
+        with _calls_lock:
+            _calls -= 1
+            if not _calls:
+                _count_frames(-1)
 
 
 def compiled_once(make: Callable) -> Callable:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from transformers.cache_utils import Cache
 
-from kvpass.lowering.session import forget
+from kvpass.lowering.session import forget, uncounted
 
 from ..cache.layer import PackedLayer
 from ..cache.swap import packed_layers
@@ -90,12 +90,14 @@ class _Form:
     def _called(self, args: tuple, kwargs: dict):
         run = self._run
         try:
-            return run(*args, **kwargs)
+            with uncounted():
+                return run(*args, **kwargs)
         except FailOnRecompileLimitHit:  # before anything ran: what a form cannot tell apart varied too often
             with self._lock:
                 if self._run is run:
                     self._run = self._start()
-            return self._run(*args, **kwargs)
+            with uncounted():
+                return self._run(*args, **kwargs)
 
 
 def _first_layer(values) -> PackedLayer | None:
