@@ -8,7 +8,15 @@ import kvpass
 from kvpass import KVPassError, Recent, Sinks, schemes
 from kvpass.eval import quality
 from kvpass.runtime.simulated import Simulator
-from kvpass.schemes import HIGGSConfig, IdentityConfig, KIVIConfig, LogQuantConfig, SQuatConfig, WaterfillConfig
+from kvpass.schemes import (
+    HIGGSConfig,
+    IdentityConfig,
+    KIVIConfig,
+    LogQuantConfig,
+    SQuatConfig,
+    TurboQuantConfig,
+    WaterfillConfig,
+)
 
 from tiny import llama, step_by_step, tokens
 
@@ -22,6 +30,7 @@ SCHEMES = {
     "kivi before RoPE": KIVIConfig(residual=16, group_size=16, rope="pre"),
     "squat before RoPE": SQuatConfig(residual=16, group_size=16, rope="pre"),
     "waterfill": WaterfillConfig(residual=16),
+    "turboquant, sketched": TurboQuantConfig(residual=16, key_bits=3, keys="prod"),
 }
 
 

@@ -22,6 +22,7 @@ from .quarot import QuaRotConfig
 from .rtn import RTNConfig
 from .squat import SQuatConfig
 from .storage import StorageConfig
+from .turboquant import TurboQuantConfig
 from .uniform import UniformConfig
 from .waterfill import WaterfillConfig
 from .xquant import AsymKVConfig, XQuantConfig
@@ -41,6 +42,7 @@ __all__ = [
     "SQuatConfig",
     "SchemeConfig",
     "StorageConfig",
+    "TurboQuantConfig",
     "UniformConfig",
     "WaterfillConfig",
     "XQuantConfig",
