@@ -45,6 +45,7 @@ KINDS = {
     "higgs, centred": Kind(HIGGSConfig(group_size=16, residual=8, sinks=2, center=True)),
     "waterfill": Kind(WaterfillConfig(residual=8, sinks=2, rope="post")),
     "turboquant, sketched": Kind(TurboQuantConfig(residual=8, key_bits=3, keys="prod")),
+    "kivi, scales in 8 bits": Kind(KIVIConfig(**SMALL, scale_bits=8)),
     "logquant": Kind(LogQuantConfig(window=8, group_size=8)),
     "xquant": Kind(XQuantConfig(**SMALL, depth=None, kq=2, vq=2, km=0, vm=0)),
     "kivi, layers that are not packed": Kind(KIVIConfig(**SMALL), lambda: ZOO["Gemma 3"].model("sdpa")),

@@ -8,11 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpass import HeavyHitter, KVPassError, Recent, Sinks
+from kvpass.cache.state import KVState
 from kvpass.codec import decode_pages, encode_pages
 from kvpass.codec.hadamard import hadamard
+from kvpass.codec.kept import built_in
+from kvpass.codec.second_level import compress, expand
 from kvpass.schemes import LayerGeometry, get
 
-from common import generator, randn, seeds
+from common import WIDTHS, generator, randn, seeds
 from tiny import llama, step_by_step, tokens
 
 
@@ -39,6 +42,7 @@ def values_of(name, head_dim=64, **fields):
 SMALL = {
     "turboquant": dict(),
     "turboquant-prod": dict(),
+    "kivi-s8": dict(group_size=16),
 }
 
 
@@ -174,3 +178,76 @@ def test_a_sketch_is_the_signs_of_what_is_left(seed, head_dim):
 def test_turboquant_refuses_what_has_no_codebook(fields, says):
     with pytest.raises(KVPassError, match=says):
         get("turboquant", **fields)
+
+
+# ---------------------------------------------------------------- second-level scales
+
+
+@given(
+    seeds, st.sampled_from(WIDTHS), st.sampled_from(("key", "value")), st.sampled_from((torch.float32, torch.bfloat16))
+)
+def test_scales_in_8_bits_cost_half_and_errors_are_bounded_by_their_steps(seed, bits, side, dtype):
+    spec = getattr(get("kivi-s8", bits=bits, group_size=16).plan(geometry()), side)
+    sizes = torch.exp2(6 * torch.rand(64, generator=generator(seed)) - 3)
+    x = (randn(seed, 1, 2, 64, 64) * sizes + randn(seed, 64)).to(dtype)
+    got, cost = coded(spec, x)
+    assert cost == bits + 16 / 16 + 64 / (32 * 64)
+    _, levels, params = encode_pages(x, spec)
+    (scale, _), step = expand(levels, params), params[..., 0].float()[..., None, None]
+    ends = step[..., 1, :, :] + (2**bits - 1) * step[..., 0, :, :]  # a range may end short of its group's by this
+    dim = -2 if side == "key" else -1
+    error = (got - x).unflatten(2, (-1, 32)).abs().unflatten(dim, (-1, 16)).amax(dim)
+    assert (error <= 0.5 * scale + ends + 1e-4).all()
+    plain, _ = coded(built_in(spec), x)
+    assert (got - x).norm() <= 1.1 * (plain - x).norm() + 1e-3 * x.norm()
+
+
+@given(seeds, st.integers(1, 4), st.integers(1, 40))
+def test_second_level_codes_are_those_of_an_affine_quantizer_over_the_page(seed, groups, columns):
+    scale, zero_point = randn(seed, 2, 3, groups, columns).abs().half(), randn(seed + 1, 2, 3, groups, columns).half()
+    levels, params = compress(scale, zero_point)
+    assert levels.shape == (2, 3, 2 * groups, columns) and params.shape == (2, 3, 2, 2)
+    for which, (wanted, got) in enumerate(zip((scale, zero_point), expand(levels, params), strict=True)):
+        step = params[..., which, 0].float()[..., None, None]
+        assert ((got - wanted.float()).abs() <= 0.5 * step + 1e-6).all()
+        spread = wanted.float().flatten(-2).amax(-1) - wanted.float().flatten(-2).amin(-1)
+        assert (step.flatten(-3) <= spread / 255 * 1.01 + 1e-3).all()
+
+
+def test_squat_takes_scales_in_8_bits_too():
+    ids = tokens(1, 120)
+    exact, errors = llama()(ids).logits[:, 99:], []
+    for bits in (8, 16):
+        got, cache, _ = step_by_step(llama(), get("squat", scale_bits=bits, block_size=16), ids, 100, lowering="eager")
+        errors.append((got - exact).norm())
+        assert (cache.layers[0].key_state.spec.quantizer.codec == "second-level") == (bits == 8)
+    assert errors[0] < 1.2 * errors[1]
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_fused_attention_reads_scales_that_are_codes(queries):
+    plan = get("kivi-s8", group_size=16).plan(geometry(head_dim=32))
+    states = []
+    for seed, spec in enumerate((plan.key, plan.value)):
+        state = KVState.allocate(spec, 2, 2, 32, torch.float32, "cpu", 150)
+        state.append(randn(seed, 2, 2, 150, 32), 0)
+        states.append(state)
+    key, value = states
+    new, q = randn(5, 2, 2, queries, 32), randn(6, 2, 4, queries, 32)
+    past = (q, key.pack, value.pack, key.carrier(150), new, new, None, True, 0.2, 0.0, key.text, value.text)
+    (got,), (expected,) = (torch.ops.kvpass.attend(*past, name) for name in ("inductor", "reference"))
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(key.decode(150, "inductor"), key.decode(150, "reference"), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name, fields, says",
+    [
+        ("kivi", dict(scale_bits=4), "scale_bits=4"),
+        ("kivi", dict(scale_bits=8, eta=0.1), "no grid, floats or eta"),
+        ("kivi", dict(scale_bits=8, retention=Sinks(2) + HeavyHitter(64, recent=32)), "Only built-in codecs evict"),
+    ],
+)
+def test_scales_in_8_bits_are_refused_where_they_are_not_known(name, fields, says):
+    with pytest.raises(KVPassError, match=says):
+        get(name, **fields)

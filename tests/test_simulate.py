@@ -30,6 +30,7 @@ SCHEMES = {
     "kivi before RoPE": KIVIConfig(residual=16, group_size=16, rope="pre"),
     "squat before RoPE": SQuatConfig(residual=16, group_size=16, rope="pre"),
     "waterfill": WaterfillConfig(residual=16),
+    "kivi, scales in 8 bits": KIVIConfig(residual=16, group_size=16, scale_bits=8),
     "turboquant, sketched": TurboQuantConfig(residual=16, key_bits=3, keys="prod"),
 }
 
