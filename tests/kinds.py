@@ -14,12 +14,14 @@ from kvpass.schemes import (
     HIGGSConfig,
     IdentityConfig,
     KIVIConfig,
+    KVarNConfig,
     LogQuantConfig,
     QAQConfig,
     SQuatConfig,
     TurboQuantConfig,
     WaterfillConfig,
     XQuantConfig,
+    ZipCacheConfig,
 )
 
 from common import randn
@@ -46,6 +48,8 @@ KINDS = {
     "waterfill": Kind(WaterfillConfig(residual=8, sinks=2, rope="post")),
     "turboquant, sketched": Kind(TurboQuantConfig(residual=8, key_bits=3, keys="prod")),
     "kivi, scales in 8 bits": Kind(KIVIConfig(**SMALL, scale_bits=8)),
+    "kvarn": Kind(KVarNConfig(residual=8)),
+    "zipcache": Kind(ZipCacheConfig(**SMALL)),
     "logquant": Kind(LogQuantConfig(window=8, group_size=8)),
     "xquant": Kind(XQuantConfig(**SMALL, depth=None, kq=2, vq=2, km=0, vm=0)),
     "kivi, layers that are not packed": Kind(KIVIConfig(**SMALL), lambda: ZOO["Gemma 3"].model("sdpa")),

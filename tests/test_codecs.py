@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from kvpass import HeavyHitter, KVPassError, Recent, Sinks
 from kvpass.cache.state import KVState
 from kvpass.codec import decode_pages, encode_pages
+from kvpass.codec.balance import sinkhorn
+from kvpass.codec.bitpack import unpack
 from kvpass.codec.hadamard import hadamard
 from kvpass.codec.kept import built_in
 from kvpass.codec.second_level import compress, expand
@@ -43,6 +45,8 @@ SMALL = {
     "turboquant": dict(),
     "turboquant-prod": dict(),
     "kivi-s8": dict(group_size=16),
+    "kvarn-k2v2": dict(),
+    "zipcache": dict(group_size=16),
 }
 
 
@@ -251,3 +255,104 @@ def test_fused_attention_reads_scales_that_are_codes(queries):
 def test_scales_in_8_bits_are_refused_where_they_are_not_known(name, fields, says):
     with pytest.raises(KVPassError, match=says):
         get(name, **fields)
+
+
+# ---------------------------------------------------------------- KVarN and ZipCache
+
+
+def sizes_of_both_axes(seed, *shape):
+    tokens_, channels = torch.exp2(2 * randn(seed, *shape[:-1], 1)), torch.exp2(2 * randn(seed + 1, shape[-1]))
+    return randn(seed + 2, *shape) * tokens_ * channels
+
+
+def by_kvarns_formulas(tile, bits, iterations=16):
+    """Codes, scale and zero point of the rows of a tile ``[rows, columns]``, and the factors of its columns, in float64
+    and row by row, with the limits of the official code."""
+    rows, columns = tile.shape
+    log_row, log_column = [0.0] * rows, [0.0] * columns
+    tile = tile.double()
+
+    def balanced():
+        return tile / torch.tensor(log_row).double().exp()[:, None] / torch.tensor(log_column).double().exp()
+
+    def imbalance(x):
+        return x.std(0).max() / x.std(0).min() + x.std(1).max() / x.std(1).min()
+
+    best = imbalance(balanced()), list(log_column)
+    for _ in range(iterations):
+        now = balanced()
+        for j in range(columns):
+            step = math.log(min(max(float(now[:, j].std()), 1e-3), 1e3))
+            log_column[j] = min(max(log_column[j] + step, -0.3), 10.0)
+        now = balanced()
+        for i in range(rows):
+            step = math.log(min(max(float(now[i].std()), 1e-3), 1e3))
+            log_row[i] = min(max(log_row[i] + step, -0.3), 10.0)
+        if (found := imbalance(balanced())) <= best[0]:
+            best = found, list(log_column)
+    factor = torch.tensor(best[1]).double().exp()
+    divided = tile / factor
+    low, high = divided.amin(1), divided.amax(1)
+    scale = (high - low) / (2**bits - 1)
+    codes = ((divided - low[:, None]) / scale[:, None]).round().clamp(0, 2**bits - 1)
+    return codes, scale, low, factor
+
+
+@pytest.mark.parametrize("side", ["key", "value"])
+@pytest.mark.parametrize("bits", [2, 4])
+def test_kvarn_stores_what_its_formulas_say(side, bits):
+    plan = get("kvarn", key_bits=bits, value_bits=bits, residual=32, seed=4).plan(geometry())
+    spec, x = getattr(plan, side), 3 * sizes_of_both_axes(bits, 1, 1, 32, 64)
+    codes, scale, zero_point, factor = (kept[0, 0, 0] for kept in encode_pages(x, spec))
+    rotated = hadamard(x, 4)[0, 0]
+    tile = rotated.T if side == "key" else rotated  # its rows share a scale
+    wanted, of_rows, low, of_columns = by_kvarns_formulas(tile, bits)
+    found = unpack(codes, bits)
+    found = found.T if side == "key" else found
+    assert (found.double() == wanted).double().mean() > 0.99  # others are on the edge of two, in 16-bit scales
+    assert ((found.double() - wanted).abs() <= 1).all()
+    for mine, theirs in ((factor, of_columns), (scale, of_rows), (zero_point, low)):
+        torch.testing.assert_close(mine.double().flatten(), theirs, rtol=4e-3, atol=4e-3)
+
+
+@given(seeds)
+def test_sinkhorn_makes_tokens_and_channels_equally_large(seed):
+    x = 1000 * sizes_of_both_axes(seed, 1, 1, 1, 32, 32)
+    tokens_, channels = sinkhorn(x, -1), sinkhorn(x.mT, -1).mT
+    before, after = (
+        max(float(y.std(dim).max() / y.std(dim).min()) for dim in (-1, -2)) for y in (x, x / tokens_ / channels)
+    )
+    assert tokens_.shape == (1, 1, 1, 32, 1) and after < 1.5 < before
+
+
+@pytest.mark.parametrize("name, most", [("kvarn-k2v2", 0.9), ("zipcache", 0.75)])
+def test_a_factor_for_each_channel_pays_where_values_have_channels_of_their_own_size(name, most):
+    x = sizes_of_both_axes(0, 1, 2, 128, 64)
+    errors = [(coded(values_of(each, **f), x)[0] - x).norm() for each, f in ((name, {}), ("rtn-2", {}))]
+    assert errors[0] < most * errors[1]
+
+
+@pytest.mark.parametrize("residual, head_dim", [(64, 64), (128, 32)])
+def test_bits_of_kvarn_and_zipcache_are_closed(residual, head_dim):
+    x = randn(0, 1, 2, 256, head_dim)
+    key, value = (of("kvarn", head_dim, residual=residual) for of in (keys_of, values_of))
+    assert coded(key, x)[1] == 4 + 32 / residual + 16 / head_dim
+    assert coded(value, x)[1] == 2 + 32 / head_dim + 16 / residual
+    assert coded(values_of("zipcache", head_dim, residual=residual), x)[1] == 2 + 32 / head_dim + 16 / residual
+
+
+@given(seeds)
+def test_zipcache_is_per_token_codes_of_channels_divided_by_the_root_of_their_largest(seed):
+    x = sizes_of_both_axes(seed, 1, 1, 32, 64)
+    got, _ = coded(values_of("zipcache"), x)
+    root = x.abs().amax(-2, keepdim=True).sqrt()
+    y = x / root
+    low, step = y.amin(-1, keepdim=True), (y.amax(-1, keepdim=True) - y.amin(-1, keepdim=True)) / 3
+    assert ((got - x).abs() <= root * step * 0.51 + 2e-3 * root * (low.abs() + 3 * step)).all()
+
+
+def test_codecs_that_keep_scales_of_16_bits_say_so():
+    with pytest.raises(KVPassError, match="scale_bits=8 is a codec itself"):
+        get("zipcache", scale_bits=8)
+    with pytest.raises(KVPassError, match="key_bits=0"):
+        get("kvarn", key_bits=0)

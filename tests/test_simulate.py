@@ -12,10 +12,12 @@ from kvpass.schemes import (
     HIGGSConfig,
     IdentityConfig,
     KIVIConfig,
+    KVarNConfig,
     LogQuantConfig,
     SQuatConfig,
     TurboQuantConfig,
     WaterfillConfig,
+    ZipCacheConfig,
 )
 
 from tiny import llama, step_by_step, tokens
@@ -31,6 +33,8 @@ SCHEMES = {
     "squat before RoPE": SQuatConfig(residual=16, group_size=16, rope="pre"),
     "waterfill": WaterfillConfig(residual=16),
     "kivi, scales in 8 bits": KIVIConfig(residual=16, group_size=16, scale_bits=8),
+    "kvarn": KVarNConfig(residual=16),
+    "zipcache": ZipCacheConfig(residual=16, group_size=16),
     "turboquant, sketched": TurboQuantConfig(residual=16, key_bits=3, keys="prod"),
 }
 

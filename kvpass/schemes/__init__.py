@@ -16,6 +16,7 @@ from .base import (
 from .higgs import HIGGSConfig
 from .identity import IdentityConfig
 from .kivi import KIVIConfig
+from .kvarn import KVarNConfig
 from .logquant import LogQuantConfig
 from .qaq import QAQConfig
 from .quarot import QuaRotConfig
@@ -26,6 +27,7 @@ from .turboquant import TurboQuantConfig
 from .uniform import UniformConfig
 from .waterfill import WaterfillConfig
 from .xquant import AsymKVConfig, XQuantConfig
+from .zipcache import ZipCacheConfig
 
 __all__ = [
     "AquaKVConfig",
@@ -33,6 +35,7 @@ __all__ = [
     "HIGGSConfig",
     "IdentityConfig",
     "KIVIConfig",
+    "KVarNConfig",
     "LayerGeometry",
     "LayerPlan",
     "LogQuantConfig",
@@ -46,6 +49,7 @@ __all__ = [
     "UniformConfig",
     "WaterfillConfig",
     "XQuantConfig",
+    "ZipCacheConfig",
     "available",
     "check_edges",
     "check_sources",

@@ -53,4 +53,6 @@ class UniformConfig(StorageConfig):
 
     def _quantizer(self, bits: int, per: _Per, fields: dict[str, Any]) -> Quantizer:
         codec = "second-level" if self.scale_bits == 8 else ""
+        if codec and "codec" in fields:
+            raise KVPassError(f"scale_bits=8 is a codec itself: {fields['codec']!r} has scales of 16 bits.")
         return Quantizer(bits, per, self.group_size, **{"fit": self.fit, "eta": self.eta, "codec": codec, **fields})
