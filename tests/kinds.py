@@ -13,6 +13,7 @@ from kvpass.cache.swap import packed_layers
 from kvpass.schemes import (
     HIGGSConfig,
     IdentityConfig,
+    KittyConfig,
     KIVIConfig,
     KVarNConfig,
     LogQuantConfig,
@@ -50,6 +51,7 @@ KINDS = {
     "kivi, scales in 8 bits": Kind(KIVIConfig(**SMALL, scale_bits=8)),
     "kvarn": Kind(KVarNConfig(residual=8)),
     "zipcache": Kind(ZipCacheConfig(**SMALL)),
+    "kitty": Kind(KittyConfig(**SMALL, sinks=2)),
     "logquant": Kind(LogQuantConfig(window=8, group_size=8)),
     "xquant": Kind(XQuantConfig(**SMALL, depth=None, kq=2, vq=2, km=0, vm=0)),
     "kivi, layers that are not packed": Kind(KIVIConfig(**SMALL), lambda: ZOO["Gemma 3"].model("sdpa")),

@@ -47,6 +47,7 @@ SMALL = {
     "kivi-s8": dict(group_size=16),
     "kvarn-k2v2": dict(),
     "zipcache": dict(group_size=16),
+    "kitty-25": dict(group_size=16, sinks=2),
 }
 
 
@@ -356,3 +357,42 @@ def test_codecs_that_keep_scales_of_16_bits_say_so():
         get("zipcache", scale_bits=8)
     with pytest.raises(KVPassError, match="key_bits=0"):
         get("kvarn", key_bits=0)
+
+
+# ---------------------------------------------------------------- Kitty
+
+
+@given(seeds, st.sampled_from((1, 2, 4)), st.sampled_from(("minmax", "lsq")))
+def test_boosting_no_channel_is_kivi_and_boosting_all_is_kivi_in_twice_the_bits(seed, bits, fit):
+    fields = dict(group_size=16, residual=32, fit=fit if bits < 4 else "minmax")
+    x = sizes_of_both_axes(seed, 1, 2, 64, 32)
+    for share, same in ((0.0, bits), (1.0, 2 * bits)):
+        got, _ = coded(keys_of("kitty", 32, bits=bits, share=share, **fields), x)
+        torch.testing.assert_close(got, coded(keys_of("kivi", 32, bits=same, **fields), x)[0], rtol=1e-5, atol=1e-5)
+
+
+@given(seeds, st.sampled_from((0.1, 0.125, 0.25, 0.5)))
+def test_the_largest_channels_of_a_page_are_kivi_4_and_the_others_kivi_2(seed, share):
+    spec = keys_of("kitty", 128, share=share)
+    x = randn(seed, 1, 2, 256, 128) * torch.exp2(randn(seed + 1, 128))
+    got, cost = coded(spec, x)
+    two, four = (coded(keys_of("kivi", 128, bits=bits, group_size=128, residual=128), x)[0] for bits in (2, 4))
+    count = int(share * 128 + 1e-6)
+    assert cost == 2 + 32 / 128 + (2 * 128 + 16) * count / (128 * 128)
+    size = x.unflatten(2, (-1, 128)).abs().mean(3, keepdim=True)
+    large = (size.argsort(-1, descending=True).argsort(-1) < count).expand(-1, -1, -1, 128, -1).flatten(2, 3)
+    torch.testing.assert_close(got, torch.where(large, four, two), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "fields, says",
+    [
+        (dict(share=1.5), "share=1.5"),
+        (dict(bits=3), "bits=3: boosted channels have twice"),
+        (dict(bits=8), "bits=8"),
+        (dict(scale_bits=8), "is a codec itself"),
+    ],
+)
+def test_kitty_refuses_what_it_cannot_boost(fields, says):
+    with pytest.raises(KVPassError, match=says):
+        get("kitty", **fields)

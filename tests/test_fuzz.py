@@ -35,6 +35,7 @@ _by_name = {
     **dict.fromkeys(("group_size", "rank", "block_size"), st.sampled_from((4, 8, 16, 32))),
     **dict.fromkeys(("key_bits", "value_bits"), st.integers(0, 6)),
     "scale_bits": st.sampled_from((16, 16, 8, 4)),
+    "share": st.sampled_from((0.0, 0.0, 0.1, 1.0)),
     "grid": st.sampled_from(("d2n16", "d2n64", "d2n256", "d4n64", "")),
     "predictor": st.sampled_from(("linear", "linear-4", "low-rank", "mlp", "")),
     "widths": st.sampled_from(((2, 3, 4), [2, 4, 8], (1, 2), (4,), (2, 2), (3, 8), ())),

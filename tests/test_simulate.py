@@ -11,6 +11,7 @@ from kvpass.runtime.simulated import Simulator
 from kvpass.schemes import (
     HIGGSConfig,
     IdentityConfig,
+    KittyConfig,
     KIVIConfig,
     KVarNConfig,
     LogQuantConfig,
@@ -35,6 +36,7 @@ SCHEMES = {
     "kivi, scales in 8 bits": KIVIConfig(residual=16, group_size=16, scale_bits=8),
     "kvarn": KVarNConfig(residual=16),
     "zipcache": ZipCacheConfig(residual=16, group_size=16),
+    "kitty": KittyConfig(residual=16, group_size=16, sinks=2),
     "turboquant, sketched": TurboQuantConfig(residual=16, key_bits=3, keys="prod"),
 }
 

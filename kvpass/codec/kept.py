@@ -66,7 +66,7 @@ def codec_of(spec: CodecSpec) -> Codec:
 @cache
 def built_in(spec: CodecSpec) -> CodecSpec:
     """``spec`` with affine codes, or those of its grid, in place of its codec: what other codecs are made of."""
-    return replace(spec, quantizer=replace(spec.quantizer, codec=""))
+    return replace(spec, quantizer=replace(spec.quantizer, codec="", share=0.0, rank=0))
 
 
 @cache

@@ -15,6 +15,7 @@ from .base import (
 )
 from .higgs import HIGGSConfig
 from .identity import IdentityConfig
+from .kitty import KittyConfig
 from .kivi import KIVIConfig
 from .kvarn import KVarNConfig
 from .logquant import LogQuantConfig
@@ -36,6 +37,7 @@ __all__ = [
     "IdentityConfig",
     "KIVIConfig",
     "KVarNConfig",
+    "KittyConfig",
     "LayerGeometry",
     "LayerPlan",
     "LogQuantConfig",
