@@ -11,6 +11,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from kvpass import HeavyHitter, Sinks, StreamingLLM
 from kvpass.cache.swap import packed_layers
 from kvpass.schemes import (
+    E8Config,
     HIGGSConfig,
     IdentityConfig,
     KittyConfig,
@@ -52,6 +53,7 @@ KINDS = {
     "kvarn": Kind(KVarNConfig(residual=8)),
     "zipcache": Kind(ZipCacheConfig(**SMALL)),
     "kitty": Kind(KittyConfig(**SMALL, sinks=2)),
+    "e8": Kind(E8Config(residual=8, sinks=2)),
     "logquant": Kind(LogQuantConfig(window=8, group_size=8)),
     "xquant": Kind(XQuantConfig(**SMALL, depth=None, kq=2, vq=2, km=0, vm=0)),
     "kivi, layers that are not packed": Kind(KIVIConfig(**SMALL), lambda: ZOO["Gemma 3"].model("sdpa")),

@@ -14,6 +14,7 @@ from kvpass.codec.balance import sinkhorn
 from kvpass.codec.bitpack import unpack
 from kvpass.codec.hadamard import hadamard
 from kvpass.codec.kept import built_in
+from kvpass.codec.lattice import assign, magnitudes, points
 from kvpass.codec.second_level import compress, expand
 from kvpass.schemes import LayerGeometry, get
 
@@ -48,6 +49,7 @@ SMALL = {
     "kvarn-k2v2": dict(),
     "zipcache": dict(group_size=16),
     "kitty-25": dict(group_size=16, sinks=2),
+    "e8": dict(),
 }
 
 
@@ -396,3 +398,46 @@ def test_the_largest_channels_of_a_page_are_kivi_4_and_the_others_kivi_2(seed, s
 def test_kitty_refuses_what_it_cannot_boost(fields, says):
     with pytest.raises(KVPassError, match=says):
         get("kitty", **fields)
+
+
+# ---------------------------------------------------------------- the E8 lattice
+
+
+def in_e8(x):
+    """Whether vectors are all integers or all half-odd, with an even sum."""
+    whole = (x == x.round()).all(-1) | (x - 0.5 == (x - 0.5).round()).all(-1)
+    return whole & (x.sum(-1) % 2 == 0)
+
+
+def test_all_codes_are_points_of_the_shifted_lattice_and_their_own_nearest():
+    which, signs = torch.arange(256).repeat_interleave(256).byte(), torch.arange(256).repeat(256).byte()
+    found = points(which, signs)
+    assert len(found.unique(dim=0)) == 2**16
+    assert in_e8(found - 0.25).all()
+    norms, counts = magnitudes().square().sum(-1).unique(return_counts=True)
+    assert (norms.tolist(), counts.tolist()) == ([2, 4, 6, 8, 10, 12], [1, 8, 28, 64, 126, 29])
+    sample = torch.randperm(2**16, generator=generator(0))[:2000]
+    again = assign(found[sample])
+    assert torch.equal(again[0], which[sample]) and torch.equal(again[1], signs[sample])
+
+
+@given(seeds)
+def test_codes_are_the_nearest_of_all_points(seed):
+    which, signs = torch.arange(256).repeat_interleave(256).byte(), torch.arange(256).repeat(256).byte()
+    x = 1.5 * randn(seed, 16, 8)
+    nearest = torch.cdist(x.double(), points(which, signs).double()).amin(-1)
+    torch.testing.assert_close((points(*assign(x)) - x).double().norm(dim=-1), nearest, rtol=1e-5, atol=1e-5)
+
+
+def test_e8_beats_every_grid_of_as_many_bits():
+    x = randn(0, 1, 2, 1024, 64)
+    got, cost = coded(values_of("e8"), x)
+    grid, of_grid = coded(values_of("higgs"), x)
+    errors = [(y - x).square().mean() / x.square().mean() for y in (got, grid)]
+    assert cost == of_grid == 2.25
+    assert errors[0] < 0.092 < 0.104 < errors[1]  # d4n256, of as many bits, has 0.0966
+
+
+def test_e8_refuses_heads_that_eights_do_not_divide():
+    with pytest.raises(KVPassError, match="8 channels of a token"):
+        get("e8").plan(geometry(head_dim=20))

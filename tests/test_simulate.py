@@ -9,6 +9,7 @@ from kvpass import KVPassError, Recent, Sinks, schemes
 from kvpass.eval import quality
 from kvpass.runtime.simulated import Simulator
 from kvpass.schemes import (
+    E8Config,
     HIGGSConfig,
     IdentityConfig,
     KittyConfig,
@@ -37,6 +38,7 @@ SCHEMES = {
     "kvarn": KVarNConfig(residual=16),
     "zipcache": ZipCacheConfig(residual=16, group_size=16),
     "kitty": KittyConfig(residual=16, group_size=16, sinks=2),
+    "e8": E8Config(residual=16),
     "turboquant, sketched": TurboQuantConfig(residual=16, key_bits=3, keys="prod"),
 }
 

@@ -13,6 +13,7 @@ from .base import (
     get,
     register_scheme,
 )
+from .e8 import E8Config
 from .higgs import HIGGSConfig
 from .identity import IdentityConfig
 from .kitty import KittyConfig
@@ -33,6 +34,7 @@ from .zipcache import ZipCacheConfig
 __all__ = [
     "AquaKVConfig",
     "AsymKVConfig",
+    "E8Config",
     "HIGGSConfig",
     "IdentityConfig",
     "KIVIConfig",
