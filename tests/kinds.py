@@ -12,11 +12,13 @@ from kvpass import HeavyHitter, Sinks, StreamingLLM
 from kvpass.cache.swap import packed_layers
 from kvpass.schemes import (
     E8Config,
+    GEARConfig,
     HIGGSConfig,
     IdentityConfig,
     KittyConfig,
     KIVIConfig,
     KVarNConfig,
+    KVQuantConfig,
     LogQuantConfig,
     QAQConfig,
     SQuatConfig,
@@ -54,6 +56,8 @@ KINDS = {
     "zipcache": Kind(ZipCacheConfig(**SMALL)),
     "kitty": Kind(KittyConfig(**SMALL, sinks=2)),
     "e8": Kind(E8Config(residual=8, sinks=2)),
+    "gear": Kind(GEARConfig(**SMALL, rank=1)),
+    "kvquant": Kind(KVQuantConfig(**SMALL, rope="post")),
     "logquant": Kind(LogQuantConfig(window=8, group_size=8)),
     "xquant": Kind(XQuantConfig(**SMALL, depth=None, kq=2, vq=2, km=0, vm=0)),
     "kivi, layers that are not packed": Kind(KIVIConfig(**SMALL), lambda: ZOO["Gemma 3"].model("sdpa")),

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from kvpass import HeavyHitter, KVPassError, Recent, Sinks
 from kvpass.cache.state import KVState
-from kvpass.codec import decode_pages, encode_pages
+from kvpass.codec import Quantizer, decode_pages, encode_pages
 from kvpass.codec.balance import sinkhorn
 from kvpass.codec.bitpack import unpack
 from kvpass.codec.hadamard import hadamard
-from kvpass.codec.kept import built_in
+from kvpass.codec.kept import built_in, of_pages
 from kvpass.codec.lattice import assign, magnitudes, points
+from kvpass.codec.nuq import fit_points, nearest
 from kvpass.codec.second_level import compress, expand
 from kvpass.schemes import LayerGeometry, get
 
@@ -50,6 +51,8 @@ SMALL = {
     "zipcache": dict(group_size=16),
     "kitty-25": dict(group_size=16, sinks=2),
     "e8": dict(),
+    "gear": dict(group_size=16, rank=1),
+    "kvquant": dict(group_size=16),
 }
 
 
@@ -441,3 +444,92 @@ def test_e8_beats_every_grid_of_as_many_bits():
 def test_e8_refuses_heads_that_eights_do_not_divide():
     with pytest.raises(KVPassError, match="8 channels of a token"):
         get("e8").plan(geometry(head_dim=20))
+
+
+# ---------------------------------------------------------------- GEAR and KVQuant
+
+
+def with_outliers(seed, *shape):
+    x = randn(seed, *shape)
+    return torch.where(torch.rand(shape, generator=generator(seed + 1)) < 0.01, 40 * x, x)
+
+
+@pytest.mark.parametrize("name", ["gear", "kvquant"])
+@pytest.mark.parametrize("side", ["key", "value"])
+def test_outliers_come_back_exactly_at_their_positions_and_stretch_no_scale(name, side):
+    x = with_outliers(0, 1, 2, 128, 64).half().float()
+    errors = []
+    for share in (0.02, 0.0):
+        spec = getattr(get(name, share=share).plan(geometry()), side)
+        kept = dict(zip(of_pages(spec), encode_pages(x, spec), strict=True))
+        assert kept["values"].shape == kept["positions"].shape == (1, 2, 2, 1, math.ceil(share * 64 * 64))
+        got, _ = coded(spec, x)
+        pages, found = (y.unflatten(2, (-1, 64)).flatten(-2) for y in (x, got))
+        where = kept["positions"].squeeze(-2).long()
+        assert torch.equal(found.gather(-1, where), pages.gather(-1, where))
+        assert torch.equal(kept["values"].squeeze(-2).float(), pages.gather(-1, where))
+        errors.append((got - x).square().mean())
+    assert errors[0] < 0.2 * errors[1]
+
+
+@given(seeds, st.integers(0, 4))
+def test_gears_error_term_is_the_best_of_its_rank(seed, rank):
+    x = sizes_of_both_axes(seed, 1, 1, 32, 32)
+    fields = dict(group_size=16, residual=32, share=0.0)
+    spec, plain = (keys_of("gear", 32, rank=r, **fields) for r in (rank, 0))
+    (got, cost), (without, _) = coded(spec, x), coded(plain, x)
+    left = torch.linalg.svdvals((x - without)[0, 0].double())
+    assert cost == 2 + 32 / 16 + rank * 16 * 2 / 32
+    error = (got - x).double().norm()
+    assert error == pytest.approx(float(left[rank:].norm()), rel=2e-2, abs=2e-3 * float(left.norm()))
+    base, _ = coded(keys_of("kivi", 32, group_size=16, residual=32), x)
+    torch.testing.assert_close(without, base)
+
+
+@given(seeds, st.sampled_from((1, 2, 3, 4)))
+def test_a_fitted_datatype_is_a_fixed_point_of_lloyds_iteration_and_beats_even_points(seed, bits):
+    x = torch.rand(2, 600, generator=generator(seed)) ** 3
+    points = fit_points(x, bits)
+    codes = (x.unsqueeze(-1) - points.unsqueeze(-2)).abs().argmin(-1)
+    assert (points.diff() >= 0).all()
+    assert ((points.gather(-1, codes) - x).abs() <= (points.gather(-1, nearest(x, points)) - x).abs() + 1e-6).all()
+    even = torch.linspace(0, 1, 2**bits).expand(2, -1)
+    error, of_even = ((p.gather(-1, nearest(x, p)) - x).square().mean() for p in (points, even.contiguous()))
+    assert error < 0.9 * of_even
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_kvquant_beats_uniform_codes_and_its_bits_are_closed(bits):
+    x = randn(0, 1, 2, 256, 64) ** 3
+    spec = keys_of("kvquant", bits=bits)
+    got, cost = coded(spec, x)
+    outliers = math.ceil(0.01 * 64 * 64)
+    assert cost == bits + 32 / 64 + (32 * outliers + 16 * 2**bits) / 64**2
+    assert spec.transform.pre_rope and spec.retention.sinks == 1
+    uniform, _ = coded(keys_of("kivi", bits=bits, group_size=64, residual=64), x)
+    assert (got - x).norm() < 0.75 * (uniform - x).norm()
+
+
+@pytest.mark.parametrize(
+    "name, fields, says",
+    [
+        ("gear", dict(share=-0.1), "share=-0.1"),
+        ("gear", dict(rank=-1), "rank=-1"),
+        ("gear", dict(scale_bits=8), "is a codec itself"),
+        ("kvquant", dict(bits=8), "1 to 4 bits"),
+        ("kvquant", dict(fit="lsq"), "fit='minmax'"),
+        ("kvquant", dict(eta=0.1), "fit='minmax'"),
+    ],
+)
+def test_what_has_no_outliers_or_matrices_is_refused_at_config_time(name, fields, says):
+    with pytest.raises(KVPassError, match=says):
+        get(name, **fields)
+
+
+def test_a_plan_refuses_pages_that_positions_or_matrices_do_not_fit():
+    with pytest.raises(KVPassError, match="rank=40 is beyond"):
+        get("gear", group_size=32, rank=40).plan(geometry(head_dim=32))
+    with pytest.raises(KVPassError, match="more positions than 16 bits"):
+        get("kvquant", residual=2048, group_size=64).plan(geometry())
+    with pytest.raises(KVPassError, match="Only codecs of their own"):
+        Quantizer(2, "token", 32, share=0.1)

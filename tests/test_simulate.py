@@ -10,11 +10,13 @@ from kvpass.eval import quality
 from kvpass.runtime.simulated import Simulator
 from kvpass.schemes import (
     E8Config,
+    GEARConfig,
     HIGGSConfig,
     IdentityConfig,
     KittyConfig,
     KIVIConfig,
     KVarNConfig,
+    KVQuantConfig,
     LogQuantConfig,
     SQuatConfig,
     TurboQuantConfig,
@@ -39,6 +41,8 @@ SCHEMES = {
     "zipcache": ZipCacheConfig(residual=16, group_size=16),
     "kitty": KittyConfig(residual=16, group_size=16, sinks=2),
     "e8": E8Config(residual=16),
+    "gear": GEARConfig(residual=16, group_size=16, rank=1),
+    "kvquant": KVQuantConfig(residual=16, group_size=16),
     "turboquant, sketched": TurboQuantConfig(residual=16, key_bits=3, keys="prod"),
 }
 

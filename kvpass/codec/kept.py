@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 class Kept(NamedTuple):
-    """One tensor of a codec: its shape in a page, of a spec and the channels of a head, and its dtype; None is that of
-    scales, 16 bits wide."""
+    """One tensor of a codec: its shape in a page, of a spec and the channels of a head, or a `KVPassError` if these do
+    not fit; and its dtype, of which None is that of scales, 16 bits wide."""
 
     shape: Callable[[CodecSpec, int], tuple[int, ...]]
     dtype: torch.dtype | None = None

@@ -88,6 +88,9 @@ class CodecSpec:
         if self.quantizer.adaptive is not None and (head_dim % 8 or self.page_size % 4):
             raise KVPassError(f"Planes of bits need a head_dim of a multiple of 8 ({head_dim}), and pages of 4 tokens.")
         self.quantizer.check(head_dim)
+        if self.quantizer.codec in CODECS:
+            for kept in CODECS[self.quantizer.codec].tensors.values():
+                kept.shape(self, head_dim)
 
     @property
     def bits(self) -> int:

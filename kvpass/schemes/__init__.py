@@ -14,11 +14,13 @@ from .base import (
     register_scheme,
 )
 from .e8 import E8Config
+from .gear import GEARConfig
 from .higgs import HIGGSConfig
 from .identity import IdentityConfig
 from .kitty import KittyConfig
 from .kivi import KIVIConfig
 from .kvarn import KVarNConfig
+from .kvquant import KVQuantConfig
 from .logquant import LogQuantConfig
 from .qaq import QAQConfig
 from .quarot import QuaRotConfig
@@ -35,9 +37,11 @@ __all__ = [
     "AquaKVConfig",
     "AsymKVConfig",
     "E8Config",
+    "GEARConfig",
     "HIGGSConfig",
     "IdentityConfig",
     "KIVIConfig",
+    "KVQuantConfig",
     "KVarNConfig",
     "KittyConfig",
     "LayerGeometry",
