@@ -1,15 +1,15 @@
 """Codecs of papers beside KIVI on SmolLM2, in one table: python benchmarks/codecs.py [--text FILE,...] [row ...]
 
-As `benchmarks/waterfill.py` has it. Names are presets, with the windows and sinks of their papers; for a like comparison
-KIVI is there with those windows too.
+Numbers are as `benchmarks/waterfill.py` has them. Names are presets, with the windows and sinks of their papers; to
+compare like with like, KIVI is there with those windows too.
 """
 
 from waterfill import main
 
 PRESETS = (
     "kivi", "kivi-s8", "kivi-sinks", "kivi-4", "turboquant", "turboquant-3", "turboquant-4", "turboquant-prod",
-    "turboquant-prod-4", "higgs", "e8", "kvarn-k2v2", "kvarn", "kvarn-k4v2-g128", "zipcache", "gear-l", "gear", "kvquant",
-    "kvquant-3", "kitty", "kitty-25",
+    "turboquant-prod-4", "higgs", "e8", "kvarn-k2v2", "kvarn", "kvarn-k4v2-g128", "zipcache", "gear-l", "gear",
+    "kvquant", "kvquant-3", "kitty", "kitty-25",
 )  # fmt: skip
 ROWS = {
     **{name: dict(scheme=name) for name in PRESETS},

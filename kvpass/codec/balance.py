@@ -21,7 +21,7 @@ from .spec import CodecSpec
 
 _ITERATIONS = 16
 _STD = 1e-3, 1e3
-_LOG = -0.3, 10.0  # factors hardly enlarge what is small
+_LOG = -9.0, 9.0
 
 
 def _factor_dim(quantizer: Quantizer) -> int:
@@ -30,9 +30,14 @@ def _factor_dim(quantizer: Quantizer) -> int:
 
 
 def sinkhorn(x: Tensor, dim: int) -> Tensor:
-    """The factors of pages ``[..., P, D]`` that are the same along ``dim`` (kept with size 1), float32: the standard
+    """The factors of pages ``[..., P, D]`` that are the same along ``dim`` (kept with size 1), float64: the standard
     deviations along both axes are divided out in turn, logarithms add up, and the factors win under which deviations
-    are most alike (KVarN, arXiv 2606.03458; numbers of iterations and limits are those of its code)."""
+    are most alike (KVarN, arXiv 2606.03458).
+
+    The number of iterations is that of its code, which also holds logarithms above -0.3: there, what is smaller than 1
+    is not balanced, and on the edge rounding decides. Here pages of any size are treated alike.
+    """
+    x = x.double()
 
     def std(dim: int, y: Tensor) -> Tensor:
         return y.std(dim, keepdim=True, correction=min(1, y.shape[dim] - 1))
@@ -51,7 +56,7 @@ def sinkhorn(x: Tensor, dim: int) -> Tensor:
             balanced = x / (logs[0] + logs[1]).exp()
         found = imbalance(balanced)
         best, least = torch.where(found <= least, logs[0], best), torch.minimum(found, least)
-    return best.exp()
+    return (best - best.mean((-2, -1), keepdim=True)).exp()  # what is common to all is the scales'
 
 
 def root_of_largest(x: Tensor, dim: int) -> Tensor:
