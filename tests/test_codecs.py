@@ -281,6 +281,7 @@ def by_kvarns_formulas(tile, bits, iterations=16):
     rows, columns = tile.shape
     log_row, log_column = [0.0] * rows, [0.0] * columns
     tile = tile.double()
+    size, tile = tile.square().mean().sqrt(), tile / tile.square().mean().sqrt()
 
     def balanced():
         return tile / torch.tensor(log_row).double().exp()[:, None] / torch.tensor(log_column).double().exp()
@@ -305,7 +306,7 @@ def by_kvarns_formulas(tile, bits, iterations=16):
     low, high = divided.amin(1), divided.amax(1)
     scale = (high - low) / (2**bits - 1)
     codes = ((divided - low[:, None]) / scale[:, None]).round().clamp(0, 2**bits - 1)
-    return codes, scale, low, factor
+    return codes, size * scale, size * low, factor
 
 
 @pytest.mark.parametrize("side", ["key", "value"])

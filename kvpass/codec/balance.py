@@ -38,6 +38,7 @@ def sinkhorn(x: Tensor, dim: int) -> Tensor:
     is not balanced, and on the edge rounding decides. Here pages of any size are treated alike.
     """
     x = x.double()
+    x = x / x.square().mean((-2, -1), keepdim=True).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
 
     def std(dim: int, y: Tensor) -> Tensor:
         return y.std(dim, keepdim=True, correction=min(1, y.shape[dim] - 1))
