@@ -6,6 +6,8 @@ everything counted; KL and agreement are as `kvpass eval` has them.
 
 import argparse
 import copy
+from collections.abc import Mapping
+from typing import Any
 
 from kvpass import models
 from kvpass.eval import bits_at, quality, texts
@@ -36,16 +38,17 @@ ROWS = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(table: Mapping[str, dict[str, Any]] = ROWS, description: str | None = __doc__) -> None:
+    """Measure rows of ``table``, each the fields of a scheme, and print them."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", help="files to score instead of the texts that come with kvpass")
-    parser.add_argument("rows", nargs="*", default=list(ROWS), metavar="row")
+    parser.add_argument("rows", nargs="*", default=list(table), metavar="row")
     args = parser.parse_args()
     model, tokenizer = models.load()
     half = copy.deepcopy(model).bfloat16()
     names = args.text.split(",") if args.text else texts.available()
     sources = {name: texts.tokens(tokenizer, name, PROMPT + SCORED) for name in names}
-    chosen = {name: {"scheme": "waterfill", **ROWS[name]} for name in args.rows}
+    chosen = {name: {"scheme": "waterfill", **table[name]} for name in args.rows}
     results = quality.evaluate(model, sources, PROMPT, chosen, one_pass=True)
     print("| | bits at 8k |" + "".join(f" KL, {name} | top-1 |" for name in sources))
     print("|---|--:|" + "--:|--:|" * len(sources))

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from kvpass import KVPassError, schemes
-from kvpass.codec import Adaptive, Allocation, CodecSpec, Quantizer, Subspace, Transform, parse
+from kvpass.codec import CODECS, Adaptive, Allocation, CodecSpec, Quantizer, Subspace, Transform, parse
 from kvpass.fields import made
 from kvpass.layout.retention import HeavyHitter, LogSparse, Recent, Retention, Sinks, StreamingLLM
 from kvpass.schemes import LayerGeometry, LayerPlan, SchemeConfig
@@ -33,6 +33,9 @@ _by_name = {
     "budget": st.none() | st.sampled_from((0, 32, 64, 256)),
     **dict.fromkeys(("page_size", "window"), st.sampled_from((16, 32, 64))),
     **dict.fromkeys(("group_size", "rank", "block_size"), st.sampled_from((4, 8, 16, 32))),
+    **dict.fromkeys(("key_bits", "value_bits"), st.integers(0, 6)),
+    "scale_bits": st.sampled_from((16, 16, 8, 4)),
+    "share": st.sampled_from((0.0, 0.0, 0.1, 1.0)),
     "grid": st.sampled_from(("d2n16", "d2n64", "d2n256", "d4n64", "")),
     "predictor": st.sampled_from(("linear", "linear-4", "low-rank", "mlp", "")),
     "widths": st.sampled_from(((2, 3, 4), [2, 4, 8], (1, 2), (4,), (2, 2), (3, 8), ())),
@@ -48,7 +51,7 @@ _by_name = {
     | st.builds(Subspace, st.integers(1, 70), st.sampled_from((0.0, 0.5, 1e6)), st.booleans(), _sizes),
     "adaptive": st.none() | st.just(Adaptive((2, 3, 4), "key", 0.1, 0.01, 5)),
     "allocation": st.none() | st.just(Allocation(14, 8, 8, False)),
-    "codec": st.sampled_from(("", "allocated", "none")),
+    "codec": st.sampled_from(("", "none", *CODECS)),
     **dict.fromkeys(("pairs", "singles"), st.integers(0, 17)),
     **dict.fromkeys(("key_fields", "value_fields"), st.tuples(st.integers(0, 50), st.integers(0, 17))),
     **dict.fromkeys(("backbone", "first_layer"), st.sampled_from(("higgs", "kivi", "rtn-2", {"scheme": "quarot"}))),

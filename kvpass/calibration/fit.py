@@ -112,7 +112,7 @@ def _sequences(data: Tensor | Sequence[Tensor], config: AquaKVConfig | QAQConfig
 
 
 def _plans(config: AquaKVConfig, layers: dict[int, LayerGeometry | str]) -> Plans:
-    plans = {i: (config.plan(layer), layer) for i, layer in layers.items() if isinstance(layer, LayerGeometry)}
+    plans = {i: (config.plan_of(layer), layer) for i, layer in layers.items() if isinstance(layer, LayerGeometry)}
     check_edges(plans)
     return plans
 

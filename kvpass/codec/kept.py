@@ -7,7 +7,7 @@ exact tokens, and what the codec was fitted to.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 class Kept(NamedTuple):
-    """One tensor of a codec: its shape in a page, of a spec and the channels of a head, and its dtype; None is that of
-    scales, 16 bits wide."""
+    """One tensor of a codec: its shape in a page, of a spec and the channels of a head, or a `KVPassError` if these do
+    not fit; and its dtype, of which None is that of scales, 16 bits wide."""
 
     shape: Callable[[CodecSpec, int], tuple[int, ...]]
     dtype: torch.dtype | None = None
@@ -38,12 +38,14 @@ class Codec:
     encode: ``(x, spec, fitted, stored)``, see `encode_pages`, to those tensors.
     decode: ``(*tensors, *fitted, spec)`` to tokens ``[B, H, N * P, D]`` float32.
     fitted: names of what it was fitted to, and decodes with.
+    check: raises `KVPassError` for a spec that it cannot store, when the spec is made.
     """
 
     tensors: Mapping[str, Kept]
     encode: Callable[..., tuple[Tensor, ...]]
     decode: Callable[..., Tensor]
     fitted: tuple[str, ...] = ()
+    check: Callable[[CodecSpec], None] = lambda spec: None
 
 
 CODECS: dict[str, Codec] = {}
@@ -59,6 +61,12 @@ def codec_of(spec: CodecSpec) -> Codec:
     if name not in CODECS:
         raise KVPassError(f"There is no codec {name!r} here; there are {sorted(CODECS)}.")
     return CODECS[name]
+
+
+@cache
+def built_in(spec: CodecSpec) -> CodecSpec:
+    """``spec`` with affine codes, or those of its grid, in place of its codec: what other codecs are made of."""
+    return replace(spec, quantizer=replace(spec.quantizer, codec="", share=0.0, rank=0))
 
 
 @cache

@@ -19,7 +19,7 @@ _Stored = tuple[Tensor, Tensor, Tensor]
 """Scale and zero point of groups that have them already, and which do."""
 
 
-def _grouped(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, int]:
+def grouped(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, int]:
     """View ``[..., P, D]`` so that a quantization group lies along one dim; returns the view and that dim."""
     dim = -2 if quantizer.per == "channel" else -1
     return x.unflatten(dim, (-1, quantizer.group_size)), dim
@@ -28,7 +28,7 @@ def _grouped(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, int]:
 def _quantize(
     x: Tensor, quantizer: Quantizer, dtype: torch.dtype, stored: _Stored | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    groups, dim = _grouped(x, quantizer)
+    groups, dim = grouped(x, quantizer)
     fit = fit_lsq if quantizer.fit == "lsq" else fit_minmax
     scale, zero_point = fitted = fit(groups, dim, quantizer.bits, dtype)
     if stored is not None:  # groups that have parameters already keep them
@@ -44,7 +44,7 @@ def _quantize(
 
 def dequantize_pages(codes: Tensor, scale: Tensor, zero_point: Tensor, quantizer: Quantizer) -> Tensor:
     """Uniform codes ``[..., P, D]`` with the parameters of their pages: ``[..., P, D]`` float32, still rotated."""
-    groups, dim = _grouped(codes, quantizer)
+    groups, dim = grouped(codes, quantizer)
     return dequantize(groups, scale.unsqueeze(dim), zero_point.unsqueeze(dim)).reshape(codes.shape)
 
 
@@ -133,7 +133,7 @@ CODECS[""] = Codec(
 
 
 def _quantize_on_grid(x: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    points, (groups, _) = grid(quantizer.grid, x.device), _grouped(x, quantizer)
+    points, (groups, _) = grid(quantizer.grid, x.device), grouped(x, quantizer)
     scale = fit_rms(groups, dtype)
     units = (groups / torch.where(scale > 0, scale, 1).float()).flatten(-2)
     codes = assign_points(units, points)
@@ -194,7 +194,7 @@ def share_codes(
         return pack(average.round().to(torch.uint8), spec.bits), *own[1:]
     if spec.quantizer.fit == "minmax":
         return existing, *own[1:]
-    groups, dim = _grouped(x.unflatten(-2, (-1, spec.page_size)), spec.quantizer)
-    codes, _ = _grouped(unpack(existing, spec.bits), spec.quantizer)
+    groups, dim = grouped(x.unflatten(-2, (-1, spec.page_size)), spec.quantizer)
+    codes, _ = grouped(unpack(existing, spec.bits), spec.quantizer)
     scale, zero_point = fit_codes(groups, codes, dim, own[1].dtype)
     return existing, scale.squeeze(dim), zero_point.squeeze(dim)

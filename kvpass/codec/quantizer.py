@@ -133,6 +133,8 @@ class Quantizer:
     adaptive: a width for every token instead of ``bits``, which is the widest.
     allocation: widths by channel, at most ``bits``, which is 8; a token's gain is its only scale.
     codec: name of the codec of its pages, if it is not one of these (`codec.kept`).
+    share: of a page's channels, or values, those that its codec keeps in more bits, or exactly.
+    rank: of the matrices that its codec keeps beside the codes of a page.
     """
 
     bits: int
@@ -145,10 +147,16 @@ class Quantizer:
     adaptive: Adaptive | None = None
     allocation: Allocation | None = None
     codec: str = ""
+    share: float = 0.0
+    rank: int = 0
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_integers(self, bits=1, group_size=1)
+        check_integers(self, bits=1, group_size=1, rank=0)
+        if not 0 <= self.share <= 1:
+            raise KVPassError(f"share={self.share}: a share of channels or values is in [0, 1].")
+        if not self.codec and (self.share or self.rank):
+            raise KVPassError("Only codecs of their own keep a share of values apart, or matrices beside codes.")
         if self.grid:
             self._check_grid()
         elif self.allocation is not None:

@@ -10,6 +10,7 @@ from ..errors import KVPassError
 from ..fields import check_types, fields_alone, hash_once
 from ..layout.retention import Retention
 from .bitpack import byte_rows, smallest_page
+from .kept import CODECS
 from .quantizer import Adaptive, Allocation, Quantizer, Subspace
 from .transform import AS_THEY_ARE, Transform
 
@@ -49,6 +50,8 @@ class CodecSpec:
             raise KVPassError(f"bits={self.bits} stores floats as they are: there is nothing to rotate or to share.")
         self._check_sharing()
         self._check_places()
+        if quantizer.codec in CODECS:  # others may be registered later
+            CODECS[quantizer.codec].check(self)
 
     def _check_sharing(self) -> None:
         if not 0 <= self.own_codes <= 1:
@@ -85,6 +88,9 @@ class CodecSpec:
         if self.quantizer.adaptive is not None and (head_dim % 8 or self.page_size % 4):
             raise KVPassError(f"Planes of bits need a head_dim of a multiple of 8 ({head_dim}), and pages of 4 tokens.")
         self.quantizer.check(head_dim)
+        if self.quantizer.codec in CODECS:
+            for kept in CODECS[self.quantizer.codec].tensors.values():
+                kept.shape(self, head_dim)
 
     @property
     def bits(self) -> int:

@@ -13,7 +13,8 @@ from .size import footprint
 
 SHORT_LIST = (
     "higgs-1.5", "higgs", "higgs-3", "higgs-4", "kivi", "kivi-sinks", "kivi-3", "kivi-4", "kivi-8", "squat",
-    "quarot-2", "quarot-3", "quarot", "rtn-3", "rtn", "logquant",
+    "quarot-2", "quarot-3", "quarot", "rtn-3", "rtn", "logquant", "kivi-s8", "e8", "turboquant-3", "turboquant-4",
+    "kvarn-k2v2", "kvarn", "kitty", "kitty-25", "kvquant", "kvquant-3",
 )  # fmt: skip
 """What is considered: schemes that need no calibration and are scored in one pass."""
 _SURE = 2.0  # standard errors

@@ -86,7 +86,7 @@ def _plans(config: SchemeConfig, layers: dict[int, LayerGeometry | str]) -> Plan
     packed = {
         i: replace(layer, device=torch.device("meta")) for i, layer in layers.items() if not isinstance(layer, str)
     }
-    plans = {i: (config.plan(layer), layer) for i, layer in packed.items()}
+    plans = {i: (config.plan_of(layer), layer) for i, layer in packed.items()}
     if any(plan.adaptive for plan, _ in plans.values()):
         raise DependsOnTextError(
             f"What {config.name!r} keeps depends on the text: its bits at a length have to be measured."

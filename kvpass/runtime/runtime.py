@@ -57,7 +57,7 @@ class Runtime:
         self.lowering = "reference" if self.eager else lowering
         self.has_encoder = has_encoder(model)
         self.plans: Plans = {
-            index: (scheme.plan(layer), layer)
+            index: (scheme.plan_of(layer), layer)
             for index, layer in layers.items()
             if isinstance(layer, LayerGeometry) and not layer.cross
         }
@@ -90,7 +90,7 @@ class Runtime:
         plans, layers = {}, dict(layers)
         for index, layer in layers.items():
             if isinstance(layer, LayerGeometry) and layer.cross:
-                plan = cross_plan(self.scheme.plan(layer))
+                plan = cross_plan(self.scheme.plan_of(layer))
                 if isinstance(plan, str):
                     layers[index] = plan
                 else:

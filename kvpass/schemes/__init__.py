@@ -13,25 +13,37 @@ from .base import (
     get,
     register_scheme,
 )
+from .e8 import E8Config
+from .gear import GEARConfig
 from .higgs import HIGGSConfig
 from .identity import IdentityConfig
+from .kitty import KittyConfig
 from .kivi import KIVIConfig
+from .kvarn import KVarNConfig
+from .kvquant import KVQuantConfig
 from .logquant import LogQuantConfig
 from .qaq import QAQConfig
 from .quarot import QuaRotConfig
 from .rtn import RTNConfig
 from .squat import SQuatConfig
 from .storage import StorageConfig
+from .turboquant import TurboQuantConfig
 from .uniform import UniformConfig
 from .waterfill import WaterfillConfig
 from .xquant import AsymKVConfig, XQuantConfig
+from .zipcache import ZipCacheConfig
 
 __all__ = [
     "AquaKVConfig",
     "AsymKVConfig",
+    "E8Config",
+    "GEARConfig",
     "HIGGSConfig",
     "IdentityConfig",
     "KIVIConfig",
+    "KVQuantConfig",
+    "KVarNConfig",
+    "KittyConfig",
     "LayerGeometry",
     "LayerPlan",
     "LogQuantConfig",
@@ -41,9 +53,11 @@ __all__ = [
     "SQuatConfig",
     "SchemeConfig",
     "StorageConfig",
+    "TurboQuantConfig",
     "UniformConfig",
     "WaterfillConfig",
     "XQuantConfig",
+    "ZipCacheConfig",
     "available",
     "check_edges",
     "check_sources",

@@ -56,6 +56,7 @@ class AquaKVConfig(StorageConfig):
 
     name = "aqua"
     needs_calibration = takes_calibration = True
+    stores_layers_alone = False
 
     sinks: int = 4
     rope: Literal["post", "pre"] = "pre"
@@ -81,7 +82,7 @@ class AquaKVConfig(StorageConfig):
     def plan(self, layer: LayerGeometry) -> LayerPlan:
         first = layer.previous_layer is None
         scheme = self.first if first else get(self.backbone)
-        plan = scheme.plan(layer)
+        plan = scheme.plan_of(layer)
         if plan.key_source is not None or plan.value_source is not None:
             raise KVPassError(f"{scheme.name!r} shares codes between layers, which what is left over cannot.")
         keys, values = (not first and self.predicted in ("both", which) for which in ("keys", "values"))

@@ -164,6 +164,10 @@ class SchemeConfig:
         """The plan of one layer; raises `KVPassError` if the scheme does not fit it."""
         raise TypeError(f"{type(self).__name__} must define plan(layer)")
 
+    def plan_of(self, layer: LayerGeometry) -> LayerPlan:
+        """What a model is packed by: `plan`, unless the layer is one of the exceptions of `StorageConfig`."""
+        return self.plan(layer)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data; `get` inverts it."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -16,6 +16,7 @@ from .uniform import UniformConfig
     kivi_pre=dict(rope="pre"),
     kivi_lsq=dict(fit="lsq"),
     kivi_sinks=dict(sinks=4),
+    kivi_s8=dict(scale_bits=8),
     logquant_twin=dict(retention=Sinks(1) + Recent(96, page_size=32)),
 )
 @dataclass(frozen=True, kw_only=True)

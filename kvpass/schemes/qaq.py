@@ -29,6 +29,7 @@ class QAQConfig(StorageConfig):
 
     name = "qaq"
     takes_calibration = True
+    stores_layers_alone = False  # planes of bits are pooled
 
     sigma_s: float = 0.001
     sigma_x: float = 0.003

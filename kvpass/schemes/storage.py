@@ -1,13 +1,13 @@
 """What all schemes share: which tokens stay exact, and on which side of rotary embedding keys are stored."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from ..codec.transform import Transform
 from ..errors import KVPassError
-from ..fields import check_integers, made
+from ..fields import check_integer, check_integers, made
 from ..layout.retention import Retention
-from .base import SchemeConfig
+from .base import LayerGeometry, LayerPlan, SchemeConfig, get
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,12 +20,18 @@ class StorageConfig(SchemeConfig):
     retention: another policy (`kvpass.layout.retention`), for keys and values alike, in place of ``residual``
         and ``sinks``.
     rope: "pre" stores keys as they were before rotary embedding, and rotates what is read.
+    skip_layers: how many of the first and of the last layers are stored otherwise, with the same tokens exact.
+    skipped: the scheme of those: "identity", floats as they are, or one with more bits, such as "kivi-8".
     """
+
+    stores_layers_alone: ClassVar[bool] = True  # none is stored with the help of another
 
     residual: int = 32
     sinks: int = 0
     retention: Retention | None = None
     rope: Literal["post", "pre"] = "post"
+    skip_layers: tuple[int, int] = (0, 0)
+    skipped: str = "identity"
 
     def __post_init__(self) -> None:
         if isinstance(self.retention, dict):
@@ -34,9 +40,32 @@ class StorageConfig(SchemeConfig):
         check_integers(self, residual=1, sinks=0)
         if self.retention is not None and self.sinks:
             raise KVPassError("sinks are part of the retention policy: Sinks(4) + Recent(128).")
+        for count in self.skip_layers:
+            check_integer("skip_layers", count, 0)
+        if any(self.skip_layers):
+            self._check_skipped()
+
+    def _check_skipped(self) -> None:
+        if not self.stores_layers_alone:
+            raise KVPassError(f"Layers of {self.name!r} depend on each other, and none can be skipped.")
+        skipped = get(self.skipped)
+        if not isinstance(skipped, StorageConfig) or not skipped.stores_layers_alone or any(skipped.skip_layers):
+            raise KVPassError(f"skipped={self.skipped!r} must store each layer by itself: take identity, or kivi-8.")
+        self._of_skipped()
 
     def _policy(self) -> Retention | None:
         return self.retention
+
+    def _of_skipped(self) -> SchemeConfig:
+        """The scheme of skipped layers, with this one's choice of tokens."""
+        policy = self._policy()
+        sinks = self.sinks if policy is None else 0
+        return get(self.skipped, residual=self.residual, sinks=sinks, retention=policy, rope=self.rope)
+
+    def plan_of(self, layer: LayerGeometry) -> LayerPlan:
+        first, last = self.skip_layers
+        inside = first <= layer.index < layer.num_layers - last
+        return self.plan(layer) if inside else self._of_skipped().plan(layer)
 
     def key_retention(self) -> Retention:
         """Which keys are exact, packed and evicted."""

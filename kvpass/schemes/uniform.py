@@ -20,15 +20,20 @@ class UniformConfig(StorageConfig):
         that leave the window at a time (``residual``, or the page size of ``retention``).
     fit: "minmax" scales span a group; "lsq" scales and zero points minimise its squared error.
     eta: with "minmax", the share of a group's range cut off at both ends when it is decoded (XQuant, eq. 9).
+    scale_bits: 16, or 8 for scales and zero points that are codes themselves (`codec.second_level`), which take
+        ``16 / group_size`` bits a value, and 64 bits a page.
     """
 
     group_size: int = 32
     fit: Literal["minmax", "lsq"] = "minmax"
     eta: float = 0.0
+    scale_bits: int = 16
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_integers(self, group_size=1)
+        if self.scale_bits not in (8, 16):
+            raise KVPassError(f"scale_bits={self.scale_bits}: scales take 8 or 16 bits.")
 
     def key(
         self, bits: int, per: Literal["channel", "token"] = "channel", own_codes: float = 1.0, **fields: Any
@@ -47,4 +52,7 @@ class UniformConfig(StorageConfig):
         return CodecSpec(self._quantizer(bits, "token", fields), self.value_retention(), own_codes=own_codes)
 
     def _quantizer(self, bits: int, per: _Per, fields: dict[str, Any]) -> Quantizer:
-        return Quantizer(bits, per, self.group_size, **{"fit": self.fit, "eta": self.eta, **fields})
+        codec = "second-level" if self.scale_bits == 8 else ""
+        if codec and "codec" in fields:
+            raise KVPassError(f"scale_bits=8 is a codec itself: {fields['codec']!r} has scales of 16 bits.")
+        return Quantizer(bits, per, self.group_size, **{"fit": self.fit, "eta": self.eta, "codec": codec, **fields})

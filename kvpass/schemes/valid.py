@@ -82,7 +82,7 @@ def _predicted(
     previous_layer = None
     for index, (heads, head_dim) in geometry.items():
         layer = LayerGeometry(index, len(geometry), heads, head_dim, torch.float32, torch.device("cpu"), previous_layer)
-        plan, width = scheme.plan(layer), heads * head_dim
+        plan, width = scheme.plan_of(layer), heads * head_dim
         if plan.looks_at_previous and previous_layer is not None:
             under = math.prod(geometry[previous_layer])
             key, value = (

@@ -88,6 +88,7 @@ class XQuantConfig(_LayeredConfig):
     """
 
     name = "xquant"
+    stores_layers_alone = False
 
     kq: int = 30
     vq: int = 2

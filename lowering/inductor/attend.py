@@ -31,10 +31,11 @@ from ..session import compiled_once
 from ..table import DispatchKey, implements
 from . import allocated, drafts
 from .aot import Input, compile_ahead
-from .pages import WIDTHS, decode_all
+from .pages import WIDTHS, decode_all, one_level
 from .planes import in_storage_order, weighted_sum
 
-_VALUES = WIDTHS | {"per=channel", "per=token", "keep=log", "rotation", "grid", "allocation", "codec=allocated"}
+_CODECS = {"codec=allocated", "codec=second-level"}
+_VALUES = WIDTHS | _CODECS | {"per=channel", "per=token", "keep=log", "rotation", "grid", "allocation"}
 _ATTENDED = _VALUES | {"pre_rope", "center"}, _VALUES
 _MIN_PAGES = 2  # sizes 0 and 1 would be specialised; what is beyond the packed tokens is masked
 
@@ -111,8 +112,8 @@ def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rop
     )
     count, v_count, size = given["k_pages"].shape[0], given["v_pages"].shape[0], k_spec.page_size
     k_pools, v_pools = (
-        [_first_pages(given[name], given[_ROOMS[name]], pages) for name in _POOLS[side]]
-        for side, pages in (("k", count), ("v", v_count))
+        one_level([_first_pages(given[name], given[_ROOMS[name]], pages) for name in _POOLS[side]], spec)
+        for side, pages, spec in (("k", count, k_spec), ("v", v_count, v_spec))
     )
     k_ring, v_ring, k_new, v_new = (given[name].flatten(0, 1) for name in ("k_ring", "v_ring", "k_new", "v_new"))
     shape, dtype, batch, groups = q.shape, q.dtype, q.shape[0], given["k_ring"].shape[1]
@@ -224,7 +225,7 @@ def _biased(scores: Tensor, mask: Tensor, token: Tensor, groups: int) -> Tensor:
     return (scores.unflatten(0, (-1, groups)) + bias).flatten(0, 1)
 
 
-_POOLS = {side: [f"{side}_{name}" for name in CODECS[""].tensors] for side in ("k", "v")}  # "allocated" has as many
+_POOLS = {side: [f"{side}_{name}" for name in CODECS[""].tensors] for side in ("k", "v")}  # others have as many
 _ROOMS = {name: f"{name}_room" for names in _POOLS.values() for name in names}
 # Sizes to trace with, where sizes vary from call to call: different for what is unrelated, and none of them 0 or 1.
 _BATCH, _TOKENS, _TABLES = 5, 1733, 1811

@@ -11,9 +11,11 @@ from torch import Tensor
 from kvpass.codec.bitpack import FIELDS, unpack
 from kvpass.codec.codebook import grid, look_up
 from kvpass.codec.hadamard import basis
+from kvpass.codec.kept import built_in
 from kvpass.codec.pages import decode_pages, dequantize_pages, encode_pages
 from kvpass.codec.predictor import PREDICTORS, page_rows, parse_predictor, run, weights
 from kvpass.codec.quantizer import UNIFORM
+from kvpass.codec.second_level import expand
 from kvpass.codec.spec import CodecSpec
 
 from .. import reference
@@ -26,6 +28,7 @@ WIDTHS = frozenset(f"bits={bits}" for bits in FIELDS)
 _GROUPS = {"per=channel", "per=token"}
 _ENCODED = _GROUPS | {f"bits={bits}" for bits in UNIFORM} | {"eta", "subspace"}
 _DECODED = _GROUPS | WIDTHS | PLACES | {"rotation", "grid", "center", *(f"predictor={name}" for name in PREDICTORS)}
+_DECODED |= {"codec=second-level"}
 _PAGES = 7  # pages to trace `encode` and `decode` with
 
 
@@ -71,6 +74,11 @@ def _decode(codes, scale, zero_point, rows, points, basis, *rest) -> tuple[Tenso
     return (values.transpose(0, 1).contiguous(),)
 
 
+def one_level(kept: Sequence[Tensor], spec: CodecSpec) -> list[Tensor]:
+    """What is kept of pages, with scales and zero points as numbers, where they are codes."""
+    return [kept[0], *expand(*kept[1:])] if spec.quantizer.codec == "second-level" else list(kept)
+
+
 def _refuses_encode(dispatch: DispatchKey) -> str | None:
     if torch.__version__ < "2.13":
         return "before torch 2.13, Inductor leaves out that scales are rounded to 16 bits."
@@ -106,6 +114,7 @@ def decode_all(kept: Sequence[Tensor], spec: CodecSpec, references, predictor) -
     batch, heads, pages = codes.shape[:3]
     if not pages or spec.quantizer.allocation is not None:  # one product of matrices
         return decode_pages(*kept, spec)
+    kept, spec = one_level(kept, spec), built_in(spec)
     spec, rows, device = spec.stored_as, None, codes.device
     grid_name, rotation = spec.quantizer.grid, spec.transform.rotation
     pools = [pool.flatten(0, 2).unsqueeze(1) for pool in kept]

@@ -1,0 +1,25 @@
+"""Codecs of papers beside KIVI on SmolLM2, in one table: python benchmarks/codecs.py [--text FILE,...] [row ...]
+
+Numbers are as `benchmarks/waterfill.py` has them. Names are presets, with the windows and sinks of their papers; to
+compare like with like, KIVI is there with those windows too.
+"""
+
+from waterfill import main
+
+PRESETS = (
+    "kivi", "kivi-s8", "kivi-sinks", "kivi-4", "turboquant", "turboquant-3", "turboquant-4", "turboquant-prod",
+    "turboquant-prod-4", "higgs", "e8", "kvarn-k2v2", "kvarn", "kvarn-k4v2-g128", "zipcache", "gear-l", "gear",
+    "kvquant", "kvquant-3", "kitty", "kitty-25",
+)  # fmt: skip
+ROWS = {
+    **{name: dict(scheme=name) for name in PRESETS},
+    "kivi, groups and window of 64": dict(scheme="kivi", group_size=64, residual=64),
+    "kivi, the same, 1 sink, before RoPE": dict(scheme="kivi", group_size=64, residual=64, sinks=1, rope="pre"),
+    "kitty, boosting nothing": dict(scheme="kitty", share=0.0),
+    "kitty, window of 32, no sinks": dict(scheme="kitty", group_size=32, residual=32, sinks=0),
+    "kivi, 2 and 2 layers in 16 bits": dict(scheme="kivi", skip_layers=(2, 2)),
+    "kivi, 2 and 2 layers in 4 bits": dict(scheme="kivi", skip_layers=(2, 2), skipped="kivi-4"),
+}
+
+if __name__ == "__main__":
+    main(ROWS, __doc__)

@@ -1,0 +1,104 @@
+"""Pages divided by a factor along the axis that their scales do not run along: one for each token where scales are per
+channel, one for each channel where they are per token, 16 bits each.
+
+The factor is found by Sinkhorn's alternation (KVarN), or from the largest value of a channel (ZipCache).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ..errors import KVPassError
+from .affine import params_dtype
+from .hadamard import hadamard, inverse_hadamard
+from .kept import CODECS, Codec, Kept, built_in
+from .pages import decode_pages, encode_pages
+from .quantizer import Quantizer
+from .spec import CodecSpec
+
+_ITERATIONS = 16
+_STD = 1e-3, 1e3
+_LOG = -9.0, 9.0
+
+
+def _factor_dim(quantizer: Quantizer) -> int:
+    """The dim along which all values have the same factor."""
+    return -1 if quantizer.per == "channel" else -2
+
+
+def sinkhorn(x: Tensor, dim: int) -> Tensor:
+    """The factors of pages ``[..., P, D]`` that are the same along ``dim`` (kept with size 1), float64: the standard
+    deviations along both axes are divided out in turn, logarithms add up, and the factors win under which deviations
+    are most alike (KVarN, arXiv 2606.03458).
+
+    The number of iterations is that of its code, which also holds logarithms above -0.3: there, what is smaller than 1
+    is not balanced, and on the edge rounding decides. Here pages of any size are treated alike.
+    """
+    x = x.double()
+    x = x / x.square().mean((-2, -1), keepdim=True).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
+
+    def std(dim: int, y: Tensor) -> Tensor:
+        return y.std(dim, keepdim=True, correction=min(1, y.shape[dim] - 1))
+
+    def imbalance(y: Tensor) -> Tensor:
+        deviations = (std(each, y).flatten(-2) for each in (-2, -1))
+        ratios = [one.amax(-1) / one.amin(-1).clamp_min(1e-8) for one in deviations]
+        return (ratios[0] + ratios[1])[..., None, None]
+
+    axes = (dim, -3 - dim)  # that of the factor, and the other
+    logs = [torch.zeros_like(std(each, x)) for each in axes]
+    best, least, balanced = logs[0], imbalance(x), x
+    for _ in range(_ITERATIONS):
+        for i, each in enumerate(axes):
+            logs[i] = (logs[i] + std(each, balanced).clamp(*_STD).log()).clamp(*_LOG)
+            balanced = x / (logs[0] + logs[1]).exp()
+        found = imbalance(balanced)
+        best, least = torch.where(found <= least, logs[0], best), torch.minimum(found, least)
+    return (best - best.mean((-2, -1), keepdim=True)).exp()  # what is common to all is the scales'
+
+
+def root_of_largest(x: Tensor, dim: int) -> Tensor:
+    """The square root of the largest magnitude along ``dim`` (kept with size 1), 1 where that is 0 (ZipCache, arXiv
+    2405.14256, section 4.1)."""
+    largest = x.abs().amax(dim, keepdim=True)
+    return torch.where(largest > 0, largest, 1.0).sqrt()
+
+
+@cache
+def _inside(spec: CodecSpec) -> CodecSpec:
+    """What divided pages are coded by: they are rotated already."""
+    return replace(built_in(spec), transform=replace(spec.transform, rotation=None))
+
+
+def _codec(fit: Callable[[Tensor, int], Tensor]) -> Codec:
+    def encode(x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor], stored: None = None) -> tuple[Tensor, ...]:
+        pages, rotation = x.float().unflatten(2, (-1, spec.page_size)), spec.transform.rotation
+        pages = pages if rotation is None else hadamard(pages, rotation)
+        factor = fit(pages, _factor_dim(spec.quantizer)).to(params_dtype(x.dtype))
+        divided = (pages / factor.float()).flatten(2, 3).to(x.dtype)
+        return *encode_pages(divided, _inside(spec), fitted), factor
+
+    return Codec({**CODECS[""].tensors, "factor": Kept(_shape)}, encode, decode, check=_check)
+
+
+def decode(codes: Tensor, scale: Tensor, zero_point: Tensor, factor: Tensor, spec: CodecSpec) -> Tensor:
+    """Pages divided by a factor -> tokens ``[B, H, N * P, D]`` float32."""
+    divided, rotation = decode_pages(codes, scale, zero_point, _inside(spec)), spec.transform.rotation
+    tokens = (divided.unflatten(2, (-1, spec.page_size)) * factor.float()).flatten(2, 3)
+    return tokens if rotation is None else inverse_hadamard(tokens, rotation)
+
+
+def _shape(spec: CodecSpec, head_dim: int) -> tuple[int, int]:
+    return (spec.page_size, 1) if spec.quantizer.per == "channel" else (1, head_dim)
+
+
+def _check(spec: CodecSpec) -> None:
+    if spec.quantizer.raw or spec.quantizer.grid or spec.quantizer.subspace is not None:
+        raise KVPassError("What is divided by a factor has uniform codes: no grid, floats or subspace.")
+
+
+CODECS["sinkhorn"] = _codec(sinkhorn)
+CODECS["channel-separable"] = _codec(root_of_largest)

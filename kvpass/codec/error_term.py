@@ -1,0 +1,65 @@
+"""What uniform codes leave of a page, as a product of two thin matrices, beside outliers that are kept exactly (GEAR,
+arXiv 2403.05527, eq. 3). The matrices are those of least squared error; the paper finds them by power iteration."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import KVPassError
+from .affine import params_dtype
+from .kept import CODECS, Codec, Kept, built_in
+from .outliers import OUTLIERS, merge, places, split
+from .pages import decode_pages, encode_pages
+from .spec import CodecSpec
+
+
+def encode(x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor], stored: None = None) -> tuple[Tensor, ...]:
+    """What is kept of whole pages ``[B, H, N * P, D]``: codes, scale and zero point as `encode_pages` has them,
+    outliers and their positions (`codec.outliers`), and matrices ``[B, H, N, P, r]`` and ``[B, H, N, r, D]`` of 16
+    bits."""
+    pages = x.float().unflatten(2, (-1, spec.page_size))
+    rest, values, positions = split(pages, spec, x.dtype)
+    kept = encode_pages(rest.flatten(2, 3).to(x.dtype), built_in(spec))
+    left = pages - decode_pages(*kept, built_in(spec)).view(pages.shape)
+    left = left.flatten(-2).scatter(-1, places(positions), 0.0).view(pages.shape)
+    finite = left.double().nan_to_num(0.0, 0.0, 0.0)  # what is not is found in the scales
+    (u, s, vh), rank = torch.linalg.svd(finite, full_matrices=False), spec.quantizer.rank
+    root = s[..., :rank].sqrt()
+    matrices = u[..., :rank] * root.unsqueeze(-2), vh[..., :rank, :] * root.unsqueeze(-1)
+    return *kept, values, positions, *(each.to(params_dtype(x.dtype)) for each in matrices)
+
+
+def decode(*kept_and_spec: Any) -> Tensor:
+    """Inverse of `encode` up to what the matrices leave: ``[B, H, N * P, D]`` float32."""
+    codes, scale, zero_point, values, positions, tall, wide, spec = kept_and_spec
+    pages = decode_pages(codes, scale, zero_point, built_in(spec)).unflatten(2, (-1, spec.page_size))
+    return merge(pages + tall.float() @ wide.float(), values, positions).flatten(2, 3)
+
+
+def _rank(spec: CodecSpec, head_dim: int) -> int:
+    if spec.quantizer.rank > min(spec.page_size, head_dim):
+        raise KVPassError(
+            f"rank={spec.quantizer.rank} is beyond that of pages of {spec.page_size} x {head_dim} values."
+        )
+    return spec.quantizer.rank
+
+
+def _check(spec: CodecSpec) -> None:
+    quantizer = spec.quantizer
+    if quantizer.raw or quantizer.grid or quantizer.subspace is not None or spec.transform.rotation is not None:
+        raise KVPassError("An error term is that of uniform codes: no grid, floats, subspace or rotation.")
+
+
+CODECS["error-term"] = Codec(
+    {
+        **CODECS[""].tensors,
+        **OUTLIERS,
+        "tall": Kept(lambda spec, head_dim: (spec.page_size, _rank(spec, head_dim))),
+        "wide": Kept(lambda spec, head_dim: (_rank(spec, head_dim), head_dim)),
+    },
+    encode,
+    decode,
+    check=_check,
+)

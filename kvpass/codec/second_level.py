@@ -1,0 +1,72 @@
+"""Scales and zero points of a page in 8 bits each, under one 16-bit scale and zero point of the page for either (double
+quantization, QLoRA, arXiv 2305.14314, section 3).
+
+Codes are assigned under what is stored, so that only the ends of a group's range are off, by half a step of theirs: a
+group of equal values need not come back exactly.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import KVPassError
+from .affine import assign, dequantize, fit_minmax
+from .kept import CODECS, Codec, Kept, built_in
+from .pages import decode_pages, encode_pages
+from .spec import CodecSpec
+
+_BITS = 8
+
+
+def compress(scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and zero points of pages ``[..., G, C]`` -> their codes ``[..., 2 G, C]`` uint8, and scale and zero point
+    of those of either ``[..., 2, 2]``, in the dtype they had."""
+    both = torch.stack([scale.float(), zero_point.float()], -3).flatten(-2)  # [..., 2, G * C]
+    params = torch.stack(fit_minmax(both, -1, _BITS, scale.dtype), -1)  # [..., 2, 1, 2]
+    levels = assign(both, params[..., 0], params[..., 1], _BITS)
+    return levels.unflatten(-1, scale.shape[-2:]).flatten(-3, -2), params.squeeze(-2)
+
+
+def expand(levels: Tensor, params: Tensor) -> tuple[Tensor, Tensor]:
+    """Inverse of `compress`, float32."""
+    of_each, zero_of_each = params[..., None, None, :].unbind(-1)  # [..., 2, 1, 1]
+    scale, zero_point = dequantize(levels.unflatten(-2, (2, -1)), of_each, zero_of_each).unbind(-3)
+    return scale, zero_point
+
+
+def encode(x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor], stored: None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """What is kept of whole pages ``[B, H, N * P, D]``: codes as `encode_pages` has them, `levels` and `params`."""
+    _, scale, zero_point = encode_pages(x, built_in(spec), fitted)
+    levels, params = compress(scale, zero_point)
+    taken = torch.ones((*scale.shape[:-2], 1, 1), dtype=torch.bool, device=x.device)
+    codes, *_ = encode_pages(x, built_in(spec), fitted, (*expand(levels, params), taken))
+    return codes, levels, params
+
+
+def decode(codes: Tensor, levels: Tensor, params: Tensor, spec: CodecSpec) -> Tensor:
+    """Inverse of `encode` up to rounding: ``[B, H, N * P, D]`` float32."""
+    return decode_pages(codes, *expand(levels, params), built_in(spec))
+
+
+def _levels(spec: CodecSpec, head_dim: int) -> tuple[int, int]:
+    groups, columns = spec.params_shape(head_dim)
+    return 2 * groups, columns
+
+
+def _check(spec: CodecSpec) -> None:
+    quantizer = spec.quantizer
+    if quantizer.raw or quantizer.grid or quantizer.eta:
+        raise KVPassError("Scales in 8 bits are those of uniform codes, assigned under them: no grid, floats or eta.")
+
+
+CODECS["second-level"] = Codec(
+    {
+        "codes": CODECS[""].tensors["codes"],
+        "levels": Kept(_levels, torch.uint8),
+        "params": Kept(lambda spec, head_dim: (2, 2)),
+    },
+    encode,
+    decode,
+    check=_check,
+)

@@ -1,0 +1,41 @@
+"""Heads rotated to be nearly normal, and coded by the E8 lattice, as QuIP# (arXiv 2402.04396) codes weights."""
+
+from dataclasses import dataclass
+
+from ..codec.quantizer import Quantizer
+from ..codec.spec import CodecSpec
+from ..codec.transform import Transform
+from ..fields import check_integers
+from .base import LayerGeometry, LayerPlan, register_scheme
+from .storage import StorageConfig
+
+
+@register_scheme(e8_sinks=dict(sinks=4))
+@dataclass(frozen=True, kw_only=True)
+class E8Config(StorageConfig):
+    """``2 + 16 / head_dim`` bits a value, plus the exact tokens of `StorageConfig`.
+
+    center: the mean of the keys that are packed first is subtracted from all; None does so where there are sinks.
+    seed: of the signs of the rotation.
+    """
+
+    name = "e8"
+
+    center: bool | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integers(self, seed=0)
+        self._plan(64)
+
+    def _plan(self, head_dim: int) -> LayerPlan:
+        keys, quantizer = self.key_retention(), Quantizer(2, "token", head_dim, codec="e8")
+        center = keys.sinks > 0 if self.center is None else self.center
+        return LayerPlan(
+            CodecSpec(quantizer, keys, self.key_transform(center=center, rotation=self.seed)),
+            CodecSpec(quantizer, self.value_retention(), Transform(rotation=self.seed)),
+        )
+
+    def plan(self, layer: LayerGeometry) -> LayerPlan:
+        return self._plan(layer.head_dim).checked(layer)

@@ -1,0 +1,41 @@
+"""GEAR (arXiv 2403.05527): KIVI's codes, outliers exact, and a low-rank matrix of what the codes leave."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..fields import check_integers
+from .base import LayerGeometry, LayerPlan, register_scheme
+from .kivi import KIVIConfig
+
+
+@register_scheme(gear_l=dict(share=0.0), gear_4=dict(bits=4))
+@dataclass(frozen=True, kw_only=True)
+class GEARConfig(KIVIConfig):
+    """KIVI's fields, and ``bits + 32 / group_size + 32 * share + 16 * rank * (1 / head_dim + 1 / residual)`` bits a
+    value.
+
+    share: of the values of a page, those kept exactly (s of the paper, 2 %).
+    rank: of the matrices (r of the paper). They are those of a page of ``residual`` tokens, where the paper takes a
+        prompt as one and then 20 tokens at a time: more of it, for as many bits, at long prompts.
+
+    With ``share=0`` it is the paper's GEAR-L.
+    """
+
+    name = "gear"
+
+    group_size: int = 64
+    residual: int = 64
+    share: float = 0.02
+    rank: int = 2
+
+    def __post_init__(self) -> None:
+        check_integers(self, rank=0)
+        super().__post_init__()
+        self._coded()
+
+    def _coded(self) -> LayerPlan:
+        fields: dict[str, Any] = dict(codec="error-term", share=self.share, rank=self.rank)
+        return LayerPlan(self.key(self.bits, **fields), self.value(self.bits, **fields))
+
+    def plan(self, layer: LayerGeometry) -> LayerPlan:
+        return self._coded().checked(layer)

@@ -1,0 +1,37 @@
+"""Kitty (arXiv 2511.18643): KIVI's codes, with the largest channels of each page of keys in twice the bits."""
+
+from dataclasses import dataclass, replace
+
+from .base import LayerGeometry, LayerPlan, register_scheme
+from .kivi import KIVIConfig
+
+
+@register_scheme(kitty_25=dict(share=0.25))
+@dataclass(frozen=True, kw_only=True)
+class KittyConfig(KIVIConfig):
+    """KIVI's fields with pages, groups and sinks of the official code, and ``share``: of the channels of a head, those
+    of a page whose keys are largest on average, which have ``2 * bits``: ``bits * (1 + share) + 32 / group_size + 16 *
+    share / residual`` bits a value of keys.
+
+    A value has no more channels in its group than the head has. The paper ranks channels by sensitivity; its code, as
+    here, by mean magnitude.
+    """
+
+    name = "kitty"
+
+    group_size: int = 128
+    residual: int = 128
+    sinks: int = 32
+    share: float = 0.125
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._of_heads(self.group_size)
+
+    def _of_heads(self, head_dim: int) -> LayerPlan:
+        value = self.value(self.bits)
+        quantizer = replace(value.quantizer, group_size=min(self.group_size, head_dim))
+        return LayerPlan(self.key(self.bits, codec="boosted", share=self.share), replace(value, quantizer=quantizer))
+
+    def plan(self, layer: LayerGeometry) -> LayerPlan:
+        return self._of_heads(layer.head_dim).checked(layer)

@@ -1,0 +1,66 @@
+"""TurboQuant (arXiv 2504.19874): tokens rotated at random, a norm for each, and codes that are optimal for all."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..codec.quantizer import Quantizer
+from ..codec.spec import CodecSpec
+from ..codec.transform import Transform
+from ..errors import KVPassError
+from ..fields import check_integers
+from .base import LayerGeometry, LayerPlan, register_scheme
+from .storage import StorageConfig
+
+
+@register_scheme(
+    turboquant_3=dict(key_bits=3, value_bits=3),
+    turboquant_4=dict(key_bits=4, value_bits=4),
+    turboquant_prod=dict(key_bits=3, keys="prod"),
+    turboquant_prod_4=dict(key_bits=4, value_bits=4, keys="prod"),
+)
+@dataclass(frozen=True, kw_only=True)
+class TurboQuantConfig(StorageConfig):
+    """``bits + 16 / head_dim`` bits a value, and as much again for the norm of a sketch.
+
+    key_bits, value_bits: 1 to 4, the codes of a Lloyd-Max codebook for every coordinate (section 3.1); 2 to 5 with a
+        sketch.
+    keys: "mse" for codes of least squared error (algorithm 1); "prod" for those of one bit less, and a bit of sketch of
+        what they leave, which makes scores unbiased (algorithm 2).
+    seed: of the signs of the rotation.
+
+    The paper rotates by a dense random matrix, and has the codebook of a coordinate on the sphere; here it is a
+    random-sign Hadamard matrix, as in vLLM, and the normal limit of that codebook. A token with most of its energy in
+    one channel stays far from normal under that matrix, as it would not under a dense one. The paper's mixtures of
+    widths for outlier channels (2.5 and 3.5 bits) are not here.
+    """
+
+    name = "turboquant"
+
+    key_bits: int = 2
+    value_bits: int = 2
+    keys: Literal["mse", "prod"] = "mse"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integers(self, key_bits=1, value_bits=1, seed=0)
+        for name, bits, sketch in (
+            ("key_bits", self.key_bits, self.keys == "prod"),
+            ("value_bits", self.value_bits, 0),
+        ):
+            if not 1 <= bits - sketch <= 4:
+                raise KVPassError(f"{name}={bits}: codebooks have 1 to 4 bits, and a sketch takes one more.")
+        self._plan(64)
+
+    def _plan(self, head_dim: int) -> LayerPlan:
+        def quantizer(bits: int, codec: str = "") -> Quantizer:
+            return Quantizer(bits, "token", head_dim, grid=f"d1n{2**bits}", codec=codec)
+
+        key = quantizer(self.key_bits - 1, "sketched") if self.keys == "prod" else quantizer(self.key_bits)
+        return LayerPlan(
+            CodecSpec(key, self.key_retention(), self.key_transform(rotation=self.seed)),
+            CodecSpec(quantizer(self.value_bits), self.value_retention(), Transform(rotation=self.seed)),
+        )
+
+    def plan(self, layer: LayerGeometry) -> LayerPlan:
+        return self._plan(layer.head_dim).checked(layer)

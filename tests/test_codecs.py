@@ -1,0 +1,541 @@
+"""Codecs of papers, each held to what its paper says: closed bits, bounds of errors, and independent formulations."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvpass
+from kvpass import HeavyHitter, KVPassError, Recent, Sinks
+from kvpass.cache.state import KVState
+from kvpass.codec import Quantizer, decode_pages, encode_pages
+from kvpass.codec.balance import sinkhorn
+from kvpass.codec.bitpack import unpack
+from kvpass.codec.hadamard import hadamard
+from kvpass.codec.kept import built_in, of_pages
+from kvpass.codec.lattice import assign, magnitudes, points
+from kvpass.codec.nuq import fit_points, nearest
+from kvpass.codec.second_level import compress, expand
+from kvpass.schemes import LayerGeometry, get
+
+from common import WIDTHS, generator, randn, seeds
+from tiny import llama, step_by_step, tokens
+
+
+def geometry(index=0, num_layers=1, head_dim=64):
+    return LayerGeometry(index, num_layers, 2, head_dim, torch.float32, torch.device("cpu"))
+
+
+def coded(spec, x):
+    """What ``x`` comes back as, and the bits a value it took."""
+    kept = encode_pages(x, spec)
+    return decode_pages(*kept, spec), 8 * sum(tensor.nbytes for tensor in kept) / x.numel()
+
+
+def keys_of(name, head_dim=64, **fields):
+    return get(name, **fields).plan(geometry(head_dim=head_dim)).key
+
+
+def values_of(name, head_dim=64, **fields):
+    return get(name, **fields).plan(geometry(head_dim=head_dim)).value
+
+
+# ---------------------------------------------------------------- all of them, through a model
+
+FUSED = {"turboquant", "kivi-s8"}  # on a CPU; the others are decoded by the reference
+SMALL = {
+    "turboquant": dict(),
+    "turboquant-prod": dict(),
+    "kivi-s8": dict(group_size=16),
+    "kvarn-k2v2": dict(),
+    "zipcache": dict(group_size=16),
+    "kitty-25": dict(group_size=16, sinks=2),
+    "e8": dict(),
+    "gear": dict(group_size=16, rank=1),
+    "kvquant": dict(group_size=16),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_padded_batch_generates_compiled_what_it_does_eagerly_in_one_graph(name):
+    torch._dynamo.reset()
+    ids, mask, runs = tokens(3, 70), torch.ones(3, 70, dtype=torch.long), []
+    mask[1, :13], mask[2, :59] = 0, 0
+    for lowering in ("auto", "eager"):
+        model = kvpass.apply(llama(), {"scheme": name, "residual": 16, **SMALL[name]}, lowering=lowering)
+        how = dict(do_sample=False, max_new_tokens=40, return_dict_in_generate=True, output_logits=True)
+        runs.append((model, model.generate(input_ids=ids, attention_mask=mask, **how)))
+    (compiled, got), (_, expected) = runs
+    assert torch.equal(got.sequences, expected.sequences)
+    torch.testing.assert_close(torch.stack(got.logits), torch.stack(expected.logits), atol=1e-3, rtol=1e-3)
+    for mine, theirs in zip(got.past_key_values.layers, expected.past_key_values.layers, strict=True):
+        assert mine.tokens == theirs.tokens == 109 and mine.nbytes == theirs.nbytes
+        for a, b in zip(mine.states(), theirs.states(), strict=True):
+            torch.testing.assert_close(a.decode(109)[0], b.decode(109)[0], atol=1e-2, rtol=1e-2)
+    report = kvpass.explain(compiled)
+    decoding = [graph for graph in report.graphs if graph.compiled]
+    assert (report.packed, report.fused, len(decoding)) == (2, 2, 1)
+    assert decoding[0].lowerings["attend"] == ("inductor" if name in FUSED else "reference")
+    assert not any(graph.decoded or graph.refused for graph in report.graphs)
+
+
+# ---------------------------------------------------------------- layers that are skipped
+
+
+@pytest.mark.parametrize("name", ["kivi", "higgs", "squat", "waterfill", "logquant", "rtn", "quarot", "asymkv"])
+def test_skipped_layers_are_stored_exactly_and_with_the_same_tokens_exact(name):
+    scheme = get(name, skip_layers=[1, 2])
+    plans = [scheme.plan_of(geometry(i, 6)) for i in range(6)]
+    inside = get(name).plan(geometry(1, 6))
+    for i, plan in enumerate(plans):
+        assert plan.key.quantizer.raw == plan.value.quantizer.raw == (i not in (1, 2, 3))
+        assert (plan.key.retention, plan.value.retention) == (inside.key.retention, inside.value.retention)
+        assert plan.key.transform.pre_rope == inside.key.transform.pre_rope
+    assert get(scheme.to_dict()) == scheme
+
+
+def test_skipped_layers_take_any_scheme_that_stores_layers_alone():
+    scheme = get("kivi", skip_layers=(1, 0), skipped="kivi-8", sinks=2)
+    assert [scheme.plan_of(geometry(i, 2)).key.bits for i in range(2)] == [8, 2]
+    evicting = get("kivi", skip_layers=(1, 0), retention=Sinks(2) + HeavyHitter(64, recent=32))
+    assert len({evicting.plan_of(geometry(i, 2)).key.retention for i in range(2)}) == 1
+
+
+@pytest.mark.parametrize(
+    "name, fields, says",
+    [
+        ("xquant", dict(), "depend on each other"),
+        ("aqua", dict(), "depend on each other"),
+        ("qaq", dict(), "depend on each other"),
+        ("kivi", dict(skip_layers=(-1, 0)), "skip_layers=-1"),
+        ("kivi", dict(skip_layers=(1,)), "skip_layers"),
+        ("kivi", dict(skipped="xquant"), "must store each layer by itself"),
+        ("kivi", dict(skipped="nope"), "Unknown scheme"),
+        ("kivi", dict(skipped="logquant", retention=Sinks(4) + Recent(32)), "LogQuant is its retention policy"),
+    ],
+)
+def test_layers_that_cannot_be_skipped_say_so(name, fields, says):
+    with pytest.raises(KVPassError, match=says):
+        get(name, **{"skip_layers": (1, 1), **fields})
+
+
+@torch.no_grad()
+def test_a_model_with_skipped_layers_compiles_to_what_it_is_eagerly_and_counts_their_bytes():
+    ids, scheme = tokens(2, 100), get("kivi", skip_layers=(1, 1))
+    runs = [step_by_step(llama(layers=4), scheme, ids, 80, lowering=lowering) for lowering in ("auto", "eager")]
+    torch.testing.assert_close(runs[0][0], runs[1][0], atol=1e-4, rtol=1e-4)
+    assert runs[0][2].packed == runs[0][2].fused == 4
+    sizes = [layer.nbytes for layer in runs[0][1].layers]
+    assert sizes[0] == sizes[3] > 2 * sizes[1] == 2 * sizes[2]
+    everywhere = step_by_step(llama(layers=4), get("kivi", skip_layers=(4, 0)), ids, 80, lowering="eager")
+    model = llama(layers=4)
+    torch.testing.assert_close(everywhere[0], model(ids).logits[:, 79:], atol=1e-4, rtol=1e-4)
+
+
+# ---------------------------------------------------------------- TurboQuant
+
+
+def unit(seed, count, head_dim):
+    return torch.nn.functional.normalize(randn(seed, 1, 1, count, head_dim), dim=-1)
+
+
+@pytest.mark.parametrize("bits, error", [(1, 0.36), (2, 0.117), (3, 0.03), (4, 0.009)])
+def test_turboquant_has_the_errors_of_the_papers_theorem(bits, error):
+    """Theorem 1, whatever the tokens are like: here also with channels of sizes from 1/16 to 16."""
+    spec = values_of("turboquant", 128, value_bits=bits)
+    sizes = torch.exp2(8 * torch.rand(128, generator=generator(3)) - 4)
+    for x in (unit(0, 1024, 128), torch.nn.functional.normalize(unit(1, 1024, 128) * sizes, dim=-1)):
+        got, cost = coded(spec, x)
+        assert (got - x).square().sum(-1).mean() == pytest.approx(error, rel=0.16)
+        assert cost == bits + 16 / 128
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_a_sketch_makes_inner_products_unbiased_at_the_error_the_paper_bounds(bits):
+    """Theorem 2: d * D_prod of 0.56, 0.18 and 0.047 at most; orthogonal projections do better."""
+    x, y = unit(0, 1024, 128), unit(1, 1024, 128)
+    spec = keys_of("turboquant", 128, key_bits=bits, keys="prod")
+    got, cost = coded(spec, x)
+    assert cost == bits + 2 * 16 / 128
+    assert (got * x).sum(-1).mean() == pytest.approx(1, abs=2e-3)
+    error = ((got - x) * y).sum(-1).square().mean() * 128
+    assert error < {2: 0.56, 3: 0.18, 4: 0.047}[bits]
+    left = {2: 0.3634, 3: 0.1175, 4: 0.03455}[bits]
+    assert error == pytest.approx((math.pi / 2 - 1) * left, rel=0.1)
+    shrunk, _ = coded(keys_of("turboquant", 128, key_bits=bits - 1), x)
+    assert (shrunk * x).sum(-1).mean() < 1 - 0.9 * left
+
+
+@given(seeds, st.sampled_from((32, 64)))
+def test_a_sketch_is_the_signs_of_what_is_left(seed, head_dim):
+    spec = keys_of("turboquant", head_dim, key_bits=3, keys="prod", residual=16, seed=5)
+    x = randn(seed, 1, 2, 16, head_dim)
+    codes, scale, none, signs, norm = encode_pages(x, spec)
+    base = decode_pages(codes, scale, none, values_of("turboquant", head_dim, residual=16, seed=5))
+    projected, length = hadamard(x - base, 6), (x - base).norm(dim=-1, keepdim=True)
+    rows = hadamard(torch.eye(head_dim), 6).T  # S x = rows @ x
+    expected = base + math.sqrt(math.pi / 2 / head_dim) * length * (torch.where(projected > 0, 1.0, -1.0) @ rows)
+    torch.testing.assert_close(decode_pages(codes, scale, none, signs, norm, spec), expected, atol=3e-3, rtol=3e-3)
+
+
+@pytest.mark.parametrize(
+    "fields, says",
+    [
+        (dict(key_bits=1, keys="prod"), "key_bits=1"),
+        (dict(value_bits=5), "value_bits=5"),
+        (dict(key_bits=0), "key_bits=0"),
+        (dict(keys="prod", key_bits=3, residual=4), "multiple of 8 tokens"),
+    ],
+)
+def test_turboquant_refuses_what_has_no_codebook(fields, says):
+    with pytest.raises(KVPassError, match=says):
+        get("turboquant", **fields)
+
+
+# ---------------------------------------------------------------- second-level scales
+
+
+@given(
+    seeds, st.sampled_from(WIDTHS), st.sampled_from(("key", "value")), st.sampled_from((torch.float32, torch.bfloat16))
+)
+def test_scales_in_8_bits_cost_half_and_errors_are_bounded_by_their_steps(seed, bits, side, dtype):
+    spec = getattr(get("kivi-s8", bits=bits, group_size=16).plan(geometry()), side)
+    sizes = torch.exp2(6 * torch.rand(64, generator=generator(seed)) - 3)
+    x = (randn(seed, 1, 2, 64, 64) * sizes + randn(seed, 64)).to(dtype)
+    got, cost = coded(spec, x)
+    assert cost == bits + 16 / 16 + 64 / (32 * 64)
+    _, levels, params = encode_pages(x, spec)
+    (scale, _), step = expand(levels, params), params[..., 0].float()[..., None, None]
+    ends = step[..., 1, :, :] + (2**bits - 1) * step[..., 0, :, :]  # a range may end short of its group's by this
+    dim = -2 if side == "key" else -1
+    error = (got - x).unflatten(2, (-1, 32)).abs().unflatten(dim, (-1, 16)).amax(dim)
+    assert (error <= 0.5 * scale + ends + 1e-4).all()
+    plain, _ = coded(built_in(spec), x)
+    assert (got - x).norm() <= 1.1 * (plain - x).norm() + 1e-3 * x.norm()
+
+
+@given(seeds, st.integers(1, 4), st.integers(1, 40))
+def test_second_level_codes_are_those_of_an_affine_quantizer_over_the_page(seed, groups, columns):
+    scale, zero_point = randn(seed, 2, 3, groups, columns).abs().half(), randn(seed + 1, 2, 3, groups, columns).half()
+    levels, params = compress(scale, zero_point)
+    assert levels.shape == (2, 3, 2 * groups, columns) and params.shape == (2, 3, 2, 2)
+    for which, (wanted, got) in enumerate(zip((scale, zero_point), expand(levels, params), strict=True)):
+        step = params[..., which, 0].float()[..., None, None]
+        assert ((got - wanted.float()).abs() <= 0.5 * step + 1e-6).all()
+        spread = wanted.float().flatten(-2).amax(-1) - wanted.float().flatten(-2).amin(-1)
+        assert (step.flatten(-3) <= spread / 255 * 1.01 + 1e-3).all()
+
+
+def test_squat_takes_scales_in_8_bits_too():
+    ids = tokens(1, 120)
+    exact, errors = llama()(ids).logits[:, 99:], []
+    for bits in (8, 16):
+        got, cache, _ = step_by_step(llama(), get("squat", scale_bits=bits, block_size=16), ids, 100, lowering="eager")
+        errors.append((got - exact).norm())
+        assert (cache.layers[0].key_state.spec.quantizer.codec == "second-level") == (bits == 8)
+    assert errors[0] < 1.2 * errors[1]
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_fused_attention_reads_scales_that_are_codes(queries):
+    plan = get("kivi-s8", group_size=16).plan(geometry(head_dim=32))
+    states = []
+    for seed, spec in enumerate((plan.key, plan.value)):
+        state = KVState.allocate(spec, 2, 2, 32, torch.float32, "cpu", 150)
+        state.append(randn(seed, 2, 2, 150, 32), 0)
+        states.append(state)
+    key, value = states
+    new, q = randn(5, 2, 2, queries, 32), randn(6, 2, 4, queries, 32)
+    past = (q, key.pack, value.pack, key.carrier(150), new, new, None, True, 0.2, 0.0, key.text, value.text)
+    (got,), (expected,) = (torch.ops.kvpass.attend(*past, name) for name in ("inductor", "reference"))
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(key.decode(150, "inductor"), key.decode(150, "reference"), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name, fields, says",
+    [
+        ("kivi", dict(scale_bits=4), "scale_bits=4"),
+        ("kivi", dict(scale_bits=8, eta=0.1), "no grid, floats or eta"),
+        ("kivi", dict(scale_bits=8, retention=Sinks(2) + HeavyHitter(64, recent=32)), "Only built-in codecs evict"),
+    ],
+)
+def test_scales_in_8_bits_are_refused_where_they_are_not_known(name, fields, says):
+    with pytest.raises(KVPassError, match=says):
+        get(name, **fields)
+
+
+# ---------------------------------------------------------------- KVarN and ZipCache
+
+
+def sizes_of_both_axes(seed, *shape):
+    tokens_, channels = torch.exp2(2 * randn(seed, *shape[:-1], 1)), torch.exp2(2 * randn(seed + 1, shape[-1]))
+    return randn(seed + 2, *shape) * tokens_ * channels
+
+
+def by_kvarns_formulas(tile, bits, iterations=16):
+    """Codes, scale and zero point of the rows of a tile ``[rows, columns]``, and the factors of its columns, in float64
+    and row by row."""
+    rows, columns = tile.shape
+    log_row, log_column = [0.0] * rows, [0.0] * columns
+    tile = tile.double()
+    size, tile = tile.square().mean().sqrt(), tile / tile.square().mean().sqrt()
+
+    def balanced():
+        return tile / torch.tensor(log_row).double().exp()[:, None] / torch.tensor(log_column).double().exp()
+
+    def imbalance(x):
+        return x.std(0).max() / x.std(0).min() + x.std(1).max() / x.std(1).min()
+
+    best = imbalance(balanced()), list(log_column)
+    for _ in range(iterations):
+        now = balanced()
+        for j in range(columns):
+            step = math.log(min(max(float(now[:, j].std()), 1e-3), 1e3))
+            log_column[j] = min(max(log_column[j] + step, -9.0), 9.0)
+        now = balanced()
+        for i in range(rows):
+            step = math.log(min(max(float(now[i].std()), 1e-3), 1e3))
+            log_row[i] = min(max(log_row[i] + step, -9.0), 9.0)
+        if (found := imbalance(balanced())) <= best[0]:
+            best = found, list(log_column)
+    factor = (torch.tensor(best[1]).double() - sum(best[1]) / columns).exp()
+    divided = tile / factor
+    low, high = divided.amin(1), divided.amax(1)
+    scale = (high - low) / (2**bits - 1)
+    codes = ((divided - low[:, None]) / scale[:, None]).round().clamp(0, 2**bits - 1)
+    return codes, size * scale, size * low, factor
+
+
+@pytest.mark.parametrize("side", ["key", "value"])
+@pytest.mark.parametrize("bits", [2, 4])
+def test_kvarn_stores_what_its_formulas_say(side, bits):
+    plan = get("kvarn", key_bits=bits, value_bits=bits, residual=32, seed=4).plan(geometry())
+    spec, x = getattr(plan, side), 3 * sizes_of_both_axes(bits, 1, 1, 32, 64)
+    codes, scale, zero_point, factor = (kept[0, 0, 0] for kept in encode_pages(x, spec))
+    rotated = hadamard(x, 4)[0, 0]
+    tile = rotated.T if side == "key" else rotated  # its rows share a scale
+    wanted, of_rows, low, of_columns = by_kvarns_formulas(tile, bits)
+    found = unpack(codes, bits)
+    found = found.T if side == "key" else found
+    assert (found.double() == wanted).double().mean() > 0.99  # others are on the edge of two, in 16-bit scales
+    assert ((found.double() - wanted).abs() <= 1).all()
+    for mine, theirs in ((factor, of_columns), (scale, of_rows), (zero_point, low)):
+        torch.testing.assert_close(mine.double().flatten(), theirs, rtol=4e-3, atol=4e-3)
+
+
+@given(seeds)
+def test_sinkhorn_makes_tokens_and_channels_equally_large(seed):
+    x = sizes_of_both_axes(seed, 1, 1, 1, 32, 32)
+    tokens_, channels = sinkhorn(x, -1), sinkhorn(x.mT, -1).mT
+    before, after = (
+        max(float(y.std(dim).max() / y.std(dim).min()) for dim in (-1, -2)) for y in (x, x / tokens_ / channels)
+    )
+    assert tokens_.shape == (1, 1, 1, 32, 1) and after < 1.5 < before
+    torch.testing.assert_close(sinkhorn(1e-3 * x, -1), tokens_)
+
+
+@pytest.mark.parametrize("name, most", [("kvarn-k2v2", 0.9), ("zipcache", 0.75)])
+def test_a_factor_for_each_channel_pays_where_values_have_channels_of_their_own_size(name, most):
+    x = sizes_of_both_axes(0, 1, 2, 128, 64)
+    errors = [(coded(values_of(each, **f), x)[0] - x).norm() for each, f in ((name, {}), ("rtn-2", {}))]
+    assert errors[0] < most * errors[1]
+
+
+@pytest.mark.parametrize("residual, head_dim", [(64, 64), (128, 32)])
+def test_bits_of_kvarn_and_zipcache_are_closed(residual, head_dim):
+    x = randn(0, 1, 2, 256, head_dim)
+    key, value = (of("kvarn", head_dim, residual=residual) for of in (keys_of, values_of))
+    assert coded(key, x)[1] == 4 + 32 / residual + 16 / head_dim
+    assert coded(value, x)[1] == 2 + 32 / head_dim + 16 / residual
+    assert coded(values_of("zipcache", head_dim, residual=residual), x)[1] == 2 + 32 / head_dim + 16 / residual
+
+
+@given(seeds)
+def test_zipcache_is_per_token_codes_of_channels_divided_by_the_root_of_their_largest(seed):
+    x = sizes_of_both_axes(seed, 1, 1, 32, 64)
+    got, _ = coded(values_of("zipcache"), x)
+    root = x.abs().amax(-2, keepdim=True).sqrt()
+    y = x / root
+    low, step = y.amin(-1, keepdim=True), (y.amax(-1, keepdim=True) - y.amin(-1, keepdim=True)) / 3
+    assert ((got - x).abs() <= root * step * 0.51 + 2e-3 * root * (low.abs() + 3 * step)).all()
+
+
+def test_codecs_that_keep_scales_of_16_bits_say_so():
+    with pytest.raises(KVPassError, match="scale_bits=8 is a codec itself"):
+        get("zipcache", scale_bits=8)
+    with pytest.raises(KVPassError, match="key_bits=0"):
+        get("kvarn", key_bits=0)
+
+
+# ---------------------------------------------------------------- Kitty
+
+
+@given(seeds, st.sampled_from((1, 2, 4)), st.sampled_from(("minmax", "lsq")))
+def test_boosting_no_channel_is_kivi_and_boosting_all_is_kivi_in_twice_the_bits(seed, bits, fit):
+    fields = dict(group_size=16, residual=32, fit=fit if bits < 4 else "minmax")
+    x = sizes_of_both_axes(seed, 1, 2, 64, 32)
+    for share, same in ((0.0, bits), (1.0, 2 * bits)):
+        got, _ = coded(keys_of("kitty", 32, bits=bits, share=share, **fields), x)
+        torch.testing.assert_close(got, coded(keys_of("kivi", 32, bits=same, **fields), x)[0], rtol=1e-5, atol=1e-5)
+
+
+@given(seeds, st.sampled_from((0.1, 0.125, 0.25, 0.5)))
+def test_the_largest_channels_of_a_page_are_kivi_4_and_the_others_kivi_2(seed, share):
+    spec = keys_of("kitty", 128, share=share)
+    x = randn(seed, 1, 2, 256, 128) * torch.exp2(randn(seed + 1, 128))
+    got, cost = coded(spec, x)
+    two, four = (coded(keys_of("kivi", 128, bits=bits, group_size=128, residual=128), x)[0] for bits in (2, 4))
+    count = int(share * 128 + 1e-6)
+    assert cost == 2 + 32 / 128 + (2 * 128 + 16) * count / (128 * 128)
+    size = x.unflatten(2, (-1, 128)).abs().mean(3, keepdim=True)
+    large = (size.argsort(-1, descending=True).argsort(-1) < count).expand(-1, -1, -1, 128, -1).flatten(2, 3)
+    torch.testing.assert_close(got, torch.where(large, four, two), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "fields, says",
+    [
+        (dict(share=1.5), "share=1.5"),
+        (dict(bits=3), "bits=3: boosted channels have twice"),
+        (dict(bits=8), "bits=8"),
+        (dict(scale_bits=8), "is a codec itself"),
+    ],
+)
+def test_kitty_refuses_what_it_cannot_boost(fields, says):
+    with pytest.raises(KVPassError, match=says):
+        get("kitty", **fields)
+
+
+# ---------------------------------------------------------------- the E8 lattice
+
+
+def in_e8(x):
+    """Whether vectors are all integers or all half-odd, with an even sum."""
+    whole = (x == x.round()).all(-1) | (x - 0.5 == (x - 0.5).round()).all(-1)
+    return whole & (x.sum(-1) % 2 == 0)
+
+
+def test_all_codes_are_points_of_the_shifted_lattice_and_their_own_nearest():
+    which, signs = torch.arange(256).repeat_interleave(256).byte(), torch.arange(256).repeat(256).byte()
+    found = points(which, signs)
+    assert len(found.unique(dim=0)) == 2**16
+    assert in_e8(found - 0.25).all()
+    norms, counts = magnitudes().square().sum(-1).unique(return_counts=True)
+    assert (norms.tolist(), counts.tolist()) == ([2, 4, 6, 8, 10, 12], [1, 8, 28, 64, 126, 29])
+    sample = torch.randperm(2**16, generator=generator(0))[:2000]
+    again = assign(found[sample])
+    assert torch.equal(again[0], which[sample]) and torch.equal(again[1], signs[sample])
+
+
+@given(seeds)
+def test_codes_are_the_nearest_of_all_points(seed):
+    which, signs = torch.arange(256).repeat_interleave(256).byte(), torch.arange(256).repeat(256).byte()
+    x = 1.5 * randn(seed, 16, 8)
+    nearest = torch.cdist(x.double(), points(which, signs).double()).amin(-1)
+    torch.testing.assert_close((points(*assign(x)) - x).double().norm(dim=-1), nearest, rtol=1e-5, atol=1e-5)
+
+
+def test_e8_beats_every_grid_of_as_many_bits():
+    x = randn(0, 1, 2, 1024, 64)
+    got, cost = coded(values_of("e8"), x)
+    grid, of_grid = coded(values_of("higgs"), x)
+    errors = [(y - x).square().mean() / x.square().mean() for y in (got, grid)]
+    assert cost == of_grid == 2.25
+    assert errors[0] < 0.092 < 0.104 < errors[1]  # d4n256, of as many bits, has 0.0966
+
+
+def test_e8_refuses_heads_that_eights_do_not_divide():
+    with pytest.raises(KVPassError, match="8 channels of a token"):
+        get("e8").plan(geometry(head_dim=20))
+
+
+# ---------------------------------------------------------------- GEAR and KVQuant
+
+
+def with_outliers(seed, *shape):
+    x = randn(seed, *shape)
+    return torch.where(torch.rand(shape, generator=generator(seed + 1)) < 0.01, 40 * x, x)
+
+
+@pytest.mark.parametrize("name", ["gear", "kvquant"])
+@pytest.mark.parametrize("side", ["key", "value"])
+def test_outliers_come_back_exactly_at_their_positions_and_stretch_no_scale(name, side):
+    x = with_outliers(0, 1, 2, 128, 64).half().float()
+    errors = []
+    for share in (0.02, 0.0):
+        spec = getattr(get(name, share=share).plan(geometry()), side)
+        kept = dict(zip(of_pages(spec), encode_pages(x, spec), strict=True))
+        assert kept["values"].shape == kept["positions"].shape == (1, 2, 2, 1, math.ceil(share * 64 * 64))
+        got, _ = coded(spec, x)
+        pages, found = (y.unflatten(2, (-1, 64)).flatten(-2) for y in (x, got))
+        where = kept["positions"].squeeze(-2).long()
+        assert torch.equal(found.gather(-1, where), pages.gather(-1, where))
+        assert torch.equal(kept["values"].squeeze(-2).float(), pages.gather(-1, where))
+        errors.append((got - x).square().mean())
+    assert errors[0] < 0.2 * errors[1]
+
+
+@given(seeds, st.integers(0, 4))
+def test_gears_error_term_is_the_best_of_its_rank(seed, rank):
+    x = sizes_of_both_axes(seed, 1, 1, 32, 32)
+    fields = dict(group_size=16, residual=32, share=0.0)
+    spec, plain = (keys_of("gear", 32, rank=r, **fields) for r in (rank, 0))
+    (got, cost), (without, _) = coded(spec, x), coded(plain, x)
+    left = torch.linalg.svdvals((x - without)[0, 0].double())
+    assert cost == 2 + 32 / 16 + rank * 16 * 2 / 32
+    error = (got - x).double().norm()
+    assert error == pytest.approx(float(left[rank:].norm()), rel=2e-2, abs=2e-3 * float(left.norm()))
+    base, _ = coded(keys_of("kivi", 32, group_size=16, residual=32), x)
+    torch.testing.assert_close(without, base)
+
+
+@given(seeds, st.sampled_from((1, 2, 3, 4)))
+def test_a_fitted_datatype_is_a_fixed_point_of_lloyds_iteration_and_beats_even_points(seed, bits):
+    x = torch.rand(2, 600, generator=generator(seed)) ** 3
+    points = fit_points(x, bits)
+    codes = (x.unsqueeze(-1) - points.unsqueeze(-2)).abs().argmin(-1)
+    assert (points.diff() >= 0).all()
+    assert ((points.gather(-1, codes) - x).abs() <= (points.gather(-1, nearest(x, points)) - x).abs() + 1e-6).all()
+    even = torch.linspace(0, 1, 2**bits).expand(2, -1)
+    error, of_even = ((p.gather(-1, nearest(x, p)) - x).square().mean() for p in (points, even.contiguous()))
+    assert error < 0.9 * of_even
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_kvquant_beats_uniform_codes_and_its_bits_are_closed(bits):
+    x = randn(0, 1, 2, 256, 64) ** 3
+    spec = keys_of("kvquant", bits=bits)
+    got, cost = coded(spec, x)
+    outliers = math.ceil(0.01 * 64 * 64)
+    assert cost == bits + 32 / 64 + (32 * outliers + 16 * 2**bits) / 64**2
+    assert spec.transform.pre_rope and spec.retention.sinks == 1
+    uniform, _ = coded(keys_of("kivi", bits=bits, group_size=64, residual=64), x)
+    assert (got - x).norm() < 0.75 * (uniform - x).norm()
+
+
+@pytest.mark.parametrize(
+    "name, fields, says",
+    [
+        ("gear", dict(share=-0.1), "share=-0.1"),
+        ("gear", dict(rank=-1), "rank=-1"),
+        ("gear", dict(scale_bits=8), "is a codec itself"),
+        ("kvquant", dict(bits=8), "1 to 4 bits"),
+        ("kvquant", dict(fit="lsq"), "fit='minmax'"),
+        ("kvquant", dict(eta=0.1), "fit='minmax'"),
+    ],
+)
+def test_what_has_no_outliers_or_matrices_is_refused_at_config_time(name, fields, says):
+    with pytest.raises(KVPassError, match=says):
+        get(name, **fields)
+
+
+def test_a_plan_refuses_pages_that_positions_or_matrices_do_not_fit():
+    with pytest.raises(KVPassError, match="rank=40 is beyond"):
+        get("gear", group_size=32, rank=40).plan(geometry(head_dim=32))
+    with pytest.raises(KVPassError, match="more positions than 16 bits"):
+        get("kvquant", residual=2048, group_size=64).plan(geometry())
+    with pytest.raises(KVPassError, match="Only codecs of their own"):
+        Quantizer(2, "token", 32, share=0.1)
