@@ -25,6 +25,9 @@ rotate       rotary embedding of decoded keys that are stored as they were befor
 append_rotary_  store rotary tables ``[B or 1, S, p]`` of the present behind those already there; with ``slots``, drop
              those of tokens that ``spec`` has evicted in this call.
 
+Keys in the frame of their page (`codec.transform`) are appended and decoded with the rotary tables ``cos``, ``sin`` of
+all tokens, those of the call included, and their ``rope``: `append_rotary_` comes first.
+
 Specs with a width for every token (`codec.adaptive`) decode with ``planes``: those of all states in one tensor, and
 where those of this one are. Their ``append_`` leaves the tokens that are due in ``originals``, and the cache codes them
 when the forward is over.
@@ -64,7 +67,8 @@ _library.define('encode(Tensor x, Tensor[] fitted, str spec, str lowering="auto"
 _library.define(
     "append_(Tensor(a!)[] state, Tensor length, Tensor x, Tensor? q, Tensor? mask, str spec, "
     'str lowering="auto", Tensor(b!)? edge=None, Tensor? same_layer_keys=None, Tensor[]? predictor=None, '
-    "Tensor(c!)? importance=None, Tensor[]? scores=None, Tensor(d!)? slots=None, Tensor(e!)? originals=None) -> ()",
+    "Tensor(c!)? importance=None, Tensor[]? scores=None, Tensor(d!)? slots=None, Tensor(e!)? originals=None, "
+    'Tensor? cos=None, Tensor? sin=None, str rope="") -> ()',
     tags=_OF_A_LENGTH,
 )
 _library.define(
@@ -73,7 +77,8 @@ _library.define(
 )
 _library.define(
     'decode(Tensor[] state, Tensor length, str spec, str lowering="auto", Tensor? previous_layer=None, '
-    "Tensor? same_layer_keys=None, Tensor[]? predictor=None, Tensor[]? planes=None) -> Tensor",
+    "Tensor? same_layer_keys=None, Tensor[]? predictor=None, Tensor[]? planes=None, Tensor? cos=None, "
+    'Tensor? sin=None, str rope="") -> Tensor',
     tags=_OF_A_LENGTH,
 )
 _library.define("rotate(Tensor x, Tensor cos, Tensor sin, str rope) -> Tensor", tags=_OF_A_LENGTH)
@@ -108,13 +113,24 @@ def _append_(
     state: _Tensors, length: Tensor, x: Tensor, q: Tensor | None, mask: Tensor | None, spec: str,
     lowering: str = "auto", edge: Tensor | None = None, same_layer_keys: Tensor | None = None,
     predictor: _Tensors | None = None, importance: Tensor | None = None, scores: _Tensors | None = None,
-    slots: Tensor | None = None, originals: Tensor | None = None,
+    slots: Tensor | None = None, originals: Tensor | None = None, cos: Tensor | None = None, sin: Tensor | None = None,
+    rope: str = "",
 ) -> None:  # fmt: skip
     dispatch, parsed = DispatchKey("append_", x.device.type, (spec,), head_dim=x.shape[-1]), parse(spec)
+    pack = _framed(opened(state, parsed), cos, sin, rope)
     select(dispatch, lowering).run(
-        opened(state, parsed), length_of(length), x, q, mask, parsed, edge, same_layer_keys, predictor or (),
-        importance, scores or (), slots, originals,
+        pack, length_of(length), x, q, mask, parsed, edge, same_layer_keys, predictor or (), importance, scores or (),
+        slots, originals,
     )  # fmt: skip
+
+
+def _framed(pack: Pack, cos: Tensor | None, sin: Tensor | None, rope: str) -> Pack:
+    """``pack`` with the rotary tables, where keys are in the frame of their page."""
+    if pack.pairs is None or not rope:
+        return pack
+    if cos is None or sin is None:
+        raise KVPassError("Keys in the frame of their page need the rotary tables.")
+    return pack._replace(rotary=(cos, sin, rope))
 
 
 def _append_layers_(states: _Tensors, length: Tensor, x: _Tensors, spec: str, lowering: str = "auto") -> None:
@@ -127,9 +143,10 @@ def _append_layers_(states: _Tensors, length: Tensor, x: _Tensors, spec: str, lo
 def _decode(
     state: _Tensors, length: Tensor, spec: str, lowering: str = "auto", previous_layer: Tensor | None = None,
     same_layer_keys: Tensor | None = None, predictor: _Tensors | None = None, planes: _Tensors | None = None,
+    cos: Tensor | None = None, sin: Tensor | None = None, rope: str = "",
 ) -> Tensor:  # fmt: skip
     parsed = parse(spec)
-    pack = opened(state, parsed)._replace(planes=planes or ())
+    pack = _framed(opened(state, parsed)._replace(planes=planes or ()), cos, sin, rope)
     run = select(DispatchKey("decode", pack.ring.device.type, (spec,), head_dim=pack.ring.shape[-1]), lowering).run
     references = [one for one in (previous_layer, same_layer_keys) if one is not None]
     decoded: Tensor = run(pack, length_of(length), parsed, references, predictor or ())
@@ -153,7 +170,7 @@ def _attend(
     if len(key) == 1:
         past, coded, lowering = (key[0], value[0]), [], AUTO
     else:
-        past = opened(key, specs[0]), opened(value, specs[1])
+        past = _framed(opened(key, specs[0]), cos, sin, rope), opened(value, specs[1])
         if rope and not specs[0].transform.pre_rope:
             raise KVPassError(f"These keys are stored rotated, and rope={rope!r} would rotate them again.")
     rotary = (cos, sin, rope) if rope else None

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from kvpass.codec.kept import Pack
 from kvpass.codec.pages import decode_pages, replace_tokens, share_codes
 from kvpass.codec.predictor import PREDICTORS, predict
 from kvpass.codec.quantizer import RAW, Subspace
+from kvpass.codec.rope import parse_rope, turned
 from kvpass.codec.spec import CodecSpec
 from kvpass.codec.subspace import compensation_matrix, precision_matrix
 from kvpass.errors import KVPassError
@@ -30,6 +32,7 @@ APPENDED = PLACES | {"own_codes", "budget", "evict=age", "shared", "center", *(f
 MERGED = PLACES | {f"bits={bits}" for bits in (*FIELDS, *RAW)} | {"per=channel", "per=token", "fit=lsq", "eta"}
 MERGED |= {"rotation", "grid"}
 """Those of all specs that `append_layers` may be called with."""
+_GOLDEN = 0.6180339887  # its multiples are spread evenly between whole numbers
 CHUNK = 4096  # tokens predicted, or gathered from layers, at a time: what is needed in between stays small
 
 
@@ -141,7 +144,11 @@ def append(
     if subspace is not None and n == 0:
         pack.compensation.copy_(fit_compensation(q, mask, x.shape[1], subspace))
     if pack.metric is not None and n == 0:
-        pack.metric.copy_(look(q, mask, x.shape[1], spec.quantizer.allocation.block_size))
+        size = spec.quantizer.allocation.block_size
+        metric = look(q, mask, x.shape[1], size)
+        if pack.rotary is not None:
+            metric = metric + look(_from_a_key(q, pack.rotary), mask, x.shape[1], size)
+        pack.metric.copy_(metric)
     if spec.quantizer.adaptive is not None:
         _stage(pack, originals, n, x, q, mask, scores, importance, spec)
         return
@@ -171,6 +178,8 @@ def _pack(
 
     if pages.center is not None and not first:
         pages.center.copy_(fit_center(leaving(0, last), pages.center.dtype))
+    if pack.pairs is not None and not first:
+        pack.pairs.copy_(torch.tensor((0, False) if pack.rotary is None else parse_rope(pack.rotary[2])))
     if pack.basis is not None and not first:
         _fit_basis(pack, leaving(0, last), spec, None if n or mask is None else not_padding(mask, len(x), x.shape[2]))
     if gone:
@@ -181,8 +190,26 @@ def _pack(
     step = max(1, CHUNK // size) if spec.transform.subtracts or pages.keep else max(1, last - first)
     for start in range(first, last, step):
         tokens = leaving(start, min(start + step, last))
-        pages.write(start - gone // size, tokens, lambda _, y: encode(y, pack.fitted(), spec), written)
+        turn = partial(in_page, pack, spec, start)
+        pages.write(start - gone // size, tokens, lambda _, y, turn=turn: encode(turn(y), pack.fitted(), spec), written)
         written += tokens.shape[2]
+
+
+def in_page(pack: Pack, spec: CodecSpec, first: int, x: Tensor, back: bool = False) -> Tensor:
+    """Tokens ``[B, H, N * P, D]`` of pages from ``first`` on, in the frames of those, if they have any, or ``back``."""
+    if pack.rotary is None:
+        return x
+    size = spec.page_size
+    tokens = layout(spec.retention).page_tokens(first, first + x.shape[2] // size)
+    middles = tokens[size // 2 :: size].repeat_interleave(size)
+    return turned(x, *pack.rotary, *((middles, tokens) if back else (tokens, middles))).to(x.dtype)
+
+
+def _from_a_key(q: Tensor, rotary: tuple[Tensor, Tensor, str]) -> Tensor:
+    """The prompt's queries ``[B, H, S, D]``, each as one of the tokens before it sees it: all distances alike."""
+    queries = torch.arange(q.shape[2])
+    keys = (queries * (queries * _GOLDEN % 1)).long()
+    return turned(q, *rotary, queries, keys)
 
 
 def look(q: Tensor, mask: Tensor | None, num_key_value_heads: int, size: int) -> Tensor:
@@ -202,6 +229,7 @@ def _fit_basis(pack: Pack, x: Tensor, spec: CodecSpec, valid: Tensor | None) -> 
         valid = valid.index_select(1, layout(spec.retention).page_tokens(0, x.shape[2] // size).to(x.device))
     if pack.center is not None:
         x = x.float() - pack.center.float()
+    x = in_page(pack, spec, 0, x)
     metric = None if pack.metric is None else pack.metric.unflatten(2, (-1, allocation.block_size))
     basis, places = fit_basis(x, metric, allocation, valid)
     pack.basis.copy_(basis)

@@ -15,7 +15,7 @@ from kvpass.codec.spec import CodecSpec
 from kvpass.layout.pool import whole
 from kvpass.layout.window import layout
 
-from .append import CHUNK, append, append_layers, not_padding
+from .append import CHUNK, append, append_layers, in_page, not_padding
 from .table import implements
 
 
@@ -45,6 +45,7 @@ def pieces(
         pages = slice(first, min(first + (at_once or used), used))
         same = [where.in_pages(reference, pages.start, pages.stop) for reference in references]
         values = decode_fn([*(pool[:, :, pages] for pool in pools), *fitted], spec, same, predictor)
+        values = in_page(pack, spec, first, values, back=True)
         yield values if pack.center is None else values + pack.center.float()
     yield where.read(ring, n)
 

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 import kvpass
 from kvpass import KVPassError, NonFiniteError
-from kvpass.cache.state import KVState
+from kvpass.cache.state import KVState, RotaryState
 from kvpass.codec import Allocation, CodecSpec, Quantizer, Transform, decode_pages, encode_pages, parse
 from kvpass.codec.allocation import DISTORTION, STEPS, allocate, counts, fit_basis, second_moment, widths_of
+from kvpass.codec.rope import parse_rope, rotate
 from kvpass.layout.retention import Retention
 from kvpass.schemes import LayerGeometry, WaterfillConfig, get
 
@@ -297,3 +298,71 @@ def test_attention_over_fields_is_that_over_decoded_tokens(fields, queries):
     common = (q, key.pack, value.pack, key.carrier(150), new, new, mask, False, HEAD**-0.5, 0.0, key.text, value.text)
     (got,), (expected,) = (torch.ops.kvpass.attend(*common, name) for name in ("inductor", "reference"))
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def positions(rope, tokens, *starts, scale=1.0):
+    """Rotary tables of samples that start at these positions."""
+    pairs, _ = parse_rope(rope)
+    angles = (torch.tensor(starts)[:, None] + torch.arange(tokens)).float()[..., None] * 100 ** (
+        -torch.arange(pairs) / pairs
+    )
+    return scale * angles.cos(), scale * angles.sin()
+
+
+@pytest.mark.parametrize("rope", [f"half-{HEAD // 2}", "interleaved-8"])
+@pytest.mark.parametrize("queries", [1, 5])
+def test_keys_in_the_frame_of_their_page_are_attended_as_they_are(rope, queries):
+    """Samples at positions of their own, tables that are scaled, channels that are not turned."""
+    plan = WaterfillConfig(residual=16).plan(LayerGeometry(0, 1, 2, HEAD, torch.float32, torch.device("cpu")))
+    assert plan.key.transform.page_frame
+    cos, sin = positions(rope, 150, 0, 7, scale=1.2)
+    x, q = mixed(0, 2, 2, 150, HEAD), randn(0, 2, 4, 150, HEAD)
+    key, value = (KVState.allocate(spec, 2, 2, HEAD, torch.float32, "cpu", 150) for spec in (plan.key, plan.value))
+    key.rotary = RotaryState.of(cos, sin)
+    for state, tables in ((key, {"rope": rope}), (value, {})):
+        state.append(x[:, :, :100], 0, q[:, :, :100], **tables)
+        state.append(x[:, :, 100:], 100, **tables)
+    new, q = randn(5, 2, 2, queries, HEAD), randn(6, 2, 4, queries, HEAD)
+    mask = torch.rand(2, 1, queries, 150 + queries, generator=generator(7)) > 0.2
+    dense = [torch.cat([past, new], 2) for past in (rotate(key.decode(150), cos, sin, rope), value.decode(150))]
+    expected = torch.nn.functional.scaled_dot_product_attention(q, *dense, attn_mask=mask, enable_gqa=True)
+    given = (q, key.pack, value.pack, key.carrier(150), new, new, mask, False, HEAD**-0.5, 0.0, key.text, value.text)
+    for lowering in ("inductor", "reference"):
+        (got,) = torch.ops.kvpass.attend(*given, lowering, cos=cos, sin=sin, rope=rope)
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+@given(seeds)
+def test_a_page_holds_keys_turned_from_its_middle(seed):
+    """By complex numbers, and a state in which nothing is lost."""
+    rope, size = f"half-{HEAD // 2}", 16
+    spec = CodecSpec(Quantizer(32, "token", HEAD), Retention(size, size, 2), Transform(pre_rope=True, page_frame=True))
+    cos, sin = positions(rope, 50, 3, seed % 1000, scale=0.5)
+    x = randn(seed, 2, 2, 50, HEAD)
+    state = KVState.allocate(spec, 2, 2, HEAD, torch.float32, "cpu", 50)
+    state.rotary = RotaryState.of(cos, sin)
+    state.append(x[:, :, :30], 0, rope=rope)
+    state.append(x[:, :, 30:], 30, rope=rope)
+    turn, keys = torch.complex(cos, sin)[:, None], torch.complex(*x.chunk(2, -1))
+    for page in range(3):
+        of = slice(2 + page * size, 2 + (page + 1) * size)
+        middle = of.start + size // 2
+        kept = state.codes[:, :, page].contiguous().view(torch.float32).view(2, 2, size, HEAD)
+        expected = keys[:, :, of] * turn[:, :, of] / turn[:, :, middle : middle + 1]
+        torch.testing.assert_close(kept, torch.cat([expected.real, expected.imag], -1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(state.decode(50), x, atol=1e-5, rtol=1e-5)
+    assert state.pairs[0, 0, 0].tolist() == [HEAD // 2, 0]
+
+
+def test_frames_are_for_pages_of_neighbours_before_rotary_embedding():
+    for fields in (dict(page_frame=True), dict(pre_rope=True, page_frame=True, rotation=1)):
+        with pytest.raises(KVPassError, match="before rotary embedding"):
+            Transform(**fields)
+    framed = Transform(pre_rope=True, page_frame=True)
+    with pytest.raises(KVPassError, match="neighbours"):
+        CodecSpec(Quantizer(2, "token", HEAD), Retention(48, 16, keep="log"), framed)
+    state = KVState.allocate(
+        CodecSpec(Quantizer(2, "token", HEAD), Retention(16, 16), framed), 1, 1, HEAD, torch.float32, "cpu", 40
+    )
+    with pytest.raises(KVPassError, match="tables"):
+        state.append(randn(0, 1, 1, 40, HEAD), 0, rope=f"half-{HEAD // 2}")

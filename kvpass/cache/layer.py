@@ -181,6 +181,10 @@ class PackedLayer(CacheLayerMixin):
         }
         if self.plan.key.transform.pre_rope and self.rotary_owner is self:
             new["rotary"] = RotaryState(batch, *room[1:], tokens)
+        if self.plan.key.transform.page_frame:
+            if self.rotary_owner is not self:
+                self.rotary_owner._allocate(batch, tokens)
+            new["key_state"].rotary = new.get("rotary", self.rotary_owner.rotary)
         if self.plan.needs_importance and self.importance_owner is self:
             new["importance"] = Importance(batch, self.deciding_heads, geometry.device, tokens)
         if self.plan.looks_at_previous:
@@ -276,7 +280,7 @@ class PackedLayer(CacheLayerMixin):
             previous_layer = same_layer_keys = None
         return torch.ops.kvpass.decode(
             state.handles, self.context.length, state.text, self.lowering, previous_layer, same_layer_keys,
-            list(state.predictor), list(state.pooled_planes),
+            list(state.predictor), list(state.pooled_planes), **state.tables(""),
         )  # fmt: skip
 
     def _append(
@@ -288,7 +292,7 @@ class PackedLayer(CacheLayerMixin):
             state.handles, self.context.length, x, q, mask, state.text, self.lowering, edge, same_layer_keys,
             list(state.predictor), self.importance.weights if which == 0 and self.importance else None, None,
             self.context.slots[self.deciding_heads] if self.evicts else None,
-            state.host.tokens if isinstance(state, AdaptiveState) else None,
+            state.host.tokens if isinstance(state, AdaptiveState) else None, **state.tables(""),
         )  # fmt: skip
         return edge
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..codec.affine import params_dtype
 from ..codec.allocation import counts
 from ..codec.kept import of_pages, of_state, page_shapes
+from ..codec.rope import rope_of
 from ..codec.spec import CodecSpec
 from ..errors import KVPassError
 from ..layout.pool import handle
@@ -106,6 +107,8 @@ class KVState(Storage):
     compensation: ``[B, H_kv, D - b, D - b]``, 16-bit, for specs with a subspace; otherwise None.
     energy: of the prompt's queries, for those of an `AdaptiveState`; otherwise None.
     center: ``[B, H_kv, 1, D]``, 16-bit, for specs that subtract a mean; otherwise None.
+    pairs: ``[B, H_kv, 1, 2]`` int16, for keys in the frame of their page: how many pairs of channels are turned, and
+        whether they are interleaved. The tables are those of ``rotary``, which states share.
     basis, fields, metric: ``[B, H_kv, D, b]``, 16-bit, ``[B, H_kv, 1, F]`` int16 and, where errors are weighted, ``[B,
         H_kv, D, b]`` bfloat16, for specs with widths by channel (`codec.allocation`); otherwise None.
     predictor: weights of the predictor, for specs that have one (`kvpass.codec.predictor`); the model's.
@@ -122,16 +125,18 @@ class KVState(Storage):
     basis: Tensor | None
     fields: Tensor | None
     metric: Tensor | None
+    pairs: Tensor | None
     _handles: tuple[Tensor, ...]
 
     def __init__(self, spec: CodecSpec, kept: Mapping[str, Tensor], source: KVState | None = None):
         self.spec, self.text, self.source = spec, str(spec), source
-        self.compensation = self.energy = self.center = self.basis = self.fields = self.metric = None
+        self.compensation = self.energy = self.center = self.basis = self.fields = self.metric = self.pairs = None
         self._codes: Tensor | None = None
         vars(self).update({attribute(name): tensor for name, tensor in kept.items()})
         self.predictor: Sequence[Tensor] = ()
         self.previous_layer: KVState | None = None
         self.same_layer_keys: KVState | None = None
+        self.rotary: RotaryState | None = None
         self.writes = Writes()
         self.put()
 
@@ -169,6 +174,8 @@ class KVState(Storage):
             kept["compensation"] = zeros(rest, rest, dtype=params)
         if spec.transform.center:
             kept["center"] = zeros(1, head_dim, dtype=params)
+        if spec.transform.page_frame:
+            kept["pairs"] = zeros(1, 2, dtype=torch.int16)
         if allocation is not None:
             size = allocation.block_size
             kept["basis"] = torch.eye(size, dtype=params, device=device).repeat(batch, heads, head_dim // size, 1)
@@ -237,15 +244,20 @@ class KVState(Storage):
         """A length carrier for calling the ops outside a cache."""
         return carry(n, self.ring.device)
 
-    def append(self, x: Tensor, n: int, q: Tensor | None = None, mask: Tensor | None = None) -> None:
-        """Store ``x`` ``[B, H_kv, S, D]`` as tokens ``[n, n + S)``, growing as needed."""
+    def append(self, x: Tensor, n: int, q: Tensor | None = None, mask: Tensor | None = None, rope: str = "") -> None:
+        """Store ``x`` ``[B, H_kv, S, D]`` as tokens ``[n, n + S)``, growing as needed.
+
+        rope: how keys in the frame of their page are turned, by tables that ``rotary`` has already.
+        """
         expected = (*self.ring.shape[:2], self.ring.shape[3])
         if x.ndim != 4 or (*x.shape[:2], x.shape[3]) != expected:
             raise KVPassError(f"Expected [B, H_kv, S, D] with B, H_kv, D = {expected}, got {tuple(x.shape)}.")
         if self.spec.needs_importance:
             raise KVPassError(_ALONE)
         self.reserve(n + x.shape[2])
-        torch.ops.kvpass.append_(self.pack, self.carrier(n), x.to(self.ring.dtype), q, mask, self.text)
+        torch.ops.kvpass.append_(
+            self.pack, self.carrier(n), x.to(self.ring.dtype), q, mask, self.text, **self.tables(rope)
+        )
         self.wrote(n, n + x.shape[2])
 
     def wrote(self, start: int, stop: int) -> None:
@@ -262,8 +274,19 @@ class KVState(Storage):
         previous, keys = (state and state.decode(n, lowering) for state in (self.previous_layer, self.same_layer_keys))
         return torch.ops.kvpass.decode(
             self.pack, self.carrier(n), self.text, lowering, previous, keys, list(self.predictor),
-            list(self.pooled_planes),
+            list(self.pooled_planes), **self.tables(),
         )  # fmt: skip
+
+    def tables(self, rope: str | None = None) -> dict[str, Any]:
+        """What ops are given besides, for keys in the frame of their page; ``rope`` is that of the tokens there unless
+        it is said."""
+        if self.pairs is None:
+            return {}
+        if rope is None:
+            pairs, interleaved = self.pairs[0, 0, 0].tolist()
+            rope = rope_of(pairs, bool(interleaved))
+        tables = (None, None) if self.rotary is None else (self.rotary.cos, self.rotary.sin)
+        return dict(zip(("cos", "sin", "rope"), (*tables, rope), strict=True))
 
     @property
     def _layout(self) -> Recent:
@@ -343,6 +366,13 @@ class RotaryState(Storage):
     def __init__(self, batch: int, head_dim: int, dtype: torch.dtype, device, tokens: int):
         self.cos, self.sin = (torch.zeros(batch, tokens, head_dim // 2, dtype=dtype, device=device) for _ in range(2))
         self.put()
+
+    @classmethod
+    def of(cls, cos: Tensor, sin: Tensor) -> RotaryState:
+        """Those tables, ``[B, T, p]``."""
+        made = cls(len(cos), 2 * cos.shape[2], cos.dtype, cos.device, cos.shape[1])
+        made.put(cos=cos, sin=sin)
+        return made
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from (("cos", self.cos), ("sin", self.sin))

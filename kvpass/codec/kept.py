@@ -84,6 +84,7 @@ def of_state(spec: CodecSpec) -> tuple[str, ...]:
         "compensation": spec.quantizer.subspace is not None,
         "energy": adaptive is not None and adaptive.fits_energy,
         "center": spec.transform.center,
+        "pairs": spec.transform.page_frame,
         "basis": allocation is not None,
         "fields": allocation is not None,
         "metric": allocation is not None and allocation.weighted,
@@ -102,6 +103,7 @@ class Pack(NamedTuple):
 
     pools: what is kept of its pages, in order: pools or handles (`kvpass.layout.pool`).
     planes: those of tokens with widths of their own which all layers share, and where the state's are.
+    rotary: tables cos and sin and the text of the rotation (`codec.rope`), for keys in the frame of their page.
     """
 
     pools: tuple[Tensor, ...]
@@ -112,7 +114,9 @@ class Pack(NamedTuple):
     basis: Tensor | None = None
     fields: Tensor | None = None
     metric: Tensor | None = None
+    pairs: Tensor | None = None
     planes: Sequence[Tensor] = ()
+    rotary: tuple[Tensor, Tensor, str] | None = None
 
     def fitted(self, names: Sequence[str] = ("compensation", "basis", "fields")) -> list[Tensor]:
         """What pages are encoded with besides, or those of ``names``, if there are any."""
@@ -124,7 +128,7 @@ def _places(spec: CodecSpec) -> tuple[int, int, Callable[[Sequence[Tensor | None
     """How many tensors a state is, how many of them are kept of its pages, and what picks the rest of a `Pack` from all
     of them and a None."""
     names = of_state(spec)
-    rest = (names.index(name) if name in names else -1 for name in Pack._fields[1:-1])
+    rest = (names.index(name) if name in names else -1 for name in Pack._fields[1 : Pack._fields.index("planes")])
     return len(names), len(of_pages(spec)), itemgetter(*rest)
 
 

@@ -43,6 +43,9 @@ class Append:
     scores: list[Node] | None
     slots: Node | None
     originals: Node | None
+    cos: Node | None
+    sin: Node | None
+    rope: str
 
     @cached_property
     def codec(self) -> CodecSpec:

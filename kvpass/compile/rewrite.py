@@ -56,12 +56,20 @@ def rewrite(normal: NormalGraph, inputs: Sequence, attentions: list[Attention], 
     for append in writes:
         if append.q is not None or append.importance is not None:
             append.mask = readers[append.ring].mask
+    evicting = tables is not None and "slots" in tables
+    if tables is not None and not evicting:  # the appends may turn by them what they pack
+        _store_tables(graph, tables)
     written = hoist(graph, writes)
+    if evicting:  # the appends say who stays
+        _store_tables(graph, tables)
     if tables is not None:
-        with graph.inserting_before(graph.output_node()):
-            call(graph, APPEND_ROTARY, **tables)
         written |= {tables["cos"], tables["sin"]}
     return in_place(normal, skip=written)
+
+
+def _store_tables(graph: Graph, tables: dict[str, Any]) -> None:
+    with graph.inserting_before(graph.output_node()):
+        call(graph, APPEND_ROTARY, **tables)
 
 
 def _importance(writes: Iterable[Append], readers: dict[Node, Attention], refused: list[str]) -> dict[Node, Node]:
@@ -117,8 +125,10 @@ def _store_before_rotation(graph: Graph, inputs: Sequence, writes: Iterable[Appe
             continue  # a layer without positions
         decoded = [node for node in append.ring.users if node.target is DECODE]
         reads = [user for node in decoded for user in node.users if user.target is ROTATE]
-        for node in reads:
+        framed = append.codec.transform.page_frame
+        for node in [*reads, *decoded] if framed else reads:
             change(node, rope=rotation.rope)
+        append.rope = rotation.rope if framed else ""
         append.x = rotation.before
         if append.q is not None:
             of_query = rotations.find(append.q)

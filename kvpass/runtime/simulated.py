@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from kvpass.lowering.reference import attention_weights
 
-from ..cache.state import KVState
+from ..cache.state import KVState, RotaryState
 from ..codec.rope import rotate
 from ..codec.spec import CodecSpec, parse
 from ..compile.backend import Backend
@@ -45,10 +45,10 @@ def simulate(
     """
     specs, tokens, repeats = (parse(k_spec), parse(v_spec)), k.shape[2], q.shape[1] // k.shape[1]
     q_before, k_before, *tables = before or [q, k]
-    k_stored, v_stored = _stored(k_before, specs[0], q_before, prompt), _stored(v, specs[1], q, prompt)
-    if tables:
-        cos, sin = tables
-        k_stored = rotate(k_stored, cos, sin, rope)
+    rotary = (tables[0], tables[1], rope) if tables else None
+    k_stored, v_stored = _stored(k_before, specs[0], q_before, prompt, rotary), _stored(v, specs[1], q, prompt)
+    if rotary is not None:
+        k_stored = rotate(k_stored, *rotary)
     dtype = torch.promote_types(q.dtype, torch.float32)
     k, v, k_stored, v_stored = (x.repeat_interleave(repeats, 1).to(dtype) for x in (k, v, k_stored, v_stored))
     k_packed, v_packed = (_packed(spec, tokens, prompt).to(q.device) for spec in specs)
@@ -87,17 +87,24 @@ def _(q, k, v, mask, scale, softcap, sinks, before, rope, k_spec, v_spec, prompt
     return q.new_empty((*q.shape[:3], v.shape[3]))
 
 
-def _stored(x: Tensor, spec: CodecSpec, q: Tensor, prompt: int) -> Tensor:
-    """``x`` once all of it is stored: decoded where it is packed."""
+def _stored(
+    x: Tensor, spec: CodecSpec, q: Tensor, prompt: int, rotary: tuple[Tensor, Tensor, str] | None = None
+) -> Tensor:
+    """``x`` once all of it is stored: decoded where it is packed. ``rotary``: tables and kind of the rotary embedding
+    of keys that are stored before it."""
     batch, heads, tokens, head_dim = x.shape
     pages, fits_subspace = spec.retention.pages, spec.quantizer.subspace is not None
     first = prompt if prompt or not fits_subspace else tokens  # what fits a subspace to queries takes all of them
     if not pages(first):  # a mean is that of the first page, if pages come one by one
         first = next((n for n in range(max(1, first), tokens) if pages(n)), tokens)
     state = KVState.allocate(spec, batch, heads, head_dim, x.dtype, x.device, tokens)
-    state.append(x[:, :, :first], 0, q[:, :, : prompt or tokens] if spec.quantizer.needs_queries else None)
+    rope = ""
+    if rotary is not None:
+        state.rotary = RotaryState.of(*rotary[:2])
+        rope = rotary[2]
+    state.append(x[:, :, :first], 0, q[:, :, : prompt or tokens] if spec.quantizer.needs_queries else None, rope=rope)
     if first < tokens:
-        state.append(x[:, :, first:], first)
+        state.append(x[:, :, first:], first, rope=rope)
     return state.decode(tokens)
 
 

@@ -7,6 +7,7 @@ groups. docs/own-scheme.md has what each is worth.
 """
 
 from dataclasses import dataclass
+from math import gcd
 from typing import Literal
 
 from ..codec.quantizer import Allocation, Quantizer
@@ -24,7 +25,8 @@ class WaterfillConfig(StorageConfig):
     """``(2 * pairs + singles) / 16 + 8 / head_dim`` bits a value, and the exact tokens of `StorageConfig`.
 
     key_fields, value_fields: of 16 channels, how many pairs of bits they share, and how many single bits.
-    block_size: neighbouring channels that are decorrelated together; 1 takes channels as they are.
+    block_size: neighbouring channels that are decorrelated together, or as many as divide both it and the head; 1 takes
+        channels as they are.
     weighted: errors in keys cost what the prompt's queries make of them, instead of the same in all channels.
     center: the mean of the keys that are packed first is subtracted from all.
     """
@@ -35,7 +37,7 @@ class WaterfillConfig(StorageConfig):
     rope: Literal["post", "pre"] = "pre"
     key_fields: tuple[int, int] = (18, 4)
     value_fields: tuple[int, int] = (14, 4)
-    block_size: int = 16
+    block_size: int = 32
     weighted: bool = True
     center: bool = True
 
@@ -45,12 +47,13 @@ class WaterfillConfig(StorageConfig):
 
     def _plan(self, head_dim: int) -> LayerPlan:
         def quantizer(fields: tuple[int, int], weighted: bool) -> Quantizer:
-            allocation = Allocation(*fields, min(self.block_size, head_dim), weighted)
+            allocation = Allocation(*fields, gcd(self.block_size, head_dim), weighted)
             return Quantizer(8, "token", head_dim, allocation=allocation, codec="allocated")
 
+        page_frame = self.rope == "pre" and self.retention is None  # a page of which is no neighbours otherwise
         keys, values = quantizer(self.key_fields, self.weighted), quantizer(self.value_fields, False)
         return LayerPlan(
-            CodecSpec(keys, self.key_retention(), self.key_transform(center=self.center)),
+            CodecSpec(keys, self.key_retention(), self.key_transform(center=self.center, page_frame=page_frame)),
             CodecSpec(values, self.value_retention()),
         )
 

@@ -8,8 +8,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvpass.codec.allocation import FIELD_BITS, gains, middle
+from kvpass.codec.allocation import FIELD_BITS, field_rows, gains, middle
 from kvpass.codec.bitpack import num_planes, unpack_plane_unshifted
+from kvpass.codec.rope import join_pairs, rotate_pairs, split_pairs
 
 from .planes import in_storage_order, weighted_sum
 
@@ -25,36 +26,59 @@ def page_gains(pools: Sequence[Tensor], table: Tensor) -> Tensor:
     return table[pools[-1].squeeze(-1).int()]
 
 
-def page_scores(
-    q: Tensor, pools: Sequence[Tensor], table: Tensor, basis: Tensor, places: Tensor, center: Tensor | None
-) -> Tensor:
-    """``q`` ``[BH, R, D]`` with the keys in pages: ``[BH, R, N * P]``, in storage order.
+def page_scores(q: Tensor, pools: Sequence[Tensor], table: Tensor, basis: Tensor, places: Tensor) -> Tensor:
+    """``q`` ``[BH, R, 1 or N, D]``, as it is or as it is seen from each page, with the keys in pages: ``[BH, R, N *
+    P]``, in storage order.
 
-    pools: pairs of bits ``[BH, N, P / 4, .]``, single ones ``[BH, N, P / 8, .]`` and gains ``[BH, N, P, 1]``. center:
-    the mean that was subtracted from the keys.
+    pools: pairs of bits ``[BH, N, P / 4, .]``, single ones ``[BH, N, P / 8, .]`` and gains ``[BH, N, P, 1]``.
     """
     pairs, singles, _ = pools
-    basis, (coordinates, weight) = basis.flatten(0, 1).float(), _places(places, basis.shape[-2])
-    size, planes = basis.shape[-1], num_planes(1)
-    of_rows = (q.unflatten(-1, (-1, 1, size)) * basis.unflatten(-2, (-1, size))[:, None]).sum(-1).flatten(-2)
-    of_fields = of_rows.gather(-1, coordinates[:, None].expand(-1, q.shape[1], -1)) * weight[:, None]
-    # concatenated, they are computed once: otherwise anew for every token
-    of_fields = torch.cat([of_fields, of_fields[..., :1]], -1)
+    heads, planes = q.shape[1], num_planes(1)
+    of_fields = _of_fields(q, basis, places)
+    of_fields = of_fields.unsqueeze(3)
     of_pairs, of_singles, _ = of_fields.split([pairs.shape[-1], singles.shape[-1], 1], -1)
-    offset = of_pairs.sum(-1, keepdim=True) * middle(2) + of_singles.sum(-1, keepdim=True) * middle(1)
+    offset = of_pairs.sum(-1) * middle(2) + of_singles.sum(-1) * middle(1)
     by_head = []
-    for r in range(q.shape[1]):
+    for r in range(heads):
         for plane in range(planes):
             two, one = _tokens_of(pairs, singles, plane)
-            each = two[0] * (of_pairs[:, r] * two[1])[:, None, None]
+            each = (two[0] * (of_pairs[:, r] * two[1])).sum(-1)
             if singles.shape[-1]:
-                more = one[0] * (of_singles[:, r] * one[1])[:, None, None]
-                by_head.append(each.sum(-1) + more.sum(-1))
-            else:
-                by_head.append(each.sum(-1))
-    total = in_storage_order(by_head, planes) - offset
-    total = total * page_gains(pools, table).flatten(1).unsqueeze(1)
-    return total if center is None else total + (q * center.flatten(0, 1).float()).sum(-1, keepdim=True)
+                each = each + (one[0] * (of_singles[:, r] * one[1])).sum(-1)
+            by_head.append(each - offset[:, r])
+    return in_storage_order(by_head, planes) * page_gains(pools, table).flatten(1).unsqueeze(1)
+
+
+def _of_fields(q: Tensor, basis: Tensor, places: Tensor) -> Tensor:
+    """What 1 in each field adds to the scores of ``q`` ``[BH, R, M, D]``: ``[BH, R, M, F + 1]``, the last is none."""
+    rows = field_rows(basis, places).flatten(0, 1).mT  # [BH, D, F]
+    # concatenated, they are computed once: otherwise anew for every token
+    rows = torch.cat([rows, rows[..., :1]], -1)
+    return (q.flatten(1, 2) @ rows).unflatten(1, q.shape[1:3])
+
+
+def turned_back(q: Tensor, tables: tuple[Tensor, Tensor], rope: str) -> Tensor:
+    """``q`` ``[BH, R, D]`` as it is seen from tokens with rotary tables ``[B, M, p]``: ``[BH, R, M, D]``."""
+    batch = tables[0].shape[0]
+    first, second, rest = (part.unflatten(0, (batch, -1)).unsqueeze(3) for part in split_pairs(q, rope))
+    cos, sin = (table[:, None, None].float() for table in tables)
+    turned = rotate_pairs(first, second, cos, -sin)
+    rest = rest.expand(*turned[0].shape[:-1], -1)
+    return join_pairs(*turned, rest, rope).flatten(0, 1)
+
+
+def mean_scores(q: Tensor, center: Tensor, tables: tuple[Tensor, Tensor] | None, rope: str) -> Tensor:
+    """``q`` ``[BH, R, D]`` with the mean of the keys, ``[B, H, 1, D]``, as it is turned at tokens with rotary tables
+    ``[B, T, p]``: ``[BH, R, T]``, or ``[BH, R, 1]``."""
+    mean = center.flatten(0, 1).float()
+    if tables is None:
+        return (q * mean).sum(-1, keepdim=True)
+    batch = tables[0].shape[0]
+    (q1, q2, q_rest), (m1, m2, m_rest) = split_pairs(q, rope), split_pairs(mean, rope)
+    turns = (one.unflatten(0, (batch, -1)).flatten(1, 2) for one in (q1 * m1 + q2 * m2, q2 * m1 - q1 * m2))
+    along, across = (one @ table.float().mT for one, table in zip(turns, tables, strict=True))  # [B, H * R, T]
+    scores = (along + across).unflatten(1, (-1, q.shape[1])).flatten(0, 1)
+    return scores + (q_rest * m_rest).sum(-1, keepdim=True) if q_rest.shape[-1] else scores
 
 
 def _places(places: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:

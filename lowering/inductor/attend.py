@@ -36,7 +36,7 @@ from .planes import in_storage_order, weighted_sum
 
 _CODECS = {"codec=allocated", "codec=second-level"}
 _VALUES = WIDTHS | _CODECS | {"per=channel", "per=token", "keep=log", "rotation", "grid", "allocation"}
-_ATTENDED = _VALUES | {"pre_rope", "center"}, _VALUES
+_ATTENDED = _VALUES | {"pre_rope", "center", "page_frame"}, _VALUES
 _MIN_PAGES = 2  # sizes 0 and 1 would be specialised; what is beyond the packed tokens is masked
 
 
@@ -138,7 +138,11 @@ def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rop
         return torch.where(counts, scores, -torch.inf)
 
     if given["k_fields"] is not None:
-        on_pages = allocated.page_scores(q, k_pools, given["k_points"], given["k_basis"], given["k_fields"], center)
+        from_pages = allocated.turned_back(q, tables(in_page[size // 2 :: size]), rope) if rope else q[:, :, None]
+        fitted = (given[f"k_{name}"] for name in ("points", "basis", "fields"))
+        on_pages = allocated.page_scores(from_pages, k_pools, *fitted)
+        if center is not None:
+            on_pages = on_pages + allocated.mean_scores(q, center, tables(in_page), rope)
     else:
         fixed = given["k_points"], given["k_basis"], center
         on_pages = _page_scores(q, k_pools, in_page.view(count, size), tables, rope, k_spec.quantizer, *fixed)
@@ -358,7 +362,10 @@ def _refuses_attend(dispatch: DispatchKey) -> str | None:
     if (key.page_size, key.sinks, key.keep) != (value.page_size, value.sinks, value.keep):
         return "keys and values must share page size, sinks and the choice of exact tokens."
     if of_keys.pre_rope and specs[0].quantizer.allocation is not None:
-        return "a basis of keys before rotary embedding is no query's: they have to be decoded."
+        if not of_keys.page_frame:
+            return "a basis of keys before rotary embedding, token by token, is no query's: they have to be decoded."
+    elif of_keys.page_frame:
+        return "keys in the frame of their page, all channels of one width, have to be decoded."
     if of_keys.pre_rope and of_keys.rotation is not None:
         return "keys rotated by a Hadamard matrix before rotary embedding have to be decoded."
     if value.window < key.window or (key.keep == "log" and key.ring_size != value.ring_size):
