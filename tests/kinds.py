@@ -11,21 +11,15 @@ from transformers.modeling_outputs import BaseModelOutput
 from kvpass import HeavyHitter, Sinks, StreamingLLM
 from kvpass.cache.swap import packed_layers
 from kvpass.schemes import (
-    E8Config,
     GEARConfig,
     HIGGSConfig,
     IdentityConfig,
-    KittyConfig,
     KIVIConfig,
-    KVarNConfig,
-    KVQuantConfig,
     LogQuantConfig,
     QAQConfig,
     SQuatConfig,
-    TurboQuantConfig,
     WaterfillConfig,
     XQuantConfig,
-    ZipCacheConfig,
 )
 
 from common import randn
@@ -50,14 +44,8 @@ KINDS = {
     "squat": Kind(SQuatConfig(**SMALL, rank=2, block_size=16)),
     "higgs, centred": Kind(HIGGSConfig(group_size=16, residual=8, sinks=2, center=True)),
     "waterfill": Kind(WaterfillConfig(residual=8, sinks=2, rope="post")),
-    "turboquant, sketched": Kind(TurboQuantConfig(residual=8, key_bits=3, keys="prod")),
     "kivi, scales in 8 bits": Kind(KIVIConfig(**SMALL, scale_bits=8)),
-    "kvarn": Kind(KVarNConfig(residual=8)),
-    "zipcache": Kind(ZipCacheConfig(**SMALL)),
-    "kitty": Kind(KittyConfig(**SMALL, sinks=2)),
-    "e8": Kind(E8Config(residual=8, sinks=2)),
     "gear": Kind(GEARConfig(**SMALL, rank=1)),
-    "kvquant": Kind(KVQuantConfig(**SMALL, rope="post")),
     "logquant": Kind(LogQuantConfig(window=8, group_size=8)),
     "xquant": Kind(XQuantConfig(**SMALL, depth=None, kq=2, vq=2, km=0, vm=0)),
     "kivi, layers that are not packed": Kind(KIVIConfig(**SMALL), lambda: ZOO["Gemma 3"].model("sdpa")),

@@ -9,19 +9,13 @@ from kvpass import KVPassError, Recent, Sinks, schemes
 from kvpass.eval import quality
 from kvpass.runtime.simulated import Simulator
 from kvpass.schemes import (
-    E8Config,
-    GEARConfig,
     HIGGSConfig,
     IdentityConfig,
-    KittyConfig,
     KIVIConfig,
-    KVarNConfig,
     KVQuantConfig,
     LogQuantConfig,
     SQuatConfig,
-    TurboQuantConfig,
     WaterfillConfig,
-    ZipCacheConfig,
 )
 
 from tiny import llama, step_by_step, tokens
@@ -37,13 +31,7 @@ SCHEMES = {
     "squat before RoPE": SQuatConfig(residual=16, group_size=16, rope="pre"),
     "waterfill": WaterfillConfig(residual=16),
     "kivi, scales in 8 bits": KIVIConfig(residual=16, group_size=16, scale_bits=8),
-    "kvarn": KVarNConfig(residual=16),
-    "zipcache": ZipCacheConfig(residual=16, group_size=16),
-    "kitty": KittyConfig(residual=16, group_size=16, sinks=2),
-    "e8": E8Config(residual=16),
-    "gear": GEARConfig(residual=16, group_size=16, rank=1),
     "kvquant": KVQuantConfig(residual=16, group_size=16),
-    "turboquant, sketched": TurboQuantConfig(residual=16, key_bits=3, keys="prod"),
 }
 
 

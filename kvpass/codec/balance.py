@@ -22,6 +22,7 @@ from .spec import CodecSpec
 _ITERATIONS = 16
 _STD = 1e-3, 1e3
 _LOG = -9.0, 9.0
+_LEAST = 8  # values: of fewer a deviation may be next to nothing where all are large
 
 
 def _factor_dim(quantizer: Quantizer) -> int:
@@ -73,7 +74,7 @@ def _inside(spec: CodecSpec) -> CodecSpec:
     return replace(built_in(spec), transform=replace(spec.transform, rotation=None))
 
 
-def _codec(fit: Callable[[Tensor, int], Tensor]) -> Codec:
+def _codec(fit: Callable[[Tensor, int], Tensor], shape: Callable[[CodecSpec, int], tuple[int, int]]) -> Codec:
     def encode(x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor], stored: None = None) -> tuple[Tensor, ...]:
         pages, rotation = x.float().unflatten(2, (-1, spec.page_size)), spec.transform.rotation
         pages = pages if rotation is None else hadamard(pages, rotation)
@@ -81,7 +82,7 @@ def _codec(fit: Callable[[Tensor, int], Tensor]) -> Codec:
         divided = (pages / factor.float()).flatten(2, 3).to(x.dtype)
         return *encode_pages(divided, _inside(spec), fitted), factor
 
-    return Codec({**CODECS[""].tensors, "factor": Kept(_shape)}, encode, decode, check=_check)
+    return Codec({**CODECS[""].tensors, "factor": Kept(shape)}, encode, decode, check=_check)
 
 
 def decode(codes: Tensor, scale: Tensor, zero_point: Tensor, factor: Tensor, spec: CodecSpec) -> Tensor:
@@ -95,10 +96,19 @@ def _shape(spec: CodecSpec, head_dim: int) -> tuple[int, int]:
     return (spec.page_size, 1) if spec.quantizer.per == "channel" else (1, head_dim)
 
 
+def _shape_of_deviations(spec: CodecSpec, head_dim: int) -> tuple[int, int]:
+    if min(spec.page_size, head_dim) < _LEAST:
+        raise KVPassError(
+            f"Pages of {spec.page_size} tokens and {head_dim} channels are balanced by deviations, which take {_LEAST} "
+            "values at least: use a scheme without, such as 'zipcache' or 'kivi'."
+        )
+    return _shape(spec, head_dim)
+
+
 def _check(spec: CodecSpec) -> None:
     if spec.quantizer.raw or spec.quantizer.grid or spec.quantizer.subspace is not None:
         raise KVPassError("What is divided by a factor has uniform codes: no grid, floats or subspace.")
 
 
-CODECS["sinkhorn"] = _codec(sinkhorn)
-CODECS["channel-separable"] = _codec(root_of_largest)
+CODECS["sinkhorn"] = _codec(sinkhorn, _shape_of_deviations)
+CODECS["channel-separable"] = _codec(root_of_largest, _shape)

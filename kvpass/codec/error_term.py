@@ -1,5 +1,5 @@
 """What uniform codes leave of a page, as a product of two thin matrices, beside outliers that are kept exactly (GEAR,
-arXiv 2403.05527, eq. 3). The matrices are those of least squared error; the paper finds them by power iteration."""
+arXiv 2403.05527). The matrices are those of least squared error; the paper finds them by power iteration."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,5 +1,5 @@
 """The values of a page that lie farthest out are kept exactly, with their positions, and do not stretch the scales of
-the others (KVQuant, arXiv 2401.18079, section 3.4; GEAR, arXiv 2403.05527, section 3.2).
+the others (KVQuant, arXiv 2401.18079, section 3.4; GEAR, arXiv 2403.05527).
 
 The papers take as many of each channel or token; here all groups of a page compete, in units of their own deviation, so
 that a share of 1 % means something in pages of 32 tokens too. Values and positions take 16 bits each.
