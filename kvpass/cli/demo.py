@@ -18,7 +18,7 @@ HELP = "Generate and score with full precision and with each scheme."
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``kvpass demo``."""
-    parser.add_argument("--schemes", default="kivi,squat", help=SCHEMES)
+    parser.add_argument("--schemes", default="kivi,waterfill", help=SCHEMES)
     parser.add_argument("--text", default="prose", help=TEXT)
     add_tokens(parser, context=3128, score=128)
     parser.add_argument("--new-tokens", type=at_least(1), default=48, metavar="N", help="tokens to generate")
