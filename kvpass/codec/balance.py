@@ -76,8 +76,7 @@ def _inside(spec: CodecSpec) -> CodecSpec:
 
 def _codec(fit: Callable[[Tensor, int], Tensor], shape: Callable[[CodecSpec, int], tuple[int, int]]) -> Codec:
     def encode(x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor], stored: None = None) -> tuple[Tensor, ...]:
-        pages, rotation = x.float().unflatten(2, (-1, spec.page_size)), spec.transform.rotation
-        pages = pages if rotation is None else hadamard(pages, rotation)
+        pages = hadamard(x.float().unflatten(2, (-1, spec.page_size)), spec.transform.rotation)
         factor = fit(pages, _factor_dim(spec.quantizer)).to(params_dtype(x.dtype))
         divided = (pages / factor.float()).flatten(2, 3).to(x.dtype)
         return *encode_pages(divided, _inside(spec), fitted), factor
@@ -87,9 +86,9 @@ def _codec(fit: Callable[[Tensor, int], Tensor], shape: Callable[[CodecSpec, int
 
 def decode(codes: Tensor, scale: Tensor, zero_point: Tensor, factor: Tensor, spec: CodecSpec) -> Tensor:
     """Pages divided by a factor -> tokens ``[B, H, N * P, D]`` float32."""
-    divided, rotation = decode_pages(codes, scale, zero_point, _inside(spec)), spec.transform.rotation
+    divided = decode_pages(codes, scale, zero_point, _inside(spec))
     tokens = (divided.unflatten(2, (-1, spec.page_size)) * factor.float()).flatten(2, 3)
-    return tokens if rotation is None else inverse_hadamard(tokens, rotation)
+    return inverse_hadamard(tokens, spec.transform.rotation)
 
 
 def _shape(spec: CodecSpec, head_dim: int) -> tuple[int, int]:

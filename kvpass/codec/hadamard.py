@@ -32,14 +32,14 @@ def _hadamard(x: Tensor) -> Tensor:
     return x / math.sqrt(size)
 
 
-def hadamard(x: Tensor, seed: int) -> Tensor:
-    """Rotate ``[..., D]`` float32."""
-    return _hadamard(x * signs(x.shape[-1], seed, x.device))
+def hadamard(x: Tensor, seed: int | None) -> Tensor:
+    """Rotate ``[..., D]`` float32; None leaves them as they are."""
+    return x if seed is None else _hadamard(x * signs(x.shape[-1], seed, x.device))
 
 
-def inverse_hadamard(x: Tensor, seed: int) -> Tensor:
+def inverse_hadamard(x: Tensor, seed: int | None) -> Tensor:
     """Inverse of `hadamard`."""
-    return _hadamard(x) * signs(x.shape[-1], seed, x.device)
+    return x if seed is None else _hadamard(x) * signs(x.shape[-1], seed, x.device)
 
 
 @cache

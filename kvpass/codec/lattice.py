@@ -73,8 +73,7 @@ def points(which: Tensor, signs: Tensor) -> Tensor:
 def encode(x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor], stored: None = None) -> tuple[Tensor, Tensor]:
     """What is kept of whole pages ``[B, H, N * P, D]``: codes ``[B, H, N, P, D / 4]`` uint8, and scales of groups
     ``[B, H, N, P, D / group_size]``, 16 bits."""
-    pages, rotation = x.float().unflatten(2, (-1, spec.page_size)), spec.transform.rotation
-    pages = pages if rotation is None else hadamard(pages, rotation)
+    pages = hadamard(x.float().unflatten(2, (-1, spec.page_size)), spec.transform.rotation)
     groups = pages.unflatten(-1, (-1, spec.quantizer.group_size))
     scale = fit_rms(groups, params_dtype(x.dtype))
     units = UNIT * groups / torch.where(scale > 0, scale, 1).float()
@@ -86,7 +85,7 @@ def decode(codes: Tensor, scale: Tensor, spec: CodecSpec) -> Tensor:
     """Inverse of `encode` up to rounding: ``[B, H, N * P, D]`` float32."""
     units = points(*codes.chunk(2, -1)).flatten(-2).unflatten(-1, (-1, spec.quantizer.group_size))
     tokens = (units * (scale.float() / UNIT).unsqueeze(-1)).flatten(-2).flatten(2, 3)
-    return tokens if spec.transform.rotation is None else inverse_hadamard(tokens, spec.transform.rotation)
+    return inverse_hadamard(tokens, spec.transform.rotation)
 
 
 def _check(spec: CodecSpec) -> None:

@@ -93,12 +93,10 @@ def decode_pages(*kept_and_spec: Any) -> Tensor:
 def _encode(
     x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor], stored: _Stored | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dtype, quantizer, rotation = params_dtype(x.dtype), spec.quantizer, spec.transform.rotation
+    dtype, quantizer = params_dtype(x.dtype), spec.quantizer
     if quantizer.raw:
         return _encode_raw(x.unflatten(-2, (-1, spec.page_size)), spec, dtype)
-    pages = x.float().unflatten(-2, (-1, spec.page_size))
-    if rotation is not None:
-        pages = hadamard(pages, rotation)
+    pages = hadamard(x.float().unflatten(-2, (-1, spec.page_size)), spec.transform.rotation)
     if quantizer.grid:
         codes, scale, zero_point = _quantize_on_grid(pages, quantizer, dtype)
     elif quantizer.subspace is None:
@@ -109,7 +107,7 @@ def _encode(
 
 
 def _decode(codes: Tensor, scale: Tensor, zero_point: Tensor, spec: CodecSpec) -> Tensor:
-    quantizer, rotation = spec.quantizer, spec.transform.rotation
+    quantizer = spec.quantizer
     if quantizer.raw:
         return _decode_raw(codes, scale, spec).flatten(-3, -2)
     codes = unpack(codes, quantizer.bits)
@@ -118,7 +116,7 @@ def _decode(codes: Tensor, scale: Tensor, zero_point: Tensor, spec: CodecSpec) -
         pages = (values * scale.float().unsqueeze(-1)).flatten(-2)
     else:
         pages = dequantize_pages(codes, scale, zero_point, quantizer)
-    return (pages if rotation is None else inverse_hadamard(pages, rotation)).flatten(-3, -2)
+    return inverse_hadamard(pages, spec.transform.rotation).flatten(-3, -2)
 
 
 CODECS[""] = Codec(
