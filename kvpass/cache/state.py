@@ -285,8 +285,7 @@ class KVState(Storage):
         if rope is None:
             pairs, interleaved = self.pairs[0, 0, 0].tolist()
             rope = rope_of(pairs, bool(interleaved))
-        tables = (None, None) if self.rotary is None else (self.rotary.cos, self.rotary.sin)
-        return dict(zip(("cos", "sin", "rope"), (*tables, rope), strict=True))
+        return dict(cos=self.rotary and self.rotary.cos, sin=self.rotary and self.rotary.sin, rope=rope)
 
     @property
     def _layout(self) -> Recent:

@@ -89,14 +89,13 @@ class _Form:
 
     def _called(self, args: tuple, kwargs: dict):
         run = self._run
-        try:
-            with uncounted():
+        with uncounted():
+            try:
                 return run(*args, **kwargs)
-        except FailOnRecompileLimitHit:  # before anything ran: what a form cannot tell apart varied too often
-            with self._lock:
-                if self._run is run:
-                    self._run = self._start()
-            with uncounted():
+            except FailOnRecompileLimitHit:  # before anything ran: what a form cannot tell apart varied too often
+                with self._lock:
+                    if self._run is run:
+                        self._run = self._start()
                 return self._run(*args, **kwargs)
 
 

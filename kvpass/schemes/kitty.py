@@ -1,6 +1,6 @@
 """Kitty (arXiv 2511.18643): KIVI's codes, with the largest channels of each page of keys in twice the bits."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .base import LayerGeometry, LayerPlan, register_scheme
 from .kivi import KIVIConfig
@@ -29,9 +29,8 @@ class KittyConfig(KIVIConfig):
         self._of_heads(self.group_size)
 
     def _of_heads(self, head_dim: int) -> LayerPlan:
-        value = self.value(self.bits)
-        quantizer = replace(value.quantizer, group_size=min(self.group_size, head_dim))
-        return LayerPlan(self.key(self.bits, codec="boosted", share=self.share), replace(value, quantizer=quantizer))
+        value = self.value(self.bits, group_size=min(self.group_size, head_dim))
+        return LayerPlan(self.key(self.bits, codec="boosted", share=self.share), value)
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
         return self._of_heads(layer.head_dim).checked(layer)

@@ -1,7 +1,7 @@
 """KVQuant (arXiv 2401.18079): keys before rotary embedding and per channel, fitted datatypes, 1 % of values exact."""
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from .base import LayerGeometry, LayerPlan, register_scheme
 from .kivi import KIVIConfig
@@ -32,9 +32,9 @@ class KVQuantConfig(KIVIConfig):
         self._of_heads(self.group_size)
 
     def _of_heads(self, head_dim: int) -> LayerPlan:
-        key, value = (of(self.bits, codec="nuq", share=self.share) for of in (self.key, self.value))
-        quantizer = replace(value.quantizer, group_size=min(self.group_size, head_dim))
-        return LayerPlan(key, replace(value, quantizer=quantizer))
+        fields: dict[str, Any] = dict(codec="nuq", share=self.share)
+        value = self.value(self.bits, group_size=min(self.group_size, head_dim), **fields)
+        return LayerPlan(self.key(self.bits, **fields), value)
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
         return self._of_heads(layer.head_dim).checked(layer)

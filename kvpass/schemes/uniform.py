@@ -55,4 +55,5 @@ class UniformConfig(StorageConfig):
         codec = "second-level" if self.scale_bits == 8 else ""
         if codec and "codec" in fields:
             raise KVPassError(f"scale_bits=8 is a codec itself: {fields['codec']!r} has scales of 16 bits.")
-        return Quantizer(bits, per, self.group_size, **{"fit": self.fit, "eta": self.eta, "codec": codec, **fields})
+        own = dict(group_size=self.group_size, fit=self.fit, eta=self.eta, codec=codec)
+        return Quantizer(bits, per, **{**own, **fields})

@@ -1,6 +1,6 @@
 """ZipCache's quantizers (arXiv 2405.14256): keys per channel, values per token behind a scale for each channel."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..codec.spec import CodecSpec
 from .base import LayerGeometry, LayerPlan, register_scheme
@@ -24,8 +24,7 @@ class ZipCacheConfig(KIVIConfig):
         self._value(self.group_size)
 
     def _value(self, head_dim: int) -> CodecSpec:
-        value = self.value(self.bits, codec="channel-separable")
-        return replace(value, quantizer=replace(value.quantizer, group_size=head_dim))
+        return self.value(self.bits, codec="channel-separable", group_size=head_dim)
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
         return LayerPlan(self.key(self.bits), self._value(layer.head_dim)).checked(layer)

@@ -34,8 +34,7 @@ def page_scores(q: Tensor, pools: Sequence[Tensor], table: Tensor, basis: Tensor
     """
     pairs, singles, _ = pools
     heads, planes = q.shape[1], num_planes(1)
-    of_fields = _of_fields(q, basis, places)
-    of_fields = of_fields.unsqueeze(3)
+    of_fields = _of_fields(q, basis, places).unsqueeze(3)
     of_pairs, of_singles, _ = of_fields.split([pairs.shape[-1], singles.shape[-1], 1], -1)
     offset = of_pairs.sum(-1) * middle(2) + of_singles.sum(-1) * middle(1)
     by_head = []
@@ -65,20 +64,6 @@ def turned_back(q: Tensor, tables: tuple[Tensor, Tensor], rope: str) -> Tensor:
     turned = rotate_pairs(first, second, cos, -sin)
     rest = rest.expand(*turned[0].shape[:-1], -1)
     return join_pairs(*turned, rest, rope).flatten(0, 1)
-
-
-def mean_scores(q: Tensor, center: Tensor, tables: tuple[Tensor, Tensor] | None, rope: str) -> Tensor:
-    """``q`` ``[BH, R, D]`` with the mean of the keys, ``[B, H, 1, D]``, as it is turned at tokens with rotary tables
-    ``[B, T, p]``: ``[BH, R, T]``, or ``[BH, R, 1]``."""
-    mean = center.flatten(0, 1).float()
-    if tables is None:
-        return (q * mean).sum(-1, keepdim=True)
-    batch = tables[0].shape[0]
-    (q1, q2, q_rest), (m1, m2, m_rest) = split_pairs(q, rope), split_pairs(mean, rope)
-    turns = (one.unflatten(0, (batch, -1)).flatten(1, 2) for one in (q1 * m1 + q2 * m2, q2 * m1 - q1 * m2))
-    along, across = (one @ table.float().mT for one, table in zip(turns, tables, strict=True))  # [B, H * R, T]
-    scores = (along + across).unflatten(1, (-1, q.shape[1])).flatten(0, 1)
-    return scores + (q_rest * m_rest).sum(-1, keepdim=True) if q_rest.shape[-1] else scores
 
 
 def _places(places: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:

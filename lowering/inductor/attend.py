@@ -32,7 +32,7 @@ from ..table import DispatchKey, implements
 from . import allocated, drafts
 from .aot import Input, compile_ahead
 from .pages import WIDTHS, decode_all, one_level
-from .planes import in_storage_order, weighted_sum
+from .planes import in_storage_order, mean_scores, weighted_sum
 
 _CODECS = {"codec=allocated", "codec=second-level"}
 _VALUES = WIDTHS | _CODECS | {"per=channel", "per=token", "keep=log", "rotation", "grid", "allocation"}
@@ -142,7 +142,7 @@ def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rop
         fitted = (given[f"k_{name}"] for name in ("points", "basis", "fields"))
         on_pages = allocated.page_scores(from_pages, k_pools, *fitted)
         if center is not None:
-            on_pages = on_pages + allocated.mean_scores(q, center, tables(in_page), rope)
+            on_pages = on_pages + mean_scores(q, center, tables(in_page), rope)
     else:
         fixed = given["k_points"], given["k_basis"], center
         on_pages = _page_scores(q, k_pools, in_page.view(count, size), tables, rope, k_spec.quantizer, *fixed)
@@ -196,7 +196,7 @@ def _page_scores(q, pools, tokens, tables, rope: str, quantizer: Quantizer, poin
     by_head = [scores[j][r] for r in range(q.shape[1]) for j in range(planes)]  # [BH, N, T] each
     out = in_storage_order(by_head, planes)
     if center is not None and not rope:
-        out = out + (q * center.flatten(0, 1).float()).sum(-1, keepdim=True)
+        out = out + mean_scores(q, center, None, rope)
     return out
 
 
