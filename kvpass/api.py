@@ -16,7 +16,7 @@ from .errors import KVPassError
 from .fields import check_integer, shown
 from .models.attention import PortableAttention
 from .models.discover import BufferedCache, bind, discover
-from .models.probe import probe, refuse_what_cannot_be_captured
+from .models.probe import AttentionSeen, probe, refuse_what_cannot_be_captured
 from .runtime.applied import ATTRIBUTE, decoder, is_applied, runtime_of
 from .runtime.custom import BufferRuntime, HandedRuntime
 from .runtime.runtime import Runtime
@@ -81,7 +81,7 @@ def apply(
         refuse_what_cannot_be_captured(model)
     calibration = scheme if isinstance(scheme, Calibration) else None
     config = scheme.scheme if isinstance(scheme, Calibration) else schemes.get(scheme)
-    with PortableAttention(model):
+    with PortableAttention(model), AttentionSeen() as attention:
         kind, layers = _look_into(model, example_inputs)
     if calibration is not None:
         calibration.check(model, layers)
@@ -93,6 +93,7 @@ def apply(
     predictors = {} if calibration is None else calibration.predictors
     options = dict(strict=strict, lowering=lowering, max_cache_len=max_cache_len, mode=mode, predictors=predictors)
     runtime = kind(model, config, layers, **options)
+    runtime.attended = attention.seen
     runtime.install()
     if calibration is not None:
         runtime.report.calibration, runtime.report.calibration_nbytes = str(calibration), calibration.nbytes

@@ -1,13 +1,12 @@
-"""What of torch belongs to the whole process while something is traced, compiled or run: one lock, one flag and one
-counter. The only file that touches them; see ``tests/test_private_apis.py``.
+"""What belongs to the whole process while something is traced, compiled or run: of torch one lock, one flag and one
+counter, of Python its collector. The only file that touches them; see ``tests/test_private_apis.py``.
 """
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import wraps
 from threading import Lock
 from types import CodeType
-from typing import Any
 
 import torch
 from torch._dynamo.convert_frame import compile_lock
@@ -38,8 +37,30 @@ def compiling() -> Iterator[None]:
             torch.compiler._is_compiling_flag = before
 
 
+_lock = Lock()
+_tracing, _collects = 0, True
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Within it Python does not look for cycles among what a trace makes: a million objects that stay, looked through
+    again and again, are a fifth of its time."""
+    global _tracing, _collects
+    with _lock:
+        if not _tracing:
+            _collects = gc.isenabled()
+            gc.disable()
+        _tracing += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _tracing -= 1
+            if not _tracing and _collects:
+                gc.enable()
+
+
 _calls = 0
-_calls_lock = Lock()
 
 
 @contextmanager
@@ -54,34 +75,16 @@ def uncounted() -> Iterator[None]:
     if _count_frames is None:
         yield
         return
-    with _calls_lock:
+    with _lock:
         _calls += 1
         _count_frames(0)
     try:
         yield
     finally:
-        with _calls_lock:
+        with _lock:
             _calls -= 1
             if not _calls:
                 _count_frames(-1)
-
-
-def compiled_once(make: Callable) -> Callable:
-    """`functools.cache` for what compiles: threads that ask for the same wait for the first of them."""
-    made: dict[tuple, Any] = {}
-
-    @wraps(make)
-    def get(*key):
-        try:
-            return made[key]
-        except KeyError:
-            with compiling():
-                if key not in made:
-                    made[key] = make(*key)
-            return made[key]
-
-    vars(get)["cache_clear"] = made.clear
-    return get
 
 
 def forget(backend: Callable, code: Iterable[CodeType]) -> None:

@@ -10,6 +10,8 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, which importing kvpass does
 
+os.environ.setdefault("KVPASS_COMPILE_PROCESSES", "0")  # tests share their cores
+
 from common import only_reference
 from fuzzing import outcomes
 from tiers import tier

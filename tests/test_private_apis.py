@@ -22,7 +22,7 @@ from kvpass.compile.backend import Backend
 from kvpass.compile.calls import APPEND
 from kvpass.lowering import session
 from kvpass.lowering.inductor import aot
-from kvpass.lowering.inductor.aot import Input, compile_ahead
+from kvpass.lowering.inductor.aot import Input, Program, compile_ahead
 from kvpass.models import recording
 from kvpass.runtime.transformers import TransformersRuntime
 from kvpass.schemes import KIVIConfig
@@ -84,9 +84,8 @@ def test_export_turns_mutable_custom_ops_into_auto_functionalized_v2():
 
 def test_a_kernel_compiled_ahead_serves_every_size_of_its_dynamic_dims():
     """`kvpass.lowering.inductor.aot`: Inductor's compile_fx on a graph traced with fake tensors."""
-    kernel = compile_ahead(
-        lambda x, y: ((x[:, None] * y).sum(-1),), [Input("x", torch.empty(7), [0]), Input("y", torch.empty(7, 4), [0])]
-    )
+    inputs = [Input("x", torch.empty(7), [0]), Input("y", torch.empty(7, 4), [0])]
+    kernel = compile_ahead(Program(lambda x, y: ((x[:, None] * y).sum(-1),), inputs))
     for size in (2, 7, 50):
         x, y = torch.randn(size), torch.randn(size, 4)
         torch.testing.assert_close(kernel(x, y)[0], (x[:, None] * y).sum(-1))
@@ -95,7 +94,7 @@ def test_a_kernel_compiled_ahead_serves_every_size_of_its_dynamic_dims():
 def test_one_tensor_as_example_of_two_inputs_is_still_two_inputs():
     example = torch.empty(4)
     inputs = [Input("x", example), Input("nothing", None), Input("y", example)]
-    kernel = compile_ahead(lambda x, nothing, y: (x - y,), inputs)
+    kernel = compile_ahead(Program(lambda x, nothing, y: (x - y,), inputs))
     x, y = torch.randn(4), torch.randn(4)
     assert torch.equal(kernel(x, None, y)[0], x - y)
 
@@ -104,7 +103,7 @@ def test_one_tensor_as_example_of_two_inputs_is_still_two_inputs():
 def test_compiled_kernels_round_to_16_bits_where_the_program_does():
     """Inductor drops casts to 16 bits and back unless told not to; codes would then be assigned under other scales than
     those stored."""
-    kernel = compile_ahead(lambda x: (x.half().float() + 1,), [Input("x", torch.empty(64))])
+    kernel = compile_ahead(Program(lambda x: (x.half().float() + 1,), [Input("x", torch.empty(64))]))
     x = torch.randn(64) / 3
     assert torch.equal(kernel(x)[0], x.half().float() + 1)
 

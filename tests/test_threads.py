@@ -9,7 +9,8 @@ from transformers import DynamicCache
 
 import kvpass
 from kvpass import KVPassError
-from kvpass.lowering.session import compiled_once, compiling
+from kvpass.lowering.inductor import aot
+from kvpass.lowering.session import compiling
 
 from tiny import llama, tokens
 
@@ -127,19 +128,19 @@ def test_the_report_is_always_that_of_one_cache():
     assert all(len(rows) == 1 for _, *rows in seen) and len(seen) == 2
 
 
-def test_what_is_compiled_once_is_made_by_the_first_of_several_threads():
+def test_a_kernel_is_made_by_the_first_of_several_threads(monkeypatch):
     made = []
+    monkeypatch.setattr(aot, "compile_ahead", lambda program, place: made.append(program.fn) or object())
 
-    @compiled_once
-    def make(key):
-        made.append(key)
+    @aot.Kernel
+    def named(key):
         if key == "wrong":
             raise ValueError(key)
-        return object()
+        return aot.Program(key, [aot.Input("x", torch.empty(1))])
 
-    results = at_once([lambda: make("right")] * 8)
+    results = at_once([lambda: named("right")] * 8)
     assert made == ["right"] and len(set(map(id, results))) == 1
     for _ in range(2):
         with pytest.raises(ValueError, match="wrong"):
-            make("wrong")
-    assert made == ["right", "wrong", "wrong"]
+            named("wrong")
+    assert made == ["right"]

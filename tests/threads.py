@@ -35,7 +35,7 @@ def forget():
     """As in a new process."""
     torch._dynamo.reset()
     layout.cache_clear()
-    attend._attend_kernel.cache_clear()
+    attend.attend_kernel.cache_clear()
     pages._compiled_page_kernel.cache_clear()
 
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
@@ -47,6 +49,21 @@ def probe_cache(model: nn.Module) -> tuple[Cache, dict[int, LayerGeometry | str]
         why = "; ".join(reasons) or "its cache stayed empty"
         raise KVPassError(f"No attention that can be packed found in {kind}: {why}.")
     return cache, layers
+
+
+class AttentionSeen(TorchFunctionMode):
+    """Within it, ``seen`` fills with calls of SDPA: channels of a head -> query heads, and the scale of products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, tuple[int, float]] = {}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention:
+            query, scale = args[0] if args else kwargs["query"], kwargs.get("scale")
+            self.seen.setdefault(query.shape[-1], (query.shape[1], query.shape[-1] ** -0.5 if scale is None else scale))
+        return func(*args, **kwargs)
 
 
 def keeping(model: nn.Module, count: int) -> dict[str, int]:

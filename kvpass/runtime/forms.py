@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from transformers.cache_utils import Cache
 
-from kvpass.lowering.session import forget, uncounted
+from kvpass.lowering.session import forget, uncollected, uncounted
 
 from ..cache.layer import PackedLayer
 from ..cache.swap import packed_layers
@@ -81,7 +81,7 @@ class _Form:
         if batch not in self._batches:
             with self._lock:
                 if batch not in self._batches:
-                    with self._waiting():
+                    with self._waiting(), uncollected():
                         output = self._called(args, kwargs)
                     self._batches.add(batch)
                     return output

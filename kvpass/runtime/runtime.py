@@ -20,7 +20,8 @@ from ..cache.swap import Plans, packed_layers
 from ..compile.backend import Backend
 from ..compile.report import LayerReport, Report
 from ..errors import KVPassError
-from ..lowering.table import FEW
+from ..lowering.inductor.expect import Attended, expect
+from ..lowering.table import AUTO, FEW
 from ..models.attention import PortableAttention
 from ..models.probe import has_encoder
 from ..schemes import LayerGeometry, SchemeConfig, check_edges, check_sources
@@ -37,6 +38,7 @@ class Runtime:
 
     model: Callable[[], nn.Module]
     forward: Callable[..., Any]  # of each kind: what takes the place of the model's
+    attended: dict[int, tuple[int, float]]  # see `kvpass.models.probe.AttentionSeen`
 
     def __init__(
         self,
@@ -83,6 +85,7 @@ class Runtime:
         self.report.attention = str(self.attention)
         self.had_own_forward = "forward" in vars(model)
         self.original, self.installed = model.forward, None
+        self.attended = {}
         self.running: dict[int, int] = {}  # caches in a forward, by id, and the threads that run it
 
     def _plan_cross(self, layers: dict[int, LayerGeometry | str]) -> tuple[Plans, dict[int, LayerGeometry | str]]:
@@ -217,6 +220,19 @@ class Runtime:
         if self.needs_queries and not stored:
             return self._capture_queries()
         return self.original
+
+    def _expect_steps(self, batch: int) -> None:
+        """Have other processes compile kernels of the decode steps that are going to follow a prompt."""
+        if self.lowering != AUTO or self.mode:
+            return
+        steps = set()
+        for plan, layer in self.plans.values():
+            if layer.head_dim in self.attended and not plan.looks_at_previous:
+                heads, scale = self.attended[layer.head_dim]
+                attended = Attended(heads, layer.num_key_value_heads, layer.head_dim, scale, layer.dtype, layer.device)
+                steps.add((attended, plan.key, plan.value, plan.needs_importance))
+        for attended, key, value, mass in steps:
+            expect(attended, key, value, batch, mass)
 
     def _capture_queries(self) -> Callable:
         """Who runs a prompt whose queries are asked for."""

@@ -59,6 +59,8 @@ class TransformersRuntime(Runtime):
             self._set_masks(kwargs, stored + new_tokens, seen + new_tokens)
             self._drop_defaults(kwargs, seen, new_tokens)
             run = self._choose(layers[0], new_tokens)
+            if not stored and kwargs.get(f"{self.prefix}attention_mask") is None:
+                self._expect_steps(batch)
             if run is not self.original:
                 self._canonicalise(kwargs)
             output = run(**kwargs)

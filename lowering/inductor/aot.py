@@ -7,7 +7,9 @@ The only file of the lowering that touches Inductor's private entry point; see `
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from kvpass.progress import announced
 
 from ..session import compiling
+from . import elsewhere, stored
 
 
 def unprobed() -> dict[str, bool]:
@@ -41,38 +44,88 @@ class Input:
     dynamic: Sequence[int] = ()
 
 
+class Program(NamedTuple):
+    """``fn(*tensors)`` of ``inputs``, which returns a tuple of tensors.
+
+    options: of ``torch._inductor.config``, by name. by_name: what is compiled takes one dict of tensors by name.
+    """
+
+    fn: Callable
+    inputs: Sequence[Input]
+    options: dict[str, Any] | None = None
+    by_name: bool = False
+
+
 @announced("kernels of a cache")
 @compiling()
-def compile_ahead(fn: Callable, inputs: Sequence[Input], options: dict | None = None) -> Callable:
-    """Compile ``fn(*tensors)``, which returns a tuple of tensors, once for all sizes of the dynamic dims of ``inputs``.
+def compile_ahead(program: Program, place: Path | None = None) -> Callable:
+    """Compile ``program``, once for all sizes of the dynamic dims of its inputs.
 
-    options: of ``torch._inductor.config``, by name.
+    place: where it is kept for other processes (`stored`), and taken from if it is there.
     """
-    options = {"emulate_precision_casts": True, **unprobed(), **(options or {})}
+    options = {"emulate_precision_casts": True, **unprobed(), **(program.options or {})}
+    with torch.no_grad(), inductor_config.patch(options):
+        compiled: Any = (place and stored.load(place)) or _compiled(program, place)
+    if program.by_name:
+        taken = itemgetter(*(one.name for one in program.inputs if one.example is not None))
+        return lambda given: compiled(*taken(given))
+    present = [one.example is not None for one in program.inputs]
+    return lambda *tensors: compiled(*compress(tensors, present))
+
+
+def _compiled(program: Program, place: Path | None) -> Callable:
+    """What runs ``program`` on those of its inputs that are there."""
     fake_mode = FakeTensorMode(shape_env=ShapeEnv())
     fakes = []
-    for one in inputs:
+    for one in program.inputs:
         if one.example is None:
             continue
         sizes = [DimDynamic.DYNAMIC if d in one.dynamic else DimDynamic.STATIC for d in range(one.example.ndim)]
         context: StatelessSymbolicContext = StatelessSymbolicContext(dynamic_sizes=sizes)
         example = torch.empty_like(one.example)  # one tensor given for two inputs would be traced as one input
         fakes.append(fake_mode.from_tensor(example, source=ConstantSource(one.name), symbolic_context=context))
-    present = [one.example is not None for one in inputs]
 
     def call(*tensors):
         remaining = iter(tensors)
-        return fn(*(next(remaining) if there else None for there in present))
+        return program.fn(*(None if one.example is None else next(remaining) for one in program.inputs))
 
-    with torch.no_grad(), fake_mode, enable_python_dispatcher():  # matmul in C++ would fix sizes before torch 2.13
+    with fake_mode, enable_python_dispatcher():  # matmul in C++ would fix sizes before torch 2.13
         graph = make_fx(call)(*fakes)
     fixed = {symbol: size for symbol, size in fake_mode.shape_env.replacements.items() if size.is_number}
     if fixed:  # nothing would check it at a call
-        raise AssertionError(f"Tracing {fn} fixed sizes that vary: {fixed}")
-    with torch.no_grad(), tracing(TracingContext(fake_mode)), inductor_config.patch(options):
+        raise AssertionError(f"Tracing {program.fn} fixed sizes that vary: {fixed}")
+    with tracing(TracingContext(fake_mode)):
+        if place is not None:
+            return stored.compile_and_keep(graph, fakes, place)
         compiled: Any = compile_fx(graph, fakes)
+        return compiled
 
-    def run(*tensors):
-        return compiled(*compress(tensors, present))
 
-    return run
+class Kernel:
+    """What ``make(*key)`` says, compiled: once in this process, where threads that ask for the same wait for the first
+    of them, and once for all processes that share a compile cache. A key is words: its ``repr`` says all there is."""
+
+    def __init__(self, make: Callable[..., Program]):
+        self.make, self.name = make, f"{make.__module__}.{make.__name__}"
+        self._compiled: dict[tuple, Callable] = {}
+
+    def __call__(self, *key) -> Callable:
+        try:
+            return self._compiled[key]
+        except KeyError:
+            with compiling():
+                if key not in self._compiled:
+                    self._compiled[key] = self._made(key)
+            return self._compiled[key]
+
+    def _made(self, key: tuple) -> Callable:
+        program = self.make(*key)
+        device = next(one.example.device for one in program.inputs if one.example is not None)
+        place = stored.place_of(device, self.name, *key)
+        if place is not None:
+            elsewhere.wait(place)
+        return compile_ahead(program, place)
+
+    def cache_clear(self) -> None:
+        """Forget what was compiled in this process."""
+        self._compiled.clear()

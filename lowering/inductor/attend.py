@@ -6,7 +6,6 @@ there are.
 """
 
 from functools import lru_cache
-from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -27,10 +26,9 @@ from kvpass.layout.window import layout, ring_tokens
 
 from .. import reference
 from ..reference import with_past
-from ..session import compiled_once
 from ..table import DispatchKey, implements
 from . import allocated, drafts
-from .aot import Input, compile_ahead
+from .aot import Input, Kernel, Program
 from .pages import WIDTHS, decode_all, one_level
 from .planes import in_storage_order, mean_scores, weighted_sum
 
@@ -248,7 +246,7 @@ _OPTIONS = {
 }
 
 
-class _Common(NamedTuple):
+class Common(NamedTuple):
     """What calls that one kernel serves have in common, besides specs and scores.
 
     many: whether there is more than one sample. mask: whether it has many, its heads and its dtype. columns: those of
@@ -268,7 +266,7 @@ class _Common(NamedTuple):
     present: bool
 
 
-def _inputs(common: _Common, k_spec: CodecSpec, v_spec: CodecSpec) -> list[Input]:
+def _inputs(common: Common, k_spec: CodecSpec, v_spec: CodecSpec) -> list[Input]:
     """What `_attend` is given."""
     many, q_heads, heads, head_dim, dtype, device, mask, rope, columns, sinks, _ = common
 
@@ -318,9 +316,9 @@ def _points(spec: CodecSpec, device: torch.device) -> Tensor | None:
     return grid(spec.quantizer.grid, device) if spec.quantizer.grid else None
 
 
-@compiled_once
-def _attend_kernel(common: _Common, k_spec: CodecSpec, v_spec: CodecSpec, scale: float, softcap: float, mass: bool):
-    """`_attend`, compiled for all calls that have this in common; it takes what `_inputs` names by name."""
+@Kernel
+def attend_kernel(common: Common, k_spec: CodecSpec, v_spec: CodecSpec, scale: float, softcap: float, mass: bool):
+    """`_attend` for all calls that have this in common; it takes what `_inputs` names by name."""
     how = dict(scale=scale, softcap=softcap, k_spec=k_spec, v_spec=v_spec, rope=common.rope, mass=mass)
     inputs = _inputs(common, k_spec, v_spec)
     names = [one.name for one in inputs]
@@ -328,8 +326,7 @@ def _attend_kernel(common: _Common, k_spec: CodecSpec, v_spec: CodecSpec, scale:
     def attend(*tensors):
         return _attend(dict(zip(names, tensors, strict=True)), **how, present=common.present)
 
-    compiled, ordered = compile_ahead(attend, inputs, _OPTIONS), itemgetter(*names)
-    return lambda given: compiled(*ordered(given))
+    return Program(attend, inputs, _OPTIONS, by_name=True)
 
 
 @lru_cache(maxsize=16)
@@ -405,11 +402,11 @@ def _run(
     if retention.keep == "log":
         given["held"] = ring_tokens(retention, n, device)
         given["page_tokens"] = _page_tokens(retention, retention.pages(n), counts["k_pages"], device)
-    common = _Common(
+    common = Common(
         batch > 1, q.shape[1], heads, head_dim, q.dtype, device, layout_of_mask, rope, cos.shape[2] if rope else 0,
         None if sinks is None else sinks.dtype, present,
     )  # fmt: skip
-    return _attend_kernel(common, k_spec.stored_as, v_spec.stored_as, scale, softcap, mass)(given)
+    return attend_kernel(common, k_spec.stored_as, v_spec.stored_as, scale, softcap, mass)(given)
 
 
 @implements("attend", "inductor", has=_ATTENDED, refuses=_refuses_attend)

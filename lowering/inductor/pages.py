@@ -2,7 +2,7 @@
 length. Pages are independent, and run on one merged dim of pages: the kernel of a prompt is that of a flush.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,8 @@ from kvpass.codec.spec import CodecSpec
 
 from .. import reference
 from ..append import APPENDED, PLACES, append, append_layers
-from ..session import compiled_once
 from ..table import DispatchKey, implements
-from .aot import Input, compile_ahead
+from .aot import Input, Kernel, Program
 
 WIDTHS = frozenset(f"bits={bits}" for bits in FIELDS)
 _GROUPS = {"per=channel", "per=token"}
@@ -32,24 +31,35 @@ _DECODED |= {"codec=second-level"}
 _PAGES = 7  # pages to trace `encode` and `decode` with
 
 
-def _page_kernel(fn, spec: CodecSpec, inputs: Sequence[Tensor | None], constants: Sequence[Tensor | None] = ()):
-    """Run ``fn(*inputs, *constants, spec)``, compiled for any number of pages, on inputs ``[M, ...]``; M = 1 is run
-    as 2. Returns what `fn` does, and M."""
+def _run(kernel: Kernel, spec: CodecSpec, inputs: Sequence[Tensor | None], constants: Sequence[Tensor | None] = ()):
+    """What ``kernel`` makes of inputs ``[M, ...]``, for any number of pages M; 1 is run as 2. Returns that, and M."""
     pages = next(tensor.shape[0] for tensor in inputs if tensor is not None)
     if pages == 1:
         inputs = tuple(None if tensor is None else tensor.expand(2, *tensor.shape[1:]) for tensor in inputs)
     inputs = tuple(None if tensor is None else tensor.contiguous() for tensor in inputs)
     described = tuple(None if t is None else (t.shape[1:], t.dtype, t.device) for t in inputs)
     fixed = tuple(None if t is None else (t.shape, t.dtype, t.device) for t in constants)
-    return _compiled_page_kernel(fn, spec, described, fixed)(*inputs, *constants), pages
+    return kernel(spec, described, fixed)(*inputs, *constants), pages
 
 
-@compiled_once
-def _compiled_page_kernel(fn, spec: CodecSpec, described: tuple, fixed: tuple):
+def _program(fn: Callable, spec: CodecSpec, described: tuple, fixed: tuple) -> Program:
+    """``fn(*inputs, *constants, spec)``, for what inputs ``[M, ...]`` and constants are described as."""
     pages = [(d and torch.empty((_PAGES, *d[0]), dtype=d[1], device=d[2]), [0]) for d in described]
     constants: list[Any] = [(f and torch.empty(f[0], dtype=f[1], device=f[2]), []) for f in fixed]
     inputs = [Input(f"input_{i}", *each) for i, each in enumerate((*pages, *constants))]
-    return compile_ahead(lambda *tensors: fn(*tensors, spec), inputs)
+    return Program(lambda *tensors: fn(*tensors, spec), inputs)
+
+
+@Kernel
+def encoding(spec: CodecSpec, described: tuple, fixed: tuple) -> Program:
+    """`_encode` for pages, and what the codec is fitted to, ``described`` without the dim of pages."""
+    return _program(_encode, spec, described, fixed)
+
+
+@Kernel
+def decoding(spec: CodecSpec, described: tuple, fixed: tuple) -> Program:
+    """`_decode` for pages ``described`` without the dim of pages, and ``fixed`` tensors of all of them."""
+    return _program(_decode, spec, described, fixed)
 
 
 def _encode(pages: Tensor, *fitted_and_spec) -> tuple[Tensor, ...]:
@@ -90,7 +100,7 @@ def encode(x: Tensor, fitted: Sequence[Tensor], spec: CodecSpec) -> tuple[Tensor
     batch, heads, tokens, head_dim = x.shape
     pages = tokens // spec.page_size
     by_page = [one[:, :, None].expand(-1, -1, pages, -1, -1).flatten(0, 2) for one in fitted]
-    new, count = _page_kernel(_encode, spec, (x.reshape(-1, spec.page_size, head_dim), *by_page))
+    new, count = _run(encoding, spec, (x.reshape(-1, spec.page_size, head_dim), *by_page))
     return tuple(tensor[:count].view(batch, heads, pages, *tensor.shape[2:]) for tensor in new)
 
 
@@ -126,6 +136,6 @@ def decode_all(kept: Sequence[Tensor], spec: CodecSpec, references, predictor) -
         None if rotation is None else basis(codes.shape[-1] * spec.quantizer.dim, rotation, device),
         *(predictor if rows is not None else ()),
     )
-    (out,), count = _page_kernel(_decode, spec, (*pools, rows), constants)
+    (out,), count = _run(decoding, spec, (*pools, rows), constants)
     out = out[:, :count].reshape(len(out), batch, -1, out.shape[-1])  # heads that were decoded together come first
     return out.transpose(0, 1) if rows is not None else out.view(batch, heads, pages * spec.page_size, -1)

@@ -1,0 +1,100 @@
+"""Kernels compiled by other processes while this one reads a prompt and traces: most of a first step is Python, which a
+second thread would wait for. What they make is found where `stored` keeps it; what they fail to make is made here.
+"""
+
+import atexit
+import logging
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from threading import Event, Thread
+
+import torch
+from torch._inductor import config
+
+from kvpass.errors import KVPassError
+
+from . import stored
+
+logger = logging.getLogger("kvpass.lowering")
+
+SWITCH = "KVPASS_COMPILE_PROCESSES"
+"""The environment variable that says how many processes may be started; 0 for none."""
+
+_MOST = 3
+_pending: dict[Path, Event] = {}
+
+Job = tuple[str, tuple]
+"""The name of a `kvpass.lowering.inductor.aot.Kernel`, and a key for it."""
+
+
+def _processes(jobs: int) -> int:
+    """How many to start: one core is this process's own, and every process has to import torch first."""
+    allowed = os.environ.get(SWITCH, "")
+    if allowed and not allowed.isdecimal():
+        raise KVPassError(f"{SWITCH}={allowed!r} must be the number of processes that may compile kernels, or unset.")
+    return min(jobs, int(allowed) if allowed else min(_MOST, len(os.sched_getaffinity(0)) - 1))
+
+
+def start(device: torch.device, jobs: Sequence[Job]) -> None:
+    """Compile what is not kept yet of ``jobs``, for ``device``, in processes that end with it."""
+    wanted = []
+    for name, key in jobs:
+        place = stored.place_of(device, name, *key)
+        if place is not None and not place.exists() and place not in _pending:
+            wanted.append((place, name, key))
+    count = _processes(len(wanted)) if sys.executable else 0
+    for i in range(count):
+        _start(wanted[i::count])
+
+
+def _start(wanted: Sequence[tuple[Path, str, tuple]]) -> None:
+    for place, *_ in wanted:
+        _pending[place] = Event()
+    command = [sys.executable, "-c", f"from {__name__} import main; main()"]
+    environment = {**os.environ, SWITCH: "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    atexit.register(process.kill)
+    Thread(target=_follow, args=(process, wanted), name="kvpass.compile", daemon=True).start()
+
+
+def _follow(process: subprocess.Popen, wanted: Sequence[tuple[Path, str, tuple]]) -> None:
+    """Hand ``process`` its work, and set an event for each piece that is done, or that will not be."""
+    try:
+        settings = torch.get_num_threads(), torch.get_default_dtype(), config.save_config_portable()
+        process.stdin.write(pickle.dumps((settings, [job for _, *job in wanted])))
+        process.stdin.close()
+        for place, line in zip([place for place, *_ in wanted], process.stdout, strict=False):
+            logger.info("%s: %s", place.name, line.decode().strip())
+            _pending[place].set()
+    except Exception as error:  # it may have been killed, and settings may hold what cannot be sent
+        logger.info("No other process compiles kernels: %r", error)
+    finally:
+        process.wait()
+        atexit.unregister(process.kill)
+        for place, *_ in wanted:
+            _pending.pop(place).set()
+
+
+def wait(place: Path) -> None:
+    """Until what is to be kept at ``place`` is, or no other process is at it."""
+    if (event := _pending.get(place)) is not None:
+        event.wait()
+
+
+def main() -> None:
+    """What such a process does: compile what it reads of, and write a line for each."""
+    (threads, dtype, settings), jobs = pickle.load(sys.stdin.buffer)
+    torch.set_num_threads(threads)
+    torch.set_default_dtype(dtype)
+    config.load_config(settings)
+    for name, key in jobs:
+        module, kernel = name.rsplit(".", 1)
+        getattr(import_module(module), kernel)(*key)
+        print("compiled", flush=True)

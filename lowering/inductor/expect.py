@@ -1,0 +1,36 @@
+"""The kernel that a first decode step is going to ask for, as far as a prompt tells."""
+
+from dataclasses import dataclass
+
+import torch
+
+from kvpass.codec.spec import CodecSpec
+
+from ..table import DispatchKey, select
+from . import elsewhere
+from .attend import Common, attend_kernel
+
+
+@dataclass(frozen=True)
+class Attended:
+    """How a layer is going to be attended to; scale: of the products of queries and keys."""
+
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    scale: float
+    dtype: torch.dtype
+    device: torch.device
+
+
+def expect(attended: Attended, key: CodecSpec, value: CodecSpec, batch: int, mass: bool) -> None:
+    """Have compiled elsewhere what attends with one token of ``batch`` sequences to these codes; with ``mass`` it says
+    what it paid. What encodes is needed by the prompt, before another process could have imported torch. A guess that
+    is wrong is compiled for nothing: only what all forms of call have in common is guessed."""
+    device, head_dim = attended.device, attended.head_dim
+    dispatch = DispatchKey("attend", device.type, (str(key), str(value)), 1, head_dim)
+    if key.transform.pre_rope or select(dispatch).name != "inductor":  # rotary tables: nothing is known of them yet
+        return
+    heads = attended.num_attention_heads, attended.num_key_value_heads
+    common = Common(batch > 1, *heads, head_dim, attended.dtype, device, None, "", 0, None, True)
+    elsewhere.start(device, [(attend_kernel.name, (common, key.stored_as, value.stored_as, attended.scale, 0.0, mass))])
