@@ -50,6 +50,7 @@ WHOLE = (
     "test_stored.py::test_the_attention_that_is_expected*[[]kivi-2]",
     "test_stored.py::test_the_attention_that_is_expected*[[]higgs-1]",
     "test_stored.py::test_the_attention_that_is_expected*[[]kivi+h2o-1]",
+    "test_stored.py::test_the_attention_that_is_expected*[[]squat-1]",
     "test_threads.py::test_eager_threads_get_what_one_gets[[]2-qaq]",
     "test_threads.py::test_threads_compile_and_get_what_one_gets[[]8-*",
     "test_users.py::test_padding_on_the_right_is_masked*",

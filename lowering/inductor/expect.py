@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvpass.codec.rope import rope_of
 from kvpass.codec.spec import CodecSpec
 
 from ..table import DispatchKey, select
@@ -29,8 +30,11 @@ def expect(attended: Attended, key: CodecSpec, value: CodecSpec, batch: int, mas
     is wrong is compiled for nothing: only what all forms of call have in common is guessed."""
     device, head_dim = attended.device, attended.head_dim
     dispatch = DispatchKey("attend", device.type, (str(key), str(value)), 1, head_dim)
-    if key.transform.pre_rope or select(dispatch).name != "inductor":  # rotary tables: nothing is known of them yet
+    if select(dispatch).name != "inductor":
         return
+    rope = rope_of(head_dim // 2, interleaved=False) if key.transform.pre_rope else ""  # not known yet, but common
     heads = attended.num_attention_heads, attended.num_key_value_heads
-    common = Common(batch > 1, *heads, head_dim, attended.dtype, device, None, "", 0, None, True)
+    common = Common(
+        batch > 1, *heads, head_dim, attended.dtype, device, None, rope, head_dim // 2 if rope else 0, None, True
+    )
     elsewhere.start(device, [(attend_kernel.name, (common, key.stored_as, value.stored_as, attended.scale, 0.0, mass))])
