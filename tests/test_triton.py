@@ -391,3 +391,36 @@ def test_more_tokens_than_kernels_can_count_are_refused():
         state[:3] = (pool[:, :, :1].expand(-1, -1, spec.retention.pages(n), -1, -1) for pool in state[:3])
     with pytest.raises(KVPassError, match=r"up to 134217727 tokens of 16 channels.*reference"):
         OPS.attend(q, *past, carry(n), k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, "triton")
+
+
+class _Recorded:
+    """In the place of a kernel: the grids it was to be launched with."""
+
+    def __init__(self):
+        self.grids = []
+
+    def __getitem__(self, grid):
+        self.grids.append(grid)
+        return lambda *args, **options: None
+
+
+def test_no_grid_has_more_programs_along_a_dimension_than_there_may_be(monkeypatch):
+    """3 million tokens, 72,000 heads of all samples: all of them the same memory, and no kernel runs."""
+    from kvpass.lowering.triton import append
+
+    kernels = {name: _Recorded() for name in ("attend_split", "merge_splits", "sum_attention", "write_windows")}
+    for name, kernel in kernels.items():
+        monkeypatch.setattr(append if name == "write_windows" else launch, name, kernel)
+    spec = coded(2, "token", 16, 16, residual=16)
+    long = torch.zeros(1, 1, 1, 16).expand(1, 1, 3_000_000, 16)
+    append._write([torch.zeros(1, 1, spec.retention.ring_size, 16)], 3, [long], spec.retention)
+    q, *past, length, k_new, v_new, mask, causal, scale, softcap, _, _ = attend_arguments([spec] * 2, 70, dim=16)
+    many = [[tensor.expand(9000, *tensor.shape[1:]) for tensor in pack] for pack in past]
+    q, k_new, v_new = (x.expand(9000, -1, -1, -1).repeat(1, 4, 1, 1) for x in (q, k_new, v_new))
+    many = [[tensor[:, :1].expand(-1, 8, *(-1,) * (tensor.ndim - 2)) for tensor in pack] for pack in many]
+    state = dict(statistic="sum", importance=None)
+    OPS.attend(q, *many, length, k_new, v_new, mask, causal, scale, softcap, str(spec), str(spec), "triton", **state)
+    for name, kernel in kernels.items():
+        assert kernel.grids, name
+        for grid in kernel.grids:
+            assert grid[0] < 1 << 31 and all(size <= 65535 for size in grid[1:]), (name, grid)
