@@ -85,24 +85,24 @@ def _over_pages(
 
 @triton.jit(
     do_not_specialize=[
-        "n", "queries", "k_rows", "v_rows", "rows_of_split", "splits", "table_batch", "table_row", "mask_batch",
-        "mask_head", "mask_query",
+        "n", "queries", "k_rows", "v_rows", "rows_of_split", "table_batch", "table_row", "mask_batch", "mask_head",
+        "mask_query",
     ]
 )  # fmt: skip
 def attend_split(
     q, k_codes, k_scale, k_zero, k_ring, v_codes, v_scale, v_zero, v_ring, k_new, v_new, q_packed, shift, k_points,
-    v_points, cos, sin, center, mask, partial, partial_lse, n, queries, scale, k_rows, v_rows, rows_of_split, splits,
-    k_stride, k_params, v_stride, v_params, table_batch, table_row, mask_batch, mask_head, mask_query,
+    v_points, cos, sin, center, mask, partial, partial_lse, n, queries, scale, k_rows, v_rows, rows_of_split, k_stride,
+    k_params, v_stride, v_params, table_batch, table_row, mask_batch, mask_head, mask_query,
     Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr,
     EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid: for each KV head of all samples the ``splits``, of which the last is for tokens that are not packed; tiles
-    of M query rows. Heads are not a dimension of their own, of which there may be 65,535 only.
+    """Grid: KV heads of all samples, of which there may be more than 65,535; splits of the packed tokens and one for all
+    others, which is short and comes last; tiles of M query rows.
 
     Rows are those of `pages`: the first ``v_rows`` are packed in keys and in values, up to ``k_rows`` in keys alone.
     Keys in pages see the queries ``q_packed``, which are rotated if they are, and ``shift`` is added to their products.
     """
-    split, group = tl.program_id(0) % splits, (tl.program_id(0) // splits).to(tl.int64)
+    group, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1) - 1
     key = Pool(k_codes + group * k_stride, k_scale + group * k_params, k_zero + group * k_params, k_points)
     value = Pool(v_codes + group * v_stride, v_scale + group * v_params, v_zero + group * v_params, v_points)
     k_ring, v_ring = k_ring + group * (K.sinks + K.window) * K.dim, v_ring + group * (V.sinks + V.window) * K.dim
@@ -110,7 +110,7 @@ def attend_split(
     rope = Rope(cos, sin, group // Q.groups * table_batch, table_row, center, group * K.dim)
     call = Call(n, queries, scale, shift, mask, mask_batch, mask_head, mask_query)
 
-    of_all, asked, query = query_rows(tl.program_id(1) * Q.tile, group, call, Q)
+    of_all, asked, query = query_rows(tl.program_id(2) * Q.tile, group, call, Q)
     shift = shifts_of(of_all, asked, call) if shift is not None else None
     mask = mask_lines(of_all, asked, query, group, call, Q) if mask is not None else None
     parts = parts_of(K)
@@ -120,7 +120,7 @@ def attend_split(
     out = tl.zeros((M, v_channel.shape[0]), tl.float32)
 
     rotated = query_tiles(q_packed, of_all, asked, parts, K.dim, Q)
-    if split < splits - 1:
+    if split < splits:
         begin = split * rows_of_split
         peak, total, out = _over_pages(
             peak, total, out, rotated, shift, scale, mask, begin, min(begin + rows_of_split, v_rows), v_rows, key,
@@ -144,7 +144,7 @@ def attend_split(
             out = tl.dot(p.to(Q.operand), v.to(Q.operand), out, input_precision="ieee")
             total += tl.sum(p, 1)
 
-    at = of_all + (group * (splits - 1) + split) * (Q.heads // Q.groups) * queries
+    at = of_all + (group * splits + split) * (Q.heads // Q.groups) * queries
     divisor = tl.where(total > 0, total, 1.0)
     out = out / divisor[:, None]
     tl.store(partial + at[:, None] * K.dim + v_channel[None, :], out, mask=asked[:, None] & v_real[None, :])

@@ -177,10 +177,10 @@ class _Launch:
         partial = q.new_empty((self.batch * self.groups, splits, self.rows, self.head_dim), dtype=torch.float32)
         partial_lse, out, (K, V) = partial.new_empty(partial.shape[:3]), torch.empty_like(q), self.layouts
         with torch.cuda.device_of(q):
-            attend_split[splits * self.batch * self.groups, tiles](
+            attend_split[self.batch * self.groups, splits, tiles](
                 q, *self.key, *value, self.k_new, v_new.contiguous(), self.packed_queries, self.shift,
                 *map(self.points, self.specs), *self.rotary_tables, self.mask, partial, partial_lse, self.n,
-                self.queries, self.scale, k_rows, v_rows, rows_of_split, splits, self.key[0].stride(1),
+                self.queries, self.scale, k_rows, v_rows, rows_of_split, self.key[0].stride(1),
                 self.key[1].stride(1), value[0].stride(1), value[1].stride(1), *self.strides, self.rules, K, V,
                 config.rows, config.together, config.exact, config.stages, num_warps=config.warps,
                 maxnreg=config.registers, enable_fp_fusion=True,
