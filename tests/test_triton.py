@@ -1,6 +1,9 @@
 """The Triton kernels against the reference: on the device where there is one, otherwise in Triton's interpreter, for
 which ``conftest.py`` sets TRITON_INTERPRET before anything imports Triton. `test_triton_choice` has who takes them."""
 
+import importlib
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -236,6 +239,14 @@ def test_a_query_that_may_attend_to_nothing_gets_zeros():
     assert (OPS.attend(*arguments, "triton")[0][:, :, 0] == 0).all()
 
 
+@pytest.mark.parametrize("hidden", [-torch.inf, torch.finfo(torch.float32).min])
+def test_a_row_of_which_every_key_is_hidden_by_a_bias_is_the_references(hidden):
+    """Nothing is zeros; the lowest number everywhere is as good as 0."""
+    mask = torch.zeros(1, 1, 2, 102)
+    mask[:, :, 0] = hidden
+    assert_attends_as_the_reference(attend_arguments(KIVI, 100, 2, mask=mask))
+
+
 def test_attend_neither_reads_spare_capacity_nor_writes_the_state():
     arguments = attend_arguments(KIVI, 100)
     for state, spec in zip(arguments[1:3], KIVI, strict=True):
@@ -424,3 +435,21 @@ def test_no_grid_has_more_programs_along_a_dimension_than_there_may_be(monkeypat
         assert kernel.grids, name
         for grid in kernel.grids:
             assert grid[0] < 1 << 31 and all(size <= 65535 for size in grid[1:]), (name, grid)
+
+
+def test_the_first_stage_on_a_gpu_tells_right_from_wrong(monkeypatch):
+    """`benchmarks/gpu.py`, over small shapes: what it compares agrees, and what does not is not called good."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    gpu = importlib.import_module("gpu")
+    shape = dict(heads=4, kv_heads=2, head_dim=64)
+    tried = [
+        dict(scheme="kivi", dtype=torch.float16, batch=2, queries=queries, mask=mask, length=150)
+        for queries, mask in ((1, None), (4, "float"))
+    ]
+    result = gpu.correct(torch.device(DEVICE), tried=iter(tried), **shape)
+    assert result["good"] and [case["queries"] for case in result["cases"]] == [1, 4], result
+    monkeypatch.setitem(gpu.TOLERANCE, torch.float16, -1.0)
+    assert not gpu.correct(torch.device(DEVICE), tried=iter(tried[:1]), **shape)["good"]
+    with pytest.raises(SystemExit, match=r"CUDA|stage"):
+        monkeypatch.setattr("sys.argv", ["gpu.py", "--stages", "correct" if DEVICE == "cpu" else "none"])
+        gpu.main()

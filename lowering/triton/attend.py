@@ -96,8 +96,8 @@ def attend_split(
     Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr,
     EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid: KV heads of all samples, of which there may be more than 65,535; splits of the packed tokens and one for all
-    others, which is short and comes last; tiles of M query rows.
+    """Grid: KV heads of all samples, of which there may be more than 65,535; splits of the packed tokens and one for
+    all others, which is short and comes last; tiles of M query rows.
 
     Rows are those of `pages`: the first ``v_rows`` are packed in keys and in values, up to ``k_rows`` in keys alone.
     Keys in pages see the queries ``q_packed``, which are rotated if they are, and ``shift`` is added to their products.

@@ -212,5 +212,6 @@ def scores(q, k, shift, scale, mask, tokens, seen, Q: tl.constexpr):
         if Q.bool_mask:
             seen = seen & (bias != 0)
         else:
-            s += bias.to(tl.float32) * LOG2E
+            bias = bias.to(tl.float32)
+            s += tl.where(bias < -2e38, bias, bias * LOG2E)  # the lowest number stays finite, and -inf as it is
     return tl.where(seen, s, -float("inf"))
