@@ -4,7 +4,8 @@
 
 An instruction counts for each of the 32 lanes of its warp, in the innermost loop over packed tokens, and is divided by
 the elements of K and V that a turn of the loop takes. An SM of A100 or H100 issues 4 warp-instructions a cycle at most,
-so that the count bounds how many elements a second an SM can take, whatever the memory does.
+so that the count bounds how many elements a second an SM can take, whatever the memory does. Barriers, and loads that
+are waited for where they are issued, are those of a turn.
 """
 
 import re
@@ -34,6 +35,7 @@ KINDS = {
     "memory": r"LD|ST|SHFL",
     "products": r"H?G?MMA|HMMA",
 }
+COUNTED = {"barriers": r"BAR", "loads waited for": r"LDG\."}  # in a turn; loads that are read ahead are LDGSTS
 REGISTERS = 65536  # of an SM
 
 
@@ -57,8 +59,8 @@ def instructions(cubin: bytes) -> tuple[list[str], list[tuple[int, int]]]:
 
 
 def main() -> None:
-    print("| | sm | a value | " + " | ".join(KINDS) + " | registers | warps an SM | shared |")
-    print("|---|--:|" + "--:|" * (len(KINDS) + 4))
+    print("| | sm | a value | " + " | ".join((*KINDS, *COUNTED)) + " | registers | warps an SM | shared |")
+    print("|---|--:|" + "--:|" * (len(KINDS) + len(COUNTED) + 4))
     for name, case in CASES.items():
         for arch in (80, 90):
             with compiling(arch) as launches:
@@ -71,8 +73,9 @@ def main() -> None:
             values = 2 * given["ROWS"] * K.planes // turns * K.dim / (32 * warps)
             counts = [last - first] + [sum(bool(re.match(k, i)) for i in code[first:last]) for k in KINDS.values()]
             resident = REGISTERS // (-(-split.registers // 8) * 8 * 32 * warps) * warps
+            waits = [str(sum(bool(re.match(kind, i)) for i in code[first:last])) for kind in COUNTED.values()]
             print(
-                f"| {name} | {arch} | " + " | ".join(f"{count / values:.1f}" for count in counts),
+                f"| {name} | {arch} | " + " | ".join([f"{count / values:.1f}" for count in counts] + waits),
                 f"{split.registers} | {resident} | {split.shared:,} |", sep=" | ", flush=True,
             )  # fmt: skip
 

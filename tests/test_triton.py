@@ -1,6 +1,9 @@
 """The Triton kernels against the reference: on the device where there is one, otherwise in Triton's interpreter, for
 which ``conftest.py`` sets TRITON_INTERPRET before anything imports Triton. `test_triton_choice` has who takes them."""
 
+import importlib
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -236,6 +239,13 @@ def test_a_query_that_may_attend_to_nothing_gets_zeros():
     assert (OPS.attend(*arguments, "triton")[0][:, :, 0] == 0).all()
 
 
+def test_a_row_of_which_every_key_is_hidden_by_a_bias_is_the_references():
+    """Of infinity. The lowest number is added, and where it is all there is, splits count as much as each other."""
+    mask = torch.zeros(1, 1, 2, 102)
+    mask[:, :, 0] = -torch.inf
+    assert_attends_as_the_reference(attend_arguments(KIVI, 100, 2, mask=mask))
+
+
 def test_attend_neither_reads_spare_capacity_nor_writes_the_state():
     arguments = attend_arguments(KIVI, 100)
     for state, spec in zip(arguments[1:3], KIVI, strict=True):
@@ -391,3 +401,54 @@ def test_more_tokens_than_kernels_can_count_are_refused():
         state[:3] = (pool[:, :, :1].expand(-1, -1, spec.retention.pages(n), -1, -1) for pool in state[:3])
     with pytest.raises(KVPassError, match=r"up to 134217727 tokens of 16 channels.*reference"):
         OPS.attend(q, *past, carry(n), k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, "triton")
+
+
+class _Recorded:
+    """In the place of a kernel: the grids it was to be launched with."""
+
+    def __init__(self):
+        self.grids = []
+
+    def __getitem__(self, grid):
+        self.grids.append(grid)
+        return lambda *args, **options: None
+
+
+def test_no_grid_has_more_programs_along_a_dimension_than_there_may_be(monkeypatch):
+    """3 million tokens, 72,000 heads of all samples: all of them the same memory, and no kernel runs."""
+    from kvpass.lowering.triton import append
+
+    kernels = {name: _Recorded() for name in ("attend_split", "merge_splits", "sum_attention", "write_windows")}
+    for name, kernel in kernels.items():
+        monkeypatch.setattr(append if name == "write_windows" else launch, name, kernel)
+    spec = coded(2, "token", 16, 16, residual=16)
+    long = torch.zeros(1, 1, 1, 16).expand(1, 1, 3_000_000, 16)
+    append._write([torch.zeros(1, 1, spec.retention.ring_size, 16)], 3, [long], spec.retention)
+    q, *past, length, k_new, v_new, mask, causal, scale, softcap, _, _ = attend_arguments([spec] * 2, 70, dim=16)
+    many = [[tensor.expand(9000, *tensor.shape[1:]) for tensor in pack] for pack in past]
+    q, k_new, v_new = (x.expand(9000, -1, -1, -1).repeat(1, 4, 1, 1) for x in (q, k_new, v_new))
+    many = [[tensor[:, :1].expand(-1, 8, *(-1,) * (tensor.ndim - 2)) for tensor in pack] for pack in many]
+    state = dict(statistic="sum", importance=None)
+    OPS.attend(q, *many, length, k_new, v_new, mask, causal, scale, softcap, str(spec), str(spec), "triton", **state)
+    for name, kernel in kernels.items():
+        assert kernel.grids, name
+        for grid in kernel.grids:
+            assert grid[0] < 1 << 31 and all(size <= 65535 for size in grid[1:]), (name, grid)
+
+
+def test_the_first_stage_on_a_gpu_tells_right_from_wrong(monkeypatch):
+    """`benchmarks/gpu.py`, over small shapes: what it compares agrees, and what does not is not called good."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    gpu = importlib.import_module("gpu")
+    shape = dict(heads=4, kv_heads=2, head_dim=64)
+    tried = [
+        dict(scheme="kivi", dtype=torch.float16, batch=2, queries=queries, mask=mask, length=150)
+        for queries, mask in ((1, None), (4, "float"))
+    ]
+    result = gpu.correct(torch.device(DEVICE), tried=iter(tried), **shape)
+    assert result["good"] and [case["queries"] for case in result["cases"]] == [1, 4], result
+    monkeypatch.setitem(gpu.TOLERANCE, torch.float16, -1.0)
+    assert not gpu.correct(torch.device(DEVICE), tried=iter(tried[:1]), **shape)["good"]
+    with pytest.raises(SystemExit, match=r"CUDA|stage"):
+        monkeypatch.setattr("sys.argv", ["gpu.py", "--stages", "correct" if DEVICE == "cpu" else "none"])
+        gpu.main()

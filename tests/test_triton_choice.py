@@ -15,6 +15,9 @@ from tiny import called, llama, step_by_step, tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytest.importorskip("triton", minversion="3.7" if DEVICE == "cpu" else None)  # as in `test_triton`
+
+from kvpass.lowering.triton import configs  # noqa: E402
+
 KIVI = coded(2, "channel", 32, 32), coded(2, "token", 32, 32, residual=32)
 
 
@@ -101,3 +104,22 @@ def test_auto_never_takes_the_interpreter():
     assert select(dispatch("encode", KIVI[0])).name == ("inductor" if ROUNDS_IN_INDUCTOR else "reference")
     with only_reference():
         assert select(dispatch("attend", *KIVI)).name == "reference"
+
+
+@pytest.mark.parametrize("tiles", [1, 7, 64, 256, 1024])
+@pytest.mark.parametrize("others", [1, 8, 136, 256, 5000])
+def test_splits_are_no_slower_than_one_for_each_slot_nor_than_none(tiles, others, at_once=396):
+    def duration(of_split):
+        return configs.cdiv(configs.cdiv(tiles, of_split) * others, at_once) * (of_split + configs._BEGINNING)
+
+    chosen = configs.tiles_of_split(tiles, others, at_once)
+    assert 1 <= chosen <= tiles
+    filling = configs.cdiv(tiles, max(1, min(tiles, at_once // others)))
+    assert duration(chosen) <= min(duration(filling), duration(tiles))
+
+
+def test_a_batch_that_does_not_divide_the_device_keeps_most_of_it_busy():
+    """17 samples of 8 KV heads, 32k tokens: one split each is 136 programs for 264 slots, 52 % of them."""
+    of_split = configs.tiles_of_split(256, 136, 264)
+    splits = configs.cdiv(256, of_split)
+    assert 136 * 256 / (configs.cdiv(136 * splits, 264) * 264 * of_split) > 0.85

@@ -23,8 +23,9 @@ _NEVER = torch.iinfo(torch.int64).max
 
 
 def carry(n: int, device: torch.device | None = None, offset: int = LENGTH_OFFSET) -> Tensor:
-    """The carrier of length ``n``: a zero-stride view, ``n + offset`` long, of one int64 that holds n."""
-    return torch.tensor([n], device=device).expand(n + offset)
+    """The carrier of length ``n``: a zero-stride view, ``n + offset`` long, of one int64 that holds n. The device fills
+    it, so that the host does not wait for a copy."""
+    return torch.full((1,), n, dtype=torch.int64, device=device).expand(n + offset)
 
 
 def length_of(carrier: Tensor, offset: int = LENGTH_OFFSET) -> int:

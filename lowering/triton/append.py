@@ -24,12 +24,13 @@ def write_windows(
     addresses, n, count, x_batch, x_head, x_token, HEADS: tl.constexpr, DIM: tl.constexpr, SINKS: tl.constexpr,
     WINDOW: tl.constexpr, TOKENS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: layers, heads of all samples, runs of tokens. ``addresses`` are those of each layer's ``count`` new tokens
-    and of its ring. Tokens whose slot is taken again are left out."""
-    layer, lead = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """Grid: runs of tokens of all heads of all samples, layers. ``addresses`` are those of each layer's ``count`` new
+    tokens and of its ring. Tokens whose slot is taken again are left out."""
+    runs = tl.cdiv(count, TOKENS)
+    layer, lead = tl.program_id(1), (tl.program_id(0) // runs).to(tl.int64)
     x = tl.load(addresses + 2 * layer).to(tl.pointer_type(DTYPE))
     ring = tl.load(addresses + 2 * layer + 1).to(tl.pointer_type(DTYPE)) + lead * (SINKS + WINDOW) * DIM
-    new = tl.program_id(2).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)  # times a stride it may exceed 32 bits
+    new = (tl.program_id(0) % runs).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)  # times a stride it may exceed 32 bits
     channel = tl.arange(0, triton.next_power_of_2(DIM))
     token = n + new
     slot = tl.where(token < SINKS, token, SINKS + (token - SINKS) % WINDOW)
@@ -50,11 +51,12 @@ def _write(rings: Sequence[Tensor], n: int, xs: Sequence[Tensor], retention: Ret
     pinned = device.type == "cuda"  # so that the host does not wait
     for ((batch, heads, count, head_dim), strides, dtype), layers in alike.items():
         addresses = torch.tensor([(x.data_ptr(), ring.data_ptr()) for x, ring in layers], pin_memory=pinned)
-        grid = len(layers), batch * heads, cdiv(count, _TOKENS)
+        tokens = min(_TOKENS, triton.next_power_of_2(count))
+        grid = batch * heads * cdiv(count, tokens), len(layers)
         with torch.cuda.device_of(xs[0]):
             write_windows[grid](
                 addresses.to(device, non_blocking=True), n, count, *strides[:3], heads, head_dim,
-                retention.sinks, retention.ring_size, min(_TOKENS, triton.next_power_of_2(count)), _DTYPES[dtype],
+                retention.sinks, retention.ring_size, tokens, _DTYPES[dtype],
                 enable_fp_fusion=False,
             )  # fmt: skip
 

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from .scores import (
+    LOG2E,
     Call,
     Rope,
     exact_keys,
@@ -33,7 +34,7 @@ def _rescale(peak, total, out, highest):
     """Move a running softmax to a peak that is at least ``highest``; also returns what to subtract from scores."""
     new = tl.maximum(peak, highest)
     base = tl.where(new == -float("inf"), 0.0, new)  # nothing was seen yet
-    factor = tl.exp(peak - base)
+    factor = tl.exp2(peak - base)
     return new, total * factor, out * factor[:, None], base
 
 
@@ -75,7 +76,7 @@ def _over_pages(
                     v = paired_values(v_words, value, first, stop, i, V, V_FORM)
                 else:
                     v = values(v_words, value, first, stop, v_channel, v_real, part + i, V, True)
-                p = tl.exp(logits[i] - base[:, None])
+                p = tl.exp2(logits[i] - base[:, None])
                 weights += p
                 out = tl.dot(p.to(Q.operand), v.to(Q.operand), out, input_precision="ieee")
             total += tl.sum(weights, 1)
@@ -95,12 +96,13 @@ def attend_split(
     Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr,
     EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid: splits of the packed tokens and one for all others, tiles of M query rows, KV heads of all samples.
+    """Grid: KV heads of all samples, of which there may be more than 65,535; splits of the packed tokens and one for
+    all others, which is short and comes last; tiles of M query rows.
 
     Rows are those of `pages`: the first ``v_rows`` are packed in keys and in values, up to ``k_rows`` in keys alone.
     Keys in pages see the queries ``q_packed``, which are rotated if they are, and ``shift`` is added to their products.
     """
-    split, splits, group = tl.program_id(0), tl.num_programs(0) - 1, tl.program_id(2).to(tl.int64)
+    group, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1) - 1
     key = Pool(k_codes + group * k_stride, k_scale + group * k_params, k_zero + group * k_params, k_points)
     value = Pool(v_codes + group * v_stride, v_scale + group * v_params, v_zero + group * v_params, v_points)
     k_ring, v_ring = k_ring + group * (K.sinks + K.window) * K.dim, v_ring + group * (V.sinks + V.window) * K.dim
@@ -108,7 +110,7 @@ def attend_split(
     rope = Rope(cos, sin, group // Q.groups * table_batch, table_row, center, group * K.dim)
     call = Call(n, queries, scale, shift, mask, mask_batch, mask_head, mask_query)
 
-    of_all, asked, query = query_rows(tl.program_id(1) * Q.tile, group, call, Q)
+    of_all, asked, query = query_rows(tl.program_id(2) * Q.tile, group, call, Q)
     shift = shifts_of(of_all, asked, call) if shift is not None else None
     mask = mask_lines(of_all, asked, query, group, call, Q) if mask is not None else None
     parts = parts_of(K)
@@ -136,7 +138,7 @@ def attend_split(
             k = exact_keys(k_ring, k_new, tokens, n, stop, rope, parts, K)
             s = scores(exact_q, k, None, scale, mask, tokens, seen_by(query, tokens, call, Q), Q)
             peak, total, out, base = _rescale(peak, total, out, tl.max(s, 1))
-            p = tl.exp(s - base[:, None])
+            p = tl.exp2(s - base[:, None])
             v = ring_rows(v_ring, tokens, tokens < n, v_channel, v_real, V)
             v = with_present(v, v_new, tokens, n, stop, v_channel, v_real, V)
             out = tl.dot(p.to(Q.operand), v.to(Q.operand), out, input_precision="ieee")
@@ -146,7 +148,7 @@ def attend_split(
     divisor = tl.where(total > 0, total, 1.0)
     out = out / divisor[:, None]
     tl.store(partial + at[:, None] * K.dim + v_channel[None, :], out, mask=asked[:, None] & v_real[None, :])
-    tl.store(partial_lse + at, tl.where(total > 0, peak + tl.log(divisor), -float("inf")), mask=asked)
+    tl.store(partial_lse + at, tl.where(total > 0, peak + tl.log2(divisor), -float("inf")), mask=asked)
 
 
 @triton.jit(do_not_specialize=["rows", "splits", "queries"])
@@ -155,19 +157,19 @@ def merge_splits(
     SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Grid: every query row. ``sinks`` are logits of each head that have no value. ``lse`` takes the log-sum-exp of
-    the row, inf if it sees nothing."""
+    the row, inf if it sees nothing; those of splits are powers of two."""
     row, channel = tl.program_id(0).to(tl.int64), tl.arange(0, triton.next_power_of_2(DIM))
     group, within = row // rows, row % rows
     peak, total, merged = -float("inf"), 0.0, tl.zeros((channel.shape[0],), tl.float32)
     if sinks is not None:
-        peak, total = tl.load(sinks + row // queries % HEADS).to(tl.float32), 1.0
+        peak, total = tl.load(sinks + row // queries % HEADS).to(tl.float32) * LOG2E, 1.0
     for first in range(0, splits, SPLITS):
         split = first + tl.arange(0, SPLITS)
         at = (group * splits + split) * rows + within
         logs = tl.load(partial_lse + at, mask=split < splits, other=-float("inf"))
         new = tl.maximum(peak, tl.max(logs, 0))
         base = tl.where(new == -float("inf"), 0.0, new)
-        weights, factor = tl.exp(logs - base), tl.exp(peak - base)
+        weights, factor = tl.exp2(logs - base), tl.exp2(peak - base)
         there = (split < splits)[:, None] & (channel < DIM)[None, :]
         parts = tl.load(partial + at[:, None] * DIM + channel[None, :], mask=there, other=0)
         merged = merged * factor + tl.sum(parts * weights[:, None], 0)
@@ -176,4 +178,4 @@ def merge_splits(
     merged = merged / divisor
     tl.store(out + row * DIM + channel, merged.to(out.dtype.element_ty), mask=channel < DIM)
     if lse is not None:
-        tl.store(lse + row, tl.where(total > 0, peak + tl.log(divisor), float("inf")))
+        tl.store(lse + row, tl.where(total > 0, (peak + tl.log2(divisor)) / LOG2E, float("inf")))

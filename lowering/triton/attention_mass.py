@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from .scores import (
+    LOG2E,
     Call,
     Rope,
     exact_keys,
@@ -37,27 +38,37 @@ def _mass(
         mask = mask_lines(of_all, asked, query, group, call, Q) if call.mask is not None else None
         tiles, seen = query_tiles(q, of_all, asked, parts, K.dim, Q), seen_by(query, tokens, call, Q)
         s = scores(tiles, k, shift, call.scale, mask, tokens, seen, Q)
-        share = tl.exp(s - tl.load(lse + of_all, mask=asked, other=float("inf"))[:, None])
+        share = tl.exp2(s - (tl.load(lse + of_all, mask=asked, other=float("inf")) * LOG2E)[:, None])
         total = tl.maximum(total, tl.max(share, 0)) if LARGEST else total + tl.sum(share, 0)
     return total
 
 
 @triton.jit(
-    do_not_specialize=["n", "queries", "k_rows", "table_batch", "table_row", "mask_batch", "mask_head", "mask_query"]
+    do_not_specialize=[
+        "n",
+        "queries",
+        "k_rows",
+        "tiles",
+        "table_batch",
+        "table_row",
+        "mask_batch",
+        "mask_head",
+        "mask_query",
+    ]
 )
 def sum_attention(
     q, k_codes, k_scale, k_zero, k_ring, k_new, q_packed, shift, k_points, cos, sin, center, mask, lse, mass, n,
-    queries, scale, k_rows, k_stride, k_params, table_batch, table_row, mask_batch, mask_head, mask_query,
+    queries, scale, k_rows, tiles, k_stride, k_params, table_batch, table_row, mask_batch, mask_head, mask_query,
     LARGEST: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles of packed rows and then of exact tokens, KV heads of all samples."""
-    tile, group = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """Grid: for each KV head of all samples the ``tiles``, of packed rows and then of exact tokens."""
+    tile, group = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     key = Pool(k_codes + group * k_stride, k_scale + group * k_params, k_zero + group * k_params, k_points)
     rope = Rope(cos, sin, group // Q.groups * table_batch, table_row, center, group * K.dim)
     call, parts = Call(n, queries, scale, shift, mask, mask_batch, mask_head, mask_query), parts_of(K)
-    tiles, stop = tl.cdiv(k_rows, ROWS), n + queries
+    packed, stop = tl.cdiv(k_rows, ROWS), n + queries
     mass += group * stop
-    if tile < tiles:
+    if tile < packed:
         first = tile * ROWS
         tokens, there = tokens_of(first, k_rows, ROWS, K)
         read = page_words(key, first, k_rows, parts, ROWS, K)
@@ -67,7 +78,7 @@ def sum_attention(
             tl.store(mass + at, _mass(q_packed, k, call, at, parts, lse, group, True, LARGEST, Q, K), mask=there)
     else:
         k_ring, k_new = k_ring + group * (K.sinks + K.window) * K.dim, k_new + group * queries * K.dim
-        exact = exact_tokens((tile - tiles) * EXACT, k_rows * K.planes, EXACT, K)
+        exact = exact_tokens((tile - packed) * EXACT, k_rows * K.planes, EXACT, K)
         k = exact_keys(k_ring, k_new, exact, n, stop, rope, parts, K)
         share = _mass(q, k, call, exact, parts, lse, group, False, LARGEST, Q, K)
         tl.store(mass + exact, share, mask=exact < stop)

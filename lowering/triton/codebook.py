@@ -24,12 +24,12 @@ def hadamard_runs(
     x, signs, out, runs, x_batch, x_head, x_token, HEADS: tl.constexpr, SIZE: tl.constexpr, OF_TOKEN: tl.constexpr,
     STAGES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: samples and heads, blocks of ``ROWS`` of their runs of ``SIZE`` channels.
+    """Grid: blocks of ``ROWS`` runs of ``SIZE`` channels, of which there are many; samples and heads.
 
     A stage takes sums and differences of neighbours, and makes the lowest bit of a channel's index the highest: after
     all of them the order is that of before.
     """
-    lead, run = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    lead, run = tl.program_id(1).to(tl.int64), tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel, there = (run % OF_TOKEN * SIZE)[:, None] + tl.arange(0, SIZE)[None, :], (run < runs)[:, None]
     x += lead // HEADS * x_batch + lead % HEADS * x_head
     y = tl.load(x + (run // OF_TOKEN * x_token)[:, None] + channel, mask=there, other=0).to(tl.float32)
@@ -51,7 +51,7 @@ def hadamard(x: Tensor, seed: int) -> Tensor:
     size = channels & -channels
     of_token, rows = channels // size, max(1, ROTATED // size)
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    hadamard_runs[batch * heads, triton.cdiv(tokens * of_token, rows)](
+    hadamard_runs[triton.cdiv(tokens * of_token, rows), batch * heads](
         x, _signs(channels, seed, x.device), out, tokens * of_token, *x.stride()[:3], heads, size, of_token,
         size.bit_length() - 1, rows, num_warps=ROTATING_WARPS, enable_fp_fusion=True,
     )  # fmt: skip

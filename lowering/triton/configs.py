@@ -7,7 +7,7 @@ a device.
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 import triton
@@ -21,8 +21,10 @@ WIDTHS = frozenset(f"bits={bits}" for bits in (1, 2, 3, 4, 6, 8))
 INTERPRETED = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's interpreter, on the CPU: never chosen by "auto"."""
 
-_WARPS = 8  # to start on each multiprocessor, if there is work for them: as many as registers allow
+_WARPS = 8  # of a multiprocessor where a thread has all the registers it may have
 _INTERPRETED_PROGRAMS = 6
+_WAVES = 8  # of splits at most: the second kernel reads what each of them leaves
+_BEGINNING = 2  # tiles that a split takes the time of before its first: queries, and words read ahead
 
 
 def power_of_two(number: int) -> bool:
@@ -46,7 +48,8 @@ def refuses_device(dispatch: DispatchKey) -> str | None:
 class AttendConfig:
     """queries: query rows of a tile. rows: rows of packed pages of a tile, each a token of every plane. together:
     planes that share one step of the softmax. exact: exact tokens of a tile. registers: how many a thread may have,
-    where the assembler would rather spill than take them."""
+    where the assembler would rather spill than take them. resident: programs of a multiprocessor, by their registers.
+    """
 
     queries: int
     rows: int
@@ -55,6 +58,10 @@ class AttendConfig:
     warps: int
     stages: int = 2
     registers: int | None = None
+    resident: int = 0
+
+    def __post_init__(self):
+        object.__setattr__(self, "resident", self.resident or max(1, _WARPS // self.warps))
 
 
 def attend_config(
@@ -75,7 +82,10 @@ def attend_config(
             return AttendConfig(16, rows=16, together=4, exact=32, warps=4, registers=registers)
         return AttendConfig(16, rows=32, together=8, exact=32, warps=8)
     tile = 32 if queries > 16 and not masked else 16
-    return AttendConfig(tile, rows=32 if planes == 4 else 64, together=planes, exact=32, warps=4, registers=registers)
+    resident = 3 if planes in (1, 4) and tile == 16 and not masked else 2
+    return AttendConfig(
+        tile, rows=32 if planes == 4 else 64, together=planes, exact=32, warps=4, registers=registers, resident=resident
+    )
 
 
 MASS_WARPS = 4  # of the kernel that says what was paid, in tiles as attention's
@@ -117,8 +127,19 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@lru_cache(1024)
+def tiles_of_split(tiles: int, others: int, at_once: int) -> int:
+    """How many of ``tiles`` one split takes so that all are done soonest, where ``others`` programs run for each split
+    and ``at_once`` at a time: a few long ones leave most of the last wave idle, many short ones begin too often."""
+
+    def duration(splits: int) -> int:
+        return cdiv(splits * others, at_once) * (cdiv(tiles, splits) + _BEGINNING)
+
+    most = max(1, min(tiles, _WAVES * at_once // others))
+    return cdiv(tiles, min(range(1, most + 1), key=duration))
+
+
 def split_size(rows: int, config: AttendConfig, others: int, device: torch.device) -> int:
     """How many of ``rows`` one split takes, whole tiles, where ``others`` programs run for each split."""
-    at_once = _INTERPRETED_PROGRAMS if INTERPRETED else max(1, _WARPS // config.warps) * _multiprocessors(device)
-    splits = max(1, at_once // others)
-    return max(1, cdiv(cdiv(rows, config.rows), splits)) * config.rows
+    at_once = _INTERPRETED_PROGRAMS if INTERPRETED else config.resident * _multiprocessors(device)
+    return max(1, tiles_of_split(cdiv(rows, config.rows), others, at_once)) * config.rows

@@ -83,7 +83,8 @@ def _compiled_for(
     layouts = _layout(specs[0], planes, head_dim, rope), _layout(specs[1], planes, head_dim)
     rows, masked = heads // groups * queries, mask is not None
     config = attend_config(planes, head_dim, dtype.itemsize, rows, codebook, bool(rope), masked)
-    operand = _OPERANDS[torch.float32 if INTERPRETED else dtype]  # no bfloat16 products in the interpreter
+    multiplied = torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype  # which the interpreter cannot
+    operand = _OPERANDS[multiplied]
     of_bytes = mask == torch.uint8
     return layouts, config, Rules(heads, groups, causal and queries > 1, softcap, of_bytes, config.queries, operand)
 
@@ -176,12 +177,13 @@ class _Launch:
         partial = q.new_empty((self.batch * self.groups, splits, self.rows, self.head_dim), dtype=torch.float32)
         partial_lse, out, (K, V) = partial.new_empty(partial.shape[:3]), torch.empty_like(q), self.layouts
         with torch.cuda.device_of(q):
-            attend_split[splits, tiles, self.batch * self.groups](
+            attend_split[self.batch * self.groups, splits, tiles](
                 q, *self.key, *value, self.k_new, v_new.contiguous(), self.packed_queries, self.shift,
                 *map(self.points, self.specs), *self.rotary_tables, self.mask, partial, partial_lse, self.n,
-                self.queries, self.scale, k_rows, v_rows, rows_of_split, self.key[0].stride(1), self.key[1].stride(1),
-                value[0].stride(1), value[1].stride(1), *self.strides, self.rules, K, V, config.rows, config.together,
-                config.exact, config.stages, num_warps=config.warps, maxnreg=config.registers, enable_fp_fusion=True,
+                self.queries, self.scale, k_rows, v_rows, rows_of_split, self.key[0].stride(1),
+                self.key[1].stride(1), value[0].stride(1), value[1].stride(1), *self.strides, self.rules, K, V,
+                config.rows, config.together, config.exact, config.stages, num_warps=config.warps,
+                maxnreg=config.registers, enable_fp_fusion=True,
             )  # fmt: skip
             if (rotation := self.specs[1].transform.rotation) is not None:
                 partial[:, :-1] = partial[:, :-1] @ basis(self.head_dim, rotation, device).mT
@@ -198,10 +200,10 @@ class _Launch:
         mass = lse.new_empty((self.batch, self.groups, stop))
         tiles = cdiv(k_rows, config.rows) + cdiv(stop - k_rows * self.planes, config.exact)
         with torch.cuda.device_of(self.q):
-            sum_attention[tiles, self.batch * self.groups](
+            sum_attention[tiles * self.batch * self.groups,](
                 self.q, *self.key, self.k_new, self.packed_queries, self.shift, self.points(self.specs[0]),
                 *self.rotary_tables, self.mask, lse, mass, self.n, self.queries, self.scale, k_rows,
-                self.key[0].stride(1), self.key[1].stride(1), *self.strides, largest, self.rules, K, config.rows,
+                tiles, self.key[0].stride(1), self.key[1].stride(1), *self.strides, largest, self.rules, K, config.rows,
                 config.exact, num_warps=MASS_WARPS, maxnreg=config.registers, enable_fp_fusion=True,
             )  # fmt: skip
         return mass

@@ -4,12 +4,15 @@ A key is a tuple of parts: one, or where keys are rotated as they are read, the 
 and those left alone. A product is then the sum of those of the parts, and no channel moves between columns.
 """
 
+import math
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from .unpacking import channels, paired_values, paired_words, values, words
+
+LOG2E: tl.constexpr = tl.constexpr(math.log2(math.e))  # powers of two cost a third of the instructions of those of e
 
 
 class Rules(NamedTuple):
@@ -192,19 +195,23 @@ def seen_by(query, tokens, call, Q: tl.constexpr):
 
 @triton.jit
 def scores(q, k, shift, scale, mask, tokens, seen, Q: tl.constexpr):
-    """Scores ``[M, N]``, -inf where a key is not ``seen`` (which broadcasts). ``mask`` is a pointer for each row."""
+    """Scores ``[M, N]`` as powers of two, -inf where a key is not ``seen`` (which broadcasts). ``mask`` is a pointer
+    for each row."""
     s = tl.dot(q[0], tl.trans(k[0].to(q[0].dtype)), input_precision="ieee")
     for i in tl.static_range(1, len(q)):
         s = tl.dot(q[i], tl.trans(k[i].to(q[i].dtype)), s, input_precision="ieee")
     if shift is not None:
         s += shift[:, None]
-    s *= scale
     if Q.softcap > 0:
-        s = Q.softcap - 2 * Q.softcap / (tl.exp(2 / Q.softcap * s) + 1)  # tanh
+        top: tl.constexpr = Q.softcap * LOG2E
+        s = top - 2 * top / (tl.exp2(s * (2 / Q.softcap * LOG2E * scale)) + 1)  # tanh
+    else:
+        s *= scale * LOG2E
     if mask is not None:
         bias = tl.load(mask[:, None] + tokens[None, :], mask=seen, other=0)
         if Q.bool_mask:
             seen = seen & (bias != 0)
         else:
-            s += bias.to(tl.float32)
+            bias = bias.to(tl.float32)
+            s += tl.where(bias < -2e38, bias, bias * LOG2E)  # the lowest number stays finite, and -inf as it is
     return tl.where(seen, s, -float("inf"))

@@ -6,12 +6,15 @@ width, and its codes become the mantissa of a float, so that no integer is conve
 all planes are taken together, two channels share each instruction instead (`paired_values`).
 """
 
+import math
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from kvpass.codec.bitpack import FIELDS
+
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 class Layout(NamedTuple):
@@ -59,12 +62,17 @@ def channels(L: tl.constexpr, CODE: tl.constexpr):
     return columns(L.dim // CODE if L.channelwise else L.group // CODE, 1 if L.channelwise else L.dim // L.group)
 
 
+@triton.constexpr_function
+def _places(layout):
+    """Which power of two the rows of a page are: they are counted by shifts, not by signed divisions."""
+    return (layout.page // layout.planes).bit_length() - 1
+
+
 @triton.jit
 def tokens_of(first, stop, ROWS: tl.constexpr, L: tl.constexpr):
     """The tokens of rows ``[first, first + ROWS)`` in plane 0, and whether they are before row ``stop``."""
-    of_plane: tl.constexpr = L.page // L.planes
     rows = first + tl.arange(0, ROWS)
-    return L.sinks + rows // of_plane * L.page + rows % of_plane, rows < stop
+    return L.sinks + (rows >> _places(L)) * L.page + (rows & (L.page // L.planes - 1)), rows < stop
 
 
 @triton.jit
@@ -73,7 +81,7 @@ def words(codes, first, stop, column, real, ROWS: tl.constexpr, L: tl.constexpr)
     tokens: tl.constexpr = L.page // L.planes
     wide: tl.constexpr = L.planes * L.bits > 32
     rows = first + tl.arange(0, ROWS)
-    line = rows // tokens * (L.page * L.bits // 8) + rows % tokens
+    line = (rows >> _places(L)) * (L.page * L.bits // 8) + (rows & (tokens - 1))
     byte = codes + line[:, None] * (L.dim // L.code) + column[None, :]
     there = (rows < stop)[:, None] & real[None, :]
     word = tl.zeros(byte.shape, tl.int64 if wide else tl.int32)
@@ -102,19 +110,33 @@ def form_of(points, L, dtype, together):
 
 
 @triton.jit
+def _apart(word, F: tl.constexpr):
+    """Two bytes of a word, each low in a half of its own under the power of two of the form. In one instruction, which
+    the assembler does not take apart: of masks and shifts it makes the constant anew wherever it is used."""
+    if _INTERPRETED:
+        spread = word & 0xFF | (word & 0xFF00) << 8 | F.power
+    else:
+        spread = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, 0x64, 0x4140;" if F.mantissa == 10 else "prmt.b32 $0, $1, 0x43, 0x4140;", "=r,r", [word],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return spread
+
+
+@triton.jit
 def paired_words(pool, first, stop, ROWS: tl.constexpr, L: tl.constexpr, F: tl.constexpr):
     """The bytes of rows ``[first, first + ROWS)``: a tile ``[ROWS, pairs of channels]`` for each byte of a row."""
     tokens: tl.constexpr = L.page // L.planes
     count: tl.constexpr = L.planes * L.bits // 8
     column, real = channels(L, 2)
     rows = first + tl.arange(0, ROWS)
-    line = rows // tokens * (L.page * L.bits // 8) + rows % tokens
+    line = (rows >> _places(L)) * (L.page * L.bits // 8) + (rows & (tokens - 1))
     at = pool.codes.to(tl.pointer_type(tl.uint16), bitcast=True) + line[:, None] * (L.dim // 2) + column[None, :]
     there = (rows < stop)[:, None] & real[None, :]
     read = ()
     for i in tl.static_range(count):
         word = tl.load(at + i * tokens * (L.dim // 2), mask=there, other=0).to(tl.int32)
-        read = read + (word | word << 8 | F.power,)  # noqa: RUF005  (Triton has no unpacking)
+        read = read + (_apart(word, F),)  # noqa: RUF005  (Triton has no unpacking)
     return read
 
 
@@ -139,8 +161,42 @@ def _halves(words, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _both(a, b, c, DTYPE: tl.constexpr):
+    """``a * b + c`` of both halves of words, rounded once."""
+    if _INTERPRETED:
+        low = _fused(a, b, c, DTYPE).to(tl.int32) & 0xFFFF
+        words = low | _fused(a >> 16, b >> 16, c >> 16, DTYPE).to(tl.int32) << 16
+    else:
+        words = tl.inline_asm_elementwise(
+            "fma.rn.bf16x2 $0, $1, $2, $3;" if DTYPE.is_bf16() else "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r",
+            [a, b, c], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return words
+
+
+@triton.jit
+def _fused(a, b, c, DTYPE: tl.constexpr):
+    x, y, z = _low(a, DTYPE), _low(b, DTYPE), _low(c, DTYPE)
+    return (x * y + z).to(DTYPE).to(tl.int16, bitcast=True)
+
+
+@triton.jit
+def _low(word, DTYPE: tl.constexpr):
+    return word.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
+
+
+@triton.constexpr_function
+def _words_of(value, dtype):
+    """A power of two, or 0, or the negative of one, in both halves of a word."""
+    sign, exponent = (0x8000 if value < 0 else 0), math.frexp(abs(value))[1] - 1
+    half = sign | (exponent + 15 << 10 if dtype == tl.float16 else exponent + 127 << 7)
+    word = half | half << 16
+    return word - (1 << 32 if sign else 0)
+
+
+@triton.jit
 def _number(word, AT: tl.constexpr, WIDTH: tl.constexpr, PLACE: tl.constexpr, F: tl.constexpr):
-    """``WIDTH`` bits of each byte, from bit ``AT`` on, as floats times ``2**PLACE``.
+    """``WIDTH`` bits of each byte, from bit ``AT`` on, as floats times ``2**PLACE``, in words.
 
     They stay where they are in the mantissa, if it is that long, and one multiply-add, which is exact, takes the power
     of two away and moves them to their place: for two channels at once, as sums and products of 16 bits are.
@@ -149,21 +205,34 @@ def _number(word, AT: tl.constexpr, WIDTH: tl.constexpr, PLACE: tl.constexpr, F:
     FIELD: tl.constexpr = (2**WIDTH - 1 << AT - SHIFT) * 0x00010001
     STEP: tl.constexpr = 2.0 ** (PLACE + SHIFT - AT)
     x = word >> SHIFT & FIELD | F.power if SHIFT else word & (FIELD | F.power)
-    return _halves(x, F.dtype) * tl.full((), STEP, F.dtype) - tl.full((), STEP * 2**F.mantissa, F.dtype)
+    factor = tl.full((), _words_of(STEP, F.dtype), tl.int32)
+    return _both(x, factor, tl.full((), _words_of(-STEP * 2**F.mantissa, F.dtype), tl.int32), F.dtype)
 
 
 @triton.jit
-def _repeated(start, where, known, shape: tl.constexpr, dim: tl.constexpr, F: tl.constexpr):
+def _twice(word, odd):
+    """The lower half of a word in both of its halves, the upper one where ``odd`` is 1; in one instruction, too."""
+    if _INTERPRETED:
+        half = word >> 16 * odd & 0xFFFF
+        twice = half | half << 16
+    else:
+        twice = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, 0, $2;", "=r,r,r", [word, 0x1010 + 0x2222 * odd], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return twice
+
+
+@triton.jit
+def _repeated(start, where, known, shape: tl.constexpr, dim: tl.constexpr):
     """Scales or zero points at ``where``, along ``dim`` as often as ``shape`` says: those of pairs of channels, or one
     for many channels."""
+    words = start.to(tl.pointer_type(tl.int32), bitcast=True)  # which are read ahead, and what is smaller is not
     if dim == 1:
-        word = tl.load(start.to(tl.pointer_type(tl.int32), bitcast=True) + where, mask=known, other=0)
+        word = tl.load(words + where, mask=known, other=0)
     else:
-        word = tl.load(start.to(tl.pointer_type(tl.uint16), bitcast=True) + where, mask=known, other=0).to(tl.int32)
-        word |= word << 16
+        word = _twice(tl.load(words + (where >> 1), mask=known, other=0), where & 1)
     word = tl.broadcast_to(tl.expand_dims(word, dim), shape)
-    flat: tl.constexpr = (shape[0] * shape[1], shape[2]) if dim == 1 else (shape[0], shape[1] * shape[2])
-    return _halves(tl.reshape(word, flat), F.dtype)
+    return tl.reshape(word, (shape[0] * shape[1], shape[2]) if dim == 1 else (shape[0], shape[1] * shape[2]))
 
 
 @triton.jit
@@ -174,10 +243,10 @@ def _params_of(first, stop, plane, ROWS: tl.constexpr, L: tl.constexpr):
     if L.channelwise:
         run: tl.constexpr = min(L.group, tokens, ROWS)
         row = first + tl.arange(0, ROWS // run) * run
-        line = row // tokens * (L.page // L.group) + plane * tokens // L.group + row % tokens // L.group
+        line = (row >> _places(L)) * (L.page // L.group) + plane * tokens // L.group + (row & (tokens - 1)) // L.group
     else:
         row = first + tl.arange(0, ROWS)
-        line = row // tokens * L.page + plane * tokens + row % tokens
+        line = (row >> _places(L)) * L.page + plane * tokens + (row & (tokens - 1))
     return line, row < stop
 
 
@@ -189,7 +258,8 @@ def paired_values(read, pool, first, stop, PLANE: tl.constexpr, L: tl.constexpr,
     WHERE: tl.constexpr = _fields(PLANE, L.bits, L.planes, 4 if F.mantissa < 8 else 8)
     x = _number(read[WHERE[0][0]], WHERE[0][1], WHERE[0][2], WHERE[0][3], F)
     for i in tl.static_range(1, len(WHERE)):
-        x += _number(read[WHERE[i][0]], WHERE[i][1], WHERE[i][2], WHERE[i][3], F)
+        more = _number(read[WHERE[i][0]], WHERE[i][1], WHERE[i][2], WHERE[i][3], F)
+        x = _both(x, tl.full((), _words_of(1.0, F.dtype), tl.int32), more, F.dtype)
     line, there = _params_of(first, stop, PLANE, rows, L)
     if L.channelwise:
         column, real = channels(L, 2)
@@ -203,8 +273,8 @@ def paired_values(read, pool, first, stop, PLANE: tl.constexpr, L: tl.constexpr,
         where, known = line[:, None] * groups + group[None, :], there[:, None] & (group < groups)[None, :]
         shape: tl.constexpr = (rows, padded, pairs // padded)
         dim: tl.constexpr = 2
-    scale = _repeated(pool.scale, where, known, shape, dim, F)
-    return x * scale + _repeated(pool.zero_point, where, known, shape, dim, F)
+    scale = _repeated(pool.scale, where, known, shape, dim)
+    return _halves(_both(x, scale, _repeated(pool.zero_point, where, known, shape, dim), F.dtype), F.dtype)
 
 
 @triton.jit
