@@ -17,6 +17,7 @@ from kvpass.codec.kept import codec_of
 from kvpass.codec.spec import CodecSpec
 from kvpass.layout.batch import Batch, Due, Tiles, pages_of
 
+from .inductor import blocks as fused
 from .inductor.pages import decode_all
 from .reference import decode_predicted
 from .table import DispatchKey, select
@@ -45,7 +46,8 @@ def codecs_for(spec: CodecSpec, device: torch.device, head_dim: int, lowering: s
 class Layer(NamedTuple):
     """What attention over one layer needs besides a batch.
 
-    window: ``[blocks, H, tokens, 2 * D]``, keys and values. first_slot: see `Blocks`. softcap: 0 for none.
+    window: ``[blocks, H, tokens, 2 * D]``, keys and values. codecs: of keys and of values. softcap: 0 for none. fused:
+        whether single tokens of requests are attended to by `kvpass.lowering.inductor.blocks`.
     """
 
     blocks: Blocks
@@ -55,6 +57,7 @@ class Layer(NamedTuple):
     codecs: tuple[Codecs, Codecs]
     scale: float
     softcap: float = 0.0
+    fused: bool = False
 
     @property
     def sides(self) -> tuple[tuple[str, CodecSpec, tuple[Tensor, ...], Codecs], ...]:
@@ -116,6 +119,10 @@ class _Piece(NamedTuple):
 def attend(batch: Batch, layer: Layer, q: Tensor, out: Tensor) -> None:
     """Attention of all new tokens ``q`` ``[T, H_q, D]``, behind `store`, into ``out`` of that shape."""
     for tiles in batch.tiles:
+        if layer.fused and tiles.rows.shape[1] == 1:
+            rows = batch.rows(tiles, layer.key.retention, layer.value.retention, fused.UNIT)
+            out[rows.row] = fused.attend(q, rows, layer).to(out.dtype)
+            continue
         found = _attend(batch, tiles, layer, q)
         valid = tiles.valid
         out[tiles.rows[valid]] = found[valid].to(out.dtype)

@@ -56,7 +56,8 @@ def compile_ahead(fn: Callable, inputs: Sequence[Input], options: dict | None = 
             continue
         sizes = [DimDynamic.DYNAMIC if d in one.dynamic else DimDynamic.STATIC for d in range(one.example.ndim)]
         context: StatelessSymbolicContext = StatelessSymbolicContext(dynamic_sizes=sizes)
-        example = torch.empty_like(one.example)  # one tensor given for two inputs would be traced as one input
+        like = dict(dtype=one.example.dtype, device=one.example.device)  # one given for two would be traced as one input
+        example = torch.empty_strided(one.example.shape, one.example.stride(), **like)
         fakes.append(fake_mode.from_tensor(example, source=ConstantSource(one.name), symbolic_context=context))
     present = [one.example is not None for one in inputs]
 
