@@ -15,7 +15,7 @@ from kvpass.codec.blocks import Blocks
 from kvpass.codec.center import fit_centers
 from kvpass.codec.kept import codec_of
 from kvpass.codec.spec import CodecSpec
-from kvpass.layout.batch import Batch, Due, Tiles, pages_of
+from kvpass.layout.batch import Batch, Due, Table, Tiles, pages_of
 
 from .inductor import blocks as fused
 from .inductor.pages import decode_all
@@ -70,6 +70,22 @@ class Layer(NamedTuple):
         """Keys and values of ``tokens`` ``[A, C]`` of requests ``owner`` ``[A]``: ``[A, C, H, 2 * D]``."""
         block, place = batch.window.find(owner[:, None], tokens)
         return self.window[block, :, place]
+
+
+def warm(layer: Layer, q_heads: int) -> None:
+    """Run everything once that may be compiled, on blocks as they are, which are not written to."""
+    (_, heads, _, width), size, device = layer.window.shape, layer.key.page_size, layer.window.device
+    past = torch.full((2,), layer.value.retention.window + layer.value.retention.sinks + size, device=device)
+    tables = (Table(torch.zeros(2, 2 * int(past[0]), dtype=torch.long, device=device), one) for one in (1, 1))
+    start = torch.arange(3, device=device)
+    pages, window = tables
+    q = layer.window.new_zeros(2, q_heads, width // 2)
+    x = layer.window.new_zeros(2, heads, size, width // 2)
+    first = pages.blocks[:, 0]
+    for side, spec, _, codecs in layer.sides:
+        codecs.encode(x, layer.blocks.fitted(side, codec_of(spec).fitted, first), spec)
+    for each in (layer, layer._replace(fused=False)):
+        attend(Batch(start, past, past + 1, pages, window, 0), each, q, torch.empty_like(q))
 
 
 def store(batch: Batch, layer: Layer, k: Tensor, v: Tensor) -> None:

@@ -149,6 +149,18 @@ class Window(nn.Module, AttentionLayerBase):
         self.name, self.served, self.kv_cache = name, served, torch.tensor([])
         config.compilation_config.static_forward_context[name] = self
 
+    def bind_kv_cache(self, kv_cache: Tensor) -> None:
+        """Called once memory is there; that of pages is bound before."""
+        self.kv_cache = kv_cache
+        if self.layer.kv_cache.numel():
+            self.layer.impl.bind(self.layer.kv_cache)
+
+    @property
+    def layer(self) -> Any:
+        """The layer whose exact tokens these are."""
+        context = get_current_vllm_config().compilation_config.static_forward_context
+        return next(one for one in context.values() if getattr(getattr(one, "impl", None), "window", None) is self)
+
     def get_attn_backend(self) -> type[AttentionBackend]:
         return WindowBackend
 
@@ -284,9 +296,9 @@ class PackedAttention(AttentionImpl):
     ) -> Tensor:
         if attn_metadata is None:  # memory is being measured
             return output.zero_()
+        if self.layer is None or self.layer.window is not self.window.kv_cache:
+            self.bind(kv_cache)
         batch = attn_metadata.with_window(get_forward_context().attn_metadata[self.window.name])
-        if self.layer is None:
-            self.layer = self._bound(kv_cache)
         blocks.store(batch, self.layer, key, value)
         blocks.attend(batch, self.layer, query, output)
         return output
@@ -294,9 +306,14 @@ class PackedAttention(AttentionImpl):
     def _bound(self, kv_cache: Tensor) -> blocks.Layer:
         layout = self.plan.layout(kv_cache.shape[2])
         codecs = tuple(blocks.codecs_for(spec, kv_cache.device, self.head_size) for _, spec in layout.sides)
-        return blocks.Layer(
-            layout.views(kv_cache), self.window.kv_cache, layout.key, layout.value, codecs, self.scale, self.softcap
-        )
+        fused = kv_cache.device.type == "cpu" and blocks.fused.serves(layout.key, layout.value)
+        views, window = layout.views(kv_cache), self.window.kv_cache
+        return blocks.Layer(views, window, layout.key, layout.value, codecs, self.scale, self.softcap, fused)
+
+    def bind(self, kv_cache: Tensor) -> None:
+        """Take the memory of this layer, and compile what runs over it: before there are requests."""
+        self.layer = self._bound(kv_cache)
+        blocks.warm(self.layer, self.num_heads)
 
 
 _ARGUMENTS = (
