@@ -189,7 +189,8 @@ def _pieces(batch: Batch, tiles: Tiles, layer: Layer, heads: int) -> Iterator[_P
         token = begin[some, None] + start + torch.arange(count, device=past.device)
         seen = token[:, None] <= tiles.positions[some, :, None]
         token = torch.minimum(token, tiles.positions[some, -1:])
-        yield _Piece(some, *_exact(layer, batch, tiles.owner[some], token), seen)
+        keys, values = _exact(layer, batch, tiles.owner[some], token)
+        yield _Piece(some, keys, values, seen)
     if retention.sinks:
         token = torch.arange(retention.sinks, device=past.device)
         first = batch.pages.blocks[tiles.owner, 0]
@@ -244,6 +245,7 @@ def _half_packed(
     packed = [_decoded(batch, layer, which, owner, torch.minimum(page, last - 1)) for which in range(2)]
     of_keys = (k_pages > v_pages)[some, None, None, None]
     keys, values = (
-        torch.where(mine, *pair) for mine, pair in zip((of_keys, ~of_keys), zip(packed, exact, strict=True), strict=True)
+        torch.where(mine, *pair)
+        for mine, pair in zip((of_keys, ~of_keys), zip(packed, exact, strict=True), strict=True)
     )
     yield _Piece(some, keys, values, seen[:, None])

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpass import KVPassError, schemes
+from kvpass import schemes
 from kvpass.cache.state import KVState
 from kvpass.codec.blocks import BlockLayout
-from kvpass.codec.kept import fitted_shapes, opened, page_shapes
-from kvpass.layout.batch import Batch, Table, ragged
+from kvpass.codec.kept import opened
+from kvpass.layout.batch import Batch, Table
 from kvpass.lowering import blocks, reference
 from kvpass.lowering.blocks import Codecs, Layer
 from kvpass.schemes import LayerGeometry
@@ -39,7 +39,12 @@ class Server:
     """Blocks of one layer, handed out in no order and never given back, with the caches of the same requests."""
 
     def __init__(self, plan, block_size, window_size, seed, dtype=torch.float32, codecs=(REFERENCE, REFERENCE)):
-        self.plan, self.layout, self.random, self.dtype = plan, layout_of(plan, block_size, dtype), random.Random(seed), dtype
+        self.plan, self.layout, self.random, self.dtype = (
+            plan,
+            layout_of(plan, block_size, dtype),
+            random.Random(seed),
+            dtype,
+        )
         self.sizes, self.free = (block_size, window_size), list(range(1, 400))
         self.random.shuffle(self.free)
         tokens = self.layout.bytes_per_token

@@ -1,5 +1,5 @@
-"""Packed pages in blocks of a server's memory, which knows nothing of codecs: how many bytes a block takes, and where in
-them everything lies.
+"""Packed pages in blocks of a server's memory, which knows nothing of codecs: how many bytes a block takes, and where
+in them everything lies.
 
 A block has a slot for each page of its tokens. Whoever is given a block may be given it again for another request that
 begins with the same tokens, so a page lies in the block of its *last* token. Behind S sinks, which no page holds, that
@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import KVPassError
 from .kept import fitted_shapes, page_shapes
 from .spec import CodecSpec
-from ..errors import KVPassError
 
 _ALIGNMENT = 16  # bytes: what tensors of any dtype begin at a multiple of
 
@@ -79,8 +79,8 @@ class BlockLayout:
         key, value, size = self.key.retention, self.value.retention, self.key.page_size
         if (key.page_size, key.sinks) != (value.page_size, value.sinks):
             raise KVPassError(
-                f"Keys have pages of {key.page_size} tokens behind {key.sinks} sinks, values of {value.page_size} behind "
-                f"{value.sinks}: in blocks they must be the same. Use a retention, which is for both."
+                f"Keys have pages of {key.page_size} tokens behind {key.sinks} sinks, values of {value.page_size} "
+                f"behind {value.sinks}: in blocks they must be the same. Use a retention, which is for both."
             )
         if self.block_size % size or self.slots < self.lead + 1:
             least = size * (self.lead + 1)
@@ -88,10 +88,12 @@ class BlockLayout:
                 f"Blocks of {self.block_size} tokens do not hold whole pages of {size}: use a multiple of {size}, at "
                 f"least {least}."
             )
-        if self._fitted and (late := [side for side, spec in self._fitted if not spec.retention.pages(self.block_size)]):
+        if self._fitted and (
+            late := [side for side, spec in self._fitted if not spec.retention.pages(self.block_size)]
+        ):
             raise KVPassError(
-                f"The {late[0]}s of a request are fitted to its first pages, which must be in its first block: blocks of "
-                f"{self.block_size} tokens are too small. Use {self.block_size * 2}, or more."
+                f"The {late[0]}s of a request are fitted to its first pages, which must be in its first block: blocks "
+                f"of {self.block_size} tokens are too small. Use {self.block_size * 2}, or more."
             )
 
     @cached_property
@@ -160,5 +162,5 @@ class BlockLayout:
             return typed.as_strided((*lead, *slots, *part.shape), strides, start)
 
         pages = {name: view(part, self.first_slot, self.slots) for name, part in parts.items()}
-        sides = (tuple(pool for name, pool in pages.items() if name.startswith(side)) for side in ("key", "value"))
-        return Blocks(*sides, {name: view(part, 0) for name, part in self._head[0].items()})
+        key, value = (tuple(pool for name, pool in pages.items() if name.startswith(side)) for side, _ in self.sides)
+        return Blocks(key, value, {name: view(part, 0) for name, part in self._head[0].items()})

@@ -59,8 +59,8 @@ class Due(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Queries that are attended to together. owner: ``[N]``, the request of each tile. rows: ``[N, Q]``, its tokens among
-    the new ones of all. positions: ``[N, Q]``, in their requests. valid: ``[N, Q]`` bool, False for padding."""
+    """Queries that are attended to together. owner: ``[N]``, the request of each tile. rows: ``[N, Q]``, its tokens
+    among the new ones of all. positions: ``[N, Q]``, in their requests. valid: ``[N, Q]`` bool, False for padding."""
 
     owner: Tensor
     rows: Tensor
@@ -166,7 +166,6 @@ class Batch:
         valid = within < new[which, None]
         within = within.minimum(new[which, None] - 1)
         return Tiles(owner, self.start[owner, None] + within, self.past[owner, None] + within, valid)
-
 
     @_once
     def rows(self, tiles: Tiles, key: Retention, value: Retention, at_once: int) -> Rows:

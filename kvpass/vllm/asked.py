@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +24,10 @@ KEY = "kvpass"
 """The key of ``additional_config`` that does."""
 OLDEST, NEWEST = (0, 32), (0, 32)
 """The releases of vLLM that are tested, from and to."""
+
+
+_TYPICAL, _IN_FLIGHT = 4096, 512
+_LEAST, _LARGEST = 64, 512  # tokens of a block: prefixes are found in whole ones, and tables are not to be long
 
 
 def check_version(version: str) -> None:
@@ -72,11 +77,15 @@ def refusal(spec: CodecSpec) -> str | None:
     """Why what ``spec`` stores cannot be served, and what can, or None."""
     quantizer, transform, retention = spec.quantizer, spec.transform, spec.retention
     if retention.evicts:
-        return "Tokens are evicted by attention, and vLLM gives blocks back by age alone. Use a policy without a budget."
+        return (
+            "Tokens are evicted by attention, and vLLM gives blocks back by age alone. Use a policy without a budget."
+        )
     if retention.keep != "recent":
         return "Log-sparse windows thin out, and vLLM gives blocks back by age alone. Use a plain window."
     if quantizer.adaptive is not None:
-        return "Tokens with widths of their own (QAQ) take pages of no fixed size, and blocks have one. Use kivi or higgs."
+        return (
+            "Tokens with widths of their own (QAQ) take pages of no fixed size, and blocks have one. Use kivi or higgs."
+        )
     if transform.predictor or spec.own_codes != 1:
         return f"What is stored depends on another layer. {_PREDICTED} Use the scheme it is built on."
     if transform.pre_rope:
@@ -113,8 +122,8 @@ class Served:
                 raise KVPassError(f"Layer {index} of {self.scheme.name!r} has codes of another. {_PREDICTED} Use kivi.")
             if plan != plans[0]:
                 raise KVPassError(
-                    f"{self.scheme.name!r} stores layer {index} otherwise than layer 0, and all layers share one table of "
-                    "blocks. Use a scheme that stores all layers alike, without skip_layers."
+                    f"{self.scheme.name!r} stores layer {index} otherwise than layer 0, and all layers share one table "
+                    "of blocks. Use a scheme that stores all layers alike, without skip_layers."
                 )
 
     def _plan_of(self, index: int) -> LayerPlan:
@@ -140,6 +149,21 @@ class Served:
     def layout(self, block_size: int) -> BlockLayout:
         """Where in blocks of ``block_size`` tokens what lies. Raises `KVPassError` if pages do not fit them."""
         return BlockLayout(self.plan.key, self.plan.value, self.head_dim, self.dtype, block_size)
+
+    @cached_property
+    def block_size(self) -> int:
+        """Tokens of a block, where a request of some thousands of them, and some hundreds in flight, takes least."""
+
+        def taken(size: int) -> int:
+            try:
+                layout = self.layout(size)
+            except KVPassError:
+                return sys.maxsize
+            in_flight = -(-(self.window + _IN_FLIGHT) // self.window_block(size)) + 1
+            return (-(-_TYPICAL // size) + in_flight) * size * layout.bytes_per_token
+
+        multiples = range(self.page_size, max(_LARGEST, self.page_size) + 1, self.page_size)
+        return min((size for size in multiples if size >= min(_LEAST, multiples[-1])), key=taken)
 
     def window_block(self, block_size: int) -> int:
         """Tokens of a block of the window: so many that it takes no more bytes than one of pages, and divides it, for

@@ -111,8 +111,9 @@ def _backend(own: type[AttentionBackend], scheme: SchemeConfig | None) -> type[A
         def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
             if not isinstance(spec, FullAttentionSpec) or spec.state_content_bytes is not None:
                 return spec
-            size = PackedAttention.served[spec.num_kv_heads, spec.head_size].layout(spec.block_size).bytes_per_token
-            return replace(spec, dtype=torch.uint8, state_content_bytes=size)
+            served, size = PackedAttention.served[spec.num_kv_heads, spec.head_size]
+            content = served.layout(size).bytes_per_token
+            return replace(spec, block_size=size, dtype=torch.uint8, state_content_bytes=content)
 
     return Packed
 
@@ -167,7 +168,7 @@ class Window(nn.Module, AttentionLayerBase):
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> SlidingWindowSpec:
         served = self.served
         return SlidingWindowSpec(
-            block_size=served.window_block(vllm_config.cache_config.block_size),
+            block_size=served.window_block(PackedAttention.served[served.heads, served.head_dim][1]),
             num_kv_heads=served.heads,
             head_size=served.head_dim,
             dtype=served.dtype,
@@ -221,7 +222,7 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        served = PackedAttention.served[kv_cache_spec.num_kv_heads, kv_cache_spec.head_size]
+        served, _ = PackedAttention.served[kv_cache_spec.num_kv_heads, kv_cache_spec.head_size]
         self.layout = served.layout(kv_cache_spec.block_size)
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False):
@@ -239,8 +240,8 @@ def _own(backend: AttentionBackendEnum) -> Any:
 class PackedAttention(AttentionImpl):
     """Attention of one layer over pages and exact tokens."""
 
-    served: ClassVar[dict[tuple[int, int], Served]] = {}
-    """What is served in this process, by heads and head_dim."""
+    served: ClassVar[dict[tuple[int, int], tuple[Served, int]]] = {}
+    """What is served in this process, and in blocks of how many tokens, by heads and head_dim."""
 
     def __new__(cls, *args, **kwargs):
         kind = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
@@ -273,13 +274,11 @@ class PackedAttention(AttentionImpl):
         _check(config)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.softcap = num_kv_heads or num_heads, logits_soft_cap or 0.0
-        scheme, model = _scheme_of(config), config.model_config
-        layers = model.get_total_num_hidden_layers()
-        self.plan = _served(scheme, layers, self.num_kv_heads, head_size, model.dtype)
-        self.plan.layout(config.cache_config.block_size)  # before memory is taken
+        self.served_as, size = _served(config, self.num_kv_heads, head_size)
+        self.served_as.layout(size)  # before memory is taken
         context = config.compilation_config.static_forward_context
         index = sum(isinstance(layer, Window) for layer in context.values())
-        self.window = Window(f"{_WINDOW}.{index}", self.plan, config)
+        self.window = Window(f"{_WINDOW}.{index}", self.served_as, config)
         self.layer: blocks.Layer | None = None
 
     def forward(
@@ -298,17 +297,18 @@ class PackedAttention(AttentionImpl):
             return output.zero_()
         if self.layer is None or self.layer.window is not self.window.kv_cache:
             self.bind(kv_cache)
+        assert self.layer is not None
         batch = attn_metadata.with_window(get_forward_context().attn_metadata[self.window.name])
         blocks.store(batch, self.layer, key, value)
         blocks.attend(batch, self.layer, query, output)
         return output
 
     def _bound(self, kv_cache: Tensor) -> blocks.Layer:
-        layout = self.plan.layout(kv_cache.shape[2])
-        codecs = tuple(blocks.codecs_for(spec, kv_cache.device, self.head_size) for _, spec in layout.sides)
+        layout = self.served_as.layout(kv_cache.shape[2])
+        key, value = (blocks.codecs_for(spec, kv_cache.device, self.head_size) for _, spec in layout.sides)
         fused = kv_cache.device.type == "cpu" and blocks.fused.serves(layout.key, layout.value)
         views, window = layout.views(kv_cache), self.window.kv_cache
-        return blocks.Layer(views, window, layout.key, layout.value, codecs, self.scale, self.softcap, fused)
+        return blocks.Layer(views, window, layout.key, layout.value, (key, value), self.scale, self.softcap, fused)
 
     def bind(self, kv_cache: Tensor) -> None:
         """Take the memory of this layer, and compile what runs over it: before there are requests."""
@@ -322,11 +322,16 @@ _ARGUMENTS = (
 )  # fmt: skip
 
 
-def _served(scheme: SchemeConfig, layers: int, heads: int, head_dim: int, dtype: torch.dtype) -> Served:
+def _served(config: VllmConfig, heads: int, head_dim: int) -> tuple[Served, int]:
+    """What is served to the heads of a rank, and in blocks of how many tokens: what the user says, or wastes least."""
+    scheme, model, cache = _scheme_of(config), config.model_config, config.cache_config
+    assert scheme is not None, "this class is that of a process with a scheme"
     found = PackedAttention.served.get((heads, head_dim))
     if found is None:
-        found = PackedAttention.served[heads, head_dim] = Served(scheme, layers, heads, head_dim, dtype)
-        logger.info("kvpass packs keys and values: %s", found.plan)
+        served = Served(scheme, model.get_total_num_hidden_layers(), heads, head_dim, model.dtype)
+        size = cache.block_size if cache.user_specified_block_size else served.block_size
+        found = PackedAttention.served[heads, head_dim] = served, size
+        logger.info("kvpass packs keys and values in blocks of %d tokens: %s", size, served.plan)
     return found
 
 
@@ -345,6 +350,6 @@ def _check(config: VllmConfig) -> None:
     }
     if found := [name for name, there in asks.items() if there]:
         raise KVPassError(
-            f"kvpass does not serve {'; '.join(found)}. Leave that out, or serve without {KEY} in additional_config and "
-            f"{VARIABLE}."
+            f"kvpass does not serve {'; '.join(found)}. Leave that out, or serve without {KEY} in additional_config "
+            f"and {VARIABLE}."
         )

@@ -56,8 +56,8 @@ def compile_ahead(fn: Callable, inputs: Sequence[Input], options: dict | None = 
             continue
         sizes = [DimDynamic.DYNAMIC if d in one.dynamic else DimDynamic.STATIC for d in range(one.example.ndim)]
         context: StatelessSymbolicContext = StatelessSymbolicContext(dynamic_sizes=sizes)
-        like = dict(dtype=one.example.dtype, device=one.example.device)  # one given for two would be traced as one input
-        example = torch.empty_strided(one.example.shape, one.example.stride(), **like)
+        shape, stride, dtype, device = one.example.shape, one.example.stride(), one.example.dtype, one.example.device
+        example = torch.empty_strided(shape, stride, dtype=dtype, device=device)  # one for two would be traced as one
         fakes.append(fake_mode.from_tensor(example, source=ConstantSource(one.name), symbolic_context=context))
     present = [one.example is not None for one in inputs]
 

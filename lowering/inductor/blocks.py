@@ -56,7 +56,9 @@ def _attend(given: dict[str, Any], scale: float, softcap: float, key: CodecSpec,
         pools, count = _gathered(given["k_pools"], block, slot, key), block.shape[1]
         tokens = torch.arange(count * size, device=device).view(count, size)
         spec = built_in(key).quantizer
-        found = page_scores(of_rows.flatten(0, 1), pools, tokens, lambda _: None, "", spec, given["k_points"], None, None)
+        found = page_scores(
+            of_rows.flatten(0, 1), pools, tokens, lambda _: None, "", spec, given["k_points"], None, None
+        )
         return found.unflatten(0, (-1, heads))
 
     def seen(scores: Tensor, counts: Tensor) -> Tensor:
@@ -92,7 +94,9 @@ def _attend(given: dict[str, Any], scale: float, softcap: float, key: CodecSpec,
     weights = (unit - most.index_select(0, rows.owner).unsqueeze(-1)).exp()
     pools = _gathered(given["v_pools"], rows.block, rows.slot, value)
     by_page = weights.flatten(0, 1).unflatten(-1, (UNIT, size))
-    packed_values = page_values(by_page, pools, built_in(value).quantizer, given["v_points"], None).unflatten(0, (-1, heads))
+    packed_values = page_values(by_page, pools, built_in(value).quantizer, given["v_points"], None).unflatten(
+        0, (-1, heads)
+    )
     total = torch.where(counted, weights.sum(-1)[rows.units], 0.0).sum(1)
     out = torch.where(counted.unsqueeze(-1), packed_values[rows.units], 0.0).sum(1)
     if given["v_basis"] is not None:
@@ -135,7 +139,10 @@ def _inputs(q, rows: Rows, named: dict[str, Tensor | None], key: CodecSpec, valu
 @compiled_once
 def _kernel(described: tuple, scale: float, softcap: float, key: CodecSpec, value: CodecSpec, inputs) -> Any:
     names = [one.name for one in inputs.value]
-    count = {"k_pools": sum(n.startswith("k_pool_") for n in names), "v_pools": sum(n.startswith("v_pool_") for n in names)}
+    count = {
+        "k_pools": sum(n.startswith("k_pool_") for n in names),
+        "v_pools": sum(n.startswith("v_pool_") for n in names),
+    }
 
     def attend(*tensors):
         given: dict[str, Any] = dict(zip(names, tensors, strict=True))
@@ -168,7 +175,10 @@ def attend(q: Tensor, rows: Rows, layer: Any) -> Tensor:
         full = {"k": "key", "v": "value"}[side]
         rotation = spec.transform.rotation
         named |= {f"{side}_pool_{i}": pool for i, pool in enumerate(pools)}
-        named |= {f"{side}_sinks": blocks.head.get(f"{full}.sinks"), f"{side}_center": blocks.head.get(f"{full}.center")}
+        named |= {
+            f"{side}_sinks": blocks.head.get(f"{full}.sinks"),
+            f"{side}_center": blocks.head.get(f"{full}.center"),
+        }
         named[f"{side}_points"] = grid(spec.quantizer.grid, device) if spec.quantizer.grid else None
         named[f"{side}_basis"] = None if rotation is None else basis(head_dim, rotation, device)
     described = tuple(
@@ -180,7 +190,7 @@ def attend(q: Tensor, rows: Rows, layer: Any) -> Tensor:
         q = torch.cat([q, q])
     key, value = layer.key.stored_as, layer.value.stored_as
     inputs = _Unhashed(_inputs(q, rows, named, key, value))
-    (out,) = _kernel(described, layer.scale, layer.softcap, key, value, inputs)({"q": q.contiguous(), **named, **rows._asdict()})
+    (out,) = _kernel(described, layer.scale, layer.softcap, key, value, inputs)(
+        {"q": q.contiguous(), **named, **rows._asdict()}
+    )
     return out
-
-
