@@ -91,6 +91,7 @@ def warm(layer: Layer, q_heads: int) -> None:
 def store(batch: Batch, layer: Layer, k: Tensor, v: Tensor) -> None:
     """Store the new tokens of all requests, ``[T, H, D]`` both, and encode the pages that leave the window."""
     block, place = batch.in_window
+    k, v = k[: len(block)], v[: len(block)]  # what is behind them fills up a batch
     layer.window[block, :, place] = torch.cat([k, v], -1)
     if count := layer.key.retention.sinks:
         rows, block, place = batch.sinks(count)

@@ -4,19 +4,20 @@ import random
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpass import schemes
+from kvpass import KVPassError, schemes
 from kvpass.cache.state import KVState
 from kvpass.codec.blocks import BlockLayout
 from kvpass.codec.kept import opened
 from kvpass.layout.batch import Batch, Table
 from kvpass.lowering import blocks, reference
 from kvpass.lowering.blocks import Codecs, Layer
+from kvpass.lowering.inductor import blocks as fused
 from kvpass.schemes import LayerGeometry
 
-from common import randn
+from common import DTYPES, randn
 
 HEADS, DIM = 2, 64
 REFERENCE = Codecs(reference.encode, reference.decode_predicted)
@@ -110,7 +111,7 @@ def test_requests_together_are_each_of_them_alone(scheme):
     for _ in range(3):
         server.add()
     chunks = [{0: 1, 1: 3, 2: 150}, {0: 1, 1: 29, 2: 40}, {0: 35, 1: 1}, {0: 1, 1: 1, 2: 1}, {2: 70, 0: 64, 1: 33}]
-    chunks += [{0: 1, 1: 1, 2: 1, 3: 97}, {3: 1, 0: 1}, {3: 200, 2: 1, 1: 1}, *({0: 1, 1: 1, 2: 1, 3: 1},) * 40]
+    chunks += [{0: 1, 1: 1, 2: 1, 3: 97}, {3: 1, 0: 1}, {3: 200, 2: 1, 1: 1}, *({0: 1, 1: 1, 2: 1, 3: 1},) * 4]
     for seed, new in enumerate(chunks):
         while len(server.lengths) <= max(new):
             server.add()
@@ -119,6 +120,7 @@ def test_requests_together_are_each_of_them_alone(scheme):
 
 @pytest.mark.usefixtures("reference_lowering")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@settings(max_examples=8)
 @given(data=st.data())
 def test_any_history_of_requests_is_that_of_their_caches(dtype, data):
     scheme, residual = data.draw(st.sampled_from(("kivi", "kivi-sinks"))), data.draw(st.sampled_from((32, 64)))
@@ -132,3 +134,45 @@ def test_any_history_of_requests_is_that_of_their_caches(dtype, data):
         new = {one: data.draw(st.sampled_from((1, 1, 2, 31, 33, 64, 90, 130))) for one in some}
         tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
         torch.testing.assert_close(*server.step(new, seed), atol=tolerance, rtol=tolerance)
+
+
+@given(scheme=st.sampled_from(SERVED), size=st.sampled_from((64, 96, 128, 352)), dtype=st.sampled_from(DTYPES))
+def test_everything_in_a_block_has_bytes_of_its_own(scheme, size, dtype):
+    """Also where a server pads its blocks; what is written to one tensor is in no other."""
+    layout = layout_of(plan_of(scheme, dtype), size, dtype)
+    heads = layout.bytes_per_token * size
+    raw = torch.zeros(3, HEADS * heads + 64, dtype=torch.uint8)
+    cache = raw.as_strided((3, HEADS, size, layout.bytes_per_token), (raw.stride(0), heads, layout.bytes_per_token, 1))
+    blocks_ = layout.views(cache)
+    pages = [pool[1, 1, layout.lead :] for pool in (*blocks_.key, *blocks_.value)]  # behind what is the head's
+    tensors = [one for one in (*pages, *(one[1, 1] for one in blocks_.head.values())) if one.numel()]
+    for number, tensor in enumerate(tensors, 1):
+        tensor.copy_(torch.full((tensor[..., :1].numel() * tensor.shape[-1] * tensor.element_size(),), number,
+                                dtype=torch.uint8).view(tensor.dtype).view(tensor.shape))  # fmt: skip
+    for number, tensor in enumerate(tensors, 1):
+        assert (tensor.contiguous().view(torch.uint8) == number).all()
+    raw[1, heads : 2 * heads] = 0
+    assert not raw.any()
+
+
+@pytest.mark.parametrize("scheme", ["kivi", "kivi-s8", "higgs-sinks"])
+def test_the_kernel_of_single_tokens_gives_what_the_reference_does(scheme):
+    server = Server(plan_of(scheme), 128, 16, seed=3)
+    assert fused.serves(server.plan.key, server.plan.value)
+    server.layer = server.layer._replace(fused=True)
+    for _ in range(3):
+        server.add()
+    chunks = [{0: 1, 1: 1}, {0: 1}, {0: 1, 1: 1, 2: 150}, {0: 40, 1: 200}, *({0: 1, 1: 1, 2: 1},) * 70, {0: 1}]
+    for seed, new in enumerate(chunks):
+        torch.testing.assert_close(*server.step(new, 10 * seed), atol=1e-5, rtol=1e-5)
+
+
+def test_blocks_that_do_not_fit_are_refused():
+    for scheme, size, reason in (("kivi", 48, "multiple of 32"), ("kivi-sinks", 32, "at least 64")):
+        with pytest.raises(KVPassError, match=reason):
+            layout_of(plan_of(scheme), size)
+    with pytest.raises(KVPassError, match="first block"):
+        layout_of(plan_of("waterfill"), 64)
+    layout = layout_of(plan_of("kivi"))
+    with pytest.raises(KVPassError, match="Blocks are"):
+        layout.views(torch.zeros(2, HEADS, 64, layout.bytes_per_token + 1, dtype=torch.uint8))

@@ -54,6 +54,11 @@ WHOLE = (
     "test_zoo.py::test_zoo[[]Llama-eager-static]",
 )
 SLOW = (
+    *(
+        f"test_blocks.py::test_requests_together_are_each_of_them_alone[[]{name}]"
+        for name in ("e8", "higgs", "kivi-[138]", "kivi-s8", "quarot", "rtn", "turboquant")
+    ),
+    "test_blocks.py::test_the_kernel_of_single_tokens_gives_what_the_reference_does[[]*",
     *WHOLE,
     "test_allocation.py::test_attention_over_fields_is_that_over_decoded_tokens[[]1-*",
     "test_allocation.py::test_keys_in_the_frame_of_their_page_are_attended_as_they_are[[]1-*",
