@@ -117,8 +117,8 @@ def _inputs(q, rows: Rows, named: dict[str, Tensor | None], key: CodecSpec, valu
     def like(name: str, tensor: Tensor | None, first: int | None, second: int | None = None) -> Input:
         if tensor is None:
             return Input(name, None)
-        shape = [*((first,) if first else tensor.shape[:1]), *((second,) if second else tensor.shape[1:2])]
-        shape = (*shape, *tensor.shape[2:])
+        sizes = (*((first,) if first else tensor.shape[:1]), *((second,) if second else tensor.shape[1:2]))
+        shape = (*sizes, *tensor.shape[2:])
         strided = first in (_BLOCKS, _WINDOWS)
         stride = tensor.stride() if strided else torch.empty(shape, device="meta").stride()
         example = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)

@@ -12,6 +12,6 @@ SMOLLM2 = Path(os.environ.get("KVPASS_CACHE", Path.home() / ".cache" / "kvpass")
 
 def started(job: dict, **environment: str) -> subprocess.CompletedProcess:
     """An engine of vLLM in a process of its own (`job.py`)."""
-    command = [sys.executable, str(HERE / "job.py"), json.dumps(job)]
+    command = [sys.executable, str(HERE / "job.py")]
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return subprocess.run(command, capture_output=True, text=True, env={**kept, **environment})
+    return subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, env={**kept, **environment})

@@ -1,4 +1,4 @@
-"""One engine of vLLM in a process of its own: ``python job.py '{...}'`` runs what the JSON says and prints JSON.
+"""One engine of vLLM in a process of its own: ``python job.py`` reads JSON, runs what it says, and prints JSON.
 
 model, engine: arguments of `vllm.LLM`. phases: prompts that are generated one list after the other, each {"prompts":
 lists of token ids, "tokens": how many to generate, "abort": {number: after how many steps}}. inspect: count the blocks
@@ -60,5 +60,5 @@ def described(output) -> dict:
 
 
 if __name__ == "__main__":
-    found = run(json.loads(sys.argv[1]))
+    found = run(json.load(sys.stdin))
     print("RESULT" + json.dumps(found), flush=True)

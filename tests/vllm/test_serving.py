@@ -97,16 +97,12 @@ def test_no_block_is_lost_over_two_hundred_requests(serve, tiny):
 
 
 def test_two_ranks_serve_as_one_does(serve, tiny, monkeypatch):
-    phases = [{"prompts": random_requests(5, 4, 300), "tokens": 100}]
-    (one,) = serve(tiny, phases, "kivi-sinks")["phases"]
+    """Codes of 8 bits, of which a few that are rounded otherwise are not to change a token."""
+    phases, scheme = [{"prompts": random_requests(5, 4, 300), "tokens": 100}], dict(scheme="kivi", bits=8, sinks=4)
+    (one,) = serve(tiny, phases, scheme)["phases"]
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    (two,) = serve(tiny, phases, "kivi-sinks", tensor_parallel_size=2)["phases"]
-    assert one["requests"].keys() == two["requests"].keys()
-    for number, alone in one["requests"].items():
-        both = two["requests"][number]
-        assert both["tokens"][0] == alone["tokens"][0]
-        assert abs(both["logprobs"][0] - alone["logprobs"][0]) <= 1e-3
-        assert sum(a == b for a, b in zip(both["tokens"], alone["tokens"], strict=True)) >= 80
+    (two,) = serve(tiny, phases, scheme, tensor_parallel_size=2)["phases"]
+    assert_same(two["requests"], one["requests"], tolerance=1e-2)
 
 
 @pytest.mark.parametrize(
