@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 import kvpass
 
@@ -126,3 +126,15 @@ def test_without_a_scheme_the_plugin_does_nothing(serve, tiny, monkeypatch):
     with_it = serve(tiny, phases)
     monkeypatch.setenv("VLLM_PLUGINS", "")
     assert serve(tiny, phases) == with_it
+
+
+def test_layers_with_a_sliding_window_keep_their_own_cache(serve, tmp_path):
+    """Every second layer of Gemma 2, whose attention also has a softcap; with lossless pages in the others."""
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=4, vocab_size=512, head_dim=64)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, sliding_window=64, initializer_range=0.2)
+    Gemma2ForCausalLM(Gemma2Config(**sizes, **heads)).save_pretrained(tmp_path)
+    phases = [{"prompts": random_requests(7, 3, 300), "tokens": 60}]
+    (expected,) = serve(tmp_path, phases)["phases"]
+    (found,) = serve(tmp_path, phases, "identity")["phases"]
+    assert_same(found["requests"], expected["requests"])
