@@ -151,10 +151,10 @@ class Window(nn.Module, AttentionLayerBase):
         config.compilation_config.static_forward_context[name] = self
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
-        """Called once memory is there; that of pages is bound before."""
+        """Called once memory is there, before there are requests: what runs over it is compiled now, for all layers."""
         self.kv_cache = kv_cache
-        if self.layer.kv_cache.numel():
-            self.layer.impl.bind(self.layer.kv_cache)
+        if self.name == f"{_WINDOW}.0":
+            self.layer.impl.warm()
 
     @property
     def layer(self) -> Any:
@@ -296,7 +296,7 @@ class PackedAttention(AttentionImpl):
         if attn_metadata is None:  # memory is being measured
             return output.zero_()
         if self.layer is None or self.layer.window is not self.window.kv_cache:
-            self.bind(kv_cache)
+            self.layer = self._bound(kv_cache)
         assert self.layer is not None
         batch = attn_metadata.with_window(get_forward_context().attn_metadata[self.window.name])
         blocks.store(batch, self.layer, key, value)
@@ -310,10 +310,14 @@ class PackedAttention(AttentionImpl):
         views, window = layout.views(kv_cache), self.window.kv_cache
         return blocks.Layer(views, window, layout.key, layout.value, (key, value), self.scale, self.softcap, fused)
 
-    def bind(self, kv_cache: Tensor) -> None:
-        """Take the memory of this layer, and compile what runs over it: before there are requests."""
-        self.layer = self._bound(kv_cache)
-        blocks.warm(self.layer, self.num_heads)
+    def warm(self) -> None:
+        """Compile what runs over blocks, on two of the strides that vLLM gives those of all groups: they have one size."""
+        served, size = PackedAttention.served[self.num_kv_heads, self.head_size]
+        window, content = self.window.kv_cache, served.layout(size).bytes_per_token
+        strides = (window.stride(0) * window.element_size(), size * content, content, 1)
+        shape = (2, self.num_kv_heads, size, content)
+        like = torch.empty_strided(shape, strides, dtype=torch.uint8, device=window.device)
+        blocks.warm(self._bound(like), self.num_heads)
 
 
 _ARGUMENTS = (

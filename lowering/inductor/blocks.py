@@ -182,7 +182,7 @@ def attend(q: Tensor, rows: Rows, layer: Any) -> Tensor:
         named[f"{side}_points"] = grid(spec.quantizer.grid, device) if spec.quantizer.grid else None
         named[f"{side}_basis"] = None if rotation is None else basis(head_dim, rotation, device)
     described = tuple(
-        (name, t.shape[1:], t.stride()[1:] if name != "units" else (), t.dtype, t.device)
+        (name, t.shape[1:], t.stride() if t.ndim > 2 else (), t.dtype, t.device)
         for name, t in ({"q": q} | named | rows._asdict()).items()
         if t is not None and name not in ("units",)
     )
