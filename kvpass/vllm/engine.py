@@ -311,7 +311,7 @@ class PackedAttention(AttentionImpl):
         return blocks.Layer(views, window, layout.key, layout.value, (key, value), self.scale, self.softcap, fused)
 
     def warm(self) -> None:
-        """Compile what runs over blocks, on two of the strides that vLLM gives those of all groups: they have one size."""
+        """Compile what runs over blocks, on two with the strides that vLLM gives those of all groups."""
         served, size = PackedAttention.served[self.num_kv_heads, self.head_size]
         window, content = self.window.kv_cache, served.layout(size).bytes_per_token
         strides = (window.stride(0) * window.element_size(), size * content, content, 1)
