@@ -19,9 +19,7 @@ from kvpass.layout.batch import Rows
 
 from ..session import compiled_once
 from .aot import Input, compile_ahead
-from .attend import _OPTIONS as OPTIONS
-from .attend import _page_scores as page_scores
-from .attend import _page_values as page_values
+from .attend import OPTIONS, page_scores, page_values
 from .pages import WIDTHS, one_level
 
 UNIT = 4
