@@ -11,7 +11,7 @@ SMOLLM2 = Path(os.environ.get("KVPASS_CACHE", Path.home() / ".cache" / "kvpass")
 
 
 def started(job: dict, **environment: str) -> subprocess.CompletedProcess:
-    """An engine of vLLM in a process of its own (`job.py`)."""
+    """What a process with an engine of its own (`job.py`) came to."""
     command = [sys.executable, str(HERE / "job.py")]
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, env={**kept, **environment})
