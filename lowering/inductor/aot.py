@@ -82,7 +82,8 @@ def _compiled(program: Program, place: Path | None) -> Callable:
             continue
         sizes = [DimDynamic.DYNAMIC if d in one.dynamic else DimDynamic.STATIC for d in range(one.example.ndim)]
         context: StatelessSymbolicContext = StatelessSymbolicContext(dynamic_sizes=sizes)
-        example = torch.empty_like(one.example)  # one tensor given for two inputs would be traced as one input
+        shape, stride, dtype, device = one.example.shape, one.example.stride(), one.example.dtype, one.example.device
+        example = torch.empty_strided(shape, stride, dtype=dtype, device=device)  # one for two would be traced as one
         fakes.append(fake_mode.from_tensor(example, source=ConstantSource(one.name), symbolic_context=context))
 
     def call(*tensors):

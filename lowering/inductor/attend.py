@@ -143,7 +143,7 @@ def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rop
             on_pages = on_pages + mean_scores(q, center, tables(in_page), rope)
     else:
         fixed = given["k_points"], given["k_basis"], center
-        on_pages = _page_scores(q, k_pools, in_page.view(count, size), tables, rope, k_spec.quantizer, *fixed)
+        on_pages = page_scores(q, k_pools, in_page.view(count, size), tables, rope, k_spec.quantizer, *fixed)
     on_ring = torch.stack(_dots(q, k_ring.float(), tables(k_tokens.clamp_min(0)), rope), 1)
     own, counts = (q * k_new.float()).sum(-1, keepdim=True), torch.full_like(n, present, dtype=torch.bool)
     scores = torch.cat([seen(on_pages, index < k_packed), seen(on_ring, k_counts), seen(own, counts)], -1)
@@ -171,12 +171,12 @@ def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rop
     if given["v_fields"] is not None:
         out = out + allocated.page_values(on_pages, v_pools, given["v_basis"], given["v_fields"])
     else:
-        out = out + _page_values(on_pages, v_pools, v_spec.quantizer, given["v_points"], given["v_basis"])
+        out = out + page_values(on_pages, v_pools, v_spec.quantizer, given["v_points"], given["v_basis"])
     out = out.view(*shape[:3], -1).to(dtype)
     return (out, weights.sum(1)) if mass else (out,)
 
 
-def _page_scores(q, pools, tokens, tables, rope: str, quantizer: Quantizer, points, basis, center) -> Tensor:
+def page_scores(q, pools, tokens, tables, rope: str, quantizer: Quantizer, points, basis, center) -> Tensor:
     """``q`` ``[BH, R, D]`` with the keys of ``tokens`` ``[N, P]`` in pages: ``[BH, R, N * P]``, in storage order.
 
     tables: token ids -> rotary tables. basis: the rotation of the keys, which the queries take instead of them. center:
@@ -211,7 +211,7 @@ def _ring_weights(weights, lengths, packed_slots: int, of_keys: Retention, of_va
     return torch.where(counts, on_ring, 0.0)
 
 
-def _page_values(weights, pools, quantizer: Quantizer, points, basis) -> Tensor:
+def page_values(weights, pools, quantizer: Quantizer, points, basis) -> Tensor:
     """Values in pages, weighted by ``[BH, R, N, P]``: ``[BH, R, D]``."""
     codes, scale, zero_point = pools
     planes = range(num_planes(quantizer.bits))
@@ -237,7 +237,7 @@ _COUNTS = {"k_pages": 53, "v_pages": 47, **dict(zip(_ROOMS.values(), (61, 67, 71
 # Keys and values in pages are used by every query head of a KV head and are never to be stored for that, however many
 # reads they take. Sums of products may be rounded once, which nothing else is compiled with: to compile torch's headers
 # for that, ahead of this one kernel, takes longer than the kernel.
-_OPTIONS = {
+OPTIONS = {
     "cpp_cache_precompile_headers": False,
     "realize_reads_threshold": 256,
     "realize_acc_reads_threshold": 256,
@@ -326,7 +326,7 @@ def attend_kernel(common: Common, k_spec: CodecSpec, v_spec: CodecSpec, scale: f
     def attend(*tensors):
         return _attend(dict(zip(names, tensors, strict=True)), **how, present=common.present)
 
-    return Program(attend, inputs, _OPTIONS, by_name=True)
+    return Program(attend, inputs, OPTIONS, by_name=True)
 
 
 @lru_cache(maxsize=16)

@@ -1,0 +1,162 @@
+"""What packing is worth to vLLM, by vLLM's own log and clock: the tokens that fit, and tokens a second.
+
+    build/vllm-venv/bin/python benchmarks/serving.py --what capacity
+    build/vllm-venv/bin/python benchmarks/serving.py --what throughput --schemes kivi-sinks --requests 4
+
+Engines take turns on the same prompts, and each is a process of its own. With few requests and much memory batches are
+equal; with more requests than fit, each engine has as many at once as its memory holds.
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+STOCK = "vllm"
+_FIT = re.compile(r"KV cache size: ([\d,]+) tokens.*?: ([\d.]+)x")
+
+
+def prompts_of(model: str, count: int, tokens: int) -> list[list[int]]:
+    """Prose of this repository, from another place on for each request."""
+    from transformers import AutoTokenizer
+
+    text = "\n".join(path.read_text() for path in sorted(Path(__file__).parent.parent.glob("docs/*.md")))
+    ids = AutoTokenizer.from_pretrained(model)(text)["input_ids"]
+    ids = ids * (1 + (count * 97 + tokens) // len(ids))
+    return [ids[97 * i : 97 * i + tokens] for i in range(count)]
+
+
+def serve(job: dict) -> None:
+    """Start an engine, answer one request as a warm-up, then all of the job's, once for each line that is read."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(model=job["model"], enable_prefix_caching=False, **job["engine"])
+    sampling = SamplingParams(temperature=0, max_tokens=job["new"], ignore_eos=True)
+    prompts = [{"prompt_token_ids": ids} for ids in prompts_of(job["model"], job["requests"], job["tokens"])]
+    if prompts:
+        warm = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        llm.generate(prompts[:2], warm, use_tqdm=False)
+    print("READY", flush=True)
+    for _ in sys.stdin:
+        start, first, last, done = time.perf_counter(), [], None, 0
+        engine = llm.llm_engine
+        for number, prompt in enumerate(prompts):
+            engine.add_request(f"{start}-{number}", prompt, sampling)
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+            last = time.perf_counter()
+            done += sum(output.finished for output in outputs)
+            if len(first) == 0 and len(outputs) == len(prompts):  # all are decoding
+                first.append(last)
+        decoding = last - first[0] if first else None
+        print("RESULT" + json.dumps({"seconds": last - start, "decoding": decoding, "finished": done}), flush=True)
+
+
+class Engine:
+    """One engine in a process of its own."""
+
+    def __init__(self, name: str, arguments: argparse.Namespace, dtype: str, requests: int):
+        engine = dict(
+            dtype=dtype,
+            max_model_len=arguments.max_model_len,
+            kv_cache_memory_bytes=int(arguments.gib * 2**30),
+            enforce_eager=arguments.eager,
+            max_num_batched_tokens=arguments.chunk,
+        )
+        if name != STOCK:
+            engine["additional_config"] = {"kvpass": name}
+        job = dict(model=arguments.model, engine=engine, requests=requests, tokens=arguments.tokens, new=arguments.new)
+        command = [sys.executable, __file__, "--job", json.dumps(job)]
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        self.name, self.log = name, []
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        )
+        self.read("READY")
+
+    def read(self, start: str) -> str:
+        """The next line that begins with ``start``."""
+        for line in self.process.stdout:
+            self.log.append(line)
+            if line.startswith(start):
+                return line.removeprefix(start)
+        raise SystemExit("".join(self.log[-40:]))
+
+    def measure(self) -> dict:
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return json.loads(self.read("RESULT"))
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        for _ in self.process.stdout:
+            pass
+        self.process.wait()
+
+    @property
+    def capacity(self) -> tuple[int, float]:
+        """Tokens that fit, and requests of full length at once, by vLLM's log."""
+        tokens, requests = _FIT.search("".join(self.log)).groups()
+        return int(tokens.replace(",", "")), float(requests)
+
+
+def capacity(arguments: argparse.Namespace) -> None:
+    print(f"| {arguments.gib:g} GiB, requests of {arguments.max_model_len:,} | dtype | tokens | requests | x |")
+    print("|---|---|--:|--:|--:|")
+    for dtype in arguments.dtypes:
+        stock = None
+        for name in (STOCK, *arguments.schemes):
+            engine = Engine(name, arguments, dtype, requests=0)
+            tokens, requests = engine.capacity
+            engine.close()
+            stock = stock or tokens
+            print(f"| {name} | {dtype} | {tokens:,} | {requests:.1f} | {tokens / stock:.2f} |", flush=True)
+
+
+def throughput(arguments: argparse.Namespace) -> None:
+    for dtype in arguments.dtypes:
+        engines = [Engine(name, arguments, dtype, arguments.requests) for name in (STOCK, *arguments.schemes)]
+        found = {engine.name: [] for engine in engines}
+        for _ in range(arguments.repeats):
+            for engine in engines:
+                found[engine.name].append(engine.measure())
+        for name, runs in found.items():
+            seconds = statistics.median(run["seconds"] for run in runs)
+            decoding = [run["decoding"] for run in runs if run["decoding"]]
+            step = f"{1e3 * statistics.median(decoding) / (arguments.new - 1):.1f} ms a step of all" if decoding else ""
+            rate = arguments.requests * arguments.new / seconds
+            print(
+                f"{name} {dtype}: {arguments.requests} requests of {arguments.tokens} + {arguments.new} tokens in "
+                f"{seconds:.1f} s, {rate:.2f} new tokens a second, {step}",
+                flush=True,
+            )
+        for engine in engines:
+            engine.close()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cached = Path(os.environ.get("KVPASS_CACHE", Path.home() / ".cache" / "kvpass"))
+    parser.add_argument("--what", choices=("capacity", "throughput"), default="capacity")
+    parser.add_argument("--model", default=str(cached / "SmolLM2-135M-Instruct"))
+    parser.add_argument("--schemes", nargs="+", default=["kivi", "kivi-sinks", "higgs", "higgs-sinks"])
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--gib", type=float, default=2)
+    parser.add_argument("--max-model-len", type=int, default=8192)
+    parser.add_argument("--chunk", type=int, default=2048, help="tokens of a step at most")
+    parser.add_argument("--requests", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=4000, help="of a prompt")
+    parser.add_argument("--new", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    parser.add_argument("--job", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.job:
+        serve(json.loads(given.job))
+    else:
+        {"capacity": capacity, "throughput": throughput}[given.what](given)

@@ -1,0 +1,16 @@
+"""Packed pages in vLLM's own blocks: a plugin that does nothing unless a scheme is asked for (docs/vllm.md)."""
+
+from .asked import VARIABLE
+
+
+def register() -> None:
+    """What vLLM calls in each of its processes, by the entry point ``vllm.general_plugins``.
+
+    vLLM then asks `kvpass.vllm.engine` for the backend of its layers, which is vLLM's own unless a scheme is asked for.
+    """
+    from .engine import register_backends
+
+    register_backends()
+
+
+__all__ = ["VARIABLE", "register"]

@@ -1,0 +1,173 @@
+"""Which scheme a user of vLLM asks for, and what of it can be served there. Nothing here imports vLLM."""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from .. import schemes
+from ..codec.blocks import BlockLayout
+from ..codec.spec import CodecSpec
+from ..errors import KVPassError
+from ..fields import shown
+from ..schemes import LayerGeometry, LayerPlan, SchemeConfig
+
+VARIABLE = "KVPASS_SCHEME"
+"""The environment variable that asks for a scheme: a name, or JSON such as {"scheme": "kivi", "bits": 4}."""
+KEY = "kvpass"
+"""The key of ``additional_config`` that does."""
+OLDEST, NEWEST = (0, 32), (0, 32)
+"""The releases of vLLM that are tested, from and to."""
+
+
+_TYPICAL, _IN_FLIGHT = 4096, 512
+_LEAST, _LARGEST = 64, 512  # tokens of a block: prefixes are found in whole ones, and tables are not to be long
+
+
+def check_version(version: str) -> None:
+    """Raise `KVPassError` for a vLLM that is not tested: backends are its private matter, and any release may change
+    them."""
+    release = tuple(map(int, re.findall(r"\d+", version)[:2]))
+    if not OLDEST <= release <= NEWEST:
+        tested = " to ".join(".".join(map(str, bound)) for bound in dict.fromkeys((OLDEST, NEWEST)))
+        raise KVPassError(
+            f"kvpass serves with vLLM {tested}, and this is {version}: install one that is tested. `make test-vllm` in "
+            "its repository, with that version, says what has changed."
+        )
+
+
+def scheme_asked(additional: Any, environment: Mapping[str, str] = os.environ) -> SchemeConfig | None:
+    """The scheme that ``additional_config`` or the environment asks for, or None. Raises `KVPassError` for what is no
+    scheme."""
+    found = additional.get(KEY) if isinstance(additional, Mapping) else None
+    if found is None:
+        text = environment.get(VARIABLE, "").strip()
+        found = _parsed(text) if text else None
+    if found is None:
+        return None
+    if isinstance(found, str):
+        found = {"scheme": found}
+    if not isinstance(found, dict) or "scheme" not in found:
+        raise KVPassError(f'{KEY} takes a scheme and its fields, {{"scheme": "kivi", "bits": 4}}, not {shown(found)}.')
+    if os.path.isdir(str(found["scheme"])):
+        raise KVPassError(f"{found['scheme']} is a folder: calibrated schemes are not served. {_PREDICTED}")
+    name, fields = found["scheme"], {key: value for key, value in found.items() if key not in ("scheme", "version")}
+    return schemes.get(schemes.get(name) if isinstance(name, str) else found, **fields)
+
+
+def _parsed(text: str) -> Any:
+    if not text.startswith("{"):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise KVPassError(f"{VARIABLE} holds no JSON: {error}.") from error
+
+
+_PREDICTED = "A layer would have to be read to store the next, and vLLM gives each layer its own blocks only."
+
+
+def refusal(spec: CodecSpec) -> str | None:
+    """Why what ``spec`` stores cannot be served, and what can, or None."""
+    quantizer, transform, retention = spec.quantizer, spec.transform, spec.retention
+    if retention.evicts:
+        return (
+            "Tokens are evicted by attention, and vLLM gives blocks back by age alone. Use a policy without a budget."
+        )
+    if retention.keep != "recent":
+        return "Log-sparse windows thin out, and vLLM gives blocks back by age alone. Use a plain window."
+    if quantizer.adaptive is not None:
+        return (
+            "Tokens with widths of their own (QAQ) take pages of no fixed size, and blocks have one. Use kivi or higgs."
+        )
+    if transform.predictor or spec.own_codes != 1:
+        return f"What is stored depends on another layer. {_PREDICTED} Use the scheme it is built on."
+    if transform.pre_rope:
+        return "Backends of vLLM see keys behind rotary embedding. Use rope='post'."
+    if quantizer.needs_queries:
+        return "The codec is fitted to a prompt's queries, of which vLLM shows a chunk at a time. Use kivi or higgs."
+    if quantizer.allocation is not None:
+        return "A basis of each request takes more memory than the pages of a block. Use kivi-sinks or higgs-sinks."
+    return None
+
+
+@dataclass(frozen=True)
+class Served:
+    """A scheme as vLLM serves it: one plan for all layers of a model.
+
+    Raises `KVPassError`, which says what can be served instead, if the scheme cannot, or does not fit the heads.
+    """
+
+    scheme: SchemeConfig
+    layers: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if self.scheme.needs_calibration:
+            raise KVPassError(f"{self.scheme.name!r} is fitted to a model first, and not served. {_PREDICTED}")
+        plans = {index: self._plan_of(index) for index in range(self.layers)}
+        for index, plan in plans.items():
+            for name, spec in (("keys", plan.key), ("values", plan.value)):
+                if reason := refusal(spec):
+                    raise KVPassError(f"vLLM cannot serve the {name} of {self.scheme.name!r}. {reason}")
+            if (plan.key_source, plan.value_source) != (None, None):
+                raise KVPassError(f"Layer {index} of {self.scheme.name!r} has codes of another. {_PREDICTED} Use kivi.")
+            if plan != plans[0]:
+                raise KVPassError(
+                    f"{self.scheme.name!r} stores layer {index} otherwise than layer 0, and all layers share one table "
+                    "of blocks. Use a scheme that stores all layers alike, without skip_layers."
+                )
+
+    def _plan_of(self, index: int) -> LayerPlan:
+        previous = index - 1 if index else None
+        return self.scheme.plan_of(
+            LayerGeometry(index, self.layers, self.heads, self.head_dim, self.dtype, torch.device("cpu"), previous)
+        )
+
+    @cached_property
+    def plan(self) -> LayerPlan:
+        return self._plan_of(0)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page: blocks are multiples of it."""
+        return self.plan.key.page_size
+
+    @property
+    def window(self) -> int:
+        """Tokens that are exact at most before those of a step, and the first of that."""
+        return max(spec.retention.window for spec in (self.plan.key, self.plan.value))
+
+    def layout(self, block_size: int) -> BlockLayout:
+        """Where in blocks of ``block_size`` tokens what lies. Raises `KVPassError` if pages do not fit them."""
+        return BlockLayout(self.plan.key, self.plan.value, self.head_dim, self.dtype, block_size)
+
+    @cached_property
+    def block_size(self) -> int:
+        """Tokens of a block, where a request of some thousands of them, and some hundreds in flight, takes least."""
+
+        def taken(size: int) -> int:
+            try:
+                layout = self.layout(size)
+            except KVPassError:
+                return sys.maxsize
+            in_flight = -(-(self.window + _IN_FLIGHT) // self.window_block(size)) + 1
+            return (-(-_TYPICAL // size) + in_flight) * size * layout.bytes_per_token
+
+        multiples = range(self.page_size, max(_LARGEST, self.page_size) + 1, self.page_size)
+        return min((size for size in multiples if size >= min(_LEAST, multiples[-1])), key=taken)
+
+    def window_block(self, block_size: int) -> int:
+        """Tokens of a block of the window: so many that it takes no more bytes than one of pages, and divides it, for
+        otherwise vLLM would make blocks larger until they agree, and find no prefixes in them."""
+        room = self.layout(block_size).bytes_per_token * block_size // (2 * self.head_dim * self.dtype.itemsize)
+        fits = [size for size in range(1, block_size + 1) if block_size % size == 0 and size <= room]
+        return max(fits)

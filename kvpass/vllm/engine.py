@@ -1,0 +1,359 @@
+"""All that kvpass uses of vLLM: nothing of it is imported, or known, anywhere else. tests/vllm/test_api.py says what of
+it has changed.
+
+A layer's pages are in blocks of its own full-attention group, whose bytes `kvpass.codec.blocks` describes. Its exact
+tokens are those of a companion layer with a sliding window, whose blocks vLLM takes back behind it. Both are allocated,
+shared between requests of one prefix, given back and counted by vLLM, as those of any model with two kinds of layers.
+"""
+
+import logging
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+import vllm
+from torch import Tensor, nn
+from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout, SlidingWindowSpec
+
+from ..errors import KVPassError
+from ..layout.batch import Batch, Table
+from ..lowering import blocks
+from ..schemes import SchemeConfig
+from .asked import KEY, VARIABLE, Served, check_version, scheme_asked
+
+logger = logging.getLogger("kvpass.vllm")
+
+_TAKEN = "CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"
+"""Backends that platforms choose for layers of decoders."""
+_SERVED = "CPU_ATTN"
+_WINDOW = "kvpass.window"
+
+
+def register_backends() -> None:
+    """Take the place of the backends that platforms choose. Which class each of them is, is decided when a layer asks
+    (`__getattr__`): that is when there is a configuration."""
+    for name in _TAKEN:
+        register_backend(AttentionBackendEnum[name], f"{__name__}.{name}")
+
+
+def __getattr__(name: str) -> type[AttentionBackend]:
+    if name not in _TAKEN:
+        raise AttributeError(name)
+    own = resolve_obj_by_qualname(AttentionBackendEnum[name].value)
+    scheme = _scheme_of(get_current_vllm_config())
+    if scheme is not None and name != _SERVED:
+        raise KVPassError(f"kvpass serves on vLLM's CPU platform so far, and this one chose {name}.")
+    return _backend(own, scheme)
+
+
+def _scheme_of(config: VllmConfig) -> SchemeConfig | None:
+    scheme = scheme_asked(config.additional_config)
+    if scheme is not None:
+        check_version(vllm.__version__)
+    return scheme
+
+
+@cache
+def _backend(own: type[AttentionBackend], scheme: SchemeConfig | None) -> type[AttentionBackend]:
+    """vLLM's ``own`` backend, for a process whose engines ask for ``scheme``. vLLM remembers it for the process."""
+
+    def same_scheme() -> None:
+        config = get_current_vllm_config_or_none()
+        if config is not None and _scheme_of(config) != scheme:
+            raise KVPassError(
+                f"An engine of this process asked for {scheme}, and this one asks for {_scheme_of(config)}: vLLM "
+                "keeps to the first. Use a process for each."
+            )
+
+    class Untouched(own):  # type: ignore[misc, valid-type]
+        @staticmethod
+        def get_impl_cls():
+            same_scheme()
+            return own.get_impl_cls()
+
+    if scheme is None:
+        return Untouched
+
+    class Packed(own):  # type: ignore[misc, valid-type]
+        """Full attention over pages; all other layers keep vLLM's own."""
+
+        supported_kv_cache_dtypes: ClassVar[list] = ["auto"]
+        forward_includes_kv_cache_update = True
+
+        @staticmethod
+        def get_impl_cls():
+            same_scheme()
+            return PackedAttention
+
+        @staticmethod
+        def get_builder_cls():
+            return PackedBuilder
+
+        @staticmethod
+        def get_supported_kernel_block_sizes(kv_cache_spec=None):
+            return [MultipleOf(1)]  # blocks are not split; `Served.layout` checks them, and says what is wrong
+
+        @classmethod
+        def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+            if not isinstance(spec, FullAttentionSpec) or spec.state_content_bytes is not None:
+                return spec
+            served, size = PackedAttention.served[spec.num_kv_heads, spec.head_size]
+            content = served.layout(size).bytes_per_token
+            return replace(spec, block_size=size, dtype=torch.uint8, state_content_bytes=content)
+
+    return Packed
+
+
+class WindowBackend(AttentionBackend):
+    """Of the exact tokens: no layer runs it, they are read and written by that of the pages."""
+
+    @staticmethod
+    def get_name() -> str:
+        return _SERVED
+
+    @staticmethod
+    def get_impl_cls():
+        raise NotImplementedError
+
+    @staticmethod
+    def get_builder_cls():
+        return WindowBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec=None):
+        return [MultipleOf(1)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls):
+        return (KVCacheLayout.LBHNC,)
+
+
+class Window(nn.Module, AttentionLayerBase):
+    """The exact tokens of a layer, as a layer of the model."""
+
+    def __init__(self, name: str, served: Served, config: VllmConfig) -> None:
+        super().__init__()
+        self.name, self.served, self.kv_cache = name, served, torch.tensor([])
+        config.compilation_config.static_forward_context[name] = self
+
+    def bind_kv_cache(self, kv_cache: Tensor) -> None:
+        """Called once memory is there, before there are requests: what runs over it is compiled now, for all layers."""
+        self.kv_cache = kv_cache
+        if self.name == f"{_WINDOW}.0":
+            self.layer.impl.warm()
+
+    @property
+    def layer(self) -> Any:
+        """The layer whose exact tokens these are."""
+        context = get_current_vllm_config().compilation_config.static_forward_context
+        return next(one for one in context.values() if getattr(getattr(one, "impl", None), "window", None) is self)
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return WindowBackend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> SlidingWindowSpec:
+        served = self.served
+        return SlidingWindowSpec(
+            block_size=served.window_block(PackedAttention.served[served.heads, served.head_dim][1]),
+            num_kv_heads=served.heads,
+            head_size=served.head_dim,
+            dtype=served.dtype,
+            sliding_window=served.window,
+        )
+
+
+@dataclass
+class WindowMetadata:
+    """The table of the exact tokens."""
+
+    table: Table
+
+
+class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False):
+        blocks = common_attn_metadata.block_table_tensor.long()
+        return WindowMetadata(Table(blocks, self.kv_cache_spec.block_size))
+
+
+@dataclass
+class PackedMetadata:
+    """The requests of a step, without their windows until a layer knows its own."""
+
+    start: Tensor
+    past: Tensor
+    total: Tensor
+    pages: Table
+    lead: int
+    batch: Batch | None = None
+
+    def with_window(self, window: WindowMetadata) -> Batch:
+        """All of it; the layers of a group share what is found out about it."""
+        if self.batch is None:
+            self.batch = Batch(self.start, self.past, self.total, self.pages, window.table, self.lead)
+        return self.batch
+
+
+class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):
+    """For layers that are packed; makes vLLM's own for a group of others."""
+
+    def __new__(cls, kv_cache_spec, layer_names, vllm_config, device):
+        if getattr(kv_cache_spec, "state_content_bytes", None) is None:
+            return _own(AttentionBackendEnum[_SERVED]).get_builder_cls()(
+                kv_cache_spec, layer_names, vllm_config, device
+            )
+        return super().__new__(cls)
+
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        served, _ = PackedAttention.served[kv_cache_spec.num_kv_heads, kv_cache_spec.head_size]
+        self.layout = served.layout(kv_cache_spec.block_size)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False):
+        common = common_attn_metadata
+        start, total = common.query_start_loc.long(), common.seq_lens.long()
+        past = total - (start[1:] - start[:-1])
+        pages = Table(common.block_table_tensor.long(), self.layout.slots)
+        return PackedMetadata(start, past, total, pages, self.layout.lead)
+
+
+def _own(backend: AttentionBackendEnum) -> Any:
+    return resolve_obj_by_qualname(backend.value)
+
+
+class PackedAttention(AttentionImpl):
+    """Attention of one layer over pages and exact tokens."""
+
+    served: ClassVar[dict[tuple[int, int], tuple[Served, int]]] = {}
+    """What is served in this process, and in blocks of how many tokens, by heads and head_dim."""
+
+    def __new__(cls, *args, **kwargs):
+        kind = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+        if kind.get("sliding_window") is not None or kind.get("attn_type", "decoder") != AttentionType.DECODER:
+            return _own(AttentionBackendEnum[_SERVED]).get_impl_cls()(*args, **kwargs)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        **others: Any,
+    ) -> None:
+        asks = {
+            "ALiBi": alibi_slopes,
+            "layers that share a cache": kv_sharing_target_layer_name,
+            **{name: value for name, value in others.items() if value is not None},
+        }
+        if found := [name for name, value in asks.items() if value]:
+            raise KVPassError(f"kvpass does not serve models with {', '.join(found)}: serve this one without.")
+        config = get_current_vllm_config()
+        _check(config)
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads, self.softcap = num_kv_heads or num_heads, logits_soft_cap or 0.0
+        self.served_as, size = _served(config, self.num_kv_heads, head_size)
+        self.served_as.layout(size)  # before memory is taken
+        context = config.compilation_config.static_forward_context
+        index = sum(isinstance(layer, Window) for layer in context.values())
+        self.window = Window(f"{_WINDOW}.{index}", self.served_as, config)
+        self.layer: blocks.Layer | None = None
+
+    def forward(
+        self,
+        layer: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: PackedMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        if attn_metadata is None:  # memory is being measured
+            return output.zero_()
+        if self.layer is None or self.layer.window is not self.window.kv_cache:
+            self.layer = self._bound(kv_cache)
+        assert self.layer is not None
+        batch = attn_metadata.with_window(get_forward_context().attn_metadata[self.window.name])
+        blocks.store(batch, self.layer, key, value)
+        blocks.attend(batch, self.layer, query, output)
+        return output
+
+    def _bound(self, kv_cache: Tensor) -> blocks.Layer:
+        layout = self.served_as.layout(kv_cache.shape[2])
+        key, value = (blocks.codecs_for(spec, kv_cache.device, self.head_size) for _, spec in layout.sides)
+        fused = kv_cache.device.type == "cpu" and blocks.fused.serves(layout.key, layout.value)
+        views, window = layout.views(kv_cache), self.window.kv_cache
+        return blocks.Layer(views, window, layout.key, layout.value, (key, value), self.scale, self.softcap, fused)
+
+    def warm(self) -> None:
+        """Compile what runs over blocks, on two with the strides that vLLM gives those of all groups."""
+        served, size = PackedAttention.served[self.num_kv_heads, self.head_size]
+        window, content = self.window.kv_cache, served.layout(size).bytes_per_token
+        strides = (window.stride(0) * window.element_size(), size * content, content, 1)
+        shape = (2, self.num_kv_heads, size, content)
+        like = torch.empty_strided(shape, strides, dtype=torch.uint8, device=window.device)
+        blocks.warm(self._bound(like), self.num_heads)
+
+
+_ARGUMENTS = (
+    "num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype",
+    "logits_soft_cap", "attn_type", "kv_sharing_target_layer_name",
+)  # fmt: skip
+
+
+def _served(config: VllmConfig, heads: int, head_dim: int) -> tuple[Served, int]:
+    """What is served to the heads of a rank, and in blocks of how many tokens: what the user says, or wastes least."""
+    scheme, model, cache = _scheme_of(config), config.model_config, config.cache_config
+    assert scheme is not None, "this class is that of a process with a scheme"
+    found = PackedAttention.served.get((heads, head_dim))
+    if found is None:
+        served = Served(scheme, model.get_total_num_hidden_layers(), heads, head_dim, model.dtype)
+        size = cache.block_size if cache.user_specified_block_size else served.block_size
+        found = PackedAttention.served[heads, head_dim] = served, size
+        logger.info("kvpass packs keys and values in blocks of %d tokens: %s", size, served.plan)
+    return found
+
+
+def _check(config: VllmConfig) -> None:
+    """Raise `KVPassError` for what is not served together with packed pages."""
+    parallel, cache = config.parallel_config, config.cache_config
+    asks = {
+        f"kv_cache_dtype={cache.cache_dtype!r}: pages have a dtype of their own": cache.cache_dtype != "auto",
+        "speculative decoding": config.speculative_config is not None,
+        "KV connectors": config.kv_transfer_config is not None,
+        "context parallelism": max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1,
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "encoder-decoders": config.model_config.is_encoder_decoder,
+        "MLA": config.model_config.use_mla,
+        "disable_hybrid_kv_cache_manager": bool(config.scheduler_config.disable_hybrid_kv_cache_manager),
+    }
+    if found := [name for name, there in asks.items() if there]:
+        raise KVPassError(
+            f"kvpass does not serve {'; '.join(found)}. Leave that out, or serve without {KEY} in additional_config "
+            f"and {VARIABLE}."
+        )

@@ -1,0 +1,174 @@
+"""Attention of one token of each of many requests over a server's blocks, as one Inductor kernel.
+
+Pages are looked up in the table of blocks as they are read, and never copied; queries meet codes as in
+`lowering.inductor.attend`. Units of a few pages are what is run in parallel, whichever requests they belong to, so that
+a long context is shared by all threads and a short one is not padded.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpass.codec.codebook import grid
+from kvpass.codec.hadamard import basis
+from kvpass.codec.kept import built_in
+from kvpass.codec.spec import CodecSpec
+from kvpass.layout.batch import Rows
+
+from .aot import Input, Kernel, Program
+from .attend import OPTIONS, page_scores, page_values
+from .pages import WIDTHS, one_level
+
+UNIT = 4
+"""Pages of a unit."""
+_SERVED = WIDTHS | {"per=channel", "per=token", "keep=recent", "rotation", "grid", "center", "codec=second-level"}
+_SERVED |= {"codec=", "evict=attention", "fit=minmax", "predictor="}
+_BLOCKS, _WINDOWS, _ROWS, _UNITS, _MOST, _TOKENS = 61, 67, 5, 53, 11, 71  # sizes to trace with, all different
+
+
+def serves(key: CodecSpec, value: CodecSpec) -> bool:
+    """Whether there is a kernel for both."""
+    later = value.retention.residual >= key.retention.residual
+    return later and all(not spec.quantizer.raw and spec.stored_as.features <= _SERVED for spec in (key, value))
+
+
+def _gathered(pools, block: Tensor, slot: Tensor, spec: CodecSpec) -> list[Tensor]:
+    """Pages ``[A, C]`` of pools, ``[A * H, C, ...]`` each, with scales as numbers."""
+    return one_level([pool[block, :, slot].transpose(1, 2).flatten(0, 1) for pool in pools], spec)
+
+
+def _attend(given: dict[str, Any], scale: float, softcap: float, key: CodecSpec, value: CodecSpec) -> tuple[Tensor]:
+    """Queries ``[B, H_q, D]`` of `Rows`: what attention gives, ``[B, H_q, D]`` float32."""
+    window, rows = given["window"], Rows(*(given[name] for name in Rows._fields))
+    heads, dim = window.shape[1], window.shape[3] // 2
+    size, sinks = key.page_size, key.retention.sinks
+    q = (given["q"].index_select(0, rows.row).float() * scale).unflatten(1, (heads, -1))  # [B, H, R, D]
+    repeats, device = q.shape[2], q.device
+    turned = q if given["k_basis"] is None else q @ given["k_basis"]
+
+    def on_pages(of_rows: Tensor, block: Tensor, slot: Tensor) -> Tensor:
+        """``[A, H, R, C * P]``, of queries ``[A, H, R, D]`` with pages ``[A, C]``."""
+        pools, count = _gathered(given["k_pools"], block, slot, key), block.shape[1]
+        tokens = torch.arange(count * size, device=device).view(count, size)
+        spec = built_in(key).quantizer
+        found = page_scores(
+            of_rows.flatten(0, 1), pools, tokens, lambda _: None, "", spec, given["k_points"], None, None
+        )
+        return found.unflatten(0, (-1, heads))
+
+    def seen(scores: Tensor, counts: Tensor) -> Tensor:
+        scores = torch.tanh(scores / softcap) * softcap if softcap else scores
+        return torch.where(counts[:, None, None], scores, -torch.inf)
+
+    unit = on_pages(turned.index_select(0, rows.owner), rows.block, rows.slot)
+    half = on_pages(turned, rows.half_block, rows.half_slot)
+    if key.transform.center:
+        mean = (q * given["k_center"].index_select(0, rows.first).float()).sum(-1, keepdim=True)
+        unit, half = unit + mean.index_select(0, rows.owner), half + mean
+    unit = seen(unit, torch.arange(UNIT * size, device=device) < rows.pages[:, None] * size)
+    exact = window[rows.tail_block, :, rows.tail_place].transpose(1, 2).float()  # [B, H, E, 2 * D]
+    tail = torch.stack([(exact[..., :dim] * q[:, :, r, None]).sum(-1) for r in range(repeats)], 2)
+    index = torch.arange(tail.shape[-1], device=device)
+    if half.shape[-1] < tail.shape[-1]:
+        half = torch.nn.functional.pad(half, (0, tail.shape[-1] - half.shape[-1]))
+    packed = index < rows.half[:, None] * size
+    tail = torch.where(packed[:, None, None], half[..., : tail.shape[-1]], tail)
+    tail = seen(tail, index < rows.tail[:, None])
+    parts, values = [tail], [exact[..., dim:]]
+    if sinks:
+        k, v = (given[f"{side}_sinks"].index_select(0, rows.first).float() for side in ("k", "v"))
+        there = torch.arange(sinks, device=device) < rows.length[:, None]
+        on_sinks = torch.stack([(k * q[:, :, r, None]).sum(-1) for r in range(repeats)], 2)
+        parts.append(seen(on_sinks, there))
+        values.append(torch.where(there[:, None, :, None], v, 0.0))
+    of_unit = unit.amax(-1)
+    counted = (torch.arange(rows.units.shape[1], device=device) < rows.counts[:, None])[:, :, None, None]
+    most = torch.where(counted, of_unit[rows.units], -torch.inf).amax(1)
+    for part in parts:
+        most = torch.maximum(most, part.amax(-1))
+    weights = (unit - most.index_select(0, rows.owner).unsqueeze(-1)).exp()
+    pools = _gathered(given["v_pools"], rows.block, rows.slot, value)
+    by_page = weights.flatten(0, 1).unflatten(-1, (UNIT, size))
+    packed_values = page_values(by_page, pools, built_in(value).quantizer, given["v_points"], None).unflatten(
+        0, (-1, heads)
+    )
+    total = torch.where(counted, weights.sum(-1)[rows.units], 0.0).sum(1)
+    out = torch.where(counted.unsqueeze(-1), packed_values[rows.units], 0.0).sum(1)
+    if given["v_basis"] is not None:
+        out = out @ given["v_basis"].mT
+    if value.transform.center:
+        mean = given["v_center"].index_select(0, rows.first).float()
+        out = out + total.unsqueeze(-1) * mean
+    for part, v in zip(parts, values, strict=True):
+        weights = (part - most.unsqueeze(-1)).exp()
+        total = total + weights.sum(-1)
+        out = out + (weights.unsqueeze(-1) * v.unsqueeze(2)).sum(3)
+    return ((out / total.unsqueeze(-1)).flatten(1, 2),)
+
+
+def _described(q: Tensor, rows: Rows, named: dict[str, Tensor | None]) -> tuple:
+    """Name, shape, strides, dtype, device and dims that vary of all that `_attend` takes, with sizes to trace with;
+    None of what is not there."""
+
+    def like(tensor: Tensor | None, first: int | None, second: int | None = None) -> tuple | None:
+        if tensor is None:
+            return None
+        sizes = first or tensor.shape[0], *(() if tensor.ndim < 2 else (second or tensor.shape[1],))
+        shape = (*sizes, *tensor.shape[2:])
+        stride = tensor.stride() if first in (_BLOCKS, _WINDOWS) else None
+        return shape, stride, tensor.dtype, tensor.device, tuple(d for d, size in enumerate((first, second)) if size)
+
+    of_units = {"block", "slot", "owner", "pages"}
+    found = [("q", like(q, _TOKENS))]
+    for name, tensor in rows._asdict().items():
+        found.append((name, like(tensor, _UNITS if name in of_units else _ROWS, _MOST if name == "units" else None)))
+    for name, tensor in named.items():
+        fixed, windows = name.endswith(("points", "basis")), name == "window"
+        found.append((name, like(tensor, None if fixed else _WINDOWS if windows else _BLOCKS)))
+    return tuple(found)
+
+
+def _input(name: str, described: tuple | None) -> Input:
+    if described is None:
+        return Input(name, None)
+    shape, stride, dtype, device, dynamic = described
+    example = torch.empty(shape, dtype=dtype, device=device)
+    return Input(name, example if stride is None else torch.empty_strided(shape, stride, dtype=dtype), dynamic)
+
+
+@Kernel
+def blocks_kernel(described: tuple, scale: float, softcap: float, key: CodecSpec, value: CodecSpec) -> Program:
+    """`_attend` for what is `_described`; it takes that by name."""
+    names = [name for name, _ in described]
+    pools = {side: sum(name.startswith(f"{side}_pool_") for name in names) for side in ("k", "v")}
+
+    def attend(*tensors):
+        given: dict[str, Any] = dict(zip(names, tensors, strict=True))
+        for side, count in pools.items():
+            given[f"{side}_pools"] = [given[f"{side}_pool_{i}"] for i in range(count)]
+        return _attend(given, scale, softcap, key, value)
+
+    return Program(attend, [_input(*one) for one in described], OPTIONS, by_name=True)
+
+
+def attend(q: Tensor, rows: Rows, layer: Any) -> Tensor:
+    """Attention of `Rows` of queries ``[T, H_q, D]`` over a `kvpass.lowering.blocks.Layer`: ``[B, H_q, D]`` float32."""
+    head_dim, device, blocks = q.shape[-1], q.device, layer.blocks
+    named: dict[str, Tensor | None] = {"window": layer.window}
+    for side, spec, pools in (("k", layer.key, blocks.key), ("v", layer.value, blocks.value)):
+        full = {"k": "key", "v": "value"}[side]
+        rotation = spec.transform.rotation
+        named |= {f"{side}_pool_{i}": pool for i, pool in enumerate(pools)}
+        named |= {
+            f"{side}_sinks": blocks.head.get(f"{full}.sinks"),
+            f"{side}_center": blocks.head.get(f"{full}.center"),
+        }
+        named[f"{side}_points"] = grid(spec.quantizer.grid, device) if spec.quantizer.grid else None
+        named[f"{side}_basis"] = None if rotation is None else basis(head_dim, rotation, device)
+    if q.shape[0] == 1:
+        q = torch.cat([q, q])
+    how = layer.scale, layer.softcap, layer.key.stored_as, layer.value.stored_as
+    kernel = blocks_kernel(_described(q, rows, named), *how)
+    (out,) = kernel({"q": q.contiguous(), **named, **rows._asdict()})
+    return out

@@ -1,0 +1,85 @@
+"""What users of vLLM may ask for, and what they are told otherwise: all of it without vLLM."""
+
+import pytest
+import torch
+
+from kvpass import KVPassError, schemes
+from kvpass.schemes import KIVIConfig
+from kvpass.vllm.asked import NEWEST, Served, check_version, scheme_asked
+
+
+def served(scheme, layers=30, head_dim=64, dtype=torch.float32, **fields):
+    return Served(schemes.get(scheme, **fields), layers, 3, head_dim, dtype)
+
+
+@pytest.mark.parametrize(
+    ("additional", "variable", "expected"),
+    [
+        ({}, "", None),
+        (None, " ", None),
+        ({"other": 1}, "", None),
+        ({"kvpass": "kivi"}, "", KIVIConfig()),
+        ({"kvpass": {"scheme": "kivi", "bits": 4}}, "", KIVIConfig(bits=4)),
+        ({}, "kivi-4", KIVIConfig(bits=4)),
+        ({}, '{"scheme": "kivi", "sinks": 4}', KIVIConfig(sinks=4)),
+        ({"kvpass": "kivi"}, "higgs", KIVIConfig()),
+    ],
+)
+def test_a_scheme_is_asked_for_in_one_of_two_ways(additional, variable, expected):
+    assert scheme_asked(additional, {"KVPASS_SCHEME": variable}) == expected
+
+
+@pytest.mark.parametrize("asked", ["no such scheme", 3, ["kivi"], {"bits": 2}, {"scheme": "kivi", "wits": 2}, "{kivi"])
+def test_what_is_no_scheme_is_refused(asked):
+    with pytest.raises(KVPassError):
+        scheme_asked({"kvpass": asked}, {})
+
+
+def test_a_calibration_is_refused(tmp_path):
+    with pytest.raises(KVPassError, match="calibrated"):
+        scheme_asked({"kvpass": str(tmp_path)}, {})
+
+
+SERVED = {
+    "e8", "gear", "higgs", "higgs-1.5", "higgs-3", "higgs-4", "higgs-sinks", "identity", "kitty", "kivi", "kivi-1",
+    "kivi-3", "kivi-4", "kivi-8", "kivi-lsq", "kivi-s8", "kivi-sinks", "kvarn", "quarot", "rtn", "turboquant",
+}  # fmt: skip
+
+
+def test_every_scheme_is_served_or_refused_with_what_to_use():
+    found = {}
+    for name in schemes.available():
+        try:
+            served(name)
+        except KVPassError as error:
+            found[name] = str(error)
+    for reason in found.values():
+        assert "Use " in reason or "is not served" in reason or "not served" in reason, reason
+    assert set(schemes.available()) - set(found) >= SERVED, {name: found.get(name) for name in SERVED if name in found}
+    for name in ("h2o", "logquant", "qaq", "squat", "kivi-pre", "xquant", "aqua", "waterfill"):
+        assert name in found
+
+
+def test_layers_that_differ_are_refused():
+    with pytest.raises(KVPassError, match="skip_layers"):
+        served("kivi", layers=6, skip_layers=(1, 1))
+
+
+def test_blocks_hold_whole_pages_and_windows_divide_them():
+    for name in ("identity", "kivi", "kivi-sinks", "higgs-sinks", "kivi-8"):
+        for dtype in (torch.float32, torch.bfloat16):
+            one = served(name, dtype=dtype)
+            for size in (64, 128, 256, 512):
+                window = one.window_block(size)
+                assert size % window == 0
+                assert window * 2 * 64 * dtype.itemsize <= one.layout(size).bytes_per_token * size
+    with pytest.raises(KVPassError, match="multiple of 32"):
+        served("kivi").layout(48)
+
+
+def test_a_release_of_vllm_that_is_not_tested_is_refused():
+    check_version(".".join(map(str, NEWEST)))
+    check_version(f"{NEWEST[0]}.{NEWEST[1]}.3+cpu")
+    for version in ("0.10.1", f"{NEWEST[0]}.{NEWEST[1] + 1}.0", "1.0"):
+        with pytest.raises(KVPassError, match="tested"):
+            check_version(version)

@@ -1,0 +1,178 @@
+"""Pages in a server's blocks: bytes, and attention of many requests at once against a cache of each of them alone."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpass import KVPassError, schemes
+from kvpass.cache.state import KVState
+from kvpass.codec.blocks import BlockLayout
+from kvpass.codec.kept import opened
+from kvpass.layout.batch import Batch, Table
+from kvpass.lowering import blocks, reference
+from kvpass.lowering.blocks import Codecs, Layer
+from kvpass.lowering.inductor import blocks as fused
+from kvpass.schemes import LayerGeometry
+
+from common import DTYPES, randn
+
+HEADS, DIM = 2, 64
+REFERENCE = Codecs(reference.encode, reference.decode_predicted)
+SERVED = (
+    "identity", "kivi", "kivi-1", "kivi-3", "kivi-8", "kivi-s8", "kivi-sinks", "rtn", "quarot", "higgs", "higgs-sinks",
+    "e8", "turboquant",
+)  # fmt: skip
+
+
+def plan_of(scheme, dtype=torch.float32, **fields):
+    layer = LayerGeometry(0, 1, HEADS, DIM, dtype, torch.device("cpu"), None)
+    return schemes.get(scheme, **fields).plan_of(layer)
+
+
+def layout_of(plan, block_size=64, dtype=torch.float32):
+    return BlockLayout(plan.key, plan.value, DIM, dtype, block_size)
+
+
+class Server:
+    """Blocks of one layer, handed out in no order and never given back, with the caches of the same requests."""
+
+    def __init__(self, plan, block_size, window_size, seed, dtype=torch.float32, codecs=(REFERENCE, REFERENCE)):
+        self.plan, self.layout, self.random, self.dtype = (
+            plan,
+            layout_of(plan, block_size, dtype),
+            random.Random(seed),
+            dtype,
+        )
+        self.sizes, self.free = (block_size, window_size), list(range(1, 400))
+        self.random.shuffle(self.free)
+        tokens = self.layout.bytes_per_token
+        cache = torch.randint(0, 256, (400, HEADS, block_size, tokens), dtype=torch.uint8)  # whatever was there
+        window = torch.full((400, HEADS, window_size, 2 * DIM), torch.nan, dtype=dtype)
+        self.layer = Layer(self.layout.views(cache), window, plan.key, plan.value, codecs, 0.3)
+        self.lengths, self.tables, self.states = [], [], []
+
+    def add(self):
+        self.lengths.append(0)
+        self.tables.append(([], []))
+        specs = (self.plan.key, self.plan.value)
+        self.states.append([KVState.allocate(spec, 1, HEADS, DIM, self.dtype, "cpu", 64) for spec in specs])
+
+    def step(self, new: dict[int, int], seed: int):
+        """``new`` tokens of requests by number: what attention over blocks gives, and over their caches."""
+        order = list(new)
+        self.random.shuffle(order)
+        tokens = sum(new.values())
+        q, k, v = (randn(seed + i, tokens, heads, DIM, dtype=self.dtype) for i, heads in enumerate((6, HEADS, HEADS)))
+        for one in order:
+            for table, size in zip(self.tables[one], self.sizes, strict=True):
+                while len(table) * size < self.lengths[one] + new[one]:
+                    table.append(self.free.pop())
+        batch = self.batch(order, new)
+        out = torch.empty_like(q)
+        blocks.store(batch, self.layer, k, v)
+        blocks.attend(batch, self.layer, q, out)
+        expected, first = [], 0
+        for one in order:
+            mine = slice(first, first + new[one])
+            expected.append(self.alone(one, *(x[mine].transpose(0, 1)[None] for x in (q, k, v))))
+            self.lengths[one] += new[one]
+            first = mine.stop
+        return out, torch.cat(expected)
+
+    def batch(self, order, new):
+        past = torch.tensor([self.lengths[one] for one in order])
+        counts = torch.tensor([new[one] for one in order])
+        start = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        tables = []
+        for which, size in enumerate(self.sizes):
+            longest = max(len(self.tables[one][which]) for one in order)
+            rows = [self.tables[one][which] + [0] * (longest - len(self.tables[one][which])) for one in order]
+            tables.append(Table(torch.tensor(rows), size))
+        pages = Table(tables[0].blocks, self.layout.slots)
+        return Batch(start, past, past + counts, pages, tables[1], self.layout.lead)
+
+    def alone(self, one, q, k, v):
+        n, (key, value) = self.lengths[one], self.states[one]
+        packs = (opened(state.pack, state.spec) for state in (key, value))
+        (out,) = reference.attend(q, *packs, n, k, v, None, True, 0.3, 0.0, key.spec, value.spec)
+        key.append(k, n)
+        value.append(v, n)
+        return out[0].transpose(0, 1)
+
+
+@pytest.mark.usefixtures("reference_lowering")
+@pytest.mark.parametrize("scheme", SERVED)
+def test_requests_together_are_each_of_them_alone(scheme):
+    """Prompts in chunks among decodes, requests that come later, lengths around every edge of a page."""
+    server = Server(plan_of(scheme), 128, 16, seed=3)
+    for _ in range(3):
+        server.add()
+    chunks = [{0: 1, 1: 3, 2: 150}, {0: 1, 1: 29, 2: 40}, {0: 35, 1: 1}, {0: 1, 1: 1, 2: 1}, {2: 70, 0: 64, 1: 33}]
+    chunks += [{0: 1, 1: 1, 2: 1, 3: 97}, {3: 1, 0: 1}, {3: 200, 2: 1, 1: 1}, *({0: 1, 1: 1, 2: 1, 3: 1},) * 4]
+    for seed, new in enumerate(chunks):
+        while len(server.lengths) <= max(new):
+            server.add()
+        torch.testing.assert_close(*server.step(new, 10 * seed), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("reference_lowering")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@settings(max_examples=8)
+@given(data=st.data())
+def test_any_history_of_requests_is_that_of_their_caches(dtype, data):
+    scheme, residual = data.draw(st.sampled_from(("kivi", "kivi-sinks"))), data.draw(st.sampled_from((32, 64)))
+    retention = data.draw(st.sampled_from((None, dict(window=40, page_size=32, sinks=data.draw(st.integers(0, 70))))))
+    fields = dict(retention=retention, sinks=0) if retention else dict(residual=residual)
+    server = Server(plan_of(scheme, dtype, **fields), 128, data.draw(st.sampled_from((8, 32))), seed=1, dtype=dtype)
+    for _ in range(data.draw(st.integers(1, 4))):
+        server.add()
+    for seed in range(data.draw(st.integers(1, 6))):
+        some = data.draw(st.sets(st.sampled_from(range(len(server.lengths))), min_size=1))
+        new = {one: data.draw(st.sampled_from((1, 1, 2, 31, 33, 64, 90, 130))) for one in some}
+        tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(*server.step(new, seed), atol=tolerance, rtol=tolerance)
+
+
+@given(scheme=st.sampled_from(SERVED), size=st.sampled_from((64, 96, 128, 352)), dtype=st.sampled_from(DTYPES))
+def test_everything_in_a_block_has_bytes_of_its_own(scheme, size, dtype):
+    """Also where a server pads its blocks; what is written to one tensor is in no other."""
+    layout = layout_of(plan_of(scheme, dtype), size, dtype)
+    heads = layout.bytes_per_token * size
+    raw = torch.zeros(3, HEADS * heads + 64, dtype=torch.uint8)
+    cache = raw.as_strided((3, HEADS, size, layout.bytes_per_token), (raw.stride(0), heads, layout.bytes_per_token, 1))
+    blocks_ = layout.views(cache)
+    pages = [pool[1, 1, layout.lead :] for pool in (*blocks_.key, *blocks_.value)]  # behind what is the head's
+    tensors = [one for one in (*pages, *(one[1, 1] for one in blocks_.head.values())) if one.numel()]
+    for number, tensor in enumerate(tensors, 1):
+        tensor.copy_(torch.full((tensor[..., :1].numel() * tensor.shape[-1] * tensor.element_size(),), number,
+                                dtype=torch.uint8).view(tensor.dtype).view(tensor.shape))  # fmt: skip
+    for number, tensor in enumerate(tensors, 1):
+        assert (tensor.contiguous().view(torch.uint8) == number).all()
+    raw[1, heads : 2 * heads] = 0
+    assert not raw.any()
+
+
+@pytest.mark.parametrize("scheme", ["kivi", "kivi-s8", "higgs-sinks"])
+def test_the_kernel_of_single_tokens_gives_what_the_reference_does(scheme):
+    server = Server(plan_of(scheme), 128, 16, seed=3)
+    assert fused.serves(server.plan.key, server.plan.value)
+    server.layer = server.layer._replace(fused=True)
+    for _ in range(3):
+        server.add()
+    chunks = [{0: 1, 1: 1}, {0: 1}, {0: 1, 1: 1, 2: 150}, {0: 40, 1: 200}, *({0: 1, 1: 1, 2: 1},) * 70, {0: 1}]
+    for seed, new in enumerate(chunks):
+        torch.testing.assert_close(*server.step(new, 10 * seed), atol=1e-5, rtol=1e-5)
+
+
+def test_blocks_that_do_not_fit_are_refused():
+    for scheme, size, reason in (("kivi", 48, "multiple of 32"), ("kivi-sinks", 32, "at least 64")):
+        with pytest.raises(KVPassError, match=reason):
+            layout_of(plan_of(scheme), size)
+    with pytest.raises(KVPassError, match="first block"):
+        layout_of(plan_of("waterfill"), 64)
+    layout = layout_of(plan_of("kivi"))
+    with pytest.raises(KVPassError, match="Blocks are"):
+        layout.views(torch.zeros(2, HEADS, 64, layout.bytes_per_token + 1, dtype=torch.uint8))

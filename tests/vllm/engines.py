@@ -1,0 +1,17 @@
+"""Starts engines of vLLM, and where the model is that they serve."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SMOLLM2 = Path(os.environ.get("KVPASS_CACHE", Path.home() / ".cache" / "kvpass")) / "SmolLM2-135M-Instruct"
+
+
+def started(job: dict, **environment: str) -> subprocess.CompletedProcess:
+    """What a process with an engine of its own (`job.py`) came to."""
+    command = [sys.executable, str(HERE / "job.py")]
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, env={**kept, **environment})

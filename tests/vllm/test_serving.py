@@ -1,0 +1,149 @@
+"""Engines of vLLM with packed pages, against vLLM's own cache, kvpass's own, and each other."""
+
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
+
+import kvpass
+
+from engines import SMOLLM2, started
+
+SCHEMES = "kivi-sinks", "higgs-sinks"
+
+
+@pytest.fixture(scope="module")
+def stock(serve, texts):
+    """What vLLM generates over its own cache."""
+    return serve(SMOLLM2, [{"prompts": texts, "tokens": 300}])["phases"][0]["requests"]
+
+
+def assert_same(found, expected, tolerance=1e-4):
+    assert found.keys() == expected.keys()
+    for number, one in expected.items():
+        assert found[number]["tokens"] == one["tokens"], number
+        difference = torch.tensor(found[number]["logprobs"]) - torch.tensor(one["logprobs"])
+        assert difference.abs().max() <= tolerance, (number, difference.abs().max())
+
+
+def test_lossless_pages_change_nothing(serve, texts, stock):
+    (phase,) = serve(SMOLLM2, [{"prompts": texts, "tokens": 300}], "identity")["phases"]
+    assert_same(phase["requests"], stock)
+
+
+def alone(model, prompt, tokens, chunks) -> torch.Tensor:
+    """The log-probabilities of generated ``tokens`` by kvpass's own cache, whose prompt comes in ``chunks``."""
+    ids, cache, first, logits = torch.tensor([[*prompt, *tokens]]), None, 0, None
+    steps = [*chunks, *(1 for _ in tokens[:-1])]
+    found = []
+    with torch.inference_mode():
+        for step in steps:
+            out = model(ids[:, first : first + step], past_key_values=cache, use_cache=True)
+            cache, first, logits = out.past_key_values, first + step, out.logits[0, -1]
+            if first >= len(prompt):
+                found.append(logits.log_softmax(-1)[ids[0, first]])
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_tokens_have_the_probability_that_kvpass_gives_them(serve, texts, scheme):
+    """Also where a prefix was found, which is a chunk of its own: what is behind it was read over packed pages."""
+    both = serve(SMOLLM2, [{"prompts": texts, "tokens": 24}] * 2, scheme)["phases"]
+    model = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32, attn_implementation="sdpa")
+    kvpass.apply(model, scheme, lowering="eager")
+    hits = [both[1]["requests"][str(number)]["cached"] for number in range(len(texts))]
+    assert hits[1] and not hits[2], hits
+    for phase in both:
+        for number, prompt in enumerate(texts):
+            one = phase["requests"][str(number)]
+            cached = one["cached"]
+            expected = alone(model, prompt, one["tokens"], [*([cached] if cached else []), len(prompt) - cached])
+            difference = (torch.tensor(one["logprobs"]) - expected).abs()
+            assert difference[0] <= 1e-3, (number, cached, difference[0])  # the prompt, before any rounding adds up
+            assert difference.median() <= 2e-2, (number, cached, difference.median())
+
+
+def random_requests(seed, count, longest, vocabulary=512):
+    choose = random.Random(seed)
+    return [[choose.randrange(vocabulary) for _ in range(choose.randint(1, longest))] for _ in range(count)]
+
+
+def test_preempted_requests_lose_nothing(serve, tiny):
+    """Memory for some of them only; with lossless pages, whatever is computed again is the same."""
+    prompts = random_requests(1, 12, 300)
+    phases = [{"prompts": prompts, "tokens": 200}]
+    (expected,) = serve(tiny, phases)["phases"]
+    small = serve(tiny, phases, "identity", inspect=True, kv_cache_memory_bytes=18 << 20, max_model_len=512)
+    (found,) = small["phases"]
+    assert found["preempted"] and found["free"] == small["free"]
+    assert_same(found["requests"], expected["requests"])
+
+
+def test_no_block_is_lost_over_two_hundred_requests(serve, tiny):
+    """Of random lengths, many of them aborted, in memory for some; half begin alike, and share blocks."""
+    choose, shared = random.Random(2), random_requests(3, 1, 1)[0] * 200
+    prompts = [(shared if i % 2 else []) + one for i, one in enumerate(random_requests(4, 200, 150))]
+    tokens = [choose.randint(1, 60) for _ in prompts]
+    aborted = {number: choose.randint(1, 120) for number in choose.sample(range(200), 60)}
+    phase = {"prompts": prompts, "tokens": tokens, "abort": aborted}
+    found = serve(tiny, [phase], "kivi-sinks", inspect=True, kv_cache_memory_bytes=6 << 20, max_model_len=512)
+    (done,) = found["phases"]
+    assert done["free"] == found["free"]
+    for number, count in enumerate(tokens):
+        if number not in aborted:
+            assert len(done["requests"][str(number)]["tokens"]) == count
+    assert any(one["cached"] for one in done["requests"].values())
+
+
+def test_two_ranks_serve_as_one_does(serve, tiny, monkeypatch):
+    """With codes until one is rounded otherwise: sums of ranks are in another order, and weights here are random."""
+    phases, found = [{"prompts": random_requests(5, 4, 300), "tokens": 60}], {}
+    for scheme in ("identity", "kivi-sinks"):
+        (found[scheme],) = serve(tiny, phases, scheme)["phases"]
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    for scheme, one in found.items():
+        (two,) = serve(tiny, phases, scheme, tensor_parallel_size=2)["phases"]
+        if scheme == "identity":
+            assert_same(two["requests"], one["requests"], tolerance=1e-3)
+            continue
+        for number, alone in one["requests"].items():
+            both = two["requests"][number]
+            same = next((i for i, (a, b) in enumerate(zip(alone["tokens"], both["tokens"], strict=True)) if a != b), 60)
+            difference = torch.tensor(alone["logprobs"][:same]) - torch.tensor(both["logprobs"][:same])
+            assert same and difference.abs().median() <= 1e-2, (number, same, difference)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "engine", "reason"),
+    [
+        ("no-such-scheme", {}, "Unknown scheme 'no-such-scheme'"),
+        ("h2o", {}, "Tokens are evicted"),
+        ("kivi", {"block_size": 48}, "use a multiple of 32"),
+        ("kivi", {"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+    ],
+)
+def test_what_cannot_be_served_is_said_at_start(tiny, scheme, engine, reason):
+    engine["additional_config"] = {"kvpass": scheme}
+    done = started(dict(model=str(tiny), phases=[], inspect=False, engine=engine))
+    assert done.returncode and reason in done.stdout + done.stderr
+
+
+def test_without_a_scheme_the_plugin_does_nothing(serve, tiny, monkeypatch):
+    """The same tokens as when vLLM does not load it."""
+    phases = [{"prompts": random_requests(6, 3, 100), "tokens": 20}]
+    with_it = serve(tiny, phases)
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    assert serve(tiny, phases) == with_it
+
+
+def test_layers_with_a_sliding_window_keep_their_own_cache(serve, tmp_path):
+    """Every second layer of Gemma 2, whose attention also has a softcap; with lossless pages in the others."""
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=4, vocab_size=512, head_dim=64)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, sliding_window=64, initializer_range=0.2)
+    Gemma2ForCausalLM(Gemma2Config(**sizes, **heads)).save_pretrained(tmp_path)
+    phases = [{"prompts": random_requests(7, 3, 300), "tokens": 60}]
+    (expected,) = serve(tmp_path, phases)["phases"]
+    (found,) = serve(tmp_path, phases, "identity")["phases"]
+    assert_same(found["requests"], expected["requests"])
