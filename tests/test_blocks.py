@@ -23,7 +23,7 @@ HEADS, DIM = 2, 64
 REFERENCE = Codecs(reference.encode, reference.decode_predicted)
 SERVED = (
     "identity", "kivi", "kivi-1", "kivi-3", "kivi-8", "kivi-s8", "kivi-sinks", "rtn", "quarot", "higgs", "higgs-sinks",
-    "e8", "turboquant",
+    "e8", "turboquant", "kvarn", "kitty", "gear", "zipcache",
 )  # fmt: skip
 
 

@@ -60,7 +60,19 @@ WHOLE = (
 SLOW = (
     *(
         f"test_blocks.py::test_requests_together_are_each_of_them_alone[[]{name}]"
-        for name in ("e8", "higgs", "kivi-[138]", "kivi-s8", "quarot", "rtn", "turboquant")
+        for name in (
+            "e8",
+            "higgs",
+            "kivi-[138]",
+            "kivi-s8",
+            "quarot",
+            "rtn",
+            "turboquant",
+            "kvarn",
+            "kitty",
+            "gear",
+            "zipcache",
+        )
     ),
     "test_blocks.py::test_the_kernel_of_single_tokens_gives_what_the_reference_does[[]*",
     *WHOLE,
