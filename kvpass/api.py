@@ -81,8 +81,9 @@ def apply(
         refuse_what_cannot_be_captured(model)
     calibration = scheme if isinstance(scheme, Calibration) else None
     config = scheme.scheme if isinstance(scheme, Calibration) else schemes.get(scheme)
-    with PortableAttention(model), AttentionSeen() as attention:
-        kind, layers = _look_into(model, example_inputs)
+    attention = AttentionSeen()
+    with PortableAttention(model):
+        kind, layers = _look_into(model, example_inputs, attention)
     if calibration is not None:
         calibration.check(model, layers)
     elif config.needs_calibration:
@@ -109,11 +110,13 @@ def apply(
 
 
 def _look_into(
-    model: nn.Module, example_inputs: tuple[Any, ...] | dict[str, Any] | None
+    model: nn.Module, example_inputs: tuple[Any, ...] | dict[str, Any] | None, attention: AttentionSeen
 ) -> tuple[Callable[..., Runtime], dict[int, LayerGeometry | str]]:
-    """What drives a model that keeps its cache the way ``model`` does, and what its layers hold."""
+    """What drives a model that keeps its cache the way ``model`` does, and what its layers hold; ``attention`` is shown
+    those of transformers at work."""
     if example_inputs is None:
-        return TransformersRuntime, probe(model)
+        with attention:
+            return TransformersRuntime, probe(model)
     arguments = bind(model, example_inputs)
     found = discover(model, arguments)
     if found is None:

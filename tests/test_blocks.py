@@ -23,7 +23,7 @@ HEADS, DIM = 2, 64
 REFERENCE = Codecs(reference.encode, reference.decode_predicted)
 SERVED = (
     "identity", "kivi", "kivi-1", "kivi-3", "kivi-8", "kivi-s8", "kivi-sinks", "rtn", "quarot", "higgs", "higgs-sinks",
-    "e8", "turboquant", "kvarn", "kitty", "gear", "zipcache",
+    "e8", "turboquant",
 )  # fmt: skip
 
 
@@ -104,7 +104,7 @@ class Server:
 
 
 @pytest.mark.usefixtures("reference_lowering")
-@pytest.mark.parametrize("scheme", SERVED)
+@pytest.mark.parametrize("scheme", (*SERVED, "kvarn", "kitty", "gear", "zipcache"))
 def test_requests_together_are_each_of_them_alone(scheme):
     """Prompts in chunks among decodes, requests that come later, lengths around every edge of a page."""
     server = Server(plan_of(scheme), 128, 16, seed=3)

@@ -36,7 +36,8 @@ def forget():
     torch._dynamo.reset()
     layout.cache_clear()
     attend.attend_kernel.cache_clear()
-    pages._compiled_page_kernel.cache_clear()
+    pages.encoding.cache_clear()
+    pages.decoding.cache_clear()
 
 
 def at_once(calls):

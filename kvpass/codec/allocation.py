@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import KVPassError
 from .affine import check_finite
-from .bitpack import byte_rows, pack, unpack
+from .bitpack import byte_rows, pack, smallest_page, unpack
 from .kept import CODECS, Codec, Kept
 from .quantizer import PAIRS, SHARES, Allocation
 from .spec import CodecSpec
@@ -200,9 +200,19 @@ def decode(pairs: Tensor, singles: Tensor, gain: Tensor, basis: Tensor, places: 
     return fields.flatten(2, 3) @ field_rows(basis, places)
 
 
+def _check(spec: CodecSpec) -> None:
+    multiple = smallest_page(min(FIELD_BITS))
+    if spec.page_size % multiple:
+        raise KVPassError(
+            f"page_size={spec.page_size} does not fill whole bytes of fields: use a residual that is a multiple of "
+            f"{multiple}."
+        )
+
+
 CODECS["allocated"] = Codec(
     {"codes": Kept(_rows(0), torch.uint8), "singles": Kept(_rows(1), torch.uint8), "gain": Kept(_gain, torch.uint8)},
     encode,
     decode,
     ("basis", "fields"),
+    _check,
 )

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from threading import Event, Thread
+from typing import Any
 
 import torch
 from torch._inductor import config
@@ -33,11 +34,11 @@ Job = tuple[str, tuple]
 
 
 def _processes(jobs: int) -> int:
-    """How many to start: one core is this process's own, and every process has to import torch first."""
+    """How many to start: one of torch's threads is for this process."""
     allowed = os.environ.get(SWITCH, "")
     if allowed and not allowed.isdecimal():
         raise KVPassError(f"{SWITCH}={allowed!r} must be the number of processes that may compile kernels, or unset.")
-    return min(jobs, int(allowed) if allowed else min(_MOST, len(os.sched_getaffinity(0)) - 1))
+    return min(jobs, int(allowed) if allowed else min(_MOST, torch.get_num_threads() - 1))
 
 
 def start(device: torch.device, jobs: Sequence[Job]) -> None:
@@ -57,9 +58,12 @@ def _start(wanted: Sequence[tuple[Path, str, tuple]]) -> None:
         _pending[place] = Event()
     command = [sys.executable, "-c", f"from {__name__} import main; main()"]
     environment = {**os.environ, SWITCH: "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    process = subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
+    pipes: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    try:
+        process = subprocess.Popen(command, env=environment, **pipes)
+    except OSError as error:
+        _end(wanted, error)
+        return
     atexit.register(process.kill)
     Thread(target=_follow, args=(process, wanted), name="kvpass.compile", daemon=True).start()
 
@@ -73,13 +77,21 @@ def _follow(process: subprocess.Popen, wanted: Sequence[tuple[Path, str, tuple]]
         for place, line in zip([place for place, *_ in wanted], process.stdout, strict=False):
             logger.info("%s: %s", place.name, line.decode().strip())
             _pending[place].set()
+        _end(wanted)
     except Exception as error:  # it may have been killed, and settings may hold what cannot be sent
-        logger.info("No other process compiles kernels: %r", error)
+        _end(wanted, error)
     finally:
+        process.kill()
         process.wait()
         atexit.unregister(process.kill)
-        for place, *_ in wanted:
-            _pending.pop(place).set()
+
+
+def _end(wanted: Sequence[tuple[Path, str, tuple]], error: Exception | None = None) -> None:
+    """Nobody is at ``wanted`` any more."""
+    if error is not None:
+        logger.info("No other process compiles kernels: %r", error)
+    for place, *_ in wanted:
+        _pending.pop(place).set()
 
 
 def wait(place: Path) -> None:
