@@ -41,7 +41,7 @@ def test_a_calibration_is_refused(tmp_path):
 
 
 SERVED = {
-    "e8", "gear", "higgs", "higgs-1.5", "higgs-3", "higgs-4", "higgs-sinks", "identity", "kitty", "kivi", "kivi-1",
+    "e8", "higgs", "higgs-1.5", "higgs-3", "higgs-4", "higgs-sinks", "identity", "kivi", "kivi-1",
     "kivi-3", "kivi-4", "kivi-8", "kivi-lsq", "kivi-s8", "kivi-sinks", "kvarn", "quarot", "rtn", "turboquant",
 }  # fmt: skip
 
@@ -56,7 +56,7 @@ def test_every_scheme_is_served_or_refused_with_what_to_use():
     for reason in found.values():
         assert "Use " in reason or "is not served" in reason or "not served" in reason, reason
     assert set(schemes.available()) - set(found) >= SERVED, {name: found.get(name) for name in SERVED if name in found}
-    for name in ("h2o", "logquant", "qaq", "squat", "kivi-pre", "xquant", "aqua", "waterfill"):
+    for name in ("h2o", "logquant", "qaq", "squat", "kivi-pre", "xquant", "aqua", "waterfill", "kitty", "gear"):
         assert name in found
 
 

@@ -82,8 +82,6 @@ SLOW = (
             "rtn",
             "turboquant",
             "kvarn",
-            "kitty",
-            "gear",
             "zipcache",
         )
     ),

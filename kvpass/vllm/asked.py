@@ -73,6 +73,10 @@ def _parsed(text: str) -> Any:
 _PREDICTED = "A layer would have to be read to store the next, and vLLM gives each layer its own blocks only."
 
 
+_NAME_PLACES = {"boosted", "error-term", "nuq"}
+"""Codecs that look up what a page says, whatever there is: most decode any bytes, and are masked."""
+
+
 def refusal(spec: CodecSpec) -> str | None:
     """Why what ``spec`` stores cannot be served, and what can, or None."""
     quantizer, transform, retention = spec.quantizer, spec.transform, spec.retention
@@ -92,6 +96,11 @@ def refusal(spec: CodecSpec) -> str | None:
         return "Backends of vLLM see keys behind rotary embedding. Use rope='post'."
     if quantizer.needs_queries:
         return "The codec is fitted to a prompt's queries, of which vLLM shows a chunk at a time. Use kivi or higgs."
+    if quantizer.codec in _NAME_PLACES:
+        return (
+            "Its pages name the places of what they keep exactly, and blocks are read also where they hold none yet. "
+            "Use kivi-sinks or higgs-sinks."
+        )
     if quantizer.allocation is not None:
         return "A basis of each request takes more memory than the pages of a block. Use kivi-sinks or higgs-sinks."
     return None
