@@ -197,9 +197,9 @@ def _pieces(batch: Batch, tiles: Tiles, layer: Layer, heads: int) -> Iterator[_P
         first = batch.pages.blocks[tiles.owner, 0]
         keys, values = (layer.blocks.head[f"{side}.sinks"][first].float() for side in ("key", "value"))
         seen = token <= tiles.positions[..., None]
-        values = values.masked_fill(~seen[:, -1, None, :, None], 0)  # not yet there: any bytes
-        keys = keys.masked_fill(~seen[:, -1, None, :, None], 0)
-        yield _Piece(torch.arange(len(past), device=past.device), keys, values, seen)
+        absent = ~seen[:, -1, None, :, None]  # any bytes
+        everyone = torch.arange(len(past), device=past.device)
+        yield _Piece(everyone, keys.masked_fill(absent, 0), values.masked_fill(absent, 0), seen)
 
 
 def _runs(counts: Tensor, at_once: int) -> Iterator[tuple[int, int, Tensor]]:

@@ -11,7 +11,7 @@ import kvpass
 from kvpass import KVPassError, NonFiniteError
 from kvpass.cache.state import KVState, RotaryState
 from kvpass.codec import Allocation, CodecSpec, Quantizer, Transform, decode_pages, encode_pages, parse
-from kvpass.codec.allocation import DISTORTION, STEPS, allocate, counts, fit_basis, second_moment, widths_of
+from kvpass.codec.allocation import DISTORTION, STEPS, allocate, fit_basis, second_moment, widths_of
 from kvpass.codec.rope import parse_rope, rotate
 from kvpass.layout.retention import Retention
 from kvpass.schemes import LayerGeometry, WaterfillConfig, get
@@ -50,7 +50,7 @@ def fitted(spec, x, q=None):
 @given(seeds, allocations, st.sampled_from((16, 32, 64)))
 def test_every_head_has_as_many_fields_and_no_coordinate_two_of_a_kind(seed, allocation, head_dim):
     cost = torch.exp2(8 * randn(seed, 2, 3, head_dim)).double()
-    pairs, singles = counts(allocation, head_dim)
+    pairs, singles = allocation.counts(head_dim)
     places = allocate(cost, pairs, singles)
     assert places.shape == (2, 3, pairs + singles)
     assert all(len(set(row)) == pairs + singles for row in places.flatten(0, 1).tolist())

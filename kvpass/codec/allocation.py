@@ -20,7 +20,7 @@ from ..errors import KVPassError
 from .affine import check_finite
 from .bitpack import byte_rows, pack, smallest_page, unpack
 from .kept import CODECS, Codec, Kept
-from .quantizer import PAIRS, SHARES, Allocation
+from .quantizer import PAIRS, Allocation
 from .spec import CodecSpec
 
 FIELD_BITS = 2, 1
@@ -34,11 +34,6 @@ _OCTAVE, _UNIT = 16, 128  # gains in a factor of 2, and the code of gain 1
 _LEAST_GAIN, _LEAST_VARIANCE = 1e-9, 2.0**-16  # a basis is kept in 16 bits
 
 
-def counts(allocation: Allocation, head_dim: int) -> tuple[int, int]:
-    """How many pairs of bits, and how many single bits, a token of ``head_dim`` channels has."""
-    return allocation.pairs * head_dim // SHARES, allocation.singles * head_dim // SHARES
-
-
 def allocation_of(spec: CodecSpec) -> Allocation:
     """The `Allocation` of ``spec``. Raises `KVPassError` if it has none."""
     if spec.quantizer.allocation is None:
@@ -48,7 +43,7 @@ def allocation_of(spec: CodecSpec) -> Allocation:
 
 def _rows(kind: int) -> Callable[[CodecSpec, int], tuple[int, int]]:
     def shape(spec: CodecSpec, head_dim: int) -> tuple[int, int]:
-        return byte_rows(spec.page_size, FIELD_BITS[kind]), counts(allocation_of(spec), head_dim)[kind]
+        return byte_rows(spec.page_size, FIELD_BITS[kind]), allocation_of(spec).counts(head_dim)[kind]
 
     return shape
 
@@ -134,7 +129,7 @@ def fit_basis(
     root = energy.clamp_min(_FLOOR / 2).sqrt().unsqueeze(-2)
     half, inverse = (directions * root) @ directions.mT, (directions / root) @ directions.mT
     cost, vectors = torch.linalg.eigh(half @ covariance @ half)
-    places = allocate(cost.flatten(2), *counts(allocation, x.shape[-1])).unsqueeze(2)
+    places = allocate(cost.flatten(2), *allocation.counts(x.shape[-1])).unsqueeze(2)
     widths = widths_of(places, allocation, x.shape[-1])
     step = torch.tensor([1.0, *STEPS], dtype=cost.dtype, device=x.device)[widths].view_as(cost)
     basis = (cost.sqrt() * step).unsqueeze(-1) * (vectors.mT @ inverse)
@@ -143,7 +138,7 @@ def fit_basis(
 
 def widths_of(places: Tensor, allocation: Allocation, head_dim: int) -> Tensor:
     """The width of each coordinate, ``[..., D]`` int64, from the places of fields ``[..., F]``."""
-    kinds = torch.tensor([FIELD_BITS, counts(allocation, head_dim)], device=places.device)
+    kinds = torch.tensor([FIELD_BITS, allocation.counts(head_dim)], device=places.device)
     bits = kinds[0].repeat_interleave(kinds[1])
     none = places.new_zeros((*places.shape[:-1], head_dim), dtype=torch.long)
     return none.scatter_add(-1, places.long() % head_dim, bits.expand(places.shape))
@@ -169,7 +164,7 @@ def encode(x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor], stored: None = 
     codes = (steps / torch.exp2(levels / _OCTAVE) + most / 2).round().clamp(min=0).minimum(most).to(torch.uint8)
     index = (places.long() % head_dim).expand(*codes.shape[:-1], -1)
     fields = (codes.gather(-1, index) >> (places // head_dim).to(torch.uint8)).unflatten(2, (-1, spec.page_size))
-    kinds = fields.split(counts(allocation_of(spec), head_dim), -1)
+    kinds = fields.split(allocation_of(spec).counts(head_dim), -1)
     pairs, singles = (pack(part & (2**bits - 1), bits) for part, bits in zip(kinds, FIELD_BITS, strict=True))
     return pairs, singles, (levels + _UNIT).to(torch.uint8).unflatten(2, (-1, spec.page_size))
 

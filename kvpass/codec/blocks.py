@@ -156,10 +156,10 @@ class BlockLayout:
         def view(part: Part, first: int, repeats: int | None = None) -> Tensor:
             typed, item = flat.view(part.dtype), part.dtype.itemsize
             inner = torch.empty(part.shape, device="meta").stride()
-            lead, slots = (typed.shape[:2], ()) if repeats is None else (typed.shape[:2], (repeats,))
+            slots = () if repeats is None else (repeats,)
             strides = (*typed.stride()[:2], *(size // item for _ in slots), *inner)
             start = typed.storage_offset() + (first + part.offset) // item
-            return typed.as_strided((*lead, *slots, *part.shape), strides, start)
+            return typed.as_strided((*typed.shape[:2], *slots, *part.shape), strides, start)
 
         pages = {name: view(part, self.first_slot, self.slots) for name, part in parts.items()}
         key, value = (tuple(pool for name, pool in pages.items() if name.startswith(side)) for side, _ in self.sides)

@@ -112,7 +112,7 @@ def fitted_shapes(spec: CodecSpec, head_dim: int, dtype: torch.dtype) -> dict[st
         shapes["pairs"] = (1, 2), torch.int16
     if allocation is not None:
         shapes["basis"] = (head_dim, allocation.block_size), params
-        shapes["fields"] = (1, allocation.fields(head_dim)), torch.int16
+        shapes["fields"] = (1, sum(allocation.counts(head_dim))), torch.int16
         if allocation.weighted:
             shapes["metric"] = (head_dim, allocation.block_size), torch.bfloat16  # range, for sums of squares
     return shapes

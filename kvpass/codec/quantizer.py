@@ -111,9 +111,9 @@ class Allocation:
                 f"bits and {SHARES} others."
             )
 
-    def fields(self, head_dim: int) -> int:
-        """How many fields, pairs of bits and single ones, a token of ``head_dim`` channels has."""
-        return self.pairs * head_dim // SHARES + self.singles * head_dim // SHARES
+    def counts(self, head_dim: int) -> tuple[int, int]:
+        """How many pairs of bits, and how many single bits, a token of ``head_dim`` channels has."""
+        return self.pairs * head_dim // SHARES, self.singles * head_dim // SHARES
 
     def check(self, head_dim: int) -> None:
         """Raise `KVPassError` unless heads of ``head_dim`` channels have whole blocks, and whole shares."""

@@ -38,7 +38,6 @@ class Runtime:
 
     model: Callable[[], nn.Module]
     forward: Callable[..., Any]  # of each kind: what takes the place of the model's
-    attended: dict[int, tuple[int, float]]  # see `kvpass.models.probe.AttentionSeen`
 
     def __init__(
         self,
@@ -85,7 +84,8 @@ class Runtime:
         self.report.attention = str(self.attention)
         self.had_own_forward = "forward" in vars(model)
         self.original, self.installed = model.forward, None
-        self.attended = {}
+        self.attended: dict[int, tuple[int, float]] = {}  # see `kvpass.models.probe.AttentionSeen`
+        self.expected: set[bool] = set()  # whether of several sequences: decode steps whose kernels were asked for
         self.running: dict[int, int] = {}  # caches in a forward, by id, and the threads that run it
 
     def _plan_cross(self, layers: dict[int, LayerGeometry | str]) -> tuple[Plans, dict[int, LayerGeometry | str]]:
@@ -223,8 +223,9 @@ class Runtime:
 
     def _expect_steps(self, batch: int) -> None:
         """Have other processes compile kernels of the decode steps that are going to follow a prompt."""
-        if self.lowering != AUTO or self.mode:
+        if self.lowering != AUTO or self.mode or (batch > 1) in self.expected:
             return
+        self.expected.add(batch > 1)
         steps = set()
         for plan, layer in self.plans.values():
             if layer.head_dim in self.attended and not plan.looks_at_previous:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from kvpass.codec.affine import params_dtype
-from kvpass.codec.allocation import counts
 from kvpass.codec.bitpack import num_planes, unpack_plane, unpack_plane_unshifted
 from kvpass.codec.codebook import grid, look_up
 from kvpass.codec.hadamard import basis
@@ -291,7 +290,7 @@ def _inputs(common: Common, k_spec: CodecSpec, v_spec: CodecSpec) -> list[Input]
             inputs += [Input(f"{side}_fields", None)]
         else:
             inputs += [sample(f"{side}_basis", heads, head_dim, allocation.block_size, dtype=params_dtype(dtype))]
-            fields = sum(counts(allocation, head_dim))
+            fields = sum(allocation.counts(head_dim))
             inputs += [sample(f"{side}_fields", heads, 1, fields, dtype=torch.int16)]
     of_samples, mask_heads, kind = mask or (False, 1, dtype)
     retention, ids = k_spec.retention, torch.int64

@@ -14,7 +14,7 @@ from kvpass.codec.codebook import grid
 from kvpass.codec.hadamard import basis
 from kvpass.codec.kept import built_in
 from kvpass.codec.spec import CodecSpec
-from kvpass.layout.batch import Rows
+from kvpass.layout.batch import Rows, at_least_two
 
 from .aot import Input, Kernel, Program
 from .attend import OPTIONS, page_scores, page_values
@@ -45,15 +45,15 @@ def _attend(given: dict[str, Any], scale: float, softcap: float, key: CodecSpec,
     size, sinks = key.page_size, key.retention.sinks
     q = (given["q"].index_select(0, rows.row).float() * scale).unflatten(1, (heads, -1))  # [B, H, R, D]
     repeats, device = q.shape[2], q.device
-    turned = q if given["k_basis"] is None else q @ given["k_basis"]
+    turned = q if given["key_basis"] is None else q @ given["key_basis"]
 
     def on_pages(of_rows: Tensor, block: Tensor, slot: Tensor) -> Tensor:
         """``[A, H, R, C * P]``, of queries ``[A, H, R, D]`` with pages ``[A, C]``."""
-        pools, count = _gathered(given["k_pools"], block, slot, key), block.shape[1]
+        pools, count = _gathered(given["key_pools"], block, slot, key), block.shape[1]
         tokens = torch.arange(count * size, device=device).view(count, size)
         spec = built_in(key).quantizer
         found = page_scores(
-            of_rows.flatten(0, 1), pools, tokens, lambda _: None, "", spec, given["k_points"], None, None
+            of_rows.flatten(0, 1), pools, tokens, lambda _: None, "", spec, given["key_points"], None, None
         )
         return found.unflatten(0, (-1, heads))
 
@@ -64,7 +64,7 @@ def _attend(given: dict[str, Any], scale: float, softcap: float, key: CodecSpec,
     unit = on_pages(turned.index_select(0, rows.owner), rows.block, rows.slot)
     half = on_pages(turned, rows.half_block, rows.half_slot)
     if key.transform.center:
-        mean = (q * given["k_center"].index_select(0, rows.first).float()).sum(-1, keepdim=True)
+        mean = (q * given["key_center"].index_select(0, rows.first).float()).sum(-1, keepdim=True)
         unit, half = unit + mean.index_select(0, rows.owner), half + mean
     unit = seen(unit, torch.arange(UNIT * size, device=device) < rows.pages[:, None] * size)
     exact = window[rows.tail_block, :, rows.tail_place].transpose(1, 2).float()  # [B, H, E, 2 * D]
@@ -77,7 +77,7 @@ def _attend(given: dict[str, Any], scale: float, softcap: float, key: CodecSpec,
     tail = seen(tail, index < rows.tail[:, None])
     parts, values = [tail], [exact[..., dim:]]
     if sinks:
-        k, v = (given[f"{side}_sinks"].index_select(0, rows.first).float() for side in ("k", "v"))
+        k, v = (given[f"{side}_sinks"].index_select(0, rows.first).float() for side in ("key", "value"))
         there = torch.arange(sinks, device=device) < rows.length[:, None]
         on_sinks = torch.stack([(k * q[:, :, r, None]).sum(-1) for r in range(repeats)], 2)
         parts.append(seen(on_sinks, there))
@@ -88,17 +88,17 @@ def _attend(given: dict[str, Any], scale: float, softcap: float, key: CodecSpec,
     for part in parts:
         most = torch.maximum(most, part.amax(-1))
     weights = (unit - most.index_select(0, rows.owner).unsqueeze(-1)).exp()
-    pools = _gathered(given["v_pools"], rows.block, rows.slot, value)
+    pools = _gathered(given["value_pools"], rows.block, rows.slot, value)
     by_page = weights.flatten(0, 1).unflatten(-1, (UNIT, size))
-    packed_values = page_values(by_page, pools, built_in(value).quantizer, given["v_points"], None).unflatten(
+    packed_values = page_values(by_page, pools, built_in(value).quantizer, given["value_points"], None).unflatten(
         0, (-1, heads)
     )
     total = torch.where(counted, weights.sum(-1)[rows.units], 0.0).sum(1)
     out = torch.where(counted.unsqueeze(-1), packed_values[rows.units], 0.0).sum(1)
-    if given["v_basis"] is not None:
-        out = out @ given["v_basis"].mT
+    if given["value_basis"] is not None:
+        out = out @ given["value_basis"].mT
     if value.transform.center:
-        mean = given["v_center"].index_select(0, rows.first).float()
+        mean = given["value_center"].index_select(0, rows.first).float()
         out = out + total.unsqueeze(-1) * mean
     for part, v in zip(parts, values, strict=True):
         weights = (part - most.unsqueeze(-1)).exp()
@@ -133,15 +133,16 @@ def _input(name: str, described: tuple | None) -> Input:
     if described is None:
         return Input(name, None)
     shape, stride, dtype, device, dynamic = described
-    example = torch.empty(shape, dtype=dtype, device=device)
-    return Input(name, example if stride is None else torch.empty_strided(shape, stride, dtype=dtype), dynamic)
+    if stride is None:
+        stride = torch.empty(shape, device="meta").stride()
+    return Input(name, torch.empty_strided(shape, stride, dtype=dtype, device=device), dynamic)
 
 
 @Kernel
 def blocks_kernel(described: tuple, scale: float, softcap: float, key: CodecSpec, value: CodecSpec) -> Program:
     """`_attend` for what is `_described`; it takes that by name."""
     names = [name for name, _ in described]
-    pools = {side: sum(name.startswith(f"{side}_pool_") for name in names) for side in ("k", "v")}
+    pools = {side: sum(name.startswith(f"{side}_pool_") for name in names) for side in ("key", "value")}
 
     def attend(*tensors):
         given: dict[str, Any] = dict(zip(names, tensors, strict=True))
@@ -156,19 +157,13 @@ def attend(q: Tensor, rows: Rows, layer: Any) -> Tensor:
     """Attention of `Rows` of queries ``[T, H_q, D]`` over a `kvpass.lowering.blocks.Layer`: ``[B, H_q, D]`` float32."""
     head_dim, device, blocks = q.shape[-1], q.device, layer.blocks
     named: dict[str, Tensor | None] = {"window": layer.window}
-    for side, spec, pools in (("k", layer.key, blocks.key), ("v", layer.value, blocks.value)):
-        full = {"k": "key", "v": "value"}[side]
-        rotation = spec.transform.rotation
+    for side, spec, pools, _ in layer.sides:
+        rotation, points = spec.transform.rotation, spec.quantizer.grid
         named |= {f"{side}_pool_{i}": pool for i, pool in enumerate(pools)}
-        named |= {
-            f"{side}_sinks": blocks.head.get(f"{full}.sinks"),
-            f"{side}_center": blocks.head.get(f"{full}.center"),
-        }
-        named[f"{side}_points"] = grid(spec.quantizer.grid, device) if spec.quantizer.grid else None
+        named |= {f"{side}_{name}": blocks.head.get(f"{side}.{name}") for name in ("sinks", "center")}
+        named[f"{side}_points"] = grid(points, device) if points else None
         named[f"{side}_basis"] = None if rotation is None else basis(head_dim, rotation, device)
-    if q.shape[0] == 1:
-        q = torch.cat([q, q])
-    how = layer.scale, layer.softcap, layer.key.stored_as, layer.value.stored_as
+    q, how = at_least_two(q), (layer.scale, layer.softcap, layer.key.stored_as, layer.value.stored_as)
     kernel = blocks_kernel(_described(q, rows, named), *how)
     (out,) = kernel({"q": q.contiguous(), **named, **rows._asdict()})
     return out

@@ -48,7 +48,8 @@ def refuses_device(dispatch: DispatchKey) -> str | None:
 class AttendConfig:
     """queries: query rows of a tile. rows: rows of packed pages of a tile, each a token of every plane. together:
     planes that share one step of the softmax. exact: exact tokens of a tile. registers: how many a thread may have,
-    where the assembler would rather spill than take them. resident: programs of a multiprocessor, by their registers.
+    where the assembler would rather spill than take them. resident: programs of a multiprocessor, by their registers;
+    None: as if a thread had all it may have.
     """
 
     queries: int
@@ -58,10 +59,7 @@ class AttendConfig:
     warps: int
     stages: int = 2
     registers: int | None = None
-    resident: int = 0
-
-    def __post_init__(self):
-        object.__setattr__(self, "resident", self.resident or max(1, _WARPS // self.warps))
+    resident: int | None = None
 
 
 def attend_config(
@@ -141,5 +139,6 @@ def tiles_of_split(tiles: int, others: int, at_once: int) -> int:
 
 def split_size(rows: int, config: AttendConfig, others: int, device: torch.device) -> int:
     """How many of ``rows`` one split takes, whole tiles, where ``others`` programs run for each split."""
-    at_once = _INTERPRETED_PROGRAMS if INTERPRETED else config.resident * _multiprocessors(device)
+    resident = config.resident or max(1, _WARPS // config.warps)
+    at_once = _INTERPRETED_PROGRAMS if INTERPRETED else resident * _multiprocessors(device)
     return max(1, tiles_of_split(cdiv(rows, config.rows), others, at_once)) * config.rows
