@@ -137,7 +137,7 @@ def _append_layers_(states: _Tensors, length: Tensor, x: _Tensors, spec: str, lo
     run = select(DispatchKey("append_layers_", x[0].device.type, (spec,), head_dim=x[0].shape[-1]), lowering).run
     parsed, each = parse(spec), len(states) // len(x)
     packs = [opened(states[i : i + each], parsed) for i in range(0, len(states), each)]
-    run(packs, length_of(length), x, parsed)
+    run(packs, length_of(length), x, parsed, length)
 
 
 def _decode(
@@ -177,7 +177,7 @@ def _attend(
     run = select(DispatchKey("attend", q.device.type, tuple(coded), few(q.shape[2]), q.shape[3]), lowering).run
     outputs: list[Tensor] = run(
         q, *past, length_of(length), k_new, v_new, mask, causal, scale, softcap, *specs, rotary, sinks, statistic,
-        importance,
+        importance, length,
     )  # fmt: skip
     return outputs
 

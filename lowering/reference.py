@@ -86,8 +86,8 @@ def append_(*args) -> None:
 
 
 @implements("append_layers_", "reference")
-def append_layers_(*args) -> None:
-    append_layers(encode, *args)
+def append_layers_(packs: Sequence[Pack], n: int, xs: Sequence[Tensor], spec: CodecSpec, length=None) -> None:
+    append_layers(encode, packs, n, xs, spec)
 
 
 def causal_mask(queries: int, tokens: int, device: torch.device) -> Tensor:
@@ -138,13 +138,13 @@ def attention_weights(scores: Tensor, mask: Tensor | None, softcap: float, sinks
 @implements("attend", "reference")
 def attend(
     q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None,
-    statistic="", importance=None, decode_fn=decode_predicted,
+    statistic="", importance=None, length=None, decode_fn=decode_predicted,
 ) -> list[Tensor]:  # fmt: skip
     """``key`` and ``value`` are a `Pack` each: decode the past, attend to it and to the present. Or a past ``[B, H_kv,
     n, D]`` that is decoded already.
 
     rotary: (cos, sin, rope) for keys stored before rotary embedding. sinks: logits ``[H_q]`` without values. statistic,
-    importance: see `kvpass.ops`. decode_fn: who decodes pages.
+    importance, length: see `kvpass.ops`. decode_fn: who decodes pages.
     """
     if not n:
         k, v = k_new, v_new

@@ -13,6 +13,7 @@ from transformers import DynamicCache
 import kvpass
 from kvpass.compile.linear import Linear, impossible
 from kvpass.compile.masks import structure
+from kvpass.runtime.whole_masks import WholeMasks, is_known
 from kvpass.schemes import IdentityConfig
 
 from tiny import llama, tokens
@@ -287,3 +288,90 @@ def test_inequalities_that_contradict_each_other_are_found_out():
     assert impossible([x - y - 1, y - x])
     assert impossible([x * 2 - y * 2 - 1, y * 2 - x * 2 + 1])  # between two integers
     assert not impossible([x - y, y - x])
+
+
+@pytest.fixture
+def on_an_accelerator(monkeypatch):
+    """As if to read a mask were to wait. Counts how often that is done."""
+    reads, read = [], WholeMasks.read
+
+    def counted(mask):
+        reads.append(mask)
+        return read(mask)
+
+    monkeypatch.setattr(WholeMasks, "waits", staticmethod(lambda mask: True))
+    monkeypatch.setattr(WholeMasks, "read", staticmethod(counted))
+    return reads
+
+
+def handed_a_mask(model, monkeypatch) -> list[bool]:
+    """Whether each call from now on is run with a mask."""
+    masked, drop = [], model._kvpass._drop_defaults
+
+    def watched(kwargs, *args):
+        drop(kwargs, *args)
+        masked.append("attention_mask" in kwargs)
+
+    monkeypatch.setattr(model._kvpass, "_drop_defaults", watched)
+    return masked
+
+
+def test_a_mask_of_ones_that_generate_extends_is_read_once_on_an_accelerator(on_an_accelerator, monkeypatch):
+    model = kvpass.apply(llama(), scheme="kivi", lowering="eager")
+    masked = handed_a_mask(model, monkeypatch)
+    model.generate(tokens(2, 40), attention_mask=torch.ones(2, 40, dtype=torch.long), max_new_tokens=6, do_sample=False)
+    assert len(on_an_accelerator) == 1 and masked == [False] * 6
+
+
+def test_a_mask_that_hides_something_stays_on_an_accelerator(on_an_accelerator, monkeypatch):
+    model, ids = kvpass.apply(llama(), scheme="kivi", lowering="eager"), tokens(2, 40)
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[0, :9] = 0
+    expected = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    masked = handed_a_mask(model, monkeypatch)
+    assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False), expected)
+    assert masked == [True] * 6
+
+
+@pytest.mark.parametrize("how", ["another", "written to", "a view written to", "not by generate"])
+def test_a_mask_of_a_step_that_nobody_knows_is_not_dropped_unread(how, on_an_accelerator, monkeypatch):
+    model, ids, cache = kvpass.apply(llama(), scheme="kivi", lowering="eager"), tokens(1, 21), DynamicCache()
+    mask = torch.ones(1, 20, dtype=torch.long)
+    out = model(input_ids=ids[:, :20], attention_mask=mask, past_key_values=cache)
+    assert is_known(mask)
+    masked = handed_a_mask(model, monkeypatch)
+    following = torch.cat([mask, mask.new_ones(1, 1)], 1)
+    if how != "not by generate":
+        following = model._update_model_kwargs_for_generation(out, dict(attention_mask=mask))["attention_mask"]
+        assert is_known(following)
+    if how == "another":
+        following = following.clone()
+    if how != "not by generate":
+        (following[:, :5] if how == "a view written to" else following)[:, 3] = 0
+    logits = model(input_ids=ids[:, 20:], attention_mask=following, past_key_values=cache).logits
+    assert masked == [True] and len(on_an_accelerator) == 1
+    again, cache = kvpass.apply(llama(), scheme="kivi", lowering="eager"), DynamicCache()
+    monkeypatch.setattr(WholeMasks, "waits", staticmethod(lambda mask: False))
+    again(input_ids=ids[:, :20], past_key_values=cache)
+    assert torch.equal(logits, again(input_ids=ids[:, 20:], attention_mask=following, past_key_values=cache).logits)
+
+
+def test_a_model_with_a_way_of_its_own_to_extend_masks_is_left_alone(on_an_accelerator):
+    class Own(type(llama())):
+        def _update_model_kwargs_for_generation(self, outputs, model_kwargs, **others):
+            updated = super()._update_model_kwargs_for_generation(outputs, model_kwargs, **others)
+            updated["attention_mask"][:, 0] = 0
+            return updated
+
+    model = kvpass.apply(Own(llama().config).eval(), scheme="kivi", lowering="eager")
+    mask = torch.ones(1, 30, dtype=torch.long)
+    assert "_update_model_kwargs_for_generation" not in vars(model)
+    model.generate(tokens(1, 30), attention_mask=mask, max_new_tokens=3, do_sample=False)
+    assert kvpass.remove(model) is model
+
+
+def test_remove_gives_back_how_masks_are_extended():
+    model = kvpass.apply(llama(), scheme="kivi", lowering="eager")
+    assert "_update_model_kwargs_for_generation" in vars(model)
+    kvpass.remove(model)
+    assert "_update_model_kwargs_for_generation" not in vars(model)

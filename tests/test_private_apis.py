@@ -212,3 +212,28 @@ def test_what_inductor_compiles_can_be_called_without_what_keeps_dynamo_out():
     assert not hasattr(session.undisabled(compiled), "_torchdynamo_orig_callable")
     with inductor_config.patch({"cpp.vec_isa_ok": False}):
         assert not aot.unprobed()  # what a user has said stays
+
+
+def test_generate_makes_a_masks_successor_by_ones_alone_and_hands_it_over_as_it_is():
+    """`kvpass.runtime.whole_masks` knows of a mask that generate extended what it knew of the one before."""
+    model, seen = llama(layers=1), []
+    forward = model.forward
+
+    def watched(*args, **kwargs):
+        seen.append(kwargs["attention_mask"])
+        return forward(*args, **kwargs)
+
+    model.forward = watched
+    made, method = [], model._update_model_kwargs_for_generation
+    mask = torch.tensor([[0, 1, 1, 0, 1]])
+
+    def update(outputs, model_kwargs, *args, **kwargs):
+        before = model_kwargs["attention_mask"]
+        after = method(outputs, model_kwargs, *args, **kwargs)["attention_mask"]
+        assert torch.equal(after, torch.cat([before, before.new_ones(1, 1)], 1))
+        made.append(after)
+        return model_kwargs
+
+    model._update_model_kwargs_for_generation = update
+    model.generate(tokens(1, 5), attention_mask=mask, max_new_tokens=4, do_sample=False)
+    assert len(seen) == 4 and all(a is b for a, b in zip(seen, [mask, *made], strict=False))

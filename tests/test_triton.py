@@ -15,7 +15,7 @@ from kvpass.codec.affine import params_dtype
 from kvpass.codec.bitpack import num_planes
 from kvpass.codec.codebook import grid_shape, names
 from kvpass.codec.rope import parse_rope
-from kvpass.layout.window import carry, layout
+from kvpass.layout.window import LENGTH_OFFSET, carry, layout
 
 from common import WIDTHS, awkward, coded, dtypes, randn, recoded, seeds, state_of, widths
 
@@ -378,6 +378,36 @@ def test_layers_are_appended_to_together_as_the_reference_does_it(n, new):
         assert all(a.equal(b) for a, b in zip(*states, strict=True))
 
 
+def said(on_the_host: int, on_the_device: int) -> torch.Tensor:
+    """A carrier as a captured launch has it: its shape is that of when it was captured."""
+    return torch.full((1,), on_the_device, device=DEVICE).expand(LENGTH_OFFSET + on_the_host)
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("captured, stored", [(10, 300), (299, 300), (310, 200), (300, 3), (290, 0)])
+def test_attention_is_that_of_the_length_on_the_device_whatever_the_host_said(captured, stored, queries):
+    specs = coded(2, "channel", 16, 16, sinks=3, residual=5), coded(2, "token", 16, 16, sinks=3, residual=21)
+    arguments = attend_arguments(specs, stored, queries=queries, causal=True)
+    for state, spec in zip(arguments[1:3], specs, strict=True):  # a pool has room for what was there at the capture
+        state[:3] = (torch.cat([pool, pool[:, :, :1].expand(-1, -1, 40, -1, -1)], 2) for pool in state[:3])
+    (expected,) = OPS.attend(*arguments, "reference")
+    arguments[3] = said(captured, stored)
+    (got,) = OPS.attend(*arguments, "triton")
+    assert_close(got, expected, TOLERANCE[got.dtype])
+
+
+@pytest.mark.parametrize("layers", [2, 65])
+def test_tokens_are_stored_behind_the_length_on_the_device_whatever_the_host_said(layers):
+    spec, n = coded(2, "channel", 32, 32), 70
+    xs = [randn(i, 1, 2, n + 1, 32).to(DEVICE) for i in range(layers)]
+    stored = []
+    for name, carrier in (("triton", said(40, n)), ("reference", carry(n))):
+        states = [state_of(spec, x[:, :, :n], room=n + 1) for x in xs]
+        stored.append([tensor for state in states for tensor in state.pack])
+        OPS.append_layers_(stored[-1], carrier, [x[:, :, n:] for x in xs], str(spec), name)
+    assert all(a.equal(b) for a, b in zip(*stored, strict=True))
+
+
 def test_tokens_whose_distance_exceeds_32_bits_are_written_to_their_windows():
     """As those of a long prompt in a fused projection. The memory between them is never touched."""
     from kvpass.lowering.triton.append import _write
@@ -416,11 +446,14 @@ class _Recorded:
 
 def test_no_grid_has_more_programs_along_a_dimension_than_there_may_be(monkeypatch):
     """3 million tokens, 72,000 heads of all samples: all of them the same memory, and no kernel runs."""
-    from kvpass.lowering.triton import append
+    from kvpass.lowering.triton import append, codebook
 
-    kernels = {name: _Recorded() for name in ("attend_split", "merge_splits", "sum_attention", "write_windows")}
+    names = ("attend_split", "merge_splits", "sum_attention", "write_windows", "hadamard_runs")
+    kernels = {name: _Recorded() for name in names}
     for name, kernel in kernels.items():
-        monkeypatch.setattr(append if name == "write_windows" else launch, name, kernel)
+        monkeypatch.setattr({"write_windows": append, "hadamard_runs": codebook}.get(name, launch), name, kernel)
+    codebook.hadamard(torch.zeros(1).expand(9000, 8, 1, 16), 0)
+    codebook.hadamard(torch.zeros(1).expand(1, 1, 3_000_000, 16), 0)
     spec = coded(2, "token", 16, 16, residual=16)
     long = torch.zeros(1, 1, 1, 16).expand(1, 1, 3_000_000, 16)
     append._write([torch.zeros(1, 1, spec.retention.ring_size, 16)], 3, [long], spec.retention)

@@ -123,3 +123,9 @@ def test_a_batch_that_does_not_divide_the_device_keeps_most_of_it_busy():
     of_split = configs.tiles_of_split(256, 136, 264)
     splits = configs.cdiv(256, of_split)
     assert 136 * 256 / (configs.cdiv(136 * splits, 264) * 264 * of_split) > 0.85
+
+
+def test_a_grid_serves_a_run_of_lengths_and_no_more_than_an_eighth_too_many():
+    for tiles in range(1, 3000):
+        assert tiles <= configs.bucket(tiles) <= tiles + tiles // 8
+    assert len({configs.bucket(tiles) for tiles in range(1024, 2048)}) <= 9

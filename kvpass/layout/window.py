@@ -33,6 +33,11 @@ def length_of(carrier: Tensor, offset: int = LENGTH_OFFSET) -> int:
     return carrier.shape[0] - offset
 
 
+def on_device(carrier: Tensor | None, n: int, device: torch.device) -> Tensor:
+    """What holds ``n`` there: ``carrier``, unless there is none or it is elsewhere."""
+    return carrier if carrier is not None and carrier.device == device else carry(n, device)
+
+
 def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 

@@ -16,8 +16,11 @@ from ..cache.swap import cache_layers, cross_layers, packed_layers, swap_cross_l
 from ..errors import KVPassError
 from ..models.probe import fresh_cache, some_tokens
 from ..models.recording import put_up_hooks, refuse_what_is_not_recorded
+from kvpass.lowering.table import FEW
+
 from .forward import finish_forward, remember, start_forward
 from .runtime import Runtime
+from .whole_masks import WholeMasks
 
 
 class TransformersRuntime(Runtime):
@@ -29,6 +32,15 @@ class TransformersRuntime(Runtime):
         super().__init__(model, *args, **options)
         self.prefix = "decoder_" if self.has_encoder else ""  # of the decoder's arguments
         self.parameters = list(inspect.signature(self.original).parameters)
+        self.masks = WholeMasks(model)
+
+    def install(self) -> None:
+        super().install()
+        self.masks.install(self.model())
+
+    def uninstall(self) -> None:
+        self.masks.uninstall(self.model())
+        super().uninstall()
 
     def forward(self, *args, **kwargs):
         """The model's forward over a packed cache."""
@@ -56,7 +68,7 @@ class TransformersRuntime(Runtime):
         put_up_hooks(self.model(), kwargs)
         stored, seen = start_forward(layers, batch, new_tokens), layers[0].seen
         with self._one_forward(layers, new_tokens, undo), running(cross_layers(cache), layers[0]):
-            self._set_masks(kwargs, stored + new_tokens, seen + new_tokens)
+            self._set_masks(kwargs, stored + new_tokens, seen + new_tokens, not stored or new_tokens > FEW)
             self._drop_defaults(kwargs, seen, new_tokens)
             run = self._choose(layers[0], new_tokens)
             if not stored and kwargs.get(f"{self.prefix}attention_mask") is None:
@@ -132,11 +144,9 @@ class TransformersRuntime(Runtime):
             finish_forward(layers, 2, succeeded=False)
         return True
 
-    def _set_masks(self, kwargs, total: int, seen: int) -> None:
-        """Cut masks made for a static cache to the tokens there are, and drop a 2-D one that hides nothing.
-
-        Decided at every call; on an accelerator reading the mask would wait for the device, so there it stays. One that
-        is too short stays everywhere: to transformers it hides the newest tokens.
+    def _set_masks(self, kwargs, total: int, seen: int, of_prompt: bool) -> None:
+        """Cut masks made for a static cache to the tokens there are, and drop a 2-D one that is known to hide nothing
+        (`WholeMasks`). One that is too short stays: to transformers it hides the newest tokens.
         """
         name = f"{self.prefix}attention_mask"
         mask = kwargs.get(name)
@@ -146,7 +156,7 @@ class TransformersRuntime(Runtime):
             padding = kwargs.get(own)
             if not isinstance(padding, Tensor) or padding.ndim != 2 or (own == name and padding.shape[1] < seen):
                 continue
-            if padding.device.type == "cpu" and padding.all():
+            if self.masks.hides_nothing(padding, of_prompt):
                 kwargs[own] = None
         if isinstance(mask, dict):  # one for each kind of layer; only full attention is packed
             full = mask.get("full_attention")

@@ -411,13 +411,13 @@ def _run(
 @implements("attend", "inductor", has=_ATTENDED, refuses=_refuses_attend)
 def attend(
     q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None,
-    statistic="", importance=None,
+    statistic="", importance=None, length=None,
 ) -> list[Tensor]:  # fmt: skip
     how = causal, scale, softcap, k_spec, v_spec, rotary, sinks
     if q.shape[2] > 1:
         if not statistic and importance is None and drafts.serves(q, key.ring, n, (k_spec, v_spec)):
             return [drafts.attend(q, key, value, n, k_new, v_new, mask, *how)]
-        return reference.attend(q, key, value, n, k_new, v_new, mask, *how, statistic, importance, decode_all)
+        return reference.attend(q, key, value, n, k_new, v_new, mask, *how, statistic, importance, decode_fn=decode_all)
     if mask is not None and importance is not None and k_spec.retention.evicts:
         mask = with_past(mask, importance, n, q.shape)
     out, *mass = _run(q, key, value, n, k_new, v_new, mask, *how, bool(statistic))

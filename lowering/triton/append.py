@@ -1,6 +1,7 @@
 """Storing tokens: those of a step go to the windows of all layers in one launch."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import triton
@@ -10,6 +11,7 @@ from torch import Tensor
 from kvpass.codec.kept import Pack
 from kvpass.codec.spec import CodecSpec
 from kvpass.layout.retention import Retention
+from kvpass.layout.window import on_device
 
 from ..append import APPENDED, append, append_layers
 from ..table import implements
@@ -17,19 +19,28 @@ from .configs import INTERPRETED, cdiv
 from .encode import ENCODED, encode, refuses
 
 _TOKENS = 16  # of a program
+_LAYERS = 64  # of a launch: pointers are arguments, of which there is room for 4 KB
 
 
-@triton.jit(do_not_specialize=["n", "count"])
+@triton.jit
+def _of_layer(tensors, layer):
+    """One of many pointers."""
+    found = tensors[0].to(tl.int64)
+    for i in tl.static_range(1, len(tensors)):
+        found = tl.where(layer == i, tensors[i].to(tl.int64), found)
+    return found.to(tensors[0].dtype)
+
+
+@triton.jit(do_not_specialize=["xs", "rings", "count"])
 def write_windows(
-    addresses, n, count, x_batch, x_head, x_token, HEADS: tl.constexpr, DIM: tl.constexpr, SINKS: tl.constexpr,
-    WINDOW: tl.constexpr, TOKENS: tl.constexpr, DTYPE: tl.constexpr,
+    xs, rings, length, count, x_batch, x_head, x_token, HEADS: tl.constexpr, DIM: tl.constexpr, SINKS: tl.constexpr,
+    WINDOW: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: runs of tokens of all heads of all samples, layers. ``addresses`` are those of each layer's ``count`` new
-    tokens and of its ring. Tokens whose slot is taken again are left out."""
-    runs = tl.cdiv(count, TOKENS)
+    """Grid: runs of tokens of all heads of all samples, layers. ``xs`` are each layer's ``count`` new tokens, to be
+    stored behind as many as ``length`` says, and ``rings`` where to. Tokens whose slot is taken again are left out."""
+    runs, n = tl.cdiv(count, TOKENS), tl.load(length)
     layer, lead = tl.program_id(1), (tl.program_id(0) // runs).to(tl.int64)
-    x = tl.load(addresses + 2 * layer).to(tl.pointer_type(DTYPE))
-    ring = tl.load(addresses + 2 * layer + 1).to(tl.pointer_type(DTYPE)) + lead * (SINKS + WINDOW) * DIM
+    x, ring = _of_layer(xs, layer), _of_layer(rings, layer) + lead * (SINKS + WINDOW) * DIM
     new = (tl.program_id(0) % runs).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)  # times a stride it may exceed 32 bits
     channel = tl.arange(0, triton.next_power_of_2(DIM))
     token = n + new
@@ -40,28 +51,27 @@ def write_windows(
     tl.store(ring + slot[:, None] * DIM + channel[None, :], tl.load(x + at, mask=there), mask=there)
 
 
-def _write(rings: Sequence[Tensor], n: int, xs: Sequence[Tensor], retention: Retention) -> None:
-    """Store tokens ``[B, H, S, D]`` of layers in their rings, from slot to slot as `kvpass.layout.window.Recent`."""
+def _write(
+    rings: Sequence[Tensor], n: int, xs: Sequence[Tensor], retention: Retention, length: Tensor | None = None
+) -> None:
+    """Store tokens ``[B, H, S, D]`` of layers in their rings, from slot to slot as `kvpass.layout.window.Recent`. How
+    many are there is read from ``length``, and pointers are arguments: nothing is copied from the host, so that a graph
+    that captured the launch is right at other lengths."""
     alike: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
     for ring, x in zip(rings, xs, strict=True):
         x = x.to(ring.dtype)
         x = x if x.stride(-1) == 1 else x.contiguous()
         alike.setdefault((x.shape, x.stride(), x.dtype), []).append((x, ring))
-    device = xs[0].device
-    pinned = device.type == "cuda"  # so that the host does not wait
-    for ((batch, heads, count, head_dim), strides, dtype), layers in alike.items():
-        addresses = torch.tensor([(x.data_ptr(), ring.data_ptr()) for x, ring in layers], pin_memory=pinned)
+    length = on_device(length, n, xs[0].device)
+    for ((batch, heads, count, head_dim), strides, _), layers in alike.items():
         tokens = min(_TOKENS, triton.next_power_of_2(count))
-        grid = batch * heads * cdiv(count, tokens), len(layers)
         with torch.cuda.device_of(xs[0]):
-            write_windows[grid](
-                addresses.to(device, non_blocking=True), n, count, *strides[:3], heads, head_dim,
-                retention.sinks, retention.ring_size, tokens, _DTYPES[dtype],
-                enable_fp_fusion=False,
-            )  # fmt: skip
-
-
-_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+            for first in range(0, len(layers), _LAYERS):
+                new, into = zip(*layers[first : first + _LAYERS], strict=True)
+                write_windows[batch * heads * cdiv(count, tokens), len(new)](
+                    new, into, length, count, *strides[:3], heads, head_dim, retention.sinks, retention.ring_size,
+                    tokens, enable_fp_fusion=False,
+                )  # fmt: skip
 
 
 @implements("append_", "triton", has=(ENCODED | APPENDED,), refuses=refuses, by_name_only=INTERPRETED)
@@ -70,5 +80,5 @@ def append_(*args) -> None:
 
 
 @implements("append_layers_", "triton", has=(ENCODED | {"pre_rope"},), refuses=refuses, by_name_only=INTERPRETED)
-def append_layers_(packs: Sequence[Pack], n: int, xs, spec: CodecSpec) -> None:
-    append_layers(encode, packs, n, xs, spec, _write)
+def append_layers_(packs: Sequence[Pack], n: int, xs, spec: CodecSpec, length: Tensor | None = None) -> None:
+    append_layers(encode, packs, n, xs, spec, partial(_write, length=length))

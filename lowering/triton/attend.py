@@ -26,7 +26,7 @@ from .scores import (
     shifts_of,
     with_present,
 )
-from .unpacking import Pool, channels, form_of, paired_values, paired_words, tokens_of, values, words
+from .unpacking import Pool, channels, form_of, packed_rows, paired_values, paired_words, tokens_of, values, words
 
 
 @triton.jit
@@ -85,23 +85,25 @@ def _over_pages(
 
 @triton.jit(
     do_not_specialize=[
-        "n", "queries", "k_rows", "v_rows", "rows_of_split", "table_batch", "table_row", "mask_batch", "mask_head",
-        "mask_query",
+        "queries", "table_batch", "table_row", "mask_batch", "mask_head", "mask_query",
     ]
 )  # fmt: skip
 def attend_split(
     q, k_codes, k_scale, k_zero, k_ring, v_codes, v_scale, v_zero, v_ring, k_new, v_new, q_packed, shift, k_points,
-    v_points, cos, sin, center, mask, partial, partial_lse, n, queries, scale, k_rows, v_rows, rows_of_split, k_stride,
-    k_params, v_stride, v_params, table_batch, table_row, mask_batch, mask_head, mask_query,
+    v_points, cos, sin, center, mask, partial, partial_lse, length, queries, scale, k_stride, k_params, v_stride,
+    v_params, table_batch, table_row, mask_batch, mask_head, mask_query,
     Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr,
     EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid: KV heads of all samples, of which there may be more than 65,535; splits of the packed tokens and one for
     all others, which is short and comes last; tiles of M query rows.
 
-    Rows are those of `pages`: the first ``v_rows`` are packed in keys and in values, up to ``k_rows`` in keys alone.
-    Keys in pages see the queries ``q_packed``, which are rotated if they are, and ``shift`` is added to their products.
+    How many tokens are stored is read from ``length``, and what follows from it is found here, so that a grid is right
+    for any number of them: the splits share what there is. Of the rows of pages the first ``v_rows`` are packed in keys
+    and in values, up to ``k_rows`` in keys alone. Keys in pages see the queries ``q_packed``, which are rotated if they are, and ``shift`` is added to their products.
     """
+    n = tl.load(length).to(tl.int32)
+    k_rows, v_rows = packed_rows(n, K), packed_rows(n, V)
     group, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1) - 1
     key = Pool(k_codes + group * k_stride, k_scale + group * k_params, k_zero + group * k_params, k_points)
     value = Pool(v_codes + group * v_stride, v_scale + group * v_params, v_zero + group * v_params, v_points)
@@ -121,6 +123,7 @@ def attend_split(
 
     rotated = query_tiles(q_packed, of_all, asked, parts, K.dim, Q)
     if split < splits:
+        rows_of_split = tl.cdiv(tl.cdiv(v_rows, ROWS), splits) * ROWS
         begin = split * rows_of_split
         peak, total, out = _over_pages(
             peak, total, out, rotated, shift, scale, mask, begin, min(begin + rows_of_split, v_rows), v_rows, key,

@@ -81,6 +81,7 @@ def attend_config(
         return AttendConfig(16, rows=32, together=8, exact=32, warps=8)
     tile = 32 if queries > 16 and not masked else 16
     resident = 3 if planes in (1, 4) and tile == 16 and not masked else 2
+    registers = 168 if resident == 3 else registers  # of 65,536, for 3 programs of 4 warps
     return AttendConfig(
         tile, rows=32 if planes == 4 else 64, together=planes, exact=32, warps=4, registers=registers, resident=resident
     )
@@ -137,8 +138,16 @@ def tiles_of_split(tiles: int, others: int, at_once: int) -> int:
     return cdiv(tiles, min(range(1, most + 1), key=duration))
 
 
-def split_size(rows: int, config: AttendConfig, others: int, device: torch.device) -> int:
-    """How many of ``rows`` one split takes, whole tiles, where ``others`` programs run for each split."""
+def bucket(tiles: int) -> int:
+    """``tiles``, or up to an eighth more: a grid serves all of a bucket, and need not be another for each token."""
+    step = 1 << max(0, tiles.bit_length() - 4)
+    return cdiv(tiles, step) * step
+
+
+def splits_of(rows: int, config: AttendConfig, others: int, device: torch.device) -> int:
+    """How many splits share ``rows``, the same for all of a `bucket`, where ``others`` programs run for each. One at
+    least, so that a grid is right whatever is packed by the time it runs."""
     resident = config.resident or max(1, _WARPS // config.warps)
     at_once = _INTERPRETED_PROGRAMS if INTERPRETED else resident * _multiprocessors(device)
-    return max(1, tiles_of_split(cdiv(rows, config.rows), others, at_once)) * config.rows
+    tiles = max(1, bucket(cdiv(rows, config.rows)))
+    return cdiv(tiles, tiles_of_split(tiles, others, at_once))

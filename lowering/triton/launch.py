@@ -14,6 +14,7 @@ from kvpass.codec.rope import parse_rope
 from kvpass.codec.spec import CodecSpec, parse
 from kvpass.errors import KVPassError
 from kvpass.layout.pool import whole
+from kvpass.layout.window import on_device
 
 from ..append import not_padding
 from ..reference import with_past
@@ -29,7 +30,7 @@ from .configs import (
     cdiv,
     power_of_two,
     refuses_device,
-    split_size,
+    splits_of,
 )
 from .scores import Rules
 from .unpacking import Layout
@@ -69,7 +70,7 @@ def _layout(spec: CodecSpec, planes: int, head_dim: int, rope: str = "") -> Layo
     codes, retention = spec.quantizer, spec.retention
     return Layout(
         codes.bits, codes.dim, codes.per == "channel", codes.group_size, retention.page_size, planes, retention.sinks,
-        retention.ring_size, head_dim, *(parse_rope(rope) if rope else ()),
+        retention.residual, retention.ring_size, head_dim, *(parse_rope(rope) if rope else ()),
     )  # fmt: skip
 
 
@@ -91,12 +92,14 @@ def _compiled_for(
 
 @dataclass
 class _Launch:
-    """One call of the op, as both kernels that score keys take it."""
+    """One call of the op, as both kernels that score keys take it: ``n`` tokens are stored, as ``length`` says on the
+    device."""
 
     q: Tensor
     key: tuple[Tensor, ...]
     k_new: Tensor
     n: int
+    length: Tensor
     mask: Tensor | None
     causal: bool
     scale: float
@@ -170,18 +173,15 @@ class _Launch:
     def attend(self, value: tuple[Tensor, ...], v_new: Tensor, sinks: Tensor | None, lse: Tensor | None) -> Tensor:
         """Attention's output; ``lse`` takes the log-sum-exp of each query row."""
         q, config, device = self.q, self.config, self.q.device
-        k_rows, v_rows = self.packed_rows
         tiles = cdiv(self.rows, config.queries)
-        rows_of_split = split_size(v_rows, config, self.batch * self.groups * tiles, device)
-        splits = cdiv(v_rows, rows_of_split) + 1
+        splits = splits_of(self.packed_rows[1], config, self.batch * self.groups * tiles, device) + 1
         partial = q.new_empty((self.batch * self.groups, splits, self.rows, self.head_dim), dtype=torch.float32)
         partial_lse, out, (K, V) = partial.new_empty(partial.shape[:3]), torch.empty_like(q), self.layouts
         with torch.cuda.device_of(q):
             attend_split[self.batch * self.groups, splits, tiles](
                 q, *self.key, *value, self.k_new, v_new.contiguous(), self.packed_queries, self.shift,
-                *map(self.points, self.specs), *self.rotary_tables, self.mask, partial, partial_lse, self.n,
-                self.queries, self.scale, k_rows, v_rows, rows_of_split, self.key[0].stride(1),
-                self.key[1].stride(1), value[0].stride(1), value[1].stride(1), *self.strides, self.rules, K, V,
+                *map(self.points, self.specs), *self.rotary_tables, self.mask, partial, partial_lse,
+                self.length, self.queries, self.scale, self.key[0].stride(1), self.key[1].stride(1), value[0].stride(1), value[1].stride(1), *self.strides, self.rules, K, V,
                 config.rows, config.together, config.exact, config.stages, num_warps=config.warps,
                 maxnreg=config.registers, enable_fp_fusion=True,
             )  # fmt: skip
@@ -221,7 +221,7 @@ def _count(lse: Tensor, mask: Tensor | None, statistic: str) -> None:
 @implements("attend", "triton", has=_ATTENDED, refuses=_refuses, by_name_only=INTERPRETED)
 def attend(
     q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None,
-    statistic="", importance=None,
+    statistic="", importance=None, length=None,
 ) -> list[Tensor]:  # fmt: skip
     if mask is not None and importance is not None and k_spec.retention.evicts:
         mask = with_past(mask, importance, n, q.shape)
@@ -230,7 +230,8 @@ def attend(
         for pack, spec in ((key, k_spec), (value, v_spec))
     )
     center, key, value = key.center, *past
-    launch = _Launch(q, key, k_new, n, mask, causal, scale, softcap, (k_spec, v_spec), rotary, center)
+    length = on_device(length, n, q.device)
+    launch = _Launch(q, key, k_new, n, length, mask, causal, scale, softcap, (k_spec, v_spec), rotary, center)
     if not statistic:
         return [launch.attend(value, v_new, sinks, None)]
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)

@@ -20,8 +20,8 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 class Layout(NamedTuple):
     """What a kernel knows of a packed tensor when it is compiled: its spec, and how pages are walked over.
 
-    code: values of a code. planes: tokens of a row, as many as keys and values can be unpacked in together. pairs,
-    interleaved: the rotation (`kvpass.codec.rope`) of tokens as they are read; no pairs, none.
+    code: values of a code. planes: tokens of a row, as many as keys and values can be unpacked in together. residual:
+    tokens behind the pages at least; window: slots for them. pairs, interleaved: the rotation (`kvpass.codec.rope`) of tokens as they are read; no pairs, none.
     """
 
     bits: int
@@ -31,6 +31,7 @@ class Layout(NamedTuple):
     page: int
     planes: int
     sinks: int
+    residual: int
     window: int
     dim: int
     pairs: int = 0
@@ -66,6 +67,13 @@ def channels(L: tl.constexpr, CODE: tl.constexpr):
 def _places(layout):
     """Which power of two the rows of a page are: they are counted by shifts, not by signed divisions."""
     return (layout.page // layout.planes).bit_length() - 1
+
+
+@triton.jit
+def packed_rows(n, L: tl.constexpr):
+    """How many rows of pages there are once ``n`` tokens are stored (`Retention.packed`)."""
+    pages = tl.maximum(n - L.sinks - L.residual, 0) >> (L.page.bit_length() - 1)
+    return pages * (L.page // L.planes)
 
 
 @triton.jit
