@@ -388,7 +388,7 @@ def said(on_the_host: int, on_the_device: int) -> torch.Tensor:
 def test_attention_is_that_of_the_length_on_the_device_whatever_the_host_said(captured, stored, queries):
     specs = coded(2, "channel", 16, 16, sinks=3, residual=5), coded(2, "token", 16, 16, sinks=3, residual=21)
     arguments = attend_arguments(specs, stored, queries=queries, causal=True)
-    for state, spec in zip(arguments[1:3], specs, strict=True):  # a pool has room for what was there at the capture
+    for state in arguments[1:3]:  # a pool has room for what was there at the capture
         state[:3] = (torch.cat([pool, pool[:, :, :1].expand(-1, -1, 40, -1, -1)], 2) for pool in state[:3])
     (expected,) = OPS.attend(*arguments, "reference")
     arguments[3] = said(captured, stored)

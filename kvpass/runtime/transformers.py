@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
+from kvpass.lowering.table import FEW
+
 from ..cache.cross import running
 from ..cache.layer import PackedLayer
 from ..cache.query_capture import QueryCapture
@@ -16,8 +18,6 @@ from ..cache.swap import cache_layers, cross_layers, packed_layers, swap_cross_l
 from ..errors import KVPassError
 from ..models.probe import fresh_cache, some_tokens
 from ..models.recording import put_up_hooks, refuse_what_is_not_recorded
-from kvpass.lowering.table import FEW
-
 from .forward import finish_forward, remember, start_forward
 from .runtime import Runtime
 from .whole_masks import WholeMasks

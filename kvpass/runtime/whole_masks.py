@@ -1,7 +1,8 @@
 """Padding masks that hide nothing: read where that costs nothing, and on accelerators once, at the prompt.
 
-To read a mask there is to wait for the device, and ``generate`` makes a new one for every token: the last one with ones
-behind it. That is seen as it happens (the only place that relies on that method of transformers'; see
+To read a mask there is to wait for the device. One that stays the same, as an encoder's, need be read once. But
+``generate`` makes a new one for every token, the last one with ones behind it, unless its version of transformers drops
+a mask of ones before the first. That is seen as it happens (the only place that relies on that method of transformers'; see
 ``tests/test_private_apis.py``), so of a mask that hid nothing the next is known to hide nothing either. Any other mask,
 and one that was written to, is not known, and stays.
 """
@@ -48,9 +49,8 @@ class WholeMasks:
 
     def hides_nothing(self, mask: Tensor, of_prompt: bool) -> bool:
         """Whether ``mask``, 2-D, is known to hide nothing. It is read unless that would make a step wait."""
-        if self.waits(mask):
-            if is_known(mask) or not of_prompt:
-                return is_known(mask)
+        if self.waits(mask) and (is_known(mask) or not of_prompt):
+            return is_known(mask)
         whole = self.read(mask)
         if whole:
             _note(mask)

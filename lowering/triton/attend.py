@@ -100,7 +100,8 @@ def attend_split(
 
     How many tokens are stored is read from ``length``, and what follows from it is found here, so that a grid is right
     for any number of them: the splits share what there is. Of the rows of pages the first ``v_rows`` are packed in keys
-    and in values, up to ``k_rows`` in keys alone. Keys in pages see the queries ``q_packed``, which are rotated if they are, and ``shift`` is added to their products.
+    and in values, up to ``k_rows`` in keys alone. Keys in pages see the queries ``q_packed``, which are rotated if they
+    are, and ``shift`` is added to their products.
     """
     n = tl.load(length).to(tl.int32)
     k_rows, v_rows = packed_rows(n, K), packed_rows(n, V)

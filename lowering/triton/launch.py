@@ -180,10 +180,10 @@ class _Launch:
         with torch.cuda.device_of(q):
             attend_split[self.batch * self.groups, splits, tiles](
                 q, *self.key, *value, self.k_new, v_new.contiguous(), self.packed_queries, self.shift,
-                *map(self.points, self.specs), *self.rotary_tables, self.mask, partial, partial_lse,
-                self.length, self.queries, self.scale, self.key[0].stride(1), self.key[1].stride(1), value[0].stride(1), value[1].stride(1), *self.strides, self.rules, K, V,
-                config.rows, config.together, config.exact, config.stages, num_warps=config.warps,
-                maxnreg=config.registers, enable_fp_fusion=True,
+                *map(self.points, self.specs), *self.rotary_tables, self.mask, partial, partial_lse, self.length,
+                self.queries, self.scale, self.key[0].stride(1), self.key[1].stride(1), value[0].stride(1),
+                value[1].stride(1), *self.strides, self.rules, K, V, config.rows, config.together, config.exact,
+                config.stages, num_warps=config.warps, maxnreg=config.registers, enable_fp_fusion=True,
             )  # fmt: skip
             if (rotation := self.specs[1].transform.rotation) is not None:
                 partial[:, :-1] = partial[:, :-1] @ basis(self.head_dim, rotation, device).mT

@@ -21,7 +21,8 @@ class Layout(NamedTuple):
     """What a kernel knows of a packed tensor when it is compiled: its spec, and how pages are walked over.
 
     code: values of a code. planes: tokens of a row, as many as keys and values can be unpacked in together. residual:
-    tokens behind the pages at least; window: slots for them. pairs, interleaved: the rotation (`kvpass.codec.rope`) of tokens as they are read; no pairs, none.
+    tokens behind the pages at least; window: slots for them. pairs, interleaved: the rotation (`kvpass.codec.rope`) of
+    tokens as they are read; no pairs, none.
     """
 
     bits: int
