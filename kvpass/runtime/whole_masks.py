@@ -2,9 +2,9 @@
 
 To read a mask there is to wait for the device. One that stays the same, as an encoder's, need be read once. But
 ``generate`` makes a new one for every token, the last one with ones behind it, unless its version of transformers drops
-a mask of ones before the first. That is seen as it happens (the only place that relies on that method of transformers'; see
-``tests/test_private_apis.py``), so of a mask that hid nothing the next is known to hide nothing either. Any other mask,
-and one that was written to, is not known, and stays.
+a mask of ones before the first. That is seen as it happens, so of a mask that hid nothing the next is known to hide
+nothing either; ``tests/test_private_apis.py`` has what is relied on. Any other mask, and one that was written to, is
+not known, and stays.
 """
 
 from __future__ import annotations
