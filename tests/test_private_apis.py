@@ -20,7 +20,7 @@ from kvpass.cache.state import KVState
 from kvpass.compile import appends, find, normalise
 from kvpass.compile.backend import Backend
 from kvpass.compile.calls import APPEND
-from kvpass.lowering import session
+from kvpass.lowering import flash, session
 from kvpass.lowering.inductor import aot
 from kvpass.lowering.inductor.aot import Input, Program, compile_ahead
 from kvpass.models import recording
@@ -212,3 +212,16 @@ def test_what_inductor_compiles_can_be_called_without_what_keeps_dynamo_out():
     assert not hasattr(session.undisabled(compiled), "_torchdynamo_orig_callable")
     with inductor_config.patch({"cpp.vec_isa_ok": False}):
         assert not aot.unprobed()  # what a user has said stays
+
+
+def test_parts_of_a_context_add_up_to_attention():
+    """`kvpass.lowering.flash`: _scaled_dot_product_flash_attention_for_cpu returns the logarithm of the weights' sum."""
+    q, (k, v) = torch.randn(2, 6, 5, 16), (torch.randn(2, 3, 40, 16) for _ in range(2))
+    seen = torch.arange(12) <= torch.arange(5)[:, None]  # of the last tokens
+    seen = seen.expand(2, -1, -1).clone()
+    seen[:, 0] = False  # a row that sees none of them
+    parts = (flash.attend(q, k[:, :, :28], v[:, :, :28], None, 0.3), flash.attend(q, k[:, :, 28:], v[:, :, 28:], seen, 0.3))
+    outs, sums = (torch.stack(found) for found in zip(*parts, strict=True))
+    mask = torch.cat([torch.ones(2, 5, 28, dtype=torch.bool), seen], -1)[:, None]
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close((outs * sums.softmax(0)).sum(0), expected)

@@ -17,7 +17,7 @@ from kvpass.codec.spec import CodecSpec
 from kvpass.layout.batch import Rows, at_least_two
 
 from .aot import Input, Kernel, Program
-from .attend import OPTIONS, page_scores, page_values
+from .attend import OPTIONS, page_values, plane_scores
 from .pages import WIDTHS, one_level
 
 UNIT = 4
@@ -48,53 +48,54 @@ def _attend(given: dict[str, Any], scale: float, softcap: float, key: CodecSpec,
     turned = q if given["key_basis"] is None else q @ given["key_basis"]
 
     def on_pages(of_rows: Tensor, block: Tensor, slot: Tensor) -> Tensor:
-        """``[A, H, R, C * P]``, of queries ``[A, H, R, D]`` with pages ``[A, C]``."""
+        """``[A, H, C, R, P]``, of queries ``[A, H, R, D]`` with pages ``[A, C]``: in the order of their planes."""
         pools, count = _gathered(given["key_pools"], block, slot, key), block.shape[1]
         tokens = torch.arange(count * size, device=device).view(count, size)
         spec = built_in(key).quantizer
-        found = page_scores(
+        found = plane_scores(
             of_rows.flatten(0, 1), pools, tokens, lambda _: None, "", spec, given["key_points"], None, None
         )
-        return found.unflatten(0, (-1, heads))
+        by_page = torch.cat([one for of_head in found for one in of_head], -1)
+        return by_page.view(-1, heads, count, repeats, size)
 
     def seen(scores: Tensor, counts: Tensor) -> Tensor:
         scores = torch.tanh(scores / softcap) * softcap if softcap else scores
-        return torch.where(counts[:, None, None], scores, -torch.inf)
+        return torch.where(counts, scores, -torch.inf)
 
     unit = on_pages(turned.index_select(0, rows.owner), rows.block, rows.slot)
-    half = on_pages(turned, rows.half_block, rows.half_slot)
+    half = on_pages(turned, rows.half_block, rows.half_slot).transpose(2, 3).flatten(3)
     if key.transform.center:
         mean = (q * given["key_center"].index_select(0, rows.first).float()).sum(-1, keepdim=True)
-        unit, half = unit + mean.index_select(0, rows.owner), half + mean
-    unit = seen(unit, torch.arange(UNIT * size, device=device) < rows.pages[:, None] * size)
-    exact = window[rows.tail_block, :, rows.tail_place].transpose(1, 2).float()  # [B, H, E, 2 * D]
+        unit, half = unit + mean.index_select(0, rows.owner).unsqueeze(2), half + mean
+    unit = seen(unit, (torch.arange(UNIT, device=device) < rows.pages[:, None])[:, None, :, None, None])
+    exact = window[rows.tail_block, :, rows.tail_place].permute(1, 2, 0, 3).float()  # [B, H, E, 2 * D]
     tail = torch.stack([(exact[..., :dim] * q[:, :, r, None]).sum(-1) for r in range(repeats)], 2)
     index = torch.arange(tail.shape[-1], device=device)
     if half.shape[-1] < tail.shape[-1]:
         half = torch.nn.functional.pad(half, (0, tail.shape[-1] - half.shape[-1]))
     packed = index < rows.half[:, None] * size
     tail = torch.where(packed[:, None, None], half[..., : tail.shape[-1]], tail)
-    tail = seen(tail, index < rows.tail[:, None])
+    tail = seen(tail, (index < rows.tail[:, None])[:, None, None])
     parts, values = [tail], [exact[..., dim:]]
     if sinks:
         k, v = (given[f"{side}_sinks"].index_select(0, rows.first).float() for side in ("key", "value"))
         there = torch.arange(sinks, device=device) < rows.length[:, None]
         on_sinks = torch.stack([(k * q[:, :, r, None]).sum(-1) for r in range(repeats)], 2)
-        parts.append(seen(on_sinks, there))
+        parts.append(seen(on_sinks, there[:, None, None]))
         values.append(torch.where(there[:, None, :, None], v, 0.0))
-    of_unit = unit.amax(-1)
-    counted = (torch.arange(rows.units.shape[1], device=device) < rows.counts[:, None])[:, :, None, None]
-    most = torch.where(counted, of_unit[rows.units], -torch.inf).amax(1)
+    of_unit = unit.amax((2, 4))
+    counted = (torch.arange(rows.units.shape[0], device=device)[:, None] < rows.counts)[:, :, None, None]
+    most = torch.where(counted, of_unit[rows.units], -torch.inf).amax(0)
     for part in parts:
         most = torch.maximum(most, part.amax(-1))
-    weights = (unit - most.index_select(0, rows.owner).unsqueeze(-1)).exp()
+    weights = (unit - most.index_select(0, rows.owner)[:, :, None, :, None]).exp()
     pools = _gathered(given["value_pools"], rows.block, rows.slot, value)
-    by_page = weights.flatten(0, 1).unflatten(-1, (UNIT, size))
+    by_page = weights.flatten(0, 1).transpose(1, 2)  # [M * H, R, G, P]
     packed_values = page_values(by_page, pools, built_in(value).quantizer, given["value_points"], None).unflatten(
         0, (-1, heads)
     )
-    total = torch.where(counted, weights.sum(-1)[rows.units], 0.0).sum(1)
-    out = torch.where(counted.unsqueeze(-1), packed_values[rows.units], 0.0).sum(1)
+    total = torch.where(counted, weights.sum((2, 4))[rows.units], 0.0).sum(0)
+    out = torch.where(counted.unsqueeze(-1), packed_values[rows.units], 0.0).sum(0)
     if given["value_basis"] is not None:
         out = out @ given["value_basis"].mT
     if value.transform.center:
@@ -111,21 +112,21 @@ def _described(q: Tensor, rows: Rows, named: dict[str, Tensor | None]) -> tuple:
     """Name, shape, strides, dtype, device and dims that vary of all that `_attend` takes, with sizes to trace with;
     None of what is not there."""
 
-    def like(tensor: Tensor | None, first: int | None, second: int | None = None) -> tuple | None:
+    def like(tensor: Tensor | None, *sizes: int | None) -> tuple | None:
+        """``sizes`` in the place of the first dims that vary; None for one that does not."""
         if tensor is None:
             return None
-        sizes = first or tensor.shape[0], *(() if tensor.ndim < 2 else (second or tensor.shape[1],))
-        shape = (*sizes, *tensor.shape[2:])
-        stride = tensor.stride() if first in (_BLOCKS, _WINDOWS) else None
-        return shape, stride, tensor.dtype, tensor.device, tuple(d for d, size in enumerate((first, second)) if size)
+        shape = *(size or own for size, own in zip(sizes, tensor.shape, strict=False)), *tensor.shape[len(sizes) :]
+        stride = tensor.stride() if sizes[:1] in ((_BLOCKS,), (_WINDOWS,)) else None
+        return shape, stride, tensor.dtype, tensor.device, tuple(d for d, size in enumerate(sizes) if size)
 
-    of_units = {"block", "slot", "owner", "pages"}
+    varying = dict.fromkeys(("block", "slot", "owner", "pages"), (_UNITS,)) | {"units": (_MOST, _ROWS)}
+    varying |= dict.fromkeys(("tail_block", "tail_place"), (None, _ROWS))
     found = [("q", like(q, _TOKENS))]
-    for name, tensor in rows._asdict().items():
-        found.append((name, like(tensor, _UNITS if name in of_units else _ROWS, _MOST if name == "units" else None)))
+    found += [(name, like(tensor, *varying.get(name, (_ROWS,)))) for name, tensor in rows._asdict().items()]
     for name, tensor in named.items():
         fixed, windows = name.endswith(("points", "basis")), name == "window"
-        found.append((name, like(tensor, None if fixed else _WINDOWS if windows else _BLOCKS)))
+        found.append((name, like(tensor, *(() if fixed else (_WINDOWS if windows else _BLOCKS,)))))
     return tuple(found)
 
 
