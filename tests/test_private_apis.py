@@ -220,7 +220,10 @@ def test_parts_of_a_context_add_up_to_attention():
     seen = torch.arange(12) <= torch.arange(5)[:, None]  # of the last tokens
     seen = seen.expand(2, -1, -1).clone()
     seen[:, 0] = False  # a row that sees none of them
-    parts = (flash.attend(q, k[:, :, :28], v[:, :, :28], None, 0.3), flash.attend(q, k[:, :, 28:], v[:, :, 28:], seen, 0.3))
+    parts = (
+        flash.attend(q, k[:, :, :28], v[:, :, :28], None, 0.3),
+        flash.attend(q, k[:, :, 28:], v[:, :, 28:], seen, 0.3),
+    )
     outs, sums = (torch.stack(found) for found in zip(*parts, strict=True))
     mask = torch.cat([torch.ones(2, 5, 28, dtype=torch.bool), seen], -1)[:, None]
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=0.3, enable_gqa=True)

@@ -175,7 +175,9 @@ def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rop
     return (out, weights.sum(1)) if mass else (out,)
 
 
-def plane_scores(q, pools, tokens, tables, rope: str, quantizer: Quantizer, points, basis, center) -> list[list[Tensor]]:
+def plane_scores(
+    q, pools, tokens, tables, rope: str, quantizer: Quantizer, points, basis, center
+) -> list[list[Tensor]]:
     """``q`` ``[BH, R, D]`` with the keys of ``tokens`` ``[N, P]`` in pages: of each query head and plane, ``[BH, N, T]``.
 
     tables: token ids -> rotary tables. basis: the rotation of the keys, which the queries take instead of them. center:
