@@ -48,8 +48,8 @@ def codecs_for(spec: CodecSpec, device: torch.device, head_dim: int, lowering: s
 class Layer(NamedTuple):
     """What attention over one layer needs besides a batch.
 
-    window: ``[blocks, H, tokens, 2 * D]``, keys and values. codecs: of keys and of values. softcap: 0 for none. fused:
-        whether single tokens of requests are attended to by `kvpass.lowering.inductor.blocks`.
+    window: ``[blocks, H, tokens, 2 * D]``, keys and values. codecs: of keys and of values. softcap: 0 for none.
+    kernel: what attends to single tokens of requests, if there is one (`with_kernel`).
     """
 
     blocks: Blocks
@@ -59,7 +59,7 @@ class Layer(NamedTuple):
     codecs: tuple[Codecs, Codecs]
     scale: float
     softcap: float = 0.0
-    fused: bool = False
+    kernel: fused.Attention | None = None
 
     @property
     def sides(self) -> tuple[tuple[str, CodecSpec, tuple[Tensor, ...], Codecs], ...]:
@@ -74,6 +74,12 @@ class Layer(NamedTuple):
         return self.window[block, :, place]
 
 
+def with_kernel(layer: Layer) -> Layer:
+    """``layer`` with the kernel that serves it, if one does."""
+    served = layer.window.device.type == "cpu" and fused.serves(layer.key, layer.value)
+    return layer._replace(kernel=fused.Attention(layer)) if served else layer
+
+
 def warm(layer: Layer, q_heads: int) -> None:
     """Run everything once that may be compiled, on blocks as they are, which are not written to."""
     (_, heads, _, width), size, device = layer.window.shape, layer.key.page_size, layer.window.device
@@ -86,7 +92,7 @@ def warm(layer: Layer, q_heads: int) -> None:
     first = pages.blocks[:, 0]
     for side, spec, _, codecs in layer.sides:
         codecs.encode(x, layer.blocks.fitted(side, codec_of(spec).fitted, first), spec)
-    for each in (layer, layer._replace(fused=False)):
+    for each in (layer, layer._replace(kernel=None)):
         attend(Batch(start, past, past + 1, pages, window, 0), each, q, torch.empty_like(q))
 
 
@@ -145,9 +151,9 @@ class _Piece(NamedTuple):
 def attend(batch: Batch, layer: Layer, q: Tensor, out: Tensor) -> None:
     """Attention of all new tokens ``q`` ``[T, H_q, D]``, behind `store`, into ``out`` of that shape."""
     for tiles in batch.tiles:
-        if layer.fused and tiles.rows.shape[1] == 1:
+        if layer.kernel is not None and tiles.rows.shape[1] == 1:
             rows = batch.rows(tiles, layer.key.retention, layer.value.retention, fused.UNIT)
-            out[rows.row] = fused.attend(q, rows, layer).to(out.dtype)
+            out[rows.row] = layer.kernel(q, rows).to(out.dtype)
             continue
         found = _attend(batch, tiles, layer, q)
         valid = tiles.valid
@@ -189,7 +195,7 @@ def _flash_on_piece(rows: Tensor, piece: _Piece, layer: Layer) -> tuple[Tensor, 
 
 
 def _joined(pieces: Iterator[_Piece]) -> Iterator[_Piece]:
-    """``pieces``, small ones of the same tiles as one. Large ones stay apart: all of them is seen, and no mask needed."""
+    """``pieces``, small ones of the same tiles as one. Large ones stay apart: all is seen of them, without a mask."""
     last = next(pieces)
     for piece in pieces:
         alike = len(last.tiles) == len(piece.tiles) and bool((last.tiles == piece.tiles).all())

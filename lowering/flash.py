@@ -1,4 +1,4 @@
-"""Attention over a part of a context on a CPU, with what parts are added up by. The only file that knows torch's private
+"""Attention over a part of a context on a CPU, and what parts are added up by. The only file that knows torch's private
 operator for it; see ``tests/test_private_apis.py``."""
 
 import torch

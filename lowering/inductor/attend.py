@@ -178,7 +178,7 @@ def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rop
 def plane_scores(
     q, pools, tokens, tables, rope: str, quantizer: Quantizer, points, basis, center
 ) -> list[list[Tensor]]:
-    """``q`` ``[BH, R, D]`` with the keys of ``tokens`` ``[N, P]`` in pages: of each query head and plane, ``[BH, N, T]``.
+    """``q`` ``[BH, R, D]`` with the keys of ``tokens`` ``[N, P]`` in pages: ``[BH, N, T]`` by query head and plane.
 
     tables: token ids -> rotary tables. basis: the rotation of the keys, which the queries take instead of them. center:
     the mean that was subtracted from keys before rotary embedding.

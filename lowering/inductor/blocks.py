@@ -5,14 +5,17 @@ Pages are looked up in the table of blocks as they are read, and never copied; q
 a long context is shared by all threads and a short one is not padded.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvpass.codec.bitpack import num_planes, unpack_plane_unshifted
 from kvpass.codec.codebook import grid
 from kvpass.codec.hadamard import basis
 from kvpass.codec.kept import built_in
+from kvpass.codec.quantizer import Quantizer
 from kvpass.codec.spec import CodecSpec
 from kvpass.layout.batch import Rows, at_least_two
 
@@ -38,6 +41,21 @@ def _gathered(pools, block: Tensor, slot: Tensor, spec: CodecSpec) -> list[Tenso
     return one_level([pool[block, :, slot].transpose(1, 2).flatten(0, 1) for pool in pools], spec)
 
 
+def _scores_by_channel(q: Tensor, pools, quantizer: Quantizer) -> Tensor:
+    """`plane_scores` of pages with a scale for each channel, by page: queries take it, so that codes are multiplied
+    once."""
+    codes, scale, zero_point = pools
+    repeats = range(q.shape[1])
+    turned = torch.stack([q[:, r, None] * scale[:, :, 0].float() for r in repeats], 1)  # computed once
+    zeros = [(q[:, r, None] * zero_point[:, :, 0].float()).sum(-1) for r in repeats]
+    planes = [unpack_plane_unshifted(codes, quantizer.bits, j) for j in range(num_planes(quantizer.bits))]
+    planes = [(plane.float(), unit) for plane, unit in planes]
+    found = [
+        (plane * turned[:, r, :, None]).sum(-1) * unit + zeros[r].unsqueeze(-1) for r in repeats for plane, unit in planes
+    ]
+    return torch.cat(found, -1)
+
+
 def _attend(given: dict[str, Any], scale: float, softcap: float, key: CodecSpec, value: CodecSpec) -> tuple[Tensor]:
     """Queries ``[B, H_q, D]`` of `Rows`: what attention gives, ``[B, H_q, D]`` float32."""
     window, rows = given["window"], Rows(*(given[name] for name in Rows._fields))
@@ -52,10 +70,13 @@ def _attend(given: dict[str, Any], scale: float, softcap: float, key: CodecSpec,
         pools, count = _gathered(given["key_pools"], block, slot, key), block.shape[1]
         tokens = torch.arange(count * size, device=device).view(count, size)
         spec = built_in(key).quantizer
-        found = plane_scores(
-            of_rows.flatten(0, 1), pools, tokens, lambda _: None, "", spec, given["key_points"], None, None
-        )
-        by_page = torch.cat([one for of_head in found for one in of_head], -1)
+        if spec.per == "channel" and not spec.grid and pools[1].shape[-2] == 1:
+            by_page = _scores_by_channel(of_rows.flatten(0, 1), pools, spec)
+        else:
+            found = plane_scores(
+                of_rows.flatten(0, 1), pools, tokens, lambda _: None, "", spec, given["key_points"], None, None
+            )
+            by_page = torch.cat([one for of_head in found for one in of_head], -1)
         return by_page.view(-1, heads, count, repeats, size)
 
     def seen(scores: Tensor, counts: Tensor) -> Tensor:
@@ -154,17 +175,27 @@ def blocks_kernel(described: tuple, scale: float, softcap: float, key: CodecSpec
     return Program(attend, [_input(*one) for one in described], OPTIONS, by_name=True)
 
 
-def attend(q: Tensor, rows: Rows, layer: Any) -> Tensor:
-    """Attention of `Rows` of queries ``[T, H_q, D]`` over a `kvpass.lowering.blocks.Layer`: ``[B, H_q, D]`` float32."""
-    head_dim, device, blocks = q.shape[-1], q.device, layer.blocks
-    named: dict[str, Tensor | None] = {"window": layer.window}
-    for side, spec, pools, _ in layer.sides:
-        rotation, points = spec.transform.rotation, spec.quantizer.grid
-        named |= {f"{side}_pool_{i}": pool for i, pool in enumerate(pools)}
-        named |= {f"{side}_{name}": blocks.head.get(f"{side}.{name}") for name in ("sinks", "center")}
-        named[f"{side}_points"] = grid(points, device) if points else None
-        named[f"{side}_basis"] = None if rotation is None else basis(head_dim, rotation, device)
-    q, how = at_least_two(q), (layer.scale, layer.softcap, layer.key.stored_as, layer.value.stored_as)
-    kernel = blocks_kernel(_described(q, rows, named), *how)
-    (out,) = kernel({"q": q.contiguous(), **named, **rows._asdict()})
-    return out
+class Attention:
+    """Attention of `Rows` over the blocks of one `kvpass.lowering.blocks.Layer`. What is the same in every step is looked
+    up once."""
+
+    def __init__(self, layer: Any) -> None:
+        head_dim, device = layer.window.shape[-1] // 2, layer.window.device
+        self._named: dict[str, Tensor | None] = {"window": layer.window}
+        for side, spec, pools, _ in layer.sides:
+            rotation, points = spec.transform.rotation, spec.quantizer.grid
+            self._named |= {f"{side}_pool_{i}": pool for i, pool in enumerate(pools)}
+            self._named |= {f"{side}_{name}": layer.blocks.head.get(f"{side}.{name}") for name in ("sinks", "center")}
+            self._named[f"{side}_points"] = grid(points, device) if points else None
+            self._named[f"{side}_basis"] = None if rotation is None else basis(head_dim, rotation, device)
+        self._how = layer.scale, layer.softcap, layer.key.stored_as, layer.value.stored_as
+        self._kernels: dict[tuple, Callable] = {}
+
+    def __call__(self, q: Tensor, rows: Rows) -> Tensor:
+        """``q`` ``[T, H_q, D]`` -> ``[B, H_q, D]`` float32."""
+        q = at_least_two(q).contiguous()
+        kind = q.dtype, q.shape[1]
+        if kind not in self._kernels:
+            self._kernels[kind] = blocks_kernel(_described(q, rows, self._named), *self._how)
+        (out,) = self._kernels[kind]({"q": q, **self._named, **rows._asdict()})
+        return out
