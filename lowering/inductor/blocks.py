@@ -111,6 +111,8 @@ def _attend(given: dict[str, Any], scale: float, softcap: float, key: CodecSpec,
         most = torch.maximum(most, part.amax(-1))
     weights = (unit - most.index_select(0, rows.owner)[:, :, None, :, None]).exp()
     pools = _gathered(given["value_pools"], rows.block, rows.slot, value)
+    if not value.quantizer.grid:
+        pools[1:] = torch.stack([one.float() for one in pools[1:]]).unbind()  # made numbers once, not in each run of channels
     by_page = weights.flatten(0, 1).transpose(1, 2)  # [M * H, R, G, P]
     packed_values = page_values(by_page, pools, built_in(value).quantizer, given["value_points"], None).unflatten(
         0, (-1, heads)
