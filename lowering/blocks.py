@@ -169,7 +169,7 @@ def _attend(batch: Batch, tiles: Tiles, layer: Layer, q: Tensor) -> Tensor:
     else:
         on_piece, pieces = _on_piece, _pieces(batch, tiles, layer, q.shape[1])
     for piece in pieces:
-        some = piece.tiles
+        some = piece.tiles if len(piece.tiles) < len(rows) else slice(None)
         out, of_piece = on_piece(rows[some], piece, layer)
         new = torch.logaddexp(logsum[some], of_piece)
         total[some] = total[some] * (logsum[some] - new).exp() + out * (of_piece - new).exp()

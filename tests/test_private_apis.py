@@ -215,7 +215,7 @@ def test_what_inductor_compiles_can_be_called_without_what_keeps_dynamo_out():
 
 
 def test_parts_of_a_context_add_up_to_attention():
-    """`kvpass.lowering.flash`: _scaled_dot_product_flash_attention_for_cpu returns the logarithm of the weights' sum."""
+    """`kvpass.lowering.flash`: torch's operator also returns the logarithm of the sum of its weights."""
     q, (k, v) = torch.randn(2, 6, 5, 16), (torch.randn(2, 3, 40, 16) for _ in range(2))
     seen = torch.arange(12) <= torch.arange(5)[:, None]  # of the last tokens
     seen = seen.expand(2, -1, -1).clone()

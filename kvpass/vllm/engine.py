@@ -306,8 +306,8 @@ class PackedAttention(AttentionImpl):
     def _bound(self, kv_cache: Tensor) -> blocks.Layer:
         layout = self.served_as.layout(kv_cache.shape[2])
         views, window = layout.views(kv_cache), self.window.kv_cache
-        codecs = (blocks.codecs_for(spec, kv_cache.device, self.head_size) for _, spec in layout.sides)
-        layer = blocks.Layer(views, window, layout.key, layout.value, tuple(codecs), self.scale, self.softcap)
+        key, value = (blocks.codecs_for(spec, kv_cache.device, self.head_size) for _, spec in layout.sides)
+        layer = blocks.Layer(views, window, layout.key, layout.value, (key, value), self.scale, self.softcap)
         return blocks.with_kernel(layer)
 
     def warm(self) -> None:

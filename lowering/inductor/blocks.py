@@ -51,7 +51,9 @@ def _scores_by_channel(q: Tensor, pools, quantizer: Quantizer) -> Tensor:
     planes = [unpack_plane_unshifted(codes, quantizer.bits, j) for j in range(num_planes(quantizer.bits))]
     planes = [(plane.float(), unit) for plane, unit in planes]
     found = [
-        (plane * turned[:, r, :, None]).sum(-1) * unit + zeros[r].unsqueeze(-1) for r in repeats for plane, unit in planes
+        (plane * turned[:, r, :, None]).sum(-1) * unit + zeros[r].unsqueeze(-1)
+        for r in repeats
+        for plane, unit in planes
     ]
     return torch.cat(found, -1)
 
@@ -112,7 +114,9 @@ def _attend(given: dict[str, Any], scale: float, softcap: float, key: CodecSpec,
     weights = (unit - most.index_select(0, rows.owner)[:, :, None, :, None]).exp()
     pools = _gathered(given["value_pools"], rows.block, rows.slot, value)
     if not value.quantizer.grid:
-        pools[1:] = torch.stack([one.float() for one in pools[1:]]).unbind()  # made numbers once, not in each run of channels
+        pools[1:] = torch.stack(
+            [one.float() for one in pools[1:]]
+        ).unbind()  # made numbers once, not in each run of channels
     by_page = weights.flatten(0, 1).transpose(1, 2)  # [M * H, R, G, P]
     packed_values = page_values(by_page, pools, built_in(value).quantizer, given["value_points"], None).unflatten(
         0, (-1, heads)
@@ -178,8 +182,7 @@ def blocks_kernel(described: tuple, scale: float, softcap: float, key: CodecSpec
 
 
 class Attention:
-    """Attention of `Rows` over the blocks of one `kvpass.lowering.blocks.Layer`. What is the same in every step is looked
-    up once."""
+    """Attention of `Rows` over blocks of one `kvpass.lowering.blocks.Layer`; what all steps share is looked up once."""
 
     def __init__(self, layer: Any) -> None:
         head_dim, device = layer.window.shape[-1] // 2, layer.window.device
