@@ -16,6 +16,7 @@ from .errors import KVPassError
 from .fields import check_integer, shown
 from .models.attention import PortableAttention
 from .models.discover import BufferedCache, bind, discover
+from .models.parallel import refuse_sharded
 from .models.probe import AttentionSeen, probe, refuse_what_cannot_be_captured
 from .runtime.applied import ATTRIBUTE, decoder, is_applied, runtime_of
 from .runtime.custom import BufferRuntime, HandedRuntime
@@ -62,9 +63,9 @@ def apply(
 
     Raises:
         KVPassError: unknown scheme, a group that does not divide the head, a model with no attention to pack, a model
-            that has been applied to already, weights that are offloaded, hooks of accelerate, which cannot be captured,
-            a scheme that needs calibration and has none, a calibration of another model, a ``KVPASS_TRACE`` (see
-            `explain`) where nothing can be written. The model is untouched then.
+            that has been applied to already, weights that are offloaded, hooks of accelerate or weights shared out
+            among processes, which cannot be captured, a scheme that needs calibration and has none, a calibration of
+            another model, a ``KVPASS_TRACE`` (see `explain`) where nothing can be written. The model is untouched then.
     """
     if is_applied(model):
         raise KVPassError("kvpass is already applied to this model: call kvpass.remove(model) first.")
@@ -79,6 +80,7 @@ def apply(
         check_integer("max_cache_len", max_cache_len, 1)
     if lowering != "eager":
         refuse_what_cannot_be_captured(model)
+        refuse_sharded(model, "their collectives are not compiled", "use lowering='eager'")
     calibration = scheme if isinstance(scheme, Calibration) else None
     config = scheme.scheme if isinstance(scheme, Calibration) else schemes.get(scheme)
     attention = AttentionSeen()
@@ -95,6 +97,8 @@ def apply(
     options = dict(strict=strict, lowering=lowering, max_cache_len=max_cache_len, mode=mode, predictors=predictors)
     runtime = kind(model, config, layers, **options)
     runtime.attended = attention.seen
+    if runtime.captures:
+        refuse_sharded(model, f"{config.name!r} looks into the forward, which is captured for it", "use 'kivi'")
     runtime.install()
     if calibration is not None:
         runtime.report.calibration, runtime.report.calibration_nbytes = str(calibration), calibration.nbytes

@@ -17,12 +17,14 @@ from kvpass.codec.kept import codec_of
 from kvpass.codec.spec import CodecSpec
 from kvpass.layout.batch import Batch, Due, Table, Tiles, pages_of
 
+from . import flash
 from .inductor import blocks as fused
 from .inductor.pages import decode_all
 from .reference import decode_predicted
 from .table import DispatchKey, select
 
 _VALUES = 1 << 20  # of keys, and scores, at a time
+_SMALL = 1 << 18  # keys that are worth a mask
 _LEAST = -1e30  # a score below all others, which leaves a difference of two of them defined
 
 
@@ -46,8 +48,8 @@ def codecs_for(spec: CodecSpec, device: torch.device, head_dim: int, lowering: s
 class Layer(NamedTuple):
     """What attention over one layer needs besides a batch.
 
-    window: ``[blocks, H, tokens, 2 * D]``, keys and values. codecs: of keys and of values. softcap: 0 for none. fused:
-        whether single tokens of requests are attended to by `kvpass.lowering.inductor.blocks`.
+    window: ``[blocks, H, tokens, 2 * D]``, keys and values. codecs: of keys and of values. softcap: 0 for none.
+    kernel: what attends to single tokens of requests, if there is one (`with_kernel`).
     """
 
     blocks: Blocks
@@ -57,7 +59,7 @@ class Layer(NamedTuple):
     codecs: tuple[Codecs, Codecs]
     scale: float
     softcap: float = 0.0
-    fused: bool = False
+    kernel: fused.Attention | None = None
 
     @property
     def sides(self) -> tuple[tuple[str, CodecSpec, tuple[Tensor, ...], Codecs], ...]:
@@ -72,6 +74,12 @@ class Layer(NamedTuple):
         return self.window[block, :, place]
 
 
+def with_kernel(layer: Layer) -> Layer:
+    """``layer`` with the kernel that serves it, if one does."""
+    served = layer.window.device.type == "cpu" and fused.serves(layer.key, layer.value)
+    return layer._replace(kernel=fused.Attention(layer)) if served else layer
+
+
 def warm(layer: Layer, q_heads: int) -> None:
     """Run everything once that may be compiled, on blocks as they are, which are not written to."""
     (_, heads, _, width), size, device = layer.window.shape, layer.key.page_size, layer.window.device
@@ -84,7 +92,7 @@ def warm(layer: Layer, q_heads: int) -> None:
     first = pages.blocks[:, 0]
     for side, spec, _, codecs in layer.sides:
         codecs.encode(x, layer.blocks.fitted(side, codec_of(spec).fitted, first), spec)
-    for each in (layer, layer._replace(fused=False)):
+    for each in (layer, layer._replace(kernel=None)):
         attend(Batch(start, past, past + 1, pages, window, 0), each, q, torch.empty_like(q))
 
 
@@ -132,13 +140,20 @@ class _Piece(NamedTuple):
     values: Tensor
     seen: Tensor
 
+    def joined(self, other: "_Piece") -> "_Piece":
+        """Both, of the same tiles, as one."""
+        queries = max(self.seen.shape[1], other.seen.shape[1])
+        seen = torch.cat([one.seen.expand(-1, queries, -1) for one in (self, other)], -1)
+        keys, values = (torch.cat(pair, 2) for pair in zip(self[1:3], other[1:3], strict=True))
+        return _Piece(self.tiles, keys, values, seen)
+
 
 def attend(batch: Batch, layer: Layer, q: Tensor, out: Tensor) -> None:
     """Attention of all new tokens ``q`` ``[T, H_q, D]``, behind `store`, into ``out`` of that shape."""
     for tiles in batch.tiles:
-        if layer.fused and tiles.rows.shape[1] == 1:
+        if layer.kernel is not None and tiles.rows.shape[1] == 1:
             rows = batch.rows(tiles, layer.key.retention, layer.value.retention, fused.UNIT)
-            out[rows.row] = fused.attend(q, rows, layer).to(out.dtype)
+            out[rows.row] = layer.kernel(q, rows).to(out.dtype)
             continue
         found = _attend(batch, tiles, layer, q)
         valid = tiles.valid
@@ -147,30 +162,54 @@ def attend(batch: Batch, layer: Layer, q: Tensor, out: Tensor) -> None:
 
 def _attend(batch: Batch, tiles: Tiles, layer: Layer, q: Tensor) -> Tensor:
     """Attention of some tiles: ``[N, Q, H_q, D]`` float32."""
-    heads = layer.window.shape[1]
-    rows = (q[tiles.rows].float() * layer.scale).transpose(1, 2)  # [N, H_q, Q, D]
-    count, size = tiles.rows.shape
-    rows = rows.reshape(count, heads, -1, q.shape[-1])
-    most = rows.new_full((*rows.shape[:3], 1), _LEAST)
-    weight, total = torch.zeros_like(most), torch.zeros_like(rows)
-    for piece in _pieces(batch, tiles, layer, q.shape[1]):
-        some = piece.tiles
-        scores = rows[some] @ piece.keys.mT
-        if layer.softcap:
-            scores = torch.tanh(scores / layer.softcap) * layer.softcap
-        scores = scores.view(len(some), heads, -1, size, scores.shape[-1])
-        scores = scores.masked_fill(~piece.seen[:, None, None], -torch.inf).flatten(2, 3)
-        new = torch.maximum(most[some], scores.amax(-1, keepdim=True))
-        scores, change = (scores - new).exp(), (most[some] - new).exp()
-        most[some] = new
-        weight[some] = weight[some] * change + scores.sum(-1, keepdim=True)
-        total[some] = total[some] * change + scores @ piece.values
-    return (total / weight).view(count, q.shape[1], size, -1).transpose(1, 2)
+    rows = q[tiles.rows].float().transpose(1, 2).contiguous()  # [N, H_q, Q, D]
+    total, logsum = torch.zeros_like(rows), rows.new_full((*rows.shape[:3], 1), _LEAST)
+    if flash.serves(q.device, layer.softcap):
+        on_piece, pieces = _flash_on_piece, _joined(_pieces(batch, tiles, layer, 0))
+    else:
+        on_piece, pieces = _on_piece, _pieces(batch, tiles, layer, q.shape[1])
+    for piece in pieces:
+        some = piece.tiles if len(piece.tiles) < len(rows) else slice(None)
+        out, of_piece = on_piece(rows[some], piece, layer)
+        new = torch.logaddexp(logsum[some], of_piece)
+        total[some] = total[some] * (logsum[some] - new).exp() + out * (of_piece - new).exp()
+        logsum[some] = new
+    return total.transpose(1, 2)
+
+
+def _on_piece(rows: Tensor, piece: _Piece, layer: Layer) -> tuple[Tensor, Tensor]:
+    """Attention of ``rows`` ``[N, H_q, Q, D]`` over a piece, and the logarithm of the sum of its weights."""
+    of_heads = rows.unflatten(1, (piece.keys.shape[1], -1))  # [N, H, R, Q, D]
+    scores = of_heads @ piece.keys.mT.unsqueeze(2) * layer.scale
+    if layer.softcap:
+        scores = torch.tanh(scores / layer.softcap) * layer.softcap
+    scores = scores.masked_fill(~piece.seen[:, None, None], _LEAST)
+    logsum = scores.logsumexp(-1, keepdim=True)
+    out = (scores - logsum).exp() @ piece.values.unsqueeze(2)
+    return out.flatten(1, 2), logsum.flatten(1, 2)
+
+
+def _flash_on_piece(rows: Tensor, piece: _Piece, layer: Layer) -> tuple[Tensor, Tensor]:
+    """`_on_piece`, whose scores are never in memory."""
+    return flash.attend(rows, piece.keys, piece.values, None if piece.seen.all() else piece.seen, layer.scale)
+
+
+def _joined(pieces: Iterator[_Piece]) -> Iterator[_Piece]:
+    """``pieces``, small ones of the same tiles as one. Large ones stay apart: all is seen of them, without a mask."""
+    last = next(pieces)
+    for piece in pieces:
+        alike = len(last.tiles) == len(piece.tiles) and bool((last.tiles == piece.tiles).all())
+        if alike and last.keys.numel() + piece.keys.numel() <= _SMALL:
+            last = last.joined(piece)
+        else:
+            yield last
+            last = piece
+    yield last
 
 
 def _pieces(batch: Batch, tiles: Tiles, layer: Layer, heads: int) -> Iterator[_Piece]:
     """The contexts of ``tiles``, piece by piece: those tokens of which keys and values are in pages, those of which one
-    of both is, those that are exact, and sinks."""
+    of both is, those that are exact, and sinks. heads: those whose scores of a piece are in memory."""
     retention, size = layer.key.retention, layer.key.page_size
     past = batch.past[tiles.owner]
     k_pages, v_pages = pages_of(past, layer.key.retention), pages_of(past, layer.value.retention)

@@ -14,7 +14,6 @@ from kvpass.codec.kept import opened
 from kvpass.layout.batch import Batch, Table
 from kvpass.lowering import blocks, reference
 from kvpass.lowering.blocks import Codecs, Layer
-from kvpass.lowering.inductor import blocks as fused
 from kvpass.schemes import LayerGeometry
 
 from common import DTYPES, randn
@@ -158,8 +157,8 @@ def test_everything_in_a_block_has_bytes_of_its_own(scheme, size, dtype):
 @pytest.mark.parametrize("scheme", ["kivi", "kivi-s8", "higgs-sinks"])
 def test_the_kernel_of_single_tokens_gives_what_the_reference_does(scheme):
     server = Server(plan_of(scheme), 128, 16, seed=3)
-    assert fused.serves(server.plan.key, server.plan.value)
-    server.layer = server.layer._replace(fused=True)
+    server.layer = blocks.with_kernel(server.layer)
+    assert server.layer.kernel is not None
     for _ in range(3):
         server.add()
     chunks = [{0: 1, 1: 1}, {0: 1}, {0: 1, 1: 1, 2: 150}, {0: 40, 1: 200}, *({0: 1, 1: 1, 2: 1},) * 70, {0: 1}]

@@ -20,7 +20,7 @@ from kvpass.cache.state import KVState
 from kvpass.compile import appends, find, normalise
 from kvpass.compile.backend import Backend
 from kvpass.compile.calls import APPEND
-from kvpass.lowering import session
+from kvpass.lowering import flash, session
 from kvpass.lowering.inductor import aot
 from kvpass.lowering.inductor.aot import Input, Program, compile_ahead
 from kvpass.models import recording
@@ -237,3 +237,19 @@ def test_generate_makes_a_masks_successor_by_ones_alone_and_hands_it_over_as_it_
     model._update_model_kwargs_for_generation = update
     model.generate(tokens(1, 5), attention_mask=mask, max_new_tokens=4, do_sample=False)
     assert len(seen) == 4 and all(a is b for a, b in zip(seen, [mask, *made], strict=False))
+
+
+def test_parts_of_a_context_add_up_to_attention():
+    """`kvpass.lowering.flash`: torch's operator also returns the logarithm of the sum of its weights."""
+    q, (k, v) = torch.randn(2, 6, 5, 16), (torch.randn(2, 3, 40, 16) for _ in range(2))
+    seen = torch.arange(12) <= torch.arange(5)[:, None]  # of the last tokens
+    seen = seen.expand(2, -1, -1).clone()
+    seen[:, 0] = False  # a row that sees none of them
+    parts = (
+        flash.attend(q, k[:, :, :28], v[:, :, :28], None, 0.3),
+        flash.attend(q, k[:, :, 28:], v[:, :, 28:], seen, 0.3),
+    )
+    outs, sums = (torch.stack(found) for found in zip(*parts, strict=True))
+    mask = torch.cat([torch.ones(2, 5, 28, dtype=torch.bool), seen], -1)[:, None]
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close((outs * sums.softmax(0)).sum(0), expected)

@@ -82,6 +82,7 @@ WHOLE = (
     "test_zoo.py::test_zoo[[]Llama-eager-static]",
 )
 SLOW = (
+    "test_parallel.py::*",
     *(
         f"test_blocks.py::test_requests_together_are_each_of_them_alone[[]{name}]"
         for name in (

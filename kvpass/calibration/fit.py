@@ -23,6 +23,7 @@ from ..codec.center import fit_center
 from ..codec.predictor import predict
 from ..errors import KVPassError
 from ..layout.window import layout
+from ..models.parallel import refuse_sharded
 from ..models.probe import has_encoder, probe
 from ..progress import bar
 from ..runtime.applied import is_applied
@@ -61,13 +62,15 @@ def calibrate(
         same keys and values; they stay there. Default: a temporary one.
     progress: show a bar where there is a terminal.
 
-    Raises `KVPassError` for schemes that need no calibration, too little data, or a model that is packed already.
+    Raises `KVPassError` for schemes that need no calibration, too little data, a model that is packed already, or
+    one whose weights are shared out among processes.
     """
     config = schemes.get(scheme)
     if not isinstance(config, (AquaKVConfig, QAQConfig)):
         raise KVPassError(f"{config.name!r} needs no calibration: kvpass.apply(model, scheme={config.name!r}).")
     if is_applied(model):
         raise KVPassError("kvpass is applied to this model: call kvpass.remove(model) first.")
+    refuse_sharded(model, "each has some of the heads", "calibrate in one process")
     layers = probe(model)
     if has_encoder(model):
         raise KVPassError(

@@ -75,9 +75,11 @@ class Rows(NamedTuple):
         tokens, the new one among them.
     block, slot: ``[M, G]``, the pages of each unit whose keys and values are packed; the last one is repeated.
     owner, pages: ``[M]``, the row each unit belongs to, and how many pages it has.
-    units, counts: ``[B, U]`` and ``[B]``, the units of each row, and how many there are.
+    units, counts: ``[U, B]`` and ``[B]``, the units of each row, and how many there are.
     half_block, half_slot: ``[B, X]``, pages whose keys alone are packed. half: ``[B]``, how many there are.
-    tail_block, tail_place: ``[B, E]``, the tokens behind those units, in the window. tail: ``[B]``, how many there are.
+    tail_block, tail_place: ``[E, B]``, the tokens behind those units, in the window. tail: ``[B]``, how many there are.
+
+    What is summed up over its second index lies the other way round: vectors are then made of channels.
     """
 
     row: Tensor
@@ -191,8 +193,9 @@ class Batch:
         token = begin[:, None] + torch.arange(value.window, device=device)
         tail_block, tail_place = self.window.find(owner[:, None], torch.minimum(token, total[:, None] - 1))
         return Rows(
-            at_least_two(tiles.rows[:, 0]), self.pages.blocks[owner, 0], total, block, slot, row, pages, units, counts,
-            half_block, half_slot, half - packed, tail_block, tail_place, total - begin,
+            at_least_two(tiles.rows[:, 0]), self.pages.blocks[owner, 0], total, block, slot, row, pages,
+            units.T.contiguous(), counts,
+            half_block, half_slot, half - packed, tail_block.T.contiguous(), tail_place.T.contiguous(), total - begin,
         )  # fmt: skip
 
 

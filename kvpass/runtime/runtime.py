@@ -67,6 +67,7 @@ class Runtime:
         self.needs_rotation = any(plan.key.transform.pre_rope for plan, _ in self.plans.values())
         self.looks_at_previous = any(plan.looks_at_previous for plan, _ in self.plans.values())
         self.needs_importance = any(plan.needs_importance for plan, _ in self.plans.values())
+        self.captures = self.needs_queries or self.needs_rotation or self.needs_importance  # also with "eager"
         self.one_graph = self.needs_rotation or self.looks_at_previous or self.needs_importance
         check_sources({index: plan for index, (plan, _) in self.plans.items()})
         check_edges(self.plans)

@@ -30,15 +30,21 @@ _ROLES = ("key", "value")
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A digest of the names, shapes and some values of the weights, the same for any dtype the values fit in."""
+    """A digest of the names, shapes and some values of the weights, the same for any dtype the values fit in,
+    and for each of the processes that share them."""
     digest = hashlib.sha256()
     for name, weight in sorted(model.state_dict().items()):
         digest.update(f"{name}{tuple(weight.shape)}".encode())
         if weight.is_floating_point() and weight.numel():
-            flat = weight.detach().reshape(-1)
+            flat = _whole(weight.detach()).reshape(-1)
             sample = flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES].to("cpu", torch.bfloat16).contiguous()
             digest.update(sample.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def _whole(weight: Tensor) -> Tensor:
+    """``weight`` with the parts of all processes it is shared out among, which all ask for it."""
+    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
 
 
 def describe(model: nn.Module, layers: Mapping[int, LayerGeometry | str]) -> dict[str, Any]:

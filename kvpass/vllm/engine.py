@@ -305,10 +305,10 @@ class PackedAttention(AttentionImpl):
 
     def _bound(self, kv_cache: Tensor) -> blocks.Layer:
         layout = self.served_as.layout(kv_cache.shape[2])
-        key, value = (blocks.codecs_for(spec, kv_cache.device, self.head_size) for _, spec in layout.sides)
-        fused = kv_cache.device.type == "cpu" and blocks.fused.serves(layout.key, layout.value)
         views, window = layout.views(kv_cache), self.window.kv_cache
-        return blocks.Layer(views, window, layout.key, layout.value, (key, value), self.scale, self.softcap, fused)
+        key, value = (blocks.codecs_for(spec, kv_cache.device, self.head_size) for _, spec in layout.sides)
+        layer = blocks.Layer(views, window, layout.key, layout.value, (key, value), self.scale, self.softcap)
+        return blocks.with_kernel(layer)
 
     def warm(self) -> None:
         """Compile what runs over blocks, on two with the strides that vLLM gives those of all groups."""

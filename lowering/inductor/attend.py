@@ -175,11 +175,13 @@ def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rop
     return (out, weights.sum(1)) if mass else (out,)
 
 
-def page_scores(q, pools, tokens, tables, rope: str, quantizer: Quantizer, points, basis, center) -> Tensor:
-    """``q`` ``[BH, R, D]`` with the keys of ``tokens`` ``[N, P]`` in pages: ``[BH, R, N * P]``, in storage order.
+def plane_scores(
+    q, pools, tokens, tables, rope: str, quantizer: Quantizer, points, basis, center
+) -> list[list[Tensor]]:
+    """``q`` ``[BH, R, D]`` with the keys of ``tokens`` ``[N, P]`` in pages: ``[BH, N, T]`` by query head and plane.
 
     tables: token ids -> rotary tables. basis: the rotation of the keys, which the queries take instead of them. center:
-    the mean that was subtracted from them.
+    the mean that was subtracted from keys before rotary embedding.
     """
     (count, size), planes, scores = tokens.shape, num_planes(quantizer.bits), []
     codes, scale, zero_point = pools
@@ -190,8 +192,13 @@ def page_scores(q, pools, tokens, tables, rope: str, quantizer: Quantizer, point
         if center is not None and rope:  # the mean is turned with the keys
             k = k + center.flatten(0, 1)[:, None].float()
         scores.append(_dots(rotated, k, tables(by_plane[:, j]), rope))
-    by_head = [scores[j][r] for r in range(q.shape[1]) for j in range(planes)]  # [BH, N, T] each
-    out = in_storage_order(by_head, planes)
+    return [[of_plane[r] for of_plane in scores] for r in range(q.shape[1])]
+
+
+def page_scores(q, pools, tokens, tables, rope: str, quantizer: Quantizer, points, basis, center) -> Tensor:
+    """`plane_scores` as one tensor, ``[BH, R, N * P]``, in storage order, with any mean that was subtracted."""
+    by_head = plane_scores(q, pools, tokens, tables, rope, quantizer, points, basis, center)
+    out = in_storage_order([one for of_head in by_head for one in of_head], len(by_head[0]))
     if center is not None and not rope:
         out = out + mean_scores(q, center, None, rope)
     return out

@@ -5,19 +5,22 @@ Pages are looked up in the table of blocks as they are read, and never copied; q
 a long context is shared by all threads and a short one is not padded.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvpass.codec.bitpack import num_planes, unpack_plane_unshifted
 from kvpass.codec.codebook import grid
 from kvpass.codec.hadamard import basis
 from kvpass.codec.kept import built_in
+from kvpass.codec.quantizer import Quantizer
 from kvpass.codec.spec import CodecSpec
 from kvpass.layout.batch import Rows, at_least_two
 
 from .aot import Input, Kernel, Program
-from .attend import OPTIONS, page_scores, page_values
+from .attend import OPTIONS, page_values, plane_scores
 from .pages import WIDTHS, one_level
 
 UNIT = 4
@@ -38,6 +41,23 @@ def _gathered(pools, block: Tensor, slot: Tensor, spec: CodecSpec) -> list[Tenso
     return one_level([pool[block, :, slot].transpose(1, 2).flatten(0, 1) for pool in pools], spec)
 
 
+def _scores_by_channel(q: Tensor, pools, quantizer: Quantizer) -> Tensor:
+    """`plane_scores` of pages with a scale for each channel, by page: queries take it, so that codes are multiplied
+    once."""
+    codes, scale, zero_point = pools
+    repeats = range(q.shape[1])
+    turned = torch.stack([q[:, r, None] * scale[:, :, 0].float() for r in repeats], 1)  # computed once
+    zeros = [(q[:, r, None] * zero_point[:, :, 0].float()).sum(-1) for r in repeats]
+    planes = [unpack_plane_unshifted(codes, quantizer.bits, j) for j in range(num_planes(quantizer.bits))]
+    planes = [(plane.float(), unit) for plane, unit in planes]
+    found = [
+        (plane * turned[:, r, :, None]).sum(-1) * unit + zeros[r].unsqueeze(-1)
+        for r in repeats
+        for plane, unit in planes
+    ]
+    return torch.cat(found, -1)
+
+
 def _attend(given: dict[str, Any], scale: float, softcap: float, key: CodecSpec, value: CodecSpec) -> tuple[Tensor]:
     """Queries ``[B, H_q, D]`` of `Rows`: what attention gives, ``[B, H_q, D]`` float32."""
     window, rows = given["window"], Rows(*(given[name] for name in Rows._fields))
@@ -48,53 +68,59 @@ def _attend(given: dict[str, Any], scale: float, softcap: float, key: CodecSpec,
     turned = q if given["key_basis"] is None else q @ given["key_basis"]
 
     def on_pages(of_rows: Tensor, block: Tensor, slot: Tensor) -> Tensor:
-        """``[A, H, R, C * P]``, of queries ``[A, H, R, D]`` with pages ``[A, C]``."""
+        """``[A, H, C, R, P]``, of queries ``[A, H, R, D]`` with pages ``[A, C]``: in the order of their planes."""
         pools, count = _gathered(given["key_pools"], block, slot, key), block.shape[1]
         tokens = torch.arange(count * size, device=device).view(count, size)
         spec = built_in(key).quantizer
-        found = page_scores(
-            of_rows.flatten(0, 1), pools, tokens, lambda _: None, "", spec, given["key_points"], None, None
-        )
-        return found.unflatten(0, (-1, heads))
+        if spec.per == "channel" and not spec.grid and pools[1].shape[-2] == 1:
+            by_page = _scores_by_channel(of_rows.flatten(0, 1), pools, spec)
+        else:
+            found = plane_scores(
+                of_rows.flatten(0, 1), pools, tokens, lambda _: None, "", spec, given["key_points"], None, None
+            )
+            by_page = torch.cat([one for of_head in found for one in of_head], -1)
+        return by_page.view(-1, heads, count, repeats, size)
 
     def seen(scores: Tensor, counts: Tensor) -> Tensor:
         scores = torch.tanh(scores / softcap) * softcap if softcap else scores
-        return torch.where(counts[:, None, None], scores, -torch.inf)
+        return torch.where(counts, scores, -torch.inf)
 
     unit = on_pages(turned.index_select(0, rows.owner), rows.block, rows.slot)
-    half = on_pages(turned, rows.half_block, rows.half_slot)
+    half = on_pages(turned, rows.half_block, rows.half_slot).transpose(2, 3).flatten(3)
     if key.transform.center:
         mean = (q * given["key_center"].index_select(0, rows.first).float()).sum(-1, keepdim=True)
-        unit, half = unit + mean.index_select(0, rows.owner), half + mean
-    unit = seen(unit, torch.arange(UNIT * size, device=device) < rows.pages[:, None] * size)
-    exact = window[rows.tail_block, :, rows.tail_place].transpose(1, 2).float()  # [B, H, E, 2 * D]
+        unit, half = unit + mean.index_select(0, rows.owner).unsqueeze(2), half + mean
+    unit = seen(unit, (torch.arange(UNIT, device=device) < rows.pages[:, None])[:, None, :, None, None])
+    exact = window[rows.tail_block, :, rows.tail_place].permute(1, 2, 0, 3).float()  # [B, H, E, 2 * D]
     tail = torch.stack([(exact[..., :dim] * q[:, :, r, None]).sum(-1) for r in range(repeats)], 2)
     index = torch.arange(tail.shape[-1], device=device)
     if half.shape[-1] < tail.shape[-1]:
         half = torch.nn.functional.pad(half, (0, tail.shape[-1] - half.shape[-1]))
     packed = index < rows.half[:, None] * size
     tail = torch.where(packed[:, None, None], half[..., : tail.shape[-1]], tail)
-    tail = seen(tail, index < rows.tail[:, None])
+    tail = seen(tail, (index < rows.tail[:, None])[:, None, None])
     parts, values = [tail], [exact[..., dim:]]
     if sinks:
         k, v = (given[f"{side}_sinks"].index_select(0, rows.first).float() for side in ("key", "value"))
         there = torch.arange(sinks, device=device) < rows.length[:, None]
         on_sinks = torch.stack([(k * q[:, :, r, None]).sum(-1) for r in range(repeats)], 2)
-        parts.append(seen(on_sinks, there))
+        parts.append(seen(on_sinks, there[:, None, None]))
         values.append(torch.where(there[:, None, :, None], v, 0.0))
-    of_unit = unit.amax(-1)
-    counted = (torch.arange(rows.units.shape[1], device=device) < rows.counts[:, None])[:, :, None, None]
-    most = torch.where(counted, of_unit[rows.units], -torch.inf).amax(1)
+    of_unit = unit.amax((2, 4))
+    counted = (torch.arange(rows.units.shape[0], device=device)[:, None] < rows.counts)[:, :, None, None]
+    most = torch.where(counted, of_unit[rows.units], -torch.inf).amax(0)
     for part in parts:
         most = torch.maximum(most, part.amax(-1))
-    weights = (unit - most.index_select(0, rows.owner).unsqueeze(-1)).exp()
+    weights = (unit - most.index_select(0, rows.owner)[:, :, None, :, None]).exp()
     pools = _gathered(given["value_pools"], rows.block, rows.slot, value)
-    by_page = weights.flatten(0, 1).unflatten(-1, (UNIT, size))
+    if not value.quantizer.grid:
+        pools[1:] = torch.stack([one.float() for one in pools[1:]]).unbind()  # once, not in each run of channels
+    by_page = weights.flatten(0, 1).transpose(1, 2)  # [M * H, R, G, P]
     packed_values = page_values(by_page, pools, built_in(value).quantizer, given["value_points"], None).unflatten(
         0, (-1, heads)
     )
-    total = torch.where(counted, weights.sum(-1)[rows.units], 0.0).sum(1)
-    out = torch.where(counted.unsqueeze(-1), packed_values[rows.units], 0.0).sum(1)
+    total = torch.where(counted, weights.sum((2, 4))[rows.units], 0.0).sum(0)
+    out = torch.where(counted.unsqueeze(-1), packed_values[rows.units], 0.0).sum(0)
     if given["value_basis"] is not None:
         out = out @ given["value_basis"].mT
     if value.transform.center:
@@ -111,21 +137,21 @@ def _described(q: Tensor, rows: Rows, named: dict[str, Tensor | None]) -> tuple:
     """Name, shape, strides, dtype, device and dims that vary of all that `_attend` takes, with sizes to trace with;
     None of what is not there."""
 
-    def like(tensor: Tensor | None, first: int | None, second: int | None = None) -> tuple | None:
+    def like(tensor: Tensor | None, *sizes: int | None) -> tuple | None:
+        """``sizes`` in the place of the first dims that vary; None for one that does not."""
         if tensor is None:
             return None
-        sizes = first or tensor.shape[0], *(() if tensor.ndim < 2 else (second or tensor.shape[1],))
-        shape = (*sizes, *tensor.shape[2:])
-        stride = tensor.stride() if first in (_BLOCKS, _WINDOWS) else None
-        return shape, stride, tensor.dtype, tensor.device, tuple(d for d, size in enumerate((first, second)) if size)
+        shape = *(size or own for size, own in zip(sizes, tensor.shape, strict=False)), *tensor.shape[len(sizes) :]
+        stride = tensor.stride() if sizes[:1] in ((_BLOCKS,), (_WINDOWS,)) else None
+        return shape, stride, tensor.dtype, tensor.device, tuple(d for d, size in enumerate(sizes) if size)
 
-    of_units = {"block", "slot", "owner", "pages"}
+    varying = dict.fromkeys(("block", "slot", "owner", "pages"), (_UNITS,)) | {"units": (_MOST, _ROWS)}
+    varying |= dict.fromkeys(("tail_block", "tail_place"), (None, _ROWS))
     found = [("q", like(q, _TOKENS))]
-    for name, tensor in rows._asdict().items():
-        found.append((name, like(tensor, _UNITS if name in of_units else _ROWS, _MOST if name == "units" else None)))
+    found += [(name, like(tensor, *varying.get(name, (_ROWS,)))) for name, tensor in rows._asdict().items()]
     for name, tensor in named.items():
         fixed, windows = name.endswith(("points", "basis")), name == "window"
-        found.append((name, like(tensor, None if fixed else _WINDOWS if windows else _BLOCKS)))
+        found.append((name, like(tensor, *(() if fixed else (_WINDOWS if windows else _BLOCKS,)))))
     return tuple(found)
 
 
@@ -153,17 +179,26 @@ def blocks_kernel(described: tuple, scale: float, softcap: float, key: CodecSpec
     return Program(attend, [_input(*one) for one in described], OPTIONS, by_name=True)
 
 
-def attend(q: Tensor, rows: Rows, layer: Any) -> Tensor:
-    """Attention of `Rows` of queries ``[T, H_q, D]`` over a `kvpass.lowering.blocks.Layer`: ``[B, H_q, D]`` float32."""
-    head_dim, device, blocks = q.shape[-1], q.device, layer.blocks
-    named: dict[str, Tensor | None] = {"window": layer.window}
-    for side, spec, pools, _ in layer.sides:
-        rotation, points = spec.transform.rotation, spec.quantizer.grid
-        named |= {f"{side}_pool_{i}": pool for i, pool in enumerate(pools)}
-        named |= {f"{side}_{name}": blocks.head.get(f"{side}.{name}") for name in ("sinks", "center")}
-        named[f"{side}_points"] = grid(points, device) if points else None
-        named[f"{side}_basis"] = None if rotation is None else basis(head_dim, rotation, device)
-    q, how = at_least_two(q), (layer.scale, layer.softcap, layer.key.stored_as, layer.value.stored_as)
-    kernel = blocks_kernel(_described(q, rows, named), *how)
-    (out,) = kernel({"q": q.contiguous(), **named, **rows._asdict()})
-    return out
+class Attention:
+    """Attention of `Rows` over blocks of one `kvpass.lowering.blocks.Layer`; what all steps share is looked up once."""
+
+    def __init__(self, layer: Any) -> None:
+        head_dim, device = layer.window.shape[-1] // 2, layer.window.device
+        self._named: dict[str, Tensor | None] = {"window": layer.window}
+        for side, spec, pools, _ in layer.sides:
+            rotation, points = spec.transform.rotation, spec.quantizer.grid
+            self._named |= {f"{side}_pool_{i}": pool for i, pool in enumerate(pools)}
+            self._named |= {f"{side}_{name}": layer.blocks.head.get(f"{side}.{name}") for name in ("sinks", "center")}
+            self._named[f"{side}_points"] = grid(points, device) if points else None
+            self._named[f"{side}_basis"] = None if rotation is None else basis(head_dim, rotation, device)
+        self._how = layer.scale, layer.softcap, layer.key.stored_as, layer.value.stored_as
+        self._kernels: dict[tuple, Callable] = {}
+
+    def __call__(self, q: Tensor, rows: Rows) -> Tensor:
+        """``q`` ``[T, H_q, D]`` -> ``[B, H_q, D]`` float32."""
+        q = at_least_two(q).contiguous()
+        kind = q.dtype, q.shape[1]
+        if kind not in self._kernels:
+            self._kernels[kind] = blocks_kernel(_described(q, rows, self._named), *self._how)
+        (out,) = self._kernels[kind]({"q": q, **self._named, **rows._asdict()})
+        return out

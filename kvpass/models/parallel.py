@@ -1,0 +1,24 @@
+"""Models whose weights are shared out among processes: tensor parallelism of transformers (``tp_plan="auto"``)."""
+
+import torch
+from torch import nn
+
+from ..errors import KVPassError
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether this process has parts of the weights of ``model`` only."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def refuse_sharded(model: nn.Module, what: str, instead: str) -> None:
+    """Raise `KVPassError` if ``model`` is shared out among processes: for ``what``, and what to do instead."""
+    if is_sharded(model):
+        raise KVPassError(
+            f"The weights of {type(model).__name__} are shared out among {torch.distributed.get_world_size()} "
+            f"processes (tp_plan), and {what}: {instead}."
+        )

@@ -1,0 +1,41 @@
+"""One of two processes that share a model (`tests/test_parallel.py`): ``torchrun parallel.py MODEL CALIBRATED``. Prints
+what each of them finds as JSON."""
+
+import json
+import os
+import sys
+
+import torch
+from transformers import AutoModelForCausalLM
+
+import kvpass
+from kvpass.schemes.calibrated import fingerprint
+
+
+def refused(fn, *args, **kwargs) -> str:
+    """The `KVPassError` that ``fn`` raises."""
+    try:
+        fn(*args, **kwargs)
+    except kvpass.KVPassError as error:
+        return str(error)
+    return ""
+
+
+def main(folder: str) -> None:
+    torch.set_num_threads(1)
+    shared = "RANK" in os.environ
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **({"tp_plan": "auto"} if shared else {}))
+    ids = torch.arange(100)[None] % 50
+    found = {"fingerprint": fingerprint(model)}
+    if shared:
+        found["compiled"] = refused(kvpass.apply, model, "kivi")
+        found["captured"] = refused(kvpass.apply, model, "squat", lowering="eager")
+        found["calibrated"] = refused(kvpass.calibrate, model, ids.expand(2, -1), "aqua")
+    kvpass.apply(model, "kivi", lowering="eager")
+    found["tokens"] = model.generate(ids, max_new_tokens=40, do_sample=False)[0, 100:].tolist()
+    found["bytes"] = kvpass.explain(model).layers[0].nbytes
+    print(f"FOUND{os.environ.get('RANK', '')}" + json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
