@@ -25,6 +25,8 @@ class WaterfillConfig(StorageConfig):
     """``(2 * pairs + singles) / 16 + 8 / head_dim`` bits a value, and the exact tokens of `StorageConfig`.
 
     key_fields, value_fields: of 16 channels, how many pairs of bits they share, and how many single bits.
+    rich_key_fields, rich_value_fields: the same, of the quarter of a page's tokens that the prompt's queries would pay
+        most; (0, 0) for tokens that are all alike.
     block_size: neighbouring channels that are decorrelated together, or as many as divide both it and the head; 1 takes
         channels as they are.
     weighted: errors in keys cost what the prompt's queries make of them, instead of the same in all channels.
@@ -37,6 +39,8 @@ class WaterfillConfig(StorageConfig):
     rope: Literal["post", "pre"] = "pre"
     key_fields: tuple[int, int] = (18, 4)
     value_fields: tuple[int, int] = (14, 4)
+    rich_key_fields: tuple[int, int] = (0, 0)
+    rich_value_fields: tuple[int, int] = (0, 0)
     block_size: int = 32
     weighted: bool = True
     center: bool = True
@@ -46,12 +50,13 @@ class WaterfillConfig(StorageConfig):
         self._plan(1)
 
     def _plan(self, head_dim: int) -> LayerPlan:
-        def quantizer(fields: tuple[int, int], weighted: bool) -> Quantizer:
-            allocation = Allocation(*fields, gcd(self.block_size, head_dim), weighted)
+        def quantizer(fields: tuple[int, int], weighted: bool, rich: tuple[int, int], follows: bool) -> Quantizer:
+            allocation = Allocation(*fields, gcd(self.block_size, head_dim), weighted, *rich, follows)
             return Quantizer(8, "token", head_dim, allocation=allocation, codec="allocated")
 
         page_frame = self.rope == "pre" and self.retention is None  # a page of which is no neighbours otherwise
-        keys, values = quantizer(self.key_fields, self.weighted), quantizer(self.value_fields, False)
+        keys = quantizer(self.key_fields, self.weighted, self.rich_key_fields, False)
+        values = quantizer(self.value_fields, False, self.rich_value_fields, any(self.rich_value_fields))
         return LayerPlan(
             CodecSpec(keys, self.key_retention(), self.key_transform(center=self.center, page_frame=page_frame)),
             CodecSpec(values, self.value_retention()),
