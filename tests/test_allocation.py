@@ -366,12 +366,19 @@ def test_what_has_no_code_and_what_does_not_fit_is_refused():
         assert parse(str(spec)) == spec
 
 
+SCHEMES = {
+    "alike": dict(residual=16, key_fields=(18, 4), value_fields=(14, 4), rich_key_fields=(0, 0), rich_value_fields=(0, 0)),
+    "ranked": dict(key_fields=(14, 4), value_fields=(10, 4), rich_key_fields=(30, 4), rich_value_fields=(26, 0)),
+}
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("rope", ["pre", "post"])
-def test_the_compiled_step_is_the_eager_one(rope):
-    ids, prompt = tokens(2, 120), 80
+@pytest.mark.parametrize("fields", SCHEMES.values(), ids=SCHEMES)
+def test_the_compiled_step_is_the_eager_one(rope, fields):
+    ids, prompt = tokens(2, 150), 110
     runs = [
-        step_by_step(llama(), WaterfillConfig(residual=16, rope=rope), ids, prompt, lowering=lowering)
+        step_by_step(llama(), WaterfillConfig(**fields, rope=rope), ids, prompt, lowering=lowering)
         for lowering in ("auto", "eager")
     ]
     (got, cache, report), (expected, other, _) = runs
@@ -394,16 +401,17 @@ def test_it_is_closer_than_kivi_on_fewer_bits():
     assert kvpass  # applied by name
 
 
-@pytest.mark.parametrize("fields", [(14, 8), (18, 0)], ids=str)
+@pytest.mark.parametrize("fields", [*SCHEMES.values(), dict(key_fields=(18, 0), value_fields=(18, 0))], ids=str)
 @pytest.mark.parametrize("queries", [1, 5])
 def test_attention_over_fields_is_that_over_decoded_tokens(fields, queries):
     """Batched, with a mask; several queries decode first."""
-    plan = WaterfillConfig(residual=16, rope="post", key_fields=fields, value_fields=fields).plan(
+    plan = WaterfillConfig(**fields, rope="post").plan(
         LayerGeometry(0, 1, 2, HEAD, torch.float32, torch.device("cpu"))
     )
     past = []
     for seed, spec in enumerate((plan.key, plan.value)):
         state = KVState.allocate(spec, 2, 2, HEAD, torch.float32, "cpu", 150)
+        state.leader = past[0] if past else None
         state.append(mixed(seed, 2, 2, 150, HEAD), 0, randn(seed, 2, 4, 150, HEAD))
         past.append(state)
     key, value = past
@@ -425,14 +433,15 @@ def positions(rope, tokens, *starts, scale=1.0):
 
 @pytest.mark.parametrize("rope", [f"half-{HEAD // 2}", "interleaved-8"])
 @pytest.mark.parametrize("queries", [1, 5])
-def test_keys_in_the_frame_of_their_page_are_attended_as_they_are(rope, queries):
+@pytest.mark.parametrize("fields", SCHEMES.values(), ids=SCHEMES)
+def test_keys_in_the_frame_of_their_page_are_attended_as_they_are(rope, queries, fields):
     """Samples at positions of their own, tables that are scaled, channels that are not turned."""
-    plan = WaterfillConfig(residual=16).plan(LayerGeometry(0, 1, 2, HEAD, torch.float32, torch.device("cpu")))
+    plan = WaterfillConfig(**fields).plan(LayerGeometry(0, 1, 2, HEAD, torch.float32, torch.device("cpu")))
     assert plan.key.transform.page_frame
     cos, sin = positions(rope, 150, 0, 7, scale=1.2)
     x, q = mixed(0, 2, 2, 150, HEAD), randn(0, 2, 4, 150, HEAD)
     key, value = (KVState.allocate(spec, 2, 2, HEAD, torch.float32, "cpu", 150) for spec in (plan.key, plan.value))
-    key.rotary = RotaryState.of(cos, sin)
+    key.rotary, value.leader = RotaryState.of(cos, sin), key
     for state, tables in ((key, {"rope": rope}), (value, {})):
         state.append(x[:, :, :100], 0, q[:, :, :100], **tables)
         state.append(x[:, :, 100:], 100, **tables)
