@@ -287,7 +287,7 @@ class KVState(Storage):
     @property
     def key_pages(self) -> Tensor | None:
         """What ``kvpass::append_`` takes besides, for values that go by their keys: the handle of those."""
-        return self.leader and self.leader.handles[0]
+        return None if self.leader is None else self.leader.handles[0]
 
     @property
     def _layout(self) -> Recent:

@@ -10,11 +10,12 @@ fields of each kind, so that pages are of one shape; which coordinate a field be
 is the head's own. Scales, widths and basis are linear in a field, so that a query takes them once and a cached value is
 read as two bits and nothing else.
 
-Tokens of a page may have *ranks*: the quarter of them that attention pays most, the rich, have more fields than the
+Tokens of a page may have *ranks*: the half of them that attention pays most, the rich, have more fields than the
 rest. A page keeps its tokens by rank, and a bit for each that says which it has. Which tokens those are is said by some
 of the prompt's queries, and values go by their keys.
 """
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
@@ -196,7 +197,8 @@ def widths_of(places: Tensor, head_dim: int) -> Tensor:
 def weights(device: torch.device) -> Tensor:
     """What 1 in a field is worth, in units of its coordinate: by its place over ``D``, float32."""
     kinds = torch.arange(len(DISTORTION) * _SHIFTS, device=device)
-    return torch.tensor([0.0, *STEPS], device=device)[kinds // _SHIFTS] * torch.exp2((kinds % _SHIFTS).float())
+    steps = torch.tensor([0.0, *STEPS], device=device)[kinds // _SHIFTS]
+    return steps * torch.exp2((kinds % _SHIFTS).float())
 
 
 def encode(x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor], stored: None = None) -> tuple[Tensor]:
@@ -214,7 +216,9 @@ def encode(x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor], stored: None = 
         kept.append(rich)
         units = units.gather(3, slots(rich).argsort(-1).unsqueeze(-1).expand_as(units))
     head_dim, by_rank = x.shape[-1], units.split(allocation.tokens(spec.page_size), 3)
-    for of_rank, own, counts in zip(by_rank, places.split(allocation.fields(head_dim), -1), allocation.counts(head_dim), strict=True):
+    for of_rank, own, counts in zip(
+        by_rank, places.split(allocation.fields(head_dim), -1), allocation.counts(head_dim), strict=True
+    ):
         kept += _encode_rank(of_rank, own, counts)
     return (torch.cat([part.flatten(-2) for part in kept], -1).unsqueeze(-2),)
 
@@ -249,7 +253,7 @@ def some_queries(q: Tensor, valid: Tensor | None, dtype: torch.dtype) -> Tensor:
     apart = (torch.arange(QUERIES, device=q.device) + 0.5) / QUERIES
     index = those.gather(-1, (valid.sum(-1, keepdim=True) * apart).long())
     chosen = q.gather(2, index[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
-    return (chosen.float() * q.shape[3] ** -0.5).to(dtype)
+    return (chosen.float() / math.sqrt(q.shape[3])).to(dtype)
 
 
 def choose(x: Tensor, spec: CodecSpec, queries: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ SHARES = 16
 """Channels that `Allocation` counts fields of."""
 PAIRS = 3
 """Pairs of bits of the widest channels of an `Allocation`, which have 6 or 7."""
-RICH = 4
+RICH = 2
 """Of so many tokens of a page an `Allocation` may give more bits to one."""
 QUERIES = 32
 """Those of the prompt's queries that say to which."""
@@ -99,10 +99,9 @@ class Allocation:
         16 bits a value. A channel has at most one single bit, so that many have an odd width.
     block_size: neighbouring channels that are decorrelated together; 1 takes channels as they are.
     weighted: errors cost what the prompt's queries make of them; otherwise the same in all channels.
-    rich_pairs, rich_singles: the same as ``pairs`` and ``singles``, of the quarter of a page's tokens that attention
+    rich_pairs, rich_singles: the same as ``pairs`` and ``singles``, of the half of a page's tokens that attention
         pays most; 0 and 0 for a page of tokens that are all alike.
-    follows: that quarter are the tokens of which the keys of the layer are; otherwise it is chosen by the prompt's
-        queries.
+    follows: that half is the one of the layer's keys; otherwise it is chosen by the prompt's queries.
     """
 
     pairs: int
@@ -125,7 +124,9 @@ class Allocation:
         if self.ranked and not self.rich_pairs:
             raise KVPassError("rich_pairs=0: tokens with bits of their own share at least one pair of them.")
         if self.follows and not self.ranked:
-            raise KVPassError("follows=True is for pages some of whose tokens have more bits: rich_pairs, rich_singles.")
+            raise KVPassError(
+                "follows=True is for pages some of whose tokens have more bits: rich_pairs, rich_singles."
+            )
 
     @property
     def ranked(self) -> bool:

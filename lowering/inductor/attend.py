@@ -139,7 +139,7 @@ def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rop
     if given["k_fields"] is not None:
         from_pages = allocated.turned_back(q, tables(in_page[size // 2 :: size]), rope) if rope else q[:, :, None]
         fitted = (given[f"k_{name}"] for name in ("points", "basis", "fields"))
-        on_pages = allocated.page_scores(from_pages, *k_pools, k_spec, *fitted)
+        on_pages = allocated.page_scores(from_pages, k_pools[0], k_spec, *fitted)
         if center is not None:
             on_pages = on_pages + mean_scores(q, center, tables(in_page), rope)
     else:
@@ -164,14 +164,14 @@ def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rop
     on_pages = torch.where(index[:packed] < v_packed, weights[..., :packed], 0.0)
     on_ring = _ring_weights(weights, lengths, count * size, k_spec.retention, v_spec.retention, held)
     if given["v_fields"] is not None:
-        on_pages = allocated.as_stored(on_pages, *v_pools, v_spec, given["v_points"], shape[-1])
+        on_pages = allocated.as_stored(on_pages, v_pools[0], v_spec, given["v_points"], shape[-1])
     # concatenated, they are computed once: otherwise anew for every channel
     on_pages, on_ring, own = torch.cat([on_pages, on_ring, weights[..., -1:]], -1).split([packed, slots, 1], -1)
     out = (on_ring[..., None] * v_ring[:, None].float()).sum(2) + own * v_new.float()
     on_pages = on_pages.unflatten(-1, (v_count, -1))
     if given["v_fields"] is not None:
         fitted = (given[f"v_{name}"] for name in ("points", "basis", "fields"))
-        out = out + allocated.page_values(on_pages, *v_pools, v_spec, *fitted)
+        out = out + allocated.page_values(on_pages, v_pools[0], v_spec, *fitted)
     else:
         out = out + page_values(on_pages, v_pools, v_spec.quantizer, given["v_points"], given["v_basis"])
     out = out.view(*shape[:3], -1).to(dtype)
