@@ -360,6 +360,12 @@ def test_what_has_no_code_and_what_does_not_fit_is_refused():
         WaterfillConfig(key_fields=(49, 0))
     with pytest.raises(KVPassError, match="at least one pair"):
         WaterfillConfig(rich_value_fields=(0, 4))
+    for fields, reason in (
+        (dict(rich_key_fields=(0, 0)), "as many everywhere"),
+        (dict(key_fields=(0, 4)), "pairs=0"),
+    ):
+        with pytest.raises(KVPassError, match=reason):
+            get("waterfill", **fields).plan(LayerGeometry(0, 1, 2, HEAD, torch.float32, torch.device("cpu")))
     with pytest.raises(KVPassError, match="multiple of 16"):
         WaterfillConfig(rich_key_fields=(20, 4), residual=8)
     for spec in (ALIKE, RANKED):

@@ -3,7 +3,8 @@
 Levers that papers have one at a time, and no calibration: keys before rotary embedding, less their mean, where channels
 are steady; blocks of neighbouring channels decorrelated (transform coding); widths by channel, by what an error costs
 the prompt's queries (reverse water-filling, where SQuat moves errors about); a bit more for the tokens that those would
-look at (as ZipCache and QAQ have it); and a gain for each token, no scales of groups. docs/own-scheme.md has what each is worth.
+look at (as ZipCache and QAQ have it); and a gain for each token, no scales of groups. docs/own-scheme.md has what each
+is worth.
 """
 
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ from .storage import StorageConfig
 )
 @dataclass(frozen=True, kw_only=True)
 class WaterfillConfig(StorageConfig):
-    """``(2 * pairs + singles) / 16`` bits a value, on average of the two halves of a page, and ``9 / head_dim`` for gains
-    and halves; and the exact tokens of `StorageConfig`.
+    """``(2 * pairs + singles) / 16`` bits a value, on average of the two halves of a page, ``9 / head_dim`` for gains
+    and halves, and the exact tokens of `StorageConfig`.
 
     key_fields, value_fields: of 16 channels, how many pairs of bits they share, and how many single bits.
     rich_key_fields, rich_value_fields: the same, of the half of a page's tokens that the prompt's queries would pay
