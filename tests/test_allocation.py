@@ -378,6 +378,7 @@ SCHEMES = {
     ),
     "ranked": dict(key_fields=(14, 4), value_fields=(10, 4), rich_key_fields=(22, 4), rich_value_fields=(18, 0)),
 }
+PAIRS = {name: (18, 0) if name.endswith("key_fields") else (12, 0) for name in SCHEMES["ranked"]}
 
 
 @torch.no_grad()
@@ -409,7 +410,7 @@ def test_it_is_closer_than_kivi_on_fewer_bits():
     assert kvpass  # applied by name
 
 
-@pytest.mark.parametrize("fields", [*SCHEMES.values(), dict(key_fields=(18, 0), value_fields=(18, 0))], ids=str)
+@pytest.mark.parametrize("fields", [*SCHEMES.values(), PAIRS], ids=[*SCHEMES, "pairs"])
 @pytest.mark.parametrize("queries", [1, 5])
 def test_attention_over_fields_is_that_over_decoded_tokens(fields, queries):
     """Batched, with a mask; several queries decode first."""
