@@ -82,7 +82,10 @@ def turned_back(q: Tensor, tables: tuple[Tensor, Tensor], rope: str) -> Tensor:
 def _places(places: Tensor, head_dim: int, table: Tensor) -> tuple[Tensor, Tensor]:
     """The coordinate of each field and its weight there, ``[BH, F]``."""
     places = places.flatten(0, 2).long()
-    return places % head_dim, table[_GAINS + places // head_dim]
+    # concatenated, they are computed once: a division for each field of each page takes longer than all else
+    both = torch.cat([(places % head_dim).float(), table[_GAINS + places // head_dim]], -1)
+    coordinates, weight = both.chunk(2, -1)
+    return coordinates.long(), weight
 
 
 def _tokens_of(rank: Rank, plane: int) -> tuple[tuple[Tensor, float], tuple[Tensor, float]]:
