@@ -17,7 +17,6 @@ from torch.fx import Graph, GraphModule, Node
 APPEND = torch.ops.kvpass.append_
 FEWEST = 3
 """Repeats that are worth a piece of their own."""
-_MANY, _TOGETHER = 12, (4, 5, 6)
 _LINKS = slice([argument.name for argument in APPEND.default._schema.arguments].index("edge"), None)
 """The arguments of ``append_`` by which layers tell each other about their caches."""
 
@@ -66,14 +65,6 @@ class _Run:
     def spared(self) -> int:
         """Nodes that need not be looked at."""
         return (self.count - 1) * self.period
-
-    @property
-    def grouped(self) -> _Run:
-        """The same, a few at a time where there are many: a piece takes some microseconds to call."""
-        if self.count < _MANY:
-            return self
-        together = min(_TOGETHER, key=lambda size: size + self.count % size)
-        return _Run(self.start, together * self.period, self.count // together)
 
 
 class _Captured:
@@ -184,7 +175,7 @@ def find_repeats(gm: GraphModule) -> Repeats | str:
         return f"it has fewer than {FEWEST} layers"
     if any(_is_linked(captured.nodes[i]) for i in captured.writes):
         return "what its layers store depends on each other, or on attention"
-    cuts = (_Cut(gm, captured, run.grouped).repeats() for run in captured.runs())
+    cuts = (_Cut(gm, captured, run).repeats() for run in captured.runs())
     return next((cut for cut in cuts if cut is not None), "its layers are not alike")
 
 

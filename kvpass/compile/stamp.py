@@ -1,13 +1,14 @@
-"""The last stage of a graph that repeats itself: one piece for what comes before its layers, one for each of them, one
-for what comes behind, and the writes to caches, which need no compiling.
+"""The last stage of a graph that repeats itself: one piece for what comes before its layers, one for each of them or
+for a few at a time, one for what comes behind, and the writes to caches, which need no compiling.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from types import MappingProxyType
 
 import torch
 from torch._guards import detect_fake_mode
@@ -20,6 +21,7 @@ from .concrete import symbols
 from .repeats import Repeats
 
 _WRITES = APPEND, APPEND_LAYERS, APPEND_ROTARY
+_MANY, _TOGETHER = 12, (4, 5, 6)  # layers of a piece where there are many: it takes some microseconds to call
 
 
 class Stamp:
@@ -78,28 +80,50 @@ class Stamp:
         before = {node for node in self.gm.graph.nodes if node.op in ("call_function", "get_attr")} - done
         stored = [leaf for node in self._writes for leaf in node.all_input_nodes]
         ending = _Piece(self.gm, self._ending, [*self._outputs, *stored])
-        layer = _Piece(self.gm, self._repeated, [*self._left, *stored])
-        needed = [*self._given, *layer.inputs, *ending.inputs, *self._outputs, *stored]
-        pieces = {"beginning": _Piece(self.gm, before, needed), "layer": layer, "ending": ending}
+        layers = {
+            times: _Piece(self.gm, self._repeated, stored, self._left, times, self._own, self._links)
+            for times in self._sizes
+        }
+        read = [node for piece in (*layers.values(), ending) for node, _ in piece.inputs]
+        beginning = _Piece(self.gm, before, [*self._given, *read, *self._outputs, *stored])
+        pieces = {
+            "beginning": beginning,
+            **{f"layers_{times}": piece for times, piece in layers.items()},
+            "ending": ending,
+        }
         for name, piece in pieces.items():
             piece.run = _named(name, compile_piece(piece.module, piece.examples)) if piece.outputs else None
-        return GraphModule({}, self._whole(*pieces.values())).forward
+        return GraphModule({}, self._whole(beginning, layers, ending)).forward
 
-    def _whole(self, beginning: _Piece, each: _Piece, ending: _Piece) -> Graph:
+    @property
+    def _links(self) -> dict[Node, Node]:
+        """What a repeat is given -> what the one before left there."""
+        return dict(zip(self._carried, self._left, strict=False))
+
+    @property
+    def _sizes(self) -> list[int]:
+        """How many repeats each call takes, of all calls."""
+        count = self.repeats.count
+        size = min(_TOGETHER, key=lambda size: size + count % size) if count >= _MANY else 1
+        return [size] * (count // size) + [count % size] * (count % size > 0)
+
+    def _whole(self, beginning: _Piece, each: dict[int, _Piece], ending: _Piece) -> Graph:
         """The whole graph again, in calls of its pieces."""
         whole = Graph()
         inputs = [whole.placeholder(f"input_{i}") for i in range(self.repeats.inputs)]
         common = {node: inputs[at] for node, at in self._at.items()}
-        beginning.call(whole, common)
-        handed, layers = [common[node] for node in self._given], []
-        for i in range(self.repeats.count):
-            layer = common | {node: inputs[at[i]] for node, at in self._own.items()}
-            layer.update(zip(self._carried, handed, strict=True))
-            each.call(whole, layer)
-            handed = [layer[node] for node in self._left[: len(handed)]]
-            layers.append(layer)
+        beginning.call(whole, [common])
+        count = range(self.repeats.count)
+        layers = [common | {node: inputs[at[i]] for node, at in self._own.items()} for i in count]
+        handed, done = [common[node] for node in self._given], 0
+        for size in self._sizes:
+            some = layers[done : done + size]
+            some[0].update(zip(self._carried, handed, strict=True))
+            each[size].call(whole, some)
+            handed = [some[-1][node] for node in self._links.values()]
+            done += size
         common.update(zip(self._last, (layers[-1][node] for node in self._left[len(handed) :]), strict=True))
-        ending.call(whole, common)
+        ending.call(whole, [common])
         self._write(whole, common, layers)
         whole.output(tuple(common[node] if isinstance(node, Node) else node for node in self._outputs))
         return whole
@@ -128,37 +152,51 @@ class Stamp:
 
 
 class _Piece:
-    """Some ``nodes`` of a graph as a module of their own; of ``wanted``, it returns those it has.
+    """Some ``nodes`` of a graph as a module of their own, ``times`` over. Of ``wanted`` it returns those that each time
+    has, of ``left`` those of the last.
 
-    inputs: the nodes that it takes the values of; examples: their fake values; run: what calls it, once there is that.
+    own: nodes of which each time is given another. links: what a time is given -> what the one before has instead.
+    inputs, outputs: nodes, and of which time; examples: fake values of inputs; run: what calls it, once there is that.
     """
 
     run: Callable | None = None
 
-    def __init__(self, gm: GraphModule, nodes: set[Node], wanted: Iterable):
+    def __init__(
+        self, gm: GraphModule, nodes: set[Node], wanted: Iterable, left: Iterable = (), times: int = 1,
+        own: Container[Node] = (), links: Mapping[Node, Node] = MappingProxyType({}),
+    ):  # fmt: skip
         ordered = [node for node in gm.graph.nodes if node in nodes]
-        self.outputs = list(dict.fromkeys(node for node in wanted if node in nodes))
         read = dict.fromkeys(leaf for node in ordered for leaf in node.all_input_nodes if leaf not in nodes)
         known = set().union(*(_symbols(node) for node in (*read, *ordered)))
         sizes = (node for node in gm.graph.find_nodes(op="placeholder") if symbols(node.meta["val"]) & known)
-        self.inputs = list(dict.fromkeys((*sizes, *read)))
-        self.examples = [node.meta["val"] for node in self.inputs]
+        given = list(dict.fromkeys((*sizes, *read)))
+        self.inputs = [(node, i) for i in range(times) for node in given if not i or node in own]
+        each = [(node, i) for i in range(times) for node in wanted if node in nodes]
+        self.outputs = list(dict.fromkeys((*each, *((node, times - 1) for node in left))))
+        self.examples = [_another(node.meta["val"]) if i else node.meta["val"] for node, i in self.inputs]
         graph, new = Graph(), {}
-        for node in self.inputs:
-            new[node] = graph.placeholder(node.name)
-            new[node].meta = dict(node.meta)
-        for node in ordered:
-            new[node] = graph.node_copy(node, new.__getitem__)
-        graph.output(tuple(new[node] for node in self.outputs))
+        for (node, i), example in zip(self.inputs, self.examples, strict=True):
+            new[node, i] = graph.placeholder(f"{node.name}_{i}")
+            new[node, i].meta = node.meta | {"val": example}
+        for i in range(times):
+            for node in (node for node in given if i and node not in own):
+                new[node, i] = new[links[node], i - 1] if node in links else new[node, 0]
+            for node in ordered:
+                new[node, i] = graph.node_copy(node, lambda leaf, i=i, new=new: new[leaf, i])
+        graph.output(tuple(new[output] for output in self.outputs))
         self.module = GraphModule(gm, graph)
 
-    def call(self, whole: Graph, values: dict[Node, Node]) -> None:
-        """Call it in ``whole`` on ``values``, which its outputs are added to."""
+    def call(self, whole: Graph, values: Sequence[dict[Node, Node]]) -> None:
+        """Call it in ``whole`` on ``values`` of each time, which its outputs are added to."""
         if self.run is not None:
-            result = whole.call_function(self.run, tuple(values[node] for node in self.inputs))
-            values.update(
-                (node, whole.call_function(operator.getitem, (result, i))) for i, node in enumerate(self.outputs)
-            )
+            result = whole.call_function(self.run, tuple(values[i][node] for node, i in self.inputs))
+            for at, (node, i) in enumerate(self.outputs):
+                values[i][node] = whole.call_function(operator.getitem, (result, at))
+
+
+def _another(example):
+    """An equal fake value: one object for two inputs would be traced as one."""
+    return example.detach() if isinstance(example, torch.Tensor) else example
 
 
 def _named(name: str, run: Callable) -> Callable:
