@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kvpass.cache.state import KVState
+from kvpass.cache.state import KVState, RotaryState
+from kvpass.codec.kept import of_pages
+from kvpass.codec.rope import rope_of
 from kvpass.schemes import LayerGeometry, get
 
 from timing import arguments, copy_bandwidth, measure, show, write
@@ -40,13 +42,22 @@ def baselines(q, k, v) -> dict:
 
 
 def packed_states(plan, k, v) -> list[KVState]:
-    """Keys and values as ``plan`` stores them."""
-    states = []
-    for spec, x in ((plan.key, k), (plan.value, v)):
-        state = KVState.allocate(spec, *x.shape[:2], x.shape[3], x.dtype, x.device, x.shape[2])
-        state.append(x, 0)
-        states.append(state)
-    return states
+    """Keys and values as ``plan`` stores them; keys that are stored before rotary embedding have tables."""
+    room = *k.shape[:2], k.shape[3], k.dtype, k.device, k.shape[2]
+    key, value = (KVState.allocate(spec, *room) for spec in (plan.key, plan.value))
+    pairs, rope = k.shape[3] // 2, ""
+    if plan.key.transform.pre_rope:
+        speeds = 10000 ** (-torch.arange(pairs, device=k.device) / pairs)
+        angles = (torch.arange(k.shape[2] + plan.key.page_size, device=k.device)[:, None] * speeds).expand(
+            len(k), -1, -1
+        )
+        key.rotary, rope = RotaryState.of(angles.cos().to(k.dtype), angles.sin().to(k.dtype)), rope_of(pairs, False)
+    if plan.value.quantizer.follows_keys:
+        value.leader = key
+    for state, x in ((key, k), (value, v)):
+        q = torch.randn_like(x[:, :, :64]) if state.spec.quantizer.needs_queries else None
+        state.append(x, 0, q, rope=rope if state is key else "")
+    return [key, value]
 
 
 def nbytes(states: list[KVState], tokens: int) -> int:
@@ -54,7 +65,7 @@ def nbytes(states: list[KVState], tokens: int) -> int:
     total = 0
     for state in states:
         used, exact = state.spec.retention.pages(tokens), tokens - state.spec.retention.packed(tokens)
-        total += sum(t[:, :, :used].nbytes for t in (state.codes, state.scale, state.zero_point))
+        total += sum(getattr(state, name)[:, :, :used].nbytes for name in of_pages(state.spec))
         total += state.ring[:, :, :exact].nbytes
     return total
 
@@ -68,10 +79,11 @@ def compare(scheme, length: int, args, dtype: torch.dtype) -> dict:
     states = packed_states(get(scheme).plan(geometry), k, v)
     packs = [state.pack for state in states]
     new, texts, carrier = k[:, :, :1].contiguous(), [s.text for s in states], states[0].carrier(length)
-    variants = baselines(q, k, v)
+    variants, rotary = baselines(q, k, v), states[0].rotary
+    tables = dict(cos=rotary.cos, sin=rotary.sin, rope=rope_of(args.head_dim // 2, False)) if rotary else {}
     for name in args.lowering.split(","):
         variants[f"{scheme}, {name}"] = lambda name=name: torch.ops.kvpass.attend(
-            q, *packs, carrier, new, new, None, False, args.head_dim**-0.5, 0.0, *texts, name
+            q, *packs, carrier, new, new, None, False, args.head_dim**-0.5, 0.0, *texts, name, **tables
         )
     dense = k.nbytes + v.nbytes
     read = {name: nbytes(states, length) if name.startswith(scheme) else dense for name in variants}

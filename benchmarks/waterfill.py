@@ -15,6 +15,14 @@ from kvpass.eval import bits_at, quality, texts
 PROMPT, SCORED, LONG = 1024, 512, 8192
 RIVALS = "kivi", "kivi-sinks", "kivi-3", "kivi-4", "squat", "higgs-sinks", "higgs-3"
 
+
+def fields(*each: tuple[int, int]) -> dict[str, tuple[int, int]]:
+    """Those of keys, of rich keys, of values and of rich values; as many for both are as none for the rich."""
+    names = "key_fields", "rich_key_fields", "value_fields", "rich_value_fields"
+    given = dict(zip(names, each, strict=True))
+    return given | {f"rich_{name}": (0, 0) for name in names[::2] if given[name] == given[f"rich_{name}"]}
+
+
 ROWS = {
     "waterfill": {},
     "channels as they are": dict(block_size=1),
@@ -25,13 +33,17 @@ ROWS = {
     "after RoPE": dict(rope="post"),
     "mean not subtracted": dict(center=False),
     "without sinks": dict(sinks=0),
-    "pairs of bits only": dict(key_fields=(20, 0), value_fields=(16, 0)),
-    "more single bits": dict(key_fields=(16, 8), value_fields=(12, 8)),
-    "most of them single": dict(key_fields=(12, 16), value_fields=(8, 16)),
-    "as many bits for values": dict(key_fields=(16, 4), value_fields=(16, 4)),
-    "more bits for values": dict(key_fields=(14, 4), value_fields=(18, 4)),
-    "values alone are packed like that": dict(key_fields=(48, 0)),
-    "keys alone are packed like that": dict(value_fields=(48, 0)),
+    "all tokens alike": fields((18, 4), (18, 4), (14, 4), (14, 4)),
+    "keys alone by token": fields((14, 4), (22, 4), (14, 4), (14, 4)),
+    "half a bit more for the rich": fields((16, 4), (20, 4), (12, 4), (16, 4)),
+    "a bit and a half": fields((12, 4), (24, 4), (8, 4), (20, 4)),
+    "pairs of bits only": fields((16, 0), (24, 0), (12, 0), (20, 0)),
+    "more single bits": fields((12, 8), (20, 8), (8, 8), (16, 8)),
+    "most of them single": fields((8, 16), (16, 16), (4, 16), (12, 16)),
+    "as many bits for values": fields((12, 4), (20, 4), (12, 4), (20, 4)),
+    "more bits for values": fields((10, 4), (18, 4), (14, 4), (22, 4)),
+    "values alone are packed like that": dict(key_fields=(48, 0), rich_key_fields=(48, 0)),
+    "keys alone are packed like that": dict(value_fields=(48, 0), rich_value_fields=(0, 0)),
     "waterfill-2": dict(scheme="waterfill-2"),
     "waterfill-3": dict(scheme="waterfill-3"),
     **{name: dict(scheme=name) for name in RIVALS},

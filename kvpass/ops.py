@@ -28,6 +28,9 @@ append_rotary_  store rotary tables ``[B or 1, S, p]`` of the present behind tho
 Keys in the frame of their page (`codec.transform`) are appended and decoded with the rotary tables ``cos``, ``sin`` of
 all tokens, those of the call included, and their ``rope``: `append_rotary_` comes first.
 
+Values some of whose tokens get more bits because their keys did (`codec.allocation`) are appended with ``key_pages``,
+the pages of those, or their handle: they come first.
+
 Specs with a width for every token (`codec.adaptive`) decode with ``planes``: those of all states in one tensor, and
 where those of this one are. Their ``append_`` leaves the tokens that are due in ``originals``, and the cache codes them
 when the forward is over.
@@ -68,7 +71,7 @@ _library.define(
     "append_(Tensor(a!)[] state, Tensor length, Tensor x, Tensor? q, Tensor? mask, str spec, "
     'str lowering="auto", Tensor(b!)? edge=None, Tensor? same_layer_keys=None, Tensor[]? predictor=None, '
     "Tensor(c!)? importance=None, Tensor[]? scores=None, Tensor(d!)? slots=None, Tensor(e!)? originals=None, "
-    'Tensor? cos=None, Tensor? sin=None, str rope="") -> ()',
+    'Tensor? cos=None, Tensor? sin=None, str rope="", Tensor? key_pages=None) -> ()',
     tags=_OF_A_LENGTH,
 )
 _library.define(
@@ -114,10 +117,10 @@ def _append_(
     lowering: str = "auto", edge: Tensor | None = None, same_layer_keys: Tensor | None = None,
     predictor: _Tensors | None = None, importance: Tensor | None = None, scores: _Tensors | None = None,
     slots: Tensor | None = None, originals: Tensor | None = None, cos: Tensor | None = None, sin: Tensor | None = None,
-    rope: str = "",
+    rope: str = "", key_pages: Tensor | None = None,
 ) -> None:  # fmt: skip
     dispatch, parsed = DispatchKey("append_", x.device.type, (spec,), head_dim=x.shape[-1]), parse(spec)
-    pack = _framed(opened(state, parsed), cos, sin, rope)
+    pack = _framed(opened(state, parsed)._replace(key_pages=key_pages), cos, sin, rope)
     select(dispatch, lowering).run(
         pack, length_of(length), x, q, mask, parsed, edge, same_layer_keys, predictor or (), importance, scores or (),
         slots, originals,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpass.codec.adaptive import largest_mass
 from kvpass.codec.affine import check_finite
-from kvpass.codec.allocation import fit_basis, second_moment
+from kvpass.codec.allocation import fit_basis, rich_bytes, second_moment, some_queries
 from kvpass.codec.bitpack import FIELDS
 from kvpass.codec.center import fit_center
 from kvpass.codec.kept import Pack
@@ -149,6 +149,9 @@ def append(
         if pack.rotary is not None:
             metric = metric + look(_from_a_key(q, pack.rotary), mask, x.shape[1], size)
         pack.metric.copy_(metric)
+    if pack.queries is not None and n == 0:
+        seen = q if pack.rotary is None else _from_a_key(q, pack.rotary)
+        pack.queries.copy_(some_queries(*_by_kv_head(seen, mask, x.shape[1]), pack.queries.dtype))
     if spec.quantizer.adaptive is not None:
         _stage(pack, originals, n, x, q, mask, scores, importance, spec)
         return
@@ -190,9 +193,21 @@ def _pack(
     step = max(1, CHUNK // size) if spec.transform.subtracts or pages.keep else max(1, last - first)
     for start in range(first, last, step):
         tokens = leaving(start, min(start + step, last))
-        turn = partial(in_page, pack, spec, start)
-        pages.write(start - gone // size, tokens, lambda _, y, turn=turn: encode(turn(y), pack.fitted(), spec), written)
+        turn, fitted = partial(in_page, pack, spec, start), pack.fitted()
+        if spec.quantizer.follows_keys:
+            fitted.append(_rich_keys(pack, spec, start, tokens.shape[2] // size))
+        pages.write(
+            start - gone // size, tokens, lambda _, y, turn=turn, fitted=fitted: encode(turn(y), fitted, spec), written
+        )
         written += tokens.shape[2]
+
+
+def _rich_keys(pack: Pack, spec: CodecSpec, first: int, count: int) -> Tensor:
+    """Which tokens of pages from ``first`` on the keys of the layer gave more bits."""
+    if pack.key_pages is None:
+        raise KVPassError("Which values get more bits is what the keys of their layer say, and those were not given.")
+    pages = whole(pack.key_pages, first + count)[:, :, first : first + count]
+    return rich_bytes(pages, spec.page_size)
 
 
 def in_page(pack: Pack, spec: CodecSpec, first: int, x: Tensor, back: bool = False) -> Tensor:

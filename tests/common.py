@@ -239,8 +239,8 @@ def state_of(
 
 
 def queries_for(spec: CodecSpec, seed: int, batch: int, heads: int, tokens: int = 20, dim: int = DIM):
-    """Queries of a prompt for specs with a subspace, two query heads a KV head; otherwise None."""
-    if spec.quantizer.subspace is None:
+    """Queries of a prompt for specs that look at them, two query heads a KV head; otherwise None."""
+    if not spec.quantizer.needs_queries:
         return None
     directions = randn(seed + 1, dim, dim) * torch.logspace(0, -2, dim)[:, None]
     return randn(seed, batch, 2 * heads, tokens, dim) @ directions

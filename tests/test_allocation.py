@@ -11,7 +11,19 @@ import kvpass
 from kvpass import KVPassError, NonFiniteError
 from kvpass.cache.state import KVState, RotaryState
 from kvpass.codec import Allocation, CodecSpec, Quantizer, Transform, decode_pages, encode_pages, parse
-from kvpass.codec.allocation import DISTORTION, STEPS, allocate, fit_basis, second_moment, widths_of
+from kvpass.codec.allocation import (
+    DISTORTION,
+    STEPS,
+    allocate,
+    fit_basis,
+    gains,
+    opened,
+    rich_bytes,
+    second_moment,
+    slots,
+    some_queries,
+    widths_of,
+)
 from kvpass.codec.rope import parse_rope, rotate
 from kvpass.layout.retention import Retention
 from kvpass.schemes import LayerGeometry, WaterfillConfig, get
@@ -20,18 +32,25 @@ from common import DTYPES, awkward, chunkings, generator, randn, seeds
 from tiny import llama, step_by_step, tokens
 
 HEAD = 32
-allocations = st.builds(Allocation, st.integers(1, 24), st.integers(0, 16), st.sampled_from((1, 4, 16)), st.booleans())
+counts = st.integers(1, 24), st.integers(0, 16)
+blocks_and_weights = st.sampled_from((1, 4, 16)), st.booleans()
+allocations = st.builds(Allocation, *counts, *blocks_and_weights) | st.builds(
+    Allocation, *counts, *blocks_and_weights, *counts
+)
 
 
 def spec_of(allocation, center=False, **retention):
+    size = 32 if allocation.ranked else 16
     return CodecSpec(
         Quantizer(8, "token", HEAD, allocation=allocation, codec="allocated"),
-        Retention(**{"window": 24, "page_size": 16, "sinks": 2} | retention),
+        Retention(**{"window": size + 8, "page_size": size, "sinks": 2} | retention),
         Transform(center=center),
     )
 
 
-DEFAULT = spec_of(Allocation(14, 8, 16, True), center=True)
+ALIKE = spec_of(Allocation(14, 8, 16, True), center=True)
+RANKED = spec_of(Allocation(12, 4, 16, True, 22, 8), center=True)
+both = pytest.mark.parametrize("spec", [ALIKE, RANKED], ids=["alike", "ranked"])
 
 
 def mixed(seed, *shape, dtype=torch.float32):
@@ -41,20 +60,30 @@ def mixed(seed, *shape, dtype=torch.float32):
     return (randn(seed + 1, *shape) @ mixing + 2 * randn(seed + 2, shape[-1])).to(dtype)
 
 
-def fitted(spec, x, q=None):
-    metric = None if q is None else second_moment(q, spec.quantizer.allocation.block_size)
-    basis, places = fit_basis(x, metric, spec.quantizer.allocation)
-    return basis.half(), places.short()
+def fitted(spec, x, q=None, dtype=torch.float16):
+    """What `encode_pages` and, less the queries that choose, `decode_pages` are given."""
+    allocation = spec.quantizer.allocation
+    metric = None if q is None or not allocation.weighted else second_moment(q, allocation.block_size)
+    basis, places = fit_basis(x, metric, allocation)
+    chosen = [some_queries(randn(3, 1, 1, 50, HEAD).expand(*x.shape[:2], -1, -1) if q is None else q, None, dtype)]
+    return [basis.to(dtype), places.int(), *(chosen if allocation.chooses else [])]
+
+
+def coded(x, spec, given):
+    """``x`` as pages, and what those decode to."""
+    pages = encode_pages(x, spec, given)
+    return *pages, decode_pages(*pages, *given[:2], spec)
 
 
 @given(seeds, allocations, st.sampled_from((16, 32, 64)))
 def test_every_head_has_as_many_fields_and_no_coordinate_two_of_a_kind(seed, allocation, head_dim):
     cost = torch.exp2(8 * randn(seed, 2, 3, head_dim)).double()
-    pairs, singles = allocation.counts(head_dim)
+    pairs, singles = allocation.counts(head_dim)[0]
     places = allocate(cost, pairs, singles)
     assert places.shape == (2, 3, pairs + singles)
     assert all(len(set(row)) == pairs + singles for row in places.flatten(0, 1).tolist())
-    widths = widths_of(places, allocation, head_dim)
+    bits = torch.tensor([2] * pairs + [1] * singles).expand(places.shape)
+    widths = torch.zeros_like(cost, dtype=torch.long).scatter_add(-1, places % head_dim, bits)
     assert (widths.sum(-1) == 2 * pairs + singles).all() and ((widths % 2).sum(-1) == singles).all()
     shifts, coordinates = places // head_dim, places % head_dim
     of_field = widths.gather(-1, coordinates)
@@ -89,36 +118,48 @@ def test_steps_are_those_of_least_squared_error_for_a_normal_variable():
         assert error(step) <= 1.001 * min(error(0.97 * step), error(1.03 * step))
 
 
-def decoded_by_hand(x, spec, basis, places):
+def chosen_by_hand(page, queries):
+    """Which tokens of a page ``[P, D]`` the queries ``[Q, D]`` pay most, by the squares of their weights."""
+    scores = queries.double() @ page.double().T
+    paid = (scores.exp() / scores.exp().sum(1, keepdim=True)).square().sum(0)
+    return set(paid.argsort(descending=True)[: len(page) // 2].tolist())
+
+
+def decoded_by_hand(x, spec, given):
     """The same in float64, token by token and coordinate by coordinate, with nothing packed."""
-    size, out = spec.quantizer.allocation.block_size, torch.empty_like(x, dtype=torch.float64)
+    (basis, places, *queries), allocation, size = given, spec.quantizer.allocation, spec.page_size
+    out = torch.empty_like(x, dtype=torch.float64)
     for b, h, t in itertools.product(*map(range, x.shape[:3])):
+        page, own = t // size * size, places[b, h, 0].tolist()
+        if allocation.ranked:
+            rich = t - page in chosen_by_hand(x[b, h, page : page + size], queries[0][b, h])
+            first = allocation.fields(HEAD)[0]
+            own = own[:first] if rich else own[first:]
+        widths = torch.zeros(HEAD, dtype=torch.long)
+        for place in own:
+            widths[place % HEAD] = place // HEAD // 8
         rows = basis[b, h].double()
-        widths = widths_of(places[b, h], spec.quantizer.allocation, HEAD)[0]
-        coordinates = torch.cat(
-            [
-                x[b, h, t, start : start + size].double() @ torch.linalg.inv(rows[start : start + size])
-                for start in range(0, HEAD, size)
-            ]
-        )
-        units = coordinates * torch.tensor([0.0, *STEPS], dtype=torch.float64)[widths]
-        gain = units.square().sum().div((widths > 0).sum()).sqrt().clamp_min(1e-9)
+        step = torch.tensor([1.0, *STEPS], dtype=torch.float64)[widths]
+        blocks = range(0, HEAD, allocation.block_size)
+        parts = [slice(start, start + allocation.block_size) for start in blocks]
+        units = torch.cat([x[b, h, t, part].double() @ torch.linalg.inv(rows[part]) for part in parts])
+        gain = (units[widths > 0].square().mean()).sqrt().clamp_min(1e-9)
         gain = 2 ** ((16 * gain.log2()).round().clamp(-128, 127) / 16)
         most = 2.0**widths - 1
-        steps = (coordinates / gain + most / 2).round().clamp(min=0).minimum(most) - most / 2
-        for start in range(0, HEAD, size):
-            part = slice(start, start + size)
-            out[b, h, t, part] = (gain * steps[part]) @ rows[part]
+        codes = (units / step / gain + most / 2).round().clamp(min=0).minimum(most) - most / 2
+        for part in parts:
+            out[b, h, t, part] = (gain * step * codes)[part] @ rows[part]
     return out
 
 
 @pytest.mark.parametrize("block_size, weighted", [(1, False), (4, True), (16, True), (32, False)])
-def test_pages_decode_to_what_the_formulas_say(block_size, weighted):
-    spec = spec_of(Allocation(11, 7, block_size, weighted))
-    x, q = mixed(block_size, 2, 2, 32, HEAD), randn(9, 2, 2, 40, HEAD)
-    basis, places = fitted(spec, mixed(block_size, 2, 2, 200, HEAD), q if weighted else None)
-    got = decode_pages(*encode_pages(x, spec, [basis, places]), basis, places, spec)
-    expected = decoded_by_hand(x, spec, basis, places)
+@pytest.mark.parametrize("rich", [(0, 0), (20, 5)], ids=["alike", "ranked"])
+def test_pages_decode_to_what_the_formulas_say(block_size, weighted, rich):
+    spec = spec_of(Allocation(11, 7, block_size, weighted, *rich))
+    x, q = mixed(block_size, 2, 2, 64, HEAD), randn(9, 2, 2, 40, HEAD)
+    given = fitted(spec, mixed(block_size, 2, 2, 200, HEAD), q)
+    _, got = coded(x, spec, given)
+    expected = decoded_by_hand(x, spec, given)
     off = (got - expected).abs().amax(-1) > 1e-3 * expected.abs().amax(-1)
     assert off.float().mean() < 0.02  # a code on the edge of two
 
@@ -126,22 +167,86 @@ def test_pages_decode_to_what_the_formulas_say(block_size, weighted):
 @given(seeds, allocations, st.sampled_from(DTYPES))
 def test_an_error_is_half_a_step_unless_it_is_cut_off(seed, allocation, dtype):
     spec = spec_of(allocation)
-    x = mixed(seed, 1, 2, 32, HEAD, dtype=dtype)
-    basis, places = fit_basis(x, None, allocation)
-    basis, places = basis.to(dtype), places.short()
-    pages = encode_pages(x, spec, [basis, places])
-    decoded = decode_pages(*pages, basis, places, spec)
+    x = mixed(seed, 1, 2, 64, HEAD, dtype=dtype)
+    given = fitted(spec, x, dtype=dtype)
+    (pages, decoded), (basis, places) = coded(x, spec, given), given[:2]
     inverse = torch.linalg.inv(basis.double().unflatten(2, (-1, allocation.block_size)))
 
-    def steps(y):
+    def units(y):
         of_blocks = y.double().unflatten(-1, (-1, allocation.block_size)).transpose(2, 3)
-        return (of_blocks @ inverse).transpose(2, 3).flatten(-2)
+        return (of_blocks @ inverse).transpose(2, 3).flatten(-2).unflatten(2, (-1, spec.page_size))
 
-    widths = widths_of(places, allocation, HEAD)
-    gain = torch.exp2((pages[2].double() - 128) / 16).flatten(2, 3)
-    inside = (steps(x) / gain).abs() <= (2.0**widths - 1) / 2
-    error = ((steps(decoded) - steps(x)) / gain).abs()
+    rich, ranks = opened(pages, spec, HEAD)
+    where = torch.arange(spec.page_size).expand(1, 2, 64 // spec.page_size, -1) if rich is None else slots(rich)
+    gain = torch.cat([gains(rank.gains) for rank in ranks], 3).double().gather(3, where.unsqueeze(-1))
+    by_rank = zip(places.split(allocation.fields(HEAD), -1), allocation.tokens(spec.page_size), strict=True)
+    widths = torch.cat([widths_of(own, HEAD).expand(-1, -1, count, -1) for own, count in by_rank], 2)
+    widths = widths.unsqueeze(2).expand_as(units(x)).gather(3, where.unsqueeze(-1).expand_as(units(x)))
+    step = gain * torch.tensor([1.0, *STEPS], dtype=torch.float64)[widths]
+    inside = (units(x) / step).abs() <= (2.0**widths - 1) / 2
+    error = ((units(decoded) - units(x)) / step).abs()
     assert (error[inside & (widths > 0)] <= 0.5 + 1e-2).all()
+
+
+@given(seeds)
+def test_a_page_keeps_its_tokens_by_rank_and_says_where(seed):
+    spec, x, q = RANKED, mixed(seed, 2, 2, 96, HEAD), randn(seed, 2, 2, 60, HEAD)
+    given = fitted(spec, x, q)
+    (pages,) = encode_pages(x, spec, given)
+    (marks, ranks), where = opened(pages, spec, HEAD), slots(rich_bytes(pages, 32))
+    assert torch.equal(marks, rich_bytes(pages, 32))
+    assert torch.equal(where.sort(-1).values, torch.arange(32).expand_as(where))
+    assert [rank.gains.shape[-2] for rank in ranks] == [16, 16]
+    for b, h, page in itertools.product(range(2), range(2), range(3)):
+        rich = chosen_by_hand(x[b, h, 32 * page : 32 * page + 32], given[2][b, h])
+        assert {t for t in range(32) if where[b, h, page, t] < 16} == rich
+        for rank in (sorted(rich), sorted(set(range(32)) - rich)):  # in order of their positions
+            slot = where[b, h, page, rank].tolist()
+            assert slot == list(range(slot[0], slot[0] + len(slot)))
+
+
+def test_values_are_rich_where_their_keys_are():
+    allocation = Allocation(12, 4, 16, False, 22, 8, follows=True)
+    value_spec = spec_of(allocation, window=64)
+    with pytest.raises(KVPassError, match="follows=True is for pages"):
+        Allocation(12, 4, 16, False, follows=True)
+    key, value = (KVState.allocate(spec, 2, 2, HEAD, torch.float32, "cpu", 300) for spec in (RANKED, value_spec))
+    x = mixed(0, 2, 2, 300, HEAD)
+    with pytest.raises(KVPassError, match="keys of their layer"):
+        value.append(x, 0)
+    value.leader, n = key, 0
+    for count in (120, 1, 70, 9, 100):  # values leave their window later
+        key.append(x[:, :, n : n + count], n, randn(1, 2, 4, count, HEAD))
+        value.append(x[:, :, n : n + count], n)
+        n += count
+    pages = value_spec.retention.pages(n)
+    assert 0 < pages < RANKED.retention.pages(n)
+    assert torch.equal(*(rich_bytes(state.codes[:, :, :pages], 32) for state in (key, value)))
+
+
+def test_queries_that_choose_are_no_padding_and_as_far_apart_as_can_be():
+    q, valid = torch.arange(100.0).view(1, 1, 100, 1).expand(2, 3, -1, 4), torch.ones(2, 100, dtype=torch.bool)
+    valid[1, :60] = False
+    found = some_queries(q, valid, torch.float32)[..., 0] * 2
+    assert found.shape == (2, 3, 32) and torch.equal(found[:, 0], found[:, 2])
+    for row, those in zip(found[:, 0].tolist(), (range(100), range(60, 100)), strict=True):
+        assert set(row) <= set(those)
+        steps = torch.tensor(row).diff()
+        assert steps.min() >= len(those) // 32 and steps.max() <= -(-len(those) // 32)
+    assert set(some_queries(q[:, :, :2], None, torch.float32)[0, 0, :, 0].tolist()) == {0.0, 0.5}
+
+
+def test_more_bits_for_some_are_worth_more_than_as_many_for_all():
+    """What attention makes of keys some of which are looked at."""
+    x, q = mixed(0, 1, 2, 512, HEAD), randn(1, 1, 2, 300, HEAD)
+    x = x / x.std()
+    seen = []
+    for allocation in (Allocation(13, 8, 16, True, 21, 8), Allocation(17, 8, 16, True)):
+        spec = spec_of(allocation)
+        _, decoded = coded(x, spec, fitted(spec, x, q))
+        exact, got = ((q @ keys.mT * HEAD**-0.5).softmax(-1) for keys in (x, decoded))
+        seen.append((exact - got).square().sum())
+    assert allocation.bits == 42 / 16 and seen[0] < 0.8 * seen[1]
 
 
 def test_a_fit_to_the_tokens_beats_equal_widths_where_channels_differ():
@@ -149,11 +254,10 @@ def test_a_fit_to_the_tokens_beats_equal_widths_where_channels_differ():
     errors = []
     for allocation in (Allocation(14, 8, 16, False), Allocation(14, 8, 1, False)):
         spec = spec_of(allocation)
-        basis, places = fitted(spec, x)
         pages = later[:, :, :192]
-        decoded = decode_pages(*encode_pages(pages, spec, [basis, places]), basis, places, spec)
+        _, decoded = coded(pages, spec, fitted(spec, x))
         errors.append((decoded - pages).square().mean())
-    uniform = CodecSpec(Quantizer(2, "token", 16), DEFAULT.retention)
+    uniform = CodecSpec(Quantizer(2, "token", 16), ALIKE.retention)
     errors.append((decode_pages(*encode_pages(pages, uniform), uniform) - pages).square().mean())
     assert errors[0] < 0.8 * errors[1] and errors[1] < 0.7 * errors[2]
 
@@ -163,17 +267,17 @@ def test_weighted_errors_are_small_where_queries_look():
     seen = []
     for weighted in (True, False):
         spec = spec_of(Allocation(14, 8, 16, weighted))
-        basis, places = fitted(spec, x, q if weighted else None)
-        error = decode_pages(*encode_pages(x, spec, [basis, places]), basis, places, spec) - x
+        error = coded(x, spec, fitted(spec, x, q))[1] - x
         seen.append((q @ error.mT).square().mean())
     assert seen[0] < 0.5 * seen[1]
 
 
-@given(seeds, chunkings())
-def test_any_chunking_stores_the_same_once_it_is_fitted(seed, chunks):
+@both
+@given(seed=seeds, chunks=chunkings())
+def test_any_chunking_stores_the_same_once_it_is_fitted(spec, seed, chunks):
     first, total = 90, 90 + sum(chunks)
     x, q = mixed(seed, 1, 2, total, HEAD), randn(seed, 1, 4, first, HEAD)
-    at_once, in_chunks = (KVState.allocate(DEFAULT, 1, 2, HEAD, x.dtype, "cpu", 40) for _ in range(2))
+    at_once, in_chunks = (KVState.allocate(spec, 1, 2, HEAD, x.dtype, "cpu", 40) for _ in range(2))
     for state, sizes in ((at_once, [total - first]), (in_chunks, chunks)):
         state.append(x[:, :, :first], 0, q)
         for size in sizes:
@@ -181,32 +285,35 @@ def test_any_chunking_stores_the_same_once_it_is_fitted(seed, chunks):
             state.append(x[:, :, n : n + size], n)
             first += size
         first = 90
-    for name in ("codes", "singles", "gain"):
-        used = DEFAULT.retention.pages(total)
-        assert torch.equal(getattr(at_once, name)[:, :, :used], getattr(in_chunks, name)[:, :, :used])
+    used = spec.retention.pages(total)
+    assert torch.equal(at_once.codes[:, :, :used], in_chunks.codes[:, :, :used])
     assert torch.equal(at_once.decode(total), in_chunks.decode(total))
 
 
-def test_samples_and_heads_are_fitted_alone_and_padding_to_nothing():
+@both
+def test_samples_and_heads_are_fitted_alone_and_padding_to_nothing(spec):
     x, q = mixed(0, 2, 2, 150, HEAD), randn(1, 2, 4, 150, HEAD)
     x[1, :, :50], q[1, :, :50] = 300.0, 70.0  # what a model makes of padding
     mask = torch.ones(2, 1, 150, 150, dtype=torch.bool).tril()
     mask[1, :, :, :50] = False
-    both = KVState.allocate(DEFAULT, 2, 2, HEAD, x.dtype, "cpu", 150)
-    both.append(x, 0, q, mask)
-    alone = KVState.allocate(DEFAULT, 1, 1, HEAD, x.dtype, "cpu", 150)
+    together = KVState.allocate(spec, 2, 2, HEAD, x.dtype, "cpu", 150)
+    together.append(x, 0, q, mask)
+    alone = KVState.allocate(spec, 1, 1, HEAD, x.dtype, "cpu", 150)
     alone.append(x[:1, 1:], 0, q[:1, 2:])
-    assert torch.equal(both.basis[:1, 1:], alone.basis) and torch.equal(both.codes[:1, 1:], alone.codes)
+    assert torch.equal(together.basis[:1, 1:], alone.basis) and torch.equal(together.codes[:1, 1:], alone.codes)
     x[1, :, :50], q[1, :, :50] = -5.0, 3.0
-    other = KVState.allocate(DEFAULT, 2, 2, HEAD, x.dtype, "cpu", 150)
+    other = KVState.allocate(spec, 2, 2, HEAD, x.dtype, "cpu", 150)
     other.append(x, 0, q, mask)
-    assert torch.equal(both.metric[1], other.metric[1])
+    assert torch.equal(together.metric[1], other.metric[1])
+    if spec is RANKED:
+        assert torch.equal(together.queries[1], other.queries[1]) and not (other.queries[1] == 3.0).any()
 
 
+@both
 @pytest.mark.parametrize("prompt", [1, 5, 23])
-def test_a_prompt_shorter_than_the_window_is_looked_at_and_later_queries_are_not(prompt):
+def test_a_prompt_shorter_than_the_window_is_looked_at_and_later_queries_are_not(prompt, spec):
     x, q = mixed(0, 1, 2, 60, HEAD), randn(1, 1, 4, 60, HEAD)
-    states = [KVState.allocate(DEFAULT, 1, 2, HEAD, x.dtype, "cpu", 60) for _ in range(2)]
+    states = [KVState.allocate(spec, 1, 2, HEAD, x.dtype, "cpu", 60) for _ in range(2)]
     for state, tap in zip(states, (q, None), strict=True):
         state.append(x[:, :, :prompt], 0, q[:, :, :prompt])
         for n in range(prompt, 60):
@@ -222,17 +329,19 @@ def test_a_prompt_shorter_than_the_window_is_looked_at_and_later_queries_are_not
     assert error < 0.3
 
 
+@both
 @pytest.mark.parametrize("kind", ["tiny", "huge", "two values", "outliers"])
-def test_awkward_tokens_stay_finite(kind):
+def test_awkward_tokens_stay_finite(kind, spec):
     x = awkward(0, kind, 1, 2, 64, HEAD, limit=1e4)
-    state = KVState.allocate(DEFAULT, 1, 2, HEAD, x.dtype, "cpu", 64)
+    state = KVState.allocate(spec, 1, 2, HEAD, x.dtype, "cpu", 64)
     state.append(x, 0, randn(1, 1, 4, 64, HEAD))
     assert torch.isfinite(state.decode(64)).all()
 
 
-def test_constant_tokens_come_back():
+@both
+def test_constant_tokens_come_back(spec):
     x = randn(0, 1, 2, 1, HEAD).half().float().expand(-1, -1, 64, -1).contiguous()
-    state = KVState.allocate(DEFAULT, 1, 2, HEAD, x.dtype, "cpu", 64)
+    state = KVState.allocate(spec, 1, 2, HEAD, x.dtype, "cpu", 64)
     state.append(x, 0, randn(1, 1, 4, 64, HEAD))
     torch.testing.assert_close(state.decode(64), x, atol=1e-2, rtol=1e-2)
 
@@ -240,7 +349,7 @@ def test_constant_tokens_come_back():
 def test_what_has_no_code_and_what_does_not_fit_is_refused():
     x = mixed(0, 1, 2, 64, HEAD)
     x[0, 1, 40, 3] = torch.nan
-    state = KVState.allocate(DEFAULT, 1, 2, HEAD, x.dtype, "cpu", 64)
+    state = KVState.allocate(ALIKE, 1, 2, HEAD, x.dtype, "cpu", 64)
     with pytest.raises((NonFiniteError, RuntimeError)):
         state.append(x, 0, randn(1, 1, 4, 64, HEAD))
     with pytest.raises(KVPassError, match="needs the prompt's queries"):
@@ -249,15 +358,36 @@ def test_what_has_no_code_and_what_does_not_fit_is_refused():
         get("waterfill").plan(LayerGeometry(0, 1, 2, 24, torch.float32, torch.device("cpu")))
     with pytest.raises(KVPassError, match="up to 48 pairs"):
         WaterfillConfig(key_fields=(49, 0))
-    assert parse(str(DEFAULT)) == DEFAULT
+    with pytest.raises(KVPassError, match="at least one pair"):
+        WaterfillConfig(rich_value_fields=(0, 4))
+    for fields, reason in (
+        (dict(rich_key_fields=(0, 0)), "as many everywhere"),
+        (dict(key_fields=(0, 4)), "pairs=0"),
+    ):
+        with pytest.raises(KVPassError, match=reason):
+            get("waterfill", **fields).plan(LayerGeometry(0, 1, 2, HEAD, torch.float32, torch.device("cpu")))
+    with pytest.raises(KVPassError, match="multiple of 16"):
+        WaterfillConfig(rich_key_fields=(20, 4), residual=8)
+    for spec in (ALIKE, RANKED):
+        assert parse(str(spec)) == spec
+
+
+SCHEMES = {
+    "alike": dict(
+        residual=16, key_fields=(18, 4), value_fields=(14, 4), rich_key_fields=(0, 0), rich_value_fields=(0, 0)
+    ),
+    "ranked": dict(key_fields=(14, 4), value_fields=(10, 4), rich_key_fields=(22, 4), rich_value_fields=(18, 0)),
+}
+PAIRS = {name: (18, 0) if name.endswith("key_fields") else (12, 0) for name in SCHEMES["ranked"]}
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("rope", ["pre", "post"])
-def test_the_compiled_step_is_the_eager_one(rope):
+@pytest.mark.parametrize("fields", SCHEMES.values(), ids=SCHEMES)
+def test_the_compiled_step_is_the_eager_one(rope, fields):
     ids, prompt = tokens(2, 120), 80
     runs = [
-        step_by_step(llama(), WaterfillConfig(residual=16, rope=rope), ids, prompt, lowering=lowering)
+        step_by_step(llama(), WaterfillConfig(residual=16, **fields, rope=rope), ids, prompt, lowering=lowering)
         for lowering in ("auto", "eager")
     ]
     (got, cache, report), (expected, other, _) = runs
@@ -280,16 +410,17 @@ def test_it_is_closer_than_kivi_on_fewer_bits():
     assert kvpass  # applied by name
 
 
-@pytest.mark.parametrize("fields", [(14, 8), (18, 0)], ids=str)
+@pytest.mark.parametrize("fields", [*SCHEMES.values(), PAIRS], ids=[*SCHEMES, "pairs"])
 @pytest.mark.parametrize("queries", [1, 5])
 def test_attention_over_fields_is_that_over_decoded_tokens(fields, queries):
     """Batched, with a mask; several queries decode first."""
-    plan = WaterfillConfig(residual=16, rope="post", key_fields=fields, value_fields=fields).plan(
+    plan = WaterfillConfig(residual=16, **fields, rope="post").plan(
         LayerGeometry(0, 1, 2, HEAD, torch.float32, torch.device("cpu"))
     )
     past = []
     for seed, spec in enumerate((plan.key, plan.value)):
         state = KVState.allocate(spec, 2, 2, HEAD, torch.float32, "cpu", 150)
+        state.leader = past[0] if past else None
         state.append(mixed(seed, 2, 2, 150, HEAD), 0, randn(seed, 2, 4, 150, HEAD))
         past.append(state)
     key, value = past
@@ -311,14 +442,15 @@ def positions(rope, tokens, *starts, scale=1.0):
 
 @pytest.mark.parametrize("rope", [f"half-{HEAD // 2}", "interleaved-8"])
 @pytest.mark.parametrize("queries", [1, 5])
-def test_keys_in_the_frame_of_their_page_are_attended_as_they_are(rope, queries):
+@pytest.mark.parametrize("fields", SCHEMES.values(), ids=SCHEMES)
+def test_keys_in_the_frame_of_their_page_are_attended_as_they_are(rope, queries, fields):
     """Samples at positions of their own, tables that are scaled, channels that are not turned."""
-    plan = WaterfillConfig(residual=16).plan(LayerGeometry(0, 1, 2, HEAD, torch.float32, torch.device("cpu")))
+    plan = WaterfillConfig(residual=16, **fields).plan(LayerGeometry(0, 1, 2, HEAD, torch.float32, torch.device("cpu")))
     assert plan.key.transform.page_frame
     cos, sin = positions(rope, 150, 0, 7, scale=1.2)
     x, q = mixed(0, 2, 2, 150, HEAD), randn(0, 2, 4, 150, HEAD)
     key, value = (KVState.allocate(spec, 2, 2, HEAD, torch.float32, "cpu", 150) for spec in (plan.key, plan.value))
-    key.rotary = RotaryState.of(cos, sin)
+    key.rotary, value.leader = RotaryState.of(cos, sin), key
     for state, tables in ((key, {"rope": rope}), (value, {})):
         state.append(x[:, :, :100], 0, q[:, :, :100], **tables)
         state.append(x[:, :, 100:], 100, **tables)

@@ -50,10 +50,13 @@ _by_name = {
     "subspace": st.none()
     | st.builds(Subspace, st.integers(1, 70), st.sampled_from((0.0, 0.5, 1e6)), st.booleans(), _sizes),
     "adaptive": st.none() | st.just(Adaptive((2, 3, 4), "key", 0.1, 0.01, 5)),
-    "allocation": st.none() | st.just(Allocation(14, 8, 8, False)),
+    "allocation": st.sampled_from((None, Allocation(14, 8, 8, False), Allocation(14, 4, 8, True, 20, 8))),
     "codec": st.sampled_from(("", "none", *CODECS)),
-    **dict.fromkeys(("pairs", "singles"), st.integers(0, 17)),
-    **dict.fromkeys(("key_fields", "value_fields"), st.tuples(st.integers(0, 50), st.integers(0, 17))),
+    **dict.fromkeys(("pairs", "singles", "rich_pairs", "rich_singles"), st.integers(0, 17)),
+    **dict.fromkeys(
+        ("key_fields", "value_fields", "rich_key_fields", "rich_value_fields"),
+        st.tuples(st.integers(0, 50), st.integers(0, 17)),
+    ),
     **dict.fromkeys(("backbone", "first_layer"), st.sampled_from(("higgs", "kivi", "rtn-2", {"scheme": "quarot"}))),
 }
 
@@ -99,7 +102,7 @@ def check_storage(spec: CodecSpec, layer: LayerGeometry) -> str:
     """Store tokens by the reference, and see what they decode to."""
     assert parse(str(spec)) == spec
     tokens = spec.retention.sinks + spec.retention.residual + 2 * spec.page_size + 3
-    if spec.needs_importance or spec.transform.predictor:
+    if spec.needs_importance or spec.transform.predictor or spec.quantizer.follows_keys:
         return "planned"  # a cache stores those: `test_a_model_takes_any_config`
     if (
         layer.num_key_value_heads * layer.head_dim * (tokens + spec.retention.rollback) * layer.dtype.itemsize

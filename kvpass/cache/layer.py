@@ -185,6 +185,8 @@ class PackedLayer(CacheLayerMixin):
             if self.rotary_owner is not self:
                 self.rotary_owner._allocate(batch, tokens)
             new["key_state"].rotary = new.get("rotary", self.rotary_owner.rotary)
+        if self.plan.value.quantizer.follows_keys:
+            new["value_state"].leader = new["key_state"]
         if self.plan.needs_importance and self.importance_owner is self:
             new["importance"] = Importance(batch, self.deciding_heads, geometry.device, tokens)
         if self.plan.looks_at_previous:
@@ -293,6 +295,7 @@ class PackedLayer(CacheLayerMixin):
             list(state.predictor), self.importance.weights if which == 0 and self.importance else None, None,
             self.context.slots[self.deciding_heads] if self.evicts else None,
             state.host.tokens if isinstance(state, AdaptiveState) else None, **state.tables(""),
+            key_pages=state.key_pages,
         )  # fmt: skip
         return edge
 

@@ -108,9 +108,11 @@ class KVState(Storage):
     center: ``[B, H_kv, 1, D]``, 16-bit, for specs that subtract a mean; otherwise None.
     pairs: ``[B, H_kv, 1, 2]`` int16, for keys in the frame of their page: how many pairs of channels are turned, and
         whether they are interleaved. The tables are those of ``rotary``, which states share.
-    basis, fields, metric: ``[B, H_kv, D, b]``, 16-bit, ``[B, H_kv, 1, F]`` int16 and, where errors are weighted, ``[B,
+    basis, fields, metric: ``[B, H_kv, D, b]``, 16-bit, ``[B, H_kv, 1, F]`` int32 and, where errors are weighted, ``[B,
         H_kv, D, b]`` bfloat16, for specs with widths by channel (`codec.allocation`); otherwise None.
+    queries: ``[B, H_kv, Q, D]``, 16-bit, for those that choose which tokens get more bits; otherwise None.
     predictor: weights of the predictor, for specs that have one (`kvpass.codec.predictor`); the model's.
+    leader: the state of the keys, for values whose tokens get more bits where those of the keys do.
     previous_layer, same_layer_keys: the states it is predicted from: the same tokens in the layer below, and for values
         the keys of this layer.
     """
@@ -124,18 +126,21 @@ class KVState(Storage):
     basis: Tensor | None
     fields: Tensor | None
     metric: Tensor | None
+    queries: Tensor | None
     pairs: Tensor | None
     _handles: tuple[Tensor, ...]
 
     def __init__(self, spec: CodecSpec, kept: Mapping[str, Tensor], source: KVState | None = None):
         self.spec, self.text, self.source = spec, str(spec), source
-        self.compensation = self.energy = self.center = self.basis = self.fields = self.metric = self.pairs = None
+        self.compensation = self.energy = self.center = self.pairs = None
+        self.basis = self.fields = self.metric = self.queries = None
         self._codes: Tensor | None = None
         vars(self).update({attribute(name): tensor for name, tensor in kept.items()})
         self.predictor: Sequence[Tensor] = ()
         self.previous_layer: KVState | None = None
         self.same_layer_keys: KVState | None = None
         self.rotary: RotaryState | None = None
+        self.leader: KVState | None = None
         self.writes = Writes()
         self.put()
 
@@ -247,8 +252,9 @@ class KVState(Storage):
             raise KVPassError(_ALONE)
         self.reserve(n + x.shape[2])
         torch.ops.kvpass.append_(
-            self.pack, self.carrier(n), x.to(self.ring.dtype), q, mask, self.text, **self.tables(rope)
-        )
+            self.pack, self.carrier(n), x.to(self.ring.dtype), q, mask, self.text, **self.tables(rope),
+            key_pages=self.key_pages,
+        )  # fmt: skip
         self.wrote(n, n + x.shape[2])
 
     def wrote(self, start: int, stop: int) -> None:
@@ -277,6 +283,11 @@ class KVState(Storage):
             pairs, interleaved = self.pairs[0, 0, 0].tolist()
             rope = rope_of(pairs, bool(interleaved))
         return dict(cos=self.rotary and self.rotary.cos, sin=self.rotary and self.rotary.sin, rope=rope)
+
+    @property
+    def key_pages(self) -> Tensor | None:
+        """What ``kvpass::append_`` takes besides, for values that go by their keys: the handle of those."""
+        return None if self.leader is None else self.leader.handles[0]
 
     @property
     def _layout(self) -> Recent:

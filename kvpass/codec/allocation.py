@@ -9,9 +9,16 @@ Codes are uniform, and kept in *fields*: pairs of bits, and single ones for widt
 fields of each kind, so that pages are of one shape; which coordinate a field belongs to, and how much it weighs there,
 is the head's own. Scales, widths and basis are linear in a field, so that a query takes them once and a cached value is
 read as two bits and nothing else.
+
+Tokens of a page may have *ranks*: the half of them that attention pays most, the rich, have more fields than the
+rest. A page keeps its tokens by rank, and a bit for each that says which it has. Which tokens those are is said by some
+of the prompt's queries, and values go by their keys.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +27,7 @@ from ..errors import KVPassError
 from .affine import check_finite
 from .bitpack import byte_rows, pack, smallest_page, unpack
 from .kept import CODECS, Codec, Kept
-from .quantizer import PAIRS, Allocation
+from .quantizer import PAIRS, QUERIES, RICH, Allocation
 from .spec import CodecSpec
 
 FIELD_BITS = 2, 1
@@ -32,6 +39,7 @@ _SHRINKAGE = 0.05  # of the covariance towards its diagonal, besides that of a b
 _FLOOR = 0.02  # of the mean cost of a channel: none costs less, as later queries may look where the prompt's do not
 _OCTAVE, _UNIT = 16, 128  # gains in a factor of 2, and the code of gain 1
 _LEAST_GAIN, _LEAST_VARIANCE = 1e-9, 2.0**-16  # a basis is kept in 16 bits
+_SHIFTS = 8  # more than the bits of a code that are below a field
 
 
 def allocation_of(spec: CodecSpec) -> Allocation:
@@ -41,15 +49,52 @@ def allocation_of(spec: CodecSpec) -> Allocation:
     return spec.quantizer.allocation
 
 
-def _rows(kind: int) -> Callable[[CodecSpec, int], tuple[int, int]]:
-    def shape(spec: CodecSpec, head_dim: int) -> tuple[int, int]:
-        return byte_rows(spec.page_size, FIELD_BITS[kind]), allocation_of(spec).counts(head_dim)[kind]
+class Rank(NamedTuple):
+    """What pages keep of their tokens of one rank: pairs of bits ``[..., N, T / 4, .]``, single ones ``[..., N, T / 8,
+    .]`` and gains ``[..., N, T, 1]``, uint8."""
 
-    return shape
+    pairs: Tensor
+    singles: Tensor
+    gains: Tensor
 
 
-def _gain(spec: CodecSpec, head_dim: int) -> tuple[int, int]:
-    return spec.page_size, 1
+@cache
+def _parts(spec: CodecSpec, head_dim: int) -> list[tuple[int, int]]:
+    """Rows and columns of what a page keeps: who is rich, then a `Rank` after the other."""
+    allocation, parts = allocation_of(spec), []
+    if allocation.ranked:
+        parts.append((byte_rows(spec.page_size, 1), 1))
+    for tokens, counts in zip(allocation.tokens(spec.page_size), allocation.counts(head_dim), strict=True):
+        parts += [(byte_rows(tokens, bits), count) for bits, count in zip(FIELD_BITS, counts, strict=True)]
+        parts.append((tokens, 1))
+    return parts
+
+
+def _page(spec: CodecSpec, head_dim: int) -> tuple[int, int]:
+    return 1, sum(rows * columns for rows, columns in _parts(spec, head_dim))
+
+
+def opened(pages: Tensor, spec: CodecSpec, head_dim: int) -> tuple[Tensor | None, list[Rank]]:
+    """What pages ``[..., N, 1, bytes]`` keep: who is rich, ``[..., N, P / 8, 1]``, if somebody is, and their ranks."""
+    parts = _parts(spec, head_dim)
+    split = pages.squeeze(-2).split([rows * columns for rows, columns in parts], -1)
+    views = [part.unflatten(-1, shape) for part, shape in zip(split, parts, strict=True)]
+    rich = views.pop(0) if allocation_of(spec).ranked else None
+    return rich, [Rank(*views[i : i + 3]) for i in range(0, len(views), 3)]
+
+
+def rich_bytes(pages: Tensor, page_size: int) -> Tensor:
+    """Who is rich in the pages ``[..., N, 1, bytes]`` of keys: ``[..., N, P / 8, 1]``."""
+    return pages.squeeze(-2)[..., : byte_rows(page_size, 1)].unsqueeze(-1)
+
+
+def slots(rich: Tensor) -> Tensor:
+    """Where pages ``[..., N, P / 8, 1]`` keep each of their tokens: ``[..., N, P]`` int64."""
+    is_rich = unpack(rich, 1).squeeze(-1)
+    token = torch.arange(is_rich.shape[-1], device=rich.device)
+    before = (is_rich.float() @ (token[:, None] < token).float()).long()  # how many rich ones come before
+    poor = (token - before + len(token) // RICH).clamp(max=len(token) - 1)  # pages that are not written have no rich
+    return torch.where(is_rich > 0, before, poor)
 
 
 def allocate(cost: Tensor, pairs: int, singles: int) -> Tensor:
@@ -129,44 +174,98 @@ def fit_basis(
     root = energy.clamp_min(_FLOOR / 2).sqrt().unsqueeze(-2)
     half, inverse = (directions * root) @ directions.mT, (directions / root) @ directions.mT
     cost, vectors = torch.linalg.eigh(half @ covariance @ half)
-    places = allocate(cost.flatten(2), *allocation.counts(x.shape[-1])).unsqueeze(2)
-    widths = widths_of(places, allocation, x.shape[-1])
-    step = torch.tensor([1.0, *STEPS], dtype=cost.dtype, device=x.device)[widths].view_as(cost)
-    basis = (cost.sqrt() * step).unsqueeze(-1) * (vectors.mT @ inverse)
-    return basis.flatten(2, 3), places
+    places = [_placed(cost.flatten(2), *counts) for counts in allocation.counts(x.shape[-1])]
+    basis = cost.sqrt().unsqueeze(-1) * (vectors.mT @ inverse)
+    return basis.flatten(2, 3), torch.cat(places, -1).unsqueeze(2)
 
 
-def widths_of(places: Tensor, allocation: Allocation, head_dim: int) -> Tensor:
-    """The width of each coordinate, ``[..., D]`` int64, from the places of fields ``[..., F]``."""
-    kinds = torch.tensor([FIELD_BITS, allocation.counts(head_dim)], device=places.device)
-    bits = kinds[0].repeat_interleave(kinds[1])
-    none = places.new_zeros((*places.shape[:-1], head_dim), dtype=torch.long)
-    return none.scatter_add(-1, places.long() % head_dim, bits.expand(places.shape))
+def _placed(cost: Tensor, pairs: int, singles: int) -> Tensor:
+    """The places of the fields of one rank, ``[..., F]`` int64: ``(width * 8 + shift) * D + coordinate``."""
+    size, found = cost.shape[-1], allocate(cost, pairs, singles)
+    bits = torch.tensor(FIELD_BITS, device=cost.device).repeat_interleave(torch.tensor([pairs, singles]))
+    widths = torch.zeros_like(cost, dtype=torch.long).scatter_add(-1, found % size, bits.expand(found.shape))
+    return widths.gather(-1, found % size) * _SHIFTS * size + found
 
 
-def encode(x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor], stored: None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """What is kept of whole pages ``[B, H, N * P, D]``: pairs of bits ``[B, H, N, P / 4, .]``, single ones
-    ``[B, H, N, P / 8, .]`` and gains ``[B, H, N, P, 1]``, uint8.
+def widths_of(places: Tensor, head_dim: int) -> Tensor:
+    """The width of each coordinate, ``[..., D]`` int64, from the places of the fields of one rank ``[..., F]``."""
+    places = places.long()
+    none = places.new_zeros((*places.shape[:-1], head_dim))
+    return none.scatter(-1, places % head_dim, places // head_dim // _SHIFTS)
 
-    fitted: the basis and the places of its fields, see `fit_basis`.
+
+def weights(device: torch.device) -> Tensor:
+    """What 1 in a field is worth, in units of its coordinate: by its place over ``D``, float32."""
+    kinds = torch.arange(len(DISTORTION) * _SHIFTS, device=device)
+    steps = torch.tensor([0.0, *STEPS], device=device)[kinds // _SHIFTS]
+    return steps * torch.exp2((kinds % _SHIFTS).float())
+
+
+def encode(x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor], stored: None = None) -> tuple[Tensor]:
+    """Whole pages ``[B, H, N * P, D]`` as bytes, ``[B, H, N, 1, .]`` uint8: see `opened`.
+
+    fitted: the basis and the places of its fields, see `fit_basis`; where tokens have ranks, besides the queries ``[B,
+    H, Q, D]`` that choose (`some_queries`), or for values that follow what their keys chose, `rich_bytes`.
     """
-    (basis, places), size = fitted, allocation_of(spec).block_size
-    head_dim = x.shape[-1]
-    widths = widths_of(places, allocation_of(spec), head_dim)
-    inverse = torch.linalg.inv(basis.double().unflatten(-2, (-1, size)))
-    steps = (blocks(x, size) @ inverse).transpose(2, 3).flatten(-2).float()
-    units = steps * torch.tensor([0.0, *STEPS], device=x.device)[widths]
-    gain = (units.square().sum(-1, keepdim=True) / (widths > 0).sum(-1, keepdim=True)).sqrt()
-    if x.device.type == "cpu":
+    allocation, (basis, places, *chosen) = allocation_of(spec), fitted
+    inverse = torch.linalg.inv(basis.double().unflatten(-2, (-1, allocation.block_size)))
+    units = (blocks(x, allocation.block_size) @ inverse).transpose(2, 3).flatten(-2).float()
+    units, kept = units.unflatten(2, (-1, spec.page_size)), []
+    if allocation.ranked:
+        rich = chosen[0] if allocation.follows else choose(x, spec, chosen[0])
+        kept.append(rich)
+        units = units.gather(3, slots(rich).argsort(-1).unsqueeze(-1).expand_as(units))
+    head_dim, by_rank = x.shape[-1], units.split(allocation.tokens(spec.page_size), 3)
+    for of_rank, own, counts in zip(
+        by_rank, places.split(allocation.fields(head_dim), -1), allocation.counts(head_dim), strict=True
+    ):
+        kept += _encode_rank(of_rank, own, counts)
+    return (torch.cat([part.flatten(-2) for part in kept], -1).unsqueeze(-2),)
+
+
+def _encode_rank(units: Tensor, places: Tensor, counts: tuple[int, int]) -> Rank:
+    """Tokens of one rank, ``[B, H, N, T, D]`` coordinates, whose fields have these places ``[B, H, 1, F]``."""
+    places, head_dim = places.long().unsqueeze(2), units.shape[-1]
+    widths = widths_of(places, head_dim)
+    used, steps = widths > 0, torch.tensor([1.0, *STEPS], device=units.device)[widths]
+    gain = ((units * used).square().sum(-1, keepdim=True) / used.sum(-1, keepdim=True)).sqrt()
+    if units.device.type == "cpu":
         check_finite(gain)
     levels = (gain.clamp_min(_LEAST_GAIN).log2() * _OCTAVE).round().clamp(-_UNIT, 255 - _UNIT)
     most = 2.0**widths - 1
-    codes = (steps / torch.exp2(levels / _OCTAVE) + most / 2).round().clamp(min=0).minimum(most).to(torch.uint8)
-    index = (places.long() % head_dim).expand(*codes.shape[:-1], -1)
-    fields = (codes.gather(-1, index) >> (places // head_dim).to(torch.uint8)).unflatten(2, (-1, spec.page_size))
-    kinds = fields.split(allocation_of(spec).counts(head_dim), -1)
-    pairs, singles = (pack(part & (2**bits - 1), bits) for part, bits in zip(kinds, FIELD_BITS, strict=True))
-    return pairs, singles, (levels + _UNIT).to(torch.uint8).unflatten(2, (-1, spec.page_size))
+    codes = (units / steps / torch.exp2(levels / _OCTAVE) + most / 2).round().clamp(min=0).minimum(most)
+    index = (places % head_dim).expand(*codes.shape[:-1], -1)
+    fields = codes.to(torch.uint8).gather(-1, index) >> (places // head_dim % _SHIFTS).to(torch.uint8)
+    kinds = zip(fields.split(counts, -1), FIELD_BITS, strict=True)
+    pairs, singles = (pack(part & (2**bits - 1), bits) for part, bits in kinds)
+    return Rank(pairs, singles, (levels + _UNIT).to(torch.uint8))
+
+
+def some_queries(q: Tensor, valid: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`QUERIES` of those of a KV head, ``[B, H, N, D]``, that are no padding, as far apart as can be, and scaled as
+    attention does: ``[B, H, Q, D]``.
+
+    valid: ``[B, N]`` bool.
+    """
+    if valid is None:
+        valid = torch.ones(len(q), q.shape[2], dtype=torch.bool, device=q.device)
+    those = torch.argsort(~valid, dim=-1, stable=True)
+    apart = (torch.arange(QUERIES, device=q.device) + 0.5) / QUERIES
+    index = those.gather(-1, (valid.sum(-1, keepdim=True) * apart).long())
+    chosen = q.gather(2, index[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3]))
+    return (chosen.float() / math.sqrt(q.shape[3])).to(dtype)
+
+
+def choose(x: Tensor, spec: CodecSpec, queries: Tensor) -> Tensor:
+    """Who is rich of keys ``[B, H, N * P, D]``: those to which ``queries`` pay most attention among their page.
+    ``[B, H, N, P / 8, 1]`` uint8.
+
+    An error in a key is seen by the square of its weight.
+    """
+    paid = (x.float() @ queries.float().mT).unflatten(2, (-1, spec.page_size)).softmax(3).square().sum(-1)
+    most = paid.topk(spec.page_size // RICH, -1).indices
+    rich = torch.zeros_like(paid, dtype=torch.uint8).scatter(-1, most, 1)
+    return pack(rich.unsqueeze(-1), 1)
 
 
 def gains(stored: Tensor) -> Tensor:
@@ -177,8 +276,8 @@ def gains(stored: Tensor) -> Tensor:
 def field_rows(basis: Tensor, places: Tensor) -> Tensor:
     """What 1 in each field adds to the channels of a token of gain 1: ``[B, H, F, D]`` float32."""
     size, head_dim = basis.shape[-1], basis.shape[-2]
-    coordinate, shift = places.mT.long() % head_dim, places.mT.long() // head_dim
-    rows = basis.float().gather(-2, coordinate.expand(-1, -1, -1, size)) * torch.exp2(shift.float())
+    coordinate, kind = places.mT.long() % head_dim, places.mT.long() // head_dim
+    rows = basis.float().gather(-2, coordinate.expand(-1, -1, -1, size)) * weights(basis.device)[kind]
     mine = torch.arange(head_dim // size, device=basis.device) == coordinate // size
     return torch.where(mine.unsqueeze(-1), rows.unsqueeze(-2), 0.0).flatten(-2)
 
@@ -188,15 +287,24 @@ def middle(bits: int) -> float:
     return (2.0**bits - 1) / 2
 
 
-def decode(pairs: Tensor, singles: Tensor, gain: Tensor, basis: Tensor, places: Tensor, spec: CodecSpec) -> Tensor:
+def decode(pages: Tensor, basis: Tensor, places: Tensor, spec: CodecSpec) -> Tensor:
     """Inverse of `encode` up to rounding: ``[B, H, N * P, D]`` float32."""
-    kinds = zip((pairs, singles), FIELD_BITS, strict=True)
-    fields = torch.cat([unpack(packed, bits) - middle(bits) for packed, bits in kinds], -1) * gains(gain)
-    return fields.flatten(2, 3) @ field_rows(basis, places)
+    rich, ranks = opened(pages, spec, basis.shape[-2])
+    rows = field_rows(basis, places).unsqueeze(2).split(allocation_of(spec).fields(basis.shape[-2]), -2)
+    values = torch.cat([_decode_rank(*each) for each in zip(ranks, rows, strict=True)], 3)
+    if rich is not None:
+        values = values.gather(3, slots(rich).unsqueeze(-1).expand_as(values))
+    return values.flatten(2, 3)
+
+
+def _decode_rank(rank: Rank, rows: Tensor) -> Tensor:
+    kinds = zip(rank, FIELD_BITS, strict=False)
+    fields = torch.cat([unpack(packed, bits) - middle(bits) for packed, bits in kinds], -1)
+    return fields * gains(rank.gains) @ rows
 
 
 def _check(spec: CodecSpec) -> None:
-    multiple = smallest_page(min(FIELD_BITS))
+    multiple = smallest_page(min(FIELD_BITS)) * (RICH if allocation_of(spec).ranked else 1)
     if spec.page_size % multiple:
         raise KVPassError(
             f"page_size={spec.page_size} does not fill whole bytes of fields: use a residual that is a multiple of "
@@ -204,10 +312,4 @@ def _check(spec: CodecSpec) -> None:
         )
 
 
-CODECS["allocated"] = Codec(
-    {"codes": Kept(_rows(0), torch.uint8), "singles": Kept(_rows(1), torch.uint8), "gain": Kept(_gain, torch.uint8)},
-    encode,
-    decode,
-    ("basis", "fields"),
-    _check,
-)
+CODECS["allocated"] = Codec({"codes": Kept(_page, torch.uint8)}, encode, decode, ("basis", "fields"), _check)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..errors import KVPassError
 from .affine import params_dtype
+from .quantizer import QUERIES
 
 if TYPE_CHECKING:
     from .spec import CodecSpec
@@ -88,6 +89,7 @@ def of_state(spec: CodecSpec) -> tuple[str, ...]:
         "basis": allocation is not None,
         "fields": allocation is not None,
         "metric": allocation is not None and allocation.weighted,
+        "queries": allocation is not None and allocation.chooses,
     }
     return (*of_pages(spec), "ring", *(name for name, there in fitted.items() if there))
 
@@ -112,9 +114,11 @@ def fitted_shapes(spec: CodecSpec, head_dim: int, dtype: torch.dtype) -> dict[st
         shapes["pairs"] = (1, 2), torch.int16
     if allocation is not None:
         shapes["basis"] = (head_dim, allocation.block_size), params
-        shapes["fields"] = (1, sum(allocation.counts(head_dim))), torch.int16
+        shapes["fields"] = (1, sum(allocation.fields(head_dim))), torch.int32
         if allocation.weighted:
             shapes["metric"] = (head_dim, allocation.block_size), torch.bfloat16  # range, for sums of squares
+        if allocation.chooses:
+            shapes["queries"] = (QUERIES, head_dim), params
     return shapes
 
 
@@ -124,6 +128,7 @@ class Pack(NamedTuple):
     pools: what is kept of its pages, in order: pools or handles (`kvpass.layout.pool`).
     planes: those of tokens with widths of their own which all layers share, and where the state's are.
     rotary: tables cos and sin and the text of the rotation (`codec.rope`), for keys in the frame of their page.
+    key_pages: what is kept of the pages of the keys, for values that go by it.
     """
 
     pools: tuple[Tensor, ...]
@@ -134,11 +139,13 @@ class Pack(NamedTuple):
     basis: Tensor | None = None
     fields: Tensor | None = None
     metric: Tensor | None = None
+    queries: Tensor | None = None
     pairs: Tensor | None = None
     planes: Sequence[Tensor] = ()
     rotary: tuple[Tensor, Tensor, str] | None = None
+    key_pages: Tensor | None = None
 
-    def fitted(self, names: Sequence[str] = ("compensation", "basis", "fields")) -> list[Tensor]:
+    def fitted(self, names: Sequence[str] = ("compensation", "basis", "fields", "queries")) -> list[Tensor]:
         """What pages are encoded with besides, or those of ``names``, if there are any."""
         return [tensor for name in names if (tensor := getattr(self, name)) is not None]
 

@@ -17,6 +17,10 @@ SHARES = 16
 """Channels that `Allocation` counts fields of."""
 PAIRS = 3
 """Pairs of bits of the widest channels of an `Allocation`, which have 6 or 7."""
+RICH = 2
+"""Of so many tokens of a page an `Allocation` may give more bits to one."""
+QUERIES = 32
+"""Those of the prompt's queries that say to which."""
 
 
 @dataclass(frozen=True)
@@ -89,31 +93,73 @@ class Adaptive:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Widths by channel, in a basis that is fitted to the tokens packed first (`codec.allocation`).
+    """Widths by channel, in a basis that is fitted to the tokens packed first (`codec.allocation`), and by token.
 
     pairs, singles: of 16 channels, how many pairs of bits they share, and how many single bits; (2 * pairs + singles) /
         16 bits a value. A channel has at most one single bit, so that many have an odd width.
     block_size: neighbouring channels that are decorrelated together; 1 takes channels as they are.
     weighted: errors cost what the prompt's queries make of them; otherwise the same in all channels.
+    rich_pairs, rich_singles: the same as ``pairs`` and ``singles``, of the half of a page's tokens that attention
+        pays most; 0 and 0 for a page of tokens that are all alike.
+    follows: that half is the one of the layer's keys; otherwise it is chosen by the prompt's queries.
     """
 
     pairs: int
     singles: int
     block_size: int
     weighted: bool
+    rich_pairs: int = 0
+    rich_singles: int = 0
+    follows: bool = False
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_integers(self, pairs=1, singles=0, block_size=1)
-        if self.pairs > PAIRS * SHARES or self.singles > SHARES:
+        check_integers(self, pairs=1, singles=0, block_size=1, rich_pairs=0, rich_singles=0)
+        for pairs, singles in self._shares:
+            if pairs > PAIRS * SHARES or singles > SHARES:
+                raise KVPassError(
+                    f"pairs={pairs}, singles={singles}: {SHARES} channels share up to {PAIRS * SHARES} pairs of bits "
+                    f"and {SHARES} others."
+                )
+        if self.ranked and not self.rich_pairs:
+            raise KVPassError("rich_pairs=0: tokens with bits of their own share at least one pair of them.")
+        if self.follows and not self.ranked:
             raise KVPassError(
-                f"pairs={self.pairs}, singles={self.singles}: {SHARES} channels share up to {PAIRS * SHARES} pairs of "
-                f"bits and {SHARES} others."
+                "follows=True is for pages some of whose tokens have more bits: rich_pairs, rich_singles."
             )
 
-    def counts(self, head_dim: int) -> tuple[int, int]:
-        """How many pairs of bits, and how many single bits, a token of ``head_dim`` channels has."""
-        return self.pairs * head_dim // SHARES, self.singles * head_dim // SHARES
+    @property
+    def ranked(self) -> bool:
+        """Whether some tokens of a page have other widths than the rest."""
+        return bool(self.rich_pairs or self.rich_singles)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether it looks at the prompt's queries to say which tokens those are."""
+        return self.ranked and not self.follows
+
+    @property
+    def _shares(self) -> list[tuple[int, int]]:
+        plain, rich = (self.pairs, self.singles), (self.rich_pairs, self.rich_singles)
+        return [rich, plain] if self.ranked else [plain]
+
+    def tokens(self, page_size: int) -> list[int]:
+        """How many tokens of a page there are of each rank, richest first."""
+        return [page_size // RICH, page_size - page_size // RICH] if self.ranked else [page_size]
+
+    def counts(self, head_dim: int) -> list[tuple[int, int]]:
+        """How many pairs of bits, and how many single bits, a token of ``head_dim`` channels has, by rank."""
+        return [(pairs * head_dim // SHARES, singles * head_dim // SHARES) for pairs, singles in self._shares]
+
+    def fields(self, head_dim: int) -> list[int]:
+        """How many fields, of either kind, a token has, by rank."""
+        return [sum(counts) for counts in self.counts(head_dim)]
+
+    @property
+    def bits(self) -> float:
+        """Bits a value, on average."""
+        each = [(2 * pairs + singles) / SHARES for pairs, singles in self._shares]
+        return each[0] / RICH + each[1] * (1 - 1 / RICH) if self.ranked else each[0]
 
     def check(self, head_dim: int) -> None:
         """Raise `KVPassError` unless heads of ``head_dim`` channels have whole blocks, and whole shares."""
@@ -196,8 +242,8 @@ class Quantizer:
         if self.adaptive is not None:
             codes = f"{self.adaptive.widths} bits by token, {self.adaptive.outliers:.1%} exact"
         elif self.allocation is not None:
-            each = (2 * self.allocation.pairs + self.allocation.singles) / SHARES
-            return f"{each:g} bits on average, by channel, blocks of {self.allocation.block_size}"
+            by = "by channel and token" if self.allocation.ranked else "by channel"
+            return f"{self.allocation.bits:g} bits on average, {by}, blocks of {self.allocation.block_size}"
         elif self.raw:
             codes = f"{self.bits}-bit floats"
         elif self.grid:
@@ -235,5 +281,11 @@ class Quantizer:
     @property
     def needs_queries(self) -> bool:
         """Whether codes depend on the prompt's queries."""
-        weighted = self.allocation is not None and self.allocation.weighted
-        return self.subspace is not None or weighted or (self.adaptive is not None and self.adaptive.fits_energy)
+        if self.allocation is not None and (self.allocation.weighted or self.allocation.chooses):
+            return True
+        return self.subspace is not None or (self.adaptive is not None and self.adaptive.fits_energy)
+
+    @property
+    def follows_keys(self) -> bool:
+        """Whether codes depend on what the keys of the layer were stored as."""
+        return self.allocation is not None and self.allocation.follows

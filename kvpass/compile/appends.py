@@ -46,6 +46,7 @@ class Append:
     cos: Node | None
     sin: Node | None
     rope: str
+    key_pages: Node | None
 
     @cached_property
     def codec(self) -> CodecSpec:

@@ -46,7 +46,8 @@ def simulate(
     specs, tokens, repeats = (parse(k_spec), parse(v_spec)), k.shape[2], q.shape[1] // k.shape[1]
     q_before, k_before, *tables = before or [q, k]
     rotary = (tables[0], tables[1], rope) if tables else None
-    k_stored, v_stored = _stored(k_before, specs[0], q_before, prompt, rotary), _stored(v, specs[1], q, prompt)
+    keys = _stored(k_before, specs[0], q_before, prompt, rotary)
+    k_stored, v_stored = keys.decode(tokens), _stored(v, specs[1], q, prompt, leader=keys).decode(tokens)
     if rotary is not None:
         k_stored = rotate(k_stored, *rotary)
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -88,10 +89,18 @@ def _(q, k, v, mask, scale, softcap, sinks, before, rope, k_spec, v_spec, prompt
 
 
 def _stored(
-    x: Tensor, spec: CodecSpec, q: Tensor, prompt: int, rotary: tuple[Tensor, Tensor, str] | None = None
-) -> Tensor:
-    """``x`` once all of it is stored: decoded where it is packed. ``rotary``: tables and kind of the rotary embedding
-    of keys that are stored before it."""
+    x: Tensor,
+    spec: CodecSpec,
+    q: Tensor,
+    prompt: int,
+    rotary: tuple[Tensor, Tensor, str] | None = None,
+    leader: KVState | None = None,
+) -> KVState:
+    """A state that has stored all of ``x``.
+
+    rotary: tables and kind of the rotary embedding of keys that are stored before it. leader: the state of the keys,
+    for values.
+    """
     batch, heads, tokens, head_dim = x.shape
     pages, fits_subspace = spec.retention.pages, spec.quantizer.subspace is not None
     first = prompt if prompt or not fits_subspace else tokens  # what fits a subspace to queries takes all of them
@@ -99,13 +108,15 @@ def _stored(
         first = next((n for n in range(max(1, first), tokens) if pages(n)), tokens)
     state = KVState.allocate(spec, batch, heads, head_dim, x.dtype, x.device, tokens)
     rope = ""
+    if spec.quantizer.follows_keys:
+        state.leader = leader
     if rotary is not None:
         state.rotary = RotaryState.of(*rotary[:2])
         rope = rotary[2]
     state.append(x[:, :, :first], 0, q[:, :, : prompt or tokens] if spec.quantizer.needs_queries else None, rope=rope)
     if first < tokens:
         state.append(x[:, :, first:], first, rope=rope)
-    return state.decode(tokens)
+    return state
 
 
 def _packed(spec: CodecSpec, tokens: int, prompt: int) -> Tensor:

@@ -65,7 +65,20 @@ class LayerPlan:
             )
         self.key.check(layer.head_dim)
         self.value.check(layer.head_dim)
+        if self.value.quantizer.follows_keys:
+            self._check_leader()
         return self
+
+    def _check_leader(self) -> None:
+        allocation = self.key.quantizer.allocation
+        if allocation is None or not allocation.chooses:
+            raise KVPassError("Values get more bits where their keys do, and those have as many everywhere.")
+        key, value = self.key.retention, self.value.retention
+        same = (key.page_size, key.sinks, key.keep) == (value.page_size, value.sinks, value.keep)
+        if not same or value.window < key.window:
+            raise KVPassError(
+                "Values that get more bits where their keys do are packed in the same pages, and no earlier."
+            )
 
     @property
     def needs_queries(self) -> bool:

@@ -2,8 +2,9 @@
 
 Levers that papers have one at a time, and no calibration: keys before rotary embedding, less their mean, where channels
 are steady; blocks of neighbouring channels decorrelated (transform coding); widths by channel, by what an error costs
-the prompt's queries (reverse water-filling, where SQuat moves errors about); and a gain for each token, no scales of
-groups. docs/own-scheme.md has what each is worth.
+the prompt's queries (reverse water-filling, where SQuat moves errors about); a bit more for the tokens that those would
+look at (as ZipCache and QAQ have it); and a gain for each token, no scales of groups. docs/own-scheme.md has what each
+is worth.
 """
 
 from dataclasses import dataclass
@@ -17,14 +18,17 @@ from .storage import StorageConfig
 
 
 @register_scheme(
-    waterfill_2=dict(key_fields=(16, 4), value_fields=(12, 4)),
-    waterfill_3=dict(key_fields=(25, 4), value_fields=(19, 4)),
+    waterfill_2=dict(key_fields=(12, 4), value_fields=(8, 4), rich_key_fields=(20, 4), rich_value_fields=(16, 4)),
+    waterfill_3=dict(key_fields=(21, 4), value_fields=(15, 4), rich_key_fields=(29, 4), rich_value_fields=(23, 4)),
 )
 @dataclass(frozen=True, kw_only=True)
 class WaterfillConfig(StorageConfig):
-    """``(2 * pairs + singles) / 16 + 8 / head_dim`` bits a value, and the exact tokens of `StorageConfig`.
+    """``(2 * pairs + singles) / 16`` bits a value, on average of the two halves of a page, ``9 / head_dim`` for gains
+    and halves, and the exact tokens of `StorageConfig`.
 
     key_fields, value_fields: of 16 channels, how many pairs of bits they share, and how many single bits.
+    rich_key_fields, rich_value_fields: the same, of the half of a page's tokens that the prompt's queries would pay
+        most; (0, 0) for tokens that are all alike.
     block_size: neighbouring channels that are decorrelated together, or as many as divide both it and the head; 1 takes
         channels as they are.
     weighted: errors in keys cost what the prompt's queries make of them, instead of the same in all channels.
@@ -35,8 +39,10 @@ class WaterfillConfig(StorageConfig):
 
     sinks: int = 4
     rope: Literal["post", "pre"] = "pre"
-    key_fields: tuple[int, int] = (18, 4)
-    value_fields: tuple[int, int] = (14, 4)
+    key_fields: tuple[int, int] = (14, 4)
+    value_fields: tuple[int, int] = (10, 4)
+    rich_key_fields: tuple[int, int] = (22, 4)
+    rich_value_fields: tuple[int, int] = (18, 4)
     block_size: int = 32
     weighted: bool = True
     center: bool = True
@@ -46,12 +52,13 @@ class WaterfillConfig(StorageConfig):
         self._plan(1)
 
     def _plan(self, head_dim: int) -> LayerPlan:
-        def quantizer(fields: tuple[int, int], weighted: bool) -> Quantizer:
-            allocation = Allocation(*fields, gcd(self.block_size, head_dim), weighted)
+        def quantizer(fields: tuple[int, int], weighted: bool, rich: tuple[int, int], follows: bool) -> Quantizer:
+            allocation = Allocation(*fields, gcd(self.block_size, head_dim), weighted, *rich, follows)
             return Quantizer(8, "token", head_dim, allocation=allocation, codec="allocated")
 
         page_frame = self.rope == "pre" and self.retention is None  # a page of which is no neighbours otherwise
-        keys, values = quantizer(self.key_fields, self.weighted), quantizer(self.value_fields, False)
+        keys = quantizer(self.key_fields, self.weighted, self.rich_key_fields, False)
+        values = quantizer(self.value_fields, False, self.rich_value_fields, any(self.rich_value_fields))
         return LayerPlan(
             CodecSpec(keys, self.key_retention(), self.key_transform(center=self.center, page_frame=page_frame)),
             CodecSpec(values, self.value_retention()),

@@ -5,7 +5,8 @@ because as a broadcast dimension the same algebra is twice as slow. Pools are sl
 there are.
 """
 
-from functools import lru_cache
+from functools import cache, lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from kvpass.codec.affine import params_dtype
 from kvpass.codec.bitpack import num_planes, unpack_plane, unpack_plane_unshifted
 from kvpass.codec.codebook import grid, look_up
 from kvpass.codec.hadamard import basis
-from kvpass.codec.kept import CODECS, page_shapes
+from kvpass.codec.kept import of_pages, page_shapes
 from kvpass.codec.quantizer import Quantizer
 from kvpass.codec.rope import parse_rope, rotate_pairs, split_pairs
 from kvpass.codec.spec import CodecSpec, parse
@@ -33,6 +34,7 @@ from .planes import in_storage_order, mean_scores, weighted_sum
 
 _CODECS = {"codec=allocated", "codec=second-level"}
 _VALUES = WIDTHS | _CODECS | {"per=channel", "per=token", "keep=log", "rotation", "grid", "allocation"}
+_VALUES |= {f"allocation.{name}" for name in ("rich_pairs", "rich_singles", "follows")}
 _ATTENDED = _VALUES | {"pre_rope", "center", "page_frame"}, _VALUES
 _MIN_PAGES = 2  # sizes 0 and 1 would be specialised; what is beyond the packed tokens is masked
 
@@ -100,7 +102,7 @@ def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rop
     weights summed over the query heads of a KV head come second: ``[B * H_kv, slots]``, pages, ring, and the token
     itself. Without ``present``, that of cross-attention, the token itself does not count.
 
-    ``k_pages`` and ``v_pages`` carry page counts as their shape, those of ``_ROOMS`` the capacities of pools that are
+    ``k_pages`` and ``v_pages`` carry page counts as their shape, those of `_pools` the capacities of pools that are
     handed over as handles, ``lengths`` those of `_lengths` as its values. For log-sparse windows ``held`` is the token
     in each slot of the ring, ``page_tokens`` ``[N, P]`` those in the pages.
     """
@@ -109,7 +111,7 @@ def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rop
     )
     count, v_count, size = given["k_pages"].shape[0], given["v_pages"].shape[0], k_spec.page_size
     k_pools, v_pools = (
-        one_level([_first_pages(given[name], given[_ROOMS[name]], pages) for name in _POOLS[side]], spec)
+        one_level([_first_pages(given[name], given[room], pages) for name, room in _pools(side, spec).items()], spec)
         for side, pages, spec in (("k", count, k_spec), ("v", v_count, v_spec))
     )
     k_ring, v_ring, k_new, v_new = (given[name].flatten(0, 1) for name in ("k_ring", "v_ring", "k_new", "v_new"))
@@ -137,7 +139,7 @@ def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rop
     if given["k_fields"] is not None:
         from_pages = allocated.turned_back(q, tables(in_page[size // 2 :: size]), rope) if rope else q[:, :, None]
         fitted = (given[f"k_{name}"] for name in ("points", "basis", "fields"))
-        on_pages = allocated.page_scores(from_pages, k_pools, *fitted)
+        on_pages = allocated.page_scores(from_pages, k_pools[0], k_spec, *fitted)
         if center is not None:
             on_pages = on_pages + mean_scores(q, center, tables(in_page), rope)
     else:
@@ -162,13 +164,14 @@ def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rop
     on_pages = torch.where(index[:packed] < v_packed, weights[..., :packed], 0.0)
     on_ring = _ring_weights(weights, lengths, count * size, k_spec.retention, v_spec.retention, held)
     if given["v_fields"] is not None:
-        on_pages = on_pages * allocated.page_gains(v_pools, given["v_points"]).flatten(1).unsqueeze(1)
+        on_pages = allocated.as_stored(on_pages, v_pools[0], v_spec, given["v_points"], shape[-1])
     # concatenated, they are computed once: otherwise anew for every channel
     on_pages, on_ring, own = torch.cat([on_pages, on_ring, weights[..., -1:]], -1).split([packed, slots, 1], -1)
     out = (on_ring[..., None] * v_ring[:, None].float()).sum(2) + own * v_new.float()
     on_pages = on_pages.unflatten(-1, (v_count, -1))
     if given["v_fields"] is not None:
-        out = out + allocated.page_values(on_pages, v_pools, given["v_basis"], given["v_fields"])
+        fitted = (given[f"v_{name}"] for name in ("points", "basis", "fields"))
+        out = out + allocated.page_values(on_pages, v_pools[0], v_spec, *fitted)
     else:
         out = out + page_values(on_pages, v_pools, v_spec.quantizer, given["v_points"], given["v_basis"])
     out = out.view(*shape[:3], -1).to(dtype)
@@ -233,11 +236,16 @@ def _biased(scores: Tensor, mask: Tensor, token: Tensor, groups: int) -> Tensor:
     return (scores.unflatten(0, (-1, groups)) + bias).flatten(0, 1)
 
 
-_POOLS = {side: [f"{side}_{name}" for name in CODECS[""].tensors] for side in ("k", "v")}  # others have as many
-_ROOMS = {name: f"{name}_room" for names in _POOLS.values() for name in names}
+@cache
+def _pools(side: str, spec: CodecSpec) -> dict[str, str]:
+    """Names of the pools of a side, "k" or "v", and of what carries their capacities, in what `_attend` is given."""
+    return {f"{side}_{name}": f"{side}_{name}_room" for name in of_pages(spec)}
+
+
 # Sizes to trace with, where sizes vary from call to call: different for what is unrelated, and none of them 0 or 1.
 _BATCH, _TOKENS, _TABLES = 5, 1733, 1811
-_COUNTS = {"k_pages": 53, "v_pages": 47, **dict(zip(_ROOMS.values(), (61, 67, 71, 59, 73, 79), strict=True))}
+_COUNTS = {"k_pages": 53, "v_pages": 47}
+_CAPACITY = 59  # of the first pool; the next has one more
 
 
 # Keys and values in pages are used by every query head of a KV head and are never to be stored for that, however many
@@ -283,11 +291,13 @@ def _inputs(common: Common, k_spec: CodecSpec, v_spec: CodecSpec) -> list[Input]
         lead, varying = (_BATCH, (0,)) if many else (1, ())
         return tensor(name, lead, *shape, dtype=dtype, dynamic=(*varying, *dynamic), there=there)
 
-    inputs = [tensor(name, count, dtype=torch.uint8, dynamic=(0,)) for name, count in _COUNTS.items()]
+    rooms = chain(_pools("k", k_spec).values(), _pools("v", v_spec).values())
+    counts = _COUNTS | {room: _CAPACITY + i for i, room in enumerate(rooms)}
+    inputs = [tensor(name, count, dtype=torch.uint8, dynamic=(0,)) for name, count in counts.items()]
     inputs += [sample("q", q_heads, 1, head_dim), tensor("lengths", 3, dtype=torch.int64)]
     for side, spec in (("k", k_spec), ("v", v_spec)):
         kept = page_shapes(spec, head_dim, dtype).values()
-        inputs += [sample(n, heads, *s, dtype=d) for n, (s, d) in zip(_POOLS[side], kept, strict=True)]
+        inputs += [sample(n, heads, *s, dtype=d) for n, (s, d) in zip(_pools(side, spec), kept, strict=True)]
         inputs += [sample(f"{side}_ring", heads, spec.retention.sinks + spec.retention.ring_size, head_dim)]
         inputs += [sample(f"{side}_new", heads, 1, head_dim)]
         inputs += [Input(f"{side}_points", _points(spec, device))]
@@ -297,8 +307,8 @@ def _inputs(common: Common, k_spec: CodecSpec, v_spec: CodecSpec) -> list[Input]
             inputs += [Input(f"{side}_fields", None)]
         else:
             inputs += [sample(f"{side}_basis", heads, head_dim, allocation.block_size, dtype=params_dtype(dtype))]
-            fields = sum(allocation.counts(head_dim))
-            inputs += [sample(f"{side}_fields", heads, 1, fields, dtype=torch.int16)]
+            fields = sum(allocation.fields(head_dim))
+            inputs += [sample(f"{side}_fields", heads, 1, fields, dtype=torch.int32)]
     of_samples, mask_heads, kind = mask or (False, 1, dtype)
     retention, ids = k_spec.retention, torch.int64
     log = retention.keep == "log"
@@ -318,7 +328,7 @@ def _inputs(common: Common, k_spec: CodecSpec, v_spec: CodecSpec) -> list[Input]
 def _points(spec: CodecSpec, device: torch.device) -> Tensor | None:
     """The table that codes, or gains, are looked up in."""
     if spec.quantizer.allocation is not None:
-        return allocated.gain_table(device)
+        return allocated.look_up_table(device)
     return grid(spec.quantizer.grid, device) if spec.quantizer.grid else None
 
 
@@ -394,8 +404,8 @@ def _run(
     for side, pack, spec in sides:
         counts[f"{side}_pages"] = pages = max(_MIN_PAGES, spec.retention.pages(n))
         rotation = spec.transform.rotation
-        for name, pool in zip(_POOLS[side], pack.pools, strict=True):
-            counts[_ROOMS[name]], given[name] = capacity(pool, pages), handle(pool.contiguous())
+        for (name, room), pool in zip(_pools(side, spec).items(), pack.pools, strict=True):
+            counts[room], given[name] = capacity(pool, pages), handle(pool.contiguous())
         given[f"{side}_ring"] = pack.ring
         given[f"{side}_points"] = _points(spec, device)
         given[f"{side}_basis"] = pack.basis if rotation is None else basis(head_dim, rotation, device)
