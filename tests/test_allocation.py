@@ -414,7 +414,7 @@ def test_it_is_closer_than_kivi_on_fewer_bits():
 @pytest.mark.parametrize("queries", [1, 5])
 def test_attention_over_fields_is_that_over_decoded_tokens(fields, queries):
     """Batched, with a mask; several queries decode first."""
-    plan = WaterfillConfig(residual=16, **fields, rope="post").plan(
+    plan = WaterfillConfig(**{"residual": 16, **fields}, rope="post").plan(
         LayerGeometry(0, 1, 2, HEAD, torch.float32, torch.device("cpu"))
     )
     past = []
@@ -445,7 +445,9 @@ def positions(rope, tokens, *starts, scale=1.0):
 @pytest.mark.parametrize("fields", SCHEMES.values(), ids=SCHEMES)
 def test_keys_in_the_frame_of_their_page_are_attended_as_they_are(rope, queries, fields):
     """Samples at positions of their own, tables that are scaled, channels that are not turned."""
-    plan = WaterfillConfig(residual=16, **fields).plan(LayerGeometry(0, 1, 2, HEAD, torch.float32, torch.device("cpu")))
+    plan = WaterfillConfig(**{"residual": 16, **fields}).plan(
+        LayerGeometry(0, 1, 2, HEAD, torch.float32, torch.device("cpu"))
+    )
     assert plan.key.transform.page_frame
     cos, sin = positions(rope, 150, 0, 7, scale=1.2)
     x, q = mixed(0, 2, 2, 150, HEAD), randn(0, 2, 4, 150, HEAD)

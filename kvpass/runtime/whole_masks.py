@@ -9,6 +9,8 @@ not known, and stays.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,29 +25,18 @@ class WholeMasks:
     """What is known of the masks that ``model`` is called with."""
 
     def __init__(self, model: nn.Module):
-        self._appends_ones = getattr(type(model), _METHOD, None) is getattr(GenerationMixin, _METHOD, self)
+        common = getattr(type(model), _METHOD, None) is getattr(GenerationMixin, _METHOD, self)
+        self._seen = common and _METHOD not in vars(model)
 
     def install(self, model: nn.Module) -> None:
         """See what ``generate`` makes of masks, if ``model`` has no way of its own."""
-        if not self._appends_ones or _METHOD in vars(model):
-            return
-        original = getattr(model, _METHOD)
-
-        def update(outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-            before = {name: model_kwargs.get(name) for name in _NAMES}
-            updated: dict[str, Any] = original(outputs, model_kwargs, *args, **kwargs)
-            for name, mask in before.items():
-                after = updated.get(name)
-                if isinstance(after, Tensor) and after is not mask and is_known(mask):
-                    _note(after)
-            return updated
-
-        setattr(model, _METHOD, update)
+        if self._seen:
+            setattr(model, _METHOD, partial(_updated, getattr(model, _METHOD)))
 
     def uninstall(self, model: nn.Module) -> None:
         """Give the method back."""
-        if self._appends_ones:
-            vars(model).pop(_METHOD, None)
+        if self._seen:
+            delattr(model, _METHOD)
 
     def hides_nothing(self, mask: Tensor, of_prompt: bool) -> bool:
         """Whether ``mask``, 2-D, is known to hide nothing. It is read unless that would make a step wait."""
@@ -65,6 +56,19 @@ class WholeMasks:
     def read(mask: Tensor) -> bool:
         """Whether every element of ``mask`` is set."""
         return bool(mask.all())
+
+
+def _updated(
+    original: Callable[..., dict[str, Any]], outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    """What ``original`` makes of arguments for the next token; of masks that were known it makes known ones."""
+    before = {name: model_kwargs.get(name) for name in _NAMES}
+    updated = original(outputs, model_kwargs, *args, **kwargs)
+    for name, mask in before.items():
+        after = updated.get(name)
+        if isinstance(after, Tensor) and after is not mask and is_known(mask):
+            _note(after)
+    return updated
 
 
 def is_known(mask: Any) -> bool:
