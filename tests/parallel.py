@@ -34,7 +34,7 @@ def main(folder: str) -> None:
     kvpass.apply(model, "kivi", lowering="eager")
     found["tokens"] = model.generate(ids, max_new_tokens=40, do_sample=False)[0, 100:].tolist()
     found["bytes"] = kvpass.explain(model).layers[0].nbytes
-    print(f"FOUND{os.environ.get('RANK', '')}" + json.dumps(found), flush=True)
+    sys.stdout.write(f"FOUND {json.dumps(found)}\n")  # at once, beside the other's
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ def found(*command) -> list[dict]:
     """What each process prints."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, timeout=500)
-    lines = [line.split("{", 1)[1] for line in done.stdout.splitlines() if line.startswith("FOUND")]
+    lines = [line.removeprefix("FOUND ") for line in done.stdout.splitlines() if line.startswith("FOUND ")]
     assert lines, done.stderr[-4000:]
-    return [json.loads("{" + line) for line in lines]
+    return [json.loads(line) for line in lines]
 
 
 def test_two_processes_generate_what_one_does(tmp_path):

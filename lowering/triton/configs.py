@@ -82,9 +82,10 @@ def attend_config(
     tile = 32 if queries > 16 and not masked else 16
     resident = 3 if planes in (1, 4) and tile == 16 and not masked else 2
     registers = 168 if resident == 3 else registers  # of 65,536, for 3 programs of 4 warps
-    return AttendConfig(
-        tile, rows=32 if planes == 4 else 64, together=planes, exact=32, warps=4, registers=registers, resident=resident
-    )
+    rows = 64
+    if planes == 4:
+        rows = 16 if masked and queries > 16 else 32
+    return AttendConfig(tile, rows=rows, together=planes, exact=32, warps=4, registers=registers, resident=resident)
 
 
 MASS_WARPS = 4  # of the kernel that says what was paid, in tiles as attention's
