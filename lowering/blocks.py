@@ -25,7 +25,6 @@ from .table import DispatchKey, select
 
 _VALUES = 1 << 20  # of keys, and scores, at a time
 _SMALL = 1 << 18  # keys that are worth a mask
-_LEAST = -1e30  # a score below all others, which leaves a difference of two of them defined
 
 
 class Codecs(NamedTuple):
@@ -163,7 +162,7 @@ def attend(batch: Batch, layer: Layer, q: Tensor, out: Tensor) -> None:
 def _attend(batch: Batch, tiles: Tiles, layer: Layer, q: Tensor) -> Tensor:
     """Attention of some tiles: ``[N, Q, H_q, D]`` float32."""
     rows = q[tiles.rows].float().transpose(1, 2).contiguous()  # [N, H_q, Q, D]
-    total, logsum = torch.zeros_like(rows), rows.new_full((*rows.shape[:3], 1), _LEAST)
+    total, logsum = torch.zeros_like(rows), rows.new_full((*rows.shape[:3], 1), flash.LEAST)
     if flash.serves(q.device, layer.softcap):
         on_piece, pieces = _flash_on_piece, _joined(_pieces(batch, tiles, layer, 0))
     else:
@@ -183,7 +182,7 @@ def _on_piece(rows: Tensor, piece: _Piece, layer: Layer) -> tuple[Tensor, Tensor
     scores = of_heads @ piece.keys.mT.unsqueeze(2) * layer.scale
     if layer.softcap:
         scores = torch.tanh(scores / layer.softcap) * layer.softcap
-    scores = scores.masked_fill(~piece.seen[:, None, None], _LEAST)
+    scores = scores.masked_fill(~piece.seen[:, None, None], flash.LEAST)
     logsum = scores.logsumexp(-1, keepdim=True)
     out = (scores - logsum).exp() @ piece.values.unsqueeze(2)
     return out.flatten(1, 2), logsum.flatten(1, 2)

@@ -4,7 +4,8 @@ operator for it; see ``tests/test_private_apis.py``."""
 import torch
 from torch import Tensor
 
-_LEAST = -1e30  # a score that leaves a row whose tokens are all hidden defined
+LEAST = -1e30
+"""A score below all others that leaves differences of two, and rows whose tokens are all hidden, defined."""
 
 
 def serves(device: torch.device, softcap: float) -> bool:
@@ -23,6 +24,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, scale: float) -
         q = q.reshape(len(q), heads, -1, shape[-1])
     else:
         k, v = (x.repeat_interleave(shape[1] // heads, 1) for x in (k, v))
-        mask = torch.where(seen, 0.0, _LEAST).unsqueeze(1)
+        mask = torch.where(seen, 0.0, LEAST).unsqueeze(1)
     out, logsum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=scale)
     return out.reshape(shape), logsum.reshape(*shape[:-1], 1)

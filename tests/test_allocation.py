@@ -214,7 +214,7 @@ def test_values_are_rich_where_their_keys_are():
     x = mixed(0, 2, 2, 300, HEAD)
     with pytest.raises(KVPassError, match="keys of their layer"):
         value.append(x, 0)
-    value.leader, n = key, 0
+    value.same_layer_keys, n = key, 0
     for count in (120, 1, 70, 9, 100):  # values leave their window later
         key.append(x[:, :, n : n + count], n, randn(1, 2, 4, count, HEAD))
         value.append(x[:, :, n : n + count], n)
@@ -420,7 +420,7 @@ def test_attention_over_fields_is_that_over_decoded_tokens(fields, queries):
     past = []
     for seed, spec in enumerate((plan.key, plan.value)):
         state = KVState.allocate(spec, 2, 2, HEAD, torch.float32, "cpu", 150)
-        state.leader = past[0] if past else None
+        state.same_layer_keys = past[0] if past else None
         state.append(mixed(seed, 2, 2, 150, HEAD), 0, randn(seed, 2, 4, 150, HEAD))
         past.append(state)
     key, value = past
@@ -452,7 +452,7 @@ def test_keys_in_the_frame_of_their_page_are_attended_as_they_are(rope, queries,
     cos, sin = positions(rope, 150, 0, 7, scale=1.2)
     x, q = mixed(0, 2, 2, 150, HEAD), randn(0, 2, 4, 150, HEAD)
     key, value = (KVState.allocate(spec, 2, 2, HEAD, torch.float32, "cpu", 150) for spec in (plan.key, plan.value))
-    key.rotary, value.leader = RotaryState.of(cos, sin), key
+    key.rotary, value.same_layer_keys = RotaryState.of(cos, sin), key
     for state, tables in ((key, {"rope": rope}), (value, {})):
         state.append(x[:, :, :100], 0, q[:, :, :100], **tables)
         state.append(x[:, :, 100:], 100, **tables)

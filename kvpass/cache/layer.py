@@ -186,7 +186,7 @@ class PackedLayer(CacheLayerMixin):
                 self.rotary_owner._allocate(batch, tokens)
             new["key_state"].rotary = new.get("rotary", self.rotary_owner.rotary)
         if self.plan.value.quantizer.follows_keys:
-            new["value_state"].leader = new["key_state"]
+            new["value_state"].same_layer_keys = new["key_state"]
         if self.plan.needs_importance and self.importance_owner is self:
             new["importance"] = Importance(batch, self.deciding_heads, geometry.device, tokens)
         if self.plan.looks_at_previous:

@@ -112,9 +112,9 @@ class KVState(Storage):
         H_kv, D, b]`` bfloat16, for specs with widths by channel (`codec.allocation`); otherwise None.
     queries: ``[B, H_kv, Q, D]``, 16-bit, for those that choose which tokens get more bits; otherwise None.
     predictor: weights of the predictor, for specs that have one (`kvpass.codec.predictor`); the model's.
-    leader: the state of the keys, for values whose tokens get more bits where those of the keys do.
-    previous_layer, same_layer_keys: the states it is predicted from: the same tokens in the layer below, and for values
-        the keys of this layer.
+    previous_layer: the same tokens in the layer below, where it is predicted from them.
+    same_layer_keys: the keys of this layer, for values that are predicted from them, or whose tokens get more bits
+        where those of the keys do.
     """
 
     scale: Tensor
@@ -140,7 +140,6 @@ class KVState(Storage):
         self.previous_layer: KVState | None = None
         self.same_layer_keys: KVState | None = None
         self.rotary: RotaryState | None = None
-        self.leader: KVState | None = None
         self.writes = Writes()
         self.put()
 
@@ -268,7 +267,8 @@ class KVState(Storage):
 
     def decode(self, n: int, lowering: str = "auto") -> Tensor:
         """The ``n`` stored tokens, ``[B, H_kv, n, D]`` in the cache's dtype, and what they were predicted from."""
-        previous, keys = (state and state.decode(n, lowering) for state in (self.previous_layer, self.same_layer_keys))
+        sources = (self.previous_layer, self.same_layer_keys) if self.spec.transform.predictor else (None, None)
+        previous, keys = (state and state.decode(n, lowering) for state in sources)
         return torch.ops.kvpass.decode(
             self.pack, self.carrier(n), self.text, lowering, previous, keys, list(self.predictor),
             list(self.pooled_planes), **self.tables(),
@@ -287,7 +287,8 @@ class KVState(Storage):
     @property
     def key_pages(self) -> Tensor | None:
         """What ``kvpass::append_`` takes besides, for values that go by their keys: the handle of those."""
-        return None if self.leader is None else self.leader.handles[0]
+        keys = self.same_layer_keys if self.spec.quantizer.follows_keys else None
+        return None if keys is None else keys.handles[0]
 
     @property
     def _layout(self) -> Recent:

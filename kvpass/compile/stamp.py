@@ -82,7 +82,7 @@ class Stamp:
         ending = _Piece(self.gm, self._ending, [*self._outputs, *stored])
         layers = {
             times: _Piece(self.gm, self._repeated, stored, self._left, times, self._own, self._links)
-            for times in self._sizes
+            for times in dict.fromkeys(self._sizes)
         }
         read = [node for piece in (*layers.values(), ending) for node, _ in piece.inputs]
         beginning = _Piece(self.gm, before, [*self._given, *read, *self._outputs, *stored])

@@ -47,7 +47,7 @@ def simulate(
     q_before, k_before, *tables = before or [q, k]
     rotary = (tables[0], tables[1], rope) if tables else None
     keys = _stored(k_before, specs[0], q_before, prompt, rotary)
-    k_stored, v_stored = keys.decode(tokens), _stored(v, specs[1], q, prompt, leader=keys).decode(tokens)
+    k_stored, v_stored = keys.decode(tokens), _stored(v, specs[1], q, prompt, same_layer_keys=keys).decode(tokens)
     if rotary is not None:
         k_stored = rotate(k_stored, *rotary)
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -94,12 +94,12 @@ def _stored(
     q: Tensor,
     prompt: int,
     rotary: tuple[Tensor, Tensor, str] | None = None,
-    leader: KVState | None = None,
+    same_layer_keys: KVState | None = None,
 ) -> KVState:
     """A state that has stored all of ``x``.
 
-    rotary: tables and kind of the rotary embedding of keys that are stored before it. leader: the state of the keys,
-    for values.
+    rotary: tables and kind of the rotary embedding of keys that are stored before it.
+    same_layer_keys: the state of the keys, for values.
     """
     batch, heads, tokens, head_dim = x.shape
     pages, fits_subspace = spec.retention.pages, spec.quantizer.subspace is not None
@@ -109,7 +109,7 @@ def _stored(
     state = KVState.allocate(spec, batch, heads, head_dim, x.dtype, x.device, tokens)
     rope = ""
     if spec.quantizer.follows_keys:
-        state.leader = leader
+        state.same_layer_keys = same_layer_keys
     if rotary is not None:
         state.rotary = RotaryState.of(*rotary[:2])
         rope = rotary[2]
