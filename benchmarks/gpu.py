@@ -4,6 +4,7 @@
     python benchmarks/gpu.py --out results --stages correct    # the first alone
 
 correct  the op that attends, against the reference: schemes, dtypes, masks, 1, 4 and 16 queries, batches of 1, 17, 32
+replays  whole steps of a small model as CUDA graphs (mode="reduce-overhead"), against the reference step by step
 attend   its time and that of attention over bfloat16 (SDPA's flash backend), as the replay of a CUDA graph over states
          that take turns and are larger than the L2 cache together; and the share of a copy's bandwidth
 
@@ -23,9 +24,13 @@ import torch
 import torch.nn.functional as F
 from attend import nbytes, packed_states
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
+import kvpass
+from kvpass.eval.speed import sharing_weights
 from kvpass.schemes import LayerGeometry, get
 
+from decode_e2e import fill
 from timing import copy_bandwidth
 
 SCHEMES = ("kivi", "kivi-3", "kivi-4", "quarot-2", "higgs", "higgs-3")
@@ -144,7 +149,81 @@ def attend(device: torch.device, schemes=("kivi",), lengths=(8192, 32768, 131072
     return dict(copy_bandwidth=bandwidth, results=results)
 
 
-STAGES = {"correct": correct, "attend": attend}
+def llama(device: torch.device, dtype: torch.dtype, layers: int, hidden: int, heads: int, kv_heads: int, **config):
+    """A Llama of random weights, made on the device."""
+    config = LlamaConfig(
+        hidden_size=hidden, intermediate_size=7 * hidden // 2, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, max_position_embeddings=1 << 18, **config,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with device:
+        return LlamaForCausalLM._from_config(config, dtype=dtype).eval()
+
+
+def replays(
+    device: torch.device, schemes=("kivi", "squat", "higgs"), prompt: int = 700, steps: int = 200,
+    shape: tuple[int, ...] = (4, 512, 8, 2), lowering: str = "triton",
+) -> dict:  # fmt: skip
+    """Of each scheme, how far a step's logits in float32 are from the reference's at most, and what was replayed."""
+    model, rows = llama(device, torch.float32, *shape, vocab_size=256), {}
+    ids = torch.randint(256, (1, prompt + steps), device=device)
+    for scheme in schemes:
+        logits = []
+        for options in (dict(lowering="reference"), dict(lowering=lowering, mode="reduce-overhead")):
+            variant, cache = kvpass.apply(sharing_weights(model), scheme, **options), DynamicCache(config=model.config)
+            fill(variant, cache, ids, 0, prompt)
+            calls = range(prompt, prompt + steps)
+            logits.append([variant(input_ids=ids[:, i : i + 1], past_key_values=cache).logits for i in calls])
+        differences = [(one - other).abs().max().item() for one, other in zip(*logits, strict=True)]
+        rows[scheme] = dict(difference=max(differences), steps=str(kvpass.explain(variant)).splitlines()[-1].strip())
+    return dict(good=all(row["difference"] <= 1e-2 for row in rows.values()), schemes=rows)
+
+
+def _per_step(call: Callable, steps: int, device: torch.device) -> dict:
+    """Milliseconds of a step until the host is free again, and in all."""
+    for _ in range(5):  # compiles, and captures
+        call()
+    _wait(device)
+    begin = time.perf_counter()
+    for _ in range(steps):
+        call()
+    free = time.perf_counter()
+    _wait(device)
+    return dict(host=1e3 * (free - begin) / steps, whole=1e3 * (time.perf_counter() - begin) / steps)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def step(
+    device: torch.device, lengths=(4096, 32768), steps: int = 32, shape: tuple[int, ...] = (32, 4096, 32, 8),
+    dtype: torch.dtype = torch.bfloat16,
+) -> dict:  # fmt: skip
+    """Milliseconds of a step by length and variant."""
+    model, results = llama(device, dtype, *shape), []
+    for length in lengths:
+        ids = torch.randint(1000, (1, length), device=device)
+        row: dict = dict(length=length)
+        variants = {"static": None, "compiled": None, "replayed": "reduce-overhead"}
+        for name, mode in variants.items():
+            variant = sharing_weights(model)
+            if name == "static":
+                cache = StaticCache(config=model.config, max_cache_len=length + steps + 16)
+            else:
+                cache = DynamicCache(config=model.config)
+                kvpass.apply(variant, "kivi", mode=mode, max_cache_len=length + steps + 16)
+            fill(variant, cache, ids, 0, length)
+            run = torch.compile(variant.forward, mode="reduce-overhead") if name == "static" else variant
+            row[name] = _per_step(partial(run, input_ids=ids[:, :1], past_key_values=cache), steps, device)
+            del cache, variant, run
+        results.append(row)
+        print(json.dumps(row), flush=True)
+    return dict(results=results)
+
+
+STAGES = {"correct": correct, "replays": replays, "attend": attend, "step": step}
 
 
 def main() -> None:

@@ -57,8 +57,9 @@ def apply(
         lowering: "auto", the name of one implementation ("reference", "inductor", "triton"), or "eager" for no
             compilation at all: correct, slower, the oracle of the compiled path.
         max_cache_len: allocate this many tokens at once instead of growing. A longer sequence raises.
-        mode: "reduce-overhead" as in ``torch.compile``: on CUDA, what lies between the ops of the cache is replayed
-            from CUDA graphs, and a step's outputs are overwritten by the next. Not verified on a device yet.
+        mode: "reduce-overhead": on CUDA, a whole decode step is captured as one CUDA graph and replayed (for decoders
+            with a cache of their own, what lies between the ops of the cache). `explain` says whether, or why not. Not
+            verified on a device yet.
         example_inputs: arguments of ``model.forward``, by position or by name, for decoders with a cache of their own.
 
     Raises:

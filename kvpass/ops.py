@@ -123,7 +123,7 @@ def _append_(
     pack = _framed(opened(state, parsed)._replace(key_pages=key_pages), cos, sin, rope)
     select(dispatch, lowering).run(
         pack, length_of(length), x, q, mask, parsed, edge, same_layer_keys, predictor or (), importance, scores or (),
-        slots, originals,
+        slots, originals, length,
     )  # fmt: skip
 
 
@@ -190,8 +190,9 @@ def _append_rotary_(
     spec: str = "",
 ) -> None:  # fmt: skip
     start, (_, tokens, pairs) = length_of(length), cos_new.shape
+    rows = length[:1] + torch.arange(tokens, device=cos.device)  # read there: a captured call is right at other lengths
     for table, new in ((cos, cos_new), (sin, sin_new)):
-        table[:, start : start + tokens, :pairs] = new
+        table[..., :pairs].index_copy_(1, rows, new.expand(len(table), -1, -1))
     if spec and slots is not None and (gone := parse(spec).retention.evicted(start + tokens)):
         for table in (cos, sin):
             kept = evict(table[:, None, : start + tokens], slots, gone, parse(spec).retention)[:, 0]

@@ -113,6 +113,15 @@ class _Pages:
             references[0].copy_(values if less is None else values + less)
 
 
+def write_each(
+    rings: Sequence[Tensor], n: int, xs: Sequence[Tensor], retention: Retention, length: Tensor | None = None
+) -> None:
+    """Store the tokens ``xs`` of layers, ``[B, H, S, D]`` each, behind the ``n`` that are there, as ``length`` says on
+    the device, in their ``rings``."""
+    for ring, x in zip(rings, xs, strict=True):
+        layout(retention).write(ring, n, x)
+
+
 def append(
     encode: Callable,
     pack: Pack,
@@ -128,6 +137,8 @@ def append(
     scores: Sequence[Tensor] = (),
     slots: Tensor | None = None,
     originals: Tensor | None = None,
+    length: Tensor | None = None,
+    write: Callable = write_each,
 ) -> None:
     """Store ``x`` as tokens ``[n, n + S)``; pages that fall out of the window are encoded by ``encode``.
 
@@ -137,6 +148,7 @@ def append(
     importance, scores, slots: see `decide`, for specs with a budget; where ``importance`` is None, ``slots`` holds what
         was decided.
     originals: where tokens that get widths of their own wait for them.
+    length, write: what holds ``n`` on the device, and who stores tokens in rings, as `write_each`.
     """
     ring, retention, subspace = pack.ring, spec.retention, spec.quantizer.subspace
     if spec.quantizer.needs_queries and n == 0 and q is None:
@@ -164,7 +176,7 @@ def append(
         pools = tuple(whole(pool, retention.pages(retention.stored(stop))) for pool in pack.pools)
         pages = _Pages(pools, spec, pack.center, predictor, references, edge is not None)
         _pack(pages, encode, pack, n, x, gone, slots, mask)
-    layout(retention).write(ring, n, x)
+    write([ring], n, [x], retention, length)
     if gone:  # tokens behind the packed ones have moved up
         ring[:, :, retention.sinks :] = ring[:, :, retention.sinks :].roll(-gone, 2)
 
@@ -292,15 +304,10 @@ def _settle(pages: _Pages, tokens: Tensor, settled: int, slots: Tensor, pack: Pa
     pages.write(0, arriving, lambda pools, y: replace_tokens(pools, y, slots >= settled, spec, pack.fitted()), 0)
 
 
-def write_each(rings: Sequence[Tensor], n: int, xs: Sequence[Tensor], retention: Retention) -> None:
-    """Store the tokens ``xs`` of layers, ``[B, H, S, D]`` each, behind the ``n`` that are there, in their ``rings``."""
-    for ring, x in zip(rings, xs, strict=True):
-        layout(retention).write(ring, n, x)
-
-
 def append_layers(
-    encode: Callable, packs: Sequence[Pack], n: int, xs, spec: CodecSpec, write: Callable = write_each
-) -> None:
+    encode: Callable, packs: Sequence[Pack], n: int, xs, spec: CodecSpec, length: Tensor | None = None,
+    write: Callable = write_each,
+) -> None:  # fmt: skip
     """`append` to each of many layers: pages, which are due together, are encoded by few calls, and ``write`` stores
     the tokens in the rings, as `write_each` does."""
     retention = spec.retention
@@ -315,7 +322,7 @@ def append_layers(
         for which, pages in enumerate(new):
             for i, of_layer in zip(layers, pages.chunk(len(layers)), strict=True):
                 whole(packs[i].pools[which], last)[:, :, first:last] = of_layer
-    write(rings, n, xs, retention)
+    write(rings, n, xs, retention, length)
 
 
 def _alike(xs: Sequence[Tensor], most: int) -> Iterator[list[int]]:

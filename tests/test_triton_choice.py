@@ -8,6 +8,7 @@ import torch
 import kvpass
 from kvpass import KVPassError
 from kvpass.codec import Subspace
+from kvpass.layout.pool import bucket
 from kvpass.lowering.table import DispatchKey, select
 
 from common import ROUNDS_IN_INDUCTOR, changed_table, coded, only_reference
@@ -127,5 +128,5 @@ def test_a_batch_that_does_not_divide_the_device_keeps_most_of_it_busy():
 
 def test_a_grid_serves_a_run_of_lengths_and_no_more_than_an_eighth_too_many():
     for tiles in range(1, 3000):
-        assert tiles <= configs.bucket(tiles) <= tiles + tiles // 8
-    assert len({configs.bucket(tiles) for tiles in range(1024, 2048)}) <= 9
+        assert tiles <= bucket(tiles) <= tiles + tiles // 8
+    assert len({bucket(tiles) for tiles in range(1024, 2048)}) <= 9

@@ -17,7 +17,7 @@ from ..layout.window import SEEN_OFFSET, length_of
 from ..schemes import LayerGeometry, LayerPlan
 from .adaptive_state import AdaptiveState, PlanePool
 from .context import ForwardContext
-from .state import Importance, KVState, RotaryState, SharedTensors
+from .state import Importance, KVState, RotaryState, SharedTensors, Storage
 from .tensor import PackedKV
 
 
@@ -86,7 +86,11 @@ class PackedLayer(CacheLayerMixin):
     @property
     def nbytes(self) -> int:
         """Bytes of its own, slack included; codes of another layer and rotary tables count where they are kept."""
-        return sum(item.nbytes for item in (*self.states(), self.rotary, self.importance) if item is not None)
+        return sum(storage.nbytes for storage in self.storages())
+
+    def storages(self) -> list[Storage]:
+        """All that holds tensors of its own."""
+        return [item for item in (*self.states(), self.rotary, self.importance) if item is not None]
 
     def _adaptive_states(self) -> list[AdaptiveState]:
         return [state for state in self.states() if isinstance(state, AdaptiveState)]
@@ -364,9 +368,8 @@ class PackedLayer(CacheLayerMixin):
 
     def _select_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
         with self._changing():
-            for item in (*self.states(), self.rotary, self.importance):
-                if item is not None:
-                    item.map_(fn)
+            for storage in self.storages():
+                storage.map_(fn)
             self.edits += 1
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -42,6 +42,7 @@ class Storage:
     at once, so that what fails or interrupts leaves all of them or none."""
 
     _nbytes: int
+    moved = 0  # how often a tensor was replaced
 
     @property
     def nbytes(self) -> int:
@@ -80,7 +81,8 @@ class Storage:
         """Replace the attributes named."""
         whole = dict(self.tensors())
         whole.update({name: changed[name] for name in whole.keys() & changed.keys()})
-        vars(self).update(changed | self._follows(whole))  # one call: no interrupt comes between
+        changed |= self._follows(whole) | {"moved": self.moved + 1}
+        vars(self).update(changed)  # one call: no interrupt comes between
 
     def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor of its own by ``fn`` of it (batch selection, device moves)."""

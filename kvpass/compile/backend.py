@@ -14,6 +14,7 @@ from kvpass.lowering.session import compiling
 
 from ..errors import KVPassError, NotFusedError
 from ..progress import stage
+from .device_lengths import counted_on_host, read_on_device
 from .find import find
 from .lower import lower
 from .normalise import flatten, has_subclass, normalise
@@ -39,6 +40,7 @@ class Backend:
     lowering: "auto" or the name of an implementation.
     interpret: run the rewritten graph as it is, without Inductor (prefill: first-token latency).
     mode: of torch.compile (see `check_mode`). In CUDA graphs, what lies between the ops of a cache is captured.
+    device_lengths: read lengths on the device, so that a step can be captured as one CUDA graph.
     folder, keep_stages: where the stages of each graph are written, and whether ``graphs`` keep them (see `Trace`).
     """
 
@@ -46,6 +48,7 @@ class Backend:
     lowering: str = "auto"
     interpret: bool = False
     mode: str | None = None
+    device_lengths: bool = False
     graphs: list[GraphReport] = field(default_factory=list)
     folder: Path | None = field(default_factory=trace_folder)
     keep_stages: bool = False
@@ -82,6 +85,7 @@ class Backend:
         if stamp and (why or refused):
             return None
         module = rewrite(normal, inputs, attentions, refused)
+        on_host = read_on_device(module.graph) if self.device_lengths else []
         trace.stage("rewritten", module)
         stamp = None if repeats is None else Stamp(module, repeats)
         if stamp and not stamp.possible:
@@ -101,6 +105,7 @@ class Backend:
                 f"{listed(refused)}. {ADVICE} Without strict=True they are decoded first."
             )
         report.lowerings = lower(module, self.lowering)
+        report.on_host = [*on_host, *counted_on_host(module)] if self.device_lengths else None
         trace.stage("lowered", module)
         if report.fused or report.decoded:
             self.graphs.append(report)

@@ -54,6 +54,7 @@ class GraphReport:
     unfused: dict[int, str] = field(default_factory=dict)
     repeats: int = 0
     whole: str = ""
+    on_host: list[str] | None = None
     stages: list[Stage] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -96,6 +97,7 @@ class Report:
     simulated: bool = False
     attention: str = ""
     keeps_stages: bool = False
+    not_replayed: str = ""
 
     def used(self, layers: list[LayerReport], tokens: int, batch: int) -> None:
         """Note what the cache last used takes: all of it at once, other threads use others."""
@@ -168,6 +170,8 @@ class Report:
             lines.append(self.attention)
         if self.calibration:
             lines.append(f"calibrated: {self.calibration}")
+        if self.not_replayed:
+            lines.append(f"steps are not replayed: {self.not_replayed}")
         if not self.graphs:
             lines.append("no graph captured yet: fusion is decided at the first decode step")
         for graph in self.graphs:
@@ -176,5 +180,8 @@ class Report:
             lines.extend(f"  not fused ({times}x): {reason}" for reason, times in Counter(others).items())
             if graph.refused:
                 lines.append(f"  what is not fused is decoded first: right, but slower. {ADVICE}")
+            if graph.compiled and graph.on_host is not None:
+                reasons = listed(graph.on_host)
+                lines.append(f"  not replayed: {reasons}" if reasons else "  replayed as one CUDA graph")
             lines += self._stages(graph)
         return "\n".join(lines)

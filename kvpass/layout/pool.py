@@ -46,6 +46,12 @@ def of_capacity(handle: Tensor, capacity: int) -> Tensor:
     )
 
 
+def bucket(number: int) -> int:
+    """``number``, or up to an eighth more: what serves all of a bucket need not be another for each number."""
+    step = 1 << max(0, number.bit_length() - 4)
+    return -(-number // step) * step
+
+
 def whole(tensor: Tensor, pages: int) -> Tensor:
     """The pool that ``tensor`` is the handle of, or ``tensor`` if it is one. Raises as `capacity`."""
     room = capacity(tensor, pages)

@@ -12,7 +12,7 @@ from ..cache.context import ForwardContext
 from ..cache.layer import PackedLayer
 from ..cache.swap import cache_layers, cross_layers, packed_layers
 from ..errors import KVPassError
-from ..layout.window import SEEN_OFFSET, carry
+from ..layout.window import LENGTH_OFFSET, SEEN_OFFSET, carry
 
 _REPLACED = DynamicLayer, DynamicSlidingWindowLayer
 """Layers whose tensors are replaced by others when tokens are added, never written."""
@@ -62,12 +62,9 @@ def _prepare(layers: list[PackedLayer], batch: int, stored: int, new_tokens: int
         _forget(layers)
     first = layers[0]
     device = first.geometry.device
-    context = ForwardContext(carry(stored, device))
+    context = ForwardContext(_varying(carry(stored, device), stored))
     if first.evicts:
-        context.seen_length = carry(first.seen, offset=SEEN_OFFSET)
-    for carrier in (context.length, context.seen_length):
-        if stored > 1 and carrier is not None:  # 0 and 1 are cases of their own, and what is traced there may say so
-            torch._dynamo.mark_dynamic(carrier, 0)
+        context.seen_length = _varying(carry(first.seen, offset=SEEN_OFFSET), stored)
     context.edges = _edges(layers, batch, stored, new_tokens)
     for heads, budget in {(layer.deciding_heads, layer.plan.key.retention.budget) for layer in layers if layer.evicts}:
         context.slots[heads] = torch.zeros(batch, heads, budget, dtype=torch.int64, device=device)
@@ -75,6 +72,17 @@ def _prepare(layers: list[PackedLayer], batch: int, stored: int, new_tokens: int
         layer.prepare(batch, new_tokens, context)
     if first.pool is not None:
         first.pool.refresh()
+
+
+def _varying(carrier: Tensor, stored: int) -> Tensor:
+    if stored > 1:  # 0 and 1 are cases of their own, and what is traced there may say so
+        torch._dynamo.mark_dynamic(carrier, 0)
+    return carrier
+
+
+def carrier_of(length: Tensor, n: int) -> Tensor:
+    """The carrier of length ``n``, which is what ``length`` holds."""
+    return _varying(length.expand(n + LENGTH_OFFSET), n)
 
 
 def _edges(layers: list[PackedLayer], batch: int, stored: int, new_tokens: int) -> tuple[Tensor, Tensor] | None:

@@ -27,6 +27,7 @@ from ..models.probe import has_encoder
 from ..schemes import LayerGeometry, SchemeConfig, check_edges, check_sources
 from .forms import Forms
 from .forward import finish_forward
+from .replay import Replays
 
 _MIN_COMPILED_LENGTH = 2  # lengths 0 and 1 would be specialised by the tracer
 
@@ -87,6 +88,7 @@ class Runtime:
         self.original, self.installed = model.forward, None
         self.attended: dict[int, tuple[int, float]] = {}  # see `kvpass.models.probe.AttentionSeen`
         self.expected: set[bool] = set()  # whether of several sequences: decode steps whose kernels were asked for
+        self.replays: Replays | None = None  # of whole steps, where that was asked for and is possible
         self.running: dict[int, int] = {}  # caches in a forward, by id, and the threads that run it
 
     def _plan_cross(self, layers: dict[int, LayerGeometry | str]) -> tuple[Plans, dict[int, LayerGeometry | str]]:
@@ -129,6 +131,8 @@ class Runtime:
         _BY_OWNER.pop(self.owner, None)
         for forms in (self.decode_step, self.captured):
             forms.clear()
+        if self.replays is not None:
+            self.replays.clear()
 
     def keep_stages(self) -> None:
         """From now on, keep what the pass does to each graph in its report."""
@@ -137,9 +141,11 @@ class Runtime:
             forms.backend.keep_stages = True
 
     def _forms(self, interpret: bool) -> Forms:
-        options = dict(strict=self.strict, lowering=self.lowering, mode=self.mode, graphs=self.report.graphs)
+        replayed = self.replays is not None and not interpret
+        options = dict(strict=self.strict, lowering=self.lowering, graphs=self.report.graphs)
+        options |= dict(device_lengths=True) if replayed else dict(mode=self.mode)
         backend, what = self._backend(interpret=interpret, **options), f"a step of {type(self.model()).__name__}"
-        return Forms(self._body(), backend, what, fullgraph=self.one_graph)
+        return Forms(self._body(), backend, what, fullgraph=self.one_graph or replayed)
 
     def _backend(self, **options) -> Backend:
         return Backend(**options)
@@ -196,9 +202,11 @@ class Runtime:
                 raise error.inner_exception from None
             raise
         except Unsupported as error:
-            if not self.one_graph:
+            if not self.one_graph and self.replays is None:
                 raise
             why, instead = "Keys are stored before rotary embedding", "the scheme with rope='post'"
+            if not self.one_graph:
+                why, instead = "mode='reduce-overhead' replays whole steps", "no mode"
             if self.looks_at_previous:
                 why, instead = "Layers are predicted from the layer below", "the scheme's backbone alone"
             if self.needs_importance:

@@ -15,10 +15,12 @@ from ..cache.cross import running
 from ..cache.layer import PackedLayer
 from ..cache.query_capture import QueryCapture
 from ..cache.swap import cache_layers, cross_layers, packed_layers, swap_cross_layers, swap_layers
+from ..compile.report import listed
 from ..errors import KVPassError
 from ..models.probe import fresh_cache, some_tokens
 from ..models.recording import put_up_hooks, refuse_what_is_not_recorded
 from .forward import finish_forward, remember, start_forward
+from .replay import CAPTURES, Replays
 from .runtime import Runtime
 from .whole_masks import WholeMasks
 
@@ -33,6 +35,24 @@ class TransformersRuntime(Runtime):
         self.prefix = "decoder_" if self.has_encoder else ""  # of the decoder's arguments
         self.parameters = list(inspect.signature(self.original).parameters)
         self.masks = WholeMasks(model)
+
+    def prepare(self) -> None:
+        if self.mode == "reduce-overhead" and not self.eager:
+            devices = {layer.device for _, layer in self.plans.values()}
+            self.report.not_replayed = why = self._not_replayed(devices)
+            if not why:
+                self.replays = Replays(self.report.graphs, CAPTURES[devices.pop().type])
+        super().prepare()
+
+    def _not_replayed(self, devices: set[torch.device]) -> str:
+        """Why whole steps cannot be captured, or ""."""
+        if len(devices) > 1 or any(device.type not in CAPTURES for device in devices):
+            return f"CUDA graphs are of one CUDA device, and this model is on {listed(map(str, devices))}"
+        if not all(row.packed for row in self.report.layers):
+            return "layers that are not packed replace their tensors"
+        if self.has_encoder or self.looks_at_previous or self.needs_importance:
+            return "what a layer stores depends on more than its own tokens"
+        return ""
 
     def install(self) -> None:
         super().install()
@@ -75,7 +95,10 @@ class TransformersRuntime(Runtime):
                 self._expect_steps(batch)
             if run is not self.original:
                 self._canonicalise(kwargs)
-            output = run(**kwargs)
+            if self.replays is not None and run is self.decode_step:
+                output = self.replays.run(layers, new_tokens, kwargs, lambda given: run(**given))
+            else:
+                output = run(**kwargs)
         self._measure(cache_layers(cache))
         return output
 

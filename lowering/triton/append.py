@@ -13,7 +13,7 @@ from kvpass.codec.spec import CodecSpec
 from kvpass.layout.retention import Retention
 from kvpass.layout.window import on_device
 
-from ..append import APPENDED, append, append_layers
+from ..append import APPENDED, append, append_layers, write_each
 from ..table import implements
 from .configs import INTERPRETED, cdiv
 from .encode import ENCODED, encode, refuses
@@ -75,10 +75,11 @@ def _write(
 
 
 @implements("append_", "triton", has=(ENCODED | APPENDED,), refuses=refuses, by_name_only=INTERPRETED)
-def append_(*args) -> None:
-    append(encode, *args)
+def append_(pack: Pack, n: int, x: Tensor, q, mask, spec: CodecSpec, *more) -> None:
+    write = _write if spec.retention.keep == "recent" else write_each
+    partial(append, write=write)(encode, pack, n, x, q, mask, spec, *more)
 
 
 @implements("append_layers_", "triton", has=(ENCODED | {"pre_rope"},), refuses=refuses, by_name_only=INTERPRETED)
 def append_layers_(packs: Sequence[Pack], n: int, xs, spec: CodecSpec, length: Tensor | None = None) -> None:
-    append_layers(encode, packs, n, xs, spec, partial(_write, length=length))
+    append_layers(encode, packs, n, xs, spec, length, _write)

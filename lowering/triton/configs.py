@@ -13,6 +13,7 @@ import torch
 import triton
 
 from kvpass.codec.spec import CodecSpec
+from kvpass.layout.pool import bucket
 
 from ..table import DispatchKey
 
@@ -137,12 +138,6 @@ def tiles_of_split(tiles: int, others: int, at_once: int) -> int:
 
     most = max(1, min(tiles, _WAVES * at_once // others))
     return cdiv(tiles, min(range(1, most + 1), key=duration))
-
-
-def bucket(tiles: int) -> int:
-    """``tiles``, or up to an eighth more: a grid serves all of a bucket, and need not be another for each token."""
-    step = 1 << max(0, tiles.bit_length() - 4)
-    return cdiv(tiles, step) * step
 
 
 def splits_of(rows: int, config: AttendConfig, others: int, device: torch.device) -> int:

@@ -1,0 +1,114 @@
+"""Stage 5, where steps are replayed: what follows from the length of a cache is computed from what its carrier holds.
+
+A step that was captured is replayed with the numbers that the host had then, so none of them may be a length. Carriers
+have theirs in a tensor, too, which is another one at each replay.
+"""
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from ..layout.window import LENGTH_OFFSET
+from .calls import APPEND, APPEND_LAYERS, APPEND_ROTARY, ATTEND, DECODE, ROTATE, argument, arguments
+from .concrete import is_size, symbols
+
+aten = torch.ops.aten
+_OPS = APPEND, APPEND_LAYERS, APPEND_ROTARY, ATTEND, DECODE, ROTATE
+_RANGES = aten.arange.start, aten.arange.start_step
+_READS_IT = "triton"  # the implementation whose kernels do
+_LINKED = "edge", "importance", "slots", "originals"  # arguments of ``append_`` by which the host decides
+
+
+def read_on_device(graph: Graph) -> list[str]:
+    """Compute what ``graph`` makes of lengths from their carriers. Returns why some of it cannot be."""
+    carriers = {argument(node, "length") for node in graph.nodes if node.target in _OPS}
+    lengths = _Lengths(graph, carriers)
+    return [reason for node in list(graph.nodes) if (reason := lengths.read_by(node))]
+
+
+class _Lengths:
+    """The lengths of ``graph``, and the tensors that hold them, which are put in where they are asked for."""
+
+    def __init__(self, graph: Graph, carriers: set[Node]):
+        self.graph = graph
+        self._carriers = {symbol: node for node in carriers for symbol in symbols(node.meta["val"].shape[0])}
+        self._held: dict[tuple[Node, int], Node] = {}
+
+    def _follows(self, value) -> bool:
+        return not self._carriers.keys().isdisjoint(symbols(value))
+
+    def read_by(self, node: Node) -> str:
+        """Let ``node`` read what it follows from on the device; why it cannot, if so."""
+        value = node.meta.get("val")
+        if node.op != "call_function" or node.target in _OPS or is_size(node):
+            return ""
+        if isinstance(value, Tensor) and any(map(self._follows, value.shape)):
+            return f"{node.name} grows with the cache"
+        sizes = [leaf for leaf in node.all_input_nodes if is_size(leaf) and self._follows(leaf.meta["val"])]
+        if not sizes:
+            return ""
+        done = self._range(node) if node.target in _RANGES else self._sum(node)
+        return "" if done else f"{node.name} takes the length from the host"
+
+    def _held_by(self, size, device: torch.device) -> Node | None:
+        """A tensor that holds ``size`` on ``device``, if that is a length and a number."""
+        (symbol, *others), value = symbols(size.meta["val"]), size.meta["val"].node.expr
+        carrier, more = self._carriers[symbol], value - symbol
+        if others or not more.is_Integer or carrier.meta["val"].device != device:
+            return None
+        if (found := self._held.get((carrier, int(more)))) is None:
+            found = self._held[carrier, int(more)] = self._hold(carrier, int(more) + LENGTH_OFFSET)
+        return found
+
+    def _hold(self, carrier: Node, more: int) -> Node:
+        held = self.graph.call_function(aten.select.int, (carrier, 0, 0))
+        held.meta["val"] = carrier.meta["val"].select(0, 0)
+        if more:
+            held = self.graph.call_function(aten.add.Tensor, (held, more))
+            held.meta["val"] = held.args[0].meta["val"] + more
+        return held
+
+    def _sum(self, node: Node) -> bool:
+        """``x op length`` with a tensor in the place of the length."""
+        x, *others = node.args
+        tensors = getattr(getattr(node.target, "overloadpacket", None), "Tensor", None)
+        if tensors is None or len(others) != 1 or is_size(x) or not x.meta["val"].ndim:
+            return False
+        with self.graph.inserting_before(node):
+            held = self._held_by(others[0], x.meta["val"].device)
+        if held is not None:
+            node.target, node.args = tensors, (x, held)
+        return held is not None
+
+    def _range(self, node: Node) -> bool:
+        """``arange(length, length + count)`` as ``arange(count) + length``."""
+        start, count, value = node.args[0], node.meta["val"].shape[0], node.meta["val"]
+        if len(node.args) > 2 or value.dtype != torch.int64 or not isinstance(start, Node):
+            return False
+        with self.graph.inserting_before(node):
+            held = self._held_by(start, value.device)
+            if held is None:
+                return False
+            run = self.graph.call_function(aten.arange.start, (0, count), dict(node.kwargs))
+            run.meta["val"] = value
+        node.target, node.args, node.kwargs = aten.add.Tensor, (run, held), {}
+        return True
+
+
+def counted_on_host(gm: GraphModule) -> list[str]:
+    """Why ops of a lowered graph could not be replayed at other lengths."""
+    return [reason for node in gm.graph.nodes if node.target in _OPS and (reason := _counts(node))]
+
+
+def _counts(node: Node) -> str:
+    if node.target in (DECODE, ROTATE):
+        return "a cache is decoded first"
+    if node.target is APPEND_ROTARY:
+        return "tokens are evicted" if argument(node, "slots") is not None else ""
+    given = arguments(node)
+    if given["lowering"] != _READS_IT:
+        return f"{node.target._schema.name} runs as {given['lowering']!r}, which takes the length from the host"
+    if node.target is ATTEND:
+        return "what is stored depends on attention" if given["statistic"] else ""
+    linked = any(given.get(name) is not None for name in _LINKED)
+    return "what layers store depends on each other, or on attention" if linked else ""

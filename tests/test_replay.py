@@ -1,0 +1,136 @@
+"""Replayed steps: `Rerun` stands for a CUDA graph. It does a step again with the numbers that the host had when it was
+captured, so that whatever is not read on the device is that of another length."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import kvpass
+from kvpass.cache.swap import packed_layers
+from kvpass.runtime import replay
+
+from tiny import llama, tokens
+
+pytest.importorskip("triton", minversion="3.7")  # the interpreter of 3.6 takes named tuples for plain ones
+
+
+class Rerun:
+    """A `kvpass.runtime.replay.Capture` that runs the step itself again."""
+
+    made: list["Rerun"] = []
+
+    def __init__(self):
+        self.captured = self.replayed = 0
+        self.made.append(self)
+
+    def __call__(self, layers, step):
+        stale = layers[0].context.length
+        output = step()
+        self.captured += 1
+        logits = output.logits if hasattr(output, "logits") else output[0]
+        first = weakref.ref(layers[0])
+
+        def again():
+            context = first().context
+            current, context.length = context.length, stale
+            logits.copy_(step().logits)
+            context.length = current
+            self.replayed += 1
+
+        return output, again
+
+
+@pytest.fixture
+def reruns(monkeypatch):
+    """Who captures on the CPU."""
+    monkeypatch.setitem(replay.CAPTURES, "cpu", Rerun)
+    monkeypatch.setattr(Rerun, "made", [])
+    return Rerun.made
+
+
+def decoded(model, scheme, calls, **options):
+    """Logits of each call, by a count of tokens and of those taken back behind it, the cache, and the report."""
+    kvpass.apply(model, scheme, **options)
+    cache, ids, logits = DynamicCache(config=model.config), tokens(1, sum(new for new, _ in calls)), []
+    for new, rejected in calls:
+        start = cache.get_seq_length()
+        logits.append(model(input_ids=ids[:, start : start + new], past_key_values=cache).logits)
+        if rejected:
+            cache.crop(-rejected)
+    report = kvpass.explain(model)
+    kvpass.remove(model)
+    return logits, cache, report
+
+
+SCHEMES = {
+    "kivi": dict(scheme="kivi", group_size=8, residual=8),
+    "squat": dict(scheme="squat", group_size=8, residual=16),
+    "higgs-sinks": dict(scheme="higgs-sinks", residual=8),
+    "kivi-pre": dict(scheme="kivi-pre", group_size=8, residual=8),
+}
+STEPS = [(14, 0), *[(1, 0)] * 18]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_replayed_step_is_the_step(scheme, reruns):
+    model = llama(layers=1)
+    expected, plain, _ = decoded(model, SCHEMES[scheme], STEPS, lowering="reference")
+    got, cache, report = decoded(model, SCHEMES[scheme], STEPS, lowering="triton", mode="reduce-overhead")
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    for mine, theirs in zip(*(layer.states() for layer in map(first_layer, (cache, plain))), strict=True):
+        torch.testing.assert_close(mine.contents(cache.get_seq_length()), theirs.contents(cache.get_seq_length()))
+    (capture,) = reruns
+    assert capture.captured < 4 and capture.replayed > 10
+    assert "replayed as one CUDA graph" in str(report)
+
+
+def first_layer(cache):
+    return packed_layers(cache)[0]
+
+
+def test_layers_together_and_tokens_taken_back(reruns):
+    """What is due is packed for all layers at once, and lengths go back."""
+    model, scheme = llama(layers=2), dict(scheme="kivi", group_size=8, residual=16)
+    calls = [(12, 0), *[(1, 0)] * 14, (1, 3), *[(1, 0)] * 7, (1, 1), (1, 0)]
+    expected, _, _ = decoded(model, scheme, calls, lowering="reference")
+    got, _, _ = decoded(model, scheme, calls, lowering="triton", mode="reduce-overhead")
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    assert reruns[0].replayed > 10
+
+
+def test_what_is_captured_does_not_keep_a_cache_alive(monkeypatch):
+    class Nothing:
+        def __call__(self, layers, step):
+            return step(), lambda: None
+
+    monkeypatch.setitem(replay.CAPTURES, "cpu", Nothing)
+    model = llama(layers=1)
+    kvpass.apply(model, SCHEMES["kivi"], lowering="triton", mode="reduce-overhead")
+    cache = DynamicCache(config=model.config)
+    for count in (12, 1, 1, 1):
+        output = model(input_ids=tokens(1, count), past_key_values=cache)
+    assert output.past_key_values is cache
+    gone = weakref.ref(cache)
+    del cache, output
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize(
+    "scheme, options, reason",
+    [
+        ("kivi", dict(lowering="reference"), "takes the length from the host"),
+        ("kivi+h2o", {}, "more than its own tokens"),
+    ],
+)
+def test_a_step_that_cannot_be_replayed_says_why(scheme, options, reason, reruns):
+    _, _, report = decoded(llama(layers=1), scheme, [(12, 0), (1, 0), (1, 0)], mode="reduce-overhead", **options)
+    assert reason in str(report) and not any(capture.captured for capture in reruns)
+
+
+def test_without_a_device_there_is_nothing_to_replay():
+    _, _, report = decoded(llama(layers=1), "kivi", [(12, 0), (1, 0)], mode="reduce-overhead")
+    assert "steps are not replayed: CUDA graphs" in str(report)
