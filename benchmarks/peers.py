@@ -1,0 +1,203 @@
+"""kvpass beside what people use on CPUs instead: llama.cpp and OpenVINO GenAI, each with caches of its own.
+
+    python benchmarks/peers.py                                    # milliseconds of a token, by length
+    python benchmarks/peers.py --quality                          # what each cache changes
+
+All run SmolLM2-135M-Instruct from the same GGUF. The engines keep its 4-bit weights; kvpass takes the same weights as
+float32, as bfloat16, and as bfloat16 with torchao's 8-bit weights. An engine lives in an environment of its own (made
+in ``build/peers``, some 250 MB) and a process of its own, and all take their turns, so that drift hits all alike. "of
+context" is what a token takes over one behind the first length.
+
+Quality is KL and agreement of the most likely token with the same engine's own uncompressed cache, of tokens one by one
+behind a prompt; of llama.cpp over its 1,000 most likely tokens.
+"""
+
+import argparse
+import copy
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
+from transformers import DynamicCache
+
+import kvpass
+from kvpass import models
+from kvpass.eval import quality, texts
+from kvpass.eval.speed import sharing_weights
+from kvpass.models.pretrained import download
+
+from decode_e2e import fill
+from timing import write
+
+HOME = Path(__file__).parents[1] / "build" / "peers"
+PACKAGES = ("xllamacpp", "openvino-genai", "numpy")
+CACHES = {"llama.cpp": ("f16", "q8_0", "q4_0"), "openvino": ("f32", "u8", "u4")}
+OURS = ("kivi", "waterfill")
+_TOP = 1000
+
+
+def environment() -> Path:
+    """The Python of the engines."""
+    python = HOME / "bin" / "python"
+    if not python.exists():
+        venv.create(HOME, with_pip=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *PACKAGES], check=True)
+    return python
+
+
+class Peer:
+    """An engine with one kind of cache, in its process."""
+
+    def __init__(self, engine: str, cache: str, gguf: Path, args) -> None:
+        script = Path(__file__).with_name("peer_engines.py")
+        context = max(args.lengths) + 64 + args.tokens
+        command = [environment(), script, engine, cache, gguf, str(context), str(args.threads)]
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self._process = subprocess.Popen(command, **pipes)
+
+    def ask(self, ids: list[int], new: int = 1, top: int = 0) -> dict:
+        """The answer of `peer_engines`."""
+        self._process.stdin.write(json.dumps(dict(ids=ids, new=new, top=top)) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self._process.args[2:4]} ended with {self._process.wait()}.")
+        return json.loads(line)
+
+    def milliseconds(self, ids: list[int], new: int) -> float:
+        """Of each of ``new`` tokens behind ``ids``."""
+        return self.ask(ids, new)["milliseconds"]
+
+    def close(self) -> None:
+        """End its process."""
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def _ours(model, ids: list[int], args) -> Callable[[], float]:
+    """What takes ``--tokens`` steps of ``model`` behind the prompt ``ids``, and says how many milliseconds one took."""
+    cache, prompt = DynamicCache(config=model.config), torch.tensor([ids])
+    fill(model, cache, prompt, 0, len(ids))
+
+    def steps() -> float:
+        token, begin = prompt[:, -1:], time.perf_counter()
+        for _ in range(args.tokens):
+            token = model(input_ids=token, past_key_values=cache).logits.argmax(-1)
+        return 1e3 * (time.perf_counter() - begin) / args.tokens
+
+    steps()  # compiles
+    return steps
+
+
+def _models(model) -> dict[str, torch.nn.Module]:
+    """Those of kvpass, by what stands in the table."""
+    half = copy.deepcopy(model).bfloat16()
+    narrow = copy.deepcopy(half)
+    quantize_(narrow, Int8WeightOnlyConfig())
+    found = {"transformers, float32": model}
+    for scheme in OURS:
+        found[f"{scheme}, float32"] = kvpass.apply(sharing_weights(model), scheme)
+    found["transformers, bfloat16"] = half
+    found["kivi, bfloat16"] = kvpass.apply(sharing_weights(half), "kivi")
+    found["kivi, 8-bit weights"] = kvpass.apply(narrow, "kivi")
+    return found
+
+
+def speed(model, ids: list[int], gguf: Path, args) -> dict:
+    """Milliseconds of a token by length and variant."""
+    results: dict[int, dict[str, float]] = {}
+    names = [(engine, cache) for engine, caches in CACHES.items() for cache in caches]
+    own = _models(model)
+    for length in args.lengths:
+        peers = {f"{engine}, {cache}": Peer(engine, cache, gguf, args) for engine, cache in names}
+        prompt = ids[:length]
+        turns = {name: _ours(variant, prompt, args) for name, variant in own.items()}
+        for name, peer in peers.items():
+            peer.ask(prompt)
+            turns[name] = partial(peer.milliseconds, prompt, args.tokens)
+        times = {name: [] for name in turns}
+        for _ in range(args.rounds):
+            for name, turn in turns.items():
+                times[name].append(turn())
+        results[length] = {name: statistics.median(each) for name, each in times.items()}
+        for peer in peers.values():
+            peer.close()
+        print(f"{length} tokens: {json.dumps({k: round(v, 1) for k, v in results[length].items()})}", flush=True)
+    print("| |" + "".join(f" {length:,} | of context |" for length in args.lengths))
+    print("|---|" + "--:|--:|" * len(args.lengths))
+    first = results[args.lengths[0]]
+    for name in first:
+        each = (f"{results[n][name]:.1f} | {results[n][name] - first[name]:.1f}" for n in args.lengths)
+        print(f"| {name} | {' | '.join(each)} |")
+    return results
+
+
+def _compared(ask: Callable[[list[int]], dict], reference: list[dict], ids: list[int], start: int) -> tuple:
+    """Mean KL from ``reference``, each the log-probabilities of likely tokens, and agreement."""
+    divergences, agreements = [], []
+    for i, expected in enumerate(reference):
+        got = dict(ask(ids[: start + i])["likely"])
+        least = min(got.values())
+        divergences.append(sum(math.exp(p) * (p - got.get(token, least)) for token, p in expected.items()))
+        agreements.append(max(got, key=got.get) == max(expected, key=expected.get))
+    return statistics.mean(divergences), statistics.mean(agreements)
+
+
+def changes(model, tokenizer, gguf: Path, args) -> dict:
+    """KL and agreement of each cache with the uncompressed one, by text."""
+    results = {}
+    for text in texts.available():
+        tokens = texts.tokens(tokenizer, text, args.prompt + args.scored)
+        ids, rows = tokens[0].tolist(), {}
+        peers = {cache: Peer("llama.cpp", cache, gguf, args) for cache in CACHES["llama.cpp"]}
+        exact, *others = peers.values()
+        reference = [dict(exact.ask(ids[: args.prompt + i], top=_TOP)["likely"]) for i in range(args.scored)]
+        for name, peer in list(peers.items())[1:]:
+            rows[f"llama.cpp, {name}"] = _compared(partial(peer.ask, top=_TOP), reference, ids, args.prompt)
+        for peer in (exact, *others):
+            peer.close()
+        schemes = {name: {"scheme": name} for name in (*OURS, "kivi-4")}
+        for row in quality.evaluate(model, {text: tokens}, args.prompt, schemes, one_pass=True)[text]:
+            rows[row.scheme] = row.kl, sum(row.agreements) / len(row.agreements)
+        results[text] = rows
+        for name, (kl, agreement) in rows.items():
+            print(f"{text}: {name}: KL {kl:.4f}, {agreement:.1%}", flush=True)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", default="64,512,4096,7680")
+    parser.add_argument("--tokens", type=int, default=32, help="of a turn")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--quality", action="store_true")
+    parser.add_argument("--prompt", type=int, default=1024)
+    parser.add_argument("--scored", type=int, default=256)
+    parser.add_argument("--json", help="also write what was measured to this file")
+    args = parser.parse_args()
+    args.lengths = [args.prompt + args.scored] if args.quality else [int(n) for n in args.lengths.split(",")]
+    torch.set_num_threads(args.threads)
+    model, tokenizer = models.load()
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        gguf = download(Path(folder))
+        if args.quality:
+            results = changes(model, tokenizer, gguf, args)
+        else:
+            ids = texts.tokens(tokenizer, texts.available()[0], max(args.lengths))[0].tolist()
+            results = speed(model, ids, gguf, args)
+    write(args, torch.device("cpu"), results=results)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
