@@ -43,7 +43,7 @@ KINDS = {
     "kivi": Kind(KIVIConfig(**SMALL)),
     "squat": Kind(SQuatConfig(**SMALL, rank=2, block_size=16)),
     "higgs, centred": Kind(HIGGSConfig(group_size=16, residual=8, sinks=2, center=True)),
-    "waterfill": Kind(WaterfillConfig(residual=16, sinks=2, rope="post")),
+    "waterfill": Kind(WaterfillConfig(residual=16, recent=8, sinks=2, rope="post")),
     "kivi, scales in 8 bits": Kind(KIVIConfig(**SMALL, scale_bits=8)),
     "gear": Kind(GEARConfig(**SMALL, rank=1)),
     "logquant": Kind(LogQuantConfig(window=8, group_size=8)),

@@ -29,7 +29,7 @@ SCHEMES = {
     "logquant": LogQuantConfig(window=32),
     "kivi before RoPE": KIVIConfig(residual=16, group_size=16, rope="pre"),
     "squat before RoPE": SQuatConfig(residual=16, group_size=16, rope="pre"),
-    "waterfill": WaterfillConfig(residual=16),
+    "waterfill": WaterfillConfig(residual=16, recent=8),
     "kivi, scales in 8 bits": KIVIConfig(residual=16, group_size=16, scale_bits=8),
     "kvquant": KVQuantConfig(residual=16, group_size=16),
 }

@@ -27,7 +27,7 @@ WHOLE = (
     "test_simulate.py::test_one_pass_equals_token_by_token[[]kivi, sinks-*",
     "test_simulate.py::test_one_pass_equals_token_by_token[[]kvquant-*",
     "test_simulate.py::test_one_pass_equals_token_by_token[[]logquant-*",
-    "test_stored.py::test_the_attention_that_is_expected*[[]waterfill-1]",
+    "test_stored.py::test_the_attention_that_is_expected*[[]scheme5-1]",
     "test_allocation.py::test_attention_over_fields_is_that_over_decoded_tokens[[]1-pairs]",
     "test_allocation.py::test_keys_in_the_frame_of_their_page_are_attended_as_they_are[[]alike-1-*",
     "test_allocation.py::test_keys_in_the_frame_of_their_page_are_attended_as_they_are[[]*1-half*",

@@ -38,6 +38,7 @@ DISTORTION = 1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001041, 0.000303
 _SHRINKAGE = 0.05  # of the covariance towards its diagonal, besides that of a block of tokens
 _FLOOR = 0.02  # of the mean cost of a channel: none costs less, as later queries may look where the prompt's do not
 _OCTAVE, _UNIT = 16, 128  # gains in a factor of 2, and the code of gain 1
+_TRIED = 0, -6, -3, 3, 6  # gains beside the size of a token's coordinates, of which the best is taken
 _LEAST_GAIN, _LEAST_VARIANCE = 1e-9, 2.0**-16  # a basis is kept in 16 bits
 _SHIFTS = 8  # more than the bits of a code that are below a field
 
@@ -227,18 +228,36 @@ def _encode_rank(units: Tensor, places: Tensor, counts: tuple[int, int]) -> Rank
     """Tokens of one rank, ``[B, H, N, T, D]`` coordinates, whose fields have these places ``[B, H, 1, F]``."""
     places, head_dim = places.long().unsqueeze(2), units.shape[-1]
     widths = widths_of(places, head_dim)
-    used, steps = widths > 0, torch.tensor([1.0, *STEPS], device=units.device)[widths]
-    gain = ((units * used).square().sum(-1, keepdim=True) / used.sum(-1, keepdim=True)).sqrt()
-    if units.device.type == "cpu":
-        check_finite(gain)
-    levels = (gain.clamp_min(_LEAST_GAIN).log2() * _OCTAVE).round().clamp(-_UNIT, 255 - _UNIT)
-    most = 2.0**widths - 1
-    codes = (units / steps / torch.exp2(levels / _OCTAVE) + most / 2).round().clamp(min=0).minimum(most)
+    steps, most = torch.tensor([1.0, *STEPS], device=units.device)[widths], 2.0**widths - 1
+    levels, codes = _best_gain(units, steps, most, widths)
     index = (places % head_dim).expand(*codes.shape[:-1], -1)
     fields = codes.to(torch.uint8).gather(-1, index) >> (places // head_dim % _SHIFTS).to(torch.uint8)
     kinds = zip(fields.split(counts, -1), FIELD_BITS, strict=True)
     pairs, singles = (pack(part & (2**bits - 1), bits) for part, bits in kinds)
     return Rank(pairs, singles, (levels + _UNIT).to(torch.uint8))
+
+
+def _best_gain(units: Tensor, steps: Tensor, most: Tensor, widths: Tensor) -> tuple[Tensor, Tensor]:
+    """Gains, as the levels that are kept ``[..., 1]``, and codes ``[..., D]`` of tokens ``[..., D]``.
+
+    Coordinates share bits so that the errors of all that have any cost about as much. So an error is worth as much as
+    those that its width usually makes, and of a few gains about the size of a token the one of least error is taken.
+    """
+    used = widths > 0
+    worth = used / torch.tensor(DISTORTION, device=units.device)[widths]
+    size = ((units * used).square().sum(-1, keepdim=True) / used.sum(-1, keepdim=True)).sqrt()
+    if units.device.type == "cpu":
+        check_finite(size)
+    first = (size.clamp_min(_LEAST_GAIN).log2() * _OCTAVE).round()
+    least, levels, codes = torch.full_like(size, torch.inf), torch.zeros_like(first), torch.zeros_like(units)
+    for more in _TRIED:
+        tried = (first + more).clamp(-_UNIT, 255 - _UNIT)
+        step = steps * torch.exp2(tried / _OCTAVE)
+        found = (units / step + most / 2).round().clamp(min=0).minimum(most)
+        error = (((found - most / 2) * step - units).square() * worth).sum(-1, keepdim=True)
+        better = error < least
+        least, levels, codes = error.minimum(least), tried.where(better, levels), found.where(better, codes)
+    return levels, codes
 
 
 def some_queries(q: Tensor, valid: Tensor | None, dtype: torch.dtype) -> Tensor:

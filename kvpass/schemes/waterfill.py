@@ -13,19 +13,23 @@ from typing import Literal
 
 from ..codec.quantizer import Allocation, Quantizer
 from ..codec.spec import CodecSpec
+from ..fields import check_integers
+from ..layout.retention import Retention
 from .base import LayerGeometry, LayerPlan, register_scheme
 from .storage import StorageConfig
 
 
 @register_scheme(
-    waterfill_2=dict(key_fields=(12, 4), value_fields=(8, 4), rich_key_fields=(20, 4), rich_value_fields=(16, 4)),
-    waterfill_3=dict(key_fields=(21, 4), value_fields=(15, 4), rich_key_fields=(29, 4), rich_value_fields=(23, 4)),
+    waterfill_2=dict(key_fields=(8, 4), value_fields=(5, 4), rich_key_fields=(16, 4), rich_value_fields=(13, 4)),
+    waterfill_3=dict(key_fields=(17, 4), value_fields=(12, 4), rich_key_fields=(25, 4), rich_value_fields=(20, 4)),
 )
 @dataclass(frozen=True, kw_only=True)
 class WaterfillConfig(StorageConfig):
     """``(2 * pairs + singles) / 16`` bits a value, on average of the two halves of a page, ``9 / head_dim`` for gains
-    and halves, and the exact tokens of `StorageConfig`.
+    and halves, and the exact tokens.
 
+    recent: tokens that are always exact behind the newest, of keys and values, besides those that wait until there are
+        ``residual`` for a page.
     key_fields, value_fields: of 16 channels, how many pairs of bits they share, and how many single bits.
     rich_key_fields, rich_value_fields: the same, of the half of a page's tokens that the prompt's queries would pay
         most; (0, 0) for tokens that are all alike.
@@ -38,18 +42,25 @@ class WaterfillConfig(StorageConfig):
     name = "waterfill"
 
     sinks: int = 4
+    recent: int = 96
     rope: Literal["post", "pre"] = "pre"
-    key_fields: tuple[int, int] = (14, 4)
-    value_fields: tuple[int, int] = (10, 4)
-    rich_key_fields: tuple[int, int] = (22, 4)
-    rich_value_fields: tuple[int, int] = (18, 4)
+    key_fields: tuple[int, int] = (11, 4)
+    value_fields: tuple[int, int] = (7, 4)
+    rich_key_fields: tuple[int, int] = (19, 4)
+    rich_value_fields: tuple[int, int] = (15, 4)
     block_size: int = 32
     weighted: bool = True
     center: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_integers(self, recent=0)
         self._plan(1)
+
+    def key_retention(self) -> Retention:
+        return self._policy() or Retention(self.recent + self.residual, self.residual, self.sinks)
+
+    value_retention = key_retention
 
     def _plan(self, head_dim: int) -> LayerPlan:
         def quantizer(fields: tuple[int, int], weighted: bool, rich: tuple[int, int], follows: bool) -> Quantizer:
