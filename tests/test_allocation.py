@@ -391,7 +391,9 @@ PAIRS = {name: (18, 0) if name.endswith("key_fields") else (12, 0) for name in S
 def test_the_compiled_step_is_the_eager_one(rope, fields):
     ids, prompt = tokens(2, 120), 80
     runs = [
-        step_by_step(llama(), WaterfillConfig(residual=16, recent=8, **fields, rope=rope), ids, prompt, lowering=lowering)
+        step_by_step(
+            llama(), WaterfillConfig(residual=16, recent=8, **fields, rope=rope), ids, prompt, lowering=lowering
+        )
         for lowering in ("auto", "eager")
     ]
     (got, cache, report), (expected, other, _) = runs

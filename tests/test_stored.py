@@ -148,7 +148,8 @@ def test_how_many_processes_compile_is_said_by_the_environment(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "scheme, batch", [("kivi", 1), ("kivi", 2), ("squat", 1), ("higgs", 1), ("kivi+h2o", 1), ({"scheme": "waterfill", "recent": 0}, 1)]
+    "scheme, batch",
+    [("kivi", 1), ("kivi", 2), ("squat", 1), ("higgs", 1), ("kivi+h2o", 1), ({"scheme": "waterfill", "recent": 0}, 1)],
 )
 def test_the_attention_that_is_expected_of_a_prompt_is_that_of_its_step(scheme, batch, monkeypatch):
     jobs = []
