@@ -125,8 +125,8 @@ class TransformersRuntime(Runtime):
         """The packed layers of ``cache``, swapped in if it is fresh. Raises `KVPassError` for what cannot be packed."""
         if not isinstance(cache, Cache):
             raise KVPassError(
-                f"{self.cache_argument} is {type(cache).__name__}; pass a transformers DynamicCache, or none. The paged "
-                "cache of continuous batching (generate_batch, cache_implementation='paged') is not packed: use "
+                f"{self.cache_argument} is {type(cache).__name__}; pass a transformers DynamicCache, or none. The "
+                "paged cache of continuous batching (generate_batch, cache_implementation='paged') is not packed: use "
                 "generate with a batch, or kvpass.remove(model)."
             )
         if isinstance(cache, EncoderDecoderCache) != self.has_encoder:
