@@ -190,11 +190,12 @@ def score(
     """Score ``model`` as it is now, packed or not, on ``ids`` ``[1, S]`` (see `packed`, `reference_logits`)."""
     _check(model, ids, prompt)
     cache, device = fresh_cache(model), ids.device
-    _forward(model, ids[:, :prompt], 1, **handing(model, cache), use_cache=True)
+    handed = handing(model, cache)
+    _forward(model, ids[:, :prompt], 1, **handed, use_cache=True)
     rows, seconds = [], []
     for position, full in zip(range(prompt, ids.shape[1]), reference, strict=True):
         start = time.perf_counter()
-        logits = _forward(model, ids[:, position : position + 1], 1, **handing(model, cache), use_cache=True)
+        logits = _forward(model, ids[:, position : position + 1], 1, **handed, use_cache=True)
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         seconds.append(time.perf_counter() - start)

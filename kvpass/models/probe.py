@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -41,7 +41,8 @@ def probe_cache(model: nn.Module) -> tuple[Cache, dict[int, LayerGeometry | str]
         with torch.no_grad():
             model(**some_tokens(model), **handing(model, cache), use_cache=True)
     except Exception as error:
-        raise KVPassError(f"Two tokens through {kind} with a growing cache failed: {error}") from error
+        other = "" if isinstance(model, PreTrainedModel) else ". Another kind of decoder is packed with example_inputs"
+        raise KVPassError(f"Two tokens through {kind} with a growing cache failed: {error}{other}") from error
     layers = _geometries(cache)
     if not any(isinstance(layer, LayerGeometry) and not layer.cross for layer in layers.values()):
         reasons = sorted({layer for layer in layers.values() if isinstance(layer, str)})

@@ -109,7 +109,7 @@ class TransformersRuntime(Runtime):
         if len(caches) > 1:
             raise KVPassError(
                 f"{' and '.join(CACHE_NAMES)} are names of one argument, and were given different caches: pass "
-                f"{self.cache_argument} alone, to generate too."
+                f"{self.cache_argument} alone."
             )
         kwargs.update((self.cache_argument, cache) for cache in caches)
 
