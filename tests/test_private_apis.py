@@ -245,7 +245,7 @@ def test_generate_makes_a_masks_successor_by_ones_alone_and_hands_it_over_as_it_
 
 def test_transformers_has_one_name_for_a_cache():
     """`kvpass.models.arguments`: from 5.24 on it is "cache", to models, to ``generate`` and in their outputs, and the
-    older name, "past_key_values", warns. If a third one comes, it goes into `CACHE_NAMES`; `apply` takes all of them."""
+    older name, "past_key_values", warns. A third one would go into `CACHE_NAMES`; `apply` takes all of them."""
     model = llama(layers=1)
     assert cache_argument(model) == CACHE  # seen through what decorates a forward
     assert CACHE in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
