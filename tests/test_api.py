@@ -65,6 +65,16 @@ def test_models_without_attention_to_pack_are_refused():
         assert untouched(model)
 
 
+def test_a_plain_decoder_with_an_argument_called_as_that_of_transformers_is_told_of_example_inputs():
+    class Plain(nn.Linear):
+        config = object()
+
+        def forward(self, ids, cache=None): ...
+
+    with pytest.raises(KVPassError, match="example_inputs"):
+        kvpass.apply(Plain(3, 3), scheme="kivi")
+
+
 def test_applying_twice_is_refused():
     model = kvpass.apply(llama(), scheme="kivi", lowering="eager")
     with pytest.raises(KVPassError, match="already applied"):

@@ -12,14 +12,14 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 CACHE_NAMES = "past_key_values", "cache"
 CACHE = next(field.name for field in fields(BaseModelOutputWithPast) if field.name in CACHE_NAMES)
-"""What ``generate`` and models of the installed transformers call it. It is a name of a cache in this version alone."""
+"""What ``generate``, models and outputs of the installed transformers call it."""
 
 
 def cache_argument(model: nn.Module) -> str:
     """What ``model.forward`` calls the cache: models that came with their own code may still use the older name. A
     wrapper hands on what it is given, and is given `CACHE`."""
-    names = inspect.signature(model.forward).parameters
-    return CACHE_NAMES[0] if CACHE_NAMES[0] in names else CACHE
+    older = CACHE_NAMES[0]
+    return older if older in inspect.signature(model.forward).parameters else CACHE
 
 
 def takes_cache(model: nn.Module) -> bool:
