@@ -39,12 +39,13 @@ def measure(scheme: str, prompt: int, layers: int | None) -> None:
 
     import kvpass
     from kvpass.eval import texts
+    from kvpass.models.arguments import handing
 
     model, tokenizer = load(layers)
     ids = texts.tokens(tokenizer, "prose", prompt + 2)
     static = scheme == STATIC
     cache = StaticCache(model.config, max_cache_len=prompt + 2) if static else DynamicCache(config=model.config)
-    times, step = [time.perf_counter()], model
+    handed, times, step = handing(model, cache), [time.perf_counter()], model
     if static:
         step = torch.compile(model.forward)
     elif scheme != UNTOUCHED:
@@ -52,7 +53,7 @@ def measure(scheme: str, prompt: int, layers: int | None) -> None:
     times.append(time.perf_counter())
     with torch.no_grad():
         for call, part in ((model, ids[:, :prompt]), (step, ids[:, prompt : prompt + 1])):
-            call(input_ids=part, past_key_values=cache, logits_to_keep=1)
+            call(input_ids=part, **handed, logits_to_keep=1)
             times.append(time.perf_counter())
     print("|".join(f" {b - a:.1f} s " for a, b in itertools.pairwise(times)), end="")
     print(f"| {times[-1] - times[0]:.1f} s |")

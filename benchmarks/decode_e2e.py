@@ -26,6 +26,7 @@ from kvpass import models
 from kvpass.cache.layer import PackedLayer
 from kvpass.eval import texts
 from kvpass.eval.speed import sharing_weights
+from kvpass.models.arguments import handing
 
 from timing import seconds, show, write
 
@@ -56,7 +57,7 @@ def fill(model, cache, ids, start: int, stop: int, chunk: int = 512) -> None:
     """Append tokens ``[start, stop)`` of ``ids`` ``[1, N]`` to ``cache``, a chunk at a time."""
     for first in range(start, stop, chunk):
         part = ids[:, first : min(first + chunk, stop)]
-        model(input_ids=part, past_key_values=cache, logits_to_keep=1)
+        model(input_ids=part, **handing(model, cache), logits_to_keep=1)
 
 
 def requantized(cache, config, how: dict) -> QuantizedCache:
@@ -77,7 +78,8 @@ def measure(variants: dict, caches: dict, ids, length: int, args) -> dict[str, f
             if name in QUANTIZED and step >= 0 and step % args.every:
                 continue
             model = variants[name]
-            took = seconds(lambda: model(input_ids=token, past_key_values=cache), token.device)  # noqa: B023
+            call = dict(input_ids=token, **handing(model, cache))
+            took = seconds(lambda: model(**call), token.device)  # noqa: B023
             if step >= 0:
                 times[name].append(took)
     return {name: statistics.fmean(each) for name, each in times.items()}

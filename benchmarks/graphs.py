@@ -16,6 +16,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 import kvpass
+from kvpass.models.arguments import CACHE
 
 _VOCABULARY, _PROMPT, _TURN, _NEW = 512, 150, 21, 12
 
@@ -71,7 +72,7 @@ def answer(model, call: Call, cache, seed: int):
             ids = torch.cat([ids, more], 1)
             mask = torch.cat([mask, mask.new_ones(call.batch, ids.shape[1] - mask.shape[1])], 1)
         ids = model.generate(
-            ids, attention_mask=mask, past_key_values=cache, max_new_tokens=_NEW, min_new_tokens=_NEW, do_sample=False,
+            ids, attention_mask=mask, **{CACHE: cache}, max_new_tokens=_NEW, min_new_tokens=_NEW, do_sample=False,
             pad_token_id=0, **asked,
         )  # fmt: skip
         mask = torch.cat([mask, mask.new_ones(call.batch, ids.shape[1] - mask.shape[1])], 1)

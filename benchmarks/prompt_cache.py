@@ -16,6 +16,7 @@ from transformers import DynamicCache
 import kvpass
 from kvpass import models
 from kvpass.eval import texts
+from kvpass.models.arguments import CACHE, handing
 
 _STEPS = 32
 
@@ -33,7 +34,7 @@ def parse() -> argparse.Namespace:
 @torch.no_grad()
 def read(model, ids) -> DynamicCache:
     cache = DynamicCache(config=model.config)
-    model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+    model(input_ids=ids, **handing(model, cache), logits_to_keep=1)
     return cache
 
 
@@ -55,7 +56,7 @@ def measure(model, scheme: str, ids: torch.Tensor, times: int, folder: Path) -> 
             loaded = timed("load", kvpass.load_cache, path, model)
         go_on = dict(max_new_tokens=_STEPS, do_sample=False)
         same = torch.equal(
-            model.generate(ids, past_key_values=loaded, **go_on), model.generate(ids, past_key_values=cache, **go_on)
+            model.generate(ids, **{CACHE: loaded}, **go_on), model.generate(ids, **{CACHE: cache}, **go_on)
         )
         layer = cache.layers[0].geometry
         bf16 = 2 * 2 * len(cache.layers) * layer.num_key_value_heads * layer.head_dim * (ids.shape[1] - 1)

@@ -12,6 +12,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import kvpass
 from kvpass import HeavyHitter
+from kvpass.models.arguments import handing
 from kvpass.schemes import KIVIConfig
 
 SCHEMES = {"none": None, "kivi": KIVIConfig(), "kivi+h2o": KIVIConfig(retention=HeavyHitter(1024, recent=512))}
@@ -37,9 +38,9 @@ def main() -> None:
     if SCHEMES[args.scheme] is not None:
         kvpass.apply(model, SCHEMES[args.scheme])
     ids = torch.randint(128, (1, args.tokens))
-    model(ids[:, :64], past_key_values=DynamicCache(config=model.config), logits_to_keep=1)
+    model(ids[:, :64], **handing(model, DynamicCache(config=model.config)), logits_to_keep=1)
     before = peak()
-    model(ids, past_key_values=DynamicCache(config=model.config), logits_to_keep=1)
+    model(ids, **handing(model, DynamicCache(config=model.config)), logits_to_keep=1)
     print(f"{args.scheme}, {args.tokens} tokens: {(peak() - before) / 1e6:.0f} MB; T x T of one head: "
           f"{args.tokens**2 * 4 / 1e6:.0f} MB")  # fmt: skip
 

@@ -30,6 +30,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 import kvpass
 from kvpass import HeavyHitter, schemes
 from kvpass.cache.state import KVState
+from kvpass.models.arguments import handing
 from kvpass.schemes import SchemeConfig
 
 VOCABULARY, BATCH, TEXTS, LONGEST, PROMPT = 128, 16, 3, 400, 64
@@ -62,7 +63,7 @@ class Text:
     def feed(self, ids: Tensor) -> Tensor:
         """Logits behind ``ids`` ``[B, S]``."""
         self.log.append(ids.tolist())
-        return self.model(input_ids=ids, past_key_values=self.cache, logits_to_keep=1).logits
+        return self.model(input_ids=ids, **handing(self.model, self.cache), logits_to_keep=1).logits
 
     def crop(self, tokens: int) -> None:
         self.log.append(tokens)
@@ -94,7 +95,7 @@ def check(text: Text, untouched: LlamaForCausalLM, ids: Tensor, replay: bool = T
     contents, seen, again = text.contents(), text.layer.seen, text.replayed() if replay else None
     plain = DynamicCache(config=untouched.config)
     plain.update(*contents, 0)
-    expected = untouched(input_ids=ids, past_key_values=plain, position_ids=torch.tensor([[seen]])).logits
+    expected = untouched(input_ids=ids, **handing(untouched, plain), position_ids=torch.tensor([[seen]])).logits
     if replay:
         assert (again.layer.tokens, again.layer.seen) == (text.layer.tokens, seen)
         for mine, theirs in zip(contents, again.contents(), strict=True):
@@ -112,7 +113,7 @@ def check_straight(text: Text, untouched: LlamaForCausalLM, chunk: int = 1024) -
     for start in range(0, ids.shape[1], chunk):
         plain, part = DynamicCache(config=untouched.config), ids[:, start : start + chunk]
         positions = torch.arange(start, start + part.shape[1])[None]
-        untouched(input_ids=part, past_key_values=plain, position_ids=positions, logits_to_keep=1)
+        untouched(input_ids=part, **handing(untouched, plain), position_ids=positions, logits_to_keep=1)
         parts.append((plain.layers[0].keys, plain.layers[0].values))
     straight = [torch.cat(each, 2) for each in zip(*parts, strict=True)]
     for state, got, x in zip(text.layer.states(), text.contents(), straight, strict=True):

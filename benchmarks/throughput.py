@@ -16,6 +16,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import kvpass
 from kvpass.eval.speed import sharing_weights
+from kvpass.models.arguments import handing
 
 from decode_e2e import DEFAULT, fill
 from timing import seconds, write
@@ -44,12 +45,10 @@ def decode(model, ids, batch: int, args) -> dict:
     cache, device = DynamicCache(config=model.config), ids.device
     fill(model, cache, ids, 0, args.length)
     cache.batch_repeat_interleave(batch)
-    token = ids[:, :1].expand(batch, 1)
+    call = dict(input_ids=ids[:, :1].expand(batch, 1), **handing(model, cache))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    times = [
-        seconds(lambda: model(input_ids=token, past_key_values=cache), device) for _ in range(WARM_UP + args.steps)
-    ]
+    times = [seconds(lambda: model(**call), device) for _ in range(WARM_UP + args.steps)]
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     return dict(seconds=statistics.median(times[WARM_UP:]), peak=peak)
 

@@ -1,6 +1,7 @@
 """What users call, and what they get for bad input: a clear error, the model untouched."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from transformers import (
     DynamicCache,
+    LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     MistralConfig,
@@ -17,6 +19,7 @@ from transformers import (
 import kvpass
 from kvpass import KVPassError
 from kvpass.cache.layer import PackedLayer
+from kvpass.models.arguments import CACHE, CACHE_NAMES, cache_argument
 
 from tiny import llama, tokens
 
@@ -60,6 +63,16 @@ def test_models_without_attention_to_pack_are_refused():
         with pytest.raises(KVPassError, match=r"kvpass needs|No attention"):
             kvpass.apply(model.eval(), scheme="kivi")
         assert untouched(model)
+
+
+def test_a_plain_decoder_with_an_argument_called_as_that_of_transformers_is_told_of_example_inputs():
+    class Plain(nn.Linear):
+        config = object()
+
+        def forward(self, ids, cache=None): ...
+
+    with pytest.raises(KVPassError, match="example_inputs"):
+        kvpass.apply(Plain(3, 3), scheme="kivi")
 
 
 def test_applying_twice_is_refused():
@@ -153,6 +166,59 @@ def test_a_full_cache_a_wrong_batch_and_a_positive_crop_are_refused_and_lose_not
     assert cache.get_seq_length() == 40 and torch.equal(before, cache.layers[0].key_state.codes)
     feed(model, 8, cache)
     assert cache.get_seq_length() == 48
+
+
+class WithItsOwnCode(LlamaForCausalLM):
+    """A model whose code came with it, from before transformers renamed the argument."""
+
+    def forward(self, input_ids=None, past_key_values=None, **kwargs):
+        return super().forward(input_ids, **{CACHE: past_key_values}, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [LlamaForCausalLM, WithItsOwnCode])
+@pytest.mark.parametrize("lowering", ["eager", "reference"])
+def test_a_cache_may_be_handed_over_by_each_of_its_names_and_by_position(kind, lowering):
+    model = kind(llama().config).eval()
+    own = cache_argument(model)
+    assert own == (CACHE if kind is LlamaForCausalLM else "past_key_values")
+    position = list(inspect.signature(model.forward).parameters).index(own)
+    kvpass.apply(model, "kivi", lowering=lowering, strict=True)
+    ways = [lambda cache, name=name: ((), {name: cache}) for name in CACHE_NAMES]
+    ways.append(lambda cache: (((None,) * (position - 1) + (cache,)), {}))
+    ways.append(lambda cache: ((), dict.fromkeys(CACHE_NAMES, cache)))
+    logits = []
+    for way in ways:
+        cache = DynamicCache(config=model.config)
+        args, kwargs = way(cache)
+        for seed, length in enumerate((70, 1, 1)):
+            out = model(tokens(1, length, seed), *args, **kwargs)
+            assert out.past_key_values is cache and out[CACHE] is cache
+        assert cache.get_seq_length() == 72 and isinstance(cache.layers[1], PackedLayer)
+        logits.append(out.logits)
+    assert all(torch.equal(each, logits[0]) for each in logits)
+    assert sum(graph.compiled for graph in kvpass.explain(model).graphs) == (lowering != "eager")  # one for all ways
+    ids = torch.cat([tokens(1, length, seed) for seed, length in enumerate((70, 1, 1))], 1)
+    model.generation_config.eos_token_id = None
+    out = model.generate(ids, do_sample=False, max_new_tokens=3, return_dict_in_generate=True)
+    assert isinstance(out[CACHE].layers[0], PackedLayer) and out[CACHE].get_seq_length() == 74
+
+
+@pytest.mark.parametrize("name", sorted({CACHE, "past_key_values"}))
+def test_generate_takes_a_cache_by_the_names_that_transformers_takes_it_by(name):
+    model = kvpass.apply(llama(), "kivi", lowering="eager")
+    _, cache = feed(model, 40)
+    ids = torch.cat([tokens(1, 40), tokens(1, 1)], 1)
+    model.generate(ids, **{name: cache}, max_new_tokens=3, do_sample=False)
+    assert cache.get_seq_length() == 43
+
+
+def test_two_caches_in_one_call_are_refused():
+    model = kvpass.apply(llama(), "kivi", lowering="eager")
+    one, other = (DynamicCache(config=model.config) for _ in range(2))
+    with pytest.raises(KVPassError, match=f"different caches: pass {CACHE} alone"):
+        model(tokens(1, 5), cache=one, past_key_values=other)
+    model(tokens(1, 5), cache=None, past_key_values=other)
+    assert (one.get_seq_length(), other.get_seq_length()) == (0, 5)
 
 
 def test_a_submodule_cannot_write_to_a_packed_cache():

@@ -13,6 +13,7 @@ from transformers import DynamicCache
 import kvpass
 from kvpass.compile.linear import Linear, impossible
 from kvpass.compile.masks import structure
+from kvpass.models.arguments import CACHE
 from kvpass.runtime.whole_masks import WholeMasks, is_known
 from kvpass.schemes import IdentityConfig
 
@@ -324,7 +325,7 @@ def test_a_mask_of_ones_that_generate_extends_is_read_once_on_an_accelerator(on_
     for start, stop in ((0, 34), *((i, i + 1) for i in range(34, 40))):
         out = model(input_ids=ids[:, start:stop], past_key_values=cache, **given)
         given = model._update_model_kwargs_for_generation(out, given)
-        del given["past_key_values"]
+        del given[CACHE]
     assert len(on_an_accelerator) == 1 and masked == [False] * 7
 
 

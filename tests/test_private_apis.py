@@ -3,7 +3,9 @@ to adapt; nothing else depends on it."""
 
 import copy
 import gc
+import inspect
 import threading
+import warnings
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.utils import fresh_inductor_cache
 from torch.fx.experimental.proxy_tensor import make_fx
+from transformers import DynamicCache, GenerationMixin
 
 import kvpass
 from kvpass.cache.state import KVState
@@ -24,6 +27,7 @@ from kvpass.lowering import flash, session
 from kvpass.lowering.inductor import aot
 from kvpass.lowering.inductor.aot import Input, Program, compile_ahead
 from kvpass.models import recording
+from kvpass.models.arguments import CACHE, CACHE_NAMES, cache_argument
 from kvpass.runtime.transformers import TransformersRuntime
 from kvpass.schemes import KIVIConfig
 
@@ -237,6 +241,23 @@ def test_generate_makes_a_masks_successor_by_ones_alone_and_hands_it_over_as_it_
     model._update_model_kwargs_for_generation = update
     model.generate(tokens(1, 5), attention_mask=mask, max_new_tokens=4, do_sample=False)
     assert len(seen) == 4 and all(a is b for a, b in zip(seen, [mask, *made], strict=False))
+
+
+def test_transformers_has_one_name_for_a_cache():
+    """`kvpass.models.arguments`: from 5.24 on it is "cache", to models, to ``generate`` and in their outputs, and the
+    older name, "past_key_values", warns. A third one would go into `CACHE_NAMES`; `apply` takes all of them."""
+    model = llama(layers=1)
+    assert cache_argument(model) == CACHE  # seen through what decorates a forward
+    assert CACHE in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        for made in (model, kvpass.apply(llama(layers=1), KIVIConfig(), lowering="eager")):
+            cache = DynamicCache(config=made.config)
+            assert made(tokens(1, 5), **{CACHE: cache})[CACHE] is cache
+            out = made.generate(tokens(1, 9), **{CACHE: cache}, max_new_tokens=2, return_dict_in_generate=True)
+            assert out[CACHE] is cache and cache.get_seq_length() == 10
+            assert all(made(tokens(1, 5), use_cache=True).get(name) is not None for name in (CACHE, "logits"))
+    assert set(CACHE_NAMES) >= {CACHE, "past_key_values"}
 
 
 def test_parts_of_a_context_add_up_to_attention():

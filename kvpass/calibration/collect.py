@@ -15,6 +15,7 @@ from ..cache.layer import PackedLayer
 from ..codec.affine import params_dtype
 from ..errors import NonFiniteError
 from ..eval.quality import packed
+from ..models.arguments import handing
 from ..models.probe import fresh_cache
 from ..schemes import IdentityConfig
 
@@ -50,7 +51,7 @@ def collect(
     with packed(model, IdentityConfig(rope=rope), lowering="auto" if rope == "pre" else "eager"):
         for ids, file in missing:
             cache = fresh_cache(model)
-            model(input_ids=ids, past_key_values=cache, use_cache=True)
+            model(input_ids=ids, **handing(model, cache), use_cache=True)
             tensors = {}
             for index, layer in enumerate(cache.layers):
                 if not isinstance(layer, PackedLayer):

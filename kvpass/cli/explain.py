@@ -8,6 +8,7 @@ from transformers import DynamicCache
 from .. import api, models
 from ..eval import texts
 from ..eval.quality import packed
+from ..models.arguments import handing
 from .shared import SCHEMES, say, scheme, stage
 
 HELP = "Say for each layer whether a scheme packs it and fuses its attention, or why not."
@@ -30,5 +31,5 @@ def run(args: argparse.Namespace) -> None:
         cache = DynamicCache(config=model.config)
         with stage(f"{_PROMPT} tokens, and one decode step, which compiles"):
             for part in ids.split(_PROMPT, 1):
-                model(input_ids=part, past_key_values=cache)
+                model(input_ids=part, **handing(model, cache))
         print(api.explain(model))

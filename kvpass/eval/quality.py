@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from .. import api
 from ..cache.swap import bits_per_value, nbytes, num_values
 from ..errors import KVPassError, NotSimulatedError
-from ..models.probe import fresh_cache, keeping
+from ..models.arguments import handing, keeping
+from ..models.probe import fresh_cache
 from ..progress import bar
 from ..runtime.applied import is_applied
 from ..runtime.simulated import Simulator
@@ -189,11 +190,12 @@ def score(
     """Score ``model`` as it is now, packed or not, on ``ids`` ``[1, S]`` (see `packed`, `reference_logits`)."""
     _check(model, ids, prompt)
     cache, device = fresh_cache(model), ids.device
-    _forward(model, ids[:, :prompt], 1, past_key_values=cache, use_cache=True)
+    handed = handing(model, cache)
+    _forward(model, ids[:, :prompt], 1, **handed, use_cache=True)
     rows, seconds = [], []
     for position, full in zip(range(prompt, ids.shape[1]), reference, strict=True):
         start = time.perf_counter()
-        logits = _forward(model, ids[:, position : position + 1], 1, past_key_values=cache, use_cache=True)
+        logits = _forward(model, ids[:, position : position + 1], 1, **handed, use_cache=True)
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         seconds.append(time.perf_counter() - start)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import KVPassError
+from ..models.arguments import CACHE, handing
 from ..models.probe import fresh_cache
 from ..progress import bar
 from .quality import packed
@@ -92,13 +93,13 @@ def ask(model: nn.Module, tokenizer: PreTrainedTokenizerBase, hidden: Passkey) -
     """What ``model`` as it is now, packed or not, answers greedily."""
     cache, device = fresh_cache(model), next(model.parameters()).device
     text, question = hidden.text.to(device), hidden.question.to(device)
-    model(input_ids=text, past_key_values=cache, use_cache=True)
+    model(input_ids=text, **handing(model, cache), use_cache=True)
     ids = torch.cat([text, question], 1)
     generate: Any = model.generate
     out = generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
+        **{CACHE: cache},
         do_sample=False,
         max_new_tokens=_ANSWER_TOKENS,
         pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..cache.swap import nbytes
+from ..models.arguments import handing
 from ..models.probe import fresh_cache
 
 _COMPILING_STEPS = 3
@@ -37,7 +38,7 @@ def measure(variants: Mapping[str, nn.Module], ids: Tensor, length: int, rounds:
     times: dict[str, list[float]] = {name: [] for name in variants}
     for name, model in variants.items():
         caches[name] = fresh_cache(model)
-        model(input_ids=ids[:, :length], past_key_values=caches[name], logits_to_keep=1)
+        model(input_ids=ids[:, :length], **handing(model, caches[name]), logits_to_keep=1)
         for _ in range(_COMPILING_STEPS):
             _step(model, ids[:, length : length + 1], caches[name])
     for _ in range(rounds):
@@ -47,8 +48,8 @@ def measure(variants: Mapping[str, nn.Module], ids: Tensor, length: int, rounds:
 
 
 def _step(model: nn.Module, token: Tensor, cache: Cache) -> float:
-    start = time.perf_counter()
-    model(input_ids=token, past_key_values=cache)
+    handed, start = handing(model, cache), time.perf_counter()
+    model(input_ids=token, **handed)
     if token.device.type != "cpu":
         torch.accelerator.synchronize(token.device)
     seconds = time.perf_counter() - start

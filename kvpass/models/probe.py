@@ -1,6 +1,5 @@
 """A first look at a model: what its cache layers hold, and what stands in the way of capturing it."""
 
-import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -8,12 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from ..errors import KVPassError
 from ..schemes import LayerGeometry, geometries
+from .arguments import CACHE, handing, takes_cache
 
 _SLIDING = "It is bounded already; where texts fit the window, sliding_window=None in the config packs the same results"
 
@@ -30,19 +30,19 @@ def probe(model: nn.Module) -> dict[int, LayerGeometry | str]:
 def probe_cache(model: nn.Module) -> tuple[Cache, dict[int, LayerGeometry | str]]:
     """The cache that two tokens through ``model`` fill, and what `probe` says of its layers."""
     config, kind = getattr(model, "config", None), type(model).__name__
-    if config is None or "past_key_values" not in inspect.signature(model.forward).parameters:
+    if config is None or not takes_cache(model):
         raise KVPassError(
             f"No attention over a KV cache found in {kind}: kvpass needs a transformers decoder whose forward takes "
-            "past_key_values, or example_inputs for another kind of decoder. If this is a wrapper, apply to the model "
-            "inside."
+            f"{CACHE}, or example_inputs for another kind of decoder. If this is a wrapper, apply to the model inside."
         )
     _refuse_offloaded(model)
     try:
         cache = fresh_cache(model)
         with torch.no_grad():
-            model(**some_tokens(model), past_key_values=cache, use_cache=True)
+            model(**some_tokens(model), **handing(model, cache), use_cache=True)
     except Exception as error:
-        raise KVPassError(f"Two tokens through {kind} with a growing cache failed: {error}") from error
+        other = "" if isinstance(model, PreTrainedModel) else ". Another kind of decoder is packed with example_inputs"
+        raise KVPassError(f"Two tokens through {kind} with a growing cache failed: {error}{other}") from error
     layers = _geometries(cache)
     if not any(isinstance(layer, LayerGeometry) and not layer.cross for layer in layers.values()):
         reasons = sorted({layer for layer in layers.values() if isinstance(layer, str)})
@@ -64,11 +64,6 @@ class AttentionSeen(TorchFunctionMode):
             query, scale = args[0] if args else kwargs["query"], kwargs.get("scale")
             self.seen.setdefault(query.shape[-1], (query.shape[1], query.shape[-1] ** -0.5 if scale is None else scale))
         return func(*args, **kwargs)
-
-
-def keeping(model: nn.Module, count: int) -> dict[str, int]:
-    """The argument that makes ``model`` compute logits of the last ``count`` tokens only, if it has one."""
-    return {"logits_to_keep": count} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 
 def _refuse_offloaded(model: nn.Module) -> None:

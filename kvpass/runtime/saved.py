@@ -87,7 +87,8 @@ def save_cache(cache: Cache, path: str | Path) -> Path:
 
 @torch.inference_mode(False)
 def load_cache(path: str | Path, model: nn.Module) -> Cache:
-    """The cache that `save_cache` wrote to ``path``, on the devices of ``model``: pass it as ``past_key_values``.
+    """The cache that `save_cache` wrote to ``path``, on the devices of ``model``: pass it as ``cache``, which
+    transformers called ``past_key_values`` before 5.24.
 
     model: the one it was written with, kvpass applied with the same scheme, in the same dtype.
 

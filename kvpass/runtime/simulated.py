@@ -25,7 +25,8 @@ from ..compile.rewrite import simulate_attention
 from ..compile.trace import Trace
 from ..errors import KVPassError, NotSimulatedError
 from ..layout.window import layout
-from ..models.probe import keeping, probe
+from ..models.arguments import keeping
+from ..models.probe import probe
 from ..schemes import LayerGeometry, SchemeConfig, geometries
 from .runtime import Runtime
 

@@ -17,6 +17,7 @@ from ..cache.query_capture import QueryCapture
 from ..cache.swap import cache_layers, cross_layers, packed_layers, swap_cross_layers, swap_layers
 from ..compile.report import listed
 from ..errors import KVPassError
+from ..models.arguments import CACHE_NAMES, cache_argument
 from ..models.probe import fresh_cache, some_tokens
 from ..models.recording import put_up_hooks, refuse_what_is_not_recorded
 from .forward import finish_forward, remember, start_forward
@@ -34,6 +35,7 @@ class TransformersRuntime(Runtime):
         super().__init__(model, *args, **options)
         self.prefix = "decoder_" if self.has_encoder else ""  # of the decoder's arguments
         self.parameters = list(inspect.signature(self.original).parameters)
+        self.cache_argument = cache_argument(model)
         self.masks = WholeMasks(model)
 
     def prepare(self) -> None:
@@ -67,19 +69,15 @@ class TransformersRuntime(Runtime):
     def forward(self, *args, **kwargs):
         """The model's forward over a packed cache."""
         kwargs.update(zip(self.parameters, args, strict=False))
+        self._name_cache(kwargs)
         inputs = kwargs.get(f"{self.prefix}input_ids")
         inputs = kwargs.get(f"{self.prefix}inputs_embeds") if inputs is None else inputs
-        if kwargs.get("cache") is not None:
-            raise KVPassError(
-                "Continuous batching (generate_batch, cache_implementation='paged') keeps a paged cache of its own, "
-                "which is not packed: use generate with a batch, or kvpass.remove(model)."
-            )
         if inputs is None or not self._uses_cache(kwargs):
             return self.original(**kwargs)
         batch, new_tokens = inputs.shape[:2]
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get(self.cache_argument)
         if cache is None:
-            cache = kwargs["past_key_values"] = fresh_cache(self.model())
+            cache = kwargs[self.cache_argument] = fresh_cache(self.model())
         with self._alone(cache):
             return self._forward_over(cache, batch, new_tokens, kwargs)
 
@@ -104,10 +102,21 @@ class TransformersRuntime(Runtime):
         self._measure(cache_layers(cache))
         return output
 
+    def _name_cache(self, kwargs) -> None:
+        """Call the cache what the model calls it: the names it has in other versions of transformers are as good."""
+        caches = [kwargs.pop(name) for name in CACHE_NAMES if name in kwargs]
+        caches = list({id(cache): cache for cache in caches if cache is not None}.values())
+        if len(caches) > 1:
+            raise KVPassError(
+                f"{' and '.join(CACHE_NAMES)} are names of one argument, and were given different caches: pass "
+                f"{self.cache_argument} alone."
+            )
+        kwargs.update((self.cache_argument, cache) for cache in caches)
+
     def _uses_cache(self, kwargs) -> bool:
         if self.model().training:
             return False
-        if kwargs.get("past_key_values") is not None:
+        if kwargs.get(self.cache_argument) is not None:
             return True
         use_cache = kwargs.get("use_cache")
         return bool(getattr(self.model().config, "use_cache", True) if use_cache is None else use_cache)
@@ -115,10 +124,14 @@ class TransformersRuntime(Runtime):
     def adopt(self, cache: Cache) -> list[PackedLayer]:
         """The packed layers of ``cache``, swapped in if it is fresh. Raises `KVPassError` for what cannot be packed."""
         if not isinstance(cache, Cache):
-            raise KVPassError(f"past_key_values is {type(cache).__name__}; pass a transformers DynamicCache, or none.")
+            raise KVPassError(
+                f"{self.cache_argument} is {type(cache).__name__}; pass a transformers DynamicCache, or none. The "
+                "paged cache of continuous batching (generate_batch, cache_implementation='paged') is not packed: use "
+                "generate with a batch, or kvpass.remove(model)."
+            )
         if isinstance(cache, EncoderDecoderCache) != self.has_encoder:
             wanted = "an EncoderDecoderCache" if self.has_encoder else "a DynamicCache"
-            raise KVPassError(f"past_key_values is {type(cache).__name__}; this model needs {wanted}, or none.")
+            raise KVPassError(f"{self.cache_argument} is {type(cache).__name__}; this model needs {wanted}, or none.")
         layers = packed_layers(cache)
         if not layers:
             self._swap(cache)
@@ -148,7 +161,7 @@ class TransformersRuntime(Runtime):
 
     def _with_query_capture(self, **kwargs):
         """The model's own forward over an empty cache, which is handed the prompt's queries."""
-        capture = QueryCapture(packed_layers(kwargs["past_key_values"]))
+        capture = QueryCapture(packed_layers(kwargs[self.cache_argument]))
         with capture:
             output = self.original(**kwargs)
         capture.check()
@@ -157,12 +170,13 @@ class TransformersRuntime(Runtime):
     @functools.cached_property
     def captures_queries(self) -> bool:
         """Whether `_with_query_capture` works for this model. Tries it on two tokens."""
-        cache = fresh_cache(self.model())
+        model = self.model()
+        cache = fresh_cache(model)
         layers = self.adopt(cache)
         start_forward(layers, 1, 2)
         try:
             with torch.no_grad(), running(cross_layers(cache), layers[0]):
-                self._with_query_capture(**some_tokens(self.model()), past_key_values=cache, use_cache=True)
+                self._with_query_capture(**some_tokens(model), **{self.cache_argument: cache}, use_cache=True)
         except KVPassError:
             return False
         finally:

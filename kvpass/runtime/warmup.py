@@ -11,7 +11,8 @@ from torch import nn
 
 from ..errors import KVPassError
 from ..fields import check_integer
-from ..models.probe import fresh_cache, keeping, some_tokens
+from ..models.arguments import handing, keeping
+from ..models.probe import fresh_cache, some_tokens
 from .applied import decoder, runtime_of
 from .runtime import Runtime
 from .transformers import TransformersRuntime
@@ -80,7 +81,7 @@ def _read_and_decode(model: nn.Module, runtime: Runtime, batch: int, padding: in
     cache, seen = fresh_cache(model), 0
     for count in (_prompt(runtime), 1, *(2 * drafts * [_DRAFTS]), *(turns * [_TURN])):
         seen += count
-        model(**_inputs(model, batch, count, seen, padding), past_key_values=cache, use_cache=True)
+        model(**_inputs(model, batch, count, seen, padding), **handing(model, cache), use_cache=True)
 
 
 def _prompt(runtime: Runtime) -> int:
