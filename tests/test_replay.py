@@ -69,6 +69,7 @@ SCHEMES = {
     "kivi": dict(scheme="kivi", group_size=8, residual=8),
     "squat": dict(scheme="squat", group_size=8, residual=16),
     "higgs-sinks": dict(scheme="higgs-sinks", residual=8),
+    "kivi-pre": dict(scheme="kivi-pre", group_size=8, residual=8),
 }
 STEPS = [(14, 0), *[(1, 0)] * 18]
 
@@ -123,7 +124,6 @@ def test_what_is_captured_does_not_keep_a_cache_alive(monkeypatch):
     [
         ("kivi", dict(lowering="reference"), "takes the length from the host"),
         ("kivi+h2o", {}, "more than its own tokens"),
-        ("kivi-pre", {}, "rotary tables"),
     ],
 )
 def test_a_step_that_cannot_be_replayed_says_why(scheme, options, reason, reruns):

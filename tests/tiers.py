@@ -155,6 +155,7 @@ SLOW = (
     "test_qaq.py::test_the_compiled_step_is_the_eager_one*padded]",
     "test_replay.py::test_a_replayed_step_is_the_step[[]higgs-sinks]",
     "test_replay.py::test_a_replayed_step_is_the_step[[]kivi]",
+    "test_replay.py::test_a_replayed_step_is_the_step[[]squat]",
     "test_repeats.py::test_layers_that_differ_stay_outside_of_the_repeats[[]eager]",
     "test_repeats.py::test_layers_that_tell_each_other_are_looked_at_as_a_whole[[]qaq]",
     "test_repeats.py::test_pieces_compute_what_the_whole_does[[]*rope=pre*",

@@ -50,8 +50,6 @@ class TransformersRuntime(Runtime):
             return f"CUDA graphs are of one CUDA device, and this model is on {listed(map(str, devices))}"
         if not all(row.packed for row in self.report.layers):
             return "layers that are not packed replace their tensors"
-        if self.needs_rotation:
-            return "rotary tables of the tokens stored are put together for each step"
         if self.has_encoder or self.looks_at_previous or self.needs_importance:
             return "what a layer stores depends on more than its own tokens"
         return ""
