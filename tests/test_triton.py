@@ -134,6 +134,20 @@ def test_attention_and_what_each_token_is_paid_are_the_references(call, statisti
     assert_scores_as_the_reference(arguments, statistic, **others)
 
 
+@pytest.mark.parametrize("queries", [1, 3])
+def test_rows_that_begin_later_are_those_under_a_mask(queries):
+    """Within a page, behind all pages, and not at all."""
+    specs, n = (coded(2, "channel", 16, 16, sinks=3), coded(2, "token", 16, 16, residual=16, sinks=3)), 100
+    arguments = attend_arguments(specs, n, queries, batch=4, causal=queries > 1)
+    starts = torch.tensor([0, 2, 37, 99], device=DEVICE)
+    got, expected = (OPS.attend(*arguments, name, starts=starts)[0] for name in ("triton", "reference"))
+    assert_close(got, expected, TOLERANCE[got.dtype])
+    mask = torch.ones(queries, n + queries, dtype=torch.bool, device=DEVICE).tril(n)
+    mask = mask & (torch.arange(n + queries, device=DEVICE) >= starts[:, None, None, None])
+    arguments[6:8] = mask, False
+    assert_close(got, OPS.attend(*arguments, "reference")[0], TOLERANCE[got.dtype])
+
+
 @pytest.mark.parametrize("bits", WIDTHS)
 @pytest.mark.parametrize("per", ["channel", "token"])
 def test_attend_at_every_width_over_many_splits(bits, per):

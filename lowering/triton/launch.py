@@ -107,6 +107,7 @@ class _Launch:
     specs: tuple[CodecSpec, CodecSpec]
     rotary: tuple[Tensor, Tensor, str] | None
     center: Tensor | None
+    starts: Tensor | None = None
 
     def __post_init__(self):
         self.q, self.k_new, rope, mask = self.q.contiguous(), self.k_new.contiguous(), "", self.mask
@@ -180,8 +181,8 @@ class _Launch:
         with torch.cuda.device_of(q):
             attend_split[self.batch * self.groups, splits, tiles](
                 q, *self.key, *value, self.k_new, v_new.contiguous(), self.packed_queries, self.shift,
-                *map(self.points, self.specs), *self.rotary_tables, self.mask, partial, partial_lse, self.length,
-                self.queries, self.scale, self.key[0].stride(1), self.key[1].stride(1), value[0].stride(1),
+                *map(self.points, self.specs), *self.rotary_tables, self.mask, self.starts, partial, partial_lse,
+                self.length, self.queries, self.scale, self.key[0].stride(1), self.key[1].stride(1), value[0].stride(1),
                 value[1].stride(1), *self.strides, self.rules, K, V, config.rows, config.together, config.exact,
                 config.stages, num_warps=config.warps, maxnreg=config.registers, enable_fp_fusion=True,
             )  # fmt: skip
@@ -221,7 +222,7 @@ def _count(lse: Tensor, mask: Tensor | None, statistic: str) -> None:
 @implements("attend", "triton", has=_ATTENDED, refuses=_refuses, by_name_only=INTERPRETED)
 def attend(
     q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None,
-    statistic="", importance=None, length=None,
+    statistic="", importance=None, length=None, starts=None,
 ) -> list[Tensor]:  # fmt: skip
     if mask is not None and importance is not None and k_spec.retention.evicts:
         mask = with_past(mask, importance, n, q.shape)
@@ -231,7 +232,7 @@ def attend(
     )
     center, key, value = key.center, *past
     length = on_device(length, n, q.device)
-    launch = _Launch(q, key, k_new, n, length, mask, causal, scale, softcap, (k_spec, v_spec), rotary, center)
+    launch = _Launch(q, key, k_new, n, length, mask, causal, scale, softcap, (k_spec, v_spec), rotary, center, starts)
     if not statistic:
         return [launch.attend(value, v_new, sinks, None)]
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
