@@ -125,6 +125,8 @@ def speed(model, ids: list[int], gguf: Path, args) -> dict:
         for name, peer in peers.items():
             peer.ask(prompt)
             turns[name] = partial(peer.milliseconds, prompt, args.tokens)
+        if args.ask:
+            input(f"{length} tokens are read. Enter to measure: ")
         times = {name: [] for name in turns}
         for _ in range(args.rounds):
             for name, turn in turns.items():
@@ -181,6 +183,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32, help="of a turn")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--ask", action="store_true", help="wait for a line of input where all is ready to be measured")
+    parser.add_argument("--variants", default="", help="only those whose names begin so, by comma")
     parser.add_argument("--quality", action="store_true")
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--scored", type=int, default=256)

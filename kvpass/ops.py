@@ -11,7 +11,7 @@ append_      store ``x`` behind the ``length`` tokens already there and pack the
              choice on to appends that are given no ``importance``.
 append_layers_  the same for the keys, or the values, of many layers of one device, whose codec looks at nothing else;
              their ``states`` come one behind the other.
-decode       every stored token as ``[B, H_kv, n, D]`` in token order. ``starts`` are for attention that takes its place.
+decode       every stored token as ``[B, H_kv, n, D]`` in token order. ``starts`` are for what takes its place.
 attend       attention of ``q`` over the stored past and the full-precision present ``k_new``, ``v_new``. The past is
              ``key`` and ``value``: one state each, or one tensor that is decoded already, because another layer needs
              it. ``causal`` is aligned to the end of the keys. ``softcap`` 0 means none. ``sinks`` ``[H_q]`` are logits
@@ -19,8 +19,8 @@ attend       attention of ``q`` over the stored past and the full-precision pres
              what attention each token was paid, ``[B, H_kv, n + S]`` float32, over the query heads of a KV head: the
              "sum" over queries that are not padding, or the largest weight over the last N of them ("max-N").
              ``starts`` ``[B]`` int64 are the tokens before each row's first, of left padding, which no query sees; they
-             take the place of a mask. Where tokens are evicted, columns of ``mask`` count for the present only, and padding of the past has
-             ``importance`` ``-inf``.
+             take the place of a mask. Where tokens are evicted, columns of ``mask`` count for the present only, and
+             padding of the past has ``importance`` ``-inf``.
 rotate       rotary embedding of decoded keys that are stored as they were before it (`codec.rope`): by tables
              ``cos``, ``sin`` ``[B, >= n, p]``, as ``rope`` says; "" leaves them as they are.
 append_rotary_  store rotary tables ``[B or 1, S, p]`` of the present behind those already there; with ``slots``, drop

@@ -96,7 +96,7 @@ def causal_mask(queries: int, tokens: int, device: torch.device) -> Tensor:
 
 
 def seen_from(starts: Tensor, queries: int, tokens: int) -> Tensor:
-    """Which of ``tokens`` tokens each of the last ``queries`` sees, if rows begin at ``starts``: ``[B, 1, S, T]`` bool."""
+    """Which tokens each of the last ``queries`` sees, if rows begin at ``starts``: ``[B, 1, S, T]`` bool."""
     behind = torch.arange(tokens, device=starts.device) >= starts[:, None, None, None]
     return causal_mask(queries, tokens, starts.device) & behind
 

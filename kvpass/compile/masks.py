@@ -44,8 +44,8 @@ def mark_padding(graph: Graph, query: Tensor) -> None:
 
 
 def beside_padding(mask: Node, queries) -> str | None:
-    """What ``mask`` amounts to (see `structure`) where a padding mask ``[B, T]`` of ones and zeros, one for each key, does
-    not hide the key from all queries of its row; None if it cannot be proven to be that."""
+    """What ``mask`` amounts to (see `structure`) where a padding mask ``[B, T]`` of ones and zeros, one for each key,
+    does not hide the key from all queries of its row; None if it cannot be proven to be that."""
     nodes = upstream(mask)
     data = [node for node in leaves(nodes) if constant(node) is None]
     batch = mask.meta["val"].shape[0]

@@ -1,5 +1,5 @@
-"""2-D padding masks that hide nothing, or only what is before a row's first token: read where that costs nothing, and on
-accelerators once, at the prompt.
+"""2-D padding masks that hide nothing, or only what is before a row's first token: read where that costs nothing, and
+on accelerators once, at the prompt.
 
 To read a mask there is to wait for the device. One that stays the same, as an encoder's, need be read once. But
 ``generate`` makes a new one for every token, the last one with ones behind it, unless its version of transformers drops

@@ -41,9 +41,9 @@ def _rescale(peak, total, out, highest):
 
 @triton.jit
 def _over_pages(
-    peak, total, out, q, shift, scale, mask, start, begin, end, stop, key, value, v_ring, rope, parts, V_EXACT: tl.constexpr,
-    Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr,
-    STAGES: tl.constexpr,
+    peak, total, out, q, shift, scale, mask, start, begin, end, stop, key, value, v_ring, rope, parts,
+    V_EXACT: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr,
+    TOGETHER: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Take the tokens of rows ``[begin, end)`` into the softmax, ``TOGETHER`` planes at a time."""
     of_plane: tl.constexpr = K.page // K.planes
@@ -91,8 +91,8 @@ def _over_pages(
 )  # fmt: skip
 def attend_split(
     q, k_codes, k_scale, k_zero, k_ring, v_codes, v_scale, v_zero, v_ring, k_new, v_new, q_packed, shift, k_points,
-    v_points, cos, sin, center, mask, starts, partial, partial_lse, length, queries, scale, k_stride, k_params, v_stride,
-    v_params, table_batch, table_row, mask_batch, mask_head, mask_query,
+    v_points, cos, sin, center, mask, starts, partial, partial_lse, length, queries, scale, k_stride, k_params,
+    v_stride, v_params, table_batch, table_row, mask_batch, mask_head, mask_query,
     Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr,
     EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -102,7 +102,7 @@ def attend_split(
     How many tokens are stored is read from ``length``, and what follows from it is found here, so that a grid is right
     for any number of them: the splits share what there is. Of the rows of pages the first ``v_rows`` are packed in keys
     and in values, up to ``k_rows`` in keys alone. Keys in pages see the queries ``q_packed``, which are rotated if they
-    are, and ``shift`` is added to their products. ``starts`` has a number for each sample, of the tokens before its own.
+    are, and ``shift`` is added to their products. ``starts`` has the tokens before its own for each sample.
     """
     n = tl.load(length).to(tl.int32)
     k_rows, v_rows = packed_rows(n, K), packed_rows(n, V)
@@ -129,13 +129,13 @@ def attend_split(
         rows_of_split = tl.cdiv(tl.cdiv(v_rows, ROWS), splits) * ROWS
         begin = split * rows_of_split
         peak, total, out = _over_pages(
-            peak, total, out, rotated, shift, scale, mask, start, begin, min(begin + rows_of_split, v_rows), v_rows, key,
-            value, v_ring, rope, parts, False, Q, K, V, ROWS, TOGETHER, STAGES,
+            peak, total, out, rotated, shift, scale, mask, start, begin, min(begin + rows_of_split, v_rows), v_rows,
+            key, value, v_ring, rope, parts, False, Q, K, V, ROWS, TOGETHER, STAGES,
         )  # fmt: skip
     else:
         peak, total, out = _over_pages(
-            peak, total, out, rotated, shift, scale, mask, start, v_rows, k_rows, k_rows, key, value, v_ring, rope, parts,
-            True, Q, K, V, ROWS, TOGETHER, STAGES,
+            peak, total, out, rotated, shift, scale, mask, start, v_rows, k_rows, k_rows, key, value, v_ring, rope,
+            parts, True, Q, K, V, ROWS, TOGETHER, STAGES,
         )  # fmt: skip
         packed, stop = k_rows * K.planes, n + queries
         exact_q = query_tiles(q, of_all, asked, parts, K.dim, Q)
