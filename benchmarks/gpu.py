@@ -16,7 +16,7 @@ step        a step of 8B parameters, in what the host and what the GPU take, and
 throughput  the same model's tokens a second at equal batches, and at the largest each cache has memory for, beside the
             static cache and QuantizedCache
 encode      keys and values of a prompt, against copying them and the prompt's attention
-capacity    sequences that fit the memory by length, from the sizes of what is allocated
+capacity    sequences that fit the memory by length, from the sizes of what is allocated; alone it needs no GPU
 
 Events around one call would measure Python. A stage goes on where a case fails, and says so in its JSON.
 """
@@ -275,13 +275,14 @@ def main() -> None:
     stages = args.stages.split(",")
     if unknown := sorted(set(stages) - set(STAGES)):
         sys.exit(f"There is no stage {unknown[0]!r}; there are {', '.join(STAGES)}.")
-    if not torch.cuda.is_available():
+    cuda = torch.cuda.is_available()
+    if not cuda and stages != ["capacity"]:
         sys.exit("No CUDA device is here. What can be counted without one is: python benchmarks/instructions.py")
     args.out.mkdir(parents=True, exist_ok=True)
-    device = torch.device("cuda")
+    device = torch.device("cuda" if cuda else "cpu")
     for stage in stages:
         with torch.inference_mode():
-            about = dict(device=torch.cuda.get_device_name(device), torch=torch.__version__)
+            about = dict(device=torch.cuda.get_device_name(device) if cuda else "none", torch=torch.__version__)
             run(stage, STAGES[stage](device), args.out, about)
 
 

@@ -239,10 +239,11 @@ def capacity(
     lengths=(4096, 8192, 32768, 131072), shape: tuple[int, ...] = EIGHT_BILLION, weights: int = 16_060_000_000,
     memory: int | None = None,
 ) -> Iterator[dict]:  # fmt: skip
-    """Sequences that fit beside ``weights`` bytes into ``memory``, that of the device, from the sizes of the tensors
-    that a layer allocates: none are."""
+    """Sequences that fit beside ``weights`` bytes into ``memory``, that of the device or 80 GiB, from the sizes of the
+    tensors that a layer allocates: none are."""
     layers, hidden, heads, kv_heads = shape
-    memory = torch.cuda.get_device_properties(device).total_memory if memory is None else memory
+    if memory is None:
+        memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 80 << 30
     for scheme in schemes:
         for length in lengths:
             geometry = LayerGeometry(0, layers, kv_heads, hidden // heads, torch.bfloat16, torch.device("meta"))

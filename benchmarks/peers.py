@@ -4,9 +4,9 @@
     python benchmarks/peers.py --quality                          # what each cache changes
 
 All run SmolLM2-135M-Instruct from the same GGUF. The engines keep its 4-bit weights; kvpass takes the same weights as
-float32, as bfloat16, and as bfloat16 with torchao's 8-bit and 4-bit weights. An engine lives in an environment of its own (made
-in ``build/peers``, some 250 MB) and a process of its own, and all take their turns, so that drift hits all alike. "of
-context" is what a token takes over one behind the first length.
+float32, as bfloat16, and as bfloat16 with torchao's 8-bit and 4-bit weights. An engine lives in an environment of its
+own (made in ``build/peers``, some 250 MB) and a process of its own, and all take their turns, so that drift hits all
+alike. "of context" is what a token takes over one behind the first length.
 
 Quality is KL and agreement of the most likely token with the same engine's own uncompressed cache, of tokens one by one
 behind a prompt; of llama.cpp over its 1,000 most likely tokens.

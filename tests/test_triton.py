@@ -559,7 +559,7 @@ TOY = {
     "tune": dict(schemes=("kivi",), length=96, batches=(1,), shape=(4, 2, 64), lowering="reference", most=3),
     "attend": dict(schemes=("kivi", "kivi-pre"), lengths=(128,), batches=(2,), shape=(4, 2, 64), lowering="reference"),
     "encode": dict(schemes=("kivi",), lengths=(64,), shape=(4, 2, 64), lowering="reference", rounds=1),
-    "capacity": dict(memory=80 << 30),
+    "capacity": {},
     "generates": dict(schemes=("kivi",), prompt=40, new=12, shape=(1, 128, 4, 2), lowering="auto"),
     "step": dict(schemes=("kivi",), lengths=(40,), steps=2, shape=(1, 128, 4, 2), dtype=torch.float32),
     "throughput": dict(
