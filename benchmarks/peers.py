@@ -42,7 +42,7 @@ from timing import write
 
 HOME = Path(__file__).parents[1] / "build" / "peers"
 PACKAGES = ("xllamacpp", "openvino-genai", "numpy")
-CACHES = {"llama.cpp": ("f16", "q8_0", "q4_0"), "openvino": ("f32", "u8", "u4")}
+CACHES = {"llama.cpp": ("f16", "q8_0", "q4_0"), "openvino": ("f16", "u8", "u4")}
 OURS = ("kivi", "waterfill")
 _TOP = 1000
 
