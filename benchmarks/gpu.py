@@ -1,12 +1,22 @@
-"""What has to be seen on a GPU, in stages; each writes its JSON before the next begins.
+"""What has to be seen on a GPU, in stages; each writes its JSON, row by row, before the next begins.
 
     python benchmarks/gpu.py --out results                     # all stages
     python benchmarks/gpu.py --out results --stages correct    # the first alone
 
-correct  the op that attends, against the reference: schemes, dtypes, masks, 1, 4 and 16 queries, batches of 1, 17, 32
-replays  whole steps of a small model as CUDA graphs (mode="reduce-overhead"), against the reference step by step
-attend   its time and that of attention over bfloat16 (SDPA's flash backend), as the replay of a CUDA graph over states
-         that take turns and are larger than the L2 cache together; and the share of a copy's bandwidth
+correct     the op that attends, against the reference: schemes, dtypes, masks, left padding, 1, 4 and 16 queries,
+            batches of 1, 17 and 32
+generates   a small model through ``generate``: padded batches, drafts, beams; replayed and not, against the reference
+replays     steps of a small model as CUDA graphs (mode="reduce-overhead"), against the reference step by step
+tune        launch configurations of attention: those that ship and others, the fastest kept for this device
+attend      its time and that of attention over bfloat16 (SDPA's flash backend, FlexAttention), as the replay of a CUDA
+            graph over states that take turns and are larger than the L2 cache together; and the share of a copy's
+            bandwidth
+step        a step of 8B parameters, in what the host and what the GPU take, and the kernels that take longest, beside
+            transformers' static cache compiled with CUDA graphs
+throughput  the same model's tokens a second at equal batches, and at the largest each cache has memory for, beside the
+            static cache and QuantizedCache
+encode      keys and values of a prompt, against copying them and the prompt's attention
+capacity    sequences that fit the memory by length, from the sizes of what is allocated; alone it needs no GPU
 
 Events around one call would measure Python. A stage goes on where a case fails, and says so in its JSON.
 """
@@ -17,23 +27,27 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+import encode as encoding
 import torch
 import torch.nn.functional as F
 from attend import nbytes, packed_states
+from gpu_models import capacity, generates, replays, step, throughput
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+from torch.nn.attention.flex_attention import flex_attention
 
-import kvpass
-from kvpass.eval.speed import sharing_weights
+from kvpass.codec.rope import rope_of
+from kvpass.lowering.triton import tuned
+from kvpass.lowering.triton.launch import case_of
+from kvpass.lowering.triton.tuned import trying
 from kvpass.schemes import LayerGeometry, get
 
-from decode_e2e import fill
 from timing import copy_bandwidth
 
-SCHEMES = ("kivi", "kivi-3", "kivi-4", "quarot-2", "higgs", "higgs-3")
+SCHEMES = ("kivi", "kivi-3", "kivi-4", "quarot-2", "higgs", "higgs-3", "kivi-pre")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 _ROTATED = 256 << 20  # bytes of states that take turns
 _REPLAYS = 20
@@ -41,10 +55,10 @@ _REPLAYS = 20
 
 def cases(schemes=SCHEMES, dtypes=(torch.bfloat16, torch.float16)) -> Iterator[dict]:
     """What the first stage tries; lengths that end within a page, and within a tile of pages."""
-    for scheme, dtype, (batch, queries), mask in itertools.product(
-        schemes, dtypes, ((1, 1), (1, 4), (1, 16), (17, 1), (32, 1), (17, 4)), (None, "bool", "float")
-    ):
-        yield dict(scheme=scheme, dtype=dtype, batch=batch, queries=queries, mask=mask, length=1000)
+    for scheme, dtype, batch, queries in itertools.product(schemes, dtypes, (1, 17, 32), (1, 4, 16)):
+        masks = (None, "bool", "float", "left") if batch == 17 or queries == 1 else (None,)
+        for mask in masks:
+            yield dict(scheme=scheme, dtype=dtype, batch=batch, queries=queries, mask=mask, length=1000)
 
 
 def attention(
@@ -52,7 +66,7 @@ def attention(
     mask: str | None = None, heads: int = 32, kv_heads: int = 8, head_dim: int = 128,
 ) -> Callable[[str], torch.Tensor]:  # fmt: skip
     """One layer's attention behind ``length`` tokens of noise, by the name of a lowering: ``[B, H_q, S, D]``. A mask
-    hides the first tokens of every sample but the last."""
+    hides the first tokens of every sample but the last; "left" is that padding, told by where rows begin."""
     generator = torch.Generator().manual_seed(0)
 
     def noise(*shape: int) -> torch.Tensor:
@@ -61,34 +75,42 @@ def attention(
     plan = get(scheme).plan(LayerGeometry(0, 1, kv_heads, head_dim, dtype, device))
     states = packed_states(plan, *(noise(batch, kv_heads, length, head_dim) for _ in range(2)))
     q, k, v = noise(batch, heads, queries, head_dim), *(noise(batch, kv_heads, queries, head_dim) for _ in range(2))
-    hidden = None
-    if mask is not None:
+    hidden, others = None, _tables(states)
+    if mask == "left":
+        others["starts"] = torch.full((batch,), length // 3, device=device)
+        others["starts"][max(1, batch - 1) :] = 0
+    elif mask is not None:
         total = length + queries
         hidden = torch.ones(batch, 1, queries, total, dtype=torch.bool, device=device).tril(length)
         hidden[: max(1, batch - 1), ..., : length // 3] = False
         if mask == "float":
             hidden = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(~hidden, torch.finfo(dtype).min)
     arguments = (
-        q, *(state.pack for state in states), states[0].carrier(length), k, v, hidden, mask is None and queries > 1,
+        q, *(state.pack for state in states), states[0].carrier(length), k, v, hidden, hidden is None and queries > 1,
         head_dim**-0.5, 0.0, *(state.text for state in states),
     )  # fmt: skip
-    return lambda lowering: torch.ops.kvpass.attend(*arguments, lowering)[0]
+    return lambda lowering: torch.ops.kvpass.attend(*arguments, lowering, **others)[0]
 
 
-def correct(device: torch.device, lowering: str = "triton", tried: Iterator[dict] | None = None, **shape) -> dict:
-    """Each case's largest difference from the reference, and whether all are within what its dtype rounds."""
-    results, good = [], True
+def _tables(states: list) -> dict:
+    """The rotary tables of keys that are stored before it."""
+    rotary = states[0].rotary
+    return {} if rotary is None else dict(cos=rotary.cos, sin=rotary.sin, rope=rope_of(rotary.cos.shape[2], False))
+
+
+def correct(
+    device: torch.device, lowering: str = "triton", tried: Iterator[dict] | None = None, **shape
+) -> Iterator[dict]:
+    """Each case's largest difference from the reference, and whether that is within what its dtype rounds."""
     for case in cases() if tried is None else tried:
-        attend = attention(**case, device=device, **shape)
         result = dict(case, dtype=str(case["dtype"]).removeprefix("torch."))
         try:
+            attend = attention(**case, device=device, **shape)
             difference = (attend(lowering).float() - attend("reference").float()).abs().max().item()
             result |= dict(difference=difference, good=difference <= TOLERANCE[case["dtype"]])  # NaN is not
         except Exception as error:  # the cases behind it are worth as much
             result |= dict(error=f"{type(error).__name__}: {error}"[:500], good=False)
-        good &= result["good"]
-        results.append(result)
-    return dict(good=good, cases=results)
+        yield result
 
 
 def replayed(calls: list[Callable]) -> float:
@@ -112,118 +134,137 @@ def replayed(calls: list[Callable]) -> float:
     return start.elapsed_time(stop) / 1e3 / _REPLAYS / len(calls)
 
 
+def in_turn(calls: list[Callable]) -> float:
+    """The same where there are no CUDA graphs: one after another, by the clock."""
+    for call in calls:
+        call()
+    begin = time.perf_counter()
+    for call in calls:
+        call()
+    return (time.perf_counter() - begin) / len(calls)
+
+
+def tune(
+    device: torch.device, schemes=SCHEMES, length: int = 32768, batches=(1, 32), shape=(32, 8, 128),
+    lowering: str = "triton", most: int = 1000,
+) -> Iterator[dict]:  # fmt: skip
+    """What was found for each scheme, one query and bfloat16, and is kept; ``most`` configurations are tried. One that
+    is not right within what the dtype rounds is not taken."""
+    heads, kv_heads, head_dim = shape
+    seconds = replayed if device.type == "cuda" else in_turn
+    for scheme in schemes:
+        calls, specs, rope = [], (), ""
+        for batch in batches:
+            k, v = (torch.randn(batch, kv_heads, length, head_dim, device=device).bfloat16() for _ in range(2))
+            q = torch.randn(batch, heads, 1, head_dim, device=device).bfloat16()
+            states = packed_states(get(scheme).plan(LayerGeometry(0, 1, kv_heads, head_dim, q.dtype, device)), k, v)
+            specs, rope = tuple(state.spec for state in states), _tables(states).get("rope", "")
+            calls.append(partial(_packed, lowering, q, k[:, :, :1].contiguous(), states, states[0].carrier(length)))
+        case = case_of(specs, rope, head_dim, heads // kv_heads, torch.bfloat16, False)
+        expected, tried = [call().float() for call in calls], itertools.count()
+
+        def took(config, case=case, calls=calls, expected=expected, tried=tried) -> float:
+            if next(tried) >= most:
+                return float("inf")
+            with trying(case, config, device):
+                try:
+                    right = all(map(partial(_close, torch.bfloat16), (call() for call in calls), expected))
+                    return sum(seconds([call] * 4) for call in calls) if right else float("inf")
+                except Exception:  # it does not fit the device
+                    return float("inf")
+
+        best, all_of_them = tuned.tune(case, took)
+        tuned.store(tuned.name_of(device), {case: best})
+        ships = next(iter(all_of_them.values()))
+        yield dict(scheme=scheme, config=asdict(best), of_shipped=all_of_them[best] / ships, tried=len(all_of_them))
+
+
+def _close(dtype: torch.dtype, got: torch.Tensor, expected: torch.Tensor) -> bool:
+    return (got.float() - expected).abs().max().item() <= TOLERANCE[dtype]
+
+
 def _flash(q, k, v) -> torch.Tensor:
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
 
-def _packed(q, new, states: list, carrier) -> torch.Tensor:
+def _packed(lowering: str, q, new, states: list, carrier) -> torch.Tensor:
     packs, texts = [state.pack for state in states], [state.text for state in states]
     options = (new, new, None, False, q.shape[-1] ** -0.5, 0.0)
-    return torch.ops.kvpass.attend(q, *packs, carrier, *options, *texts, "triton")[0]
+    return torch.ops.kvpass.attend(q, *packs, carrier, *options, *texts, lowering, **_tables(states))[0]
 
 
-def attend(device: torch.device, schemes=("kivi",), lengths=(8192, 32768, 131072), batches=(1, 17, 32)) -> dict:
-    """Seconds of one attention, and bytes a second as a share of a copy's."""
-    bandwidth, results, dtype = copy_bandwidth(device), [], torch.bfloat16
+def attend(
+    device: torch.device, schemes=("kivi", "kivi-4", "higgs", "kivi-pre"), lengths=(8192, 32768, 131072),
+    batches=(1, 17, 32), shape=(32, 8, 128), lowering: str = "triton",
+) -> Iterator[dict]:  # fmt: skip
+    """Seconds of one attention, as often as faster than flash, and bytes a second as a share of a copy's."""
+    cuda, (heads, kv_heads, head_dim), dtype = device.type == "cuda", shape, torch.bfloat16
+    seconds, bandwidth = (replayed, copy_bandwidth(device)) if cuda else (in_turn, float("nan"))
+    memory = torch.cuda.get_device_properties(device).total_memory if cuda else float("inf")
+    floats = {"flash": _flash, "flex": partial(torch.compile(flex_attention, dynamic=False), enable_gqa=True)}
     for length, batch in itertools.product(lengths, batches):
-        dense = 2 * batch * 8 * length * 128 * dtype.itemsize
-        if 3 * dense > torch.cuda.get_device_properties(device).total_memory:
-            results.append(dict(length=length, batch=batch, left_out="does not fit the memory"))
+        dense = 2 * batch * kv_heads * length * head_dim * dtype.itemsize
+        if 3 * dense > memory:
+            yield dict(length=length, batch=batch, left_out="does not fit the memory")
             continue
-        k, v = (torch.randn(batch, 8, length, 128, device=device, dtype=dtype) for _ in range(2))
-        q = torch.randn(batch, 32, 1, 128, device=device, dtype=dtype)
-        copies = [(k.clone(), v.clone()) for _ in range(min(8, _ROTATED // dense))] or [(k, v)]
-        row = dict(length=length, batch=batch, flash=replayed([partial(_flash, q, *kv) for kv in copies]))
-        del copies
+        k, v = (torch.randn(batch, kv_heads, length, head_dim, device=device, dtype=dtype) for _ in range(2))
+        q = torch.randn(batch, heads, 1, head_dim, device=device, dtype=dtype)
+        turns = [(k, v), *((k.clone(), v.clone()) for _ in range(min(7, _ROTATED // dense)))]
+        row: dict = dict(length=length, batch=batch, copy_bandwidth=bandwidth)
+        for name, run in floats.items():
+            row[name] = _tried(seconds, [partial(run, q, *kv) for kv in turns])
+        del turns
         for scheme in schemes:
-            plan = get(scheme).plan(LayerGeometry(0, 1, 8, 128, dtype, device))
+            plan = get(scheme).plan(LayerGeometry(0, 1, kv_heads, head_dim, dtype, device))
             states = packed_states(plan, k, v)
             read, new = nbytes(states, length), k[:, :, :1].contiguous()
-            turns = [states, *(packed_states(plan, k, v) for _ in range(min(15, _ROTATED // read)))]
-            calls = [partial(_packed, q, new, states, states[0].carrier(length)) for states in turns]
-            seconds = replayed(calls)
-            row[scheme] = dict(seconds=seconds, of_flash=row["flash"] / seconds, of_copy=read / seconds / bandwidth)
-        results.append(row)
-        print(json.dumps(row), flush=True)
-    return dict(copy_bandwidth=bandwidth, results=results)
+            states = [states, *(packed_states(plan, k, v) for _ in range(min(15, _ROTATED // read)))]
+            row[scheme] = took = _tried(
+                seconds, [partial(_packed, lowering, q, new, each, each[0].carrier(length)) for each in states]
+            )
+            if isinstance(took, float) and isinstance(row["flash"], float):
+                row[scheme] = dict(seconds=took, of_flash=row["flash"] / took, of_copy=read / took / bandwidth)
+        yield row
 
 
-def llama(device: torch.device, dtype: torch.dtype, layers: int, hidden: int, heads: int, kv_heads: int, **config):
-    """A Llama of random weights, made on the device."""
-    config = LlamaConfig(
-        hidden_size=hidden, intermediate_size=7 * hidden // 2, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, max_position_embeddings=1 << 18, **config,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    with device:
-        return LlamaForCausalLM._from_config(config, dtype=dtype).eval()
+def _tried(seconds: Callable, calls: list[Callable]) -> float | str:
+    """``seconds`` of ``calls``, or why there are none."""
+    try:
+        return seconds(calls)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"[:500]
 
 
-def replays(
-    device: torch.device, schemes=("kivi", "squat", "higgs"), prompt: int = 700, steps: int = 200,
-    shape: tuple[int, ...] = (4, 512, 8, 2), lowering: str = "triton",
-) -> dict:  # fmt: skip
-    """Of each scheme, how far a step's logits in float32 are from the reference's at most, and what was replayed."""
-    model, rows = llama(device, torch.float32, *shape, vocab_size=256), {}
-    ids = torch.randint(256, (1, prompt + steps), device=device)
-    for scheme in schemes:
-        logits = []
-        for options in (dict(lowering="reference"), dict(lowering=lowering, mode="reduce-overhead")):
-            variant, cache = kvpass.apply(sharing_weights(model), scheme, **options), DynamicCache(config=model.config)
-            fill(variant, cache, ids, 0, prompt)
-            calls = range(prompt, prompt + steps)
-            logits.append([variant(input_ids=ids[:, i : i + 1], past_key_values=cache).logits for i in calls])
-        differences = [(one - other).abs().max().item() for one, other in zip(*logits, strict=True)]
-        rows[scheme] = dict(difference=max(differences), steps=str(kvpass.explain(variant)).splitlines()[-1].strip())
-    return dict(good=all(row["difference"] <= 1e-2 for row in rows.values()), schemes=rows)
+def encode(
+    device: torch.device, schemes=("kivi", "squat", "higgs"), lengths=(8192, 32768), shape=(32, 8, 128),
+    lowering: str = "triton,reference", rounds: int = 10,
+) -> Iterator[dict]:  # fmt: skip
+    """Seconds of a layer's prompt by variant."""
+    for scheme, length in itertools.product(schemes, lengths):
+        heads = dict(zip(("heads", "kv_heads", "head_dim"), shape, strict=True))
+        args = argparse.Namespace(device=device, scheme=scheme, lowering=lowering, batch=1, rounds=rounds, **heads)
+        yield dict(scheme=scheme, length=length, seconds=encoding.compare(length, args, torch.bfloat16))
 
 
-def _per_step(call: Callable, steps: int, device: torch.device) -> dict:
-    """Milliseconds of a step until the host is free again, and in all."""
-    for _ in range(5):  # compiles, and captures
-        call()
-    _wait(device)
-    begin = time.perf_counter()
-    for _ in range(steps):
-        call()
-    free = time.perf_counter()
-    _wait(device)
-    return dict(host=1e3 * (free - begin) / steps, whole=1e3 * (time.perf_counter() - begin) / steps)
+STAGES: dict[str, Callable[..., Iterator[dict]]] = {
+    "correct": correct, "generates": generates, "replays": replays, "tune": tune, "attend": attend, "step": step,
+    "throughput": throughput, "encode": encode, "capacity": capacity,
+}  # fmt: skip
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def step(
-    device: torch.device, lengths=(4096, 32768), steps: int = 32, shape: tuple[int, ...] = (32, 4096, 32, 8),
-    dtype: torch.dtype = torch.bfloat16,
-) -> dict:  # fmt: skip
-    """Milliseconds of a step by length and variant."""
-    model, results = llama(device, dtype, *shape), []
-    for length in lengths:
-        ids = torch.randint(1000, (1, length), device=device)
-        row: dict = dict(length=length)
-        variants = {"static": None, "compiled": None, "replayed": "reduce-overhead"}
-        for name, mode in variants.items():
-            variant = sharing_weights(model)
-            if name == "static":
-                cache = StaticCache(config=model.config, max_cache_len=length + steps + 16)
-            else:
-                cache = DynamicCache(config=model.config)
-                kvpass.apply(variant, "kivi", mode=mode, max_cache_len=length + steps + 16)
-            fill(variant, cache, ids, 0, length)
-            run = torch.compile(variant.forward, mode="reduce-overhead") if name == "static" else variant
-            row[name] = _per_step(partial(run, input_ids=ids[:, :1], past_key_values=cache), steps, device)
-            del cache, variant, run
-        results.append(row)
-        print(json.dumps(row), flush=True)
-    return dict(results=results)
-
-
-STAGES = {"correct": correct, "replays": replays, "attend": attend, "step": step}
+def run(stage: str, rows: Iterator[dict], out: Path, about: dict) -> None:
+    """Write the ``rows`` of a stage to its file as they come, and how long all took."""
+    begin, found = time.perf_counter(), []
+    while True:
+        result = dict(about, seconds=time.perf_counter() - begin, rows=found)
+        result |= dict(good=all(row.get("good", True) for row in found))
+        (out / f"{stage}.json").write_text(json.dumps(result, indent=1, default=str))
+        if (row := next(rows, None)) is None:
+            break
+        found.append(row)
+        print(f"{stage}: {json.dumps(row, default=str)}", flush=True)
+    print(f"{stage}: {result['seconds']:.0f} s, {'good' if result['good'] else 'NOT good'}", flush=True)
 
 
 def main() -> None:
@@ -234,18 +275,15 @@ def main() -> None:
     stages = args.stages.split(",")
     if unknown := sorted(set(stages) - set(STAGES)):
         sys.exit(f"There is no stage {unknown[0]!r}; there are {', '.join(STAGES)}.")
-    if not torch.cuda.is_available():
+    cuda = torch.cuda.is_available()
+    if not cuda and stages != ["capacity"]:
         sys.exit("No CUDA device is here. What can be counted without one is: python benchmarks/instructions.py")
     args.out.mkdir(parents=True, exist_ok=True)
-    device = torch.device("cuda")
+    device = torch.device("cuda" if cuda else "cpu")
     for stage in stages:
-        begin = time.perf_counter()
         with torch.inference_mode():
-            result = STAGES[stage](device)
-        about = dict(device=torch.cuda.get_device_name(device), torch=torch.__version__)
-        result = dict(about, seconds=time.perf_counter() - begin, **result)
-        (args.out / f"{stage}.json").write_text(json.dumps(result, indent=1))
-        print(f"{stage}: {result['seconds']:.0f} s", flush=True)
+            about = dict(device=torch.cuda.get_device_name(device) if cuda else "none", torch=torch.__version__)
+            run(stage, STAGES[stage](device), args.out, about)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What the split kernel of attention issues, counted in its machine code: nothing runs, and no GPU is needed.
 
     python benchmarks/instructions.py
+    PYTHONPATH=OTHER/site-packages python benchmarks/instructions.py    # by the Triton that is there
 
 An instruction counts for each of the 32 lanes of its warp, in the innermost loop over packed tokens, and is divided by
 the elements of K and V that a turn of the loop takes. An SM of A100 or H100 issues 4 warp-instructions a cycle at most,
@@ -22,12 +23,15 @@ from compile_kernels import attend, compiling
 
 CASES = {
     "kivi, 2 bits": dict(bits=2),
+    "kivi, 2 bits, left padding": dict(bits=2, padded=True),
+    "kivi, 4 bits": dict(bits=4),
     "4 bits, keys per token": dict(bits=4, per="token", group=64),
     "8 bits": dict(bits=8),
     "kivi, 3 bits": dict(bits=3, page=64),
     "kivi, 16 queries": dict(bits=2, queries=16),
     "kivi before RoPE": dict(bits=2, rope="half-64"),
     "higgs": dict(bits=4, grid="d2n16", group=128),
+    "higgs, 3 bits": dict(bits=6, grid="d2n64", group=128),
 }
 KINDS = {
     "floats": r"FADD|FMUL|FFMA|FMNMX|FSEL|FSETP|H(ADD|MUL|FMA)2|MUFU|F2FP|I2F",
@@ -59,6 +63,7 @@ def instructions(cubin: bytes) -> tuple[list[str], list[tuple[int, int]]]:
 
 
 def main() -> None:
+    print(f"Triton {triton.__version__}")
     print("| | sm | a value | " + " | ".join((*KINDS, *COUNTED)) + " | registers | warps an SM | shared |")
     print("|---|--:|" + "--:|" * (len(KINDS) + len(COUNTED) + 4))
     for name, case in CASES.items():

@@ -4,9 +4,9 @@
     python benchmarks/peers.py --quality                          # what each cache changes
 
 All run SmolLM2-135M-Instruct from the same GGUF. The engines keep its 4-bit weights; kvpass takes the same weights as
-float32, as bfloat16, and as bfloat16 with torchao's 8-bit weights. An engine lives in an environment of its own (made
-in ``build/peers``, some 250 MB) and a process of its own, and all take their turns, so that drift hits all alike. "of
-context" is what a token takes over one behind the first length.
+float32, as bfloat16, and as bfloat16 with torchao's 8-bit and 4-bit weights. An engine lives in an environment of its
+own (made in ``build/peers``, some 250 MB) and a process of its own, and all take their turns, so that drift hits all
+alike. "of context" is what a token takes over one behind the first length.
 
 Quality is KL and agreement of the most likely token with the same engine's own uncompressed cache, of tokens one by one
 behind a prompt; of llama.cpp over its 1,000 most likely tokens.
@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torchao.prototype.quantization.int4.inference_workflow import PrototypeInt4WeightOnlyConfig
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from transformers import DynamicCache
 
@@ -41,7 +42,7 @@ from timing import write
 
 HOME = Path(__file__).parents[1] / "build" / "peers"
 PACKAGES = ("xllamacpp", "openvino-genai", "numpy")
-CACHES = {"llama.cpp": ("f16", "q8_0", "q4_0"), "openvino": ("f32", "u8", "u4")}
+CACHES = {"llama.cpp": ("f16", "q8_0", "q4_0"), "openvino": ("f16", "u8", "u4")}
 OURS = ("kivi", "waterfill")
 _TOP = 1000
 
@@ -99,25 +100,33 @@ def _ours(model, ids: list[int], args) -> Callable[[], float]:
     return steps
 
 
-def _models(model) -> dict[str, torch.nn.Module]:
-    """Those of kvpass, by what stands in the table."""
+def _models(model, wanted: Callable[[str], bool]) -> dict[str, torch.nn.Module]:
+    """Those of kvpass that are ``wanted``, by what stands in the table."""
     half = copy.deepcopy(model).bfloat16()
-    narrow = copy.deepcopy(half)
-    quantize_(narrow, Int8WeightOnlyConfig())
-    found = {"transformers, float32": model}
+    made: dict[str, Callable[[], torch.nn.Module]] = {"transformers, float32": lambda: model}
     for scheme in OURS:
-        found[f"{scheme}, float32"] = kvpass.apply(sharing_weights(model), scheme)
-    found["transformers, bfloat16"] = half
-    found["kivi, bfloat16"] = kvpass.apply(sharing_weights(half), "kivi")
-    found["kivi, 8-bit weights"] = kvpass.apply(narrow, "kivi")
-    return found
+        made[f"{scheme}, float32"] = partial(_applied, sharing_weights(model), scheme)
+    made["transformers, bfloat16"] = lambda: half
+    made["kivi, bfloat16"] = partial(_applied, sharing_weights(half), "kivi")
+    made["kivi, 8-bit weights"] = partial(_applied, copy.deepcopy(half), "kivi", Int8WeightOnlyConfig())
+    four = PrototypeInt4WeightOnlyConfig(group_size=32, set_inductor_config=False)
+    made["kivi, 4-bit weights"] = partial(_applied, copy.deepcopy(half), "kivi", four)
+    return {name: make() for name, make in made.items() if wanted(name)}
+
+
+def _applied(model, scheme: str, weights=None) -> torch.nn.Module:
+    if weights is not None:
+        quantize_(model, weights)
+    return kvpass.apply(model, scheme)
 
 
 def speed(model, ids: list[int], gguf: Path, args) -> dict:
     """Milliseconds of a token by length and variant."""
     results: dict[int, dict[str, float]] = {}
+    asked = tuple(args.variants.split(";"))
     names = [(engine, cache) for engine, caches in CACHES.items() for cache in caches]
-    own = _models(model)
+    names = [each for each in names if ", ".join(each).startswith(asked)]
+    own = _models(model, lambda name: name.startswith(asked))
     for length in args.lengths:
         peers = {f"{engine}, {cache}": Peer(engine, cache, gguf, args) for engine, cache in names}
         prompt = ids[:length]
@@ -125,6 +134,8 @@ def speed(model, ids: list[int], gguf: Path, args) -> dict:
         for name, peer in peers.items():
             peer.ask(prompt)
             turns[name] = partial(peer.milliseconds, prompt, args.tokens)
+        if args.ask:
+            input(f"{length} tokens are read. Enter to measure: ")
         times = {name: [] for name in turns}
         for _ in range(args.rounds):
             for name, turn in turns.items():
@@ -181,6 +192,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32, help="of a turn")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--ask", action="store_true", help="wait for a line of input where all is ready to be measured")
+    parser.add_argument("--variants", default="", help="only those whose names begin so, by semicolon")
     parser.add_argument("--quality", action="store_true")
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--scored", type=int, default=256)

@@ -11,15 +11,16 @@ append_      store ``x`` behind the ``length`` tokens already there and pack the
              choice on to appends that are given no ``importance``.
 append_layers_  the same for the keys, or the values, of many layers of one device, whose codec looks at nothing else;
              their ``states`` come one behind the other.
-decode       every stored token as ``[B, H_kv, n, D]`` in token order.
+decode       every stored token as ``[B, H_kv, n, D]`` in token order. ``starts`` are for what takes its place.
 attend       attention of ``q`` over the stored past and the full-precision present ``k_new``, ``v_new``. The past is
              ``key`` and ``value``: one state each, or one tensor that is decoded already, because another layer needs
              it. ``causal`` is aligned to the end of the keys. ``softcap`` 0 means none. ``sinks`` ``[H_q]`` are logits
              that take part in the softmax of each head and have no value. Returns the output, and with a ``statistic``
              what attention each token was paid, ``[B, H_kv, n + S]`` float32, over the query heads of a KV head: the
-             "sum" over queries that are not padding, or the largest weight over the last N of them ("max-N"). Where
-             tokens are evicted, columns of ``mask`` count for the present only, and padding of the past has
-             ``importance`` ``-inf``.
+             "sum" over queries that are not padding, or the largest weight over the last N of them ("max-N").
+             ``starts`` ``[B]`` int64 are the tokens before each row's first, of left padding, which no query sees; they
+             take the place of a mask. Where tokens are evicted, columns of ``mask`` count for the present only, and
+             padding of the past has ``importance`` ``-inf``.
 rotate       rotary embedding of decoded keys that are stored as they were before it (`codec.rope`): by tables
              ``cos``, ``sin`` ``[B, >= n, p]``, as ``rope`` says; "" leaves them as they are.
 append_rotary_  store rotary tables ``[B or 1, S, p]`` of the present behind those already there; with ``slots``, drop
@@ -81,14 +82,15 @@ _library.define(
 _library.define(
     'decode(Tensor[] state, Tensor length, str spec, str lowering="auto", Tensor? previous_layer=None, '
     "Tensor? same_layer_keys=None, Tensor[]? predictor=None, Tensor[]? planes=None, Tensor? cos=None, "
-    'Tensor? sin=None, str rope="") -> Tensor',
+    'Tensor? sin=None, str rope="", Tensor? starts=None) -> Tensor',
     tags=_OF_A_LENGTH,
 )
 _library.define("rotate(Tensor x, Tensor cos, Tensor sin, str rope) -> Tensor", tags=_OF_A_LENGTH)
 _library.define(
     "attend(Tensor q, Tensor[] key, Tensor[] value, Tensor length, Tensor k_new, Tensor v_new, Tensor? mask, "
     'bool causal, float scale, float softcap, str k_spec, str v_spec, str lowering="auto", *, Tensor? cos=None, '
-    'Tensor? sin=None, str rope="", Tensor? sinks=None, str statistic="", Tensor? importance=None) -> Tensor[]',
+    'Tensor? sin=None, str rope="", Tensor? sinks=None, str statistic="", Tensor? importance=None, '
+    "Tensor? starts=None) -> Tensor[]",
     tags=_OF_A_LENGTH,
 )
 _library.define(
@@ -146,7 +148,7 @@ def _append_layers_(states: _Tensors, length: Tensor, x: _Tensors, spec: str, lo
 def _decode(
     state: _Tensors, length: Tensor, spec: str, lowering: str = "auto", previous_layer: Tensor | None = None,
     same_layer_keys: Tensor | None = None, predictor: _Tensors | None = None, planes: _Tensors | None = None,
-    cos: Tensor | None = None, sin: Tensor | None = None, rope: str = "",
+    cos: Tensor | None = None, sin: Tensor | None = None, rope: str = "", starts: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     parsed = parse(spec)
     pack = _framed(opened(state, parsed)._replace(planes=planes or ()), cos, sin, rope)
@@ -164,10 +166,12 @@ def _attend(
     q: Tensor, key: _Tensors, value: _Tensors, length: Tensor, k_new: Tensor, v_new: Tensor, mask: Tensor | None,
     causal: bool, scale: float, softcap: float, k_spec: str, v_spec: str, lowering: str = "auto", *,
     cos: Tensor | None = None, sin: Tensor | None = None, rope: str = "", sinks: Tensor | None = None,
-    statistic: str = "", importance: Tensor | None = None,
+    statistic: str = "", importance: Tensor | None = None, starts: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     if causal and mask is not None:
         raise KVPassError("attend takes a mask or causal=True, not both.")
+    if starts is not None and (mask is not None or statistic):
+        raise KVPassError("attend takes the starts of rows in the place of a mask, and says nothing of what was paid.")
     specs, coded = (parse(k_spec), parse(v_spec)), [k_spec, v_spec]
     past: tuple[Pack | Tensor, Pack | Tensor]
     if len(key) == 1:
@@ -180,7 +184,7 @@ def _attend(
     run = select(DispatchKey("attend", q.device.type, tuple(coded), few(q.shape[2]), q.shape[3]), lowering).run
     outputs: list[Tensor] = run(
         q, *past, length_of(length), k_new, v_new, mask, causal, scale, softcap, *specs, rotary, sinks, statistic,
-        importance, length,
+        importance, length, starts,
     )  # fmt: skip
     return outputs
 

@@ -95,6 +95,12 @@ def causal_mask(queries: int, tokens: int, device: torch.device) -> Tensor:
     return torch.ones(queries, tokens, dtype=torch.bool, device=device).tril(tokens - queries)
 
 
+def seen_from(starts: Tensor, queries: int, tokens: int) -> Tensor:
+    """Which tokens each of the last ``queries`` sees, if rows begin at ``starts``: ``[B, 1, S, T]`` bool."""
+    behind = torch.arange(tokens, device=starts.device) >= starts[:, None, None, None]
+    return causal_mask(queries, tokens, starts.device) & behind
+
+
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, softcap: float, sinks=None
 ) -> Tensor:
@@ -138,14 +144,16 @@ def attention_weights(scores: Tensor, mask: Tensor | None, softcap: float, sinks
 @implements("attend", "reference")
 def attend(
     q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None,
-    statistic="", importance=None, length=None, decode_fn=decode_predicted,
+    statistic="", importance=None, length=None, starts=None, decode_fn=decode_predicted,
 ) -> list[Tensor]:  # fmt: skip
     """``key`` and ``value`` are a `Pack` each: decode the past, attend to it and to the present. Or a past ``[B, H_kv,
     n, D]`` that is decoded already.
 
     rotary: (cos, sin, rope) for keys stored before rotary embedding. sinks: logits ``[H_q]`` without values. statistic,
-    importance, length: see `kvpass.ops`. decode_fn: who decodes pages.
+    importance, length, starts: see `kvpass.ops`. decode_fn: who decodes pages.
     """
+    if starts is not None:
+        mask, causal = seen_from(starts, q.shape[2], n + q.shape[2]), False
     if not n:
         k, v = k_new, v_new
     else:

@@ -84,9 +84,9 @@ def compiling(arch: int):
 
 def attend(
     bits, v_bits=None, per="channel", page=32, group=32, dim=128, heads=32, groups=8, queries=1, mask=False,
-    softcap=0.0, dtype="bfloat16", grid="", rope="", statistic="",
+    softcap=0.0, dtype="bfloat16", grid="", rope="", statistic="", padded=False,
 ) -> None:  # fmt: skip
-    """Attend over a cache of 512 tokens, with ``statistic`` that of what each was paid."""
+    """Attend over a cache of 512 tokens, with ``statistic`` that of what each was paid, ``padded`` on the left."""
     if grid:
         specs = [coded(bits, "token", group, page, rotation=0, grid=grid, center=c) for c in (True, False)]
     else:
@@ -99,7 +99,8 @@ def attend(
     mask = torch.ones(1, 1, queries, 512 + queries, dtype=torch.bool) if mask else None
     rotary = (*torch.zeros(2, 1, 640, dim // 2, dtype=dtype), rope) if rope else None
     launch.attend(
-        q, *past, 512, new, new, mask, queries > 1 and mask is None, 0.1, softcap, *specs, rotary, None, statistic
+        q, *past, 512, new, new, mask, queries > 1 and mask is None, 0.1, softcap, *specs, rotary, None, statistic,
+        starts=torch.zeros(1, dtype=torch.int64) if padded else None,
     )  # fmt: skip
 
 

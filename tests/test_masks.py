@@ -1,5 +1,7 @@
 """Which masks are dropped: those that are proven, at every length, to be no mask or causality, and no others."""
 
+import re
+
 import pytest
 import torch
 from decoders import HEAD_DIM, VOCABULARY, WIDTH
@@ -12,9 +14,9 @@ from transformers import DynamicCache
 
 import kvpass
 from kvpass.compile.linear import Linear, impossible
-from kvpass.compile.masks import structure
+from kvpass.compile.masks import beside_padding, structure
 from kvpass.models.arguments import CACHE
-from kvpass.runtime.whole_masks import WholeMasks, is_known
+from kvpass.runtime.padding import Padding, PaddingMasks, known
 from kvpass.schemes import IdentityConfig
 
 from tiny import llama, tokens
@@ -294,14 +296,14 @@ def test_inequalities_that_contradict_each_other_are_found_out():
 @pytest.fixture
 def on_an_accelerator(monkeypatch):
     """As if to read a mask were to wait. Counts how often that is done."""
-    reads, read = [], WholeMasks.read
+    reads, read = [], PaddingMasks.read
 
     def counted(mask):
         reads.append(mask)
         return read(mask)
 
-    monkeypatch.setattr(WholeMasks, "waits", staticmethod(lambda mask: True))
-    monkeypatch.setattr(WholeMasks, "read", staticmethod(counted))
+    monkeypatch.setattr(PaddingMasks, "waits", staticmethod(lambda mask: True))
+    monkeypatch.setattr(PaddingMasks, "read", staticmethod(counted))
     return reads
 
 
@@ -346,17 +348,68 @@ def test_a_mask_that_hides_something_stays_on_an_accelerator(on_an_accelerator, 
     assert masked == [True] * 6
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_left_padding_is_a_start_of_each_row_on_an_accelerator(attention, on_an_accelerator, monkeypatch):
+    """Its graphs have no mask, and say the same as one that masks."""
+    ids, mask = tokens(3, 40), torch.ones(3, 40, dtype=torch.long)
+    mask[0, :9], mask[2, :33] = 0, 0
+    found, graphs, options = [], [], dict(attention_mask=mask, max_new_tokens=9, do_sample=False)
+    for waits in (True, False):
+        monkeypatch.setattr(PaddingMasks, "waits", staticmethod(lambda mask, waits=waits: waits))
+        scheme = dict(scheme="kivi", group_size=8, residual=8)
+        model = kvpass.apply(llama(layers=1, attention=attention), scheme)
+        model._kvpass.decode_step = model._kvpass.captured  # the pass, without Inductor
+        model._kvpass.keep_stages()
+        found.append(model.generate(ids, **options, output_logits=True, return_dict_in_generate=True))
+        graphs.append([graph.stages[-1].text for graph in kvpass.explain(model).graphs])
+    torch.testing.assert_close(found[0].logits, found[1].logits, atol=1e-5, rtol=1e-5)
+    assert len(on_an_accelerator) == 1
+    (without,), (masked,) = graphs
+    assert re.search(r"starts = (?!None)", without) and not re.search(r"mask = (?!None)", without)
+    assert re.search(r"mask = (?!None)", masked) and not re.search(r"starts = (?!None)", masked)
+
+
+LEFT = {
+    "looked up": lambda there, row, i, j: (j <= i) & there[row, j].bool(),
+    "spread": lambda there, row, i, j: (j <= i) & (there[:, None] != 0),
+    "additive": lambda there, row, i, j: torch.where((j <= i) & there[:, None].bool(), 0.0, NEVER),
+}
+MORE = {
+    "of the key before": lambda there, row, i, j: (j <= i) & there.roll(1, 1)[:, None].bool(),
+    "of another row": lambda there, row, i, j: (j <= i) & there.flip(0)[:, None].bool(),
+    "of the first row": lambda there, row, i, j: (j <= i) & there[:1, None].bool(),
+    "of the query": lambda there, row, i, j: (j <= i) & there[:, None].bool() & there[row, i].bool(),
+    "hides where it is 1": lambda there, row, i, j: (j <= i) & (there[:, None] == 0),
+    "hides some": lambda there, row, i, j: (j <= i) & (there[:, None].bool() | (j > 7)),
+    "a window": lambda there, row, i, j: (j <= i) & (j > i - 9) & there[:, None].bool(),
+    "a bias": lambda there, row, i, j: torch.where(j <= i, (1.0 - there[:, None]) * -3.0, NEVER),
+}
+
+
+@pytest.mark.parametrize("name", [*LEFT, *MORE])
+def test_what_is_more_than_padding_on_the_left_is_not_taken_for_it(name):
+    def symbolic(there, new):
+        (batch, total), queries = there.shape, new.shape[0]
+        row, j = torch.arange(batch)[:, None, None], torch.arange(total)[None, None]
+        return {**LEFT, **MORE}[name](there, row, torch.arange(total - queries, total)[None, :, None], j)[:, None]
+
+    example = torch.ones(3, 23, dtype=torch.long), torch.ones(5)
+    module = make_fx(symbolic, tracing_mode="symbolic", pre_dispatch=True)(*example)
+    rows = list(module.graph.find_nodes(op="placeholder"))[1].meta["val"].shape[0]
+    assert beside_padding(module.graph.output_node().args[0], rows) == ("causal" if name in LEFT else None)
+
+
 @pytest.mark.parametrize("how", ["another", "written to", "a view written to", "not by generate"])
 def test_a_mask_of_a_step_that_nobody_knows_is_not_dropped_unread(how, on_an_accelerator, monkeypatch):
     model, ids, cache = kvpass.apply(llama(), scheme="kivi", lowering="eager"), tokens(1, 21), DynamicCache()
     mask = torch.ones(1, 20, dtype=torch.long)
     out = model(input_ids=ids[:, :20], attention_mask=mask, past_key_values=cache)
-    assert is_known(mask)
+    assert known(mask) == Padding()
     masked = handed_a_mask(model, monkeypatch)
     following = torch.cat([mask, mask.new_ones(1, 1)], 1)
     if how != "not by generate":
         following = model._update_model_kwargs_for_generation(out, dict(attention_mask=mask))["attention_mask"]
-        assert is_known(following)
+        assert known(following) == Padding()
     if how == "another":
         following = following.clone()
     if how != "not by generate":
@@ -364,7 +417,7 @@ def test_a_mask_of_a_step_that_nobody_knows_is_not_dropped_unread(how, on_an_acc
     logits = model(input_ids=ids[:, 20:], attention_mask=following, past_key_values=cache).logits
     assert masked == [True] and len(on_an_accelerator) == 1
     again, cache = kvpass.apply(llama(), scheme="kivi", lowering="eager"), DynamicCache()
-    monkeypatch.setattr(WholeMasks, "waits", staticmethod(lambda mask: False))
+    monkeypatch.setattr(PaddingMasks, "waits", staticmethod(lambda mask: False))
     again(input_ids=ids[:, :20], past_key_values=cache)
     assert torch.equal(logits, again(input_ids=ids[:, 20:], attention_mask=following, past_key_values=cache).logits)
 

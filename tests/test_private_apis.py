@@ -219,7 +219,7 @@ def test_what_inductor_compiles_can_be_called_without_what_keeps_dynamo_out():
 
 
 def test_generate_makes_a_masks_successor_by_ones_alone_and_hands_it_over_as_it_is():
-    """`kvpass.runtime.whole_masks` knows of a mask that generate extended what it knew of the one before."""
+    """`kvpass.runtime.padding` knows of a mask that generate extended what it knew of the one before."""
     model, seen = llama(layers=1), []
     forward = model.forward
 

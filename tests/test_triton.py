@@ -2,6 +2,7 @@
 which ``conftest.py`` sets TRITON_INTERPRET before anything imports Triton. `test_triton_choice` has who takes them."""
 
 import importlib
+import json
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 triton = pytest.importorskip("triton", minversion="3.7" if DEVICE == "cpu" else None)
 tl = triton.language
 
-from kvpass.lowering.triton import launch, unpacking  # noqa: E402
+from kvpass.lowering.triton import launch, tuned, unpacking  # noqa: E402
 
 OPS = torch.ops.kvpass
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -132,6 +133,20 @@ def calls(draw):
 def test_attention_and_what_each_token_is_paid_are_the_references(call, statistic):
     arguments, others = call
     assert_scores_as_the_reference(arguments, statistic, **others)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_rows_that_begin_later_are_those_under_a_mask(queries):
+    """Within a page, behind all pages, and not at all."""
+    specs, n = (coded(2, "channel", 16, 16, sinks=3), coded(2, "token", 16, 16, residual=16, sinks=3)), 100
+    arguments = attend_arguments(specs, n, queries, batch=4, causal=queries > 1)
+    starts = torch.tensor([0, 2, 37, 99], device=DEVICE)
+    got, expected = (OPS.attend(*arguments, name, starts=starts)[0] for name in ("triton", "reference"))
+    assert_close(got, expected, TOLERANCE[got.dtype])
+    mask = torch.ones(queries, n + queries, dtype=torch.bool, device=DEVICE).tril(n)
+    mask = mask & (torch.arange(n + queries, device=DEVICE) >= starts[:, None, None, None])
+    arguments[6:8] = mask, False
+    assert_close(got, OPS.attend(*arguments, "reference")[0], TOLERANCE[got.dtype])
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
@@ -452,7 +467,7 @@ def test_no_grid_has_more_programs_along_a_dimension_than_there_may_be(monkeypat
     kernels = {name: _Recorded() for name in names}
     for name, kernel in kernels.items():
         monkeypatch.setattr({"write_windows": append, "hadamard_runs": codebook}.get(name, launch), name, kernel)
-    codebook.hadamard(torch.zeros(1).expand(9000, 8, 1, 16), 0)
+    codebook.hadamard(torch.zeros(1).expand(70_000, 2, 1, 16), 0)
     codebook.hadamard(torch.zeros(1).expand(1, 1, 3_000_000, 16), 0)
     spec = coded(2, "token", 16, 16, residual=16)
     long = torch.zeros(1, 1, 1, 16).expand(1, 1, 3_000_000, 16)
@@ -478,10 +493,84 @@ def test_the_first_stage_on_a_gpu_tells_right_from_wrong(monkeypatch):
         dict(scheme="kivi", dtype=torch.float16, batch=2, queries=queries, mask=mask, length=150)
         for queries, mask in ((1, None), (4, "float"))
     ]
-    result = gpu.correct(torch.device(DEVICE), tried=iter(tried), **shape)
-    assert result["good"] and [case["queries"] for case in result["cases"]] == [1, 4], result
+    rows = list(gpu.correct(torch.device(DEVICE), tried=iter(tried), **shape))
+    assert all(row["good"] for row in rows) and [row["queries"] for row in rows] == [1, 4], rows
     monkeypatch.setitem(gpu.TOLERANCE, torch.float16, -1.0)
-    assert not gpu.correct(torch.device(DEVICE), tried=iter(tried[:1]), **shape)["good"]
+    assert not next(gpu.correct(torch.device(DEVICE), tried=iter(tried[:1]), **shape))["good"]
+    (broken,) = gpu.correct(torch.device(DEVICE), "none of these", iter(tried[:1]), **shape)
+    assert not broken["good"] and "none of these" in broken["error"]
     with pytest.raises(SystemExit, match=r"CUDA|stage"):
         monkeypatch.setattr("sys.argv", ["gpu.py", "--stages", "correct" if DEVICE == "cpu" else "none"])
         gpu.main()
+
+
+def test_a_stage_on_a_gpu_keeps_the_rows_it_had(monkeypatch, tmp_path):
+    """Also where it ends before its last one."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    gpu = importlib.import_module("gpu")
+
+    def rows():
+        yield dict(good=True)
+        yield dict(good=False)
+        raise RuntimeError("the session is over")
+
+    with pytest.raises(RuntimeError):
+        gpu.run("stage", rows(), tmp_path, dict(device="none"))
+    kept = json.loads((tmp_path / "stage.json").read_text())
+    assert kept["rows"] == [dict(good=True), dict(good=False)] and kept["good"] is False
+
+
+@pytest.fixture
+def tables(monkeypatch, tmp_path):
+    """Nothing was tuned, and what is will be forgotten."""
+    monkeypatch.setenv("KVPASS_CACHE", str(tmp_path))
+    tuned.table.cache_clear()
+    yield tmp_path / "launches"
+    tuned.table.cache_clear()
+
+
+def test_a_configuration_that_was_tuned_is_kept_and_launched_with(tables, monkeypatch):
+    specs = coded(2, "channel", 16, 16), coded(2, "token", 16, 16, residual=16)
+    arguments, device = attend_arguments(specs, 100), torch.device(DEVICE)
+    case = launch.case_of(specs, "", 32, 2, torch.float32, False)
+    ships, *others = tuned.candidates(case)
+    assert len(others) == len(set(others)) > 5
+    times = {ships: 3.0} | {other: 2.0 + i for i, other in enumerate(others)}
+    best, _ = tuned.tune(case, times.__getitem__)
+    assert best == others[0]
+    assert tuned.tune(case, {**times, best: 2.95}.__getitem__)[0] == ships  # that is noise
+    file = tuned.store(tuned.name_of(device), {case: best})
+    tuned.table.cache_clear()
+    assert tuned.configured(case, device) == best and file.parent == tables
+    launched = []
+    monkeypatch.setattr(launch, "splits_of", lambda rows, config, *_: launched.append(config) or 2)
+    assert_attends_as_the_reference(arguments)
+    with tuned.trying(case, ships, device):
+        assert_attends_as_the_reference(arguments)
+    assert_attends_as_the_reference(arguments)
+    assert launched == [best, ships, best]
+    file.write_text("no table")
+    tuned.table.cache_clear()
+    with pytest.raises(KVPassError, match="delete it, or tune again"):
+        tuned.configured(case, device)
+
+
+TOY = {
+    "tune": dict(schemes=("kivi",), length=96, batches=(1,), shape=(4, 2, 64), lowering="reference", most=3),
+    "attend": dict(schemes=("kivi", "kivi-pre"), lengths=(128,), batches=(2,), shape=(4, 2, 64), lowering="reference"),
+    "encode": dict(schemes=("kivi",), lengths=(64,), shape=(4, 2, 64), lowering="reference", rounds=1),
+    "capacity": {},
+    "generates": dict(schemes=("kivi",), prompt=40, new=12, shape=(1, 128, 4, 2), lowering="auto"),
+    "step": dict(schemes=("kivi",), lengths=(40,), steps=2, shape=(1, 128, 4, 2), dtype=torch.float32),
+    "throughput": dict(
+        schemes=("kivi",), length=40, batches=(2,), steps=2, shape=(1, 128, 4, 2), dtype=torch.float32, largest=3
+    ),
+}
+
+
+@pytest.mark.parametrize("stage", TOY)
+def test_stages_on_a_gpu_do_their_work_at_toy_size(stage, monkeypatch, tables):
+    """On the CPU, without graphs: that they run, not what they measure."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    rows = list(importlib.import_module("gpu").STAGES[stage](torch.device("cpu"), **TOY[stage]))
+    assert rows and not [row for row in rows if "error" in row or not row.get("good", True)], rows

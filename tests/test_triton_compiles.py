@@ -15,6 +15,7 @@ KERNELS = {"attend": {"attend_split", "merge_splits"}, "encode": {"encode_pages"
 CASES = {
     "kivi": dict(op="attend", bits=2),
     "1 bit, mask": dict(op="attend", bits=1, dim=64, mask=True),
+    "left padding": dict(op="attend", bits=2, padded=True),
     "3 bits": dict(op="attend", bits=3, page=128, group=128),
     "4 bits, keys per token": dict(op="attend", bits=4, per="token", group=64, dtype="float16"),
     "8 bits": dict(op="attend", bits=8),

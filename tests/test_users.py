@@ -291,6 +291,20 @@ def test_weights_quantized_by_torchao():
     check(model, mode(input_ids=tokens(2, 40)))
 
 
+def test_weights_of_four_bits_by_torchao():
+    """Its products on CPUs are of bfloat16, and ops of their own."""
+    from torchao.prototype.quantization.int4.inference_workflow import PrototypeInt4WeightOnlyConfig
+
+    model = llama().bfloat16()
+    quantize_(model, PrototypeInt4WeightOnlyConfig(group_size=32, set_inductor_config=False))
+    use = mode(input_ids=tokens(1, 40))
+    _, expected = use(kvpass.apply(model, LOSSLESS, lowering="eager"))
+    torch._dynamo.reset()
+    _, got = use(kvpass.apply(kvpass.remove(model), LOSSLESS))
+    torch.testing.assert_close(got[:, :2], expected[:, :2], atol=5e-2, rtol=5e-2)
+    assert_fused(model)
+
+
 def test_a_model_wrapped_by_torch_compile_is_packed_inside():
     model = check(torch.compile(llama(), backend="eager"), mode(input_ids=tokens(2, 40)))
     assert kvpass.remove(model) is model and "forward" not in vars(model._orig_mod)

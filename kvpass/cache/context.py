@@ -16,6 +16,7 @@ class ForwardContext:
     """What the layers of a cache have in common while a forward is running over them.
 
     length, seen_length: carriers of what is stored, and of what was seen where that is more.
+    starts: ``[B]`` int64, tokens of left padding before those of each row, if a mask says no more than that.
     edges: room for one layer's reconstruction of the keys and values that leave the window.
     slots: heads that decide -> ``[B, heads, budget]`` int64, where a decision to evict is handed on.
     past: what one layer decoded, until the layer above has its turn.
@@ -24,6 +25,7 @@ class ForwardContext:
 
     length: Tensor
     seen_length: Tensor | None = None
+    starts: Tensor | None = None
     edges: tuple[Tensor, Tensor] | None = None
     slots: dict[int, Tensor] = field(default_factory=dict)
     past: tuple[Tensor, Tensor] | None = None

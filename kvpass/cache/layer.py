@@ -286,7 +286,7 @@ class PackedLayer(CacheLayerMixin):
             previous_layer = same_layer_keys = None
         return torch.ops.kvpass.decode(
             state.handles, self.context.length, state.text, self.lowering, previous_layer, same_layer_keys,
-            list(state.predictor), list(state.pooled_planes), **state.tables(""),
+            list(state.predictor), list(state.pooled_planes), **state.tables(""), starts=self.context.starts,
         )  # fmt: skip
 
     def _append(

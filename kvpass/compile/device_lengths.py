@@ -11,6 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from ..layout.window import LENGTH_OFFSET
 from .calls import APPEND, APPEND_LAYERS, APPEND_ROTARY, ATTEND, DECODE, ROTATE, argument, arguments
 from .concrete import is_size, symbols
+from .masks import PADDING
 
 aten = torch.ops.aten
 _OPS = APPEND, APPEND_LAYERS, APPEND_ROTARY, ATTEND, DECODE, ROTATE
@@ -25,8 +26,13 @@ def read_on_device(graph: Graph) -> list[str]:
     carriers = {argument(node, "length") for node in graph.nodes if node.target in _OPS}
     lengths = _Lengths(graph, carriers)
     found = [(reason, node.name) for node in list(graph.nodes) if (reason := lengths.read_by(node))]
+    found += [("padding is read by more than attention", node.name) for node in graph.nodes if _reads_padding(node)]
     names = {reason: [name for other, name in found if other == reason] for reason, _ in found}
     return [f"{reason}: {', '.join(some[:_NAMED])}{' ...' * (len(some) > _NAMED)}" for reason, some in names.items()]
+
+
+def _reads_padding(node: Node) -> bool:
+    return any(PADDING in source.meta for source in node.all_input_nodes)
 
 
 class _Lengths:

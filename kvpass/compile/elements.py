@@ -54,13 +54,18 @@ def whole(size: int | torch.SymInt) -> Linear:
 
 
 class Elements:
-    """The elements of ``nodes``, which are in graph order and complete; data among them is taken for ones."""
+    """The elements of ``nodes``, which are in graph order and complete.
 
-    def __init__(self, nodes: list[Node]):
+    data: what every element of inputs is taken for. facts: what is never below 0, besides sizes. read: elements of
+    inputs, and where in their tensor they are.
+    """
+
+    def __init__(self, nodes: list[Node], data: int = 1, facts: Iterable[Linear] = ()):
+        self.data, self.read = data, set[tuple[Node, tuple[Linear, ...]]]()
         self.known: dict[tuple[Node, tuple[Linear, ...]], list[Case]] = {}
         self.numbers = count()
         sizes = {Linear.size(size) for node in nodes if _is_tensor(node) for size in _dims(node)}
-        self.facts = sizes - {None}  # what is never below 0
+        self.facts = {*facts, *sizes} - {None}
 
     def anywhere(self, size: int | torch.SymInt) -> Linear:
         """An index into a dim of ``size``, of which nothing else is known."""
@@ -90,7 +95,7 @@ class Elements:
 
     def _cases(self, node: Node, index: tuple[Linear, ...]) -> Iterable[Case]:
         if node.op != "call_function" or is_size(node):
-            return [(frozenset(), _given(node, index))]
+            return [(frozenset(), self._given(node, index))]
         op = getattr(node.target, "overloadpacket", None)
         if op is aten.arange:
             return [(frozenset(), _arange(node, *index))]
@@ -116,6 +121,18 @@ class Elements:
         if op in _POINTWISE or (torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags):
             return self._pointwise(node, op, index)
         raise Unproven
+
+    def _given(self, node: Node, index: tuple[Linear, ...]) -> Tensor | Linear:
+        """What is not computed: a size, a constant of equal elements, or data."""
+        if is_size(node):
+            return whole(node.meta["val"])
+        tensor = constant(node)
+        if tensor is None:
+            self.read.add((node, index))
+            return _one(index, self.data, node.meta["val"].dtype)
+        if not tensor.numel() or not (tensor == tensor.flatten()[0]).all():
+            raise Unproven
+        return tensor.flatten()[0].view([1] * len(index))
 
     def _source(self, node: Node, op, index: tuple[Linear, ...]) -> tuple[Linear, ...] | None:
         """Where in its first argument the element is, if ``node`` only moves elements."""
@@ -263,18 +280,6 @@ def _integer(argument) -> Linear:
 def _one(index: tuple, value, dtype: torch.dtype) -> Tensor:
     """``value`` as a tensor of one element, with a dim for each of ``index``: dims decide on the dtype of results."""
     return torch.full([1] * len(index), value, dtype=dtype)
-
-
-def _given(node: Node, index: tuple[Linear, ...]) -> Tensor | Linear:
-    """What is not computed: a size, a constant of equal elements, or data."""
-    if is_size(node):
-        return whole(node.meta["val"])
-    tensor = constant(node)
-    if tensor is None:
-        return _one(index, 1, node.meta["val"].dtype)
-    if not tensor.numel() or not (tensor == tensor.flatten()[0]).all():
-        raise Unproven
-    return tensor.flatten()[0].view([1] * len(index))
 
 
 def _behind(node: Node, index: tuple[Linear, ...]) -> tuple[Linear, ...]:

@@ -7,11 +7,14 @@ data, or of which nothing is proven, stays.
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from .concrete import constant, leaves, upstream
 from .elements import Elements, Unproven, whole
 from .linear import Linear
+
+PADDING = "kvpass_padding"
+"""In ``meta`` of what may be a padding mask, where a cache knows otherwise where its rows begin."""
 
 
 def structure(mask: Node, queries, unpadded: bool = False) -> str | None:
@@ -29,6 +32,43 @@ def structure(mask: Node, queries, unpadded: bool = False) -> str | None:
         return _proven(Elements(nodes), mask, queries)
     except Unproven:
         return None
+
+
+def mark_padding(graph: Graph, query: Tensor) -> None:
+    """Mark the inputs of ``graph`` that may be padding masks, of calls with the queries ``[B, H, S, D]``."""
+    for node in graph.find_nodes(op="placeholder"):
+        if not _may_be_padding(node, query.shape[0]):
+            continue
+        if Linear.size(node.meta["val"].shape[1]) != Linear.size(query.shape[2]):  # not what comes with each token
+            node.meta[PADDING] = True
+
+
+def beside_padding(mask: Node, queries) -> str | None:
+    """What ``mask`` amounts to (see `structure`) where a padding mask ``[B, T]`` of ones and zeros, one for each key,
+    does not hide the key from all queries of its row; None if it cannot be proven to be that."""
+    nodes = upstream(mask)
+    data = [node for node in leaves(nodes) if constant(node) is None]
+    batch = mask.meta["val"].shape[0]
+    if len(data) != 1 or not _may_be_padding(data[0], batch):
+        return None
+    try:
+        rows, columns = map(whole, data[0].meta["val"].shape)
+        if rows != whole(batch):  # one row for all
+            return None
+        more = columns - whole(mask.meta["val"].shape[-1])
+        kind = _proven(Elements(nodes, facts=(more, -more)), mask, queries)
+        return kind if kind and _hidden_by(Elements(nodes, 0, (more, -more)), mask, data[0]) else None
+    except Unproven:
+        return None
+
+
+def _hidden_by(elements: Elements, mask: Node, padding: Node) -> bool:
+    """Whether no element of ``mask`` allows anything if those of ``padding`` are zeros, and each asks that of its own
+    row and key alone."""
+    index = tuple(map(elements.anywhere, mask.meta["val"].shape))
+    if any(_allowed(value) for _, value in elements.cases(mask, index)):
+        return False
+    return elements.read <= {(padding, (index[0], index[-1]))}
 
 
 def _may_be_padding(node: Node, batch) -> bool:

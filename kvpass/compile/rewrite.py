@@ -21,7 +21,7 @@ from .calls import (
     change,
 )
 from .find import Attention, Source
-from .masks import structure
+from .masks import beside_padding, mark_padding, structure
 from .normalise import NormalGraph, in_place
 from .pre_rope import Rotation, Rotations, insert_tables, turns_alike
 from .report import listed
@@ -48,8 +48,11 @@ def rewrite(normal: NormalGraph, inputs: Sequence, attentions: list[Attention], 
     for attention in attentions:
         if attention.key.padded:
             _cut_mask(graph, attention)
+        if attention.key.read("starts") is not None:
+            mark_padding(graph, attention.query.meta["val"])
         _drop_structural_mask(attention)
-        mass = _replace(graph, attention, importance.get(attention.key.ring))
+        starts = None if attention.key.ring in importance else _drop_padding(attention)
+        mass = _replace(graph, attention, importance.get(attention.key.ring), starts)
         for append in writes:
             if append.importance is not None and mass is not None and _has_a_say(append, attention):
                 append.scores = [*(append.scores or []), mass]
@@ -176,7 +179,19 @@ def _drop_structural_mask(attention: Attention) -> None:
         attention.mask, attention.causal = None, kind == "causal"
 
 
-def _replace(graph: Graph, attention: Attention, importance: Node | None) -> Node | None:
+def _drop_padding(attention: Attention) -> Node | None:
+    """Where each row begins, if the cache knows that, and the mask of ``attention`` says no more than that."""
+    starts = attention.key.read("starts")
+    if starts is None or attention.mask is None or attention.key.needed_elsewhere or attention.value.needed_elsewhere:
+        return None
+    found = beside_padding(attention.mask, attention.query.meta["val"].shape[2])
+    if found is None or (found == "full" and attention.causal):
+        return None
+    attention.mask, attention.causal = None, found == "causal"
+    return starts
+
+
+def _replace(graph: Graph, attention: Attention, importance: Node | None, starts: Node | None) -> Node | None:
     """Put ``kvpass::attend`` in the place of ``attention``. Returns what attention it paid to each token, if the codec
     asks for it."""
     key, value = attention.key, attention.value
@@ -190,6 +205,8 @@ def _replace(graph: Graph, attention: Attention, importance: Node | None) -> Nod
         if codec.retention.evicts:
             _refuse_bias(attention)
         given |= dict(statistic=codec.statistic, importance=importance)
+    if starts is not None:
+        given["starts"] = starts
     with graph.inserting_before(attention.output):
         if attention.sinks is not None:
             given["sinks"] = sinks = graph.call_function(torch.ops.aten.flatten.using_ints, (attention.sinks,))

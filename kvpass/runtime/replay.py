@@ -23,6 +23,7 @@ from .due import is_due, pack_again
 from .forward import carrier_of
 
 _FEW_PAGES = 16  # a capture serves up to so many
+_MASKS = frozenset({"attention_mask"})  # which a step does not read where it knows where rows begin
 Step = Callable[[dict[str, Any]], Any]
 """What runs a call on its arguments, by name."""
 
@@ -54,17 +55,21 @@ CAPTURES: dict[str, Callable[[], Capture]] = {"cuda": CudaGraphs}
 
 @dataclass
 class _Captured:
-    """A step that was captured: the arguments and the length that it reads, and what it leaves. It must not keep its
-    cache alive: arguments that are no tensors, and are returned, are told by `_Argument`."""
+    """A step that was captured: the arguments and the length that it reads, where rows begin if they do not all begin
+    at once, and what it leaves. It must not keep its cache alive: arguments that are no tensors, and are returned, are
+    told by `_Argument`."""
 
     given: dict[str, Tensor]
     length: Tensor
+    starts: Tensor | None
     output: Any
     replay: Callable[[], None]
 
-    def again(self, n: int, given: dict[str, Any]) -> None:
-        """Do it over ``n`` stored tokens, with the arguments ``given``."""
+    def again(self, n: int, starts: Tensor | None, given: dict[str, Any]) -> None:
+        """Do it over ``n`` stored tokens of rows that begin at ``starts``, with the arguments ``given``."""
         self.length.fill_(n)
+        if self.starts is not None and starts is not None:
+            self.starts.copy_(starts)
         for name, own in self.given.items():
             own.copy_(given[name])
         self.replay()
@@ -112,15 +117,17 @@ class Replays:
             return step(given)
         cache.forget_if_moved(layers)
         pages = bucket(max(_FEW_PAGES, first.plan.key.retention.pages(n)))
-        key = pages, torch.is_inference_mode_enabled(), *_described(given)
+        starts = first.context.starts
+        read = {name: value for name, value in given.items() if starts is None or name not in _MASKS}
+        key = pages, starts is None, torch.is_inference_mode_enabled(), *_described(read)
         captured = cache.captured.get(key)
         if captured is None:
             if due or key not in cache.seen or self._counted_on_host():
                 cache.seen.add(key)
                 return step(given)
-            captured = cache.captured[key] = self._captured(layers, given, step)
+            captured = cache.captured[key] = self._captured(layers, given, read, step)
         else:
-            captured.again(n, given)
+            captured.again(n, starts, given)
             if due:
                 pack_again(layers, n)
         return _mapped(captured.output, lambda leaf: _returned(leaf, given))
@@ -128,7 +135,8 @@ class Replays:
     def _counted_on_host(self) -> bool:
         return any(graph.on_host for graph in self._graphs if graph.compiled)
 
-    def _captured(self, layers: list[PackedLayer], given: dict[str, Any], step: Step) -> _Captured:
+    def _captured(self, layers: list[PackedLayer], given: dict[str, Any], read: Iterable[str], step: Step) -> _Captured:
+        """The step of now, of whose arguments it reads those that ``read`` names."""
         if self._capture is None:
             self._capture = self._new_capture()
         own = {name: value.clone() if isinstance(value, Tensor) else value for name, value in given.items()}
@@ -136,11 +144,12 @@ class Replays:
         with torch.inference_mode(False):
             length = torch.full((1,), layers[0].tokens, device=context.length.device)
         context.length = carrier_of(length, layers[0].tokens)
+        context.starts = starts = None if context.starts is None else context.starts.clone()
         output, replay = self._capture(layers, lambda: step(own))
         names = {id(value): name for name, value in given.items() if not isinstance(value, Tensor)}
         output = _mapped(output, lambda leaf: _Argument(names[id(leaf)]) if id(leaf) in names else leaf)
-        tensors = {name: value for name, value in own.items() if isinstance(value, Tensor)}
-        return _Captured(tensors, length, output, replay)
+        tensors = {name: own[name] for name in read if isinstance(own[name], Tensor)}
+        return _Captured(tensors, length, starts, output, replay)
 
 
 def _described(given: dict[str, Any]) -> tuple:

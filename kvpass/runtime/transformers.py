@@ -21,9 +21,9 @@ from ..models.arguments import CACHE_NAMES, cache_argument
 from ..models.probe import fresh_cache, some_tokens
 from ..models.recording import put_up_hooks, refuse_what_is_not_recorded
 from .forward import finish_forward, remember, start_forward
+from .padding import PaddingMasks
 from .replay import CAPTURES, Replays
 from .runtime import Runtime
-from .whole_masks import WholeMasks
 
 
 class TransformersRuntime(Runtime):
@@ -36,7 +36,7 @@ class TransformersRuntime(Runtime):
         self.prefix = "decoder_" if self.has_encoder else ""  # of the decoder's arguments
         self.parameters = list(inspect.signature(self.original).parameters)
         self.cache_argument = cache_argument(model)
-        self.masks = WholeMasks(model)
+        self.masks = PaddingMasks(model)
 
     def prepare(self) -> None:
         if self.mode == "reduce-overhead" and not self.eager:
@@ -52,8 +52,6 @@ class TransformersRuntime(Runtime):
             return f"CUDA graphs are of one CUDA device, and this model is on {listed(map(str, devices))}"
         if not all(row.packed for row in self.report.layers):
             return "layers that are not packed replace their tensors"
-        if self.needs_rotation:
-            return "rotary tables of the tokens stored are put together for each step"
         if self.has_encoder or self.looks_at_previous or self.needs_importance:
             return "what a layer stores depends on more than its own tokens"
         return ""
@@ -88,7 +86,8 @@ class TransformersRuntime(Runtime):
         put_up_hooks(self.model(), kwargs)
         stored, seen = start_forward(layers, batch, new_tokens), layers[0].seen
         with self._one_forward(layers, new_tokens, undo), running(cross_layers(cache), layers[0]):
-            self._set_masks(kwargs, stored + new_tokens, seen + new_tokens, not stored or new_tokens > FEW)
+            of_prompt = not stored or new_tokens > FEW
+            layers[0].context.starts = self._set_masks(kwargs, stored + new_tokens, seen + new_tokens, of_prompt)
             self._drop_defaults(kwargs, seen, new_tokens)
             run = self._choose(layers[0], new_tokens)
             if not stored and kwargs.get(f"{self.prefix}attention_mask") is None:
@@ -183,11 +182,12 @@ class TransformersRuntime(Runtime):
             finish_forward(layers, 2, succeeded=False)
         return True
 
-    def _set_masks(self, kwargs, total: int, seen: int, of_prompt: bool) -> None:
+    def _set_masks(self, kwargs, total: int, seen: int, of_prompt: bool) -> Tensor | None:
         """Cut masks made for a static cache to the tokens there are, and drop a 2-D one that is known to hide nothing
-        (`WholeMasks`). One that is too short stays: to transformers it hides the newest tokens.
+        (`PaddingMasks`). One that is too short stays: to transformers it hides the newest tokens. Returns where rows
+        begin, if that is all that the mask of a step says.
         """
-        name = f"{self.prefix}attention_mask"
+        name, starts = f"{self.prefix}attention_mask", None
         mask = kwargs.get(name)
         if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] > seen:
             kwargs[name] = mask[:, :seen]
@@ -195,14 +195,17 @@ class TransformersRuntime(Runtime):
             padding = kwargs.get(own)
             if not isinstance(padding, Tensor) or padding.ndim != 2 or (own == name and padding.shape[1] < seen):
                 continue
-            if self.masks.hides_nothing(padding, of_prompt):
+            known = self.masks.find(padding, of_prompt)
+            if known is not None and known.starts is None:
                 kwargs[own] = None
+            elif known is not None and own == name and not of_prompt and padding.shape[1] == seen == total:
+                starts = known.starts
         if isinstance(mask, dict):  # one for each kind of layer; only full attention is packed
             full = mask.get("full_attention")
             if isinstance(full, Tensor) and full.shape[-1] > total:
                 kwargs[name] = {**mask, "full_attention": full[..., :total]}
         if not isinstance(mask, Tensor) or mask.ndim != 4:
-            return
+            return starts
         if seen > total:
             raise KVPassError(
                 f"A 4-D mask says for {mask.shape[-1]} keys who sees them, and {seen - total} tokens were evicted, "
@@ -210,6 +213,7 @@ class TransformersRuntime(Runtime):
             )
         if mask.shape[-1] > total:
             kwargs[name] = mask[..., :total]
+        return None
 
     def _drop_defaults(self, kwargs, seen: int, new_tokens: int) -> None:
         """Drop what says no more than leaving it out, so that every caller shares one graph, whatever the order of what

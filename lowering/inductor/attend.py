@@ -428,8 +428,10 @@ def _run(
 @implements("attend", "inductor", has=_ATTENDED, refuses=_refuses_attend)
 def attend(
     q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None,
-    statistic="", importance=None, length=None,
+    statistic="", importance=None, length=None, starts=None,
 ) -> list[Tensor]:  # fmt: skip
+    if starts is not None:
+        mask, causal = reference.seen_from(starts, q.shape[2], n + q.shape[2]), False
     how = causal, scale, softcap, k_spec, v_spec, rotary, sinks
     if q.shape[2] > 1:
         if not statistic and importance is None and drafts.serves(q, key.ring, n, (k_spec, v_spec)):

@@ -14,6 +14,7 @@ from .scores import (
     Rope,
     exact_keys,
     exact_tokens,
+    from_start,
     mask_lines,
     page_keys,
     page_words,
@@ -40,9 +41,9 @@ def _rescale(peak, total, out, highest):
 
 @triton.jit
 def _over_pages(
-    peak, total, out, q, shift, scale, mask, begin, end, stop, key, value, v_ring, rope, parts, V_EXACT: tl.constexpr,
-    Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr,
-    STAGES: tl.constexpr,
+    peak, total, out, q, shift, scale, mask, start, begin, end, stop, key, value, v_ring, rope, parts,
+    V_EXACT: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr,
+    TOGETHER: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Take the tokens of rows ``[begin, end)`` into the softmax, ``TOGETHER`` planes at a time."""
     of_plane: tl.constexpr = K.page // K.planes
@@ -64,7 +65,7 @@ def _over_pages(
                 k = page_keys(
                     k_words, key, first, stop, at, there, part + i if K_FORM is None else i, rope, parts, K, K_FORM
                 )
-                s = scores(q, k, shift, scale, mask, at, there[None, :], Q)
+                s = scores(q, k, shift, scale, mask, at, from_start(there[None, :], at, start), Q)
                 logits = logits + (s,)  # noqa: RUF005  (Triton has no unpacking)
                 highest = tl.maximum(highest, s)
             peak, total, out, base = _rescale(peak, total, out, tl.max(highest, 1))
@@ -90,8 +91,8 @@ def _over_pages(
 )  # fmt: skip
 def attend_split(
     q, k_codes, k_scale, k_zero, k_ring, v_codes, v_scale, v_zero, v_ring, k_new, v_new, q_packed, shift, k_points,
-    v_points, cos, sin, center, mask, partial, partial_lse, length, queries, scale, k_stride, k_params, v_stride,
-    v_params, table_batch, table_row, mask_batch, mask_head, mask_query,
+    v_points, cos, sin, center, mask, starts, partial, partial_lse, length, queries, scale, k_stride, k_params,
+    v_stride, v_params, table_batch, table_row, mask_batch, mask_head, mask_query,
     Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr,
     EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -101,7 +102,7 @@ def attend_split(
     How many tokens are stored is read from ``length``, and what follows from it is found here, so that a grid is right
     for any number of them: the splits share what there is. Of the rows of pages the first ``v_rows`` are packed in keys
     and in values, up to ``k_rows`` in keys alone. Keys in pages see the queries ``q_packed``, which are rotated if they
-    are, and ``shift`` is added to their products.
+    are, and ``shift`` is added to their products. ``starts`` has the tokens before its own for each sample.
     """
     n = tl.load(length).to(tl.int32)
     k_rows, v_rows = packed_rows(n, K), packed_rows(n, V)
@@ -111,7 +112,8 @@ def attend_split(
     k_ring, v_ring = k_ring + group * (K.sinks + K.window) * K.dim, v_ring + group * (V.sinks + V.window) * K.dim
     k_new, v_new = k_new + group * queries * K.dim, v_new + group * queries * K.dim
     rope = Rope(cos, sin, group // Q.groups * table_batch, table_row, center, group * K.dim)
-    call = Call(n, queries, scale, shift, mask, mask_batch, mask_head, mask_query)
+    start = tl.load(starts + group // Q.groups).to(tl.int32) if starts is not None else None
+    call = Call(n, queries, scale, shift, mask, mask_batch, mask_head, mask_query, start)
 
     of_all, asked, query = query_rows(tl.program_id(2) * Q.tile, group, call, Q)
     shift = shifts_of(of_all, asked, call) if shift is not None else None
@@ -127,13 +129,13 @@ def attend_split(
         rows_of_split = tl.cdiv(tl.cdiv(v_rows, ROWS), splits) * ROWS
         begin = split * rows_of_split
         peak, total, out = _over_pages(
-            peak, total, out, rotated, shift, scale, mask, begin, min(begin + rows_of_split, v_rows), v_rows, key,
-            value, v_ring, rope, parts, False, Q, K, V, ROWS, TOGETHER, STAGES,
+            peak, total, out, rotated, shift, scale, mask, start, begin, min(begin + rows_of_split, v_rows), v_rows,
+            key, value, v_ring, rope, parts, False, Q, K, V, ROWS, TOGETHER, STAGES,
         )  # fmt: skip
     else:
         peak, total, out = _over_pages(
-            peak, total, out, rotated, shift, scale, mask, v_rows, k_rows, k_rows, key, value, v_ring, rope, parts,
-            True, Q, K, V, ROWS, TOGETHER, STAGES,
+            peak, total, out, rotated, shift, scale, mask, start, v_rows, k_rows, k_rows, key, value, v_ring, rope,
+            parts, True, Q, K, V, ROWS, TOGETHER, STAGES,
         )  # fmt: skip
         packed, stop = k_rows * K.planes, n + queries
         exact_q = query_tiles(q, of_all, asked, parts, K.dim, Q)

@@ -26,13 +26,13 @@ from .configs import (
     MASS_WARPS,
     WIDTHS,
     AttendConfig,
-    attend_config,
     cdiv,
     power_of_two,
     refuses_device,
     splits_of,
 )
 from .scores import Rules
+from .tuned import Case, configured
 from .unpacking import Layout
 
 _OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -75,19 +75,27 @@ def _layout(spec: CodecSpec, planes: int, head_dim: int, rope: str = "") -> Layo
 
 
 @cache
+def case_of(
+    specs: tuple[CodecSpec, CodecSpec], rope: str, head_dim: int, rows: int, dtype: torch.dtype, masked: bool
+) -> Case:
+    """What a launch with as many query ``rows`` a KV head chooses its configuration by."""
+    planes, codebook = max(num_planes(spec.bits) for spec in specs), any(spec.quantizer.grid for spec in specs)
+    return Case(planes, head_dim, dtype.itemsize, rows, codebook, bool(rope), masked)
+
+
+@cache
 def _compiled_for(
     specs: tuple[CodecSpec, CodecSpec], rope: str, head_dim: int, heads: int, groups: int, queries: int,
     dtype: torch.dtype, mask: torch.dtype | None, causal: bool, softcap: float,
-) -> tuple[tuple[Layout, Layout], AttendConfig, Rules]:  # fmt: skip
+    config: AttendConfig,
+) -> tuple[tuple[Layout, Layout], Rules]:  # fmt: skip
     """What kernels are compiled for: all that calls at other lengths have in common."""
-    planes, codebook = max(num_planes(spec.bits) for spec in specs), any(spec.quantizer.grid for spec in specs)
+    planes = max(num_planes(spec.bits) for spec in specs)
     layouts = _layout(specs[0], planes, head_dim, rope), _layout(specs[1], planes, head_dim)
-    rows, masked = heads // groups * queries, mask is not None
-    config = attend_config(planes, head_dim, dtype.itemsize, rows, codebook, bool(rope), masked)
     multiplied = torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype  # which the interpreter cannot
     operand = _OPERANDS[multiplied]
     of_bytes = mask == torch.uint8
-    return layouts, config, Rules(heads, groups, causal and queries > 1, softcap, of_bytes, config.queries, operand)
+    return layouts, Rules(heads, groups, causal and queries > 1, softcap, of_bytes, config.queries, operand)
 
 
 @dataclass
@@ -107,6 +115,7 @@ class _Launch:
     specs: tuple[CodecSpec, CodecSpec]
     rotary: tuple[Tensor, Tensor, str] | None
     center: Tensor | None
+    starts: Tensor | None = None
 
     def __post_init__(self):
         self.q, self.k_new, rope, mask = self.q.contiguous(), self.k_new.contiguous(), "", self.mask
@@ -124,9 +133,12 @@ class _Launch:
             )
         if mask is not None:
             mask = self.mask = (mask.view(torch.uint8) if mask.dtype == torch.bool else mask).contiguous()
-        self.layouts, self.config, self.rules = _compiled_for(
+        masked = mask is not None or self.starts is not None
+        case = case_of(self.specs, rope, self.head_dim, self.rows, self.q.dtype, masked)
+        self.config = configured(case, self.q.device)
+        self.layouts, self.rules = _compiled_for(
             self.specs, rope, self.head_dim, self.heads, self.groups, self.queries, self.q.dtype,
-            None if mask is None else mask.dtype, self.causal, self.softcap,
+            None if mask is None else mask.dtype, self.causal, self.softcap, self.config,
         )  # fmt: skip
         self.planes = self.layouts[0].planes
         # rows of pages (see `pages`) that keys and values have
@@ -180,8 +192,8 @@ class _Launch:
         with torch.cuda.device_of(q):
             attend_split[self.batch * self.groups, splits, tiles](
                 q, *self.key, *value, self.k_new, v_new.contiguous(), self.packed_queries, self.shift,
-                *map(self.points, self.specs), *self.rotary_tables, self.mask, partial, partial_lse, self.length,
-                self.queries, self.scale, self.key[0].stride(1), self.key[1].stride(1), value[0].stride(1),
+                *map(self.points, self.specs), *self.rotary_tables, self.mask, self.starts, partial, partial_lse,
+                self.length, self.queries, self.scale, self.key[0].stride(1), self.key[1].stride(1), value[0].stride(1),
                 value[1].stride(1), *self.strides, self.rules, K, V, config.rows, config.together, config.exact,
                 config.stages, num_warps=config.warps, maxnreg=config.registers, enable_fp_fusion=True,
             )  # fmt: skip
@@ -221,7 +233,7 @@ def _count(lse: Tensor, mask: Tensor | None, statistic: str) -> None:
 @implements("attend", "triton", has=_ATTENDED, refuses=_refuses, by_name_only=INTERPRETED)
 def attend(
     q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None,
-    statistic="", importance=None, length=None,
+    statistic="", importance=None, length=None, starts=None,
 ) -> list[Tensor]:  # fmt: skip
     if mask is not None and importance is not None and k_spec.retention.evicts:
         mask = with_past(mask, importance, n, q.shape)
@@ -231,7 +243,7 @@ def attend(
     )
     center, key, value = key.center, *past
     length = on_device(length, n, q.device)
-    launch = _Launch(q, key, k_new, n, length, mask, causal, scale, softcap, (k_spec, v_spec), rotary, center)
+    launch = _Launch(q, key, k_new, n, length, mask, causal, scale, softcap, (k_spec, v_spec), rotary, center, starts)
     if not statistic:
         return [launch.attend(value, v_new, sinks, None)]
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)

@@ -29,7 +29,7 @@ class Rules(NamedTuple):
 
 class Call(NamedTuple):
     """What is asked: ``queries`` behind ``n`` tokens. shift: added to products with packed keys, one a query row. The
-    mask comes with its strides."""
+    mask comes with its strides. start: the first token that the sample has, None if it has all."""
 
     n: tl.tensor
     queries: tl.tensor
@@ -39,6 +39,7 @@ class Call(NamedTuple):
     mask_batch: tl.tensor
     mask_head: tl.tensor
     mask_query: tl.tensor
+    start: tl.tensor | None = None
 
 
 class Rope(NamedTuple):
@@ -190,7 +191,13 @@ def exact_tokens(first, packed, EXACT: tl.constexpr, L: tl.constexpr):
 def seen_by(query, tokens, call, Q: tl.constexpr):
     """Which of ``tokens`` there are for each of the queries; one row for all if they are the same."""
     last = call.n + (query[:, None] if Q.causal else call.queries - 1)
-    return tokens[None, :] <= last
+    return from_start(tokens[None, :] <= last, tokens, call.start)
+
+
+@triton.jit
+def from_start(seen, tokens, start):
+    """Which of the ``tokens`` that are ``seen`` are not before ``start``."""
+    return seen if start is None else seen & (tokens >= start)[None, :]
 
 
 @triton.jit
