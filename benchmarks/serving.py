@@ -17,6 +17,8 @@ import sys
 import time
 from pathlib import Path
 
+from kvpass.models.pretrained import smollm2
+
 STOCK = "vllm"
 _FIT = re.compile(r"KV cache size: ([\d,]+) tokens.*?: ([\d.]+)x")
 
@@ -141,9 +143,8 @@ def throughput(arguments: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cached = Path(os.environ.get("KVPASS_CACHE", Path.home() / ".cache" / "kvpass"))
     parser.add_argument("--what", choices=("capacity", "throughput"), default="capacity")
-    parser.add_argument("--model", default=str(cached / "SmolLM2-135M-Instruct"))
+    parser.add_argument("--model", help="a folder; by default SmolLM2-135M-Instruct, which is fetched once")
     parser.add_argument("--schemes", nargs="+", default=["kivi", "kivi-sinks", "higgs", "higgs-sinks"])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--gib", type=float, default=2)
@@ -159,4 +160,5 @@ if __name__ == "__main__":
     if given.job:
         serve(json.loads(given.job))
     else:
+        given.model = given.model or str(smollm2())
         {"capacity": capacity, "throughput": throughput}[given.what](given)

@@ -1,4 +1,4 @@
-"""Starts engines of vLLM, and where the model is that they serve."""
+"""Starts engines of vLLM."""
 
 import json
 import os
@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SMOLLM2 = Path(os.environ.get("KVPASS_CACHE", Path.home() / ".cache" / "kvpass")) / "SmolLM2-135M-Instruct"
 
 
 def started(job: dict, **environment: str) -> subprocess.CompletedProcess:

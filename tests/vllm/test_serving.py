@@ -8,15 +8,15 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 import kvpass
 
-from engines import SMOLLM2, started
+from engines import started
 
 SCHEMES = "kivi-sinks", "higgs-sinks"
 
 
 @pytest.fixture(scope="module")
-def stock(serve, texts):
+def stock(serve, smollm2, texts):
     """What vLLM generates over its own cache."""
-    return serve(SMOLLM2, [{"prompts": texts, "tokens": 300}])["phases"][0]["requests"]
+    return serve(smollm2, [{"prompts": texts, "tokens": 300}])["phases"][0]["requests"]
 
 
 def assert_same(found, expected, tolerance=1e-4):
@@ -27,8 +27,8 @@ def assert_same(found, expected, tolerance=1e-4):
         assert difference.abs().max() <= tolerance, (number, difference.abs().max())
 
 
-def test_lossless_pages_change_nothing(serve, texts, stock):
-    (phase,) = serve(SMOLLM2, [{"prompts": texts, "tokens": 300}], "identity")["phases"]
+def test_lossless_pages_change_nothing(serve, smollm2, texts, stock):
+    (phase,) = serve(smollm2, [{"prompts": texts, "tokens": 300}], "identity")["phases"]
     assert_same(phase["requests"], stock)
 
 
@@ -47,10 +47,10 @@ def alone(model, prompt, tokens, chunks) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_tokens_have_the_probability_that_kvpass_gives_them(serve, texts, scheme):
+def test_tokens_have_the_probability_that_kvpass_gives_them(serve, smollm2, texts, scheme):
     """Also where a prefix was found, which is a chunk of its own: what is behind it was read over packed pages."""
-    both = serve(SMOLLM2, [{"prompts": texts, "tokens": 24}] * 2, scheme)["phases"]
-    model = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32, attn_implementation="sdpa")
+    both = serve(smollm2, [{"prompts": texts, "tokens": 24}] * 2, scheme)["phases"]
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32, attn_implementation="sdpa")
     kvpass.apply(model, scheme, lowering="eager")
     hits = [both[1]["requests"][str(number)]["cached"] for number in range(len(texts))]
     assert hits[1] and not hits[2], hits
