@@ -16,7 +16,7 @@ from kvpass.codec.center import fit_centers
 from kvpass.codec.kept import codec_of
 from kvpass.codec.spec import CodecSpec
 from kvpass.layout.batch import Batch, Due, Table, Tiles, pages_of
-from kvpass.layout.spans import HIDDEN, Places, Span, spans
+from kvpass.layout.spans import Places, Span, spans
 
 from . import flash
 from .inductor import blocks as fused
@@ -162,21 +162,24 @@ def attend(batch: Batch, layer: Layer, q: Tensor, out: Tensor) -> None:
 def _attend(batch: Batch, tiles: Tiles, layer: Layer, q: Tensor) -> Tensor:
     """Attention of some tiles: ``[N, Q, H_q, D]`` float32."""
     rows = q[tiles.rows].float().transpose(1, 2).contiguous()  # [N, H_q, Q, D]
-    total, logsum = torch.zeros_like(rows), rows.new_full((*rows.shape[:3], 1), HIDDEN)
     fast = flash.serves(q.device, layer.softcap)
     per_token = layer.window.shape[1] * layer.window.shape[3] // 2
     if not fast:
         per_token = max(per_token, q.shape[1] * tiles.rows.shape[1])  # scores are in memory
-    for span in spans(batch, tiles, layer.key.retention, layer.value.retention, max(1, _VALUES // per_token)):
-        some = span.tiles if len(span.tiles) < len(rows) else slice(None)
+    first, *others = spans(batch, tiles, layer.key.retention, layer.value.retention, max(1, _VALUES // per_token))
+
+    def on_span(some: slice | Tensor, span: Span) -> tuple[Tensor, Tensor]:
         keys, values = (layer.read(side, span) for side in range(2))
         if fast:
-            out, of_span = flash.attend(rows[some], keys, values, span.mask, layer.scale)
-        else:
-            out, of_span = _on_span(rows[some], keys, values, span.mask, layer)
-        new = torch.logaddexp(logsum[some], of_span)
-        total[some] = total[some] * (logsum[some] - new).exp() + out * (of_span - new).exp()
-        logsum[some] = new
+            return flash.attend(rows[some], keys, values, span.mask, layer.scale)
+        return _on_span(rows[some], keys, values, span.mask, layer)
+
+    total, logsum = on_span(slice(None), first)
+    for span in others:
+        some = span.tiles if len(span.tiles) < len(rows) else slice(None)
+        out, of_span = on_span(some, span)
+        total[some] = torch.lerp(total[some], out, torch.sigmoid(of_span - logsum[some]))
+        logsum[some] = torch.logaddexp(logsum[some], of_span)
     return total.transpose(1, 2)
 
 

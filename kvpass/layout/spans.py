@@ -13,7 +13,7 @@ from .retention import Retention
 HIDDEN = -1e30
 """A score below all others that leaves differences of two, and rows whose tokens are all hidden, defined."""
 
-_SMALL = 4096  # tokens of spans that are not worth attention of their own
+_SMALL = 1024  # tokens of spans that are not worth attention of their own
 
 
 class Places(NamedTuple):
@@ -51,8 +51,8 @@ class _Part(NamedTuple):
 
 @once
 def spans(batch: Batch, tiles: Tiles, key: Retention, value: Retention, at_once: int) -> list[Span]:
-    """The contexts of ``tiles``, of which every token is in one span. at_once: tokens of all tiles in one at most, but
-    a page at least of each."""
+    """The contexts of ``tiles``, of which every token is in one span, and the first is of all tiles. at_once: tokens of
+    all tiles in one at most, but a page at least of each."""
     found, group = [], []
     for part in _parts(batch, tiles, key, value, at_once):
         if group and (
@@ -75,8 +75,8 @@ def _joined(batch: Batch, tiles: Tiles, parts: list[_Part]) -> Span:
 
 
 def _parts(batch: Batch, tiles: Tiles, key: Retention, value: Retention, at_once: int) -> Iterator[_Part]:
-    """Those tokens of which keys and values are in pages, those of which one of both is, those that are exact, and
-    sinks."""
+    """Sinks, tokens that are exact, those of which keys or values are in pages, and those of which both are: the first
+    part is of all tiles, and every query sees some of it."""
     size, sinks, device = key.page_size, key.sinks, tiles.owner.device
     past, total = batch.past[tiles.owner], batch.total[tiles.owner]
     k_pages, v_pages = pages_of(past, key), pages_of(past, value)
@@ -88,11 +88,19 @@ def _parts(batch: Batch, tiles: Tiles, key: Retention, value: Retention, at_once
     def exact(owner: Tensor, token: Tensor) -> Places:
         return Places("window", *batch.window.find(owner[:, None], token))
 
-    for start, count, some in _runs(both, max(1, at_once // size)):
-        page = start + torch.arange(count, device=device)
-        seen = (page < both[some, None]).repeat_interleave(size, 1)
-        where = pages(tiles.owner[some], torch.minimum(page, both[some, None] - 1))
-        yield _Part(some, where, where, seen[:, None])
+    if sinks:
+        token = torch.arange(sinks, device=device)
+        everyone = torch.arange(len(past), device=device)
+        there = torch.minimum(token, total[:, None] - 1)  # what is not there is hidden, and any bytes
+        where = Places("sinks", batch.pages.blocks[tiles.owner, :1], there)
+        yield _Part(everyone, where, where, token <= tiles.positions[..., None])
+    begin = torch.minimum(total, sinks + either * size)
+    left = tiles.positions[:, -1] + 1 - begin  # behind the last query of a tile nobody looks
+    for start, count, some in _runs(left, at_once):
+        token = begin[some, None] + start + torch.arange(count, device=device)
+        seen = token[:, None] <= tiles.positions[some, :, None]
+        where = exact(tiles.owner[some], torch.minimum(token, tiles.positions[some, -1:]))
+        yield _Part(some, where, where, seen)
     some = (k_pages != v_pages).nonzero().flatten()
     if len(some):
         owner, last = tiles.owner[some], either[some, None]
@@ -103,19 +111,11 @@ def _parts(batch: Batch, tiles: Tiles, key: Retention, value: Retention, at_once
         packed, unpacked = pages(owner, torch.minimum(page, last - 1)), exact(owner, token)
         keys_first = key.residual < value.residual
         yield _Part(some, *((packed, unpacked) if keys_first else (unpacked, packed)), seen[:, None])
-    begin = torch.minimum(total, sinks + either * size)
-    left = tiles.positions[:, -1] + 1 - begin  # behind the last query of a tile nobody looks
-    for start, count, some in _runs(left, at_once):
-        token = begin[some, None] + start + torch.arange(count, device=device)
-        seen = token[:, None] <= tiles.positions[some, :, None]
-        where = exact(tiles.owner[some], torch.minimum(token, tiles.positions[some, -1:]))
-        yield _Part(some, where, where, seen)
-    if sinks:
-        token = torch.arange(sinks, device=device)
-        everyone = torch.arange(len(past), device=device)
-        there = torch.minimum(token, total[:, None] - 1)  # what is not there is hidden, and any bytes
-        where = Places("sinks", batch.pages.blocks[tiles.owner, :1], there)
-        yield _Part(everyone, where, where, token <= tiles.positions[..., None])
+    for start, count, some in _runs(both, max(1, at_once // size)):
+        page = start + torch.arange(count, device=device)
+        seen = (page < both[some, None]).repeat_interleave(size, 1)
+        where = pages(tiles.owner[some], torch.minimum(page, both[some, None] - 1))
+        yield _Part(some, where, where, seen[:, None])
 
 
 def _runs(counts: Tensor, at_once: int) -> Iterator[tuple[int, int, Tensor]]:
