@@ -53,7 +53,8 @@ class _Part(NamedTuple):
 def spans(batch: Batch, tiles: Tiles, key: Retention, value: Retention, at_once: int) -> list[Span]:
     """The contexts of ``tiles``, of which every token is in one span, and the first is of all tiles. at_once: tokens of
     all tiles in one at most, but a page at least of each."""
-    found, group = [], []
+    found: list[Span] = []
+    group: list[_Part] = []
     for part in _parts(batch, tiles, key, value, at_once):
         if group and (
             len(part.tiles) != len(group[0].tiles)  # those of one number are the same

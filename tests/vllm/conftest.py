@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from engines import HERE, started
+from engines import HERE, additional, started
 
 if find_spec("vllm") is None or find_spec("vllm.v1") is None:  # this folder has the name of the package
     collect_ignore_glob = ["test_*.py"]
@@ -23,7 +23,7 @@ def serve():
 
     def run(model, phases, scheme=None, inspect=False, **engine):
         if scheme is not None:
-            engine["additional_config"] = {"kvpass": scheme}
+            engine |= additional(scheme)
         environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if inspect else {}
         job = dict(model=str(model), phases=phases, inspect=inspect, engine=engine)
         done = started(job, **environment)

@@ -4,11 +4,11 @@ import random
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
+from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 import kvpass
 
-from engines import started
+from engines import additional, server, started
 
 SCHEMES = "kivi-sinks", "higgs-sinks"
 
@@ -121,12 +121,20 @@ def test_two_ranks_serve_as_one_does(serve, tiny, monkeypatch):
         ("h2o", {}, "Tokens are evicted"),
         ("kivi", {"block_size": 48}, "use a multiple of 32"),
         ("kivi", {"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+        ("A FOLDER", {}, "calibrated schemes are not served"),
     ],
 )
-def test_what_cannot_be_served_is_said_at_start(tiny, scheme, engine, reason):
-    engine["additional_config"] = {"kvpass": scheme}
-    done = started(dict(model=str(tiny), phases=[], inspect=False, engine=engine))
+def test_what_cannot_be_served_is_said_at_start(tiny, tmp_path, scheme, engine, reason):
+    asked = str(tmp_path) if scheme == "A FOLDER" else scheme
+    done = started(dict(model=str(tiny), phases=[], inspect=False, engine=engine | additional(asked)))
     assert done.returncode and reason in done.stdout + done.stderr
+
+
+def test_a_model_that_cannot_be_served_is_said_at_start(tmp_path):
+    config = BloomConfig(hidden_size=128, n_head=2, n_layer=2, vocab_size=512)  # has ALiBi
+    BloomForCausalLM(config).save_pretrained(tmp_path)
+    done = started(dict(model=str(tmp_path), phases=[], inspect=False, engine=additional("kivi")))
+    assert done.returncode and "kvpass does not serve models with ALiBi" in done.stdout + done.stderr
 
 
 def test_without_a_scheme_the_plugin_does_nothing(serve, tiny, monkeypatch):
@@ -147,3 +155,25 @@ def test_layers_with_a_sliding_window_keep_their_own_cache(serve, tmp_path):
     (expected,) = serve(tmp_path, phases)["phases"]
     (found,) = serve(tmp_path, phases, "identity")["phases"]
     assert_same(found["requests"], expected["requests"])
+
+
+def test_a_compiled_engine_gives_what_an_eager_one_does(serve, tiny):
+    """Without ``enforce_eager``, which all others here have to start sooner."""
+    phases = [{"prompts": random_requests(8, 3, 200), "tokens": 30}]
+    (expected,) = serve(tiny, phases)["phases"]
+    (found,) = serve(tiny, phases, "identity", enforce_eager=False)["phases"]
+    assert_same(found["requests"], expected["requests"])
+
+
+def test_a_chat_is_streamed(smollm2, tmp_path):
+    """By OpenAI's client, from the server of the documentation."""
+    from openai import OpenAI
+
+    with server(smollm2, "kivi-sinks", tmp_path / "log") as address:
+        client = OpenAI(base_url=f"{address}/v1", api_key="none")
+        question = [{"role": "user", "content": "What is the capital of France?"}]
+        chunks = client.chat.completions.create(
+            model=str(smollm2), messages=question, stream=True, temperature=0, max_tokens=40
+        )
+        parts = [chunk.choices[0].delta.content or "" for chunk in chunks]
+    assert len(parts) > 5 and "Paris" in "".join(parts)
