@@ -48,16 +48,18 @@ def alone(model, prompt, tokens, chunks) -> torch.Tensor:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_tokens_have_the_probability_that_kvpass_gives_them(serve, smollm2, texts, scheme):
-    """Also where a prefix was found, which is a chunk of its own: what is behind it was read over packed pages."""
-    both = serve(smollm2, [{"prompts": texts, "tokens": 24}] * 2, scheme)["phases"]
+    """Also where a prefix was found, which is a chunk of its own: what is behind it was read over packed pages. The
+    prefix comes first by itself, because the mean of centred keys is that of a request's first chunk."""
+    block, tokens = 128, 24
+    prefixes = [prompt[: (len(prompt) - 1) // block * block] or prompt for prompt in texts]
+    phases = [{"prompts": prompts, "tokens": tokens} for prompts in (prefixes, texts)]
+    found = serve(smollm2, phases, scheme, block_size=block)["phases"]
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32, attn_implementation="sdpa")
     kvpass.apply(model, scheme, lowering="eager")
-    hits = [both[1]["requests"][str(number)]["cached"] for number in range(len(texts))]
-    assert hits[1] and not hits[2], hits
-    for phase in both:
-        for number, prompt in enumerate(texts):
+    for phase, hits, prompts in zip(found, ([0, 0, 0], [*map(len, prefixes[:2]), 0]), (prefixes, texts), strict=True):
+        for number, (prompt, cached) in enumerate(zip(prompts, hits, strict=True)):
             one = phase["requests"][str(number)]
-            cached = one["cached"]
+            assert one["cached"] == cached
             expected = alone(model, prompt, one["tokens"], [*([cached] if cached else []), len(prompt) - cached])
             difference = (torch.tensor(one["logprobs"]) - expected).abs()
             assert difference[0] <= 1e-3, (number, cached, difference[0])  # the prompt, before any rounding adds up
