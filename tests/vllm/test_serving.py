@@ -48,22 +48,22 @@ def alone(model, prompt, tokens, chunks) -> torch.Tensor:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_tokens_have_the_probability_that_kvpass_gives_them(serve, smollm2, texts, scheme):
-    """Also where a prefix was found, which is a chunk of its own: what is behind it was read over packed pages. The
-    prefix comes first by itself, because the mean of centred keys is that of a request's first chunk."""
-    block, tokens = 128, 24
-    prefixes = [prompt[: (len(prompt) - 1) // block * block] or prompt for prompt in texts]
-    phases = [{"prompts": prompts, "tokens": tokens} for prompts in (prefixes, texts)]
-    found = serve(smollm2, phases, scheme, block_size=block)["phases"]
+    """Also where a prefix was found: requests come one by one, in chunks of a block, so that a hit leaves the chunks
+    as they were, on which attention and the mean of centred keys depend."""
+    block, tokens = 256, 24
+    phases = [{"prompts": [prompt], "tokens": tokens} for prompt in texts] * 2
+    found = serve(smollm2, phases, scheme, block_size=block, max_num_batched_tokens=block)["phases"]
+    hits = [phase["requests"]["0"]["cached"] for phase in found]
+    assert hits[4] and not any((*hits[:3], hits[5])) and not any(hit % block for hit in hits), hits
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32, attn_implementation="sdpa")
     kvpass.apply(model, scheme, lowering="eager")
-    for phase, hits, prompts in zip(found, ([0, 0, 0], [*map(len, prefixes[:2]), 0]), (prefixes, texts), strict=True):
-        for number, (prompt, cached) in enumerate(zip(prompts, hits, strict=True)):
-            one = phase["requests"][str(number)]
-            assert one["cached"] == cached
-            expected = alone(model, prompt, one["tokens"], [*([cached] if cached else []), len(prompt) - cached])
-            difference = (torch.tensor(one["logprobs"]) - expected).abs()
-            assert difference[0] <= 1e-3, (number, cached, difference[0])  # the prompt, before any rounding adds up
-            assert difference.median() <= 2e-2, (number, cached, difference.median())
+    for number, (phase, prompt) in enumerate(zip(found, texts * 2, strict=True)):
+        (one,) = phase["requests"].values()
+        whole, rest = divmod(len(prompt), block)
+        expected = alone(model, prompt, one["tokens"], [*[block] * whole, *([rest] if rest else [])])
+        difference = (torch.tensor(one["logprobs"]) - expected).abs()
+        assert difference[0] <= 1e-3, (number, hits, difference[0])  # the prompt, before any rounding adds up
+        assert difference.median() <= 2e-2, (number, hits, difference.median())
 
 
 def random_requests(seed, count, longest, vocabulary=512):
