@@ -4,7 +4,8 @@
     build/vllm-venv/bin/python benchmarks/serving.py --what throughput --schemes kivi-sinks --requests 4
 
 Engines take turns on the same prompts, and each is a process of its own. With few requests and much memory batches are
-equal; with more requests than fit, each engine has as many at once as its memory holds.
+equal; with more requests than fit, each engine has as many at once as its memory holds. Beside the clock stands the
+processor's time, which says more where a machine is shared: take one thread then, others that wait count too.
 """
 
 import argparse
@@ -16,6 +17,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+from kvpass.models.pretrained import smollm2
 
 STOCK = "vllm"
 _FIT = re.compile(r"KV cache size: ([\d,]+) tokens.*?: ([\d.]+)x")
@@ -32,7 +35,7 @@ def prompts_of(model: str, count: int, tokens: int) -> list[list[int]]:
 
 
 def serve(job: dict) -> None:
-    """Start an engine, answer one request as a warm-up, then all of the job's, once for each line that is read."""
+    """Start an engine, answer the beginnings of two requests as a warm-up, then all of the job's for each line read."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(model=job["model"], enable_prefix_caching=False, **job["engine"])
@@ -40,21 +43,32 @@ def serve(job: dict) -> None:
     prompts = [{"prompt_token_ids": ids} for ids in prompts_of(job["model"], job["requests"], job["tokens"])]
     if prompts:
         warm = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-        llm.generate(prompts[:2], warm, use_tqdm=False)
+        some = [{"prompt_token_ids": prompt["prompt_token_ids"][:600]} for prompt in prompts[:2]]
+        llm.generate(some, warm, use_tqdm=False)
     print("READY", flush=True)
     for _ in sys.stdin:
-        start, first, last, done = time.perf_counter(), [], None, 0
+        start, first, last, done, most = now(), None, None, 0, 0
         engine = llm.llm_engine
         for number, prompt in enumerate(prompts):
             engine.add_request(f"{start}-{number}", prompt, sampling)
         while engine.has_unfinished_requests():
             outputs = engine.step()
-            last = time.perf_counter()
+            last, most = now(), max(most, len(outputs))
             done += sum(output.finished for output in outputs)
-            if len(first) == 0 and len(outputs) == len(prompts):  # all are decoding
-                first.append(last)
-        decoding = last - first[0] if first else None
-        print("RESULT" + json.dumps({"seconds": last - start, "decoding": decoding, "finished": done}), flush=True)
+            if first is None and len(outputs) == len(prompts):  # all are decoding
+                first = last
+        decoding = since(first, last) if first else None
+        found = {"took": since(start, last), "decoding": decoding, "finished": done, "at_once": most}
+        print("RESULT" + json.dumps(found), flush=True)
+
+
+def now() -> tuple[float, float]:
+    """Seconds by the clock, and of the processor."""
+    return time.perf_counter(), time.process_time()
+
+
+def since(start: tuple[float, float], end: tuple[float, float]) -> list[float]:
+    return [b - a for a, b in zip(start, end, strict=True)]
 
 
 class Engine:
@@ -73,6 +87,9 @@ class Engine:
         job = dict(model=arguments.model, engine=engine, requests=requests, tokens=arguments.tokens, new=arguments.new)
         command = [sys.executable, __file__, "--job", json.dumps(job)]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process, whose time is that of the engine
+        if arguments.threads:
+            environment |= {"OMP_NUM_THREADS": str(arguments.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         self.name, self.log = name, []
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
@@ -126,13 +143,19 @@ def throughput(arguments: argparse.Namespace) -> None:
             for engine in engines:
                 found[engine.name].append(engine.measure())
         for name, runs in found.items():
-            seconds = statistics.median(run["seconds"] for run in runs)
-            decoding = [run["decoding"] for run in runs if run["decoding"]]
-            step = f"{1e3 * statistics.median(decoding) / (arguments.new - 1):.1f} ms a step of all" if decoding else ""
+            seconds, processor = (statistics.median(run["took"][which] for run in runs) for which in range(2))
+            steps = [run["decoding"] for run in runs if run["decoding"]]
+            step = [
+                1e3 * statistics.median(one[which] for one in steps) / (arguments.new - 1)
+                for which in range(2)
+                if steps
+            ]
             rate = arguments.requests * arguments.new / seconds
             print(
-                f"{name} {dtype}: {arguments.requests} requests of {arguments.tokens} + {arguments.new} tokens in "
-                f"{seconds:.1f} s, {rate:.2f} new tokens a second, {step}",
+                f"{name} {dtype}: {arguments.requests} requests of {arguments.tokens} + {arguments.new} tokens, "
+                f"{max(run['at_once'] for run in runs)} at once, in {seconds:.1f} s "
+                f"({processor:.1f} s of the processor), {rate:.2f} new tokens a second"
+                + (f", {step[0]:.1f} ms a step of all ({step[1]:.1f} ms)" if step else ""),
                 flush=True,
             )
         for engine in engines:
@@ -141,9 +164,8 @@ def throughput(arguments: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cached = Path(os.environ.get("KVPASS_CACHE", Path.home() / ".cache" / "kvpass"))
     parser.add_argument("--what", choices=("capacity", "throughput"), default="capacity")
-    parser.add_argument("--model", default=str(cached / "SmolLM2-135M-Instruct"))
+    parser.add_argument("--model", help="a folder; by default SmolLM2-135M-Instruct, which is fetched once")
     parser.add_argument("--schemes", nargs="+", default=["kivi", "kivi-sinks", "higgs", "higgs-sinks"])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--gib", type=float, default=2)
@@ -153,10 +175,12 @@ if __name__ == "__main__":
     parser.add_argument("--tokens", type=int, default=4000, help="of a prompt")
     parser.add_argument("--new", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, help="by default all that vLLM takes")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.job:
         serve(json.loads(given.job))
     else:
+        given.model = given.model or str(smollm2())
         {"capacity": capacity, "throughput": throughput}[given.what](given)

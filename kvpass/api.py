@@ -17,7 +17,7 @@ from .fields import check_integer, shown
 from .models.attention import PortableAttention
 from .models.discover import BufferedCache, bind, discover
 from .models.parallel import refuse_sharded
-from .models.probe import AttentionSeen, probe, refuse_what_cannot_be_captured
+from .models.probe import AttentionSeen, probe, refuse_hooked
 from .runtime.applied import ATTRIBUTE, decoder, is_applied, runtime_of
 from .runtime.custom import BufferRuntime, HandedRuntime
 from .runtime.runtime import Runtime
@@ -80,7 +80,7 @@ def apply(
     if max_cache_len is not None:
         check_integer("max_cache_len", max_cache_len, 1)
     if lowering != "eager":
-        refuse_what_cannot_be_captured(model)
+        refuse_hooked(model, "they break the decode graph", "use lowering='eager'")
         refuse_sharded(model, "their collectives are not compiled", "use lowering='eager'")
     calibration = scheme if isinstance(scheme, Calibration) else None
     config = scheme.scheme if isinstance(scheme, Calibration) else schemes.get(scheme)
@@ -98,8 +98,11 @@ def apply(
     options = dict(strict=strict, lowering=lowering, max_cache_len=max_cache_len, mode=mode, predictors=predictors)
     runtime = kind(model, config, layers, **options)
     runtime.attended = attention.seen
+    looks = f"{config.name!r} looks into the forward, which is captured for it", "use 'kivi'"
     if runtime.captures:
-        refuse_sharded(model, f"{config.name!r} looks into the forward, which is captured for it", "use 'kivi'")
+        refuse_sharded(model, *looks)
+    if runtime.needs_rotation or runtime.needs_importance:  # queries are found in parts of a graph, too
+        refuse_hooked(model, *looks)
     runtime.install()
     if calibration is not None:
         runtime.report.calibration, runtime.report.calibration_nbytes = str(calibration), calibration.nbytes

@@ -5,7 +5,7 @@ request's first block, packed ones from pages, and from the window those that ar
 goes through a context a piece at a time, and adds up as it goes, so that memory does not grow with contexts.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from kvpass.codec.center import fit_centers
 from kvpass.codec.kept import codec_of
 from kvpass.codec.spec import CodecSpec
 from kvpass.layout.batch import Batch, Due, Table, Tiles, pages_of
+from kvpass.layout.spans import Places, Span, spans
 
 from . import flash
 from .inductor import blocks as fused
@@ -24,7 +25,6 @@ from .reference import decode_predicted
 from .table import DispatchKey, select
 
 _VALUES = 1 << 20  # of keys, and scores, at a time
-_SMALL = 1 << 18  # keys that are worth a mask
 
 
 class Codecs(NamedTuple):
@@ -67,10 +67,28 @@ class Layer(NamedTuple):
             ("value", self.value, self.blocks.value, self.codecs[1]),
         )
 
-    def read_window(self, batch: Batch, owner: Tensor, tokens: Tensor) -> Tensor:
-        """Keys and values of ``tokens`` ``[A, C]`` of requests ``owner`` ``[A]``: ``[A, C, H, 2 * D]``."""
-        block, place = batch.window.find(owner[:, None], tokens)
-        return self.window[block, :, place]
+    @property
+    def windows(self) -> tuple[Tensor, Tensor]:
+        """Exact keys, and values: ``[blocks, H, tokens, D]``."""
+        return self.window.split(self.window.shape[-1] // 2, -1)  # type: ignore[return-value]
+
+    def read(self, which: int, span: Span) -> Tensor:
+        """Keys (0) or values (1) of a span: ``[A, H, C, D]`` float32."""
+        parts = [self._read(which, part[which], span.first).float() for part in span.parts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+    def _read(self, which: int, places: Places, first: Tensor) -> Tensor:
+        side, spec, pools, codecs = self.sides[which]
+        at = places.block, slice(None), places.place
+        if places.kind == "window":
+            return self.windows[which][at].transpose(1, 2)
+        if places.kind == "sinks":
+            return self.blocks.head[f"{side}.sinks"][at].transpose(1, 2)
+        kept = [pool[at].transpose(1, 2) for pool in pools]  # [A, H, C / P, ...]
+        values = codecs.decode([*kept, *self.blocks.fitted(side, codec_of(spec).fitted, first)], spec, (), ())
+        if spec.transform.center:
+            values = values + self.blocks.head[f"{side}.center"][first].float()
+        return values.to(self.window.dtype)  # as a cache decodes them
 
 
 def with_kernel(layer: Layer) -> Layer:
@@ -104,20 +122,18 @@ def store(batch: Batch, layer: Layer, k: Tensor, v: Tensor) -> None:
         rows, block, place = batch.sinks(count)
         for (side, *_), x in zip(layer.sides, (k, v), strict=True):
             layer.blocks.head[f"{side}.sinks"][block, :, place] = x[rows]
-    dim = k.shape[-1]
-    for (side, spec, pools, codecs), own in zip(layer.sides, (slice(dim), slice(dim, None)), strict=True):
+    for (side, spec, pools, codecs), window in zip(layer.sides, layer.windows, strict=True):
         due = batch.due(spec.retention)
         if not len(due.owner):
             continue
-        x = layer.read_window(batch, due.owner, due.tokens)[..., own].transpose(1, 2).contiguous()  # [M, H, P, D]
-        first = batch.pages.blocks[due.owner, 0]
+        block, place = due.tokens
+        x = window[block, :, place].transpose(1, 2).contiguous()  # [M, H, P, D]
         if spec.transform.center:
             _fit_centers(batch, layer.blocks.head[f"{side}.center"], due, x, spec)
-            x = (x.float() - layer.blocks.head[f"{side}.center"][first].float()).to(x.dtype)
-        fitted = layer.blocks.fitted(side, codec_of(spec).fitted, first)
-        block, slot = batch.page(due.owner, due.page)
+            x = (x.float() - layer.blocks.head[f"{side}.center"][due.first].float()).to(x.dtype)
+        fitted = layer.blocks.fitted(side, codec_of(spec).fitted, due.first)
         for pool, pages in zip(pools, codecs.encode(x, fitted, spec), strict=True):
-            pool[block, :, slot] = pages.squeeze(2)
+            pool[due.block, :, due.slot] = pages.squeeze(2)
 
 
 def _fit_centers(batch: Batch, centers: Tensor, due: Due, x: Tensor, spec: CodecSpec) -> None:
@@ -129,22 +145,6 @@ def _fit_centers(batch: Batch, centers: Tensor, due: Due, x: Tensor, spec: Codec
         theirs = fresh[due.owner].nonzero().flatten()
         found = fit_centers(x[theirs], number[due.owner[theirs]], len(requests), centers.dtype)
         centers[batch.pages.blocks[requests, 0]] = found
-
-
-class _Piece(NamedTuple):
-    """Tokens of the contexts of some tiles. keys, values: ``[N, H, C, D]`` float32. seen: ``[N, 1 or Q, C]`` bool."""
-
-    tiles: Tensor
-    keys: Tensor
-    values: Tensor
-    seen: Tensor
-
-    def joined(self, other: "_Piece") -> "_Piece":
-        """Both, of the same tiles, as one."""
-        queries = max(self.seen.shape[1], other.seen.shape[1])
-        seen = torch.cat([one.seen.expand(-1, queries, -1) for one in (self, other)], -1)
-        keys, values = (torch.cat(pair, 2) for pair in zip(self[1:3], other[1:3], strict=True))
-        return _Piece(self.tiles, keys, values, seen)
 
 
 def attend(batch: Batch, layer: Layer, q: Tensor, out: Tensor) -> None:
@@ -162,129 +162,35 @@ def attend(batch: Batch, layer: Layer, q: Tensor, out: Tensor) -> None:
 def _attend(batch: Batch, tiles: Tiles, layer: Layer, q: Tensor) -> Tensor:
     """Attention of some tiles: ``[N, Q, H_q, D]`` float32."""
     rows = q[tiles.rows].float().transpose(1, 2).contiguous()  # [N, H_q, Q, D]
-    total, logsum = torch.zeros_like(rows), rows.new_full((*rows.shape[:3], 1), flash.LEAST)
-    if flash.serves(q.device, layer.softcap):
-        on_piece, pieces = _flash_on_piece, _joined(_pieces(batch, tiles, layer, 0))
-    else:
-        on_piece, pieces = _on_piece, _pieces(batch, tiles, layer, q.shape[1])
-    for piece in pieces:
-        some = piece.tiles if len(piece.tiles) < len(rows) else slice(None)
-        out, of_piece = on_piece(rows[some], piece, layer)
-        new = torch.logaddexp(logsum[some], of_piece)
-        total[some] = total[some] * (logsum[some] - new).exp() + out * (of_piece - new).exp()
-        logsum[some] = new
+    fast = flash.serves(q.device, layer.softcap)
+    per_token = layer.window.shape[1] * layer.window.shape[3] // 2
+    if not fast:
+        per_token = max(per_token, q.shape[1] * tiles.rows.shape[1])  # scores are in memory
+    first, *others = spans(batch, tiles, layer.key.retention, layer.value.retention, max(1, _VALUES // per_token))
+
+    def on_span(some: slice | Tensor, span: Span) -> tuple[Tensor, Tensor]:
+        keys, values = (layer.read(side, span) for side in range(2))
+        if fast:
+            return flash.attend(rows[some], keys, values, span.mask, layer.scale)
+        return _on_span(rows[some], keys, values, span.mask, layer)
+
+    total, logsum = on_span(slice(None), first)
+    for span in others:
+        some = span.tiles if len(span.tiles) < len(rows) else slice(None)
+        out, of_span = on_span(some, span)
+        total[some] = torch.lerp(total[some], out, torch.sigmoid(of_span - logsum[some]))
+        logsum[some] = torch.logaddexp(logsum[some], of_span)
     return total.transpose(1, 2)
 
 
-def _on_piece(rows: Tensor, piece: _Piece, layer: Layer) -> tuple[Tensor, Tensor]:
-    """Attention of ``rows`` ``[N, H_q, Q, D]`` over a piece, and the logarithm of the sum of its weights."""
-    of_heads = rows.unflatten(1, (piece.keys.shape[1], -1))  # [N, H, R, Q, D]
-    scores = of_heads @ piece.keys.mT.unsqueeze(2) * layer.scale
+def _on_span(rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, layer: Layer) -> tuple[Tensor, Tensor]:
+    """Attention of ``rows`` ``[N, H_q, Q, D]`` over a span, and the logarithm of the sum of its weights."""
+    of_heads = rows.unflatten(1, (keys.shape[1], -1))  # [N, H, R, Q, D]
+    scores = of_heads @ keys.mT.unsqueeze(2) * layer.scale
     if layer.softcap:
         scores = torch.tanh(scores / layer.softcap) * layer.softcap
-    scores = scores.masked_fill(~piece.seen[:, None, None], flash.LEAST)
+    if mask is not None:
+        scores = scores + mask.unsqueeze(1)
     logsum = scores.logsumexp(-1, keepdim=True)
-    out = (scores - logsum).exp() @ piece.values.unsqueeze(2)
+    out = (scores - logsum).exp() @ values.unsqueeze(2)
     return out.flatten(1, 2), logsum.flatten(1, 2)
-
-
-def _flash_on_piece(rows: Tensor, piece: _Piece, layer: Layer) -> tuple[Tensor, Tensor]:
-    """`_on_piece`, whose scores are never in memory."""
-    return flash.attend(rows, piece.keys, piece.values, None if piece.seen.all() else piece.seen, layer.scale)
-
-
-def _joined(pieces: Iterator[_Piece]) -> Iterator[_Piece]:
-    """``pieces``, small ones of the same tiles as one. Large ones stay apart: all is seen of them, without a mask."""
-    last = next(pieces)
-    for piece in pieces:
-        alike = len(last.tiles) == len(piece.tiles) and bool((last.tiles == piece.tiles).all())
-        if alike and last.keys.numel() + piece.keys.numel() <= _SMALL:
-            last = last.joined(piece)
-        else:
-            yield last
-            last = piece
-    yield last
-
-
-def _pieces(batch: Batch, tiles: Tiles, layer: Layer, heads: int) -> Iterator[_Piece]:
-    """The contexts of ``tiles``, piece by piece: those tokens of which keys and values are in pages, those of which one
-    of both is, those that are exact, and sinks. heads: those whose scores of a piece are in memory."""
-    retention, size = layer.key.retention, layer.key.page_size
-    past = batch.past[tiles.owner]
-    k_pages, v_pages = pages_of(past, layer.key.retention), pages_of(past, layer.value.retention)
-    both, either = torch.minimum(k_pages, v_pages), torch.maximum(k_pages, v_pages)
-    per_token = max(layer.window.shape[1] * layer.window.shape[3] // 2, heads * tiles.rows.shape[1])
-    for start, count, some in _runs(both, max(1, _VALUES // (size * per_token))):
-        page = start + torch.arange(count, device=past.device)
-        seen = (page < both[some, None]).repeat_interleave(size, 1)
-        page = torch.minimum(page, both[some, None] - 1)
-        keys, values = (_decoded(batch, layer, side, tiles.owner[some], page) for side in range(2))
-        yield _Piece(some, keys, values, seen[:, None])
-    if extra := int((either - both).max()):
-        yield from _half_packed(batch, tiles, layer, both, k_pages, v_pages, extra)
-    begin = torch.minimum(batch.total[tiles.owner], retention.sinks + either * size)
-    left = tiles.positions[:, -1] + 1 - begin  # behind the last query of a tile nobody looks
-    for start, count, some in _runs(left, max(1, _VALUES // per_token)):
-        token = begin[some, None] + start + torch.arange(count, device=past.device)
-        seen = token[:, None] <= tiles.positions[some, :, None]
-        token = torch.minimum(token, tiles.positions[some, -1:])
-        keys, values = _exact(layer, batch, tiles.owner[some], token)
-        yield _Piece(some, keys, values, seen)
-    if retention.sinks:
-        token = torch.arange(retention.sinks, device=past.device)
-        first = batch.pages.blocks[tiles.owner, 0]
-        keys, values = (layer.blocks.head[f"{side}.sinks"][first].float() for side in ("key", "value"))
-        seen = token <= tiles.positions[..., None]
-        absent = ~seen[:, -1, None, :, None]  # any bytes
-        everyone = torch.arange(len(past), device=past.device)
-        yield _Piece(everyone, keys.masked_fill(absent, 0), values.masked_fill(absent, 0), seen)
-
-
-def _runs(counts: Tensor, at_once: int) -> Iterator[tuple[int, int, Tensor]]:
-    """Pieces of ``counts[i]`` things of each tile i: where one begins, how many it is at most, and which have some."""
-    most, start = int(counts.max()), 0
-    while start < most:
-        some = (counts > start).nonzero().flatten()
-        count = min(max(1, at_once // len(some)), most - start)
-        yield start, count, some
-        start += count
-
-
-def _decoded(batch: Batch, layer: Layer, which: int, owner: Tensor, page: Tensor) -> Tensor:
-    """Pages ``[A, C]`` of requests ``owner`` ``[A]``: ``[A, H, C * P, D]`` float32."""
-    side, spec, pools, codecs = layer.sides[which]
-    block, slot = batch.page(owner[:, None], page)
-    kept = [pool[block, :, slot].flatten(0, 1).unsqueeze(2) for pool in pools]  # [A * C, H, 1, ...]
-    first = batch.pages.blocks[owner, 0]
-    fitted = layer.blocks.fitted(side, codec_of(spec).fitted, first.repeat_interleave(page.shape[1]))
-    values = codecs.decode([*kept, *fitted], spec, (), ())
-    values = values.unflatten(0, page.shape).transpose(1, 2).flatten(2, 3)
-    if spec.transform.center:
-        values = values + layer.blocks.head[f"{side}.center"][first].float()
-    return values.to(layer.window.dtype).float()  # as a cache decodes them
-
-
-def _exact(layer: Layer, batch: Batch, owner: Tensor, token: Tensor) -> Sequence[Tensor]:
-    """Keys and values of tokens ``[A, C]`` that are in the window: ``[A, H, C, D]`` float32 both."""
-    return layer.read_window(batch, owner, token).transpose(1, 2).float().chunk(2, -1)
-
-
-def _half_packed(
-    batch: Batch, tiles: Tiles, layer: Layer, both: Tensor, k_pages: Tensor, v_pages: Tensor, extra: int
-) -> Iterator[_Piece]:
-    """Tokens whose keys are in pages and whose values are exact, or the other way round."""
-    some = (k_pages != v_pages).nonzero().flatten()
-    size, owner = layer.key.page_size, tiles.owner[some]
-    page = both[some, None] + torch.arange(extra, device=both.device)
-    token = layer.key.retention.sinks + page[..., None] * size + torch.arange(size, device=both.device)
-    last = torch.maximum(k_pages, v_pages)[some, None]
-    seen = (page < last).repeat_interleave(size, 1)
-    token = torch.where(seen, token.flatten(1), batch.past[owner, None] - 1)
-    exact = _exact(layer, batch, owner, token)
-    packed = [_decoded(batch, layer, which, owner, torch.minimum(page, last - 1)) for which in range(2)]
-    of_keys = (k_pages > v_pages)[some, None, None, None]
-    keys, values = (
-        torch.where(mine, *pair)
-        for mine, pair in zip((of_keys, ~of_keys), zip(packed, exact, strict=True), strict=True)
-    )
-    yield _Piece(some, keys, values, seen[:, None])

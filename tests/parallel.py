@@ -7,6 +7,7 @@ import sys
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
 import kvpass
 from kvpass.schemes.calibrated import fingerprint
@@ -24,7 +25,8 @@ def refused(fn, *args, **kwargs) -> str:
 def main(folder: str) -> None:
     torch.set_num_threads(1)
     shared = "RANK" in os.environ
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **({"tp_plan": "auto"} if shared else {}))
+    plan = {"distributed_config": DistributedConfig(tp_plan="auto")} if shared else {}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **plan)
     ids = torch.arange(100)[None] % 50
     found = {"fingerprint": fingerprint(model)}
     if shared:

@@ -1,4 +1,4 @@
-"""Models that processes share (``tp_plan="auto"``): two of them on a CPU, as torchrun starts them."""
+"""Models that processes share (``DistributedConfig``): two of them on a CPU, as torchrun starts them."""
 
 import json
 import os

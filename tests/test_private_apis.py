@@ -23,6 +23,7 @@ from kvpass.cache.state import KVState
 from kvpass.compile import appends, find, normalise
 from kvpass.compile.backend import Backend
 from kvpass.compile.calls import APPEND
+from kvpass.layout.spans import HIDDEN
 from kvpass.lowering import flash, session
 from kvpass.lowering.inductor import aot
 from kvpass.lowering.inductor.aot import Input, Program, compile_ahead
@@ -268,7 +269,7 @@ def test_parts_of_a_context_add_up_to_attention():
     seen[:, 0] = False  # a row that sees none of them
     parts = (
         flash.attend(q, k[:, :, :28], v[:, :, :28], None, 0.3),
-        flash.attend(q, k[:, :, 28:], v[:, :, 28:], seen, 0.3),
+        flash.attend(q, k[:, :, 28:], v[:, :, 28:], torch.where(seen, 0.0, HIDDEN)[:, None], 0.3),
     )
     outs, sums = (torch.stack(found) for found in zip(*parts, strict=True))
     mask = torch.cat([torch.ones(2, 5, 28, dtype=torch.bool), seen], -1)[:, None]

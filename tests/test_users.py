@@ -310,19 +310,47 @@ def test_a_model_wrapped_by_torch_compile_is_packed_inside():
     assert kvpass.remove(model) is model and "forward" not in vars(model._orig_mod)
 
 
+def spread(**places):
+    """A model with a layer on each of two devices, which are both the CPU unless ``places`` says otherwise: accelerate
+    puts its hooks on all modules."""
+    accelerate, model = pytest.importorskip("accelerate"), llama()
+    around = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"), "cpu")
+    layers = {f"model.layers.{i}": places.get(f"layer_{i}", "cpu") for i in range(len(model.model.layers))}
+    return accelerate.dispatch_model(model, around | layers, offload_dir=places.get("folder"), force_hooks=True)
+
+
 def test_hooks_of_accelerate_that_break_the_graph_are_refused():
-    accelerate = pytest.importorskip("accelerate")
-    use = mode(input_ids=tokens(1, 40))
-    offloaded = accelerate.cpu_offload(llama(), execution_device="cpu")
-    with pytest.raises(KVPassError, match="without offloading"):
-        kvpass.apply(offloaded, LOSSLESS)
-    model = accelerate.dispatch_model(llama(), {"": "cpu"}, force_hooks=True)
+    use, model = mode(input_ids=tokens(1, 40)), spread()
     with pytest.raises(KVPassError, match="remove_hook_from_module"):
         kvpass.apply(model, LOSSLESS)
+    for scheme in ("kivi-pre", "qaq", "kivi+h2o"):
+        with pytest.raises(KVPassError, match=r"looks into the forward.*use 'kivi'"):
+            kvpass.apply(model, scheme, lowering="eager")
     expected = use(model)
     assert_equal(use(kvpass.apply(model, LOSSLESS, lowering="eager")), expected)
-    accelerate.hooks.remove_hook_from_module(kvpass.remove(model), recurse=True)
+    pytest.importorskip("accelerate").hooks.remove_hook_from_module(kvpass.remove(model), recurse=True)
     check(model, use)
+
+
+@pytest.mark.parametrize("scheme", ["kivi-sinks", "squat"])
+def test_a_model_spread_over_devices_stores_what_it_stores_on_one(scheme):
+    """``squat`` fits its subspace to queries that are captured between the hooks."""
+    found = []
+    for model in (llama(), spread()):
+        kvpass.apply(model, scheme, lowering="eager")
+        cache = DynamicCache(config=model.config)
+        generate(model, input_ids=tokens(1, 100), past_key_values=cache)
+        found.append([stored.decode() for layer in cache.layers for stored in (layer.keys, layer.values)])
+        assert kvpass.explain(model).packed == len(cache.layers)
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("place", ["disk", "meta"])
+def test_offloaded_weights_are_refused_in_every_lowering(tmp_path, place):
+    model = spread(layer_1=place, folder=str(tmp_path))
+    for lowering in ("auto", "eager"):
+        with pytest.raises(KVPassError, match="without offloading"):
+            kvpass.apply(model, LOSSLESS, lowering=lowering)
 
 
 def test_copies_of_a_packed_model_are_refused():

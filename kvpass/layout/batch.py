@@ -25,15 +25,15 @@ def ragged(counts: Tensor) -> tuple[Tensor, Tensor]:
     return owner, torch.arange(len(owner), device=counts.device) - first[owner]
 
 
-def _once(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that finds the same for the same arguments: all layers of a step ask for it."""
+def once(find: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a batch that finds the same for the same arguments: all layers of a step ask for it."""
 
-    @wraps(method)
-    def get(self: Any, *arguments: Any) -> Any:
-        found = vars(self).setdefault("_found", {})
-        key = (method.__name__, *(id(one) if isinstance(one, tuple) else one for one in arguments))
+    @wraps(find)
+    def get(batch: Any, *arguments: Any) -> Any:
+        found = vars(batch).setdefault("_found", {})
+        key = (find.__name__, *(id(one) if isinstance(one, tuple) else one for one in arguments))
         if key not in found:
-            found[key] = method(self, *arguments)
+            found[key] = find(batch, *arguments)
         return found[key]
 
     return get
@@ -51,11 +51,17 @@ class Table(NamedTuple):
 
 
 class Due(NamedTuple):
-    """Pages that leave the window. owner, page: ``[M]``. tokens: ``[M, P]``, those in it."""
+    """Pages that leave the window, M of them.
+
+    owner, first: ``[M]``, the request of each, and its first block. block, slot: ``[M]``, where the page will lie.
+    tokens: block and place ``[M, P]`` in the window of the tokens in it.
+    """
 
     owner: Tensor
-    page: Tensor
-    tokens: Tensor
+    first: Tensor
+    block: Tensor
+    slot: Tensor
+    tokens: tuple[Tensor, Tensor]
 
 
 class Tiles(NamedTuple):
@@ -136,7 +142,7 @@ class Batch:
         """The block of pages of requests, and the slot there."""
         return self.pages.find(owner, page + self.lead)
 
-    @_once
+    @once
     def sinks(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Of those new tokens that are among the first ``count``: which they are of all new ones, the first block of
         their request, and their position."""
@@ -144,14 +150,15 @@ class Batch:
         rows = (positions < count).nonzero().flatten()
         return rows, self.pages.blocks[owner[rows], 0], positions[rows]
 
-    @_once
+    @once
     def due(self, retention: Retention) -> Due:
         """The pages that leave the window in this step."""
         first = pages_of(self.past, retention)
         owner, page = ragged(pages_of(self.total, retention) - first)
         page = page + first[owner]
         within = torch.arange(retention.page_size, device=page.device)
-        return Due(owner, page, retention.sinks + page[:, None] * retention.page_size + within)
+        tokens = self.window.find(owner[:, None], retention.sinks + page[:, None] * retention.page_size + within)
+        return Due(owner, self.pages.blocks[owner, 0], *self.page(owner, page), tokens)
 
     @cached_property
     def tiles(self) -> list[Tiles]:
@@ -169,7 +176,7 @@ class Batch:
         within = within.minimum(new[which, None] - 1)
         return Tiles(owner, self.start[owner, None] + within, self.past[owner, None] + within, valid)
 
-    @_once
+    @once
     def rows(self, tiles: Tiles, key: Retention, value: Retention, at_once: int) -> Rows:
         """Those of ``tiles``, which are of one token each, with ``at_once`` pages in a unit. Values do not leave the
         window before keys."""

@@ -1,4 +1,4 @@
-"""Models whose weights are shared out among processes: tensor parallelism of transformers (``tp_plan="auto"``)."""
+"""Models whose weights are shared out among processes: transformers' tensor parallelism (``DistributedConfig``)."""
 
 import torch
 from torch import nn

@@ -125,13 +125,13 @@ def _keys(layer: object) -> Tensor | str:
     return keys
 
 
-def refuse_what_cannot_be_captured(model: nn.Module) -> None:
-    """Raise `KVPassError` for what would break the decode graph: Python around its layers."""
+def refuse_hooked(model: nn.Module, what: str, instead: str) -> None:
+    """Raise `KVPassError` if accelerate runs Python around the layers of ``model``: for ``what``, and what to do
+    instead."""
     _refuse_offloaded(model)
     hooked = [name for name, module in model.named_modules() if name and hasattr(module, "_hf_hook")]
     if hooked:
         raise KVPassError(
-            f"accelerate has put hooks on {len(hooked)} modules ({hooked[0]}, ...), and they break the decode graph: "
-            "load the model on one device, or if it is, accelerate.hooks.remove_hook_from_module(model, recurse=True). "
-            "Over several devices use lowering='eager'."
+            f"accelerate has put hooks on {len(hooked)} modules ({hooked[0]}, ...), and {what}: {instead}, or load the "
+            "model on one device. If it is, accelerate.hooks.remove_hook_from_module(model, recurse=True) helps."
         )

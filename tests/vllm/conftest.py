@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from engines import HERE, SMOLLM2, started
+from engines import HERE, additional, started
 
 if find_spec("vllm") is None or find_spec("vllm.v1") is None:  # this folder has the name of the package
     collect_ignore_glob = ["test_*.py"]
@@ -23,7 +23,7 @@ def serve():
 
     def run(model, phases, scheme=None, inspect=False, **engine):
         if scheme is not None:
-            engine["additional_config"] = {"kvpass": scheme}
+            engine |= additional(scheme)
         environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if inspect else {}
         job = dict(model=str(model), phases=phases, inspect=inspect, engine=engine)
         done = started(job, **environment)
@@ -50,10 +50,18 @@ def tiny(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def texts():
+def smollm2():
+    """The folder of a real model, fetched once."""
+    from kvpass.models.pretrained import smollm2
+
+    return smollm2()
+
+
+@pytest.fixture(scope="session")
+def texts(smollm2):
     """Three prompts of SmolLM2, as token ids: a short one, and some of hundreds of tokens."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(SMOLLM2)
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
     text = (HERE.parent.parent / "docs" / "codecs.md").read_text()
     return [tokenizer(one)["input_ids"] for one in (text[:1200], text[2000:4800], "The capital of France is")]

@@ -1,13 +1,17 @@
-"""Starts engines of vLLM, and where the model is that they serve."""
+"""Starts engines of vLLM."""
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SMOLLM2 = Path(os.environ.get("KVPASS_CACHE", Path.home() / ".cache" / "kvpass")) / "SmolLM2-135M-Instruct"
 
 
 def started(job: dict, **environment: str) -> subprocess.CompletedProcess:
@@ -15,3 +19,39 @@ def started(job: dict, **environment: str) -> subprocess.CompletedProcess:
     command = [sys.executable, str(HERE / "job.py")]
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, env={**kept, **environment})
+
+
+def additional(scheme) -> dict:
+    """The argument of an engine that asks for ``scheme``."""
+    return {"additional_config": {"kvpass": scheme}}
+
+
+@contextmanager
+def server(model, scheme: str, log: Path) -> Iterator[str]:
+    """The address of vLLM's own server, from when it answers."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
+    command += ["--max-model-len", "1024", "--max-num-batched-tokens", "512", "--enforce-eager", "--dtype", "float32"]
+    command += ["--kv-cache-memory-bytes", str(1 << 28)]
+    command += ["--additional-config", json.dumps(additional(scheme)["additional_config"])]
+    address, offline = f"http://localhost:{port}", {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, **offline})
+    try:
+        while not _answers(f"{address}/health"):
+            assert process.poll() is None, log.read_text()[-4000:]
+            time.sleep(1)
+        yield address
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except OSError:
+        return False

@@ -4,19 +4,19 @@ import random
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
+from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 import kvpass
 
-from engines import SMOLLM2, started
+from engines import additional, server, started
 
 SCHEMES = "kivi-sinks", "higgs-sinks"
 
 
 @pytest.fixture(scope="module")
-def stock(serve, texts):
+def stock(serve, smollm2, texts):
     """What vLLM generates over its own cache."""
-    return serve(SMOLLM2, [{"prompts": texts, "tokens": 300}])["phases"][0]["requests"]
+    return serve(smollm2, [{"prompts": texts, "tokens": 300}])["phases"][0]["requests"]
 
 
 def assert_same(found, expected, tolerance=1e-4):
@@ -27,8 +27,8 @@ def assert_same(found, expected, tolerance=1e-4):
         assert difference.abs().max() <= tolerance, (number, difference.abs().max())
 
 
-def test_lossless_pages_change_nothing(serve, texts, stock):
-    (phase,) = serve(SMOLLM2, [{"prompts": texts, "tokens": 300}], "identity")["phases"]
+def test_lossless_pages_change_nothing(serve, smollm2, texts, stock):
+    (phase,) = serve(smollm2, [{"prompts": texts, "tokens": 300}], "identity")["phases"]
     assert_same(phase["requests"], stock)
 
 
@@ -47,21 +47,23 @@ def alone(model, prompt, tokens, chunks) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_tokens_have_the_probability_that_kvpass_gives_them(serve, texts, scheme):
-    """Also where a prefix was found, which is a chunk of its own: what is behind it was read over packed pages."""
-    both = serve(SMOLLM2, [{"prompts": texts, "tokens": 24}] * 2, scheme)["phases"]
-    model = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32, attn_implementation="sdpa")
+def test_tokens_have_the_probability_that_kvpass_gives_them(serve, smollm2, texts, scheme):
+    """Also where a prefix was found: requests come one by one, in chunks of a block, so that a hit leaves the chunks
+    as they were, on which attention and the mean of centred keys depend."""
+    block, tokens = 256, 24
+    phases = [{"prompts": [prompt], "tokens": tokens} for prompt in texts] * 2
+    found = serve(smollm2, phases, scheme, block_size=block, max_num_batched_tokens=block)["phases"]
+    hits = [phase["requests"]["0"]["cached"] for phase in found]
+    assert hits[4] and not any((*hits[:3], hits[5])) and not any(hit % block for hit in hits), hits
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32, attn_implementation="sdpa")
     kvpass.apply(model, scheme, lowering="eager")
-    hits = [both[1]["requests"][str(number)]["cached"] for number in range(len(texts))]
-    assert hits[1] and not hits[2], hits
-    for phase in both:
-        for number, prompt in enumerate(texts):
-            one = phase["requests"][str(number)]
-            cached = one["cached"]
-            expected = alone(model, prompt, one["tokens"], [*([cached] if cached else []), len(prompt) - cached])
-            difference = (torch.tensor(one["logprobs"]) - expected).abs()
-            assert difference[0] <= 1e-3, (number, cached, difference[0])  # the prompt, before any rounding adds up
-            assert difference.median() <= 2e-2, (number, cached, difference.median())
+    for number, (phase, prompt) in enumerate(zip(found, texts * 2, strict=True)):
+        (one,) = phase["requests"].values()
+        whole, rest = divmod(len(prompt), block)
+        expected = alone(model, prompt, one["tokens"], [*[block] * whole, *([rest] if rest else [])])
+        difference = (torch.tensor(one["logprobs"]) - expected).abs()
+        assert difference[0] <= 1e-3, (number, hits, difference[0])  # the prompt, before any rounding adds up
+        assert difference.median() <= 2e-2, (number, hits, difference.median())
 
 
 def random_requests(seed, count, longest, vocabulary=512):
@@ -121,12 +123,20 @@ def test_two_ranks_serve_as_one_does(serve, tiny, monkeypatch):
         ("h2o", {}, "Tokens are evicted"),
         ("kivi", {"block_size": 48}, "use a multiple of 32"),
         ("kivi", {"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+        ("A FOLDER", {}, "calibrated schemes are not served"),
     ],
 )
-def test_what_cannot_be_served_is_said_at_start(tiny, scheme, engine, reason):
-    engine["additional_config"] = {"kvpass": scheme}
-    done = started(dict(model=str(tiny), phases=[], inspect=False, engine=engine))
+def test_what_cannot_be_served_is_said_at_start(tiny, tmp_path, scheme, engine, reason):
+    asked = str(tmp_path) if scheme == "A FOLDER" else scheme
+    done = started(dict(model=str(tiny), phases=[], inspect=False, engine=engine | additional(asked)))
     assert done.returncode and reason in done.stdout + done.stderr
+
+
+def test_a_model_that_cannot_be_served_is_said_at_start(tmp_path):
+    config = BloomConfig(hidden_size=128, n_head=2, n_layer=2, vocab_size=512)  # has ALiBi
+    BloomForCausalLM(config).save_pretrained(tmp_path)
+    done = started(dict(model=str(tmp_path), phases=[], inspect=False, engine=additional("kivi")))
+    assert done.returncode and "kvpass does not serve models with ALiBi" in done.stdout + done.stderr
 
 
 def test_without_a_scheme_the_plugin_does_nothing(serve, tiny, monkeypatch):
@@ -147,3 +157,25 @@ def test_layers_with_a_sliding_window_keep_their_own_cache(serve, tmp_path):
     (expected,) = serve(tmp_path, phases)["phases"]
     (found,) = serve(tmp_path, phases, "identity")["phases"]
     assert_same(found["requests"], expected["requests"])
+
+
+def test_a_compiled_engine_gives_what_an_eager_one_does(serve, tiny):
+    """Without ``enforce_eager``, which all others here have to start sooner."""
+    phases = [{"prompts": random_requests(8, 3, 200), "tokens": 30}]
+    (expected,) = serve(tiny, phases)["phases"]
+    (found,) = serve(tiny, phases, "identity", enforce_eager=False)["phases"]
+    assert_same(found["requests"], expected["requests"])
+
+
+def test_a_chat_is_streamed(smollm2, tmp_path):
+    """By OpenAI's client, from the server of the documentation."""
+    from openai import OpenAI
+
+    with server(smollm2, "kivi-sinks", tmp_path / "log") as address:
+        client = OpenAI(base_url=f"{address}/v1", api_key="none")
+        question = [{"role": "user", "content": "What is the capital of France?"}]
+        chunks = client.chat.completions.create(
+            model=str(smollm2), messages=question, stream=True, temperature=0, max_tokens=40
+        )
+        parts = [chunk.choices[0].delta.content or "" for chunk in chunks]
+    assert len(parts) > 5 and "Paris" in "".join(parts)
