@@ -57,9 +57,10 @@ def decode(codes: Tensor, scale: Tensor, wide: Tensor, wide_scale: Tensor, chann
     none = scale[..., :0, :]
     kept = (codes, scale, none), (wide, wide_scale, none)
     parts = [decode_pages(*each, of) for each, of in zip(kept, _both(spec, head_dim), strict=True)]
-    pages = torch.cat(parts, -1).unflatten(2, (-1, spec.page_size))
+    pages: Tensor = torch.cat(parts, -1).unflatten(2, (-1, spec.page_size))
     back = _order(channels, head_dim).argsort(-1).expand(pages.shape)
-    return pages.gather(-1, back).flatten(2, 3)
+    tokens: Tensor = pages.gather(-1, back).flatten(2, 3)
+    return tokens
 
 
 def _check(spec: CodecSpec) -> None:

@@ -28,7 +28,7 @@ def cartesian(x: Tensor) -> Tensor:
     return torch.cat([radius * angle.cos(), radius * angle.sin()], -1)
 
 
-def encode(x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor], stored: None = None) -> tuple[Tensor, Tensor, Tensor]:
+def encode(x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor], stored: None = None) -> tuple[Tensor, ...]:
     """What `encode_pages` keeps of the radii and angles of whole pages ``[B, H, N * P, D]``."""
     return encode_pages(polar(x).to(x.dtype), built_in(spec))
 

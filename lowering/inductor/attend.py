@@ -166,8 +166,8 @@ def plane_scores(q, planes: Planes, tokens, tables, rope: str, basis, center) ->
     the mean that was subtracted from keys before rotary embedding.
     """
     scores, rotated = [], q if basis is None else q @ basis
-    by_plane = tokens.unflatten(-1, (planes.count, -1))
-    for j in range(planes.count):
+    by_plane = tokens.unflatten(-1, (planes.runs, -1))
+    for j in range(planes.runs):
         k = planes.values(j)
         if center is not None and rope:  # the mean is turned with the keys
             k = k + center.flatten(0, 1)[:, None].float()
@@ -180,7 +180,7 @@ def page_scores(q, pages: Pages, tokens, tables, rope: str, basis, center) -> Te
     parts = []
     for kind in pages.kinds:
         by_head = plane_scores(q, kind, tokens, tables, rope, basis, center)
-        parts.append(in_storage_order([one for of_head in by_head for one in of_head], kind.count))
+        parts.append(in_storage_order([one for of_head in by_head for one in of_head], kind.runs))
     out = parts[0]
     if pages.slots is not None:
         by_page = torch.cat([part.unflatten(-1, (len(tokens), -1)) for part in parts], -1)

@@ -103,7 +103,7 @@ def _divided(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, hea
         mine = factor.narrow(-2, plane * x.shape[-2], x.shape[-2]) if of_tokens else factor
         return x * mine.float()
 
-    return Pages([Planes(planes.count, values)])
+    return Pages([Planes(planes.runs, values)])
 
 
 def _polar(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
@@ -115,7 +115,7 @@ def _polar(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_
         quarter = torch.arange(2, device=angle.device).unsqueeze(-1) * (math.pi / 2)
         return (radius * (angle - quarter).cos()).flatten(-2)
 
-    return Pages([Planes(planes.count, values)])
+    return Pages([Planes(planes.runs, values)])
 
 
 def _salient(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
@@ -197,7 +197,7 @@ def _boosted(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, hea
         numbers, unit = unpack_plane_unshifted(lower, spec.bits, plane)
         return scaled(numbers.float(), unit, fine, None, spec.quantizer, plane)
 
-    return Pages([planes], None, [Boost(Planes(planes.count, values), channels.squeeze(-2))])
+    return Pages([planes], None, [Boost(Planes(planes.runs, values), channels.squeeze(-2))])
 
 
 def _error_term(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
@@ -233,7 +233,7 @@ def page_values(weights: Tensor, pages: Pages, basis: Tensor | None) -> Tensor:
     by_slot = weights
     if pages.slots is not None:
         by_slot = torch.zeros_like(weights).scatter(-1, pages.slots[:, None].expand_as(weights), weights)
-    planes = [[kind.values(j) for j in range(kind.count)] for kind in pages.kinds]
+    planes = [[kind.values(j) for j in range(kind.runs)] for kind in pages.kinds]
     counts = [sum(plane.shape[2] for plane in of_kind) for of_kind in planes]
     parts = zip(by_slot.split(counts, -1), planes, strict=True)
     out = reduce(torch.add, (weighted_sum(*part) for part in parts))

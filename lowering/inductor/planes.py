@@ -11,9 +11,9 @@ from kvpass.codec.rope import split_pairs
 
 
 class Planes(NamedTuple):
-    """Tokens of pages, ``count`` runs of neighbours: ``values`` of one is ``[BH, N, T, D]`` float32, still rotated."""
+    """Tokens of pages, in ``runs`` of neighbours; ``values`` of one are ``[BH, N, T, D]`` float32, still rotated."""
 
-    count: int
+    runs: int
     values: Callable[[int], Tensor]
 
 
