@@ -105,9 +105,9 @@ class Outliers(NamedTuple):
         pair = channel // 2 if interleaved else channel % pairs
         partner = torch.where(first, channel + (1 if interleaved else pairs), channel - (1 if interleaved else pairs))
         in_pair = channel < 2 * pairs
-        tokens = turns.tokens.expand(len(channel), -1, -1).gather(-1, self.token)
+        tokens = turns.tokens.expand(channel.shape[0], -1, -1).gather(-1, self.token)
         at = tokens * turns.cos.shape[-1] + torch.where(in_pair, pair, 0)
-        at = at.unflatten(0, (len(turns.cos), -1)).flatten(1)
+        at = at.unflatten(0, (turns.cos.shape[0], -1)).flatten(1)
         cos, sin = (table.flatten(1).gather(1, at).view(channel.shape).float() for table in (turns.cos, turns.sin))
         cos, sin = torch.where(in_pair, cos, 1.0), torch.where(in_pair, torch.where(first, sin, -sin), 0.0)
         return cos, sin, torch.where(in_pair, partner, channel)
