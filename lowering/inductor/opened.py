@@ -120,10 +120,10 @@ def _polar(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_
 
 def _salient(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
     """Two kinds of tokens, as pages of their own (`codec.salient`)."""
-    page = salient.opened(kept, spec, head_dim)
-    each = zip(page.of_kinds, salient.kinds(spec, head_dim), strict=True)
+    marks, *kept = kept
+    each = zip(salient.of_kinds(kept), salient.kinds(spec, head_dim), strict=True)
     kinds = [planes for own, of in each for planes in opened(own, of, None, head_dim).kinds]
-    return Pages(kinds, salient.slots(page.marks, salient.tokens_of(spec)[0]))
+    return Pages(kinds, salient.slots(marks, salient.tokens_of(spec)[0]))
 
 
 # ---------------------------------------------------------------- codebooks and lattices
