@@ -214,7 +214,7 @@ def _biased(scores: Tensor, mask: Tensor, token: Tensor, groups: int) -> Tensor:
 @cache
 def _pools(side: str, spec: CodecSpec) -> dict[str, str]:
     """Names of the pools of a side, "k" or "v", and of what carries their capacities, in what `_attend` is given."""
-    return {f"{side}_{name}": f"{side}_{name}_room" for name in of_pages(spec)}
+    return {f"{side}_pool_{name}": f"{side}_pool_{name}_room" for name in of_pages(spec)}
 
 
 # Sizes to trace with, where sizes vary from call to call: different for what is unrelated, and none of them 0 or 1.
