@@ -37,15 +37,14 @@ def kinds(spec: CodecSpec, head_dim: int) -> list[CodecSpec]:
     """What salient tokens, and the others, are coded by: as pages of their own."""
     codes, keys, specs = built_in(spec).quantizer, spec.quantizer.per == "channel", []
     codes = replace(codes, codec="" if keys else "channel-separable")
-    for count, bits in zip(tokens_of(spec), (2 * spec.bits, spec.bits), strict=True):
-        own = replace(codes, bits=bits, group_size=count if keys else head_dim)
-        specs.append(replace(spec, quantizer=own, retention=Retention(count, count)))
+    for n, bits in zip(tokens_of(spec), (2 * spec.bits, spec.bits), strict=True):
+        own = replace(codes, bits=bits, group_size=n if keys else head_dim)
+        specs.append(replace(spec, quantizer=own, retention=Retention(n, n)))
     return specs
 
 
 def slots(marks: Tensor, salient: int) -> Tensor:
-    """Where pages with marks ``[..., N, 1, P / 8]`` keep each of their tokens, of which so many are salient: ``[..., N,
-    P]`` int64."""
+    """Where pages of marks ``[..., N, 1, P / 8]`` keep their tokens, so many of them salient: ``[..., N, P]`` int64."""
     is_salient = unpack(marks.mT, 1).squeeze(-1)
     token = torch.arange(is_salient.shape[-1], device=marks.device)
     before = (is_salient.float() @ (token[:, None] < token).float()).long()  # how many salient ones come before
@@ -54,8 +53,7 @@ def slots(marks: Tensor, salient: int) -> Tensor:
 
 
 def marked(x: Tensor, spec: CodecSpec, probes: Tensor) -> Tensor:
-    """Marks ``[B, H, N, P / 8, 1]`` uint8 of the keys ``[B, H, N * P, D]`` of a page with the most normalised attention
-    from probes ``[B, H, Q, D]``, scaled as attention does."""
+    """Marks ``[B, H, N, P / 8, 1]`` of the keys ``[B, H, N * P, D]`` that probes ``[B, H, Q, D]`` pay most."""
     paid = (x.float() @ probes.float().mT).softmax(2).mean(-1).unflatten(2, (-1, spec.page_size))
     most = paid.topk(tokens_of(spec)[0], -1).indices
     return pack(torch.zeros_like(paid, dtype=torch.uint8).scatter(-1, most, 1).unsqueeze(-1), 1)
@@ -87,8 +85,7 @@ def decode(*kept_and_spec: Any) -> Tensor:
     """Inverse of `encode` up to rounding: ``[B, H, N * P, D]`` float32."""
     marks, *kept, spec = kept_and_spec
     each = zip(of_kinds(kept), kinds(spec, kept[0].shape[-1]), strict=True)
-    parts = [decode_pages(*own, of).unflatten(2, (-1, of.page_size)) for own, of in each]
-    by_kind = torch.cat(parts, 3)
+    by_kind = torch.cat([decode_pages(*own, of).unflatten(2, (-1, of.page_size)) for own, of in each], 3)
     where = slots(marks, tokens_of(spec)[0]).unsqueeze(-1)
     return by_kind.gather(3, where.expand_as(by_kind)).flatten(2, 3)
 
@@ -105,17 +102,17 @@ def _check(spec: CodecSpec) -> None:
 def _kept(which: int, name: str) -> Kept:
     def shape(spec: CodecSpec, head_dim: int) -> tuple[int, ...]:
         of = kinds(spec, head_dim)[which]
-        found = codec_of(of).tensors.get(name)
-        return found.shape(of, head_dim) if found else (0, head_dim)
+        tensors = codec_of(of).tensors
+        return tensors[name].shape(of, head_dim) if name in tensors else (0, head_dim)
 
     return Kept(shape, torch.uint8 if name == "codes" else None)
 
 
-_NAMES = "codes", "scale", "zero_point", "factor"
+_TENSORS = (*CODECS[""].tensors, "factor")
 CODECS["salient"] = Codec(
     {
         "marks": Kept(lambda spec, head_dim: (1, byte_rows(spec.page_size, 1)), torch.uint8),
-        **{f"{prefix}{name}": _kept(i, name) for i, prefix in enumerate(("", "other_")) for name in _NAMES},
+        **{f"{kind}{name}": _kept(i, name) for i, kind in enumerate(("", "other_")) for name in _TENSORS},
     },
     encode,
     decode,
