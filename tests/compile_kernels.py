@@ -84,14 +84,15 @@ def compiling(arch: int):
 
 def attend(
     bits, v_bits=None, per="channel", page=32, group=32, dim=128, heads=32, groups=8, queries=1, mask=False,
-    softcap=0.0, dtype="bfloat16", grid="", rope="", statistic="", padded=False,
+    softcap=0.0, dtype="bfloat16", grid="", rope="", statistic="", padded=False, codec="", share=0.0,
 ) -> None:  # fmt: skip
     """Attend over a cache of 512 tokens, with ``statistic`` that of what each was paid, ``padded`` on the left."""
     if grid:
         specs = [coded(bits, "token", group, page, rotation=0, grid=grid, center=c) for c in (True, False)]
     else:
-        keys = coded(bits, per, min(group, page), page, pre_rope=bool(rope))
-        specs = keys, coded(v_bits or bits, "token", group, page, residual=page)
+        keys = coded(bits, per, min(group, page), page, pre_rope=bool(rope), codec=codec, share=share)
+        of_values = codec if codec == "second-level" else ""
+        specs = keys, coded(v_bits or bits, "token", min(group, dim), page, residual=page, codec=of_values)
     dtype = getattr(torch, dtype)
     states = [KVState.allocate(spec, 1, groups, dim, dtype, "cpu", 640) for spec in specs]
     past = [opened(state.pack, state.spec) for state in states]

@@ -106,6 +106,16 @@ def test_recommend_takes_the_best_that_fits_and_says_why(capsys):
     assert "rtn cannot be used here: group_size=64 does not divide head_dim=32" in out
 
 
+def test_recommend_finds_the_best_of_many_whose_bits_are_fewer():
+    model, ids, names = llama(head_dim=64), {"text": tokens(1, 480)}, ["kivi-1", "higgs-1.5"]
+    found = recommend(model, ids, 400, 9, schemes=names, most=1, progress=False)
+    assert found.bits["kivi-1"] > found.bits["higgs-1.5"]
+    assert found.best.scheme == "higgs-1.5" and len(found.best.divergences) == 80
+    assert set(found.dropped) == {"kivi-1"} and found.dropped["kivi-1"] > 0
+    of_all = recommend(model, ids, 400, 9, schemes=names, progress=False)
+    assert not of_all.dropped and [row.scheme for row in of_all.rows] == ["higgs-1.5", "kivi-1"]
+
+
 def test_recommend_says_if_nothing_can_be_used():
     model, ids = llama(), {"text": tokens(1, 120)}
     with pytest.raises(KVPassError, match="No scheme can be used"):

@@ -32,6 +32,14 @@ CASES = {
         op="attend", bits=3, page=64, dim=96, rope="interleaved-24", queries=16, mask=True, statistic="max-5"
     ),
     "before partial RoPE, wide heads": dict(op="attend", bits=4, v_bits=1, dim=256, rope="half-32", statistic="sum"),
+    "scales in 8 bits": dict(op="attend", bits=2, codec="second-level"),
+    "scales in 8 bits, 3 bits, verification, and what was paid": dict(
+        op="attend", bits=3, page=128, group=128, queries=16, mask=True, codec="second-level", statistic="sum"
+    ),
+    "kitty": dict(op="attend", bits=2, page=128, group=128, codec="boosted", share=0.125),
+    "kitty, a quarter, verification, and what was paid": dict(
+        op="attend", bits=2, page=128, group=128, queries=16, mask=True, codec="boosted", share=0.25, statistic="sum"
+    ),
     "a token of each layer": dict(op="append"),
     "a draft in each layer": dict(op="append", tokens=9, dim=80, dtype="float32"),
     "encode keys": dict(op="encode", bits=2),

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", default="prose,code", help=TEXTS)
     parser.add_argument("--schemes", default=",".join(SHORT_LIST), help=f"what is considered: {', '.join(SHORT_LIST)}")
     parser.add_argument(
-        "--most", type=at_least(1), default=6, metavar="N", help="measure the N of the most bits within the budget"
+        "--most", type=at_least(1), default=6, metavar="N", help="measure N on all tokens, the best on a part of them"
     )
     add_tokens(parser)
 
@@ -33,4 +33,7 @@ def run(args: argparse.Namespace) -> None:
     print(aligned(found.rows, [bits, *QUALITY]))
     for name, why in found.refused.items():
         print(f"{name} cannot be used here: {why}")
+    if found.dropped:
+        behind = ", ".join(f"{name} {kl:.4f}" for name, kl in found.dropped.items())
+        print(f"Behind those on a part of the tokens, by mean KL there: {behind}")
     print(f"\n{found}")

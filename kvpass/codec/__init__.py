@@ -1,6 +1,6 @@
 """Quantizer primitives: pure functions of tensors that the schemes are composed of."""
 
-from . import allocation, balance, boost, error_term, lattice, nuq, second_level, sketch  # noqa: F401  (they register their codecs)
+from . import allocation, balance, boost, error_term, lattice, mixed, nuq, polar, salient, second_level, sketch  # noqa: F401  (they register their codecs)
 from .kept import CODECS, Codec, Kept
 from .pages import decode_pages, encode_pages
 from .quantizer import Adaptive, Allocation, Quantizer, Subspace

@@ -67,7 +67,7 @@ def codec_of(spec: CodecSpec) -> Codec:
 @cache
 def built_in(spec: CodecSpec) -> CodecSpec:
     """``spec`` with affine codes, or those of its grid, in place of its codec: what other codecs are made of."""
-    return replace(spec, quantizer=replace(spec.quantizer, codec="", share=0.0, rank=0))
+    return replace(spec, quantizer=replace(spec.quantizer, codec="", share=0.0, rank=0, chosen_by=""))
 
 
 @cache
@@ -89,7 +89,7 @@ def of_state(spec: CodecSpec) -> tuple[str, ...]:
         "basis": allocation is not None,
         "fields": allocation is not None,
         "metric": allocation is not None and allocation.weighted,
-        "queries": allocation is not None and allocation.chooses,
+        "queries": spec.quantizer.chooses,
     }
     return (*of_pages(spec), "ring", *(name for name, there in fitted.items() if there))
 
@@ -117,8 +117,8 @@ def fitted_shapes(spec: CodecSpec, head_dim: int, dtype: torch.dtype) -> dict[st
         shapes["fields"] = (1, sum(allocation.fields(head_dim))), torch.int32
         if allocation.weighted:
             shapes["metric"] = (head_dim, allocation.block_size), torch.bfloat16  # range, for sums of squares
-        if allocation.chooses:
-            shapes["queries"] = (QUERIES, head_dim), params
+    if spec.quantizer.chooses:
+        shapes["queries"] = (QUERIES, head_dim), params
     return shapes
 
 

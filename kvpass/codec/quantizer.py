@@ -183,8 +183,10 @@ class Quantizer:
     adaptive: a width for every token instead of ``bits``, which is the widest.
     allocation: widths by channel, at most ``bits``, which is 8; a token's gain is its only scale.
     codec: name of the codec of its pages, if it is not one of these (`codec.kept`).
-    share: of a page's channels, or values, those that its codec keeps in more bits, or exactly.
+    share: of a page's channels, tokens or values, those that its codec keeps in more bits, or exactly.
     rank: of the matrices that its codec keeps beside the codes of a page.
+    chosen_by: who says which of a page's tokens its codec keeps in more bits: some of the prompt's "queries", or, for
+        values, those that chose for the "keys" of the layer (`codec.salient`).
     """
 
     bits: int
@@ -199,13 +201,14 @@ class Quantizer:
     codec: str = ""
     share: float = 0.0
     rank: int = 0
+    chosen_by: Literal["", "queries", "keys"] = ""
 
     def __post_init__(self) -> None:
         check_types(self)
         check_integers(self, bits=1, group_size=1, rank=0)
         if not 0 <= self.share <= 1:
             raise KVPassError(f"share={self.share}: a share of channels or values is in [0, 1].")
-        if not self.codec and (self.share or self.rank):
+        if not self.codec and (self.share or self.rank or self.chosen_by):
             raise KVPassError("Only codecs of their own keep a share of values apart, or matrices beside codes.")
         if self.grid:
             self._check_grid()
@@ -281,11 +284,16 @@ class Quantizer:
     @property
     def needs_queries(self) -> bool:
         """Whether codes depend on the prompt's queries."""
-        if self.allocation is not None and (self.allocation.weighted or self.allocation.chooses):
+        if self.chooses or (self.allocation is not None and self.allocation.weighted):
             return True
         return self.subspace is not None or (self.adaptive is not None and self.adaptive.fits_energy)
 
     @property
     def follows_keys(self) -> bool:
         """Whether codes depend on what the keys of the layer were stored as."""
-        return self.allocation is not None and self.allocation.follows
+        return self.chosen_by == "keys" or (self.allocation is not None and self.allocation.follows)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether some of the prompt's queries, which are kept, say which tokens of a page get more bits."""
+        return self.chosen_by == "queries" or (self.allocation is not None and self.allocation.chooses)

@@ -1,7 +1,7 @@
 """Which scheme to take within a budget of bits: measured on the user's own model and text."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,10 +14,13 @@ from .size import footprint
 SHORT_LIST = (
     "higgs-1.5", "higgs", "higgs-3", "higgs-4", "kivi", "kivi-sinks", "kivi-3", "kivi-4", "kivi-8", "squat",
     "quarot-2", "quarot-3", "quarot", "rtn-3", "rtn", "logquant", "kivi-s8", "e8", "turboquant-3", "turboquant-4",
-    "kvarn-k2v2", "kvarn", "kitty", "kitty-25", "kvquant", "kvquant-3",
+    "kvarn-k2v2", "kvarn", "kitty", "kitty-25", "kvquant", "kvquant-3", "turboquant-2.5", "turboquant-3.5",
+    "zipcache-salient", "polarquant-3", "polarquant", "waterfill-2", "waterfill", "waterfill-3",
 )  # fmt: skip
 """What is considered: schemes that need no calibration and are scored in one pass."""
 _SURE = 2.0  # standard errors
+_SHARE = 4  # of the tokens, one in so many is enough to tell who may be the best
+_LEAST, _LEAST_PROMPT = 16, 384  # tokens scored; tokens of a prompt, of which every scheme packs some
 
 
 @dataclass(frozen=True)
@@ -25,13 +28,15 @@ class Recommendation:
     """The schemes measured, best first, with what they are recommended by.
 
     rows: one `Quality` each, over all texts; bits: bits a value at ``at`` tokens, of everything considered; refused:
-    why others cannot be used on this model, by name.
+    why others cannot be used on this model, by name; dropped: mean KL over a part of the texts of those that were
+    behind the others there, and not measured any further.
     """
 
     rows: tuple[Quality, ...]
     bits: dict[str, float]
     refused: dict[str, str]
     at: int
+    dropped: dict[str, float] = field(default_factory=dict)
 
     @property
     def best(self) -> Quality:
@@ -66,7 +71,9 @@ def recommend(
     """Score the schemes that take at most ``bits`` bits a value behind a prompt of ``at`` tokens.
 
     texts, prompt: as `kvpass.eval.evaluate` takes them; all scored tokens count alike.
-    most: how many are measured, those with the most bits: more bits are rarely worse.
+    most: how many are measured on all tokens. If more fit, all are scored first on a part of them, and those of the
+        least divergence there go on: a quarter of the scored tokens, and 16 at least, behind a quarter of the prompt,
+        and 384 tokens at least.
 
     Raises `KVPassError` if none fits, and says what the smallest takes.
     """
@@ -79,16 +86,38 @@ def recommend(
             refused[name] = str(error)
     if not sizes:
         raise KVPassError(f"No scheme can be used on this model: {next(iter(refused.values()), 'none was named')}")
-    fitting = sorted((name for name in sizes if sizes[name] <= bits), key=sizes.__getitem__, reverse=True)[:most]
+    fitting = sorted((name for name in sizes if sizes[name] <= bits), key=sizes.__getitem__, reverse=True)
     if not fitting:
         smallest = min(sizes, key=sizes.__getitem__)
         raise KVPassError(
             f"No scheme fits in {bits:g} bits a value at {at:,} tokens: the smallest, {smallest}, takes "
             f"{sizes[smallest]:.2f}. Allow that, or ask at a greater length, where windows and tables weigh less."
         )
-    results = evaluate(model, texts, prompt, fitting, one_pass=True, progress=progress)
+    dropped: dict[str, float] = {}
+    if len(fitting) > most:
+        first = _scored(model, *_parts(texts, prompt), fitting, progress)
+        fitting = [row.scheme for row in first[:most]]
+        dropped = {row.scheme: row.kl for row in first[most:]}
+    return Recommendation(tuple(_scored(model, texts, prompt, fitting, progress)), sizes, refused, at, dropped)
+
+
+def _scored(
+    model: nn.Module, texts: Mapping[str, Tensor], prompt: int, schemes: Sequence[str], progress: bool
+) -> list[Quality]:
+    """A row of each scheme over all texts, that of the least divergence first."""
+    results = evaluate(model, texts, prompt, schemes, one_pass=True, progress=progress)
     rows = [_pooled(parts) for parts in zip(*results.values(), strict=True)]
-    return Recommendation(tuple(sorted(rows, key=lambda row: row.kl)), sizes, refused, at)
+    return sorted(rows, key=lambda row: row.kl)
+
+
+def _parts(texts: Mapping[str, Tensor], prompt: int) -> tuple[dict[str, Tensor], int]:
+    """The first tokens of each of ``texts`` ``[1, S]``, and how many of them are the prompt."""
+
+    def part(tokens: int, least: int) -> int:
+        return max(min(tokens, least), tokens // _SHARE)
+
+    short = part(prompt, _LEAST_PROMPT)
+    return {name: ids[:, : short + part(ids.shape[1] - prompt, _LEAST)] for name, ids in texts.items()}, short
 
 
 def _pooled(parts: Sequence[Quality]) -> Quality:

@@ -22,6 +22,8 @@ from .kivi import KIVIConfig
 from .kvarn import KVarNConfig
 from .kvquant import KVQuantConfig
 from .logquant import LogQuantConfig
+from .minicache import MiniCacheConfig
+from .polarquant import PolarQuantConfig
 from .qaq import QAQConfig
 from .quarot import QuaRotConfig
 from .rtn import RTNConfig
@@ -47,6 +49,8 @@ __all__ = [
     "LayerGeometry",
     "LayerPlan",
     "LogQuantConfig",
+    "MiniCacheConfig",
+    "PolarQuantConfig",
     "QAQConfig",
     "QuaRotConfig",
     "RTNConfig",

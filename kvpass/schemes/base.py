@@ -70,8 +70,7 @@ class LayerPlan:
         return self
 
     def _check_leader(self) -> None:
-        allocation = self.key.quantizer.allocation
-        if allocation is None or not allocation.chooses:
+        if not self.key.quantizer.chooses:
             raise KVPassError("Values get more bits where their keys do, and those have as many everywhere.")
         key, value = self.key.retention, self.value.retention
         same = (key.page_size, key.sinks, key.keep) == (value.page_size, value.sinks, value.keep)

@@ -17,21 +17,25 @@ from .storage import StorageConfig
     turboquant_4=dict(key_bits=4, value_bits=4),
     turboquant_prod=dict(key_bits=3, keys="prod"),
     turboquant_prod_4=dict(key_bits=4, value_bits=4, keys="prod"),
+    **{"turboquant-2.5": dict(share=0.25), "turboquant-3.5": dict(key_bits=3, value_bits=3, share=0.25)},
 )
 @dataclass(frozen=True, kw_only=True)
 class TurboQuantConfig(StorageConfig):
-    """``bits + 16 / head_dim`` bits a value, and as much again for the norm of a sketch.
+    """``bits + 16 / head_dim`` bits a value, and as much again for the norm of a sketch; or with two widths, ``bits +
+    share + 32 / head_dim + 16 * share / residual``.
 
     key_bits, value_bits: 1 to 4, the codes of a Lloyd-Max codebook for every coordinate (section 3.1); 2 to 5 with a
         sketch.
     keys: "mse" for codes of least squared error (algorithm 1); "prod" for those of one bit less, and a bit of sketch of
         what they leave, which makes scores unbiased (algorithm 2).
+    share: of the channels of a page, those that are largest, which have a bit more, a rotation and a norm of their own:
+        2.5 bits of the paper are 32 of 128 channels in 3 bits and the others in 2, with both norms.
     seed: of the signs of the rotation.
 
     The paper rotates by a dense random matrix, and has the codebook of a coordinate on the sphere; here it is a
     random-sign Hadamard matrix, as in vLLM, and the normal limit of that codebook. A token with most of its energy in
-    one channel stays far from normal under that matrix, as it would not under a dense one. The paper's mixtures of
-    widths for outlier channels (2.5 and 3.5 bits) are not here.
+    one channel stays far from normal under that matrix, as it would not under a dense one. Which channels have more
+    bits is chosen for each page.
     """
 
     name = "turboquant"
@@ -39,6 +43,7 @@ class TurboQuantConfig(StorageConfig):
     key_bits: int = 2
     value_bits: int = 2
     keys: Literal["mse", "prod"] = "mse"
+    share: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -50,11 +55,13 @@ class TurboQuantConfig(StorageConfig):
         ):
             if not 1 <= bits - sketch <= 4:
                 raise KVPassError(f"{name}={bits}: codebooks have 1 to 4 bits, and a sketch takes one more.")
+        if self.share and (self.keys == "prod" or not 0 < self.share < 1):
+            raise KVPassError(f"share={self.share}: a share of the channels has a bit more, and keys='mse'.")
         self._plan(64)
 
     def _plan(self, head_dim: int) -> LayerPlan:
-        def quantizer(bits: int, codec: str = "") -> Quantizer:
-            return Quantizer(bits, "token", head_dim, grid=f"d1n{2**bits}", codec=codec)
+        def quantizer(bits: int, codec: str = "mixed" if self.share else "") -> Quantizer:
+            return Quantizer(bits, "token", head_dim, grid=f"d1n{2**bits}", codec=codec, share=self.share)
 
         key = quantizer(self.key_bits - 1, "sketched") if self.keys == "prod" else quantizer(self.key_bits)
         return LayerPlan(

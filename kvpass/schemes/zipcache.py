@@ -1,30 +1,45 @@
-"""ZipCache's quantizers (arXiv 2405.14256): keys per channel, values per token behind a scale for each channel."""
+"""ZipCache (arXiv 2405.14256): keys per channel, values per token behind a scale for each channel, salient tokens in
+twice the bits."""
 
 from dataclasses import dataclass
+from typing import Any
 
-from ..codec.spec import CodecSpec
 from .base import LayerGeometry, LayerPlan, register_scheme
 from .kivi import KIVIConfig
 
 
-@register_scheme(zipcache_4=dict(bits=4))
+@register_scheme(zipcache_4=dict(bits=4), zipcache_salient=dict(share=0.5, residual=128))
 @dataclass(frozen=True, kw_only=True)
 class ZipCacheConfig(KIVIConfig):
     """KIVI's fields. Values take ``bits + 32 / head_dim + 16 / residual`` bits: each channel of a page is divided by
     the root of its largest value, and a token has one scale (section 4.1), where ``group_size`` is that of keys.
 
-    Channels are normalised in every page, where the paper does it once for a prompt and tokens of all heads; all tokens
-    have one width: the paper's saliency, which gives some of them more bits, is not here (`QAQConfig` has such widths).
+    share: of the tokens of a page, those in ``2 * bits``, the most salient (section 4.2, `codec.salient`): the ones
+        with the most attention from some of the prompt's queries. Then keys take ``bits * (1 + share) + 64 / residual +
+        1 / head_dim`` bits a value, values ``bits * (1 + share) + 33 / head_dim + 32 / residual``; a group of keys is
+        all tokens of a page that have as many bits. 0 for tokens that are all alike.
+
+    Channels are normalised in every page, where the paper does it once for a prompt and tokens of all heads; and as
+    many tokens of every page are salient, by probes of the prompt alone, where the paper ranks all tokens, and anew
+    every 100 that are decoded.
     """
 
     name = "zipcache"
 
+    share: float = 0.0
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._value(self.group_size)
+        self._of_heads(self.group_size)
 
-    def _value(self, head_dim: int) -> CodecSpec:
-        return self.value(self.bits, codec="channel-separable", group_size=head_dim)
+    def _of_heads(self, head_dim: int) -> LayerPlan:
+        if not self.share:
+            value = self.value(self.bits, codec="channel-separable", group_size=head_dim)
+            return LayerPlan(self.key(self.bits), value)
+        fields: dict[str, Any] = dict(codec="salient", share=self.share)
+        page_size = self.key_retention().page_size
+        key = self.key(self.bits, group_size=page_size, chosen_by="queries", **fields)
+        return LayerPlan(key, self.value(self.bits, group_size=head_dim, chosen_by="keys", **fields))
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
-        return LayerPlan(self.key(self.bits), self._value(layer.head_dim)).checked(layer)
+        return self._of_heads(layer.head_dim).checked(layer)

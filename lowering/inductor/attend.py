@@ -13,11 +13,8 @@ import torch
 from torch import Tensor
 
 from kvpass.codec.affine import params_dtype
-from kvpass.codec.bitpack import num_planes, unpack_plane, unpack_plane_unshifted
-from kvpass.codec.codebook import grid, look_up
 from kvpass.codec.hadamard import basis
 from kvpass.codec.kept import of_pages, page_shapes
-from kvpass.codec.quantizer import Quantizer
 from kvpass.codec.rope import parse_rope, rotate_pairs, split_pairs
 from kvpass.codec.spec import CodecSpec, parse
 from kvpass.layout.pool import capacity, handle, of_capacity
@@ -29,37 +26,18 @@ from ..reference import with_past
 from ..table import DispatchKey, implements
 from . import allocated, drafts
 from .aot import Input, Kernel, Program
-from .pages import WIDTHS, decode_all, one_level
-from .planes import in_storage_order, mean_scores, weighted_sum
+from .opened import OPENED, Pages, opened, page_values, points_of
+from .pages import WIDTHS, decode_all
+from .planes import Planes, in_storage_order, mean_scores
+from .terms import Turns
 
-_CODECS = {"codec=allocated", "codec=second-level"}
-_VALUES = WIDTHS | _CODECS | {"per=channel", "per=token", "keep=log", "rotation", "grid", "allocation"}
+_OF_KEYS = {"codec=boosted", "codec=polar"}
+_VALUES = WIDTHS | {f"codec={name}" for name in ("allocated", *filter(None, OPENED))} - _OF_KEYS
+_VALUES |= {"per=channel", "per=token", "keep=log", "rotation", "grid", "allocation", "share", "rank", "chosen_by"}
 _VALUES |= {f"allocation.{name}" for name in ("rich_pairs", "rich_singles", "follows")}
-_ATTENDED = _VALUES | {"pre_rope", "center", "page_frame"}, _VALUES
+_ATTENDED = _VALUES | _OF_KEYS | {"pre_rope", "center", "page_frame"}, _VALUES
+_BEHIND_ROPE = {"boosted": "boosted channels", "error-term": "matrices of what codes leave"}
 _MIN_PAGES = 2  # sizes 0 and 1 would be specialised; what is beyond the packed tokens is masked
-
-
-def plane_values(codes: Tensor, scale: Tensor, zero_point, quantizer: Quantizer, plane: int, points=None) -> Tensor:
-    """Dequantized tokens ``[plane * T, (plane + 1) * T)`` of every page, ``[..., N, T, D]`` float32, still rotated.
-
-    points: those of its grid, if it has one.
-    """
-    if quantizer.grid:
-        codes = unpack_plane(codes, quantizer.bits, plane)
-        tokens = codes.shape[-2]
-        scale = scale.narrow(-2, plane * tokens, tokens).float().unsqueeze(-1)
-        return (look_up(codes, points).unflatten(-1, (-1, quantizer.group_size)) * scale).flatten(-2)
-    codes, unit = unpack_plane_unshifted(codes, quantizer.bits, plane)
-    values, tokens = codes.float(), codes.shape[-2]
-    if quantizer.per == "token":
-        scale, zero_point = (p.narrow(-2, plane * tokens, tokens).float().unsqueeze(-1) for p in (scale, zero_point))
-        return (values.unflatten(-1, (-1, quantizer.group_size)) * (scale * unit) + zero_point).flatten(-2)
-    first, count = plane * tokens // quantizer.group_size, max(1, tokens // quantizer.group_size)
-    if (first + count) * quantizer.group_size < (plane + 1) * tokens:  # groups that straddle planes
-        index = torch.arange(plane * tokens, (plane + 1) * tokens, device=codes.device) // quantizer.group_size
-        return values * (scale.index_select(-2, index).float() * unit) + zero_point.index_select(-2, index).float()
-    scale, zero_point = (p.narrow(-2, first, count).float().unsqueeze(-2) for p in (scale, zero_point))
-    return (values.unflatten(-2, (count, -1)) * (scale * unit) + zero_point).flatten(-3, -2)
 
 
 def _places(n: Tensor, packed: Tensor, retention: Retention, held: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -111,7 +89,7 @@ def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rop
     )
     count, v_count, size = given["k_pages"].shape[0], given["v_pages"].shape[0], k_spec.page_size
     k_pools, v_pools = (
-        one_level([_first_pages(given[name], given[room], pages) for name, room in _pools(side, spec).items()], spec)
+        [_first_pages(given[name], given[room], pages) for name, room in _pools(side, spec).items()]
         for side, pages, spec in (("k", count, k_spec), ("v", v_count, v_spec))
     )
     k_ring, v_ring, k_new, v_new = (given[name].flatten(0, 1) for name in ("k_ring", "v_ring", "k_new", "v_new"))
@@ -143,8 +121,11 @@ def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rop
         if center is not None:
             on_pages = on_pages + mean_scores(q, center, tables(in_page), rope)
     else:
-        fixed = given["k_points"], given["k_basis"], center
-        on_pages = page_scores(q, k_pools, in_page.view(count, size), tables, rope, k_spec.quantizer, *fixed)
+        pages = opened(k_pools, k_spec, given["k_points"], shape[-1])
+        turns = Turns(given["cos"], given["sin"], rope, in_page.view(count, size)) if rope else None
+        on_pages = page_scores(q, pages, in_page.view(count, size), tables, rope, given["k_basis"], center)
+        for term in pages.beside:
+            on_pages = on_pages + term.scores(q, turns).flatten(2)
     on_ring = torch.stack(_dots(q, k_ring.float(), tables(k_tokens.clamp_min(0)), rope), 1)
     own, counts = (q * k_new.float()).sum(-1, keepdim=True), torch.full_like(n, present, dtype=torch.bool)
     scores = torch.cat([seen(on_pages, index < k_packed), seen(on_ring, k_counts), seen(own, counts)], -1)
@@ -173,35 +154,37 @@ def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rop
         fitted = (given[f"v_{name}"] for name in ("points", "basis", "fields"))
         out = out + allocated.page_values(on_pages, v_pools[0], v_spec, *fitted)
     else:
-        out = out + page_values(on_pages, v_pools, v_spec.quantizer, given["v_points"], given["v_basis"])
+        out = out + page_values(on_pages, opened(v_pools, v_spec, given["v_points"], shape[-1]), given["v_basis"])
     out = out.view(*shape[:3], -1).to(dtype)
     return (out, weights.sum(1)) if mass else (out,)
 
 
-def plane_scores(
-    q, pools, tokens, tables, rope: str, quantizer: Quantizer, points, basis, center
-) -> list[list[Tensor]]:
+def plane_scores(q, planes: Planes, tokens, tables, rope: str, basis, center) -> list[list[Tensor]]:
     """``q`` ``[BH, R, D]`` with the keys of ``tokens`` ``[N, P]`` in pages: ``[BH, N, T]`` by query head and plane.
 
     tables: token ids -> rotary tables. basis: the rotation of the keys, which the queries take instead of them. center:
     the mean that was subtracted from keys before rotary embedding.
     """
-    (count, size), planes, scores = tokens.shape, num_planes(quantizer.bits), []
-    codes, scale, zero_point = pools
-    rotated = q if basis is None else q @ basis
-    by_plane = tokens.view(count, planes, size // planes)
-    for j in range(planes):
-        k = plane_values(codes, scale, zero_point, quantizer, j, points)
+    scores, rotated = [], q if basis is None else q @ basis
+    by_plane = tokens.unflatten(-1, (planes.runs, -1))
+    for j in range(planes.runs):
+        k = planes.values(j)
         if center is not None and rope:  # the mean is turned with the keys
             k = k + center.flatten(0, 1)[:, None].float()
         scores.append(_dots(rotated, k, tables(by_plane[:, j]), rope))
     return [[of_plane[r] for of_plane in scores] for r in range(q.shape[1])]
 
 
-def page_scores(q, pools, tokens, tables, rope: str, quantizer: Quantizer, points, basis, center) -> Tensor:
-    """`plane_scores` as one tensor, ``[BH, R, N * P]``, in storage order, with any mean that was subtracted."""
-    by_head = plane_scores(q, pools, tokens, tables, rope, quantizer, points, basis, center)
-    out = in_storage_order([one for of_head in by_head for one in of_head], len(by_head[0]))
+def page_scores(q, pages: Pages, tokens, tables, rope: str, basis, center) -> Tensor:
+    """`plane_scores` as one tensor, ``[BH, R, N * P]``, in the order of tokens, with any mean that was subtracted."""
+    parts = []
+    for kind in pages.kinds:
+        by_head = plane_scores(q, kind, tokens, tables, rope, basis, center)
+        parts.append(in_storage_order([one for of_head in by_head for one in of_head], kind.runs))
+    out = parts[0]
+    if pages.slots is not None:
+        by_page = torch.cat([part.unflatten(-1, (tokens.shape[0], -1)) for part in parts], -1)
+        out = by_page.gather(-1, pages.slots[:, None].expand_as(by_page)).flatten(2)
     if center is not None and not rope:
         out = out + mean_scores(q, center, None, rope)
     return out
@@ -220,14 +203,6 @@ def _ring_weights(weights, lengths, packed_slots: int, of_keys: Retention, of_va
     return torch.where(counts, on_ring, 0.0)
 
 
-def page_values(weights, pools, quantizer: Quantizer, points, basis) -> Tensor:
-    """Values in pages, weighted by ``[BH, R, N, P]``: ``[BH, R, D]``."""
-    codes, scale, zero_point = pools
-    planes = range(num_planes(quantizer.bits))
-    out = weighted_sum(weights, [plane_values(codes, scale, zero_point, quantizer, j, points) for j in planes])
-    return out if basis is None else out @ basis.mT
-
-
 def _biased(scores: Tensor, mask: Tensor, token: Tensor, groups: int) -> Tensor:
     """``scores`` ``[B * H_kv, R, N]`` plus a bool or additive mask ``[B or 1, H_q or 1, 1, T]`` at ``token``."""
     bias = mask[:, :, 0].index_select(-1, token)
@@ -239,7 +214,7 @@ def _biased(scores: Tensor, mask: Tensor, token: Tensor, groups: int) -> Tensor:
 @cache
 def _pools(side: str, spec: CodecSpec) -> dict[str, str]:
     """Names of the pools of a side, "k" or "v", and of what carries their capacities, in what `_attend` is given."""
-    return {f"{side}_{name}": f"{side}_{name}_room" for name in of_pages(spec)}
+    return {f"{side}_pool_{name}": f"{side}_pool_{name}_room" for name in of_pages(spec)}
 
 
 # Sizes to trace with, where sizes vary from call to call: different for what is unrelated, and none of them 0 or 1.
@@ -329,7 +304,7 @@ def _points(spec: CodecSpec, device: torch.device) -> Tensor | None:
     """The table that codes, or gains, are looked up in."""
     if spec.quantizer.allocation is not None:
         return allocated.look_up_table(device)
-    return grid(spec.quantizer.grid, device) if spec.quantizer.grid else None
+    return points_of(spec, device)
 
 
 @Kernel
@@ -381,6 +356,8 @@ def _refuses_attend(dispatch: DispatchKey) -> str | None:
         return "keys in the frame of their page, all channels of one width, have to be decoded."
     if of_keys.pre_rope and of_keys.rotation is not None:
         return "keys rotated by a Hadamard matrix before rotary embedding have to be decoded."
+    if of_keys.pre_rope and (what := _BEHIND_ROPE.get(specs[0].quantizer.codec)):
+        return f"{what} before rotary embedding have to be decoded."
     if value.window < key.window or (key.keep == "log" and key.ring_size != value.ring_size):
         return "values must not leave the window before keys."
     return None

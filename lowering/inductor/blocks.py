@@ -20,7 +20,8 @@ from kvpass.codec.spec import CodecSpec
 from kvpass.layout.batch import Rows, at_least_two
 
 from .aot import Input, Kernel, Program
-from .attend import OPTIONS, page_values, plane_scores
+from .attend import OPTIONS, plane_scores
+from .opened import Pages, page_values, plain
 from .pages import WIDTHS, one_level
 
 UNIT = 4
@@ -76,7 +77,7 @@ def _attend(given: dict[str, Any], scale: float, softcap: float, key: CodecSpec,
             by_page = _scores_by_channel(of_rows.flatten(0, 1), pools, spec)
         else:
             found = plane_scores(
-                of_rows.flatten(0, 1), pools, tokens, lambda _: None, "", spec, given["key_points"], None, None
+                of_rows.flatten(0, 1), plain(pools, spec, given["key_points"]), tokens, lambda _: None, "", None, None
             )
             by_page = torch.cat([one for of_head in found for one in of_head], -1)
         return by_page.view(-1, heads, count, repeats, size)
@@ -116,9 +117,8 @@ def _attend(given: dict[str, Any], scale: float, softcap: float, key: CodecSpec,
     if not value.quantizer.grid:
         pools[1:] = torch.stack([one.float() for one in pools[1:]]).unbind()  # once, not in each run of channels
     by_page = weights.flatten(0, 1).transpose(1, 2)  # [M * H, R, G, P]
-    packed_values = page_values(by_page, pools, built_in(value).quantizer, given["value_points"], None).unflatten(
-        0, (-1, heads)
-    )
+    codes = plain(pools, built_in(value).quantizer, given["value_points"])
+    packed_values = page_values(by_page, Pages([codes]), None).unflatten(0, (-1, heads))
     total = torch.where(counted, weights.sum((2, 4))[rows.units], 0.0).sum(0)
     out = torch.where(counted.unsqueeze(-1), packed_values[rows.units], 0.0).sum(0)
     if given["value_basis"] is not None:

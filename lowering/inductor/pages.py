@@ -122,7 +122,7 @@ def decode(*args) -> Tensor:
 def decode_all(kept: Sequence[Tensor], spec: CodecSpec, references, predictor) -> Tensor:
     codes = kept[0]
     batch, heads, pages = codes.shape[:3]
-    if not pages or spec.quantizer.allocation is not None:  # one product of matrices
+    if not pages or spec.quantizer.codec not in ("", "second-level"):
         return decode_pages(*kept, spec)
     kept, spec = one_level(kept, spec), built_in(spec)
     spec, rows, device = spec.stored_as, None, codes.device

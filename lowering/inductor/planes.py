@@ -1,12 +1,20 @@
 """What attention makes of pages, plane by plane (`kvpass.codec.bitpack`), and of their mean, whatever their codec."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvpass.codec.rope import split_pairs
+
+
+class Planes(NamedTuple):
+    """Tokens of pages, in ``runs`` of neighbours; ``values`` of one are ``[BH, N, T, D]`` float32, still rotated."""
+
+    runs: int
+    values: Callable[[int], Tensor]
 
 
 def in_storage_order(by_head: Sequence[Tensor], planes: int) -> Tensor:

@@ -27,7 +27,7 @@ from .scores import (
     shifts_of,
     with_present,
 )
-from .unpacking import Pool, channels, form_of, packed_rows, paired_values, paired_words, tokens_of, values, words
+from .unpacking import channels, form_of, packed_rows, paired_values, paired_words, pool_of, tokens_of, values, words
 
 
 @triton.jit
@@ -91,8 +91,8 @@ def _over_pages(
 )  # fmt: skip
 def attend_split(
     q, k_codes, k_scale, k_zero, k_ring, v_codes, v_scale, v_zero, v_ring, k_new, v_new, q_packed, shift, k_points,
-    v_points, cos, sin, center, mask, starts, partial, partial_lse, length, queries, scale, k_stride, k_params,
-    v_stride, v_params, table_batch, table_row, mask_batch, mask_head, mask_query,
+    v_points, lower, boosted, cos, sin, center, mask, starts, partial, partial_lse, length, queries, scale, k_stride,
+    k_params, v_stride, v_params, table_batch, table_row, mask_batch, mask_head, mask_query,
     Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr,
     EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -107,8 +107,8 @@ def attend_split(
     n = tl.load(length).to(tl.int32)
     k_rows, v_rows = packed_rows(n, K), packed_rows(n, V)
     group, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1) - 1
-    key = Pool(k_codes + group * k_stride, k_scale + group * k_params, k_zero + group * k_params, k_points)
-    value = Pool(v_codes + group * v_stride, v_scale + group * v_params, v_zero + group * v_params, v_points)
+    key = pool_of(k_codes, k_scale, k_zero, k_points, lower, boosted, group, k_stride, k_params, K)
+    value = pool_of(v_codes, v_scale, v_zero, v_points, None, None, group, v_stride, v_params, V)
     k_ring, v_ring = k_ring + group * (K.sinks + K.window) * K.dim, v_ring + group * (V.sinks + V.window) * K.dim
     k_new, v_new = k_new + group * queries * K.dim, v_new + group * queries * K.dim
     rope = Rope(cos, sin, group // Q.groups * table_batch, table_row, center, group * K.dim)

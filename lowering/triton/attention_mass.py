@@ -22,7 +22,7 @@ from .scores import (
     seen_by,
     shifts_of,
 )
-from .unpacking import Pool, tokens_of
+from .unpacking import pool_of, tokens_of
 
 
 @triton.jit
@@ -57,13 +57,13 @@ def _mass(
     ]
 )
 def sum_attention(
-    q, k_codes, k_scale, k_zero, k_ring, k_new, q_packed, shift, k_points, cos, sin, center, mask, lse, mass, n,
-    queries, scale, k_rows, tiles, k_stride, k_params, table_batch, table_row, mask_batch, mask_head, mask_query,
-    LARGEST: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, EXACT: tl.constexpr,
+    q, k_codes, k_scale, k_zero, k_ring, k_new, q_packed, shift, k_points, lower, boosted, cos, sin, center, mask, lse,
+    mass, n, queries, scale, k_rows, tiles, k_stride, k_params, table_batch, table_row, mask_batch, mask_head,
+    mask_query, LARGEST: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Grid: for each KV head of all samples the ``tiles``, of packed rows and then of exact tokens."""
     tile, group = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
-    key = Pool(k_codes + group * k_stride, k_scale + group * k_params, k_zero + group * k_params, k_points)
+    key = pool_of(k_codes, k_scale, k_zero, k_points, lower, boosted, group, k_stride, k_params, K)
     rope = Rope(cos, sin, group // Q.groups * table_batch, table_row, center, group * K.dim)
     call, parts = Call(n, queries, scale, shift, mask, mask_batch, mask_head, mask_query), parts_of(K)
     packed, stop = tl.cdiv(k_rows, ROWS), n + queries

@@ -1,6 +1,6 @@
 """Where the kernels of attention are launched from, and what they serve."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import torch
@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpass.codec.bitpack import num_planes
+from kvpass.codec.boost import boosted
 from kvpass.codec.codebook import grid
 from kvpass.codec.hadamard import basis
 from kvpass.codec.rope import parse_rope
@@ -36,8 +37,9 @@ from .tuned import Case, configured
 from .unpacking import Layout
 
 _OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_VALUES = WIDTHS | {"per=channel", "per=token", "rotation", "grid"}
-_ATTENDED = _VALUES | {"pre_rope", "center"}, _VALUES
+_VALUES = WIDTHS | {"per=channel", "per=token", "rotation", "grid", "codec=second-level"}
+_ATTENDED = _VALUES | {"pre_rope", "center", "codec=boosted", "share"}, _VALUES
+_PRODUCT = 16  # rows and columns that one has at least
 _MERGED = 16  # splits taken together at a time
 _MOST = 1 << 31  # values of a head: within one, kernels count in 32 bits
 
@@ -63,6 +65,8 @@ def _refuses(dispatch: DispatchKey) -> str | None:
         return f"pages hold a power of two tokens, not {key.page_size}."
     if v_retention.window < k_retention.window:
         return "values must not leave the window before keys."
+    if key.quantizer.codec == "boosted" and key.page_size // max(num_planes(spec.bits) for spec in specs) < _PRODUCT:
+        return f"boosted channels take pages of {_PRODUCT} tokens for each plane of bits, not {key.page_size} in all."
     return None
 
 
@@ -70,7 +74,8 @@ def _layout(spec: CodecSpec, planes: int, head_dim: int, rope: str = "") -> Layo
     codes, retention = spec.quantizer, spec.retention
     return Layout(
         codes.bits, codes.dim, codes.per == "channel", codes.group_size, retention.page_size, planes, retention.sinks,
-        retention.residual, retention.ring_size, head_dim, *(parse_rope(rope) if rope else ()),
+        retention.residual, retention.ring_size, head_dim, *(parse_rope(rope) if rope else (0, False)),
+        codes.codec == "second-level", boosted(spec, head_dim) if codes.codec == "boosted" else 0,
     )  # fmt: skip
 
 
@@ -79,7 +84,8 @@ def case_of(
     specs: tuple[CodecSpec, CodecSpec], rope: str, head_dim: int, rows: int, dtype: torch.dtype, masked: bool
 ) -> Case:
     """What a launch with as many query ``rows`` a KV head chooses its configuration by."""
-    planes, codebook = max(num_planes(spec.bits) for spec in specs), any(spec.quantizer.grid for spec in specs)
+    planes = max(num_planes(spec.bits) for spec in specs)
+    codebook = any(spec.quantizer.grid or spec.quantizer.codec for spec in specs)  # as if, by their registers
     return Case(planes, head_dim, dtype.itemsize, rows, codebook, bool(rope), masked)
 
 
@@ -116,6 +122,8 @@ class _Launch:
     rotary: tuple[Tensor, Tensor, str] | None
     center: Tensor | None
     starts: Tensor | None = None
+    lower: Tensor | None = None
+    boosted: Tensor | None = None
 
     def __post_init__(self):
         self.q, self.k_new, rope, mask = self.q.contiguous(), self.k_new.contiguous(), "", self.mask
@@ -136,6 +144,9 @@ class _Launch:
         masked = mask is not None or self.starts is not None
         case = case_of(self.specs, rope, self.head_dim, self.rows, self.q.dtype, masked)
         self.config = configured(case, self.q.device)
+        if self.specs[0].quantizer.codec == "boosted":  # whose rows are of one page
+            of_page = self.specs[0].page_size // case.planes
+            self.config = replace(self.config, rows=min(self.config.rows, of_page))
         self.layouts, self.rules = _compiled_for(
             self.specs, rope, self.head_dim, self.heads, self.groups, self.queries, self.q.dtype,
             None if mask is None else mask.dtype, self.causal, self.softcap, self.config,
@@ -192,10 +203,11 @@ class _Launch:
         with torch.cuda.device_of(q):
             attend_split[self.batch * self.groups, splits, tiles](
                 q, *self.key, *value, self.k_new, v_new.contiguous(), self.packed_queries, self.shift,
-                *map(self.points, self.specs), *self.rotary_tables, self.mask, self.starts, partial, partial_lse,
-                self.length, self.queries, self.scale, self.key[0].stride(1), self.key[1].stride(1), value[0].stride(1),
-                value[1].stride(1), *self.strides, self.rules, K, V, config.rows, config.together, config.exact,
-                config.stages, num_warps=config.warps, maxnreg=config.registers, enable_fp_fusion=True,
+                *map(self.points, self.specs), self.lower, self.boosted, *self.rotary_tables, self.mask, self.starts,
+                partial, partial_lse, self.length, self.queries, self.scale, self.key[0].stride(1),
+                self.key[1].stride(1), value[0].stride(1), value[1].stride(1), *self.strides, self.rules, K, V,
+                config.rows, config.together, config.exact, config.stages, num_warps=config.warps,
+                maxnreg=config.registers, enable_fp_fusion=True,
             )  # fmt: skip
             if (rotation := self.specs[1].transform.rotation) is not None:
                 partial[:, :-1] = partial[:, :-1] @ basis(self.head_dim, rotation, device).mT
@@ -214,9 +226,9 @@ class _Launch:
         with torch.cuda.device_of(self.q):
             sum_attention[tiles * self.batch * self.groups,](
                 self.q, *self.key, self.k_new, self.packed_queries, self.shift, self.points(self.specs[0]),
-                *self.rotary_tables, self.mask, lse, mass, self.n, self.queries, self.scale, k_rows,
-                tiles, self.key[0].stride(1), self.key[1].stride(1), *self.strides, largest, self.rules, K, config.rows,
-                config.exact, num_warps=MASS_WARPS, maxnreg=config.registers, enable_fp_fusion=True,
+                self.lower, self.boosted, *self.rotary_tables, self.mask, lse, mass, self.n, self.queries, self.scale,
+                k_rows, tiles, self.key[0].stride(1), self.key[1].stride(1), *self.strides, largest, self.rules, K,
+                config.rows, config.exact, num_warps=MASS_WARPS, maxnreg=config.registers, enable_fp_fusion=True,
             )  # fmt: skip
         return mass
 
@@ -238,12 +250,13 @@ def attend(
     if mask is not None and importance is not None and k_spec.retention.evicts:
         mask = with_past(mask, importance, n, q.shape)
     past = (
-        (*(whole(pool, spec.retention.pages(n)) for pool in pack.pools), pack.ring)
+        ((*pools[:3], pack.ring), tuple(pools[3:]))
         for pack, spec in ((key, k_spec), (value, v_spec))
+        if (pools := [whole(pool, spec.retention.pages(n)) for pool in pack.pools])
     )
-    center, key, value = key.center, *past
-    length = on_device(length, n, q.device)
-    launch = _Launch(q, key, k_new, n, length, mask, causal, scale, softcap, (k_spec, v_spec), rotary, center, starts)
+    center, (key, boost), (value, _) = key.center, *past
+    length, specs = on_device(length, n, q.device), (k_spec, v_spec)
+    launch = _Launch(q, key, k_new, n, length, mask, causal, scale, softcap, specs, rotary, center, starts, *boost)
     if not statistic:
         return [launch.attend(value, v_new, sinks, None)]
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)

@@ -22,7 +22,8 @@ class Layout(NamedTuple):
 
     code: values of a code. planes: tokens of a row, as many as keys and values can be unpacked in together. residual:
     tokens behind the pages at least; window: slots for them. pairs, interleaved: the rotation (`kvpass.codec.rope`) of
-    tokens as they are read; no pairs, none.
+    tokens as they are read; no pairs, none. two_level: scales are codes (`kvpass.codec.second_level`). boosted:
+    channels of a page with lower codes (`kvpass.codec.boost`).
     """
 
     bits: int
@@ -37,15 +38,43 @@ class Layout(NamedTuple):
     dim: int
     pairs: int = 0
     interleaved: bool = False
+    two_level: bool = False
+    boosted: int = 0
 
 
 class Pool(NamedTuple):
-    """Pointers to a KV head of a packed tensor; ``points`` are those of its grid, None if it has none."""
+    """Pointers to a KV head of a packed tensor, None for what it has not; ``points`` are those of its grid.
+
+    Where scales are codes, ``scale`` are these and those of zero points, ``zero_point`` the two numbers that either
+    stands under. lower, boosted: codes and places of channels in twice the bits.
+    """
 
     codes: tl.tensor
     scale: tl.tensor
     zero_point: tl.tensor
     points: tl.tensor | None
+    lower: tl.tensor | None
+    boosted: tl.tensor | None
+
+
+@triton.constexpr_function
+def _params(layout):
+    """Scales of a page."""
+    if layout.channelwise:
+        return layout.page // layout.group * layout.dim
+    return layout.page * (layout.dim // layout.group)
+
+
+@triton.jit
+def pool_of(codes, scale, zero_point, points, lower, boosted, head, stride, params, L: tl.constexpr):
+    """The `Pool` of a head, of pointers to the first; stride, params: from head to head, of codes and of scales."""
+    SIZE: tl.constexpr = _params(L)
+    zero_point += head * (params // (2 * SIZE) * 4 if L.two_level else params)
+    if lower is not None:
+        pages = stride // (L.page * L.bits // 8 * L.dim)
+        lower += head * pages * (L.page * L.bits // 8 * L.boosted)
+        boosted += head * pages * L.boosted
+    return Pool(codes + head * stride, scale + head * params, zero_point, points, lower, boosted)
 
 
 @triton.jit
@@ -85,17 +114,18 @@ def tokens_of(first, stop, ROWS: tl.constexpr, L: tl.constexpr):
 
 
 @triton.jit
-def words(codes, first, stop, column, real, ROWS: tl.constexpr, L: tl.constexpr):
-    """All codes of rows ``[first, first + ROWS)``, ``[ROWS, columns]``, 0 from ``stop`` on."""
+def words(codes, first, stop, column, real, ROWS: tl.constexpr, L: tl.constexpr, LOWER: tl.constexpr = False):
+    """All codes of rows ``[first, first + ROWS)``, ``[ROWS, columns]``, 0 from ``stop`` on; or the ``LOWER`` ones."""
     tokens: tl.constexpr = L.page // L.planes
+    across: tl.constexpr = L.boosted if LOWER else L.dim // L.code
     wide: tl.constexpr = L.planes * L.bits > 32
     rows = first + tl.arange(0, ROWS)
     line = (rows >> _places(L)) * (L.page * L.bits // 8) + (rows & (tokens - 1))
-    byte = codes + line[:, None] * (L.dim // L.code) + column[None, :]
+    byte = codes + line[:, None] * across + column[None, :]
     there = (rows < stop)[:, None] & real[None, :]
     word = tl.zeros(byte.shape, tl.int64 if wide else tl.int32)
     for i in tl.static_range(L.planes * L.bits // 8):
-        word |= tl.load(byte + i * tokens * (L.dim // L.code), mask=there, other=0).to(word.dtype) << 8 * i
+        word |= tl.load(byte + i * tokens * across, mask=there, other=0).to(word.dtype) << 8 * i
     return word
 
 
@@ -110,10 +140,11 @@ class Form(NamedTuple):
 
 @triton.constexpr_function
 def form_of(points, L, dtype, together):
-    """The `Form` for products of ``dtype``. None where values are looked up, rotated or multiplied in float32, or where
-    planes are not known when the kernel is compiled, because they are not all taken together."""
+    """The `Form` for products of ``dtype``. None where values are looked up, rotated, boosted, under scales that are
+    codes, or multiplied in float32, or where planes are not known when the kernel is compiled, because they are not all
+    taken together."""
     odd = (L.dim if L.channelwise else L.group) % 2
-    if points is not None or L.pairs or odd or dtype == tl.float32 or together < L.planes:
+    if points is not None or L.pairs or L.two_level or L.boosted or odd or dtype == tl.float32 or together < L.planes:
         return None
     return Form(dtype, 10, 0x64006400) if dtype == tl.float16 else Form(dtype, 7, 0x43004300)
 
@@ -316,6 +347,29 @@ def _unscaled(code, points, CODE: tl.constexpr):
 
 
 @triton.jit
+def _boosts(pool, first, stop, channel, plane, ROWS: tl.constexpr, L: tl.constexpr):
+    """What lower codes add to those of a plane of rows, which are of one page, at channels ``channel``: a product with
+    ones puts them in their columns."""
+    column = tl.arange(0, max(16, triton.next_power_of_2(L.boosted)))
+    real = column < L.boosted
+    code = _codes(words(pool.lower, first, stop, column, real, ROWS, L, True), plane, L.bits, L.planes)
+    mine = tl.load(pool.boosted + (first >> _places(L)) * L.boosted + column, mask=real, other=-1)
+    ones = (mine[:, None] == channel[None, :]).to(tl.float16)
+    return tl.dot(code.to(tl.float16), ones, input_precision="ieee") * 0.5**L.bits
+
+
+@triton.jit
+def _second_level(pool, line, where, known, WHICH: tl.constexpr, L: tl.constexpr):
+    """Scales (``WHICH`` 0), or zero points (1), of codes of them at ``where`` in their page; those of ``line``."""
+    SIZE: tl.constexpr = _params(L)
+    lines: tl.constexpr = L.page // L.group if L.channelwise else L.page
+    page = line[:, None] >> (lines.bit_length() - 1)
+    code = tl.load(pool.scale + where + (page + WHICH) * SIZE, mask=known, other=0).to(tl.float32)
+    step = tl.load(pool.zero_point + page * 4 + WHICH * 2, mask=known, other=0).to(tl.float32)
+    return code * step + tl.load(pool.zero_point + page * 4 + WHICH * 2 + 1, mask=known, other=0).to(tl.float32)
+
+
+@triton.jit
 def values(word, pool, first, stop, channel, real, plane, L: tl.constexpr, WHOLE: tl.constexpr):
     """A plane of the rows of ``word``, dequantized: ``[rows, columns]`` float32.
 
@@ -323,6 +377,8 @@ def values(word, pool, first, stop, channel, real, plane, L: tl.constexpr, WHOLE
     rows, channels along groups, of which there are only parts if not ``WHOLE``. Groups on grids have no zero point.
     """
     x = _unscaled(_codes(word, plane, L.bits, L.planes), pool.points, L.code)
+    if L.boosted:
+        x += _boosts(pool, first, stop, channel, plane, word.shape[0], L)
     line, there = _params_of(first, stop, plane, word.shape[0], L)
     if L.channelwise:
         where, known = line[:, None] * L.dim + channel[None, :], there[:, None] & real[None, :]
@@ -336,6 +392,10 @@ def values(word, pool, first, stop, channel, real, plane, L: tl.constexpr, WHOLE
         where, known = line[:, None] * groups + group[None, :], there[:, None] & counts[None, :]
         shape: tl.constexpr = (x.shape[0], padded, x.shape[1] // padded)
         dim: tl.constexpr = 2
+    if L.two_level:
+        scale = _second_level(pool, line, where, known, 0, L)
+        zero_point = _second_level(pool, line, where, known, 1, L)
+        return tl.reshape(tl.reshape(x, shape) * tl.expand_dims(scale, dim) + tl.expand_dims(zero_point, dim), x.shape)
     scale = tl.load(pool.scale + where, mask=known, other=0).to(tl.float32)
     by_group = tl.reshape(x, shape) * tl.expand_dims(scale, dim)
     if pool.points is None:

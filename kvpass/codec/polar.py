@@ -1,0 +1,60 @@
+"""Pairs of channels as radius and angle, each under uniform codes (PolarQuant, arXiv 2502.00527).
+
+Rotary embedding turns channels in pairs, and one of a pair may be large where the other is not: as points of a plane
+they lie on an arc, whose radius next to does not change from token to token. Pairs are channels ``(i, i + D / 2)``; of
+a token the first half of its codes are radii, the second angles in ``[-pi, pi]``.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import KVPassError
+from .kept import CODECS, Codec, Kept, built_in
+from .pages import decode_pages, encode_pages
+from .spec import CodecSpec
+
+
+def polar(x: Tensor) -> Tensor:
+    """``[..., D]`` -> radii and angles, ``[..., D]`` float32."""
+    first, second = x.float().chunk(2, -1)
+    return torch.cat([torch.hypot(first, second), torch.atan2(second, first)], -1)
+
+
+def cartesian(x: Tensor) -> Tensor:
+    """Inverse of `polar`."""
+    radius, angle = x.chunk(2, -1)
+    return torch.cat([radius * angle.cos(), radius * angle.sin()], -1)
+
+
+def encode(x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor], stored: None = None) -> tuple[Tensor, ...]:
+    """What `encode_pages` keeps of the radii and angles of whole pages ``[B, H, N * P, D]``."""
+    return encode_pages(polar(x).to(x.dtype), built_in(spec))
+
+
+def decode(codes: Tensor, scale: Tensor, zero_point: Tensor, spec: CodecSpec) -> Tensor:
+    """Inverse of `encode` up to rounding: ``[B, H, N * P, D]`` float32."""
+    return cartesian(decode_pages(codes, scale, zero_point, built_in(spec)))
+
+
+def _even(spec: CodecSpec, head_dim: int) -> tuple[int, int]:
+    if head_dim % 2:
+        raise KVPassError(f"head_dim={head_dim}: channels are taken in pairs.")
+    return spec.rows, head_dim
+
+
+def _check(spec: CodecSpec) -> None:
+    quantizer, of = spec.quantizer, spec.transform
+    if quantizer.per != "channel" or quantizer.raw or quantizer.grid or quantizer.subspace is not None:
+        raise KVPassError("Radii and angles have uniform codes per channel: no grid, floats or subspace.")
+    if of.rotation is not None:
+        raise KVPassError("Channels that are rotated by a Hadamard matrix are in no pairs: use rotation=None.")
+
+
+CODECS["polar"] = Codec(
+    {**CODECS[""].tensors, "codes": Kept(_even, torch.uint8)},
+    encode,
+    decode,
+    check=_check,
+)

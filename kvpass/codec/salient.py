@@ -1,0 +1,120 @@
+"""Some tokens of a page in twice the bits: those that matter most by ZipCache's saliency (arXiv 2405.14256, section
+4.2). Either kind of token is coded as pages of its own: keys per channel, values per token and channel-separable.
+
+Saliency is normalised attention, ``sum_k A[k, i] / nnz(A[:, i])`` over probes k: `QUERIES` of the prompt's queries, and
+A their softmax over all tokens that are packed at once, without a causal mask, so that the divisor is the same for all.
+Values have more bits where their keys do.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import KVPassError
+from ..layout.retention import Retention
+from .bitpack import byte_rows, pack, smallest_page, unpack
+from .kept import CODECS, Codec, Kept, built_in, codec_of
+from .pages import decode_pages, encode_pages
+from .spec import CodecSpec
+
+
+def tokens_of(spec: CodecSpec) -> tuple[int, int]:
+    """How many tokens of a page are salient, and how many are not. Raises `KVPassError` if these are no pages."""
+    salient = round(spec.quantizer.share * spec.page_size)
+    counts, widths = (salient, spec.page_size - salient), (2 * spec.bits, spec.bits)
+    if min(counts) <= 0 or any(n % smallest_page(bits) for n, bits in zip(counts, widths, strict=True)):
+        found = f"{counts[0]} tokens of {widths[0]} bits and {counts[1]} of {widths[1]}"
+        raise KVPassError(f"share={spec.quantizer.share}: {found} do not fill whole bytes, or are none.")
+    return counts
+
+
+@cache
+def kinds(spec: CodecSpec, head_dim: int) -> list[CodecSpec]:
+    """What salient tokens, and the others, are coded by: as pages of their own."""
+    codes, keys, specs = built_in(spec).quantizer, spec.quantizer.per == "channel", []
+    codes = replace(codes, codec="" if keys else "channel-separable")
+    for n, bits in zip(tokens_of(spec), (2 * spec.bits, spec.bits), strict=True):
+        own = replace(codes, bits=bits, group_size=n if keys else head_dim)
+        specs.append(replace(spec, quantizer=own, retention=Retention(n, n)))
+    return specs
+
+
+def slots(marks: Tensor, salient: int) -> Tensor:
+    """Where pages of marks ``[..., N, 1, P / 8]`` keep their tokens, so many of them salient: ``[..., N, P]`` int64."""
+    is_salient = unpack(marks.mT, 1).squeeze(-1)
+    token = torch.arange(is_salient.shape[-1], device=marks.device)
+    before = (is_salient.float() @ (token[:, None] < token).float()).long()  # how many salient ones come before
+    other = (token - before + salient).clamp(max=len(token) - 1)  # pages that are not written have no salient ones
+    return torch.where(is_salient > 0, before, other)
+
+
+def marked(x: Tensor, spec: CodecSpec, probes: Tensor) -> Tensor:
+    """Marks ``[B, H, N, P / 8, 1]`` of the keys ``[B, H, N * P, D]`` that probes ``[B, H, Q, D]`` pay most."""
+    paid = (x.float() @ probes.float().mT).softmax(2).mean(-1).unflatten(2, (-1, spec.page_size))
+    most = paid.topk(tokens_of(spec)[0], -1).indices
+    return pack(torch.zeros_like(paid, dtype=torch.uint8).scatter(-1, most, 1).unsqueeze(-1), 1)
+
+
+def encode(x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor], stored: None = None) -> tuple[Tensor, ...]:
+    """What is kept of whole pages ``[B, H, N * P, D]``: marks ``[B, H, N, 1, P / 8]`` uint8, and what the codecs of
+    either kind of tokens keep.
+
+    fitted: the probes ``[B, H, Q, D]`` for keys; for values the marks of their keys ``[B, H, N, P / 8, 1]``.
+    """
+    (chosen,), counts, head_dim = fitted, tokens_of(spec), x.shape[-1]
+    marks = chosen if spec.quantizer.chosen_by == "keys" else marked(x, spec, chosen)
+    order = slots(marks.mT, counts[0]).argsort(-1).unsqueeze(-1)
+    by_kind = x.unflatten(2, (-1, spec.page_size)).gather(3, order.expand(*order.shape[:-1], head_dim))
+    kept = [marks.mT]
+    for part, each in zip(by_kind.split(counts, 3), kinds(spec, head_dim), strict=True):
+        codes, scale, zero_point, *factor = encode_pages(part.flatten(2, 3), each)
+        kept += [codes, scale, zero_point, *(factor or [scale[..., :0, :]])]
+    return tuple(kept)
+
+
+def of_kinds(kept: Sequence[Tensor]) -> list[list[Tensor]]:
+    """What the codecs of either kind keep, of what pages do behind their marks."""
+    return [[tensor for tensor in half if tensor.shape[-2]] for half in (kept[:4], kept[4:])]
+
+
+def decode(*kept_and_spec: Any) -> Tensor:
+    """Inverse of `encode` up to rounding: ``[B, H, N * P, D]`` float32."""
+    marks, *kept, spec = kept_and_spec
+    each = zip(of_kinds(kept), kinds(spec, kept[0].shape[-1]), strict=True)
+    by_kind = torch.cat([decode_pages(*own, of).unflatten(2, (-1, of.page_size)) for own, of in each], 3)
+    where = slots(marks, tokens_of(spec)[0]).unsqueeze(-1)
+    return by_kind.gather(3, where.expand_as(by_kind)).flatten(2, 3)
+
+
+def _check(spec: CodecSpec) -> None:
+    codes = spec.quantizer
+    if codes.bits > 4 or codes.grid or codes.eta or codes.subspace or spec.transform.rotation is not None:
+        raise KVPassError("Tokens have two widths where codes are uniform, up to 4 bits: no grid, eta or rotation.")
+    if spec.transform.pre_rope or not codes.chosen_by:
+        raise KVPassError("Saliency is attention behind rotary embedding, by queries: rope='post', and chosen_by.")
+    tokens_of(spec)
+
+
+def _kept(which: int, name: str) -> Kept:
+    def shape(spec: CodecSpec, head_dim: int) -> tuple[int, ...]:
+        of = kinds(spec, head_dim)[which]
+        tensors = codec_of(of).tensors
+        return tensors[name].shape(of, head_dim) if name in tensors else (0, head_dim)
+
+    return Kept(shape, torch.uint8 if name == "codes" else None)
+
+
+_TENSORS = (*CODECS[""].tensors, "factor")
+CODECS["salient"] = Codec(
+    {
+        "marks": Kept(lambda spec, head_dim: (1, byte_rows(spec.page_size, 1)), torch.uint8),
+        **{f"{kind}{name}": _kept(i, name) for i, kind in enumerate(("", "other_")) for name in _TENSORS},
+    },
+    encode,
+    decode,
+    check=_check,
+)

@@ -1,0 +1,241 @@
+"""Pages of each codec as attention reads them: planes of values, and terms beside them.
+
+What a page holds is a sum. The first term are codes that a shift and a mask take out of their bytes, as numbers under
+scales and zero points, points of a codebook, or lattice points; all tokens have it. Others are of few channels, few
+values or low rank: a query takes them by its scores, and the output by sums, without a value being put together.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache, reduce
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpass.codec import lattice, salient
+from kvpass.codec.bitpack import num_planes, unpack_plane, unpack_plane_unshifted
+from kvpass.codec.codebook import grid, look_up
+from kvpass.codec.kept import built_in
+from kvpass.codec.quantizer import Quantizer
+from kvpass.codec.second_level import expand
+from kvpass.codec.spec import CodecSpec
+
+from .planes import Planes, weighted_sum
+from .terms import Boost, LowRank, Term, affine_at, code_at, outliers
+
+
+class Pages(NamedTuple):
+    """Pages as attention reads them.
+
+    kinds: planes of the tokens of a page, a kind of token after the other; ``slots`` ``[BH, N, P]`` says where in that
+        order each token is, if it is not its own place. beside: other terms.
+    """
+
+    kinds: list[Planes]
+    slots: Tensor | None = None
+    beside: Sequence[Term] = ()
+
+
+def opened(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
+    """What is ``kept`` of pages, ``[BH, N, ...]`` each, by the codec of ``spec``; points: see `points_of`."""
+    return OPENED[spec.quantizer.codec](kept, spec, points, head_dim)
+
+
+def points_of(spec: CodecSpec, device: torch.device) -> Tensor | None:
+    """The table that codes are looked up in."""
+    if spec.quantizer.codec == "e8":
+        return _lattice_words(device)
+    return grid(spec.quantizer.grid, device) if spec.quantizer.grid else None
+
+
+def plain(kept: Sequence[Tensor], quantizer: Quantizer, points: Tensor | None) -> Planes:
+    """Codes, scale and zero point as the built-in codec has them; points: those of its grid."""
+    codes, scale, zero_point = kept
+
+    def values(plane: int) -> Tensor:
+        if quantizer.grid:
+            which = unpack_plane(codes, quantizer.bits, plane)
+            tokens = which.shape[-2]
+            of_groups = scale.narrow(-2, plane * tokens, tokens).float().unsqueeze(-1)
+            return (look_up(which, points).unflatten(-1, (-1, quantizer.group_size)) * of_groups).flatten(-2)
+        numbers, unit = unpack_plane_unshifted(codes, quantizer.bits, plane)
+        return scaled(numbers.float(), unit, scale, zero_point, quantizer, plane)
+
+    return Planes(num_planes(quantizer.bits), values)
+
+
+def scaled(numbers: Tensor, unit: float, scale: Tensor, zero_point: Tensor | None, quantizer: Quantizer, plane: int):
+    """A plane of ``numbers`` ``[..., N, T, D]`` in units of ``unit`` under scales and zero points of whole pages."""
+    tokens = numbers.shape[-2]
+
+    def affine(x: Tensor, of: Callable[[Tensor], Tensor]) -> Tensor:
+        x = x * (of(scale) * unit)
+        return x if zero_point is None else x + of(zero_point)
+
+    if quantizer.per == "token":
+        groups = numbers.unflatten(-1, (-1, quantizer.group_size))
+        return affine(groups, lambda p: p.narrow(-2, plane * tokens, tokens).float().unsqueeze(-1)).flatten(-2)
+    first, count = plane * tokens // quantizer.group_size, max(1, tokens // quantizer.group_size)
+    if (first + count) * quantizer.group_size < (plane + 1) * tokens:  # groups that straddle planes
+        index = torch.arange(plane * tokens, (plane + 1) * tokens, device=numbers.device) // quantizer.group_size
+        return affine(numbers, lambda p: p.index_select(-2, index).float())
+    groups = numbers.unflatten(-2, (count, -1))
+    return affine(groups, lambda p: p.narrow(-2, first, count).float().unsqueeze(-2)).flatten(-3, -2)
+
+
+def _plain(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
+    return Pages([plain(kept, spec.quantizer, points)])
+
+
+def _two_levels(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
+    return Pages([plain([kept[0], *expand(*kept[1:])], spec.quantizer, None)])
+
+
+def _divided(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
+    """Pages that were divided by a factor for each token, or for each channel (`codec.balance`)."""
+    *kept, factor = kept
+    planes = plain(kept, spec.quantizer, None)
+
+    def values(plane: int) -> Tensor:
+        x = planes.values(plane)
+        of_tokens = factor.shape[-2] > 1
+        mine = factor.narrow(-2, plane * x.shape[-2], x.shape[-2]) if of_tokens else factor
+        return x * mine.float()
+
+    return Pages([Planes(planes.runs, values)])
+
+
+def _polar(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
+    """Radii and angles (`codec.polar`); a sine is a cosine a quarter turn before."""
+    planes = plain(kept, spec.quantizer, None)
+
+    def values(plane: int) -> Tensor:
+        radius, angle = planes.values(plane).unflatten(-1, (2, -1)).split(1, -2)
+        quarter = torch.arange(2, device=angle.device).unsqueeze(-1) * (math.pi / 2)
+        return (radius * (angle - quarter).cos()).flatten(-2)
+
+    return Pages([Planes(planes.runs, values)])
+
+
+def _salient(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
+    """Two kinds of tokens, as pages of their own (`codec.salient`)."""
+    marks, *kept = kept
+    each = zip(salient.of_kinds(kept), salient.kinds(spec, head_dim), strict=True)
+    kinds = [planes for own, of in each for planes in opened(own, of, None, head_dim).kinds]
+    return Pages(kinds, salient.slots(marks, salient.tokens_of(spec)[0]))
+
+
+# ---------------------------------------------------------------- codebooks and lattices
+
+
+def _nuq(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
+    """A datatype for each page (`codec.nuq`), by as many comparisons as it has steps: vectors have no look-up in a
+    table of each page's own."""
+    codes, scale, zero_point, own, values_, positions = kept
+    own, levels = own.float().unsqueeze(-2), 2**spec.bits
+
+    def values(plane: int) -> Tensor:
+        which, unit = unpack_plane_unshifted(codes, spec.bits, plane)
+        which, units = which.float(), own[..., 0]
+        for i in range(1, levels):
+            units = torch.where(which >= i / unit, own[..., i], units)
+        return scaled(units, 1.0, scale, zero_point, spec.quantizer, plane)
+
+    def at(token: Tensor, channel: Tensor) -> Tensor:
+        which = code_at(codes, spec.bits, token, channel)
+        units = own.flatten(2).gather(-1, which.long())
+        return affine_at(units, scale, zero_point, spec.quantizer, token, channel)
+
+    return Pages([Planes(num_planes(spec.bits), values)], None, outliers(values_, positions, at, spec, head_dim))
+
+
+@cache
+def _lattice_words(device: torch.device) -> Tensor:
+    """Magnitudes of the E8 codebook as words ``[256]`` int32: two bits for each of eight, and above them whether their
+    sum is odd."""
+    table = lattice.magnitudes()
+    shifts = 2 * torch.arange(lattice.DIM)
+    words = ((table - 0.5).int() << shifts).sum(-1) | (table.sum(-1).int() % 2 << 2 * lattice.DIM)
+    return words.int().to(device)
+
+
+def _e8(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
+    """Lattice points (`codec.lattice`): one word for eight values, and shifts."""
+    codes, scale = kept
+
+    def values(plane: int) -> Tensor:
+        which, signs = codes.chunk(2, -1)
+        word, bits = points[which.long()], signs.int() & 127
+        odd = bits ^ (bits >> 4)
+        odd = odd ^ (odd >> 2)
+        odd = (odd ^ (odd >> 1) ^ (word >> 2 * lattice.DIM)) & 1
+        bits = (bits | (odd << 7)).unsqueeze(-1)
+        i = torch.arange(lattice.DIM, device=codes.device, dtype=torch.int32)
+        size = ((word.unsqueeze(-1) >> 2 * i) & 3).float() + 0.5
+        shift = torch.where(signs > 127, 0.25, -0.25).unsqueeze(-1)
+        units = (size * (1 - 2 * ((bits >> i) & 1)).float() + shift).flatten(-2)
+        groups = units.unflatten(-1, (-1, spec.quantizer.group_size))
+        return (groups * (scale.float() / lattice.UNIT).unsqueeze(-1)).flatten(-2)
+
+    return Pages([Planes(1, values)])
+
+
+# ---------------------------------------------------------------- codes and terms beside them
+
+
+def _boosted(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
+    codes, scale, zero_point, lower, channels = kept
+    planes = plain((codes, scale, zero_point), spec.quantizer, None)
+    if not channels.shape[-1]:
+        return Pages([planes])
+    channels = channels.long()
+    fine = scale.float().gather(-1, channels.expand(*scale.shape[:-1], -1)) * 0.5**spec.bits
+    fine = torch.cat([fine, fine[..., :1]], -1)[..., :-1]  # computed once, too
+
+    def values(plane: int) -> Tensor:
+        numbers, unit = unpack_plane_unshifted(lower, spec.bits, plane)
+        return scaled(numbers.float(), unit, fine, None, spec.quantizer, plane)
+
+    return Pages([planes], None, [Boost(Planes(planes.runs, values), channels.squeeze(-2))])
+
+
+def _error_term(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
+    codes, scale, zero_point, values, positions, tall, wide = kept
+    low_rank = [LowRank(tall, wide)] if spec.quantizer.rank else []
+
+    def at(token: Tensor, channel: Tensor) -> Tensor:
+        which = code_at(codes, spec.bits, token, channel).float()
+        found = affine_at(which, scale, zero_point, spec.quantizer, token, channel)
+        return sum((term.at(token, channel) for term in low_rank), found)
+
+    beside = [*low_rank, *outliers(values, positions, at, spec, head_dim)]
+    return Pages([plain((codes, scale, zero_point), built_in(spec).quantizer, None)], None, beside)
+
+
+OPENED: dict[str, Callable[[Sequence[Tensor], CodecSpec, Tensor | None, int], Pages]] = {
+    "": _plain,
+    "second-level": _two_levels,
+    "sinkhorn": _divided,
+    "channel-separable": _divided,
+    "polar": _polar,
+    "salient": _salient,
+    "nuq": _nuq,
+    "e8": _e8,
+    "boosted": _boosted,
+    "error-term": _error_term,
+}
+"""How attention reads pages, by `Quantizer.codec`."""
+
+
+def page_values(weights: Tensor, pages: Pages, basis: Tensor | None) -> Tensor:
+    """Values in pages, weighted by ``[BH, R, N, P]``: ``[BH, R, D]``."""
+    by_slot = weights
+    if pages.slots is not None:
+        by_slot = torch.zeros_like(weights).scatter(-1, pages.slots[:, None].expand_as(weights), weights)
+    planes = [[kind.values(j) for j in range(kind.runs)] for kind in pages.kinds]
+    counts = [sum(plane.shape[2] for plane in of_kind) for of_kind in planes]
+    parts = zip(by_slot.split(counts, -1), planes, strict=True)
+    out = reduce(torch.add, (weighted_sum(*part) for part in parts))
+    out = out if basis is None else out @ basis.mT
+    return sum((term.values(weights) for term in pages.beside), out)

@@ -1,0 +1,155 @@
+"""What pages hold beside the codes that all their values have: of few channels, few values, or low rank.
+
+A query takes each by its scores, and the output by sums, without a value being put together.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from kvpass.codec.bitpack import FIELDS, byte_rows
+from kvpass.codec.outliers import places
+from kvpass.codec.quantizer import Quantizer
+from kvpass.codec.rope import parse_rope
+from kvpass.codec.spec import CodecSpec
+
+from .planes import Planes, in_storage_order
+
+
+class Turns(NamedTuple):
+    """Rotary tables ``[B, tokens, p]`` and kind of keys that are stored before it; ``tokens`` ``[N, P]`` in pages."""
+
+    cos: Tensor
+    sin: Tensor
+    rope: str
+    tokens: Tensor
+
+
+class Term(Protocol):
+    """What pages hold besides their planes."""
+
+    def scores(self, q: Tensor, turns: Turns | None) -> Tensor:
+        """Of queries ``[BH, R, D]``: ``[BH, R, N, P]``."""
+        ...
+
+    def values(self, weights: Tensor) -> Tensor:
+        """Weighted by ``[BH, R, N, P]``: ``[BH, R, D]``."""
+        ...
+
+
+class Boost(NamedTuple):
+    """The lower codes of some channels of each page (`codec.boost`), which take the queries of those channels."""
+
+    planes: Planes
+    of_channels: Tensor  # [BH, N, K]
+
+    def scores(self, q: Tensor, turns: Turns | None) -> Tensor:
+        index = self.of_channels[:, None].expand(-1, q.shape[1], -1, -1)
+        mine = q[:, :, None].expand(-1, -1, index.shape[2], -1).gather(-1, index)
+        mine = torch.cat([mine, mine[..., :1]], -1)[..., :-1]  # computed once: otherwise anew for every token
+        by_plane = [self.planes.values(j) for j in range(self.planes.runs)]
+        by_head = [(x * mine[:, r, :, None]).sum(-1) for r in range(q.shape[1]) for x in by_plane]
+        return in_storage_order(by_head, self.planes.runs).unflatten(-1, (index.shape[2], -1))
+
+    def values(self, weights: Tensor) -> Tensor:
+        raise NotImplementedError("Channels are boosted of keys alone.")
+
+
+class LowRank(NamedTuple):
+    """A product of two thin matrices (`codec.error_term`): queries take the wide one, weights the tall one."""
+
+    tall: Tensor  # [BH, N, P, r]
+    wide: Tensor  # [BH, N, r, D]
+
+    def scores(self, q: Tensor, turns: Turns | None) -> Tensor:
+        folded = (q[:, :, None, None] * self.wide[:, None].float()).sum(-1)
+        return (folded.unsqueeze(-2) * self.tall[:, None].float()).sum(-1)
+
+    def values(self, weights: Tensor) -> Tensor:
+        folded = (weights.unsqueeze(-1) * self.tall[:, None].float()).sum(-2)
+        return (folded.unsqueeze(-1) * self.wide[:, None].float()).sum((2, 3))
+
+    def at(self, token: Tensor, channel: Tensor) -> Tensor:
+        parts = zip(self.tall.float().unbind(-1), self.wide.float().unbind(-2), strict=True)
+        products = [tall.gather(-1, token) * wide.gather(-1, channel) for tall, wide in parts]
+        return torch.stack(products).sum(0)
+
+
+class Outliers(NamedTuple):
+    """Values of a page that are kept exactly (`codec.outliers`), less what the other terms make of them."""
+
+    more: Tensor  # [BH, N, K]
+    token: Tensor
+    channel: Tensor
+    page_size: int
+    head_dim: int
+
+    def scores(self, q: Tensor, turns: Turns | None) -> Tensor:
+        heads, shape = q.shape[1], self.more.shape
+        channel, token = (each[:, None].expand(-1, heads, -1, -1) for each in (self.channel, self.token))
+        by_page = q[:, :, None].expand(-1, -1, shape[1], -1)
+        mine = by_page.gather(-1, channel)
+        if turns is not None:
+            cos, sin, partner = self._turned(turns)
+            mine = mine * cos[:, None] + by_page.gather(-1, partner[:, None].expand_as(channel)) * sin[:, None]
+        none = torch.zeros(*mine.shape[:-1], self.page_size, device=q.device)
+        return none.scatter_add(-1, token, mine * self.more[:, None])
+
+    def _turned(self, turns: Turns) -> tuple[Tensor, Tensor, Tensor]:
+        """What a query's own channel is worth to each value, and the other of its pair, ``[BH, N, K]`` each, and which
+        that is."""
+        (pairs, interleaved), channel = parse_rope(turns.rope), self.channel
+        first = channel % 2 == 0 if interleaved else channel < pairs
+        pair = channel // 2 if interleaved else channel % pairs
+        partner = torch.where(first, channel + (1 if interleaved else pairs), channel - (1 if interleaved else pairs))
+        in_pair = channel < 2 * pairs
+        tokens = turns.tokens.expand(channel.shape[0], -1, -1).gather(-1, self.token)
+        at = tokens * turns.cos.shape[-1] + torch.where(in_pair, pair, 0)
+        at = at.unflatten(0, (turns.cos.shape[0], -1)).flatten(1)
+        cos, sin = (table.flatten(1).gather(1, at).view(channel.shape).float() for table in (turns.cos, turns.sin))
+        cos, sin = torch.where(in_pair, cos, 1.0), torch.where(in_pair, torch.where(first, sin, -sin), 0.0)
+        return cos, sin, torch.where(in_pair, partner, channel)
+
+    def values(self, weights: Tensor) -> Tensor:
+        heads = weights.shape[1]
+        channel, token = (each[:, None].expand(-1, heads, -1, -1) for each in (self.channel, self.token))
+        mine = weights.gather(-1, token) * self.more[:, None]
+        none = torch.zeros(*mine.shape[:2], self.head_dim, device=mine.device)
+        return none.scatter_add(-1, channel.flatten(2), mine.flatten(2))
+
+
+_At = Callable[[Tensor, Tensor], Tensor]
+
+
+def outliers(values: Tensor, positions: Tensor, at: _At, spec: CodecSpec, head_dim: int) -> list[Term]:
+    """The outliers, if there are any; ``at`` is what is decoded at tokens and channels of pages, ``[BH, N, K]``."""
+    if not values.shape[-1]:
+        return []
+    where = places(positions)
+    token, channel = where // head_dim, where % head_dim
+    return [Outliers(values.squeeze(-2).float() - at(token, channel), token, channel, spec.page_size, head_dim)]
+
+
+def code_at(codes: Tensor, bits: int, token: Tensor, channel: Tensor) -> Tensor:
+    """Codes of pages ``[BH, N, rows, D]`` at a token and a channel, ``[BH, N, K]``: int32."""
+    page_size, start, place = codes.shape[-2] * 8 // bits, 0, 0
+    code = torch.zeros_like(token, dtype=torch.int32)
+    for width in FIELDS[bits]:
+        rows = byte_rows(page_size, width)
+        line = start + token % rows
+        byte = codes.flatten(-2).gather(-1, line * codes.shape[-1] + channel).int()
+        code = code | (((byte >> (token // rows * width).int()) & (2**width - 1)) << place)
+        start, place = start + rows, place + width
+    return code
+
+
+def affine_at(
+    numbers: Tensor, scale: Tensor, zero_point: Tensor, quantizer: Quantizer, token: Tensor, channel: Tensor
+) -> Tensor:
+    """``numbers`` at tokens and channels of pages, ``[BH, N, K]``, under the scales and zero points there."""
+    size, columns = quantizer.group_size, scale.shape[-1]
+    at = token // size * columns + channel if quantizer.per == "channel" else token * columns + channel // size
+    of, zero = (p.float().flatten(-2).gather(-1, at) for p in (scale, zero_point))
+    return numbers * of + zero
