@@ -19,6 +19,7 @@ from kvpass.layout.window import on_device
 from ..append import not_padding
 from ..reference import with_past
 from ..table import FEW, DispatchKey, implements
+from .allocated import FEATURES, attend_allocated, refuses_fields
 from .attend import attend_split, merge_splits
 from .attention_mass import sum_attention
 from .configs import (
@@ -37,7 +38,7 @@ from .unpacking import Layout
 
 _OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _VALUES = WIDTHS | {"per=channel", "per=token", "rotation", "grid"}
-_ATTENDED = _VALUES | {"pre_rope", "center"}, _VALUES
+_ATTENDED = _VALUES | FEATURES | {"pre_rope", "center", "page_frame"}, _VALUES | FEATURES
 _MERGED = 16  # splits taken together at a time
 _MOST = 1 << 31  # values of a head: within one, kernels count in 32 bits
 
@@ -63,7 +64,9 @@ def _refuses(dispatch: DispatchKey) -> str | None:
         return f"pages hold a power of two tokens, not {key.page_size}."
     if v_retention.window < k_retention.window:
         return "values must not leave the window before keys."
-    return None
+    if any(spec.quantizer.allocation is not None for spec in specs):
+        return refuses_fields(specs)
+    return "keys in the frame of their page, all channels of one width, have to be decoded." if of_keys.page_frame else None
 
 
 def _layout(spec: CodecSpec, planes: int, head_dim: int, rope: str = "") -> Layout:
@@ -225,6 +228,10 @@ def attend(
 ) -> list[Tensor]:  # fmt: skip
     if mask is not None and importance is not None and k_spec.retention.evicts:
         mask = with_past(mask, importance, n, q.shape)
+    if k_spec.quantizer.allocation is not None:
+        return [attend_allocated(
+            q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary, sinks, length
+        )]
     past = (
         (*(whole(pool, spec.retention.pages(n)) for pool in pack.pools), pack.ring)
         for pack, spec in ((key, k_spec), (value, v_spec))
