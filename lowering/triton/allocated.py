@@ -26,7 +26,7 @@ from .unpacking import Layout
 
 FEATURES = {"codec=allocated", "allocation", *(f"allocation.{x}" for x in ("rich_pairs", "rich_singles", "follows"))}
 _OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_NUMBERS = {tl.bfloat16: Number(tl.bfloat16, 7, 127), tl.float16: Number(tl.float16, 10, 15)}
+_NUMBERS = {tl.bfloat16: Number(tl.bfloat16, 7, 0x43), tl.float16: Number(tl.float16, 10, 0x64)}
 _LEAST = 16  # columns of a product
 _ROWS = 16  # fields of which a program of `field_rows` finds what they add
 _ASKED = 64  # pages times rows of a tile of `page_queries`
@@ -100,9 +100,11 @@ _weights = cache(weights)
 
 
 def _number(layouts: tuple[Fields, ...], operand: tl.dtype) -> Number:
-    """Fields are read in pairs, if they come in pairs."""
-    paired = all(not piece.row % 2 for layout in layouts for of_rank in layout.pieces for piece in of_rank)
-    return _NUMBERS[operand] if paired and operand in _NUMBERS else Number(operand, 0, 0)
+    """Fields are read four bytes at a time, if they can be."""
+    pieces = [piece for layout in layouts for of_rank in layout.pieces for piece in of_rank]
+    fours = all(not number % 4 for piece in pieces for number in (piece.start, piece.row))
+    fours = fours and all(not layout.size % 4 for layout in layouts)
+    return _NUMBERS[operand] if fours and operand in _NUMBERS else Number(operand, 0, 0)
 
 
 def _config(rows: int, tokens: int, itemsize: int) -> tuple[AttendConfig, int]:
@@ -181,7 +183,9 @@ def attend_allocated(
             q, keys.rows, cos, sin, fields, sums, length, scale, rows, room, *tables, groups, R, K, N, "ieee", _ASKED,
             num_warps=4,
         )  # fmt: skip
-        tokens, mean, mean_row = q.new_empty((batch * groups, places), dtype=torch.int32), None, None
+        tokens = q.new_empty((batch * groups, places), dtype=torch.int32)
+        k_gains, v_gains = (torch.empty_like(tokens, dtype=torch.float32) for _ in range(2))
+        mean, mean_row = None, None
         center = key.center
         if center is not None and rope:
             mean, mean_row = q.new_empty((batch * groups, rows, places), dtype=torch.float32), places
@@ -189,9 +193,9 @@ def attend_allocated(
             mean = (q.float().view(batch, groups, rows, head_dim) * center.float()).sum(-1) * (scale * LOG2E.value)
         at_once, heads_at_once = max(1, _ORDERED // k_spec.page_size), min(_HEADS, groups)
         order_tokens[max(1, cdiv(keys.capacity, at_once)), batch * cdiv(groups, heads_at_once)](
-            q, keys.pages, cos, sin, center.contiguous() if mean_row else None, tokens, mean if mean_row else None,
-            length, scale, rows, keys.capacity, *tables, groups, heads_at_once, R, K, precision, at_once, 16,
-            num_warps=4,
+            q, keys.pages, values.pages, cos, sin, center.contiguous() if mean_row else None, tokens, k_gains, v_gains,
+            mean if mean_row else None, length, scale, rows, keys.capacity, values.capacity, *tables, groups,
+            heads_at_once, R, K, V, N, precision, at_once, 16, num_warps=4,
         )  # fmt: skip
         tiles = cdiv(rows, config.queries // pages)
         splits = splits_of(v_spec.retention.pages(n), config, batch * groups * tiles, device)
@@ -203,8 +207,8 @@ def attend_allocated(
             config.queries, operand,
         )  # fmt: skip
         attend_fields[batch * groups, splits + 1, tiles](
-            q, keys.pages, key.ring, values.pages, value.ring, k_new, v_new.contiguous(), fields, sums, tokens, mean,
-            cos, sin, mask, summed, partial, lse, length, queries, scale, keys.capacity, values.capacity, mean_row,
+            q, keys.pages, key.ring, values.pages, value.ring, k_new, v_new.contiguous(), fields, sums, tokens,
+            k_gains, v_gains, mean, cos, sin, mask, summed, partial, lse, length, queries, scale, keys.capacity, values.capacity, mean_row,
             *tables, *of_mask, pages, config.exact, rules, K, V, R, W, N, bool(rope), config.stages,
             num_warps=config.warps, maxnreg=config.registers, enable_fp_fusion=True,
         )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .fields import gains_of, pages_of, piece_at, piece_fields, pieces_of, powers, ranks_of, tile_tokens
+from .fields import columns_of, headroom_of, middle_of, pages_of, piece_fields, pieces_of, places_of, power_of, ranks_of, tile_tokens
 from .scores import (
     LOG2E,
     Call,
@@ -43,12 +43,13 @@ class Asked(NamedTuple):
 class Worth(NamedTuple):
     """What `kvpass.lowering.triton.fields` found for query rows, from where those of a KV head begin. page: from page
     to page. mean: added to scores, one for each row, or if there is a ``mean_row`` for each token in order.
-    tokens: which they are."""
+    tokens, gains: which they are, and theirs."""
 
     fields: tl.tensor
     sums: tl.tensor
     page: tl.tensor
     tokens: tl.tensor
+    gains: tl.tensor
     mean: tl.tensor | None
     mean_row: tl.tensor
 
@@ -81,17 +82,16 @@ def _rank_scores(
     known = asked.there & (first + asked.page < stop)
     s = tl.zeros((Q.tile, PAGES * K.tokens), tl.float32)
     for i in tl.static_range(pieces_of(K, RANK)):
-        where: tl.constexpr = piece_at(K, RANK, i)
-        field = where[0] + tl.arange(0, where[1])
+        field = columns_of(K, RANK, i)
         q = tl.load(worth.fields + line[:, None] * K.width + field[None, :], mask=known[:, None], other=0)
         k = piece_fields(pages, first, stop, RANK, i, PAGES, K, N)
         s = tl.dot(q.to(Q.operand), tl.trans(k), s, input_precision="ieee")
     at = worth.sums + (line * ranks_of(K) + RANK) * 2
     total, middle = tl.load(at, mask=known, other=0), tl.load(at + 1, mask=known, other=0)
-    if N.mantissa:
-        s -= total[:, None] * powers(PAGES, K, N)[None, :]
-    s = (s - middle[:, None]) * gains_of(pages, first + page, stop, token, RANK, K)[None, :]
     place = (first + page) * K.page + RANK * K.tokens + token
+    times = tl.exp2(places_of(token, K, N).to(tl.float32))
+    gain = tl.load(worth.gains + place, mask=first + page < stop, other=0)
+    s = (s - (total[:, None] * power_of(N) + middle[:, None] * times[None, :])) * gain[None, :]
     own = known[:, None] & (asked.page[:, None] == page[None, :])
     if worth.mean_row is not None:
         s += tl.load(worth.mean + asked.line[:, None] * worth.mean_row + place[None, :], mask=own, other=0)
@@ -147,7 +147,7 @@ def _first_rows(lines, there, PAGES: tl.constexpr):
 
 @triton.jit
 def _packed_split(
-    pages, values, worth, call, asked, row, begin, end, out, lse, PAGES: tl.constexpr, Q: tl.constexpr,
+    pages, values, gains, worth, call, asked, row, begin, end, out, lse, PAGES: tl.constexpr, Q: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Fields of values of pages ``[begin, end)``, weighted: ``[rows, V.width]`` to ``out`` and the log-sum-exp to
@@ -161,8 +161,7 @@ def _packed_split(
     for rank in tl.static_range(RANKS):
         weights = weights + (tl.zeros((M, tokens), tl.float32),)  # noqa: RUF005  (Triton has no unpacking)
         for i in tl.static_range(pieces_of(V, rank)):
-            where: tl.constexpr = piece_at(V, rank, i)
-            sums = sums + (tl.zeros((M, where[1]), tl.float32),)  # noqa: RUF005
+            sums = sums + (tl.zeros((M, columns_of(V, rank, i).shape[0]), tl.float32),)  # noqa: RUF005
     for first in tl.range(begin, end, PAGES, num_stages=STAGES):
         logits, highest = (), tl.full((M, tokens), -float("inf"), tl.float32)
         for rank in tl.static_range(RANKS):
@@ -175,7 +174,8 @@ def _packed_split(
         for rank in tl.static_range(RANKS):
             p = tl.exp2(logits[rank] - base[:, None])
             total += p
-            p = (p * gains_of(values, first + page, end, token, rank, V)[None, :]).to(Q.operand)
+            place = (first + page) * V.page + rank * V.tokens + token
+            p = (p * tl.load(gains + place, mask=first + page < end, other=0)[None, :]).to(Q.operand)
             new_weights = new_weights + (weights[rank] * factor[:, None] + p.to(tl.float32),)  # noqa: RUF005
             for i in tl.static_range(pieces_of(V, rank)):
                 v = piece_fields(values, first, end, rank, i, PAGES, V, N)
@@ -183,17 +183,17 @@ def _packed_split(
                 new_sums = new_sums + (tl.dot(p, v, so_far, input_precision="ieee"),)  # noqa: RUF005
         sums, weights = new_sums, new_weights
     factor, logs = _common(peak, tl.sum(total, 1), PAGES)
+    factor *= 2.0 ** -headroom_of(N)
     line, there = _first_rows(asked.line, asked.there, PAGES)
     tl.store(lse + line, logs, mask=there)
     for rank in tl.static_range(RANKS):
-        added = tl.sum(weights[rank] * powers(PAGES, V, N)[None, :], 1) if N.mantissa else 0.0
-        all_of = tl.sum(weights[rank], 1)
+        added = tl.sum(weights[rank], 1) * power_of(N)
+        all_of = tl.sum(weights[rank] * tl.exp2(places_of(token, V, N).to(tl.float32))[None, :], 1)
         for i in tl.static_range(pieces_of(V, rank)):
-            where: tl.constexpr = piece_at(V, rank, i)
-            less = added + all_of * ((2 ** where[2] - 1) / 2)
+            less = added + all_of * middle_of(V, rank, i)
             found = _of_all_pages((sums[_number_of(V, rank, i)] - less[:, None]) * factor[:, None], PAGES)
-            field = where[0] + tl.arange(0, where[1])
-            tl.store(out + line[:, None] * V.width + field[None, :], found, mask=there[:, None])
+            at = out + line[:, None] * V.width + columns_of(V, rank, i)[None, :]
+            tl.store(at, found, mask=there[:, None])
 
 
 @triton.jit
@@ -246,7 +246,7 @@ def _exact_split(
     ]
 )  # fmt: skip
 def attend_fields(
-    q, k_pages, k_ring, v_pages, v_ring, k_new, v_new, fields, sums, tokens, mean, cos, sin, mask, out, partial, lse,
+    q, k_pages, k_ring, v_pages, v_ring, k_new, v_new, fields, sums, tokens, k_gains, v_gains, mean, cos, sin, mask, out, partial, lse,
     length, queries, scale, k_capacity, v_capacity, mean_row, table_batch, table_row, mask_batch, mask_head, mask_query,
     PAGES: tl.constexpr, EXACT: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
     W: tl.constexpr, N: tl.constexpr, FRAMED: tl.constexpr, STAGES: tl.constexpr,
@@ -268,13 +268,13 @@ def attend_fields(
     if FRAMED:
         row, page = asked.line + group * (k_capacity - 1) * rows, rows
     places = group * k_capacity * K.page
-    worth = Worth(fields, sums, page, tokens + places, mean, mean_row)
+    worth = Worth(fields, sums, page, tokens + places, k_gains + places, mean, mean_row)
     k_pages, v_pages = k_pages + group * k_capacity * K.size, v_pages + group * v_capacity * V.size
     if split < splits:
         of_split = tl.cdiv(tl.cdiv(v_stop, PAGES), splits) * PAGES
         begin = split * of_split
         _packed_split(
-            k_pages, v_pages, worth, call, asked, row, begin, min(begin + of_split, v_stop),
+            k_pages, v_pages, v_gains + places, worth, call, asked, row, begin, min(begin + of_split, v_stop),
             out + (group * (splits - 1) + split) * rows * V.width, lse + (group * splits + split) * rows, PAGES, Q, K,
             V, N, STAGES,
         )  # fmt: skip

@@ -50,12 +50,12 @@ class Fields(NamedTuple):
 
 
 class Number(NamedTuple):
-    """How fields become floats: two at a time in words that end in ``mantissa`` bits, or in float32 if there is no
-    mantissa. power: of two whose last bit is worth 1."""
+    """How fields become floats: two at a time in words that end in ``mantissa`` bits, under a power of two whose last
+    bit is worth 1, or one by one, if there is no mantissa. byte: with which that power begins."""
 
     dtype: tl.dtype
     mantissa: int
-    exponent: int
+    byte: int
 
 
 @triton.constexpr_function
@@ -75,15 +75,16 @@ def ranks_of(fields):
 
 
 @triton.constexpr_function
-def piece_at(fields, rank, index):
-    """Where a piece begins among all fields, and how wide it is."""
-    piece = fields.pieces[rank][index]
-    return piece.at, piece.width, piece.bits
+def middle_of(fields, rank, index):
+    """The middle of the codes of a piece, which stands for 0 (`kvpass.codec.allocation.middle`)."""
+    return (2.0 ** fields.pieces[rank][index].bits - 1) / 2
 
 
-@triton.constexpr_function
-def _gains_at(fields, rank):
-    return fields.gains[rank]
+@triton.jit
+def columns_of(L: tl.constexpr, RANK: tl.constexpr, INDEX: tl.constexpr):
+    """Where the fields of a piece are among the padded ones of a head."""
+    P: tl.constexpr = _piece(L, RANK, INDEX)
+    return P.at + tl.arange(0, P.width)
 
 
 @triton.jit
@@ -102,43 +103,68 @@ def tile_tokens(PAGES: tl.constexpr, L: tl.constexpr):
 
 
 @triton.constexpr_function
-def _shift(plane, number):
-    """How far a field is moved so that it lies in the mantissa, and the power of two whose bit there is worth 1."""
-    at = 2 * plane
-    moved = max(0, at + 2 - number.mantissa) if number.mantissa else 0
-    return moved, at - moved
+def power_of(number):
+    """What is added to all fields."""
+    return 2.0**number.mantissa if number.mantissa else 0.0
 
 
 @triton.constexpr_function
-def _constants(plane, bits, number):
-    moved, at = _shift(plane, number)
-    one = number.exponent + number.mantissa - at << number.mantissa
-    return moved, ((1 << bits) - 1 << at) * 0x00010001, one * 0x00010001
+def _moved(plane, number):
+    """How far the fields of a plane are moved, so that they end in the mantissa."""
+    return max(0, 2 * plane + 2 - number.mantissa)
 
 
 @triton.constexpr_function
-def _powers(number):
-    return tuple(2.0 ** (number.mantissa - _shift(plane, number)[1]) if number.mantissa else 0.0 for plane in range(4))
+def _mask(plane, bits, number):
+    """The bits of a field of both halves of a word, and of the power of two."""
+    return ((1 << bits) - 1 << 2 * plane - _moved(plane, number) | number.byte << 8) * 0x00010001
+
+
+@triton.constexpr_function
+def _last_place(number):
+    """The place of the fields of the last plane in their numbers."""
+    return 6 - _moved(3, number) if number.mantissa else 0
+
+
+@triton.constexpr_function
+def headroom_of(number):
+    """The power of two that weights of values are multiplied by: divided by those of `places_of`, small ones would lose
+    digits in float16."""
+    return 6 if number.mantissa else 0
 
 
 @triton.jit
-def powers(PAGES: tl.constexpr, L: tl.constexpr, N: tl.constexpr):
-    """What is added to the fields of each token of a tile."""
-    of: tl.constexpr = _powers(N)
-    plane = tl.arange(0, PAGES * L.tokens) % _PLANES
-    return tl.where(plane < 2, tl.where(plane == 0, of[0], of[1]), tl.where(plane == 2, of[2], of[3]))
+def places_of(token, L: tl.constexpr, N: tl.constexpr):
+    """The power of two that fields of tokens of a rank come multiplied by."""
+    if N.mantissa == 0:
+        return token * 0
+    plane = token // (L.tokens // _PLANES)
+    return tl.where(plane < _PLANES - 1, 2 * plane, _last_place(N))
 
 
 @triton.jit
-def _spread(word):
-    """Two bytes, each low in a half of its own."""
+def _halves(word, N: tl.constexpr):
+    """Four bytes, each under the power of two in a half of its own: two words. In one instruction each, which the
+    assembler does not take apart."""
     if _INTERPRETED:
-        spread = word & 0xFF | (word & 0xFF00) << 8
-    else:
-        spread = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, 0, 0x4140;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
+        power: tl.constexpr = N.byte * 0x01000100
+        first = word & 0xFF | (word & 0xFF00) << 8 | power
+        second = word >> 16 & 0xFF | (word >> 16 & 0xFF00) << 8 | power
+    elif N.mantissa == 10:
+        first = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, 0x64, 0x4140;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
         )
-    return spread
+        second = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, 0x64, 0x4342;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        first = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, 0x43, 0x4140;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
+        )
+        second = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, 0x43, 0x4342;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return tl.reshape(tl.join(first, second), (word.shape[0], 2 * word.shape[1]))
 
 
 @triton.jit
@@ -146,12 +172,6 @@ def _in_order(a, b, c, d):
     """Planes of rows ``[rows, .]`` one token after the other: ``[rows * 4, .]``."""
     of_rows = tl.join(tl.join(a, b), tl.join(c, d)).permute(0, 3, 2, 1)
     return tl.reshape(of_rows, (a.shape[0] * 4, a.shape[1]))
-
-
-@triton.jit
-def _number(word, PLANE: tl.constexpr, BITS: tl.constexpr, N: tl.constexpr):
-    how: tl.constexpr = _constants(PLANE, BITS, N)
-    return (word >> how[0]) & how[1] | how[2] if how[0] else word & how[1] | how[2]
 
 
 @triton.jit
@@ -163,8 +183,8 @@ def _float(byte, PLANE: tl.constexpr, BITS: tl.constexpr):
 def piece_fields(
     pages, first, stop, RANK: tl.constexpr, INDEX: tl.constexpr, PAGES: tl.constexpr, L: tl.constexpr, N: tl.constexpr
 ):
-    """Fields of ``PAGES`` pages from the ``first`` on, those before ``stop``: ``[tokens, width]``, and to each is added
-    what `powers` say."""
+    """Fields of ``PAGES`` pages from the ``first`` on, those before ``stop``: ``[tokens, width]``. They come
+    multiplied, by powers of two that `places_of` has, and with `power_of` added."""
     P: tl.constexpr = _piece(L, RANK, INDEX)
     rows: tl.constexpr = L.tokens // _PLANES
     row = tl.arange(0, PAGES * rows)
@@ -173,18 +193,18 @@ def piece_fields(
     if P.bits == 1:  # a plane of pairs is two of single bits
         later, line = line // (rows // 2), line % (rows // 2)
     if N.mantissa:
-        column = tl.arange(0, P.width // 2)
-        line = page * (L.size // 2) + P.start // 2 + line * (P.row // 2)
-        at = pages.to(tl.pointer_type(tl.uint16), bitcast=True) + P.first // 2 + line[:, None] + column[None, :]
+        column = tl.arange(0, P.width // 4)
+        line = page * (L.size // 4) + P.start // 4 + line * (P.row // 4)
+        at = pages.to(tl.pointer_type(tl.int32), bitcast=True) + P.first // 4 + line[:, None] + column[None, :]
         if P.real < P.width:
-            there = there & (column < P.real // 2)[None, :]
-        word = _spread(tl.load(at, mask=there, other=0).to(tl.int32))
+            there = there & (column < P.real // 4)[None, :]
+        word = tl.load(at, mask=there, other=0)
         if P.bits == 1:
             word = word >> later[:, None]
+        low, high = _halves(word, N), _halves(word >> _moved(3, N), N)
         words = _in_order(
-            _number(word, 0, P.bits, N), _number(word, 1, P.bits, N), _number(word, 2, P.bits, N),
-            _number(word, 3, P.bits, N),
-        )  # fmt: skip
+            low & _mask(0, P.bits, N), low & _mask(1, P.bits, N), low & _mask(2, P.bits, N), high & _mask(3, P.bits, N)
+        )
         both = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16)).to(N.dtype, bitcast=True)
         fields = tl.reshape(both, (words.shape[0], P.width))
     else:
@@ -198,14 +218,6 @@ def piece_fields(
             _float(byte, 0, P.bits), _float(byte, 1, P.bits), _float(byte, 2, P.bits), _float(byte, 3, P.bits)
         ).to(N.dtype)
     return fields
-
-
-@triton.jit
-def gains_of(pages, page, stop, token, RANK: tl.constexpr, L: tl.constexpr):
-    """The gains of tokens of a rank, 0 from page ``stop`` on."""
-    start: tl.constexpr = _gains_at(L, RANK)
-    stored = tl.load(pages + page * L.size + start + token, mask=page < stop, other=0)
-    return tl.exp2((stored.to(tl.float32) - 128) / 16)
 
 
 @triton.jit
@@ -269,9 +281,8 @@ def page_queries(
     for rank in tl.static_range(ranks_of(L)):
         total, middle = tl.zeros((TILE,), tl.float32), tl.zeros((TILE,), tl.float32)
         for i in tl.static_range(pieces_of(L, rank)):
-            where: tl.constexpr = piece_at(L, rank, i)
-            field = where[0] + tl.arange(0, where[1])
-            found = tl.zeros((TILE, where[1]), tl.float32)
+            field = columns_of(L, rank, i)
+            found = tl.zeros((TILE, field.shape[0]), tl.float32)
             for j in tl.static_range(len(parts)):
                 channel, real = parts[j]
                 at = rows_of_fields + (group * L.width + field[None, :]) * R.dim + channel[:, None]
@@ -281,32 +292,78 @@ def page_queries(
             tl.store(out + line[:, None] * L.width + field[None, :], kept, mask=asked[:, None])
             of_piece = tl.sum(kept.to(tl.float32), 1)
             total += of_piece
-            middle += of_piece * ((2 ** where[2] - 1) / 2)
+            middle += of_piece * middle_of(L, rank, i)
         at = sums + (line * ranks_of(L) + rank) * 2
         tl.store(at, total, mask=asked)
         tl.store(at + 1, middle, mask=asked)
 
 
-@triton.jit(do_not_specialize=["rows", "table_batch", "table_row", "capacity"])
+@triton.jit
+def _slots(pages, page, token, there, PAGES: tl.constexpr, L: tl.constexpr):
+    """Where pages keep each of their tokens (`kvpass.codec.allocation.slots`)."""
+    if not L.ranked:
+        return token
+    marks: tl.constexpr = L.page // 8
+    rich = tl.load(pages + page * L.size + token % marks, mask=there, other=0).to(tl.int32) >> token // marks & 1
+    before = tl.reshape(tl.cumsum(tl.reshape(rich, (PAGES, L.page)), 1), rich.shape) - rich
+    return tl.where(rich != 0, before, token - before + L.tokens)
+
+
+@triton.constexpr_function
+def _gains_at(fields, rank):
+    return fields.gains[rank]
+
+
+@triton.jit
+def _write_gains(pages, gains, page, position, stop, L: tl.constexpr, N: tl.constexpr, HEADROOM: tl.constexpr):
+    """What sums of fields as they come are multiplied by, for each token in order, times 2 to the power ``HEADROOM``."""
+    token = position % L.tokens
+    for rank in tl.static_range(ranks_of(L)):
+        there = (page < stop) & (position // L.tokens == rank)
+        stored = tl.load(pages + page * L.size + _gains_at(L, rank) + token, mask=there, other=0)
+        gain = tl.exp2((stored.to(tl.float32) - 128) / 16 + HEADROOM - places_of(token, L, N).to(tl.float32))
+        tl.store(gains + page * L.page + position, gain, mask=there)
+
+
+@triton.jit
+def _mean_scores(q, center, cos, sin, asked, scale, parts, PRECISION: tl.constexpr):
+    """Query rows, from where ``q`` points for each, with the mean of the keys as tables turn it, as powers of two."""
+    queries, means = (), ()
+    for i in tl.static_range(len(parts)):
+        channel, real = parts[i]
+        part = tl.load(q[:, None] + channel[None, :], mask=asked[:, None] & real[None, :], other=0).to(tl.float32)
+        queries = queries + (part * (scale * LOG2E),)  # noqa: RUF005
+        means = means + (tl.load(center + channel, mask=real, other=0).to(tl.float32)[None, :],)  # noqa: RUF005
+    along = queries[0] * means[0] + queries[1] * means[1]
+    across = queries[1] * means[0] - queries[0] * means[1]
+    found = tl.dot(along, tl.trans(cos), input_precision=PRECISION)
+    found = tl.dot(across, tl.trans(sin), found, input_precision=PRECISION)
+    if len(parts) > 2:
+        found += tl.sum(queries[2] * means[2], 1)[:, None]
+    return found
+
+
+@triton.jit(do_not_specialize=["rows", "table_batch", "table_row"])
 def order_tokens(
-    q, pages, cos, sin, center, tokens, mean, length, scale, rows, capacity, table_batch, table_row,
-    GROUPS: tl.constexpr, HEADS: tl.constexpr, R: tl.constexpr, L: tl.constexpr, PRECISION: tl.constexpr,
-    PAGES: tl.constexpr, TILE: tl.constexpr,
+    q, k_pages, v_pages, cos, sin, center, tokens, k_gains, v_gains, mean, length, scale, rows, k_capacity, v_capacity,
+    table_batch, table_row, GROUPS: tl.constexpr, HEADS: tl.constexpr, R: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr, PAGES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """In the order in which pages keep their tokens: which each is, ``[BH, capacity * P]``, and with ``center``, the
-    products of query rows with the mean of the keys as it is turned there, ``[BH, rows, capacity * P]``.
+    """In the order in which pages keep their tokens: which each is, and the gains of keys and values, ``[BH, capacity *
+    P]``, and with ``center``, the products of query rows with the mean of the keys as it is turned there, ``[BH, rows,
+    capacity * P]``.
 
     Grid: runs of pages; runs of KV heads of all samples, which read the tables once.
     """
-    stop = pages_of(tl.load(length).to(tl.int32), L)
+    n = tl.load(length).to(tl.int32)
+    stop, v_stop = pages_of(n, K), pages_of(n, V)
     first, runs = tl.program_id(0) * PAGES, tl.cdiv(GROUPS, HEADS)
     if first >= stop:
         return
     sample, head = (tl.program_id(1) // runs).to(tl.int64), tl.program_id(1) % runs * HEADS
-    index = tl.arange(0, PAGES * L.page)
-    page, token = first + index // L.page, index % L.page
-    there, number = page < stop, L.sinks + page * L.page + token
-    parts = parts_of(R)
+    index = tl.arange(0, PAGES * K.page)
+    page, token = first + index // K.page, index % K.page
+    there, number, parts = page < stop, K.sinks + page * K.page + token, parts_of(R)
     if center is not None:
         channel, real = parts[0]
         pair = channel // 2 if R.interleaved else channel
@@ -315,32 +372,15 @@ def order_tokens(
         c = tl.load(cos + at, mask=known, other=0).to(tl.float32)
         s = tl.load(sin + at, mask=known, other=0).to(tl.float32)
     for group in range(sample * GROUPS + head, sample * GROUPS + tl.minimum(head + HEADS, GROUPS)):
-        slot = token
-        if L.ranked:
-            byte = pages + (group * capacity + page) * L.size + token % (L.page // 8)
-            rich = tl.load(byte, mask=there, other=0).to(tl.int32) >> token // (L.page // 8) & 1
-            before = tl.reshape(tl.cumsum(tl.reshape(rich, (PAGES, L.page)), 1), (PAGES * L.page,)) - rich
-            slot = tl.where(rich != 0, before, token - before + L.page // 2)
-        place = page * L.page + slot
-        tl.store(tokens + group * capacity * L.page + place, number, mask=there)
+        keys, values = k_pages + group * k_capacity * K.size, v_pages + group * v_capacity * V.size
+        place = page * K.page + _slots(keys, page, token, there, PAGES, K)
+        tl.store(tokens + group * k_capacity * K.page + place, number, mask=there)
+        _write_gains(keys, k_gains + group * k_capacity * K.page, page, token, stop, K, N, 0)
+        _write_gains(values, v_gains + group * k_capacity * K.page, page, token, v_stop, V, N, headroom_of(N))
         if center is not None:
             for start in range(0, rows, TILE):
                 row = start + tl.arange(0, TILE)
-                asked, split, means = row < rows, (), ()
-                for i in tl.static_range(len(parts)):
-                    channel, real = parts[i]
-                    at, known = q + (group * rows + row)[:, None] * R.dim + channel[None, :], asked[:, None] & real[None, :]
-                    part = tl.load(at, mask=known, other=0).to(tl.float32) * (scale * LOG2E)
-                    split = split + (part,)  # noqa: RUF005
-                    of_channel = tl.load(center + group * R.dim + channel, mask=real, other=0).to(tl.float32)
-                    means = means + (of_channel[None, :],)  # noqa: RUF005
-                along = split[0] * means[0] + split[1] * means[1]
-                across = split[1] * means[0] - split[0] * means[1]
-                found = tl.dot(along, tl.trans(c), input_precision=PRECISION)
-                found = tl.dot(across, tl.trans(s), found, input_precision=PRECISION)
-                if len(parts) > 2:
-                    found += tl.sum(split[2] * means[2], 1)[:, None]
-                at = mean + (group * rows + row)[:, None] * capacity * L.page + place[None, :]
-                tl.store(at, found, mask=asked[:, None] & there[None, :])
-
-
+                line, asked = group * rows + row, row < rows
+                found = _mean_scores(q + line * R.dim, center + group * R.dim, c, s, asked, scale, parts, PRECISION)
+                into = mean + line[:, None] * k_capacity * K.page + place[None, :]
+                tl.store(into, found, mask=asked[:, None] & there[None, :])
