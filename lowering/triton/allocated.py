@@ -27,9 +27,9 @@ from .unpacking import Layout
 FEATURES = {"codec=allocated", "allocation", *(f"allocation.{x}" for x in ("rich_pairs", "rich_singles", "follows"))}
 _OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _NUMBERS = {tl.bfloat16: Number(tl.bfloat16, 7, 0x43), tl.float16: Number(tl.float16, 10, 0x64)}
-_LEAST = 16  # columns of a product
+_LEAST = 32  # columns of a product
 _ROWS = 16  # fields of which a program of `field_rows` finds what they add
-_ASKED = 64  # pages times rows of a tile of `page_queries`
+_ASKED = 32  # pages times rows of a tile of `page_queries`
 _ORDERED, _HEADS = 64, 8  # tokens, and KV heads, of a program of `order_tokens`
 _MERGED = 16  # splits taken together at a time
 _MOST = 1 << 31  # values of a head: within one, kernels count in 32 bits

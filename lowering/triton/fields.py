@@ -168,6 +168,15 @@ def _halves(word, N: tl.constexpr):
 
 
 @triton.jit
+def _as_loaded(x):
+    """The same, out of the compiler's sight: of what it sees put together from halves it takes operands of products in
+    an order that takes a move for each word."""
+    if not _INTERPRETED:
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    return x
+
+
+@triton.jit
 def _in_order(a, b, c, d):
     """Planes of rows ``[rows, .]`` one token after the other: ``[rows * 4, .]``."""
     of_rows = tl.join(tl.join(a, b), tl.join(c, d)).permute(0, 3, 2, 1)
@@ -206,7 +215,7 @@ def piece_fields(
             low & _mask(0, P.bits, N), low & _mask(1, P.bits, N), low & _mask(2, P.bits, N), high & _mask(3, P.bits, N)
         )
         both = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16)).to(N.dtype, bitcast=True)
-        fields = tl.reshape(both, (words.shape[0], P.width))
+        fields = _as_loaded(tl.reshape(both, (words.shape[0], P.width)))
     else:
         column = tl.arange(0, P.width)
         line = page * L.size + P.start + line * P.row
