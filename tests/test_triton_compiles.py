@@ -11,7 +11,12 @@ import pytest
 triton = pytest.importorskip("triton")
 SPILLED = 0 if triton.__version__ >= "3.7" else 32  # bytes a thread; the compiler of 3.6 spills 3 bits
 SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes a program may have of A100 and H100
-KERNELS = {"attend": {"attend_split", "merge_splits"}, "encode": {"encode_pages"}, "append": {"write_windows"}}
+KERNELS = {
+    "attend": {"attend_split", "merge_splits"},
+    "fields": {"field_rows", "page_queries", "order_tokens", "attend_fields", "merge_splits"},
+    "encode": {"encode_pages"},
+    "append": {"write_windows"},
+}
 CASES = {
     "kivi": dict(op="attend", bits=2),
     "1 bit, mask": dict(op="attend", bits=1, dim=64, mask=True),
@@ -31,6 +36,9 @@ CASES = {
         op="attend", bits=3, page=64, dim=96, rope="interleaved-24", queries=16, mask=True, statistic="max-5"
     ),
     "before partial RoPE, wide heads": dict(op="attend", bits=4, v_bits=1, dim=256, rope="half-32", statistic="sum"),
+    "waterfill": dict(op="fields"),
+    "waterfill, small heads": dict(op="fields", dim=64, heads=9, groups=3, dtype="float16"),
+    "waterfill, 5 queries, mask": dict(op="fields", queries=5, mask=True),
     "a token of each layer": dict(op="append"),
     "a draft in each layer": dict(op="append", tokens=9, dim=80, dtype="float32"),
     "encode keys": dict(op="encode", bits=2),
