@@ -30,9 +30,10 @@ from .unpacking import channels
 
 
 class Asked(NamedTuple):
-    """The rows of a tile. line: number among the rows of all heads. there: whether there is one. query: its own. page:
+    """The rows of a tile. row, line: number among those of their head, and of all. there: whether there is one. query: its own. page:
     of those of a turn. mask: where its line of the mask begins."""
 
+    row: tl.tensor
     line: tl.tensor
     there: tl.tensor
     query: tl.tensor
@@ -67,48 +68,49 @@ def _asked(first, group, call, PAGES: tl.constexpr, Q: tl.constexpr):
     rows, row = Q.heads // Q.groups * call.queries, first + index // PAGES
     line, there, query = group * rows + row, row < rows, row % call.queries
     mask = mask_lines(line, there, query, group, call, Q) if call.mask is not None else None
-    return Asked(line, there, query, index % PAGES, mask)
+    return Asked(row, line, there, query, index % PAGES, mask)
 
 
 @triton.jit
 def _rank_scores(
-    pages, worth, call, asked, row, first, stop, RANK: tl.constexpr, PAGES: tl.constexpr, Q: tl.constexpr,
+    pages, worth, call, asked, first, stop, RANK: tl.constexpr, PAGES: tl.constexpr, Q: tl.constexpr,
     K: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Scores of query rows with the tokens of a rank, ``[rows, tokens]``, and where pages keep these; -inf where a row
     has another page."""
     page, token = tile_tokens(PAGES, K)
-    line = (first + asked.page) * worth.page + row
-    known = asked.there & (first + asked.page < stop)
+    line, known = asked.page * worth.page + asked.row, asked.there & (asked.page < stop - first)
+    fields, sums = worth.fields + first * worth.page * K.width, worth.sums + first * worth.page * (2 * ranks_of(K))
     s = tl.zeros((Q.tile, PAGES * K.tokens), tl.float32)
     for i in tl.static_range(pieces_of(K, RANK)):
         field = columns_of(K, RANK, i)
-        q = tl.load(worth.fields + line[:, None] * K.width + field[None, :], mask=known[:, None], other=0)
+        q = tl.load(fields + (line[:, None] * K.width + field[None, :]), mask=known[:, None], other=0)
         k = piece_fields(pages, first, stop, RANK, i, PAGES, K, N)
         s = tl.dot(q.to(Q.operand), tl.trans(k), s, input_precision="ieee")
-    at = worth.sums + (line * ranks_of(K) + RANK) * 2
-    total, middle = tl.load(at, mask=known, other=0), tl.load(at + 1, mask=known, other=0)
-    place = (first + page) * K.page + RANK * K.tokens + token
+    at = (line * ranks_of(K) + RANK) * 2
+    total, middle = tl.load(sums + at, mask=known, other=0), tl.load(sums + (at + 1), mask=known, other=0)
+    place, there = page * K.page + RANK * K.tokens + token, page < stop - first
     times = tl.exp2(places_of(token, K, N).to(tl.float32))
-    gain = tl.load(worth.gains + place, mask=first + page < stop, other=0)
+    gain = tl.load(worth.gains + first * K.page + place, mask=there, other=0)
     s = (s - (total[:, None] * power_of(N) + middle[:, None] * times[None, :])) * gain[None, :]
     own = known[:, None] & (asked.page[:, None] == page[None, :])
     if worth.mean_row is not None:
-        s += tl.load(worth.mean + asked.line[:, None] * worth.mean_row + place[None, :], mask=own, other=0)
+        at = asked.row[:, None] * worth.mean_row + place[None, :]
+        s += tl.load(worth.mean + first * K.page + at, mask=own, other=0)
     elif worth.mean is not None:
-        s += tl.load(worth.mean + asked.line, mask=asked.there, other=0)[:, None]
+        s += tl.load(worth.mean + asked.row, mask=asked.there, other=0)[:, None]
     if Q.softcap > 0:
         top: tl.constexpr = Q.softcap * LOG2E
         s = top - 2 * top / (tl.exp2(s * (2 / Q.softcap)) + 1)  # tanh
     if asked.mask is not None:
-        number = tl.load(worth.tokens + place, mask=first + page < stop, other=0)
+        number = tl.load(worth.tokens + first * K.page + place, mask=there, other=0)
         bias = tl.load(asked.mask[:, None] + number[None, :], mask=own, other=0)
         if Q.bool_mask:
             own = own & (bias != 0)
         else:
             bias = bias.to(tl.float32)
             s += tl.where(bias < -2e38, bias, bias * LOG2E)
-    return tl.where(own, s, -float("inf")), place
+    return tl.where(own, s, -float("inf")), first * K.page + place
 
 
 @triton.jit
@@ -147,7 +149,7 @@ def _first_rows(lines, there, PAGES: tl.constexpr):
 
 @triton.jit
 def _packed_split(
-    pages, values, gains, worth, call, asked, row, begin, end, out, lse, PAGES: tl.constexpr, Q: tl.constexpr,
+    pages, values, gains, worth, call, asked, begin, end, out, lse, PAGES: tl.constexpr, Q: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Fields of values of pages ``[begin, end)``, weighted: ``[rows, V.width]`` to ``out`` and the log-sum-exp to
@@ -156,6 +158,7 @@ def _packed_split(
     tokens: tl.constexpr = PAGES * V.tokens
     RANKS: tl.constexpr = ranks_of(V)
     page, token = tile_tokens(PAGES, V)
+    place = page * V.page + token
     peak, total = tl.full((M,), -float("inf"), tl.float32), tl.zeros((M, tokens), tl.float32)
     sums, weights = (), ()
     for rank in tl.static_range(RANKS):
@@ -165,7 +168,7 @@ def _packed_split(
     for first in tl.range(begin, end, PAGES, num_stages=STAGES):
         logits, highest = (), tl.full((M, tokens), -float("inf"), tl.float32)
         for rank in tl.static_range(RANKS):
-            s, _ = _rank_scores(pages, worth, call, asked, row, first, end, rank, PAGES, Q, K, N)
+            s, _ = _rank_scores(pages, worth, call, asked, first, end, rank, PAGES, Q, K, N)
             logits = logits + (s,)  # noqa: RUF005
             highest = tl.maximum(highest, s)
         peak, base, factor = _moved(peak, tl.max(highest, 1))
@@ -174,8 +177,8 @@ def _packed_split(
         for rank in tl.static_range(RANKS):
             p = tl.exp2(logits[rank] - base[:, None])
             total += p
-            place = (first + page) * V.page + rank * V.tokens + token
-            p = (p * tl.load(gains + place, mask=first + page < end, other=0)[None, :]).to(Q.operand)
+            gain = tl.load(gains + first * V.page + place + rank * V.tokens, mask=page < end - first, other=0)
+            p = (p * gain[None, :]).to(Q.operand)
             new_weights = new_weights + (weights[rank] * factor[:, None] + p.to(tl.float32),)  # noqa: RUF005
             for i in tl.static_range(pieces_of(V, rank)):
                 v = piece_fields(values, first, end, rank, i, PAGES, V, N)
@@ -198,7 +201,7 @@ def _packed_split(
 
 @triton.jit
 def _exact_split(
-    pages, k_ring, v_ring, k_new, v_new, q, worth, call, rope, asked, row, begin, end, out, lse,
+    pages, k_ring, v_ring, k_new, v_new, q, worth, call, rope, asked, begin, end, out, lse,
     PAGES: tl.constexpr, EXACT: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr,
     R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
@@ -210,7 +213,7 @@ def _exact_split(
     found = tl.zeros((M, channel.shape[0]), tl.float32)
     for first in tl.range(begin, end, PAGES, num_stages=1):
         for rank in tl.static_range(ranks_of(K)):
-            s, place = _rank_scores(pages, worth, call, asked, row, first, end, rank, PAGES, Q, K, N)
+            s, place = _rank_scores(pages, worth, call, asked, first, end, rank, PAGES, Q, K, N)
             peak, base, factor = _moved(peak, tl.max(s, 1))
             p = tl.exp2(s - base[:, None])
             there = place < end * K.page
@@ -264,17 +267,17 @@ def attend_fields(
     rows = Q.heads // Q.groups * queries
     call = Call(n, queries, scale, None, mask, mask_batch, mask_head, mask_query)
     asked = _asked(tl.program_id(2) * (Q.tile // PAGES), group, call, PAGES, Q)
-    row, page = asked.line, 0
-    if FRAMED:
-        row, page = asked.line + group * (k_capacity - 1) * rows, rows
-    places = group * k_capacity * K.page
-    worth = Worth(fields, sums, page, tokens + places, k_gains + places, mean, mean_row)
+    places, room = group * k_capacity * K.page, k_capacity if FRAMED else 1
+    fields, sums = fields + group * room * rows * K.width, sums + group * room * rows * (2 * ranks_of(K))
+    if mean is not None:
+        mean += group * rows * (mean_row if mean_row is not None else 1)
+    worth = Worth(fields, sums, rows if FRAMED else 0, tokens + places, k_gains + places, mean, mean_row)
     k_pages, v_pages = k_pages + group * k_capacity * K.size, v_pages + group * v_capacity * V.size
     if split < splits:
         of_split = tl.cdiv(tl.cdiv(v_stop, PAGES), splits) * PAGES
         begin = split * of_split
         _packed_split(
-            k_pages, v_pages, v_gains + places, worth, call, asked, row, begin, min(begin + of_split, v_stop),
+            k_pages, v_pages, v_gains + places, worth, call, asked, begin, min(begin + of_split, v_stop),
             out + (group * (splits - 1) + split) * rows * V.width, lse + (group * splits + split) * rows, PAGES, Q, K,
             V, N, STAGES,
         )  # fmt: skip
@@ -283,7 +286,7 @@ def attend_fields(
         k_new, v_new = k_new + group * queries * R.dim, v_new + group * queries * R.dim
         rope = Rope(cos, sin, group // Q.groups * table_batch, table_row, None, 0)
         _exact_split(
-            k_pages, k_ring, v_ring, k_new, v_new, q, worth, call, rope, asked, row, v_stop, k_stop,
+            k_pages, k_ring, v_ring, k_new, v_new, q, worth, call, rope, asked, v_stop, k_stop,
             partial + (group + 1) * splits * rows * R.dim, lse + (group + 1) * splits * rows, PAGES, EXACT, Q, K, V, N,
             R, W,
         )  # fmt: skip

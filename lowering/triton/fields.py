@@ -197,14 +197,15 @@ def piece_fields(
     P: tl.constexpr = _piece(L, RANK, INDEX)
     rows: tl.constexpr = L.tokens // _PLANES
     row = tl.arange(0, PAGES * rows)
-    page, line = first + row // rows, row % rows
-    there = (page < stop)[:, None]
+    page, line = row // rows, row % rows  # what is the same in each turn is kept in 32 bits, without the first page
+    there = (page < stop - first)[:, None]
     if P.bits == 1:  # a plane of pairs is two of single bits
         later, line = line // (rows // 2), line % (rows // 2)
     if N.mantissa:
         column = tl.arange(0, P.width // 4)
-        line = page * (L.size // 4) + P.start // 4 + line * (P.row // 4)
-        at = pages.to(tl.pointer_type(tl.int32), bitcast=True) + P.first // 4 + line[:, None] + column[None, :]
+        line = page * (L.size // 4) + (P.start + P.first) // 4 + line * (P.row // 4)
+        at = pages.to(tl.pointer_type(tl.int32), bitcast=True) + first * (L.size // 4)
+        at += line[:, None] + column[None, :]
         if P.real < P.width:
             there = there & (column < P.real // 4)[None, :]
         word = tl.load(at, mask=there, other=0)
@@ -218,8 +219,8 @@ def piece_fields(
         fields = _as_loaded(tl.reshape(both, (words.shape[0], P.width)))
     else:
         column = tl.arange(0, P.width)
-        line = page * L.size + P.start + line * P.row
-        at = pages + P.first + line[:, None] + column[None, :]
+        line = page * L.size + P.start + P.first + line * P.row
+        at = pages + first * L.size + (line[:, None] + column[None, :])
         byte = tl.load(at, mask=there & (column < P.real)[None, :], other=0).to(tl.int32)
         if P.bits == 1:
             byte = byte >> later[:, None]
