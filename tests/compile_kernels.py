@@ -160,7 +160,9 @@ def main(archs: str, *cases: str) -> None:
     print(json.dumps(chosen_on_cuda()))
     for case in cases:
         arguments = json.loads(case)
-        run = {"attend": attend, "fields": attend_fields, "encode": encode_pages, "append": append_tokens}[arguments.pop("op")]
+        run = {"attend": attend, "fields": attend_fields, "encode": encode_pages, "append": append_tokens}[
+            arguments.pop("op")
+        ]
         for arch in map(int, archs.split(",")):
             with compiling(arch) as launches:
                 run(**arguments)

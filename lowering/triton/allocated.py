@@ -19,7 +19,7 @@ from kvpass.layout.window import on_device
 
 from .attend import merge_splits
 from .attend_fields import attend_fields
-from .configs import INTERPRETED, AttendConfig, cdiv, power_of_two, splits_of
+from .configs import INTERPRETED, AttendConfig, cdiv, splits_of
 from .fields import Fields, Number, Piece, field_rows, order_tokens, page_queries
 from .scores import LOG2E, Rules
 from .unpacking import Layout
@@ -85,9 +85,7 @@ def layout_of(spec: CodecSpec, head_dim: int) -> Fields:
 def _columns(spec: CodecSpec, head_dim: int, device: torch.device) -> Tensor:
     """Which field each of the padded ones is, -1 for none."""
     of_all, first = [], 0
-    for pieces, counts in zip(
-        layout_of(spec, head_dim).pieces, allocation_of(spec).counts(head_dim), strict=True
-    ):
+    for pieces, counts in zip(layout_of(spec, head_dim).pieces, allocation_of(spec).counts(head_dim), strict=True):
         for bits, count in zip(FIELD_BITS, counts, strict=True):
             for piece in (one for one in pieces if one.bits == bits):
                 numbers = range(first + piece.first, first + piece.first + piece.real)
@@ -152,12 +150,13 @@ def attend_allocated(
 ) -> Tensor:
     """`kvpass::attend` of ``q`` ``[B, H_q, S, D]`` over fields, without a statistic."""
     q, k_new, (batch, heads, queries, head_dim), groups = q.contiguous(), k_new.contiguous(), q.shape, k_new.shape[1]
-    if (n + queries) * head_dim >= _MOST:
-        raise KVPassError(
-            f"The Triton kernels take up to {_MOST // head_dim - 1} tokens of {head_dim} channels: for {n + queries}, "
-            "kvpass.apply(..., lowering='reference')."
-        )
     device, rows, length = q.device, heads // groups * queries, on_device(length, n, q.device)
+    widest = max(head_dim, 2 * rows)
+    if (n + queries) * widest >= _MOST:
+        raise KVPassError(
+            f"The Triton kernels take up to {_MOST // widest - 1} tokens of {head_dim} channels here: for "
+            f"{n + queries}, kvpass.apply(..., lowering='reference')."
+        )
     multiplied = torch.float32 if INTERPRETED and q.dtype == torch.bfloat16 else q.dtype  # which it cannot
     with torch.cuda.device_of(q):
         keys = _Fitted.of(key, n, k_spec, multiplied)
@@ -208,8 +207,9 @@ def attend_allocated(
         )  # fmt: skip
         attend_fields[batch * groups, splits + 1, tiles](
             q, keys.pages, key.ring, values.pages, value.ring, k_new, v_new.contiguous(), fields, sums, tokens,
-            k_gains, v_gains, mean, cos, sin, mask, summed, partial, lse, length, queries, scale, keys.capacity, values.capacity, mean_row,
-            *tables, *of_mask, pages, config.exact, rules, K, V, R, W, N, bool(rope), config.stages,
+            k_gains, v_gains, mean, cos, sin, mask, summed, partial, lse, length, queries, scale, keys.capacity,
+            values.capacity, mean_row, *tables, *of_mask, pages, config.exact, rules, K, V, R, W, N, bool(rope),
+            config.stages,
             num_warps=config.warps, maxnreg=config.registers, enable_fp_fusion=True,
         )  # fmt: skip
         torch.bmm(summed.flatten(1, 2), values.rows, out=partial.flatten(1, 2)[:, : splits * rows])

@@ -11,7 +11,18 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .fields import columns_of, headroom_of, middle_of, pages_of, piece_fields, pieces_of, places_of, power_of, ranks_of, tile_tokens
+from .fields import (
+    columns_of,
+    headroom_of,
+    middle_of,
+    pages_of,
+    piece_fields,
+    pieces_of,
+    places_of,
+    power_of,
+    ranks_of,
+    tile_tokens,
+)
 from .scores import (
     LOG2E,
     Call,
@@ -30,8 +41,8 @@ from .unpacking import channels
 
 
 class Asked(NamedTuple):
-    """The rows of a tile. row, line: number among those of their head, and of all. there: whether there is one. query: its own. page:
-    of those of a turn. mask: where its line of the mask begins."""
+    """The rows of a tile. row, line: number among those of their head, and of all. there: whether there is one. query:
+    its own. page: of those of a turn. mask: where its line of the mask begins."""
 
     row: tl.tensor
     line: tl.tensor
@@ -249,8 +260,9 @@ def _exact_split(
     ]
 )  # fmt: skip
 def attend_fields(
-    q, k_pages, k_ring, v_pages, v_ring, k_new, v_new, fields, sums, tokens, k_gains, v_gains, mean, cos, sin, mask, out, partial, lse,
-    length, queries, scale, k_capacity, v_capacity, mean_row, table_batch, table_row, mask_batch, mask_head, mask_query,
+    q, k_pages, k_ring, v_pages, v_ring, k_new, v_new, fields, sums, tokens, k_gains, v_gains, mean, cos, sin, mask,
+    out, partial, lse, length, queries, scale, k_capacity, v_capacity, mean_row, table_batch, table_row, mask_batch,
+    mask_head, mask_query,
     PAGES: tl.constexpr, EXACT: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
     W: tl.constexpr, N: tl.constexpr, FRAMED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip

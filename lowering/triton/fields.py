@@ -326,7 +326,7 @@ def _gains_at(fields, rank):
 
 @triton.jit
 def _write_gains(pages, gains, page, position, stop, L: tl.constexpr, N: tl.constexpr, HEADROOM: tl.constexpr):
-    """What sums of fields as they come are multiplied by, for each token in order, times 2 to the power ``HEADROOM``."""
+    """What sums of fields as they come are multiplied by, for each token, times 2 to the power ``HEADROOM``."""
     token = position % L.tokens
     for rank in tl.static_range(ranks_of(L)):
         there = (page < stop) & (position // L.tokens == rank)

@@ -66,7 +66,9 @@ def _refuses(dispatch: DispatchKey) -> str | None:
         return "values must not leave the window before keys."
     if any(spec.quantizer.allocation is not None for spec in specs):
         return refuses_fields(specs)
-    return "keys in the frame of their page, all channels of one width, have to be decoded." if of_keys.page_frame else None
+    if of_keys.page_frame:
+        return "keys in the frame of their page, all channels of one width, have to be decoded."
+    return None
 
 
 def _layout(spec: CodecSpec, planes: int, head_dim: int, rope: str = "") -> Layout:
@@ -229,9 +231,10 @@ def attend(
     if mask is not None and importance is not None and k_spec.retention.evicts:
         mask = with_past(mask, importance, n, q.shape)
     if k_spec.quantizer.allocation is not None:
-        return [attend_allocated(
-            q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary, sinks, length
-        )]
+        if statistic:  # nothing that is stored with widths by channel depends on what it was paid
+            raise KVPassError("The Triton kernels do not say what tokens with widths by channel are paid.")
+        how = causal, scale, softcap, k_spec, v_spec, rotary, sinks, length
+        return [attend_allocated(q, key, value, n, k_new, v_new, mask, *how)]
     past = (
         (*(whole(pool, spec.retention.pages(n)) for pool in pack.pools), pack.ring)
         for pack, spec in ((key, k_spec), (value, v_spec))
