@@ -10,6 +10,7 @@ import pytest
 
 triton = pytest.importorskip("triton")
 SPILLED = 0 if triton.__version__ >= "3.7" else 32  # bytes a thread; the compiler of 3.6 spills 3 bits
+FIELDS_SPILLED = 1024  # the kernel that reads fields, most of it around its loops (docs/limits.md)
 SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes a program may have of A100 and H100
 KERNELS = {
     "attend": {"attend_split", "merge_splits"},
@@ -98,4 +99,5 @@ def test_shipped_configs_fit_a100_and_h100_without_spills(compiled, archs, name)
         kernels = kernels | {"hadamard_runs"} if "rotation" in CASES[name] else kernels
     assert {(line["arch"], line["kernel"]) for line in lines} == {(a, k) for a in archs for k in kernels}
     for line in lines:
-        assert line["shared"] <= SHARED[line["arch"]] and line["spilled"] <= SPILLED, line
+        spilled = FIELDS_SPILLED if line["kernel"] == "attend_fields" else SPILLED
+        assert line["shared"] <= SHARED[line["arch"]] and line["spilled"] <= spilled, line
