@@ -250,6 +250,27 @@ def field_rows(
 
 
 @triton.jit
+def _scaled_parts(q, asked, scale, parts):
+    """The parts of query rows, from where ``q`` points for each, so that products are scores as powers of two."""
+    queries = ()
+    for i in tl.static_range(len(parts)):
+        channel, real = parts[i]
+        part = tl.load(q[:, None] + channel[None, :], mask=asked[:, None] & real[None, :], other=0).to(tl.float32)
+        queries = queries + (part * (scale * LOG2E),)  # noqa: RUF005  (Triton has no unpacking)
+    return queries
+
+
+@triton.jit
+def _parts_of_mean(center, parts):
+    """Those of the mean of the keys of a head."""
+    means = ()
+    for i in tl.static_range(len(parts)):
+        channel, real = parts[i]
+        means = means + (tl.load(center + channel, mask=real, other=0).to(tl.float32)[None, :],)  # noqa: RUF005
+    return means
+
+
+@triton.jit
 def _turned_back(q, rope, page, asked, parts, R: tl.constexpr, L: tl.constexpr):
     """Parts of queries as the middle token of their page sees them."""
     channel, real = parts[0]
@@ -279,12 +300,8 @@ def page_queries(
         return
     group, index = tl.program_id(0).to(tl.int64), first + tl.arange(0, TILE)
     page, row, asked = index // rows, index % rows, index < pages * rows
-    rope, parts, split = Rope(cos, sin, group // GROUPS * table_batch, table_row, None, 0), parts_of(R), ()
-    for i in tl.static_range(len(parts)):
-        channel, real = parts[i]
-        at = q + (group * rows + row)[:, None] * R.dim + channel[None, :]
-        part = tl.load(at, mask=asked[:, None] & real[None, :], other=0).to(tl.float32)
-        split = split + (part * (scale * LOG2E),)  # noqa: RUF005
+    rope, parts = Rope(cos, sin, group // GROUPS * table_batch, table_row, None, 0), parts_of(R)
+    split = _scaled_parts(q + (group * rows + row) * R.dim, asked, scale, parts)
     if R.pairs:
         split = _turned_back(split, rope, page, asked, parts, R, L)
     line = group * capacity * rows + index
@@ -338,12 +355,7 @@ def _write_gains(pages, gains, page, position, stop, L: tl.constexpr, N: tl.cons
 @triton.jit
 def _mean_scores(q, center, cos, sin, asked, scale, parts, PRECISION: tl.constexpr):
     """Query rows, from where ``q`` points for each, with the mean of the keys as tables turn it, as powers of two."""
-    queries, means = (), ()
-    for i in tl.static_range(len(parts)):
-        channel, real = parts[i]
-        part = tl.load(q[:, None] + channel[None, :], mask=asked[:, None] & real[None, :], other=0).to(tl.float32)
-        queries = queries + (part * (scale * LOG2E),)  # noqa: RUF005
-        means = means + (tl.load(center + channel, mask=real, other=0).to(tl.float32)[None, :],)  # noqa: RUF005
+    queries, means = _scaled_parts(q, asked, scale, parts), _parts_of_mean(center, parts)
     along = queries[0] * means[0] + queries[1] * means[1]
     across = queries[1] * means[0] - queries[0] * means[1]
     found = tl.dot(along, tl.trans(cos), input_precision=PRECISION)
