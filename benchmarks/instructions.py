@@ -19,7 +19,7 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from compile_kernels import attend, compiling
+from compile_kernels import Launch, attend, attend_fields, compiling
 
 CASES = {
     "kivi, 2 bits": dict(bits=2),
@@ -32,6 +32,9 @@ CASES = {
     "kivi before RoPE": dict(bits=2, rope="half-64"),
     "higgs": dict(bits=4, grid="d2n16", group=128),
     "higgs, 3 bits": dict(bits=6, grid="d2n64", group=128),
+    "waterfill-2": dict(scheme="waterfill_2"),
+    "waterfill": dict(scheme="waterfill"),
+    "waterfill-3": dict(scheme="waterfill_3"),
 }
 KINDS = {
     "floats": r"FADD|FMUL|FFMA|FMNMX|FSEL|FSETP|H(ADD|MUL|FMA)2|MUFU|F2FP|I2F",
@@ -62,20 +65,28 @@ def instructions(cubin: bytes) -> tuple[list[str], list[tuple[int, int]]]:
     return code, loops
 
 
+def split_of(case: dict, arch: int) -> tuple[Launch, int]:
+    """The launch of the split kernel of a case, and the elements of K and V that a turn of its loop takes."""
+    with compiling(arch) as launches:
+        (attend_fields if "scheme" in case else attend)(**case)
+    if "scheme" in case:
+        (split,) = (one for one in launches if one.name == "attend_fields")
+        return split, 2 * split.given["PAGES"] * split.given["K"].page * split.given["R"].dim
+    given, K = launches[0].given, launches[0].given["K"]
+    turns = 1 if given["TOGETHER"] >= K.planes else K.planes // given["TOGETHER"]
+    return launches[0], 2 * given["ROWS"] * K.planes // turns * K.dim
+
+
 def main() -> None:
     print(f"Triton {triton.__version__}")
     print("| | sm | a value | " + " | ".join((*KINDS, *COUNTED)) + " | registers | warps an SM | shared |")
     print("|---|--:|" + "--:|" * (len(KINDS) + len(COUNTED) + 4))
     for name, case in CASES.items():
         for arch in (80, 90):
-            with compiling(arch) as launches:
-                attend(**case)
-            split = launches[0]
-            given, warps, K = split.given, split.options["num_warps"], split.given["K"]
-            code, loops = instructions(split.kernel.asm["cubin"])
+            split, elements = split_of(case, arch)
+            warps, (code, loops) = split.options["num_warps"], instructions(split.kernel.asm["cubin"])
             first, last = next((a, b) for a, b in loops if any("MMA" in i for i in code[a:b]))
-            turns = 1 if given["TOGETHER"] >= K.planes else K.planes // given["TOGETHER"]
-            values = 2 * given["ROWS"] * K.planes // turns * K.dim / (32 * warps)
+            values = elements / (32 * warps)
             counts = [last - first] + [sum(bool(re.match(k, i)) for i in code[first:last]) for k in KINDS.values()]
             resident = REGISTERS // (-(-split.registers // 8) * 8 * 32 * warps) * warps
             waits = [str(sum(bool(re.match(kind, i)) for i in code[first:last])) for kind in COUNTED.values()]

@@ -23,6 +23,7 @@ from kvpass.codec import Subspace
 from kvpass.codec.kept import opened
 from kvpass.lowering.table import DispatchKey, select
 from kvpass.lowering.triton import append, configs, encode, launch
+from kvpass.schemes import LayerGeometry, get
 
 from common import coded
 
@@ -105,6 +106,23 @@ def attend(
     )  # fmt: skip
 
 
+def attend_fields(
+    scheme="waterfill", dim=128, heads=32, groups=8, queries=1, mask=False, softcap=0.0, dtype="bfloat16", **fields
+) -> None:  # fmt: skip
+    """Attend over a cache of 512 tokens whose channels have widths of their own."""
+    dtype = getattr(torch, dtype)
+    plan = get(scheme, **fields).plan(LayerGeometry(0, 1, groups, dim, dtype, torch.device("cpu")))
+    states = [KVState.allocate(spec, 1, groups, dim, dtype, "cpu", 640) for spec in (plan.key, plan.value)]
+    past = [opened(state.pack, state.spec) for state in states]
+    q, new = torch.zeros(1, heads, queries, dim, dtype=dtype), torch.zeros(1, groups, queries, dim, dtype=dtype)
+    mask = torch.ones(1, 1, queries, 512 + queries, dtype=torch.bool) if mask else None
+    framed = plan.key.transform.page_frame
+    rotary = (*torch.zeros(2, 1, 640, dim // 2, dtype=dtype), f"half-{dim // 2}") if framed else None
+    launch.attend(
+        q, *past, 512, new, new, mask, queries > 1 and mask is None, 0.1, softcap, plan.key, plan.value, rotary
+    )  # fmt: skip
+
+
 def encode_pages(
     bits, per="channel", page=32, group=32, dim=128, dtype="bfloat16", eta=0.0, block=0, **others
 ) -> None:  # fmt: skip
@@ -131,7 +149,9 @@ def chosen_on_cuda() -> dict[str, str]:
         "higgs": [coded(4, "token", 128, 32, rotation=0, grid="d2n16", center=c) for c in (True, False)],
     }
     used = {"attend": slice(2), "append_layers_": slice(1, 2)}  # layers whose keys have a mean are not stored together
-    return {
+    plan = get("waterfill").plan(LayerGeometry(0, 1, 8, 128, torch.bfloat16, torch.device("cpu")))
+    fields = DispatchKey("attend", "cuda", (str(plan.key), str(plan.value)), 1, 128)
+    return {"attend, waterfill": select(fields).name} | {
         f"{op}, {name}": select(DispatchKey(op, "cuda", tuple(map(str, specs[used.get(op, slice(1))])), 1, 128)).name
         for op in ("attend", "encode", "append_", "append_layers_")
         for name, specs in layers.items()
@@ -142,7 +162,9 @@ def main(archs: str, *cases: str) -> None:
     print(json.dumps(chosen_on_cuda()))
     for case in cases:
         arguments = json.loads(case)
-        run = {"attend": attend, "encode": encode_pages, "append": append_tokens}[arguments.pop("op")]
+        run = {"attend": attend, "fields": attend_fields, "encode": encode_pages, "append": append_tokens}[
+            arguments.pop("op")
+        ]
         for arch in map(int, archs.split(",")):
             with compiling(arch) as launches:
                 run(**arguments)

@@ -18,8 +18,9 @@ from kvpass.layout.pool import whole
 from kvpass.layout.window import on_device
 
 from ..append import not_padding
-from ..reference import with_past
+from ..reference import seen_from, with_past
 from ..table import FEW, DispatchKey, implements
+from .allocated import FEATURES, attend_allocated, refuses_fields
 from .attend import attend_split, merge_splits
 from .attention_mass import sum_attention
 from .configs import (
@@ -37,8 +38,8 @@ from .tuned import Case, configured
 from .unpacking import Layout
 
 _OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_VALUES = WIDTHS | {"per=channel", "per=token", "rotation", "grid", "codec=second-level"}
-_ATTENDED = _VALUES | {"pre_rope", "center", "codec=boosted", "share"}, _VALUES
+_VALUES = WIDTHS | FEATURES | {"per=channel", "per=token", "rotation", "grid", "codec=second-level"}
+_ATTENDED = _VALUES | {"pre_rope", "center", "page_frame", "codec=boosted", "share"}, _VALUES
 _PRODUCT = 16  # rows and columns that one has at least
 _MERGED = 16  # splits taken together at a time
 _MOST = 1 << 31  # values of a head: within one, kernels count in 32 bits
@@ -67,6 +68,10 @@ def _refuses(dispatch: DispatchKey) -> str | None:
         return "values must not leave the window before keys."
     if key.quantizer.codec == "boosted" and key.page_size // max(num_planes(spec.bits) for spec in specs) < _PRODUCT:
         return f"boosted channels take pages of {_PRODUCT} tokens for each plane of bits, not {key.page_size} in all."
+    if any(spec.quantizer.allocation is not None for spec in specs):
+        return refuses_fields(specs)
+    if of_keys.page_frame:
+        return "keys in the frame of their page, all channels of one width, have to be decoded."
     return None
 
 
@@ -249,6 +254,13 @@ def attend(
 ) -> list[Tensor]:  # fmt: skip
     if mask is not None and importance is not None and k_spec.retention.evicts:
         mask = with_past(mask, importance, n, q.shape)
+    if k_spec.quantizer.allocation is not None:
+        if statistic:  # nothing that is stored with widths by channel depends on what it was paid
+            raise KVPassError("The Triton kernels do not say what tokens with widths by channel are paid.")
+        if starts is not None:
+            mask, causal = seen_from(starts, q.shape[2], n + q.shape[2]), False
+        how = causal, scale, softcap, k_spec, v_spec, rotary, sinks, length
+        return [attend_allocated(q, key, value, n, k_new, v_new, mask, *how)]
     past = (
         ((*pools[:3], pack.ring), tuple(pools[3:]))
         for pack, spec in ((key, k_spec), (value, v_spec))

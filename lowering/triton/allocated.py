@@ -1,0 +1,219 @@
+"""Where attention over pages with widths by channel is launched from, and what of it is served."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvpass.codec.allocation import FIELD_BITS, allocation_of, weights
+from kvpass.codec.bitpack import byte_rows
+from kvpass.codec.kept import Pack
+from kvpass.codec.rope import parse_rope
+from kvpass.codec.spec import CodecSpec
+from kvpass.errors import KVPassError
+from kvpass.layout.pool import whole
+from kvpass.layout.window import on_device
+
+from .attend import merge_splits
+from .attend_fields import attend_fields
+from .configs import INTERPRETED, AttendConfig, cdiv, splits_of
+from .fields import Fields, Number, Piece, field_rows, order_tokens, page_queries
+from .scores import LOG2E, Rules
+from .unpacking import Layout
+
+FEATURES = {"codec=allocated", "allocation", *(f"allocation.{x}" for x in ("rich_pairs", "rich_singles", "follows"))}
+_OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_NUMBERS = {tl.bfloat16: Number(tl.bfloat16, 7, 0x43), tl.float16: Number(tl.float16, 10, 0x64)}
+_LEAST = 32  # columns of a product
+_ROWS = 16  # fields of which a program of `field_rows` finds what they add
+_ASKED = 32  # pages times rows of a tile of `page_queries`
+_ORDERED, _HEADS = 64, 8  # tokens, and KV heads, of a program of `order_tokens`
+_MERGED = 16  # splits taken together at a time
+_MOST = 1 << 31  # values of a head: within one, kernels count in 32 bits
+
+
+def refuses_fields(specs: list[CodecSpec]) -> str | None:
+    """Why attention over these keys and values is not served, or None; what else they have is known to be."""
+    allocations = [spec.quantizer.allocation for spec in specs]
+    if None in allocations:
+        return "keys and values must both have widths by channel, or neither."
+    of_keys, of_values = map(allocation_of, specs)
+    if (of_values.ranked, of_values.follows) != (of_keys.ranked, of_keys.ranked):
+        return "values must have the ranks of their keys."
+    transform = specs[0].transform
+    if transform.pre_rope and not transform.page_frame:
+        return "a basis of keys before rotary embedding, token by token, is no query's: they have to be decoded."
+    return None
+
+
+def _widths(count: int) -> list[int]:
+    """Powers of two that ``count`` columns are padded to, not much more of them."""
+    found, padded = [], max(_LEAST, triton.next_power_of_2(count))
+    while count > _LEAST and padded > 4 * count // 3:
+        found.append(padded // 2)
+        count -= padded // 2
+        padded = max(_LEAST, triton.next_power_of_2(count))
+    return [*found, padded]
+
+
+@cache
+def layout_of(spec: CodecSpec, head_dim: int) -> Fields:
+    """How kernels see the pages of ``spec``."""
+    allocation, retention = allocation_of(spec), spec.retention
+    start, at, pieces, gains = byte_rows(spec.page_size, 1) if allocation.ranked else 0, 0, [], []
+    for tokens, counts in zip(allocation.tokens(spec.page_size), allocation.counts(head_dim), strict=True):
+        of_rank = []
+        for bits, count in zip(FIELD_BITS, counts, strict=True):
+            first = 0
+            for width in _widths(count) if count else ():
+                of_rank.append(Piece(bits, start, count, first, min(width, count - first), width, at))
+                first, at = first + width, at + width
+            start += byte_rows(tokens, bits) * count
+        pieces.append(tuple(of_rank))
+        gains.append(start)
+        start += tokens
+    return Fields(
+        start, spec.page_size, tokens, tuple(gains), tuple(pieces), at, allocation.ranked, retention.sinks,
+        retention.residual,
+    )  # fmt: skip
+
+
+@cache
+def _columns(spec: CodecSpec, head_dim: int, device: torch.device) -> Tensor:
+    """Which field each of the padded ones is, -1 for none."""
+    of_all, first = [], 0
+    for pieces, counts in zip(layout_of(spec, head_dim).pieces, allocation_of(spec).counts(head_dim), strict=True):
+        for bits, count in zip(FIELD_BITS, counts, strict=True):
+            for piece in (one for one in pieces if one.bits == bits):
+                numbers = range(first + piece.first, first + piece.first + piece.real)
+                of_all += [*numbers, *[-1] * (piece.width - piece.real)]
+            first += count
+    return torch.tensor(of_all, dtype=torch.int32, device=device)
+
+
+_weights = cache(weights)
+
+
+def _number(layouts: tuple[Fields, ...], operand: tl.dtype) -> Number:
+    """Fields are read four bytes at a time, if they can be."""
+    pieces = [piece for layout in layouts for of_rank in layout.pieces for piece in of_rank]
+    fours = all(not number % 4 for piece in pieces for number in (piece.start, piece.row))
+    fours = fours and all(not layout.size % 4 for layout in layouts)
+    return _NUMBERS[operand] if fours and operand in _NUMBERS else Number(operand, 0, 0)
+
+
+def _config(rows: int, tokens: int, itemsize: int) -> tuple[AttendConfig, int]:
+    """For ``rows`` query rows a KV head, and as many tokens of a page of a rank: with how many pages of a turn."""
+    of_tile = 4 if rows <= 4 else 8 if rows <= 8 else 16
+    pages = max(16 // of_tile, cdiv(32, tokens))
+    return AttendConfig(of_tile * pages, rows=pages, together=1, exact=32, warps=4, stages=2), pages
+
+
+def _exact_layout(spec: CodecSpec, head_dim: int, rope: str = "") -> Layout:
+    retention = spec.retention
+    return Layout(
+        8, 1, False, head_dim, retention.page_size, 1, retention.sinks, retention.residual, retention.ring_size,
+        head_dim, *(parse_rope(rope) if rope else ()),
+    )  # fmt: skip
+
+
+@dataclass
+class _Fitted:
+    """Pages of one tensor of a layer, and what its fields add to channels."""
+
+    pages: Tensor
+    rows: Tensor
+    layout: Fields
+
+    @classmethod
+    def of(cls, pack: Pack, n: int, spec: CodecSpec, dtype: torch.dtype) -> "_Fitted":
+        basis, places = pack.basis.contiguous(), pack.fields.contiguous()
+        (batch, heads, head_dim, size), layout = basis.shape, layout_of(spec, basis.shape[2])
+        rows = torch.empty((batch * heads, layout.width, head_dim), dtype=dtype, device=basis.device)
+        field_rows[batch * heads, layout.width // _ROWS](
+            basis, places, _columns(spec, head_dim, basis.device), _weights(basis.device), rows, head_dim, size,
+            places.shape[-1], layout.width, _ROWS,
+        )  # fmt: skip
+        return cls(whole(pack.pools[0], spec.retention.pages(n)), rows, layout)
+
+    @property
+    def capacity(self) -> int:
+        """Pages that there is room for."""
+        return self.pages.shape[2]
+
+
+def attend_allocated(
+    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None, length=None
+) -> Tensor:
+    """`kvpass::attend` of ``q`` ``[B, H_q, S, D]`` over fields, without a statistic."""
+    q, k_new, (batch, heads, queries, head_dim), groups = q.contiguous(), k_new.contiguous(), q.shape, k_new.shape[1]
+    device, rows, length = q.device, heads // groups * queries, on_device(length, n, q.device)
+    widest = max(head_dim, 2 * rows)
+    if (n + queries) * widest >= _MOST:
+        raise KVPassError(
+            f"The Triton kernels take up to {_MOST // widest - 1} tokens of {head_dim} channels here: for "
+            f"{n + queries}, kvpass.apply(..., lowering='reference')."
+        )
+    multiplied = torch.float32 if INTERPRETED and q.dtype == torch.bfloat16 else q.dtype  # which it cannot
+    with torch.cuda.device_of(q):
+        keys = _Fitted.of(key, n, k_spec, multiplied)
+        values = _Fitted.of(value, n, v_spec, torch.float32)
+        K, V = keys.layout, values.layout
+        config, pages = _config(rows, K.tokens, q.element_size())
+        operand = _OPERANDS[multiplied]
+        N, precision = _number((K, V), operand), "ieee" if q.dtype == torch.float32 else "tf32"
+        cos, sin, rope = rotary or (None, None, "")
+        tables, of_mask = (0, 0), (0, 0, 0)
+        if rope:
+            cos, sin = (table.contiguous().expand(batch, -1, -1) for table in (cos, sin))
+            tables = cos.stride()[:2]
+        if mask is not None:
+            mask = (mask.view(torch.uint8) if mask.dtype == torch.bool else mask).contiguous()
+            sizes = zip(mask.stride()[:3], mask.shape[:3], strict=True)
+            of_mask = tuple(stride if size > 1 else 0 for stride, size in sizes)
+        R, W = _exact_layout(k_spec, head_dim, rope), _exact_layout(v_spec, head_dim)
+        room, places = keys.capacity if rope else 1, keys.capacity * k_spec.page_size
+        fields = q.new_empty((batch * groups, room, rows, K.width), dtype=multiplied)
+        sums = q.new_empty((batch * groups, room, rows, len(K.pieces), 2), dtype=torch.float32)
+        page_queries[batch * groups, max(1, cdiv(room * rows, _ASKED))](
+            q, keys.rows, cos, sin, fields, sums, length, scale, rows, room, *tables, groups, R, K, N, "ieee", _ASKED,
+            num_warps=4,
+        )  # fmt: skip
+        tokens = q.new_empty((batch * groups, places), dtype=torch.int32)
+        k_gains, v_gains = (torch.empty_like(tokens, dtype=torch.float32) for _ in range(2))
+        mean, mean_row = None, None
+        center = key.center
+        if center is not None and rope:
+            mean, mean_row = q.new_empty((batch * groups, rows, places), dtype=torch.float32), places
+        elif center is not None:
+            mean = (q.float().view(batch, groups, rows, head_dim) * center.float()).sum(-1) * (scale * LOG2E.value)
+        at_once, heads_at_once = max(1, _ORDERED // k_spec.page_size), min(_HEADS, groups)
+        order_tokens[max(1, cdiv(keys.capacity, at_once)), batch * cdiv(groups, heads_at_once)](
+            q, keys.pages, values.pages, cos, sin, center.contiguous() if mean_row else None, tokens, k_gains, v_gains,
+            mean if mean_row else None, length, scale, rows, keys.capacity, values.capacity, *tables, groups,
+            heads_at_once, R, K, V, N, precision, at_once, 16, num_warps=4,
+        )  # fmt: skip
+        tiles = cdiv(rows, config.queries // pages)
+        splits = splits_of(v_spec.retention.pages(n), config, batch * groups * tiles, device)
+        summed = q.new_empty((batch * groups, splits, rows, V.width), dtype=torch.float32)
+        partial = q.new_empty((batch * groups, splits + 1, rows, head_dim), dtype=torch.float32)
+        lse, out = partial.new_empty(partial.shape[:3]), torch.empty_like(q)
+        rules = Rules(
+            heads, groups, causal and queries > 1, softcap, mask is not None and mask.dtype == torch.uint8,
+            config.queries, operand,
+        )  # fmt: skip
+        attend_fields[batch * groups, splits + 1, tiles](
+            q, keys.pages, key.ring, values.pages, value.ring, k_new, v_new.contiguous(), fields, sums, tokens,
+            k_gains, v_gains, mean, cos, sin, mask, summed, partial, lse, length, queries, scale, keys.capacity,
+            values.capacity, mean_row, *tables, *of_mask, pages, config.exact, rules, K, V, R, W, N, bool(rope),
+            config.stages,
+            num_warps=config.warps, maxnreg=config.registers, enable_fp_fusion=True,
+        )  # fmt: skip
+        torch.bmm(summed.flatten(1, 2), values.rows, out=partial.flatten(1, 2)[:, : splits * rows])
+        merge_splits[batch * heads * queries,](
+            partial, lse, sinks, out, None, rows, splits + 1, queries, heads, head_dim, _MERGED, enable_fp_fusion=True,
+        )  # fmt: skip
+    return out
