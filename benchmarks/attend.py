@@ -53,7 +53,7 @@ def packed_states(plan, k, v) -> list[KVState]:
         )
         key.rotary, rope = RotaryState.of(angles.cos().to(k.dtype), angles.sin().to(k.dtype)), rope_of(pairs, False)
     if plan.value.quantizer.follows_keys:
-        value.leader = key
+        value.same_layer_keys = key
     for state, x in ((key, k), (value, v)):
         q = torch.randn_like(x[:, :, :64]) if state.spec.quantizer.needs_queries else None
         state.append(x, 0, q, rope=rope if state is key else "")
