@@ -1,12 +1,13 @@
-"""Attention of one query token over pages with widths by channel (`kvpass.codec.allocation`) on CPUs: fields are read as
-they are stored, and the query, or the output, takes what they stand for.
+"""Attention of one query token over pages with widths by channel (`kvpass.codec.allocation`) on CPUs: fields are read
+as they are stored, and the query, or the output, takes what they stand for.
 
-Two ops, which graphs of Inductor call. Loops over fields are C++: unpacked once for several queries, and all that depends
-on a page, its query and its order of tokens, stays in the cache of the processor.
+Two ops, which graphs of Inductor call. A field is unpacked once for several queries, and what a page makes of
+a query, and the order of its tokens, stay in the cache of the processor.
 """
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -24,8 +25,8 @@ _library.define(
     "SymInt count, SymInt room, str spec, str rope) -> Tensor"
 )
 _library.define(
-    "allocated_values(Tensor weights, Tensor pages, Tensor basis, Tensor places, Tensor table, SymInt count, SymInt room, "
-    "str spec) -> Tensor"
+    "allocated_values(Tensor weights, Tensor pages, Tensor basis, Tensor places, Tensor table, SymInt count, "
+    "SymInt room, str spec) -> Tensor"
 )
 
 _FLOATS, _INTS, _BYTES, _NUMBER = "const float*", "const int32_t*", "const uint8_t*", "int64_t"
@@ -47,13 +48,14 @@ def _kernel(name: str, spec: str, head_dim: int, queries: int) -> Callable[..., 
     """The kernel ``name`` for pages of ``spec`` and heads with as many ``queries``."""
     parsed = parse(spec)
     allocation, (shape, _) = allocation_of(parsed), page_shapes(parsed, head_dim, torch.float32)["codes"]
-    rich, poor = [*allocation.counts(head_dim), (0, 0)][:2] if allocation.ranked else [(0, 0), *allocation.counts(head_dim)]
+    rich, poor = ([(0, 0)] * (not allocation.ranked)) + allocation.counts(head_dim)
     defines = dict(
         QUERIES=queries, HEAD=head_dim, BLOCK=allocation.block_size, PAGE=parsed.page_size, PAGE_BYTES=shape[-1],
         NUM_FIELDS=sum(allocation.fields(head_dim)), RANKED=int(allocation.ranked),
         RICH_PAIRS=rich[0], RICH_SINGLES=rich[1], POOR_PAIRS=poor[0], POOR_SINGLES=poor[1],
     )  # fmt: skip
-    return build(["allocated.h", f"{name}.cpp"], _TYPES[name], defines)
+    texts = (Path(__file__).with_name(file).read_text() for file in ("allocated.h", f"{name}.cpp"))
+    return build("".join((*(f"#define {word} {number}\n" for word, number in defines.items()), *texts)), _TYPES[name])
 
 
 def _scores(q, pages, basis, places, table, cos, sin, count: int, room: int, spec: str, rope: str) -> Tensor:

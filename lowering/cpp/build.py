@@ -1,9 +1,8 @@
-"""C++ kernels, built by Inductor's own builder: for this processor's vectors and torch's OpenMP, without torch's headers,
-and kept in its cache for the next process. The only file that touches it; see ``tests/test_private_apis.py``.
+"""C++ kernels, built by Inductor's own builder: for this processor's vectors and torch's OpenMP, without torch's
+headers, and kept in its cache for the next process. The only file that touches it; see ``tests/test_private_apis.py``.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 from torch._inductor import config as inductor_config
 from torch._inductor.codecache import CppPythonBindingsCodeCache
@@ -18,11 +17,8 @@ OPTIONS = {"cpp_cache_precompile_headers": False, "cpp.enable_floating_point_con
 
 @announced("kernels of a cache")
 @compiling()
-def build(files: Sequence[str], types: Sequence[str], defines: Mapping[str, int]) -> Callable[..., None]:
-    """The function ``kernel`` of ``files`` of this folder, one behind the other, which takes arguments of C++ ``types``:
-    tensors for pointers, ints and floats."""
-    texts = [f"#define {name} {value}\n" for name, value in defines.items()]
-    texts += [Path(__file__).with_name(name).read_text() for name in files]
+def build(source: str, types: Sequence[str]) -> Callable[..., None]:
+    """The function ``kernel`` of a C++ ``source``, of arguments of ``types``: tensors for pointers, and ints."""
     with inductor_config.patch(OPTIONS | unprobed()):
-        kernel: Callable[..., None] = CppPythonBindingsCodeCache.load_pybinding(list(types), "".join(texts))
+        kernel: Callable[..., None] = CppPythonBindingsCodeCache.load_pybinding(list(types), source)
     return kernel
