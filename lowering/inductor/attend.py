@@ -376,6 +376,8 @@ def _refuses_attend(dispatch: DispatchKey) -> str | None:
         return None
     specs = [parse(text) for text in dispatch.specs]
     (key, value), of_keys = (spec.retention for spec in specs), specs[0].transform
+    if dispatch.device != "cpu" and any(spec.quantizer.allocation is not None for spec in specs):
+        return "widths by channel are read by kernels for CPUs."
     if (key.page_size, key.sinks, key.keep) != (value.page_size, value.sinks, value.keep):
         return "keys and values must share page size, sinks and the choice of exact tokens."
     if of_keys.pre_rope and specs[0].quantizer.allocation is not None:
