@@ -306,7 +306,7 @@ def _settle(pages: _Pages, tokens: Tensor, settled: int, slots: Tensor, pack: Pa
 
 def append_layers(
     encode: Callable, packs: Sequence[Pack], n: int, xs, spec: CodecSpec, length: Tensor | None = None,
-    q: Sequence[Tensor] | None = None, mask: Tensor | None = None, write: Callable = write_each,
+    q: Sequence[Tensor] | None = None, mask: Tensor | None = None, *, write: Callable = write_each,
 ) -> None:  # fmt: skip
     """`append` to each of many layers: ``write`` stores the tokens in the rings, as `write_each` does, and pages, which
     are due together, are encoded by few calls, or layer by layer where they are fitted to more than themselves.
