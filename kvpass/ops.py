@@ -9,8 +9,8 @@ append_      store ``x`` behind the ``length`` tokens already there and pack the
              ``mask`` are taps a codec may ask for (SQuat: the prompt's queries and who of them is padding). With a
              budget, ``importance`` and the ``scores`` of this call choose who is evicted, and ``slots`` hands the
              choice on to appends that are given no ``importance``.
-append_layers_  the same for the keys, or the values, of many layers of one device, whose codec looks at nothing else;
-             their ``states`` come one behind the other.
+append_layers_  the same for the keys, or the values, of many layers of one device, which look at nothing of another;
+             their ``states`` come one behind the other, and ``q`` and ``key_pages`` are one of each layer.
 decode       every stored token as ``[B, H_kv, n, D]`` in token order. ``starts`` are for what takes its place.
 attend       attention of ``q`` over the stored past and the full-precision present ``k_new``, ``v_new``. The past is
              ``key`` and ``value``: one state each, or one tensor that is decoded already, because another layer needs
@@ -76,7 +76,8 @@ _library.define(
     tags=_OF_A_LENGTH,
 )
 _library.define(
-    'append_layers_(Tensor(a!)[] states, Tensor length, Tensor[] x, str spec, str lowering="auto") -> ()',
+    'append_layers_(Tensor(a!)[] states, Tensor length, Tensor[] x, str spec, str lowering="auto", Tensor[]? q=None, '
+    'Tensor? mask=None, Tensor? cos=None, Tensor? sin=None, str rope="", Tensor[]? key_pages=None) -> ()',
     tags=_OF_A_LENGTH,
 )
 _library.define(
@@ -138,11 +139,17 @@ def _framed(pack: Pack, cos: Tensor | None, sin: Tensor | None, rope: str) -> Pa
     return pack._replace(rotary=(cos, sin, rope))
 
 
-def _append_layers_(states: _Tensors, length: Tensor, x: _Tensors, spec: str, lowering: str = "auto") -> None:
+def _append_layers_(
+    states: _Tensors, length: Tensor, x: _Tensors, spec: str, lowering: str = "auto", q: _Tensors | None = None,
+    mask: Tensor | None = None, cos: Tensor | None = None, sin: Tensor | None = None, rope: str = "",
+    key_pages: _Tensors | None = None,
+) -> None:  # fmt: skip
     run = select(DispatchKey("append_layers_", x[0].device.type, (spec,), head_dim=x[0].shape[-1]), lowering).run
     parsed, each = parse(spec), len(states) // len(x)
-    packs = [opened(states[i : i + each], parsed) for i in range(0, len(states), each)]
-    run(packs, length_of(length), x, parsed, length)
+    packs = [_framed(opened(states[i : i + each], parsed), cos, sin, rope) for i in range(0, len(states), each)]
+    if key_pages is not None:
+        packs = [pack._replace(key_pages=pages) for pack, pages in zip(packs, key_pages, strict=True)]
+    run(packs, length_of(length), x, parsed, length, q, mask)
 
 
 def _decode(

@@ -31,7 +31,7 @@ APPENDED = PLACES | {"own_codes", "budget", "evict=age", "shared", "center", *(f
 """Those that `append` takes care of, whoever encodes."""
 MERGED = PLACES | {f"bits={bits}" for bits in (*FIELDS, *RAW)} | {"per=channel", "per=token", "fit=lsq", "eta"}
 MERGED |= {"rotation", "grid"}
-"""Those of all specs that `append_layers` may be called with."""
+"""Those of all specs that `append_layers` may be called with, besides allocations."""
 _GOLDEN = 0.6180339887  # its multiples are spread evenly between whole numbers
 CHUNK = 4096  # tokens predicted, or gathered from layers, at a time: what is needed in between stays small
 
@@ -306,12 +306,19 @@ def _settle(pages: _Pages, tokens: Tensor, settled: int, slots: Tensor, pack: Pa
 
 def append_layers(
     encode: Callable, packs: Sequence[Pack], n: int, xs, spec: CodecSpec, length: Tensor | None = None,
-    write: Callable = write_each,
+    q: Sequence[Tensor] | None = None, mask: Tensor | None = None, *, write: Callable = write_each,
 ) -> None:  # fmt: skip
-    """`append` to each of many layers: pages, which are due together, are encoded by few calls, and ``write`` stores
-    the tokens in the rings, as `write_each` does."""
+    """`append` to each of many layers: ``write`` stores the tokens in the rings, as `write_each` does, and pages, which
+    are due together, are encoded by few calls, or layer by layer where they are fitted to more than themselves.
+
+    q: the queries of each layer; with ``mask``, for codecs that are fitted to them.
+    """
     retention = spec.retention
     first, last = retention.pages(n), retention.pages(n + xs[0].shape[2])
+    if spec.quantizer.allocation is not None and (last > first or n == 0):
+        for pack, x, of_layer in zip(packs, xs, q or [None] * len(xs), strict=True):
+            append(encode, pack, n, x, of_layer, mask, spec, length=length, write=write)
+        return
     at_once = max(1, CHUNK // max(1, (last - first) * retention.page_size))
     rings = [pack.ring for pack in packs]
     for layers in _alike(xs, at_once) if last > first else ():

@@ -86,8 +86,8 @@ def append_(*args) -> None:
 
 
 @implements("append_layers_", "reference")
-def append_layers_(packs: Sequence[Pack], n: int, xs: Sequence[Tensor], spec: CodecSpec, length=None) -> None:
-    append_layers(encode, packs, n, xs, spec)
+def append_layers_(*args) -> None:
+    append_layers(encode, *args)
 
 
 def causal_mask(queries: int, tokens: int, device: torch.device) -> Tensor:

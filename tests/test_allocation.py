@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._inductor import config as inductor_config
 
 import kvpass
 from kvpass import KVPassError, NonFiniteError
@@ -15,6 +16,7 @@ from kvpass.codec.allocation import (
     DISTORTION,
     STEPS,
     allocate,
+    decode,
     fit_basis,
     gains,
     opened,
@@ -25,7 +27,9 @@ from kvpass.codec.allocation import (
     widths_of,
 )
 from kvpass.codec.rope import parse_rope, rotate
+from kvpass.layout.pool import handle
 from kvpass.layout.retention import Retention
+from kvpass.lowering.cpp import allocated
 from kvpass.schemes import LayerGeometry, WaterfillConfig, get
 
 from common import DTYPES, awkward, chunkings, generator, randn, seeds
@@ -506,3 +510,38 @@ def test_frames_are_for_pages_of_neighbours_before_rotary_embedding():
     )
     with pytest.raises(KVPassError, match="tables"):
         state.append(randn(0, 1, 1, 40, HEAD), 0, rope=f"half-{HEAD // 2}")
+
+
+@pytest.mark.parametrize("vectors", [None, 256, 1])
+@pytest.mark.parametrize(
+    "queries, head_dim, residual, fields",
+    [(3, 64, 32, {}), (5, 48, 16, SCHEMES["alike"]), (1, 32, 16, dict(block_size=8, rich_value_fields=(12, 0)))],
+    ids=["of three queries", "alike", "small blocks"],
+)
+def test_kernels_read_fields_as_decoding_does(queries, head_dim, residual, fields, vectors):
+    """In vectors of all sizes, whose ends fields do not fill, by two threads, up to the last byte there is."""
+    geometry = LayerGeometry(0, 1, 2, head_dim, torch.float32, torch.device("cpu"))
+    plan = WaterfillConfig(**{"residual": residual, **fields}, rope="post").plan(geometry)
+    states = [KVState.allocate(spec, 2, 2, head_dim, torch.float32, "cpu", 500) for spec in (plan.key, plan.value)]
+    key, value = states
+    value.same_layer_keys = key
+    q, threads = randn(3, 4, queries, head_dim), torch.get_num_threads()
+    allocated._kernel.cache_clear()
+    try:
+        torch.set_num_threads(2)
+        with inductor_config.patch({"cpp.simdlen": vectors}):
+            for seed, state in enumerate(states):
+                state.append(mixed(seed, 2, 2, 500, head_dim), 0, randn(seed, 2, 4, 500, head_dim))
+                pages = state.spec.retention.pages(500)
+                pool, table = state.codes[:, :, :pages].contiguous(), allocated.look_up_table(torch.device("cpu"))
+                given = handle(pool), pages, pages, state.basis, state.fields, table, state.spec
+                tokens = decode(pool, state.basis, state.fields, state.spec).flatten(0, 1)
+                if state is key:
+                    got, expected = allocated.page_scores(q, None, "", *given), q @ tokens.mT
+                else:
+                    weights = randn(4, 4, queries, tokens.shape[1]).softmax(-1)
+                    got, expected = allocated.page_values(weights, *given), weights @ tokens
+                torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    finally:
+        torch.set_num_threads(threads)
+        allocated._kernel.cache_clear()

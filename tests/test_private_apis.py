@@ -25,6 +25,7 @@ from kvpass.compile.backend import Backend
 from kvpass.compile.calls import APPEND
 from kvpass.layout.spans import HIDDEN
 from kvpass.lowering import flash, session
+from kvpass.lowering.cpp.build import build
 from kvpass.lowering.inductor import aot
 from kvpass.lowering.inductor.aot import Input, Program, compile_ahead
 from kvpass.models import recording
@@ -275,3 +276,16 @@ def test_parts_of_a_context_add_up_to_attention():
     mask = torch.cat([torch.ones(2, 5, 28, dtype=torch.bool), seen], -1)[:, None]
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=0.3, enable_gqa=True)
     torch.testing.assert_close((outs * sums.softmax(0)).sum(0), expected)
+
+
+def test_a_kernel_in_cpp_is_handed_tensors_and_numbers():
+    """`kvpass.lowering.cpp.build`: CppPythonBindingsCodeCache."""
+    add = """
+    #include <cstdint>
+    extern "C" void kernel(const float* x, float* out, int64_t count, int64_t more) {
+        for (int64_t i = 0; i < count; i++) out[i] = x[i] + more;
+    }
+    """
+    x, out = torch.arange(5.0), torch.zeros(7)
+    build(add, ["const float*", "float*", "int64_t", "int64_t"])(x[1:], out, 4, 2)
+    assert out.tolist() == [3, 4, 5, 6, 0, 0, 0]

@@ -11,7 +11,7 @@ import kvpass
 from kvpass import HeavyHitter
 from kvpass.compile import backend, repeats
 from kvpass.compile.calls import ATTEND
-from kvpass.schemes import KIVIConfig, SQuatConfig, XQuantConfig
+from kvpass.schemes import KIVIConfig, SQuatConfig, WaterfillConfig, XQuantConfig
 
 from tiny import llama, tokens
 
@@ -106,6 +106,11 @@ def test_a_deeper_model_is_not_more_to_look_at():
 @pytest.mark.parametrize("scheme", ["kivi", "squat", "higgs", KIVIConfig(rope="pre"), SQuatConfig(rope="pre")], ids=str)
 def test_pieces_compute_what_the_whole_does(scheme, batch, padding):
     report = as_a_whole(llama(layers=4), scheme, batch=batch, padding=padding)
+    assert report.graphs and all(graph.repeats == 4 for graph in report.graphs)
+
+
+def test_pieces_store_what_goes_by_queries_tables_and_keys_as_the_whole_does():
+    report = as_a_whole(llama(layers=4), WaterfillConfig(residual=16), batch=2, padding=7)
     assert report.graphs and all(graph.repeats == 4 for graph in report.graphs)
 
 

@@ -20,6 +20,7 @@ from .calls import APPEND, APPEND_LAYERS, call
 FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
 _SCHEMA = APPEND._schema.arguments
 _ALWAYS = "state", "length", "x", "spec", "lowering"
+_OF_EACH, _COMMON = ("q", "key_pages"), ("mask", "cos", "sin", "rope")
 _WRITTEN = [argument.name for argument in _SCHEMA if argument.alias_info and argument.alias_info.is_write]
 
 
@@ -69,11 +70,14 @@ class Append:
         return tensor_of(self.state, self.codec, "ring")
 
     @property
-    def looks_at_nothing_else(self) -> bool:
-        """Whether what is stored depends on its tokens alone."""
+    def stands_alone(self) -> bool:
+        """Whether it can be made with those of other layers: what is stored depends on its tokens, or, where bits go by
+        an allocation, on nothing that another layer decides."""
         fitted = self.state[len(of_pages(self.codec)) + 1 :]
-        given = (value for name, value in self.arguments.items() if name not in _ALWAYS)
-        return not fitted and not any(given)
+        allocated = self.codec.quantizer.allocation is not None
+        known = (*_ALWAYS, *_OF_EACH, *_COMMON) if allocated else _ALWAYS
+        given = (value for name, value in self.arguments.items() if name not in known)
+        return not any(given) and (allocated or (not fitted and self.codec.features <= MERGED))
 
 
 def tensor_of(state: list[Node], codec: CodecSpec, name: str) -> Node:
@@ -129,15 +133,18 @@ def hoist(graph: Graph, writes: Sequence[Append]) -> set[Node]:
         for item in append.node.users:
             if any(user is not output and not _is_append(user) for user in item.users):
                 raise KVPassError("A packed cache is read again after it was written in the same call; not supported.")
-        alone = append.looks_at_nothing_else and all(writers[tensor] == 1 for tensor in append.state)
-        if alone and append.codec.features <= MERGED:
-            place = append.length, append.x.meta["val"].device
-            alike.setdefault((*place, append.spec, append.lowering), []).append(append)
+        if append.stands_alone and all(writers[tensor] == 1 for tensor in append.state):
+            given = tuple(append.arguments[name] for name in ("length", "spec", "lowering", *_COMMON))
+            there = (append.arguments[name] is not None for name in _OF_EACH)
+            alike.setdefault((append.x.meta["val"].device, *there, *given), []).append(append)
             continue
         with graph.inserting_before(output):
             call(graph, APPEND, **append.arguments)
-    for (length, _, spec, lowering), layers in alike.items():
-        states, xs = [tensor for append in layers for tensor in append.state], [append.x for append in layers]
+    for layers in alike.values():
+        given = {name: layers[0].arguments[name] for name in ("length", "spec", "lowering", *_COMMON)}
+        for name in ("x", *_OF_EACH):
+            given[name] = None if layers[0].arguments[name] is None else [append.arguments[name] for append in layers]
+        states = [tensor for append in layers for tensor in append.state]
         with graph.inserting_before(output):
-            call(graph, APPEND_LAYERS, states=states, length=length, x=xs, spec=spec, lowering=lowering)
+            call(graph, APPEND_LAYERS, states=states, **given)
     return {tensor for append in writes for tensor in append.written}

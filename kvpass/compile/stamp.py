@@ -140,12 +140,15 @@ class Stamp:
                     whole.node_copy(node, values.__getitem__)
                     continue
                 given = arguments(node)
-                each = len(given["states"]) // len(given["x"])
-                entries = [(x, given["states"][each * i : each * (i + 1)]) for i, x in enumerate(given["x"])]
-                of = [(values, *entry) for entry in entries for values in self._values(entry[0], common, layers)]
-                given["x"] = [values[x] for values, x, _ in of]
-                given["states"] = [values[tensor] for values, _, state in of for tensor in state]
-                call(whole, APPEND_LAYERS, **given | {"length": common[given["length"]]})
+                count = len(given["x"])
+                of = [(values, i) for i in range(count) for values in self._values(given["x"][i], common, layers)]
+                for name, value in given.items():
+                    if isinstance(value, Node):
+                        given[name] = common[value]
+                    elif isinstance(value, (list, tuple)):  # of each layer, as many
+                        each = len(value) // count
+                        given[name] = [values[own] for values, i in of for own in value[each * i : each * (i + 1)]]
+                call(whole, APPEND_LAYERS, **given)
 
     def _values(self, x: Node, common: dict[Node, Node], layers: Sequence[dict[Node, Node]]):
         return layers if self.is_repeated(x) else [common]

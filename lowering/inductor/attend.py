@@ -22,9 +22,10 @@ from kvpass.layout.retention import Retention
 from kvpass.layout.window import layout, ring_tokens
 
 from .. import reference
+from ..cpp import allocated
 from ..reference import with_past
 from ..table import DispatchKey, implements
-from . import allocated, drafts
+from . import drafts
 from .aot import Input, Kernel, Program
 from .opened import OPENED, Pages, opened, page_values, points_of
 from .pages import WIDTHS, decode_all
@@ -75,6 +76,13 @@ def _first_pages(handle: Tensor, room: Tensor, count: int) -> Tensor:
     return of_capacity(handle, room.shape[0]).narrow(2, 0, count).flatten(0, 1)
 
 
+def _allocated(given: dict[str, Tensor | None], side: str, spec: CodecSpec) -> tuple:
+    """What `allocated` takes of the pages of a side, "k" or "v"."""
+    names = "codes", "pages", "codes_room", "basis", "fields", "points"
+    codes, pages, room, *fitted = (given[f"{side}_{name}"] for name in names)
+    return codes, pages.shape[0], room.shape[0], *fitted, spec
+
+
 def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rope, mass, present):
     """One query token ``[B, H_q, 1, D]`` over packed keys and values, given what `_inputs` names. With ``mass``, the
     weights summed over the query heads of a KV head come second: ``[B * H_kv, slots]``, pages, ring, and the token
@@ -115,9 +123,7 @@ def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rop
         return torch.where(counts, scores, -torch.inf)
 
     if given["k_fields"] is not None:
-        from_pages = allocated.turned_back(q, tables(in_page[size // 2 :: size]), rope) if rope else q[:, :, None]
-        fitted = (given[f"k_{name}"] for name in ("points", "basis", "fields"))
-        on_pages = allocated.page_scores(from_pages, k_pools[0], k_spec, *fitted)
+        on_pages = allocated.page_scores(q, tables(in_page[size // 2 :: size]), rope, *_allocated(given, "k", k_spec))
         if center is not None:
             on_pages = on_pages + mean_scores(q, center, tables(in_page), rope)
     else:
@@ -145,16 +151,14 @@ def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rop
     on_pages = torch.where(index[:packed] < v_packed, weights[..., :packed], 0.0)
     on_ring = _ring_weights(weights, lengths, count * size, k_spec.retention, v_spec.retention, held)
     if given["v_fields"] is not None:
-        on_pages = allocated.as_stored(on_pages, v_pools[0], v_spec, given["v_points"], shape[-1])
+        from_pages = allocated.page_values(on_pages, *_allocated(given, "v", v_spec))
     # concatenated, they are computed once: otherwise anew for every channel
     on_pages, on_ring, own = torch.cat([on_pages, on_ring, weights[..., -1:]], -1).split([packed, slots, 1], -1)
     out = (on_ring[..., None] * v_ring[:, None].float()).sum(2) + own * v_new.float()
-    on_pages = on_pages.unflatten(-1, (v_count, -1))
-    if given["v_fields"] is not None:
-        fitted = (given[f"v_{name}"] for name in ("points", "basis", "fields"))
-        out = out + allocated.page_values(on_pages, v_pools[0], v_spec, *fitted)
-    else:
-        out = out + page_values(on_pages, opened(v_pools, v_spec, given["v_points"], shape[-1]), given["v_basis"])
+    if given["v_fields"] is None:
+        pages, by_page = opened(v_pools, v_spec, given["v_points"], shape[-1]), on_pages.unflatten(-1, (v_count, -1))
+        from_pages = page_values(by_page, pages, given["v_basis"])
+    out = out + from_pages
     out = out.view(*shape[:3], -1).to(dtype)
     return (out, weights.sum(1)) if mass else (out,)
 
@@ -347,6 +351,8 @@ def _refuses_attend(dispatch: DispatchKey) -> str | None:
         return None
     specs = [parse(text) for text in dispatch.specs]
     (key, value), of_keys = (spec.retention for spec in specs), specs[0].transform
+    if dispatch.device != "cpu" and any(spec.quantizer.allocation is not None for spec in specs):
+        return "widths by channel are read by kernels for CPUs."
     if (key.page_size, key.sinks, key.keep) != (value.page_size, value.sinks, value.keep):
         return "keys and values must share page size, sinks and the choice of exact tokens."
     if of_keys.pre_rope and specs[0].quantizer.allocation is not None:

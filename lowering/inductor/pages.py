@@ -11,7 +11,7 @@ from torch import Tensor
 from kvpass.codec.bitpack import FIELDS, unpack
 from kvpass.codec.codebook import grid, look_up
 from kvpass.codec.hadamard import basis
-from kvpass.codec.kept import Pack, built_in
+from kvpass.codec.kept import built_in
 from kvpass.codec.pages import decode_pages, dequantize_pages, encode_pages
 from kvpass.codec.predictor import PREDICTORS, page_rows, parse_predictor, run, weights
 from kvpass.codec.quantizer import UNIFORM
@@ -110,8 +110,8 @@ def append_(*args) -> None:
 
 
 @implements("append_layers_", "inductor", has=(_ENCODED | PLACES,), refuses=_refuses_encode)
-def append_layers_(packs: Sequence[Pack], n: int, xs: Sequence[Tensor], spec: CodecSpec, length=None) -> None:
-    append_layers(encode, packs, n, xs, spec)
+def append_layers_(*args) -> None:
+    append_layers(encode, *args)
 
 
 @implements("decode", "inductor", has=(_DECODED,))

@@ -81,5 +81,5 @@ def append_(pack: Pack, n: int, x: Tensor, q, mask, spec: CodecSpec, *more) -> N
 
 
 @implements("append_layers_", "triton", has=(ENCODED | {"pre_rope"},), refuses=refuses, by_name_only=INTERPRETED)
-def append_layers_(packs: Sequence[Pack], n: int, xs, spec: CodecSpec, length: Tensor | None = None) -> None:
-    append_layers(encode, packs, n, xs, spec, length, _write)
+def append_layers_(*args) -> None:
+    append_layers(encode, *args, write=_write)

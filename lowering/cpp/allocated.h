@@ -1,0 +1,158 @@
+// Pages of tokens with widths by channel (kvpass/codec/allocation.py) as loops over vectors read them.
+//
+// What is defined ahead (allocated.py): QUERIES of a KV head, HEAD channels in blocks of BLOCK, PAGE tokens in
+// PAGE_BYTES with NUM_FIELDS fields, RANKED or not, and what a token has: RICH_PAIRS, RICH_SINGLES, POOR_PAIRS, POOR_SINGLES, the
+// latter for pages without ranks too. Fields of a kind are read LANES at a time: arrays of them are padded, and what is
+// read behind the last of them counts nothing.
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <numeric>
+#include <utility>
+#include <vector>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+#define LANES 16
+#elif defined(__AVX2__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+
+#define UNROLLED _Pragma("GCC unroll 16")  // so that what loops add up stays in registers
+
+namespace {
+
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint8_t Bytes __attribute__((vector_size(LANES)));
+
+constexpr int padded(int count) { return (count + LANES - 1) / LANES * LANES; }
+
+template <typename Vector, typename Scalar>
+inline Vector load(const Scalar* from) {
+    Vector found;
+    std::memcpy(&found, from, sizeof(found));
+    return found;
+}
+
+inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof(x)); }
+
+inline Ints widened(const uint8_t* from) {  // compilers take bytes apart one by one, unless they are told
+#if LANES == 16
+    return (Ints)_mm512_cvtepu8_epi32(load<__m128i>(from));
+#elif LANES == 8
+    return (Ints)_mm256_cvtepu8_epi32(_mm_loadu_si64(from));
+#else
+    return __builtin_convertvector(load<Bytes>(from), Ints);
+#endif
+}
+
+inline Floats numbers(Ints x) { return __builtin_convertvector(x, Floats); }
+
+// In each group of 2 * HALF lanes, those of a folded to its first half, and those of b to its second.
+template <int HALF, size_t... LANE>
+inline Floats folded(Floats a, Floats b, std::index_sequence<LANE...>) {
+#define OF_BOTH int(LANE / (2 * HALF) * 2 * HALF + LANE % HALF + (LANE / HALF % 2 ? LANES : 0))
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, OF_BOTH...) + __builtin_shufflevector(a, b, (OF_BOTH + HALF)...);
+#else
+    return __builtin_shuffle(a, b, Ints{OF_BOTH...}) + __builtin_shuffle(a, b, Ints{(OF_BOTH + HALF)...});
+#endif
+#undef OF_BOTH
+}
+
+// Lane i of what comes back is the sum of the lanes of x[i].
+template <int HALF = LANES / 2>
+inline Floats sums(Floats* x) {
+    UNROLLED for (int i = 0; i < HALF; i++) x[i] = folded<HALF>(x[i], x[i + HALF], std::make_index_sequence<LANES>());
+    if constexpr (HALF > 1) return sums<HALF / 2>(x);
+    return x[0];
+}
+
+// Tokens of one rank: how many there are, their fields, and where those begin in a page and in padded arrays of fields.
+struct Rank {
+    int tokens, pairs, singles, first_byte, first_field;
+
+    constexpr int quarter() const { return tokens / 4; }
+    constexpr int eighth() const { return tokens / 8; }
+    constexpr int of_singles() const { return first_field + padded(pairs); }
+    constexpr int end_field() const { return of_singles() + padded(singles); }
+    constexpr int singles_byte() const { return first_byte + quarter() * pairs; }
+    constexpr int gains_byte() const { return singles_byte() + eighth() * singles; }
+};
+
+#if RANKED
+constexpr Rank RICH = {PAGE / 2, RICH_PAIRS, RICH_SINGLES, PAGE / 8, 0};
+constexpr Rank RANKS[] = {
+    RICH, {PAGE - PAGE / 2, POOR_PAIRS, POOR_SINGLES, RICH.gains_byte() + RICH.tokens, RICH.end_field()}};
+#else
+constexpr Rank RANKS[] = {{PAGE, POOR_PAIRS, POOR_SINGLES, 0, 0}};
+#endif
+constexpr int LAST = sizeof(RANKS) / sizeof(Rank) - 1, FIELDS = RANKS[LAST].end_field();
+constexpr int first_token(int rank) { return rank ? RANKS[0].tokens : 0; }
+constexpr int AT_ONCE = QUERIES < 4 ? QUERIES : 4;  // queries that a field is unpacked for
+constexpr float PAIR = 1.5f, SINGLE = 0.5f;  // the codes that stand for 0
+constexpr int GAINS = 256;  // in the table; behind them, what 1 in a field is worth by its kind
+
+// The tokens of a page as it keeps them.
+inline void find_order(const uint8_t* page, int32_t* order) {
+#if RANKED
+    int rich = 0, poor = first_token(LAST);
+    for (int t = 0; t < PAGE; t++) {
+        const int is_rich = page[t % (PAGE / 8)] >> t / (PAGE / 8) & 1;
+        order[std::min(is_rich ? rich : poor, PAGE - 1)] = t;  // pages that are not written have no rich
+        rich += is_rich;
+        poor += 1 - is_rich;
+    }
+#else
+    for (int t = 0; t < PAGE; t++) order[t] = t;
+#endif
+}
+
+// A page, behind which LANES bytes can be read.
+struct Page {
+    const uint8_t* bytes;
+    uint8_t copy[PAGE_BYTES + LANES];
+
+    Page(const uint8_t* pages, int64_t page, int64_t room) : bytes(pages + page * PAGE_BYTES) {
+        if (page + 1 < room) return;
+        std::memcpy(copy, bytes, PAGE_BYTES);
+        bytes = copy;
+    }
+};
+
+template <int BEGIN = 0, typename Do>
+inline void each_rank(Do act) {
+    act(std::integral_constant<int, BEGIN>());
+    if constexpr (BEGIN < LAST) each_rank<BEGIN + 1>(act);
+}
+
+// act(queries at once, the first of them)
+template <typename Do>
+inline void each_queries(Do act) {
+    int r = 0;
+    for (; r + AT_ONCE <= QUERIES; r += AT_ONCE) act(std::integral_constant<int, AT_ONCE>(), r);
+    if constexpr (QUERIES % AT_ONCE > 0) act(std::integral_constant<int, QUERIES % AT_ONCE>(), r);
+}
+
+// act(field in padded arrays, field, the code that stands for 0, rank)
+template <typename Do>
+inline void each_field(Do act) {
+    int at = 0;
+    for (int rank = 0; rank <= LAST; rank++) {
+        const Rank& own = RANKS[rank];
+        for (int f = 0; f < own.pairs; f++) act(own.first_field + f, at++, PAIR, rank);
+        for (int f = 0; f < own.singles; f++) act(own.of_singles() + f, at++, SINGLE, rank);
+    }
+}
+
+// Parts that the pages of a head are divided into, for threads to share.
+inline int64_t parts_of(int64_t pages, int64_t threads) {
+    return threads > 1 ? std::max<int64_t>(1, std::min(pages / 4, 4 * threads)) : 1;
+}
+
+}  // namespace

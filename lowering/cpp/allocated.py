@@ -1,0 +1,113 @@
+"""Attention of one query token over pages with widths by channel (`kvpass.codec.allocation`) on CPUs: fields are read
+as they are stored, and the query, or the output, takes what they stand for.
+
+Two ops, which graphs of Inductor call. A field is unpacked once for several queries, and what a page makes of
+a query, and the order of its tokens, stay in the cache of the processor.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvpass.codec.allocation import allocation_of, gains, weights
+from kvpass.codec.kept import page_shapes
+from kvpass.codec.rope import parse_rope
+from kvpass.codec.spec import parse
+
+from .build import build
+
+_library = torch.library.Library("kvpass_cpu", "DEF")
+_library.define(
+    "allocated_scores(Tensor q, Tensor pages, Tensor basis, Tensor places, Tensor table, Tensor? cos, Tensor? sin, "
+    "SymInt count, SymInt room, str spec, str rope) -> Tensor"
+)
+_library.define(
+    "allocated_values(Tensor weights, Tensor pages, Tensor basis, Tensor places, Tensor table, SymInt count, "
+    "SymInt room, str spec) -> Tensor"
+)
+
+_FLOATS, _INTS, _BYTES, _NUMBER = "const float*", "const int32_t*", "const uint8_t*", "int64_t"
+_FITTED = [_BYTES, _FLOATS, _INTS, _FLOATS]  # pages, basis, places, table
+_TYPES = {
+    "allocated_scores": [*3 * [_FLOATS], *_FITTED, "float*", *7 * [_NUMBER]],
+    "allocated_values": [_FLOATS, *_FITTED, "float*", *4 * [_NUMBER]],
+}
+
+
+@cache
+def look_up_table(device: torch.device) -> Tensor:
+    """The gain of each code, and behind them what 1 in a field is worth by its kind."""
+    return torch.cat([gains(torch.arange(256, device=device)), weights(device)])
+
+
+@cache
+def _kernel(name: str, spec: str, head_dim: int, queries: int) -> Callable[..., None]:
+    """The kernel ``name`` for pages of ``spec`` and heads with as many ``queries``."""
+    parsed = parse(spec)
+    allocation, (shape, _) = allocation_of(parsed), page_shapes(parsed, head_dim, torch.float32)["codes"]
+    rich, poor = ([(0, 0)] * (not allocation.ranked)) + allocation.counts(head_dim)
+    defines = dict(
+        QUERIES=queries, HEAD=head_dim, BLOCK=allocation.block_size, PAGE=parsed.page_size, PAGE_BYTES=shape[-1],
+        NUM_FIELDS=sum(allocation.fields(head_dim)), RANKED=int(allocation.ranked),
+        RICH_PAIRS=rich[0], RICH_SINGLES=rich[1], POOR_PAIRS=poor[0], POOR_SINGLES=poor[1],
+    )  # fmt: skip
+    texts = (Path(__file__).with_name(file).read_text() for file in ("allocated.h", f"{name}.cpp"))
+    return build("".join((*(f"#define {word} {number}\n" for word, number in defines.items()), *texts)), _TYPES[name])
+
+
+def _scores(q, pages, basis, places, table, cos, sin, count: int, room: int, spec: str, rope: str) -> Tensor:
+    (batch, heads), (pairs, interleaved) = pages.shape[:2], parse_rope(rope) if rope else (0, False)
+    out = _fake_scores(q, pages, basis, places, table, cos, sin, count, room, spec, rope)
+    tables = (cos, sin) if pairs else (q, q)
+    _kernel("allocated_scores", spec, q.shape[2], q.shape[1])(
+        q, *tables, pages, basis, places, table, out, batch, heads, count, room, pairs, int(interleaved),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def _values(weights, pages, basis, places, table, count: int, room: int, spec: str) -> Tensor:
+    out = _fake_values(weights, pages, basis, places, table, count, room, spec)
+    _kernel("allocated_values", spec, basis.shape[1], weights.shape[1])(
+        weights, pages, basis, places, table, out, len(weights), count, room, torch.get_num_threads()
+    )
+    return out
+
+
+def _fake_scores(q, pages, basis, places, table, cos, sin, count, room, spec: str, rope: str) -> Tensor:
+    return q.new_empty((*q.shape[:2], count * parse(spec).page_size))
+
+
+def _fake_values(weights, pages, basis, *rest) -> Tensor:
+    return weights.new_empty((*weights.shape[:2], basis.shape[1]))
+
+
+_library.impl("allocated_scores", _scores, "CPU")
+_library.impl("allocated_values", _values, "CPU")
+torch.library.register_fake("kvpass_cpu::allocated_scores", _fake_scores, lib=_library)
+torch.library.register_fake("kvpass_cpu::allocated_values", _fake_values, lib=_library)
+
+
+def page_scores(q: Tensor, tables: tuple[Tensor, Tensor] | None, rope: str, *pages_and_spec) -> Tensor:
+    """``q`` ``[BH, R, D]`` with the keys in pages: ``[BH, R, N * P]``, in the order of tokens.
+
+    tables: the rotary tables ``[B, N, p]`` of the middles of pages, if keys are in the frame of those.
+    pages_and_spec: see `_arguments`.
+    """
+    *fitted, count, room, spec = _arguments(*pages_and_spec)
+    cos, sin = (None, None) if tables is None else (table.float().contiguous() for table in tables)
+    return torch.ops.kvpass_cpu.allocated_scores(q.contiguous(), *fitted, cos, sin, count, room, spec, rope)
+
+
+def page_values(weights: Tensor, *pages_and_spec) -> Tensor:
+    """Values in pages, weighted by ``[BH, R, N * P]``: ``[BH, R, D]``. pages_and_spec: see `_arguments`."""
+    return torch.ops.kvpass_cpu.allocated_values(weights.contiguous(), *_arguments(*pages_and_spec))
+
+
+def _arguments(handle: Tensor, count: int, room: int, basis: Tensor, places: Tensor, table: Tensor, spec) -> list:
+    """What both ops take of ``count`` pages, whose pool has room for ``room`` and is given by its ``handle``."""
+    basis, places = basis.flatten(0, 1).float().contiguous(), places.flatten(0, 2).contiguous()
+    return [handle, basis, places, table, count, room, str(spec)]

@@ -1,0 +1,151 @@
+// Scores of one query token with the keys in pages, in the order of tokens. allocated.h comes ahead.
+
+namespace {
+
+constexpr int ROWS = 4, PAGES = 4;  // rows of a product with the basis, and pages whose queries are turned together
+
+// What queries make of the fields of four tokens of a rank, one from each plane of pairs: found[plane * COUNT + query].
+template <int RANK, int COUNT>
+inline void four_scores(const uint8_t* page, int row, const float* of_fields, float* found) {
+    constexpr Rank own = RANKS[RANK];
+    constexpr int PLANES = LANES == 16 ? 4 : 2, SUMS = PLANES * COUNT;  // as many as there are registers for
+    const uint8_t* pairs = page + own.first_byte + row * own.pairs;
+    const uint8_t* singles = page + own.singles_byte() + row % own.eighth() * own.singles;
+    for (int first = 0; first < 4; first += PLANES) {
+        Floats total[padded(SUMS)] = {};
+        const auto add = [&](Ints bytes, int ones, const float* worth) {
+            UNROLLED for (int plane = 0; plane < PLANES; plane++) {
+                const Floats field = numbers(bytes & ones << 2 * (first + plane));
+                UNROLLED for (int r = 0; r < COUNT; r++)
+                    total[plane * COUNT + r] += field * load<Floats>(worth + r * FIELDS);
+            }
+        };
+        for (int f = 0; f < own.pairs; f += LANES) add(widened(pairs + f), 3, of_fields + own.first_field + f);
+        for (int f = 0; f < own.singles; f += LANES)  // shifted to where the pairs of their tokens are
+            add(widened(singles + f) >> row / own.eighth(), 1, of_fields + own.of_singles() + f);
+        UNROLLED for (int i = 0; i < SUMS; i += LANES) store(found + first * COUNT + i, sums(total + i));
+    }
+}
+
+// Scores of queries that are apart in out, for the tokens of a rank.
+template <int RANK, int COUNT>
+inline void rank_scores(
+    const uint8_t* page, const float* of_fields, const float* gain, const int32_t* order, int64_t apart, float* out
+) {
+    constexpr Rank own = RANKS[RANK];
+    float offset[COUNT];
+    for (int r = 0; r < COUNT; r++) {
+        Floats pairs = {}, singles = {};
+        const float* mine = of_fields + r * FIELDS;
+        for (int f = own.first_field; f < own.of_singles(); f += LANES) pairs += load<Floats>(mine + f);
+        for (int f = own.of_singles(); f < own.end_field(); f += LANES) singles += load<Floats>(mine + f);
+        pairs = PAIR * pairs + SINGLE * singles;
+        offset[r] = 0;
+        for (int lane = 0; lane < LANES; lane++) offset[r] += pairs[lane];
+    }
+    for (int row = 0; row < own.quarter(); row++) {
+        float found[4 * COUNT + LANES];
+        four_scores<RANK, COUNT>(page, row, of_fields, found);
+        UNROLLED for (int plane = 0; plane < 4; plane++) {
+            const int t = plane * own.quarter() + row;
+            const float unit = 1.0f / (1 << 2 * plane), times = gain[page[own.gains_byte() + t]];
+            float* mine = out + order[first_token(RANK) + t];
+            UNROLLED for (int r = 0; r < COUNT; r++)
+                mine[r * apart] = (found[plane * COUNT + r] * unit - offset[r]) * times;
+        }
+    }
+}
+
+// A head's basis and places as the loops here want them: blocks of the basis transposed, and for each field in padded
+// arrays its coordinate and its weight there.
+struct Head {
+    float columns[HEAD * BLOCK + LANES];
+    int32_t coordinate[FIELDS] = {};
+    float weight[FIELDS] = {};
+
+    Head(const float* basis, const int32_t* places, const float* worth) {
+        for (int i = 0; i < HEAD; i++)
+            for (int c = 0; c < BLOCK; c++)
+                columns[i / BLOCK * BLOCK * BLOCK + c * BLOCK + i % BLOCK] = basis[i * BLOCK + c];
+        each_field([&](int field, int at, float, int) {
+            coordinate[field] = places[at] % HEAD;
+            weight[field] = worth[places[at] / HEAD];
+        });
+    }
+
+    // What ROWS queries make of a step in each coordinate.
+    void steps(const float* q, float* found) const {
+        constexpr int VECTORS = (BLOCK + LANES - 1) / LANES;
+        for (int block = 0; block < HEAD; block += BLOCK) {
+            Floats total[ROWS][VECTORS] = {};
+            for (int c = 0; c < BLOCK; c++)
+                UNROLLED for (int v = 0; v < VECTORS; v++) {
+                    const Floats column = load<Floats>(columns + (block + c) * BLOCK + v * LANES);
+                    UNROLLED for (int r = 0; r < ROWS; r++) total[r][v] += q[r * HEAD + block + c] * column;
+                }
+            for (int r = 0; r < ROWS; r++) std::memcpy(found + r * HEAD + block, total[r], BLOCK * sizeof(float));
+        }
+    }
+
+    void of_fields(const float* steps, float* found) const {
+        for (int f = 0; f < FIELDS; f++) found[f] = steps[coordinate[f]] * weight[f];
+    }
+};
+
+// A query as it is seen from where the tables are of. first, second: channels of pair i are i * stride and apart.
+inline void turn_back(
+    const float* q, const float* cos, const float* sin, int pairs, int stride, int apart, float* out
+) {
+    std::memcpy(out, q, HEAD * sizeof(float));
+    for (int i = 0; i < pairs; i++) {
+        const float first = q[i * stride], second = q[i * stride + apart];
+        out[i * stride] = first * cos[i] + second * sin[i];
+        out[i * stride + apart] = second * cos[i] - first * sin[i];
+    }
+}
+
+}  // namespace
+
+// q: [BH, R, D]. cos, sin: [B, N, pairs], of the middles of pages; without pairs, keys are as q is. basis: [BH, D, b].
+// places: [BH, NUM_FIELDS]. pages: [BH, room, PAGE_BYTES], count of which are read. out: [BH, R, count * PAGE].
+extern "C" void kernel(
+    const float* q, const float* cos, const float* sin, const uint8_t* pages, const float* basis, const int32_t* places,
+    const float* table, float* out, int64_t batch, int64_t heads, int64_t count, int64_t room, int64_t pairs,
+    int64_t interleaved, int64_t threads
+) {
+    const int64_t parts = parts_of(count, threads);
+#pragma omp parallel for collapse(2) num_threads(threads) if (threads > 1)
+    for (int64_t h = 0; h < batch * heads; h++)
+        for (int64_t part = 0; part < parts; part++) {
+            const Head head(basis + h * HEAD * BLOCK, places + h * NUM_FIELDS, table + GAINS);
+            float turned[PAGES * QUERIES * HEAD], steps[PAGES * QUERIES * HEAD];
+            alignas(64) float of_fields[QUERIES * FIELDS];
+            int32_t order[PAGE] = {};
+            const int64_t begin = part * count / parts, end = (part + 1) * count / parts;
+            const int stride = interleaved ? 2 : 1, apart = interleaved ? 1 : pairs;
+            for (int64_t n = begin; n < end; n++) {
+                const int ahead = (n - begin) % PAGES;
+                if (pairs ? !ahead : n == begin) {
+                    for (int i = 0; i < PAGES * QUERIES; i++) {
+                        const int64_t row = (h / heads * count + std::min(n + i / QUERIES, end - 1)) * pairs;
+                        const float* mine = q + (h * QUERIES + i % QUERIES) * HEAD;
+                        turn_back(mine, cos + row, sin + row, pairs, stride, apart, turned + i * HEAD);
+                    }
+                    for (int i = 0; i < PAGES * QUERIES; i += ROWS) head.steps(turned + i * HEAD, steps + i * HEAD);
+                }
+                if (pairs || n == begin)
+                    for (int r = 0; r < QUERIES; r++)
+                        head.of_fields(steps + (ahead * QUERIES + r) * HEAD, of_fields + r * FIELDS);
+                const Page page(pages + h * room * PAGE_BYTES, n, room);
+                find_order(page.bytes, order);
+                each_queries([&](auto several, int r) {
+                    float* mine = out + ((h * QUERIES + r) * count + n) * PAGE;
+                    each_rank([&](auto rank) {
+                        rank_scores<rank.value, several.value>(
+                            page.bytes, of_fields + r * FIELDS, table, order, count * PAGE, mine
+                        );
+                    });
+                });
+            }
+        }
+}

@@ -1,0 +1,24 @@
+"""C++ kernels, built by Inductor's own builder: for this processor's vectors and torch's OpenMP, without torch's
+headers, and kept in its cache for the next process. The only file that touches it; see ``tests/test_private_apis.py``.
+"""
+
+from collections.abc import Callable, Sequence
+
+from torch._inductor import config as inductor_config
+from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+from kvpass.progress import announced
+
+from ..inductor.aot import unprobed
+from ..session import compiling
+
+OPTIONS = {"cpp_cache_precompile_headers": False, "cpp.enable_floating_point_contract_flag": "fast"}
+
+
+@announced("kernels of a cache")
+@compiling()
+def build(source: str, types: Sequence[str]) -> Callable[..., None]:
+    """The function ``kernel`` of a C++ ``source``, of arguments of ``types``: tensors for pointers, and ints."""
+    with inductor_config.patch(OPTIONS | unprobed()):
+        kernel: Callable[..., None] = CppPythonBindingsCodeCache.load_pybinding(list(types), source)
+    return kernel
