@@ -107,7 +107,7 @@ def _number(layouts: tuple[Fields, ...], operand: tl.dtype) -> Number:
 
 def _config(rows: int, tokens: int, itemsize: int) -> tuple[AttendConfig, int]:
     """For ``rows`` query rows a KV head, and as many tokens of a page of a rank: with how many pages of a turn."""
-    of_tile = 4 if rows <= 4 else 8 if rows <= 8 else 16
+    of_tile = 4 if rows <= 4 else 8  # of 16, products spill registers
     pages = max(16 // of_tile, cdiv(32, tokens))
     return AttendConfig(of_tile * pages, rows=pages, together=1, exact=32, warps=4, stages=2), pages
 
