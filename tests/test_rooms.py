@@ -73,4 +73,4 @@ def test_modules_with_different_jobs_have_different_names():
         if not module.endswith("__init__"):
             seen.setdefault(module.rpartition(".")[2], []).append(module)
     doubled = {name: modules for name, modules in seen.items() if len(modules) > 1}
-    assert set(doubled) == {"append", "attend", "blocks", "codebook", "pages"}, doubled
+    assert set(doubled) == {"allocated", "append", "attend", "blocks", "codebook", "pages"}, doubled

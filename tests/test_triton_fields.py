@@ -173,7 +173,7 @@ def test_pieces_hold_every_field_once_and_end_where_pages_do(dim, fields):
         assert layout.size == KVState.allocate(spec, 1, 1, dim, torch.float32, "cpu", 99).codes.shape[-1]
 
 
-UNIFORM = coded(2, "token", 32, 32, sinks=4), coded(2, "token", 32, 32, sinks=4, residual=32)
+UNIFORM = coded(2, "token", 32, 32, sinks=4), coded(2, "token", 32, 32, sinks=4, residual=96)
 
 
 @pytest.mark.parametrize(

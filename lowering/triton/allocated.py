@@ -20,7 +20,7 @@ from kvpass.layout.window import on_device
 from .attend import merge_splits
 from .attend_fields import attend_fields
 from .configs import INTERPRETED, AttendConfig, cdiv, splits_of
-from .fields import Fields, Number, Piece, field_rows, order_tokens, page_queries
+from .read_fields import Fields, Number, Piece, field_rows, order_tokens, page_queries
 from .scores import LOG2E, Rules
 from .unpacking import Layout
 

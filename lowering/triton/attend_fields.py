@@ -11,7 +11,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .fields import (
+from .read_fields import (
     columns_of,
     headroom_of,
     middle_of,
@@ -53,7 +53,7 @@ class Asked(NamedTuple):
 
 
 class Worth(NamedTuple):
-    """What `kvpass.lowering.triton.fields` found for query rows, from where those of a KV head begin. page: from page
+    """What `kvpass.lowering.triton.read_fields` found for query rows, from where those of a KV head begin. page: from page
     to page. mean: added to scores, one for each row, or if there is a ``mean_row`` for each token in order.
     tokens, gains: which they are, and theirs."""
 
