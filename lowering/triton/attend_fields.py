@@ -53,8 +53,8 @@ class Asked(NamedTuple):
 
 
 class Worth(NamedTuple):
-    """What `kvpass.lowering.triton.read_fields` found for query rows, from where those of a KV head begin. page: from page
-    to page. mean: added to scores, one for each row, or if there is a ``mean_row`` for each token in order.
+    """What `kvpass.lowering.triton.read_fields` found for query rows, from where those of a KV head begin. page: from
+    page to page. mean: added to scores, one for each row, or if there is a ``mean_row`` for each token in order.
     tokens, gains: which they are, and theirs."""
 
     fields: tl.tensor
