@@ -11,6 +11,7 @@ from typing import Any
 
 from kvpass import models
 from kvpass.eval import bits_at, quality, texts
+from kvpass.layout.retention import Recent, Sinks
 
 PROMPT, SCORED, LONG = 1024, 512, 8192
 RIVALS = "kivi", "kivi-sinks", "kivi-3", "kivi-4", "squat", "higgs-sinks", "higgs-3"
@@ -48,6 +49,8 @@ ROWS = {
     "waterfill-2": dict(scheme="waterfill-2"),
     "waterfill-3": dict(scheme="waterfill-3"),
     **{name: dict(scheme=name) for name in RIVALS},
+    "kivi, the same tokens exact": dict(scheme="kivi", retention=Sinks(4) + Recent(128, page_size=32)),
+    "kivi-3, the same tokens exact": dict(scheme="kivi-3", retention=Sinks(4) + Recent(128, page_size=32)),
 }
 
 

@@ -249,7 +249,7 @@ def test_where_tokens_are_evicted_importance_says_who_of_the_past_is_padding(spe
 @triton.jit
 def _unpack(codes, scale, zero, out, rows, ROWS: tl.constexpr, L: tl.constexpr, DTYPE: tl.constexpr):
     PLANES: tl.constexpr = L.planes
-    pool, F = unpacking.Pool(codes, scale, zero, None), unpacking.form_of(None, L, DTYPE, PLANES)
+    pool, F = unpacking.Pool(codes, scale, zero, None, None, None), unpacking.form_of(None, L, DTYPE, PLANES)
     for first in range(0, rows, ROWS):
         tokens, there = unpacking.tokens_of(first, rows, ROWS, L)
         channel, real = unpacking.channels(L, 1)

@@ -57,10 +57,8 @@ class WaterfillConfig(StorageConfig):
         check_integers(self, recent=0)
         self._plan(1)
 
-    def key_retention(self) -> Retention:
-        return self._policy() or Retention(self.recent + self.residual, self.residual, self.sinks)
-
-    value_retention = key_retention
+    def _policy(self) -> Retention:
+        return self.retention or Retention(self.recent + self.residual, self.residual, self.sinks)
 
     def _plan(self, head_dim: int) -> LayerPlan:
         def quantizer(fields: tuple[int, int], weighted: bool, rich: tuple[int, int], follows: bool) -> Quantizer:
