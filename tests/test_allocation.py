@@ -396,7 +396,7 @@ def test_the_compiled_step_is_the_eager_one(rope, fields):
     ids, prompt = tokens(2, 120), 80
     runs = [
         step_by_step(
-            llama(), WaterfillConfig(residual=16, recent=8, **fields, rope=rope), ids, prompt, lowering=lowering
+            llama(), WaterfillConfig(**{"residual": 16, "recent": 8, **fields}, rope=rope), ids, prompt, lowering=lowering
         )
         for lowering in ("auto", "eager")
     ]

@@ -78,7 +78,7 @@ def _first_pages(handle: Tensor, room: Tensor, count: int) -> Tensor:
 
 def _allocated(given: dict[str, Tensor | None], side: str, spec: CodecSpec) -> tuple:
     """What `allocated` takes of the pages of a side, "k" or "v"."""
-    names = "codes", "pages", "codes_room", "basis", "fields", "points"
+    names = "pool_codes", "pages", "pool_codes_room", "basis", "fields", "points"
     codes, pages, room, *fitted = (given[f"{side}_{name}"] for name in names)
     return codes, pages.shape[0], room.shape[0], *fitted, spec
 
