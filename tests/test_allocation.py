@@ -394,12 +394,8 @@ PAIRS = {name: (18, 0) if name.endswith("key_fields") else (12, 0) for name in S
 @pytest.mark.parametrize("fields", SCHEMES.values(), ids=SCHEMES)
 def test_the_compiled_step_is_the_eager_one(rope, fields):
     ids, prompt = tokens(2, 120), 80
-    runs = [
-        step_by_step(
-            llama(), WaterfillConfig(**{"residual": 16, "recent": 8, **fields}, rope=rope), ids, prompt, lowering=lowering
-        )
-        for lowering in ("auto", "eager")
-    ]
+    scheme = WaterfillConfig(**{"residual": 16, "recent": 8, **fields}, rope=rope)
+    runs = [step_by_step(llama(), scheme, ids, prompt, lowering=lowering) for lowering in ("auto", "eager")]
     (got, cache, report), (expected, other, _) = runs
     torch.testing.assert_close(got, expected, atol=2e-3, rtol=2e-3)
     assert report.packed == report.fused == 2
