@@ -19,27 +19,27 @@ from .configs import ROTATED, ROTATING_WARPS
 from .packing import head_at, nearest, pack_fields, store_along_channels, tile_of
 
 
-@triton.jit(do_not_specialize=["runs"])
+@triton.jit(do_not_specialize=["runs", "blocks"])
 def hadamard_runs(
-    x, signs, out, runs, x_batch, x_head, x_token, HEADS: tl.constexpr, SIZE: tl.constexpr, OF_TOKEN: tl.constexpr,
-    STAGES: tl.constexpr, ROWS: tl.constexpr,
+    x, signs, out, runs, blocks, x_batch, x_head, x_token, HEADS: tl.constexpr, SIZE: tl.constexpr,
+    OF_TOKEN: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: blocks of ``ROWS`` runs of ``SIZE`` channels, for each head of all samples.
+    """Grid: ``blocks`` of ``ROWS`` runs of ``SIZE`` channels, for each head of all samples.
 
     A stage takes sums and differences of neighbours, and makes the lowest bit of a channel's index the highest: after
     all of them the order is that of before.
     """
-    blocks = tl.cdiv(runs, ROWS)
-    lead = (tl.program_id(0) // blocks).to(tl.int64)
+    lead = tl.program_id(0) // blocks
     run = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel, there = (run % OF_TOKEN * SIZE)[:, None] + tl.arange(0, SIZE)[None, :], (run < runs)[:, None]
-    x += lead // HEADS * x_batch + lead % HEADS * x_head
+    x += (lead // HEADS).to(tl.int64) * x_batch + (lead % HEADS).to(tl.int64) * x_head
+    out += lead.to(tl.int64) * runs * SIZE
     y = tl.load(x + (run // OF_TOKEN * x_token)[:, None] + channel, mask=there, other=0).to(tl.float32)
     y *= tl.load(signs + channel)
     for _ in tl.static_range(STAGES):
         first, second = tl.split(tl.reshape(y, (ROWS, SIZE // 2, 2)))
         y = tl.reshape(tl.permute(tl.join(first + second, first - second), (0, 2, 1)), (ROWS, SIZE))
-    tl.store(out + ((lead * runs + run) * SIZE)[:, None] + tl.arange(0, SIZE)[None, :], y, mask=there)
+    tl.store(out + (run * SIZE)[:, None] + tl.arange(0, SIZE)[None, :], y, mask=there)
 
 
 @cache
@@ -53,8 +53,10 @@ def hadamard(x: Tensor, seed: int) -> Tensor:
     size = channels & -channels
     of_token, rows = channels // size, max(1, ROTATED // size)
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    hadamard_runs[triton.cdiv(tokens * of_token, rows) * heads * batch,](
-        x, _signs(channels, seed, x.device), out, tokens * of_token, *x.stride()[:3], heads, size, of_token,
+    runs = tokens * of_token
+    blocks = triton.cdiv(runs, rows)
+    hadamard_runs[blocks * heads * batch,](
+        x, _signs(channels, seed, x.device), out, runs, blocks, *x.stride()[:3], heads, size, of_token,
         size.bit_length() - 1, rows, num_warps=ROTATING_WARPS, enable_fp_fusion=True,
     )  # fmt: skip
     return out.div_(math.sqrt(size))  # PyTorch's, which takes a reciprocal where the reference does
