@@ -1,4 +1,4 @@
-"""`waterfill` taken apart on SmolLM2, beside its rivals: python benchmarks/waterfill.py [--text FILE,...] [row ...]
+"""`waterfill` taken apart, beside its rivals: python benchmarks/waterfill.py [--model M] [--text FILE,...] [row ...]
 
 Every row is scored in one pass behind the same prompts. Bits are those of a cache of 8,192 tokens in bfloat16,
 everything counted; KL and agreement are as `kvpass eval` has them.
@@ -57,10 +57,11 @@ ROWS = {
 def main(table: Mapping[str, dict[str, Any]] = ROWS, description: str | None = __doc__) -> None:
     """Measure rows of ``table``, each the fields of a scheme, and print them."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="default SmolLM2-135M-Instruct")
     parser.add_argument("--text", help="files to score instead of the texts that come with kvpass")
     parser.add_argument("rows", nargs="*", default=list(table), metavar="row")
     args = parser.parse_args()
-    model, tokenizer = models.load()
+    model, tokenizer = models.load(args.model)
     half = copy.deepcopy(model).bfloat16()
     names = args.text.split(",") if args.text else texts.available()
     sources = {name: texts.tokens(tokenizer, name, PROMPT + SCORED) for name in names}

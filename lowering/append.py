@@ -15,7 +15,7 @@ from kvpass.codec.center import fit_center
 from kvpass.codec.kept import Pack
 from kvpass.codec.pages import decode_pages, replace_tokens, share_codes
 from kvpass.codec.predictor import PREDICTORS, predict
-from kvpass.codec.quantizer import RAW, Subspace
+from kvpass.codec.quantizer import RAW, Allocation, Subspace
 from kvpass.codec.rope import parse_rope, turned
 from kvpass.codec.spec import CodecSpec
 from kvpass.codec.subspace import compensation_matrix, precision_matrix
@@ -155,12 +155,8 @@ def append(
         raise KVPassError("This codec needs the prompt's queries, and no attention handed them over.")
     if subspace is not None and n == 0:
         pack.compensation.copy_(fit_compensation(q, mask, x.shape[1], subspace))
-    if pack.metric is not None and n == 0:
-        size = spec.quantizer.allocation.block_size
-        metric = look(q, mask, x.shape[1], size)
-        if pack.rotary is not None:
-            metric = metric + look(_from_a_key(q, pack.rotary), mask, x.shape[1], size)
-        pack.metric.copy_(metric)
+    if spec.quantizer.allocation is not None and n == 0:
+        pack.basis.copy_(_metric(pack, q, mask, x.shape[1], spec.quantizer.allocation))
     if pack.queries is not None and n == 0:
         seen = q if pack.rotary is None else _from_a_key(q, pack.rotary)
         pack.queries.copy_(some_queries(*_by_kv_head(seen, mask, x.shape[1]), pack.queries.dtype))
@@ -249,6 +245,17 @@ def look(q: Tensor, mask: Tensor | None, num_key_value_heads: int, size: int) ->
     return (seen + size * each * torch.eye(size, dtype=seen.dtype, device=q.device)).flatten(2, 3)
 
 
+def _metric(pack: Pack, q: Tensor | None, mask: Tensor | None, heads: int, allocation: Allocation) -> Tensor:
+    """What errors cost, up to a factor, by blocks of channels ``[B, H_kv, D, b]``; 0 where all cost the same."""
+    if not allocation.weighted:
+        return torch.zeros_like(pack.basis)
+    seen = look(q, mask, heads, allocation.block_size)
+    if pack.rotary is not None:
+        seen = seen + look(_from_a_key(q, pack.rotary), mask, heads, allocation.block_size)
+    mean = seen.unflatten(2, (-1, seen.shape[-1])).diagonal(dim1=-2, dim2=-1).mean((-1, -2))[..., None, None]
+    return torch.where(mean > 0, seen / mean, 0.0)
+
+
 def _fit_basis(pack: Pack, x: Tensor, spec: CodecSpec, valid: Tensor | None) -> None:
     """Fit the basis to ``x``, the tokens packed first, of those of the call that are ``valid``."""
     allocation, size = spec.quantizer.allocation, spec.page_size
@@ -257,8 +264,7 @@ def _fit_basis(pack: Pack, x: Tensor, spec: CodecSpec, valid: Tensor | None) -> 
     if pack.center is not None:
         x = x.float() - pack.center.float()
     x = in_page(pack, spec, 0, x)
-    metric = None if pack.metric is None else pack.metric.unflatten(2, (-1, allocation.block_size))
-    basis, places = fit_basis(x, metric, allocation, valid)
+    basis, places = fit_basis(x, pack.basis.unflatten(2, (-1, allocation.block_size)), allocation, valid)
     pack.basis.copy_(basis)
     pack.fields.copy_(places)
 
@@ -309,27 +315,44 @@ def append_layers(
     q: Sequence[Tensor] | None = None, mask: Tensor | None = None, *, write: Callable = write_each,
 ) -> None:  # fmt: skip
     """`append` to each of many layers: ``write`` stores the tokens in the rings, as `write_each` does, and pages, which
-    are due together, are encoded by few calls, or layer by layer where they are fitted to more than themselves.
+    are due together, are encoded by few calls, or layer by layer where their codec is fitted first.
 
     q: the queries of each layer; with ``mask``, for codecs that are fitted to them.
     """
     retention = spec.retention
     first, last = retention.pages(n), retention.pages(n + xs[0].shape[2])
-    if spec.quantizer.allocation is not None and (last > first or n == 0):
+    if spec.quantizer.allocation is not None and (n == 0 or first == 0 < last):
         for pack, x, of_layer in zip(packs, xs, q or [None] * len(xs), strict=True):
             append(encode, pack, n, x, of_layer, mask, spec, length=length, write=write)
         return
     at_once = max(1, CHUNK // max(1, (last - first) * retention.page_size))
-    rings = [pack.ring for pack in packs]
     for layers in _alike(xs, at_once) if last > first else ():
-        leaving = [layout(retention).leaving(rings[i], n, xs[i], first, last) for i in layers]
-        new = encode(leaving[0] if len(layers) == 1 else torch.cat(leaving), (), spec)
-        if new[1].device.type == "cpu":
+        some = [packs[i] for i in layers]
+        leaving = [layout(retention).leaving(packs[i].ring, n, xs[i], first, last) for i in layers]
+        new = _encode_together(encode, some, leaving, first, spec)
+        if new[0].device.type == "cpu":
             check_finite(*new[1:])
         for which, pages in enumerate(new):
-            for i, of_layer in zip(layers, pages.chunk(len(layers)), strict=True):
-                whole(packs[i].pools[which], last)[:, :, first:last] = of_layer
-    write(rings, n, xs, retention, length)
+            for pack, of_layer in zip(some, pages.chunk(len(some), 1), strict=True):
+                whole(pack.pools[which], last)[:, :, first:last] = of_layer
+    write([pack.ring for pack in packs], n, xs, retention, length)
+
+
+def _encode_together(
+    encode: Callable, packs: Sequence[Pack], leaving: Sequence[Tensor], first: int, spec: CodecSpec
+) -> tuple[Tensor, ...]:
+    """The tokens ``leaving`` layers of one shape as their pages from ``first`` on, as if all heads were of one layer."""
+
+    def joined(tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), 1)
+
+    x, fitted = joined(leaving), [joined(of_all) for of_all in zip(*(pack.fitted() for pack in packs), strict=True)]
+    if spec.quantizer.follows_keys:
+        count = x.shape[2] // spec.page_size
+        fitted.append(joined([_rich_keys(pack, spec, first, count) for pack in packs]))
+    if packs[0].center is not None:
+        x = (x.float() - joined([pack.center for pack in packs]).float()).to(x.dtype)
+    return encode(in_page(packs[0], spec, first, x), fitted, spec)
 
 
 def _alike(xs: Sequence[Tensor], most: int) -> Iterator[list[int]]:

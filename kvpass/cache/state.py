@@ -110,8 +110,9 @@ class KVState(Storage):
     center: ``[B, H_kv, 1, D]``, 16-bit, for specs that subtract a mean; otherwise None.
     pairs: ``[B, H_kv, 1, 2]`` int16, for keys in the frame of their page: how many pairs of channels are turned, and
         whether they are interleaved. The tables are those of ``rotary``, which states share.
-    basis, fields, metric: ``[B, H_kv, D, b]``, 16-bit, ``[B, H_kv, 1, F]`` int32 and, where errors are weighted, ``[B,
-        H_kv, D, b]`` bfloat16, for specs with widths by channel (`codec.allocation`); otherwise None.
+    basis, fields: ``[B, H_kv, D, b]``, 16-bit, and ``[B, H_kv, 1, F]`` int32, for specs with widths by channel
+        (`codec.allocation`); otherwise None. Where errors are weighted, what they cost is in ``basis`` until that is
+        fitted.
     queries: ``[B, H_kv, Q, D]``, 16-bit, for those that choose which tokens get more bits; otherwise None.
     predictor: weights of the predictor, for specs that have one (`kvpass.codec.predictor`); the model's.
     previous_layer: the same tokens in the layer below, where it is predicted from them.
@@ -127,7 +128,6 @@ class KVState(Storage):
     center: Tensor | None
     basis: Tensor | None
     fields: Tensor | None
-    metric: Tensor | None
     queries: Tensor | None
     pairs: Tensor | None
     _handles: tuple[Tensor, ...]
@@ -135,7 +135,7 @@ class KVState(Storage):
     def __init__(self, spec: CodecSpec, kept: Mapping[str, Tensor], source: KVState | None = None):
         self.spec, self.text, self.source = spec, str(spec), source
         self.compensation = self.energy = self.center = self.pairs = None
-        self.basis = self.fields = self.metric = self.queries = None
+        self.basis = self.fields = self.queries = None
         self._codes: Tensor | None = None
         vars(self).update({attribute(name): tensor for name, tensor in kept.items()})
         self.predictor: Sequence[Tensor] = ()
@@ -306,13 +306,17 @@ class KVState(Storage):
         return not self._lost(new).numel()
 
     def crop(self, old: int, new: int, lowering: str = "auto") -> None:
-        """Forget tokens ``[new, old)``. Tokens of the window that are only in pages by now come back decoded."""
+        """Forget tokens ``[new, old)``. Tokens of the window that are only in pages by now come back decoded. Without a
+        page, a basis is fitted anew, and errors cost the same everywhere: what the prompt's queries said is gone."""
         lost = self._lost(new)
         if lost.numel():
             device = self.ring.device
             decoded = self.decode(old, lowering).index_select(2, lost.to(device))
             self.ring.index_copy_(2, self._layout.slots(lost).to(device), decoded)
             self.writes = Writes(((0, new),), self.spec.retention.pages(new))
+        pages = self.spec.retention.pages
+        if self.basis is not None and pages(old) and not pages(new):
+            self.basis.zero_()
 
     def window(self, n: int) -> Tensor:
         """The full-precision tokens behind the sinks, in token order."""

@@ -157,7 +157,7 @@ def fit_basis(
 
     Row i of the basis is what a step in coordinate i adds to the channels of its block of b.
 
-    metric: ``[B, H, D / b, b, b]``, up to a factor: what errors cost; None if those of all channels cost the same.
+    metric: ``[B, H, D / b, b, b]``, up to a factor: what errors cost; None or 0 if those of all channels cost the same.
     """
     size = allocation.block_size
     covariance = second_moment(x, size, valid)

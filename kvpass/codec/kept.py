@@ -88,7 +88,6 @@ def of_state(spec: CodecSpec) -> tuple[str, ...]:
         "pairs": spec.transform.page_frame,
         "basis": allocation is not None,
         "fields": allocation is not None,
-        "metric": allocation is not None and allocation.weighted,
         "queries": spec.quantizer.chooses,
     }
     return (*of_pages(spec), "ring", *(name for name, there in fitted.items() if there))
@@ -115,8 +114,6 @@ def fitted_shapes(spec: CodecSpec, head_dim: int, dtype: torch.dtype) -> dict[st
     if allocation is not None:
         shapes["basis"] = (head_dim, allocation.block_size), params
         shapes["fields"] = (1, sum(allocation.fields(head_dim))), torch.int32
-        if allocation.weighted:
-            shapes["metric"] = (head_dim, allocation.block_size), torch.bfloat16  # range, for sums of squares
     if spec.quantizer.chooses:
         shapes["queries"] = (QUERIES, head_dim), params
     return shapes
@@ -138,7 +135,6 @@ class Pack(NamedTuple):
     center: Tensor | None = None
     basis: Tensor | None = None
     fields: Tensor | None = None
-    metric: Tensor | None = None
     queries: Tensor | None = None
     pairs: Tensor | None = None
     planes: Sequence[Tensor] = ()
