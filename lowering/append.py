@@ -341,7 +341,7 @@ def append_layers(
 def _encode_together(
     encode: Callable, packs: Sequence[Pack], leaving: Sequence[Tensor], first: int, spec: CodecSpec
 ) -> tuple[Tensor, ...]:
-    """The tokens ``leaving`` layers of one shape as their pages from ``first`` on, as if all heads were of one layer."""
+    """The tokens ``leaving`` layers of one shape as their pages from ``first`` on, as if of one layer."""
 
     def joined(tensors: Sequence[Tensor]) -> Tensor:
         return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), 1)
