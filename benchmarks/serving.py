@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-from kvpass.models.pretrained import smollm2
+from kvpass.models import packaged_folder
 
 STOCK = "vllm"
 _FIT = re.compile(r"KV cache size: ([\d,]+) tokens.*?: ([\d.]+)x")
@@ -182,5 +182,5 @@ if __name__ == "__main__":
     if given.job:
         serve(json.loads(given.job))
     else:
-        given.model = given.model or str(smollm2())
+        given.model = given.model or str(packaged_folder())
         {"capacity": capacity, "throughput": throughput}[given.what](given)

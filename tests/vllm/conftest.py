@@ -52,9 +52,9 @@ def tiny(tmp_path_factory):
 @pytest.fixture(scope="session")
 def smollm2():
     """The folder of a real model, fetched once."""
-    from kvpass.models.pretrained import smollm2
+    from kvpass.models import packaged_folder
 
-    return smollm2()
+    return packaged_folder()
 
 
 @pytest.fixture(scope="session")
