@@ -88,19 +88,34 @@ struct Head {
     }
 
     void of_fields(const float* steps, float* found) const {
+#if LANES == 16
+        if constexpr (HEAD % 32 == 0) {  // looked up in registers
+            __m512 step[HEAD / LANES];
+            UNROLLED for (int v = 0; v < HEAD / LANES; v++) step[v] = _mm512_loadu_ps(steps + v * LANES);
+            for (int f = 0; f < FIELDS; f += LANES) {
+                const __m512i at = _mm512_loadu_si512(coordinate + f);
+                __m512 x = _mm512_permutex2var_ps(step[0], at, step[1]);
+                UNROLLED for (int v = 2; v < HEAD / LANES; v += 2) {
+                    const __mmask16 there = _mm512_cmpge_epi32_mask(at, _mm512_set1_epi32(v * LANES));
+                    x = _mm512_mask_blend_ps(there, x, _mm512_permutex2var_ps(step[v], at, step[v + 1]));
+                }
+                _mm512_storeu_ps(found + f, _mm512_mul_ps(x, _mm512_loadu_ps(weight + f)));
+            }
+            return;
+        }
+#endif
         for (int f = 0; f < FIELDS; f++) found[f] = steps[coordinate[f]] * weight[f];
     }
 };
 
-// A query as it is seen from where the tables are of. first, second: channels of pair i are i * stride and apart.
-inline void turn_back(
-    const float* q, const float* cos, const float* sin, int pairs, int stride, int apart, float* out
-) {
+// A query as it is seen from where the tables are of. Channels of pair i are i * STRIDE and apart.
+template <int STRIDE>
+inline void turn_back(const float* q, const float* cos, const float* sin, int pairs, int apart, float* out) {
     std::memcpy(out, q, HEAD * sizeof(float));
     for (int i = 0; i < pairs; i++) {
-        const float first = q[i * stride], second = q[i * stride + apart];
-        out[i * stride] = first * cos[i] + second * sin[i];
-        out[i * stride + apart] = second * cos[i] - first * sin[i];
+        const float first = q[i * STRIDE], second = q[i * STRIDE + apart];
+        out[i * STRIDE] = first * cos[i] + second * sin[i];
+        out[i * STRIDE + apart] = second * cos[i] - first * sin[i];
     }
 }
 
@@ -122,14 +137,14 @@ extern "C" void kernel(
             alignas(64) float of_fields[QUERIES * FIELDS];
             int32_t order[PAGE] = {};
             const int64_t begin = part * count / parts, end = (part + 1) * count / parts;
-            const int stride = interleaved ? 2 : 1, apart = interleaved ? 1 : pairs;
+            const auto turn = interleaved ? turn_back<2> : turn_back<1>;
             for (int64_t n = begin; n < end; n++) {
                 const int ahead = (n - begin) % PAGES;
                 if (pairs ? !ahead : n == begin) {
                     for (int i = 0; i < PAGES * QUERIES; i++) {
                         const int64_t row = (h / heads * count + std::min(n + i / QUERIES, end - 1)) * pairs;
                         const float* mine = q + (h * QUERIES + i % QUERIES) * HEAD;
-                        turn_back(mine, cos + row, sin + row, pairs, stride, apart, turned + i * HEAD);
+                        turn(mine, cos + row, sin + row, pairs, interleaved ? 1 : pairs, turned + i * HEAD);
                     }
                     for (int i = 0; i < PAGES * QUERIES; i += ROWS) head.steps(turned + i * HEAD, steps + i * HEAD);
                 }
