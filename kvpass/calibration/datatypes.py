@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -59,17 +60,21 @@ def _gradients(model: nn.Module, ids: Tensor, layers: Sequence[int]) -> dict[str
         logits = model(input_ids=ids, **handing(model, cache), use_cache=True).logits
         loss = F.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="sum")
         tensors = [getattr(cache.layers[layer], which) for layer in layers for which in ("keys", "values")]
-        found = iter(torch.autograd.grad(loss, tensors))
-    gradients = {f"{layer}.{role}": next(found) for layer in layers for role in (0, 1)}
-    return {name: each.to(torch.bfloat16) for name, each in gradients.items()} | {
-        "keys": cache.layers[layers[0]].keys.detach()
-    }
+        found = torch.autograd.grad(loss, tensors)
+    names = (f"{layer}.{role}" for layer in layers for role in (0, 1))
+    gradients = {name: each.to(torch.bfloat16) for name, each in zip(names, found, strict=True)}
+    return {**gradients, "keys": tensors[0].detach()}
 
 
 def _save(tensors: dict[str, Tensor], file: Path) -> None:
     partial = file.with_suffix(".partial")
     save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, partial)
     partial.replace(file)  # whole or not at all
+
+
+def _read(file: Path, name: str) -> Tensor:
+    with safe_open(file, "pt") as tensors:
+        return tensors.get_tensor(name).float()
 
 
 def rope_between(before: Tensor, after: Tensor, cos: Tensor, sin: Tensor) -> str:
@@ -103,8 +108,8 @@ def fit_datatypes(
         with bar("gradients", len(data), "sequence", progress) as seen:
             gradients = collect_gradients(model, data, [layer.index for layer in packed], folder, seen)
         if config.rope == "pre":
-            behind = load_file(gradients[0])["keys"].float().cpu()
-            rope = rope_between(collected.read(0, packed[0].index, 0), behind, *collected.tables(0))
+            before, after = collected.read(0, packed[0].index, 0), _read(gradients[0], "keys")
+            rope = rope_between(before, after, *collected.tables(0))
     fitted = {}
     with bar("datatypes", len(packed), "layer", progress) as done:
         for layer in packed:
@@ -126,7 +131,7 @@ def _fit_layer(
     def weights(sequence: int, role: int, shape: torch.Size) -> Tensor:
         if not gradients:
             return torch.ones(shape)
-        found = load_file(gradients[sequence])[f"{layer.index}.{role}"].float()
+        found = _read(gradients[sequence], f"{layer.index}.{role}")
         if role == 0 and rope:  # the chain rule: by the rotation, the other way around
             cos, sin = collected.tables(sequence)
             found = rotate(found, cos, -sin, rope)
