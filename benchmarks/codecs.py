@@ -20,7 +20,12 @@ ROWS = {
     "kitty, window of 32, no sinks": dict(scheme="kitty", group_size=32, residual=32, sinks=0),
     "turboquant-2.5, pages of 128": dict(scheme="turboquant-2.5", residual=128),
     "zipcache, 3 bits, pages of 128": dict(scheme="zipcache", bits=3, residual=128, group_size=64),
-    "kivi, 4 bits, groups and window of 128": dict(scheme="kivi", bits=4, group_size=64, residual=128),
+    "kivi, 4 bits, groups of 64, window of 128": dict(scheme="kivi", bits=4, group_size=64, residual=128),
+    "kvquant-calibrated": dict(scheme="kvquant-calibrated"),
+    "kvquant-calibrated-3": dict(scheme="kvquant-calibrated-3"),
+    "kvquant-calibrated, pages of 64": dict(scheme="kvquant-calibrated", residual=64),
+    "kvquant-calibrated, points as fitted": dict(scheme="kvquant-calibrated", residual=64, normalized=False),
+    "kvquant-calibrated, all tokens weigh alike": dict(scheme="kvquant-calibrated", residual=64, weighted=False),
     "kivi, 2 and 2 layers in 16 bits": dict(scheme="kivi", skip_layers=(2, 2)),
     "kivi, 2 and 2 layers in 4 bits": dict(scheme="kivi", skip_layers=(2, 2), skipped="kivi-4"),
 }

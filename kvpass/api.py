@@ -91,7 +91,7 @@ def apply(
         calibration.check(model, layers)
     elif config.needs_calibration:
         raise KVPassError(
-            f"{config.name!r} predicts layers from each other, and has to be calibrated on the model first: "
+            f"{config.name!r} has to be calibrated on the model first: "
             f"calibration = kvpass.calibrate(model, ids, {config.name!r}), then kvpass.apply(model, calibration)."
         )
     predictors = {} if calibration is None else calibration.predictors

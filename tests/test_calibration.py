@@ -1,6 +1,7 @@
 """Fitting predictors, what is kept of it, and a model that runs on them."""
 
 import copy
+import dataclasses
 import json
 import math
 
@@ -12,7 +13,10 @@ from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 import kvpass
 from kvpass import KVPassError
 from kvpass.calibration import fit as fitting
+from kvpass.calibration.datatypes import collect_gradients, rope_between
+from kvpass.codec.rope import rotate
 from kvpass.eval.quality import packed
+from kvpass.progress import bar
 from kvpass.schemes.calibrated import Calibration
 
 from tiny import llama, tokens
@@ -358,3 +362,78 @@ def test_the_first_packed_layer_needs_none_below():
     """Whatever its index: layers before it may stay in full precision."""
     geometry = kvpass.schemes.LayerGeometry(5, 8, 2, 32, torch.float32, torch.device("cpu"))
     assert not kvpass.schemes.get("aqua").plan(geometry).looks_at_previous
+
+
+# ---------------------------------------------------------------- datatypes
+
+
+def test_gradients_of_keys_are_those_before_rotary_embedding(tmp_path):
+    """What moves the loss by as much as keys before it do, by differences of the loss itself."""
+    model, ids = llama().double(), tokens(1, 24)
+    projection, at = model.model.layers[1].self_attn.k_proj, [(5, 3), (17, 40), (22, 20)]
+    layers = [0, 1]
+    (file,) = collect_gradients(model, [ids], layers, tmp_path, bar("", 1, "", False).__enter__())
+    found = load_file(file)["1.0"].float()
+
+    def run(token=0, channel=0, by=0.0):
+        """The loss with one key moved, and the keys before and after rotary embedding with their tables."""
+        seen = []
+
+        def moved(_, inputs, out):
+            out = out.clone()
+            out[0, token, channel] += by
+            seen.append(out.detach().view(1, ids.shape[1], 2, -1).transpose(1, 2))
+            return out
+
+        hook, cache = projection.register_forward_hook(moved), DynamicCache(config=model.config)
+        with torch.no_grad():
+            logits = model(ids, past_key_values=cache).logits
+        hook.remove()
+        return torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum"), seen[0], cache
+
+    _, before, cache = run()
+    x = torch.zeros(1, ids.shape[1], 1)
+    cos, sin = model.model.rotary_emb(x, torch.arange(ids.shape[1])[None])
+    half = cos.shape[-1] // 2
+    rope = rope_between(before.float(), cache.layers[1].keys.float(), cos[..., :half], sin[..., :half])
+    assert rope == f"half-{half}"
+    turned_back = rotate(found, cos[..., :half], -sin[..., :half], rope)
+    for token, channel in at:
+        up, down = (run(token, channel, by)[0] for by in (1e-4, -1e-4))
+        head, inside = divmod(channel, before.shape[-1])
+        assert float(turned_back[0, head, token, inside]) == pytest.approx(float(up - down) / 2e-4, rel=2e-2, abs=1e-3)
+
+
+@pytest.mark.parametrize("fields", [dict(), dict(rope="post", bits=3, skip_layers=(1, 0))])
+def test_a_calibrated_datatype_generates_compiled_what_it_does_eagerly(fields, tmp_path):
+    model = llama(layers=3)
+    calibration = kvpass.calibrate(model, data(2), {"scheme": "kvquant-calibrated", **fields}, progress=False)
+    assert_same(kvpass.load(calibration.save(tmp_path)), calibration)
+    ids, mask, runs = tokens(2, 70), torch.ones(2, 70, dtype=torch.long), []
+    mask[1, :13] = 0
+    for lowering in ("auto", "eager"):
+        kvpass.apply(model, calibration, lowering=lowering)
+        how = dict(do_sample=False, max_new_tokens=30, return_dict_in_generate=True, output_logits=True)
+        out, report = model.generate(input_ids=ids, attention_mask=mask, **how), kvpass.explain(model)
+        runs.append((torch.stack(out.logits), out.past_key_values))
+        kvpass.remove(model)
+        if lowering == "auto":
+            assert report.packed == report.fused == 3 and report.calibration.startswith("datatypes")
+            (step,) = (graph for graph in report.graphs if graph.compiled)
+            assert step.lowerings["attend"] == "inductor"
+    torch.testing.assert_close(runs[0][0], runs[1][0], atol=1e-4, rtol=1e-4)
+    exact = model(ids, attention_mask=mask, use_cache=True).past_key_values
+    for layer, plain in zip(runs[0][1].layers, exact.layers, strict=True):
+        values = layer.value_state.decode(70)[0, :, :70]
+        assert (values - plain.values[0]).norm() < 0.5 * plain.values[0].norm()
+
+
+def test_tensors_of_a_datatype_are_checked():
+    model = llama()
+    calibration = kvpass.calibrate(model, data(2), "kvquant-calibrated", progress=False)
+    (points, ranges), values = calibration.predictors[0]
+    for wrong in (([points], values), ([points, ranges[:1]], values), ([points, ranges * float("nan")], values)):
+        with pytest.raises(KVPassError, match="keys of layer 0"):
+            dataclasses.replace(calibration, predictors={**calibration.predictors, 0: wrong})
+    with pytest.raises(KVPassError, match="has to be calibrated on the model first"):
+        kvpass.apply(model, "kvquant-calibrated")

@@ -6,7 +6,7 @@ import torch
 from kvpass.cache.state import KVState
 from kvpass.codec import decode_pages
 from kvpass.codec.hadamard import basis
-from kvpass.codec.kept import of_pages
+from kvpass.codec.kept import calibrated_shapes, of_pages
 from kvpass.codec.rope import rotate
 from kvpass.layout.pool import whole
 from kvpass.lowering.inductor.attend import page_scores
@@ -34,6 +34,8 @@ CASES = {
     "kvquant": dict(residual=32, group_size=16),
     "kvquant-3": dict(residual=16, group_size=16, rope="post"),
     "kvquant-4": dict(residual=32, group_size=32),
+    "kvquant-calibrated": dict(),
+    "kvquant-calibrated-3": dict(residual=48, rope="post"),
     "gear": dict(residual=32, group_size=16),
     "gear-l": dict(residual=32, group_size=16),
     "gear, 3 bits": dict(scheme="gear", bits=3, rank=0, residual=32, group_size=16),
@@ -52,6 +54,10 @@ def stored(plan, batch=2, tokens=TOKENS):
     for seed, spec in enumerate((plan.key, plan.value)):
         state = KVState.allocate(spec, batch, 2, DIM, torch.float32, "cpu", tokens)
         state.same_layer_keys = states[0] if states else None
+        if spec.quantizer.calibrated:
+            points = torch.stack([torch.linspace(0, 1, 2**spec.bits) ** power for power in (1, 1.5)])
+            ranges = torch.stack([-sizes, 2 * sizes]).expand(2, -1, -1)
+            state.calibrate([points, ranges] if spec.quantizer.per == "channel" else [points])
         queries = randn(9, batch, 4, tokens, DIM) if spec.quantizer.needs_queries else None
         state.append(randn(seed, batch, 2, tokens, DIM) * sizes, 0, queries)
         states.append(state)
@@ -73,6 +79,7 @@ def test_pages_are_to_attention_what_they_decode_to(case, side):
     state = dict(zip(("key", "value"), stored(plan_of(case)), strict=True))[side]
     spec, pages = state.spec, state.spec.retention.pages(TOKENS)
     kept = [whole(handle, pages)[:, :, :pages] for handle in state.handles[: len(of_pages(spec))]]
+    kept += [getattr(state, name) for name in calibrated_shapes(spec, DIM)]
     wanted = decode_pages(*kept, spec)
     turned = spec.transform.rotation
     turned = None if turned is None else basis(DIM, turned)

@@ -9,6 +9,7 @@ import math
 import pytest
 import torch
 
+from kvpass.calibration.datatypes import fit_datatype
 from kvpass.codec import encode_pages
 from kvpass.codec.bitpack import unpack
 from kvpass.codec.kept import of_pages
@@ -152,3 +153,38 @@ def test_kvquant_codes_what_is_no_outlier_by_the_nearest_point_of_a_datatype_of_
     means = torch.tensor([sum(units) / len(units) for units in inside]).double()
     torch.testing.assert_close(points, means, atol=0.04, rtol=0)  # outliers' places are filled, and count a little
     assert all(a < b for a, b in zip(points.tolist(), points.tolist()[1:], strict=False))
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+def test_calibrated_kvquant_takes_offline_ranges_of_key_channels_and_q_normed_signposts(bits):
+    """Keys take thresholds of their channel, values the range of their token; both take the nearest signpost, which
+    stands for ``(point - mean of codes) * deviation / deviation of codes + mean``. What lies beyond is kept exactly."""
+    x = page(17)
+    units = torch.rand(400, generator=torch.Generator().manual_seed(0)) ** 2
+    weights = torch.rand(400, generator=torch.Generator().manual_seed(1)) ** 4
+    datatype = fit_datatype(lambda: [(units, weights)], bits, normalized=True)
+    points, coded = datatype[0].double(), (units.unsqueeze(1) - datatype[0]).abs().argmin(1)
+    for i in range(2**bits):  # weighted means of what is nearest to them
+        mine = coded == i
+        assert float(points[i]) == pytest.approx(float((units * weights)[mine].sum() / weights[mine].sum()), abs=2e-3)
+    for moment in (torch.Tensor.mean, torch.Tensor.std):
+        assert float(moment(datatype[1][coded])) == pytest.approx(float(moment(units)), abs=2e-3)
+    low, high = x.quantile(0.04, 0), x.quantile(0.96, 0)
+    ranges = torch.stack([low, high - low])
+    for side, fitted in (("key", [datatype, ranges]), ("value", [datatype])):
+        spec = spec_of("kvquant-calibrated", side, bits=bits, share=0.08)
+        found = stored(x, spec, [tensor[None, None] for tensor in fitted])
+        where = [divmod(int(position) % 65536, DIM) for position in found["positions"].flatten()]
+        assert len(where) == math.ceil(0.08 * PAGE * DIM)
+        if side == "key":
+            beyond = ((x < low) | (x > high)).nonzero().tolist()
+            assert set(map(tuple, beyond)) <= set(where) or len(beyond) > len(where)
+        kept = [(t, c) for t in range(PAGE) for c in range(DIM) if (t, c) not in where]
+        pairs = []
+        for t, c in kept:
+            own = [float(x[t, i]) for i in range(DIM) if (t, i) not in where]
+            first, last = (float(low[c]), float(high[c])) if side == "key" else (min(own), max(own))
+            unit = (float(x[t, c]) - first) / (last - first)
+            pairs.append((float(found["codes"][t, c]), float((points - unit).abs().argmin())))
+        assert_same(*zip(*pairs, strict=True))
+        assert torch.equal(found["values"].flatten(), torch.stack([x[place] for place in where]).half())

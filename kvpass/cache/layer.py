@@ -191,6 +191,9 @@ class PackedLayer(CacheLayerMixin):
             new["key_state"].rotary = new.get("rotary", self.rotary_owner.rotary)
         if self.plan.value.quantizer.follows_keys:
             new["value_state"].same_layer_keys = new["key_state"]
+        if self.plan.calibrated:
+            for name, tensors in zip(("key_state", "value_state"), self.predictors, strict=True):
+                new[name].calibrate(tensors)
         if self.plan.needs_importance and self.importance_owner is self:
             new["importance"] = Importance(batch, self.deciding_heads, geometry.device, tokens)
         if self.plan.looks_at_previous:

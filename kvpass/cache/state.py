@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..codec.affine import params_dtype
-from ..codec.kept import fitted_shapes, of_pages, of_state, page_shapes
+from ..codec.kept import calibrated_shapes, fitted_shapes, of_pages, of_state, page_shapes
 from ..codec.rope import rope_of
 from ..codec.spec import CodecSpec
 from ..errors import KVPassError
@@ -114,6 +114,8 @@ class KVState(Storage):
         (`codec.allocation`); otherwise None. Where errors are weighted, what they cost is in ``basis`` until that is
         fitted.
     queries: ``[B, H_kv, Q, D]``, 16-bit, for those that choose which tokens get more bits; otherwise None.
+    datatype, ranges: ``[B, H_kv, 2, 2**bits]`` and, of keys, ``[B, H_kv, 2, D]``, 16-bit, for specs with a calibrated
+        datatype (`codec.datatype`); otherwise None.
     predictor: weights of the predictor, for specs that have one (`kvpass.codec.predictor`); the model's.
     previous_layer: the same tokens in the layer below, where it is predicted from them.
     same_layer_keys: the keys of this layer, for values that are predicted from them, or whose tokens get more bits
@@ -129,13 +131,15 @@ class KVState(Storage):
     basis: Tensor | None
     fields: Tensor | None
     queries: Tensor | None
+    datatype: Tensor | None
+    ranges: Tensor | None
     pairs: Tensor | None
     _handles: tuple[Tensor, ...]
 
     def __init__(self, spec: CodecSpec, kept: Mapping[str, Tensor], source: KVState | None = None):
         self.spec, self.text, self.source = spec, str(spec), source
         self.compensation = self.energy = self.center = self.pairs = None
-        self.basis = self.fields = self.queries = None
+        self.basis = self.fields = self.queries = self.datatype = self.ranges = None
         self._codes: Tensor | None = None
         vars(self).update({attribute(name): tensor for name, tensor in kept.items()})
         self.predictor: Sequence[Tensor] = ()
@@ -180,6 +184,13 @@ class KVState(Storage):
             size = allocation.block_size
             kept["basis"] = torch.eye(size, dtype=params, device=device).repeat(batch, heads, head_dim // size, 1)
         return cls(spec, kept, source)
+
+    @torch.inference_mode(False)
+    def calibrate(self, tensors: Sequence[Tensor]) -> None:
+        """Take over what a calibration found for this layer: a datatype ``[2, 2**bits]``, and ranges ``[H_kv, 2, D]``
+        of keys."""
+        for name, tensor in zip(calibrated_shapes(self.spec, self.ring.shape[3]), tensors, strict=True):
+            getattr(self, name).copy_(tensor)
 
     @property
     def codes(self) -> Tensor:

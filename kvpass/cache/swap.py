@@ -104,8 +104,10 @@ def connect(layers: dict[int, PackedLayer], predictors: dict[int, tuple[SharedTe
         layer.value_source = None if plan.value_source is None else layers[plan.value_source]
         layer.rotary_owner = pre_rope[0] if pre_rope else layer
         layer.importance_owner = evicting[0] if plan.key.retention.shared else layer
+        if plan.looks_at_previous or plan.calibrated:
+            layer.predictors = predictors[index]
         if plan.looks_at_previous:
-            layer.previous_layer, layer.predictors = layers[layer.geometry.previous_layer], predictors[index]
+            layer.previous_layer = layers[layer.geometry.previous_layer]
             layer.previous_layer.predicts_next = True
 
 

@@ -23,7 +23,7 @@ _ROLES = ("key", "value")
 
 
 class Collected:
-    """Keys and values of packed layers, one file a sequence, 16-bit."""
+    """Keys and values of packed layers, one file a sequence, 16-bit; with rotary tables if keys are those before."""
 
     def __init__(self, files: list[Path]):
         self.files = files
@@ -32,6 +32,11 @@ class Collected:
         """Keys (role 0) or values ``[1, H_kv, T, D]`` float32 of one layer."""
         with safe_open(self.files[sequence], "pt") as file:
             return file.get_tensor(f"{layer}.{_ROLES[role]}").float()
+
+    def tables(self, sequence: int) -> tuple[Tensor, Tensor]:
+        """cos and sin ``[1, T, >= p]`` float32, where keys were collected before rotary embedding."""
+        with safe_open(self.files[sequence], "pt") as file:
+            return file.get_tensor("cos").float(), file.get_tensor("sin").float()
 
 
 @torch.no_grad()
@@ -52,10 +57,14 @@ def collect(
         for ids, file in missing:
             cache = fresh_cache(model)
             model(input_ids=ids, **handing(model, cache), use_cache=True)
-            tensors = {}
+            tensors: dict[str, Tensor] = {}
             for index, layer in enumerate(cache.layers):
                 if not isinstance(layer, PackedLayer):
                     continue
+                if layer.rotary is not None:
+                    tensors |= {
+                        name: table.cpu().contiguous() for name, table in layer.rotary.contents(ids.shape[1]).items()
+                    }
                 for role, state in zip(_ROLES, layer.states(), strict=True):
                     x = state.decode(layer.tokens)
                     x = x.to(params_dtype(x.dtype))

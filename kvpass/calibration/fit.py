@@ -1,4 +1,5 @@
-"""`calibrate`: algorithm 1 of AQUA-KV (arXiv 2501.19392), layer by layer on what the layer below is decoded to."""
+"""`calibrate`: what a scheme wants measured on a model; for AQUA-KV (arXiv 2501.19392) its algorithm 1, layer by layer
+on what the layer below is decoded to."""
 
 from __future__ import annotations
 
@@ -27,9 +28,18 @@ from ..models.parallel import refuse_sharded
 from ..models.probe import has_encoder, probe
 from ..progress import bar
 from ..runtime.applied import is_applied
-from ..schemes import AquaKVConfig, LayerGeometry, LayerPlan, QAQConfig, SchemeConfig, check_edges
+from ..schemes import (
+    AquaKVConfig,
+    CalibratedKVQuantConfig,
+    LayerGeometry,
+    LayerPlan,
+    QAQConfig,
+    SchemeConfig,
+    check_edges,
+)
 from ..schemes.calibrated import Calibration, describe
 from .collect import Collected, collect, digest
+from .datatypes import fit_datatypes
 from .energy import measure_energy
 from .regression import Moments, fit
 
@@ -49,15 +59,18 @@ def calibrate(
     work: str | Path | None = None,
     progress: bool = True,
 ) -> Calibration:
-    """Fit the predictors of ``scheme`` to ``model``, or measure its queries (QAQ); the model is left as it was found.
+    """Fit the predictors (AQUA-KV) or datatypes (KVQuant) of ``scheme`` to ``model``, or measure its queries (QAQ); the
+    model is left as it was found.
 
     The model runs over the data once. Predictors are then fitted layer by layer to sums over all tokens, so that memory
     does not depend on how many there are; keys and values wait on disk, ``4 * H_kv * D`` bytes a token and layer.
+    Datatypes take the gradients of the loss, which wait there, too, and the keys or values of one layer at a time.
 
     data: token ids, ``[N, S]``, or a list of ``[S]`` or ``[1, S]``, of the kind the model will see; at least 2
         sequences: every eighth one measures what the predictors explain of text they were not fitted to. Some ten
         thousand tokens are enough for a small model.
-    scheme: one that takes calibration: AQUA-KV needs it, QAQ can do with the queries of each prompt.
+    scheme: one that takes calibration: AQUA-KV and "kvquant-calibrated" need it, QAQ can do with the queries of each
+        prompt.
     work: a folder that lets an interrupted calibration go on where it was, and one of another scheme start with the
         same keys and values; they stay there. Default: a temporary one.
     progress: show a bar where there is a terminal.
@@ -66,7 +79,7 @@ def calibrate(
     one whose weights are shared out among processes.
     """
     config = schemes.get(scheme)
-    if not isinstance(config, (AquaKVConfig, QAQConfig)):
+    if not isinstance(config, (AquaKVConfig, CalibratedKVQuantConfig, QAQConfig)):
         raise KVPassError(f"{config.name!r} needs no calibration: kvpass.apply(model, scheme={config.name!r}).")
     if is_applied(model):
         raise KVPassError("kvpass is applied to this model: call kvpass.remove(model) first.")
@@ -88,6 +101,9 @@ def calibrate(
         folder.mkdir(parents=True, exist_ok=True)
         with bar("keys and values", len(sequences), "sequence", progress) as seen:
             collected = collect(model, sequences, config.rope, folder, seen)
+        if isinstance(config, CalibratedKVQuantConfig):
+            fitted = fit_datatypes(model, config, layers, sequences, collected, folder, progress)
+            return Calibration(config, fitted, described, {}, {"tokens": sum(ids.numel() for ids in sequences)})
         choice, scores = _choose_first_layer(config, layers, collected)
         config = dataclasses.replace(config, first_layer=choice)
         folder = folder / digest(config.to_dict(), *sequences)
@@ -100,7 +116,9 @@ def calibrate(
     return Calibration(config, chain.predictors, described, chain.explained, facts)
 
 
-def _sequences(data: Tensor | Sequence[Tensor], config: AquaKVConfig | QAQConfig, model: nn.Module) -> list[Tensor]:
+def _sequences(
+    data: Tensor | Sequence[Tensor], config: AquaKVConfig | CalibratedKVQuantConfig | QAQConfig, model: nn.Module
+) -> list[Tensor]:
     device = next(model.parameters()).device
     sequences = [torch.as_tensor(ids).view(1, -1).to(device) for ids in data]
     if any(ids.is_floating_point() for ids in sequences):

@@ -13,7 +13,7 @@ from ..eval import texts
 from ..schemes import AquaKVConfig
 from .shared import TEXTS, at_least, names, say, stage
 
-HELP = "Fit a scheme to a model: predictors of AQUA-KV, query energies of QAQ."
+HELP = "Fit a scheme to a model: predictors of AQUA-KV, datatypes of KVQuant, query energies of QAQ."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

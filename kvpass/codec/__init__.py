@@ -1,6 +1,19 @@
 """Quantizer primitives: pure functions of tensors that the schemes are composed of."""
 
-from . import allocation, balance, boost, error_term, lattice, mixed, nuq, polar, salient, second_level, sketch  # noqa: F401  (they register their codecs)
+from . import (  # noqa: F401  (they register their codecs)
+    allocation,
+    balance,
+    boost,
+    datatype,
+    error_term,
+    lattice,
+    mixed,
+    nuq,
+    polar,
+    salient,
+    second_level,
+    sketch,
+)
 from .kept import CODECS, Codec, Kept
 from .pages import decode_pages, encode_pages
 from .quantizer import Adaptive, Allocation, Quantizer, Subspace

@@ -89,6 +89,8 @@ def of_state(spec: CodecSpec) -> tuple[str, ...]:
         "basis": allocation is not None,
         "fields": allocation is not None,
         "queries": spec.quantizer.chooses,
+        "datatype": spec.quantizer.calibrated,
+        "ranges": spec.quantizer.calibrated and spec.quantizer.per == "channel",
     }
     return (*of_pages(spec), "ring", *(name for name, there in fitted.items() if there))
 
@@ -116,7 +118,16 @@ def fitted_shapes(spec: CodecSpec, head_dim: int, dtype: torch.dtype) -> dict[st
         shapes["fields"] = (1, sum(allocation.fields(head_dim))), torch.int32
     if spec.quantizer.chooses:
         shapes["queries"] = (QUERIES, head_dim), params
-    return shapes
+    return shapes | {name: (shape, params) for name, shape in calibrated_shapes(spec, head_dim).items()}
+
+
+def calibrated_shapes(spec: CodecSpec, head_dim: int) -> dict[str, tuple[int, ...]]:
+    """Of what a head of a state keeps that a calibration gave it, by name and in order; 16-bit."""
+    shapes = {"datatype": (2, 2**spec.bits), "ranges": (2, head_dim)}
+    return {name: shape for name, shape in shapes.items() if name in of_state(spec)}
+
+
+_FITTED = "compensation", "basis", "fields", "queries", "datatype", "ranges"
 
 
 class Pack(NamedTuple):
@@ -136,12 +147,14 @@ class Pack(NamedTuple):
     basis: Tensor | None = None
     fields: Tensor | None = None
     queries: Tensor | None = None
+    datatype: Tensor | None = None
+    ranges: Tensor | None = None
     pairs: Tensor | None = None
     planes: Sequence[Tensor] = ()
     rotary: tuple[Tensor, Tensor, str] | None = None
     key_pages: Tensor | None = None
 
-    def fitted(self, names: Sequence[str] = ("compensation", "basis", "fields", "queries")) -> list[Tensor]:
+    def fitted(self, names: Sequence[str] = _FITTED) -> list[Tensor]:
         """What pages are encoded with besides, or those of ``names``, if there are any."""
         return [tensor for name in names if (tensor := getattr(self, name)) is not None]
 

@@ -1,6 +1,6 @@
 """Codes under a datatype that is fitted to a page: values in the range of their group, and the points of least squared
 error for them, the same for all groups (nuqX of KVQuant, arXiv 2401.18079, section 3.3), beside outliers that are kept
-exactly. KVQuant fits a datatype to each layer beforehand, weighted by gradients."""
+exactly. KVQuant fits a datatype to each layer beforehand, weighted by gradients: see `codec.datatype`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,32 +24,43 @@ def nearest(x: Tensor, points: Tensor) -> Tensor:
     return torch.searchsorted((points[..., 1:] + points[..., :-1]) / 2, x.contiguous())
 
 
-def fit_points(x: Tensor, bits: int) -> Tensor:
-    """Ascending points ``[..., 2**bits]`` for values ``[..., V]`` in [0, 1], by Lloyd's algorithm from points of equal
-    distance, which keep their place where no value is nearest."""
+def fit_points(x: Tensor, bits: int, weight: Tensor | None = None, iterations: int = _ITERATIONS) -> Tensor:
+    """Ascending points ``[..., 2**bits]`` for values ``[..., V]`` in [0, 1] of equal or given ``weight``, by Lloyd's
+    algorithm from points of equal distance, which keep their place where no value is nearest."""
+    weight = torch.ones_like(x) if weight is None else weight
     points = torch.linspace(0, 1, 2**bits, dtype=x.dtype, device=x.device).expand(*x.shape[:-1], -1).contiguous()
-    for _ in range(_ITERATIONS):
+    for _ in range(iterations):
         codes = nearest(x, points)
-        mass = torch.zeros_like(points).scatter_add(-1, codes, torch.ones_like(x))
-        total = torch.zeros_like(points).scatter_add(-1, codes, x)
-        points = torch.where(mass > 0, total / mass.clamp_min(1), points)
+        mass = torch.zeros_like(points).scatter_add(-1, codes, weight)
+        total = torch.zeros_like(points).scatter_add(-1, codes, weight * x)
+        points = torch.where(mass > 0, total / torch.where(mass > 0, mass, 1), points)
     return points
+
+
+def in_range(groups: Tensor, low: Tensor, span: Tensor) -> Tensor:
+    """``groups`` in units of a range from ``low`` on, in [0, 1]; 0 where the range is."""
+    return ((groups - low.float()) / torch.where(span > 0, span, 1).float()).clamp(0, 1)
+
+
+def split_in_range(pages: Tensor, spec: CodecSpec, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Pages ``[..., P, D]`` in the range of their groups, without outliers; the span and the least value of groups, in
+    16 bits, outliers and their positions (`codec.outliers`)."""
+    rest, values, positions = split(pages, spec, dtype)
+    groups, dim = grouped(rest, spec.quantizer)
+    low, high = groups.amin(dim, keepdim=True).to(params_dtype(dtype)), groups.amax(dim, keepdim=True)
+    span = (high - low.float()).to(low.dtype)
+    units = in_range(groups, low, span).reshape(pages.shape)
+    return units, span.squeeze(dim), low.squeeze(dim), values, positions
 
 
 def encode(x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor], stored: None = None) -> tuple[Tensor, ...]:
     """What is kept of whole pages ``[B, H, N * P, D]``: codes, the range of groups as scale and their least value as
     zero point, points ``[B, H, N, 1, 2**bits]`` of 16 bits, outliers and their positions (`codec.outliers`)."""
-    pages, dtype = x.float().unflatten(2, (-1, spec.page_size)), params_dtype(x.dtype)
-    rest, values, positions = split(pages, spec, x.dtype)
-    groups, dim = grouped(rest, spec.quantizer)
-    low, high = groups.amin(dim, keepdim=True).to(dtype), groups.amax(dim, keepdim=True)
-    span = (high - low.float()).to(dtype)
-    units = (
-        ((groups - low.float()) / torch.where(span > 0, span, 1).float()).clamp(0, 1).reshape(pages.shape).flatten(-2)
-    )
-    points = fit_points(units, spec.bits).to(dtype)
-    codes = nearest(units, points.float()).to(torch.uint8).view(pages.shape)
-    return pack(codes, spec.bits), span.squeeze(dim), low.squeeze(dim), points.unsqueeze(-2), values, positions
+    pages = x.float().unflatten(2, (-1, spec.page_size))
+    units, span, low, values, positions = split_in_range(pages, spec, x.dtype)
+    points = fit_points(units.flatten(-2), spec.bits).to(span.dtype)
+    codes = nearest(units.flatten(-2), points.float()).to(torch.uint8).view(pages.shape)
+    return pack(codes, spec.bits), span, low, points.unsqueeze(-2), values, positions
 
 
 def decode(*kept_and_spec: Any) -> Tensor:
@@ -62,7 +73,8 @@ def decode(*kept_and_spec: Any) -> Tensor:
     return merge(pages, values, positions).flatten(2, 3)
 
 
-def _check(spec: CodecSpec) -> None:
+def check(spec: CodecSpec) -> None:
+    """Raise `KVPassError` for what is not coded under a datatype."""
     quantizer, rotation = spec.quantizer, spec.transform.rotation
     if quantizer.bits > 4 or quantizer.grid or quantizer.subspace is not None or rotation is not None:
         raise KVPassError("A datatype is fitted for 1 to 4 bits, and values as they are: no grid or rotation.")
@@ -74,5 +86,5 @@ CODECS["nuq"] = Codec(
     {**CODECS[""].tensors, "points": Kept(lambda spec, head_dim: (1, 2**spec.bits)), **OUTLIERS},
     encode,
     decode,
-    check=_check,
+    check=check,
 )

@@ -289,6 +289,11 @@ class Quantizer:
         return self.subspace is not None or (self.adaptive is not None and self.adaptive.fits_energy)
 
     @property
+    def calibrated(self) -> bool:
+        """Whether codes are of a datatype that a calibration gives (`codec.datatype`)."""
+        return self.codec == "datatype"
+
+    @property
     def follows_keys(self) -> bool:
         """Whether codes depend on what the keys of the layer were stored as."""
         return self.chosen_by == "keys" or (self.allocation is not None and self.allocation.follows)

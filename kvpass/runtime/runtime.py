@@ -110,7 +110,7 @@ class Runtime:
         """``predictors`` where their layers are."""
         placed = {}
         for index, (plan, layer) in self.plans.items():
-            if plan.looks_at_previous:
+            if plan.looks_at_previous or plan.calibrated:
                 key, value = (SharedTensors(t.to(layer.device) for t in tensors) for tensors in predictors[index])
                 placed[index] = key, value
         return placed

@@ -236,6 +236,8 @@ def unsupported(runtime: Runtime) -> str:
         return "layers share codes"
     if runtime.needs_importance or any(plan.adaptive for plan in plans):
         return "what is stored depends on attention"
+    if any(plan.calibrated for plan in plans):
+        return "what codes stand for is calibrated"
     return "layers are predicted from each other" if runtime.looks_at_previous else ""
 
 

@@ -20,7 +20,7 @@ from .identity import IdentityConfig
 from .kitty import KittyConfig
 from .kivi import KIVIConfig
 from .kvarn import KVarNConfig
-from .kvquant import KVQuantConfig
+from .kvquant import CalibratedKVQuantConfig, KVQuantConfig
 from .logquant import LogQuantConfig
 from .minicache import MiniCacheConfig
 from .polarquant import PolarQuantConfig
@@ -38,6 +38,7 @@ from .zipcache import ZipCacheConfig
 __all__ = [
     "AquaKVConfig",
     "AsymKVConfig",
+    "CalibratedKVQuantConfig",
     "E8Config",
     "GEARConfig",
     "HIGGSConfig",

@@ -104,6 +104,11 @@ class LayerPlan:
         """Whether keys or values are predicted from the layer below."""
         return bool(self.key.transform.predictor or self.value.transform.predictor)
 
+    @property
+    def calibrated(self) -> bool:
+        """Whether a calibration gives what codes stand for."""
+        return self.key.quantizer.calibrated or self.value.quantizer.calibrated
+
     def __str__(self) -> str:
         def describe(name: str, spec: CodecSpec, source: int | None) -> str:
             window = f"{spec.retention.residual}..{spec.retention.window - 1} exact"

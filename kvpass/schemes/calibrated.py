@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -59,13 +59,14 @@ def describe(model: nn.Module, layers: Mapping[int, LayerGeometry | str]) -> dic
 
 @dataclass(frozen=True)
 class Calibration:
-    """A scheme with its predictors, for one model. `kvpass.apply` takes it where it takes a scheme.
+    """A scheme with what was fitted to one model. `kvpass.apply` takes it where it takes a scheme.
 
     scheme: the config, with everything that was left to measurement decided.
-    predictors: layer -> the weights of its key and of its value predictor (`kvpass.codec.predictor`).
+    predictors: layer -> the tensors of its keys and of its values: weights of their predictors
+        (`kvpass.codec.predictor`), or a datatype each, and ranges of keys (`kvpass.codec.datatype`).
     model: what identifies the model (`describe`).
-    explained: layer -> share of the variance of its keys and of its values that the predictors explain, on sequences
-        they were not fitted to.
+    explained: layer -> share of the variance of its keys and of its values that predictors explain, on sequences they
+        were not fitted to; empty where there are none.
     facts: what else was measured, by name.
 
     Raises `KVPassError` if they do not belong together.
@@ -87,7 +88,7 @@ class Calibration:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the predictors, which every use of the scheme needs once."""
+        """Bytes of all tensors, which every use of the scheme needs once."""
         return sum(tensor.nbytes for both in self.predictors.values() for one in both for tensor in one)
 
     @property
@@ -146,6 +147,8 @@ class Calibration:
         scheme = self.scheme.to_dict()
         if not self.predictors:
             return f"query energies of {len(scheme['query_energy'])} layers"
+        if not self.explained:
+            return f"datatypes and ranges of {len(self.predictors)} layers, {self.nbytes:,} bytes"
         pays = f"pay off from {self.pays_off_at:,} tokens on" if self.bits_saved > 0 else "do not pay off"
         return (
             f"{scheme['predictor']} predictors of {self.nbytes:,} bytes, shared by all caches of the model: worth "
@@ -172,7 +175,7 @@ def load_calibration(folder: str | Path) -> Calibration:
         )
     try:
         explained = {int(layer): tuple(shares) for layer, shares in facts["explained"].items()}
-        predictors = _unflatten(load(data), explained)
+        predictors = _unflatten(load(data))
         return Calibration(schemes.get(facts["scheme"]), predictors, facts["model"], explained, facts["facts"])
     except KVPassError as error:
         raise KVPassError(f"{folder} holds a calibration that does not fit together: {error}") from error
@@ -180,14 +183,15 @@ def load_calibration(folder: str | Path) -> Calibration:
         raise KVPassError(f"{folder} holds no calibration that can be read: {error!r}. Calibrate again.") from error
 
 
-def _unflatten(tensors: dict[str, Tensor], layers: Iterable[int]) -> dict[int, tuple[list[Tensor], list[Tensor]]]:
-    """The predictors of ``layers``, of what `Calibration.save` flattened. Raises `KVPassError` if more is there."""
+def _unflatten(tensors: dict[str, Tensor]) -> dict[int, tuple[list[Tensor], list[Tensor]]]:
+    """The tensors of each layer, of what `Calibration.save` flattened. Raises `KVPassError` if more is there."""
 
     def taken(layer: int, role: str) -> list[Tensor]:
         names = (f"{layer}.{role}.{i}" for i in itertools.count())
         return [tensors.pop(name) for name in itertools.takewhile(tensors.__contains__, names)]
 
+    layers = sorted({int(name.partition(".")[0]) for name in tensors})
     predictors = {layer: (taken(layer, "key"), taken(layer, "value")) for layer in layers}
     if tensors:
-        raise KVPassError(f"{shown(sorted(tensors))} are no tensors of a predictor.")
+        raise KVPassError(f"{shown(sorted(tensors))} are no tensors of a layer.")
     return predictors

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..codec.kept import calibrated_shapes
 from ..codec.predictor import stored_shapes
 from ..errors import KVPassError
 from ..fields import check_integer, shown
-from . import AquaKVConfig, LayerGeometry, QAQConfig, SchemeConfig
+from . import AquaKVConfig, CalibratedKVQuantConfig, LayerGeometry, QAQConfig, SchemeConfig
 
 _DEPTH = 8  # of lists and dicts in `Calibration.facts`
 _WEIGHTS = (torch.float16, torch.bfloat16)
@@ -26,24 +27,25 @@ def check_calibration(
     explained: dict[int, tuple[float, float]],
     facts: dict[str, Any],
 ) -> None:
-    """Raise `KVPassError` unless these fields of a `Calibration` belong together: each predicted layer of ``model`` has
-    predictors of the shapes and dtypes that ``scheme`` stores, finite, and shares of at most 1."""
+    """Raise `KVPassError` unless these fields of a `Calibration` belong together: each layer of ``model`` has tensors
+    of the shapes and dtypes that ``scheme`` stores, finite, and if it is predicted, shares of at most 1."""
     if not isinstance(scheme, SchemeConfig) or not scheme.takes_calibration:
         raise KVPassError(f"{shown(scheme)} is no scheme that is calibrated.")
     if isinstance(scheme, QAQConfig) and not isinstance(scheme.query_energy, tuple):
         raise KVPassError(f"query_energy={scheme.query_energy}: measured is a number for each layer.")
     if not isinstance(facts, dict) or not _is_plain(facts, _DEPTH):
         raise KVPassError(f"facts are plain data, not {shown(facts)}.")
-    wanted = dict(_predicted(scheme, _geometry(model)))
-    for what, found in (("predictors", predictors), ("explained", explained)):
-        if not isinstance(found, dict) or set(found) != set(wanted):
-            raise KVPassError(f"{what} are those of layers {sorted(wanted)}, not {shown(found)}.")
+    wanted = dict(_calibrated(scheme, _geometry(model)))
+    predicted = set(wanted) if isinstance(scheme, AquaKVConfig) else set()
+    for what, found, of in (("predictors", predictors, set(wanted)), ("explained", explained, predicted)):
+        if not isinstance(found, dict) or set(found) != of:
+            raise KVPassError(f"{what} are those of layers {sorted(of)}, not {shown(found)}.")
     for layer, shares in explained.items():
         if len(shares) != 2 or not all(type(share) is float and -math.inf < share <= 1 for share in shares):
             raise KVPassError(f"explained of layer {layer} are two shares of the variance, not {shown(shares)}.")
     for layer, both in predictors.items():
         for role, tensors, shapes in zip(("key", "value"), both, wanted[layer], strict=True):
-            _check_tensors(f"The {role} predictor of layer {layer}", tensors, shapes)
+            _check_tensors(f"What belongs to the {role}s of layer {layer}", tensors, shapes)
 
 
 def _is_plain(value: Any, depth: int) -> bool:
@@ -73,17 +75,21 @@ def _geometry(model: dict[str, Any]) -> dict[int, tuple[int, int]]:
     return found
 
 
-def _predicted(
+def _calibrated(
     scheme: SchemeConfig, geometry: dict[int, tuple[int, int]]
 ) -> Iterator[tuple[int, tuple[_Shapes, _Shapes]]]:
-    """The layers that ``scheme`` predicts, and the shapes of the tensors of their key and value predictors."""
-    if not isinstance(scheme, AquaKVConfig):
+    """The layers that ``scheme`` has tensors for, and the shapes of those of their keys and of their values."""
+    if not isinstance(scheme, (AquaKVConfig, CalibratedKVQuantConfig)):
         return
     previous_layer = None
     for index, (heads, head_dim) in geometry.items():
         layer = LayerGeometry(index, len(geometry), heads, head_dim, torch.float32, torch.device("cpu"), previous_layer)
-        plan, width = scheme.plan_of(layer), heads * head_dim
-        if plan.looks_at_previous and previous_layer is not None:
+        plan, width = scheme.plan(layer), heads * head_dim
+        if plan.calibrated:
+            of_keys, of_values = calibrated_shapes(plan.key, head_dim), calibrated_shapes(plan.value, head_dim)
+            ranges = (heads, *of_keys["ranges"])
+            yield index, ([(False, of_keys["datatype"]), (False, ranges)], [(False, of_values["datatype"])])
+        elif isinstance(scheme, AquaKVConfig) and plan.looks_at_previous and previous_layer is not None:
             under = math.prod(geometry[previous_layer])
             key, value = (
                 stored_shapes(transform.predictor, inputs, width, scheme.rank) if transform.predictor else []

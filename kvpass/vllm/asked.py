@@ -73,7 +73,7 @@ def _parsed(text: str) -> Any:
 _PREDICTED = "A layer would have to be read to store the next, and vLLM gives each layer its own blocks only."
 
 
-_NAME_PLACES = {"boosted", "error-term", "nuq"}
+_NAME_PLACES = {"boosted", "datatype", "error-term", "nuq"}
 """Codecs that look up what a page says, whatever there is: most decode any bytes, and are masked."""
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvpass.codec.affine import params_dtype
 from kvpass.codec.hadamard import basis
-from kvpass.codec.kept import of_pages, page_shapes
+from kvpass.codec.kept import calibrated_shapes, of_pages, page_shapes
 from kvpass.codec.rope import parse_rope, rotate_pairs, split_pairs
 from kvpass.codec.spec import CodecSpec, parse
 from kvpass.layout.pool import capacity, handle, of_capacity
@@ -97,7 +97,10 @@ def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rop
     )
     count, v_count, size = given["k_pages"].shape[0], given["v_pages"].shape[0], k_spec.page_size
     k_pools, v_pools = (
-        [_first_pages(given[name], given[room], pages) for name, room in _pools(side, spec).items()]
+        [
+            *(_first_pages(given[name], given[room], pages) for name, room in _pools(side, spec).items()),
+            *(given[f"{side}_{name}"].flatten(0, 1) for name in calibrated_shapes(spec, given["q"].shape[-1])),
+        ]
         for side, pages, spec in (("k", count, k_spec), ("v", v_count, v_spec))
     )
     k_ring, v_ring, k_new, v_new = (given[name].flatten(0, 1) for name in ("k_ring", "v_ring", "k_new", "v_new"))
@@ -280,6 +283,8 @@ def _inputs(common: Common, k_spec: CodecSpec, v_spec: CodecSpec) -> list[Input]
         inputs += [sample(f"{side}_ring", heads, spec.retention.sinks + spec.retention.ring_size, head_dim)]
         inputs += [sample(f"{side}_new", heads, 1, head_dim)]
         inputs += [Input(f"{side}_points", _points(spec, device))]
+        calibrated = calibrated_shapes(spec, head_dim).items()
+        inputs += [sample(f"{side}_{name}", heads, *s, dtype=params_dtype(dtype)) for name, s in calibrated]
         rotated, allocation = spec.transform.rotation is not None, spec.quantizer.allocation
         if allocation is None:
             inputs += [tensor(f"{side}_basis", head_dim, head_dim, dtype=torch.float32, there=rotated)]
@@ -391,6 +396,7 @@ def _run(
             counts[room], given[name] = capacity(pool, pages), handle(pool.contiguous())
         given[f"{side}_ring"] = pack.ring
         given[f"{side}_points"] = _points(spec, device)
+        given |= {f"{side}_{name}": getattr(pack, name) for name in calibrated_shapes(spec, head_dim)}
         given[f"{side}_basis"] = pack.basis if rotation is None else basis(head_dim, rotation, device)
         given[f"{side}_fields"] = pack.fields
     given.update(zip(counts, _carriers(tuple(counts.values()), device), strict=True))

@@ -7,6 +7,7 @@ values or low rank: a query takes them by its scores, and the output by sums, wi
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, reduce
 from typing import NamedTuple
 
@@ -38,7 +39,8 @@ class Pages(NamedTuple):
 
 
 def opened(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
-    """What is ``kept`` of pages, ``[BH, N, ...]`` each, by the codec of ``spec``; points: see `points_of`."""
+    """What is ``kept`` of pages by the codec of ``spec``, ``[BH, N, ...]`` each, and behind it what a calibration gave,
+    ``[BH, ...]`` each; points: see `points_of`."""
     return OPENED[spec.quantizer.codec](kept, spec, points, head_dim)
 
 
@@ -130,9 +132,29 @@ def _salient(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, hea
 
 
 def _nuq(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
-    """A datatype for each page (`codec.nuq`), by as many comparisons as it has steps: vectors have no look-up in a
-    table of each page's own."""
-    codes, scale, zero_point, own, values_, positions = kept
+    """A datatype for each page (`codec.nuq`)."""
+    codes, scale, zero_point, own, *beside = kept
+    return _of_datatype(codes, scale, zero_point, own, (beside[0], beside[1]), spec.quantizer, spec, head_dim)
+
+
+def _given(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
+    """A datatype that was calibrated, and of keys the ranges of channels: those of one group, the whole page
+    (`codec.datatype`)."""
+    codes, scale, zero_point, values, positions, datatype, *ranges = kept
+    shape, quantizer = (-1, codes.shape[1], -1, -1), spec.quantizer
+    if ranges:
+        zero_point, scale = (one.expand(shape) for one in ranges[0].unsqueeze(1).split(1, -2))
+        quantizer = replace(quantizer, group_size=spec.page_size)
+    own = datatype[:, None, 1:].expand(shape)
+    return _of_datatype(codes, scale, zero_point, own, (values, positions), quantizer, spec, head_dim)
+
+
+def _of_datatype(
+    codes: Tensor, scale: Tensor, zero_point: Tensor, own: Tensor, beside: tuple[Tensor, Tensor], quantizer: Quantizer,
+    spec: CodecSpec, head_dim: int,
+) -> Pages:  # fmt: skip
+    """Codes of the points ``own`` ``[BH, N, 1, 2**bits]``, by as many comparisons as there are steps: vectors have no
+    look-up in a table of each page's own. beside: outliers and their positions."""
     own, levels = own.float().unsqueeze(-2), 2**spec.bits
 
     def values(plane: int) -> Tensor:
@@ -140,14 +162,14 @@ def _nuq(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_di
         which, units = which.float(), own[..., 0]
         for i in range(1, levels):
             units = torch.where(which >= i / unit, own[..., i], units)
-        return scaled(units, 1.0, scale, zero_point, spec.quantizer, plane)
+        return scaled(units, 1.0, scale, zero_point, quantizer, plane)
 
     def at(token: Tensor, channel: Tensor) -> Tensor:
         which = code_at(codes, spec.bits, token, channel)
         units = own.flatten(2).gather(-1, which.long())
-        return affine_at(units, scale, zero_point, spec.quantizer, token, channel)
+        return affine_at(units, scale, zero_point, quantizer, token, channel)
 
-    return Pages([Planes(num_planes(spec.bits), values)], None, outliers(values_, positions, at, spec, head_dim))
+    return Pages([Planes(num_planes(spec.bits), values)], None, outliers(*beside, at, spec, head_dim))
 
 
 @cache
@@ -221,6 +243,7 @@ OPENED: dict[str, Callable[[Sequence[Tensor], CodecSpec, Tensor | None, int], Pa
     "polar": _polar,
     "salient": _salient,
     "nuq": _nuq,
+    "datatype": _given,
     "e8": _e8,
     "boosted": _boosted,
     "error-term": _error_term,

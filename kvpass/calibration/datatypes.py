@@ -1,0 +1,194 @@
+"""What KVQuant (arXiv 2401.18079) calibrates: a range for every channel of keys, and for each layer a datatype of keys
+and one of values, the k-means of what lies in its range, weighted by squared gradients of the loss (section 3.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from ..codec.affine import params_dtype
+from ..codec.datatype import in_units
+from ..codec.nuq import fit_points, nearest
+from ..codec.outliers import places
+from ..codec.rope import rotate
+from ..codec.spec import CodecSpec
+from ..errors import KVPassError
+from ..layout.window import layout
+from ..models.arguments import handing
+from ..models.probe import fresh_cache
+from ..progress import bar
+from ..schemes import CalibratedKVQuantConfig, LayerGeometry
+from .collect import Collected, digest
+
+_BINS = 4096  # of units of the range; points are fitted to the means of these
+_ITERATIONS = 100
+
+Fitted = tuple[list[Tensor], list[Tensor]]
+
+
+def collect_gradients(
+    model: nn.Module, data: Sequence[Tensor], layers: Sequence[int], folder: Path, seen: tqdm
+) -> list[Path]:
+    """Files, one for each of ``data`` ``[1, T]``, with the gradients of the loss, the negative log-likelihood of the
+    next tokens, by keys and values of ``layers`` as their cache takes them, ``[1, H_kv, T, D]`` bfloat16; the keys
+    themselves, too, to tell how they were turned. Those that ``folder`` has already are not computed again."""
+    files = [folder / f"gradients-{digest(ids)}.safetensors" for ids in data]
+    embedding = model.get_input_embeddings().weight  # type: ignore[operator]  # of any model of transformers
+    had, had_not = embedding.requires_grad, [file for file in files if not file.exists()]
+    try:
+        embedding.requires_grad_(True)
+        for ids, file in zip(data, files, strict=True):
+            if file in had_not:
+                _save(_gradients(model, ids, layers), file)
+            seen.update()
+    finally:
+        embedding.requires_grad_(had)
+    return files
+
+
+def _gradients(model: nn.Module, ids: Tensor, layers: Sequence[int]) -> dict[str, Tensor]:
+    cache: Any = fresh_cache(model)
+    with torch.enable_grad():
+        logits = model(input_ids=ids, **handing(model, cache), use_cache=True).logits
+        loss = F.cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="sum")
+        tensors = [getattr(cache.layers[layer], which) for layer in layers for which in ("keys", "values")]
+        found = torch.autograd.grad(loss, tensors)
+    names = (f"{layer}.{role}" for layer in layers for role in (0, 1))
+    gradients = {name: each.to(torch.bfloat16) for name, each in zip(names, found, strict=True)}
+    return {**gradients, "keys": tensors[0].detach()}
+
+
+def _save(tensors: dict[str, Tensor], file: Path) -> None:
+    partial = file.with_suffix(".partial")
+    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, partial)
+    partial.replace(file)  # whole or not at all
+
+
+def _read(file: Path, name: str) -> Tensor:
+    with safe_open(file, "pt") as tensors:
+        return tensors.get_tensor(name).float()
+
+
+def rope_between(before: Tensor, after: Tensor, cos: Tensor, sin: Tensor) -> str:
+    """Which rotation by tables ``[1, T, >= p]`` makes keys ``[1, H, T, D]`` after rotary embedding of those before it.
+
+    Raises `KVPassError` if none does.
+    """
+    pairs = int((cos.square() + sin.square()).amax((0, 1)).count_nonzero())
+    for rope in (f"half-{pairs}", f"interleaved-{pairs}"):
+        turned = rotate(before, cos, sin, rope)
+        if (turned - after).norm() < 0.05 * after.norm():
+            return rope
+    raise KVPassError("How keys are turned by rotary embedding was not recognised: calibrate with rope='post'.")
+
+
+def fit_datatypes(
+    model: nn.Module,
+    config: CalibratedKVQuantConfig,
+    layers: dict[int, LayerGeometry | str],
+    data: Sequence[Tensor],
+    collected: Collected,
+    folder: Path,
+    progress: bool,
+) -> dict[int, Fitted]:
+    """Layer -> what its keys and values are coded by (`kvpass.codec.datatype`): a datatype ``[2, 2**bits]`` each, and
+    ranges ``[H_kv, 2, D]`` of keys. Gradients of ``data`` wait in ``folder``."""
+    packed = [layer for layer in layers.values() if isinstance(layer, LayerGeometry)]
+    gradients: list[Path] = []
+    rope = ""
+    if config.weighted:
+        with bar("gradients", len(data), "sequence", progress) as seen:
+            gradients = collect_gradients(model, data, [layer.index for layer in packed], folder, seen)
+        if config.rope == "pre":
+            before, after = collected.read(0, packed[0].index, 0), _read(gradients[0], "keys")
+            rope = rope_between(before, after, *collected.tables(0))
+    fitted = {}
+    with bar("datatypes", len(packed), "layer", progress) as done:
+        for layer in packed:
+            fitted[layer.index] = _fit_layer(config, layer, collected, gradients, rope)
+            done.update()
+    return fitted
+
+
+def _fit_layer(
+    config: CalibratedKVQuantConfig, layer: LayerGeometry, collected: Collected, gradients: list[Path], rope: str
+) -> Fitted:
+    """What keys and values of ``layer`` are coded by (`kvpass.codec.datatype`)."""
+    plan = config.plan(layer)
+
+    def pages(x: Tensor, spec: CodecSpec) -> Tensor:
+        tokens = layout(spec.retention).page_tokens(0, spec.retention.pages(x.shape[2]))
+        return x.index_select(2, tokens).unflatten(2, (-1, spec.page_size))
+
+    def weights(sequence: int, role: int, shape: torch.Size) -> Tensor:
+        if not gradients:
+            return torch.ones(shape)
+        found = _read(gradients[sequence], f"{layer.index}.{role}")
+        if role == 0 and rope:  # the chain rule: by the rotation, the other way around
+            cos, sin = collected.tables(sequence)
+            found = rotate(found, cos, -sin, rope)
+        return found.square()
+
+    out: list[list[Tensor]] = []
+    for role, spec in enumerate((plan.key, plan.value)):
+        read = [collected.read(i, layer.index, role) for i in range(len(collected.files))]
+        dtype, ranges = params_dtype(layer.dtype), None
+        if role == 0:
+            ranges = _ranges(torch.cat([x[0, :, config.sinks :] for x in read], 1), config.share).to(dtype)
+
+        def each(read=read, role=role, spec=spec, ranges=ranges) -> Iterator[tuple[Tensor, Tensor]]:
+            for i, x in enumerate(read):
+                own = pages(x, spec)
+                units, _, _, _, positions = in_units(
+                    own, spec, layer.dtype, None if ranges is None else ranges[:, None].float()
+                )
+                weight = pages(weights(i, role, x.shape), spec).flatten(-2)
+                yield units.flatten(-2), weight.scatter(-1, places(positions), 0)
+
+        datatype = fit_datatype(each, spec.bits, config.normalized)
+        out.append([datatype.to(dtype), *(() if ranges is None else (ranges,))])
+    return out[0], out[1]
+
+
+def _ranges(keys: Tensor, share: float) -> Tensor:
+    """Least value and span of the channels of ``keys`` ``[H, T, D]`` without ``share`` of them, half of it at either
+    end: ``[H, 2, D]``."""
+    most = max(1, round((1 - share / 2) * keys.shape[1]))
+    high, low = keys.kthvalue(most, 1).values, -(-keys).kthvalue(most, 1).values
+    return torch.stack([low, high - low], 1)
+
+
+def fit_datatype(each: Callable[[], Iterator[tuple[Tensor, Tensor]]], bits: int, normalized: bool) -> Tensor:
+    """Points ``[2, 2**bits]`` float32: those of least weighted squared error for units, and what they stand for: the
+    same, or ``normalized``, with the mean and deviation of the units (Q-Norm).
+
+    each: makes a pass over units in [0, 1] and their weights, which are 0 for outliers, of one shape.
+    """
+    mass, total, count = torch.zeros(3, _BINS, dtype=torch.float64)
+    for units, weight in each():
+        of_bin, weight = (units * _BINS).long().clamp(max=_BINS - 1).flatten(), weight.double().flatten()
+        mass += torch.bincount(of_bin, weight, _BINS)
+        total += torch.bincount(of_bin, weight * units.flatten(), _BINS)
+        count += torch.bincount(of_bin, (weight > 0).double(), _BINS)
+    middle = (torch.arange(_BINS, dtype=torch.float64) + 0.5) / _BINS
+    mean = torch.where(mass > 0, total / torch.where(mass > 0, mass, 1), middle)
+    points = fit_points(mean, bits, mass / mass.sum(), _ITERATIONS)
+    stand_for = points
+    if normalized:
+        coded = points[nearest(mean, points)]
+        own, theirs = (_mean_and_deviation(x, count) for x in (mean, coded))
+        stand_for = (points - theirs[0]) * (own[1] / theirs[1]) + own[0]
+    return torch.stack([points, stand_for]).float()
+
+
+def _mean_and_deviation(x: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    mean = (x * count).sum() / count.sum()
+    return mean, ((x - mean).square() * count).sum().div(count.sum()).sqrt()

@@ -1,0 +1,79 @@
+"""Codes under a datatype that was calibrated for a layer: what KVQuant (arXiv 2401.18079) stores, beside outliers that
+are kept exactly. `codec.nuq` fits one to each page instead.
+
+Keys take the calibrated range of their channel, and those farthest beyond it are outliers (section 3.4: thresholds of
+keys are found offline); values take the range of their token without its outliers, as in `codec.nuq`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .affine import params_dtype
+from .bitpack import pack, unpack
+from .kept import CODECS, Codec, Kept
+from .nuq import check, in_range, nearest, split_in_range
+from .outliers import OUTLIERS, count, merge
+from .pages import grouped
+from .spec import CodecSpec
+
+
+def in_units(pages: Tensor, spec: CodecSpec, dtype: torch.dtype, ranges: Tensor | None) -> tuple[Tensor, ...]:
+    """Pages ``[..., P, D]`` of tokens of ``dtype`` in units of their range, in [0, 1]; scale and zero point of values,
+    none of keys; outliers ``[..., 1, K]`` and their positions, int16.
+
+    ranges: ``[..., 2, D]``, least value and span of the channels of keys.
+    """
+    if ranges is None:
+        return split_in_range(pages, spec, dtype)
+    low, span = ranges.float().split(1, -2)
+    beyond = ((pages - low) / torch.where(span > 0, span, 1) - 0.5).abs().flatten(-2)
+    order = beyond.topk(count(spec, pages.shape[-1]), -1).indices
+    values = pages.flatten(-2).gather(-1, order).to(params_dtype(dtype)).unsqueeze(-2)
+    none = values.new_empty(*pages.shape[:-2], 0, pages.shape[-1])
+    return in_range(pages, low, span), none, none.clone(), values, order.to(torch.int16).unsqueeze(-2)
+
+
+def encode(x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor], stored: None = None) -> tuple[Tensor, ...]:
+    """What is kept of whole pages ``[B, H, N * P, D]``: codes, scale and zero point as `encode_pages` has them, none of
+    keys, outliers and their positions.
+
+    fitted: the datatype ``[B, H, 2, 2**bits]``, ascending points that codes are chosen by and those that they stand
+    for; for keys the ranges ``[B, H, 2, D]``, too.
+    """
+    datatype, *ranges = (one.float().unsqueeze(2) for one in fitted)
+    pages = x.float().unflatten(2, (-1, spec.page_size))
+    units, *rest = in_units(pages, spec, x.dtype, ranges[0] if ranges else None)
+    chosen_by = datatype[..., 0, :].expand(*units.shape[:3], -1).contiguous()
+    codes = nearest(units.flatten(-2), chosen_by).to(torch.uint8).view(pages.shape)
+    return pack(codes, spec.bits), *rest
+
+
+def decode(*kept_fitted_and_spec: Any) -> Tensor:
+    """Inverse of `encode` up to rounding: ``[B, H, N * P, D]`` float32."""
+    codes, scale, zero_point, values, positions, datatype, *ranges, spec = kept_fitted_and_spec
+    which = unpack(codes, spec.bits)
+    points = datatype[..., 1, :].float().unsqueeze(2).expand(*which.shape[:3], -1)
+    units = points.gather(-1, which.flatten(-2).long()).view(which.shape)
+    if ranges:
+        low, span = ranges[0].float().unsqueeze(2).split(1, -2)
+        pages = units * span + low
+    else:
+        groups, dim = grouped(units, spec.quantizer)
+        pages = (groups * scale.float().unsqueeze(dim) + zero_point.float().unsqueeze(dim)).reshape(units.shape)
+    return merge(pages, values, positions).flatten(2, 3)
+
+
+def _of_values(spec: CodecSpec, head_dim: int) -> tuple[int, int]:
+    return (0, head_dim) if spec.quantizer.per == "channel" else spec.params_shape(head_dim)
+
+
+CODECS["datatype"] = Codec(
+    {"codes": CODECS[""].tensors["codes"], "scale": Kept(_of_values), "zero_point": Kept(_of_values), **OUTLIERS},
+    encode,
+    decode,
+    fitted=("datatype", "ranges"),
+    check=check,
+)
