@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress
 
-import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -90,15 +89,14 @@ def _putting_together(like) -> Callable:
 
 class Unwrapped:
     """``run``, which takes the plain tensors that ``examples`` consist of, as a function of inputs like these. Raises
-    `KVPassError` where a weight among them has become one that is put together in another way.
+    `KVPassError` where a weight among them has become one of another kind.
     """
 
     def __init__(self, run: Callable, examples: Sequence):
-        self._run = run
-        self._names = [_names(value) for value in examples]
-        self._weights = [isinstance(value, nn.Parameter) and bool(_names(value)) for value in examples]
+        self._run, self._attributes = run, [_attributes(value) for value in examples]
+        self._weights = [isinstance(value, nn.Parameter) and has_subclass([value]) for value in examples]
         self._captured = self._descriptions(examples)
-        self._seen: list[weakref.ref] = []
+        self._seen = list(map(weakref.ref, flatten(compress(examples, self._weights))))  # parts, as of the last call
 
     def _descriptions(self, inputs: Sequence) -> list[str]:
         return [_described(weight) for weight in compress(inputs, self._weights)]
@@ -106,29 +104,47 @@ class Unwrapped:
     def __call__(self, *inputs):
         flat: list = []
         weights: list[Tensor] = []
-        for value, names, weight in zip(inputs, self._names, self._weights, strict=True):
-            if names is None:
+        for value, attributes, is_weight in zip(inputs, self._attributes, self._weights, strict=True):
+            if attributes is None:
                 flat.append(value)
                 continue
-            parts = [getattr(value, name) for name in names]
-            if weight:
-                weights += parts
+            parts = _parts(value, attributes)
             flat += parts
-        if len(self._seen) != len(weights) or any(
-            ref() is not part for ref, part in zip(self._seen, weights, strict=True)
-        ):
-            if self._descriptions(inputs) != self._captured:
-                raise KVPassError(
-                    "Weights have been quantized in another way since this step was captured: kvpass.remove(model), "
-                    "and apply to it again."
-                )
-            self._seen = [weakref.ref(part) for part in weights]
-        return self._run(*flatten(flat))
+            if is_weight:
+                weights += parts
+        if any(ref() is not part for ref, part in zip(self._seen, weights, strict=True)):
+            self._look_into(inputs)
+            self._seen = list(map(weakref.ref, weights))
+        return self._run(*flat)
+
+    def _look_into(self, inputs: Sequence) -> None:
+        if self._descriptions(inputs) != self._captured:
+            raise KVPassError(
+                "Weights have been quantized in another way since a step was captured: kvpass.remove(model), and apply "
+                "to it again."
+            )
 
 
-def _names(value) -> list[str] | None:
-    """The attributes of a subclass that hold its tensors; None for others."""
-    return list(value.__tensor_flatten__()[0]) if is_traceable_wrapper_subclass(value) else None
+_Attributes = list[tuple[str, "_Attributes | None"]]
+
+
+def _attributes(value) -> _Attributes | None:
+    """The attributes of a tensor subclass that hold its tensors, and the attributes of these; None if it is none."""
+    if not is_traceable_wrapper_subclass(value):
+        return None
+    return [(name, _attributes(getattr(value, name))) for name in value.__tensor_flatten__()[0]]
+
+
+def _parts(value, attributes: _Attributes) -> list[Tensor]:
+    """`flatten` of one tensor subclass, without asking it again."""
+    parts: list[Tensor] = []
+    for name, inner in attributes:
+        part = getattr(value, name)
+        if inner is None:
+            parts.append(part)
+        else:
+            parts += _parts(part, inner)
+    return parts
 
 
 def unguarded(guards: Sequence) -> list[bool]:

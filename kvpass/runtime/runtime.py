@@ -146,8 +146,8 @@ class Runtime:
         options = dict(strict=self.strict, lowering=self.lowering, graphs=self.report.graphs)
         options |= dict(device_lengths=True) if replayed else dict(mode=self.mode)
         model, backend = self.model(), self._backend(interpret=interpret, **options)
-        how = dict(fullgraph=self.one_graph or replayed, guards=guards_of(model))
-        return Forms(self._body(), backend, f"a step of {type(model).__name__}", **how)
+        what, whole = f"a step of {type(model).__name__}", self.one_graph or replayed
+        return Forms(self._body(), backend, what, guards_of(model), fullgraph=whole)
 
     def _backend(self, **options) -> Backend:
         return Backend(**options)
