@@ -35,6 +35,9 @@ CASES = {
     "waterfill-2": dict(scheme="waterfill_2"),
     "waterfill": dict(scheme="waterfill"),
     "waterfill-3": dict(scheme="waterfill_3"),
+    "waterfill-2, heads of 64": dict(scheme="waterfill_2", dim=64),
+    "waterfill, heads of 64": dict(scheme="waterfill", dim=64),
+    "waterfill-3, heads of 64": dict(scheme="waterfill_3", dim=64),
 }
 KINDS = {
     "floats": r"FADD|FMUL|FFMA|FMNMX|FSEL|FSETP|H(ADD|MUL|FMA)2|MUFU|F2FP|I2F",
@@ -79,8 +82,8 @@ def split_of(case: dict, arch: int) -> tuple[Launch, int]:
 
 def main() -> None:
     print(f"Triton {triton.__version__}")
-    print("| | sm | a value | " + " | ".join((*KINDS, *COUNTED)) + " | registers | warps an SM | shared |")
-    print("|---|--:|" + "--:|" * (len(KINDS) + len(COUNTED) + 4))
+    print("| | sm | a value | " + " | ".join((*KINDS, *COUNTED)) + " | registers | spilled | warps an SM | shared |")
+    print("|---|--:|" + "--:|" * (len(KINDS) + len(COUNTED) + 5))
     for name, case in CASES.items():
         for arch in (80, 90):
             split, elements = split_of(case, arch)
@@ -92,7 +95,7 @@ def main() -> None:
             waits = [str(sum(bool(re.match(kind, i)) for i in code[first:last])) for kind in COUNTED.values()]
             print(
                 f"| {name} | {arch} | " + " | ".join([f"{count / values:.1f}" for count in counts] + waits),
-                f"{split.registers} | {resident} | {split.shared:,} |", sep=" | ", flush=True,
+                f"{split.registers} | {split.spilled} | {resident} | {split.shared:,} |", sep=" | ", flush=True,
             )  # fmt: skip
 
 

@@ -292,17 +292,32 @@ def test_weights_quantized_by_torchao():
 
 
 def test_weights_of_four_bits_by_torchao():
-    """Its products on CPUs are of bfloat16, and ops of their own."""
+    """Its products on CPUs are of bfloat16, and ops of their own. Layers are compiled once all the same."""
     from torchao.prototype.quantization.int4.inference_workflow import PrototypeInt4WeightOnlyConfig
 
-    model = llama().bfloat16()
+    model = llama(layers=3).bfloat16()
     quantize_(model, PrototypeInt4WeightOnlyConfig(group_size=32, set_inductor_config=False))
     use = mode(input_ids=tokens(1, 40))
     _, expected = use(kvpass.apply(model, LOSSLESS, lowering="eager"))
     torch._dynamo.reset()
     _, got = use(kvpass.apply(kvpass.remove(model), LOSSLESS))
     torch.testing.assert_close(got[:, :2], expected[:, :2], atol=5e-2, rtol=5e-2)
-    assert_fused(model)
+    graph = kvpass.explain(model).graphs[-1]
+    assert graph.fused == graph.repeats == 3 and not graph.refused
+
+
+def test_weights_that_are_quantized_anew_are_noticed():
+    """Dynamo is kept from looking into them, `kvpass.compile.subclasses` does."""
+    model = llama()
+    quantize_(model, Int8WeightOnlyConfig())
+    use = mode(input_ids=tokens(2, 40))
+    before = use(kvpass.apply(model, LOSSLESS))
+    weight = model.model.layers[1].mlp.up_proj.weight
+    weight.qdata = weight.qdata.clone()  # as it was, elsewhere
+    assert_equal(use(model), before)
+    weight.qdata = weight.qdata.to(torch.int16)
+    with pytest.raises(KVPassError, match="quantized in another way"):
+        use(model)
 
 
 def test_a_model_wrapped_by_torch_compile_is_packed_inside():

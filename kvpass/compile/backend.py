@@ -17,12 +17,13 @@ from ..progress import stage
 from .device_lengths import counted_on_host, read_on_device
 from .find import find
 from .lower import lower
-from .normalise import flatten, has_subclass, normalise
+from .normalise import normalise
 from .own_cache import presents
 from .repeats import Repeats, find_repeats
 from .report import ADVICE, GraphReport, listed
 from .rewrite import count, rewrite, unfused
 from .stamp import Stamp
+from .subclasses import Unwrapped, flatten, has_subclass, unwrapped
 from .trace import Trace, trace_folder
 
 _MODES = (None, "default", "reduce-overhead")
@@ -54,14 +55,13 @@ class Backend:
     keep_stages: bool = False
 
     def __call__(self, gm: GraphModule, example_inputs) -> Callable:
+        if has_subclass(example_inputs):
+            return Unwrapped(self(unwrapped(gm), flatten(example_inputs)), example_inputs)
         with Trace(gm, self.folder, self.keep_stages) as trace:
             return self._compile(gm, example_inputs, trace)
 
     def _compile(self, gm: GraphModule, example_inputs, trace: Trace) -> Callable:
-        nested = has_subclass(example_inputs)
-        repeats: Repeats | str = "weights are tensor subclasses" if nested else f"mode={self.mode!r}"
-        if not (nested or self.mode):
-            repeats = find_repeats(gm)
+        repeats = find_repeats(gm) if self.mode is None else f"mode={self.mode!r}"
         if isinstance(repeats, Repeats):
             taken = [example_inputs[i] for i in repeats.kept] + repeats.examples
             passed = self._pass(repeats.module, taken, trace, repeats)
@@ -69,9 +69,9 @@ class Backend:
                 return passed
             trace.restart()
             repeats = "its layers come apart in the pass, or are not fused"
-        run = self._pass(gm, flatten(example_inputs), trace)
+        run = self._pass(gm, example_inputs, trace)
         trace.report.whole = repeats
-        return (lambda *inputs: run(*flatten(inputs))) if nested else run
+        return run
 
     def _pass(self, gm: GraphModule, inputs: list, trace: Trace, repeats: Repeats | None = None) -> Callable | None:
         """What runs ``gm``, or the graph that repeats what it does. None if that has to be looked at as a whole."""

@@ -3,15 +3,12 @@
 The only file that touches AOTAutograd's private export; ``tests/test_private_apis.py`` explains what it relies on.
 """
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from torch._functorch.aot_autograd import aot_export_module
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.fx import GraphModule, Node
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_any
 
 from kvpass.lowering.session import compiling
@@ -51,49 +48,10 @@ class NormalGraph:
         return tuple(self.graph.output_node().args[0][len(self.written) :])
 
 
-def has_subclass(inputs: Iterable) -> bool:
-    """Whether there are tensor subclasses among ``inputs``."""
-    return any(map(is_traceable_wrapper_subclass, inputs))
-
-
-def flatten(inputs: Iterable) -> list:
-    """``inputs``, tensor subclasses (weights quantized by torchao) replaced by the plain tensors they consist of."""
-    flat = []
-    for value in inputs:
-        if is_traceable_wrapper_subclass(value):
-            flat += flatten(getattr(value, name) for name in value.__tensor_flatten__()[0])
-        else:
-            flat.append(value)
-    return flat
-
-
-def _unflatten(like, flat: Iterator):
-    """The inverse of `flatten` for one input."""
-    if not is_traceable_wrapper_subclass(like):
-        return next(flat)
-    names, context = like.__tensor_flatten__()
-    inner = {name: _unflatten(getattr(like, name), flat) for name in names}
-    return type(like).__tensor_unflatten__(inner, context, like.shape, like.stride())
-
-
-class _OnPlainTensors(nn.Module):
-    """A graph as a function of the plain tensors its inputs consist of."""
-
-    def __init__(self, gm: GraphModule, inputs: list):
-        super().__init__()
-        self.gm, self.inputs = gm, inputs
-
-    def forward(self, *flat):
-        parts = iter(flat)
-        return self.gm(*(_unflatten(value, parts) for value in self.inputs))
-
-
 @compiling()
 def normalise(gm: GraphModule) -> NormalGraph:
     """Functionalize ``gm`` without decomposing attention; `in_place` is the way back."""
     inputs = [node.meta["example_value"] for node in gm.graph.nodes if node.op == "placeholder"]
-    if has_subclass(inputs):
-        gm, inputs = _OnPlainTensors(gm, inputs), flatten(inputs)
     with tracing(TracingContext(detect_fake_mode(inputs))), torch.no_grad():
         module, signature = aot_export_module(gm, inputs, trace_joint=False, pre_dispatch=True)
     placeholders = {node.name: node for node in module.graph.nodes if node.op == "placeholder"}

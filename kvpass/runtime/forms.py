@@ -39,10 +39,10 @@ class Forms:
     Sizes, and lengths of a cache, tell forms apart as 0, 1 and more. So there are as many as users have ways to call,
     and each has a graph for the first batch size or two and one for all others.
 
-    what: what is compiled, for those who wait for it.
+    what: what is compiled, for those who wait for it. guards: options of torch.compile about them.
     """
 
-    def __init__(self, fn: Callable, backend: Backend, what: str, **options):
+    def __init__(self, fn: Callable, backend: Backend, what: str, guards: dict | None = None, **options):
         self.backend, options["backend"] = backend, backend
         self._waiting = nullcontext if backend.interpret else functools.partial(announced, what)
         name = f"{fn.__name__}_{next(_numbers)}"
@@ -51,7 +51,7 @@ class Forms:
         def start() -> Callable:
             own = _with_own_code(fn, name)
             self._code.append(own.__code__)
-            return torch.compile(own, **options)
+            return torch.compile(own, options=dict(guards or {}), **options)  # it takes out what is its own
 
         self._start = start
         self._forms: dict[tuple, _Form] = {}

@@ -19,6 +19,7 @@ from ..cache.state import SharedTensors
 from ..cache.swap import Plans, packed_layers
 from ..compile.backend import Backend
 from ..compile.report import LayerReport, Report
+from ..compile.subclasses import guards_of
 from ..errors import KVPassError
 from ..lowering.inductor.expect import Attended, expect
 from ..lowering.table import AUTO, FEW
@@ -144,8 +145,9 @@ class Runtime:
         replayed = self.replays is not None and not interpret
         options = dict(strict=self.strict, lowering=self.lowering, graphs=self.report.graphs)
         options |= dict(device_lengths=True) if replayed else dict(mode=self.mode)
-        backend, what = self._backend(interpret=interpret, **options), f"a step of {type(self.model()).__name__}"
-        return Forms(self._body(), backend, what, fullgraph=self.one_graph or replayed)
+        model, backend = self.model(), self._backend(interpret=interpret, **options)
+        what, whole = f"a step of {type(model).__name__}", self.one_graph or replayed
+        return Forms(self._body(), backend, what, guards_of(model), fullgraph=whole)
 
     def _backend(self, **options) -> Backend:
         return Backend(**options)

@@ -19,9 +19,10 @@ from ..codec.spec import CodecSpec, parse
 from ..compile.backend import Backend
 from ..compile.calls import change
 from ..compile.find import find_unpacked
-from ..compile.normalise import flatten, normalise
+from ..compile.normalise import normalise
 from ..compile.report import GraphReport, listed
 from ..compile.rewrite import simulate_attention
+from ..compile.subclasses import unwrapped
 from ..compile.trace import Trace
 from ..errors import KVPassError, NotSimulatedError
 from ..layout.window import layout
@@ -135,7 +136,7 @@ def scout(model: nn.Module, arguments: dict) -> dict[int, LayerGeometry | str]:
     refused: list[str] = []
 
     def look(gm: GraphModule, inputs):
-        attentions, reasons = find_unpacked(normalise(gm).graph)
+        attentions, reasons = find_unpacked(normalise(unwrapped(gm)).graph)
         refused.extend(reasons)
         keys.extend(attention.key.present.meta["val"] for attention in attentions)
         return gm.forward
@@ -260,7 +261,7 @@ class Simulation(Backend):
                 f"This call has {len(attentions)} causal attentions, and {len(self.specs)} were found by kvpass.apply: "
                 f"{reasons}."
             )
-        module = simulate_attention(normal, flatten(example_inputs), attentions, self.specs, self.prompt)
+        module = simulate_attention(normal, example_inputs, attentions, self.specs, self.prompt)
         trace.stage("rewritten", module)
         self.modules.append(module)
         trace.report = GraphReport(len(attentions), 0, 0, 0, [], compiled=False)

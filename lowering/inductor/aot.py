@@ -63,7 +63,7 @@ def compile_ahead(program: Program, place: Path | None = None) -> Callable:
 
     place: where it is kept for other processes (`stored`), and taken from if it is there.
     """
-    options = {"emulate_precision_casts": True, **unprobed(), **(program.options or {})}
+    options = {"emulate_precision_casts": True, "size_asserts": False, **unprobed(), **(program.options or {})}
     with torch.no_grad(), inductor_config.patch(options):
         compiled: Any = (place and stored.load(place)) or _compiled(program, place)
     if program.by_name:
