@@ -18,7 +18,7 @@ from kvpass.codec.spec import CodecSpec
 from kvpass.layout.batch import Batch, Due, Table, Tiles, pages_of
 from kvpass.layout.spans import Places, Span, spans
 
-from . import flash
+from .cpp import flash
 from .inductor import blocks as fused
 from .inductor.pages import decode_all
 from .reference import decode_predicted
@@ -161,8 +161,8 @@ def attend(batch: Batch, layer: Layer, q: Tensor, out: Tensor) -> None:
 
 def _attend(batch: Batch, tiles: Tiles, layer: Layer, q: Tensor) -> Tensor:
     """Attention of some tiles: ``[N, Q, H_q, D]`` float32."""
-    rows = q[tiles.rows].float().transpose(1, 2).contiguous()  # [N, H_q, Q, D]
-    fast = flash.serves(q.device, layer.softcap)
+    rows = q[tiles.rows].float().mul_(layer.scale).transpose(1, 2).contiguous()  # [N, H_q, Q, D]
+    fast = q.device.type == "cpu" and not layer.softcap
     per_token = layer.window.shape[1] * layer.window.shape[3] // 2
     if not fast:
         per_token = max(per_token, q.shape[1] * tiles.rows.shape[1])  # scores are in memory
@@ -171,8 +171,8 @@ def _attend(batch: Batch, tiles: Tiles, layer: Layer, q: Tensor) -> Tensor:
     def on_span(some: slice | Tensor, span: Span) -> tuple[Tensor, Tensor]:
         keys, values = (layer.read(side, span) for side in range(2))
         if fast:
-            return flash.attend(rows[some], keys, values, span.mask, layer.scale)
-        return _on_span(rows[some], keys, values, span.mask, layer)
+            return flash.attend(rows[some], keys, values, span.mask)
+        return _on_span(rows[some], keys, values, span.mask, layer.softcap)
 
     total, logsum = on_span(slice(None), first)
     for span in others:
@@ -183,12 +183,12 @@ def _attend(batch: Batch, tiles: Tiles, layer: Layer, q: Tensor) -> Tensor:
     return total.transpose(1, 2)
 
 
-def _on_span(rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, layer: Layer) -> tuple[Tensor, Tensor]:
-    """Attention of ``rows`` ``[N, H_q, Q, D]`` over a span, and the logarithm of the sum of its weights."""
+def _on_span(rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, softcap: float) -> tuple[Tensor, Tensor]:
+    """Attention of scaled ``rows`` ``[N, H_q, Q, D]`` over a span, and the logarithm of the sum of its weights."""
     of_heads = rows.unflatten(1, (keys.shape[1], -1))  # [N, H, R, Q, D]
-    scores = of_heads @ keys.mT.unsqueeze(2) * layer.scale
-    if layer.softcap:
-        scores = torch.tanh(scores / layer.softcap) * layer.softcap
+    scores = of_heads @ keys.mT.unsqueeze(2)
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
         scores = scores + mask.unsqueeze(1)
     logsum = scores.logsumexp(-1, keepdim=True)

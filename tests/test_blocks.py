@@ -12,8 +12,10 @@ from kvpass.cache.state import KVState
 from kvpass.codec.blocks import BlockLayout
 from kvpass.codec.kept import opened
 from kvpass.layout.batch import Batch, Table
+from kvpass.layout.spans import HIDDEN
 from kvpass.lowering import blocks, reference
 from kvpass.lowering.blocks import Codecs, Layer
+from kvpass.lowering.cpp import flash
 from kvpass.schemes import LayerGeometry
 
 from common import DTYPES, randn
@@ -175,3 +177,22 @@ def test_blocks_that_do_not_fit_are_refused():
     layout = layout_of(plan_of("kivi"))
     with pytest.raises(KVPassError, match="Blocks are"):
         layout.views(torch.zeros(2, HEADS, 64, layout.bytes_per_token + 1, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(("dim", "queries", "tokens"), [(80, 7, 600), (64, 101, 257), (64, 1, 3)])
+def test_parts_of_a_context_add_up_to_attention(dim, queries, tokens):
+    """In blocks that are not full, with rows that see nothing of a part, and scores far apart."""
+    q, (k, v) = randn(1, 2, 6, queries, dim), (randn(seed, 2, 3, tokens + queries, dim) for seed in (2, 3))
+    q[:, 1] *= 10
+    own = torch.arange(queries) <= torch.arange(queries)[:, None]
+    own = own.repeat(2, 1, 1)
+    own[:, 0] = False
+    past = torch.arange(tokens) < torch.tensor([tokens, tokens // 2])[:, None]
+    masks = [torch.where(seen, 0.0, HIDDEN)[:, None] for seen in (past[:, None], own)]
+    parts = zip(k.split([tokens, queries], 2), v.split([tokens, queries], 2), masks, strict=True)
+    outs, sums = (torch.stack(found) for found in zip(*(flash.attend(q, *part) for part in parts), strict=True))
+    mask = torch.cat([past[:, None].expand(-1, queries, -1), own], -1)[:, None]
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=1, enable_gqa=True)
+    torch.testing.assert_close((outs * sums.softmax(0)).sum(0), expected, atol=1e-4, rtol=1e-4)
+    unmasked = flash.attend(q, *(x.split([tokens, queries], 2)[0] for x in (k, v)), None)
+    torch.testing.assert_close(unmasked[0][0], outs[0][0])
