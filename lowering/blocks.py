@@ -18,6 +18,7 @@ from kvpass.codec.spec import CodecSpec
 from kvpass.layout.batch import Batch, Due, Table, Tiles, pages_of
 from kvpass.layout.spans import Places, Span, spans
 
+from .cpp import blocks as streamed
 from .cpp import flash
 from .inductor import blocks as fused
 from .inductor.pages import decode_all
@@ -58,7 +59,7 @@ class Layer(NamedTuple):
     codecs: tuple[Codecs, Codecs]
     scale: float
     softcap: float = 0.0
-    kernel: fused.Attention | None = None
+    kernel: streamed.Attention | fused.Attention | None = None
 
     @property
     def sides(self) -> tuple[tuple[str, CodecSpec, tuple[Tensor, ...], Codecs], ...]:
@@ -93,8 +94,8 @@ class Layer(NamedTuple):
 
 def with_kernel(layer: Layer) -> Layer:
     """``layer`` with the kernel that serves it, if one does."""
-    served = layer.window.device.type == "cpu" and fused.serves(layer.key, layer.value)
-    return layer._replace(kernel=fused.Attention(layer)) if served else layer
+    kernel = next((one.Attention(layer) for one in (streamed, fused) if one.serves(layer)), None)
+    return layer._replace(kernel=kernel)
 
 
 def warm(layer: Layer, q_heads: int) -> None:
@@ -151,8 +152,7 @@ def attend(batch: Batch, layer: Layer, q: Tensor, out: Tensor) -> None:
     """Attention of all new tokens ``q`` ``[T, H_q, D]``, behind `store`, into ``out`` of that shape."""
     for tiles in batch.tiles:
         if layer.kernel is not None and tiles.rows.shape[1] == 1:
-            rows = batch.rows(tiles, layer.key.retention, layer.value.retention, fused.UNIT)
-            out[rows.row] = layer.kernel(q, rows).to(out.dtype)
+            out[tiles.rows[:, 0]] = layer.kernel(q, batch, tiles).to(out.dtype)
             continue
         found = _attend(batch, tiles, layer, q)
         valid = tiles.valid

@@ -7,26 +7,6 @@
 
 namespace {
 
-// In each group of 2 * HALF lanes, those of a folded to its first half, and those of b to its second.
-template <int HALF, size_t... LANE>
-inline Floats folded(Floats a, Floats b, std::index_sequence<LANE...>) {
-#define OF_BOTH int(LANE / (2 * HALF) * 2 * HALF + LANE % HALF + (LANE / HALF % 2 ? LANES : 0))
-#if defined(__clang__)
-    return __builtin_shufflevector(a, b, OF_BOTH...) + __builtin_shufflevector(a, b, (OF_BOTH + HALF)...);
-#else
-    return __builtin_shuffle(a, b, Ints{OF_BOTH...}) + __builtin_shuffle(a, b, Ints{(OF_BOTH + HALF)...});
-#endif
-#undef OF_BOTH
-}
-
-// Lane i of what comes back is the sum of the lanes of x[i].
-template <int HALF = LANES / 2>
-inline Floats sums(Floats* x) {
-    UNROLLED for (int i = 0; i < HALF; i++) x[i] = folded<HALF>(x[i], x[i + HALF], std::make_index_sequence<LANES>());
-    if constexpr (HALF > 1) return sums<HALF / 2>(x);
-    return x[0];
-}
-
 // Tokens of one rank: how many there are, their fields, and where those begin in a page and in padded arrays of fields.
 struct Rank {
     int tokens, pairs, singles, first_byte, first_field;

@@ -8,7 +8,7 @@ namespace {
 constexpr int ROWS = 6, WIDE = LANES == 8 ? 2 : 4, PANEL = WIDE * LANES;  // so that sums fit the registers
 constexpr int TOKENS = 256, QUERIES = 16 * ROWS;  // of a block
 constexpr int CHANNELS = (HEAD + PANEL - 1) / PANEL * PANEL;
-constexpr float UNSEEN = HIDDEN, LN_2 = 0.6931471805599453f;
+constexpr float UNSEEN = HIDDEN;
 
 // out [ROWS, PANEL] is set to, or more by, the product of a [ROWS, depth] and b [depth, PANEL]; rows are apart.
 template <bool ADD>
@@ -29,19 +29,6 @@ inline void multiply(const float* a, int a_apart, const float* b, int b_apart, i
         for (int v = 0; v < WIDE; v++) store(out + m * out_apart + v * LANES, sum[m][v]);
 }
 
-// 2 to the power of x, which is not positive.
-inline Floats exp2(Floats x) {
-    constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: what is added to it loses its fraction
-    x = x > -126.0f ? x : Floats{} - 126.0f;
-    const Floats whole = x + ROUND, f = x - (whole - ROUND);
-    Floats p = f * 1.3266971e-3f + 9.6754599e-3f;
-    p = p * f + 5.5507425e-2f;
-    p = p * f + 2.4022122e-1f;
-    p = p * f + 6.9314694e-1f;
-    p = p * f + 1.0000001f;
-    return (Floats)((Ints)p + ((Ints)whole << 23));
-}
-
 // Of a block of queries.
 struct Block {
     alignas(64) float q[QUERIES * HEAD], scores[QUERIES * TOKENS], out[QUERIES * CHANNELS];
@@ -59,16 +46,14 @@ inline void weigh(Block& block, int row, int tokens, const float* mask) {
         const Floats x = load<Floats>(scores + t);
         most = x > most ? x : most;
     }
-    float now = most[0];
-    for (int i = 1; i < LANES; i++) now = std::max(now, most[i]);
+    const float now = largest(most);
     for (int t = 0; t < tokens; t += LANES) {
         const Floats weight = exp2(load<Floats>(scores + t) - now);
         store(scores + t, weight);
         sum += weight;
     }
     const float less = exp2(Floats{} + (block.most[row] - now))[0];
-    for (int i = 1; i < LANES; i++) sum[0] += sum[i];
-    block.sum[row] = block.sum[row] * less + sum[0];
+    block.sum[row] = block.sum[row] * less + total(sum);
     block.most[row] = now;
     if (less == 1.0f) return;
     for (float* out = block.out + row * CHANNELS; out < block.out + (row + 1) * CHANNELS; out += LANES)

@@ -50,4 +50,52 @@ inline Ints widened(const uint8_t* from) {  // compilers take bytes apart one by
 
 inline Floats numbers(Ints x) { return __builtin_convertvector(x, Floats); }
 
+// The largest lane, and the sum of all.
+inline float largest(Floats x) {
+    float found = x[0];
+    for (int i = 1; i < LANES; i++) found = std::max(found, x[i]);
+    return found;
+}
+
+inline float total(Floats x) {
+    float found = x[0];
+    for (int i = 1; i < LANES; i++) found += x[i];
+    return found;
+}
+
+// In each group of 2 * HALF lanes, those of a folded to its first half, and those of b to its second.
+template <int HALF, size_t... LANE>
+inline Floats folded(Floats a, Floats b, std::index_sequence<LANE...>) {
+#define OF_BOTH int(LANE / (2 * HALF) * 2 * HALF + LANE % HALF + (LANE / HALF % 2 ? LANES : 0))
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, OF_BOTH...) + __builtin_shufflevector(a, b, (OF_BOTH + HALF)...);
+#else
+    return __builtin_shuffle(a, b, Ints{OF_BOTH...}) + __builtin_shuffle(a, b, Ints{(OF_BOTH + HALF)...});
+#endif
+#undef OF_BOTH
+}
+
+// Lane i of what comes back is the sum of the lanes of x[i].
+template <int HALF = LANES / 2>
+inline Floats sums(Floats* x) {
+    UNROLLED for (int i = 0; i < HALF; i++) x[i] = folded<HALF>(x[i], x[i + HALF], std::make_index_sequence<LANES>());
+    if constexpr (HALF > 1) return sums<HALF / 2>(x);
+    return x[0];
+}
+
+constexpr float LN_2 = 0.6931471805599453f;
+
+// 2 to the power of x, which is not positive.
+inline Floats exp2(Floats x) {
+    constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: what is added to it loses its fraction
+    x = x > -126.0f ? x : Floats{} - 126.0f;
+    const Floats whole = x + ROUND, f = x - (whole - ROUND);
+    Floats p = f * 1.3266971e-3f + 9.6754599e-3f;
+    p = p * f + 5.5507425e-2f;
+    p = p * f + 2.4022122e-1f;
+    p = p * f + 6.9314694e-1f;
+    p = p * f + 1.0000001f;
+    return (Floats)((Ints)p + ((Ints)whole << 23));
+}
+
 }  // namespace
