@@ -45,8 +45,8 @@ inline Floats read(const Scale* from) {
 
 // Where pages, sinks and the window lie.
 struct Memory {
-    const uint8_t *key_codes, *key_scales, *key_zeros, *value_codes, *value_scales, *value_zeros, *key_sinks, *value_sinks;
-    const uint8_t* window;
+    const uint8_t *key_codes, *key_scales, *key_zeros, *value_codes, *value_scales, *value_zeros;
+    const uint8_t *key_sinks, *value_sinks, *window;
     int64_t block, head, slot, slots, lead;  // bytes apart; slots of a block, and those of a first one without a page
     int64_t window_block, window_head, window_place, window_size;
 };
@@ -128,7 +128,8 @@ struct Part {
             for (int r = 0; r < QUERIES; r++) products[r * PAGE + t] = Floats{};
             for (int v = 0; v < VECTORS; v++) {
                 const Floats some = read(own + v * LANES);
-                for (int r = 0; r < QUERIES; r++) products[r * PAGE + t] += some * load<Floats>(q + r * HEAD + v * LANES);
+                for (int r = 0; r < QUERIES; r++)
+                    products[r * PAGE + t] += some * load<Floats>(q + r * HEAD + v * LANES);
             }
         }
         for (int r = 0; r < QUERIES; r++)
@@ -154,7 +155,8 @@ struct Part {
             if (now != most[r]) {
                 const float less = exp2(Floats{} + (most[r] - now))[0];
                 sum[r] *= less;
-                for (int d = 0; d < HEAD; d += LANES) store(out + r * HEAD + d, load<Floats>(out + r * HEAD + d) * less);
+                for (float* own = out + r * HEAD; own < out + (r + 1) * HEAD; own += LANES)
+                    store(own, load<Floats>(own) * less);
             }
             sum[r] += total(all);
             most[r] = now;
@@ -193,7 +195,8 @@ struct Part {
                     const Ints some = widened(codes + row * HEAD + d);
                     UNROLLED for (int plane = 0; plane < PLANES; plane++) {
                         const Floats field = numbers(some & ONES << VALUE_BITS * plane);
-                        UNROLLED for (int r = 0; r < QUERIES; r++) found[r] += field * weights[g][r][plane * ROWS + row];
+                        const int t = plane * ROWS + row;
+                        UNROLLED for (int r = 0; r < QUERIES; r++) found[r] += field * weights[g][r][t];
                     }
                 }
                 UNROLLED for (int r = 0; r < QUERIES; r++) store(out + r * HEAD + d, found[r]);
@@ -214,7 +217,8 @@ struct Part {
     }
 
     void score_keys_of(const Memory& memory, int64_t page) {
-        score_page(memory.key_codes + page, (const Scale*)(memory.key_scales + page), (const Scale*)(memory.key_zeros + page));
+        const auto of_keys = [&](const uint8_t* pool) { return (const Scale*)(pool + page); };
+        score_page(memory.key_codes + page, of_keys(memory.key_scales), of_keys(memory.key_zeros));
     }
 
     // Pages whose keys and values are packed.
@@ -241,7 +245,8 @@ struct Part {
         }
         for (int64_t token = 0; token < std::min<int64_t>(SINKS, total); token += PAGE) {
             const int count = std::min<int64_t>(PAGE, std::min<int64_t>(SINKS, total) - token);
-            const auto in = [&](const uint8_t* sinks) { return (const Token*)(sinks + request.first()) + token * HEAD; };
+            const int64_t first = request.first();
+            const auto in = [&](const uint8_t* sinks) { return (const Token*)(sinks + first) + token * HEAD; };
             score_exact(count, [&](int t) { return in(memory.key_sinks) + t * HEAD; });
             weigh(count);
             add_exact(count, [&](int t) { return in(memory.value_sinks) + t * HEAD; });
@@ -265,14 +270,15 @@ extern "C" void kernel(
         key_codes, key_scales, key_zeros, value_codes, value_scales, value_zeros, key_sinks, value_sinks, window, block,
         head, slot, slots, lead, window_block, window_head, window_place, window_size,
     };
-    std::vector<int64_t> request_of, first(many + 1);  // parts, of all heads each; the last one of a request has its others
+    std::vector<int64_t> request_of, first(many + 1);  // of parts, which are of all heads; the last has the others
     for (int64_t b = 0; b < many; b++) {
         first[b] = request_of.size();
         request_of.insert(request_of.end(), packed[b] / AT_ONCE + 1, b);
     }
     first[many] = request_of.size();
     const int64_t parts = first[many];
-    std::vector<float> outs(parts * heads * QUERIES * HEAD), most(parts * heads * QUERIES), sum(parts * heads * QUERIES);
+    const int64_t rows = parts * heads * QUERIES;
+    std::vector<float> outs(rows * HEAD), most(rows), sum(rows);
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
     for (int64_t i = 0; i < parts * heads; i++) {
         const int64_t part = i / heads, b = request_of[part], begin = (part - first[b]) * AT_ONCE;

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpass.codec.bitpack import FIELDS
-from kvpass.layout.batch import Batch, Tiles, pages_of
+from kvpass.layout.batch import Batch, Tiles
 
 from .build import build, source
 
@@ -64,8 +64,9 @@ class Attention:
         if queries not in self._kernels:
             key, value, window = self._layer.key, self._layer.value, self._layer.window
             defines = dict(
-                HEAD=window.shape[-1] // 2, QUERIES=queries, PAGE=key.page_size, KEY_BITS=key.bits, VALUE_BITS=value.bits,
-                GROUP=value.quantizer.group_size, SINKS=key.retention.sinks, BFLOAT16=int(window.dtype != torch.float32),
+                HEAD=window.shape[-1] // 2, QUERIES=queries, PAGE=key.page_size, KEY_BITS=key.bits,
+                VALUE_BITS=value.bits, GROUP=value.quantizer.group_size, SINKS=key.retention.sinks,
+                BFLOAT16=int(window.dtype == torch.bfloat16),
             )  # fmt: skip
             self._kernels[queries] = build(source(defines, "blocks.cpp"), _TYPES)
         return self._kernels[queries]

@@ -5,9 +5,10 @@
 // what is added up is scaled whenever a query finds a larger one.
 namespace {
 
-constexpr int ROWS = 6, WIDE = LANES == 8 ? 2 : 4, PANEL = WIDE * LANES;  // so that sums fit the registers
-constexpr int TOKENS = 256, QUERIES = 16 * ROWS;  // of a block
-constexpr int CHANNELS = (HEAD + PANEL - 1) / PANEL * PANEL;
+constexpr int ROWS = 6, WIDE = LANES == 8 ? 2 : 4;  // so that sums fit the registers
+constexpr int TOKENS = 512, QUERIES = 16 * ROWS;  // of a block
+constexpr int64_t PANEL = WIDE * LANES;
+constexpr int64_t CHANNELS = (HEAD + PANEL - 1) / PANEL * PANEL;
 constexpr float UNSEEN = HIDDEN;
 
 // out [ROWS, PANEL] is set to, or more by, the product of a [ROWS, depth] and b [depth, PANEL]; rows are apart.
@@ -101,35 +102,36 @@ struct Context {
     }
 };
 
-inline void pack_keys(const float* keys, int64_t tokens, float* out) {
-    for (int64_t t = 0; t < tokens; t++)
-        for (int d = 0; d < HEAD; d++) out[(t / PANEL * HEAD + d) * PANEL + t % PANEL] = keys[t * HEAD + d];
-}
-
-inline void pack_values(const float* values, int64_t tokens, float* out) {
-    for (int64_t t = 0; t < tokens; t++) std::memcpy(out + t * CHANNELS, values + t * HEAD, HEAD * sizeof(float));
+// At most PANEL keys [tokens, HEAD] turned; what is behind them is anything.
+inline void turn(const float* keys, int tokens, float* out) {
+    for (int t = 0; t < tokens; t++)
+        for (int d = 0; d < HEAD; d++) out[d * PANEL + t] = keys[t * HEAD + d];
 }
 
 }  // namespace
 
 // q, out: [batch * heads, rows, D], the rows of a head being those of some query heads, of as many queries each. k, v:
-// [batch * heads, tokens, D]. mask: [batch, mask_rows, tokens], of each query, or of all, or of none. logsum: [batch * heads, rows].
+// [batch * heads, tokens, D]. mask: [batch, mask_rows, tokens], of each query, or of all, or of none. logsum: [batch *
+// heads, rows].
 extern "C" void kernel(
     const float* q, const float* k, const float* v, const float* mask, float* out, float* logsum, int64_t batch,
     int64_t heads, int64_t rows, int64_t queries, int64_t tokens, int64_t mask_rows, int64_t threads
 ) {
     const int64_t many = batch * heads, parts = (rows + QUERIES - 1) / QUERIES;
     const int64_t room = (tokens + PANEL - 1) / PANEL * PANEL;
-    std::vector<float> keys(many * room * HEAD), values(many * room * CHANNELS);
+    constexpr bool COPIED = HEAD != CHANNELS;  // values whose rows are no whole panels
+    std::unique_ptr<float[]> keys(new float[many * room * HEAD]);
+    std::unique_ptr<float[]> values(COPIED ? new float[many * tokens * CHANNELS]() : nullptr);
     std::vector<int64_t> last(batch * queries, tokens);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         std::unique_ptr<Block> block(new Block);
 #pragma omp for
-        for (int64_t i = 0; i < 2 * many; i++) {
-            const int64_t h = i % many;
-            if (i < many) pack_keys(k + h * tokens * HEAD, tokens, keys.data() + h * room * HEAD);
-            else pack_values(v + h * tokens * HEAD, tokens, values.data() + h * room * CHANNELS);
+        for (int64_t i = 0; i < many * room / PANEL; i++) {
+            const int64_t h = i * PANEL / room, first = i * PANEL % room, count = std::min(PANEL, tokens - first);
+            turn(k + (h * tokens + first) * HEAD, count, keys.get() + i * PANEL * HEAD);
+            for (int64_t t = h * tokens + first; COPIED && t < h * tokens + first + count; t++)
+                std::copy(v + t * HEAD, v + (t + 1) * HEAD, values.get() + t * CHANNELS);
         }
 #pragma omp for
         for (int64_t i = 0; i < (mask_rows ? batch * queries : 0); i++) {
@@ -140,7 +142,7 @@ extern "C" void kernel(
         for (int64_t i = 0; i < many * parts; i++) {
             const int64_t h = i / parts, b = h / heads, begin = i % parts * QUERIES;
             const Context context = {
-                keys.data() + h * room * HEAD, values.data() + h * room * CHANNELS,
+                keys.get() + h * room * HEAD, (COPIED ? values.get() : v) + h * tokens * CHANNELS,
                 mask_rows ? mask + b * mask_rows * tokens : nullptr, last.data() + b * queries, queries,
                 mask_rows > 1 ? tokens : 0,
             };

@@ -29,7 +29,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor
     out, logsum = torch.empty_like(q), q.new_empty(batch, q_heads, queries, 1)
     mask_rows = 0 if mask is None else mask.shape[2]
     _kernel(head_dim)(
-        q, k, v, q if mask is None else mask.contiguous(), out, logsum, batch, heads, q_heads // heads * queries, queries,
-        tokens, mask_rows, torch.get_num_threads(),
+        q, k, v, q if mask is None else mask.contiguous(), out, logsum, batch, heads, q_heads // heads * queries,
+        queries, tokens, mask_rows, torch.get_num_threads(),
     )  # fmt: skip
     return out, logsum
