@@ -119,8 +119,9 @@ def store(batch: Batch, layer: Layer, k: Tensor, v: Tensor) -> None:
     block, place = batch.in_window
     k, v = k[: len(block)], v[: len(block)]  # what is behind them fills up a batch
     layer.window[block, :, place] = torch.cat([k, v], -1)
-    if count := layer.key.retention.sinks:
-        rows, block, place = batch.sinks(count)
+    count = layer.key.retention.sinks
+    if count and len((found := batch.sinks(count))[0]):
+        rows, block, place = found
         for (side, *_), x in zip(layer.sides, (k, v), strict=True):
             layer.blocks.head[f"{side}.sinks"][block, :, place] = x[rows]
     for (side, spec, pools, codecs), window in zip(layer.sides, layer.windows, strict=True):
