@@ -18,7 +18,8 @@ from kvpass.codec.spec import CodecSpec
 from kvpass.layout.batch import Batch, Due, Table, Tiles, pages_of
 from kvpass.layout.spans import Places, Span, spans
 
-from . import flash
+from .cpp import blocks as streamed
+from .cpp import flash
 from .inductor import blocks as fused
 from .inductor.pages import decode_all
 from .reference import decode_predicted
@@ -58,7 +59,7 @@ class Layer(NamedTuple):
     codecs: tuple[Codecs, Codecs]
     scale: float
     softcap: float = 0.0
-    kernel: fused.Attention | None = None
+    kernel: streamed.Attention | fused.Attention | None = None
 
     @property
     def sides(self) -> tuple[tuple[str, CodecSpec, tuple[Tensor, ...], Codecs], ...]:
@@ -93,8 +94,8 @@ class Layer(NamedTuple):
 
 def with_kernel(layer: Layer) -> Layer:
     """``layer`` with the kernel that serves it, if one does."""
-    served = layer.window.device.type == "cpu" and fused.serves(layer.key, layer.value)
-    return layer._replace(kernel=fused.Attention(layer)) if served else layer
+    kernel = next((one.Attention(layer) for one in (streamed, fused) if one.serves(layer)), None)
+    return layer._replace(kernel=kernel)
 
 
 def warm(layer: Layer, q_heads: int) -> None:
@@ -118,8 +119,9 @@ def store(batch: Batch, layer: Layer, k: Tensor, v: Tensor) -> None:
     block, place = batch.in_window
     k, v = k[: len(block)], v[: len(block)]  # what is behind them fills up a batch
     layer.window[block, :, place] = torch.cat([k, v], -1)
-    if count := layer.key.retention.sinks:
-        rows, block, place = batch.sinks(count)
+    count = layer.key.retention.sinks
+    if count and len((found := batch.sinks(count))[0]):
+        rows, block, place = found
         for (side, *_), x in zip(layer.sides, (k, v), strict=True):
             layer.blocks.head[f"{side}.sinks"][block, :, place] = x[rows]
     for (side, spec, pools, codecs), window in zip(layer.sides, layer.windows, strict=True):
@@ -151,8 +153,7 @@ def attend(batch: Batch, layer: Layer, q: Tensor, out: Tensor) -> None:
     """Attention of all new tokens ``q`` ``[T, H_q, D]``, behind `store`, into ``out`` of that shape."""
     for tiles in batch.tiles:
         if layer.kernel is not None and tiles.rows.shape[1] == 1:
-            rows = batch.rows(tiles, layer.key.retention, layer.value.retention, fused.UNIT)
-            out[rows.row] = layer.kernel(q, rows).to(out.dtype)
+            out[tiles.rows[:, 0]] = layer.kernel(q, batch, tiles).to(out.dtype)
             continue
         found = _attend(batch, tiles, layer, q)
         valid = tiles.valid
@@ -161,8 +162,8 @@ def attend(batch: Batch, layer: Layer, q: Tensor, out: Tensor) -> None:
 
 def _attend(batch: Batch, tiles: Tiles, layer: Layer, q: Tensor) -> Tensor:
     """Attention of some tiles: ``[N, Q, H_q, D]`` float32."""
-    rows = q[tiles.rows].float().transpose(1, 2).contiguous()  # [N, H_q, Q, D]
-    fast = flash.serves(q.device, layer.softcap)
+    rows = q[tiles.rows].float().mul_(layer.scale).transpose(1, 2).contiguous()  # [N, H_q, Q, D]
+    fast = q.device.type == "cpu" and not layer.softcap
     per_token = layer.window.shape[1] * layer.window.shape[3] // 2
     if not fast:
         per_token = max(per_token, q.shape[1] * tiles.rows.shape[1])  # scores are in memory
@@ -171,8 +172,8 @@ def _attend(batch: Batch, tiles: Tiles, layer: Layer, q: Tensor) -> Tensor:
     def on_span(some: slice | Tensor, span: Span) -> tuple[Tensor, Tensor]:
         keys, values = (layer.read(side, span) for side in range(2))
         if fast:
-            return flash.attend(rows[some], keys, values, span.mask, layer.scale)
-        return _on_span(rows[some], keys, values, span.mask, layer)
+            return flash.attend(rows[some], keys, values, span.mask)
+        return _on_span(rows[some], keys, values, span.mask, layer.softcap)
 
     total, logsum = on_span(slice(None), first)
     for span in others:
@@ -183,12 +184,12 @@ def _attend(batch: Batch, tiles: Tiles, layer: Layer, q: Tensor) -> Tensor:
     return total.transpose(1, 2)
 
 
-def _on_span(rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, layer: Layer) -> tuple[Tensor, Tensor]:
-    """Attention of ``rows`` ``[N, H_q, Q, D]`` over a span, and the logarithm of the sum of its weights."""
+def _on_span(rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, softcap: float) -> tuple[Tensor, Tensor]:
+    """Attention of scaled ``rows`` ``[N, H_q, Q, D]`` over a span, and the logarithm of the sum of its weights."""
     of_heads = rows.unflatten(1, (keys.shape[1], -1))  # [N, H, R, Q, D]
-    scores = of_heads @ keys.mT.unsqueeze(2) * layer.scale
-    if layer.softcap:
-        scores = torch.tanh(scores / layer.softcap) * layer.softcap
+    scores = of_heads @ keys.mT.unsqueeze(2)
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
         scores = scores + mask.unsqueeze(1)
     logsum = scores.logsumexp(-1, keepdim=True)

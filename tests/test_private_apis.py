@@ -23,8 +23,7 @@ from kvpass.cache.state import KVState
 from kvpass.compile import appends, find, normalise
 from kvpass.compile.backend import Backend
 from kvpass.compile.calls import APPEND
-from kvpass.layout.spans import HIDDEN
-from kvpass.lowering import flash, session
+from kvpass.lowering import session
 from kvpass.lowering.cpp.build import build
 from kvpass.lowering.inductor import aot
 from kvpass.lowering.inductor.aot import Input, Program, compile_ahead
@@ -260,22 +259,6 @@ def test_transformers_has_one_name_for_a_cache():
             assert out[CACHE] is cache and cache.get_seq_length() == 10
             assert all(made(tokens(1, 5), use_cache=True).get(name) is not None for name in (CACHE, "logits"))
     assert set(CACHE_NAMES) >= {CACHE, "past_key_values"}
-
-
-def test_parts_of_a_context_add_up_to_attention():
-    """`kvpass.lowering.flash`: torch's operator also returns the logarithm of the sum of its weights."""
-    q, (k, v) = torch.randn(2, 6, 5, 16), (torch.randn(2, 3, 40, 16) for _ in range(2))
-    seen = torch.arange(12) <= torch.arange(5)[:, None]  # of the last tokens
-    seen = seen.expand(2, -1, -1).clone()
-    seen[:, 0] = False  # a row that sees none of them
-    parts = (
-        flash.attend(q, k[:, :, :28], v[:, :, :28], None, 0.3),
-        flash.attend(q, k[:, :, 28:], v[:, :, 28:], torch.where(seen, 0.0, HIDDEN)[:, None], 0.3),
-    )
-    outs, sums = (torch.stack(found) for found in zip(*parts, strict=True))
-    mask = torch.cat([torch.ones(2, 5, 28, dtype=torch.bool), seen], -1)[:, None]
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=0.3, enable_gqa=True)
-    torch.testing.assert_close((outs * sums.softmax(0)).sum(0), expected)
 
 
 def test_a_kernel_in_cpp_is_handed_tensors_and_numbers():

@@ -177,6 +177,14 @@ class Batch:
         return Tiles(owner, self.start[owner, None] + within, self.past[owner, None] + within, valid)
 
     @once
+    def contexts(self, tiles: Tiles, key: Retention, value: Retention) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Of the requests of ``tiles``, which are of one token each: ``[N]`` tokens, pages whose keys and values are
+        packed, and pages whose keys are; and the blocks of their pages, and of their windows, ``[N, n]``."""
+        owner = tiles.owner
+        past, tables = self.past[owner], (self.pages.blocks[owner], self.window.blocks[owner])
+        return self.total[owner], pages_of(past, value), pages_of(past, key), *tables
+
+    @once
     def rows(self, tiles: Tiles, key: Retention, value: Retention, at_once: int) -> Rows:
         """Those of ``tiles``, which are of one token each, with ``at_once`` pages in a unit. Values do not leave the
         window before keys."""

@@ -67,6 +67,7 @@ def spans(batch: Batch, tiles: Tiles, key: Retention, value: Retention, at_once:
 
 
 def _joined(batch: Batch, tiles: Tiles, parts: list[_Part]) -> Span:
+    parts = sorted(parts, key=lambda part: part.seen.shape[1])  # last what queries see in part, which kernels leave out
     queries = max(part.seen.shape[1] for part in parts)
     seen = torch.cat([part.seen.expand(-1, queries, -1) for part in parts], -1)
     mask = None if seen.all() else torch.where(seen, 0.0, HIDDEN).unsqueeze(1)

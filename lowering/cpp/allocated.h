@@ -3,75 +3,9 @@
 // What is defined ahead (allocated.py): QUERIES of a KV head, HEAD channels in blocks of BLOCK, PAGE tokens in
 // PAGE_BYTES with NUM_FIELDS fields, RANKED or not, and what a token has: RICH_PAIRS, RICH_SINGLES, POOR_PAIRS, POOR_SINGLES, the
 // latter for pages without ranks too. Fields of a kind are read LANES at a time: arrays of them are padded, and what is
-// read behind the last of them counts nothing.
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
-#include <numeric>
-#include <utility>
-#include <vector>
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
-
-#if defined(__AVX512F__) && defined(__AVX512BW__)
-#define LANES 16
-#elif defined(__AVX2__)
-#define LANES 8
-#else
-#define LANES 4
-#endif
-
-#define UNROLLED _Pragma("GCC unroll 16")  // so that what loops add up stays in registers
+// read behind the last of them counts nothing. vectors.h comes ahead.
 
 namespace {
-
-typedef float Floats __attribute__((vector_size(4 * LANES)));
-typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
-typedef uint8_t Bytes __attribute__((vector_size(LANES)));
-
-constexpr int padded(int count) { return (count + LANES - 1) / LANES * LANES; }
-
-template <typename Vector, typename Scalar>
-inline Vector load(const Scalar* from) {
-    Vector found;
-    std::memcpy(&found, from, sizeof(found));
-    return found;
-}
-
-inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof(x)); }
-
-inline Ints widened(const uint8_t* from) {  // compilers take bytes apart one by one, unless they are told
-#if LANES == 16
-    return (Ints)_mm512_cvtepu8_epi32(load<__m128i>(from));
-#elif LANES == 8
-    return (Ints)_mm256_cvtepu8_epi32(_mm_loadu_si64(from));
-#else
-    return __builtin_convertvector(load<Bytes>(from), Ints);
-#endif
-}
-
-inline Floats numbers(Ints x) { return __builtin_convertvector(x, Floats); }
-
-// In each group of 2 * HALF lanes, those of a folded to its first half, and those of b to its second.
-template <int HALF, size_t... LANE>
-inline Floats folded(Floats a, Floats b, std::index_sequence<LANE...>) {
-#define OF_BOTH int(LANE / (2 * HALF) * 2 * HALF + LANE % HALF + (LANE / HALF % 2 ? LANES : 0))
-#if defined(__clang__)
-    return __builtin_shufflevector(a, b, OF_BOTH...) + __builtin_shufflevector(a, b, (OF_BOTH + HALF)...);
-#else
-    return __builtin_shuffle(a, b, Ints{OF_BOTH...}) + __builtin_shuffle(a, b, Ints{(OF_BOTH + HALF)...});
-#endif
-#undef OF_BOTH
-}
-
-// Lane i of what comes back is the sum of the lanes of x[i].
-template <int HALF = LANES / 2>
-inline Floats sums(Floats* x) {
-    UNROLLED for (int i = 0; i < HALF; i++) x[i] = folded<HALF>(x[i], x[i + HALF], std::make_index_sequence<LANES>());
-    if constexpr (HALF > 1) return sums<HALF / 2>(x);
-    return x[0];
-}
 
 // Tokens of one rank: how many there are, their fields, and where those begin in a page and in padded arrays of fields.
 struct Rank {

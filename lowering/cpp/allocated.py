@@ -7,7 +7,6 @@ a query, and the order of its tokens, stay in the cache of the processor.
 
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from kvpass.codec.kept import page_shapes
 from kvpass.codec.rope import parse_rope
 from kvpass.codec.spec import parse
 
-from .build import build
+from .build import build, source
 
 _library = torch.library.Library("kvpass_cpu", "DEF")
 _library.define(
@@ -54,8 +53,7 @@ def _kernel(name: str, spec: str, head_dim: int, queries: int) -> Callable[..., 
         NUM_FIELDS=sum(allocation.fields(head_dim)), RANKED=int(allocation.ranked),
         RICH_PAIRS=rich[0], RICH_SINGLES=rich[1], POOR_PAIRS=poor[0], POOR_SINGLES=poor[1],
     )  # fmt: skip
-    texts = (Path(__file__).with_name(file).read_text() for file in ("allocated.h", f"{name}.cpp"))
-    return build("".join((*(f"#define {word} {number}\n" for word, number in defines.items()), *texts)), _TYPES[name])
+    return build(source(defines, "allocated.h", f"{name}.cpp"), _TYPES[name])
 
 
 def _scores(q, pages, basis, places, table, cos, sin, count: int, room: int, spec: str, rope: str) -> Tensor:

@@ -2,7 +2,8 @@
 headers, and kept in its cache for the next process. The only file that touches it; see ``tests/test_private_apis.py``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from torch._inductor import config as inductor_config
 from torch._inductor.codecache import CppPythonBindingsCodeCache
@@ -13,6 +14,12 @@ from ..inductor.aot import unprobed
 from ..session import compiling
 
 OPTIONS = {"cpp_cache_precompile_headers": False, "cpp.enable_floating_point_contract_flag": "fast"}
+
+
+def source(defines: Mapping[str, float], *files: str) -> str:
+    """The text of ``files`` of this folder one behind the other, for what is defined."""
+    texts = (Path(__file__).with_name(file).read_text() for file in ("vectors.h", *files))
+    return "".join((*(f"#define {word} {number}\n" for word, number in defines.items()), *texts))
 
 
 @announced("kernels of a cache")

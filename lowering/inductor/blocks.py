@@ -17,7 +17,7 @@ from kvpass.codec.hadamard import basis
 from kvpass.codec.kept import built_in
 from kvpass.codec.quantizer import Quantizer
 from kvpass.codec.spec import CodecSpec
-from kvpass.layout.batch import Rows, at_least_two
+from kvpass.layout.batch import Batch, Rows, Tiles, at_least_two
 
 from .aot import Input, Kernel, Program
 from .attend import OPTIONS, plane_scores
@@ -31,9 +31,10 @@ _SERVED |= {"codec=", "evict=attention", "fit=minmax", "predictor="}
 _BLOCKS, _WINDOWS, _ROWS, _UNITS, _MOST, _TOKENS = 61, 67, 5, 53, 11, 71  # sizes to trace with, all different
 
 
-def serves(key: CodecSpec, value: CodecSpec) -> bool:
-    """Whether there is a kernel for both."""
-    later = value.retention.residual >= key.retention.residual
+def serves(layer: Any) -> bool:
+    """Whether there is a kernel for a `kvpass.lowering.blocks.Layer`."""
+    key, value = layer.key, layer.value
+    later = layer.window.device.type == "cpu" and value.retention.residual >= key.retention.residual
     return later and all(not spec.quantizer.raw and spec.stored_as.features <= _SERVED for spec in (key, value))
 
 
@@ -180,7 +181,7 @@ def blocks_kernel(described: tuple, scale: float, softcap: float, key: CodecSpec
 
 
 class Attention:
-    """Attention of `Rows` over blocks of one `kvpass.lowering.blocks.Layer`; what all steps share is looked up once."""
+    """Attention over the blocks of one layer that is served; what all steps share is looked up once."""
 
     def __init__(self, layer: Any) -> None:
         head_dim, device = layer.window.shape[-1] // 2, layer.window.device
@@ -191,14 +192,16 @@ class Attention:
             self._named |= {f"{side}_{name}": layer.blocks.head.get(f"{side}.{name}") for name in ("sinks", "center")}
             self._named[f"{side}_points"] = grid(points, device) if points else None
             self._named[f"{side}_basis"] = None if rotation is None else basis(head_dim, rotation, device)
+        self._retentions = layer.key.retention, layer.value.retention
         self._how = layer.scale, layer.softcap, layer.key.stored_as, layer.value.stored_as
         self._kernels: dict[tuple, Callable] = {}
 
-    def __call__(self, q: Tensor, rows: Rows) -> Tensor:
-        """``q`` ``[T, H_q, D]`` -> ``[B, H_q, D]`` float32."""
+    def __call__(self, q: Tensor, batch: Batch, tiles: Tiles) -> Tensor:
+        """Attention of ``tiles`` of one token each, among ``q`` ``[T, H_q, D]``: ``[N, H_q, D]`` float32."""
+        rows = batch.rows(tiles, *self._retentions, UNIT)
         q = at_least_two(q).contiguous()
         kind = q.dtype, q.shape[1]
         if kind not in self._kernels:
             self._kernels[kind] = blocks_kernel(_described(q, rows, self._named), *self._how)
         (out,) = self._kernels[kind]({"q": q, **self._named, **rows._asdict()})
-        return out
+        return out[: len(tiles.owner)]
