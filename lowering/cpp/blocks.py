@@ -3,6 +3,7 @@ channel of a page and values for each token (KIVI, arXiv:2402.02750): codes are 
 what queries, or weights, make of scales.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,7 +41,8 @@ class Attention:
     """Attention over the blocks of one layer that is served; what all steps share is looked up once."""
 
     def __init__(self, layer: Any) -> None:
-        self._layer, self._kernels = layer, {}
+        self._layer = layer
+        self._kernels: dict[int, Callable[..., None]] = {}
         window, pools, heads = layer.window, (*layer.blocks.key, *layer.blocks.value), layer.blocks.head
         sinks = [heads.get(f"{side}.sinks", window) for side in ("key", "value")]
         self._tensors = *pools, *sinks, window
@@ -60,7 +62,7 @@ class Attention:
         )  # fmt: skip
         return out
 
-    def _kernel(self, queries: int):
+    def _kernel(self, queries: int) -> Callable[..., None]:
         if queries not in self._kernels:
             key, value, window = self._layer.key, self._layer.value, self._layer.window
             defines = dict(

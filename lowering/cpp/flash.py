@@ -1,6 +1,7 @@
 """Attention of many queries over a part of a context on a CPU (flash attention, arXiv:2205.14135), and what parts are
 added up by."""
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -14,7 +15,7 @@ _TYPES = [*4 * ["const float*"], *2 * ["float*"], *7 * ["int64_t"]]
 
 
 @cache
-def _kernel(head_dim: int):
+def _kernel(head_dim: int) -> Callable[..., None]:
     return build(source(dict(HEAD=head_dim, HIDDEN=HIDDEN), "flash.cpp"), _TYPES)
 
 
