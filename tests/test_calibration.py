@@ -404,9 +404,7 @@ def test_gradients_of_keys_are_those_before_rotary_embedding(tmp_path):
         assert float(turned_back[0, head, token, inside]) == pytest.approx(float(up - down) / 2e-4, rel=2e-2, abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    "fields", [dict(), pytest.param(dict(rope="post", bits=3, skip_layers=(1, 0)), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("fields", [dict(), dict(rope="post", bits=3, skip_layers=(1, 0))])
 def test_a_calibrated_datatype_generates_compiled_what_it_does_eagerly(fields, tmp_path):
     model = llama(layers=3)
     calibration = kvpass.calibrate(model, data(2), {"scheme": "kvquant-calibrated", **fields}, progress=False)
