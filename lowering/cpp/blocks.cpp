@@ -139,27 +139,16 @@ struct Part {
     // Scores of as many tokens to weights, and what came before scaled to them.
     void weigh(int count) {
         for (int r = 0; r < QUERIES; r++) {
-            float* own = scores + r * PAGE;
+            float *own = scores + r * PAGE, before = most[r];
             for (int t = count; t % LANES; t++) own[t] = -INFINITY;
-            Floats high = Floats{} + most[r], all = {};
-            for (int t = 0; t < count; t += LANES) {
-                const Floats x = load<Floats>(own + t);
-                high = x > high ? x : high;
-            }
-            const float now = largest(high);
-            for (int t = 0; t < count; t += LANES) {
-                const Floats weight = exp2(load<Floats>(own + t) - now);
-                store(own + t, weight);
-                all += weight;
-            }
-            if (now != most[r]) {
-                const float less = exp2(Floats{} + (most[r] - now))[0];
+            const float all = to_weights(own, count, most[r]);
+            if (most[r] != before) {
+                const float less = exp2(Floats{} + (before - most[r]))[0];
                 sum[r] *= less;
                 for (float* own = out + r * HEAD; own < out + (r + 1) * HEAD; own += LANES)
                     store(own, load<Floats>(own) * less);
             }
-            sum[r] += total(all);
-            most[r] = now;
+            sum[r] += all;
         }
     }
 

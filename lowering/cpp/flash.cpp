@@ -42,20 +42,9 @@ inline void weigh(Block& block, int row, int tokens, const float* mask) {
     if (mask)
         for (int t = 0; t < tokens; t++) scores[t] += mask[t];
     while (tokens % LANES) scores[tokens++] = UNSEEN;
-    Floats most = Floats{} + block.most[row], sum = {};
-    for (int t = 0; t < tokens; t += LANES) {
-        const Floats x = load<Floats>(scores + t);
-        most = x > most ? x : most;
-    }
-    const float now = largest(most);
-    for (int t = 0; t < tokens; t += LANES) {
-        const Floats weight = exp2(load<Floats>(scores + t) - now);
-        store(scores + t, weight);
-        sum += weight;
-    }
-    const float less = exp2(Floats{} + (block.most[row] - now))[0];
-    block.sum[row] = block.sum[row] * less + total(sum);
-    block.most[row] = now;
+    const float before = block.most[row], sum = to_weights(scores, tokens, block.most[row]);
+    const float less = exp2(Floats{} + (before - block.most[row]))[0];
+    block.sum[row] = block.sum[row] * less + sum;
     if (less == 1.0f) return;
     for (float* out = block.out + row * CHANNELS; out < block.out + (row + 1) * CHANNELS; out += LANES)
         store(out, load<Floats>(out) * less);

@@ -98,4 +98,21 @@ inline Floats exp2(Floats x) {
     return (Floats)((Ints)p + ((Ints)whole << 23));
 }
 
+// Scores, which are powers of two, to weights by the largest of them or of those before, which most becomes; returns
+// their sum. Of whole vectors.
+inline float to_weights(float* scores, int count, float& most) {
+    Floats high = Floats{} + most, sum = {};
+    for (int t = 0; t < count; t += LANES) {
+        const Floats x = load<Floats>(scores + t);
+        high = x > high ? x : high;
+    }
+    most = largest(high);
+    for (int t = 0; t < count; t += LANES) {
+        const Floats weight = exp2(load<Floats>(scores + t) - most);
+        store(scores + t, weight);
+        sum += weight;
+    }
+    return total(sum);
+}
+
 }  // namespace
