@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..codec.affine import params_dtype
 from ..codec.kept import calibrated_shapes, fitted_shapes, of_pages, of_state, page_shapes
 from ..codec.rope import rope_of
 from ..codec.spec import CodecSpec
@@ -163,11 +162,11 @@ class KVState(Storage):
         source: KVState | None = None,
     ) -> KVState:
         """An empty state with room for ``tokens`` tokens. Raises `KVPassError` if the spec does not fit the head."""
-        retention, allocation = spec.retention, spec.quantizer.allocation
+        retention = spec.retention
         if spec.quantizer.adaptive is not None:
             raise KVPassError(_ALONE)
         spec.check(head_dim)
-        pages, params = max(_MIN_PAGES, retention.pages(tokens)), params_dtype(dtype)
+        pages = max(_MIN_PAGES, retention.pages(tokens))
 
         def zeros(*shape, dtype):
             return torch.zeros(batch, heads, *shape, dtype=dtype, device=device)
@@ -180,9 +179,6 @@ class KVState(Storage):
         kept["ring"] = zeros(retention.sinks + retention.ring_size, head_dim, dtype=dtype)
         for name, (shape, kind) in fitted_shapes(spec, head_dim, dtype).items():
             kept[name] = zeros(*shape, dtype=kind)
-        if allocation is not None:
-            size = allocation.block_size
-            kept["basis"] = torch.eye(size, dtype=params, device=device).repeat(batch, heads, head_dim // size, 1)
         return cls(spec, kept, source)
 
     @torch.inference_mode(False)
