@@ -65,11 +65,11 @@ class WaterfillConfig(StorageConfig):
             allocation = Allocation(*fields, gcd(self.block_size, head_dim), weighted, *rich, follows)
             return Quantizer(8, "token", head_dim, allocation=allocation, codec="allocated")
 
-        page_frame = self.rope == "pre" and self.retention is None  # a page of which is no neighbours otherwise
+        framed = self.rope == "pre" and self.retention is None  # a page of which is no neighbours otherwise
         keys = quantizer(self.key_fields, self.weighted, self.rich_key_fields, False)
         values = quantizer(self.value_fields, False, self.rich_value_fields, any(self.rich_value_fields))
         return LayerPlan(
-            CodecSpec(keys, self.key_retention(), self.key_transform(center=self.center, page_frame=page_frame)),
+            CodecSpec(keys, self.key_retention(), self.key_transform(center=self.center, page_frame=framed)),
             CodecSpec(values, self.value_retention()),
         )
 
