@@ -11,7 +11,7 @@ from kvpass.codec.affine import check_finite
 from kvpass.codec.allocation import fit_basis, rich_bytes, second_moment, some_queries
 from kvpass.codec.bitpack import FIELDS
 from kvpass.codec.center import fit_center
-from kvpass.codec.frame import Frames, before_rotation, into_frames, mean_in_page, middle, seen_from
+from kvpass.codec.frame import Frames, before_rotation, into_frames, mean_of_tokens, middle, seen_from
 from kvpass.codec.kept import Pack
 from kvpass.codec.pages import decode_pages, replace_tokens, share_codes
 from kvpass.codec.predictor import PREDICTORS, predict
@@ -101,7 +101,7 @@ class _Pages:
         references = [reference[:, :, at : at + x.shape[2]] for reference in self.references]
         x, less = into_frames(x, self.frames, first, spec.page_size), None
         if self.center is not None:
-            less = subtracted(self.center, self.frames, spec.page_size, x.shape[2])
+            less = mean_of_tokens(self.center, self.frames, spec.page_size, x.shape[2])
         if spec.transform.predictor:
             less = predict(spec.transform.predictor, self.predictor, references, spec.page_size)
         new = encode(pools, x if less is None else (x.float() - less).to(x.dtype))
@@ -161,8 +161,8 @@ def append(
     if spec.quantizer.allocation is not None and n == 0:
         pack.basis.copy_(_metric(pack, q, mask, x.shape[1], spec))
     if pack.queries is not None and n == 0:
-        seen = q if pack.frames is None else from_a_page(q, pack.frames, spec.retention)[1]
-        pack.queries.copy_(some_queries(*_by_kv_head(seen, mask, x.shape[1]), pack.queries.dtype))
+        seen = _by_kv_head(_seen(q, pack, spec), mask, x.shape[1])
+        pack.queries.copy_(some_queries(*seen, pack.queries.dtype))
     if spec.quantizer.adaptive is not None:
         _stage(pack, originals, n, x, q, mask, scores, importance, spec)
         return
@@ -217,22 +217,15 @@ def _rich_keys(pack: Pack, spec: CodecSpec, first: int, count: int) -> Tensor:
     return rich_bytes(pages, spec.page_size)
 
 
-def subtracted(center: Tensor, frames: Frames | None, page_size: int, tokens: int) -> Tensor:
-    """What a mean ``[B, H, 1, D]`` is at each of as many tokens of whole pages, in their frames."""
-    mean = mean_in_page(center, frames, page_size)
-    return mean if frames is None else mean.repeat(1, 1, tokens // page_size, 1)
-
-
-def from_a_page(q: Tensor, frames: Frames, retention: Retention) -> tuple[Tensor, Tensor]:
-    """The prompt's queries ``[B, H, S, D]`` as keys in pages see them: in their own, and in one of those before, all
-    distances alike."""
-    size, own = retention.page_size, torch.arange(q.shape[2]) - retention.sinks
-    known = (q.shape[2] - 1 - retention.sinks - middle(size)) // size  # the last page whose middle there is
-    if known < 0:
-        return q, q
-    own = (own // size).clamp(0, known)
-    before = ((own + 1) * (torch.arange(q.shape[2]) * _GOLDEN % 1)).long()
-    return seen_from(q, frames, own, size), seen_from(q, frames, before, size)
+def _seen(q: Tensor, pack: Pack, spec: CodecSpec) -> Tensor:
+    """The prompt's queries ``[B, H, S, D]`` as pages see them: if those have frames, each from that of its own page or
+    of one before, all distances alike."""
+    size, sinks, tokens = spec.page_size, spec.retention.sinks, torch.arange(q.shape[2])
+    known = (q.shape[2] - 1 - sinks - middle(size)) // size  # the last page whose middle there is
+    if pack.frames is None or known < 0:
+        return q
+    pages = ((tokens - sinks) // size).clamp(0, known) + 1
+    return seen_from(q, pack.frames, (pages * (tokens * _GOLDEN % 1)).long(), size)
 
 
 def look(q: Tensor, mask: Tensor | None, num_key_value_heads: int, size: int) -> Tensor:
@@ -250,9 +243,7 @@ def _metric(pack: Pack, q: Tensor | None, mask: Tensor | None, heads: int, spec:
     allocation = spec.quantizer.allocation
     if not allocation.weighted:
         return torch.zeros_like(pack.basis)
-    seen = torch.zeros_like(pack.basis, dtype=torch.float64)
-    for of_some in (q,) if pack.frames is None else from_a_page(q, pack.frames, spec.retention):
-        seen = seen + look(of_some, mask, heads, allocation.block_size)
+    seen = look(_seen(q, pack, spec), mask, heads, allocation.block_size)
     mean = seen.unflatten(2, (-1, seen.shape[-1])).diagonal(dim1=-2, dim2=-1).mean((-1, -2))[..., None, None]
     return torch.where(mean > 0, seen / mean, 0.0)
 
@@ -263,7 +254,7 @@ def _fit(pack: Pack, x: Tensor, spec: CodecSpec, valid: Tensor | None) -> None:
     x = into_frames(x, pack.frames, 0, size)
     if pack.center is not None:
         pack.center.copy_(fit_center(before_rotation(x, pack.frames, size), pack.center.dtype))
-        x = x.float() - subtracted(pack.center, pack.frames, size, x.shape[2])
+        x = x.float() - mean_of_tokens(pack.center, pack.frames, size, x.shape[2])
     if pack.basis is None:
         return
     if valid is not None:
@@ -357,7 +348,7 @@ def _encode_together(
     x = into_frames(x, frames := packs[0].frames, first, spec.page_size)
     if packs[0].center is not None:
         center = joined([pack.center for pack in packs])
-        x = (x.float() - subtracted(center, frames, spec.page_size, x.shape[2])).to(x.dtype)
+        x = (x.float() - mean_of_tokens(center, frames, spec.page_size, x.shape[2])).to(x.dtype)
     return encode(x, fitted, spec)
 
 

@@ -19,7 +19,7 @@ from .rope import parse_rope, rotate
 class Frames(NamedTuple):
     """Rotary tables ``[B, P + N, p]``, for pages of P tokens: those of P neighbours, and of the middles of N pages.
 
-    rope: the text of the rotation (`codec.rope`); "" where keys are not turned, and pages have no frames.
+    rope: the text of the rotation (`codec.rope`).
     """
 
     cos: Tensor
@@ -84,6 +84,12 @@ def mean_in_page(mean: Tensor, frames: Frames | None, size: int) -> Tensor:
     if frames is None:
         return mean.float()
     return rotate(mean.float().expand(-1, -1, size, -1), *neighbours(frames, size), frames.rope)
+
+
+def mean_of_tokens(mean: Tensor, frames: Frames | None, size: int, tokens: int) -> Tensor:
+    """`mean_in_page` of as many tokens of whole pages: ``[B, H, tokens, D]``."""
+    each = mean_in_page(mean, frames, size)
+    return each.repeat(1, 1, tokens // each.shape[2], 1)
 
 
 def before_rotation(x: Tensor, frames: Frames | None, size: int) -> Tensor:
