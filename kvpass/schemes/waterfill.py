@@ -20,8 +20,8 @@ from .storage import StorageConfig
 
 
 @register_scheme(
-    waterfill_2=dict(key_fields=(8, 4), value_fields=(5, 4), rich_key_fields=(16, 4), rich_value_fields=(13, 4)),
-    waterfill_3=dict(key_fields=(17, 4), value_fields=(12, 4), rich_key_fields=(25, 4), rich_value_fields=(20, 4)),
+    waterfill_2=dict(key_fields=(8, 4), value_fields=(6, 4), rich_key_fields=(16, 4), rich_value_fields=(15, 4)),
+    waterfill_3=dict(key_fields=(17, 4), value_fields=(14, 4), rich_key_fields=(25, 4), rich_value_fields=(22, 4)),
 )
 @dataclass(frozen=True, kw_only=True)
 class WaterfillConfig(StorageConfig):
@@ -44,10 +44,10 @@ class WaterfillConfig(StorageConfig):
     sinks: int = 4
     recent: int = 96
     rope: Literal["post", "pre"] = "pre"
-    key_fields: tuple[int, int] = (11, 4)
-    value_fields: tuple[int, int] = (7, 4)
-    rich_key_fields: tuple[int, int] = (19, 4)
-    rich_value_fields: tuple[int, int] = (15, 4)
+    key_fields: tuple[int, int] = (10, 4)
+    value_fields: tuple[int, int] = (9, 4)
+    rich_key_fields: tuple[int, int] = (18, 4)
+    rich_value_fields: tuple[int, int] = (18, 4)
     block_size: int = 32
     weighted: bool = True
     center: bool = True
