@@ -1,7 +1,7 @@
 """kvpass: any KV-cache quantization scheme on any decoder, in one line.
 
 >>> import kvpass
->>> kvpass.apply(model, scheme="squat")      # in place
+>>> kvpass.apply(model)      # in place
 >>> model.generate(**inputs)                 # unchanged code, packed cache
 """
 

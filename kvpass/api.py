@@ -29,7 +29,7 @@ from .schemes.calibrated import Calibration
 
 def apply(
     model: nn.Module,
-    scheme: str | dict[str, Any] | SchemeConfig | Calibration = "squat",
+    scheme: str | dict[str, Any] | SchemeConfig | Calibration = "waterfill",
     *,
     strict: bool = False,
     lowering: str = "auto",

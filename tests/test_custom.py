@@ -122,6 +122,15 @@ def test_lossless_pages_change_nothing_and_codes_are_those_of_eager(make):
     assert not torch.allclose(eager, expected, atol=1e-3)
 
 
+def test_values_go_by_their_keys_in_whichever_order_they_are_written():
+    """The same model, written twice: one writes its values first."""
+    ids, scheme, found = tokens(2, TOTAL), dict(scheme="waterfill", recent=0, residual=16), []
+    for make in (ByIndex, BySlice):
+        apply(kind := make(), scheme, lowering="eager")
+        found.append(run(kind, ids)[0])
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize(("make", "scheme"), [(ByIndex, "squat-pre"), (ByHand, "squat")])
 def test_edges_of_a_scheme_are_found_in_plain_decoders(make, scheme):
     kind, ids = make(), tokens(2, TOTAL)

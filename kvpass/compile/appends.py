@@ -122,29 +122,34 @@ def placeholder(base: Node) -> Node:
 
 def hoist(graph: Graph, writes: Sequence[Append]) -> set[Node]:
     """Put every ``append_`` back in place, at the end of the graph and in layer order, those that depend on nothing but
-    their tokens as one call for all layers.
+    their tokens as one call for all layers. Values that go by the pages of their keys come behind those, in whichever
+    order the model writes them.
 
     Reads then never follow a write, so nothing has to be cloned. Returns the placeholders written.
     """
     output = graph.output_node()
     writers = Counter(tensor for append in writes for tensor in append.state)
-    alike: dict[tuple, list[Append]] = {}
-    for append in writes:
+    calls: dict[tuple, list[Append]] = {}
+    for i, append in enumerate(writes):
         for item in append.node.users:
             if any(user is not output and not _is_append(user) for user in item.users):
                 raise KVPassError("A packed cache is read again after it was written in the same call; not supported.")
+        together: tuple = (i,)
         if append.stands_alone and all(writers[tensor] == 1 for tensor in append.state):
-            given = tuple(append.arguments[name] for name in ("length", "spec", "lowering", *_COMMON))
-            there = (append.arguments[name] is not None for name in _OF_EACH)
-            alike.setdefault((append.x.meta["val"].device, *there, *given), []).append(append)
-            continue
-        with graph.inserting_before(output):
-            call(graph, APPEND, **append.arguments)
-    for layers in alike.values():
-        given = {name: layers[0].arguments[name] for name in ("length", "spec", "lowering", *_COMMON)}
-        for name in ("x", *_OF_EACH):
-            given[name] = None if layers[0].arguments[name] is None else [append.arguments[name] for append in layers]
-        states = [tensor for append in layers for tensor in append.state]
-        with graph.inserting_before(output):
-            call(graph, APPEND_LAYERS, states=states, **given)
+            given = (append.arguments[name] for name in ("length", "spec", "lowering", *_COMMON))
+            together = append.x.meta["val"].device, append.q is not None, *given
+        calls.setdefault((append.key_pages is not None, *together), []).append(append)
+    with graph.inserting_before(output):
+        for (_, *together), layers in sorted(calls.items(), key=lambda one: one[0][0]):
+            if len(together) == 1:
+                call(graph, APPEND, **layers[0].arguments)
+            else:
+                _call_of_layers(graph, layers)
     return {tensor for append in writes for tensor in append.written}
+
+
+def _call_of_layers(graph: Graph, layers: Sequence[Append]) -> None:
+    given = {name: layers[0].arguments[name] for name in ("length", "spec", "lowering", *_COMMON)}
+    for name in ("x", *_OF_EACH):
+        given[name] = None if layers[0].arguments[name] is None else [append.arguments[name] for append in layers]
+    call(graph, APPEND_LAYERS, states=[tensor for append in layers for tensor in append.state], **given)
