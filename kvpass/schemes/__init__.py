@@ -13,7 +13,6 @@ from .base import (
     get,
     register_scheme,
 )
-from .e8 import E8Config
 from .gear import GEARConfig
 from .higgs import HIGGSConfig
 from .identity import IdentityConfig
@@ -21,6 +20,7 @@ from .kitty import KittyConfig
 from .kivi import KIVIConfig
 from .kvarn import KVarNConfig
 from .kvquant import CalibratedKVQuantConfig, KVQuantConfig
+from .lattice import LatticeConfig
 from .logquant import LogQuantConfig
 from .minicache import MiniCacheConfig
 from .polarquant import PolarQuantConfig
@@ -39,7 +39,6 @@ __all__ = [
     "AquaKVConfig",
     "AsymKVConfig",
     "CalibratedKVQuantConfig",
-    "E8Config",
     "GEARConfig",
     "HIGGSConfig",
     "IdentityConfig",
@@ -47,6 +46,7 @@ __all__ = [
     "KVQuantConfig",
     "KVarNConfig",
     "KittyConfig",
+    "LatticeConfig",
     "LayerGeometry",
     "LayerPlan",
     "LogQuantConfig",
