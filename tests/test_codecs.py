@@ -21,7 +21,7 @@ from kvpass.codec.kept import built_in, of_pages
 from kvpass.codec.lattice_points import LATTICES, assign, magnitudes, points, words
 from kvpass.codec.nuq import fit_points, nearest
 from kvpass.codec.second_level import compress, expand
-from kvpass.schemes import LayerGeometry, get
+from kvpass.schemes import LayerGeometry, available, get
 
 from common import WIDTHS, generator, randn, seeds
 from tiny import llama, step_by_step, tokens
@@ -92,7 +92,12 @@ def test_a_padded_batch_generates_compiled_what_it_does_eagerly_in_one_graph(nam
 # ---------------------------------------------------------------- layers that are skipped
 
 
-@pytest.mark.parametrize("name", ["kivi", "higgs", "squat", "waterfill", "logquant", "rtn", "quarot", "asymkv"])
+ALONE = [
+    name for name in available() if getattr(get(name), "stores_layers_alone", False) and get(name).name != "identity"
+]
+
+
+@pytest.mark.parametrize("name", ALONE)
 def test_skipped_layers_are_stored_exactly_and_with_the_same_tokens_exact(name):
     scheme = get(name, skip_layers=[1, 2])
     plans = [scheme.plan_of(geometry(i, 6)) for i in range(6)]
@@ -524,6 +529,8 @@ def test_a_merged_layer_decodes_with_codes_between_those_of_both():
         merged = (theirs + 0.25 * (mine - theirs)).round()[:, :, :pages]
         assert torch.equal(unpack(below.codes, 4).float()[:, :, :pages], merged)
         assert torch.equal(above.scale, getattr(apart.layers[1], state).scale)
+        params = sum(8 * kept[:, :, :pages].numel() * kept.itemsize for kept in (above.scale, above.zero_point))
+        assert params == 32 / below.spec.quantizer.group_size * mine[:, :, :pages].numel()
 
 
 @pytest.mark.parametrize(
