@@ -79,4 +79,6 @@ def points(code: Tensor, lattice: Lattice, table: Tensor) -> Tensor:
     signs = (signs | (odd << dim - 1)).unsqueeze(-1)
     i = torch.arange(dim, device=code.device, dtype=torch.int32)
     found: Tensor = ((word.unsqueeze(-1) >> 2 * i & 3).float() + 0.5) * (1 - 2 * (signs >> i & 1)).float()
+    if not lattice.shift:
+        return found
     return found + torch.where(code >> bits + dim - 1 > 0, lattice.shift, -lattice.shift).unsqueeze(-1)
