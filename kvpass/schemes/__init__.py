@@ -13,6 +13,7 @@ from .base import (
     get,
     register_scheme,
 )
+from .e8 import LatticeConfig
 from .gear import GEARConfig
 from .higgs import HIGGSConfig
 from .identity import IdentityConfig
@@ -20,7 +21,6 @@ from .kitty import KittyConfig
 from .kivi import KIVIConfig
 from .kvarn import KVarNConfig
 from .kvquant import CalibratedKVQuantConfig, KVQuantConfig
-from .lattice import LatticeConfig
 from .logquant import LogQuantConfig
 from .minicache import MiniCacheConfig
 from .polarquant import PolarQuantConfig
