@@ -24,10 +24,11 @@ attend       attention of ``q`` over the stored past and the full-precision pres
 rotate       rotary embedding of decoded keys that are stored as they were before it (`codec.rope`): by tables
              ``cos``, ``sin`` ``[B, >= n, p]``, as ``rope`` says; "" leaves them as they are.
 append_rotary_  store rotary tables ``[B or 1, S, p]`` of the present behind those already there; with ``slots``, drop
-             those of tokens that ``spec`` has evicted in this call.
+             those of tokens that ``spec`` has evicted in this call. If keys are in the frames of their pages, what is
+             stored are those of `codec.frame`.
 
-Keys in the frame of their page (`codec.transform`) are appended and decoded with the rotary tables ``cos``, ``sin`` of
-all tokens, those of the call included, and their ``rope``: `append_rotary_` comes first.
+Keys in the frames of their pages are appended, decoded and attended to with the tables ``cos``, ``sin`` of those, and
+their ``rope``: `append_rotary_` comes first.
 
 Values some of whose tokens get more bits because their keys did (`codec.allocation`) are appended with ``key_pages``,
 the pages of those, or their handle: they come first.
@@ -54,6 +55,7 @@ from kvpass.lowering import inductor, reference, triton  # noqa: F401  (they reg
 from kvpass.lowering.table import AUTO, DispatchKey, few, select
 
 from .codec.affine import check_finite
+from .codec.frame import Frames, store_frames
 from .codec.kept import Pack, opened, page_shapes
 from .codec.rope import rotate
 from .codec.spec import parse
@@ -131,12 +133,12 @@ def _append_(
 
 
 def _framed(pack: Pack, cos: Tensor | None, sin: Tensor | None, rope: str) -> Pack:
-    """``pack`` with the rotary tables, where keys are in the frame of their page."""
+    """``pack`` with the frames of its pages, where keys are in those."""
     if pack.pairs is None or not rope:
         return pack
     if cos is None or sin is None:
         raise KVPassError("Keys in the frame of their page need the rotary tables.")
-    return pack._replace(rotary=(cos, sin, rope))
+    return pack._replace(frames=Frames(cos, sin, rope))
 
 
 def _append_layers_(
@@ -185,9 +187,9 @@ def _attend(
         past, coded, lowering = (key[0], value[0]), [], AUTO
     else:
         past = _framed(opened(key, specs[0]), cos, sin, rope), opened(value, specs[1])
-        if rope and not specs[0].transform.pre_rope:
+        if rope and not specs[0].transform.turns:
             raise KVPassError(f"These keys are stored rotated, and rope={rope!r} would rotate them again.")
-    rotary = (cos, sin, rope) if rope else None
+    rotary = (cos, sin, rope) if rope and specs[0].transform.pre_rope else None
     run = select(DispatchKey("attend", q.device.type, tuple(coded), few(q.shape[2]), q.shape[3]), lowering).run
     outputs: list[Tensor] = run(
         q, *past, length_of(length), k_new, v_new, mask, causal, scale, softcap, *specs, rotary, sinks, statistic,
@@ -201,6 +203,10 @@ def _append_rotary_(
     spec: str = "",
 ) -> None:  # fmt: skip
     start, (_, tokens, pairs) = length_of(length), cos_new.shape
+    if spec and parse(spec).transform.page_frame:
+        retention = parse(spec).retention
+        store_frames((cos, sin), (cos_new, sin_new), length, start, retention.sinks, retention.page_size)
+        return
     rows = length[:1] + torch.arange(tokens, device=cos.device)  # read there: a captured call is right at other lengths
     for table, new in ((cos, cos_new), (sin, sin_new)):
         table[..., :pairs].index_copy_(1, rows, new.expand(len(table), -1, -1))

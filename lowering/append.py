@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,11 +11,12 @@ from kvpass.codec.affine import check_finite
 from kvpass.codec.allocation import fit_basis, rich_bytes, second_moment, some_queries
 from kvpass.codec.bitpack import FIELDS
 from kvpass.codec.center import fit_center
+from kvpass.codec.frame import Frames, before_rotation, into_frames, mean_of_tokens, middle, seen_from
 from kvpass.codec.kept import Pack
 from kvpass.codec.pages import decode_pages, replace_tokens, share_codes
 from kvpass.codec.predictor import PREDICTORS, predict
-from kvpass.codec.quantizer import RAW, Allocation, Subspace
-from kvpass.codec.rope import parse_rope, turned
+from kvpass.codec.quantizer import RAW, Subspace
+from kvpass.codec.rope import parse_rope
 from kvpass.codec.spec import CodecSpec
 from kvpass.codec.subspace import compensation_matrix, precision_matrix
 from kvpass.errors import KVPassError
@@ -80,13 +80,14 @@ def decide(
 class _Pages:
     """Where one state's pages are written.
 
-    center: the mean that is subtracted, if one is.
+    frames: of all pages, if they have any. center: the mean that is subtracted, if one is.
     references: what the predictor looks at, for the tokens written in this call and in the order of their pages; with
     ``keep``, the first of them is overwritten with what those tokens decode to.
     """
 
     pools: tuple[Tensor, ...]
     spec: CodecSpec
+    frames: Frames | None
     center: Tensor | None
     predictor: Sequence[Tensor]
     references: Sequence[Tensor]
@@ -98,7 +99,9 @@ class _Pages:
         spec, count = self.spec, x.shape[2] // self.spec.page_size
         pools = tuple(pool[:, :, first : first + count] for pool in self.pools)
         references = [reference[:, :, at : at + x.shape[2]] for reference in self.references]
-        less = None if self.center is None else self.center.float()
+        x, less = into_frames(x, self.frames, first, spec.page_size), None
+        if self.center is not None:
+            less = mean_of_tokens(self.center, self.frames, spec.page_size, x.shape[2])
         if spec.transform.predictor:
             less = predict(spec.transform.predictor, self.predictor, references, spec.page_size)
         new = encode(pools, x if less is None else (x.float() - less).to(x.dtype))
@@ -156,10 +159,10 @@ def append(
     if subspace is not None and n == 0:
         pack.compensation.copy_(fit_compensation(q, mask, x.shape[1], subspace))
     if spec.quantizer.allocation is not None and n == 0:
-        pack.basis.copy_(_metric(pack, q, mask, x.shape[1], spec.quantizer.allocation))
+        pack.basis.copy_(_metric(pack, q, mask, x.shape[1], spec))
     if pack.queries is not None and n == 0:
-        seen = q if pack.rotary is None else _from_a_key(q, pack.rotary)
-        pack.queries.copy_(some_queries(*_by_kv_head(seen, mask, x.shape[1]), pack.queries.dtype))
+        seen = _by_kv_head(_seen(q, pack, spec), mask, x.shape[1])
+        pack.queries.copy_(some_queries(*seen, pack.queries.dtype))
     if spec.quantizer.adaptive is not None:
         _stage(pack, originals, n, x, q, mask, scores, importance, spec)
         return
@@ -170,7 +173,7 @@ def append(
     if gone or retention.pages(stop) > retention.pages(n):
         references = [reference for reference in (edge, same_layer_keys) if reference is not None]
         pools = tuple(whole(pool, retention.pages(retention.stored(stop))) for pool in pack.pools)
-        pages = _Pages(pools, spec, pack.center, predictor, references, edge is not None)
+        pages = _Pages(pools, spec, pack.frames, pack.center, predictor, references, edge is not None)
         _pack(pages, encode, pack, n, x, gone, slots, mask)
     write([ring], n, [x], retention, length)
     if gone:  # tokens behind the packed ones have moved up
@@ -187,12 +190,10 @@ def _pack(
     def leaving(start: int, end: int) -> Tensor:
         return layout(retention).leaving(pack.ring, n, x, start, end)
 
-    if pages.center is not None and not first:
-        pages.center.copy_(fit_center(leaving(0, last), pages.center.dtype))
+    if not first and (pack.center is not None or pack.basis is not None):
+        _fit(pack, leaving(0, last), spec, None if n or mask is None else not_padding(mask, len(x), x.shape[2]))
     if pack.pairs is not None and not first:
-        pack.pairs.copy_(torch.tensor((0, False) if pack.rotary is None else parse_rope(pack.rotary[2])))
-    if pack.basis is not None and not first:
-        _fit_basis(pack, leaving(0, last), spec, None if n or mask is None else not_padding(mask, len(x), x.shape[2]))
+        pack.pairs.copy_(torch.tensor((0, False) if pack.frames is None else parse_rope(pack.frames.rope)))
     if gone:
         settled, first = min(first * size, retention.budget), (retention.budget + gone) // size
         if retention.budget:
@@ -201,12 +202,10 @@ def _pack(
     step = max(1, CHUNK // size) if spec.transform.subtracts or pages.keep else max(1, last - first)
     for start in range(first, last, step):
         tokens = leaving(start, min(start + step, last))
-        turn, fitted = partial(in_page, pack, spec, start), pack.fitted()
+        fitted = pack.fitted()
         if spec.quantizer.follows_keys:
             fitted.append(_rich_keys(pack, spec, start, tokens.shape[2] // size))
-        pages.write(
-            start - gone // size, tokens, lambda _, y, turn=turn, fitted=fitted: encode(turn(y), fitted, spec), written
-        )
+        pages.write(start - gone // size, tokens, lambda _, y, fitted=fitted: encode(y, fitted, spec), written)
         written += tokens.shape[2]
 
 
@@ -218,21 +217,15 @@ def _rich_keys(pack: Pack, spec: CodecSpec, first: int, count: int) -> Tensor:
     return rich_bytes(pages, spec.page_size)
 
 
-def in_page(pack: Pack, spec: CodecSpec, first: int, x: Tensor, back: bool = False) -> Tensor:
-    """Tokens ``[B, H, N * P, D]`` of pages from ``first`` on, in the frames of those, if they have any, or ``back``."""
-    if pack.rotary is None:
-        return x
-    size = spec.page_size
-    tokens = layout(spec.retention).page_tokens(first, first + x.shape[2] // size)
-    middles = tokens[size // 2 :: size].repeat_interleave(size)
-    return turned(x, *pack.rotary, *((middles, tokens) if back else (tokens, middles))).to(x.dtype)
-
-
-def _from_a_key(q: Tensor, rotary: tuple[Tensor, Tensor, str]) -> Tensor:
-    """The prompt's queries ``[B, H, S, D]``, each as one of the tokens before it sees it: all distances alike."""
-    queries = torch.arange(q.shape[2])
-    keys = (queries * (queries * _GOLDEN % 1)).long()
-    return turned(q, *rotary, queries, keys)
+def _seen(q: Tensor, pack: Pack, spec: CodecSpec) -> Tensor:
+    """The prompt's queries ``[B, H, S, D]`` as pages see them: if those have frames, each from that of its own page or
+    of one before, all distances alike."""
+    size, sinks, tokens = spec.page_size, spec.retention.sinks, torch.arange(q.shape[2])
+    known = (q.shape[2] - 1 - sinks - middle(size)) // size  # the last page whose middle there is
+    if pack.frames is None or known < 0:
+        return q
+    pages = ((tokens - sinks) // size).clamp(0, known) + 1
+    return seen_from(q, pack.frames, (pages * (tokens * _GOLDEN % 1)).long(), size)
 
 
 def look(q: Tensor, mask: Tensor | None, num_key_value_heads: int, size: int) -> Tensor:
@@ -245,25 +238,27 @@ def look(q: Tensor, mask: Tensor | None, num_key_value_heads: int, size: int) ->
     return (seen + size * each * torch.eye(size, dtype=seen.dtype, device=q.device)).flatten(2, 3)
 
 
-def _metric(pack: Pack, q: Tensor | None, mask: Tensor | None, heads: int, allocation: Allocation) -> Tensor:
+def _metric(pack: Pack, q: Tensor | None, mask: Tensor | None, heads: int, spec: CodecSpec) -> Tensor:
     """What errors cost, up to a factor, by blocks of channels ``[B, H_kv, D, b]``; 0 where all cost the same."""
+    allocation = spec.quantizer.allocation
     if not allocation.weighted:
         return torch.zeros_like(pack.basis)
-    seen = look(q, mask, heads, allocation.block_size)
-    if pack.rotary is not None:
-        seen = seen + look(_from_a_key(q, pack.rotary), mask, heads, allocation.block_size)
+    seen = look(_seen(q, pack, spec), mask, heads, allocation.block_size)
     mean = seen.unflatten(2, (-1, seen.shape[-1])).diagonal(dim1=-2, dim2=-1).mean((-1, -2))[..., None, None]
     return torch.where(mean > 0, seen / mean, 0.0)
 
 
-def _fit_basis(pack: Pack, x: Tensor, spec: CodecSpec, valid: Tensor | None) -> None:
-    """Fit the basis to ``x``, the tokens packed first, of those of the call that are ``valid``."""
+def _fit(pack: Pack, x: Tensor, spec: CodecSpec, valid: Tensor | None) -> None:
+    """Fit mean and basis to ``x``, the tokens packed first, of those of the call that are ``valid``."""
     allocation, size = spec.quantizer.allocation, spec.page_size
+    x = into_frames(x, pack.frames, 0, size)
+    if pack.center is not None:
+        pack.center.copy_(fit_center(before_rotation(x, pack.frames, size), pack.center.dtype))
+        x = x.float() - mean_of_tokens(pack.center, pack.frames, size, x.shape[2])
+    if pack.basis is None:
+        return
     if valid is not None:
         valid = valid.index_select(1, layout(spec.retention).page_tokens(0, x.shape[2] // size).to(x.device))
-    if pack.center is not None:
-        x = x.float() - pack.center.float()
-    x = in_page(pack, spec, 0, x)
     basis, places = fit_basis(x, pack.basis.unflatten(2, (-1, allocation.block_size)), allocation, valid)
     pack.basis.copy_(basis)
     pack.fields.copy_(places)
@@ -350,9 +345,11 @@ def _encode_together(
     if spec.quantizer.follows_keys:
         count = x.shape[2] // spec.page_size
         fitted.append(joined([_rich_keys(pack, spec, first, count) for pack in packs]))
+    x = into_frames(x, frames := packs[0].frames, first, spec.page_size)
     if packs[0].center is not None:
-        x = (x.float() - joined([pack.center for pack in packs]).float()).to(x.dtype)
-    return encode(in_page(packs[0], spec, first, x), fitted, spec)
+        center = joined([pack.center for pack in packs])
+        x = (x.float() - mean_of_tokens(center, frames, spec.page_size, x.shape[2])).to(x.dtype)
+    return encode(x, fitted, spec)
 
 
 def _alike(xs: Sequence[Tensor], most: int) -> Iterator[list[int]]:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvpass.codec.adaptive import Tokens, carve, decode_tokens, unpack_levels
+from kvpass.codec.frame import mean_of_tokens, out_of_frames
 from kvpass.codec.kept import Pack, codec_of
 from kvpass.codec.pages import decode_pages, encode_pages
 from kvpass.codec.predictor import predict
@@ -15,7 +16,7 @@ from kvpass.codec.spec import CodecSpec
 from kvpass.layout.pool import whole
 from kvpass.layout.window import layout
 
-from .append import CHUNK, append, append_layers, in_page, not_padding
+from .append import CHUNK, append, append_layers, not_padding
 from .table import implements
 
 
@@ -45,8 +46,9 @@ def pieces(
         pages = slice(first, min(first + (at_once or used), used))
         same = [where.in_pages(reference, pages.start, pages.stop) for reference in references]
         values = decode_fn([*(pool[:, :, pages] for pool in pools), *fitted], spec, same, predictor)
-        values = in_page(pack, spec, first, values, back=True)
-        yield values if pack.center is None else values + pack.center.float()
+        if pack.center is not None:
+            values = values + mean_of_tokens(pack.center, pack.frames, spec.page_size, values.shape[2])
+        yield out_of_frames(values, pack.frames, first, spec.page_size)
     yield where.read(ring, n)
 
 

@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from kvpass.cache.state import KVState
 from kvpass.codec import Subspace
+from kvpass.codec.frame import Frames
 from kvpass.codec.kept import opened
 from kvpass.lowering.table import DispatchKey, select
 from kvpass.lowering.triton import append, configs, encode, launch
@@ -116,11 +117,10 @@ def attend_fields(
     past = [opened(state.pack, state.spec) for state in states]
     q, new = torch.zeros(1, heads, queries, dim, dtype=dtype), torch.zeros(1, groups, queries, dim, dtype=dtype)
     mask = torch.ones(1, 1, queries, 512 + queries, dtype=torch.bool) if mask else None
-    framed = plan.key.transform.page_frame
-    rotary = (*torch.zeros(2, 1, 640, dim // 2, dtype=dtype), f"half-{dim // 2}") if framed else None
-    launch.attend(
-        q, *past, 512, new, new, mask, queries > 1 and mask is None, 0.1, softcap, plan.key, plan.value, rotary
-    )  # fmt: skip
+    if plan.key.transform.page_frame:
+        frames = Frames(*torch.zeros(2, 1, 64, dim // 2, dtype=dtype), f"half-{dim // 2}")
+        past[0] = past[0]._replace(frames=frames)
+    launch.attend(q, *past, 512, new, new, mask, queries > 1 and mask is None, 0.1, softcap, plan.key, plan.value)
 
 
 def encode_pages(

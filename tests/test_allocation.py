@@ -26,7 +26,7 @@ from kvpass.codec.allocation import (
     some_queries,
     widths_of,
 )
-from kvpass.codec.rope import parse_rope, rotate
+from kvpass.codec.rope import parse_rope
 from kvpass.layout.pool import handle
 from kvpass.layout.retention import Retention
 from kvpass.lowering.cpp import allocated
@@ -464,17 +464,17 @@ def test_keys_in_the_frame_of_their_page_are_attended_as_they_are(rope, queries,
     cos, sin = positions(rope, 150, 0, 7, scale=1.2)
     x, q = mixed(0, 2, 2, 150, HEAD), randn(0, 2, 4, 150, HEAD)
     key, value = (KVState.allocate(spec, 2, 2, HEAD, torch.float32, "cpu", 150) for spec in (plan.key, plan.value))
-    key.rotary, value.same_layer_keys = RotaryState.of(cos, sin), key
+    key.rotary, value.same_layer_keys = RotaryState.of(plan.key, cos, sin), key
     for state, tables in ((key, {"rope": rope}), (value, {})):
         state.append(x[:, :, :100], 0, q[:, :, :100], **tables)
         state.append(x[:, :, 100:], 100, **tables)
     new, q = randn(5, 2, 2, queries, HEAD), randn(6, 2, 4, queries, HEAD)
     mask = torch.rand(2, 1, queries, 150 + queries, generator=generator(7)) > 0.2
-    dense = [torch.cat([past, new], 2) for past in (rotate(key.decode(150), cos, sin, rope), value.decode(150))]
+    dense = [torch.cat([state.decode(150), new], 2) for state in (key, value)]
     expected = torch.nn.functional.scaled_dot_product_attention(q, *dense, attn_mask=mask, enable_gqa=True)
     given = (q, key.pack, value.pack, key.carrier(150), new, new, mask, False, HEAD**-0.5, 0.0, key.text, value.text)
     for lowering in ("inductor", "reference"):
-        (got,) = torch.ops.kvpass.attend(*given, lowering, cos=cos, sin=sin, rope=rope)
+        (got,) = torch.ops.kvpass.attend(*given, lowering, **key.tables())
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -482,11 +482,11 @@ def test_keys_in_the_frame_of_their_page_are_attended_as_they_are(rope, queries,
 def test_a_page_holds_keys_turned_from_its_middle(seed):
     """By complex numbers, and a state in which nothing is lost."""
     rope, size = f"half-{HEAD // 2}", 16
-    spec = CodecSpec(Quantizer(32, "token", HEAD), Retention(size, size, 2), Transform(pre_rope=True, page_frame=True))
+    spec = CodecSpec(Quantizer(32, "token", HEAD), Retention(size, size, 2), Transform(page_frame=True))
     cos, sin = positions(rope, 50, 3, seed % 1000, scale=0.5)
     x = randn(seed, 2, 2, 50, HEAD)
     state = KVState.allocate(spec, 2, 2, HEAD, torch.float32, "cpu", 50)
-    state.rotary = RotaryState.of(cos, sin)
+    state.rotary = RotaryState.of(spec, cos, sin)
     state.append(x[:, :, :30], 0, rope=rope)
     state.append(x[:, :, 30:], 30, rope=rope)
     turn, keys = torch.complex(cos, sin)[:, None], torch.complex(*x.chunk(2, -1))
@@ -494,17 +494,17 @@ def test_a_page_holds_keys_turned_from_its_middle(seed):
         of = slice(2 + page * size, 2 + (page + 1) * size)
         middle = of.start + size // 2
         kept = state.codes[:, :, page].contiguous().view(torch.float32).view(2, 2, size, HEAD)
-        expected = keys[:, :, of] * turn[:, :, of] / turn[:, :, middle : middle + 1]
+        expected = keys[:, :, of] / turn[:, :, middle : middle + 1]
         torch.testing.assert_close(kept, torch.cat([expected.real, expected.imag], -1), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(state.decode(50), x, atol=1e-5, rtol=1e-5)
     assert state.pairs[0, 0, 0].tolist() == [HEAD // 2, 0]
 
 
-def test_frames_are_for_pages_of_neighbours_before_rotary_embedding():
-    for fields in (dict(page_frame=True), dict(pre_rope=True, page_frame=True, rotation=1)):
-        with pytest.raises(KVPassError, match="before rotary embedding"):
-            Transform(**fields)
-    framed = Transform(pre_rope=True, page_frame=True)
+def test_frames_are_for_pages_of_neighbours_behind_rotary_embedding():
+    for fields in (dict(pre_rope=True), dict(rotation=1)):
+        with pytest.raises(KVPassError, match="behind rotary embedding"):
+            Transform(page_frame=True, **fields)
+    framed = Transform(page_frame=True)
     with pytest.raises(KVPassError, match="neighbours"):
         CodecSpec(Quantizer(2, "token", HEAD), Retention(48, 16, keep="log"), framed)
     state = KVState.allocate(
@@ -539,7 +539,7 @@ def test_kernels_read_fields_as_decoding_does(queries, head_dim, residual, field
                 given = handle(pool), pages, pages, state.basis, state.fields, table, state.spec
                 tokens = decode(pool, state.basis, state.fields, state.spec).flatten(0, 1)
                 if state is key:
-                    got, expected = allocated.page_scores(q, None, "", *given), q @ tokens.mT
+                    got, expected = allocated.page_scores(q, None, None, *given), q @ tokens.mT
                 else:
                     weights = randn(4, 4, queries, tokens.shape[1]).softmax(-1)
                     got, expected = allocated.page_values(weights, *given), weights @ tokens

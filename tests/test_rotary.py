@@ -105,6 +105,10 @@ MODELS = {
         "Glm", **COMMON, num_key_value_heads=2, head_dim=16, partial_rotary_factor=0.5, pad_token_id=0
     ),
     "tables looked up, before the transpose": lambda: make("GPTJ", **GPTJ),
+    "cut in halves": lambda: make(
+        "GptOss", **COMMON, num_key_value_heads=2, head_dim=16, layer_types=["full_attention"] * 2, num_local_experts=2,
+        num_experts_per_tok=1, attn_implementation="eager", pad_token_id=0,
+    ),  # fmt: skip
 }
 
 

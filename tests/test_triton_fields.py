@@ -35,14 +35,15 @@ def past_of(plan, n, heads, dim, batch, dtype, rope):
     """States of keys and values that hold ``n`` tokens, and what keys are rotated by."""
     key, value = (KVState.allocate(s, batch, heads, dim, dtype, "cpu", n + 70) for s in (plan.key, plan.value))
     tables = {}
-    if plan.key.transform.pre_rope:
+    if plan.key.transform.page_frame:
         cos, sin = (table.to(dtype) for table in positions(rope, n + 70, *range(0, 7 * batch, 7), scale=1.2))
-        key.rotary, tables = RotaryState.of(cos, sin), dict(rope=rope)
+        key.rotary, tables = RotaryState.of(plan.key, cos, sin), dict(rope=rope)
     value.same_layer_keys = key
     q = randn(0, batch, 2 * heads, n, dim, dtype=dtype)
     key.append(mixed(0, batch, heads, n, dim, dtype=dtype), 0, q, **tables)
     value.append(mixed(3, batch, heads, n, dim, dtype=dtype) / 8, 0)
-    return key, value, (dict(cos=cos.to(DEVICE), sin=sin.to(DEVICE), rope=rope) if tables else {})
+    frames = dict(cos=key.rotary.cos.to(DEVICE), sin=key.rotary.sin.to(DEVICE), rope=rope) if tables else {}
+    return key, value, frames
 
 
 def call(
@@ -80,7 +81,7 @@ def assert_is_a_rounding_of_the_reference(given, others):
     wide = {name: widened(one) for name, one in others.items()}
     (exact,) = OPS.attend(*map(widened, given), "reference", **wide)
     error, allowed = ((x.float() - exact).square().mean().sqrt() for x in (got, rounded))
-    assert error <= 1.5 * allowed + 1e-4 * exact.square().mean().sqrt(), (error, allowed)
+    assert error <= 2 * allowed + 1e-4 * exact.square().mean().sqrt(), (error, allowed)
 
 
 SMALL = dict(dim=32, turns="half-16", residual=16)
@@ -182,8 +183,8 @@ UNIFORM = coded(2, "token", 32, 32, sinks=4), coded(2, "token", 32, 32, sinks=4,
         ((plan(64).key, UNIFORM[1]), "keys and values must both"),
         ((UNIFORM[0], plan(64).value), "keys and values must both"),
         ((plan(64).key, plan(64, **ALIKE).value), "ranks of their keys"),
-        ((recoded(plan(64).key, page_frame=False), plan(64).value), "no query's"),
-        ((coded(2, "token", 32, 32, pre_rope=True, page_frame=True, sinks=4), UNIFORM[1]), "all channels of one width"),
+        ((recoded(plan(64).key, page_frame=False, pre_rope=True), plan(64).value), "no query's"),
+        ((coded(2, "token", 32, 32, page_frame=True, sinks=4), UNIFORM[1]), "all channels of one width"),
     ],
     ids=["keys alone", "values alone", "ranks", "no frame", "frame"],
 )

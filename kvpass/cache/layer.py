@@ -183,8 +183,8 @@ class PackedLayer(CacheLayerMixin):
             "key_state": state(self.plan.key, self.key_source, "key_state"),
             "value_state": state(self.plan.value, self.value_source, "value_state"),
         }
-        if self.plan.key.transform.pre_rope and self.rotary_owner is self:
-            new["rotary"] = RotaryState(batch, *room[1:], tokens)
+        if self.plan.key.transform.turns and self.rotary_owner is self:
+            new["rotary"] = RotaryState(self.plan.key, batch, *room[1:], tokens)
         if self.plan.key.transform.page_frame:
             if self.rotary_owner is not self:
                 self.rotary_owner._allocate(batch, tokens)
@@ -264,9 +264,9 @@ class PackedLayer(CacheLayerMixin):
         keys = self._decode(self.key_state, k_below)
         values = self._decode(self.value_state, v_below, keys)
         self.context.past = (keys, values) if self.predicts_next else None
+        if self.plan.key.transform.turns and not torch.compiler.is_dynamo_compiling():
+            raise KVPassError("Keys that are not stored as rotated need the pass: this forward was not captured.")
         if self.plan.key.transform.pre_rope:
-            if not torch.compiler.is_dynamo_compiling():
-                raise KVPassError("Keys stored before rotary embedding need the pass: this forward was not captured.")
             rotary = self.rotary_owner.rotary
             keys = torch.ops.kvpass.rotate(keys, rotary.cos, rotary.sin, "")
         return keys, values

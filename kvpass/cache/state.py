@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..codec.frame import rows
 from ..codec.kept import calibrated_shapes, fitted_shapes, of_pages, of_state, page_shapes
 from ..codec.rope import rope_of
 from ..codec.spec import CodecSpec
@@ -15,7 +16,7 @@ from ..errors import KVPassError
 from ..layout.pool import handle
 from ..layout.window import Recent, Writes, carry, layout
 
-_MIN_PAGES = 4
+_MIN_PAGES, _LEAST_GROWTH = 4, 64
 _ALONE = "What is stored depends on the attention that tokens are paid: a cache knows it, one state does not."
 _SPARE = 61  # more than asked for, so that sizes that vary independently are not equal when a graph is captured
 GROWTH = 32  # pools grow by 1/32: at most 3 % of slack, each byte copied at most 32 times over a cache's life
@@ -108,7 +109,7 @@ class KVState(Storage):
     energy: of the prompt's queries, for those of an `AdaptiveState`; otherwise None.
     center: ``[B, H_kv, 1, D]``, 16-bit, for specs that subtract a mean; otherwise None.
     pairs: ``[B, H_kv, 1, 2]`` int16, for keys in the frame of their page: how many pairs of channels are turned, and
-        whether they are interleaved. The tables are those of ``rotary``, which states share.
+        whether they are interleaved. The frames themselves are those of ``rotary``, which states share.
     basis, fields: ``[B, H_kv, D, b]``, 16-bit, and ``[B, H_kv, 1, F]`` int32, for specs with widths by channel
         (`codec.allocation`); otherwise None. Where errors are weighted, what they cost is in ``basis`` until that is
         fitted.
@@ -372,28 +373,37 @@ class Importance(Storage):
 
 
 class RotaryState(Storage):
-    """The rotary tables of every stored token, kept once for all layers that store keys before rotary embedding.
+    """Rotary tables, kept once for all layers that need the same.
 
-    cos, sin: ``[B, capacity, head_dim / 2]`` in the cache's dtype, scaled as the model scales them.
+    spec: of their keys.
+    cos, sin: ``[B, capacity, head_dim / 2]`` in the cache's dtype, scaled as the model scales them: those of every
+        stored token for keys before rotary embedding, and those of `codec.frame` for keys in the frame of their page.
     """
 
     @torch.inference_mode(False)
-    def __init__(self, batch: int, head_dim: int, dtype: torch.dtype, device, tokens: int):
-        self.cos, self.sin = (torch.zeros(batch, tokens, head_dim // 2, dtype=dtype, device=device) for _ in range(2))
+    def __init__(self, spec: CodecSpec, batch: int, head_dim: int, dtype: torch.dtype, device, tokens: int):
+        self.spec, shape = spec, (batch, self._rows(spec, tokens), head_dim // 2)
+        self.cos, self.sin = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         self.put()
 
     @classmethod
-    def of(cls, cos: Tensor, sin: Tensor) -> RotaryState:
-        """Those tables, ``[B, T, p]``."""
-        made = cls(len(cos), 2 * cos.shape[2], cos.dtype, cos.device, cos.shape[1])
-        made.put(cos=cos, sin=sin)
+    def of(cls, spec: CodecSpec, cos: Tensor, sin: Tensor) -> RotaryState:
+        """That of tokens with the tables ``cos`` and ``sin``, ``[B, T, p]``."""
+        made = cls(spec, len(cos), 2 * cos.shape[2], cos.dtype, cos.device, cos.shape[1])
+        none = carry(0, cos.device)
+        torch.ops.kvpass.append_rotary_(made.cos, made.sin, none, cos, sin, spec=str(spec))
         return made
+
+    @staticmethod
+    def _rows(spec: CodecSpec, tokens: int) -> int:
+        """Rows of the tables of ``tokens`` tokens."""
+        return rows(tokens, spec.page_size) if spec.transform.page_frame else tokens
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from (("cos", self.cos), ("sin", self.sin))
 
     def contents(self, n: int) -> dict[str, Tensor]:
-        return {name: table[:, :n] for name, table in self.tensors()}
+        return {name: table[:, : self._rows(self.spec, n)] for name, table in self.tensors()}
 
     def _follows(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         for table in tensors.values():
@@ -403,7 +413,7 @@ class RotaryState(Storage):
     @torch.inference_mode(False)
     def reserve(self, tokens: int) -> None:
         """Make room for ``tokens`` tokens; contents are kept."""
-        have = self.cos.shape[1]
-        if tokens > have:
-            room = max(tokens, have + have // GROWTH + 64)
+        have, need = self.cos.shape[1], self._rows(self.spec, tokens)
+        if need > have:
+            room = max(need, have + have // GROWTH + self._rows(self.spec, _LEAST_GROWTH))
             self.put(**self.mapped(lambda table: grown(table, room, 1)))

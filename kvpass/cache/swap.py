@@ -94,7 +94,7 @@ def swap_layers(
 
 def connect(layers: dict[int, PackedLayer], predictors: dict[int, tuple[SharedTensors, SharedTensors]]) -> None:
     """Tell the packed layers of one cache of each other: whose codes they use, who decides for all, who is before."""
-    pre_rope = [layer for layer in layers.values() if layer.plan.key.transform.pre_rope]
+    rotary_owners: dict[Any, PackedLayer] = {}
     evicting = [layer for layer in layers.values() if layer.plan.evicts]
     pool = PlanePool()
     for index, layer in layers.items():
@@ -102,7 +102,9 @@ def connect(layers: dict[int, PackedLayer], predictors: dict[int, tuple[SharedTe
         layer.pool = pool if plan.adaptive else None
         layer.key_source = None if plan.key_source is None else layers[plan.key_source]
         layer.value_source = None if plan.value_source is None else layers[plan.value_source]
-        layer.rotary_owner = pre_rope[0] if pre_rope else layer
+        if plan.key.transform.turns:  # frames are those of pages, tables those of tokens
+            same = plan.key.transform.page_frame and plan.key.retention
+            layer.rotary_owner = rotary_owners.setdefault(same, layer)
         layer.importance_owner = evicting[0] if plan.key.retention.shared else layer
         if plan.looks_at_previous or plan.calibrated:
             layer.predictors = predictors[index]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..errors import KVPassError
 from .affine import params_dtype
+from .frame import Frames
 from .quantizer import QUERIES
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ class Pack(NamedTuple):
 
     pools: what is kept of its pages, in order: pools or handles (`kvpass.layout.pool`).
     planes: those of tokens with widths of their own which all layers share, and where the state's are.
-    rotary: tables cos and sin and the text of the rotation (`codec.rope`), for keys in the frame of their page.
+    frames: of its pages, if they have any.
     key_pages: what is kept of the pages of the keys, for values that go by it.
     """
 
@@ -151,7 +152,7 @@ class Pack(NamedTuple):
     ranges: Tensor | None = None
     pairs: Tensor | None = None
     planes: Sequence[Tensor] = ()
-    rotary: tuple[Tensor, Tensor, str] | None = None
+    frames: Frames | None = None
     key_pages: Tensor | None = None
 
     def fitted(self, names: Sequence[str] = _FITTED) -> list[Tensor]:

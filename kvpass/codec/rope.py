@@ -43,22 +43,6 @@ def rope_of(pairs: int, interleaved: bool) -> str:
     return f"{'interleaved' if interleaved else 'half'}-{pairs}" if pairs else ""
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor, rope: str, of: Tensor, by: Tensor) -> Tensor:
-    """Tokens ``[B, H, T, D]`` before rotary embedding, turned by how far they, ``of`` ``[T]``, are from others, ``by``
-    ``[T]``; float32.
-
-    As complex numbers a table is divided by another: what the model scales it by, or rounds it to, cancels when the
-    other is multiplied with again.
-    """
-    c, s, c0, s0 = (
-        table[..., : parse_rope(rope)[0]].index_select(1, at.to(cos.device)).float()
-        for at in (of, by)
-        for table in (cos, sin)
-    )
-    norm = c0.square() + s0.square()
-    return rotate(x.float(), (c * c0 + s * s0) / norm, (s * c0 - c * s0) / norm, rope)
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, rope: str) -> Tensor:
     """Rotate ``x`` ``[B, H, T, D]`` by the tables' first T rows; float32 math, the dtype of ``x``."""
     first, second, rest = split_pairs(x.float(), rope)

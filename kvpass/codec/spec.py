@@ -71,7 +71,7 @@ class CodecSpec:
             raise KVPassError(f"Only built-in codecs evict, share codes or choose widths, and {codec!r} is none.")
         if self.transform.page_frame and (evicts or self.own_codes != 1 or self.retention.keep != "recent"):
             raise KVPassError("With page_frame=True the tokens of a page are neighbours: none are evicted or left out.")
-        if adaptive is not None and (evicts or self.retention.keep != "recent" or self.transform.pre_rope):
+        if adaptive is not None and (evicts or self.retention.keep != "recent" or self.transform.turns):
             raise KVPassError(
                 "Tokens with widths of their own are not evicted, thinned out or stored before rotary embedding: use a "
                 "plain window, and rope='post'."

@@ -13,8 +13,8 @@ class Transform:
 
     pre_rope: the tokens are keys as they were before the rotary embedding.
     center: less the mean of the tokens packed first (`codec.center`).
-    page_frame: keys before the rotary embedding are turned by how far they are from the middle token of their page
-        (`codec.rope`): what attention makes of a query for each of them otherwise, it makes once for a page.
+    page_frame: keys are turned back by the rotary embedding of the middle token of their page (`codec.frame`), which a
+        query is, too, once for a page. A mean is that of the keys before rotary embedding.
     predictor: less a function of what the same tokens decode to in the layer below (`codec.predictor`): "linear",
         "low-rank", "mlp", and the first two with "-4" behind them for weights of 4 bits; "" for none.
     rotation: behind that, a random-sign Hadamard rotation of the channels with this seed (`codec.hadamard`); None for
@@ -29,8 +29,8 @@ class Transform:
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.page_frame and (not self.pre_rope or self.predictor or self.rotation is not None):
-            raise KVPassError("page_frame=True is for keys before rotary embedding, neither predicted nor rotated.")
+        if self.page_frame and (self.pre_rope or self.predictor or self.rotation is not None):
+            raise KVPassError("page_frame=True is for keys behind rotary embedding, neither predicted nor rotated.")
         if self.predictor:
             parse_predictor(self.predictor)
         if self.predictor and self.center:
@@ -45,11 +45,16 @@ class Transform:
         done = {
             "before RoPE": self.pre_rope,
             "less its mean": self.center,
-            "turned within its page": self.page_frame,
+            "in the frame of its page": self.page_frame,
             f"less {self.predictor} prediction": self.predictor,
             "rotated": self.rotation is not None,
         }
         return " ".join([name, *(words for words, there in done.items() if there)])
+
+    @property
+    def turns(self) -> bool:
+        """Whether keys are not coded as rotary embedding leaves them."""
+        return self.pre_rope or self.page_frame
 
     @property
     def subtracts(self) -> bool:

@@ -166,6 +166,8 @@ def _is_positional(node: Node) -> bool:
 
 def _swapped(output: Node, source: Node) -> bool | None:
     """Whether ``source`` is ``[B, S, H, D]`` rather than ``[B, H, S, D]`` like ``output``; None if it is neither."""
+    if not isinstance(source.meta["val"], torch.Tensor):  # halves of one
+        return None
     theirs, mine = (tuple(map(str, node.meta["val"].shape)) for node in (source, output))
     if theirs == mine:
         return False

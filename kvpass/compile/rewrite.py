@@ -43,7 +43,7 @@ def rewrite(normal: NormalGraph, inputs: Sequence, attentions: list[Attention], 
     readers = {attention.key.ring: attention for attention in attentions}  # rings are a layer's own
     _tap_queries(writes, readers, refused)
     with graph.inserting_before(graph.output_node()):
-        tables = _store_before_rotation(graph, inputs, writes)
+        tables = _store_turned_back(graph, inputs, writes)
     importance = _importance(writes, readers, refused)
     for attention in attentions:
         if attention.key.padded:
@@ -59,20 +59,17 @@ def rewrite(normal: NormalGraph, inputs: Sequence, attentions: list[Attention], 
     for append in writes:
         if append.q is not None or append.importance is not None:
             append.mask = readers[append.ring].mask
-    evicting = tables is not None and "slots" in tables
-    if tables is not None and not evicting:  # the appends may turn by them what they pack
-        _store_tables(graph, tables)
+    _store_tables(graph, (one for one in tables if one["slots"] is None))  # appends may turn what they pack by them
     written = hoist(graph, writes)
-    if evicting:  # the appends say who stays
-        _store_tables(graph, tables)
-    if tables is not None:
-        written |= {tables["cos"], tables["sin"]}
+    _store_tables(graph, (one for one in tables if one["slots"] is not None))  # appends say who stays
+    written |= {one[name] for one in tables for name in ("cos", "sin")}
     return in_place(normal, skip=written)
 
 
-def _store_tables(graph: Graph, tables: dict[str, Any]) -> None:
+def _store_tables(graph: Graph, tables: Iterable[dict[str, Any]]) -> None:
     with graph.inserting_before(graph.output_node()):
-        call(graph, APPEND_ROTARY, **tables)
+        for one in tables:
+            call(graph, APPEND_ROTARY, **one)
 
 
 def _importance(writes: Iterable[Append], readers: dict[Node, Attention], refused: list[str]) -> dict[Node, Node]:
@@ -116,39 +113,46 @@ def _tap_queries(writes: Iterable[Append], readers: dict[Node, Attention], refus
             append.q.meta["val"] = attention.query.meta["val"]
 
 
-def _store_before_rotation(graph: Graph, inputs: Sequence, writes: Iterable[Append]) -> dict[str, Any] | None:
-    """Where a codec stores keys before rotary embedding: append those, and rotate what is read. Returns the arguments
-    of the op that stores the tables of the call, once; None if no layer has any."""
-    rotations, stored, tables = Rotations(graph, inputs), None, None
+def _store_turned_back(graph: Graph, inputs: Sequence, writes: Iterable[Append]) -> list[dict[str, Any]]:
+    """Where a codec stores keys before rotary embedding, append those, and rotate what is read; where it stores them in
+    the frames of their pages, say how they are turned. Returns the arguments of the ops that store the tables of the
+    call, one for all layers that share them."""
+    rotations = Rotations(graph, inputs)
+    stored: dict[Node, tuple[Rotation, dict[str, Any]]] = {}
     for append in writes:
-        if not append.codec.transform.pre_rope:
+        if not append.codec.transform.turns:
             continue
         rotation = rotations.find(append.x)
         if rotation is None:
             continue  # a layer without positions
         decoded = [node for node in append.ring.users if node.target is DECODE]
-        reads = [user for node in decoded for user in node.users if user.target is ROTATE]
-        framed = append.codec.transform.page_frame
-        for node in [*reads, *decoded] if framed else reads:
+        if append.codec.transform.page_frame:
+            reads, append.rope = decoded, rotation.rope
+        else:
+            reads = [user for node in decoded for user in node.users if user.target is ROTATE]
+            _take_before_rotation(append, rotation, rotations)
+        for node in reads:
             change(node, rope=rotation.rope)
-        append.rope = rotation.rope if framed else ""
-        append.x = rotation.before
-        if append.q is not None:
-            of_query = rotations.find(append.q)
-            _check_turned_alike(of_query, rotation)
-            append.q = of_query.before
-        if stored is None:
-            stored = rotation
-            tables = {name: argument(reads[0], name) for name in ("cos", "sin")} | {"length": append.length}
-            tables["cos_new"], tables["sin_new"] = insert_tables(graph, rotation)
-            if append.slots is not None:
-                tables |= {"slots": append.slots, "spec": append.spec}
-        elif not turns_alike(stored, rotation):
+        cos = argument(reads[0], "cos")
+        if cos not in stored:
+            of_call = dict(zip(("cos_new", "sin_new"), insert_tables(graph, rotation), strict=True))
+            tables = dict(cos=cos, sin=argument(reads[0], "sin"), length=append.length, slots=append.slots, **of_call)
+            stored[cos] = rotation, tables | {"spec": append.spec}
+        elif not turns_alike(stored[cos][0], rotation):
             raise KVPassError(
                 "Layers rotate their keys by different tables, and keys stored before rotary embedding share one: use "
                 "the scheme with rope='post'."
             )
-    return tables
+    return [tables for _, tables in stored.values()]
+
+
+def _take_before_rotation(append: Append, rotation: Rotation, rotations: Rotations) -> None:
+    """Append keys, and look at queries, as they are before ``rotation``."""
+    append.x = rotation.before
+    if append.q is not None:
+        of_query = rotations.find(append.q)
+        _check_turned_alike(of_query, rotation)
+        append.q = of_query.before
 
 
 def _check_turned_alike(query: Rotation | None, key: Rotation) -> None:
@@ -199,8 +203,9 @@ def _replace(graph: Graph, attention: Attention, importance: Node | None, starts
     given = dict(mask=attention.mask, causal=attention.causal, scale=attention.scale, softcap=attention.softcap)
     given |= {name: [side.past] if decoded else side.read("state") for name, side in (("key", key), ("value", value))}
     given |= dict(length=key.read("length"), k_spec=key.read("spec"), v_spec=value.read("spec"))
-    if key.rotation is not None:
-        given |= {name: argument(key.rotation, name) for name in ("cos", "sin", "rope")}
+    turned = key.past if codec.transform.page_frame and not decoded else key.rotation
+    if turned is not None:
+        given |= {name: argument(turned, name) for name in ("cos", "sin", "rope")}
     if importance is not None:
         if codec.retention.evicts:
             _refuse_bias(attention)
@@ -287,7 +292,7 @@ def _before_rotation(
 ) -> tuple[list[Node], str]:
     """Queries, keys, tables and kind of the rotary embedding as `kvpass.runtime.simulated.simulate` takes them, if
     ``spec`` stores keys before it and they have one."""
-    rotation = rotations.find(attention.key.present) if spec.transform.pre_rope else None
+    rotation = rotations.find(attention.key.present) if spec.transform.turns else None
     if rotation is None:
         return [], ""
     query = rotations.find(attention.query)  # for the schemes that need it: a graph serves them all

@@ -66,7 +66,7 @@ class Runtime:
         }
         self.cross, layers = self._plan_cross(layers)
         self.needs_queries = any(plan.needs_queries for plan, _ in self.plans.values())
-        self.needs_rotation = any(plan.key.transform.pre_rope for plan, _ in self.plans.values())
+        self.needs_rotation = any(plan.key.transform.turns for plan, _ in self.plans.values())
         self.looks_at_previous = any(plan.looks_at_previous for plan, _ in self.plans.values())
         self.needs_importance = any(plan.needs_importance for plan, _ in self.plans.values())
         self.captures = self.needs_queries or self.needs_rotation or self.needs_importance  # also with "eager"

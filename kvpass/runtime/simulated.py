@@ -43,14 +43,14 @@ def simulate(
 
     The first ``prompt`` tokens came at once, the others one by one. ``mask``, where there is one, is causal itself.
     before: queries and keys before their rotary embedding, and its tables cos and sin ``[B, T, p]`` for ``rope``
-    (`codec.rope`), if that is how keys are stored.
+    (`codec.rope`), if keys are not stored as they are behind it.
     """
     specs, tokens, repeats = (parse(k_spec), parse(v_spec)), k.shape[2], q.shape[1] // k.shape[1]
     q_before, k_before, *tables = before or [q, k]
-    rotary = (tables[0], tables[1], rope) if tables else None
-    keys = _stored(k_before, specs[0], q_before, prompt, rotary)
+    rotary, framed = (tables[0], tables[1], rope) if tables else None, specs[0].transform.page_frame
+    keys = _stored(*((k, specs[0], q) if framed else (k_before, specs[0], q_before)), prompt, rotary)
     k_stored, v_stored = keys.decode(tokens), _stored(v, specs[1], q, prompt, same_layer_keys=keys).decode(tokens)
-    if rotary is not None:
+    if rotary is not None and not framed:
         k_stored = rotate(k_stored, *rotary)
     dtype = torch.promote_types(q.dtype, torch.float32)
     k, v, k_stored, v_stored = (x.repeat_interleave(repeats, 1).to(dtype) for x in (k, v, k_stored, v_stored))
@@ -100,7 +100,7 @@ def _stored(
 ) -> KVState:
     """A state that has stored all of ``x``.
 
-    rotary: tables and kind of the rotary embedding of keys that are stored before it.
+    rotary: tables and kind of the rotary embedding of keys that are turned back by it.
     same_layer_keys: the state of the keys, for values.
     """
     batch, heads, tokens, head_dim = x.shape
@@ -112,8 +112,8 @@ def _stored(
     rope = ""
     if spec.quantizer.follows_keys:
         state.same_layer_keys = same_layer_keys
-    if rotary is not None:
-        state.rotary = RotaryState.of(*rotary[:2])
+    if rotary is not None and spec.transform.page_frame:
+        state.rotary = RotaryState.of(spec, *(table.expand(batch, -1, -1) for table in rotary[:2]))
         rope = rotary[2]
     state.append(x[:, :, :first], 0, q[:, :, : prompt or tokens] if spec.quantizer.needs_queries else None, rope=rope)
     if first < tokens:

@@ -77,4 +77,4 @@ class StorageConfig(SchemeConfig):
 
     def key_transform(self, **fields: Any) -> Transform:
         """What is done to keys before they are quantized; ``fields`` are those of a `Transform`, besides ``rope``."""
-        return Transform(pre_rope=self.rope == "pre", **fields)
+        return Transform(pre_rope=self.rope == "pre" and not fields.get("page_frame"), **fields)

@@ -20,8 +20,8 @@ from .storage import StorageConfig
 
 
 @register_scheme(
-    waterfill_2=dict(key_fields=(8, 4), value_fields=(5, 4), rich_key_fields=(16, 4), rich_value_fields=(13, 4)),
-    waterfill_3=dict(key_fields=(17, 4), value_fields=(12, 4), rich_key_fields=(25, 4), rich_value_fields=(20, 4)),
+    waterfill_2=dict(key_fields=(8, 4), value_fields=(6, 4), rich_key_fields=(16, 4), rich_value_fields=(15, 4)),
+    waterfill_3=dict(key_fields=(17, 4), value_fields=(14, 4), rich_key_fields=(25, 4), rich_value_fields=(22, 4)),
 )
 @dataclass(frozen=True, kw_only=True)
 class WaterfillConfig(StorageConfig):
@@ -44,10 +44,10 @@ class WaterfillConfig(StorageConfig):
     sinks: int = 4
     recent: int = 96
     rope: Literal["post", "pre"] = "pre"
-    key_fields: tuple[int, int] = (11, 4)
-    value_fields: tuple[int, int] = (7, 4)
-    rich_key_fields: tuple[int, int] = (19, 4)
-    rich_value_fields: tuple[int, int] = (15, 4)
+    key_fields: tuple[int, int] = (10, 4)
+    value_fields: tuple[int, int] = (9, 4)
+    rich_key_fields: tuple[int, int] = (18, 4)
+    rich_value_fields: tuple[int, int] = (18, 4)
     block_size: int = 32
     weighted: bool = True
     center: bool = True
@@ -65,11 +65,11 @@ class WaterfillConfig(StorageConfig):
             allocation = Allocation(*fields, gcd(self.block_size, head_dim), weighted, *rich, follows)
             return Quantizer(8, "token", head_dim, allocation=allocation, codec="allocated")
 
-        page_frame = self.rope == "pre" and self.retention is None  # a page of which is no neighbours otherwise
+        framed = self.rope == "pre" and self.retention is None  # a page of which is no neighbours otherwise
         keys = quantizer(self.key_fields, self.weighted, self.rich_key_fields, False)
         values = quantizer(self.value_fields, False, self.rich_value_fields, any(self.rich_value_fields))
         return LayerPlan(
-            CodecSpec(keys, self.key_retention(), self.key_transform(center=self.center, page_frame=page_frame)),
+            CodecSpec(keys, self.key_retention(), self.key_transform(center=self.center, page_frame=framed)),
             CodecSpec(values, self.value_retention()),
         )
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpass.codec.allocation import allocation_of, gains, weights
+from kvpass.codec.frame import Frames
 from kvpass.codec.kept import page_shapes
 from kvpass.codec.rope import parse_rope
 from kvpass.codec.spec import parse
@@ -20,8 +21,8 @@ from .build import build, source
 
 _library = torch.library.Library("kvpass_cpu", "DEF")
 _library.define(
-    "allocated_scores(Tensor q, Tensor pages, Tensor basis, Tensor places, Tensor table, Tensor? cos, Tensor? sin, "
-    "SymInt count, SymInt room, str spec, str rope) -> Tensor"
+    "allocated_scores(Tensor q, Tensor pages, Tensor basis, Tensor places, Tensor table, Tensor? mean, Tensor? cos, "
+    "Tensor? sin, SymInt count, SymInt room, str spec, str rope) -> Tensor"
 )
 _library.define(
     "allocated_values(Tensor weights, Tensor pages, Tensor basis, Tensor places, Tensor table, SymInt count, "
@@ -31,7 +32,7 @@ _library.define(
 _FLOATS, _INTS, _BYTES, _NUMBER = "const float*", "const int32_t*", "const uint8_t*", "int64_t"
 _FITTED = [_BYTES, _FLOATS, _INTS, _FLOATS]  # pages, basis, places, table
 _TYPES = {
-    "allocated_scores": [*3 * [_FLOATS], *_FITTED, "float*", *7 * [_NUMBER]],
+    "allocated_scores": [*4 * [_FLOATS], *_FITTED, "float*", *8 * [_NUMBER]],
     "allocated_values": [_FLOATS, *_FITTED, "float*", *4 * [_NUMBER]],
 }
 
@@ -56,13 +57,13 @@ def _kernel(name: str, spec: str, head_dim: int, queries: int) -> Callable[..., 
     return build(source(defines, "allocated.h", f"{name}.cpp"), _TYPES[name])
 
 
-def _scores(q, pages, basis, places, table, cos, sin, count: int, room: int, spec: str, rope: str) -> Tensor:
+def _scores(q, pages, basis, places, table, mean, cos, sin, count: int, room: int, spec: str, rope: str) -> Tensor:
     (batch, heads), (pairs, interleaved) = pages.shape[:2], parse_rope(rope) if rope else (0, False)
-    out = _fake_scores(q, pages, basis, places, table, cos, sin, count, room, spec, rope)
+    out = _fake_scores(q, pages, basis, places, table, mean, cos, sin, count, room, spec, rope)
     tables = (cos, sin) if pairs else (q, q)
     _kernel("allocated_scores", spec, q.shape[2], q.shape[1])(
-        q, *tables, pages, basis, places, table, out, batch, heads, count, room, pairs, int(interleaved),
-        torch.get_num_threads(),
+        q, *tables, q if mean is None else mean, pages, basis, places, table, out, batch, heads, count, room, pairs,
+        int(interleaved), int(mean is not None), torch.get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -75,7 +76,7 @@ def _values(weights, pages, basis, places, table, count: int, room: int, spec: s
     return out
 
 
-def _fake_scores(q, pages, basis, places, table, cos, sin, count, room, spec: str, rope: str) -> Tensor:
+def _fake_scores(q, pages, basis, places, table, mean, cos, sin, count, room, spec: str, rope: str) -> Tensor:
     return q.new_empty((*q.shape[:2], count * parse(spec).page_size))
 
 
@@ -89,15 +90,20 @@ torch.library.register_fake("kvpass_cpu::allocated_scores", _fake_scores, lib=_l
 torch.library.register_fake("kvpass_cpu::allocated_values", _fake_values, lib=_library)
 
 
-def page_scores(q: Tensor, tables: tuple[Tensor, Tensor] | None, rope: str, *pages_and_spec) -> Tensor:
+def page_scores(q: Tensor, frames: Frames | None, mean: Tensor | None, *pages_and_spec) -> Tensor:
     """``q`` ``[BH, R, D]`` with the keys in pages: ``[BH, R, N * P]``, in the order of tokens.
 
-    tables: the rotary tables ``[B, N, p]`` of the middles of pages, if keys are in the frame of those.
-    pages_and_spec: see `_arguments`.
+    frames: of the pages, if they have any. mean: what was subtracted from each token of a page there, ``[B, H, P or 1,
+    D]`` float32. pages_and_spec: see `_arguments`.
     """
     *fitted, count, room, spec = _arguments(*pages_and_spec)
-    cos, sin = (None, None) if tables is None else (table.float().contiguous() for table in tables)
-    return torch.ops.kvpass_cpu.allocated_scores(q.contiguous(), *fitted, cos, sin, count, room, spec, rope)
+    size, (cos, sin), rope, q = parse(spec).page_size, (None, None), "", q.contiguous()
+    if frames is not None:
+        rope, pairs = frames.rope, parse_rope(frames.rope)[0]
+        cos, sin = (table[:, size : size + count, :pairs].float().contiguous() for table in frames[:2])
+    if mean is not None:  # as the products with it want it: channels of all tokens
+        mean = mean.expand(-1, -1, size, -1).flatten(0, 1).mT.contiguous()
+    return torch.ops.kvpass_cpu.allocated_scores(q, *fitted, mean, cos, sin, count, room, spec, rope)
 
 
 def page_values(weights: Tensor, *pages_and_spec) -> Tensor:

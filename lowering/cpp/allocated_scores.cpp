@@ -27,7 +27,7 @@ inline void four_scores(const uint8_t* page, int row, const float* of_fields, fl
     }
 }
 
-// Scores of queries that are apart in out, for the tokens of a rank.
+// Adds the scores of queries that are apart in out, for the tokens of a rank.
 template <int RANK, int COUNT>
 inline void rank_scores(
     const uint8_t* page, const float* of_fields, const float* gain, const int32_t* order, int64_t apart, float* out
@@ -51,7 +51,7 @@ inline void rank_scores(
             const float unit = 1.0f / (1 << 2 * plane), times = gain[page[own.gains_byte() + t]];
             float* mine = out + order[first_token(RANK) + t];
             UNROLLED for (int r = 0; r < COUNT; r++)
-                mine[r * apart] = (found[plane * COUNT + r] * unit - offset[r]) * times;
+                mine[r * apart] += (found[plane * COUNT + r] * unit - offset[r]) * times;
         }
     }
 }
@@ -108,6 +108,18 @@ struct Head {
     }
 };
 
+// Scores of ROWS queries with the mean of the keys at each token of a page, whose channels are [HEAD, PAGE].
+inline void mean_scores(const float* q, const float* mean, float* found) {
+    constexpr int VECTORS = (PAGE + LANES - 1) / LANES;
+    Floats total[ROWS][VECTORS] = {};
+    for (int d = 0; d < HEAD; d++)
+        UNROLLED for (int v = 0; v < VECTORS; v++) {
+            const Floats channel = load<Floats>(mean + d * PAGE + v * LANES);
+            UNROLLED for (int r = 0; r < ROWS; r++) total[r][v] += q[r * HEAD + d] * channel;
+        }
+    for (int r = 0; r < ROWS; r++) std::memcpy(found + r * PAGE, total[r], PAGE * sizeof(float));
+}
+
 // A query as it is seen from where the tables are of. Channels of pair i are i * STRIDE and apart.
 template <int STRIDE>
 inline void turn_back(const float* q, const float* cos, const float* sin, int pairs, int apart, float* out) {
@@ -121,12 +133,13 @@ inline void turn_back(const float* q, const float* cos, const float* sin, int pa
 
 }  // namespace
 
-// q: [BH, R, D]. cos, sin: [B, N, pairs], of the middles of pages; without pairs, keys are as q is. basis: [BH, D, b].
+// q: [BH, R, D]. cos, sin: [B, N, pairs], of the middles of pages; without pairs, keys are as q is. mean: [BH, D, PAGE],
+// of what was subtracted from tokens of a page, if they are centered. basis: [BH, D, b].
 // places: [BH, NUM_FIELDS]. pages: [BH, room, PAGE_BYTES], count of which are read. out: [BH, R, count * PAGE].
 extern "C" void kernel(
-    const float* q, const float* cos, const float* sin, const uint8_t* pages, const float* basis, const int32_t* places,
-    const float* table, float* out, int64_t batch, int64_t heads, int64_t count, int64_t room, int64_t pairs,
-    int64_t interleaved, int64_t threads
+    const float* q, const float* cos, const float* sin, const float* mean, const uint8_t* pages, const float* basis,
+    const int32_t* places, const float* table, float* out, int64_t batch, int64_t heads, int64_t count, int64_t room,
+    int64_t pairs, int64_t interleaved, int64_t centered, int64_t threads
 ) {
     const int64_t parts = parts_of(count, threads);
 #pragma omp parallel for collapse(2) num_threads(threads) if (threads > 1)
@@ -134,6 +147,8 @@ extern "C" void kernel(
         for (int64_t part = 0; part < parts; part++) {
             const Head head(basis + h * HEAD * BLOCK, places + h * NUM_FIELDS, table + GAINS);
             float turned[PAGES * QUERIES * HEAD], steps[PAGES * QUERIES * HEAD];
+            float of_mean[PAGES * QUERIES * PAGE] = {}, own_mean[HEAD * PAGE + LANES];
+            if (centered) std::memcpy(own_mean, mean + h * HEAD * PAGE, HEAD * PAGE * sizeof(float));
             alignas(64) float of_fields[QUERIES * FIELDS];
             int32_t order[PAGE] = {};
             const int64_t begin = part * count / parts, end = (part + 1) * count / parts;
@@ -146,11 +161,18 @@ extern "C" void kernel(
                         const float* mine = q + (h * QUERIES + i % QUERIES) * HEAD;
                         turn(mine, cos + row, sin + row, pairs, interleaved ? 1 : pairs, turned + i * HEAD);
                     }
-                    for (int i = 0; i < PAGES * QUERIES; i += ROWS) head.steps(turned + i * HEAD, steps + i * HEAD);
+                    for (int i = 0; i < PAGES * QUERIES; i += ROWS) {
+                        head.steps(turned + i * HEAD, steps + i * HEAD);
+                        if (centered) mean_scores(turned + i * HEAD, own_mean, of_mean + i * PAGE);
+                    }
                 }
                 if (pairs || n == begin)
                     for (int r = 0; r < QUERIES; r++)
                         head.of_fields(steps + (ahead * QUERIES + r) * HEAD, of_fields + r * FIELDS);
+                for (int r = 0; r < QUERIES; r++) {
+                    const float* mine = of_mean + ((pairs ? ahead : 0) * QUERIES + r) * PAGE;
+                    std::memcpy(out + ((h * QUERIES + r) * count + n) * PAGE, mine, PAGE * sizeof(float));
+                }
                 const Page page(pages + h * room * PAGE_BYTES, n, room);
                 find_order(page.bytes, order);
                 each_queries([&](auto several, int r) {

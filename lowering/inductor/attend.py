@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpass.codec.affine import params_dtype
+from kvpass.codec.frame import Frames, mean_in_page
 from kvpass.codec.hadamard import basis
 from kvpass.codec.kept import calibrated_shapes, of_pages, page_shapes
 from kvpass.codec.rope import parse_rope, rotate_pairs, split_pairs
@@ -125,10 +126,13 @@ def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rop
         scores = torch.tanh(scores / softcap) * softcap if softcap else scores
         return torch.where(counts, scores, -torch.inf)
 
+    framed = k_spec.transform.page_frame
+    frames = Frames(given["cos"], given["sin"], rope) if framed and rope else None
+    if framed:  # what is exact is as it was rotated
+        rope = ""
     if given["k_fields"] is not None:
-        on_pages = allocated.page_scores(q, tables(in_page[size // 2 :: size]), rope, *_allocated(given, "k", k_spec))
-        if center is not None:
-            on_pages = on_pages + mean_scores(q, center, tables(in_page), rope)
+        mean = None if center is None else mean_in_page(center, frames, size)
+        on_pages = allocated.page_scores(q, frames, mean, *_allocated(given, "k", k_spec))
     else:
         pages = opened(k_pools, k_spec, given["k_points"], shape[-1])
         turns = Turns(given["cos"], given["sin"], rope, in_page.view(count, size)) if rope else None
@@ -361,9 +365,8 @@ def _refuses_attend(dispatch: DispatchKey) -> str | None:
     if (key.page_size, key.sinks, key.keep) != (value.page_size, value.sinks, value.keep):
         return "keys and values must share page size, sinks and the choice of exact tokens."
     if of_keys.pre_rope and specs[0].quantizer.allocation is not None:
-        if not of_keys.page_frame:
-            return "a basis of keys before rotary embedding, token by token, is no query's: they have to be decoded."
-    elif of_keys.page_frame:
+        return "a basis of keys before rotary embedding, token by token, is no query's: they have to be decoded."
+    if of_keys.page_frame and specs[0].quantizer.allocation is None:
         return "keys in the frame of their page, all channels of one width, have to be decoded."
     if of_keys.pre_rope and of_keys.rotation is not None:
         return "keys rotated by a Hadamard matrix before rotary embedding have to be decoded."
@@ -380,7 +383,7 @@ def _run(
     batch, heads, _, head_dim = k_new.shape
     device, present, sides = q.device, k_new.shape[2] > 0, (("k", key, k_spec), ("v", value, v_spec))
     retention = k_spec.retention
-    cos, sin, rope = rotary or (None, None, "")
+    cos, sin, rope = rotary or key.frames or (None, None, "")
     if not present:  # a token that does not count
         k_new = v_new = k_new.new_zeros(batch, heads, 1, head_dim)
     given = dict(

@@ -32,7 +32,7 @@ def expect(attended: Attended, key: CodecSpec, value: CodecSpec, batch: int, mas
     dispatch = DispatchKey("attend", device.type, (str(key), str(value)), 1, head_dim)
     if select(dispatch).name != "inductor":
         return
-    rope = rope_of(head_dim // 2, interleaved=False) if key.transform.pre_rope else ""  # not known yet, but common
+    rope = rope_of(head_dim // 2, interleaved=False) if key.transform.turns else ""  # not known yet, but common
     heads = attended.num_attention_heads, attended.num_key_value_heads
     common = Common(
         batch > 1, *heads, head_dim, attended.dtype, device, None, rope, head_dim // 2 if rope else 0, None, True

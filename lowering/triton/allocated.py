@@ -44,7 +44,7 @@ def refuses_fields(specs: list[CodecSpec]) -> str | None:
     if (of_values.ranked, of_values.follows) != (of_keys.ranked, of_keys.ranked):
         return "values must have the ranks of their keys."
     transform = specs[0].transform
-    if transform.pre_rope and not transform.page_frame:
+    if transform.pre_rope:
         return "a basis of keys before rotary embedding, token by token, is no query's: they have to be decoded."
     return None
 
@@ -146,7 +146,7 @@ class _Fitted:
 
 
 def attend_allocated(
-    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None, length=None
+    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, sinks=None, length=None
 ) -> Tensor:
     """`kvpass::attend` of ``q`` ``[B, H_q, S, D]`` over fields, without a statistic."""
     q, k_new, (batch, heads, queries, head_dim), groups = q.contiguous(), k_new.contiguous(), q.shape, k_new.shape[1]
@@ -165,7 +165,7 @@ def attend_allocated(
         config, pages = _config(rows, K.tokens, q.element_size())
         operand = _OPERANDS[multiplied]
         N, precision = _number((K, V), operand), "ieee" if q.dtype == torch.float32 else "tf32"
-        cos, sin, rope = rotary or (None, None, "")
+        cos, sin, rope = key.frames or (None, None, "")
         tables, of_mask = (0, 0), (0, 0, 0)
         if rope:
             cos, sin = (table.contiguous().expand(batch, -1, -1) for table in (cos, sin))
@@ -207,8 +207,8 @@ def attend_allocated(
         )  # fmt: skip
         attend_fields[batch * groups, splits + 1, tiles](
             q, keys.pages, key.ring, values.pages, value.ring, k_new, v_new.contiguous(), fields, sums, tokens,
-            k_gains, v_gains, mean, cos, sin, mask, summed, partial, lse, length, queries, scale, keys.capacity,
-            values.capacity, mean_row, *tables, *of_mask, pages, config.exact, rules, K, V, R, W, N, bool(rope),
+            k_gains, v_gains, mean, mask, summed, partial, lse, length, queries, scale, keys.capacity, values.capacity,
+            mean_row, *of_mask, pages, config.exact, rules, K, V, _exact_layout(k_spec, head_dim), W, N, bool(rope),
             config.stages,
             num_warps=config.warps, maxnreg=config.registers, enable_fp_fusion=True,
         )  # fmt: skip

@@ -26,7 +26,6 @@ from .read_fields import (
 from .scores import (
     LOG2E,
     Call,
-    Rope,
     exact_keys,
     exact_tokens,
     mask_lines,
@@ -212,7 +211,7 @@ def _packed_split(
 
 @triton.jit
 def _exact_split(
-    pages, k_ring, v_ring, k_new, v_new, q, worth, call, rope, asked, begin, end, out, lse,
+    pages, k_ring, v_ring, k_new, v_new, q, worth, call, asked, begin, end, out, lse,
     PAGES: tl.constexpr, EXACT: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr,
     R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
@@ -237,7 +236,7 @@ def _exact_split(
     packed, stop = end * K.page, call.n + call.queries
     for first in tl.range(0, stop - packed, EXACT, num_stages=1):
         tokens = exact_tokens(first, packed, EXACT, R)
-        k = exact_keys(k_ring, k_new, tokens, call.n, stop, rope, parts, R)
+        k = exact_keys(k_ring, k_new, tokens, call.n, stop, None, parts, R)
         seen = seen_by(asked.query, tokens, call, Q) & once[:, None]
         s = scores(q, k, None, call.scale, asked.mask, tokens, seen, Q)
         peak, base, factor = _moved(peak, tl.max(s, 1))
@@ -254,15 +253,10 @@ def _exact_split(
     tl.store(at_channel, found, mask=there[:, None] & real[None, :])
 
 
-@triton.jit(
-    do_not_specialize=[
-        "queries", "table_batch", "table_row", "mask_batch", "mask_head", "mask_query",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["queries", "mask_batch", "mask_head", "mask_query"])
 def attend_fields(
-    q, k_pages, k_ring, v_pages, v_ring, k_new, v_new, fields, sums, tokens, k_gains, v_gains, mean, cos, sin, mask,
-    out, partial, lse, length, queries, scale, k_capacity, v_capacity, mean_row, table_batch, table_row, mask_batch,
-    mask_head, mask_query,
+    q, k_pages, k_ring, v_pages, v_ring, k_new, v_new, fields, sums, tokens, k_gains, v_gains, mean, mask, out, partial,
+    lse, length, queries, scale, k_capacity, v_capacity, mean_row, mask_batch, mask_head, mask_query,
     PAGES: tl.constexpr, EXACT: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
     W: tl.constexpr, N: tl.constexpr, FRAMED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -296,9 +290,8 @@ def attend_fields(
     else:
         k_ring, v_ring = k_ring + group * (R.sinks + R.window) * R.dim, v_ring + group * (W.sinks + W.window) * W.dim
         k_new, v_new = k_new + group * queries * R.dim, v_new + group * queries * R.dim
-        rope = Rope(cos, sin, group // Q.groups * table_batch, table_row, None, 0)
         _exact_split(
-            k_pages, k_ring, v_ring, k_new, v_new, q, worth, call, rope, asked, v_stop, k_stop,
+            k_pages, k_ring, v_ring, k_new, v_new, q, worth, call, asked, v_stop, k_stop,
             partial + (group + 1) * splits * rows * R.dim, lse + (group + 1) * splits * rows, PAGES, EXACT, Q, K, V, N,
             R, W,
         )  # fmt: skip

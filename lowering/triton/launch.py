@@ -259,7 +259,7 @@ def attend(
             raise KVPassError("The Triton kernels do not say what tokens with widths by channel are paid.")
         if starts is not None:
             mask, causal = seen_from(starts, q.shape[2], n + q.shape[2]), False
-        how = causal, scale, softcap, k_spec, v_spec, rotary, sinks, length
+        how = causal, scale, softcap, k_spec, v_spec, sinks, length
         return [attend_allocated(q, key, value, n, k_new, v_new, mask, *how)]
     past = (
         ((*pools[:3], pack.ring), tuple(pools[3:]))

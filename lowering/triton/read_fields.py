@@ -271,15 +271,19 @@ def _parts_of_mean(center, parts):
 
 
 @triton.jit
-def _turned_back(q, rope, page, asked, parts, R: tl.constexpr, L: tl.constexpr):
-    """Parts of queries as the middle token of their page sees them."""
+def _tables(rope, row, there, parts, R: tl.constexpr):
+    """Rows of the rotary tables."""
     channel, real = parts[0]
     pair = channel // 2 if R.interleaved else channel
-    token = L.sinks + page * L.page + L.page // 2
-    at = rope.sample + token[:, None] * rope.row + pair[None, :]
-    known = asked[:, None] & real[None, :]
-    cos = tl.load(rope.cos + at, mask=known, other=0).to(tl.float32)
-    sin = tl.load(rope.sin + at, mask=known, other=0).to(tl.float32)
+    at, known = rope.sample + row[:, None] * rope.row + pair[None, :], there[:, None] & real[None, :]
+    cos, sin = tl.load(rope.cos + at, mask=known, other=0), tl.load(rope.sin + at, mask=known, other=0)
+    return cos.to(tl.float32), sin.to(tl.float32)
+
+
+@triton.jit
+def _turned_back(q, rope, page, asked, parts, R: tl.constexpr, L: tl.constexpr):
+    """Parts of queries as the middle token of their page sees them."""
+    cos, sin = _tables(rope, L.page + page, asked, parts, R)
     return (q[0] * cos + q[1] * sin, q[1] * cos - q[0] * sin) + q[2:]  # noqa: RUF005
 
 
@@ -353,6 +357,18 @@ def _write_gains(pages, gains, page, position, stop, L: tl.constexpr, N: tl.cons
 
 
 @triton.jit
+def _neighbours(rope, page, token, there, parts, R: tl.constexpr, L: tl.constexpr):
+    """How the mean of the keys is turned at a token of a page (`kvpass.codec.frame`): as its neighbour is turned
+    against the middle, behind that."""
+    cos, sin = _tables(rope, L.page + page, there, parts, R)
+    c, s = _tables(rope, token, there, parts, R)
+    c0, s0 = _tables(rope, token * 0 + L.page // 2, there, parts, R)
+    norm = tl.maximum(c0 * c0 + s0 * s0, 1e-30)
+    along, across = (c * c0 + s * s0) / norm, (s * c0 - c * s0) / norm
+    return cos * along - sin * across, sin * along + cos * across
+
+
+@triton.jit
 def _mean_scores(q, center, cos, sin, asked, scale, parts, PRECISION: tl.constexpr):
     """Query rows, from where ``q`` points for each, with the mean of the keys as tables turn it, as powers of two."""
     queries, means = _scaled_parts(q, asked, scale, parts), _parts_of_mean(center, parts)
@@ -387,12 +403,8 @@ def order_tokens(
     page, token = first + index // K.page, index % K.page
     there, number, parts = page < stop, K.sinks + page * K.page + token, parts_of(R)
     if center is not None:
-        channel, real = parts[0]
-        pair = channel // 2 if R.interleaved else channel
-        at = sample * table_batch + number[:, None] * table_row + pair[None, :]
-        known = there[:, None] & real[None, :]
-        c = tl.load(cos + at, mask=known, other=0).to(tl.float32)
-        s = tl.load(sin + at, mask=known, other=0).to(tl.float32)
+        rope = Rope(cos, sin, sample * table_batch, table_row, None, 0)
+        c, s = _neighbours(rope, page, token, there, parts, R, K)
     for group in range(sample * GROUPS + head, sample * GROUPS + tl.minimum(head + HEADS, GROUPS)):
         keys, values = k_pages + group * k_capacity * K.size, v_pages + group * v_capacity * V.size
         place = page * K.page + _slots(keys, page, token, there, PAGES, K)

@@ -1,0 +1,134 @@
+"""Keys in the frames of their pages: turned back by the rotary embedding of the middle token of theirs.
+
+Neighbours in a page stay turned against each other, as their distance says, and pages are alike wherever they are. A
+query is turned once for a page, and what its middle was turned by is all that has to be known of a page's positions.
+
+A mean that is subtracted in frames is turned as in a page whose tokens are at neighbouring positions. One whose tokens
+are not is less well centred, and read right all the same.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .rope import parse_rope, rotate
+
+
+class Frames(NamedTuple):
+    """Rotary tables ``[B, P + N, p]``, for pages of P tokens: those of P neighbours, and of the middles of N pages.
+
+    rope: the text of the rotation (`codec.rope`).
+    """
+
+    cos: Tensor
+    sin: Tensor
+    rope: str
+
+
+def middle(size: int) -> int:
+    """Which token of a page its frame is that of."""
+    return size // 2
+
+
+def rows(tokens: int, size: int) -> int:
+    """Rows that tables of ``tokens`` tokens, packed or not, have; the last may be of a page that has not begun."""
+    return size + tokens // size + 2
+
+
+def _inverse(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """What undoes a rotation, and whatever its tables are scaled by."""
+    norm = cos.square() + sin.square()
+    return cos / norm, -sin / norm
+
+
+def turned_back(x: Tensor, cos: Tensor, sin: Tensor, rope: str) -> Tensor:
+    """`codec.rope.rotate`, undone: float32."""
+    pairs, _ = parse_rope(rope)
+    return rotate(x.float(), *_inverse(cos[..., :pairs].float(), sin[..., :pairs].float()), rope)
+
+
+def _of_tokens(frames: Frames, first: int, tokens: int, size: int) -> tuple[Tensor, Tensor]:
+    """The tables of the frames of ``tokens`` tokens in pages from ``first`` on."""
+    start, count = size + first, tokens // size
+    cos, sin = (table[:, start : start + count].repeat_interleave(size, 1) for table in frames[:2])
+    return cos, sin
+
+
+def into_frames(x: Tensor, frames: Frames | None, first: int, size: int) -> Tensor:
+    """Keys ``[B, H, N * P, D]``, rotated, as pages from ``first`` on take them; in their dtype."""
+    if frames is None:
+        return x
+    return turned_back(x, *_of_tokens(frames, first, x.shape[2], size), frames.rope).to(x.dtype)
+
+
+def out_of_frames(x: Tensor, frames: Frames | None, first: int, size: int) -> Tensor:
+    """Inverse of `into_frames`."""
+    if frames is None:
+        return x
+    return rotate(x, *_of_tokens(frames, first, x.shape[2], size), frames.rope)
+
+
+def neighbours(frames: Frames, size: int) -> tuple[Tensor, Tensor]:
+    """How tokens of a page are turned against its middle: tables ``[B, P, p]`` float32."""
+    cos, sin = (table[:, :size, : parse_rope(frames.rope)[0]].float() for table in frames[:2])
+    at = middle(size)
+    c, s = _inverse(cos[:, at : at + 1], sin[:, at : at + 1])
+    return cos * c - sin * s, sin * c + cos * s
+
+
+def mean_in_page(mean: Tensor, frames: Frames | None, size: int) -> Tensor:
+    """A mean of keys before rotary embedding, ``[B, H, 1, D]``, as it is at each token of a page: ``[B, H, P, D]``
+    float32; ``[B, H, 1, D]`` without frames."""
+    if frames is None:
+        return mean.float()
+    return rotate(mean.float().expand(-1, -1, size, -1), *neighbours(frames, size), frames.rope)
+
+
+def mean_of_tokens(mean: Tensor, frames: Frames | None, size: int, tokens: int) -> Tensor:
+    """`mean_in_page` of as many tokens of whole pages: ``[B, H, tokens, D]``."""
+    each = mean_in_page(mean, frames, size)
+    return each.repeat(1, 1, tokens // each.shape[2], 1)
+
+
+def before_rotation(x: Tensor, frames: Frames | None, size: int) -> Tensor:
+    """Tokens ``[B, H, N * P, D]`` in the frames of their pages, as they would be without any turn."""
+    if frames is None:
+        return x
+    cos, sin = (table.repeat(1, x.shape[2] // size, 1) for table in neighbours(frames, size))
+    return rotate(x.float(), cos, -sin, frames.rope)
+
+
+def seen_from(q: Tensor, frames: Frames, page: Tensor, size: int) -> Tensor:
+    """Queries ``[B, H, S, D]``, rotated, each as a key in the frame of its page, of ``page`` ``[S]``, sees it."""
+    at = size + page.to(frames.cos.device)
+    cos, sin = (table.index_select(1, at) for table in frames[:2])
+    return turned_back(q, cos, sin, frames.rope)
+
+
+def store_frames(
+    tables: Sequence[Tensor], given: Sequence[Tensor], length: Tensor, n: int, sinks: int, size: int
+) -> None:
+    """Take from the rotary tables ``given``, ``[B or 1, S, p]``, of tokens ``[n, n + S)`` what frames need of them.
+
+    Neighbours are the last tokens of the first call, or if it has not as many as a page, the first tokens there are.
+    ``length`` holds ``n`` on the device: a captured call is right at all lengths but 0.
+    """
+    (_, tokens, pairs), device = given[0].shape, length.device
+    first, before = length[:1], max(0, tokens - size) if n == 0 else 0
+    pages = ((first - sinks) // size).clamp_min(0) + torch.arange(tokens // size + 2, device=device)
+    middles = sinks + pages * size + middle(size) - first
+    row = torch.arange(size, device=device) - first + before
+    empty = torch.stack([table[:, :size, :pairs] == 0 for table in tables]).all(0).all(-1) | (n == 0)
+    filled = empty & (row >= 0) & (row < tokens)
+    for table, new in zip(tables, given, strict=True):
+        new, table = new.expand(len(table), -1, -1), table[..., :pairs]
+        if n == 0:
+            table[:, :size] = 0
+        for index, at, there in (
+            (torch.arange(size, device=device), row, filled),
+            (size + pages, middles, ((middles >= 0) & (middles < tokens)).expand(len(table), -1)),
+        ):
+            taken = new.index_select(1, at.clamp(0, tokens - 1))
+            table.index_copy_(1, index, torch.where(there.unsqueeze(-1), taken, table.index_select(1, index)))

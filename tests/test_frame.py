@@ -1,0 +1,104 @@
+"""Pages in frames of their own: what is kept of rotary tables, and that keys are read as they were at any position."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpass.cache.state import KVState, RotaryState
+from kvpass.codec.frame import Frames, before_rotation, into_frames, mean_in_page, neighbours, out_of_frames, rows
+from kvpass.codec.quantizer import Quantizer
+from kvpass.codec.rope import rotate
+from kvpass.codec.spec import CodecSpec
+from kvpass.codec.transform import Transform
+from kvpass.layout.retention import Retention
+from kvpass.layout.window import carry
+
+from common import randn, seeds
+
+DIM, SIZE, SINKS, ROPE = 32, 16, 3, "half-12"
+EXACT = CodecSpec(Quantizer(32, "token", DIM), Retention(24, SIZE, SINKS), Transform(page_frame=True, center=True))
+
+
+def tables(places, scale=1.0):
+    """Those of tokens at these places, ``[B, T]``."""
+    angles = places.float()[..., None] * 100 ** (-torch.arange(12) / 12)
+    return scale * angles.cos(), scale * angles.sin()
+
+
+def stored(cos, sin, *calls, spec=EXACT):
+    """What is kept when tokens come in calls of so many."""
+    state, n = RotaryState(spec, len(cos), 2 * cos.shape[2], cos.dtype, "cpu", cos.shape[1]), 0
+    for tokens in calls:
+        new = cos[:, n : n + tokens], sin[:, n : n + tokens]
+        torch.ops.kvpass.append_rotary_(state.cos, state.sin, carry(n), *new, spec=str(spec))
+        n += tokens
+    return Frames(state.cos, state.sin, ROPE)
+
+
+def middles(cos, sin):
+    """The same of middles, by their definition."""
+    return [table[:, SINKS + SIZE // 2 :: SIZE] for table in (cos, sin)]
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=6), seeds)
+def test_middles_are_kept_however_tokens_come_and_neighbours_from_the_first_that_are_enough(calls, seed):
+    places = torch.arange(sum(calls)) + torch.tensor([[0], [seed % 1000]])
+    cos, sin = tables(places, scale=1.3)
+    got = stored(cos, sin, *calls)
+    for table, expected in zip(got[:2], middles(cos, sin), strict=True):
+        assert torch.equal(table[:, SIZE : SIZE + expected.shape[1]], expected)
+        assert not table[:, SIZE + expected.shape[1] :].any()
+    if sum(calls) >= SIZE:
+        first = max(0, calls[0] - SIZE)
+        assert torch.equal(got.cos[:, :SIZE], cos[:, first : first + SIZE])
+        turn = torch.complex(*neighbours(got, SIZE))
+        expected = torch.complex(*tables((torch.arange(SIZE) - SIZE // 2)[None])).expand_as(turn)
+        torch.testing.assert_close(turn, expected, atol=1e-4, rtol=1e-4)
+
+
+@given(st.integers(1, 90), st.integers(1, 90), st.sampled_from([1, 3, 16]))
+def test_a_call_captured_at_another_length_stores_the_same(captured, n, tokens):
+    """What is stored is read off the device: the host's length is that of the capture."""
+    cos, sin = tables(torch.arange(n + tokens)[None])
+    expected, got = stored(cos, sin, n, tokens), stored(cos, sin, n)
+    spec_room = rows(n + tokens, SIZE)
+    own = [torch.cat([table, table.new_zeros(1, spec_room, table.shape[2])], 1)[:, :spec_room] for table in got[:2]]
+    length = torch.tensor([n]).expand(carry(captured).shape[0])
+    torch.ops.kvpass.append_rotary_(*own, length, cos[:, n:], sin[:, n:], spec=str(EXACT))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(own, expected[:2], strict=True))
+
+
+@given(seeds, st.integers(0, 3))
+def test_keys_in_frames_come_back_and_a_mean_is_turned_as_its_tokens_are(seed, first):
+    cos, sin = tables(torch.arange(200)[None] + 7, scale=0.8)
+    frames, x = stored(cos, sin, 200), randn(seed, 1, 2, 3 * SIZE, DIM)
+    inside = into_frames(x, frames, first, SIZE)
+    torch.testing.assert_close(out_of_frames(inside, frames, first, SIZE), x, atol=1e-4, rtol=1e-4)
+    of = slice(SINKS + first * SIZE, SINKS + (first + 3) * SIZE)
+    rotated = rotate(x, cos[:, of], sin[:, of], ROPE)
+    inside = into_frames(rotated, frames, first, SIZE)
+    torch.testing.assert_close(before_rotation(inside, frames, SIZE), x, atol=1e-4, rtol=1e-4)
+    mean = x[:, :, :1]
+    same = into_frames(rotate(mean.expand_as(x), cos[:, of], sin[:, of], ROPE), frames, first, SIZE)
+    torch.testing.assert_close(mean_in_page(mean, frames, SIZE).repeat(1, 1, 3, 1), same, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("places", ["neighbours", "anywhere", "not known"])
+def test_keys_are_read_as_they_were_wherever_their_tokens_are(places):
+    """Positions that jump cost a mean its use, and nothing else: of floats as they are nothing is lost, and behind a
+    crop, what comes back from pages goes to them again."""
+    at = torch.arange(150)[None] if places == "neighbours" else torch.randperm(150)[None] * 3
+    cos, sin = tables(at, scale=1.2)
+    state = KVState.allocate(EXACT, 1, 2, DIM, torch.float32, "cpu", 150)
+    how = {} if places == "not known" else dict(rope=ROPE)
+    x = randn(0, 1, 2, 150, DIM) + 3
+    if how:
+        state.rotary = RotaryState.of(EXACT, cos, sin)
+        x = rotate(x, cos, sin, ROPE)
+    for start, stop in ((0, 70), (70, 71), (71, 150)):
+        state.append(x[:, :, start:stop], start, **how)
+    torch.testing.assert_close(state.decode(150), x, atol=1e-4, rtol=1e-4)
+    state.crop(150, 77)
+    state.append(x[:, :, 77:], 77, **how)
+    torch.testing.assert_close(state.decode(150), x, atol=1e-4, rtol=1e-4)
