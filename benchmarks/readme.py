@@ -9,6 +9,8 @@ import argparse
 import json
 from pathlib import Path
 
+from waterfill import calibrated
+
 from kvpass import models
 from kvpass.eval import bits_at, plot, quality, texts
 from kvpass.eval.tables import record
@@ -45,6 +47,7 @@ SCHEMES = {
     "kitty": "2 bits, an eighth of a page's key channels 4, 32 sinks",
     "kitty-25": "the same, a quarter",
     "kvquant": "2 bits before RoPE, fitted datatype, 1 % exact",
+    "kvquant-calibrated": "the same, datatypes and key ranges calibrated on 16,384 tokens",
     "kvarn": "rotated, pages balanced, 4-bit K, 2-bit V",
     "kvarn-k2v2": "the same, 2 bits",
     "turboquant": "rotated, Lloyd-Max codes per token, 2 bits",
@@ -52,6 +55,7 @@ SCHEMES = {
     "turboquant-2.5": "a quarter of a page's channels 3 bits, the others 2, either rotated by itself",
     "turboquant-3.5": "the same, 4 and 3 bits",
     "e8": "rotated, points of the E8 lattice per token, 2 bits",
+    "d4": "the same, of the D4 lattice",
     "zipcache": "values divided by channel factors, 2 bits",
     "zipcache-salient": "half of a page's tokens 4 bits, by attention, the others 2",
     "polarquant": "keys as radii and angles of pairs, 4 bits each, values 4 bits",
@@ -67,8 +71,9 @@ def measure(chosen: list[str], known: dict) -> dict:
     """``known`` with the rows of ``chosen``: text -> scheme -> what was measured."""
     model, tokenizer = models.load(say=print)
     sources = {source: texts.tokens(tokenizer, source, CONTEXT) for source in texts.available()}
-    results = quality.evaluate(model, sources, CONTEXT - SCORE, chosen, one_pass=True)
-    bits = {name: bits_at(model, name, [LONG]) for name in chosen}
+    schemes = calibrated(model, tokenizer, {name: name for name in chosen})
+    results = quality.evaluate(model, sources, CONTEXT - SCORE, schemes, one_pass=True)
+    bits = {name: bits_at(model, scheme, [LONG]) for name, scheme in schemes.items()}
     return {
         text: {**known.get(text, {}), **{row.scheme: record(row, bits) for row in rows}}
         for text, rows in results.items()

@@ -57,9 +57,9 @@ ROWS = {
 }
 
 
-def _schemes(model, tokenizer, rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def calibrated(model, tokenizer, rows: Mapping[str, str | dict[str, Any]]) -> dict[str, Any]:
     """The scheme of each row, calibrated on the texts that come with kvpass if it has to be."""
-    found: dict[str, Any] = {name: schemes.get(fields) for name, fields in rows.items()}
+    found: dict[str, Any] = {name: schemes.get(scheme) for name, scheme in rows.items()}
     with tempfile.TemporaryDirectory() as work:
         for name, config in found.items():
             if config.needs_calibration:
@@ -80,7 +80,7 @@ def main(table: Mapping[str, dict[str, Any]] = ROWS, description: str | None = _
     half = copy.deepcopy(model).bfloat16()
     names = args.text.split(",") if args.text else texts.available()
     sources = {name: texts.tokens(tokenizer, name, PROMPT + SCORED) for name in names}
-    chosen = _schemes(model, tokenizer, {name: {"scheme": "waterfill", **table[name]} for name in args.rows})
+    chosen = calibrated(model, tokenizer, {name: {"scheme": "waterfill", **table[name]} for name in args.rows})
     results = quality.evaluate(model, sources, PROMPT, chosen, one_pass=True)
     print("| | bits at 8k |" + "".join(f" KL, {name} | top-1 |" for name in sources))
     print("|---|--:|" + "--:|--:|" * len(sources))

@@ -18,10 +18,10 @@ from kvpass.codec.bitpack import unpack
 from kvpass.codec.codebook import grid
 from kvpass.codec.hadamard import hadamard, inverse_hadamard
 from kvpass.codec.kept import built_in, of_pages
-from kvpass.codec.lattice import assign, magnitudes, points
+from kvpass.codec.lattice_points import LATTICES, assign, magnitudes, points, words
 from kvpass.codec.nuq import fit_points, nearest
 from kvpass.codec.second_level import compress, expand
-from kvpass.schemes import LayerGeometry, get
+from kvpass.schemes import LayerGeometry, available, get
 
 from common import WIDTHS, generator, randn, seeds
 from tiny import llama, step_by_step, tokens
@@ -56,6 +56,7 @@ SMALL = {
     "zipcache": dict(group_size=16),
     "kitty-25": dict(group_size=16, sinks=2),
     "e8": dict(),
+    "d4": dict(),
     "gear": dict(group_size=16, rank=1),
     "kvquant": dict(group_size=16),
     "polarquant": dict(group_size=16),
@@ -91,7 +92,12 @@ def test_a_padded_batch_generates_compiled_what_it_does_eagerly_in_one_graph(nam
 # ---------------------------------------------------------------- layers that are skipped
 
 
-@pytest.mark.parametrize("name", ["kivi", "higgs", "squat", "waterfill", "logquant", "rtn", "quarot", "asymkv"])
+ALONE = [
+    name for name in available() if getattr(get(name), "stores_layers_alone", False) and get(name).name != "identity"
+]
+
+
+@pytest.mark.parametrize("name", ALONE)
 def test_skipped_layers_are_stored_exactly_and_with_the_same_tokens_exact(name):
     scheme = get(name, skip_layers=[1, 2])
     plans = [scheme.plan_of(geometry(i, 6)) for i in range(6)]
@@ -523,6 +529,8 @@ def test_a_merged_layer_decodes_with_codes_between_those_of_both():
         merged = (theirs + 0.25 * (mine - theirs)).round()[:, :, :pages]
         assert torch.equal(unpack(below.codes, 4).float()[:, :, :pages], merged)
         assert torch.equal(above.scale, getattr(apart.layers[1], state).scale)
+        params = sum(8 * kept[:, :, :pages].numel() * kept.itemsize for kept in (above.scale, above.zero_point))
+        assert params == 32 / below.spec.quantizer.group_size * mine[:, :, :pages].numel()
 
 
 @pytest.mark.parametrize(
@@ -572,47 +580,67 @@ def test_kitty_refuses_what_it_cannot_boost(fields, says):
         get("kitty", **fields)
 
 
-# ---------------------------------------------------------------- the E8 lattice
+# ---------------------------------------------------------------- the lattices E8 and D4
+
+SHELLS = {"e8": ([2, 4, 6, 8, 10, 12], [1, 8, 28, 64, 126, 29]), "d4": ([1, 3, 5, 7, 9], [1, 4, 6, 8, 13])}
 
 
-def in_e8(x):
+def in_lattice(x):
     """Whether vectors are all integers or all half-odd, with an even sum."""
     whole = (x == x.round()).all(-1) | (x - 0.5 == (x - 0.5).round()).all(-1)
     return whole & (x.sum(-1) % 2 == 0)
 
 
-def test_all_codes_are_points_of_the_shifted_lattice_and_their_own_nearest():
-    which, signs = torch.arange(256).repeat_interleave(256).byte(), torch.arange(256).repeat(256).byte()
-    found = points(which, signs)
-    assert len(found.unique(dim=0)) == 2**16
-    assert in_e8(found - 0.25).all()
-    norms, counts = magnitudes().square().sum(-1).unique(return_counts=True)
-    assert (norms.tolist(), counts.tolist()) == ([2, 4, 6, 8, 10, 12], [1, 8, 28, 64, 126, 29])
-    sample = torch.randperm(2**16, generator=generator(0))[:2000]
-    again = assign(found[sample])
-    assert torch.equal(again[0], which[sample]) and torch.equal(again[1], signs[sample])
+def all_points(lattice):
+    codes = torch.arange(4**lattice.dim, dtype=torch.int32)
+    return codes, points(codes, lattice, words(lattice, codes.device))
 
 
+@pytest.mark.parametrize("name", LATTICES)
+def test_all_codes_are_points_of_the_lattice_and_their_own_nearest(name):
+    lattice = LATTICES[name]
+    codes, found = all_points(lattice)
+    assert len(found.unique(dim=0)) == len(codes)
+    assert in_lattice(found - lattice.shift).all()  # D4 about a hole: the half-odd vectors of E8, four at a time
+    norms, counts = magnitudes(lattice).square().sum(-1).unique(return_counts=True)
+    assert (norms.tolist(), counts.tolist()) == SHELLS[name]
+    sample = torch.randperm(len(codes), generator=generator(0))[:2000]
+    assert torch.equal(assign(found[sample], lattice), codes[sample].long())
+
+
+@pytest.mark.parametrize("name", LATTICES)
 @given(seeds)
-def test_codes_are_the_nearest_of_all_points(seed):
-    which, signs = torch.arange(256).repeat_interleave(256).byte(), torch.arange(256).repeat(256).byte()
-    x = 1.5 * randn(seed, 16, 8)
-    nearest = torch.cdist(x.double(), points(which, signs).double()).amin(-1)
-    torch.testing.assert_close((points(*assign(x)) - x).double().norm(dim=-1), nearest, rtol=1e-5, atol=1e-5)
+def test_codes_are_the_nearest_of_all_points(name, seed):
+    lattice = LATTICES[name]
+    _, found = all_points(lattice)
+    x = 1.5 * randn(seed, 16, lattice.dim)
+    nearest = torch.cdist(x.double(), found.double()).amin(-1)
+    got = (found[assign(x, lattice)] - x).double().norm(dim=-1)
+    torch.testing.assert_close(got, nearest, rtol=1e-5, atol=1e-5)
 
 
-def test_e8_beats_every_grid_of_as_many_bits():
+def test_no_larger_vector_of_d4_is_left_out():
+    """The 256 half-odd vectors with an even sum whose squared norm is 9 at most, from all that there are."""
+    every = torch.cartesian_prod(*[torch.arange(-7, 8, 2) / 2] * 4)
+    wanted = every[(every.sum(-1) % 2 == 0) & (every.square().sum(-1) <= 9)]
+    assert torch.equal(all_points(LATTICES["d4"])[1].unique(dim=0), wanted.unique(dim=0))
+
+
+def test_lattices_beat_the_grid_of_pairs_of_as_many_bits():
     x = randn(0, 1, 2, 1024, 64)
-    got, cost = coded(values_of("e8"), x)
-    grid, of_grid = coded(values_of("higgs"), x)
-    errors = [(y - x).square().mean() / x.square().mean() for y in (got, grid)]
-    assert cost == of_grid == 2.25
-    assert errors[0] < 0.092 < 0.104 < errors[1]  # d4n256, of as many bits, has 0.0966
+    errors, costs = [], []
+    for name in ("e8", "d4", "higgs"):
+        got, cost = coded(values_of(name), x)
+        errors.append((got - x).square().mean() / x.square().mean())
+        costs.append(cost)
+    assert costs == [2.25] * 3
+    assert errors[0] < 0.092 < errors[1] < 0.1 < 0.104 < errors[2]  # d4n256, of as many bits, has 0.0966
 
 
-def test_e8_refuses_heads_that_eights_do_not_divide():
-    with pytest.raises(KVPassError, match="8 channels of a token"):
-        get("e8").plan(geometry(head_dim=20))
+@pytest.mark.parametrize("name, head_dim, says", [("e8", 20, "E8 lattice codes 8"), ("d4", 18, "D4 lattice codes 4")])
+def test_lattices_refuse_heads_that_their_vectors_do_not_divide(name, head_dim, says):
+    with pytest.raises(KVPassError, match=says):
+        get(name).plan(geometry(head_dim=head_dim))
 
 
 # ---------------------------------------------------------------- GEAR and KVQuant

@@ -1,5 +1,5 @@
 """The quantizers of KIVI, SQuat, Kitty and KVQuant against their papers' formulas, computed here value by value in
-float64. (Those of KVarN, TurboQuant, PolarQuant, ZipCache, GEAR and the E8 lattice are in `test_codecs`.)
+float64. (Those of KVarN, TurboQuant, PolarQuant, ZipCache, GEAR and lattices are in `test_codecs`.)
 
 What the caches store besides is rounded to 16 bits, and codes are assigned under what is stored: here, too.
 """
@@ -173,6 +173,9 @@ def test_calibrated_kvquant_takes_offline_ranges_of_key_channels_and_q_normed_si
     ranges = torch.stack([low, high - low])
     for side, fitted in (("key", [datatype, ranges]), ("value", [datatype])):
         spec = spec_of("kvquant-calibrated", side, bits=bits, share=0.08)
+        kept = encode_pages(x[None, None], spec, [tensor[None, None] for tensor in fitted])
+        scales = 0 if side == "key" else 32 * PAGE
+        assert 8 * sum(one.nbytes for one in kept) == bits * x.numel() + scales + 32 * math.ceil(0.08 * x.numel())
         found = stored(x, spec, [tensor[None, None] for tensor in fitted])
         where = [divmod(int(position) % 65536, DIM) for position in found["positions"].flatten()]
         assert len(where) == math.ceil(0.08 * PAGE * DIM)

@@ -13,7 +13,7 @@ from .base import (
     get,
     register_scheme,
 )
-from .e8 import E8Config
+from .e8 import LatticeConfig
 from .gear import GEARConfig
 from .higgs import HIGGSConfig
 from .identity import IdentityConfig
@@ -39,7 +39,6 @@ __all__ = [
     "AquaKVConfig",
     "AsymKVConfig",
     "CalibratedKVQuantConfig",
-    "E8Config",
     "GEARConfig",
     "HIGGSConfig",
     "IdentityConfig",
@@ -47,6 +46,7 @@ __all__ = [
     "KVQuantConfig",
     "KVarNConfig",
     "KittyConfig",
+    "LatticeConfig",
     "LayerGeometry",
     "LayerPlan",
     "LogQuantConfig",

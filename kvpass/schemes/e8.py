@@ -1,6 +1,7 @@
-"""Heads rotated to be nearly normal, and coded by the E8 lattice, as QuIP# (arXiv 2402.04396) codes weights."""
+"""Heads rotated to be nearly normal, and coded by the E8 lattice, as QuIP# (arXiv 2402.04396) codes weights, or D4."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ..codec.quantizer import Quantizer
 from ..codec.spec import CodecSpec
@@ -10,17 +11,19 @@ from .base import LayerGeometry, LayerPlan, register_scheme
 from .storage import StorageConfig
 
 
-@register_scheme(e8_sinks=dict(sinks=4))
+@register_scheme(e8_sinks=dict(sinks=4), d4=dict(lattice="d4"), d4_sinks=dict(lattice="d4", sinks=4))
 @dataclass(frozen=True, kw_only=True)
-class E8Config(StorageConfig):
+class LatticeConfig(StorageConfig):
     """``2 + 16 / head_dim`` bits a value, plus the exact tokens of `StorageConfig`.
 
+    lattice: "e8", of 65,536 points for eight values, or "d4", of 256 for four (`kvpass.codec.lattice`).
     center: the mean of the keys that are packed first is subtracted from all; None does so where there are sinks.
     seed: of the signs of the rotation.
     """
 
     name = "e8"
 
+    lattice: Literal["e8", "d4"] = "e8"
     center: bool | None = None
     seed: int = 0
 
@@ -30,7 +33,7 @@ class E8Config(StorageConfig):
         self._plan(64)
 
     def _plan(self, head_dim: int) -> LayerPlan:
-        keys, quantizer = self.key_retention(), Quantizer(2, "token", head_dim, codec="e8")
+        keys, quantizer = self.key_retention(), Quantizer(2, "token", head_dim, codec=self.lattice)
         center = keys.sinks > 0 if self.center is None else self.center
         return LayerPlan(
             CodecSpec(quantizer, keys, self.key_transform(center=center, rotation=self.seed)),

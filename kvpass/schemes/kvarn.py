@@ -40,8 +40,8 @@ class KVarNConfig(StorageConfig):
         check_integers(self, key_bits=1, value_bits=1, seed=0)
         self._plan(64)
 
-    def value_retention(self) -> Retention:
-        return self.key_retention()
+    def _policy(self) -> Retention:
+        return self.retention or Retention(self.residual, self.residual, self.sinks)
 
     def _plan(self, head_dim: int) -> LayerPlan:
         keys = self.key_retention()

@@ -8,7 +8,7 @@ values or low rank: a query takes them by its scores, and the output by sums, wi
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, reduce
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from kvpass.codec import lattice, salient
 from kvpass.codec.bitpack import num_planes, unpack_plane, unpack_plane_unshifted
 from kvpass.codec.codebook import grid, look_up
 from kvpass.codec.kept import built_in
+from kvpass.codec.lattice_points import LATTICES, words
 from kvpass.codec.quantizer import Quantizer
 from kvpass.codec.second_level import expand
 from kvpass.codec.spec import CodecSpec
@@ -46,8 +47,8 @@ def opened(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_
 
 def points_of(spec: CodecSpec, device: torch.device) -> Tensor | None:
     """The table that codes are looked up in."""
-    if spec.quantizer.codec == "e8":
-        return _lattice_words(device)
+    if spec.quantizer.codec in LATTICES:
+        return words(LATTICES[spec.quantizer.codec], device)
     return grid(spec.quantizer.grid, device) if spec.quantizer.grid else None
 
 
@@ -172,35 +173,10 @@ def _of_datatype(
     return Pages([Planes(num_planes(spec.bits), values)], None, outliers(*beside, at, spec, head_dim))
 
 
-@cache
-def _lattice_words(device: torch.device) -> Tensor:
-    """Magnitudes of the E8 codebook as words ``[256]`` int32: two bits for each of eight, and above them whether their
-    sum is odd."""
-    table = lattice.magnitudes()
-    shifts = 2 * torch.arange(lattice.DIM)
-    words = ((table - 0.5).int() << shifts).sum(-1) | (table.sum(-1).int() % 2 << 2 * lattice.DIM)
-    return words.int().to(device)
-
-
-def _e8(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
-    """Lattice points (`codec.lattice`): one word for eight values, and shifts."""
+def _lattice(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
+    """Points of a lattice (`codec.lattice`)."""
     codes, scale = kept
-
-    def values(plane: int) -> Tensor:
-        which, signs = codes.chunk(2, -1)
-        word, bits = points[which.long()], signs.int() & 127
-        odd = bits ^ (bits >> 4)
-        odd = odd ^ (odd >> 2)
-        odd = (odd ^ (odd >> 1) ^ (word >> 2 * lattice.DIM)) & 1
-        bits = (bits | (odd << 7)).unsqueeze(-1)
-        i = torch.arange(lattice.DIM, device=codes.device, dtype=torch.int32)
-        size = ((word.unsqueeze(-1) >> 2 * i) & 3).float() + 0.5
-        shift = torch.where(signs > 127, 0.25, -0.25).unsqueeze(-1)
-        units = (size * (1 - 2 * ((bits >> i) & 1)).float() + shift).flatten(-2)
-        groups = units.unflatten(-1, (-1, spec.quantizer.group_size))
-        return (groups * (scale.float() / lattice.UNIT).unsqueeze(-1)).flatten(-2)
-
-    return Pages([Planes(1, values)])
+    return Pages([Planes(1, lambda plane: lattice.rotated(codes, scale, spec, points))])
 
 
 # ---------------------------------------------------------------- codes and terms beside them
@@ -244,7 +220,8 @@ OPENED: dict[str, Callable[[Sequence[Tensor], CodecSpec, Tensor | None, int], Pa
     "salient": _salient,
     "nuq": _nuq,
     "datatype": _given,
-    "e8": _e8,
+    "e8": _lattice,
+    "d4": _lattice,
     "boosted": _boosted,
     "error-term": _error_term,
 }
