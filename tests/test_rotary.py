@@ -82,6 +82,10 @@ COMMON = dict(
     vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
     max_position_embeddings=512,
 )  # fmt: skip
+GPT_OSS = dict(
+    num_key_value_heads=2, head_dim=16, layer_types=["full_attention"] * 2, num_local_experts=2, num_experts_per_tok=1,
+    attn_implementation="eager", pad_token_id=0,
+)  # fmt: skip
 GPTJ = dict(vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=512)
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=128)
 
@@ -105,10 +109,7 @@ MODELS = {
         "Glm", **COMMON, num_key_value_heads=2, head_dim=16, partial_rotary_factor=0.5, pad_token_id=0
     ),
     "tables looked up, before the transpose": lambda: make("GPTJ", **GPTJ),
-    "cut in halves": lambda: make(
-        "GptOss", **COMMON, num_key_value_heads=2, head_dim=16, layer_types=["full_attention"] * 2, num_local_experts=2,
-        num_experts_per_tok=1, attn_implementation="eager", pad_token_id=0,
-    ),  # fmt: skip
+    "cut in halves": lambda: make("GptOss", **COMMON, **GPT_OSS),
 }
 
 
