@@ -105,7 +105,7 @@ def test_skipped_layers_are_stored_exactly_and_with_the_same_tokens_exact(name):
     for i, plan in enumerate(plans):
         assert plan.key.quantizer.raw == plan.value.quantizer.raw == (i not in (1, 2, 3))
         assert (plan.key.retention, plan.value.retention) == (inside.key.retention, inside.value.retention)
-        assert plan.key.transform.pre_rope == inside.key.transform.pre_rope
+        assert plan.key.transform.turns == inside.key.transform.turns
     assert get(scheme.to_dict()) == scheme
 
 
