@@ -42,16 +42,17 @@ def baselines(q, k, v) -> dict:
 
 
 def packed_states(plan, k, v) -> list[KVState]:
-    """Keys and values as ``plan`` stores them; keys that are stored before rotary embedding have tables."""
+    """Keys and values as ``plan`` stores them; keys that are not stored as rotated have tables."""
     room = *k.shape[:2], k.shape[3], k.dtype, k.device, k.shape[2]
     key, value = (KVState.allocate(spec, *room) for spec in (plan.key, plan.value))
     pairs, rope = k.shape[3] // 2, ""
-    if plan.key.transform.pre_rope:
+    if plan.key.transform.turns:
         speeds = 10000 ** (-torch.arange(pairs, device=k.device) / pairs)
         angles = (torch.arange(k.shape[2] + plan.key.page_size, device=k.device)[:, None] * speeds).expand(
             len(k), -1, -1
         )
-        key.rotary, rope = RotaryState.of(angles.cos().to(k.dtype), angles.sin().to(k.dtype)), rope_of(pairs, False)
+        tables = (table.to(k.dtype) for table in (angles.cos(), angles.sin()))
+        key.rotary, rope = RotaryState.of(plan.key, *tables), rope_of(pairs, False)
     if plan.value.quantizer.follows_keys:
         value.same_layer_keys = key
     for state, x in ((key, k), (value, v)):

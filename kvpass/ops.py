@@ -189,7 +189,7 @@ def _attend(
         past = _framed(opened(key, specs[0]), cos, sin, rope), opened(value, specs[1])
         if rope and not specs[0].transform.turns:
             raise KVPassError(f"These keys are stored rotated, and rope={rope!r} would rotate them again.")
-    rotary = (cos, sin, rope) if rope and specs[0].transform.pre_rope else None
+    rotary = (cos, sin, rope) if rope and not specs[0].transform.page_frame else None
     run = select(DispatchKey("attend", q.device.type, tuple(coded), few(q.shape[2]), q.shape[3]), lowering).run
     outputs: list[Tensor] = run(
         q, *past, length_of(length), k_new, v_new, mask, causal, scale, softcap, *specs, rotary, sinks, statistic,
