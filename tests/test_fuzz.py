@@ -102,7 +102,8 @@ def check_storage(spec: CodecSpec, layer: LayerGeometry) -> str:
     """Store tokens by the reference, and see what they decode to."""
     assert parse(str(spec)) == spec
     tokens = spec.retention.sinks + spec.retention.residual + 2 * spec.page_size + 3
-    if spec.needs_importance or spec.transform.predictor or spec.quantizer.follows_keys:
+    quantizer = spec.quantizer
+    if spec.needs_importance or spec.transform.predictor or quantizer.follows_keys or quantizer.calibrated:
         return "planned"  # a cache stores those: `test_a_model_takes_any_config`
     if (
         layer.num_key_value_heads * layer.head_dim * (tokens + spec.retention.rollback) * layer.dtype.itemsize
