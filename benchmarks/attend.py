@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kvpass.cache.state import KVState, RotaryState
+from kvpass.cache.per_cache import RotaryState
+from kvpass.cache.state import KVState
 from kvpass.codec.kept import of_pages
 from kvpass.codec.rope import rope_of
 from kvpass.schemes import LayerGeometry, get

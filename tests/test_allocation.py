@@ -10,7 +10,8 @@ from torch._inductor import config as inductor_config
 
 import kvpass
 from kvpass import KVPassError, NonFiniteError
-from kvpass.cache.state import KVState, RotaryState
+from kvpass.cache.per_cache import RotaryState
+from kvpass.cache.state import KVState
 from kvpass.codec import Allocation, CodecSpec, Quantizer, Transform, decode_pages, encode_pages, parse
 from kvpass.codec.allocation import (
     DISTORTION,

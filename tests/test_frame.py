@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpass.cache.state import KVState, RotaryState
+from kvpass.cache.per_cache import RotaryState
+from kvpass.cache.state import KVState
 from kvpass.codec.frame import Frames, before_rotation, into_frames, mean_in_page, neighbours, out_of_frames, rows
 from kvpass.codec.quantizer import Quantizer
 from kvpass.codec.rope import rotate

@@ -9,7 +9,8 @@ from test_allocation import mixed, positions
 
 import kvpass
 from kvpass import KVPassError
-from kvpass.cache.state import KVState, RotaryState
+from kvpass.cache.per_cache import RotaryState
+from kvpass.cache.state import KVState
 from kvpass.layout.window import LENGTH_OFFSET
 from kvpass.lowering.table import DispatchKey, select
 from kvpass.schemes import LayerGeometry, WaterfillConfig

@@ -17,7 +17,8 @@ from ..layout.window import SEEN_OFFSET, length_of
 from ..schemes import LayerGeometry, LayerPlan
 from .adaptive_state import AdaptiveState, PlanePool
 from .context import ForwardContext
-from .state import Importance, KVState, RotaryState, SharedTensors, Storage
+from .per_cache import Importance, RotaryState
+from .state import KVState, SharedTensors, Storage
 from .tensor import PackedKV
 
 
@@ -260,12 +261,12 @@ class PackedLayer(CacheLayerMixin):
 
     def read(self) -> tuple[Tensor, Tensor]:
         """The past as attention sees it, keys rotated; left for the layer above as it is stored."""
+        if self.plan.key.transform.turns and not torch.compiler.is_dynamo_compiling():
+            raise KVPassError("Keys that are not stored as rotated need the pass: this forward was not captured.")
         k_below, v_below = self.context.past if self.plan.looks_at_previous else (None, None)
         keys = self._decode(self.key_state, k_below)
         values = self._decode(self.value_state, v_below, keys)
         self.context.past = (keys, values) if self.predicts_next else None
-        if self.plan.key.transform.turns and not torch.compiler.is_dynamo_compiling():
-            raise KVPassError("Keys that are not stored as rotated need the pass: this forward was not captured.")
         if self.plan.key.transform.pre_rope:
             rotary = self.rotary_owner.rotary
             keys = torch.ops.kvpass.rotate(keys, rotary.cos, rotary.sin, "")

@@ -13,7 +13,8 @@ from ..schemes import LayerGeometry, LayerPlan
 from .adaptive_state import PlanePool
 from .cross import CrossLayer
 from .layer import PackedLayer
-from .state import Importance, KVState, RotaryState, SharedTensors
+from .per_cache import Importance, RotaryState
+from .state import KVState, SharedTensors
 
 Plans = dict[int, tuple[LayerPlan, LayerGeometry]]
 

@@ -13,7 +13,8 @@ from torch.fx import GraphModule
 
 from kvpass.lowering.reference import attention_weights
 
-from ..cache.state import KVState, RotaryState
+from ..cache.per_cache import RotaryState
+from ..cache.state import KVState
 from ..codec.rope import rotate
 from ..codec.spec import CodecSpec, parse
 from ..compile.backend import Backend
@@ -46,9 +47,11 @@ def simulate(
     (`codec.rope`), if keys are not stored as they are behind it.
     """
     specs, tokens, repeats = (parse(k_spec), parse(v_spec)), k.shape[2], q.shape[1] // k.shape[1]
-    q_before, k_before, *tables = before or [q, k]
+    seen_by, stored, *tables = before or [q, k]
     rotary, framed = (tables[0], tables[1], rope) if tables else None, specs[0].transform.page_frame
-    keys = _stored(*((k, specs[0], q) if framed else (k_before, specs[0], q_before)), prompt, rotary)
+    if framed:  # behind it, they are turned back as pages are
+        seen_by, stored = q, k
+    keys = _stored(stored, specs[0], seen_by, prompt, rotary)
     k_stored, v_stored = keys.decode(tokens), _stored(v, specs[1], q, prompt, same_layer_keys=keys).decode(tokens)
     if rotary is not None and not framed:
         k_stored = rotate(k_stored, *rotary)

@@ -1,0 +1,105 @@
+"""What one layer of a cache keeps for the others too: what tokens are worth, and rotary tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..codec.frame import rows
+from ..codec.spec import CodecSpec
+from ..layout.window import carry
+from .state import GROWTH, Storage, grown
+
+_LEAST_GROWTH = 64  # tokens
+_SPARE = 61  # more than asked for, so that sizes that vary independently are not equal when a graph is captured
+
+
+class Importance(Storage):
+    """What the stored tokens are worth to who decides which of them stay (`kvpass.layout.eviction`).
+
+    weights: ``[B, H_kv, capacity]`` float32, or ``[B, 1, capacity]`` where all heads and layers keep the same.
+    """
+
+    @torch.inference_mode(False)
+    def __init__(self, batch: int, heads: int, device, tokens: int):
+        self.weights = torch.zeros(batch, heads, 0, device=device)
+        self.before: Tensor | None = None  # those of the tokens stored, while a forward is running
+        self.put()
+        self.reserve(tokens)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield "weights", self.weights
+
+    def contents(self, n: int) -> dict[str, Tensor]:
+        return {"weights": self.weights[..., :n]}
+
+    def _follows(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        torch._dynamo.mark_dynamic(tensors["weights"], 2)
+        return super()._follows(tensors)
+
+    @torch.inference_mode(False)
+    def reserve(self, tokens: int) -> None:
+        """Make room for ``tokens`` tokens; contents are kept."""
+        have = self.weights.shape[2]
+        if tokens > have:
+            self.put(weights=grown(self.weights, max(tokens, have + have // GROWTH) + _SPARE))
+
+    @torch.inference_mode(False)
+    def remember(self, n: int) -> None:
+        """Keep the weights of the ``n`` tokens stored for `take_back`."""
+        self.before = self.weights[..., :n].clone()
+
+    def take_back(self) -> None:
+        """Put the weights back that `remember` kept."""
+        if self.before is not None:
+            self.weights[..., : self.before.shape[2]] = self.before
+
+
+class RotaryState(Storage):
+    """Rotary tables, kept once for all layers that need the same.
+
+    spec: of their keys.
+    cos, sin: ``[B, capacity, head_dim / 2]`` in the cache's dtype, scaled as the model scales them: those of every
+        stored token for keys before rotary embedding, and those of `codec.frame` for keys in the frame of their page.
+    """
+
+    @torch.inference_mode(False)
+    def __init__(self, spec: CodecSpec, batch: int, head_dim: int, dtype: torch.dtype, device, tokens: int):
+        self.spec, shape = spec, (batch, self._rows(spec, tokens), head_dim // 2)
+        self.cos, self.sin = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        self.put()
+
+    @classmethod
+    def of(cls, spec: CodecSpec, cos: Tensor, sin: Tensor) -> RotaryState:
+        """That of tokens with the tables ``cos`` and ``sin``, ``[B, T, p]``."""
+        made = cls(spec, len(cos), 2 * cos.shape[2], cos.dtype, cos.device, cos.shape[1])
+        none = carry(0, cos.device)
+        torch.ops.kvpass.append_rotary_(made.cos, made.sin, none, cos, sin, spec=str(spec))
+        return made
+
+    @staticmethod
+    def _rows(spec: CodecSpec, tokens: int) -> int:
+        """Rows of the tables of ``tokens`` tokens."""
+        return rows(tokens, spec.page_size) if spec.transform.page_frame else tokens
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from (("cos", self.cos), ("sin", self.sin))
+
+    def contents(self, n: int) -> dict[str, Tensor]:
+        return {name: table[:, : self._rows(self.spec, n)] for name, table in self.tensors()}
+
+    def _follows(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        for table in tensors.values():
+            torch._dynamo.mark_dynamic(table, 1)
+        return super()._follows(tensors)
+
+    @torch.inference_mode(False)
+    def reserve(self, tokens: int) -> None:
+        """Make room for ``tokens`` tokens; contents are kept."""
+        have, need = self.cos.shape[1], self._rows(self.spec, tokens)
+        if need > have:
+            room = max(need, have + have // GROWTH + self._rows(self.spec, _LEAST_GROWTH))
+            self.put(**self.mapped(lambda table: grown(table, room, 1)))
