@@ -202,17 +202,16 @@ def _append_rotary_(
     cos: Tensor, sin: Tensor, length: Tensor, cos_new: Tensor, sin_new: Tensor, slots: Tensor | None = None,
     spec: str = "",
 ) -> None:  # fmt: skip
-    start, (_, tokens, pairs) = length_of(length), cos_new.shape
-    if spec and parse(spec).transform.page_frame:
-        retention = parse(spec).retention
-        store_frames((cos, sin), (cos_new, sin_new), length, start, retention.sinks, retention.page_size)
+    start, (_, tokens, pairs), codec = length_of(length), cos_new.shape, parse(spec) if spec else None
+    if codec is not None and codec.transform.page_frame:
+        store_frames((cos, sin), (cos_new, sin_new), length, start, codec.retention.sinks, codec.page_size)
         return
     rows = length[:1] + torch.arange(tokens, device=cos.device)  # read there: a captured call is right at other lengths
     for table, new in ((cos, cos_new), (sin, sin_new)):
         table[..., :pairs].index_copy_(1, rows, new.expand(len(table), -1, -1))
-    if spec and slots is not None and (gone := parse(spec).retention.evicted(start + tokens)):
+    if codec is not None and slots is not None and (gone := codec.retention.evicted(start + tokens)):
         for table in (cos, sin):
-            kept = evict(table[:, None, : start + tokens], slots, gone, parse(spec).retention)[:, 0]
+            kept = evict(table[:, None, : start + tokens], slots, gone, codec.retention)[:, 0]
             table[:, : kept.shape[1]] = kept
 
 

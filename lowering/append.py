@@ -158,11 +158,8 @@ def append(
         raise KVPassError("This codec needs the prompt's queries, and no attention handed them over.")
     if subspace is not None and n == 0:
         pack.compensation.copy_(fit_compensation(q, mask, x.shape[1], subspace))
-    if spec.quantizer.allocation is not None and n == 0:
-        pack.basis.copy_(_metric(pack, q, mask, x.shape[1], spec))
-    if pack.queries is not None and n == 0:
-        seen = _by_kv_head(_seen(q, pack, spec), mask, x.shape[1])
-        pack.queries.copy_(some_queries(*seen, pack.queries.dtype))
+    if n == 0:
+        _keep_of_queries(pack, q, mask, x.shape[1], spec)
     if spec.quantizer.adaptive is not None:
         _stage(pack, originals, n, x, q, mask, scores, importance, spec)
         return
@@ -238,14 +235,26 @@ def look(q: Tensor, mask: Tensor | None, num_key_value_heads: int, size: int) ->
     return (seen + size * each * torch.eye(size, dtype=seen.dtype, device=q.device)).flatten(2, 3)
 
 
-def _metric(pack: Pack, q: Tensor | None, mask: Tensor | None, heads: int, spec: CodecSpec) -> Tensor:
-    """What errors cost, up to a factor, by blocks of channels ``[B, H_kv, D, b]``; 0 where all cost the same."""
+def _keep_of_queries(pack: Pack, q: Tensor | None, mask: Tensor | None, heads: int, spec: CodecSpec) -> None:
+    """Keep what the codec needs of the prompt's queries: what errors cost, where the basis will be, 0 if all cost the
+    same; and some that choose."""
     allocation = spec.quantizer.allocation
-    if not allocation.weighted:
-        return torch.zeros_like(pack.basis)
-    seen = look(_seen(q, pack, spec), mask, heads, allocation.block_size)
-    mean = seen.unflatten(2, (-1, seen.shape[-1])).diagonal(dim1=-2, dim2=-1).mean((-1, -2))[..., None, None]
-    return torch.where(mean > 0, seen / mean, 0.0)
+    weighted = allocation is not None and allocation.weighted
+    if allocation is not None and not weighted:
+        pack.basis.zero_()
+    if not weighted and pack.queries is None:
+        return
+    seen = _seen(q, pack, spec)
+    if weighted:
+        pack.basis.copy_(_metric(look(seen, mask, heads, allocation.block_size)))
+    if pack.queries is not None:
+        pack.queries.copy_(some_queries(*_by_kv_head(seen, mask, heads), pack.queries.dtype))
+
+
+def _metric(moment: Tensor) -> Tensor:
+    """A second moment ``[B, H_kv, D, b]`` in units of its mean, 0 if that is 0."""
+    mean = moment.unflatten(2, (-1, moment.shape[-1])).diagonal(dim1=-2, dim2=-1).mean((-1, -2))[..., None, None]
+    return torch.where(mean > 0, moment / mean, 0.0)
 
 
 def _fit(pack: Pack, x: Tensor, spec: CodecSpec, valid: Tensor | None) -> None:
@@ -254,9 +263,10 @@ def _fit(pack: Pack, x: Tensor, spec: CodecSpec, valid: Tensor | None) -> None:
     x = into_frames(x, pack.frames, 0, size)
     if pack.center is not None:
         pack.center.copy_(fit_center(before_rotation(x, pack.frames, size), pack.center.dtype))
-        x = x.float() - mean_of_tokens(pack.center, pack.frames, size, x.shape[2])
     if pack.basis is None:
         return
+    if pack.center is not None:
+        x = x.float() - mean_of_tokens(pack.center, pack.frames, size, x.shape[2])
     if valid is not None:
         valid = valid.index_select(1, layout(spec.retention).page_tokens(0, x.shape[2] // size).to(x.device))
     basis, places = fit_basis(x, pack.basis.unflatten(2, (-1, allocation.block_size)), allocation, valid)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .rope import parse_rope, rotate
+from .rope import parse_rope, rotate, rotate_pairs
 
 
 class Frames(NamedTuple):
@@ -75,7 +75,7 @@ def neighbours(frames: Frames, size: int) -> tuple[Tensor, Tensor]:
     cos, sin = (table[:, :size, : parse_rope(frames.rope)[0]].float() for table in frames[:2])
     at = middle(size)
     c, s = _inverse(cos[:, at : at + 1], sin[:, at : at + 1])
-    return cos * c - sin * s, sin * c + cos * s
+    return rotate_pairs(cos, sin, c, s)
 
 
 def mean_in_page(mean: Tensor, frames: Frames | None, size: int) -> Tensor:
@@ -87,9 +87,9 @@ def mean_in_page(mean: Tensor, frames: Frames | None, size: int) -> Tensor:
 
 
 def mean_of_tokens(mean: Tensor, frames: Frames | None, size: int, tokens: int) -> Tensor:
-    """`mean_in_page` of as many tokens of whole pages: ``[B, H, tokens, D]``."""
+    """`mean_in_page` of as many tokens of whole pages: ``[B, H, tokens, D]``; ``[B, H, 1, D]`` without frames."""
     each = mean_in_page(mean, frames, size)
-    return each.repeat(1, 1, tokens // each.shape[2], 1)
+    return each if frames is None else each.repeat(1, 1, tokens // size, 1)
 
 
 def before_rotation(x: Tensor, frames: Frames | None, size: int) -> Tensor:
@@ -117,18 +117,16 @@ def store_frames(
     """
     (_, tokens, pairs), device = given[0].shape, length.device
     first, before = length[:1], max(0, tokens - size) if n == 0 else 0
-    pages = ((first - sinks) // size).clamp_min(0) + torch.arange(tokens // size + 2, device=device)
-    middles = sinks + pages * size + middle(size) - first
-    row = torch.arange(size, device=device) - first + before
-    empty = torch.stack([table[:, :size, :pairs] == 0 for table in tables]).all(0).all(-1) | (n == 0)
-    filled = empty & (row >= 0) & (row < tokens)
-    for table, new in zip(tables, given, strict=True):
-        new, table = new.expand(len(table), -1, -1), table[..., :pairs]
-        if n == 0:
+    pages, neighbour = (torch.arange(count, device=device) for count in (tokens // size + 2, size))
+    pages = pages + ((first - sinks) // size).clamp_min(0)
+    index = torch.cat([neighbour, size + pages])
+    at = torch.cat([neighbour - first + before, sinks + pages * size + middle(size) - first])
+    if n == 0:
+        for table in tables:
             table[:, :size] = 0
-        for index, at, there in (
-            (torch.arange(size, device=device), row, filled),
-            (size + pages, middles, ((middles >= 0) & (middles < tokens)).expand(len(table), -1)),
-        ):
-            taken = new.index_select(1, at.clamp(0, tokens - 1))
-            table.index_copy_(1, index, torch.where(there.unsqueeze(-1), taken, table.index_select(1, index)))
+    old = [table[..., :pairs].index_select(1, index) for table in tables]
+    free = torch.stack(old).eq(0).all(0).all(-1) | (index >= size)  # neighbours stay
+    taken = (free & (at >= 0) & (at < tokens)).unsqueeze(-1)
+    for table, new, there in zip(tables, given, old, strict=True):
+        rows_of_call = new.index_select(1, at.clamp(0, tokens - 1))
+        table[..., :pairs].index_copy_(1, index, torch.where(taken, rows_of_call, there))

@@ -129,19 +129,20 @@ def hoist(graph: Graph, writes: Sequence[Append]) -> set[Node]:
     """
     output = graph.output_node()
     writers = Counter(tensor for append in writes for tensor in append.state)
-    calls: dict[tuple, list[Append]] = {}
-    for i, append in enumerate(writes):
+    calls: dict[Any, list[Append]] = {}
+    for append in sorted(writes, key=lambda one: one.key_pages is not None):
         for item in append.node.users:
             if any(user is not output and not _is_append(user) for user in item.users):
                 raise KVPassError("A packed cache is read again after it was written in the same call; not supported.")
-        together: tuple = (i,)
+        together: Any = append.node
         if append.stands_alone and all(writers[tensor] == 1 for tensor in append.state):
             given = (append.arguments[name] for name in ("length", "spec", "lowering", *_COMMON))
-            together = append.x.meta["val"].device, append.q is not None, *given
-        calls.setdefault((append.key_pages is not None, *together), []).append(append)
+            there = (append.arguments[name] is not None for name in _OF_EACH)
+            together = append.x.meta["val"].device, *there, *given
+        calls.setdefault(together, []).append(append)
     with graph.inserting_before(output):
-        for (_, *together), layers in sorted(calls.items(), key=lambda one: one[0][0]):
-            if len(together) == 1:
+        for together, layers in calls.items():
+            if together is layers[0].node:
                 call(graph, APPEND, **layers[0].arguments)
             else:
                 _call_of_layers(graph, layers)

@@ -197,7 +197,7 @@ def page_scores(q, pages: Pages, tokens, tables, rope: str, basis, center) -> Te
         by_page = torch.cat([part.unflatten(-1, (tokens.shape[0], -1)) for part in parts], -1)
         out = by_page.gather(-1, pages.slots[:, None].expand_as(by_page)).flatten(2)
     if center is not None and not rope:
-        out = out + mean_scores(q, center, None, rope)
+        out = out + mean_scores(q, center)
     return out
 
 
