@@ -3,8 +3,8 @@
 Neighbours in a page stay turned against each other, as their distance says, and pages are alike wherever they are. A
 query is turned once for a page, and what its middle was turned by is all that has to be known of a page's positions.
 
-A mean that is subtracted in frames is turned as in a page whose tokens are at neighbouring positions. One whose tokens
-are not is less well centred, and read right all the same.
+A mean that is subtracted in frames is turned as in a page whose tokens are at neighbouring positions, those behind the
+middle as those before it, the other way. A page whose tokens are not is less well centred, and read right all the same.
 """
 
 from collections.abc import Sequence
@@ -70,12 +70,18 @@ def out_of_frames(x: Tensor, frames: Frames | None, first: int, size: int) -> Te
     return rotate(x, *_of_tokens(frames, first, x.shape[2], size), frames.rope)
 
 
-def neighbours(frames: Frames, size: int) -> tuple[Tensor, Tensor]:
-    """How tokens of a page are turned against its middle: tables ``[B, P, p]`` float32."""
-    cos, sin = (table[:, :size, : parse_rope(frames.rope)[0]].float() for table in frames[:2])
+def before_middle(frames: Frames, size: int) -> tuple[Tensor, Tensor]:
+    """How tokens of a page up to its middle are turned against it: tables ``[B, P / 2 + 1, p]`` float32."""
     at = middle(size)
-    c, s = _inverse(cos[:, at : at + 1], sin[:, at : at + 1])
-    return rotate_pairs(cos, sin, c, s)
+    cos, sin = (table[:, : at + 1, : parse_rope(frames.rope)[0]].float() for table in frames[:2])
+    return rotate_pairs(cos, sin, *_inverse(cos[:, at:], sin[:, at:]))
+
+
+def neighbours(frames: Frames, size: int) -> tuple[Tensor, Tensor]:
+    """How all tokens of a page are turned against its middle: tables ``[B, P, p]`` float32."""
+    cos, sin = before_middle(frames, size)
+    behind = slice(2 * middle(size) - size + 1, middle(size))
+    return torch.cat([cos, cos[:, behind].flip(1)], 1), torch.cat([sin, -sin[:, behind].flip(1)], 1)
 
 
 def mean_in_page(mean: Tensor, frames: Frames | None, size: int) -> Tensor:

@@ -1,9 +1,9 @@
 // Pages of tokens with widths by channel (kvpass/codec/allocation.py) as loops over vectors read them.
 //
 // What is defined ahead (allocated.py): QUERIES of a KV head, HEAD channels in blocks of BLOCK, PAGE tokens in
-// PAGE_BYTES with NUM_FIELDS fields, RANKED or not, and what a token has: RICH_PAIRS, RICH_SINGLES, POOR_PAIRS, POOR_SINGLES, the
-// latter for pages without ranks too. Fields of a kind are read LANES at a time: arrays of them are padded, and what is
-// read behind the last of them counts nothing. vectors.h comes ahead.
+// PAGE_BYTES with NUM_FIELDS fields, RANKED or not, and what a token has: RICH_PAIRS, RICH_SINGLES, POOR_PAIRS,
+// POOR_SINGLES, the latter for pages without ranks too. Fields of a kind are read LANES at a time: arrays of them are
+// padded, and what is read behind the last of them counts nothing. vectors.h comes ahead.
 
 namespace {
 
@@ -32,19 +32,53 @@ constexpr int AT_ONCE = QUERIES < 4 ? QUERIES : 4;  // queries that a field is u
 constexpr float PAIR = 1.5f, SINGLE = 0.5f;  // the codes that stand for 0
 constexpr int GAINS = 256;  // in the table; behind them, what 1 in a field is worth by its kind
 
-// The tokens of a page as it keeps them.
-inline void find_order(const uint8_t* page, int32_t* order) {
-#if RANKED
-    int rich = 0, poor = first_token(LAST);
-    for (int t = 0; t < PAGE; t++) {
-        const int is_rich = page[t % (PAGE / 8)] >> t / (PAGE / 8) & 1;
-        order[std::min(is_rich ? rich : poor, PAGE - 1)] = t;  // pages that are not written have no rich
-        rich += is_rich;
-        poor += 1 - is_rich;
-    }
+// What the lowest two bits, and the lowest, of each lane stand for.
+inline Floats pair(Ints x) {
+#if LANES == 16
+    return (Floats)_mm512_permutevar_ps(_mm512_set4_ps(1.5f, 0.5f, -0.5f, -1.5f), (__m512i)x);
+#elif LANES == 8
+    return (Floats)_mm256_permutevar_ps(_mm256_setr_ps(-1.5f, -0.5f, 0.5f, 1.5f, -1.5f, -0.5f, 0.5f, 1.5f), (__m256i)x);
 #else
-    for (int t = 0; t < PAGE; t++) order[t] = t;
+    return numbers(x & 3) - PAIR;
 #endif
+}
+
+inline Floats single(Ints x) {
+#if LANES == 16
+    return (Floats)_mm512_permutevar_ps(_mm512_set4_ps(0.5f, -0.5f, 0.5f, -0.5f), (__m512i)x);
+#elif LANES == 8
+    return (Floats)_mm256_permutevar_ps(_mm256_setr_ps(-0.5f, 0.5f, -0.5f, 0.5f, -0.5f, 0.5f, -0.5f, 0.5f), (__m256i)x);
+#else
+    return numbers(x & 1) - SINGLE;
+#endif
+}
+
+// Lane i is from[at[i]], of SIZE.
+template <int SIZE>
+inline Floats picked(const float* from, const int32_t* at) {
+#if LANES == 16
+    if constexpr (SIZE == 16) return (Floats)_mm512_permutexvar_ps(load<__m512i>(at), load<__m512>(from));
+    if constexpr (SIZE == 32)
+        return (Floats)_mm512_permutex2var_ps(load<__m512>(from), load<__m512i>(at), load<__m512>(from + 16));
+#endif
+    Floats found = {};
+    for (int i = 0; i < LANES; i++) found[i] = from[at[i]];
+    return found;
+}
+
+// Where a page keeps its tokens. Of one that is not written, which has no rich ones, anything.
+inline void find_slots(const uint8_t* page, int32_t* slots) {
+    int rich = 0;
+    for (int t = 0; t < PAGE; t++) {
+#if RANKED
+        const int is_rich = page[t % (PAGE / 8)] >> t / (PAGE / 8) & 1;  // no branch, which none could foresee
+        const int poor = std::min(first_token(LAST) + t - rich, PAGE - 1);
+        slots[t] = poor ^ ((poor ^ rich) & -is_rich);
+        rich += is_rich;
+#else
+        slots[t] = t;
+#endif
+    }
 }
 
 // A page, behind which LANES bytes can be read.
@@ -63,6 +97,14 @@ template <int BEGIN = 0, typename Do>
 inline void each_rank(Do act) {
     act(std::integral_constant<int, BEGIN>());
     if constexpr (BEGIN < LAST) each_rank<BEGIN + 1>(act);
+}
+
+// The gains of a page's tokens as it keeps them.
+inline void find_gains(const uint8_t* page, const float* table, float* gains) {
+    each_rank([&](auto rank) {
+        constexpr Rank own = RANKS[rank.value];
+        for (int t = 0; t < own.tokens; t++) gains[first_token(rank) + t] = table[page[own.gains_byte() + t]];
+    });
 }
 
 // act(queries at once, the first of them)

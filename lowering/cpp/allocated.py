@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpass.codec.allocation import allocation_of, gains, weights
-from kvpass.codec.frame import Frames
+from kvpass.codec.frame import Frames, before_middle
 from kvpass.codec.kept import page_shapes
 from kvpass.codec.rope import parse_rope
 from kvpass.codec.spec import parse
@@ -22,7 +22,7 @@ from .build import build, source
 _library = torch.library.Library("kvpass_cpu", "DEF")
 _library.define(
     "allocated_scores(Tensor q, Tensor pages, Tensor basis, Tensor places, Tensor table, Tensor? mean, Tensor? cos, "
-    "Tensor? sin, SymInt count, SymInt room, str spec, str rope) -> Tensor"
+    "Tensor? sin, Tensor? own_cos, Tensor? own_sin, SymInt count, SymInt room, str spec, str rope) -> Tensor"
 )
 _library.define(
     "allocated_values(Tensor weights, Tensor pages, Tensor basis, Tensor places, Tensor table, SymInt count, "
@@ -32,7 +32,7 @@ _library.define(
 _FLOATS, _INTS, _BYTES, _NUMBER = "const float*", "const int32_t*", "const uint8_t*", "int64_t"
 _FITTED = [_BYTES, _FLOATS, _INTS, _FLOATS]  # pages, basis, places, table
 _TYPES = {
-    "allocated_scores": [*4 * [_FLOATS], *_FITTED, "float*", *8 * [_NUMBER]],
+    "allocated_scores": [*6 * [_FLOATS], *_FITTED, "float*", *8 * [_NUMBER]],
     "allocated_values": [_FLOATS, *_FITTED, "float*", *4 * [_NUMBER]],
 }
 
@@ -57,10 +57,12 @@ def _kernel(name: str, spec: str, head_dim: int, queries: int) -> Callable[..., 
     return build(source(defines, "allocated.h", f"{name}.cpp"), _TYPES[name])
 
 
-def _scores(q, pages, basis, places, table, mean, cos, sin, count: int, room: int, spec: str, rope: str) -> Tensor:
+def _scores(
+    q, pages, basis, places, table, mean, cos, sin, own_cos, own_sin, count: int, room: int, spec: str, rope: str
+) -> Tensor:
     (batch, heads), (pairs, interleaved) = pages.shape[:2], parse_rope(rope) if rope else (0, False)
-    out = _fake_scores(q, pages, basis, places, table, mean, cos, sin, count, room, spec, rope)
-    tables = (cos, sin) if pairs else (q, q)
+    out = _fake_scores(q, pages, basis, places, table, mean, cos, sin, own_cos, own_sin, count, room, spec, rope)
+    tables = (cos, sin, own_cos, own_sin) if pairs else 4 * (q,)
     _kernel("allocated_scores", spec, q.shape[2], q.shape[1])(
         q, *tables, q if mean is None else mean, pages, basis, places, table, out, batch, heads, count, room, pairs,
         int(interleaved), int(mean is not None), torch.get_num_threads(),
@@ -76,7 +78,9 @@ def _values(weights, pages, basis, places, table, count: int, room: int, spec: s
     return out
 
 
-def _fake_scores(q, pages, basis, places, table, mean, cos, sin, count, room, spec: str, rope: str) -> Tensor:
+def _fake_scores(
+    q, pages, basis, places, table, mean, cos, sin, own_cos, own_sin, count, room, spec: str, rope: str
+) -> Tensor:
     return q.new_empty((*q.shape[:2], count * parse(spec).page_size))
 
 
@@ -93,17 +97,20 @@ torch.library.register_fake("kvpass_cpu::allocated_values", _fake_values, lib=_l
 def page_scores(q: Tensor, frames: Frames | None, mean: Tensor | None, *pages_and_spec) -> Tensor:
     """``q`` ``[BH, R, D]`` with the keys in pages: ``[BH, R, N * P]``, in the order of tokens.
 
-    frames: of the pages, if they have any. mean: what was subtracted from each token of a page there, ``[B, H, P or 1,
-    D]`` float32. pages_and_spec: see `_arguments`.
+    frames: of the pages, if they have any. mean: what was subtracted from keys before rotary embedding, ``[B, H, 1,
+    D]``, if anything was. pages_and_spec: see `_arguments`.
     """
     *fitted, count, room, spec = _arguments(*pages_and_spec)
-    size, (cos, sin), rope, q = parse(spec).page_size, (None, None), "", q.contiguous()
+    size, rope = parse(spec).page_size, ""
+    tables: list[Tensor | None] = [None, None, None, None]
     if frames is not None:
         rope, pairs = frames.rope, parse_rope(frames.rope)[0]
-        cos, sin = (table[:, size : size + count, :pairs].float().contiguous() for table in frames[:2])
-    if mean is not None:  # as the products with it want it: channels of all tokens
-        mean = mean.expand(-1, -1, size, -1).flatten(0, 1).mT.contiguous()
-    return torch.ops.kvpass_cpu.allocated_scores(q, *fitted, mean, cos, sin, count, room, spec, rope)
+        of_pages = (table[:, size : size + count, :pairs].float() for table in frames[:2])
+        in_page = (table[:, :-1].mT for table in before_middle(frames, size))  # channels of all tokens
+        tables = [table.contiguous() for table in (*of_pages, *in_page)]
+    if mean is not None:
+        mean = mean.flatten(0, 2).float().contiguous()
+    return torch.ops.kvpass_cpu.allocated_scores(q.contiguous(), *fitted, mean, *tables, count, room, spec, rope)
 
 
 def page_values(weights: Tensor, *pages_and_spec) -> Tensor:

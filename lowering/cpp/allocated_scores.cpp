@@ -2,57 +2,47 @@
 
 namespace {
 
-constexpr int ROWS = 4, PAGES = 4;  // rows of a product with the basis, and pages whose queries are turned together
+constexpr int PAGES = 4;  // whose queries are turned together
+constexpr int ROWS = QUERIES % 2 ? 4 : 8;  // of a product with the basis
+constexpr int BEFORE = padded(PAGE / 2);  // the tokens of a page that come before its middle
+constexpr int SLOTS = 16, OF_WORD = SLOTS / LANES;  // tokens of a word of four bytes, and vectors of them
+constexpr int WAYS = LANES > 8 ? 2 : 1;  // sums apart, so that none waits for the one before
 
-// What queries make of the fields of four tokens of a rank, one from each plane of pairs: found[plane * COUNT + query].
-template <int RANK, int COUNT>
-inline void four_scores(const uint8_t* page, int row, const float* of_fields, float* found) {
-    constexpr Rank own = RANKS[RANK];
-    constexpr int PLANES = LANES == 16 ? 4 : 2, SUMS = PLANES * COUNT;  // as many as there are registers for
-    const uint8_t* pairs = page + own.first_byte + row * own.pairs;
-    const uint8_t* singles = page + own.singles_byte() + row % own.eighth() * own.singles;
-    for (int first = 0; first < 4; first += PLANES) {
-        Floats total[padded(SUMS)] = {};
-        const auto add = [&](Ints bytes, int ones, const float* worth) {
-            UNROLLED for (int plane = 0; plane < PLANES; plane++) {
-                const Floats field = numbers(bytes & ones << 2 * (first + plane));
-                UNROLLED for (int r = 0; r < COUNT; r++)
-                    total[plane * COUNT + r] += field * load<Floats>(worth + r * FIELDS);
+// Where tokens of a rank are in the words of a field, and in the rank. A word has all tokens of up to four rows of
+// pairs.
+template <int RANK>
+struct Words {
+    static constexpr int rows() {
+        int rows = 4;
+        while (RANKS[RANK].quarter() % rows) rows--;
+        return rows;
+    }
+    static constexpr int COUNT = RANKS[RANK].quarter() / rows();
+    int32_t slot[COUNT][SLOTS], pair[COUNT][SLOTS], single[COUNT][SLOTS];
+
+    constexpr Words() : slot{}, pair{}, single{} {
+        for (int word = 0; word < COUNT; word++)
+            for (int i = 0; i < SLOTS; i++) {
+                const int plane = i / rows() % 4, row = i % rows();
+                const int t = plane * RANKS[RANK].quarter() + word * rows() + row;
+                slot[word][i] = t;
+                pair[word][i] = 8 * row + 2 * plane;
+                single[word][i] = 8 * row + t / RANKS[RANK].eighth();
             }
-        };
-        for (int f = 0; f < own.pairs; f += LANES) add(widened(pairs + f), 3, of_fields + own.first_field + f);
-        for (int f = 0; f < own.singles; f += LANES)  // shifted to where the pairs of their tokens are
-            add(widened(singles + f) >> row / own.eighth(), 1, of_fields + own.of_singles() + f);
-        UNROLLED for (int i = 0; i < SUMS; i += LANES) store(found + first * COUNT + i, sums(total + i));
     }
-}
+};
 
-// Adds the scores of queries that are apart in out, for the tokens of a rank.
-template <int RANK, int COUNT>
-inline void rank_scores(
-    const uint8_t* page, const float* of_fields, const float* gain, const int32_t* order, int64_t apart, float* out
-) {
-    constexpr Rank own = RANKS[RANK];
-    float offset[COUNT];
-    for (int r = 0; r < COUNT; r++) {
-        Floats pairs = {}, singles = {};
-        const float* mine = of_fields + r * FIELDS;
-        for (int f = own.first_field; f < own.of_singles(); f += LANES) pairs += load<Floats>(mine + f);
-        for (int f = own.of_singles(); f < own.end_field(); f += LANES) singles += load<Floats>(mine + f);
-        pairs = PAIR * pairs + SINGLE * singles;
-        offset[r] = 0;
-        for (int lane = 0; lane < LANES; lane++) offset[r] += pairs[lane];
-    }
-    for (int row = 0; row < own.quarter(); row++) {
-        float found[4 * COUNT + LANES];
-        four_scores<RANK, COUNT>(page, row, of_fields, found);
-        UNROLLED for (int plane = 0; plane < 4; plane++) {
-            const int t = plane * own.quarter() + row;
-            const float unit = 1.0f / (1 << 2 * plane), times = gain[page[own.gains_byte() + t]];
-            float* mine = out + order[first_token(RANK) + t];
-            UNROLLED for (int r = 0; r < COUNT; r++)
-                mine[r * apart] += (found[plane * COUNT + r] * unit - offset[r]) * times;
-        }
+template <int RANK>
+const Words<RANK> WORDS;
+
+// Bytes of some rows of fields, of so many from the first on, as a word of each field.
+template <int ROWS>
+inline void to_words(const uint8_t* bytes, int first, int rows, int fields, int32_t* words) {
+    for (int f = 0; f < fields; f += LANES) {
+        Ints word = {};
+        UNROLLED for (int row = 0; row < ROWS; row++)
+            word |= widened(bytes + (first + row) % rows * fields + f) << 8 * row;
+        std::memcpy(words + f, &word, sizeof(word));
     }
 }
 
@@ -87,37 +77,88 @@ struct Head {
         }
     }
 
-    void of_fields(const float* steps, float* found) const {
-#if LANES == 16
-        if constexpr (HEAD % 32 == 0) {  // looked up in registers
-            __m512 step[HEAD / LANES];
-            UNROLLED for (int v = 0; v < HEAD / LANES; v++) step[v] = _mm512_loadu_ps(steps + v * LANES);
-            for (int f = 0; f < FIELDS; f += LANES) {
-                const __m512i at = _mm512_loadu_si512(coordinate + f);
-                __m512 x = _mm512_permutex2var_ps(step[0], at, step[1]);
-                UNROLLED for (int v = 2; v < HEAD / LANES; v += 2) {
-                    const __mmask16 there = _mm512_cmpge_epi32_mask(at, _mm512_set1_epi32(v * LANES));
-                    x = _mm512_mask_blend_ps(there, x, _mm512_permutex2var_ps(step[v], at, step[v + 1]));
+    // Adds what COUNT queries make of some fields of BITS bits, from first on, in the tokens of a word.
+    template <int COUNT, int BITS>
+    void add(
+        const int32_t* words, int first, int count, const int32_t* shifts, const float* steps,
+        Floats (&total)[WAYS][OF_WORD][COUNT]
+    ) const {
+        Ints shift[OF_WORD];
+        std::memcpy(shift, shifts, sizeof(shift));
+        for (int f = 0; f < count; f += WAYS)
+            UNROLLED for (int way = 0; way < WAYS; way++) {
+                const int at = first + f + way;
+                const float* worth = steps + coordinate[at];
+                UNROLLED for (int v = 0; v < OF_WORD; v++) {
+                    const Ints own = words[f + way] >> shift[v];
+                    const Floats field = (BITS == 2 ? pair(own) : single(own)) * weight[at];
+                    UNROLLED for (int r = 0; r < COUNT; r++) total[way][v][r] += field * worth[r * HEAD];
                 }
-                _mm512_storeu_ps(found + f, _mm512_mul_ps(x, _mm512_loadu_ps(weight + f)));
             }
-            return;
-        }
-#endif
-        for (int f = 0; f < FIELDS; f++) found[f] = steps[coordinate[f]] * weight[f];
+    }
+
+    // What COUNT queries make of some tokens of a rank, a word of a field.
+    template <int RANK, int COUNT>
+    void scores(const uint8_t* page, int word, const float* steps, const float* gains, float* found) const {
+        constexpr Rank own = RANKS[RANK];
+        const Words<RANK>& at_word = WORDS<RANK>;
+        constexpr int HELD = Words<RANK>::rows();
+        int32_t words[own.end_field() - own.first_field];
+        to_words<HELD>(page + own.first_byte, word * HELD, own.quarter(), own.pairs, words);
+        to_words<HELD>(page + own.singles_byte(), word * HELD, own.eighth(), own.singles, words + padded(own.pairs));
+        Floats total[WAYS][OF_WORD][COUNT] = {};
+        add<COUNT, 2>(words, own.first_field, own.pairs, at_word.pair[word], steps, total);
+        add<COUNT, 1>(words + padded(own.pairs), own.of_singles(), own.singles, at_word.single[word], steps, total);
+        for (int r = 0; r < COUNT; r++)
+            UNROLLED for (int v = 0; v < OF_WORD; v++) {
+                Floats x = total[0][v][r];
+                if (WAYS > 1) x += total[WAYS - 1][v][r];
+                if constexpr (own.tokens == SLOTS) {
+                    store(found + r * PAGE + v * LANES, x * load<Floats>(gains + v * LANES));
+                } else {
+                    float each[LANES];
+                    store(each, x);
+                    for (int i = 0; i < LANES; i++) {
+                        const int t = at_word.slot[word][v * LANES + i];
+                        found[r * PAGE + t] = each[i] * gains[t];
+                    }
+                }
+            }
     }
 };
 
-// Scores of ROWS queries with the mean of the keys at each token of a page, whose channels are [HEAD, PAGE].
-inline void mean_scores(const float* q, const float* mean, float* found) {
-    constexpr int VECTORS = (PAGE + LANES - 1) / LANES;
-    Floats total[ROWS][VECTORS] = {};
-    for (int d = 0; d < HEAD; d++)
-        UNROLLED for (int v = 0; v < VECTORS; v++) {
-            const Floats channel = load<Floats>(mean + d * PAGE + v * LANES);
-            UNROLLED for (int r = 0; r < ROWS; r++) total[r][v] += q[r * HEAD + d] * channel;
+// Scores of ROWS queries with the mean of the keys at each token of a page, for which it is turned, those behind the
+// middle as those before it, the other way. cos, sin: [pairs, BEFORE], of the tokens before the middle.
+template <int STRIDE>
+inline void mean_scores(
+    const float* q, const float* mean, const float* cos, const float* sin, int pairs, int apart, float* found
+) {
+    float along[ROWS][HEAD], across[ROWS][HEAD], rest[ROWS];
+    for (int r = 0; r < ROWS; r++) {
+        const float* own = q + r * HEAD;
+        for (int i = 0; i < pairs; i++) {
+            const float first = mean[i * STRIDE], second = mean[i * STRIDE + apart];
+            along[r][i] = own[i * STRIDE] * first + own[i * STRIDE + apart] * second;
+            across[r][i] = own[i * STRIDE + apart] * first - own[i * STRIDE] * second;
         }
-    for (int r = 0; r < ROWS; r++) std::memcpy(found + r * PAGE, total[r], PAGE * sizeof(float));
+        rest[r] = dot(own + 2 * pairs, mean + 2 * pairs, HEAD - 2 * pairs);
+        found[r * PAGE + PAGE / 2] = dot(own, mean, HEAD);
+    }
+    for (int t = 0; t < BEFORE; t += LANES) {
+        Floats even[ROWS] = {}, odd[ROWS] = {};
+        for (int i = 0; i < pairs; i++) {
+            const Floats c = load<Floats>(cos + i * BEFORE + t), s = load<Floats>(sin + i * BEFORE + t);
+            UNROLLED for (int r = 0; r < ROWS; r++) even[r] += along[r][i] * c, odd[r] += across[r][i] * s;
+        }
+        const int count = std::min(LANES, PAGE / 2 - t);
+        for (int r = 0; r < ROWS; r++) {
+            float before[LANES], behind[LANES];
+            store(before, even[r] + odd[r] + rest[r]);
+            store(behind, even[r] - odd[r] + rest[r]);
+            std::memcpy(found + r * PAGE + t, before, count * sizeof(float));
+            for (int i = !t; i < count; i++) found[r * PAGE + PAGE - t - i] = behind[i];
+        }
+    }
 }
 
 // A query as it is seen from where the tables are of. Channels of pair i are i * STRIDE and apart.
@@ -133,11 +174,13 @@ inline void turn_back(const float* q, const float* cos, const float* sin, int pa
 
 }  // namespace
 
-// q: [BH, R, D]. cos, sin: [B, N, pairs], of the middles of pages; without pairs, keys are as q is. mean: [BH, D, PAGE],
-// of what was subtracted from tokens of a page, if they are centered. basis: [BH, D, b].
-// places: [BH, NUM_FIELDS]. pages: [BH, room, PAGE_BYTES], count of which are read. out: [BH, R, count * PAGE].
+// q: [BH, R, D]. cos, sin: [B, N, pairs], of the middles of pages; without pairs, keys are as q is. own_cos, own_sin:
+// [B, pairs, PAGE / 2], of how the tokens before it are turned against it. mean: [BH, D], of what was subtracted from
+// keys before they were, if they are centered. basis: [BH, D, b]. places: [BH, NUM_FIELDS]. pages: [BH, room,
+// PAGE_BYTES], count of which are read. out: [BH, R, count * PAGE].
 extern "C" void kernel(
-    const float* q, const float* cos, const float* sin, const float* mean, const uint8_t* pages, const float* basis,
+    const float* q, const float* cos, const float* sin, const float* own_cos, const float* own_sin,
+    const float* mean, const uint8_t* pages, const float* basis,
     const int32_t* places, const float* table, float* out, int64_t batch, int64_t heads, int64_t count, int64_t room,
     int64_t pairs, int64_t interleaved, int64_t centered, int64_t threads
 ) {
@@ -147,42 +190,55 @@ extern "C" void kernel(
         for (int64_t part = 0; part < parts; part++) {
             const Head head(basis + h * HEAD * BLOCK, places + h * NUM_FIELDS, table + GAINS);
             float turned[PAGES * QUERIES * HEAD], steps[PAGES * QUERIES * HEAD];
-            float of_mean[PAGES * QUERIES * PAGE] = {}, own_mean[HEAD * PAGE + LANES];
-            if (centered) std::memcpy(own_mean, mean + h * HEAD * PAGE, HEAD * PAGE * sizeof(float));
-            alignas(64) float of_fields[QUERIES * FIELDS];
-            int32_t order[PAGE] = {};
+            float of_mean[PAGES * QUERIES * PAGE + LANES] = {};
+            float padded_cos[HEAD / 2 * BEFORE], padded_sin[HEAD / 2 * BEFORE];
+            for (int i = 0; i < (centered ? pairs : 0); i++) {
+                const int64_t row = (h / heads * pairs + i) * (PAGE / 2);
+                std::memcpy(padded_cos + i * BEFORE, own_cos + row, PAGE / 2 * sizeof(float));
+                std::memcpy(padded_sin + i * BEFORE, own_sin + row, PAGE / 2 * sizeof(float));
+            }
+            float gains[PAGE + LANES], by_slot[QUERIES * PAGE + LANES];
+            int32_t slots[PAGE + LANES] = {};
             const int64_t begin = part * count / parts, end = (part + 1) * count / parts;
             const auto turn = interleaved ? turn_back<2> : turn_back<1>;
+            const auto with_mean = interleaved ? mean_scores<2> : mean_scores<1>;
+            const int apart = interleaved ? 1 : pairs;
             for (int64_t n = begin; n < end; n++) {
-                const int ahead = (n - begin) % PAGES;
+                const int ahead = pairs ? (n - begin) % PAGES : 0;
                 if (pairs ? !ahead : n == begin) {
                     for (int i = 0; i < PAGES * QUERIES; i++) {
                         const int64_t row = (h / heads * count + std::min(n + i / QUERIES, end - 1)) * pairs;
                         const float* mine = q + (h * QUERIES + i % QUERIES) * HEAD;
-                        turn(mine, cos + row, sin + row, pairs, interleaved ? 1 : pairs, turned + i * HEAD);
+                        turn(mine, cos + row, sin + row, pairs, apart, turned + i * HEAD);
                     }
                     for (int i = 0; i < PAGES * QUERIES; i += ROWS) {
                         head.steps(turned + i * HEAD, steps + i * HEAD);
-                        if (centered) mean_scores(turned + i * HEAD, own_mean, of_mean + i * PAGE);
+                        if (!centered) continue;
+                        const float* own = mean + h * HEAD;
+                        with_mean(turned + i * HEAD, own, padded_cos, padded_sin, pairs, apart, of_mean + i * PAGE);
                     }
                 }
-                if (pairs || n == begin)
-                    for (int r = 0; r < QUERIES; r++)
-                        head.of_fields(steps + (ahead * QUERIES + r) * HEAD, of_fields + r * FIELDS);
-                for (int r = 0; r < QUERIES; r++) {
-                    const float* mine = of_mean + ((pairs ? ahead : 0) * QUERIES + r) * PAGE;
-                    std::memcpy(out + ((h * QUERIES + r) * count + n) * PAGE, mine, PAGE * sizeof(float));
-                }
                 const Page page(pages + h * room * PAGE_BYTES, n, room);
-                find_order(page.bytes, order);
+                find_gains(page.bytes, table, gains);
+                find_slots(page.bytes, slots);
                 each_queries([&](auto several, int r) {
-                    float* mine = out + ((h * QUERIES + r) * count + n) * PAGE;
+                    const float* mine = steps + (ahead * QUERIES + r) * HEAD;
                     each_rank([&](auto rank) {
-                        rank_scores<rank.value, several.value>(
-                            page.bytes, of_fields + r * FIELDS, table, order, count * PAGE, mine
-                        );
+                        for (int word = 0; word < Words<rank.value>::COUNT; word++)
+                            head.scores<rank.value, several.value>(
+                                page.bytes, word, mine, gains + first_token(rank),
+                                by_slot + r * PAGE + first_token(rank)
+                            );
                     });
                 });
+                for (int r = 0; r < QUERIES; r++) {
+                    const float* mine = of_mean + (ahead * QUERIES + r) * PAGE;
+                    float* found = out + ((h * QUERIES + r) * count + n) * PAGE;
+                    for (int t = 0; t < PAGE; t += LANES) {
+                        const Floats x = picked<PAGE>(by_slot + r * PAGE, slots + t) + load<Floats>(mine + t);
+                        std::memcpy(found + t, &x, std::min(LANES, PAGE - t) * sizeof(float));
+                    }
+                }
             }
         }
 }

@@ -22,42 +22,55 @@ inline void add_fields(const uint8_t* bytes, int rows, int fields, const float* 
         for (int v = 0; v < MANY; v++) store(total + r * FIELDS + v * LANES, sum[r][v]);
 }
 
-// The same for all fields of a kind. by_slot: weights of COUNT queries, PAGE apart.
-template <int BITS, int COUNT>
-inline void add_kind(const uint8_t* bytes, int rows, int fields, const float* by_slot, float* total) {
-    float weights[COUNT * PAGE];  // for fields that are not shifted
-    for (int r = 0; r < COUNT; r++)
-        for (int plane = 0; plane < 8 / BITS; plane++)
-            for (int t = plane * rows; t < (plane + 1) * rows; t++)
-                weights[r * PAGE + t] = by_slot[r * PAGE + t] * (1.0f / (1 << BITS * plane));
-    int f = 0;
-    for (; f + LANES < fields; f += 2 * LANES)
-        add_fields<BITS, COUNT, 2>(bytes + f, rows, fields, weights, total + f);
-    if (f < fields) add_fields<BITS, COUNT, 1>(bytes + f, rows, fields, weights, total + f);
+// The same for all fields of a kind. by_slot: weights of COUNT queries, PAGE apart. LEFT: vectors of fields.
+template <int BITS, int COUNT, int LEFT>
+inline void add_kind(const uint8_t* bytes, int rows, int fields, const float* weights, float* total) {
+    if constexpr (LEFT > 0) {  // as many at once as there are registers for
+        constexpr int MANY = LEFT == 4 ? 2 : std::min(LEFT, 3);
+        add_fields<BITS, COUNT, MANY>(bytes, rows, fields, weights, total);
+        add_kind<BITS, COUNT, LEFT - MANY>(bytes + MANY * LANES, rows, fields, weights, total + MANY * LANES);
+    }
 }
 
-struct Total {
-    float fields[QUERIES * FIELDS] = {}, weights[QUERIES * PAGE] = {};
+// What a field counts that stays where it is in its byte, by the token in a page.
+struct Units {
+    float pair[PAGE + LANES] = {}, single[PAGE + LANES] = {};
 
-    void add(const uint8_t* page, const int32_t* order, const float* gain, const float* of_tokens, int64_t apart) {
-        float gains[PAGE], by_slot[QUERIES * PAGE];
+    Units() {
         each_rank([&](auto rank) {
             constexpr Rank own = RANKS[rank.value];
-            for (int t = 0; t < own.tokens; t++) gains[first_token(rank) + t] = gain[page[own.gains_byte() + t]];
+            for (int t = 0; t < own.tokens; t++) {
+                pair[first_token(rank) + t] = 1.0f / (1 << t / own.quarter() * 2);
+                single[first_token(rank) + t] = 1.0f / (1 << t / own.eighth());
+            }
         });
-        for (int r = 0; r < QUERIES; r++) {
-            for (int t = 0; t < PAGE; t++) by_slot[r * PAGE + t] = of_tokens[r * apart + order[t]] * gains[t];
-            for (int t = 0; t < PAGE; t++) weights[r * PAGE + t] += by_slot[r * PAGE + t];
-        }
+    }
+};
+const Units UNITS;
+
+struct Total {
+    float fields[QUERIES * FIELDS] = {}, weights[QUERIES * PAGE + LANES] = {};
+
+    void add(const uint8_t* page, const int32_t* order, const float* gains, const float* of_tokens, int64_t apart) {
+        float of_pairs[QUERIES * PAGE + LANES], of_singles[QUERIES * PAGE + LANES];  // for fields that are not shifted
+        for (int r = 0; r < QUERIES; r++)
+            for (int t = 0; t < PAGE; t += LANES) {
+                const int at = r * PAGE + t;
+                const Floats own = picked<PAGE>(of_tokens + r * apart, order + t) * load<Floats>(gains + t);
+                store(weights + at, load<Floats>(weights + at) + own);
+                store(of_pairs + at, own * load<Floats>(UNITS.pair + t));
+                store(of_singles + at, own * load<Floats>(UNITS.single + t));
+            }
         each_queries([&](auto several, int r) {
             each_rank([&](auto rank) {
                 constexpr Rank own = RANKS[rank.value];
-                constexpr int COUNT = several.value;
-                const float* mine = by_slot + r * PAGE + first_token(rank);
+                constexpr int COUNT = several.value, FIRST = own.first_field, BEHIND = own.of_singles();
+                constexpr int PAIRS = (BEHIND - FIRST) / LANES, SINGLES = (own.end_field() - BEHIND) / LANES;
+                const int first = r * PAGE + first_token(rank);
                 float* found = fields + r * FIELDS;
                 const uint8_t *pairs = page + own.first_byte, *singles = page + own.singles_byte();
-                add_kind<2, COUNT>(pairs, own.quarter(), own.pairs, mine, found + own.first_field);
-                add_kind<1, COUNT>(singles, own.eighth(), own.singles, mine, found + own.of_singles());
+                add_kind<2, COUNT, PAIRS>(pairs, own.quarter(), own.pairs, of_pairs + first, found + FIRST);
+                add_kind<1, COUNT, SINGLES>(singles, own.eighth(), own.singles, of_singles + first, found + BEHIND);
             });
         });
     }
@@ -75,12 +88,15 @@ extern "C" void kernel(
 #pragma omp parallel for collapse(2) num_threads(threads) if (threads > 1)
     for (int64_t h = 0; h < many; h++)
         for (int64_t part = 0; part < parts; part++) {
-            int32_t order[PAGE] = {};
+            int32_t slots[PAGE + LANES], order[PAGE + LANES] = {};
+            float gains[PAGE + LANES] = {};
             for (int64_t n = part * count / parts; n < (part + 1) * count / parts; n++) {
                 const Page page(pages + h * room * PAGE_BYTES, n, room);
-                find_order(page.bytes, order);
+                find_slots(page.bytes, slots);
+                for (int t = 0; t < PAGE; t++) order[slots[t]] = t;
+                find_gains(page.bytes, table, gains);
                 const float* mine = weights + (h * QUERIES * count + n) * PAGE;
-                totals[h * parts + part].add(page.bytes, order, table, mine, count * PAGE);
+                totals[h * parts + part].add(page.bytes, order, gains, mine, count * PAGE);
             }
         }
     for (int64_t row = 0; row < many * QUERIES; row++) {

@@ -1,4 +1,7 @@
 // Vectors as compilers know them, of as many lanes as the processor has.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("tree-loop-vectorize")  // Inductor, whose loops are vectors already, turns it off
+#endif
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -50,16 +53,9 @@ inline Ints widened(const uint8_t* from) {  // compilers take bytes apart one by
 
 inline Floats numbers(Ints x) { return __builtin_convertvector(x, Floats); }
 
-// The largest lane, and the sum of all.
 inline float largest(Floats x) {
     float found = x[0];
     for (int i = 1; i < LANES; i++) found = std::max(found, x[i]);
-    return found;
-}
-
-inline float total(Floats x) {
-    float found = x[0];
-    for (int i = 1; i < LANES; i++) found += x[i];
     return found;
 }
 
@@ -81,6 +77,22 @@ inline Floats sums(Floats* x) {
     UNROLLED for (int i = 0; i < HALF; i++) x[i] = folded<HALF>(x[i], x[i + HALF], std::make_index_sequence<LANES>());
     if constexpr (HALF > 1) return sums<HALF / 2>(x);
     return x[0];
+}
+
+template <int HALF = LANES / 2>
+inline float total(Floats x) {
+    x = folded<HALF>(x, x, std::make_index_sequence<LANES>());
+    if constexpr (HALF > 1) return total<HALF / 2>(x);
+    return x[0];
+}
+
+inline float dot(const float* a, const float* b, int count) {
+    Floats sum = {};
+    int i = 0;
+    for (; i + LANES <= count; i += LANES) sum += load<Floats>(a + i) * load<Floats>(b + i);
+    float rest = 0;
+    for (; i < count; i++) rest += a[i] * b[i];
+    return total(sum) + rest;
 }
 
 constexpr float LN_2 = 0.6931471805599453f;

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpass.codec.affine import params_dtype
-from kvpass.codec.frame import Frames, mean_in_page
+from kvpass.codec.frame import Frames
 from kvpass.codec.hadamard import basis
 from kvpass.codec.kept import calibrated_shapes, of_pages, page_shapes
 from kvpass.codec.rope import parse_rope, rotate_pairs, split_pairs
@@ -131,8 +131,7 @@ def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rop
     if framed:  # what is exact is as it was rotated
         rope = ""
     if given["k_fields"] is not None:
-        mean = None if center is None else mean_in_page(center, frames, size)
-        on_pages = allocated.page_scores(q, frames, mean, *_allocated(given, "k", k_spec))
+        on_pages = allocated.page_scores(q, frames, center, *_allocated(given, "k", k_spec))
     else:
         pages = opened(k_pools, k_spec, given["k_points"], shape[-1])
         turns = Turns(given["cos"], given["sin"], rope, in_page.view(count, size)) if rope else None
