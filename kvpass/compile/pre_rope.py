@@ -193,7 +193,7 @@ def turns_alike(a: Rotation, b: Rotation) -> bool:
 def insert_tables(graph: Graph, rotation: Rotation) -> tuple[Node, Node]:
     """Nodes at the insertion point of ``graph`` with cos and sin of the call's own tokens, ``[B, S, p]``.
 
-    They are what becomes of 1 on the first channel of every pair and 0 elsewhere.
+    They are what becomes of 1 on the first channel of every pair and 0 elsewhere, and depend on no layer.
     """
     source, fake = rotation.source, rotation.source.meta["val"]
     pairs, interleaved = parse_rope(rotation.rope)
@@ -204,10 +204,27 @@ def insert_tables(graph: Graph, rotation: Rotation) -> tuple[Node, Node]:
         first = call(
             aten.logical_and.default, (first, call(aten.eq.Scalar, (call(aten.remainder.Scalar, (channel, 2)), 0)))
         )
-    unit = call(aten.mul.Tensor, (call(aten.ones_like.default, (source,)), call(aten.to.dtype, (first, fake.dtype))))
+    sizes = [_size(graph, source, dim) for dim in range(fake.ndim)]
+    ones = call(aten.ones.default, (sizes,), {"dtype": fake.dtype, "device": fake.device})
+    unit = call(aten.mul.Tensor, (ones, call(aten.to.dtype, (first, fake.dtype))))
     copies = {source: unit}
     for node in _turning(upstream(rotation.output, [source]), source)[1:]:
         copies[node] = graph.node_copy(node, lambda entry: copies.get(entry, entry))
     head = call(aten.select.int, (copies[rotation.output], 1, 0))
     ranges = ((0, 2 * pairs, 2), (1, 2 * pairs, 2)) if interleaved else ((0, pairs, 1), (pairs, 2 * pairs, 1))
     return tuple(call(aten.slice.Tensor, (head, 2, *bounds)) for bounds in ranges)
+
+
+def _size(graph: Graph, tensor: Node, dim: int) -> int | Node:
+    """That of ``tensor``, read off an input of the graph if one has it, so that it does not depend on a layer."""
+    size = tensor.meta["val"].shape[dim]
+    if isinstance(size, int):
+        return size
+    inputs = (node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta["val"], torch.Tensor))
+    for node in (*inputs, tensor):
+        for i, other in enumerate(node.meta["val"].shape):
+            if isinstance(other, torch.SymInt) and other.node.expr == size.node.expr:
+                found = graph.call_function(aten.sym_size.int, (node, i))
+                found.meta["val"] = size
+                return found
+    raise AssertionError("A tensor has its own sizes.")
