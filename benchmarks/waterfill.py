@@ -1,21 +1,25 @@
 """`waterfill` taken apart, beside its rivals: python benchmarks/waterfill.py [--model M] [--text FILE,...] [row ...]
 
 Every row is scored in one pass behind the same prompts. Bits are those of a cache of 8,192 tokens in bfloat16,
-everything counted; KL and agreement are as `kvpass eval` has them.
+everything counted; KL and agreement are as `kvpass eval` has them. How a prompt's statistics age, in quarters of what is
+scored: python benchmarks/waterfill.py --text prose --then code --prompt 512 --scored 2048 waterfill
 """
 
 import argparse
 import copy
+import statistics
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
 
 from kvpass import calibrate, models, schemes
 from kvpass.eval import bits_at, quality, texts
 from kvpass.layout.retention import Recent, Sinks
 
-PROMPT, SCORED, LONG = 1024, 512, 8192
-CALIBRATED, SKIPPED = 8, 4096  # sequences of PROMPT tokens of each text, and tokens before them, which are scored
+LONG = 8192  # tokens of the caches whose bits are given
+CALIBRATED, LENGTH, SKIPPED = 8, 1024, 4096  # sequences of a text, their tokens, and those before, which are scored
 RIVALS = "kivi", "kivi-sinks", "kivi-3", "kivi-4", "squat", "higgs-sinks", "higgs-3"
 
 
@@ -63,10 +67,16 @@ def calibrated(model, tokenizer, rows: Mapping[str, str | dict[str, Any]]) -> di
     with tempfile.TemporaryDirectory() as work:
         for name, config in found.items():
             if config.needs_calibration:
-                ids = (texts.tokens(tokenizer, text, SKIPPED + CALIBRATED * PROMPT) for text in texts.available())
-                data = [part for text in ids for part in text[0, SKIPPED:].split(PROMPT)]
+                ids = (texts.tokens(tokenizer, text, SKIPPED + CALIBRATED * LENGTH) for text in texts.available())
+                data = [part for text in ids for part in text[0, SKIPPED:].split(LENGTH)]
                 found[name] = calibrate(model, data, config, work=work)
     return found
+
+
+def chunked(values: Sequence[float], count: int) -> list[Sequence[float]]:
+    """As many equal parts."""
+    size = len(values) // count
+    return [values[i * size : (i + 1) * size] for i in range(count)]
 
 
 def main(table: Mapping[str, dict[str, Any]] = ROWS, description: str | None = __doc__) -> None:
@@ -74,21 +84,28 @@ def main(table: Mapping[str, dict[str, Any]] = ROWS, description: str | None = _
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="default SmolLM2-135M-Instruct")
     parser.add_argument("--text", help="files to score instead of the texts that come with kvpass")
+    parser.add_argument("--then", metavar="FILE", help="what follows behind every prompt, instead of the text itself")
+    parser.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt; default 1024")
+    parser.add_argument("--scored", type=int, default=512, help="tokens behind it that are scored; default 512")
     parser.add_argument("rows", nargs="*", default=list(table), metavar="row")
     args = parser.parse_args()
     model, tokenizer = models.load(args.model)
     half = copy.deepcopy(model).bfloat16()
     names = args.text.split(",") if args.text else texts.available()
-    sources = {name: texts.tokens(tokenizer, name, PROMPT + SCORED) for name in names}
+    sources = {name: texts.tokens(tokenizer, name, args.prompt + args.scored) for name in names}
+    if args.then:
+        behind = texts.tokens(tokenizer, args.then, args.scored)
+        sources = {name: torch.cat([ids[:, : args.prompt], behind], 1) for name, ids in sources.items()}
     chosen = calibrated(model, tokenizer, {name: {"scheme": "waterfill", **table[name]} for name in args.rows})
-    results = quality.evaluate(model, sources, PROMPT, chosen, one_pass=True)
+    results = quality.evaluate(model, sources, args.prompt, chosen, one_pass=True)
     print("| | bits at 8k |" + "".join(f" KL, {name} | top-1 |" for name in sources))
     print("|---|--:|" + "--:|--:|" * len(sources))
     for name, scheme in chosen.items():
         cells = [f"{bits_at(half, scheme, [LONG])[LONG]:.2f}"]
         for rows in results.values():
             (row,) = (one for one in rows if one.scheme == name)
-            cells += [f"{row.kl:.4f}", f"{sum(row.agreements) / len(row.agreements):.1%}"]
+            quarters = [f"{statistics.fmean(some):.4f}" for some in chunked(row.divergences, 4)] if args.then else []
+            cells += [", ".join([f"{row.kl:.4f}", *quarters]), f"{row.top1:.1%}"]
         print(f"| {name} | {' | '.join(cells)} |")
 
 

@@ -1,5 +1,6 @@
 """Engines of vLLM with packed pages, against vLLM's own cache, kvpass's own, and each other."""
 
+import copy
 import random
 
 import pytest
@@ -46,6 +47,15 @@ def alone(model, prompt, tokens, chunks) -> torch.Tensor:
     return torch.stack(found)
 
 
+def perturbed(model):
+    """``model`` with embeddings that differ by what rounding leaves of float32."""
+    other = copy.deepcopy(model)
+    weight = other.get_input_embeddings().weight
+    with torch.no_grad():
+        weight.mul_(1 + 1e-7 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
+    return other
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_tokens_have_the_probability_that_kvpass_gives_them(serve, smollm2, texts, scheme):
     """Also where a prefix was found: requests come one by one, in chunks of a block, so that a hit leaves the chunks
@@ -56,15 +66,19 @@ def test_tokens_have_the_probability_that_kvpass_gives_them(serve, smollm2, text
     hits = [phase["requests"]["0"]["cached"] for phase in found]
     assert hits[4] and not any((*hits[:3], hits[5])) and not any(hit % block for hit in hits), hits
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32, attn_implementation="sdpa")
-    kvpass.apply(model, scheme, lowering="eager")
+    noisy = perturbed(model)
+    for one in (model, noisy):
+        kvpass.apply(one, scheme, lowering="eager")
     for number, (phase, prompt) in enumerate(zip(found, texts * 2, strict=True)):
         (one,) = phase["requests"].values()
         whole, rest = divmod(len(prompt), block)
-        expected = alone(model, prompt, one["tokens"], [*[block] * whole, *([rest] if rest else [])])
+        call = prompt, one["tokens"], [*[block] * whole, *([rest] if rest else [])]
+        expected = alone(model, *call)
+        # chunks read pages, whose codes rounding flips, and so does noise in embeddings
+        flips = (alone(noisy, *call) - expected).abs().median()
         difference = (torch.tensor(one["logprobs"]) - expected).abs()
-        # chunks read pages, whose codes rounding flips: noise of 1e-7 in embeddings moves logits by 1e-2
         assert difference[0] <= 2e-2, (number, hits, difference[0])
-        assert difference.median() <= 2e-2, (number, hits, difference.median())
+        assert difference.median() <= max(2e-2, 2 * flips), (number, hits, difference.median(), flips)
 
 
 def random_requests(seed, count, longest, vocabulary=512):
@@ -80,7 +94,7 @@ def test_preempted_requests_lose_nothing(serve, tiny):
     small = serve(tiny, phases, "identity", inspect=True, kv_cache_memory_bytes=18 << 20, max_model_len=512)
     (found,) = small["phases"]
     assert found["preempted"] and found["free"] == small["free"]
-    assert_same(found["requests"], expected["requests"])
+    assert_same(found["requests"], expected["requests"], 3e-4)  # what is computed again is, in other chunks
 
 
 def test_no_block_is_lost_over_two_hundred_requests(serve, tiny):
@@ -143,9 +157,10 @@ def test_a_model_that_cannot_be_served_is_said_at_start(tmp_path):
 def test_without_a_scheme_the_plugin_does_nothing(serve, tiny, monkeypatch):
     """The same tokens as when vLLM does not load it."""
     phases = [{"prompts": random_requests(6, 3, 100), "tokens": 20}]
-    with_it = serve(tiny, phases)
+    (with_it,) = serve(tiny, phases)["phases"]
     monkeypatch.setenv("VLLM_PLUGINS", "")
-    assert serve(tiny, phases) == with_it
+    (without,) = serve(tiny, phases)["phases"]
+    assert without["requests"] == with_it["requests"]
 
 
 def test_layers_with_a_sliding_window_keep_their_own_cache(serve, tmp_path):
