@@ -32,12 +32,12 @@ CASES = {
     "kivi before RoPE": dict(bits=2, rope="half-64"),
     "higgs": dict(bits=4, grid="d2n16", group=128),
     "higgs, 3 bits": dict(bits=6, grid="d2n64", group=128),
-    "waterfill-2": dict(scheme="waterfill_2"),
+    "waterfill-2": dict(scheme="waterfill-2"),
     "waterfill": dict(scheme="waterfill"),
-    "waterfill-3": dict(scheme="waterfill_3"),
-    "waterfill-2, heads of 64": dict(scheme="waterfill_2", dim=64),
+    "waterfill-3": dict(scheme="waterfill-3"),
+    "waterfill-2, heads of 64": dict(scheme="waterfill-2", dim=64),
     "waterfill, heads of 64": dict(scheme="waterfill", dim=64),
-    "waterfill-3, heads of 64": dict(scheme="waterfill_3", dim=64),
+    "waterfill-3, heads of 64": dict(scheme="waterfill-3", dim=64),
 }
 KINDS = {
     "floats": r"FADD|FMUL|FFMA|FMNMX|FSEL|FSETP|H(ADD|MUL|FMA)2|MUFU|F2FP|I2F",

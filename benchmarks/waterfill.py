@@ -1,8 +1,10 @@
 """`waterfill` taken apart, beside its rivals: python benchmarks/waterfill.py [--model M] [--text FILE,...] [row ...]
 
 Every row is scored in one pass behind the same prompts. Bits are those of a cache of 8,192 tokens in bfloat16,
-everything counted; KL and agreement are as `kvpass eval` has them. How a prompt's statistics age, in quarters of what is
-scored: python benchmarks/waterfill.py --text prose --then code --prompt 512 --scored 2048 waterfill
+everything counted; KL and agreement are as `kvpass eval` has them.
+
+How the statistics of a prompt age, in quarters of what is scored behind it:
+python benchmarks/waterfill.py --text prose --then code --prompt 512 --scored 2048 waterfill
 """
 
 import argparse

@@ -27,7 +27,19 @@ from .scores import (
     shifts_of,
     with_present,
 )
-from .unpacking import channels, form_of, packed_rows, paired_values, paired_words, pool_of, tokens_of, values, words
+from .unpacking import (
+    Pool,
+    boosted_of,
+    channels,
+    form_of,
+    packed_rows,
+    paired_values,
+    paired_words,
+    tokens_of,
+    values,
+    words,
+    zero_points_of,
+)
 
 
 @triton.jit
@@ -107,8 +119,12 @@ def attend_split(
     n = tl.load(length).to(tl.int32)
     k_rows, v_rows = packed_rows(n, K), packed_rows(n, V)
     group, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1) - 1
-    key = pool_of(k_codes, k_scale, k_zero, k_points, lower, boosted, group, k_stride, k_params, K)
-    value = pool_of(v_codes, v_scale, v_zero, v_points, None, None, group, v_stride, v_params, V)
+    if lower is not None:
+        lower, boosted = boosted_of(lower, boosted, group, k_stride, K)
+    k_zero = zero_points_of(k_zero, group, k_params, K)
+    key = Pool(k_codes + group * k_stride, k_scale + group * k_params, k_zero, k_points, lower, boosted)
+    v_zero = zero_points_of(v_zero, group, v_params, V)
+    value = Pool(v_codes + group * v_stride, v_scale + group * v_params, v_zero, v_points, None, None)
     k_ring, v_ring = k_ring + group * (K.sinks + K.window) * K.dim, v_ring + group * (V.sinks + V.window) * K.dim
     k_new, v_new = k_new + group * queries * K.dim, v_new + group * queries * K.dim
     rope = Rope(cos, sin, group // Q.groups * table_batch, table_row, center, group * K.dim)

@@ -72,26 +72,18 @@ def _number_of(fields, rank, index):
 
 
 @triton.jit
-def _asked(first, group, call, PAGES: tl.constexpr, Q: tl.constexpr):
-    """Query rows from the ``first`` on, each as often as there are pages in a turn."""
-    index = tl.arange(0, Q.tile)
-    rows, row = Q.heads // Q.groups * call.queries, first + index // PAGES
-    line, there, query = group * rows + row, row < rows, row % call.queries
-    mask = mask_lines(line, there, query, group, call, Q) if call.mask is not None else None
-    return Asked(row, line, there, query, index % PAGES, mask)
-
-
-@triton.jit
 def _rank_scores(
     pages, worth, call, asked, first, stop, RANK: tl.constexpr, PAGES: tl.constexpr, Q: tl.constexpr,
     K: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Scores of query rows with the tokens of a rank, ``[rows, tokens]``, and where pages keep these; -inf where a row
     has another page."""
+    M: tl.constexpr = Q.tile
+    tokens: tl.constexpr = PAGES * K.tokens
     page, token = tile_tokens(PAGES, K)
     line, known = asked.page * worth.page + asked.row, asked.there & (asked.page < stop - first)
     fields, sums = worth.fields + first * worth.page * K.width, worth.sums + first * worth.page * (2 * ranks_of(K))
-    s = tl.zeros((Q.tile, PAGES * K.tokens), tl.float32)
+    s = tl.zeros((M, tokens), tl.float32)
     for i in tl.static_range(pieces_of(K, RANK)):
         field = columns_of(K, RANK, i)
         q = tl.load(fields + (line[:, None] * K.width + field[None, :]), mask=known[:, None], other=0)
@@ -218,7 +210,8 @@ def _exact_split(
     """All other tokens, ``[rows, D]``: those of pages ``[begin, end)``, whose values are exact still, and those whose
     keys are too. R, W: layouts of what is exact of keys and values."""
     M: tl.constexpr = Q.tile
-    parts, (channel, real) = parts_of(R), channels(W, 1)
+    parts = parts_of(R)
+    channel, real = channels(W, 1)
     peak, total = tl.full((M,), -float("inf"), tl.float32), tl.zeros((M,), tl.float32)
     found = tl.zeros((M, channel.shape[0]), tl.float32)
     for first in tl.range(begin, end, PAGES, num_stages=1):
@@ -272,7 +265,11 @@ def attend_fields(
     group, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1) - 1
     rows = Q.heads // Q.groups * queries
     call = Call(n, queries, scale, None, mask, mask_batch, mask_head, mask_query)
-    asked = _asked(tl.program_id(2) * (Q.tile // PAGES), group, call, PAGES, Q)
+    index = tl.arange(0, Q.tile)  # every row as often as there are pages in a turn
+    row = tl.program_id(2) * (Q.tile // PAGES) + index // PAGES
+    line, there, query = group * rows + row, row < rows, row % queries
+    lines = mask_lines(line, there, query, group, call, Q) if mask is not None else None
+    asked = Asked(row, line, there, query, index % PAGES, lines)
     places, room = group * k_capacity * K.page, k_capacity if FRAMED else 1
     fields, sums = fields + group * room * rows * K.width, sums + group * room * rows * (2 * ranks_of(K))
     if mean is not None:

@@ -22,7 +22,7 @@ from .scores import (
     seen_by,
     shifts_of,
 )
-from .unpacking import pool_of, tokens_of
+from .unpacking import Pool, boosted_of, tokens_of, zero_points_of
 
 
 @triton.jit
@@ -63,7 +63,10 @@ def sum_attention(
 ):  # fmt: skip
     """Grid: for each KV head of all samples the ``tiles``, of packed rows and then of exact tokens."""
     tile, group = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
-    key = pool_of(k_codes, k_scale, k_zero, k_points, lower, boosted, group, k_stride, k_params, K)
+    if lower is not None:
+        lower, boosted = boosted_of(lower, boosted, group, k_stride, K)
+    k_zero = zero_points_of(k_zero, group, k_params, K)
+    key = Pool(k_codes + group * k_stride, k_scale + group * k_params, k_zero, k_points, lower, boosted)
     rope = Rope(cos, sin, group // Q.groups * table_batch, table_row, center, group * K.dim)
     call, parts = Call(n, queries, scale, shift, mask, mask_batch, mask_head, mask_query), parts_of(K)
     packed, stop = tl.cdiv(k_rows, ROWS), n + queries

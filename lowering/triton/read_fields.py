@@ -109,21 +109,21 @@ def power_of(number):
 
 
 @triton.constexpr_function
-def _moved(plane, number):
+def _moved(plane, mantissa):
     """How far the fields of a plane are moved, so that they end in the mantissa."""
-    return max(0, 2 * plane + 2 - number.mantissa)
+    return max(0, 2 * plane + 2 - mantissa)
 
 
 @triton.constexpr_function
 def _mask(plane, bits, number):
     """The bits of a field of both halves of a word, and of the power of two."""
-    return ((1 << bits) - 1 << 2 * plane - _moved(plane, number) | number.byte << 8) * 0x00010001
+    return ((1 << bits) - 1 << 2 * plane - _moved(plane, number.mantissa) | number.byte << 8) * 0x00010001
 
 
 @triton.constexpr_function
 def _last_place(number):
     """The place of the fields of the last plane in their numbers."""
-    return 6 - _moved(3, number) if number.mantissa else 0
+    return 6 - _moved(3, number.mantissa) if number.mantissa else 0
 
 
 @triton.constexpr_function
@@ -211,7 +211,7 @@ def piece_fields(
         word = tl.load(at, mask=there, other=0)
         if P.bits == 1:
             word = word >> later[:, None]
-        low, high = _halves(word, N), _halves(word >> _moved(3, N), N)
+        low, high = _halves(word, N), _halves(word >> _moved(3, N.mantissa), N)
         words = _in_order(
             low & _mask(0, P.bits, N), low & _mask(1, P.bits, N), low & _mask(2, P.bits, N), high & _mask(3, P.bits, N)
         )

@@ -66,15 +66,17 @@ def _params(layout):
 
 
 @triton.jit
-def pool_of(codes, scale, zero_point, points, lower, boosted, head, stride, params, L: tl.constexpr):
-    """The `Pool` of a head, of pointers to the first; stride, params: from head to head, of codes and of scales."""
+def zero_points_of(zero_point, head, params, L: tl.constexpr):
+    """Those of a head, of a pointer to the first; params: scales from head to head."""
     SIZE: tl.constexpr = _params(L)
-    zero_point += head * (params // (2 * SIZE) * 4 if L.two_level else params)
-    if lower is not None:
-        pages = stride // (L.page * L.bits // 8 * L.dim)
-        lower += head * pages * (L.page * L.bits // 8 * L.boosted)
-        boosted += head * pages * L.boosted
-    return Pool(codes + head * stride, scale + head * params, zero_point, points, lower, boosted)
+    return zero_point + head * (params // (2 * SIZE) * 4 if L.two_level else params)
+
+
+@triton.jit
+def boosted_of(lower, boosted, head, stride, L: tl.constexpr):
+    """Lower codes and places of boosted channels of a head, of pointers to the first; stride: from head to head."""
+    pages = stride // (L.page * L.bits // 8 * L.dim)
+    return lower + head * pages * (L.page * L.bits // 8 * L.boosted), boosted + head * pages * L.boosted
 
 
 @triton.jit
