@@ -53,6 +53,8 @@ ROWS = {
     "no recent tokens": dict(recent=0),
     "32 recent tokens": dict(recent=32),
     "160 recent tokens": dict(recent=160),
+    "32 recent, half a bit more for the rich": dict(recent=32, **fields((12, 4), (16, 4), (14, 4), (17, 4))),
+    "32 recent, all tokens alike": dict(recent=32, **fields((14, 4), (14, 4), (16, 4), (16, 4))),
     "values alone are packed like that": dict(key_fields=(48, 0), rich_key_fields=(48, 0)),
     "keys alone are packed like that": dict(value_fields=(48, 0), rich_value_fields=(0, 0)),
     "waterfill-2": dict(scheme="waterfill-2"),
