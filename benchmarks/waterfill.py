@@ -9,9 +9,8 @@ python benchmarks/waterfill.py --text prose --then code --prompt 512 --scored 20
 
 import argparse
 import copy
-import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -77,12 +76,6 @@ def calibrated(model, tokenizer, rows: Mapping[str, str | dict[str, Any]]) -> di
     return found
 
 
-def chunked(values: Sequence[float], count: int) -> list[Sequence[float]]:
-    """As many equal parts."""
-    size = len(values) // count
-    return [values[i * size : (i + 1) * size] for i in range(count)]
-
-
 def main(table: Mapping[str, dict[str, Any]] = ROWS, description: str | None = __doc__) -> None:
     """Measure rows of ``table``, each the fields of a scheme, and print them."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -108,7 +101,8 @@ def main(table: Mapping[str, dict[str, Any]] = ROWS, description: str | None = _
         cells = [f"{bits_at(half, scheme, [LONG])[LONG]:.2f}"]
         for rows in results.values():
             (row,) = (one for one in rows if one.scheme == name)
-            quarters = [f"{statistics.fmean(some):.4f}" for some in chunked(row.divergences, 4)] if args.then else []
+            parts = torch.tensor(row.divergences).chunk(4) if args.then else []
+            quarters = [f"{part.mean():.4f}" for part in parts]
             cells += [", ".join([f"{row.kl:.4f}", *quarters]), f"{row.top1:.1%}"]
         print(f"| {name} | {' | '.join(cells)} |")
 

@@ -220,11 +220,13 @@ def _size(graph: Graph, tensor: Node, dim: int) -> int | Node:
     size = tensor.meta["val"].shape[dim]
     if isinstance(size, int):
         return size
-    inputs = (node for node in graph.find_nodes(op="placeholder") if isinstance(node.meta["val"], torch.Tensor))
-    for node in (*inputs, tensor):
-        for i, other in enumerate(node.meta["val"].shape):
-            if isinstance(other, torch.SymInt) and other.node.expr == size.node.expr:
-                found = graph.call_function(aten.sym_size.int, (node, i))
-                found.meta["val"] = size
-                return found
-    raise AssertionError("A tensor has its own sizes.")
+    where = (
+        (node, i)
+        for node in (*graph.find_nodes(op="placeholder"), tensor)
+        if isinstance(node.meta["val"], torch.Tensor)
+        for i, other in enumerate(node.meta["val"].shape)
+        if isinstance(other, torch.SymInt) and other.node.expr == size.node.expr
+    )
+    found = graph.call_function(aten.sym_size.int, next(where))
+    found.meta["val"] = size
+    return found

@@ -32,24 +32,21 @@ constexpr int AT_ONCE = QUERIES < 4 ? QUERIES : 4;  // queries that a field is u
 constexpr float PAIR = 1.5f, SINGLE = 0.5f;  // the codes that stand for 0
 constexpr int GAINS = 256;  // in the table; behind them, what 1 in a field is worth by its kind
 
-// What the lowest two bits, and the lowest, of each lane stand for.
-inline Floats pair(Ints x) {
+// What the lowest BITS of each lane, one or two of them, stand for.
+template <int BITS>
+inline Floats about_0(Ints x) {
+    constexpr int ONES = (1 << BITS) - 1;
+    constexpr float ZERO = BITS == 2 ? PAIR : SINGLE;
+#if LANES >= 8  // looked up by the lowest two
+    constexpr float third = (2 & ONES) - ZERO, last = ONES - ZERO;
 #if LANES == 16
-    return (Floats)_mm512_permutevar_ps(_mm512_set4_ps(1.5f, 0.5f, -0.5f, -1.5f), (__m512i)x);
-#elif LANES == 8
-    return (Floats)_mm256_permutevar_ps(_mm256_setr_ps(-1.5f, -0.5f, 0.5f, 1.5f, -1.5f, -0.5f, 0.5f, 1.5f), (__m256i)x);
+    return (Floats)_mm512_permutevar_ps(_mm512_set4_ps(last, third, 1 - ZERO, -ZERO), (__m512i)x);
 #else
-    return numbers(x & 3) - PAIR;
+    const __m256 numbers = _mm256_setr_ps(-ZERO, 1 - ZERO, third, last, -ZERO, 1 - ZERO, third, last);
+    return (Floats)_mm256_permutevar_ps(numbers, (__m256i)x);
 #endif
-}
-
-inline Floats single(Ints x) {
-#if LANES == 16
-    return (Floats)_mm512_permutevar_ps(_mm512_set4_ps(0.5f, -0.5f, 0.5f, -0.5f), (__m512i)x);
-#elif LANES == 8
-    return (Floats)_mm256_permutevar_ps(_mm256_setr_ps(-0.5f, 0.5f, -0.5f, 0.5f, -0.5f, 0.5f, -0.5f, 0.5f), (__m256i)x);
 #else
-    return numbers(x & 1) - SINGLE;
+    return numbers(x & ONES) - ZERO;
 #endif
 }
 

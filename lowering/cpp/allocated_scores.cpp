@@ -90,8 +90,7 @@ struct Head {
                 const int at = first + f + way;
                 const float* worth = steps + coordinate[at];
                 UNROLLED for (int v = 0; v < OF_WORD; v++) {
-                    const Ints own = words[f + way] >> shift[v];
-                    const Floats field = (BITS == 2 ? pair(own) : single(own)) * weight[at];
+                    const Floats field = about_0<BITS>(words[f + way] >> shift[v]) * weight[at];
                     UNROLLED for (int r = 0; r < COUNT; r++) total[way][v][r] += field * worth[r * HEAD];
                 }
             }

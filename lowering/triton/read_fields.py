@@ -361,12 +361,12 @@ def _neighbours(rope, page, token, there, parts, R: tl.constexpr, L: tl.constexp
     """How the mean of the keys is turned at a token of a page (`kvpass.codec.frame`): as its neighbour is turned
     against the middle, behind that."""
     cos, sin = _tables(rope, L.page + page, there, parts, R)
-    before = tl.where(token > L.page // 2, L.page - token, token)
-    c, s = _tables(rope, before, there, parts, R)
+    behind = token > L.page // 2
+    c, s = _tables(rope, tl.where(behind, L.page - token, token), there, parts, R)
     c0, s0 = _tables(rope, token * 0 + L.page // 2, there, parts, R)
     norm = tl.maximum(c0 * c0 + s0 * s0, 1e-30)
     along, across = (c * c0 + s * s0) / norm, (s * c0 - c * s0) / norm
-    across = tl.where((token > L.page // 2)[:, None], -across, across)
+    across = tl.where(behind[:, None], -across, across)
     return cos * along - sin * across, sin * along + cos * across
 
 
