@@ -112,7 +112,7 @@ def packed_rows(n, L: tl.constexpr):
 def tokens_of(first, stop, ROWS: tl.constexpr, L: tl.constexpr):
     """The tokens of rows ``[first, first + ROWS)`` in plane 0, and whether they are before row ``stop``."""
     rows = first + tl.arange(0, ROWS)
-    return L.sinks + (rows >> _places(L)) * L.page + (rows & (L.page // L.planes - 1)), rows < stop
+    return L.sinks + (rows >> _places(L)) * L.page + (rows & (L.page // L.planes - 1)), tl.arange(0, ROWS) < stop - first
 
 
 @triton.jit
@@ -124,7 +124,7 @@ def words(codes, first, stop, column, real, ROWS: tl.constexpr, L: tl.constexpr,
     rows = first + tl.arange(0, ROWS)
     line = (rows >> _places(L)) * (L.page * L.bits // 8) + (rows & (tokens - 1))
     byte = codes + line[:, None] * across + column[None, :]
-    there = (rows < stop)[:, None] & real[None, :]
+    there = (tl.arange(0, ROWS) < stop - first)[:, None] & real[None, :]
     word = tl.zeros(byte.shape, tl.int64 if wide else tl.int32)
     for i in tl.static_range(L.planes * L.bits // 8):
         word |= tl.load(byte + i * tokens * across, mask=there, other=0).to(word.dtype) << 8 * i
@@ -156,11 +156,12 @@ def _apart(word, F: tl.constexpr):
     """Two bytes of a word, each low in a half of its own under the power of two of the form. In one instruction, which
     the assembler does not take apart: of masks and shifts it makes the constant anew wherever it is used."""
     if _INTERPRETED:
-        spread = word & 0xFF | (word & 0xFF00) << 8 | F.power
+        spread = word.to(tl.int32) & 0xFF | (word.to(tl.int32) & 0xFF00) << 8 | F.power
     else:
+        POWER: tl.constexpr = "0x64" if F.mantissa == 10 else "0x43"
         spread = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, 0x64, 0x4140;" if F.mantissa == 10 else "prmt.b32 $0, $1, 0x43, 0x4140;", "=r,r", [word],
-            dtype=tl.int32, is_pure=True, pack=1,
+            "prmt.b32 $0, $2, " + POWER + ", 0x4140; prmt.b32 $1, $2, " + POWER + ", 0x4342;", "=r,=r,r", [word],
+            dtype=tl.int32, is_pure=True, pack=2,
         )  # fmt: skip
     return spread
 
@@ -174,10 +175,10 @@ def paired_words(pool, first, stop, ROWS: tl.constexpr, L: tl.constexpr, F: tl.c
     rows = first + tl.arange(0, ROWS)
     line = (rows >> _places(L)) * (L.page * L.bits // 8) + (rows & (tokens - 1))
     at = pool.codes.to(tl.pointer_type(tl.uint16), bitcast=True) + line[:, None] * (L.dim // 2) + column[None, :]
-    there = (rows < stop)[:, None] & real[None, :]
+    there = (tl.arange(0, ROWS) < stop - first)[:, None] & real[None, :]
     read = ()
     for i in tl.static_range(count):
-        word = tl.load(at + i * tokens * (L.dim // 2), mask=there, other=0).to(tl.int32)
+        word = tl.load(at + i * tokens * (L.dim // 2), mask=there, other=0)
         read = read + (_apart(word, F),)  # noqa: RUF005  (Triton has no unpacking)
     return read
 
@@ -284,12 +285,14 @@ def _params_of(first, stop, plane, ROWS: tl.constexpr, L: tl.constexpr):
     tokens: tl.constexpr = L.page // L.planes
     if L.channelwise:
         run: tl.constexpr = min(L.group, tokens, ROWS)
-        row = first + tl.arange(0, ROWS // run) * run
+        own = tl.arange(0, ROWS // run) * run
+        row = first + own
         line = (row >> _places(L)) * (L.page // L.group) + plane * tokens // L.group + (row & (tokens - 1)) // L.group
     else:
-        row = first + tl.arange(0, ROWS)
+        own = tl.arange(0, ROWS)
+        row = first + own
         line = (row >> _places(L)) * L.page + plane * tokens + (row & (tokens - 1))
-    return line, row < stop
+    return line, own < stop - first
 
 
 @triton.jit
