@@ -21,6 +21,7 @@ from .read_fields import (
     places_of,
     power_of,
     ranks_of,
+    tile_places,
     tile_tokens,
 )
 from .scores import (
@@ -37,6 +38,8 @@ from .scores import (
     with_present,
 )
 from .unpacking import channels
+
+_COUNTED: tl.constexpr = tl.constexpr(16)  # columns of a product of weights: the first two are sums of them
 
 
 class Asked(NamedTuple):
@@ -78,23 +81,20 @@ def _rank_scores(
 ):  # fmt: skip
     """Scores of query rows with the tokens of a rank, ``[rows, tokens]``, and where pages keep these; -inf where a row
     has another page."""
-    M: tl.constexpr = Q.tile
-    tokens: tl.constexpr = PAGES * K.tokens
     page, token = tile_tokens(PAGES, K)
     line, known = asked.page * worth.page + asked.row, asked.there & (asked.page < stop - first)
     fields, sums = worth.fields + first * worth.page * K.width, worth.sums + first * worth.page * (2 * ranks_of(K))
-    s = tl.zeros((M, tokens), tl.float32)
+    at = (line * ranks_of(K) + RANK) * 2
+    total, middle = tl.load(sums + at, mask=known, other=0), tl.load(sums + (at + 1), mask=known, other=0)
+    times = tl.exp2(places_of(token, K, N).to(tl.float32))
+    s = total[:, None] * -power_of(N) - middle[:, None] * times[None, :]
     for i in tl.static_range(pieces_of(K, RANK)):
         field = columns_of(K, RANK, i)
         q = tl.load(fields + (line[:, None] * K.width + field[None, :]), mask=known[:, None], other=0)
         k = piece_fields(pages, first, stop, RANK, i, PAGES, K, N)
         s = tl.dot(q.to(Q.operand), tl.trans(k), s, input_precision="ieee")
-    at = (line * ranks_of(K) + RANK) * 2
-    total, middle = tl.load(sums + at, mask=known, other=0), tl.load(sums + (at + 1), mask=known, other=0)
-    place, there = page * K.page + RANK * K.tokens + token, page < stop - first
-    times = tl.exp2(places_of(token, K, N).to(tl.float32))
-    gain = tl.load(worth.gains + first * K.page + place, mask=there, other=0)
-    s = (s - (total[:, None] * power_of(N) + middle[:, None] * times[None, :])) * gain[None, :]
+    place, there = tile_places(RANK, PAGES, K), page < stop - first
+    s *= tl.load(worth.gains + first * K.page + place, mask=there, other=0)[None, :]
     own = known[:, None] & (asked.page[:, None] == page[None, :])
     if worth.mean_row is not None:
         at = asked.row[:, None] * worth.mean_row + place[None, :]
@@ -155,16 +155,19 @@ def _packed_split(
     K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Fields of values of pages ``[begin, end)``, weighted: ``[rows, V.width]`` to ``out`` and the log-sum-exp to
-    ``lse``."""
+    ``lse``. What was added to fields, and their middles, come out of the sums by those of the weights, as products
+    round them."""
     M: tl.constexpr = Q.tile
     tokens: tl.constexpr = PAGES * V.tokens
     RANKS: tl.constexpr = ranks_of(V)
     page, token = tile_tokens(PAGES, V)
-    place = page * V.page + token
+    column = tl.arange(0, _COUNTED)[None, :]
+    times = tl.exp2(tl.where(column == 0, 0, places_of(token, V, N)[:, None]).to(tl.float32))
+    times = tl.where(column < 2, times, 0.0).to(Q.operand)
     peak, total = tl.full((M,), -float("inf"), tl.float32), tl.zeros((M, tokens), tl.float32)
     sums, weights = (), ()
     for rank in tl.static_range(RANKS):
-        weights = weights + (tl.zeros((M, tokens), tl.float32),)  # noqa: RUF005  (Triton has no unpacking)
+        weights = weights + (tl.zeros((M, _COUNTED), tl.float32),)  # noqa: RUF005  (Triton has no unpacking)
         for i in tl.static_range(pieces_of(V, rank)):
             sums = sums + (tl.zeros((M, columns_of(V, rank, i).shape[0]), tl.float32),)  # noqa: RUF005
     for first in tl.range(begin, end, PAGES, num_stages=STAGES):
@@ -179,9 +182,10 @@ def _packed_split(
         for rank in tl.static_range(RANKS):
             p = tl.exp2(logits[rank] - base[:, None])
             total += p
-            gain = tl.load(gains + first * V.page + place + rank * V.tokens, mask=page < end - first, other=0)
+            gain = tl.load(gains + first * V.page + tile_places(rank, PAGES, V), mask=page < end - first, other=0)
             p = (p * gain[None, :]).to(Q.operand)
-            new_weights = new_weights + (weights[rank] * factor[:, None] + p.to(tl.float32),)  # noqa: RUF005
+            so_far = weights[rank] * factor[:, None]
+            new_weights = new_weights + (tl.dot(p, times, so_far, input_precision="ieee"),)  # noqa: RUF005
             for i in tl.static_range(pieces_of(V, rank)):
                 v = piece_fields(values, first, end, rank, i, PAGES, V, N)
                 so_far = sums[_number_of(V, rank, i)] * factor[:, None]
@@ -192,8 +196,8 @@ def _packed_split(
     line, there = _first_rows(asked.line, asked.there, PAGES)
     tl.store(lse + line, logs, mask=there)
     for rank in tl.static_range(RANKS):
-        added = tl.sum(weights[rank], 1) * power_of(N)
-        all_of = tl.sum(weights[rank] * tl.exp2(places_of(token, V, N).to(tl.float32))[None, :], 1)
+        added = tl.sum(tl.where(column == 0, weights[rank], 0.0), 1) * power_of(N)
+        all_of = tl.sum(tl.where(column == 1, weights[rank], 0.0), 1)
         for i in tl.static_range(pieces_of(V, rank)):
             less = added + all_of * middle_of(V, rank, i)
             found = _of_all_pages((sums[_number_of(V, rank, i)] - less[:, None]) * factor[:, None], PAGES)

@@ -102,6 +102,21 @@ def tile_tokens(PAGES: tl.constexpr, L: tl.constexpr):
     return row // rows, index % _PLANES * rows + row % rows
 
 
+@triton.jit
+def tile_places(RANK: tl.constexpr, PAGES: tl.constexpr, L: tl.constexpr):
+    """Where `order_tokens` puts what belongs to each of them."""
+    index = tl.arange(0, PAGES * L.tokens)
+    return index // L.tokens * L.page + RANK * L.tokens + index % L.tokens
+
+
+@triton.jit
+def _in_tiles(slot, L: tl.constexpr):
+    """Places in a page for what pages keep in these slots, so that a tile finds its tokens beside each other."""
+    rows: tl.constexpr = L.tokens // _PLANES
+    token = slot % L.tokens
+    return slot - token + token % rows * _PLANES + token // rows
+
+
 @triton.constexpr_function
 def power_of(number):
     """What is added to all fields."""
@@ -353,7 +368,7 @@ def _write_gains(pages, gains, page, position, stop, L: tl.constexpr, N: tl.cons
         there = (page < stop) & (position // L.tokens == rank)
         stored = tl.load(pages + page * L.size + _gains_at(L, rank) + token, mask=there, other=0)
         gain = tl.exp2((stored.to(tl.float32) - 128) / 16 + HEADROOM - places_of(token, L, N).to(tl.float32))
-        tl.store(gains + page * L.page + position, gain, mask=there)
+        tl.store(gains + page * L.page + _in_tiles(position, L), gain, mask=there)
 
 
 @triton.jit
@@ -389,9 +404,9 @@ def order_tokens(
     table_batch, table_row, GROUPS: tl.constexpr, HEADS: tl.constexpr, R: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr, PAGES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """In the order in which pages keep their tokens: which each is, and the gains of keys and values, ``[BH, capacity *
-    P]``, and with ``center``, the products of query rows with the mean of the keys as it is turned there, ``[BH, rows,
-    capacity * P]``.
+    """In the order in which tiles have the tokens of pages: which each is, and the gains of keys and values, ``[BH,
+    capacity * P]``, and with ``center``, the products of query rows with the mean of the keys as it is turned there,
+    ``[BH, rows, capacity * P]``.
 
     Grid: runs of pages; runs of KV heads of all samples, which read the tables once.
     """
@@ -409,7 +424,7 @@ def order_tokens(
         c, s = _neighbours(rope, page, token, there, parts, R, K)
     for group in range(sample * GROUPS + head, sample * GROUPS + tl.minimum(head + HEADS, GROUPS)):
         keys, values = k_pages + group * k_capacity * K.size, v_pages + group * v_capacity * V.size
-        place = page * K.page + _slots(keys, page, token, there, PAGES, K)
+        place = page * K.page + _in_tiles(_slots(keys, page, token, there, PAGES, K), K)
         tl.store(tokens + group * k_capacity * K.page + place, number, mask=there)
         _write_gains(keys, k_gains + group * k_capacity * K.page, page, token, stop, K, N, 0)
         _write_gains(values, v_gains + group * k_capacity * K.page, page, token, v_stop, V, N, headroom_of(N))

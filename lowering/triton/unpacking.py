@@ -111,8 +111,9 @@ def packed_rows(n, L: tl.constexpr):
 @triton.jit
 def tokens_of(first, stop, ROWS: tl.constexpr, L: tl.constexpr):
     """The tokens of rows ``[first, first + ROWS)`` in plane 0, and whether they are before row ``stop``."""
-    rows = first + tl.arange(0, ROWS)
-    return L.sinks + (rows >> _places(L)) * L.page + (rows & (L.page // L.planes - 1)), tl.arange(0, ROWS) < stop - first
+    own = tl.arange(0, ROWS)
+    rows = first + own
+    return L.sinks + (rows >> _places(L)) * L.page + (rows & (L.page // L.planes - 1)), own < stop - first
 
 
 @triton.jit
