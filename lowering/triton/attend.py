@@ -96,11 +96,7 @@ def _over_pages(
     return peak, total, out
 
 
-@triton.jit(
-    do_not_specialize=[
-        "queries", "table_batch", "table_row", "mask_batch", "mask_head", "mask_query",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["queries", "mask_batch", "mask_head", "mask_query"])
 def attend_split(
     q, k_codes, k_scale, k_zero, k_ring, v_codes, v_scale, v_zero, v_ring, k_new, v_new, q_packed, shift, k_points,
     v_points, lower, boosted, cos, sin, center, mask, starts, partial, partial_lse, length, queries, scale, k_stride,

@@ -302,7 +302,7 @@ def _turned_back(q, rope, page, asked, parts, R: tl.constexpr, L: tl.constexpr):
     return (q[0] * cos + q[1] * sin, q[1] * cos - q[0] * sin) + q[2:]  # noqa: RUF005
 
 
-@triton.jit(do_not_specialize=["rows", "table_batch", "table_row", "capacity"])
+@triton.jit(do_not_specialize=["rows", "capacity"])
 def page_queries(
     q, rows_of_fields, cos, sin, out, sums, length, scale, rows, capacity, table_batch, table_row,
     GROUPS: tl.constexpr, R: tl.constexpr, L: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
@@ -398,7 +398,7 @@ def _mean_scores(q, center, cos, sin, asked, scale, parts, PRECISION: tl.constex
     return found
 
 
-@triton.jit(do_not_specialize=["rows", "table_batch", "table_row"])
+@triton.jit(do_not_specialize=["rows"])
 def order_tokens(
     q, k_pages, v_pages, cos, sin, center, tokens, k_gains, v_gains, mean, length, scale, rows, k_capacity, v_capacity,
     table_batch, table_row, GROUPS: tl.constexpr, HEADS: tl.constexpr, R: tl.constexpr,

@@ -348,7 +348,8 @@ def _unscaled(code, points, CODE: tl.constexpr):
     elif CODE == 1:
         return tl.load(points + code)
     else:
-        pairs = tl.join(tl.load(points + 2 * code), tl.load(points + 2 * code + 1))
+        both = tl.load(points.to(tl.pointer_type(tl.int64), bitcast=True) + code)
+        pairs = tl.join(both.to(tl.int32), (both >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
         return tl.reshape(pairs, (code.shape[0], 2 * code.shape[1]))
 
 
@@ -373,6 +374,19 @@ def _second_level(pool, line, where, known, WHICH: tl.constexpr, L: tl.constexpr
     code = tl.load(pool.scale + where + (page + WHICH) * SIZE, mask=known, other=0).to(tl.float32)
     step = tl.load(pool.zero_point + page * 4 + WHICH * 2, mask=known, other=0).to(tl.float32)
     return code * step + tl.load(pool.zero_point + page * 4 + WHICH * 2 + 1, mask=known, other=0).to(tl.float32)
+
+
+@triton.jit
+def _params_at(start, where, known, L: tl.constexpr):
+    """Scales or zero points at ``where``, float32. Those of tokens come in words, if they are of 16 bits, because a
+    word is read ahead, and what is smaller is not."""
+    dtype: tl.constexpr = start.dtype.element_ty
+    if L.channelwise or dtype.primitive_bitwidth != 16:
+        found = tl.load(start + where, mask=known, other=0)
+    else:
+        word = tl.load(start.to(tl.pointer_type(tl.int32), bitcast=True) + (where >> 1), mask=known, other=0)
+        found = (word >> (where & 1) * 16).to(tl.int16).to(dtype, bitcast=True)
+    return found.to(tl.float32)
 
 
 @triton.jit
@@ -402,8 +416,7 @@ def values(word, pool, first, stop, channel, real, plane, L: tl.constexpr, WHOLE
         scale = _second_level(pool, line, where, known, 0, L)
         zero_point = _second_level(pool, line, where, known, 1, L)
         return tl.reshape(tl.reshape(x, shape) * tl.expand_dims(scale, dim) + tl.expand_dims(zero_point, dim), x.shape)
-    scale = tl.load(pool.scale + where, mask=known, other=0).to(tl.float32)
-    by_group = tl.reshape(x, shape) * tl.expand_dims(scale, dim)
+    by_group = tl.reshape(x, shape) * tl.expand_dims(_params_at(pool.scale, where, known, L), dim)
     if pool.points is None:
-        by_group += tl.expand_dims(tl.load(pool.zero_point + where, mask=known, other=0).to(tl.float32), dim)
+        by_group += tl.expand_dims(_params_at(pool.zero_point, where, known, L), dim)
     return tl.reshape(by_group, x.shape)
