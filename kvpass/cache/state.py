@@ -233,13 +233,14 @@ class KVState(Storage):
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_handles"}
 
-    @torch.inference_mode(False)
     def reserve(self, tokens: int) -> None:
         """Make room for ``tokens`` tokens, growing geometrically; contents are kept."""
         own = getattr(self, attribute(of_pages(self.spec)[-1]))  # codes may be another state's
         have, need = own.shape[2], self.spec.retention.pages(tokens)
-        if need > have:
-            pages = max(need, have + max(_MIN_PAGES, have // GROWTH))
+        if need <= have:
+            return
+        pages = max(need, have + max(_MIN_PAGES, have // GROWTH))
+        with torch.inference_mode(False):
             self.put(**{name: grown(old, pages) for name, old in self.tensors() if name in self._pools})
 
     def reset(self) -> None:
