@@ -73,9 +73,9 @@ class Layer(NamedTuple):
         """Exact keys, and values: ``[blocks, H, tokens, D]``."""
         return self.window.split(self.window.shape[-1] // 2, -1)  # type: ignore[return-value]
 
-    def read(self, which: int, span: Span) -> Tensor:
-        """Keys (0) or values (1) of a span: ``[A, H, C, D]`` float32."""
-        parts = [self._read(which, part[which], span.first).float() for part in span.parts]
+    def read(self, which: int, span: Span, dtype: torch.dtype) -> Tensor:
+        """Keys (0) or values (1) of a span: ``[A, H, C, D]`` of ``dtype``."""
+        parts = [self._read(which, part[which], span.first).to(dtype) for part in span.parts]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
     def _read(self, which: int, places: Places, first: Tensor) -> Tensor:
@@ -162,17 +162,31 @@ def attend(batch: Batch, layer: Layer, q: Tensor, out: Tensor) -> None:
 
 def _attend(batch: Batch, tiles: Tiles, layer: Layer, q: Tensor) -> Tensor:
     """Attention of some tiles: ``[N, Q, H_q, D]`` float32."""
-    rows = q[tiles.rows].float().mul_(layer.scale).transpose(1, 2).contiguous()  # [N, H_q, Q, D]
+    rows = q[tiles.rows].transpose(1, 2)  # [N, H_q, Q, D]
     fast = q.device.type == "cpu" and not layer.softcap
     per_token = layer.window.shape[1] * layer.window.shape[3] // 2
     if not fast:
         per_token = max(per_token, q.shape[1] * tiles.rows.shape[1])  # scores are in memory
-    first, *others = spans(batch, tiles, layer.key.retention, layer.value.retention, max(1, _VALUES // per_token))
+    several = spans(batch, tiles, layer.key.retention, layer.value.retention, max(1, _VALUES // per_token))
+    return (_over_parts if fast else _over_spans)(several, layer, rows).transpose(1, 2)
+
+
+def _over_parts(several: list[Span], layer: Layer, rows: Tensor) -> Tensor:
+    """Attention of ``rows`` ``[N, H_q, Q, D]`` over spans, by `flash`."""
+    dtype = rows.dtype if rows.dtype == layer.window.dtype and rows.dtype in flash.DTYPES else torch.float32
+    parts = flash.Parts(rows.to(dtype), layer.scale)
+    for span in several:
+        parts.add(span.tiles, *(layer.read(side, span, dtype) for side in range(2)), span.mask)
+    return parts.out
+
+
+def _over_spans(several: list[Span], layer: Layer, rows: Tensor) -> Tensor:
+    """The same, in torch."""
+    rows = rows.float() * layer.scale
+    first, *others = several
 
     def on_span(some: slice | Tensor, span: Span) -> tuple[Tensor, Tensor]:
-        keys, values = (layer.read(side, span) for side in range(2))
-        if fast:
-            return flash.attend(rows[some], keys, values, span.mask)
+        keys, values = (layer.read(side, span, torch.float32) for side in range(2))
         return _on_span(rows[some], keys, values, span.mask, layer.softcap)
 
     total, logsum = on_span(slice(None), first)
@@ -181,7 +195,7 @@ def _attend(batch: Batch, tiles: Tiles, layer: Layer, q: Tensor) -> Tensor:
         out, of_span = on_span(some, span)
         total[some] = torch.lerp(total[some], out, torch.sigmoid(of_span - logsum[some]))
         logsum[some] = torch.logaddexp(logsum[some], of_span)
-    return total.transpose(1, 2)
+    return total
 
 
 def _on_span(rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, softcap: float) -> tuple[Tensor, Tensor]:

@@ -192,20 +192,31 @@ def test_blocks_that_do_not_fit_are_refused():
         layout.views(torch.zeros(2, HEADS, 64, layout.bytes_per_token + 1, dtype=torch.uint8))
 
 
+@pytest.mark.parametrize("dtype", flash.DTYPES)
 @pytest.mark.parametrize(("dim", "queries", "tokens"), [(80, 7, 600), (64, 101, 257), (64, 1, 3)])
-def test_parts_of_a_context_add_up_to_attention(dim, queries, tokens):
-    """In blocks that are not full, with rows that see nothing of a part, and scores far apart."""
-    q, (k, v) = randn(1, 2, 6, queries, dim), (randn(seed, 2, 3, tokens + queries, dim) for seed in (2, 3))
+def test_parts_of_a_context_add_up_to_attention(dim, queries, tokens, dtype):
+    """In blocks that are not full, with rows that see nothing of a part, parts that only some tiles have, and scores
+    far apart."""
+    q, (k, v) = randn(1, 3, 6, queries, dim), (randn(seed, 3, 3, tokens + queries, dim) for seed in (2, 3))
     q[:, 1] *= 10
+    q, k, v = (x.to(dtype) for x in (q, k, v))
     own = torch.arange(queries) <= torch.arange(queries)[:, None]
-    own = own.repeat(2, 1, 1)
+    own = own.repeat(3, 1, 1)
     own[:, 0] = False
-    past = torch.arange(tokens) < torch.tensor([tokens, tokens // 2])[:, None]
-    masks = [torch.where(seen, 0.0, HIDDEN)[:, None] for seen in (past[:, None], own)]
-    parts = zip(k.split([tokens, queries], 2), v.split([tokens, queries], 2), masks, strict=True)
-    outs, sums = (torch.stack(found) for found in zip(*(flash.attend(q, *part) for part in parts), strict=True))
-    mask = torch.cat([past[:, None].expand(-1, queries, -1), own], -1)[:, None]
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=1, enable_gqa=True)
-    torch.testing.assert_close((outs * sums.softmax(0)).sum(0), expected, atol=1e-4, rtol=1e-4)
-    unmasked = flash.attend(q, *(x.split([tokens, queries], 2)[0] for x in (k, v)), None)
-    torch.testing.assert_close(unmasked[0][0], outs[0][0])
+    past = torch.arange(tokens) < torch.tensor([tokens, 0, tokens // 2])[:, None]
+    masks = [torch.where(seen, 0.0, HIDDEN)[:, None] for seen in (own, past[:, None])]
+    parts = flash.Parts(q, 0.5)
+    parts.add(torch.arange(3), k[:, :, tokens:], v[:, :, tokens:], masks[0])
+    some = torch.tensor([2, 0])
+    parts.add(some, k[some, :, :tokens], v[some, :, :tokens], masks[1][some])
+    seen = torch.cat([past[:, None].expand(-1, queries, -1), own], -1)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q.float(), k.float(), v.float(), torch.where(seen, 0.0, HIDDEN)[:, None], scale=0.5, enable_gqa=True
+    )
+    seen_by = seen.any(-1)[:, None, :, None]
+    error = 1e-4 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(parts.out * seen_by, expected * seen_by, atol=error, rtol=error)
+    unmasked, masked = flash.Parts(q, 0.5), flash.Parts(q, 0.5)
+    unmasked.add(torch.arange(3), k, v, None)
+    masked.add(torch.arange(3), k, v, torch.zeros(3, 1, 1, tokens + queries))
+    torch.testing.assert_close(unmasked.out, masked.out)

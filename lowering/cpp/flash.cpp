@@ -1,5 +1,6 @@
-// Attention of many queries over a part of a context. vectors.h comes ahead, and what is defined: HEAD channels, and
-// HIDDEN, the score of a token that a query does not see.
+// Attention of many queries over a part of a context. vectors.h comes ahead, and what is defined: HEAD channels, FACTOR,
+// what products of queries and keys are multiplied by to be powers of two, BFLOAT16, whether queries, keys and values
+// are, and HIDDEN, the score of a token that a query does not see.
 //
 // Products of matrices stay in registers, of ROWS queries with PANEL tokens or channels; scores are powers of two, and
 // what is added up is scaled whenever a query finds a larger one.
@@ -11,38 +12,90 @@ constexpr int64_t PANEL = WIDE * LANES;
 constexpr int64_t CHANNELS = (HEAD + PANEL - 1) / PANEL * PANEL;
 constexpr float UNSEEN = HIDDEN;
 
+#if BFLOAT16
+typedef uint16_t Given;
+inline float number(Given x) {
+    const uint32_t bits = uint32_t(x) << 16;
+    float found;
+    std::memcpy(&found, &bits, sizeof(found));
+    return found;
+}
+#else
+typedef float Given;
+inline float number(Given x) { return x; }
+#endif
+
+#define PAIRED (BFLOAT16 && __AVX512BF16__ && HEAD % 2 == 0)  // two bfloat16 are a factor of products
+
+// What products take at a time of what they sum over: DEPTH numbers.
+#if PAIRED
+constexpr int DEPTH = 2;
+typedef uint32_t __attribute__((may_alias)) Factor;
+inline Factor factor(Given first, Given second) { return first | Factor(second) << 16; }
+inline Factor factor(const Given* x) { return factor(x[0], x[1]); }
+inline void add_product(Floats& sum, Ints some, Factor x) {
+    const auto of_all = (__m512bh)_mm512_set1_epi32(x);
+    sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)some, of_all);
+}
+typedef Ints Factors;
+#else
+constexpr int DEPTH = 1;
+typedef float Factor;
+inline Factor factor(Given first, Given) { return number(first); }
+inline Factor factor(const Given* x) { return number(*x); }
+inline void add_product(Floats& sum, Floats some, Factor x) { sum += some * x; }
+typedef Floats Factors;
+#endif
+constexpr int64_t DEEP = HEAD / DEPTH;  // of products with keys
+
 // out [ROWS, PANEL] is set to, or more by, the product of a [ROWS, depth] and b [depth, PANEL]; rows are apart.
 template <bool ADD>
-inline void multiply(const float* a, int a_apart, const float* b, int b_apart, int depth, float* out, int out_apart) {
+inline void multiply(const Factor* a, int a_apart, const Factor* b, int b_apart, int depth, float* out, int out_apart) {
     Floats sum[ROWS][WIDE] = {};
     if (ADD)
         for (int m = 0; m < ROWS; m++)
             for (int v = 0; v < WIDE; v++) sum[m][v] = load<Floats>(out + m * out_apart + v * LANES);
     for (int k = 0; k < depth; k++) {
-        Floats some[WIDE];
-        UNROLLED for (int v = 0; v < WIDE; v++) some[v] = load<Floats>(b + k * b_apart + v * LANES);
+        Factors some[WIDE];
+        UNROLLED for (int v = 0; v < WIDE; v++) some[v] = load<Factors>(b + k * b_apart + v * LANES);
         UNROLLED for (int m = 0; m < ROWS; m++) {
-            const float x = a[m * a_apart + k];
-            UNROLLED for (int v = 0; v < WIDE; v++) sum[m][v] += some[v] * x;
+            const Factor x = a[m * a_apart + k];
+            UNROLLED for (int v = 0; v < WIDE; v++) add_product(sum[m][v], some[v], x);
         }
     }
     for (int m = 0; m < ROWS; m++)
         for (int v = 0; v < WIDE; v++) store(out + m * out_apart + v * LANES, sum[m][v]);
 }
 
-// Of a block of queries.
+// Of a block of queries. weights: those of a row lie where its scores were, if they are as long.
 struct Block {
-    alignas(64) float q[QUERIES * HEAD], scores[QUERIES * TOKENS], out[QUERIES * CHANNELS];
+    alignas(64) Factor q[QUERIES * DEEP];
+    alignas(64) float scores[QUERIES * TOKENS], out[QUERIES * CHANNELS];
     float most[QUERIES], sum[QUERIES];
+
+    Factor* weights(int row) { return (Factor*)(scores + row * TOKENS); }
 };
 
-// Scores of a row to weights, and what came before scaled to them. mask: what is added to them, or null.
+// Of a row: weights as products take them, in the place of whole vectors of them.
+inline void as_factors(float* weights, int count) {
+#if PAIRED
+    char* out = (char*)weights;
+    for (int t = 0; t < count; t += LANES, out += 2 * LANES) {
+        const auto rounded = _mm512_cvtneps_pbh((__m512)load<Floats>(weights + t));
+        std::memcpy(out, &rounded, sizeof(rounded));
+    }
+#endif
+}
+
+// Products of a row to weights, and what came before scaled to them. mask: what is added to scores, or null.
 inline void weigh(Block& block, int row, int tokens, const float* mask) {
     float* scores = block.scores + row * TOKENS;
+    for (int t = 0; t < tokens; t++) scores[t] *= float(FACTOR);
     if (mask)
         for (int t = 0; t < tokens; t++) scores[t] += mask[t];
     while (tokens % LANES) scores[tokens++] = UNSEEN;
     const float before = block.most[row], sum = to_weights(scores, tokens, block.most[row]);
+    as_factors(scores, tokens);
     const float less = exp2(Floats{} + (before - block.most[row]))[0];
     block.sum[row] = block.sum[row] * less + sum;
     if (less == 1.0f) return;
@@ -50,20 +103,34 @@ inline void weigh(Block& block, int row, int tokens, const float* mask) {
         store(out, load<Floats>(out) * less);
 }
 
-// What the queries of a head see. keys: [tokens / PANEL, HEAD, PANEL]. values: [tokens, CHANNELS]. Both are padded.
-// mask: of each query, apart, or of all. last: of each query, the tokens up to the last one that it sees.
+// What a row found, added to what is there already of other parts of its context, unless there is no_more.
+inline void merge(const float* found, float most, float sum, bool no_more, float* out, float* logsum) {
+    const float own = sum > 0 ? (most + std::log2(sum)) * LN_2 : UNSEEN;
+    const float share = no_more ? 1 : 1 / (1 + std::exp(*logsum - own)), less = sum > 0 ? share / sum : 0;
+    if (no_more)
+        for (int d = 0; d < HEAD; d++) out[d] = found[d] * less;
+    else
+        for (int d = 0; d < HEAD; d++) out[d] += found[d] * less - out[d] * share;
+    const float high = no_more ? own : std::max(own, *logsum), low = no_more ? own : std::min(own, *logsum);
+    *logsum = no_more ? own : high + std::log1p(std::exp(low - high));
+}
+
+// What the queries of a head see. keys: [tokens / PANEL, DEEP, PANEL]. values: [tokens / DEPTH, CHANNELS]. Both are
+// padded. mask: of each query, apart, or of all. last: of each query, the tokens up to the last one that it sees.
 struct Context {
-    const float *keys, *values, *mask;
+    const Factor *keys, *values;
+    const float* mask;
     const int64_t* last;
     int64_t queries, apart;
+    bool no_more;
 
     // Of some rows, which are those of several query heads behind each other.
-    void attend(Block& block, const float* q, int64_t begin, int64_t end, float* out, float* logsum) const {
+    void attend(Block& block, const Given* q, int64_t begin, int64_t end, float* out, float* logsum) const {
         const int rows = end - begin;
         int64_t seen = 0;
         for (int i = 0; i < QUERIES; i++) {
             const int64_t row = std::min(begin + i, end - 1);
-            for (int d = 0; d < HEAD; d++) block.q[i * HEAD + d] = q[row * HEAD + d] / LN_2;
+            for (int d = 0; d < DEEP; d++) block.q[i * DEEP + d] = factor(q + row * HEAD + d * DEPTH);
             seen = std::max(seen, last[row % queries]);
             block.most[i] = UNSEEN, block.sum[i] = 0;
         }
@@ -73,44 +140,52 @@ struct Context {
             for (int t = 0; t < count; t += PANEL)
                 for (int m = 0; m < rows; m += ROWS) {
                     float* scores = block.scores + m * TOKENS + t;
-                    multiply<false>(block.q + m * HEAD, HEAD, keys + (first + t) * HEAD, PANEL, HEAD, scores, TOKENS);
+                    multiply<false>(block.q + m * DEEP, DEEP, keys + (first + t) * DEEP, PANEL, DEEP, scores, TOKENS);
                 }
             for (int m = 0; m < rows; m++)
                 weigh(block, m, count, mask ? mask + (begin + m) % queries * apart + first : nullptr);
+            const int depth = (count + DEPTH - 1) / DEPTH;
             for (int d = 0; d < CHANNELS; d += PANEL)
                 for (int m = 0; m < rows; m += ROWS) {
-                    const float *weights = block.scores + m * TOKENS, *own = values + first * CHANNELS + d;
-                    multiply<true>(weights, TOKENS, own, CHANNELS, count, block.out + m * CHANNELS + d, CHANNELS);
+                    const Factor *weights = block.weights(m), *own = values + first / DEPTH * CHANNELS + d;
+                    multiply<true>(weights, TOKENS, own, CHANNELS, depth, block.out + m * CHANNELS + d, CHANNELS);
                 }
         }
-        for (int i = 0; i < rows; i++) {
-            const float sum = block.sum[i], less = sum > 0 ? 1 / sum : 0;
-            for (int d = 0; d < HEAD; d++) out[(begin + i) * HEAD + d] = block.out[i * CHANNELS + d] * less;
-            logsum[begin + i] = sum > 0 ? (block.most[i] + std::log2(sum)) * LN_2 : UNSEEN;
-        }
+        for (int64_t i = 0, row = begin; i < rows; i++, row++)
+            merge(block.out + i * CHANNELS, block.most[i], block.sum[i], no_more, out + row * HEAD, logsum + row);
     }
 };
 
 // At most PANEL keys [tokens, HEAD] turned; what is behind them is anything.
-inline void turn(const float* keys, int tokens, float* out) {
+inline void turn(const Given* keys, int tokens, Factor* out) {
     for (int t = 0; t < tokens; t++)
-        for (int d = 0; d < HEAD; d++) out[d * PANEL + t] = keys[t * HEAD + d];
+        for (int d = 0; d < DEEP; d++) out[d * PANEL + t] = factor(keys + t * HEAD + d * DEPTH);
+}
+
+// Values [tokens, HEAD] as products take them.
+inline void gather(const Given* values, int tokens, Factor* out) {
+    static const Given none[HEAD] = {};
+    for (int t = 0; t < tokens; t += DEPTH) {
+        const Given *first = values + t * HEAD, *second = t + 1 < tokens ? first + HEAD : none;
+        for (int d = 0; d < HEAD; d++) out[t / DEPTH * CHANNELS + d] = factor(first[d], second[d]);
+    }
 }
 
 }  // namespace
 
-// q, out: [batch * heads, rows, D], the rows of a head being those of some query heads, of as many queries each. k, v:
-// [batch * heads, tokens, D]. mask: [batch, mask_rows, tokens], of each query, or of all, or of none. logsum: [batch *
-// heads, rows].
+// q, out: [tiles, heads, rows, D], the rows of a head being those of some query heads, of as many queries each; those
+// of sample b are of tile where[b]. k, v: [batch * heads, tokens, D]. mask: [batch, mask_rows, tokens], of each query,
+// or of all, or of none. logsum: [tiles, heads, rows].
 extern "C" void kernel(
-    const float* q, const float* k, const float* v, const float* mask, float* out, float* logsum, int64_t batch,
-    int64_t heads, int64_t rows, int64_t queries, int64_t tokens, int64_t mask_rows, int64_t threads
+    const Given* q, const Given* k, const Given* v, const float* mask, const int64_t* where, float* out, float* logsum,
+    int64_t batch, int64_t heads, int64_t rows, int64_t queries, int64_t tokens, int64_t mask_rows, int64_t no_more,
+    int64_t threads
 ) {
     const int64_t many = batch * heads, parts = (rows + QUERIES - 1) / QUERIES;
     const int64_t room = (tokens + PANEL - 1) / PANEL * PANEL;
-    constexpr bool COPIED = HEAD != CHANNELS;  // values whose rows are no whole panels
-    std::unique_ptr<float[]> keys(new float[many * room * HEAD]);
-    std::unique_ptr<float[]> values(COPIED ? new float[many * tokens * CHANNELS]() : nullptr);
+    constexpr bool COPIED = BFLOAT16 || HEAD != CHANNELS;  // values that are no whole panels of factors
+    std::unique_ptr<Factor[]> keys(new Factor[many * room * DEEP]);
+    std::unique_ptr<Factor[]> values(COPIED ? new Factor[many * room / DEPTH * CHANNELS] : nullptr);
     std::vector<int64_t> last(batch * queries, tokens);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
@@ -118,9 +193,8 @@ extern "C" void kernel(
 #pragma omp for
         for (int64_t i = 0; i < many * room / PANEL; i++) {
             const int64_t h = i * PANEL / room, first = i * PANEL % room, count = std::min(PANEL, tokens - first);
-            turn(k + (h * tokens + first) * HEAD, count, keys.get() + i * PANEL * HEAD);
-            for (int64_t t = h * tokens + first; COPIED && t < h * tokens + first + count; t++)
-                std::copy(v + t * HEAD, v + (t + 1) * HEAD, values.get() + t * CHANNELS);
+            turn(k + (h * tokens + first) * HEAD, count, keys.get() + i * PANEL * DEEP);
+            if (COPIED) gather(v + (h * tokens + first) * HEAD, count, values.get() + i * PANEL / DEPTH * CHANNELS);
         }
 #pragma omp for
         for (int64_t i = 0; i < (mask_rows ? batch * queries : 0); i++) {
@@ -130,13 +204,13 @@ extern "C" void kernel(
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < many * parts; i++) {
             const int64_t h = i / parts, b = h / heads, begin = i % parts * QUERIES;
+            const Factor* own = COPIED ? values.get() + h * room / DEPTH * CHANNELS : (const Factor*)v + h * tokens * HEAD;
             const Context context = {
-                keys.get() + h * room * HEAD, (COPIED ? values.get() : v) + h * tokens * CHANNELS,
-                mask_rows ? mask + b * mask_rows * tokens : nullptr, last.data() + b * queries, queries,
-                mask_rows > 1 ? tokens : 0,
+                keys.get() + h * room * DEEP, own, mask_rows ? mask + b * mask_rows * tokens : nullptr,
+                last.data() + b * queries, queries, mask_rows > 1 ? tokens : 0, bool(no_more),
             };
-            const int64_t end = std::min(begin + QUERIES, rows);
-            context.attend(*block, q + h * rows * HEAD, begin, end, out + h * rows * HEAD, logsum + h * rows);
+            const int64_t end = std::min(begin + QUERIES, rows), to = (where[b] * heads + h % heads) * rows;
+            context.attend(*block, q + to * HEAD, begin, end, out + to * HEAD, logsum + to);
         }
     }
 }

@@ -1,6 +1,7 @@
-"""Attention of many queries over a part of a context on a CPU (flash attention, arXiv:2205.14135), and what parts are
-added up by."""
+"""Attention of many queries over a part of a context on a CPU (flash attention, arXiv:2205.14135), added to that over
+other parts."""
 
+import math
 from collections.abc import Callable
 from functools import cache
 
@@ -11,26 +12,40 @@ from kvpass.layout.spans import HIDDEN
 
 from .build import build, source
 
-_TYPES = [*4 * ["const float*"], *2 * ["float*"], *7 * ["int64_t"]]
+DTYPES = torch.float32, torch.bfloat16
+"""What keys and values may be. Products of bfloat16 are those of the processor, if it has them."""
+_GIVEN = {torch.float32: "const float*", torch.bfloat16: "const uint16_t*"}
 
 
 @cache
-def _kernel(head_dim: int) -> Callable[..., None]:
-    return build(source(dict(HEAD=head_dim, HIDDEN=HIDDEN), "flash.cpp"), _TYPES)
+def _kernel(head_dim: int, scale: float, dtype: torch.dtype) -> Callable[..., None]:
+    defines = dict(HEAD=head_dim, FACTOR=scale / math.log(2), BFLOAT16=int(dtype == torch.bfloat16), HIDDEN=HIDDEN)
+    types = [*3 * [_GIVEN[dtype]], "const float*", "const int64_t*", *2 * ["float*"], *8 * ["int64_t"]]
+    return build(source(defines, "flash.cpp"), types)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Attention of scaled ``q`` ``[N, H_q, Q, D]`` over ``k`` and ``v`` ``[N, H, C, D]``, all float32: its output, and
-    the logarithm of the sum of its weights ``[N, H_q, Q, 1]``.
+class Parts:
+    """Attention of ``q`` ``[N, H_q, Q, D]`` over a context, part by part. out: float32 of that shape, and
+    ``logsum`` ``[N, H_q, Q]``, the logarithm of the sum of its weights, of all parts so far."""
 
-    mask: ``[N, 1, 1 or Q, C]``, added to scores, or None.
-    """
-    q, k, v = (x.contiguous() for x in (q, k, v))
-    (batch, q_heads, queries, head_dim), (heads, tokens) = q.shape, k.shape[1:3]
-    out, logsum = torch.empty_like(q), q.new_empty(batch, q_heads, queries, 1)
-    mask_rows = 0 if mask is None else mask.shape[2]
-    _kernel(head_dim)(
-        q, k, v, q if mask is None else mask.contiguous(), out, logsum, batch, heads, q_heads // heads * queries,
-        queries, tokens, mask_rows, torch.get_num_threads(),
-    )  # fmt: skip
-    return out, logsum
+    def __init__(self, q: Tensor, scale: float) -> None:
+        self._q, self._scale = q.contiguous(), scale
+        self.out = torch.empty_like(self._q, dtype=torch.float32)
+        self.logsum = self.out.new_empty(q.shape[:3])
+        self._empty = True
+
+    def add(self, tiles: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+        """A part of the context of some ``tiles`` ``[A]``, of all in the first part: keys and values ``[A, H, C, D]``
+        of one of `DTYPES`, which is that of queries.
+
+        mask: ``[A, 1, 1 or Q, C]``, added to scores, or None.
+        """
+        k, v, (_, q_heads, queries, head_dim), (batch, heads, tokens, _) = (
+            k.contiguous(), v.contiguous(), self._q.shape, k.shape,
+        )  # fmt: skip
+        _kernel(head_dim, self._scale, k.dtype)(
+            self._q, k, v, self.out if mask is None else mask.contiguous(), tiles, self.out, self.logsum, batch, heads,
+            q_heads // heads * queries, queries, tokens, 0 if mask is None else mask.shape[2], int(self._empty),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        self._empty = False
