@@ -155,14 +155,13 @@ def attend(batch: Batch, layer: Layer, q: Tensor, out: Tensor) -> None:
         if layer.kernel is not None and tiles.rows.shape[1] == 1:
             out[tiles.rows[:, 0]] = layer.kernel(q, batch, tiles).to(out.dtype)
             continue
-        found = _attend(batch, tiles, layer, q)
-        valid = tiles.valid
-        out[tiles.rows[valid]] = found[valid].to(out.dtype)
+        found = _attend(batch, tiles, layer, q).to(out.dtype, memory_format=torch.contiguous_format)
+        out.index_copy_(0, tiles.rows.flatten(), found.flatten(0, 1))  # padding is the last token of its request again
 
 
 def _attend(batch: Batch, tiles: Tiles, layer: Layer, q: Tensor) -> Tensor:
     """Attention of some tiles: ``[N, Q, H_q, D]`` float32."""
-    rows = q[tiles.rows].transpose(1, 2)  # [N, H_q, Q, D]
+    rows = q.index_select(0, tiles.rows.flatten()).unflatten(0, tiles.rows.shape).transpose(1, 2)  # [N, H_q, Q, D]
     fast = q.device.type == "cpu" and not layer.softcap
     per_token = layer.window.shape[1] * layer.window.shape[3] // 2
     if not fast:
