@@ -41,7 +41,7 @@ def llama_cpp(gguf: str, cache: str, context: int, threads: int) -> Engine:
 
 def openvino(gguf: str, cache: str, context: int, threads: int) -> Engine:
     """OpenVINO GenAI with paged attention; ``cache`` is a type of its own, as f32, u8 or u4. It tells no
-    log-probabilities but those of what it chose."""
+    log-probabilities but that of what it chose."""
     import numpy
     import openvino as ov
     import openvino_genai as genai
@@ -54,10 +54,11 @@ def openvino(gguf: str, cache: str, context: int, threads: int) -> Engine:
     )  # fmt: skip
 
     def answer(ids: list[int], new: int, top: int) -> dict:
-        config = genai.GenerationConfig(max_new_tokens=new, min_new_tokens=new, ignore_eos=True)
+        config = genai.GenerationConfig(max_new_tokens=new, min_new_tokens=new, ignore_eos=True, logprobs=int(top > 0))
         tokens = numpy.array([ids], dtype=numpy.int64)
         result = pipe.generate(genai.TokenizedInputs(ov.Tensor(tokens), ov.Tensor(numpy.ones_like(tokens))), config)
-        return dict(milliseconds=result.perf_metrics.get_tpot().mean, likely=[])
+        likely = [(int(result.tokens[0][0]), float(result.scores[0]))] if top else []
+        return dict(milliseconds=result.perf_metrics.get_tpot().mean, likely=likely)
 
     return answer
 

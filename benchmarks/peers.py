@@ -9,7 +9,8 @@ own (made in ``build/peers``, some 250 MB) and a process of its own, and all tak
 alike. "of context" is what a token takes over one behind the first length.
 
 Quality is KL and agreement of the most likely token with the same engine's own uncompressed cache, of tokens one by one
-behind a prompt; of llama.cpp over its 1,000 most likely tokens.
+behind a prompt; of llama.cpp over its 1,000 most likely tokens, of OpenVINO, which tells one alone, agreement. Bits are
+those of a value at 8,192 tokens, of llama.cpp those of its blocks of 32 values, in bfloat16 of kvpass.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from transformers import DynamicCache
 
 import kvpass
 from kvpass import models
-from kvpass.eval import quality, texts
+from kvpass.eval import bits_at, quality, texts
 from kvpass.eval.speed import sharing_weights
 from kvpass.models.pretrained import download
 
@@ -43,8 +44,9 @@ from timing import write
 HOME = Path(__file__).parents[1] / "build" / "peers"
 PACKAGES = ("xllamacpp", "openvino-genai", "numpy")
 CACHES = {"llama.cpp": ("f16", "q8_0", "q4_0"), "openvino": ("f16", "u8", "u4")}
+BITS = {"q8_0": 8.5, "q4_0": 4.5}
 OURS = ("kivi", "waterfill")
-_TOP = 1000
+_TOP, _LONG = 1000, 8192
 
 
 def environment() -> Path:
@@ -154,35 +156,50 @@ def speed(model, ids: list[int], gguf: Path, args) -> dict:
 
 
 def _compared(ask: Callable[[list[int]], dict], reference: list[dict], ids: list[int], start: int) -> tuple:
-    """Mean KL from ``reference``, each the log-probabilities of likely tokens, and agreement."""
+    """Mean KL from ``reference``, each the log-probabilities of likely tokens, None if that is one, and agreement."""
     divergences, agreements = [], []
     for i, expected in enumerate(reference):
         got = dict(ask(ids[: start + i])["likely"])
         least = min(got.values())
         divergences.append(sum(math.exp(p) * (p - got.get(token, least)) for token, p in expected.items()))
         agreements.append(max(got, key=got.get) == max(expected, key=expected.get))
-    return statistics.mean(divergences), statistics.mean(agreements)
+    return statistics.mean(divergences) if len(reference[0]) > 1 else None, statistics.mean(agreements)
+
+
+def _of_peers(engine: str, gguf: Path, ids: list[int], args) -> dict[str, tuple]:
+    """Bits, KL and agreement of the caches of an engine with its first one."""
+    peers = {cache: Peer(engine, cache, gguf, args) for cache in CACHES[engine]}
+    exact, *others = peers.values()
+    reference = [dict(exact.ask(ids[: args.prompt + i], top=_TOP)["likely"]) for i in range(args.scored)]
+    found = {
+        f"{engine}, {cache}": (
+            BITS.get(cache), *_compared(partial(peer.ask, top=_TOP), reference, ids, args.prompt)
+        )
+        for cache, peer in list(peers.items())[1:]
+    }  # fmt: skip
+    for peer in (exact, *others):
+        peer.close()
+    return found
 
 
 def changes(model, tokenizer, gguf: Path, args) -> dict:
-    """KL and agreement of each cache with the uncompressed one, by text."""
-    results = {}
+    """Bits, KL and agreement of each cache with the uncompressed one, by text."""
+    half, results = copy.deepcopy(model).bfloat16(), {}
+    schemes = {name: {"scheme": name} for name in (*OURS, "kivi-4", "waterfill-3")}
+    bits = {name: bits_at(half, scheme, [_LONG])[_LONG] for name, scheme in schemes.items()}
     for text in texts.available():
         tokens = texts.tokens(tokenizer, text, args.prompt + args.scored)
         ids, rows = tokens[0].tolist(), {}
-        peers = {cache: Peer("llama.cpp", cache, gguf, args) for cache in CACHES["llama.cpp"]}
-        exact, *others = peers.values()
-        reference = [dict(exact.ask(ids[: args.prompt + i], top=_TOP)["likely"]) for i in range(args.scored)]
-        for name, peer in list(peers.items())[1:]:
-            rows[f"llama.cpp, {name}"] = _compared(partial(peer.ask, top=_TOP), reference, ids, args.prompt)
-        for peer in (exact, *others):
-            peer.close()
-        schemes = {name: {"scheme": name} for name in (*OURS, "kivi-4")}
+        for engine in CACHES:
+            rows |= _of_peers(engine, gguf, ids, args)
         for row in quality.evaluate(model, {text: tokens}, args.prompt, schemes, one_pass=True)[text]:
-            rows[row.scheme] = row.kl, sum(row.agreements) / len(row.agreements)
+            if row.scheme in bits:
+                rows[row.scheme] = bits[row.scheme], row.kl, sum(row.agreements) / len(row.agreements)
         results[text] = rows
-        for name, (kl, agreement) in rows.items():
-            print(f"{text}: {name}: KL {kl:.4f}, {agreement:.1%}", flush=True)
+        print(f"\n{text}\n\n| | bits | KL | top-1 |\n|---|--:|--:|--:|")
+        for name, (own, kl, agreement) in rows.items():
+            known = ("" if one is None else f"{one:.{digits}f}" for one, digits in ((own, 2), (kl, 4)))
+            print(f"| {name} | {' | '.join(known)} | {agreement:.1%} |", flush=True)
     return results
 
 

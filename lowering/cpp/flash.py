@@ -25,8 +25,8 @@ def _kernel(head_dim: int, scale: float, dtype: torch.dtype) -> Callable[..., No
 
 
 class Parts:
-    """Attention of ``q`` ``[N, H_q, Q, D]`` over a context, part by part. out: float32 of that shape, and
-    ``logsum`` ``[N, H_q, Q]``, the logarithm of the sum of its weights, of all parts so far."""
+    """Attention of ``q`` ``[N, H_q, Q, D]`` over a context, part by part. Of all parts so far ``out``, float32 of that
+    shape, and ``logsum`` ``[N, H_q, Q]``, the logarithm of the sum of the weights."""
 
     def __init__(self, q: Tensor, scale: float) -> None:
         self._q, self._scale = q.contiguous(), scale
@@ -40,11 +40,10 @@ class Parts:
 
         mask: ``[A, 1, 1 or Q, C]``, added to scores, or None.
         """
-        k, v, (_, q_heads, queries, head_dim), (batch, heads, tokens, _) = (
-            k.contiguous(), v.contiguous(), self._q.shape, k.shape,
-        )  # fmt: skip
+        (_, q_heads, queries, head_dim), (batch, heads, tokens, _) = self._q.shape, k.shape
+        added = self.out if mask is None else mask.contiguous()  # or not looked at
         _kernel(head_dim, self._scale, k.dtype)(
-            self._q, k, v, self.out if mask is None else mask.contiguous(), tiles, self.out, self.logsum, batch, heads,
+            self._q, k.contiguous(), v.contiguous(), added, tiles.contiguous(), self.out, self.logsum, batch, heads,
             q_heads // heads * queries, queries, tokens, 0 if mask is None else mask.shape[2], int(self._empty),
             torch.get_num_threads(),
         )  # fmt: skip
