@@ -175,7 +175,8 @@ def _over_parts(several: list[Span], layer: Layer, rows: Tensor) -> Tensor:
     dtype = rows.dtype if rows.dtype == layer.window.dtype and rows.dtype in flash.DTYPES else torch.float32
     parts = flash.Parts(rows.to(dtype), layer.scale)
     for span in several:
-        parts.add(span.tiles, *(layer.read(side, span, dtype) for side in range(2)), span.mask)
+        keys, values = (layer.read(side, span, dtype) for side in range(2))
+        parts.add(span.tiles, keys, values, span.mask)
     return parts.out
 
 
