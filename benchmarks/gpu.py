@@ -47,13 +47,13 @@ from kvpass.schemes import LayerGeometry, get
 
 from timing import copy_bandwidth
 
-SCHEMES = ("kivi", "kivi-3", "kivi-4", "quarot-2", "higgs", "higgs-3", "kivi-pre")
+SCHEMES = ("kivi", "kivi-3", "kivi-4", "quarot-2", "higgs", "higgs-3", "kivi-pre")  # whose launches are tuned
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 _ROTATED = 256 << 20  # bytes of states that take turns
 _REPLAYS = 20
 
 
-def cases(schemes=SCHEMES, dtypes=(torch.bfloat16, torch.float16)) -> Iterator[dict]:
+def cases(schemes=(*SCHEMES, "waterfill", "waterfill-3"), dtypes=(torch.bfloat16, torch.float16)) -> Iterator[dict]:
     """What the first stage tries; lengths that end within a page, and within a tile of pages."""
     for scheme, dtype, batch, queries in itertools.product(schemes, dtypes, (1, 17, 32), (1, 4, 16)):
         masks = (None, "bool", "float", "left") if batch == 17 or queries == 1 else (None,)
@@ -195,7 +195,7 @@ def _packed(lowering: str, q, new, states: list, carrier) -> torch.Tensor:
 
 
 def attend(
-    device: torch.device, schemes=("kivi", "kivi-4", "higgs", "kivi-pre"), lengths=(8192, 32768, 131072),
+    device: torch.device, schemes=("kivi", "kivi-4", "higgs", "kivi-pre", "waterfill"), lengths=(8192, 32768, 131072),
     batches=(1, 17, 32), shape=(32, 8, 128), lowering: str = "triton",
 ) -> Iterator[dict]:  # fmt: skip
     """Seconds of one attention, as often as faster than flash, and bytes a second as a share of a copy's."""

@@ -39,7 +39,7 @@ def _failed(error: Exception) -> dict:
 
 
 def generates(
-    device: torch.device, schemes=("kivi", "squat", "higgs", "kivi-pre"), prompt: int = 300, new: int = 150,
+    device: torch.device, schemes=("kivi", "squat", "higgs", "kivi-pre", "waterfill"), prompt: int = 300, new: int = 150,
     shape: tuple[int, ...] = _SMALL, lowering: str = "triton",
 ) -> Iterator[dict]:  # fmt: skip
     """Of each way to call ``generate``, how far logits in float32 are from the reference's, up to the first token that
@@ -82,7 +82,7 @@ def _agreement(got, expected) -> dict:
 
 
 def replays(
-    device: torch.device, schemes=("kivi", "squat", "higgs", "kivi-pre"), prompt: int = 700, steps: int = 200,
+    device: torch.device, schemes=("kivi", "squat", "higgs", "kivi-pre", "waterfill"), prompt: int = 700, steps: int = 200,
     shape: tuple[int, ...] = _SMALL, lowering: str = "triton",
 ) -> Iterator[dict]:  # fmt: skip
     """Of each scheme, how far a step's logits in float32 are from the reference's at most, and what was replayed."""
@@ -171,7 +171,7 @@ def variants(model, schemes, room: int) -> dict[str, Callable]:
 
 def step(
     device: torch.device, lengths=(4096, 32768), steps: int = 32, shape: tuple[int, ...] = EIGHT_BILLION,
-    dtype: torch.dtype = torch.bfloat16, schemes=("kivi", "higgs"),
+    dtype: torch.dtype = torch.bfloat16, schemes=("kivi", "higgs", "waterfill"),
 ) -> Iterator[dict]:  # fmt: skip
     """What a step of one sequence takes, by length and variant."""
     model = llama(device, dtype, *shape)

@@ -71,8 +71,9 @@ SCHEMES = {
     "squat": dict(scheme="squat", group_size=8, residual=16),
     "higgs-sinks": dict(scheme="higgs-sinks", residual=8),
     "kivi-pre": dict(scheme="kivi-pre", group_size=8, residual=8),
+    "waterfill": dict(scheme="waterfill", residual=16, recent=0, sinks=0),
 }
-STEPS = [(14, 0), *[(1, 0)] * 18]
+STEPS = [(14, 0), *[(1, 0)] * 22]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

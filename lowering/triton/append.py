@@ -1,6 +1,6 @@
 """Storing tokens: those of a step go to the windows of all layers in one launch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -13,11 +13,18 @@ from kvpass.codec.spec import CodecSpec
 from kvpass.layout.retention import Retention
 from kvpass.layout.window import on_device
 
+from .. import reference
 from ..append import APPENDED, append, append_layers, write_each
-from ..table import implements
-from .configs import INTERPRETED, cdiv
+from ..table import DispatchKey, implements
+from .configs import INTERPRETED, cdiv, refuses_device
 from .encode import ENCODED, encode, refuses
 
+_FITTED = {
+    "codec=allocated",
+    "page_frame",
+    *(f"allocation{x}" for x in ("", ".follows", ".rich_pairs", ".rich_singles")),
+}
+"""Features of specs with widths by channel: their tokens are stored by a kernel, and their pages encoded in torch."""
 _TOKENS = 16  # of a program
 _LAYERS = 64  # of a launch: pointers are arguments, of which there is room for 4 KB
 
@@ -74,12 +81,23 @@ def _write(
                 )  # fmt: skip
 
 
-@implements("append_", "triton", has=(ENCODED | APPENDED,), refuses=refuses, by_name_only=INTERPRETED)
+def _encoder(spec: CodecSpec) -> Callable[..., tuple[Tensor, ...]]:
+    return encode if spec.quantizer.allocation is None else reference.encode
+
+
+def _refuses(dispatch: DispatchKey) -> str | None:
+    return refuses_device(dispatch) if "allocation" in dispatch.features[0] else refuses(dispatch)
+
+
+@implements("append_", "triton", has=(ENCODED | APPENDED | _FITTED,), refuses=_refuses, by_name_only=INTERPRETED)
 def append_(pack: Pack, n: int, x: Tensor, q, mask, spec: CodecSpec, *more) -> None:
     write = _write if spec.retention.keep == "recent" else write_each
-    partial(append, write=write)(encode, pack, n, x, q, mask, spec, *more)
+    partial(append, write=write)(_encoder(spec), pack, n, x, q, mask, spec, *more)
 
 
-@implements("append_layers_", "triton", has=(ENCODED | {"pre_rope"},), refuses=refuses, by_name_only=INTERPRETED)
-def append_layers_(*args) -> None:
-    append_layers(encode, *args, write=_write)
+@implements(
+    "append_layers_", "triton", has=(ENCODED | {"pre_rope", "center"} | _FITTED,), refuses=_refuses,
+    by_name_only=INTERPRETED,
+)  # fmt: skip
+def append_layers_(packs: Sequence[Pack], n: int, xs: Sequence[Tensor], spec: CodecSpec, *more) -> None:
+    append_layers(_encoder(spec), packs, n, xs, spec, *more, write=_write)
