@@ -17,6 +17,7 @@ from decode_e2e import fill, quantized, requantized
 
 EIGHT_BILLION = (32, 4096, 32, 8)
 """Layers, hidden size, query and KV heads."""
+_CHECKED = ("kivi", "squat", "higgs", "kivi-pre", "waterfill")
 _SMALL = (4, 512, 8, 2)
 _CLOSE = 1e-2  # logits of a small model in float32
 _ROOM = 16  # tokens of a static cache behind those that are measured
@@ -39,8 +40,8 @@ def _failed(error: Exception) -> dict:
 
 
 def generates(
-    device: torch.device, schemes=("kivi", "squat", "higgs", "kivi-pre", "waterfill"), prompt: int = 300, new: int = 150,
-    shape: tuple[int, ...] = _SMALL, lowering: str = "triton",
+    device: torch.device, schemes=_CHECKED, prompt: int = 300, new: int = 150, shape: tuple[int, ...] = _SMALL,
+    lowering: str = "triton",
 ) -> Iterator[dict]:  # fmt: skip
     """Of each way to call ``generate``, how far logits in float32 are from the reference's, up to the first token that
     is another one, if there is one."""
@@ -82,8 +83,8 @@ def _agreement(got, expected) -> dict:
 
 
 def replays(
-    device: torch.device, schemes=("kivi", "squat", "higgs", "kivi-pre", "waterfill"), prompt: int = 700, steps: int = 200,
-    shape: tuple[int, ...] = _SMALL, lowering: str = "triton",
+    device: torch.device, schemes=_CHECKED, prompt: int = 700, steps: int = 200, shape: tuple[int, ...] = _SMALL,
+    lowering: str = "triton",
 ) -> Iterator[dict]:  # fmt: skip
     """Of each scheme, how far a step's logits in float32 are from the reference's at most, and what was replayed."""
     model = llama(device, torch.float32, *shape, vocab_size=256)

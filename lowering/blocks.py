@@ -156,7 +156,7 @@ def attend(batch: Batch, layer: Layer, q: Tensor, out: Tensor) -> None:
             out[tiles.rows[:, 0]] = layer.kernel(q, batch, tiles).to(out.dtype)
             continue
         found = _attend(batch, tiles, layer, q).to(out.dtype, memory_format=torch.contiguous_format)
-        out.index_copy_(0, tiles.rows.flatten(), found.flatten(0, 1))  # padding is the last token of its request again
+        out.index_copy_(0, tiles.rows.flatten(), found.flatten(0, 1))
 
 
 def _attend(batch: Batch, tiles: Tiles, layer: Layer, q: Tensor) -> Tensor:

@@ -66,12 +66,12 @@ class Due(NamedTuple):
 
 class Tiles(NamedTuple):
     """Queries that are attended to together. owner: ``[N]``, the request of each tile. rows: ``[N, Q]``, its tokens
-    among the new ones of all. positions: ``[N, Q]``, in their requests. valid: ``[N, Q]`` bool, False for padding."""
+    among the new ones of all, and the last one again where there are no more. positions: ``[N, Q]``, in their
+    requests."""
 
     owner: Tensor
     rows: Tensor
     positions: Tensor
-    valid: Tensor
 
 
 class Rows(NamedTuple):
@@ -172,9 +172,8 @@ class Batch:
         which, tile = ragged((new + size - 1) // size)
         owner = requests[which]
         within = tile[:, None] * size + torch.arange(size, device=new.device)
-        valid = within < new[which, None]
         within = within.minimum(new[which, None] - 1)
-        return Tiles(owner, self.start[owner, None] + within, self.past[owner, None] + within, valid)
+        return Tiles(owner, self.start[owner, None] + within, self.past[owner, None] + within)
 
     @once
     def contexts(self, tiles: Tiles, key: Retention, value: Retention) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
