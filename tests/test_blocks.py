@@ -220,3 +220,19 @@ def test_parts_of_a_context_add_up_to_attention(dim, queries, tokens, dtype):
     unmasked.add(torch.arange(3), k, v, None)
     masked.add(torch.arange(3), k, v, torch.zeros(3, 1, 1, tokens + queries))
     torch.testing.assert_close(unmasked.out, masked.out)
+
+
+def test_products_of_bfloat16_where_the_processor_has_none(monkeypatch):
+    """The same code as floats; where it has none, both are that."""
+    q, k, v = (randn(seed, 2, heads, 70, 64).bfloat16() for seed, heads in ((1, 6), (2, 3), (3, 3)))
+
+    def attended() -> torch.Tensor:
+        flash._kernel.cache_clear()
+        parts = flash.Parts(q, 0.125)
+        parts.add(torch.arange(2), k, v, None)
+        return parts.out
+
+    found, source = attended(), flash.source
+    monkeypatch.setattr(flash, "source", lambda *given: "#undef __AVX512BF16__\n" + source(*given))
+    torch.testing.assert_close(attended(), found, atol=1e-2, rtol=1e-2)
+    flash._kernel.cache_clear()
