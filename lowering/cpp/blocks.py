@@ -1,7 +1,4 @@
-"""Attention of one token of each of many requests over a server's blocks on CPUs, where keys have a scale for each
-channel of a page and values for each token (KIVI, arXiv:2402.02750): codes are read where they lie, and multiplied by
-what queries, or weights, make of scales.
-"""
+"""Attention of one token of each of many requests over a server's blocks on CPUs, of codes that `uniform` reads."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,31 +6,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.codec.bitpack import FIELDS
 from kvpass.layout.batch import Batch, Tiles
 
 from .build import build, source
+from .uniform import defines_of, serves_specs
 
-_LANES = 16
-"""Vectors have so many lanes at most: pages and groups are multiples of it."""
-_SERVED = {f"bits={bits}" for bits, fields in FIELDS.items() if len(fields) == 1}
-_SERVED |= {"per=channel", "per=token", "keep=recent", "codec=", "evict=attention", "fit=minmax", "predictor="}
-_DTYPES = torch.float32, torch.bfloat16
 _TYPES = ["const float*", "float*", *5 * ["const int64_t*"], *9 * ["const uint8_t*"], *14 * ["int64_t"]]
 
 
 def serves(layer: Any) -> bool:
     """Whether there is a kernel for a `kvpass.lowering.blocks.Layer`."""
-    key, value, dim = layer.key, layer.value, layer.window.shape[-1] // 2
+    window, specs = layer.window, (layer.key, layer.value)
     return (
-        layer.window.device.type == "cpu"
-        and layer.window.dtype in _DTYPES
-        and not layer.softcap
-        and value.retention.residual >= key.retention.residual
-        and all(not spec.quantizer.raw and spec.stored_as.features <= _SERVED for spec in (key, value))
-        and (key.quantizer.per, value.quantizer.per) == ("channel", "token")
-        and key.quantizer.group_size == key.page_size
-        and not any(size % _LANES for size in (dim, key.page_size, value.quantizer.group_size))
+        window.device.type == "cpu" and not layer.softcap and serves_specs(*specs, window.shape[-1] // 2, window.dtype)
     )
 
 
@@ -65,10 +50,6 @@ class Attention:
     def _kernel(self, queries: int) -> Callable[..., None]:
         if queries not in self._kernels:
             key, value, window = self._layer.key, self._layer.value, self._layer.window
-            defines = dict(
-                HEAD=window.shape[-1] // 2, QUERIES=queries, PAGE=key.page_size, KEY_BITS=key.bits,
-                VALUE_BITS=value.bits, GROUP=value.quantizer.group_size, SINKS=key.retention.sinks,
-                BFLOAT16=int(window.dtype == torch.bfloat16),
-            )  # fmt: skip
-            self._kernels[queries] = build(source(defines, "blocks.cpp"), _TYPES)
+            defines = defines_of(key, value, window.shape[-1] // 2, queries, window.dtype)
+            self._kernels[queries] = build(source(defines, "uniform.h", "blocks.cpp"), _TYPES)
         return self._kernels[queries]

@@ -23,7 +23,7 @@ from kvpass.layout.retention import Retention
 from kvpass.layout.window import layout, ring_tokens
 
 from .. import reference
-from ..cpp import allocated
+from ..cpp import allocated, uniform
 from ..reference import with_past
 from ..table import DispatchKey, implements
 from . import drafts
@@ -428,6 +428,9 @@ def attend(
         if not statistic and importance is None and drafts.serves(q, key.ring, n, (k_spec, v_spec)):
             return [drafts.attend(q, key, value, n, k_new, v_new, mask, *how)]
         return reference.attend(q, key, value, n, k_new, v_new, mask, *how, statistic, importance, decode_fn=decode_all)
+    plain = mask is None and sinks is None and rotary is None and not softcap and not statistic
+    if plain and uniform.serves(q, key.ring, (k_spec, v_spec)):
+        return [uniform.attend(q, key, value, n, k_new, v_new, scale, k_spec, v_spec)]
     if mask is not None and importance is not None and k_spec.retention.evicts:
         mask = with_past(mask, importance, n, q.shape)
     out, *mass = _run(q, key, value, n, k_new, v_new, mask, *how, bool(statistic))

@@ -1,0 +1,78 @@
+"""Attention of one token of each sample of a cache on CPUs, where keys have a scale for each channel of a page and
+values for each token (KIVI, arXiv:2402.02750): codes are read where they lie, and multiplied by what queries, or
+weights, make of scales.
+"""
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from kvpass.codec.bitpack import FIELDS
+from kvpass.codec.kept import Pack
+from kvpass.codec.spec import CodecSpec
+from kvpass.layout.pool import NDIM, capacity
+
+from .build import build, source
+
+_LANES = 16
+"""Vectors have so many lanes at most: pages and groups are multiples of it."""
+_SERVED = {f"bits={bits}" for bits, fields in FIELDS.items() if len(fields) == 1}
+_SERVED |= {"per=channel", "per=token", "keep=recent", "codec=", "evict=attention", "fit=minmax", "predictor="}
+_DTYPES = torch.float32, torch.bfloat16
+_MOST = 8  # queries of a KV head: sums of more do not stay in registers
+_TYPES = ["const float*", "float*", *10 * ["const uint8_t*"], *13 * ["int64_t"]]
+
+
+@cache
+def serves_specs(key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether what ``key`` and ``value`` say is kept of tokens of ``dtype`` is read by `uniform.h`."""
+    return (
+        dtype in _DTYPES
+        and value.retention.residual >= key.retention.residual
+        and all(not spec.quantizer.raw and spec.stored_as.features <= _SERVED for spec in (key, value))
+        and (key.quantizer.per, value.quantizer.per) == ("channel", "token")
+        and key.quantizer.group_size == key.page_size
+        and not any(size % _LANES for size in (head_dim, key.page_size, value.quantizer.group_size))
+    )
+
+
+def defines_of(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dtype: torch.dtype) -> dict[str, int]:
+    """What `uniform.h` is compiled for."""
+    return dict(
+        HEAD=head_dim, QUERIES=queries, PAGE=key.page_size, KEY_BITS=key.bits, VALUE_BITS=value.bits,
+        GROUP=value.quantizer.group_size, SINKS=key.retention.sinks, BFLOAT16=int(dtype == torch.bfloat16),
+    )  # fmt: skip
+
+
+def serves(q: Tensor, ring: Tensor, specs: tuple[CodecSpec, CodecSpec]) -> bool:
+    """Whether `attend` takes ``q`` ``[B, H_q, 1, D]`` over a cache of ``specs`` whose window is ``ring``."""
+    queries = q.shape[1] // ring.shape[1]
+    return q.device.type == "cpu" and queries <= _MOST and serves_specs(*specs, q.shape[3], ring.dtype)
+
+
+@cache
+def _kernel(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dtype: torch.dtype) -> Callable[..., None]:
+    defines = defines_of(key, value, head_dim, queries, dtype)
+    defines |= dict(KEY_WINDOW=key.retention.ring_size, VALUE_WINDOW=value.retention.ring_size)
+    return build(source(defines, "uniform.h", "uniform.cpp"), _TYPES)
+
+
+def attend(
+    q: Tensor, key: Pack, value: Pack, n: int, k_new: Tensor, v_new: Tensor, scale: float, k_spec: CodecSpec,
+    v_spec: CodecSpec,
+) -> Tensor:  # fmt: skip
+    """Attention of ``q`` ``[B, H_q, 1, D]`` to the ``n`` tokens that are stored, and to that of ``k_new`` and ``v_new``
+    ``[B, H, 1, D]``, if there is one: ``[B, H_q, 1, D]``."""
+    (batch, q_heads, _, head_dim), (_, heads, present, _), dtype = q.shape, k_new.shape, key.ring.dtype
+    half, packed = (spec.retention.pages(n) for spec in (k_spec, v_spec))
+    rooms = [capacity(pool, pages) for pack, pages in ((key, half), (value, packed)) for pool in pack.pools]
+    pools = [pool.contiguous() if pool.ndim == NDIM else pool for pack in (key, value) for pool in pack.pools]
+    exact = [x.to(dtype).contiguous() for x in (key.ring, value.ring, k_new, v_new)]
+    rows = q.float().mul(scale).contiguous()
+    out = torch.empty_like(rows)
+    _kernel(k_spec.stored_as, v_spec.stored_as, head_dim, q_heads // heads, dtype)(
+        rows, out, *pools, *exact, batch, heads, n, present, packed, half, *rooms, torch.get_num_threads()
+    )
+    return out.to(q.dtype)
