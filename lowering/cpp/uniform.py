@@ -38,18 +38,19 @@ def serves_specs(key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.d
     )
 
 
+def serves(
+    key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype, queries: int, device: torch.device
+) -> bool:
+    """Whether `attend` does attention to a cache of these specs and heads of as many ``queries``."""
+    return device.type == "cpu" and queries <= _MOST and serves_specs(key, value, head_dim, dtype)
+
+
 def defines_of(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dtype: torch.dtype) -> dict[str, int]:
     """What `uniform.h` is compiled for."""
     return dict(
         HEAD=head_dim, QUERIES=queries, PAGE=key.page_size, KEY_BITS=key.bits, VALUE_BITS=value.bits,
         GROUP=value.quantizer.group_size, SINKS=key.retention.sinks, BFLOAT16=int(dtype == torch.bfloat16),
     )  # fmt: skip
-
-
-def serves(q: Tensor, ring: Tensor, specs: tuple[CodecSpec, CodecSpec]) -> bool:
-    """Whether `attend` takes ``q`` ``[B, H_q, 1, D]`` over a cache of ``specs`` whose window is ``ring``."""
-    queries = q.shape[1] // ring.shape[1]
-    return q.device.type == "cpu" and queries <= _MOST and serves_specs(*specs, q.shape[3], ring.dtype)
 
 
 @cache

@@ -7,6 +7,7 @@ import torch
 from kvpass.codec.rope import rope_of
 from kvpass.codec.spec import CodecSpec
 
+from ..cpp import uniform
 from ..table import DispatchKey, select
 from . import elsewhere
 from .attend import Common, attend_kernel
@@ -28,13 +29,14 @@ def expect(attended: Attended, key: CodecSpec, value: CodecSpec, batch: int, mas
     """Have compiled elsewhere what attends with one token of ``batch`` sequences to these codes; with ``mass`` it says
     what it paid. What encodes is needed by the prompt, before another process could have imported torch. A guess that
     is wrong is compiled for nothing: only what all forms of call have in common is guessed."""
-    device, head_dim = attended.device, attended.head_dim
+    device, head_dim, dtype = attended.device, attended.head_dim, attended.dtype
     dispatch = DispatchKey("attend", device.type, (str(key), str(value)), 1, head_dim)
     if select(dispatch).name != "inductor":
         return
+    queries = attended.num_attention_heads // attended.num_key_value_heads
+    if not mass and uniform.serves(key, value, head_dim, dtype, queries, device):  # in C++, built in seconds
+        return
     rope = rope_of(head_dim // 2, interleaved=False) if key.transform.turns else ""  # not known yet, but common
     heads = attended.num_attention_heads, attended.num_key_value_heads
-    common = Common(
-        batch > 1, *heads, head_dim, attended.dtype, device, None, rope, head_dim // 2 if rope else 0, None, True
-    )
+    common = Common(batch > 1, *heads, head_dim, dtype, device, None, rope, head_dim // 2 if rope else 0, None, True)
     elsewhere.start(device, [(attend_kernel.name, (common, key.stored_as, value.stored_as, attended.scale, 0.0, mass))])
