@@ -1,4 +1,4 @@
-// Attention of one token of each of many requests over a server's blocks. uniform.h comes ahead.
+// Attention of one token of each of many requests over a server's blocks. codes.h comes ahead.
 namespace {
 
 // Where pages, sinks and the window lie.

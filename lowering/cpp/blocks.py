@@ -1,4 +1,4 @@
-"""Attention of one token of each of many requests over a server's blocks on CPUs, of codes that `uniform` reads."""
+"""Attention of one token of each of many requests over a server's blocks on CPUs, of codes that `attend_codes` reads."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 from kvpass.layout.batch import Batch, Tiles
 
 from .build import build, source
-from .uniform import defines_of, serves_specs
+from .attend_codes import defines_of, serves_specs
 
 _TYPES = ["const float*", "float*", *5 * ["const int64_t*"], *9 * ["const uint8_t*"], *14 * ["int64_t"]]
 
@@ -51,5 +51,5 @@ class Attention:
         if queries not in self._kernels:
             key, value, window = self._layer.key, self._layer.value, self._layer.window
             defines = defines_of(key, value, window.shape[-1] // 2, queries, window.dtype)
-            self._kernels[queries] = build(source(defines, "uniform.h", "blocks.cpp"), _TYPES)
+            self._kernels[queries] = build(source(defines, "codes.h", "blocks.cpp"), _TYPES)
         return self._kernels[queries]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvpass.cache.state import KVState
-from kvpass.lowering.cpp import uniform
+from kvpass.lowering.cpp import attend_codes
 from kvpass.schemes import LayerGeometry, get
 
 from common import randn
@@ -33,7 +33,7 @@ def test_attention_is_the_references_at_any_length(scheme, dtype, batch, heads, 
         states = [KVState.allocate(spec, batch, heads, dim, dtype, CPU, n) for spec in (plan.key, plan.value)]
         for state, x in zip(states, (k, v), strict=True):
             state.append(x[:, :, :n], 0, q[:, :, :n])
-        assert uniform.serves(plan.key, plan.value, dim, dtype, queries, CPU)
+        assert attend_codes.serves(plan.key, plan.value, dim, dtype, queries, CPU)
         new = [x[:, :, n : n + present] for x in (k, v)]
         packs, texts = [state.pack for state in states], [state.text for state in states]
         arguments = q[:, :, n:], *packs, states[0].carrier(n), *new, None, False, dim**-0.5, 0.0, *texts

@@ -27,7 +27,7 @@ _TYPES = ["const float*", "float*", *10 * ["const uint8_t*"], *13 * ["int64_t"]]
 
 @cache
 def serves_specs(key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether what ``key`` and ``value`` say is kept of tokens of ``dtype`` is read by `uniform.h`."""
+    """Whether what ``key`` and ``value`` say is kept of tokens of ``dtype`` is read by `codes.h`."""
     return (
         dtype in _DTYPES
         and value.retention.residual >= key.retention.residual
@@ -46,7 +46,7 @@ def serves(
 
 
 def defines_of(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dtype: torch.dtype) -> dict[str, int]:
-    """What `uniform.h` is compiled for."""
+    """What `codes.h` is compiled for."""
     return dict(
         HEAD=head_dim, QUERIES=queries, PAGE=key.page_size, KEY_BITS=key.bits, VALUE_BITS=value.bits,
         GROUP=value.quantizer.group_size, SINKS=key.retention.sinks, BFLOAT16=int(dtype == torch.bfloat16),
@@ -57,7 +57,7 @@ def defines_of(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dt
 def _kernel(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dtype: torch.dtype) -> Callable[..., None]:
     defines = defines_of(key, value, head_dim, queries, dtype)
     defines |= dict(KEY_WINDOW=key.retention.ring_size, VALUE_WINDOW=value.retention.ring_size)
-    return build(source(defines, "uniform.h", "uniform.cpp"), _TYPES)
+    return build(source(defines, "codes.h", "attend_codes.cpp"), _TYPES)
 
 
 def attend(

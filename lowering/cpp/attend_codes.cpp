@@ -1,4 +1,4 @@
-// Attention of one token of each sample of a cache, whose pools are contiguous. uniform.h comes ahead,
+// Attention of one token of each sample of a cache, whose pools are contiguous. codes.h comes ahead,
 // and KEY_WINDOW and VALUE_WINDOW, slots of the windows of keys and of values behind sinks, are defined.
 namespace {
 
