@@ -1,4 +1,4 @@
-"""Attention of one token of each of many requests over a server's blocks on CPUs, of codes that `attend_codes` reads."""
+"""Attention of one token of each of many requests over a server's blocks on CPUs, of what `attend_codes` reads."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,8 +8,8 @@ from torch import Tensor
 
 from kvpass.layout.batch import Batch, Tiles
 
-from .build import build, source
 from .attend_codes import defines_of, serves_specs
+from .build import build, source
 
 _TYPES = ["const float*", "float*", *5 * ["const int64_t*"], *9 * ["const uint8_t*"], *14 * ["int64_t"]]
 
