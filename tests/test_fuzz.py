@@ -116,7 +116,8 @@ def check_storage(spec: CodecSpec, layer: LayerGeometry) -> str:
     got, behind = state.decode(tokens), min(tokens, spec.retention.sinks) + spec.retention.packed(tokens)
     assert got.shape == x.shape and got.dtype == x.dtype and torch.isfinite(got).all()
     if spec.quantizer.raw:
-        rounded = 2**-6 if spec.transform.center else 0  # a mean that is taken away and added again
+        # a mean is taken away and added again
+        rounded = 2 * torch.finfo(x.dtype).eps if spec.transform.center else 0
         torch.testing.assert_close(got, x, rtol=rounded, atol=rounded)
     if spec.retention.keep == "recent":
         assert torch.equal(got[:, :, : spec.retention.sinks], x[:, :, : spec.retention.sinks])

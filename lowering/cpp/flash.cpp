@@ -103,16 +103,13 @@ inline void weigh(Block& block, int row, int tokens, const float* mask) {
         store(out, load<Floats>(out) * less);
 }
 
-// What a row found, added to what is there already of other parts of its context, unless there is no_more.
-inline void merge(const float* found, float most, float sum, bool no_more, float* out, float* logsum) {
+// What a row found, added to what is there already of other parts of its context.
+inline void merge(const float* found, float most, float sum, float* out, float* logsum) {
     const float own = sum > 0 ? (most + std::log2(sum)) * LN_2 : UNSEEN;
-    const float share = no_more ? 1 : 1 / (1 + std::exp(*logsum - own)), less = sum > 0 ? share / sum : 0;
-    if (no_more)
-        for (int d = 0; d < HEAD; d++) out[d] = found[d] * less;
-    else
-        for (int d = 0; d < HEAD; d++) out[d] += found[d] * less - out[d] * share;
-    const float high = no_more ? own : std::max(own, *logsum), low = no_more ? own : std::min(own, *logsum);
-    *logsum = no_more ? own : high + std::log1p(std::exp(low - high));
+    const float share = 1 / (1 + std::exp(*logsum - own)), less = sum > 0 ? share / sum : 0;
+    for (int d = 0; d < HEAD; d++) out[d] += found[d] * less - out[d] * share;
+    const float high = std::max(own, *logsum), low = std::min(own, *logsum);
+    *logsum = high + std::log1p(std::exp(low - high));
 }
 
 // What the queries of a head see. keys: [tokens / PANEL, DEEP, PANEL]. values: [tokens / DEPTH, CHANNELS]. Both are
@@ -122,7 +119,6 @@ struct Context {
     const float* mask;
     const int64_t* last;
     int64_t queries, apart;
-    bool no_more;
 
     // Of some rows, which are those of several query heads behind each other.
     void attend(Block& block, const Given* q, int64_t begin, int64_t end, float* out, float* logsum) const {
@@ -152,7 +148,7 @@ struct Context {
                 }
         }
         for (int64_t i = 0, row = begin; i < rows; i++, row++)
-            merge(block.out + i * CHANNELS, block.most[i], block.sum[i], no_more, out + row * HEAD, logsum + row);
+            merge(block.out + i * CHANNELS, block.most[i], block.sum[i], out + row * HEAD, logsum + row);
     }
 };
 
@@ -178,8 +174,7 @@ inline void gather(const Given* values, int tokens, Factor* out) {
 // or of all, or of none. logsum: [tiles, heads, rows].
 extern "C" void kernel(
     const Given* q, const Given* k, const Given* v, const float* mask, const int64_t* where, float* out, float* logsum,
-    int64_t batch, int64_t heads, int64_t rows, int64_t queries, int64_t tokens, int64_t mask_rows, int64_t no_more,
-    int64_t threads
+    int64_t batch, int64_t heads, int64_t rows, int64_t queries, int64_t tokens, int64_t mask_rows, int64_t threads
 ) {
     const int64_t many = batch * heads, parts = (rows + QUERIES - 1) / QUERIES;
     const int64_t room = (tokens + PANEL - 1) / PANEL * PANEL;
@@ -207,7 +202,7 @@ extern "C" void kernel(
             const Factor* own = COPIED ? values.get() + h * room / DEPTH * CHANNELS : (const Factor*)v + h * tokens * HEAD;
             const Context context = {
                 keys.get() + h * room * DEEP, own, mask_rows ? mask + b * mask_rows * tokens : nullptr,
-                last.data() + b * queries, queries, mask_rows > 1 ? tokens : 0, bool(no_more),
+                last.data() + b * queries, queries, mask_rows > 1 ? tokens : 0,
             };
             const int64_t end = std::min(begin + QUERIES, rows), to = (where[b] * heads + h % heads) * rows;
             context.attend(*block, q + to * HEAD, begin, end, out + to * HEAD, logsum + to);

@@ -20,7 +20,7 @@ _GIVEN = {torch.float32: "const float*", torch.bfloat16: "const uint16_t*"}
 @cache
 def _kernel(head_dim: int, scale: float, dtype: torch.dtype) -> Callable[..., None]:
     defines = dict(HEAD=head_dim, FACTOR=scale / math.log(2), BFLOAT16=int(dtype == torch.bfloat16), HIDDEN=HIDDEN)
-    types = [*3 * [_GIVEN[dtype]], "const float*", "const int64_t*", *2 * ["float*"], *8 * ["int64_t"]]
+    types = [*3 * [_GIVEN[dtype]], "const float*", "const int64_t*", *2 * ["float*"], *7 * ["int64_t"]]
     return build(source(defines, "flash.cpp"), types)
 
 
@@ -30,13 +30,12 @@ class Parts:
 
     def __init__(self, q: Tensor, scale: float) -> None:
         self._q, self._scale = q.contiguous(), scale
-        self.out = torch.empty_like(self._q, dtype=torch.float32)
-        self.logsum = self.out.new_empty(q.shape[:3])
-        self._empty = True
+        self.out = torch.zeros_like(self._q, dtype=torch.float32)
+        self.logsum = self.out.new_full(q.shape[:3], torch.finfo(torch.float32).min)
 
     def add(self, tiles: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
-        """A part of the context of some ``tiles`` ``[A]``, of all in the first part: keys and values ``[A, H, C, D]``
-        of one of `DTYPES`, which is that of queries.
+        """A part of the context of some ``tiles`` ``[A]``: keys and values ``[A, H, C, D]`` of one of `DTYPES`, which
+        is that of queries.
 
         mask: ``[A, 1, 1 or Q, C]``, added to scores, or None.
         """
@@ -44,7 +43,5 @@ class Parts:
         added = self.out if mask is None else mask.contiguous()  # or not looked at
         _kernel(head_dim, self._scale, k.dtype)(
             self._q, k.contiguous(), v.contiguous(), added, tiles.contiguous(), self.out, self.logsum, batch, heads,
-            q_heads // heads * queries, queries, tokens, 0 if mask is None else mask.shape[2], int(self._empty),
-            torch.get_num_threads(),
+            q_heads // heads * queries, queries, tokens, 0 if mask is None else mask.shape[2], torch.get_num_threads(),
         )  # fmt: skip
-        self._empty = False
