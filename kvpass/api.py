@@ -57,9 +57,11 @@ def apply(
         lowering: "auto", the name of one implementation ("reference", "inductor", "triton"), or "eager" for no
             compilation at all: correct, slower, the oracle of the compiled path.
         max_cache_len: allocate this many tokens at once instead of growing. A longer sequence raises.
-        mode: "reduce-overhead": on CUDA, a whole decode step is captured as one CUDA graph and replayed (for decoders
-            with a cache of their own, what lies between the ops of the cache). `explain` says whether, or why not. Not
-            verified on a device yet.
+        mode: "reduce-overhead": a decode step that came before skips Dynamo's guards. On CUDA it is captured as one
+            CUDA graph and replayed (for decoders with a cache of their own, what lies between the ops of the cache);
+            that is not verified on a device yet. On a CPU what was compiled is called again. Other weights and modules
+            are noticed; other attributes of a module that change once it runs are not. `explain` says whether, or why
+            not.
         example_inputs: arguments of ``model.forward``, by position or by name, for decoders with a cache of their own.
 
     Raises:

@@ -121,8 +121,7 @@ def write_each(
 ) -> None:
     """Store the tokens ``xs`` of layers, ``[B, H, S, D]`` each, behind the ``n`` that are there, as ``length`` says on
     the device, in their ``rings``."""
-    for ring, x in zip(rings, xs, strict=True):
-        layout(retention).write(ring, n, x)
+    layout(retention).write(rings, n, xs)
 
 
 def append(
@@ -290,7 +289,7 @@ def _stage(
         tokens = where.leaving(pack.ring, n, x, first, last)
         start = first * spec.page_size if spec.quantizer.adaptive.keep_originals else 0
         originals[:, :, start : start + tokens.shape[2]].copy_(tokens, non_blocking=True)
-    where.write(pack.ring, n, x)
+    where.write([pack.ring], n, [x])
 
 
 _QUANTILE = 0.9

@@ -20,7 +20,7 @@ from transformers import DynamicCache, GenerationMixin
 
 import kvpass
 from kvpass.cache.state import KVState
-from kvpass.compile import appends, find, normalise
+from kvpass.compile import appends, find, normalise, noted
 from kvpass.compile.backend import Backend
 from kvpass.compile.calls import APPEND
 from kvpass.lowering import session
@@ -111,6 +111,29 @@ def test_compiled_kernels_round_to_16_bits_where_the_program_does():
     kernel = compile_ahead(Program(lambda x: (x.half().float() + 1,), [Input("x", torch.empty(64))]))
     x = torch.randn(64) / 3
     assert torch.equal(kernel(x)[0], x.half().float() + 1)
+
+
+def test_what_a_graph_asks_of_sizes_can_be_asked_without_it():
+    """`kvpass.compile.noted`: a ShapeEnv writes its guards as text, of sizes alone, and evaluates that."""
+
+    def step(x):
+        return x + 1 if x.shape[0] > 10 else x - 1
+
+    placeholders = []
+
+    def backend(gm, example_inputs):
+        values = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
+        placeholders.append(values)
+        return noted.Noted(gm.forward, values)
+
+    step = torch.compile(step, backend=backend, dynamic=True)
+    with noted.noted() as calls:
+        step(torch.zeros(12))
+    ((call, _),) = calls
+    place = next(i for i, value in enumerate(placeholders[0]) if isinstance(value, torch.Tensor))
+    (got,) = call.again({place: torch.ones(30)})
+    assert torch.equal(got, torch.full((30,), 2.0))
+    assert call.again({place: torch.ones(7)}) is None
 
 
 def test_another_scheme_never_hits_what_was_compiled_for_one():

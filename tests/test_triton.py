@@ -464,7 +464,7 @@ def test_tokens_whose_distance_exceeds_32_bits_are_written_to_their_windows():
     assert (count - 1) * stride > 1 << 31
     rings = [torch.zeros(1, 1, spec.retention.ring_size, 16, dtype=torch.float16) for _ in range(2)]
     _write(rings[:1], 3, [x], spec.retention)
-    layout(spec.retention).write(rings[1], 3, x)
+    layout(spec.retention).write([rings[1]], 3, [x])
     assert torch.equal(*rings) and rings[0].any()
 
 

@@ -74,7 +74,7 @@ def test_slots_of_a_window_are_distinct_and_never_those_of_sinks():
 def test_what_is_written_to_the_window_reads_back_in_order_and_the_rest_stays(start, count):
     ring = torch.full((1, 1, SINKS.retention.sinks + SINKS.retention.ring_size, 2), -1.0)
     x = torch.arange(start, start + count, dtype=torch.float32)[None, None, :, None].expand(1, 1, -1, 2)
-    layout(SINKS.retention).write(ring, start, x)
+    layout(SINKS.retention).write([ring], start, [x])
     for token in range(start, min(start + count, SINKS.retention.sinks)):
         assert (ring[:, :, token] == token).all()
     first = max(start, SINKS.retention.sinks, start + count - SINKS.retention.ring_size)
@@ -99,7 +99,7 @@ def test_tokens_leave_in_the_order_of_their_pages_and_the_others_stay(spec, step
         x, first, last = tokens[:, :, n : n + new], spec.retention.pages(n), spec.retention.pages(n + new)
         if last > first:
             left += where.leaving(ring, n, x, first, last).flatten().tolist()
-        where.write(ring, n, x)
+        where.write([ring], n, [x])
         n += new
         assert left == where.page_tokens(0, spec.retention.pages(n)).tolist()
         assert where.read(ring, n).flatten().tolist() == where.exact(n).tolist()

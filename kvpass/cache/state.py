@@ -136,6 +136,7 @@ class KVState(Storage):
     ranges: Tensor | None
     pairs: Tensor | None
     _handles: tuple[Tensor, ...]
+    _room: int  # pages
 
     def __init__(self, spec: CodecSpec, kept: Mapping[str, Tensor], source: KVState | None = None):
         self.spec, self.text, self.source = spec, str(spec), source
@@ -224,7 +225,8 @@ class KVState(Storage):
         pools = self._pools & tensors.keys()
         names = map(attribute, of_state(self.spec))
         handles = tuple(handle(tensors[name]) if name in pools else tensors.get(name) for name in names)
-        return super()._follows(tensors) | {"_handles": handles}
+        room = tensors[attribute(of_pages(self.spec)[-1])].shape[2]  # codes may be another state's
+        return super()._follows(tensors) | {"_handles": handles, "_room": room}
 
     def contents(self, n: int) -> dict[str, Tensor]:
         used = slice(self.spec.retention.pages(n))
@@ -235,8 +237,7 @@ class KVState(Storage):
 
     def reserve(self, tokens: int) -> None:
         """Make room for ``tokens`` tokens, growing geometrically; contents are kept."""
-        own = getattr(self, attribute(of_pages(self.spec)[-1]))  # codes may be another state's
-        have, need = own.shape[2], self.spec.retention.pages(tokens)
+        have, need = self._room, self.spec.retention.pages(tokens)
         if need <= have:
             return
         pages = max(need, have + max(_MIN_PAGES, have // GROWTH))

@@ -18,6 +18,7 @@ from .device_lengths import counted_on_host, read_on_device
 from .find import find
 from .lower import lower
 from .normalise import normalise
+from .noted import Noted
 from .own_cache import presents
 from .repeats import Repeats, find_repeats
 from .report import ADVICE, GraphReport, listed
@@ -42,6 +43,7 @@ class Backend:
     interpret: run the rewritten graph as it is, without Inductor (prefill: first-token latency).
     mode: of torch.compile (see `check_mode`). In CUDA graphs, what lies between the ops of a cache is captured.
     device_lengths: read lengths on the device, so that a step can be captured as one CUDA graph.
+    noted: note calls of what was compiled, for those who ask for them (`kvpass.compile.noted`).
     folder, keep_stages: where the stages of each graph are written, and whether ``graphs`` keep them (see `Trace`).
     """
 
@@ -50,6 +52,7 @@ class Backend:
     interpret: bool = False
     mode: str | None = None
     device_lengths: bool = False
+    noted: bool = False
     graphs: list[GraphReport] = field(default_factory=list)
     folder: Path | None = field(default_factory=trace_folder)
     keep_stages: bool = False
@@ -57,8 +60,10 @@ class Backend:
     def __call__(self, gm: GraphModule, example_inputs) -> Callable:
         if has_subclass(example_inputs):
             return Unwrapped(self(unwrapped(gm), flatten(example_inputs)), example_inputs)
+        examples = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
         with Trace(gm, self.folder, self.keep_stages) as trace:
-            return self._compile(gm, example_inputs, trace)
+            run = self._compile(gm, example_inputs, trace)
+        return Noted(run, examples) if self.noted else run
 
     def _compile(self, gm: GraphModule, example_inputs, trace: Trace) -> Callable:
         repeats = find_repeats(gm) if self.mode is None else f"mode={self.mode!r}"

@@ -97,6 +97,7 @@ class Report:
     simulated: bool = False
     attention: str = ""
     keeps_stages: bool = False
+    recalled: bool = False
     not_replayed: str = ""
 
     def used(self, layers: list[LayerReport], tokens: int, batch: int) -> None:
@@ -170,6 +171,8 @@ class Report:
             lines.append(self.attention)
         if self.calibration:
             lines.append(f"calibrated: {self.calibration}")
+        if self.recalled:
+            lines.append("steps are called again without Dynamo's guards")
         if self.not_replayed:
             lines.append(f"steps are not replayed: {self.not_replayed}")
         if not self.graphs:

@@ -1,6 +1,6 @@
 """Where a token lives: in a sink slot, in a slot of the ring, or in a page. Index arithmetic on the host."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import pairwise
@@ -105,12 +105,15 @@ class Recent:
         new = max(start, n)
         return _joined([*parts, x.narrow(2, new - n, stop - new)] if stop > new else parts)
 
-    def write(self, ring: Tensor, n: int, x: Tensor) -> None:
-        """Store ``x`` ``[B, H, S, D]`` as tokens ``[n, n + S)``; those whose slot is taken again are left out."""
-        sinks, stop = self.retention.sinks, n + x.shape[2]
+    def write(self, rings: Sequence[Tensor], n: int, xs: Sequence[Tensor]) -> None:
+        """Store ``xs`` ``[B, H, S, D]`` as tokens ``[n, n + S)`` of ``rings``, one each; those whose slot is taken
+        again are left out."""
+        tokens = xs[0].shape[2]
+        sinks, stop = self.retention.sinks, n + tokens
         for first, end in ((n, min(stop, sinks)), (max(n, sinks, stop - self.retention.ring_size), stop)):
             for slot, count in self.runs(first, end):
-                ring[:, :, slot : slot + count] = x[:, :, first - n : first - n + count]
+                for ring, x in zip(rings, xs, strict=True):
+                    ring[:, :, slot : slot + count] = x if count == tokens else x.narrow(2, first - n, count)
                 first += count
 
 
@@ -238,10 +241,12 @@ class LogSparse(Recent):
         out[:, :, ~known.to(device)] = x.index_select(2, (tokens[~known] - n).to(device))
         return out
 
-    def write(self, ring: Tensor, n: int, x: Tensor) -> None:
-        tokens = torch.arange(n, n + x.shape[2])
-        tokens = tokens[~self.overwritten(tokens, n + x.shape[2])]
-        ring.index_copy_(2, self.slots(tokens).to(ring.device), x.index_select(2, (tokens - n).to(x.device)))
+    def write(self, rings: Sequence[Tensor], n: int, xs: Sequence[Tensor]) -> None:
+        stop = n + xs[0].shape[2]
+        tokens = torch.arange(n, stop)
+        tokens = tokens[~self.overwritten(tokens, stop)]
+        for ring, x in zip(rings, xs, strict=True):
+            ring.index_copy_(2, self.slots(tokens).to(ring.device), x.index_select(2, (tokens - n).to(x.device)))
 
 
 @dataclass(frozen=True)
@@ -266,6 +271,7 @@ class Writes:
                 kept.append((first, stop))
         return Writes(tuple(kept), packed)
 
+    @lru_cache(maxsize=16)  # noqa: B019  # it is the same for the states of all layers
     def wrote(self, start: int, stop: int, packed: int) -> "Writes":
         """Those after tokens ``[start, stop)``; ``packed`` are the pages in use at length ``start``."""
         older = [(first, max(end, stop)) for first, end in self.spans if first < start]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from ..cache.layer import PackedLayer
@@ -21,6 +21,7 @@ from ..compile.report import GraphReport
 from ..layout.pool import bucket
 from .due import is_due, pack_again
 from .forward import carrier_of
+from .watch import Watch
 
 _FEW_PAGES = 16  # a capture serves up to so many
 _MASKS = frozenset({"attention_mask"})  # which a step does not read where it knows where rows begin
@@ -82,6 +83,11 @@ class _Argument:
     name: str
 
 
+def moves(layers: Iterable[PackedLayer]) -> int:
+    """How often tensors of ``layers`` were replaced."""
+    return sum(storage.moved for layer in layers for storage in layer.storages())
+
+
 class _OfCache:
     """What has been captured, or seen once, of one cache."""
 
@@ -92,16 +98,16 @@ class _OfCache:
 
     def forget_if_moved(self, layers: Iterable[PackedLayer]) -> None:
         """Start again if a tensor of ``layers`` is not where it was."""
-        moved = sum(storage.moved for layer in layers for storage in layer.storages())
+        moved = moves(layers)
         if moved != self._moved:
             self._moved, self.seen, self.captured = moved, set(), {}
 
 
 class Replays:
-    """Steps of all caches of a model. ``graphs`` say whether there is one that counts on the host."""
+    """Steps of all caches of ``model``. ``graphs`` say whether there is one that counts on the host."""
 
-    def __init__(self, graphs: list[GraphReport], capture: Callable[[], Capture]):
-        self._graphs, self._new_capture = graphs, capture
+    def __init__(self, model: nn.Module, graphs: list[GraphReport], capture: Callable[[], Capture]):
+        self._watch, self._graphs, self._new_capture = Watch(model), graphs, capture
         self._capture: Capture | None = None
         self._caches: weakref.WeakKeyDictionary[PackedLayer, _OfCache] = weakref.WeakKeyDictionary()
 
@@ -111,6 +117,8 @@ class Replays:
 
     def run(self, layers: list[PackedLayer], new_tokens: int, given: dict[str, Any], step: Step) -> Any:
         """What ``step`` makes of the arguments ``given``, of ``new_tokens``, over the packed ``layers`` of a cache."""
+        if self._watch.changed():  # captured steps read weights where they were
+            self.clear()
         first, cache = layers[0], self._caches.setdefault(layers[0], _OfCache())
         n, due = first.tokens, is_due(layers, new_tokens)
         if due and new_tokens > 1:  # they may take slots of those that are due
@@ -130,7 +138,7 @@ class Replays:
             captured.again(n, starts, given)
             if due:
                 pack_again(layers, n)
-        return _mapped(captured.output, lambda leaf: _returned(leaf, given))
+        return mapped(captured.output, lambda leaf: _returned(leaf, given))
 
     def _counted_on_host(self) -> bool:
         return any(graph.on_host for graph in self._graphs if graph.compiled)
@@ -147,7 +155,7 @@ class Replays:
         context.starts = starts = None if context.starts is None else context.starts.clone()
         output, replay = self._capture(layers, lambda: step(own))
         names = {id(value): name for name, value in given.items() if not isinstance(value, Tensor)}
-        output = _mapped(output, lambda leaf: _Argument(names[id(leaf)]) if id(leaf) in names else leaf)
+        output = mapped(output, lambda leaf: _Argument(names[id(leaf)]) if id(leaf) in names else leaf)
         tensors = {name: own[name] for name in read if isinstance(own[name], Tensor)}
         return _Captured(tensors, length, starts, output, replay)
 
@@ -164,12 +172,12 @@ def _identity(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else id(value)
 
 
-def _mapped(output: Any, fn: Callable[[Any], Any]) -> Any:
+def mapped(output: Any, fn: Callable[[Any], Any]) -> Any:
     """What a model returns with ``fn`` of each of its values."""
     if isinstance(output, ModelOutput):
-        return type(output)(**{name: _mapped(value, fn) for name, value in output.items()})
+        return type(output)(**{name: mapped(value, fn) for name, value in output.items()})
     if type(output) in (tuple, list):
-        return type(output)(_mapped(value, fn) for value in output)
+        return type(output)(mapped(value, fn) for value in output)
     return fn(output)
 
 

@@ -28,6 +28,7 @@ from ..models.probe import has_encoder
 from ..schemes import LayerGeometry, SchemeConfig, check_edges, check_sources
 from .forms import Forms
 from .forward import finish_forward
+from .recall import Recalls
 from .replay import Replays
 
 _MIN_COMPILED_LENGTH = 2  # lengths 0 and 1 would be specialised by the tracer
@@ -89,7 +90,7 @@ class Runtime:
         self.original, self.installed = model.forward, None
         self.attended: dict[int, tuple[int, float]] = {}  # see `kvpass.models.probe.AttentionSeen`
         self.expected: set[bool] = set()  # whether of several sequences: decode steps whose kernels were asked for
-        self.replays: Replays | None = None  # of whole steps, where that was asked for and is possible
+        self.replays: Replays | Recalls | None = None  # of whole steps, where that was asked for and is possible
         self.running: dict[int, int] = {}  # caches in a forward, by id, and the threads that run it
 
     def _plan_cross(self, layers: dict[int, LayerGeometry | str]) -> tuple[Plans, dict[int, LayerGeometry | str]]:
@@ -142,9 +143,12 @@ class Runtime:
             forms.backend.keep_stages = True
 
     def _forms(self, interpret: bool) -> Forms:
-        replayed = self.replays is not None and not interpret
+        replayed = isinstance(self.replays, Replays) and not interpret
         options = dict(strict=self.strict, lowering=self.lowering, graphs=self.report.graphs)
-        options |= dict(device_lengths=True) if replayed else dict(mode=self.mode)
+        if self.replays is None or interpret:
+            options["mode"] = self.mode
+        else:
+            options |= dict(device_lengths=True) if replayed else dict(noted=True)
         model, backend = self.model(), self._backend(interpret=interpret, **options)
         what, whole = f"a step of {type(model).__name__}", self.one_graph or replayed
         return Forms(self._body(), backend, what, guards_of(model), fullgraph=whole)
@@ -204,7 +208,7 @@ class Runtime:
                 raise error.inner_exception from None
             raise
         except Unsupported as error:
-            if not self.one_graph and self.replays is None:
+            if not self.one_graph and not isinstance(self.replays, Replays):
                 raise
             why, instead = "Keys are stored before rotary embedding", "the scheme with rope='post'"
             if not self.one_graph:

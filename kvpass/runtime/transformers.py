@@ -22,6 +22,7 @@ from ..models.probe import fresh_cache, some_tokens
 from ..models.recording import put_up_hooks, refuse_what_is_not_recorded
 from .forward import finish_forward, remember, start_forward
 from .padding import PaddingMasks
+from .recall import Recalls
 from .replay import CAPTURES, Replays
 from .runtime import Runtime
 
@@ -43,13 +44,14 @@ class TransformersRuntime(Runtime):
             devices = {layer.device for _, layer in self.plans.values()}
             self.report.not_replayed = why = self._not_replayed(devices)
             if not why:
-                self.replays = Replays(self.report.graphs, CAPTURES[devices.pop().type])
+                model, capture = self.model(), CAPTURES.get(devices.pop().type)
+                self.replays = Replays(model, self.report.graphs, capture) if capture else Recalls(model, self.report)
         super().prepare()
 
     def _not_replayed(self, devices: set[torch.device]) -> str:
         """Why whole steps cannot be captured, or ""."""
-        if len(devices) > 1 or any(device.type not in CAPTURES for device in devices):
-            return f"CUDA graphs are of one CUDA device, and this model is on {listed(map(str, devices))}"
+        if len(devices) > 1 or not {device.type for device in devices} <= {"cpu", *CAPTURES}:
+            return f"they are of one CPU or CUDA device, and this model is on {listed(map(str, devices))}"
         if not all(row.packed for row in self.report.layers):
             return "layers that are not packed replace their tensors"
         if self.has_encoder or self.looks_at_previous or self.needs_importance:

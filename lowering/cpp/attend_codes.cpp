@@ -41,12 +41,12 @@ struct Samples {
 
 // All samples have as many tokens: n, and one of now, if it is present.
 extern "C" void kernel(
-    const float* q, float* out, const uint8_t* key_codes, const uint8_t* key_scales, const uint8_t* key_zeros,
+    const uint8_t* q, uint8_t* out, const uint8_t* key_codes, const uint8_t* key_scales, const uint8_t* key_zeros,
     const uint8_t* value_codes, const uint8_t* value_scales, const uint8_t* value_zeros, const uint8_t* key_ring,
     const uint8_t* value_ring, const uint8_t* key_new, const uint8_t* value_new, int64_t many, int64_t heads, int64_t n,
     int64_t present, int64_t packed, int64_t half, int64_t key_codes_room, int64_t key_scales_room,
     int64_t key_zeros_room, int64_t value_codes_room, int64_t value_scales_room, int64_t value_zeros_room,
-    int64_t threads
+    int64_t threads, float scale
 ) {
     constexpr int64_t KEY_CODES = PAGE * KEY_BITS / 8 * HEAD, VALUE_CODES = PAGE * VALUE_BITS / 8 * HEAD;
     constexpr int64_t KEY_PARAMS = HEAD * sizeof(Scale), VALUE_PARAMS = PAGE * GROUPS * sizeof(Scale);
@@ -57,5 +57,8 @@ extern "C" void kernel(
         (const Token*)key_ring, (const Token*)value_ring, (const Token*)key_new, (const Token*)value_new, heads, n,
     };
     const std::vector<int64_t> totals(many, n + present), of_both(many, packed), of_keys(many, half);
-    attend_all(q, out, totals.data(), of_both.data(), of_keys.data(), many, heads, Samples{cache}, threads);
+    attend_all(
+        (const Token*)q, scale, (Token*)out, totals.data(), of_both.data(), of_keys.data(), many, heads, Samples{cache},
+        threads
+    );
 }

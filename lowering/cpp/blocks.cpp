@@ -49,17 +49,17 @@ struct Requests {
 
 // Of each request a row of blocks and of window; the rest is `Memory`, and what attend_all takes.
 extern "C" void kernel(
-    const float* q, float* out, const int64_t* total, const int64_t* packed, const int64_t* half, const int64_t* blocks,
-    const int64_t* window_blocks, const uint8_t* key_codes, const uint8_t* key_scales, const uint8_t* key_zeros,
+    const uint8_t* q, uint8_t* out, const int64_t* total, const int64_t* packed, const int64_t* half,
+    const int64_t* blocks, const int64_t* window_blocks, const uint8_t* key_codes, const uint8_t* key_scales, const uint8_t* key_zeros,
     const uint8_t* value_codes, const uint8_t* value_scales, const uint8_t* value_zeros, const uint8_t* key_sinks,
     const uint8_t* value_sinks, const uint8_t* window, int64_t many, int64_t heads, int64_t blocks_row,
     int64_t window_row, int64_t block, int64_t head, int64_t slot, int64_t slots, int64_t lead, int64_t window_block,
-    int64_t window_head, int64_t window_place, int64_t window_size, int64_t threads
+    int64_t window_head, int64_t window_place, int64_t window_size, int64_t threads, float scale
 ) {
     const Memory memory = {
         {key_codes, key_scales, key_zeros, value_codes, value_scales, value_zeros}, key_sinks, value_sinks, window,
         block, head, slot, slots, lead, window_block, window_head, window_place, window_size,
     };
     const Requests requests = {memory, blocks, window_blocks, blocks_row, window_row};
-    attend_all(q, out, total, packed, half, many, heads, requests, threads);
+    attend_all((const Token*)q, scale, (Token*)out, total, packed, half, many, heads, requests, threads);
 }

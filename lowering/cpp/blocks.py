@@ -11,7 +11,7 @@ from kvpass.layout.batch import Batch, Tiles
 from .attend_codes import defines_of, serves_specs
 from .build import build, source
 
-_TYPES = ["const float*", "float*", *5 * ["const int64_t*"], *9 * ["const uint8_t*"], *14 * ["int64_t"]]
+_TYPES = ["const uint8_t*", "uint8_t*", *5 * ["const int64_t*"], *9 * ["const uint8_t*"], *14 * ["int64_t"], "float"]
 
 
 def serves(layer: Any) -> bool:
@@ -36,14 +36,14 @@ class Attention:
         self._window = *window.stride()[:3], window.shape[2]
 
     def __call__(self, q: Tensor, batch: Batch, tiles: Tiles) -> Tensor:
-        """Attention of ``tiles`` of one token each, among ``q`` ``[T, H_q, D]``: ``[N, H_q, D]`` float32."""
+        """Attention of ``tiles`` of one token each, among ``q`` ``[T, H_q, D]``: ``[N, H_q, D]``, as what is stored."""
         layer, heads = self._layer, self._layer.window.shape[1]
         total, packed, half, blocks, window = batch.contexts(tiles, layer.key.retention, layer.value.retention)
-        q = q[tiles.rows[:, 0]].float() * layer.scale
+        q = q[tiles.rows[:, 0]].to(layer.window.dtype)
         out = torch.empty_like(q)
         self._kernel(q.shape[1] // heads)(
             q, out, total, packed, half, blocks, window, *self._tensors, len(q), heads, blocks.shape[1],
-            window.shape[1], *self._where, batch.lead, *self._window, torch.get_num_threads(),
+            window.shape[1], *self._where, batch.lead, *self._window, torch.get_num_threads(), layer.scale,
         )  # fmt: skip
         return out
 

@@ -28,6 +28,23 @@ inline Floats read(const Bfloat16* from) {
 #endif
 }
 
+inline float number(float x) { return x; }
+
+inline float number(Bfloat16 x) {
+    const uint32_t bits = (uint32_t)x.bits << 16;
+    float found;
+    std::memcpy(&found, &bits, sizeof(found));
+    return found;
+}
+
+inline void round_to(float& to, float x) { to = x; }
+
+inline void round_to(Bfloat16& to, float x) {  // to the nearest, and of two to the even one
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof(bits));
+    to.bits = x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
+}
+
 #if BFLOAT16
 typedef Bfloat16 Token, Scale;
 #else
@@ -59,8 +76,8 @@ struct Part {
     float q[QUERIES * HEAD], scores[QUERIES * PAGE], out[QUERIES * HEAD] = {}, most[QUERIES], sum[QUERIES] = {};
     Floats products[QUERIES * PAGE];  // of each token, to be summed up
 
-    explicit Part(const float* from) {
-        for (int i = 0; i < QUERIES * HEAD; i++) q[i] = from[i] / LN_2;
+    Part(const Token* from, float scale) {
+        for (int i = 0; i < QUERIES * HEAD; i++) q[i] = number(from[i]) * (scale / LN_2);
         std::fill(most, most + QUERIES, -INFINITY);
     }
 
@@ -216,12 +233,12 @@ struct Part {
     }
 };
 
-// Attention of one token each of many samples. q, out: [many, heads * QUERIES, HEAD]. Of each sample: total tokens, packed
-// pages, and half, those whose keys are. contexts(b, head): the Context of a KV head of a sample.
+// Attention of one token each of many samples, to keys by scale. q, out: [many, heads * QUERIES, HEAD]. Of each sample:
+// total tokens, packed pages, and half, those whose keys are. contexts(b, head): the Context of a KV head of a sample.
 template <typename Contexts>
 void attend_all(
-    const float* q, float* out, const int64_t* total, const int64_t* packed, const int64_t* half, int64_t many,
-    int64_t heads, const Contexts& contexts, int64_t threads
+    const Token* q, float scale, Token* out, const int64_t* total, const int64_t* packed, const int64_t* half,
+    int64_t many, int64_t heads, const Contexts& contexts, int64_t threads
 ) {
     std::vector<int64_t> sample_of, first(many + 1);  // of parts, which are of all heads; the last has the others
     for (int64_t b = 0; b < many; b++) {
@@ -236,7 +253,7 @@ void attend_all(
     for (int64_t i = 0; i < parts * heads; i++) {
         const int64_t part = i / heads, b = sample_of[part], begin = (part - first[b]) * AT_ONCE;
         const auto context = contexts(b, i % heads);
-        Part found(q + (b * heads + i % heads) * QUERIES * HEAD);
+        Part found(q + (b * heads + i % heads) * QUERIES * HEAD, scale);
         found.add_pages(context, begin, std::min(begin + AT_ONCE, packed[b]));
         if (part + 1 == first[b + 1]) found.add_others(context, packed[b], half[b], total[b]);
         std::copy(found.out, found.out + QUERIES * HEAD, outs.data() + i * QUERIES * HEAD);
@@ -245,17 +262,17 @@ void attend_all(
     }
     for (int64_t b = 0; b < many; b++)
         for (int64_t row = 0; row < heads * QUERIES; row++) {
-            float high = -INFINITY, all = 0, *own = out + (b * heads * QUERIES + row) * HEAD;
+            float high = -INFINITY, all = 0, sums[HEAD] = {};
             for (int64_t part = first[b]; part < first[b + 1]; part++)
                 high = std::max(high, most[part * heads * QUERIES + row]);
-            std::fill(own, own + HEAD, 0.0f);
             for (int64_t part = first[b]; part < first[b + 1]; part++) {
                 const int64_t at = part * heads * QUERIES + row;
                 const float less = std::exp2(most[at] - high);
                 all += sum[at] * less;
-                for (int d = 0; d < HEAD; d++) own[d] += outs[at * HEAD + d] * less;
+                for (int d = 0; d < HEAD; d++) sums[d] += outs[at * HEAD + d] * less;
             }
-            for (int d = 0; d < HEAD; d++) own[d] /= all;
+            Token* own = out + (b * heads * QUERIES + row) * HEAD;
+            for (int d = 0; d < HEAD; d++) round_to(own[d], sums[d] / all);
         }
 }
 

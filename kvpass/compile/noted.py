@@ -1,0 +1,113 @@
+"""What a compiled step calls once Dynamo has checked its guards, noted so that it can be called again without them.
+
+Guards make sure that a graph fits what it is given. A `Call` asks of sizes what they ask; that nothing else has changed
+is for whoever calls it again to see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_calls: ContextVar[list[tuple[Call, Sequence]] | None] = ContextVar("calls", default=None)
+
+
+@contextmanager
+def noted() -> Iterator[list[tuple[Call, Sequence]]]:
+    """The calls of `Noted` functions that this thread makes within it, and what they return."""
+    calls: list[tuple[Call, Sequence]] = []
+    before = _calls.set(calls)
+    try:
+        yield calls
+    finally:
+        _calls.reset(before)
+
+
+class Noted:
+    """``run``, which was compiled for inputs like the fake ``examples``."""
+
+    def __init__(self, run: Callable[..., Sequence], examples: Sequence):
+        self._run, self._sizes = run, _Sizes(examples)
+
+    def __call__(self, *inputs: Any) -> Sequence:
+        outputs = self._run(*inputs)
+        if (calls := _calls.get()) is not None:
+            calls.append((Call(self._run, inputs, self._sizes), outputs))
+        return outputs
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of ``run``."""
+
+    run: Callable[..., Sequence]
+    inputs: tuple
+    sizes: _Sizes
+
+    def without(self, places: Collection[int]) -> Call:
+        """The call without the inputs at ``places``, which it need not keep."""
+        return replace(self, inputs=tuple(None if i in places else value for i, value in enumerate(self.inputs)))
+
+    def again(self, others: Mapping[int, Tensor]) -> Sequence | None:
+        """What it returns with ``others`` in the places of some of its tensors, or None if they do not fit."""
+        inputs = list(self.inputs)
+        for i, other in others.items():
+            inputs[i] = other
+        return self.run(*inputs) if self.sizes.fill(inputs, others) else None
+
+
+class _Sizes:
+    """The sizes of inputs that vary: where each of them is found, and what has to hold of them."""
+
+    def __init__(self, examples: Sequence):
+        self._symbols = {i: value for i, value in enumerate(examples) if isinstance(value, torch.SymInt)}
+        self._dims = {
+            i: tuple(None if isinstance(size, torch.SymInt) else int(size) for size in value.shape)
+            for i, value in enumerate(examples)
+            if isinstance(value, Tensor)
+        }
+        found = {
+            _symbol(size): (i, dim)
+            for i, value in enumerate(examples)
+            if isinstance(value, Tensor)
+            for dim, size in enumerate(value.shape)
+            if isinstance(size, torch.SymInt)
+        }
+        self._places = {i: found.get(_symbol(symbol)) for i, symbol in self._symbols.items()}
+
+    @property
+    def known(self) -> bool:
+        """Whether each that is an input is the size of a tensor."""
+        return all(self._places.values())
+
+    @cached_property
+    def _hold(self) -> Callable[[Sequence[int]], bool]:
+        """Whether sizes are as the graph needs them; it is asked for when everything is compiled that may ask."""
+        symbols = list(self._symbols.values())
+        env = symbols[0].node.shape_env if symbols else None
+        text = env and env.produce_guards_expression(symbols)
+        if not text:
+            return lambda sizes: True
+        code = compile(text, "<guards>", "eval")
+        return lambda sizes: env.evaluate_guards_expression(code, sizes)
+
+    def fill(self, inputs: list, others: Mapping[int, Tensor]) -> bool:
+        """Put the sizes of tensors among ``inputs`` where they are inputs themselves. Whether they, and the shapes of
+        ``others``, are what the graph was compiled for."""
+        for i, other in others.items():
+            if any(size is not None and size != own for size, own in zip(self._dims[i], other.shape, strict=True)):
+                return False
+        for i, (tensor, dim) in self._places.items():
+            inputs[i] = inputs[tensor].shape[dim]
+        return self._hold([inputs[i] for i in self._places])
+
+
+def _symbol(size: Any) -> Any:
+    return size.node.expr

@@ -1,0 +1,167 @@
+"""Decode steps on CPUs that are called again beneath Dynamo: a step of hundreds of inputs spends milliseconds on
+guards, most of which look at modules that do not change. `Watch` sees it in microseconds if they do.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from ..cache.context import ForwardContext
+from ..cache.layer import PackedLayer
+from ..compile.noted import Call, noted
+from ..compile.report import Report
+from ..compile.subclasses import flatten
+from .replay import Step, mapped, moves
+from .watch import Watch
+
+_CARRIERS = "length", "starts"
+"""What a step reads of a `ForwardContext`, which has others at each."""
+
+
+class Recalls:
+    """Steps of all caches of ``model``; ``report`` is told why some are not called again."""
+
+    def __init__(self, model: nn.Module, report: Report):
+        self._model, self._report = weakref.ref(model), report
+        self._watch = Watch(model)
+        self._caches: weakref.WeakKeyDictionary[PackedLayer, _OfCache] = weakref.WeakKeyDictionary()
+
+    def clear(self) -> None:
+        """Let go of every call."""
+        self._caches.clear()
+
+    def run(self, layers: list[PackedLayer], new_tokens: int, given: dict[str, Any], step: Step) -> Any:
+        """What ``step`` makes of the arguments ``given``, of ``new_tokens``, over the packed ``layers`` of a cache."""
+        if self._watch.changed():
+            self.clear()
+        first, moved = layers[0], moves(layers)
+        cache = self._caches.get(first)
+        if cache is None or cache.moved != moved:
+            cache = self._caches[first] = _OfCache(moved)
+        key = new_tokens, first.batch_size, first.context.starts is None, *_of_process(), *_described(given)
+        if key in cache.calls and (output := cache.calls[key].again(first.context, given)) is not None:
+            return output
+        if key not in cache.seen:
+            cache.seen.add(key)
+            return step(given)
+        with noted() as calls:
+            output = step(given)
+        found = self._recalled(calls, layers, given, output)
+        if isinstance(found, _Recalled):
+            cache.calls[key], self._report.recalled = found, True
+        else:
+            self._report.not_replayed = found
+        return output
+
+    def _recalled(
+        self, calls: list[tuple[Call, Sequence]], layers: list[PackedLayer], given: dict[str, Any], output: Any
+    ) -> _Recalled | str:
+        """The call of now, or why it cannot be called again."""
+        if len(calls) != 1:
+            return f"a step is {len(calls)} graphs"
+        if other := [name for name, value in given.items() if not isinstance(value, (*_PLAIN, Tensor, Cache))]:
+            return f"it is given {', '.join(other)}"
+        ((call, outputs),), model = calls, self._model()
+        if not call.sizes.known:
+            return "it depends on a number that is no size"
+        constant = set(map(id, flatten([*model.parameters(), *model.buffers()]) + _tensors_of(layers)))
+        varying = {id(getattr(layers[0].context, name)): name for name in _CARRIERS}
+        varying |= {id(value): name for name, value in given.items()}
+        read = {i: x for i, x in enumerate(call.inputs) if isinstance(x, Tensor) and id(x) not in constant}
+        if unknown := [x for x in read.values() if id(x) not in varying]:
+            return f"it reads a tensor of {tuple(unknown[0].shape)} that is no weight, no argument and not the cache's"
+        places: dict[int, _Output | _Argument] = {id(value): _Output(i) for i, value in enumerate(outputs)}
+        places |= {id(value): _Argument(name) for name, value in given.items() if isinstance(value, Cache)}
+        kept: list[Tensor] = []
+
+        def place(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor) and id(leaf) not in places:
+                kept.append(leaf)
+            return places.get(id(leaf), leaf)
+
+        template = mapped(output, place)
+        if kept:
+            return "it returns a tensor that its graph did not make"
+        return _Recalled(call.without(read), {i: varying[id(x)] for i, x in read.items()}, template)
+
+
+_PLAIN = type(None), bool, int, float, str
+
+
+@dataclass
+class _Output:
+    """What a call returns at ``place``."""
+
+    place: int
+
+
+@dataclass
+class _Argument:
+    """The argument of a step that is called ``name``."""
+
+    name: str
+
+
+@dataclass
+class _Recalled:
+    """A step as a ``call``. reads: places of its inputs -> the argument, or what of the context, that belongs there.
+    output: what the step returns, with what it takes from elsewhere in the place of it."""
+
+    call: Call
+    reads: dict[int, str]
+    output: Any
+
+    def again(self, context: ForwardContext, given: dict[str, Any]) -> Any:
+        """The step over the cache of ``context`` with the arguments ``given``; None if they do not fit."""
+        others = {i: getattr(context, name) if name in _CARRIERS else given[name] for i, name in self.reads.items()}
+        outputs = self.call.again(others)
+        return None if outputs is None else mapped(self.output, lambda leaf: _filled(leaf, outputs, given))
+
+
+def _filled(leaf: Any, outputs: Sequence, given: dict[str, Any]) -> Any:
+    if isinstance(leaf, _Output):
+        return outputs[leaf.place]
+    return given[leaf.name] if isinstance(leaf, _Argument) else leaf
+
+
+@dataclass
+class _OfCache:
+    """Steps of one cache, whose tensors were moved so often; those that were ``seen`` once are noted when they come
+    again."""
+
+    moved: int
+    seen: set[tuple] = field(default_factory=set)
+    calls: dict[tuple, _Recalled] = field(default_factory=dict)
+
+
+def _tensors_of(layers: list[PackedLayer]) -> list[Tensor]:
+    """What graphs are handed of ``layers``."""
+    states = [state for layer in layers for state in layer.states()]
+    own = [tensor for layer in layers for storage in layer.storages() for _, tensor in storage.tensors()]
+    return own + [handle for state in states for handle in state.handles]
+
+
+def _of_process() -> tuple:
+    """What Dynamo guards of the process."""
+    return (
+        torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(), torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def _described(given: dict[str, Any]) -> tuple:
+    """What arguments have to have in common, besides sizes."""
+
+    def described(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.dtype, value.ndim
+        return value if type(value) in _PLAIN else None
+
+    return tuple((name, described(value)) for name, value in given.items())

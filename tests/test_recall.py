@@ -1,0 +1,171 @@
+"""Steps that are called again beneath Dynamo (``mode="reduce-overhead"`` on CPUs) are the steps, bit for bit, and are
+not called again where something else has changed than they are given."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache
+from transformers.cache_utils import Cache
+
+import kvpass
+from kvpass.cache.swap import packed_layers
+from kvpass.runtime import recall
+
+from tiny import llama, tokens
+
+KIVI = dict(scheme="kivi", group_size=8, residual=8)
+
+
+@pytest.fixture(autouse=True)
+def reference(reference_in_this_test):
+    """What a step consists of is tested elsewhere."""
+
+
+@pytest.fixture
+def through_dynamo(monkeypatch):
+    """How many steps went through Dynamo: a list with an entry for each."""
+    steps, noted = [], recall.noted
+    monkeypatch.setattr(recall, "noted", lambda: (steps.append(1), noted())[1])
+    return steps
+
+
+def steps_of(model, mode, calls, scheme=KIVI, between=lambda model, call: None, **arguments):
+    """Outputs of ``calls`` of so many tokens, less those taken back behind them, the cache, and the report."""
+    kvpass.apply(model, scheme, mode=mode)
+    cache, ids, outputs = DynamicCache(config=model.config), tokens(1, sum(new for new, _ in calls)), []
+    for call, (new, rejected) in enumerate(calls):
+        between(model, call)
+        start = cache.get_seq_length()
+        outputs.append(model(input_ids=ids[:, start : start + new], past_key_values=cache, **arguments))
+        if rejected:
+            cache.crop(-rejected)
+    return outputs, cache, kvpass.explain(model)
+
+
+def assert_same(got, expected):
+    (_, mine, _), (_, theirs, _) = got, expected
+    for pair in zip(packed_layers(mine), packed_layers(theirs), strict=True):
+        for states in zip(*(layer.states() for layer in pair), strict=True):
+            contents = (state.contents(mine.get_seq_length()) for state in states)
+            torch.testing.assert_close(*contents, rtol=0, atol=0)
+    for mine, theirs in zip(got[0], expected[0], strict=True):
+        assert torch.equal(mine.logits, theirs.logits)
+
+
+@pytest.mark.parametrize("scheme", [KIVI, dict(scheme="waterfill", residual=16, recent=0, sinks=0), "identity"])
+def test_a_step_called_again_is_the_step(scheme, through_dynamo):
+    """While pools grow, pages are packed, drafts are verified and tokens are taken back."""
+    calls = [(14, 0), *[(1, 0)] * 30, (3, 2), (3, 1), (3, 0), *[(1, 0)] * 10, (1, 4), *[(1, 0)] * 20]
+    expected = steps_of(llama(layers=3), None, calls, scheme)
+    got = steps_of(llama(layers=3), "reduce-overhead", calls, scheme)
+    assert_same(got, expected)
+    assert len(through_dynamo) < 20 and "steps are called again without Dynamo's guards" in str(got[2])
+
+
+def test_more_outputs_and_other_arguments(through_dynamo):
+    calls, arguments = [(14, 0), *[(1, 0)] * 6], dict(output_hidden_states=True)
+    expected = steps_of(llama(layers=3), None, calls, **arguments)
+    got = steps_of(llama(layers=3), "reduce-overhead", calls, **arguments)
+    assert_same(got, expected)
+    assert len(through_dynamo) < 3
+    for mine, theirs in zip(got[0], expected[0], strict=True):
+        assert mine.past_key_values is got[1]
+        torch.testing.assert_close(mine.hidden_states, theirs.hidden_states, rtol=0, atol=0)
+
+
+def test_generate_with_padding_and_beams(through_dynamo):
+    ids, found = tokens(3, 14), []
+    mask = (torch.arange(14) >= torch.tensor([5, 0, 11])[:, None]).long()
+    for mode in (None, "reduce-overhead"):
+        model = kvpass.apply(llama(layers=3), KIVI, mode=mode)
+        for beams in (1, 2):
+            found.append(model.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=False, num_beams=beams))
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+    assert len(through_dynamo) < 4  # beams are put into another order at each step
+
+
+def other_parameter(model):
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() * 2)
+
+
+def other_storage(model):
+    model.model.norm.weight.data = model.model.norm.weight.data * 2
+
+
+def other_module(model):
+    model.model.layers[1].mlp.act_fn = nn.ReLU()
+
+
+@pytest.mark.parametrize("change", [other_parameter, other_storage, other_module])
+def test_another_weight_or_module_is_noticed(change):
+    def between(model, call):
+        if call == 4:
+            change(model)
+
+    calls = [(14, 0), *[(1, 0)] * 6]
+    expected = steps_of(llama(layers=3), None, calls, between=between)
+    assert_same(steps_of(llama(layers=3), "reduce-overhead", calls, between=between), expected)
+
+
+class Branching(nn.Module):
+    """A layer that does something else behind 20 tokens, which a graph of a step has a guard for."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden_states, **arguments):
+        out = self.inner(hidden_states, **arguments)
+        (cache,) = (value for value in arguments.values() if isinstance(value, Cache))
+        return out * 2 if cache.get_seq_length() > 20 else out
+
+
+def branching():
+    model = llama(layers=3)
+    model.model.layers[1] = Branching(model.model.layers[1])
+    return model
+
+
+def test_what_a_graph_asks_of_lengths_is_asked_again():
+    calls = [(14, 0), *[(1, 0)] * 12]
+    assert_same(steps_of(branching(), "reduce-overhead", calls), steps_of(branching(), None, calls))
+
+
+class Shifted(nn.Module):
+    """A layer that reads a tensor which is no parameter and no buffer."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.shift = inner, [torch.ones(())]
+
+    def forward(self, x):
+        return self.inner(x) + self.shift[0]
+
+
+def test_a_tensor_from_elsewhere_is_read_where_it_is():
+    def between(model, call):
+        model.model.norm.shift[0] = torch.full((), float(call))
+
+    def shifted():
+        model = llama(layers=3)
+        model.model.norm = Shifted(model.model.norm)
+        return model
+
+    calls = [(14, 0), *[(1, 0)] * 6]
+    got = steps_of(shifted(), "reduce-overhead", calls, between=between)
+    assert_same(got, steps_of(shifted(), None, calls, between=between))
+    assert "steps are not replayed: it reads a tensor of ()" in str(got[2])
+
+
+def test_calls_do_not_keep_a_cache_alive():
+    model = kvpass.apply(llama(layers=3), KIVI, mode="reduce-overhead")
+    cache = DynamicCache(config=model.config)
+    for count in (14, 1, 1, 1, 1):
+        output = model(input_ids=tokens(1, count), past_key_values=cache)
+    gone = weakref.ref(packed_layers(cache)[0])
+    del cache, output
+    gc.collect()
+    assert gone() is None
