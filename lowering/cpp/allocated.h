@@ -27,6 +27,7 @@ constexpr Rank RANKS[] = {
 constexpr Rank RANKS[] = {{PAGE, POOR_PAIRS, POOR_SINGLES, 0, 0}};
 #endif
 constexpr int LAST = sizeof(RANKS) / sizeof(Rank) - 1, FIELDS = RANKS[LAST].end_field();
+constexpr int64_t BYTES_OF_PAGE = PAGE_BYTES, PLACES_OF_HEAD = NUM_FIELDS;
 constexpr int first_token(int rank) { return rank ? RANKS[0].tokens : 0; }
 constexpr int AT_ONCE = QUERIES < 4 ? QUERIES : 4;  // queries that a field is unpacked for
 constexpr float PAIR = 1.5f, SINGLE = 0.5f;  // the codes that stand for 0

@@ -15,7 +15,7 @@ from kvpass.codec.allocation import allocation_of, gains, weights
 from kvpass.codec.frame import Frames, before_middle
 from kvpass.codec.kept import page_shapes
 from kvpass.codec.rope import parse_rope
-from kvpass.codec.spec import parse
+from kvpass.codec.spec import CodecSpec, parse
 
 from .build import build, source
 
@@ -43,18 +43,30 @@ def look_up_table(device: torch.device) -> Tensor:
     return torch.cat([gains(torch.arange(256, device=device)), weights(device)])
 
 
+def defines_of(spec: CodecSpec, head_dim: int) -> dict[str, int]:
+    """What allocated.h is compiled for."""
+    allocation, (shape, _) = allocation_of(spec), page_shapes(spec, head_dim, torch.float32)["codes"]
+    rich, poor = ([(0, 0)] * (not allocation.ranked)) + allocation.counts(head_dim)
+    return dict(
+        PAGE_BYTES=shape[-1], NUM_FIELDS=sum(allocation.fields(head_dim)), RANKED=int(allocation.ranked),
+        RICH_PAIRS=rich[0], RICH_SINGLES=rich[1], POOR_PAIRS=poor[0], POOR_SINGLES=poor[1],
+    )  # fmt: skip
+
+
+def common_of(spec: CodecSpec, head_dim: int, queries: int, dtype: torch.dtype = torch.float32) -> dict[str, int]:
+    """What it and tokens.h are, for tokens of ``dtype``."""
+    return dict(
+        QUERIES=queries, HEAD=head_dim, BLOCK=allocation_of(spec).block_size, PAGE=spec.page_size,
+        SINKS=spec.retention.sinks, BFLOAT16=int(dtype == torch.bfloat16),
+    )  # fmt: skip
+
+
 @cache
 def _kernel(name: str, spec: str, head_dim: int, queries: int) -> Callable[..., None]:
     """The kernel ``name`` for pages of ``spec`` and heads with as many ``queries``."""
     parsed = parse(spec)
-    allocation, (shape, _) = allocation_of(parsed), page_shapes(parsed, head_dim, torch.float32)["codes"]
-    rich, poor = ([(0, 0)] * (not allocation.ranked)) + allocation.counts(head_dim)
-    defines = dict(
-        QUERIES=queries, HEAD=head_dim, BLOCK=allocation.block_size, PAGE=parsed.page_size, PAGE_BYTES=shape[-1],
-        NUM_FIELDS=sum(allocation.fields(head_dim)), RANKED=int(allocation.ranked),
-        RICH_PAIRS=rich[0], RICH_SINGLES=rich[1], POOR_PAIRS=poor[0], POOR_SINGLES=poor[1],
-    )  # fmt: skip
-    return build(source(defines, "allocated.h", f"{name}.cpp"), _TYPES[name])
+    defines = common_of(parsed, head_dim, queries) | defines_of(parsed, head_dim)
+    return build(source(defines, "tokens.h", "allocated.h", f"{name}.h", f"{name}.cpp"), _TYPES[name])
 
 
 def _scores(

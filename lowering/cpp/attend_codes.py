@@ -16,12 +16,12 @@ from kvpass.layout.pool import NDIM, capacity
 
 from .build import build, source
 
-_LANES = 16
+LANES = 16
 """Vectors have so many lanes at most: pages and groups are multiples of it."""
 _SERVED = {f"bits={bits}" for bits, fields in FIELDS.items() if len(fields) == 1}
 _SERVED |= {"per=channel", "per=token", "keep=recent", "codec=", "evict=attention", "fit=minmax", "predictor="}
-_DTYPES = torch.float32, torch.bfloat16
-_MOST = 8  # queries of a KV head: sums of more do not stay in registers
+DTYPES = torch.float32, torch.bfloat16
+MOST = 8  # queries of a KV head: sums of more do not stay in registers
 _TYPES = ["const uint8_t*", "uint8_t*", *10 * ["const uint8_t*"], *13 * ["int64_t"], "float"]
 
 
@@ -29,12 +29,12 @@ _TYPES = ["const uint8_t*", "uint8_t*", *10 * ["const uint8_t*"], *13 * ["int64_
 def serves_specs(key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype) -> bool:
     """Whether what ``key`` and ``value`` say is kept of tokens of ``dtype`` is read by `codes.h`."""
     return (
-        dtype in _DTYPES
+        dtype in DTYPES
         and value.retention.residual >= key.retention.residual
         and all(not spec.quantizer.raw and spec.stored_as.features <= _SERVED for spec in (key, value))
         and (key.quantizer.per, value.quantizer.per) == ("channel", "token")
         and key.quantizer.group_size == key.page_size
-        and not any(size % _LANES for size in (head_dim, key.page_size, value.quantizer.group_size))
+        and not any(size % LANES for size in (head_dim, key.page_size, value.quantizer.group_size))
     )
 
 
@@ -42,7 +42,7 @@ def serves(
     key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype, queries: int, device: torch.device
 ) -> bool:
     """Whether `attend` does attention to a cache of these specs and heads of as many ``queries``."""
-    return device.type == "cpu" and queries <= _MOST and serves_specs(key, value, head_dim, dtype)
+    return device.type == "cpu" and queries <= MOST and serves_specs(key, value, head_dim, dtype)
 
 
 def defines_of(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dtype: torch.dtype) -> dict[str, int]:
@@ -57,7 +57,7 @@ def defines_of(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dt
 def _kernel(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dtype: torch.dtype) -> Callable[..., None]:
     defines = defines_of(key, value, head_dim, queries, dtype)
     defines |= dict(KEY_WINDOW=key.retention.ring_size, VALUE_WINDOW=value.retention.ring_size)
-    return build(source(defines, "codes.h", "attend_codes.cpp"), _TYPES)
+    return build(source(defines, "tokens.h", "codes.h", "rings.h", "attend_codes.cpp"), _TYPES)
 
 
 def attend(
@@ -70,7 +70,7 @@ def attend(
     half, packed = (spec.retention.pages(n) for spec in (k_spec, v_spec))
     rooms = [capacity(pool, pages) for pack, pages in ((key, half), (value, packed)) for pool in pack.pools]
     pools = [pool.contiguous() if pool.ndim == NDIM else pool for pack in (key, value) for pool in pack.pools]
-    q, *exact = (_as_tokens(x, dtype) for x in (q, key.ring, value.ring, k_new, v_new))
+    q, *exact = (as_tokens(x, dtype) for x in (q, key.ring, value.ring, k_new, v_new))
     out = torch.empty_like(q)
     _kernel(k_spec.stored_as, v_spec.stored_as, head_dim, q_heads // heads, dtype)(
         q, out, *pools, *exact, batch, heads, n, present, packed, half, *rooms, torch.get_num_threads(), scale
@@ -78,6 +78,6 @@ def attend(
     return out
 
 
-def _as_tokens(x: Tensor, dtype: torch.dtype) -> Tensor:
+def as_tokens(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x`` as the kernel reads it. Asking first takes a tenth of what ``to`` does."""
     return x.contiguous() if x.dtype == dtype else x.to(dtype).contiguous()

@@ -51,5 +51,5 @@ class Attention:
         if queries not in self._kernels:
             key, value, window = self._layer.key, self._layer.value, self._layer.window
             defines = defines_of(key, value, window.shape[-1] // 2, queries, window.dtype)
-            self._kernels[queries] = build(source(defines, "codes.h", "blocks.cpp"), _TYPES)
+            self._kernels[queries] = build(source(defines, "tokens.h", "codes.h", "blocks.cpp"), _TYPES)
         return self._kernels[queries]

@@ -16,10 +16,16 @@ from ..session import compiling
 OPTIONS = {"cpp_cache_precompile_headers": False, "cpp.enable_floating_point_contract_flag": "fast"}
 
 
+def text(defines: Mapping[str, float], *files: str, namespace: str = "") -> str:
+    """``files`` of this folder one behind the other, for what is defined, in a ``namespace`` if one is named."""
+    lines = [f"#undef {word}\n#define {word} {number}\n" for word, number in defines.items()]
+    texts = [Path(__file__).with_name(file).read_text() for file in files]
+    return "".join([*lines, f"namespace {namespace} {{\n", *texts, "}\n"] if namespace else [*lines, *texts])
+
+
 def source(defines: Mapping[str, float], *files: str) -> str:
-    """The text of ``files`` of this folder one behind the other, for what is defined."""
-    texts = (Path(__file__).with_name(file).read_text() for file in ("vectors.h", *files))
-    return "".join((*(f"#define {word} {number}\n" for word, number in defines.items()), *texts))
+    """`text` behind vectors.h, which all others need."""
+    return text({}, "vectors.h") + text(defines, *files)
 
 
 @announced("kernels of a cache")

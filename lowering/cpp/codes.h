@@ -1,67 +1,13 @@
 // Attention of one token to codes that have a scale for each channel of a page, if they are keys, and for each token, if
-// they are values. vectors.h comes ahead, and what is defined: HEAD channels, QUERIES of a KV head, PAGE tokens with
-// KEY_BITS and VALUE_BITS, GROUP channels of a value that share a scale, SINKS exact first tokens, and whether tokens,
-// and scales, are of BFLOAT16 or are floats, and halves.
+// they are values. tokens.h comes ahead, and KEY_BITS and VALUE_BITS of a code and GROUP channels of a value that share a
+// scale are defined.
 //
-// A part of a context, of a KV head, is read in pieces of at most a page: scores, then weights by the largest score so
-// far, then values. Scores are powers of two. Where everything lies is what a Context says: pool(which, index), the
-// codes, scales and zero points of a page of keys, and of values; key(token) and value(token), those that are exact, and
-// key_sink and value_sink.
+// A part of a context, of a KV head, is read in pieces of at most a page: scores, then weights, then values. Where
+// everything lies is what a Context says: pool(which, index), the codes, scales and zero points of a page of keys, and of
+// values; the rest is what exact tokens are asked for.
 namespace {
 
 constexpr int VECTORS = HEAD / LANES, GROUPS = HEAD / GROUP, AT_ONCE = 16;  // pages of a part
-
-inline Floats read(const float* from) { return load<Floats>(from); }
-
-struct Bfloat16 {
-    uint16_t bits;
-};
-
-inline Floats read(const Bfloat16* from) {
-#if LANES == 16
-    return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(load<__m256i>(from)), 16);
-#elif LANES == 8
-    return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(load<__m128i>(from)), 16);
-#else
-    typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
-    return (Floats)(__builtin_convertvector(load<Halves>(from), Ints) << 16);
-#endif
-}
-
-inline float number(float x) { return x; }
-
-inline float number(Bfloat16 x) {
-    const uint32_t bits = (uint32_t)x.bits << 16;
-    float found;
-    std::memcpy(&found, &bits, sizeof(found));
-    return found;
-}
-
-inline void round_to(float& to, float x) { to = x; }
-
-inline void round_to(Bfloat16& to, float x) {  // to the nearest, and of two to the even one
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof(bits));
-    to.bits = x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
-}
-
-#if BFLOAT16
-typedef Bfloat16 Token, Scale;
-#else
-typedef float Token;
-typedef _Float16 Scale;
-
-inline Floats read(const Scale* from) {
-#if LANES == 16
-    return (Floats)_mm512_cvtph_ps(load<__m256i>(from));
-#elif LANES == 8
-    return (Floats)_mm256_cvtph_ps(load<__m128i>(from));
-#else
-    typedef Scale Halves __attribute__((vector_size(2 * LANES)));
-    return __builtin_convertvector(load<Halves>(from), Floats);
-#endif
-}
-#endif
 
 // What 1 in the codes of a token is worth: they are not shifted.
 template <int BITS>
@@ -72,14 +18,10 @@ struct Units {
     }
 };
 
-struct Part {
-    float q[QUERIES * HEAD], scores[QUERIES * PAGE], out[QUERIES * HEAD] = {}, most[QUERIES], sum[QUERIES] = {};
-    Floats products[QUERIES * PAGE];  // of each token, to be summed up
+struct Part : Attended {
+    float scores[QUERIES * PAGE];
 
-    Part(const Token* from, float scale) {
-        for (int i = 0; i < QUERIES * HEAD; i++) q[i] = number(from[i]) * (scale / LN_2);
-        std::fill(most, most + QUERIES, -INFINITY);
-    }
+    using Attended::Attended;
 
     void score_page(const uint8_t* codes, const Scale* scales, const Scale* zeros) {
         constexpr int PLANES = 8 / KEY_BITS, ROWS = PAGE / PLANES, ONES = (1 << KEY_BITS) - 1;
@@ -109,38 +51,6 @@ struct Part {
             const float base = total(zero[r]);
             for (int t = 0; t < PAGE; t += LANES)
                 store(scores + r * PAGE + t, sums(products + r * PAGE + t) * load<Floats>(units.of + t) + base);
-        }
-    }
-
-    // key(i): of the i-th of count tokens.
-    template <typename Key>
-    void score_exact(int count, Key key) {
-        for (int t = 0; t < count; t++) {
-            const Token* own = key(t);
-            for (int r = 0; r < QUERIES; r++) products[r * PAGE + t] = Floats{};
-            for (int v = 0; v < VECTORS; v++) {
-                const Floats some = read(own + v * LANES);
-                for (int r = 0; r < QUERIES; r++)
-                    products[r * PAGE + t] += some * load<Floats>(q + r * HEAD + v * LANES);
-            }
-        }
-        for (int r = 0; r < QUERIES; r++)
-            for (int t = 0; t < count; t += LANES) store(scores + r * PAGE + t, sums(products + r * PAGE + t));
-    }
-
-    // Scores of as many tokens to weights, and what came before scaled to them.
-    void weigh(int count) {
-        for (int r = 0; r < QUERIES; r++) {
-            float *own = scores + r * PAGE, before = most[r];
-            for (int t = count; t % LANES; t++) own[t] = -INFINITY;
-            const float all = to_weights(own, count, most[r]);
-            if (most[r] != before) {
-                const float less = exp2(Floats{} + (before - most[r]))[0];
-                sum[r] *= less;
-                for (float* own = out + r * HEAD; own < out + (r + 1) * HEAD; own += LANES)
-                    store(own, load<Floats>(own) * less);
-            }
-            sum[r] += all;
         }
     }
 
@@ -184,17 +94,8 @@ struct Part {
             }
     }
 
-    template <typename Value>
-    void add_exact(int count, Value value) {
-        for (int d = 0; d < HEAD; d += LANES) {
-            Floats found[QUERIES];
-            UNROLLED for (int r = 0; r < QUERIES; r++) found[r] = load<Floats>(out + r * HEAD + d);
-            for (int t = 0; t < count; t++) {
-                const Floats some = read(value(t) + d);
-                UNROLLED for (int r = 0; r < QUERIES; r++) found[r] += some * scores[r * PAGE + t];
-            }
-            UNROLLED for (int r = 0; r < QUERIES; r++) store(out + r * HEAD + d, found[r]);
-        }
+    void weigh_page() {
+        weigh(PAGE, scores, PAGE, [](int, float) {});
     }
 
     template <typename Context>
@@ -208,7 +109,7 @@ struct Part {
     void add_pages(const Context& context, int64_t begin, int64_t end) {
         for (int64_t page = begin; page < end; page++) {
             score_keys_of(context, page);
-            weigh(PAGE);
+            weigh_page();
             const auto *scales = (const Scale*)context.pool(4, page), *zeros = (const Scale*)context.pool(5, page);
             add_page(context.pool(3, page), scales, zeros);
         }
@@ -217,19 +118,13 @@ struct Part {
     // Tokens whose values are exact: those of pages from packed on, whose keys are in them up to half, and sinks.
     template <typename Context>
     void add_others(const Context& context, int64_t packed, int64_t half, int64_t total) {
-        for (int64_t page = packed, token = SINKS + packed * PAGE; token < total; page++, token += PAGE) {
-            const int count = std::min<int64_t>(PAGE, total - token);
-            if (page < half) score_keys_of(context, page);
-            else score_exact(count, [&](int t) { return context.key(token + t); });
-            weigh(count);
-            add_exact(count, [&](int t) { return context.value(token + t); });
+        for (int64_t page = packed; page < half; page++) {
+            score_keys_of(context, page);
+            weigh_page();
+            add_exact(PAGE, [&](int t) { return context.value(SINKS + page * PAGE + t); }, scores, PAGE);
         }
-        for (int64_t token = 0; token < std::min<int64_t>(SINKS, total); token += PAGE) {
-            const int count = std::min<int64_t>(PAGE, std::min<int64_t>(SINKS, total) - token);
-            score_exact(count, [&](int t) { return context.key_sink(token + t); });
-            weigh(count);
-            add_exact(count, [&](int t) { return context.value_sink(token + t); });
-        }
+        const int64_t first = SINKS + std::max(packed, half) * PAGE;
+        add_all_exact(context, first, total, scores, PAGE, [](int, float) {});
     }
 };
 

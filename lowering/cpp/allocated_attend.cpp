@@ -1,0 +1,119 @@
+// Attention of one token of each sample of a cache whose keys and values have widths by channel, in pages of the same tokens.
+// rings.h comes ahead, and in namespaces keys and values, what is defined being theirs, allocated_scores.h and
+// allocated_values.h.
+namespace {
+
+constexpr int SCORED = 32;  // pages at a time
+
+// Pages of all heads of a cache, and what they were fitted to.
+struct Side {
+    const uint8_t* pages;
+    int64_t room, bytes;
+    const Scale* basis;
+    const int32_t* places;
+    int64_t fields;
+
+    Side of(int64_t head) const {
+        return {pages + head * room * bytes, room, bytes, basis + head * HEAD * BLOCK, places + head * fields, fields};
+    }
+};
+
+// How tokens before the middle of a page are turned against it, of neighbours that tables have [PAGE, row] of.
+struct InPage {
+    float cos[HEAD / 2 * keys::BEFORE] = {}, sin[HEAD / 2 * keys::BEFORE] = {};
+
+    InPage(const Token* all_cos, const Token* all_sin, int64_t row, int pairs) {
+        const Token *middle_cos = all_cos + PAGE / 2 * row, *middle_sin = all_sin + PAGE / 2 * row;
+        for (int i = 0; i < pairs; i++) {
+            const float c = number(middle_cos[i]), s = number(middle_sin[i]), norm = c * c + s * s;
+            for (int t = 0; t < PAGE / 2; t++) {
+                const float own_c = number(all_cos[t * row + i]), own_s = number(all_sin[t * row + i]);
+                cos[i * keys::BEFORE + t] = (own_c * c + own_s * s) / norm;
+                sin[i * keys::BEFORE + t] = (own_s * c - own_c * s) / norm;
+            }
+        }
+    }
+};
+
+struct Part : Attended {
+    values::Total total;
+    float scores[QUERIES * SCORED * PAGE];
+
+    using Attended::Attended;
+
+    template <typename Score>
+    void add_pages(const Side& own, int64_t begin, int64_t end, const float* table, Score score) {
+        constexpr int APART = SCORED * PAGE;
+        for (int64_t n = begin; n < end; n += SCORED) {
+            const int64_t stop = std::min(n + SCORED, end);
+            score(n, stop, scores, APART);
+            weigh((stop - n) * PAGE, scores, APART, [&](int r, float less) { total.scale(r, less); });
+            total.add_pages(own.pages, own.room, n, stop, table, scores, APART);
+        }
+    }
+
+    void add_others(const Exact& exact, int64_t packed, int64_t all) {
+        const int64_t first = SINKS + packed * PAGE;
+        add_all_exact(exact, first, all, scores, PAGE, [&](int r, float less) { total.scale(r, less); });
+    }
+};
+
+}  // namespace
+
+// All samples have as many tokens: n, and one of now, if it is present; packed pages of them. cos, sin: [samples, rows, row],
+// of PAGE neighbours and of the middles of pages; center: [samples, heads, HEAD], if keys are centered. The rest is that of
+// allocated_scores.cpp and rings.h.
+extern "C" void kernel(
+    const uint8_t* q, uint8_t* out, const uint8_t* key_pages, const uint8_t* key_basis, const int32_t* key_places,
+    const uint8_t* value_pages, const uint8_t* value_basis, const int32_t* value_places, const uint8_t* key_ring,
+    const uint8_t* value_ring, const uint8_t* key_new, const uint8_t* value_new, const uint8_t* all_cos,
+    const uint8_t* all_sin, const uint8_t* center, const float* table, int64_t many, int64_t heads, int64_t n,
+    int64_t present, int64_t packed, int64_t key_room, int64_t value_room, int64_t rows, int64_t row, int64_t pairs,
+    int64_t interleaved, int64_t centered, int64_t threads, float scale
+) {
+    const Side of_keys = {
+        key_pages, key_room, keys::BYTES_OF_PAGE, (const Scale*)key_basis, key_places, keys::PLACES_OF_HEAD};
+    const Side of_values = {
+        value_pages, value_room, values::BYTES_OF_PAGE, (const Scale*)value_basis, value_places, values::PLACES_OF_HEAD};
+    const Rings rings = {
+        (const Token*)key_ring, (const Token*)value_ring, (const Token*)key_new, (const Token*)value_new, n};
+    const int64_t parts = keys::parts_of(packed, threads);
+    std::vector<std::unique_ptr<Part>> found(many * heads * parts);
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
+    for (int64_t i = 0; i < many * heads * parts; i++) {
+        const int64_t h = i / parts, part = i % parts, b = h / heads;
+        const Side mine = of_keys.of(h);
+        const Token *cos = (const Token*)all_cos + b * rows * row, *sin = (const Token*)all_sin + b * rows * row;
+        const InPage in_page(cos, sin, row, centered ? pairs : 0);
+        float mean[HEAD];
+        for (int d = 0; d < (centered ? HEAD : 0); d++) mean[d] = number(((const Scale*)center)[h * HEAD + d]);
+        const keys::Turns<Token> turns = {
+            cos + PAGE * row, sin + PAGE * row, row, (int)pairs, (int)interleaved, in_page.cos, in_page.sin};
+        const keys::Head head(mine.basis, mine.places, table + keys::GAINS);
+        keys::Scorer<Token> scorer(head, turns, centered ? mean : nullptr);
+        found[i].reset(new Part((const Token*)q + h * QUERIES * HEAD, scale));
+        Part& own = *found[i];
+        const auto score = [&](int64_t begin, int64_t end, float* scores, int64_t apart) {
+            scorer(own.q, mine.pages, mine.room, begin, end, table, scores, apart);
+        };
+        own.add_pages(of_values.of(h), part * packed / parts, (part + 1) * packed / parts, table, score);
+        if (part + 1 == parts) own.add_others({rings, h}, packed, n + present);
+    }
+    for (int64_t h = 0; h < many * heads; h++) {
+        const Side mine = of_values.of(h);
+        values::Total total;
+        for (int64_t r = 0; r < QUERIES; r++) {
+            float high = -INFINITY, all = 0, sums[HEAD] = {};
+            for (int64_t part = 0; part < parts; part++) high = std::max(high, found[h * parts + part]->most[r]);
+            for (int64_t part = 0; part < parts; part++) {
+                const Part& own = *found[h * parts + part];
+                const float less = std::exp2(own.most[r] - high);
+                all += own.sum[r] * less;
+                total.add(own.total, r, less);
+                for (int d = 0; d < HEAD; d++) sums[d] += own.out[r * HEAD + d] * less;
+            }
+            total.put(r, mine.basis, mine.places, table, sums);
+            for (int d = 0; d < HEAD; d++) round_to(((Token*)out)[(h * QUERIES + r) * HEAD + d], sums[d] / all);
+        }
+    }
+}

@@ -1,0 +1,248 @@
+// Scores of one query token with the keys in pages, in the order of tokens. allocated.h and tokens.h come ahead.
+
+namespace {
+
+constexpr int PAGES = 4;  // whose queries are turned together
+constexpr int ROWS = QUERIES % 2 ? 4 : 8;  // of a product with the basis
+constexpr int BEFORE = padded(PAGE / 2);  // the tokens of a page that come before its middle
+constexpr int SLOTS = 16, OF_WORD = SLOTS / LANES;  // tokens of a word of four bytes, and vectors of them
+constexpr int WAYS = LANES > 8 ? 2 : 1;  // sums apart, so that none waits for the one before
+
+// Where tokens of a rank are in the words of a field, and in the rank. A word has all tokens of up to four rows of
+// pairs.
+template <int RANK>
+struct Words {
+    static constexpr int rows() {
+        int rows = 4;
+        while (RANKS[RANK].quarter() % rows) rows--;
+        return rows;
+    }
+    static constexpr int COUNT = RANKS[RANK].quarter() / rows();
+    int32_t slot[COUNT][SLOTS], pair[COUNT][SLOTS], single[COUNT][SLOTS];
+
+    constexpr Words() : slot{}, pair{}, single{} {
+        for (int word = 0; word < COUNT; word++)
+            for (int i = 0; i < SLOTS; i++) {
+                const int plane = i / rows() % 4, row = i % rows();
+                const int t = plane * RANKS[RANK].quarter() + word * rows() + row;
+                slot[word][i] = t;
+                pair[word][i] = 8 * row + 2 * plane;
+                single[word][i] = 8 * row + t / RANKS[RANK].eighth();
+            }
+    }
+};
+
+template <int RANK>
+const Words<RANK> WORDS;
+
+// Bytes of some rows of fields, of so many from the first on, as a word of each field.
+template <int ROWS>
+inline void to_words(const uint8_t* bytes, int first, int rows, int fields, int32_t* words) {
+    for (int f = 0; f < fields; f += LANES) {
+        Ints word = {};
+        UNROLLED for (int row = 0; row < ROWS; row++)
+            word |= widened(bytes + (first + row) % rows * fields + f) << 8 * row;
+        std::memcpy(words + f, &word, sizeof(word));
+    }
+}
+
+// A head's basis and places as the loops here want them: blocks of the basis transposed, and for each field in padded
+// arrays its coordinate and its weight there.
+struct Head {
+    float columns[HEAD * BLOCK + LANES];
+    int32_t coordinate[FIELDS] = {};
+    float weight[FIELDS] = {};
+
+    template <typename Basis>
+    Head(const Basis* basis, const int32_t* places, const float* worth) {
+        for (int i = 0; i < HEAD; i++)
+            for (int c = 0; c < BLOCK; c++)
+                columns[i / BLOCK * BLOCK * BLOCK + c * BLOCK + i % BLOCK] = number(basis[i * BLOCK + c]);
+        each_field([&](int field, int at, float, int) {
+            coordinate[field] = places[at] % HEAD;
+            weight[field] = worth[places[at] / HEAD];
+        });
+    }
+
+    // What ROWS queries make of a step in each coordinate.
+    void steps(const float* q, float* found) const {
+        constexpr int VECTORS = (BLOCK + LANES - 1) / LANES;
+        for (int block = 0; block < HEAD; block += BLOCK) {
+            Floats total[ROWS][VECTORS] = {};
+            for (int c = 0; c < BLOCK; c++)
+                UNROLLED for (int v = 0; v < VECTORS; v++) {
+                    const Floats column = load<Floats>(columns + (block + c) * BLOCK + v * LANES);
+                    UNROLLED for (int r = 0; r < ROWS; r++) total[r][v] += q[r * HEAD + block + c] * column;
+                }
+            for (int r = 0; r < ROWS; r++) std::memcpy(found + r * HEAD + block, total[r], BLOCK * sizeof(float));
+        }
+    }
+
+    // Adds what COUNT queries make of some fields of BITS bits, from first on, in the tokens of a word.
+    template <int COUNT, int BITS>
+    void add(
+        const int32_t* words, int first, int count, const int32_t* shifts, const float* steps,
+        Floats (&total)[WAYS][OF_WORD][COUNT]
+    ) const {
+        Ints shift[OF_WORD];
+        std::memcpy(shift, shifts, sizeof(shift));
+        for (int f = 0; f < count; f += WAYS)
+            UNROLLED for (int way = 0; way < WAYS; way++) {
+                const int at = first + f + way;
+                const float* worth = steps + coordinate[at];
+                UNROLLED for (int v = 0; v < OF_WORD; v++) {
+                    const Floats field = about_0<BITS>(words[f + way] >> shift[v]) * weight[at];
+                    UNROLLED for (int r = 0; r < COUNT; r++) total[way][v][r] += field * worth[r * HEAD];
+                }
+            }
+    }
+
+    // What COUNT queries make of some tokens of a rank, a word of a field.
+    template <int RANK, int COUNT>
+    void scores(const uint8_t* page, int word, const float* steps, const float* gains, float* found) const {
+        constexpr Rank own = RANKS[RANK];
+        const Words<RANK>& at_word = WORDS<RANK>;
+        constexpr int HELD = Words<RANK>::rows();
+        int32_t words[own.end_field() - own.first_field];
+        to_words<HELD>(page + own.first_byte, word * HELD, own.quarter(), own.pairs, words);
+        to_words<HELD>(page + own.singles_byte(), word * HELD, own.eighth(), own.singles, words + padded(own.pairs));
+        Floats total[WAYS][OF_WORD][COUNT] = {};
+        add<COUNT, 2>(words, own.first_field, own.pairs, at_word.pair[word], steps, total);
+        add<COUNT, 1>(words + padded(own.pairs), own.of_singles(), own.singles, at_word.single[word], steps, total);
+        for (int r = 0; r < COUNT; r++)
+            UNROLLED for (int v = 0; v < OF_WORD; v++) {
+                Floats x = total[0][v][r];
+                if (WAYS > 1) x += total[WAYS - 1][v][r];
+                if constexpr (own.tokens == SLOTS) {
+                    store(found + r * PAGE + v * LANES, x * load<Floats>(gains + v * LANES));
+                } else {
+                    float each[LANES];
+                    store(each, x);
+                    for (int i = 0; i < LANES; i++) {
+                        const int t = at_word.slot[word][v * LANES + i];
+                        found[r * PAGE + t] = each[i] * gains[t];
+                    }
+                }
+            }
+    }
+};
+
+// Scores of ROWS queries with the mean of the keys at each token of a page, for which it is turned, those behind the
+// middle as those before it, the other way. cos, sin: [pairs, BEFORE], of the tokens before the middle.
+template <int STRIDE>
+inline void mean_scores(
+    const float* q, const float* mean, const float* cos, const float* sin, int pairs, int apart, float* found
+) {
+    float along[ROWS][HEAD], across[ROWS][HEAD], rest[ROWS];
+    for (int r = 0; r < ROWS; r++) {
+        const float* own = q + r * HEAD;
+        for (int i = 0; i < pairs; i++) {
+            const float first = mean[i * STRIDE], second = mean[i * STRIDE + apart];
+            along[r][i] = own[i * STRIDE] * first + own[i * STRIDE + apart] * second;
+            across[r][i] = own[i * STRIDE + apart] * first - own[i * STRIDE] * second;
+        }
+        rest[r] = dot(own + 2 * pairs, mean + 2 * pairs, HEAD - 2 * pairs);
+        found[r * PAGE + PAGE / 2] = dot(own, mean, HEAD);
+    }
+    for (int t = 0; t < BEFORE; t += LANES) {
+        Floats even[ROWS] = {}, odd[ROWS] = {};
+        for (int i = 0; i < pairs; i++) {
+            const Floats c = load<Floats>(cos + i * BEFORE + t), s = load<Floats>(sin + i * BEFORE + t);
+            UNROLLED for (int r = 0; r < ROWS; r++) even[r] += along[r][i] * c, odd[r] += across[r][i] * s;
+        }
+        const int count = std::min(LANES, PAGE / 2 - t);
+        for (int r = 0; r < ROWS; r++) {
+            float before[LANES], behind[LANES];
+            store(before, even[r] + odd[r] + rest[r]);
+            store(behind, even[r] - odd[r] + rest[r]);
+            std::memcpy(found + r * PAGE + t, before, count * sizeof(float));
+            for (int i = !t; i < count; i++) found[r * PAGE + PAGE - t - i] = behind[i];
+        }
+    }
+}
+
+// A query as it is seen from where the tables are of. Channels of pair i are i * STRIDE and apart.
+template <int STRIDE, typename Table>
+inline void turn_back(const float* q, const Table* cos, const Table* sin, int pairs, int apart, float* out) {
+    std::memcpy(out, q, HEAD * sizeof(float));
+    for (int i = 0; i < pairs; i++) {
+        const float first = q[i * STRIDE], second = q[i * STRIDE + apart], c = number(cos[i]), s = number(sin[i]);
+        out[i * STRIDE] = first * c + second * s;
+        out[i * STRIDE + apart] = second * c - first * s;
+    }
+}
+
+// What keys in pages are turned by, of as many pairs of channels: none where they are as q is. cos, sin: rows apart, of the
+// middles of pages. own_cos, own_sin: [pairs, BEFORE], of how the tokens before it are turned against it.
+template <typename Table>
+struct Turns {
+    const Table *cos, *sin;
+    int64_t row;
+    int pairs, interleaved;
+    const float *own_cos, *own_sin;
+};
+
+// Scores with pages of a head, one behind the other. mean: of what was subtracted from keys before they were turned, or
+// null.
+template <typename Table>
+struct Scorer {
+    const Head& head;
+    const Turns<Table>& turns;
+    const float* mean;
+    float turned[PAGES * QUERIES * HEAD], steps[PAGES * QUERIES * HEAD];
+    float of_mean[PAGES * QUERIES * PAGE + LANES] = {};
+    float gains[PAGE + LANES], by_slot[QUERIES * PAGE + LANES];
+    int32_t slots[PAGE + LANES] = {};
+
+    Scorer(const Head& head, const Turns<Table>& turns, const float* mean) : head(head), turns(turns), mean(mean) {}
+
+    // What queries make of steps in pages from n on, of which there are some up to end.
+    void look_ahead(const float* q, int64_t n, int64_t end) {
+        const auto turn = turns.interleaved ? turn_back<2, Table> : turn_back<1, Table>;
+        const auto with_mean = turns.interleaved ? mean_scores<2> : mean_scores<1>;
+        const int apart = turns.interleaved ? 1 : turns.pairs;
+        for (int i = 0; i < PAGES * QUERIES; i++) {
+            const int64_t at = std::min(n + i / QUERIES, end - 1) * turns.row;
+            turn(q + i % QUERIES * HEAD, turns.cos + at, turns.sin + at, turns.pairs, apart, turned + i * HEAD);
+        }
+        for (int i = 0; i < PAGES * QUERIES; i += ROWS) {
+            const float* mine = turned + i * HEAD;
+            head.steps(mine, steps + i * HEAD);
+            if (mean) with_mean(mine, mean, turns.own_cos, turns.own_sin, turns.pairs, apart, of_mean + i * PAGE);
+        }
+    }
+
+    // Scores of q [QUERIES, HEAD] with pages [begin, end): those of query r with page n at found + r * apart + (n - begin)
+    // * PAGE.
+    void operator()(
+        const float* q, const uint8_t* pages, int64_t room, int64_t begin, int64_t end, const float* table,
+        float* found, int64_t apart
+    ) {
+        for (int64_t n = begin; n < end; n++, found += PAGE) {
+            const int ahead = turns.pairs ? (n - begin) % PAGES : 0;
+            if (turns.pairs ? !ahead : n == begin) look_ahead(q, n, end);
+            const Page page(pages, n, room);
+            find_gains(page.bytes, table, gains);
+            find_slots(page.bytes, slots);
+            each_queries([&](auto several, int r) {
+                const float* mine = steps + (ahead * QUERIES + r) * HEAD;
+                each_rank([&](auto rank) {
+                    for (int word = 0; word < Words<rank.value>::COUNT; word++)
+                        head.template scores<rank.value, several.value>(
+                            page.bytes, word, mine, gains + first_token(rank),
+                            by_slot + r * PAGE + first_token(rank)
+                        );
+                });
+            });
+            for (int r = 0; r < QUERIES; r++) {
+                const float* mine = of_mean + (ahead * QUERIES + r) * PAGE;
+                for (int t = 0; t < PAGE; t += LANES) {
+                    const Floats x = picked<PAGE>(by_slot + r * PAGE, slots + t) + load<Floats>(mine + t);
+                    std::memcpy(found + r * apart + t, &x, std::min(LANES, PAGE - t) * sizeof(float));
+                }
+            }
+        }
+    }
+};
+
+}  // namespace

@@ -1,0 +1,124 @@
+// Values in pages, weighted by one query token. allocated.h and tokens.h come ahead.
+
+namespace {
+
+// Adds to total[query * FIELDS + field] LANES * MANY fields of BITS bits, each times the weight of its token.
+template <int BITS, int COUNT, int MANY>
+inline void add_fields(const uint8_t* bytes, int rows, int fields, const float* weights, float* total) {
+    constexpr int PLANES = 8 / BITS, ONES = (1 << BITS) - 1;
+    Floats sum[COUNT][MANY];
+    for (int r = 0; r < COUNT; r++)
+        for (int v = 0; v < MANY; v++) sum[r][v] = load<Floats>(total + r * FIELDS + v * LANES);
+    for (int row = 0; row < rows; row++) {
+        Ints some[MANY];
+        UNROLLED for (int v = 0; v < MANY; v++) some[v] = widened(bytes + row * fields + v * LANES);
+        UNROLLED for (int plane = 0; plane < PLANES; plane++)
+            UNROLLED for (int v = 0; v < MANY; v++) {
+                const Floats field = numbers(some[v] & ONES << BITS * plane);
+                UNROLLED for (int r = 0; r < COUNT; r++) sum[r][v] += field * weights[r * PAGE + plane * rows + row];
+            }
+    }
+    for (int r = 0; r < COUNT; r++)
+        for (int v = 0; v < MANY; v++) store(total + r * FIELDS + v * LANES, sum[r][v]);
+}
+
+// The same for all fields of a kind. by_slot: weights of COUNT queries, PAGE apart. LEFT: vectors of fields.
+template <int BITS, int COUNT, int LEFT>
+inline void add_kind(const uint8_t* bytes, int rows, int fields, const float* weights, float* total) {
+    if constexpr (LEFT > 0) {  // as many at once as there are registers for
+        constexpr int MANY = LEFT == 4 ? 2 : std::min(LEFT, 3);
+        add_fields<BITS, COUNT, MANY>(bytes, rows, fields, weights, total);
+        add_kind<BITS, COUNT, LEFT - MANY>(bytes + MANY * LANES, rows, fields, weights, total + MANY * LANES);
+    }
+}
+
+// What a field counts that stays where it is in its byte, by the token in a page.
+struct Units {
+    float pair[PAGE + LANES] = {}, single[PAGE + LANES] = {};
+
+    Units() {
+        each_rank([&](auto rank) {
+            constexpr Rank own = RANKS[rank.value];
+            for (int t = 0; t < own.tokens; t++) {
+                pair[first_token(rank) + t] = 1.0f / (1 << t / own.quarter() * 2);
+                single[first_token(rank) + t] = 1.0f / (1 << t / own.eighth());
+            }
+        });
+    }
+};
+const Units UNITS;
+
+// Sums of fields, and of the weights of the tokens in each slot.
+struct Total {
+    float fields[QUERIES * FIELDS] = {}, weights[QUERIES * PAGE + LANES] = {};
+
+    // Pages [begin, end), whose tokens query r weighs by of_tokens + r * apart, one behind the other.
+    void add_pages(
+        const uint8_t* pages, int64_t room, int64_t begin, int64_t end, const float* table, const float* of_tokens,
+        int64_t apart
+    ) {
+        int32_t slots[PAGE + LANES], order[PAGE + LANES] = {};
+        float gains[PAGE + LANES] = {};
+        for (int64_t n = begin; n < end; n++, of_tokens += PAGE) {
+            const Page page(pages, n, room);
+            find_slots(page.bytes, slots);
+            for (int t = 0; t < PAGE; t++) order[slots[t]] = t;
+            find_gains(page.bytes, table, gains);
+            add(page.bytes, order, gains, of_tokens, apart);
+        }
+    }
+
+    // What was added for query r, less of it.
+    void scale(int r, float less) {
+        for (float* own = fields + r * FIELDS; own < fields + (r + 1) * FIELDS; own++) *own *= less;
+        for (float* own = weights + r * PAGE; own < weights + (r + 1) * PAGE; own++) *own *= less;
+    }
+
+    void add(const Total& other, int r, float less) {
+        for (int i = r * FIELDS; i < (r + 1) * FIELDS; i++) fields[i] += other.fields[i] * less;
+        for (int i = r * PAGE; i < (r + 1) * PAGE; i++) weights[i] += other.weights[i] * less;
+    }
+
+    // The values of query r, added to found.
+    template <typename Basis>
+    void put(int r, const Basis* basis, const int32_t* places, const float* table, float* found) const {
+        float coordinates[HEAD] = {}, all[LAST + 1];
+        for (int rank = 0; rank <= LAST; rank++) {
+            const float* own = weights + r * PAGE + first_token(rank);
+            all[rank] = std::accumulate(own, own + RANKS[rank].tokens, 0.0f);
+        }
+        each_field([&](int field, int at, float zero, int rank) {
+            const float sum = fields[r * FIELDS + field] - zero * all[rank];
+            coordinates[places[at] % HEAD] += table[GAINS + places[at] / HEAD] * sum;
+        });
+        for (int i = 0; i < HEAD; i++)
+            for (int c = 0; c < BLOCK; c++) found[i / BLOCK * BLOCK + c] += coordinates[i] * number(basis[i * BLOCK + c]);
+    }
+
+  private:
+    void add(const uint8_t* page, const int32_t* order, const float* gains, const float* of_tokens, int64_t apart) {
+        float of_pairs[QUERIES * PAGE + LANES], of_singles[QUERIES * PAGE + LANES];  // for fields that are not shifted
+        for (int r = 0; r < QUERIES; r++)
+            for (int t = 0; t < PAGE; t += LANES) {
+                const int at = r * PAGE + t;
+                const Floats own = picked<PAGE>(of_tokens + r * apart, order + t) * load<Floats>(gains + t);
+                store(weights + at, load<Floats>(weights + at) + own);
+                store(of_pairs + at, own * load<Floats>(UNITS.pair + t));
+                store(of_singles + at, own * load<Floats>(UNITS.single + t));
+            }
+        each_queries([&](auto several, int r) {
+            each_rank([&](auto rank) {
+                constexpr Rank own = RANKS[rank.value];
+                constexpr int COUNT = several.value, FIRST = own.first_field, BEHIND = own.of_singles();
+                constexpr int PAIRS = (BEHIND - FIRST) / LANES, SINGLES = (own.end_field() - BEHIND) / LANES;
+                const int first = r * PAGE + first_token(rank);
+                float* found = fields + r * FIELDS;
+                const uint8_t *pairs = page + own.first_byte, *singles = page + own.singles_byte();
+                add_kind<2, COUNT, PAIRS>(pairs, own.quarter(), own.pairs, of_pairs + first, found + FIRST);
+                add_kind<1, COUNT, SINGLES>(singles, own.eighth(), own.singles, of_singles + first, found + BEHIND);
+            });
+        });
+    }
+};
+
+}  // namespace

@@ -1,0 +1,82 @@
+"""Attention of one token of each sample of a cache on CPUs, where keys and values have widths by channel
+(`kvpass.codec.allocation`): scores, weights and values of some pages at a time, and of the exact tokens."""
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from kvpass.codec.kept import Pack
+from kvpass.codec.rope import parse_rope
+from kvpass.codec.spec import CodecSpec
+from kvpass.layout.pool import NDIM, capacity
+
+from .allocated import common_of, defines_of, look_up_table
+from .attend_codes import DTYPES, LANES, MOST, as_tokens
+from .build import build, source, text
+
+_BYTES, _INTS, _NUMBER = "const uint8_t*", "const int32_t*", "int64_t"
+_SIDE = [_BYTES, _BYTES, _INTS]
+_TYPES = [_BYTES, "uint8_t*", *_SIDE, *_SIDE, *7 * [_BYTES], "const float*", *13 * [_NUMBER], "float"]
+_NO_TURN = 0, False
+
+
+@cache
+def serves_specs(key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype) -> bool:
+    """Whether what ``key`` and ``value`` say is kept of tokens of ``dtype`` is read by `allocated_attend.cpp`."""
+    transform, allocations = key.transform, [spec.quantizer.allocation for spec in (key, value)]
+    return (
+        dtype in DTYPES
+        and None not in allocations
+        and allocations[0].block_size == allocations[1].block_size
+        and key.retention == value.retention
+        and key.retention.keep == "recent"
+        and not key.needs_importance
+        and not (transform.pre_rope or transform.predictor or transform.rotation)
+        and not (head_dim % LANES or key.page_size % LANES)
+    )
+
+
+def serves(
+    key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype, queries: int, device: torch.device
+) -> bool:
+    """Whether `attend` does attention to a cache of these specs and heads of as many ``queries``."""
+    return device.type == "cpu" and queries <= MOST and serves_specs(key, value, head_dim, dtype)
+
+
+@cache
+def _kernel(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dtype: torch.dtype) -> Callable[..., None]:
+    defines = common_of(key, head_dim, queries, dtype)
+    defines |= dict(KEY_WINDOW=key.retention.ring_size, VALUE_WINDOW=value.retention.ring_size)
+    sides = (("keys", key, "allocated_scores.h"), ("values", value, "allocated_values.h"))
+    parts = [source(defines, "tokens.h", "rings.h")]
+    parts += [text(defines_of(spec, head_dim), "allocated.h", file, namespace=name) for name, spec, file in sides]
+    return build("".join([*parts, text({}, "allocated_attend.cpp")]), _TYPES)
+
+
+def attend(
+    q: Tensor, key: Pack, value: Pack, n: int, k_new: Tensor, v_new: Tensor, scale: float, k_spec: CodecSpec,
+    v_spec: CodecSpec,
+) -> Tensor:  # fmt: skip
+    """Attention of ``q`` ``[B, H_q, 1, D]`` to the ``n`` tokens that are stored, and to that of ``k_new`` and ``v_new``
+    ``[B, H, 1, D]``, if there is one: ``[B, H_q, 1, D]``, in the dtype of the tokens."""
+    (batch, q_heads, _, head_dim), (_, heads, present, _), dtype = q.shape, k_new.shape, key.ring.dtype
+    pages = k_spec.retention.pages(n)
+    sides, rooms = [], []
+    for pack in (key, value):
+        (pool,) = pack.pools
+        rooms.append(capacity(pool, pages))
+        sides += [pool.contiguous() if pool.ndim == NDIM else pool, pack.basis.contiguous(), pack.fields.contiguous()]
+    q, *exact = (as_tokens(x, dtype) for x in (q, key.ring, value.ring, k_new, v_new))
+    out, frames = torch.empty_like(q), key.frames
+    (pairs, interleaved), cos, sin = _NO_TURN, q, q
+    if frames is not None:
+        (pairs, interleaved), cos, sin = parse_rope(frames.rope), *(as_tokens(x, dtype) for x in frames[:2])
+    center = q if key.center is None else key.center.contiguous()
+    _kernel(k_spec.stored_as, v_spec.stored_as, head_dim, q_heads // heads, dtype)(
+        q, out, *sides, *exact, cos, sin, center, look_up_table(q.device), batch, heads, n, present, pages, *rooms,
+        cos.shape[1], cos.shape[2], pairs, int(interleaved), int(key.center is not None), torch.get_num_threads(),
+        scale,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,34 @@
+// The exact tokens of a cache. tokens.h comes ahead, and KEY_WINDOW and VALUE_WINDOW, slots of the windows of keys and of
+// values behind sinks, are defined.
+namespace {
+
+// rings: [samples, heads, SINKS + slots, HEAD]. news: [samples, heads, 1, HEAD], behind n tokens.
+struct Rings {
+    const Token *keys, *values, *key_new, *value_new;
+    int64_t n;
+
+    static const Token* exact(
+        const Token* ring, const Token* present, int64_t window, int64_t head, int64_t token, int64_t n
+    ) {
+        if (token >= n) return present + head * HEAD;
+        const int64_t slot = token < SINKS ? token : SINKS + (token - SINKS) % window;
+        return ring + (head * (SINKS + window) + slot) * HEAD;
+    }
+};
+
+// Those of a head, counted over all samples.
+struct Exact {
+    const Rings& rings;
+    int64_t head;
+
+    const Token* key(int64_t token) const {
+        return Rings::exact(rings.keys, rings.key_new, KEY_WINDOW, head, token, rings.n);
+    }
+    const Token* value(int64_t token) const {
+        return Rings::exact(rings.values, rings.value_new, VALUE_WINDOW, head, token, rings.n);
+    }
+    const Token* key_sink(int64_t token) const { return key(token); }
+    const Token* value_sink(int64_t token) const { return value(token); }
+};
+
+}  // namespace

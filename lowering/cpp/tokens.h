@@ -1,0 +1,139 @@
+// Exact tokens, and what attention of one token to a part of a context adds up. vectors.h comes ahead, and what is
+// defined: HEAD channels, QUERIES of a KV head, PAGE tokens at a time, SINKS exact first tokens, and whether tokens, and
+// what pages have in 16 bits, are of BFLOAT16 or are floats, and halves.
+namespace {
+
+inline Floats read(const float* from) { return load<Floats>(from); }
+
+struct Bfloat16 {
+    uint16_t bits;
+};
+
+inline Floats read(const Bfloat16* from) {
+#if LANES == 16
+    return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(load<__m256i>(from)), 16);
+#elif LANES == 8
+    return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(load<__m128i>(from)), 16);
+#else
+    typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
+    return (Floats)(__builtin_convertvector(load<Halves>(from), Ints) << 16);
+#endif
+}
+
+inline float number(float x) { return x; }
+
+inline float number(Bfloat16 x) {
+    const uint32_t bits = (uint32_t)x.bits << 16;
+    float found;
+    std::memcpy(&found, &bits, sizeof(found));
+    return found;
+}
+
+inline void round_to(float& to, float x) { to = x; }
+
+inline void round_to(Bfloat16& to, float x) {  // to the nearest, and of two to the even one
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof(bits));
+    to.bits = x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
+}
+
+#if BFLOAT16
+typedef Bfloat16 Token, Scale;
+#else
+typedef float Token;
+typedef _Float16 Scale;
+
+inline float number(Scale x) { return x; }
+
+inline Floats read(const Scale* from) {
+#if LANES == 16
+    return (Floats)_mm512_cvtph_ps(load<__m256i>(from));
+#elif LANES == 8
+    return (Floats)_mm256_cvtph_ps(load<__m128i>(from));
+#else
+    typedef Scale Halves __attribute__((vector_size(2 * LANES)));
+    return __builtin_convertvector(load<Halves>(from), Floats);
+#endif
+}
+#endif
+
+// Scores of tokens are powers of two, some tokens at a time: query r's are r * apart on. They become weights by the
+// largest so far.
+struct Attended {
+    float q[QUERIES * HEAD], out[QUERIES * HEAD] = {}, most[QUERIES], sum[QUERIES] = {};
+    Floats products[QUERIES * PAGE];  // of each token, to be summed up
+
+    Attended(const Token* from, float scale) {
+        for (int i = 0; i < QUERIES * HEAD; i++) q[i] = number(from[i]) * (scale / LN_2);
+        std::fill(most, most + QUERIES, -INFINITY);
+    }
+
+    // key(i): of the i-th of count tokens, a page at most.
+    template <typename Key>
+    void score_exact(int count, Key key, float* scores, int apart) {
+        for (int t = 0; t < count; t++) {
+            const Token* own = key(t);
+            for (int r = 0; r < QUERIES; r++) products[r * PAGE + t] = Floats{};
+            for (int v = 0; v < HEAD; v += LANES) {
+                const Floats some = read(own + v);
+                for (int r = 0; r < QUERIES; r++) products[r * PAGE + t] += some * load<Floats>(q + r * HEAD + v);
+            }
+        }
+        for (int r = 0; r < QUERIES; r++)
+            for (int t = 0; t < count; t += LANES) store(scores + r * apart + t, sums(products + r * PAGE + t));
+    }
+
+    // Scores of count tokens to weights, and what came before scaled to them; rescaled(r, less): that of query r.
+    template <typename Rescaled>
+    void weigh(int count, float* scores, int apart, Rescaled rescaled) {
+        for (int r = 0; r < QUERIES; r++) {
+            float *own = scores + r * apart, before = most[r];
+            for (int t = count; t % LANES; t++) own[t] = -INFINITY;
+            const float all = to_weights(own, count, most[r]);
+            if (most[r] != before) {
+                const float less = exp2(Floats{} + (before - most[r]))[0];
+                sum[r] *= less;
+                for (float* own = out + r * HEAD; own < out + (r + 1) * HEAD; own += LANES)
+                    store(own, load<Floats>(own) * less);
+                rescaled(r, less);
+            }
+            sum[r] += all;
+        }
+    }
+
+    template <typename Value>
+    void add_exact(int count, Value value, const float* scores, int apart) {
+        for (int d = 0; d < HEAD; d += LANES) {
+            Floats found[QUERIES];
+            UNROLLED for (int r = 0; r < QUERIES; r++) found[r] = load<Floats>(out + r * HEAD + d);
+            for (int t = 0; t < count; t++) {
+                const Floats some = read(value(t) + d);
+                UNROLLED for (int r = 0; r < QUERIES; r++) found[r] += some * scores[r * apart + t];
+            }
+            UNROLLED for (int r = 0; r < QUERIES; r++) store(out + r * HEAD + d, found[r]);
+        }
+    }
+
+    // Tokens whose keys and values are exact: those from first on, and sinks. context: key(token), value(token), and
+    // key_sink and value_sink. There is room for the scores of a page.
+    template <typename Context, typename Rescaled>
+    void add_all_exact(
+        const Context& context, int64_t first, int64_t total, float* scores, int apart, Rescaled rescaled
+    ) {
+        for (int64_t token = first; token < total; token += PAGE) {
+            const int count = std::min<int64_t>(PAGE, total - token);
+            score_exact(count, [&](int t) { return context.key(token + t); }, scores, apart);
+            weigh(count, scores, apart, rescaled);
+            add_exact(count, [&](int t) { return context.value(token + t); }, scores, apart);
+        }
+        const int64_t sinks = std::min<int64_t>(SINKS, total);
+        for (int64_t token = 0; token < sinks; token += PAGE) {
+            const int count = std::min<int64_t>(PAGE, sinks - token);
+            score_exact(count, [&](int t) { return context.key_sink(token + t); }, scores, apart);
+            weigh(count, scores, apart, rescaled);
+            add_exact(count, [&](int t) { return context.value_sink(token + t); }, scores, apart);
+        }
+    }
+};
+
+}  // namespace
