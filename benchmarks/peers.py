@@ -113,7 +113,9 @@ def _models(model, wanted: Callable[[str], bool]) -> dict[str, torch.nn.Module]:
     made["kivi, 8-bit weights"] = partial(_applied, copy.deepcopy(half), "kivi", Int8WeightOnlyConfig())
     four = PrototypeInt4WeightOnlyConfig(group_size=32, set_inductor_config=False)
     made["kivi, 4-bit weights"] = partial(_applied, copy.deepcopy(half), "kivi", four)
-    made["kivi, 4-bit weights, reduce-overhead"] = partial(_applied, copy.deepcopy(half), "kivi", four, "reduce-overhead")
+    made["kivi, 4-bit weights, reduce-overhead"] = partial(
+        _applied, copy.deepcopy(half), "kivi", four, "reduce-overhead"
+    )
     return {name: make() for name, make in made.items() if wanted(name)}
 
 

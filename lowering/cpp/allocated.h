@@ -64,19 +64,79 @@ inline Floats picked(const float* from, const int32_t* at) {
     return found;
 }
 
+#undef BY_MASKS
+#if RANKED && LANES == 16 && defined(__BMI2__) && PAGE % 16 == 0 && PAGE <= 64
+#define BY_MASKS 1
+
+// Which of a page's tokens are rich, in their order.
+inline uint64_t rich_tokens(const uint8_t* page) {
+    constexpr int ROWS = PAGE / 8;
+    uint64_t found = 0, each = 0;
+    for (int bit = 0; bit < 8; bit++) each |= uint64_t(1) << bit * ROWS;
+    for (int row = 0; row < ROWS; row++) found |= _pdep_u64(page[row], each << row);
+    return found;
+}
+
+// act(first token of LANES, which of them are rich, how many were before them)
+template <typename Do>
+inline void each_mask(const uint8_t* page, Do act) {
+    const uint64_t tokens = rich_tokens(page);
+    int rich = 0;
+    for (int t = 0; t < PAGE; t += LANES) {
+        const __mmask16 mask = tokens >> t;
+        act(t, mask, rich);
+        rich += __builtin_popcount(mask);
+    }
+}
+#else
+#define BY_MASKS 0
+#endif
+
+inline Ints upwards(int first) {
+    Ints found;
+    for (int i = 0; i < LANES; i++) found[i] = first + i;
+    return found;
+}
+
 // Where a page keeps its tokens. Of one that is not written, which has no rich ones, anything.
 inline void find_slots(const uint8_t* page, int32_t* slots) {
+#if BY_MASKS
+    each_mask(page, [&](int t, __mmask16 mask, int rich) {
+        const __m512i poor = _mm512_min_epi32(
+            (__m512i)upwards(first_token(LAST) + t - rich), _mm512_set1_epi32(PAGE - 1));
+        const __m512i found = _mm512_or_si512(
+            _mm512_maskz_expand_epi32(mask, (__m512i)upwards(rich)), _mm512_maskz_expand_epi32(~mask, poor));
+        std::memcpy(slots + t, &found, sizeof(found));
+    });
+#elif RANKED
     int rich = 0;
     for (int t = 0; t < PAGE; t++) {
-#if RANKED
         const int is_rich = page[t % (PAGE / 8)] >> t / (PAGE / 8) & 1;  // no branch, which none could foresee
         const int poor = std::min(first_token(LAST) + t - rich, PAGE - 1);
         slots[t] = poor ^ ((poor ^ rich) & -is_rich);
         rich += is_rich;
-#else
-        slots[t] = t;
-#endif
     }
+#else
+    for (int t = 0; t < PAGE; t++) slots[t] = t;
+#endif
+}
+
+// The tokens of a page as it keeps them, with room for LANES more.
+inline void find_order(const uint8_t* page, int32_t* order) {
+#if BY_MASKS
+    each_mask(page, [&](int t, __mmask16 mask, int rich) {
+        const __m512i found = _mm512_maskz_compress_epi32(mask, (__m512i)upwards(t));
+        std::memcpy(order + rich, &found, sizeof(found));
+    });
+    each_mask(page, [&](int t, __mmask16 mask, int rich) {  // behind those, which write over them
+        const __m512i found = _mm512_maskz_compress_epi32(~mask, (__m512i)upwards(t));
+        std::memcpy(order + std::min(first_token(LAST) + t - rich, PAGE), &found, sizeof(found));
+    });
+#else
+    int32_t slots[PAGE];
+    find_slots(page, slots);
+    for (int t = 0; t < PAGE; t++) order[slots[t]] = t;
+#endif
 }
 
 // A page, behind which LANES bytes can be read.

@@ -77,18 +77,22 @@ extern "C" void kernel(
         value_pages, value_room, values::BYTES_OF_PAGE, (const Scale*)value_basis, value_places, values::PLACES_OF_HEAD};
     const Rings rings = {
         (const Token*)key_ring, (const Token*)value_ring, (const Token*)key_new, (const Token*)value_new, n};
-    const int64_t parts = keys::parts_of(packed, threads);
+    const int64_t tasks = many * heads, wanted = threads > 1 ? (3 * threads + tasks - 1) / tasks : 1;
+    const int64_t parts = std::max<int64_t>(1, std::min(wanted, packed / 8));
+    const Token *cos = (const Token*)all_cos, *sin = (const Token*)all_sin;
+    std::vector<InPage> in_pages;
+    for (int64_t b = 0; b < many; b++)
+        in_pages.emplace_back(cos + b * rows * row, sin + b * rows * row, row, centered ? pairs : 0);
     std::vector<std::unique_ptr<Part>> found(many * heads * parts);
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
     for (int64_t i = 0; i < many * heads * parts; i++) {
         const int64_t h = i / parts, part = i % parts, b = h / heads;
         const Side mine = of_keys.of(h);
-        const Token *cos = (const Token*)all_cos + b * rows * row, *sin = (const Token*)all_sin + b * rows * row;
-        const InPage in_page(cos, sin, row, centered ? pairs : 0);
         float mean[HEAD];
-        for (int d = 0; d < (centered ? HEAD : 0); d++) mean[d] = number(((const Scale*)center)[h * HEAD + d]);
+        if (centered) to_floats<HEAD>((const Scale*)center + h * HEAD, mean);
         const keys::Turns<Token> turns = {
-            cos + PAGE * row, sin + PAGE * row, row, (int)pairs, (int)interleaved, in_page.cos, in_page.sin};
+            cos + (b * rows + PAGE) * row, sin + (b * rows + PAGE) * row, row, (int)pairs, (int)interleaved,
+            in_pages[b].cos, in_pages[b].sin};
         const keys::Head head(mine.basis, mine.places, table + keys::GAINS);
         keys::Scorer<Token> scorer(head, turns, centered ? mean : nullptr);
         found[i].reset(new Part((const Token*)q + h * QUERIES * HEAD, scale));
@@ -102,18 +106,20 @@ extern "C" void kernel(
     for (int64_t h = 0; h < many * heads; h++) {
         const Side mine = of_values.of(h);
         values::Total total;
-        for (int64_t r = 0; r < QUERIES; r++) {
-            float high = -INFINITY, all = 0, sums[HEAD] = {};
+        float sums[QUERIES * HEAD] = {}, all[QUERIES] = {};
+        for (int r = 0; r < QUERIES; r++) {
+            float high = -INFINITY;
             for (int64_t part = 0; part < parts; part++) high = std::max(high, found[h * parts + part]->most[r]);
             for (int64_t part = 0; part < parts; part++) {
                 const Part& own = *found[h * parts + part];
                 const float less = std::exp2(own.most[r] - high);
-                all += own.sum[r] * less;
+                all[r] += own.sum[r] * less;
                 total.add(own.total, r, less);
-                for (int d = 0; d < HEAD; d++) sums[d] += own.out[r * HEAD + d] * less;
+                for (int i = r * HEAD; i < (r + 1) * HEAD; i++) sums[i] += own.out[i] * less;
             }
-            total.put(r, mine.basis, mine.places, table, sums);
-            for (int d = 0; d < HEAD; d++) round_to(((Token*)out)[(h * QUERIES + r) * HEAD + d], sums[d] / all);
         }
+        total.put(mine.basis, mine.places, table, sums);
+        for (int i = 0; i < QUERIES * HEAD; i++)
+            round_to(((Token*)out)[h * QUERIES * HEAD + i], sums[i] / all[i / HEAD]);
     }
 }

@@ -55,9 +55,11 @@ struct Head {
 
     template <typename Basis>
     Head(const Basis* basis, const int32_t* places, const float* worth) {
-        for (int i = 0; i < HEAD; i++)
-            for (int c = 0; c < BLOCK; c++)
-                columns[i / BLOCK * BLOCK * BLOCK + c * BLOCK + i % BLOCK] = number(basis[i * BLOCK + c]);
+        for (int i = 0; i < HEAD; i++) {
+            float row[BLOCK];
+            to_floats<BLOCK>(basis + i * BLOCK, row);
+            for (int c = 0; c < BLOCK; c++) columns[i / BLOCK * BLOCK * BLOCK + c * BLOCK + i % BLOCK] = row[c];
+        }
         each_field([&](int field, int at, float, int) {
             coordinate[field] = places[at] % HEAD;
             weight[field] = worth[places[at] / HEAD];
@@ -86,6 +88,9 @@ struct Head {
     ) const {
         Ints shift[OF_WORD];
         std::memcpy(shift, shifts, sizeof(shift));
+#if LANES == 16
+        asm("" : "+v"(shift[0]));  // stays in its register: loads are what takes time here
+#endif
         for (int f = 0; f < count; f += WAYS)
             UNROLLED for (int way = 0; way < WAYS; way++) {
                 const int at = first + f + way;
@@ -127,6 +132,37 @@ struct Head {
     }
 };
 
+// act(first, second of each, pair), of channels of LANES pairs, or of single pairs as far as these are not side by side.
+// Channels of pair i are i * STRIDE and apart.
+template <int STRIDE, typename Do>
+inline void each_pair(int pairs, int apart, Do act) {
+    int i = 0;
+    if constexpr (STRIDE == 1)
+        for (; i + LANES <= pairs; i += LANES) act(Floats{}, i, i + apart, i);
+    for (; i < pairs; i++) act(0.0f, i * STRIDE, i * STRIDE + apart, i);
+}
+
+inline Floats as(Floats, const float* from) { return load<Floats>(from); }
+inline float as(float, const float* from) { return *from; }
+template <typename Table>
+inline Floats turned_by(Floats, const Table* from) { return read(from); }
+template <typename Table>
+inline float turned_by(float, const Table* from) { return number(*from); }
+inline void put(float* to, Floats x) { store(to, x); }
+inline void put(float* to, float x) { *to = x; }
+inline void add_to(Floats& sum, float&, Floats x) { sum += x; }
+inline void add_to(Floats&, float& sum, float x) { sum += x; }
+
+template <size_t... LANE>
+inline Floats backwards(Floats x, std::index_sequence<LANE...>) {
+#if defined(__clang__)
+    return __builtin_shufflevector(x, x, int(LANES - 1 - LANE)...);
+#else
+    return __builtin_shuffle(x, Ints{int(LANES - 1 - LANE)...});
+#endif
+}
+inline Floats backwards(Floats x) { return backwards(x, std::make_index_sequence<LANES>()); }
+
 // Scores of ROWS queries with the mean of the keys at each token of a page, for which it is turned, those behind the
 // middle as those before it, the other way. cos, sin: [pairs, BEFORE], of the tokens before the middle.
 template <int STRIDE>
@@ -136,13 +172,17 @@ inline void mean_scores(
     float along[ROWS][HEAD], across[ROWS][HEAD], rest[ROWS];
     for (int r = 0; r < ROWS; r++) {
         const float* own = q + r * HEAD;
-        for (int i = 0; i < pairs; i++) {
-            const float first = mean[i * STRIDE], second = mean[i * STRIDE + apart];
-            along[r][i] = own[i * STRIDE] * first + own[i * STRIDE + apart] * second;
-            across[r][i] = own[i * STRIDE + apart] * first - own[i * STRIDE] * second;
-        }
-        rest[r] = dot(own + 2 * pairs, mean + 2 * pairs, HEAD - 2 * pairs);
-        found[r * PAGE + PAGE / 2] = dot(own, mean, HEAD);
+        Floats all = {};
+        float others = rest[r] = dot(own + 2 * pairs, mean + 2 * pairs, HEAD - 2 * pairs);
+        each_pair<STRIDE>(pairs, apart, [&](auto kind, int first, int second, int i) {
+            const auto a = as(kind, own + first), b = as(kind, own + second);
+            const auto mean_a = as(kind, mean + first), mean_b = as(kind, mean + second);
+            const auto both = a * mean_a + b * mean_b;
+            add_to(all, others, both);
+            put(along[r] + i, both);
+            put(across[r] + i, b * mean_a - a * mean_b);
+        });
+        found[r * PAGE + PAGE / 2] = total(all) + others;
     }
     for (int t = 0; t < BEFORE; t += LANES) {
         Floats even[ROWS] = {}, odd[ROWS] = {};
@@ -150,26 +190,31 @@ inline void mean_scores(
             const Floats c = load<Floats>(cos + i * BEFORE + t), s = load<Floats>(sin + i * BEFORE + t);
             UNROLLED for (int r = 0; r < ROWS; r++) even[r] += along[r][i] * c, odd[r] += across[r][i] * s;
         }
-        const int count = std::min(LANES, PAGE / 2 - t);
         for (int r = 0; r < ROWS; r++) {
-            float before[LANES], behind[LANES];
-            store(before, even[r] + odd[r] + rest[r]);
-            store(behind, even[r] - odd[r] + rest[r]);
-            std::memcpy(found + r * PAGE + t, before, count * sizeof(float));
-            for (int i = !t; i < count; i++) found[r * PAGE + PAGE - t - i] = behind[i];
+            float* own = found + r * PAGE;
+            const Floats before = even[r] + odd[r] + rest[r], behind = even[r] - odd[r] + rest[r];
+            if constexpr (PAGE / 2 % LANES == 0) {
+                store(own + t, before);
+                store(own + PAGE - t - (LANES - 1), backwards(behind));  // one too many, of the next query's or of none
+            } else {
+                const int count = std::min(LANES, PAGE / 2 - t);
+                for (int i = 0; i < count; i++) own[t + i] = before[i];
+                for (int i = !t; i < count; i++) own[PAGE - t - i] = behind[i];
+            }
         }
     }
 }
 
-// A query as it is seen from where the tables are of. Channels of pair i are i * STRIDE and apart.
+// A query as it is seen from where the tables are of.
 template <int STRIDE, typename Table>
 inline void turn_back(const float* q, const Table* cos, const Table* sin, int pairs, int apart, float* out) {
-    std::memcpy(out, q, HEAD * sizeof(float));
-    for (int i = 0; i < pairs; i++) {
-        const float first = q[i * STRIDE], second = q[i * STRIDE + apart], c = number(cos[i]), s = number(sin[i]);
-        out[i * STRIDE] = first * c + second * s;
-        out[i * STRIDE + apart] = second * c - first * s;
-    }
+    each_pair<STRIDE>(pairs, apart, [&](auto kind, int first, int second, int i) {
+        const auto a = as(kind, q + first), b = as(kind, q + second);
+        const auto c = turned_by(kind, cos + i), s = turned_by(kind, sin + i);
+        put(out + first, a * c + b * s);
+        put(out + second, b * c - a * s);
+    });
+    std::copy(q + 2 * pairs, q + HEAD, out + 2 * pairs);
 }
 
 // What keys in pages are turned by, of as many pairs of channels: none where they are as q is. cos, sin: rows apart, of the

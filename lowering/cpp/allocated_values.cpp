@@ -15,10 +15,10 @@ extern "C" void kernel(
             total.add_pages(pages + h * room * PAGE_BYTES, room, begin, end, table, mine, count * PAGE);
         }
     std::fill(out, out + many * QUERIES * HEAD, 0.0f);
-    for (int64_t row = 0; row < many * QUERIES; row++) {
-        const int64_t h = row / QUERIES, r = row % QUERIES;
+    for (int64_t h = 0; h < many; h++) {
         Total& total = totals[h * parts];
-        for (int64_t part = 1; part < parts; part++) total.add(totals[h * parts + part], r, 1);
-        total.put(r, basis + h * HEAD * BLOCK, places + h * NUM_FIELDS, table, out + row * HEAD);
+        for (int64_t part = 1; part < parts; part++)
+            for (int r = 0; r < QUERIES; r++) total.add(totals[h * parts + part], r, 1);
+        total.put(basis + h * HEAD * BLOCK, places + h * NUM_FIELDS, table, out + h * QUERIES * HEAD);
     }
 }

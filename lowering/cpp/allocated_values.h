@@ -57,12 +57,11 @@ struct Total {
         const uint8_t* pages, int64_t room, int64_t begin, int64_t end, const float* table, const float* of_tokens,
         int64_t apart
     ) {
-        int32_t slots[PAGE + LANES], order[PAGE + LANES] = {};
+        int32_t order[PAGE + LANES] = {};
         float gains[PAGE + LANES] = {};
         for (int64_t n = begin; n < end; n++, of_tokens += PAGE) {
             const Page page(pages, n, room);
-            find_slots(page.bytes, slots);
-            for (int t = 0; t < PAGE; t++) order[slots[t]] = t;
+            find_order(page.bytes, order);
             find_gains(page.bytes, table, gains);
             add(page.bytes, order, gains, of_tokens, apart);
         }
@@ -79,20 +78,39 @@ struct Total {
         for (int i = r * PAGE; i < (r + 1) * PAGE; i++) weights[i] += other.weights[i] * less;
     }
 
-    // The values of query r, added to found.
+    // The values of all queries, added to found [QUERIES, HEAD].
     template <typename Basis>
-    void put(int r, const Basis* basis, const int32_t* places, const float* table, float* found) const {
-        float coordinates[HEAD] = {}, all[LAST + 1];
-        for (int rank = 0; rank <= LAST; rank++) {
-            const float* own = weights + r * PAGE + first_token(rank);
-            all[rank] = std::accumulate(own, own + RANKS[rank].tokens, 0.0f);
+    void put(const Basis* basis, const int32_t* places, const float* table, float* found) const {
+        float coordinates[QUERIES][HEAD] = {};
+        for (int r = 0; r < QUERIES; r++) {
+            float all[LAST + 1];
+            for (int rank = 0; rank <= LAST; rank++) {
+                const float* own = weights + r * PAGE + first_token(rank);
+                all[rank] = std::accumulate(own, own + RANKS[rank].tokens, 0.0f);
+            }
+            each_field([&](int field, int at, float zero, int rank) {
+                const float sum = fields[r * FIELDS + field] - zero * all[rank];
+                coordinates[r][places[at] % HEAD] += table[GAINS + places[at] / HEAD] * sum;
+            });
         }
-        each_field([&](int field, int at, float zero, int rank) {
-            const float sum = fields[r * FIELDS + field] - zero * all[rank];
-            coordinates[places[at] % HEAD] += table[GAINS + places[at] / HEAD] * sum;
-        });
-        for (int i = 0; i < HEAD; i++)
-            for (int c = 0; c < BLOCK; c++) found[i / BLOCK * BLOCK + c] += coordinates[i] * number(basis[i * BLOCK + c]);
+        constexpr int VECTORS = BLOCK / LANES;
+        for (int block = 0; block < HEAD; block += BLOCK) {
+            Floats sum[QUERIES][VECTORS + 1] = {};
+            for (int i = block; i < block + BLOCK; i++) {
+                float row[BLOCK];
+                to_floats<BLOCK>(basis + i * BLOCK, row);
+                UNROLLED for (int v = 0; v < VECTORS; v++)
+                    UNROLLED for (int r = 0; r < QUERIES; r++)
+                        sum[r][v] += load<Floats>(row + v * LANES) * coordinates[r][i];
+                for (int c = VECTORS * LANES; c < BLOCK; c++)
+                    for (int r = 0; r < QUERIES; r++) found[r * HEAD + block + c] += row[c] * coordinates[r][i];
+            }
+            for (int r = 0; r < QUERIES; r++)
+                for (int v = 0; v < VECTORS; v++) {
+                    float* own = found + r * HEAD + block + v * LANES;
+                    store(own, load<Floats>(own) + sum[r][v]);
+                }
+        }
     }
 
   private:

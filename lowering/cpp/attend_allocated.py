@@ -25,11 +25,12 @@ _NO_TURN = 0, False
 @cache
 def serves_specs(key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype) -> bool:
     """Whether what ``key`` and ``value`` say is kept of tokens of ``dtype`` is read by `allocated_attend.cpp`."""
-    transform, allocations = key.transform, [spec.quantizer.allocation for spec in (key, value)]
+    transform, of_keys, of_values = key.transform, key.quantizer.allocation, value.quantizer.allocation
     return (
         dtype in DTYPES
-        and None not in allocations
-        and allocations[0].block_size == allocations[1].block_size
+        and of_keys is not None
+        and of_values is not None
+        and of_keys.block_size == of_values.block_size
         and key.retention == value.retention
         and key.retention.keep == "recent"
         and not key.needs_importance
@@ -67,13 +68,13 @@ def attend(
     for pack in (key, value):
         (pool,) = pack.pools
         rooms.append(capacity(pool, pages))
-        sides += [pool.contiguous() if pool.ndim == NDIM else pool, pack.basis.contiguous(), pack.fields.contiguous()]
+        sides += [pool.contiguous() if pool.ndim == NDIM else pool, pack.basis, pack.fields]
     q, *exact = (as_tokens(x, dtype) for x in (q, key.ring, value.ring, k_new, v_new))
     out, frames = torch.empty_like(q), key.frames
     (pairs, interleaved), cos, sin = _NO_TURN, q, q
     if frames is not None:
         (pairs, interleaved), cos, sin = parse_rope(frames.rope), *(as_tokens(x, dtype) for x in frames[:2])
-    center = q if key.center is None else key.center.contiguous()
+    center = q if key.center is None else key.center
     _kernel(k_spec.stored_as, v_spec.stored_as, head_dim, q_heads // heads, dtype)(
         q, out, *sides, *exact, cos, sin, center, look_up_table(q.device), batch, heads, n, present, pages, *rooms,
         cos.shape[1], cos.shape[2], pairs, int(interleaved), int(key.center is not None), torch.get_num_threads(),

@@ -57,6 +57,13 @@ inline Floats read(const Scale* from) {
 }
 #endif
 
+template <int COUNT, typename Stored>
+inline void to_floats(const Stored* from, float* to) {
+    int i = 0;
+    for (; i + LANES <= COUNT; i += LANES) store(to + i, read(from + i));
+    for (; i < COUNT; i++) to[i] = number(from[i]);
+}
+
 // Scores of tokens are powers of two, some tokens at a time: query r's are r * apart on. They become weights by the
 // largest so far.
 struct Attended {
@@ -73,11 +80,12 @@ struct Attended {
     void score_exact(int count, Key key, float* scores, int apart) {
         for (int t = 0; t < count; t++) {
             const Token* own = key(t);
-            for (int r = 0; r < QUERIES; r++) products[r * PAGE + t] = Floats{};
-            for (int v = 0; v < HEAD; v += LANES) {
+            Floats found[QUERIES] = {};
+            UNROLLED for (int v = 0; v < HEAD; v += LANES) {
                 const Floats some = read(own + v);
-                for (int r = 0; r < QUERIES; r++) products[r * PAGE + t] += some * load<Floats>(q + r * HEAD + v);
+                UNROLLED for (int r = 0; r < QUERIES; r++) found[r] += some * load<Floats>(q + r * HEAD + v);
             }
+            UNROLLED for (int r = 0; r < QUERIES; r++) products[r * PAGE + t] = found[r];
         }
         for (int r = 0; r < QUERIES; r++)
             for (int t = 0; t < count; t += LANES) store(scores + r * apart + t, sums(products + r * PAGE + t));

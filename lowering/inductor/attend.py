@@ -23,7 +23,7 @@ from kvpass.layout.retention import Retention
 from kvpass.layout.window import layout, ring_tokens
 
 from .. import reference
-from ..cpp import allocated, attend_allocated, attend_codes
+from ..cpp import allocated, one_token
 from ..reference import with_past
 from ..table import DispatchKey, implements
 from . import drafts
@@ -430,10 +430,9 @@ def attend(
         return reference.attend(q, key, value, n, k_new, v_new, mask, *how, statistic, importance, decode_fn=decode_all)
     plain = mask is None and sinks is None and rotary is None and not softcap and not statistic
     if plain and q.dtype == key.ring.dtype:
-        asked = k_spec, v_spec, q.shape[3], q.dtype, q.shape[1] // k_new.shape[1], q.device
-        for kernel in (attend_codes, attend_allocated):
-            if kernel.serves(*asked):
-                return [kernel.attend(q, key, value, n, k_new, v_new, scale, k_spec, v_spec)]
+        kernel = one_token.kernel_of(k_spec, v_spec, q.shape[3], q.dtype, q.shape[1] // k_new.shape[1], q.device)
+        if kernel is not None:
+            return [kernel(q, key, value, n, k_new, v_new, scale, k_spec, v_spec)]
     if mask is not None and importance is not None and k_spec.retention.evicts:
         mask = with_past(mask, importance, n, q.shape)
     out, *mass = _run(q, key, value, n, k_new, v_new, mask, *how, bool(statistic))

@@ -7,7 +7,7 @@ import torch
 from kvpass.codec.rope import rope_of
 from kvpass.codec.spec import CodecSpec
 
-from ..cpp import attend_codes
+from ..cpp import one_token
 from ..table import DispatchKey, select
 from . import elsewhere
 from .attend import Common, attend_kernel
@@ -34,7 +34,7 @@ def expect(attended: Attended, key: CodecSpec, value: CodecSpec, batch: int, mas
     if select(dispatch).name != "inductor":
         return
     queries = attended.num_attention_heads // attended.num_key_value_heads
-    if not mass and attend_codes.serves(key, value, head_dim, dtype, queries, device):  # in C++, built in seconds
+    if not mass and one_token.kernel_of(key, value, head_dim, dtype, queries, device):  # it is built in seconds
         return
     rope = rope_of(head_dim // 2, interleaved=False) if key.transform.turns else ""  # not known yet, but common
     heads = attended.num_attention_heads, attended.num_key_value_heads

@@ -1,0 +1,104 @@
+"""Kernels in C++ for one token of each sample, against the reference."""
+
+import pytest
+import torch
+from torch._inductor import config as inductor_config
+
+from kvpass.cache.per_cache import RotaryState
+from kvpass.cache.state import KVState
+from kvpass.codec.rope import rope_of, rotate
+from kvpass.lowering.cpp import attend_allocated, attend_codes
+from kvpass.schemes import LayerGeometry, get
+
+from common import randn
+
+CPU = torch.device("cpu")
+
+
+def assert_as_the_reference(module, plan, shape, dtype, present, lengths, interleaved=False):
+    """Attention over caches of ``shape`` ``(batch, heads, queries, head_dim)`` at ``lengths``; keys in the frames of
+    their pages are turned, as half of their channels say."""
+    batch, heads, queries, dim = shape
+    rope = rope_of(dim // 4, interleaved) if plan.key.transform.turns else ""
+    for n in lengths:
+        k, v = (randn(seed, batch, heads, n + 1, dim) for seed in (1, 2))
+        q = randn(3, batch, heads * queries, n + 1, dim).to(dtype)
+        states = [KVState.allocate(spec, batch, heads, dim, dtype, CPU, n) for spec in (plan.key, plan.value)]
+        key, value = states
+        if rope:
+            speeds = 100 ** (-torch.arange(dim // 4) / (dim // 4))
+            angles = (torch.arange(n + 1 + plan.key.page_size)[:, None] * speeds).expand(batch, -1, -1)
+            tables = angles.cos().to(dtype), angles.sin().to(dtype)
+            k, key.rotary = rotate(k + 2, *tables, rope), RotaryState.of(plan.key, *tables)
+        k, v = k.to(dtype), v.to(dtype)
+        if value.spec.quantizer.follows_keys:
+            value.same_layer_keys = key
+        key.append(k[:, :, :n], 0, q[:, :, :n], rope=rope)
+        value.append(v[:, :, :n], 0)
+        assert module.serves(plan.key, plan.value, dim, dtype, queries, CPU)
+        new = [x[:, :, n : n + present] for x in (k, v)]
+        packs, texts = [state.pack for state in states], [state.text for state in states]
+        arguments = q[:, :, n:], *packs, key.carrier(n), *new, None, False, dim**-0.5, 0.0, *texts
+        got, expected = (
+            torch.ops.kvpass.attend(*arguments, name, **key.tables())[0] for name in ("inductor", "reference")
+        )
+        error = 1e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(got, expected, atol=error, rtol=error)
+
+
+@pytest.mark.parametrize("present", [True, False])
+@pytest.mark.parametrize(
+    ("scheme", "dtype", "shape"),
+    [
+        ("kivi", torch.float32, (2, 3, 3, 64)),
+        ("kivi-sinks", torch.bfloat16, (1, 2, 8, 32)),
+        ("kivi-4", torch.float32, (3, 1, 1, 128)),
+        ("squat", torch.bfloat16, (2, 2, 2, 96)),
+        ("kivi-1", torch.float32, (1, 2, 4, 32)),
+    ],
+)
+def test_codes(scheme, dtype, shape, present):
+    """Of tokens that are fewer than sinks, that fill no page, that have pages of keys alone, and that several threads
+    share."""
+    plan = get(scheme).plan(LayerGeometry(0, 1, shape[1], shape[3], dtype, CPU))
+    assert_as_the_reference(attend_codes, plan, shape, dtype, present, (1, 3, 40, 65, 97, 1100))
+
+
+ALIKE = dict(scheme="waterfill", rich_key_fields=(0, 0), rich_value_fields=(0, 0))
+
+
+@pytest.mark.parametrize("present", [True, False])
+@pytest.mark.parametrize(
+    ("scheme", "dtype", "shape"),
+    [
+        ("waterfill", torch.float32, (2, 3, 3, 64)),
+        ("waterfill-2", torch.bfloat16, (1, 2, 8, 32)),
+        ("waterfill-3", torch.float32, (1, 2, 1, 128)),
+        (dict(scheme="waterfill", rope="post", residual=64), torch.bfloat16, (2, 1, 4, 96)),
+        (dict(scheme="waterfill", center=False, residual=16, sinks=0), torch.float32, (1, 2, 2, 64)),
+        (ALIKE, torch.float32, (2, 1, 5, 48)),
+    ],
+    ids=str,
+)
+def test_widths_by_channel(scheme, dtype, shape, present):
+    """The same, of pages in frames and not, of tokens of two ranks and of one."""
+    plan = get(scheme).plan(LayerGeometry(0, 1, shape[1], shape[3], dtype, CPU))
+    assert_as_the_reference(
+        attend_allocated, plan, shape, dtype, present, (3, 100, 165, 1100), interleaved=shape[0] > 1
+    )
+
+
+@pytest.mark.parametrize("vectors", [256, 1])
+def test_by_vectors_of_other_sizes(vectors):
+    """And where a processor does not pick lanes by a mask."""
+    kernels = attend_codes._kernel, attend_allocated._kernel
+    for kernel in kernels:
+        kernel.cache_clear()
+    try:
+        with inductor_config.patch({"cpp.simdlen": vectors}):
+            for module, scheme in ((attend_codes, "kivi"), (attend_allocated, "waterfill")):
+                plan = get(scheme).plan(LayerGeometry(0, 1, 2, 64, torch.bfloat16, CPU))
+                assert_as_the_reference(module, plan, (1, 2, 3, 64), torch.bfloat16, True, (200,))
+    finally:
+        for kernel in kernels:
+            kernel.cache_clear()
