@@ -1,6 +1,7 @@
 """Attention of one decode step over a packed cache, the kernel alone, against attention over floats.
 
     python benchmarks/attend.py                                  # this machine: one layer, 32 query and 8 KV heads
+    python benchmarks/attend.py --scheme kivi,waterfill          # of both
     python benchmarks/attend.py --batch 16 --lengths 8192,32768,131072 --json h100.json
 
 Baselines: "packed heads" is scaled_dot_product_attention over the KV heads, the query heads of each as rows of one
@@ -8,6 +9,8 @@ product; "repeat_kv" is what transformers calls, every KV head copied for its qu
 of PyTorch with grouped heads, on CUDA. All are measured in turn within one process, ratios are to the first, medians
 are printed. On CUDA the share of a measured device copy's bandwidth is that of the bytes read, packed or not.
 """
+
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -72,24 +75,27 @@ def nbytes(states: list[KVState], tokens: int) -> int:
     return total
 
 
-def compare(scheme, length: int, args, dtype: torch.dtype) -> dict:
+def compare(schemes: list[str], length: int, args, dtype: torch.dtype) -> dict:
     """Medians and bytes read at one length, by variant."""
     device, shape = torch.device(args.device), (args.batch, args.kv_heads, length, args.head_dim)
     k, v = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
-    q = torch.randn(args.batch, args.heads, 1, args.head_dim, device=device, dtype=dtype)
-    geometry = LayerGeometry(0, 1, args.kv_heads, args.head_dim, dtype, device)
-    states = packed_states(get(scheme).plan(geometry), k, v)
-    packs = [state.pack for state in states]
-    new, texts, carrier = k[:, :, :1].contiguous(), [s.text for s in states], states[0].carrier(length)
-    variants, rotary = baselines(q, k, v), states[0].rotary
-    tables = dict(cos=rotary.cos, sin=rotary.sin, rope=rope_of(args.head_dim // 2, False)) if rotary else {}
-    for name in args.lowering.split(","):
-        variants[f"{scheme}, {name}"] = lambda name=name: torch.ops.kvpass.attend(
-            q, *packs, carrier, new, new, None, False, args.head_dim**-0.5, 0.0, *texts, name, **tables
-        )
-    dense = k.nbytes + v.nbytes
-    read = {name: nbytes(states, length) if name.startswith(scheme) else dense for name in variants}
+    q, new = torch.randn(args.batch, args.heads, 1, args.head_dim, device=device, dtype=dtype), k[:, :, :1].contiguous()
+    variants = baselines(q, k, v)
+    read = dict.fromkeys(variants, k.nbytes + v.nbytes)
+    for scheme in schemes:
+        states = packed_states(get(scheme).plan(LayerGeometry(0, 1, args.kv_heads, args.head_dim, dtype, device)), k, v)
+        given = [state.pack for state in states], [state.text for state in states], states[0].carrier(length)
+        rotary = states[0].rotary
+        tables = dict(cos=rotary.cos, sin=rotary.sin, rope=rope_of(args.head_dim // 2, False)) if rotary else {}
+        for name in args.lowering.split(","):
+            variants[f"{scheme}, {name}"] = partial(_attend, q, *given, new, name, tables)
+            read[f"{scheme}, {name}"] = nbytes(states, length)
     return dict(seconds=measure(variants, device, args.rounds), bytes_read=read)
+
+
+def _attend(q, packs, texts, carrier, new, lowering: str, tables: dict) -> None:
+    how = None, False, q.shape[3] ** -0.5, 0.0
+    torch.ops.kvpass.attend(q, *packs, carrier, new, new, *how, *texts, lowering, **tables)
 
 
 def main() -> None:
@@ -99,7 +105,7 @@ def main() -> None:
     bandwidth = copy_bandwidth(device) if device.type == "cuda" else None
     with torch.inference_mode():
         for length in map(int, args.lengths.split(",")):
-            results[length] = compare(args.scheme, length, args, getattr(torch, args.dtype))
+            results[length] = compare(args.scheme.split(","), length, args, getattr(torch, args.dtype))
             medians, read = results[length].values()
             rates = {name: read[name] / each for name, each in medians.items()}
             notes = {

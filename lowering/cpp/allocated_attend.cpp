@@ -58,6 +58,19 @@ struct Part : Attended {
     }
 };
 
+// What is left of a part. Parts themselves stay on the stack: the heap would be given back, and be fetched, at each call.
+struct Found {
+    float out[QUERIES * HEAD], most[QUERIES], sum[QUERIES];
+    values::Total total;
+
+    void keep(const Part& part) {
+        std::copy(part.out, part.out + QUERIES * HEAD, out);
+        std::copy(part.most, part.most + QUERIES, most);
+        std::copy(part.sum, part.sum + QUERIES, sum);
+        total = part.total;
+    }
+};
+
 }  // namespace
 
 // All samples have as many tokens: n, and one of now, if it is present; packed pages of them. cos, sin: [samples, rows, row],
@@ -83,7 +96,7 @@ extern "C" void kernel(
     std::vector<InPage> in_pages;
     for (int64_t b = 0; b < many; b++)
         in_pages.emplace_back(cos + b * rows * row, sin + b * rows * row, row, centered ? pairs : 0);
-    std::vector<std::unique_ptr<Part>> found(many * heads * parts);
+    std::vector<Found> found(many * heads * parts);
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
     for (int64_t i = 0; i < many * heads * parts; i++) {
         const int64_t h = i / parts, part = i % parts, b = h / heads;
@@ -95,13 +108,13 @@ extern "C" void kernel(
             in_pages[b].cos, in_pages[b].sin};
         const keys::Head head(mine.basis, mine.places, table + keys::GAINS);
         keys::Scorer<Token> scorer(head, turns, centered ? mean : nullptr);
-        found[i].reset(new Part((const Token*)q + h * QUERIES * HEAD, scale));
-        Part& own = *found[i];
+        Part own((const Token*)q + h * QUERIES * HEAD, scale);
         const auto score = [&](int64_t begin, int64_t end, float* scores, int64_t apart) {
             scorer(own.q, mine.pages, mine.room, begin, end, table, scores, apart);
         };
         own.add_pages(of_values.of(h), part * packed / parts, (part + 1) * packed / parts, table, score);
         if (part + 1 == parts) own.add_others({rings, h}, packed, n + present);
+        found[i].keep(own);
     }
     for (int64_t h = 0; h < many * heads; h++) {
         const Side mine = of_values.of(h);
@@ -109,9 +122,9 @@ extern "C" void kernel(
         float sums[QUERIES * HEAD] = {}, all[QUERIES] = {};
         for (int r = 0; r < QUERIES; r++) {
             float high = -INFINITY;
-            for (int64_t part = 0; part < parts; part++) high = std::max(high, found[h * parts + part]->most[r]);
+            for (int64_t part = 0; part < parts; part++) high = std::max(high, found[h * parts + part].most[r]);
             for (int64_t part = 0; part < parts; part++) {
-                const Part& own = *found[h * parts + part];
+                const Found& own = found[h * parts + part];
                 const float less = std::exp2(own.most[r] - high);
                 all[r] += own.sum[r] * less;
                 total.add(own.total, r, less);

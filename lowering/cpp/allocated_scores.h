@@ -55,10 +55,20 @@ struct Head {
 
     template <typename Basis>
     Head(const Basis* basis, const int32_t* places, const float* worth) {
-        for (int i = 0; i < HEAD; i++) {
-            float row[BLOCK];
-            to_floats<BLOCK>(basis + i * BLOCK, row);
-            for (int c = 0; c < BLOCK; c++) columns[i / BLOCK * BLOCK * BLOCK + c * BLOCK + i % BLOCK] = row[c];
+        for (int block = 0; block < HEAD; block += BLOCK) {
+            const Basis* own = basis + block * BLOCK;
+            float* to = columns + block * BLOCK;
+            if constexpr (BLOCK % LANES == 0) {
+                for (int i = 0; i < BLOCK; i += LANES)
+                    for (int c = 0; c < BLOCK; c += LANES) {
+                        Floats tile[LANES];
+                        UNROLLED for (int k = 0; k < LANES; k++) tile[k] = read(own + (i + k) * BLOCK + c);
+                        transpose(tile);
+                        UNROLLED for (int k = 0; k < LANES; k++) store(to + (c + k) * BLOCK + i, tile[k]);
+                    }
+            } else {
+                for (int i = 0; i < BLOCK * BLOCK; i++) to[i % BLOCK * BLOCK + i / BLOCK] = number(own[i]);
+            }
         }
         each_field([&](int field, int at, float, int) {
             coordinate[field] = places[at] % HEAD;

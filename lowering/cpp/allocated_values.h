@@ -81,18 +81,18 @@ struct Total {
     // The values of all queries, added to found [QUERIES, HEAD].
     template <typename Basis>
     void put(const Basis* basis, const int32_t* places, const float* table, float* found) const {
-        float coordinates[QUERIES][HEAD] = {};
-        for (int r = 0; r < QUERIES; r++) {
-            float all[LAST + 1];
+        float coordinates[QUERIES][HEAD] = {}, all[QUERIES][LAST + 1];
+        for (int r = 0; r < QUERIES; r++)
             for (int rank = 0; rank <= LAST; rank++) {
                 const float* own = weights + r * PAGE + first_token(rank);
-                all[rank] = std::accumulate(own, own + RANKS[rank].tokens, 0.0f);
+                all[r][rank] = std::accumulate(own, own + RANKS[rank].tokens, 0.0f);
             }
-            each_field([&](int field, int at, float zero, int rank) {
-                const float sum = fields[r * FIELDS + field] - zero * all[rank];
-                coordinates[r][places[at] % HEAD] += table[GAINS + places[at] / HEAD] * sum;
-            });
-        }
+        each_field([&](int field, int at, float zero, int rank) {
+            const int coordinate = places[at] % HEAD;
+            const float worth = table[GAINS + places[at] / HEAD];
+            UNROLLED for (int r = 0; r < QUERIES; r++)
+                coordinates[r][coordinate] += worth * (fields[r * FIELDS + field] - zero * all[r][rank]);
+        });
         constexpr int VECTORS = BLOCK / LANES;
         for (int block = 0; block < HEAD; block += BLOCK) {
             Floats sum[QUERIES][VECTORS + 1] = {};

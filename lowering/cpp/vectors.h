@@ -86,6 +86,30 @@ inline float total(Floats x) {
     return x[0];
 }
 
+template <int HALF, size_t... LANE>
+inline void exchange(Floats& a, Floats& b, std::index_sequence<LANE...>) {
+#define OF_FIRST int(LANE & HALF ? LANES + LANE - HALF : LANE)
+#define OF_SECOND int(LANE & HALF ? LANES + LANE : LANE + HALF)
+    const Floats first = a, second = b;
+#if defined(__clang__)
+    a = __builtin_shufflevector(first, second, OF_FIRST...);
+    b = __builtin_shufflevector(first, second, OF_SECOND...);
+#else
+    a = __builtin_shuffle(first, second, Ints{OF_FIRST...});
+    b = __builtin_shuffle(first, second, Ints{OF_SECOND...});
+#endif
+#undef OF_FIRST
+#undef OF_SECOND
+}
+
+// Lane i of x[j] becomes lane j of x[i].
+template <int HALF = LANES / 2>
+inline void transpose(Floats* x) {
+    UNROLLED for (int i = 0; i < LANES; i++)
+        if (!(i & HALF)) exchange<HALF>(x[i], x[i + HALF], std::make_index_sequence<LANES>());
+    if constexpr (HALF > 1) transpose<HALF / 2>(x);
+}
+
 inline float dot(const float* a, const float* b, int count) {
     Floats sum = {};
     int i = 0;
