@@ -160,12 +160,17 @@ def test_a_tensor_from_elsewhere_is_read_where_it_is():
     assert "steps are not replayed: it reads a tensor of ()" in str(got[2])
 
 
-def test_calls_do_not_keep_a_cache_alive():
+def test_calls_keep_neither_a_cache_nor_what_it_has_replaced():
     model = kvpass.apply(llama(layers=3), KIVI, mode="reduce-overhead")
     cache = DynamicCache(config=model.config)
     for count in (14, 1, 1, 1, 1):
         output = model(input_ids=tokens(1, count), past_key_values=cache)
-    gone = weakref.ref(packed_layers(cache)[0])
-    del cache, output
+    first = packed_layers(cache)[0]
+    assert kvpass.explain(model).recalled
+    ring = weakref.ref(first.key_state.ring)
+    cache.batch_select_indices(torch.tensor([0]))
+    assert ring() is None
+    gone = weakref.ref(first)
+    del cache, output, first
     gc.collect()
     assert gone() is None

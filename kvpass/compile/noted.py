@@ -6,7 +6,7 @@ is for whoever calls it again to see.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -55,9 +55,12 @@ class Call:
         """The call without the inputs at ``places``, which it need not keep."""
         return replace(self, inputs=tuple(None if i in places else value for i, value in enumerate(self.inputs)))
 
-    def again(self, others: Mapping[int, Tensor]) -> Sequence | None:
-        """What it returns with ``others`` in the places of some of its tensors, or None if they do not fit."""
+    def again(self, others: Mapping[int, Tensor], like_before: Iterable[tuple[int, Tensor]] = ()) -> Sequence | None:
+        """What it returns with ``others`` in the places of some of its tensors, or None if they do not fit. Those that
+        are ``like_before`` do."""
         inputs = list(self.inputs)
+        for i, own in like_before:
+            inputs[i] = own
         for i, other in others.items():
             inputs[i] = other
         return self.run(*inputs) if self.sizes.fill(inputs, others) else None

@@ -71,10 +71,12 @@ class Recalls:
         ((call, outputs),), model = calls, self._model()
         if not call.sizes.known:
             return "it depends on a number that is no size"
-        constant = set(map(id, flatten([*model.parameters(), *model.buffers()]) + _tensors_of(layers)))
+        constant = set(map(id, flatten([*model.parameters(), *model.buffers()])))
+        of_cache = set(map(id, _tensors_of(layers)))
         varying = {id(getattr(layers[0].context, name)): name for name in _CARRIERS}
         varying |= {id(value): name for name, value in given.items()}
         read = {i: x for i, x in enumerate(call.inputs) if isinstance(x, Tensor) and id(x) not in constant}
+        stored = {i: weakref.ref(read.pop(i)) for i, x in list(read.items()) if id(x) in of_cache}
         if unknown := [x for x in read.values() if id(x) not in varying]:
             return f"it reads a tensor of {tuple(unknown[0].shape)} that is no weight, no argument and not the cache's"
         places: dict[int, _Output | _Argument] = {id(value): _Output(i) for i, value in enumerate(outputs)}
@@ -89,7 +91,8 @@ class Recalls:
         template = mapped(output, place)
         if kept:
             return "it returns a tensor that its graph did not make"
-        return _Recalled(call.without(read), {i: varying[id(x)] for i, x in read.items()}, template)
+        names = {i: varying[id(x)] for i, x in read.items()}
+        return _Recalled(call.without(read.keys() | stored.keys()), names, stored, template)
 
 
 _PLAIN = type(None), bool, int, float, str
@@ -111,17 +114,23 @@ class _Argument:
 
 @dataclass
 class _Recalled:
-    """A step as a ``call``. reads: places of its inputs -> the argument, or what of the context, that belongs there.
-    output: what the step returns, with what it takes from elsewhere in the place of it."""
+    """A step as a ``call``.
+
+    reads: places of its inputs -> the argument, or what of the context, that belongs there.
+    stored: the same -> the tensor of the cache, which goes when the cache has got another.
+    output: what the step returns, with what it takes from elsewhere in the place of it.
+    """
 
     call: Call
     reads: dict[int, str]
+    stored: dict[int, weakref.ref[Tensor]]
     output: Any
 
     def again(self, context: ForwardContext, given: dict[str, Any]) -> Any:
         """The step over the cache of ``context`` with the arguments ``given``; None if they do not fit."""
         others = {i: getattr(context, name) if name in _CARRIERS else given[name] for i, name in self.reads.items()}
-        outputs = self.call.again(others)
+        stored = [(i, own()) for i, own in self.stored.items()]
+        outputs = self.call.again(others, stored)
         return None if outputs is None else mapped(self.output, lambda leaf: _filled(leaf, outputs, given))
 
 
