@@ -165,19 +165,13 @@ def _halves(word, N: tl.constexpr):
         power: tl.constexpr = N.byte * 0x01000100
         first = word & 0xFF | (word & 0xFF00) << 8 | power
         second = word >> 16 & 0xFF | (word >> 16 & 0xFF00) << 8 | power
-    elif N.mantissa == 10:
-        first = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, 0x64, 0x4140;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
-        )
-        second = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, 0x64, 0x4342;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
-        )
     else:
+        POWER: tl.constexpr = "0x64" if N.mantissa == 10 else "0x43"
         first = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, 0x43, 0x4140;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
+            "prmt.b32 $0, $1, " + POWER + ", 0x4140;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
         )
         second = tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, 0x43, 0x4342;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
+            "prmt.b32 $0, $1, " + POWER + ", 0x4342;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
         )
     return tl.reshape(tl.join(first, second), (word.shape[0], 2 * word.shape[1]))
 
