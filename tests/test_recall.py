@@ -110,6 +110,23 @@ def test_another_weight_or_module_is_noticed(change):
     assert_same(steps_of(llama(layers=3), "reduce-overhead", calls, between=between), expected)
 
 
+def other_attribute(model):
+    model.model.layers[1].mlp.forward = model.model.layers[0].mlp.forward
+
+
+def test_with_a_new_turn_everything_is_looked_at(through_dynamo):
+    """Also what is no weight and no module."""
+
+    def between(model, call):
+        if call == 5:
+            other_attribute(model)
+
+    calls = [(14, 0), *[(1, 0)] * 4, (20, 0), *[(1, 0)] * 4]
+    expected = steps_of(llama(layers=3), None, calls, between=between)
+    assert_same(steps_of(llama(layers=3), "reduce-overhead", calls, between=between), expected)
+    assert len(through_dynamo) == 2
+
+
 class Branching(nn.Module):
     """A layer that does something else behind 20 tokens, which a graph of a step has a guard for."""
 

@@ -37,6 +37,11 @@ class Recalls:
         """Let go of every call."""
         self._caches.clear()
 
+    def forget(self, first: PackedLayer) -> None:
+        """Let go of the calls of the cache whose first layer is ``first``: whoever hands it a new turn may have changed
+        more about the model than `Watch` sees."""
+        self._caches.pop(first, None)
+
     def run(self, layers: list[PackedLayer], new_tokens: int, given: dict[str, Any], step: Step) -> Any:
         """What ``step`` makes of the arguments ``given``, of ``new_tokens``, over the packed ``layers`` of a cache."""
         if self._watch.changed():

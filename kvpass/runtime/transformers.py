@@ -99,6 +99,8 @@ class TransformersRuntime(Runtime):
             if self.replays is not None and run is self.decode_step:
                 output = self.replays.run(layers, new_tokens, kwargs, lambda given: run(**given))
             else:
+                if isinstance(self.replays, Recalls):
+                    self.replays.forget(layers[0])
                 output = run(**kwargs)
         self._measure(cache_layers(cache))
         return output
