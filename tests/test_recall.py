@@ -3,6 +3,7 @@ not called again where something else has changed than they are given."""
 
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -175,6 +176,22 @@ def test_a_tensor_from_elsewhere_is_read_where_it_is():
     got = steps_of(shifted(), "reduce-overhead", calls, between=between)
     assert_same(got, steps_of(shifted(), None, calls, between=between))
     assert "steps are not replayed: it reads a tensor of ()" in str(got[2])
+
+
+def test_threads_share_a_model_and_call_steps_of_their_own_caches():
+    model = kvpass.apply(llama(layers=3), KIVI, mode="reduce-overhead")
+
+    def decoded(seed):
+        ids, cache, logits = tokens(1, 60, seed), DynamicCache(config=model.config), []
+        for stop in (30, *range(31, 61)):
+            logits.append(model(input_ids=ids[:, cache.get_seq_length() : stop], past_key_values=cache).logits[:, -1])
+        return torch.cat(logits)
+
+    expected = [decoded(seed) for seed in range(3)]
+    with ThreadPoolExecutor(3) as threads:
+        for _ in range(3):
+            for got, alone in zip(threads.map(decoded, range(3)), expected, strict=True):
+                assert torch.equal(got, alone)
 
 
 def test_calls_keep_neither_a_cache_nor_what_it_has_replaced():
