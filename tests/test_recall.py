@@ -163,7 +163,7 @@ class Shifted(nn.Module):
         return self.inner(x) + self.shift[0]
 
 
-def test_a_tensor_from_elsewhere_is_read_where_it_is():
+def test_a_tensor_from_elsewhere_is_read_where_it_is(through_dynamo):
     def between(model, call):
         model.model.norm.shift[0] = torch.full((), float(call))
 
@@ -176,6 +176,7 @@ def test_a_tensor_from_elsewhere_is_read_where_it_is():
     got = steps_of(shifted(), "reduce-overhead", calls, between=between)
     assert_same(got, steps_of(shifted(), None, calls, between=between))
     assert "steps are not replayed: it reads a tensor of ()" in str(got[2])
+    assert len(through_dynamo) == 1  # it was looked at once
 
 
 def test_threads_share_a_model_and_call_steps_of_their_own_caches():

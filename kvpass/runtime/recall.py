@@ -51,9 +51,10 @@ class Recalls:
         if cache is None or cache.moved != moved:
             cache = self._caches[first] = _OfCache(moved)
         key = new_tokens, first.batch_size, first.context.starts is None, *_of_process(), *_described(given)
-        if key in cache.calls and (output := cache.calls[key].again(first.context, given)) is not None:
+        call = cache.calls.get(key)
+        if call is not None and (output := call.again(first.context, given)) is not None:
             return output
-        if key not in cache.seen:
+        if key not in cache.seen or key in cache.refused:
             cache.seen.add(key)
             return step(given)
         with noted() as calls:
@@ -62,6 +63,7 @@ class Recalls:
         if isinstance(found, _Recalled):
             cache.calls[key], self._report.recalled = found, True
         else:
+            cache.refused.add(key)
             self._report.not_replayed = found
         return output
 
@@ -148,10 +150,11 @@ def _filled(leaf: Any, outputs: Sequence, given: dict[str, Any]) -> Any:
 @dataclass
 class _OfCache:
     """Steps of one cache, whose tensors were moved so often; those that were ``seen`` once are noted when they come
-    again."""
+    again, if they were not ``refused`` then."""
 
     moved: int
     seen: set[tuple] = field(default_factory=set)
+    refused: set[tuple] = field(default_factory=set)
     calls: dict[tuple, _Recalled] = field(default_factory=dict)
 
 
