@@ -7,7 +7,7 @@ from torch._inductor import config as inductor_config
 from kvpass.cache.per_cache import RotaryState
 from kvpass.cache.state import KVState
 from kvpass.codec.rope import rope_of, rotate
-from kvpass.lowering.cpp import attend_allocated, attend_codes
+from kvpass.lowering.cpp import attend_allocated, attend_codes, one_token
 from kvpass.schemes import LayerGeometry, get
 
 from common import randn
@@ -35,7 +35,7 @@ def assert_as_the_reference(module, plan, shape, dtype, present, lengths, interl
             value.same_layer_keys = key
         key.append(k[:, :, :n], 0, q[:, :, :n], rope=rope)
         value.append(v[:, :, :n], 0)
-        assert module.serves(plan.key, plan.value, dim, dtype, queries, CPU)
+        assert one_token.kernel_of(plan.key, plan.value, dim, dtype, queries, CPU) is module.attend
         new = [x[:, :, n : n + present] for x in (k, v)]
         packs, texts = [state.pack for state in states], [state.text for state in states]
         arguments = q[:, :, n:], *packs, key.carrier(n), *new, None, False, dim**-0.5, 0.0, *texts

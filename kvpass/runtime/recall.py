@@ -18,7 +18,7 @@ from ..cache.layer import PackedLayer
 from ..compile.noted import Call, noted
 from ..compile.report import Report
 from ..compile.subclasses import flatten
-from .replay import Step, mapped, moves
+from .replay import Argument, Step, mapped, moves
 from .watch import Watch
 
 _CARRIERS = "length", "starts"
@@ -86,8 +86,8 @@ class Recalls:
         stored = {i: weakref.ref(read.pop(i)) for i, x in list(read.items()) if id(x) in of_cache}
         if unknown := [x for x in read.values() if id(x) not in varying]:
             return f"it reads a tensor of {tuple(unknown[0].shape)} that is no weight, no argument and not the cache's"
-        places: dict[int, _Output | _Argument] = {id(value): _Output(i) for i, value in enumerate(outputs)}
-        places |= {id(value): _Argument(name) for name, value in given.items() if isinstance(value, Cache)}
+        places: dict[int, _Output | Argument] = {id(value): _Output(i) for i, value in enumerate(outputs)}
+        places |= {id(value): Argument(name) for name, value in given.items() if isinstance(value, Cache)}
         kept: list[Tensor] = []
 
         def place(leaf: Any) -> Any:
@@ -110,13 +110,6 @@ class _Output:
     """What a call returns at ``place``."""
 
     place: int
-
-
-@dataclass
-class _Argument:
-    """The argument of a step that is called ``name``."""
-
-    name: str
 
 
 @dataclass
@@ -144,7 +137,7 @@ class _Recalled:
 def _filled(leaf: Any, outputs: Sequence, given: dict[str, Any]) -> Any:
     if isinstance(leaf, _Output):
         return outputs[leaf.place]
-    return given[leaf.name] if isinstance(leaf, _Argument) else leaf
+    return given[leaf.name] if isinstance(leaf, Argument) else leaf
 
 
 @dataclass

@@ -58,7 +58,7 @@ CAPTURES: dict[str, Callable[[], Capture]] = {"cuda": CudaGraphs}
 class _Captured:
     """A step that was captured: the arguments and the length that it reads, where rows begin if they do not all begin
     at once, and what it leaves. It must not keep its cache alive: arguments that are no tensors, and are returned, are
-    told by `_Argument`."""
+    told by `Argument`."""
 
     given: dict[str, Tensor]
     length: Tensor
@@ -77,7 +77,7 @@ class _Captured:
 
 
 @dataclass
-class _Argument:
+class Argument:
     """The argument of a call that is called so."""
 
     name: str
@@ -155,7 +155,7 @@ class Replays:
         context.starts = starts = None if context.starts is None else context.starts.clone()
         output, replay = self._capture(layers, lambda: step(own))
         names = {id(value): name for name, value in given.items() if not isinstance(value, Tensor)}
-        output = mapped(output, lambda leaf: _Argument(names[id(leaf)]) if id(leaf) in names else leaf)
+        output = mapped(output, lambda leaf: Argument(names[id(leaf)]) if id(leaf) in names else leaf)
         tensors = {name: own[name] for name in read if isinstance(own[name], Tensor)}
         return _Captured(tensors, length, starts, output, replay)
 
@@ -186,4 +186,4 @@ def _returned(leaf: Any, given: dict[str, Any]) -> Any:
     replay writes to the captured one."""
     if isinstance(leaf, Tensor):
         return leaf.clone()
-    return given[leaf.name] if isinstance(leaf, _Argument) else leaf
+    return given[leaf.name] if isinstance(leaf, Argument) else leaf

@@ -10,10 +10,10 @@ from torch import Tensor
 from kvpass.codec.kept import Pack
 from kvpass.codec.rope import parse_rope
 from kvpass.codec.spec import CodecSpec
-from kvpass.layout.pool import NDIM, capacity
+from kvpass.layout.pool import capacity
 
 from .allocated import common_of, defines_of, look_up_table
-from .attend_codes import DTYPES, LANES, MOST, as_tokens
+from .attend_codes import DTYPES, LANES, as_tokens
 from .build import build, source, text
 
 _BYTES, _INTS, _NUMBER = "const uint8_t*", "const int32_t*", "int64_t"
@@ -23,7 +23,7 @@ _NO_TURN = 0, False
 
 
 @cache
-def serves_specs(key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype) -> bool:
+def serves(key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype) -> bool:
     """Whether what ``key`` and ``value`` say is kept of tokens of ``dtype`` is read by `allocated_attend.cpp`."""
     transform, of_keys, of_values = key.transform, key.quantizer.allocation, value.quantizer.allocation
     return (
@@ -37,13 +37,6 @@ def serves_specs(key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.d
         and not (transform.pre_rope or transform.predictor or transform.rotation)
         and not (head_dim % LANES or key.page_size % LANES)
     )
-
-
-def serves(
-    key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype, queries: int, device: torch.device
-) -> bool:
-    """Whether `attend` does attention to a cache of these specs and heads of as many ``queries``."""
-    return device.type == "cpu" and queries <= MOST and serves_specs(key, value, head_dim, dtype)
 
 
 @cache
@@ -68,7 +61,7 @@ def attend(
     for pack in (key, value):
         (pool,) = pack.pools
         rooms.append(capacity(pool, pages))
-        sides += [pool.contiguous() if pool.ndim == NDIM else pool, pack.basis, pack.fields]
+        sides += [pool.contiguous(), pack.basis, pack.fields]
     q, *exact = (as_tokens(x, dtype) for x in (q, key.ring, value.ring, k_new, v_new))
     out, frames = torch.empty_like(q), key.frames
     (pairs, interleaved), cos, sin = _NO_TURN, q, q

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvpass.codec.bitpack import FIELDS
 from kvpass.codec.kept import Pack
 from kvpass.codec.spec import CodecSpec
-from kvpass.layout.pool import NDIM, capacity
+from kvpass.layout.pool import capacity
 
 from .build import build, source
 
@@ -21,12 +21,11 @@ LANES = 16
 _SERVED = {f"bits={bits}" for bits, fields in FIELDS.items() if len(fields) == 1}
 _SERVED |= {"per=channel", "per=token", "keep=recent", "codec=", "evict=attention", "fit=minmax", "predictor="}
 DTYPES = torch.float32, torch.bfloat16
-MOST = 8  # queries of a KV head: sums of more do not stay in registers
 _TYPES = ["const uint8_t*", "uint8_t*", *10 * ["const uint8_t*"], *13 * ["int64_t"], "float"]
 
 
 @cache
-def serves_specs(key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype) -> bool:
+def serves(key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype) -> bool:
     """Whether what ``key`` and ``value`` say is kept of tokens of ``dtype`` is read by `codes.h`."""
     return (
         dtype in DTYPES
@@ -36,13 +35,6 @@ def serves_specs(key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.d
         and key.quantizer.group_size == key.page_size
         and not any(size % LANES for size in (head_dim, key.page_size, value.quantizer.group_size))
     )
-
-
-def serves(
-    key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype, queries: int, device: torch.device
-) -> bool:
-    """Whether `attend` does attention to a cache of these specs and heads of as many ``queries``."""
-    return device.type == "cpu" and queries <= MOST and serves_specs(key, value, head_dim, dtype)
 
 
 def defines_of(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dtype: torch.dtype) -> dict[str, int]:
@@ -69,7 +61,7 @@ def attend(
     (batch, q_heads, _, head_dim), (_, heads, present, _), dtype = q.shape, k_new.shape, key.ring.dtype
     half, packed = (spec.retention.pages(n) for spec in (k_spec, v_spec))
     rooms = [capacity(pool, pages) for pack, pages in ((key, half), (value, packed)) for pool in pack.pools]
-    pools = [pool.contiguous() if pool.ndim == NDIM else pool for pack in (key, value) for pool in pack.pools]
+    pools = [pool.contiguous() for pack in (key, value) for pool in pack.pools]
     q, *exact = (as_tokens(x, dtype) for x in (q, key.ring, value.ring, k_new, v_new))
     out = torch.empty_like(q)
     _kernel(k_spec.stored_as, v_spec.stored_as, head_dim, q_heads // heads, dtype)(

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from kvpass.layout.batch import Batch, Tiles
 
-from .attend_codes import defines_of, serves_specs
+from .attend_codes import defines_of
+from .attend_codes import serves as serves_codes
 from .build import build, source
 
 _TYPES = ["const uint8_t*", "uint8_t*", *5 * ["const int64_t*"], *9 * ["const uint8_t*"], *14 * ["int64_t"], "float"]
@@ -18,7 +19,7 @@ def serves(layer: Any) -> bool:
     """Whether there is a kernel for a `kvpass.lowering.blocks.Layer`."""
     window, specs = layer.window, (layer.key, layer.value)
     return (
-        window.device.type == "cpu" and not layer.softcap and serves_specs(*specs, window.shape[-1] // 2, window.dtype)
+        window.device.type == "cpu" and not layer.softcap and serves_codes(*specs, window.shape[-1] // 2, window.dtype)
     )
 
 
