@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,10 @@ class ForwardContext:
     """What the layers of a cache have in common while a forward is running over them.
 
     length, seen_length: carriers of what is stored, and of what was seen where that is more.
+    arriving: ``[tokens, 0]``, as long as the tokens that every layer is about to store. Its shape makes the number
+        symbolic in a graph.
+    expect: changes ``arriving``, and makes room, before the first layer has stored anything: the batch size and the
+        number of tokens that this layer is handed. Raises `KVPassError` if they do not fit the cache.
     starts: ``[B]`` int64, tokens of left padding before those of each row, if a mask says no more than that.
     edges: room for one layer's reconstruction of the keys and values that leave the window.
     slots: heads that decide -> ``[B, heads, budget]`` int64, where a decision to evict is handed on.
@@ -24,9 +29,16 @@ class ForwardContext:
     """
 
     length: Tensor
+    arriving: Tensor | None = None
+    expect: Callable[[int, int], None] | None = None
     seen_length: Tensor | None = None
     starts: Tensor | None = None
     edges: tuple[Tensor, Tensor] | None = None
     slots: dict[int, Tensor] = field(default_factory=dict)
     past: tuple[Tensor, Tensor] | None = None
     query_capture: QueryCapture | None = None
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that every layer stores in this forward."""
+        return self.arriving.shape[0]

@@ -36,6 +36,7 @@ class CrossLayer(PackedLayer):
             self._append(state, self._placed(x), which)
             state.wrote(0, tokens)
         self.tokens = self.seen = tokens
+        self.filled = True
         self.context = ForwardContext(self.key_state.carrier(tokens))
         return key_states, value_states
 

@@ -26,8 +26,9 @@ class PackedLayer(CacheLayerMixin):
     """A transformers cache layer over two `KVState`. It holds ``tokens`` of the ``seen`` ones: all, unless some are
     evicted.
 
-    ``update`` reads the past as stored, returns it with the present behind it, and appends the present. The length
-    advances once per forward, by `commit`, so that a layer's graph sees the same length from beginning to end.
+    ``update`` reads the past as stored, returns it with the present behind it, and appends the present. What is stored
+    advances once per forward, by `commit`, so that a graph sees the same length from beginning to end. To the model the
+    layer answers as a `DynamicLayer` does at the same moment.
     """
 
     is_compileable = False  # kvpass compiles the decode step itself; generate() must not
@@ -53,12 +54,21 @@ class PackedLayer(CacheLayerMixin):
         self.importance: Importance | None = None
         self.tokens = self.seen = 0
         self.context: ForwardContext | None = None  # while a forward is running
+        self.updated = False  # in this forward
+        self.filled = False  # by an earlier forward, since the last reset
         self.whole = True  # False while something changes it, and for good if that was neither ended nor taken back
         self.edits = self.crops = 0  # changes of rows, and of length, since it was empty: the same in all layers
+        self.only_tokens = False  # what is stored came from token ids alone; the first layer knows for its cache
         self.drafts = 0  # calls of a few tokens in a row, up to the last; the first layer counts for its cache
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]  # transformers assigns it
+        """Whether tokens have reached the layer, in an earlier forward or in this one. Memory may be there before."""
+        return self.filled or self.updated
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether the layer has memory for tokens."""
         return self.key_state is not None
 
     @property
@@ -72,6 +82,12 @@ class PackedLayer(CacheLayerMixin):
         return self._view(self.value_state) if self.is_initialized else None
 
     def _view(self, state: KVState) -> Tensor:
+        if self.updated:
+            raise KVPassError(
+                "The model reads the keys or values of a cache layer in the forward that has just stored some there. "
+                "A packed layer no longer has them in full precision. Use kvpass.remove(model); this model is not "
+                "supported."
+            )
         if self.context is None:
             self.refuse_unless_whole()
         return (
@@ -82,7 +98,7 @@ class PackedLayer(CacheLayerMixin):
 
     def states(self) -> list[KVState]:
         """Key and value state, or nothing before the first forward."""
-        return [self.key_state, self.value_state] if self.is_initialized else []
+        return [self.key_state, self.value_state] if self.is_allocated else []
 
     @property
     def nbytes(self) -> int:
@@ -168,7 +184,7 @@ class PackedLayer(CacheLayerMixin):
         return rows in (until_due, min(new_tokens, rows))
 
     def _allocate(self, batch: int, tokens: int) -> None:
-        if self.is_initialized:
+        if self.is_allocated:
             return
         geometry = self.geometry
         room = (geometry.num_key_value_heads, geometry.head_dim, geometry.dtype, geometry.device)
@@ -209,6 +225,7 @@ class PackedLayer(CacheLayerMixin):
     def forget(self) -> None:
         """Drop all storage."""
         self.key_state = self.value_state = self.rotary = self.importance = None
+        self.filled = self.updated = False
         if self.pool is not None:
             self.pool.states.clear()
 
@@ -220,6 +237,7 @@ class PackedLayer(CacheLayerMixin):
             state.evicted(gone)
         self.tokens += new_tokens - gone
         self.seen += new_tokens
+        self.filled = True
         for adaptive in self._adaptive_states() if self.plan.adaptive else ():
             if adaptive.spec.retention.packed(self.tokens) > adaptive.count:
                 adaptive.requantize(self.tokens, self.importance.weights[..., : self.tokens])
@@ -238,7 +256,7 @@ class PackedLayer(CacheLayerMixin):
             if not succeeded:
                 self.importance.take_back()
             self.importance.before = None
-        self.context = None
+        self.context, self.updated = None, False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise KVPassError("A packed cache layer is initialized by the forward of the model kvpass was applied to.")
@@ -249,15 +267,39 @@ class PackedLayer(CacheLayerMixin):
                 "A packed cache was updated outside of the forward kvpass was applied to. Call model(...) or "
                 "model.generate(...), not a submodule, or pass a cache of its own to the submodule."
             )
+        self._refuse_other_tokens(key_states)
         capture, length = self.context.query_capture, self.context.length
         past = self.read() if torch.compiler.is_dynamo_compiling() or length_of(length) else None
         if capture is None:
             self.append(key_states, value_states)
         else:
             capture.wait(self, key_states, value_states)
+        self.updated = True
         if past is None:
             return key_states, value_states
         return torch.cat((past[0], key_states), 2), torch.cat((past[1], value_states), 2)
+
+    def _refuse_other_tokens(self, key_states: Tensor) -> None:
+        """Raise `KVPassError` unless the tokens that are handed over, which need not be those of ``input_ids``, are as
+        many as all layers store in this forward, and come once."""
+        if self.updated:
+            raise KVPassError(
+                "The model stored keys in the same cache layer twice in one forward, as a decoder that runs twice "
+                "does. A packed cache takes one update a layer and forward. Use kvpass.remove(model); this model is "
+                "not supported."
+            )
+        batch, _, tokens, _ = key_states.shape
+        same = tokens == self.context.new_tokens
+        if torch.compiler.is_dynamo_compiling():
+            if same:
+                return
+            raise KVPassError(
+                "The model stores another number of tokens than it is given, as a model does that puts image tokens "
+                "in front of its input, and this forward is captured. Use a scheme that runs the prompt uncaptured, "
+                "such as 'kivi', or kvpass.apply(model, ..., lowering='eager')."
+            )
+        if not same or batch != self.batch_size:
+            self.context.expect(batch, tokens)
 
     def read(self) -> tuple[Tensor, Tensor]:
         """The past as attention sees it, keys rotated; left for the layer above as it is stored."""
@@ -324,11 +366,14 @@ class PackedLayer(CacheLayerMixin):
     def get_seq_length(self) -> int:
         if self.context is None:
             return self.seen
-        return length_of(self.context.seen_length, SEEN_OFFSET) if self.evicts else length_of(self.context.length)
+        seen = length_of(self.context.seen_length, SEEN_OFFSET) if self.evicts else length_of(self.context.length)
+        return seen + self.context.new_tokens if self.updated else seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         # what is stored passes for the newest of the tokens seen: all of it is in the past of every query
         stored = self.tokens if self.context is None else length_of(self.context.length)
+        if self.updated:
+            stored += self.context.new_tokens
         return stored + query_length, self.get_seq_length() - stored
 
     def get_max_length(self) -> int:
@@ -342,7 +387,7 @@ class PackedLayer(CacheLayerMixin):
         for state in self.states():
             state.reset()
         self.tokens = self.seen = self.edits = self.crops = 0
-        self.context = None
+        self.context, self.updated, self.filled = None, False, False
         self.whole = True
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -393,4 +438,4 @@ class PackedLayer(CacheLayerMixin):
     @property
     def batch_size(self) -> int:
         """Batch size of the stored tokens, -1 before the first forward."""
-        return self.key_state.ring.shape[0] if self.is_initialized else -1
+        return self.key_state.ring.shape[0] if self.is_allocated else -1

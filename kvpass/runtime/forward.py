@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ _REPLACED = DynamicLayer, DynamicSlidingWindowLayer
 def start_forward(layers: list[PackedLayer], batch: int, new_tokens: int) -> int:
     """Prepare all packed layers of a cache for one forward; returns the tokens already stored.
 
+    batch, new_tokens: what the caller hands to the model. The model may hand other sizes to its layers, for instance
+    with image tokens in front of the text; `_expect` then prepares them again.
+
     Raises `KVPassError` if the cache is full, not whole, or of another batch size; nothing is changed then, nor when
     there is no memory for more tokens.
     """
@@ -33,13 +37,7 @@ def start_forward(layers: list[PackedLayer], batch: int, new_tokens: int) -> int
             "The layers of this cache differ: reordering, selecting, cropping or resetting it failed or was "
             "interrupted midway. Start again with a fresh cache, or cache.reset()."
         )
-    if first.max_cache_len is not None and first.plan.key.retention.stored(stored + new_tokens) > first.max_cache_len:
-        raise KVPassError(
-            f"The cache is full: {stored} tokens stored, and {new_tokens} more do not fit max_cache_len="
-            f"{first.max_cache_len}."
-        )
-    if stored and first.batch_size != batch:
-        raise KVPassError(f"The cache holds a batch of {first.batch_size}; this call has a batch of {batch}.")
+    _refuse_what_does_not_fit(first, batch, new_tokens)
     for layer in layers:
         layer.whole = False
     try:
@@ -52,22 +50,64 @@ def start_forward(layers: list[PackedLayer], batch: int, new_tokens: int) -> int
     return stored
 
 
+def _refuse_what_does_not_fit(first: PackedLayer, batch: int, new_tokens: int) -> None:
+    stored, capacity = first.tokens, first.max_cache_len
+    if capacity is not None and first.plan.key.retention.stored(stored + new_tokens) > capacity:
+        raise KVPassError(
+            f"The cache is full: {stored} tokens stored, and {new_tokens} more do not fit max_cache_len={capacity}."
+        )
+    if stored and first.batch_size != batch:
+        raise KVPassError(f"The cache holds a batch of {first.batch_size}; this call has a batch of {batch}.")
+
+
+def _expect(layers: list[PackedLayer], batch: int, new_tokens: int) -> None:
+    """Prepare ``layers`` for what the model hands to the first of them in a forward that has begun."""
+    first = layers[0]
+    if any(layer.updated for layer in layers):
+        raise KVPassError(
+            f"The model stores {first.context.new_tokens} tokens in some of its cache layers and {new_tokens} in "
+            "others. A packed cache has one length for all layers. Use kvpass.remove(model); this model is not "
+            "supported."
+        )
+    _refuse_what_does_not_fit(first, batch, new_tokens)
+    _make_room(layers, batch, new_tokens, first.context)
+
+
+def check_all_updated(layers: list[PackedLayer]) -> None:
+    """Raise `KVPassError` if a forward has stored tokens in some ``layers`` and none in others."""
+    missing = [layer.geometry.index for layer in layers if not layer.updated]
+    if 0 < len(missing) < len(layers):
+        raise KVPassError(
+            f"The model stored nothing in cache layers {', '.join(map(str, missing))} in this forward, and something "
+            "in the others. A packed cache has one length for all layers. Use kvpass.remove(model); this use of the "
+            "model is not supported."
+        )
+
+
 def _forget(layers: list[PackedLayer]) -> None:
     for layer in layers:
         layer.forget()
 
 
 def _prepare(layers: list[PackedLayer], batch: int, stored: int, new_tokens: int) -> None:
+    first = layers[0]
+    context = ForwardContext(_varying(carry(stored, first.geometry.device), stored))
+    context.expect = partial(_expect, layers)
+    if first.evicts:
+        context.seen_length = _varying(carry(first.seen, offset=SEEN_OFFSET), stored)
+    _make_room(layers, batch, new_tokens, context)
+
+
+def _make_room(layers: list[PackedLayer], batch: int, new_tokens: int, context: ForwardContext) -> None:
     if any(layer.batch_size != batch for layer in layers):  # a reset cache may be used at another batch size
         _forget(layers)
     first = layers[0]
-    device = first.geometry.device
-    context = ForwardContext(_varying(carry(stored, device), stored))
-    if first.evicts:
-        context.seen_length = _varying(carry(first.seen, offset=SEEN_OFFSET), stored)
-    context.edges = _edges(layers, batch, stored, new_tokens)
+    context.arriving = torch.empty(new_tokens, 0)
+    if new_tokens > 1:
+        torch._dynamo.maybe_mark_dynamic(context.arriving, 0)
+    context.edges = _edges(layers, batch, first.tokens, new_tokens)
     for heads, budget in {(layer.deciding_heads, layer.plan.key.retention.budget) for layer in layers if layer.evicts}:
-        context.slots[heads] = torch.zeros(batch, heads, budget, dtype=torch.int64, device=device)
+        context.slots[heads] = torch.zeros(batch, heads, budget, dtype=torch.int64, device=first.geometry.device)
     for layer in layers:
         layer.prepare(batch, new_tokens, context)
     if first.pool is not None:

@@ -27,7 +27,7 @@ from ..models.attention import PortableAttention
 from ..models.probe import has_encoder
 from ..schemes import LayerGeometry, SchemeConfig, check_edges, check_sources
 from .forms import Forms
-from .forward import finish_forward
+from .forward import check_all_updated, finish_forward
 from .recall import Recalls
 from .replay import Replays
 
@@ -202,6 +202,7 @@ class Runtime:
         try:
             with torch.no_grad():
                 yield
+            check_all_updated(layers)
             succeeded = True
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, KVPassError):
@@ -222,7 +223,7 @@ class Runtime:
                 f"Use {instead}."
             ) from error
         finally:
-            finish_forward(layers, new_tokens, succeeded, undo)
+            finish_forward(layers, layers[0].context.new_tokens, succeeded, undo)
 
     def _choose(self, first: PackedLayer, new_tokens: int):
         """Who runs the call over the cache whose first layer is ``first``. Drafts are verified one after another: the

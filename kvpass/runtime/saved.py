@@ -228,4 +228,4 @@ def _fill_packed(layer: PackedLayer, batch: int, numbers: dict[str, Any], tensor
         storage.fill(tokens, own)
     for state, saved in zip(layer.states(), numbers["states"], strict=True):
         state.writes = Writes(tuple((int(first), int(stop)) for first, stop in saved["spans"]), int(saved["packed"]))
-    layer.tokens, layer.seen = tokens, numbers["seen"]
+    layer.tokens, layer.seen, layer.filled = tokens, numbers["seen"], True

@@ -2,7 +2,8 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from ..compile.report import listed
 from ..errors import KVPassError
 from ..models.arguments import CACHE_NAMES, cache_argument
 from ..models.probe import fresh_cache, some_tokens
+from ..models.redundant import MASKS, RedundantArguments
 from ..models.recording import put_up_hooks, refuse_what_is_not_recorded
 from .forward import finish_forward, remember, start_forward
 from .padding import PaddingMasks
@@ -35,9 +37,13 @@ class TransformersRuntime(Runtime):
     def __init__(self, model: nn.Module, *args, **options):
         super().__init__(model, *args, **options)
         self.prefix = "decoder_" if self.has_encoder else ""  # of the decoder's arguments
-        self.parameters = list(inspect.signature(self.original).parameters)
+        parameters = inspect.signature(self.original).parameters
+        self.parameters = list(parameters)
+        self.defaults = {name: parameter.default for name, parameter in parameters.items()}
         self.cache_argument = cache_argument(model)
         self.masks = PaddingMasks(model)
+        with self.attention:
+            self.redundant = RedundantArguments(model)
 
     def prepare(self) -> None:
         if self.mode == "reduce-overhead" and not self.eager:
@@ -89,19 +95,21 @@ class TransformersRuntime(Runtime):
         stored, seen = start_forward(layers, batch, new_tokens), layers[0].seen
         with self._one_forward(layers, new_tokens, undo), running(cross_layers(cache), layers[0]):
             of_prompt = not stored or new_tokens > FEW
-            layers[0].context.starts = self._set_masks(kwargs, stored + new_tokens, seen + new_tokens, of_prompt)
-            self._drop_defaults(kwargs, seen, new_tokens)
+            removable = self._removable(layers[0], kwargs)
+            masks = removable.intersection(MASKS)
+            layers[0].context.starts = self._set_masks(kwargs, masks, stored + new_tokens, seen + new_tokens, of_prompt)
+            self._leave_out(kwargs, removable.difference(MASKS), new_tokens)
             run = self._choose(layers[0], new_tokens)
             if not stored and kwargs.get(f"{self.prefix}attention_mask") is None:
                 self._expect_steps(batch)
-            if run is not self.original:
-                self._canonicalise(kwargs)
+            given = kwargs if run is self.original else self._canonical(kwargs)
             if self.replays is not None and run is self.decode_step:
-                output = self.replays.run(layers, new_tokens, kwargs, lambda given: run(**given))
+                output = self.replays.run(layers, new_tokens, given, lambda given: run(**given))
             else:
                 if isinstance(self.replays, Recalls):
                     self.replays.forget(layers[0])
-                output = run(**kwargs)
+                output = run(**given)
+            _hand_back(given, kwargs)
         self._measure(cache_layers(cache))
         return output
 
@@ -122,7 +130,10 @@ class TransformersRuntime(Runtime):
         if kwargs.get(self.cache_argument) is not None:
             return True
         use_cache = kwargs.get("use_cache")
-        return bool(getattr(self.model().config, "use_cache", True) if use_cache is None else use_cache)
+        config = self.model().config
+        for own in (config, config.get_text_config(decoder=True)):
+            use_cache = getattr(own, "use_cache", None) if use_cache is None else use_cache
+        return use_cache is None or bool(use_cache)
 
     def adopt(self, cache: Cache) -> list[PackedLayer]:
         """The packed layers of ``cache``, swapped in if it is fresh. Raises `KVPassError` for what cannot be packed."""
@@ -186,10 +197,19 @@ class TransformersRuntime(Runtime):
             finish_forward(layers, 2, succeeded=False)
         return True
 
-    def _set_masks(self, kwargs, total: int, seen: int, of_prompt: bool) -> Tensor | None:
+    def _removable(self, first: PackedLayer, kwargs) -> frozenset[str]:
+        """Arguments of a call over the cache with the layer ``first`` that are redundant if they have their usual
+        values. None once a cache was filled with the help of other arguments: a model may go on from an image in ways
+        that nothing was compared for."""
+        given = {name: value for name, value in kwargs.items() if value is not None}
+        inputs = [name for name, value in given.items() if not isinstance(value, (bool, int, float, str))]
+        first.only_tokens = (first.only_tokens or not first.tokens) and self.redundant.compared(inputs)
+        return self.redundant.among(given) if first.only_tokens else frozenset()
+
+    def _set_masks(self, kwargs, removable: Collection[str], total: int, seen: int, of_prompt: bool) -> Tensor | None:
         """Cut masks made for a static cache to the tokens there are, and drop a 2-D one that is known to hide nothing
-        (`PaddingMasks`). One that is too short stays: to transformers it hides the newest tokens. Returns where rows
-        begin, if that is all that the mask of a step says.
+        (`PaddingMasks`) if it is ``removable``. One that is too short stays: to transformers it hides the newest
+        tokens. Returns where rows begin, if that is all that the mask of a step says.
         """
         name, starts = f"{self.prefix}attention_mask", None
         mask = kwargs.get(name)
@@ -201,7 +221,8 @@ class TransformersRuntime(Runtime):
                 continue
             known = self.masks.find(padding, of_prompt)
             if known is not None and known.starts is None:
-                kwargs[own] = None
+                if own in removable:
+                    del kwargs[own]
             elif known is not None and own == name and not of_prompt and padding.shape[1] == seen == total:
                 starts = known.starts
         if isinstance(mask, dict):  # one for each kind of layer; only full attention is packed
@@ -219,38 +240,47 @@ class TransformersRuntime(Runtime):
             kwargs[name] = mask[..., :total]
         return None
 
-    def _drop_defaults(self, kwargs, seen: int, new_tokens: int) -> None:
-        """Drop what says no more than leaving it out, so that every caller shares one graph, whatever the order of what
-        is left. Positions are compared where that does not wait for the device."""
-        config = self.model().config
-        defaults: dict[str, int] = {name: True for name in ("use_cache", "return_dict") if getattr(config, name, True)}
-        defaults["logits_to_keep"] = new_tokens
+    def _leave_out(self, kwargs, removable: Collection[str], new_tokens: int) -> None:
+        """Leave out what says no more than leaving it out, so that callers share graphs, and put the rest in one order.
+        What ``forward`` has as the default of a parameter is as good as not passed."""
+        usual = {"logits_to_keep": new_tokens}
         for name, value in list(kwargs.items()):
-            if value is None or (isinstance(value, int) and defaults.get(name) == value):
+            default = self.defaults.get(name, _NOT_A_DEFAULT)
+            plain = value is None or isinstance(value, (bool, int))
+            redundant = name in removable and value == usual.get(name, True)
+            if plain and (redundant or (type(value) is type(default) and value == default)):
                 del kwargs[name]
-        for name in ("position_ids", "cache_position"):
-            positions = kwargs.get(name)
-            if not isinstance(positions, Tensor) or positions.device.type != "cpu":
-                continue
-            if positions.shape[-1:] == (new_tokens,) and (positions == torch.arange(seen, seen + new_tokens)).all():
-                del kwargs[name]
-        for name in sorted(kwargs):
+        for name in [name for name in self.defaults if name in kwargs]:
             kwargs[name] = kwargs.pop(name)
 
-    def _canonicalise(self, kwargs) -> None:
-        """Token dims of the inputs vary from call to call; what they are views of, and strides of dims of size 1, mean
-        nothing."""
-        for name, tensor in kwargs.items():
-            if isinstance(tensor, Tensor):
-                kwargs[name] = tensor.clone(memory_format=torch.contiguous_format)
-        for name in ("attention_mask", "decoder_attention_mask"):
-            mask = kwargs.get(name)
+    def _canonical(self, kwargs) -> dict[str, Any]:
+        """``kwargs`` for a graph: the token dimensions of inputs vary from call to call; what they are views of, and
+        strides of dimensions of size 1, mean nothing."""
+        with torch.inference_mode(False):  # writes to clones are counted then
+            given = {
+                name: value.clone(memory_format=torch.contiguous_format) if isinstance(value, Tensor) else value
+                for name, value in kwargs.items()
+            }
+        for name in MASKS:
+            mask = given.get(name)
             if isinstance(mask, Tensor):
                 torch._dynamo.maybe_mark_dynamic(mask, mask.ndim - 1)
                 if mask.ndim == 4 and mask.shape[2] > 1:
                     torch._dynamo.maybe_mark_dynamic(mask, 2)
         inputs = ("input_ids", "inputs_embeds", "position_ids", "decoder_input_ids", "decoder_inputs_embeds")
-        encoded = getattr(kwargs.get("encoder_outputs"), "last_hidden_state", None)
-        for tensor in (*map(kwargs.get, inputs), encoded):
+        encoded = getattr(given.get("encoder_outputs"), "last_hidden_state", None)
+        for tensor in (*map(given.get, inputs), encoded):
             if isinstance(tensor, Tensor) and tensor.ndim >= 2 and tensor.shape[1] > 1:
                 torch._dynamo.maybe_mark_dynamic(tensor, 1)
+        return given
+
+
+_NOT_A_DEFAULT = object()
+
+
+def _hand_back(given: dict[str, Any], kwargs: dict[str, Any]) -> None:
+    """Copy what a model wrote into its arguments ``given`` to those of the caller, of which they are clones."""
+    for name, value in given.items():
+        own = kwargs[name]
+        if value is not own and value._version:
+            own.copy_(value)
