@@ -65,7 +65,7 @@ KINDS = {
 def feed(cache, count: int, seed: int) -> torch.Tensor:
     """Logits of ``count`` tokens. What an encoder gave depends on ``seed``, too."""
     model, layers = cache.model, packed_layers(cache)
-    batch = layers[0].batch_size if layers and layers[0].tokens else 2
+    batch = layers[0].batch if layers and layers[0].tokens else 2
     inputs = dict(input_ids=tokens(batch, count, seed))
     if model.config.is_encoder_decoder:
         encoded = BaseModelOutput(last_hidden_state=randn(seed, batch, 11, model.config.hidden_size))

@@ -28,7 +28,7 @@ class CrossLayer(PackedLayer):
                 "to: pass a fresh cache, or cache.reset(), for other inputs of the encoder."
             )
         batch, _, tokens, _ = key_states.shape
-        if self.batch_size != batch:  # a reset cache may be used at another batch size
+        if self.batch != batch:  # a reset cache may be used at another batch size
             self.forget()
         self._allocate(batch, self.max_cache_len or tokens)
         for which, (state, x) in enumerate(zip(self.states(), (key_states, value_states), strict=True)):

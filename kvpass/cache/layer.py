@@ -127,7 +127,7 @@ class PackedLayer(CacheLayerMixin):
     def full_nbytes(self) -> int:
         """What the tokens seen would take in full precision, in the cache's dtype."""
         per_token = self.geometry.num_key_value_heads * self.geometry.head_dim * self.geometry.dtype.itemsize
-        return 2 * max(self.batch_size, 0) * self.seen * per_token
+        return 2 * max(self.batch, 0) * self.seen * per_token
 
     @property
     def evicts(self) -> bool:
@@ -298,7 +298,7 @@ class PackedLayer(CacheLayerMixin):
                 "in front of its input, and this forward is captured. Use a scheme that runs the prompt uncaptured, "
                 "such as 'kivi', or kvpass.apply(model, ..., lowering='eager')."
             )
-        if not same or batch != self.batch_size:
+        if not same or batch != self.batch:
             self.context.expect(batch, tokens)
 
     def read(self) -> tuple[Tensor, Tensor]:
@@ -436,6 +436,7 @@ class PackedLayer(CacheLayerMixin):
     prefetch = offload
 
     @property
-    def batch_size(self) -> int:
-        """Batch size of the stored tokens, -1 before the first forward."""
+    def batch(self) -> int:
+        """Batch size of the stored tokens, -1 before the first forward. Not called ``batch_size``: growing layers of
+        transformers have no such attribute, and `Cache.batch_size` is -1 for them."""
         return self.key_state.ring.shape[0] if self.is_allocated else -1

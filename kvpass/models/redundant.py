@@ -1,8 +1,8 @@
 """Which arguments of a model say no more than leaving them out.
 
-Callers say the same in many ways: ``generate`` passes ``use_cache=True``, a loop of one's own does not. Calls that share
-a form share a compiled graph, so kvpass leaves out what is redundant. Whether it is depends on the model: both ways are
-tried and compared. Positions are never left out. Without them some models count from 0 at every call, others from
+Callers say the same in many ways: ``generate`` passes ``use_cache=True``, other loops do not. Calls of one form share a
+compiled graph, so kvpass leaves out what is redundant. Whether it is depends on the model: both ways are tried and
+compared. Positions are never left out. Without them some models count from 0 at every call, others from
 ``padding_idx + 1``, others from what an earlier image left behind.
 """
 
@@ -91,7 +91,7 @@ def _arguments(model: nn.Module, count: int, seen: int, positioned: bool, names:
     given = some_tokens(model, 1, count)
     ids = given["decoder_input_ids" if has_encoder(model) else "input_ids"]
     padding = getattr(model.config, "pad_token_id", None)
-    if isinstance(padding, int) and 0 <= padding:
+    if isinstance(padding, int) and padding >= 0:
         ids = given["decoder_input_ids" if has_encoder(model) else "input_ids"] = ids.clone()
         ids[:, -1] = padding
     if positioned:

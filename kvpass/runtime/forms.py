@@ -63,7 +63,7 @@ class Forms:
 
     def __call__(self, *args, **kwargs):
         layer = _first_layer((*args, *kwargs.values()))
-        stored, batch = (min(layer.tokens, 2), layer.batch_size) if layer else (None, None)
+        stored, batch = (min(layer.tokens, 2), layer.batch) if layer else (None, None)
         key = torch.is_inference_mode_enabled(), stored, tuple(map(_described, args)), _described(kwargs)
         form = self._forms.get(key) or self._forms.setdefault(key, _Form(self._start, self._waiting))
         return form(batch, args, kwargs)

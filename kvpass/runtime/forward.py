@@ -56,10 +56,11 @@ def _refuse_what_does_not_fit(first: PackedLayer, batch: int, new_tokens: int) -
         raise KVPassError(
             f"The cache is full: {stored} tokens stored, and {new_tokens} more do not fit max_cache_len={capacity}."
         )
-    if stored and first.batch_size != batch:
-        raise KVPassError(f"The cache holds a batch of {first.batch_size}; this call has a batch of {batch}.")
+    if stored and first.batch != batch:
+        raise KVPassError(f"The cache holds a batch of {first.batch}; this call has a batch of {batch}.")
 
 
+@torch.compiler.disable  # where a step runs in pieces, layers call it between them
 def _expect(layers: list[PackedLayer], batch: int, new_tokens: int) -> None:
     """Prepare ``layers`` for what the model hands to the first of them in a forward that has begun."""
     first = layers[0]
@@ -99,7 +100,7 @@ def _prepare(layers: list[PackedLayer], batch: int, stored: int, new_tokens: int
 
 
 def _make_room(layers: list[PackedLayer], batch: int, new_tokens: int, context: ForwardContext) -> None:
-    if any(layer.batch_size != batch for layer in layers):  # a reset cache may be used at another batch size
+    if any(layer.batch != batch for layer in layers):  # a reset cache may be used at another batch size
         _forget(layers)
     first = layers[0]
     context.arriving = torch.empty(new_tokens, 0)

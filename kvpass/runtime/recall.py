@@ -50,7 +50,7 @@ class Recalls:
         cache = self._caches.get(first)
         if cache is None or cache.moved != moved:
             cache = self._caches[first] = _OfCache(moved)
-        key = new_tokens, first.batch_size, first.context.starts is None, *_of_process(), *_described(given)
+        key = new_tokens, first.batch, first.context.starts is None, *_of_process(), *_described(given)
         call = cache.calls.get(key)
         if call is not None and (output := call.again(first.context, given)) is not None:
             return output

@@ -263,7 +263,7 @@ class Runtime:
             LayerReport(row.index, row.packed, row.plan, row.reason, *(_bytes(layer) or _bytes_of(row)))
             for row, layer in zip(self.report.layers, there, strict=False)
         ]
-        self.report.used(rows, first.seen, first.batch_size)
+        self.report.used(rows, first.seen, first.batch)
 
     def __reduce_ex__(self, protocol):
         raise KVPassError(

@@ -67,7 +67,7 @@ def save_cache(cache: Cache, path: str | Path) -> Path:
     facts = {
         "format": _FORMAT,
         "made_by": _maker(runtime),
-        "batch": packed_layers(cache)[0].batch_size,
+        "batch": packed_layers(cache)[0].batch,
         "layers": [_numbers_of(layer) for layer in layers],
     }
     tensors = {

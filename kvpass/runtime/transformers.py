@@ -20,8 +20,8 @@ from ..compile.report import listed
 from ..errors import KVPassError
 from ..models.arguments import CACHE_NAMES, cache_argument
 from ..models.probe import fresh_cache, some_tokens
-from ..models.redundant import MASKS, RedundantArguments
 from ..models.recording import put_up_hooks, refuse_what_is_not_recorded
+from ..models.redundant import MASKS, RedundantArguments
 from .forward import finish_forward, remember, start_forward
 from .padding import PaddingMasks
 from .recall import Recalls
