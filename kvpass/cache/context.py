@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from .layer import PackedLayer
     from .query_capture import QueryCapture
 
 
@@ -26,6 +27,7 @@ class ForwardContext:
     slots: heads that decide -> ``[B, heads, budget]`` int64, where a decision to evict is handed on.
     past: what one layer decoded, until the layer above has its turn.
     query_capture: who hands over the queries, where no graph does.
+    uncaptured: called by each layer that is read by the model's own Python in a step that is to be compiled.
     """
 
     length: Tensor
@@ -37,6 +39,7 @@ class ForwardContext:
     slots: dict[int, Tensor] = field(default_factory=dict)
     past: tuple[Tensor, Tensor] | None = None
     query_capture: QueryCapture | None = None
+    uncaptured: Callable[[PackedLayer], None] | None = None
 
     @property
     def new_tokens(self) -> int:

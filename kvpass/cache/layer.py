@@ -5,14 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from ..codec.spec import CodecSpec
-from ..errors import KVPassError
+from ..errors import KVPassError, NotCapturedError
 from ..layout.window import SEEN_OFFSET, length_of
 from ..schemes import LayerGeometry, LayerPlan
 from .adaptive_state import AdaptiveState, PlanePool
@@ -20,6 +20,8 @@ from .context import ForwardContext
 from .per_cache import Importance, RotaryState
 from .state import KVState, SharedTensors, Storage
 from .tensor import PackedKV
+
+_UNCAPTURED = "its layers ran outside of any graph"
 
 
 class PackedLayer(CacheLayerMixin):
@@ -303,8 +305,8 @@ class PackedLayer(CacheLayerMixin):
 
     def read(self) -> tuple[Tensor, Tensor]:
         """The past as attention sees it, keys rotated; left for the layer above as it is stored."""
-        if self.plan.key.transform.turns and not torch.compiler.is_dynamo_compiling():
-            raise KVPassError("Keys that are not stored as rotated need the pass: this forward was not captured.")
+        if not torch.compiler.is_dynamo_compiling():
+            self._read_uncaptured()
         k_below, v_below = self.context.past if self.plan.looks_at_previous else (None, None)
         keys = self._decode(self.key_state, k_below)
         values = self._decode(self.value_state, v_below, keys)
@@ -314,15 +316,27 @@ class PackedLayer(CacheLayerMixin):
             keys = torch.ops.kvpass.rotate(keys, rotary.cos, rotary.sin, "")
         return keys, values
 
+    def _read_uncaptured(self) -> None:
+        """Called where the model's own Python reads the layer, and no graph does."""
+        if self.plan.key.transform.turns:
+            raise NotCapturedError(_UNCAPTURED)
+        if self.context.uncaptured is not None:
+            self.context.uncaptured(self)
+
+    def _refuse_unless_captured(self, queries: bool) -> None:
+        """Raise `NotCapturedError` if what is stored is found in a graph, and there is none. ``queries``: whether those
+        of the call are there."""
+        missing = self.plan.needs_queries and not queries and not length_of(self.context.length)
+        if self.plan.key.transform.turns or self.plan.needs_importance or missing:
+            raise NotCapturedError(_UNCAPTURED)
+
     def append(self, keys: Tensor, values: Tensor, q: Tensor | None = None, mask: Tensor | None = None) -> None:
         """Store the present, ``[B, H_kv, S, D]`` each.
 
         q, mask: queries ``[B, H_q, S, D]`` and mask of the attention that reads it, where no graph finds them.
         """
-        if self.plan.needs_importance and not torch.compiler.is_dynamo_compiling():
-            raise KVPassError(
-                "What is stored depends on attention, which needs the pass: this forward was not captured."
-            )
+        if not torch.compiler.is_dynamo_compiling():
+            self._refuse_unless_captured(queries=q is not None)
         keys, values = map(self._placed, (keys, values))
         same_layer_keys = self._append(self.key_state, keys, 0, q=q, mask=mask)
         self._append(self.value_state, values, 1, same_layer_keys)
@@ -357,11 +371,7 @@ class PackedLayer(CacheLayerMixin):
         narrower = x.device == device and torch.promote_types(x.dtype, dtype) == dtype
         if narrower and torch.is_autocast_enabled(device.type):
             return x.to(dtype)
-        raise KVPassError(
-            f"The model made keys or values in {x.dtype} on {x.device}; kvpass was applied when they were {dtype} on "
-            f"{device}. kvpass.remove(model) and apply again after changing the dtype or the device, and outside "
-            "of torch.autocast: what was applied outside works within, too."
-        )
+        return _refuse_place(x.dtype, x.device, dtype, device)
 
     def get_seq_length(self) -> int:
         if self.context is None:
@@ -440,3 +450,12 @@ class PackedLayer(CacheLayerMixin):
         """Batch size of the stored tokens, -1 before the first forward. Not called ``batch_size``: growing layers of
         transformers have no such attribute, and `Cache.batch_size` is -1 for them."""
         return self.key_state.ring.shape[0] if self.is_allocated else -1
+
+
+@torch.compiler.assume_constant_result  # raised as it is, also while a graph is captured
+def _refuse_place(found: torch.dtype, on: torch.device, dtype: torch.dtype, device: torch.device) -> NoReturn:
+    raise KVPassError(
+        f"The model made keys or values in {found} on {on}; kvpass was applied when they were {dtype} on {device}. "
+        "kvpass.remove(model) and apply again after changing the dtype or the device, and outside of torch.autocast: "
+        "what was applied outside works within, too."
+    )

@@ -18,7 +18,7 @@ from .device_lengths import counted_on_host, read_on_device
 from .find import find
 from .lower import lower
 from .normalise import normalise
-from .noted import Noted
+from .noted import Counted, Noted
 from .own_cache import presents
 from .repeats import Repeats, find_repeats
 from .report import ADVICE, GraphReport, listed
@@ -63,6 +63,8 @@ class Backend:
         examples = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
         with Trace(gm, self.folder, self.keep_stages) as trace:
             run = self._compile(gm, example_inputs, trace)
+        if trace.report is not None and trace.report.reads:
+            run = Counted(run, trace.report)
         return Noted(run, examples) if self.noted else run
 
     def _compile(self, gm: GraphModule, example_inputs, trace: Trace) -> Callable:
@@ -112,7 +114,7 @@ class Backend:
         report.lowerings = lower(module, self.lowering)
         report.on_host = [*on_host, *counted_on_host(module)] if self.device_lengths else None
         trace.stage("lowered", module)
-        if report.fused or report.decoded:
+        if report.reads:
             self.graphs.append(report)
         run = stamp.compiled(self._compiled) if stamp else self._compiled(module, normal.inputs)
         if not self.interpret:

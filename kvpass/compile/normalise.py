@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_any
 from kvpass.lowering.session import compiling
 
 from .concrete import leaves, upstream
+from .vmaps import write_out
 
 aten = torch.ops.aten
 _CHECKS_BREAK = torch.__version__ < "2.13"  # C++ that checks a mask's index beside a comparison does not compile
@@ -51,6 +52,7 @@ class NormalGraph:
 @compiling()
 def normalise(gm: GraphModule) -> NormalGraph:
     """Functionalize ``gm`` without decomposing attention; `in_place` is the way back."""
+    write_out(gm)
     inputs = [node.meta["example_value"] for node in gm.graph.nodes if node.op == "placeholder"]
     with tracing(TracingContext(detect_fake_mode(inputs))), torch.no_grad():
         module, signature = aot_export_module(gm, inputs, trace_joint=False, pre_dispatch=True)

@@ -1,4 +1,5 @@
-"""What a compiled step calls once Dynamo has checked its guards, noted so that it can be called again without them.
+"""What a compiled step calls once Dynamo has checked its guards: counted, as a step may be several graphs, and noted so
+that it can be called again without them.
 
 Guards make sure that a graph fits what it is given. A `Call` asks of sizes what they ask; that nothing else has changed
 is for whoever calls it again to see.
@@ -28,6 +29,32 @@ def noted() -> Iterator[list[tuple[Call, Sequence]]]:
         yield calls
     finally:
         _calls.reset(before)
+
+
+_ran: ContextVar[list[Any] | None] = ContextVar("ran", default=None)
+
+
+@contextmanager
+def counted() -> Iterator[list[Any]]:
+    """What is said of the `Counted` graphs that this thread runs within it."""
+    ran: list[Any] = []
+    before = _ran.set(ran)
+    try:
+        yield ran
+    finally:
+        _ran.reset(before)
+
+
+class Counted:
+    """``run``, a graph of which ``report`` tells."""
+
+    def __init__(self, run: Callable[..., Sequence], report: Any):
+        self._run, self._report = run, report
+
+    def __call__(self, *inputs: Any) -> Sequence:
+        if (ran := _ran.get()) is not None:
+            ran.append(self._report)
+        return self._run(*inputs)
 
 
 class Noted:

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
 from ..codec.rope import parse_rope, rotate, split_pairs
-from ..errors import KVPassError
+from ..errors import NotCapturedError
 from .calls import ATTEND
 from .concrete import at, hints, is_size, run, upstream
 
@@ -63,7 +63,7 @@ class Rotations:
     def find(self, output: Node) -> Rotation | None:
         """The rotation that ends in ``output`` ``[B, H, S, D]``, None if there is none.
 
-        Raises `KVPassError` if positions enter in a way that is not a rotation of channel pairs.
+        Raises `NotCapturedError` if positions enter in a way that is not a rotation of channel pairs.
         """
         positional = False
         for source, tables in self._entries(output):
@@ -71,10 +71,7 @@ class Rotations:
             if positional and (rotation := self._verified(output, source)) is not None:
                 return rotation
         if positional:
-            raise KVPassError(
-                "Positions enter keys or queries in a way that is not a rotation of channel pairs, so keys cannot be "
-                "stored as they were before it: use the scheme with rope='post'."
-            )
+            raise NotCapturedError("positions enter keys or queries in a way that is not a rotation of channel pairs")
         return None
 
     def _entries(self, output: Node):

@@ -1,7 +1,7 @@
 """What the pass did, in words and numbers: `kvpass.explain` prints it."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 ADVICE = "Attention written another way may be understood: load the model with attn_implementation='sdpa' or 'eager'."
@@ -40,8 +40,8 @@ class GraphReport:
     because the next one is predicted from it or its tokens have widths of their own; decoded: other reads that decode
     first; rotated: key caches stored before rotary embedding, rotated when read; unfused: why, by position among the
     packed layers. repeats: how often what its layers have in common is called, compiled once; 0 if the graph was looked
-    at and compiled as a ``whole``, which says why. stages: those of the pass, kept if `kvpass.explain` asked for them
-    before.
+    at and compiled as a ``whole``, which says why. is_piece: a step is more than this graph. stages: those of the pass,
+    kept if `kvpass.explain` asked for them before.
     """
 
     fused: int
@@ -56,6 +56,12 @@ class GraphReport:
     whole: str = ""
     on_host: list[str] | None = None
     stages: list[Stage] = field(default_factory=list)
+    is_piece: bool = False
+
+    @property
+    def reads(self) -> bool:
+        """Whether it reads a packed cache at all."""
+        return bool(self.fused or self.decoded)
 
     def __str__(self) -> str:
         kind = "compiled" if self.compiled else "interpreted"
@@ -83,6 +89,26 @@ class LayerReport:
     moved_nbytes: int = 0
 
 
+@dataclass(frozen=True)
+class StepInPieces:
+    """A decode step that is not one graph: ``graphs`` read packed layers, ``fused`` and ``decoded`` in them (see
+    `GraphReport`), the layers ``uncaptured``, by index, are read by the model's own Python. ``why`` is what torch says.
+    """
+
+    graphs: int
+    fused: int
+    decoded: int
+    uncaptured: tuple[int, ...]
+    why: str
+
+    def __str__(self) -> str:
+        if not self.graphs:
+            return f"steps are not compiled: {self.why}\n  what is read is decoded first: right, but slower"
+        counts = f"{self.fused} attentions fused, {self.decoded} reads decoded"
+        rest = f", {len(self.uncaptured)} layers outside of any graph" if self.uncaptured else ""
+        return f"steps are not one graph: {self.why}\n  a step ran {self.graphs} graphs: {counts}{rest}"
+
+
 @dataclass
 class Report:
     """Printable; also for tests: "enabled but never ran" must not pass unnoticed."""
@@ -99,6 +125,25 @@ class Report:
     keeps_stages: bool = False
     recalled: bool = False
     not_replayed: str = ""
+    pieces: StepInPieces | None = None
+    uncaptured_prompt: str = ""
+    eager: bool = False
+
+    def stepped(self, ran: Sequence[GraphReport], uncaptured: Sequence[int], why: Callable[[], str]) -> bool:
+        """Note a decode step that ran these graphs, and these layers outside of any. ``why`` says why if it was not one
+        graph. Returns whether that is new."""
+        if len(ran) < 2 and not uncaptured:
+            self.pieces = None if ran else self.pieces
+            return False
+        for graph in ran:
+            graph.is_piece = True
+        fused, decoded = (sum(getattr(graph, name) for graph in ran) for name in ("fused", "decoded"))
+        counts = len(ran), fused, decoded, tuple(uncaptured)
+        before = self.pieces
+        if before is not None and (before.graphs, before.fused, before.decoded, before.uncaptured) == counts:
+            return False
+        self.pieces = StepInPieces(*counts, why())
+        return before is None
 
     def used(self, layers: list[LayerReport], tokens: int, batch: int) -> None:
         """Note what the cache last used takes: all of it at once, other threads use others."""
@@ -111,8 +156,9 @@ class Report:
 
     @property
     def fused(self) -> int:
-        """Attention layers fused in the decode graph (the worst one, if there are several); 0 before the first step."""
-        return min((graph.fused for graph in self.graphs if graph.compiled), default=0)
+        """Attention layers that decode steps fuse (the worst one, if they differ); 0 before the first step."""
+        counts = [graph.fused for graph in self.graphs if graph.compiled and not graph.is_piece]
+        return min(counts + [self.pieces.fused] * (self.pieces is not None), default=0)
 
     @property
     def nbytes(self) -> int:
@@ -126,18 +172,22 @@ class Report:
 
     def why_not_fused(self, layer: LayerReport) -> str:
         """Why the attention of a packed layer is not fused in a compiled graph; empty if it is."""
+        if self.pieces is not None:
+            return self.pieces.why if layer.index in self.pieces.uncaptured else ""
         position = [row.index for row in self.layers if row.packed].index(layer.index)
-        reasons = [graph.unfused[position] for graph in self.graphs if graph.compiled and position in graph.unfused]
-        return reasons[0] if reasons else ""
+        graphs = [graph for graph in self.graphs if graph.compiled and not graph.is_piece]
+        return next((graph.unfused[position] for graph in graphs if position in graph.unfused), "")
 
     def _status(self, layer: LayerReport) -> str:
         if self.simulated:
             return "simulated"
         if not layer.packed:
             return "full precision"
-        if not any(graph.compiled for graph in self.graphs):
-            return "packed"
-        return "packed, not fused" if self.why_not_fused(layer) else "packed, fused"
+        if self.why_not_fused(layer):
+            return "packed, not fused"
+        if self.pieces is not None:
+            return "packed, in pieces" if self.pieces.decoded else "packed, fused"
+        return "packed, fused" if any(graph.compiled for graph in self.graphs) else "packed"
 
     def _stages(self, graph: GraphReport) -> list[str]:
         if graph.stages:
@@ -175,7 +225,13 @@ class Report:
             lines.append("steps are called again without Dynamo's guards")
         if self.not_replayed:
             lines.append(f"steps are not replayed: {self.not_replayed}")
-        if not self.graphs:
+        if self.uncaptured_prompt:
+            lines.append(f"a prompt ran uncaptured, which is slower: {self.uncaptured_prompt}")
+        if self.pieces is not None:
+            lines.append(str(self.pieces))
+        elif self.eager:
+            lines.append("lowering='eager': steps are not compiled, what is read is decoded first")
+        elif not self.graphs:
             lines.append("no graph captured yet: fusion is decided at the first decode step")
         for graph in self.graphs:
             lines.append(str(graph))

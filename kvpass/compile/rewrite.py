@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..codec.spec import CodecSpec, parse
-from ..errors import KVPassError
+from ..errors import KVPassError, NotCapturedError
 from ..layout.window import LENGTH_OFFSET
 from .appends import Append, appends, hoist, placeholder
 from .calls import (
@@ -34,6 +34,8 @@ def rewrite(normal: NormalGraph, inputs: Sequence, attentions: list[Attention], 
 
     inputs: the values it was captured with, fake or real.
     refused: why other attentions were not understood, for the error of a scheme that cannot do without them.
+
+    Raises `NotCapturedError` if the graph does not have what codecs are fitted to, or keys before rotary embedding.
     """
     graph = normal.graph
     for node in graph.find_nodes(op="call_function", target=DECODE):
@@ -77,10 +79,7 @@ def _importance(writes: Iterable[Append], readers: dict[Node, Attention], refuse
     evicting = [append for append in writes if append.codec.needs_importance]
     keys = [append for append in evicting if append.ring in readers]
     if 2 * len(keys) != len(evicting):
-        raise KVPassError(
-            "This scheme needs to know what attention each token was paid, and one attention was not understood: "
-            f"{listed(refused) or 'none reads the cache'}. Use a scheme without that edge, as 'kivi'."
-        )
+        raise NotCapturedError(f"one attention was not understood, {listed(refused) or 'none reads the cache'}")
     found, shared = {}, None
     for append in keys:
         shared = append.importance or shared
@@ -100,11 +99,7 @@ def _tap_queries(writes: Iterable[Append], readers: dict[Node, Attention], refus
         if not append.codec.quantizer.needs_queries:
             continue
         if append.ring not in readers:
-            raise KVPassError(
-                "This scheme needs the queries of the attention that reads each K cache, and one attention was not "
-                f"understood: {listed(refused) or 'none reads the cache'}. Use a scheme without "
-                "that edge, such as 'kivi'."
-            )
+            raise NotCapturedError(f"one attention was not understood, {listed(refused) or 'none reads the cache'}")
         attention = readers[append.ring]
         append.q = attention.query
         if append.codec.quantizer.adaptive is not None:
@@ -139,10 +134,7 @@ def _store_turned_back(graph: Graph, inputs: Sequence, writes: Iterable[Append])
             tables = dict(cos=cos, sin=argument(reads[0], "sin"), length=append.length, slots=append.slots, **of_call)
             stored[cos] = rotation, tables | {"spec": append.spec}
         elif not turns_alike(stored[cos][0], rotation):
-            raise KVPassError(
-                "Layers rotate their keys by different tables, and keys stored before rotary embedding share one: use "
-                "the scheme with rope='post'."
-            )
+            raise NotCapturedError("its layers rotate their keys by different tables, and what is stored shares one")
     return [tables for _, tables in stored.values()]
 
 
@@ -157,7 +149,7 @@ def _take_before_rotation(append: Append, rotation: Rotation, rotations: Rotatio
 
 def _check_turned_alike(query: Rotation | None, key: Rotation) -> None:
     if query is None or not turns_alike(query, key):
-        raise KVPassError("The queries are not rotated as the keys are: use the scheme with rope='post'.")
+        raise NotCapturedError("queries are not rotated as keys are")
 
 
 def _cut_mask(graph: Graph, attention: Attention) -> None:

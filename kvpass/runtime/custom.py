@@ -7,6 +7,7 @@ the pass finds (`kvpass.compile.own_cache`); without the pass that is what reall
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 from ..cache.layer import PackedLayer
 from ..cache.swap import connect
 from ..cache.tensor import PackedKV
-from ..errors import KVPassError
+from ..errors import KVPassError, NotCapturedError
 from ..layout.window import length_of
 from ..models.discover import BufferedCache, HandedCache
 from ..schemes import SchemeConfig
@@ -54,17 +55,30 @@ class CustomRuntime(Runtime):
 
     def _run(self, layers: list[PackedLayer], arguments: dict[str, Any]):
         """One forward over ``layers``, which it ends."""
+        new_tokens = arguments[self.found.tokens].shape[1]
+        try:
+            output = self._attempt(layers, dict(arguments))
+        except NotCapturedError as error:
+            run = self._fall_back(error, layers, new_tokens)
+            output = self._attempt(layers, dict(arguments), run)
+            self._fell_back(error, layers[0], new_tokens)
+        by_index = dict(zip(self.plans, layers, strict=True))
+        self._measure([by_index.get(index) for index in range(len(self.report.layers))])
+        return output
+
+    def _attempt(self, layers: list[PackedLayer], arguments: dict[str, Any], run: Callable | None = None):
+        """The same by ``run``, if that is chosen already."""
         inputs = arguments[self.found.tokens]
         new_tokens = inputs.shape[1]
         start_forward(layers, len(inputs), new_tokens)
         with self._one_forward(layers, new_tokens):
-            run = self._choose(layers[0], new_tokens)
-            if run is not self.original:
+            run = run or self._choose(layers[0], new_tokens)
+            if run is self.original:
+                run = self._body()
+            else:
                 self._canonicalise(arguments)
-            output = (self._body() if run is self.original else run)(layers, arguments)
-        by_index = dict(zip(self.plans, layers, strict=True))
-        self._measure([by_index.get(index) for index in range(len(self.report.layers))])
-        return output
+            with self._step(layers, new_tokens):
+                return run(layers, arguments)
 
     def _choose(self, first: PackedLayer, new_tokens: int):
         run = super()._choose(first, new_tokens)  # uncaptured, a whole buffer in full precision would be made

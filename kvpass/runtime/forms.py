@@ -19,6 +19,8 @@ from kvpass.lowering.session import forget, uncollected, uncounted
 from ..cache.layer import PackedLayer
 from ..cache.swap import packed_layers
 from ..compile.backend import Backend
+from ..compile.capture import FAILURES, Breaks, switched_off, translated
+from ..errors import NotCapturedError
 from ..progress import announced
 
 _numbers = itertools.count()
@@ -39,11 +41,18 @@ class Forms:
     Sizes, and lengths of a cache, tell forms apart as 0, 1 and more. So there are as many as users have ways to call,
     and each has a graph for the first batch size or two and one for all others.
 
-    what: what is compiled, for those who wait for it. guards: options of torch.compile about them.
+    what: what is compiled, for those who wait for it. guards: options of torch.compile about them. must: raise
+    `NotCapturedError` where ``torch.compile`` is switched off. breaks: why graphs broke so far.
+
+    Calls raise `NotCapturedError` where torch cannot capture or compile them, and the `KVPassError` of whatever kvpass
+    refused while a graph was captured.
     """
 
-    def __init__(self, fn: Callable, backend: Backend, what: str, guards: dict | None = None, **options):
+    def __init__(
+        self, fn: Callable, backend: Backend, what: str, guards: dict | None = None, must: bool = False, **options
+    ):
         self.backend, options["backend"] = backend, backend
+        self.must, self.breaks = must, Breaks()
         self._waiting = nullcontext if backend.interpret else functools.partial(announced, what)
         name = f"{fn.__name__}_{next(_numbers)}"
         self._code: list[types.CodeType] = []
@@ -61,31 +70,57 @@ class Forms:
         self._forms.clear()
         forget(self.backend, self._code)
 
+    def give_up(self, error: NotCapturedError) -> None:
+        """Raise at once, from now on, for calls of the form that ended in ``error``."""
+        for form in list(self._forms.values()):
+            form.give_up(error)
+
     def __call__(self, *args, **kwargs):
+        if self.must and (why := switched_off()):
+            raise NotCapturedError(why)
         layer = _first_layer((*args, *kwargs.values()))
         stored, batch = (min(layer.tokens, 2), layer.batch) if layer else (None, None)
         key = torch.is_inference_mode_enabled(), stored, tuple(map(_described, args)), _described(kwargs)
-        form = self._forms.get(key) or self._forms.setdefault(key, _Form(self._start, self._waiting))
+        form = self._forms.get(key) or self._forms.setdefault(key, _Form(self._start, self._waiting, self.breaks))
         return form(batch, args, kwargs)
 
 
 class _Form:
     """Calls that share graphs. At a new batch size one thread compiles and others wait; afterwards none does."""
 
-    def __init__(self, start: Callable[[], Callable], waiting: Callable[[], AbstractContextManager]):
-        self._start, self._run, self._waiting = start, start(), waiting
+    def __init__(self, start: Callable[[], Callable], waiting: Callable[[], AbstractContextManager], breaks: Breaks):
+        self._start, self._run, self._waiting, self._breaks = start, start(), waiting, breaks
         self._lock = RLock()
         self._batches: set[int | None] = set()
+        self._failed: NotCapturedError | None = None
+        self._given_up = ""
 
     def __call__(self, batch: int | None, args: tuple, kwargs: dict):
+        if self._given_up:
+            raise NotCapturedError(self._given_up)
         if batch not in self._batches:
             with self._lock:
                 if batch not in self._batches:
-                    with self._waiting(), uncollected():
-                        output = self._called(args, kwargs)
+                    with self._waiting(), uncollected(), self._breaks.watching():
+                        output = self._translated(args, kwargs)
                     self._batches.add(batch)
                     return output
-        return self._called(args, kwargs)
+        return self._translated(args, kwargs)
+
+    def give_up(self, error: NotCapturedError) -> None:
+        """Do not try again what ended in ``error``."""
+        if self._failed is error:
+            self._given_up, self._failed = str(error), None
+
+    def _translated(self, args: tuple, kwargs: dict):
+        try:
+            return self._called(args, kwargs)
+        except FAILURES as error:
+            reason = translated(error)
+            if type(reason) is not NotCapturedError:
+                raise reason from None
+            self._failed = reason
+            raise reason from error
 
     def _called(self, args: tuple, kwargs: dict):
         run = self._run

@@ -1,16 +1,16 @@
 """What every forward over a packed cache has in common, however the model keeps its cache."""
 
 import itertools
+import logging
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import BackendCompilerFailed, Unsupported
 from transformers.cache_utils import Cache
 
 from ..cache.cross import cross_plan
@@ -18,9 +18,11 @@ from ..cache.layer import PackedLayer
 from ..cache.state import SharedTensors
 from ..cache.swap import Plans, packed_layers
 from ..compile.backend import Backend
-from ..compile.report import LayerReport, Report
+from ..compile.capture import why_uncaptured
+from ..compile.noted import counted
+from ..compile.report import GraphReport, LayerReport, Report
 from ..compile.subclasses import guards_of
-from ..errors import KVPassError
+from ..errors import KVPassError, NotCapturedError, NotFusedError
 from ..lowering.inductor.expect import Attended, expect
 from ..lowering.table import AUTO, FEW
 from ..models.attention import PortableAttention
@@ -31,7 +33,11 @@ from .forward import check_all_updated, finish_forward
 from .recall import Recalls
 from .replay import Replays
 
+logger = logging.getLogger("kvpass")
+
 _MIN_COMPILED_LENGTH = 2  # lengths 0 and 1 would be specialised by the tracer
+
+_WITHOUT_STRICT = "Without strict=True they are decoded first: right, but slower."
 
 _BY_OWNER: weakref.WeakValueDictionary[str, "Runtime"] = weakref.WeakValueDictionary()
 
@@ -85,7 +91,7 @@ class Runtime:
             ],
         )
         self.attention = PortableAttention(model)
-        self.report.attention = str(self.attention)
+        self.report.attention, self.report.eager = str(self.attention), self.eager
         self.had_own_forward = "forward" in vars(model)
         self.original, self.installed = model.forward, None
         self.attended: dict[int, tuple[int, float]] = {}  # see `kvpass.models.probe.AttentionSeen`
@@ -151,7 +157,7 @@ class Runtime:
             options |= dict(device_lengths=True) if replayed else dict(noted=True)
         model, backend = self.model(), self._backend(interpret=interpret, **options)
         what, whole = f"a step of {type(model).__name__}", self.one_graph or replayed
-        return Forms(self._body(), backend, what, guards_of(model), fullgraph=whole)
+        return Forms(self._body(), backend, what, guards_of(model), must=interpret or self.one_graph, fullgraph=whole)
 
     def _backend(self, **options) -> Backend:
         return Backend(**options)
@@ -196,7 +202,7 @@ class Runtime:
     @contextmanager
     def _one_forward(self, layers: list[PackedLayer], new_tokens: int, undo: Callable[[], bool] = lambda: True):
         """Commit what ``layers`` stored when it went well; otherwise take it back, with what ``undo`` does (see
-        `finish_forward`), and say in kvpass's words why."""
+        `finish_forward`)."""
         layers[0].drafts = layers[0].drafts + 1 if layers[0].tokens and 1 < new_tokens <= FEW else 0
         succeeded = False
         try:
@@ -204,36 +210,93 @@ class Runtime:
                 yield
             check_all_updated(layers)
             succeeded = True
-        except BackendCompilerFailed as error:
-            if isinstance(error.inner_exception, KVPassError):
-                raise error.inner_exception from None
-            raise
-        except Unsupported as error:
-            if not self.one_graph and not isinstance(self.replays, Replays):
-                raise
-            why, instead = "Keys are stored before rotary embedding", "the scheme with rope='post'"
-            if not self.one_graph:
-                why, instead = "mode='reduce-overhead' replays whole steps", "no mode"
-            if self.looks_at_previous:
-                why, instead = "Layers are predicted from the layer below", "the scheme's backbone alone"
-            if self.needs_importance:
-                why, instead = "What is stored depends on attention", "a scheme without that edge, such as 'kivi'"
-            raise KVPassError(
-                f"{why}, which needs the whole forward in one graph, and it broke: {str(error).splitlines()[0]} "
-                f"Use {instead}."
-            ) from error
         finally:
             finish_forward(layers, layers[0].context.new_tokens, succeeded, undo)
+
+    def _fall_back(self, error: NotCapturedError, layers: list[PackedLayer], new_tokens: int) -> Callable:
+        """Who runs a call that could not be captured, as ``error`` says. Raises `KVPassError` if it cannot be run
+        otherwise, and `NotFusedError` with ``strict`` for a step that was to be compiled."""
+        first = layers[0]
+        is_step = self._is_compiled(first, new_tokens)
+        what = f"{'a step' if is_step else 'a prompt'} of {type(self.model()).__name__}"
+        run = self._uncaptured(first)
+        if run is None or not all(layer.whole for layer in layers):
+            raise self._refusal(error, what) from (error.__cause__ or error)
+        if is_step and self.strict:
+            raise NotFusedError(f"strict=True: {what} cannot be captured: {error}. {_WITHOUT_STRICT}") from error
+        if is_step:
+            self.decode_step.breaks.failed(str(error))
+        first.drafts = max(0, first.drafts - 1)  # this call counts once
+        return run
+
+    def _fell_back(self, error: NotCapturedError, first: PackedLayer, new_tokens: int) -> None:
+        """Note that it went well, and do not try to capture calls of that form again."""
+        for forms in (self.decode_step, self.captured):
+            forms.give_up(error)
+        if not self.report.uncaptured_prompt and not self._is_compiled(first, new_tokens):
+            self.report.uncaptured_prompt = str(error)
+            logger.warning("%s: a prompt is not captured: %s", type(self.model()).__name__, error)
+
+    def _uncaptured(self, first: PackedLayer) -> Callable | None:
+        """Who runs a call over the cache whose first layer is ``first`` without a graph; None if it needs one."""
+        captured = self.needs_rotation or self.needs_importance or (self.needs_queries and not first.tokens)
+        return None if captured or isinstance(self.replays, Replays) else self.original
+
+    def _refusal(self, error: NotCapturedError, what: str) -> KVPassError:
+        """That ``what`` has to be captured, why it is not, and what to do instead."""
+        why, instead = "mode='reduce-overhead' replays whole steps", "no mode"
+        if self.needs_queries:
+            why = f"{self.scheme.name!r} is fitted to the queries of the prompt"
+        if self.needs_rotation:
+            why = "Keys are stored before rotary embedding"
+        if self.looks_at_previous:
+            why = "Layers are predicted from the layer below"
+        if self.needs_importance:
+            why = "What is stored depends on attention"
+        if self.captures or self.looks_at_previous:
+            instead = f"scheme={self._works()!r}"
+        return KVPassError(f"{why}, for which {what} has to be captured, and it cannot be: {error}. Use {instead}.")
+
+    def _works(self) -> str | dict[str, Any]:
+        """What ``scheme`` may be for this model without a graph."""
+        return "kivi"
+
+    def _is_compiled(self, first: PackedLayer, new_tokens: int) -> bool:
+        """Whether a call over the cache whose first layer is ``first`` is a compiled step."""
+        return (new_tokens == 1 or first.drafts > 1) and not self.eager and first.tokens >= _MIN_COMPILED_LENGTH
+
+    @contextmanager
+    def _step(self, layers: list[PackedLayer], new_tokens: int) -> Iterator[None]:
+        """Within it ``layers`` run a call. If that is a step to be compiled, note what of it was, and with ``strict``
+        raise `NotFusedError` at the first layer that is read otherwise."""
+        if not self._is_compiled(layers[0], new_tokens):
+            yield
+            return
+        uncaptured: list[int] = []
+
+        def why() -> str:
+            return why_uncaptured(self.decode_step.breaks.reasons())
+
+        def read(layer: PackedLayer) -> None:
+            if self.strict:
+                raise NotFusedError(f"strict=True: layers ran outside of any graph: {why()}. {_WITHOUT_STRICT}")
+            uncaptured.append(layer.geometry.index)
+
+        layers[0].context.uncaptured = read
+        with counted() as ran:
+            yield
+        graphs = [report for report in ran if isinstance(report, GraphReport)]
+        if self.report.stepped(graphs, uncaptured, why):
+            logger.warning("%s: %s", type(self.model()).__name__, self.report.pieces)
 
     def _choose(self, first: PackedLayer, new_tokens: int):
         """Who runs the call over the cache whose first layer is ``first``. Drafts are verified one after another: the
         first of several calls of a few tokens is not worth compiling for, it may be a short turn of a chat."""
-        stored, compiled = first.tokens, new_tokens == 1 or first.drafts > 1
-        if compiled and not self.eager and stored >= _MIN_COMPILED_LENGTH:
+        if self._is_compiled(first, new_tokens):
             return self.decode_step
         if self.needs_rotation or self.needs_importance:
             return self.captured
-        if self.needs_queries and not stored:
+        if self.needs_queries and not first.tokens:
             return self._capture_queries()
         return self.original
 

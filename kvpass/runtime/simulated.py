@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx import GraphModule
 
 from kvpass.lowering.reference import attention_weights
@@ -19,13 +18,14 @@ from ..codec.rope import rotate
 from ..codec.spec import CodecSpec, parse
 from ..compile.backend import Backend
 from ..compile.calls import change
+from ..compile.capture import FAILURES, translated
 from ..compile.find import find_unpacked
 from ..compile.normalise import normalise
 from ..compile.report import GraphReport, listed
 from ..compile.rewrite import simulate_attention
 from ..compile.subclasses import unwrapped
 from ..compile.trace import Trace
-from ..errors import KVPassError, NotSimulatedError
+from ..errors import KVPassError, NotCapturedError, NotSimulatedError
 from ..layout.window import layout
 from ..models.arguments import keeping
 from ..models.probe import probe
@@ -147,10 +147,13 @@ def scout(model: nn.Module, arguments: dict) -> dict[int, LayerGeometry | str]:
     try:
         with torch.no_grad():
             torch.compile(lambda **kwargs: model(**kwargs), backend=look, fullgraph=True)(**arguments)
-    except torch._dynamo.exc.Unsupported as error:
+    except FAILURES as error:
+        reason = translated(error)
+        if type(reason) is not NotCapturedError:
+            raise reason from None
         raise KVPassError(
-            f"{type(model).__name__} has no cache, and to simulate one its forward must be one graph: "
-            f"{str(error).splitlines()[0]}"
+            f"{type(model).__name__} has no cache, and to simulate one its forward must be one graph: {reason}. Pass "
+            "example_inputs of a decoder that keeps a cache."
         ) from error
     if not keys or refused:
         reasons = listed(refused) or "no causal attention over its own tokens"
@@ -192,10 +195,9 @@ class SimulatedRuntime(Runtime):
                     torch._dynamo.maybe_mark_dynamic(tensor, 1)
             try:
                 return self.captured(*args, **kwargs)
-            except BackendCompilerFailed as error:
-                if isinstance(error.inner_exception, KVPassError):
-                    raise error.inner_exception from None
-                raise
+            except NotCapturedError as error:
+                what = f"the forward of {type(self.model()).__name__}"
+                raise self._refusal(error, what) from (error.__cause__ or error)
 
 
 class Simulator:

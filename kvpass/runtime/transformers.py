@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -17,11 +17,12 @@ from ..cache.layer import PackedLayer
 from ..cache.query_capture import QueryCapture
 from ..cache.swap import cache_layers, cross_layers, packed_layers, swap_cross_layers, swap_layers
 from ..compile.report import listed
-from ..errors import KVPassError
+from ..errors import KVPassError, NotCapturedError
 from ..models.arguments import CACHE_NAMES, cache_argument
 from ..models.probe import fresh_cache, some_tokens
 from ..models.recording import put_up_hooks, refuse_what_is_not_recorded
 from ..models.redundant import MASKS, RedundantArguments
+from ..schemes import LayerGeometry, SchemeConfig, get, named
 from .forward import finish_forward, remember, start_forward
 from .padding import PaddingMasks
 from .recall import Recalls
@@ -34,16 +35,15 @@ class TransformersRuntime(Runtime):
 
     model: Callable[[], PreTrainedModel]
 
-    def __init__(self, model: nn.Module, *args, **options):
-        super().__init__(model, *args, **options)
+    def __init__(self, model: nn.Module, scheme: SchemeConfig, layers: dict[int, LayerGeometry | str], **options):
+        super().__init__(model, scheme, layers, **options)
+        self.made_of = {"layers": layers, **options}
         self.prefix = "decoder_" if self.has_encoder else ""  # of the decoder's arguments
         parameters = inspect.signature(self.original).parameters
         self.parameters = list(parameters)
         self.defaults = {name: parameter.default for name, parameter in parameters.items()}
         self.cache_argument = cache_argument(model)
         self.masks = PaddingMasks(model)
-        with self.attention:
-            self.redundant = RedundantArguments(model)
 
     def prepare(self) -> None:
         if self.mode == "reduce-overhead" and not self.eager:
@@ -65,6 +65,8 @@ class TransformersRuntime(Runtime):
         return ""
 
     def install(self) -> None:
+        with self.attention:
+            self.redundant = RedundantArguments(self.model())
         super().install()
         self.masks.install(self.model())
 
@@ -92,6 +94,21 @@ class TransformersRuntime(Runtime):
         if self.one_graph:
             refuse_what_is_not_recorded(self.model(), kwargs)
         put_up_hooks(self.model(), kwargs)
+        call = cache, layers, undo, batch, new_tokens
+        try:
+            output = self._run(*call, dict(kwargs))
+        except NotCapturedError as error:
+            run = self._fall_back(error, layers, new_tokens)
+            output = self._run(*call, dict(kwargs), run)
+            self._fell_back(error, layers[0], new_tokens)
+        self._measure(cache_layers(cache))
+        return output
+
+    def _run(
+        self, cache: Cache, layers: list[PackedLayer], undo: Callable[[], bool], batch: int, new_tokens: int, kwargs,
+        run: Callable | None = None,
+    ):  # fmt: skip
+        """One forward over the packed ``layers`` of ``cache``, which it ends; by ``run``, if that is chosen already."""
         stored, seen = start_forward(layers, batch, new_tokens), layers[0].seen
         with self._one_forward(layers, new_tokens, undo), running(cross_layers(cache), layers[0]):
             of_prompt = not stored or new_tokens > FEW
@@ -99,18 +116,18 @@ class TransformersRuntime(Runtime):
             masks = removable.intersection(MASKS)
             layers[0].context.starts = self._set_masks(kwargs, masks, stored + new_tokens, seen + new_tokens, of_prompt)
             self._leave_out(kwargs, removable.difference(MASKS), new_tokens)
-            run = self._choose(layers[0], new_tokens)
+            run = run or self._choose(layers[0], new_tokens)
             if not stored and kwargs.get(f"{self.prefix}attention_mask") is None:
                 self._expect_steps(batch)
             given = kwargs if run is self.original else self._canonical(kwargs)
-            if self.replays is not None and run is self.decode_step:
-                output = self.replays.run(layers, new_tokens, given, lambda given: run(**given))
-            else:
-                if isinstance(self.replays, Recalls):
-                    self.replays.forget(layers[0])
-                output = run(**given)
+            with self._step(layers, new_tokens):
+                if self.replays is not None and run is self.decode_step:
+                    output = self.replays.run(layers, new_tokens, given, lambda given: run(**given))
+                else:
+                    if isinstance(self.replays, Recalls):
+                        self.replays.forget(layers[0])
+                    output = run(**given)
             _hand_back(given, kwargs)
-        self._measure(cache_layers(cache))
         return output
 
     def _name_cache(self, kwargs) -> None:
@@ -169,6 +186,29 @@ class TransformersRuntime(Runtime):
             for part, layers, replicated in before:
                 part.layers[:], part.layer_class_to_replicate = layers, replicated
             raise
+
+    def _uncaptured(self, first: PackedLayer) -> Callable | None:
+        alone = self.needs_queries and not (self.needs_rotation or self.needs_importance or first.tokens)
+        return self._with_query_capture if alone and self.captures_queries else super()._uncaptured(first)
+
+    def _works(self) -> str | dict[str, Any]:
+        return next((named(scheme) for scheme in self._simpler() if self._works_uncaptured(scheme)), super()._works())
+
+    def _simpler(self) -> Iterator[SchemeConfig]:
+        """Schemes that may need no graph where this one does, those first that are most like it."""
+        if getattr(self.scheme, "rope", None) == "pre" and not self.predictors:
+            yield get(self.scheme, rope="post")
+        yield get("kivi")
+        for size in (16, 8, 4, 2):
+            yield get("kivi", group_size=size)
+
+    def _works_uncaptured(self, scheme: SchemeConfig) -> bool:
+        try:
+            other = type(self)(self.model(), scheme, **self.made_of)
+        except KVPassError:  # it does not fit the heads
+            return False
+        other.original = self.original
+        return not (other.one_graph or (other.needs_queries and not other.captures_queries))
 
     def _capture_queries(self) -> Callable:
         return self._with_query_capture if self.captures_queries else self.captured

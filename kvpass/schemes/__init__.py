@@ -11,6 +11,7 @@ from .base import (
     compose,
     geometries,
     get,
+    named,
     register_scheme,
 )
 from .e8 import LatticeConfig
@@ -69,5 +70,6 @@ __all__ = [
     "compose",
     "geometries",
     "get",
+    "named",
     "register_scheme",
 ]

@@ -290,3 +290,12 @@ def _changed(scheme: SchemeConfig, fields: dict[str, Any]) -> SchemeConfig:
     if unknown := [name for name in fields if name not in known]:
         raise KVPassError(f"{type(scheme).__name__} has no field {shown(unknown)}; it has {sorted(known)}.")
     return dataclasses.replace(scheme, **fields)
+
+
+def named(scheme: SchemeConfig) -> str | dict[str, Any]:
+    """The shortest ``scheme=`` that is ``scheme``: a name, or a dict of what differs from one."""
+    for name, preset in _PRESETS.items():
+        if preset == scheme:
+            return name
+    own, plain = scheme.to_dict(), get(scheme.name).to_dict()
+    return {"scheme": scheme.name} | {field: value for field, value in own.items() if value != plain[field]}

@@ -1,0 +1,121 @@
+"""What Dynamo made of a call: whether it compiles at all, what broke a graph, and why a capture failed. The only file
+that asks it; ``tests/test_private_apis.py`` explains what it relies on.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from torch._dynamo import config, eval_frame
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, Unsupported
+from torch._dynamo.utils import counters
+from torch.fx.experimental.symbolic_shapes import (
+    ConstraintViolationError,
+    GuardOnDataDependentSymNode,
+    PendingUnbackedSymbolNotFound,
+)
+
+from ..errors import KVPassError, NotCapturedError
+
+_DATA_DEPENDENT = "what it does depends on the values of a tensor"
+_SYMBOLIC = GuardOnDataDependentSymNode, PendingUnbackedSymbolNotFound
+FAILURES = TorchDynamoException, ConstraintViolationError, *_SYMBOLIC
+"""What torch raises where it cannot capture or compile a function."""
+_ADDED = "\n\nfrom user code:"  # by Dynamo, to messages of whatever is raised within it
+_BREAKS = "graph_break", "unimplemented"
+
+
+def switched_off() -> str:
+    """What keeps ``torch.compile`` from compiling in this process; empty if nothing does."""
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1" or os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+        return "TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE is 1 in the environment"
+    if config.disable:
+        return "torch._dynamo.config.disable is set"
+    return _stance() if eval_frame._stance.stance == "force_eager" else ""
+
+
+def _stance() -> str:
+    name = eval_frame._stance.stance
+    return "" if name == "default" else f"torch.compiler.set_stance({name!r}) is in force"
+
+
+def why_uncaptured(broken: Iterable[str]) -> str:
+    """Why functions of the model ran uncompiled in a call in which graphs broke for the reasons ``broken``."""
+    reasons = switched_off() or _stance() or "; ".join(dict.fromkeys(broken))
+    return reasons or 'torch does not say why: TORCH_LOGS="graph_breaks" may'
+
+
+class Breaks:
+    """Why graphs broke while it was `watching`; those of other threads may be among them."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, None] = {}
+        self._before: dict[str, Counter] | None = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within it, reasons are collected."""
+        self._before = {kind: Counter(counters[kind]) for kind in _BREAKS}
+        try:
+            yield
+        finally:
+            self.reasons()
+            self._before = None
+
+    def failed(self, reason: str) -> None:
+        """Note that the graph could not be captured at all."""
+        self._found = {reason: None}
+
+    def reasons(self) -> list[str]:
+        """What has been found so far."""
+        if self._before is not None:
+            for kind, before in self._before.items():
+                new = (text for text, times in counters[kind].items() if times > before[text])
+                self._found.update(dict.fromkeys(map(_shortened, new)))
+        return list(self._found)
+
+
+def translated(error: BaseException) -> KVPassError:
+    """One of `FAILURES` in a sentence: the `KVPassError` behind it, where kvpass refused something while a graph was
+    captured, else a `NotCapturedError`."""
+    chain = list(_chain(error))
+    if (own := next((each for each in chain if isinstance(each, KVPassError)), None)) is not None:
+        own.args = (str(own).partition(_ADDED)[0], *own.args[1:])
+        return own
+    if any(isinstance(each, _SYMBOLIC) for each in chain):
+        return NotCapturedError(_DATA_DEPENDENT + _where(chain))
+    cause = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
+    if isinstance(cause, Unsupported):
+        return NotCapturedError(_shortened(str(cause)) + _where(chain))
+    if "data-dependent" in str(cause):
+        return NotCapturedError(_DATA_DEPENDENT + _where(chain))
+    return NotCapturedError(f"{_shortened(str(cause)) or type(cause).__name__}{_where(chain)}")
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """``error`` and what it was raised from or during."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+
+
+def _shortened(text: str) -> str:
+    """The first line of one of torch's messages, and its explanation, as one clause."""
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    if not lines:
+        return ""
+    explanation = next((line for line in lines if line.startswith("Explanation: ")), "").removeprefix("Explanation: ")
+    return ": ".join(part.rstrip(".") for part in (lines[0], explanation) if part)
+
+
+def _where(chain: list[BaseException]) -> str:
+    """The line of the model, as far as torch says."""
+    for each in chain:
+        stack = getattr(each, "real_stack", None)
+        if stack:
+            frame = stack[-1]
+            return f" ({os.path.basename(frame.filename)}:{frame.lineno}, in {frame.name})"
+    return ""
