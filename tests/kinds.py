@@ -58,7 +58,7 @@ KINDS = {
         KIVIConfig(group_size=8, retention=StreamingLLM(2, recent=24, exact=8, page_size=8)), captured=True
     ),
     "qaq": Kind(QAQConfig(residual=8), captured=True),
-    "qaq without originals": Kind(QAQConfig(residual=8, keep_originals=False), captured=True),
+    "qaq without originals": Kind(QAQConfig(residual=8, window=12, keep_originals=False), captured=True),
 }
 
 

@@ -1,11 +1,15 @@
 """What users of vLLM may ask for, and what they are told otherwise: all of it without vLLM."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kvpass import KVPassError, schemes
-from kvpass.schemes import KIVIConfig
-from kvpass.vllm.asked import NEWEST, Served, check_version, scheme_asked
+from kvpass.codec import CODECS, Codec
+from kvpass.codec.kept import codec_of
+from kvpass.schemes import KIVIConfig, LayerGeometry
+from kvpass.vllm.asked import NEWEST, Served, check_version, refusal, scheme_asked
 
 
 def served(scheme, layers=30, head_dim=64, dtype=torch.float32, **fields):
@@ -58,6 +62,25 @@ def test_every_scheme_is_served_or_refused_with_what_to_use():
     assert set(schemes.available()) - set(found) >= SERVED, {name: found.get(name) for name in SERVED if name in found}
     for name in ("h2o", "logquant", "qaq", "squat", "kivi-pre", "xquant", "aqua", "waterfill", "kitty", "gear"):
         assert name in found
+
+
+def test_codecs_that_do_not_decode_any_bytes_are_refused(monkeypatch):
+    """Blocks are read where nothing is stored yet."""
+    for name in schemes.available():
+        scheme = schemes.get(name)
+        if scheme.needs_calibration:
+            continue
+        plan = scheme.plan_of(LayerGeometry(0, 2, 3, 64, torch.float32, torch.device("cpu")))
+        for spec in (plan.key, plan.value):
+            assert refusal(spec) or codec_of(spec).decodes_any_bytes, name
+    for name in ("turboquant-2.5", "turboquant-3.5", "gear", "kitty"):
+        with pytest.raises(KVPassError, match=r"indices.*Use kivi-sinks"):
+            served(name)
+    silent = Codec(CODECS[""].tensors, CODECS[""].encode, CODECS[""].decode)
+    monkeypatch.setitem(CODECS, "of my own", silent)
+    spec = served("kivi").plan.key
+    assert refusal(spec) is None
+    assert "decodes_any_bytes" in refusal(replace(spec, quantizer=replace(spec.quantizer, codec="of my own")))
 
 
 def test_layers_that_differ_are_refused():

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 import kvpass
 from kvpass import HeavyHitter, KVPassError, Recent, Sinks
 from kvpass.cache.state import KVState
-from kvpass.codec import Quantizer, decode_pages, encode_pages
+from kvpass.codec import CODECS, Quantizer, decode_pages, encode_pages
 from kvpass.codec.allocation import rich_bytes
 from kvpass.codec.balance import sinkhorn
 from kvpass.codec.bitpack import unpack
 from kvpass.codec.codebook import grid
 from kvpass.codec.hadamard import hadamard, inverse_hadamard
-from kvpass.codec.kept import built_in, of_pages
+from kvpass.codec.kept import built_in, of_pages, page_shapes
 from kvpass.codec.lattice_points import LATTICES, assign, magnitudes, points, words
 from kvpass.codec.nuq import fit_points, nearest
 from kvpass.codec.second_level import compress, expand
@@ -730,3 +730,40 @@ def test_a_plan_refuses_pages_that_positions_or_matrices_do_not_fit():
         get("kvquant", residual=2048, group_size=64).plan(geometry())
     with pytest.raises(KVPassError, match="Only codecs of their own"):
         Quantizer(2, "token", 32, share=0.1)
+
+
+# ---------------------------------------------------------------- pages that hold nothing yet
+
+
+def specs_of(codec):
+    """How every scheme stores keys and values by ``codec``, those that differ."""
+    plans = [get(name).plan_of(geometry()) for name in available() if not get(name).needs_calibration]
+    return list(
+        dict.fromkeys(spec for plan in plans for spec in (plan.key, plan.value) if spec.quantizer.codec == codec)
+    )
+
+
+def arbitrary_pages(spec, seed, head_dim=64, dtype=torch.bfloat16):
+    """Two pages of random bytes, in the shapes and dtypes that the codec keeps."""
+    kept = page_shapes(spec, head_dim, dtype).values()
+    count = [2 * math.prod(shape) * kind.itemsize for shape, kind in kept]
+    drawn = torch.randint(0, 256, (sum(count),), dtype=torch.uint8, generator=generator(seed)).split(count)
+    return [one.view(kind).view(1, 1, 2, *shape) for one, (shape, kind) in zip(drawn, kept, strict=True)]
+
+
+@pytest.mark.parametrize("codec", [name for name, codec in CODECS.items() if codec.decodes_any_bytes])
+def test_a_codec_that_says_so_decodes_any_bytes(codec):
+    specs = specs_of(codec)
+    assert specs, f"no scheme stores by {codec!r}: decode random bytes by it here"
+    for spec in specs:
+        for seed in range(8):
+            tokens = decode_pages(*arbitrary_pages(spec, seed), spec)
+            assert tokens.shape == (1, 1, 2 * spec.page_size, 64)
+
+
+@pytest.mark.parametrize("codec", ["boosted", "error-term", "mixed", "nuq"])
+def test_a_codec_whose_pages_hold_indices_does_not_say_so(codec):
+    assert not CODECS[codec].decodes_any_bytes
+    for spec in filter(lambda spec: spec.quantizer.share, specs_of(codec)):  # without a share there are no indices
+        with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
+            decode_pages(*arbitrary_pages(spec, 0), spec)

@@ -5,19 +5,21 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
 import kvpass
 from kvpass import KVPassError, schemes
 from kvpass.cache.adaptive_state import AdaptiveState, PlanePool
+from kvpass.cache.per_cache import RecentAttention
 from kvpass.codec.adaptive import (
     allowed_deviation,
     assign_cells,
     carve,
     fit_range,
     from_planes,
+    largest_mass,
     levels_for,
     pack_levels,
     split_outliers,
@@ -239,6 +241,95 @@ def test_query_energy_is_the_quantile_of_queries_that_are_not_padding():
         for h in range(HEADS):
             norms = q[b, 2 * h : 2 * h + 2, first:].square().sum(-1).flatten()
             torch.testing.assert_close(got[b, h].flatten()[0], norms.quantile(0.9))
+
+
+# ---------------------------------------------------------------- the attention window
+
+
+def window_spec(residual, window, sinks=0):
+    config = QAQConfig(residual=residual, window=window, sinks=sinks)
+    return config.plan(schemes.LayerGeometry(0, 1, HEADS, DIM, torch.float32, torch.device("cpu"))).key
+
+
+def look(importance, attention, n, new):
+    """What a call of ``new`` tokens behind ``n`` does to ``importance``."""
+    importance.reserve(n + new)
+    importance.start(n, new)
+    mass = attention[..., max(n, n + new - importance.rows) : n + new, : n + new].amax(2)
+    importance.weights[..., : n + new] = largest_mass(importance.weights, n, mass)
+
+
+def causal_attention(seed, tokens):
+    return randn(seed, 1, HEADS, tokens, tokens).tril().abs()
+
+
+@settings(max_examples=40)
+@given(
+    st.integers(1, 3).map(lambda pages: 4 * pages), st.integers(1, 40), st.integers(0, 3),
+    st.lists(st.integers(1, 9), min_size=20, max_size=40), st.booleans(), seeds,
+)  # fmt: skip
+def test_widths_are_chosen_by_what_the_last_queries_paid(residual, window, sinks, calls, single, seed):
+    """Exactly, token by token; of a call within which the window begins, all of the last queries may count."""
+    calls = [calls[0], *([1] * len(calls) if single else calls[1:])]
+    spec, attention = window_spec(residual, window, sinks), causal_attention(seed, sum(calls))
+    importance, n, starts = RecentAttention(spec, 1, HEADS, "cpu", 1), 0, [0]
+    for new in calls:
+        look(importance, attention, n, new)
+        n += new
+        starts.append(n)
+        got = importance.largest(n)
+        importance.end()
+        if spec.retention.packed(n) == spec.retention.packed(n - new):
+            continue
+        due = spec.retention.packed(n) + sinks + spec.retention.residual
+        begins = max(0, due - window)
+        call = next(i for i, stop in enumerate(starts[1:]) if stop > begins)
+        earliest = max(starts[call], starts[call + 1] - window)
+        assert (got >= attention[..., max(0, n - window) : n, :n].amax(2)).all()
+        assert (got <= attention[..., min(begins, earliest) : n, :n].amax(2)).all()
+        if single and begins >= calls[0]:
+            assert torch.equal(got, attention[..., begins:n, :n].amax(2))
+
+
+def test_a_window_longer_than_a_page_survives_what_is_done_to_a_cache():
+    attention = causal_attention(0, 60)
+    importance = RecentAttention(window_spec(4, 10), 1, HEADS, "cpu", 1)
+    for n in range(40):
+        look(importance, attention, n, 1)
+        importance.end()
+    paid = importance.largest(40).clone()
+    assert importance.earlier.shape[:3] == (1, HEADS, 2) and torch.equal(paid, attention[..., 30:40, :40].amax(2))
+    failing = copy.deepcopy(importance)
+    failing.start(40, 3)
+    failing.weights[...] = 9
+    failing.end(succeeded=False)
+    assert torch.equal(failing.largest(60), importance.largest(60))
+    importance.map_(lambda tensor: tensor.repeat_interleave(2, 0))
+    assert torch.equal(importance.largest(40), paid.expand(2, -1, -1))
+    importance.crop(37)
+    assert torch.equal(importance.largest(37), paid[..., :37].expand(2, -1, -1))
+    assert not importance.largest(40)[..., 37:].any()
+    importance.start(0, 1)  # after a reset
+    assert not importance.largest(40).any()
+
+
+@torch.no_grad()
+def test_attention_of_steps_reaches_the_classes_through_a_window_longer_than_a_page(monkeypatch):
+    model, ids, chosen_by = llama("eager", layers=1), tokens(1, 32), {}
+    attentions = model(input_ids=ids, output_attentions=True).attentions[0].unflatten(1, (HEADS, -1)).amax(2)
+    requantize = AdaptiveState.requantize
+
+    def noted(state, n, importance):
+        chosen_by[n] = importance.clone()
+        requantize(state, n, importance)
+
+    monkeypatch.setattr(AdaptiveState, "requantize", noted)
+    config = QAQConfig(residual=4, window=5, outliers=1.0)  # decoded exactly: attention is the model's own
+    step_by_step(model, config, ids, 20, lowering="eager")
+    assert set(chosen_by) == {20, 24, 28, 32}
+    for n, importance in chosen_by.items():
+        paid = attentions[:, :, n - (5 if n != 24 else 9) : n, :n].amax(2)  # the last 5 of the prompt count as one
+        torch.testing.assert_close(importance, paid, atol=1e-5, rtol=1e-4)
 
 
 # ---------------------------------------------------------------- models

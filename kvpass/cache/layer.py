@@ -17,7 +17,7 @@ from ..layout.window import SEEN_OFFSET, length_of
 from ..schemes import LayerGeometry, LayerPlan
 from .adaptive_state import AdaptiveState, PlanePool
 from .context import ForwardContext
-from .per_cache import Importance, RotaryState
+from .per_cache import Importance, RecentAttention, RotaryState
 from .state import KVState, SharedTensors, Storage
 from .tensor import PackedKV
 
@@ -162,9 +162,7 @@ class PackedLayer(CacheLayerMixin):
         """Make room for ``new_tokens`` and start a forward in ``context``."""
         self.allocate(batch, self.tokens + new_tokens)
         if self.importance is not None:
-            self.importance.remember(self.tokens)
-            if self.plan.adaptive and self._starts_to_look(new_tokens):
-                self.importance.weights.zero_()
+            self.importance.start(self.tokens, new_tokens)
         self.context = context
 
     def allocate(self, batch: int, tokens: int) -> None:
@@ -178,12 +176,6 @@ class PackedLayer(CacheLayerMixin):
             self.importance.reserve(stored)
         if self.rotary is not None:  # `attend` reads whole pages of the tables, two at least
             self.rotary.reserve(max(tokens, retention.sinks + 2 * retention.page_size))
-
-    def _starts_to_look(self, new_tokens: int) -> bool:
-        """Whether the queries that a page's widths are chosen by begin with this call."""
-        retention, rows = self.plan.key.retention, self.plan.key.quantizer.adaptive.rows
-        until_due = retention.page_size - (self.tokens - retention.sinks - retention.residual) % retention.page_size
-        return rows in (until_due, min(new_tokens, rows))
 
     def _allocate(self, batch: int, tokens: int) -> None:
         if self.is_allocated:
@@ -214,12 +206,13 @@ class PackedLayer(CacheLayerMixin):
             for name, tensors in zip(("key_state", "value_state"), self.predictors, strict=True):
                 new[name].calibrate(tensors)
         if self.plan.needs_importance and self.importance_owner is self:
-            new["importance"] = Importance(batch, self.deciding_heads, geometry.device, tokens)
+            own = batch, self.deciding_heads, geometry.device, tokens
+            new["importance"] = RecentAttention(self.plan.key, *own) if self.plan.adaptive else Importance(*own)
         if self.plan.looks_at_previous:
             self.previous_layer._allocate(batch, tokens)
-            own = new["key_state"], new["value_state"]
-            own[1].same_layer_keys = own[0]
-            for mine, previous, predictor in zip(own, self.previous_layer.states(), self.predictors, strict=True):
+            both = new["key_state"], new["value_state"]
+            both[1].same_layer_keys = both[0]
+            for mine, previous, predictor in zip(both, self.previous_layer.states(), self.predictors, strict=True):
                 if mine.spec.transform.predictor:
                     mine.previous_layer, mine.predictor = previous, predictor
         vars(self).update(new)  # all of it is there, or none
@@ -242,22 +235,23 @@ class PackedLayer(CacheLayerMixin):
         self.filled = True
         for adaptive in self._adaptive_states() if self.plan.adaptive else ():
             if adaptive.spec.retention.packed(self.tokens) > adaptive.count:
-                adaptive.requantize(self.tokens, self.importance.weights[..., : self.tokens])
+                importance: Any = self.importance  # a `RecentAttention`
+                adaptive.requantize(self.tokens, importance.largest(self.tokens))
+        if self.importance is not None:
+            self.importance.end()
 
     def abandon(self, new_tokens: int) -> bool:
         """Take back a forward that failed. Whether the layer is as before: not if new tokens may have taken slots of
         the window, or the place of others."""
-        self._wrote(new_tokens, succeeded=False)
+        self._wrote(new_tokens)
+        if self.importance is not None:
+            self.importance.end(succeeded=False)
         evicted = self.plan.key.retention.evicted(self.tokens + new_tokens)
         return not evicted and all(state.lossless_crop(self.tokens) for state in self.states())
 
-    def _wrote(self, new_tokens: int, succeeded: bool = True) -> None:
+    def _wrote(self, new_tokens: int) -> None:
         for state in self.states():
             state.wrote(self.tokens, self.tokens + new_tokens)
-        if self.importance is not None:
-            if not succeeded:
-                self.importance.take_back()
-            self.importance.before = None
         self.context, self.updated = None, False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -421,6 +415,8 @@ class PackedLayer(CacheLayerMixin):
         with self._changing():
             for state in self.states():
                 state.crop(self.tokens, new, self.lowering)
+            if self.importance is not None:
+                self.importance.crop(new)
             self.seen -= self.tokens - new
             self.tokens = new
             self.crops += 1

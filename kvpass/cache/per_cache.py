@@ -26,7 +26,7 @@ class Importance(Storage):
     @torch.inference_mode(False)
     def __init__(self, batch: int, heads: int, device, tokens: int):
         self.weights = torch.zeros(batch, heads, 0, device=device)
-        self.before: Tensor | None = None  # those of the tokens stored, while a forward is running
+        self.before: dict[str, Tensor] | None = None  # contents before a forward, while it is running
         self.put()
         self.reserve(tokens)
 
@@ -34,7 +34,7 @@ class Importance(Storage):
         yield "weights", self.weights
 
     def contents(self, n: int) -> dict[str, Tensor]:
-        return {"weights": self.weights[..., :n]}
+        return {name: tensor[..., :n] for name, tensor in self.tensors()}
 
     def _follows(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         torch._dynamo.mark_dynamic(tensors["weights"], 2)
@@ -45,17 +45,88 @@ class Importance(Storage):
         """Make room for ``tokens`` tokens; contents are kept."""
         have = self.weights.shape[2]
         if tokens > have:
-            self.put(weights=grown(self.weights, max(tokens, have + have // GROWTH) + _SPARE))
+            room = max(tokens, have + have // GROWTH) + _SPARE
+            self.put(**self.mapped(lambda tensor: grown(tensor, room, tensor.ndim - 1)))
 
     @torch.inference_mode(False)
-    def remember(self, n: int) -> None:
-        """Keep the weights of the ``n`` tokens stored for `take_back`."""
-        self.before = self.weights[..., :n].clone()
+    def start(self, n: int, new_tokens: int) -> None:
+        """A forward of ``new_tokens`` tokens behind the ``n`` stored ones starts."""
+        self.before = {name: tensor.clone() for name, tensor in self.contents(n).items()}
 
-    def take_back(self) -> None:
-        """Put the weights back that `remember` kept."""
-        if self.before is not None:
-            self.weights[..., : self.before.shape[2]] = self.before
+    def end(self, succeeded: bool = True) -> None:
+        """It ends; if it failed, put back what was there before it."""
+        if self.before is not None and not succeeded:
+            for name, tensor in self.before.items():
+                own, n = getattr(self, name), tensor.shape[-1]
+                own[..., :n], own[..., n:] = tensor, 0
+        self.before = None
+
+    def crop(self, n: int) -> None:
+        """Forget all tokens but the first ``n``."""
+        for _, tensor in self.tensors():
+            tensor[..., n:] = 0
+
+
+class RecentAttention(Importance):
+    """The largest weights that the last ``rows`` queries paid, by which the widths of tokens are chosen whenever a page
+    is due (`Adaptive.rows`). Of a call of several tokens within which a window begins, all queries may count.
+
+    Windows of queries end where pages are due, so those that are longer than a page overlap. ``weights`` are of the
+    queries since the last window began.
+
+    earlier: ``[B, H_kv, overlapping windows - 1, capacity]`` float32, of the queries between the beginnings of two
+        windows before that, oldest first.
+    """
+
+    @torch.inference_mode(False)
+    def __init__(self, spec: CodecSpec, batch: int, heads: int, device, tokens: int):
+        self.rows, self.page_size = spec.quantizer.adaptive.rows, spec.page_size
+        self.first_due = spec.retention.sinks + spec.retention.residual  # pages are due at multiples behind it
+        self.overlapping = -(-self.rows // self.page_size)
+        self.earlier = torch.zeros(batch, heads, self.overlapping - 1, 0, device=device)
+        self.leaving: Tensor | None = None  # while a forward is running: what no window after it reaches back to
+        super().__init__(batch, heads, device, tokens)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from super().tensors()
+        if self.overlapping > 1:
+            yield "earlier", self.earlier
+
+    def _blocks(self) -> list[Tensor]:
+        """Largest weights of blocks of queries, oldest first: ``[B, H_kv, blocks, capacity]`` each."""
+        newest = self.weights.unsqueeze(2)
+        return [self.earlier, newest] if self.overlapping > 1 else [newest]
+
+    def _begun(self, n: int, new_tokens: int) -> int:
+        """How many windows begin with one of ``new_tokens`` queries behind ``n`` tokens."""
+        first = n + self.rows - self.first_due
+        return (first + new_tokens - 1) // self.page_size - (first - 1) // self.page_size
+
+    @torch.inference_mode(False)
+    def start(self, n: int, new_tokens: int) -> None:
+        super().start(n, new_tokens)
+        if not n or new_tokens >= self.rows:
+            for _, tensor in self.tensors():
+                tensor.zero_()
+        elif begun := self._begun(n, new_tokens):
+            blocks = torch.cat(self._blocks(), 2)
+            self.leaving, kept = blocks[:, :, begun - 1 : begun], blocks[:, :, begun:]
+            if self.overlapping > 1:
+                self.earlier.zero_()[:, :, : kept.shape[2]] = kept
+            self.weights.zero_()
+
+    def end(self, succeeded: bool = True) -> None:
+        super().end(succeeded)
+        self.leaving = None
+
+    def largest(self, n: int) -> Tensor:
+        """What the last queries paid the first ``n`` tokens at most, ``[B, H_kv, n]``, until the forward that stored
+        the last of these ends."""
+        blocks = self._blocks()
+        since_due = (n - self.first_due) % self.page_size
+        if self.leaving is not None and since_due + self.rows > self.overlapping * self.page_size:
+            blocks.append(self.leaving)
+        return torch.cat([block[..., :n] for block in blocks], 2).amax(2)
 
 
 class RotaryState(Storage):

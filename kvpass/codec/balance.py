@@ -81,7 +81,7 @@ def _codec(fit: Callable[[Tensor, int], Tensor], shape: Callable[[CodecSpec, int
         divided = (pages / factor.float()).flatten(2, 3).to(x.dtype)
         return *encode_pages(divided, _inside(spec), fitted), factor
 
-    return Codec({**CODECS[""].tensors, "factor": Kept(shape)}, encode, decode, check=_check)
+    return Codec({**CODECS[""].tensors, "factor": Kept(shape)}, encode, decode, check=_check, decodes_any_bytes=True)
 
 
 def decode(codes: Tensor, scale: Tensor, zero_point: Tensor, factor: Tensor, spec: CodecSpec) -> Tensor:

@@ -41,6 +41,9 @@ class Codec:
     decode: ``(*tensors, *fitted, spec)`` to tokens ``[B, H, N * P, D]`` float32.
     fitted: names of what it was fitted to, and decodes with.
     check: raises `KVPassError` for a spec that it cannot store, when the spec is made.
+    decodes_any_bytes: whether ``decode``, and every kernel that reads these pages, takes any bytes at all in place of
+        what is kept and fitted, without an exception or an access out of bounds; values are then arbitrary. Servers
+        whose memory is read where nothing is stored yet need it (`kvpass.vllm`). A codec that stores indices does not.
     """
 
     tensors: Mapping[str, Kept]
@@ -48,6 +51,7 @@ class Codec:
     decode: Callable[..., Tensor]
     fitted: tuple[str, ...] = ()
     check: Callable[[CodecSpec], None] = lambda spec: None
+    decodes_any_bytes: bool = False
 
 
 CODECS: dict[str, Codec] = {}

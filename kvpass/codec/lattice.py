@@ -61,6 +61,7 @@ CODECS |= {
         encode,
         decode,
         check=partial(_check, lattice.dim),
+        decodes_any_bytes=True,
     )
     for name, lattice in LATTICES.items()
 }

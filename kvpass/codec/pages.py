@@ -127,6 +127,7 @@ CODECS[""] = Codec(
     },
     _encode,
     _decode,
+    decodes_any_bytes=True,
 )
 
 

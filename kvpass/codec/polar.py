@@ -57,4 +57,5 @@ CODECS["polar"] = Codec(
     encode,
     decode,
     check=_check,
+    decodes_any_bytes=True,
 )

@@ -117,4 +117,5 @@ CODECS["salient"] = Codec(
     encode,
     decode,
     check=_check,
+    decodes_any_bytes=True,
 )

@@ -69,4 +69,5 @@ CODECS["second-level"] = Codec(
     encode,
     decode,
     check=_check,
+    decodes_any_bytes=True,
 )

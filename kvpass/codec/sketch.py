@@ -56,4 +56,5 @@ CODECS["sketched"] = Codec(
     encode,
     decode,
     check=_check,
+    decodes_any_bytes=True,
 )

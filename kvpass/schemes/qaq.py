@@ -18,7 +18,8 @@ class QAQConfig(StorageConfig):
 
     sigma_s: standard deviation that attention weights may have from the error of keys.
     sigma_x: standard deviation that attention's output may have from the error of values.
-    window: queries whose largest attention weight is what a token is expected to be paid.
+    window: the last queries, whose largest attention weight is what a token is expected to be paid; it may be longer
+        than a page. Of a call of several tokens in which it begins, all queries count.
     outliers: share of the values of a token, over all heads, that are kept exact, half of them at both ends.
     widths: classes of widths; a token that needs more than the widest gets the widest.
     query_energy: squared norm of queries, scaled as in attention: one number, or one for each cache layer, as

@@ -13,6 +13,7 @@ import torch
 
 from .. import schemes
 from ..codec.blocks import BlockLayout
+from ..codec.kept import codec_of
 from ..codec.spec import CodecSpec
 from ..errors import KVPassError
 from ..fields import shown
@@ -73,10 +74,6 @@ def _parsed(text: str) -> Any:
 _PREDICTED = "A layer would have to be read to store the next, and vLLM gives each layer its own blocks only."
 
 
-_NAME_PLACES = {"boosted", "datatype", "error-term", "nuq"}
-"""Codecs that look up what a page says, whatever there is: most decode any bytes, and are masked."""
-
-
 def refusal(spec: CodecSpec) -> str | None:
     """Why what ``spec`` stores cannot be served, and what can, or None."""
     quantizer, transform, retention = spec.quantizer, spec.transform, spec.retention
@@ -96,13 +93,14 @@ def refusal(spec: CodecSpec) -> str | None:
         return "Backends of vLLM see keys behind rotary embedding. Use rope='post'."
     if quantizer.needs_queries:
         return "The codec is fitted to a prompt's queries, of which vLLM shows a chunk at a time. Use kivi or higgs."
-    if quantizer.codec in _NAME_PLACES:
-        return (
-            "Its pages name the places of what they keep exactly, and blocks are read also where they hold none yet. "
-            "Use kivi-sinks or higgs-sinks."
-        )
     if quantizer.allocation is not None:
         return "A basis of each request takes more memory than the pages of a block. Use kivi-sinks or higgs-sinks."
+    if not codec_of(spec).decodes_any_bytes:
+        return (
+            f"Not every sequence of bytes is a page of its codec {quantizer.codec!r}, whose pages hold indices or do "
+            "not declare otherwise (`Codec.decodes_any_bytes`), and blocks are also read where nothing is stored yet. "
+            "Use kivi-sinks or higgs-sinks."
+        )
     return None
 
 
