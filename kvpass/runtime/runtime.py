@@ -24,7 +24,7 @@ from ..errors import KVPassError
 from ..lowering.inductor.expect import Attended, expect
 from ..lowering.table import AUTO, FEW
 from ..models.attention import PortableAttention
-from ..models.probe import has_encoder
+from ..models.encoded import has_encoder
 from ..schemes import LayerGeometry, SchemeConfig, check_edges, check_sources
 from .forms import Forms
 from .forward import finish_forward
