@@ -104,24 +104,39 @@ def some_tokens(model: nn.Module, batch: int = 1, count: int = 2) -> dict[str, A
 
 def _filled(model: nn.Module) -> Cache:
     """A cache that two tokens through ``model`` have filled. Raises `KVPassError` if the model makes one of a class of
-    its own: what that does besides is not known."""
+    its own, or adds layers to it: what it does with those is not known."""
     fresh, inputs = fresh_cache(model), some_tokens(model)
+    before = _classes(fresh)
     try:
-        output = model(**inputs, use_cache=True)
-    except Exception:  # it may have to be handed one
-        output = ()
-    made = _cache_in(output)
+        made = _cache_in(model(**inputs, use_cache=True))
+    except Exception as error:  # it may have to be handed one
+        made, failed = None, error
+    else:
+        failed = None
     if made is not None:
-        own = sorted({type(part).__name__ for part in _parts(made) if type(part) is not DynamicCache})
-        if own:
-            raise KVPassError(
-                f"{type(model).__name__} makes a cache class of its own, {' and '.join(own)}, in which no layer can be "
-                "replaced. kvpass packs transformers' DynamicCache and StaticCache: use this model without kvpass."
-            )
-        if _classes(made) == _classes(fresh):
-            return made
-    model(**inputs, **handing(model, fresh), use_cache=True)
-    return fresh
+        _refuse_own_class(model, made)
+    if made is None or _classes(made) != before:
+        try:
+            model(**inputs, **handing(model, fresh), use_cache=True)
+        except Exception as error:
+            raise failed or error from None
+        made = fresh
+    if (added := sum(map(len, _classes(made))) - sum(map(len, before))) > 0:
+        raise KVPassError(
+            f"{type(model).__name__} adds {added} layers to its cache while it runs, as a model does that keeps keys "
+            "and values for each of several loops. kvpass packs the layers that a cache has before its first token: "
+            "use this model without kvpass."
+        )
+    return made
+
+
+def _refuse_own_class(model: nn.Module, cache: Any) -> None:
+    own = sorted({type(part).__name__ for part in _parts(cache) if type(part) is not DynamicCache})
+    if own:
+        raise KVPassError(
+            f"{type(model).__name__} makes a cache class of its own, {' and '.join(own)}, in which no layer can be "
+            "replaced. kvpass packs transformers' DynamicCache and StaticCache: use this model without kvpass."
+        )
 
 
 def _cache_in(output: Any) -> Any:
