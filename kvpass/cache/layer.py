@@ -92,11 +92,11 @@ class PackedLayer(CacheLayerMixin):
             )
         if self.context is None:
             self.refuse_unless_whole()
-        return (
-            state.decode(self.tokens, self.lowering)
-            if self.plan.looks_at_previous or self.plan.adaptive
-            else PackedKV.view(state, self.tokens)
-        )
+        if self.plan.looks_at_previous or self.plan.adaptive:
+            return state.decode(self.tokens, self.lowering)
+        if self.context is not None and torch.compiler.is_dynamo_compiling():
+            return self._decode(state, None)  # a subclass would share storage with other inputs of the graph
+        return PackedKV.view(state, self.tokens)
 
     def states(self) -> list[KVState]:
         """Key and value state, or nothing before the first forward."""

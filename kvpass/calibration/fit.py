@@ -24,8 +24,9 @@ from ..codec.center import fit_center
 from ..codec.predictor import predict
 from ..errors import KVPassError
 from ..layout.window import layout
+from ..models.encoded import has_encoder
 from ..models.parallel import refuse_sharded
-from ..models.probe import has_encoder, probe
+from ..models.probe import probe
 from ..progress import bar
 from ..runtime.applied import is_applied
 from ..schemes import (

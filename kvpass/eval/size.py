@@ -13,7 +13,8 @@ from ..cache.layer import PackedLayer
 from ..cache.state import SharedTensors
 from ..cache.swap import Plans, swap_layers
 from ..errors import KVPassError
-from ..models.probe import fresh_cache, has_encoder, probe_cache
+from ..models.encoded import has_encoder
+from ..models.probe import fresh_cache, probe_cache
 from ..schemes import LayerGeometry, SchemeConfig
 from ..schemes.calibrated import Calibration
 

@@ -7,15 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
-from transformers.modeling_outputs import BaseModelOutput
 
 from ..errors import KVPassError
 from ..schemes import LayerGeometry, geometries
-from .arguments import CACHE, handing, takes_cache
-
-_SLIDING = "It is bounded already; where texts fit the window, sliding_window=None in the config packs the same results"
+from .arguments import CACHE, CACHE_NAMES, handing, takes_cache
+from .encoded import encoded, has_encoder
+from .kept import keys_of
 
 
 def probe(model: nn.Module) -> dict[int, LayerGeometry | str]:
@@ -33,21 +32,29 @@ def probe_cache(model: nn.Module) -> tuple[Cache, dict[int, LayerGeometry | str]
     if config is None or not takes_cache(model):
         raise KVPassError(
             f"No attention over a KV cache found in {kind}: kvpass needs a transformers decoder whose forward takes "
-            f"{CACHE}, or example_inputs for another kind of decoder. If this is a wrapper, apply to the model inside."
+            f"{CACHE}, or example_inputs for another kind of decoder."
+            f"{_decoder_inside(model) or ' If this is a wrapper, apply to the model inside.'}"
         )
     _refuse_offloaded(model)
     try:
-        cache = fresh_cache(model)
         with torch.no_grad():
-            model(**some_tokens(model), **handing(model, cache), use_cache=True)
+            cache = _filled(model)
+    except KVPassError:
+        raise
     except Exception as error:
-        other = "" if isinstance(model, PreTrainedModel) else ". Another kind of decoder is packed with example_inputs"
-        raise KVPassError(f"Two tokens through {kind} with a growing cache failed: {error}{other}") from error
-    layers = _geometries(cache)
-    if not any(isinstance(layer, LayerGeometry) and not layer.cross for layer in layers.values()):
+        other = "" if isinstance(model, PreTrainedModel) else " Another kind of decoder is packed with example_inputs."
+        raise KVPassError(
+            f"{kind} failed on two tokens of text with an empty cache, by which kvpass sees what its layers keep: "
+            f"{str(error).rstrip('.')}.{other or _decoder_inside(model) or ' Use this model without kvpass.'}"
+        ) from error
+    layers = _geometries(cache, config.get_text_config(decoder=True))
+    if not _packable(layers):
         reasons = sorted({layer for layer in layers.values() if isinstance(layer, str)})
         why = "; ".join(reasons) or "its cache stayed empty"
-        raise KVPassError(f"No attention that can be packed found in {kind}: {why}.")
+        raise KVPassError(
+            f"No attention that can be packed found in {kind}: {why}. Unless a reason says otherwise, use this model "
+            "without kvpass."
+        )
     return cache, layers
 
 
@@ -74,55 +81,108 @@ def _refuse_offloaded(model: nn.Module) -> None:
         )
 
 
-def has_encoder(model: nn.Module) -> bool:
-    """Whether ``model`` is an encoder-decoder: its own arguments are called ``decoder_*``."""
-    return getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-
-
 def fresh_cache(model: nn.Module) -> Cache:
-    """An empty growing cache of the kind ``model`` makes itself."""
+    """An empty growing cache, as ``generate`` makes it for ``model``. Cross-attention reads all that an encoder gave,
+    whatever window the decoder has."""
     config: Any = model.config
-    if has_encoder(model):
-        return EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
-    return DynamicCache(config=config)
+    cache = DynamicCache(config=config)
+    if not has_encoder(model):
+        return cache
+    cross = DynamicCache(config=config)
+    cross.layers[:] = [DynamicLayer() for _ in cross.layers]
+    return EncoderDecoderCache(cache, cross)
 
 
 def some_tokens(model: nn.Module, batch: int = 1, count: int = 2) -> dict[str, Any]:
-    """Inputs of ``count`` tokens for ``model``, the first two of its vocabulary in turn; an encoder has run already,
-    whatever its own inputs are."""
+    """Inputs of ``count`` tokens for ``model``, the first two of its vocabulary in turn; an encoder has run already."""
     device = next(model.parameters()).device
     ids = torch.arange(count, device=device).remainder(2).expand(batch, -1)
     if not has_encoder(model):
         return dict(input_ids=ids)
-    seq2seq: Any = model
-    size = seq2seq.config.get_text_config(encoder=True).hidden_size
-    hidden = torch.zeros(batch, 2, size, dtype=seq2seq.dtype, device=device)
-    return dict(decoder_input_ids=ids, encoder_outputs=BaseModelOutput(last_hidden_state=hidden))
+    return dict(decoder_input_ids=ids, encoder_outputs=encoded(model, batch, 2))
 
 
-def _geometries(cache: Cache) -> dict[int, LayerGeometry | str]:
-    """What `probe` found in each layer of ``cache``."""
+def _filled(model: nn.Module) -> Cache:
+    """A cache that two tokens through ``model`` have filled. Raises `KVPassError` if the model makes one of a class of
+    its own, or adds layers to it: what it does with those is not known."""
+    fresh, inputs = fresh_cache(model), some_tokens(model)
+    before = _classes(fresh)
+    try:
+        made = _cache_in(model(**inputs, use_cache=True))
+    except Exception as error:  # it may have to be handed one
+        made, failed = None, error
+    else:
+        failed = None
+    if made is not None:
+        _refuse_own_class(model, made)
+    if made is None or _classes(made) != before:
+        try:
+            model(**inputs, **handing(model, fresh), use_cache=True)
+        except Exception as error:
+            raise failed or error from None
+        made = fresh
+    if (added := sum(map(len, _classes(made))) - sum(map(len, before))) > 0:
+        raise KVPassError(
+            f"{type(model).__name__} adds {added} layers to its cache while it runs, as a model does that keeps keys "
+            "and values for each of several loops. kvpass packs the layers that a cache has before its first token: "
+            "use this model without kvpass."
+        )
+    return made
+
+
+def _refuse_own_class(model: nn.Module, cache: Any) -> None:
+    own = sorted({type(part).__name__ for part in _parts(cache) if type(part) is not DynamicCache})
+    if own:
+        raise KVPassError(
+            f"{type(model).__name__} makes a cache class of its own, {' and '.join(own)}, in which no layer can be "
+            "replaced. kvpass packs transformers' DynamicCache and StaticCache: use this model without kvpass."
+        )
+
+
+def _cache_in(output: Any) -> Any:
+    """The cache in what a forward returns; None if there is none, or tuples of tensors, as models once returned."""
+    named = [output[name] for name in CACHE_NAMES if name in output] if isinstance(output, dict) else output
+    return next((part for part in named if part is not None and not isinstance(part, (tuple, Tensor))), None)
+
+
+def _decoder_inside(model: nn.Module) -> str:
+    """Where ``model`` runs a decoder that can be packed by itself, as a sentence; empty if there is none."""
+    for name, module in model.named_modules():
+        if not name or not isinstance(module, PreTrainedModel) or not takes_cache(module):
+            continue
+        try:
+            with torch.no_grad():
+                layers = _geometries(_filled(module), module.config.get_text_config(decoder=True))
+        except Exception:  # it is only a candidate
+            continue
+        if _packable(layers):
+            return f" Apply kvpass to the decoder that it runs: kvpass.apply(model.{name}), a {type(module).__name__}."
+    return ""
+
+
+def _packable(layers: dict[int, LayerGeometry | str]) -> bool:
+    return any(isinstance(layer, LayerGeometry) and not layer.cross for layer in layers.values())
+
+
+def _classes(cache: Cache) -> list[list[type]]:
+    return [[type(layer) for layer in part.layers] for part in _parts(cache)]
+
+
+def _parts(cache: Cache) -> list[Cache]:
+    """Self-attention's cache, and cross-attention's if there is one."""
     if isinstance(cache, EncoderDecoderCache):
-        own, cross = (_geometries(part) for part in (cache.self_attention_cache, cache.cross_attention_cache))
-        for index, layer in cross.items():
+        return [cache.self_attention_cache, cache.cross_attention_cache]
+    return [cache]
+
+
+def _geometries(cache: Cache, config: PretrainedConfig) -> dict[int, LayerGeometry | str]:
+    """What `probe` found in each layer of ``cache``."""
+    own, *cross = (geometries([keys_of(layer, config) for layer in part.layers]) for part in _parts(cache))
+    for layers in cross:
+        for index, layer in layers.items():
             reason = f"cross-attention: {layer}"
-            own[len(cross) + index] = replace(layer, cross=True) if isinstance(layer, LayerGeometry) else reason
-        return own
-    return geometries([_keys(layer) for layer in cache.layers])
-
-
-def _keys(layer: object) -> Tensor | str:
-    """What a cache layer keeps as keys, or why it is not packed."""
-    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-    if type(layer) is not DynamicLayer:
-        bounded = f". {_SLIDING}" if getattr(layer, "is_sliding", False) else ""
-        return f"{type(layer).__name__}: not full attention over a growing cache, stays as it is{bounded}"
-    if not isinstance(keys, Tensor) or keys.ndim != 4 or not keys.numel():
-        return "the layer stored no keys: it has no attention, or reads what another layer stored"
-    if keys.shape != values.shape:
-        shapes = f"keys {tuple(keys.shape)} and values {tuple(values.shape)} differ in shape"
-        return f"{shapes}: latent attention (MLA) is small as it is, and is not supported"
-    return keys
+            own[len(layers) + index] = replace(layer, cross=True) if isinstance(layer, LayerGeometry) else reason
+    return own
 
 
 def refuse_hooked(model: nn.Module, what: str, instead: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 import torch
@@ -159,12 +159,15 @@ def finish_forward(
         layer.whole = True
 
 
-def remember(cache: Cache) -> Callable[[], bool]:
+def remember(cache: Cache, storing_no_text: Collection[int] = ()) -> Callable[[], bool]:
     """What puts the layers of ``cache`` that are not packed, and those of cross-attention, back to where they are now;
     returns whether it could. Raises `KVPassError` if those that are not packed hold other tokens than those that are.
+
+    storing_no_text: indices of layers that hold something else, such as an image.
     """
-    others = [layer for layer in cache_layers(cache) if not isinstance(layer, PackedLayer)]
-    _refuse_other_lengths(cache, others)
+    own = {index: layer for index, layer in enumerate(cache_layers(cache)) if not isinstance(layer, PackedLayer)}
+    _refuse_other_lengths(cache, [layer for index, layer in own.items() if index not in storing_no_text])
+    others = list(own.values())
     kept = [dict(vars(layer)) for layer in others]
     unwritten = [layer for layer in cross_layers(cache) if isinstance(layer, PackedLayer) and not layer.tokens]
     updated = dict(cache.is_updated) if isinstance(cache, EncoderDecoderCache) else {}

@@ -26,7 +26,7 @@ from ..errors import KVPassError, NotCapturedError, NotFusedError
 from ..lowering.inductor.expect import Attended, expect
 from ..lowering.table import AUTO, FEW
 from ..models.attention import PortableAttention
-from ..models.probe import has_encoder
+from ..models.encoded import has_encoder
 from ..schemes import LayerGeometry, SchemeConfig, check_edges, check_sources
 from .forms import Forms
 from .forward import check_all_updated, finish_forward

@@ -19,6 +19,7 @@ from ..cache.swap import cache_layers, cross_layers, packed_layers, swap_cross_l
 from ..compile.report import listed
 from ..errors import KVPassError, NotCapturedError
 from ..models.arguments import CACHE_NAMES, cache_argument
+from ..models.kept import StoresNoText
 from ..models.probe import fresh_cache, some_tokens
 from ..models.recording import put_up_hooks, refuse_what_is_not_recorded
 from ..models.redundant import MASKS, RedundantArguments
@@ -44,6 +45,7 @@ class TransformersRuntime(Runtime):
         self.defaults = {name: parameter.default for name, parameter in parameters.items()}
         self.cache_argument = cache_argument(model)
         self.masks = PaddingMasks(model)
+        self.storing_no_text = [row.index for row in self.report.layers if isinstance(row.reason, StoresNoText)]
 
     def prepare(self) -> None:
         if self.mode == "reduce-overhead" and not self.eager:
@@ -90,7 +92,7 @@ class TransformersRuntime(Runtime):
             return self._forward_over(cache, batch, new_tokens, kwargs)
 
     def _forward_over(self, cache: Cache, batch: int, new_tokens: int, kwargs):
-        layers, undo = self.adopt(cache), remember(cache)
+        layers, undo = self.adopt(cache), remember(cache, self.storing_no_text)
         if self.one_graph:
             refuse_what_is_not_recorded(self.model(), kwargs)
         put_up_hooks(self.model(), kwargs)

@@ -1,0 +1,64 @@
+"""What an encoder hands to its decoder, for a forward whose encoder does not run: whatever its own inputs are."""
+
+import typing
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils import ModelOutput
+
+from ..errors import KVPassError
+
+_ALSO_READ = "attention_mask", "router_logits"
+"""Fields of an encoder's output that some models read whether needed or not: None means that there are none."""
+
+
+def has_encoder(model: nn.Module) -> bool:
+    """Whether ``model`` is an encoder-decoder: its own arguments are called ``decoder_*``."""
+    return getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+
+
+def encoded(model: nn.Module, batch: int, tokens: int) -> ModelOutput:
+    """``encoder_outputs`` for ``model``: zeros ``[batch, tokens, width]`` in its dtype, in the class of output that the
+    encoder is annotated with. Raises `KVPassError` if the width is not known."""
+    seq2seq: Any = model
+    encoder = seq2seq.get_encoder()
+    hidden = torch.zeros(batch, tokens, _width(seq2seq, encoder), dtype=seq2seq.dtype, device=seq2seq.device)
+    kind = _output_class(encoder)
+    pooled = dict(pooler_output=hidden) if "pooler_output" in kind.__dataclass_fields__ else {}
+    output = kind(last_hidden_state=hidden, **pooled)
+    for name in _ALSO_READ:
+        if not hasattr(output, name):
+            setattr(output, name, None)
+    return output
+
+
+def _width(model: Any, encoder: nn.Module) -> int:
+    """Channels of what ``encoder`` gives."""
+    own: Any = getattr(encoder, "config", None)
+    configs: list[Any] = [own, own.get_text_config()] if isinstance(own, PretrainedConfig) else []
+    configs += [model.config.get_text_config(encoder=True), model.config.get_text_config(decoder=True)]
+    for config in configs:
+        adapted = "output_hidden_size" if getattr(config, "add_adapter", False) else "hidden_size"
+        for name in (adapted, "hidden_size"):
+            if isinstance(width := getattr(config, name, None), int):
+                return width
+    raise KVPassError(
+        f"{type(model).__name__} does not say how wide the output of its encoder is: set hidden_size in the encoder's "
+        "config."
+    )
+
+
+def _output_class(encoder: nn.Module) -> Any:
+    """The class that the forward of ``encoder`` is annotated to return, `BaseModelOutput` if it is not."""
+    try:
+        returned = typing.get_type_hints(encoder.forward).get("return")
+    except (NameError, TypeError, AttributeError):  # names that exist for a type checker only
+        returned = None
+    for kind in (returned, *typing.get_args(returned)):
+        fields = getattr(kind, "__dataclass_fields__", ())
+        if isinstance(kind, type) and issubclass(kind, ModelOutput) and "last_hidden_state" in fields:
+            return kind
+    return BaseModelOutput

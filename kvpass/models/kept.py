@@ -1,0 +1,90 @@
+"""Why a layer of a cache stays in full precision, in words that hold for it: its class, and what it keeps.
+The only file that knows the cache layers of transformers that are not packed."""
+
+from typing import Any
+
+from torch import Tensor
+from transformers import PretrainedConfig, cache_utils
+from transformers.cache_utils import DynamicLayer
+
+_NOTHING = "keeps nothing: this layer of the model has no attention, or attends to what another layer stores"
+_LINEAR = "keeps a recurrent or convolution state of fixed size and no KV cache, so there is nothing to pack"
+_BOTH = (
+    "keeps a recurrent or convolution state beside its keys and values. kvpass packs layers that keep keys and values "
+    "only, so it stays in full precision"
+)
+_INDEXED = (
+    "sparse attention: it keeps the keys of an indexer, which selects the tokens that are read, beside its keys and "
+    "values. kvpass packs layers that keep keys and values only, so it stays in full precision"
+)
+_KNOWN = {
+    "DummyLayer": _NOTHING,
+    "LinearAttentionLayer": _LINEAR,
+    "LinearAttentionAndFullAttentionLayer": _BOTH,
+    "LinearAttentionAndSlidingWindowAttentionLayer": _BOTH,
+    "DynamicIndexedLayer": _INDEXED,
+}
+"""Layer classes of `transformers.cache_utils`, by name: older versions lack some."""
+
+
+class StoresNoText(str):
+    """The reason of a layer that does not store each token: how many it holds is no sign of how many were read."""
+
+
+_NO_TEXT = StoresNoText(
+    "it stored nothing when two tokens of text were read: it has no attention, reads what another layer stores, or "
+    "attends to images or sound only. Whatever it keeps stays in full precision"
+)
+
+
+def keys_of(layer: object, config: PretrainedConfig) -> Tensor | str:
+    """What a filled layer of a cache keeps as keys ``[B, H_kv, T, D]``, or why it is not packed. ``config``: the
+    decoder's."""
+    kind = type(layer)
+    if kind is DynamicLayer:
+        return _of_full_attention(layer, config)
+    if kind is cache_utils.DynamicSlidingWindowLayer:
+        return f"{kind.__name__}: {_windowed(layer, config)}"
+    if kind is getattr(cache_utils, kind.__name__, None) and kind.__name__ in _KNOWN:
+        return f"{kind.__name__}: {_KNOWN[kind.__name__]}"
+    names = ", ".join(_names(layer)) or "no tensors yet"
+    return (
+        f"{kind.__name__}: a cache layer of the model's own, which keeps {names}. kvpass packs layers of transformers' "
+        "class DynamicLayer only, so it stays in full precision"
+    )
+
+
+def _of_full_attention(layer: Any, config: PretrainedConfig) -> Tensor | str:
+    keys, values = layer.keys, layer.values
+    if not isinstance(keys, Tensor) or keys.ndim != 4 or not keys.numel():
+        return _NO_TEXT
+    if keys.shape == values.shape:
+        return keys
+    limit = "kvpass packs keys and values of equal shape only, so it stays in full precision"
+    if keys.shape[-1] == getattr(config, "kv_lora_rank", None):
+        return (
+            f"latent attention (MLA): it keeps {keys.shape[-1]} latent channels a token, and {values.shape[-1]} rotary "
+            f"ones, which differ in shape. {limit}"
+        )
+    shapes = " and ".join(f"{part.shape[1]} heads of {part.shape[3]} channels" for part in (keys, values))
+    return f"keys and values differ in shape: {shapes}. {limit}"
+
+
+def _windowed(layer: Any, config: PretrainedConfig) -> str:
+    why = (
+        f"attention sees {layer.sliding_window} tokens at most and the layer keeps no more, so its size is bounded. It "
+        "stays in full precision"
+    )
+    if getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None) is not None:
+        why += ". For texts that fit the window, sliding_window=None in the decoder's config gives the same, packed"
+    return why
+
+
+def _names(layer: object) -> list[str]:
+    """Attributes in which ``layer`` keeps tensors, or will: those of a dict may be None so far."""
+    found = []
+    for name, value in vars(layer).items():
+        parts = list(value.values()) if isinstance(value, dict) else [value] if isinstance(value, Tensor) else []
+        if not name.startswith("_") and parts and all(part is None or isinstance(part, Tensor) for part in parts):
+            found.append(name)
+    return found
