@@ -162,6 +162,7 @@ class PackedLayer(CacheLayerMixin):
         """Make room for ``new_tokens`` and start a forward in ``context``."""
         self.allocate(batch, self.tokens + new_tokens)
         if self.importance is not None:
+            self.importance.end(succeeded=False)  # if the forward was prepared for other sizes before
             self.importance.start(self.tokens, new_tokens)
         self.context = context
 
@@ -276,8 +277,8 @@ class PackedLayer(CacheLayerMixin):
         return torch.cat((past[0], key_states), 2), torch.cat((past[1], value_states), 2)
 
     def _refuse_other_tokens(self, key_states: Tensor) -> None:
-        """Raise `KVPassError` unless the tokens that are handed over, which need not be those of ``input_ids``, are as
-        many as all layers store in this forward, and come once."""
+        """Raise `KVPassError` unless the tokens that are handed over come once, and all layers can store as many. They
+        need not be those of ``input_ids``. A graph is made for that number, so there `NotCapturedError` is raised."""
         if self.updated:
             raise KVPassError(
                 "The model stored keys in the same cache layer twice in one forward, as a decoder that runs twice "
@@ -289,11 +290,7 @@ class PackedLayer(CacheLayerMixin):
         if torch.compiler.is_dynamo_compiling():
             if same:
                 return
-            raise KVPassError(
-                "The model stores another number of tokens than it is given, as a model does that puts image tokens "
-                "in front of its input, and this forward is captured. Use a scheme that runs the prompt uncaptured, "
-                "such as 'kivi', or kvpass.apply(model, ..., lowering='eager')."
-            )
+            _refuse_number()
         if not same or batch != self.batch:
             self.context.expect(batch, tokens)
 
@@ -449,6 +446,13 @@ class PackedLayer(CacheLayerMixin):
 
 
 @torch.compiler.assume_constant_result  # raised as it is, also while a graph is captured
+def _refuse_number() -> NoReturn:
+    raise NotCapturedError(
+        "the model stores another number of tokens than it is given, as it does if it puts image tokens in front"
+    )
+
+
+@torch.compiler.assume_constant_result
 def _refuse_place(found: torch.dtype, on: torch.device, dtype: torch.dtype, device: torch.device) -> NoReturn:
     raise KVPassError(
         f"The model made keys or values in {found} on {on}; kvpass was applied when they were {dtype} on {device}. "
