@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from kvpass.lowering import table
+from kvpass.lowering.session import uncompiled, uncounted
 
 from . import schemes
 from .compile.backend import check_mode
@@ -25,6 +26,8 @@ from .runtime.simulated import SimulatedRuntime, scout
 from .runtime.transformers import TransformersRuntime
 from .schemes import LayerGeometry, SchemeConfig
 from .schemes.calibrated import Calibration
+
+_COMPILES = "a model that kvpass is applied to compiles its own steps: leave out fullgraph=True around a call of it"
 
 
 def apply(
@@ -109,11 +112,16 @@ def apply(
     if calibration is not None:
         runtime.report.calibration, runtime.report.calibration_nbytes = str(calibration), calibration.nbytes
 
-    @torch.compiler.disable  # inside a user's torch.compile: a graph break, and kvpass's own graph behind it
-    @functools.wraps(runtime.original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return runtime.forward(*args, **kwargs)
+    @torch.compiler.disable(reason=_COMPILES)  # in a user's own compiled function: a graph break, and our graph behind it
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with uncounted():
+            return runtime.forward(*args, **kwargs)
 
+    @functools.wraps(runtime.original, updated=())
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return run(*args, **kwargs)
+
+    uncompiled(forward)  # also where torch.compile is called on it
     setattr(model, ATTRIBUTE, runtime)
     model.forward = runtime.installed = forward
     return whole

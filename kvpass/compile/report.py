@@ -99,6 +99,8 @@ class Report:
     keeps_stages: bool = False
     recalled: bool = False
     not_replayed: str = ""
+    hooked_steps: int = 0
+    hooked: tuple[str, ...] = ()
 
     def used(self, layers: list[LayerReport], tokens: int, batch: int) -> None:
         """Note what the cache last used takes: all of it at once, other threads use others."""
@@ -175,7 +177,11 @@ class Report:
             lines.append("steps are called again without Dynamo's guards")
         if self.not_replayed:
             lines.append(f"steps are not replayed: {self.not_replayed}")
-        if not self.graphs:
+        if self.hooked_steps:
+            lines.append(
+                f"{self.hooked_steps} steps were not compiled, because of hooks on {listed(self.hooked)}: right, but slower"
+            )
+        elif not self.graphs:
             lines.append("no graph captured yet: fusion is decided at the first decode step")
         for graph in self.graphs:
             lines.append(str(graph))

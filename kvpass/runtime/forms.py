@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from threading import RLock
 
@@ -39,11 +39,21 @@ class Forms:
     Sizes, and lengths of a cache, tell forms apart as 0, 1 and more. So there are as many as users have ways to call,
     and each has a graph for the first batch size or two and one for all others.
 
-    what: what is compiled, for those who wait for it. guards: options of torch.compile about them.
+    what: what is compiled, for those who wait for it. guards: options of torch.compile about them. unguarded: what
+        else tells forms apart, where guards do not.
     """
 
-    def __init__(self, fn: Callable, backend: Backend, what: str, guards: dict | None = None, **options):
+    def __init__(
+        self,
+        fn: Callable,
+        backend: Backend,
+        what: str,
+        guards: dict | None = None,
+        unguarded: Callable[[], Hashable] = lambda: None,
+        **options,
+    ):
         self.backend, options["backend"] = backend, backend
+        self._unguarded = unguarded
         self._waiting = nullcontext if backend.interpret else functools.partial(announced, what)
         name = f"{fn.__name__}_{next(_numbers)}"
         self._code: list[types.CodeType] = []
@@ -64,7 +74,8 @@ class Forms:
     def __call__(self, *args, **kwargs):
         layer = _first_layer((*args, *kwargs.values()))
         stored, batch = (min(layer.tokens, 2), layer.batch_size) if layer else (None, None)
-        key = torch.is_inference_mode_enabled(), stored, tuple(map(_described, args)), _described(kwargs)
+        described = tuple(map(_described, args)), _described(kwargs)
+        key = torch.is_inference_mode_enabled(), stored, *described, self._unguarded()
         form = self._forms.get(key) or self._forms.setdefault(key, _Form(self._start, self._waiting))
         return form(batch, args, kwargs)
 

@@ -18,9 +18,9 @@ from ..cache.layer import PackedLayer
 from ..cache.state import SharedTensors
 from ..cache.swap import Plans, packed_layers
 from ..compile.backend import Backend
-from ..compile.report import LayerReport, Report
+from ..compile.report import LayerReport, Report, listed
 from ..compile.subclasses import guards_of
-from ..errors import KVPassError
+from ..errors import KVPassError, NotFusedError
 from ..lowering.inductor.expect import Attended, expect
 from ..lowering.table import AUTO, FEW
 from ..models.attention import PortableAttention
@@ -30,6 +30,7 @@ from .forms import Forms
 from .forward import finish_forward
 from .recall import Recalls
 from .replay import Replays
+from .watch import Hooks
 
 _MIN_COMPILED_LENGTH = 2  # lengths 0 and 1 would be specialised by the tracer
 
@@ -91,6 +92,7 @@ class Runtime:
         self.attended: dict[int, tuple[int, float]] = {}  # see `kvpass.models.probe.AttentionSeen`
         self.expected: set[bool] = set()  # whether of several sequences: decode steps whose kernels were asked for
         self.replays: Replays | Recalls | None = None  # of whole steps, where that was asked for and is possible
+        self.hooks = Hooks(model)
         self.running: dict[int, int] = {}  # caches in a forward, by id, and the threads that run it
 
     def _plan_cross(self, layers: dict[int, LayerGeometry | str]) -> tuple[Plans, dict[int, LayerGeometry | str]]:
@@ -151,7 +153,8 @@ class Runtime:
             options |= dict(device_lengths=True) if replayed else dict(noted=True)
         model, backend = self.model(), self._backend(interpret=interpret, **options)
         what, whole = f"a step of {type(model).__name__}", self.one_graph or replayed
-        return Forms(self._body(), backend, what, guards_of(model), fullgraph=whole)
+        options = dict(unguarded=self.hooks) if interpret else {}  # steps with hooks are not compiled
+        return Forms(self._body(), backend, what, guards_of(model), fullgraph=whole, **options)
 
     def _backend(self, **options) -> Backend:
         return Backend(**options)
@@ -228,13 +231,26 @@ class Runtime:
         """Who runs the call over the cache whose first layer is ``first``. Drafts are verified one after another: the
         first of several calls of a few tokens is not worth compiling for, it may be a short turn of a chat."""
         stored, compiled = first.tokens, new_tokens == 1 or first.drafts > 1
-        if compiled and not self.eager and stored >= _MIN_COMPILED_LENGTH:
+        if compiled and not self.eager and stored >= _MIN_COMPILED_LENGTH and not self._hooked():
             return self.decode_step
         if self.needs_rotation or self.needs_importance:
             return self.captured
         if self.needs_queries and not stored:
             return self._capture_queries()
         return self.original
+
+    def _hooked(self) -> bool:
+        """Whether a step cannot be compiled because a hook, which may do anything, runs within the model: a graph would
+        have to be captured anew whenever it reads something else."""
+        if not (hooked := self.hooks()):
+            return False
+        if self.strict and not self.one_graph:
+            raise NotFusedError(
+                f"strict=True: steps are not compiled while there are hooks on {listed(hooked)}. Remove them, or apply "
+                "without strict=True: keys and values are decoded before attention then."
+            )
+        self.report.hooked_steps, self.report.hooked = self.report.hooked_steps + 1, hooked
+        return True
 
     def _expect_steps(self, batch: int) -> None:
         """Have other processes compile kernels of the decode steps that are going to follow a prompt."""
