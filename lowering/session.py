@@ -88,6 +88,20 @@ def uncounted() -> Iterator[None]:
                 _count_frames(-1)
 
 
+_specialize = torch._dynamo.config._make_closure_patcher(specialize_float=True)
+
+
+@contextmanager
+def specialized() -> Iterator[None]:
+    """Within it floats are constants of what is traced, for this thread. Dynamo would make an input of one that has
+    changed, such as a scale that a module holds, and read it as the graph runs, which cannot be captured."""
+    reset = _specialize()
+    try:
+        yield
+    finally:
+        reset()
+
+
 def forget(backend: Callable, code: Iterable[CodeType]) -> None:
     """Let go of the graphs that ``torch.compile`` made of functions with these ``code`` objects by ``backend``.
 

@@ -100,7 +100,7 @@ class Report:
     recalled: bool = False
     not_replayed: str = ""
     hooked_steps: int = 0
-    hooked: tuple[str, ...] = ()
+    hooked: str = ""
 
     def used(self, layers: list[LayerReport], tokens: int, batch: int) -> None:
         """Note what the cache last used takes: all of it at once, other threads use others."""
@@ -179,7 +179,7 @@ class Report:
             lines.append(f"steps are not replayed: {self.not_replayed}")
         if self.hooked_steps:
             lines.append(
-                f"{self.hooked_steps} steps were not compiled, because of hooks on {listed(self.hooked)}: right, but slower"
+                f"{self.hooked_steps} steps were not compiled, because of hooks on {self.hooked}: right, but slower"
             )
         elif not self.graphs:
             lines.append("no graph captured yet: fusion is decided at the first decode step")

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from transformers.cache_utils import Cache
 
-from kvpass.lowering.session import forget, uncollected, uncounted
+from kvpass.lowering.session import forget, specialized, uncollected, uncounted
 
 from ..cache.layer import PackedLayer
 from ..cache.swap import packed_layers
@@ -100,7 +100,7 @@ class _Form:
 
     def _called(self, args: tuple, kwargs: dict):
         run = self._run
-        with uncounted():
+        with uncounted(), specialized():
             try:
                 return run(*args, **kwargs)
             except FailOnRecompileLimitHit:  # before anything ran: what a form cannot tell apart varied too often

@@ -18,7 +18,7 @@ from ..cache.layer import PackedLayer
 from ..cache.state import SharedTensors
 from ..cache.swap import Plans, packed_layers
 from ..compile.backend import Backend
-from ..compile.report import LayerReport, Report, listed
+from ..compile.report import LayerReport, Report
 from ..compile.subclasses import guards_of
 from ..errors import KVPassError, NotFusedError
 from ..lowering.inductor.expect import Attended, expect
@@ -242,11 +242,12 @@ class Runtime:
     def _hooked(self) -> bool:
         """Whether a step cannot be compiled because a hook, which may do anything, runs within the model: a graph would
         have to be captured anew whenever it reads something else."""
-        if not (hooked := self.hooks()):
+        if not (names := self.hooks()):
             return False
+        hooked = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         if self.strict and not self.one_graph:
             raise NotFusedError(
-                f"strict=True: steps are not compiled while there are hooks on {listed(hooked)}. Remove them, or apply "
+                f"strict=True: steps are not compiled while there are hooks on {hooked}. Remove them, or apply "
                 "without strict=True: keys and values are decoded before attention then."
             )
         self.report.hooked_steps, self.report.hooked = self.report.hooked_steps + 1, hooked

@@ -56,9 +56,9 @@ def _opaque(hooks: dict[int, Callable]) -> bool:
 
 
 class Watch:
-    """Whether a model is still what it was. It looks at modules, and the forward of their classes; at weights, and where
-    they lie; and at other attributes of modules, with what configs, dicts and lists among them hold. Other objects are
-    told apart by identity."""
+    """Whether a model is still what it was. It looks at modules, and the forward of their classes; at weights, and
+    where they lie; and at other attributes of modules, with what configs, dicts and lists among them hold. Objects of
+    other classes are told apart by identity."""
 
     def __init__(self, model: nn.Module):
         self._model = weakref.ref(model)
