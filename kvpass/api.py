@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from kvpass.lowering import table
+from kvpass.lowering.session import uncompiled, uncounted
 
 from . import schemes
 from .compile.backend import check_mode
@@ -26,6 +27,8 @@ from .runtime.transformers import TransformersRuntime
 from .schemes import LayerGeometry, SchemeConfig
 from .schemes.calibrated import Calibration
 
+_COMPILES = "a model that kvpass is applied to compiles its own steps: leave out fullgraph=True around a call of it"
+
 
 def apply(
     model: nn.Module,
@@ -41,7 +44,8 @@ def apply(
 
     From then on every fresh ``DynamicCache`` or ``StaticCache`` that reaches ``model.forward`` (from ``generate`` or
     from you) holds packed codes in its full-attention layers. Other layers stay in full precision and are reported by
-    `explain`. Inference only: gradients are not tracked, and a model in training mode is left alone.
+    `explain`. Inference only: gradients are not tracked, and a model in training mode is left alone. Steps are not
+    compiled while there are forward hooks within the model, of which `explain` tells.
 
     A decoder that is not from transformers is packed with ``example_inputs``: a first call of at least 2 tokens, with
     all it needs. It may keep keys and values in tensors ``[B, H_kv, T, D]`` or ``[B, T, H_kv, D]`` that its modules
@@ -59,9 +63,9 @@ def apply(
         max_cache_len: allocate this many tokens at once instead of growing. A longer sequence raises.
         mode: "reduce-overhead": a decode step that came before skips Dynamo's guards. On CUDA it is captured as one
             CUDA graph and replayed (for decoders with a cache of their own, what lies between the ops of the cache);
-            that is not verified on a device yet. On a CPU what was compiled is called again. Other weights and modules
-            are noticed; other attributes of a module that change once it runs are not. `explain` says whether, or why
-            not.
+            that is not verified on a device yet. On a CPU what was compiled is called again. Changes of the model are
+            noticed: of weights, modules, adapters, attributes, and fields of configs. What functions read elsewhere,
+            such as globals, is not looked at before the next prompt or turn. `explain` says whether, or why not.
         example_inputs: arguments of ``model.forward``, by position or by name, for decoders with a cache of their own.
 
     Raises:
@@ -109,11 +113,18 @@ def apply(
     if calibration is not None:
         runtime.report.calibration, runtime.report.calibration_nbytes = str(calibration), calibration.nbytes
 
-    @torch.compiler.disable  # inside a user's torch.compile: a graph break, and kvpass's own graph behind it
-    @functools.wraps(runtime.original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return runtime.forward(*args, **kwargs)
+    @torch.compiler.disable(
+        reason=_COMPILES
+    )  # in a user's own compiled function: a graph break, and our graph behind it
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with uncounted():
+            return runtime.forward(*args, **kwargs)
 
+    @functools.wraps(runtime.original, updated=())
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return run(*args, **kwargs)
+
+    uncompiled(forward)  # also where torch.compile is called on it
     setattr(model, ATTRIBUTE, runtime)
     model.forward = runtime.installed = forward
     return whole

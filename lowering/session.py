@@ -6,11 +6,11 @@ import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from threading import Lock
-from types import CodeType
+from types import CodeType, FunctionType
 
 import torch
 from torch._dynamo.convert_frame import compile_lock
-from torch._dynamo.eval_frame import cached_backends, innermost_fn, reset_code
+from torch._dynamo.eval_frame import cached_backends, innermost_fn, reset_code, skip_code
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 _count_frames: Callable[[int], int] | None
@@ -69,7 +69,8 @@ def uncounted() -> Iterator[None]:
 
     Such a call counts compiled frames, and raises behind its end if there were none. There is one counter for all
     threads: whoever ends switches it off for those that still run, and whoever starts then sets it to 0 for them. A
-    call within another leaves the check to that one, so ours run within one that does not check.
+    call within another leaves the check to that one, so ours run within one that does not check. Nor does a call of the
+    user's that this is within, once it has ended.
     """
     global _calls
     if _count_frames is None:
@@ -87,6 +88,20 @@ def uncounted() -> Iterator[None]:
                 _count_frames(-1)
 
 
+_specialize = torch._dynamo.config._make_closure_patcher(specialize_float=True)
+
+
+@contextmanager
+def specialized() -> Iterator[None]:
+    """Within it floats are constants of what is traced, for this thread. Dynamo would make an input of one that has
+    changed, such as a scale that a module holds, and read it as the graph runs, which cannot be captured."""
+    reset = _specialize()
+    try:
+        yield
+    finally:
+        reset()
+
+
 def forget(backend: Callable, code: Iterable[CodeType]) -> None:
     """Let go of the graphs that ``torch.compile`` made of functions with these ``code`` objects by ``backend``.
 
@@ -102,6 +117,12 @@ def forget(backend: Callable, code: Iterable[CodeType]) -> None:
         for key, wrapper in list(cached_backends.items()):
             if getattr(wrapper, "compiler_fn", wrapper) is backend:
                 del cached_backends[key]
+
+
+def uncompiled(fn: FunctionType) -> None:
+    """Have ``torch.compile(fn)`` call ``fn`` as it is. What ``fn`` calls is compiled, unless it is disabled;
+    ``torch.compiler.disable`` alone does not help, as ``torch.compile`` takes it off."""
+    skip_code(fn.__code__)
 
 
 def undisabled(compiled: Callable) -> Callable:

@@ -309,13 +309,13 @@ def on_an_accelerator(monkeypatch):
 
 def handed_a_mask(model, monkeypatch) -> list[bool]:
     """Whether each call from now on is run with a mask."""
-    masked, drop = [], model._kvpass._drop_defaults
+    masked, leave_out = [], model._kvpass._leave_out
 
     def watched(kwargs, *args):
-        drop(kwargs, *args)
+        leave_out(kwargs, *args)
         masked.append("attention_mask" in kwargs)
 
-    monkeypatch.setattr(model._kvpass, "_drop_defaults", watched)
+    monkeypatch.setattr(model._kvpass, "_leave_out", watched)
     return masked
 
 

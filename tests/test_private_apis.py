@@ -29,6 +29,7 @@ from kvpass.lowering.inductor import aot
 from kvpass.lowering.inductor.aot import Input, Program, compile_ahead
 from kvpass.models import recording
 from kvpass.models.arguments import CACHE, CACHE_NAMES, cache_argument
+from kvpass.runtime import watch
 from kvpass.runtime.transformers import TransformersRuntime
 from kvpass.schemes import KIVIConfig
 
@@ -199,6 +200,55 @@ def test_calls_that_end_and_start_do_not_fail_one_that_runs():
         with session.uncounted():
             assert torch.equal(step(torch.zeros(2)), torch.ones(2))
         assert session._count_frames(-1) == -1
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_function_that_is_not_compiled_is_called_as_it_is(fullgraph):
+    """`kvpass.lowering.session.uncompiled`, and that `uncounted` ends the check that something was compiled."""
+
+    @torch.compiler.disable
+    def inside(x):
+        with session.uncounted():
+            return x + torch.compiler.is_dynamo_compiling()
+
+    def fn(x):
+        return inside(x)
+
+    def backend(gm, _):
+        raise AssertionError("something was compiled")
+
+    session.uncompiled(fn)
+    assert torch.compile(fn, backend=backend, fullgraph=fullgraph)(torch.zeros(1)) == 0
+
+
+def test_a_float_that_changes_is_a_constant_of_another_graph():
+    """`kvpass.lowering.session.specialized`: otherwise the second is a tensor, and read by ``item``."""
+    graphs, module = [], torch.nn.ReLU()
+    step = torch.compile(lambda x: module(x) * module.scale, backend=lambda gm, _: graphs.append(gm) or gm)
+    with session.specialized():
+        for module.scale in (2.0, 3.0):
+            assert step(torch.ones(1)) == module.scale
+    assert [len(gm.graph.find_nodes(op="placeholder")) for gm in graphs] == [1, 1]
+    assert not torch._dynamo.config.specialize_float
+
+
+def test_modules_keep_hooks_in_dicts_of_these_names():
+    """`kvpass.runtime.watch`, which also tells hooks by the Python modules they are from."""
+    module = torch.nn.Linear(2, 2)
+    module.register_forward_hook(lambda *_: None)
+    module.register_forward_pre_hook(lambda *_: None)
+    assert all(len(vars(module)[name]) == 1 for name in watch._HOOKS) and not any(watch._GLOBAL_HOOKS)
+    handles = [
+        getattr(torch.nn.modules.module, f"register_module_forward_{name}")(print) for name in ("hook", "pre_hook")
+    ]
+    assert all(map(len, watch._GLOBAL_HOOKS))
+    for handle in handles:
+        handle.remove()
+    assert not any(watch._GLOBAL_HOOKS)
+    model = llama()
+    recording.put_up_hooks(model, dict(output_hidden_states=True))
+    (hook,) = model.model.layers[0]._forward_hooks.values()
+    assert hook.__module__ == recording.RECORDS
 
 
 def test_transformers_records_hidden_states_by_hooks_that_can_be_put_up_before():

@@ -320,6 +320,52 @@ def test_weights_that_are_quantized_anew_are_noticed():
         use(model)
 
 
+FULL = dict(backend="eager", fullgraph=True)
+
+
+def compiled_forward(model, **options):
+    model.forward = torch.compile(model.forward, backend="eager", **options)
+    return model
+
+
+def compiled_in_place(model):
+    model.compile(**FULL)
+    return model
+
+
+def compiled_layers(model):
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    return model
+
+
+COMPILED = {
+    "forward": compiled_forward,
+    "forward, fullgraph": lambda model: compiled_forward(model, fullgraph=True),
+    "in place, fullgraph": compiled_in_place,
+    "wrapped, fullgraph": lambda model: torch.compile(model, **FULL),
+    "layers": compiled_layers,
+}
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("compiled", COMPILED.values(), ids=COMPILED)
+def test_a_model_may_be_compiled_before_apply_and_after(compiled, before, reference_in_this_test):
+    """The recipes of transformers' documentation. After `apply` that is kvpass's own forward, which compiles steps."""
+    torch._dynamo.reset()
+    model = kvpass.apply(compiled(llama()), LOSSLESS) if before else compiled(kvpass.apply(llama(), LOSSLESS))
+    use = mode(input_ids=tokens(1, 40), max_new_tokens=4)
+    assert_equal(use(model), use(llama()))
+    assert_fused(model)
+
+
+def test_a_users_function_that_must_be_one_graph_is_told_what_to_leave_out():
+    model = kvpass.apply(llama(), LOSSLESS)
+    call = torch.compile(lambda ids: model(input_ids=ids).logits, **FULL)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="leave out fullgraph=True around a call of it"):
+        call(tokens(1, 4))
+
+
 def test_a_model_wrapped_by_torch_compile_is_packed_inside():
     model = check(torch.compile(llama(), backend="eager"), mode(input_ids=tokens(2, 40)))
     assert kvpass.remove(model) is model and "forward" not in vars(model._orig_mod)

@@ -125,6 +125,8 @@ class Report:
     keeps_stages: bool = False
     recalled: bool = False
     not_replayed: str = ""
+    hooked_steps: int = 0
+    hooked: str = ""
     pieces: StepInPieces | None = None
     uncaptured_prompt: str = ""
     eager: bool = False
@@ -227,11 +229,15 @@ class Report:
             lines.append(f"steps are not replayed: {self.not_replayed}")
         if self.uncaptured_prompt:
             lines.append(f"a prompt ran uncaptured, which is slower: {self.uncaptured_prompt}")
+        if self.hooked_steps:
+            lines.append(
+                f"{self.hooked_steps} steps were not compiled, because of hooks on {self.hooked}: right, but slower"
+            )
         if self.pieces is not None:
             lines.append(str(self.pieces))
         elif self.eager:
             lines.append("lowering='eager': steps are not compiled, what is read is decoded first")
-        elif not self.graphs:
+        elif not self.graphs and not self.hooked_steps:
             lines.append("no graph captured yet: fusion is decided at the first decode step")
         for graph in self.graphs:
             lines.append(str(graph))

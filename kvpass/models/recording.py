@@ -11,6 +11,9 @@ from transformers.utils import output_capturing
 
 from ..errors import KVPassError
 
+RECORDS = output_capturing.__name__
+"""The module whose hooks record outputs: they do nothing in a call that does not ask for any."""
+
 
 def refuse_what_is_not_recorded(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
     """Raise `KVPassError` if ``arguments`` ask a forward that has to be captured for weights SDPA does not give."""

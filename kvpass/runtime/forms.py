@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from threading import RLock
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from transformers.cache_utils import Cache
 
-from kvpass.lowering.session import forget, uncollected, uncounted
+from kvpass.lowering.session import forget, specialized, uncollected, uncounted
 
 from ..cache.layer import PackedLayer
 from ..cache.swap import packed_layers
@@ -42,17 +42,25 @@ class Forms:
     and each has a graph for the first batch size or two and one for all others.
 
     what: what is compiled, for those who wait for it. guards: options of torch.compile about them. must: raise
-    `NotCapturedError` where ``torch.compile`` is switched off. breaks: why graphs broke so far.
+    `NotCapturedError` where ``torch.compile`` is switched off. unguarded: what else tells forms apart, where guards do
+    not. breaks: why graphs broke so far.
 
     Calls raise `NotCapturedError` where torch cannot capture or compile them, and the `KVPassError` of whatever kvpass
     refused while a graph was captured.
     """
 
     def __init__(
-        self, fn: Callable, backend: Backend, what: str, guards: dict | None = None, must: bool = False, **options
+        self,
+        fn: Callable,
+        backend: Backend,
+        what: str,
+        guards: dict | None = None,
+        must: bool = False,
+        unguarded: Callable[[], Hashable] = lambda: None,
+        **options,
     ):
         self.backend, options["backend"] = backend, backend
-        self.must, self.breaks = must, Breaks()
+        self.must, self.breaks, self._unguarded = must, Breaks(), unguarded
         self._waiting = nullcontext if backend.interpret else functools.partial(announced, what)
         name = f"{fn.__name__}_{next(_numbers)}"
         self._code: list[types.CodeType] = []
@@ -80,7 +88,8 @@ class Forms:
             raise NotCapturedError(why)
         layer = _first_layer((*args, *kwargs.values()))
         stored, batch = (min(layer.tokens, 2), layer.batch) if layer else (None, None)
-        key = torch.is_inference_mode_enabled(), stored, tuple(map(_described, args)), _described(kwargs)
+        described = tuple(map(_described, args)), _described(kwargs)
+        key = torch.is_inference_mode_enabled(), stored, *described, self._unguarded()
         form = self._forms.get(key) or self._forms.setdefault(key, _Form(self._start, self._waiting, self.breaks))
         return form(batch, args, kwargs)
 
@@ -124,7 +133,7 @@ class _Form:
 
     def _called(self, args: tuple, kwargs: dict):
         run = self._run
-        with uncounted():
+        with uncounted(), specialized():
             try:
                 return run(*args, **kwargs)
             except FailOnRecompileLimitHit:  # before anything ran: what a form cannot tell apart varied too often

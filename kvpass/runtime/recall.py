@@ -1,5 +1,5 @@
 """Decode steps on CPUs that are called again beneath Dynamo: a step of hundreds of inputs spends milliseconds on
-guards, most of which look at modules that do not change. `Watch` sees it in microseconds if they do.
+guards, most of which look at modules that do not change. `Watch` sees sooner if they do.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from .forms import Forms
 from .forward import check_all_updated, finish_forward
 from .recall import Recalls
 from .replay import Replays
+from .watch import Hooks
 
 logger = logging.getLogger("kvpass")
 
@@ -97,6 +98,7 @@ class Runtime:
         self.attended: dict[int, tuple[int, float]] = {}  # see `kvpass.models.probe.AttentionSeen`
         self.expected: set[bool] = set()  # whether of several sequences: decode steps whose kernels were asked for
         self.replays: Replays | Recalls | None = None  # of whole steps, where that was asked for and is possible
+        self.hooks = Hooks(model)
         self.running: dict[int, int] = {}  # caches in a forward, by id, and the threads that run it
 
     def _plan_cross(self, layers: dict[int, LayerGeometry | str]) -> tuple[Plans, dict[int, LayerGeometry | str]]:
@@ -157,7 +159,9 @@ class Runtime:
             options |= dict(device_lengths=True) if replayed else dict(noted=True)
         model, backend = self.model(), self._backend(interpret=interpret, **options)
         what, whole = f"a step of {type(model).__name__}", self.one_graph or replayed
-        return Forms(self._body(), backend, what, guards_of(model), must=interpret or self.one_graph, fullgraph=whole)
+        options = dict(unguarded=self.hooks) if interpret else {}  # steps with hooks are not compiled
+        must = interpret or self.one_graph
+        return Forms(self._body(), backend, what, guards_of(model), must=must, fullgraph=whole, **options)
 
     def _backend(self, **options) -> Backend:
         return Backend(**options)
@@ -269,7 +273,7 @@ class Runtime:
     def _step(self, layers: list[PackedLayer], new_tokens: int) -> Iterator[None]:
         """Within it ``layers`` run a call. If that is a step to be compiled, note what of it was, and with ``strict``
         raise `NotFusedError` at the first layer that is read otherwise."""
-        if not self._is_compiled(layers[0], new_tokens):
+        if not self._is_compiled(layers[0], new_tokens) or self.hooks():
             yield
             return
         uncaptured: list[int] = []
@@ -292,13 +296,27 @@ class Runtime:
     def _choose(self, first: PackedLayer, new_tokens: int):
         """Who runs the call over the cache whose first layer is ``first``. Drafts are verified one after another: the
         first of several calls of a few tokens is not worth compiling for, it may be a short turn of a chat."""
-        if self._is_compiled(first, new_tokens):
+        if self._is_compiled(first, new_tokens) and not self._hooked():
             return self.decode_step
         if self.needs_rotation or self.needs_importance:
             return self.captured
         if self.needs_queries and not first.tokens:
             return self._capture_queries()
         return self.original
+
+    def _hooked(self) -> bool:
+        """Whether a step cannot be compiled because a hook, which may do anything, runs within the model: a graph would
+        have to be captured anew whenever it reads something else."""
+        if not (names := self.hooks()):
+            return False
+        hooked = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        if self.strict and not self.one_graph:
+            raise NotFusedError(
+                f"strict=True: steps are not compiled while there are hooks on {hooked}. Remove them, or apply "
+                "without strict=True: keys and values are decoded before attention then."
+            )
+        self.report.hooked_steps, self.report.hooked = self.report.hooked_steps + 1, hooked
+        return True
 
     def _expect_steps(self, batch: int) -> None:
         """Have other processes compile kernels of the decode steps that are going to follow a prompt."""
