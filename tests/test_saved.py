@@ -18,7 +18,9 @@ from transformers import DynamicCache
 import kvpass
 from kvpass import KVPassError
 from kvpass.cache.swap import packed_layers
-from kvpass.schemes import IdentityConfig, KIVIConfig
+from kvpass.models.probe import probe
+from kvpass.schemes import IdentityConfig, KIVIConfig, QAQConfig
+from kvpass.schemes.calibrated import Calibration, describe
 from kvpass.schemes.fingerprint import settings
 
 from kinds import KINDS, answers, feed, filled, same
@@ -211,6 +213,17 @@ def test_what_a_model_computes_by_besides_its_weights_is_compared_and_named(what
     CHANGES[what](decoder if what.startswith(("config", "self_attn")) else model)
     with pytest.raises(KVPassError, match=f"{re.escape(what)}.* here.*Set the adapter or the field"):
         kvpass.load_cache(path, model)
+
+
+def test_a_calibration_is_for_the_adapter_it_was_made_with():
+    model = adapted()
+    layers = probe(kvpass.remove(model).get_base_model())
+    described = describe(model.get_base_model(), layers)
+    made = Calibration(QAQConfig(query_energy=[1.0, 2.0]), {}, described, {}, {})
+    made.check(model.get_base_model(), layers)
+    model.set_adapter("b")
+    with pytest.raises(KVPassError, match=r"This calibration is.*_active_adapter was \['a'\], and is \['b'\] here"):
+        made.check(model.get_base_model(), layers)
 
 
 def test_the_dtype_of_autocast_is_compared(saved):

@@ -236,7 +236,9 @@ class PackedLayer(CacheLayerMixin):
         self.context = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        raise KVPassError("A packed cache layer is initialized by the forward of the model kvpass was applied to.")
+        raise KVPassError(
+            "A packed cache layer is initialized by the first forward over it: call model(...) or model.generate(...)."
+        )
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         if self.context is None:
@@ -382,7 +384,10 @@ class PackedLayer(CacheLayerMixin):
         self._select_batch(lambda rows: rows[indices.to(rows.device) if isinstance(indices, Tensor) else indices])
 
     def offload(self) -> None:
-        raise KVPassError("Offloaded caches are not supported: a packed cache is meant to stay on the device.")
+        raise KVPassError(
+            "A packed cache stays on its device and is not offloaded. To free it, kvpass.save_cache(cache, path), "
+            "and later kvpass.load_cache(path, model)."
+        )
 
     prefetch = offload
 
