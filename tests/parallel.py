@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import kvpass
-from kvpass.schemes.calibrated import fingerprint
+from kvpass.schemes.fingerprint import fingerprint
 
 
 def refused(fn, *args, **kwargs) -> str:

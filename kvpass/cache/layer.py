@@ -18,6 +18,7 @@ from ..schemes import LayerGeometry, LayerPlan
 from .adaptive_state import AdaptiveState, PlanePool
 from .context import ForwardContext
 from .per_cache import Importance, RecentAttention, RotaryState
+from .refusals import removed_tokens, selected_rows, stored
 from .state import KVState, SharedTensors, Storage
 from .tensor import PackedKV
 
@@ -63,8 +64,8 @@ class PackedLayer(CacheLayerMixin):
         self.only_tokens = False  # what is stored came from token ids alone; the first layer knows for its cache
         self.drafts = 0  # calls of a few tokens in a row, up to the last; the first layer counts for its cache
 
-    @property
-    def is_initialized(self) -> bool:  # type: ignore[override]  # transformers assigns it
+    @stored
+    def is_initialized(self) -> bool:
         """Whether tokens have reached the layer, in an earlier forward or in this one. Memory may be there before."""
         return self.filled or self.updated
 
@@ -73,13 +74,13 @@ class PackedLayer(CacheLayerMixin):
         """Whether the layer has memory for tokens."""
         return self.key_state is not None
 
-    @property
-    def keys(self) -> Tensor | None:  # type: ignore[override]  # the same
+    @stored
+    def keys(self) -> Tensor | None:
         """The stored keys as a ``[B, H_kv, n, D]`` tensor that decodes when read."""
         return self._view(self.key_state) if self.is_initialized else None
 
-    @property
-    def values(self) -> Tensor | None:  # type: ignore[override]  # the same
+    @stored
+    def values(self) -> Tensor | None:
         """The stored values as a ``[B, H_kv, n, D]`` tensor that decodes when read."""
         return self._view(self.value_state) if self.is_initialized else None
 
@@ -256,7 +257,9 @@ class PackedLayer(CacheLayerMixin):
         self.context, self.updated = None, False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        raise KVPassError("A packed cache layer is initialized by the forward of the model kvpass was applied to.")
+        raise KVPassError(
+            "A packed cache layer is initialized by the first forward over it: call model(...) or model.generate(...)."
+        )
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         if self.context is None:
@@ -392,9 +395,7 @@ class PackedLayer(CacheLayerMixin):
         self.whole = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 hands over a tensor
-        if tokens_to_remove > 0:
-            raise KVPassError(f"crop({tokens_to_remove}): pass the negative number of tokens to remove.")
+        tokens_to_remove = removed_tokens(tokens_to_remove)
         self.refuse_unless_whole()
         new = max(0, self.tokens + tokens_to_remove)
         least = self.plan.key.retention.sinks + (self.plan.key.retention.budget or 0)
@@ -418,23 +419,27 @@ class PackedLayer(CacheLayerMixin):
             self.tokens = new
             self.crops += 1
 
-    def _select_batch(self, fn: Callable[[Tensor], Tensor]) -> None:
+    def _select_batch(self, choose: Callable[[Tensor], Tensor]) -> None:
+        rows = selected_rows(choose, self.batch_size, self.geometry.device) if self.is_initialized else None
         with self._changing():
             for storage in self.storages():
-                storage.map_(fn)
+                storage.map_(lambda tensor: tensor.index_select(0, rows.to(tensor.device)))
             self.edits += 1
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._select_batch(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+        self._select_batch(lambda rows: rows[torch.as_tensor(beam_idx, device=rows.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._select_batch(lambda tensor: tensor.repeat_interleave(repeats, 0))
+        self._select_batch(lambda rows: rows.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._select_batch(lambda tensor: tensor[indices, ...].contiguous())
+        self._select_batch(lambda rows: rows[indices.to(rows.device) if isinstance(indices, Tensor) else indices])
 
     def offload(self) -> None:
-        raise KVPassError("Offloaded caches are not supported: a packed cache is meant to stay on the device.")
+        raise KVPassError(
+            "A packed cache stays on its device and is not offloaded. To free it, kvpass.save_cache(cache, path), "
+            "and later kvpass.load_cache(path, model)."
+        )
 
     prefetch = offload
 

@@ -32,12 +32,12 @@ from ..cache.swap import cache_layers, cross_layers, packed_layers
 from ..errors import KVPassError
 from ..layout.window import Writes
 from ..models.probe import fresh_cache
-from ..schemes.calibrated import fingerprint
+from ..schemes.fingerprint import check_settings, fingerprint, settings
 from .applied import runtime_of
 from .runtime import Runtime
 from .transformers import TransformersRuntime
 
-_FORMAT = 2
+_FORMAT = 3
 _UNPACKED = DynamicLayer, DynamicSlidingWindowLayer
 _OF_LAYER = "tokens", "seen", "max_cache_len"
 
@@ -90,10 +90,11 @@ def load_cache(path: str | Path, model: nn.Module) -> Cache:
     """The cache that `save_cache` wrote to ``path``, on the devices of ``model``: pass it as ``cache``, which
     transformers called ``past_key_values`` before 5.24.
 
-    model: the one it was written with, kvpass applied with the same scheme, in the same dtype.
+    model: the one it was written with, with the same adapters active and the same config, kvpass applied with the same
+        scheme, in the same dtype; within ``torch.autocast`` if it was saved within it.
 
-    Raises `KVPassError` if the file is missing, cut off, altered, of another version, or of another model, scheme or
-    dtype.
+    Raises `KVPassError` if the file is missing, cut off, altered, of another version, or of another model, adapter,
+    config, scheme or dtype, which it names.
     """
     runtime = runtime_of(model)
     if not isinstance(runtime, TransformersRuntime):
@@ -109,7 +110,8 @@ def load_cache(path: str | Path, model: nn.Module) -> Cache:
 
 
 def _maker(runtime: Runtime) -> dict[str, Any]:
-    """What decides whether codes mean the same: the model, the scheme, and how each layer is stored."""
+    """What decides whether codes mean the same: the model, what it computes by, the scheme, and how each layer is
+    stored."""
     model, digest = runtime.model(), hashlib.sha256()
     for tensor in chain.from_iterable(chain.from_iterable(runtime.predictors.values())):
         digest.update(_bytes(tensor))
@@ -120,6 +122,7 @@ def _maker(runtime: Runtime) -> dict[str, Any]:
     ]  # fmt: skip
     return {
         "model": type(model).__name__,
+        "settings": settings(model) | {"autocast": _autocast(model)},
         "weights": fingerprint(model),
         "scheme": str(runtime.scheme),
         "calibration": digest.hexdigest()[:16],
@@ -127,9 +130,17 @@ def _maker(runtime: Runtime) -> dict[str, Any]:
     }
 
 
+def _autocast(model: nn.Module) -> str | None:
+    """The dtype that ``torch.autocast`` computes in here, if it is on."""
+    kind = next(model.parameters()).device.type
+    return str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+
+
 def _check_maker(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     for name, mine in ours.items():
-        if theirs[name] != mine:
+        if name == "settings":
+            check_settings(theirs[name], mine, "This cache is")
+        elif theirs[name] != mine:
             raise KVPassError(
                 f"This cache was saved with another {name}: {theirs[name]}, and here it is {mine}. Apply the scheme it "
                 "was saved with to the model it was saved with, or run the prompt again."
@@ -190,7 +201,10 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if digest != _digest(facts, tensors):
         raise KVPassError(f"{path} was altered after it was written: run the prompt again.")
     if facts["format"] != _FORMAT:
-        raise KVPassError(f"{path} has format {facts['format']!r}; this kvpass reads format {_FORMAT}.")
+        raise KVPassError(
+            f"{path} has format {facts['format']!r}, and this kvpass reads format {_FORMAT}: run the prompt again. "
+            "Older formats did not say which adapters and settings of the model they were saved with."
+        )
     return facts, tensors
 
 

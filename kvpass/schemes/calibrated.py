@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
@@ -21,38 +20,22 @@ from ..errors import KVPassError
 from ..fields import shown
 from ..layout.retention import Retention
 from . import LayerGeometry, SchemeConfig
+from .fingerprint import check_settings, fingerprint, settings
 from .valid import check_calibration
 
-_FORMAT = 1
+_FORMAT = 2
 _TENSORS, _FACTS = "predictors.safetensors", "calibration.json"
-_SAMPLES = 64  # values of each weight that go into the fingerprint
 _ROLES = ("key", "value")
 
 
-def fingerprint(model: nn.Module) -> str:
-    """A digest of the names, shapes and some values of the weights, the same for any dtype the values fit in,
-    and for each of the processes that share them."""
-    digest = hashlib.sha256()
-    for name, weight in sorted(model.state_dict().items()):
-        digest.update(f"{name}{tuple(weight.shape)}".encode())
-        if weight.is_floating_point() and weight.numel():
-            flat = _whole(weight.detach()).reshape(-1)
-            sample = flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES].to("cpu", torch.bfloat16).contiguous()
-            digest.update(sample.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def _whole(weight: Tensor) -> Tensor:
-    """``weight`` with the parts of all processes it is shared out among, which all ask for it."""
-    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
-
-
 def describe(model: nn.Module, layers: Mapping[int, LayerGeometry | str]) -> dict[str, Any]:
-    """What identifies ``model``: its class, the heads of its packed layers, and a `fingerprint` of its weights."""
+    """What identifies ``model``: its class, the heads of its packed layers, its `settings`, and a `fingerprint` of its
+    weights."""
     packed = {i: layer for i, layer in layers.items() if isinstance(layer, LayerGeometry)}
     return {
         "class": type(model).__name__,
         "layers": {str(i): [layer.num_key_value_heads, layer.head_dim] for i, layer in packed.items()},
+        "settings": settings(model),
         "weights": fingerprint(model),
     }
 
@@ -111,8 +94,15 @@ class Calibration:
     def check(self, model: nn.Module, layers: Mapping[int, LayerGeometry | str]) -> None:
         """Raise `KVPassError` unless this calibration was made for ``model``, whose cache layers are ``layers``."""
         found = describe(model, layers)
-        for what, name in (("model", "class"), ("layers and heads", "layers"), ("weights", "weights")):
-            if found[name] != self.model[name]:
+        for what, name in (
+            ("model", "class"),
+            ("layers and heads", "layers"),
+            ("", "settings"),
+            ("weights", "weights"),
+        ):
+            if name == "settings":
+                check_settings(self.model[name], found[name], "This calibration is")
+            elif found[name] != self.model[name]:
                 raise KVPassError(
                     f"This calibration was made for another model: its {what} were {self.model[name]}, and here are "
                     f"{found[name]}. Calibrate this model: kvpass.calibrate(model, ids, {self.scheme.name!r})."
@@ -168,7 +158,10 @@ def load_calibration(folder: str | Path) -> Calibration:
         raise KVPassError(f"{folder / _FACTS} is no JSON: {error}. Calibrate again.") from error
     if not isinstance(facts, dict) or facts.get("format") != _FORMAT:
         found = facts.get("format") if isinstance(facts, dict) else None
-        raise KVPassError(f"{folder / _FACTS} has format {shown(found)}; this kvpass reads format {_FORMAT}.")
+        raise KVPassError(
+            f"{folder / _FACTS} has format {shown(found)}, and this kvpass reads format {_FORMAT}: calibrate again. "
+            "Format 1 did not say which adapters and settings of the model it was made with."
+        )
     if hashlib.sha256(data).hexdigest() != facts.get("sha256"):
         raise KVPassError(
             f"{folder / _TENSORS} is not the file that {_FACTS} was written with: it was cut off or altered."

@@ -58,8 +58,10 @@ def _is_plain(value: Any, depth: int) -> bool:
 
 def _geometry(model: dict[str, Any]) -> dict[int, tuple[int, int]]:
     """Layer -> heads and head_dim, of what `describe` says about a model."""
-    if not isinstance(model, dict) or set(model) != {"class", "layers", "weights"}:
-        raise KVPassError(f"model has class, layers and weights, and not {shown(model)}.")
+    if not isinstance(model, dict) or set(model) != {"class", "layers", "settings", "weights"}:
+        raise KVPassError(f"model has class, layers, settings and weights, and not {shown(model)}.")
+    if not isinstance(model["settings"], dict):
+        raise KVPassError(f"Settings of the model are a dict, and not {shown(model['settings'])}.")
     layers = model["layers"]
     if not isinstance(layers, dict) or not all(isinstance(model[name], str) for name in ("class", "weights")):
         raise KVPassError(f"model has names and a dict of layers, and not {shown(model)}.")

@@ -1,0 +1,121 @@
+"""What identifies a model in a file that belongs to it: its weights, and the settings that `state_dict` lacks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from ..errors import KVPassError
+from ..fields import shown
+
+_SAMPLES = 64  # values of each weight that go into the fingerprint
+_VARIES = {
+    "cache", "caches", "cached", "call", "calls", "checkpoint", "checkpointing", "count", "counter", "device",
+    "devices", "implementation", "initialized", "kernel", "loss", "name", "offload", "path", "seen", "step", "steps",
+    "tied", "version",
+}  # fmt: skip
+"""Words in the names of attributes that differ between runs of a model that computes the same."""
+_SHOWN = 3  # differences in a message
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A digest of the names, shapes and some values of the weights, the same for any dtype the values fit in,
+    and for each of the processes that share them."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(model.state_dict().items()):
+        digest.update(f"{name}{tuple(weight.shape)}".encode())
+        if weight.is_floating_point() and weight.numel():
+            flat = _whole(weight.detach()).reshape(-1)
+            sample = flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES].to("cpu", torch.bfloat16).contiguous()
+            digest.update(sample.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _whole(weight: Tensor) -> Tensor:
+    """``weight`` with the parts of all processes it is shared out among, which all ask for it."""
+    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+
+
+def settings(model: nn.Module) -> dict[str, Any]:
+    """What a transformers ``model`` may compute by besides its weights, as JSON has it: numbers, names, switches, and
+    lists and dicts of them, of its config and of all its modules: active adapters and their scaling, RoPE scaling,
+    windows. Names with a ``*`` stand for all layers: for their only value, or for a list of them.
+
+    Left out are `training`, what all configs and models have (versions, labels, generation, dtype), attributes whose
+    names say that they vary between runs (`_VARIES`), tensors, hooks and other objects. Decoders that are not from
+    transformers, whose attributes may be anything, have no settings.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return {}
+    found: dict[str, list[Any]] = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if _matters(name) and (plain := _plain(value)) is not _OTHER:
+                found.setdefault(re.sub(r"\b\d+\b", "*", f"{path}.{name}".lstrip(".")), []).append(plain)
+    common = {key: all(value == values[0] for value in values) for key, values in found.items()}
+    of_modules = {key: values[0] if common[key] else values for key, values in found.items()}
+    of_config = {f"config.{name}": value for name, value in _fields(model.config.to_dict())}
+    as_read: dict[str, Any] = json.loads(json.dumps(of_config | of_modules))
+    return as_read
+
+
+def check_settings(theirs: Mapping[str, Any], ours: Mapping[str, Any], what: str) -> None:
+    """Raise `KVPassError` that names what differs between `settings`; ``what`` is what was made under ``theirs``."""
+    missing = "not there"
+    differ = [name for name in sorted({*theirs, *ours}) if theirs.get(name, missing) != ours.get(name, missing)]
+    if not differ:
+        return
+    each = [
+        f"{name} was {shown(theirs.get(name, missing))}, and is {shown(ours.get(name, missing))} here"
+        for name in differ[:_SHOWN]
+    ]
+    more = f"; and {len(differ) - _SHOWN} others" if len(differ) > _SHOWN else ""
+    raise KVPassError(
+        f"{what} of another configuration of this model: {'; '.join(each)}{more}. Set the adapter or the field as it "
+        "was."
+    )
+
+
+_OTHER = object()
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_OF_EVERY_CONFIG = frozenset(PreTrainedConfig().to_dict()) | frozenset(GenerationConfig().to_dict())  # type: ignore[no-untyped-call]
+
+
+def _matters(name: str) -> bool:
+    if name in _OF_EVERY_MODULE or hasattr(PreTrainedModel, name):
+        return False
+    return not _VARIES & set(name.lower().split("_"))
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as JSON has it, or `_OTHER`."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return repr(value)  # NaN and infinity are no JSON
+    if isinstance(value, (list, tuple, set, frozenset)):
+        items = [_plain(item) for item in value]
+        items = sorted(items, key=repr) if isinstance(value, (set, frozenset)) else items
+        return _OTHER if any(item is _OTHER for item in items) else items
+    if type(value) is dict:
+        fields = {str(name): _plain(item) for name, item in value.items()}
+        return _OTHER if any(field is _OTHER for field in fields.values()) else fields
+    return _OTHER
+
+
+def _fields(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Fields of a config, and of those within it, that are not common to all."""
+    for name, value in ((str(name), value) for name, value in config.items()):
+        if name in _OF_EVERY_CONFIG or name == "quantization_config" or not _matters(name):
+            continue
+        if isinstance(value, dict):
+            yield from _fields(value, f"{prefix}{name}.")
+        elif (plain := _plain(value)) is not _OTHER:
+            yield f"{prefix}{name}", plain
