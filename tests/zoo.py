@@ -90,7 +90,7 @@ ZOO = {
     "Llama": Species("Llama", _GQA),
     "Llama, scaled RoPE": Species("Llama", dict(_GQA, rope_parameters=_SCALED)),
     "Mistral": Species("Mistral", dict(_GQA, sliding_window=None)),
-    "Mistral, sliding": Species("Mistral", dict(_GQA, sliding_window=32), None, "not full attention"),
+    "Mistral, sliding": Species("Mistral", dict(_GQA, sliding_window=32), None, "sliding_window=None"),
     "Mixtral": Species("Mixtral", dict(_GQA, **_LOCAL_EXPERTS, sliding_window=None)),
     "Qwen2": Species("Qwen2", _GQA),
     "Qwen3": Species("Qwen3", dict(_GQA, head_dim=16)),
