@@ -133,7 +133,10 @@ def hoist(graph: Graph, writes: Sequence[Append]) -> set[Node]:
     for append in sorted(writes, key=lambda one: one.key_pages is not None):
         for item in append.node.users:
             if any(user is not output and not _is_append(user) for user in item.users):
-                raise KVPassError("A packed cache is read again after it was written in the same call; not supported.")
+                raise KVPassError(
+                    "A packed cache is read again after it was written in the same call, which is not compiled: use "
+                    "lowering='eager'."
+                )
         together: Any = append.node
         if append.stands_alone and all(writers[tensor] == 1 for tensor in append.state):
             given = (append.arguments[name] for name in ("length", "spec", "lowering", *_COMMON))

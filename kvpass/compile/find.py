@@ -20,7 +20,7 @@ from .appends import tensor_of
 from .calls import DECODE, ROTATE, argument, arguments
 from .masks import structure
 from .own_cache import Present, read_back
-from .softmax import CASTS, PRODUCTS, SAME_VALUES, NotUnderstood, insert_bias, read_scores, shape
+from .softmax import CASTS, PRODUCTS, SAME_VALUES, NotUnderstood, insert_bias, only_user, read_scores, shape
 
 aten = torch.ops.aten
 
@@ -178,6 +178,8 @@ def _peeled(node: Node) -> Source:
         if past is not None and past.target is ROTATE and argument(past, "x").target is DECODE:
             return Source(argument(past, "x"), present, past)
         raise NotUnderstood("keys or values are concatenated with something else than the present tokens")
+    if not _reads_packed(node):
+        raise NotUnderstood(f"keys or values come from {node.target}, not from a packed cache")
     if node.target is aten.reshape.default:
         raise NotUnderstood("keys or values are reshaped in a way that is not head repetition")
     raise NotUnderstood(f"{node.target} stands between the cache and the attention")
@@ -225,9 +227,7 @@ def _from_sdpa(node: Node, source: Callable[[Node], Source]) -> Attention:
 
 
 def _only_user(node: Node) -> Node:
-    if len(node.users) != 1:
-        raise NotUnderstood("the attention weights are used elsewhere: leave out output_attentions")
-    return next(iter(node.users))
+    return only_user(node, "the attention weights")
 
 
 def _from_softmax(node: Node, source: Callable[[Node], Source]) -> Attention:
@@ -246,7 +246,9 @@ def _from_softmax(node: Node, source: Callable[[Node], Source]) -> Attention:
     scores = read_scores(before)
     last = {len(shape(scores.keys)) - 2, len(shape(scores.keys)) - 1}
     if scores.keys.target is not aten.transpose.int or {d % (max(last) + 1) for d in scores.keys.args[1:]} != last:
-        raise NotUnderstood("keys are not transposed on their last two dims")
+        raise NotUnderstood(
+            f"keys reach the product by {scores.keys.target}, not by a transpose of their last two dims"
+        )
     key, value = source(scores.keys.args[0]), source(output.args[1])
     query = _with_heads(scores.query)
     with output.graph.inserting_before(output):
@@ -268,9 +270,8 @@ def _without_sinks(node: Node) -> tuple[Node, Node | None]:
     scores, sinks = whole.args[0]
     while sinks.target in (aten.expand.default, *CASTS):
         sinks = sinks.args[0]
-    batch, _, queries, columns = shape(sinks)
-    if (batch, queries, columns) != (1, 1, 1) or whole.args[1] not in (3, -1):
-        raise NotUnderstood("scores are concatenated with something else than one logit for each head")
+    if len(shape(sinks)) != 4 or (*shape(sinks)[:1], *shape(sinks)[2:]) != (1, 1, 1) or whole.args[1] not in (3, -1):
+        raise NotUnderstood("something else than one logit for each head is concatenated behind the scores")
     return scores, sinks
 
 

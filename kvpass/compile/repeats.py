@@ -171,8 +171,8 @@ def find_repeats(gm: GraphModule) -> Repeats | str:
     """What ``gm`` does again and again, if there is something that writes caches and hands on nothing but values; or
     why there is not."""
     captured = _Captured(gm.graph)
-    if len(captured.writes) < FEWEST:
-        return f"it has fewer than {FEWEST} layers"
+    if len(captured.writes) < 2 * FEWEST:  # of keys, and of values
+        return f"it has fewer than {FEWEST} packed layers"
     if any(_is_linked(captured.nodes[i]) for i in captured.writes):
         return "what its layers store depends on each other, or on attention"
     cuts = (_Cut(gm, captured, run).repeats() for run in captured.runs())

@@ -160,7 +160,7 @@ class Report:
     def fused(self) -> int:
         """Attention layers that decode steps fuse (the worst one, if they differ); 0 before the first step."""
         counts = [graph.fused for graph in self.graphs if graph.compiled and not graph.is_piece]
-        return min(counts + [self.pieces.fused] * (self.pieces is not None), default=0)
+        return min(counts if self.pieces is None else [*counts, self.pieces.fused], default=0)
 
     @property
     def nbytes(self) -> int:

@@ -39,6 +39,23 @@ def shape(node: Node):
     return tuple(node.meta["val"].shape)
 
 
+def only_user(node: Node, what: str) -> Node:
+    """The one node that reads ``node``, which is ``what``. Raises `NotUnderstood` if there are others."""
+    if len(node.users) == 1:
+        return next(iter(node.users))
+    if any(_is_returned(user) for user in node.users):
+        raise NotUnderstood(f"{what} are returned: leave out output_attentions")
+    users = ", ".join(dict.fromkeys(str(user.target) for user in node.users))
+    raise NotUnderstood(f"{what} are used elsewhere than on the way to the output: by {users or 'nothing'}")
+
+
+def _is_returned(node: Node) -> bool:
+    """Whether ``node`` is the output of its graph, or only converts or reshapes for it."""
+    while node.op == "call_function" and node.target in SAME_VALUES | CASTS and len(node.users) == 1:
+        node = next(iter(node.users))
+    return node.op == "output"
+
+
 @dataclass
 class Scores:
     """``softcap * tanh(scale * q.k / softcap) + bias``, or without the softcap where it is 0.
@@ -61,9 +78,8 @@ def read_scores(node: Node) -> Scores:
     biased, factor, cap, dims = False, 1.0, 0.0, len(shape(node))
     while node.target not in PRODUCTS and node.target is not aten.baddbmm.default:
         if node.op != "call_function":
-            raise NotUnderstood(f"scores come from {node.name}, not from a product with the keys")
-        if len(node.users) != 1:
-            raise NotUnderstood("the attention scores are used elsewhere: leave out output_attentions")
+            raise NotUnderstood(f"scores come from {node.op} {node.name}, not from a product with the keys")
+        only_user(node, "the attention scores")
         scalar = len(node.args) > 1 and isinstance(node.args[1], (int, float))
         if node.target is aten.mul.Tensor and scalar:
             factor *= node.args[1]
@@ -75,7 +91,7 @@ def read_scores(node: Node) -> Scores:
         elif (node.target is aten.add.Tensor and not scalar and not node.kwargs) or node.target in _FILLS:
             biased = True
         elif node.target not in CASTS | SAME_VALUES and node.target is not aten.reshape.default:
-            raise NotUnderstood(f"{node.target} between the scores and the softmax")
+            raise NotUnderstood(f"{node.target} stands where scores are multiplied, scaled or masked")
         chain.append(node)
         node = _input(node)
     alibi = node.target is aten.baddbmm.default

@@ -73,7 +73,7 @@ def _traced(gm: GraphModule, nodes: Sequence[Node], inputs: Sequence[Node], outp
 
 
 def _example(node: Node) -> object:
-    """What ``node`` stands for, in the fake mode that is on: values within a graph may be of another than its inputs."""
+    """What ``node`` stands for, in the fake mode that is on: values within a graph have another one."""
     value = node.meta["example_value"]
     if node.op == "placeholder" or not isinstance(value, torch.Tensor):
         return value
