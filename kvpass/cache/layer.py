@@ -420,7 +420,7 @@ class PackedLayer(CacheLayerMixin):
             self.crops += 1
 
     def _select_batch(self, choose: Callable[[Tensor], Tensor]) -> None:
-        rows = selected_rows(choose, self.batch_size, self.geometry.device) if self.is_initialized else None
+        rows = selected_rows(choose, self.batch, self.geometry.device) if self.is_allocated else None
         with self._changing():
             for storage in self.storages():
                 storage.map_(lambda tensor: tensor.index_select(0, rows.to(tensor.device)))

@@ -159,9 +159,9 @@ class Runtime:
             options |= dict(device_lengths=True) if replayed else dict(noted=True)
         model, backend = self.model(), self._backend(interpret=interpret, **options)
         what, whole = f"a step of {type(model).__name__}", self.one_graph or replayed
-        options = dict(unguarded=self.hooks) if interpret else {}  # steps with hooks are not compiled
+        hooks = self.hooks if interpret else tuple  # steps with hooks are not compiled
         must = interpret or self.one_graph
-        return Forms(self._body(), backend, what, guards_of(model), must=must, fullgraph=whole, **options)
+        return Forms(self._body(), backend, what, guards_of(model), must=must, unguarded=hooks, fullgraph=whole)
 
     def _backend(self, **options) -> Backend:
         return Backend(**options)
