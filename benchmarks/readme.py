@@ -1,8 +1,9 @@
-"""The README's table and picture: python benchmarks/readme.py --all, or the schemes to measure again
+"""Tables of README.md and docs/schemes.md, and docs/pareto.svg: python benchmarks/readme.py [SCHEME ... | --all]
 
-Scores schemes on SmolLM2-135M-Instruct as `kvpass eval --context 1280 --score 256` does,
-puts what was measured into docs/results.json beside what is there, and writes README.md and docs/pareto.svg anew from
-that file. Schemes that cannot be scored in one pass are decoded token by token, which takes minutes each.
+Scores the named schemes on SmolLM2-135M-Instruct as `kvpass eval --context 1280 --score 256` does, merges the results
+into docs/results.json, and generates both tables and the picture from it. Schemes that cannot be scored in one pass are
+decoded token by token, which takes minutes each. Decode times are read from benchmarks/results/steps-cpu.json; --steps
+merges files that `benchmarks/decode_e2e.py --lengths 512,4096 --threads 2 --scheme SCHEME --json FILE` wrote.
 """
 
 import argparse
@@ -16,8 +17,11 @@ from kvpass.eval import bits_at, plot, quality, texts
 from kvpass.eval.tables import record
 
 CONTEXT, SCORE, LONG = 1280, 256, 32768
+STEP_AT = 4096  # tokens in the cache at the decode step that the README shows
 ROOT = Path(__file__).parents[1]
-RESULTS, PICTURE, README = ROOT / "docs" / "results.json", ROOT / "docs" / "pareto.svg", ROOT / "README.md"
+RESULTS, STEPS = ROOT / "docs" / "results.json", ROOT / "benchmarks" / "results" / "steps-cpu.json"
+README, PAGE, PICTURE = ROOT / "README.md", ROOT / "docs" / "schemes.md", ROOT / "docs" / "pareto.svg"
+IN_README = "kivi", "kivi-4", "higgs", "waterfill", "waterfill-3"
 BEGIN, END = "<!-- begin: benchmarks/readme.py -->\n", "<!-- end -->"
 SCHEMES = {
     "kivi": "K per channel, V per token, groups of 32, 2 bits",
@@ -80,21 +84,56 @@ def measure(chosen: list[str], known: dict) -> dict:
     }
 
 
+def merged(steps: dict, files: list[Path]) -> dict:
+    """``steps``, scheme -> tokens in the cache -> step time over that of the default cache, with those of ``files``."""
+    for file in files:
+        written = json.loads(file.read_text(encoding="utf-8"))
+        scheme = written["arguments"]["scheme"]
+        steps[scheme] = {tokens: took[scheme] / took["default"] for tokens, took in written["seconds"].items()}
+    return steps
+
+
 def table(results: dict) -> str:
-    """The README's table in Markdown."""
+    """The table of every scheme in Markdown."""
     heads = [
         f"{text}: {what}" if i == 0 else what for text in results for i, what in enumerate(("KL", "log KL", "top-1"))
     ]
-    head = ["scheme", "what", "bits/value", f"at {LONG // 1024}k", *heads]
-    rows = [head, ["---", "---", *["--:"] * (len(head) - 2)]]
+    rows = [["scheme", "what", "bits/value", f"at {LONG // 1024}k", *heads]]
     first = next(iter(results.values()))
     for name, what in SCHEMES.items():
         if name in first:
-            sizes = [f"{first[name]['bits_per_value']:.2f}", f"{first[name][f'bits_per_value_at_{LONG}']:.2f}"]
-            rows.append(
-                [f"`{name}`", what, *sizes, *(cell for text in results.values() for cell in _cells(text[name]))]
-            )
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+            measured = [cell for text in results.values() for cell in _cells(text[name])]
+            rows.append([f"`{name}`", what, f"{first[name]['bits_per_value']:.2f}", _long(first[name]), *measured])
+    return _markdown(rows, words=2)
+
+
+def short_table(results: dict, steps: dict) -> str:
+    """The README's table in Markdown: full precision and `IN_README`."""
+    heads = [f"KL, {text}" for text in results]
+    rows = [["scheme", f"bits/value at {LONG // 1024}k", *heads, f"decode step at {STEP_AT // 1024}k"]]
+    rows.append(["full precision", "32 (float32)", *["0"] * len(results), "baseline"])
+    first = next(iter(results.values()))
+    for name in IN_README:
+        divergences = [_cells(text[name])[0] for text in results.values()]
+        rows.append([f"`{name}`", _long(first[name]), *divergences, _step(steps.get(name, {}))])
+    return _markdown(rows, words=1)
+
+
+def _markdown(rows: list[list[str]], words: int) -> str:
+    """``rows`` with a line under the first; the first ``words`` columns are aligned left, the others right."""
+    head, *body = rows
+    lines = [head, ["---"] * words + ["--:"] * (len(head) - words), *body]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _long(row: dict) -> str:
+    return f"{row[f'bits_per_value_at_{LONG}']:.2f}"
+
+
+def _step(ratios: dict) -> str:
+    if (ratio := ratios.get(str(STEP_AT))) is None:
+        return "not measured"
+    return f"{abs(1 - ratio):.0%} {'shorter' if ratio < 1 else 'longer'}".replace("%", " %")
 
 
 def _cells(row: dict) -> list[str]:
@@ -102,7 +141,7 @@ def _cells(row: dict) -> list[str]:
 
 
 def draw(results: dict, path: Path) -> None:
-    """The README's picture."""
+    """Mean KL against bits per value, as an SVG."""
     points = {
         text: [plot.Point(name, row["bits_per_value"], row["kl"], row["kl_error"]) for name, row in rows.items()]
         for text, rows in results.items()
@@ -110,19 +149,28 @@ def draw(results: dict, path: Path) -> None:
     plot.pareto(points, path, f"SmolLM2-135M-Instruct, {SCORE} tokens behind a prompt of {CONTEXT - SCORE:,}")
 
 
+def with_block(page: str, block: str) -> str:
+    """``page`` with ``block`` in the place of what stands between the markers."""
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}{block}{END}{rest.partition(END)[2]}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("schemes", nargs="*", help=f"some of {', '.join(SCHEMES)}; none: only write anew")
+    parser.add_argument("schemes", nargs="*", help=f"schemes to measure, of {', '.join(SCHEMES)}; default none")
     parser.add_argument("--all", action="store_true", help="measure every scheme of the table")
+    parser.add_argument("--steps", nargs="+", type=Path, default=[], metavar="FILE", help="files of decode_e2e.py --json")
     args = parser.parse_args()
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    steps = merged(json.loads(STEPS.read_text(encoding="utf-8")) if STEPS.exists() else {}, args.steps)
     if chosen := list(SCHEMES) if args.all else args.schemes:
         results = measure(chosen, results)
         RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    if args.steps:
+        STEPS.write_text(json.dumps(steps, indent=1) + "\n", encoding="utf-8")
     draw(results, PICTURE)
-    readme = README.read_text(encoding="utf-8")
-    before, rest = readme.split(BEGIN)
-    README.write_text(f"{before}{BEGIN}{table(results)}{END}{rest.partition(END)[2]}", encoding="utf-8")
+    for page, block in ((PAGE, table(results)), (README, short_table(results, steps))):
+        page.write_text(with_block(page.read_text(encoding="utf-8"), block), encoding="utf-8")
 
 
 if __name__ == "__main__":

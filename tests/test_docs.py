@@ -1,4 +1,4 @@
-"""The documentation is what it says: examples run, the API page and the README's table are up to date, links lead."""
+"""The documentation is what it says: examples run, generated pages and tables are up to date, links lead somewhere."""
 
 import importlib.util
 import json
@@ -52,12 +52,35 @@ def test_the_api_page_is_made_from_these_docstrings():
     )
 
 
-def test_the_table_of_the_readme_is_what_was_measured(monkeypatch):
+@pytest.fixture
+def readme(monkeypatch):
+    """benchmarks/readme.py, which writes the tables of measured figures."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    readme = script("benchmarks/readme.py")
+    return script("benchmarks/readme.py")
+
+
+def test_tables_of_measured_figures_are_those_of_the_results(readme):
+    """After a change of docs/results.json or benchmarks/results/steps-cpu.json: ``python benchmarks/readme.py``."""
     results = json.loads(readme.RESULTS.read_text(encoding="utf-8"))
+    steps = json.loads(readme.STEPS.read_text(encoding="utf-8"))
     assert {name for rows in results.values() for name in rows} <= set(readme.SCHEMES)
-    assert f"{readme.BEGIN}{readme.table(results)}{readme.END}" in readme.README.read_text(encoding="utf-8")
+    for page, block in ((readme.PAGE, readme.table(results)), (readme.README, readme.short_table(results, steps))):
+        text = page.read_text(encoding="utf-8")
+        assert text == readme.with_block(text, block), page
+
+
+def test_decode_times_enter_the_readme_from_what_the_benchmark_wrote(readme, tmp_path):
+    written = {"arguments": {"scheme": "kivi-4"}, "seconds": {"4096": {"default": 0.1, "kivi-4": 0.09, "hqq": 0.2}}}
+    (tmp_path / "step.json").write_text(json.dumps(written), encoding="utf-8")
+    steps = readme.merged({"kivi": {"4096": 1.25}}, [tmp_path / "step.json"])
+    assert steps == {"kivi": {"4096": 1.25}, "kivi-4": {"4096": pytest.approx(0.9)}}
+    rows = readme.short_table(json.loads(readme.RESULTS.read_text(encoding="utf-8")), steps).splitlines()
+    found = {row.split(" | ")[0].strip("| `"): row.split(" | ")[-1].strip("| ") for row in rows[2:]}
+    assert found["kivi"] == "25 % longer" and found["kivi-4"] == "10 % shorter" and found["higgs"] == "not measured"
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
