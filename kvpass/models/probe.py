@@ -14,7 +14,7 @@ from ..errors import KVPassError
 from ..schemes import LayerGeometry, geometries
 from .arguments import CACHE, CACHE_NAMES, handing, takes_cache
 from .encoded import encoded, has_encoder
-from .kept import keys_of
+from .unpacked import keys_of
 
 
 def probe(model: nn.Module) -> dict[int, LayerGeometry | str]:

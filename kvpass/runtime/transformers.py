@@ -19,10 +19,10 @@ from ..cache.swap import cache_layers, cross_layers, packed_layers, swap_cross_l
 from ..compile.report import listed
 from ..errors import KVPassError, NotCapturedError
 from ..models.arguments import CACHE_NAMES, cache_argument
-from ..models.kept import StoresNoText
 from ..models.probe import fresh_cache, some_tokens
 from ..models.recording import put_up_hooks, refuse_what_is_not_recorded
 from ..models.redundant import MASKS, RedundantArguments
+from ..models.unpacked import StoresNoText
 from ..schemes import LayerGeometry, SchemeConfig, get, named
 from .forward import finish_forward, remember, start_forward
 from .padding import PaddingMasks
