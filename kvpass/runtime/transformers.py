@@ -92,6 +92,7 @@ class TransformersRuntime(Runtime):
             return self._forward_over(cache, batch, new_tokens, kwargs)
 
     def _forward_over(self, cache: Cache, batch: int, new_tokens: int, kwargs):
+        put_back = _layers_of(cache)
         layers, undo = self.adopt(cache), remember(cache, self.storing_no_text)
         if self.one_graph:
             refuse_what_is_not_recorded(self.model(), kwargs)
@@ -100,7 +101,12 @@ class TransformersRuntime(Runtime):
         try:
             output = self._run(*call, dict(kwargs))
         except NotCapturedError as error:
-            run = self._fall_back(error, layers, new_tokens)
+            try:
+                run = self._fall_back(error, layers, new_tokens)
+            except KVPassError:
+                if not layers[0].tokens:
+                    put_back()  # for the scheme that is used instead
+                raise
             output = self._run(*call, dict(kwargs), run)
             self._fell_back(error, layers[0], new_tokens)
         self._measure(cache_layers(cache))
@@ -178,15 +184,13 @@ class TransformersRuntime(Runtime):
 
     def _swap(self, cache: Cache) -> None:
         own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-        parts = [own, cache.cross_attention_cache] if isinstance(cache, EncoderDecoderCache) else [own]
-        before = [(part, list(part.layers), part.layer_class_to_replicate) for part in parts]
+        put_back = _layers_of(cache)
         try:
             swap_layers(own, self.plans, self.owner, self.lowering, self.max_cache_len, self.predictors)
             if self.cross and isinstance(cache, EncoderDecoderCache):
                 swap_cross_layers(cache, self.cross, self.owner, self.lowering)
         except BaseException:
-            for part, layers, replicated in before:
-                part.layers[:], part.layer_class_to_replicate = layers, replicated
+            put_back()
             raise
 
     def _uncaptured(self, first: PackedLayer) -> Callable | None:
@@ -326,3 +330,17 @@ def _hand_back(given: dict[str, Any], kwargs: dict[str, Any]) -> None:
         own = kwargs[name]
         if value is not own and value._version:
             own.copy_(value)
+
+
+def _layers_of(cache: object) -> Callable[[], None]:
+    """What puts the layers of ``cache`` back that it has now."""
+    parts = (
+        [cache.self_attention_cache, cache.cross_attention_cache] if isinstance(cache, EncoderDecoderCache) else [cache]
+    )
+    before = [(part, list(part.layers), part.layer_class_to_replicate) for part in parts if isinstance(part, Cache)]
+
+    def put_back() -> None:
+        for part, layers, replicated in before:
+            part.layers[:], part.layer_class_to_replicate = layers, replicated
+
+    return put_back
