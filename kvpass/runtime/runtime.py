@@ -41,6 +41,7 @@ class Runtime:
     """Everything `apply` adds to one model; `remove` drops it."""
 
     model: Callable[[], nn.Module]
+    installed: Callable[..., Any] | None
     forward: Callable[..., Any]  # of each kind: what takes the place of the model's
 
     def __init__(
@@ -153,8 +154,8 @@ class Runtime:
             options |= dict(device_lengths=True) if replayed else dict(noted=True)
         model, backend = self.model(), self._backend(interpret=interpret, **options)
         what, whole = f"a step of {type(model).__name__}", self.one_graph or replayed
-        options = dict(unguarded=self.hooks) if interpret else {}  # steps with hooks are not compiled
-        return Forms(self._body(), backend, what, guards_of(model), fullgraph=whole, **options)
+        hooks: Callable[[], tuple] = self.hooks if interpret else tuple  # steps with hooks are not compiled
+        return Forms(self._body(), backend, what, guards_of(model), hooks, fullgraph=whole)
 
     def _backend(self, **options) -> Backend:
         return Backend(**options)
