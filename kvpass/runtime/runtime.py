@@ -47,6 +47,7 @@ class Runtime:
     """Everything `apply` adds to one model; `remove` drops it."""
 
     model: Callable[[], nn.Module]
+    installed: Callable[..., Any] | None
     forward: Callable[..., Any]  # of each kind: what takes the place of the model's
 
     def __init__(
