@@ -26,7 +26,7 @@ from kvpass.compile.backend import Backend
 from kvpass.models.arguments import CACHE, handing
 from kvpass.schemes import IdentityConfig, KIVIConfig
 
-from inputs import Prompt, call, random_tokens, text, with_images
+from inputs import Prompt, call, random_tokens, text, with_images, with_types
 from shrink import Architecture, find
 
 STEPS, SECONDS = 8, 120
@@ -103,7 +103,8 @@ Use = Callable[[PreTrainedModel], Ran]
 
 def uses_of(model: PreTrainedModel, architecture: Architecture) -> dict[str, tuple[Use, Prompt]]:
     """The uses that are tried, by name."""
-    prompts = {"": text(model, architecture), " with images": with_images(model)}
+    plain = text(model, architecture)
+    prompts = {"": plain, " with token types": with_types(model, plain), " with images": with_images(model)}
     return {
         f"{how.__name__}{padded}{what}": ((lambda model, how=how, prompt=given: how(model, prompt)), given)
         for what, prompt in prompts.items()
@@ -140,6 +141,8 @@ def _other_contents(got: Any, expected: Any, padding: int) -> str:
     if len(cache_layers(got)) != len(cache_layers(expected)):
         return f"{len(cache_layers(got))} layers in the cache, {len(cache_layers(expected))} in the untouched one"
     for index, (mine, theirs) in enumerate(pairs):
+        if not hasattr(theirs, "get_seq_length"):  # a state, not tokens
+            continue
         counts = [layer.get_seq_length() for layer in (mine, theirs)]
         if counts[0] != counts[1]:
             return f"layer {index} of the cache holds {counts[0]} tokens, the untouched one {counts[1]}"
@@ -155,24 +158,24 @@ def _other_contents(got: Any, expected: Any, padding: int) -> str:
     return ""
 
 
-def examine(architecture: Architecture, seconds: int = SECONDS, compiled: bool = False) -> Finding:
+def examine(architecture: Architecture, steps_by: str = "pass", seconds: int = SECONDS) -> Finding:
     """Build it, run each use untouched and packed, and compare. Nothing is raised: what goes wrong is found.
 
-    compiled: steps by Inductor, as users have them; otherwise what the pass makes of a step is run as it is, which is
-    much faster and fuses the same.
+    steps_by: "inductor" compiles a step, as users have it; "pass" runs what the pass makes of one as it is, which is
+    faster and fuses the same; "model" captures none.
     """
     finding, start = Finding(str(architecture), architecture.group), time.perf_counter()
     torch._dynamo.reset()
     try:
         with limited(seconds):
-            _examine(architecture, finding, compiled)
+            _examine(architecture, finding, steps_by)
     except TooLongError:
         finding.wrong["time"] = f"it took more than {seconds} seconds"
     finding.seconds = round(time.perf_counter() - start, 1)
     return finding
 
 
-def _examine(architecture: Architecture, finding: Finding, compiled: bool) -> None:
+def _examine(architecture: Architecture, finding: Finding, steps_by: str) -> None:
     try:
         model = architecture.model()
         uses = uses_of(model, architecture)
@@ -198,7 +201,8 @@ def _examine(architecture: Architecture, finding: Finding, compiled: bool) -> No
     kvpass.remove(model)
     _given_back(model, finding, uses, expected)
     _in_eight_bits(model, finding, uses, expected)
-    _captured(model, finding, uses, expected, compiled)
+    if steps_by != "model":
+        _captured(model, finding, uses, expected, compiled=steps_by == "inductor")
 
 
 def _applied(model: PreTrainedModel, finding: Finding, scheme: Any, **options: Any) -> bool:
@@ -268,14 +272,13 @@ def _captured(
     model: PreTrainedModel, finding: Finding, uses: dict[str, tuple[Use, Prompt]], expected: dict[str, Ran],
     compiled: bool,
 ) -> None:  # fmt: skip
-    """What is fused, and whether a captured step computes the same."""
+    """What is fused, and whether a captured step computes the same, in one use: each has graphs of its own."""
     around = contextlib.nullcontext() if compiled else as_it_is()
-    chosen = [name for name in expected if name.startswith("generate") and name in finding.uses]
-    if not chosen or not _applied(model, finding, LOSSLESS, lowering="auto" if compiled else "reference"):
+    name = next((name for name in expected if name.startswith("generate") and name in finding.uses), None)
+    if name is None or not _applied(model, finding, LOSSLESS, lowering="auto" if compiled else "reference"):
         return
     with around:
-        for name in chosen:
-            _compare(model, finding, name, *uses[name], expected[name], ROUNDED, "captured ")
+        _compare(model, finding, name, *uses[name], expected[name], ROUNDED, "captured ")
     report = kvpass.explain(model)
     if any(graph.compiled for graph in report.graphs):
         finding.fused = report.fused

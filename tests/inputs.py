@@ -76,6 +76,15 @@ def text(model: PreTrainedModel, architecture: Architecture) -> Prompt | None:
     return None
 
 
+def with_types(model: PreTrainedModel, prompt: Prompt | None) -> Prompt | None:
+    """A text whose first half is of another type: of a prefix, an image, a first sentence."""
+    if prompt is None or "token_type_ids" not in inspect.signature(model.forward).parameters:
+        return None
+    types = torch.zeros_like(prompt.ids)
+    types[:, : TEXT // 2] = 1
+    return Prompt(prompt.ids, prompt.first | dict(token_type_ids=types), prompt.every)
+
+
 def with_images(model: PreTrainedModel) -> Prompt | None:
     """A text behind an image in each row, that changes what the model says; None if none was found."""
     parameters = inspect.signature(model.forward).parameters
