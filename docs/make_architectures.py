@@ -7,6 +7,7 @@ of those in docs/field.json.
 import importlib.metadata
 import json
 import sys
+import textwrap
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -66,10 +67,11 @@ def quoted(results: dict[str, Any]) -> str:
     ]
     kept = "; ".join(text for text in some if not text.startswith("0 "))
     images = sum(bool(finding.get("images")) for finding in results["findings"])
-    return (
-        f"Of {found.total()} decoders of transformers {results['transformers']}, each of its classes that generate text"
-        f" and\nvariants of some, {tried} were built tiny and run untouched and packed, {images} of them with images:"
-        f"\n{kept}.\n"
+    return textwrap.fill(
+        f"Of {found.total()} decoders of transformers {results['transformers']}, each of its classes that generate "
+        f"text and variants of some, {tried} were built tiny and run untouched and packed, {images} of them with "
+        f"images: {kept}.",
+        120,
     )
 
 
@@ -94,7 +96,7 @@ def page(results: dict[str, Any]) -> str:
         "the untouched model\nto 1e-5 of their standard deviation, and caches hold the same tokens; a captured step, "
         "in one use, gives them to\n1e-4; `kvpass.remove` gives the model back bit for bit. *8 bits* is the mean "
         "difference of logits with pages of\n8 bits, by their standard deviation.\n\n"
-        f"{quoted(results)}\n" + "\n".join([*head, *rows]) + "\n\n" + "\n\n".join(parts) + "\n"
+        f"{quoted(results)}\n\n" + "\n".join([*head, *rows]) + "\n\n" + "\n\n".join(parts) + "\n"
     )
 
 
@@ -149,7 +151,7 @@ def merged(known: dict[str, Any], names: set[str]) -> dict[str, Any]:
 def with_block(text: str, results: dict[str, Any]) -> str:
     """A page with its block made anew."""
     before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}{quoted(results)}{END}{rest.partition(END)[2]}"
+    return f"{before}{BEGIN}{quoted(results)}\n{END}{rest.partition(END)[2]}"
 
 
 def main() -> None:

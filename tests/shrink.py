@@ -156,7 +156,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {  # class -> name of a variant
     "FalconForCausalLM": {
         "ALiBi": dict(alibi=True),
         "grouped queries": dict(new_decoder_architecture=True, num_kv_heads=2),
-        "one KV head a query head": dict(alibi=False, multi_query=False),
+        "one KV head a query head": dict(alibi=False, multi_query=False, num_kv_heads=4),
     },
     "Gemma4ForCausalLM": {
         "keys that are values": _sliding(

@@ -181,7 +181,7 @@ SLOW = (
     "test_triton_choice.py::test_drafts_are_verified_by_the_kernels_whatever_their_length*",
     "test_triton_compiles.py::*",
     "test_triton_fields.py::test_a_whole_model_decodes_with_the_kernels_as_it_does_eagerly*",
-    "test_uses.py::test_a_use_is_that_of_the_untouched_model[[]captured-*",
+    "test_uses.py::test_a_captured_use_is_that_of_the_untouched_model*",
     "test_users.py::test_cropping_after_a_rejection_is_what_assisted_decoding_did*",
     "test_users.py::test_half_precision_gives_the_same_tokens*",
     "test_users.py::test_ways_to_generate_equal_the_untouched_model[[]drafts*",
