@@ -29,7 +29,7 @@ from kvpass.schemes import IdentityConfig, KIVIConfig
 from inputs import Prompt, call, random_tokens, text, with_images, with_types
 from shrink import Architecture, find
 
-STEPS, SECONDS = 8, 120
+STEPS, SECONDS = 8, 300
 EXACT, ROUNDED = 1e-5, 1e-4  # differences of logits, by their standard deviation: eagerly, and in a graph
 LOSSLESS, EIGHT_BITS = IdentityConfig(residual=16), KIVIConfig(bits=8, group_size=8, residual=16)
 SMALL = 0.1  # mean difference of logits under 8 bits, by their standard deviation

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from shrink import VOCABULARY, Architecture, value_of
+from shrink import VOCABULARY, WIDTH, Architecture, value_of
 
 ROWS, TEXT, PADDING = 2, 40, 6
 _FIRST, _LAST = 3, VOCABULARY // 2  # special tokens are below and above
+_GUESSES = (4, 16, 1, 17, 64)  # image tokens a row, where no error says how many there have to be
+_IMAGE_TOKENS_MISSED = re.compile("'(bool|NoneType)' object has no attribute|image tokens|mm_token_type_ids")
 _IMAGE_TOKENS = ("image_token_id", "image_token_index", "media_placeholder_token_id", "image_patch_id")
 
 
@@ -93,15 +95,20 @@ def with_images(model: PreTrainedModel) -> Prompt | None:
         given = {name: value for name, value in candidate.items() if name in parameters}
         if not any(name in given for name in ("pixel_values", "flattened_patches")):
             continue
-        counts, tried = [0], set()
+        counts, tried = [0, *_GUESSES], set()
         while counts:
-            count = counts.pop()
+            count = counts.pop(0)
             tried.add(count)
             prompt = _behind(model, given, count, encoder)
             error = works(model, prompt)
             if error is None and _matters(model, prompt):
                 return prompt
-            counts += [n for n in _asked_for(error) if n not in tried and 0 < n <= 1024]
+            asked = [n for n in _asked_for(error) if 0 < n <= 1024]
+            if error is None and count:
+                break
+            if error is not None and not asked and not _IMAGE_TOKENS_MISSED.search(str(error)):
+                break  # it is not a matter of their number
+            counts = [n for n in [*asked, *counts] if n not in tried]
     return None
 
 
@@ -151,7 +158,7 @@ def _asked_for(error: Exception | None) -> list[int]:
     if found is None:
         return []
     features = int(found[1])
-    return [features // ROWS, features] if features % ROWS == 0 else [features]
+    return [features // part for part in (ROWS, ROWS * WIDTH, 1) if features % part == 0]
 
 
 def _vision(config: PretrainedConfig) -> PretrainedConfig:
@@ -181,8 +188,10 @@ def _images(config: PretrainedConfig, seed: int) -> Iterator[dict[str, Any]]:
         image_sizes=torch.tensor([[side, side]] * ROWS), target_sizes=torch.tensor([[side // patch] * 2] * ROWS),
         pixel_mask=ones(ROWS, side, side, dtype=torch.long),
     )  # fmt: skip
+    words = dict(qformer_input_ids=random_tokens(5))
+    yield dict(pixel_values=pixels(channels, side, side), **words)
     yield dict(pixel_values=pixels(channels, side, side), **sizes)
-    for tiles in (1, 2, 5):
+    for tiles in (1, 2, 3, 5):
         yield dict(
             pixel_values=pixels(tiles, channels, side, side), **sizes,
             pixel_attention_mask=ones(ROWS, tiles, side, side, dtype=torch.long),
@@ -192,7 +201,7 @@ def _images(config: PretrainedConfig, seed: int) -> Iterator[dict[str, Any]]:
     thw = torch.tensor([[1, grid, grid]] * ROWS)
     flat = channels * patch * patch
     for width in dict.fromkeys((flat * frames, flat, flat * 2)):
-        yield dict(pixel_values=pixels(patches, width).flatten(0, 1), image_grid_thw=thw, image_grid_hws=thw[:, 1:])
+        yield dict(pixel_values=pixels(patches, width).flatten(0, 1), image_grid_thw=thw, grid_thws=thw)
     where = torch.cartesian_prod(torch.arange(grid), torch.arange(grid)).expand(ROWS, -1, -1)
     yield dict(
         pixel_values=pixels(patches, flat), image_position_ids=where, spatial_shapes=thw[:, 1:],
@@ -204,7 +213,8 @@ def _images(config: PretrainedConfig, seed: int) -> Iterator[dict[str, Any]]:
         aspect_ratio_mask=ones(ROWS, 1, number("max_num_tiles", 1), dtype=torch.long),
         cross_attention_mask=ones(ROWS, TEXT, 1, number("max_num_tiles", 1), dtype=torch.long),
     )  # fmt: skip
-    yield dict(flattened_patches=pixels(16, 2 + flat).abs(), attention_mask=ones(ROWS, 16))
+    width = number("patch_embed_hidden_size", flat)
+    yield dict(flattened_patches=pixels(16, 2 + width).abs(), attention_mask=ones(ROWS, 16))
 
 
 def _sounds(config: PretrainedConfig) -> Iterator[Tensor]:

@@ -49,6 +49,7 @@ SIZES = {  # what the whole name of a field matches -> its value
     r"hidden_size_per_layer_input|router_(hidden_size|dim)": 16,
     r"index_n_heads|linear_num_value_heads|num_(query_tokens|queries|latents)": 4,
     r"linear_num_key_heads": 2,
+    r"mm_tokens_per_image": 4,
     r"image_size": 32,
     r"patch_size": 8,
     r"num_channels": 3,
@@ -56,6 +57,7 @@ SIZES = {  # what the whole name of a field matches -> its value
 }
 _SIZES = [(re.compile(pattern), value) for pattern, value in SIZES.items()]
 _TOKEN = re.compile(r".*(_token_id|_token_index|_id)")
+_MEDIA_TOKEN = re.compile(r"(image|video|audio|media).*(_token_id|_token_index)")
 DERIVED = object()
 """The value of an override: leave the field to the config class."""
 
@@ -85,8 +87,10 @@ _ZAMBA = dict(
 _MAMBA = dict(mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16, mamba_chunk_size=16)
 
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "aria": dict(projector_patch_to_query_dict={16: 4}),
     "bamba": dict(num_hidden_layers=4, attn_layer_indices=[1, 3], **_MAMBA),
-    "chameleon": dict(vocabulary_map={"<image>": 120, "IMGIMGA": 121}),
+    "blip-2": dict(image_token_index=120),
+    "chameleon": dict(vocabulary_map={"<image>": 120, "IMGIMGAZ": 121}),
     "cohere_compass_text": dict(rope_parameters=dict(full_attention=_rope()), num_key_value_heads=2),
     "dbrx": dict(
         attn_config=dict(kv_n_heads=2, rope_theta=10000.0, clip_qkv=8.0),
@@ -121,10 +125,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "hunyuan_vl_text": dict(head_dim=16, rope_parameters=_rope(mrope_section=[2, 2, 2, 2])),
     "inkling2_loop_text": _INKLING,
     "inkling2_text": _INKLING,
+    "instructblip": dict(image_token_index=120),
+    "instructblipvideo": dict(video_token_index=120),
     "jamba": dict(num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False),
     "lfm2": dict(num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2),
     "lfm2_moe": dict(num_hidden_layers=4, layer_types=["conv", "full_attention"] * 2),
-    "llama4_vision_model": dict(vision_output_dim=64, projector_input_dim=64, projector_output_dim=64),
+    "llama4_vision_model": dict(
+        intermediate_size=256, vision_output_dim=64, projector_input_dim=64, projector_output_dim=64
+    ),
     "longcat_flash": dict(head_dim=8, num_key_value_heads=4, zero_expert_num=2, moe_topk=2),
     "mamba2": dict(head_dim=32, num_heads=4, n_groups=1, state_size=16, chunk_size=16),
     "ministral": dict(head_dim=16),
@@ -312,6 +320,10 @@ def _smaller(name: str, declared: Any, value: Any, ids: Iterator[int]) -> dict[s
     size = next((size for pattern, size in _SIZES if pattern.fullmatch(name)), None)
     if size is not None and number and (declared is not None or name != "head_dim"):
         return {name: size}
+    if name in ("image_size", "patch_size") and isinstance(value, list | tuple):
+        return {name: [size] * len(value)}
+    if name == "image_grid_pinpoints":
+        return {name: [[32, 64], [64, 32]]}
     if name == "layer_types" and isinstance(value, list | tuple):
         kinds = list(dict.fromkeys(value))
         return {name: kinds * LAYERS if len(kinds) != 2 else kinds * 2}
@@ -326,7 +338,8 @@ def _token(name: str, value: Any, ids: Iterator[int]) -> dict[str, Any]:
     """The id of a special token. There is no end token where a config can do without."""
     if name.startswith(("eos", "pad", "bos", "decoder_start")):
         return {name: 2 if name.startswith("eos") else int(not name.startswith("pad"))}
-    return {name: next(ids)} if isinstance(value, int) and value >= VOCABULARY // 2 else {}
+    special = isinstance(value, int) and (value >= VOCABULARY // 2 or _MEDIA_TOKEN.fullmatch(name))
+    return {name: next(ids)} if special else {}
 
 
 def value_of(config: PretrainedConfig | None, name: str, otherwise: Any = None) -> Any:
