@@ -257,9 +257,10 @@ class Architecture:
 def architectures() -> tuple[Architecture, ...]:
     """All there are in the installed transformers, each class once, and the variants of some."""
     groups: dict[str, str] = {}
+    offered = set(dir(transformers))  # hasattr would import each
     for group, names in GROUPS.items():
         for name in names.values():
-            if isinstance(name, str) and hasattr(transformers, name):
+            if isinstance(name, str) and name in offered:
                 groups.setdefault(name, group)
     plain = [Architecture(group, name) for name, group in groups.items()]
     variants = [

@@ -79,6 +79,16 @@ def test_what_is_said_of_architectures_is_what_was_found():
         assert text == make.with_block(text, results), quoting
 
 
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name != "architectures.md"], ids=lambda page: page.name
+)
+def test_no_count_of_architectures_is_kept_by_hand(page):
+    begin, end = (re.escape(mark) for mark in (script("docs/make_architectures.py").BEGIN, "<!-- end -->"))
+    by_hand = re.sub(f"{begin}.*?{end}", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    counted = r"\d+\s+(transformers\s+)?(configurations|architectures)|\d+\s+(of\s+them|are)\s+packed"
+    assert not re.search(counted, by_hand)
+
+
 def test_every_architecture_of_these_transformers_was_tried():
     """A new version of transformers: ``make test-field``."""
     results = json.loads(script("docs/make_architectures.py").RESULTS.read_text(encoding="utf-8"))
