@@ -359,8 +359,9 @@ def test_dynamo_counts_why_graphs_broke_and_says_what_keeps_it_from_compiling():
     with breaks.watching():
         torch.compile(broken, backend="eager")(torch.ones(2))
     assert any("graph_break" in reason for reason in breaks.reasons()) and not capture.switched_off()
+    torch._dynamo.reset()
     with pytest.raises(capture.FAILURES) as raised:
-        torch.compile(broken, backend="eager", fullgraph=True)(torch.ones(3))
+        torch.compile(broken, backend="eager", fullgraph=True)(torch.ones(2))
     assert "test_private_apis.py" in str(capture.translated(raised.value))
     with torch.compiler.set_stance("force_eager"):
         assert "force_eager" in capture.switched_off()
