@@ -19,7 +19,7 @@ from ..cache.swap import cache_layers, cross_layers, packed_layers, swap_cross_l
 from ..compile.report import listed
 from ..errors import KVPassError, NotCapturedError
 from ..models.arguments import CACHE_NAMES, cache_argument
-from ..models.probe import fresh_cache, some_tokens
+from ..models.probe import as_generate_passes, fresh_cache, some_tokens
 from ..models.recording import put_up_hooks, refuse_what_is_not_recorded
 from ..models.redundant import MASKS, RedundantArguments
 from ..models.unpacked import StoresNoText
@@ -71,6 +71,24 @@ class TransformersRuntime(Runtime):
             self.redundant = RedundantArguments(self.model())
         super().install()
         self.masks.install(self.model())
+        try:
+            self._try_prompt()
+        except BaseException:
+            self.uninstall()
+            raise
+
+    def _try_prompt(self) -> None:
+        """Read a short prompt if it has to be captured, and the first look at the model saw layers without SDPA, which
+        may not be understood: a scheme that does not work is refused here. The graph is that of a prompt of
+        ``generate``, and is used again. Raises `KVPassError`."""
+        captured = self.one_graph or (self.needs_queries and not self.captures_queries)
+        if not captured or all(layer.head_dim in self.attended for _, layer in self.plans.values()):
+            return
+        model, report = self.model(), self.report
+        before, cache = (report.layers, report.tokens, report.batch), fresh_cache(model)
+        with torch.no_grad():
+            self.forward(**as_generate_passes(model, 1, 2, 2), **{self.cache_argument: cache}, use_cache=True)
+        report.used(*before)
 
     def uninstall(self) -> None:
         self.masks.uninstall(self.model())
