@@ -138,10 +138,10 @@ def _other_contents(got: Any, expected: Any, padding: int) -> str:
     """What differs between the contents of two caches. What padding computes depends on how attention is written."""
     if not isinstance(expected, Cache):
         return ""
-    pairs = list(zip(cache_layers(got), cache_layers(expected), strict=False))
-    if len(cache_layers(got)) != len(cache_layers(expected)):
-        return f"{len(cache_layers(got))} layers in the cache, {len(cache_layers(expected))} in the untouched one"
-    for index, (mine, theirs) in enumerate(pairs):
+    layers, others = _used(got), _used(expected)
+    if len(layers) != len(others):
+        return f"{len(layers)} layers of the cache are used, {len(others)} of the untouched one"
+    for index, (mine, theirs) in enumerate(zip(layers, others, strict=True)):
         if not hasattr(theirs, "get_seq_length"):  # a state, not tokens
             continue
         counts = [layer.get_seq_length() for layer in (mine, theirs)]
@@ -157,6 +157,11 @@ def _other_contents(got: Any, expected: Any, padding: int) -> str:
                 if not far <= ROUNDED:
                     return f"{what} of layer {index} differ by {far.item():.2g} standard deviations"
     return ""
+
+
+def _used(cache: Cache) -> list[Any]:
+    """The layers that hold tokens or a state: a decoder alone may come with a cache for an encoder's, which is empty."""
+    return [layer for layer in cache_layers(cache) if not hasattr(layer, "get_seq_length") or layer.get_seq_length()]
 
 
 def examine(architecture: Architecture, steps_by: str = "pass", seconds: int = SECONDS) -> Finding:
