@@ -160,7 +160,7 @@ def _other_contents(got: Any, expected: Any, padding: int) -> str:
 
 
 def _used(cache: Cache) -> list[Any]:
-    """The layers that hold tokens or a state: a decoder alone may come with a cache for an encoder's, which is empty."""
+    """The layers that hold tokens or a state: a decoder alone may come with an empty cache for an encoder's."""
     return [layer for layer in cache_layers(cache) if not hasattr(layer, "get_seq_length") or layer.get_seq_length()]
 
 
