@@ -131,7 +131,16 @@ def _far(got: Ran, expected: Ran) -> float:
     shapes = [tuple(x.shape) for x in got.logits], [tuple(x.shape) for x in expected.logits]
     if shapes[0] != shapes[1]:
         return float("inf")
-    return max(((x - y).abs().max() / y.std()).item() for x, y in zip(got.logits, expected.logits, strict=True))
+    return max(_apart(x, y).max().item() for x, y in zip(got.logits, expected.logits, strict=True))
+
+
+def _apart(got: Tensor, expected: Tensor) -> Tensor:
+    """Differences of logits, by their standard deviation. A model may rule out tokens, by -inf or so: the same ones."""
+    least = torch.finfo(expected.dtype).min / 2
+    possible = expected > least
+    if not torch.equal(got > least, possible):
+        return torch.tensor(float("inf"))
+    return (got - expected)[possible].abs() / expected[possible].std()
 
 
 def _other_contents(got: Any, expected: Any, padding: int) -> str:
@@ -267,7 +276,7 @@ def _in_eight_bits(
     else:
         pairs = list(zip(got, expected[name].logits[1:], strict=True))
         if pairs:
-            far = torch.stack([(x - y).abs().mean() / y.std() for x, y in pairs]).mean().item()
+            far = torch.stack([_apart(x, y).mean() for x, y in pairs]).mean().item()
             finding.eight_bits = float(f"{far:.2g}")
             if not 0 < far < SMALL:
                 finding.wrong["8 bits"] = f"logits differ by {far:.2g} standard deviations in the mean"
