@@ -131,17 +131,26 @@ def _far(got: Ran, expected: Ran) -> float:
     shapes = [tuple(x.shape) for x in got.logits], [tuple(x.shape) for x in expected.logits]
     if shapes[0] != shapes[1]:
         return float("inf")
-    return max(((x - y).abs().max() / y.std()).item() for x, y in zip(got.logits, expected.logits, strict=True))
+    return max(_apart(x, y).max().item() for x, y in zip(got.logits, expected.logits, strict=True))
+
+
+def _apart(got: Tensor, expected: Tensor) -> Tensor:
+    """Differences of logits, by their standard deviation. A model may rule out tokens, by -inf or so: the same ones."""
+    least = torch.finfo(expected.dtype).min / 2
+    possible = expected > least
+    if not torch.equal(got > least, possible):
+        return torch.tensor(float("inf"))
+    return (got - expected)[possible].abs() / expected[possible].std()
 
 
 def _other_contents(got: Any, expected: Any, padding: int) -> str:
     """What differs between the contents of two caches. What padding computes depends on how attention is written."""
     if not isinstance(expected, Cache):
         return ""
-    pairs = list(zip(cache_layers(got), cache_layers(expected), strict=False))
-    if len(cache_layers(got)) != len(cache_layers(expected)):
-        return f"{len(cache_layers(got))} layers in the cache, {len(cache_layers(expected))} in the untouched one"
-    for index, (mine, theirs) in enumerate(pairs):
+    layers, others = _used(got), _used(expected)
+    if len(layers) != len(others):
+        return f"{len(layers)} layers of the cache are used, {len(others)} of the untouched one"
+    for index, (mine, theirs) in enumerate(zip(layers, others, strict=True)):
         if not hasattr(theirs, "get_seq_length"):  # a state, not tokens
             continue
         counts = [layer.get_seq_length() for layer in (mine, theirs)]
@@ -157,6 +166,11 @@ def _other_contents(got: Any, expected: Any, padding: int) -> str:
                 if not far <= ROUNDED:
                     return f"{what} of layer {index} differ by {far.item():.2g} standard deviations"
     return ""
+
+
+def _used(cache: Cache) -> list[Any]:
+    """The layers that hold tokens or a state: a decoder alone may come with an empty cache for an encoder's."""
+    return [layer for layer in cache_layers(cache) if not hasattr(layer, "get_seq_length") or layer.get_seq_length()]
 
 
 def examine(architecture: Architecture, steps_by: str = "pass", seconds: int = SECONDS) -> Finding:
@@ -262,7 +276,7 @@ def _in_eight_bits(
     else:
         pairs = list(zip(got, expected[name].logits[1:], strict=True))
         if pairs:
-            far = torch.stack([(x - y).abs().mean() / y.std() for x, y in pairs]).mean().item()
+            far = torch.stack([_apart(x, y).mean() for x, y in pairs]).mean().item()
             finding.eight_bits = float(f"{far:.2g}")
             if not 0 < far < SMALL:
                 finding.wrong["8 bits"] = f"logits differ by {far:.2g} standard deviations in the mean"

@@ -321,7 +321,7 @@ def _smaller(name: str, declared: Any, value: Any, ids: Iterator[int]) -> dict[s
     size = next((size for pattern, size in _SIZES if pattern.fullmatch(name)), None)
     if size is not None and number and (declared is not None or name != "head_dim"):
         return {name: size}
-    if name in ("image_size", "patch_size") and isinstance(value, list | tuple):
+    if name in ("image_size", "patch_size") and isinstance(value, list | tuple) and len(set(value)) == 1:
         return {name: [size] * len(value)}
     if name == "image_grid_pinpoints":
         return {name: [[32, 64], [64, 32]]}
