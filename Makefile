@@ -14,13 +14,17 @@ TORCH ?= $(shell if nvidia-smi >/dev/null 2>&1; then echo 'torch<2.14'; else ech
 HISTORIES ?= 50
 FAULTS ?= 60
 
-.PHONY: help demo test test-slow test-all test-vllm soak lint dist clean
+# What runs the captured steps of make test-field: pass (as the pass leaves them), inductor (hours), model (none).
+STEPS_BY ?= pass
+
+.PHONY: help demo test test-slow test-all test-field test-vllm soak lint dist clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo   generate with a packed KV cache on a small real model, and print what it costs and saves"
 	@echo "make test   run the tests that one runs after each change: minutes"
 	@echo "make test-all  run all tests"
+	@echo "make test-field  try every architecture of transformers, built tiny, and make docs/architectures.md: half an hour"
 	@echo "make test-vllm  run the tests inside vLLM, in an environment of its own: downloads 1 GB, takes 4 GB and half an hour"
 	@echo "make soak   decode a million tokens, and try many histories of caches and many failures: hours"
 	@echo "make lint   check style and types"
@@ -40,6 +44,12 @@ test-slow: $(STAMP)
 	@$(BIN)/python -m pytest -m slow $(ARGS)
 
 test-all: test test-slow
+
+# Goes on where it was interrupted: what was found of this kvpass and this transformers stays in build/field.
+test-field: $(STAMP)
+	@echo "== every architecture of transformers =="
+	@status=0; $(BIN)/python -m pytest tests/test_field.py -m field --field --steps-by $(STEPS_BY) $(ARGS) || status=$$?;\
+	 $(BIN)/python docs/make_architectures.py && exit $$status
 
 # VLLM is what is installed there. The build for CPUs is a third party's, and pins torch; what it wants of torchvision,
 # torchaudio and torchcodec does not go with that, and nothing here needs them.

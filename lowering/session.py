@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from threading import Lock
-from types import CodeType, FunctionType
+from types import CodeType
 
 import torch
 from torch._dynamo.convert_frame import compile_lock
@@ -119,7 +119,7 @@ def forget(backend: Callable, code: Iterable[CodeType]) -> None:
                 del cached_backends[key]
 
 
-def uncompiled(fn: FunctionType) -> None:
+def uncompiled(fn: Callable) -> None:
     """Have ``torch.compile(fn)`` call ``fn`` as it is. What ``fn`` calls is compiled, unless it is disabled;
     ``torch.compiler.disable`` alone does not help, as ``torch.compile`` takes it off."""
     skip_code(fn.__code__)

@@ -47,6 +47,10 @@ def reference_in_this_test():
 def pytest_addoption(parser):
     parser.addoption("--whole-zoo", action="store_true", help="every architecture with both attentions and caches")
     parser.addoption("--whole", action="store_true", help="also what is more of the same (tiers.py)")
+    parser.addoption("--field", action="store_true", help="every architecture of transformers (test_field.py)")
+    parser.addoption(
+        "--steps-by", default="pass", choices=("model", "pass", "inductor"), help="what runs its captured steps"
+    )
     parser.addoption("--faults", type=int, default=6, help="lines at which each call of `test_faults` fails; 0 for all")
     parser.addoption("--fuzz-examples", type=int, default=60, help="inputs that each test of `test_fuzz` tries")
 

@@ -1,5 +1,6 @@
 """The documentation is what it says: examples run, generated pages and tables are up to date, links lead somewhere."""
 
+import ast
 import importlib.util
 import json
 import re
@@ -7,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from kvpass.schemes import base
 
+from shrink import architectures
 from tiny import llama, tokens
 
 ROOT = Path(__file__).parents[1]
@@ -87,3 +90,46 @@ def test_the_readme_is_short():
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
+
+
+def test_what_is_said_of_architectures_is_what_was_found():
+    """Whoever changes docs/field.json, or how it is told, runs ``python docs/make_architectures.py``."""
+    make = script("docs/make_architectures.py")
+    results = json.loads(make.RESULTS.read_text(encoding="utf-8"))
+    assert make.page(results) == make.PAGE.read_text(encoding="utf-8")
+    for quoting in make.QUOTING:
+        text = quoting.read_text(encoding="utf-8")
+        assert text == make.with_block(text, results), quoting
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page.name != "architectures.md"], ids=lambda page: page.name
+)
+def test_no_count_of_architectures_is_kept_by_hand(page):
+    begin, end = (re.escape(mark) for mark in (script("docs/make_architectures.py").BEGIN, "<!-- end -->"))
+    by_hand = re.sub(f"{begin}.*?{end}", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    counted = r"\d+\s+(transformers\s+)?(configurations|architectures)|\d+\s+(of\s+them|are)\s+packed"
+    assert not re.search(counted, by_hand)
+
+
+def test_every_architecture_of_these_transformers_was_tried():
+    """A new version of transformers: ``make test-field``."""
+    results = json.loads(script("docs/make_architectures.py").RESULTS.read_text(encoding="utf-8"))
+    if results["transformers"] != transformers.__version__:
+        pytest.skip(f"tried with transformers {results['transformers']}")
+    assert {finding["name"] for finding in results["findings"]} == set(map(str, architectures()))
+
+
+def test_uses_are_those_of_tests_that_are_there():
+    """Each row of docs/uses.md names a test, and one of its cases where it has several."""
+    rows = [row for row in (ROOT / "docs" / "uses.md").read_text(encoding="utf-8").splitlines() if row[:2] == "| "]
+    rows = [row for row in rows if not row.startswith(("| use |", "| --- |"))]
+    assert len(rows) > 50
+    for row in rows:
+        found = re.fullmatch(r"\| .+ \| \[(test_\w+)\]\(\.\./tests/(test_\w+\.py)\)(?: \((.+)\))? \|", row)
+        assert found, row
+        name, path, case = found.groups()
+        module = ast.parse((ROOT / "tests" / path).read_text(encoding="utf-8"))
+        assert name in {node.name for node in module.body if isinstance(node, ast.FunctionDef)}, row
+        strings = {node.value for node in ast.walk(module) if isinstance(node, ast.Constant)}
+        assert case is None or case in strings, row

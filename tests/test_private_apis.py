@@ -20,7 +20,7 @@ from transformers import DynamicCache, GenerationMixin
 
 import kvpass
 from kvpass.cache.state import KVState
-from kvpass.compile import appends, find, normalise, noted
+from kvpass.compile import appends, capture, find, normalise, noted, vmaps
 from kvpass.compile.backend import Backend
 from kvpass.compile.calls import APPEND
 from kvpass.lowering import session
@@ -345,3 +345,47 @@ def test_a_kernel_in_cpp_is_handed_tensors_and_numbers():
     x, out = torch.arange(5.0), torch.zeros(7)
     build(add, ["const float*", "float*", "int64_t", "int64_t"])(x[1:], out, 4, 2)
     assert out.tolist() == [3, 4, 5, 6, 0, 0, 0]
+
+
+def test_dynamo_counts_why_graphs_broke_and_says_what_keeps_it_from_compiling():
+    """`kvpass.compile.capture` reads ``counters``, ``config.disable`` and the stance, and what failures carry."""
+
+    def broken(x):
+        torch._dynamo.graph_break()
+        return x + 1
+
+    torch._dynamo.reset()
+    breaks = capture.Breaks()
+    with breaks.watching():
+        torch.compile(broken, backend="eager")(torch.ones(2))
+    assert any("graph_break" in reason for reason in breaks.reasons()) and not capture.switched_off()
+    torch._dynamo.reset()
+    with pytest.raises(capture.FAILURES) as raised:
+        torch.compile(broken, backend="eager", fullgraph=True)(torch.ones(2))
+    assert "test_private_apis.py" in str(capture.translated(raised.value))
+    with torch.compiler.set_stance("force_eager"):
+        assert "force_eager" in capture.switched_off()
+
+
+def test_dynamo_passes_on_what_a_constant_function_raises():
+    """`kvpass.cache.layer` refuses another dtype by one, so that the error is kvpass's own in every graph."""
+
+    @torch.compiler.assume_constant_result
+    def refuse(dtype, device):
+        raise kvpass.KVPassError(f"not {dtype} on {device}")
+
+    def step(x):
+        return x if x.dtype == torch.float64 else refuse(x.dtype, x.device)
+
+    torch._dynamo.reset()
+    with pytest.raises(capture.FAILURES) as raised:
+        torch.compile(step, backend="eager", fullgraph=True)(torch.ones(2))
+    assert str(capture.translated(raised.value)) == "not torch.float32 on cpu"
+
+
+def test_dynamo_writes_vmap_down_between_two_calls_that_begin_and_end_it():
+    """`kvpass.compile.vmaps` looks for them; if they are called otherwise, masks of token types are not captured."""
+    graph = captured(torch.vmap(lambda x: x * 2), torch.ones(3, 4)).graph
+    targets = [node.target for node in graph.nodes]
+    assert targets.count(vmaps._vmap_increment_nesting) == targets.count(vmaps._vmap_decrement_nesting) == 1
+    assert targets.index(vmaps._vmap_increment_nesting) < targets.index(vmaps._vmap_decrement_nesting)

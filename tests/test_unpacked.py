@@ -24,7 +24,7 @@ from transformers import (
 import kvpass
 from kvpass import KVPassError
 from kvpass.models.encoded import encoded
-from kvpass.models.kept import keys_of
+from kvpass.models.unpacked import keys_of
 from kvpass.schemes import IdentityConfig
 
 from tiny import VOCABULARY, tokens

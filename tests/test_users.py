@@ -348,11 +348,11 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("before", [False, True])
-@pytest.mark.parametrize("compiled", COMPILED.values(), ids=COMPILED)
-def test_a_model_may_be_compiled_before_apply_and_after(compiled, before, reference_in_this_test):
+@pytest.mark.parametrize("how", [*COMPILED, "before: forward, fullgraph", "before: layers"])
+def test_a_model_may_be_compiled_before_apply_and_after(how, reference_in_this_test):
     """The recipes of transformers' documentation. After `apply` that is kvpass's own forward, which compiles steps."""
     torch._dynamo.reset()
+    before, compiled = how.startswith("before: "), COMPILED[how.removeprefix("before: ")]
     model = kvpass.apply(compiled(llama()), LOSSLESS) if before else compiled(kvpass.apply(llama(), LOSSLESS))
     use = mode(input_ids=tokens(1, 40), max_new_tokens=4)
     assert_equal(use(model), use(llama()))

@@ -186,6 +186,7 @@ SLOW = (
         f"test_unpacked.py::test_logits_equal_the_untouched_models_and_the_report_says_what_is_not_packed[[]{name}-*"
         for name in ("text_to_text", "speech_to_text", "moonshine", "t5gemma")
     ),
+    "test_uses.py::test_a_captured_use_is_that_of_the_untouched_model*",
     "test_users.py::test_cropping_after_a_rejection_is_what_assisted_decoding_did*",
     "test_users.py::test_half_precision_gives_the_same_tokens*",
     "test_users.py::test_ways_to_generate_equal_the_untouched_model[[]drafts*",

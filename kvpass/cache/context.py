@@ -27,6 +27,7 @@ class ForwardContext:
     slots: heads that decide -> ``[B, heads, budget]`` int64, where a decision to evict is handed on.
     past: what one layer decoded, until the layer above has its turn.
     query_capture: who hands over the queries, where no graph does.
+    hooked: whether hooks within the model keep this step from being compiled.
     uncaptured: called by each layer that is read by the model's own Python in a step that is to be compiled.
     """
 
@@ -40,6 +41,7 @@ class ForwardContext:
     past: tuple[Tensor, Tensor] | None = None
     query_capture: QueryCapture | None = None
     uncaptured: Callable[[PackedLayer], None] | None = None
+    hooked: bool = False
 
     @property
     def new_tokens(self) -> int:

@@ -1,5 +1,6 @@
 """A first look at a model: what its cache layers hold, and what stands in the way of capturing it."""
 
+import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +13,9 @@ from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 
 from ..errors import KVPassError
 from ..schemes import LayerGeometry, geometries
-from .arguments import CACHE, CACHE_NAMES, handing, takes_cache
+from .arguments import CACHE, CACHE_NAMES, handing, keeping, takes_cache
 from .encoded import encoded, has_encoder
-from .kept import keys_of
+from .unpacked import keys_of
 
 
 def probe(model: nn.Module) -> dict[int, LayerGeometry | str]:
@@ -100,6 +101,22 @@ def some_tokens(model: nn.Module, batch: int = 1, count: int = 2) -> dict[str, A
     if not has_encoder(model):
         return dict(input_ids=ids)
     return dict(decoder_input_ids=ids, encoder_outputs=encoded(model, batch, 2))
+
+
+def as_generate_passes(
+    model: nn.Module, batch: int, count: int, seen: int, *, padding: int = 0, logits: int = 1
+) -> dict[str, Any]:
+    """What ``generate`` passes for the last ``count`` of ``seen`` tokens. padding: tokens of it on the left of the
+    first row; logits: for how many tokens they are wanted."""
+    inputs = some_tokens(model, batch, count)
+    encoded = getattr(inputs.get("encoder_outputs"), "last_hidden_state", None)
+    device = next(model.parameters()).device
+    mask = torch.ones(batch, seen if encoded is None else encoded.shape[1], dtype=torch.long, device=device)
+    mask[0, :padding] = 0
+    inputs["attention_mask"] = mask
+    if encoded is None and "position_ids" in inspect.signature(model.forward).parameters:
+        inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, -count:]
+    return inputs | keeping(model, logits)
 
 
 def _filled(model: nn.Module) -> Cache:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from .arguments import CACHE_NAMES, handing
-from .probe import fresh_cache, has_encoder, some_tokens
+from .encoded import has_encoder
+from .probe import fresh_cache, some_tokens
 
 MASKS = "attention_mask", "decoder_attention_mask"
 _OTHERS = "logits_to_keep", "use_cache", "return_dict"

@@ -47,6 +47,7 @@ class Runtime:
     """Everything `apply` adds to one model; `remove` drops it."""
 
     model: Callable[[], nn.Module]
+    installed: Callable[..., Any] | None
     forward: Callable[..., Any]  # of each kind: what takes the place of the model's
 
     def __init__(
@@ -273,7 +274,7 @@ class Runtime:
     def _step(self, layers: list[PackedLayer], new_tokens: int) -> Iterator[None]:
         """Within it ``layers`` run a call. If that is a step to be compiled, note what of it was, and with ``strict``
         raise `NotFusedError` at the first layer that is read otherwise."""
-        if not self._is_compiled(layers[0], new_tokens) or self.hooks():
+        if not self._is_compiled(layers[0], new_tokens) or layers[0].context.hooked:
             yield
             return
         uncaptured: list[int] = []
@@ -296,8 +297,10 @@ class Runtime:
     def _choose(self, first: PackedLayer, new_tokens: int):
         """Who runs the call over the cache whose first layer is ``first``. Drafts are verified one after another: the
         first of several calls of a few tokens is not worth compiling for, it may be a short turn of a chat."""
-        if self._is_compiled(first, new_tokens) and not self._hooked():
-            return self.decode_step
+        if self._is_compiled(first, new_tokens):
+            first.context.hooked = self._hooked()
+            if not first.context.hooked:
+                return self.decode_step
         if self.needs_rotation or self.needs_importance:
             return self.captured
         if self.needs_queries and not first.tokens:

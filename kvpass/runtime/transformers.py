@@ -19,10 +19,10 @@ from ..cache.swap import cache_layers, cross_layers, packed_layers, swap_cross_l
 from ..compile.report import listed
 from ..errors import KVPassError, NotCapturedError
 from ..models.arguments import CACHE_NAMES, cache_argument
-from ..models.kept import StoresNoText
-from ..models.probe import fresh_cache, some_tokens
+from ..models.probe import as_generate_passes, fresh_cache, some_tokens
 from ..models.recording import put_up_hooks, refuse_what_is_not_recorded
 from ..models.redundant import MASKS, RedundantArguments
+from ..models.unpacked import StoresNoText
 from ..schemes import LayerGeometry, SchemeConfig, get, named
 from .forward import finish_forward, remember, start_forward
 from .padding import PaddingMasks
@@ -71,6 +71,24 @@ class TransformersRuntime(Runtime):
             self.redundant = RedundantArguments(self.model())
         super().install()
         self.masks.install(self.model())
+        try:
+            self._try_prompt()
+        except BaseException:
+            self.uninstall()
+            raise
+
+    def _try_prompt(self) -> None:
+        """Read a short prompt if it has to be captured, and the first look at the model saw layers without SDPA, which
+        may not be understood: a scheme that does not work is refused here. The graph is that of a prompt of
+        ``generate``, and is used again. Raises `KVPassError`."""
+        captured = self.one_graph or (self.needs_queries and not self.captures_queries)
+        if not captured or all(layer.head_dim in self.attended for _, layer in self.plans.values()):
+            return
+        model, report = self.model(), self.report
+        before, cache = (report.layers, report.tokens, report.batch), fresh_cache(model)
+        with torch.no_grad():
+            self.forward(**as_generate_passes(model, 1, 2, 2), **{self.cache_argument: cache}, use_cache=True)
+        report.used(*before)
 
     def uninstall(self) -> None:
         self.masks.uninstall(self.model())
@@ -92,6 +110,7 @@ class TransformersRuntime(Runtime):
             return self._forward_over(cache, batch, new_tokens, kwargs)
 
     def _forward_over(self, cache: Cache, batch: int, new_tokens: int, kwargs):
+        put_back = _layers_of(cache)
         layers, undo = self.adopt(cache), remember(cache, self.storing_no_text)
         if self.one_graph:
             refuse_what_is_not_recorded(self.model(), kwargs)
@@ -100,7 +119,12 @@ class TransformersRuntime(Runtime):
         try:
             output = self._run(*call, dict(kwargs))
         except NotCapturedError as error:
-            run = self._fall_back(error, layers, new_tokens)
+            try:
+                run = self._fall_back(error, layers, new_tokens)
+            except KVPassError:
+                if not layers[0].tokens:
+                    put_back()  # for the scheme that is used instead
+                raise
             output = self._run(*call, dict(kwargs), run)
             self._fell_back(error, layers[0], new_tokens)
         self._measure(cache_layers(cache))
@@ -178,15 +202,13 @@ class TransformersRuntime(Runtime):
 
     def _swap(self, cache: Cache) -> None:
         own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-        parts = [own, cache.cross_attention_cache] if isinstance(cache, EncoderDecoderCache) else [own]
-        before = [(part, list(part.layers), part.layer_class_to_replicate) for part in parts]
+        put_back = _layers_of(cache)
         try:
             swap_layers(own, self.plans, self.owner, self.lowering, self.max_cache_len, self.predictors)
             if self.cross and isinstance(cache, EncoderDecoderCache):
                 swap_cross_layers(cache, self.cross, self.owner, self.lowering)
         except BaseException:
-            for part, layers, replicated in before:
-                part.layers[:], part.layer_class_to_replicate = layers, replicated
+            put_back()
             raise
 
     def _uncaptured(self, first: PackedLayer) -> Callable | None:
@@ -326,3 +348,17 @@ def _hand_back(given: dict[str, Any], kwargs: dict[str, Any]) -> None:
         own = kwargs[name]
         if value is not own and value._version:
             own.copy_(value)
+
+
+def _layers_of(cache: object) -> Callable[[], None]:
+    """What puts the layers of ``cache`` back that it has now."""
+    parts = (
+        [cache.self_attention_cache, cache.cross_attention_cache] if isinstance(cache, EncoderDecoderCache) else [cache]
+    )
+    before = [(part, list(part.layers), part.layer_class_to_replicate) for part in parts if isinstance(part, Cache)]
+
+    def put_back() -> None:
+        for part, layers, replicated in before:
+            part.layers[:], part.layer_class_to_replicate = layers, replicated
+
+    return put_back

@@ -1,18 +1,16 @@
 """Compile ahead what ``generate`` is going to need."""
 
-import inspect
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import product
-from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import KVPassError
 from ..fields import check_integer
-from ..models.arguments import handing, keeping
-from ..models.probe import fresh_cache, some_tokens
+from ..models.arguments import handing
+from ..models.probe import as_generate_passes, fresh_cache
 from .applied import decoder, runtime_of
 from .runtime import Runtime
 from .transformers import TransformersRuntime
@@ -81,23 +79,12 @@ def _read_and_decode(model: nn.Module, runtime: Runtime, batch: int, padding: in
     cache, seen = fresh_cache(model), 0
     for count in (_prompt(runtime), 1, *(2 * drafts * [_DRAFTS]), *(turns * [_TURN])):
         seen += count
-        model(**_inputs(model, batch, count, seen, padding), **handing(model, cache), use_cache=True)
+        wanted = count if count == _DRAFTS else 1
+        given = as_generate_passes(model, batch, count, seen, padding=padding, logits=wanted)
+        model(**given, **handing(model, cache), use_cache=True)
 
 
 def _prompt(runtime: Runtime) -> int:
     """Tokens of which some are packed, whatever the layer."""
     retentions = [spec.retention for plan, _ in runtime.plans.values() for spec in (plan.key, plan.value)]
     return max(each.sinks + each.ring_size + 2 * each.page_size for each in retentions)
-
-
-def _inputs(model: nn.Module, batch: int, count: int, seen: int, padding: int) -> dict[str, Any]:
-    """What ``generate`` passes for the last ``count`` of ``seen`` tokens."""
-    inputs = some_tokens(model, batch, count)
-    encoded = getattr(inputs.get("encoder_outputs"), "last_hidden_state", None)
-    device = next(model.parameters()).device
-    mask = torch.ones(batch, seen if encoded is None else encoded.shape[1], dtype=torch.long, device=device)
-    mask[0, :padding] = 0
-    inputs["attention_mask"] = mask
-    if encoded is None and "position_ids" in inspect.signature(model.forward).parameters:
-        inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, -count:]
-    return inputs | keeping(model, count if count == _DRAFTS else 1)

@@ -103,7 +103,9 @@ class _Held:
             if is_traceable_wrapper_subclass(tensor):
                 self._parts.setdefault(tensor.__tensor_flatten__()[0][0], []).append(tensor)
         self._types = list({type(module) for module in modules})
-        held = chain.from_iterable((module._modules, module._parameters, module._buffers) for module in modules)
+        held: Iterable[Any] = chain.from_iterable(
+            (module._modules, module._parameters, module._buffers) for module in modules
+        )
         self._dicts: list[dict] = [values for values in held if values]
         self._others: list[list | set] = []
         self._known: set[int] = set()

@@ -1,0 +1,353 @@
+"""What becomes of one architecture under kvpass: what ran as on the untouched model, what is fused, what is kept exact
+or refused and why, and what is wrong.
+
+``python tests/field.py NAME ...`` prints it for some.
+"""
+
+import contextlib
+import json
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+import kvpass
+from kvpass import KVPassError
+from kvpass.cache.layer import PackedLayer
+from kvpass.cache.swap import cache_layers
+from kvpass.compile.backend import Backend
+from kvpass.models.arguments import CACHE, handing
+from kvpass.schemes import IdentityConfig, KIVIConfig
+
+from inputs import Prompt, call, random_tokens, text, with_images, with_types
+from shrink import Architecture, find
+
+STEPS, SECONDS = 8, 300
+EXACT, ROUNDED = 1e-5, 1e-4  # differences of logits, by their standard deviation: eagerly, and in a graph
+LOSSLESS, EIGHT_BITS = IdentityConfig(residual=16), KIVIConfig(bits=8, group_size=8, residual=16)
+SMALL = 0.1  # mean difference of logits under 8 bits, by their standard deviation
+
+
+@dataclass
+class Finding:
+    """What was found, as it is kept in ``docs/field.json``.
+
+    uses: those that ran as on the untouched model. refused: use -> what kvpass says; "apply" if it refuses the model.
+    wrong: use -> what differs, or an error that is not kvpass's. untouched: use -> what transformers itself raises.
+    layers, packed: of the cache; fused: packed layers whose attention is fused in a captured step; None if no step was
+    captured. kept: why layers stay in full precision, unfused: why attention decodes first. eight_bits: mean difference
+    of logits under 8 bits, by their standard deviation.
+    """
+
+    name: str
+    group: str
+    uses: list[str] = field(default_factory=list)
+    layers: int = 0
+    packed: int = 0
+    fused: int | None = None
+    images: bool = False
+    kept: list[str] = field(default_factory=list)
+    unfused: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    wrong: dict[str, str] = field(default_factory=dict)
+    untouched: dict[str, str] = field(default_factory=dict)
+    eight_bits: float | None = None
+    seconds: float = 0.0
+
+
+@dataclass
+class Ran:
+    """logits: of each call, ``[B, V]`` of the last token, and of all tokens of an unpadded prompt first."""
+
+    logits: list[Tensor]
+    tokens: Tensor | None
+    cache: Cache | None
+
+
+@torch.no_grad()
+def steps(model: PreTrainedModel, prompt: Prompt) -> Ran:
+    """The prompt in one call, then given tokens one by one. The cache is the one that the model makes."""
+    cached = {} if model.config.is_encoder_decoder else dict(use_cache=True)  # some have it off by default
+    out = call(model, prompt, **cached)
+    cache, mask = getattr(out, CACHE, None), prompt.mask
+    logits = [out.logits[:, -1] if prompt.padding else out.logits]
+    name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
+    for step in range(STEPS if cache is not None else 0):
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+        hides = dict(attention_mask=mask) if prompt.padding else {}
+        token = {name: random_tokens(1, seed=step + 2)}
+        logits.append(model(**token, **prompt.every, **hides, **handing(model, cache), **cached).logits[:, -1])
+    return Ran(logits, None, cache)
+
+
+@torch.no_grad()
+def generate(model: PreTrainedModel, prompt: Prompt) -> Ran:
+    """Greedily, with a mask of ones where nothing is padded, as a tokenizer gives it."""
+    given = {"decoder_input_ids": prompt.ids} if model.config.is_encoder_decoder else {"input_ids": prompt.ids}
+    mask = {} if model.config.is_encoder_decoder else dict(attention_mask=prompt.mask)
+    out = model.generate(
+        **given, **mask, **prompt.every, **prompt.first, max_new_tokens=STEPS, do_sample=False, num_beams=1,
+        return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
+    return Ran(list(out.logits), out.sequences, getattr(out, CACHE, None))
+
+
+Use = Callable[[PreTrainedModel], Ran]
+
+
+def uses_of(model: PreTrainedModel, architecture: Architecture) -> dict[str, tuple[Use, Prompt]]:
+    """The uses that are tried, by name."""
+    plain = text(model, architecture)
+    prompts = {"": plain, " with token types": with_types(model, plain), " with images": with_images(model)}
+    return {
+        f"{how.__name__}{padded}{what}": ((lambda model, how=how, prompt=given: how(model, prompt)), given)
+        for what, prompt in prompts.items()
+        if prompt is not None
+        for padded in ("", " padded")
+        for how in (steps, generate)
+        for given in [prompt.padded() if padded else prompt]
+    }
+
+
+def differences(got: Ran, expected: Ran, padding: int, tolerance: float) -> str:
+    """What differs, in words; empty if nothing does."""
+    if got.tokens is not None and not torch.equal(got.tokens, expected.tokens):
+        first = (got.tokens != expected.tokens).any(0).nonzero()[0].item()
+        return f"another token at position {first}; logits differ by {_far(got, expected):.2g} standard deviations"
+    if (far := _far(got, expected)) > tolerance or far != far:
+        return f"logits differ by {far:.2g} standard deviations"
+    return _other_contents(got.cache, expected.cache, padding)
+
+
+def _far(got: Ran, expected: Ran) -> float:
+    """The largest difference of logits, by their standard deviation."""
+    shapes = [tuple(x.shape) for x in got.logits], [tuple(x.shape) for x in expected.logits]
+    if shapes[0] != shapes[1]:
+        return float("inf")
+    return max(_apart(x, y).max().item() for x, y in zip(got.logits, expected.logits, strict=True))
+
+
+def _apart(got: Tensor, expected: Tensor) -> Tensor:
+    """Differences of logits, by their standard deviation. A model may rule out tokens, by -inf or so: the same ones."""
+    least = torch.finfo(expected.dtype).min / 2
+    possible = expected > least
+    if not torch.equal(got > least, possible):
+        return torch.tensor(float("inf"))
+    return (got - expected)[possible].abs() / expected[possible].std()
+
+
+def _other_contents(got: Any, expected: Any, padding: int) -> str:
+    """What differs between the contents of two caches. What padding computes depends on how attention is written."""
+    if not isinstance(expected, Cache):
+        return ""
+    layers, others = _used(got), _used(expected)
+    if len(layers) != len(others):
+        return f"{len(layers)} layers of the cache are used, {len(others)} of the untouched one"
+    for index, (mine, theirs) in enumerate(zip(layers, others, strict=True)):
+        if not hasattr(theirs, "get_seq_length"):  # a state, not tokens
+            continue
+        counts = [layer.get_seq_length() for layer in (mine, theirs)]
+        if counts[0] != counts[1]:
+            return f"layer {index} of the cache holds {counts[0]} tokens, the untouched one {counts[1]}"
+        if not isinstance(mine, PackedLayer):
+            continue
+        for what in ("keys", "values"):
+            x, y = getattr(mine, what) + 0, getattr(theirs, what)
+            start = 0 if mine.is_cross else padding
+            for row, first in ((0, start), (slice(1, None), 0)):
+                far = (x[row, ..., first:, :] - y[row, ..., first:, :]).abs().max() / y.std()
+                if not far <= ROUNDED:
+                    return f"{what} of layer {index} differ by {far.item():.2g} standard deviations"
+    return ""
+
+
+def _used(cache: Cache) -> list[Any]:
+    """The layers that hold tokens or a state: a decoder alone may come with an empty cache for an encoder's."""
+    return [layer for layer in cache_layers(cache) if not hasattr(layer, "get_seq_length") or layer.get_seq_length()]
+
+
+def examine(architecture: Architecture, steps_by: str = "pass", seconds: int = SECONDS) -> Finding:
+    """Build it, run each use untouched and packed, and compare. Nothing is raised: what goes wrong is found.
+
+    steps_by: "inductor" compiles a step, as users have it; "pass" runs what the pass makes of one as it is, which is
+    faster and fuses the same; "model" captures none.
+    """
+    finding, start = Finding(str(architecture), architecture.group), time.perf_counter()
+    torch._dynamo.reset()
+    try:
+        with limited(seconds):
+            _examine(architecture, finding, steps_by)
+    except TooLongError:
+        finding.wrong["time"] = f"it took more than {seconds} seconds"
+    finding.seconds = round(time.perf_counter() - start, 1)
+    return finding
+
+
+def _examine(architecture: Architecture, finding: Finding, steps_by: str) -> None:
+    try:
+        model = architecture.model()
+        uses = uses_of(model, architecture)
+    except Exception as error:
+        finding.untouched["build"] = _said(error)
+        return
+    finding.images = any(name.endswith("images") for name in uses)
+    expected: dict[str, Ran] = {}
+    for name, (use, _) in uses.items():
+        try:
+            expected[name] = use(model)
+        except Exception as error:
+            finding.untouched[name] = _said(error)
+    if not expected:
+        return
+    if not _applied(model, finding, LOSSLESS, lowering="eager"):
+        return
+    for name in expected:
+        _compare(model, finding, name, *uses[name], expected[name], EXACT)
+    report = kvpass.explain(model)
+    finding.layers, finding.packed = len(report.layers), report.packed
+    finding.kept = list(dict.fromkeys(layer.reason for layer in report.layers if not layer.packed))
+    kvpass.remove(model)
+    _given_back(model, finding, uses, expected)
+    _in_eight_bits(model, finding, uses, expected)
+    if steps_by != "model":
+        _captured(model, finding, uses, expected, compiled=steps_by == "inductor")
+
+
+def _applied(model: PreTrainedModel, finding: Finding, scheme: Any, **options: Any) -> bool:
+    try:
+        kvpass.apply(model, scheme, **options)
+    except KVPassError as error:
+        finding.refused["apply"] = str(error)
+    except Exception as error:
+        finding.wrong["apply"] = _said(error)
+    else:
+        return True
+    return False
+
+
+def _compare(
+    model: PreTrainedModel, finding: Finding, name: str, use: Use, prompt: Prompt, expected: Ran, tolerance: float,
+    label: str = "",
+) -> None:  # fmt: skip
+    """Note in ``finding`` how a use of the packed model compares."""
+    try:
+        other = differences(use(model), expected, prompt.padding, tolerance)
+    except KVPassError as error:
+        finding.refused[label + name] = str(error)
+    except Exception as error:
+        finding.wrong[label + name] = _said(error)
+    else:
+        if other:
+            finding.wrong[label + name] = other
+        else:
+            finding.uses.append(label + name)
+
+
+def _given_back(
+    model: PreTrainedModel, finding: Finding, uses: dict[str, tuple[Use, Prompt]], expected: dict[str, Ran]
+) -> None:
+    """`remove` gives the model back: the same bits."""
+    name = next(iter(expected))
+    again = uses[name][0](model)
+    if "forward" in vars(model) or not all(map(torch.equal, again.logits, expected[name].logits)):
+        finding.wrong["remove"] = "the model is another than before"
+
+
+def _in_eight_bits(
+    model: PreTrainedModel, finding: Finding, uses: dict[str, tuple[Use, Prompt]], expected: dict[str, Ran]
+) -> None:
+    """Logits of given tokens: a little off, so that codes were read, and not more."""
+    name = next((name for name in expected if name.startswith("steps") and name in finding.uses), None)
+    if name is None or not _applied(model, finding, EIGHT_BITS, lowering="eager"):
+        return
+    try:
+        got = uses[name][0](model).logits[1:]
+    except KVPassError as error:
+        finding.refused["8 bits"] = str(error)
+    except Exception as error:
+        finding.wrong["8 bits"] = _said(error)
+    else:
+        pairs = list(zip(got, expected[name].logits[1:], strict=True))
+        if pairs:
+            far = torch.stack([_apart(x, y).mean() for x, y in pairs]).mean().item()
+            finding.eight_bits = float(f"{far:.2g}")
+            if not 0 < far < SMALL:
+                finding.wrong["8 bits"] = f"logits differ by {far:.2g} standard deviations in the mean"
+    kvpass.remove(model)
+
+
+def _captured(
+    model: PreTrainedModel, finding: Finding, uses: dict[str, tuple[Use, Prompt]], expected: dict[str, Ran],
+    compiled: bool,
+) -> None:  # fmt: skip
+    """What is fused, and whether a captured step computes the same, in one use: each has graphs of its own."""
+    around = contextlib.nullcontext() if compiled else as_it_is()
+    name = next((name for name in expected if name.startswith("generate") and name in finding.uses), None)
+    if name is None or not _applied(model, finding, LOSSLESS, lowering="auto" if compiled else "reference"):
+        return
+    with around:
+        _compare(model, finding, name, *uses[name], expected[name], ROUNDED, "captured ")
+    report = kvpass.explain(model)
+    if any(graph.compiled for graph in report.graphs):
+        finding.fused = report.fused
+    reasons = [report.why_not_fused(layer) for layer in report.layers if layer.packed]
+    finding.unfused = [reason for reason in dict.fromkeys(reasons) if reason]
+    kvpass.remove(model)
+
+
+@contextlib.contextmanager
+def as_it_is() -> Iterator[None]:
+    """Within it, a captured step is run as the pass leaves it, without Inductor."""
+    compile_by_inductor = Backend._compiled
+
+    def run(self: Backend, module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        module.recompile()
+        return module.forward
+
+    Backend._compiled = run  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Backend._compiled = compile_by_inductor  # type: ignore[method-assign]
+
+
+class TooLongError(BaseException):
+    """No `Exception`, so that nobody on the way takes it for an answer."""
+
+
+@contextlib.contextmanager
+def limited(seconds: int) -> Iterator[None]:
+    """Raises `TooLongError` within it after some seconds. In the main thread, where there are such signals."""
+
+    def stop(*_: Any) -> None:
+        raise TooLongError
+
+    if not hasattr(signal, "SIGALRM"):
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _said(error: Exception) -> str:
+    """An error in a line, with where it was raised."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]} ({where.filename.rpartition('/')[2]}, {where.name})"
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        print(json.dumps(asdict(examine(find(name))), indent=1), flush=True)

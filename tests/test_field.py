@@ -1,0 +1,85 @@
+"""Every architecture of the installed transformers, built tiny: untouched and packed.
+
+``make test-field`` tries all of them and makes docs/architectures.md; without ``--field`` it is the few that each have
+something the others do not. What was found is kept in build/field, and not tried again until kvpass or this changes.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from field import Finding, examine
+from shrink import architectures, find
+
+ROOT = Path(__file__).parents[1]
+KEPT = ROOT / "build" / "field"
+SAMPLE = {
+    "BambaForCausalLM": "counts positions from 0 at each call that is not told of them",
+    "DeepseekV3ForCausalLM": "keeps what keys and values are made of",
+    "GitForCausalLM": "puts image tokens in front inside of its forward",
+    "Gemma3ForConditionalGeneration": "attends both ways within images, and keeps windows",
+    "HrmTextForCausalLM": "attends both ways within a prefix, and calls its layers several times",
+    "MllamaForConditionalGeneration": "has layers that attend to an image alone",
+    "PaliGemmaForConditionalGeneration": "asks its cache whether this is the prompt",
+    "Qwen2VLForConditionalGeneration": "has positions of three dimensions",
+    "RobertaForCausalLM": "counts positions behind the padding token",
+    "T5GemmaForConditionalGeneration": "has a decoder whose sizes are in a config of its own",
+    "WhisperForConditionalGeneration": "attends to sounds",
+    "ZambaForCausalLM": "has state and attention in one layer",
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    names = [str(one) for one in architectures()] if metafunc.config.getoption("--field") else SAMPLE
+    if "name" in metafunc.fixturenames:
+        metafunc.parametrize("name", names)
+
+
+@pytest.mark.field
+def test_an_architecture_gives_what_it_gave(name: str, pytestconfig: pytest.Config) -> None:
+    """What is refused says so; nothing is silently other, and no error is a raw one."""
+    if name not in map(str, architectures()):
+        pytest.skip("the installed transformers does not have it")
+    finding = found(name, pytestconfig.getoption("--steps-by")) if pytestconfig.getoption("--field") else sampled(name)
+    if finding.untouched and not (finding.uses or finding.refused or finding.wrong):
+        pytest.skip(f"transformers alone does not run it: {finding.untouched}")
+    assert not finding.wrong, f"{name}: {json.dumps(finding.wrong, indent=1)}"
+
+
+def sampled(name: str) -> Finding:
+    """Without a captured step: those are in `test_zoo`."""
+    return examine(find(name), "model")
+
+
+def found(name: str, steps_by: str) -> Finding:
+    """What is kept of an earlier run, or found now and kept."""
+    path, key = KEPT / f"{name}.json", f"{_sources()} {steps_by}"
+    if path.exists():
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if kept["key"] == key:
+            return Finding(**kept["finding"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(dict(key="", finding=asdict(_crashed(name)))), encoding="utf-8")
+    finding = examine(find(name), steps_by)
+    path.write_text(json.dumps(dict(key=key, finding=asdict(finding)), indent=1), encoding="utf-8")
+    return finding
+
+
+def _crashed(name: str) -> Finding:
+    """What is left behind if the process ends meanwhile."""
+    return Finding(name, find(name).group, wrong=dict(process="it ended without an answer"))
+
+
+@cache
+def _sources() -> str:
+    """What a finding depends on: kvpass, transformers, torch, and how it is found."""
+    files = [path for folder in ("kvpass", "lowering") for path in sorted((ROOT / folder).rglob("*.py"))]
+    files += [Path(__file__).parent / name for name in ("field.py", "inputs.py", "shrink.py")]
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
+    return f"{digest} transformers {transformers.__version__} torch {torch.__version__}"
