@@ -159,7 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("schemes", nargs="*", help=f"schemes to measure, of {', '.join(SCHEMES)}; default none")
     parser.add_argument("--all", action="store_true", help="measure every scheme of the table")
-    parser.add_argument("--steps", nargs="+", type=Path, default=[], metavar="FILE", help="files of decode_e2e.py --json")
+    parser.add_argument("--steps", nargs="+", type=Path, default=[], metavar="FILE", help="of decode_e2e.py --json")
     args = parser.parse_args()
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     steps = merged(json.loads(STEPS.read_text(encoding="utf-8")) if STEPS.exists() else {}, args.steps)

@@ -1,6 +1,7 @@
 """The real model: SmolLM2-135M-Instruct from a Python package, real text. What the README promises, on it."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -141,3 +142,12 @@ def test_the_reference_compensation_is_what_prefill_stored(smollm2, prose):
         for layer, (q, _) in zip(cache.layers, calls, strict=True):
             expected = fit_compensation(q, None, 3, layer.plan.key.quantizer.subspace)
             torch.testing.assert_close(layer.key_state.compensation.double(), expected, atol=2e-2, rtol=2e-2)
+
+
+def test_the_script_of_the_readme_prints_what_the_readme_shows(capsys, monkeypatch):
+    root = Path(__file__).parents[1]
+    after = (root / "README.md").read_text(encoding="utf-8").split("```python\n")[1]
+    script, shown = after.split("```")[0], after.split("```text\n")[1].split("```")[0]
+    monkeypatch.chdir(root)
+    exec(script, {})
+    assert capsys.readouterr().out.strip() == shown.strip()
