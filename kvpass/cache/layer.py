@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from ..schemes import LayerGeometry, LayerPlan
 from .adaptive_state import AdaptiveState, PlanePool
 from .context import ForwardContext
 from .per_cache import Importance, RecentAttention, RotaryState
-from .refusals import removed_tokens, selected_rows, stored
+from .refusals import READ_BACK, TWICE, refuse_number_of_tokens, refuse_place, removed_tokens, selected_rows, stored
 from .state import KVState, SharedTensors, Storage
 from .tensor import PackedKV
 
@@ -86,11 +86,7 @@ class PackedLayer(CacheLayerMixin):
 
     def _view(self, state: KVState) -> Tensor:
         if self.updated:
-            raise KVPassError(
-                "The model reads the keys or values of a cache layer in the forward that has just stored some there. "
-                "A packed layer no longer has them in full precision. Use kvpass.remove(model); this model is not "
-                "supported."
-            )
+            raise KVPassError(READ_BACK)
         if self.context is None:
             self.refuse_unless_whole()
         if self.plan.looks_at_previous or self.plan.adaptive:
@@ -283,17 +279,13 @@ class PackedLayer(CacheLayerMixin):
         """Raise `KVPassError` unless the tokens that are handed over come once, and all layers can store as many. They
         need not be those of ``input_ids``. A graph is made for that number, so there `NotCapturedError` is raised."""
         if self.updated:
-            raise KVPassError(
-                "The model stored keys in the same cache layer twice in one forward, as a decoder that runs twice "
-                "does. A packed cache takes one update a layer and forward. Use kvpass.remove(model); this model is "
-                "not supported."
-            )
+            raise KVPassError(TWICE)
         batch, _, tokens, _ = key_states.shape
         same = tokens == self.context.new_tokens
         if torch.compiler.is_dynamo_compiling():
             if same:
                 return
-            _refuse_number()
+            refuse_number_of_tokens()
         if not same or batch != self.batch:
             self.context.expect(batch, tokens)
 
@@ -365,7 +357,7 @@ class PackedLayer(CacheLayerMixin):
         narrower = x.device == device and torch.promote_types(x.dtype, dtype) == dtype
         if narrower and torch.is_autocast_enabled(device.type):
             return x.to(dtype)
-        return _refuse_place(x.dtype, x.device, dtype, device)
+        return refuse_place(x.dtype, x.device, dtype, device)
 
     def get_seq_length(self) -> int:
         if self.context is None:
@@ -448,19 +440,3 @@ class PackedLayer(CacheLayerMixin):
         """Batch size of the stored tokens, -1 before the first forward. Not called ``batch_size``: growing layers of
         transformers have no such attribute, and `Cache.batch_size` is -1 for them."""
         return self.key_state.ring.shape[0] if self.is_allocated else -1
-
-
-@torch.compiler.assume_constant_result  # raised as it is, also while a graph is captured
-def _refuse_number() -> NoReturn:
-    raise NotCapturedError(
-        "the model stores another number of tokens than it is given, as it does if it puts image tokens in front"
-    )
-
-
-@torch.compiler.assume_constant_result
-def _refuse_place(found: torch.dtype, on: torch.device, dtype: torch.dtype, device: torch.device) -> NoReturn:
-    raise KVPassError(
-        f"The model made keys or values in {found} on {on}; kvpass was applied when they were {dtype} on {device}. "
-        "kvpass.remove(model) and apply again after changing the dtype or the device, and outside of torch.autocast: "
-        "what was applied outside works within, too."
-    )

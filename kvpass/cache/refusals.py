@@ -1,15 +1,24 @@
-"""What a packed cache layer does not let callers do, and what to do instead."""
+"""What a packed cache layer does not let callers and models do, and what to do instead."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from ..errors import KVPassError
+from ..errors import KVPassError, NotCapturedError
+
+TWICE = (
+    "The model stored keys in the same cache layer twice in one forward, as a decoder that runs twice does. A packed "
+    "cache takes one update a layer and forward. Use kvpass.remove(model); this model is not supported."
+)
+READ_BACK = (
+    "The model reads the keys or values of a cache layer in the forward that has just stored some there. A packed "
+    "layer no longer has them in full precision. Use kvpass.remove(model); this model is not supported."
+)
 
 
 def stored(getter: Callable[[Any], Any]) -> Any:
@@ -52,3 +61,19 @@ def selected_rows(choose: Callable[[Tensor], Tensor], batch: int, device: torch.
             f"Rows of shape {list(rows.shape)} are no batch: select at least one of {batch} sequences by a 1-D tensor."
         )
     return rows
+
+
+@torch.compiler.assume_constant_result  # raised as it is, also while a graph is captured
+def refuse_number_of_tokens() -> NoReturn:
+    raise NotCapturedError(
+        "the model stores another number of tokens than it is given, as it does if it puts image tokens in front"
+    )
+
+
+@torch.compiler.assume_constant_result
+def refuse_place(found: torch.dtype, on: torch.device, dtype: torch.dtype, device: torch.device) -> NoReturn:
+    raise KVPassError(
+        f"The model made keys or values in {found} on {on}; kvpass was applied when they were {dtype} on {device}. "
+        "kvpass.remove(model) and apply again after changing the dtype or the device, and outside of torch.autocast: "
+        "what was applied outside works within, too."
+    )
