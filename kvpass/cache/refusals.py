@@ -51,6 +51,8 @@ def selected_rows(choose: Callable[[Tensor], Tensor], batch: int, device: torch.
     are none; on an accelerator bounds are not checked, which would wait for the device."""
     try:
         rows = choose(torch.arange(batch, device=device))
+    except torch.OutOfMemoryError:
+        raise
     except (IndexError, TypeError, ValueError, RuntimeError) as error:
         raise KVPassError(
             f"These are no rows of a cache of {batch} sequences ({error}). Pass a 1-D tensor of integers from 0 to "
