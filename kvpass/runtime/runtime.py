@@ -15,8 +15,9 @@ from transformers.cache_utils import Cache
 
 from ..cache.cross import cross_plan
 from ..cache.layer import PackedLayer
-from ..cache.state import SharedTensors
+from ..cache.state import ModelTensors, SharedTensors
 from ..cache.swap import Plans, packed_layers
+from ..codec.affine import params_dtype
 from ..compile.backend import Backend
 from ..compile.report import LayerReport, Report
 from ..compile.subclasses import guards_of
@@ -32,6 +33,8 @@ from .recall import Recalls
 from .replay import Replays
 
 _MIN_COMPILED_LENGTH = 2  # lengths 0 and 1 would be specialised by the tracer
+
+_WEIGHTS = torch.float16, torch.bfloat16
 
 _BY_OWNER: weakref.WeakValueDictionary[str, "Runtime"] = weakref.WeakValueDictionary()
 
@@ -114,6 +117,9 @@ class Runtime:
         for index, (plan, layer) in self.plans.items():
             if plan.looks_at_previous or plan.calibrated:
                 key, value = (SharedTensors(t.to(layer.device) for t in tensors) for tensors in predictors[index])
+                placed[index] = key, value
+            elif plan.shares_out:
+                key, value = (ModelTensors(_beside(t, layer) for t in tensors) for tensors in predictors[index])
                 placed[index] = key, value
         return placed
 
@@ -269,6 +275,14 @@ class Runtime:
             "A model that kvpass is applied to cannot be copied or pickled, its forward would still be the original's: "
             "kvpass.remove(model) first, then apply to each copy. save_pretrained and state_dict work as they are."
         )
+
+
+def _beside(tensor: Tensor, layer: LayerGeometry) -> Tensor:
+    """What a calibration gave ``layer``, in the dtype of its scales and on its device; a share (`codec.shares`) stays on
+    the host, who reads it."""
+    if tensor.dtype == torch.int32:
+        return tensor.cpu()
+    return tensor.to(layer.device, params_dtype(layer.dtype) if tensor.dtype in _WEIGHTS else tensor.dtype)
 
 
 def _bytes(layer) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ from .squat import SQuatConfig
 from .storage import StorageConfig
 from .turboquant import TurboQuantConfig
 from .uniform import UniformConfig
-from .waterfill import WaterfillConfig
+from .waterfill import CalibratedWaterfillConfig, WaterfillConfig
 from .xquant import AsymKVConfig, XQuantConfig
 from .zipcache import ZipCacheConfig
 
@@ -39,6 +39,7 @@ __all__ = [
     "AquaKVConfig",
     "AsymKVConfig",
     "CalibratedKVQuantConfig",
+    "CalibratedWaterfillConfig",
     "GEARConfig",
     "HIGGSConfig",
     "IdentityConfig",
