@@ -117,8 +117,10 @@ def connect(layers: dict[int, PackedLayer], predictors: dict[int, tuple[SharedTe
 
 def nbytes(cache: Cache) -> int:
     """Bytes of every tensor reachable from ``cache``: codes, scales, zero points, windows, sinks, compensation matrices
-    and slack, and full-precision layers as they are. Storage shared by several tensors is counted once."""
+    and slack, and full-precision layers as they are. Storage shared by several tensors is counted once; what a calibration gave
+    the model for all its caches (`kvpass.codec.shares`), not here."""
     storages, seen, stack = {}, set(), [cache]
+    of_model: set[int] = set()
     while stack:
         item = stack.pop()
         if id(item) in seen:
@@ -128,11 +130,13 @@ def nbytes(cache: Cache) -> int:
             storages[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
         elif isinstance(item, dict):
             stack.extend(item.values())
-        elif isinstance(item, (list, tuple)) and not isinstance(item, ModelTensors):
+        elif isinstance(item, ModelTensors):
+            of_model.update(tensor.untyped_storage().data_ptr() for tensor in item)
+        elif isinstance(item, (list, tuple)):
             stack.extend(item)
         elif isinstance(item, (Cache, CacheLayerMixin, KVState, RotaryState, Importance)):
             stack.extend(vars(item).values())
-    return sum(storages.values())
+    return sum(size for place, size in storages.items() if place not in of_model)
 
 
 def num_values(cache: Cache) -> int:

@@ -100,7 +100,8 @@ def mean_in_page(mean: Tensor, frames: Frames | None, size: int) -> Tensor:
     float32; ``[B, H, 1, D]`` without frames."""
     if frames is None:
         return mean.float()
-    return rotate(mean.float().expand(-1, -1, size, -1), *neighbours(frames, size), frames.rope)
+    cos, sin = neighbours(frames, size)
+    return rotate(mean.float().expand(len(cos), -1, size, -1), cos, sin, frames.rope)
 
 
 def mean_of_tokens(mean: Tensor, frames: Frames | None, size: int, tokens: int) -> Tensor:

@@ -280,6 +280,7 @@ class Runtime:
 def _beside(tensor: Tensor, layer: LayerGeometry) -> Tensor:
     """What a calibration gave ``layer``, in the dtype of its scales and on its device; a share (`codec.shares`) stays on
     the host, who reads it."""
+    tensor = tensor.contiguous()
     if tensor.dtype == torch.int32:
         return tensor.cpu()
     return tensor.to(layer.device, params_dtype(layer.dtype) if tensor.dtype in _WEIGHTS else tensor.dtype)
