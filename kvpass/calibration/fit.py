@@ -47,7 +47,7 @@ from .regression import Moments, fit
 from .shares import find_turns, measure, passes, share_out
 
 _HELD_OUT = 8  # every so many sequences are not fitted to
-_TURNED = 256  # tokens that say how keys are turned
+_TURNED = 16  # tokens that say how keys are turned
 _TRIAL_LAYERS, _TRIAL_SEQUENCES = 5, 4  # what the first layer's scheme is chosen on
 _CHAIN_TOLERANCE, _FIRST_TOLERANCE = 1.05, 0.02
 

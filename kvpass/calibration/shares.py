@@ -7,6 +7,7 @@ many there are: means, second moments and Fisher information of each head, befor
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,13 +18,11 @@ from tqdm import tqdm
 
 from ..codec.kept import of_model
 from ..codec.quantizer import QUERIES
-from ..codec.rope import parse_rope, rotate
+from ..codec.rope import rotate, split_pairs
 from ..codec.shares import WIDEST, share_of, water_fill
-from ..eval.quality import packed
 from ..models.arguments import handing
 from ..models.probe import fresh_cache
-from ..schemes import CalibratedWaterfillConfig, IdentityConfig, LayerGeometry
-from .datatypes import rope_between
+from ..schemes import CalibratedWaterfillConfig, LayerGeometry
 from .sensitivity import Seen, look
 
 _REPEATED = 0.5  # of the Fisher information: that of texts that say something twice
@@ -32,6 +31,8 @@ _FLOOR = 0.02  # of the mean cost of a channel: none costs less
 _LEAST_VARIANCE = 1e-6  # of the mean of a head, and of a basis that is kept in 16 bits
 _RICH_WORTH = 6.0  # what an error in a rich token costs, in those of the others
 _TEMPER = 0.85  # heads cost this power of what was measured: measured on few texts, the largest are too large
+_SHIFTS = 1, 16, 256  # of positions, by which it is found out how keys are turned
+_TOLERANCE, _LEAST_ANGLE = 0.05, 1e-6  # of what is turned, and of a turn
 _DISTANCES = 112, 4096  # from which queries see the keys that they choose among
 
 Fitted = tuple[list[Tensor], list[Tensor]]
@@ -60,38 +61,48 @@ class Turn:
 
 @torch.no_grad()
 def find_turns(model: nn.Module, layers: dict[int, LayerGeometry], ids: Tensor) -> dict[int, Turn]:
-    """How the keys of each of ``layers`` are turned, from what a few tokens ``[1, T]`` are stored as before and behind
-    rotary embedding."""
-    stored: dict[str, Any] = {}
-    for rope in ("pre", "post"):
-        with packed(model, IdentityConfig(rope=rope), lowering="auto" if rope == "pre" else "eager"):
-            cache: Any = fresh_cache(model)
-            model(input_ids=ids, **handing(model, cache), use_cache=True)
-            stored[rope] = cache
-    turns = {}
-    for index in layers:
-        before, after = (stored[rope].layers[index] for rope in ("pre", "post"))
-        keys = [layer.key_state.decode(layer.tokens, "reference").float() for layer in (before, after)]
-        if torch.allclose(*keys, rtol=1e-3, atol=1e-3 * keys[0].abs().max().item()):
-            turns[index] = Turn("", torch.empty(0))
-            continue
-        cos, sin = (table[:, : ids.shape[1]].float() for table in (before.rotary_owner.rotary.cos, before.rotary_owner.rotary.sin))
-        rope = rope_between(*keys, cos, sin)
-        pairs, _ = parse_rope(rope)
-        table = torch.complex(cos[0, :, :pairs], sin[0, :, :pairs]).to(torch.complex128)
-        turns[index] = Turn(rope, _angles(table))
-    return turns
+    """How the keys of each of ``layers`` are turned, from what becomes of those of a few tokens ``[1, T]`` at later
+    positions: where attention sees distances alone, all else is the same. Keys that are not turned by pairs of channels
+    are taken as they are."""
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return {index: _NO_TURN for index in layers}
+    keys: dict[int, dict[int, Tensor]] = {}
+    for shift in (0, *_SHIFTS):
+        cache: Any = fresh_cache(model)
+        positions = torch.arange(ids.shape[1], device=ids.device)[None] + shift
+        model(input_ids=ids, position_ids=positions, **handing(model, cache), use_cache=True)
+        keys[shift] = {index: cache.layers[index].keys[0].float() for index in layers}
+    return {index: _turn({shift: each[index] for shift, each in keys.items()}) for index in layers}
 
 
-def _angles(table: Tensor) -> Tensor:
-    """By how much each pair is turned from a token to the next, of what tokens ``[T, p]`` are turned by."""
-    angle = (table[1:] * table[:-1].conj()).sum(0).angle()
-    for token in (2 ** torch.arange(1, 30)).tolist():  # from farther away it is seen more exactly
-        if token >= len(table):
-            break
-        far = (table[token:] * table[:-token].conj()).sum(0).angle()
-        angle = angle + torch.remainder(far - token * angle + torch.pi, 2 * torch.pi).sub(torch.pi) / token
-    return angle.float()
+def _turn(keys: dict[int, Tensor]) -> Turn:
+    """What turns keys ``[H, T, D]``, given as they are at some shifts of their positions, 0 and 1 among them."""
+    size = keys[0].shape[-1]
+    for pairs in range(1, size // 2 + 1):
+        for rope in (f"half-{pairs}", f"interleaved-{pairs}"):
+            angle = _between(keys[0], keys[1], rope)
+            if angle is None or not (angle.abs() > _LEAST_ANGLE).any():
+                continue
+            for shift in _SHIFTS[1:]:  # from farther away it is seen more exactly
+                far = _between(keys[0], keys[shift], rope)
+                if far is not None:
+                    more = torch.remainder(far - shift * angle + torch.pi, 2 * torch.pi) - torch.pi
+                    angle = angle + more / shift
+            return Turn(rope, angle.float().cpu())
+    return _NO_TURN
+
+
+def _between(before: Tensor, after: Tensor, rope: str) -> Tensor | None:
+    """The angles ``[p]`` float64 by which ``rope`` makes ``after`` of ``before``, ``[H, T, D]``; None if it does not."""
+    (*was, rest_was), (*became, rest_became) = (split_pairs(x.double(), rope) for x in (before, after))
+    was, became = torch.complex(*was), torch.complex(*became)
+    angle = (became * was.conj()).sum((0, 1)).angle()
+    error = (became - was * torch.polar(torch.ones_like(angle), angle)).abs().square().sum()
+    error = error + (rest_became - rest_was).square().sum()
+    return angle if error < _TOLERANCE**2 * before.double().square().sum() else None
+
+
+_NO_TURN = Turn("", torch.empty(0))
 
 
 class _Statistics:

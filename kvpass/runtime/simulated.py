@@ -319,7 +319,7 @@ class Simulation(Backend):
             shared: dict[str, list[Node]] = {"k_shared": [], "v_shared": []}
             for (name, given), tensors in zip(shared.items(), (of.key_tensors, of.value_tensors), strict=True):
                 for i, tensor in enumerate(tensors):
-                    setattr(module, attribute := f"{_SHARED}{layer}_{name}_{i}", tensor)
+                    module.register_buffer(attribute := f"{_SHARED}{layer}_{name}_{i}", tensor, persistent=False)
                     with graph.inserting_before(node):
                         given.append(graph.get_attr(attribute))
             change(node, k_spec=of.key, v_spec=of.value, prompt=self.prompt, **shared)
