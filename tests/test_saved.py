@@ -18,7 +18,7 @@ from kvpass import KVPassError
 from kvpass.cache.swap import packed_layers
 from kvpass.schemes import IdentityConfig, KIVIConfig
 
-from kinds import KINDS, answers, feed, filled, same
+from kinds import KINDS, answers, feed, filled, packed, same
 from tiny import llama, tokens
 from zoo import ZOO
 
@@ -30,8 +30,7 @@ LONG = 43 + 170
 @pytest.fixture(scope="module", params=KINDS)
 def cache(request):
     torch._dynamo.reset()
-    kind = KINDS[request.param]
-    return filled(kvpass.apply(kind.model(), kind.scheme, lowering="eager"), 43)
+    return filled(packed(KINDS[request.param]), 43)
 
 
 def through_a_file(cache, folder):

@@ -117,8 +117,8 @@ def connect(layers: dict[int, PackedLayer], predictors: dict[int, tuple[SharedTe
 
 def nbytes(cache: Cache) -> int:
     """Bytes of every tensor reachable from ``cache``: codes, scales, zero points, windows, sinks, compensation matrices
-    and slack, and full-precision layers as they are. Storage shared by several tensors is counted once; what a calibration gave
-    the model for all its caches (`kvpass.codec.shares`), not here."""
+    and slack, and full-precision layers as they are. Storage shared by several tensors is counted once. What a
+    calibration gave the model for all its caches (`kvpass.codec.shares`) is counted with the model, not here."""
     storages, seen, stack = {}, set(), [cache]
     of_model: set[int] = set()
     while stack:

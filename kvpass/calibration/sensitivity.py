@@ -1,9 +1,9 @@
 """What an error in a cached key or value costs: the Fisher information of a model's own predictions.
 
-For a small error e in what is cached, the expected KL of the next tokens is e^T F e / 2, F the second moment of gradients
-of log p(y) for y sampled from the model. One backward pass a text gives them for all layers, heads and tokens, as
-labels of different tokens are independent. Only what later queries see counts: those for which a token has left the
-window by then.
+For a small error e in what is cached, the expected KL of the next tokens is e^T F e / 2, where F is the second moment
+of gradients of log p(y) for y sampled from the model. One backward pass a text gives them for all layers, heads and
+tokens, as labels of different tokens are independent. Only what later queries see counts, those for which a token has
+left the window by then.
 """
 
 from __future__ import annotations

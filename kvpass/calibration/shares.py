@@ -1,5 +1,5 @@
-"""`waterfill` calibrated once: one water-filling of bits over the keys and values of all heads of a model, by what their
-errors cost its predictions, and the basis, means, widths and queries that all its caches then share.
+"""`waterfill` calibrated once: one water-filling of bits over the keys and values of all heads of a model, by what
+their errors cost its predictions, and the basis, means, widths and queries that all its caches then share.
 
 Texts are read one after the other, once forwards and once backwards, and what is kept of them does not depend on how
 many there are: means, second moments and Fisher information of each head, before rotary embedding.
@@ -93,7 +93,8 @@ def _turn(keys: dict[int, Tensor]) -> Turn:
 
 
 def _between(before: Tensor, after: Tensor, rope: str) -> Tensor | None:
-    """The angles ``[p]`` float64 by which ``rope`` makes ``after`` of ``before``, ``[H, T, D]``; None if it does not."""
+    """The angles ``[p]`` float64 by which ``rope`` makes ``after`` of ``before``, ``[H, T, D]``; None if it does
+    not."""
     (*was, rest_was), (*became, rest_became) = (split_pairs(x.double(), rope) for x in (before, after))
     was, became = torch.complex(*was), torch.complex(*became)
     angle = (became * was.conj()).sum((0, 1)).angle()
@@ -226,7 +227,8 @@ def share_out(
     are turned by, if they are, and for both what `kvpass.codec.kept.of_model` names."""
     size = config._policy().page_size
     offsets = torch.arange(size) - size // 2
-    scale = sum((s.fisher.diagonal(dim1=-2, dim2=-1).sum((1, 2, 3)) for s in statistics.values()), torch.zeros(2).double())
+    traces = [own.fisher.diagonal(dim1=-2, dim2=-1).sum((1, 2, 3)) for own in statistics.values()]
+    scale = torch.stack(traces).sum(0)
     ropes = tuple(statistics[i].turn.rope if i in statistics else "" for i in range(max(statistics) + 1))
     config = replace(config, ropes=ropes)
     axes: dict[int, tuple[_Axes, _Axes]] = {}
@@ -236,7 +238,8 @@ def share_out(
         means[index], covariances = own.covariances(offsets)
         costs = own.costs(scale)
         costs[0] = own.in_frames(costs[0], offsets)
-        axes[index] = (_Axes(covariances[0], costs[0], shares.block_size), _Axes(covariances[1], costs[1], shares.block_size))
+        keys, values = zip(covariances, costs, strict=True)
+        axes[index] = _Axes(*keys, shares.block_size), _Axes(*values, shares.block_size)
     widths = _water_fill(axes, config)
     fitted: dict[int, Fitted] = {}
     for index, own in statistics.items():

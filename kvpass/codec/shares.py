@@ -14,6 +14,7 @@ bit of an odd width is a single one.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -75,7 +76,7 @@ class _Rank(NamedTuple):
     @property
     def heads(self) -> list[int]:
         """Those that have a gain."""
-        return [h for h, (start, stop) in enumerate(zip(self.gains, self.gains[1:], strict=False)) if stop > start]
+        return [h for h, (start, stop) in enumerate(pairwise(self.gains)) if stop > start]
 
 
 def _ranks(share: Tensor, spec: CodecSpec) -> list[_Rank]:
@@ -120,7 +121,7 @@ def fields_of(widths: Tensor, starts: Sequence[int], single: bool) -> tuple[Tens
         shift = (2 * level).expand(PAIRS, size).flatten().expand(there.shape)
     first = torch.argsort(there, dim=-1, descending=True, stable=True)
     channels, shifts = [], []
-    for head, (start, stop) in enumerate(zip(starts, starts[1:], strict=False)):
+    for head, (start, stop) in enumerate(pairwise(starts)):
         index = first[:, head, : stop - start]
         channels.append(index % size + head * size)
         shifts.append(shift[:, head].gather(-1, index))

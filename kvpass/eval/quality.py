@@ -221,7 +221,13 @@ def _quality(name: str, rows: Sequence[_Row], size: tuple[int, float, int], seco
 
 @torch.no_grad()
 def score_in_one_pass(
-    simulator: Simulator, ids: Tensor, prompt: int, reference: Tensor, scheme: SchemeConfig | Calibration | None, *, name: str
+    simulator: Simulator,
+    ids: Tensor,
+    prompt: int,
+    reference: Tensor,
+    scheme: SchemeConfig | Calibration | None,
+    *,
+    name: str,
 ) -> Quality:
     """The same from one forward over all of ``ids``; bytes are those of a cache behind a prompt of this length. For
     None, full precision, ``reference`` is what there is to score. Raises `NotSimulatedError` for schemes that have to

@@ -278,8 +278,8 @@ class Runtime:
 
 
 def _beside(tensor: Tensor, layer: LayerGeometry) -> Tensor:
-    """What a calibration gave ``layer``, in the dtype of its scales and on its device; a share (`codec.shares`) stays on
-    the host, who reads it."""
+    """What a calibration gave ``layer``, in the dtype of its scales and on its device. A share (`codec.shares`) stays
+    on the host, which reads it."""
     tensor = tensor.contiguous()
     if tensor.dtype == torch.int32:
         return tensor.cpu()

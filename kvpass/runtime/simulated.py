@@ -293,8 +293,8 @@ class Simulation(Backend):
         if len(attentions) != len(self.stored) or refused:
             reasons = listed(refused) or "what runs depends on the inputs"
             raise NotSimulatedError(
-                f"This call has {len(attentions)} causal attentions, and {len(self.stored)} were found by kvpass.apply: "
-                f"{reasons}."
+                f"This call has {len(attentions)} causal attentions, and {len(self.stored)} were found by "
+                f"kvpass.apply: {reasons}."
             )
         specs = [(of.key, of.value) for of in self.stored]
         module = simulate_attention(normal, example_inputs, attentions, specs, self.prompt)

@@ -86,7 +86,7 @@ class WaterfillConfig(StorageConfig):
         return CalibratedWaterfillConfig(**same, ranked=any(self.rich_key_fields))
 
 
-@register_scheme(waterfill_hybrid=dict(form="hybrid", bits=1.99))
+@register_scheme(waterfill_hybrid=dict(form="hybrid", bits=1.9))
 @dataclass(frozen=True, kw_only=True)
 class CalibratedWaterfillConfig(StorageConfig):
     """`WaterfillConfig` with the bits of every head, of keys and of values, given by a calibration: ``bits`` a value on
@@ -109,7 +109,7 @@ class CalibratedWaterfillConfig(StorageConfig):
     sinks: int = 4
     recent: int = 96
     form: Literal["static", "hybrid"] = "static"
-    bits: float = 2.08
+    bits: float = 2.06
     block_size: int = 32
     ranked: bool = True
     ropes: tuple[str, ...] = ()
@@ -124,7 +124,9 @@ class CalibratedWaterfillConfig(StorageConfig):
         if self.rope != "post":
             raise KVPassError("Keys are turned back page by page, behind rotary embedding: leave rope as it is.")
         if self.retention is not None and (self.retention.evicts or self.retention.keep != "recent"):
-            raise KVPassError("Tokens of a page are neighbours here: use a retention that evicts and thins out nothing.")
+            raise KVPassError(
+                "Tokens of a page are neighbours here: use a retention that evicts and thins out nothing."
+            )
         self._plan(self.block_size, "")
 
     def _policy(self) -> Retention:

@@ -101,6 +101,8 @@ def refusal(spec: CodecSpec) -> str | None:
             "Its pages name the places of what they keep exactly, and blocks are read also where they hold none yet. "
             "Use kivi-sinks or higgs-sinks."
         )
+    if quantizer.shares is not None:
+        return "Bits that a calibration shares out make pages of layers differ in size. Use kivi-sinks or higgs-sinks."
     if quantizer.allocation is not None:
         return "A basis of each request takes more memory than the pages of a block. Use kivi-sinks or higgs-sinks."
     return None
