@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import DynamicCache
 from shared_bits import shared_tensors
 from test_allocation import chosen_by_hand, mixed
 
@@ -178,8 +179,32 @@ def test_frames_by_number_are_those_that_tables_give(rope):
     before = ours.cos.clone()
     ours.reserve(1000)
     assert torch.equal(ours.cos[:, : before.shape[1]], before)
-    whole = numbered(angles, 0, ours.cos.shape[1], plan.key.retention.sinks, 16)[0].float()
-    torch.testing.assert_close(ours.cos[0, :, :pairs], whole)
+    starts = torch.zeros(1, 1, dtype=torch.int64)
+    whole = numbered(angles, starts, 0, ours.cos.shape[1], plan.key.retention.sinks, 16)[0].float()
+    torch.testing.assert_close(ours.cos[..., :pairs], whole)
+
+
+def test_padding_is_not_counted(models):
+    """The frames of a row behind padding are turned as far as its own tokens are."""
+    model, calibrations = models
+    kvpass.apply(model, calibrations["static"], lowering="eager")
+    try:
+        ids, mask = tokens(2, 90), torch.ones(2, 90, dtype=torch.long)
+        mask[1, :13] = 0
+        cache = DynamicCache(config=model.config)
+        model(ids, attention_mask=mask, past_key_values=cache)
+        rotary, angles = cache.layers[0].rotary, calibrations["static"].predictors[0][0][0]
+        middles = 2 + 16 * torch.arange(4) + 8
+        for row, start in ((0, 0), (1, 13)):
+            turned = (middles - start)[:, None] * angles
+            torch.testing.assert_close(rotary.cos[row, 16:20, :16], turned.cos(), atol=1e-4, rtol=1e-4)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        assert rotary.starts.tolist() == [[13], [0]]
+        cache.reset()
+        model(ids, past_key_values=cache)
+        assert not cache.layers[0].rotary.starts.any()
+    finally:
+        kvpass.remove(model)
 
 
 # ---------------------------------------------------------------- states and kernels

@@ -56,13 +56,17 @@ def _of_tokens(frames: Frames, first: int, tokens: int, size: int) -> tuple[Tens
     return cos, sin
 
 
-def numbered(angles: Tensor, first: int, count: int, sinks: int, size: int) -> tuple[Tensor, Tensor]:
-    """Rows ``[first, first + count)`` of the tables of frames that go by the numbers of tokens, ``[count, p]`` float64.
+def numbered(
+    angles: Tensor, starts: Tensor, first: int, count: int, sinks: int, size: int
+) -> tuple[Tensor, Tensor]:
+    """Rows ``[first, first + count)`` of the tables of frames that go by the numbers of tokens, ``[B, count, p]``
+    float64.
 
     angles: ``[p]`` float32, by how much each pair of channels is turned from a token to the next.
+    starts: ``[B, 1]`` int64, the tokens before the first that counts: padding.
     """
     row = torch.arange(first, first + count, device=angles.device)
-    token = torch.where(row < size, row, sinks + (row - size) * size + middle(size))
+    token = torch.where(row < size, row, sinks + (row - size) * size + middle(size) - starts)
     turned = token.double().unsqueeze(-1) * angles.double()
     return turned.cos(), turned.sin()
 

@@ -87,6 +87,8 @@ class TransformersRuntime(Runtime):
             refuse_what_is_not_recorded(self.model(), kwargs)
         put_up_hooks(self.model(), kwargs)
         stored, seen = start_forward(layers, batch, new_tokens), layers[0].seen
+        if not stored:
+            self._number_tokens(layers, kwargs)
         with self._one_forward(layers, new_tokens, undo), running(cross_layers(cache), layers[0]):
             of_prompt = not stored or new_tokens > FEW
             layers[0].context.starts = self._set_masks(kwargs, stored + new_tokens, seen + new_tokens, of_prompt)
@@ -104,6 +106,14 @@ class TransformersRuntime(Runtime):
                 output = run(**kwargs)
         self._measure(cache_layers(cache))
         return output
+
+    def _number_tokens(self, layers: list[PackedLayer], kwargs) -> None:
+        """Where frames of keys go by the numbers of tokens, count those that are no padding."""
+        mask = kwargs.get(f"{self.prefix}attention_mask")
+        rows = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+        for layer in layers:
+            if layer.rotary is not None:
+                layer.rotary.begin(rows)
 
     def _name_cache(self, kwargs) -> None:
         """Call the cache what the model calls it: the names it has in other versions of transformers are as good."""
