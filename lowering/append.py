@@ -22,7 +22,7 @@ from kvpass.codec.spec import CodecSpec
 from kvpass.codec.subspace import compensation_matrix, precision_matrix
 from kvpass.errors import KVPassError
 from kvpass.layout.eviction import choose, evict, update_importance
-from kvpass.layout.pool import whole
+from kvpass.layout.pool import of_pages, whole
 from kvpass.layout.retention import Retention
 from kvpass.layout.window import layout
 
@@ -210,10 +210,11 @@ def _rich_keys(pack: Pack, spec: CodecSpec, first: int, count: int) -> Tensor:
     """Which tokens of pages from ``first`` on the keys of the layer gave more bits."""
     if pack.key_pages is None:
         raise KVPassError("Which values get more bits is what the keys of their layer say, and those were not given.")
-    pages = whole(pack.key_pages, first + count)[:, :, first : first + count]
-    if pack.widths is not None:
-        return rich_of(pages, spec.page_size, pack.widths.shape[1])
-    return rich_bytes(pages, spec.page_size)
+    if pack.widths is None:
+        return rich_bytes(whole(pack.key_pages, first + count)[:, :, first : first + count], spec.page_size)
+    rooms, batch = pack.pools[0].shape[2], len(pack.ring)  # keys and values of a layer have room for as many pages
+    pool = of_pages(pack.key_pages, batch, pack.key_pages.untyped_storage().nbytes() // (batch * rooms))
+    return rich_of(pool[:, :, first : first + count], spec.page_size, pack.widths.shape[1])
 
 
 def _is_fitted(pack: Pack) -> bool:

@@ -13,7 +13,7 @@ from ..codec.rope import rope_of
 from ..codec.shares import page_bytes
 from ..codec.spec import CodecSpec
 from ..errors import KVPassError
-from ..layout.pool import handle
+from ..layout.pool import bare_handle, handle
 from ..layout.window import Recent, Writes, carry, layout
 
 if TYPE_CHECKING:
@@ -250,7 +250,8 @@ class KVState(Storage):
         pools = self._pools & tensors.keys()
         names = map(attribute, of_state(self.spec))
         given = {**tensors, **dict(zip(of_model(self.spec), self.shared, strict=True))}
-        handles = tuple(handle(given[name]) if name in pools else given.get(name) for name in names)
+        of_pool = handle if self.spec.quantizer.shares is None else bare_handle
+        handles = tuple(of_pool(given[name]) if name in pools else given.get(name) for name in names)
         room = tensors[attribute(of_pages(self.spec)[-1])].shape[2]  # codes may be another state's
         return super()._follows(tensors) | {"_handles": handles, "_room": room}
 

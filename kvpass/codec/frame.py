@@ -56,9 +56,7 @@ def _of_tokens(frames: Frames, first: int, tokens: int, size: int) -> tuple[Tens
     return cos, sin
 
 
-def numbered(
-    angles: Tensor, starts: Tensor, first: int, count: int, sinks: int, size: int
-) -> tuple[Tensor, Tensor]:
+def numbered(angles: Tensor, starts: Tensor, first: int, count: int, sinks: int, size: int) -> tuple[Tensor, Tensor]:
     """Rows ``[first, first + count)`` of the tables of frames that go by the numbers of tokens, ``[B, count, p]``
     float64.
 

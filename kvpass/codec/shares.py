@@ -129,7 +129,7 @@ def fields_of(widths: Tensor, starts: Sequence[int], single: bool) -> tuple[Tens
 
 
 def _by_kind(widths: Tensor, rank: _Rank) -> list[tuple[Tensor, Tensor]]:
-    return [fields_of(widths, starts, single) for single, starts in enumerate((rank.pairs, rank.singles))]
+    return [fields_of(widths, rank.pairs, False), fields_of(widths, rank.singles, True)]
 
 
 def encode(x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor], stored: None = None) -> tuple[Tensor]:
@@ -184,16 +184,15 @@ def decode(pages: Tensor, share: Tensor, basis: Tensor, widths: Tensor, spec: Co
 
 def _decode_rank(kept: Sequence[Tensor], widths: Tensor, rank: _Rank) -> Tensor:
     """Coordinates of the tokens of one rank, ``[B, N, T, H * D]``."""
-    (heads, size), units = widths.shape[1:], None
+    (heads, size), of_gains = widths.shape[1:], gains(kept[2])
+    units = of_gains.new_zeros(*of_gains.shape[:-1], heads * size)
     worth = torch.tensor([0.0, *STEPS], device=widths.device)[widths.long()].flatten(1)
     for packed, bits, (channels, shifts) in zip(kept, FIELD_BITS, _by_kind(widths, rank), strict=False):
         weight = worth.gather(-1, channels) * torch.exp2(shifts.float())
         fields = (unpack(packed, bits) - middle(bits)) * weight[:, None, None]
-        if units is None:
-            units = fields.new_zeros(*fields.shape[:-1], heads * size)
         units = units.scatter_add(-1, channels[:, None, None].expand_as(fields), fields)
     of_head = units.new_zeros(*units.shape[:-1], heads)
-    of_head[..., rank.heads] = gains(kept[2])
+    of_head[..., rank.heads] = of_gains
     return units * of_head.repeat_interleave(size, -1)
 
 
