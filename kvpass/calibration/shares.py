@@ -52,6 +52,10 @@ class Turn:
         cos, sin = turned.cos()[None].float(), turned.sin()[None].float()
         return rotate(x.float()[None], cos, sin, self.rope)[0]
 
+    def is_close(self, other: Turn) -> bool:
+        """Whether two layers that were looked at turn keys by the same angles."""
+        return self.rope == other.rope and torch.allclose(self.angles, other.angles, rtol=1e-3, atol=1e-6)
+
     def matrices(self, positions: Tensor, size: int) -> Tensor:
         """The same as matrices that rows are multiplied with, ``[T, D, D]`` float64."""
         identity = torch.eye(size, device=positions.device)
@@ -72,7 +76,14 @@ def find_turns(model: nn.Module, layers: dict[int, LayerGeometry], ids: Tensor) 
         positions = torch.arange(ids.shape[1], device=ids.device)[None] + shift
         model(input_ids=ids, position_ids=positions, **handing(model, cache), use_cache=True)
         keys[shift] = {index: cache.layers[index].keys[0].float() for index in layers}
-    return {index: _turn({shift: each[index] for shift, each in keys.items()}) for index in layers}
+    turns: list[Turn] = []
+    found: dict[int, Turn] = {}
+    for index in layers:
+        own = _turn({shift: each[index] for shift, each in keys.items()})
+        found[index] = same = next((turn for turn in turns if turn.is_close(own)), own)
+        if same is own:
+            turns.append(own)
+    return found
 
 
 def _turn(keys: dict[int, Tensor]) -> Turn:

@@ -280,7 +280,7 @@ class Runtime:
 def _beside(tensor: Tensor, layer: LayerGeometry) -> Tensor:
     """What a calibration gave ``layer``, in the dtype of its scales and on its device. A share (`codec.shares`) stays
     on the host, which reads it."""
-    tensor = tensor.contiguous()
+    tensor = tensor.clone(memory_format=torch.contiguous_format)  # what is alike in layers begins its storage in each
     if tensor.dtype == torch.int32:
         return tensor.cpu()
     return tensor.to(layer.device, params_dtype(layer.dtype) if tensor.dtype in _WEIGHTS else tensor.dtype)
