@@ -106,11 +106,11 @@ def _turn(keys: dict[int, Tensor]) -> Turn:
 def _between(before: Tensor, after: Tensor, rope: str) -> Tensor | None:
     """The angles ``[p]`` float64 by which ``rope`` makes ``after`` of ``before``, ``[H, T, D]``; None if it does
     not."""
-    (*was, rest_was), (*became, rest_became) = (split_pairs(x.double(), rope) for x in (before, after))
-    was, became = torch.complex(*was), torch.complex(*became)
+    first, second, rest = split_pairs(torch.stack([before, after]).double(), rope)
+    was, became = torch.complex(first, second)
     angle = (became * was.conj()).sum((0, 1)).angle()
     error = (became - was * torch.polar(torch.ones_like(angle), angle)).abs().square().sum()
-    error = error + (rest_became - rest_was).square().sum()
+    error = error + (rest[1] - rest[0]).square().sum()
     return angle if error < _TOLERANCE**2 * before.double().square().sum() else None
 
 

@@ -108,8 +108,8 @@ def _calibrated(
         if plan.calibrated:
             of_keys, of_values = calibrated_shapes(plan.key, head_dim), calibrated_shapes(plan.value, head_dim)
             ranges = (heads, *of_keys["ranges"])
-            of_values_alone = [(_WEIGHTS, of_values["datatype"])]
-            yield index, ([(_WEIGHTS, of_keys["datatype"]), (_WEIGHTS, ranges)], of_values_alone)
+            keys: _Shapes = [(_WEIGHTS, of_keys["datatype"]), (_WEIGHTS, ranges)]
+            yield index, (keys, [(_WEIGHTS, of_values["datatype"])])
         elif plan.shares_out:
             yield index, (_shared(plan.key, heads, head_dim), _shared(plan.value, heads, head_dim))
         elif isinstance(scheme, AquaKVConfig) and plan.looks_at_previous and previous_layer is not None:
@@ -122,7 +122,7 @@ def _calibrated(
         previous_layer = index
 
 
-def _stored(predictor: str, inputs: int, width: int, rank: int) -> _Shapes:
+def _stored(predictor: str, inputs: int, width: int, rank: int | None) -> _Shapes:
     shapes = stored_shapes(predictor, inputs, width, rank)
     return [(_CODES if codes else _WEIGHTS, shape) for codes, shape in shapes]
 

@@ -8,6 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from kvpass.codec.allocation import allocation_of
 from kvpass.codec.kept import Pack
 from kvpass.codec.quantizer import PAIRS
 from kvpass.codec.rope import parse_rope
@@ -44,7 +45,7 @@ def serves(key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype) 
 @cache
 def _kernel(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dtype: torch.dtype) -> Callable[..., None]:
     shared = key.quantizer.shares is not None
-    block_size = (key.quantizer.shares or key.quantizer.allocation).block_size
+    block_size = shares_of(key).block_size if shared else allocation_of(key).block_size
     defines = dict(
         QUERIES=queries, HEAD=head_dim, BLOCK=block_size, PAGE=key.page_size, SINKS=key.retention.sinks,
         BFLOAT16=int(dtype == torch.bfloat16),
@@ -80,9 +81,10 @@ def attend(
     for pack in (key, value):
         (pool,) = pack.pools
         rooms.append(capacity(pool, pages))
-        fields = pack.fields if pack.widths is None else pack.widths
-        share = fields if pack.share is None else pack.share
-        sides += [x.contiguous() for x in (pool, pack.basis, fields, share)]
+        fitted = pack.fitted(("basis", "fields", "widths"))
+        share = fitted[1] if pack.share is None else pack.share
+        sides += [x.contiguous() for x in (pool, *fitted, share)]
+        of_samples = int(len(fitted[0]) == batch)
     q, *exact = (as_tokens(x, dtype) for x in (q, key.ring, value.ring, k_new, v_new))
     out, frames = torch.empty_like(q), key.frames
     (pairs, interleaved), cos, sin = _NO_TURN, q, q
@@ -92,6 +94,6 @@ def attend(
     _kernel(k_spec.stored_as, v_spec.stored_as, head_dim, q_heads // heads, dtype)(
         q, out, *sides, *exact, cos, sin, center, look_up_table(q.device), batch, heads, n, present, pages, *rooms,
         cos.shape[1], cos.shape[2], pairs, int(interleaved), int(key.center is not None),
-        int(len(value.basis) == batch), torch.get_num_threads(), scale,
+        of_samples, torch.get_num_threads(), scale,
     )  # fmt: skip
     return out
