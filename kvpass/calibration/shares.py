@@ -267,7 +267,7 @@ def share_out(
             tensors = [found[name] for name in of_model(spec)]
             both.append([t.to(torch.float16) if t.is_floating_point() else t for t in tensors])
         if own.turn.rope:
-            both[0].insert(0, own.turn.angles.cpu())
+            both[0].insert(0, own.turn.angles.cpu().clone())
         fitted[index] = both[0], both[1]
     return config, fitted
 
