@@ -76,7 +76,7 @@ class RotaryState(Storage):
         angles: Tensor | None = None,
     ):  # fmt: skip
         self.spec, shape = spec, (batch, self._rows(spec, tokens), head_dim // 2)
-        self.angles = None if angles is None else ModelTensors([angles])
+        self.angles = None if angles is None else ModelTensors([angles.to(device)])
         self.cos, self.sin = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         self.starts = None if angles is None else torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self._fill(0, self.cos, self.sin)
