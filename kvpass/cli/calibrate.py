@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
     model, tokenizer = models.load(args.model, say=say)
     data: list[Tensor] = []
     for source in sources:
-        data.extend(_sequences(tokenizer, source, skip, count, length, spread=shared))
+        data.extend(sequences(tokenizer, source, skip, count, length, spread=shared))
     with stage(f"{args.scheme}: {len(data)} sequences of {length} tokens of {', '.join(sources)}"):
         calibration = calibrate(model, data, config, work=out / ".work")
     calibration.save(out)
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> None:
     print(f"\nSaved. kvpass.apply(model, kvpass.load({str(out)!r})), or --schemes {out}")
 
 
-def _sequences(
+def sequences(
     tokenizer: PreTrainedTokenizerBase, source: str, skip: int, count: int, length: int, spread: bool
 ) -> list[Tensor]:
     """So many sequences ``[length]`` of a text, behind its first ``skip`` tokens: one behind the other, or ``spread``
