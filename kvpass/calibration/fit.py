@@ -64,7 +64,8 @@ def calibrate(
     work: str | Path | None = None,
     progress: bool = True,
 ) -> Calibration:
-    """Fit the predictors (AQUA-KV) or datatypes (KVQuant) of ``scheme`` to ``model``, or measure its queries (QAQ); the
+    """Fit the predictors (AQUA-KV) or datatypes (KVQuant) of ``scheme`` to ``model``, share out its bits
+    ("waterfill-static", which "waterfill" stands for here, and "waterfill-hybrid"), or measure its queries (QAQ); the
     model is left as it was found.
 
     The model runs over the data once. Predictors are then fitted layer by layer to sums over all tokens, so that memory
