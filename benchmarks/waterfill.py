@@ -16,11 +16,13 @@ from typing import Any
 import torch
 
 from kvpass import calibrate, models, schemes
+from kvpass.cli.calibrate import sequences as spread
 from kvpass.eval import bits_at, quality, texts
 from kvpass.layout.retention import Recent, Sinks
 
 LONG = 8192  # tokens of the caches whose bits are given
 CALIBRATED, LENGTH, SKIPPED = 8, 1024, 4096  # sequences of a text, their tokens, and those before, which are scored
+SHARED = 0, 4, 768, True  # the same of texts that bits are shared out by, from all over them
 RIVALS = "kivi", "kivi-sinks", "kivi-3", "kivi-4", "squat", "higgs-sinks", "higgs-3"
 
 
@@ -58,6 +60,9 @@ ROWS = {
     "keys alone are packed like that": dict(value_fields=(48, 0), rich_value_fields=(0, 0)),
     "waterfill-2": dict(scheme="waterfill-2"),
     "waterfill-3": dict(scheme="waterfill-3"),
+    "static": dict(scheme="waterfill-static"),
+    "static, all tokens alike": dict(scheme="waterfill-static", ranked=False),
+    "hybrid": dict(scheme="waterfill-hybrid"),
     **{name: dict(scheme=name) for name in RIVALS},
     "kivi, the same tokens exact": dict(scheme="kivi", retention=Sinks(4) + Recent(128, page_size=32)),
     "kivi-3, the same tokens exact": dict(scheme="kivi-3", retention=Sinks(4) + Recent(128, page_size=32)),
@@ -69,7 +74,10 @@ def calibrated(model, tokenizer, rows: Mapping[str, str | dict[str, Any]]) -> di
     found: dict[str, Any] = {name: schemes.get(scheme) for name, scheme in rows.items()}
     with tempfile.TemporaryDirectory() as work:
         for name, config in found.items():
-            if config.needs_calibration:
+            if isinstance(config, schemes.CalibratedWaterfillConfig):
+                data = [part for text in texts.to_calibrate() for part in spread(tokenizer, text, *SHARED)]
+                found[name] = calibrate(model, data, config)
+            elif config.needs_calibration:
                 ids = (texts.tokens(tokenizer, text, SKIPPED + CALIBRATED * LENGTH) for text in texts.available())
                 data = [part for text in ids for part in text[0, SKIPPED:].split(LENGTH)]
                 found[name] = calibrate(model, data, config, work=work)
@@ -80,7 +88,7 @@ def main(table: Mapping[str, dict[str, Any]] = ROWS, description: str | None = _
     """Measure rows of ``table``, each the fields of a scheme, and print them."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="default SmolLM2-135M-Instruct")
-    parser.add_argument("--text", help="files to score instead of the texts that come with kvpass")
+    parser.add_argument("--text", help="files to score instead of the texts that come with kvpass, or names of those")
     parser.add_argument("--then", metavar="FILE", help="what follows behind every prompt, instead of the text itself")
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt; default 1024")
     parser.add_argument("--scored", type=int, default=512, help="tokens behind it that are scored; default 512")

@@ -58,9 +58,11 @@ from .codec.affine import check_finite
 from .codec.frame import Frames, store_frames
 from .codec.kept import Pack, opened, page_shapes
 from .codec.rope import rotate
-from .codec.spec import parse
+from .codec.shares import page_bytes
+from .codec.spec import CodecSpec, parse
 from .errors import KVPassError
 from .layout.eviction import evict
+from .layout.pool import of_pages
 from .layout.window import length_of
 
 _Tensors = Sequence[Tensor]
@@ -125,16 +127,25 @@ def _append_(
     rope: str = "", key_pages: Tensor | None = None,
 ) -> None:  # fmt: skip
     dispatch, parsed = DispatchKey("append_", x.device.type, (spec,), head_dim=x.shape[-1]), parse(spec)
-    pack = _framed(opened(state, parsed)._replace(key_pages=key_pages), cos, sin, rope)
+    pack = _framed(_opened(state, parsed)._replace(key_pages=key_pages), parsed, cos, sin, rope)
     select(dispatch, lowering).run(
         pack, length_of(length), x, q, mask, parsed, edge, same_layer_keys, predictor or (), importance, scores or (),
         slots, originals, length,
     )  # fmt: skip
 
 
-def _framed(pack: Pack, cos: Tensor | None, sin: Tensor | None, rope: str) -> Pack:
+def _opened(state: _Tensors, spec: CodecSpec) -> Pack:
+    """The `Pack` of ``state``; where pages of layers differ in size, with its pool, whose handle does not say it."""
+    pack = opened(state, spec)
+    if pack.share is None:
+        return pack
+    size = page_bytes(pack.share, spec)
+    return pack._replace(pools=tuple(of_pages(pool, len(pack.ring), size) for pool in pack.pools))
+
+
+def _framed(pack: Pack, spec: CodecSpec, cos: Tensor | None, sin: Tensor | None, rope: str) -> Pack:
     """``pack`` with the frames of its pages, where keys are in those."""
-    if pack.pairs is None or not rope:
+    if not spec.transform.page_frame or not rope:
         return pack
     if cos is None or sin is None:
         raise KVPassError("Keys in the frame of their page need the rotary tables.")
@@ -148,7 +159,8 @@ def _append_layers_(
 ) -> None:  # fmt: skip
     run = select(DispatchKey("append_layers_", x[0].device.type, (spec,), head_dim=x[0].shape[-1]), lowering).run
     parsed, each = parse(spec), len(states) // len(x)
-    packs = [_framed(opened(states[i : i + each], parsed), cos, sin, rope) for i in range(0, len(states), each)]
+    parts = (states[i : i + each] for i in range(0, len(states), each))
+    packs = [_framed(_opened(part, parsed), parsed, cos, sin, rope) for part in parts]
     if key_pages is not None:
         packs = [pack._replace(key_pages=pages) for pack, pages in zip(packs, key_pages, strict=True)]
     run(packs, length_of(length), x, parsed, length, q, mask)
@@ -160,7 +172,7 @@ def _decode(
     cos: Tensor | None = None, sin: Tensor | None = None, rope: str = "", starts: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     parsed = parse(spec)
-    pack = _framed(opened(state, parsed)._replace(planes=planes or ()), cos, sin, rope)
+    pack = _framed(_opened(state, parsed)._replace(planes=planes or ()), parsed, cos, sin, rope)
     run = select(DispatchKey("decode", pack.ring.device.type, (spec,), head_dim=pack.ring.shape[-1]), lowering).run
     references = [one for one in (previous_layer, same_layer_keys) if one is not None]
     decoded: Tensor = run(pack, length_of(length), parsed, references, predictor or ())
@@ -186,8 +198,8 @@ def _attend(
     if len(key) == 1:
         past, coded, lowering = (key[0], value[0]), [], AUTO
     else:
-        past = _framed(opened(key, specs[0]), cos, sin, rope), opened(value, specs[1])
-        if rope and not specs[0].transform.turns:
+        past = _framed(_opened(key, specs[0]), specs[0], cos, sin, rope), _opened(value, specs[1])
+        if rope and not specs[0].transform.keeps_tables:
             raise KVPassError(f"These keys are stored rotated, and rope={rope!r} would rotate them again.")
     rotary = (cos, sin, rope) if rope and not specs[0].transform.page_frame else None
     run = select(DispatchKey("attend", q.device.type, tuple(coded), few(q.shape[2]), q.shape[3]), lowering).run

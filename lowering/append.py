@@ -17,11 +17,12 @@ from kvpass.codec.pages import decode_pages, replace_tokens, share_codes
 from kvpass.codec.predictor import PREDICTORS, predict
 from kvpass.codec.quantizer import RAW, Subspace
 from kvpass.codec.rope import parse_rope
+from kvpass.codec.shares import fit, rich_of
 from kvpass.codec.spec import CodecSpec
 from kvpass.codec.subspace import compensation_matrix, precision_matrix
 from kvpass.errors import KVPassError
 from kvpass.layout.eviction import choose, evict, update_importance
-from kvpass.layout.pool import whole
+from kvpass.layout.pool import of_pages, whole
 from kvpass.layout.retention import Retention
 from kvpass.layout.window import layout
 
@@ -186,7 +187,7 @@ def _pack(
     def leaving(start: int, end: int) -> Tensor:
         return layout(retention).leaving(pack.ring, n, x, start, end)
 
-    if not first and (pack.center is not None or pack.basis is not None):
+    if not first and (spec.quantizer.shares is None or pack.metric is not None) and _is_fitted(pack):
         _fit(pack, leaving(0, last), spec, None if n or mask is None else not_padding(mask, len(x), x.shape[2]))
     if pack.pairs is not None and not first:
         pack.pairs.copy_(torch.tensor((0, False) if pack.frames is None else parse_rope(pack.frames.rope)))
@@ -209,8 +210,16 @@ def _rich_keys(pack: Pack, spec: CodecSpec, first: int, count: int) -> Tensor:
     """Which tokens of pages from ``first`` on the keys of the layer gave more bits."""
     if pack.key_pages is None:
         raise KVPassError("Which values get more bits is what the keys of their layer say, and those were not given.")
-    pages = whole(pack.key_pages, first + count)[:, :, first : first + count]
-    return rich_bytes(pages, spec.page_size)
+    if pack.widths is None:
+        return rich_bytes(whole(pack.key_pages, first + count)[:, :, first : first + count], spec.page_size)
+    rooms, batch = pack.pools[0].shape[2], len(pack.ring)  # keys and values of a layer have room for as many pages
+    pool = of_pages(pack.key_pages, batch, pack.key_pages.untyped_storage().nbytes() // (batch * rooms))
+    return rich_of(pool[:, :, first : first + count], spec.page_size, pack.widths.shape[1])
+
+
+def _is_fitted(pack: Pack) -> bool:
+    """Whether something is fitted to the tokens packed first."""
+    return pack.center is not None or pack.basis is not None
 
 
 def _seen(q: Tensor, pack: Pack, spec: CodecSpec) -> Tensor:
@@ -237,6 +246,8 @@ def look(q: Tensor, mask: Tensor | None, num_key_value_heads: int, size: int) ->
 def _keep_of_queries(pack: Pack, q: Tensor | None, mask: Tensor | None, heads: int, spec: CodecSpec) -> None:
     """Keep what the codec needs of the prompt's queries: what errors cost, where the basis will be, 0 if all cost the
     same; and some that choose."""
+    if spec.quantizer.shares is not None:
+        return
     allocation = spec.quantizer.allocation
     weighted = allocation is not None and allocation.weighted
     if allocation is not None and not weighted:
@@ -268,6 +279,11 @@ def _fit(pack: Pack, x: Tensor, spec: CodecSpec, valid: Tensor | None) -> None:
         x = x.float() - mean_of_tokens(pack.center, pack.frames, size, x.shape[2])
     if valid is not None:
         valid = valid.index_select(1, layout(spec.retention).page_tokens(0, x.shape[2] // size).to(x.device))
+    if pack.widths is not None:
+        basis, widths = fit(x, pack.metric, pack.share, spec, valid)
+        pack.basis.copy_(basis)
+        pack.widths.copy_(widths)
+        return
     basis, places = fit_basis(x, pack.basis.unflatten(2, (-1, allocation.block_size)), allocation, valid)
     pack.basis.copy_(basis)
     pack.fields.copy_(places)
@@ -325,7 +341,8 @@ def append_layers(
     """
     retention = spec.retention
     first, last = retention.pages(n), retention.pages(n + xs[0].shape[2])
-    if spec.quantizer.allocation is not None and (n == 0 or first == 0 < last):
+    at_first = spec.quantizer.allocation is not None and (n == 0 or first == 0 < last)
+    if at_first or spec.quantizer.shares is not None:  # layers that share out bits have pages of their own sizes
         for pack, x, of_layer in zip(packs, xs, q or [None] * len(xs), strict=True):
             append(encode, pack, n, x, of_layer, mask, spec, length=length, write=write)
         return

@@ -8,9 +8,11 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
+import kvpass
 from kvpass import HeavyHitter, Sinks, StreamingLLM
 from kvpass.cache.swap import packed_layers
 from kvpass.schemes import (
+    CalibratedWaterfillConfig,
     GEARConfig,
     HIGGSConfig,
     IdentityConfig,
@@ -44,6 +46,8 @@ KINDS = {
     "squat": Kind(SQuatConfig(**SMALL, rank=2, block_size=16)),
     "higgs, centred": Kind(HIGGSConfig(group_size=16, residual=8, sinks=2, center=True)),
     "waterfill": Kind(WaterfillConfig(residual=16, recent=8, sinks=2, rope="post")),
+    "waterfill, static": Kind(CalibratedWaterfillConfig(residual=16, recent=8, sinks=2, block_size=8)),
+    "waterfill, hybrid": Kind(CalibratedWaterfillConfig(residual=16, recent=8, sinks=2, block_size=8, form="hybrid")),
     "kivi, scales in 8 bits": Kind(KIVIConfig(**SMALL, scale_bits=8)),
     "gear": Kind(GEARConfig(**SMALL, rank=1)),
     "logquant": Kind(LogQuantConfig(window=8, group_size=8)),
@@ -60,6 +64,14 @@ KINDS = {
     "qaq": Kind(QAQConfig(residual=8), captured=True),
     "qaq without originals": Kind(QAQConfig(residual=8, window=12, keep_originals=False), captured=True),
 }
+
+
+def packed(kind: Kind):
+    """A model with a kind of state, calibrated if that takes it."""
+    model, scheme = kind.model(), kind.scheme
+    if scheme.needs_calibration:
+        scheme = kvpass.calibrate(model, tokens(2, 100, 7), scheme, progress=False)
+    return kvpass.apply(model, scheme, lowering="eager")
 
 
 def feed(cache, count: int, seed: int) -> torch.Tensor:

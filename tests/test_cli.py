@@ -55,6 +55,23 @@ def test_eval_prints_a_table_and_writes_json_csv_and_a_picture(capsys, tmp_path)
     assert "<!-- kivi-1 -->" in picture and "<!-- full precision -->" not in picture
 
 
+def test_waterfill_is_calibrated_on_other_texts_than_are_measured(capsys, tmp_path):
+    """And what comes of it is a scheme of every other command."""
+    out = str(tmp_path / "shared")
+    sizes = ["--tokens", "420", "--length", "210"]
+    code, printed, err = run(capsys, "calibrate", "--scheme", "waterfill", "--out", out, *sizes)
+    assert code == 0 and "6 sequences of 210 tokens of modules, manual, readme" in err
+    assert "shared by all caches of the model" in printed and "kvpass.load" in printed
+    measured = ["--text", "prose", "--context", "240", "--score", "32"]
+    code, printed, _ = run(capsys, "eval", "--schemes", out, *measured)
+    assert code == 0 and out in printed
+
+
+@pytest.mark.parametrize("name", texts.to_calibrate())
+def test_texts_to_calibrate_on_are_long_enough(name):
+    assert name not in texts.available() and len(texts.read(name)) > 30_000
+
+
 WRONG = [
     (["eval", "--schemes", "nonsense"], "Unknown scheme 'nonsense'"),
     (["eval", "--schemes", "aqua"], "has to be calibrated"),

@@ -9,9 +9,9 @@ import zlib
 import pytest
 import torch
 
-import kvpass
 from kvpass import KVPassError
 
+import kinds
 from faults import ERRORS, outcomes
 from kinds import KINDS, answers, copied, feed, filled, same
 
@@ -35,8 +35,7 @@ FEW = "a step", "a step that packs or evicts", "many tokens", "select"
 def packed(request):
     """A kind of state, by name, and a model with it."""
     torch._dynamo.reset()
-    kind = KINDS[request.param]
-    return request.param, kvpass.apply(kind.model(), kind.scheme, lowering="eager")
+    return request.param, kinds.packed(KINDS[request.param])
 
 
 def possible(kind: str, name: str, every: bool) -> bool:

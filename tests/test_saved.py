@@ -23,7 +23,7 @@ from kvpass.schemes import IdentityConfig, KIVIConfig, QAQConfig
 from kvpass.schemes.calibrated import Calibration, describe
 from kvpass.schemes.fingerprint import settings
 
-from kinds import KINDS, answers, feed, filled, same
+from kinds import KINDS, answers, feed, filled, packed, same
 from tiny import llama, tokens
 from zoo import ZOO
 
@@ -35,8 +35,7 @@ LONG = 43 + 170
 @pytest.fixture(scope="module", params=KINDS)
 def cache(request):
     torch._dynamo.reset()
-    kind = KINDS[request.param]
-    return filled(kvpass.apply(kind.model(), kind.scheme, lowering="eager"), 43)
+    return filled(packed(KINDS[request.param]), 43)
 
 
 def through_a_file(cache, folder):

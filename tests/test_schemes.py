@@ -45,6 +45,7 @@ def test_the_shipped_names_are_available_and_plan_every_layer():
         plan = schemes.get(name).plan(geometry())
         quantizer = plan.key.quantizer
         coded = quantizer.grid or ("bits on average, by channel" if quantizer.allocation else str(quantizer.bits))
+        coded = "bits shared out" if quantizer.shares else coded
         assert isinstance(plan, LayerPlan) and coded in str(plan)
         plan.key.check(64), plan.value.check(64)
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_allocation import mixed, positions
 
 import kvpass
 from kvpass import KVPassError
@@ -16,6 +15,7 @@ from kvpass.lowering.table import DispatchKey, select
 from kvpass.schemes import LayerGeometry, WaterfillConfig
 
 from common import changed_table, coded, generator, randn, recoded
+from test_allocation import mixed, positions
 from tiny import called, llama
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -88,6 +88,6 @@ def cross_plan(plan: LayerPlan) -> LayerPlan | str:
         why = "this scheme is fitted to queries, and what an encoder gave is stored before there are any"
     elif plan.looks_at_previous or plan.key_source is not None or plan.value_source is not None:
         why = "this scheme looks at other layers, which it does for self-attention only"
-    elif plan.key.transform.turns:
+    elif plan.key.transform.keeps_tables:
         why = "it has no rotary embedding that could be undone"
     return plan if why is None else f"cross-attention: {why}. To pack it use another scheme, such as 'kivi'"

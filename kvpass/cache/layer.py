@@ -19,7 +19,7 @@ from .adaptive_state import AdaptiveState, PlanePool
 from .context import ForwardContext
 from .per_cache import Importance, RecentAttention, RotaryState
 from .refusals import READ_BACK, TWICE, refuse_number_of_tokens, refuse_place, removed_tokens, selected_rows, stored
-from .state import KVState, SharedTensors, Storage
+from .state import KVState, ModelTensors, SharedTensors, Storage
 from .tensor import PackedKV
 
 _UNCAPTURED = "its layers ran outside of any graph"
@@ -175,6 +175,21 @@ class PackedLayer(CacheLayerMixin):
         if self.rotary is not None:  # `attend` reads whole pages of the tables, two at least
             self.rotary.reserve(max(tokens, retention.sinks + 2 * retention.page_size))
 
+    def _shared(self, name: str) -> SharedTensors | None:
+        """What a calibration gave the model for one of the states of this layer."""
+        if not self.plan.shares_out:
+            return None
+        keys, values = self.predictors
+        if name == "value_state":
+            return values
+        return keys if self.angles is None else ModelTensors(keys[1:])
+
+    @property
+    def angles(self) -> Tensor | None:
+        """By how much pairs of channels of keys are turned from a token to the next, if frames go by their numbers: it
+        comes first of what was calibrated for keys."""
+        return self.predictors[0][0] if self.plan.key.transform.numbered else None
+
     def _allocate(self, batch: int, tokens: int) -> None:
         if self.is_allocated:
             return
@@ -186,14 +201,15 @@ class PackedLayer(CacheLayerMixin):
                 return AdaptiveState.allocate_in(self.pool, spec, batch, *room, tokens)
             if source is not None:
                 source._allocate(batch, tokens)
-            return KVState.allocate(spec, batch, *room, tokens, None if source is None else getattr(source, name))
+            source_state = None if source is None else getattr(source, name)
+            return KVState.allocate(spec, batch, *room, tokens, source_state, self._shared(name))
 
         new: dict[str, Any] = {
             "key_state": state(self.plan.key, self.key_source, "key_state"),
             "value_state": state(self.plan.value, self.value_source, "value_state"),
         }
-        if self.plan.key.transform.turns and self.rotary_owner is self:
-            new["rotary"] = RotaryState(self.plan.key, batch, *room[1:], tokens)
+        if self.plan.key.transform.keeps_tables and self.rotary_owner is self:
+            new["rotary"] = RotaryState(self.plan.key, batch, *room[1:], tokens, self.angles)
         if self.plan.key.transform.page_frame:
             if self.rotary_owner is not self:
                 self.rotary_owner._allocate(batch, tokens)

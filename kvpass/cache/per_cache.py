@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..codec.frame import rows
+from ..codec.frame import numbered, rows
 from ..codec.spec import CodecSpec
 from ..layout.window import carry
-from .state import GROWTH, Storage, grown
+from .state import GROWTH, ModelTensors, Storage, grown
 
 _LEAST_GROWTH = 64  # tokens
 _SPARE = 61  # more than asked for, so that sizes that vary independently are not equal when a graph is captured
@@ -135,13 +135,40 @@ class RotaryState(Storage):
     spec: of their keys.
     cos, sin: ``[B, capacity, head_dim / 2]`` in the cache's dtype, scaled as the model scales them: those of every
         stored token for keys before rotary embedding, and those of `codec.frame` for keys in the frame of their page.
+    angles: ``[p]`` of frames that go by the numbers of tokens: those tables are filled in as room is made for them.
+    starts: ``[B, 1]`` int64, where the rows of those begin, behind padding; otherwise None.
     """
 
+    starts: Tensor | None
+
     @torch.inference_mode(False)
-    def __init__(self, spec: CodecSpec, batch: int, head_dim: int, dtype: torch.dtype, device, tokens: int):
+    def __init__(
+        self, spec: CodecSpec, batch: int, head_dim: int, dtype: torch.dtype, device, tokens: int,
+        angles: Tensor | None = None,
+    ):  # fmt: skip
         self.spec, shape = spec, (batch, self._rows(spec, tokens), head_dim // 2)
+        self.angles = None if angles is None else ModelTensors([angles.to(device)])
         self.cos, self.sin = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        self.starts = None if angles is None else torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        self._fill(0, self.cos, self.sin)
         self.put()
+
+    @torch.inference_mode(False)
+    def begin(self, mask: Tensor | None) -> None:
+        """Number tokens from the first on that counts in each row of a padding ``mask`` ``[B, T]``; without one, from
+        the first."""
+        if self.starts is not None:
+            self.starts.copy_(torch.zeros_like(self.starts) if mask is None else mask.ne(0).long().argmax(-1, True))
+            self._fill(0, self.cos, self.sin)
+
+    def _fill(self, first: int, cos: Tensor, sin: Tensor) -> None:
+        """Put into the tables, from row ``first`` on, what follows from `angles`."""
+        if self.angles is None:
+            return
+        (angles,), retention = self.angles, self.spec.retention
+        found = numbered(angles, self.starts, first, cos.shape[1] - first, retention.sinks, retention.page_size)
+        for table, new in zip((cos, sin), found, strict=True):
+            table[:, first:, : len(angles)] = new.to(table.dtype)
 
     @classmethod
     def of(cls, spec: CodecSpec, cos: Tensor, sin: Tensor) -> RotaryState:
@@ -158,13 +185,16 @@ class RotaryState(Storage):
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from (("cos", self.cos), ("sin", self.sin))
+        if self.starts is not None:
+            yield "starts", self.starts
 
     def contents(self, n: int) -> dict[str, Tensor]:
-        return {name: table[:, : self._rows(self.spec, n)] for name, table in self.tensors()}
+        rows = self._rows(self.spec, n)
+        return {name: tensor if name == "starts" else tensor[:, :rows] for name, tensor in self.tensors()}
 
     def _follows(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        for table in tensors.values():
-            torch._dynamo.mark_dynamic(table, 1)
+        for name in ("cos", "sin"):
+            torch._dynamo.mark_dynamic(tensors[name], 1)
         return super()._follows(tensors)
 
     @torch.inference_mode(False)
@@ -173,4 +203,6 @@ class RotaryState(Storage):
         have, need = self.cos.shape[1], self._rows(self.spec, tokens)
         if need > have:
             room = max(need, have + have // GROWTH + self._rows(self.spec, _LEAST_GROWTH))
-            self.put(**self.mapped(lambda table: grown(table, room, 1)))
+            tables = {name: grown(table, room, 1) for name, table in (("cos", self.cos), ("sin", self.sin))}
+            self._fill(have, **tables)
+            self.put(**tables)

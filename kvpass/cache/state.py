@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..codec.kept import calibrated_shapes, fitted_shapes, of_pages, of_state, page_shapes
+from ..codec.kept import calibrated_shapes, fitted_shapes, of_model, of_pages, of_state, page_shapes
 from ..codec.rope import rope_of
+from ..codec.shares import page_bytes
 from ..codec.spec import CodecSpec
 from ..errors import KVPassError
-from ..layout.pool import handle
+from ..layout.pool import bare_handle, handle
 from ..layout.window import Recent, Writes, carry, layout
 
 if TYPE_CHECKING:
@@ -36,6 +37,10 @@ class SharedTensors(tuple):
 
     def __deepcopy__(self, memo) -> SharedTensors:
         return self
+
+
+class ModelTensors(SharedTensors):
+    """Those that are counted with the model, not with its caches."""
 
 
 class Storage:
@@ -117,6 +122,9 @@ class KVState(Storage):
     queries: ``[B, H_kv, Q, D]``, 16-bit, for those that choose which tokens get more bits; otherwise None.
     datatype, ranges: ``[B, H_kv, 2, 2**bits]`` and, of keys, ``[B, H_kv, 2, D]``, 16-bit, for specs with a calibrated
         datatype (`codec.datatype`); otherwise None.
+    widths: ``[B, H_kv, ranks, D]`` uint8, those of coordinates where a calibration shares out bits; otherwise None.
+    shared: what a calibration gave the model besides (`codec.kept.of_model`), ``[1, H_kv, ...]`` each, for all its
+        caches. ``codes`` are then ``[B, 1, capacity, 1, bytes]``, pages of all heads together.
     predictor: weights of the predictor, for specs that have one (`kvpass.codec.predictor`); the model's.
     previous_layer: the same tokens in the layer below, where it is predicted from them.
     same_layer_keys: the keys of this layer, for values that are predicted from them, or whose tokens get more bits
@@ -131,6 +139,7 @@ class KVState(Storage):
     center: Tensor | None
     basis: Tensor | None
     fields: Tensor | None
+    widths: Tensor | None
     queries: Tensor | None
     datatype: Tensor | None
     ranges: Tensor | None
@@ -138,10 +147,17 @@ class KVState(Storage):
     _handles: tuple[Tensor, ...]
     _room: int  # pages
 
-    def __init__(self, spec: CodecSpec, kept: Mapping[str, Tensor], source: KVState | None = None):
+    def __init__(
+        self,
+        spec: CodecSpec,
+        kept: Mapping[str, Tensor],
+        source: KVState | None = None,
+        shared: SharedTensors | None = None,
+    ):
         self.spec, self.text, self.source = spec, str(spec), source
+        self.shared = ModelTensors(shared or ())
         self.compensation = self.energy = self.center = self.pairs = None
-        self.basis = self.fields = self.queries = self.datatype = self.ranges = None
+        self.basis = self.fields = self.widths = self.queries = self.datatype = self.ranges = None
         self._codes: Tensor | None = None
         vars(self).update({attribute(name): tensor for name, tensor in kept.items()})
         self.predictor: Sequence[Tensor] = ()
@@ -163,12 +179,17 @@ class KVState(Storage):
         device,
         tokens: int,
         source: KVState | None = None,
+        shared: SharedTensors | None = None,
     ) -> KVState:
-        """An empty state with room for ``tokens`` tokens. Raises `KVPassError` if the spec does not fit the head."""
+        """An empty state with room for ``tokens`` tokens. Raises `KVPassError` if the spec does not fit the head, or
+        there are not as many ``shared`` tensors as it wants of the model."""
         retention = spec.retention
         if spec.quantizer.adaptive is not None:
             raise KVPassError(_ALONE)
         spec.check(head_dim)
+        names, shared = of_model(spec), SharedTensors(shared or ())
+        if len(names) != len(shared):
+            raise KVPassError(f"A calibration gives this codec {list(names)}, and {len(shared)} tensors were given.")
         pages = max(_MIN_PAGES, retention.pages(tokens))
 
         def zeros(*shape, dtype):
@@ -177,12 +198,15 @@ class KVState(Storage):
         kept = {
             name: zeros(pages, *shape, dtype=kind) for name, (shape, kind) in page_shapes(spec, head_dim, dtype).items()
         }
+        if spec.quantizer.shares is not None:
+            size = page_bytes(shared[names.index("share")], spec)
+            kept["codes"] = torch.zeros(batch, 1, pages, 1, size, dtype=torch.uint8, device=device)
         if source is not None:
             del kept["codes"]
         kept["ring"] = zeros(retention.sinks + retention.ring_size, head_dim, dtype=dtype)
         for name, (shape, kind) in fitted_shapes(spec, head_dim, dtype).items():
             kept[name] = zeros(*shape, dtype=kind)
-        return cls(spec, kept, source)
+        return cls(spec, kept, source, shared)
 
     @torch.inference_mode(False)
     def calibrate(self, tensors: Sequence[Tensor]) -> None:
@@ -199,7 +223,8 @@ class KVState(Storage):
     @property
     def pack(self) -> list[Tensor]:
         """What ops take of it."""
-        return [getattr(self, name) for name in of_state(self.spec)]
+        given = dict(zip(of_model(self.spec), self.shared, strict=True))
+        return [given[name] if name in given else getattr(self, name) for name in of_state(self.spec)]
 
     @property
     def handles(self) -> list[Tensor]:
@@ -212,9 +237,9 @@ class KVState(Storage):
         return ()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name in map(attribute, of_state(self.spec)):
-            if (tensor := getattr(self, name)) is not None:
-                yield name, tensor
+        for name in of_state(self.spec):
+            if name not in of_model(self.spec) and (tensor := getattr(self, attribute(name))) is not None:
+                yield attribute(name), tensor
 
     @property
     def _pools(self) -> set[str]:
@@ -224,7 +249,9 @@ class KVState(Storage):
     def _follows(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         pools = self._pools & tensors.keys()
         names = map(attribute, of_state(self.spec))
-        handles = tuple(handle(tensors[name]) if name in pools else tensors.get(name) for name in names)
+        given = {**tensors, **dict(zip(of_model(self.spec), self.shared, strict=True))}
+        of_pool = handle if self.spec.quantizer.shares is None else bare_handle
+        handles = tuple(of_pool(given[name]) if name in pools else given.get(name) for name in names)
         room = tensors[attribute(of_pages(self.spec)[-1])].shape[2]  # codes may be another state's
         return super()._follows(tensors) | {"_handles": handles, "_room": room}
 
@@ -290,9 +317,11 @@ class KVState(Storage):
     def tables(self, rope: str | None = None) -> dict[str, Any]:
         """What ops are given besides, for keys in the frame of their page; ``rope`` is that of the tokens there unless
         it is said."""
-        if self.pairs is None:
+        if not self.spec.transform.page_frame:
             return {}
-        if rope is None:
+        if self.spec.transform.numbered:
+            rope = self.spec.transform.numbered
+        elif rope is None:
             pairs, interleaved = self.pairs[0, 0, 0].tolist()
             rope = rope_of(pairs, bool(interleaved))
         return dict(cos=self.rotary and self.rotary.cos, sin=self.rotary and self.rotary.sin, rope=rope)

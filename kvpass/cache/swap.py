@@ -14,7 +14,7 @@ from .adaptive_state import PlanePool
 from .cross import CrossLayer
 from .layer import PackedLayer
 from .per_cache import Importance, RotaryState
-from .state import KVState, SharedTensors
+from .state import KVState, ModelTensors, SharedTensors
 
 Plans = dict[int, tuple[LayerPlan, LayerGeometry]]
 
@@ -103,12 +103,13 @@ def connect(layers: dict[int, PackedLayer], predictors: dict[int, tuple[SharedTe
         layer.pool = pool if plan.adaptive else None
         layer.key_source = None if plan.key_source is None else layers[plan.key_source]
         layer.value_source = None if plan.value_source is None else layers[plan.value_source]
-        if plan.key.transform.turns:  # frames are those of pages, tables those of tokens
-            same = plan.key.transform.page_frame and plan.key.retention
-            layer.rotary_owner = rotary_owners.setdefault(same, layer)
-        layer.importance_owner = evicting[0] if plan.key.retention.shared else layer
-        if plan.looks_at_previous or plan.calibrated:
+        if plan.looks_at_previous or plan.calibrated or plan.shares_out:
             layer.predictors = predictors[index]
+        if plan.key.transform.keeps_tables:  # frames are those of pages, tables those of tokens
+            same = plan.key.transform.page_frame and plan.key.retention
+            angles = None if layer.angles is None else (plan.key.transform.numbered, *layer.angles.tolist())
+            layer.rotary_owner = rotary_owners.setdefault((same, angles), layer)
+        layer.importance_owner = evicting[0] if plan.key.retention.shared else layer
         if plan.looks_at_previous:
             layer.previous_layer = layers[layer.geometry.previous_layer]
             layer.previous_layer.predicts_next = True
@@ -116,8 +117,10 @@ def connect(layers: dict[int, PackedLayer], predictors: dict[int, tuple[SharedTe
 
 def nbytes(cache: Cache) -> int:
     """Bytes of every tensor reachable from ``cache``: codes, scales, zero points, windows, sinks, compensation matrices
-    and slack, and full-precision layers as they are. Storage shared by several tensors is counted once."""
+    and slack, and full-precision layers as they are. Storage shared by several tensors is counted once. What a
+    calibration gave the model for all its caches (`kvpass.codec.shares`) is counted with the model, not here."""
     storages, seen, stack = {}, set(), [cache]
+    of_model: set[int] = set()
     while stack:
         item = stack.pop()
         if id(item) in seen:
@@ -127,11 +130,13 @@ def nbytes(cache: Cache) -> int:
             storages[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
         elif isinstance(item, dict):
             stack.extend(item.values())
+        elif isinstance(item, ModelTensors):
+            of_model.update(tensor.untyped_storage().data_ptr() for tensor in item)
         elif isinstance(item, (list, tuple)):
             stack.extend(item)
         elif isinstance(item, (Cache, CacheLayerMixin, KVState, RotaryState, Importance)):
             stack.extend(vars(item).values())
-    return sum(storages.values())
+    return sum(size for place, size in storages.items() if place not in of_model)
 
 
 def num_values(cache: Cache) -> int:

@@ -32,10 +32,12 @@ from ..runtime.applied import is_applied
 from ..schemes import (
     AquaKVConfig,
     CalibratedKVQuantConfig,
+    CalibratedWaterfillConfig,
     LayerGeometry,
     LayerPlan,
     QAQConfig,
     SchemeConfig,
+    WaterfillConfig,
     check_edges,
 )
 from ..schemes.calibrated import Calibration, describe
@@ -43,8 +45,10 @@ from .collect import Collected, collect, digest
 from .datatypes import fit_datatypes
 from .energy import measure_energy
 from .regression import Moments, fit
+from .shares import find_turns, measure, passes, share_out
 
 _HELD_OUT = 8  # every so many sequences are not fitted to
+_TURNED = 16  # tokens that say how keys are turned
 _TRIAL_LAYERS, _TRIAL_SEQUENCES = 5, 4  # what the first layer's scheme is chosen on
 _CHAIN_TOLERANCE, _FIRST_TOLERANCE = 1.05, 0.02
 
@@ -60,7 +64,8 @@ def calibrate(
     work: str | Path | None = None,
     progress: bool = True,
 ) -> Calibration:
-    """Fit the predictors (AQUA-KV) or datatypes (KVQuant) of ``scheme`` to ``model``, or measure its queries (QAQ); the
+    """Fit the predictors (AQUA-KV) or datatypes (KVQuant) of ``scheme`` to ``model``, share out its bits
+    ("waterfill-static", which "waterfill" stands for here, and "waterfill-hybrid"), or measure its queries (QAQ); the
     model is left as it was found.
 
     The model runs over the data once. Predictors are then fitted layer by layer to sums over all tokens, so that memory
@@ -80,7 +85,9 @@ def calibrate(
     one whose weights are shared out among processes.
     """
     config = schemes.get(scheme)
-    if not isinstance(config, (AquaKVConfig, CalibratedKVQuantConfig, QAQConfig)):
+    if isinstance(config, WaterfillConfig):
+        config = config.to_calibrate()
+    if not isinstance(config, (AquaKVConfig, CalibratedKVQuantConfig, CalibratedWaterfillConfig, QAQConfig)):
         raise KVPassError(f"{config.name!r} needs no calibration: kvpass.apply(model, scheme={config.name!r}).")
     if is_applied(model):
         raise KVPassError("kvpass is applied to this model: call kvpass.remove(model) first.")
@@ -95,6 +102,13 @@ def calibrate(
         with bar("queries", len(sequences), "sequence", progress) as seen:
             config = measure_energy(model, sequences, config, seen)
         return Calibration(config, {}, described, {}, {"tokens": sum(ids.numel() for ids in sequences)})
+    if isinstance(config, CalibratedWaterfillConfig):
+        own = {i: layer for i, layer in layers.items() if isinstance(layer, LayerGeometry)}
+        turns = find_turns(model, own, sequences[0][:, :_TURNED])
+        with bar("texts", passes(len(sequences)), "text", progress) as seen:
+            statistics = measure(model, sequences, own, turns, config, seen)
+        config, shared = share_out(statistics, config)
+        return Calibration(config, shared, described, {}, {"tokens": sum(ids.numel() for ids in sequences)})
     with ExitStack() as stack:
         if work is None:
             work = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpass-"))
@@ -118,13 +132,17 @@ def calibrate(
 
 
 def _sequences(
-    data: Tensor | Sequence[Tensor], config: AquaKVConfig | CalibratedKVQuantConfig | QAQConfig, model: nn.Module
+    data: Tensor | Sequence[Tensor],
+    config: AquaKVConfig | CalibratedKVQuantConfig | CalibratedWaterfillConfig | QAQConfig,
+    model: nn.Module,
 ) -> list[Tensor]:
     device = next(model.parameters()).device
     sequences = [torch.as_tensor(ids).view(1, -1).to(device) for ids in data]
     if any(ids.is_floating_point() for ids in sequences):
         raise KVPassError("Calibration takes token ids, not floats: tokenizer(text, return_tensors='pt').input_ids.")
     shortest = config.sinks + 2 * config.key_retention().page_size
+    if isinstance(config, CalibratedWaterfillConfig):  # what costs something is seen from behind the window
+        shortest += config.key_retention().window
     if len(sequences) < 2 or any(ids.shape[1] < shortest for ids in sequences):
         raise KVPassError(
             f"Calibration needs at least 2 sequences of at least {shortest} tokens, and got lengths "

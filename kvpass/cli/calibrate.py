@@ -4,16 +4,20 @@ import argparse
 import shutil
 from pathlib import Path
 
+import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from .. import models, schemes
 from ..calibration.fit import calibrate
 from ..errors import KVPassError
 from ..eval import texts
-from ..schemes import AquaKVConfig
+from ..schemes import AquaKVConfig, CalibratedWaterfillConfig, WaterfillConfig
 from .shared import TEXTS, at_least, names, say, stage
 
-HELP = "Fit a scheme to a model: predictors of AQUA-KV, datatypes of KVQuant, query energies of QAQ."
+HELP = "Fit a scheme to a model: predictors of AQUA-KV, datatypes of KVQuant, query energies of QAQ, bits of waterfill."
+_TOKENS, _LENGTH, _SKIP = 12288, 1024, 4096
+_SHARED_TOKENS, _SHARED_LENGTH = 3072, 768  # of texts that are read backwards, too
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,35 +25,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     fitted = ", ".join(name for name in schemes.available() if schemes.get(name).takes_calibration)
     parser.add_argument("--scheme", default="aqua", help=f"one of {fitted}")
     parser.add_argument(
-        "--out", default="kvpass-aqua", metavar="FOLDER", help="where the result goes; default kvpass-aqua"
+        "--out", metavar="FOLDER", help="where the result goes; default kvpass- and the name of the scheme"
     )
-    parser.add_argument("--text", default="prose,code", help=TEXTS)
-    parser.add_argument("--tokens", type=at_least(1), default=12288, metavar="N", help="tokens of each text")
-    parser.add_argument("--length", type=at_least(1), default=1024, metavar="N", help="tokens of a sequence")
+    own = ",".join(texts.to_calibrate())
+    parser.add_argument("--text", help=f"{TEXTS}; default prose,code, and for waterfill {own}")
     parser.add_argument(
-        "--skip", type=at_least(0), default=4096, metavar="N", help="first tokens left out: demo and eval use those"
-    )
+        "--tokens", type=at_least(1), metavar="N",
+        help=f"tokens of each text; default {_TOKENS}, and for waterfill {_SHARED_TOKENS}, from all over the text",
+    )  # fmt: skip
+    parser.add_argument(
+        "--length", type=at_least(1), metavar="N",
+        help=f"tokens of a sequence; default {_LENGTH}, and for waterfill {_SHARED_LENGTH}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--skip", type=at_least(0), metavar="N",
+        help=f"first tokens left out, which demo and eval use; default {_SKIP}, and for waterfill 0",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> None:
     """``kvpass calibrate``."""
-    config, out = schemes.get(args.scheme), Path(args.out).expanduser()
+    config = schemes.get(args.scheme)
+    out = Path(args.out or f"kvpass-{args.scheme}").expanduser()
     if not config.takes_calibration:
         raise KVPassError(f"{args.scheme!r} needs no calibration: use it as it is.")
-    count = args.tokens // args.length
+    shared = isinstance(config, (CalibratedWaterfillConfig, WaterfillConfig))
+    sources = names(args.text or ("prose,code" if not shared else ",".join(texts.to_calibrate())))
+    tokens = args.tokens or (_SHARED_TOKENS if shared else _TOKENS)
+    length = args.length or (_SHARED_LENGTH if shared else _LENGTH)
+    skip = (0 if shared else _SKIP) if args.skip is None else args.skip
+    count = tokens // length
     if not count:
-        raise KVPassError(f"--tokens {args.tokens} make no sequence of --length {args.length}.")
+        raise KVPassError(f"--tokens {tokens} make no sequence of --length {length}.")
     model, tokenizer = models.load(args.model, say=say)
     data: list[Tensor] = []
-    for source in names(args.text):
-        ids = texts.tokens(tokenizer, source, args.skip + count * args.length)[0, args.skip :]
-        data.extend(ids.view(count, args.length))
-    with stage(
-        f"{args.scheme}: {len(data)} sequences of {args.length} tokens of {args.text}, from token {args.skip} on"
-    ):
+    for source in sources:
+        data.extend(sequences(tokenizer, source, skip, count, length, spread=shared))
+    with stage(f"{args.scheme}: {len(data)} sequences of {length} tokens of {', '.join(sources)}"):
         calibration = calibrate(model, data, config, work=out / ".work")
     calibration.save(out)
-    shutil.rmtree(out / ".work")
+    shutil.rmtree(out / ".work", ignore_errors=True)
     if isinstance(calibration.scheme, AquaKVConfig):
         print("layer  keys explained  values explained")
         for layer, (key, value) in calibration.explained.items():
@@ -57,3 +72,18 @@ def run(args: argparse.Namespace) -> None:
         print(f"first layer: {calibration.scheme.first_layer}")
     print(calibration)
     print(f"\nSaved. kvpass.apply(model, kvpass.load({str(out)!r})), or --schemes {out}")
+
+
+def sequences(
+    tokenizer: PreTrainedTokenizerBase, source: str, skip: int, count: int, length: int, spread: bool
+) -> list[Tensor]:
+    """So many sequences ``[length]`` of a text, behind its first ``skip`` tokens: one behind the other, or ``spread``
+    over all of it."""
+    if not spread:
+        ids = texts.tokens(tokenizer, source, skip + count * length)[0, skip:]
+        return list(ids.view(count, length))
+    ids = torch.tensor(tokenizer(texts.read(source), verbose=False)["input_ids"])[skip:]
+    if len(ids) < count * length:
+        raise KVPassError(f"The text {source!r} has {len(ids)} tokens, and {count * length} are needed: ask for fewer.")
+    starts = [i * (len(ids) - length) // max(1, count - 1) for i in range(count)]
+    return [ids[start : start + length] for start in starts]

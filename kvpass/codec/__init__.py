@@ -12,11 +12,12 @@ from . import (  # noqa: F401  (they register their codecs)
     polar,
     salient,
     second_level,
+    shares,
     sketch,
 )
 from .kept import CODECS, Codec, Kept
 from .pages import decode_pages, encode_pages
-from .quantizer import Adaptive, Allocation, Quantizer, Subspace
+from .quantizer import Adaptive, Allocation, Quantizer, Shares, Subspace
 from .spec import CodecSpec, parse
 from .transform import Transform
 
@@ -28,6 +29,7 @@ __all__ = [
     "CodecSpec",
     "Kept",
     "Quantizer",
+    "Shares",
     "Subspace",
     "Transform",
     "decode_pages",

@@ -37,10 +37,10 @@ DISTORTION = 1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001041, 0.000303
 """Their squared error, of 0 to 8 bits."""
 _SHRINKAGE = 0.05  # of the covariance towards its diagonal, besides that of a block of tokens
 _FLOOR = 0.02  # of the mean cost of a channel: none costs less, as later queries may look where the prompt's do not
-_OCTAVE, _UNIT = 16, 128  # gains in a factor of 2, and the code of gain 1
+_OCTAVE, UNIT = 16, 128  # gains in a factor of 2, and the code of gain 1
 _TRIED = 0, -6, -3, 3, 6  # gains beside the size of a token's coordinates, of which the best is taken
 _LEAST_GAIN, _LEAST_VARIANCE = 1e-9, 2.0**-16  # a basis is kept in 16 bits
-_SHIFTS = 8  # more than the bits of a code that are below a field
+SHIFTS = 8  # more than the bits of a code that are below a field
 
 
 def allocation_of(spec: CodecSpec) -> Allocation:
@@ -159,7 +159,14 @@ def fit_basis(
 
     metric: ``[B, H, D / b, b, b]``, up to a factor: what errors cost; None or 0 if those of all channels cost the same.
     """
-    size = allocation.block_size
+    basis, cost = fit_axes(x, metric, allocation.block_size, valid)
+    places = [_placed(cost, *counts) for counts in allocation.counts(x.shape[-1])]
+    return basis, torch.cat(places, -1).unsqueeze(2)
+
+
+def fit_axes(x: Tensor, metric: Tensor | None, size: int, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The basis alone, in blocks of ``size`` channels, and what an error in each of its coordinates costs that is as
+    large as the coordinate: ``[B, H, D]`` float64."""
     covariance = second_moment(x, size, valid)
     diagonal = covariance.diagonal(dim1=-2, dim2=-1)
     least = 1e-6 * diagonal.mean((-1, -2), keepdim=True)
@@ -175,9 +182,8 @@ def fit_basis(
     root = energy.clamp_min(_FLOOR / 2).sqrt().unsqueeze(-2)
     half, inverse = (directions * root) @ directions.mT, (directions / root) @ directions.mT
     cost, vectors = torch.linalg.eigh(half @ covariance @ half)
-    places = [_placed(cost.flatten(2), *counts) for counts in allocation.counts(x.shape[-1])]
     basis = cost.sqrt().unsqueeze(-1) * (vectors.mT @ inverse)
-    return basis.flatten(2, 3), torch.cat(places, -1).unsqueeze(2)
+    return basis.flatten(2, 3), cost.flatten(2)
 
 
 def _placed(cost: Tensor, pairs: int, singles: int) -> Tensor:
@@ -185,21 +191,21 @@ def _placed(cost: Tensor, pairs: int, singles: int) -> Tensor:
     size, found = cost.shape[-1], allocate(cost, pairs, singles)
     bits = torch.tensor(FIELD_BITS, device=cost.device).repeat_interleave(torch.tensor([pairs, singles]))
     widths = torch.zeros_like(cost, dtype=torch.long).scatter_add(-1, found % size, bits.expand(found.shape))
-    return widths.gather(-1, found % size) * _SHIFTS * size + found
+    return widths.gather(-1, found % size) * SHIFTS * size + found
 
 
 def widths_of(places: Tensor, head_dim: int) -> Tensor:
     """The width of each coordinate, ``[..., D]`` int64, from the places of the fields of one rank ``[..., F]``."""
     places = places.long()
     none = places.new_zeros((*places.shape[:-1], head_dim))
-    return none.scatter(-1, places % head_dim, places // head_dim // _SHIFTS)
+    return none.scatter(-1, places % head_dim, places // head_dim // SHIFTS)
 
 
 def weights(device: torch.device) -> Tensor:
     """What 1 in a field is worth, in units of its coordinate: by its place over ``D``, float32."""
-    kinds = torch.arange(len(DISTORTION) * _SHIFTS, device=device)
-    steps = torch.tensor([0.0, *STEPS], device=device)[kinds // _SHIFTS]
-    return steps * torch.exp2((kinds % _SHIFTS).float())
+    kinds = torch.arange(len(DISTORTION) * SHIFTS, device=device)
+    steps = torch.tensor([0.0, *STEPS], device=device)[kinds // SHIFTS]
+    return steps * torch.exp2((kinds % SHIFTS).float())
 
 
 def encode(x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor], stored: None = None) -> tuple[Tensor]:
@@ -229,15 +235,15 @@ def _encode_rank(units: Tensor, places: Tensor, counts: tuple[int, int]) -> Rank
     places, head_dim = places.long().unsqueeze(2), units.shape[-1]
     widths = widths_of(places, head_dim)
     steps, most = torch.tensor([1.0, *STEPS], device=units.device)[widths], 2.0**widths - 1
-    levels, codes = _best_gain(units, steps, most, widths)
+    levels, codes = best_gain(units, steps, most, widths)
     index = (places % head_dim).expand(*codes.shape[:-1], -1)
-    fields = codes.to(torch.uint8).gather(-1, index) >> (places // head_dim % _SHIFTS).to(torch.uint8)
+    fields = codes.to(torch.uint8).gather(-1, index) >> (places // head_dim % SHIFTS).to(torch.uint8)
     kinds = zip(fields.split(counts, -1), FIELD_BITS, strict=True)
     pairs, singles = (pack(part & (2**bits - 1), bits) for part, bits in kinds)
-    return Rank(pairs, singles, (levels + _UNIT).to(torch.uint8))
+    return Rank(pairs, singles, (levels + UNIT).to(torch.uint8))
 
 
-def _best_gain(units: Tensor, steps: Tensor, most: Tensor, widths: Tensor) -> tuple[Tensor, Tensor]:
+def best_gain(units: Tensor, steps: Tensor, most: Tensor, widths: Tensor) -> tuple[Tensor, Tensor]:
     """Gains, as the levels that are kept ``[..., 1]``, and codes ``[..., D]`` of tokens ``[..., D]``.
 
     Coordinates share bits so that the errors of all that have any cost about as much. So an error is worth as much as
@@ -245,13 +251,13 @@ def _best_gain(units: Tensor, steps: Tensor, most: Tensor, widths: Tensor) -> tu
     """
     used = widths > 0
     worth = used / torch.tensor(DISTORTION, device=units.device)[widths]
-    size = ((units * used).square().sum(-1, keepdim=True) / used.sum(-1, keepdim=True)).sqrt()
+    size = ((units * used).square().sum(-1, keepdim=True) / used.sum(-1, keepdim=True).clamp_min(1)).sqrt()
     if units.device.type == "cpu":
         check_finite(size)
     first = (size.clamp_min(_LEAST_GAIN).log2() * _OCTAVE).round()
     least, levels, codes = torch.full_like(size, torch.inf), torch.zeros_like(first), torch.zeros_like(units)
     for more in _TRIED:
-        tried = (first + more).clamp(-_UNIT, 255 - _UNIT)
+        tried = (first + more).clamp(-UNIT, 255 - UNIT)
         step = steps * torch.exp2(tried / _OCTAVE)
         found = (units / step + most / 2).round().clamp(min=0).minimum(most)
         error = (((found - most / 2) * step - units).square() * worth).sum(-1, keepdim=True)
@@ -289,7 +295,7 @@ def choose(x: Tensor, spec: CodecSpec, queries: Tensor) -> Tensor:
 
 def gains(stored: Tensor) -> Tensor:
     """Gains, float32, from how they are stored."""
-    return torch.exp2((stored.float() - _UNIT) / _OCTAVE)
+    return torch.exp2((stored.float() - UNIT) / _OCTAVE)
 
 
 def field_rows(basis: Tensor, places: Tensor) -> Tensor:

@@ -56,6 +56,19 @@ def _of_tokens(frames: Frames, first: int, tokens: int, size: int) -> tuple[Tens
     return cos, sin
 
 
+def numbered(angles: Tensor, starts: Tensor, first: int, count: int, sinks: int, size: int) -> tuple[Tensor, Tensor]:
+    """Rows ``[first, first + count)`` of the tables of frames that go by the numbers of tokens, ``[B, count, p]``
+    float64.
+
+    angles: ``[p]`` float32, by how much each pair of channels is turned from a token to the next.
+    starts: ``[B, 1]`` int64, the tokens before the first that counts: padding.
+    """
+    row = torch.arange(first, first + count, device=angles.device)
+    token = torch.where(row < size, row, sinks + (row - size) * size + middle(size) - starts)
+    turned = token.double().unsqueeze(-1) * angles.double()
+    return turned.cos(), turned.sin()
+
+
 def into_frames(x: Tensor, frames: Frames | None, first: int, size: int) -> Tensor:
     """Keys ``[B, H, N * P, D]``, rotated, as pages from ``first`` on take them; in their dtype."""
     if frames is None:
@@ -89,7 +102,8 @@ def mean_in_page(mean: Tensor, frames: Frames | None, size: int) -> Tensor:
     float32; ``[B, H, 1, D]`` without frames."""
     if frames is None:
         return mean.float()
-    return rotate(mean.float().expand(-1, -1, size, -1), *neighbours(frames, size), frames.rope)
+    cos, sin = neighbours(frames, size)
+    return rotate(mean.float().expand(len(cos), -1, size, -1), cos, sin, frames.rope)
 
 
 def mean_of_tokens(mean: Tensor, frames: Frames | None, size: int, tokens: int) -> Tensor:

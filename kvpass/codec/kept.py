@@ -85,19 +85,33 @@ def of_pages(spec: CodecSpec) -> tuple[str, ...]:
 def of_state(spec: CodecSpec) -> tuple[str, ...]:
     """Names of all tensors of a state, in the order in which ops take them."""
     adaptive = spec.quantizer.adaptive
-    allocation = spec.quantizer.allocation
+    shares = spec.quantizer.shares
+    widths = spec.quantizer.allocation or shares
     fitted = {
         "compensation": spec.quantizer.subspace is not None,
         "energy": adaptive is not None and adaptive.fits_energy,
         "center": spec.transform.center,
-        "pairs": spec.transform.page_frame,
-        "basis": allocation is not None,
-        "fields": allocation is not None,
+        "pairs": spec.transform.page_frame and not spec.transform.numbered,
+        "share": shares is not None,
+        "metric": shares is not None and shares.adapts,
+        "basis": widths is not None,
+        "fields": spec.quantizer.allocation is not None,
+        "widths": shares is not None,
         "queries": spec.quantizer.chooses,
         "datatype": spec.quantizer.calibrated,
         "ranges": spec.quantizer.calibrated and spec.quantizer.per == "channel",
     }
     return (*of_pages(spec), "ring", *(name for name, there in fitted.items() if there))
+
+
+@cache
+def of_model(spec: CodecSpec) -> tuple[str, ...]:
+    """Names of those of them that a calibration gave the model, and that no cache has for itself; in order."""
+    shares = spec.quantizer.shares
+    if shares is None:
+        return ()
+    names = {"share", "metric", "queries"} if shares.adapts else {"share", "center", "basis", "widths", "queries"}
+    return tuple(name for name in of_state(spec) if name in names)
 
 
 def page_shapes(spec: CodecSpec, head_dim: int, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -114,14 +128,18 @@ def fitted_shapes(spec: CodecSpec, head_dim: int, dtype: torch.dtype) -> dict[st
     if subspace is not None:
         rest = head_dim - subspace.block_size
         shapes["compensation"] = (rest, rest), params
-    if spec.transform.center:
+    shares = spec.quantizer.shares
+    if spec.transform.center and (shares is None or shares.adapts):
         shapes["center"] = (1, head_dim), params
-    if spec.transform.page_frame:
+    if spec.transform.page_frame and not spec.transform.numbered:
         shapes["pairs"] = (1, 2), torch.int16
     if allocation is not None:
         shapes["basis"] = (head_dim, allocation.block_size), params
         shapes["fields"] = (1, sum(allocation.fields(head_dim))), torch.int32
-    if spec.quantizer.chooses:
+    if shares is not None and shares.adapts:
+        shapes["basis"] = (head_dim, shares.block_size), params
+        shapes["widths"] = (shares.ranks, head_dim), torch.uint8
+    if spec.quantizer.chooses and shares is None:
         shapes["queries"] = (QUERIES, head_dim), params
     return shapes | {name: (shape, params) for name, shape in calibrated_shapes(spec, head_dim).items()}
 
@@ -132,7 +150,7 @@ def calibrated_shapes(spec: CodecSpec, head_dim: int) -> dict[str, tuple[int, ..
     return {name: shape for name, shape in shapes.items() if name in of_state(spec)}
 
 
-_FITTED = "compensation", "basis", "fields", "queries", "datatype", "ranges"
+_FITTED = "compensation", "share", "basis", "fields", "widths", "queries", "datatype", "ranges"
 
 
 class Pack(NamedTuple):
@@ -154,6 +172,9 @@ class Pack(NamedTuple):
     queries: Tensor | None = None
     datatype: Tensor | None = None
     ranges: Tensor | None = None
+    share: Tensor | None = None
+    widths: Tensor | None = None
+    metric: Tensor | None = None
     pairs: Tensor | None = None
     planes: Sequence[Tensor] = ()
     frames: Frames | None = None

@@ -169,6 +169,43 @@ class Allocation:
 
 
 @dataclass(frozen=True)
+class Shares:
+    """Widths by channel, where a calibration gave each head its bits (`codec.shares`).
+
+    block_size: neighbouring channels that are decorrelated together.
+    ranked: the half of a page's tokens that the calibration's queries would pay most has bits of its own.
+    follows: that half is the one of the layer's keys.
+    adapts: mean, basis and widths within a head are fitted to the tokens packed first, under the metric of the
+        calibration; otherwise all of it is the calibration's.
+    """
+
+    block_size: int
+    ranked: bool = True
+    follows: bool = False
+    adapts: bool = False
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_integers(self, block_size=1)
+        if self.follows and not self.ranked:
+            raise KVPassError("follows=True is for pages some of whose tokens have more bits: ranked=True.")
+
+    @property
+    def chooses(self) -> bool:
+        """Whether queries say which tokens those are."""
+        return self.ranked and not self.follows
+
+    @property
+    def ranks(self) -> int:
+        """Groups of tokens of a page that have widths of their own."""
+        return 2 if self.ranked else 1
+
+    def tokens(self, page_size: int) -> list[int]:
+        """How many tokens of a page there are of each rank, richest first."""
+        return [page_size // RICH, page_size - page_size // RICH] if self.ranked else [page_size]
+
+
+@dataclass(frozen=True)
 class Quantizer:
     """How values become codes, and codes values again.
 
@@ -182,6 +219,7 @@ class Quantizer:
     subspace: errors of channels are made up for by later ones, where queries see them.
     adaptive: a width for every token instead of ``bits``, which is the widest.
     allocation: widths by channel, at most ``bits``, which is 8; a token's gain is its only scale.
+    shares: the same, where a calibration says how many bits each head has.
     codec: name of the codec of its pages, if it is not one of these (`codec.kept`).
     share: of a page's channels, tokens or values, those that its codec keeps in more bits, or exactly.
     rank: of the matrices that its codec keeps beside the codes of a page.
@@ -198,6 +236,7 @@ class Quantizer:
     subspace: Subspace | None = None
     adaptive: Adaptive | None = None
     allocation: Allocation | None = None
+    shares: Shares | None = None
     codec: str = ""
     share: float = 0.0
     rank: int = 0
@@ -215,6 +254,9 @@ class Quantizer:
         elif self.allocation is not None:
             if (self.bits, self.codec) != (8, "allocated"):
                 raise KVPassError("Widths by channel are those of codec='allocated', at most bits=8.")
+        elif self.shares is not None:
+            if (self.bits, self.codec) != (8, "shares"):
+                raise KVPassError("Bits that a calibration shares out are those of codec='shares', at most bits=8.")
         elif self.bits not in UNIFORM and not self.raw:
             raise KVPassError(f"bits={self.bits}: packed widths are {list(UNIFORM)}.")
         if self.subspace is not None and self.per != "channel":
@@ -247,6 +289,9 @@ class Quantizer:
         elif self.allocation is not None:
             by = "by channel and token" if self.allocation.ranked else "by channel"
             return f"{self.allocation.bits:g} bits on average, {by}, blocks of {self.allocation.block_size}"
+        elif self.shares is not None:
+            by = "by channel and token" if self.shares.ranked else "by channel"
+            return f"bits shared out by a calibration, {by}, blocks of {self.shares.block_size}"
         elif self.raw:
             codes = f"{self.bits}-bit floats"
         elif self.grid:
@@ -257,6 +302,8 @@ class Quantizer:
         """Raise `KVPassError` unless the groups of heads of ``head_dim`` channels are whole."""
         if self.allocation is not None:
             self.allocation.check(head_dim)
+        if self.shares is not None and head_dim % self.shares.block_size:
+            raise KVPassError(f"block_size={self.shares.block_size} does not divide head_dim={head_dim}.")
         if self.raw:
             return  # no groups
         if self.per == "token" and head_dim % self.group_size:
@@ -284,7 +331,7 @@ class Quantizer:
     @property
     def needs_queries(self) -> bool:
         """Whether codes depend on the prompt's queries."""
-        if self.chooses or (self.allocation is not None and self.allocation.weighted):
+        if (self.chooses and self.shares is None) or (self.allocation is not None and self.allocation.weighted):
             return True
         return self.subspace is not None or (self.adaptive is not None and self.adaptive.fits_energy)
 
@@ -296,9 +343,11 @@ class Quantizer:
     @property
     def follows_keys(self) -> bool:
         """Whether codes depend on what the keys of the layer were stored as."""
-        return self.chosen_by == "keys" or (self.allocation is not None and self.allocation.follows)
+        widths = self.allocation or self.shares
+        return self.chosen_by == "keys" or (widths is not None and widths.follows)
 
     @property
     def chooses(self) -> bool:
-        """Whether some of the prompt's queries, which are kept, say which tokens of a page get more bits."""
-        return self.chosen_by == "queries" or (self.allocation is not None and self.allocation.chooses)
+        """Whether some queries, of the prompt or of a calibration, say which tokens of a page get more bits."""
+        widths = self.allocation or self.shares
+        return self.chosen_by == "queries" or (widths is not None and widths.chooses)

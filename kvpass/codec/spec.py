@@ -11,7 +11,7 @@ from ..fields import check_types, fields_alone, hash_once
 from ..layout.retention import Retention
 from .bitpack import byte_rows, smallest_page
 from .kept import CODECS
-from .quantizer import Adaptive, Allocation, Quantizer, Subspace
+from .quantizer import Adaptive, Allocation, Quantizer, Shares, Subspace
 from .transform import AS_THEY_ARE, Transform
 
 _Part = TypeVar("_Part", "CodecSpec", Quantizer, Retention)
@@ -71,7 +71,7 @@ class CodecSpec:
             raise KVPassError(f"Only built-in codecs evict, share codes or choose widths, and {codec!r} is none.")
         if self.transform.page_frame and (evicts or self.own_codes != 1 or self.retention.keep != "recent"):
             raise KVPassError("With page_frame=True the tokens of a page are neighbours: none are evicted or left out.")
-        if adaptive is not None and (evicts or self.retention.keep != "recent" or self.transform.turns):
+        if adaptive is not None and (evicts or self.retention.keep != "recent" or self.transform.keeps_tables):
             raise KVPassError(
                 "Tokens with widths of their own are not evicted, thinned out or stored before rotary embedding: use a "
                 "plain window, and rope='post'."
@@ -183,7 +183,7 @@ def parse(text: str) -> CodecSpec:
     """The `CodecSpec` that ``str(spec)`` wrote."""
     spec = json.loads(text)
     quantizer = spec["quantizer"]
-    for name, cls in (("subspace", Subspace), ("adaptive", Adaptive), ("allocation", Allocation)):
+    for name, cls in (("subspace", Subspace), ("adaptive", Adaptive), ("allocation", Allocation), ("shares", Shares)):
         quantizer[name] = cls(**quantizer[name]) if quantizer[name] else None
     parts = Quantizer(**quantizer), Retention(**spec["retention"]), Transform(**spec["transform"])
     return CodecSpec(*parts, spec["own_codes"])

@@ -15,6 +15,8 @@ class Transform:
     center: less the mean of the tokens packed first (`codec.center`).
     page_frame: keys are turned back by the rotary embedding of the middle token of their page (`codec.frame`), which a
         query is, too, once for a page. A mean is that of the keys before rotary embedding.
+    numbered: how frames are turned (`codec.rope`) where that goes by the number of the middle token, with angles that a
+        calibration found; "" where it goes by the model's own tables, which have to be captured.
     predictor: less a function of what the same tokens decode to in the layer below (`codec.predictor`): "linear",
         "low-rank", "mlp", and the first two with "-4" behind them for weights of 4 bits; "" for none.
     rotation: behind that, a random-sign Hadamard rotation of the channels with this seed (`codec.hadamard`); None for
@@ -26,9 +28,12 @@ class Transform:
     predictor: str = ""
     rotation: int | None = None
     page_frame: bool = False
+    numbered: str = ""
 
     def __post_init__(self) -> None:
         check_types(self)
+        if self.numbered and not self.page_frame:
+            raise KVPassError("numbered is how frames of pages are turned: page_frame=True.")
         if self.page_frame and (self.pre_rope or self.predictor or self.rotation is not None):
             raise KVPassError("page_frame=True is for keys behind rotary embedding, neither predicted nor rotated.")
         if self.predictor:
@@ -52,9 +57,14 @@ class Transform:
         return " ".join([name, *(words for words, there in done.items() if there)])
 
     @property
-    def turns(self) -> bool:
+    def keeps_tables(self) -> bool:
         """Whether keys are not coded as rotary embedding leaves them."""
         return self.pre_rope or self.page_frame
+
+    @property
+    def turns(self) -> bool:
+        """Whether they are turned by tables of the model, which are found in its graph."""
+        return self.keeps_tables and not self.numbered
 
     @property
     def subtracts(self) -> bool:

@@ -74,7 +74,7 @@ class Append:
         """Whether it can be made with those of other layers: what is stored depends on its tokens, or, where bits go by
         an allocation, on nothing that another layer decides."""
         fitted = self.state[len(of_pages(self.codec)) + 1 :]
-        allocated = self.codec.quantizer.allocation is not None
+        allocated = (self.codec.quantizer.allocation or self.codec.quantizer.shares) is not None
         known = (*_ALWAYS, *_OF_EACH, *_COMMON) if allocated else _ALWAYS
         given = (value for name, value in self.arguments.items() if name not in known)
         return not any(given) and (allocated or (not fitted and self.codec.features <= MERGED))

@@ -273,6 +273,7 @@ def simulate_attention(
                 graph, torch.ops.kvpass.simulate.default, q=attention.query, k=attention.key.present,
                 v=attention.value.present, mask=attention.mask, scale=attention.scale, softcap=attention.softcap,
                 sinks=sinks, before=before, rope=rope, k_spec=pair[0], v_spec=pair[1], prompt=prompt,
+                k_shared=[], v_shared=[],
             )  # fmt: skip
             new.meta["val"] = attention.output.meta["val"]
             attention.output.replace_all_uses_with(_shaped_as(graph, new, attention.query, attention))

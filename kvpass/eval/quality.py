@@ -221,7 +221,13 @@ def _quality(name: str, rows: Sequence[_Row], size: tuple[int, float, int], seco
 
 @torch.no_grad()
 def score_in_one_pass(
-    simulator: Simulator, ids: Tensor, prompt: int, reference: Tensor, scheme: SchemeConfig | None, *, name: str
+    simulator: Simulator,
+    ids: Tensor,
+    prompt: int,
+    reference: Tensor,
+    scheme: SchemeConfig | Calibration | None,
+    *,
+    name: str,
 ) -> Quality:
     """The same from one forward over all of ``ids``; bytes are those of a cache behind a prompt of this length. For
     None, full precision, ``reference`` is what there is to score. Raises `NotSimulatedError` for schemes that have to
@@ -265,8 +271,9 @@ def evaluate(
     simulator = _simulator(model) if one_pass else None
     for name, scheme in schemes.items():
         rows = None
-        if simulator is not None and not isinstance(scheme, Calibration):
-            rows = _in_one_pass(simulator, scored, None if scheme is None else get(scheme), name, progress)
+        if simulator is not None:
+            config = scheme if scheme is None or isinstance(scheme, Calibration) else get(scheme)
+            rows = _in_one_pass(simulator, scored, config, name, progress)
         if rows is None:
             with packed(model, scheme, **({} if scheme is None else options)):
                 rows = [_token_by_token(model, *each, f"{name}, {text}", progress) for text, each in scored.items()]
@@ -286,7 +293,7 @@ def _simulator(model: nn.Module) -> Simulator | None:
 def _in_one_pass(
     simulator: Simulator,
     scored: Mapping[str, tuple[Tensor, int, Tensor]],
-    scheme: SchemeConfig | None,
+    scheme: SchemeConfig | Calibration | None,
     name: str,
     progress: bool,
 ) -> list[Quality] | None:

@@ -15,7 +15,7 @@ from ..cache.swap import Plans, swap_layers
 from ..errors import KVPassError
 from ..models.encoded import has_encoder
 from ..models.probe import fresh_cache, probe_cache
-from ..schemes import LayerGeometry, SchemeConfig
+from ..schemes import CalibratedWaterfillConfig, LayerGeometry, SchemeConfig
 from ..schemes.calibrated import Calibration
 
 Scheme = str | dict[str, Any] | SchemeConfig | Calibration | None
@@ -41,7 +41,8 @@ class Footprint:
 
 def footprint(model: nn.Module, scheme: Scheme, tokens: int) -> Footprint:
     """What a cache of ``model`` takes behind a prompt of ``tokens`` tokens, batch 1, with `kvpass.apply`'s ``scheme``
-    or, for None, in full precision. Exact: the cache is laid out on PyTorch's meta device. While decoding,
+    or, for None, in full precision, without what a calibration gave the model for all its caches
+    (`kvpass.codec.shares`). Exact: the cache is laid out on PyTorch's meta device. While decoding,
     pages are allocated four, or 3 %, at a time: a cache that grew token by token may have that much more.
 
     Raises `DependsOnTextError` for schemes whose storage depends on the text (QAQ), and `KVPassError` for
@@ -67,7 +68,8 @@ def _footprints(model: nn.Module, scheme: Scheme, lengths: Sequence[int]) -> lis
     filled, layers = probe_cache(model)
     fixed, predictors, plans = 0, {}, {}
     if isinstance(scheme, Calibration):
-        fixed, plans = scheme.nbytes, _plans(scheme.scheme, layers)
+        of_model = isinstance(scheme.scheme, CalibratedWaterfillConfig)  # no cache's: counted with the model
+        fixed, plans = 0 if of_model else scheme.nbytes, _plans(scheme.scheme, layers)
         predictors = {i: (SharedTensors(key), SharedTensors(value)) for i, (key, value) in scheme.predictors.items()}
     elif scheme is not None:
         config = schemes.get(scheme)

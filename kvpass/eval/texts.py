@@ -2,6 +2,8 @@
 run), files, and data sets of the hub."""
 
 import sysconfig
+from importlib import import_module
+from importlib.metadata import metadata
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -35,7 +37,36 @@ def _code() -> str:
     return "\n\n".join((folder / f"{name}.py").read_text(encoding="utf-8") for name in _MODULES)
 
 
+def _modules() -> str:
+    """Sources of some more modules of the standard library, none of which are in `_code`."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    return "\n\n".join((folder / name).read_text(encoding="utf-8") for name in _OTHER_MODULES)
+
+
+def _manual() -> str:
+    """What IDLE says about itself, and the docstrings of sympy, which comes with torch: instructions, mathematics,
+    examples with numbers."""
+    folder = Path(sysconfig.get_path("stdlib")) / "idlelib"
+    found = [(folder / name).read_text(encoding="utf-8") for name in _OF_IDLE if (folder / name).exists()]
+    found[1:1] = [import_module(f"sympy.{name}").__doc__ or "" for name in _OF_SYMPY]
+    import sympy
+
+    found[1:1] = [getattr(sympy, name).__doc__ or "" for name in _DOCUMENTED]
+    return "\n\n".join(text for text in found if text)
+
+
+def _readme() -> str:
+    """How packages describe themselves that kvpass needs: lists, tables, commands, licences."""
+    return "\n\n".join(str(metadata(name).get_payload() or "") for name in _PACKAGES)  # type: ignore[attr-defined]
+
+
 _BUILT_IN = {"prose": _prose, "code": _code}
+_TO_CALIBRATE = {"modules": _modules, "manual": _manual, "readme": _readme}
+_OTHER_MODULES = "ast.py", "asyncio/base_events.py", "unittest/mock.py", "ipaddress.py", "turtle.py"
+_OF_IDLE = "README.txt", "HISTORY.txt", "NEWS.txt"
+_DOCUMENTED = "Symbol", "Matrix", "solve", "simplify", "Integral", "Sum", "series", "FiniteSet", "Poly"
+_OF_SYMPY = "combinatorics.permutations", "matrices", "stats", "geometry", "physics.units"
+_PACKAGES = "transformers", "torch", "tqdm", "numpy", "safetensors", "tokenizers", "sympy", "huggingface_hub"
 
 
 def _hub(source: str) -> str:
@@ -71,6 +102,11 @@ def available() -> list[str]:
     return list(_BUILT_IN)
 
 
+def to_calibrate() -> list[str]:
+    """Names of built-in texts of other kinds, for calibrating: nothing of them is in those of `available`."""
+    return list(_TO_CALIBRATE)
+
+
 def read(source: str) -> str:
     """The text of ``source``: a name from `available`, the path of a UTF-8 file, or ``hub:dataset[:config[:split]]``, a
     data set of the Hugging Face hub (or a local folder) that `datasets` reads: its rows up to 8 million characters.
@@ -80,8 +116,9 @@ def read(source: str) -> str:
     """
     if source.startswith(_HUB):
         return _hub(source)
+    built_in = _BUILT_IN | _TO_CALIBRATE
     try:
-        return _BUILT_IN[source]() if source in _BUILT_IN else Path(source).expanduser().read_text(encoding="utf-8")
+        return built_in[source]() if source in built_in else Path(source).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, ImportError) as error:
         raise KVPassError(
             f"Cannot read the text {source!r}: {error}. Pass {' or '.join(map(repr, _BUILT_IN))}, a UTF-8 file, or "

@@ -46,6 +46,21 @@ def of_capacity(handle: Tensor, capacity: int) -> Tensor:
     )
 
 
+def bare_handle(pool: Tensor) -> Tensor:
+    """The handle ``[1, 1, 1, 1]`` of a pool whose pages are of another size in each layer, so that layers are alike in
+    graphs; or ``pool`` if it is one."""
+    return pool if pool.ndim < NDIM else pool.as_strided((1, 1, 1, 1), (1, 1, 1, 1))
+
+
+def of_pages(tensor: Tensor, batch: int, size: int) -> Tensor:
+    """The pool ``[B, 1, capacity, 1, size]`` of pages of ``size`` bytes that ``tensor`` is the bare handle of, or
+    ``tensor`` if it is one."""
+    if tensor.ndim == NDIM:
+        return tensor
+    rooms = tensor.untyped_storage().nbytes() // (batch * size) if size else 0
+    return tensor.as_strided((batch, 1, rooms, 1, size), (rooms * size, rooms * size, size, size, 1))
+
+
 def bucket(number: int) -> int:
     """``number``, or up to an eighth more: what serves all of a bucket need not be another for each number."""
     step = 1 << max(0, number.bit_length() - 4)

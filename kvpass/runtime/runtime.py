@@ -15,8 +15,9 @@ from transformers.cache_utils import Cache
 
 from ..cache.cross import cross_plan
 from ..cache.layer import PackedLayer
-from ..cache.state import SharedTensors
+from ..cache.state import ModelTensors, SharedTensors
 from ..cache.swap import Plans, packed_layers
+from ..codec.affine import params_dtype
 from ..compile.backend import Backend
 from ..compile.capture import why_uncaptured
 from ..compile.noted import counted
@@ -39,6 +40,7 @@ logger = logging.getLogger("kvpass")
 _MIN_COMPILED_LENGTH = 2  # lengths 0 and 1 would be specialised by the tracer
 
 _WITHOUT_STRICT = "Without strict=True they are decoded first: right, but slower."
+_WEIGHTS = torch.float16, torch.bfloat16
 
 _BY_OWNER: weakref.WeakValueDictionary[str, "Runtime"] = weakref.WeakValueDictionary()
 
@@ -123,6 +125,9 @@ class Runtime:
         for index, (plan, layer) in self.plans.items():
             if plan.looks_at_previous or plan.calibrated:
                 key, value = (SharedTensors(t.to(layer.device) for t in tensors) for tensors in predictors[index])
+                placed[index] = key, value
+            elif plan.shares_out:
+                key, value = (ModelTensors(_beside(t, layer) for t in tensors) for tensors in predictors[index])
                 placed[index] = key, value
         return placed
 
@@ -354,6 +359,15 @@ class Runtime:
             "A model that kvpass is applied to cannot be copied or pickled, its forward would still be the original's: "
             "kvpass.remove(model) first, then apply to each copy. save_pretrained and state_dict work as they are."
         )
+
+
+def _beside(tensor: Tensor, layer: LayerGeometry) -> Tensor:
+    """What a calibration gave ``layer``, in the dtype of its scales and on its device. A share (`codec.shares`) stays
+    on the host, which reads it."""
+    tensor = tensor.clone(memory_format=torch.contiguous_format)  # what is alike in layers begins its storage in each
+    if tensor.dtype == torch.int32:
+        return tensor.cpu()
+    return tensor.to(layer.device, params_dtype(layer.dtype) if tensor.dtype in _WEIGHTS else tensor.dtype)
 
 
 def _bytes(layer) -> tuple[int, ...]:

@@ -6,14 +6,17 @@ query's own token came: exact in the window, decoded from its page otherwise.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from kvpass.lowering.reference import attention_weights
 
 from ..cache.per_cache import RotaryState
-from ..cache.state import KVState
+from ..cache.state import KVState, SharedTensors
 from ..codec.rope import rotate
 from ..codec.spec import CodecSpec, parse
 from ..compile.backend import Backend
@@ -30,6 +33,7 @@ from ..layout.window import layout
 from ..models.arguments import keeping
 from ..models.probe import probe
 from ..schemes import LayerGeometry, SchemeConfig, geometries
+from ..schemes.calibrated import Calibration
 from .runtime import Runtime
 
 _CHUNK = 256  # queries at a time: scores are [B, H_q, 256, T]
@@ -38,21 +42,24 @@ _CHUNK = 256  # queries at a time: scores are [B, H_q, 256, T]
 @torch.library.custom_op("kvpass::simulate", mutates_args=())
 def simulate(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float, sinks: Tensor | None,
-    before: list[Tensor], rope: str, k_spec: str, v_spec: str, prompt: int,
+    before: list[Tensor], rope: str, k_spec: str, v_spec: str, prompt: int, k_shared: list[Tensor],
+    v_shared: list[Tensor],
 ) -> Tensor:  # fmt: skip
     """Causal attention of ``q`` ``[B, H_q, T, D]`` over ``k``, ``v`` ``[B, H_kv, T, D]`` as packed by their specs.
 
     The first ``prompt`` tokens came at once, the others one by one. ``mask``, where there is one, is causal itself.
     before: queries and keys before their rotary embedding, and its tables cos and sin ``[B, T, p]`` for ``rope``
     (`codec.rope`), if keys are not stored as they are behind it.
+    k_shared, v_shared: what a calibration gave the layer, for specs that share out its bits.
     """
     specs, tokens, repeats = (parse(k_spec), parse(v_spec)), k.shape[2], q.shape[1] // k.shape[1]
     seen_by, stored, *tables = before or [q, k]
     rotary, framed = (tables[0], tables[1], rope) if tables else None, specs[0].transform.page_frame
     if framed:  # behind it, they are turned back as pages are
         seen_by, stored = q, k
-    keys = _stored(stored, specs[0], seen_by, prompt, rotary)
-    k_stored, v_stored = keys.decode(tokens), _stored(v, specs[1], q, prompt, same_layer_keys=keys).decode(tokens)
+    keys = _stored(stored, specs[0], seen_by, prompt, rotary, shared=k_shared)
+    values = _stored(v, specs[1], q, prompt, same_layer_keys=keys, shared=v_shared)
+    k_stored, v_stored = keys.decode(tokens), values.decode(tokens)
     if rotary is not None and not framed:
         k_stored = rotate(k_stored, *rotary)
     dtype = torch.promote_types(q.dtype, torch.float32)
@@ -89,7 +96,7 @@ def _sum(weights: Tensor, v: Tensor, v_stored: Tensor, packed: Tensor) -> Tensor
 
 
 @simulate.register_fake
-def _(q, k, v, mask, scale, softcap, sinks, before, rope, k_spec, v_spec, prompt):
+def _(q, k, v, mask, scale, softcap, sinks, before, rope, k_spec, v_spec, prompt, k_shared, v_shared):
     return q.new_empty((*q.shape[:3], v.shape[3]))
 
 
@@ -100,22 +107,29 @@ def _stored(
     prompt: int,
     rotary: tuple[Tensor, Tensor, str] | None = None,
     same_layer_keys: KVState | None = None,
+    shared: Sequence[Tensor] = (),
 ) -> KVState:
     """A state that has stored all of ``x``.
 
     rotary: tables and kind of the rotary embedding of keys that are turned back by it.
     same_layer_keys: the state of the keys, for values.
+    shared: what a calibration gave the layer: for keys whose frames go by the numbers of tokens, angles first.
     """
     batch, heads, tokens, head_dim = x.shape
     pages, fits_subspace = spec.retention.pages, spec.quantizer.subspace is not None
     first = prompt if prompt or not fits_subspace else tokens  # what fits a subspace to queries takes all of them
     if not pages(first):  # a mean is that of the first page, if pages come one by one
         first = next((n for n in range(max(1, first), tokens) if pages(n)), tokens)
-    state = KVState.allocate(spec, batch, heads, head_dim, x.dtype, x.device, tokens)
+    angles, shared = (shared[0], shared[1:]) if spec.transform.numbered else (None, shared)
+    tensors = SharedTensors(shared)
+    state = KVState.allocate(spec, batch, heads, head_dim, x.dtype, x.device, tokens, shared=tensors)
     rope = ""
     if spec.quantizer.follows_keys:
         state.same_layer_keys = same_layer_keys
-    if rotary is not None and spec.transform.page_frame:
+    if angles is not None:
+        state.rotary = RotaryState(spec, batch, head_dim, x.dtype, x.device, tokens, angles)
+        rope = spec.transform.numbered
+    elif rotary is not None and spec.transform.page_frame:
         state.rotary = RotaryState.of(spec, *(table.expand(batch, -1, -1) for table in rotary[:2]))
         rope = rotary[2]
     state.append(x[:, :, :first], 0, q[:, :, : prompt or tokens] if spec.quantizer.needs_queries else None, rope=rope)
@@ -161,6 +175,18 @@ def scout(model: nn.Module, arguments: dict) -> dict[int, LayerGeometry | str]:
     return geometries(keys)
 
 
+_SIMULATE, _SHARED = torch.ops.kvpass.simulate.default, "kvpass_shared_"
+
+
+class StoredAs(NamedTuple):
+    """How a layer is stored: the texts of its specs, and what a calibration gave it."""
+
+    key: str
+    value: str
+    key_tensors: list[Tensor]
+    value_tensors: list[Tensor]
+
+
 class SimulatedRuntime(Runtime):
     """For a decoder without a cache: the same forward, with attention as over a packed one."""
 
@@ -175,18 +201,22 @@ class SimulatedRuntime(Runtime):
         self.report.simulated = True
 
     def _backend(self, **options) -> Backend:
-        self.simulations.append(Simulation(**options, specs=self.specs, prompt=self.prompt))
+        self.simulations.append(Simulation(**options, stored=self.stored, prompt=self.prompt))
         return self.simulations[-1]
 
     @property
-    def specs(self) -> list[tuple[str, str]]:
+    def stored(self) -> list[StoredAs]:
         """How keys and values of each packed layer are stored."""
-        return [(str(plan.key), str(plan.value)) for plan, _ in self.plans.values()]
+        shared: dict[int, tuple[Sequence[Tensor], Sequence[Tensor]]] = dict(self.predictors)
+        return [
+            StoredAs(str(plan.key), str(plan.value), *map(list, shared.get(index, ((), ()))))
+            for index, (plan, _) in self.plans.items()
+        ]
 
     def become(self, other: SimulatedRuntime) -> None:
         """Simulate from now on what ``other``, of the same model, does, with the graph captured here."""
         for simulation in self.simulations:
-            simulation.become(other.specs, other.prompt)
+            simulation.become(other.stored, other.prompt)
 
     def forward(self, *args, **kwargs):
         with torch.no_grad():
@@ -216,15 +246,17 @@ class Simulator:
         self.captured: dict[bool, SimulatedRuntime] = {}  # by whether keys are stored before rotary embedding
 
     @torch.no_grad()
-    def logits(self, ids: Tensor, prompt: int, scheme: SchemeConfig) -> Tensor:
+    def logits(self, ids: Tensor, prompt: int, scheme: SchemeConfig | Calibration) -> Tensor:
         """Logits ``[S - prompt, V]`` behind each token of ``ids`` ``[1, S]`` that follows the prompt, as token-by-token
         decoding through a cache packed by ``scheme`` computes them, from one forward.
 
         Raises `NotSimulatedError` for schemes that cannot be simulated in one pass, and models whose attention is not
         all found in one graph.
         """
-        options = dict(strict=True, lowering="auto", max_cache_len=None, predictors={})
-        runtime = SimulatedRuntime(self.model, scheme, self.layers, prompt=prompt, **options)
+        fitted = scheme.predictors if isinstance(scheme, Calibration) else {}
+        options = dict(strict=True, lowering="auto", max_cache_len=None, predictors=fitted)
+        config = scheme.scheme if isinstance(scheme, Calibration) else scheme
+        runtime = SimulatedRuntime(self.model, config, self.layers, prompt=prompt, **options)
         if runtime.needs_rotation not in self.captured:
             self.captured[runtime.needs_rotation] = runtime
             runtime.prepare()
@@ -250,9 +282,9 @@ def unsupported(runtime: Runtime) -> str:
 class Simulation(Backend):
     """Puts `simulate` in the place of every causal attention; the graph is run as it is."""
 
-    def __init__(self, *, specs: list[tuple[str, str]], prompt: int, **options):
+    def __init__(self, *, stored: list[StoredAs], prompt: int, **options):
         super().__init__(**options)
-        self.specs, self.prompt = specs, prompt
+        self.stored, self.prompt = stored, prompt
         self.modules: list[GraphModule] = []
 
     def _compile(self, gm: GraphModule, example_inputs, trace: Trace):
@@ -260,26 +292,39 @@ class Simulation(Backend):
         trace.stage("normalised", normal.module)
         attentions, refused = find_unpacked(normal.graph)
         trace.stage("found", normal.module, attentions, refused)
-        if len(attentions) != len(self.specs) or refused:
+        if len(attentions) != len(self.stored) or refused:
             reasons = listed(refused) or "what runs depends on the inputs"
             raise NotSimulatedError(
-                f"This call has {len(attentions)} causal attentions, and {len(self.specs)} were found by kvpass.apply: "
-                f"{reasons}."
+                f"This call has {len(attentions)} causal attentions, and {len(self.stored)} were found by "
+                f"kvpass.apply: {reasons}."
             )
-        module = simulate_attention(normal, example_inputs, attentions, self.specs, self.prompt)
+        specs = [(of.key, of.value) for of in self.stored]
+        module = simulate_attention(normal, example_inputs, attentions, specs, self.prompt)
+        self._store(module)
         trace.stage("rewritten", module)
         self.modules.append(module)
         trace.report = GraphReport(len(attentions), 0, 0, 0, [], compiled=False)
         self.graphs.append(trace.report)
         return lambda *inputs: module.forward(*inputs)  # `become` compiles it again
 
-    def become(self, specs: list[tuple[str, str]], prompt: int) -> None:
+    def become(self, stored: list[StoredAs], prompt: int) -> None:
         """Simulate other storage, in graphs captured already and in those to come."""
-        if (specs, prompt) == (self.specs, self.prompt):
-            return
-        self.specs, self.prompt = specs, prompt
+        self.stored, self.prompt = stored, prompt
         for module in self.modules:
-            nodes = module.graph.find_nodes(op="call_function", target=torch.ops.kvpass.simulate.default)
-            for node, (key, value) in zip(nodes, specs, strict=True):
-                change(node, k_spec=key, v_spec=value, prompt=prompt)
-            module.recompile()
+            self._store(module)
+
+    def _store(self, module: GraphModule) -> None:
+        """Have the attentions of ``module`` look at keys and values as they are stored now."""
+        graph, nodes = module.graph, module.graph.find_nodes(op="call_function", target=_SIMULATE)
+        before = [node for node in graph.find_nodes(op="get_attr") if node.target.startswith(_SHARED)]
+        for layer, (node, of) in enumerate(zip(nodes, self.stored, strict=True)):
+            shared: dict[str, list[Node]] = {"k_shared": [], "v_shared": []}
+            for (name, given), tensors in zip(shared.items(), (of.key_tensors, of.value_tensors), strict=True):
+                for i, tensor in enumerate(tensors):
+                    module.register_buffer(attribute := f"{_SHARED}{layer}_{name}_{i}", tensor, persistent=False)
+                    with graph.inserting_before(node):
+                        given.append(graph.get_attr(attribute))
+            change(node, k_spec=of.key, v_spec=of.value, prompt=self.prompt, **shared)
+        for node in before:
+            graph.erase_node(node)
+        module.recompile()

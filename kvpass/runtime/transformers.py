@@ -136,6 +136,8 @@ class TransformersRuntime(Runtime):
     ):  # fmt: skip
         """One forward over the packed ``layers`` of ``cache``, which it ends; by ``run``, if that is chosen already."""
         stored, seen = start_forward(layers, batch, new_tokens), layers[0].seen
+        if not stored:
+            self._number_tokens(layers, kwargs)
         with self._one_forward(layers, new_tokens, undo), running(cross_layers(cache), layers[0]):
             of_prompt = not stored or new_tokens > FEW
             removable = self._removable(layers[0], kwargs)
@@ -155,6 +157,14 @@ class TransformersRuntime(Runtime):
                     output = run(**given)
             _hand_back(given, kwargs)
         return output
+
+    def _number_tokens(self, layers: list[PackedLayer], kwargs) -> None:
+        """Where frames of keys go by the numbers of tokens, count those that are no padding."""
+        mask = kwargs.get(f"{self.prefix}attention_mask")
+        rows = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+        for layer in layers:
+            if layer.rotary is not None:
+                layer.rotary.begin(rows)
 
     def _name_cache(self, kwargs) -> None:
         """Call the cache what the model calls it: the names it has in other versions of transformers are as good."""

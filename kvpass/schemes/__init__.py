@@ -32,7 +32,7 @@ from .squat import SQuatConfig
 from .storage import StorageConfig
 from .turboquant import TurboQuantConfig
 from .uniform import UniformConfig
-from .waterfill import WaterfillConfig
+from .waterfill import CalibratedWaterfillConfig, WaterfillConfig
 from .xquant import AsymKVConfig, XQuantConfig
 from .zipcache import ZipCacheConfig
 
@@ -40,6 +40,7 @@ __all__ = [
     "AquaKVConfig",
     "AsymKVConfig",
     "CalibratedKVQuantConfig",
+    "CalibratedWaterfillConfig",
     "GEARConfig",
     "HIGGSConfig",
     "IdentityConfig",

@@ -109,6 +109,11 @@ class LayerPlan:
         """Whether a calibration gives what codes stand for."""
         return self.key.quantizer.calibrated or self.value.quantizer.calibrated
 
+    @property
+    def shares_out(self) -> bool:
+        """Whether a calibration gives each head its bits, and tensors that all caches of the model read."""
+        return self.key.quantizer.shares is not None
+
     def __str__(self) -> str:
         def describe(name: str, spec: CodecSpec, source: int | None) -> str:
             window = f"{spec.retention.residual}..{spec.retention.window - 1} exact"

@@ -19,7 +19,7 @@ from .. import schemes
 from ..errors import KVPassError
 from ..fields import shown
 from ..layout.retention import Retention
-from . import LayerGeometry, SchemeConfig
+from . import CalibratedWaterfillConfig, LayerGeometry, SchemeConfig
 from .fingerprint import check_settings, fingerprint, settings
 from .valid import check_calibration
 
@@ -46,7 +46,8 @@ class Calibration:
 
     scheme: the config, with everything that was left to measurement decided.
     predictors: layer -> the tensors of its keys and of its values: weights of their predictors
-        (`kvpass.codec.predictor`), or a datatype each, and ranges of keys (`kvpass.codec.datatype`).
+        (`kvpass.codec.predictor`), or a datatype each, and ranges of keys (`kvpass.codec.datatype`), or what bits are
+        shared out by (`kvpass.codec.shares`).
     model: what identifies the model (`describe`).
     explained: layer -> share of the variance of its keys and of its values that predictors explain, on sequences they
         were not fitted to; empty where there are none.
@@ -135,6 +136,9 @@ class Calibration:
 
     def __str__(self) -> str:
         scheme = self.scheme.to_dict()
+        if isinstance(self.scheme, CalibratedWaterfillConfig):
+            what = "metrics" if self.scheme.form == "hybrid" else "bases, means and widths"
+            return f"{what} of {len(self.predictors)} layers, {self.nbytes:,} bytes, shared by all caches of the model"
         if not self.predictors:
             return f"query energies of {len(scheme['query_energy'])} layers"
         if not self.explained:

@@ -9,15 +9,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..codec.kept import calibrated_shapes
+from ..codec.kept import calibrated_shapes, of_model
 from ..codec.predictor import stored_shapes
+from ..codec.quantizer import PAIRS, QUERIES
+from ..codec.rope import parse_rope
+from ..codec.shares import WIDEST, share_of, shares_of
+from ..codec.spec import CodecSpec
 from ..errors import KVPassError
 from ..fields import check_integer, shown
-from . import AquaKVConfig, CalibratedKVQuantConfig, LayerGeometry, QAQConfig, SchemeConfig
+from . import (
+    AquaKVConfig,
+    CalibratedKVQuantConfig,
+    CalibratedWaterfillConfig,
+    LayerGeometry,
+    QAQConfig,
+    SchemeConfig,
+)
 
 _DEPTH = 8  # of lists and dicts in `Calibration.facts`
-_WEIGHTS = (torch.float16, torch.bfloat16)
-_Shapes = list[tuple[bool, tuple[int, ...]]]
+_WEIGHTS = "16-bit weights", (torch.float16, torch.bfloat16)
+_CODES = "8-bit codes", (torch.uint8,)
+_COUNTS = "32-bit counts", (torch.int32,)
+_ANGLES = "32-bit angles", (torch.float32,)
+_Kind = tuple[str, tuple[torch.dtype, ...]]
+_Shapes = list[tuple[_Kind, tuple[int, ...]]]
 
 
 def check_calibration(
@@ -35,7 +50,10 @@ def check_calibration(
         raise KVPassError(f"query_energy={scheme.query_energy}: measured is a number for each layer.")
     if not isinstance(facts, dict) or not _is_plain(facts, _DEPTH):
         raise KVPassError(f"facts are plain data, not {shown(facts)}.")
-    wanted = dict(_calibrated(scheme, _geometry(model)))
+    geometry = _geometry(model)
+    if isinstance(scheme, CalibratedWaterfillConfig):
+        _check_ropes(scheme.ropes, geometry)
+    wanted = dict(_calibrated(scheme, geometry))
     predicted = set(wanted) if isinstance(scheme, AquaKVConfig) else set()
     for what, found, of in (("predictors", predictors, set(wanted)), ("explained", explained, predicted)):
         if not isinstance(found, dict) or set(found) != of:
@@ -46,6 +64,8 @@ def check_calibration(
     for layer, both in predictors.items():
         for role, tensors, shapes in zip(("key", "value"), both, wanted[layer], strict=True):
             _check_tensors(f"What belongs to the {role}s of layer {layer}", tensors, shapes)
+        if isinstance(scheme, CalibratedWaterfillConfig):
+            _check_shares(layer, both, scheme, geometry[layer][1])
 
 
 def _is_plain(value: Any, depth: int) -> bool:
@@ -81,7 +101,7 @@ def _calibrated(
     scheme: SchemeConfig, geometry: dict[int, tuple[int, int]]
 ) -> Iterator[tuple[int, tuple[_Shapes, _Shapes]]]:
     """The layers that ``scheme`` has tensors for, and the shapes of those of their keys and of their values."""
-    if not isinstance(scheme, (AquaKVConfig, CalibratedKVQuantConfig)):
+    if not isinstance(scheme, (AquaKVConfig, CalibratedKVQuantConfig, CalibratedWaterfillConfig)):
         return
     previous_layer = None
     for index, (heads, head_dim) in geometry.items():
@@ -90,25 +110,79 @@ def _calibrated(
         if plan.calibrated:
             of_keys, of_values = calibrated_shapes(plan.key, head_dim), calibrated_shapes(plan.value, head_dim)
             ranges = (heads, *of_keys["ranges"])
-            yield index, ([(False, of_keys["datatype"]), (False, ranges)], [(False, of_values["datatype"])])
+            keys: _Shapes = [(_WEIGHTS, of_keys["datatype"]), (_WEIGHTS, ranges)]
+            yield index, (keys, [(_WEIGHTS, of_values["datatype"])])
+        elif plan.shares_out:
+            yield index, (_shared(plan.key, heads, head_dim), _shared(plan.value, heads, head_dim))
         elif isinstance(scheme, AquaKVConfig) and plan.looks_at_previous and previous_layer is not None:
             under = math.prod(geometry[previous_layer])
             key, value = (
-                stored_shapes(transform.predictor, inputs, width, scheme.rank) if transform.predictor else []
+                _stored(transform.predictor, inputs, width, scheme.rank) if transform.predictor else []
                 for transform, inputs in ((plan.key.transform, under), (plan.value.transform, under + width))
             )
             yield index, (key, value)
         previous_layer = index
 
 
+def _stored(predictor: str, inputs: int, width: int, rank: int | None) -> _Shapes:
+    shapes = stored_shapes(predictor, inputs, width, rank)
+    return [(_CODES if codes else _WEIGHTS, shape) for codes, shape in shapes]
+
+
+def _shared(spec: CodecSpec, heads: int, head_dim: int) -> _Shapes:
+    """What caches of a model share of a layer whose keys, or values, are stored by ``spec``."""
+    shares = shares_of(spec)
+    shapes: dict[str, tuple[_Kind, tuple[int, ...]]] = {
+        "share": (_COUNTS, (shares.ranks, 3, heads + 1)),
+        "center": (_WEIGHTS, (1, heads, 1, head_dim)),
+        "metric": (_WEIGHTS, (1, heads, head_dim, shares.block_size)),
+        "basis": (_WEIGHTS, (1, heads, head_dim, shares.block_size)),
+        "widths": (_CODES, (1, heads, shares.ranks, head_dim)),
+        "queries": (_WEIGHTS, (1, heads, QUERIES, head_dim)),
+    }
+    rope = spec.transform.numbered
+    angles = [(_ANGLES, (parse_rope(rope)[0],))] if rope else []
+    return angles + [shapes[name] for name in of_model(spec)]
+
+
+def _check_ropes(ropes: tuple[str, ...], geometry: dict[int, tuple[int, int]]) -> None:
+    """Raise `KVPassError` unless there is a way of turning keys for each layer, or none."""
+    if len(ropes) != max(geometry) + 1:
+        raise KVPassError(f"ropes says how the keys of {max(geometry) + 1} layers are turned, not {shown(ropes)}.")
+    for index, (_, head_dim) in geometry.items():
+        try:
+            fits = not ropes[index] or 0 < 2 * parse_rope(ropes[index])[0] <= head_dim
+        except (ValueError, KeyError):
+            fits = False
+        if not fits:
+            raise KVPassError(f"Keys of layer {index} are turned as in 'half-32', not {shown(ropes[index])}.")
+
+
+def _check_shares(
+    layer: int, both: tuple[list[Tensor], list[Tensor]], scheme: CalibratedWaterfillConfig, head_dim: int
+) -> None:
+    """Raise `KVPassError` unless the heads of ``layer`` have the bits that their widths say, or that can be divided."""
+    angles = bool(scheme.ropes[layer])
+    for tensors in (both[0][angles:], both[1]):
+        share = next(tensor for tensor in tensors if tensor.dtype == torch.int32)
+        widths = next((tensor for tensor in tensors if tensor.dtype == torch.uint8), None)
+        counts, most = share.diff(dim=-1), torch.tensor([PAIRS * head_dim, head_dim, 1]).view(1, 3, 1)
+        fits = not share[..., 0].any() and bool(((counts >= 0) & (counts <= most)).all())
+        if widths is not None:
+            fits = fits and int(widths.max()) <= WIDEST and torch.equal(share_of(widths[0]), share)
+        else:
+            fits = fits and torch.equal(counts[:, 2], counts[:, :2].sum(1).clamp(max=1).to(counts.dtype))
+        if not fits:
+            raise KVPassError(f"The shares of the heads of layer {layer} are none that their widths could have.")
+
+
 def _check_tensors(what: str, tensors: list[Tensor], shapes: _Shapes) -> None:
     found = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
     fits = len(found) == len(shapes) and all(
-        shape == wanted and (dtype == torch.uint8 if codes else dtype in _WEIGHTS)
-        for (dtype, shape), (codes, wanted) in zip(found, shapes, strict=True)
+        shape == wanted and dtype in dtypes for (dtype, shape), ((_, dtypes), wanted) in zip(found, shapes, strict=True)
     )
     if not fits:
-        wanted = [f"{'codes' if codes else 'weights'} {list(shape)}" for codes, shape in shapes]
-        raise KVPassError(f"{what} is made of 16-bit weights and 8-bit codes: {wanted}, not {shown(found)}.")
+        wanted = [f"{kind} {list(shape)}" for (kind, _), shape in shapes]
+        raise KVPassError(f"{what} is {', '.join(wanted)}, and not {shown(found)}.")
     if not all(torch.isfinite(tensor).all() for tensor in tensors):
         raise KVPassError(f"{what} holds NaN or infinity.")

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Literal
 
-from ..codec.quantizer import Allocation, Quantizer
+from ..codec.quantizer import Allocation, Quantizer, Shares
+from ..codec.shares import WIDEST
 from ..codec.spec import CodecSpec
+from ..codec.transform import Transform
+from ..errors import KVPassError
 from ..fields import check_integers
 from ..layout.retention import Retention
 from .base import LayerGeometry, LayerPlan, register_scheme
@@ -40,6 +43,7 @@ class WaterfillConfig(StorageConfig):
     """
 
     name = "waterfill"
+    takes_calibration = True
 
     sinks: int = 4
     recent: int = 96
@@ -75,3 +79,68 @@ class WaterfillConfig(StorageConfig):
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
         return self._plan(layer.head_dim).checked(layer)
+
+    def to_calibrate(self) -> "CalibratedWaterfillConfig":
+        """The static form with the same tokens exact."""
+        same = {name: getattr(self, name) for name in ("residual", "sinks", "recent", "retention", "block_size")}
+        return CalibratedWaterfillConfig(**same, ranked=any(self.rich_key_fields))
+
+
+@register_scheme(waterfill_hybrid=dict(form="hybrid", bits=1.9))
+@dataclass(frozen=True, kw_only=True)
+class CalibratedWaterfillConfig(StorageConfig):
+    """`WaterfillConfig` with the bits of every head, of keys and of values, given by a calibration: ``bits`` a value on
+    average over the model, ``17 / head_dim / 2`` for gains and halves, and the exact tokens.
+
+    form: "static", and mean, basis and widths are the model's, in tensors that all its caches share, so that a cache
+        keeps pages and exact tokens alone; "hybrid", and they are fitted to the tokens packed first, under the
+        metric of the calibration, with as many bits a head as it says.
+    bits: of codes, 0 to 7.
+    recent: tokens that are always exact behind the newest, besides those that wait until there are ``residual``.
+    block_size: neighbouring channels that are decorrelated together, or as many as divide both it and the head.
+    ranked: the half of a page's tokens that the calibration's queries would pay most gets more bits than the rest.
+    ropes: how the keys of each layer of the model are turned (`kvpass.codec.rope`), "" for layers without positions;
+        `kvpass.calibrate` finds out.
+    """
+
+    name = "waterfill-static"
+    needs_calibration = takes_calibration = True
+
+    sinks: int = 4
+    recent: int = 96
+    form: Literal["static", "hybrid"] = "static"
+    bits: float = 2.06
+    block_size: int = 32
+    ranked: bool = True
+    ropes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integers(self, recent=0)
+        if not 0 < self.bits <= WIDEST:
+            raise KVPassError(f"bits={self.bits}: coordinates have 0 to {WIDEST} bits, so their mean is above 0.")
+        if any(self.skip_layers):
+            raise KVPassError("Layers get their bits by what their errors cost here: skip none.")
+        if self.rope != "post":
+            raise KVPassError("Keys are turned back page by page, behind rotary embedding: leave rope as it is.")
+        if self.retention is not None and (self.retention.evicts or self.retention.keep != "recent"):
+            raise KVPassError(
+                "Tokens of a page are neighbours here: use a retention that evicts and thins out nothing."
+            )
+        self._plan(self.block_size, "")
+
+    def _policy(self) -> Retention:
+        return self.retention or Retention(self.recent + self.residual, self.residual, self.sinks)
+
+    def _plan(self, head_dim: int, rope: str) -> LayerPlan:
+        def spec(follows: bool, transform: Transform) -> CodecSpec:
+            shares = Shares(gcd(self.block_size, head_dim), self.ranked, follows, self.form == "hybrid")
+            return CodecSpec(Quantizer(8, "token", head_dim, shares=shares, codec="shares"), self._policy(), transform)
+
+        return LayerPlan(
+            spec(False, Transform(center=True, page_frame=bool(rope), numbered=rope)), spec(self.ranked, Transform())
+        )
+
+    def plan(self, layer: LayerGeometry) -> LayerPlan:
+        rope = self.ropes[layer.index] if layer.index < len(self.ropes) else ""
+        return self._plan(layer.head_dim, rope).checked(layer)

@@ -89,10 +89,12 @@ def refusal(spec: CodecSpec) -> str | None:
         )
     if transform.predictor or spec.own_codes != 1:
         return f"What is stored depends on another layer. {_PREDICTED} Use the scheme it is built on."
-    if transform.turns:
+    if transform.keeps_tables:
         return "Backends of vLLM see keys behind rotary embedding. Use rope='post'."
     if quantizer.needs_queries:
         return "The codec is fitted to a prompt's queries, of which vLLM shows a chunk at a time. Use kivi or higgs."
+    if quantizer.shares is not None:
+        return "Bits that a calibration shares out make pages of layers differ in size. Use kivi-sinks or higgs-sinks."
     if quantizer.allocation is not None:
         return "A basis of each request takes more memory than the pages of a block. Use kivi-sinks or higgs-sinks."
     if not codec_of(spec).decodes_any_bytes:

@@ -4,6 +4,9 @@
 // PAGE_BYTES with NUM_FIELDS fields, RANKED or not, and what a token has: RICH_PAIRS, RICH_SINGLES, POOR_PAIRS,
 // POOR_SINGLES, the latter for pages without ranks too. Fields of a kind are read LANES at a time: arrays of them are
 // padded, and what is read behind the last of them counts nothing. vectors.h comes ahead.
+//
+// Where bits are SHARED out (kvpass/codec/shares.py), a page is that of all heads, PAGE_BYTES are 0 and those counts the
+// most that a head may have: how many it has, and where, its share says when the kernel runs.
 
 namespace {
 
@@ -28,6 +31,48 @@ constexpr Rank RANKS[] = {{PAGE, POOR_PAIRS, POOR_SINGLES, 0, 0}};
 #endif
 constexpr int LAST = sizeof(RANKS) / sizeof(Rank) - 1, FIELDS = RANKS[LAST].end_field();
 constexpr int64_t BYTES_OF_PAGE = PAGE_BYTES, PLACES_OF_HEAD = NUM_FIELDS;
+
+// Where a page keeps what a head has of the tokens of a rank: the first byte of its pairs, of its single bits and of its
+// gains, the bytes from row to row, and how many fields there are.
+struct Place {
+    int pairs_at, pairs_row, pairs, singles_at, singles_row, singles, gains_at, gains_row;
+};
+
+#if SHARED
+// share: [ranks, 3, heads + 1], where the pairs, single bits and gains of each head begin.
+struct Layout {
+    Place ranks[LAST + 1];
+    int rich_at, rich_row, bytes;
+
+    Layout(const int32_t* share, int heads, int head) : rich_at(head), rich_row(heads) {
+        int at = LAST ? PAGE / 8 * heads : 0;
+        for (int rank = 0; rank <= LAST; rank++) {
+            const int32_t *pairs = share + rank * 3 * (heads + 1), *singles = pairs + heads + 1;
+            const int32_t* gains = singles + heads + 1;
+            Place& own = ranks[rank];
+            own.pairs_at = at + pairs[head], own.pairs_row = pairs[heads], own.pairs = pairs[head + 1] - pairs[head];
+            at += RANKS[rank].quarter() * pairs[heads];
+            own.singles_at = at + singles[head], own.singles_row = singles[heads];
+            own.singles = singles[head + 1] - singles[head];
+            at += RANKS[rank].eighth() * singles[heads];
+            own.gains_at = at + gains[head], own.gains_row = gains[heads];
+            at += RANKS[rank].tokens * gains[heads];
+        }
+        bytes = at;
+    }
+
+    const Place& operator[](int rank) const { return ranks[rank]; }
+};
+#else
+struct Layout {
+    static constexpr int rich_at = 0, rich_row = 1, bytes = PAGE_BYTES;
+
+    constexpr Place operator[](int rank) const {
+        const Rank& own = RANKS[rank];
+        return {own.first_byte, own.pairs, own.pairs, own.singles_byte(), own.singles, own.singles, own.gains_byte(), 1};
+    }
+};
+#endif
 constexpr int first_token(int rank) { return rank ? RANKS[0].tokens : 0; }
 constexpr int AT_ONCE = QUERIES < 4 ? QUERIES : 4;  // queries that a field is unpacked for
 constexpr float PAIR = 1.5f, SINGLE = 0.5f;  // the codes that stand for 0
@@ -69,18 +114,19 @@ inline Floats picked(const float* from, const int32_t* at) {
 #define BY_MASKS 1
 
 // Which of a page's tokens are rich, in their order.
-inline uint64_t rich_tokens(const uint8_t* page) {
+inline uint64_t rich_tokens(const uint8_t* page, const Layout& layout) {
     constexpr int ROWS = PAGE / 8;
     uint64_t found = 0, each = 0;
     for (int bit = 0; bit < 8; bit++) each |= uint64_t(1) << bit * ROWS;
-    for (int row = 0; row < ROWS; row++) found |= _pdep_u64(page[row], each << row);
+    for (int row = 0; row < ROWS; row++)
+        found |= _pdep_u64(page[layout.rich_at + row * layout.rich_row], each << row);
     return found;
 }
 
 // act(first token of LANES, which of them are rich, how many were before them)
 template <typename Do>
-inline void each_mask(const uint8_t* page, Do act) {
-    const uint64_t tokens = rich_tokens(page);
+inline void each_mask(const uint8_t* page, const Layout& layout, Do act) {
+    const uint64_t tokens = rich_tokens(page, layout);
     int rich = 0;
     for (int t = 0; t < PAGE; t += LANES) {
         const __mmask16 mask = tokens >> t;
@@ -99,9 +145,9 @@ inline Ints upwards(int first) {
 }
 
 // Where a page keeps its tokens. Of one that is not written, which has no rich ones, anything.
-inline void find_slots(const uint8_t* page, int32_t* slots) {
+inline void find_slots(const uint8_t* page, const Layout& layout, int32_t* slots) {
 #if BY_MASKS
-    each_mask(page, [&](int t, __mmask16 mask, int rich) {
+    each_mask(page, layout, [&](int t, __mmask16 mask, int rich) {
         const __m512i poor = _mm512_min_epi32(
             (__m512i)upwards(first_token(LAST) + t - rich), _mm512_set1_epi32(PAGE - 1));
         const __m512i found = _mm512_or_si512(
@@ -111,7 +157,8 @@ inline void find_slots(const uint8_t* page, int32_t* slots) {
 #elif RANKED
     int rich = 0;
     for (int t = 0; t < PAGE; t++) {
-        const int is_rich = page[t % (PAGE / 8)] >> t / (PAGE / 8) & 1;  // no branch, which none could foresee
+        const uint8_t byte = page[layout.rich_at + t % (PAGE / 8) * layout.rich_row];
+        const int is_rich = byte >> t / (PAGE / 8) & 1;  // no branch, which none could foresee
         const int poor = std::min(first_token(LAST) + t - rich, PAGE - 1);
         slots[t] = poor ^ ((poor ^ rich) & -is_rich);
         rich += is_rich;
@@ -122,19 +169,19 @@ inline void find_slots(const uint8_t* page, int32_t* slots) {
 }
 
 // The tokens of a page as it keeps them, with room for LANES more.
-inline void find_order(const uint8_t* page, int32_t* order) {
+inline void find_order(const uint8_t* page, const Layout& layout, int32_t* order) {
 #if BY_MASKS
-    each_mask(page, [&](int t, __mmask16 mask, int rich) {
+    each_mask(page, layout, [&](int t, __mmask16 mask, int rich) {
         const __m512i found = _mm512_maskz_compress_epi32(mask, (__m512i)upwards(t));
         std::memcpy(order + rich, &found, sizeof(found));
     });
-    each_mask(page, [&](int t, __mmask16 mask, int rich) {  // behind those, which write over them
+    each_mask(page, layout, [&](int t, __mmask16 mask, int rich) {  // behind those, which write over them
         const __m512i found = _mm512_maskz_compress_epi32(~mask, (__m512i)upwards(t));
         std::memcpy(order + std::min(first_token(LAST) + t - rich, PAGE), &found, sizeof(found));
     });
 #else
     int32_t slots[PAGE];
-    find_slots(page, slots);
+    find_slots(page, layout, slots);
     for (int t = 0; t < PAGE; t++) order[slots[t]] = t;
 #endif
 }
@@ -142,13 +189,24 @@ inline void find_order(const uint8_t* page, int32_t* order) {
 // A page, behind which LANES bytes can be read.
 struct Page {
     const uint8_t* bytes;
+#if SHARED
+    std::vector<uint8_t> copy;
+
+    Page(const uint8_t* pages, const Layout& layout, int64_t page, int64_t room) : bytes(pages + page * layout.bytes) {
+        if (page + 1 < room) return;
+        copy.resize(layout.bytes + LANES);
+        std::copy(bytes, bytes + layout.bytes, copy.begin());
+        bytes = copy.data();
+    }
+#else
     uint8_t copy[PAGE_BYTES + LANES];
 
-    Page(const uint8_t* pages, int64_t page, int64_t room) : bytes(pages + page * PAGE_BYTES) {
+    Page(const uint8_t* pages, const Layout&, int64_t page, int64_t room) : bytes(pages + page * PAGE_BYTES) {
         if (page + 1 < room) return;
         std::memcpy(copy, bytes, PAGE_BYTES);
         bytes = copy;
     }
+#endif
 };
 
 template <int BEGIN = 0, typename Do>
@@ -158,10 +216,13 @@ inline void each_rank(Do act) {
 }
 
 // The gains of a page's tokens as it keeps them.
-inline void find_gains(const uint8_t* page, const float* table, float* gains) {
+inline void find_gains(const uint8_t* page, const Layout& layout, const float* table, float* gains) {
     each_rank([&](auto rank) {
-        constexpr Rank own = RANKS[rank.value];
-        for (int t = 0; t < own.tokens; t++) gains[first_token(rank) + t] = table[page[own.gains_byte() + t]];
+        constexpr int tokens = RANKS[rank.value].tokens;
+        const Place& own = layout[rank.value];
+        if (SHARED && !own.pairs && !own.singles) return;  // nothing is multiplied by it
+        for (int t = 0; t < tokens; t++)
+            gains[first_token(rank) + t] = table[page[own.gains_at + t * own.gains_row]];
     });
 }
 
@@ -173,16 +234,35 @@ inline void each_queries(Do act) {
     if constexpr (QUERIES % AT_ONCE > 0) act(std::integral_constant<int, QUERIES % AT_ONCE>(), r);
 }
 
-// act(field in padded arrays, field, the code that stands for 0, rank)
+// act(field in padded arrays, its coordinate, its kind, which says what 1 is worth, the code that stands for 0, rank)
+#if SHARED
+typedef uint8_t Fields;  // the widths of coordinates, [ranks, HEAD]
+
 template <typename Do>
-inline void each_field(Do act) {
-    int at = 0;
-    for (int rank = 0; rank <= LAST; rank++) {
-        const Rank& own = RANKS[rank];
-        for (int f = 0; f < own.pairs; f++) act(own.first_field + f, at++, PAIR, rank);
-        for (int f = 0; f < own.singles; f++) act(own.of_singles() + f, at++, SINGLE, rank);
+inline void each_field(const uint8_t* widths, Do act) {
+    for (int rank = 0; rank <= LAST; rank++, widths += HEAD) {
+        int at = RANKS[rank].first_field;
+        for (int shift = 0; shift < 6; shift += 2)
+            for (int c = 0; c < HEAD; c++)
+                if (widths[c] / 2 * 2 > shift) act(at++, c, widths[c] * 8 + shift, PAIR, rank);
+        at = RANKS[rank].of_singles();
+        for (int c = 0; c < HEAD; c++)
+            if (widths[c] % 2) act(at++, c, widths[c] * 8 + widths[c] - 1, SINGLE, rank);
     }
 }
+#else
+typedef int32_t Fields;  // where they belong, kind * HEAD + coordinate
+
+template <typename Do>
+inline void each_field(const int32_t* places, Do act) {
+    for (int rank = 0; rank <= LAST; rank++) {
+        const Rank& own = RANKS[rank];
+        for (int f = 0; f < own.pairs; f++, places++) act(own.first_field + f, *places % HEAD, *places / HEAD, PAIR, rank);
+        for (int f = 0; f < own.singles; f++, places++)
+            act(own.of_singles() + f, *places % HEAD, *places / HEAD, SINGLE, rank);
+    }
+}
+#endif
 
 // Parts that the pages of a head are divided into, for threads to share.
 inline int64_t parts_of(int64_t pages, int64_t threads) {

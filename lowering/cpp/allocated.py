@@ -49,7 +49,7 @@ def defines_of(spec: CodecSpec, head_dim: int) -> dict[str, int]:
     rich, poor = ([(0, 0)] * (not allocation.ranked)) + allocation.counts(head_dim)
     return dict(
         PAGE_BYTES=shape[-1], NUM_FIELDS=sum(allocation.fields(head_dim)), RANKED=int(allocation.ranked),
-        RICH_PAIRS=rich[0], RICH_SINGLES=rich[1], POOR_PAIRS=poor[0], POOR_SINGLES=poor[1],
+        RICH_PAIRS=rich[0], RICH_SINGLES=rich[1], POOR_PAIRS=poor[0], POOR_SINGLES=poor[1], SHARED=0,
     )  # fmt: skip
 
 

@@ -6,15 +6,30 @@ namespace {
 constexpr int SCORED = 32;  // pages at a time
 
 // Pages of all heads of a cache, and what they were fitted to.
+template <typename Layout, typename Fields>
 struct Side {
     const uint8_t* pages;
-    int64_t room, bytes;
+    int64_t room;
     const Scale* basis;
-    const int32_t* places;
-    int64_t fields;
+    const Fields* fields;
+    const int32_t* share;  // of the layer, where bits are shared out
+    int64_t fields_of_head, fitted;  // samples that something was fitted to: all of them, or none, and it is the model's
 
-    Side of(int64_t head) const {
-        return {pages + head * room * bytes, room, bytes, basis + head * HEAD * BLOCK, places + head * fields, fields};
+    Layout layout(int64_t head, int64_t heads) const {
+#if SHARED
+        return Layout(share, heads, head % heads);
+#else
+        return Layout();
+#endif
+    }
+
+    // Those of one of as many heads.
+    Side of(int64_t head, int64_t heads) const {
+        const int64_t bytes = layout(head, heads).bytes, own = fitted ? head : head % heads;
+        const int64_t pool = SHARED ? head / heads : head;
+        return {
+            pages + pool * room * bytes, room, basis + own * HEAD * BLOCK, fields + own * fields_of_head, share,
+            fields_of_head, fitted};
     }
 };
 
@@ -41,14 +56,16 @@ struct Part : Attended {
 
     using Attended::Attended;
 
-    template <typename Score>
-    void add_pages(const Side& own, int64_t begin, int64_t end, const float* table, Score score) {
+    template <typename Values, typename Layout, typename Score>
+    void add_pages(
+        const Values& own, const Layout& layout, int64_t begin, int64_t end, const float* table, Score score
+    ) {
         constexpr int APART = SCORED * PAGE;
         for (int64_t n = begin; n < end; n += SCORED) {
             const int64_t stop = std::min(n + SCORED, end);
             score(n, stop, scores, APART);
             weigh((stop - n) * PAGE, scores, APART, [&](int r, float less) { total.scale(r, less); });
-            total.add_pages(own.pages, own.room, n, stop, table, scores, APART);
+            total.add_pages(own.pages, layout, own.room, n, stop, table, scores, APART);
         }
     }
 
@@ -77,17 +94,18 @@ struct Found {
 // of PAGE neighbours and of the middles of pages; center: [samples, heads, HEAD], if keys are centered. The rest is that of
 // allocated_scores.cpp and rings.h.
 extern "C" void kernel(
-    const uint8_t* q, uint8_t* out, const uint8_t* key_pages, const uint8_t* key_basis, const int32_t* key_places,
-    const uint8_t* value_pages, const uint8_t* value_basis, const int32_t* value_places, const uint8_t* key_ring,
+    const uint8_t* q, uint8_t* out, const uint8_t* key_pages, const uint8_t* key_basis, const keys::Fields* key_fields,
+    const int32_t* key_share, const uint8_t* value_pages, const uint8_t* value_basis,
+    const values::Fields* value_fields, const int32_t* value_share, const uint8_t* key_ring,
     const uint8_t* value_ring, const uint8_t* key_new, const uint8_t* value_new, const uint8_t* all_cos,
     const uint8_t* all_sin, const uint8_t* center, const float* table, int64_t many, int64_t heads, int64_t n,
     int64_t present, int64_t packed, int64_t key_room, int64_t value_room, int64_t rows, int64_t row, int64_t pairs,
-    int64_t interleaved, int64_t centered, int64_t threads, float scale
+    int64_t interleaved, int64_t centered, int64_t fitted, int64_t threads, float scale
 ) {
-    const Side of_keys = {
-        key_pages, key_room, keys::BYTES_OF_PAGE, (const Scale*)key_basis, key_places, keys::PLACES_OF_HEAD};
-    const Side of_values = {
-        value_pages, value_room, values::BYTES_OF_PAGE, (const Scale*)value_basis, value_places, values::PLACES_OF_HEAD};
+    const Side<keys::Layout, keys::Fields> of_keys = {
+        key_pages, key_room, (const Scale*)key_basis, key_fields, key_share, keys::PLACES_OF_HEAD, fitted};
+    const Side<values::Layout, values::Fields> of_values = {
+        value_pages, value_room, (const Scale*)value_basis, value_fields, value_share, values::PLACES_OF_HEAD, fitted};
     const Rings rings = {
         (const Token*)key_ring, (const Token*)value_ring, (const Token*)key_new, (const Token*)value_new, n};
     const int64_t tasks = many * heads, wanted = threads > 1 ? (3 * threads + tasks - 1) / tasks : 1;
@@ -100,24 +118,26 @@ extern "C" void kernel(
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
     for (int64_t i = 0; i < many * heads * parts; i++) {
         const int64_t h = i / parts, part = i % parts, b = h / heads;
-        const Side mine = of_keys.of(h);
+        const auto mine = of_keys.of(h, heads);
+        const keys::Layout layout = of_keys.layout(h, heads);
         float mean[HEAD];
-        if (centered) to_floats<HEAD>((const Scale*)center + h * HEAD, mean);
+        if (centered) to_floats<HEAD>((const Scale*)center + (fitted ? h : h % heads) * HEAD, mean);
         const keys::Turns<Token> turns = {
             cos + (b * rows + PAGE) * row, sin + (b * rows + PAGE) * row, row, (int)pairs, (int)interleaved,
             in_pages[b].cos, in_pages[b].sin};
-        const keys::Head head(mine.basis, mine.places, table + keys::GAINS);
+        const keys::Head head(mine.basis, mine.fields, table + keys::GAINS, layout);
         keys::Scorer<Token> scorer(head, turns, centered ? mean : nullptr);
         Part own((const Token*)q + h * QUERIES * HEAD, scale);
         const auto score = [&](int64_t begin, int64_t end, float* scores, int64_t apart) {
             scorer(own.q, mine.pages, mine.room, begin, end, table, scores, apart);
         };
-        own.add_pages(of_values.of(h), part * packed / parts, (part + 1) * packed / parts, table, score);
+        const values::Layout of_value = of_values.layout(h, heads);
+        own.add_pages(of_values.of(h, heads), of_value, part * packed / parts, (part + 1) * packed / parts, table, score);
         if (part + 1 == parts) own.add_others({rings, h}, packed, n + present);
         found[i].keep(own);
     }
     for (int64_t h = 0; h < many * heads; h++) {
-        const Side mine = of_values.of(h);
+        const auto mine = of_values.of(h, heads);
         values::Total total;
         float sums[QUERIES * HEAD] = {}, all[QUERIES] = {};
         for (int r = 0; r < QUERIES; r++) {
@@ -131,7 +151,7 @@ extern "C" void kernel(
                 for (int i = r * HEAD; i < (r + 1) * HEAD; i++) sums[i] += own.out[i] * less;
             }
         }
-        total.put(mine.basis, mine.places, table, sums);
+        total.put(mine.basis, mine.fields, table, sums);
         for (int i = 0; i < QUERIES * HEAD; i++)
             round_to(((Token*)out)[h * QUERIES * HEAD + i], sums[i] / all[i / HEAD]);
     }

@@ -22,7 +22,7 @@ extern "C" void kernel(
             const int64_t first = b * count * pairs;
             const Turns<float> turns = {
                 cos + first, sin + first, pairs, (int)pairs, (int)interleaved, padded_cos, padded_sin};
-            const Head head(basis + h * HEAD * BLOCK, places + h * NUM_FIELDS, table + GAINS);
+            const Head head(basis + h * HEAD * BLOCK, places + h * NUM_FIELDS, table + GAINS, Layout());
             Scorer<float> scorer(head, turns, centered ? mean + h * HEAD : nullptr);
             float* found = out + (h * QUERIES * count + begin) * PAGE;
             const uint8_t* own = pages + h * room * PAGE_BYTES;

@@ -35,13 +35,13 @@ struct Words {
 template <int RANK>
 const Words<RANK> WORDS;
 
-// Bytes of some rows of fields, of so many from the first on, as a word of each field.
+// Bytes of some rows of fields, of so many from the first on, as a word of each field. row: bytes from row to row.
 template <int ROWS>
-inline void to_words(const uint8_t* bytes, int first, int rows, int fields, int32_t* words) {
+inline void to_words(const uint8_t* bytes, int first, int rows, int row_bytes, int fields, int32_t* words) {
     for (int f = 0; f < fields; f += LANES) {
         Ints word = {};
         UNROLLED for (int row = 0; row < ROWS; row++)
-            word |= widened(bytes + (first + row) % rows * fields + f) << 8 * row;
+            word |= widened(bytes + (first + row) % rows * row_bytes + f) << 8 * row;
         std::memcpy(words + f, &word, sizeof(word));
     }
 }
@@ -52,9 +52,10 @@ struct Head {
     float columns[HEAD * BLOCK + LANES];
     int32_t coordinate[FIELDS] = {};
     float weight[FIELDS] = {};
+    Layout layout;
 
     template <typename Basis>
-    Head(const Basis* basis, const int32_t* places, const float* worth) {
+    Head(const Basis* basis, const Fields* fields, const float* worth, const Layout& layout) : layout(layout) {
         for (int block = 0; block < HEAD; block += BLOCK) {
             const Basis* own = basis + block * BLOCK;
             float* to = columns + block * BLOCK;
@@ -70,9 +71,9 @@ struct Head {
                 for (int i = 0; i < BLOCK * BLOCK; i++) to[i % BLOCK * BLOCK + i / BLOCK] = number(own[i]);
             }
         }
-        each_field([&](int field, int at, float, int) {
-            coordinate[field] = places[at] % HEAD;
-            weight[field] = worth[places[at] / HEAD];
+        each_field(fields, [&](int field, int of, int kind, float, int) {
+            coordinate[field] = of;
+            weight[field] = worth[kind];
         });
     }
 
@@ -116,14 +117,15 @@ struct Head {
     template <int RANK, int COUNT>
     void scores(const uint8_t* page, int word, const float* steps, const float* gains, float* found) const {
         constexpr Rank own = RANKS[RANK];
+        const Place& there = layout[RANK];
         const Words<RANK>& at_word = WORDS<RANK>;
         constexpr int HELD = Words<RANK>::rows();
-        int32_t words[own.end_field() - own.first_field];
-        to_words<HELD>(page + own.first_byte, word * HELD, own.quarter(), own.pairs, words);
-        to_words<HELD>(page + own.singles_byte(), word * HELD, own.eighth(), own.singles, words + padded(own.pairs));
+        int32_t words[own.end_field() - own.first_field], *behind = words + padded(own.pairs);
+        to_words<HELD>(page + there.pairs_at, word * HELD, own.quarter(), there.pairs_row, there.pairs, words);
+        to_words<HELD>(page + there.singles_at, word * HELD, own.eighth(), there.singles_row, there.singles, behind);
         Floats total[WAYS][OF_WORD][COUNT] = {};
-        add<COUNT, 2>(words, own.first_field, own.pairs, at_word.pair[word], steps, total);
-        add<COUNT, 1>(words + padded(own.pairs), own.of_singles(), own.singles, at_word.single[word], steps, total);
+        add<COUNT, 2>(words, own.first_field, there.pairs, at_word.pair[word], steps, total);
+        add<COUNT, 1>(behind, own.of_singles(), there.singles, at_word.single[word], steps, total);
         for (int r = 0; r < COUNT; r++)
             UNROLLED for (int v = 0; v < OF_WORD; v++) {
                 Floats x = total[0][v][r];
@@ -246,7 +248,7 @@ struct Scorer {
     const float* mean;
     float turned[PAGES * QUERIES * HEAD], steps[PAGES * QUERIES * HEAD];
     float of_mean[PAGES * QUERIES * PAGE + LANES] = {};
-    float gains[PAGE + LANES], by_slot[QUERIES * PAGE + LANES];
+    float gains[PAGE + LANES] = {}, by_slot[QUERIES * PAGE + LANES];
     int32_t slots[PAGE + LANES] = {};
 
     Scorer(const Head& head, const Turns<Table>& turns, const float* mean) : head(head), turns(turns), mean(mean) {}
@@ -276,9 +278,9 @@ struct Scorer {
         for (int64_t n = begin; n < end; n++, found += PAGE) {
             const int ahead = turns.pairs ? (n - begin) % PAGES : 0;
             if (turns.pairs ? !ahead : n == begin) look_ahead(q, n, end);
-            const Page page(pages, n, room);
-            find_gains(page.bytes, table, gains);
-            find_slots(page.bytes, slots);
+            const Page page(pages, head.layout, n, room);
+            find_gains(page.bytes, head.layout, table, gains);
+            find_slots(page.bytes, head.layout, slots);
             each_queries([&](auto several, int r) {
                 const float* mine = steps + (ahead * QUERIES + r) * HEAD;
                 each_rank([&](auto rank) {

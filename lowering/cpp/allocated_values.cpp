@@ -12,7 +12,7 @@ extern "C" void kernel(
             const int64_t begin = part * count / parts, end = (part + 1) * count / parts;
             const float* mine = weights + (h * QUERIES * count + begin) * PAGE;
             Total& total = totals[h * parts + part];
-            total.add_pages(pages + h * room * PAGE_BYTES, room, begin, end, table, mine, count * PAGE);
+            total.add_pages(pages + h * room * PAGE_BYTES, Layout(), room, begin, end, table, mine, count * PAGE);
         }
     std::fill(out, out + many * QUERIES * HEAD, 0.0f);
     for (int64_t h = 0; h < many; h++) {

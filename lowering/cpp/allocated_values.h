@@ -2,16 +2,17 @@
 
 namespace {
 
-// Adds to total[query * FIELDS + field] LANES * MANY fields of BITS bits, each times the weight of its token.
+// Adds to total[query * FIELDS + field] LANES * MANY fields of BITS bits, each times the weight of its token. row_bytes:
+// from row to row.
 template <int BITS, int COUNT, int MANY>
-inline void add_fields(const uint8_t* bytes, int rows, int fields, const float* weights, float* total) {
+inline void add_fields(const uint8_t* bytes, int rows, int row_bytes, const float* weights, float* total) {
     constexpr int PLANES = 8 / BITS, ONES = (1 << BITS) - 1;
     Floats sum[COUNT][MANY];
     for (int r = 0; r < COUNT; r++)
         for (int v = 0; v < MANY; v++) sum[r][v] = load<Floats>(total + r * FIELDS + v * LANES);
     for (int row = 0; row < rows; row++) {
         Ints some[MANY];
-        UNROLLED for (int v = 0; v < MANY; v++) some[v] = widened(bytes + row * fields + v * LANES);
+        UNROLLED for (int v = 0; v < MANY; v++) some[v] = widened(bytes + row * row_bytes + v * LANES);
         UNROLLED for (int plane = 0; plane < PLANES; plane++)
             UNROLLED for (int v = 0; v < MANY; v++) {
                 const Floats field = numbers(some[v] & ONES << BITS * plane);
@@ -24,12 +25,23 @@ inline void add_fields(const uint8_t* bytes, int rows, int fields, const float* 
 
 // The same for all fields of a kind. by_slot: weights of COUNT queries, PAGE apart. LEFT: vectors of fields.
 template <int BITS, int COUNT, int LEFT>
-inline void add_kind(const uint8_t* bytes, int rows, int fields, const float* weights, float* total) {
+inline void add_kind(const uint8_t* bytes, int rows, int row_bytes, const float* weights, float* total) {
     if constexpr (LEFT > 0) {  // as many at once as there are registers for
         constexpr int MANY = LEFT == 4 ? 2 : std::min(LEFT, 3);
-        add_fields<BITS, COUNT, MANY>(bytes, rows, fields, weights, total);
-        add_kind<BITS, COUNT, LEFT - MANY>(bytes + MANY * LANES, rows, fields, weights, total + MANY * LANES);
+        add_fields<BITS, COUNT, MANY>(bytes, rows, row_bytes, weights, total);
+        add_kind<BITS, COUNT, LEFT - MANY>(bytes + MANY * LANES, rows, row_bytes, weights, total + MANY * LANES);
     }
+}
+
+// The same of as many fields as there are when it runs.
+template <int BITS, int COUNT>
+inline void add_some(
+    const uint8_t* bytes, int rows, int row_bytes, int fields, const float* weights, float* total
+) {
+    for (; fields > 2 * LANES; fields -= 3 * LANES, bytes += 3 * LANES, total += 3 * LANES)
+        add_fields<BITS, COUNT, 3>(bytes, rows, row_bytes, weights, total);
+    if (fields > LANES) add_fields<BITS, COUNT, 2>(bytes, rows, row_bytes, weights, total);
+    else if (fields > 0) add_fields<BITS, COUNT, 1>(bytes, rows, row_bytes, weights, total);
 }
 
 // What a field counts that stays where it is in its byte, by the token in a page.
@@ -54,16 +66,16 @@ struct Total {
 
     // Pages [begin, end), whose tokens query r weighs by of_tokens + r * apart, one behind the other.
     void add_pages(
-        const uint8_t* pages, int64_t room, int64_t begin, int64_t end, const float* table, const float* of_tokens,
-        int64_t apart
+        const uint8_t* pages, const Layout& layout, int64_t room, int64_t begin, int64_t end, const float* table,
+        const float* of_tokens, int64_t apart
     ) {
         int32_t order[PAGE + LANES] = {};
         float gains[PAGE + LANES] = {};
         for (int64_t n = begin; n < end; n++, of_tokens += PAGE) {
-            const Page page(pages, n, room);
-            find_order(page.bytes, order);
-            find_gains(page.bytes, table, gains);
-            add(page.bytes, order, gains, of_tokens, apart);
+            const Page page(pages, layout, n, room);
+            find_order(page.bytes, layout, order);
+            find_gains(page.bytes, layout, table, gains);
+            add(page.bytes, layout, order, gains, of_tokens, apart);
         }
     }
 
@@ -80,16 +92,15 @@ struct Total {
 
     // The values of all queries, added to found [QUERIES, HEAD].
     template <typename Basis>
-    void put(const Basis* basis, const int32_t* places, const float* table, float* found) const {
+    void put(const Basis* basis, const Fields* fields_of, const float* table, float* found) const {
         float coordinates[QUERIES][HEAD] = {}, all[QUERIES][LAST + 1];
         for (int r = 0; r < QUERIES; r++)
             for (int rank = 0; rank <= LAST; rank++) {
                 const float* own = weights + r * PAGE + first_token(rank);
                 all[r][rank] = std::accumulate(own, own + RANKS[rank].tokens, 0.0f);
             }
-        each_field([&](int field, int at, float zero, int rank) {
-            const int coordinate = places[at] % HEAD;
-            const float worth = table[GAINS + places[at] / HEAD];
+        each_field(fields_of, [&](int field, int coordinate, int kind, float zero, int rank) {
+            const float worth = table[GAINS + kind];
             UNROLLED for (int r = 0; r < QUERIES; r++)
                 coordinates[r][coordinate] += worth * (fields[r * FIELDS + field] - zero * all[r][rank]);
         });
@@ -114,7 +125,10 @@ struct Total {
     }
 
   private:
-    void add(const uint8_t* page, const int32_t* order, const float* gains, const float* of_tokens, int64_t apart) {
+    void add(
+        const uint8_t* page, const Layout& layout, const int32_t* order, const float* gains, const float* of_tokens,
+        int64_t apart
+    ) {
         float of_pairs[QUERIES * PAGE + LANES], of_singles[QUERIES * PAGE + LANES];  // for fields that are not shifted
         for (int r = 0; r < QUERIES; r++)
             for (int t = 0; t < PAGE; t += LANES) {
@@ -128,12 +142,19 @@ struct Total {
             each_rank([&](auto rank) {
                 constexpr Rank own = RANKS[rank.value];
                 constexpr int COUNT = several.value, FIRST = own.first_field, BEHIND = own.of_singles();
-                constexpr int PAIRS = (BEHIND - FIRST) / LANES, SINGLES = (own.end_field() - BEHIND) / LANES;
                 const int first = r * PAGE + first_token(rank);
                 float* found = fields + r * FIELDS;
-                const uint8_t *pairs = page + own.first_byte, *singles = page + own.singles_byte();
-                add_kind<2, COUNT, PAIRS>(pairs, own.quarter(), own.pairs, of_pairs + first, found + FIRST);
-                add_kind<1, COUNT, SINGLES>(singles, own.eighth(), own.singles, of_singles + first, found + BEHIND);
+                const Place& there = layout[rank.value];
+                const uint8_t *pairs = page + there.pairs_at, *singles = page + there.singles_at;
+                const float *of_2 = of_pairs + first, *of_1 = of_singles + first;
+#if SHARED
+                add_some<2, COUNT>(pairs, own.quarter(), there.pairs_row, there.pairs, of_2, found + FIRST);
+                add_some<1, COUNT>(singles, own.eighth(), there.singles_row, there.singles, of_1, found + BEHIND);
+#else
+                constexpr int PAIRS = (BEHIND - FIRST) / LANES, SINGLES = (own.end_field() - BEHIND) / LANES;
+                add_kind<2, COUNT, PAIRS>(pairs, own.quarter(), there.pairs_row, of_2, found + FIRST);
+                add_kind<1, COUNT, SINGLES>(singles, own.eighth(), there.singles_row, of_1, found + BEHIND);
+#endif
             });
         });
     }

@@ -1,5 +1,6 @@
 """Attention of one token of each sample of a cache on CPUs, where keys and values have widths by channel
-(`kvpass.codec.allocation`): scores, weights and values of some pages at a time, and of the exact tokens."""
+(`kvpass.codec.allocation`, `kvpass.codec.shares`): scores, weights and values of some pages at a time, and of the exact
+tokens."""
 
 from collections.abc import Callable
 from functools import cache
@@ -7,29 +8,31 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from kvpass.codec.allocation import allocation_of
 from kvpass.codec.kept import Pack
+from kvpass.codec.quantizer import PAIRS
 from kvpass.codec.rope import parse_rope
+from kvpass.codec.shares import shares_of
 from kvpass.codec.spec import CodecSpec
 from kvpass.layout.pool import capacity
 
-from .allocated import common_of, defines_of, look_up_table
+from .allocated import defines_of, look_up_table
 from .attend_codes import DTYPES, LANES, as_tokens
 from .build import build, source, text
 
 _BYTES, _INTS, _NUMBER = "const uint8_t*", "const int32_t*", "int64_t"
-_SIDE = [_BYTES, _BYTES, _INTS]
-_TYPES = [_BYTES, "uint8_t*", *_SIDE, *_SIDE, *7 * [_BYTES], "const float*", *13 * [_NUMBER], "float"]
 _NO_TURN = 0, False
 
 
 @cache
 def serves(key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype) -> bool:
     """Whether what ``key`` and ``value`` say is kept of tokens of ``dtype`` is read by `allocated_attend.cpp`."""
-    transform, of_keys, of_values = key.transform, key.quantizer.allocation, value.quantizer.allocation
+    transform = key.transform
+    of_keys, of_values = (spec.quantizer.allocation or spec.quantizer.shares for spec in (key, value))
     return (
         dtype in DTYPES
         and of_keys is not None
-        and of_values is not None
+        and type(of_keys) is type(of_values)
         and of_keys.block_size == of_values.block_size
         and key.retention == value.retention
         and key.retention.keep == "recent"
@@ -41,12 +44,29 @@ def serves(key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype) 
 
 @cache
 def _kernel(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dtype: torch.dtype) -> Callable[..., None]:
-    defines = common_of(key, head_dim, queries, dtype)
+    shared = key.quantizer.shares is not None
+    block_size = shares_of(key).block_size if shared else allocation_of(key).block_size
+    defines = dict(
+        QUERIES=queries, HEAD=head_dim, BLOCK=block_size, PAGE=key.page_size, SINKS=key.retention.sinks,
+        BFLOAT16=int(dtype == torch.bfloat16),
+    )  # fmt: skip
     defines |= dict(KEY_WINDOW=key.retention.ring_size, VALUE_WINDOW=value.retention.ring_size)
     sides = (("keys", key, "allocated_scores.h"), ("values", value, "allocated_values.h"))
     parts = [source(defines, "tokens.h", "rings.h")]
-    parts += [text(defines_of(spec, head_dim), "allocated.h", file, namespace=name) for name, spec, file in sides]
-    return build("".join([*parts, text({}, "allocated_attend.cpp")]), _TYPES)
+    of = _shared_defines if shared else defines_of
+    parts += [text(of(spec, head_dim), "allocated.h", file, namespace=name) for name, spec, file in sides]
+    side = [_BYTES, _BYTES, _BYTES if shared else _INTS, _INTS]
+    types = [_BYTES, "uint8_t*", *side, *side, *7 * [_BYTES], "const float*", *14 * [_NUMBER], "float"]
+    return build("".join([*parts, text({}, "allocated_attend.cpp")]), types)
+
+
+def _shared_defines(spec: CodecSpec, head_dim: int) -> dict[str, int]:
+    """What allocated.h is compiled for where shares say what heads have."""
+    pairs, singles = PAIRS * head_dim, head_dim
+    return dict(
+        PAGE_BYTES=0, NUM_FIELDS=shares_of(spec).ranks * head_dim, RANKED=int(shares_of(spec).ranked), SHARED=1,
+        RICH_PAIRS=pairs, RICH_SINGLES=singles, POOR_PAIRS=pairs, POOR_SINGLES=singles,
+    )  # fmt: skip
 
 
 def attend(
@@ -61,16 +81,19 @@ def attend(
     for pack in (key, value):
         (pool,) = pack.pools
         rooms.append(capacity(pool, pages))
-        sides += [pool.contiguous(), pack.basis, pack.fields]
+        fitted = pack.fitted(("basis", "fields", "widths"))
+        share = fitted[1] if pack.share is None else pack.share
+        sides += [x.contiguous() for x in (pool, *fitted, share)]
+        of_samples = int(len(fitted[0]) == batch)
     q, *exact = (as_tokens(x, dtype) for x in (q, key.ring, value.ring, k_new, v_new))
     out, frames = torch.empty_like(q), key.frames
     (pairs, interleaved), cos, sin = _NO_TURN, q, q
     if frames is not None:
         (pairs, interleaved), cos, sin = parse_rope(frames.rope), *(as_tokens(x, dtype) for x in frames[:2])
-    center = q if key.center is None else key.center
+    center = q if key.center is None else key.center.contiguous()
     _kernel(k_spec.stored_as, v_spec.stored_as, head_dim, q_heads // heads, dtype)(
         q, out, *sides, *exact, cos, sin, center, look_up_table(q.device), batch, heads, n, present, pages, *rooms,
-        cos.shape[1], cos.shape[2], pairs, int(interleaved), int(key.center is not None), torch.get_num_threads(),
-        scale,
+        cos.shape[1], cos.shape[2], pairs, int(interleaved), int(key.center is not None),
+        of_samples, torch.get_num_threads(), scale,
     )  # fmt: skip
     return out

@@ -37,7 +37,8 @@ _OF_KEYS = {"codec=boosted", "codec=polar"}
 _VALUES = WIDTHS | {f"codec={name}" for name in ("allocated", *filter(None, OPENED))} - _OF_KEYS
 _VALUES |= {"per=channel", "per=token", "keep=log", "rotation", "grid", "allocation", "share", "rank", "chosen_by"}
 _VALUES |= {f"allocation.{name}" for name in ("rich_pairs", "rich_singles", "follows")}
-_ATTENDED = _VALUES | _OF_KEYS | {"pre_rope", "center", "page_frame"}, _VALUES
+_VALUES |= {"codec=shares", "shares", *(f"shares.{name}" for name in ("ranked", "follows", "adapts"))}
+_ATTENDED = _VALUES | _OF_KEYS | {"pre_rope", "center", "page_frame", "numbered"}, _VALUES
 _BEHIND_ROPE = {"boosted": "boosted channels", "error-term": "matrices of what codes leave"}
 _MIN_PAGES = 2  # sizes 0 and 1 would be specialised; what is beyond the packed tokens is masked
 
@@ -359,13 +360,15 @@ def _refuses_attend(dispatch: DispatchKey) -> str | None:
         return None
     specs = [parse(text) for text in dispatch.specs]
     (key, value), of_keys = (spec.retention for spec in specs), specs[0].transform
-    if dispatch.device != "cpu" and any(spec.quantizer.allocation is not None for spec in specs):
+    if dispatch.device != "cpu" and any(spec.quantizer.allocation or spec.quantizer.shares for spec in specs):
         return "widths by channel are read by kernels for CPUs."
+    if len({spec.quantizer.shares is None for spec in specs}) > 1:
+        return "bits are shared out to keys and values, or to neither."
     if (key.page_size, key.sinks, key.keep) != (value.page_size, value.sinks, value.keep):
         return "keys and values must share page size, sinks and the choice of exact tokens."
     if of_keys.pre_rope and specs[0].quantizer.allocation is not None:
         return "a basis of keys before rotary embedding, token by token, is no query's: they have to be decoded."
-    if of_keys.page_frame and specs[0].quantizer.allocation is None:
+    if of_keys.page_frame and not (specs[0].quantizer.allocation or specs[0].quantizer.shares):
         return "keys in the frame of their page, all channels of one width, have to be decoded."
     if of_keys.pre_rope and of_keys.rotation is not None:
         return "keys rotated by a Hadamard matrix before rotary embedding have to be decoded."
@@ -433,6 +436,8 @@ def attend(
         kernel = one_token.kernel_of(k_spec, v_spec, q.shape[3], q.dtype, q.shape[1] // k_new.shape[1], q.device)
         if kernel is not None:
             return [kernel(q, key, value, n, k_new, v_new, scale, k_spec, v_spec)]
+    if k_spec.quantizer.shares is not None:  # under a mask, among others
+        return reference.attend(q, key, value, n, k_new, v_new, mask, *how, statistic, importance)
     if mask is not None and importance is not None and k_spec.retention.evicts:
         mask = with_past(mask, importance, n, q.shape)
     out, *mass = _run(q, key, value, n, k_new, v_new, mask, *how, bool(statistic))

@@ -1,0 +1,290 @@
+"""`waterfill` calibrated once: one water-filling of bits over the keys and values of all heads of a model, by what
+their errors cost its predictions, and the basis, means, widths and queries that all its caches then share.
+
+Texts are read one after the other, once forwards and once backwards, and what is kept of them does not depend on how
+many there are: means, second moments and Fisher information of each head, before rotary embedding.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from ..codec.kept import of_model
+from ..codec.quantizer import QUERIES
+from ..codec.rope import rotate, split_pairs
+from ..codec.shares import WIDEST, share_of, water_fill
+from ..models.arguments import handing
+from ..models.probe import fresh_cache
+from ..schemes import CalibratedWaterfillConfig, LayerGeometry
+from .sensitivity import Seen, look
+
+_REPEATED = 0.5  # of the Fisher information: that of texts that say something twice
+_ONE_IN = 3  # of the texts, so many are read with a half of them twice
+_FLOOR = 0.02  # of the mean cost of a channel: none costs less
+_LEAST_VARIANCE = 1e-6  # of the mean of a head, and of a basis that is kept in 16 bits
+_RICH_WORTH = 6.0  # what an error in a rich token costs, in those of the others
+_TEMPER = 0.85  # heads cost this power of what was measured: measured on few texts, the largest are too large
+_SHIFTS = 1, 16, 256  # of positions, by which it is found out how keys are turned
+_TOLERANCE, _LEAST_ANGLE = 0.05, 1e-6  # of what is turned, and of a turn
+_DISTANCES = 112, 4096  # from which queries see the keys that they choose among
+
+Fitted = tuple[list[Tensor], list[Tensor]]
+
+
+class Turn:
+    """How the keys of a layer are turned by their position: ``rope`` (`kvpass.codec.rope`), and angles ``[p]``."""
+
+    def __init__(self, rope: str, angles: Tensor):
+        self.rope, self.angles = rope, angles
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        """``x`` ``[H, T, D]``, turned as far as ``positions`` ``[T]``, which may be negative: float32."""
+        if not self.rope:
+            return x.float()
+        turned = positions.double().unsqueeze(-1) * self.angles.double()
+        cos, sin = turned.cos()[None].float(), turned.sin()[None].float()
+        return rotate(x.float()[None], cos, sin, self.rope)[0]
+
+    def is_close(self, other: Turn) -> bool:
+        """Whether two layers that were looked at turn keys by the same angles."""
+        return self.rope == other.rope and torch.allclose(self.angles, other.angles, rtol=1e-3, atol=1e-6)
+
+    def matrices(self, positions: Tensor, size: int) -> Tensor:
+        """The same as matrices that rows are multiplied with, ``[T, D, D]`` float64."""
+        identity = torch.eye(size, device=positions.device)
+        rows = [self(identity[i].expand(1, len(positions), -1), positions)[0] for i in range(size)]
+        return torch.stack(rows, 1).double()
+
+
+@torch.no_grad()
+def find_turns(model: nn.Module, layers: dict[int, LayerGeometry], ids: Tensor) -> dict[int, Turn]:
+    """How the keys of each of ``layers`` are turned, from what becomes of those of a few tokens ``[1, T]`` at later
+    positions: where attention sees distances alone, all else is the same. Keys that are not turned by pairs of channels
+    are taken as they are."""
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return {index: _NO_TURN for index in layers}
+    keys: dict[int, dict[int, Tensor]] = {}
+    for shift in (0, *_SHIFTS):
+        cache: Any = fresh_cache(model)
+        positions = torch.arange(ids.shape[1], device=ids.device)[None] + shift
+        model(input_ids=ids, position_ids=positions, **handing(model, cache), use_cache=True)
+        keys[shift] = {index: cache.layers[index].keys[0].float() for index in layers}
+    turns: list[Turn] = []
+    found: dict[int, Turn] = {}
+    for index in layers:
+        own = _turn({shift: each[index] for shift, each in keys.items()})
+        found[index] = same = next((turn for turn in turns if turn.is_close(own)), own)
+        if same is own:
+            turns.append(own)
+    return found
+
+
+def _turn(keys: dict[int, Tensor]) -> Turn:
+    """What turns keys ``[H, T, D]``, given as they are at some shifts of their positions, 0 and 1 among them."""
+    size = keys[0].shape[-1]
+    for pairs in range(1, size // 2 + 1):
+        for rope in (f"half-{pairs}", f"interleaved-{pairs}"):
+            angle = _between(keys[0], keys[1], rope)
+            if angle is None or not (angle.abs() > _LEAST_ANGLE).any():
+                continue
+            for shift in _SHIFTS[1:]:  # from farther away it is seen more exactly
+                far = _between(keys[0], keys[shift], rope)
+                if far is not None:
+                    more = torch.remainder(far - shift * angle + torch.pi, 2 * torch.pi) - torch.pi
+                    angle = angle + more / shift
+            return Turn(rope, angle.float().cpu())
+    return _NO_TURN
+
+
+def _between(before: Tensor, after: Tensor, rope: str) -> Tensor | None:
+    """The angles ``[p]`` float64 by which ``rope`` makes ``after`` of ``before``, ``[H, T, D]``; None if it does
+    not."""
+    first, second, rest = split_pairs(torch.stack([before, after]).double(), rope)
+    was, became = torch.complex(first, second)
+    angle = (became * was.conj()).sum((0, 1)).angle()
+    error = (became - was * torch.polar(torch.ones_like(angle), angle)).abs().square().sum()
+    error = error + (rest[1] - rest[0]).square().sum()
+    return angle if error < _TOLERANCE**2 * before.double().square().sum() else None
+
+
+_NO_TURN = Turn("", torch.empty(0))
+
+
+class _Statistics:
+    """Of one layer, over all texts: of keys before rotary embedding, values and queries, and what errors cost."""
+
+    def __init__(self, layer: LayerGeometry, turn: Turn):
+        self.layer, self.turn, self.tokens = layer, turn, 0
+        heads, size = layer.num_key_value_heads, layer.head_dim
+        self.mean = torch.zeros(heads, 1, size, dtype=torch.float64)
+        self.moments = torch.zeros(2, heads, size, size, dtype=torch.float64)  # of keys and of values
+        self.fisher = torch.zeros(2, 2, heads, size, size, dtype=torch.float64)  # of plain texts, of repeated ones
+        self.queries: list[Tensor] = []
+
+    def add(self, seen: Seen, sinks: int, far: int, repeated: bool, generator: torch.Generator) -> None:
+        """Take in what one text gives."""
+        positions = torch.arange(seen.k.shape[1], device=seen.k.device)
+        counted, last = slice(sinks, len(positions) - far), len(positions) - far
+        for role, gradient in enumerate((seen.of_keys, seen.of_values)):
+            back = self.turn(gradient, -positions) if role == 0 else gradient.float()
+            own = back[:, counted].double().cpu()
+            self.fisher[int(repeated), role] += own.mT @ own / max(1, last - sinks)
+        if repeated:
+            return
+        keys, values = self.turn(seen.k, -positions), seen.v.float()
+        keys, values = (x[:, sinks:].double().cpu() for x in (keys, values))
+        self.tokens += keys.shape[1]
+        self.mean += keys.sum(1, keepdim=True)
+        self.moments += torch.stack([keys.mT @ keys, values.mT @ values])
+        self.queries.append(self._some_queries(seen.q, positions, generator))
+
+    def _some_queries(self, q: Tensor, positions: Tensor, generator: torch.Generator) -> Tensor:
+        """Some of ``q`` ``[H_q, T, D]``, as keys see them that are some distance before: ``[H, Q, D]``."""
+        first, last = len(positions) // 16, len(positions)
+        at = torch.randint(first, last, (QUERIES,), generator=generator).to(q.device)
+        away = torch.randint(*_DISTANCES, (QUERIES,), generator=generator).to(q.device)
+        chosen = self.turn(q[:, at], away - positions[at]).unflatten(0, (self.layer.num_key_value_heads, -1))
+        of_head = torch.randint(0, chosen.shape[1], (QUERIES,), generator=generator).to(q.device)
+        return chosen[:, of_head, torch.arange(QUERIES, device=q.device)].cpu()
+
+    def costs(self, scale: Tensor) -> Tensor:
+        """Fisher information of keys and of values, ``[2, H, D, D]``, that of either kind of texts in units of its own
+        over the whole model, ``scale`` ``[2]``; without repeated texts, that of plain ones."""
+        weights = torch.tensor([1 - _REPEATED, _REPEATED]) if scale[1] > 0 else torch.tensor([1.0, 0.0])
+        return (self.fisher * (weights / scale.clamp_min(1e-300)).view(2, 1, 1, 1, 1)).sum(0)
+
+    def covariances(self, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean of keys ``[H, 1, D]``, and covariances of keys, as pages have them in their frames, and of values, ``[2,
+        H, D, D]``."""
+        mean = self.mean / self.tokens
+        keys, values = self.moments / self.tokens
+        return mean, torch.stack([self.in_frames(keys - mean.mT @ mean, offsets), values])
+
+    def in_frames(self, matrix: Tensor, offsets: Tensor) -> Tensor:
+        """Second moments ``[H, D, D]`` of keys before rotary embedding, as of those in a page."""
+        if not self.turn.rope:
+            return matrix
+        turned = self.turn.matrices(offsets, matrix.shape[-1]).unsqueeze(1)
+        return (turned.mT @ matrix @ turned).mean(0)
+
+
+def measure(
+    model: nn.Module,
+    data: Sequence[Tensor],
+    layers: dict[int, LayerGeometry],
+    turns: dict[int, Turn],
+    config: CalibratedWaterfillConfig,
+    seen: tqdm,
+) -> dict[int, _Statistics]:
+    """What ``data`` ``[1, T]`` each, and some of it with a half twice, say about the layers of ``model``."""
+    retention, generator = config._policy(), torch.Generator().manual_seed(0)
+    far = retention.window - retention.page_size // 2  # of a token of the middle of a page, when it is packed
+    statistics = {index: _Statistics(layer, turns[index]) for index, layer in layers.items()}
+    repeated = [ids[:, : ids.shape[1] // 2].repeat(1, 2) for ids in data[::_ONE_IN]]
+    for is_repeated, texts in enumerate((data, repeated)):
+        for ids in texts:
+            for index, found in look(model, ids, layers, far, retention.sinks, generator).items():
+                statistics[index].add(found, retention.sinks, far, bool(is_repeated), generator)
+            seen.update()
+    return statistics
+
+
+def passes(texts: int) -> int:
+    """Texts that `measure` reads where so many are given."""
+    return texts + len(range(0, texts, _ONE_IN))
+
+
+class _Axes:
+    """A basis in blocks for heads with ``covariance`` ``[H, D, D]`` whose errors cost ``fisher`` ``[H, D, D]``.
+
+    basis: ``[H, D, b]``: row i is what a step in coordinate i adds to the channels of its block.
+    cost: ``[H, D]``, what an error costs that is as large as the coordinate itself, comparable over the whole model.
+    """
+
+    def __init__(self, covariance: Tensor, fisher: Tensor, size: int):
+        def diagonal_blocks(matrix: Tensor) -> Tensor:
+            blocks = matrix.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))
+            return blocks.diagonal(dim1=-4, dim2=-2).permute(0, 3, 1, 2)
+
+        def with_diagonal(matrix: Tensor, least: Tensor) -> Tensor:
+            return matrix + torch.diag_embed(least[:, None, None].expand(matrix.shape[:-1]))
+
+        each = fisher.diagonal(dim1=-2, dim2=-1).mean(-1)
+        variance = covariance.diagonal(dim1=-2, dim2=-1).mean(-1)
+        covariance = with_diagonal(diagonal_blocks(covariance), _LEAST_VARIANCE * (variance + 1))
+        self.metric = diagonal_blocks(fisher) / each.clamp_min(1e-300)[:, None, None, None]
+        metric = with_diagonal(self.metric, torch.full_like(each, _FLOOR))
+        energy, directions = torch.linalg.eigh(metric)
+        root = energy.clamp_min(_FLOOR / 2).sqrt().unsqueeze(-2)
+        half, inverse = (directions * root) @ directions.mT, (directions / root) @ directions.mT
+        cost, vectors = torch.linalg.eigh(half @ covariance @ half)
+        cost = cost.clamp_min(1e-12 * variance[:, None, None] + 1e-12)
+        self.basis = (cost.sqrt().unsqueeze(-1) * (vectors.mT @ inverse)).flatten(1, 2)
+        self.metric = self.metric.flatten(1, 2)
+        self.cost = cost.flatten(1) * each.unsqueeze(-1)
+
+
+def share_out(
+    statistics: dict[int, _Statistics], config: CalibratedWaterfillConfig
+) -> tuple[CalibratedWaterfillConfig, dict[int, Fitted]]:
+    """``config`` with how keys are turned, and what caches of the model share, layer by layer: for keys the angles they
+    are turned by, if they are, and for both what `kvpass.codec.kept.of_model` names."""
+    size = config._policy().page_size
+    offsets = torch.arange(size) - size // 2
+    traces = [own.fisher.diagonal(dim1=-2, dim2=-1).sum((1, 2, 3)) for own in statistics.values()]
+    scale = torch.stack(traces).sum(0)
+    ropes = tuple(statistics[i].turn.rope if i in statistics else "" for i in range(max(statistics) + 1))
+    config = replace(config, ropes=ropes)
+    axes: dict[int, tuple[_Axes, _Axes]] = {}
+    means: dict[int, Tensor] = {}
+    for index, own in statistics.items():
+        shares = config.plan(own.layer).key.quantizer.shares
+        means[index], covariances = own.covariances(offsets)
+        costs = own.costs(scale)
+        costs[0] = own.in_frames(costs[0], offsets)
+        keys, values = zip(covariances, costs, strict=True)
+        axes[index] = _Axes(*keys, shares.block_size), _Axes(*values, shares.block_size)
+    widths = _water_fill(axes, config)
+    fitted: dict[int, Fitted] = {}
+    for index, own in statistics.items():
+        plan, both = config.plan(own.layer), []
+        for spec, of_role, of_widths in zip((plan.key, plan.value), axes[index], widths[index], strict=True):
+            found = {
+                "share": share_of(of_widths),
+                "metric": of_role.metric[None],
+                "center": means[index][None],
+                "basis": of_role.basis[None],
+                "widths": of_widths[None],
+                "queries": torch.cat(own.queries, 1)[None, :, :: len(own.queries)],
+            }
+            tensors = [found[name] for name in of_model(spec)]
+            both.append([t.to(torch.float16) if t.is_floating_point() else t for t in tensors])
+        if own.turn.rope:
+            both[0].insert(0, own.turn.angles.cpu().clone())
+        fitted[index] = both[0], both[1]
+    return config, fitted
+
+
+def _water_fill(
+    axes: dict[int, tuple[_Axes, _Axes]], config: CalibratedWaterfillConfig
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """Widths of keys and of values of each layer, ``[H, ranks, D]`` uint8."""
+    of_heads = torch.cat([one.cost.sum(-1) for both in axes.values() for one in both])
+    mean = of_heads.mean()
+    worth = torch.tensor([_RICH_WORTH**0.5, _RICH_WORTH**-0.5] if config.ranked else [1.0], dtype=torch.float64)
+    costs = []
+    for both in axes.values():
+        for one in both:
+            tempered = (one.cost.sum(-1, keepdim=True) / mean) ** (_TEMPER - 1)
+            costs.append((one.cost * tempered).unsqueeze(1) * worth.view(1, -1, 1))
+    flat = torch.cat([cost.flatten() for cost in costs])
+    found = water_fill(flat, round(min(config.bits, WIDEST) * len(flat)))
+    parts = [part.view(cost.shape) for part, cost in zip(found.split([c.numel() for c in costs]), costs, strict=True)]
+    return dict(zip(axes, zip(parts[::2], parts[1::2], strict=True), strict=True))

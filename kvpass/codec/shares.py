@@ -1,0 +1,246 @@
+"""Bits that a calibration shared out: the heads of a layer, their keys and values, and ranks of tokens have as many as
+their errors cost, by one water-filling over the whole model.
+
+Tokens are coded as in `codec.allocation`: a basis, widths by coordinate, fields of two bits and of one, a gain for each
+token and head, and ranks of the tokens of a page. What differs is who has how much, so a page is that of all heads of a
+layer together: who is rich ``[P / 8, H]``, and of each rank the pairs of bits of all heads ``[T / 4, pairs]``, their
+single bits ``[T / 8, singles]`` and gains ``[T, heads]``, those of a head side by side. A head that has no bits of a
+rank has no gain there.
+
+How many there are is the *share* of a layer, ``[ranks, 3, H + 1]`` int32 on the host: where the pairs, the single bits
+and the gains of each head begin, and their ends. Which coordinates they belong to follows from *widths*, ``[B or 1, H,
+ranks, D]`` uint8: the pairs of a head come first by level, from the lowest bits up, then by coordinate, and the highest
+bit of an odd width is a single one.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import KVPassError
+from .allocation import (
+    DISTORTION,
+    FIELD_BITS,
+    STEPS,
+    UNIT,
+    allocate,
+    best_gain,
+    blocks,
+    choose,
+    fit_axes,
+    gains,
+    middle,
+    slots,
+)
+from .bitpack import byte_rows, pack, smallest_page, unpack
+from .kept import CODECS, Codec, Kept
+from .quantizer import PAIRS, RICH, Shares
+from .spec import CodecSpec
+
+WIDEST = 2 * PAIRS + 1
+"""Most bits of a coordinate."""
+
+
+def shares_of(spec: CodecSpec) -> Shares:
+    """The `Shares` of ``spec``. Raises `KVPassError` if it has none."""
+    if spec.quantizer.shares is None:
+        raise KVPassError("Bits that a calibration shares out need Shares: Quantizer(..., shares=Shares(...)).")
+    return spec.quantizer.shares
+
+
+def share_of(widths: Tensor) -> Tensor:
+    """The share of a layer with these widths, ``[H, ranks, D]``."""
+    widths = widths.long().cpu()
+    each = torch.stack([(widths // 2).sum(-1), (widths % 2).sum(-1), widths.amax(-1).clamp(max=1)])  # [3, H, ranks]
+    ends = each.permute(2, 0, 1).cumsum(-1)
+    return torch.cat([torch.zeros_like(ends[..., :1]), ends], -1).int()
+
+
+class _Rank(NamedTuple):
+    """What a page keeps of its tokens of one rank, see above: where the pairs, single bits and gains of heads begin."""
+
+    tokens: int
+    pairs: list[int]
+    singles: list[int]
+    gains: list[int]
+
+    @property
+    def parts(self) -> list[tuple[int, int]]:
+        """Rows and columns of what is kept."""
+        rows = *(byte_rows(self.tokens, bits) for bits in FIELD_BITS), self.tokens
+        return [(count, columns[-1]) for count, columns in zip(rows, self[1:], strict=True)]
+
+    @property
+    def heads(self) -> list[int]:
+        """Those that have a gain."""
+        return [h for h, (start, stop) in enumerate(pairwise(self.gains)) if stop > start]
+
+
+def _ranks(share: Tensor, spec: CodecSpec) -> list[_Rank]:
+    counts = shares_of(spec).tokens(spec.page_size)
+    return [_Rank(tokens, *each) for tokens, each in zip(counts, share.tolist(), strict=True)]
+
+
+def _parts(share: Tensor, spec: CodecSpec) -> list[tuple[int, int]]:
+    """Rows and columns of all that a page keeps."""
+    rich = [(byte_rows(spec.page_size, 1), share.shape[-1] - 1)] if shares_of(spec).ranked else []
+    return rich + [part for rank in _ranks(share, spec) for part in rank.parts]
+
+
+def page_bytes(share: Tensor, spec: CodecSpec) -> int:
+    """Bytes of a page of a layer with this share."""
+    return sum(rows * columns for rows, columns in _parts(share, spec))
+
+
+def rich_of(pages: Tensor, page_size: int, heads: int) -> Tensor:
+    """Who is rich in the pages ``[B, 1, N, 1, bytes]`` of keys of ``heads`` heads: ``[B, H, N, P / 8, 1]``."""
+    rows = byte_rows(page_size, 1)
+    return _by_head(pages[:, 0, :, 0, : rows * heads].unflatten(-1, (rows, heads)))
+
+
+def _by_head(rich: Tensor) -> Tensor:
+    """``[B, N, P / 8, H]`` -> ``[B, H, N, P / 8, 1]``."""
+    return rich.permute(0, 3, 1, 2).unsqueeze(-1)
+
+
+def fields_of(widths: Tensor, starts: Sequence[int], single: bool) -> tuple[Tensor, Tensor]:
+    """The pairs, or the single bits, of a rank in the order in which pages keep them: their channels among all heads,
+    ``head * D + coordinate``, and how far above the lowest bit of the code they are; ``[B, F]`` int64 each.
+
+    widths: ``[B, H, D]``. starts: where the fields of each head begin, and their end.
+    """
+    widths, size = widths.long(), widths.shape[-1]
+    if single:
+        there, shift = widths % 2 > 0, widths - 1
+    else:
+        level = torch.arange(PAIRS, device=widths.device).view(-1, 1)
+        there = (widths.unsqueeze(-2) // 2 > level).flatten(-2)
+        shift = (2 * level).expand(PAIRS, size).flatten().expand(there.shape)
+    first = torch.argsort(there, dim=-1, descending=True, stable=True)
+    channels, shifts = [], []
+    for head, (start, stop) in enumerate(pairwise(starts)):
+        index = first[:, head, : stop - start]
+        channels.append(index % size + head * size)
+        shifts.append(shift[:, head].gather(-1, index))
+    return torch.cat(channels, -1), torch.cat(shifts, -1)
+
+
+def _by_kind(widths: Tensor, rank: _Rank) -> list[tuple[Tensor, Tensor]]:
+    return [fields_of(widths, rank.pairs, False), fields_of(widths, rank.singles, True)]
+
+
+def encode(x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor], stored: None = None) -> tuple[Tensor]:
+    """Whole pages ``[B, H, N * P, D]`` as bytes, ``[B, 1, N, 1, bytes]`` uint8.
+
+    fitted: the share of the layer, its basis ``[B or 1, H, D, b]``, widths ``[B or 1, H, ranks, D]``, and where tokens
+    have ranks, the queries ``[1, H, Q, D]`` that choose, or for values that follow what their keys chose, `rich_of`.
+    """
+    shares, (share, basis, widths, *chosen) = shares_of(spec), fitted
+    inverse = torch.linalg.inv(basis.double().unflatten(-2, (-1, shares.block_size)))
+    units = (blocks(x, shares.block_size) @ inverse).transpose(2, 3).flatten(-2).float()
+    units, kept = units.unflatten(2, (-1, spec.page_size)), []
+    if shares.ranked:
+        rich = chosen[0] if shares.follows else choose(x, spec, chosen[0])
+        kept.append(rich.squeeze(-1).permute(0, 2, 3, 1))
+        units = units.gather(3, slots(rich).argsort(-1).unsqueeze(-1).expand_as(units))
+    by_rank = units.split(shares.tokens(spec.page_size), 3)
+    for i, (of_rank, rank) in enumerate(zip(by_rank, _ranks(share, spec), strict=True)):
+        kept += _encode_rank(of_rank, widths[:, :, i], rank)
+    return (torch.cat([part.flatten(2) for part in kept], -1).unsqueeze(1).unsqueeze(3),)
+
+
+def _encode_rank(units: Tensor, widths: Tensor, rank: _Rank) -> list[Tensor]:
+    """Tokens of one rank, ``[B, H, N, T, D]`` coordinates, as `_Rank.parts` says."""
+    own = widths.long()[:, :, None, None]
+    steps, most = torch.tensor([1.0, *STEPS], device=units.device)[own], 2.0**own - 1
+    levels, codes = best_gain(units, steps, most, own)
+    wide, parts = codes.to(torch.uint8).permute(0, 2, 3, 1, 4).flatten(-2), []  # [B, N, T, H * D]
+    for bits, (channels, shifts) in zip(FIELD_BITS, _by_kind(widths, rank), strict=True):
+        index, shift = (each[:, None, None].expand(*wide.shape[:-1], -1) for each in (channels, shifts))
+        parts.append(pack(wide.gather(-1, index) >> shift.to(torch.uint8) & (2**bits - 1), bits))
+    return [*parts, (levels + UNIT).to(torch.uint8).squeeze(-1)[:, rank.heads].permute(0, 2, 3, 1)]
+
+
+def decode(pages: Tensor, share: Tensor, basis: Tensor, widths: Tensor, spec: CodecSpec) -> Tensor:
+    """Inverse of `encode` up to rounding: ``[B, H, N * P, D]`` float32."""
+    shares, parts, (heads, _, size) = shares_of(spec), _parts(share, spec), widths.shape[1:]
+    split = pages[:, 0, :, 0].split([rows * columns for rows, columns in parts], -1)
+    kept = [part.unflatten(-1, shape) for part, shape in zip(split, parts, strict=True)]
+    rich, by_rank = _by_head(kept.pop(0)) if shares.ranked else None, []
+    for i, rank in enumerate(_ranks(share, spec)):
+        units = _decode_rank(kept[3 * i : 3 * i + 3], widths[:, :, i], rank)
+        by_rank.append(units.unflatten(-1, (heads, size)).permute(0, 3, 1, 2, 4))
+    units = torch.cat(by_rank, 3)
+    if rich is not None:
+        units = units.gather(3, slots(rich).unsqueeze(-1).expand_as(units))
+    rows = basis.float().unflatten(-2, (-1, shares.block_size))
+    of_blocks = units.flatten(2, 3).unflatten(-1, (-1, shares.block_size)).transpose(2, 3)
+    values: Tensor = (of_blocks @ rows).transpose(2, 3).flatten(-2)
+    return values
+
+
+def _decode_rank(kept: Sequence[Tensor], widths: Tensor, rank: _Rank) -> Tensor:
+    """Coordinates of the tokens of one rank, ``[B, N, T, H * D]``."""
+    (heads, size), of_gains = widths.shape[1:], gains(kept[2])
+    units = of_gains.new_zeros(*of_gains.shape[:-1], heads * size)
+    worth = torch.tensor([0.0, *STEPS], device=widths.device)[widths.long()].flatten(1)
+    for packed, bits, (channels, shifts) in zip(kept, FIELD_BITS, _by_kind(widths, rank), strict=False):
+        weight = worth.gather(-1, channels) * torch.exp2(shifts.float())
+        fields = (unpack(packed, bits) - middle(bits)) * weight[:, None, None]
+        units = units.scatter_add(-1, channels[:, None, None].expand_as(fields), fields)
+    of_head = units.new_zeros(*units.shape[:-1], heads)
+    of_head[..., rank.heads] = of_gains
+    return units * of_head.repeat_interleave(size, -1)
+
+
+def fit(x: Tensor, metric: Tensor, share: Tensor, spec: CodecSpec, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Basis ``[B, H, D, b]`` float64 and widths ``[B, H, ranks, D]`` uint8 for tokens ``[B, H, T, D]``, with as many
+    fields of each kind as the share of the layer says.
+
+    metric: ``[1, H, D, b]``, what errors cost. valid: ``[B, T]`` bool, as `allocation.fit_basis` takes it.
+    """
+    size = shares_of(spec).block_size
+    metric = metric.unflatten(2, (-1, size)).expand(len(x), -1, -1, -1, -1)
+    basis, cost = fit_axes(x, metric, size, valid)
+    by_rank = []
+    for pairs, singles, _ in share.diff(dim=-1).tolist():
+        heads = zip(cost.unbind(1), pairs, singles, strict=True)
+        by_rank.append(torch.stack([divided(*of_head) for of_head in heads], 1))
+    return basis, torch.stack(by_rank, 2).to(torch.uint8)
+
+
+def divided(cost: Tensor, pairs: int, singles: int) -> Tensor:
+    """Widths ``[..., D]`` of coordinates that cost so much, which share so many pairs of bits and single ones."""
+    none = torch.zeros_like(cost, dtype=torch.long)
+    if pairs:
+        places = allocate(cost, pairs, singles)
+        bits = torch.tensor(FIELD_BITS, device=cost.device).repeat_interleave(torch.tensor([pairs, singles]))
+        return none.scatter_add(-1, places % cost.shape[-1], bits.expand(places.shape))
+    return none.scatter(-1, cost.topk(singles, -1).indices, 1)
+
+
+def water_fill(cost: Tensor, bits: int) -> Tensor:
+    """Widths of all coordinates ``[...]``, which cost so much each, that share ``bits`` so that the least is lost: one
+    after the other, each to who saves most by it."""
+    saved = -torch.tensor(DISTORTION[: WIDEST + 1], dtype=torch.float64).diff()
+    each = (cost.double().flatten().unsqueeze(-1) * saved).flatten()
+    if not 0 <= bits <= each.numel():
+        raise KVPassError(f"{cost.numel()} coordinates share up to {each.numel()} bits, not {bits}.")
+    taken = each.topk(bits).indices // WIDEST
+    return torch.bincount(taken, minlength=cost.numel()).view(cost.shape).to(torch.uint8)
+
+
+def _check(spec: CodecSpec) -> None:
+    multiple = smallest_page(min(FIELD_BITS)) * (RICH if shares_of(spec).ranked else 1)
+    if spec.page_size % multiple:
+        raise KVPassError(
+            f"page_size={spec.page_size} does not fill whole bytes of fields: use a residual that is a multiple of "
+            f"{multiple}."
+        )
+
+
+_OF_LAYER = Kept(lambda spec, head_dim: (1, 0), torch.uint8)  # a layer's share says how many: `page_bytes`
+CODECS["shares"] = Codec({"codes": _OF_LAYER}, encode, decode, ("share", "basis", "widths"), _check)

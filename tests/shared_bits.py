@@ -1,0 +1,34 @@
+"""What a calibration gives a layer whose bits are shared out, made up: heads of any widths, of correlated channels."""
+
+import torch
+
+from kvpass.cache.state import ModelTensors
+from kvpass.codec.kept import of_model
+from kvpass.codec.quantizer import QUERIES
+from kvpass.codec.rope import parse_rope
+from kvpass.codec.shares import WIDEST, share_of, shares_of
+
+from common import generator, randn
+
+
+def shared_tensors(spec, heads, head_dim, seed=0, dtype=torch.float16):
+    """Those that `of_model` names for ``spec``, angles first if keys are turned by the numbers of tokens. The last head
+    has no bits of the last rank."""
+    shares = shares_of(spec)
+    widths = torch.randint(0, WIDEST + 1, (heads, shares.ranks, head_dim), generator=generator(seed))
+    widths[torch.rand(widths.shape, generator=generator(seed + 1)) < 0.4] = 0
+    widths[-1, -1] = 0
+    size = shares.block_size
+    basis = torch.linalg.qr(randn(seed + 2, heads, head_dim // size, size, size)).Q * 1.5
+    found = {
+        "share": share_of(widths),
+        "center": randn(seed + 3, 1, heads, 1, head_dim).to(dtype),
+        "metric": torch.eye(size).repeat(heads, head_dim // size, 1)[None].to(dtype),
+        "basis": basis.flatten(1, 2)[None].to(dtype),
+        "widths": widths[None].to(torch.uint8),
+        "queries": (randn(seed + 4, 1, heads, QUERIES, head_dim) / (4 * head_dim**0.5)).to(dtype),
+    }
+    rope = spec.transform.numbered
+    pairs = parse_rope(rope)[0] if rope else 0
+    angles = [100.0 ** (-torch.arange(pairs) / pairs)] if rope else []
+    return ModelTensors([*angles, *(found[name] for name in of_model(spec))])
