@@ -79,9 +79,11 @@ def test_the_scheme_that_is_named_keeps_what_was_asked_for():
 
 
 def test_queries_without_a_graph_and_without_sdpa_leave_other_schemes():
-    model = kvpass.apply(by_values(llama("eager")), "squat", lowering="eager")
+    """Which is found out by `apply`."""
+    model = by_values(llama("eager"))
     with pytest.raises(KVPassError, match=r"fitted to the queries of the prompt.*Use scheme='kivi'"):
-        call(model, 40, DynamicCache(config=model.config))
+        kvpass.apply(model, "squat", lowering="eager")
+    kvpass.apply(model, "kivi", lowering="eager")
 
 
 def test_a_step_that_cannot_be_captured_runs_uncaptured_and_says_so(monkeypatch, caplog):

@@ -65,7 +65,7 @@ def as_a_whole(model, scheme, **call):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(repeats, "FEWEST", 99)
         expected, others, whole = decoded(model, scheme, **call)
-    assert all(not graph.repeats and graph.whole == "it has fewer than 99 layers" for graph in whole.graphs)
+    assert all(not graph.repeats and graph.whole == "it has fewer than 99 packed layers" for graph in whole.graphs)
     assert [(g.fused, g.decoded, g.rotated) for g in report.graphs] == [
         (g.fused, g.decoded, g.rotated) for g in whole.graphs
     ]

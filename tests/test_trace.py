@@ -95,7 +95,7 @@ def test_the_summary_counts_nodes_and_says_what_each_stage_took(folder):
 def test_a_graph_that_the_pass_gives_up_is_written_as_far_as_it_came(folder):
     with pytest.raises(kvpass.NotFusedError, match="weights are returned"):
         feed(captured("eager", strict=True), 40, output_attentions=True)
-    (graph,) = folder.iterdir()
+    graph = max(folder.iterdir())  # the one before is of what `apply` tried
     assert {file.name[:1] for file in graph.iterdir()} == set("1234s")
     assert read(graph, "3-found.txt").count("# refused: ") == 2
     summary = read(graph, "summary.txt")
