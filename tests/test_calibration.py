@@ -352,7 +352,10 @@ def test_a_forward_that_breaks_is_an_error_and_not_another_result(calibrated):
         for rope in ("pre", "post"):
             scheme = kvpass.schemes.get(calibration.scheme, rope=rope)
             other = Calibration(scheme, calibration.predictors, calibration.model, calibration.explained, {})
-            with packed(model, other), pytest.raises(KVPassError, match="Layers are predicted from the layer below.*Use scheme='kivi'"):
+            with (
+                packed(model, other),
+                pytest.raises(KVPassError, match="Layers are predicted from the layer below.*Use scheme='kivi'"),
+            ):
                 generate(model)
     finally:
         del layer.forward

@@ -40,19 +40,24 @@ def steps(model, count=3, prompt=70):
 
 def breaking(model, layer=0):
     """``model`` with a layer that no graph takes in."""
-    model.model.layers[layer].register_forward_hook(lambda *_: torch._dynamo.graph_break())
+    return behind(model, layer, lambda output: torch._dynamo.graph_break() or output)
+
+
+def behind(model, layer, change):
+    """``model`` with ``change`` behind one of its layers, which is no hook: those keep steps from being compiled."""
+    inner = model.model.layers[layer].forward
+    model.model.layers[layer].forward = lambda *args, **kwargs: change(inner(*args, **kwargs))
     return model
 
 
 def by_values(model, branch=False):
     """``model`` with a first layer whose work depends on the values of a tensor."""
 
-    def hook(module, args, output):
+    def change(output):
         many = output.sum() > 1e9 if branch else int(output.abs().argmax()) > 10**9
         return output * 2 if many else output
 
-    model.model.layers[0].register_forward_hook(hook)
-    return model
+    return behind(model, 0, change)
 
 
 # ---------------------------------------------------------------- captures that fail

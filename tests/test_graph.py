@@ -185,7 +185,7 @@ def test_a_structural_mask_is_dropped_and_a_padding_mask_is_not():
     model = kvpass.apply(llama("eager"), scheme="kivi")
     recorder = Recorder(interpret=True)
     captured_graph(model, recorder)
-    attends = [n for n in recorder.rewritten.__self__.graph.nodes if n.target is ATTEND]
+    attends = [n for n in recorder.rewritten._run.__self__.graph.nodes if n.target is ATTEND]
     assert [argument(n, "mask") for n in attends] == [None, None]
     padded = torch.ones(1, 72, dtype=torch.long)
     padded[:, :5] = 0
@@ -193,7 +193,7 @@ def test_a_structural_mask_is_dropped_and_a_padding_mask_is_not():
     with torch.no_grad():
         model(input_ids=tokens(1, 71), attention_mask=padded[:, :71], past_key_values=cache)
         model(input_ids=tokens(1, 1), attention_mask=padded, past_key_values=cache)
-    attends = [n for n in recorder.rewritten.__self__.graph.nodes if n.target is ATTEND]
+    attends = [n for n in recorder.rewritten._run.__self__.graph.nodes if n.target is ATTEND]
     assert all(argument(n, "mask") is not None for n in attends)
 
 
@@ -218,7 +218,7 @@ def test_state_updates_survive_dead_code_elimination():
     model = kvpass.apply(llama(), scheme="kivi")
     recorder = Recorder(interpret=True)
     captured_graph(model, recorder)
-    graph = recorder.rewritten.__self__.graph
+    graph = recorder.rewritten._run.__self__.graph
     appends = [node for node in graph.nodes if node.target is APPEND_LAYERS]
     assert [len(argument(node, "x")) for node in appends] == [2, 2]  # keys and values of two layers
     assert not any(node.target in (ATTEND,) for node in list(graph.nodes)[list(graph.nodes).index(appends[0]) :])

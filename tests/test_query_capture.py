@@ -51,7 +51,9 @@ def test_other_architectures_are_tapped(name):
 def test_without_sdpa_the_prompt_is_captured():
     model = kvpass.apply(llama("eager"), SQUAT)
     prefilled(model)
-    assert not model._kvpass.captures_queries and len(kvpass.explain(model).graphs) <= 2  # of one sequence, and of several
+    assert (
+        not model._kvpass.captures_queries and len(kvpass.explain(model).graphs) <= 2
+    )  # of one sequence, and of several
 
 
 def test_a_call_without_its_queries_stores_nothing():

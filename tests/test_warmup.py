@@ -50,10 +50,11 @@ def test_it_is_warm_for_calls_of_the_same_mode(mode):
     with mode():
         kvpass.warmup(model, turns=True)
         warm = captured(model)
-        cache = DynamicCache(config=model.config)
+        cache, seen = DynamicCache(config=model.config), 0
         for count in (50, 1, 1, 30, 1):
+            positions = torch.arange(seen, seen := seen + count)[None]
             with torch.no_grad():
-                model(input_ids=tokens(1, count), past_key_values=cache, logits_to_keep=1)
+                model(input_ids=tokens(1, count), position_ids=positions, past_key_values=cache, logits_to_keep=1)
     assert captured(model) == warm
 
 

@@ -32,7 +32,8 @@ class RedundantArguments:
     ``return_dict=True``. Runs the model on a few tokens, with and without ``position_ids``."""
 
     def __init__(self, model: nn.Module):
-        with torch.no_grad(), _evaluating(model):
+        uncompiled = torch.compiler.set_stance("force_eager")  # also where a user has compiled the forward
+        with torch.no_grad(), uncompiled, _evaluating(model):
             self._found = {positioned: _redundant(model, positioned) for positioned in (False, True)}
 
     @staticmethod

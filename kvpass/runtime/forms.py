@@ -102,7 +102,7 @@ class _Form:
         self._lock = RLock()
         self._batches: set[int | None] = set()
         self._failed: NotCapturedError | None = None
-        self._given_up = ""
+        self._given_up, self._failures = "", 0
 
     def __call__(self, batch: int | None, args: tuple, kwargs: dict):
         if self._given_up:
@@ -117,9 +117,11 @@ class _Form:
         return self._translated(args, kwargs)
 
     def give_up(self, error: NotCapturedError) -> None:
-        """Do not try again what ended in ``error``."""
+        """Do not try again what ended in ``error``, if it is not the first: a model may do once what it does not do
+        again, such as taking a merged adapter out of its weights."""
         if self._failed is error:
-            self._given_up, self._failed = str(error), None
+            self._given_up, self._failed = str(error) if self._failures else "", None
+            self._failures += 1
 
     def _translated(self, args: tuple, kwargs: dict):
         try:

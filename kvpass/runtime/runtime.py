@@ -303,8 +303,10 @@ class Runtime:
         """Who runs the call over the cache whose first layer is ``first``. Drafts are verified one after another: the
         first of several calls of a few tokens is not worth compiling for, it may be a short turn of a chat."""
         if self._is_compiled(first, new_tokens):
-            first.context.hooked = self._hooked()
-            if not first.context.hooked:
+            hooked = self._hooked()
+            if first.context is not None:
+                first.context.hooked = hooked
+            if not hooked:
                 return self.decode_step
         if self.needs_rotation or self.needs_importance:
             return self.captured

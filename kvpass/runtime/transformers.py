@@ -173,7 +173,7 @@ class TransformersRuntime(Runtime):
         if len(caches) > 1:
             raise KVPassError(
                 f"{' and '.join(CACHE_NAMES)} are names of one argument, and were given different caches: pass "
-                f"{self.cache_argument} alone."
+                f"{self.cache_argument} alone. Prefix tuning, which passes a cache of its own, is not supported."
             )
         kwargs.update((self.cache_argument, cache) for cache in caches)
 
