@@ -72,11 +72,11 @@ def token_by_token(model, ids, reference, scheme):
 @pytest.mark.parametrize("name", sorted(set(schemes.available()) - MANY_PASSES))
 def test_one_pass_gives_the_divergences_of_token_by_token(name, sharp, text, reference, simulator):
     """In float32 a value on the edge between two codes may fall to either side: one bit, ties in 10 % of steps at most;
-    more bits, in 1 %."""
+    more bits, in 1 %, or in a single step of so few: processors round differently."""
     slow = token_by_token(sharp, text, reference, name)
     fast = quality.score_in_one_pass(simulator, text, PROMPT, reference, get(name), name=name)
     apart = [abs(a - b) > 1e-4 for a, b in zip(slow.divergences, fast.divergences, strict=True)]
-    assert sum(apart) / len(apart) <= (0.1 if name in ONE_BIT else 0.01)
+    assert sum(apart) / len(apart) <= (0.1 if name in ONE_BIT else max(0.01, 1 / len(apart)))
     assert slow.values == fast.values
     assert fast.bits_per_value <= slow.bits_per_value  # pages are allocated four at a time while decoding
     assert fast.perplexity == pytest.approx(slow.perplexity, rel=1e-2)

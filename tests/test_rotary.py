@@ -230,7 +230,7 @@ def test_positions_that_are_not_a_rotation_are_refused_with_a_way_out(monkeypatc
     monkeypatch.setattr(transformers.models.llama.modeling_llama, "apply_rotary_pos_emb", shift)
     model = kvpass.apply(llama(), scheme="kivi-pre", lowering="eager")
     cache = DynamicCache(config=model.config)
-    with pytest.raises(KVPassError, match="not a rotation of channel pairs. Use scheme='kivi'"), torch.no_grad():
+    with pytest.raises(KVPassError, match=r"not a rotation of channel pairs. Use scheme='kivi'"), torch.no_grad():
         model(input_ids=tokens(1, 40), past_key_values=cache)
     assert cache.get_seq_length() == 0
 
@@ -240,7 +240,7 @@ def test_a_forward_that_breaks_is_refused_and_nothing_is_stored():
     model = kvpass.apply(llama(), scheme="kivi-pre", lowering="eager")
     cache = DynamicCache(config=model.config)
     model.model.layers[0].register_forward_hook(lambda *_: torch._dynamo.graph_break())
-    with pytest.raises(KVPassError, match="has to be captured.*Use scheme='kivi'"), torch.no_grad():
+    with pytest.raises(KVPassError, match=r"has to be captured.*Use scheme='kivi'"), torch.no_grad():
         model(input_ids=tokens(1, 40), past_key_values=cache)
     assert cache.get_seq_length() == 0
 
