@@ -45,7 +45,7 @@ from .collect import Collected, collect, digest
 from .datatypes import fit_datatypes
 from .energy import measure_energy
 from .regression import Moments, fit
-from .shares import find_turns, measure, passes, share_out
+from .water_filling import find_turns, measure, passes, share_out
 
 _HELD_OUT = 8  # every so many sequences are not fitted to
 _TURNED = 16  # tokens that say how keys are turned
