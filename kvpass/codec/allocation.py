@@ -329,7 +329,12 @@ def _decode_rank(rank: Rank, rows: Tensor) -> Tensor:
 
 
 def _check(spec: CodecSpec) -> None:
-    multiple = smallest_page(min(FIELD_BITS)) * (RICH if allocation_of(spec).ranked else 1)
+    check_page_size(spec, allocation_of(spec).ranked)
+
+
+def check_page_size(spec: CodecSpec, ranked: bool) -> None:
+    """Raise `KVPassError` unless fields of a page of ``spec`` fill whole bytes, those of its rich tokens, too."""
+    multiple = smallest_page(min(FIELD_BITS)) * (RICH if ranked else 1)
     if spec.page_size % multiple:
         raise KVPassError(
             f"page_size={spec.page_size} does not fill whole bytes of fields: use a residual that is a multiple of "

@@ -29,15 +29,16 @@ from .allocation import (
     allocate,
     best_gain,
     blocks,
+    check_page_size,
     choose,
     fit_axes,
     gains,
     middle,
     slots,
 )
-from .bitpack import byte_rows, pack, smallest_page, unpack
+from .bitpack import byte_rows, pack, unpack
 from .kept import CODECS, Codec, Kept
-from .quantizer import PAIRS, RICH, Shares
+from .quantizer import PAIRS, Shares
 from .spec import CodecSpec
 
 WIDEST = 2 * PAIRS + 1
@@ -234,12 +235,7 @@ def water_fill(cost: Tensor, bits: int) -> Tensor:
 
 
 def _check(spec: CodecSpec) -> None:
-    multiple = smallest_page(min(FIELD_BITS)) * (RICH if shares_of(spec).ranked else 1)
-    if spec.page_size % multiple:
-        raise KVPassError(
-            f"page_size={spec.page_size} does not fill whole bytes of fields: use a residual that is a multiple of "
-            f"{multiple}."
-        )
+    check_page_size(spec, shares_of(spec).ranked)
 
 
 _OF_LAYER = Kept(lambda spec, head_dim: (1, 0), torch.uint8)  # a layer's share says how many: `page_bytes`
