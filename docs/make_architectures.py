@@ -66,7 +66,8 @@ def quoted(results: dict[str, Any]) -> str:
         f"{found['part']} in some, beside layers with a window, a state or latent attention that stay exact",
         f"{found['not fused']} are packed and decoded ahead of attention",
         f"{found['not captured']} are packed in steps that are not captured",
-        f"{found['refused']} are refused with the reason, and {found['refused in a use']} in some use",
+        f"{found['refused']} are refused with the reason",
+        f"{found['refused in a use']} work, and are refused in some use",
         f"{found['wrong']} do not work yet in some use",
     ]
     kept = "; ".join(text for text in some if not text.startswith("0 "))

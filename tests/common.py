@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import kvpass  # noqa: F401  (registers the ops)
 from kvpass.cache.state import KVState
 from kvpass.codec import CodecSpec, Quantizer, Subspace, Transform
+from kvpass.compile.backend import Backend
 from kvpass.layout.retention import Retention
 from kvpass.lowering.table import _TABLE, select
 
@@ -57,6 +58,22 @@ def only_reference():
                 del rows[name]
 
     return changed_table(change)
+
+
+@contextmanager
+def without_inductor():
+    """Within it, captured graphs run as the pass leaves them."""
+
+    def run(self, module, inputs):
+        module.recompile()
+        return module.forward
+
+    compiled = Backend._compiled
+    Backend._compiled = run
+    try:
+        yield
+    finally:
+        Backend._compiled = compiled
 
 
 _PARTS = {"quantizer": Quantizer, "retention": Retention, "transform": Transform}

@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
 
 os.environ.setdefault("KVPASS_COMPILE_PROCESSES", "0")  # tests share their cores
 
-from common import only_reference
+from common import only_reference, without_inductor
 from fuzzing import outcomes
 from tiers import tier
 
@@ -34,6 +34,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 def reference_lowering():
     """For a whole module: "auto" means the reference."""
     with only_reference():
+        yield
+
+
+@pytest.fixture
+def nothing_compiled(request):
+    """Ops run by the reference, and captured graphs as the pass leaves them, except in tests marked ``compiles``."""
+    if request.node.get_closest_marker("compiles"):
+        yield
+        return
+    with only_reference(), without_inductor():
         yield
 
 

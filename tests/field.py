@@ -22,10 +22,10 @@ import kvpass
 from kvpass import KVPassError
 from kvpass.cache.layer import PackedLayer
 from kvpass.cache.swap import cache_layers
-from kvpass.compile.backend import Backend
 from kvpass.models.arguments import CACHE, handing
 from kvpass.schemes import IdentityConfig, KIVIConfig
 
+from common import without_inductor
 from inputs import Prompt, call, random_tokens, text, with_images, with_types
 from shrink import Architecture, find
 
@@ -288,7 +288,7 @@ def _captured(
     compiled: bool,
 ) -> None:  # fmt: skip
     """What is fused, and whether a captured step computes the same, in one use: each has graphs of its own."""
-    around = contextlib.nullcontext() if compiled else as_it_is()
+    around = contextlib.nullcontext() if compiled else without_inductor()
     name = next((name for name in expected if name.startswith("generate") and name in finding.uses), None)
     if name is None or not _applied(model, finding, LOSSLESS, lowering="auto" if compiled else "reference"):
         return
@@ -300,22 +300,6 @@ def _captured(
     reasons = [report.why_not_fused(layer) for layer in report.layers if layer.packed]
     finding.unfused = [reason for reason in dict.fromkeys(reasons) if reason]
     kvpass.remove(model)
-
-
-@contextlib.contextmanager
-def as_it_is() -> Iterator[None]:
-    """Within it, a captured step is run as the pass leaves it, without Inductor."""
-    compile_by_inductor = Backend._compiled
-
-    def run(self: Backend, module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        module.recompile()
-        return module.forward
-
-    Backend._compiled = run  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Backend._compiled = compile_by_inductor  # type: ignore[method-assign]
 
 
 class TooLongError(BaseException):

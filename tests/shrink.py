@@ -85,6 +85,7 @@ _ZAMBA = dict(
     num_key_value_heads=4,
 )  # fmt: skip
 _MAMBA = dict(mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16, mamba_chunk_size=16)
+_SEAMLESS = dict(speech_encoder_layers=LAYERS, speech_encoder_intermediate_size=2 * WIDTH)
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "aria": dict(projector_patch_to_query_dict={16: 4}),
@@ -150,6 +151,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     ),
     "recurrent_gemma": dict(num_hidden_layers=6, num_key_value_heads=1),
     "reformer": dict(axial_pos_shape=[16, 32], axial_pos_embds_dim=[32, 32]),
+    "seamless_m4t": _SEAMLESS,
+    "seamless_m4t_v2": _SEAMLESS,
     "step3p7_text": dict(sliding_window=32),
     "xlstm": dict(hidden_size=64, num_heads=4, num_hidden_layers=2, embedding_dim=64),
     "xmod": dict(default_language="en_XX", languages=["en_XX"]),

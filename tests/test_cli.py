@@ -19,7 +19,7 @@ from kvpass.eval.speed import measure, sharing_weights
 
 from tiny import Letters, llama, tokens
 
-pytestmark = pytest.mark.usefixtures("reference_lowering")
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,8 @@ from kvpass.schemes import IdentityConfig, KIVIConfig
 
 from tiny import tokens
 
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
+
 PROMPT, TOTAL, CAPACITY = 40, 61, 128
 LOSSLESS, LOSSY = IdentityConfig(residual=16), KIVIConfig(residual=16, group_size=16)
 
@@ -86,6 +88,7 @@ def compiled_graphs(kind):
     return [graph for graph in kvpass.explain(kind.model).graphs if graph.compiled]
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("make", KINDS)
 def test_lossless_pages_change_nothing_and_codes_are_those_of_eager(make):
     kind, ids = make(), tokens(2, TOTAL)
@@ -131,6 +134,7 @@ def test_values_go_by_their_keys_in_whichever_order_they_are_written():
     torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize(("make", "scheme"), [(ByIndex, "squat-pre"), (ByHand, "squat")])
 def test_edges_of_a_scheme_are_found_in_plain_decoders(make, scheme):
     kind, ids = make(), tokens(2, TOTAL)

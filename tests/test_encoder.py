@@ -16,6 +16,8 @@ from kvpass.schemes import IdentityConfig, KIVIConfig
 from tiny import tokens
 from zoo import ZOO
 
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
+
 LOSSY = KIVIConfig(residual=16, group_size=16)
 
 
@@ -29,6 +31,7 @@ def generate(model, source, **options):
     return out.sequences, torch.stack(out.logits, 1), out.past_key_values
 
 
+@pytest.mark.compiles
 def test_one_graph_serves_every_length_of_the_source_and_gives_what_eager_packed_gives():
     model, eager = (kvpass.apply(ZOO["BART"].model("sdpa"), LOSSY, lowering=lowering) for lowering in ("auto", "eager"))
     for source in (50, 81, 33):

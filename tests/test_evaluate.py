@@ -17,7 +17,7 @@ from kvpass.schemes import get
 
 from tiny import llama, tokens
 
-pytestmark = pytest.mark.usefixtures("reference_lowering")
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 PROMPT, TOTAL = 150, 214
 ONE_BIT = ("asymkv", "asymkv-eta", "asymkv-lsq", "kivi-1")

@@ -14,6 +14,8 @@ from common import randn
 from tiny import llama, step_by_step, tokens
 from zoo import ZOO
 
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
+
 SMALL = HeavyHitter(32, recent=24, page_size=16)
 CONFIGS = {
     "h2o": IdentityConfig(retention=SMALL),
@@ -24,6 +26,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("name, padded", [*((name, name == "kivi+h2o") for name in CONFIGS if name != "h2o")])
 def test_the_compiled_step_is_the_eager_one(name, padded):
     """Logits and contents, prompt shorter and longer than the budget, one decode graph throughout."""
@@ -144,6 +147,7 @@ def test_a_padded_batch_of_another_size_follows(name):
         assert out.shape == (batch, length + 3)
 
 
+@pytest.mark.compiles
 def test_generate_beams_copies_and_crops():
     model, ids = llama(), tokens(2, 120)
     kvpass.apply(model, "kivi+h2o")
@@ -246,6 +250,7 @@ def test_alibi_is_refused():
         kvpass.apply(model, IdentityConfig(retention=SMALL))
 
 
+@pytest.mark.compiles
 def test_predicted_layers_evict_the_same_tokens(tmp_path):
     """AQUA-KV over H2O: one choice for all layers, so that every layer finds what it was predicted from."""
     model, ids = llama(layers=3), tokens(1, 150)

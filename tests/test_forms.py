@@ -11,6 +11,8 @@ from kvpass import KVPassError
 
 from tiny import llama, tokens
 
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
+
 MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "neither": nullcontext}
 SCHEMES = ["kivi-pre", "qaq"]
 
@@ -77,6 +79,7 @@ def test_a_model_is_called_in_thirty_two_forms(scheme, expected):
     assert len(kvpass.explain(model).graphs) == graphs <= 16
 
 
+@pytest.mark.compiles
 def test_no_form_of_a_compiled_step_counts_towards_the_limit_of_another(expected):
     model = kvpass.apply(llama(layers=1), "kivi-pre")
     forms = [("no_grad", 1, 0, 1), ("no_grad", 2, 0, 1), ("no_grad", 2, 5, 1), ("inference_mode", 2, 0, 1)]
@@ -106,6 +109,7 @@ def test_what_looks_at_attention_records_hidden_states_and_refuses_attentions():
     answer(model, "no_grad", 2, 0, 1, output_hidden_states=True)
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("scheme", ["kivi", "kivi-pre"])
 def test_a_compiled_step_records_hidden_states_in_one_graph(scheme):
     model = kvpass.apply(llama(layers=1), scheme)

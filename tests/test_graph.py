@@ -22,6 +22,8 @@ from kvpass.schemes import LayerGeometry
 
 from tiny import llama, tokens
 
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
+
 GEOMETRY = LayerGeometry(0, 1, 2, 32, torch.float32, torch.device("cpu"))
 
 
@@ -63,6 +65,7 @@ class Recorder(Backend):
         return self.rewritten
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("scheme", ["kivi", "squat"])
 def test_the_rewritten_graph_leaves_the_contents_eager_leaves_bit_for_bit(attention, scheme):
@@ -90,6 +93,7 @@ def test_the_rewritten_graph_leaves_the_contents_eager_leaves_bit_for_bit(attent
         assert torch.equal(mine, theirs), name
 
 
+@pytest.mark.compiles
 def test_compiled_logits_equal_eager_logits_over_the_same_packed_state():
     model = kvpass.apply(llama(), scheme="kivi")
     cache = prefilled(model)
@@ -107,6 +111,7 @@ def test_compiled_logits_equal_eager_logits_over_the_same_packed_state():
         same = copy.deepcopy(cache)
 
 
+@pytest.mark.compiles
 def test_two_hundred_steps_are_one_graph_and_recompile_nothing():
     model = kvpass.apply(llama(), scheme="kivi")
     _, cache = run(model, tokens(1, 200), prefilled(model, 50))
@@ -160,6 +165,7 @@ def test_verification_of_several_tokens_over_a_compiled_cache():
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.compiles
 def test_the_generated_code_holds_no_buffer_of_codes_and_no_host_sync():
     """An opaque op fed a view, or a write right after a read, makes Inductor clone whole pools."""
     model = kvpass.apply(llama(), scheme="kivi")
@@ -286,6 +292,7 @@ def test_attention_that_is_not_recognised_is_reported_with_what_to_do():
         run(model, tokens(1, 1), prefilled(model))
 
 
+@pytest.mark.compiles
 def test_an_applied_model_inside_a_compiled_function_keeps_its_own_graph():
     model = kvpass.apply(llama(), scheme="kivi")
     ids = tokens(1, 6, seed=1)
@@ -303,6 +310,7 @@ def test_an_applied_model_inside_a_compiled_function_keeps_its_own_graph():
     assert len(kvpass.explain(model).graphs) == graphs and cache.get_seq_length() == 76
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("options", [None, {"lowering": "reference"}])
 def test_the_backend_fuses_a_function_that_uses_the_ops_itself(options):
     plan = kvpass.schemes.get("kivi").plan(GEOMETRY)
@@ -341,6 +349,7 @@ def test_the_backend_refuses_what_it_cannot_honour():
         torch._dynamo.reset()
 
 
+@pytest.mark.compiles
 def test_ops_whose_sizes_grow_with_the_cache_stay_out_of_cuda_graphs():
     of_a_length = {"append_", "append_layers_", "append_rotary_", "decode", "rotate", "attend"}
     overloads = {op: getattr(torch.ops.kvpass, op).default for op in (*of_a_length, "encode")}
@@ -348,6 +357,7 @@ def test_ops_whose_sizes_grow_with_the_cache_stay_out_of_cuda_graphs():
     assert tagged == of_a_length
 
 
+@pytest.mark.compiles
 def test_a_mode_reaches_inductor_and_changes_nothing_on_the_cpu(monkeypatch, reference_in_this_test):
     seen, logits = [], []
 
@@ -364,6 +374,7 @@ def test_a_mode_reaches_inductor_and_changes_nothing_on_the_cpu(monkeypatch, ref
         kvpass.apply(llama(), scheme="kivi", mode="max-autotune")
 
 
+@pytest.mark.compiles
 def test_models_of_other_shapes_in_the_same_process_do_not_make_a_graph_dynamic():
     """Dynamo remembers by function which ints and floats varied; an attention scale must stay a constant."""
     for head_dim, kv_heads in ((32, 2), (64, 1)):

@@ -34,6 +34,8 @@ from kvpass.schemes import QAQConfig
 from common import DIM, naive_attention, only_reference, randn, seeds
 from tiny import llama, step_by_step, tokens
 
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
+
 HEADS = 2
 WIDTHS = ((2, 3, 4), (2, 4, 8), (1, 2), (4,), (2, 3, 4, 8))
 widths = st.sampled_from(WIDTHS)
@@ -338,6 +340,7 @@ def test_attention_of_steps_reaches_the_classes_through_a_window_longer_than_a_p
 SMALL = QAQConfig(residual=16, sigma_s=1e-4, sigma_x=1e-3)
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
 @pytest.mark.parametrize("originals", [True, False], ids=["", "demote only"])
 def test_the_compiled_step_is_the_eager_one(padded, originals):

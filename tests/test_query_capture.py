@@ -12,6 +12,8 @@ from kvpass.schemes import SQuatConfig
 from tiny import llama, tokens
 from zoo import ZOO
 
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
+
 SQUAT = SQuatConfig(residual=16, group_size=16, rank=2)
 
 

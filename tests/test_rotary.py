@@ -20,6 +20,8 @@ from kvpass.lowering.inductor import attend as inductor_attend
 from common import DIM, coded, only_reference, randn, seeds, state_of
 from tiny import VOCABULARY, llama, tokens
 
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
+
 IDENTITY = dict(scheme="identity", rope="pre")
 
 
@@ -53,6 +55,7 @@ def test_joining_inverts_splitting(rope):
     assert torch.equal(join_pairs(*split_pairs(x, rope), rope), x)
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("n", [0, 5, 40, 130])
 @pytest.mark.parametrize("rope, keep", [("half-3", "recent"), ("interleaved-8", "log")])
 def test_attention_rotates_what_it_reads(n, rope, keep):

@@ -27,6 +27,8 @@ from kinds import KINDS, answers, feed, filled, packed, same
 from tiny import llama, tokens
 from zoo import ZOO
 
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
+
 KIVI = KIVIConfig(group_size=8, residual=8)
 LONG = 43 + 170
 """Tokens after which every pool has grown."""

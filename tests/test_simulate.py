@@ -20,6 +20,8 @@ from kvpass.schemes import (
 
 from tiny import llama, step_by_step, tokens
 
+pytestmark = pytest.mark.usefixtures("nothing_compiled")
+
 TOTAL = 120
 SCHEMES = {
     "kivi": KIVIConfig(residual=16, group_size=16),

@@ -105,6 +105,7 @@ class CalibratedWaterfillConfig(StorageConfig):
 
     name = "waterfill-static"
     needs_calibration = takes_calibration = True
+    stores_layers_alone = False  # their bits are shared out over all
 
     sinks: int = 4
     recent: int = 96
@@ -119,8 +120,6 @@ class CalibratedWaterfillConfig(StorageConfig):
         check_integers(self, recent=0)
         if not 0 < self.bits <= WIDEST:
             raise KVPassError(f"bits={self.bits}: coordinates have 0 to {WIDEST} bits, so their mean is above 0.")
-        if any(self.skip_layers):
-            raise KVPassError("Layers get their bits by what their errors cost here: skip none.")
         if self.rope != "post":
             raise KVPassError("Keys are turned back page by page, behind rotary embedding: leave rope as it is.")
         if self.retention is not None and (self.retention.evicts or self.retention.keep != "recent"):
