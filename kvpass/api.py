@@ -1,7 +1,9 @@
 """What users call."""
 
 import functools
+import logging
 from collections.abc import Callable
+from threading import Lock
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from kvpass.lowering.session import uncompiled, uncounted
 from . import schemes
 from .compile.backend import check_mode
 from .compile.report import Report
-from .errors import KVPassError
+from .errors import KVPassError, NeedsGraphError
 from .fields import check_integer, shown
 from .models.attention import PortableAttention
 from .models.discover import BufferedCache, bind, discover
@@ -27,12 +29,16 @@ from .runtime.transformers import TransformersRuntime
 from .schemes import LayerGeometry, SchemeConfig
 from .schemes.calibrated import Calibration
 
+logger = logging.getLogger("kvpass")
+
+DEFAULT = "waterfill"
+_one_at_a_time = Lock()
 _COMPILES = "a model that kvpass is applied to compiles its own steps: leave out fullgraph=True around a call of it"
 
 
 def apply(
     model: nn.Module,
-    scheme: str | dict[str, Any] | SchemeConfig | Calibration = "waterfill",
+    scheme: str | dict[str, Any] | SchemeConfig | Calibration | None = None,
     *,
     strict: bool = False,
     lowering: str = "auto",
@@ -56,7 +62,8 @@ def apply(
     Args:
         model: a transformers decoder or encoder-decoder, or a wrapper of peft or ``torch.compile`` around one.
         scheme: a name (`kvpass.schemes.available`), a dict ``{"scheme": "kivi", "bits": 4}``, a config, or what
-            `kvpass.calibrate` or `kvpass.load` returned.
+            `kvpass.calibrate` or `kvpass.load` returned. Left out, it is "waterfill". That needs prompts that can be
+            captured; a model whose first prompt cannot gets a scheme that works, with a warning, and `explain` says so.
         strict: raise `NotFusedError` at the first decode step if a layer's attention was not fused.
         lowering: "auto", the name of one implementation ("reference", "inductor", "triton"), or "eager" for no
             compilation at all: correct, slower, the oracle of the compiled path.
@@ -74,6 +81,39 @@ def apply(
             among processes, which cannot be captured, a scheme that needs calibration and has none, a calibration of
             another model, a ``KVPASS_TRACE`` (see `explain`) where nothing can be written. The model is untouched then.
     """
+    options: dict[str, Any] = dict(
+        strict=strict, lowering=lowering, max_cache_len=max_cache_len, mode=mode, example_inputs=example_inputs
+    )
+    if scheme is not None:
+        return _apply(model, scheme, **options)
+
+    def give_way(model: nn.Module, error: NeedsGraphError) -> None:
+        _apply(model, error.instead, **options)
+        runtime_of(model).report.instead_of = str(error)
+        logger.warning("%s: the default scheme does not work: %s", type(model).__name__, error)
+
+    try:
+        return _apply(model, DEFAULT, **options, give_way=give_way)
+    except NeedsGraphError as error:
+        if error.instead is None:
+            raise
+        give_way(decoder(model), error)
+    return model
+
+
+def _apply(
+    model: nn.Module,
+    scheme: Any,
+    *,
+    strict: bool,
+    lowering: str,
+    max_cache_len: int | None,
+    mode: str | None,
+    example_inputs: tuple[Any, ...] | dict[str, Any] | None,
+    give_way: Callable[[nn.Module, NeedsGraphError], None] | None = None,
+) -> nn.Module:
+    """`apply` with one ``scheme``. give_way: applies another one to the model, if its first prompt shows that this one
+    does not work."""
     if is_applied(model):
         raise KVPassError("kvpass is already applied to this model: call kvpass.remove(model) first.")
     if not isinstance(model, nn.Module):
@@ -118,7 +158,17 @@ def apply(
     )  # in a user's own compiled function: a graph break, and our graph behind it
     def run(*args: Any, **kwargs: Any) -> Any:
         with uncounted():
-            return runtime.forward(*args, **kwargs)
+            try:
+                return runtime.forward(*args, **kwargs)
+            except NeedsGraphError as error:
+                if give_way is None or error.instead is None or runtime.report.tokens:
+                    raise
+                model = runtime.model()
+                with _one_at_a_time:
+                    if runtime_of(model) is runtime:  # otherwise another thread has been here
+                        _removed(model, error)
+                        give_way(model, error)
+            return model.forward(*args, **kwargs)
 
     @functools.wraps(runtime.original, updated=())
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -128,6 +178,14 @@ def apply(
     setattr(model, ATTRIBUTE, runtime)
     model.forward = runtime.installed = forward
     return whole
+
+
+def _removed(model: nn.Module, refusal: KVPassError) -> None:
+    """`remove`, for another scheme. Raises ``refusal`` if ``model.forward`` has been replaced since."""
+    try:
+        remove(model)
+    except KVPassError:
+        raise refusal from None
 
 
 def _look_into(

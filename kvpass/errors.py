@@ -1,5 +1,7 @@
 """The one exception family of kvpass: every message says what to do instead."""
 
+from typing import Any
+
 
 class KVPassError(ValueError):
     """Something the user asked for cannot be done; nothing was changed."""
@@ -12,6 +14,15 @@ class NotFusedError(KVPassError):
 class NotCapturedError(KVPassError):
     """A forward has no graph, or one without what a scheme looks for in it. The message is why, as a clause;
     ``__cause__`` is what torch raised, if it was torch."""
+
+
+class NeedsGraphError(KVPassError):
+    """A scheme needs the graph of a call that cannot be captured. instead: a scheme that works for this model without,
+    or None."""
+
+    def __init__(self, message: str, instead: Any = None):
+        super().__init__(message)
+        self.instead = instead
 
 
 class NotSimulatedError(KVPassError):

@@ -8,6 +8,7 @@ from transformers import DynamicCache
 
 import kvpass
 from kvpass import KVPassError, NotFusedError
+from kvpass.cache.layer import PackedLayer
 from kvpass.compile.normalise import normalise
 from kvpass.compile.report import GraphReport
 
@@ -81,6 +82,37 @@ def test_the_scheme_that_is_named_keeps_what_was_asked_for():
     model = kvpass.apply(breaking(llama()), {"scheme": "waterfill", "recent": 64}, lowering="eager")
     with pytest.raises(KVPassError, match=r"'rope': 'post', 'recent': 64"):
         call(model, 40, DynamicCache(config=model.config))
+
+
+@pytest.mark.parametrize(
+    "attention, scheme", [("sdpa", {"scheme": "waterfill", "rope": "post"}), ("eager", "kivi")]
+)
+def test_the_default_scheme_gives_way_to_one_that_needs_no_graph(attention, scheme, caplog):
+    """At the first prompt; at `apply` where attention may not be understood."""
+    model = kvpass.apply(breaking(llama(attention)), lowering="eager")
+    forward, cache = model.forward, DynamicCache(config=model.config)
+    logits = call(model, 40, cache)
+    warned = [record for record in caplog.records if "the default scheme does not work" in record.message]
+    report = kvpass.explain(model)
+    assert len(warned) == 1 and "graph_break" in report.instead_of and report.instead_of in str(report)
+    assert report.packed == 2 and all(type(layer) is PackedLayer for layer in cache.layers)
+    with torch.no_grad():
+        again = forward(input_ids=tokens(1, 40), past_key_values=DynamicCache(config=model.config)).logits[:, -1]
+    torch.testing.assert_close(again, logits)
+    with pytest.raises(KVPassError, match="kvpass is already applied"):
+        kvpass.apply(model)
+    kvpass.remove(model)
+    kvpass.apply(model, scheme, lowering="eager")
+    torch.testing.assert_close(call(model, 40, DynamicCache(config=model.config)), logits)
+
+
+def test_the_default_scheme_stays_once_it_has_worked():
+    model = kvpass.apply(llama(), lowering="eager")
+    call(model, 40, DynamicCache(config=model.config))
+    breaking(model)
+    torch._dynamo.reset()
+    with pytest.raises(KVPassError, match="'rope': 'post'"), torch.no_grad():
+        model(input_ids=tokens(2, 40), past_key_values=DynamicCache(config=model.config))
 
 
 def test_queries_without_a_graph_and_without_sdpa_leave_other_schemes():
@@ -162,12 +194,13 @@ def test_what_dynamo_leaves_alone_is_reported_and_strict_raises(config, stance, 
 
 def test_the_default_scheme_says_that_torch_is_switched_off():
     torch.compiler.set_stance("force_eager")
-    model = kvpass.apply(llama())
+    model = kvpass.apply(llama(), "waterfill")
     with pytest.raises(KVPassError, match=r"set_stance\('force_eager'\).*'rope': 'post'"):
         steps(model)
     kvpass.remove(model)
-    kvpass.apply(model, {"scheme": "waterfill", "rope": "post"})
+    kvpass.apply(model)
     assert steps(model).get_seq_length() == 73
+    assert re.search(r"set_stance\('force_eager'\).*'rope': 'post'", str(kvpass.explain(model)))
 
 
 def test_a_layer_that_breaks_the_graph_is_named_with_what_broke_it():

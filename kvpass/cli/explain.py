@@ -17,7 +17,7 @@ _PROMPT = 64  # tokens
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``kvpass explain``."""
-    parser.add_argument("--scheme", default="waterfill", help=f"default waterfill; one of: {SCHEMES}")
+    parser.add_argument("--scheme", help=f"default: that of kvpass.apply; one of: {SCHEMES}")
     parser.add_argument("--strict", action="store_true", help="fail if an attention is not fused")
 
 

@@ -129,6 +129,7 @@ class Report:
     hooked: str = ""
     pieces: StepInPieces | None = None
     uncaptured_prompt: str = ""
+    instead_of: str = ""
     eager: bool = False
 
     def stepped(self, ran: Sequence[GraphReport], uncaptured: Sequence[int], why: Callable[[], str]) -> bool:
@@ -227,6 +228,8 @@ class Report:
             lines.append("steps are called again without Dynamo's guards")
         if self.not_replayed:
             lines.append(f"steps are not replayed: {self.not_replayed}")
+        if self.instead_of:
+            lines.append(f"the default scheme does not work for this model: {self.instead_of}")
         if self.uncaptured_prompt:
             lines.append(f"a prompt ran uncaptured, which is slower: {self.uncaptured_prompt}")
         if self.hooked_steps:

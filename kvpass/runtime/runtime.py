@@ -23,12 +23,12 @@ from ..compile.capture import why_uncaptured
 from ..compile.noted import counted
 from ..compile.report import GraphReport, LayerReport, Report
 from ..compile.subclasses import guards_of
-from ..errors import KVPassError, NotCapturedError, NotFusedError
+from ..errors import KVPassError, NeedsGraphError, NotCapturedError, NotFusedError
 from ..lowering.inductor.expect import Attended, expect
 from ..lowering.table import AUTO, FEW
 from ..models.attention import PortableAttention
 from ..models.encoded import has_encoder
-from ..schemes import LayerGeometry, SchemeConfig, check_edges, check_sources
+from ..schemes import LayerGeometry, SchemeConfig, check_edges, check_sources, get, named
 from .forms import Forms
 from .forward import check_all_updated, finish_forward
 from .recall import Recalls
@@ -252,9 +252,9 @@ class Runtime:
         captured = self.needs_rotation or self.needs_importance or (self.needs_queries and not first.tokens)
         return None if captured or isinstance(self.replays, Replays) else self.original
 
-    def _refusal(self, error: NotCapturedError, what: str) -> KVPassError:
+    def _refusal(self, error: NotCapturedError, what: str) -> NeedsGraphError:
         """That ``what`` has to be captured, why it is not, and what to do instead."""
-        why, instead = "mode='reduce-overhead' replays whole steps", "no mode"
+        why, instead, scheme = "mode='reduce-overhead' replays whole steps", "no mode", None
         if self.needs_queries:
             why = f"{self.scheme.name!r} is fitted to the queries of the prompt"
         if self.needs_rotation:
@@ -264,12 +264,14 @@ class Runtime:
         if self.needs_importance:
             why = "What is stored depends on attention"
         if self.captures or self.looks_at_previous:
-            instead = f"scheme={self._works()!r}"
-        return KVPassError(f"{why}, for which {what} has to be captured, and it cannot be: {error}. Use {instead}.")
+            scheme = self._works()
+            instead = f"scheme={named(scheme)!r}"
+        text = f"{why}, for which {what} has to be captured, and it cannot be: {error}. Use {instead}."
+        return NeedsGraphError(text, scheme)
 
-    def _works(self) -> str | dict[str, Any]:
-        """What ``scheme`` may be for this model without a graph."""
-        return "kivi"
+    def _works(self) -> SchemeConfig:
+        """A scheme for this model that needs no graph."""
+        return get("kivi")
 
     def _is_compiled(self, first: PackedLayer, new_tokens: int) -> bool:
         """Whether a call over the cache whose first layer is ``first`` is a compiled step."""

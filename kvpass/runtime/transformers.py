@@ -23,7 +23,7 @@ from ..models.probe import as_generate_passes, fresh_cache, some_tokens
 from ..models.recording import put_up_hooks, refuse_what_is_not_recorded
 from ..models.redundant import MASKS, RedundantArguments
 from ..models.unpacked import StoresNoText
-from ..schemes import LayerGeometry, SchemeConfig, get, named
+from ..schemes import LayerGeometry, SchemeConfig, get
 from .forward import finish_forward, remember, start_forward
 from .padding import PaddingMasks
 from .recall import Recalls
@@ -225,8 +225,8 @@ class TransformersRuntime(Runtime):
         alone = self.needs_queries and not (self.needs_rotation or self.needs_importance or first.tokens)
         return self._with_query_capture if alone and self.captures_queries else super()._uncaptured(first)
 
-    def _works(self) -> str | dict[str, Any]:
-        return next((named(scheme) for scheme in self._simpler() if self._works_uncaptured(scheme)), super()._works())
+    def _works(self) -> SchemeConfig:
+        return next(filter(self._works_uncaptured, self._simpler()), super()._works())
 
     def _simpler(self) -> Iterator[SchemeConfig]:
         """Schemes that may need no graph where this one does, those first that are most like it."""
