@@ -99,7 +99,7 @@ def _attend(q, packs, texts, carrier, new, lowering: str, tables: dict) -> None:
 
 
 def main() -> None:
-    lowering = "triton" if torch.cuda.is_available() else "inductor"
+    lowering = "triton" if torch.cuda.is_available() else "auto"
     args = arguments(__doc__, lowering, "2048,8192,32768", rounds=30)
     device, results = torch.device(args.device), {}
     bandwidth = copy_bandwidth(device) if device.type == "cuda" else None

@@ -52,7 +52,8 @@ import torch
 from torch import Tensor
 
 from kvpass.lowering import inductor, reference, triton  # noqa: F401  (they register themselves)
-from kvpass.lowering.table import AUTO, DispatchKey, few, select
+from kvpass.lowering.cpp import one_token  # noqa: F401  (it registers itself)
+from kvpass.lowering.table import AUTO, DispatchKey, extras, few, select
 
 from .codec.affine import check_finite
 from .codec.frame import Frames, store_frames
@@ -196,13 +197,17 @@ def _attend(
     specs, coded = (parse(k_spec), parse(v_spec)), [k_spec, v_spec]
     past: tuple[Pack | Tensor, Pack | Tensor]
     if len(key) == 1:
-        past, coded, lowering = (key[0], value[0]), [], AUTO
+        past, coded, lowering, ring = (key[0], value[0]), [], AUTO, key[0]
     else:
-        past = _framed(_opened(key, specs[0]), specs[0], cos, sin, rope), _opened(value, specs[1])
+        pack = _framed(_opened(key, specs[0]), specs[0], cos, sin, rope)
+        past, ring = (pack, _opened(value, specs[1])), pack.ring
         if rope and not specs[0].transform.keeps_tables:
             raise KVPassError(f"These keys are stored rotated, and rope={rope!r} would rotate them again.")
     rotary = (cos, sin, rope) if rope and not specs[0].transform.page_frame else None
-    run = select(DispatchKey("attend", q.device.type, tuple(coded), few(q.shape[2]), q.shape[3]), lowering).run
+    dtype, group = q.dtype if q.dtype == ring.dtype else None, q.shape[1] // k_new.shape[1]
+    asked = extras(mask, starts, rotary, sinks, softcap, statistic)
+    shapes = few(q.shape[2]), q.shape[3], dtype, group
+    run = select(DispatchKey("attend", q.device.type, tuple(coded), *shapes, asked), lowering).run
     outputs: list[Tensor] = run(
         q, *past, length_of(length), k_new, v_new, mask, causal, scale, softcap, *specs, rotary, sinks, statistic,
         importance, length, starts,

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, TypeVar
 
+import torch
+
 from kvpass.codec.spec import parse
 from kvpass.errors import KVPassError
 
@@ -24,16 +26,29 @@ def few(queries: int) -> int:
     return queries if queries <= FEW else 0
 
 
+def extras(mask: Any, starts: Any, rotary: Any, sinks: Any, softcap: float, statistic: str) -> tuple[str, ...]:
+    """What attention does besides softmax over all tokens, in words; arguments are those of ``kvpass::attend``."""
+    if mask is None and starts is None and not rotary and sinks is None and not softcap and not statistic:
+        return ()
+    asked = {"mask": mask is not None, "padding": starts is not None, "RoPE": bool(rotary), "sinks": sinks is not None}
+    asked |= {"softcap": bool(softcap), "attention mass": bool(statistic)}
+    return tuple(name for name, is_there in asked.items() if is_there)
+
+
 @dataclass(frozen=True)
 class DispatchKey:
     """What a choice may depend on: the op, its device type, the codec specs, the query tokens if they are `few`, and
-    the channels of a head."""
+    the channels of a head. Of attention also the dtype, if that of the queries is the cache's, the query heads of a KV
+    head, and what it does besides (`extras`)."""
 
     op: str
     device: str
     specs: tuple[str, ...] = ()
     queries: int = 0
     head_dim: int = 0
+    dtype: torch.dtype | None = None
+    group: int = 0
+    extras: tuple[str, ...] = ()
 
     @cached_property
     def features(self) -> tuple[frozenset[str], ...]:
@@ -95,8 +110,8 @@ def implements(
 
 
 def names() -> list[str]:
-    """Names that ``lowering=`` accepts, besides "auto" and "eager"."""
-    return sorted({name for rows in _TABLE.values() for name in rows})
+    """Names that ``lowering=`` accepts, besides "auto" and "eager": those that store and attend."""
+    return sorted(_TABLE["encode"].keys() & _TABLE["attend"].keys())
 
 
 @cache

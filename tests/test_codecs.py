@@ -85,7 +85,7 @@ def test_a_padded_batch_generates_compiled_what_it_does_eagerly_in_one_graph(nam
     report = kvpass.explain(compiled)
     decoding = [graph for graph in report.graphs if graph.compiled]
     assert (report.packed, report.fused, len(decoding)) == (2, 2, 1)
-    assert decoding[0].lowerings["attend"] == ("reference" if name in DECODED else "inductor")
+    assert decoding[0].lowerings["attend"] in (("reference",) if name in DECODED else ("cpp", "inductor"))
     assert not any(graph.decoded or graph.refused for graph in report.graphs)
 
 

@@ -10,7 +10,6 @@ from torch._inductor.utils import run_and_get_code
 from kvpass.codec.kept import opened
 from kvpass.codec.pages import decode_pages
 from kvpass.lowering import reference
-from kvpass.lowering.cpp import one_token
 from kvpass.lowering.inductor import attend as inductor_attend
 from kvpass.lowering.inductor.aot import Input, Program, compile_ahead
 
@@ -56,7 +55,6 @@ def decode_then_attend(specs):
 
 def test_attend_makes_nothing_as_large_as_keys_and_no_copy_of_a_pool(monkeypatch):
     """Scores are the largest: one for each query head and token. By Inductor, as under masks."""
-    monkeypatch.setattr(one_token, "kernel_of", lambda *_: None)
     made = allocations(partial(attend, SPECS))
     assert max(elements for elements, _ in made) <= Q_HEADS * (PAGES * PAGE + 200)
     assert {dtype for _, dtype in made} <= {"float32", "int64", "bool"}

@@ -1,5 +1,7 @@
 """The ``kvpass::*`` ops: contracts with PyTorch, every implementation against the reference and against float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -401,8 +403,13 @@ def test_the_log_says_what_serves_a_call_and_why(caplog):
         OPS.attend(*attend_arguments(KIVI, 70, queries=3, causal=True)[0])
         select(DispatchKey("attend", "cpu", tuple(map(str, KIVI)), queries=1, head_dim=DIM))
         select(DispatchKey("attend", "cpu", (str(coded(32, "token", 16, 16)),) * 2, queries=1, head_dim=DIM))
-    several, one, raw = (record.message for record in caplog.records if "kvpass::attend on" in record.message)
+        of_one = DispatchKey("attend", "cpu", tuple(map(str, KIVI)), 1, DIM, torch.float32, 2)
+        assert select(of_one).name == "cpp" and select(replace(of_one, extras=("mask", "sinks"))).name == "inductor"
+    several, one, raw, kernel, masked = (
+        record.message for record in caplog.records if "kvpass::attend on" in record.message
+    )
     assert "3 queries: inductor" in several and "1 query: inductor" in one
+    assert "1 query: cpp" in kernel and "not cpp: it has no mask, sinks." in masked
     assert "1 query: reference (" in raw and "not inductor: it has no bits=32." in raw
 
 

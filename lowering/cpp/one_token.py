@@ -5,19 +5,45 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvpass.codec.spec import CodecSpec
+from kvpass.codec.spec import CodecSpec, parse
 
+from ..inductor.attend import ATTENDED
+from ..table import DispatchKey, implements
 from . import attend_allocated, attend_codes
 
 _MOST = 8  # queries of a KV head: sums of more do not stay in registers
 
 
-def kernel_of(
-    key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype, queries: int, device: torch.device
-) -> Callable[..., Tensor] | None:
-    """What attends to a cache of these specs, of tokens of ``dtype`` and KV heads of as many ``queries``, without a
-    mask, a softcap and sinks in the softmax; None if nothing does."""
-    if device.type != "cpu" or queries > _MOST:
-        return None
+def kernel_of(key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype) -> Callable[..., Tensor] | None:
+    """The kernel that attends to a cache of these specs, of tokens of ``dtype``; None if there is none."""
     asked = key, value, head_dim, dtype
     return next((one.attend for one in (attend_codes, attend_allocated) if one.serves(*asked)), None)
+
+
+def _refuses(dispatch: DispatchKey) -> str | None:
+    if dispatch.device != "cpu":
+        return "it runs on CPUs."
+    if not dispatch.specs:
+        return "the past is decoded already."
+    if dispatch.queries != 1:
+        return "it attends with one query token."
+    if dispatch.dtype is None:
+        return "the dtypes of queries and cache differ."
+    if dispatch.extras:
+        return f"it has no {', '.join(dispatch.extras)}."
+    if dispatch.group > _MOST:
+        return f"it attends with at most {_MOST} query heads for each KV head."
+    key, value = map(parse, dispatch.specs)
+    if kernel_of(key, value, dispatch.head_dim, dispatch.dtype) is None:
+        return "it has no kernel for this codec, head_dim and dtype."
+    return None
+
+
+@implements("attend", "cpp", has=ATTENDED, refuses=_refuses)
+def attend(
+    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None,
+    statistic="", importance=None, length=None, starts=None,
+) -> list[Tensor]:  # fmt: skip
+    kernel = kernel_of(k_spec, v_spec, q.shape[3], q.dtype)
+    assert kernel is not None, "the table asks `_refuses` first"
+    return [kernel(q, key, value, n, k_new, v_new, scale, k_spec, v_spec)]

@@ -23,7 +23,7 @@ from kvpass.layout.retention import Retention
 from kvpass.layout.window import layout, ring_tokens
 
 from .. import reference
-from ..cpp import allocated, one_token
+from ..cpp import allocated
 from ..reference import with_past
 from ..table import DispatchKey, implements
 from . import drafts
@@ -38,7 +38,7 @@ _VALUES = WIDTHS | {f"codec={name}" for name in ("allocated", *filter(None, OPEN
 _VALUES |= {"per=channel", "per=token", "keep=log", "rotation", "grid", "allocation", "share", "rank", "chosen_by"}
 _VALUES |= {f"allocation.{name}" for name in ("rich_pairs", "rich_singles", "follows")}
 _VALUES |= {"codec=shares", "shares", *(f"shares.{name}" for name in ("ranked", "follows", "adapts"))}
-_ATTENDED = _VALUES | _OF_KEYS | {"pre_rope", "center", "page_frame", "numbered"}, _VALUES
+ATTENDED = _VALUES | _OF_KEYS | {"pre_rope", "center", "page_frame", "numbered"}, _VALUES
 _BEHIND_ROPE = {"boosted": "boosted channels", "error-term": "matrices of what codes leave"}
 _MIN_PAGES = 2  # sizes 0 and 1 would be specialised; what is beyond the packed tokens is masked
 
@@ -362,8 +362,8 @@ def _refuses_attend(dispatch: DispatchKey) -> str | None:
     (key, value), of_keys = (spec.retention for spec in specs), specs[0].transform
     if dispatch.device != "cpu" and any(spec.quantizer.allocation or spec.quantizer.shares for spec in specs):
         return "widths by channel are read by kernels for CPUs."
-    if len({spec.quantizer.shares is None for spec in specs}) > 1:
-        return "bits are shared out to keys and values, or to neither."
+    if any(spec.quantizer.shares is not None for spec in specs):
+        return "bits that a calibration shares out are read by kernels in C++."
     if (key.page_size, key.sinks, key.keep) != (value.page_size, value.sinks, value.keep):
         return "keys and values must share page size, sinks and the choice of exact tokens."
     if of_keys.pre_rope and specs[0].quantizer.allocation is not None:
@@ -419,7 +419,7 @@ def _run(
     return attend_kernel(common, k_spec.stored_as, v_spec.stored_as, scale, softcap, mass)(given)
 
 
-@implements("attend", "inductor", has=_ATTENDED, refuses=_refuses_attend)
+@implements("attend", "inductor", has=ATTENDED, refuses=_refuses_attend)
 def attend(
     q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None,
     statistic="", importance=None, length=None, starts=None,
@@ -431,13 +431,6 @@ def attend(
         if not statistic and importance is None and drafts.serves(q, key.ring, n, (k_spec, v_spec)):
             return [drafts.attend(q, key, value, n, k_new, v_new, mask, *how)]
         return reference.attend(q, key, value, n, k_new, v_new, mask, *how, statistic, importance, decode_fn=decode_all)
-    plain = mask is None and sinks is None and rotary is None and not softcap and not statistic
-    if plain and q.dtype == key.ring.dtype:
-        kernel = one_token.kernel_of(k_spec, v_spec, q.shape[3], q.dtype, q.shape[1] // k_new.shape[1], q.device)
-        if kernel is not None:
-            return [kernel(q, key, value, n, k_new, v_new, scale, k_spec, v_spec)]
-    if k_spec.quantizer.shares is not None:  # under a mask, among others
-        return reference.attend(q, key, value, n, k_new, v_new, mask, *how, statistic, importance)
     if mask is not None and importance is not None and k_spec.retention.evicts:
         mask = with_past(mask, importance, n, q.shape)
     out, *mass = _run(q, key, value, n, k_new, v_new, mask, *how, bool(statistic))

@@ -7,7 +7,6 @@ import torch
 from kvpass.codec.rope import rope_of
 from kvpass.codec.spec import CodecSpec
 
-from ..cpp import one_token
 from ..table import DispatchKey, select
 from . import elsewhere
 from .attend import Common, attend_kernel
@@ -30,11 +29,10 @@ def expect(attended: Attended, key: CodecSpec, value: CodecSpec, batch: int, mas
     what it paid. What encodes is needed by the prompt, before another process could have imported torch. A guess that
     is wrong is compiled for nothing: only what all forms of call have in common is guessed."""
     device, head_dim, dtype = attended.device, attended.head_dim, attended.dtype
-    dispatch = DispatchKey("attend", device.type, (str(key), str(value)), 1, head_dim)
-    if select(dispatch).name != "inductor":
-        return
-    queries = attended.num_attention_heads // attended.num_key_value_heads
-    if not mass and one_token.kernel_of(key, value, head_dim, dtype, queries, device):  # it is built in seconds
+    group = attended.num_attention_heads // attended.num_key_value_heads
+    asked = ("attention mass",) if mass else ()
+    dispatch = DispatchKey("attend", device.type, (str(key), str(value)), 1, head_dim, dtype, group, asked)
+    if select(dispatch).name != "inductor":  # others are built in seconds
         return
     rope = rope_of(head_dim // 2, interleaved=False) if key.transform.turns else ""  # not known yet, but common
     heads = attended.num_attention_heads, attended.num_key_value_heads
