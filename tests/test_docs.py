@@ -3,7 +3,10 @@
 import ast
 import importlib.util
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,6 +56,14 @@ def test_the_api_page_is_made_from_these_docstrings():
     assert script("docs/make_api.py").page() == (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), (
         "python docs/make_api.py"
     )
+
+
+def test_the_support_matrix_is_what_the_table_chooses():
+    """In a process that has no interpreter of Triton."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, ROOT / "docs" / "make_support.py", "--check"]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
 
 
 @pytest.fixture

@@ -1,0 +1,85 @@
+"""Writes docs/support.md: python docs/make_support.py [--check]
+
+Which implementation runs each operation of each scheme, as `kvpass.lowering.table` chooses it. Run it without
+TRITON_INTERPRET, which takes Triton off CUDA devices. ``--check`` writes nothing, and fails if the page is out of date.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from kvpass import KVPassError
+from kvpass import ops as _ops  # noqa: F401  (registers the implementations)
+from kvpass.lowering.table import DispatchKey, select
+from kvpass.schemes import LayerGeometry, LayerPlan, SchemeConfig, available, get
+from kvpass.vllm.asked import Served
+
+PAGE = Path(__file__).with_name("support.md")
+LAYERS, HEADS, GROUP, HEAD_DIM, DTYPE = 4, 8, 4, 128, torch.bfloat16
+ATTENTION = {  # query tokens, 0 for more than are drafted; what attention does besides
+    "one token": (1, ()),
+    "one token, padded": (1, ("mask",)),
+    "drafts": (5, ()),
+    "prompt chunk": (0, ()),
+}
+HEAD = f"""# Support matrix
+
+Made by `python docs/make_support.py` from the table that chooses at run time (`lowering/table.py`), for layers of
+{HEADS} KV heads with {GROUP} query heads each, `head_dim` {HEAD_DIM}, {str(DTYPE).removeprefix("torch.")}.
+
+**cpp** and **triton** are hand-written kernels, **inductor** is compiled by Inductor, and **reference** is plain
+PyTorch over dequantized keys and values: correct, but slower. Triton kernels have not run on a GPU yet. *Store*
+quantizes tokens that leave the window, keys / values where they differ; *drafts* are 2 to 16 query tokens. vLLM says
+*no* where it refuses a scheme at start, with the reason. `kvpass.explain(model)` and the log of `kvpass.lowering` say
+what runs in a model, and why not another.
+
+"""
+
+
+def plan_of(scheme: SchemeConfig) -> LayerPlan:
+    """The plan of a layer that is neither the first nor the last."""
+    layers = [LayerGeometry(i, LAYERS, HEADS, HEAD_DIM, DTYPE, torch.device("cpu")) for i in range(LAYERS)]
+    return scheme.plan_of(layers[1])
+
+
+def row(name: str, device: str) -> list[str]:
+    """Who stores and attends on ``device``."""
+    plan = plan_of(get(name))
+    specs = str(plan.key), str(plan.value)
+    stores = [select(DispatchKey("append_layers_", device, (spec,), 0, HEAD_DIM)).name for spec in specs]
+    cells = [" / ".join(dict.fromkeys(stores))]
+    for queries, extras in ATTENTION.values():
+        key = DispatchKey("attend", device, specs, queries, HEAD_DIM, DTYPE, GROUP, extras)
+        cells.append(select(key).name)
+    return cells
+
+
+def served(name: str) -> str:
+    """Whether vLLM serves it."""
+    try:
+        Served(get(name), LAYERS, HEADS, HEAD_DIM, DTYPE)
+    except KVPassError:
+        return "no"
+    return "yes"
+
+
+def page() -> str:
+    """docs/support.md."""
+    parts = []
+    for device, title in (("cpu", "CPU"), ("cuda", "CUDA")):
+        lines = [f"## {title}\n", f"| scheme | store | {' | '.join(ATTENTION)} | vLLM |", "|---|---|" + "---|" * 5]
+        same: dict[tuple[str, ...], list[str]] = {}
+        for name in available():
+            same.setdefault((*row(name, device), served(name)), []).append(f"`{name}`")
+        lines += [f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in same.items()]
+        parts.append("\n".join(lines))
+    return HEAD + "\n\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    made = page()
+    if "--check" not in sys.argv:
+        PAGE.write_text(made, encoding="utf-8")
+    elif made != PAGE.read_text(encoding="utf-8"):
+        sys.exit("docs/support.md is out of date: python docs/make_support.py")
