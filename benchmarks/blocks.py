@@ -17,9 +17,9 @@ from vllm import _custom_ops as vllm_ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from kvpass import schemes
-from kvpass.codec.blocks import BlockLayout
-from kvpass.layout.batch import Batch, Table
-from kvpass.lowering import blocks
+from kvpass.paged import paged_attention
+from kvpass.paged.batch import Batch, BlockTable
+from kvpass.paged.block_layout import BlockLayout
 from kvpass.schemes import LayerGeometry
 
 Q_HEADS, HEADS, DIM = 9, 3, 64
@@ -39,19 +39,19 @@ def packed(scheme: str, dtype: torch.dtype, past: int, new: int, requests: int):
     tables = [of_each(past + new, size, requests) for size in (BLOCK, WINDOW)]
     cache = torch.zeros(tables[0].numel(), HEADS, BLOCK, layout.bytes_per_token, dtype=torch.uint8)
     window = torch.randn(tables[1].numel(), HEADS, WINDOW, 2 * DIM).to(dtype)
-    codecs = tuple(blocks.codecs_for(spec, cache.device, DIM) for spec in (plan.key, plan.value))
-    layer = blocks.with_kernel(
-        blocks.Layer(layout.views(cache), window, plan.key, plan.value, codecs, SCALE)  # type: ignore[arg-type]
+    codecs = tuple(paged_attention.codecs_for(spec, cache.device, DIM) for spec in (plan.key, plan.value))
+    layer = paged_attention.with_kernel(
+        paged_attention.Layer(layout.views(cache), window, plan.key, plan.value, codecs, SCALE)  # type: ignore[arg-type]
     )
     start, length = torch.arange(requests + 1) * new, torch.full((requests,), past)
-    pages = Table(tables[0], layout.slots)
-    batch = Batch(start, length, length + new, pages, Table(tables[1], WINDOW), layout.lead)
+    pages = BlockTable(tables[0], layout.slots)
+    batch = Batch(start, length, length + new, pages, BlockTable(tables[1], WINDOW), layout.lead)
     q, k, v = (torch.randn(requests * new, heads, DIM).to(dtype) for heads in (Q_HEADS, HEADS, HEADS))
     out = torch.empty_like(q)
 
     def call() -> None:
-        blocks.store(batch, layer, k, v)
-        blocks.attend(batch, layer, q, out)
+        paged_attention.store(batch, layer, k, v)
+        paged_attention.attend(batch, layer, q, out)
 
     return call
 

@@ -17,13 +17,13 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import kvpass
-from kvpass.runtime import replay
+from kvpass.runtime.steps import replay
 
 LAYERS, STEPS = 32, 150
 
 
 def nothing(layers, step):
-    """A `kvpass.runtime.replay.Capture`."""
+    """A `kvpass.runtime.steps.replay.Capture`."""
     return step(), lambda: None
 
 

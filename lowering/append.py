@@ -8,23 +8,22 @@ from torch import Tensor
 
 from kvpass.codec.adaptive import largest_mass
 from kvpass.codec.affine import check_finite
-from kvpass.codec.allocation import fit_basis, rich_bytes, second_moment, some_queries
+from kvpass.codec.allocation import rich_bytes
 from kvpass.codec.bitpack import FIELDS
-from kvpass.codec.center import fit_center
-from kvpass.codec.frame import Frames, before_rotation, into_frames, mean_of_tokens, middle, seen_from
+from kvpass.codec.frame import Frames, into_frames, mean_of_tokens
 from kvpass.codec.kept import Pack
 from kvpass.codec.pages import decode_pages, replace_tokens, share_codes
 from kvpass.codec.predictor import PREDICTORS, predict
-from kvpass.codec.quantizer import RAW, Subspace
-from kvpass.codec.rope import parse_rope
-from kvpass.codec.shares import fit, rich_of
+from kvpass.codec.quantizer import RAW
+from kvpass.codec.shares import rich_of
 from kvpass.codec.spec import CodecSpec
-from kvpass.codec.subspace import compensation_matrix, precision_matrix
 from kvpass.errors import KVPassError
 from kvpass.layout.eviction import choose, evict, update_importance
 from kvpass.layout.pool import of_pages, whole
 from kvpass.layout.retention import Retention
 from kvpass.layout.window import layout
+
+from .fit_sequence import fit_to_queries, fit_to_tokens, fits_tokens, keep_pairs, not_padding
 
 PLACES = frozenset({"keep=log", "pre_rope"})
 """Features that say where tokens lie, or what they are, which is the same to whoever encodes and decodes pages."""
@@ -33,28 +32,7 @@ APPENDED = PLACES | {"own_codes", "budget", "evict=age", "shared", "center", *(f
 MERGED = PLACES | {f"bits={bits}" for bits in (*FIELDS, *RAW)} | {"per=channel", "per=token", "fit=lsq", "eta"}
 MERGED |= {"rotation", "grid"}
 """Those of all specs that `append_layers` may be called with, besides allocations."""
-_GOLDEN = 0.6180339887  # its multiples are spread evenly between whole numbers
 CHUNK = 4096  # tokens predicted, or gathered from layers, at a time: what is needed in between stays small
-
-
-def not_padding(mask: Tensor, batch: int, tokens: int) -> Tensor:
-    """Which of the last ``tokens`` tokens may attend to themselves, ``[B, tokens]`` bool: padding may not."""
-    own = mask[:, 0].diagonal(mask.shape[-1] - tokens, -2, -1)
-    return (own if own.dtype == torch.bool else own == 0).expand(batch, -1)
-
-
-def _by_kv_head(q: Tensor, mask: Tensor | None, num_key_value_heads: int) -> tuple[Tensor, Tensor | None]:
-    """Queries ``[B, H_q, S, D]`` of a KV head in a row, ``[B, H_kv, N, D]``, and which are no padding, ``[B, N]``."""
-    stacked = q.unflatten(1, (num_key_value_heads, -1))
-    valid = None if mask is None else not_padding(mask, q.shape[0], q.shape[2]).repeat(1, stacked.shape[2])
-    return stacked.flatten(2, 3), valid
-
-
-def fit_compensation(q: Tensor, mask: Tensor | None, num_key_value_heads: int, subspace: Subspace) -> Tensor:
-    """The compensation matrix of the prompt's queries ``[B, H_q, S, D]``; those of padding tokens are left out."""
-    stacked, valid = _by_kv_head(q, mask, num_key_value_heads)
-    precision = precision_matrix(stacked, subspace, valid)
-    return compensation_matrix(precision, subspace.block_size)
 
 
 def decide(
@@ -153,15 +131,13 @@ def append(
     originals: where tokens that get widths of their own wait for them.
     length, write: what holds ``n`` on the device, and who stores tokens in rings, as `write_each`.
     """
-    ring, retention, subspace = pack.ring, spec.retention, spec.quantizer.subspace
+    ring, retention = pack.ring, spec.retention
     if spec.quantizer.needs_queries and n == 0 and q is None:
         raise KVPassError("This codec needs the prompt's queries, and no attention handed them over.")
-    if subspace is not None and n == 0:
-        pack.compensation.copy_(fit_compensation(q, mask, x.shape[1], subspace))
     if n == 0:
-        _keep_of_queries(pack, q, mask, x.shape[1], spec)
+        fit_to_queries(pack, q, mask, x.shape[1], spec)
     if spec.quantizer.adaptive is not None:
-        _stage(pack, originals, n, x, q, mask, scores, importance, spec)
+        _stage(pack, originals, n, x, scores, importance, spec)
         return
     if importance is not None:
         decide(importance, n, x, scores, mask, slots, retention)
@@ -187,10 +163,11 @@ def _pack(
     def leaving(start: int, end: int) -> Tensor:
         return layout(retention).leaving(pack.ring, n, x, start, end)
 
-    if not first and (spec.quantizer.shares is None or pack.metric is not None) and _is_fitted(pack):
-        _fit(pack, leaving(0, last), spec, None if n or mask is None else not_padding(mask, len(x), x.shape[2]))
-    if pack.pairs is not None and not first:
-        pack.pairs.copy_(torch.tensor((0, False) if pack.frames is None else parse_rope(pack.frames.rope)))
+    if not first:
+        if fits_tokens(pack, spec):
+            valid = None if n or mask is None else not_padding(mask, len(x), x.shape[2])
+            fit_to_tokens(pack, leaving(0, last), spec, valid)
+        keep_pairs(pack)
     if gone:
         settled, first = min(first * size, retention.budget), (retention.budget + gone) // size
         if retention.budget:
@@ -217,86 +194,12 @@ def _rich_keys(pack: Pack, spec: CodecSpec, first: int, count: int) -> Tensor:
     return rich_of(pool[:, :, first : first + count], spec.page_size, pack.widths.shape[1])
 
 
-def _is_fitted(pack: Pack) -> bool:
-    """Whether something is fitted to the tokens packed first."""
-    return pack.center is not None or pack.basis is not None
-
-
-def _seen(q: Tensor, pack: Pack, spec: CodecSpec) -> Tensor:
-    """The prompt's queries ``[B, H, S, D]`` as pages see them: if those have frames, each from that of its own page or
-    of one before, all distances alike."""
-    size, sinks, tokens = spec.page_size, spec.retention.sinks, torch.arange(q.shape[2])
-    known = (q.shape[2] - 1 - sinks - middle(size)) // size  # the last page whose middle there is
-    if pack.frames is None or known < 0:
-        return q
-    pages = ((tokens - sinks) // size).clamp(0, known) + 1
-    return seen_from(q, pack.frames, (pages * (tokens * _GOLDEN % 1)).long(), size)
-
-
-def look(q: Tensor, mask: Tensor | None, num_key_value_heads: int, size: int) -> Tensor:
-    """Where the prompt's queries ``[B, H_q, S, D]`` look that are no padding, by blocks of ``size`` channels: their
-    second moment ``[B, H_kv, D, size]``, as if ``size`` more of them had looked everywhere."""
-    stacked, valid = _by_kv_head(q, mask, num_key_value_heads)
-    seen = second_moment(stacked, size, valid)
-    queries = stacked.shape[2] if valid is None else valid.sum(-1).clamp_min(1)[:, None, None, None, None]
-    each = seen.diagonal(dim1=-2, dim2=-1).mean((-1, -2), keepdim=True).unsqueeze(-1) / queries
-    return (seen + size * each * torch.eye(size, dtype=seen.dtype, device=q.device)).flatten(2, 3)
-
-
-def _keep_of_queries(pack: Pack, q: Tensor | None, mask: Tensor | None, heads: int, spec: CodecSpec) -> None:
-    """Keep what the codec needs of the prompt's queries: what errors cost, where the basis will be, 0 if all cost the
-    same; and some that choose."""
-    if spec.quantizer.shares is not None:
-        return
-    allocation = spec.quantizer.allocation
-    weighted = allocation is not None and allocation.weighted
-    if allocation is not None and not weighted:
-        pack.basis.zero_()
-    if not weighted and pack.queries is None:
-        return
-    seen = _seen(q, pack, spec)
-    if weighted:
-        pack.basis.copy_(_metric(look(seen, mask, heads, allocation.block_size)))
-    if pack.queries is not None:
-        pack.queries.copy_(some_queries(*_by_kv_head(seen, mask, heads), pack.queries.dtype))
-
-
-def _metric(moment: Tensor) -> Tensor:
-    """A second moment ``[B, H_kv, D, b]`` in units of its mean, 0 if that is 0."""
-    mean = moment.unflatten(2, (-1, moment.shape[-1])).diagonal(dim1=-2, dim2=-1).mean((-1, -2))[..., None, None]
-    return torch.where(mean > 0, moment / mean, 0.0)
-
-
-def _fit(pack: Pack, x: Tensor, spec: CodecSpec, valid: Tensor | None) -> None:
-    """Fit mean and basis to ``x``, the tokens packed first, of those of the call that are ``valid``."""
-    allocation, size = spec.quantizer.allocation, spec.page_size
-    x = into_frames(x, pack.frames, 0, size)
-    if pack.center is not None:
-        pack.center.copy_(fit_center(before_rotation(x, pack.frames, size), pack.center.dtype))
-    if pack.basis is None:
-        return
-    if pack.center is not None:
-        x = x.float() - mean_of_tokens(pack.center, pack.frames, size, x.shape[2])
-    if valid is not None:
-        valid = valid.index_select(1, layout(spec.retention).page_tokens(0, x.shape[2] // size).to(x.device))
-    if pack.widths is not None:
-        basis, widths = fit(x, pack.metric, pack.share, spec, valid)
-        pack.basis.copy_(basis)
-        pack.widths.copy_(widths)
-        return
-    basis, places = fit_basis(x, pack.basis.unflatten(2, (-1, allocation.block_size)), allocation, valid)
-    pack.basis.copy_(basis)
-    pack.fields.copy_(places)
-
-
 def _stage(
-    pack: Pack, originals: Tensor, n: int, x: Tensor, q, mask, scores, importance: Tensor | None, spec: CodecSpec
+    pack: Pack, originals: Tensor, n: int, x: Tensor, scores, importance: Tensor | None, spec: CodecSpec
 ) -> None:
     """Put the tokens that are due into ``originals``, where their widths are chosen when the forward is over: behind
     those of earlier calls, or at the beginning if those are not kept."""
     where, pages = layout(spec.retention), spec.retention.pages
-    if pack.energy is not None and n == 0:
-        pack.energy.copy_(query_energy(q, mask, x.shape[1]))
     if importance is not None:
         (mass,) = scores
         importance[..., : n + x.shape[2]] = largest_mass(importance, n, mass)
@@ -306,19 +209,6 @@ def _stage(
         start = first * spec.page_size if spec.quantizer.adaptive.keep_originals else 0
         originals[:, :, start : start + tokens.shape[2]].copy_(tokens, non_blocking=True)
     where.write([pack.ring], n, [x])
-
-
-_QUANTILE = 0.9
-
-
-def query_energy(q: Tensor, mask: Tensor | None, num_key_value_heads: int) -> Tensor:
-    """What 90 % of the squared norms of queries ``[B, H_q, S, D]`` are below, over those of a KV head that are not
-    padding: ``[B, H_kv, 1, 1]`` float32."""
-    energy = q.float().square().sum(-1).unflatten(1, (num_key_value_heads, -1))
-    if mask is not None:
-        padding = ~not_padding(mask, q.shape[0], q.shape[2])
-        energy = energy.masked_fill(padding[:, None, None], torch.nan)
-    return energy.flatten(2).nanquantile(_QUANTILE, -1, keepdim=True).unsqueeze(-1)
 
 
 def _settle(pages: _Pages, tokens: Tensor, settled: int, slots: Tensor, pack: Pack) -> None:

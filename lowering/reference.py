@@ -16,7 +16,8 @@ from kvpass.codec.spec import CodecSpec
 from kvpass.layout.pool import whole
 from kvpass.layout.window import layout
 
-from .append import CHUNK, append, append_layers, not_padding
+from .append import CHUNK, append, append_layers
+from .fit_sequence import not_padding
 from .table import implements
 
 

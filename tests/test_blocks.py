@@ -9,15 +9,13 @@ from hypothesis import strategies as st
 
 from kvpass import KVPassError, schemes
 from kvpass.cache.state import KVState
-from kvpass.codec.blocks import BlockLayout
 from kvpass.codec.kept import opened
-from kvpass.layout.batch import Batch, Table
-from kvpass.layout.spans import HIDDEN
-from kvpass.lowering import blocks, reference
-from kvpass.lowering.blocks import Codecs, Layer
-from kvpass.lowering.cpp import blocks as in_cpp
-from kvpass.lowering.cpp import flash
-from kvpass.lowering.inductor import blocks as by_inductor
+from kvpass.lowering import reference
+from kvpass.paged import flash_attention, paged_attention, single_query_cpp, single_query_inductor
+from kvpass.paged.batch import Batch, BlockTable
+from kvpass.paged.block_layout import BlockLayout
+from kvpass.paged.context_spans import HIDDEN
+from kvpass.paged.paged_attention import Codecs, Layer
 from kvpass.schemes import LayerGeometry
 
 from common import DTYPES, randn
@@ -75,8 +73,8 @@ class Server:
                     table.append(self.free.pop())
         batch = self.batch(order, new)
         out = torch.empty_like(q)
-        blocks.store(batch, self.layer, k, v)
-        blocks.attend(batch, self.layer, q, out)
+        paged_attention.store(batch, self.layer, k, v)
+        paged_attention.attend(batch, self.layer, q, out)
         expected, first = [], 0
         for one in order:
             mine = slice(first, first + new[one])
@@ -93,8 +91,8 @@ class Server:
         for which, size in enumerate(self.sizes):
             longest = max(len(self.tables[one][which]) for one in order)
             rows = [self.tables[one][which] + [0] * (longest - len(self.tables[one][which])) for one in order]
-            tables.append(Table(torch.tensor(rows), size))
-        pages = Table(tables[0].blocks, self.layout.slots)
+            tables.append(BlockTable(torch.tensor(rows), size))
+        pages = BlockTable(tables[0].blocks, self.layout.slots)
         return Batch(start, past, past + counts, pages, tables[1], self.layout.lead)
 
     def alone(self, one, q, k, v):
@@ -161,17 +159,17 @@ def test_everything_in_a_block_has_bytes_of_its_own(scheme, size, dtype):
 @pytest.mark.parametrize(
     ("scheme", "dtype", "kernel"),
     [
-        ("kivi", torch.float32, in_cpp),
-        ("kivi-sinks", torch.bfloat16, in_cpp),
-        ("kivi-1", torch.float32, in_cpp),
-        ("kivi-s8", torch.float32, by_inductor),
-        ("higgs-sinks", torch.float32, by_inductor),
+        ("kivi", torch.float32, single_query_cpp),
+        ("kivi-sinks", torch.bfloat16, single_query_cpp),
+        ("kivi-1", torch.float32, single_query_cpp),
+        ("kivi-s8", torch.float32, single_query_inductor),
+        ("higgs-sinks", torch.float32, single_query_inductor),
     ],
     ids=lambda one: one if isinstance(one, str) else None,
 )
 def test_the_kernel_of_single_tokens_gives_what_the_reference_does(scheme, dtype, kernel):
     server = Server(plan_of(scheme, dtype), 128, 16, seed=3, dtype=dtype)
-    server.layer = blocks.with_kernel(server.layer)
+    server.layer = paged_attention.with_kernel(server.layer)
     assert isinstance(server.layer.kernel, kernel.Attention)
     for _ in range(3):
         server.add()
@@ -192,7 +190,7 @@ def test_blocks_that_do_not_fit_are_refused():
         layout.views(torch.zeros(2, HEADS, 64, layout.bytes_per_token + 1, dtype=torch.uint8))
 
 
-@pytest.mark.parametrize("dtype", flash.DTYPES)
+@pytest.mark.parametrize("dtype", flash_attention.DTYPES)
 @pytest.mark.parametrize(("dim", "queries", "tokens"), [(80, 7, 600), (64, 101, 257), (64, 1, 3)])
 def test_parts_of_a_context_add_up_to_attention(dim, queries, tokens, dtype):
     """In blocks that are not full, with rows that see nothing of a part, parts that only some tiles have, and scores
@@ -205,7 +203,7 @@ def test_parts_of_a_context_add_up_to_attention(dim, queries, tokens, dtype):
     own[:, 0] = False
     past = torch.arange(tokens) < torch.tensor([tokens, 0, tokens // 2])[:, None]
     masks = [torch.where(seen, 0.0, HIDDEN)[:, None] for seen in (own, past[:, None])]
-    parts = flash.Parts(q, 0.5)
+    parts = flash_attention.Parts(q, 0.5)
     parts.add(torch.arange(3), k[:, :, tokens:], v[:, :, tokens:], masks[0])
     some = torch.tensor([2, 0])
     parts.add(some, k[some, :, :tokens], v[some, :, :tokens], masks[1][some])
@@ -216,7 +214,7 @@ def test_parts_of_a_context_add_up_to_attention(dim, queries, tokens, dtype):
     seen_by = seen.any(-1)[:, None, :, None]
     error = 1e-4 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(parts.out * seen_by, expected * seen_by, atol=error, rtol=error)
-    unmasked, masked = flash.Parts(q, 0.5), flash.Parts(q, 0.5)
+    unmasked, masked = flash_attention.Parts(q, 0.5), flash_attention.Parts(q, 0.5)
     unmasked.add(torch.arange(3), k, v, None)
     masked.add(torch.arange(3), k, v, torch.zeros(3, 1, 1, tokens + queries))
     torch.testing.assert_close(unmasked.out, masked.out)
@@ -227,12 +225,12 @@ def test_products_of_bfloat16_where_the_processor_has_none(monkeypatch):
     q, k, v = (randn(seed, 2, heads, 70, 64).bfloat16() for seed, heads in ((1, 6), (2, 3), (3, 3)))
 
     def attended() -> torch.Tensor:
-        flash._kernel.cache_clear()
-        parts = flash.Parts(q, 0.125)
+        flash_attention._kernel.cache_clear()
+        parts = flash_attention.Parts(q, 0.125)
         parts.add(torch.arange(2), k, v, None)
         return parts.out
 
-    found, source = attended(), flash.source
-    monkeypatch.setattr(flash, "source", lambda *given: "#undef __AVX512BF16__\n" + source(*given))
+    found, source = attended(), flash_attention.source
+    monkeypatch.setattr(flash_attention, "source", lambda *given: "#undef __AVX512BF16__\n" + source(*given))
     torch.testing.assert_close(attended(), found, atol=1e-2, rtol=1e-2)
-    flash._kernel.cache_clear()
+    flash_attention._kernel.cache_clear()

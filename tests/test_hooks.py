@@ -13,7 +13,7 @@ from transformers import DynamicCache
 import kvpass
 from kvpass import NotFusedError
 from kvpass.compile.backend import Backend
-from kvpass.runtime.watch import Hooks, Watch
+from kvpass.runtime.steps.model_changes import Hooks, Watch
 
 from tiny import llama, tokens
 

@@ -29,7 +29,7 @@ from kvpass.lowering.inductor import aot
 from kvpass.lowering.inductor.aot import Input, Program, compile_ahead
 from kvpass.models import recording
 from kvpass.models.arguments import CACHE, CACHE_NAMES, cache_argument
-from kvpass.runtime import watch
+from kvpass.runtime.steps import model_changes
 from kvpass.runtime.transformers import TransformersRuntime
 from kvpass.schemes import KIVIConfig
 
@@ -233,18 +233,18 @@ def test_a_float_that_changes_is_a_constant_of_another_graph():
 
 
 def test_modules_keep_hooks_in_dicts_of_these_names():
-    """`kvpass.runtime.watch`, which also tells hooks by the Python modules they are from."""
+    """`kvpass.runtime.steps.model_changes`, which also tells hooks by the Python modules they are from."""
     module = torch.nn.Linear(2, 2)
     module.register_forward_hook(lambda *_: None)
     module.register_forward_pre_hook(lambda *_: None)
-    assert all(len(vars(module)[name]) == 1 for name in watch._HOOKS) and not any(watch._GLOBAL_HOOKS)
+    assert all(len(vars(module)[name]) == 1 for name in model_changes._HOOKS) and not any(model_changes._GLOBAL_HOOKS)
     handles = [
         getattr(torch.nn.modules.module, f"register_module_forward_{name}")(print) for name in ("hook", "pre_hook")
     ]
-    assert all(map(len, watch._GLOBAL_HOOKS))
+    assert all(map(len, model_changes._GLOBAL_HOOKS))
     for handle in handles:
         handle.remove()
-    assert not any(watch._GLOBAL_HOOKS)
+    assert not any(model_changes._GLOBAL_HOOKS)
     model = llama()
     recording.put_up_hooks(model, dict(output_hidden_states=True))
     (hook,) = model.model.layers[0]._forward_hooks.values()

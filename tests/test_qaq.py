@@ -27,7 +27,7 @@ from kvpass.codec.adaptive import (
     unpack_levels,
 )
 from kvpass.codec.spec import Adaptive
-from kvpass.lowering.append import query_energy
+from kvpass.lowering.fit_sequence import query_energy
 from kvpass.lowering.reference import attention_mass
 from kvpass.schemes import QAQConfig
 

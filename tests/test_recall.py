@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 
 import kvpass
 from kvpass.cache.swap import packed_layers
-from kvpass.runtime import recall
+from kvpass.runtime.steps import recall
 
 from tiny import llama, tokens
 

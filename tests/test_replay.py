@@ -10,8 +10,8 @@ from transformers import DynamicCache
 
 import kvpass
 from kvpass.cache.swap import packed_layers
-from kvpass.runtime import replay
 from kvpass.runtime.padding import PaddingMasks
+from kvpass.runtime.steps import replay
 
 from tiny import llama, tokens
 
@@ -19,7 +19,7 @@ pytest.importorskip("triton", minversion="3.7")  # the interpreter of 3.6 takes 
 
 
 class Rerun:
-    """A `kvpass.runtime.replay.Capture` that runs the step itself again."""
+    """A `kvpass.runtime.steps.replay.Capture` that runs the step itself again."""
 
     made: list["Rerun"] = []
 

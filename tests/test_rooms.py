@@ -18,6 +18,7 @@ FLOORS = [  # each imports from those before it, and from itself
     "codec",
     "schemes",
     "lowering",
+    "paged",
     "ops",
     "cache",
     "compile",
@@ -60,6 +61,13 @@ def test_no_import_goes_up(module):
     assert not {name for name in imported(module, MODULES[module]) if room(name) in above}
 
 
+def test_only_a_server_has_paged_attention():
+    users = {
+        room(module) for module, path in MODULES.items() for name in imported(module, path) if room(name) == "paged"
+    }
+    assert users == {"paged", "vllm"}
+
+
 def test_the_page_on_architecture_has_every_room_in_order():
     page = (ROOT / "docs" / "architecture.md").read_text().split("## Rooms")[1].split("##")[0]
     first_cells = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
@@ -73,4 +81,4 @@ def test_modules_with_different_jobs_have_different_names():
         if not module.endswith("__init__"):
             seen.setdefault(module.rpartition(".")[2], []).append(module)
     doubled = {name: modules for name, modules in seen.items() if len(modules) > 1}
-    assert set(doubled) == {"allocated", "append", "attend", "blocks", "codebook", "pages"}, doubled
+    assert set(doubled) == {"allocated", "append", "attend", "codebook", "pages"}, doubled

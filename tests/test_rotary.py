@@ -14,7 +14,7 @@ from kvpass import KVPassError
 from kvpass.codec.kept import opened
 from kvpass.codec.rope import join_pairs, rotate, split_pairs
 from kvpass.lowering import reference
-from kvpass.lowering.append import fit_compensation
+from kvpass.lowering.fit_sequence import fit_compensation
 from kvpass.lowering.inductor import attend as inductor_attend
 
 from common import DIM, coded, only_reference, randn, seeds, state_of

@@ -13,7 +13,7 @@ from kvpass import models
 from kvpass.codec import decode_pages, encode_pages
 from kvpass.codec.subspace import compensation_matrix, precision_matrix
 from kvpass.eval import quality, texts
-from kvpass.lowering.append import fit_compensation
+from kvpass.lowering.fit_sequence import fit_compensation
 from kvpass.runtime.simulated import Simulator
 from kvpass.schemes import LayerGeometry, get
 

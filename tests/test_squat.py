@@ -10,7 +10,7 @@ from kvpass import PackedKV, schemes
 from kvpass.cache.state import KVState
 from kvpass.codec import Subspace, decode_pages, encode_pages
 from kvpass.codec.subspace import compensation_matrix, precision_matrix
-from kvpass.lowering.append import fit_compensation
+from kvpass.lowering.fit_sequence import fit_compensation
 
 from common import DIM, coded, queries_for, randn, seeds, spread, state_of
 

@@ -31,9 +31,9 @@ from ..models.encoded import has_encoder
 from ..schemes import LayerGeometry, SchemeConfig, check_edges, check_sources, get, named
 from .forms import Forms
 from .forward import check_all_updated, finish_forward
-from .recall import Recalls
-from .replay import Replays
-from .watch import Hooks
+from .steps.model_changes import Hooks
+from .steps.recall import Recalls
+from .steps.replay import Replays
 
 logger = logging.getLogger("kvpass")
 

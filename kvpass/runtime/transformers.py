@@ -26,9 +26,9 @@ from ..models.unpacked import StoresNoText
 from ..schemes import LayerGeometry, SchemeConfig, get
 from .forward import finish_forward, remember, start_forward
 from .padding import PaddingMasks
-from .recall import Recalls
-from .replay import CAPTURES, Replays
 from .runtime import Runtime
+from .steps.recall import Recalls
+from .steps.replay import CAPTURES, Replays
 
 
 class TransformersRuntime(Runtime):

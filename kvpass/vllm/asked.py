@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from .. import schemes
-from ..codec.blocks import BlockLayout
 from ..codec.kept import codec_of
 from ..codec.spec import CodecSpec
 from ..errors import KVPassError
 from ..fields import shown
+from ..paged.block_layout import BlockLayout
 from ..schemes import LayerGeometry, LayerPlan, SchemeConfig
 
 VARIABLE = "KVPASS_SCHEME"

@@ -1,9 +1,10 @@
 """All that kvpass uses of vLLM: nothing of it is imported, or known, anywhere else. tests/vllm/test_api.py says what of
 it has changed.
 
-A layer's pages are in blocks of its own full-attention group, whose bytes `kvpass.codec.blocks` describes. Its exact
-tokens are those of a companion layer with a sliding window, whose blocks vLLM takes back behind it. Both are allocated,
-shared between requests of one prefix, given back and counted by vLLM, as those of any model with two kinds of layers.
+A layer's pages are in blocks of its own full-attention group, whose bytes `kvpass.paged.block_layout` describes. Its
+exact tokens are those of a companion layer with a sliding window, whose blocks vLLM takes back behind it. Both are
+allocated, shared between requests of one prefix, given back and counted by vLLM, as those of any model with two kinds
+of layers.
 """
 
 import logging
@@ -30,8 +31,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout, SlidingWindowSpec
 
 from ..errors import KVPassError
-from ..layout.batch import Batch, Table
-from ..lowering import blocks
+from ..paged import paged_attention
+from ..paged.batch import Batch, BlockTable
 from ..schemes import SchemeConfig
 from .asked import KEY, VARIABLE, Served, check_version, scheme_asked
 
@@ -180,7 +181,7 @@ class Window(nn.Module, AttentionLayerBase):
 class WindowMetadata:
     """The table of the exact tokens."""
 
-    table: Table
+    table: BlockTable
 
 
 class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
@@ -189,7 +190,7 @@ class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False):
         blocks = common_attn_metadata.block_table_tensor.long()
-        return WindowMetadata(Table(blocks, self.kv_cache_spec.block_size))
+        return WindowMetadata(BlockTable(blocks, self.kv_cache_spec.block_size))
 
 
 @dataclass
@@ -199,7 +200,7 @@ class PackedMetadata:
     start: Tensor
     past: Tensor
     total: Tensor
-    pages: Table
+    pages: BlockTable
     lead: int
     batch: Batch | None = None
 
@@ -229,7 +230,7 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):
         common = common_attn_metadata
         start, total = common.query_start_loc.long(), common.seq_lens.long()
         past = total - (start[1:] - start[:-1])
-        pages = Table(common.block_table_tensor.long(), self.layout.slots)
+        pages = BlockTable(common.block_table_tensor.long(), self.layout.slots)
         return PackedMetadata(start, past, total, pages, self.layout.lead)
 
 
@@ -279,7 +280,7 @@ class PackedAttention(AttentionImpl):
         context = config.compilation_config.static_forward_context
         index = sum(isinstance(layer, Window) for layer in context.values())
         self.window = Window(f"{_WINDOW}.{index}", self.served_as, config)
-        self.layer: blocks.Layer | None = None
+        self.layer: paged_attention.Layer | None = None
 
     def forward(
         self,
@@ -299,16 +300,16 @@ class PackedAttention(AttentionImpl):
             self.layer = self._bound(kv_cache)
         assert self.layer is not None
         batch = attn_metadata.with_window(get_forward_context().attn_metadata[self.window.name])
-        blocks.store(batch, self.layer, key, value)
-        blocks.attend(batch, self.layer, query, output)
+        paged_attention.store(batch, self.layer, key, value)
+        paged_attention.attend(batch, self.layer, query, output)
         return output
 
-    def _bound(self, kv_cache: Tensor) -> blocks.Layer:
+    def _bound(self, kv_cache: Tensor) -> paged_attention.Layer:
         layout = self.served_as.layout(kv_cache.shape[2])
         views, window = layout.views(kv_cache), self.window.kv_cache
-        key, value = (blocks.codecs_for(spec, kv_cache.device, self.head_size) for _, spec in layout.sides)
-        layer = blocks.Layer(views, window, layout.key, layout.value, (key, value), self.scale, self.softcap)
-        return blocks.with_kernel(layer)
+        key, value = (paged_attention.codecs_for(spec, kv_cache.device, self.head_size) for _, spec in layout.sides)
+        layer = paged_attention.Layer(views, window, layout.key, layout.value, (key, value), self.scale, self.softcap)
+        return paged_attention.with_kernel(layer)
 
     def warm(self) -> None:
         """Compile what runs over blocks, on two with the strides that vLLM gives those of all groups."""
@@ -317,7 +318,7 @@ class PackedAttention(AttentionImpl):
         strides = (window.stride(0) * window.element_size(), size * content, content, 1)
         shape = (2, self.num_kv_heads, size, content)
         like = torch.empty_strided(shape, strides, dtype=torch.uint8, device=window.device)
-        blocks.warm(self._bound(like), self.num_heads)
+        paged_attention.warm(self._bound(like), self.num_heads)
 
 
 _ARGUMENTS = (

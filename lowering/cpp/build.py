@@ -13,17 +13,19 @@ from kvpass.progress import announced
 from ..inductor.aot import unprobed
 from ..session import compiling
 
+_FOLDER = Path(__file__).parent
 OPTIONS = {"cpp_cache_precompile_headers": False, "cpp.enable_floating_point_contract_flag": "fast"}
 
 
-def text(defines: Mapping[str, float], *files: str, namespace: str = "") -> str:
-    """``files`` of this folder one behind the other, for what is defined, in a ``namespace`` if one is named."""
+def text(defines: Mapping[str, float], *files: str | Path, namespace: str = "") -> str:
+    """``files``, by name if they are in this folder, one behind the other, for what is defined, in a ``namespace`` if
+    one is named."""
     lines = [f"#undef {word}\n#define {word} {number}\n" for word, number in defines.items()]
-    texts = [Path(__file__).with_name(file).read_text() for file in files]
+    texts = [(_FOLDER / file).read_text() for file in files]
     return "".join([*lines, f"namespace {namespace} {{\n", *texts, "}\n"] if namespace else [*lines, *texts])
 
 
-def source(defines: Mapping[str, float], *files: str) -> str:
+def source(defines: Mapping[str, float], *files: str | Path) -> str:
     """`text` behind vectors.h, which all others need."""
     return text({}, "vectors.h") + text(defines, *files)
 

@@ -17,7 +17,7 @@ from kvpass.errors import KVPassError
 from kvpass.layout.pool import whole
 from kvpass.layout.window import on_device
 
-from ..append import not_padding
+from ..fit_sequence import not_padding
 from ..reference import seen_from, with_past
 from ..table import FEW, DispatchKey, implements
 from .allocated import FEATURES, attend_allocated, refuses_fields

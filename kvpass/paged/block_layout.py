@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..codec.kept import fitted_shapes, page_shapes
+from ..codec.spec import CodecSpec
 from ..errors import KVPassError
-from .kept import fitted_shapes, page_shapes
-from .spec import CodecSpec
 
 _ALIGNMENT = 16  # bytes: what tensors of any dtype begin at a multiple of
 

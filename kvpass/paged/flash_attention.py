@@ -4,16 +4,17 @@ other parts."""
 import math
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from kvpass.layout.spans import HIDDEN
-
-from .build import build, source
+from ..lowering.cpp.build import build, source
+from .context_spans import HIDDEN
 
 DTYPES = torch.float32, torch.bfloat16
 """What keys and values may be. Products of bfloat16 are those of the processor, if it has them."""
+_SOURCE = Path(__file__).with_name("flash_attention.cpp")
 _GIVEN = {torch.float32: "const float*", torch.bfloat16: "const uint16_t*"}
 
 
@@ -21,7 +22,7 @@ _GIVEN = {torch.float32: "const float*", torch.bfloat16: "const uint16_t*"}
 def _kernel(head_dim: int, scale: float, dtype: torch.dtype) -> Callable[..., None]:
     defines = dict(HEAD=head_dim, FACTOR=scale / math.log(2), BFLOAT16=int(dtype == torch.bfloat16), HIDDEN=HIDDEN)
     types = [*3 * [_GIVEN[dtype]], "const float*", "const int64_t*", *2 * ["float*"], *7 * ["int64_t"]]
-    return build(source(defines, "flash.cpp"), types)
+    return build(source(defines, _SOURCE), types)
 
 
 class Parts:

@@ -1,22 +1,23 @@
 """Attention of one token of each of many requests over a server's blocks on CPUs, of what `attend_codes` reads."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvpass.layout.batch import Batch, Tiles
+from ..lowering.cpp.attend_codes import defines_of
+from ..lowering.cpp.attend_codes import serves as serves_codes
+from ..lowering.cpp.build import build, source
+from .batch import Batch, Tiles
 
-from .attend_codes import defines_of
-from .attend_codes import serves as serves_codes
-from .build import build, source
-
+_SOURCE = Path(__file__).with_name("single_query.cpp")
 _TYPES = ["const uint8_t*", "uint8_t*", *5 * ["const int64_t*"], *9 * ["const uint8_t*"], *14 * ["int64_t"], "float"]
 
 
 def serves(layer: Any) -> bool:
-    """Whether there is a kernel for a `kvpass.lowering.blocks.Layer`."""
+    """Whether there is a kernel for a `kvpass.paged.paged_attention.Layer`."""
     window, specs = layer.window, (layer.key, layer.value)
     return (
         window.device.type == "cpu" and not layer.softcap and serves_codes(*specs, window.shape[-1] // 2, window.dtype)
@@ -52,5 +53,5 @@ class Attention:
         if queries not in self._kernels:
             key, value, window = self._layer.key, self._layer.value, self._layer.window
             defines = defines_of(key, value, window.shape[-1] // 2, queries, window.dtype)
-            self._kernels[queries] = build(source(defines, "tokens.h", "codes.h", "blocks.cpp"), _TYPES)
+            self._kernels[queries] = build(source(defines, "tokens.h", "codes.h", _SOURCE), _TYPES)
         return self._kernels[queries]

@@ -15,7 +15,7 @@ from torch.nn.modules import module as every_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PretrainedConfig
 
-from ..models.recording import RECORDS
+from ...models.recording import RECORDS
 
 _address = methodcaller("data_ptr")
 _HOOKS = "_forward_hooks", "_forward_pre_hooks"

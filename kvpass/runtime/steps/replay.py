@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from ..cache.layer import PackedLayer
-from ..compile.report import GraphReport
-from ..layout.pool import bucket
-from .due import is_due, pack_again
-from .forward import carrier_of
-from .watch import Watch
+from ...cache.layer import PackedLayer
+from ...compile.report import GraphReport
+from ...layout.pool import bucket
+from ..forward import carrier_of
+from .due_pages import is_due, pack_again
+from .model_changes import Watch
 
 _FEW_PAGES = 16  # a capture serves up to so many
 _MASKS = frozenset({"attention_mask"})  # which a step does not read where it knows where rows begin

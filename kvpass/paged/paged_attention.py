@@ -1,4 +1,4 @@
-"""Storing and attending over a server's blocks (`kvpass.codec.blocks`), for all requests of a step at once.
+"""Storing and attending over a server's blocks (`kvpass.paged.block_layout`), for all requests of a step at once.
 
 Attention takes every token from the place that a cache of `kvpass` would take it from: first tokens from the head of a
 request's first block, packed ones from pages, and from the window those that are exact, the step's own among them. It
@@ -11,19 +11,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpass.codec.blocks import Blocks
-from kvpass.codec.center import fit_centers
-from kvpass.codec.kept import codec_of
-from kvpass.codec.spec import CodecSpec
-from kvpass.layout.batch import Batch, Due, Table, Tiles, pages_of
-from kvpass.layout.spans import Places, Span, spans
-
-from .cpp import blocks as streamed
-from .cpp import flash
-from .inductor import blocks as fused
-from .inductor.pages import decode_all
-from .reference import decode_predicted
-from .table import DispatchKey, select
+from ..codec.center import fit_centers
+from ..codec.kept import codec_of
+from ..codec.spec import CodecSpec
+from ..lowering.inductor.pages import decode_all
+from ..lowering.reference import decode_predicted
+from ..lowering.table import DispatchKey, Implementation, select
+from . import flash_attention, single_query_cpp, single_query_inductor
+from .batch import Batch, BlockTable, Due, Tiles, pages_of
+from .block_layout import Blocks
+from .context_spans import Places, Span, spans
 
 _VALUES = 1 << 20  # of keys, and scores, at a time
 
@@ -38,7 +35,7 @@ class Codecs(NamedTuple):
 def codecs_for(spec: CodecSpec, device: torch.device, head_dim: int, lowering: str = "auto") -> Codecs:
     """Who encodes and decodes pages of ``spec``, as the table says. Raises `KVPassError` if nobody can."""
 
-    def chosen(op: str):
+    def chosen(op: str) -> Implementation:
         return select(DispatchKey(op, device.type, (str(spec),), head_dim=head_dim), lowering)
 
     decode = decode_all if chosen("decode").name == "inductor" else decode_predicted
@@ -59,7 +56,7 @@ class Layer(NamedTuple):
     codecs: tuple[Codecs, Codecs]
     scale: float
     softcap: float = 0.0
-    kernel: streamed.Attention | fused.Attention | None = None
+    kernel: single_query_cpp.Attention | single_query_inductor.Attention | None = None
 
     @property
     def sides(self) -> tuple[tuple[str, CodecSpec, tuple[Tensor, ...], Codecs], ...]:
@@ -71,7 +68,8 @@ class Layer(NamedTuple):
     @property
     def windows(self) -> tuple[Tensor, Tensor]:
         """Exact keys, and values: ``[blocks, H, tokens, D]``."""
-        return self.window.split(self.window.shape[-1] // 2, -1)  # type: ignore[return-value]
+        keys, values = self.window.split(self.window.shape[-1] // 2, -1)
+        return keys, values
 
     def read(self, which: int, span: Span, dtype: torch.dtype) -> Tensor:
         """Keys (0) or values (1) of a span: ``[A, H, C, D]`` of ``dtype``."""
@@ -94,7 +92,8 @@ class Layer(NamedTuple):
 
 def with_kernel(layer: Layer) -> Layer:
     """``layer`` with the kernel that serves it, if one does."""
-    kernel = next((one.Attention(layer) for one in (streamed, fused) if one.serves(layer)), None)
+    kernels = single_query_cpp, single_query_inductor
+    kernel = next((one.Attention(layer) for one in kernels if one.serves(layer)), None)
     return layer._replace(kernel=kernel)
 
 
@@ -102,7 +101,7 @@ def warm(layer: Layer, q_heads: int) -> None:
     """Run everything once that may be compiled, on blocks as they are, which are not written to."""
     (_, heads, _, width), size, device = layer.window.shape, layer.key.page_size, layer.window.device
     past = torch.full((2,), layer.value.retention.window + layer.value.retention.sinks + size, device=device)
-    tables = (Table(torch.zeros(2, 2 * int(past[0]), dtype=torch.long, device=device), one) for one in (1, 1))
+    tables = (BlockTable(torch.zeros(2, 2 * int(past[0]), dtype=torch.long, device=device), one) for one in (1, 1))
     start = torch.arange(3, device=device)
     pages, window = tables
     q = layer.window.new_zeros(2, q_heads, width // 2)
@@ -171,9 +170,9 @@ def _attend(batch: Batch, tiles: Tiles, layer: Layer, q: Tensor) -> Tensor:
 
 
 def _over_parts(several: list[Span], layer: Layer, rows: Tensor) -> Tensor:
-    """Attention of ``rows`` ``[N, H_q, Q, D]`` over spans, by `flash`."""
-    dtype = rows.dtype if rows.dtype == layer.window.dtype and rows.dtype in flash.DTYPES else torch.float32
-    parts = flash.Parts(rows.to(dtype), layer.scale)
+    """Attention of ``rows`` ``[N, H_q, Q, D]`` over spans, by `flash_attention`."""
+    dtype = rows.dtype if rows.dtype == layer.window.dtype and rows.dtype in flash_attention.DTYPES else torch.float32
+    parts = flash_attention.Parts(rows.to(dtype), layer.scale)
     for span in several:
         keys, values = (layer.read(side, span, dtype) for side in range(2))
         parts.add(span.tiles, keys, values, span.mask)

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..cache.context import ForwardContext
-from ..cache.layer import PackedLayer
-from ..compile.noted import Call, noted
-from ..compile.report import Report
-from ..compile.subclasses import flatten
+from ...cache.context import ForwardContext
+from ...cache.layer import PackedLayer
+from ...compile.noted import Call, noted
+from ...compile.report import Report
+from ...compile.subclasses import flatten
+from .model_changes import Watch
 from .replay import Argument, Step, mapped, moves
-from .watch import Watch
 
 _CARRIERS = "length", "starts"
 """What a step reads of a `ForwardContext`, which has others at each."""

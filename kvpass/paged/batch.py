@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .retention import Retention
+from ..layout.retention import Retention
 
 _TILE = 64  # queries of a request that are attended to together, at least
 _SLACK = 1.25  # share of them that may be padding
@@ -39,7 +39,7 @@ def once(find: Callable[..., Any]) -> Callable[..., Any]:
     return get
 
 
-class Table(NamedTuple):
+class BlockTable(NamedTuple):
     """blocks: ``[R, n]`` int64, of each request. size: tokens, or slots, of a block."""
 
     blocks: Tensor
@@ -123,8 +123,8 @@ class Batch:
     start: Tensor
     past: Tensor
     total: Tensor
-    pages: Table
-    window: Table
+    pages: BlockTable
+    window: BlockTable
     lead: int
 
     @cached_property

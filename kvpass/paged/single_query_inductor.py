@@ -5,24 +5,23 @@ Pages are looked up in the table of blocks as they are read, and never copied; q
 a long context is shared by all threads and a short one is not padded.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvpass.codec.bitpack import num_planes, unpack_plane_unshifted
-from kvpass.codec.codebook import grid
-from kvpass.codec.hadamard import basis
-from kvpass.codec.kept import built_in
-from kvpass.codec.quantizer import Quantizer
-from kvpass.codec.spec import CodecSpec
-from kvpass.layout.batch import Batch, Rows, Tiles, at_least_two
-
-from .aot import Input, Kernel, Program
-from .attend import OPTIONS, plane_scores
-from .opened import Pages, page_values, plain
-from .pages import WIDTHS, one_level
+from ..codec.bitpack import num_planes, unpack_plane_unshifted
+from ..codec.codebook import grid
+from ..codec.hadamard import basis
+from ..codec.kept import built_in
+from ..codec.quantizer import Quantizer
+from ..codec.spec import CodecSpec
+from ..lowering.inductor.aot import Input, Kernel, Program
+from ..lowering.inductor.attend import OPTIONS, plane_scores
+from ..lowering.inductor.opened import Pages, page_values, plain
+from ..lowering.inductor.pages import WIDTHS, one_level
+from .batch import Batch, Rows, Tiles, at_least_two
 
 UNIT = 4
 """Pages of a unit."""
@@ -32,18 +31,18 @@ _BLOCKS, _WINDOWS, _ROWS, _UNITS, _MOST, _TOKENS = 61, 67, 5, 53, 11, 71  # size
 
 
 def serves(layer: Any) -> bool:
-    """Whether there is a kernel for a `kvpass.lowering.blocks.Layer`."""
+    """Whether there is a kernel for a `kvpass.paged.paged_attention.Layer`."""
     key, value = layer.key, layer.value
     later = layer.window.device.type == "cpu" and value.retention.residual >= key.retention.residual
     return later and all(not spec.quantizer.raw and spec.stored_as.features <= _SERVED for spec in (key, value))
 
 
-def _gathered(pools, block: Tensor, slot: Tensor, spec: CodecSpec) -> list[Tensor]:
+def _gathered(pools: Sequence[Tensor], block: Tensor, slot: Tensor, spec: CodecSpec) -> list[Tensor]:
     """Pages ``[A, C]`` of pools, ``[A * H, C, ...]`` each, with scales as numbers."""
     return one_level([pool[block, :, slot].transpose(1, 2).flatten(0, 1) for pool in pools], spec)
 
 
-def _scores_by_channel(q: Tensor, pools, quantizer: Quantizer) -> Tensor:
+def _scores_by_channel(q: Tensor, pools: Sequence[Tensor], quantizer: Quantizer) -> Tensor:
     """`plane_scores` of pages with a scale for each channel, by page: queries take it, so that codes are multiplied
     once."""
     codes, scale, zero_point = pools
@@ -134,11 +133,11 @@ def _attend(given: dict[str, Any], scale: float, softcap: float, key: CodecSpec,
     return ((out / total.unsqueeze(-1)).flatten(1, 2),)
 
 
-def _described(q: Tensor, rows: Rows, named: dict[str, Tensor | None]) -> tuple:
+def _described(q: Tensor, rows: Rows, named: dict[str, Tensor | None]) -> tuple[Any, ...]:
     """Name, shape, strides, dtype, device and dims that vary of all that `_attend` takes, with sizes to trace with;
     None of what is not there."""
 
-    def like(tensor: Tensor | None, *sizes: int | None) -> tuple | None:
+    def like(tensor: Tensor | None, *sizes: int | None) -> tuple[Any, ...] | None:
         """``sizes`` in the place of the first dims that vary; None for one that does not."""
         if tensor is None:
             return None
@@ -146,7 +145,9 @@ def _described(q: Tensor, rows: Rows, named: dict[str, Tensor | None]) -> tuple:
         stride = tensor.stride() if sizes[:1] in ((_BLOCKS,), (_WINDOWS,)) else None
         return shape, stride, tensor.dtype, tensor.device, tuple(d for d, size in enumerate(sizes) if size)
 
-    varying = dict.fromkeys(("block", "slot", "owner", "pages"), (_UNITS,)) | {"units": (_MOST, _ROWS)}
+    varying: dict[str, tuple[int | None, ...]] = dict.fromkeys(("block", "slot", "owner", "pages"), (_UNITS,)) | {
+        "units": (_MOST, _ROWS)
+    }
     varying |= dict.fromkeys(("tail_block", "tail_place"), (None, _ROWS))
     found = [("q", like(q, _TOKENS))]
     found += [(name, like(tensor, *varying.get(name, (_ROWS,)))) for name, tensor in rows._asdict().items()]
@@ -156,7 +157,7 @@ def _described(q: Tensor, rows: Rows, named: dict[str, Tensor | None]) -> tuple:
     return tuple(found)
 
 
-def _input(name: str, described: tuple | None) -> Input:
+def _input(name: str, described: tuple[Any, ...] | None) -> Input:
     if described is None:
         return Input(name, None)
     shape, stride, dtype, device, dynamic = described
@@ -166,12 +167,14 @@ def _input(name: str, described: tuple | None) -> Input:
 
 
 @Kernel
-def blocks_kernel(described: tuple, scale: float, softcap: float, key: CodecSpec, value: CodecSpec) -> Program:
+def blocks_kernel(
+    described: tuple[Any, ...], scale: float, softcap: float, key: CodecSpec, value: CodecSpec
+) -> Program:
     """`_attend` for what is `_described`; it takes that by name."""
     names = [name for name, _ in described]
     pools = {side: sum(name.startswith(f"{side}_pool_") for name in names) for side in ("key", "value")}
 
-    def attend(*tensors):
+    def attend(*tensors: Tensor) -> tuple[Tensor]:
         given: dict[str, Any] = dict(zip(names, tensors, strict=True))
         for side, count in pools.items():
             given[f"{side}_pools"] = [given[f"{side}_pool_{i}"] for i in range(count)]
@@ -194,7 +197,7 @@ class Attention:
             self._named[f"{side}_basis"] = None if rotation is None else basis(head_dim, rotation, device)
         self._retentions = layer.key.retention, layer.value.retention
         self._how = layer.scale, layer.softcap, layer.key.stored_as, layer.value.stored_as
-        self._kernels: dict[tuple, Callable] = {}
+        self._kernels: dict[tuple[torch.dtype, int], Callable[..., tuple[Tensor]]] = {}
 
     def __call__(self, q: Tensor, batch: Batch, tiles: Tiles) -> Tensor:
         """Attention of ``tiles`` of one token each, among ``q`` ``[T, H_q, D]``: ``[N, H_q, D]`` float32."""

@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ..layout.retention import Retention
 from .batch import Batch, Tiles, once, pages_of
-from .retention import Retention
 
 HIDDEN = -1e30
 """A score below all others that leaves differences of two, and rows whose tokens are all hidden, defined."""

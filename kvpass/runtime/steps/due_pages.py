@@ -8,10 +8,10 @@ from torch import Tensor
 
 from kvpass.lowering.append import MERGED
 
-from ..cache.layer import PackedLayer
-from ..cache.state import KVState
-from ..codec.kept import of_pages
-from ..layout.window import carry, layout
+from ...cache.layer import PackedLayer
+from ...cache.state import KVState
+from ...codec.kept import of_pages
+from ...layout.window import carry, layout
 
 
 def is_due(layers: Sequence[PackedLayer], tokens: int) -> bool:
