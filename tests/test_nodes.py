@@ -1,4 +1,4 @@
-"""Typed reads of FX nodes: what is not there is named, and never handed on."""
+"""Typed reads of FX nodes return what they promise, or raise an error that names the node."""
 
 import pytest
 import torch
@@ -10,13 +10,13 @@ aten = torch.ops.aten
 
 
 def called(op, *args, **kwargs) -> Node:
-    """A call of ``op`` on placeholders, which stand for the letters among its arguments."""
+    """A call of ``op``; each string among its arguments becomes a placeholder of that name."""
     graph = Graph()
     mapped = torch.fx.node.map_aggregate((args, kwargs), lambda a: graph.placeholder(a) if isinstance(a, str) else a)
     return graph.call_function(op, *mapped)
 
 
-def test_arguments_of_the_kind_that_is_asked_for():
+def test_arguments_are_read_by_position_and_by_name():
     cat = called(aten.cat.default, ["a", "b"], -1)
     assert [node.name for node in nodes.operands(cat)] == ["a", "b"]
     assert (nodes.integer(cat, 1), nodes.number(cat, 1), nodes.number(cat, 2)) == (-1, -1, None)
@@ -40,6 +40,6 @@ def test_arguments_of_the_kind_that_is_asked_for():
         (nodes.op_of, called(torch.add, "x", 2)),
     ],
 )  # fmt: skip
-def test_what_is_of_another_kind_is_named_with_its_node(read, node):
+def test_an_argument_of_another_kind_is_an_error_that_names_the_node(read, node):
     with pytest.raises(TypeError, match=f"%{node.name} .* is expected"):
         read(node)

@@ -29,12 +29,12 @@ def argument(node: Node, name: str) -> Any:
 
 
 def tensor_argument(node: Node, name: str) -> Node:
-    """That `argument` of ``node`` if it is a tensor, as the node that computes it."""
+    """A tensor among the `arguments` of ``node``, as the node that computes it. Raises `TypeError` if it is none."""
     return checked(Node, argument(node, name), node, name)
 
 
 def tensors_argument(node: Node, name: str) -> list[Node]:
-    """That `argument` of ``node`` if it is a list of tensors, as the nodes that compute them."""
+    """A list of tensors among the `arguments` of ``node``. Raises `TypeError` if it is anything else."""
     return checked_list(Node, argument(node, name), node, name)
 
 

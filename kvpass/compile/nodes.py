@@ -1,7 +1,7 @@
 """Typed reads of FX nodes.
 
-What a node is called with is a union of all that a graph can hold. These accessors check that an argument is what the
-pass takes it for, and raise `TypeError` with the node where it is not. They change nothing.
+An argument of a node can be anything that a graph can hold. These accessors check that it is what the caller expects,
+and raise `TypeError`, with the node, where it is not. They change nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,7 +58,7 @@ def integers(node: Node, which: int | str) -> list[int]:
 
 
 def number(node: Node, position: int) -> int | float | None:
-    """The constant among the arguments of ``node`` at ``position``; None where there is a tensor, a size or nothing."""
+    """The constant at ``position`` among the arguments of ``node``; None for a tensor, a varying size, or nothing."""
     value = node.args[position] if len(node.args) > position else None
     return value if isinstance(value, (int, float)) else None
 
@@ -81,7 +81,7 @@ def attribute_of(node: Node) -> Any:
 
 
 def outputs_of(graph: Graph) -> tuple[Any, ...]:
-    """What ``graph`` returns: mostly nodes."""
+    """What ``graph`` returns: nodes, and constants."""
     output = graph.output_node()
     return tuple(_sequence(output.args[0], output, 0))
 
