@@ -16,6 +16,7 @@ from ..codec.kept import of_pages, of_state
 from ..codec.spec import CodecSpec, parse
 from ..errors import KVPassError
 from .calls import APPEND, APPEND_LAYERS, call
+from .nodes import integer, operand, operands, value_of
 
 FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2
 _SCHEMA = APPEND._schema.arguments
@@ -95,16 +96,16 @@ def _is_append(node: Node) -> bool:
 
 
 def _read(node: Node) -> Append:
-    bases = node.kwargs["_all_bases"]
+    bases = operands(node, "_all_bases")
 
     def written(place: str) -> Node | None:
-        index = node.kwargs[f"{place}_base_index"]
-        return None if index is None else placeholder(bases[index])
+        index = f"{place}_base_index"
+        return None if node.kwargs[index] is None else placeholder(bases[integer(node, index)])
 
     def value(argument) -> Any:
         name = argument.name
-        if f"_{name}_length" in node.kwargs:
-            return [written(f"_{name}_{i}") for i in range(node.kwargs[f"_{name}_length"])]
+        if (length := f"_{name}_length") in node.kwargs:
+            return [written(f"_{name}_{i}") for i in range(integer(node, length))]
         if name in _WRITTEN:
             return written(f"_{name}")
         given = node.kwargs.get(name, argument.default_value)
@@ -115,8 +116,8 @@ def _read(node: Node) -> Append:
 
 def placeholder(base: Node) -> Node:
     """The input of the graph behind ``base``: codes that layers share are written by one append after another."""
-    while base.target is operator.getitem and _is_append(base.args[0]):
-        base = base.args[0].kwargs["_all_bases"][base.args[1] - 1]
+    while base.target is operator.getitem and _is_append(operand(base)):
+        base = operands(operand(base), "_all_bases")[integer(base, 1) - 1]
     return base
 
 
@@ -141,7 +142,7 @@ def hoist(graph: Graph, writes: Sequence[Append]) -> set[Node]:
         if append.stands_alone and all(writers[tensor] == 1 for tensor in append.state):
             given = (append.arguments[name] for name in ("length", "spec", "lowering", *_COMMON))
             there = (append.arguments[name] is not None for name in _OF_EACH)
-            together = append.x.meta["val"].device, *there, *given
+            together = value_of(append.x).device, *there, *given
         calls.setdefault(together, []).append(append)
     with graph.inserting_before(output):
         for together, layers in calls.items():

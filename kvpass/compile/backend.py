@@ -129,7 +129,10 @@ class Backend:
         stage("compiling its layers")
         options = list_mode_options(self.mode) if self.mode else {}
         with compiling(), inductor_config.patch({**options, **_INDUCTOR, **unprobed()}):
-            return compile_fx(module, inputs)
+            run = compile_fx(module, inputs)
+        if not callable(run):
+            raise TypeError(f"Inductor returned {run!r}, where a function is expected.")
+        return run
 
 
 def check_mode(mode: str | None) -> None:

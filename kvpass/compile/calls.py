@@ -6,6 +6,8 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
+from .nodes import checked, checked_list, op_of
+
 APPEND = torch.ops.kvpass.append_.default
 APPEND_LAYERS = torch.ops.kvpass.append_layers_.default
 APPEND_ROTARY = torch.ops.kvpass.append_rotary_.default
@@ -16,7 +18,7 @@ ROTATE = torch.ops.kvpass.rotate.default
 
 def arguments(node: Node) -> dict[str, Any]:
     """What ``node`` calls its op with, defaults included."""
-    schema = node.target._schema.arguments
+    schema = op_of(node)._schema.arguments
     given = dict(zip((argument.name for argument in schema), node.args, strict=False)) | node.kwargs
     return {argument.name: given.get(argument.name, argument.default_value) for argument in schema}
 
@@ -26,9 +28,19 @@ def argument(node: Node, name: str) -> Any:
     return arguments(node)[name]
 
 
+def tensor_argument(node: Node, name: str) -> Node:
+    """A tensor among the `arguments` of ``node``, as the node that computes it. Raises `TypeError` if it is none."""
+    return checked(Node, argument(node, name), node, name)
+
+
+def tensors_argument(node: Node, name: str) -> list[Node]:
+    """A list of tensors among the `arguments` of ``node``. Raises `TypeError` if it is anything else."""
+    return checked_list(Node, argument(node, name), node, name)
+
+
 def change(node: Node, **changed: Any) -> None:
     """Call the op of ``node`` with some arguments changed."""
-    node.args, node.kwargs = _placed(node.target, arguments(node) | changed)
+    node.args, node.kwargs = _placed(op_of(node), arguments(node) | changed)
 
 
 def call(graph: Graph, op: OpOverload, **given: Any) -> Node:

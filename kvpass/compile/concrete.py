@@ -1,11 +1,12 @@
 """Running a piece of a graph on concrete values: the pass asks what nodes compute, not how they are written."""
 
 from collections.abc import Iterable
-from operator import attrgetter
 
 import sympy
 import torch
 from torch.fx import Node
+
+from .nodes import attribute_of, function_of
 
 
 def is_size(node: Node) -> bool:
@@ -32,7 +33,7 @@ def leaves(nodes: Iterable[Node]) -> list[Node]:
 
 def constant(node: Node) -> torch.Tensor | None:
     """The tensor that ``node`` is, if its value is part of the graph."""
-    value = attrgetter(node.target)(node.graph.owning_module) if node.op == "get_attr" else None
+    value = attribute_of(node) if node.op == "get_attr" else None
     return value.cpu() if type(value) is torch.Tensor else None
 
 
@@ -72,4 +73,4 @@ def run(nodes: list[Node], values: dict[Node, torch.Tensor], assignment: dict[sy
         else:
             args, kwargs = torch.fx.node.map_aggregate((node.args, node.kwargs), concrete)
             kwargs = {k: ("cpu" if k == "device" else v) for k, v in kwargs.items()}
-            values[node] = node.target(*args, **kwargs)
+            values[node] = function_of(node)(*args, **kwargs)

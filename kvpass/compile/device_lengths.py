@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from ..layout.window import LENGTH_OFFSET
-from .calls import APPEND, APPEND_LAYERS, APPEND_ROTARY, ATTEND, DECODE, ROTATE, argument, arguments
+from .calls import APPEND, APPEND_LAYERS, APPEND_ROTARY, ATTEND, DECODE, ROTATE, argument, arguments, tensor_argument
 from .concrete import is_size, symbols
 from .masks import PADDING
+from .nodes import op_of, shape, value_of
 
 aten = torch.ops.aten
 _OPS = APPEND, APPEND_LAYERS, APPEND_ROTARY, ATTEND, DECODE, ROTATE
@@ -23,7 +24,7 @@ _LINKED = "edge", "importance", "slots", "originals"  # arguments of ``append_``
 
 def read_on_device(graph: Graph) -> list[str]:
     """Compute what ``graph`` makes of lengths from their carriers. Returns why some of it cannot be."""
-    carriers = {argument(node, "length") for node in graph.nodes if node.target in _OPS}
+    carriers = {tensor_argument(node, "length") for node in graph.nodes if node.target in _OPS}
     lengths = _Lengths(graph, carriers)
     found = [(reason, node.name) for node in list(graph.nodes) if (reason := lengths.read_by(node))]
     found += [("padding is read by more than attention", node.name) for node in graph.nodes if _reads_padding(node)]
@@ -40,7 +41,7 @@ class _Lengths:
 
     def __init__(self, graph: Graph, carriers: set[Node]):
         self.graph = graph
-        self._carriers = {symbol: node for node in carriers for symbol in symbols(node.meta["val"].shape[0])}
+        self._carriers = {symbol: node for node in carriers for symbol in symbols(shape(node)[0])}
         self._held: dict[tuple[Node, int], Node] = {}
 
     def _follows(self, value) -> bool:
@@ -59,11 +60,11 @@ class _Lengths:
         done = self._range(node) if node.target in _RANGES else self._sum(node)
         return "" if done else "the length is taken from the host"
 
-    def _held_by(self, size, device: torch.device) -> Node | None:
+    def _held_by(self, size: Node, device: torch.device) -> Node | None:
         """A tensor that holds ``size`` on ``device``, if that is a length and a number."""
         (symbol, *others), value = symbols(size.meta["val"]), size.meta["val"].node.expr
         carrier, more = self._carriers[symbol], value - symbol
-        if others or not more.is_Integer or carrier.meta["val"].device != device:
+        if others or not more.is_Integer or value_of(carrier).device != device:
             return None
         if (found := self._held.get((carrier, int(more)))) is None:
             found = self._held[carrier, int(more)] = self._hold(carrier, int(more) + LENGTH_OFFSET)
@@ -71,27 +72,29 @@ class _Lengths:
 
     def _hold(self, carrier: Node, more: int) -> Node:
         held = self.graph.call_function(aten.select.int, (carrier, 0, 0))
-        held.meta["val"] = carrier.meta["val"].select(0, 0)
+        value = held.meta["val"] = value_of(carrier).select(0, 0)
         if more:
             held = self.graph.call_function(aten.add.Tensor, (held, more))
-            held.meta["val"] = held.args[0].meta["val"] + more
+            held.meta["val"] = value + more
         return held
 
     def _sum(self, node: Node) -> bool:
         """``x op length`` with a tensor in the place of the length."""
-        x, *others = node.args
         tensors = getattr(getattr(node.target, "overloadpacket", None), "Tensor", None)
-        if tensors is None or len(others) != 1 or is_size(x) or not x.meta["val"].ndim:
+        if tensors is None or len(node.args) != 2:
+            return False
+        x, length = node.args
+        if not isinstance(x, Node) or is_size(x) or not value_of(x).ndim or not isinstance(length, Node):
             return False
         with self.graph.inserting_before(node):
-            held = self._held_by(others[0], x.meta["val"].device)
+            held = self._held_by(length, value_of(x).device)
         if held is not None:
             node.target, node.args = tensors, (x, held)
         return held is not None
 
     def _range(self, node: Node) -> bool:
         """``arange(length, length + count)`` as ``arange(count) + length``."""
-        start, count, value = node.args[0], node.meta["val"].shape[0], node.meta["val"]
+        start, count, value = node.args[0], shape(node)[0], value_of(node)
         if len(node.args) > 2 or value.dtype != torch.int64 or not isinstance(start, Node):
             return False
         with self.graph.inserting_before(node):
@@ -116,7 +119,7 @@ def _counts(node: Node) -> str:
         return "tokens are evicted" if argument(node, "slots") is not None else ""
     given = arguments(node)
     if given["lowering"] != _READS_IT:
-        return f"{node.target._schema.name} runs as {given['lowering']!r}, which takes the length from the host"
+        return f"{op_of(node)._schema.name} runs as {given['lowering']!r}, which takes the length from the host"
     if node.target is ATTEND:
         return "what is stored depends on attention" if given["statistic"] else ""
     linked = any(given.get(name) is not None for name in _LINKED)

@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from .concrete import constant, is_size
 from .linear import Linear, impossible
+from .nodes import Size, function_of, indices, integer, integers, is_tensor, operand, operands, shape, value_of
 
 aten = torch.ops.aten
 
@@ -45,7 +46,7 @@ class Unproven(Exception):
     """Something about an element is not understood."""
 
 
-def whole(size: int | torch.SymInt) -> Linear:
+def whole(size: Size) -> Linear:
     """A size of the graph. Raises `Unproven` if it is not linear in the graph's symbols."""
     found = Linear.size(size)
     if found is None:
@@ -64,10 +65,10 @@ class Elements:
         self.data, self.read = data, set[tuple[Node, tuple[Linear, ...]]]()
         self.known: dict[tuple[Node, tuple[Linear, ...]], list[Case]] = {}
         self.numbers = count()
-        sizes = {Linear.size(size) for node in nodes if _is_tensor(node) for size in _dims(node)}
+        sizes = {Linear.size(size) for node in nodes if is_tensor(node) for size in shape(node)}
         self.facts = {*facts, *sizes} - {None}
 
-    def anywhere(self, size: int | torch.SymInt) -> Linear:
+    def anywhere(self, size: Size) -> Linear:
         """An index into a dim of ``size``, of which nothing else is known."""
         length = Linear.size(size)
         if length == _ONE:
@@ -103,7 +104,7 @@ class Elements:
             value = node.args[_FILLED[op]] if op in _FILLED else _EQUAL[op]
             if not isinstance(value, bool | int | float):
                 raise Unproven
-            return [(frozenset(), _one(index, value, node.meta["val"].dtype))]
+            return [(frozenset(), _one(index, value, value_of(node).dtype))]
         if op in (aten.tril, aten.triu):
             return self._triangle(node, op is aten.tril, index)
         if op is aten.diff:
@@ -111,12 +112,12 @@ class Elements:
         if op is aten.cumsum:
             return self._sum_of_nothing(node, index)
         if op in (aten.index, aten._unsafe_index) and (source := self._looked_up(node, index)) is not None:
-            return self.cases(node.args[0], source)
+            return self.cases(operand(node), source)
         if op in (aten.cat, aten.hstack):
             return self._joined(node, 1 if op is aten.hstack else _argument(node, 1, "dim", 0), index)
         source = self._source(node, op, index)
         if source is not None:
-            return self.cases(node.args[0], source)
+            return self.cases(operand(node), source)
         tags = getattr(node.target, "tags", ())
         if op in _POINTWISE or (torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags):
             return self._pointwise(node, op, index)
@@ -129,33 +130,33 @@ class Elements:
         tensor = constant(node)
         if tensor is None:
             self.read.add((node, index))
-            return _one(index, self.data, node.meta["val"].dtype)
+            return _one(index, self.data, value_of(node).dtype)
         if not tensor.numel() or not (tensor == tensor.flatten()[0]).all():
             raise Unproven
         return tensor.flatten()[0].view([1] * len(index))
 
     def _source(self, node: Node, op, index: tuple[Linear, ...]) -> tuple[Linear, ...] | None:
         """Where in its first argument the element is, if ``node`` only moves elements."""
-        if op in _SAME or (op in _CASTS and node.args[0].meta["val"].dtype == node.meta["val"].dtype):
+        if op in _SAME or (op in _CASTS and value_of(operand(node)).dtype == value_of(node).dtype):
             return index
         if op is aten.expand:
-            return _behind(node.args[0], index)
+            return _behind(operand(node), index)
         if op is aten.slice or op is aten.select:
             return self._part(node, op is aten.select, index)
         if op in _SWAPPING:
             return _swapped(node, op, index)
         if op in _RESHAPING:
-            before, after = ([Linear.size(size) for size in _dims(of)] for of in (node.args[0], node))
+            before, after = ([Linear.size(size) for size in shape(of)] for of in (operand(node), node))
             if None not in before and [s for s in before if s != _ONE] == [s for s in after if s != _ONE]:
                 left = iter([where for where, size in zip(index, after, strict=True) if size != _ONE])
                 return tuple(_ZERO if size == _ONE else next(left) for size in before)
         if op in _RESHAPING | _PICKING:  # one of its elements, whichever
-            return tuple(map(self.anywhere, _dims(node.args[0])))
+            return tuple(map(self.anywhere, shape(operand(node))))
         return None
 
     def _part(self, node: Node, one: bool, index: tuple[Linear, ...]) -> tuple[Linear, ...]:
         """`_source` for a slice, or for ``one`` of a dim."""
-        before = _dims(node.args[0])
+        before = shape(operand(node))
         dim = _argument(node, 1, "dim", 0) % len(before)
         start, size = _integer(_argument(node, 2, "index" if one else "start", 0) or 0), whole(before[dim])
         if self.always(-start - 1):
@@ -169,14 +170,14 @@ class Elements:
     def _triangle(self, node: Node, lower: bool, index: tuple[Linear, ...]) -> Iterator[Case]:
         above = index[-1] - index[-2] - _integer(_argument(node, 1, "diagonal", 0))  # the diagonal
         kept, other = (-above, above - 1) if lower else (above, -above - 1)
-        yield from self._where({kept}, self.cases(node.args[0], index))
-        yield from self._where({other}, [(frozenset(), _one(index, 0, node.meta["val"].dtype))])
+        yield from self._where({kept}, self.cases(operand(node), index))
+        yield from self._where({other}, [(frozenset(), _one(index, 0, value_of(node).dtype))])
 
     def _joined(self, node: Node, dim: int, index: tuple[Linear, ...]) -> Iterator[Case]:
         dim, start = dim % len(index), _ZERO
-        for part in node.args[0]:
-            value = part.meta["val"]
-            if value.dtype != node.meta["val"].dtype or value.ndim != len(index):
+        for part in operands(node):
+            value = value_of(part)
+            if value.dtype != value_of(node).dtype or value.ndim != len(index):
                 raise Unproven
             stop, inside = start + whole(value.shape[dim]), (*index[:dim], index[dim] - start, *index[dim + 1 :])
             yield from self._where({index[dim] - start, stop - index[dim] - 1}, self.cases(part, inside))
@@ -187,14 +188,14 @@ class Elements:
         before, dim = _argument(node, 3, "prepend", None), _argument(node, 2, "dim", -1) % len(index)
         if _argument(node, 1, "n", 1) != 1 or _argument(node, 4, "append", None) is not None:
             raise Unproven
-        x, place = node.args[0], index[dim]
+        x, place = operand(node), index[dim]
 
         def at(where: Linear) -> tuple[Linear, ...]:
             return (*index[:dim], where, *index[dim + 1 :])
 
         if before is None:
             parts: list[tuple[set[Linear], Any, Any]] = [(set(), self.cases(x, at(place + 1)), self.cases(x, index))]
-        elif _dims(before)[dim] == 1:
+        elif shape(before)[dim] == 1:
             parts = [
                 ({-place}, self.cases(x, index), self.cases(before, at(_ZERO))),
                 ({place - 1}, self.cases(x, index), self.cases(x, at(place - 1))),
@@ -207,22 +208,22 @@ class Elements:
                     yield both, _whole_number(a) - _whole_number(b)
 
     def _sum_of_nothing(self, node: Node, index: tuple[Linear, ...]) -> list[Case]:
-        source = node.args[0]
-        for _, value in self.cases(source, tuple(map(self.anywhere, _dims(source)))):
+        source = operand(node)
+        for _, value in self.cases(source, tuple(map(self.anywhere, shape(source)))):
             if not isinstance(value, Tensor) or value.any():
                 raise Unproven
-        return [(frozenset(), _one(index, 0, node.meta["val"].dtype))]
+        return [(frozenset(), _one(index, 0, value_of(node).dtype))]
 
     def _looked_up(self, node: Node, index: tuple[Linear, ...]) -> tuple[Linear, ...] | None:
         """Where in its first argument an element is that is looked up by numbers which are known; None if they are
         not, or might be out of bounds."""
-        source, picks = node.args[:2]
-        if len(picks) != len(_dims(source)) or None in picks:
+        source, picks = operand(node), indices(node)
+        if len(picks) != len(shape(source)) or None in picks:
             return None
         found = []
-        for pick, size in zip(picks, _dims(source), strict=True):
+        for pick, size in zip(picks, shape(source), strict=True):
             cases, length = self.cases(pick, _behind(pick, index)), Linear.size(size)
-            if len(cases) != 1 or length is None or pick.meta["val"].dtype != torch.int64:
+            if len(cases) != 1 or length is None or value_of(pick).dtype != torch.int64:
                 return None
             place = _whole_number(cases[0][1])
             if not (self.always(place) and self.always(length - place - 1)):
@@ -239,10 +240,10 @@ class Elements:
 
     def _pointwise(self, node: Node, op, index: tuple[Linear, ...]) -> Iterator[Case]:
         together: list[tuple[frozenset[Linear], dict]] = [(frozenset(), {})]
-        for operand in node.all_input_nodes:
-            cases = self.cases(operand, _behind(operand, index) if _is_tensor(operand) else ())
+        for entry in node.all_input_nodes:
+            cases = self.cases(entry, _behind(entry, index) if is_tensor(entry) else ())
             together = [
-                (both, {**values, operand: value})
+                (both, {**values, entry: value})
                 for given, values in together
                 for both, value in self._where(given, cases)
             ]
@@ -255,14 +256,6 @@ class Elements:
                 yield from self._where(given, _compared(node, values, _COMPARED[op], index))
             else:
                 yield given, _arithmetic(node, op, values)
-
-
-def _is_tensor(node: Node) -> bool:
-    return isinstance(node.meta.get("val"), Tensor)
-
-
-def _dims(node: Node) -> tuple:
-    return tuple(node.meta["val"].shape)
 
 
 def _argument(node: Node, position: int, name: str, default):
@@ -284,7 +277,7 @@ def _one(index: tuple, value, dtype: torch.dtype) -> Tensor:
 
 def _behind(node: Node, index: tuple[Linear, ...]) -> tuple[Linear, ...]:
     """Where in ``node`` the element at ``index`` of what it is broadcast to is."""
-    dims = [Linear.size(size) for size in _dims(node)]
+    dims = [Linear.size(size) for size in shape(node)]
     return tuple(
         _ZERO if size == _ONE else where for where, size in zip(index[len(index) - len(dims) :], dims, strict=True)
     )
@@ -293,16 +286,16 @@ def _behind(node: Node, index: tuple[Linear, ...]) -> tuple[Linear, ...]:
 def _swapped(node: Node, op, index: tuple[Linear, ...]) -> tuple[Linear, ...]:
     order = list(range(len(index)))
     if op is aten.permute:
-        order = [dim % len(index) for dim in node.args[1]]
+        order = [dim % len(index) for dim in integers(node, 1)]
     elif len(index) > 1:
-        a, b = node.args[1:] or (0, 1)
+        a, b = (integer(node, 1), integer(node, 2)) if len(node.args) > 1 else (0, 1)
         order[a], order[b] = order[b], order[a]
     return tuple(index[order.index(dim)] for dim in range(len(index)))
 
 
 def _arange(node: Node, index: Linear) -> Linear:
     start, _, step = {1: (0, *node.args, 1), 2: (*node.args, 1), 3: node.args}[len(node.args)]
-    if node.meta["val"].dtype != torch.int64 or type(step) is not int:
+    if value_of(node).dtype != torch.int64 or type(step) is not int:
         raise Unproven
     return _integer(start) + index * step
 
@@ -314,19 +307,17 @@ def _run(node: Node, values: dict[Node, Tensor]) -> Tensor:
         return values[argument] if isinstance(argument, Node) else argument
 
     args, kwargs = torch.fx.node.map_aggregate((node.args, node.kwargs), concrete)
-    return node.target(*args, **kwargs)
+    return function_of(node)(*args, **kwargs)
 
 
 def _two(node: Node, values: dict[Node, Tensor | Linear]) -> tuple[Linear, Linear]:
     """Both operands, if they are int64."""
     if len(node.args) != 2 or node.kwargs:
         raise Unproven
-    two = []
-    for argument in node.args:
-        two.append(_whole_number(values[argument] if isinstance(argument, Node) else argument))
-    if max(value.largest() for value in two) >= _TOO_LARGE:
+    a, b = (_whole_number(values[each] if isinstance(each, Node) else each) for each in node.args)
+    if max(a.largest(), b.largest()) >= _TOO_LARGE:
         raise Unproven
-    return tuple(two)
+    return a, b
 
 
 def _whole_number(value) -> Linear:

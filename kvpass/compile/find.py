@@ -17,10 +17,11 @@ from torch.fx import Graph, Node
 
 from ..codec.spec import parse
 from .appends import tensor_of
-from .calls import DECODE, ROTATE, argument, arguments
+from .calls import DECODE, ROTATE, argument, arguments, tensor_argument, tensors_argument
 from .masks import structure
+from .nodes import integer, operand, operands, shape, value_of
 from .own_cache import Present, read_back
-from .softmax import CASTS, PRODUCTS, SAME_VALUES, NotUnderstood, insert_bias, only_user, read_scores, shape
+from .softmax import CASTS, PRODUCTS, SAME_VALUES, NotUnderstood, insert_bias, only_user, read_scores
 
 aten = torch.ops.aten
 
@@ -49,7 +50,7 @@ class Source:
     @property
     def ring(self) -> Node:
         """The exact tokens of the past: a state's own, as codes need not be."""
-        return tensor_of(self.read("state"), parse(self.read("spec")), "ring")
+        return tensor_of(tensors_argument(self.past, "state"), parse(self.read("spec")), "ring")
 
     def read(self, name: str) -> Any:
         """An argument of what decodes the past."""
@@ -129,18 +130,18 @@ def _reads_packed(node: Node, depth: int = 24) -> bool:
 def _is_attention_output(node: Node) -> bool:
     if node.target not in PRODUCTS:
         return node.target is aten.scaled_dot_product_attention.default
-    weights = node.args[0]
+    weights = operand(node)
     while weights.target in SAME_VALUES | CASTS | {aten.slice.Tensor, aten.reshape.default}:
-        weights = weights.args[0]
+        weights = operand(weights)
     return weights.target is aten.softmax.int
 
 
 def _keeps_values(node: Node) -> bool:
     """Whether ``node`` is its first argument, dtype and layout included."""
     if node.target in CASTS:
-        return node.meta["val"].dtype == node.args[0].meta["val"].dtype
+        return value_of(node).dtype == value_of(operand(node)).dtype
     if node.target in (aten.slice.Tensor, aten.reshape.default):
-        return shape(node) == shape(node.args[0])
+        return shape(node) == shape(operand(node))
     return node.target in SAME_VALUES
 
 
@@ -149,7 +150,7 @@ def _source(node: Node, presents: dict[Node, Present]) -> Source:
     if presents and (read := read_back(node, presents)) is not None:
         past, present, padded = read
         rotation = past if past.target is ROTATE else None
-        return Source(argument(past, "x") if rotation else past, present, rotation, padded)
+        return Source(tensor_argument(past, "x") if rotation else past, present, rotation, padded)
     return _peeled(node)
 
 
@@ -171,12 +172,12 @@ def _peeled(node: Node) -> Source:
     if node.target is DECODE:
         return Source(node, None)
     if node.target is aten.cat.default:
-        parts, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
+        parts, dim = operands(node), node.args[1] if len(node.args) > 1 else 0
         past, present = parts if len(parts) == 2 and dim in (2, -2) else (None, None)
         if past is not None and past.target is DECODE:
             return Source(past, present)
-        if past is not None and past.target is ROTATE and argument(past, "x").target is DECODE:
-            return Source(argument(past, "x"), present, past)
+        if past is not None and past.target is ROTATE and tensor_argument(past, "x").target is DECODE:
+            return Source(tensor_argument(past, "x"), present, past)
         raise NotUnderstood("keys or values are concatenated with something else than the present tokens")
     if not _reads_packed(node):
         raise NotUnderstood(f"keys or values come from {node.target}, not from a packed cache")
@@ -194,20 +195,20 @@ def _behind(node: Node) -> Node | None:
         return _unrepeated(node)
     grouped = node.target is aten.unsqueeze.default and len(shape(node)) == 5 and node.args[1] in (2, -3)
     repeated = node.target is aten.repeat_interleave.self_int and node.args[2] in (1, -3)
-    return node.args[0] if _keeps_values(node) or _merges_heads(node) or grouped or repeated else None
+    return operand(node) if _keeps_values(node) or _merges_heads(node) or grouped or repeated else None
 
 
 def _unrepeated(node: Node) -> Node | None:
     """What the usual ``repeat_kv`` repeats: ``[B, H, T, D] -> unsqueeze(2) -> expand -> reshape [B, H r, T, D]``."""
-    expand = node.args[0]
+    expand = operand(node)
     while expand.op == "call_function" and _keeps_values(expand):
-        expand = expand.args[0]
+        expand = operand(expand)
     if expand.target is aten.expand.default:
-        unsqueeze = expand.args[0]
+        unsqueeze = operand(expand)
         while unsqueeze.op == "call_function" and _keeps_values(unsqueeze):
-            unsqueeze = unsqueeze.args[0]
+            unsqueeze = operand(unsqueeze)
         if unsqueeze.target is aten.unsqueeze.default and unsqueeze.args[1] in (2, -3):
-            inner = unsqueeze.args[0]
+            inner = operand(unsqueeze)
             batch, heads, tokens, dim = shape(inner)
             if shape(node) == (batch, heads * shape(expand)[2], tokens, dim):
                 return inner
@@ -233,7 +234,7 @@ def _only_user(node: Node) -> Node:
 def _from_softmax(node: Node, source: Callable[[Node], Source]) -> Attention:
     if node.args[1] not in (-1, len(shape(node)) - 1):
         raise NotUnderstood("softmax over another dim than the keys")
-    before, sinks = _without_sinks(node.args[0])
+    before, sinks = _without_sinks(operand(node))
     output = _only_user(node)
     if sinks is not None:
         if output.target is not aten.slice.Tensor or output.args[1:] not in ((3, 0, -1), (-1, 0, -1)):
@@ -245,11 +246,14 @@ def _from_softmax(node: Node, source: Callable[[Node], Source]) -> Attention:
         raise NotUnderstood(f"softmax is followed by {output.target}, not by a product with the values")
     scores = read_scores(before)
     last = {len(shape(scores.keys)) - 2, len(shape(scores.keys)) - 1}
-    if scores.keys.target is not aten.transpose.int or {d % (max(last) + 1) for d in scores.keys.args[1:]} != last:
+    if (
+        scores.keys.target is not aten.transpose.int
+        or {integer(scores.keys, i) % (max(last) + 1) for i in (1, 2)} != last
+    ):
         raise NotUnderstood(
             f"keys reach the product by {scores.keys.target}, not by a transpose of their last two dims"
         )
-    key, value = source(scores.keys.args[0]), source(output.args[1])
+    key, value = source(operand(scores.keys)), source(operand(output, 1))
     query = _with_heads(scores.query)
     with output.graph.inserting_before(output):
         mask = insert_bias(output.graph, scores, query)
@@ -260,16 +264,15 @@ def _from_softmax(node: Node, source: Callable[[Node], Source]) -> Attention:
 
 def _without_sinks(node: Node) -> tuple[Node, Node | None]:
     """The scores behind ``cat([scores, sinks]) - max``, and the sinks ``[1, H, 1, 1]``; None where there are none."""
-    whole: Any = node
-    if whole.target is aten.sub.Tensor:  # softmax is the same less anything that is one for all keys
-        whole = whole.args[0]
+    # softmax is the same less anything that is one for all keys
+    whole = operand(node) if node.target is aten.sub.Tensor else node
     while whole.target in CASTS:
-        whole = whole.args[0]
-    if whole.target is not aten.cat.default or len(whole.args[0]) != 2:
+        whole = operand(whole)
+    if whole.target is not aten.cat.default or len(operands(whole)) != 2:
         return node, None
-    scores, sinks = whole.args[0]
+    scores, sinks = operands(whole)
     while sinks.target in (aten.expand.default, *CASTS):
-        sinks = sinks.args[0]
+        sinks = operand(sinks)
     if len(shape(sinks)) != 4 or (*shape(sinks)[:1], *shape(sinks)[2:]) != (1, 1, 1) or whole.args[1] not in (3, -1):
         raise NotUnderstood("something else than one logit for each head is concatenated behind the scores")
     return scores, sinks
@@ -277,20 +280,20 @@ def _without_sinks(node: Node) -> tuple[Node, Node | None]:
 
 def _merges_heads(node: Node) -> bool:
     """Whether ``node`` turns ``[B, H, S, D]`` into ``[B * H, S, D]``."""
-    if node.target is not aten.reshape.default or len(shape(node)) != 3 or len(shape(node.args[0])) != 4:
+    if node.target is not aten.reshape.default or len(shape(node)) != 3 or len(shape(operand(node))) != 4:
         return False
-    batch, heads, *rest = shape(node.args[0])
+    batch, heads, *rest = shape(operand(node))
     return shape(node) == (batch * heads, *rest)
 
 
 def _with_heads(query: Node) -> Node:
     """Queries ``[B, H, S, D]``, before their heads were merged with the batch, or after groups were merged."""
     while query.op == "call_function" and (_merges_heads(query) or (len(shape(query)) == 3 and _keeps_values(query))):
-        query = query.args[0]
+        query = operand(query)
     if len(shape(query)) == 5:
         with query.graph.inserting_after(query):
             merged = query.graph.call_function(aten.flatten.using_ints, (query, 1, 2))
-        merged.meta["val"] = query.meta["val"].flatten(1, 2)
+        merged.meta["val"] = value_of(query).flatten(1, 2)
         return merged
     if len(shape(query)) != 4:
         raise NotUnderstood(f"queries of shape {shape(query)}; [B, H, S, D] is understood")

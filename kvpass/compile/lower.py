@@ -12,6 +12,7 @@ from ..codec.spec import parse
 from .appends import tensor_of
 from .calls import arguments, change
 from .concrete import at, hints
+from .nodes import value_of
 
 # whose device decides, and how many channels it has; an op that is not here has one implementation
 _SERVED = {"encode": "x", "append_": "x", "append_layers_": "x", "decode": "state", "attend": "q"}
@@ -36,7 +37,7 @@ def lower(gm: GraphModule, lowering: str) -> dict[str, str]:
         value = given[_SERVED[op]]
         if op == "decode":
             value = tensor_of(value, parse(given["spec"]), "ring")
-        value = (value if isinstance(value, Node) else value[0]).meta["val"]  # of many layers, any one
+        value = value_of(value if isinstance(value, Node) else value[0])  # of many layers, any one
         queries, named, label = value.shape[2] if op == "attend" else 0, lowering, op
         if op == "attend" and len(given["key"]) == 1:
             specs, named, label = (), AUTO, "attend (decoded)"

@@ -12,21 +12,22 @@ from torch.fx import Graph, Node
 from .concrete import constant, leaves, upstream
 from .elements import Elements, Unproven, whole
 from .linear import Linear
+from .nodes import Size, is_tensor, shape, value_of
 
 PADDING = "kvpass_padding"
 """In ``meta`` of what may be a padding mask, where a cache knows otherwise where its rows begin."""
 
 
-def structure(mask: Node, queries, unpadded: bool = False) -> str | None:
+def structure(mask: Node, queries: Size, unpadded: bool = False) -> str | None:
     """What ``mask`` amounts to for ``queries`` (possibly symbolic) queries, at every length the graph serves: "full" if
     each sees every key, "causal" if it is causality aligned to the last key, None if it depends on data, is anything
     else, or cannot be proven to be one of them.
 
     unpadded: assume that padding masks among its inputs, ``[B, T]`` integers or booleans, hide nothing.
     """
-    nodes, shape = upstream(mask), mask.meta["val"].shape
+    nodes = upstream(mask)
     data = [node for node in leaves(nodes) if constant(node) is None]
-    if data and not (unpadded and all(_may_be_padding(node, shape[0]) for node in data)):
+    if data and not (unpadded and all(_may_be_padding(node, shape(mask)[0]) for node in data)):
         return None
     try:
         return _proven(Elements(nodes), mask, queries)
@@ -39,23 +40,23 @@ def mark_padding(graph: Graph, query: Tensor) -> None:
     for node in graph.find_nodes(op="placeholder"):
         if not _may_be_padding(node, query.shape[0]):
             continue
-        if Linear.size(node.meta["val"].shape[1]) != Linear.size(query.shape[2]):  # not what comes with each token
+        if Linear.size(shape(node)[1]) != Linear.size(query.shape[2]):  # not what comes with each token
             node.meta[PADDING] = True
 
 
-def beside_padding(mask: Node, queries) -> str | None:
+def beside_padding(mask: Node, queries: Size) -> str | None:
     """What ``mask`` amounts to (see `structure`) where a padding mask ``[B, T]`` of ones and zeros, one for each key,
     does not hide the key from all queries of its row; None if it cannot be proven to be that."""
     nodes = upstream(mask)
     data = [node for node in leaves(nodes) if constant(node) is None]
-    batch = mask.meta["val"].shape[0]
+    batch = shape(mask)[0]
     if len(data) != 1 or not _may_be_padding(data[0], batch):
         return None
     try:
-        rows, columns = map(whole, data[0].meta["val"].shape)
+        rows, columns = map(whole, shape(data[0]))
         if rows != whole(batch):  # one row for all
             return None
-        more = columns - whole(mask.meta["val"].shape[-1])
+        more = columns - whole(shape(mask)[-1])
         kind = _proven(Elements(nodes, facts=(more, -more)), mask, queries)
         return kind if kind and _hidden_by(Elements(nodes, 0, (more, -more)), mask, data[0]) else None
     except Unproven:
@@ -65,30 +66,29 @@ def beside_padding(mask: Node, queries) -> str | None:
 def _hidden_by(elements: Elements, mask: Node, padding: Node) -> bool:
     """Whether no element of ``mask`` allows anything if those of ``padding`` are zeros, and each asks that of its own
     row and key alone."""
-    index = tuple(map(elements.anywhere, mask.meta["val"].shape))
+    index = tuple(map(elements.anywhere, shape(mask)))
     if any(_allowed(value) for _, value in elements.cases(mask, index)):
         return False
     return elements.read <= {(padding, (index[0], index[-1]))}
 
 
-def _may_be_padding(node: Node, batch) -> bool:
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor) or value.ndim != 2 or value.dtype.is_floating_point:
+def _may_be_padding(node: Node, batch: Size) -> bool:
+    if not is_tensor(node) or value_of(node).ndim != 2 or value_of(node).dtype.is_floating_point:
         return False
-    rows = Linear.size(value.shape[0])
+    rows = Linear.size(shape(node)[0])
     return rows is None or bool(rows.terms) or rows == Linear.size(batch)  # a table has another size, and keeps it
 
 
-def _proven(elements: Elements, mask: Node, queries) -> str | None:
-    shape = mask.meta["val"].shape
-    index = tuple(map(elements.anywhere, shape))
+def _proven(elements: Elements, mask: Node, queries: Size) -> str | None:
+    sizes = shape(mask)
+    index = tuple(map(elements.anywhere, sizes))
     verdicts = [(given, _allowed(value)) for given, value in elements.cases(mask, index)]
     if all(allowed for _, allowed in verdicts):
         return "full"
-    if len(shape) < 2 or whole(shape[-2]) != whole(queries):
+    if len(sizes) < 2 or whole(sizes[-2]) != whole(queries):
         return None
     row, column = index[-2:]
-    ahead = column - row - (whole(shape[-1]) - whole(queries))
+    ahead = column - row - (whole(sizes[-1]) - whole(queries))
     same = all(not elements.possible({*given, ahead - 1 if allowed else -ahead}) for given, allowed in verdicts)
     return "causal" if same else None
 

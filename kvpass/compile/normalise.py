@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch._functorch.aot_autograd import aot_export_module
 from torch._guards import TracingContext, detect_fake_mode, tracing
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_any
 
 from kvpass.lowering.session import compiling
 
 from .concrete import leaves, upstream
+from .nodes import indices, outputs_of
 from .vmaps import write_out
 
 aten = torch.ops.aten
@@ -35,18 +36,18 @@ class NormalGraph:
     written: list[Node]
 
     @property
-    def graph(self):
+    def graph(self) -> Graph:
         return self.module.graph
 
     @property
     def mutated(self) -> dict[Node, Node]:
         """Placeholder -> node with its new value, for every input the program writes."""
-        return dict(zip(self.written, self.graph.output_node().args[0], strict=False))
+        return dict(zip(self.written, outputs_of(self.graph), strict=False))
 
     @property
     def outputs(self) -> tuple:
         """The user's outputs, without those new values."""
-        return tuple(self.graph.output_node().args[0][len(self.written) :])
+        return outputs_of(self.graph)[len(self.written) :]
 
 
 @compiling()
@@ -56,14 +57,16 @@ def normalise(gm: GraphModule) -> NormalGraph:
     inputs = [node.meta["example_value"] for node in gm.graph.nodes if node.op == "placeholder"]
     with tracing(TracingContext(detect_fake_mode(inputs))), torch.no_grad():
         module, signature = aot_export_module(gm, inputs, trace_joint=False, pre_dispatch=True)
+    if not isinstance(module, GraphModule):
+        raise TypeError(f"AOTAutograd exported {module!r}, where a graph is expected.")
     placeholders = {node.name: node for node in module.graph.nodes if node.op == "placeholder"}
-    values = module.graph.output_node().args[0][: len(signature.user_inputs_to_mutate)]
-    written = [placeholders[signature.user_inputs_to_mutate[value.name]] for value in values]
+    mutated = {str(value): placeholders[name] for value, name in signature.user_inputs_to_mutate.items()}
+    written = [mutated[value.name] for value in outputs_of(module.graph)[: len(mutated)]]
     _clean(module.graph)
     return NormalGraph(module, inputs, written)
 
 
-def _clean(graph: torch.fx.Graph) -> None:
+def _clean(graph: Graph) -> None:
     """Drop metadata asserts (they hide users), free ``view`` of the strides it was traced with, and spare indices that
     are lengths a check."""
     for node in list(graph.nodes):
@@ -77,7 +80,7 @@ def _clean(graph: torch.fx.Graph) -> None:
 
 def _of_lengths(index: Node) -> bool:
     """Whether an index is computed from lengths alone, as where a mask is put together."""
-    return not any(leaves(upstream(indices)) for indices in index.args[1] if indices is not None)
+    return not any(leaves(upstream(each)) for each in indices(index) if each is not None)
 
 
 def in_place(normal: NormalGraph, skip: set[Node]) -> GraphModule:

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from .appends import Append, appends
-from .calls import DECODE, ROTATE, argument
+from .calls import DECODE, ROTATE, tensors_argument
 from .concrete import at, hints, leaves, run, symbols, upstream
+from .nodes import is_tensor, shape, value_of
 
 aten = torch.ops.aten
 
@@ -49,7 +50,7 @@ def presents(graph: Graph) -> dict[Node, Present]:
 
 def _reads(node: Node, append: Append) -> bool:
     """Whether ``node`` decodes what ``append`` stores behind: codes may be another layer's, a ring is its own."""
-    return node.target is DECODE and append.ring in argument(node, "state")
+    return node.target is DECODE and append.ring in tensors_argument(node, "state")
 
 
 def _as_read(past: Node) -> Node:
@@ -65,12 +66,11 @@ def _present(x: Node, past: Node) -> Present | None:
         if not derived.isdisjoint(node.all_input_nodes):
             derived.add(node)
     sources = {source for node in derived - {past} for source in node.all_input_nodes}
-    size = torch.Size(x.meta["val"].shape).numel()
+    size = torch.Size(value_of(x).shape).numel()
     for source in sources - derived:
-        value = source.meta.get("val")
-        if not isinstance(value, Tensor) or value.ndim != 4 or value.shape.numel() != size:
+        if not is_tensor(source) or len(shape(source)) != 4 or value_of(source).shape.numel() != size:
             continue
-        swapped = tuple(value.shape) != tuple(x.meta["val"].shape)
+        swapped = shape(source) != shape(x)
         if all(
             values is not None and torch.equal(values[x], values[source].transpose(1, 2) if swapped else values[source])
             for values in _trials(x, (past, source))
@@ -82,7 +82,7 @@ def _present(x: Node, past: Node) -> Present | None:
 def _transposed(node: Node) -> Node:
     with node.graph.inserting_after(node):
         swapped = node.graph.call_function(aten.transpose.int, (node, 1, 2))
-    swapped.meta["val"] = node.meta["val"].transpose(1, 2)
+    swapped.meta["val"] = value_of(node).transpose(1, 2)
     return swapped
 
 
@@ -125,13 +125,13 @@ def _trials(target: Node, given: tuple[Node, Node]):
         return
     fakes = [node.meta["val"] for node in nodes if node.meta.get("val") is not None]
     known = hints([value for value in fakes if isinstance(value, (Tensor, torch.SymInt))])
-    growing = set().union(*map(symbols, given[0].meta["val"].shape))
-    change = -1 if at(given[0].meta["val"].shape[2], known) else 1
+    growing = set().union(*map(symbols, shape(given[0])))
+    change = -1 if at(shape(given[0])[2], known) else 1
     for times in (0, 1):
         assignment = {symbol: value + times * change * (symbol in growing) for symbol, value in known.items()}
         values = {}
         for node in given:
-            fake = node.meta["val"]
+            fake = value_of(node)
             values[node] = torch.randn([at(size, assignment) for size in fake.shape]).to(fake.dtype)
         run(nodes, values, assignment)
         yield values

@@ -17,6 +17,7 @@ from ..codec.rope import parse_rope, rotate, split_pairs
 from ..errors import NotCapturedError
 from .calls import ATTEND
 from .concrete import at, hints, is_size, run, upstream
+from .nodes import is_tensor, shape, value_of
 
 aten = torch.ops.aten
 _PROJECTIONS = {
@@ -100,22 +101,22 @@ class Rotations:
 
     def _sample(self, node: Node) -> torch.Tensor:
         """Values for an input of the graph: those of tables and frequencies, positions that turn something."""
-        given, fake = self.inputs[node], node.meta["val"]
+        given, fake = self.inputs[node], value_of(node)
         if fake.dtype.is_floating_point and not isinstance(given, FakeTensor):
             return given.detach().cpu()
-        shape = self._shape(node)
+        sizes = self._shape(node)
         if fake.dtype.is_floating_point:
-            return torch.rand(shape, generator=self.generator).to(fake.dtype)
-        return (1 + torch.arange(torch.Size(shape).numel()) % 7).view(shape).to(fake.dtype)
+            return torch.rand(sizes, generator=self.generator).to(fake.dtype)
+        return (1 + torch.arange(torch.Size(sizes).numel()) % 7).view(sizes).to(fake.dtype)
 
     def _shape(self, node: Node) -> list:
-        return [at(size, self.assignment) for size in node.meta["val"].shape]
+        return [at(size, self.assignment) for size in shape(node)]
 
     def _verified(self, output: Node, source: Node) -> Rotation | None:
         swapped = _swapped(output, source)
         if swapped is None:
             return None
-        nodes, dtype = upstream(output, [source]), source.meta["val"].dtype
+        nodes, dtype = upstream(output, [source]), value_of(source).dtype
         turning = _turning(nodes, source)
         tables = [node for node in nodes if node not in turning]
         for node in tables:
@@ -132,13 +133,13 @@ class Rotations:
             run(turning, values, self.assignment)
             return values[output].float()
 
-        shape, tolerance = self._shape(output), 1e-5 if dtype == torch.float32 else 3e-2
-        x = torch.randn(shape, generator=self.generator).to(dtype)
+        sizes, tolerance = self._shape(output), 1e-5 if dtype == torch.float32 else 3e-2
+        x = torch.randn(sizes, generator=self.generator).to(dtype)
         expected = turn(x)
-        widths = {node.meta["val"].shape[-1] for node in turning if isinstance(node.meta.get("val"), torch.Tensor)}
-        for pairs in sorted({width // 2 for width in widths if width <= shape[-1]} - {0}, reverse=True):
+        widths = {shape(node)[-1] for node in turning if is_tensor(node)}
+        for pairs in sorted({width // 2 for width in widths if width <= sizes[-1]} - {0}, reverse=True):
             for rope in (f"half-{pairs}", f"interleaved-{pairs}"):
-                unit = torch.zeros(shape, dtype=dtype)
+                unit = torch.zeros(sizes, dtype=dtype)
                 split_pairs(unit, rope)[0].fill_(1)
                 cos, sin, _ = split_pairs(turn(unit)[:, 0], rope)
                 turned = rotate(x.float(), cos, sin, rope)
@@ -151,21 +152,21 @@ class Rotations:
             return source
         with self.graph.inserting_after(source):
             before = self.graph.call_function(aten.transpose.int, (source, 1, 2))
-        before.meta["val"] = source.meta["val"].transpose(1, 2)
+        before.meta["val"] = value_of(source).transpose(1, 2)
         return before
 
 
 def _is_positional(node: Node) -> bool:
     """Whether ``node`` makes a table of positions, or is one handed in (weights have fewer dims)."""
-    given = node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor) and node.meta["val"].ndim > 2
+    given = node.op == "placeholder" and is_tensor(node) and value_of(node).ndim > 2
     return given or node.target in _POSITIONAL
 
 
 def _swapped(output: Node, source: Node) -> bool | None:
     """Whether ``source`` is ``[B, S, H, D]`` rather than ``[B, H, S, D]`` like ``output``; None if it is neither."""
-    if not isinstance(source.meta["val"], torch.Tensor):  # halves of one
+    if not is_tensor(source):  # halves of one
         return None
-    theirs, mine = (tuple(map(str, node.meta["val"].shape)) for node in (source, output))
+    theirs, mine = (tuple(map(str, shape(node))) for node in (source, output))
     if theirs == mine:
         return False
     return True if len(mine) == 4 and theirs == (mine[0], mine[2], mine[1], mine[3]) else None
@@ -192,7 +193,7 @@ def insert_tables(graph: Graph, rotation: Rotation) -> tuple[Node, Node]:
 
     They are what becomes of 1 on the first channel of every pair and 0 elsewhere, and depend on no layer.
     """
-    source, fake = rotation.source, rotation.source.meta["val"]
+    source, fake = rotation.source, value_of(rotation.source)
     pairs, interleaved = parse_rope(rotation.rope)
     call = graph.call_function
     channel = call(aten.arange.default, (fake.shape[-1],), {"device": fake.device})
@@ -209,19 +210,20 @@ def insert_tables(graph: Graph, rotation: Rotation) -> tuple[Node, Node]:
         copies[node] = graph.node_copy(node, lambda entry: copies.get(entry, entry))
     head = call(aten.select.int, (copies[rotation.output], 1, 0))
     ranges = ((0, 2 * pairs, 2), (1, 2 * pairs, 2)) if interleaved else ((0, pairs, 1), (pairs, 2 * pairs, 1))
-    return tuple(call(aten.slice.Tensor, (head, 2, *bounds)) for bounds in ranges)
+    cos, sin = (call(aten.slice.Tensor, (head, 2, *bounds)) for bounds in ranges)
+    return cos, sin
 
 
 def _size(graph: Graph, tensor: Node, dim: int) -> int | Node:
     """That of ``tensor``, read off an input of the graph if one has it, so that it does not depend on a layer."""
-    size = tensor.meta["val"].shape[dim]
+    size = shape(tensor)[dim]
     if isinstance(size, int):
         return size
     where = (
         (node, i)
         for node in (*graph.find_nodes(op="placeholder"), tensor)
-        if isinstance(node.meta["val"], torch.Tensor)
-        for i, other in enumerate(node.meta["val"].shape)
+        if is_tensor(node)
+        for i, other in enumerate(shape(node))
         if isinstance(other, torch.SymInt) and other.node.expr == size.node.expr
     )
     found = graph.call_function(aten.sym_size.int, next(where))

@@ -14,6 +14,8 @@ from functools import cached_property
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from .nodes import outputs_of
+
 APPEND = torch.ops.kvpass.append_
 FEWEST = 3
 """Repeats that are worth a piece of their own."""
@@ -244,7 +246,7 @@ class _Cut:
             new[captured.nodes[i]] = graph.node_copy(captured.nodes[i], mapped)
         back = (run.count - 1) * run.period
         made = [captured.nodes[captured.place[value] - back] for value in needed]
-        outputs = torch.fx.node.map_arg(captured.output.args[0], lambda node: lasts.get(node) or new[node])
+        outputs = torch.fx.node.map_arg(outputs_of(self.gm.graph), lambda node: lasts.get(node) or new[node])
         handed = [*self.taken.values(), *self.taken, *made]
         graph.output((*outputs, *(new[node] for node in handed)))
         position = {node: i for i, node in enumerate(captured.inputs)}

@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -19,9 +19,12 @@ from .calls import (
     argument,
     call,
     change,
+    tensor_argument,
+    tensors_argument,
 )
 from .find import Attention, Source
 from .masks import beside_padding, mark_padding, structure
+from .nodes import shape, value_of
 from .normalise import NormalGraph, in_place
 from .pre_rope import Rotation, Rotations, insert_tables, turns_alike
 from .report import listed
@@ -40,7 +43,7 @@ def rewrite(normal: NormalGraph, inputs: Sequence, attentions: list[Attention], 
     graph = normal.graph
     for node in graph.find_nodes(op="call_function", target=DECODE):
         # codes another layer has just written: what is read here are the pages before those
-        change(node, state=[placeholder(tensor) for tensor in argument(node, "state")])
+        change(node, state=[placeholder(tensor) for tensor in tensors_argument(node, "state")])
     writes = appends(graph)
     readers = {attention.key.ring: attention for attention in attentions}  # rings are a layer's own
     _tap_queries(writes, readers, refused)
@@ -51,7 +54,7 @@ def rewrite(normal: NormalGraph, inputs: Sequence, attentions: list[Attention], 
         if attention.key.padded:
             _cut_mask(graph, attention)
         if attention.key.read("starts") is not None:
-            mark_padding(graph, attention.query.meta["val"])
+            mark_padding(graph, value_of(attention.query))
         _drop_structural_mask(attention)
         starts = None if attention.key.ring in importance else _drop_padding(attention)
         mass = _replace(graph, attention, importance.get(attention.key.ring), starts)
@@ -105,7 +108,7 @@ def _tap_queries(writes: Iterable[Append], readers: dict[Node, Attention], refus
         if append.codec.quantizer.adaptive is not None:
             with attention.query.graph.inserting_before(attention.query.graph.output_node()):
                 append.q = attention.query.graph.call_function(aten.mul.Tensor, (attention.query, attention.scale))
-            append.q.meta["val"] = attention.query.meta["val"]
+            append.q.meta["val"] = value_of(attention.query)
 
 
 def _store_turned_back(graph: Graph, inputs: Sequence, writes: Iterable[Append]) -> list[dict[str, Any]]:
@@ -128,10 +131,12 @@ def _store_turned_back(graph: Graph, inputs: Sequence, writes: Iterable[Append])
             _take_before_rotation(append, rotation, rotations)
         for node in reads:
             change(node, rope=rotation.rope)
-        cos = argument(reads[0], "cos")
+        cos = tensor_argument(reads[0], "cos")
         if cos not in stored:
             of_call = dict(zip(("cos_new", "sin_new"), insert_tables(graph, rotation), strict=True))
-            tables = dict(cos=cos, sin=argument(reads[0], "sin"), length=append.length, slots=append.slots, **of_call)
+            tables = dict(
+                cos=cos, sin=tensor_argument(reads[0], "sin"), length=append.length, slots=append.slots, **of_call
+            )
             stored[cos] = rotation, tables | {"spec": append.spec}
         elif not turns_alike(stored[cos][0], rotation):
             raise NotCapturedError("its layers rotate their keys by different tables, and what is stored shares one")
@@ -154,23 +159,23 @@ def _check_turned_alike(query: Rotation | None, key: Rotation) -> None:
 
 def _cut_mask(graph: Graph, attention: Attention) -> None:
     """Where keys had room behind them, keep the columns of the mask that are for tokens."""
-    length, present, mask = attention.key.read("length"), attention.key.present, attention.mask
+    length, present, mask = tensor_argument(attention.key.past, "length"), attention.key.present, attention.mask
     with graph.inserting_before(attention.output):
         sizes = [graph.call_function(aten.sym_size.int, args) for args in ((length, 0), (present, 2))]
-        total = graph.call_function(operator.add, tuple(sizes))
-        total = graph.call_function(operator.sub, (total, LENGTH_OFFSET))
+        both = graph.call_function(operator.add, tuple(sizes))
+        total = graph.call_function(operator.sub, (both, LENGTH_OFFSET))
         cut = graph.call_function(aten.slice.Tensor, (mask, -1, 0, total))
-    sizes[0].meta["val"], sizes[1].meta["val"] = length.meta["val"].shape[0], present.meta["val"].shape[2]
-    total.args[0].meta["val"] = sizes[0].meta["val"] + sizes[1].meta["val"]
-    total.meta["val"] = total.args[0].meta["val"] - LENGTH_OFFSET
-    cut.meta["val"] = mask.meta["val"][..., : total.meta["val"]]
+    sizes[0].meta["val"], sizes[1].meta["val"] = shape(length)[0], shape(present)[2]
+    both.meta["val"] = shape(length)[0] + shape(present)[2]
+    total.meta["val"] = both.meta["val"] - LENGTH_OFFSET
+    cut.meta["val"] = value_of(mask)[..., : total.meta["val"]]
     attention.mask = cut
 
 
 def _drop_structural_mask(attention: Attention) -> None:
     if attention.mask is None:
         return
-    kind = structure(attention.mask, attention.query.meta["val"].shape[2])
+    kind = structure(attention.mask, shape(attention.query)[2])
     if kind is not None and not (kind == "full" and attention.causal):
         attention.mask, attention.causal = None, kind == "causal"
 
@@ -180,7 +185,7 @@ def _drop_padding(attention: Attention) -> Node | None:
     starts = attention.key.read("starts")
     if starts is None or attention.mask is None or attention.key.needed_elsewhere or attention.value.needed_elsewhere:
         return None
-    found = beside_padding(attention.mask, attention.query.meta["val"].shape[2])
+    found = beside_padding(attention.mask, shape(attention.query)[2])
     if found is None or (found == "full" and attention.causal):
         return None
     attention.mask, attention.causal = None, found == "causal"
@@ -207,8 +212,8 @@ def _replace(graph: Graph, attention: Attention, importance: Node | None, starts
     with graph.inserting_before(attention.output):
         if attention.sinks is not None:
             given["sinks"] = sinks = graph.call_function(torch.ops.aten.flatten.using_ints, (attention.sinks,))
-            sinks.meta["val"] = attention.sinks.meta["val"].flatten()
-        dtype = key.past.meta["val"].dtype
+            sinks.meta["val"] = value_of(attention.sinks).flatten()
+        dtype = value_of(key.past).dtype
         query, *new = (_cast(graph, x, dtype) for x in (attention.query, *(_present(graph, s) for s in (key, value))))
         results = call(graph, ATTEND, q=query, k_new=new[0], v_new=new[1], **given)
         out = graph.call_function(operator.getitem, (results, 0))
@@ -219,19 +224,19 @@ def _replace(graph: Graph, attention: Attention, importance: Node | None, starts
 
 def _cast(graph: Graph, x: Node, dtype: torch.dtype) -> Node:
     """``x`` in ``dtype``: under autocast what meets a cache is not all of the cache's."""
-    if x.meta["val"].dtype == dtype:
+    if value_of(x).dtype == dtype:
         return x
     cast = graph.call_function(aten.to.dtype, (x, dtype))
-    cast.meta["val"] = x.meta["val"].to(dtype)
+    cast.meta["val"] = value_of(x).to(dtype)
     return cast
 
 
 def _shaped_as(graph: Graph, new: Node, query: Node, attention: Attention) -> Node:
     """``new`` ``[B, H_q, S, D]``, of ``query``, in the dtype and shape of the output of ``attention``."""
-    q, out = query.meta["val"], attention.output.meta["val"]
+    q, out = value_of(query), value_of(attention.output)
     new.meta["val"] = q.new_empty((*q.shape[:3], out.shape[-1]))
     new = _cast(graph, new, out.dtype)
-    value = new.meta["val"]
+    value = value_of(new)
     if out.ndim == 3:  # heads merged with the batch
         new = graph.call_function(aten.flatten.using_ints, (new, 0, 1))
         new.meta["val"] = value.flatten(0, 1)
@@ -247,12 +252,12 @@ def _present(graph: Graph, source: Source) -> Node:
         return source.present
     ring = source.ring
     empty = graph.call_function(aten.slice.Tensor, (ring, 2, 0, 0))
-    empty.meta["val"] = ring.meta["val"][:, :, :0]
+    empty.meta["val"] = value_of(ring)[:, :, :0]
     return empty
 
 
 def _refuse_bias(attention: Attention) -> None:
-    if attention.mask is not None and structure(attention.mask, attention.query.meta["val"].shape[2], True) is None:
+    if attention.mask is not None and structure(attention.mask, shape(attention.query)[2], True) is None:
         raise KVPassError(
             "The attention adds a bias that depends on which key is which (ALiBi, a window, or a mask of your own), "
             "and after evicting tokens keys are no longer in order. Use the scheme without a budget."
@@ -275,7 +280,7 @@ def simulate_attention(
                 sinks=sinks, before=before, rope=rope, k_spec=pair[0], v_spec=pair[1], prompt=prompt,
                 k_shared=[], v_shared=[],
             )  # fmt: skip
-            new.meta["val"] = attention.output.meta["val"]
+            new.meta["val"] = value_of(attention.output)
             attention.output.replace_all_uses_with(_shaped_as(graph, new, attention.query, attention))
     return in_place(normal, skip=set())
 
@@ -303,16 +308,27 @@ def unfused(graph: Graph, attentions: list[Attention], refused: list[str]) -> di
     return dict(zip(layers, reasons, strict=True))
 
 
-def count(gm: GraphModule, times: Callable[[Node], int]) -> dict[str, int]:
-    """What a rewritten graph reads its caches by, see `GraphReport`; each of its nodes stands for so many ``times``."""
+class Reads(TypedDict):
+    """How often a graph reads caches in each way: fields of `GraphReport`."""
+
+    fused: int
+    reconstructed: int
+    decoded: int
+    rotated: int
+
+
+def count(gm: GraphModule, times: Callable[[Node], int]) -> Reads:
+    """What a rewritten graph reads its caches by; each of its nodes stands for so many ``times``."""
 
     def total(nodes: Iterable[Node]) -> int:
         return sum(map(times, nodes))
 
     nodes = list(gm.graph.nodes)
     attends = [node for node in nodes if node.target is ATTEND]
-    reconstructed = total(node for node in attends if len(argument(node, "key")) == 1)
+    reconstructed = total(node for node in attends if len(tensors_argument(node, "key")) == 1)
     decodes = total(node for node in nodes if node.target is DECODE)
     turning = [*attends, *(node for node in nodes if node.target is ROTATE)]
     rotated = total(node for node in turning if argument(node, "rope") != "")
-    return dict(fused=total(attends), reconstructed=reconstructed, decoded=decodes - 2 * reconstructed, rotated=rotated)
+    return Reads(
+        fused=total(attends), reconstructed=reconstructed, decoded=decodes - 2 * reconstructed, rotated=rotated
+    )

@@ -4,12 +4,16 @@ What is added is not matched by how it is written. All that stands between is af
 zeros gives the bias: masks before or after scaling, filled in or added, alibi.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
+
+from .calls import argument
+from .nodes import Size, function_of, number, operand, shape, value_of
 
 aten = torch.ops.aten
 
@@ -33,10 +37,6 @@ _FILLS: dict[Any, int] = {
 
 class NotUnderstood(Exception):
     """Why an attention was not matched."""
-
-
-def shape(node: Node):
-    return tuple(node.meta["val"].shape)
 
 
 def only_user(node: Node, what: str) -> Node:
@@ -80,23 +80,23 @@ def read_scores(node: Node) -> Scores:
         if node.op != "call_function":
             raise NotUnderstood(f"scores come from {node.op} {node.name}, not from a product with the keys")
         only_user(node, "the attention scores")
-        scalar = len(node.args) > 1 and isinstance(node.args[1], (int, float))
-        if node.target is aten.mul.Tensor and scalar:
-            factor *= node.args[1]
-        elif node.target is aten.div.Tensor and scalar:
-            factor /= node.args[1]
+        scalar = number(node, 1)
+        if node.target is aten.mul.Tensor and scalar is not None:
+            factor *= scalar
+        elif node.target is aten.div.Tensor and scalar is not None:
+            factor /= scalar
         elif node.target is aten.tanh.default and not cap:
             cap, factor, kept, biased_after = factor, 1.0, chain, biased
             chain, biased = [], False
-        elif (node.target is aten.add.Tensor and not scalar and not node.kwargs) or node.target in _FILLS:
+        elif (node.target is aten.add.Tensor and scalar is None and not node.kwargs) or node.target in _FILLS:
             biased = True
         elif node.target not in CASTS | SAME_VALUES and node.target is not aten.reshape.default:
             raise NotUnderstood(f"{node.target} stands where scores are multiplied, scaled or masked")
         chain.append(node)
         node = _input(node)
     alibi = node.target is aten.baddbmm.default
-    query, keys = node.args[1:3] if alibi else node.args[:2]
-    biased, scale = biased or alibi, factor * node.kwargs.get("alpha", 1)
+    query, keys = (operand(node, 1), operand(node, 2)) if alibi else (operand(node, 0), operand(node, 1))
+    biased, scale = biased or alibi, factor * argument(node, "alpha") if alibi else factor
     if cap:
         if biased:
             raise NotUnderstood("a bias is added before the softcap")
@@ -109,7 +109,7 @@ def read_scores(node: Node) -> Scores:
 
 def _input(node: Node) -> Node:
     """The argument of a node of the chain that the scores are."""
-    return node.args[_FILLS.get(node.target, 0)]
+    return operand(node, _FILLS.get(node.target, 0))
 
 
 def insert_bias(graph: Graph, scores: Scores, like: Node) -> Node | None:
@@ -117,9 +117,9 @@ def insert_bias(graph: Graph, scores: Scores, like: Node) -> Node | None:
     dtype of ``like``; a mask that is only added is used as it is. None if there is none."""
     if not scores.chain:
         return None
-    fake_mode = detect_fake_mode([scores.product.meta["val"]])
+    fake_mode = detect_fake_mode([value_of(scores.product)])
 
-    def call(target, *args, **kwargs) -> Node:
+    def call(target: Callable, *args, **kwargs) -> Node:
         node = graph.call_function(target, args, kwargs)
         with fake_mode:
             node.meta["val"] = target(*torch.fx.node.map_arg(args, lambda n: n.meta["val"]), **kwargs)
@@ -127,32 +127,32 @@ def insert_bias(graph: Graph, scores: Scores, like: Node) -> Node | None:
 
     value = None  # of the scores, when queries and keys are zeros: nothing yet
     if scores.product.target is aten.baddbmm.default:
-        value = call(aten.mul.Tensor, scores.product.args[0], scores.product.kwargs.get("beta", 1))
+        value = call(aten.mul.Tensor, operand(scores.product), argument(scores.product, "beta"))
     for node in scores.chain:
         if node.target is aten.reshape.default:
             value = value and _with_heads(call, value, shape(node))
         elif value is None and node.target is aten.add.Tensor:
-            value = node.args[1]
+            value = operand(node, 1)
             for _ in range(len(shape(node)) - len(shape(value))):
                 value = call(aten.unsqueeze.default, value, 0)
         elif value is not None or node.target in _FILLS:
             if value is None:
-                first = scores.product.meta["val"]
+                first = value_of(scores.product)
                 value = call(aten.zeros.default, [1, 1, 1, 1], dtype=first.dtype, device=first.device)
             args = list(node.args)
             args[_FILLS.get(node.target, 0)] = value
-            value = call(node.target, *args, **node.kwargs)
+            value = call(function_of(node), *args, **node.kwargs)
     if len(shape(value)) == 5:
         value = call(aten.flatten.using_ints, value, 1, 2)
     elif len(shape(scores.product)) == 5 and shape(value)[:2] != (1, 1):
         raise NotUnderstood(f"a bias of shape {shape(value)} is added to scores of shape {shape(scores.product)}")
-    dtype = like.meta["val"].dtype
-    if value.meta["val"].dtype in (torch.bool, dtype):
+    dtype = value_of(like).dtype
+    if value_of(value).dtype in (torch.bool, dtype):
         return value
     return call(aten.to.dtype, value, dtype)
 
 
-def _with_heads(call, value: Node, wanted) -> Node:
+def _with_heads(call: Callable[..., Node], value: Node, wanted: tuple[Size, ...]) -> Node:
     """``[B * H, s, T]`` as ``[B, H, s, T]``: batch and heads as wanted, other sizes its own."""
     if len(shape(value)) == len(wanted):
         return value

@@ -18,6 +18,7 @@ from kvpass.lowering.session import undisabled
 
 from .calls import APPEND, APPEND_LAYERS, APPEND_ROTARY, arguments, call
 from .concrete import symbols
+from .nodes import function_of, is_tensor, outputs_of, value_of
 from .repeats import Repeats
 
 _WRITES = APPEND, APPEND_LAYERS, APPEND_ROTARY
@@ -37,7 +38,7 @@ class Stamp:
         self._carried, self._last = inputs[given : given + repeats.carried], inputs[given + repeats.carried :]
         self._at = dict(zip(inputs, repeats.kept, strict=False))
         self._own = {inputs[i]: each for i, each in repeats.own.items()}
-        outputs = list(gm.graph.output_node().args[0])
+        outputs = list(outputs_of(gm.graph))
         self._left = [outputs.pop() for _ in range(repeats.carried + repeats.last)][::-1]
         self._given = [outputs.pop() for _ in range(repeats.carried)][::-1]
         self._outputs = outputs
@@ -184,8 +185,12 @@ class _Piece:
         for i in range(times):
             for node in (node for node in given if i and node not in own):
                 new[node, i] = new[links[node], i - 1] if node in links else new[node, 0]
+
+            def of_time(leaf: Node, i: int = i) -> Node:
+                return new[leaf, i]
+
             for node in ordered:
-                new[node, i] = graph.node_copy(node, lambda leaf, i=i, new=new: new[leaf, i])
+                new[node, i] = graph.node_copy(node, of_time)
         graph.output(tuple(new[output] for output in self.outputs))
         self.module = GraphModule(gm, graph)
 
@@ -219,10 +224,9 @@ def _propagate(graph: Graph) -> None:
     for node in missing:
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
         with detect_fake_mode(args) or nullcontext():
-            node.meta["val"] = node.target(*args, **kwargs)
+            node.meta["val"] = function_of(node)(*args, **kwargs)
 
 
 def _symbols(node: Node) -> set:
-    value = node.meta.get("val")
-    sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
+    sizes = (*value_of(node).shape, *value_of(node).stride()) if is_tensor(node) else (node.meta.get("val"),)
     return set().union(*map(symbols, sizes))

@@ -21,8 +21,9 @@ from torch.fx import GraphModule, Node
 
 from ..errors import KVPassError
 from .appends import FUNCTIONALIZED
-from .calls import APPEND, APPEND_LAYERS, argument
+from .calls import APPEND, APPEND_LAYERS, tensors_argument
 from .find import Attention
+from .nodes import function_of
 from .report import GraphReport, Stage
 
 VARIABLE = "KVPASS_TRACE"
@@ -53,13 +54,13 @@ class Trace:
         self.report: GraphReport | None = None
         self._keep, self._folder = keep, folder and _new_folder(folder)
         self._stages: list[Stage] = []
-        self._refused: list[str] = []
+        self._refused: Sequence[str] = []
         self._found = self._written = 0
         self._since = time.perf_counter()
         self.stage("captured", gm)
 
     def stage(
-        self, name: str, module: GraphModule | None = None, found: Sequence[Attention] = (), refused: list[str] = ()
+        self, name: str, module: GraphModule | None = None, found: Sequence[Attention] = (), refused: Sequence[str] = ()
     ) -> None:
         """Note that a stage has ended and what it leaves: a graph, or nothing one can read."""
         if not (self._keep or self._folder):
@@ -171,12 +172,12 @@ def _op(node: Node) -> str:
         return node.op
     if node.target is FUNCTIONALIZED:
         return f"{node.args[0]} (functionalized)"
-    return str(node.target) if isinstance(node.target, OpOverload) else node.target.__name__
+    return str(node.target) if isinstance(node.target, OpOverload) else function_of(node).__name__
 
 
 def _written(module: GraphModule) -> int:
     """Caches, of keys or of values, that ``module`` appends to."""
     calls = module.graph.find_nodes(op="call_function", target=APPEND_LAYERS)
-    return sum(len(argument(node, "x")) for node in calls) + len(
+    return sum(len(tensors_argument(node, "x")) for node in calls) + len(
         module.graph.find_nodes(op="call_function", target=APPEND)
     )

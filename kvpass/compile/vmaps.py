@@ -12,6 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from .nodes import outputs_of
+
 
 def write_out(gm: GraphModule) -> None:
     """Put what each ``vmap`` of ``gm`` does in its place, as ops that need none."""
@@ -51,8 +53,7 @@ def _replace(gm: GraphModule, nodes: Sequence[Node]) -> None:
             new[node].meta["example_value"] = node.meta.get("val")
             if node.op == "get_attr":
                 new[node].target = _kept(gm, getattr(written, node.target))
-    (results,) = written.graph.output_node().args
-    for output, result in zip(outputs, results, strict=True):
+    for output, result in zip(outputs, outputs_of(written.graph), strict=True):
         output.replace_all_uses_with(new[result])
     for node in reversed(nodes):
         gm.graph.erase_node(node)
