@@ -33,7 +33,7 @@ logger = logging.getLogger("kvpass")
 
 DEFAULT = "waterfill"
 _one_at_a_time = Lock()
-_COMPILES = "a model that kvpass is applied to compiles its own steps: leave out fullgraph=True around a call of it"
+_COMPILES = "kvpass compiles the decode steps of this model itself: call it without fullgraph=True"
 
 
 def apply(
@@ -126,8 +126,8 @@ def _apply(
     if max_cache_len is not None:
         check_integer("max_cache_len", max_cache_len, 1)
     if lowering != "eager":
-        refuse_hooked(model, "they break the decode graph", "use lowering='eager'")
-        refuse_sharded(model, "their collectives are not compiled", "use lowering='eager'")
+        refuse_hooked(model, "hooks cause graph breaks in the decode step", "use lowering='eager'")
+        refuse_sharded(model, "kvpass does not compile their collectives", "use lowering='eager'")
     calibration = scheme if isinstance(scheme, Calibration) else None
     config = scheme.scheme if isinstance(scheme, Calibration) else schemes.get(scheme)
     attention = AttentionSeen()
@@ -137,14 +137,14 @@ def _apply(
         calibration.check(model, layers)
     elif config.needs_calibration:
         raise KVPassError(
-            f"{config.name!r} has to be calibrated on the model first: "
-            f"calibration = kvpass.calibrate(model, ids, {config.name!r}), then kvpass.apply(model, calibration)."
+            f"{config.name!r} must be calibrated on the model first: calibration = kvpass.calibrate(model, ids, "
+            f"{config.name!r}), then kvpass.apply(model, calibration)."
         )
     predictors = {} if calibration is None else calibration.predictors
     options = dict(strict=strict, lowering=lowering, max_cache_len=max_cache_len, mode=mode, predictors=predictors)
     runtime = kind(model, config, layers, **options)
     runtime.attended = attention.seen
-    looks = f"{config.name!r} looks into the forward, which is captured for it", "use 'kivi'"
+    looks = f"{config.name!r} needs the whole forward captured as one graph", "use 'kivi'"
     if runtime.captures:
         refuse_sharded(model, *looks)
     if runtime.needs_rotation or runtime.needs_importance:  # queries are found in parts of a graph, too
@@ -213,8 +213,8 @@ def remove(model: nn.Module) -> nn.Module:
     before = runtime.original if runtime.had_own_forward else None
     if vars(model).get("forward") not in (runtime.installed, before):
         raise KVPassError(
-            f"{type(model).__name__}.forward has been replaced since kvpass.apply, by {shown(model.forward)}: undo "
-            "that first, so that kvpass's own forward is back, then kvpass.remove(model)."
+            f"{type(model).__name__}.forward was replaced after kvpass.apply, by {shown(model.forward)}. Restore the "
+            "forward that kvpass.apply set, then call kvpass.remove(model)."
         )
     runtime.uninstall()
     if runtime.had_own_forward:

@@ -334,7 +334,7 @@ def test_going_back_beyond_the_window_finds_the_decoded_tokens(calibrated):
         cache = DynamicCache(config=model.config)
         model(input_ids=tokens(1, 120), past_key_values=cache)
         before = [[x.clone() for x in (layer.keys, layer.values)] for layer in cache.layers]
-        with pytest.warns(UserWarning, match="beyond the full-precision window"):
+        with pytest.warns(UserWarning, match="beyond the residual window"):
             cache.crop(-50)
         for layer, pair in zip(cache.layers, before, strict=True):
             for now, then in zip((layer.keys, layer.values), pair, strict=True):

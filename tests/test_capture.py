@@ -69,7 +69,7 @@ def test_a_prompt_that_cannot_be_captured_names_a_scheme_that_works(broken):
     made = {"break": breaking, "branch": lambda model: by_values(model, True), "sizes": by_values}[broken]
     model = kvpass.apply(made(llama()), "kivi-pre", lowering="eager")
     cache = DynamicCache(config=model.config)
-    with pytest.raises(KVPassError, match=r"before rotary embedding.* cannot be: .*Use scheme='kivi'") as raised:
+    with pytest.raises(KVPassError, match=r"before rotary embedding.* capture failed: .*Use scheme='kivi'") as raised:
         call(model, 40, cache)
     assert raised.value.__cause__ is not None and not isinstance(raised.value.__cause__, KVPassError)
     assert cache.get_seq_length() == 0
@@ -84,9 +84,7 @@ def test_the_scheme_that_is_named_keeps_what_was_asked_for():
         call(model, 40, DynamicCache(config=model.config))
 
 
-@pytest.mark.parametrize(
-    "attention, scheme", [("sdpa", {"scheme": "waterfill", "rope": "post"}), ("eager", "kivi")]
-)
+@pytest.mark.parametrize("attention, scheme", [("sdpa", {"scheme": "waterfill", "rope": "post"}), ("eager", "kivi")])
 def test_the_default_scheme_gives_way_to_one_that_needs_no_graph(attention, scheme, caplog):
     """At the first prompt; at `apply` where attention may not be understood."""
     model = kvpass.apply(breaking(llama(attention)), lowering="eager")
@@ -118,7 +116,7 @@ def test_the_default_scheme_stays_once_it_has_worked():
 def test_queries_without_a_graph_and_without_sdpa_leave_other_schemes():
     """Which is found out by `apply`."""
     model = by_values(llama("eager"))
-    with pytest.raises(KVPassError, match=r"fitted to the queries of the prompt.*Use scheme='kivi'"):
+    with pytest.raises(KVPassError, match=r"fitted to the prompt's queries.*Use scheme='kivi'"):
         kvpass.apply(model, "squat", lowering="eager")
     kvpass.apply(model, "kivi", lowering="eager")
 
@@ -244,5 +242,5 @@ def test_another_dtype_is_refused_in_the_same_words_by_every_scheme(scheme):
     model = kvpass.apply(llama(), scheme).to(torch.bfloat16)
     with pytest.raises(KVPassError) as raised:
         call(model, 40, DynamicCache(config=model.config))
-    assert str(raised.value).startswith("The model made keys or values in torch.bfloat16 on cpu")
-    assert str(raised.value).endswith("what was applied outside works within, too.")
+    assert str(raised.value).startswith("The model computed keys or values in torch.bfloat16 on cpu")
+    assert str(raised.value).endswith("the packed model then works inside it, too.")

@@ -292,11 +292,11 @@ def test_encode_takes_whole_pages_only():
         (dict(bits=3, per="channel", group_size=4, page_size=12), r"page_size=12.*multiple of 8"),
         (dict(bits=1, per="token", group_size=4, page_size=12), r"page_size=12.*multiple of 8"),
         (dict(bits=4, per="token", group_size=4, page_size=33), r"page_size=33.*multiple of 2"),
-        (dict(bits=2, per="channel", group_size=0, page_size=8), r"group_size=0 must be an integer, at least 1"),
-        (dict(bits=2, per="channel", group_size=-8, page_size=8), r"group_size=-8 must be an integer, at least 1"),
+        (dict(bits=2, per="channel", group_size=0, page_size=8), r"group_size=0 must be an integer of at least 1"),
+        (dict(bits=2, per="channel", group_size=-8, page_size=8), r"group_size=-8 must be an integer of at least 1"),
         (
             dict(bits=2, per="token", group_size=8, page_size=0, residual=8),
-            r"page_size=0 must be an integer, at least 1",
+            r"page_size=0 must be an integer of at least 1",
         ),
         (
             dict(bits=2, per="token", group_size=8, page_size=8, residual=-1),

@@ -64,8 +64,8 @@ def test_other_ways_to_generate_equal_the_untouched_model(mode):
     [
         (dict(scheme="squat", group_size=16, block_size=8), "fitted to queries"),
         (dict(scheme="kivi", group_size=16, rope="pre"), "no rotary embedding"),
-        (KIVIConfig(group_size=16, retention=kvpass.StreamingLLM(2, recent=64)), "chooses among tokens"),
-        (dict(scheme="xquant", group_size=16, kq=2, vq=0, km=2, vm=0, depth=None), "looks at other layers"),
+        (KIVIConfig(group_size=16, retention=kvpass.StreamingLLM(2, recent=64)), "selects tokens as they arrive"),
+        (dict(scheme="xquant", group_size=16, kq=2, vq=0, km=2, vm=0, depth=None), "reads other layers"),
     ],
 )
 def test_what_a_scheme_cannot_do_for_cross_attention_stays_in_full_precision_and_is_reported(scheme, why):

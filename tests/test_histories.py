@@ -412,7 +412,7 @@ class Histories(RuleBasedStateMachine):
                     member.cache.crop(-count)
                 return
             member.cache.crop(-count)
-        restored = any("decoded, not their exact" in str(warning.message) for warning in caught)
+        restored = any("dequantized values instead of exact ones" in str(warning.message) for warning in caught)
         assert not restored or count > ROLLBACK or member.length - count < member.kept_from
         member.restored |= restored
         member.plain.crop(-count)

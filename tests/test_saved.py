@@ -253,15 +253,15 @@ def test_files_of_an_older_format_say_what_to_do(saved, tmp_path, monkeypatch):
         kvpass.load_cache(tmp_path / "old", saved[0])
 
 
-@pytest.mark.parametrize("what", ["cannot be read", "no safetensors", "no packed cache", "altered"])
+@pytest.mark.parametrize("what", ["cannot be read", "not a safetensors file", "no packed cache", "modified"])
 def test_files_that_are_no_cache_are_refused(what, saved, tmp_path):
     model, path, _ = saved
     file = tmp_path / "file"
-    if what == "no safetensors":
+    if what == "not a safetensors file":
         file.write_bytes(path.read_bytes()[:-100])
     elif what == "no packed cache":
         save_file({"x": torch.zeros(3)}, file)
-    elif what == "altered":
+    elif what == "modified":
         save_file({"x": torch.zeros(3)}, file, {"kvpass": "[]"})
     with pytest.raises(KVPassError, match=what):
         kvpass.load_cache(file, model)

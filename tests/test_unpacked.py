@@ -204,8 +204,8 @@ def blip2():
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (minimax, "makes a cache class of its own, MiniMaxCache.*use this model without kvpass"),
-        (dory, "adds 1 layers to its cache while it runs.*use this model without kvpass"),
+        (minimax, "creates its own cache class, MiniMaxCache.*use this model without kvpass"),
+        (dory, "adds 1 layers to its cache during a forward.*use this model without kvpass"),
         (blip2, r"kvpass.apply\(model.language_model\), a OPTForCausalLM"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -233,7 +233,7 @@ LATENT = DeepseekV3Config(kv_lora_rank=32)
     [
         (filled("DynamicSlidingWindowLayer", 32), DECODER, "sees 32 tokens at most.*sliding_window=None", "cannot"),
         (filled("DynamicSlidingWindowLayer", 32), LATENT, "sees 32 tokens at most", "sliding_window=None"),
-        (filled("LinearAttentionAndFullAttentionLayer"), DECODER, "state beside its keys and values", "bounded"),
+        (filled("LinearAttentionAndFullAttentionLayer"), DECODER, "state besides its keys and values", "bounded"),
         (filled("DynamicIndexedLayer"), DECODER, "sparse attention.*indexer", "full attention"),
         (filled("DynamicLayer", key_width=24), DECODER, "2 heads of 24 channels and 2 heads of 16", "MLA"),
         (filled("DynamicLayer", key_width=32, value_width=8), LATENT, r"\(MLA\).*32 latent.* 8 rotary", "heads of"),

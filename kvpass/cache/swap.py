@@ -47,15 +47,15 @@ def _fresh_layers(cache: Cache, plans: Plans) -> list[Any]:
         if type(old) not in (DynamicLayer, StaticLayer):
             found = "missing" if old is None else type(old).__name__
             raise KVPassError(
-                f"Layer {index} of the cache is {found}, where kvpass planned for a full-attention layer: pass a "
-                "fresh DynamicCache(config=model.config), or none. assistant_early_exit is not supported: use "
+                f"Layer {index} of the cache is {found}, but kvpass planned for a full-attention layer: pass a fresh "
+                "DynamicCache(config=model.config), or no cache. assistant_early_exit is not supported: use "
                 "assistant_model."
             )
         if old.is_initialized and int(old.get_seq_length()):
             raise KVPassError(
                 f"The cache already holds {int(old.get_seq_length())} full-precision tokens. kvpass packs a cache from "
-                "its first token on: pass a fresh cache, or run the prompt again. Prefix tuning, which fills caches, "
-                "is not supported."
+                "its first token on: pass a fresh cache, or run the prompt again. Prefix tuning, which pre-fills "
+                "caches, is not supported."
             )
     return layers
 

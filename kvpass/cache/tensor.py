@@ -11,7 +11,9 @@ from .state import KVState
 
 
 def _written_by(func) -> KVPassError:
-    return KVPassError(f"{func} writes to a PackedKV. It is written with append(); decode() gives a copy to work on.")
+    return KVPassError(
+        f"{func} writes to a PackedKV, which only append() can do. decode() returns a dequantized copy to work on."
+    )
 
 
 class PackedKV(TorchAOBaseTensor):
@@ -59,9 +61,11 @@ class PackedKV(TorchAOBaseTensor):
         if x.ndim != 4 or not x.is_floating_point():
             raise KVPassError(f"Expected a float [B, H_kv, n, D] tensor, got {x.dtype} of shape {tuple(x.shape)}.")
         if x.device.type == "cpu" and not torch.isfinite(x).all():
-            raise NonFiniteError("The tensor holds NaN or infinity, which has no code.")
+            raise NonFiniteError("The tensor holds NaN or infinity, which cannot be quantized.")
         if spec.transform.predictor:
-            raise KVPassError("What a predictor left over is no tensor of its own: it needs the layer below.")
+            raise KVPassError(
+                "A predictor's residual is not a tensor of its own: dequantizing it needs the layer below."
+            )
         batch, heads, tokens, head_dim = x.shape
         state = KVState.allocate(spec, batch, heads, head_dim, x.dtype, x.device, tokens)
         state.append(x, 0, q)

@@ -61,8 +61,8 @@ def save_cache(cache: Cache, path: str | Path) -> Path:
             layer.refuse_unless_whole()
         elif type(layer) not in _UNPACKED:
             raise KVPassError(
-                f"Layer {index} of this cache is {type(layer).__name__}, which is not packed, and not saved yet: keep "
-                "the cache in memory (copy.deepcopy), or run the prompt again."
+                f"Layer {index} of this cache is {type(layer).__name__}, which is not packed and cannot be saved yet: "
+                "keep the cache in memory (copy.deepcopy), or run the prompt again."
             )
     facts = {
         "format": _FORMAT,
@@ -98,7 +98,7 @@ def load_cache(path: str | Path, model: nn.Module) -> Cache:
     """
     runtime = runtime_of(model)
     if not isinstance(runtime, TransformersRuntime):
-        raise KVPassError("Caches of decoders that are not from transformers are not loaded: run the prompt again.")
+        raise KVPassError("Caches of decoders outside transformers cannot be loaded: run the prompt again.")
     facts, tensors = _read(Path(path))
     try:
         _check_maker(facts["made_by"], _maker(runtime))
@@ -106,7 +106,7 @@ def load_cache(path: str | Path, model: nn.Module) -> Cache:
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
         if isinstance(error, KVPassError):
             raise
-        raise KVPassError(f"{path} holds no cache that can be read: {error!r}. Run the prompt again.") from error
+        raise KVPassError(f"{path} holds no readable cache: {error!r}. Run the prompt again.") from error
 
 
 def _maker(runtime: Runtime) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def _check_maker(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
             check_settings(theirs[name], mine, "This cache is")
         elif theirs[name] != mine:
             raise KVPassError(
-                f"This cache was saved with another {name}: {theirs[name]}, and here it is {mine}. Apply the scheme it "
+                f"This cache was saved with another {name}: {theirs[name]}, but here it is {mine}. Apply the scheme it "
                 "was saved with to the model it was saved with, or run the prompt again."
             )
 
@@ -190,20 +190,22 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except OSError as error:
         raise KVPassError(f"{path} cannot be read: {error}. Save the cache with kvpass.save_cache.") from error
     except (SafetensorError, ValueError, RuntimeError, TypeError) as error:
-        raise KVPassError(f"{path} is no safetensors file, or was cut off: {error}. Run the prompt again.") from error
+        raise KVPassError(
+            f"{path} is not a safetensors file, or is truncated: {error}. Run the prompt again."
+        ) from error
     if metadata is None:
-        raise KVPassError(f"{path} holds no packed cache: it was not written by kvpass.save_cache.")
+        raise KVPassError(f"{path} holds no packed cache: kvpass.save_cache did not write it.")
     try:
         metadata = json.loads(metadata)
         facts, digest = metadata["facts"], metadata["sha256"]
     except (ValueError, KeyError, TypeError, RecursionError):
         facts = digest = None
     if digest != _digest(facts, tensors):
-        raise KVPassError(f"{path} was altered after it was written: run the prompt again.")
+        raise KVPassError(f"{path} was modified after it was written: run the prompt again.")
     if facts["format"] != _FORMAT:
         raise KVPassError(
-            f"{path} has format {facts['format']!r}, and this kvpass reads format {_FORMAT}: run the prompt again. "
-            "Older formats did not say which adapters and settings of the model they were saved with."
+            f"{path} has format {facts['format']!r}, but this kvpass reads format {_FORMAT}: run the prompt again. "
+            "Older formats did not record the model's adapters and settings."
         )
     return facts, tensors
 
@@ -216,7 +218,7 @@ def _filled(runtime: TransformersRuntime, facts: dict[str, Any], tensors: dict[s
     for index, (layer, numbers) in enumerate(zip(layers, facts["layers"], strict=True)):
         kind = "packed" if isinstance(layer, PackedLayer) else type(layer).__name__
         if numbers["kind"] != kind:
-            raise KVPassError(f"Layer {index} was saved as {numbers['kind']}, and is {kind} here.")
+            raise KVPassError(f"Layer {index} was saved as {numbers['kind']}, but here it is {kind}.")
         own = {name.removeprefix(f"{index}."): t for name, t in tensors.items() if name.startswith(f"{index}.")}
         if isinstance(layer, PackedLayer):
             _fill_packed(layer, facts["batch"], numbers, own)

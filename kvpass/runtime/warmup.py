@@ -47,8 +47,8 @@ def warmup(
     runtime = runtime_of(model)
     if not isinstance(runtime, TransformersRuntime):
         raise KVPassError(
-            "kvpass.warmup cannot call a decoder that is not from transformers, nor touch the text in its own cache: "
-            "call it once on a prompt of yours, and for one more token."
+            "kvpass.warmup can neither call a decoder from outside transformers nor touch the text in its cache: run "
+            "the model once on a prompt of yours, then for one more token."
         )
     for size in batch_sizes:
         check_integer("batch_sizes", size, 1)
