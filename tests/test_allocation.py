@@ -217,7 +217,7 @@ def test_a_page_keeps_its_tokens_by_rank_and_says_where(seed):
 def test_values_are_rich_where_their_keys_are():
     allocation = Allocation(12, 4, 16, False, 22, 8, follows=True)
     value_spec = spec_of(allocation, window=64)
-    with pytest.raises(KVPassError, match="follows=True is for pages"):
+    with pytest.raises(KVPassError, match="follows=True needs per-token bit widths"):
         Allocation(12, 4, 16, False, follows=True)
     key, value = (KVState.allocate(spec, 2, 2, HEAD, torch.float32, "cpu", 300) for spec in (RANKED, value_spec))
     x = mixed(0, 2, 2, 300, HEAD)
@@ -376,7 +376,7 @@ def test_what_has_no_code_and_what_does_not_fit_is_refused():
     with pytest.raises(KVPassError, match="at least one pair"):
         WaterfillConfig(rich_value_fields=(0, 4))
     for fields, reason in (
-        (dict(rich_key_fields=(0, 0)), "as many everywhere"),
+        (dict(rich_key_fields=(0, 0)), "keys use one bit width"),
         (dict(key_fields=(0, 4)), "pairs=0"),
     ):
         with pytest.raises(KVPassError, match=reason):

@@ -135,7 +135,7 @@ def test_recommend_finds_the_best_of_many_whose_bits_are_fewer():
 
 def test_recommend_says_if_nothing_can_be_used():
     model, ids = llama(), {"text": tokens(1, 120)}
-    with pytest.raises(KVPassError, match="No scheme can be used"):
+    with pytest.raises(KVPassError, match="No scheme works"):
         recommend(model, ids, 100, 9, schemes=["rtn"], progress=False)
 
 

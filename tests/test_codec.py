@@ -300,7 +300,7 @@ def test_encode_takes_whole_pages_only():
         ),
         (
             dict(bits=2, per="token", group_size=8, page_size=8, residual=-1),
-            r"page_size=8 tokens cannot leave a window of 7",
+            r"page_size=8 tokens do not fit into a window of 7",
         ),
         (dict(bits=2, per="token", group_size=8, page_size=8, sinks=-1), r"sinks=-1"),
         (dict(bits=2, per="token", group_size=8, page_size=8, rollback=-2), r"rollback=-2"),

@@ -210,7 +210,7 @@ def test_bits_fall_with_what_is_evicted():
 
 def test_what_cannot_be_combined_says_why():
     for scheme, why in {
-        "logquant+h2o": "is its retention policy",
+        "logquant+h2o": "is defined by its retention policy",
         "kivi+nothing": "Known policies: h2o, streaming-llm",
         "nothing+h2o": "Unknown scheme",
     }.items():

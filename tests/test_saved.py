@@ -212,7 +212,7 @@ def test_what_a_model_computes_by_besides_its_weights_is_compared_and_named(what
     path = kvpass.save_cache(filled(decoder, 20), tmp_path / "cache")
     kvpass.load_cache(path, adapted())
     CHANGES[what](decoder if what.startswith(("config", "self_attn")) else model)
-    with pytest.raises(KVPassError, match=f"{re.escape(what)}.* here.*Set the adapter or the field"):
+    with pytest.raises(KVPassError, match=f"{re.escape(what)}.* here.*Restore that adapter or setting"):
         kvpass.load_cache(path, model)
 
 
@@ -223,7 +223,7 @@ def test_a_calibration_is_for_the_adapter_it_was_made_with():
     made = Calibration(QAQConfig(query_energy=[1.0, 2.0]), {}, described, {}, {})
     made.check(model.get_base_model(), layers)
     model.set_adapter("b")
-    with pytest.raises(KVPassError, match=r"This calibration is.*_active_adapter was \['a'\], and is \['b'\] here"):
+    with pytest.raises(KVPassError, match=r"This calibration was.*_active_adapter was \['a'\], but is \['b'\] here"):
         made.check(model.get_base_model(), layers)
 
 

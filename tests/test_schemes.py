@@ -44,8 +44,8 @@ def test_the_shipped_names_are_available_and_plan_every_layer():
     for name in schemes.available():
         plan = schemes.get(name).plan(geometry())
         quantizer = plan.key.quantizer
-        coded = quantizer.grid or ("bits on average, by channel" if quantizer.allocation else str(quantizer.bits))
-        coded = "bits shared out" if quantizer.shares else coded
+        coded = quantizer.grid or ("bits on average, per channel" if quantizer.allocation else str(quantizer.bits))
+        coded = "calibrated bit widths" if quantizer.shares else coded
         assert isinstance(plan, LayerPlan) and coded in str(plan)
         plan.key.check(64), plan.value.check(64)
 
@@ -116,8 +116,8 @@ def test_a_dict_of_another_version_is_refused_as_such(data):
         ("kivi", dict(bit=4), r"no field \['bit'\].*bits.*group_size"),
         ("squat", dict(rank=0), "rank=0 must be an integer of at least 1"),
         ("squat", dict(rank=-3), "rank=-3"),
-        ("squat", dict(strength=-1.0), "not negative.*-1"),
-        ("squat", dict(lam=-1e-3), "not negative"),
+        ("squat", dict(strength=-1.0), "from 0 to .*not -1"),
+        ("squat", dict(lam=-1e-3), "must be a finite number from 0"),
         ("squat", dict(lam=float("nan")), "finite.*nan"),
         ("squat", dict(strength=float("inf")), "finite.*inf"),
         ("squat", dict(block_size=0), "block_size=0"),

@@ -138,7 +138,7 @@ def test_no_bit_is_worth_more_elsewhere(seed, bits):
 
 
 def test_more_bits_than_there_are_places_for_are_refused():
-    with pytest.raises(KVPassError, match="share up to"):
+    with pytest.raises(KVPassError, match="coordinates take 0 to"):
         water_fill(torch.ones(4), 4 * WIDEST + 1)
 
 
@@ -388,15 +388,15 @@ def test_shares_that_do_not_fit_are_refused(models):
     made = type(calibration)
     with pytest.raises(KVPassError, match="shares of the heads of layer 1"):
         made(calibration.scheme, tensors, calibration.model, {}, {})
-    with pytest.raises(KVPassError, match="ropes says"):
+    with pytest.raises(KVPassError, match="ropes must describe"):
         made(get(calibration.scheme, ropes=("half-16",)), calibration.predictors, calibration.model, {}, {})
 
 
 def test_what_cannot_be_is_refused():
     for fields, says in (
-        (dict(bits=0.0), "mean is above 0"),
+        (dict(bits=0.0), "must be above 0"),
         (dict(rope="pre"), "leave rope"),
-        (dict(sinks=0, retention=HeavyHitter(32, recent=32)), "evicts and thins out nothing"),
+        (dict(sinks=0, retention=HeavyHitter(32, recent=32)), "neither evicts nor thins out"),
         (dict(sinks=4, residual=24), "multiple of 16"),
     ):
         with pytest.raises(KVPassError, match=says):

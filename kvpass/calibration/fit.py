@@ -91,11 +91,11 @@ def calibrate(
         raise KVPassError(f"{config.name!r} needs no calibration: kvpass.apply(model, scheme={config.name!r}).")
     if is_applied(model):
         raise KVPassError("kvpass is applied to this model: call kvpass.remove(model) first.")
-    refuse_sharded(model, "each has some of the heads", "calibrate in one process")
+    refuse_sharded(model, "each process has only some of the heads", "calibrate in one process")
     layers = probe(model)
     if has_encoder(model):
         raise KVPassError(
-            "Calibration is for decoders without an encoder: use a scheme that needs none, such as 'kivi'."
+            "Calibration does not support encoder-decoders: use a scheme that needs none, such as 'kivi'."
         )
     described, sequences = describe(model, layers), _sequences(data, config, model)
     if isinstance(config, QAQConfig):
@@ -139,13 +139,15 @@ def _sequences(
     device = next(model.parameters()).device
     sequences = [torch.as_tensor(ids).view(1, -1).to(device) for ids in data]
     if any(ids.is_floating_point() for ids in sequences):
-        raise KVPassError("Calibration takes token ids, not floats: tokenizer(text, return_tensors='pt').input_ids.")
+        raise KVPassError(
+            "Calibration takes integer token ids, not floats: tokenizer(text, return_tensors='pt').input_ids."
+        )
     shortest = config.sinks + 2 * config.key_retention().page_size
     if isinstance(config, CalibratedWaterfillConfig):  # what costs something is seen from behind the window
         shortest += config.key_retention().window
     if len(sequences) < 2 or any(ids.shape[1] < shortest for ids in sequences):
         raise KVPassError(
-            f"Calibration needs at least 2 sequences of at least {shortest} tokens, and got lengths "
+            f"Calibration needs at least 2 sequences of at least {shortest} tokens; got lengths "
             f"{[ids.shape[1] for ids in sequences]}."
         )
     return sequences

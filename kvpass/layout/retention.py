@@ -45,13 +45,13 @@ class Retention:
         check_types(self)
         check_integers(self, window=1, page_size=1, sinks=0, rollback=0)
         if self.page_size > self.window:
-            raise KVPassError(f"page_size={self.page_size} tokens cannot leave a window of {self.window}.")
+            raise KVPassError(f"page_size={self.page_size} tokens do not fit into a window of {self.window}.")
         if max(self.sinks + self.ring_size, self.budget or 0) > _MOST_TOKENS:
-            raise KVPassError(f"Windows, sinks and budgets are at most {_MOST_TOKENS:,} tokens: ask for fewer.")
+            raise KVPassError(f"Windows, sinks and budgets hold at most {_MOST_TOKENS:,} tokens: use smaller ones.")
         if self.keep == "log" and self.residual != 2 * self.page_size:
             raise KVPassError(
-                f"Log-sparse windows keep 2W tokens and move W at a time: residual={self.residual} must "
-                f"be twice page_size={self.page_size}."
+                f"Log-sparse windows keep 2W tokens and move W at a time: residual={self.residual} must be twice "
+                f"page_size={self.page_size}."
             )
         if self.budget is not None:
             self._check_eviction(self.budget)
@@ -60,11 +60,11 @@ class Retention:
         check_integers(self, budget=0)
         if budget % self.page_size or self.rollback > self.page_size:
             raise KVPassError(
-                f"budget={budget} must be a multiple of page_size={self.page_size}, and rollback={self.rollback} "
-                "at most that: tokens are evicted a page at a time."
+                f"budget={budget} must be a multiple of page_size={self.page_size}, and rollback={self.rollback} at "
+                "most page_size: tokens are evicted a page at a time."
             )
         if self.keep != "recent":
-            raise KVPassError("Tokens that thin out with distance and eviction are two choices of what stays: use one.")
+            raise KVPassError("Log-sparse windows and eviction are alternative retention policies: use one of them.")
 
     __hash__, __getstate__ = hash_once, fields_alone
 
@@ -117,7 +117,9 @@ class Sinks:
 
     def __add__(self, policy: Retention) -> Retention:
         if not isinstance(policy, Retention):
-            raise KVPassError(f"Sinks are added to a policy, Sinks(4) + Recent(128), not to {shown(policy)}.")
+            raise KVPassError(
+                f"Sinks are added to a retention policy, as in Sinks(4) + Recent(128), not to {shown(policy)}."
+            )
         return replace(policy, sinks=policy.sinks + self.tokens)
 
 
@@ -149,7 +151,7 @@ def StreamingLLM(sinks: int, recent: int, exact: int = 32, page_size: int = 32) 
     for name, tokens, least in (("recent", recent, 0), ("exact", exact, 0), ("page_size", page_size, 1)):
         check_integer(name, tokens, least)
     if recent < exact or (recent - exact) % page_size:
-        raise KVPassError(f"recent={recent} less exact={exact} must be a multiple of page_size={page_size}.")
+        raise KVPassError(f"recent={recent} minus exact={exact} must be a multiple of page_size={page_size}.")
     window, budget, rollback = exact + page_size, recent - exact, min(_ROLLBACK, page_size)
     return Retention(window, page_size, sinks, budget=budget, evict="age", shared=True, rollback=rollback)
 

@@ -139,7 +139,7 @@ def _autocast(model: nn.Module) -> str | None:
 def _check_maker(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     for name, mine in ours.items():
         if name == "settings":
-            check_settings(theirs[name], mine, "This cache is")
+            check_settings(theirs[name], mine, "This cache was saved with")
         elif theirs[name] != mine:
             raise KVPassError(
                 f"This cache was saved with another {name}: {theirs[name]}, but here it is {mine}. Apply the scheme it "

@@ -26,7 +26,9 @@ def _resolved(field: str, scheme: SchemeConfig | str | dict[str, Any]) -> Scheme
     name = scheme.get("scheme") if isinstance(scheme, dict) else None
     named = get(name if isinstance(name, str) else scheme)
     if named.needs_calibration:
-        raise KVPassError(f"{field}={named.name!r} is predicted itself: use a scheme that stores tokens.")
+        raise KVPassError(
+            f"{field}={named.name!r} itself predicts from other layers: use a scheme that stores its tokens."
+        )
     return get(scheme)
 
 
@@ -77,14 +79,17 @@ class AquaKVConfig(StorageConfig):
         if self.rank is not None:
             check_integers(self, rank=1)
         if not 0 <= self.ridge <= 1e6:
-            raise KVPassError(f"ridge={self.ridge} must be a finite number, not negative, and at most 1e6.")
+            raise KVPassError(f"ridge={self.ridge} must be from 0 to 1e6.")
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
         first = layer.previous_layer is None
         scheme = self.first if first else get(self.backbone)
         plan = scheme.plan_of(layer)
         if plan.key_source is not None or plan.value_source is not None:
-            raise KVPassError(f"{scheme.name!r} shares codes between layers, which what is left over cannot.")
+            raise KVPassError(
+                f"{scheme.name!r} shares quantized values between layers, which residuals of a predictor cannot: use "
+                "another scheme."
+            )
         keys, values = (not first and self.predicted in ("both", which) for which in ("keys", "values"))
         key = self._behind(plan.key, keys, pre_rope=self.rope == "pre")
         return LayerPlan(key, self._behind(plan.value, values, pre_rope=False)).checked(layer)

@@ -61,7 +61,7 @@ class LayerPlan:
         """This plan, if it fits the heads of ``layer``; raises `KVPassError` otherwise."""
         if self.evicts and self.key.retention != self.value.retention:
             raise KVPassError(
-                "Keys and values must leave the window together where tokens are evicted: use a retention."
+                "With eviction, keys and values must leave the residual window together: give both the same retention."
             )
         self.key.check(layer.head_dim)
         self.value.check(layer.head_dim)
@@ -71,12 +71,16 @@ class LayerPlan:
 
     def _check_leader(self) -> None:
         if not self.key.quantizer.chooses:
-            raise KVPassError("Values get more bits where their keys do, and those have as many everywhere.")
+            raise KVPassError(
+                "Values follow the per-token bit widths of their keys, but these keys use one bit width, so there is "
+                "nothing to follow."
+            )
         key, value = self.key.retention, self.value.retention
         same = (key.page_size, key.sinks, key.keep) == (value.page_size, value.sinks, value.keep)
         if not same or value.window < key.window:
             raise KVPassError(
-                "Values that get more bits where their keys do are packed in the same pages, and no earlier."
+                "Values that follow the per-token bit widths of their keys need the keys' page_size and sinks, and a "
+                "window at least as long."
             )
 
     @property
@@ -117,7 +121,7 @@ class LayerPlan:
     def __str__(self) -> str:
         def describe(name: str, spec: CodecSpec, source: int | None) -> str:
             window = f"{spec.retention.residual}..{spec.retention.window - 1} exact"
-            shared = "" if source is None else f" with the codes of layer {source}"
+            shared = "" if source is None else f" with the quantized values of layer {source}"
             return f"{spec.transform.of(name)} {spec.quantizer}{shared}, {window}"
 
         retention, subspace = self.key.retention, self.key.quantizer.subspace
@@ -143,8 +147,8 @@ def check_edges(plans: dict[int, tuple[LayerPlan, LayerGeometry]]) -> None:
         specs = (previous.key, previous.value, plan.key, plan.value)
         if len({spec.retention for spec in specs}) > 1:
             raise KVPassError(
-                f"Layer {layer.index} is predicted from layer {layer.previous_layer}, which keeps other tokens exact: "
-                "keys and values of all layers must leave the window together."
+                f"Layer {layer.index} is predicted from layer {layer.previous_layer}, whose residual window holds "
+                "different tokens: give the keys and values of all layers the same retention."
             )
         if (its.num_key_value_heads, its.head_dim) != (layer.num_key_value_heads, layer.head_dim):
             raise KVPassError(
@@ -162,11 +166,13 @@ def check_sources(plans: dict[int, LayerPlan]) -> None:
             if source is None:
                 continue
             if source not in plans or getattr(plans[source], f"{name}_source") is not None:
-                raise KVPassError(f"Layer {index} is to share the {name} codes of layer {source}, which has none.")
+                raise KVPassError(
+                    f"Layer {index} shares the {name} codes of layer {source}, which stores none of its own."
+                )
             if getattr(plans[source], name).stored_as != getattr(plan, name).stored_as:
                 raise KVPassError(
-                    f"Layers {source} and {index} share {name} codes but are not stored alike: a pair needs equal bits "
-                    "and windows. Choose kq, vq, km and vm so that no group of layers is cut by them."
+                    f"Layers {source} and {index} share {name} codes but are stored differently: they need equal bits "
+                    "and windows. Choose kq, vq, km and vm so that no layer group is split."
                 )
 
 
@@ -249,9 +255,9 @@ def compose(scheme: SchemeConfig, policy: Retention) -> SchemeConfig:
     predictions, all heads and layers evict the same tokens.
     """
     if not isinstance(policy, Retention):
-        raise KVPassError(f"{shown(policy)} is no policy: use one of kvpass.Retention, such as Recent(128).")
+        raise KVPassError(f"{shown(policy)} is not a retention policy: use a kvpass.Retention, such as Recent(128).")
     if not isinstance(scheme, _Stored):
-        raise KVPassError(f"{scheme.name!r} has no retention policy to choose.")
+        raise KVPassError(f"{scheme.name!r} does not take a retention policy.")
     if policy.budget is not None and (scheme.needs_calibration or scheme.rope == "pre"):
         policy = dataclasses.replace(policy, shared=True)
     policy = dataclasses.replace(policy, sinks=max(policy.sinks, scheme.sinks))
@@ -278,7 +284,8 @@ def get(scheme: str | dict[str, Any] | SchemeConfig, **overrides: Any) -> Scheme
         named = get(name)
         if version is not None and (type(version) is not int or version != named.version):
             raise KVPassError(
-                f"Config version {shown(version)} of {name!r}; this kvpass reads version {named.version}."
+                f"Config version {shown(version)} of {name!r} is not supported; this kvpass reads version "
+                f"{named.version}."
             )
         return _changed(named, scheme)
     if isinstance(scheme, str):
@@ -293,7 +300,7 @@ def get(scheme: str | dict[str, Any] | SchemeConfig, **overrides: Any) -> Scheme
 def _changed(scheme: SchemeConfig, fields: dict[str, Any]) -> SchemeConfig:
     known = {field.name for field in dataclasses.fields(scheme)}
     if unknown := [name for name in fields if name not in known]:
-        raise KVPassError(f"{type(scheme).__name__} has no field {shown(unknown)}; it has {sorted(known)}.")
+        raise KVPassError(f"{type(scheme).__name__} has no field {shown(unknown)}; its fields are {sorted(known)}.")
     return dataclasses.replace(scheme, **fields)
 
 

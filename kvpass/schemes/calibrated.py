@@ -102,11 +102,11 @@ class Calibration:
             ("weights", "weights"),
         ):
             if name == "settings":
-                check_settings(self.model[name], found[name], "This calibration is")
+                check_settings(self.model[name], found[name], "This calibration was made with")
             elif found[name] != self.model[name]:
                 raise KVPassError(
-                    f"This calibration was made for another model: its {what} were {self.model[name]}, and here are "
-                    f"{found[name]}. Calibrate this model: kvpass.calibrate(model, ids, {self.scheme.name!r})."
+                    f"This calibration was made for another model ({what}: {self.model[name]}, not {found[name]}). "
+                    f"Calibrate this model: kvpass.calibrate(model, ids, {self.scheme.name!r})."
                 )
 
     def save(self, folder: str | Path) -> Path:
@@ -145,8 +145,8 @@ class Calibration:
             return f"datatypes and ranges of {len(self.predictors)} layers, {self.nbytes:,} bytes"
         pays = f"pay off from {self.pays_off_at:,} tokens on" if self.bits_saved > 0 else "do not pay off"
         return (
-            f"{scheme['predictor']} predictors of {self.nbytes:,} bytes, shared by all caches of the model: worth "
-            f"{self.bits_saved:.2f} bits a value, they {pays}"
+            f"{scheme['predictor']} predictors of {self.nbytes:,} bytes, shared by all caches of the model: they save "
+            f"{self.bits_saved:.2f} bits per value and {pays}"
         )
 
 
@@ -159,25 +159,25 @@ def load_calibration(folder: str | Path) -> Calibration:
     except OSError as error:
         raise KVPassError(f"{folder} holds no calibration: {error.strerror}, {Path(error.filename).name}.") from error
     except (ValueError, RecursionError) as error:
-        raise KVPassError(f"{folder / _FACTS} is no JSON: {error}. Calibrate again.") from error
+        raise KVPassError(f"{folder / _FACTS} is not valid JSON: {error}. Calibrate again.") from error
     if not isinstance(facts, dict) or facts.get("format") != _FORMAT:
         found = facts.get("format") if isinstance(facts, dict) else None
         raise KVPassError(
-            f"{folder / _FACTS} has format {shown(found)}, and this kvpass reads format {_FORMAT}: calibrate again. "
-            "Format 1 did not say which adapters and settings of the model it was made with."
+            f"{folder / _FACTS} has format {shown(found)}, but this kvpass reads format {_FORMAT}: calibrate again. "
+            "Format 1 did not record the model's adapters and settings."
         )
     if hashlib.sha256(data).hexdigest() != facts.get("sha256"):
         raise KVPassError(
-            f"{folder / _TENSORS} is not the file that {_FACTS} was written with: it was cut off or altered."
+            f"{folder / _TENSORS} does not match {_FACTS}: it is truncated or was modified. Calibrate again."
         )
     try:
         explained = {int(layer): tuple(shares) for layer, shares in facts["explained"].items()}
         predictors = _unflatten(load(data))
         return Calibration(schemes.get(facts["scheme"]), predictors, facts["model"], explained, facts["facts"])
     except KVPassError as error:
-        raise KVPassError(f"{folder} holds a calibration that does not fit together: {error}") from error
+        raise KVPassError(f"{folder} holds an inconsistent calibration: {error}") from error
     except (KeyError, ValueError, TypeError, AttributeError, SafetensorError) as error:
-        raise KVPassError(f"{folder} holds no calibration that can be read: {error!r}. Calibrate again.") from error
+        raise KVPassError(f"{folder} holds no readable calibration: {error!r}. Calibrate again.") from error
 
 
 def _unflatten(tensors: dict[str, Tensor]) -> dict[int, tuple[list[Tensor], list[Tensor]]]:
@@ -190,5 +190,5 @@ def _unflatten(tensors: dict[str, Tensor]) -> dict[int, tuple[list[Tensor], list
     layers = sorted({int(name.partition(".")[0]) for name in tensors})
     predictors = {layer: (taken(layer, "key"), taken(layer, "value")) for layer in layers}
     if tensors:
-        raise KVPassError(f"{shown(sorted(tensors))} are no tensors of a layer.")
+        raise KVPassError(f"{shown(sorted(tensors))} are not the tensors of a layer.")
     return predictors

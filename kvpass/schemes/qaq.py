@@ -59,6 +59,8 @@ class QAQConfig(StorageConfig):
         energy = self.query_energy
         if isinstance(energy, tuple):
             if len(energy) != layer.num_layers:
-                raise KVPassError(f"query_energy has {len(energy)} numbers for {layer.num_layers} layers.")
+                raise KVPassError(
+                    f"query_energy has {len(energy)} entries, but the model has {layer.num_layers} layers."
+                )
             energy = energy[layer.index]
         return self._plan(layer.head_dim, energy).checked(layer)

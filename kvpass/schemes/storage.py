@@ -39,7 +39,7 @@ class StorageConfig(SchemeConfig):
         super().__post_init__()
         check_integers(self, residual=1, sinks=0)
         if self.retention is not None and self.sinks:
-            raise KVPassError("sinks are part of the retention policy: Sinks(4) + Recent(128).")
+            raise KVPassError("With a retention policy, give sinks in the policy: Sinks(4) + Recent(128).")
         for count in self.skip_layers:
             check_integer("skip_layers", count, 0)
         if any(self.skip_layers):
@@ -47,10 +47,12 @@ class StorageConfig(SchemeConfig):
 
     def _check_skipped(self) -> None:
         if not self.stores_layers_alone:
-            raise KVPassError(f"Layers of {self.name!r} depend on each other, and none can be skipped.")
+            raise KVPassError(
+                f"The layers of {self.name!r} depend on each other, so none can be skipped: leave out skip_layers."
+            )
         skipped = get(self.skipped)
         if not isinstance(skipped, StorageConfig) or not skipped.stores_layers_alone or any(skipped.skip_layers):
-            raise KVPassError(f"skipped={self.skipped!r} must store each layer by itself: take identity, or kivi-8.")
+            raise KVPassError(f"skipped={self.skipped!r} must store each layer independently: use identity or kivi-8.")
         self._of_skipped()
 
     def _policy(self) -> Retention | None:
