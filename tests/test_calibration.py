@@ -447,5 +447,5 @@ def test_tensors_of_a_datatype_are_checked():
     for wrong in (([points], values), ([points, ranges[:1]], values), ([points, ranges * float("nan")], values)):
         with pytest.raises(KVPassError, match="keys of layer 0"):
             dataclasses.replace(calibration, predictors={**calibration.predictors, 0: wrong})
-    with pytest.raises(KVPassError, match="has to be calibrated on the model first"):
+    with pytest.raises(KVPassError, match="must be calibrated on the model first"):
         kvpass.apply(model, "kvquant-calibrated")

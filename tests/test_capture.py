@@ -213,7 +213,7 @@ def test_a_step_in_pieces_counts_what_was_fused():
     report.graphs += graphs
     assert report.stepped(graphs, [1], lambda: "a break")
     assert report.fused == 2 and [bool(report.why_not_fused(layer)) for layer in report.layers] == [False, True, False]
-    assert "steps are not one graph: a break" in str(report) and "1 layers outside of any graph" in str(report)
+    assert "steps are not one graph: a break" in str(report) and "1 layers outside any graph" in str(report)
     assert not report.stepped(graphs, [1], lambda: pytest.fail("it is the same as before"))
 
 

@@ -401,5 +401,5 @@ def test_what_cannot_be_is_refused():
     ):
         with pytest.raises(KVPassError, match=says):
             CalibratedWaterfillConfig(**fields)
-    with pytest.raises(KVPassError, match="has to be calibrated"):
+    with pytest.raises(KVPassError, match="must be calibrated"):
         kvpass.apply(llama(layers=1), "waterfill-static")

@@ -579,7 +579,7 @@ def test_a_configuration_that_was_tuned_is_kept_and_launched_with(tables, monkey
         assert_attends_as_the_reference(arguments)
     assert_attends_as_the_reference(arguments)
     assert launched == [best, ships, best]
-    file.write_text("no table")
+    file.write_text("not a valid table")
     tuned.table.cache_clear()
     with pytest.raises(KVPassError, match="delete it, or tune again"):
         tuned.configured(case, device)

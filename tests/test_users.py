@@ -316,7 +316,7 @@ def test_weights_that_are_quantized_anew_are_noticed():
     weight.qdata = weight.qdata.clone()  # as it was, elsewhere
     assert_equal(use(model), before)
     weight.qdata = weight.qdata.to(torch.int16)
-    with pytest.raises(KVPassError, match="quantized in another way"):
+    with pytest.raises(KVPassError, match="quantization of the weights changed"):
         use(model)
 
 
