@@ -1,4 +1,4 @@
-"""One forward over a cache: it happens as a whole, or the cache is as before, or it says that it is not whole."""
+"""One forward over a cache, all or nothing: if it fails, the cache is rolled back or marked inconsistent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def start_forward(layers: list[PackedLayer], batch: int, new_tokens: int) -> int
     batch, new_tokens: what the caller hands to the model. The model may hand other sizes to its layers, for instance
     with image tokens in front of the text; `_expect` then prepares them again.
 
-    Raises `KVPassError` if the cache is full, not whole, or of another batch size; nothing is changed then, nor when
+    Raises `KVPassError` if the cache is full, inconsistent, or of another batch size; nothing is changed then, nor when
     there is no memory for more tokens.
     """
     first = layers[0]

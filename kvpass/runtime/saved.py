@@ -49,8 +49,8 @@ def save_cache(cache: Cache, path: str | Path) -> Path:
     evicted tokens as they are; sliding-window layers in full precision. A file that was there is replaced when the new
     one is complete.
 
-    Raises `KVPassError` for a cache that is not packed, empty, not whole, has layers of other kinds (linear attention),
-    or whose model is gone; `OSError` if it cannot be written.
+    Raises `KVPassError` for a cache that is not packed, is empty or inconsistent, has layers of other kinds (linear
+    attention), or whose model is gone; `OSError` if the file cannot be written.
     """
     runtime, path = TransformersRuntime.of(cache), Path(path)
     layers = cache_layers(cache)

@@ -1,4 +1,4 @@
-"""AQUA-KV (arXiv 2501.19392): each layer is predicted from the one below, and only what is left over is coded.
+"""AQUA-KV (arXiv 2501.19392): each layer is predicted from the one below, and only the residual is quantized.
 
 Keys are predicted from the reconstructed keys of the layer below, values from its reconstructed values and this layer's
 reconstructed keys (algorithm 1 of the paper). The residual goes to any backbone; since its energy is a fraction of the
@@ -50,9 +50,9 @@ class AquaKVConfig(StorageConfig):
         precision, whichever calibration finds to serve the layers above.
     predictor: "linear", "low-rank" or "mlp" with 16-bit weights, "linear-4" or "low-rank-4" with 4-bit ones.
     rank: of "low-rank"; None is half the width of a layer's keys.
-    predicted: which of keys and values are predicted; what is not goes to the backbone as it is.
-    fit_on: predictors are fitted to what layers below are decoded to ("reconstructed", as in the paper), or to the
-        "original" keys and values, for any backbone alike.
+    predicted: which of keys and values are predicted; the others go to the backbone directly.
+    fit_on: predictors are fitted to the dequantized keys and values of the layer below ("reconstructed", as in the
+        paper), or to the "original" ones, which serves any backbone.
     ridge: added to the diagonal of the normal equations, in units of its mean.
     """
 

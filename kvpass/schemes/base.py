@@ -19,8 +19,8 @@ from ..layout.retention import POLICIES, Retention
 @dataclass(frozen=True)
 class LayerGeometry:
     """One cache layer of a model: its index among ``num_layers``, heads, head_dim, dtype and device, and
-    ``previous_layer``, the last packed one before it, if there is one. ``cross``: cross-attention, over what an encoder
-    gave."""
+    ``previous_layer``, the last packed one before it, if there is one. ``cross``: cross-attention, over the output
+    of an encoder."""
 
     index: int
     num_layers: int
@@ -49,7 +49,7 @@ def geometries(keys: Sequence[Tensor | str]) -> dict[int, LayerGeometry | str]:
 class LayerPlan:
     """How one layer stores its keys and values.
 
-    key_source, value_source: the layer whose codes this one decodes with; None for its own.
+    key_source, value_source: the layer whose quantized values this layer reads; None for its own.
     """
 
     key: CodecSpec
@@ -85,22 +85,22 @@ class LayerPlan:
 
     @property
     def needs_queries(self) -> bool:
-        """Whether the codec is fitted to the prompt's queries, so that prefill has to be captured."""
+        """Whether the codec is fitted to the prompt's queries, so that prefill must be captured."""
         return self.key.quantizer.needs_queries
 
     @property
     def evicts(self) -> bool:
-        """Whether tokens are dropped when there are too many."""
+        """Whether tokens are evicted when there are too many."""
         return self.key.retention.evicts
 
     @property
     def adaptive(self) -> bool:
-        """Whether tokens have widths of their own."""
+        """Whether bit widths differ between tokens."""
         return self.key.quantizer.adaptive is not None
 
     @property
     def needs_importance(self) -> bool:
-        """Whether storing depends on the attention that tokens are paid."""
+        """Whether storing depends on the tokens' attention scores."""
         return self.key.needs_importance
 
     @property
@@ -110,12 +110,12 @@ class LayerPlan:
 
     @property
     def calibrated(self) -> bool:
-        """Whether a calibration gives what codes stand for."""
+        """Whether quantization grids come from a calibration."""
         return self.key.quantizer.calibrated or self.value.quantizer.calibrated
 
     @property
     def shares_out(self) -> bool:
-        """Whether a calibration gives each head its bits, and tensors that all caches of the model read."""
+        """Whether a calibration sets the bit widths of each head, in tensors that all caches of the model share."""
         return self.key.quantizer.shares is not None
 
     def __str__(self) -> str:
@@ -136,8 +136,8 @@ class LayerPlan:
 
 
 def check_edges(plans: dict[int, tuple[LayerPlan, LayerGeometry]]) -> None:
-    """Raise `KVPassError` unless layers that are predicted from the one below move tokens as that one does, and layers
-    that evict keep equally many."""
+    """Raise `KVPassError` unless predicted layers have the same residual window as the layer below, and all layers that
+    evict have the same budget."""
     if len({plan.key.retention for plan, _ in plans.values() if plan.evicts}) > 1:
         raise KVPassError("Layers that evict tokens must have the same budget and window.")
     for plan, layer in plans.values():
@@ -193,7 +193,7 @@ class SchemeConfig:
         raise TypeError(f"{type(self).__name__} must define plan(layer)")
 
     def plan_of(self, layer: LayerGeometry) -> LayerPlan:
-        """What a model is packed by: `plan`, unless the layer is one of the exceptions of `StorageConfig`."""
+        """The plan that a model is packed with: `plan`, unless the layer is an exception in `StorageConfig`."""
         return self.plan(layer)
 
     def to_dict(self) -> dict[str, Any]:
@@ -218,7 +218,7 @@ _PRESETS: dict[str, SchemeConfig] = {}
 
 
 def register_scheme(**presets: dict[str, Any]) -> Callable[[type[_Config]], type[_Config]]:
-    """Class decorator: make a config known under its ``name``, plus presets given as name -> overrides.
+    """Class decorator: register a config under its ``name``, plus presets given as name -> overrides.
 
     Underscores in preset names become hyphens.
     """
@@ -248,11 +248,11 @@ class _Stored(Protocol):
 
 
 def compose(scheme: SchemeConfig, policy: Retention) -> SchemeConfig:
-    """``scheme`` with another choice of the tokens that stay; its sinks stay sinks.
+    """``scheme`` with another retention policy; its sinks are kept.
 
-    Any scheme whose layers store their own tokens takes any policy. What cannot go together says so: a scheme that is a
-    policy itself (LogQuant), and eviction where layers share codes (XQuant). Where layers share positions or
-    predictions, all heads and layers evict the same tokens.
+    Any scheme whose layers store their own tokens takes any policy. Impossible combinations raise `KVPassError`: a
+    scheme that is defined by its policy (LogQuant), and eviction where layers share quantized values (XQuant). Where
+    layers share positions or predictions, all heads and layers evict the same tokens.
     """
     if not isinstance(policy, Retention):
         raise KVPassError(f"{shown(policy)} is not a retention policy: use a kvpass.Retention, such as Recent(128).")
@@ -269,7 +269,7 @@ def get(scheme: str | dict[str, Any] | SchemeConfig, **overrides: Any) -> Scheme
 
     scheme: a name from `available`, such a name and a policy of `layout.retention.POLICIES` ("kivi+h2o"), a config, or
         a dict ``{"scheme": name, **overrides}`` (what `to_dict` writes).
-    Raises `KVPassError` for unknown names, unknown fields, a dict of another version, or what cannot go together.
+    Raises `KVPassError` for unknown names, unknown fields, a dict of another version, or impossible combinations.
     """
     if isinstance(scheme, str) and "+" in scheme:
         name, _, policy = scheme.partition("+")

@@ -1,4 +1,4 @@
-"""What `kvpass.calibrate` found out about a model. Its files are safetensors and JSON: nothing in them runs."""
+"""The result of `kvpass.calibrate`. Its files are safetensors and JSON, so loading one runs no code."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ def describe(model: nn.Module, layers: Mapping[int, LayerGeometry | str]) -> dic
 
 @dataclass(frozen=True)
 class Calibration:
-    """A scheme with what was fitted to one model. `kvpass.apply` takes it where it takes a scheme.
+    """A scheme with tensors fitted to one model. Pass it to `kvpass.apply` in place of a scheme.
 
-    scheme: the config, with everything that was left to measurement decided.
+    scheme: the config, with every measured field filled in.
     predictors: layer -> the tensors of its keys and of its values: weights of their predictors
         (`kvpass.codec.predictor`), or a datatype each, and ranges of keys (`kvpass.codec.datatype`), or what bits are
         shared out by (`kvpass.codec.shares`).
     model: what identifies the model (`describe`).
-    explained: layer -> share of the variance of its keys and of its values that predictors explain, on sequences they
-        were not fitted to; empty where there are none.
-    facts: what else was measured, by name.
+    explained: layer -> fractions of the variance of its keys and of its values that predictors explain, on held-out
+        sequences; empty without predictors.
+    facts: other measurements, by name.
 
     Raises `KVPassError` if they do not belong together.
     """
@@ -66,13 +66,12 @@ class Calibration:
         check_calibration(self.scheme, self.predictors, self.model, self.explained, self.facts)
 
     def retaining(self, policy: Retention) -> Calibration:
-        """The same predictors, with another choice of the tokens that stay. Raises `KVPassError` if they cannot go
-        together."""
+        """The same predictors with another retention policy. Raises `KVPassError` if the combination is impossible."""
         return replace(self, scheme=schemes.compose(self.scheme, policy))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, which every use of the scheme needs once."""
+        """Bytes of all tensors. A model needs them once, whatever the number of caches."""
         return sum(tensor.nbytes for both in self.predictors.values() for one in both for tensor in one)
 
     @property
@@ -110,7 +109,7 @@ class Calibration:
                 )
 
     def save(self, folder: str | Path) -> Path:
-        """Write to ``folder``, made if need be; returns it. Files of an earlier calibration there are replaced."""
+        """Write to ``folder``, creating it if needed; returns it. Replaces the files of an earlier calibration."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {
@@ -151,8 +150,8 @@ class Calibration:
 
 
 def load_calibration(folder: str | Path) -> Calibration:
-    """What `Calibration.save` wrote to ``folder``. Raises `KVPassError` if files are missing, cut off, altered, of
-    another version, or hold what does not belong together."""
+    """What `Calibration.save` wrote to ``folder``. Raises `KVPassError` if files are missing, truncated, modified,
+    inconsistent, or of another version."""
     folder = Path(folder)
     try:
         facts, data = json.loads((folder / _FACTS).read_text(encoding="utf-8")), (folder / _TENSORS).read_bytes()

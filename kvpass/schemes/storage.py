@@ -1,4 +1,4 @@
-"""What all schemes share: which tokens stay exact, and on which side of rotary embedding keys are stored."""
+"""What all schemes share: which tokens stay exact, and whether keys are stored before or after rotary embedding."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -14,14 +14,13 @@ from .base import LayerGeometry, LayerPlan, SchemeConfig, get
 class StorageConfig(SchemeConfig):
     """Fields every scheme has.
 
-    residual: R of KIVI. The key window swings between 0 and R - 1 tokens, as in the paper. Values leave theirs R at a
-        time too, so it holds R to 2R - 1 tokens where the paper holds R.
-    sinks: first tokens kept in full precision (0 in most papers).
-    retention: another policy (`kvpass.layout.retention`), for keys and values alike, in place of ``residual``
-        and ``sinks``.
-    rope: "pre" stores keys as they were before rotary embedding, and rotates what is read.
-    skip_layers: how many of the first and of the last layers are stored otherwise, with the same tokens exact.
-    skipped: the scheme of those: "identity", floats as they are, or one with more bits, such as "kivi-8".
+    residual: R of KIVI, in tokens. The residual window of keys holds 0 to R - 1 tokens, as in the paper. Values also
+        leave theirs R at a time, so it holds R to 2R - 1 tokens, where the paper holds R.
+    sinks: number of first tokens kept in full precision (0 in most papers).
+    retention: another policy for keys and values (`kvpass.layout.retention`), instead of ``residual`` and ``sinks``.
+    rope: "pre" stores keys before rotary embedding, and rotates them when they are read; "post" stores rotated keys.
+    skip_layers: how many of the first and of the last layers use ``skipped`` instead, with the same tokens exact.
+    skipped: the scheme of those layers: "identity" (unquantized), or one with more bits, such as "kivi-8".
     """
 
     stores_layers_alone: ClassVar[bool] = True  # none is stored with the help of another
@@ -70,7 +69,7 @@ class StorageConfig(SchemeConfig):
         return self.plan(layer) if inside else self._of_skipped().plan(layer)
 
     def key_retention(self) -> Retention:
-        """Which keys are exact, packed and evicted."""
+        """Which keys stay exact, are packed or are evicted."""
         return self._policy() or Retention(self.residual, self.residual, self.sinks)
 
     def value_retention(self) -> Retention:
