@@ -371,7 +371,7 @@ def test_what_has_no_code_and_what_does_not_fit_is_refused():
         state.append(x, 0)
     with pytest.raises(KVPassError, match="16 does not divide head_dim=24"):
         get("waterfill").plan(LayerGeometry(0, 1, 2, 24, torch.float32, torch.device("cpu")))
-    with pytest.raises(KVPassError, match="up to 48 pairs"):
+    with pytest.raises(KVPassError, match="at most 48 pairs"):
         WaterfillConfig(key_fields=(49, 0))
     with pytest.raises(KVPassError, match="at least one pair"):
         WaterfillConfig(rich_value_fields=(0, 4))

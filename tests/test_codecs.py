@@ -465,7 +465,7 @@ def test_bits_of_salient_tokens_are_closed(residual, head_dim, share):
     [
         (dict(share=0.01), "fill whole bytes"),
         (dict(share=1.0), "fill whole bytes"),
-        (dict(bits=8), "up to 4 bits"),
+        (dict(bits=8), "at most 4 bits"),
         (dict(rope="pre"), "behind rotary embedding"),
         (dict(scale_bits=8), "is a codec of its own"),
     ],
@@ -570,7 +570,7 @@ def test_the_largest_channels_of_a_page_are_kivi_4_and_the_others_kivi_2(seed, s
     "fields, says",
     [
         (dict(share=1.5), "share=1.5"),
-        (dict(bits=3), "bits=3: boosted channels have twice"),
+        (dict(bits=3), "bits=3: boosted channels use twice"),
         (dict(bits=8), "bits=8"),
         (dict(scale_bits=8), "is a codec of its own"),
     ],
@@ -724,7 +724,7 @@ def test_what_has_no_outliers_or_matrices_is_refused_at_config_time(name, fields
 
 
 def test_a_plan_refuses_pages_that_positions_or_matrices_do_not_fit():
-    with pytest.raises(KVPassError, match="rank=40 is beyond"):
+    with pytest.raises(KVPassError, match="rank=40 exceeds the rank"):
         get("gear", group_size=32, rank=40).plan(geometry(head_dim=32))
     with pytest.raises(KVPassError, match="too many positions for 16-bit"):
         get("kvquant", residual=2048, group_size=64).plan(geometry())

@@ -451,5 +451,5 @@ def test_query_energies_can_be_measured_ahead(tmp_path):
     model(input_ids=ids, past_key_values=cache)
     state = cache.layers[1].key_state
     assert state.energy is None and state.spec.quantizer.adaptive.energy == measured[1]
-    with pytest.raises(KVPassError, match="for 3 layers"):
+    with pytest.raises(KVPassError, match="the model has 3 layers"):
         kvpass.apply(llama(layers=3), calibration.scheme)

@@ -163,7 +163,7 @@ def test_policies_compose_and_travel_as_plain_data():
 def test_what_cannot_be_retained_is_refused_when_it_is_written():
     for impossible, says in (
         (lambda: Retention(64, 32, budget=50), "budget=50 must be a multiple of page_size=32"),
-        (lambda: Retention(64, 32, budget=64, rollback=33), "rollback=33 at most that"),
+        (lambda: Retention(64, 32, budget=64, rollback=33), "rollback=33 at most page_size"),
         (lambda: Retention(64, 32, keep="log"), "residual=32 must be twice page_size=32"),
         (lambda: Retention(96, 32, keep="log", budget=64), "alternative retention policies"),
         (lambda: Retention(1 << 24, 32), "ask for fewer"),
