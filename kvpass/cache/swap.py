@@ -116,9 +116,9 @@ def connect(layers: dict[int, PackedLayer], predictors: dict[int, tuple[SharedTe
 
 
 def nbytes(cache: Cache) -> int:
-    """Bytes of every tensor reachable from ``cache``: codes, scales, zero points, windows, sinks, compensation matrices
-    and slack, and full-precision layers as they are. Storage shared by several tensors is counted once. What a
-    calibration gave the model for all its caches (`kvpass.codec.shares`) is counted with the model, not here."""
+    """Bytes of every tensor reachable from ``cache``: quantized values, scales, zero points, windows, sinks,
+    compensation matrices and slack, and layers in full precision. Storage shared by several tensors counts once.
+    Calibrated tensors that all caches of a model share (`kvpass.codec.shares`) count towards the model, not here."""
     storages, seen, stack = {}, set(), [cache]
     of_model: set[int] = set()
     while stack:
@@ -152,7 +152,8 @@ def num_values(cache: Cache) -> int:
 
 
 def bits_per_value(cache: Cache) -> float:
-    """`nbytes` in bits, over the K and V values of the tokens seen. Raises `KVPassError` for an empty cache."""
+    """`nbytes` in bits, divided by the number of key and value elements of all tokens seen, evicted ones included.
+    Raises `KVPassError` for an empty cache."""
     values = num_values(cache)
     if not values:
         raise KVPassError("The cache is empty: run the model first.")

@@ -1,4 +1,4 @@
-"""`PackedKV`: packed codes that look like the float tensor they stand for."""
+"""`PackedKV`: quantized keys or values behind the interface of a float tensor."""
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ def _written_by(func) -> KVPassError:
 class PackedKV(TorchAOBaseTensor):
     """A ``[B, H_kv, n, D]`` tensor stored as packed pages and a full-precision window.
 
-    Any read decodes; ``append`` stores tokens; in-place writes by other ops are refused. It shares storage with the
-    `KVState` it was made from and sees its first ``num_tokens`` tokens.
+    Any read dequantizes it, ``append`` stores tokens, and other in-place writes raise `KVPassError`. It shares storage
+    with the `KVState` it was made from and shows its first ``num_tokens`` tokens.
     """
 
     tensor_data_names: list[str] = []  # of an instance: those of `codec.kept`
@@ -77,14 +77,14 @@ class PackedKV(TorchAOBaseTensor):
         return KVState(parse(self.spec), self._kept)
 
     def append(self, x: Tensor) -> "PackedKV":
-        """This tensor with ``x`` ``[B, H_kv, S, D]`` behind it. Storage is shared where it did not have to grow, so the
-        tensor appended to must not be appended to again."""
+        """This tensor followed by ``x`` ``[B, H_kv, S, D]``. The result shares storage unless it had to grow, so do not
+        append to the original tensor again."""
         state = self.state
         state.append(x, self.num_tokens)
         return PackedKV.view(state, self.num_tokens + x.shape[2])
 
     def decode(self) -> Tensor:
-        """The plain float tensor."""
+        """The dequantized float tensor, ``[B, H_kv, n, D]``."""
         return self.state.decode(self.num_tokens)
 
     def nbytes_packed(self) -> int:

@@ -16,20 +16,20 @@ _MOST_TOKENS = 1 << 24  # memory for them is taken at once
 
 @dataclass(frozen=True)
 class Retention:
-    """Where the tokens of a cache are, for any number of them: the first ``sinks``, and the newest, are exact; those
-    between them are packed, a page at a time, and with a budget evicted. States that agree in it hold the same tokens.
+    """A retention policy: which tokens are exact, packed or evicted. The first ``sinks`` and the newest tokens are
+    exact; those in between are packed a page at a time, and with a budget evicted. States with equal policies hold the
+    same tokens.
 
-    window: the window is emptied by a page when it holds this many tokens.
-    page_size: tokens packed at a time, written once; a multiple of the group size of per-channel keys.
-    sinks: first tokens that never leave, on top of the window.
+    window: when the residual window holds this many tokens, one page of them is packed.
+    page_size: tokens packed at a time, and written once; a multiple of group_size for per-channel keys.
+    sinks: first tokens that always stay exact, in addition to the window.
     keep: which tokens of the window stay, the most "recent" or a "log"-sparse choice (then ``window`` is three times
         ``page_size``).
-    budget: packed tokens kept at most, a multiple of ``page_size``; None for all. What is over is evicted `rollback`
-        tokens after its page was due.
-    evict: what leaves when there are more: the tokens with the least "attention" paid to them so far, or the oldest
-        ("age").
-    shared: one choice for all heads and layers, by the attention of all; otherwise each KV head has its own.
-    rollback: tokens that `crop` can take back without loss across a flush; with a budget a page at most.
+    budget: maximum number of packed tokens, a multiple of ``page_size``; None keeps all. Tokens beyond it are evicted
+        `rollback` tokens after their page was due.
+    evict: which tokens are evicted first: those with the lowest "attention" scores so far, or the oldest ("age").
+    shared: all heads and layers evict the same tokens, by the scores of all; otherwise each KV head has its own.
+    rollback: tokens that `crop` can remove without loss after a page was packed; with a budget at most a page.
     """
 
     window: int
@@ -70,7 +70,7 @@ class Retention:
 
     @property
     def evicts(self) -> bool:
-        """Whether tokens are dropped when there are too many."""
+        """Whether tokens are evicted when there are too many."""
         return self.budget is not None
 
     @cached_property
@@ -124,21 +124,21 @@ class Sinks:
 
 
 def Recent(tokens: int, page_size: int | None = None) -> Retention:
-    """The newest tokens: ``page_size`` (all, if not given) leave when there are ``tokens``."""
+    """Keep the newest tokens exact: when there are ``tokens`` of them, ``page_size`` (default: all) are packed."""
     return Retention(tokens, tokens if page_size is None else page_size)
 
 
 def LogSparse(window: int) -> Retention:
-    """LogQuant's choice: of 3W tokens, every second one of the older 2W leaves, so W .. exact tokens thin out with
+    """LogQuant's policy: of 3W exact tokens every second of the older 2W is packed, so that exact tokens thin out with
     distance. Between 2W and 3W - 1 tokens are exact."""
     check_integer("window", window, 1)
     return Retention(3 * window, window, keep="log")
 
 
 def HeavyHitter(budget: int, recent: int, page_size: int = 32, shared: bool = False) -> Retention:
-    """H2O (arXiv 2306.14048): the ``recent`` newest tokens, exact, and the ``budget`` others that were paid the most
-    attention so far; the rest is evicted, ``page_size`` tokens at a time. Each KV head keeps its own, by the attention
-    of its query heads, unless ``shared``."""
+    """H2O (arXiv 2306.14048): the ``recent`` newest tokens, exact, and the ``budget`` others with the highest attention
+    scores so far; the rest is evicted, ``page_size`` tokens at a time. Each KV head keeps its own, by the scores of its
+    query heads, unless ``shared``."""
     for name, tokens, least in (("recent", recent, 0), ("page_size", page_size, 1)):
         check_integer(name, tokens, least)
     rollback = min(_ROLLBACK, page_size)

@@ -45,9 +45,9 @@ _OF_LAYER = "tokens", "seen", "max_cache_len"
 def save_cache(cache: Cache, path: str | Path) -> Path:
     """Write a packed ``cache`` of transformers to the file ``path`` (``*.safetensors`` by custom); returns it.
 
-    What is used is written: codes, scales, zero points, exact tokens, and what the scheme keeps beside them, batch and
-    evicted tokens as they are; sliding-window layers in full precision. A file that was there is replaced when the new
-    one is complete.
+    The file holds quantized values, scales, zero points, exact tokens and other state of the scheme, without unused
+    memory, for the whole batch; sliding-window layers are written in full precision. An existing file is replaced once
+    the new one is complete.
 
     Raises `KVPassError` for a cache that is not packed, is empty or inconsistent, has layers of other kinds (linear
     attention), or whose model is gone; `OSError` if the file cannot be written.
@@ -90,11 +90,11 @@ def load_cache(path: str | Path, model: nn.Module) -> Cache:
     """The cache that `save_cache` wrote to ``path``, on the devices of ``model``: pass it as ``cache``, which
     transformers called ``past_key_values`` before 5.24.
 
-    model: the one it was written with, with the same adapters active and the same config, kvpass applied with the same
-        scheme, in the same dtype; within ``torch.autocast`` if it was saved within it.
+    model: the model it was saved with, with the same adapters active and the same config, packed with the same scheme
+        and in the same dtype; inside ``torch.autocast`` if it was saved inside it.
 
-    Raises `KVPassError` if the file is missing, cut off, altered, of another version, or of another model, adapter,
-    config, scheme or dtype, which it names.
+    Raises `KVPassError` if the file is missing, truncated, modified, or of another version, or if the model, adapter,
+    config, scheme or dtype differs; the message names what differs.
     """
     runtime = runtime_of(model)
     if not isinstance(runtime, TransformersRuntime):
