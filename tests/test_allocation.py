@@ -503,10 +503,10 @@ def test_a_page_holds_keys_turned_from_its_middle(seed):
 
 def test_frames_are_for_pages_of_neighbours_behind_rotary_embedding():
     for fields in (dict(pre_rope=True), dict(rotation=1)):
-        with pytest.raises(KVPassError, match="behind rotary embedding"):
+        with pytest.raises(KVPassError, match="after rotary embedding"):
             Transform(page_frame=True, **fields)
     framed = Transform(page_frame=True)
-    with pytest.raises(KVPassError, match="neighbours"):
+    with pytest.raises(KVPassError, match="consecutive tokens"):
         CodecSpec(Quantizer(2, "token", HEAD), Retention(48, 16, keep="log"), framed)
     state = KVState.allocate(
         CodecSpec(Quantizer(2, "token", HEAD), Retention(16, 16), framed), 1, 1, HEAD, torch.float32, "cpu", 40

@@ -408,7 +408,7 @@ class Histories(RuleBasedStateMachine):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             if refused:
-                with pytest.raises(KVPassError, match="have been evicted"):
+                with pytest.raises(KVPassError, match="tokens were evicted"):
                     member.cache.crop(-count)
                 return
             member.cache.crop(-count)

@@ -166,7 +166,7 @@ def test_what_cannot_be_retained_is_refused_when_it_is_written():
         (lambda: Retention(64, 32, budget=64, rollback=33), "rollback=33 at most page_size"),
         (lambda: Retention(64, 32, keep="log"), "residual=32 must be twice page_size=32"),
         (lambda: Retention(96, 32, keep="log", budget=64), "alternative retention policies"),
-        (lambda: Retention(1 << 24, 32), "ask for fewer"),
+        (lambda: Retention(1 << 24, 32), "use smaller ones"),
     ):
         with pytest.raises(KVPassError, match=says):
             impossible()
