@@ -1,4 +1,4 @@
-"""LogQuant: KIVI's codes, and exact tokens that thin out with distance instead of a plain window."""
+"""LogQuant: KIVI's quantization, with exact tokens that thin out with distance instead of a plain window."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""TurboQuant (arXiv 2504.19874): tokens rotated at random, a norm for each, and codes that are optimal for all."""
+"""TurboQuant (arXiv 2504.19874): randomly rotated tokens, a norm for each, and one optimal codebook for all."""
 
 from dataclasses import dataclass
 from typing import Literal
