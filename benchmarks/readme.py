@@ -44,7 +44,7 @@ SCHEMES = {
     "logquant-twin": "2 bits, 1 sink and the 64 to 95 most recent exact",
     "asymkv": "2-bit K, 1-bit V",
     "asymkv-lsq": "the same, scales of least squared error",
-    "waterfill-2": "ours: bits by channel and token in a basis fitted to the prompt, 96 recent tokens, 4 sinks",
+    "waterfill-2": "ours: bits per channel and token in a basis fitted to the prompt, 96 recent tokens, 4 sinks",
     "waterfill": "the same, with a third of a bit more",
     "waterfill-3": "the same, with a bit more",
     "kivi-s8": "`kivi`, scales and zero points in 8 bits",

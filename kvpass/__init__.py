@@ -1,4 +1,4 @@
-"""kvpass: any KV-cache quantization scheme on any decoder, in one line.
+"""kvpass: quantizes the KV cache of any decoder, with any scheme, in one line of code.
 
 >>> import kvpass
 >>> kvpass.apply(model)      # in place

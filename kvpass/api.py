@@ -33,7 +33,7 @@ logger = logging.getLogger("kvpass")
 
 DEFAULT = "waterfill"
 _one_at_a_time = Lock()
-_COMPILES = "a model that kvpass is applied to compiles its own steps: leave out fullgraph=True around a call of it"
+_COMPILES = "kvpass compiles the decode steps of this model itself: call it without fullgraph=True"
 
 
 def apply(
@@ -46,40 +46,43 @@ def apply(
     mode: str | None = None,
     example_inputs: tuple[Any, ...] | dict[str, Any] | None = None,
 ) -> nn.Module:
-    """Pack the KV cache of ``model`` with ``scheme``, in place; returns the model. User code stays as it is.
+    """Quantize the KV cache of ``model`` with ``scheme``, in place; returns the model. User code does not change.
 
-    From then on every fresh ``DynamicCache`` or ``StaticCache`` that reaches ``model.forward`` (from ``generate`` or
-    from you) holds packed codes in its full-attention layers. Other layers stay in full precision and are reported by
-    `explain`. Inference only: gradients are not tracked, and a model in training mode is left alone. Steps are not
-    compiled while there are forward hooks within the model, of which `explain` tells.
+    Afterwards every fresh ``DynamicCache`` or ``StaticCache`` that reaches ``model.forward`` (from ``generate`` or from
+    you) stores quantized keys and values in its full-attention layers. Other layers stay in full precision; `explain`
+    reports them. Inference only: gradients are not tracked, and a model in training mode runs unchanged. While modules
+    of the model have forward hooks, steps are not compiled; `explain` reports that, too.
 
-    A decoder that is not from transformers is packed with ``example_inputs``: a first call of at least 2 tokens, with
-    all it needs. It may keep keys and values in tensors ``[B, H_kv, T, D]`` or ``[B, T, H_kv, D]`` that its modules
-    hold and write at a position that is an argument, or take the cache and return the next one. It stays as it is;
-    position 0 starts a new text, an earlier position goes back. `remove` returns the tensors. Where there is no cache
-    at all, it is simulated: attention is computed as over a packed one, each token as if it had been decoded by itself.
+    For a decoder from outside transformers pass ``example_inputs``: the arguments of a first call with at least 2
+    tokens. Its modules may hold keys and values in tensors ``[B, H_kv, T, D]`` or ``[B, T, H_kv, D]`` and write them at
+    a position that is an argument, or the model may take a cache and return the next one. Its code does not change:
+    position 0 starts a new text, and an earlier position rolls back. `remove` restores the tensors. For a model without
+    any cache, kvpass simulates one: attention is computed as over a packed cache, as if each token had its own decode
+    step.
 
     Args:
         model: a transformers decoder or encoder-decoder, or a wrapper of peft or ``torch.compile`` around one.
         scheme: a name (`kvpass.schemes.available`), a dict ``{"scheme": "kivi", "bits": 4}``, a config, or what
-            `kvpass.calibrate` or `kvpass.load` returned. Left out, it is "waterfill". That needs prompts that can be
-            captured; a model whose first prompt cannot gets a scheme that works, with a warning, and `explain` says so.
+            `kvpass.calibrate` or `kvpass.load` returned. The default, "waterfill", captures prompts as graphs. If the
+            first prompt of a model cannot be captured, kvpass switches to a scheme that works and logs a warning;
+            `explain` reports the switch.
         strict: raise `NotFusedError` at the first decode step if a layer's attention was not fused.
         lowering: "auto", the name of one implementation ("reference", "inductor", "triton"), or "eager" for no
-            compilation at all: correct, slower, the oracle of the compiled path.
-        max_cache_len: allocate this many tokens at once instead of growing. A longer sequence raises.
-        mode: "reduce-overhead": a decode step that came before skips Dynamo's guards. On CUDA it is captured as one
-            CUDA graph and replayed (for decoders with a cache of their own, what lies between the ops of the cache);
-            that is not verified on a device yet. On a CPU what was compiled is called again. Changes of the model are
-            noticed: of weights, modules, adapters, attributes, and fields of configs. What functions read elsewhere,
-            such as globals, is not looked at before the next prompt or turn. `explain` says whether, or why not.
-        example_inputs: arguments of ``model.forward``, by position or by name, for decoders with a cache of their own.
+            compilation at all: correct, but slower; compiled paths are tested against it.
+        max_cache_len: allocate this many tokens up front instead of growing. A longer sequence raises.
+        mode: "reduce-overhead" skips Dynamo's per-step guard checks in repeated decode steps. On CUDA a step is
+            captured as one CUDA graph and replayed (for decoders with their own cache, the parts between cache ops);
+            this has not been verified on a device yet. On a CPU the compiled step is called directly. kvpass detects
+            changes of the model: weights, modules, adapters, attributes and config fields. Other state, such as
+            globals that functions read, is only checked at the next prompt or turn. `explain` says whether steps are
+            replayed, or why not.
+        example_inputs: arguments of ``model.forward``, by position or by name, for decoders with their own cache.
 
     Raises:
-        KVPassError: unknown scheme, a group that does not divide the head, a model with no attention to pack, a model
-            that has been applied to already, weights that are offloaded, hooks of accelerate or weights shared out
-            among processes, which cannot be captured, a scheme that needs calibration and has none, a calibration of
-            another model, a ``KVPASS_TRACE`` (see `explain`) where nothing can be written. The model is untouched then.
+        KVPassError: the scheme is unknown, needs a calibration, or comes with the calibration of another model; a
+            group_size does not divide head_dim; the model has no attention to pack or is already packed; its weights
+            are offloaded; it has hooks of accelerate or weights sharded across processes, which cannot be captured; the
+            ``KVPASS_TRACE`` folder (see `explain`) is not writable. The model is then unchanged.
     """
     options: dict[str, Any] = dict(
         strict=strict, lowering=lowering, max_cache_len=max_cache_len, mode=mode, example_inputs=example_inputs
@@ -126,8 +129,8 @@ def _apply(
     if max_cache_len is not None:
         check_integer("max_cache_len", max_cache_len, 1)
     if lowering != "eager":
-        refuse_hooked(model, "they break the decode graph", "use lowering='eager'")
-        refuse_sharded(model, "their collectives are not compiled", "use lowering='eager'")
+        refuse_hooked(model, "hooks cause graph breaks in the decode step", "use lowering='eager'")
+        refuse_sharded(model, "kvpass does not compile their collectives", "use lowering='eager'")
     calibration = scheme if isinstance(scheme, Calibration) else None
     config = scheme.scheme if isinstance(scheme, Calibration) else schemes.get(scheme)
     attention = AttentionSeen()
@@ -137,14 +140,14 @@ def _apply(
         calibration.check(model, layers)
     elif config.needs_calibration:
         raise KVPassError(
-            f"{config.name!r} has to be calibrated on the model first: "
-            f"calibration = kvpass.calibrate(model, ids, {config.name!r}), then kvpass.apply(model, calibration)."
+            f"{config.name!r} must be calibrated on the model first: calibration = kvpass.calibrate(model, ids, "
+            f"{config.name!r}), then kvpass.apply(model, calibration)."
         )
     predictors = {} if calibration is None else calibration.predictors
     options = dict(strict=strict, lowering=lowering, max_cache_len=max_cache_len, mode=mode, predictors=predictors)
     runtime = kind(model, config, layers, **options)
     runtime.attended = attention.seen
-    looks = f"{config.name!r} looks into the forward, which is captured for it", "use 'kivi'"
+    looks = f"{config.name!r} needs the whole forward captured as one graph", "use 'kivi'"
     if runtime.captures:
         refuse_sharded(model, *looks)
     if runtime.needs_rotation or runtime.needs_importance:  # queries are found in parts of a graph, too
@@ -205,16 +208,16 @@ def _look_into(
 
 
 def remove(model: nn.Module) -> nn.Module:
-    """Undo `apply` exactly; returns the model. Caches packed meanwhile cannot be used any more.
+    """Undo `apply` exactly; returns the model. Caches that were packed in between become unusable.
 
-    Raises `KVPassError` if something has replaced ``model.forward`` since: it would be dropped.
+    Raises `KVPassError` if ``model.forward`` was replaced after `apply`: that replacement would be lost.
     """
     runtime, whole, model = runtime_of(model), model, decoder(model)
     before = runtime.original if runtime.had_own_forward else None
     if vars(model).get("forward") not in (runtime.installed, before):
         raise KVPassError(
-            f"{type(model).__name__}.forward has been replaced since kvpass.apply, by {shown(model.forward)}: undo "
-            "that first, so that kvpass's own forward is back, then kvpass.remove(model)."
+            f"{type(model).__name__}.forward was replaced after kvpass.apply, by {shown(model.forward)}. Restore the "
+            "forward that kvpass.apply set, then call kvpass.remove(model)."
         )
     runtime.uninstall()
     if runtime.had_own_forward:
@@ -226,15 +229,16 @@ def remove(model: nn.Module) -> nn.Module:
 
 
 def explain(model: nn.Module, *, graphs: bool = False) -> Report:
-    """What became of each layer: packed, fused, or why not; bytes now and in full precision. Print it.
+    """A printable report on each layer: packed and fused, or why not, with its bytes now and in full precision.
 
-    graphs: keep every stage of the graphs that are captured from now on. The report prints their sizes and times;
-        ``report.graphs[i].stages`` has a name, text, diff, count of nodes by op and time in seconds for each. Ask right
-        after `apply`: a graph is captured once, by the first call of its form, and unasked none of this is kept. Texts
-        and diffs of 30 layers are 3.5 MB in memory, as long as the report.
+    graphs: record every compilation stage of graphs captured from now on. The report prints their sizes and times;
+        ``report.graphs[i].stages`` has the name, text, diff, node count by op and time in seconds of each. Ask right
+        after `apply`: each graph is captured once, by the first call of its form, and stages are not recorded
+        otherwise. For 30 layers, texts and diffs take 3.5 MB of memory for as long as the report exists.
 
-    With ``KVPASS_TRACE=folder`` in the environment at `apply`, they are written there instead, also those of a graph
-    that the pass gives up: a folder for each, with ``1-captured.txt`` to ``5-lowered.txt``, diffs and ``summary.txt``.
+    If ``KVPASS_TRACE=folder`` is set in the environment at `apply`, the stages are written there instead, including
+    those of graphs that the pass gave up on: one folder per graph, with ``1-captured.txt`` to ``5-lowered.txt``, diffs
+    and ``summary.txt``.
     """
     runtime = runtime_of(model)
     if graphs:

@@ -4,7 +4,7 @@ from typing import Any
 
 
 class KVPassError(ValueError):
-    """Something the user asked for cannot be done; nothing was changed."""
+    """The request cannot be fulfilled; nothing was changed."""
 
 
 class NotFusedError(KVPassError):
@@ -12,8 +12,8 @@ class NotFusedError(KVPassError):
 
 
 class NotCapturedError(KVPassError):
-    """A forward has no graph, or one without what a scheme looks for in it. The message is why, as a clause;
-    ``__cause__`` is what torch raised, if it was torch."""
+    """A forward cannot be captured as a graph, or its graph lacks what a scheme needs. The message is a clause that
+    gives the reason; ``__cause__`` is the exception of torch, if there was one."""
 
 
 class NeedsGraphError(KVPassError):
@@ -26,7 +26,7 @@ class NeedsGraphError(KVPassError):
 
 
 class NotSimulatedError(KVPassError):
-    """A scheme whose storage depends on more than one pass over a text can see."""
+    """What a scheme stores depends on more than one pass over a text shows."""
 
 
 class NonFiniteError(KVPassError):

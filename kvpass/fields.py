@@ -24,9 +24,9 @@ def shown(value: Any) -> str:
 def check_integer(name: str, value: Any, least: int) -> None:
     """Raise `KVPassError` unless ``value`` is an int of at least ``least`` that fits 32 bits."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise KVPassError(f"{name}={shown(value)} must be an integer, at least {least}.")
+        raise KVPassError(f"{name}={shown(value)} must be an integer of at least {least}.")
     if value > _LARGEST:
-        raise KVPassError(f"{name}={shown(value)} must be an integer, at most {_LARGEST}.")
+        raise KVPassError(f"{name}={shown(value)} must be an integer of at most {_LARGEST}.")
 
 
 def check_integers(config: object, **least: int) -> None:
@@ -54,7 +54,9 @@ def made(cls: type, name: str, fields: dict[str, Any]) -> Any:
     known = {field.name: field.default is field.default_factory for field in dataclasses.fields(cls)}
     required = {field for field, needed in known.items() if needed}
     if not required <= set(fields) <= set(known):
-        raise KVPassError(f"{name} has the fields {list(known)}, at least {sorted(required)}, and not {shown(fields)}.")
+        raise KVPassError(
+            f"{name} takes the fields {list(known)} and requires {sorted(required)}; got {shown(fields)}."
+        )
     return cls(**fields)
 
 

@@ -109,10 +109,13 @@ _library.define(
 def _encode(x: Tensor, fitted: _Tensors, spec: str, lowering: str = "auto") -> list[Tensor]:
     parsed = parse(spec)
     if x.shape[-2] % parsed.page_size:
-        raise KVPassError(f"encode takes whole pages of {parsed.page_size} tokens, not {x.shape[-2]}.")
+        raise KVPassError(f"encode takes whole pages of {parsed.page_size} tokens; got {x.shape[-2]} tokens.")
     parsed.check(x.shape[-1])
     if parsed.quantizer.adaptive is not None:
-        raise KVPassError("Tokens with widths of their own are coded by their cache, not by an op.")
+        raise KVPassError(
+            "Only a cache can quantize with a bit width per token: it needs attention scores, which this op does not "
+            "take."
+        )
     dispatch = DispatchKey("encode", x.device.type, (spec,), head_dim=x.shape[-1])
     kept = select(dispatch, lowering).run(x, fitted, parsed)
     if x.device.type == "cpu":
@@ -149,7 +152,7 @@ def _framed(pack: Pack, spec: CodecSpec, cos: Tensor | None, sin: Tensor | None,
     if not spec.transform.page_frame or not rope:
         return pack
     if cos is None or sin is None:
-        raise KVPassError("Keys in the frame of their page need the rotary tables.")
+        raise KVPassError("Keys with page-relative RoPE need the rotary tables: pass cos and sin.")
     return pack._replace(frames=Frames(cos, sin, rope))
 
 
@@ -193,7 +196,7 @@ def _attend(
     if causal and mask is not None:
         raise KVPassError("attend takes a mask or causal=True, not both.")
     if starts is not None and (mask is not None or statistic):
-        raise KVPassError("attend takes the starts of rows in the place of a mask, and says nothing of what was paid.")
+        raise KVPassError("attend takes row starts instead of a mask, and cannot return attention scores with them.")
     specs, coded = (parse(k_spec), parse(v_spec)), [k_spec, v_spec]
     past: tuple[Pack | Tensor, Pack | Tensor]
     if len(key) == 1:
@@ -202,7 +205,7 @@ def _attend(
         pack = _framed(_opened(key, specs[0]), specs[0], cos, sin, rope)
         past, ring = (pack, _opened(value, specs[1])), pack.ring
         if rope and not specs[0].transform.keeps_tables:
-            raise KVPassError(f"These keys are stored rotated, and rope={rope!r} would rotate them again.")
+            raise KVPassError(f"These keys are stored after rotary embedding; rope={rope!r} would rotate them twice.")
     rotary = (cos, sin, rope) if rope and not specs[0].transform.page_frame else None
     dtype, group = q.dtype if q.dtype == ring.dtype else None, q.shape[1] // k_new.shape[1]
     asked = extras(mask, starts, rotary, sinks, softcap, statistic)

@@ -1,4 +1,4 @@
-"""What one waits for, said on a terminal: bars of what takes long, and what is being compiled."""
+"""Terminal progress reporting: bars for long operations, and for compilation."""
 
 import threading
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from tqdm import tqdm
 
-INSTEAD = 'kvpass.warmup compiles ahead, lowering="eager" does without'
+INSTEAD = 'call kvpass.warmup to compile ahead of time, or pass lowering="eager" to compile nothing'
 _STAGES = 5  # of a first step: traced, rewritten, layers, and kernels of keys, values and attention, roughly
 
 _here = threading.local()

@@ -14,10 +14,10 @@ def check_torch(version: str) -> None:
     release = tuple(map(int, re.findall(r"\d+", version)[:2]))
     tested = " to ".join(".".join(map(str, bound)) for bound in (OLDEST, NEWEST))
     if release < OLDEST:
-        raise KVPassError(f"torch {version} is too old for kvpass, which is tested with {tested}: upgrade torch.")
+        raise KVPassError(f"torch {version} is too old: kvpass is tested with {tested}. Upgrade torch.")
     if release > NEWEST:
         warnings.warn(
-            f"torch {version} is newer than what kvpass is tested with, {tested}, and it may not work. "
-            "`pytest tests/test_private_apis.py` in its repository says what has changed.",
+            f"torch {version} is newer than the versions kvpass is tested with ({tested}) and may not work. `pytest "
+            "tests/test_private_apis.py` in the kvpass repository shows what changed.",
             stacklevel=3,
         )

@@ -84,7 +84,7 @@ class Implementation:
             dispatch.features, self.has or (), strict=False
         ):  # a past that is decoded has no specs
             if missing := needed - there:
-                return f"it has no {', '.join(sorted(missing))}."
+                return f"it does not support {', '.join(sorted(missing))}."
         return self.refuses(dispatch)
 
 
@@ -125,7 +125,7 @@ def select(dispatch: DispatchKey, lowering: str = AUTO) -> Implementation:
     if lowering != AUTO:
         if lowering not in rows:
             raise KVPassError(
-                f"No lowering {lowering!r} for kvpass::{dispatch.op}; there are {sorted(rows)} and 'auto'."
+                f"There is no lowering {lowering!r} for kvpass::{dispatch.op}; use one of {sorted(rows)}, or 'auto'."
             )
         if reason := rows[lowering].reason_against(dispatch):
             raise KVPassError(f"lowering={lowering!r} cannot run kvpass::{dispatch.op} here: {reason} Use 'auto'.")
@@ -138,4 +138,4 @@ def select(dispatch: DispatchKey, lowering: str = AUTO) -> Implementation:
             logger.info("%s: %s%s", dispatch, implementation.name, why)
             return implementation
         passed_over.append(f"not {implementation.name}: {reason}")
-    raise KVPassError(f"No implementation serves {dispatch}: {'; '.join(passed_over)}")
+    raise KVPassError(f"No implementation supports {dispatch}: {'; '.join(passed_over)}")

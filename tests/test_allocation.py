@@ -217,7 +217,7 @@ def test_a_page_keeps_its_tokens_by_rank_and_says_where(seed):
 def test_values_are_rich_where_their_keys_are():
     allocation = Allocation(12, 4, 16, False, 22, 8, follows=True)
     value_spec = spec_of(allocation, window=64)
-    with pytest.raises(KVPassError, match="follows=True is for pages"):
+    with pytest.raises(KVPassError, match="follows=True needs per-token bit widths"):
         Allocation(12, 4, 16, False, follows=True)
     key, value = (KVState.allocate(spec, 2, 2, HEAD, torch.float32, "cpu", 300) for spec in (RANKED, value_spec))
     x = mixed(0, 2, 2, 300, HEAD)
@@ -371,12 +371,12 @@ def test_what_has_no_code_and_what_does_not_fit_is_refused():
         state.append(x, 0)
     with pytest.raises(KVPassError, match="16 does not divide head_dim=24"):
         get("waterfill").plan(LayerGeometry(0, 1, 2, 24, torch.float32, torch.device("cpu")))
-    with pytest.raises(KVPassError, match="up to 48 pairs"):
+    with pytest.raises(KVPassError, match="at most 48 pairs"):
         WaterfillConfig(key_fields=(49, 0))
     with pytest.raises(KVPassError, match="at least one pair"):
         WaterfillConfig(rich_value_fields=(0, 4))
     for fields, reason in (
-        (dict(rich_key_fields=(0, 0)), "as many everywhere"),
+        (dict(rich_key_fields=(0, 0)), "keys use one bit width"),
         (dict(key_fields=(0, 4)), "pairs=0"),
     ):
         with pytest.raises(KVPassError, match=reason):
@@ -503,10 +503,10 @@ def test_a_page_holds_keys_turned_from_its_middle(seed):
 
 def test_frames_are_for_pages_of_neighbours_behind_rotary_embedding():
     for fields in (dict(pre_rope=True), dict(rotation=1)):
-        with pytest.raises(KVPassError, match="behind rotary embedding"):
+        with pytest.raises(KVPassError, match="after rotary embedding"):
             Transform(page_frame=True, **fields)
     framed = Transform(page_frame=True)
-    with pytest.raises(KVPassError, match="neighbours"):
+    with pytest.raises(KVPassError, match="consecutive tokens"):
         CodecSpec(Quantizer(2, "token", HEAD), Retention(48, 16, keep="log"), framed)
     state = KVState.allocate(
         CodecSpec(Quantizer(2, "token", HEAD), Retention(16, 16), framed), 1, 1, HEAD, torch.float32, "cpu", 40

@@ -220,14 +220,14 @@ def test_layers_that_store_other_numbers_of_tokens_are_refused():
 
         model.model.layers[1].forward = forward
 
-    assert "5 tokens in some of its cache layers and 4 in others" in refusal(shorter)
+    assert "5 tokens in some cache layers and 4 in others" in refusal(shorter)
 
 
 def test_a_captured_forward_that_adds_tokens_is_refused():
     """The number of tokens is fixed before a graph runs."""
     before_rope = KIVIConfig(group_size=16, residual=16, rope="pre")
     said = refusal(lambda model: in_front(model, 3), before_rope)
-    assert "the model stores another number of tokens" in said and "Use scheme={'scheme': 'kivi'" in said
+    assert "the model stores a different number of tokens" in said and "Use scheme={'scheme': 'kivi'" in said
 
 
 @torch.no_grad()

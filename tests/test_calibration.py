@@ -151,7 +151,7 @@ def test_keys_with_a_bias_are_centred_in_the_first_layer():
     [
         (dict(data=data(1)), "at least 2 sequences"),
         (dict(data=[tokens(1, 50)] * 3), "of at least 68 tokens"),
-        (dict(data=torch.rand(3, 100)), "takes token ids"),
+        (dict(data=torch.rand(3, 100)), "takes integer token ids"),
         (dict(scheme="kivi"), "needs no calibration"),
         (
             dict(
@@ -160,7 +160,7 @@ def test_keys_with_a_bias_are_centred_in_the_first_layer():
                     "backbone": {"scheme": "xquant", **dict.fromkeys(("kq", "vq", "km", "vm"), 0)},
                 }
             ),
-            "shares codes between layers",
+            "shares quantized values between layers",
         ),
     ],
 )
@@ -179,11 +179,11 @@ def test_a_packed_model_is_not_calibrated():
 @pytest.mark.parametrize(
     "fields, says",
     [
-        (dict(backbone="aqua"), "predicted itself"),
-        (dict(predictor="cubic"), "Unknown predictor"),
+        (dict(backbone="aqua"), "itself predicts from other layers"),
+        (dict(predictor="cubic"), "There is no predictor"),
         (dict(predicted="neither"), "must be 'both'"),
         (dict(fit_on="thin air"), "must be 'reconstructed'"),
-        (dict(ridge=-1.0), "not negative"),
+        (dict(ridge=-1.0), "must be from 0 to 1e6"),
         (dict(rank=0), "at least 1"),
     ],
 )
@@ -231,9 +231,9 @@ def damage(folder, how):
     "how, says",
     [
         ("missing", "holds no calibration: No such file"),
-        ("truncated", "cut off or altered"),
-        ("altered", "cut off or altered"),
-        ("no JSON", "is no JSON"),
+        ("truncated", "is truncated or was modified"),
+        ("altered", "is truncated or was modified"),
+        ("no JSON", "is not valid JSON"),
         ("another format", "format 99"),
         ("another scheme version", "version 99"),
         ("a list", "format None"),
@@ -334,7 +334,7 @@ def test_going_back_beyond_the_window_finds_the_decoded_tokens(calibrated):
         cache = DynamicCache(config=model.config)
         model(input_ids=tokens(1, 120), past_key_values=cache)
         before = [[x.clone() for x in (layer.keys, layer.values)] for layer in cache.layers]
-        with pytest.warns(UserWarning, match="beyond the full-precision window"):
+        with pytest.warns(UserWarning, match="beyond the residual window"):
             cache.crop(-50)
         for layer, pair in zip(cache.layers, before, strict=True):
             for now, then in zip((layer.keys, layer.values), pair, strict=True):
@@ -447,5 +447,5 @@ def test_tensors_of_a_datatype_are_checked():
     for wrong in (([points], values), ([points, ranges[:1]], values), ([points, ranges * float("nan")], values)):
         with pytest.raises(KVPassError, match="keys of layer 0"):
             dataclasses.replace(calibration, predictors={**calibration.predictors, 0: wrong})
-    with pytest.raises(KVPassError, match="has to be calibrated on the model first"):
+    with pytest.raises(KVPassError, match="must be calibrated on the model first"):
         kvpass.apply(model, "kvquant-calibrated")

@@ -69,7 +69,7 @@ def test_a_prompt_that_cannot_be_captured_names_a_scheme_that_works(broken):
     made = {"break": breaking, "branch": lambda model: by_values(model, True), "sizes": by_values}[broken]
     model = kvpass.apply(made(llama()), "kivi-pre", lowering="eager")
     cache = DynamicCache(config=model.config)
-    with pytest.raises(KVPassError, match=r"before rotary embedding.* cannot be: .*Use scheme='kivi'") as raised:
+    with pytest.raises(KVPassError, match=r"before rotary embedding.* capture failed: .*Use scheme='kivi'") as raised:
         call(model, 40, cache)
     assert raised.value.__cause__ is not None and not isinstance(raised.value.__cause__, KVPassError)
     assert cache.get_seq_length() == 0
@@ -116,7 +116,7 @@ def test_the_default_scheme_stays_once_it_has_worked():
 def test_queries_without_a_graph_and_without_sdpa_leave_other_schemes():
     """Which is found out by `apply`."""
     model = by_values(llama("eager"))
-    with pytest.raises(KVPassError, match=r"fitted to the queries of the prompt.*Use scheme='kivi'"):
+    with pytest.raises(KVPassError, match=r"fitted to the prompt's queries.*Use scheme='kivi'"):
         kvpass.apply(model, "squat", lowering="eager")
     kvpass.apply(model, "kivi", lowering="eager")
 
@@ -213,7 +213,7 @@ def test_a_step_in_pieces_counts_what_was_fused():
     report.graphs += graphs
     assert report.stepped(graphs, [1], lambda: "a break")
     assert report.fused == 2 and [bool(report.why_not_fused(layer)) for layer in report.layers] == [False, True, False]
-    assert "steps are not one graph: a break" in str(report) and "1 layers outside of any graph" in str(report)
+    assert "steps are not one graph: a break" in str(report) and "1 layers outside any graph" in str(report)
     assert not report.stepped(graphs, [1], lambda: pytest.fail("it is the same as before"))
 
 
@@ -242,5 +242,5 @@ def test_another_dtype_is_refused_in_the_same_words_by_every_scheme(scheme):
     model = kvpass.apply(llama(), scheme).to(torch.bfloat16)
     with pytest.raises(KVPassError) as raised:
         call(model, 40, DynamicCache(config=model.config))
-    assert str(raised.value).startswith("The model made keys or values in torch.bfloat16 on cpu")
-    assert str(raised.value).endswith("what was applied outside works within, too.")
+    assert str(raised.value).startswith("The model computed keys or values in torch.bfloat16 on cpu")
+    assert str(raised.value).endswith("the packed model then works inside it, too.")

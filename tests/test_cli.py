@@ -74,8 +74,8 @@ def test_texts_to_calibrate_on_are_long_enough(name):
 
 WRONG = [
     (["eval", "--schemes", "nonsense"], "Unknown scheme 'nonsense'"),
-    (["eval", "--schemes", "aqua"], "has to be calibrated"),
-    (["eval", "--schemes", ","], "names no scheme"),
+    (["eval", "--schemes", "aqua"], "must be calibrated"),
+    (["eval", "--schemes", ","], "--schemes is empty"),
     (["eval", "--text", "no-such-file"], "Cannot read the text 'no-such-file'"),
     (["eval", "--context", "100", "--score", "100"], "leaves no prompt"),
     (["eval", "--context", "100000", "--score", "10"], "exceed the model's context"),
@@ -83,7 +83,7 @@ WRONG = [
     (["recommend", "--bits", "0.5", "--schemes", "kivi,kivi-4"], "the smallest, kivi, takes"),
     (["needle", "--lengths", "40"], "leaves"),
     (["calibrate", "--scheme", "kivi"], "needs no calibration"),
-    (["calibrate", "--tokens", "10"], "make no sequence"),
+    (["calibrate", "--tokens", "10"], "is less than one sequence"),
     (["explain", "--scheme", "rtn+nonsense"], "Unknown policy"),
 ]
 
@@ -120,7 +120,7 @@ def test_recommend_takes_the_best_that_fits_and_says_why(capsys):
     code, out, _ = run(capsys, "recommend", "--bits", "3.5", "--schemes", "kivi-1,kivi,kivi-8,rtn", *sizes)
     assert code == 0 and 'kvpass.apply(model, scheme="kivi")' in out
     assert "It leads kivi-1 by" in out and "kivi-8" not in out
-    assert "rtn cannot be used here: group_size=64 does not divide head_dim=32" in out
+    assert "rtn cannot be used on this model: group_size=64 does not divide head_dim=32" in out
 
 
 def test_recommend_finds_the_best_of_many_whose_bits_are_fewer():
@@ -135,7 +135,7 @@ def test_recommend_finds_the_best_of_many_whose_bits_are_fewer():
 
 def test_recommend_says_if_nothing_can_be_used():
     model, ids = llama(), {"text": tokens(1, 120)}
-    with pytest.raises(KVPassError, match="No scheme can be used"):
+    with pytest.raises(KVPassError, match="No scheme works"):
         recommend(model, ids, 100, 9, schemes=["rtn"], progress=False)
 
 

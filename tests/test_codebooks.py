@@ -102,10 +102,10 @@ def test_an_unknown_grid_lists_the_known_ones():
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        (dict(bits=2, per="token", group_size=16), "codes of 4 bits for 2 channels"),
-        (dict(bits=4, per="channel", group_size=16), "groups per token"),
-        (dict(bits=4, per="token", group_size=15), "multiple of 2"),
-        (dict(bits=4, per="token", group_size=16, own_codes=0.0), "not shared"),
+        (dict(bits=2, per="token", group_size=16), "Grid 'd2n16' needs bits=4"),
+        (dict(bits=4, per="channel", group_size=16), "per='token'"),
+        (dict(bits=4, per="token", group_size=15), "multiple of 2; got"),
+        (dict(bits=4, per="token", group_size=16, own_codes=0.0), "cannot share"),
     ],
 )
 def test_impossible_grid_specs_are_refused(arguments, says):

@@ -163,7 +163,7 @@ def test_positions_that_leave_out_tokens_are_refused(make):
     kind, ids = make(), tokens(2, TOTAL)
     apply(kind, LOSSY, lowering="eager")
     kind.step(ids[:, :PROMPT], 0, None)
-    with pytest.raises(KVPassError, match=f"starts at {PROMPT + 1}, and the packed cache holds {PROMPT}"):
+    with pytest.raises(KVPassError, match=f"starts at {PROMPT + 1}, but the packed cache holds {PROMPT}"):
         kind.step(ids[:, :1], PROMPT + 1, None)
     with pytest.raises(KVPassError, match="cache is full"):
         kind.step(tokens(2, CAPACITY), PROMPT, None)
@@ -238,10 +238,10 @@ def test_what_cannot_be_packed_says_why():
     counting, unmasked = Counting().eval(), Unmasked().eval()
     unmasked.setup_caches(2, CAPACITY)
     for model, inputs, message in (
-        (counting, (ids,), "no argument says so"),
+        (counting, (ids,), "no argument gives them"),
         (unmasked, (ids, position), "not been written yet"),
         (ByIndex().model, (ids,), "do not fit IndexPutDecoder.forward"),
-        (ByIndex().model, (ids, position + CAPACITY), "failed on its example inputs"),
+        (ByIndex().model, (ids, position + CAPACITY), "failed on its example_inputs"),
         (nn.Linear(4, 4), (torch.ones(2, 4),), "No attention"),
     ):
         before = {name: tensor.clone() for name, tensor in model.named_buffers()}

@@ -408,11 +408,11 @@ class Histories(RuleBasedStateMachine):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             if refused:
-                with pytest.raises(KVPassError, match="have been evicted"):
+                with pytest.raises(KVPassError, match="tokens were evicted"):
                     member.cache.crop(-count)
                 return
             member.cache.crop(-count)
-        restored = any("decoded, not their exact" in str(warning.message) for warning in caught)
+        restored = any("dequantized values instead of exact ones" in str(warning.message) for warning in caught)
         assert not restored or count > ROLLBACK or member.length - count < member.kept_from
         member.restored |= restored
         member.plain.crop(-count)

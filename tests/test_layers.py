@@ -96,7 +96,7 @@ def test_groups_may_be_larger_and_another_layer_dominant():
 @pytest.mark.parametrize(
     "overrides, says",
     [
-        (dict(dominant=2), "dominant=2 is not in a group of 2"),
+        (dict(dominant=2), "dominant=2 is out of range for group_layers=2"),
         (dict(fit="lsq", eta_1=0.0, eta_2=0.0, dominant=1), "dominant=0"),
         (dict(weights=(0.5, 0.6)), "sum to 1"),
         (dict(weights=(0.5, 0.5), group_layers=3), "group_layers=2"),
@@ -114,7 +114,7 @@ def test_impossible_settings_are_refused_with_the_reason(overrides, says):
 
 def test_a_pair_cut_by_the_widths_is_refused_and_the_model_untouched():
     model = four_layers()
-    with pytest.raises(KVPassError, match="Layers 2 and 3 share key codes but are not stored alike"):
+    with pytest.raises(KVPassError, match="Layers 2 and 3 share key codes but are stored differently"):
         kvpass.apply(model, scheme=XQuantConfig(kq=3, vq=0, km=0, vm=4, depth=None))
     assert "forward" not in vars(model)
 

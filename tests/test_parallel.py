@@ -38,4 +38,4 @@ def test_two_processes_generate_what_one_does(tmp_path):
             "captured": "'kivi'",
             "calibrated": "in one process",
         }.items():
-            assert "shared out among 2 processes" in one[key] and instead in one[key], (key, one[key])
+            assert "sharded across 2 processes" in one[key] and instead in one[key], (key, one[key])

@@ -38,7 +38,7 @@ def test_pages_beyond_32_bits_are_where_their_handle_says():
 
 def test_a_copy_of_a_handle_is_refused():
     small = handle(torch.zeros(2, 3, 4, 8, 16))
-    with pytest.raises(KVPassError, match="copy of packed pages"):
+    with pytest.raises(KVPassError, match="a copy of the pages"):
         whole(small.clone(), 4)
 
 
@@ -56,7 +56,7 @@ def test_attention_finds_pools_by_their_handles_and_refuses_copies(lowering):
 
     expected = attend(lambda state: (state.codes, state.scale, state.zero_point))
     assert torch.equal(attend(lambda state: state.handles[:3]), expected)
-    with pytest.raises(KVPassError, match="copy of packed pages"):
+    with pytest.raises(KVPassError, match="a copy of the pages"):
         attend(lambda state: [small.clone() for small in state.handles[:3]])
 
 

@@ -94,7 +94,7 @@ def test_four_bit_weights_are_unpacked_as_they_were_packed(seed):
 
 @pytest.mark.parametrize("predictor", ["mlp-4", "quadratic", "linear-2"])
 def test_unknown_predictors_are_refused(predictor):
-    with pytest.raises(KVPassError, match="Unknown predictor"):
+    with pytest.raises(KVPassError, match="There is no predictor"):
         coded(2, "token", 16, 32, predictor=predictor)
 
 

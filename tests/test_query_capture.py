@@ -63,7 +63,7 @@ def test_a_call_without_its_queries_stores_nothing():
     prefilled(model)
     cache, ids = DynamicCache(config=model.config), tokens(1, 40)
     model.set_attn_implementation("eager")
-    with torch.no_grad(), pytest.raises(KVPassError, match="0 of 2 layers used SDPA"):
+    with torch.no_grad(), pytest.raises(KVPassError, match="0 of 2 layers called SDPA"):
         model(input_ids=ids, past_key_values=cache)
     model.set_attn_implementation("sdpa")
     with torch.no_grad():

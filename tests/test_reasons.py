@@ -99,35 +99,35 @@ REASONS = {
     "scores are read twice": (with_their_mean, "scores are used elsewhere .*aten.mean.dim"),
     "learned scale": (
         lambda q, k, v: (scores(q, k) * torch.ones(2, 1, 1)).softmax(-1) @ v,
-        "aten.mul.Tensor stands where scores are multiplied, scaled or masked",
+        "aten.mul.Tensor is applied where scores are multiplied, scaled or masked",
     ),
     "einsum": (
         lambda q, k, v: torch.einsum("bhsd,bhtd->bhst", q, k).softmax(-1) @ v,
-        "aten.einsum.default stands where scores are multiplied",
+        "aten.einsum.default is applied where scores are multiplied",
     ),
     "softmax over queries": (
         lambda q, k, v: scores(q, k).softmax(-2) @ v,
-        "softmax over another dim than the keys",
+        "softmax over a dim other than the keys",
     ),
     "no product behind": (
         lambda q, k, v: torch.einsum("bhst,bhtd->bhsd", scores(q, k).softmax(-1), v),
-        "softmax is followed by aten.einsum.default, not by a product with the values",
+        "softmax is followed by aten.einsum.default instead of a product with the values",
     ),
     "sinks that stay": (
         lambda q, k, v: with_sinks(q, k, torch.cat([v, v[:, :, :1]], 2), sinks(), slice(None)),
-        "the weights of the sinks are not cut off behind the softmax",
+        "the sink weights are not sliced off after the softmax",
     ),
     "sinks in front": (
         lambda q, k, v: with_sinks(q, k, v, sinks(), slice(1, None), behind=False),
-        "something else than one logit for each head is concatenated behind the scores",
+        "something other than one logit per head is concatenated after the scores",
     ),
     "two sinks": (
         lambda q, k, v: with_sinks(q, k, v, sinks().repeat(1, 1, 1, 2), slice(None, -2)),
-        "something else than one logit for each head",
+        "something other than one logit per head",
     ),
     "keys are permuted": (
         lambda q, k, v: (q @ k.permute(0, 1, 3, 2) * SCALE).softmax(-1) @ v,
-        "keys reach the product by aten.permute.default",
+        "keys enter the product through aten.permute.default",
     ),
     "bias before the softcap": (
         lambda q, k, v: (((scores(q, k) + k[:, :, :, 0][:, :, None]) / 30).tanh() * 30).softmax(-1) @ v,
@@ -139,11 +139,11 @@ REASONS = {
     ),
     "keys are turned over": (
         lambda q, k, v: scaled_dot_product_attention(q[..., :16], k.reshape(1, 2, -1, 16), v.repeat(1, 1, 2, 1)),
-        "keys or values are reshaped in a way that is not head repetition",
+        "keys or values are reshaped by something other than head repetition",
     ),
     "another token": (
         lambda q, k, v: scaled_dot_product_attention(q, *(torch.cat([x, x[:, :, :1], x[:, :, :1]], 2) for x in (k, v))),
-        "concatenated with something else than the present tokens",
+        "concatenated with something other than the new tokens",
     ),
     "keys of another sort": (
         lambda q, k, v: scaled_dot_product_attention(q + v.mean(), q * 2, q * 2),

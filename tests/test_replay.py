@@ -153,7 +153,7 @@ def test_what_is_captured_does_not_keep_a_cache_alive(monkeypatch):
 @pytest.mark.parametrize(
     "scheme, options, reason",
     [
-        ("kivi", dict(lowering="reference"), "takes the length from the host"),
+        ("kivi", dict(lowering="reference"), "reads the length on the host"),
         ("kivi+h2o", {}, "more than its own tokens"),
     ],
 )

@@ -243,7 +243,7 @@ def test_a_forward_that_breaks_is_refused_and_nothing_is_stored():
     model = kvpass.apply(llama(), scheme="kivi-pre", lowering="eager")
     cache = DynamicCache(config=model.config)
     model.model.layers[0].register_forward_hook(lambda *_: torch._dynamo.graph_break())
-    with pytest.raises(KVPassError, match=r"has to be captured.*Use scheme='kivi'"), torch.no_grad():
+    with pytest.raises(KVPassError, match=r"must be captured as a graph.*Use scheme='kivi'"), torch.no_grad():
         model(input_ids=tokens(1, 40), past_key_values=cache)
     assert cache.get_seq_length() == 0
 

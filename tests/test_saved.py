@@ -212,7 +212,7 @@ def test_what_a_model_computes_by_besides_its_weights_is_compared_and_named(what
     path = kvpass.save_cache(filled(decoder, 20), tmp_path / "cache")
     kvpass.load_cache(path, adapted())
     CHANGES[what](decoder if what.startswith(("config", "self_attn")) else model)
-    with pytest.raises(KVPassError, match=f"{re.escape(what)}.* here.*Set the adapter or the field"):
+    with pytest.raises(KVPassError, match=f"{re.escape(what)}.* here.*Restore that adapter or setting"):
         kvpass.load_cache(path, model)
 
 
@@ -223,7 +223,7 @@ def test_a_calibration_is_for_the_adapter_it_was_made_with():
     made = Calibration(QAQConfig(query_energy=[1.0, 2.0]), {}, described, {}, {})
     made.check(model.get_base_model(), layers)
     model.set_adapter("b")
-    with pytest.raises(KVPassError, match=r"This calibration is.*_active_adapter was \['a'\], and is \['b'\] here"):
+    with pytest.raises(KVPassError, match=r"This calibration was.*_active_adapter was \['a'\], but is \['b'\] here"):
         made.check(model.get_base_model(), layers)
 
 
@@ -253,15 +253,15 @@ def test_files_of_an_older_format_say_what_to_do(saved, tmp_path, monkeypatch):
         kvpass.load_cache(tmp_path / "old", saved[0])
 
 
-@pytest.mark.parametrize("what", ["cannot be read", "no safetensors", "no packed cache", "altered"])
+@pytest.mark.parametrize("what", ["cannot be read", "not a safetensors file", "no packed cache", "modified"])
 def test_files_that_are_no_cache_are_refused(what, saved, tmp_path):
     model, path, _ = saved
     file = tmp_path / "file"
-    if what == "no safetensors":
+    if what == "not a safetensors file":
         file.write_bytes(path.read_bytes()[:-100])
     elif what == "no packed cache":
         save_file({"x": torch.zeros(3)}, file)
-    elif what == "altered":
+    elif what == "modified":
         save_file({"x": torch.zeros(3)}, file, {"kvpass": "[]"})
     with pytest.raises(KVPassError, match=what):
         kvpass.load_cache(file, model)
@@ -278,7 +278,7 @@ def test_what_cannot_be_saved_says_so_and_leaves_the_file_there_was(saved, tmp_p
         kvpass.save_cache(cache, path)
     cache = filled(model, 20)
     cache.layers[1].whole = False
-    with pytest.raises(KVPassError, match="not whole"):
+    with pytest.raises(KVPassError, match="inconsistent"):
         kvpass.save_cache(cache, path)
     monkeypatch.setattr("kvpass.runtime.saved.save_file", lambda tensors, file, _: (Path(file).touch(), 1 / 0))
     with pytest.raises(ZeroDivisionError):

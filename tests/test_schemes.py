@@ -44,8 +44,8 @@ def test_the_shipped_names_are_available_and_plan_every_layer():
     for name in schemes.available():
         plan = schemes.get(name).plan(geometry())
         quantizer = plan.key.quantizer
-        coded = quantizer.grid or ("bits on average, by channel" if quantizer.allocation else str(quantizer.bits))
-        coded = "bits shared out" if quantizer.shares else coded
+        coded = quantizer.grid or ("bits on average, per channel" if quantizer.allocation else str(quantizer.bits))
+        coded = "calibrated bit widths" if quantizer.shares else coded
         assert isinstance(plan, LayerPlan) and coded in str(plan)
         plan.key.check(64), plan.value.check(64)
 
@@ -106,18 +106,18 @@ def test_a_dict_of_another_version_is_refused_as_such(data):
     [
         ("kivi", dict(bits=5), r"bits=5.*\[1, 2, 3, 4, 8\]"),
         ("kivi", dict(group_size=24), "residual=32 must be a multiple of group_size=24"),
-        ("kivi", dict(residual=0), "residual=0 must be an integer, at least 1"),
-        ("kivi", dict(residual=-32), "residual=-32 must be an integer, at least 1"),
+        ("kivi", dict(residual=0), "residual=0 must be an integer of at least 1"),
+        ("kivi", dict(residual=-32), "residual=-32 must be an integer of at least 1"),
         ("kivi", dict(residual=100), "residual=100 must be a multiple of group_size=32"),
         ("kivi", dict(group_size=0), "group_size=0"),
         ("kivi", dict(group_size=-32), "group_size=-32"),
         ("kivi", dict(group_size=1, residual=1), "page_size=1.*multiple of 4"),
         ("kivi", dict(sinks=-1), "sinks=-1"),
         ("kivi", dict(bit=4), r"no field \['bit'\].*bits.*group_size"),
-        ("squat", dict(rank=0), "rank=0 must be an integer, at least 1"),
+        ("squat", dict(rank=0), "rank=0 must be an integer of at least 1"),
         ("squat", dict(rank=-3), "rank=-3"),
-        ("squat", dict(strength=-1.0), "not negative.*-1"),
-        ("squat", dict(lam=-1e-3), "not negative"),
+        ("squat", dict(strength=-1.0), "from 0 to .*not -1"),
+        ("squat", dict(lam=-1e-3), "must be a finite number from 0"),
         ("squat", dict(lam=float("nan")), "finite.*nan"),
         ("squat", dict(strength=float("inf")), "finite.*inf"),
         ("squat", dict(block_size=0), "block_size=0"),

@@ -89,7 +89,7 @@ def test_a_cache_in_use_is_refused_and_goes_on():
     def second():
         assert inside.wait(60)
         try:
-            with pytest.raises(KVPassError, match="running already"):
+            with pytest.raises(KVPassError, match="Another thread is using this cache"):
                 model(input_ids=ids, past_key_values=cache)
         finally:
             leave.set()

@@ -82,7 +82,7 @@ def test_the_summary_counts_nodes_and_says_what_each_stage_took(folder):
     feed(captured(), 40)
     (graph,) = folder.iterdir()
     first, second, *rows = read(graph, "summary.txt").splitlines()
-    assert "(interpreted): 2 attentions fused, 0 reads decoded, 2 keys rotated" in first and "4 caches" in second
+    assert "(interpreted): 2 attentions fused, 0 reads dequantized, 2 keys rotated" in first and "4 caches" in second
     times = [row.split() for row in rows[2:7]]
     assert [row[0] for row in times] == STAGES and len(times[0]) == 2  # how long Dynamo took is not known
     assert all(float(ms.replace(",", "")) > 0 for _, _, ms in times[1:])
@@ -106,7 +106,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_done(monk
     (tmp_path / "file").touch()
     monkeypatch.setenv(trace.VARIABLE, str(tmp_path / "file" / "trace"))
     model = llama()
-    with pytest.raises(KVPassError, match=r"KVPASS_TRACE: nothing can be written to .*file/trace \(Not a directory\)"):
+    with pytest.raises(KVPassError, match=r"KVPASS_TRACE: cannot write to .*file/trace \(Not a directory\)"):
         kvpass.apply(model, "kivi")
     assert "forward" not in vars(model) and not hasattr(model, "_kvpass")
 
@@ -125,7 +125,7 @@ def test_explain_keeps_the_stages_of_graphs_to_come():
     model = captured()
     feed(model, 40)
     report = kvpass.explain(model, graphs=True)
-    assert str(report).count("captured before they were asked for") == 1
+    assert str(report).count("captured before you asked for them") == 1
     feed(model, 40, 1)
     prompt, step = report.graphs
     assert not prompt.stages and [stage.name for stage in step.stages] == STAGES

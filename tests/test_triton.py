@@ -221,7 +221,7 @@ def test_attend_to_boosted_channels(bits, share, page, group, pre_rope, queries,
 
 def test_boosted_channels_of_pages_too_small_for_products_are_decoded():
     specs = coded(2, "channel", 32, 32, codec="boosted", share=0.25), coded(2, "token", 16, 32, 32)
-    with pytest.raises(KVPassError, match="pages of 16 tokens for each plane"):
+    with pytest.raises(KVPassError, match="need 16 tokens per page for each bit plane"):
         OPS.attend(*attend_arguments(specs, 100), "triton")
 
 
@@ -307,7 +307,7 @@ def test_attend_neither_reads_spare_capacity_nor_writes_the_state():
 def test_a_pool_without_room_for_the_length_is_an_error():
     arguments = attend_arguments(KIVI, 300)
     arguments[1][0] = arguments[1][0][:, :, :3].contiguous()
-    with pytest.raises(KVPassError, match="room for 3 of 9 packed pages"):
+    with pytest.raises(KVPassError, match="room for 3 of 9 pages"):
         OPS.attend(*arguments, "triton")
 
 
@@ -579,7 +579,7 @@ def test_a_configuration_that_was_tuned_is_kept_and_launched_with(tables, monkey
         assert_attends_as_the_reference(arguments)
     assert_attends_as_the_reference(arguments)
     assert launched == [best, ships, best]
-    file.write_text("no table")
+    file.write_text("not a valid table")
     tuned.table.cache_clear()
     with pytest.raises(KVPassError, match="delete it, or tune again"):
         tuned.configured(case, device)

@@ -75,7 +75,11 @@ def test_attend_refuses_what_it_does_not_serve_and_says_why(spec):
 
 @pytest.mark.parametrize(
     "changed, reason",
-    [(dict(queries=0), "1 to 16 query tokens"), (dict(head_dim=512), "256 channels"), (dict(device="xpu"), "CUDA")],
+    [
+        (dict(queries=0), "1 to 16 query tokens"),
+        (dict(head_dim=512), "head_dim must be from 16 to 256"),
+        (dict(device="xpu"), "CUDA"),
+    ],
     ids=str,
 )
 def test_attend_refuses_sites_it_does_not_serve(changed, reason):

@@ -183,9 +183,9 @@ UNIFORM = coded(2, "token", 32, 32, sinks=4), coded(2, "token", 32, 32, sinks=4,
     [
         ((plan(64).key, UNIFORM[1]), "keys and values must both"),
         ((UNIFORM[0], plan(64).value), "keys and values must both"),
-        ((plan(64).key, plan(64, **ALIKE).value), "ranks of their keys"),
-        ((recoded(plan(64).key, page_frame=False, pre_rope=True), plan(64).value), "no query's"),
-        ((coded(2, "token", 32, 32, page_frame=True, sinks=4), UNIFORM[1]), "all channels of one width"),
+        ((plan(64).key, plan(64, **ALIKE).value), "same per-token bit widths as their keys"),
+        ((recoded(plan(64).key, page_frame=False, pre_rope=True), plan(64).value), "queries cannot be projected"),
+        ((coded(2, "token", 32, 32, page_frame=True, sinks=4), UNIFORM[1]), "one bit width for all channels"),
     ],
     ids=["keys alone", "values alone", "ranks", "no frame", "frame"],
 )

@@ -153,7 +153,7 @@ PACKED = [
     (speech_to_text, 4, ""),
     (nllb_moe, 4, ""),
     (moonshine, 4, ""),
-    (t5gemma, 3, "attention sees 32 tokens at most"),
+    (t5gemma, 3, "the layer keeps at most 32 tokens"),
     (llama_vision, 2, "attends to images or sound only"),
 ]
 
@@ -204,8 +204,8 @@ def blip2():
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (minimax, "makes a cache class of its own, MiniMaxCache.*use this model without kvpass"),
-        (dory, "adds 1 layers to its cache while it runs.*use this model without kvpass"),
+        (minimax, "creates its own cache class, MiniMaxCache.*use this model without kvpass"),
+        (dory, "adds 1 layers to its cache during a forward.*use this model without kvpass"),
         (blip2, r"kvpass.apply\(model.language_model\), a OPTForCausalLM"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -231,9 +231,9 @@ LATENT = DeepseekV3Config(kv_lora_rank=32)
 @pytest.mark.parametrize(
     ("layer", "config", "says", "not_that"),
     [
-        (filled("DynamicSlidingWindowLayer", 32), DECODER, "sees 32 tokens at most.*sliding_window=None", "cannot"),
-        (filled("DynamicSlidingWindowLayer", 32), LATENT, "sees 32 tokens at most", "sliding_window=None"),
-        (filled("LinearAttentionAndFullAttentionLayer"), DECODER, "state beside its keys and values", "bounded"),
+        (filled("DynamicSlidingWindowLayer", 32), DECODER, "keeps at most 32 tokens.*sliding_window=None", "cannot"),
+        (filled("DynamicSlidingWindowLayer", 32), LATENT, "keeps at most 32 tokens", "sliding_window=None"),
+        (filled("LinearAttentionAndFullAttentionLayer"), DECODER, "state besides its keys and values", "bounded"),
         (filled("DynamicIndexedLayer"), DECODER, "sparse attention.*indexer", "full attention"),
         (filled("DynamicLayer", key_width=24), DECODER, "2 heads of 24 channels and 2 heads of 16", "MLA"),
         (filled("DynamicLayer", key_width=32, value_width=8), LATENT, r"\(MLA\).*32 latent.* 8 rotary", "heads of"),

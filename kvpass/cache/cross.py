@@ -24,8 +24,8 @@ class CrossLayer(PackedLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         if self.context is None or self.tokens:
             raise KVPassError(
-                "A packed cross-attention cache is written once, by the first forward of the model kvpass was applied "
-                "to: pass a fresh cache, or cache.reset(), for other inputs of the encoder."
+                "A packed cross-attention cache is written once, by the first forward. For other encoder inputs pass "
+                "a fresh cache, or call cache.reset() first."
             )
         batch, _, tokens, _ = key_states.shape
         if self.batch != batch:  # a reset cache may be used at another batch size
@@ -63,9 +63,9 @@ def running(layers: Sequence[CacheLayerMixin], self_attention: PackedLayer) -> I
             layer.refuse_unless_whole()
             if (layer.tokens, layer.edits) != (tokens, self_attention.edits) or forgotten:
                 raise KVPassError(
-                    "The cross-attention layers of this cache differ from one another, or hold what an encoder gave "
-                    "for a text that those of self-attention have forgotten: writing, reordering or resetting it "
-                    "failed or was interrupted midway. Start again with a fresh cache, or cache.reset()."
+                    "The cross-attention layers of this cache are inconsistent with each other or with the "
+                    "self-attention layers: writing, reordering or resetting them failed or was interrupted. Pass a "
+                    "fresh cache, or call cache.reset()."
                 )
         context = ForwardContext(carry(tokens, packed[0].geometry.device))
         if tokens > 1:
@@ -83,11 +83,11 @@ def cross_plan(plan: LayerPlan) -> LayerPlan | str:
     """``plan``, if cross-attention can be stored by it, or why not."""
     why = None
     if plan.evicts or plan.adaptive:
-        why = "this scheme chooses among tokens as they come, and those of an encoder come all at once"
+        why = "this scheme selects tokens as they arrive, and an encoder's tokens arrive all at once"
     elif plan.needs_queries or plan.needs_importance:
-        why = "this scheme is fitted to queries, and what an encoder gave is stored before there are any"
+        why = "this scheme is fitted to queries, and the encoder's output is stored before there are any"
     elif plan.looks_at_previous or plan.key_source is not None or plan.value_source is not None:
-        why = "this scheme looks at other layers, which it does for self-attention only"
+        why = "this scheme reads other layers, which works for self-attention only"
     elif plan.key.transform.keeps_tables:
-        why = "it has no rotary embedding that could be undone"
-    return plan if why is None else f"cross-attention: {why}. To pack it use another scheme, such as 'kivi'"
+        why = "it has no rotary embedding to undo"
+    return plan if why is None else f"cross-attention: {why}. To pack it, use another scheme, such as 'kivi'"

@@ -22,7 +22,7 @@ from .refusals import READ_BACK, TWICE, refuse_number_of_tokens, refuse_place, r
 from .state import KVState, ModelTensors, SharedTensors, Storage
 from .tensor import PackedKV
 
-_UNCAPTURED = "its layers ran outside of any graph"
+_UNCAPTURED = "its layers ran outside any captured graph"
 
 
 class PackedLayer(CacheLayerMixin):
@@ -137,8 +137,8 @@ class PackedLayer(CacheLayerMixin):
         """Raise `KVPassError` while something changes this layer, or if that failed halfway."""
         if not self.whole:
             raise KVPassError(
-                "This cache is not whole: a call over it failed or was interrupted, and could not be taken back. Start "
-                "again with a fresh cache, or cache.reset()."
+                "This cache is inconsistent: a forward failed or was interrupted and could not be rolled back. Pass a "
+                "fresh cache, or call cache.reset()."
             )
 
     @contextmanager
@@ -270,14 +270,14 @@ class PackedLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise KVPassError(
-            "A packed cache layer is initialized by the first forward over it: call model(...) or model.generate(...)."
+            "A packed cache layer is initialized by its first forward: call model(...) or model.generate(...)."
         )
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         if self.context is None:
             raise KVPassError(
-                "A packed cache was updated outside of the forward kvpass was applied to. Call model(...) or "
-                "model.generate(...), not a submodule, or pass a cache of its own to the submodule."
+                "A packed cache was updated outside the model that kvpass was applied to. Call model(...) or "
+                "model.generate(...) instead of a submodule, or pass the submodule a cache of its own."
             )
         self._refuse_other_tokens(key_states)
         capture, length = self.context.query_capture, self.context.length
@@ -409,13 +409,13 @@ class PackedLayer(CacheLayerMixin):
         least = self.plan.key.retention.sinks + (self.plan.key.retention.budget or 0)
         if self.seen > self.tokens and new < least:
             raise KVPassError(
-                f"crop({tokens_to_remove}): tokens have been evicted, and only the last {self.tokens - least} of those "
-                "that are left are in the order they came in."
+                f"crop({tokens_to_remove}): tokens were evicted, and only the last {self.tokens - least} remaining "
+                "tokens are still in order. Crop fewer tokens."
             )
         if not all(state.lossless_crop(new) for state in self.states()):
             warnings.warn(
-                f"crop from {self.tokens} to {new} tokens goes back beyond the full-precision window: some tokens of "
-                "the window are now their decoded, not their exact, values.",
+                f"crop from {self.tokens} to {new} tokens goes back beyond the residual window, which now holds some "
+                "dequantized values instead of exact ones. Crop fewer tokens to avoid this.",
                 stacklevel=3,
             )
         with self._changing():
@@ -445,8 +445,8 @@ class PackedLayer(CacheLayerMixin):
 
     def offload(self) -> None:
         raise KVPassError(
-            "A packed cache stays on its device and is not offloaded. To free it, kvpass.save_cache(cache, path), "
-            "and later kvpass.load_cache(path, model)."
+            "A packed cache stays on its device and cannot be offloaded. To free the memory, call "
+            "kvpass.save_cache(cache, path), and later kvpass.load_cache(path, model)."
         )
 
     prefetch = offload

@@ -45,7 +45,7 @@ class QueryCapture(TorchFunctionMode):
         """Raise `KVPassError` if a layer was not followed by an SDPA that reads it."""
         if self.served != self.expected:
             raise KVPassError(
-                f"This scheme is fitted to the queries of SDPA, and {self.served} of {self.expected} layers used SDPA "
-                "in this call. output_attentions=True and another attn_implementation change that: call it as before, "
-                "or kvpass.remove(model) and apply again, maybe with another scheme, such as 'kivi'."
+                f"This scheme is fitted to the queries of SDPA, but only {self.served} of {self.expected} layers "
+                "called SDPA. output_attentions=True or another attn_implementation causes this: call the model as "
+                "before, or kvpass.remove(model) and apply again, if need be with another scheme, such as 'kivi'."
             )

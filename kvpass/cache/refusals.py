@@ -12,12 +12,12 @@ from torch import Tensor
 from ..errors import KVPassError, NotCapturedError
 
 TWICE = (
-    "The model stored keys in the same cache layer twice in one forward, as a decoder that runs twice does. A packed "
-    "cache takes one update a layer and forward. Use kvpass.remove(model); this model is not supported."
+    "The model updated the same cache layer twice in one forward, as a looped decoder does. A packed cache takes one "
+    "update per layer and forward. Call kvpass.remove(model); this model is not supported."
 )
 READ_BACK = (
-    "The model reads the keys or values of a cache layer in the forward that has just stored some there. A packed "
-    "layer no longer has them in full precision. Use kvpass.remove(model); this model is not supported."
+    "The model reads the keys or values of a cache layer in the same forward that stored new ones there. A packed "
+    "layer no longer has them in full precision. Call kvpass.remove(model); this model is not supported."
 )
 
 
@@ -26,9 +26,9 @@ def stored(getter: Callable[[Any], Any]) -> Any:
 
     def refuse(*_: object) -> None:
         raise KVPassError(
-            f"{getter.__name__} of a packed cache layer cannot be assigned or deleted: keys and values are stored as "
-            "codes. Change the cache with crop, reorder_cache, batch_select_indices, batch_repeat_interleave or reset, "
-            "or kvpass.remove(model) and use a plain cache."
+            f"{getter.__name__} of a packed cache layer cannot be assigned or deleted: keys and values are stored "
+            "quantized. Change the cache with crop, reorder_cache, batch_select_indices, batch_repeat_interleave or "
+            "reset, or call kvpass.remove(model) and use a plain cache."
         )
 
     return property(getter, refuse, refuse, getter.__doc__)
@@ -42,7 +42,7 @@ def removed_tokens(given: Any) -> int:
     except TypeError:
         number = None
     if number is None or number > 0:
-        raise KVPassError(f"crop({given!r}): pass the negative number of tokens to remove, or 0.")
+        raise KVPassError(f"crop({given!r}): pass minus the number of tokens to remove, or 0.")
     return number
 
 
@@ -55,12 +55,13 @@ def selected_rows(choose: Callable[[Tensor], Tensor], batch: int, device: torch.
         raise
     except (IndexError, TypeError, ValueError, RuntimeError) as error:
         raise KVPassError(
-            f"These are no rows of a cache of {batch} sequences ({error}). Pass a 1-D tensor of integers from 0 to "
-            f"{batch - 1}, or to batch_repeat_interleave an integer from 1 up."
+            f"These rows do not select from a cache with batch size {batch} ({error}). Pass a 1-D integer tensor with "
+            f"values from 0 to {batch - 1}; batch_repeat_interleave also takes an integer of at least 1."
         ) from error
     if rows.ndim != 1 or not len(rows):
         raise KVPassError(
-            f"Rows of shape {list(rows.shape)} are no batch: select at least one of {batch} sequences by a 1-D tensor."
+            f"Rows of shape {list(rows.shape)} do not select a batch: pass a 1-D tensor with at least one of the "
+            f"{batch} row indices."
         )
     return rows
 
@@ -68,14 +69,14 @@ def selected_rows(choose: Callable[[Tensor], Tensor], batch: int, device: torch.
 @torch.compiler.assume_constant_result  # raised as it is, also while a graph is captured
 def refuse_number_of_tokens() -> NoReturn:
     raise NotCapturedError(
-        "the model stores another number of tokens than it is given, as it does if it puts image tokens in front"
+        "the model stores a different number of tokens than it is given, for example because it prepends image tokens"
     )
 
 
 @torch.compiler.assume_constant_result
 def refuse_place(found: torch.dtype, on: torch.device, dtype: torch.dtype, device: torch.device) -> NoReturn:
     raise KVPassError(
-        f"The model made keys or values in {found} on {on}; kvpass was applied when they were {dtype} on {device}. "
-        "kvpass.remove(model) and apply again after changing the dtype or the device, and outside of torch.autocast: "
-        "what was applied outside works within, too."
+        f"The model computed keys or values in {found} on {on}, but kvpass was applied when they were {dtype} on "
+        f"{device}. After changing the dtype or the device, call kvpass.remove(model) and apply again. Call apply "
+        "outside torch.autocast: the packed model then works inside it, too."
     )

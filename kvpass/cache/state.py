@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .per_cache import RotaryState
 
 _MIN_PAGES = 4
-_ALONE = "What is stored depends on the attention that tokens are paid: a cache knows it, one state does not."
+_ALONE = "What this scheme stores depends on attention scores: a cache keeps them, a single state does not."
 GROWTH = 32  # pools grow by 1/32: at most 3 % of slack, each byte copied at most 32 times over a cache's life
 
 
@@ -69,7 +69,7 @@ class Storage:
         own = self.contents(n)
         described = [{name: (t.shape, t.dtype) for name, t in part.items()} for part in (own, contents)]
         if described[0] != described[1]:
-            raise KVPassError(f"{n} tokens take {described[0]} here, and there are {described[1]}.")
+            raise KVPassError(f"Stored tensors do not match: {n} tokens need {described[0]}, got {described[1]}.")
         for name, tensor in own.items():
             tensor.copy_(contents[name])
 
@@ -189,7 +189,7 @@ class KVState(Storage):
         spec.check(head_dim)
         names, shared = of_model(spec), SharedTensors(shared or ())
         if len(names) != len(shared):
-            raise KVPassError(f"A calibration gives this codec {list(names)}, and {len(shared)} tensors were given.")
+            raise KVPassError(f"This codec takes {len(names)} calibrated tensors, {list(names)}; got {len(shared)}.")
         pages = max(_MIN_PAGES, retention.pages(tokens))
 
         def zeros(*shape, dtype):

@@ -47,15 +47,15 @@ def _fresh_layers(cache: Cache, plans: Plans) -> list[Any]:
         if type(old) not in (DynamicLayer, StaticLayer):
             found = "missing" if old is None else type(old).__name__
             raise KVPassError(
-                f"Layer {index} of the cache is {found}, where kvpass planned for a full-attention layer: pass a "
-                "fresh DynamicCache(config=model.config), or none. assistant_early_exit is not supported: use "
+                f"Layer {index} of the cache is {found}, but kvpass planned for a full-attention layer: pass a fresh "
+                "DynamicCache(config=model.config), or no cache. assistant_early_exit is not supported: use "
                 "assistant_model."
             )
         if old.is_initialized and int(old.get_seq_length()):
             raise KVPassError(
                 f"The cache already holds {int(old.get_seq_length())} full-precision tokens. kvpass packs a cache from "
-                "its first token on: pass a fresh cache, or run the prompt again. Prefix tuning, which fills caches, "
-                "is not supported."
+                "its first token on: pass a fresh cache, or run the prompt again. Prefix tuning, which pre-fills "
+                "caches, is not supported."
             )
     return layers
 
@@ -116,9 +116,9 @@ def connect(layers: dict[int, PackedLayer], predictors: dict[int, tuple[SharedTe
 
 
 def nbytes(cache: Cache) -> int:
-    """Bytes of every tensor reachable from ``cache``: codes, scales, zero points, windows, sinks, compensation matrices
-    and slack, and full-precision layers as they are. Storage shared by several tensors is counted once. What a
-    calibration gave the model for all its caches (`kvpass.codec.shares`) is counted with the model, not here."""
+    """Bytes of every tensor reachable from ``cache``: quantized values, scales, zero points, windows, sinks,
+    compensation matrices and slack, and layers in full precision. Storage shared by several tensors counts once.
+    Calibrated tensors that all caches of a model share (`kvpass.codec.shares`) count towards the model, not here."""
     storages, seen, stack = {}, set(), [cache]
     of_model: set[int] = set()
     while stack:
@@ -152,7 +152,8 @@ def num_values(cache: Cache) -> int:
 
 
 def bits_per_value(cache: Cache) -> float:
-    """`nbytes` in bits, over the K and V values of the tokens seen. Raises `KVPassError` for an empty cache."""
+    """`nbytes` in bits, divided by the number of key and value elements of all tokens seen, evicted ones included.
+    Raises `KVPassError` for an empty cache."""
     values = num_values(cache)
     if not values:
         raise KVPassError("The cache is empty: run the model first.")

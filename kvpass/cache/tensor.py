@@ -1,4 +1,4 @@
-"""`PackedKV`: packed codes that look like the float tensor they stand for."""
+"""`PackedKV`: quantized keys or values behind the interface of a float tensor."""
 
 import torch
 from torch import Tensor
@@ -11,14 +11,16 @@ from .state import KVState
 
 
 def _written_by(func) -> KVPassError:
-    return KVPassError(f"{func} writes to a PackedKV. It is written with append(); decode() gives a copy to work on.")
+    return KVPassError(
+        f"{func} writes to a PackedKV, which only append() can do. decode() returns a dequantized copy to work on."
+    )
 
 
 class PackedKV(TorchAOBaseTensor):
     """A ``[B, H_kv, n, D]`` tensor stored as packed pages and a full-precision window.
 
-    Any read decodes; ``append`` stores tokens; in-place writes by other ops are refused. It shares storage with the
-    `KVState` it was made from and sees its first ``num_tokens`` tokens.
+    Any read dequantizes it, ``append`` stores tokens, and other in-place writes raise `KVPassError`. It shares storage
+    with the `KVState` it was made from and shows its first ``num_tokens`` tokens.
     """
 
     tensor_data_names: list[str] = []  # of an instance: those of `codec.kept`
@@ -59,9 +61,11 @@ class PackedKV(TorchAOBaseTensor):
         if x.ndim != 4 or not x.is_floating_point():
             raise KVPassError(f"Expected a float [B, H_kv, n, D] tensor, got {x.dtype} of shape {tuple(x.shape)}.")
         if x.device.type == "cpu" and not torch.isfinite(x).all():
-            raise NonFiniteError("The tensor holds NaN or infinity, which has no code.")
+            raise NonFiniteError("The tensor holds NaN or infinity, which cannot be quantized.")
         if spec.transform.predictor:
-            raise KVPassError("What a predictor left over is no tensor of its own: it needs the layer below.")
+            raise KVPassError(
+                "A predictor's residual is not a tensor of its own: dequantizing it needs the layer below."
+            )
         batch, heads, tokens, head_dim = x.shape
         state = KVState.allocate(spec, batch, heads, head_dim, x.dtype, x.device, tokens)
         state.append(x, 0, q)
@@ -73,14 +77,14 @@ class PackedKV(TorchAOBaseTensor):
         return KVState(parse(self.spec), self._kept)
 
     def append(self, x: Tensor) -> "PackedKV":
-        """This tensor with ``x`` ``[B, H_kv, S, D]`` behind it. Storage is shared where it did not have to grow, so the
-        tensor appended to must not be appended to again."""
+        """This tensor followed by ``x`` ``[B, H_kv, S, D]``. The result shares storage unless it had to grow, so do not
+        append to the original tensor again."""
         state = self.state
         state.append(x, self.num_tokens)
         return PackedKV.view(state, self.num_tokens + x.shape[2])
 
     def decode(self) -> Tensor:
-        """The plain float tensor."""
+        """The dequantized float tensor, ``[B, H_kv, n, D]``."""
         return self.state.decode(self.num_tokens)
 
     def nbytes_packed(self) -> int:

@@ -70,7 +70,7 @@ def collect(
                     x = x.to(params_dtype(x.dtype))
                     if not torch.isfinite(x).all():
                         raise NonFiniteError(
-                            f"Layer {index} makes {role}s that are not finite in {x.dtype}: load the model in bfloat16."
+                            f"Layer {index} computes non-finite {role}s in {x.dtype}: load the model in bfloat16."
                         )
                     tensors[f"{index}.{role}"] = x.cpu().contiguous()
             partial = file.with_suffix(".partial")

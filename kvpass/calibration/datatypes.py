@@ -87,7 +87,7 @@ def rope_between(before: Tensor, after: Tensor, cos: Tensor, sin: Tensor) -> str
         turned = rotate(before, cos, sin, rope)
         if (turned - after).norm() < 0.05 * after.norm():
             return rope
-    raise KVPassError("How keys are turned by rotary embedding was not recognised: calibrate with rope='post'.")
+    raise KVPassError("kvpass did not recognize the rotary embedding of this model's keys: calibrate with rope='post'.")
 
 
 def fit_datatypes(

@@ -64,25 +64,25 @@ def calibrate(
     work: str | Path | None = None,
     progress: bool = True,
 ) -> Calibration:
-    """Fit the predictors (AQUA-KV) or datatypes (KVQuant) of ``scheme`` to ``model``, share out its bits
-    ("waterfill-static", which "waterfill" stands for here, and "waterfill-hybrid"), or measure its queries (QAQ); the
-    model is left as it was found.
+    """Calibrate ``scheme`` on ``model``: fit predictors (AQUA-KV) or datatypes (KVQuant), choose bit widths
+    ("waterfill-static", which "waterfill" stands for here, and "waterfill-hybrid"), or measure queries (QAQ). The model
+    is not changed.
 
-    The model runs over the data once. Predictors are then fitted layer by layer to sums over all tokens, so that memory
-    does not depend on how many there are; keys and values wait on disk, ``4 * H_kv * D`` bytes a token and layer.
-    Datatypes take the gradients of the loss, which wait there, too, and the keys or values of one layer at a time.
+    The model runs over the data once. Predictors are then fitted layer by layer to sums over all tokens, so memory use
+    does not depend on their number. Keys and values are stored on disk, ``4 * H_kv * D`` bytes per token and layer.
+    Datatypes also need the gradients of the loss, stored there too, and the keys or values of one layer at a time.
 
-    data: token ids, ``[N, S]``, or a list of ``[S]`` or ``[1, S]``, of the kind the model will see; at least 2
-        sequences: every eighth one measures what the predictors explain of text they were not fitted to. Some ten
-        thousand tokens are enough for a small model.
-    scheme: one that takes calibration: AQUA-KV and "kvquant-calibrated" need it, QAQ can do with the queries of each
-        prompt.
-    work: a folder that lets an interrupted calibration go on where it was, and one of another scheme start with the
-        same keys and values; they stay there. Default: a temporary one.
-    progress: show a bar where there is a terminal.
+    data: token ids, ``[N, S]``, or a list of ``[S]`` or ``[1, S]``, of text like the model's later input; at least 2
+        sequences. Every eighth one is held out to measure what predictors explain. Ten thousand tokens are enough for a
+        small model.
+    scheme: one that takes calibration. AQUA-KV and "kvquant-calibrated" require it; QAQ can also use the queries of
+        each prompt.
+    work: a folder to resume an interrupted calibration from, and to reuse its keys and values for another scheme; they
+        stay there. Default: a temporary folder.
+    progress: show a progress bar if there is a terminal.
 
-    Raises `KVPassError` for schemes that need no calibration, too little data, a model that is packed already, or
-    one whose weights are shared out among processes.
+    Raises `KVPassError` for schemes that need no calibration, too little data, a model that is already packed, or
+    one whose weights are sharded across processes.
     """
     config = schemes.get(scheme)
     if isinstance(config, WaterfillConfig):
@@ -91,11 +91,11 @@ def calibrate(
         raise KVPassError(f"{config.name!r} needs no calibration: kvpass.apply(model, scheme={config.name!r}).")
     if is_applied(model):
         raise KVPassError("kvpass is applied to this model: call kvpass.remove(model) first.")
-    refuse_sharded(model, "each has some of the heads", "calibrate in one process")
+    refuse_sharded(model, "each process has only some of the heads", "calibrate in one process")
     layers = probe(model)
     if has_encoder(model):
         raise KVPassError(
-            "Calibration is for decoders without an encoder: use a scheme that needs none, such as 'kivi'."
+            "Calibration does not support encoder-decoders: use a scheme that needs none, such as 'kivi'."
         )
     described, sequences = describe(model, layers), _sequences(data, config, model)
     if isinstance(config, QAQConfig):
@@ -139,13 +139,15 @@ def _sequences(
     device = next(model.parameters()).device
     sequences = [torch.as_tensor(ids).view(1, -1).to(device) for ids in data]
     if any(ids.is_floating_point() for ids in sequences):
-        raise KVPassError("Calibration takes token ids, not floats: tokenizer(text, return_tensors='pt').input_ids.")
+        raise KVPassError(
+            "Calibration takes integer token ids, not floats: tokenizer(text, return_tensors='pt').input_ids."
+        )
     shortest = config.sinks + 2 * config.key_retention().page_size
     if isinstance(config, CalibratedWaterfillConfig):  # what costs something is seen from behind the window
         shortest += config.key_retention().window
     if len(sequences) < 2 or any(ids.shape[1] < shortest for ids in sequences):
         raise KVPassError(
-            f"Calibration needs at least 2 sequences of at least {shortest} tokens, and got lengths "
+            f"Calibration needs at least 2 sequences of at least {shortest} tokens; got lengths "
             f"{[ids.shape[1] for ids in sequences]}."
         )
     return sequences

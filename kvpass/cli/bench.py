@@ -9,14 +9,14 @@ from ..eval import texts
 from ..eval.speed import measure, sharing_weights
 from .shared import FULL, SCHEMES, TEXT, at_least, chosen_schemes, numbers, say, stage
 
-HELP = "Time decode steps of schemes against full precision, in turn within one process."
+HELP = "Time decode steps of schemes and full precision, interleaved in one process."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``kvpass bench``."""
     parser.add_argument("--schemes", default="kivi", help=SCHEMES)
     parser.add_argument("--lengths", type=numbers, default="512,2048", metavar="N,...", help="tokens in the cache")
-    parser.add_argument("--rounds", type=at_least(1), default=20, metavar="N", help="steps of each; default 20")
+    parser.add_argument("--rounds", type=at_least(1), default=20, metavar="N", help="steps per scheme; default 20")
     parser.add_argument("--text", default="prose", help=TEXT)
 
 
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> None:
         name: model if scheme is None else api.apply(sharing_weights(model), scheme) for name, scheme in chosen.items()
     }
     for length in args.lengths:
-        with stage(f"{length} tokens (each scheme compiles its step at first)"):
+        with stage(f"{length} tokens (each scheme first compiles its step)"):
             speeds = measure(variants, ids, length, args.rounds)
         full = speeds[FULL]
         print(f"\n{'cache, ' + str(length) + ' tokens':<26}{'ms':>10}{'tokens/s':>10}{'time':>8}{'bytes':>15}{'':>8}")

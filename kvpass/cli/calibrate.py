@@ -15,7 +15,7 @@ from ..eval import texts
 from ..schemes import AquaKVConfig, CalibratedWaterfillConfig, WaterfillConfig
 from .shared import TEXTS, at_least, names, say, stage
 
-HELP = "Fit a scheme to a model: predictors of AQUA-KV, datatypes of KVQuant, query energies of QAQ, bits of waterfill."
+HELP = "Calibrate a scheme on a model: AQUA-KV predictors, KVQuant datatypes, QAQ query energies, waterfill bit widths."
 _TOKENS, _LENGTH, _SKIP = 12288, 1024, 4096
 _SHARED_TOKENS, _SHARED_LENGTH = 3072, 768  # of texts that are read backwards, too
 
@@ -24,22 +24,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``kvpass calibrate``."""
     fitted = ", ".join(name for name in schemes.available() if schemes.get(name).takes_calibration)
     parser.add_argument("--scheme", default="aqua", help=f"one of {fitted}")
-    parser.add_argument(
-        "--out", metavar="FOLDER", help="where the result goes; default kvpass- and the name of the scheme"
-    )
+    parser.add_argument("--out", metavar="FOLDER", help="folder for the result; default kvpass-SCHEME")
     own = ",".join(texts.to_calibrate())
     parser.add_argument("--text", help=f"{TEXTS}; default prose,code, and for waterfill {own}")
     parser.add_argument(
         "--tokens", type=at_least(1), metavar="N",
-        help=f"tokens of each text; default {_TOKENS}, and for waterfill {_SHARED_TOKENS}, from all over the text",
+        help=f"tokens per text; default {_TOKENS}, and for waterfill {_SHARED_TOKENS} from all parts of the text",
     )  # fmt: skip
     parser.add_argument(
         "--length", type=at_least(1), metavar="N",
-        help=f"tokens of a sequence; default {_LENGTH}, and for waterfill {_SHARED_LENGTH}",
+        help=f"tokens per sequence; default {_LENGTH}, and for waterfill {_SHARED_LENGTH}",
     )  # fmt: skip
     parser.add_argument(
         "--skip", type=at_least(0), metavar="N",
-        help=f"first tokens left out, which demo and eval use; default {_SKIP}, and for waterfill 0",
+        help=f"skip the first N tokens, which demo and eval use; default {_SKIP}, and for waterfill 0",
     )  # fmt: skip
 
 
@@ -48,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
     config = schemes.get(args.scheme)
     out = Path(args.out or f"kvpass-{args.scheme}").expanduser()
     if not config.takes_calibration:
-        raise KVPassError(f"{args.scheme!r} needs no calibration: use it as it is.")
+        raise KVPassError(f"{args.scheme!r} needs no calibration: apply it directly.")
     shared = isinstance(config, (CalibratedWaterfillConfig, WaterfillConfig))
     sources = names(args.text or ("prose,code" if not shared else ",".join(texts.to_calibrate())))
     tokens = args.tokens or (_SHARED_TOKENS if shared else _TOKENS)
@@ -56,7 +54,9 @@ def run(args: argparse.Namespace) -> None:
     skip = (0 if shared else _SKIP) if args.skip is None else args.skip
     count = tokens // length
     if not count:
-        raise KVPassError(f"--tokens {tokens} make no sequence of --length {length}.")
+        raise KVPassError(
+            f"--tokens {tokens} is less than one sequence of --length {length}: raise --tokens or lower --length."
+        )
     model, tokenizer = models.load(args.model, say=say)
     data: list[Tensor] = []
     for source in sources:
@@ -84,6 +84,6 @@ def sequences(
         return list(ids.view(count, length))
     ids = torch.tensor(tokenizer(texts.read(source), verbose=False)["input_ids"])[skip:]
     if len(ids) < count * length:
-        raise KVPassError(f"The text {source!r} has {len(ids)} tokens, and {count * length} are needed: ask for fewer.")
+        raise KVPassError(f"The text {source!r} has {len(ids)} tokens, but {count * length} are needed: ask for fewer.")
     starts = [i * (len(ids) - length) // max(1, count - 1) for i in range(count)]
     return [ids[start : start + length] for start in starts]

@@ -48,14 +48,14 @@ def run(args: argparse.Namespace) -> None:
     model, tokenizer = models.load(args.model, say=say)
     ids = texts.tokens(tokenizer, args.text, args.context).to(model.device)
     prompt = ids[:, :split]
-    with stage(f"Full-precision logits of {args.score} tokens that follow {split} of {args.text!r}"):
+    with stage(f"Full-precision logits of the {args.score} tokens after the first {split} of {args.text!r}"):
         reference = quality.reference_logits(model, ids, split)
     rows = []
     print(f"prompt, {split} tokens, ends:  ...{tokenizer.decode(prompt[0, -60:])!r}\n", flush=True)
     for name, scheme in chosen.items():
         compiles = "" if scheme is None else " (its first step compiles: half a minute the first time)"
         reading = f"{name}: reading the prompt, generating{compiles}"
-        feeding = f"{name}: feeding it the real text, token by token"
+        feeding = f"{name}: scoring the real continuation, token by token"
         with quality.packed(model, scheme):
             with stage(reading), _Bar("generating", args.new_tokens, scheme is not None) as bar:
                 generate: Any = model.generate
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> None:
         print(f"[{name}] generated:\n{text.strip()}\n", flush=True)
     print(aligned(rows, [*memory_columns(model.dtype), *QUALITY, *SPEED]))
     print(
-        f"\nbytes: everything the cache keeps after {ids.shape[1]} tokens. mean KL (nats) and top-1: against full "
-        f"precision,\nover {args.score} tokens of the text that really follows. tokens/s: median decode step, batch 1, "
-        f"{torch.get_num_threads()} CPU threads, {model.device}."
+        f"\nbytes: everything the cache keeps after {ids.shape[1]} tokens. mean KL (nats) and top-1: compared with "
+        f"full precision,\nover {args.score} tokens of the text's real continuation. tokens/s: median decode step, "
+        f"batch 1, {torch.get_num_threads()} CPU threads, {model.device}."
     )

@@ -21,7 +21,7 @@ from .shared import (
     stage,
 )
 
-HELP = "Measure the quality of schemes on a model and texts, and the bits they take."
+HELP = "Measure the quality and the size of schemes on a model and texts."
 DEFAULT = "higgs,kivi,kivi-sinks,squat,kivi-3,kivi-4"
 
 
@@ -31,17 +31,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", default="prose,code", help=TEXTS)
     add_tokens(parser)
     parser.add_argument(
-        "--lengths", type=numbers, default="8192,32768,131072", metavar="N,...", help="also give the bits at these"
+        "--lengths",
+        type=numbers,
+        default="8192,32768,131072",
+        metavar="N,...",
+        help="also report the bits at these cache lengths",
     )
     parser.add_argument(
         "--token-by-token",
         action="store_true",
-        help="decode every scored token by itself; without, schemes that can be are scored in one forward",
+        help="score every token in its own decode step; by default, schemes that allow it are scored in one forward",
     )
     parser.add_argument("--markdown", action="store_true", help="print the tables in Markdown")
-    parser.add_argument("--json", type=out_file, metavar="FILE", help="write everything, each token's divergence too")
-    parser.add_argument("--csv", type=out_file, metavar="FILE", help="write one line for each text and scheme")
-    parser.add_argument("--plot", type=out_file, metavar="FILE", help="draw KL against bits: .svg or .png")
+    parser.add_argument(
+        "--json", type=out_file, metavar="FILE", help="write all results, including the divergence of each token"
+    )
+    parser.add_argument("--csv", type=out_file, metavar="FILE", help="write one row per text and scheme")
+    parser.add_argument("--plot", type=out_file, metavar="FILE", help="plot KL against bits: .svg or .png")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -73,5 +79,5 @@ def show(results: Mapping[str, Sequence[Quality]], bits: Bits, *, in_markdown: b
         columns = [*bits_columns(bits), *QUALITY, *(SPEED if any(row.step_seconds for row in rows) else [])]
         print(f"\n{source}\n\n{(markdown if in_markdown else aligned)(rows, columns)}\n")
         if ranking := pairs([row for row in rows if row.scheme != FULL]):
-            print("mean KL in pairs of the same tokens (2 or more is hardly chance):")
+            print("mean KL, paired by token (2 or more standard errors are unlikely to be chance):")
             print("\n".join(f"- {line}" for line in ranking), flush=True)

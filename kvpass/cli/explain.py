@@ -11,14 +11,14 @@ from ..eval.quality import packed
 from ..models.arguments import handing
 from .shared import SCHEMES, say, scheme, stage
 
-HELP = "Say for each layer whether a scheme packs it and fuses its attention, or why not."
+HELP = "Show for each layer whether a scheme packs its cache and fuses its attention, or why not."
 _PROMPT = 64  # tokens
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``kvpass explain``."""
-    parser.add_argument("--scheme", help=f"default: that of kvpass.apply; one of: {SCHEMES}")
-    parser.add_argument("--strict", action="store_true", help="fail if an attention is not fused")
+    parser.add_argument("--scheme", help=f"default: the default of kvpass.apply; one of: {SCHEMES}")
+    parser.add_argument("--strict", action="store_true", help="fail if any attention is not fused")
 
 
 @torch.no_grad()

@@ -24,8 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", default="prose", help=f"filler: {TEXT}")
     parser.add_argument("--lengths", type=numbers, default="512,1024,2048", metavar="N,...", help="tokens of the text")
     parser.add_argument("--depths", type=_depths, default="0,0.5,1", metavar="X,...", help="0: beginning, 1: end")
-    parser.add_argument("--repeats", type=at_least(1), default=2, metavar="N", help="other numbers at each place")
-    parser.add_argument("--json", type=out_file, metavar="FILE", help="write every answer")
+    parser.add_argument(
+        "--repeats", type=at_least(1), default=2, metavar="N", help="hide different numbers at each place"
+    )
+    parser.add_argument("--json", type=out_file, metavar="FILE", help="write all answers")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -34,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
     model, tokenizer = models.load(args.model, say=say)
     filler = texts.tokens(tokenizer, args.text, max(args.lengths))
     asked = len(args.lengths) * len(args.depths) * args.repeats
-    with stage(f"{asked} questions to {', '.join(chosen)}"):
+    with stage(f"{asked} questions for {', '.join(chosen)}"):
         results = retrieve(model, tokenizer, filler, chosen, args.lengths, args.depths, repeats=args.repeats)
     places = [(length, depth) for length in args.lengths for depth in args.depths]
     print("cache".ljust(24) + "".join(f"{f'{length} at {depth:g}':>13}" for length, depth in places) + f"{'all':>8}")

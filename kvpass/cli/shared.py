@@ -20,7 +20,7 @@ from ..schemes.calibrated import load_calibration
 TEXT = f"{', '.join(texts.available())}, a UTF-8 file, or hub:dataset[:config[:split]]"
 TEXTS = f"comma-separated: {', '.join(texts.available())}, UTF-8 files, hub:dataset[:config[:split]]"
 SCHEMES = (
-    "comma-separated folders that `kvpass calibrate` wrote, names with a policy (kivi+h2o), and names of "
+    "comma-separated: folders written by `kvpass calibrate`, names with a retention policy (kivi+h2o), or any of "
     + ", ".join(name for name in schemes.available() if not schemes.get(name).needs_calibration)
 )
 
@@ -48,7 +48,7 @@ def chosen_schemes(text: str) -> dict[str, Scheme]:
     """Name -> scheme of a comma-separated list of schemes and folders of calibrations; all of them are looked up before
     any work is done. Full precision comes first."""
     if not names(text):
-        raise KVPassError(f"--schemes names no scheme; there are {', '.join(schemes.available())}.")
+        raise KVPassError(f"--schemes is empty; choose from {', '.join(schemes.available())}.")
     return {FULL: None, **{name: scheme(name) for name in names(text)}}
 
 
@@ -59,8 +59,8 @@ def scheme(name: str) -> Scheme:
     config = schemes.get(name)
     if config.needs_calibration:
         raise KVPassError(
-            f"{name!r} has to be calibrated on the model first: python -m kvpass calibrate --scheme {name} "
-            "--out FOLDER, then give FOLDER as the scheme."
+            f"{name!r} must be calibrated on the model first: run python -m kvpass calibrate --scheme {name} --out "
+            "FOLDER, then pass FOLDER as the scheme."
         )
     return config
 
@@ -69,7 +69,7 @@ def add_tokens(parser: argparse.ArgumentParser, context: int = 2048, score: int 
     """``--context`` and ``--score``, with these defaults."""
     together = f"tokens of prompt and scored text together; default {context}"
     parser.add_argument("--context", type=at_least(2), default=context, metavar="N", help=together)
-    last = f"the last N of them are scored; default {score}"
+    last = f"how many tokens at the end are scored; default {score}"
     parser.add_argument("--score", type=at_least(1), default=score, metavar="N", help=last)
 
 
@@ -77,7 +77,8 @@ def prompt_tokens(context: int, score: int) -> int:
     """Tokens ahead of the scored ones. Raises `KVPassError` if there is none."""
     if score >= context:
         raise KVPassError(
-            f"--score {score} leaves no prompt in --context {context}: the context is the prompt and the scored tokens."
+            f"--score {score} leaves no prompt in --context {context}, which counts the prompt and the scored tokens: "
+            "raise --context or lower --score."
         )
     return context - score
 
@@ -85,7 +86,7 @@ def prompt_tokens(context: int, score: int) -> int:
 def read_texts(tokenizer: PreTrainedTokenizerBase, sources: str, count: int, device) -> dict[str, Tensor]:
     """The first ``count`` tokens of each text of a comma-separated list."""
     if not names(sources):
-        raise KVPassError(f"--text names no text; there are {', '.join(texts.available())}, and any file.")
+        raise KVPassError(f"--text is empty; choose from {', '.join(texts.available())}, or pass a file.")
     return {source: texts.tokens(tokenizer, source, count).to(device) for source in names(sources)}
 
 
@@ -107,7 +108,7 @@ def at_least(least: float, kind: Callable = int) -> Callable[[str], float]:
             value = None
         if value is None or not least <= value < float("inf"):
             raise argparse.ArgumentTypeError(
-                f"{text!r} is not {'a whole' if kind is int else 'a'} number from {least} on"
+                f"{text!r} is not {'an integer' if kind is int else 'a number'} of at least {least}"
             )
         return value
 
@@ -118,5 +119,5 @@ def numbers(text: str) -> Sequence[int]:
     """The type of an argument that is a list of numbers of at least 1."""
     found = [int(at_least(1)(part)) for part in names(text)]
     if not found:
-        raise argparse.ArgumentTypeError("no number is given")
+        raise argparse.ArgumentTypeError("pass at least one number")
     return found

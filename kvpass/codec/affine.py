@@ -119,5 +119,5 @@ def check_finite(*parameters: Tensor) -> None:
     if not all(torch.isfinite(one).all() for one in parameters):
         raise NonFiniteError(
             "NaN, infinity or a value beyond the 16-bit range of scales reached the KV quantizer. Check the model's "
-            "outputs with the full-precision cache; for values beyond 65504 load the model in bfloat16."
+            "outputs with a full-precision cache. If values exceed 65504, load the model in bfloat16."
         )

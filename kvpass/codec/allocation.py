@@ -46,7 +46,7 @@ SHIFTS = 8  # more than the bits of a code that are below a field
 def allocation_of(spec: CodecSpec) -> Allocation:
     """The `Allocation` of ``spec``. Raises `KVPassError` if it has none."""
     if spec.quantizer.allocation is None:
-        raise KVPassError("Widths by channel need an Allocation: Quantizer(..., allocation=Allocation(...)).")
+        raise KVPassError("Per-channel bit widths need an Allocation: Quantizer(..., allocation=Allocation(...)).")
     return spec.quantizer.allocation
 
 
@@ -337,8 +337,7 @@ def check_page_size(spec: CodecSpec, ranked: bool) -> None:
     multiple = smallest_page(min(FIELD_BITS)) * (RICH if ranked else 1)
     if spec.page_size % multiple:
         raise KVPassError(
-            f"page_size={spec.page_size} does not fill whole bytes of fields: use a residual that is a multiple of "
-            f"{multiple}."
+            f"page_size={spec.page_size} does not fill whole bytes: use a residual that is a multiple of {multiple}."
         )
 
 

@@ -98,15 +98,15 @@ def _shape(spec: CodecSpec, head_dim: int) -> tuple[int, int]:
 def _shape_of_deviations(spec: CodecSpec, head_dim: int) -> tuple[int, int]:
     if min(spec.page_size, head_dim) < _LEAST:
         raise KVPassError(
-            f"Pages of {spec.page_size} tokens and {head_dim} channels are balanced by deviations, which take {_LEAST} "
-            "values at least: use a scheme without, such as 'zipcache' or 'kivi'."
+            f"Balancing by deviations needs at least {_LEAST} values per page; page_size={spec.page_size} x "
+            f"head_dim={head_dim} are too few. Use a scheme without it, such as 'zipcache' or 'kivi'."
         )
     return _shape(spec, head_dim)
 
 
 def _check(spec: CodecSpec) -> None:
     if spec.quantizer.raw or spec.quantizer.grid or spec.quantizer.subspace is not None:
-        raise KVPassError("What is divided by a factor has uniform codes: no grid, floats or subspace.")
+        raise KVPassError("Balancing needs uniform quantization: no grid, raw floats or subspace.")
 
 
 CODECS["sinkhorn"] = _codec(sinkhorn, _shape_of_deviations)

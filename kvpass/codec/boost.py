@@ -56,11 +56,11 @@ def decode(
 def _check(spec: CodecSpec) -> None:
     quantizer, of = spec.quantizer, spec.transform
     if quantizer.per != "channel" or quantizer.grid or quantizer.subspace is not None or of.rotation is not None:
-        raise KVPassError(
-            "Channels are boosted where codes are uniform and per channel: no grid, subspace or rotation."
-        )
+        raise KVPassError("Boosted channels need uniform per-channel quantization: no grid, subspace or rotation.")
     if 2 * quantizer.bits not in UNIFORM:
-        raise KVPassError(f"bits={quantizer.bits}: boosted channels have twice as many, one of {list(UNIFORM)}.")
+        raise KVPassError(
+            f"bits={quantizer.bits}: boosted channels use twice as many bits, which must be one of {list(UNIFORM)}."
+        )
 
 
 CODECS["boosted"] = Codec(

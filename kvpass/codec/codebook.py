@@ -28,7 +28,7 @@ def names() -> list[str]:
 def grid(name: str, device: torch.device | None = None) -> Tensor:
     """The points of a grid, ``[n, d]`` float32. Raises `KVPassError` if there is none of that name."""
     if name not in _grids():
-        raise KVPassError(f"No grid {name!r}; there are {', '.join(names())}.")
+        raise KVPassError(f"There is no grid {name!r}; choose one of {', '.join(names())}.")
     return _grids()[name].to(device)
 
 

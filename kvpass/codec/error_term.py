@@ -41,7 +41,7 @@ def decode(*kept_and_spec: Any) -> Tensor:
 def _rank(spec: CodecSpec, head_dim: int) -> int:
     if spec.quantizer.rank > min(spec.page_size, head_dim):
         raise KVPassError(
-            f"rank={spec.quantizer.rank} is beyond that of pages of {spec.page_size} x {head_dim} values."
+            f"rank={spec.quantizer.rank} exceeds the rank of a page of {spec.page_size} x {head_dim} values."
         )
     return spec.quantizer.rank
 
@@ -49,7 +49,9 @@ def _rank(spec: CodecSpec, head_dim: int) -> int:
 def _check(spec: CodecSpec) -> None:
     quantizer = spec.quantizer
     if quantizer.raw or quantizer.grid or quantizer.subspace is not None or spec.transform.rotation is not None:
-        raise KVPassError("An error term is that of uniform codes: no grid, floats, subspace or rotation.")
+        raise KVPassError(
+            "A low-rank error term needs uniform quantization: no grid, raw floats, subspace or rotation."
+        )
 
 
 CODECS["error-term"] = Codec(

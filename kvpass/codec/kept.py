@@ -65,7 +65,7 @@ def codec_of(spec: CodecSpec) -> Codec:
     """The codec of ``spec``. Raises `KVPassError` if there is none of its name."""
     name = spec.quantizer.codec
     if name not in CODECS:
-        raise KVPassError(f"There is no codec {name!r} here; there are {sorted(CODECS)}.")
+        raise KVPassError(f"There is no codec {name!r}; choose one of {sorted(CODECS)}.")
     return CODECS[name]
 
 
@@ -198,5 +198,5 @@ def opened(tensors: Sequence[Tensor], spec: CodecSpec) -> Pack:
     """The `Pack` of ``tensors``, which are in the order of `of_state`."""
     count, pages, rest = _places(spec)
     if len(tensors) != count:
-        raise KVPassError(f"What is kept here is {', '.join(of_state(spec))}, and {len(tensors)} tensors were given.")
+        raise KVPassError(f"This codec stores {', '.join(of_state(spec))}; got {len(tensors)} tensors.")
     return Pack(tuple(tensors[:pages]), *rest((*tensors, None)))

@@ -47,7 +47,7 @@ def _check(dim: int, spec: CodecSpec) -> None:
     quantizer = spec.quantizer
     if quantizer.bits != 2 or quantizer.per != "token" or quantizer.group_size % dim:
         raise KVPassError(
-            f"The {quantizer.codec.upper()} lattice codes {dim} channels of a token in 2 bits each; this is "
+            f"The {quantizer.codec.upper()} lattice quantizes {dim} channels of a token at a time, at 2 bits each; got "
             f"bits={quantizer.bits}, per={quantizer.per!r}, group_size={quantizer.group_size}."
         )
 

@@ -20,7 +20,9 @@ def counts(spec: CodecSpec, head_dim: int) -> tuple[int, int]:
     """How many channels have ``bits``, and how many one more. Raises `KVPassError` if either has none."""
     more = int(spec.quantizer.share * head_dim + 1e-6)
     if not 0 < more < head_dim:
-        raise KVPassError(f"share={spec.quantizer.share} of {head_dim} channels leaves one of two widths without any.")
+        raise KVPassError(
+            f"share={spec.quantizer.share} of {head_dim} channels leaves one of the two bit widths without channels."
+        )
     return head_dim - more, more
 
 
@@ -65,9 +67,11 @@ def decode(codes: Tensor, scale: Tensor, wide: Tensor, wide_scale: Tensor, chann
 
 def _check(spec: CodecSpec) -> None:
     if spec.quantizer.grid != f"d1n{2**spec.bits}" or spec.bits > 3:
-        raise KVPassError("Two widths are those of grids of single values, of 1 to 3 bits, and one more.")
+        raise KVPassError("Mixed bit widths need a scalar grid of 1 to 3 bits: d1n2, d1n4 or d1n8.")
     if spec.page_size % smallest_page(spec.bits + 1):
-        raise KVPassError(f"page_size={spec.page_size}: codes of {spec.bits + 1} bits fill whole bytes in more tokens.")
+        raise KVPassError(
+            f"page_size={spec.page_size} does not fill whole bytes at {spec.bits + 1} bits: use larger pages."
+        )
 
 
 def _columns(spec: CodecSpec, head_dim: int, which: int) -> tuple[int, int]:

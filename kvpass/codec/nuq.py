@@ -77,9 +77,9 @@ def check(spec: CodecSpec) -> None:
     """Raise `KVPassError` for what is not coded under a datatype."""
     quantizer, rotation = spec.quantizer, spec.transform.rotation
     if quantizer.bits > 4 or quantizer.grid or quantizer.subspace is not None or rotation is not None:
-        raise KVPassError("A datatype is fitted for 1 to 4 bits, and values as they are: no grid or rotation.")
+        raise KVPassError("A fitted datatype has 1 to 4 bits and takes unrotated values: no grid or rotation.")
     if quantizer.fit != "minmax" or quantizer.eta:
-        raise KVPassError("A fitted datatype has the range of a group: fit='minmax', and eta=0.")
+        raise KVPassError("A fitted datatype uses the range of its group: fit='minmax' and eta=0.")
 
 
 CODECS["nuq"] = Codec(

@@ -23,7 +23,10 @@ def count(spec: CodecSpec, head_dim: int) -> int:
     """How many values of a page are kept exactly. Raises `KVPassError` for pages of more values than 16 bits count."""
     values = spec.page_size * head_dim
     if values > _ADDRESSES:
-        raise KVPassError(f"Pages of {spec.page_size} x {head_dim} values have more positions than 16 bits tell apart.")
+        raise KVPassError(
+            f"Pages of {spec.page_size} x {head_dim} values have too many positions for 16-bit indices: use smaller "
+            "pages."
+        )
     return math.ceil(spec.quantizer.share * values - 1e-9)
 
 

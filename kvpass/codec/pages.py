@@ -143,7 +143,7 @@ def _quantize_on_grid(x: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> tu
 
 def _encode_raw(pages: Tensor, spec: CodecSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     if pages.dtype.itemsize * 8 != spec.bits:
-        raise KVPassError(f"bits={spec.bits} stores floats of that width as they are, not {pages.dtype}.")
+        raise KVPassError(f"bits={spec.bits} stores {spec.bits}-bit floats unchanged; got {pages.dtype}.")
     codes = pages.contiguous().view(torch.uint8).view(*pages.shape[:-2], spec.rows, pages.shape[-1])
     none = pages.new_empty((*pages.shape[:-2], 0, pages.shape[-1]), dtype=dtype)
     return codes, none, none.clone()

@@ -40,16 +40,16 @@ def decode(codes: Tensor, scale: Tensor, zero_point: Tensor, spec: CodecSpec) ->
 
 def _even(spec: CodecSpec, head_dim: int) -> tuple[int, int]:
     if head_dim % 2:
-        raise KVPassError(f"head_dim={head_dim}: channels are taken in pairs.")
+        raise KVPassError(f"head_dim={head_dim} must be even: channels are quantized in pairs.")
     return spec.rows, head_dim
 
 
 def _check(spec: CodecSpec) -> None:
     quantizer, of = spec.quantizer, spec.transform
     if quantizer.per != "channel" or quantizer.raw or quantizer.grid or quantizer.subspace is not None:
-        raise KVPassError("Radii and angles have uniform codes per channel: no grid, floats or subspace.")
+        raise KVPassError("Radii and angles use uniform per-channel quantization: no grid, raw floats or subspace.")
     if of.rotation is not None:
-        raise KVPassError("Channels that are rotated by a Hadamard matrix are in no pairs: use rotation=None.")
+        raise KVPassError("Polar quantization pairs channels, which a Hadamard rotation would mix: use rotation=None.")
 
 
 CODECS["polar"] = Codec(

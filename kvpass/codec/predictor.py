@@ -29,7 +29,7 @@ GROUP = 64
 def parse_predictor(text: str) -> tuple[str, int]:
     """Kind and width of the weights: "linear-4" is a linear map with 4-bit weights. Raises `KVPassError`."""
     if text not in PREDICTORS:
-        raise KVPassError(f"Unknown predictor {text!r}; there are {', '.join(PREDICTORS)}.")
+        raise KVPassError(f"There is no predictor {text!r}; choose one of {', '.join(PREDICTORS)}.")
     return (text.removesuffix("-4"), 4) if text.endswith("-4") else (text, 16)
 
 

@@ -44,8 +44,8 @@ class Subspace:
         check_integers(self, rank=1, block_size=1)
         if not 0 <= self.weight <= _MOST_WEIGHT:
             raise KVPassError(
-                f"The subspace weight (strength or lam) must be a finite number, not negative, and at most "
-                f"{_MOST_WEIGHT:g}: {self.weight}."
+                f"The subspace weight (strength or lam) must be a finite number from 0 to {_MOST_WEIGHT:g}, not "
+                f"{self.weight}."
             )
 
 
@@ -75,15 +75,15 @@ class Adaptive:
         steps = [b - a for a, b in zip((0, *self.widths), self.widths, strict=False)]
         if not 1 <= len(self.widths) <= 4 or not set(steps) <= set(UNIFORM) or self.widths[-1] > 8:
             raise KVPassError(
-                f"widths={self.widths}: one to four widths up to 8 bits, each larger than the one before by one of "
-                f"{list(UNIFORM)}."
+                f"widths={self.widths} must be one to four bit widths up to 8. Each must exceed the previous one by "
+                f"one of {list(UNIFORM)}."
             )
         check_integers(self, rows=1)
         if not 0 <= self.outliers <= 1:
-            raise KVPassError(f"outliers={self.outliers}: a share of the values is in [0, 1].")
+            raise KVPassError(f"outliers={self.outliers} must be a fraction of the values, in [0, 1].")
         for name, value in (("sigma", self.sigma), ("query_energy", self.energy)):
             if value is not None and not 0 < value <= _MOST_WEIGHT:
-                raise KVPassError(f"{name}={value} must be above 0, and at most {_MOST_WEIGHT:g}.")
+                raise KVPassError(f"{name}={value} must be above 0 and at most {_MOST_WEIGHT:g}.")
 
     @property
     def fits_energy(self) -> bool:
@@ -118,15 +118,13 @@ class Allocation:
         for pairs, singles in self._shares:
             if pairs > PAIRS * SHARES or singles > SHARES:
                 raise KVPassError(
-                    f"pairs={pairs}, singles={singles}: {SHARES} channels share up to {PAIRS * SHARES} pairs of bits "
-                    f"and {SHARES} others."
+                    f"pairs={pairs}, singles={singles}: {SHARES} channels take at most {PAIRS * SHARES} pairs of bits "
+                    f"and {SHARES} single bits."
                 )
         if self.ranked and not self.rich_pairs:
-            raise KVPassError("rich_pairs=0: tokens with bits of their own share at least one pair of them.")
+            raise KVPassError("rich_pairs=0: per-token bit widths need at least one pair of bits.")
         if self.follows and not self.ranked:
-            raise KVPassError(
-                "follows=True is for pages some of whose tokens have more bits: rich_pairs, rich_singles."
-            )
+            raise KVPassError("follows=True needs per-token bit widths: set rich_pairs or rich_singles.")
 
     @property
     def ranked(self) -> bool:
@@ -188,7 +186,7 @@ class Shares:
         check_types(self)
         check_integers(self, block_size=1)
         if self.follows and not self.ranked:
-            raise KVPassError("follows=True is for pages some of whose tokens have more bits: ranked=True.")
+            raise KVPassError("follows=True needs per-token bit widths: set ranked=True.")
 
     @property
     def chooses(self) -> bool:
@@ -246,52 +244,54 @@ class Quantizer:
         check_types(self)
         check_integers(self, bits=1, group_size=1, rank=0)
         if not 0 <= self.share <= 1:
-            raise KVPassError(f"share={self.share}: a share of channels or values is in [0, 1].")
+            raise KVPassError(f"share={self.share} must be a fraction of channels or values, in [0, 1].")
         if not self.codec and (self.share or self.rank or self.chosen_by):
-            raise KVPassError("Only codecs of their own keep a share of values apart, or matrices beside codes.")
+            raise KVPassError("share, rank and chosen_by need a codec that uses them: set codec.")
         if self.grid:
             self._check_grid()
         elif self.allocation is not None:
             if (self.bits, self.codec) != (8, "allocated"):
-                raise KVPassError("Widths by channel are those of codec='allocated', at most bits=8.")
+                raise KVPassError("Per-channel bit widths need codec='allocated' and bits=8.")
         elif self.shares is not None:
             if (self.bits, self.codec) != (8, "shares"):
-                raise KVPassError("Bits that a calibration shares out are those of codec='shares', at most bits=8.")
+                raise KVPassError("Calibrated bit widths need codec='shares' and bits=8.")
         elif self.bits not in UNIFORM and not self.raw:
-            raise KVPassError(f"bits={self.bits}: packed widths are {list(UNIFORM)}.")
+            raise KVPassError(f"bits={self.bits} must be one of {list(UNIFORM)}.")
         if self.subspace is not None and self.per != "channel":
             raise KVPassError("Subspace compensation is defined for per-channel keys.")
         if not 0 <= self.eta < 0.5:
-            raise KVPassError(f"eta={self.eta}: the share cut off at each end of the range is in [0, 0.5).")
+            raise KVPassError(
+                f"eta={self.eta} must be in [0, 0.5): it is the fraction clipped at each end of the range."
+            )
         if self.fit == "lsq" and not self.grid and (self.eta or self.bits > 4):
             raise KVPassError(
-                "fit='lsq' finds the best range itself, for up to 4 bits: use eta=0 with it, or fit='minmax'."
+                "fit='lsq' finds the best range itself, at up to 4 bits: use eta=0 with it, or fit='minmax'."
             )
         if self.raw and (self.subspace or self.fit != "minmax" or self.eta):
-            raise KVPassError(f"bits={self.bits} stores floats as they are: there is nothing to fit.")
+            raise KVPassError(f"bits={self.bits} stores unquantized floats: there is nothing to fit.")
 
     def _check_grid(self) -> None:
         dim, bits = grid_shape(self.grid)
         if self.bits != bits or self.per != "token" or self.group_size % dim:
             raise KVPassError(
-                f"Grid {self.grid!r} takes codes of {bits} bits for {dim} channels, and groups per token of a multiple "
-                f"of {dim}; this is bits={self.bits}, per={self.per!r}, group_size={self.group_size}."
+                f"Grid {self.grid!r} needs bits={bits}, per='token' and a group_size that is a multiple of {dim}; got "
+                f"bits={self.bits}, per={self.per!r}, group_size={self.group_size}."
             )
         if self.eta:
-            raise KVPassError("Codes of a grid have no range to cut: use eta=0.")
+            raise KVPassError("A grid has no range to clip: use eta=0.")
 
     __hash__, __getstate__ = hash_once, fields_alone
 
     def __str__(self) -> str:
         codes = f"{self.bits} bit per {self.per} g{self.group_size}"
         if self.adaptive is not None:
-            codes = f"{self.adaptive.widths} bits by token, {self.adaptive.outliers:.1%} exact"
+            codes = f"{self.adaptive.widths} bits per token, {self.adaptive.outliers:.1%} exact"
         elif self.allocation is not None:
-            by = "by channel and token" if self.allocation.ranked else "by channel"
+            by = "per channel and token" if self.allocation.ranked else "per channel"
             return f"{self.allocation.bits:g} bits on average, {by}, blocks of {self.allocation.block_size}"
         elif self.shares is not None:
-            by = "by channel and token" if self.shares.ranked else "by channel"
-            return f"bits shared out by a calibration, {by}, blocks of {self.shares.block_size}"
+            by = "per channel and token" if self.shares.ranked else "per channel"
+            return f"calibrated bit widths, {by}, blocks of {self.shares.block_size}"
         elif self.raw:
             codes = f"{self.bits}-bit floats"
         elif self.grid:

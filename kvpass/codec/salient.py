@@ -27,8 +27,8 @@ def tokens_of(spec: CodecSpec) -> tuple[int, int]:
     salient = round(spec.quantizer.share * spec.page_size)
     counts, widths = (salient, spec.page_size - salient), (2 * spec.bits, spec.bits)
     if min(counts) <= 0 or any(n % smallest_page(bits) for n, bits in zip(counts, widths, strict=True)):
-        found = f"{counts[0]} tokens of {widths[0]} bits and {counts[1]} of {widths[1]}"
-        raise KVPassError(f"share={spec.quantizer.share}: {found} do not fill whole bytes, or are none.")
+        found = f"{counts[0]} tokens at {widths[0]} bits and {counts[1]} at {widths[1]}"
+        raise KVPassError(f"share={spec.quantizer.share}: {found} do not fill whole bytes, or one of the counts is 0.")
     return counts
 
 
@@ -93,9 +93,9 @@ def decode(*kept_and_spec: Any) -> Tensor:
 def _check(spec: CodecSpec) -> None:
     codes = spec.quantizer
     if codes.bits > 4 or codes.grid or codes.eta or codes.subspace or spec.transform.rotation is not None:
-        raise KVPassError("Tokens have two widths where codes are uniform, up to 4 bits: no grid, eta or rotation.")
+        raise KVPassError("Salient tokens need uniform quantization of at most 4 bits: no grid, eta or rotation.")
     if spec.transform.pre_rope or not codes.chosen_by:
-        raise KVPassError("Saliency is attention behind rotary embedding, by queries: rope='post', and chosen_by.")
+        raise KVPassError("Saliency is measured by queries after rotary embedding: set rope='post' and chosen_by.")
     tokens_of(spec)
 
 

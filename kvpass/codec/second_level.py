@@ -57,7 +57,7 @@ def _levels(spec: CodecSpec, head_dim: int) -> tuple[int, int]:
 def _check(spec: CodecSpec) -> None:
     quantizer = spec.quantizer
     if quantizer.raw or quantizer.grid or quantizer.eta:
-        raise KVPassError("Scales in 8 bits are those of uniform codes, assigned under them: no grid, floats or eta.")
+        raise KVPassError("8-bit scales need uniform quantization: no grid, raw floats or eta.")
 
 
 CODECS["second-level"] = Codec(

@@ -48,7 +48,7 @@ WIDEST = 2 * PAIRS + 1
 def shares_of(spec: CodecSpec) -> Shares:
     """The `Shares` of ``spec``. Raises `KVPassError` if it has none."""
     if spec.quantizer.shares is None:
-        raise KVPassError("Bits that a calibration shares out need Shares: Quantizer(..., shares=Shares(...)).")
+        raise KVPassError("Calibrated bit widths need Shares: Quantizer(..., shares=Shares(...)).")
     return spec.quantizer.shares
 
 
@@ -229,7 +229,7 @@ def water_fill(cost: Tensor, bits: int) -> Tensor:
     saved = -torch.tensor(DISTORTION[: WIDEST + 1], dtype=torch.float64).diff()
     each = (cost.double().flatten().unsqueeze(-1) * saved).flatten()
     if not 0 <= bits <= each.numel():
-        raise KVPassError(f"{cost.numel()} coordinates share up to {each.numel()} bits, not {bits}.")
+        raise KVPassError(f"{cost.numel()} coordinates take 0 to {each.numel()} bits, not {bits}.")
     taken = each.topk(bits).indices // WIDEST
     return torch.bincount(taken, minlength=cost.numel()).view(cost.shape).to(torch.uint8)
 

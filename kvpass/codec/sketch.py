@@ -44,7 +44,7 @@ def decode(codes: Tensor, scale: Tensor, zero_point: Tensor, signs: Tensor, norm
 
 def _check(spec: CodecSpec) -> None:
     if spec.page_size % smallest_page(1):
-        raise KVPassError(f"page_size={spec.page_size}: signs fill whole bytes in pages of a multiple of 8 tokens.")
+        raise KVPassError(f"page_size={spec.page_size} must be a multiple of 8, so that sign bits fill whole bytes.")
 
 
 CODECS["sketched"] = Codec(

@@ -43,11 +43,11 @@ class CodecSpec:
             )
         if quantizer.per == "channel" and page_size % quantizer.group_size:
             raise KVPassError(
-                f"group_size={quantizer.group_size} does not divide page_size={page_size}: K groups run along tokens, "
-                "so a page must hold whole groups. Choose a residual that is a multiple of the group size."
+                f"group_size={quantizer.group_size} does not divide page_size={page_size}: key groups run along "
+                "tokens, so a page must hold whole groups. Choose a residual that is a multiple of group_size."
             )
         if quantizer.raw and (self.transform.rotation is not None or self.own_codes != 1):
-            raise KVPassError(f"bits={self.bits} stores floats as they are: there is nothing to rotate or to share.")
+            raise KVPassError(f"bits={self.bits} stores unquantized floats: there is nothing to rotate or to share.")
         self._check_sharing()
         self._check_places()
         if quantizer.codec in CODECS:  # others may be registered later
@@ -55,29 +55,33 @@ class CodecSpec:
 
     def _check_sharing(self) -> None:
         if not 0 <= self.own_codes <= 1:
-            raise KVPassError(f"own_codes={self.own_codes}: the weight of a layer's own codes is in [0, 1].")
+            raise KVPassError(
+                f"own_codes={self.own_codes} must be in [0, 1]: it is the weight of a layer's own quantized values."
+            )
         if self.own_codes == 1:
             return
         if self.transform.subtracts:
-            raise KVPassError("Codes of what a predictor left over are not shared between layers.")
+            raise KVPassError("Layers cannot share the quantized residuals of a predictor.")
         if self.quantizer.grid:
-            raise KVPassError("Codes of a grid are not shared between layers.")
+            raise KVPassError("Layers cannot share the codes of a grid.")
         if self.retention.evicts:
-            raise KVPassError("Layers that share codes cannot evict: each layer's tokens would have to be the other's.")
+            raise KVPassError("Layers that share codes cannot evict: both would have to keep the same tokens.")
 
     def _check_places(self) -> None:
         codec, adaptive, evicts = self.quantizer.codec, self.quantizer.adaptive, self.retention.evicts
         if codec and (evicts or self.own_codes != 1 or adaptive is not None):
-            raise KVPassError(f"Only built-in codecs evict, share codes or choose widths, and {codec!r} is none.")
+            raise KVPassError(f"codec={codec!r} supports neither eviction nor shared codes nor per-token bit widths.")
         if self.transform.page_frame and (evicts or self.own_codes != 1 or self.retention.keep != "recent"):
-            raise KVPassError("With page_frame=True the tokens of a page are neighbours: none are evicted or left out.")
+            raise KVPassError(
+                "page_frame=True needs consecutive tokens in each page: none may be evicted, thinned out or shared."
+            )
         if adaptive is not None and (evicts or self.retention.keep != "recent" or self.transform.keeps_tables):
             raise KVPassError(
-                "Tokens with widths of their own are not evicted, thinned out or stored before rotary embedding: use a "
-                "plain window, and rope='post'."
+                "Per-token bit widths do not support eviction, log-sparse windows or keys before rotary embedding: "
+                "use a plain window, and rope='post'."
             )
         if evicts and not self.retention.shared and (self.transform.pre_rope or self.transform.predictor):
-            what = "Keys before rotary embedding share one table of positions"
+            what = "Keys stored before rotary embedding share one table of positions"
             what = "A layer is predicted from the same tokens of the layer below" if self.transform.predictor else what
             raise KVPassError(
                 f"{what}, so all heads and layers must keep the same tokens: use HeavyHitter(..., shared=True)."
@@ -88,7 +92,10 @@ class CodecSpec:
     def check(self, head_dim: int) -> None:
         """Raise `KVPassError` unless heads of ``head_dim`` channels can be stored."""
         if self.quantizer.adaptive is not None and (head_dim % 8 or self.page_size % 4):
-            raise KVPassError(f"Planes of bits need a head_dim of a multiple of 8 ({head_dim}), and pages of 4 tokens.")
+            raise KVPassError(
+                f"Per-token bit widths need a head_dim that is a multiple of 8 (not {head_dim}), and a page_size that "
+                "is a multiple of 4."
+            )
         self.quantizer.check(head_dim)
         if self.quantizer.codec in CODECS:
             for kept in CODECS[self.quantizer.codec].tensors.values():

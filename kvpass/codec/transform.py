@@ -33,14 +33,16 @@ class Transform:
     def __post_init__(self) -> None:
         check_types(self)
         if self.numbered and not self.page_frame:
-            raise KVPassError("numbered is how frames of pages are turned: page_frame=True.")
+            raise KVPassError("numbered describes page-relative RoPE: set page_frame=True.")
         if self.page_frame and (self.pre_rope or self.predictor or self.rotation is not None):
-            raise KVPassError("page_frame=True is for keys behind rotary embedding, neither predicted nor rotated.")
+            raise KVPassError(
+                "page_frame=True is for keys after rotary embedding that are neither predicted nor rotated."
+            )
         if self.predictor:
             parse_predictor(self.predictor)
         if self.predictor and self.center:
             raise KVPassError(
-                f"What a {self.predictor} predictor leaves over has next to no mean: use center=False with it."
+                f"The residual of a {self.predictor} predictor has almost no mean: use center=False with it."
             )
 
     __hash__, __getstate__ = hash_once, fields_alone
@@ -50,7 +52,7 @@ class Transform:
         done = {
             "before RoPE": self.pre_rope,
             "less its mean": self.center,
-            "in the frame of its page": self.page_frame,
+            "with page-relative RoPE": self.page_frame,
             f"less {self.predictor} prediction": self.predictor,
             "rotated": self.rotation is not None,
         }

@@ -135,8 +135,8 @@ def hoist(graph: Graph, writes: Sequence[Append]) -> set[Node]:
         for item in append.node.users:
             if any(user is not output and not _is_append(user) for user in item.users):
                 raise KVPassError(
-                    "A packed cache is read again after it was written in the same call, which is not compiled: use "
-                    "lowering='eager'."
+                    "The model reads a packed cache again after writing it in the same call, which cannot be "
+                    "compiled: use lowering='eager'."
                 )
         together: Any = append.node
         if append.stands_alone and all(writers[tensor] == 1 for tensor in append.state):

@@ -75,7 +75,7 @@ class Backend:
             if passed is not None:
                 return passed
             trace.restart()
-            repeats = "its layers come apart in the pass, or are not fused"
+            repeats = "the pass cannot separate its layers, or some are not fused"
         run = self._pass(gm, example_inputs, trace)
         trace.report.whole = repeats
         return run
@@ -103,13 +103,13 @@ class Backend:
         if stamp:
             report.repeats = repeats.count
         if report.decoded and not refused:
-            refused.append("a cache is read by what is neither SDPA nor a softmax between two matrix products")
+            refused.append("a cache is read by something other than SDPA or a softmax between two matrix products")
             why = dict.fromkeys(why, refused[0])
         report.unfused = why
         if self.strict and refused:
             raise NotFusedError(
-                f"strict=True: {max(report.decoded, len(refused))} cache reads not fused: "
-                f"{listed(refused)}. {ADVICE} Without strict=True they are decoded first."
+                f"strict=True: {max(report.decoded, len(refused))} cache reads not fused: {listed(refused)}. {ADVICE} "
+                "Without strict=True kvpass dequantizes them first."
             )
         report.lowerings = lower(module, self.lowering)
         report.on_host = [*on_host, *counted_on_host(module)] if self.device_lengths else None
@@ -153,10 +153,10 @@ def kvpass(gm: GraphModule, example_inputs, *, mode: str | None = None, options:
     options = dict(options or {})
     check_mode(mode)
     if unknown := set(options) - _OPTIONS:
-        raise KVPassError(f"Unknown options {sorted(unknown)} for backend 'kvpass'; there are {sorted(_OPTIONS)}.")
+        raise KVPassError(f"Unknown options {sorted(unknown)} for backend 'kvpass'; use {sorted(_OPTIONS)}.")
     if "scheme" in options:
         raise KVPassError(
-            "A backend cannot change what a cache holds: call kvpass.apply(model, scheme=...) once instead. The model "
-            "then packs its cache and compiles its own decode step, whatever it is compiled or called with."
+            "A backend cannot replace a cache: call kvpass.apply(model, scheme=...) once instead. The model then "
+            "packs its cache and compiles its own decode step, whatever backend you compile it with."
         )
     return Backend(**options, mode=mode)(gm, example_inputs)

@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import (
 
 from ..errors import KVPassError, NotCapturedError
 
-_DATA_DEPENDENT = "what it does depends on the values of a tensor"
+_DATA_DEPENDENT = "its control flow depends on the values of a tensor"
 _SYMBOLIC = GuardOnDataDependentSymNode, PendingUnbackedSymbolNotFound
 FAILURES = TorchDynamoException, ConstraintViolationError, *_SYMBOLIC
 """What torch raises where it cannot capture or compile a function."""
@@ -43,7 +43,7 @@ def _stance() -> str:
 def why_uncaptured(broken: Iterable[str]) -> str:
     """Why functions of the model ran uncompiled in a call in which graphs broke for the reasons ``broken``."""
     reasons = switched_off() or _stance() or "; ".join(dict.fromkeys(broken))
-    return reasons or 'torch does not say why: TORCH_LOGS="graph_breaks" may'
+    return reasons or 'torch gives no reason: set TORCH_LOGS="graph_breaks" to see more'
 
 
 class Breaks:

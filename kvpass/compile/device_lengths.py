@@ -27,7 +27,7 @@ def read_on_device(graph: Graph) -> list[str]:
     carriers = {tensor_argument(node, "length") for node in graph.nodes if node.target in _OPS}
     lengths = _Lengths(graph, carriers)
     found = [(reason, node.name) for node in list(graph.nodes) if (reason := lengths.read_by(node))]
-    found += [("padding is read by more than attention", node.name) for node in graph.nodes if _reads_padding(node)]
+    found += [("padding is read outside attention", node.name) for node in graph.nodes if _reads_padding(node)]
     names = {reason: [name for other, name in found if other == reason] for reason, _ in found}
     return [f"{reason}: {', '.join(some[:_NAMED])}{' ...' * (len(some) > _NAMED)}" for reason, some in names.items()]
 
@@ -58,7 +58,7 @@ class _Lengths:
         if not sizes:
             return ""
         done = self._range(node) if node.target in _RANGES else self._sum(node)
-        return "" if done else "the length is taken from the host"
+        return "" if done else "the length is read on the host"
 
     def _held_by(self, size: Node, device: torch.device) -> Node | None:
         """A tensor that holds ``size`` on ``device``, if that is a length and a number."""
@@ -114,13 +114,13 @@ def counted_on_host(gm: GraphModule) -> list[str]:
 
 def _counts(node: Node) -> str:
     if node.target in (DECODE, ROTATE):
-        return "a cache is decoded first"
+        return "a cache is dequantized first"
     if node.target is APPEND_ROTARY:
         return "tokens are evicted" if argument(node, "slots") is not None else ""
     given = arguments(node)
     if given["lowering"] != _READS_IT:
-        return f"{op_of(node)._schema.name} runs as {given['lowering']!r}, which takes the length from the host"
+        return f"{op_of(node)._schema.name} runs as {given['lowering']!r}, which reads the length on the host"
     if node.target is ATTEND:
-        return "what is stored depends on attention" if given["statistic"] else ""
+        return "what is stored depends on attention scores" if given["statistic"] else ""
     linked = any(given.get(name) is not None for name in _LINKED)
-    return "what layers store depends on each other, or on attention" if linked else ""
+    return "what layers store depends on each other or on attention scores" if linked else ""

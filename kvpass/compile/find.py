@@ -159,7 +159,7 @@ def _unpacked(node: Node) -> Source:
     while (behind := _behind(node)) is not None:
         node = behind
     if len(shape(node)) != 4:
-        raise NotUnderstood(f"keys or values of shape {shape(node)}; [B, H, T, D] is understood")
+        raise NotUnderstood(f"keys or values of shape {shape(node)} instead of [B, H, T, D]")
     return Source(None, node)
 
 
@@ -178,11 +178,11 @@ def _peeled(node: Node) -> Source:
             return Source(past, present)
         if past is not None and past.target is ROTATE and tensor_argument(past, "x").target is DECODE:
             return Source(tensor_argument(past, "x"), present, past)
-        raise NotUnderstood("keys or values are concatenated with something else than the present tokens")
+        raise NotUnderstood("keys or values are concatenated with something other than the new tokens")
     if not _reads_packed(node):
         raise NotUnderstood(f"keys or values come from {node.target}, not from a packed cache")
     if node.target is aten.reshape.default:
-        raise NotUnderstood("keys or values are reshaped in a way that is not head repetition")
+        raise NotUnderstood("keys or values are reshaped by something other than head repetition")
     raise NotUnderstood(f"{node.target} stands between the cache and the attention")
 
 
@@ -219,10 +219,10 @@ def _from_sdpa(node: Node, source: Callable[[Node], Source]) -> Attention:
     given = arguments(node)
     query, mask, causal, scale = (given[name] for name in ("query", "attn_mask", "is_causal", "scale"))
     if given["dropout_p"]:
-        raise NotUnderstood("attention with dropout: call model.eval(), or set the dropout of attention to 0")
+        raise NotUnderstood("attention with dropout: call model.eval(), or set attention dropout to 0")
     key, value = source(given["key"]), source(given["value"])
     if key.padded and (mask is None or causal):
-        raise NotUnderstood("keys have room behind them that no mask hides")
+        raise NotUnderstood("no mask hides the unused slots behind the keys")
     scale = float(scale) if scale is not None else 1 / math.sqrt(shape(query)[-1])
     return Attention(node, query, key, value, mask, bool(causal), scale)
 
@@ -233,17 +233,17 @@ def _only_user(node: Node) -> Node:
 
 def _from_softmax(node: Node, source: Callable[[Node], Source]) -> Attention:
     if node.args[1] not in (-1, len(shape(node)) - 1):
-        raise NotUnderstood("softmax over another dim than the keys")
+        raise NotUnderstood("softmax over a dim other than the keys")
     before, sinks = _without_sinks(operand(node))
     output = _only_user(node)
     if sinks is not None:
         if output.target is not aten.slice.Tensor or output.args[1:] not in ((3, 0, -1), (-1, 0, -1)):
-            raise NotUnderstood("the weights of the sinks are not cut off behind the softmax")
+            raise NotUnderstood("the sink weights are not sliced off after the softmax")
         output = _only_user(output)
     while output.target in SAME_VALUES | CASTS or _merges_heads(output):
         output = _only_user(output)
     if output.target not in PRODUCTS:
-        raise NotUnderstood(f"softmax is followed by {output.target}, not by a product with the values")
+        raise NotUnderstood(f"softmax is followed by {output.target} instead of a product with the values")
     scores = read_scores(before)
     last = {len(shape(scores.keys)) - 2, len(shape(scores.keys)) - 1}
     if (
@@ -251,14 +251,14 @@ def _from_softmax(node: Node, source: Callable[[Node], Source]) -> Attention:
         or {integer(scores.keys, i) % (max(last) + 1) for i in (1, 2)} != last
     ):
         raise NotUnderstood(
-            f"keys reach the product by {scores.keys.target}, not by a transpose of their last two dims"
+            f"keys enter the product through {scores.keys.target} instead of a transpose of their last two dims"
         )
     key, value = source(operand(scores.keys)), source(operand(output, 1))
     query = _with_heads(scores.query)
     with output.graph.inserting_before(output):
         mask = insert_bias(output.graph, scores, query)
     if key.padded and mask is None:
-        raise NotUnderstood("keys have room behind them that no mask hides")
+        raise NotUnderstood("no mask hides the unused slots behind the keys")
     return Attention(output, query, key, value, mask, False, scores.scale, scores.softcap, sinks)
 
 
@@ -274,7 +274,7 @@ def _without_sinks(node: Node) -> tuple[Node, Node | None]:
     while sinks.target in (aten.expand.default, *CASTS):
         sinks = operand(sinks)
     if len(shape(sinks)) != 4 or (*shape(sinks)[:1], *shape(sinks)[2:]) != (1, 1, 1) or whole.args[1] not in (3, -1):
-        raise NotUnderstood("something else than one logit for each head is concatenated behind the scores")
+        raise NotUnderstood("something other than one logit per head is concatenated after the scores")
     return scores, sinks
 
 
@@ -296,5 +296,5 @@ def _with_heads(query: Node) -> Node:
         merged.meta["val"] = value_of(query).flatten(1, 2)
         return merged
     if len(shape(query)) != 4:
-        raise NotUnderstood(f"queries of shape {shape(query)}; [B, H, S, D] is understood")
+        raise NotUnderstood(f"queries of shape {shape(query)} instead of [B, H, S, D]")
     return query

@@ -72,7 +72,9 @@ class Rotations:
             if positional and (rotation := self._verified(output, source)) is not None:
                 return rotation
         if positional:
-            raise NotCapturedError("positions enter keys or queries in a way that is not a rotation of channel pairs")
+            raise NotCapturedError(
+                "positions enter keys or queries by something other than a rotation of channel pairs"
+            )
         return None
 
     def _entries(self, output: Node):

@@ -176,9 +176,9 @@ def find_repeats(gm: GraphModule) -> Repeats | str:
     if len(captured.writes) < 2 * FEWEST:  # of keys, and of values
         return f"it has fewer than {FEWEST} packed layers"
     if any(_is_linked(captured.nodes[i]) for i in captured.writes):
-        return "what its layers store depends on each other, or on attention"
+        return "what its layers store depends on each other, or on attention scores"
     cuts = (_Cut(gm, captured, run).repeats() for run in captured.runs())
-    return next((cut for cut in cuts if cut is not None), "its layers are not alike")
+    return next((cut for cut in cuts if cut is not None), "its layers differ")
 
 
 class _Cut:

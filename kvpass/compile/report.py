@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-ADVICE = "Attention written another way may be understood: load the model with attn_implementation='sdpa' or 'eager'."
+ADVICE = "Other ways to write attention may be supported: load the model with attn_implementation='sdpa' or 'eager'."
 
 
 def listed(reasons: Iterable[str]) -> str:
@@ -68,10 +68,12 @@ class GraphReport:
         used = ", ".join(f"{op}: {name}" for op, name in sorted(self.lowerings.items()))
         used = f"; {used}" if used else ""
         rotated = f", {self.rotated} keys rotated when read" if self.rotated else ""
-        rebuilt = f" ({self.reconstructed} over what is decoded first)" if self.reconstructed else ""
-        kind += f", one piece for {self.repeats} repeats" if self.repeats else ""
+        rebuilt = f" ({self.reconstructed} over a dequantized cache)" if self.reconstructed else ""
+        kind += f", shared by {self.repeats} repeats of the same layers" if self.repeats else ""
         kind += f" as a whole: {self.whole}" if self.compiled and self.whole else ""
-        return f"graph ({kind}): {self.fused} attentions fused{rebuilt}, {self.decoded} reads decoded{rotated}{used}"
+        return (
+            f"graph ({kind}): {self.fused} attentions fused{rebuilt}, {self.decoded} reads dequantized{rotated}{used}"
+        )
 
 
 @dataclass
@@ -103,9 +105,12 @@ class StepInPieces:
 
     def __str__(self) -> str:
         if not self.graphs:
-            return f"steps are not compiled: {self.why}\n  what is read is decoded first: right, but slower"
-        counts = f"{self.fused} attentions fused, {self.decoded} reads decoded"
-        rest = f", {len(self.uncaptured)} layers outside of any graph" if self.uncaptured else ""
+            return (
+                f"steps are not compiled: {self.why}\n  keys and values are dequantized before attention: correct, but "
+                "slower"
+            )
+        counts = f"{self.fused} attentions fused, {self.decoded} reads dequantized"
+        rest = f", {len(self.uncaptured)} layers outside any graph" if self.uncaptured else ""
         return f"steps are not one graph: {self.why}\n  a step ran {self.graphs} graphs: {counts}{rest}"
 
 
@@ -195,7 +200,9 @@ class Report:
     def _stages(self, graph: GraphReport) -> list[str]:
         if graph.stages:
             return [f"  stages: {', '.join(map(str, graph.stages))}"]
-        return ["  stages: not kept, it was captured before they were asked for"] if self.keeps_stages else []
+        return (
+            ["  stages: not recorded, this graph was captured before you asked for them"] if self.keeps_stages else []
+        )
 
     def __str__(self) -> str:
         lines = [f"kvpass {self.scheme}: {self.packed} of {len(self.layers)} cache layers packed"]
@@ -209,7 +216,8 @@ class Report:
                 lines.append(f"{'':>7}not fused: {why}")
         if self.simulated:
             lines.append(
-                "simulated: the model has no cache, so nothing is saved; attention is computed as over a packed one"
+                "simulated: the model has no cache, so no memory is saved; attention is computed as if over a packed "
+                "cache"
             )
             return "\n".join(lines + [line for graph in self.graphs for line in self._stages(graph)])
         share = f" ({self.nbytes / self.full_nbytes:.3f}x)" if self.full_nbytes else ""
@@ -225,29 +233,31 @@ class Report:
         if self.calibration:
             lines.append(f"calibrated: {self.calibration}")
         if self.recalled:
-            lines.append("steps are called again without Dynamo's guards")
+            lines.append("replayed steps skip Dynamo's per-step guard checks")
         if self.not_replayed:
             lines.append(f"steps are not replayed: {self.not_replayed}")
         if self.instead_of:
             lines.append(f"the default scheme does not work for this model: {self.instead_of}")
         if self.uncaptured_prompt:
-            lines.append(f"a prompt ran uncaptured, which is slower: {self.uncaptured_prompt}")
+            lines.append(f"a prompt ran without a captured graph: correct, but slower: {self.uncaptured_prompt}")
         if self.hooked_steps:
             lines.append(
-                f"{self.hooked_steps} steps were not compiled, because of hooks on {self.hooked}: right, but slower"
+                f"{self.hooked_steps} steps were not compiled, because of hooks on {self.hooked}: correct, but slower"
             )
         if self.pieces is not None:
             lines.append(str(self.pieces))
         elif self.eager:
-            lines.append("lowering='eager': steps are not compiled, what is read is decoded first")
+            lines.append("lowering='eager': steps are not compiled; keys and values are dequantized before attention")
         elif not self.graphs and not self.hooked_steps:
-            lines.append("no graph captured yet: fusion is decided at the first decode step")
+            lines.append("no graph captured yet: kvpass decides about fusion in the first decode step")
         for graph in self.graphs:
             lines.append(str(graph))
             others = (reason for reason in graph.refused if not graph.compiled or reason not in graph.unfused.values())
             lines.extend(f"  not fused ({times}x): {reason}" for reason, times in Counter(others).items())
             if graph.refused:
-                lines.append(f"  what is not fused is decoded first: right, but slower. {ADVICE}")
+                lines.append(
+                    f"  without fusion, keys and values are dequantized before attention: correct, but slower. {ADVICE}"
+                )
             if graph.compiled and graph.on_host is not None:
                 reasons = listed(graph.on_host)
                 lines.append(f"  not replayed: {reasons}" if reasons else "  replayed as one CUDA graph")

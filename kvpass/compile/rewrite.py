@@ -82,7 +82,7 @@ def _importance(writes: Iterable[Append], readers: dict[Node, Attention], refuse
     evicting = [append for append in writes if append.codec.needs_importance]
     keys = [append for append in evicting if append.ring in readers]
     if 2 * len(keys) != len(evicting):
-        raise NotCapturedError(f"one attention was not understood, {listed(refused) or 'none reads the cache'}")
+        raise NotCapturedError(f"one attention was not recognized: {listed(refused) or 'none reads the cache'}")
     found, shared = {}, None
     for append in keys:
         shared = append.importance or shared
@@ -102,7 +102,7 @@ def _tap_queries(writes: Iterable[Append], readers: dict[Node, Attention], refus
         if not append.codec.quantizer.needs_queries:
             continue
         if append.ring not in readers:
-            raise NotCapturedError(f"one attention was not understood, {listed(refused) or 'none reads the cache'}")
+            raise NotCapturedError(f"one attention was not recognized: {listed(refused) or 'none reads the cache'}")
         attention = readers[append.ring]
         append.q = attention.query
         if append.codec.quantizer.adaptive is not None:
@@ -139,7 +139,7 @@ def _store_turned_back(graph: Graph, inputs: Sequence, writes: Iterable[Append])
             )
             stored[cos] = rotation, tables | {"spec": append.spec}
         elif not turns_alike(stored[cos][0], rotation):
-            raise NotCapturedError("its layers rotate their keys by different tables, and what is stored shares one")
+            raise NotCapturedError("its layers use different rotary tables, but a cache stores only one")
     return [tables for _, tables in stored.values()]
 
 
@@ -154,7 +154,7 @@ def _take_before_rotation(append: Append, rotation: Rotation, rotations: Rotatio
 
 def _check_turned_alike(query: Rotation | None, key: Rotation) -> None:
     if query is None or not turns_alike(query, key):
-        raise NotCapturedError("queries are not rotated as keys are")
+        raise NotCapturedError("queries are not rotated like keys")
 
 
 def _cut_mask(graph: Graph, attention: Attention) -> None:
@@ -259,8 +259,8 @@ def _present(graph: Graph, source: Source) -> Node:
 def _refuse_bias(attention: Attention) -> None:
     if attention.mask is not None and structure(attention.mask, shape(attention.query)[2], True) is None:
         raise KVPassError(
-            "The attention adds a bias that depends on which key is which (ALiBi, a window, or a mask of your own), "
-            "and after evicting tokens keys are no longer in order. Use the scheme without a budget."
+            "The attention adds a position-dependent bias (ALiBi, a window, or a custom mask), but after eviction "
+            "keys are no longer in order. Use the scheme without a budget."
         )
 
 

@@ -46,7 +46,7 @@ def only_user(node: Node, what: str) -> Node:
     if any(_is_returned(user) for user in node.users):
         raise NotUnderstood(f"{what} are returned: leave out output_attentions")
     users = ", ".join(dict.fromkeys(str(user.target) for user in node.users))
-    raise NotUnderstood(f"{what} are used elsewhere than on the way to the output: by {users or 'nothing'}")
+    raise NotUnderstood(f"{what} are also used outside the path to the output: by {users or 'nothing'}")
 
 
 def _is_returned(node: Node) -> bool:
@@ -78,7 +78,7 @@ def read_scores(node: Node) -> Scores:
     biased, factor, cap, dims = False, 1.0, 0.0, len(shape(node))
     while node.target not in PRODUCTS and node.target is not aten.baddbmm.default:
         if node.op != "call_function":
-            raise NotUnderstood(f"scores come from {node.op} {node.name}, not from a product with the keys")
+            raise NotUnderstood(f"scores come from {node.op} {node.name} instead of a product with the keys")
         only_user(node, "the attention scores")
         scalar = number(node, 1)
         if node.target is aten.mul.Tensor and scalar is not None:
@@ -91,7 +91,7 @@ def read_scores(node: Node) -> Scores:
         elif (node.target is aten.add.Tensor and scalar is None and not node.kwargs) or node.target in _FILLS:
             biased = True
         elif node.target not in CASTS | SAME_VALUES and node.target is not aten.reshape.default:
-            raise NotUnderstood(f"{node.target} stands where scores are multiplied, scaled or masked")
+            raise NotUnderstood(f"{node.target} is applied where scores are multiplied, scaled or masked")
         chain.append(node)
         node = _input(node)
     alibi = node.target is aten.baddbmm.default
@@ -102,7 +102,7 @@ def read_scores(node: Node) -> Scores:
             raise NotUnderstood("a bias is added before the softcap")
         chain, biased = kept, biased_after
     if biased and dims not in (4, 5):
-        raise NotUnderstood(f"a bias is added to scores of {dims} dims; [B, H, S, T] is understood")
+        raise NotUnderstood(f"a bias is added to scores of {dims} dims instead of [B, H, S, T]")
     # scores = cap * tanh(factor * q.k): as an op, scale is what multiplies q.k before the division by softcap
     return Scores(node, query, keys, scale * cap if cap else scale, cap, chain[::-1] if biased else [])
 
@@ -158,5 +158,5 @@ def _with_heads(call: Callable[..., Node], value: Node, wanted: tuple[Size, ...]
         return value
     (batch, heads), queries = wanted[:2], shape(value)[1]
     if not all(isinstance(size, int) for size in (batch, heads, queries)):
-        raise NotUnderstood("a bias without a dim of its own for the heads, at varying sizes")
+        raise NotUnderstood("a bias without a head dim of its own, at varying sizes")
     return call(aten.reshape.default, value, [batch, heads, queries, -1])

@@ -120,8 +120,8 @@ class Unwrapped:
     def _look_into(self, inputs: Sequence) -> None:
         if self._descriptions(inputs) != self._captured:
             raise KVPassError(
-                "Weights have been quantized in another way since a step was captured: kvpass.remove(model), and apply "
-                "to it again."
+                "The quantization of the weights changed after a step was captured: call kvpass.remove(model), then "
+                "apply again."
             )
 
 

@@ -106,7 +106,7 @@ class Trace:
             lines = [str(self.report), f"  appends to {self._written} caches, of keys or of values"]
         lines += [f"  not fused ({times}x): {reason}" for reason, times in Counter(self._refused).items()]
         if error is not None:
-            lines.append(f"given up: {type(error).__name__}: {error}")
+            lines.append(f"gave up: {type(error).__name__}: {error}")
         lines += ["", f"{'stage':<12} {'nodes':>7} {'ms':>10}"]
         for stage in self._stages:
             ms = f"{1e3 * stage.seconds:,.1f}" if stage.seconds else ""
@@ -127,7 +127,7 @@ def _writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise KVPassError(
-            f"{VARIABLE}: nothing can be written to {folder} ({error.strerror}). Name another folder, or unset it."
+            f"{VARIABLE}: cannot write to {folder} ({error.strerror}). Name another folder, or unset it."
         ) from error
 
 

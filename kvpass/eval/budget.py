@@ -48,13 +48,13 @@ class Recommendation:
         best, others = self.best, self.rows[1:]
         lines = [
             f'kvpass.apply(model, scheme="{best.scheme}")',
-            f"{self.bits[best.scheme]:.2f} bits a value at {self.at:,} tokens; mean KL {best.kl:.4f} ± "
+            f"{self.bits[best.scheme]:.2f} bits per value at {self.at:,} tokens; mean KL {best.kl:.4f} ± "
             f"{best.kl_error:.4f} nats, top-1 {best.top1:.1%}, perplexity {best.perplexity:.2f}.",
         ]
         if others:
             lead = best.beats(others[0])
             sure = "" if lead >= _SURE else ": too little to tell them apart, score more tokens"
-            lines.append(f"It leads {others[0].scheme} by {lead:.1f} standard errors on the same tokens{sure}.")
+            lines.append(f"It beats {others[0].scheme} by {lead:.1f} standard errors on the same tokens{sure}.")
         return "\n".join(lines)
 
 
@@ -86,13 +86,13 @@ def recommend(
         except KVPassError as error:
             refused[name] = str(error)
     if not sizes:
-        raise KVPassError(f"No scheme can be used on this model: {next(iter(refused.values()), 'none was named')}")
+        raise KVPassError(f"No scheme works on this model: {next(iter(refused.values()), 'none was named')}")
     fitting = sorted((name for name in sizes if sizes[name] <= bits), key=sizes.__getitem__, reverse=True)
     if not fitting:
         smallest = min(sizes, key=sizes.__getitem__)
         raise KVPassError(
-            f"No scheme fits in {bits:g} bits a value at {at:,} tokens: the smallest, {smallest}, takes "
-            f"{sizes[smallest]:.2f}. Allow that, or ask at a greater length, where windows and tables weigh less."
+            f"No scheme fits into {bits:g} bits per value at {at:,} tokens: the smallest, {smallest}, takes "
+            f"{sizes[smallest]:.2f}. Allow that many, or ask at a greater length, where windows and tables weigh less."
         )
     dropped: dict[str, float] = {}
     if len(fitting) > most:

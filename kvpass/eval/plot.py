@@ -37,7 +37,7 @@ def check_plot(path: Path) -> None:
     """Raise `KVPassError` unless a picture can be drawn to ``path``: before anything is measured."""
     if path.suffix not in FORMATS:
         raise KVPassError(
-            f"{path.name!r} is no picture that can be drawn: use a name ending in {' or '.join(FORMATS)}."
+            f"{path.name!r} is not a supported image format: use a name ending in {' or '.join(FORMATS)}."
         )
     if find_spec("matplotlib") is None:
         raise KVPassError("Drawing needs matplotlib: pip install 'kvpass[plot]', or leave --plot out.")
@@ -67,14 +67,14 @@ def pareto(results: Mapping[str, Sequence[Point]], path: Path, title: str) -> No
 
     shown = {text: [row for row in rows if row.kl >= _SHOWN] for text, rows in results.items()}
     if not all(shown.values()):
-        raise KVPassError(f"No scheme has a mean KL of {_SHOWN} or more: there is nothing to draw.")
+        raise KVPassError(f"No scheme has a mean KL of at least {_SHOWN}: there is nothing to draw.")
     with matplotlib.rc_context({"svg.hashsalt": "kvpass", "font.size": 9}):
         figure, panels = pyplot.subplots(
             1, len(shown), figsize=(1 + 5.5 * len(shown), 5.5), sharey=True, squeeze=False, layout="constrained"
         )
         for panel, (text, rows) in zip(panels[0], shown.items(), strict=True):
             _draw(panel, rows)
-            panel.set(title=text, xlabel="bits per value, everything kept", yscale="log")
+            panel.set(title=text, xlabel="bits per value, everything counted", yscale="log")
         panels[0][0].set_ylabel("mean KL to full precision, nats")
         figure.suptitle(title)
         figure.draw_without_rendering()

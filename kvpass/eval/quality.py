@@ -103,7 +103,7 @@ class Quality:
         Raises `KVPassError` if those are other tokens."""
         if len(self.divergences) != len(other.divergences):
             raise KVPassError(
-                f"Pairs are of the same tokens: {self.scheme} has {len(self.divergences)}, {other.scheme} "
+                f"A paired comparison needs the same tokens: {self.scheme} has {len(self.divergences)}, {other.scheme} "
                 f"{len(other.divergences)}."
             )
         differences = [theirs - mine for mine, theirs in zip(self.divergences, other.divergences, strict=True)]
@@ -136,7 +136,7 @@ def packed(model: nn.Module, scheme: Scheme, **options: Any) -> Iterator[nn.Modu
     """``model`` with ``scheme`` applied, and as it was afterwards. None is the model's own full-precision path."""
     if scheme is None:
         if is_applied(model):
-            raise KVPassError("Full precision was asked for, but kvpass is applied: call kvpass.remove(model) first.")
+            raise KVPassError("Full precision was requested, but kvpass is applied: call kvpass.remove(model) first.")
         yield model
         return
     api.apply(model, scheme, **options)
@@ -154,12 +154,12 @@ def _forward(model: nn.Module, ids: Tensor, keep: int, **kwargs: Any) -> Tensor:
 
 def _check(model: nn.Module, ids: Tensor, prompt: int) -> None:
     if ids.ndim != 2 or ids.shape[0] != 1:
-        raise KVPassError(f"One sequence [1, S] is scored at a time, not {tuple(ids.shape)}.")
+        raise KVPassError(f"Score one sequence [1, S] at a time, not {tuple(ids.shape)}.")
     scored = ids.shape[1] - prompt
     if prompt < 1 or scored <= _COMPILING_STEPS:
         raise KVPassError(
-            f"{prompt} prompt and {scored} scored tokens: use at least 1 prompt token and more than "
-            f"{_COMPILING_STEPS} scored ones (the first {_COMPILING_STEPS} steps are not timed: they compile)."
+            f"{prompt} prompt and {scored} scored tokens: use at least 1 prompt token and more than {_COMPILING_STEPS} "
+            f"scored ones (the first {_COMPILING_STEPS} steps compile and are not timed)."
         )
     context = getattr(model.config, "max_position_embeddings", None)
     if context is not None and ids.shape[1] > context:

@@ -60,13 +60,16 @@ def passkey(tokenizer: PreTrainedTokenizerBase, filler: Tensor, length: int, dep
     [0, 1], and for a length that has no room for a needle or more than the filler has.
     """
     if not 0 <= depth <= 1:
-        raise KVPassError(f"depth={depth}: 0 is the beginning of the text, 1 its end.")
+        raise KVPassError(f"depth={depth} must be from 0 (the beginning of the text) to 1 (its end).")
     key = str(int(torch.randint(10000, 100000, (), generator=torch.Generator().manual_seed(seed))))
     before, after = _around(tokenizer)
     needle = f"\n\n{_NEEDLE.format(key=key)}\n\n"
     room = length - sum(len(_encode(tokenizer, part)) for part in (before, needle))
     if not 0 < room <= filler.shape[1]:
-        raise KVPassError(f"A text of {length} tokens leaves {room} for filler, which has {filler.shape[1]}.")
+        raise KVPassError(
+            f"length={length} leaves {room} tokens for filler, but the filler has only {filler.shape[1]}: pass longer "
+            "filler."
+        )
     cut = round(depth * room)
     left, right = (tokenizer.decode(part) for part in (filler[0, :cut], filler[0, cut:room]))
     text = _encode(tokenizer, f"{before}{left}{needle}{right}\n\n")

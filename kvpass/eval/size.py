@@ -62,9 +62,9 @@ def bits_at(model: nn.Module, scheme: Scheme, lengths: Sequence[int]) -> dict[in
 
 def _footprints(model: nn.Module, scheme: Scheme, lengths: Sequence[int]) -> list[Footprint]:
     if has_encoder(model):
-        raise KVPassError("An encoder-decoder's cache has two lengths: fill one and use kvpass.bits_per_value.")
+        raise KVPassError("An encoder-decoder's cache has two lengths: fill one and call kvpass.bits_per_value.")
     if min(lengths) < 1:
-        raise KVPassError(f"A cache of {min(lengths)} tokens has no values: ask for at least 1.")
+        raise KVPassError(f"A cache of {min(lengths)} tokens holds no values: use lengths of at least 1.")
     filled, layers = probe_cache(model)
     fixed, predictors, plans = 0, {}, {}
     if isinstance(scheme, Calibration):
@@ -74,7 +74,7 @@ def _footprints(model: nn.Module, scheme: Scheme, lengths: Sequence[int]) -> lis
     elif scheme is not None:
         config = schemes.get(scheme)
         if config.needs_calibration:
-            raise KVPassError(f"{config.name!r} has to be calibrated on the model first: kvpass.calibrate.")
+            raise KVPassError(f"{config.name!r} must be calibrated on the model first: call kvpass.calibrate.")
         plans = _plans(config, layers)
     found = []
     for tokens in lengths:
@@ -92,7 +92,8 @@ def _plans(config: SchemeConfig, layers: dict[int, LayerGeometry | str]) -> Plan
     plans = {i: (config.plan_of(layer), layer) for i, layer in packed.items()}
     if any(plan.adaptive for plan, _ in plans.values()):
         raise DependsOnTextError(
-            f"What {config.name!r} keeps depends on the text: its bits at a length have to be measured."
+            f"What {config.name!r} keeps depends on the text: measure its bits at a length instead, with "
+            "kvpass.bits_per_value."
         )
     return plans
 

@@ -72,7 +72,7 @@ _PACKAGES = "transformers", "torch", "tqdm", "numpy", "safetensors", "tokenizers
 def _hub(source: str) -> str:
     """Rows of a data set, a blank line between them, from the column "text" or else the first one of strings."""
     if find_spec("datasets") is None:
-        raise KVPassError(f"{source!r} is read with the package datasets: pip install datasets, or pass a UTF-8 file.")
+        raise KVPassError(f"Reading {source!r} needs the package datasets: pip install datasets, or pass a UTF-8 file.")
     from datasets import load_dataset
 
     name, config, split = (*source.removeprefix(_HUB).split(":"), "", "")[:3]
@@ -129,7 +129,7 @@ def read(source: str) -> str:
 def tokens(tokenizer: PreTrainedTokenizerBase, source: str, count: int) -> Tensor:
     """The first ``count`` tokens of a text, ``[1, count]`` int64. Raises `KVPassError` if it is shorter."""
     if count < 1:
-        raise KVPassError(f"{count} tokens of text were asked for; ask for at least 1.")
+        raise KVPassError(f"count={count}: ask for at least 1 token of text.")
     text = read(source)
     characters = count * _CHARACTERS_PER_TOKEN
     while True:
@@ -139,6 +139,6 @@ def tokens(tokenizer: PreTrainedTokenizerBase, source: str, count: int) -> Tenso
         characters *= 2
     if len(ids) < count:
         raise KVPassError(
-            f"The text {source!r} has {len(ids)} tokens, {count} are needed: ask for fewer, or pass a file."
+            f"The text {source!r} has {len(ids)} tokens, but {count} are needed: ask for fewer, or pass a longer file."
         )
     return torch.tensor([ids[:count]])

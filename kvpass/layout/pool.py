@@ -32,8 +32,8 @@ def capacity(tensor: Tensor, pages: int) -> int:
         found = pages
     if found < pages:
         raise KVPassError(
-            f"There is room for {found} of {pages} packed pages. If a compiled graph handed over a copy of packed "
-            "pages, please report this, and use lowering='eager'."
+            f"The pool has room for {found} of {pages} pages. If a compiled graph passed a copy of the pages, please "
+            "report this, and use lowering='eager'."
         )
     return found
 

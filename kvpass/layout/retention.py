@@ -16,20 +16,20 @@ _MOST_TOKENS = 1 << 24  # memory for them is taken at once
 
 @dataclass(frozen=True)
 class Retention:
-    """Where the tokens of a cache are, for any number of them: the first ``sinks``, and the newest, are exact; those
-    between them are packed, a page at a time, and with a budget evicted. States that agree in it hold the same tokens.
+    """A retention policy: which tokens are exact, packed or evicted. The first ``sinks`` and the newest tokens are
+    exact; those in between are packed a page at a time, and with a budget evicted. States with equal policies hold the
+    same tokens.
 
-    window: the window is emptied by a page when it holds this many tokens.
-    page_size: tokens packed at a time, written once; a multiple of the group size of per-channel keys.
-    sinks: first tokens that never leave, on top of the window.
+    window: when the residual window holds this many tokens, one page of them is packed.
+    page_size: tokens packed at a time, and written once; a multiple of group_size for per-channel keys.
+    sinks: first tokens that always stay exact, in addition to the window.
     keep: which tokens of the window stay, the most "recent" or a "log"-sparse choice (then ``window`` is three times
         ``page_size``).
-    budget: packed tokens kept at most, a multiple of ``page_size``; None for all. What is over is evicted `rollback`
-        tokens after its page was due.
-    evict: what leaves when there are more: the tokens with the least "attention" paid to them so far, or the oldest
-        ("age").
-    shared: one choice for all heads and layers, by the attention of all; otherwise each KV head has its own.
-    rollback: tokens that `crop` can take back without loss across a flush; with a budget a page at most.
+    budget: maximum number of packed tokens, a multiple of ``page_size``; None keeps all. Tokens beyond it are evicted
+        `rollback` tokens after their page was due.
+    evict: which tokens are evicted first: those with the lowest "attention" scores so far, or the oldest ("age").
+    shared: all heads and layers evict the same tokens, by the scores of all; otherwise each KV head has its own.
+    rollback: tokens that `crop` can remove without loss after a page was packed; with a budget at most a page.
     """
 
     window: int
@@ -45,13 +45,13 @@ class Retention:
         check_types(self)
         check_integers(self, window=1, page_size=1, sinks=0, rollback=0)
         if self.page_size > self.window:
-            raise KVPassError(f"page_size={self.page_size} tokens cannot leave a window of {self.window}.")
+            raise KVPassError(f"page_size={self.page_size} tokens do not fit into a window of {self.window}.")
         if max(self.sinks + self.ring_size, self.budget or 0) > _MOST_TOKENS:
-            raise KVPassError(f"Windows, sinks and budgets are at most {_MOST_TOKENS:,} tokens: ask for fewer.")
+            raise KVPassError(f"Windows, sinks and budgets hold at most {_MOST_TOKENS:,} tokens: use smaller ones.")
         if self.keep == "log" and self.residual != 2 * self.page_size:
             raise KVPassError(
-                f"Log-sparse windows keep 2W tokens and move W at a time: residual={self.residual} must "
-                f"be twice page_size={self.page_size}."
+                f"Log-sparse windows keep 2W tokens and move W at a time: residual={self.residual} must be twice "
+                f"page_size={self.page_size}."
             )
         if self.budget is not None:
             self._check_eviction(self.budget)
@@ -60,17 +60,17 @@ class Retention:
         check_integers(self, budget=0)
         if budget % self.page_size or self.rollback > self.page_size:
             raise KVPassError(
-                f"budget={budget} must be a multiple of page_size={self.page_size}, and rollback={self.rollback} "
-                "at most that: tokens are evicted a page at a time."
+                f"budget={budget} must be a multiple of page_size={self.page_size}, and rollback={self.rollback} at "
+                "most page_size: tokens are evicted a page at a time."
             )
         if self.keep != "recent":
-            raise KVPassError("Tokens that thin out with distance and eviction are two choices of what stays: use one.")
+            raise KVPassError("Log-sparse windows and eviction are alternative retention policies: use one of them.")
 
     __hash__, __getstate__ = hash_once, fields_alone
 
     @property
     def evicts(self) -> bool:
-        """Whether tokens are dropped when there are too many."""
+        """Whether tokens are evicted when there are too many."""
         return self.budget is not None
 
     @cached_property
@@ -117,26 +117,28 @@ class Sinks:
 
     def __add__(self, policy: Retention) -> Retention:
         if not isinstance(policy, Retention):
-            raise KVPassError(f"Sinks are added to a policy, Sinks(4) + Recent(128), not to {shown(policy)}.")
+            raise KVPassError(
+                f"Sinks are added to a retention policy, as in Sinks(4) + Recent(128), not to {shown(policy)}."
+            )
         return replace(policy, sinks=policy.sinks + self.tokens)
 
 
 def Recent(tokens: int, page_size: int | None = None) -> Retention:
-    """The newest tokens: ``page_size`` (all, if not given) leave when there are ``tokens``."""
+    """Keep the newest tokens exact: when there are ``tokens`` of them, ``page_size`` (default: all) are packed."""
     return Retention(tokens, tokens if page_size is None else page_size)
 
 
 def LogSparse(window: int) -> Retention:
-    """LogQuant's choice: of 3W tokens, every second one of the older 2W leaves, so W .. exact tokens thin out with
+    """LogQuant's policy: of 3W exact tokens every second of the older 2W is packed, so that exact tokens thin out with
     distance. Between 2W and 3W - 1 tokens are exact."""
     check_integer("window", window, 1)
     return Retention(3 * window, window, keep="log")
 
 
 def HeavyHitter(budget: int, recent: int, page_size: int = 32, shared: bool = False) -> Retention:
-    """H2O (arXiv 2306.14048): the ``recent`` newest tokens, exact, and the ``budget`` others that were paid the most
-    attention so far; the rest is evicted, ``page_size`` tokens at a time. Each KV head keeps its own, by the attention
-    of its query heads, unless ``shared``."""
+    """H2O (arXiv 2306.14048): the ``recent`` newest tokens, exact, and the ``budget`` others with the highest attention
+    scores so far; the rest is evicted, ``page_size`` tokens at a time. Each KV head keeps its own, by the scores of its
+    query heads, unless ``shared``."""
     for name, tokens, least in (("recent", recent, 0), ("page_size", page_size, 1)):
         check_integer(name, tokens, least)
     rollback = min(_ROLLBACK, page_size)
@@ -149,7 +151,7 @@ def StreamingLLM(sinks: int, recent: int, exact: int = 32, page_size: int = 32) 
     for name, tokens, least in (("recent", recent, 0), ("exact", exact, 0), ("page_size", page_size, 1)):
         check_integer(name, tokens, least)
     if recent < exact or (recent - exact) % page_size:
-        raise KVPassError(f"recent={recent} less exact={exact} must be a multiple of page_size={page_size}.")
+        raise KVPassError(f"recent={recent} minus exact={exact} must be a multiple of page_size={page_size}.")
     window, budget, rollback = exact + page_size, recent - exact, min(_ROLLBACK, page_size)
     return Retention(window, page_size, sinks, budget=budget, evict="age", shared=True, rollback=rollback)
 

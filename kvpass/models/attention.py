@@ -37,7 +37,7 @@ class PortableAttention:
 
     def __str__(self) -> str:
         """What `kvpass.explain` says of it; empty if nothing changed."""
-        changes = dict.fromkeys(f"{own!r} is written as {portable!r}" for _, own, portable in self.own)
+        changes = dict.fromkeys(f"{portable!r} replaces {own!r}" for _, own, portable in self.own)
         return "; ".join(changes) and f"attn_implementation: {'; '.join(changes)} while kvpass is applied"
 
 

@@ -93,10 +93,12 @@ def bind(model: nn.Module, example_inputs: tuple | dict[str, Any]) -> dict[str, 
     try:
         bound = inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:
-        raise KVPassError(f"example_inputs do not fit {type(model).__name__}.forward: {error}") from error
+        raise KVPassError(f"example_inputs do not match {type(model).__name__}.forward: {error}") from error
     parameters = bound.signature.parameters
     if any(parameters[name].kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD) for name in bound.arguments):
-        raise KVPassError(f"{type(model).__name__}.forward takes *args or **kwargs: give it a signature with names.")
+        raise KVPassError(
+            f"{type(model).__name__}.forward takes *args or **kwargs: give it a signature with named parameters."
+        )
     return dict(bound.arguments)
 
 
@@ -121,7 +123,7 @@ class _Probe:
             with torch.no_grad():
                 return self.model(**{**self.arguments, **changed})
         except Exception as error:
-            raise KVPassError(f"{type(self.model).__name__} failed on its example inputs: {error}") from error
+            raise KVPassError(f"{type(self.model).__name__} failed on its example_inputs: {error}") from error
 
     def written(self, louder: dict[int, tuple[int, range]] | None = None, **changed):
         """The output, and the dim and range of tokens that were written of each tensor kept, by its place in ``kept``.
@@ -152,21 +154,19 @@ class _Probe:
             return None
         parts = {part for _, part in ranges.values()}
         if len(parts) != 1:
-            raise KVPassError(
-                f"The buffers of {type(self.model).__name__} are written at different positions: {parts}."
-            )
+            raise KVPassError(f"{type(self.model).__name__} writes its buffers at different positions: {parts}.")
         (part,) = parts
         position = self._position(part)
         for got, expected in zip(tree_leaves(self.written(ranges)[0]), tree_leaves(output), strict=True):
             if isinstance(got, Tensor) and not torch.allclose(got, expected, rtol=1e-4, atol=1e-4, equal_nan=True):
                 raise KVPassError(
-                    f"{type(self.model).__name__} attends to slots of its buffers that have not been written yet: mask "
+                    f"{type(self.model).__name__} attends to buffer positions that have not been written yet: mask "
                     "them, or read the written part only."
                 )
         layers = self._pairs({i: dim for i, (dim, _) in ranges.items()})
         sizes = {pair[0].get().shape[2] for pair in layers if not isinstance(pair, str)}
         if len(sizes) > 1:
-            raise KVPassError(f"The layers' buffers have room for different numbers of tokens: {sorted(sizes)}.")
+            raise KVPassError(f"The layers' buffers have different capacities: {sorted(sizes)} tokens.")
         if not sizes:
             raise KVPassError(f"No buffers of {type(self.model).__name__} can be packed: {layers[0]}.")
         return BufferedCache(layers, self._tokens(len(part)), position, sizes.pop())
@@ -184,7 +184,7 @@ class _Probe:
                 layers.append((key, value))
             else:
                 names = ", ".join(f"{buffer.name} {tuple(buffer.get().shape)}" for buffer in buffers)
-                layers.append(f"{path} keeps {names}: keys and values of equal shape, one tensor each, are understood")
+                layers.append(f"{path} keeps {names}: expected keys and values of equal shape, one tensor each")
         return layers
 
     def _position(self, part: range) -> str:
@@ -196,16 +196,16 @@ class _Probe:
             if moved == {range(part.start + 1, part.stop + 1)}:
                 return name
         raise KVPassError(
-            f"{type(self.model).__name__} writes positions {part.start} to {part.stop - 1} of its buffers, and no "
-            "argument says so. kvpass must know where tokens go: let forward take the first position, or all of them, "
-            "and pass example inputs with it."
+            f"{type(self.model).__name__} writes positions {part.start} to {part.stop - 1} of its buffers, but no "
+            "argument gives them. kvpass must know where tokens go: let forward take the first position, or all "
+            "positions, and include it in example_inputs."
         )
 
     def _tokens(self, count: int) -> str:
         for name, value in self.arguments.items():
             if isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == count:
                 return name
-        raise KVPassError(f"No argument holds the {count} tokens written, as [B, S] or [B, S, C].")
+        raise KVPassError(f"No argument holds the {count} written tokens as [B, S] or [B, S, C].")
 
     def handed(self) -> HandedCache | None:
         """Try each argument that may be left out, with each part of the output, for one more token."""

@@ -46,7 +46,7 @@ def _width(model: Any, encoder: nn.Module) -> int:
             if isinstance(width := getattr(config, name, None), int):
                 return width
     raise KVPassError(
-        f"{type(model).__name__} does not say how wide the output of its encoder is: set hidden_size in the encoder's "
+        f"{type(model).__name__} does not state the width of its encoder's output: set hidden_size in the encoder's "
         "config."
     )
 

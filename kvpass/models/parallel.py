@@ -19,6 +19,6 @@ def refuse_sharded(model: nn.Module, what: str, instead: str) -> None:
     """Raise `KVPassError` if ``model`` is shared out among processes: for ``what``, and what to do instead."""
     if is_sharded(model):
         raise KVPassError(
-            f"The weights of {type(model).__name__} are shared out among {torch.distributed.get_world_size()} "
-            f"processes (tp_plan), and {what}: {instead}."
+            f"The weights of {type(model).__name__} are sharded across {torch.distributed.get_world_size()} processes "
+            f"(tp_plan), and {what}: {instead}."
         )

@@ -122,7 +122,7 @@ def _convert(gguf: Path, folder: Path) -> None:
 def packaged_folder(name: str = DEFAULT, say=lambda text: None) -> Path:
     """The folder of one of `PACKAGED`, fetched and converted once; ``say`` is told about what takes long."""
     if name not in PACKAGED:
-        raise KVPassError(f"There is no model {name!r} in a package; there are {', '.join(PACKAGED)}.")
+        raise KVPassError(f"There is no packaged model {name!r}; choose one of {', '.join(PACKAGED)}.")
     packaged, folder = PACKAGED[name], cache_dir() / name
     if folder.is_dir():
         return folder

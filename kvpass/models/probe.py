@@ -33,8 +33,8 @@ def probe_cache(model: nn.Module) -> tuple[Cache, dict[int, LayerGeometry | str]
     if config is None or not takes_cache(model):
         raise KVPassError(
             f"No attention over a KV cache found in {kind}: kvpass needs a transformers decoder whose forward takes "
-            f"{CACHE}, or example_inputs for another kind of decoder."
-            f"{_decoder_inside(model) or ' If this is a wrapper, apply to the model inside.'}"
+            f"{CACHE}, or example_inputs for any other "
+            f"decoder.{_decoder_inside(model) or ' If this is a wrapper, apply to the model inside.'}"
         )
     _refuse_offloaded(model)
     try:
@@ -43,9 +43,13 @@ def probe_cache(model: nn.Module) -> tuple[Cache, dict[int, LayerGeometry | str]
     except KVPassError:
         raise
     except Exception as error:
-        other = "" if isinstance(model, PreTrainedModel) else " Another kind of decoder is packed with example_inputs."
+        other = (
+            ""
+            if isinstance(model, PreTrainedModel)
+            else " For a decoder from outside transformers pass example_inputs."
+        )
         raise KVPassError(
-            f"{kind} failed on two tokens of text with an empty cache, by which kvpass sees what its layers keep: "
+            f"{kind} failed when kvpass ran it on two tokens with an empty cache to see what its layers keep: "
             f"{str(error).rstrip('.')}.{other or _decoder_inside(model) or ' Use this model without kvpass.'}"
         ) from error
     layers = _geometries(cache, config.get_text_config(decoder=True))
@@ -53,8 +57,8 @@ def probe_cache(model: nn.Module) -> tuple[Cache, dict[int, LayerGeometry | str]
         reasons = sorted({layer for layer in layers.values() if isinstance(layer, str)})
         why = "; ".join(reasons) or "its cache stayed empty"
         raise KVPassError(
-            f"No attention that can be packed found in {kind}: {why}. Unless a reason says otherwise, use this model "
-            "without kvpass."
+            f"No packable attention found in {kind}: {why}. Unless a reason says otherwise, use this model without "
+            "kvpass."
         )
     return cache, layers
 
@@ -77,8 +81,8 @@ class AttentionSeen(TorchFunctionMode):
 def _refuse_offloaded(model: nn.Module) -> None:
     if any(parameter.is_meta for parameter in model.parameters()):
         raise KVPassError(
-            f"Weights of {type(model).__name__} are not on a device (offloaded by accelerate, or on meta): load the "
-            "model without offloading. A packed cache leaves it more room."
+            f"Some weights of {type(model).__name__} are not on a device (offloaded by accelerate, or on meta): load "
+            "the model without offloading. A packed cache leaves more memory for it."
         )
 
 
@@ -140,8 +144,8 @@ def _filled(model: nn.Module) -> Cache:
         made = fresh
     if (added := sum(map(len, _classes(made))) - sum(map(len, before))) > 0:
         raise KVPassError(
-            f"{type(model).__name__} adds {added} layers to its cache while it runs, as a model does that keeps keys "
-            "and values for each of several loops. kvpass packs the layers that a cache has before its first token: "
+            f"{type(model).__name__} adds {added} layers to its cache during a forward, as a looped decoder does that "
+            "keeps keys and values for each loop. kvpass packs only layers that a cache has before its first token: "
             "use this model without kvpass."
         )
     return made
@@ -151,8 +155,8 @@ def _refuse_own_class(model: nn.Module, cache: Any) -> None:
     own = sorted({type(part).__name__ for part in _parts(cache) if type(part) is not DynamicCache})
     if own:
         raise KVPassError(
-            f"{type(model).__name__} makes a cache class of its own, {' and '.join(own)}, in which no layer can be "
-            "replaced. kvpass packs transformers' DynamicCache and StaticCache: use this model without kvpass."
+            f"{type(model).__name__} creates its own cache class, {' and '.join(own)}, whose layers kvpass cannot "
+            "replace. kvpass packs transformers' DynamicCache and StaticCache: use this model without kvpass."
         )
 
 
@@ -173,7 +177,7 @@ def _decoder_inside(model: nn.Module) -> str:
         except Exception:  # it is only a candidate
             continue
         if _packable(layers):
-            return f" Apply kvpass to the decoder that it runs: kvpass.apply(model.{name}), a {type(module).__name__}."
+            return f" Apply kvpass to the decoder inside: kvpass.apply(model.{name}), a {type(module).__name__}."
     return ""
 
 
@@ -209,6 +213,7 @@ def refuse_hooked(model: nn.Module, what: str, instead: str) -> None:
     hooked = [name for name, module in model.named_modules() if name and hasattr(module, "_hf_hook")]
     if hooked:
         raise KVPassError(
-            f"accelerate has put hooks on {len(hooked)} modules ({hooked[0]}, ...), and {what}: {instead}, or load the "
-            "model on one device. If it is, accelerate.hooks.remove_hook_from_module(model, recurse=True) helps."
+            f"accelerate put hooks on {len(hooked)} modules ({hooked[0]}, ...), and {what}: {instead}, or load the "
+            "model on one device. If it already is, call accelerate.hooks.remove_hook_from_module(model, "
+            "recurse=True)."
         )

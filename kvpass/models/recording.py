@@ -19,8 +19,8 @@ def refuse_what_is_not_recorded(model: PreTrainedModel, arguments: dict[str, Any
     """Raise `KVPassError` if ``arguments`` ask a forward that has to be captured for weights SDPA does not give."""
     if _asked("attentions", model, arguments) and model.config.get_text_config()._attn_implementation == "sdpa":
         raise KVPassError(
-            "output_attentions=True: SDPA returns no attention weights, and with this scheme the forward is captured "
-            "as a whole. Call model.set_attn_implementation('eager') first."
+            "output_attentions=True: SDPA returns no attention weights, and this scheme captures the whole forward as "
+            "one graph. Call model.set_attn_implementation('eager') first."
         )
 
 

@@ -7,15 +7,15 @@ from torch import Tensor
 from transformers import PretrainedConfig, cache_utils
 from transformers.cache_utils import DynamicLayer
 
-_NOTHING = "keeps nothing: this layer of the model has no attention, or attends to what another layer stores"
+_NOTHING = "keeps nothing: this layer has no attention, or attends to what another layer stores"
 _LINEAR = "keeps a recurrent or convolution state of fixed size and no KV cache, so there is nothing to pack"
 _BOTH = (
-    "keeps a recurrent or convolution state beside its keys and values. kvpass packs layers that keep keys and values "
-    "only, so it stays in full precision"
+    "keeps a recurrent or convolution state besides its keys and values. kvpass packs layers that keep only keys and "
+    "values, so it stays in full precision"
 )
 _INDEXED = (
-    "sparse attention: it keeps the keys of an indexer, which selects the tokens that are read, beside its keys and "
-    "values. kvpass packs layers that keep keys and values only, so it stays in full precision"
+    "sparse attention: besides keys and values it keeps the keys of an indexer, which selects the tokens to attend "
+    "to. kvpass packs layers that keep only keys and values, so it stays in full precision"
 )
 _KNOWN = {
     "DummyLayer": _NOTHING,
@@ -32,8 +32,8 @@ class StoresNoText(str):
 
 
 _NO_TEXT = StoresNoText(
-    "it stored nothing when two tokens of text were read: it has no attention, reads what another layer stores, or "
-    "attends to images or sound only. Whatever it keeps stays in full precision"
+    "it stored nothing for two tokens of text: it has no attention, reads what another layer stores, or attends to "
+    "images or sound only. Whatever it keeps stays in full precision"
 )
 
 
@@ -49,8 +49,8 @@ def keys_of(layer: object, config: PretrainedConfig) -> Tensor | str:
         return f"{kind.__name__}: {_KNOWN[kind.__name__]}"
     names = ", ".join(_names(layer)) or "no tensors yet"
     return (
-        f"{kind.__name__}: a cache layer of the model's own, which keeps {names}. kvpass packs layers of transformers' "
-        "class DynamicLayer only, so it stays in full precision"
+        f"{kind.__name__}: a cache layer class of the model's own, which keeps {names}. kvpass packs only "
+        "transformers' DynamicLayer, so it stays in full precision"
     )
 
 
@@ -60,11 +60,11 @@ def _of_full_attention(layer: Any, config: PretrainedConfig) -> Tensor | str:
         return _NO_TEXT
     if keys.shape == values.shape:
         return keys
-    limit = "kvpass packs keys and values of equal shape only, so it stays in full precision"
+    limit = "kvpass packs only keys and values of equal shape, so it stays in full precision"
     if keys.shape[-1] == getattr(config, "kv_lora_rank", None):
         return (
-            f"latent attention (MLA): it keeps {keys.shape[-1]} latent channels a token, and {values.shape[-1]} rotary "
-            f"ones, which differ in shape. {limit}"
+            f"latent attention (MLA): it keeps {keys.shape[-1]} latent and {values.shape[-1]} rotary channels per "
+            f"token, which differ in shape. {limit}"
         )
     shapes = " and ".join(f"{part.shape[1]} heads of {part.shape[3]} channels" for part in (keys, values))
     return f"keys and values differ in shape: {shapes}. {limit}"
@@ -72,11 +72,13 @@ def _of_full_attention(layer: Any, config: PretrainedConfig) -> Tensor | str:
 
 def _windowed(layer: Any, config: PretrainedConfig) -> str:
     why = (
-        f"attention sees {layer.sliding_window} tokens at most and the layer keeps no more, so its size is bounded. It "
+        f"sliding-window attention: the layer keeps at most {layer.sliding_window} tokens, so its size is bounded. It "
         "stays in full precision"
     )
     if getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None) is not None:
-        why += ". For texts that fit the window, sliding_window=None in the decoder's config gives the same, packed"
+        why += (
+            ". For texts that fit the window, sliding_window=None in the decoder's config gives the same result, packed"
+        )
     return why
 
 

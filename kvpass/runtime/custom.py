@@ -36,8 +36,8 @@ class CustomRuntime(Runtime):
         super().__init__(model, scheme, layers, **options)
         if any(plan.evicts for plan, _ in self.plans.values()):
             raise KVPassError(
-                "Evicting tokens needs a cache that counts the tokens seen apart from those kept: that of transformers "
-                "does. Use the scheme without its eviction."
+                "Evicting tokens needs a cache that counts the tokens seen separately from those kept, as a "
+                "transformers cache does. Use this scheme without eviction."
             )
 
     def _new_cache(self) -> list[PackedLayer]:
@@ -50,7 +50,7 @@ class CustomRuntime(Runtime):
 
     def _arguments(self, args, kwargs) -> dict[str, Any]:
         if self.model().training:
-            raise KVPassError("The model is in training mode, and its cache is packed: call model.eval().")
+            raise KVPassError("The model is in training mode, but its cache is packed: call model.eval().")
         return dict(self.signature.bind(*args, **kwargs).arguments)
 
     def _run(self, layers: list[PackedLayer], arguments: dict[str, Any]):
@@ -152,14 +152,18 @@ class BufferRuntime(CustomRuntime):
             expected = torch.arange(start, start + count, device=position.device)
             if position.shape[-1] != count or not bool((position == expected).all()):
                 raise KVPassError(
-                    f"{name} is not {count} consecutive positions from {start} on; a packed cache needs that."
+                    f"{name} must be {count} consecutive positions starting at {start}: a packed cache stores tokens "
+                    "in order."
                 )
         if start > stored:
             raise KVPassError(
-                f"{name} starts at {start}, and the packed cache holds {stored} tokens: none may be left out."
+                f"{name} starts at {start}, but the packed cache holds {stored} tokens: pass the next position, "
+                "leaving none out."
             )
         if start + count > self.capacity:
-            raise KVPassError(f"The cache is full: {start} tokens and {count} more do not fit into {self.capacity}.")
+            raise KVPassError(
+                f"The cache is full: {start} tokens are stored and {count} more exceed its capacity of {self.capacity}."
+            )
         if start == 0:
             self._check_owners()
         for layer in self.layers if start < stored or start == 0 else ():
@@ -174,8 +178,8 @@ class BufferRuntime(CustomRuntime):
                 same = False
             if not same:
                 raise KVPassError(
-                    f"{buffer.path}.{buffer.name} was replaced after kvpass.apply (caches set up again?). Call "
-                    "kvpass.remove(model) before that, and apply again after it."
+                    f"{buffer.path}.{buffer.name} was replaced after kvpass.apply (were the caches set up again?). "
+                    "Call kvpass.remove(model) before setting up caches, and apply again afterwards."
                 )
 
     def _body(self):
@@ -212,13 +216,13 @@ class HandedRuntime(CustomRuntime):
         super().__init__(model, scheme, layers, found=found, **options)
         if (self.needs_queries or self.needs_rotation) and not found.takes_empty:
             raise KVPassError(
-                f"{scheme.name!r} looks at the prompt through its cache, and {type(model).__name__} does not take an "
-                f"empty {found.parameter} for none: use a scheme such as 'kivi'."
+                f"{scheme.name!r} reads the prompt through its cache, but {type(model).__name__} does not accept an "
+                f"empty {found.parameter} in place of None: use a scheme such as 'kivi'."
             )
         if any(plan.looks_at_previous or plan.adaptive for plan, _ in self.plans.values()):
             raise KVPassError(
-                f"{scheme.name!r} reconstructs a layer from more than its own tensors, and a cache that is passed in "
-                "and out is made of separate ones: use a scheme such as 'kivi', or a transformers cache."
+                f"{scheme.name!r} reconstructs a layer from other layers' tensors, but in a cache that is passed in "
+                "and out layers are separate: use a scheme such as 'kivi', or a transformers cache."
             )
 
     def forward(self, *args, **kwargs):
@@ -244,15 +248,16 @@ class HandedRuntime(CustomRuntime):
         }
         if len(caches) != 1 or len(leaves) != 2 * len(self.plans):
             raise KVPassError(
-                f"{self.found.parameter} is not what this model returned: pass that on as it is, or none to start anew."
+                f"{self.found.parameter} is not what this model returned: pass the returned cache unchanged, or None "
+                "to start anew."
             )
         (layers,) = caches.values()
         if layers[0].owner != self.owner:
             raise KVPassError(f"{self.found.parameter} was packed by another model or an earlier kvpass.apply.")
         if leaves[0].num_tokens != layers[0].tokens:
             raise KVPassError(
-                f"{self.found.parameter} holds {leaves[0].num_tokens} tokens and has been continued to "
-                f"{layers[0].tokens}: pass on what was returned last."
+                f"{self.found.parameter} holds {leaves[0].num_tokens} tokens but was already continued to "
+                f"{layers[0].tokens}: pass the cache that the latest call returned."
             )
         return layers
 

@@ -1,4 +1,4 @@
-"""One forward over a cache: it happens as a whole, or the cache is as before, or it says that it is not whole."""
+"""One forward over a cache, all or nothing: if it fails, the cache is rolled back or marked inconsistent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def start_forward(layers: list[PackedLayer], batch: int, new_tokens: int) -> int
     batch, new_tokens: what the caller hands to the model. The model may hand other sizes to its layers, for instance
     with image tokens in front of the text; `_expect` then prepares them again.
 
-    Raises `KVPassError` if the cache is full, not whole, or of another batch size; nothing is changed then, nor when
+    Raises `KVPassError` if the cache is full, inconsistent, or of another batch size; nothing is changed then, nor when
     there is no memory for more tokens.
     """
     first = layers[0]
@@ -34,8 +34,8 @@ def start_forward(layers: list[PackedLayer], batch: int, new_tokens: int) -> int
         layer.refuse_unless_whole()
     if len({(layer.tokens, layer.seen, layer.edits, layer.crops) for layer in layers}) > 1:
         raise KVPassError(
-            "The layers of this cache differ: reordering, selecting, cropping or resetting it failed or was "
-            "interrupted midway. Start again with a fresh cache, or cache.reset()."
+            "The layers of this cache are inconsistent: reordering, selecting, cropping or resetting it failed or was "
+            "interrupted. Pass a fresh cache, or call cache.reset()."
         )
     _refuse_what_does_not_fit(first, batch, new_tokens)
     for layer in layers:
@@ -54,10 +54,10 @@ def _refuse_what_does_not_fit(first: PackedLayer, batch: int, new_tokens: int) -
     stored, capacity = first.tokens, first.max_cache_len
     if capacity is not None and first.plan.key.retention.stored(stored + new_tokens) > capacity:
         raise KVPassError(
-            f"The cache is full: {stored} tokens stored, and {new_tokens} more do not fit max_cache_len={capacity}."
+            f"The cache is full: {stored} tokens are stored and {new_tokens} more exceed max_cache_len={capacity}."
         )
     if stored and first.batch != batch:
-        raise KVPassError(f"The cache holds a batch of {first.batch}; this call has a batch of {batch}.")
+        raise KVPassError(f"The cache holds a batch of {first.batch}, but this call has a batch of {batch}.")
 
 
 @torch.compiler.disable  # where a step runs in pieces, layers call it between them
@@ -66,9 +66,8 @@ def _expect(layers: list[PackedLayer], batch: int, new_tokens: int) -> None:
     first = layers[0]
     if any(layer.updated for layer in layers):
         raise KVPassError(
-            f"The model stores {first.context.new_tokens} tokens in some of its cache layers and {new_tokens} in "
-            "others. A packed cache has one length for all layers. Use kvpass.remove(model); this model is not "
-            "supported."
+            f"The model stores {first.context.new_tokens} tokens in some cache layers and {new_tokens} in others. All "
+            "layers of a packed cache have the same length. Call kvpass.remove(model); this model is not supported."
         )
     _refuse_what_does_not_fit(first, batch, new_tokens)
     _make_room(layers, batch, new_tokens, first.context)
@@ -79,9 +78,9 @@ def check_all_updated(layers: list[PackedLayer]) -> None:
     missing = [layer.geometry.index for layer in layers if not layer.updated]
     if 0 < len(missing) < len(layers):
         raise KVPassError(
-            f"The model stored nothing in cache layers {', '.join(map(str, missing))} in this forward, and something "
-            "in the others. A packed cache has one length for all layers. Use kvpass.remove(model); this use of the "
-            "model is not supported."
+            f"The model stored nothing in cache layers {', '.join(map(str, missing))} in this forward, but it did in "
+            "the others. All layers of a packed cache have the same length. Call kvpass.remove(model); this use of "
+            "the model is not supported."
         )
 
 
@@ -190,7 +189,7 @@ def _refuse_other_lengths(cache: Cache, others: list) -> None:
         own = type(layer) in _REPLACED and layer.is_initialized and layer not in cross
         if own and layer.get_seq_length() != seen:
             raise KVPassError(
-                f"A layer of this cache that is not packed holds {layer.get_seq_length()} tokens, and those that are "
-                f"packed {seen}: changing all layers failed or was interrupted midway. Start again with a fresh cache, "
-                "or cache.reset()."
+                f"This cache is inconsistent: an unpacked layer holds {layer.get_seq_length()} tokens, the packed "
+                f"layers {seen}. An operation on all layers failed or was interrupted. Pass a fresh cache, or call "
+                "cache.reset()."
             )

@@ -39,7 +39,7 @@ logger = logging.getLogger("kvpass")
 
 _MIN_COMPILED_LENGTH = 2  # lengths 0 and 1 would be specialised by the tracer
 
-_WITHOUT_STRICT = "Without strict=True they are decoded first: right, but slower."
+_WITHOUT_STRICT = "Without strict=True kvpass dequantizes them before attention: correct, but slower."
 _WEIGHTS = torch.float16, torch.bfloat16
 
 _BY_OWNER: weakref.WeakValueDictionary[str, "Runtime"] = weakref.WeakValueDictionary()
@@ -186,11 +186,11 @@ class Runtime:
         """Who packed ``cache``. Raises `KVPassError` for one that is not packed, or whose model is gone."""
         layers = packed_layers(cache) if isinstance(cache, Cache) else []
         if not layers:
-            raise KVPassError("This is no packed cache: run a model that kvpass is applied to over it first.")
+            raise KVPassError("This cache is not packed: run a model that kvpass is applied to over it first.")
         if layers[0].owner not in _BY_OWNER:
             raise KVPassError(
-                "The model that packed this cache is gone, or kvpass was removed from it: its codes mean nothing "
-                "without it."
+                "The model that packed this cache is gone, or kvpass was removed from it. Only that model can read "
+                "the cache."
             )
         return _BY_OWNER[layers[0].owner]
 
@@ -201,8 +201,8 @@ class Runtime:
         try:
             if self.running.setdefault(id(cache), me) != me:
                 raise KVPassError(
-                    "A forward over this cache is running already, in another thread. Threads may share a model, not a "
-                    "cache: give each of them its own."
+                    "Another thread is using this cache. Threads may share a model but not a cache: give each thread "
+                    "its own."
                 )
             yield
         finally:
@@ -245,7 +245,7 @@ class Runtime:
             forms.give_up(error)
         if not self.report.uncaptured_prompt and not self._is_compiled(first, new_tokens):
             self.report.uncaptured_prompt = str(error)
-            logger.warning("%s: a prompt is not captured: %s", type(self.model()).__name__, error)
+            logger.warning("%s: a prompt runs without a captured graph: %s", type(self.model()).__name__, error)
 
     def _uncaptured(self, first: PackedLayer) -> Callable | None:
         """Who runs a call over the cache whose first layer is ``first`` without a graph; None if it needs one."""
@@ -256,17 +256,17 @@ class Runtime:
         """That ``what`` has to be captured, why it is not, and what to do instead."""
         why, instead, scheme = "mode='reduce-overhead' replays whole steps", "no mode", None
         if self.needs_queries:
-            why = f"{self.scheme.name!r} is fitted to the queries of the prompt"
+            why = f"{self.scheme.name!r} is fitted to the prompt's queries"
         if self.needs_rotation:
             why = "Keys are stored before rotary embedding"
         if self.looks_at_previous:
-            why = "Layers are predicted from the layer below"
+            why = "Each layer is predicted from the layer below"
         if self.needs_importance:
-            why = "What is stored depends on attention"
+            why = "What is stored depends on attention scores"
         if self.captures or self.looks_at_previous:
             scheme = self._works()
             instead = f"scheme={named(scheme)!r}"
-        text = f"{why}, for which {what} has to be captured, and it cannot be: {error}. Use {instead}."
+        text = f"{why}, so {what} must be captured as a graph, but capture failed: {error}. Use {instead}."
         return NeedsGraphError(text, scheme)
 
     def _works(self) -> SchemeConfig:
@@ -291,7 +291,7 @@ class Runtime:
 
         def read(layer: PackedLayer) -> None:
             if self.strict:
-                raise NotFusedError(f"strict=True: layers ran outside of any graph: {why()}. {_WITHOUT_STRICT}")
+                raise NotFusedError(f"strict=True: layers ran outside any captured graph: {why()}. {_WITHOUT_STRICT}")
             uncaptured.append(layer.geometry.index)
 
         layers[0].context.uncaptured = read
@@ -324,8 +324,8 @@ class Runtime:
         hooked = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         if self.strict and not self.one_graph:
             raise NotFusedError(
-                f"strict=True: steps are not compiled while there are hooks on {hooked}. Remove them, or apply "
-                "without strict=True: keys and values are decoded before attention then."
+                f"strict=True: steps are not compiled while {hooked} have hooks. Remove the hooks, or apply without "
+                "strict=True: keys and values are then dequantized before attention."
             )
         self.report.hooked_steps, self.report.hooked = self.report.hooked_steps + 1, hooked
         return True
@@ -360,8 +360,9 @@ class Runtime:
 
     def __reduce_ex__(self, protocol):
         raise KVPassError(
-            "A model that kvpass is applied to cannot be copied or pickled, its forward would still be the original's: "
-            "kvpass.remove(model) first, then apply to each copy. save_pretrained and state_dict work as they are."
+            "A model that kvpass is applied to cannot be copied or pickled: the copy would run the original's "
+            "forward. Call kvpass.remove(model) first, then apply to each copy. save_pretrained and state_dict work "
+            "as they are."
         )
 
 

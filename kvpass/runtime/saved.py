@@ -45,12 +45,12 @@ _OF_LAYER = "tokens", "seen", "max_cache_len"
 def save_cache(cache: Cache, path: str | Path) -> Path:
     """Write a packed ``cache`` of transformers to the file ``path`` (``*.safetensors`` by custom); returns it.
 
-    What is used is written: codes, scales, zero points, exact tokens, and what the scheme keeps beside them, batch and
-    evicted tokens as they are; sliding-window layers in full precision. A file that was there is replaced when the new
-    one is complete.
+    The file holds quantized values, scales, zero points, exact tokens and other state of the scheme, without unused
+    memory, for the whole batch; sliding-window layers are written in full precision. An existing file is replaced once
+    the new one is complete.
 
-    Raises `KVPassError` for a cache that is not packed, empty, not whole, has layers of other kinds (linear attention),
-    or whose model is gone; `OSError` if it cannot be written.
+    Raises `KVPassError` for a cache that is not packed, is empty or inconsistent, has layers of other kinds (linear
+    attention), or whose model is gone; `OSError` if the file cannot be written.
     """
     runtime, path = TransformersRuntime.of(cache), Path(path)
     layers = cache_layers(cache)
@@ -61,8 +61,8 @@ def save_cache(cache: Cache, path: str | Path) -> Path:
             layer.refuse_unless_whole()
         elif type(layer) not in _UNPACKED:
             raise KVPassError(
-                f"Layer {index} of this cache is {type(layer).__name__}, which is not packed, and not saved yet: keep "
-                "the cache in memory (copy.deepcopy), or run the prompt again."
+                f"Layer {index} of this cache is {type(layer).__name__}, which is not packed and cannot be saved yet: "
+                "keep the cache in memory (copy.deepcopy), or run the prompt again."
             )
     facts = {
         "format": _FORMAT,
@@ -90,15 +90,15 @@ def load_cache(path: str | Path, model: nn.Module) -> Cache:
     """The cache that `save_cache` wrote to ``path``, on the devices of ``model``: pass it as ``cache``, which
     transformers called ``past_key_values`` before 5.24.
 
-    model: the one it was written with, with the same adapters active and the same config, kvpass applied with the same
-        scheme, in the same dtype; within ``torch.autocast`` if it was saved within it.
+    model: the model it was saved with, with the same adapters active and the same config, packed with the same scheme
+        and in the same dtype; inside ``torch.autocast`` if it was saved inside it.
 
-    Raises `KVPassError` if the file is missing, cut off, altered, of another version, or of another model, adapter,
-    config, scheme or dtype, which it names.
+    Raises `KVPassError` if the file is missing, truncated, modified, or of another version, or if the model, adapter,
+    config, scheme or dtype differs; the message names what differs.
     """
     runtime = runtime_of(model)
     if not isinstance(runtime, TransformersRuntime):
-        raise KVPassError("Caches of decoders that are not from transformers are not loaded: run the prompt again.")
+        raise KVPassError("Caches of decoders outside transformers cannot be loaded: run the prompt again.")
     facts, tensors = _read(Path(path))
     try:
         _check_maker(facts["made_by"], _maker(runtime))
@@ -106,7 +106,7 @@ def load_cache(path: str | Path, model: nn.Module) -> Cache:
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
         if isinstance(error, KVPassError):
             raise
-        raise KVPassError(f"{path} holds no cache that can be read: {error!r}. Run the prompt again.") from error
+        raise KVPassError(f"{path} holds no readable cache: {error!r}. Run the prompt again.") from error
 
 
 def _maker(runtime: Runtime) -> dict[str, Any]:
@@ -139,10 +139,10 @@ def _autocast(model: nn.Module) -> str | None:
 def _check_maker(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
     for name, mine in ours.items():
         if name == "settings":
-            check_settings(theirs[name], mine, "This cache is")
+            check_settings(theirs[name], mine, "This cache was saved with")
         elif theirs[name] != mine:
             raise KVPassError(
-                f"This cache was saved with another {name}: {theirs[name]}, and here it is {mine}. Apply the scheme it "
+                f"This cache was saved with another {name}: {theirs[name]}, but here it is {mine}. Apply the scheme it "
                 "was saved with to the model it was saved with, or run the prompt again."
             )
 
@@ -190,20 +190,22 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except OSError as error:
         raise KVPassError(f"{path} cannot be read: {error}. Save the cache with kvpass.save_cache.") from error
     except (SafetensorError, ValueError, RuntimeError, TypeError) as error:
-        raise KVPassError(f"{path} is no safetensors file, or was cut off: {error}. Run the prompt again.") from error
+        raise KVPassError(
+            f"{path} is not a safetensors file, or is truncated: {error}. Run the prompt again."
+        ) from error
     if metadata is None:
-        raise KVPassError(f"{path} holds no packed cache: it was not written by kvpass.save_cache.")
+        raise KVPassError(f"{path} holds no packed cache: kvpass.save_cache did not write it.")
     try:
         metadata = json.loads(metadata)
         facts, digest = metadata["facts"], metadata["sha256"]
     except (ValueError, KeyError, TypeError, RecursionError):
         facts = digest = None
     if digest != _digest(facts, tensors):
-        raise KVPassError(f"{path} was altered after it was written: run the prompt again.")
+        raise KVPassError(f"{path} was modified after it was written: run the prompt again.")
     if facts["format"] != _FORMAT:
         raise KVPassError(
-            f"{path} has format {facts['format']!r}, and this kvpass reads format {_FORMAT}: run the prompt again. "
-            "Older formats did not say which adapters and settings of the model they were saved with."
+            f"{path} has format {facts['format']!r}, but this kvpass reads format {_FORMAT}: run the prompt again. "
+            "Older formats did not record the model's adapters and settings."
         )
     return facts, tensors
 
@@ -216,7 +218,7 @@ def _filled(runtime: TransformersRuntime, facts: dict[str, Any], tensors: dict[s
     for index, (layer, numbers) in enumerate(zip(layers, facts["layers"], strict=True)):
         kind = "packed" if isinstance(layer, PackedLayer) else type(layer).__name__
         if numbers["kind"] != kind:
-            raise KVPassError(f"Layer {index} was saved as {numbers['kind']}, and is {kind} here.")
+            raise KVPassError(f"Layer {index} was saved as {numbers['kind']}, but here it is {kind}.")
         own = {name.removeprefix(f"{index}."): t for name, t in tensors.items() if name.startswith(f"{index}.")}
         if isinstance(layer, PackedLayer):
             _fill_packed(layer, facts["batch"], numbers, own)

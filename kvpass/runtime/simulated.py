@@ -166,12 +166,12 @@ def scout(model: nn.Module, arguments: dict) -> dict[int, LayerGeometry | str]:
         if type(reason) is not NotCapturedError:
             raise reason from None
         raise KVPassError(
-            f"{type(model).__name__} has no cache, and to simulate one its forward must be one graph: {reason}. Pass "
-            "example_inputs of a decoder that keeps a cache."
+            f"{type(model).__name__} has no cache, and to simulate one, kvpass must capture its forward as one graph: "
+            f"{reason}. Pass example_inputs of a decoder that keeps a cache."
         ) from error
     if not keys or refused:
         reasons = listed(refused) or "no causal attention over its own tokens"
-        raise KVPassError(f"No attention that can be packed found in {type(model).__name__}: {reasons}.")
+        raise KVPassError(f"No packable attention found in {type(model).__name__}: {reasons}.")
     return geometries(keys)
 
 
@@ -196,7 +196,7 @@ class SimulatedRuntime(Runtime):
         self.simulations: list[Simulation] = []
         if why := unsupported(self):
             raise NotSimulatedError(
-                f"{scheme.name!r} cannot be simulated in one pass: {why}. It needs a decoder with a cache."
+                f"{scheme.name!r} cannot be simulated in one pass: {why}. Use a decoder with a cache."
             )
         self.report.simulated = True
 
@@ -241,7 +241,7 @@ class Simulator:
         self.model, self.layers = model, probe(model)
         if reasons := {layer for layer in self.layers.values() if isinstance(layer, str)}:
             raise NotSimulatedError(
-                f"Not every layer of {type(model).__name__} is packed: {'; '.join(sorted(reasons))}."
+                f"kvpass does not pack every layer of {type(model).__name__}: {'; '.join(sorted(reasons))}."
             )
         self.captured: dict[bool, SimulatedRuntime] = {}  # by whether keys are stored before rotary embedding
 
@@ -271,12 +271,12 @@ def unsupported(runtime: Runtime) -> str:
     """Why a scheme cannot be simulated in one pass; empty if it can."""
     plans = [plan for plan, _ in runtime.plans.values()]
     if any(plan.key_source is not None or plan.value_source is not None for plan in plans):
-        return "layers share codes"
+        return "layers share quantized values"
     if runtime.needs_importance or any(plan.adaptive for plan in plans):
-        return "what is stored depends on attention"
+        return "what is stored depends on attention scores"
     if any(plan.calibrated for plan in plans):
-        return "what codes stand for is calibrated"
-    return "layers are predicted from each other" if runtime.looks_at_previous else ""
+        return "its quantization grid is calibrated"
+    return "each layer is predicted from the one below" if runtime.looks_at_previous else ""
 
 
 class Simulation(Backend):
@@ -293,10 +293,10 @@ class Simulation(Backend):
         attentions, refused = find_unpacked(normal.graph)
         trace.stage("found", normal.module, attentions, refused)
         if len(attentions) != len(self.stored) or refused:
-            reasons = listed(refused) or "what runs depends on the inputs"
+            reasons = listed(refused) or "its control flow depends on the inputs"
             raise NotSimulatedError(
-                f"This call has {len(attentions)} causal attentions, and {len(self.stored)} were found by "
-                f"kvpass.apply: {reasons}."
+                f"This call has {len(attentions)} causal attentions, but kvpass.apply found {len(self.stored)}: "
+                f"{reasons}."
             )
         specs = [(of.key, of.value) for of in self.stored]
         module = simulate_attention(normal, example_inputs, attentions, specs, self.prompt)

@@ -59,9 +59,9 @@ class TransformersRuntime(Runtime):
     def _not_replayed(self, devices: set[torch.device]) -> str:
         """Why whole steps cannot be captured, or ""."""
         if len(devices) > 1 or not {device.type for device in devices} <= {"cpu", *CAPTURES}:
-            return f"they are of one CPU or CUDA device, and this model is on {listed(map(str, devices))}"
+            return f"replay needs the model on a single CPU or CUDA device, and it is on {listed(map(str, devices))}"
         if not all(row.packed for row in self.report.layers):
-            return "layers that are not packed replace their tensors"
+            return "layers that are not packed reallocate their tensors"
         if self.has_encoder or self.looks_at_previous or self.needs_importance:
             return "what a layer stores depends on more than its own tokens"
         return ""
@@ -172,8 +172,8 @@ class TransformersRuntime(Runtime):
         caches = list({id(cache): cache for cache in caches if cache is not None}.values())
         if len(caches) > 1:
             raise KVPassError(
-                f"{' and '.join(CACHE_NAMES)} are names of one argument, and were given different caches: pass "
-                f"{self.cache_argument} alone. Prefix tuning, which passes a cache of its own, is not supported."
+                f"{' and '.join(CACHE_NAMES)} name the same argument but were given different caches: pass "
+                f"{self.cache_argument} alone. Prefix tuning, which passes its own cache, is not supported."
             )
         kwargs.update((self.cache_argument, cache) for cache in caches)
 
@@ -192,21 +192,21 @@ class TransformersRuntime(Runtime):
         """The packed layers of ``cache``, swapped in if it is fresh. Raises `KVPassError` for what cannot be packed."""
         if not isinstance(cache, Cache):
             raise KVPassError(
-                f"{self.cache_argument} is {type(cache).__name__}; pass a transformers DynamicCache, or none. The "
-                "paged cache of continuous batching (generate_batch, cache_implementation='paged') is not packed: use "
-                "generate with a batch, or kvpass.remove(model)."
+                f"{self.cache_argument} is {type(cache).__name__}; pass a transformers DynamicCache, or None. The "
+                "paged cache of continuous batching (generate_batch, cache_implementation='paged') is not packed: "
+                "call generate with a batch, or kvpass.remove(model)."
             )
         if isinstance(cache, EncoderDecoderCache) != self.has_encoder:
             wanted = "an EncoderDecoderCache" if self.has_encoder else "a DynamicCache"
-            raise KVPassError(f"{self.cache_argument} is {type(cache).__name__}; this model needs {wanted}, or none.")
+            raise KVPassError(f"{self.cache_argument} is {type(cache).__name__}; this model needs {wanted}, or None.")
         layers = packed_layers(cache)
         if not layers:
             self._swap(cache)
             layers = packed_layers(cache)
         if any(layer.owner != self.owner for layer in layers):
             raise KVPassError(
-                "This cache was packed by another model or by an earlier kvpass.apply: its codes mean nothing here. "
-                "Pass a fresh cache."
+                "This cache was packed by another model or by an earlier kvpass.apply, and cannot be read here. Pass "
+                "a fresh cache."
             )
         return layers
 
@@ -307,8 +307,8 @@ class TransformersRuntime(Runtime):
             return starts
         if seen > total:
             raise KVPassError(
-                f"A 4-D mask says for {mask.shape[-1]} keys who sees them, and {seen - total} tokens were evicted, "
-                "others in each head. Pass a 2-D padding mask."
+                f"A 4-D mask describes {mask.shape[-1]} keys, but {seen - total} tokens were evicted, different ones "
+                "in each head. Pass a 2-D padding mask."
             )
         if mask.shape[-1] > total:
             kwargs[name] = mask[..., :total]

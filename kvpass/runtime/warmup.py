@@ -1,4 +1,4 @@
-"""Compile ahead what ``generate`` is going to need."""
+"""Ahead-of-time compilation of what ``generate`` will need."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,28 +27,28 @@ def warmup(
     turns: bool = False,
     background: bool = False,
 ) -> Future[None]:
-    """Compile what prompts and decode steps of ``model`` need, so that no user waits for it: a short text of its first
-    two tokens is read and decoded in a cache of its own, with the arguments that ``generate`` passes. Lengths are no
-    matter, one graph serves them all. What is compiled outside of ``torch.inference_mode`` is not used in it.
+    """Compile what prompts and decode steps of ``model`` need, so that no user waits for it. This prefills and decodes
+    a short text in a cache of its own, with the arguments that ``generate`` passes. One graph serves all lengths.
+    Graphs compiled outside ``torch.inference_mode`` are not used inside it.
 
     Args:
         model: one that `kvpass.apply` packed, of transformers.
-        batch_sizes: those to come. 1 has a graph of its own, and so may the first larger one; others share one.
-        padded: also for batches whose first sequence is padded on the left.
-        drafts: also for prompt lookup and assisted generation, which verify some tokens a call.
-        turns: also for prompts that go on from a filled cache: chats, and prefill in chunks.
-        background: return at once and compile in a thread. Calls that need the same meanwhile wait for it.
+        batch_sizes: batch sizes to expect. 1 has its own graph, and so may the first larger one; others share one.
+        padded: also compile for batches whose first sequence is padded on the left.
+        drafts: also compile for prompt lookup and assisted generation, which verify several tokens per call.
+        turns: also compile for prompts that continue a filled cache: chats, and chunked prefill.
+        background: return at once and compile in a thread. Calls that need the same graphs wait for it.
 
-    Returns a future; ``result()`` waits, and raises what went wrong. Without ``background`` that is raised here.
+    Returns a future; its ``result()`` waits, and raises any error. Without ``background`` errors are raised here.
 
-    Raises `KVPassError` if `apply` has not packed the model, or it keeps its cache itself: then one call of yours is
-    what compiles, and this would write to its text.
+    Raises `KVPassError` if `apply` has not packed the model, or if the model keeps its cache itself: warmup would
+    overwrite its text, so call the model once instead.
     """
     runtime = runtime_of(model)
     if not isinstance(runtime, TransformersRuntime):
         raise KVPassError(
-            "kvpass.warmup cannot call a decoder that is not from transformers, nor touch the text in its own cache: "
-            "call it once on a prompt of yours, and for one more token."
+            "kvpass.warmup can neither call a decoder from outside transformers nor touch the text in its cache: run "
+            "the model once on a prompt of yours, then for one more token."
         )
     for size in batch_sizes:
         check_integer("batch_sizes", size, 1)

@@ -1,4 +1,4 @@
-"""AQUA-KV (arXiv 2501.19392): each layer is predicted from the one below, and only what is left over is coded.
+"""AQUA-KV (arXiv 2501.19392): each layer is predicted from the one below, and only the residual is quantized.
 
 Keys are predicted from the reconstructed keys of the layer below, values from its reconstructed values and this layer's
 reconstructed keys (algorithm 1 of the paper). The residual goes to any backbone; since its energy is a fraction of the
@@ -26,7 +26,9 @@ def _resolved(field: str, scheme: SchemeConfig | str | dict[str, Any]) -> Scheme
     name = scheme.get("scheme") if isinstance(scheme, dict) else None
     named = get(name if isinstance(name, str) else scheme)
     if named.needs_calibration:
-        raise KVPassError(f"{field}={named.name!r} is predicted itself: use a scheme that stores tokens.")
+        raise KVPassError(
+            f"{field}={named.name!r} itself predicts from other layers: use a scheme that stores its tokens."
+        )
     return get(scheme)
 
 
@@ -48,9 +50,9 @@ class AquaKVConfig(StorageConfig):
         precision, whichever calibration finds to serve the layers above.
     predictor: "linear", "low-rank" or "mlp" with 16-bit weights, "linear-4" or "low-rank-4" with 4-bit ones.
     rank: of "low-rank"; None is half the width of a layer's keys.
-    predicted: which of keys and values are predicted; what is not goes to the backbone as it is.
-    fit_on: predictors are fitted to what layers below are decoded to ("reconstructed", as in the paper), or to the
-        "original" keys and values, for any backbone alike.
+    predicted: which of keys and values are predicted; the others go to the backbone directly.
+    fit_on: predictors are fitted to the dequantized keys and values of the layer below ("reconstructed", as in the
+        paper), or to the "original" ones, which serves any backbone.
     ridge: added to the diagonal of the normal equations, in units of its mean.
     """
 
@@ -77,14 +79,17 @@ class AquaKVConfig(StorageConfig):
         if self.rank is not None:
             check_integers(self, rank=1)
         if not 0 <= self.ridge <= 1e6:
-            raise KVPassError(f"ridge={self.ridge} must be a finite number, not negative, and at most 1e6.")
+            raise KVPassError(f"ridge={self.ridge} must be from 0 to 1e6.")
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
         first = layer.previous_layer is None
         scheme = self.first if first else get(self.backbone)
         plan = scheme.plan_of(layer)
         if plan.key_source is not None or plan.value_source is not None:
-            raise KVPassError(f"{scheme.name!r} shares codes between layers, which what is left over cannot.")
+            raise KVPassError(
+                f"{scheme.name!r} shares quantized values between layers, which residuals of a predictor cannot: use "
+                "another scheme."
+            )
         keys, values = (not first and self.predicted in ("both", which) for which in ("keys", "values"))
         key = self._behind(plan.key, keys, pre_rope=self.rope == "pre")
         return LayerPlan(key, self._behind(plan.value, values, pre_rope=False)).checked(layer)

@@ -19,8 +19,8 @@ from ..layout.retention import POLICIES, Retention
 @dataclass(frozen=True)
 class LayerGeometry:
     """One cache layer of a model: its index among ``num_layers``, heads, head_dim, dtype and device, and
-    ``previous_layer``, the last packed one before it, if there is one. ``cross``: cross-attention, over what an encoder
-    gave."""
+    ``previous_layer``, the last packed one before it, if there is one. ``cross``: cross-attention, over the output
+    of an encoder."""
 
     index: int
     num_layers: int
@@ -49,7 +49,7 @@ def geometries(keys: Sequence[Tensor | str]) -> dict[int, LayerGeometry | str]:
 class LayerPlan:
     """How one layer stores its keys and values.
 
-    key_source, value_source: the layer whose codes this one decodes with; None for its own.
+    key_source, value_source: the layer whose quantized values this layer reads; None for its own.
     """
 
     key: CodecSpec
@@ -61,7 +61,7 @@ class LayerPlan:
         """This plan, if it fits the heads of ``layer``; raises `KVPassError` otherwise."""
         if self.evicts and self.key.retention != self.value.retention:
             raise KVPassError(
-                "Keys and values must leave the window together where tokens are evicted: use a retention."
+                "With eviction, keys and values must leave the residual window together: give both the same retention."
             )
         self.key.check(layer.head_dim)
         self.value.check(layer.head_dim)
@@ -71,32 +71,36 @@ class LayerPlan:
 
     def _check_leader(self) -> None:
         if not self.key.quantizer.chooses:
-            raise KVPassError("Values get more bits where their keys do, and those have as many everywhere.")
+            raise KVPassError(
+                "Values follow the per-token bit widths of their keys, but these keys use one bit width, so there is "
+                "nothing to follow."
+            )
         key, value = self.key.retention, self.value.retention
         same = (key.page_size, key.sinks, key.keep) == (value.page_size, value.sinks, value.keep)
         if not same or value.window < key.window:
             raise KVPassError(
-                "Values that get more bits where their keys do are packed in the same pages, and no earlier."
+                "Values that follow the per-token bit widths of their keys need the keys' page_size and sinks, and a "
+                "window at least as long."
             )
 
     @property
     def needs_queries(self) -> bool:
-        """Whether the codec is fitted to the prompt's queries, so that prefill has to be captured."""
+        """Whether the codec is fitted to the prompt's queries, so that prefill must be captured."""
         return self.key.quantizer.needs_queries
 
     @property
     def evicts(self) -> bool:
-        """Whether tokens are dropped when there are too many."""
+        """Whether tokens are evicted when there are too many."""
         return self.key.retention.evicts
 
     @property
     def adaptive(self) -> bool:
-        """Whether tokens have widths of their own."""
+        """Whether bit widths differ between tokens."""
         return self.key.quantizer.adaptive is not None
 
     @property
     def needs_importance(self) -> bool:
-        """Whether storing depends on the attention that tokens are paid."""
+        """Whether storing depends on the tokens' attention scores."""
         return self.key.needs_importance
 
     @property
@@ -106,18 +110,18 @@ class LayerPlan:
 
     @property
     def calibrated(self) -> bool:
-        """Whether a calibration gives what codes stand for."""
+        """Whether quantization grids come from a calibration."""
         return self.key.quantizer.calibrated or self.value.quantizer.calibrated
 
     @property
     def shares_out(self) -> bool:
-        """Whether a calibration gives each head its bits, and tensors that all caches of the model read."""
+        """Whether a calibration sets the bit widths of each head, in tensors that all caches of the model share."""
         return self.key.quantizer.shares is not None
 
     def __str__(self) -> str:
         def describe(name: str, spec: CodecSpec, source: int | None) -> str:
             window = f"{spec.retention.residual}..{spec.retention.window - 1} exact"
-            shared = "" if source is None else f" with the codes of layer {source}"
+            shared = "" if source is None else f" with the quantized values of layer {source}"
             return f"{spec.transform.of(name)} {spec.quantizer}{shared}, {window}"
 
         retention, subspace = self.key.retention, self.key.quantizer.subspace
@@ -132,8 +136,8 @@ class LayerPlan:
 
 
 def check_edges(plans: dict[int, tuple[LayerPlan, LayerGeometry]]) -> None:
-    """Raise `KVPassError` unless layers that are predicted from the one below move tokens as that one does, and layers
-    that evict keep equally many."""
+    """Raise `KVPassError` unless predicted layers have the same residual window as the layer below, and all layers that
+    evict have the same budget."""
     if len({plan.key.retention for plan, _ in plans.values() if plan.evicts}) > 1:
         raise KVPassError("Layers that evict tokens must have the same budget and window.")
     for plan, layer in plans.values():
@@ -143,8 +147,8 @@ def check_edges(plans: dict[int, tuple[LayerPlan, LayerGeometry]]) -> None:
         specs = (previous.key, previous.value, plan.key, plan.value)
         if len({spec.retention for spec in specs}) > 1:
             raise KVPassError(
-                f"Layer {layer.index} is predicted from layer {layer.previous_layer}, which keeps other tokens exact: "
-                "keys and values of all layers must leave the window together."
+                f"Layer {layer.index} is predicted from layer {layer.previous_layer}, whose residual window holds "
+                "different tokens: give the keys and values of all layers the same retention."
             )
         if (its.num_key_value_heads, its.head_dim) != (layer.num_key_value_heads, layer.head_dim):
             raise KVPassError(
@@ -162,11 +166,13 @@ def check_sources(plans: dict[int, LayerPlan]) -> None:
             if source is None:
                 continue
             if source not in plans or getattr(plans[source], f"{name}_source") is not None:
-                raise KVPassError(f"Layer {index} is to share the {name} codes of layer {source}, which has none.")
+                raise KVPassError(
+                    f"Layer {index} shares the {name} codes of layer {source}, which stores none of its own."
+                )
             if getattr(plans[source], name).stored_as != getattr(plan, name).stored_as:
                 raise KVPassError(
-                    f"Layers {source} and {index} share {name} codes but are not stored alike: a pair needs equal bits "
-                    "and windows. Choose kq, vq, km and vm so that no group of layers is cut by them."
+                    f"Layers {source} and {index} share {name} codes but are stored differently: they need equal bits "
+                    "and windows. Choose kq, vq, km and vm so that no layer group is split."
                 )
 
 
@@ -187,7 +193,7 @@ class SchemeConfig:
         raise TypeError(f"{type(self).__name__} must define plan(layer)")
 
     def plan_of(self, layer: LayerGeometry) -> LayerPlan:
-        """What a model is packed by: `plan`, unless the layer is one of the exceptions of `StorageConfig`."""
+        """The plan that a model is packed with: `plan`, unless the layer is an exception in `StorageConfig`."""
         return self.plan(layer)
 
     def to_dict(self) -> dict[str, Any]:
@@ -212,7 +218,7 @@ _PRESETS: dict[str, SchemeConfig] = {}
 
 
 def register_scheme(**presets: dict[str, Any]) -> Callable[[type[_Config]], type[_Config]]:
-    """Class decorator: make a config known under its ``name``, plus presets given as name -> overrides.
+    """Class decorator: register a config under its ``name``, plus presets given as name -> overrides.
 
     Underscores in preset names become hyphens.
     """
@@ -242,16 +248,16 @@ class _Stored(Protocol):
 
 
 def compose(scheme: SchemeConfig, policy: Retention) -> SchemeConfig:
-    """``scheme`` with another choice of the tokens that stay; its sinks stay sinks.
+    """``scheme`` with another retention policy; its sinks are kept.
 
-    Any scheme whose layers store their own tokens takes any policy. What cannot go together says so: a scheme that is a
-    policy itself (LogQuant), and eviction where layers share codes (XQuant). Where layers share positions or
-    predictions, all heads and layers evict the same tokens.
+    Any scheme whose layers store their own tokens takes any policy. Impossible combinations raise `KVPassError`: a
+    scheme that is defined by its policy (LogQuant), and eviction where layers share quantized values (XQuant). Where
+    layers share positions or predictions, all heads and layers evict the same tokens.
     """
     if not isinstance(policy, Retention):
-        raise KVPassError(f"{shown(policy)} is no policy: use one of kvpass.Retention, such as Recent(128).")
+        raise KVPassError(f"{shown(policy)} is not a retention policy: use a kvpass.Retention, such as Recent(128).")
     if not isinstance(scheme, _Stored):
-        raise KVPassError(f"{scheme.name!r} has no retention policy to choose.")
+        raise KVPassError(f"{scheme.name!r} does not take a retention policy.")
     if policy.budget is not None and (scheme.needs_calibration or scheme.rope == "pre"):
         policy = dataclasses.replace(policy, shared=True)
     policy = dataclasses.replace(policy, sinks=max(policy.sinks, scheme.sinks))
@@ -263,7 +269,7 @@ def get(scheme: str | dict[str, Any] | SchemeConfig, **overrides: Any) -> Scheme
 
     scheme: a name from `available`, such a name and a policy of `layout.retention.POLICIES` ("kivi+h2o"), a config, or
         a dict ``{"scheme": name, **overrides}`` (what `to_dict` writes).
-    Raises `KVPassError` for unknown names, unknown fields, a dict of another version, or what cannot go together.
+    Raises `KVPassError` for unknown names, unknown fields, a dict of another version, or impossible combinations.
     """
     if isinstance(scheme, str) and "+" in scheme:
         name, _, policy = scheme.partition("+")
@@ -278,7 +284,8 @@ def get(scheme: str | dict[str, Any] | SchemeConfig, **overrides: Any) -> Scheme
         named = get(name)
         if version is not None and (type(version) is not int or version != named.version):
             raise KVPassError(
-                f"Config version {shown(version)} of {name!r}; this kvpass reads version {named.version}."
+                f"Config version {shown(version)} of {name!r} is not supported; this kvpass reads version "
+                f"{named.version}."
             )
         return _changed(named, scheme)
     if isinstance(scheme, str):
@@ -293,7 +300,7 @@ def get(scheme: str | dict[str, Any] | SchemeConfig, **overrides: Any) -> Scheme
 def _changed(scheme: SchemeConfig, fields: dict[str, Any]) -> SchemeConfig:
     known = {field.name for field in dataclasses.fields(scheme)}
     if unknown := [name for name in fields if name not in known]:
-        raise KVPassError(f"{type(scheme).__name__} has no field {shown(unknown)}; it has {sorted(known)}.")
+        raise KVPassError(f"{type(scheme).__name__} has no field {shown(unknown)}; its fields are {sorted(known)}.")
     return dataclasses.replace(scheme, **fields)
 
 

@@ -1,4 +1,4 @@
-"""What `kvpass.calibrate` found out about a model. Its files are safetensors and JSON: nothing in them runs."""
+"""The result of `kvpass.calibrate`. Its files are safetensors and JSON, so loading one runs no code."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ def describe(model: nn.Module, layers: Mapping[int, LayerGeometry | str]) -> dic
 
 @dataclass(frozen=True)
 class Calibration:
-    """A scheme with what was fitted to one model. `kvpass.apply` takes it where it takes a scheme.
+    """A scheme with tensors fitted to one model. Pass it to `kvpass.apply` in place of a scheme.
 
-    scheme: the config, with everything that was left to measurement decided.
+    scheme: the config, with every measured field filled in.
     predictors: layer -> the tensors of its keys and of its values: weights of their predictors
         (`kvpass.codec.predictor`), or a datatype each, and ranges of keys (`kvpass.codec.datatype`), or what bits are
         shared out by (`kvpass.codec.shares`).
     model: what identifies the model (`describe`).
-    explained: layer -> share of the variance of its keys and of its values that predictors explain, on sequences they
-        were not fitted to; empty where there are none.
-    facts: what else was measured, by name.
+    explained: layer -> fractions of the variance of its keys and of its values that predictors explain, on held-out
+        sequences; empty without predictors.
+    facts: other measurements, by name.
 
     Raises `KVPassError` if they do not belong together.
     """
@@ -66,13 +66,12 @@ class Calibration:
         check_calibration(self.scheme, self.predictors, self.model, self.explained, self.facts)
 
     def retaining(self, policy: Retention) -> Calibration:
-        """The same predictors, with another choice of the tokens that stay. Raises `KVPassError` if they cannot go
-        together."""
+        """The same predictors with another retention policy. Raises `KVPassError` if the combination is impossible."""
         return replace(self, scheme=schemes.compose(self.scheme, policy))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, which every use of the scheme needs once."""
+        """Bytes of all tensors. A model needs them once, whatever the number of caches."""
         return sum(tensor.nbytes for both in self.predictors.values() for one in both for tensor in one)
 
     @property
@@ -102,15 +101,15 @@ class Calibration:
             ("weights", "weights"),
         ):
             if name == "settings":
-                check_settings(self.model[name], found[name], "This calibration is")
+                check_settings(self.model[name], found[name], "This calibration was made with")
             elif found[name] != self.model[name]:
                 raise KVPassError(
-                    f"This calibration was made for another model: its {what} were {self.model[name]}, and here are "
-                    f"{found[name]}. Calibrate this model: kvpass.calibrate(model, ids, {self.scheme.name!r})."
+                    f"This calibration was made for another model ({what}: {self.model[name]}, not {found[name]}). "
+                    f"Calibrate this model: kvpass.calibrate(model, ids, {self.scheme.name!r})."
                 )
 
     def save(self, folder: str | Path) -> Path:
-        """Write to ``folder``, made if need be; returns it. Files of an earlier calibration there are replaced."""
+        """Write to ``folder``, creating it if needed; returns it. Replaces the files of an earlier calibration."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {
@@ -145,39 +144,39 @@ class Calibration:
             return f"datatypes and ranges of {len(self.predictors)} layers, {self.nbytes:,} bytes"
         pays = f"pay off from {self.pays_off_at:,} tokens on" if self.bits_saved > 0 else "do not pay off"
         return (
-            f"{scheme['predictor']} predictors of {self.nbytes:,} bytes, shared by all caches of the model: worth "
-            f"{self.bits_saved:.2f} bits a value, they {pays}"
+            f"{scheme['predictor']} predictors of {self.nbytes:,} bytes, shared by all caches of the model: they save "
+            f"{self.bits_saved:.2f} bits per value and {pays}"
         )
 
 
 def load_calibration(folder: str | Path) -> Calibration:
-    """What `Calibration.save` wrote to ``folder``. Raises `KVPassError` if files are missing, cut off, altered, of
-    another version, or hold what does not belong together."""
+    """What `Calibration.save` wrote to ``folder``. Raises `KVPassError` if files are missing, truncated, modified,
+    inconsistent, or of another version."""
     folder = Path(folder)
     try:
         facts, data = json.loads((folder / _FACTS).read_text(encoding="utf-8")), (folder / _TENSORS).read_bytes()
     except OSError as error:
         raise KVPassError(f"{folder} holds no calibration: {error.strerror}, {Path(error.filename).name}.") from error
     except (ValueError, RecursionError) as error:
-        raise KVPassError(f"{folder / _FACTS} is no JSON: {error}. Calibrate again.") from error
+        raise KVPassError(f"{folder / _FACTS} is not valid JSON: {error}. Calibrate again.") from error
     if not isinstance(facts, dict) or facts.get("format") != _FORMAT:
         found = facts.get("format") if isinstance(facts, dict) else None
         raise KVPassError(
-            f"{folder / _FACTS} has format {shown(found)}, and this kvpass reads format {_FORMAT}: calibrate again. "
-            "Format 1 did not say which adapters and settings of the model it was made with."
+            f"{folder / _FACTS} has format {shown(found)}, but this kvpass reads format {_FORMAT}: calibrate again. "
+            "Format 1 did not record the model's adapters and settings."
         )
     if hashlib.sha256(data).hexdigest() != facts.get("sha256"):
         raise KVPassError(
-            f"{folder / _TENSORS} is not the file that {_FACTS} was written with: it was cut off or altered."
+            f"{folder / _TENSORS} does not match {_FACTS}: it is truncated or was modified. Calibrate again."
         )
     try:
         explained = {int(layer): tuple(shares) for layer, shares in facts["explained"].items()}
         predictors = _unflatten(load(data))
         return Calibration(schemes.get(facts["scheme"]), predictors, facts["model"], explained, facts["facts"])
     except KVPassError as error:
-        raise KVPassError(f"{folder} holds a calibration that does not fit together: {error}") from error
+        raise KVPassError(f"{folder} holds an inconsistent calibration: {error}") from error
     except (KeyError, ValueError, TypeError, AttributeError, SafetensorError) as error:
-        raise KVPassError(f"{folder} holds no calibration that can be read: {error!r}. Calibrate again.") from error
+        raise KVPassError(f"{folder} holds no readable calibration: {error!r}. Calibrate again.") from error
 
 
 def _unflatten(tensors: dict[str, Tensor]) -> dict[int, tuple[list[Tensor], list[Tensor]]]:
@@ -190,5 +189,5 @@ def _unflatten(tensors: dict[str, Tensor]) -> dict[int, tuple[list[Tensor], list
     layers = sorted({int(name.partition(".")[0]) for name in tensors})
     predictors = {layer: (taken(layer, "key"), taken(layer, "value")) for layer in layers}
     if tensors:
-        raise KVPassError(f"{shown(sorted(tensors))} are no tensors of a layer.")
+        raise KVPassError(f"{shown(sorted(tensors))} are not the tensors of a layer.")
     return predictors

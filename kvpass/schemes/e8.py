@@ -1,4 +1,4 @@
-"""Heads rotated to be nearly normal, and coded by the E8 lattice, as QuIP# (arXiv 2402.04396) codes weights, or D4."""
+"""Rotated, nearly normal heads quantized to the E8 lattice, as QuIP# (arXiv 2402.04396) does weights, or to D4."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,11 +14,11 @@ from .storage import StorageConfig
 @register_scheme(e8_sinks=dict(sinks=4), d4=dict(lattice="d4"), d4_sinks=dict(lattice="d4", sinks=4))
 @dataclass(frozen=True, kw_only=True)
 class LatticeConfig(StorageConfig):
-    """``2 + 16 / head_dim`` bits a value, plus the exact tokens of `StorageConfig`.
+    """``2 + 16 / head_dim`` bits per value, plus the exact tokens of `StorageConfig`.
 
     lattice: "e8", of 65,536 points for eight values, or "d4", of 256 for four (`kvpass.codec.lattice`).
-    center: the mean of the keys that are packed first is subtracted from all; None does so where there are sinks.
-    seed: of the signs of the rotation.
+    center: subtract the mean of the first packed keys from all keys; None does so if there are sinks.
+    seed: seed of the signs of the rotation.
     """
 
     name = "e8"

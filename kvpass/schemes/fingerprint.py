@@ -73,13 +73,12 @@ def check_settings(theirs: Mapping[str, Any], ours: Mapping[str, Any], what: str
     if not differ:
         return
     each = [
-        f"{name} was {shown(theirs.get(name, missing))}, and is {shown(ours.get(name, missing))} here"
+        f"{name} was {shown(theirs.get(name, missing))}, but is {shown(ours.get(name, missing))} here"
         for name in differ[:_SHOWN]
     ]
     more = f"; and {len(differ) - _SHOWN} others" if len(differ) > _SHOWN else ""
     raise KVPassError(
-        f"{what} of another configuration of this model: {'; '.join(each)}{more}. Set the adapter or the field as it "
-        "was."
+        f"{what} another configuration of this model: {'; '.join(each)}{more}. Restore that adapter or setting."
     )
 
 

@@ -1,4 +1,4 @@
-"""GEAR (arXiv 2403.05527): KIVI's codes, outliers exact, and a low-rank matrix of what the codes leave."""
+"""GEAR (arXiv 2403.05527): KIVI's quantization, exact outliers, and a low-rank matrix of the quantization error."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""HIGGS: heads are rotated to be nearly normal and coded on grids that are optimal for normal vectors."""
+"""HIGGS: heads are rotated to be nearly normal and quantized to grids that are optimal for normal vectors."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -20,15 +20,15 @@ from .storage import StorageConfig
 )
 @dataclass(frozen=True, kw_only=True)
 class HIGGSConfig(StorageConfig):
-    """``log2(n) / d + 16 / group_size`` bits a value, plus the exact tokens of `StorageConfig`.
+    """``log2(n) / d + 16 / group_size`` bits per value, plus the exact tokens of `StorageConfig`.
 
-    grid: "d2n16" is 16 points for 2 values, 2 bits a value; "d2n64" 3 bits, "d2n256" 4 bits, "d4n64" 1.5 bits.
+    grid: "d2n16" has 16 points for 2 values, 2 bits per value; "d2n64" 3 bits, "d2n256" 4 bits, "d4n64" 1.5 bits.
     group_size: channels that share a scale; None is the head, which keeps heads independent (1,024 in the paper).
-    center: the mean of the keys that are packed first is subtracted from all, in channels where it is not just chance.
-        Keys of models with a bias have one, which would take codes away from what differs between tokens. None does so
-        where there are sinks: the first token's key is unlike the others and much attended, and loses by it.
-    fit: scales are the "rms" of a group, or of least squared error given the codes ("lsq").
-    seed: of the signs of the rotation.
+    center: subtract the mean of the first packed keys from all keys, in channels where the mean is significant. Keys of
+        models with a bias have such a mean, which would waste precision. None does so if there are sinks: the first
+        token's key differs from the others and gets much attention, so centering would hurt it.
+    fit: scales are the "rms" of a group, or minimize the squared error for the given codes ("lsq").
+    seed: seed of the signs of the rotation.
     """
 
     name = "higgs"

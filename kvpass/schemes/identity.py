@@ -1,4 +1,4 @@
-"""Full-precision pages: nothing is lost, so that all that is left to test is the plumbing, or a policy that evicts."""
+"""Unquantized pages: lossless, to test the machinery around quantization, or an eviction policy."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Kitty (arXiv 2511.18643): KIVI's codes, with the largest channels of each page of keys in twice the bits."""
+"""Kitty (arXiv 2511.18643): KIVI's quantization, with twice the bits for the largest channels of each key page."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""LogQuant: KIVI's codes, and exact tokens that thin out with distance instead of a plain window."""
+"""LogQuant: KIVI's quantization, with exact tokens that thin out with distance instead of a plain window."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,9 @@ class LogQuantConfig(KIVIConfig):
     def __post_init__(self) -> None:
         check_integers(self, window=1)
         if self.retention is not None:
-            raise KVPassError("LogQuant is its retention policy. For another one use KIVIConfig(retention=...).")
+            raise KVPassError(
+                "LogQuant is defined by its retention policy. To use another policy, take KIVIConfig(retention=...)."
+            )
         super().__post_init__()
 
     def _policy(self) -> Retention:

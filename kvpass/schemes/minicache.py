@@ -36,9 +36,11 @@ class MiniCacheConfig(UniformConfig):
         super().__post_init__()
         for name, share in (("start", self.start), ("t", self.t)):
             if not 0 <= share <= 1:
-                raise KVPassError(f"{name}={share} is a share, in [0, 1].")
+                raise KVPassError(f"{name}={share} must be a fraction in [0, 1].")
         if self.fit == "lsq":
-            raise KVPassError("fit='lsq' fits scales to codes that are there already, and merged ones are not yet.")
+            raise KVPassError(
+                "fit='lsq' fits scales to finished codes, and merged layers have none yet: use fit='minmax'."
+            )
         self._of(own_codes=1.0)
 
     def _of(self, own_codes: float) -> tuple[CodecSpec, CodecSpec]:

@@ -1,4 +1,4 @@
-"""PolarQuant (arXiv 2502.00527): keys as radii and angles of the pairs of channels that rotary embedding turns."""
+"""PolarQuant (arXiv 2502.00527): keys as radii and angles of the channel pairs that rotary embedding rotates."""
 
 from dataclasses import dataclass
 

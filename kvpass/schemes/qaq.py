@@ -1,4 +1,4 @@
-"""QAQ (arXiv 2403.04643): as many bits for a token as the error it causes may need, and outliers exact."""
+"""QAQ (arXiv 2403.04643): each token gets the bit width that bounds the error it causes; outliers stay exact."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,19 +13,19 @@ from .storage import StorageConfig
 @register_scheme(qaq_demote=dict(keep_originals=False))
 @dataclass(frozen=True, kw_only=True)
 class QAQConfig(StorageConfig):
-    """Widths follow equations of section 4.1: keys by the energy of queries and the length, values by the attention
-    they are paid. All are chosen again when a page is packed.
+    """Bit widths follow section 4.1 of the paper: those of keys depend on the energy of queries and the length, those
+    of values on their attention scores. All are chosen again whenever a page is packed.
 
-    sigma_s: standard deviation that attention weights may have from the error of keys.
-    sigma_x: standard deviation that attention's output may have from the error of values.
-    window: the last queries, whose largest attention weight is what a token is expected to be paid; it may be longer
-        than a page. Of a call of several tokens in which it begins, all queries count.
-    outliers: share of the values of a token, over all heads, that are kept exact, half of them at both ends.
-    widths: classes of widths; a token that needs more than the widest gets the widest.
+    sigma_s: allowed standard deviation of attention weights due to the error of keys.
+    sigma_x: allowed standard deviation of the attention output due to the error of values.
+    window: number of last queries; a token's expected attention is its largest weight among them. It may be longer than
+        a page. If it begins inside a call of several tokens, all queries of that call count.
+    outliers: fraction of a token's values, over all heads, that are kept exact, half of them at each end.
+    widths: available bit widths; a token that needs more than the widest gets the widest.
     query_energy: squared norm of queries, scaled as in attention: one number, or one for each cache layer, as
         `kvpass.calibrate` measures them; None takes the 90 % quantile of the prompt's.
-    keep_originals: keep full-precision tokens in host memory, from which a token gets bits back when it needs them
-        again. Without, widths only fall.
+    keep_originals: keep full-precision tokens in host memory, to raise a token's bit width again when needed. Without
+        it, bit widths only fall.
     """
 
     name = "qaq"
@@ -59,6 +59,8 @@ class QAQConfig(StorageConfig):
         energy = self.query_energy
         if isinstance(energy, tuple):
             if len(energy) != layer.num_layers:
-                raise KVPassError(f"query_energy has {len(energy)} numbers for {layer.num_layers} layers.")
+                raise KVPassError(
+                    f"query_energy has {len(energy)} entries, but the model has {layer.num_layers} layers."
+                )
             energy = energy[layer.index]
         return self._plan(layer.head_dim, energy).checked(layer)

@@ -11,7 +11,7 @@ from .rtn import RTNConfig
 @register_scheme(quarot_2=dict(bits=2), quarot_3=dict(bits=3))
 @dataclass(frozen=True, kw_only=True)
 class QuaRotConfig(RTNConfig):
-    """RTN's fields, the seed of the signs, and ``center``: the mean of the first keys that are packed is subtracted."""
+    """RTN's fields, the seed of the signs, and ``center``: subtract the mean of the first packed keys."""
 
     name = "quarot"
 

@@ -1,4 +1,4 @@
-"""What all schemes share: which tokens stay exact, and on which side of rotary embedding keys are stored."""
+"""What all schemes share: which tokens stay exact, and whether keys are stored before or after rotary embedding."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -14,14 +14,13 @@ from .base import LayerGeometry, LayerPlan, SchemeConfig, get
 class StorageConfig(SchemeConfig):
     """Fields every scheme has.
 
-    residual: R of KIVI. The key window swings between 0 and R - 1 tokens, as in the paper. Values leave theirs R at a
-        time too, so it holds R to 2R - 1 tokens where the paper holds R.
-    sinks: first tokens kept in full precision (0 in most papers).
-    retention: another policy (`kvpass.layout.retention`), for keys and values alike, in place of ``residual``
-        and ``sinks``.
-    rope: "pre" stores keys as they were before rotary embedding, and rotates what is read.
-    skip_layers: how many of the first and of the last layers are stored otherwise, with the same tokens exact.
-    skipped: the scheme of those: "identity", floats as they are, or one with more bits, such as "kivi-8".
+    residual: R of KIVI, in tokens. The residual window of keys holds 0 to R - 1 tokens, as in the paper. Values also
+        leave theirs R at a time, so it holds R to 2R - 1 tokens, where the paper holds R.
+    sinks: number of first tokens kept in full precision (0 in most papers).
+    retention: another policy for keys and values (`kvpass.layout.retention`), instead of ``residual`` and ``sinks``.
+    rope: "pre" stores keys before rotary embedding, and rotates them when they are read; "post" stores rotated keys.
+    skip_layers: how many of the first and of the last layers use ``skipped`` instead, with the same tokens exact.
+    skipped: the scheme of those layers: "identity" (unquantized), or one with more bits, such as "kivi-8".
     """
 
     stores_layers_alone: ClassVar[bool] = True  # none is stored with the help of another
@@ -39,7 +38,7 @@ class StorageConfig(SchemeConfig):
         super().__post_init__()
         check_integers(self, residual=1, sinks=0)
         if self.retention is not None and self.sinks:
-            raise KVPassError("sinks are part of the retention policy: Sinks(4) + Recent(128).")
+            raise KVPassError("With a retention policy, give sinks in the policy: Sinks(4) + Recent(128).")
         for count in self.skip_layers:
             check_integer("skip_layers", count, 0)
         if any(self.skip_layers):
@@ -47,10 +46,12 @@ class StorageConfig(SchemeConfig):
 
     def _check_skipped(self) -> None:
         if not self.stores_layers_alone:
-            raise KVPassError(f"Layers of {self.name!r} depend on each other, and none can be skipped.")
+            raise KVPassError(
+                f"The layers of {self.name!r} depend on each other, so none can be skipped: leave out skip_layers."
+            )
         skipped = get(self.skipped)
         if not isinstance(skipped, StorageConfig) or not skipped.stores_layers_alone or any(skipped.skip_layers):
-            raise KVPassError(f"skipped={self.skipped!r} must store each layer by itself: take identity, or kivi-8.")
+            raise KVPassError(f"skipped={self.skipped!r} must store each layer independently: use identity or kivi-8.")
         self._of_skipped()
 
     def _policy(self) -> Retention | None:
@@ -68,7 +69,7 @@ class StorageConfig(SchemeConfig):
         return self.plan(layer) if inside else self._of_skipped().plan(layer)
 
     def key_retention(self) -> Retention:
-        """Which keys are exact, packed and evicted."""
+        """Which keys stay exact, are packed or are evicted."""
         return self._policy() or Retention(self.residual, self.residual, self.sinks)
 
     def value_retention(self) -> Retention:

@@ -1,4 +1,4 @@
-"""TurboQuant (arXiv 2504.19874): tokens rotated at random, a norm for each, and codes that are optimal for all."""
+"""TurboQuant (arXiv 2504.19874): randomly rotated tokens, a norm for each, and one optimal codebook for all."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -54,9 +54,14 @@ class TurboQuantConfig(StorageConfig):
             ("value_bits", self.value_bits, 0),
         ):
             if not 1 <= bits - sketch <= 4:
-                raise KVPassError(f"{name}={bits}: codebooks have 1 to 4 bits, and a sketch takes one more.")
+                raise KVPassError(
+                    f"{name}={bits}: codebooks take 1 to 4 bits, plus one bit with a sketch (keys='prod')."
+                )
         if self.share and (self.keys == "prod" or not 0 < self.share < 1):
-            raise KVPassError(f"share={self.share}: a share of the channels has a bit more, and keys='mse'.")
+            raise KVPassError(
+                f"share={self.share} must be between 0 and 1, and needs keys='mse': it is the fraction of channels "
+                "with one more bit."
+            )
         self._plan(64)
 
     def _plan(self, head_dim: int) -> LayerPlan:

@@ -33,7 +33,7 @@ class UniformConfig(StorageConfig):
         super().__post_init__()
         check_integers(self, group_size=1)
         if self.scale_bits not in (8, 16):
-            raise KVPassError(f"scale_bits={self.scale_bits}: scales take 8 or 16 bits.")
+            raise KVPassError(f"scale_bits={self.scale_bits} must be 8 or 16.")
 
     def key(
         self, bits: int, per: Literal["channel", "token"] = "channel", own_codes: float = 1.0, **fields: Any
@@ -43,7 +43,8 @@ class UniformConfig(StorageConfig):
         if per == "channel" and (tokens := retention.page_size) % self.group_size:
             what = f"page_size={tokens} of the retention" if self._policy() else f"residual={tokens}"
             raise KVPassError(
-                f"{what} must be a multiple of group_size={self.group_size}: keys are packed in whole groups of tokens."
+                f"{what} must be a multiple of group_size={self.group_size}: keys are quantized in whole groups of "
+                "tokens."
             )
         return CodecSpec(self._quantizer(bits, per, fields), retention, self.key_transform(), own_codes)
 
@@ -54,6 +55,6 @@ class UniformConfig(StorageConfig):
     def _quantizer(self, bits: int, per: _Per, fields: dict[str, Any]) -> Quantizer:
         codec = "second-level" if self.scale_bits == 8 else ""
         if codec and "codec" in fields:
-            raise KVPassError(f"scale_bits=8 is a codec itself: {fields['codec']!r} has scales of 16 bits.")
+            raise KVPassError(f"scale_bits=8 is a codec of its own: {fields['codec']!r} has 16-bit scales.")
         own = dict(group_size=self.group_size, fit=self.fit, eta=self.eta, codec=codec)
         return Quantizer(bits, per, **{**own, **fields})

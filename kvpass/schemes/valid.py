@@ -45,11 +45,11 @@ def check_calibration(
     """Raise `KVPassError` unless these fields of a `Calibration` belong together: each layer of ``model`` has tensors
     of the shapes and dtypes that ``scheme`` stores, finite, and if it is predicted, shares of at most 1."""
     if not isinstance(scheme, SchemeConfig) or not scheme.takes_calibration:
-        raise KVPassError(f"{shown(scheme)} is no scheme that is calibrated.")
+        raise KVPassError(f"{shown(scheme)} is not a calibrated scheme.")
     if isinstance(scheme, QAQConfig) and not isinstance(scheme.query_energy, tuple):
-        raise KVPassError(f"query_energy={scheme.query_energy}: measured is a number for each layer.")
+        raise KVPassError(f"query_energy={scheme.query_energy}: expected one measured number per layer.")
     if not isinstance(facts, dict) or not _is_plain(facts, _DEPTH):
-        raise KVPassError(f"facts are plain data, not {shown(facts)}.")
+        raise KVPassError(f"facts must be plain data, not {shown(facts)}.")
     geometry = _geometry(model)
     if isinstance(scheme, CalibratedWaterfillConfig):
         _check_ropes(scheme.ropes, geometry)
@@ -57,13 +57,13 @@ def check_calibration(
     predicted = set(wanted) if isinstance(scheme, AquaKVConfig) else set()
     for what, found, of in (("predictors", predictors, set(wanted)), ("explained", explained, predicted)):
         if not isinstance(found, dict) or set(found) != of:
-            raise KVPassError(f"{what} are those of layers {sorted(of)}, not {shown(found)}.")
+            raise KVPassError(f"{what} must cover layers {sorted(of)}, not {shown(found)}.")
     for layer, shares in explained.items():
         if len(shares) != 2 or not all(type(share) is float and -math.inf < share <= 1 for share in shares):
-            raise KVPassError(f"explained of layer {layer} are two shares of the variance, not {shown(shares)}.")
+            raise KVPassError(f"explained[{layer}] must be two fractions of the variance, not {shown(shares)}.")
     for layer, both in predictors.items():
         for role, tensors, shapes in zip(("key", "value"), both, wanted[layer], strict=True):
-            _check_tensors(f"What belongs to the {role}s of layer {layer}", tensors, shapes)
+            _check_tensors(f"The {role} tensors of layer {layer}", tensors, shapes)
         if isinstance(scheme, CalibratedWaterfillConfig):
             _check_shares(layer, both, scheme, geometry[layer][1])
 
@@ -79,21 +79,21 @@ def _is_plain(value: Any, depth: int) -> bool:
 def _geometry(model: dict[str, Any]) -> dict[int, tuple[int, int]]:
     """Layer -> heads and head_dim, of what `describe` says about a model."""
     if not isinstance(model, dict) or set(model) != {"class", "layers", "settings", "weights"}:
-        raise KVPassError(f"model has class, layers, settings and weights, and not {shown(model)}.")
+        raise KVPassError(f"model must have class, layers, settings and weights, not {shown(model)}.")
     if not isinstance(model["settings"], dict):
-        raise KVPassError(f"Settings of the model are a dict, and not {shown(model['settings'])}.")
+        raise KVPassError(f"model['settings'] must be a dict, not {shown(model['settings'])}.")
     layers = model["layers"]
     if not isinstance(layers, dict) or not all(isinstance(model[name], str) for name in ("class", "weights")):
-        raise KVPassError(f"model has names and a dict of layers, and not {shown(model)}.")
+        raise KVPassError(f"model must have names and a dict of layers, not {shown(model)}.")
     found = {}
     for name, size in layers.items():
         if not isinstance(size, (list, tuple)) or len(size) != 2 or not str(name).isdecimal():
-            raise KVPassError(f"Layers of the model are a number with heads and head_dim, not {shown({name: size})}.")
+            raise KVPassError(f"model['layers'] must map each index to [heads, head_dim], not {shown({name: size})}.")
         for what, number in zip(("heads", "head_dim"), size, strict=True):
             check_integer(what, number, 1)
         found[int(name)] = tuple(size)
     if not found or [str(index) for index in sorted(found)] != list(layers):
-        raise KVPassError(f"Layers of the model are numbered from the first up, not {shown(list(layers))}.")
+        raise KVPassError(f"model['layers'] must list the layer indices in ascending order, not {shown(list(layers))}.")
     return found
 
 
@@ -148,14 +148,16 @@ def _shared(spec: CodecSpec, heads: int, head_dim: int) -> _Shapes:
 def _check_ropes(ropes: tuple[str, ...], geometry: dict[int, tuple[int, int]]) -> None:
     """Raise `KVPassError` unless there is a way of turning keys for each layer, or none."""
     if len(ropes) != max(geometry) + 1:
-        raise KVPassError(f"ropes says how the keys of {max(geometry) + 1} layers are turned, not {shown(ropes)}.")
+        raise KVPassError(
+            f"ropes must describe the rotary embedding of {max(geometry) + 1} layers, not {shown(ropes)}."
+        )
     for index, (_, head_dim) in geometry.items():
         try:
             fits = not ropes[index] or 0 < 2 * parse_rope(ropes[index])[0] <= head_dim
         except (ValueError, KeyError):
             fits = False
         if not fits:
-            raise KVPassError(f"Keys of layer {index} are turned as in 'half-32', not {shown(ropes[index])}.")
+            raise KVPassError(f"ropes[{index}] must be like 'half-32', not {shown(ropes[index])}.")
 
 
 def _check_shares(
@@ -173,7 +175,7 @@ def _check_shares(
         else:
             fits = fits and torch.equal(counts[:, 2], counts[:, :2].sum(1).clamp(max=1).to(counts.dtype))
         if not fits:
-            raise KVPassError(f"The shares of the heads of layer {layer} are none that their widths could have.")
+            raise KVPassError(f"The bit shares of the heads of layer {layer} do not match their bit widths.")
 
 
 def _check_tensors(what: str, tensors: list[Tensor], shapes: _Shapes) -> None:
@@ -183,6 +185,6 @@ def _check_tensors(what: str, tensors: list[Tensor], shapes: _Shapes) -> None:
     )
     if not fits:
         wanted = [f"{kind} {list(shape)}" for (kind, _), shape in shapes]
-        raise KVPassError(f"{what} is {', '.join(wanted)}, and not {shown(found)}.")
+        raise KVPassError(f"{what} must be {', '.join(wanted)}, not {shown(found)}.")
     if not all(torch.isfinite(tensor).all() for tensor in tensors):
-        raise KVPassError(f"{what} holds NaN or infinity.")
+        raise KVPassError(f"{what} hold NaN or infinity.")

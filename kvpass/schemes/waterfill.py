@@ -119,12 +119,16 @@ class CalibratedWaterfillConfig(StorageConfig):
         super().__post_init__()
         check_integers(self, recent=0)
         if not 0 < self.bits <= WIDEST:
-            raise KVPassError(f"bits={self.bits}: coordinates have 0 to {WIDEST} bits, so their mean is above 0.")
+            raise KVPassError(
+                f"bits={self.bits} must be above 0 and at most {WIDEST}: it is the mean bit width of all coordinates."
+            )
         if self.rope != "post":
-            raise KVPassError("Keys are turned back page by page, behind rotary embedding: leave rope as it is.")
+            raise KVPassError(
+                "This scheme stores keys with page-relative RoPE, after rotary embedding: leave rope='post'."
+            )
         if self.retention is not None and (self.retention.evicts or self.retention.keep != "recent"):
             raise KVPassError(
-                "Tokens of a page are neighbours here: use a retention that evicts and thins out nothing."
+                "The tokens of a page must be consecutive: use a retention that neither evicts nor thins out tokens."
             )
         self._plan(self.block_size, "")
 

@@ -28,7 +28,9 @@ class _LayeredConfig(UniformConfig):
         if self.depth is not None:
             check_integers(self, depth=1)
         if self.eta:
-            raise KVPassError(f"eta={self.eta}: layers differ in width here, so give eta_1 and eta_2.")
+            raise KVPassError(
+                f"eta={self.eta}: bit widths differ between layers here, so pass eta_1 and eta_2 instead."
+            )
         self.key(1, eta=self.eta_1), self.value(2, eta=self.eta_2)  # an impossible config fails here
 
     def _scaled(self, layers: int, layer: LayerGeometry) -> int:
@@ -104,13 +106,13 @@ class XQuantConfig(_LayeredConfig):
         super().__post_init__()
         check_integers(self, kq=0, vq=0, km=0, vm=0, group_layers=1, dominant=0)
         if self.dominant >= self.group_layers:
-            raise KVPassError(f"dominant={self.dominant} is not in a group of {self.group_layers} layers.")
+            raise KVPassError(f"dominant={self.dominant} is out of range for group_layers={self.group_layers}.")
         if self.fit == "lsq" and (self.dominant or self.weights is not None):
-            raise KVPassError(
-                "fit='lsq' fits scales to codes that are there already: use dominant=0 and no weights with it."
-            )
+            raise KVPassError("fit='lsq' fits scales to finished codes: with it, use dominant=0 and no weights.")
         if self.weights is not None and (self.group_layers != 2 or self.dominant or abs(sum(self.weights) - 1) > 1e-6):
-            raise KVPassError(f"weights={self.weights}: give two that sum to 1, for group_layers=2 and dominant=0.")
+            raise KVPassError(
+                f"weights={self.weights} must be two numbers that sum to 1, with group_layers=2 and dominant=0."
+            )
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
         key, value = self._coding(layer, self.kq), self._coding(layer, self.vq)

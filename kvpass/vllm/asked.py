@@ -38,8 +38,8 @@ def check_version(version: str) -> None:
     if not OLDEST <= release <= NEWEST:
         tested = " to ".join(".".join(map(str, bound)) for bound in dict.fromkeys((OLDEST, NEWEST)))
         raise KVPassError(
-            f"kvpass serves with vLLM {tested}, and this is {version}: install one that is tested. `make test-vllm` in "
-            "its repository, with that version, says what has changed."
+            f"kvpass is tested with vLLM {tested}, but this is {version}: install a tested version. `make test-vllm` "
+            "in the kvpass repository shows what this version changed."
         )
 
 
@@ -57,7 +57,7 @@ def scheme_asked(additional: Any, environment: Mapping[str, str] = os.environ) -
     if not isinstance(found, dict) or "scheme" not in found:
         raise KVPassError(f'{KEY} takes a scheme and its fields, {{"scheme": "kivi", "bits": 4}}, not {shown(found)}.')
     if os.path.isdir(str(found["scheme"])):
-        raise KVPassError(f"{found['scheme']} is a folder: calibrated schemes are not served. {_PREDICTED}")
+        raise KVPassError(f"{found['scheme']} is a folder, and calibrated schemes cannot be served. {_PREDICTED}")
     name, fields = found["scheme"], {key: value for key, value in found.items() if key not in ("scheme", "version")}
     return schemes.get(schemes.get(name) if isinstance(name, str) else found, **fields)
 
@@ -68,10 +68,10 @@ def _parsed(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise KVPassError(f"{VARIABLE} holds no JSON: {error}.") from error
+        raise KVPassError(f"{VARIABLE} holds invalid JSON: {error}.") from error
 
 
-_PREDICTED = "A layer would have to be read to store the next, and vLLM gives each layer its own blocks only."
+_PREDICTED = "Storing a layer would require reading another one, but vLLM gives each layer only its own blocks."
 
 
 def refusal(spec: CodecSpec) -> str | None:
@@ -79,29 +79,28 @@ def refusal(spec: CodecSpec) -> str | None:
     quantizer, transform, retention = spec.quantizer, spec.transform, spec.retention
     if retention.evicts:
         return (
-            "Tokens are evicted by attention, and vLLM gives blocks back by age alone. Use a policy without a budget."
+            "The policy evicts tokens by attention scores, but vLLM frees blocks by age only. Use a policy without a "
+            "budget."
         )
     if retention.keep != "recent":
-        return "Log-sparse windows thin out, and vLLM gives blocks back by age alone. Use a plain window."
+        return "Log-sparse windows thin out, but vLLM frees blocks by age only. Use a plain window."
     if quantizer.adaptive is not None:
-        return (
-            "Tokens with widths of their own (QAQ) take pages of no fixed size, and blocks have one. Use kivi or higgs."
-        )
+        return "Per-token bit widths (QAQ) make pages vary in size, but blocks have a fixed size. Use kivi or higgs."
     if transform.predictor or spec.own_codes != 1:
         return f"What is stored depends on another layer. {_PREDICTED} Use the scheme it is built on."
     if transform.keeps_tables:
-        return "Backends of vLLM see keys behind rotary embedding. Use rope='post'."
+        return "vLLM backends receive keys after rotary embedding. Use rope='post'."
     if quantizer.needs_queries:
-        return "The codec is fitted to a prompt's queries, of which vLLM shows a chunk at a time. Use kivi or higgs."
+        return "The codec is fitted to a prompt's queries, but vLLM passes prompts in chunks. Use kivi or higgs."
     if quantizer.shares is not None:
-        return "Bits that a calibration shares out make pages of layers differ in size. Use kivi-sinks or higgs-sinks."
+        return "Calibrated bit widths make page sizes differ between layers. Use kivi-sinks or higgs-sinks."
     if quantizer.allocation is not None:
-        return "A basis of each request takes more memory than the pages of a block. Use kivi-sinks or higgs-sinks."
+        return "A basis per request takes more memory than the pages of a block. Use kivi-sinks or higgs-sinks."
     if not codec_of(spec).decodes_any_bytes:
         return (
-            f"Not every sequence of bytes is a page of its codec {quantizer.codec!r}, whose pages hold indices or do "
-            "not declare otherwise (`Codec.decodes_any_bytes`), and blocks are also read where nothing is stored yet. "
-            "Use kivi-sinks or higgs-sinks."
+            f"Codec {quantizer.codec!r} cannot decode arbitrary bytes (its pages hold indices, or it does not declare "
+            "`Codec.decodes_any_bytes`), but blocks are also read where nothing is stored yet. Use kivi-sinks or "
+            "higgs-sinks."
         )
     return None
 
@@ -121,18 +120,23 @@ class Served:
 
     def __post_init__(self) -> None:
         if self.scheme.needs_calibration:
-            raise KVPassError(f"{self.scheme.name!r} is fitted to a model first, and not served. {_PREDICTED}")
+            raise KVPassError(
+                f"{self.scheme.name!r} must be calibrated on a model first, and cannot be served. {_PREDICTED}"
+            )
         plans = {index: self._plan_of(index) for index in range(self.layers)}
         for index, plan in plans.items():
             for name, spec in (("keys", plan.key), ("values", plan.value)):
                 if reason := refusal(spec):
                     raise KVPassError(f"vLLM cannot serve the {name} of {self.scheme.name!r}. {reason}")
             if (plan.key_source, plan.value_source) != (None, None):
-                raise KVPassError(f"Layer {index} of {self.scheme.name!r} has codes of another. {_PREDICTED} Use kivi.")
+                raise KVPassError(
+                    f"Layer {index} of {self.scheme.name!r} reads the quantized values of another layer. {_PREDICTED} "
+                    "Use kivi."
+                )
             if plan != plans[0]:
                 raise KVPassError(
-                    f"{self.scheme.name!r} stores layer {index} otherwise than layer 0, and all layers share one table "
-                    "of blocks. Use a scheme that stores all layers alike, without skip_layers."
+                    f"{self.scheme.name!r} stores layer {index} differently from layer 0, but all layers share one "
+                    "block table. Use a scheme that stores all layers alike, without skip_layers."
                 )
 
     def _plan_of(self, index: int) -> LayerPlan:

@@ -57,7 +57,7 @@ def __getattr__(name: str) -> type[AttentionBackend]:
     own = resolve_obj_by_qualname(AttentionBackendEnum[name].value)
     scheme = _scheme_of(get_current_vllm_config())
     if scheme is not None and name != _SERVED:
-        raise KVPassError(f"kvpass serves on vLLM's CPU platform so far, and this one chose {name}.")
+        raise KVPassError(f"kvpass supports only vLLM's CPU platform so far, but this process chose {name}.")
     return _backend(own, scheme)
 
 
@@ -76,8 +76,8 @@ def _backend(own: type[AttentionBackend], scheme: SchemeConfig | None) -> type[A
         config = get_current_vllm_config_or_none()
         if config is not None and _scheme_of(config) != scheme:
             raise KVPassError(
-                f"An engine of this process asked for {scheme}, and this one asks for {_scheme_of(config)}: vLLM "
-                "keeps to the first. Use a process for each."
+                f"Another engine in this process uses {scheme}, but this one asks for {_scheme_of(config)}: vLLM keeps "
+                "the first. Use one process per scheme."
             )
 
     class Untouched(own):  # type: ignore[misc, valid-type]
@@ -270,7 +270,7 @@ class PackedAttention(AttentionImpl):
             **{name: value for name, value in others.items() if value is not None},
         }
         if found := [name for name, value in asks.items() if value]:
-            raise KVPassError(f"kvpass does not serve models with {', '.join(found)}: serve this one without.")
+            raise KVPassError(f"kvpass does not support models with {', '.join(found)}: serve this one without kvpass.")
         config = get_current_vllm_config()
         _check(config)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
@@ -355,6 +355,6 @@ def _check(config: VllmConfig) -> None:
     }
     if found := [name for name, there in asks.items() if there]:
         raise KVPassError(
-            f"kvpass does not serve {'; '.join(found)}. Leave that out, or serve without {KEY} in additional_config "
-            f"and {VARIABLE}."
+            f"kvpass does not support {'; '.join(found)}. Remove that option, or serve without {KEY} in "
+            f"additional_config and {VARIABLE}."
         )

@@ -94,7 +94,7 @@ def _compiled(program: Program, place: Path | None) -> Callable:
         graph = make_fx(call)(*fakes)
     fixed = {symbol: size for symbol, size in fake_mode.shape_env.replacements.items() if size.is_number}
     if fixed:  # nothing would check it at a call
-        raise AssertionError(f"Tracing {program.fn} fixed sizes that vary: {fixed}")
+        raise AssertionError(f"Tracing {program.fn} specialized sizes that must stay dynamic: {fixed}")
     with tracing(TracingContext(fake_mode)):
         if place is not None:
             return stored.compile_and_keep(graph, fakes, place)

@@ -39,7 +39,7 @@ _VALUES |= {"per=channel", "per=token", "keep=log", "rotation", "grid", "allocat
 _VALUES |= {f"allocation.{name}" for name in ("rich_pairs", "rich_singles", "follows")}
 _VALUES |= {"codec=shares", "shares", *(f"shares.{name}" for name in ("ranked", "follows", "adapts"))}
 ATTENDED = _VALUES | _OF_KEYS | {"pre_rope", "center", "page_frame", "numbered"}, _VALUES
-_BEHIND_ROPE = {"boosted": "boosted channels", "error-term": "matrices of what codes leave"}
+_BEHIND_ROPE = {"boosted": "boosted channels", "error-term": "low-rank error terms"}
 _MIN_PAGES = 2  # sizes 0 and 1 would be specialised; what is beyond the packed tokens is masked
 
 
@@ -355,27 +355,30 @@ def _page_tokens(retention: Retention, used: int, pages: int, device: torch.devi
 
 def _refuses_attend(dispatch: DispatchKey) -> str | None:
     if not dispatch.specs:
-        return "the past is decoded already."
+        return "the past is already dequantized."
     if dispatch.queries != 1:  # decoded by `decode_all`
         return None
     specs = [parse(text) for text in dispatch.specs]
     (key, value), of_keys = (spec.retention for spec in specs), specs[0].transform
     if dispatch.device != "cpu" and any(spec.quantizer.allocation or spec.quantizer.shares for spec in specs):
-        return "widths by channel are read by kernels for CPUs."
+        return "only CPU kernels read per-channel bit widths."
     if any(spec.quantizer.shares is not None for spec in specs):
-        return "bits that a calibration shares out are read by kernels in C++."
+        return "only C++ kernels read calibrated bit widths."
     if (key.page_size, key.sinks, key.keep) != (value.page_size, value.sinks, value.keep):
-        return "keys and values must share page size, sinks and the choice of exact tokens."
+        return "keys and values must share page_size, sinks and the choice of exact tokens."
     if of_keys.pre_rope and specs[0].quantizer.allocation is not None:
-        return "a basis of keys before rotary embedding, token by token, is no query's: they have to be decoded."
+        return (
+            "keys stored before rotary embedding in a fitted basis have to be dequantized first: queries cannot be "
+            "projected onto it."
+        )
     if of_keys.page_frame and not (specs[0].quantizer.allocation or specs[0].quantizer.shares):
-        return "keys in the frame of their page, all channels of one width, have to be decoded."
+        return "keys with page-relative RoPE and one bit width for all channels have to be dequantized first."
     if of_keys.pre_rope and of_keys.rotation is not None:
-        return "keys rotated by a Hadamard matrix before rotary embedding have to be decoded."
+        return "keys rotated by a Hadamard matrix before rotary embedding have to be dequantized first."
     if of_keys.pre_rope and (what := _BEHIND_ROPE.get(specs[0].quantizer.codec)):
-        return f"{what} before rotary embedding have to be decoded."
+        return f"{what} before rotary embedding have to be dequantized first."
     if value.window < key.window or (key.keep == "log" and key.ring_size != value.ring_size):
-        return "values must not leave the window before keys."
+        return "values must not leave the residual window before their keys."
     return None
 
 

@@ -37,7 +37,9 @@ def _processes(jobs: int) -> int:
     """How many to start: one of torch's threads is for this process."""
     allowed = os.environ.get(SWITCH, "")
     if allowed and not allowed.isdecimal():
-        raise KVPassError(f"{SWITCH}={allowed!r} must be the number of processes that may compile kernels, or unset.")
+        raise KVPassError(
+            f"{SWITCH}={allowed!r} must be the number of processes that may compile kernels; otherwise leave it unset."
+        )
     return min(jobs, int(allowed) if allowed else min(_MOST, torch.get_num_threads() - 1))
 
 
@@ -89,7 +91,7 @@ def _follow(process: subprocess.Popen, wanted: Sequence[tuple[Path, str, tuple]]
 def _end(wanted: Sequence[tuple[Path, str, tuple]], error: Exception | None = None) -> None:
     """Nobody is at ``wanted`` any more."""
     if error is not None:
-        logger.info("No other process compiles kernels: %r", error)
+        logger.info("Kernels are not compiled in another process: %r", error)
     for place, *_ in wanted:
         _pending.pop(place).set()
 

@@ -91,7 +91,7 @@ def one_level(kept: Sequence[Tensor], spec: CodecSpec) -> list[Tensor]:
 
 def _refuses_encode(dispatch: DispatchKey) -> str | None:
     if torch.__version__ < "2.13":
-        return "before torch 2.13, Inductor leaves out that scales are rounded to 16 bits."
+        return "before torch 2.13, Inductor does not round scales to 16 bits."
     return None
 
 

@@ -53,7 +53,7 @@ def load(place: Path) -> Callable[..., Sequence[Tensor]] | None:
     try:
         return AOTCompiledArtifact.load(path=str(place)).__call__ if place.exists() else None
     except Exception as error:
-        logger.warning("%s cannot be read, and is compiled anew: %r", place, error)
+        logger.warning("%s cannot be read and is recompiled: %r", place, error)
         return None
 
 

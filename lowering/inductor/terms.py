@@ -54,7 +54,7 @@ class Boost(NamedTuple):
         return in_storage_order(by_head, self.planes.runs).unflatten(-1, (index.shape[2], -1))
 
     def values(self, weights: Tensor) -> Tensor:
-        raise NotImplementedError("Channels are boosted of keys alone.")
+        raise NotImplementedError("Only keys have boosted channels.")
 
 
 class LowRank(NamedTuple):

@@ -39,13 +39,16 @@ def refuses_fields(specs: list[CodecSpec]) -> str | None:
     """Why attention over these keys and values is not served, or None; what else they have is known to be."""
     allocations = [spec.quantizer.allocation for spec in specs]
     if None in allocations:
-        return "keys and values must both have widths by channel, or neither."
+        return "keys and values must both have per-channel bit widths, or neither."
     of_keys, of_values = map(allocation_of, specs)
     if (of_values.ranked, of_values.follows) != (of_keys.ranked, of_keys.ranked):
-        return "values must have the ranks of their keys."
+        return "values must have the same per-token bit widths as their keys."
     transform = specs[0].transform
     if transform.pre_rope:
-        return "a basis of keys before rotary embedding, token by token, is no query's: they have to be decoded."
+        return (
+            "keys stored before rotary embedding in a fitted basis have to be dequantized first: queries cannot be "
+            "projected onto it."
+        )
     return None
 
 
@@ -154,8 +157,8 @@ def attend_allocated(
     widest = max(head_dim, 2 * rows)
     if (n + queries) * widest >= _MOST:
         raise KVPassError(
-            f"The Triton kernels take up to {_MOST // widest - 1} tokens of {head_dim} channels here: for "
-            f"{n + queries}, kvpass.apply(..., lowering='reference')."
+            f"The Triton kernels support up to {_MOST // widest - 1} tokens of {head_dim} channels here, not "
+            f"{n + queries}: use kvpass.apply(..., lowering='reference')."
         )
     multiplied = torch.float32 if INTERPRETED and q.dtype == torch.bfloat16 else q.dtype  # which it cannot
     with torch.cuda.device_of(q):

@@ -121,11 +121,11 @@ def encode_compensated(
 
 def _refuses_blocks(blocks: int, size: int, page_size: int) -> str | None:
     if blocks > 2:
-        return f"errors of {blocks} blocks of channels do not fit the registers."
+        return f"the errors of {blocks} channel blocks do not fit into registers."
     if size < 16 or not power_of_two(size):
-        return f"errors are those of blocks of 16, 32, 64 or 128 channels, not {size}."
+        return f"subspace compensation needs blocks of 16, 32, 64 or 128 channels, not {size}."
     if page_size * blocks * size > COMPENSATED:
-        return f"errors of {page_size} tokens of {blocks * size} channels do not fit the registers."
+        return f"the errors of {page_size} tokens with {blocks * size} channels do not fit into registers."
     return None
 
 
@@ -135,9 +135,9 @@ def refuses(dispatch: DispatchKey) -> str | None:
     spec = parse(dispatch.specs[0])
     codes, subspace = spec.quantizer, spec.quantizer.subspace
     if codes.fit != "minmax" and not codes.grid:
-        return "least-squares fits of uniform codes sort each group."
+        return "least-squares fits of uniform codes sort each group, which the kernel does not."
     if not power_of_two(spec.page_size) or spec.page_size > 512:
-        return f"pages hold a power of two tokens, up to 512, not {spec.page_size}."
+        return f"page_size must be a power of two of at most 512, not {spec.page_size}."
     if subspace is not None:
         return _refuses_blocks(dispatch.head_dim // subspace.block_size, subspace.block_size, spec.page_size)
     return None

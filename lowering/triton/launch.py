@@ -49,29 +49,29 @@ def _refuses(dispatch: DispatchKey) -> str | None:
     if reason := refuses_device(dispatch):
         return reason
     if not dispatch.specs:
-        return "the past is decoded already."
+        return "the past is already dequantized."
     if not dispatch.queries:
-        return f"it is written for 1 to {FEW} query tokens."
+        return f"it supports 1 to {FEW} query tokens."
     if not 16 <= dispatch.head_dim <= 256:
-        return f"heads have 16 to 256 channels, not {dispatch.head_dim}."
+        return f"head_dim must be from 16 to 256, not {dispatch.head_dim}."
     key, _ = specs = [parse(text) for text in dispatch.specs]
     of_keys, (k_retention, v_retention) = key.transform, (spec.retention for spec in specs)
     if of_keys.pre_rope and (of_keys.rotation is not None or key.quantizer.grid):
-        return "keys on grids, or rotated by a Hadamard matrix, before rotary embedding have to be decoded."
+        return "keys on grids, or rotated by a Hadamard matrix, before rotary embedding have to be dequantized first."
     if any(spec.quantizer.dim > 2 for spec in specs):
-        return "grids have up to 2 dimensions."
+        return "grids must have at most 2 dimensions."
     if (k_retention.page_size, k_retention.sinks) != (v_retention.page_size, v_retention.sinks):
-        return "keys and values must share page size and sinks."
+        return "keys and values must share page_size and sinks."
     if not power_of_two(key.page_size):
-        return f"pages hold a power of two tokens, not {key.page_size}."
+        return f"page_size must be a power of two, not {key.page_size}."
     if v_retention.window < k_retention.window:
-        return "values must not leave the window before keys."
+        return "values must not leave the residual window before their keys."
     if key.quantizer.codec == "boosted" and key.page_size // max(num_planes(spec.bits) for spec in specs) < _PRODUCT:
-        return f"boosted channels take pages of {_PRODUCT} tokens for each plane of bits, not {key.page_size} in all."
+        return f"boosted channels need {_PRODUCT} tokens per page for each bit plane, not {key.page_size} in all."
     if any(spec.quantizer.allocation is not None for spec in specs):
         return refuses_fields(specs)
     if of_keys.page_frame:
-        return "keys in the frame of their page, all channels of one width, have to be decoded."
+        return "keys with page-relative RoPE and one bit width for all channels have to be dequantized first."
     return None
 
 
@@ -141,8 +141,8 @@ class _Launch:
         self.rows = self.heads // self.groups * self.queries
         if (self.n + self.queries) * self.head_dim >= _MOST:
             raise KVPassError(
-                f"The Triton kernels take up to {_MOST // self.head_dim - 1} tokens of {self.head_dim} channels: "
-                f"for {self.n + self.queries}, kvpass.apply(..., lowering='reference')."
+                f"The Triton kernels support up to {_MOST // self.head_dim - 1} tokens of {self.head_dim} channels, "
+                f"not {self.n + self.queries}: use kvpass.apply(..., lowering='reference')."
             )
         if mask is not None:
             mask = self.mask = (mask.view(torch.uint8) if mask.dtype == torch.bool else mask).contiguous()
@@ -256,7 +256,7 @@ def attend(
         mask = with_past(mask, importance, n, q.shape)
     if k_spec.quantizer.allocation is not None:
         if statistic:  # nothing that is stored with widths by channel depends on what it was paid
-            raise KVPassError("The Triton kernels do not say what tokens with widths by channel are paid.")
+            raise KVPassError("The Triton kernels return no attention scores for per-channel bit widths.")
         if starts is not None:
             mask, causal = seen_from(starts, q.shape[2], n + q.shape[2]), False
         how = causal, scale, softcap, k_spec, v_spec, sinks, length

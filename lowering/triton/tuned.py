@@ -54,7 +54,9 @@ def table(name: str) -> dict[Case, AttendConfig]:
     try:
         return {Case(**row["case"]): AttendConfig(**row["config"]) for row in json.loads(file.read_text())}
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise KVPassError(f"{file} is no table of launch configurations ({error}): delete it, or tune again.") from None
+        raise KVPassError(
+            f"{file} is not a valid table of launch configurations ({error}): delete it, or tune again."
+        ) from None
 
 
 def store(name: str, found: dict[Case, AttendConfig]) -> Path:

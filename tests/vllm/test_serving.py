@@ -135,10 +135,10 @@ def test_two_ranks_serve_as_one_does(serve, tiny, monkeypatch):
     ("scheme", "engine", "reason"),
     [
         ("no-such-scheme", {}, "Unknown scheme 'no-such-scheme'"),
-        ("h2o", {}, "Tokens are evicted"),
+        ("h2o", {}, "The policy evicts tokens by attention scores"),
         ("kivi", {"block_size": 48}, "use a multiple of 32"),
         ("kivi", {"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
-        ("A FOLDER", {}, "calibrated schemes are not served"),
+        ("A FOLDER", {}, "calibrated schemes cannot be served"),
     ],
 )
 def test_what_cannot_be_served_is_said_at_start(tiny, tmp_path, scheme, engine, reason):
@@ -151,7 +151,7 @@ def test_a_model_that_cannot_be_served_is_said_at_start(tmp_path):
     config = BloomConfig(hidden_size=128, n_head=2, n_layer=2, vocab_size=512)  # has ALiBi
     BloomForCausalLM(config).save_pretrained(tmp_path)
     done = started(dict(model=str(tmp_path), phases=[], inspect=False, engine=additional("kivi")))
-    assert done.returncode and "kvpass does not serve models with ALiBi" in done.stdout + done.stderr
+    assert done.returncode and "kvpass does not support models with ALiBi" in done.stdout + done.stderr
 
 
 def test_without_a_scheme_the_plugin_does_nothing(serve, tiny, monkeypatch):

@@ -72,12 +72,12 @@ class Recalls:
     ) -> _Recalled | str:
         """The call of now, or why it cannot be called again."""
         if len(calls) != 1:
-            return f"a step is {len(calls)} graphs"
+            return f"a step runs {len(calls)} graphs"
         if other := [name for name, value in given.items() if not isinstance(value, (*_PLAIN, Tensor, Cache))]:
-            return f"it is given {', '.join(other)}"
+            return f"it takes {', '.join(other)}"
         ((call, outputs),), model = calls, self._model()
         if not call.sizes.known:
-            return "it depends on a number that is no size"
+            return "it depends on a number that is not a size"
         constant = set(map(id, flatten([*model.parameters(), *model.buffers()])))
         of_cache = set(map(id, _tensors_of(layers)))
         varying = {id(getattr(layers[0].context, name)): name for name in _CARRIERS}
@@ -85,7 +85,10 @@ class Recalls:
         read = {i: x for i, x in enumerate(call.inputs) if isinstance(x, Tensor) and id(x) not in constant}
         stored = {i: weakref.ref(read.pop(i)) for i, x in list(read.items()) if id(x) in of_cache}
         if unknown := [x for x in read.values() if id(x) not in varying]:
-            return f"it reads a tensor of {tuple(unknown[0].shape)} that is no weight, no argument and not the cache's"
+            return (
+                f"it reads a tensor of shape {tuple(unknown[0].shape)} that is neither a weight, an argument nor part "
+                "of the cache"
+            )
         places: dict[int, _Output | Argument] = {id(value): _Output(i) for i, value in enumerate(outputs)}
         places |= {id(value): Argument(name) for name, value in given.items() if isinstance(value, Cache)}
         kept: list[Tensor] = []
@@ -97,7 +100,7 @@ class Recalls:
 
         template = mapped(output, place)
         if kept:
-            return "it returns a tensor that its graph did not make"
+            return "it returns a tensor that the graph did not compute"
         names = {i: varying[id(x)] for i, x in read.items()}
         return _Recalled(call.without(read.keys() | stored.keys()), names, stored, template)
 
