@@ -445,7 +445,7 @@ def test_tensors_of_a_datatype_are_checked():
     calibration = kvpass.calibrate(model, data(2), "kvquant-calibrated", progress=False)
     (points, ranges), values = calibration.predictors[0]
     for wrong in (([points], values), ([points, ranges[:1]], values), ([points, ranges * float("nan")], values)):
-        with pytest.raises(KVPassError, match="keys of layer 0"):
+        with pytest.raises(KVPassError, match="key tensors of layer 0"):
             dataclasses.replace(calibration, predictors={**calibration.predictors, 0: wrong})
     with pytest.raises(KVPassError, match="must be calibrated on the model first"):
         kvpass.apply(model, "kvquant-calibrated")

@@ -119,7 +119,7 @@ def test_recommend_takes_the_best_that_fits_and_says_why(capsys):
     sizes = ["--context", "200", "--score", "48", "--text", "prose"]
     code, out, _ = run(capsys, "recommend", "--bits", "3.5", "--schemes", "kivi-1,kivi,kivi-8,rtn", *sizes)
     assert code == 0 and 'kvpass.apply(model, scheme="kivi")' in out
-    assert "It leads kivi-1 by" in out and "kivi-8" not in out
+    assert "It beats kivi-1 by" in out and "kivi-8" not in out
     assert "rtn cannot be used on this model: group_size=64 does not divide head_dim=32" in out
 
 

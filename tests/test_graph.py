@@ -267,7 +267,7 @@ def test_the_report_says_which_layer_is_not_fused_and_why():
     rows = str(report).splitlines()
     first, second = (next(i for i, row in enumerate(rows) if row.startswith(f"    {index}  ")) for index in (0, 1))
     assert "packed, fused" in rows[first] and "packed, not fused" in rows[second]
-    assert "weights are used elsewhere" in rows[second + 1]
+    assert "weights are also used outside" in rows[second + 1]
 
 
 def test_strict_raises_with_the_reason_and_loses_nothing():

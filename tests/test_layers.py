@@ -205,7 +205,7 @@ def test_shared_codes_are_stored_once_and_the_report_shows_it():
     report = kvpass.explain(model)
     assert report.nbytes == kvpass.nbytes(cache)
     assert report.layers[3].nbytes < report.layers[2].nbytes
-    assert "with the codes of layer 2" in report.layers[3].plan
+    assert "with the quantized values of layer 2" in report.layers[3].plan
 
 
 def test_shared_codes_follow_growth_copies_beams_and_resets():

@@ -423,7 +423,7 @@ def test_what_makes_no_sense_is_refused():
         (dict(widths=(4, 2)), "Each must exceed"),
         (dict(widths=()), "one to four"),
         (dict(widths=(2, 7)), "Each must exceed"),
-        (dict(outliers=1.5), "share"),
+        (dict(outliers=1.5), "fraction"),
         (dict(sigma_s=0.0), "above 0"),
         (dict(query_energy=-1.0), "above 0"),
         (dict(window=0), "rows=0"),

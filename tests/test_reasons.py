@@ -94,9 +94,9 @@ def scores_returned(q, k, v):
 
 REASONS = {
     "weights are returned": (returned, "the attention weights are returned: leave out output_attentions"),
-    "weights are read twice": (counted, "weights are used elsewhere .*: by aten.matmul.default, aten.sum.default"),
+    "weights are read twice": (counted, "weights are also used outside .*: by aten.matmul.default, aten.sum.default"),
     "scores are returned": (scores_returned, "the attention scores are returned: leave out output_attentions"),
-    "scores are read twice": (with_their_mean, "scores are used elsewhere .*aten.mean.dim"),
+    "scores are read twice": (with_their_mean, "scores are also used outside .*aten.mean.dim"),
     "learned scale": (
         lambda q, k, v: (scores(q, k) * torch.ones(2, 1, 1)).softmax(-1) @ v,
         "aten.mul.Tensor is applied where scores are multiplied, scaled or masked",

@@ -195,7 +195,7 @@ def scaled(model):
 
 
 CHANGES = {
-    "_active_adapter was ['a'], and is ['b']": lambda model: model.set_adapter("b"),
+    "_active_adapter was ['a'], but is ['b']": lambda model: model.set_adapter("b"),
     "_disable_adapters was False": lambda model: model.base_model.disable_adapter_layers(),
     "merged_adapters was []": lambda model: model.merge_adapter(),
     "k_proj.scaling was": scaled,
@@ -229,7 +229,7 @@ def test_a_calibration_is_for_the_adapter_it_was_made_with():
 
 def test_the_dtype_of_autocast_is_compared(saved):
     model, path, _ = saved
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(KVPassError, match=r"autocast was None, and is 'torch.b"):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(KVPassError, match=r"autocast was None, but is 'torch.b"):
         kvpass.load_cache(path, model)
 
 
@@ -270,7 +270,7 @@ def test_files_that_are_no_cache_are_refused(what, saved, tmp_path):
 def test_what_cannot_be_saved_says_so_and_leaves_the_file_there_was(saved, tmp_path, monkeypatch):
     model, path = saved[0], tmp_path / "cache"
     path.write_text("before")
-    with pytest.raises(KVPassError, match="no packed cache"):
+    with pytest.raises(KVPassError, match="not packed"):
         kvpass.save_cache(DynamicCache(config=model.config), path)
     cache = filled(model, 20)
     cache.reset()
