@@ -84,9 +84,7 @@ def test_the_scheme_that_is_named_keeps_what_was_asked_for():
         call(model, 40, DynamicCache(config=model.config))
 
 
-@pytest.mark.parametrize(
-    "attention, scheme", [("sdpa", {"scheme": "waterfill", "rope": "post"}), ("eager", "kivi")]
-)
+@pytest.mark.parametrize("attention, scheme", [("sdpa", {"scheme": "waterfill", "rope": "post"}), ("eager", "kivi")])
 def test_the_default_scheme_gives_way_to_one_that_needs_no_graph(attention, scheme, caplog):
     """At the first prompt; at `apply` where attention may not be understood."""
     model = kvpass.apply(breaking(llama(attention)), lowering="eager")

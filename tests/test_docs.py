@@ -1,7 +1,6 @@
 """The documentation is what it says: examples run, generated pages and tables are up to date, links lead somewhere."""
 
 import ast
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -10,8 +9,7 @@ import pytest
 import torch
 import transformers
 
-from kvpass.schemes import base
-
+from common import script
 from shrink import architectures
 from tiny import llama, tokens
 
@@ -19,23 +17,8 @@ ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
 
 
-def script(path: str):
-    """A script of the repository as a module."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def code_blocks(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
-
-
-@pytest.fixture
-def registry(monkeypatch):
-    """Schemes registered meanwhile are forgotten."""
-    monkeypatch.setattr(base, "_SCHEMES", dict(base._SCHEMES))
-    monkeypatch.setattr(base, "_PRESETS", dict(base._PRESETS))
 
 
 def test_the_example_of_a_scheme_runs(registry, reference_in_this_test, capsys):
@@ -47,12 +30,6 @@ def test_the_example_of_a_scheme_runs(registry, reference_in_this_test, capsys):
     out = capsys.readouterr().out
     assert "kvpass mine(" in out and "2 of 2 cache layers packed" in out
     assert [row.scheme for row in given["rows"]] == ["kivi", "mine", "mine-4"] and given["rows"][0].kl > 0
-
-
-def test_the_api_page_is_made_from_these_docstrings():
-    assert script("docs/make_api.py").page() == (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), (
-        "python docs/make_api.py"
-    )
 
 
 @pytest.fixture
