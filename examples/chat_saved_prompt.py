@@ -60,7 +60,7 @@ def main(argv=None):
         output = model.generate(
             ids,
             attention_mask=ids.new_ones(ids.shape),
-            past_key_values=cache,  # already holds the first tokens of ids, and is extended in place
+            cache=cache,  # holds the first tokens of ids already; past_key_values before transformers 5.24
             max_new_tokens=args.new_tokens,
             do_sample=False,
         )

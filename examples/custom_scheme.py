@@ -48,11 +48,13 @@ def main(argv=None):
     parser.add_argument("--model", help="hub id or folder; default SmolLM2-135M-Instruct")
     parser.add_argument("--text", default="prose", help="prose, code, or the path of a UTF-8 file")
     parser.add_argument("--context", type=int, default=1024, help="tokens; the second half of them is scored")
+    parser.add_argument("--token-by-token", action="store_true", help="decode each scored token by itself: slower")
     args = parser.parse_args(argv)
     model, tokenizer = models.load(args.model)
     ids, prompt = texts.tokens(tokenizer, args.text, args.context).to(model.device), args.context // 2
 
-    rows = evaluate(model, {args.text: ids}, prompt, ["kivi", "higgs", "blend", "blend-3"], one_pass=True)[args.text]
+    schemes, one_pass = ["kivi", "higgs", "blend", "blend-3"], not args.token_by_token
+    rows = evaluate(model, {args.text: ids}, prompt, schemes, one_pass=one_pass)[args.text]
     print("scheme    mean KL  bits/value at 32k")
     for row in rows:
         print(f"{row.scheme:8}  {row.kl:.4f}  {bits_at(model, row.scheme, [32768])[32768]:6.2f}")

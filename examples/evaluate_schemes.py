@@ -21,13 +21,15 @@ def main(argv=None):
     parser.add_argument("--context", type=int, default=1024, help="tokens of the text that are read")
     parser.add_argument("--score", type=int, default=512, help="the last of them, which are scored")
     parser.add_argument("--plot", type=Path, default=Path("quality.svg"), help=".svg or .png; default %(default)s")
+    parser.add_argument("--token-by-token", action="store_true", help="decode each scored token by itself: slower")
     args = parser.parse_args(argv)
     plot.check_plot(args.plot)  # before anything is measured
     prompt, length = args.context - args.score, 32768
 
     model, tokenizer = models.load(args.model)
     ids = texts.tokens(tokenizer, args.text, args.context).to(model.device)
-    rows = evaluate(model, {args.text: ids}, prompt, args.schemes.split(","), one_pass=True)[args.text]
+    schemes, one_pass = args.schemes.split(","), not args.token_by_token
+    rows = evaluate(model, {args.text: ids}, prompt, schemes, one_pass=one_pass)[args.text]
 
     print(f"{'scheme':12} {'mean KL':>17}  same top token  {'bits/value':>10}  at {length:,}")
     for row in sorted(rows, key=lambda row: row.kl):

@@ -20,12 +20,11 @@ def cells() -> list[tuple[str, str]]:
     text = SCRIPT.read_text(encoding="utf-8")
     module = ast.parse(text)
     run = next(node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == "run")
-    imports = [node for node in module.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    used = "\n".join(ast.unparse(node) for node in imports if ast.unparse(node) != "import argparse")
-    names, defaults = (argument.arg for argument in run.args.args), run.args.defaults
-    given = "\n".join(f"{name} = {ast.unparse(value)}" for name, value in zip(names, defaults, strict=True))
+    imports = text[text.index("import kvpass") : text.index("\n\n\n")]
+    defaults = [ast.get_source_segment(text, value) for value in run.args.defaults]
+    given = "\n".join(f"{each.arg} = {value}" for each, value in zip(run.args.args, defaults, strict=True))
     title = ast.get_docstring(module).splitlines()[0].rstrip(".")
-    found = [("markdown", f"# {title}"), ("code", f"{used}\n\n{given}")]
+    found = [("markdown", f"# {title}"), ("code", f"{imports}\n\n{given}")]
     body = textwrap.dedent("\n".join(text.splitlines()[run.lineno : run.end_lineno]))
     for part in body.split(MARK)[1:]:
         heading, _, code = part.partition("\n")

@@ -1,6 +1,7 @@
 """The scripts of examples/ run, with a tiny model that is loaded from a folder as any other."""
 
 import json
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -42,6 +43,12 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
+def uncompiled(monkeypatch, reference_in_this_test):
+    """Steps run as the model wrote them: what is tested here are the scripts."""
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+
+
+@pytest.fixture
 def text(tmp_path):
     path = tmp_path / "my.txt"
     path.write_text("A letter to somebody who reads caches. " * 20, encoding="utf-8")
@@ -53,14 +60,14 @@ def test_every_example_has_a_test_here():
     assert len(EXAMPLES) >= 6 and all(f'"{name}"' in here for name in EXAMPLES)
 
 
-def test_a_long_document_is_continued(folder, text, nothing_compiled, capsys):
+def test_a_long_document_is_continued(folder, text, uncompiled, capsys):
     given = ["--model", folder, "--text", text, "--tokens", "300", "--new-tokens", "8"]
     example("long_document").main([*given, "--scheme", "kivi"])
     out = capsys.readouterr().out
     assert "307 tokens, " in out and " bytes instead of " in out and "2 of 2 cache layers packed" in out
 
 
-def test_the_notebook_is_made_of_the_script_and_runs(folder, text, nothing_compiled, monkeypatch):
+def test_the_notebook_is_made_of_the_script_and_runs(folder, text, uncompiled, monkeypatch):
     """After a change of the script: ``python examples/make_notebook.py``."""
     make = example("make_notebook")
     kept = json.loads(make.NOTEBOOK.read_text(encoding="utf-8"))
@@ -76,7 +83,7 @@ def test_the_notebook_is_made_of_the_script_and_runs(folder, text, nothing_compi
     assert "307 tokens, " in outputs[3] and "2 of 2 cache layers packed" in outputs[4]
 
 
-def test_a_chat_continues_a_prompt_that_was_saved(folder, tmp_path, nothing_compiled, capsys):
+def test_a_chat_continues_a_prompt_that_was_saved(folder, tmp_path, uncompiled, capsys):
     chat, file = example("chat_saved_prompt"), tmp_path / "prompt.safetensors"
     system = tmp_path / "system.txt"
     system.write_text("You are brief. " * 12, encoding="utf-8")
@@ -108,25 +115,31 @@ def test_turns_of_a_chat_are_the_tokens_of_its_template(folder):
     assert [token for part in parts for token in part[0].tolist()] == tokenizer(whole)["input_ids"]
 
 
-def test_a_scheme_of_ones_own_is_compared(folder, text, registry, nothing_compiled, capsys):
-    example("custom_scheme").main(["--model", folder, "--text", text, "--context", "200"])
+def test_a_scheme_of_ones_own_is_compared(folder, text, registry, uncompiled, capsys):
+    example("custom_scheme").main(["--model", folder, "--text", text, "--context", "120", "--token-by-token"])
     out = capsys.readouterr().out
     lines = [line.split() for line in out.splitlines()]
     bits = {line[0]: float(line[2]) for line in lines if line and line[0] in ("kivi", "higgs", "blend", "blend-3")}
     assert bits["higgs"] < bits["blend"] < bits["blend-3"] and "kvpass blend(" in out
-    careful, other = (schemes.get("blend").plan(_geometry(index)) for index in (0, 1))
+    layer = partial(schemes.LayerGeometry, num_layers=2, num_key_value_heads=2, head_dim=32, dtype=None, device=None)
+    careful, other = (schemes.get("blend").plan(layer(index)) for index in (0, 1))
     assert (careful.key.bits, other.key.bits) == (4, 2)
 
 
-def _geometry(index: int):
-    import torch
-
-    return schemes.LayerGeometry(index, 2, 2, 32, torch.float32, torch.device("cpu"))
-
-
-def test_schemes_are_compared_on_a_text_of_ones_own(folder, text, tmp_path, nothing_compiled, capsys):
+def test_schemes_are_compared_on_a_text_of_ones_own(folder, text, tmp_path, uncompiled, capsys):
     picture = tmp_path / "quality.svg"
-    given = [text, "--model", folder, "--schemes", "kivi,kivi-4", "--context", "200", "--score", "100"]
+    given = [
+        text,
+        "--model",
+        folder,
+        "--schemes",
+        "kivi,kivi-4",
+        "--context",
+        "160",
+        "--score",
+        "60",
+        "--token-by-token",
+    ]
     example("evaluate_schemes").main([*given, "--plot", str(picture)])
     out = capsys.readouterr().out
     assert [line.split()[0] for line in out.splitlines()[1:3]] == ["kivi-4", "kivi"]
