@@ -116,7 +116,7 @@ def test_turns_of_a_chat_are_the_tokens_of_its_template(folder):
 
 
 def test_a_scheme_of_ones_own_is_compared(folder, text, registry, uncompiled, capsys):
-    example("custom_scheme").main(["--model", folder, "--text", text, "--context", "120", "--token-by-token"])
+    example("custom_scheme").main(["--model", folder, "--text", text, "--context", "80", "--token-by-token"])
     out = capsys.readouterr().out
     lines = [line.split() for line in out.splitlines()]
     bits = {line[0]: float(line[2]) for line in lines if line and line[0] in ("kivi", "higgs", "blend", "blend-3")}
