@@ -39,8 +39,9 @@ ROUNDS_IN_INDUCTOR = torch.__version__ >= "2.13"
 
 
 def implementations(op: str) -> list[str]:
-    """Every implementation of ``op`` that is meant for the CPU, for parametrisation (`test_triton` has the others)."""
-    elsewhere = {"triton"} if op not in ENCODING or ROUNDS_IN_INDUCTOR else {"triton", "inductor"}
+    """Every implementation of ``op`` that is meant for the CPU and takes all its arguments, for parametrisation
+    (`test_triton` and `test_one_token` have the others)."""
+    elsewhere = {"cpp", "triton"} if op not in ENCODING or ROUNDS_IN_INDUCTOR else {"cpp", "triton", "inductor"}
     return sorted(set(_TABLE[op]) - elsewhere)
 
 

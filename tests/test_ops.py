@@ -409,8 +409,8 @@ def test_the_log_says_what_serves_a_call_and_why(caplog):
         record.message for record in caplog.records if "kvpass::attend on" in record.message
     )
     assert "3 queries: inductor" in several and "1 query: inductor" in one
-    assert "1 query: cpp" in kernel and "not cpp: it has no mask, sinks." in masked
-    assert "1 query: reference (" in raw and "not inductor: it has no bits=32." in raw
+    assert "1 query: cpp" in kernel and "not cpp: it does not support mask, sinks." in masked
+    assert "1 query: reference (" in raw and "not inductor: it does not support bits=32." in raw
 
 
 @pytest.mark.parametrize("op", ["encode", "append_", "decode", "attend"])
@@ -421,5 +421,5 @@ def test_the_lowering_argument_of_an_op_is_checked(op):
         "decode": lambda: (append_arguments(KEYS, 5, 0)[0][0], carry(5), str(KEYS)),
         "attend": lambda: attend_arguments((KEYS, VALUES), 5)[0],
     }[op]()
-    with pytest.raises(KVPassError, match=f"No lowering 'nope' for kvpass::{op}"):
+    with pytest.raises(KVPassError, match=f"no lowering 'nope' for kvpass::{op}"):
         getattr(OPS, op)(*arguments, "nope")

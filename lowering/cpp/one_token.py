@@ -30,7 +30,7 @@ def _refuses(dispatch: DispatchKey) -> str | None:
     if dispatch.dtype is None:
         return "the dtypes of queries and cache differ."
     if dispatch.extras:
-        return f"it has no {', '.join(dispatch.extras)}."
+        return f"it does not support {', '.join(dispatch.extras)}."
     if dispatch.group > _MOST:
         return f"it attends with at most {_MOST} query heads for each KV head."
     key, value = map(parse, dispatch.specs)
