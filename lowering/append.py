@@ -133,7 +133,7 @@ def append(
     """
     ring, retention = pack.ring, spec.retention
     if spec.quantizer.needs_queries and n == 0 and q is None:
-        raise KVPassError("This codec needs the prompt's queries, and no attention handed them over.")
+        raise KVPassError("This codec is fitted to the prompt's queries, and none were passed with its keys.")
     if n == 0:
         fit_to_queries(pack, q, mask, x.shape[1], spec)
     if spec.quantizer.adaptive is not None:
@@ -186,7 +186,7 @@ def _pack(
 def _rich_keys(pack: Pack, spec: CodecSpec, first: int, count: int) -> Tensor:
     """Which tokens of pages from ``first`` on the keys of the layer gave more bits."""
     if pack.key_pages is None:
-        raise KVPassError("Which values get more bits is what the keys of their layer say, and those were not given.")
+        raise KVPassError("Values follow the bit widths of their layer's keys, and those keys were not passed.")
     if pack.widths is None:
         return rich_bytes(whole(pack.key_pages, first + count)[:, :, first : first + count], spec.page_size)
     rooms, batch = pack.pools[0].shape[2], len(pack.ring)  # keys and values of a layer have room for as many pages

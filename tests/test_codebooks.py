@@ -95,7 +95,7 @@ def test_the_nearest_point_is_taken(name, seed):
 
 
 def test_an_unknown_grid_lists_the_known_ones():
-    with pytest.raises(KVPassError, match=r"No grid 'd3n5'.*d2n16"):
+    with pytest.raises(KVPassError, match=r"no grid 'd3n5'.*d2n16"):
         HIGGSConfig(grid="d3n5")
 
 

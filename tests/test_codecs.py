@@ -637,7 +637,9 @@ def test_lattices_beat_the_grid_of_pairs_of_as_many_bits():
     assert errors[0] < 0.092 < errors[1] < 0.1 < 0.104 < errors[2]  # d4n256, of as many bits, has 0.0966
 
 
-@pytest.mark.parametrize("name, head_dim, says", [("e8", 20, "E8 lattice codes 8"), ("d4", 18, "D4 lattice codes 4")])
+@pytest.mark.parametrize(
+    "name, head_dim, says", [("e8", 20, "E8 lattice quantizes 8"), ("d4", 18, "D4 lattice quantizes 4")]
+)
 def test_lattices_refuse_heads_that_their_vectors_do_not_divide(name, head_dim, says):
     with pytest.raises(KVPassError, match=says):
         get(name).plan(geometry(head_dim=head_dim))

@@ -204,7 +204,7 @@ def test_a_cache_that_is_handed_out_looks_like_tensors_and_is_good_once():
     assert isinstance(first[0][0], PackedKV)
     assert first[0][0].shape == (2, 2, PROMPT, 32)
     _, second = kind.step(ids[:, PROMPT : PROMPT + 1], PROMPT, first)
-    with pytest.raises(KVPassError, match="has been continued to 41"):
+    with pytest.raises(KVPassError, match="was already continued to 41"):
         kind.step(ids[:, PROMPT : PROMPT + 1], PROMPT, first)
     with pytest.raises(KVPassError, match="not what this model returned"):
         kind.step(ids[:, :1], 0, [tuple(x + 0 for x in pair) for pair in second])
@@ -240,9 +240,9 @@ def test_what_cannot_be_packed_says_why():
     for model, inputs, message in (
         (counting, (ids,), "no argument gives them"),
         (unmasked, (ids, position), "not been written yet"),
-        (ByIndex().model, (ids,), "do not fit IndexPutDecoder.forward"),
+        (ByIndex().model, (ids,), "do not match IndexPutDecoder.forward"),
         (ByIndex().model, (ids, position + CAPACITY), "failed on its example_inputs"),
-        (nn.Linear(4, 4), (torch.ones(2, 4),), "No attention"),
+        (nn.Linear(4, 4), (torch.ones(2, 4),), "No packable attention"),
     ):
         before = {name: tensor.clone() for name, tensor in model.named_buffers()}
         with pytest.raises(KVPassError, match=message):

@@ -86,7 +86,7 @@ def test_five_layers_are_three_pieces_with_one_attention(compiled):
     attends = [len(module.graph.find_nodes(op="call_function", target=ATTEND)) for module in compiled]
     assert sorted(attends) == [0, 0, 1]
     assert graph.repeats == 5 and graph.fused == 5 and report.fused == 5 and not graph.unfused
-    assert "shared by 5 repeats): 5 attentions fused" in str(report)
+    assert "shared by 5 repeats of the same layers): 5 attentions fused" in str(report)
 
 
 def test_a_deeper_model_is_not_more_to_look_at():

@@ -79,8 +79,8 @@ class BlockLayout:
         key, value, size = self.key.retention, self.value.retention, self.key.page_size
         if (key.page_size, key.sinks) != (value.page_size, value.sinks):
             raise KVPassError(
-                f"Keys have pages of {key.page_size} tokens behind {key.sinks} sinks, values of {value.page_size} "
-                f"behind {value.sinks}: in blocks they must be the same. Use a retention, which is for both."
+                f"Keys have pages of {key.page_size} tokens after {key.sinks} sinks, values of {value.page_size} after "
+                f"{value.sinks}. Paged serving needs the same for both: set retention, which applies to both."
             )
         if self.block_size % size or self.slots < self.lead + 1:
             least = size * (self.lead + 1)
@@ -92,8 +92,8 @@ class BlockLayout:
             late := [side for side, spec in self._fitted if not spec.retention.pages(self.block_size)]
         ):
             raise KVPassError(
-                f"The {late[0]}s of a request are fitted to its first pages, which must be in its first block: blocks "
-                f"of {self.block_size} tokens are too small. Use {self.block_size * 2}, or more."
+                f"The {late[0]}s of a request are fitted to its first pages, which must lie in its first block. Blocks "
+                f"of {self.block_size} tokens are too small: use {self.block_size * 2} or more."
             )
 
     @cached_property
