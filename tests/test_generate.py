@@ -97,7 +97,7 @@ def test_generation_is_packed_and_fused(models):
     report = kvpass.explain(compiled)
     assert (report.packed, report.fused) == (2, 2)
     assert not any(graph.decoded or graph.refused for graph in report.graphs)
-    assert {graph.lowerings["attend"] for graph in report.graphs if graph.compiled} == {"cpp"}
+    assert "cpp" in {graph.lowerings["attend"] for graph in report.graphs if graph.compiled}  # without padding
     assert 0 < report.nbytes < report.full_nbytes
 
 

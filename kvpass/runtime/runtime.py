@@ -324,7 +324,7 @@ class Runtime:
         hooked = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         if self.strict and not self.one_graph:
             raise NotFusedError(
-                f"strict=True: steps are not compiled while {hooked} have hooks. Remove the hooks, or apply without "
+                f"strict=True: steps are not compiled while there are hooks on {hooked}. Remove them, or apply without "
                 "strict=True: keys and values are then dequantized before attention."
             )
         self.report.hooked_steps, self.report.hooked = self.report.hooked_steps + 1, hooked
