@@ -168,6 +168,7 @@ SLOW = (
     "test_graph.py::test_a_structural_mask_is_dropped_and_a_padding_mask_is_not*",
     "test_histories.py::*",
     "test_layers.py::test_compiled_contents_are_those_of_eager[[][lpt]*",
+    "test_masks.py::test_left_padding_is_a_start_of_each_row_on_an_accelerator[[]eager]",
     "test_ops.py::test_attend_does_not_write_to_the_state*",
     "test_ops.py::test_logits_without_values_take_part_in_the_softmax*inductor]",
     "test_ops.py::test_one_query_attends_to_everything_the_mask_allows[[]sinks, b*inductor]",
