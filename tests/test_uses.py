@@ -24,7 +24,7 @@ from transformers import (
 
 import kvpass
 
-from field import as_it_is
+from common import without_inductor
 from test_users import LOSSLESS, assert_equal, generate, mode, padded, tokenizer
 from tiny import VOCABULARY, llama, tokens
 
@@ -243,7 +243,7 @@ def test_a_use_is_that_of_the_untouched_model(use):
 def test_a_captured_use_is_that_of_the_untouched_model(use):
     torch._dynamo.reset()
     expected = USES[use](llama())
-    with as_it_is():
+    with without_inductor():
         model = kvpass.apply(llama(), LOSSLESS, lowering="reference")
         assert_equal(USES[use](model), expected)
     assert any(graph.compiled for graph in kvpass.explain(model).graphs)
