@@ -39,8 +39,7 @@ what runs in a model, and why not another.
 
 def plan_of(scheme: SchemeConfig) -> LayerPlan:
     """The plan of a layer that is neither the first nor the last."""
-    layers = [LayerGeometry(i, LAYERS, HEADS, HEAD_DIM, DTYPE, torch.device("cpu")) for i in range(LAYERS)]
-    return scheme.plan_of(layers[1])
+    return scheme.plan_of(LayerGeometry(1, LAYERS, HEADS, HEAD_DIM, DTYPE, torch.device("cpu")))
 
 
 def row(name: str, device: str) -> list[str]:

@@ -98,8 +98,6 @@ def apply(
     try:
         return _apply(model, DEFAULT, **options, give_way=give_way)
     except NeedsGraphError as error:
-        if error.instead is None:
-            raise
         give_way(decoder(model), error)
     return model
 
@@ -164,7 +162,7 @@ def _apply(
             try:
                 return runtime.forward(*args, **kwargs)
             except NeedsGraphError as error:
-                if give_way is None or error.instead is None or runtime.report.tokens:
+                if give_way is None or runtime.report.tokens:
                     raise
                 model = runtime.model()
                 with _one_at_a_time:

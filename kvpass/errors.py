@@ -17,10 +17,9 @@ class NotCapturedError(KVPassError):
 
 
 class NeedsGraphError(KVPassError):
-    """A scheme needs the graph of a call that cannot be captured. instead: a scheme that works for this model without,
-    or None."""
+    """A scheme needs the graph of a call that cannot be captured. instead: a scheme of this model that needs none."""
 
-    def __init__(self, message: str, instead: Any = None):
+    def __init__(self, message: str, instead: Any):
         super().__init__(message)
         self.instead = instead
 

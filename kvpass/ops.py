@@ -53,7 +53,7 @@ from torch import Tensor
 
 from kvpass.lowering import inductor, reference, triton  # noqa: F401  (they register themselves)
 from kvpass.lowering.cpp import one_token  # noqa: F401  (it registers itself)
-from kvpass.lowering.table import AUTO, DispatchKey, extras, few, select
+from kvpass.lowering.table import AUTO, DispatchKey, attention_key, extras, select
 
 from .codec.affine import check_finite
 from .codec.frame import Frames, store_frames
@@ -207,10 +207,8 @@ def _attend(
         if rope and not specs[0].transform.keeps_tables:
             raise KVPassError(f"These keys are stored after rotary embedding; rope={rope!r} would rotate them twice.")
     rotary = (cos, sin, rope) if rope and not specs[0].transform.page_frame else None
-    dtype, group = q.dtype if q.dtype == ring.dtype else None, q.shape[1] // k_new.shape[1]
     asked = extras(mask, starts, rotary, sinks, softcap, statistic)
-    shapes = few(q.shape[2]), q.shape[3], dtype, group
-    run = select(DispatchKey("attend", q.device.type, tuple(coded), *shapes, asked), lowering).run
+    run = select(attention_key(q, ring, k_new, coded, q.shape[2], asked), lowering).run
     outputs: list[Tensor] = run(
         q, *past, length_of(length), k_new, v_new, mask, causal, scale, softcap, *specs, rotary, sinks, statistic,
         importance, length, starts,

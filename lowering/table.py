@@ -1,12 +1,13 @@
 """op -> implementations. Chosen on device and shape, logged once per choice, overridable with ``lowering=``."""
 
 import logging
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from kvpass.codec.spec import parse
 from kvpass.errors import KVPassError
@@ -112,6 +113,14 @@ def implements(
 def names() -> list[str]:
     """Names that ``lowering=`` accepts, besides "auto" and "eager": those that store and attend."""
     return sorted(_TABLE["encode"].keys() & _TABLE["attend"].keys())
+
+
+def attention_key(
+    q: Tensor, ring: Tensor, k_new: Tensor, specs: Sequence[str], queries: int, asked: tuple[str, ...]
+) -> DispatchKey:
+    """The key of ``kvpass::attend`` with ``queries`` tokens. ring: a tensor of the cache; asked: its `extras`."""
+    dtype, group = q.dtype if q.dtype == ring.dtype else None, q.shape[1] // k_new.shape[1]
+    return DispatchKey("attend", q.device.type, tuple(specs), few(queries), q.shape[3], dtype, group, asked)
 
 
 @cache

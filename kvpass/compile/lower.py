@@ -1,12 +1,11 @@
 """Stage 4: every ``kvpass::*`` op of a graph gets the name of the implementation that will run it."""
 
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from kvpass.lowering.table import AUTO, DispatchKey, extras, few, select
+from kvpass.lowering.table import AUTO, DispatchKey, attention_key, extras, few, select
 
 from ..codec.spec import parse
 from .appends import tensor_of
@@ -41,21 +40,21 @@ def lower(gm: GraphModule, lowering: str) -> dict[str, str]:
         queries, named, label = value.shape[2] if op == "attend" else 0, lowering, op
         if op == "attend" and len(given["key"]) == 1:
             specs, named, label = (), AUTO, "attend (decoded)"
-        of_call = few(at(queries, hints([queries])))
-        dispatch = DispatchKey(op, value.device.type, specs, of_call, value.shape[-1])
+        of_call = at(queries, hints([queries]))
         if op == "attend":
-            dispatch = _of_attention(dispatch, given, value)
+            dispatch = _of_attention(given, value, specs, of_call)
+        else:
+            dispatch = DispatchKey(op, value.device.type, specs, few(of_call), value.shape[-1])
         chosen[label] = select(dispatch, named).name
         change(node, lowering=chosen[label] if isinstance(queries, int) else named)
     gm.recompile()
     return chosen
 
 
-def _of_attention(dispatch: DispatchKey, given: dict[str, Any], q: Tensor) -> DispatchKey:
-    """``dispatch`` with what depends on the arguments ``given`` to attention besides its queries."""
+def _of_attention(given: dict[str, Any], q: Tensor, specs: tuple[str, ...], queries: int) -> DispatchKey:
+    """The key of attention with the arguments ``given``, of so many ``queries``."""
     key = given["key"] if len(given["key"]) == 1 else [tensor_of(given["key"], parse(given["k_spec"]), "ring")]
-    ring, new = (node.meta["val"] for node in (key[0], given["k_new"]))
+    ring, new = value_of(key[0]), value_of(given["k_new"])
     rotary = given["rope"] and not parse(given["k_spec"]).transform.page_frame
     asked = extras(given["mask"], given["starts"], rotary, given["sinks"], given["softcap"], given["statistic"])
-    dtype, group = q.dtype if q.dtype == ring.dtype else None, q.shape[1] // new.shape[1]
-    return replace(dispatch, dtype=dtype, group=group, extras=asked)
+    return attention_key(q, ring, new, specs, queries, asked)

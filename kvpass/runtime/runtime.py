@@ -252,9 +252,9 @@ class Runtime:
         captured = self.needs_rotation or self.needs_importance or (self.needs_queries and not first.tokens)
         return None if captured or isinstance(self.replays, Replays) else self.original
 
-    def _refusal(self, error: NotCapturedError, what: str) -> NeedsGraphError:
+    def _refusal(self, error: NotCapturedError, what: str) -> KVPassError:
         """That ``what`` has to be captured, why it is not, and what to do instead."""
-        why, instead, scheme = "mode='reduce-overhead' replays whole steps", "no mode", None
+        why = "mode='reduce-overhead' replays whole steps"
         if self.needs_queries:
             why = f"{self.scheme.name!r} is fitted to the prompt's queries"
         if self.needs_rotation:
@@ -263,11 +263,11 @@ class Runtime:
             why = "Each layer is predicted from the layer below"
         if self.needs_importance:
             why = "What is stored depends on attention scores"
-        if self.captures or self.looks_at_previous:
-            scheme = self._works()
-            instead = f"scheme={named(scheme)!r}"
-        text = f"{why}, so {what} must be captured as a graph, but capture failed: {error}. Use {instead}."
-        return NeedsGraphError(text, scheme)
+        text = f"{why}, so {what} must be captured as a graph, but capture failed: {error}. Use "
+        if not (self.captures or self.looks_at_previous):
+            return KVPassError(f"{text}no mode.")
+        scheme = self._works()
+        return NeedsGraphError(f"{text}scheme={named(scheme)!r}.", scheme)
 
     def _works(self) -> SchemeConfig:
         """A scheme for this model that needs no graph."""
