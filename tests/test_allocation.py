@@ -221,7 +221,7 @@ def test_values_are_rich_where_their_keys_are():
         Allocation(12, 4, 16, False, follows=True)
     key, value = (KVState.allocate(spec, 2, 2, HEAD, torch.float32, "cpu", 300) for spec in (RANKED, value_spec))
     x = mixed(0, 2, 2, 300, HEAD)
-    with pytest.raises(KVPassError, match="keys of their layer"):
+    with pytest.raises(KVPassError, match="bit widths of their layer's keys"):
         value.append(x, 0)
     value.same_layer_keys, n = key, 0
     for count in (120, 1, 70, 9, 100):  # values leave their window later
@@ -367,7 +367,7 @@ def test_what_has_no_code_and_what_does_not_fit_is_refused():
     state = KVState.allocate(ALIKE, 1, 2, HEAD, x.dtype, "cpu", 64)
     with pytest.raises((NonFiniteError, RuntimeError)):
         state.append(x, 0, randn(1, 1, 4, 64, HEAD))
-    with pytest.raises(KVPassError, match="needs the prompt's queries"):
+    with pytest.raises(KVPassError, match="fitted to the prompt's queries"):
         state.append(x, 0)
     with pytest.raises(KVPassError, match="16 does not divide head_dim=24"):
         get("waterfill").plan(LayerGeometry(0, 1, 2, 24, torch.float32, torch.device("cpu")))
