@@ -18,8 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvpass.cache.per_cache import RotaryState
 from kvpass.cache.state import KVState
-from kvpass.codec.kept import of_pages
 from kvpass.codec.rope import rope_of
+from kvpass.codec.tensors import of_pages
 from kvpass.schemes import LayerGeometry, get
 
 from timing import arguments, copy_bandwidth, measure, show, write

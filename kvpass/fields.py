@@ -35,6 +35,12 @@ def check_integers(config: object, **least: int) -> None:
         check_integer(name, getattr(config, name), bound)
 
 
+def check_fraction(name: str, value: float) -> None:
+    """Raise `KVPassError` unless ``value`` is from 0 to 1."""
+    if not 0 <= value <= 1:
+        raise KVPassError(f"{name}={shown(value)} must be a fraction, in [0, 1].")
+
+
 def check_types(config: object) -> None:
     """Raise `KVPassError` unless every field of a dataclass holds what its annotation says. Numbers are finite; lists,
     as JSON has them, become tuples."""

@@ -1,6 +1,6 @@
 """Schemas of the ``kvpass::*`` ops. Semantics live here, implementations in `kvpass.lowering`.
 
-One state is passed whole, as the tensors that `kvpass.codec.kept` names for its `CodecSpec`, in that order: those of
+One state is passed whole, as the tensors that `kvpass.codec.tensors` names for its `CodecSpec`, in that order: those of
 its pages, which are pools or, in graphs, handles of pools (`kvpass.layout.pool`), the ring, and what was fitted. Beside
 it come the length carrier of its cache (see `kvpass.layout.window.LENGTH_OFFSET`) and the text of its spec.
 
@@ -57,10 +57,9 @@ from kvpass.lowering.table import AUTO, DispatchKey, attention_key, extras, sele
 
 from .codec.affine import check_finite
 from .codec.frame import Frames, store_frames
-from .codec.kept import Pack, opened, page_shapes
 from .codec.rope import rotate
-from .codec.shares import page_bytes
 from .codec.spec import CodecSpec, parse
+from .codec.tensors import Pack, page_shapes
 from .errors import KVPassError
 from .layout.eviction import evict
 from .layout.pool import of_pages
@@ -140,10 +139,10 @@ def _append_(
 
 def _opened(state: _Tensors, spec: CodecSpec) -> Pack:
     """The `Pack` of ``state``; where pages of layers differ in size, with its pool, whose handle does not say it."""
-    pack = opened(state, spec)
-    if pack.share is None:
+    pack = Pack.of(state, spec)
+    size = spec.codec.page_bytes(pack.fitted, spec)
+    if size is None:
         return pack
-    size = page_bytes(pack.share, spec)
     return pack._replace(pools=tuple(of_pages(pool, len(pack.ring), size) for pool in pack.pools))
 
 
@@ -282,7 +281,7 @@ def _(*args: Any, **kwargs: Any) -> None:
 
 @torch.library.register_fake("kvpass::decode")
 def _(state: _Tensors, length: Tensor, spec: str, *args: Any, **kwargs: Any) -> Tensor:
-    ring = opened(state, parse(spec)).ring
+    ring = Pack.of(state, parse(spec)).ring
     return ring.new_empty((*ring.shape[:2], length_of(length), ring.shape[3]))
 
 

@@ -8,18 +8,16 @@ from torch import Tensor
 
 from kvpass.codec.adaptive import largest_mass
 from kvpass.codec.affine import check_finite
-from kvpass.codec.allocation import rich_bytes
 from kvpass.codec.bitpack import FIELDS
 from kvpass.codec.frame import Frames, into_frames, mean_of_tokens
-from kvpass.codec.kept import Pack
 from kvpass.codec.pages import decode_pages, replace_tokens, share_codes
 from kvpass.codec.predictor import PREDICTORS, predict
 from kvpass.codec.quantizer import RAW
-from kvpass.codec.shares import rich_of
 from kvpass.codec.spec import CodecSpec
+from kvpass.codec.tensors import Pack, of_model
 from kvpass.errors import KVPassError
 from kvpass.layout.eviction import choose, evict, update_importance
-from kvpass.layout.pool import of_pages, whole
+from kvpass.layout.pool import whole
 from kvpass.layout.retention import Retention
 from kvpass.layout.window import layout
 
@@ -146,7 +144,7 @@ def append(
     if gone or retention.pages(stop) > retention.pages(n):
         references = [reference for reference in (edge, same_layer_keys) if reference is not None]
         pools = tuple(whole(pool, retention.pages(retention.stored(stop))) for pool in pack.pools)
-        pages = _Pages(pools, spec, pack.frames, pack.center, predictor, references, edge is not None)
+        pages = _Pages(pools, spec, pack.frames, pack.fitted.get("center"), predictor, references, edge is not None)
         _pack(pages, encode, pack, n, x, gone, slots, mask)
     write([ring], n, [x], retention, length)
     if gone:  # tokens behind the packed ones have moved up
@@ -164,7 +162,7 @@ def _pack(
         return layout(retention).leaving(pack.ring, n, x, start, end)
 
     if not first:
-        if fits_tokens(pack, spec):
+        if fits_tokens(spec):
             valid = None if n or mask is None else not_padding(mask, len(x), x.shape[2])
             fit_to_tokens(pack, leaving(0, last), spec, valid)
         keep_pairs(pack)
@@ -176,22 +174,11 @@ def _pack(
     step = max(1, CHUNK // size) if spec.transform.subtracts or pages.keep else max(1, last - first)
     for start in range(first, last, step):
         tokens = leaving(start, min(start + step, last))
-        fitted = pack.fitted()
+        fitted = pack.encodes_with(spec)
         if spec.quantizer.follows_keys:
-            fitted.append(_rich_keys(pack, spec, start, tokens.shape[2] // size))
+            fitted.append(spec.codec.marks(pack, start, tokens.shape[2] // size, spec))
         pages.write(start - gone // size, tokens, lambda _, y, fitted=fitted: encode(y, fitted, spec), written)
         written += tokens.shape[2]
-
-
-def _rich_keys(pack: Pack, spec: CodecSpec, first: int, count: int) -> Tensor:
-    """Which tokens of pages from ``first`` on the keys of the layer gave more bits."""
-    if pack.key_pages is None:
-        raise KVPassError("Values follow the bit widths of their layer's keys, and those keys were not passed.")
-    if pack.widths is None:
-        return rich_bytes(whole(pack.key_pages, first + count)[:, :, first : first + count], spec.page_size)
-    rooms, batch = pack.pools[0].shape[2], len(pack.ring)  # keys and values of a layer have room for as many pages
-    pool = of_pages(pack.key_pages, batch, pack.key_pages.untyped_storage().nbytes() // (batch * rooms))
-    return rich_of(pool[:, :, first : first + count], spec.page_size, pack.widths.shape[1])
 
 
 def _stage(
@@ -217,7 +204,8 @@ def _settle(pages: _Pages, tokens: Tensor, settled: int, slots: Tensor, pack: Pa
     slots = slots.expand(-1, heads, -1)
     index = (slots - settled).clamp_min(0).unsqueeze(-1).expand(-1, -1, -1, tokens.shape[3])
     arriving = tokens.gather(2, index)
-    pages.write(0, arriving, lambda pools, y: replace_tokens(pools, y, slots >= settled, spec, pack.fitted()), 0)
+    fitted = pack.encodes_with(spec)
+    pages.write(0, arriving, lambda pools, y: replace_tokens(pools, y, slots >= settled, spec, fitted), 0)
 
 
 def append_layers(
@@ -231,8 +219,8 @@ def append_layers(
     """
     retention = spec.retention
     first, last = retention.pages(n), retention.pages(n + xs[0].shape[2])
-    at_first = spec.quantizer.allocation is not None and (n == 0 or first == 0 < last)
-    if at_first or spec.quantizer.shares is not None:  # layers that share out bits have pages of their own sizes
+    at_first = bool(spec.codec.sequence(spec)) and (n == 0 or first == 0 < last)
+    if at_first or of_model(spec):  # pages of layers whose bits a calibration shares out differ in size
         for pack, x, of_layer in zip(packs, xs, q or [None] * len(xs), strict=True):
             append(encode, pack, n, x, of_layer, mask, spec, length=length, write=write)
         return
@@ -257,13 +245,16 @@ def _encode_together(
     def joined(tensors: Sequence[Tensor]) -> Tensor:
         return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), 1)
 
-    x, fitted = joined(leaving), [joined(of_all) for of_all in zip(*(pack.fitted() for pack in packs), strict=True)]
+    x, fitted = (
+        joined(leaving),
+        [joined(of_all) for of_all in zip(*(pack.encodes_with(spec) for pack in packs), strict=True)],
+    )
     if spec.quantizer.follows_keys:
         count = x.shape[2] // spec.page_size
-        fitted.append(joined([_rich_keys(pack, spec, first, count) for pack in packs]))
+        fitted.append(joined([spec.codec.marks(pack, first, count, spec) for pack in packs]))
     x = into_frames(x, frames := packs[0].frames, first, spec.page_size)
-    if packs[0].center is not None:
-        center = joined([pack.center for pack in packs])
+    if "center" in packs[0].fitted:
+        center = joined([pack.fitted["center"] for pack in packs])
         x = (x.float() - mean_of_tokens(center, frames, spec.page_size, x.shape[2])).to(x.dtype)
     return encode(x, fitted, spec)
 

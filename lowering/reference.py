@@ -8,11 +8,11 @@ from torch import Tensor
 
 from kvpass.codec.adaptive import Tokens, carve, decode_tokens, unpack_levels
 from kvpass.codec.frame import mean_of_tokens, out_of_frames
-from kvpass.codec.kept import Pack, codec_of
 from kvpass.codec.pages import decode_pages, encode_pages
 from kvpass.codec.predictor import predict
 from kvpass.codec.rope import rotate
 from kvpass.codec.spec import CodecSpec
+from kvpass.codec.tensors import Pack
 from kvpass.layout.pool import whole
 from kvpass.layout.window import layout
 
@@ -40,15 +40,15 @@ def pieces(
     references: what the predictor looks at, all ``n`` tokens each.
     """
     used, sinks, where, ring = spec.retention.pages(n), spec.retention.sinks, layout(spec.retention), pack.ring
-    pools, fitted = [whole(pool, used) for pool in pack.pools], pack.fitted(codec_of(spec).fitted)
+    pools, fitted = [whole(pool, used) for pool in pack.pools], pack.decodes_with(spec)
     if sinks:
         yield ring[:, :, : min(n, sinks)]
     for first in range(0, used, at_once or max(1, used)):
         pages = slice(first, min(first + (at_once or used), used))
         same = [where.in_pages(reference, pages.start, pages.stop) for reference in references]
         values = decode_fn([*(pool[:, :, pages] for pool in pools), *fitted], spec, same, predictor)
-        if pack.center is not None:
-            values = values + mean_of_tokens(pack.center, pack.frames, spec.page_size, values.shape[2])
+        if (center := pack.fitted.get("center")) is not None:
+            values = values + mean_of_tokens(center, pack.frames, spec.page_size, values.shape[2])
         yield out_of_frames(values, pack.frames, first, spec.page_size)
     yield where.read(ring, n)
 

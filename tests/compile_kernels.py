@@ -20,8 +20,10 @@ from triton.runtime.jit import JITFunction
 
 from kvpass.cache.state import KVState
 from kvpass.codec import Subspace
+from kvpass.codec.codec import codec_from
 from kvpass.codec.frame import Frames
-from kvpass.codec.kept import opened
+from kvpass.codec.second_level import SecondLevel
+from kvpass.codec.tensors import Pack
 from kvpass.lowering.table import DispatchKey, select
 from kvpass.lowering.triton import append, configs, encode, launch
 from kvpass.schemes import LayerGeometry, get
@@ -86,18 +88,19 @@ def compiling(arch: int):
 
 def attend(
     bits, v_bits=None, per="channel", page=32, group=32, dim=128, heads=32, groups=8, queries=1, mask=False,
-    softcap=0.0, dtype="bfloat16", grid="", rope="", statistic="", padded=False, codec="", share=0.0,
+    softcap=0.0, dtype="bfloat16", grid="", rope="", statistic="", padded=False, codec=None,
 ) -> None:  # fmt: skip
     """Attend over a cache of 512 tokens, with ``statistic`` that of what each was paid, ``padded`` on the left."""
+    codec = codec_from(codec)
     if grid:
         specs = [coded(bits, "token", group, page, rotation=0, grid=grid, center=c) for c in (True, False)]
     else:
-        keys = coded(bits, per, min(group, page), page, pre_rope=bool(rope), codec=codec, share=share)
-        of_values = codec if codec == "second-level" else ""
+        keys = coded(bits, per, min(group, page), page, pre_rope=bool(rope), codec=codec)
+        of_values = codec if isinstance(codec, SecondLevel) else None
         specs = keys, coded(v_bits or bits, "token", min(group, dim), page, residual=page, codec=of_values)
     dtype = getattr(torch, dtype)
     states = [KVState.allocate(spec, 1, groups, dim, dtype, "cpu", 640) for spec in specs]
-    past = [opened(state.pack, state.spec) for state in states]
+    past = [Pack.of(state.pack, state.spec) for state in states]
     q, new = torch.zeros(1, heads, queries, dim, dtype=dtype), torch.zeros(1, groups, queries, dim, dtype=dtype)
     mask = torch.ones(1, 1, queries, 512 + queries, dtype=torch.bool) if mask else None
     rotary = (*torch.zeros(2, 1, 640, dim // 2, dtype=dtype), rope) if rope else None
@@ -114,7 +117,7 @@ def attend_fields(
     dtype = getattr(torch, dtype)
     plan = get(scheme, **fields).plan(LayerGeometry(0, 1, groups, dim, dtype, torch.device("cpu")))
     states = [KVState.allocate(spec, 1, groups, dim, dtype, "cpu", 640) for spec in (plan.key, plan.value)]
-    past = [opened(state.pack, state.spec) for state in states]
+    past = [Pack.of(state.pack, state.spec) for state in states]
     q, new = torch.zeros(1, heads, queries, dim, dtype=dtype), torch.zeros(1, groups, queries, dim, dtype=dtype)
     mask = torch.ones(1, 1, queries, 512 + queries, dtype=torch.bool) if mask else None
     if plan.key.transform.page_frame:
@@ -137,7 +140,7 @@ def append_tokens(tokens=1, groups=8, dim=128, dtype="bfloat16") -> None:
     """Store tokens in the windows of two layers."""
     spec, dtype = coded(2, "channel", 32, 32), getattr(torch, dtype)
     states = [KVState.allocate(spec, 1, groups, dim, dtype, "cpu", 640) for _ in range(2)]
-    packs = [opened(state.pack, spec) for state in states]
+    packs = [Pack.of(state.pack, spec) for state in states]
     append.append_layers_(packs, 5, [torch.zeros(1, groups, tokens, dim, dtype=dtype)] * 2, spec)
 
 

@@ -3,10 +3,10 @@
 import torch
 
 from kvpass.cache.state import ModelTensors
-from kvpass.codec.kept import of_model
-from kvpass.codec.quantizer import QUERIES
+from kvpass.codec.probes import QUERIES
 from kvpass.codec.rope import parse_rope
-from kvpass.codec.shares import WIDEST, share_of, shares_of
+from kvpass.codec.shares import WIDEST, Shares, share_of
+from kvpass.codec.tensors import of_model
 
 from common import generator, randn
 
@@ -14,7 +14,7 @@ from common import generator, randn
 def shared_tensors(spec, heads, head_dim, seed=0, dtype=torch.float16):
     """Those that `of_model` names for ``spec``, angles first if keys are turned by the numbers of tokens. The last head
     has no bits of the last rank."""
-    shares = shares_of(spec)
+    shares = Shares.of(spec)
     widths = torch.randint(0, WIDEST + 1, (heads, shares.ranks, head_dim), generator=generator(seed))
     widths[torch.rand(widths.shape, generator=generator(seed + 1)) < 0.4] = 0
     widths[-1, -1] = 0

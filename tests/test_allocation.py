@@ -13,21 +13,11 @@ from kvpass import KVPassError, NonFiniteError
 from kvpass.cache.per_cache import RotaryState
 from kvpass.cache.state import KVState
 from kvpass.codec import Allocation, CodecSpec, Quantizer, Transform, decode_pages, encode_pages, parse
-from kvpass.codec.allocation import (
-    DISTORTION,
-    STEPS,
-    allocate,
-    decode,
-    fit_basis,
-    gains,
-    opened,
-    rich_bytes,
-    second_moment,
-    slots,
-    some_queries,
-    widths_of,
-)
+from kvpass.codec.allocation import opened, slots
+from kvpass.codec.codec import marks_of
+from kvpass.codec.probes import some_queries
 from kvpass.codec.rope import parse_rope
+from kvpass.codec.transform_coding import DISTORTION, STEPS, allocate, gains, second_moment, widths_of
 from kvpass.layout.pool import handle
 from kvpass.layout.retention import Retention
 from kvpass.lowering.cpp import allocated
@@ -47,7 +37,7 @@ allocations = st.builds(Allocation, *counts, *blocks_and_weights) | st.builds(
 def spec_of(allocation, center=False, **retention):
     size = 32 if allocation.ranked else 16
     return CodecSpec(
-        Quantizer(8, "token", HEAD, allocation=allocation, codec="allocated"),
+        Quantizer(8, "token", HEAD, codec=allocation),
         Retention(**{"window": size + 8, "page_size": size, "sinks": 2} | retention),
         Transform(center=center),
     )
@@ -67,9 +57,9 @@ def mixed(seed, *shape, dtype=torch.float32):
 
 def fitted(spec, x, q=None, dtype=torch.float16):
     """What `encode_pages` and, less the queries that choose, `decode_pages` are given."""
-    allocation = spec.quantizer.allocation
+    allocation = spec.codec
     metric = None if q is None or not allocation.weighted else second_moment(q, allocation.block_size)
-    basis, places = fit_basis(x, metric, allocation)
+    basis, places = allocation.fit_basis(x, metric)
     chosen = [some_queries(randn(3, 1, 1, 50, HEAD).expand(*x.shape[:2], -1, -1) if q is None else q, None, dtype)]
     return [basis.to(dtype), places.int(), *(chosen if allocation.chooses else [])]
 
@@ -132,7 +122,7 @@ def chosen_by_hand(page, queries):
 
 def decoded_by_hand(x, spec, given):
     """The same in float64, token by token and coordinate by coordinate, with nothing packed."""
-    (basis, places, *queries), allocation, size = given, spec.quantizer.allocation, spec.page_size
+    (basis, places, *queries), allocation, size = given, spec.codec, spec.page_size
     out = torch.empty_like(x, dtype=torch.float64)
     for b, h, t in itertools.product(*map(range, x.shape[:3])):
         page, own = t // size * size, places[b, h, 0].tolist()
@@ -202,8 +192,8 @@ def test_a_page_keeps_its_tokens_by_rank_and_says_where(seed):
     spec, x, q = RANKED, mixed(seed, 2, 2, 96, HEAD), randn(seed, 2, 2, 60, HEAD)
     given = fitted(spec, x, q)
     (pages,) = encode_pages(x, spec, given)
-    (marks, ranks), where = opened(pages, spec, HEAD), slots(rich_bytes(pages, 32))
-    assert torch.equal(marks, rich_bytes(pages, 32))
+    (marks, ranks), where = opened(pages, spec, HEAD), slots(marks_of(pages, 32))
+    assert torch.equal(marks, marks_of(pages, 32))
     assert torch.equal(where.sort(-1).values, torch.arange(32).expand_as(where))
     assert [rank.gains.shape[-2] for rank in ranks] == [16, 16]
     for b, h, page in itertools.product(range(2), range(2), range(3)):
@@ -230,7 +220,7 @@ def test_values_are_rich_where_their_keys_are():
         n += count
     pages = value_spec.retention.pages(n)
     assert 0 < pages < RANKED.retention.pages(n)
-    assert torch.equal(*(rich_bytes(state.codes[:, :, :pages], 32) for state in (key, value)))
+    assert torch.equal(*(marks_of(state.codes[:, :, :pages], 32) for state in (key, value)))
 
 
 def test_queries_that_choose_are_no_padding_and_as_far_apart_as_can_be():
@@ -538,7 +528,7 @@ def test_kernels_read_fields_as_decoding_does(queries, head_dim, residual, field
                 pages = state.spec.retention.pages(500)
                 pool, table = state.codes[:, :, :pages].contiguous(), allocated.look_up_table(torch.device("cpu"))
                 given = handle(pool), pages, pages, state.basis, state.fields, table, state.spec
-                tokens = decode(pool, state.basis, state.fields, state.spec).flatten(0, 1)
+                tokens = decode_pages(pool, state.basis, state.fields, state.spec).flatten(0, 1)
                 if state is key:
                     got, expected = allocated.page_scores(q, None, None, *given), q @ tokens.mT
                 else:

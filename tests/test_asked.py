@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from kvpass import KVPassError, schemes
-from kvpass.codec import CODECS, Codec
-from kvpass.codec.kept import codec_of
+from kvpass.codec.pages import Affine
 from kvpass.schemes import KIVIConfig, LayerGeometry
 from kvpass.vllm.asked import NEWEST, Served, check_version, refusal, scheme_asked
 
@@ -64,7 +63,7 @@ def test_every_scheme_is_served_or_refused_with_what_to_use():
         assert name in found
 
 
-def test_codecs_that_do_not_decode_any_bytes_are_refused(monkeypatch):
+def test_codecs_that_do_not_decode_any_bytes_are_refused():
     """Blocks are read where nothing is stored yet."""
     for name in schemes.available():
         scheme = schemes.get(name)
@@ -72,15 +71,18 @@ def test_codecs_that_do_not_decode_any_bytes_are_refused(monkeypatch):
             continue
         plan = scheme.plan_of(LayerGeometry(0, 2, 3, 64, torch.float32, torch.device("cpu")))
         for spec in (plan.key, plan.value):
-            assert refusal(spec) or codec_of(spec).decodes_any_bytes, name
+            assert refusal(spec) or spec.codec.decodes_any_bytes, name
     for name in ("turboquant-2.5", "turboquant-3.5", "gear", "kitty"):
         with pytest.raises(KVPassError, match=r"indices.*Use kivi-sinks"):
             served(name)
-    silent = Codec(CODECS[""].tensors, CODECS[""].encode, CODECS[""].decode)
-    monkeypatch.setitem(CODECS, "of my own", silent)
+
+    class Silent(Affine):
+        name = "of my own"
+        decodes_any_bytes = False
+
     spec = served("kivi").plan.key
     assert refusal(spec) is None
-    assert "decodes_any_bytes" in refusal(replace(spec, quantizer=replace(spec.quantizer, codec="of my own")))
+    assert "decodes_any_bytes" in refusal(replace(spec, quantizer=replace(spec.quantizer, codec=Silent())))
 
 
 def test_layers_that_differ_are_refused():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvpass import KVPassError, schemes
 from kvpass.cache.state import KVState
-from kvpass.codec.kept import opened
+from kvpass.codec.tensors import Pack
 from kvpass.lowering import reference
 from kvpass.paged import flash_attention, paged_attention, single_query_cpp, single_query_inductor
 from kvpass.paged.batch import Batch, BlockTable
@@ -97,7 +97,7 @@ class Server:
 
     def alone(self, one, q, k, v):
         n, (key, value) = self.lengths[one], self.states[one]
-        packs = (opened(state.pack, state.spec) for state in (key, value))
+        packs = (Pack.of(state.pack, state.spec) for state in (key, value))
         (out,) = reference.attend(q, *packs, n, k, v, None, True, 0.3, 0.0, key.spec, value.spec)
         key.append(k, n)
         value.append(v, n)

@@ -11,7 +11,7 @@ from kvpass import KVPassError, schemes
 from kvpass.codec import decode_pages, encode_pages
 from kvpass.codec.codebook import assign_points, fit_rms, grid, grid_shape, look_up, names
 from kvpass.codec.hadamard import hadamard, inverse_hadamard, signs
-from kvpass.codec.kept import opened
+from kvpass.codec.tensors import Pack
 from kvpass.lowering import reference
 from kvpass.lowering.inductor import attend as inductor_attend
 from kvpass.schemes import HIGGSConfig, LayerGeometry
@@ -176,7 +176,7 @@ def test_compiled_attention_is_that_over_decoded_tokens(name, n):
     plan = PLANS[name]
     x = [randn(i, 2, 2, n + 1, 16) for i in range(2)]
     states = [state_of(s, t[:, :, :n], room=n) for s, t in zip((plan.key, plan.value), x, strict=True)]
-    packs = [opened(s.pack, s.spec) for s in states]
+    packs = [Pack.of(s.pack, s.spec) for s in states]
     q, new = randn(7, 2, 6, 1, 16), [t[:, :, n:] for t in x]
     arguments = (q, *packs, n, *new, None, False, 0.3, 0.0, plan.key, plan.value)
     with only_reference():

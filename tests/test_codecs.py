@@ -12,15 +12,15 @@ import kvpass
 from kvpass import HeavyHitter, KVPassError, Recent, Sinks
 from kvpass.cache.state import KVState
 from kvpass.codec import CODECS, Quantizer, decode_pages, encode_pages
-from kvpass.codec.allocation import rich_bytes
 from kvpass.codec.balance import sinkhorn
 from kvpass.codec.bitpack import unpack
 from kvpass.codec.codebook import grid
+from kvpass.codec.codec import marks_of
 from kvpass.codec.hadamard import hadamard, inverse_hadamard
-from kvpass.codec.kept import built_in, of_pages, page_shapes
 from kvpass.codec.lattice_points import LATTICES, assign, magnitudes, points, words
 from kvpass.codec.nuq import fit_points, nearest
 from kvpass.codec.second_level import compress, expand
+from kvpass.codec.tensors import of_pages, page_shapes
 from kvpass.schemes import LayerGeometry, available, get
 
 from common import WIDTHS, generator, randn, seeds
@@ -256,7 +256,7 @@ def test_scales_in_8_bits_cost_half_and_errors_are_bounded_by_their_steps(seed, 
     dim = -2 if side == "key" else -1
     error = (got - x).unflatten(2, (-1, 32)).abs().unflatten(dim, (-1, 16)).amax(dim)
     assert (error <= 0.5 * scale + ends + 1e-4).all()
-    plain, _ = coded(built_in(spec), x)
+    plain, _ = coded(spec.plain, x)
     assert (got - x).norm() <= 1.1 * (plain - x).norm() + 1e-3 * x.norm()
 
 
@@ -278,7 +278,7 @@ def test_squat_takes_scales_in_8_bits_too():
     for bits in (8, 16):
         got, cache, _ = step_by_step(llama(), get("squat", scale_bits=bits, block_size=16), ids, 100, lowering="eager")
         errors.append((got - exact).norm())
-        assert (cache.layers[0].key_state.spec.quantizer.codec == "second-level") == (bits == 8)
+        assert (cache.layers[0].key_state.spec.codec.name == "second-level") == (bits == 8)
     assert errors[0] < 1.2 * errors[1]
 
 
@@ -423,7 +423,7 @@ def salient_pages(seed, residual=64, head_dim=32, **fields):
     k, v = (sizes_of_both_axes(seed + i, 1, 2, 2 * residual, head_dim) for i in (0, 5))
     probes = randn(seed + 9, 1, 2, 32, head_dim) / math.sqrt(head_dim)
     keys = encode_pages(k, plan.key, [probes])
-    return plan, k, v, probes, keys, encode_pages(v, plan.value, [rich_bytes(keys[0], residual)])
+    return plan, k, v, probes, keys, encode_pages(v, plan.value, [marks_of(keys[0], residual)])
 
 
 @settings(max_examples=8)
@@ -435,7 +435,7 @@ def test_salient_tokens_have_twice_the_bits_and_are_those_of_the_most_normalised
     by_page = normalised.unflatten(-1, (2, 64))
     least = by_page.sort(-1, descending=True).values[..., int(share * 64) - 1 : int(share * 64) + 1]
     salient = (by_page >= least.mean(-1, keepdim=True)).flatten(2)
-    marked = unpack(rich_bytes(keys[0], 64), 1).squeeze(-1).bool().flatten(2)
+    marked = unpack(marks_of(keys[0], 64), 1).squeeze(-1).bool().flatten(2)
     clear = (least[..., 0] > 1.001 * least[..., 1]).repeat_interleave(64, -1)
     assert (marked == salient)[clear].all() and (marked.sum(-1) == 2 * int(share * 64)).all()
     for x, kept, spec, of in ((k, keys, plan.key, keys_of), (v, values, plan.value, values_of)):
@@ -730,8 +730,8 @@ def test_a_plan_refuses_pages_that_positions_or_matrices_do_not_fit():
         get("gear", group_size=32, rank=40).plan(geometry(head_dim=32))
     with pytest.raises(KVPassError, match="too many positions for 16-bit"):
         get("kvquant", residual=2048, group_size=64).plan(geometry())
-    with pytest.raises(KVPassError, match="need a codec that uses them"):
-        Quantizer(2, "token", 32, share=0.1)
+    with pytest.raises(KVPassError, match="codec must be Codec or None, not 'nuq'"):
+        Quantizer(2, "token", 32, codec="nuq")
 
 
 # ---------------------------------------------------------------- pages that hold nothing yet
@@ -740,9 +740,7 @@ def test_a_plan_refuses_pages_that_positions_or_matrices_do_not_fit():
 def specs_of(codec):
     """How every scheme stores keys and values by ``codec``, those that differ."""
     plans = [get(name).plan_of(geometry()) for name in available() if not get(name).needs_calibration]
-    return list(
-        dict.fromkeys(spec for plan in plans for spec in (plan.key, plan.value) if spec.quantizer.codec == codec)
-    )
+    return list(dict.fromkeys(spec for plan in plans for spec in (plan.key, plan.value) if spec.codec.name == codec))
 
 
 def arbitrary_pages(spec, seed, head_dim=64, dtype=torch.bfloat16):
@@ -766,6 +764,6 @@ def test_a_codec_that_says_so_decodes_any_bytes(codec):
 @pytest.mark.parametrize("codec", ["boosted", "error-term", "mixed", "nuq"])
 def test_a_codec_whose_pages_hold_indices_does_not_say_so(codec):
     assert not CODECS[codec].decodes_any_bytes
-    for spec in filter(lambda spec: spec.quantizer.share, specs_of(codec)):  # without a share there are no indices
+    for spec in filter(lambda spec: spec.codec.share, specs_of(codec)):  # without a share there are no indices
         with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
             decode_pages(*arbitrary_pages(spec, 0), spec)

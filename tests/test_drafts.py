@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvpass.codec.kept import opened
+from kvpass.codec.tensors import Pack
 from kvpass.lowering import reference
 from kvpass.lowering.inductor import attend as inductor_attend
 from kvpass.lowering.inductor import drafts as inductor_drafts
@@ -21,7 +21,7 @@ LOG = [coded(2, per, 16, 16, residual=32, keep="log") for per in ("channel", "to
 def arguments(specs, n, queries, dtype=torch.float32, causal=True, mask=None, softcap=0.0, rope="", sinks=False):
     """Those of `attend` over ``n`` tokens, two samples, four query heads on two, with room for more."""
     states = [state_of(spec, randn(i, 2, 2, n, DIM, dtype=dtype), room=n + 70) for i, spec in enumerate(specs)]
-    past = [opened(s.pack, s.spec) for s in states]
+    past = [Pack.of(s.pack, s.spec) for s in states]
     q, *new = (randn(5 + i, 2, 2 * heads, queries, DIM, dtype=dtype) for i, heads in enumerate((2, 1, 1)))
     rotary = None
     if rope:

@@ -10,7 +10,8 @@ import torch
 from hypothesis import strategies as st
 
 from kvpass import KVPassError, schemes
-from kvpass.codec import CODECS, Adaptive, Allocation, CodecSpec, Quantizer, Subspace, Transform, parse
+from kvpass.codec import CODECS, Adaptive, Allocation, CodecSpec, Quantizer, Shares, Subspace, Transform, parse
+from kvpass.codec.salient import Salient
 from kvpass.fields import made
 from kvpass.layout.retention import HeavyHitter, LogSparse, Recent, Retention, Sinks, StreamingLLM
 from kvpass.schemes import LayerGeometry, LayerPlan, SchemeConfig
@@ -50,8 +51,19 @@ _by_name = {
     "subspace": st.none()
     | st.builds(Subspace, st.integers(1, 70), st.sampled_from((0.0, 0.5, 1e6)), st.booleans(), _sizes),
     "adaptive": st.none() | st.just(Adaptive((2, 3, 4), "key", 0.1, 0.01, 5)),
-    "allocation": st.sampled_from((None, Allocation(14, 8, 8, False), Allocation(14, 4, 8, True, 20, 8))),
-    "codec": st.sampled_from(("", "none", *CODECS)),
+    "codec": st.sampled_from(
+        (
+            *(
+                None,
+                "nuq",
+                Allocation(14, 8, 8, False),
+                Allocation(14, 4, 8, True, 20, 8),
+                Shares(8),
+                Salient(0.5, "keys"),
+            ),
+            *(one() for one in CODECS.values() if not dataclasses.fields(one)),
+        )
+    ),
     **dict.fromkeys(("pairs", "singles", "rich_pairs", "rich_singles"), st.integers(0, 17)),
     **dict.fromkeys(
         ("key_fields", "value_fields", "rich_key_fields", "rich_value_fields"),
@@ -103,7 +115,7 @@ def check_storage(spec: CodecSpec, layer: LayerGeometry) -> str:
     assert parse(str(spec)) == spec
     tokens = spec.retention.sinks + spec.retention.residual + 2 * spec.page_size + 3
     quantizer = spec.quantizer
-    if spec.needs_importance or spec.transform.predictor or quantizer.follows_keys or quantizer.calibrated:
+    if spec.needs_importance or spec.transform.predictor or quantizer.follows_keys or spec.calibrated:
         return "planned"  # a cache stores those: `test_a_model_takes_any_config`
     if (
         layer.num_key_value_heads * layer.head_dim * (tokens + spec.retention.rollback) * layer.dtype.itemsize

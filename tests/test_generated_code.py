@@ -7,8 +7,8 @@ from functools import partial
 from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
-from kvpass.codec.kept import opened
 from kvpass.codec.pages import decode_pages
+from kvpass.codec.tensors import Pack
 from kvpass.lowering import reference
 from kvpass.lowering.inductor import attend as inductor_attend
 from kvpass.lowering.inductor.aot import Input, Program, compile_ahead
@@ -34,7 +34,7 @@ def attend(specs, n=200):
     """`attend` of one query token over ``n``, compiled anew."""
     inductor_attend.attend_kernel.cache_clear()
     states = [state_of(spec, randn(i, 1, HEADS, n, DIM), room=n) for i, spec in enumerate(specs)]
-    packed = [opened(state.pack, state.spec) for state in states]
+    packed = [Pack.of(state.pack, state.spec) for state in states]
     q, k_new, v_new = (randn(5 + i, 1, heads, 1, DIM) for i, heads in enumerate((Q_HEADS, HEADS, HEADS)))
     return inductor_attend.attend(q, *packed, n, k_new, v_new, None, False, 0.1, 0.0, *specs)
 

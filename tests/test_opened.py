@@ -6,8 +6,8 @@ import torch
 from kvpass.cache.state import KVState
 from kvpass.codec import decode_pages
 from kvpass.codec.hadamard import basis
-from kvpass.codec.kept import calibrated_shapes, of_pages
 from kvpass.codec.rope import rotate
+from kvpass.codec.tensors import calibrated_shapes, of_pages
 from kvpass.layout.pool import whole
 from kvpass.lowering.inductor.attend import page_scores
 from kvpass.lowering.inductor.opened import OPENED, opened, page_values, points_of
@@ -55,7 +55,7 @@ def stored(plan, batch=2, tokens=TOKENS):
     for seed, spec in enumerate((plan.key, plan.value)):
         state = KVState.allocate(spec, batch, 2, DIM, torch.float32, "cpu", tokens)
         state.same_layer_keys = states[0] if states else None
-        if spec.quantizer.calibrated:
+        if spec.calibrated:
             points = torch.stack([torch.linspace(0, 1, 2**spec.bits) ** power for power in (1, 1.5)])
             ranges = torch.stack([-sizes, 2 * sizes]).expand(2, -1, -1)
             state.calibrate([points, ranges] if spec.quantizer.per == "channel" else [points])
@@ -71,7 +71,7 @@ def tables(batch, tokens, pairs):
 
 
 def test_there_is_a_case_for_every_codec_that_is_fused():
-    assert {spec.quantizer.codec for case in CASES for spec in (plan_of(case).key, plan_of(case).value)} == set(OPENED)
+    assert {spec.codec.name for case in CASES for spec in (plan_of(case).key, plan_of(case).value)} == set(OPENED)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -102,7 +102,7 @@ def test_pages_are_to_attention_what_they_decode_to(case, side):
         scores = sum((term.scores(q, turns).flatten(2) for term in found.beside), scores)
         expected = q @ behind.flatten(0, 1).mT
         torch.testing.assert_close(scores, expected, atol=1e-4, rtol=1e-4)
-    if spec.quantizer.codec not in ("boosted", "polar"):  # of keys alone
+    if spec.codec.name not in ("boosted", "polar"):  # of keys alone
         expected = weights.flatten(2) @ wanted.flatten(0, 1)
         torch.testing.assert_close(page_values(weights, found, turned), expected, atol=1e-4, rtol=1e-4)
 

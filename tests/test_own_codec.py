@@ -1,6 +1,7 @@
-"""A codec that keeps one more tensor a page. What comes above the first line of dashes is all there is to it."""
+"""A codec of one's own. All there is to it stands above the first line of dashes, in this file and in no other: a
+parameter, a tensor that is fitted to a sequence, and one more tensor of each page."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -10,49 +11,66 @@ import kvpass
 from kvpass import KVPassError
 from kvpass.cache.state import KVState
 from kvpass.cache.tensor import PackedKV
-from kvpass.codec import CODECS, Codec, Kept, decode_pages, encode_pages
+from kvpass.codec import Codec, CodecSpec, Kept, decode_pages, encode_pages, parse
+from kvpass.codec.pages import Affine
 from kvpass.lowering.table import DispatchKey, select
+from kvpass.runtime.saved import load_cache, save_cache
 from kvpass.schemes import KIVIConfig, LayerPlan
 
 from common import coded, randn
 from tiny import llama, tokens
 
 
-def plain(spec):
-    return replace(spec, quantizer=replace(spec.quantizer, codec=""))
+@dataclass(frozen=True)
+class Equalized(Codec, name="equalized"):
+    """Channels are divided by a power of their mean size in the tokens packed first, and quantized; a page keeps what
+    its tokens are off by on average.
 
+    power: of the mean size; 0 leaves channels as they are.
+    """
 
-def encode(x, spec, *_):
-    """Uniform codes, and what the tokens of a page are off by on average."""
-    kept = encode_pages(x, plain(spec))
-    error = x.float() - decode_pages(*kept, plain(spec))
-    return *kept, error.unflatten(2, (-1, spec.page_size)).mean(-2, keepdim=True).to(kept[1].dtype)
+    power: float
 
+    tensors = {**Affine.tensors, "error": Kept(lambda spec, head_dim: (1, head_dim))}
+    encodes_with = ("size",)
+    decodes_with = ("size",)
 
-def decode(*kept_and_spec):
-    *kept, error, spec = kept_and_spec
-    return (decode_pages(*kept, plain(spec)).unflatten(2, (-1, spec.page_size)) + error.float()).flatten(2, 3)
+    def check(self, spec: CodecSpec) -> None:
+        if not 0 <= self.power <= 1:
+            raise KVPassError(f"power={self.power} must be from 0 to 1.")
 
+    def sequence(self, spec):
+        return {"size": Kept(lambda spec, head_dim: (1, head_dim), torch.float32)}
 
-DEBIASED = Codec({**CODECS[""].tensors, "error": Kept(lambda spec, head_dim: (1, head_dim))}, encode, decode)
+    def fit_tokens(self, kept, x, valid, spec):
+        there = torch.ones(len(x), x.shape[2]) if valid is None else valid.float()
+        total = (x.float().abs() * there[:, None, :, None]).sum(2, keepdim=True)
+        kept["size"].copy_((total / there.sum(-1)[:, None, None, None].clamp_min(1)).clamp_min(1e-3) ** self.power)
+
+    def encode(self, x, spec, fitted=()):
+        kept = encode_pages((x.float() / fitted[0]).to(x.dtype), spec.plain)
+        error = x.float() - decode_pages(*kept, spec.plain) * fitted[0]
+        return *kept, error.unflatten(2, (-1, spec.page_size)).mean(-2, keepdim=True).to(kept[1].dtype)
+
+    def decode(self, codes, scale, zero_point, error, size, spec):
+        values = decode_pages(codes, scale, zero_point, spec.plain) * size
+        return (values.unflatten(2, (-1, spec.page_size)) + error.float()).flatten(2, 3)
+
 
 # ---------------------------------------------------------------- what the others make of it
 
-KEYS, VALUES = coded(2, "channel", 32, 32, codec="debiased"), coded(2, "token", 16, 32, 32, codec="debiased")
+KEYS, VALUES = (coded(2, *where, codec=Equalized(0.5)) for where in (("channel", 32, 32), ("token", 16, 32, 32)))
 OPS = torch.ops.kvpass
 
 
-@pytest.fixture(autouse=True)
-def registered(monkeypatch):
-    monkeypatch.setitem(CODECS, "debiased", DEBIASED)
-
-
 @dataclass(frozen=True, kw_only=True)
-class Debiased(KIVIConfig):
-    name = "debiased"
+class EqualizedConfig(KIVIConfig):
+    name = "equalized"
+    power: float = 0.5
 
     def plan(self, layer):
-        return LayerPlan(self.key(2, codec="debiased"), self.value(2, codec="debiased")).checked(layer)
+        codec = Equalized(self.power)
+        return LayerPlan(self.key(2, codec=codec), self.value(2, codec=codec)).checked(layer)
 
 
 def filled(spec, n, room=0):
@@ -66,12 +84,15 @@ def filled(spec, n, room=0):
 def test_it_is_stored_read_grown_and_viewed(spec):
     state, x = filled(spec, 100)
     pages = spec.retention.pages(100)
-    expected = decode(*encode(x[:, :, : spec.retention.packed(100)], spec), spec)
+    first = x[:, :, : spec.retention.packed(100)]
+    size = first.abs().mean(2, keepdim=True).sqrt()
+    torch.testing.assert_close(state.size, size, rtol=1e-5, atol=0)
+    expected = decode_pages(*encode_pages(first, spec, [state.size]), state.size, spec)
     assert torch.equal(state.decode(100)[:, :, : spec.retention.packed(100)], expected)
-    assert [name for name, _ in state.tensors()] == ["_codes", "scale", "zero_point", "error", "ring"]
+    assert [name for name, _ in state.tensors()] == ["_codes", "scale", "zero_point", "error", "ring", "size"]
     assert state.contents(100)["error"].shape == (2, 2, pages, 1, 32)
-    without, _ = filled(plain(spec), 100)
-    assert state.nbytes == without.nbytes + state.error.nbytes
+    without, _ = filled(spec.plain, 100)
+    assert state.nbytes == without.nbytes + state.error.nbytes + state.size.nbytes
     off = [(one.decode(100) - x).square().mean() for one in (state, without)]
     assert off[0] < off[1]
     for part in randn(1, 3, 2, 2, 90, 32):
@@ -85,12 +106,12 @@ def test_ops_take_it():
     (key, _), (value, _) = filled(KEYS, 70, room=20), filled(VALUES, 70, room=20)
     q, new = randn(1, 2, 4, 1, 32), randn(2, 2, 2, 1, 32)
     texts = key.text, value.text
-    torch.library.opcheck(OPS.encode.default, (randn(3, 2, 2, 64, 32), [], texts[0]))
+    torch.library.opcheck(OPS.encode.default, (randn(3, 2, 2, 64, 32), [key.size], texts[0]))
     torch.library.opcheck(OPS.decode.default, (key.pack, key.carrier(70), texts[0]))
     torch.library.opcheck(OPS.append_.default, (key.pack, key.carrier(70), new, None, None, texts[0]))
     past = key.pack, value.pack, key.carrier(70)
     torch.library.opcheck(OPS.attend.default, (q, *past, new, new, None, False, 0.2, 0.0, *texts))
-    with pytest.raises(KVPassError, match="This codec stores codes, scale, zero_point, error, ring; got 4 tensors"):
+    with pytest.raises(KVPassError, match="stores codes, scale, zero_point, error, ring, size; got 4 tensors"):
         OPS.decode(key.pack[:4], key.carrier(70), texts[0])
 
 
@@ -98,22 +119,32 @@ def test_ops_take_it():
 def test_kernels_that_do_not_know_it_pass_it_on(op):
     dispatch = DispatchKey(op, "cpu", (str(KEYS), str(VALUES)) if op == "attend" else (str(KEYS),), 1, 64)
     assert select(dispatch).name == "reference"
-    with pytest.raises(KVPassError, match="it does not support codec=debiased"):
+    with pytest.raises(KVPassError, match="it does not support codec=equalized"):
         select(dispatch, "inductor")
 
 
 def test_what_it_cannot_be_combined_with_says_so():
     with pytest.raises(KVPassError, match="supports neither eviction"):
-        coded(2, "token", 16, 32, codec="debiased", budget=64)
-    with pytest.raises(KVPassError, match="no codec 'nonsense'"):
-        filled(coded(2, "token", 16, 32, codec="nonsense"), 10)
+        coded(2, "token", 16, 32, codec=Equalized(0.5), budget=64)
+    with pytest.raises(KVPassError, match=r"power=2\.0 must be"):
+        coded(2, "token", 16, 32, codec=Equalized(2.0))
+    with pytest.raises(KVPassError, match="power must be a finite number, not 'a'"):
+        Equalized("a")
+    for text in (str(KEYS).replace("equalized", "nonsense"), str(KEYS).replace('"power"', '"other"')):
+        with pytest.raises(KVPassError, match=r"no codec 'nonsense'|does not take these parameters"):
+            parse(text)
+
+
+def test_its_parameters_are_part_of_the_spec():
+    assert parse(str(KEYS)) == KEYS != coded(2, "channel", 32, 32, codec=Equalized(0.25))
+    assert "codec=equalized" in KEYS.features and isinstance(KEYS, CodecSpec)
 
 
 @torch.no_grad()
 def test_a_model_packs_by_it_and_its_attention_is_fused(tmp_path):
     ids, logits, caches = tokens(2, 110), [], []
     for lowering in ("eager", "auto"):
-        model = kvpass.apply(llama(), Debiased(), lowering=lowering)
+        model = kvpass.apply(llama(), EqualizedConfig(), lowering=lowering)
         cache = DynamicCache(config=model.config)
         rows = [model(input_ids=ids[:, :95], past_key_values=cache).logits[:, -1]]
         rows += [model(input_ids=ids[:, i : i + 1], past_key_values=cache).logits[:, -1] for i in range(95, 110)]
@@ -128,3 +159,10 @@ def test_a_model_packs_by_it_and_its_attention_is_fused(tmp_path):
         and mine.error[:, :, : mine.spec.retention.pages(110)].any()
     )
     torch.testing.assert_close(mine.window(110), theirs.window(110), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(mine.size, theirs.size, atol=1e-5, rtol=1e-5)
+    loaded = load_cache(save_cache(caches[1], tmp_path / "prompt.safetensors"), model)
+    again, past = loaded.layers[1].value_state, caches[1].layers[1].value_state
+    assert torch.equal(again.size, past.size) and torch.equal(again.decode(110), past.decode(110))
+    caches[1].crop(-90)  # no page is left: the next one is fitted anew
+    model(input_ids=tokens(2, 60, seed=5), past_key_values=caches[1])
+    assert not torch.equal(past.size, again.size)

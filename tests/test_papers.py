@@ -12,8 +12,8 @@ import torch
 from kvpass.calibration.datatypes import fit_datatype
 from kvpass.codec import encode_pages
 from kvpass.codec.bitpack import unpack
-from kvpass.codec.kept import of_pages
 from kvpass.codec.subspace import compensation_matrix, precision_matrix
+from kvpass.codec.tensors import of_pages
 from kvpass.schemes import LayerGeometry, get
 
 from common import randn

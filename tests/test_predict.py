@@ -11,9 +11,9 @@ from kvpass import KVPassError, LogSparse, PackedKV, schemes
 from kvpass.cache.state import KVState
 from kvpass.codec import decode_pages, encode_pages
 from kvpass.codec.center import fit_center
-from kvpass.codec.kept import opened
 from kvpass.codec.predictor import MATRICES, matrix, parse_predictor, predict
 from kvpass.codec.rope import rotate
+from kvpass.codec.tensors import Pack
 from kvpass.lowering import reference
 from kvpass.lowering.inductor import attend as inductor_attend
 from kvpass.schemes import LayerGeometry
@@ -147,7 +147,7 @@ def test_fused_attention_over_centred_keys(name, n, rope):
     x = [randn(i, 2, HEADS, n + 1, DIM) + 3 for i in range(2)]
     states = [state_of(s, t[:, :, :n], room=n) for s, t in zip((k_spec, v_spec), x, strict=True)]
     assert n < 32 or states[0].center.abs().min() > 1
-    packs = [opened(s.pack, s.spec) for s in states]
+    packs = [Pack.of(s.pack, s.spec) for s in states]
     angle = randn(3, 2, n + 80, DIM // 2)
     rotary = (angle.cos(), angle.sin(), rope) if rope else None
     q, new = randn(7, 2, 6, 1, DIM), [t[:, :, n:] for t in x]

@@ -11,8 +11,8 @@ from transformers import DynamicCache
 
 import kvpass
 from kvpass import KVPassError
-from kvpass.codec.kept import opened
 from kvpass.codec.rope import join_pairs, rotate, split_pairs
+from kvpass.codec.tensors import Pack
 from kvpass.lowering import reference
 from kvpass.lowering.fit_sequence import fit_compensation
 from kvpass.lowering.inductor import attend as inductor_attend
@@ -64,7 +64,7 @@ def test_attention_rotates_what_it_reads(n, rope, keep):
     v_spec = coded(2, "token", 8, 16, residual=32, sinks=2, keep=keep)
     x = [randn(i, 2, 2, n + 1, DIM) for i in range(2)]
     states = [state_of(s, t[:, :, :n], room=n) for s, t in zip((k_spec, v_spec), x, strict=True)]
-    packs = [opened(s.pack, s.spec) for s in states]
+    packs = [Pack.of(s.pack, s.spec) for s in states]
     cos, sin = tables(3, 2, n + 40, DIM // 2)
     q, new = randn(7, 2, 6, 1, DIM), [t[:, :, n:] for t in x]
     mask = torch.rand(2, 1, 1, n + 1, generator=torch.Generator().manual_seed(0)) > 0.4

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpass import KVPassError, schemes
+from kvpass.codec import Allocation, Shares
 from kvpass.schemes import KIVIConfig, LayerGeometry, LayerPlan, SQuatConfig
 
 from common import WIDTHS, recoded
@@ -44,8 +45,10 @@ def test_the_shipped_names_are_available_and_plan_every_layer():
     for name in schemes.available():
         plan = schemes.get(name).plan(geometry())
         quantizer = plan.key.quantizer
-        coded = quantizer.grid or ("bits on average, per channel" if quantizer.allocation else str(quantizer.bits))
-        coded = "calibrated bit widths" if quantizer.shares else coded
+        coded = quantizer.grid or (
+            "bits on average, per channel" if isinstance(quantizer.codec, Allocation) else str(quantizer.bits)
+        )
+        coded = "calibrated bit widths" if isinstance(quantizer.codec, Shares) else coded
         assert isinstance(plan, LayerPlan) and coded in str(plan)
         plan.key.check(64), plan.value.check(64)
 

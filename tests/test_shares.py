@@ -13,11 +13,11 @@ import kvpass
 from kvpass import KVPassError, NonFiniteError
 from kvpass.cache.per_cache import RotaryState
 from kvpass.cache.state import KVState, ModelTensors
-from kvpass.codec import CodecSpec, Quantizer, Shares, Transform, encode_pages, parse
-from kvpass.codec.allocation import DISTORTION, STEPS
+from kvpass.codec import CodecSpec, Quantizer, Shares, Transform, decode_pages, encode_pages, parse
 from kvpass.codec.frame import numbered
-from kvpass.codec.kept import of_model
-from kvpass.codec.shares import WIDEST, decode, divided, encode, fields_of, page_bytes, rich_of, share_of, water_fill
+from kvpass.codec.shares import WIDEST, divided, fields_of, page_bytes, rich_of, share_of, water_fill
+from kvpass.codec.tensors import of_model
+from kvpass.codec.transform_coding import DISTORTION, STEPS
 from kvpass.layout.retention import HeavyHitter, Retention
 from kvpass.lowering.cpp import attend_allocated, one_token
 from kvpass.runtime.simulated import Simulator
@@ -35,7 +35,7 @@ FORMS = pytest.mark.parametrize("form", ["static", "hybrid"])
 
 def spec_of(follows=False, ranked=True, adapts=False, size=32):
     shares = Shares(8, ranked, follows, adapts)
-    return CodecSpec(Quantizer(8, "token", HEAD, shares=shares, codec="shares"), Retention(size + 8, size, 2))
+    return CodecSpec(Quantizer(8, "token", HEAD, codec=shares), Retention(size + 8, size, 2))
 
 
 def given_of(spec, seed=0):
@@ -58,8 +58,8 @@ def test_tokens_are_what_their_formulas_say(ranked, seed):
     width, the half of a page that its queries pay most first."""
     spec = spec_of(ranked=ranked)
     given, x, size = given_of(spec, seed % 1000), mixed(seed % 1000, 2, HEADS, 64, HEAD), 32
-    (pages,) = encode(x, spec, fitted(spec, given))
-    found = decode(pages, given["share"], given["basis"], given["widths"], spec)
+    (pages,) = encode_pages(x, spec, fitted(spec, given))
+    found = decode_pages(pages, given["share"], given["basis"], given["widths"], spec)
     table, distortion = torch.tensor([1.0, *STEPS]).double(), torch.tensor(DISTORTION).double()
     for b, h, n in itertools.product(range(2), range(HEADS), range(2)):
         page = x[b, h, n * size : (n + 1) * size]
@@ -114,10 +114,10 @@ def test_values_follow_their_keys():
     keys, values = spec_of(), spec_of(follows=True)
     given = given_of(keys)
     x, y = mixed(1, 2, HEADS, 64, HEAD), mixed(2, 2, HEADS, 64, HEAD)
-    (pages,) = encode(x, keys, fitted(keys, given))
+    (pages,) = encode_pages(x, keys, fitted(keys, given))
     rich = rich_of(pages, 32, HEADS)
     own = given_of(values, seed=7)
-    (of_values,) = encode(y, values, fitted(values, own, rich))
+    (of_values,) = encode_pages(y, values, fitted(values, own, rich))
     assert torch.equal(rich_of(of_values, 32, HEADS), rich)
 
 
@@ -153,8 +153,8 @@ def test_specs_go_through_their_text():
         assert parse(str(spec)) == spec
     with pytest.raises(KVPassError, match="multiple of 16"):
         spec_of(size=24)
-    with pytest.raises(KVPassError, match="codec='shares'"):
-        Quantizer(8, "token", HEAD, shares=Shares(8))
+    with pytest.raises(KVPassError, match="need bits=8"):
+        CodecSpec(Quantizer(4, "token", HEAD, codec=Shares(8)), Retention(16, 16))
     with pytest.raises(KVPassError, match="ranked=True"):
         Shares(8, ranked=False, follows=True)
     with pytest.raises(KVPassError, match="page_frame=True"):

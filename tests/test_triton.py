@@ -14,8 +14,10 @@ from kvpass import KVPassError
 from kvpass.codec import Subspace, decode_pages
 from kvpass.codec.affine import params_dtype
 from kvpass.codec.bitpack import num_planes
+from kvpass.codec.boost import Boosted
 from kvpass.codec.codebook import grid_shape, names
 from kvpass.codec.rope import parse_rope
+from kvpass.codec.second_level import SecondLevel
 from kvpass.layout.window import LENGTH_OFFSET, carry, layout
 
 from common import WIDTHS, awkward, coded, dtypes, randn, recoded, seeds, state_of, widths
@@ -198,8 +200,8 @@ def test_attend_to_rotated_centred_and_lattice_codes(specs, queries, dtype):
 @pytest.mark.parametrize("queries, dtype", [(1, torch.float32), (5, torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("bits, per, pre_rope", [(2, "channel", False), (4, "token", False), (2, "channel", True)])
 def test_attend_under_scales_that_are_codes(bits, per, pre_rope, queries, dtype):
-    fields = dict(codec="second-level", pre_rope=pre_rope)
-    specs = coded(bits, per, 16, 32, sinks=2, **fields), coded(2, "token", 16, 32, 32, sinks=2, codec="second-level")
+    fields = dict(codec=SecondLevel(), pre_rope=pre_rope)
+    specs = coded(bits, per, 16, 32, sinks=2, **fields), coded(2, "token", 16, 32, 32, sinks=2, codec=SecondLevel())
     turned = rotary(3, 2, 150, "half-16") if pre_rope else {}
     arguments = attend_arguments(specs, 150, queries, batch=2, causal=queries > 1, dtype=dtype)
     assert_scores_as_the_reference(arguments, "sum", **turned)
@@ -211,7 +213,7 @@ def test_attend_under_scales_that_are_codes(bits, per, pre_rope, queries, dtype)
     [(2, 0.25, 64, 64, False), (1, 0.1, 128, 32, False), (4, 1.0, 64, 16, False), (2, 0.5, 64, 64, True)],
 )
 def test_attend_to_boosted_channels(bits, share, page, group, pre_rope, queries, dtype):
-    key = coded(bits, "channel", group, page, sinks=3, codec="boosted", share=share, pre_rope=pre_rope)
+    key = coded(bits, "channel", group, page, sinks=3, codec=Boosted(share), pre_rope=pre_rope)
     turned = rotary(3, 2, 300, "interleaved-10") if pre_rope else {}
     arguments = attend_arguments(
         (key, coded(2, "token", 16, page, page, sinks=3)), 300, queries, batch=2, causal=queries > 1, dtype=dtype
@@ -220,7 +222,7 @@ def test_attend_to_boosted_channels(bits, share, page, group, pre_rope, queries,
 
 
 def test_boosted_channels_of_pages_too_small_for_products_are_decoded():
-    specs = coded(2, "channel", 32, 32, codec="boosted", share=0.25), coded(2, "token", 16, 32, 32)
+    specs = coded(2, "channel", 32, 32, codec=Boosted(0.25)), coded(2, "token", 16, 32, 32)
     with pytest.raises(KVPassError, match="need 16 tokens per page for each bit plane"):
         OPS.attend(*attend_arguments(specs, 100), "triton")
 

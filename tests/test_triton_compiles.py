@@ -18,6 +18,7 @@ KERNELS = {
     "encode": {"encode_pages"},
     "append": {"write_windows"},
 }
+SCALES_8, KITTY = dict(name="second-level"), dict(name="boosted", share=0.25)
 CASES = {
     "kivi": dict(op="attend", bits=2),
     "1 bit, mask": dict(op="attend", bits=1, dim=64, mask=True),
@@ -38,13 +39,27 @@ CASES = {
         op="attend", bits=3, page=64, dim=96, rope="interleaved-24", queries=16, mask=True, statistic="max-5"
     ),
     "before partial RoPE, wide heads": dict(op="attend", bits=4, v_bits=1, dim=256, rope="half-32", statistic="sum"),
-    "scales in 8 bits": dict(op="attend", bits=2, codec="second-level"),
+    "scales in 8 bits": dict(op="attend", bits=2, codec=SCALES_8),
     "scales in 8 bits, 3 bits, verification, and what was paid": dict(
-        op="attend", bits=3, page=128, group=128, queries=16, mask=True, codec="second-level", statistic="sum"
+        op="attend",
+        bits=3,
+        page=128,
+        group=128,
+        queries=16,
+        mask=True,
+        codec=SCALES_8,
+        statistic="sum",
     ),
-    "kitty": dict(op="attend", bits=2, page=128, group=128, codec="boosted", share=0.125),
+    "kitty": dict(op="attend", bits=2, page=128, group=128, codec=dict(name="boosted", share=0.125)),
     "kitty, a quarter, verification, and what was paid": dict(
-        op="attend", bits=2, page=128, group=128, queries=16, mask=True, codec="boosted", share=0.25, statistic="sum"
+        op="attend",
+        bits=2,
+        page=128,
+        group=128,
+        queries=16,
+        mask=True,
+        codec=dict(name="boosted", share=0.25),
+        statistic="sum",
     ),
     "waterfill": dict(op="fields"),
     "waterfill, small heads": dict(op="fields", dim=64, heads=9, groups=3, dtype="float16"),

@@ -164,7 +164,7 @@ def test_spare_pages_are_not_read_nor_the_state_written():
 @pytest.mark.parametrize("fields", [{}, ALIKE, FIELDS["waterfill_3"]], ids=["ranked", "alike", "3 bits"])
 def test_pieces_hold_every_field_once_and_end_where_pages_do(dim, fields):
     for spec in (plan(dim, **fields).key, plan(dim, **fields).value):
-        layout, allocation = layout_of(spec, dim), spec.quantizer.allocation
+        layout, allocation = layout_of(spec, dim), spec.codec
         for pieces, counts in zip(layout.pieces, allocation.counts(dim), strict=True):
             for bits, count in zip((2, 1), counts, strict=True):
                 mine = [piece for piece in pieces if piece.bits == bits]

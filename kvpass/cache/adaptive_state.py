@@ -23,8 +23,8 @@ from ..codec.adaptive import (
     where_dtype,
 )
 from ..codec.affine import check_finite, params_dtype
-from ..codec.kept import of_state
 from ..codec.spec import CodecSpec
+from ..codec.tensors import of_state
 from .state import GROWTH, KVState, attribute, grown
 
 _TABLES = ("_codes", "scale", "zero_point", "outliers", "where")
@@ -224,7 +224,7 @@ class AdaptiveState(KVState):
         step, zero_point = (table[:, :, :packed] for table in (self.scale, self.zero_point))
         cells = assign_cells(new, step[:, :, old:], zero_point[:, :, old:], widths[-1])
         codes = torch.cat([from_planes(known.planes, known.levels, widths), cells], 2)
-        energy = adaptive.energy if self.energy is None else self.energy[..., 0]
+        energy = self.energy[..., 0] if adaptive.fits_energy else adaptive.energy
         worth = importance[..., sinks : sinks + packed]
         levels = levels_for(step, allowed_deviation(adaptive, n, worth, energy), widths)
         if adaptive.keep_originals:

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..codec.kept import calibrated_shapes, fitted_shapes, of_model, of_pages, of_state, page_shapes
 from ..codec.rope import rope_of
-from ..codec.shares import page_bytes
 from ..codec.spec import CodecSpec
+from ..codec.tensors import calibrated_shapes, fitted_shapes, of_model, of_pages, of_sequence, of_state, page_shapes
 from ..errors import KVPassError
 from ..layout.pool import bare_handle, handle
 from ..layout.window import Recent, Writes, carry, layout
@@ -105,45 +104,29 @@ def attribute(name: str) -> str:
 
 
 class KVState(Storage):
-    """Packed storage of one logical ``[B, H_kv, n, D]`` tensor: what `codec.kept` names, an attribute each.
+    """Packed storage of one logical ``[B, H_kv, n, D]`` tensor. Each tensor that `codec.tensors` names for the spec
+    is an attribute; `Codec.tensors` and `Codec.sequence` give shapes and dtypes. Those of every codec, and the others:
 
     codes: ``[B, H_kv, capacity, rows, D]`` uint8, planar pages. A state made with ``source`` has none of its own: it
         decodes with the codes of that state, which must take the same tokens at the same time.
-    scale, zero_point: ``[B, H_kv, capacity, *spec.params_shape(D)]``, 16-bit.
     ring: ``[B, H_kv, sinks + ring_size, D]``, the full-precision tokens, in the cache's dtype.
-    compensation: ``[B, H_kv, D - b, D - b]``, 16-bit, for specs with a subspace; otherwise None.
-    energy: of the prompt's queries, for those of an `AdaptiveState`; otherwise None.
-    center: ``[B, H_kv, 1, D]``, 16-bit, for specs that subtract a mean; otherwise None.
-    pairs: ``[B, H_kv, 1, 2]`` int16, for keys in the frame of their page: how many pairs of channels are turned, and
-        whether they are interleaved. The frames themselves are those of ``rotary``, which states share.
-    basis, fields: ``[B, H_kv, D, b]``, 16-bit, and ``[B, H_kv, 1, F]`` int32, for specs with widths by channel
-        (`codec.allocation`); otherwise None. Where errors are weighted, what they cost is in ``basis`` until that is
-        fitted.
-    queries: ``[B, H_kv, Q, D]``, 16-bit, for those that choose which tokens get more bits; otherwise None.
-    datatype, ranges: ``[B, H_kv, 2, 2**bits]`` and, of keys, ``[B, H_kv, 2, D]``, 16-bit, for specs with a calibrated
-        datatype (`codec.datatype`); otherwise None.
-    widths: ``[B, H_kv, ranks, D]`` uint8, those of coordinates where a calibration shares out bits; otherwise None.
-    shared: what a calibration gave the model besides (`codec.kept.of_model`), ``[1, H_kv, ...]`` each, for all its
-        caches. ``codes`` are then ``[B, 1, capacity, 1, bytes]``, pages of all heads together.
+    compensation: ``[B, H_kv, D - b, D - b]``, 16-bit, for specs with a subspace.
+    center: ``[B, H_kv, 1, D]``, 16-bit, for specs that subtract a mean of the sequence.
+    pairs: ``[B, H_kv, 1, 2]`` int16, for keys with page-relative RoPE: how many pairs of channels are turned, and
+        whether they are interleaved. The tables are those of ``rotary``, which states share.
+    shared: what a calibration gave the model (`Codec.model`), ``[1, H_kv, ...]`` each, for all its caches. Where the
+        size of a page follows from it, ``codes`` are ``[B, 1, capacity, 1, bytes]``, pages of all heads together.
     predictor: weights of the predictor, for specs that have one (`kvpass.codec.predictor`); the model's.
     previous_layer: the same tokens in the layer below, where it is predicted from them.
     same_layer_keys: the keys of this layer, for values that are predicted from them, or whose tokens get more bits
         where those of the keys do.
     """
 
-    scale: Tensor
-    zero_point: Tensor
     ring: Tensor
-    compensation: Tensor | None
-    energy: Tensor | None
-    center: Tensor | None
-    basis: Tensor | None
-    fields: Tensor | None
-    widths: Tensor | None
-    queries: Tensor | None
-    datatype: Tensor | None
-    ranges: Tensor | None
-    pairs: Tensor | None
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Tensor: ...
+
     _handles: tuple[Tensor, ...]
     _room: int  # pages
 
@@ -156,8 +139,6 @@ class KVState(Storage):
     ):
         self.spec, self.text, self.source = spec, str(spec), source
         self.shared = ModelTensors(shared or ())
-        self.compensation = self.energy = self.center = self.pairs = None
-        self.basis = self.fields = self.widths = self.queries = self.datatype = self.ranges = None
         self._codes: Tensor | None = None
         vars(self).update({attribute(name): tensor for name, tensor in kept.items()})
         self.predictor: Sequence[Tensor] = ()
@@ -198,8 +179,8 @@ class KVState(Storage):
         kept = {
             name: zeros(pages, *shape, dtype=kind) for name, (shape, kind) in page_shapes(spec, head_dim, dtype).items()
         }
-        if spec.quantizer.shares is not None:
-            size = page_bytes(shared[names.index("share")], spec)
+        size = spec.codec.page_bytes(dict(zip(names, shared, strict=True)), spec)
+        if size is not None:
             kept["codes"] = torch.zeros(batch, 1, pages, 1, size, dtype=torch.uint8, device=device)
         if source is not None:
             del kept["codes"]
@@ -250,7 +231,7 @@ class KVState(Storage):
         pools = self._pools & tensors.keys()
         names = map(attribute, of_state(self.spec))
         given = {**tensors, **dict(zip(of_model(self.spec), self.shared, strict=True))}
-        of_pool = handle if self.spec.quantizer.shares is None else bare_handle
+        of_pool = handle if self.spec.codec.page_bytes(given, self.spec) is None else bare_handle
         handles = tuple(of_pool(given[name]) if name in pools else given.get(name) for name in names)
         room = tensors[attribute(of_pages(self.spec)[-1])].shape[2]  # codes may be another state's
         return super()._follows(tensors) | {"_handles": handles, "_room": room}
@@ -355,8 +336,9 @@ class KVState(Storage):
             self.ring.index_copy_(2, self._layout.slots(lost).to(device), decoded)
             self.writes = Writes(((0, new),), self.spec.retention.pages(new))
         pages = self.spec.retention.pages
-        if self.basis is not None and pages(old) and not pages(new):
-            self.basis.zero_()
+        if pages(old) and not pages(new):
+            fitted = {name: getattr(self, name) for name in of_sequence(self.spec)}
+            self.spec.codec.fit_queries(fitted, None, None, self.spec)
 
     def window(self, n: int) -> Tensor:
         """The full-precision tokens behind the sinks, in token order."""

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 from torchao.utils import TorchAOBaseTensor
 
-from ..codec.kept import of_state
 from ..codec.spec import CodecSpec, parse
+from ..codec.tensors import of_state
 from ..errors import KVPassError, NonFiniteError
 from .state import KVState
 
@@ -23,7 +23,7 @@ class PackedKV(TorchAOBaseTensor):
     with the `KVState` it was made from and shows its first ``num_tokens`` tokens.
     """
 
-    tensor_data_names: list[str] = []  # of an instance: those of `codec.kept`
+    tensor_data_names: list[str] = []  # of an instance: those of `codec.tensors`
     tensor_attribute_names = ["spec", "num_tokens"]
 
     def __new__(cls, spec: str, num_tokens: int, **kept: Tensor):

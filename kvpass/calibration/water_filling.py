@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ..codec.kept import of_model
-from ..codec.quantizer import QUERIES
+from ..codec.probes import QUERIES
 from ..codec.rope import rotate, split_pairs
-from ..codec.shares import WIDEST, share_of, water_fill
+from ..codec.shares import WIDEST, Shares, share_of, water_fill
+from ..codec.tensors import of_model
 from ..models.arguments import handing
 from ..models.probe import fresh_cache
 from ..schemes import CalibratedWaterfillConfig, LayerGeometry
@@ -235,7 +235,7 @@ def share_out(
     statistics: dict[int, _Statistics], config: CalibratedWaterfillConfig
 ) -> tuple[CalibratedWaterfillConfig, dict[int, Fitted]]:
     """``config`` with how keys are turned, and what caches of the model share, layer by layer: for keys the angles they
-    are turned by, if they are, and for both what `kvpass.codec.kept.of_model` names."""
+    are turned by, if they are, and for both what `kvpass.codec.tensors.of_model` names."""
     size = config._policy().page_size
     offsets = torch.arange(size) - size // 2
     traces = [own.fisher.diagonal(dim1=-2, dim2=-1).sum((1, 2, 3)) for own in statistics.values()]
@@ -245,7 +245,7 @@ def share_out(
     axes: dict[int, tuple[_Axes, _Axes]] = {}
     means: dict[int, Tensor] = {}
     for index, own in statistics.items():
-        shares = config.plan(own.layer).key.quantizer.shares
+        shares = Shares.of(config.plan(own.layer).key)
         means[index], covariances = own.covariances(offsets)
         costs = own.costs(scale)
         costs[0] = own.in_frames(costs[0], offsets)

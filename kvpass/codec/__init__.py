@@ -15,9 +15,11 @@ from . import (  # noqa: F401  (they register their codecs)
     shares,
     sketch,
 )
-from .kept import CODECS, Codec, Kept
+from .allocation import Allocation
+from .codec import CODECS, Codec, Kept
 from .pages import decode_pages, encode_pages
-from .quantizer import Adaptive, Allocation, Quantizer, Shares, Subspace
+from .quantizer import Adaptive, Quantizer, Subspace
+from .shares import Shares
 from .spec import CodecSpec, parse
 from .transform import Transform
 

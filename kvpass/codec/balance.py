@@ -4,8 +4,8 @@ channel, one for each channel where they are per token, 16 bits each.
 The factor is found by Sinkhorn's alternation (KVarN), or from the largest value of a channel (ZipCache).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..errors import KVPassError
 from .affine import params_dtype
+from .codec import Codec, Kept
 from .hadamard import hadamard, inverse_hadamard
-from .kept import CODECS, Codec, Kept, built_in
-from .pages import decode_pages, encode_pages
+from .pages import Affine, decode_pages, encode_pages
 from .quantizer import Quantizer
 from .spec import CodecSpec
 
@@ -71,24 +71,7 @@ def root_of_largest(x: Tensor, dim: int) -> Tensor:
 @cache
 def _inside(spec: CodecSpec) -> CodecSpec:
     """What divided pages are coded by: they are rotated already."""
-    return replace(built_in(spec), transform=replace(spec.transform, rotation=None))
-
-
-def _codec(fit: Callable[[Tensor, int], Tensor], shape: Callable[[CodecSpec, int], tuple[int, int]]) -> Codec:
-    def encode(x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor], stored: None = None) -> tuple[Tensor, ...]:
-        pages = hadamard(x.float().unflatten(2, (-1, spec.page_size)), spec.transform.rotation)
-        factor = fit(pages, _factor_dim(spec.quantizer)).to(params_dtype(x.dtype))
-        divided = (pages / factor.float()).flatten(2, 3).to(x.dtype)
-        return *encode_pages(divided, _inside(spec), fitted), factor
-
-    return Codec({**CODECS[""].tensors, "factor": Kept(shape)}, encode, decode, check=_check, decodes_any_bytes=True)
-
-
-def decode(codes: Tensor, scale: Tensor, zero_point: Tensor, factor: Tensor, spec: CodecSpec) -> Tensor:
-    """Pages divided by a factor -> tokens ``[B, H, N * P, D]`` float32."""
-    divided = decode_pages(codes, scale, zero_point, _inside(spec))
-    tokens = (divided.unflatten(2, (-1, spec.page_size)) * factor.float()).flatten(2, 3)
-    return inverse_hadamard(tokens, spec.transform.rotation)
+    return replace(spec.plain, transform=replace(spec.transform, rotation=None))
 
 
 def _shape(spec: CodecSpec, head_dim: int) -> tuple[int, int]:
@@ -104,10 +87,42 @@ def _shape_of_deviations(spec: CodecSpec, head_dim: int) -> tuple[int, int]:
     return _shape(spec, head_dim)
 
 
-def _check(spec: CodecSpec) -> None:
-    if spec.quantizer.raw or spec.quantizer.grid or spec.quantizer.subspace is not None:
-        raise KVPassError("Balancing needs uniform quantization: no grid, raw floats or subspace.")
+@dataclass(frozen=True)
+class _Balanced(Codec):
+    """Pages divided by a factor, which a subclass fits, before they are quantized."""
+
+    decodes_any_bytes = True
+
+    @staticmethod
+    def fit(x: Tensor, dim: int) -> Tensor:
+        """The factors of pages ``x`` that are the same along ``dim``."""
+        raise NotImplementedError
+
+    def check(self, spec: CodecSpec) -> None:
+        if spec.quantizer.raw or spec.quantizer.grid or spec.quantizer.subspace is not None:
+            raise KVPassError("Balancing needs uniform quantization: no grid, raw floats or subspace.")
+
+    def encode(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        pages = hadamard(x.float().unflatten(2, (-1, spec.page_size)), spec.transform.rotation)
+        factor = self.fit(pages, _factor_dim(spec.quantizer)).to(params_dtype(x.dtype))
+        divided = (pages / factor.float()).flatten(2, 3).to(x.dtype)
+        return *encode_pages(divided, _inside(spec), fitted), factor
+
+    def decode(self, codes: Tensor, scale: Tensor, zero_point: Tensor, factor: Tensor, spec: CodecSpec) -> Tensor:
+        divided = decode_pages(codes, scale, zero_point, _inside(spec))
+        tokens = (divided.unflatten(2, (-1, spec.page_size)) * factor.float()).flatten(2, 3)
+        return inverse_hadamard(tokens, spec.transform.rotation)
 
 
-CODECS["sinkhorn"] = _codec(sinkhorn, _shape_of_deviations)
-CODECS["channel-separable"] = _codec(root_of_largest, _shape)
+class Sinkhorn(_Balanced, name="sinkhorn"):
+    """Factors by Sinkhorn's alternation (KVarN, arXiv 2606.03458)."""
+
+    tensors = {**Affine.tensors, "factor": Kept(_shape_of_deviations)}
+    fit = staticmethod(sinkhorn)
+
+
+class ChannelSeparable(_Balanced, name="channel-separable"):
+    """The square root of the largest value as factor (ZipCache, arXiv 2405.14256, section 4.1)."""
+
+    tensors = {**Affine.tensors, "factor": Kept(_shape)}
+    fit = staticmethod(root_of_largest)

@@ -6,6 +6,7 @@ keys are found offline); values take the range of their token without its outlie
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,10 +14,10 @@ from torch import Tensor
 
 from .affine import params_dtype
 from .bitpack import pack, unpack
-from .kept import CODECS, Codec, Kept
-from .nuq import check, in_range, nearest, split_in_range
-from .outliers import OUTLIERS, count, merge
-from .pages import grouped
+from .codec import Kept
+from .nuq import check_datatype, in_range, nearest, split_in_range
+from .outliers import OUTLIERS, Outliers, count, merge
+from .pages import Affine, grouped
 from .spec import CodecSpec
 
 
@@ -36,44 +37,55 @@ def in_units(pages: Tensor, spec: CodecSpec, dtype: torch.dtype, ranges: Tensor 
     return in_range(pages, low, span), none, none.clone(), values, order.to(torch.int16).unsqueeze(-2)
 
 
-def encode(x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor], stored: None = None) -> tuple[Tensor, ...]:
-    """What is kept of whole pages ``[B, H, N * P, D]``: codes, scale and zero point as `encode_pages` has them, none of
-    keys, outliers and their positions.
-
-    fitted: the datatype ``[B, H, 2, 2**bits]``, ascending points that codes are chosen by and those that they stand
-    for; for keys the ranges ``[B, H, 2, D]``, too.
-    """
-    datatype, *ranges = (one.float().unsqueeze(2) for one in fitted)
-    pages = x.float().unflatten(2, (-1, spec.page_size))
-    units, *rest = in_units(pages, spec, x.dtype, ranges[0] if ranges else None)
-    chosen_by = datatype[..., 0, :].expand(*units.shape[:3], -1).contiguous()
-    codes = nearest(units.flatten(-2), chosen_by).to(torch.uint8).view(pages.shape)
-    return pack(codes, spec.bits), *rest
-
-
-def decode(*kept_fitted_and_spec: Any) -> Tensor:
-    """Inverse of `encode` up to rounding: ``[B, H, N * P, D]`` float32."""
-    codes, scale, zero_point, values, positions, datatype, *ranges, spec = kept_fitted_and_spec
-    which = unpack(codes, spec.bits)
-    points = datatype[..., 1, :].float().unsqueeze(2).expand(*which.shape[:3], -1)
-    units = points.gather(-1, which.flatten(-2).long()).view(which.shape)
-    if ranges:
-        low, span = ranges[0].float().unsqueeze(2).split(1, -2)
-        pages = units * span + low
-    else:
-        groups, dim = grouped(units, spec.quantizer)
-        pages = (groups * scale.float().unsqueeze(dim) + zero_point.float().unsqueeze(dim)).reshape(units.shape)
-    return merge(pages, values, positions).flatten(2, 3)
-
-
 def _of_values(spec: CodecSpec, head_dim: int) -> tuple[int, int]:
     return (0, head_dim) if spec.quantizer.per == "channel" else spec.params_shape(head_dim)
 
 
-CODECS["datatype"] = Codec(
-    {"codes": CODECS[""].tensors["codes"], "scale": Kept(_of_values), "zero_point": Kept(_of_values), **OUTLIERS},
-    encode,
-    decode,
-    fitted=("datatype", "ranges"),
-    check=check,
-)
+@dataclass(frozen=True)
+class CalibratedDatatype(Outliers, name="datatype"):
+    """A datatype that a calibration found, and of keys the ranges of channels, beside outliers.
+
+    share: of the values of a page, those that are kept exactly.
+    """
+
+    tensors = {"codes": Affine.tensors["codes"], "scale": Kept(_of_values), "zero_point": Kept(_of_values), **OUTLIERS}
+    encodes_with = "datatype", "ranges"
+    decodes_with = "datatype", "ranges"
+
+    def check(self, spec: CodecSpec) -> None:
+        check_datatype(spec)
+
+    def sequence(self, spec: CodecSpec) -> dict[str, Kept]:
+        found = {"datatype": Kept(lambda spec, head_dim: (2, 2**spec.bits), calibrated=True)}
+        if spec.quantizer.per == "channel":
+            found["ranges"] = Kept(lambda spec, head_dim: (2, head_dim), calibrated=True)
+        return found
+
+    def encode(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        """What is kept of whole pages ``[B, H, N * P, D]``: codes, scale and zero point as `encode_pages` has them,
+        none of
+        keys, outliers and their positions.
+
+        fitted: the datatype ``[B, H, 2, 2**bits]``, ascending points that codes are chosen by and those that they stand
+        for; for keys the ranges ``[B, H, 2, D]``, too.
+        """
+        datatype, *ranges = (one.float().unsqueeze(2) for one in fitted)
+        pages = x.float().unflatten(2, (-1, spec.page_size))
+        units, *rest = in_units(pages, spec, x.dtype, ranges[0] if ranges else None)
+        chosen_by = datatype[..., 0, :].expand(*units.shape[:3], -1).contiguous()
+        codes = nearest(units.flatten(-2), chosen_by).to(torch.uint8).view(pages.shape)
+        return pack(codes, spec.bits), *rest
+
+    def decode(self, *kept_fitted_and_spec: Any) -> Tensor:
+        """Inverse of `encode` up to rounding: ``[B, H, N * P, D]`` float32."""
+        codes, scale, zero_point, values, positions, datatype, *ranges, spec = kept_fitted_and_spec
+        which = unpack(codes, spec.bits)
+        points = datatype[..., 1, :].float().unsqueeze(2).expand(*which.shape[:3], -1)
+        units = points.gather(-1, which.flatten(-2).long()).view(which.shape)
+        if ranges:
+            low, span = ranges[0].float().unsqueeze(2).split(1, -2)
+            pages = units * span + low
+        else:
+            groups, dim = grouped(units, spec.quantizer)
+            pages = (groups * scale.float().unsqueeze(dim) + zero_point.float().unsqueeze(dim)).reshape(units.shape)
+        return merge(pages, values, positions).flatten(2, 3)

@@ -2,66 +2,74 @@
 arXiv 2403.05527). The matrices are those of least squared error; the paper finds them by power iteration."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import KVPassError
+from ..fields import check_integers
 from .affine import params_dtype
-from .kept import CODECS, Codec, Kept, built_in
-from .outliers import OUTLIERS, merge, places, split
-from .pages import decode_pages, encode_pages
+from .codec import Kept
+from .outliers import OUTLIERS, Outliers, merge, places, split
+from .pages import Affine, decode_pages, encode_pages
 from .spec import CodecSpec
 
 
-def encode(x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor], stored: None = None) -> tuple[Tensor, ...]:
-    """What is kept of whole pages ``[B, H, N * P, D]``: codes, scale and zero point as `encode_pages` has them,
-    outliers and their positions (`codec.outliers`), and matrices ``[B, H, N, P, r]`` and ``[B, H, N, r, D]`` of 16
-    bits."""
-    pages = x.float().unflatten(2, (-1, spec.page_size))
-    rest, values, positions = split(pages, spec, x.dtype)
-    kept = encode_pages(rest.flatten(2, 3).to(x.dtype), built_in(spec))
-    left = pages - decode_pages(*kept, built_in(spec)).view(pages.shape)
-    left = left.flatten(-2).scatter(-1, places(positions), 0.0).view(pages.shape)
-    finite = left.double().nan_to_num(0.0, 0.0, 0.0)  # what is not is found in the scales
-    (u, s, vh), rank = torch.linalg.svd(finite, full_matrices=False), spec.quantizer.rank
-    root = s[..., :rank].sqrt()
-    matrices = u[..., :rank] * root.unsqueeze(-2), vh[..., :rank, :] * root.unsqueeze(-1)
-    return *kept, values, positions, *(each.to(params_dtype(x.dtype)) for each in matrices)
-
-
-def decode(*kept_and_spec: Any) -> Tensor:
-    """Inverse of `encode` up to what the matrices leave: ``[B, H, N * P, D]`` float32."""
-    codes, scale, zero_point, values, positions, tall, wide, spec = kept_and_spec
-    pages = decode_pages(codes, scale, zero_point, built_in(spec)).unflatten(2, (-1, spec.page_size))
-    return merge(pages + tall.float() @ wide.float(), values, positions).flatten(2, 3)
-
-
 def _rank(spec: CodecSpec, head_dim: int) -> int:
-    if spec.quantizer.rank > min(spec.page_size, head_dim):
+    if ErrorTerm.of(spec).rank > min(spec.page_size, head_dim):
         raise KVPassError(
-            f"rank={spec.quantizer.rank} exceeds the rank of a page of {spec.page_size} x {head_dim} values."
+            f"rank={ErrorTerm.of(spec).rank} exceeds the rank of a page of {spec.page_size} x {head_dim} values."
         )
-    return spec.quantizer.rank
+    return ErrorTerm.of(spec).rank
 
 
-def _check(spec: CodecSpec) -> None:
-    quantizer = spec.quantizer
-    if quantizer.raw or quantizer.grid or quantizer.subspace is not None or spec.transform.rotation is not None:
-        raise KVPassError(
-            "A low-rank error term needs uniform quantization: no grid, raw floats, subspace or rotation."
-        )
+@dataclass(frozen=True)
+class ErrorTerm(Outliers, name="error-term"):
+    """What quantized values leave of a page, as a matrix of low rank, beside outliers.
 
+    share: of the values of a page, those that are kept exactly.
+    rank: of the matrix.
+    """
 
-CODECS["error-term"] = Codec(
-    {
-        **CODECS[""].tensors,
+    rank: int
+
+    tensors = {
+        **Affine.tensors,
         **OUTLIERS,
         "tall": Kept(lambda spec, head_dim: (spec.page_size, _rank(spec, head_dim))),
         "wide": Kept(lambda spec, head_dim: (_rank(spec, head_dim), head_dim)),
-    },
-    encode,
-    decode,
-    check=_check,
-)
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integers(self, rank=0)
+
+    def check(self, spec: CodecSpec) -> None:
+        quantizer = spec.quantizer
+        if quantizer.raw or quantizer.grid or quantizer.subspace is not None or spec.transform.rotation is not None:
+            raise KVPassError(
+                "A low-rank error term needs uniform quantization: no grid, raw floats, subspace or rotation."
+            )
+
+    def encode(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        """What is kept of whole pages ``[B, H, N * P, D]``: codes, scale and zero point as `encode_pages` has them,
+        outliers and their positions (`codec.outliers`), and matrices ``[B, H, N, P, r]`` and ``[B, H, N, r, D]`` of 16
+        bits."""
+        pages = x.float().unflatten(2, (-1, spec.page_size))
+        rest, values, positions = split(pages, spec, x.dtype)
+        kept = encode_pages(rest.flatten(2, 3).to(x.dtype), spec.plain)
+        left = pages - decode_pages(*kept, spec.plain).view(pages.shape)
+        left = left.flatten(-2).scatter(-1, places(positions), 0.0).view(pages.shape)
+        finite = left.double().nan_to_num(0.0, 0.0, 0.0)  # what is not is found in the scales
+        (u, s, vh), rank = torch.linalg.svd(finite, full_matrices=False), ErrorTerm.of(spec).rank
+        root = s[..., :rank].sqrt()
+        matrices = u[..., :rank] * root.unsqueeze(-2), vh[..., :rank, :] * root.unsqueeze(-1)
+        return *kept, values, positions, *(each.to(params_dtype(x.dtype)) for each in matrices)
+
+    def decode(self, *kept_and_spec: Any) -> Tensor:
+        """Inverse of `encode` up to what the matrices leave: ``[B, H, N * P, D]`` float32."""
+        codes, scale, zero_point, values, positions, tall, wide, spec = kept_and_spec
+        pages = decode_pages(codes, scale, zero_point, spec.plain).unflatten(2, (-1, spec.page_size))
+        return merge(pages + tall.float() @ wide.float(), values, positions).flatten(2, 3)

@@ -1,7 +1,7 @@
 """Pages as codes of lattice points, 2 bits a value, behind a rotation: "e8" and "d4" of `codec.lattice_points`."""
 
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,15 +9,15 @@ from torch import Tensor
 from ..errors import KVPassError
 from .affine import params_dtype
 from .codebook import fit_rms
+from .codec import Codec, Kept
 from .hadamard import hadamard, inverse_hadamard
-from .kept import CODECS, Codec, Kept
-from .lattice_points import LATTICES, assign, points, words
+from .lattice_points import LATTICES, Lattice, assign, points, words
 from .spec import CodecSpec
 
 
 def rotated(codes: Tensor, scale: Tensor, spec: CodecSpec, table: Tensor) -> Tensor:
-    """What `encode` kept as pages ``[..., P, D]`` float32, still rotated."""
-    lattice = LATTICES[spec.quantizer.codec]
+    """What is kept as pages ``[..., P, D]`` float32, still rotated."""
+    lattice = OnLattice.of(spec).lattice
     parts = codes.chunk(lattice.dim // 4, -1)
     code = sum((part.int() << 8 * i for i, part in enumerate(parts[1:], 1)), parts[0].int())
     groups = points(code, lattice, table).flatten(-2).unflatten(-1, (-1, spec.quantizer.group_size))
@@ -25,43 +25,49 @@ def rotated(codes: Tensor, scale: Tensor, spec: CodecSpec, table: Tensor) -> Ten
     return scaled.flatten(-2)
 
 
-def encode(x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor], stored: None = None) -> tuple[Tensor, Tensor]:
-    """What is kept of whole pages ``[B, H, N * P, D]``: codes ``[B, H, N, P, D / 4]`` uint8, all lower bytes before all
-    higher ones, and scales of groups ``[B, H, N, P, D / group_size]``, 16 bits."""
-    lattice = LATTICES[spec.quantizer.codec]
-    pages = hadamard(x.float().unflatten(2, (-1, spec.page_size)), spec.transform.rotation)
-    groups = pages.unflatten(-1, (-1, spec.quantizer.group_size))
-    scale = fit_rms(groups, params_dtype(x.dtype))
-    units = lattice.unit * groups / torch.where(scale > 0, scale, 1).float()
-    code = assign(units.reshape(-1, lattice.dim), lattice).view(*pages.shape[:-1], -1)
-    return torch.cat([(code >> 8 * i).to(torch.uint8) for i in range(lattice.dim // 4)], -1), scale.squeeze(-1)
+@dataclass(frozen=True)
+class OnLattice(Codec):
+    """Groups of a token's channels as points of a lattice, behind a rotation."""
+
+    tensors = {
+        "codes": Kept(lambda spec, head_dim: (spec.page_size, head_dim // 4), torch.uint8),
+        "scale": Kept(lambda spec, head_dim: (spec.page_size, head_dim // spec.quantizer.group_size)),
+    }
+    decodes_any_bytes = True
+
+    @property
+    def lattice(self) -> Lattice:
+        """Its points."""
+        return LATTICES[self.name]
+
+    def check(self, spec: CodecSpec) -> None:
+        quantizer, dim = spec.quantizer, self.lattice.dim
+        if quantizer.bits != 2 or quantizer.per != "token" or quantizer.group_size % dim:
+            raise KVPassError(
+                f"The {self.name.upper()} lattice quantizes {dim} channels of a token at a time, at 2 bits each; got "
+                f"bits={quantizer.bits}, per={quantizer.per!r}, group_size={quantizer.group_size}."
+            )
+
+    def encode(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
+        """What is kept of whole pages ``[B, H, N * P, D]``: codes ``[B, H, N, P, D / 4]`` uint8, all lower bytes before
+        all higher ones, and scales of groups ``[B, H, N, P, D / group_size]``, 16 bits."""
+        lattice = self.lattice
+        pages = hadamard(x.float().unflatten(2, (-1, spec.page_size)), spec.transform.rotation)
+        groups = pages.unflatten(-1, (-1, spec.quantizer.group_size))
+        scale = fit_rms(groups, params_dtype(x.dtype))
+        units = lattice.unit * groups / torch.where(scale > 0, scale, 1).float()
+        code = assign(units.reshape(-1, lattice.dim), lattice).view(*pages.shape[:-1], -1)
+        return torch.cat([(code >> 8 * i).to(torch.uint8) for i in range(lattice.dim // 4)], -1), scale.squeeze(-1)
+
+    def decode(self, codes: Tensor, scale: Tensor, spec: CodecSpec) -> Tensor:
+        """Inverse of `encode` up to rounding: ``[B, H, N * P, D]`` float32."""
+        pages = rotated(codes, scale, spec, words(self.lattice, codes.device))
+        return inverse_hadamard(pages.flatten(2, 3), spec.transform.rotation)
 
 
-def decode(codes: Tensor, scale: Tensor, spec: CodecSpec) -> Tensor:
-    """Inverse of `encode` up to rounding: ``[B, H, N * P, D]`` float32."""
-    pages = rotated(codes, scale, spec, words(LATTICES[spec.quantizer.codec], codes.device))
-    return inverse_hadamard(pages.flatten(2, 3), spec.transform.rotation)
+class E8(OnLattice, name="e8"):
+    """65,536 points for eight channels."""
 
 
-def _check(dim: int, spec: CodecSpec) -> None:
-    quantizer = spec.quantizer
-    if quantizer.bits != 2 or quantizer.per != "token" or quantizer.group_size % dim:
-        raise KVPassError(
-            f"The {quantizer.codec.upper()} lattice quantizes {dim} channels of a token at a time, at 2 bits each; got "
-            f"bits={quantizer.bits}, per={quantizer.per!r}, group_size={quantizer.group_size}."
-        )
-
-
-CODECS |= {
-    name: Codec(
-        {
-            "codes": Kept(lambda spec, head_dim: (spec.page_size, head_dim // 4), torch.uint8),
-            "scale": Kept(lambda spec, head_dim: (spec.page_size, head_dim // spec.quantizer.group_size)),
-        },
-        encode,
-        decode,
-        check=partial(_check, lattice.dim),
-        decodes_any_bytes=True,
-    )
-    for name, lattice in LATTICES.items()
-}
+class D4(OnLattice, name="d4"):
+    """256 points for four channels."""

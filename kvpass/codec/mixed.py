@@ -2,15 +2,16 @@
 TurboQuant, arXiv 2504.19874, section 4.3). Either set of channels is rotated by itself, and has norms of its own."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 from torch import Tensor
 
 from ..errors import KVPassError
+from ..fields import check_fraction
 from .bitpack import byte_rows, smallest_page
-from .kept import CODECS, Codec, Kept, built_in
+from .codec import Codec, Kept
 from .pages import decode_pages, encode_pages
 from .quantizer import Quantizer
 from .spec import CodecSpec
@@ -18,10 +19,10 @@ from .spec import CodecSpec
 
 def counts(spec: CodecSpec, head_dim: int) -> tuple[int, int]:
     """How many channels have ``bits``, and how many one more. Raises `KVPassError` if either has none."""
-    more = int(spec.quantizer.share * head_dim + 1e-6)
+    more = int(Mixed.of(spec).share * head_dim + 1e-6)
     if not 0 < more < head_dim:
         raise KVPassError(
-            f"share={spec.quantizer.share} of {head_dim} channels leaves one of the two bit widths without channels."
+            f"share={Mixed.of(spec).share} of {head_dim} channels leaves one of the two bit widths without channels."
         )
     return head_dim - more, more
 
@@ -29,7 +30,7 @@ def counts(spec: CodecSpec, head_dim: int) -> tuple[int, int]:
 @cache
 def _alone(spec: CodecSpec, bits: int, channels: int) -> CodecSpec:
     """What codes ``channels`` of a page by themselves."""
-    return replace(built_in(spec), quantizer=Quantizer(bits, "token", channels, grid=f"d1n{2**bits}"))
+    return replace(spec.plain, quantizer=Quantizer(bits, "token", channels, grid=f"d1n{2**bits}"))
 
 
 def _both(spec: CodecSpec, head_dim: int) -> list[CodecSpec]:
@@ -42,51 +43,59 @@ def _order(channels: Tensor, head_dim: int) -> Tensor:
     return more.argsort(dim=-1, stable=True)
 
 
-def encode(x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor], stored: None = None) -> tuple[Tensor, ...]:
-    """What is kept of whole pages ``[B, H, N * P, D]``: codes and scales of either set of channels, as `encode_pages`
-    has them, and which have more bits, ``[B, H, N, 1, K]`` int16: those that are largest on average."""
-    pages, narrow_and_wide = x.float().unflatten(2, (-1, spec.page_size)), counts(spec, x.shape[-1])
-    channels = pages.abs().mean(-2, keepdim=True).topk(narrow_and_wide[1], -1).indices.sort(-1).values
-    order = _order(channels, x.shape[-1]).expand(pages.shape)
-    parts = pages.gather(-1, order).flatten(2, 3).to(x.dtype).split(narrow_and_wide, -1)
-    kept = [encode_pages(*each)[:2] for each in zip(parts, _both(spec, x.shape[-1]), strict=True)]
-    return *kept[0], *kept[1], channels.to(torch.int16)
-
-
-def decode(codes: Tensor, scale: Tensor, wide: Tensor, wide_scale: Tensor, channels: Tensor, spec: CodecSpec) -> Tensor:
-    """Inverse of `encode` up to rounding: ``[B, H, N * P, D]`` float32."""
-    head_dim = codes.shape[-1] + wide.shape[-1]
-    none = scale[..., :0, :]
-    kept = (codes, scale, none), (wide, wide_scale, none)
-    parts = [decode_pages(*each, of) for each, of in zip(kept, _both(spec, head_dim), strict=True)]
-    pages: Tensor = torch.cat(parts, -1).unflatten(2, (-1, spec.page_size))
-    back = _order(channels, head_dim).argsort(-1).expand(pages.shape)
-    tokens: Tensor = pages.gather(-1, back).flatten(2, 3)
-    return tokens
-
-
-def _check(spec: CodecSpec) -> None:
-    if spec.quantizer.grid != f"d1n{2**spec.bits}" or spec.bits > 3:
-        raise KVPassError("Mixed bit widths need a scalar grid of 1 to 3 bits: d1n2, d1n4 or d1n8.")
-    if spec.page_size % smallest_page(spec.bits + 1):
-        raise KVPassError(
-            f"page_size={spec.page_size} does not fill whole bytes at {spec.bits + 1} bits: use larger pages."
-        )
-
-
 def _columns(spec: CodecSpec, head_dim: int, which: int) -> tuple[int, int]:
     return byte_rows(spec.page_size, spec.bits + which), counts(spec, head_dim)[which]
 
 
-CODECS["mixed"] = Codec(
-    {
+@dataclass(frozen=True)
+class Mixed(Codec, name="mixed"):
+    """Two bit widths in a token: the largest channels of a page have one bit more.
+
+    share: of the channels of a page, those that have it.
+    """
+
+    share: float
+
+    tensors = {
         "codes": Kept(lambda spec, head_dim: _columns(spec, head_dim, 0), torch.uint8),
         "scale": Kept(lambda spec, head_dim: (spec.page_size, 1)),
         "wide": Kept(lambda spec, head_dim: _columns(spec, head_dim, 1), torch.uint8),
         "wide_scale": Kept(lambda spec, head_dim: (spec.page_size, 1)),
         "channels": Kept(lambda spec, head_dim: (1, counts(spec, head_dim)[1]), torch.int16),
-    },
-    encode,
-    decode,
-    check=_check,
-)
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fraction("share", self.share)
+
+    def check(self, spec: CodecSpec) -> None:
+        if spec.quantizer.grid != f"d1n{2**spec.bits}" or spec.bits > 3:
+            raise KVPassError("Mixed bit widths need a scalar grid of 1 to 3 bits: d1n2, d1n4 or d1n8.")
+        if spec.page_size % smallest_page(spec.bits + 1):
+            raise KVPassError(
+                f"page_size={spec.page_size} does not fill whole bytes at {spec.bits + 1} bits: use larger pages."
+            )
+
+    def encode(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        """What is kept of whole pages ``[B, H, N * P, D]``: codes and scales of either set of channels, as
+        `encode_pages`
+        has them, and which have more bits, ``[B, H, N, 1, K]`` int16: those that are largest on average."""
+        pages, narrow_and_wide = x.float().unflatten(2, (-1, spec.page_size)), counts(spec, x.shape[-1])
+        channels = pages.abs().mean(-2, keepdim=True).topk(narrow_and_wide[1], -1).indices.sort(-1).values
+        order = _order(channels, x.shape[-1]).expand(pages.shape)
+        parts = pages.gather(-1, order).flatten(2, 3).to(x.dtype).split(narrow_and_wide, -1)
+        kept = [encode_pages(*each)[:2] for each in zip(parts, _both(spec, x.shape[-1]), strict=True)]
+        return *kept[0], *kept[1], channels.to(torch.int16)
+
+    def decode(
+        self, codes: Tensor, scale: Tensor, wide: Tensor, wide_scale: Tensor, channels: Tensor, spec: CodecSpec
+    ) -> Tensor:
+        """Inverse of `encode` up to rounding: ``[B, H, N * P, D]`` float32."""
+        head_dim = codes.shape[-1] + wide.shape[-1]
+        none = scale[..., :0, :]
+        kept = (codes, scale, none), (wide, wide_scale, none)
+        parts = [decode_pages(*each, of) for each, of in zip(kept, _both(spec, head_dim), strict=True)]
+        pages: Tensor = torch.cat(parts, -1).unflatten(2, (-1, spec.page_size))
+        back = _order(channels, head_dim).argsort(-1).expand(pages.shape)
+        tokens: Tensor = pages.gather(-1, back).flatten(2, 3)
+        return tokens

@@ -3,6 +3,7 @@ error for them, the same for all groups (nuqX of KVQuant, arXiv 2401.18079, sect
 exactly. KVQuant fits a datatype to each layer beforehand, weighted by gradients: see `codec.datatype`."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor
 from ..errors import KVPassError
 from .affine import params_dtype
 from .bitpack import pack, unpack
-from .kept import CODECS, Codec, Kept
-from .outliers import OUTLIERS, merge, split
-from .pages import grouped
+from .codec import Kept
+from .outliers import OUTLIERS, Outliers, merge, split
+from .pages import Affine, grouped
 from .spec import CodecSpec
 
 _ITERATIONS = 16
@@ -53,27 +54,7 @@ def split_in_range(pages: Tensor, spec: CodecSpec, dtype: torch.dtype) -> tuple[
     return units, span.squeeze(dim), low.squeeze(dim), values, positions
 
 
-def encode(x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor], stored: None = None) -> tuple[Tensor, ...]:
-    """What is kept of whole pages ``[B, H, N * P, D]``: codes, the range of groups as scale and their least value as
-    zero point, points ``[B, H, N, 1, 2**bits]`` of 16 bits, outliers and their positions (`codec.outliers`)."""
-    pages = x.float().unflatten(2, (-1, spec.page_size))
-    units, span, low, values, positions = split_in_range(pages, spec, x.dtype)
-    points = fit_points(units.flatten(-2), spec.bits).to(span.dtype)
-    codes = nearest(units.flatten(-2), points.float()).to(torch.uint8).view(pages.shape)
-    return pack(codes, spec.bits), span, low, points.unsqueeze(-2), values, positions
-
-
-def decode(*kept_and_spec: Any) -> Tensor:
-    """Inverse of `encode` up to rounding: ``[B, H, N * P, D]`` float32."""
-    codes, scale, zero_point, points, values, positions, spec = kept_and_spec
-    which = unpack(codes, spec.bits)
-    units = points.squeeze(-2).float().gather(-1, which.flatten(-2).long()).view(which.shape)
-    groups, dim = grouped(units, spec.quantizer)
-    pages = (groups * scale.float().unsqueeze(dim) + zero_point.float().unsqueeze(dim)).reshape(units.shape)
-    return merge(pages, values, positions).flatten(2, 3)
-
-
-def check(spec: CodecSpec) -> None:
+def check_datatype(spec: CodecSpec) -> None:
     """Raise `KVPassError` for what is not coded under a datatype."""
     quantizer, rotation = spec.quantizer, spec.transform.rotation
     if quantizer.bits > 4 or quantizer.grid or quantizer.subspace is not None or rotation is not None:
@@ -82,9 +63,33 @@ def check(spec: CodecSpec) -> None:
         raise KVPassError("A fitted datatype uses the range of its group: fit='minmax' and eta=0.")
 
 
-CODECS["nuq"] = Codec(
-    {**CODECS[""].tensors, "points": Kept(lambda spec, head_dim: (1, 2**spec.bits)), **OUTLIERS},
-    encode,
-    decode,
-    check=check,
-)
+@dataclass(frozen=True)
+class PageDatatype(Outliers, name="nuq"):
+    """A datatype that is fitted to each page, beside outliers.
+
+    share: of the values of a page, those that are kept exactly.
+    """
+
+    tensors = {**Affine.tensors, "points": Kept(lambda spec, head_dim: (1, 2**spec.bits)), **OUTLIERS}
+
+    def check(self, spec: CodecSpec) -> None:
+        check_datatype(spec)
+
+    def encode(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        """What is kept of whole pages ``[B, H, N * P, D]``: codes, the range of groups as scale and their least value
+        as
+        zero point, points ``[B, H, N, 1, 2**bits]`` of 16 bits, outliers and their positions (`codec.outliers`)."""
+        pages = x.float().unflatten(2, (-1, spec.page_size))
+        units, span, low, values, positions = split_in_range(pages, spec, x.dtype)
+        points = fit_points(units.flatten(-2), spec.bits).to(span.dtype)
+        codes = nearest(units.flatten(-2), points.float()).to(torch.uint8).view(pages.shape)
+        return pack(codes, spec.bits), span, low, points.unsqueeze(-2), values, positions
+
+    def decode(self, *kept_and_spec: Any) -> Tensor:
+        """Inverse of `encode` up to rounding: ``[B, H, N * P, D]`` float32."""
+        codes, scale, zero_point, points, values, positions, spec = kept_and_spec
+        which = unpack(codes, spec.bits)
+        units = points.squeeze(-2).float().gather(-1, which.flatten(-2).long()).view(which.shape)
+        groups, dim = grouped(units, spec.quantizer)
+        pages = (groups * scale.float().unsqueeze(dim) + zero_point.float().unsqueeze(dim)).reshape(units.shape)
+        return merge(pages, values, positions).flatten(2, 3)

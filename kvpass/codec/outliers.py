@@ -6,17 +6,33 @@ that a share of 1 % means something in pages of 32 tokens too. Values and positi
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..errors import KVPassError
+from ..fields import check_fraction
 from .affine import params_dtype
-from .kept import Kept
+from .codec import Codec, Kept
 from .pages import grouped
 from .spec import CodecSpec
 
 _ADDRESSES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Outliers(Codec):
+    """A codec that keeps some values exactly.
+
+    share: of the values of a page, those that are.
+    """
+
+    share: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fraction("share", self.share)
 
 
 def count(spec: CodecSpec, head_dim: int) -> int:
@@ -27,7 +43,7 @@ def count(spec: CodecSpec, head_dim: int) -> int:
             f"Pages of {spec.page_size} x {head_dim} values have too many positions for 16-bit indices: use smaller "
             "pages."
         )
-    return math.ceil(spec.quantizer.share * values - 1e-9)
+    return math.ceil(Outliers.of(spec).share * values - 1e-9)
 
 
 def split(pages: Tensor, spec: CodecSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

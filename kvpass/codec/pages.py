@@ -1,6 +1,7 @@
 """Tokens <-> pages: ``fit``, ``assign`` (with compensation) and ``pack``, composed as a `CodecSpec` says."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,8 +11,8 @@ from ..errors import KVPassError
 from .affine import assign, calibrate, dequantize, fit_codes, fit_lsq, fit_minmax, params_dtype
 from .bitpack import pack, unpack
 from .codebook import assign_points, fit_rms, fit_size, grid, look_up
+from .codec import Codec, Kept
 from .hadamard import hadamard, inverse_hadamard
-from .kept import CODECS, Codec, Kept, codec_of
 from .quantizer import Quantizer
 from .spec import CodecSpec
 
@@ -66,69 +67,68 @@ def _quantize_compensated(
     return tuple(torch.cat(columns, -1) for columns in zip(*parts, strict=True))
 
 
-def encode_pages(
-    x: Tensor,
-    spec: CodecSpec,
-    fitted: Sequence[Tensor] = (),
-    stored: _Stored | None = None,
-) -> tuple[Tensor, ...]:
+def encode_pages(x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
     """Quantize and pack whole pages.
 
     x: ``[B, H, T, D]`` float, T a multiple of ``spec.page_size``.
     fitted: what the codec was fitted to: a matrix ``[B, H, D - b, D - b]`` from `compensation_matrix` for specs with a
         subspace, a basis and the places of its fields (`codec.allocation`) for those with widths by channel.
-    stored: for uniform codes, scale and zero point that groups have already, and ``[B, H, T/P, *, 1]`` bool, which do.
-    Returns what the codec keeps of each page (`codec.kept`): codes ``[B, H, T/P, rows, D]`` uint8, and scale and zero
-    point ``[B, H, T/P, *spec.params_shape(D)]``, unless the spec names another.
+    Returns what the codec keeps of each page (`Codec.tensors`): codes ``[B, H, T/P, rows, D]`` uint8, and scale and
+    zero point ``[B, H, T/P, *spec.params_shape(D)]``, unless the spec names another.
     """
-    return codec_of(spec).encode(x, spec, fitted, stored)
+    return spec.codec.encode(x, spec, fitted)
 
 
 def decode_pages(*kept_and_spec: Any) -> Tensor:
-    """Inverse of `encode_pages` up to rounding: what it returned, what it was fitted to if it decodes with that, and
-    the spec, -> ``[B, H, N * P, D]`` float32."""
-    return codec_of(kept_and_spec[-1]).decode(*kept_and_spec)
+    """Inverse of `encode_pages` up to rounding: what it returned, what `Codec.decodes_with` names, and the spec, ->
+    ``[B, H, N * P, D]`` float32."""
+    spec: CodecSpec = kept_and_spec[-1]
+    return spec.codec.decode(*kept_and_spec)
 
 
-def _encode(
-    x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor], stored: _Stored | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    dtype, quantizer = params_dtype(x.dtype), spec.quantizer
-    if quantizer.raw:
-        return _encode_raw(x.unflatten(-2, (-1, spec.page_size)), spec, dtype)
-    pages = hadamard(x.float().unflatten(-2, (-1, spec.page_size)), spec.transform.rotation)
-    if quantizer.grid:
-        codes, scale, zero_point = _quantize_on_grid(pages, quantizer, dtype)
-    elif quantizer.subspace is None:
-        codes, scale, zero_point = _quantize(pages, quantizer, dtype, stored)
-    else:
-        codes, scale, zero_point = _quantize_compensated(pages, fitted[0], quantizer, dtype, stored)
-    return pack(codes, spec.bits), scale, zero_point
+@dataclass(frozen=True)
+class Affine(Codec, name=""):
+    """Quantized values as the fields of the `Quantizer` say: under a scale and a zero point of each group, points of a
+    grid under a scale, or floats as they are. What most other codecs are made of."""
 
-
-def _decode(codes: Tensor, scale: Tensor, zero_point: Tensor, spec: CodecSpec) -> Tensor:
-    quantizer = spec.quantizer
-    if quantizer.raw:
-        return _decode_raw(codes, scale, spec).flatten(-3, -2)
-    codes = unpack(codes, quantizer.bits)
-    if quantizer.grid:
-        values = look_up(codes, grid(quantizer.grid, codes.device)).unflatten(-1, (-1, quantizer.group_size))
-        pages = (values * scale.float().unsqueeze(-1)).flatten(-2)
-    else:
-        pages = dequantize_pages(codes, scale, zero_point, quantizer)
-    return inverse_hadamard(pages, spec.transform.rotation).flatten(-3, -2)
-
-
-CODECS[""] = Codec(
-    {
+    tensors = {
         "codes": Kept(lambda spec, head_dim: (spec.rows, spec.quantizer.columns(head_dim)), torch.uint8),
         "scale": Kept(CodecSpec.params_shape),
         "zero_point": Kept(CodecSpec.zero_shape),
-    },
-    _encode,
-    _decode,
-    decodes_any_bytes=True,
-)
+    }
+    decodes_any_bytes = True
+
+    def encode(
+        self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = (), stored: _Stored | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """stored: for uniform codes, scale and zero point that groups have already, and ``[B, H, T/P, *, 1]`` bool,
+        which do."""
+        dtype, quantizer = params_dtype(x.dtype), spec.quantizer
+        if quantizer.raw:
+            return _encode_raw(x.unflatten(-2, (-1, spec.page_size)), spec, dtype)
+        pages = hadamard(x.float().unflatten(-2, (-1, spec.page_size)), spec.transform.rotation)
+        if quantizer.grid:
+            codes, scale, zero_point = _quantize_on_grid(pages, quantizer, dtype)
+        elif quantizer.subspace is None:
+            codes, scale, zero_point = _quantize(pages, quantizer, dtype, stored)
+        else:
+            codes, scale, zero_point = _quantize_compensated(pages, fitted[0], quantizer, dtype, stored)
+        return pack(codes, spec.bits), scale, zero_point
+
+    def decode(self, codes: Tensor, scale: Tensor, zero_point: Tensor, spec: CodecSpec) -> Tensor:
+        quantizer = spec.quantizer
+        if quantizer.raw:
+            return _decode_raw(codes, scale, spec).flatten(-3, -2)
+        codes = unpack(codes, quantizer.bits)
+        if quantizer.grid:
+            values = look_up(codes, grid(quantizer.grid, codes.device)).unflatten(-1, (-1, quantizer.group_size))
+            pages = (values * scale.float().unsqueeze(-1)).flatten(-2)
+        else:
+            pages = dequantize_pages(codes, scale, zero_point, quantizer)
+        return inverse_hadamard(pages, spec.transform.rotation).flatten(-3, -2)
+
+
+AFFINE = Affine()
 
 
 def _quantize_on_grid(x: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,11 +166,11 @@ def replace_tokens(
     new = new.unflatten(-1, (-1, spec.page_size)).unsqueeze(-1)
     if spec.quantizer.raw:
         old = decode_pages(*pools, spec).to(x.dtype)
-        return _encode(torch.where(new.flatten(2, 3), x, old), spec, (), None)
+        return AFFINE.encode(torch.where(new.flatten(2, 3), x, old), spec)
     stored = None
     if spec.quantizer.per == "channel":
         stored = (*pools[1:], ~new.squeeze(-1).unflatten(-1, (-1, spec.quantizer.group_size)).all(-1, keepdim=True))
-    codes, scale, zero_point = _encode(x, spec, fitted, stored)
+    codes, scale, zero_point = AFFINE.encode(x, spec, fitted, stored)
     codes = pack(torch.where(new, unpack(codes, spec.bits), unpack(pools[0], spec.bits)), spec.bits)
     if spec.quantizer.per == "token":
         both = zip((scale, zero_point), pools[1:], strict=True)

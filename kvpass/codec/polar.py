@@ -6,13 +6,14 @@ a token the first half of its codes are radii, the second angles in ``[-pi, pi]`
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..errors import KVPassError
-from .kept import CODECS, Codec, Kept, built_in
-from .pages import decode_pages, encode_pages
+from .codec import Codec, Kept
+from .pages import Affine, decode_pages, encode_pages
 from .spec import CodecSpec
 
 
@@ -28,34 +29,32 @@ def cartesian(x: Tensor) -> Tensor:
     return torch.cat([radius * angle.cos(), radius * angle.sin()], -1)
 
 
-def encode(x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor], stored: None = None) -> tuple[Tensor, ...]:
-    """What `encode_pages` keeps of the radii and angles of whole pages ``[B, H, N * P, D]``."""
-    return encode_pages(polar(x).to(x.dtype), built_in(spec))
-
-
-def decode(codes: Tensor, scale: Tensor, zero_point: Tensor, spec: CodecSpec) -> Tensor:
-    """Inverse of `encode` up to rounding: ``[B, H, N * P, D]`` float32."""
-    return cartesian(decode_pages(codes, scale, zero_point, built_in(spec)))
-
-
 def _even(spec: CodecSpec, head_dim: int) -> tuple[int, int]:
     if head_dim % 2:
         raise KVPassError(f"head_dim={head_dim} must be even: channels are quantized in pairs.")
     return spec.rows, head_dim
 
 
-def _check(spec: CodecSpec) -> None:
-    quantizer, of = spec.quantizer, spec.transform
-    if quantizer.per != "channel" or quantizer.raw or quantizer.grid or quantizer.subspace is not None:
-        raise KVPassError("Radii and angles use uniform per-channel quantization: no grid, raw floats or subspace.")
-    if of.rotation is not None:
-        raise KVPassError("Polar quantization pairs channels, which a Hadamard rotation would mix: use rotation=None.")
+@dataclass(frozen=True)
+class Polar(Codec, name="polar"):
+    """Pairs of channels as radius and angle."""
 
+    tensors = {**Affine.tensors, "codes": Kept(_even, torch.uint8)}
+    decodes_any_bytes = True
 
-CODECS["polar"] = Codec(
-    {**CODECS[""].tensors, "codes": Kept(_even, torch.uint8)},
-    encode,
-    decode,
-    check=_check,
-    decodes_any_bytes=True,
-)
+    def check(self, spec: CodecSpec) -> None:
+        quantizer, of = spec.quantizer, spec.transform
+        if quantizer.per != "channel" or quantizer.raw or quantizer.grid or quantizer.subspace is not None:
+            raise KVPassError("Radii and angles use uniform per-channel quantization: no grid, raw floats or subspace.")
+        if of.rotation is not None:
+            raise KVPassError(
+                "Polar quantization pairs channels, which a Hadamard rotation would mix: use rotation=None."
+            )
+
+    def encode(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        """What `encode_pages` keeps of the radii and angles of whole pages ``[B, H, N * P, D]``."""
+        return encode_pages(polar(x).to(x.dtype), spec.plain)
+
+    def decode(self, codes: Tensor, scale: Tensor, zero_point: Tensor, spec: CodecSpec) -> Tensor:
+        """Inverse of `encode` up to rounding: ``[B, H, N * P, D]`` float32."""
+        return cartesian(decode_pages(codes, scale, zero_point, spec.plain))

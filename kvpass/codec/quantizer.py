@@ -7,20 +7,13 @@ from typing import Literal
 from ..errors import KVPassError
 from ..fields import check_integers, check_types, fields_alone, hash_once
 from .codebook import grid_shape
+from .codec import Codec
 
 UNIFORM = (1, 2, 3, 4, 8)
 """Widths of uniform codes."""
 RAW = (16, 32)
 """Widths that are floats stored as they are."""
 _MOST_WEIGHT = 1e6
-SHARES = 16
-"""Channels that `Allocation` counts fields of."""
-PAIRS = 3
-"""Pairs of bits of the widest channels of an `Allocation`, which have 6 or 7."""
-RICH = 2
-"""Of so many tokens of a page an `Allocation` may give more bits to one."""
-QUERIES = 32
-"""Those of the prompt's queries that say to which."""
 
 
 @dataclass(frozen=True)
@@ -92,118 +85,6 @@ class Adaptive:
 
 
 @dataclass(frozen=True)
-class Allocation:
-    """Widths by channel, in a basis that is fitted to the tokens packed first (`codec.allocation`), and by token.
-
-    pairs, singles: of 16 channels, how many pairs of bits they share, and how many single bits; (2 * pairs + singles) /
-        16 bits a value. A channel has at most one single bit, so that many have an odd width.
-    block_size: neighbouring channels that are decorrelated together; 1 takes channels as they are.
-    weighted: errors cost what the prompt's queries make of them; otherwise the same in all channels.
-    rich_pairs, rich_singles: the same as ``pairs`` and ``singles``, of the half of a page's tokens that attention
-        pays most; 0 and 0 for a page of tokens that are all alike.
-    follows: that half is the one of the layer's keys; otherwise it is chosen by the prompt's queries.
-    """
-
-    pairs: int
-    singles: int
-    block_size: int
-    weighted: bool
-    rich_pairs: int = 0
-    rich_singles: int = 0
-    follows: bool = False
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        check_integers(self, pairs=1, singles=0, block_size=1, rich_pairs=0, rich_singles=0)
-        for pairs, singles in self._shares:
-            if pairs > PAIRS * SHARES or singles > SHARES:
-                raise KVPassError(
-                    f"pairs={pairs}, singles={singles}: {SHARES} channels take at most {PAIRS * SHARES} pairs of bits "
-                    f"and {SHARES} single bits."
-                )
-        if self.ranked and not self.rich_pairs:
-            raise KVPassError("rich_pairs=0: per-token bit widths need at least one pair of bits.")
-        if self.follows and not self.ranked:
-            raise KVPassError("follows=True needs per-token bit widths: set rich_pairs or rich_singles.")
-
-    @property
-    def ranked(self) -> bool:
-        """Whether some tokens of a page have other widths than the rest."""
-        return bool(self.rich_pairs or self.rich_singles)
-
-    @property
-    def chooses(self) -> bool:
-        """Whether it looks at the prompt's queries to say which tokens those are."""
-        return self.ranked and not self.follows
-
-    @property
-    def _shares(self) -> list[tuple[int, int]]:
-        plain, rich = (self.pairs, self.singles), (self.rich_pairs, self.rich_singles)
-        return [rich, plain] if self.ranked else [plain]
-
-    def tokens(self, page_size: int) -> list[int]:
-        """How many tokens of a page there are of each rank, richest first."""
-        return [page_size // RICH, page_size - page_size // RICH] if self.ranked else [page_size]
-
-    def counts(self, head_dim: int) -> list[tuple[int, int]]:
-        """How many pairs of bits, and how many single bits, a token of ``head_dim`` channels has, by rank."""
-        return [(pairs * head_dim // SHARES, singles * head_dim // SHARES) for pairs, singles in self._shares]
-
-    def fields(self, head_dim: int) -> list[int]:
-        """How many fields, of either kind, a token has, by rank."""
-        return [sum(counts) for counts in self.counts(head_dim)]
-
-    @property
-    def bits(self) -> float:
-        """Bits a value, on average."""
-        each = [(2 * pairs + singles) / SHARES for pairs, singles in self._shares]
-        return each[0] / RICH + each[1] * (1 - 1 / RICH) if self.ranked else each[0]
-
-    def check(self, head_dim: int) -> None:
-        """Raise `KVPassError` unless heads of ``head_dim`` channels have whole blocks, and whole shares."""
-        for name, size in (("block_size", self.block_size), (str(SHARES), SHARES)):
-            if head_dim % size:
-                raise KVPassError(f"{name}={size} does not divide head_dim={head_dim}.")
-
-
-@dataclass(frozen=True)
-class Shares:
-    """Widths by channel, where a calibration gave each head its bits (`codec.shares`).
-
-    block_size: neighbouring channels that are decorrelated together.
-    ranked: the half of a page's tokens that the calibration's queries would pay most has bits of its own.
-    follows: that half is the one of the layer's keys.
-    adapts: mean, basis and widths within a head are fitted to the tokens packed first, under the metric of the
-        calibration; otherwise all of it is the calibration's.
-    """
-
-    block_size: int
-    ranked: bool = True
-    follows: bool = False
-    adapts: bool = False
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        check_integers(self, block_size=1)
-        if self.follows and not self.ranked:
-            raise KVPassError("follows=True needs per-token bit widths: set ranked=True.")
-
-    @property
-    def chooses(self) -> bool:
-        """Whether queries say which tokens those are."""
-        return self.ranked and not self.follows
-
-    @property
-    def ranks(self) -> int:
-        """Groups of tokens of a page that have widths of their own."""
-        return 2 if self.ranked else 1
-
-    def tokens(self, page_size: int) -> list[int]:
-        """How many tokens of a page there are of each rank, richest first."""
-        return [page_size // RICH, page_size - page_size // RICH] if self.ranked else [page_size]
-
-
-@dataclass(frozen=True)
 class Quantizer:
     """How values become codes, and codes values again.
 
@@ -216,13 +97,8 @@ class Quantizer:
         the width of the code of d values, and groups have a scale and no zero point.
     subspace: errors of channels are made up for by later ones, where queries see them.
     adaptive: a width for every token instead of ``bits``, which is the widest.
-    allocation: widths by channel, at most ``bits``, which is 8; a token's gain is its only scale.
-    shares: the same, where a calibration says how many bits each head has.
-    codec: name of the codec of its pages, if it is not one of these (`codec.kept`).
-    share: of a page's channels, tokens or values, those that its codec keeps in more bits, or exactly.
-    rank: of the matrices that its codec keeps beside the codes of a page.
-    chosen_by: who says which of a page's tokens its codec keeps in more bits: some of the prompt's "queries", or, for
-        values, those that chose for the "keys" of the layer (`codec.salient`).
+    codec: how pages are stored, with its own parameters (`codec.codec`); None stores the quantized values as these
+        fields say (`codec.pages`).
     """
 
     bits: int
@@ -233,28 +109,13 @@ class Quantizer:
     grid: str = ""
     subspace: Subspace | None = None
     adaptive: Adaptive | None = None
-    allocation: Allocation | None = None
-    shares: Shares | None = None
-    codec: str = ""
-    share: float = 0.0
-    rank: int = 0
-    chosen_by: Literal["", "queries", "keys"] = ""
+    codec: Codec | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_integers(self, bits=1, group_size=1, rank=0)
-        if not 0 <= self.share <= 1:
-            raise KVPassError(f"share={self.share} must be a fraction of channels or values, in [0, 1].")
-        if not self.codec and (self.share or self.rank or self.chosen_by):
-            raise KVPassError("share, rank and chosen_by need a codec that uses them: set codec.")
+        check_integers(self, bits=1, group_size=1)
         if self.grid:
             self._check_grid()
-        elif self.allocation is not None:
-            if (self.bits, self.codec) != (8, "allocated"):
-                raise KVPassError("Per-channel bit widths need codec='allocated' and bits=8.")
-        elif self.shares is not None:
-            if (self.bits, self.codec) != (8, "shares"):
-                raise KVPassError("Calibrated bit widths need codec='shares' and bits=8.")
         elif self.bits not in UNIFORM and not self.raw:
             raise KVPassError(f"bits={self.bits} must be one of {list(UNIFORM)}.")
         if self.subspace is not None and self.per != "channel":
@@ -286,24 +147,16 @@ class Quantizer:
         codes = f"{self.bits} bit per {self.per} g{self.group_size}"
         if self.adaptive is not None:
             codes = f"{self.adaptive.widths} bits per token, {self.adaptive.outliers:.1%} exact"
-        elif self.allocation is not None:
-            by = "per channel and token" if self.allocation.ranked else "per channel"
-            return f"{self.allocation.bits:g} bits on average, {by}, blocks of {self.allocation.block_size}"
-        elif self.shares is not None:
-            by = "per channel and token" if self.shares.ranked else "per channel"
-            return f"calibrated bit widths, {by}, blocks of {self.shares.block_size}"
         elif self.raw:
             codes = f"{self.bits}-bit floats"
         elif self.grid:
             codes = f"grid {self.grid} g{self.group_size}"
-        return f"{codes} by {self.codec}" if self.codec else codes
+        return self.codec.describe(codes) if self.codec is not None else codes
 
     def check(self, head_dim: int) -> None:
         """Raise `KVPassError` unless the groups of heads of ``head_dim`` channels are whole."""
-        if self.allocation is not None:
-            self.allocation.check(head_dim)
-        if self.shares is not None and head_dim % self.shares.block_size:
-            raise KVPassError(f"block_size={self.shares.block_size} does not divide head_dim={head_dim}.")
+        if self.codec is not None:
+            self.codec.check_head(head_dim)
         if self.raw:
             return  # no groups
         if self.per == "token" and head_dim % self.group_size:
@@ -331,23 +184,16 @@ class Quantizer:
     @property
     def needs_queries(self) -> bool:
         """Whether codes depend on the prompt's queries."""
-        if (self.chooses and self.shares is None) or (self.allocation is not None and self.allocation.weighted):
+        if self.codec is not None and self.codec.needs_queries:
             return True
         return self.subspace is not None or (self.adaptive is not None and self.adaptive.fits_energy)
 
     @property
-    def calibrated(self) -> bool:
-        """Whether codes are of a datatype that a calibration gives (`codec.datatype`)."""
-        return self.codec == "datatype"
-
-    @property
     def follows_keys(self) -> bool:
-        """Whether codes depend on what the keys of the layer were stored as."""
-        widths = self.allocation or self.shares
-        return self.chosen_by == "keys" or (widths is not None and widths.follows)
+        """Whether quantized values depend on which tokens of the layer's keys got more bits."""
+        return self.codec is not None and bool(self.codec.follows_keys)
 
     @property
     def chooses(self) -> bool:
-        """Whether some queries, of the prompt or of a calibration, say which tokens of a page get more bits."""
-        widths = self.allocation or self.shares
-        return self.chosen_by == "queries" or (widths is not None and widths.chooses)
+        """Whether queries, of the prompt or of a calibration, say which tokens of a page get more bits."""
+        return self.codec is not None and bool(self.codec.chooses)

@@ -6,37 +6,42 @@ A their softmax over all tokens that are packed at once, without a causal mask, 
 Values have more bits where their keys do.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ..errors import KVPassError
+from ..fields import check_fraction
 from ..layout.retention import Retention
+from .balance import ChannelSeparable
 from .bitpack import byte_rows, pack, smallest_page, unpack
-from .kept import CODECS, Codec, Kept, built_in, codec_of
-from .pages import decode_pages, encode_pages
+from .codec import Codec, Kept
+from .pages import Affine, decode_pages, encode_pages
+from .probes import PROBES, some_queries
 from .spec import CodecSpec
 
 
 def tokens_of(spec: CodecSpec) -> tuple[int, int]:
     """How many tokens of a page are salient, and how many are not. Raises `KVPassError` if these are no pages."""
-    salient = round(spec.quantizer.share * spec.page_size)
+    salient = round(Salient.of(spec).share * spec.page_size)
     counts, widths = (salient, spec.page_size - salient), (2 * spec.bits, spec.bits)
     if min(counts) <= 0 or any(n % smallest_page(bits) for n, bits in zip(counts, widths, strict=True)):
         found = f"{counts[0]} tokens at {widths[0]} bits and {counts[1]} at {widths[1]}"
-        raise KVPassError(f"share={spec.quantizer.share}: {found} do not fill whole bytes, or one of the counts is 0.")
+        raise KVPassError(
+            f"share={Salient.of(spec).share}: {found} do not fill whole bytes, or one of the counts is 0."
+        )
     return counts
 
 
 @cache
 def kinds(spec: CodecSpec, head_dim: int) -> list[CodecSpec]:
     """What salient tokens, and the others, are coded by: as pages of their own."""
-    codes, keys, specs = built_in(spec).quantizer, spec.quantizer.per == "channel", []
-    codes = replace(codes, codec="" if keys else "channel-separable")
+    codes, keys, specs = spec.plain.quantizer, spec.quantizer.per == "channel", []
+    codes = replace(codes, codec=None if keys else ChannelSeparable())
     for n, bits in zip(tokens_of(spec), (2 * spec.bits, spec.bits), strict=True):
         own = replace(codes, bits=bits, group_size=n if keys else head_dim)
         specs.append(replace(spec, quantizer=own, retention=Retention(n, n)))
@@ -59,63 +64,92 @@ def marked(x: Tensor, spec: CodecSpec, probes: Tensor) -> Tensor:
     return pack(torch.zeros_like(paid, dtype=torch.uint8).scatter(-1, most, 1).unsqueeze(-1), 1)
 
 
-def encode(x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor], stored: None = None) -> tuple[Tensor, ...]:
-    """What is kept of whole pages ``[B, H, N * P, D]``: marks ``[B, H, N, 1, P / 8]`` uint8, and what the codecs of
-    either kind of tokens keep.
-
-    fitted: the probes ``[B, H, Q, D]`` for keys; for values the marks of their keys ``[B, H, N, P / 8, 1]``.
-    """
-    (chosen,), counts, head_dim = fitted, tokens_of(spec), x.shape[-1]
-    marks = chosen if spec.quantizer.chosen_by == "keys" else marked(x, spec, chosen)
-    order = slots(marks.mT, counts[0]).argsort(-1).unsqueeze(-1)
-    by_kind = x.unflatten(2, (-1, spec.page_size)).gather(3, order.expand(*order.shape[:-1], head_dim))
-    kept = [marks.mT]
-    for part, each in zip(by_kind.split(counts, 3), kinds(spec, head_dim), strict=True):
-        codes, scale, zero_point, *factor = encode_pages(part.flatten(2, 3), each)
-        kept += [codes, scale, zero_point, *(factor or [scale[..., :0, :]])]
-    return tuple(kept)
-
-
 def of_kinds(kept: Sequence[Tensor]) -> list[list[Tensor]]:
     """What the codecs of either kind keep, of what pages do behind their marks."""
     return [[tensor for tensor in half if tensor.shape[-2]] for half in (kept[:4], kept[4:])]
 
 
-def decode(*kept_and_spec: Any) -> Tensor:
-    """Inverse of `encode` up to rounding: ``[B, H, N * P, D]`` float32."""
-    marks, *kept, spec = kept_and_spec
-    each = zip(of_kinds(kept), kinds(spec, kept[0].shape[-1]), strict=True)
-    by_kind = torch.cat([decode_pages(*own, of).unflatten(2, (-1, of.page_size)) for own, of in each], 3)
-    where = slots(marks, tokens_of(spec)[0]).unsqueeze(-1)
-    return by_kind.gather(3, where.expand_as(by_kind)).flatten(2, 3)
-
-
-def _check(spec: CodecSpec) -> None:
-    codes = spec.quantizer
-    if codes.bits > 4 or codes.grid or codes.eta or codes.subspace or spec.transform.rotation is not None:
-        raise KVPassError("Salient tokens need uniform quantization of at most 4 bits: no grid, eta or rotation.")
-    if spec.transform.pre_rope or not codes.chosen_by:
-        raise KVPassError("Saliency is measured by queries after rotary embedding: set rope='post' and chosen_by.")
-    tokens_of(spec)
-
-
 def _kept(which: int, name: str) -> Kept:
     def shape(spec: CodecSpec, head_dim: int) -> tuple[int, ...]:
         of = kinds(spec, head_dim)[which]
-        tensors = codec_of(of).tensors
+        tensors = of.codec.tensors
         return tensors[name].shape(of, head_dim) if name in tensors else (0, head_dim)
 
     return Kept(shape, torch.uint8 if name == "codes" else None)
 
 
-_TENSORS = (*CODECS[""].tensors, "factor")
-CODECS["salient"] = Codec(
-    {
+_TENSORS = (*Affine.tensors, "factor")
+
+
+@dataclass(frozen=True)
+class Salient(Codec, name="salient"):
+    """Two kinds of tokens in a page: salient ones in twice the bits.
+
+    share: of the tokens of a page, those that are salient.
+    chosen_by: who says which: some of the prompt's "queries", or for values those of the layer's "keys".
+    """
+
+    share: float
+    chosen_by: Literal["queries", "keys"]
+
+    tensors = {
         "marks": Kept(lambda spec, head_dim: (1, byte_rows(spec.page_size, 1)), torch.uint8),
         **{f"{kind}{name}": _kept(i, name) for i, kind in enumerate(("", "other_")) for name in _TENSORS},
-    },
-    encode,
-    decode,
-    check=_check,
-    decodes_any_bytes=True,
-)
+    }
+    encodes_with = ("queries",)
+    decodes_any_bytes = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fraction("share", self.share)
+
+    @property
+    def chooses(self) -> bool:
+        return self.chosen_by == "queries"
+
+    @property
+    def needs_queries(self) -> bool:
+        return self.chooses
+
+    @property
+    def follows_keys(self) -> bool:
+        return self.chosen_by == "keys"
+
+    def check(self, spec: CodecSpec) -> None:
+        codes = spec.quantizer
+        if codes.bits > 4 or codes.grid or codes.eta or codes.subspace or spec.transform.rotation is not None:
+            raise KVPassError("Salient tokens need uniform quantization of at most 4 bits: no grid, eta or rotation.")
+        if spec.transform.pre_rope:
+            raise KVPassError("Saliency is measured by queries after rotary embedding: set rope='post'.")
+        tokens_of(spec)
+
+    def sequence(self, spec: CodecSpec) -> dict[str, Kept]:
+        return {"queries": PROBES} if self.chooses else {}
+
+    def fit_queries(self, kept: Mapping[str, Tensor], q: Tensor | None, valid: Tensor | None, spec: CodecSpec) -> None:
+        if self.chooses and q is not None:
+            kept["queries"].copy_(some_queries(q, valid, kept["queries"].dtype))
+
+    def encode(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        """What is kept of whole pages ``[B, H, N * P, D]``: marks ``[B, H, N, 1, P / 8]`` uint8, and what the codecs of
+        either kind of tokens keep.
+
+        fitted: the probes ``[B, H, Q, D]`` for keys; for values the marks of their keys ``[B, H, N, P / 8, 1]``.
+        """
+        (chosen,), counts, head_dim = fitted, tokens_of(spec), x.shape[-1]
+        marks = chosen if self.follows_keys else marked(x, spec, chosen)
+        order = slots(marks.mT, counts[0]).argsort(-1).unsqueeze(-1)
+        by_kind = x.unflatten(2, (-1, spec.page_size)).gather(3, order.expand(*order.shape[:-1], head_dim))
+        kept = [marks.mT]
+        for part, each in zip(by_kind.split(counts, 3), kinds(spec, head_dim), strict=True):
+            codes, scale, zero_point, *factor = encode_pages(part.flatten(2, 3), each)
+            kept += [codes, scale, zero_point, *(factor or [scale[..., :0, :]])]
+        return tuple(kept)
+
+    def decode(self, *kept_and_spec: Any) -> Tensor:
+        """Inverse of `encode` up to rounding: ``[B, H, N * P, D]`` float32."""
+        marks, *kept, spec = kept_and_spec
+        each = zip(of_kinds(kept), kinds(spec, kept[0].shape[-1]), strict=True)
+        by_kind = torch.cat([decode_pages(*own, of).unflatten(2, (-1, of.page_size)) for own, of in each], 3)
+        where = slots(marks, tokens_of(spec)[0]).unsqueeze(-1)
+        return by_kind.gather(3, where.expand_as(by_kind)).flatten(2, 3)

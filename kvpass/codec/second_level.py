@@ -6,14 +6,15 @@ group of equal values need not come back exactly.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..errors import KVPassError
 from .affine import assign, dequantize, fit_minmax
-from .kept import CODECS, Codec, Kept, built_in
-from .pages import decode_pages, encode_pages
+from .codec import Codec, Kept
+from .pages import AFFINE, Affine, decode_pages, encode_pages
 from .spec import CodecSpec
 
 _BITS = 8
@@ -35,39 +36,35 @@ def expand(levels: Tensor, params: Tensor) -> tuple[Tensor, Tensor]:
     return scale, zero_point
 
 
-def encode(x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor], stored: None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """What is kept of whole pages ``[B, H, N * P, D]``: codes as `encode_pages` has them, `levels` and `params`."""
-    _, scale, zero_point = encode_pages(x, built_in(spec), fitted)
-    levels, params = compress(scale, zero_point)
-    taken = torch.ones((*scale.shape[:-2], 1, 1), dtype=torch.bool, device=x.device)
-    codes, *_ = encode_pages(x, built_in(spec), fitted, (*expand(levels, params), taken))
-    return codes, levels, params
-
-
-def decode(codes: Tensor, levels: Tensor, params: Tensor, spec: CodecSpec) -> Tensor:
-    """Inverse of `encode` up to rounding: ``[B, H, N * P, D]`` float32."""
-    return decode_pages(codes, *expand(levels, params), built_in(spec))
-
-
 def _levels(spec: CodecSpec, head_dim: int) -> tuple[int, int]:
     groups, columns = spec.params_shape(head_dim)
     return 2 * groups, columns
 
 
-def _check(spec: CodecSpec) -> None:
-    quantizer = spec.quantizer
-    if quantizer.raw or quantizer.grid or quantizer.eta:
-        raise KVPassError("8-bit scales need uniform quantization: no grid, raw floats or eta.")
+@dataclass(frozen=True)
+class SecondLevel(Codec, name="second-level"):
+    """Scales and zero points in 8 bits each, under a scale and a zero point of the page."""
 
-
-CODECS["second-level"] = Codec(
-    {
-        "codes": CODECS[""].tensors["codes"],
+    tensors = {
+        "codes": Affine.tensors["codes"],
         "levels": Kept(_levels, torch.uint8),
         "params": Kept(lambda spec, head_dim: (2, 2)),
-    },
-    encode,
-    decode,
-    check=_check,
-    decodes_any_bytes=True,
-)
+    }
+    decodes_any_bytes = True
+
+    def check(self, spec: CodecSpec) -> None:
+        quantizer = spec.quantizer
+        if quantizer.raw or quantizer.grid or quantizer.eta:
+            raise KVPassError("8-bit scales need uniform quantization: no grid, raw floats or eta.")
+
+    def encode(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor, Tensor]:
+        """What is kept of whole pages ``[B, H, N * P, D]``: codes as `encode_pages` has them, `levels` and `params`."""
+        _, scale, zero_point = encode_pages(x, spec.plain, fitted)
+        levels, params = compress(scale, zero_point)
+        taken = torch.ones((*scale.shape[:-2], 1, 1), dtype=torch.bool, device=x.device)
+        codes, *_ = AFFINE.encode(x, spec.plain, fitted, (*expand(levels, params), taken))
+        return codes, levels, params
+
+    def decode(self, codes: Tensor, levels: Tensor, params: Tensor, spec: CodecSpec) -> Tensor:
+        """Inverse of `encode` up to rounding: ``[B, H, N * P, D]`` float32."""
+        return decode_pages(codes, *expand(levels, params), spec.plain)

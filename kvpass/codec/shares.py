@@ -13,7 +13,8 @@ ranks, D]`` uint8: the pairs of a head come first by level, from the lowest bits
 bit of an odd width is a single one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -21,35 +22,29 @@ import torch
 from torch import Tensor
 
 from ..errors import KVPassError
-from .allocation import (
+from ..fields import check_integers
+from ..layout.pool import of_pages
+from .allocation import RICH, check_bits, check_page_size, choose, slots
+from .bitpack import byte_rows, pack, unpack
+from .codec import NO_KEYS, Codec, Kept
+from .spec import CodecSpec
+from .tensors import Pack
+from .transform_coding import (
     DISTORTION,
     FIELD_BITS,
+    PAIRS,
     STEPS,
     UNIT,
     allocate,
     best_gain,
     blocks,
-    check_page_size,
-    choose,
     fit_axes,
     gains,
     middle,
-    slots,
 )
-from .bitpack import byte_rows, pack, unpack
-from .kept import CODECS, Codec, Kept
-from .quantizer import PAIRS, Shares
-from .spec import CodecSpec
 
 WIDEST = 2 * PAIRS + 1
 """Most bits of a coordinate."""
-
-
-def shares_of(spec: CodecSpec) -> Shares:
-    """The `Shares` of ``spec``. Raises `KVPassError` if it has none."""
-    if spec.quantizer.shares is None:
-        raise KVPassError("Calibrated bit widths need Shares: Quantizer(..., shares=Shares(...)).")
-    return spec.quantizer.shares
 
 
 def share_of(widths: Tensor) -> Tensor:
@@ -81,19 +76,14 @@ class _Rank(NamedTuple):
 
 
 def _ranks(share: Tensor, spec: CodecSpec) -> list[_Rank]:
-    counts = shares_of(spec).tokens(spec.page_size)
+    counts = Shares.of(spec).tokens(spec.page_size)
     return [_Rank(tokens, *each) for tokens, each in zip(counts, share.tolist(), strict=True)]
 
 
 def _parts(share: Tensor, spec: CodecSpec) -> list[tuple[int, int]]:
     """Rows and columns of all that a page keeps."""
-    rich = [(byte_rows(spec.page_size, 1), share.shape[-1] - 1)] if shares_of(spec).ranked else []
+    rich = [(byte_rows(spec.page_size, 1), share.shape[-1] - 1)] if Shares.of(spec).ranked else []
     return rich + [part for rank in _ranks(share, spec) for part in rank.parts]
-
-
-def page_bytes(share: Tensor, spec: CodecSpec) -> int:
-    """Bytes of a page of a layer with this share."""
-    return sum(rows * columns for rows, columns in _parts(share, spec))
 
 
 def rich_of(pages: Tensor, page_size: int, heads: int) -> Tensor:
@@ -133,26 +123,6 @@ def _by_kind(widths: Tensor, rank: _Rank) -> list[tuple[Tensor, Tensor]]:
     return [fields_of(widths, rank.pairs, False), fields_of(widths, rank.singles, True)]
 
 
-def encode(x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor], stored: None = None) -> tuple[Tensor]:
-    """Whole pages ``[B, H, N * P, D]`` as bytes, ``[B, 1, N, 1, bytes]`` uint8.
-
-    fitted: the share of the layer, its basis ``[B or 1, H, D, b]``, widths ``[B or 1, H, ranks, D]``, and where tokens
-    have ranks, the queries ``[1, H, Q, D]`` that choose, or for values that follow what their keys chose, `rich_of`.
-    """
-    shares, (share, basis, widths, *chosen) = shares_of(spec), fitted
-    inverse = torch.linalg.inv(basis.double().unflatten(-2, (-1, shares.block_size)))
-    units = (blocks(x, shares.block_size) @ inverse).transpose(2, 3).flatten(-2).float()
-    units, kept = units.unflatten(2, (-1, spec.page_size)), []
-    if shares.ranked:
-        rich = chosen[0] if shares.follows else choose(x, spec, chosen[0])
-        kept.append(rich.squeeze(-1).permute(0, 2, 3, 1))
-        units = units.gather(3, slots(rich).argsort(-1).unsqueeze(-1).expand_as(units))
-    by_rank = units.split(shares.tokens(spec.page_size), 3)
-    for i, (of_rank, rank) in enumerate(zip(by_rank, _ranks(share, spec), strict=True)):
-        kept += _encode_rank(of_rank, widths[:, :, i], rank)
-    return (torch.cat([part.flatten(2) for part in kept], -1).unsqueeze(1).unsqueeze(3),)
-
-
 def _encode_rank(units: Tensor, widths: Tensor, rank: _Rank) -> list[Tensor]:
     """Tokens of one rank, ``[B, H, N, T, D]`` coordinates, as `_Rank.parts` says."""
     own = widths.long()[:, :, None, None]
@@ -163,24 +133,6 @@ def _encode_rank(units: Tensor, widths: Tensor, rank: _Rank) -> list[Tensor]:
         index, shift = (each[:, None, None].expand(*wide.shape[:-1], -1) for each in (channels, shifts))
         parts.append(pack(wide.gather(-1, index) >> shift.to(torch.uint8) & (2**bits - 1), bits))
     return [*parts, (levels + UNIT).to(torch.uint8).squeeze(-1)[:, rank.heads].permute(0, 2, 3, 1)]
-
-
-def decode(pages: Tensor, share: Tensor, basis: Tensor, widths: Tensor, spec: CodecSpec) -> Tensor:
-    """Inverse of `encode` up to rounding: ``[B, H, N * P, D]`` float32."""
-    shares, parts, (heads, _, size) = shares_of(spec), _parts(share, spec), widths.shape[1:]
-    split = pages[:, 0, :, 0].split([rows * columns for rows, columns in parts], -1)
-    kept = [part.unflatten(-1, shape) for part, shape in zip(split, parts, strict=True)]
-    rich, by_rank = _by_head(kept.pop(0)) if shares.ranked else None, []
-    for i, rank in enumerate(_ranks(share, spec)):
-        units = _decode_rank(kept[3 * i : 3 * i + 3], widths[:, :, i], rank)
-        by_rank.append(units.unflatten(-1, (heads, size)).permute(0, 3, 1, 2, 4))
-    units = torch.cat(by_rank, 3)
-    if rich is not None:
-        units = units.gather(3, slots(rich).unsqueeze(-1).expand_as(units))
-    rows = basis.float().unflatten(-2, (-1, shares.block_size))
-    of_blocks = units.flatten(2, 3).unflatten(-1, (-1, shares.block_size)).transpose(2, 3)
-    values: Tensor = (of_blocks @ rows).transpose(2, 3).flatten(-2)
-    return values
 
 
 def _decode_rank(kept: Sequence[Tensor], widths: Tensor, rank: _Rank) -> Tensor:
@@ -203,7 +155,7 @@ def fit(x: Tensor, metric: Tensor, share: Tensor, spec: CodecSpec, valid: Tensor
 
     metric: ``[1, H, D, b]``, what errors cost. valid: ``[B, T]`` bool, as `allocation.fit_basis` takes it.
     """
-    size = shares_of(spec).block_size
+    size = Shares.of(spec).block_size
     metric = metric.unflatten(2, (-1, size)).expand(len(x), -1, -1, -1, -1)
     basis, cost = fit_axes(x, metric, size, valid)
     by_rank = []
@@ -234,9 +186,132 @@ def water_fill(cost: Tensor, bits: int) -> Tensor:
     return torch.bincount(taken, minlength=cost.numel()).view(cost.shape).to(torch.uint8)
 
 
-def _check(spec: CodecSpec) -> None:
-    check_page_size(spec, shares_of(spec).ranked)
+def page_bytes(share: Tensor, spec: CodecSpec) -> int:
+    """Bytes of a page of a layer with this share."""
+    return sum(rows * columns for rows, columns in _parts(share, spec))
 
 
-_OF_LAYER = Kept(lambda spec, head_dim: (1, 0), torch.uint8)  # a layer's share says how many: `page_bytes`
-CODECS["shares"] = Codec({"codes": _OF_LAYER}, encode, decode, ("share", "basis", "widths"), _check)
+@dataclass(frozen=True)
+class Shares(Codec, name="shares"):
+    """Widths by channel, where a calibration gave each head its bits (`codec.shares`).
+
+    block_size: neighbouring channels that are decorrelated together.
+    ranked: the half of a page's tokens that the calibration's queries would pay most has bits of its own.
+    follows: that half is the one of the layer's keys.
+    adapts: mean, basis and widths within a head are fitted to the tokens packed first, under the metric of the
+        calibration; otherwise all of it is the calibration's.
+    """
+
+    block_size: int
+    ranked: bool = True
+    follows: bool = False
+    adapts: bool = False
+
+    tensors = {"codes": Kept(lambda spec, head_dim: (1, 0), torch.uint8)}  # `page_bytes` says how many
+    encodes_with = "share", "basis", "widths", "queries"
+    decodes_with = "share", "basis", "widths"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integers(self, block_size=1)
+        if self.follows and not self.ranked:
+            raise KVPassError("follows=True needs per-token bit widths: set ranked=True.")
+
+    @property
+    def chooses(self) -> bool:
+        return self.ranked and not self.follows
+
+    @property
+    def ranks(self) -> int:
+        """Groups of tokens of a page that have widths of their own."""
+        return 2 if self.ranked else 1
+
+    def tokens(self, page_size: int) -> list[int]:
+        """How many tokens of a page there are of each rank, richest first."""
+        return [page_size // RICH, page_size - page_size // RICH] if self.ranked else [page_size]
+
+    @property
+    def follows_keys(self) -> bool:
+        return self.follows
+
+    def describe(self, quantizer: str) -> str:
+        by = "per channel and token" if self.ranked else "per channel"
+        return f"calibrated bit widths, {by}, blocks of {self.block_size}"
+
+    def check(self, spec: CodecSpec) -> None:
+        check_bits(spec)
+        check_page_size(spec, self.ranked)
+
+    def check_head(self, head_dim: int) -> None:
+        if head_dim % self.block_size:
+            raise KVPassError(f"block_size={self.block_size} does not divide head_dim={head_dim}.")
+
+    def sequence(self, spec: CodecSpec) -> dict[str, Kept]:
+        """``basis`` ``[B, H, D, b]`` and ``widths`` ``[B, H, ranks, D]`` uint8, where they are the sequence's own."""
+        if not self.adapts:
+            return {}
+        return {
+            "basis": Kept(lambda spec, head_dim: (head_dim, self.block_size)),
+            "widths": Kept(lambda spec, head_dim: (self.ranks, head_dim), torch.uint8),
+        }
+
+    def model(self, spec: CodecSpec) -> tuple[str, ...]:
+        """``share`` ``[ranks, 3, H + 1]`` int32 on the host; ``metric`` and ``basis`` ``[1, H, D, b]``, ``center``
+        ``[1, H, 1, D]``, ``queries`` ``[1, H, Q, D]``, 16-bit; ``widths`` ``[1, H, ranks, D]`` uint8."""
+        center = ("center",) if spec.transform.center else ()
+        found = ("share", "metric") if self.adapts else ("share", *center, "basis", "widths")
+        return (*found, "queries") if self.chooses else found
+
+    def page_bytes(self, model: Mapping[str, Tensor], spec: CodecSpec) -> int:
+        return page_bytes(model["share"], spec)
+
+    def fit_tokens(self, kept: Mapping[str, Tensor], x: Tensor, valid: Tensor | None, spec: CodecSpec) -> None:
+        if not self.adapts:
+            return
+        basis, widths = fit(x, kept["metric"], kept["share"], spec, valid)
+        kept["basis"].copy_(basis)
+        kept["widths"].copy_(widths)
+
+    def marks(self, pack: Pack, first: int, count: int, spec: CodecSpec) -> Tensor:
+        if pack.key_pages is None:
+            raise KVPassError(NO_KEYS)
+        rooms, batch = pack.pools[0].shape[2], len(pack.ring)  # keys and values have room for as many pages
+        pool = of_pages(pack.key_pages, batch, pack.key_pages.untyped_storage().nbytes() // (batch * rooms))
+        return rich_of(pool[:, :, first : first + count], spec.page_size, pack.fitted["widths"].shape[1])
+
+    def encode(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor]:
+        """Whole pages ``[B, H, N * P, D]`` as bytes, ``[B, 1, N, 1, bytes]`` uint8.
+
+        fitted: the share of the layer, its basis ``[B or 1, H, D, b]``, widths ``[B or 1, H, ranks, D]``, and where
+        tokens have ranks, the queries ``[1, H, Q, D]`` that choose, or for values that follow what their keys chose,
+        `rich_of`.
+        """
+        share, basis, widths, *chosen = fitted
+        inverse = torch.linalg.inv(basis.double().unflatten(-2, (-1, self.block_size)))
+        units = (blocks(x, self.block_size) @ inverse).transpose(2, 3).flatten(-2).float()
+        units, kept = units.unflatten(2, (-1, spec.page_size)), []
+        if self.ranked:
+            rich = chosen[0] if self.follows else choose(x, spec, chosen[0])
+            kept.append(rich.squeeze(-1).permute(0, 2, 3, 1))
+            units = units.gather(3, slots(rich).argsort(-1).unsqueeze(-1).expand_as(units))
+        by_rank = units.split(self.tokens(spec.page_size), 3)
+        for i, (of_rank, rank) in enumerate(zip(by_rank, _ranks(share, spec), strict=True)):
+            kept += _encode_rank(of_rank, widths[:, :, i], rank)
+        return (torch.cat([part.flatten(2) for part in kept], -1).unsqueeze(1).unsqueeze(3),)
+
+    def decode(self, pages: Tensor, share: Tensor, basis: Tensor, widths: Tensor, spec: CodecSpec) -> Tensor:
+        """Inverse of `encode` up to rounding: ``[B, H, N * P, D]`` float32."""
+        parts, (heads, _, size) = _parts(share, spec), widths.shape[1:]
+        split = pages[:, 0, :, 0].split([rows * columns for rows, columns in parts], -1)
+        kept = [part.unflatten(-1, shape) for part, shape in zip(split, parts, strict=True)]
+        rich, by_rank = _by_head(kept.pop(0)) if self.ranked else None, []
+        for i, rank in enumerate(_ranks(share, spec)):
+            units = _decode_rank(kept[3 * i : 3 * i + 3], widths[:, :, i], rank)
+            by_rank.append(units.unflatten(-1, (heads, size)).permute(0, 3, 1, 2, 4))
+        units = torch.cat(by_rank, 3)
+        if rich is not None:
+            units = units.gather(3, slots(rich).unsqueeze(-1).expand_as(units))
+        rows = basis.float().unflatten(-2, (-1, self.block_size))
+        of_blocks = units.flatten(2, 3).unflatten(-1, (-1, self.block_size)).transpose(2, 3)
+        values: Tensor = (of_blocks @ rows).transpose(2, 3).flatten(-2)
+        return values

@@ -9,6 +9,7 @@ error is pi / 2 - 1 of what codes left, instead of pi / 2.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,9 +17,9 @@ from torch import Tensor
 from ..errors import KVPassError
 from .affine import params_dtype
 from .bitpack import byte_rows, pack, smallest_page, unpack
+from .codec import Codec, Kept
 from .hadamard import hadamard, inverse_hadamard
-from .kept import CODECS, Codec, Kept, built_in
-from .pages import decode_pages, encode_pages
+from .pages import Affine, decode_pages, encode_pages
 from .spec import CodecSpec
 
 
@@ -26,35 +27,36 @@ def _seed(spec: CodecSpec) -> int:
     return (spec.transform.rotation or 0) + 1
 
 
-def encode(x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor], stored: None = None) -> tuple[Tensor, ...]:
-    """What is kept of whole pages ``[B, H, N * P, D]``: codes, scale and zero point as `encode_pages` has them, signs
-    ``[B, H, N, P / 8, D]`` uint8 and norms ``[B, H, N, P, 1]``, 16 bits."""
-    kept = encode_pages(x, built_in(spec))
-    left = (x.float() - decode_pages(*kept, built_in(spec))).unflatten(2, (-1, spec.page_size))
-    signs = (hadamard(left, _seed(spec)) > 0).to(torch.uint8)
-    return *kept, pack(signs, 1), left.double().norm(dim=-1, keepdim=True).to(params_dtype(x.dtype))
+@dataclass(frozen=True)
+class Sketched(Codec, name="sketched"):
+    """Quantized values, and a 1-bit sketch of what they leave."""
 
-
-def decode(codes: Tensor, scale: Tensor, zero_point: Tensor, signs: Tensor, norm: Tensor, spec: CodecSpec) -> Tensor:
-    """Inverse of `encode`, unbiased: ``[B, H, N * P, D]`` float32."""
-    projected = 2.0 * unpack(signs, 1).float() - 1
-    sketch = inverse_hadamard(projected, _seed(spec)) * (norm.float() * math.sqrt(math.pi / (2 * signs.shape[-1])))
-    return decode_pages(codes, scale, zero_point, built_in(spec)) + sketch.flatten(2, 3)
-
-
-def _check(spec: CodecSpec) -> None:
-    if spec.page_size % smallest_page(1):
-        raise KVPassError(f"page_size={spec.page_size} must be a multiple of 8, so that sign bits fill whole bytes.")
-
-
-CODECS["sketched"] = Codec(
-    {
-        **CODECS[""].tensors,
+    tensors = {
+        **Affine.tensors,
         "signs": Kept(lambda spec, head_dim: (byte_rows(spec.page_size, 1), head_dim), torch.uint8),
         "norm": Kept(lambda spec, head_dim: (spec.page_size, 1)),
-    },
-    encode,
-    decode,
-    check=_check,
-    decodes_any_bytes=True,
-)
+    }
+    decodes_any_bytes = True
+
+    def check(self, spec: CodecSpec) -> None:
+        if spec.page_size % smallest_page(1):
+            raise KVPassError(
+                f"page_size={spec.page_size} must be a multiple of 8, so that sign bits fill whole bytes."
+            )
+
+    def encode(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        """What is kept of whole pages ``[B, H, N * P, D]``: codes, scale and zero point as `encode_pages` has them,
+        signs
+        ``[B, H, N, P / 8, D]`` uint8 and norms ``[B, H, N, P, 1]``, 16 bits."""
+        kept = encode_pages(x, spec.plain)
+        left = (x.float() - decode_pages(*kept, spec.plain)).unflatten(2, (-1, spec.page_size))
+        signs = (hadamard(left, _seed(spec)) > 0).to(torch.uint8)
+        return *kept, pack(signs, 1), left.double().norm(dim=-1, keepdim=True).to(params_dtype(x.dtype))
+
+    def decode(
+        self, codes: Tensor, scale: Tensor, zero_point: Tensor, signs: Tensor, norm: Tensor, spec: CodecSpec
+    ) -> Tensor:
+        """Inverse of `encode`, unbiased: ``[B, H, N * P, D]`` float32."""
+        projected = 2.0 * unpack(signs, 1).float() - 1
+        sketch = inverse_hadamard(projected, _seed(spec)) * (norm.float() * math.sqrt(math.pi / (2 * signs.shape[-1])))
+        return decode_pages(codes, scale, zero_point, spec.plain) + sketch.flatten(2, 3)

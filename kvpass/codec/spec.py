@@ -10,8 +10,8 @@ from ..errors import KVPassError
 from ..fields import check_types, fields_alone, hash_once
 from ..layout.retention import Retention
 from .bitpack import byte_rows, smallest_page
-from .kept import CODECS
-from .quantizer import Adaptive, Allocation, Quantizer, Shares, Subspace
+from .codec import CODECS, Codec, codec_from, described
+from .quantizer import Adaptive, Quantizer, Subspace
 from .transform import AS_THEY_ARE, Transform
 
 _Part = TypeVar("_Part", "CodecSpec", Quantizer, Retention)
@@ -50,8 +50,7 @@ class CodecSpec:
             raise KVPassError(f"bits={self.bits} stores unquantized floats: there is nothing to rotate or to share.")
         self._check_sharing()
         self._check_places()
-        if quantizer.codec in CODECS:  # others may be registered later
-            CODECS[quantizer.codec].check(self)
+        self.codec.check(self)
 
     def _check_sharing(self) -> None:
         if not 0 <= self.own_codes <= 1:
@@ -69,8 +68,10 @@ class CodecSpec:
 
     def _check_places(self) -> None:
         codec, adaptive, evicts = self.quantizer.codec, self.quantizer.adaptive, self.retention.evicts
-        if codec and (evicts or self.own_codes != 1 or adaptive is not None):
-            raise KVPassError(f"codec={codec!r} supports neither eviction nor shared codes nor per-token bit widths.")
+        if codec is not None and (evicts or self.own_codes != 1 or adaptive is not None):
+            raise KVPassError(
+                f"codec={codec.name!r} supports neither eviction nor shared codes nor per-token bit widths."
+            )
         if self.transform.page_frame and (evicts or self.own_codes != 1 or self.retention.keep != "recent"):
             raise KVPassError(
                 "page_frame=True needs consecutive tokens in each page: none may be evicted, thinned out or shared."
@@ -97,9 +98,23 @@ class CodecSpec:
                 "is a multiple of 4."
             )
         self.quantizer.check(head_dim)
-        if self.quantizer.codec in CODECS:
-            for kept in CODECS[self.quantizer.codec].tensors.values():
-                kept.shape(self, head_dim)
+        for kept in self.codec.tensors.values():
+            kept.shape(self, head_dim)
+
+    @cached_property
+    def codec(self) -> Codec:
+        """How its pages are stored."""
+        return self.quantizer.codec or CODECS[""]()
+
+    @cached_property
+    def plain(self) -> "CodecSpec":
+        """The spec without its codec: quantized values as the quantizer's own fields say. Other codecs build on it."""
+        return replace(self, quantizer=replace(self.quantizer, codec=None))
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether a calibration fills tensors that a sequence keeps."""
+        return any(kept.calibrated for kept in self.codec.sequence(self).values())
 
     @property
     def bits(self) -> int:
@@ -158,7 +173,9 @@ class CodecSpec:
 
     def __str__(self) -> str:
         """The canonical text that travels through op schemas and into compile-cache keys; `parse` inverts it."""
-        return json.dumps(asdict(self), separators=(",", ":"))
+        text = asdict(self)
+        text["quantizer"]["codec"] = described(self.quantizer.codec)
+        return json.dumps(text, separators=(",", ":"))
 
 
 def _at_defaults(part: _Part, *names: str) -> _Part:
@@ -179,7 +196,8 @@ def _features(part: Any) -> Iterator[str]:
             continue
         if name in _SIZES or value == field.default:
             continue
-        yield f"{name}={value}" if name in _CHOICES else name
+        shown = value.name if isinstance(value, Codec) else value
+        yield f"{name}={shown}" if name in _CHOICES else name
         if is_dataclass(value):  # of its fields, those that may be left out
             optional = (inner for inner in fields(value) if inner.default is not MISSING)
             yield from (f"{name}.{inner.name}" for inner in optional if getattr(value, inner.name) != inner.default)
@@ -190,7 +208,8 @@ def parse(text: str) -> CodecSpec:
     """The `CodecSpec` that ``str(spec)`` wrote."""
     spec = json.loads(text)
     quantizer = spec["quantizer"]
-    for name, cls in (("subspace", Subspace), ("adaptive", Adaptive), ("allocation", Allocation), ("shares", Shares)):
+    quantizer["codec"] = codec_from(quantizer["codec"])
+    for name, cls in (("subspace", Subspace), ("adaptive", Adaptive)):
         quantizer[name] = cls(**quantizer[name]) if quantizer[name] else None
     parts = Quantizer(**quantizer), Retention(**spec["retention"]), Transform(**spec["transform"])
     return CodecSpec(*parts, spec["own_codes"])

@@ -12,8 +12,8 @@ from torch.fx import Graph, Node
 
 from kvpass.lowering.append import MERGED
 
-from ..codec.kept import of_pages, of_state
 from ..codec.spec import CodecSpec, parse
+from ..codec.tensors import of_pages, of_state
 from ..errors import KVPassError
 from .calls import APPEND, APPEND_LAYERS, call
 from .nodes import integer, operand, operands, value_of
@@ -72,17 +72,17 @@ class Append:
 
     @property
     def stands_alone(self) -> bool:
-        """Whether it can be made with those of other layers: what is stored depends on its tokens, or, where bits go by
-        an allocation, on nothing that another layer decides."""
+        """Whether it can be merged with those of other layers: what is stored depends on its own tokens, or, with a
+        codec, on nothing that another layer decides."""
         fitted = self.state[len(of_pages(self.codec)) + 1 :]
-        allocated = (self.codec.quantizer.allocation or self.codec.quantizer.shares) is not None
-        known = (*_ALWAYS, *_OF_EACH, *_COMMON) if allocated else _ALWAYS
+        has_codec = self.codec.quantizer.codec is not None
+        known = (*_ALWAYS, *_OF_EACH, *_COMMON) if has_codec else _ALWAYS
         given = (value for name, value in self.arguments.items() if name not in known)
-        return not any(given) and (allocated or (not fitted and self.codec.features <= MERGED))
+        return not any(given) and (has_codec or (not fitted and self.codec.features <= MERGED))
 
 
 def tensor_of(state: list[Node], codec: CodecSpec, name: str) -> Node:
-    """One of the tensors of ``state`` by its name (`kvpass.codec.kept`)."""
+    """One of the tensors of ``state`` by its name (`kvpass.codec.tensors`)."""
     return state[of_state(codec).index(name)]
 
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..codec.kept import fitted_shapes, page_shapes
 from ..codec.spec import CodecSpec
+from ..codec.tensors import fitted_shapes, page_shapes
 from ..errors import KVPassError
 
 _ALIGNMENT = 16  # bytes: what tensors of any dtype begin at a multiple of
@@ -58,8 +58,8 @@ class Blocks(NamedTuple):
     head: dict[str, Tensor]
 
     def fitted(self, side: str, names: tuple[str, ...], block: Tensor) -> list[Tensor]:
-        """What the codec of a side was fitted to for the requests whose first blocks are ``block``."""
-        return [self.head[f"{side}.{name}"][block] for name in names]
+        """Those of the tensors ``names`` that a side keeps, of the requests whose first blocks are ``block``."""
+        return [self.head[f"{side}.{name}"][block] for name in names if f"{side}.{name}" in self.head]
 
 
 @dataclass(frozen=True)

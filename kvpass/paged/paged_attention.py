@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..codec.center import fit_centers
-from ..codec.kept import codec_of
 from ..codec.spec import CodecSpec
 from ..lowering.inductor.pages import decode_all
 from ..lowering.reference import decode_predicted
@@ -84,7 +83,7 @@ class Layer(NamedTuple):
         if places.kind == "sinks":
             return self.blocks.head[f"{side}.sinks"][at].transpose(1, 2)
         kept = [pool[at].transpose(1, 2) for pool in pools]  # [A, H, C / P, ...]
-        values = codecs.decode([*kept, *self.blocks.fitted(side, codec_of(spec).fitted, first)], spec, (), ())
+        values = codecs.decode([*kept, *self.blocks.fitted(side, spec.codec.decodes_with, first)], spec, (), ())
         if spec.transform.center:
             values = values + self.blocks.head[f"{side}.center"][first].float()
         return values.to(self.window.dtype)  # as a cache decodes them
@@ -108,7 +107,7 @@ def warm(layer: Layer, q_heads: int) -> None:
     x = layer.window.new_zeros(2, heads, size, width // 2)
     first = pages.blocks[:, 0]
     for side, spec, _, codecs in layer.sides:
-        codecs.encode(x, layer.blocks.fitted(side, codec_of(spec).fitted, first), spec)
+        codecs.encode(x, layer.blocks.fitted(side, spec.codec.encodes_with, first), spec)
     for each in (layer, layer._replace(kernel=None)):
         attend(Batch(start, past, past + 1, pages, window, 0), each, q, torch.empty_like(q))
 
@@ -132,7 +131,7 @@ def store(batch: Batch, layer: Layer, k: Tensor, v: Tensor) -> None:
         if spec.transform.center:
             _fit_centers(batch, layer.blocks.head[f"{side}.center"], due, x, spec)
             x = (x.float() - layer.blocks.head[f"{side}.center"][due.first].float()).to(x.dtype)
-        fitted = layer.blocks.fitted(side, codec_of(spec).fitted, due.first)
+        fitted = layer.blocks.fitted(side, spec.codec.encodes_with, due.first)
         for pool, pages in zip(pools, codecs.encode(x, fitted, spec), strict=True):
             pool[due.block, :, due.slot] = pages.squeeze(2)
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from ..codec.bitpack import num_planes, unpack_plane_unshifted
 from ..codec.codebook import grid
 from ..codec.hadamard import basis
-from ..codec.kept import built_in
 from ..codec.quantizer import Quantizer
 from ..codec.spec import CodecSpec
 from ..lowering.inductor.aot import Input, Kernel, Program
@@ -72,7 +71,7 @@ def _attend(given: dict[str, Any], scale: float, softcap: float, key: CodecSpec,
         """``[A, H, C, R, P]``, of queries ``[A, H, R, D]`` with pages ``[A, C]``: in the order of their planes."""
         pools, count = _gathered(given["key_pools"], block, slot, key), block.shape[1]
         tokens = torch.arange(count * size, device=device).view(count, size)
-        spec = built_in(key).quantizer
+        spec = key.plain.quantizer
         if spec.per == "channel" and not spec.grid and pools[1].shape[-2] == 1:
             by_page = _scores_by_channel(of_rows.flatten(0, 1), pools, spec)
         else:
@@ -117,7 +116,7 @@ def _attend(given: dict[str, Any], scale: float, softcap: float, key: CodecSpec,
     if not value.quantizer.grid:
         pools[1:] = torch.stack([one.float() for one in pools[1:]]).unbind()  # once, not in each run of channels
     by_page = weights.flatten(0, 1).transpose(1, 2)  # [M * H, R, G, P]
-    codes = plain(pools, built_in(value).quantizer, given["value_points"])
+    codes = plain(pools, value.plain.quantizer, given["value_points"])
     packed_values = page_values(by_page, Pages([codes]), None).unflatten(0, (-1, heads))
     total = torch.where(counted, weights.sum((2, 4))[rows.units], 0.0).sum(0)
     out = torch.where(counted.unsqueeze(-1), packed_values[rows.units], 0.0).sum(0)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..codec.spec import CodecSpec
+from ..codec.tensors import of_model
 from ..errors import KVPassError
 from ..fields import check_types, shown
 from ..layout.retention import POLICIES, Retention
@@ -111,12 +112,12 @@ class LayerPlan:
     @property
     def calibrated(self) -> bool:
         """Whether quantization grids come from a calibration."""
-        return self.key.quantizer.calibrated or self.value.quantizer.calibrated
+        return self.key.calibrated or self.value.calibrated
 
     @property
     def shares_out(self) -> bool:
         """Whether a calibration sets the bit widths of each head, in tensors that all caches of the model share."""
-        return self.key.quantizer.shares is not None
+        return bool(of_model(self.key))
 
     def __str__(self) -> str:
         def describe(name: str, spec: CodecSpec, source: int | None) -> str:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from ..codec.lattice import D4, E8
 from ..codec.quantizer import Quantizer
 from ..codec.spec import CodecSpec
 from ..codec.transform import Transform
@@ -33,7 +34,8 @@ class LatticeConfig(StorageConfig):
         self._plan(64)
 
     def _plan(self, head_dim: int) -> LayerPlan:
-        keys, quantizer = self.key_retention(), Quantizer(2, "token", head_dim, codec=self.lattice)
+        codec = E8() if self.lattice == "e8" else D4()
+        keys, quantizer = self.key_retention(), Quantizer(2, "token", head_dim, codec=codec)
         center = keys.sinks > 0 if self.center is None else self.center
         return LayerPlan(
             CodecSpec(quantizer, keys, self.key_transform(center=center, rotation=self.seed)),

@@ -1,8 +1,8 @@
 """GEAR (arXiv 2403.05527): KIVI's quantization, exact outliers, and a low-rank matrix of the quantization error."""
 
 from dataclasses import dataclass
-from typing import Any
 
+from ..codec.error_term import ErrorTerm
 from ..fields import check_integers
 from .base import LayerGeometry, LayerPlan, register_scheme
 from .kivi import KIVIConfig
@@ -34,8 +34,8 @@ class GEARConfig(KIVIConfig):
         self._coded()
 
     def _coded(self) -> LayerPlan:
-        fields: dict[str, Any] = dict(codec="error-term", share=self.share, rank=self.rank)
-        return LayerPlan(self.key(self.bits, **fields), self.value(self.bits, **fields))
+        codec = ErrorTerm(self.share, self.rank)
+        return LayerPlan(self.key(self.bits, codec=codec), self.value(self.bits, codec=codec))
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
         return self._coded().checked(layer)

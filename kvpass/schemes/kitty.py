@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from ..codec.boost import Boosted
 from .base import LayerGeometry, LayerPlan, register_scheme
 from .kivi import KIVIConfig
 
@@ -30,7 +31,7 @@ class KittyConfig(KIVIConfig):
 
     def _of_heads(self, head_dim: int) -> LayerPlan:
         value = self.value(self.bits, group_size=min(self.group_size, head_dim))
-        return LayerPlan(self.key(self.bits, codec="boosted", share=self.share), value)
+        return LayerPlan(self.key(self.bits, codec=Boosted(self.share)), value)
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
         return self._of_heads(layer.head_dim).checked(layer)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from ..codec.balance import Sinkhorn
 from ..codec.quantizer import Quantizer
 from ..codec.spec import CodecSpec
 from ..codec.transform import Transform
@@ -45,7 +46,7 @@ class KVarNConfig(StorageConfig):
 
     def _plan(self, head_dim: int) -> LayerPlan:
         keys = self.key_retention()
-        key = Quantizer(self.key_bits, "channel", keys.page_size, codec="sinkhorn")
+        key = Quantizer(self.key_bits, "channel", keys.page_size, codec=Sinkhorn())
         value = replace(key, bits=self.value_bits, per="token", group_size=head_dim)
         return LayerPlan(
             CodecSpec(key, keys, self.key_transform(rotation=self.seed)),

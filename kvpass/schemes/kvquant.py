@@ -1,8 +1,10 @@
 """KVQuant (arXiv 2401.18079): keys before rotary embedding and per channel, fitted datatypes, 1 % of values exact."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
+from ..codec.datatype import CalibratedDatatype
+from ..codec.nuq import PageDatatype
 from ..codec.quantizer import Quantizer
 from ..codec.spec import CodecSpec
 from .base import LayerGeometry, LayerPlan, register_scheme
@@ -35,9 +37,9 @@ class KVQuantConfig(KIVIConfig):
         self._of_heads(self.group_size)
 
     def _of_heads(self, head_dim: int) -> LayerPlan:
-        fields: dict[str, Any] = dict(codec="nuq", share=self.share)
-        value = self.value(self.bits, group_size=min(self.group_size, head_dim), **fields)
-        return LayerPlan(self.key(self.bits, **fields), value)
+        codec = PageDatatype(self.share)
+        value = self.value(self.bits, group_size=min(self.group_size, head_dim), codec=codec)
+        return LayerPlan(self.key(self.bits, codec=codec), value)
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
         return self._of_heads(layer.head_dim).checked(layer)
@@ -76,11 +78,11 @@ class CalibratedKVQuantConfig(StorageConfig):
         self._of_heads(64)
 
     def _of_heads(self, head_dim: int) -> LayerPlan:
-        fields: dict[str, Any] = dict(codec="datatype", share=self.share)
+        codec = CalibratedDatatype(self.share)
         key, value = self.key_retention(), self.value_retention()
         return LayerPlan(
-            CodecSpec(Quantizer(self.bits, "channel", key.page_size, **fields), key, self.key_transform()),
-            CodecSpec(Quantizer(self.bits, "token", head_dim, **fields), value),
+            CodecSpec(Quantizer(self.bits, "channel", key.page_size, codec=codec), key, self.key_transform()),
+            CodecSpec(Quantizer(self.bits, "token", head_dim, codec=codec), value),
         )
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from ..codec.polar import Polar
 from .base import LayerGeometry, LayerPlan, register_scheme
 from .kivi import KIVIConfig
 
@@ -30,7 +31,7 @@ class PolarQuantConfig(KIVIConfig):
 
     def _of_heads(self, head_dim: int) -> LayerPlan:
         return LayerPlan(
-            self.key(self.bits, codec="polar"), self.value(self.bits, group_size=min(self.group_size, head_dim))
+            self.key(self.bits, codec=Polar()), self.value(self.bits, group_size=min(self.group_size, head_dim))
         )
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:

@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from ..codec.codec import Codec
+from ..codec.mixed import Mixed
 from ..codec.quantizer import Quantizer
+from ..codec.sketch import Sketched
 from ..codec.spec import CodecSpec
 from ..codec.transform import Transform
 from ..errors import KVPassError
@@ -65,10 +68,12 @@ class TurboQuantConfig(StorageConfig):
         self._plan(64)
 
     def _plan(self, head_dim: int) -> LayerPlan:
-        def quantizer(bits: int, codec: str = "mixed" if self.share else "") -> Quantizer:
-            return Quantizer(bits, "token", head_dim, grid=f"d1n{2**bits}", codec=codec, share=self.share)
+        mixed = Mixed(self.share) if self.share else None
 
-        key = quantizer(self.key_bits - 1, "sketched") if self.keys == "prod" else quantizer(self.key_bits)
+        def quantizer(bits: int, codec: Codec | None = mixed) -> Quantizer:
+            return Quantizer(bits, "token", head_dim, grid=f"d1n{2**bits}", codec=codec)
+
+        key = quantizer(self.key_bits - 1, Sketched()) if self.keys == "prod" else quantizer(self.key_bits)
         return LayerPlan(
             CodecSpec(key, self.key_retention(), self.key_transform(rotation=self.seed)),
             CodecSpec(quantizer(self.value_bits), self.value_retention(), Transform(rotation=self.seed)),

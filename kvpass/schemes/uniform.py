@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..codec.quantizer import Quantizer
+from ..codec.second_level import SecondLevel
 from ..codec.spec import CodecSpec
 from ..errors import KVPassError
 from ..fields import check_integers
@@ -53,8 +54,8 @@ class UniformConfig(StorageConfig):
         return CodecSpec(self._quantizer(bits, "token", fields), self.value_retention(), own_codes=own_codes)
 
     def _quantizer(self, bits: int, per: _Per, fields: dict[str, Any]) -> Quantizer:
-        codec = "second-level" if self.scale_bits == 8 else ""
-        if codec and "codec" in fields:
-            raise KVPassError(f"scale_bits=8 is a codec of its own: {fields['codec']!r} has 16-bit scales.")
+        codec = SecondLevel() if self.scale_bits == 8 else None
+        if codec is not None and "codec" in fields:
+            raise KVPassError(f"scale_bits=8 is a codec of its own: {fields['codec'].name!r} has 16-bit scales.")
         own = dict(group_size=self.group_size, fit=self.fit, eta=self.eta, codec=codec)
         return Quantizer(bits, per, **{**own, **fields})

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..codec.kept import calibrated_shapes, of_model
 from ..codec.predictor import stored_shapes
-from ..codec.quantizer import PAIRS, QUERIES
+from ..codec.probes import QUERIES
 from ..codec.rope import parse_rope
-from ..codec.shares import WIDEST, share_of, shares_of
+from ..codec.shares import WIDEST, Shares, share_of
 from ..codec.spec import CodecSpec
+from ..codec.tensors import calibrated_shapes, of_model
+from ..codec.transform_coding import PAIRS
 from ..errors import KVPassError
 from ..fields import check_integer, shown
 from . import (
@@ -131,7 +132,7 @@ def _stored(predictor: str, inputs: int, width: int, rank: int | None) -> _Shape
 
 def _shared(spec: CodecSpec, heads: int, head_dim: int) -> _Shapes:
     """What caches of a model share of a layer whose keys, or values, are stored by ``spec``."""
-    shares = shares_of(spec)
+    shares = Shares.of(spec)
     shapes: dict[str, tuple[_Kind, tuple[int, ...]]] = {
         "share": (_COUNTS, (shares.ranks, 3, heads + 1)),
         "center": (_WEIGHTS, (1, heads, 1, head_dim)),

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Literal
 
-from ..codec.quantizer import Allocation, Quantizer, Shares
-from ..codec.shares import WIDEST
+from ..codec.allocation import Allocation
+from ..codec.quantizer import Quantizer
+from ..codec.shares import WIDEST, Shares
 from ..codec.spec import CodecSpec
 from ..codec.transform import Transform
 from ..errors import KVPassError
@@ -67,7 +68,7 @@ class WaterfillConfig(StorageConfig):
     def _plan(self, head_dim: int) -> LayerPlan:
         def quantizer(fields: tuple[int, int], weighted: bool, rich: tuple[int, int], follows: bool) -> Quantizer:
             allocation = Allocation(*fields, gcd(self.block_size, head_dim), weighted, *rich, follows)
-            return Quantizer(8, "token", head_dim, allocation=allocation, codec="allocated")
+            return Quantizer(8, "token", head_dim, codec=allocation)
 
         framed = self.rope == "pre" and self.retention is None  # a page of which is no neighbours otherwise
         keys = quantizer(self.key_fields, self.weighted, self.rich_key_fields, False)
@@ -138,7 +139,7 @@ class CalibratedWaterfillConfig(StorageConfig):
     def _plan(self, head_dim: int, rope: str) -> LayerPlan:
         def spec(follows: bool, transform: Transform) -> CodecSpec:
             shares = Shares(gcd(self.block_size, head_dim), self.ranked, follows, self.form == "hybrid")
-            return CodecSpec(Quantizer(8, "token", head_dim, shares=shares, codec="shares"), self._policy(), transform)
+            return CodecSpec(Quantizer(8, "token", head_dim, codec=shares), self._policy(), transform)
 
         return LayerPlan(
             spec(False, Transform(center=True, page_frame=bool(rope), numbered=rope)), spec(self.ranked, Transform())

@@ -2,8 +2,9 @@
 twice the bits."""
 
 from dataclasses import dataclass
-from typing import Any
 
+from ..codec.balance import ChannelSeparable
+from ..codec.salient import Salient
 from .base import LayerGeometry, LayerPlan, register_scheme
 from .kivi import KIVIConfig
 
@@ -34,12 +35,11 @@ class ZipCacheConfig(KIVIConfig):
 
     def _of_heads(self, head_dim: int) -> LayerPlan:
         if not self.share:
-            value = self.value(self.bits, codec="channel-separable", group_size=head_dim)
+            value = self.value(self.bits, codec=ChannelSeparable(), group_size=head_dim)
             return LayerPlan(self.key(self.bits), value)
-        fields: dict[str, Any] = dict(codec="salient", share=self.share)
         page_size = self.key_retention().page_size
-        key = self.key(self.bits, group_size=page_size, chosen_by="queries", **fields)
-        return LayerPlan(key, self.value(self.bits, group_size=head_dim, chosen_by="keys", **fields))
+        key = self.key(self.bits, group_size=page_size, codec=Salient(self.share, "queries"))
+        return LayerPlan(key, self.value(self.bits, group_size=head_dim, codec=Salient(self.share, "keys")))
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
         return self._of_heads(layer.head_dim).checked(layer)

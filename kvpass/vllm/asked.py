@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from .. import schemes
-from ..codec.kept import codec_of
+from ..codec.allocation import Allocation
 from ..codec.spec import CodecSpec
+from ..codec.tensors import of_model
 from ..errors import KVPassError
 from ..fields import shown
 from ..paged.block_layout import BlockLayout
@@ -92,13 +93,13 @@ def refusal(spec: CodecSpec) -> str | None:
         return "vLLM backends receive keys after rotary embedding. Use rope='post'."
     if quantizer.needs_queries:
         return "The codec is fitted to a prompt's queries, but vLLM passes prompts in chunks. Use kivi or higgs."
-    if quantizer.shares is not None:
+    if of_model(spec):
         return "Calibrated bit widths make page sizes differ between layers. Use kivi-sinks or higgs-sinks."
-    if quantizer.allocation is not None:
+    if isinstance(spec.codec, Allocation):
         return "A basis per request takes more memory than the pages of a block. Use kivi-sinks or higgs-sinks."
-    if not codec_of(spec).decodes_any_bytes:
+    if not spec.codec.decodes_any_bytes:
         return (
-            f"Codec {quantizer.codec!r} cannot decode arbitrary bytes (its pages hold indices, or it does not declare "
+            f"Codec {spec.codec.name!r} cannot decode arbitrary bytes (its pages hold indices, or it does not declare "
             "`Codec.decodes_any_bytes`), but blocks are also read where nothing is stored yet. Use kivi-sinks or "
             "higgs-sinks."
         )

@@ -11,11 +11,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvpass.codec.allocation import allocation_of, gains, weights
+from kvpass.codec.allocation import Allocation
 from kvpass.codec.frame import Frames, before_middle
-from kvpass.codec.kept import page_shapes
 from kvpass.codec.rope import parse_rope
 from kvpass.codec.spec import CodecSpec, parse
+from kvpass.codec.tensors import page_shapes
+from kvpass.codec.transform_coding import gains, weights
 
 from .build import build, source
 
@@ -45,7 +46,7 @@ def look_up_table(device: torch.device) -> Tensor:
 
 def defines_of(spec: CodecSpec, head_dim: int) -> dict[str, int]:
     """What allocated.h is compiled for."""
-    allocation, (shape, _) = allocation_of(spec), page_shapes(spec, head_dim, torch.float32)["codes"]
+    allocation, (shape, _) = Allocation.of(spec), page_shapes(spec, head_dim, torch.float32)["codes"]
     rich, poor = ([(0, 0)] * (not allocation.ranked)) + allocation.counts(head_dim)
     return dict(
         PAGE_BYTES=shape[-1], NUM_FIELDS=sum(allocation.fields(head_dim)), RANKED=int(allocation.ranked),
@@ -56,7 +57,7 @@ def defines_of(spec: CodecSpec, head_dim: int) -> dict[str, int]:
 def common_of(spec: CodecSpec, head_dim: int, queries: int, dtype: torch.dtype = torch.float32) -> dict[str, int]:
     """What it and tokens.h are, for tokens of ``dtype``."""
     return dict(
-        QUERIES=queries, HEAD=head_dim, BLOCK=allocation_of(spec).block_size, PAGE=spec.page_size,
+        QUERIES=queries, HEAD=head_dim, BLOCK=Allocation.of(spec).block_size, PAGE=spec.page_size,
         SINKS=spec.retention.sinks, BFLOAT16=int(dtype == torch.bfloat16),
     )  # fmt: skip
 

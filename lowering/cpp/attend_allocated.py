@@ -8,12 +8,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvpass.codec.allocation import allocation_of
-from kvpass.codec.kept import Pack
-from kvpass.codec.quantizer import PAIRS
+from kvpass.codec.allocation import Allocation
 from kvpass.codec.rope import parse_rope
-from kvpass.codec.shares import shares_of
+from kvpass.codec.shares import Shares
 from kvpass.codec.spec import CodecSpec
+from kvpass.codec.tensors import Pack
+from kvpass.codec.transform_coding import PAIRS
 from kvpass.layout.pool import capacity
 
 from .allocated import defines_of, look_up_table
@@ -28,10 +28,10 @@ _NO_TURN = 0, False
 def serves(key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype) -> bool:
     """Whether what ``key`` and ``value`` say is kept of tokens of ``dtype`` is read by `allocated_attend.cpp`."""
     transform = key.transform
-    of_keys, of_values = (spec.quantizer.allocation or spec.quantizer.shares for spec in (key, value))
+    of_keys, of_values = key.codec, value.codec
     return (
         dtype in DTYPES
-        and of_keys is not None
+        and isinstance(of_keys, (Allocation, Shares))
         and type(of_keys) is type(of_values)
         and of_keys.block_size == of_values.block_size
         and key.retention == value.retention
@@ -44,8 +44,8 @@ def serves(key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype) 
 
 @cache
 def _kernel(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dtype: torch.dtype) -> Callable[..., None]:
-    shared = key.quantizer.shares is not None
-    block_size = shares_of(key).block_size if shared else allocation_of(key).block_size
+    shared = isinstance(key.codec, Shares)
+    block_size = Shares.of(key).block_size if shared else Allocation.of(key).block_size
     defines = dict(
         QUERIES=queries, HEAD=head_dim, BLOCK=block_size, PAGE=key.page_size, SINKS=key.retention.sinks,
         BFLOAT16=int(dtype == torch.bfloat16),
@@ -64,7 +64,7 @@ def _shared_defines(spec: CodecSpec, head_dim: int) -> dict[str, int]:
     """What allocated.h is compiled for where shares say what heads have."""
     pairs, singles = PAIRS * head_dim, head_dim
     return dict(
-        PAGE_BYTES=0, NUM_FIELDS=shares_of(spec).ranks * head_dim, RANKED=int(shares_of(spec).ranked), SHARED=1,
+        PAGE_BYTES=0, NUM_FIELDS=Shares.of(spec).ranks * head_dim, RANKED=int(Shares.of(spec).ranked), SHARED=1,
         RICH_PAIRS=pairs, RICH_SINGLES=singles, POOR_PAIRS=pairs, POOR_SINGLES=singles,
     )  # fmt: skip
 
@@ -81,19 +81,18 @@ def attend(
     for pack in (key, value):
         (pool,) = pack.pools
         rooms.append(capacity(pool, pages))
-        fitted = pack.fitted(("basis", "fields", "widths"))
-        share = fitted[1] if pack.share is None else pack.share
-        sides += [x.contiguous() for x in (pool, *fitted, share)]
-        of_samples = int(len(fitted[0]) == batch)
+        basis, widths = (pack.fitted[name] for name in ("basis", "widths" if "share" in pack.fitted else "fields"))
+        sides += [x.contiguous() for x in (pool, basis, widths, pack.fitted.get("share", widths))]
+        of_samples = int(len(basis) == batch)
     q, *exact = (as_tokens(x, dtype) for x in (q, key.ring, value.ring, k_new, v_new))
     out, frames = torch.empty_like(q), key.frames
     (pairs, interleaved), cos, sin = _NO_TURN, q, q
     if frames is not None:
         (pairs, interleaved), cos, sin = parse_rope(frames.rope), *(as_tokens(x, dtype) for x in frames[:2])
-    center = q if key.center is None else key.center.contiguous()
+    center = key.fitted.get("center")
     _kernel(k_spec.stored_as, v_spec.stored_as, head_dim, q_heads // heads, dtype)(
-        q, out, *sides, *exact, cos, sin, center, look_up_table(q.device), batch, heads, n, present, pages, *rooms,
-        cos.shape[1], cos.shape[2], pairs, int(interleaved), int(key.center is not None),
-        of_samples, torch.get_num_threads(), scale,
+        q, out, *sides, *exact, cos, sin, q if center is None else center.contiguous(),
+        look_up_table(q.device), batch, heads, n, present, pages, *rooms, cos.shape[1], cos.shape[2], pairs,
+        int(interleaved), int(center is not None), of_samples, torch.get_num_threads(), scale,
     )  # fmt: skip
     return out

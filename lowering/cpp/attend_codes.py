@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kvpass.codec.bitpack import FIELDS
-from kvpass.codec.kept import Pack
 from kvpass.codec.spec import CodecSpec
+from kvpass.codec.tensors import Pack
 from kvpass.layout.pool import capacity
 
 from .build import build, source

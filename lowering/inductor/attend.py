@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from kvpass.codec.affine import params_dtype
+from kvpass.codec.allocation import Allocation
 from kvpass.codec.frame import Frames
 from kvpass.codec.hadamard import basis
-from kvpass.codec.kept import calibrated_shapes, of_pages, page_shapes
 from kvpass.codec.rope import parse_rope, rotate_pairs, split_pairs
+from kvpass.codec.shares import Shares
 from kvpass.codec.spec import CodecSpec, parse
+from kvpass.codec.tensors import calibrated_shapes, of_pages, page_shapes
 from kvpass.layout.pool import capacity, handle, of_capacity
 from kvpass.layout.retention import Retention
 from kvpass.layout.window import layout, ring_tokens
@@ -35,9 +37,9 @@ from .terms import Turns
 
 _OF_KEYS = {"codec=boosted", "codec=polar"}
 _VALUES = WIDTHS | {f"codec={name}" for name in ("allocated", *filter(None, OPENED))} - _OF_KEYS
-_VALUES |= {"per=channel", "per=token", "keep=log", "rotation", "grid", "allocation", "share", "rank", "chosen_by"}
-_VALUES |= {f"allocation.{name}" for name in ("rich_pairs", "rich_singles", "follows")}
-_VALUES |= {"codec=shares", "shares", *(f"shares.{name}" for name in ("ranked", "follows", "adapts"))}
+_VALUES |= {"per=channel", "per=token", "keep=log", "rotation", "grid"}
+_VALUES |= {f"codec.{name}" for name in ("rich_pairs", "rich_singles", "follows")}
+_VALUES |= {"codec=shares", *(f"codec.{name}" for name in ("ranked", "adapts"))}
 ATTENDED = _VALUES | _OF_KEYS | {"pre_rope", "center", "page_frame", "numbered"}, _VALUES
 _BEHIND_ROPE = {"boosted": "boosted channels", "error-term": "low-rank error terms"}
 _MIN_PAGES = 2  # sizes 0 and 1 would be specialised; what is beyond the packed tokens is masked
@@ -289,13 +291,13 @@ def _inputs(common: Common, k_spec: CodecSpec, v_spec: CodecSpec) -> list[Input]
         inputs += [Input(f"{side}_points", _points(spec, device))]
         calibrated = calibrated_shapes(spec, head_dim).items()
         inputs += [sample(f"{side}_{name}", heads, *s, dtype=params_dtype(dtype)) for name, s in calibrated]
-        rotated, allocation = spec.transform.rotation is not None, spec.quantizer.allocation
-        if allocation is None:
+        rotated, codec = spec.transform.rotation is not None, spec.codec
+        if not isinstance(codec, Allocation):
             inputs += [tensor(f"{side}_basis", head_dim, head_dim, dtype=torch.float32, there=rotated)]
             inputs += [Input(f"{side}_fields", None)]
         else:
-            inputs += [sample(f"{side}_basis", heads, head_dim, allocation.block_size, dtype=params_dtype(dtype))]
-            fields = sum(allocation.fields(head_dim))
+            inputs += [sample(f"{side}_basis", heads, head_dim, codec.block_size, dtype=params_dtype(dtype))]
+            fields = sum(codec.fields(head_dim))
             inputs += [sample(f"{side}_fields", heads, 1, fields, dtype=torch.int32)]
     of_samples, mask_heads, kind = mask or (False, 1, dtype)
     retention, ids = k_spec.retention, torch.int64
@@ -315,7 +317,7 @@ def _inputs(common: Common, k_spec: CodecSpec, v_spec: CodecSpec) -> list[Input]
 
 def _points(spec: CodecSpec, device: torch.device) -> Tensor | None:
     """The table that codes, or gains, are looked up in."""
-    if spec.quantizer.allocation is not None:
+    if isinstance(spec.codec, Allocation):
         return allocated.look_up_table(device)
     return points_of(spec, device)
 
@@ -360,22 +362,22 @@ def _refuses_attend(dispatch: DispatchKey) -> str | None:
         return None
     specs = [parse(text) for text in dispatch.specs]
     (key, value), of_keys = (spec.retention for spec in specs), specs[0].transform
-    if dispatch.device != "cpu" and any(spec.quantizer.allocation or spec.quantizer.shares for spec in specs):
+    if dispatch.device != "cpu" and any(isinstance(spec.codec, (Allocation, Shares)) for spec in specs):
         return "only CPU kernels read per-channel bit widths."
-    if any(spec.quantizer.shares is not None for spec in specs):
+    if any(isinstance(spec.codec, Shares) for spec in specs):
         return "only C++ kernels read calibrated bit widths."
     if (key.page_size, key.sinks, key.keep) != (value.page_size, value.sinks, value.keep):
         return "keys and values must share page_size, sinks and the choice of exact tokens."
-    if of_keys.pre_rope and specs[0].quantizer.allocation is not None:
+    if of_keys.pre_rope and isinstance(specs[0].codec, Allocation):
         return (
             "keys stored before rotary embedding in a fitted basis have to be dequantized first: queries cannot be "
             "projected onto it."
         )
-    if of_keys.page_frame and not (specs[0].quantizer.allocation or specs[0].quantizer.shares):
+    if of_keys.page_frame and not isinstance(specs[0].codec, (Allocation, Shares)):
         return "keys with page-relative RoPE and one bit width for all channels have to be dequantized first."
     if of_keys.pre_rope and of_keys.rotation is not None:
         return "keys rotated by a Hadamard matrix before rotary embedding have to be dequantized first."
-    if of_keys.pre_rope and (what := _BEHIND_ROPE.get(specs[0].quantizer.codec)):
+    if of_keys.pre_rope and (what := _BEHIND_ROPE.get(specs[0].codec.name)):
         return f"{what} before rotary embedding have to be dequantized first."
     if value.window < key.window or (key.keep == "log" and key.ring_size != value.ring_size):
         return "values must not leave the residual window before their keys."
@@ -394,7 +396,7 @@ def _run(
     given = dict(
         q=q.contiguous(), k_new=k_new.contiguous(), v_new=v_new.contiguous(), mask=mask, cos=cos, sin=sin, sinks=sinks,
         lengths=_lengths(n, retention.packed(n), v_spec.retention.packed(n), device), held=None, page_tokens=None,
-        center=key.center,
+        center=key.fitted.get("center"),
     )  # fmt: skip
     counts = {}
     for side, pack, spec in sides:
@@ -404,9 +406,9 @@ def _run(
             counts[room], given[name] = capacity(pool, pages), handle(pool.contiguous())
         given[f"{side}_ring"] = pack.ring
         given[f"{side}_points"] = _points(spec, device)
-        given |= {f"{side}_{name}": getattr(pack, name) for name in calibrated_shapes(spec, head_dim)}
-        given[f"{side}_basis"] = pack.basis if rotation is None else basis(head_dim, rotation, device)
-        given[f"{side}_fields"] = pack.fields
+        given |= {f"{side}_{name}": pack.fitted[name] for name in calibrated_shapes(spec, head_dim)}
+        given[f"{side}_basis"] = pack.fitted.get("basis") if rotation is None else basis(head_dim, rotation, device)
+        given[f"{side}_fields"] = pack.fitted.get("fields")
     given.update(zip(counts, _carriers(tuple(counts.values()), device), strict=True))
     layout_of_mask = None
     if mask is not None:

@@ -17,8 +17,8 @@ from torch import Tensor
 from kvpass.codec import lattice, salient
 from kvpass.codec.bitpack import num_planes, unpack_plane, unpack_plane_unshifted
 from kvpass.codec.codebook import grid, look_up
-from kvpass.codec.kept import built_in
-from kvpass.codec.lattice_points import LATTICES, words
+from kvpass.codec.error_term import ErrorTerm
+from kvpass.codec.lattice_points import words
 from kvpass.codec.quantizer import Quantizer
 from kvpass.codec.second_level import expand
 from kvpass.codec.spec import CodecSpec
@@ -42,13 +42,13 @@ class Pages(NamedTuple):
 def opened(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
     """What is ``kept`` of pages by the codec of ``spec``, ``[BH, N, ...]`` each, and behind it what a calibration gave,
     ``[BH, ...]`` each; points: see `points_of`."""
-    return OPENED[spec.quantizer.codec](kept, spec, points, head_dim)
+    return OPENED[spec.codec.name](kept, spec, points, head_dim)
 
 
 def points_of(spec: CodecSpec, device: torch.device) -> Tensor | None:
     """The table that codes are looked up in."""
-    if spec.quantizer.codec in LATTICES:
-        return words(LATTICES[spec.quantizer.codec], device)
+    if isinstance(spec.codec, lattice.OnLattice):
+        return words(spec.codec.lattice, device)
     return grid(spec.quantizer.grid, device) if spec.quantizer.grid else None
 
 
@@ -200,7 +200,7 @@ def _boosted(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, hea
 
 def _error_term(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
     codes, scale, zero_point, values, positions, tall, wide = kept
-    low_rank = [LowRank(tall, wide)] if spec.quantizer.rank else []
+    low_rank = [LowRank(tall, wide)] if ErrorTerm.of(spec).rank else []
 
     def at(token: Tensor, channel: Tensor) -> Tensor:
         which = code_at(codes, spec.bits, token, channel).float()
@@ -208,7 +208,7 @@ def _error_term(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, 
         return sum((term.at(token, channel) for term in low_rank), found)
 
     beside = [*low_rank, *outliers(values, positions, at, spec, head_dim)]
-    return Pages([plain((codes, scale, zero_point), built_in(spec).quantizer, None)], None, beside)
+    return Pages([plain((codes, scale, zero_point), spec.plain.quantizer, None)], None, beside)
 
 
 OPENED: dict[str, Callable[[Sequence[Tensor], CodecSpec, Tensor | None, int], Pages]] = {
@@ -225,7 +225,7 @@ OPENED: dict[str, Callable[[Sequence[Tensor], CodecSpec, Tensor | None, int], Pa
     "boosted": _boosted,
     "error-term": _error_term,
 }
-"""How attention reads pages, by `Quantizer.codec`."""
+"""How attention reads pages, by the name of their codec."""
 
 
 def page_values(weights: Tensor, pages: Pages, basis: Tensor | None) -> Tensor:

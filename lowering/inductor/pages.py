@@ -11,11 +11,10 @@ from torch import Tensor
 from kvpass.codec.bitpack import FIELDS, unpack
 from kvpass.codec.codebook import grid, look_up
 from kvpass.codec.hadamard import basis
-from kvpass.codec.kept import built_in
-from kvpass.codec.pages import decode_pages, dequantize_pages, encode_pages
+from kvpass.codec.pages import Affine, decode_pages, dequantize_pages, encode_pages
 from kvpass.codec.predictor import PREDICTORS, page_rows, parse_predictor, run, weights
 from kvpass.codec.quantizer import UNIFORM
-from kvpass.codec.second_level import expand
+from kvpass.codec.second_level import SecondLevel, expand
 from kvpass.codec.spec import CodecSpec
 
 from .. import reference
@@ -86,7 +85,7 @@ def _decode(codes, scale, zero_point, rows, points, basis, *rest) -> tuple[Tenso
 
 def one_level(kept: Sequence[Tensor], spec: CodecSpec) -> list[Tensor]:
     """What is kept of pages, with scales and zero points as numbers, where they are codes."""
-    return [kept[0], *expand(*kept[1:])] if spec.quantizer.codec == "second-level" else list(kept)
+    return [kept[0], *expand(*kept[1:])] if isinstance(spec.codec, SecondLevel) else list(kept)
 
 
 def _refuses_encode(dispatch: DispatchKey) -> str | None:
@@ -122,9 +121,9 @@ def decode(*args) -> Tensor:
 def decode_all(kept: Sequence[Tensor], spec: CodecSpec, references, predictor) -> Tensor:
     codes = kept[0]
     batch, heads, pages = codes.shape[:3]
-    if not pages or spec.quantizer.codec not in ("", "second-level"):
+    if not pages or spec.codec.name not in (Affine.name, SecondLevel.name):
         return decode_pages(*kept, spec)
-    kept, spec = one_level(kept, spec), built_in(spec)
+    kept, spec = one_level(kept, spec), spec.plain
     spec, rows, device = spec.stored_as, None, codes.device
     grid_name, rotation = spec.quantizer.grid, spec.transform.rotation
     pools = [pool.flatten(0, 2).unsqueeze(1) for pool in kept]

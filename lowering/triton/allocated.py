@@ -8,11 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpass.codec.allocation import FIELD_BITS, allocation_of, weights
+from kvpass.codec.allocation import Allocation
 from kvpass.codec.bitpack import byte_rows
-from kvpass.codec.kept import Pack
 from kvpass.codec.rope import parse_rope
 from kvpass.codec.spec import CodecSpec
+from kvpass.codec.tensors import Pack
+from kvpass.codec.transform_coding import FIELD_BITS, weights
 from kvpass.errors import KVPassError
 from kvpass.layout.pool import whole
 from kvpass.layout.window import on_device
@@ -24,7 +25,7 @@ from .read_fields import Fields, Number, Piece, field_rows, order_tokens, page_q
 from .scores import LOG2E, Rules
 from .unpacking import Layout
 
-FEATURES = {"codec=allocated", "allocation", *(f"allocation.{x}" for x in ("rich_pairs", "rich_singles", "follows"))}
+FEATURES = {"codec=allocated", *(f"codec.{x}" for x in ("rich_pairs", "rich_singles", "follows"))}
 _OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _NUMBERS = {tl.bfloat16: Number(tl.bfloat16, 7, 0x43), tl.float16: Number(tl.float16, 10, 0x64)}
 _LEAST = 32  # columns of a product
@@ -37,10 +38,9 @@ _MOST = 1 << 31  # values of a head: within one, kernels count in 32 bits
 
 def refuses_fields(specs: list[CodecSpec]) -> str | None:
     """Why attention over these keys and values is not served, or None; what else they have is known to be."""
-    allocations = [spec.quantizer.allocation for spec in specs]
-    if None in allocations:
+    if not all(isinstance(spec.codec, Allocation) for spec in specs):
         return "keys and values must both have per-channel bit widths, or neither."
-    of_keys, of_values = map(allocation_of, specs)
+    of_keys, of_values = map(Allocation.of, specs)
     if (of_values.ranked, of_values.follows) != (of_keys.ranked, of_keys.ranked):
         return "values must have the same per-token bit widths as their keys."
     transform = specs[0].transform
@@ -65,7 +65,7 @@ def _widths(count: int) -> list[int]:
 @cache
 def layout_of(spec: CodecSpec, head_dim: int) -> Fields:
     """How kernels see the pages of ``spec``."""
-    allocation, retention = allocation_of(spec), spec.retention
+    allocation, retention = Allocation.of(spec), spec.retention
     start, at, pieces, gains = byte_rows(spec.page_size, 1) if allocation.ranked else 0, 0, [], []
     for tokens, counts in zip(allocation.tokens(spec.page_size), allocation.counts(head_dim), strict=True):
         of_rank = []
@@ -88,7 +88,7 @@ def layout_of(spec: CodecSpec, head_dim: int) -> Fields:
 def _columns(spec: CodecSpec, head_dim: int, device: torch.device) -> Tensor:
     """Which field each of the padded ones is, -1 for none."""
     of_all, first = [], 0
-    for pieces, counts in zip(layout_of(spec, head_dim).pieces, allocation_of(spec).counts(head_dim), strict=True):
+    for pieces, counts in zip(layout_of(spec, head_dim).pieces, Allocation.of(spec).counts(head_dim), strict=True):
         for bits, count in zip(FIELD_BITS, counts, strict=True):
             for piece in (one for one in pieces if one.bits == bits):
                 numbers = range(first + piece.first, first + piece.first + piece.real)
@@ -133,7 +133,7 @@ class _Fitted:
 
     @classmethod
     def of(cls, pack: Pack, n: int, spec: CodecSpec, dtype: torch.dtype) -> "_Fitted":
-        basis, places = pack.basis.contiguous(), pack.fields.contiguous()
+        basis, places = pack.fitted["basis"].contiguous(), pack.fitted["fields"].contiguous()
         (batch, heads, head_dim, size), layout = basis.shape, layout_of(spec, basis.shape[2])
         rows = torch.empty((batch * heads, layout.width, head_dim), dtype=dtype, device=basis.device)
         field_rows[batch * heads, layout.width // _ROWS](
@@ -188,7 +188,7 @@ def attend_allocated(
         tokens = q.new_empty((batch * groups, places), dtype=torch.int32)
         k_gains, v_gains = (torch.empty_like(tokens, dtype=torch.float32) for _ in range(2))
         mean, mean_row = None, None
-        center = key.center
+        center = key.fitted.get("center")
         if center is not None and rope:
             mean, mean_row = q.new_empty((batch * groups, rows, places), dtype=torch.float32), places
         elif center is not None:

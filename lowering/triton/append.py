@@ -8,8 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpass.codec.kept import Pack
+from kvpass.codec.allocation import Allocation
 from kvpass.codec.spec import CodecSpec
+from kvpass.codec.tensors import Pack
 from kvpass.layout.retention import Retention
 from kvpass.layout.window import on_device
 
@@ -22,7 +23,7 @@ from .encode import ENCODED, encode, refuses
 _FITTED = {
     "codec=allocated",
     "page_frame",
-    *(f"allocation{x}" for x in ("", ".follows", ".rich_pairs", ".rich_singles")),
+    *(f"codec.{name}" for name in ("follows", "rich_pairs", "rich_singles")),
 }
 """Features of specs with widths by channel: their tokens are stored by a kernel, and their pages encoded in torch."""
 _TOKENS = 16  # of a program
@@ -82,11 +83,11 @@ def _write(
 
 
 def _encoder(spec: CodecSpec) -> Callable[..., tuple[Tensor, ...]]:
-    return encode if spec.quantizer.allocation is None else reference.encode
+    return reference.encode if isinstance(spec.codec, Allocation) else encode
 
 
 def _refuses(dispatch: DispatchKey) -> str | None:
-    return refuses_device(dispatch) if "allocation" in dispatch.features[0] else refuses(dispatch)
+    return refuses_device(dispatch) if "codec=allocated" in dispatch.features[0] else refuses(dispatch)
 
 
 @implements("append_", "triton", has=(ENCODED | APPENDED | _FITTED,), refuses=_refuses, by_name_only=INTERPRETED)

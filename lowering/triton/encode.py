@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kvpass.codec.bitpack import num_planes
 from kvpass.codec.codebook import grid
-from kvpass.codec.kept import page_shapes
 from kvpass.codec.spec import CodecSpec, parse
+from kvpass.codec.tensors import page_shapes
 
 from ..append import APPENDED
 from ..table import DispatchKey, implements

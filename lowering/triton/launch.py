@@ -7,11 +7,13 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from kvpass.codec.allocation import Allocation
 from kvpass.codec.bitpack import num_planes
-from kvpass.codec.boost import boosted
+from kvpass.codec.boost import Boosted, boosted
 from kvpass.codec.codebook import grid
 from kvpass.codec.hadamard import basis
 from kvpass.codec.rope import parse_rope
+from kvpass.codec.second_level import SecondLevel
 from kvpass.codec.spec import CodecSpec, parse
 from kvpass.errors import KVPassError
 from kvpass.layout.pool import whole
@@ -39,7 +41,7 @@ from .unpacking import Layout
 
 _OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _VALUES = WIDTHS | FEATURES | {"per=channel", "per=token", "rotation", "grid", "codec=second-level"}
-_ATTENDED = _VALUES | {"pre_rope", "center", "page_frame", "codec=boosted", "share"}, _VALUES
+_ATTENDED = _VALUES | {"pre_rope", "center", "page_frame", "codec=boosted"}, _VALUES
 _PRODUCT = 16  # rows and columns that one has at least
 _MERGED = 16  # splits taken together at a time
 _MOST = 1 << 31  # values of a head: within one, kernels count in 32 bits
@@ -66,9 +68,9 @@ def _refuses(dispatch: DispatchKey) -> str | None:
         return f"page_size must be a power of two, not {key.page_size}."
     if v_retention.window < k_retention.window:
         return "values must not leave the residual window before their keys."
-    if key.quantizer.codec == "boosted" and key.page_size // max(num_planes(spec.bits) for spec in specs) < _PRODUCT:
+    if isinstance(key.codec, Boosted) and key.page_size // max(num_planes(spec.bits) for spec in specs) < _PRODUCT:
         return f"boosted channels need {_PRODUCT} tokens per page for each bit plane, not {key.page_size} in all."
-    if any(spec.quantizer.allocation is not None for spec in specs):
+    if any(isinstance(spec.codec, Allocation) for spec in specs):
         return refuses_fields(specs)
     if of_keys.page_frame:
         return "keys with page-relative RoPE and one bit width for all channels have to be dequantized first."
@@ -80,7 +82,7 @@ def _layout(spec: CodecSpec, planes: int, head_dim: int, rope: str = "") -> Layo
     return Layout(
         codes.bits, codes.dim, codes.per == "channel", codes.group_size, retention.page_size, planes, retention.sinks,
         retention.residual, retention.ring_size, head_dim, *(parse_rope(rope) if rope else (0, False)),
-        codes.codec == "second-level", boosted(spec, head_dim) if codes.codec == "boosted" else 0,
+        isinstance(spec.codec, SecondLevel), boosted(spec, head_dim) if isinstance(spec.codec, Boosted) else 0,
     )  # fmt: skip
 
 
@@ -149,7 +151,7 @@ class _Launch:
         masked = mask is not None or self.starts is not None
         case = case_of(self.specs, rope, self.head_dim, self.rows, self.q.dtype, masked)
         self.config = configured(case, self.q.device)
-        if self.specs[0].quantizer.codec == "boosted":  # whose rows are of one page
+        if isinstance(self.specs[0].codec, Boosted):  # whose rows are of one page
             of_page = self.specs[0].page_size // case.planes
             self.config = replace(self.config, rows=min(self.config.rows, of_page))
         self.layouts, self.rules = _compiled_for(
@@ -254,7 +256,7 @@ def attend(
 ) -> list[Tensor]:  # fmt: skip
     if mask is not None and importance is not None and k_spec.retention.evicts:
         mask = with_past(mask, importance, n, q.shape)
-    if k_spec.quantizer.allocation is not None:
+    if isinstance(k_spec.codec, Allocation):
         if statistic:  # nothing that is stored with widths by channel depends on what it was paid
             raise KVPassError("The Triton kernels return no attention scores for per-channel bit widths.")
         if starts is not None:
@@ -266,7 +268,7 @@ def attend(
         for pack, spec in ((key, k_spec), (value, v_spec))
         if (pools := [whole(pool, spec.retention.pages(n)) for pool in pack.pools])
     )
-    center, (key, boost), (value, _) = key.center, *past
+    center, (key, boost), (value, _) = key.fitted.get("center"), *past
     length, specs = on_device(length, n, q.device), (k_spec, v_spec)
     launch = _Launch(q, key, k_new, n, length, mask, causal, scale, softcap, specs, rotary, center, starts, *boost)
     if not statistic:

@@ -10,7 +10,7 @@ from kvpass.lowering.append import MERGED
 
 from ...cache.layer import PackedLayer
 from ...cache.state import KVState
-from ...codec.kept import of_pages
+from ...codec.tensors import of_pages
 from ...layout.window import carry, layout
 
 
