@@ -11,6 +11,7 @@ from kvpass import KVPassError, schemes
 from kvpass.cache.state import KVState
 from kvpass.codec.kept import opened
 from kvpass.lowering import reference
+from kvpass.lowering.call_types import AttendCall
 from kvpass.paged import flash_attention, paged_attention, single_query_cpp, single_query_inductor
 from kvpass.paged.batch import Batch, BlockTable
 from kvpass.paged.block_layout import BlockLayout
@@ -98,7 +99,7 @@ class Server:
     def alone(self, one, q, k, v):
         n, (key, value) = self.lengths[one], self.states[one]
         packs = (opened(state.pack, state.spec) for state in (key, value))
-        (out,) = reference.attend(q, *packs, n, k, v, None, True, 0.3, 0.0, key.spec, value.spec)
+        (out,) = reference.attend(AttendCall(q, *packs, n, k, v, None, True, 0.3, 0.0, key.spec, value.spec))
         key.append(k, n)
         value.append(v, n)
         return out[0].transpose(0, 1)
