@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 
 from kvpass import KVPassError
-from kvpass import ops as _ops  # noqa: F401  (registers the implementations)
+from kvpass import ops as _ops  # noqa: F401  (registers implementations)
 from kvpass.lowering.table import DispatchKey, select
+from kvpass.paged import paged_attention as _paged_attention  # noqa: F401  (so does this)
 from kvpass.schemes import LayerGeometry, LayerPlan, SchemeConfig, available, get
 from kvpass.vllm.asked import Served
 
@@ -28,10 +29,15 @@ HEAD = f"""# Support matrix
 Made by `python docs/make_support.py` from the table that chooses at run time (`lowering/table.py`), for layers of
 {HEADS} KV heads with {GROUP} query heads each, `head_dim` {HEAD_DIM}, {str(DTYPE).removeprefix("torch.")}.
 
-**cpp** and **triton** are hand-written kernels, **inductor** is compiled by Inductor, and **reference** is plain
-PyTorch over dequantized keys and values: correct, but slower. Triton kernels have not run on a GPU yet. *Store*
-quantizes tokens that leave the window, keys / values where they differ; *drafts* are 2 to 16 query tokens. vLLM says
-*no* where it refuses a scheme at start, with the reason. `kvpass.explain(model)` and the log of `kvpass.lowering` say
+**cpp** and **triton** are hand-written kernels, and **inductor** is compiled by Inductor: in attention, they read
+quantized pages. **inductor-drafts** dequantizes a few pages at a time, and **inductor-dense** dequantizes all keys and
+values first, by a compiled kernel where the codec has one; `lowering="inductor"` takes whichever of the three serves a
+call. **reference** is plain PyTorch over dequantized keys and values: correct, but slower. Triton kernels have not run
+on a GPU yet.
+
+*Store* quantizes tokens that leave the window, keys / values where they differ; *drafts* are 2 to 16 query tokens.
+*vLLM*, whose CPU platform is supported, names what attends with one token of each request, over vLLM's blocks, or says
+*no* where a scheme is refused at start, with the reason. `kvpass.explain(model)` and the log of `kvpass.lowering` say
 what runs in a model, and why not another.
 
 """
@@ -54,23 +60,26 @@ def row(name: str, device: str) -> list[str]:
     return cells
 
 
-def served(name: str) -> str:
-    """Whether vLLM serves it."""
+def in_vllm(name: str) -> str:
+    """Who attends with one token of each request in vLLM, or that the scheme is refused."""
     try:
-        Served(get(name), LAYERS, HEADS, HEAD_DIM, DTYPE)
+        plan = Served(get(name), LAYERS, HEADS, HEAD_DIM, DTYPE).plan
     except KVPassError:
         return "no"
-    return "yes"
+    specs = str(plan.key), str(plan.value)
+    return select(DispatchKey("paged_attend_one", "cpu", specs, 1, HEAD_DIM, DTYPE)).name
 
 
 def page() -> str:
     """docs/support.md."""
     parts = []
     for device, title in (("cpu", "CPU"), ("cuda", "CUDA")):
-        lines = [f"## {title}\n", f"| scheme | store | {' | '.join(ATTENTION)} | vLLM |", "|---|---|" + "---|" * 5]
+        columns = ["scheme", "store", *ATTENTION, *(["vLLM"] if device == "cpu" else [])]
+        lines = [f"## {title}\n", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
         same: dict[tuple[str, ...], list[str]] = {}
         for name in available():
-            same.setdefault((*row(name, device), served(name)), []).append(f"`{name}`")
+            cells = [*row(name, device), *([in_vllm(name)] if device == "cpu" else [])]
+            same.setdefault(tuple(cells), []).append(f"`{name}`")
         lines += [f"| {', '.join(names)} | {' | '.join(cells)} |" for cells, names in same.items()]
         parts.append("\n".join(lines))
     return HEAD + "\n\n".join(parts) + "\n"

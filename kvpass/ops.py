@@ -52,6 +52,7 @@ import torch
 from torch import Tensor
 
 from kvpass.lowering import inductor, reference, triton  # noqa: F401  (they register themselves)
+from kvpass.lowering.call_types import AppendCall, AppendLayersCall, AttendCall, DecodeCall
 from kvpass.lowering.cpp import one_token  # noqa: F401  (it registers itself)
 from kvpass.lowering.table import AUTO, DispatchKey, attention_key, extras, select
 
@@ -131,10 +132,11 @@ def _append_(
 ) -> None:  # fmt: skip
     dispatch, parsed = DispatchKey("append_", x.device.type, (spec,), head_dim=x.shape[-1]), parse(spec)
     pack = _framed(_opened(state, parsed)._replace(key_pages=key_pages), parsed, cos, sin, rope)
-    select(dispatch, lowering).run(
-        pack, length_of(length), x, q, mask, parsed, edge, same_layer_keys, predictor or (), importance, scores or (),
-        slots, originals, length,
+    call = AppendCall(
+        pack, length_of(length), x, parsed, length, q, mask, edge, same_layer_keys, predictor or (), importance,
+        scores or (), slots, originals,
     )  # fmt: skip
+    select(dispatch, lowering).run(call)
 
 
 def _opened(state: _Tensors, spec: CodecSpec) -> Pack:
@@ -166,7 +168,7 @@ def _append_layers_(
     packs = [_framed(_opened(part, parsed), parsed, cos, sin, rope) for part in parts]
     if key_pages is not None:
         packs = [pack._replace(key_pages=pages) for pack, pages in zip(packs, key_pages, strict=True)]
-    run(packs, length_of(length), x, parsed, length, q, mask)
+    run(AppendLayersCall(packs, length_of(length), x, parsed, length, q, mask))
 
 
 def _decode(
@@ -178,7 +180,7 @@ def _decode(
     pack = _framed(_opened(state, parsed)._replace(planes=planes or ()), parsed, cos, sin, rope)
     run = select(DispatchKey("decode", pack.ring.device.type, (spec,), head_dim=pack.ring.shape[-1]), lowering).run
     references = [one for one in (previous_layer, same_layer_keys) if one is not None]
-    decoded: Tensor = run(pack, length_of(length), parsed, references, predictor or ())
+    decoded: Tensor = run(DecodeCall(pack, length_of(length), parsed, references, predictor or ()))
     return decoded
 
 
@@ -197,21 +199,23 @@ def _attend(
     if starts is not None and (mask is not None or statistic):
         raise KVPassError("attend takes row starts instead of a mask, and cannot return attention scores with them.")
     specs, coded = (parse(k_spec), parse(v_spec)), [k_spec, v_spec]
-    past: tuple[Pack | Tensor, Pack | Tensor]
+    keys: Pack | Tensor
+    values: Pack | Tensor
     if len(key) == 1:
-        past, coded, lowering, ring = (key[0], value[0]), [], AUTO, key[0]
+        keys, values, coded, lowering, ring = key[0], value[0], [], AUTO, key[0]
     else:
-        pack = _framed(_opened(key, specs[0]), specs[0], cos, sin, rope)
-        past, ring = (pack, _opened(value, specs[1])), pack.ring
+        keys, values = _framed(_opened(key, specs[0]), specs[0], cos, sin, rope), _opened(value, specs[1])
+        ring = keys.ring
         if rope and not specs[0].transform.keeps_tables:
             raise KVPassError(f"These keys are stored after rotary embedding; rope={rope!r} would rotate them twice.")
-    rotary = (cos, sin, rope) if rope and not specs[0].transform.page_frame else None
+    rotary: tuple[Any, Any, str] | None = (cos, sin, rope) if rope and not specs[0].transform.page_frame else None
     asked = extras(mask, starts, rotary, sinks, softcap, statistic)
     run = select(attention_key(q, ring, k_new, coded, q.shape[2], asked), lowering).run
-    outputs: list[Tensor] = run(
-        q, *past, length_of(length), k_new, v_new, mask, causal, scale, softcap, *specs, rotary, sinks, statistic,
-        importance, length, starts,
+    call = AttendCall(
+        q, keys, values, length_of(length), k_new, v_new, mask, causal, scale, softcap, specs[0], specs[1], rotary,
+        sinks, statistic, importance, length, starts,
     )  # fmt: skip
+    outputs: list[Tensor] = run(call)
     return outputs
 
 

@@ -1,4 +1,4 @@
-"""Storing tokens: who leaves the window is encoded, who lost its place is replaced, the present goes to the ring."""
+"""Storing tokens: pages that leave the window are encoded, evicted tokens replaced, new tokens written to the ring."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from kvpass.layout.pool import whole
 from kvpass.layout.retention import Retention
 from kvpass.layout.window import layout
 
+from .call_types import AppendCall, AppendLayersCall
 from .fit_sequence import fit_to_queries, fit_to_tokens, fits_tokens, keep_pairs, not_padding
 
 PLACES = frozenset({"keep=log", "pre_rope"})
@@ -33,20 +34,14 @@ MERGED |= {"rotation", "grid"}
 CHUNK = 4096  # tokens predicted, or gathered from layers, at a time: what is needed in between stays small
 
 
-def decide(
-    importance: Tensor,
-    n: int,
-    x: Tensor,
-    scores: Sequence[Tensor],
-    mask: Tensor | None,
-    slots: Tensor,
-    retention: Retention,
-) -> None:
-    """Account for the attention of this call in ``importance``, and if there are too many tokens, choose who stays:
-    ``slots`` then says which of them each slot of the packed tokens holds from now on."""
-    tokens, sinks, budget = x.shape[2], retention.sinks, retention.budget
-    valid = None if mask is None else not_padding(mask, x.shape[0], tokens)
-    total, gone = update_importance(importance, n, tokens, scores, valid, retention), retention.evicted(n + tokens)
+def decide(call: AppendCall) -> None:
+    """Add the attention mass of ``call`` to its ``importance``, and if there are more tokens than the budget, choose
+    which to keep: ``slots`` then says which of them each slot of the packed tokens holds from now on."""
+    n, x, spec = call.n, call.x, call.spec
+    importance, slots, retention, tokens = call.importance, call.slots, spec.retention, x.shape[2]
+    sinks, budget, gone = retention.sinks, retention.budget, retention.evicted(n + tokens)
+    valid = None if call.mask is None else not_padding(call.mask, x.shape[0], tokens)
+    total = update_importance(importance, n, tokens, call.scores, valid, retention)
     if gone:
         slots.copy_(choose(total[..., sinks : sinks + budget + gone], min(retention.packed(n), budget), budget))
         total = evict(total, slots, gone, retention)
@@ -96,66 +91,41 @@ class _Pages:
 def write_each(
     rings: Sequence[Tensor], n: int, xs: Sequence[Tensor], retention: Retention, length: Tensor | None = None
 ) -> None:
-    """Store the tokens ``xs`` of layers, ``[B, H, S, D]`` each, behind the ``n`` that are there, as ``length`` says on
-    the device, in their ``rings``."""
+    """Store the tokens ``xs`` of layers, ``[B, H, S, D]`` each, in their ``rings``, behind the ``n`` that are stored;
+    ``length`` is ``n`` on the device."""
     layout(retention).write(rings, n, xs)
 
 
-def append(
-    encode: Callable,
-    pack: Pack,
-    n: int,
-    x: Tensor,
-    q: Tensor | None,
-    mask: Tensor | None,
-    spec: CodecSpec,
-    edge: Tensor | None = None,
-    same_layer_keys: Tensor | None = None,
-    predictor: Sequence[Tensor] = (),
-    importance: Tensor | None = None,
-    scores: Sequence[Tensor] = (),
-    slots: Tensor | None = None,
-    originals: Tensor | None = None,
-    length: Tensor | None = None,
-    write: Callable = write_each,
-) -> None:
-    """Store ``x`` as tokens ``[n, n + S)``; pages that fall out of the window are encoded by ``encode``.
-
-    edge: in, what the tokens that are packed now are in the layer below, in the order of their pages; out, what they
-        are in this one.
-    same_layer_keys: the same of this layer's keys, for values.
-    importance, scores, slots: see `decide`, for specs with a budget; where ``importance`` is None, ``slots`` holds what
-        was decided.
-    originals: where tokens that get widths of their own wait for them.
-    length, write: what holds ``n`` on the device, and who stores tokens in rings, as `write_each`.
-    """
+def append(encode: Callable, call: AppendCall, write: Callable = write_each) -> None:
+    """Run ``call``: ``encode`` quantizes the pages that leave the window, and ``write`` stores tokens in rings, as
+    `write_each` does. Raises `KVPassError` if the codec needs the prompt's queries and the call has none."""
+    pack, n, x, spec = call[:4]
     ring, retention = pack.ring, spec.retention
-    if spec.quantizer.needs_queries and n == 0 and q is None:
+    if spec.quantizer.needs_queries and n == 0 and call.q is None:
         raise KVPassError("This codec is fitted to the prompt's queries, and none were passed with its keys.")
     if n == 0:
-        fit_to_queries(pack, q, mask, x.shape[1], spec)
+        fit_to_queries(pack, call.q, call.mask, x.shape[1], spec)
     if spec.quantizer.adaptive is not None:
-        _stage(pack, originals, n, x, scores, importance, spec)
+        _stage(call)
         return
-    if importance is not None:
-        decide(importance, n, x, scores, mask, slots, retention)
+    if call.importance is not None:
+        decide(call)
     stop = n + x.shape[2]
     gone = retention.evicted(stop)
     if gone or retention.pages(stop) > retention.pages(n):
-        references = [reference for reference in (edge, same_layer_keys) if reference is not None]
+        references = [reference for reference in (call.edge, call.same_layer_keys) if reference is not None]
         pools = tuple(whole(pool, retention.pages(retention.stored(stop))) for pool in pack.pools)
-        pages = _Pages(pools, spec, pack.frames, pack.fitted.get("center"), predictor, references, edge is not None)
-        _pack(pages, encode, pack, n, x, gone, slots, mask)
-    write([ring], n, [x], retention, length)
+        center, keep = pack.fitted.get("center"), call.edge is not None
+        _pack(_Pages(pools, spec, pack.frames, center, call.predictor, references, keep), encode, call, gone)
+    write([ring], n, [x], retention, call.length)
     if gone:  # tokens behind the packed ones have moved up
         ring[:, :, retention.sinks :] = ring[:, :, retention.sinks :].roll(-gone, 2)
 
 
-def _pack(
-    pages: _Pages, encode: Callable, pack: Pack, n: int, x: Tensor, gone: int, slots: Tensor | None, mask: Tensor | None
-) -> None:
-    """Encode the pages that leave the window with ``x``; ``gone`` packed tokens have to make room for them."""
-    spec, retention, size, written = pages.spec, pages.spec.retention, pages.spec.page_size, 0
+def _pack(pages: _Pages, encode: Callable, call: AppendCall, gone: int) -> None:
+    """Encode the pages that leave the window in ``call``; ``gone`` packed tokens are evicted to make room for them."""
+    pack, n, x, spec = call[:4]
+    retention, size, written = spec.retention, spec.page_size, 0
     first, last = retention.pages(n), retention.pages(n + x.shape[2])
 
     def leaving(start: int, end: int) -> Tensor:
@@ -163,13 +133,13 @@ def _pack(
 
     if not first:
         if fits_tokens(spec):
-            valid = None if n or mask is None else not_padding(mask, len(x), x.shape[2])
+            valid = None if n or call.mask is None else not_padding(call.mask, len(x), x.shape[2])
             fit_to_tokens(pack, leaving(0, last), spec, valid)
         keep_pairs(pack)
     if gone:
         settled, first = min(first * size, retention.budget), (retention.budget + gone) // size
         if retention.budget:
-            _settle(pages, leaving(settled // size, first), settled, slots, pack)
+            _settle(pages, leaving(settled // size, first), settled, call.slots, pack)
             written = retention.budget
     step = max(1, CHUNK // size) if spec.transform.subtracts or pages.keep else max(1, last - first)
     for start in range(first, last, step):
@@ -181,25 +151,24 @@ def _pack(
         written += tokens.shape[2]
 
 
-def _stage(
-    pack: Pack, originals: Tensor, n: int, x: Tensor, scores, importance: Tensor | None, spec: CodecSpec
-) -> None:
-    """Put the tokens that are due into ``originals``, where their widths are chosen when the forward is over: behind
-    those of earlier calls, or at the beginning if those are not kept."""
+def _stage(call: AppendCall) -> None:
+    """Put the tokens that leave the window into ``originals``, behind those of earlier calls, or at the beginning if
+    those are not kept. Their bit widths are chosen when the forward is over."""
+    pack, n, x, spec = call[:4]
     where, pages = layout(spec.retention), spec.retention.pages
-    if importance is not None:
-        (mass,) = scores
-        importance[..., : n + x.shape[2]] = largest_mass(importance, n, mass)
+    if call.importance is not None:
+        (mass,) = call.scores
+        call.importance[..., : n + x.shape[2]] = largest_mass(call.importance, n, mass)
     first, last = pages(n), pages(n + x.shape[2])
     if last > first:
         tokens = where.leaving(pack.ring, n, x, first, last)
         start = first * spec.page_size if spec.quantizer.adaptive.keep_originals else 0
-        originals[:, :, start : start + tokens.shape[2]].copy_(tokens, non_blocking=True)
+        call.originals[:, :, start : start + tokens.shape[2]].copy_(tokens, non_blocking=True)
     where.write([pack.ring], n, [x])
 
 
 def _settle(pages: _Pages, tokens: Tensor, settled: int, slots: Tensor, pack: Pack) -> None:
-    """Write those of ``tokens`` that got a slot; the first ``settled`` candidates have theirs already."""
+    """Write those of ``tokens`` that ``slots`` keeps; the first ``settled`` candidates are in their slots already."""
     heads, spec = tokens.shape[1], pages.spec
     slots = slots.expand(-1, heads, -1)
     index = (slots - settled).clamp_min(0).unsqueeze(-1).expand(-1, -1, -1, tokens.shape[3])
@@ -208,21 +177,16 @@ def _settle(pages: _Pages, tokens: Tensor, settled: int, slots: Tensor, pack: Pa
     pages.write(0, arriving, lambda pools, y: replace_tokens(pools, y, slots >= settled, spec, fitted), 0)
 
 
-def append_layers(
-    encode: Callable, packs: Sequence[Pack], n: int, xs, spec: CodecSpec, length: Tensor | None = None,
-    q: Sequence[Tensor] | None = None, mask: Tensor | None = None, *, write: Callable = write_each,
-) -> None:  # fmt: skip
-    """`append` to each of many layers: ``write`` stores the tokens in the rings, as `write_each` does, and pages, which
-    are due together, are encoded by few calls, or layer by layer where their codec is fitted first.
-
-    q: the queries of each layer; with ``mask``, for codecs that are fitted to them.
-    """
+def append_layers(encode: Callable, call: AppendLayersCall, write: Callable = write_each) -> None:
+    """Run ``call``, as `append` does for each layer: pages, which leave the window of all layers at once, are encoded
+    by few calls of ``encode``, or layer by layer where their codec is fitted first."""
+    packs, n, xs, spec, length, qs, mask = call
     retention = spec.retention
     first, last = retention.pages(n), retention.pages(n + xs[0].shape[2])
     at_first = bool(spec.codec.sequence(spec)) and (n == 0 or first == 0 < last)
     if at_first or of_model(spec):  # pages of layers whose bits a calibration shares out differ in size
-        for pack, x, of_layer in zip(packs, xs, q or [None] * len(xs), strict=True):
-            append(encode, pack, n, x, of_layer, mask, spec, length=length, write=write)
+        for pack, x, q in zip(packs, xs, qs or [None] * len(xs), strict=True):
+            append(encode, AppendCall(pack, n, x, spec, length, q, mask), write)
         return
     at_once = max(1, CHUNK // max(1, (last - first) * retention.page_size))
     for layers in _alike(xs, at_once) if last > first else ():

@@ -17,6 +17,7 @@ from kvpass.layout.pool import whole
 from kvpass.layout.window import layout
 
 from .append import CHUNK, append, append_layers
+from .call_types import AppendCall, AppendLayersCall, AttendCall, DecodeCall
 from .fit_sequence import not_padding
 from .table import implements
 
@@ -32,13 +33,13 @@ def decode_predicted(pages: Sequence[Tensor], spec: CodecSpec, references, predi
     return values + predict(kind, predictor, references, spec.page_size) if kind else values
 
 
-def pieces(
-    decode_fn, pack: Pack, n: int, spec: CodecSpec, references=(), predictor=(), at_once=None
-) -> Iterator[Tensor]:
-    """Sinks, pages (``at_once``, or all; decoded by ``decode_fn``, see `decode_predicted`) and window, as stored.
+def pieces(decode_fn, call: DecodeCall, at_once=None) -> Iterator[Tensor]:
+    """Attention sinks, pages and window of the tokens of ``call``, dequantized, in the order in which they are stored:
+    ``[B, H, T, D]`` each.
 
-    references: what the predictor looks at, all ``n`` tokens each.
+    decode_fn: dequantizes pages, as `decode_predicted`. at_once: how many pages a piece has; None for all.
     """
+    pack, n, spec, references, predictor = call
     used, sinks, where, ring = spec.retention.pages(n), spec.retention.sinks, layout(spec.retention), pack.ring
     pools, fitted = [whole(pool, used) for pool in pack.pools], pack.decodes_with(spec)
     if sinks:
@@ -53,10 +54,12 @@ def pieces(
     yield where.read(ring, n)
 
 
-def read(decode_fn, pack: Pack, n: int, spec: CodecSpec, references=(), predictor=(), present=None) -> Tensor:
-    """All `pieces` in token order, and ``present`` tokens ``[B, H, S, D]`` behind them."""
+def read(decode_fn, call: DecodeCall, present: Tensor | None = None) -> Tensor:
+    """All `pieces` in token order, ``[B, H, n, D]`` in the dtype of the cache, with the tokens of ``present``
+    ``[B, H, S, D]`` behind them."""
+    pack, n, spec = call[:3]
     at_once = max(1, CHUNK // spec.page_size) if spec.transform.subtracts else None
-    parts = pieces(decode_fn, pack, n, spec, references, predictor, at_once)
+    parts = pieces(decode_fn, call, at_once)
     stored, order = [part.to(pack.ring.dtype) for part in parts], layout(spec.retention).token_order(n)
     if order is not None:
         stored = [torch.cat(stored, 2).index_select(2, order.to(pack.ring.device))]
@@ -64,14 +67,14 @@ def read(decode_fn, pack: Pack, n: int, spec: CodecSpec, references=(), predicto
 
 
 @implements("decode", "reference")
-def decode(pack: Pack, n: int, spec: CodecSpec, references=(), predictor=()) -> Tensor:
-    if spec.quantizer.adaptive is not None:
-        return _read_adaptive(pack, n, spec)
-    return read(decode_predicted, pack, n, spec, references, predictor)
+def decode(call: DecodeCall) -> Tensor:
+    if call.spec.quantizer.adaptive is not None:
+        return _read_adaptive(*call[:3])
+    return read(decode_predicted, call)
 
 
 def _read_adaptive(pack: Pack, n: int, spec: CodecSpec) -> Tensor:
-    """Tokens with widths of their own."""
+    """`read` for codecs with a bit width per token."""
     codes, scale, zero_point, levels, outliers, where = pack.pools
     packed, sinks = spec.retention.packed(n), min(n, spec.retention.sinks)
     pool, places = pack.planes
@@ -84,13 +87,13 @@ def _read_adaptive(pack: Pack, n: int, spec: CodecSpec) -> Tensor:
 
 
 @implements("append_", "reference")
-def append_(*args) -> None:
-    append(encode, *args)
+def append_(call: AppendCall) -> None:
+    append(encode, call)
 
 
 @implements("append_layers_", "reference")
-def append_layers_(*args) -> None:
-    append_layers(encode, *args)
+def append_layers_(call: AppendLayersCall) -> None:
+    append_layers(encode, call)
 
 
 def causal_mask(queries: int, tokens: int, device: torch.device) -> Tensor:
@@ -99,38 +102,53 @@ def causal_mask(queries: int, tokens: int, device: torch.device) -> Tensor:
 
 
 def seen_from(starts: Tensor, queries: int, tokens: int) -> Tensor:
-    """Which tokens each of the last ``queries`` sees, if rows begin at ``starts``: ``[B, 1, S, T]`` bool."""
+    """Which tokens each of the last ``queries`` of ``tokens`` sees, if samples begin at ``starts``: ``[B, 1, S, T]``
+    bool."""
     behind = torch.arange(tokens, device=starts.device) >= starts[:, None, None, None]
     return causal_mask(queries, tokens, starts.device) & behind
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, softcap: float, sinks=None
-) -> Tensor:
-    """Grouped-query attention of ``q`` ``[B, H_q, S, D]`` over dense ``k``, ``v`` ``[B, H_kv, T, D]``, contiguous."""
-    queries, tokens = q.shape[2], k.shape[2]
-    if queries == 1:
-        causal = False
-    if causal and tokens > queries:
+def with_starts(call: AttendCall) -> AttendCall:
+    """``call`` with a mask in place of ``starts``, if it has them."""
+    if call.starts is None:
+        return call
+    queries = call.q.shape[2]
+    return call._replace(mask=seen_from(call.starts, queries, call.n + queries), causal=False, starts=None)
+
+
+def with_past(call: AttendCall) -> AttendCall:
+    """``call`` with a mask whose columns of the past are those of the tokens that are stored, if some were evicted."""
+    if call.mask is None or call.importance is None or not call.k_spec.retention.evicts:
+        return call
+    return call._replace(mask=_mask_with_past(call.mask, call.importance, call.n, call.q.shape))
+
+
+def attention(call: AttendCall, k: Tensor, v: Tensor) -> Tensor:
+    """Grouped-query attention of the queries of ``call`` over dense ``k``, ``v`` ``[B, H_kv, T, D]``, its past and its
+    own tokens, as its mask, scale, softcap and sinks say: ``[B, H_q, S, D]``, contiguous."""
+    q, mask, queries, tokens = call.q, call.mask, call.q.shape[2], k.shape[2]
+    spelled_out = call.softcap or call.sinks is not None
+    causal = call.causal and queries > 1
+    if causal and (tokens > queries or spelled_out):
         mask, causal = causal_mask(queries, tokens, q.device), False
-    if softcap or sinks is not None:
-        return _spelled_out_attention(q, k, v, mask, causal, scale, softcap, sinks)
+    if spelled_out:
+        return _spelled_out_attention(call, k, v, mask)
     if queries == 1 and (mask is None or mask.shape[1] == 1):  # query heads of a KV head as rows of one product
-        out = F.scaled_dot_product_attention(q.view(*k.shape[:2], -1, q.shape[3]), k, v, attn_mask=mask, scale=scale)
+        rows = q.view(*k.shape[:2], -1, q.shape[3])
+        out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=call.scale)
         return out.reshape(*q.shape[:3], v.shape[3]).contiguous()
     gqa = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa)
+    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=call.scale, enable_gqa=gqa)
     return out.contiguous()
 
 
-def _spelled_out_attention(q, k, v, mask, causal, scale, softcap, sinks):
-    repeats = q.shape[1] // k.shape[1]
+def _spelled_out_attention(call: AttendCall, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """`attention` with a softcap or with sinks, which SDPA does not have."""
+    repeats = call.q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    scores = q.float() @ k.float().mT * scale
-    if causal:
-        mask = causal_mask(scores.shape[-2], scores.shape[-1], q.device)
-    weights = attention_weights(scores, mask, softcap, sinks)
-    return (weights[..., : v.shape[2]] @ v.float()).to(q.dtype).contiguous()
+    scores = call.q.float() @ k.float().mT * call.scale
+    weights = attention_weights(scores, mask, call.softcap, call.sinks)
+    return (weights[..., : v.shape[2]] @ v.float()).to(call.q.dtype).contiguous()
 
 
 def attention_weights(scores: Tensor, mask: Tensor | None, softcap: float, sinks: Tensor | None) -> Tensor:
@@ -145,39 +163,29 @@ def attention_weights(scores: Tensor, mask: Tensor | None, softcap: float, sinks
 
 
 @implements("attend", "reference")
-def attend(
-    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None,
-    statistic="", importance=None, length=None, starts=None, decode_fn=decode_predicted,
-) -> list[Tensor]:  # fmt: skip
-    """``key`` and ``value`` are a `Pack` each: decode the past, attend to it and to the present. Or a past ``[B, H_kv,
-    n, D]`` that is decoded already.
-
-    rotary: (cos, sin, rope) for keys stored before rotary embedding. sinks: logits ``[H_q]`` without values. statistic,
-    importance, length, starts: see `kvpass.ops`. decode_fn: who decodes pages.
-    """
-    if starts is not None:
-        mask, causal = seen_from(starts, q.shape[2], n + q.shape[2]), False
-    if not n:
-        k, v = k_new, v_new
-    else:
-        v = _behind(value, decode_fn, n, v_spec, v_new)
-        k = _behind(key, decode_fn, n, k_spec, k_new, rotary)
-    if mask is not None and importance is not None and k_spec.retention.evicts:
-        mask = with_past(mask, importance, n, q.shape)
-    out = attention(q, k, v, mask, causal, scale, softcap, sinks)
-    return [out, attention_mass(q, k, mask, causal, scale, softcap, sinks, statistic)] if statistic else [out]
+def attend(call: AttendCall, decode_fn=decode_predicted) -> list[Tensor]:
+    """Dequantize the past by ``decode_fn``, unless it is already, and attend to it and to the tokens of the call."""
+    call = with_starts(call)
+    k, v = call.k_new, call.v_new
+    if call.n:
+        v = _behind(call.value, decode_fn, call.n, call.v_spec, v)
+        k = _behind(call.key, decode_fn, call.n, call.k_spec, k, call.rotary)
+    call = with_past(call)
+    out = attention(call, k, v)
+    return [out, attention_mass(call, k)] if call.statistic else [out]
 
 
 def _behind(past: Pack | Tensor, decode_fn, n: int, spec: CodecSpec, present: Tensor, rotary=None) -> Tensor:
-    """The tokens of the past, decoded and rotated, and the present behind them."""
+    """The tokens of the past, dequantized and rotated, with the ``present`` behind them: ``[B, H_kv, n + S, D]``."""
     if isinstance(past, Pack):
+        stored = DecodeCall(past, n, spec)
         if rotary is None:
-            return read(decode_fn, past, n, spec, present=present)
-        past = read(decode_fn, past, n, spec)
+            return read(decode_fn, stored, present)
+        past = read(decode_fn, stored)
     return torch.cat([past if rotary is None else rotate(past, *rotary), present], 2)
 
 
-def with_past(mask: Tensor, importance: Tensor, n: int, queries: tuple[int, ...]) -> Tensor:
+def _mask_with_past(mask: Tensor, importance: Tensor, n: int, queries: tuple[int, ...]) -> Tensor:
     """``mask`` ``[B or 1, H_q or 1, S, n + S]`` with columns of the past by ``importance``, where padding is -inf."""
     batch, heads, new, _ = queries
     valid = importance[..., :n] > -torch.inf
@@ -193,9 +201,11 @@ def with_past(mask: Tensor, importance: Tensor, n: int, queries: tuple[int, ...]
 _ROWS, _WEIGHTS = 256, 1 << 21  # queries, and of one head weights, held at a time: memory does not grow with T x T
 
 
-def attention_mass(q, k, mask, causal, scale, softcap, sinks, statistic="sum") -> Tensor:
-    """The attention each key was paid by the queries ``[B, H_q, S, D]`` that are not padding and the query heads of its
-    KV head, see `kvpass.ops`: ``[B, H_kv, T]`` float32. Needs memory for some rows of weights, not for all."""
+def attention_mass(call: AttendCall, k: Tensor) -> Tensor:
+    """The attention mass that each key ``[B, H_kv, T, D]`` gets from the queries of ``call`` that are not padding, over
+    the query heads of its KV head, as its ``statistic`` says: ``[B, H_kv, T]`` float32. Needs memory for some rows of
+    weights, not for all."""
+    q, mask, statistic = call.q, call.mask, call.statistic
     queries, tokens, heads = q.shape[2], k.shape[2], k.shape[1]
     own = None if mask is None else not_padding(mask, q.shape[0], queries)
     total, k = torch.zeros(*k.shape[:3], device=k.device), k.float()
@@ -204,12 +214,12 @@ def attention_mass(q, k, mask, causal, scale, softcap, sinks, statistic="sum") -
     for first in range(0 if statistic == "sum" else max(0, queries - int(last)), queries, step):
         rows, seen = slice(first, min(first + step, queries)), tokens
         part = None if mask is None else mask[:, :, rows]
-        if causal:
+        if call.causal:
             seen = tokens - queries + rows.stop  # nobody here looks behind it
             part = behind[:seen] <= torch.arange(rows.start, rows.stop, device=q.device)[:, None] + tokens - queries
         chunk = q[:, :, rows].float().unflatten(1, (heads, -1))
-        scores = (chunk @ k[:, :, :seen].unsqueeze(2).mT).flatten(1, 2) * scale
-        weights = attention_weights(scores, part, softcap, sinks)[..., :seen]
+        scores = (chunk @ k[:, :, :seen].unsqueeze(2).mT).flatten(1, 2) * call.scale
+        weights = attention_weights(scores, part, call.softcap, call.sinks)[..., :seen]
         if own is not None:
             weights = weights * own[:, None, rows, None]
         weights, mass = weights.unflatten(1, (heads, -1)), total[..., :seen]

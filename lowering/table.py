@@ -68,8 +68,11 @@ class DispatchKey:
 class Implementation:
     """A named way to run one op.
 
-    has: the features it serves of each of `DispatchKey.specs`; None, all there are: it is their definition.
+    run: takes the op's call, as `kvpass.lowering.call_types` describes it.
+    has: the features it serves of each of `DispatchKey.specs`; None for all: it is their definition.
     refuses: why it cannot serve a dispatch whose features it has, or None.
+    by_name_only: "auto" never takes it.
+    lowering: the lowering that it is part of: ``lowering=`` takes that name as well as its own.
     """
 
     op: str
@@ -78,6 +81,7 @@ class Implementation:
     has: tuple[Set[str], ...] | None
     refuses: Callable[[DispatchKey], str | None]
     by_name_only: bool = False
+    lowering: str = ""
 
     def reason_against(self, dispatch: DispatchKey) -> str | None:
         """Why it cannot serve ``dispatch``, or None."""
@@ -98,12 +102,14 @@ def implements(
     has: tuple[Set[str], ...] | None = None,
     refuses: Callable[[DispatchKey], str | None] = lambda dispatch: None,
     by_name_only: bool = False,
+    lowering: str = "",
 ) -> Callable[[_Run], _Run]:
-    """Register the decorated function as `Implementation` ``name`` of ``op``. Later registrations are preferred, and
-    those that are ``by_name_only`` never taken by "auto"."""
+    """Register the decorated function as `Implementation` ``name`` of ``op``, by default of the ``lowering`` of that
+    name. Later registrations are preferred."""
 
     def register(run: _Run) -> _Run:
-        _TABLE.setdefault(op, {})[name] = Implementation(op, name, run, has, refuses, by_name_only)
+        row = Implementation(op, name, run, has, refuses, by_name_only, lowering or name)
+        _TABLE.setdefault(op, {})[name] = row
         select.cache_clear()
         return run
 
@@ -127,18 +133,13 @@ def attention_key(
 def select(dispatch: DispatchKey, lowering: str = AUTO) -> Implementation:
     """The implementation that serves ``dispatch``.
 
-    lowering: "auto" takes the most recently registered that does not refuse; a name takes exactly that one.
-    Raises `KVPassError` when the named one is unknown or refuses.
+    lowering: "auto" takes the most recently registered that does not refuse; the name of an implementation takes
+    exactly that one, or, if it refuses, another of the lowering of that name.
+    Raises `KVPassError` when there is none of that name, or all refuse.
     """
     rows = _TABLE[dispatch.op]
     if lowering != AUTO:
-        if lowering not in rows:
-            raise KVPassError(
-                f"There is no lowering {lowering!r} for kvpass::{dispatch.op}; use one of {sorted(rows)}, or 'auto'."
-            )
-        if reason := rows[lowering].reason_against(dispatch):
-            raise KVPassError(f"lowering={lowering!r} cannot run kvpass::{dispatch.op} here: {reason} Use 'auto'.")
-        return rows[lowering]
+        return _named(dispatch, lowering)
     passed_over: list[str] = []
     for implementation in reversed([row for row in rows.values() if not row.by_name_only]):
         reason = implementation.reason_against(dispatch)
@@ -148,3 +149,21 @@ def select(dispatch: DispatchKey, lowering: str = AUTO) -> Implementation:
             return implementation
         passed_over.append(f"not {implementation.name}: {reason}")
     raise KVPassError(f"No implementation supports {dispatch}: {'; '.join(passed_over)}")
+
+
+def _named(dispatch: DispatchKey, lowering: str) -> Implementation:
+    """`select` by name."""
+    rows = _TABLE[dispatch.op]
+    if lowering not in rows:
+        known = sorted({row.lowering for row in rows.values()})
+        raise KVPassError(
+            f"There is no lowering {lowering!r} for kvpass::{dispatch.op}; use one of {known}, or 'auto'."
+        )
+    reason = rows[lowering].reason_against(dispatch)
+    if reason is None:
+        return rows[lowering]
+    others = [row for row in reversed(rows.values()) if row.lowering == lowering != row.name]
+    for row in others:
+        if row.reason_against(dispatch) is None:
+            return row
+    raise KVPassError(f"lowering={lowering!r} cannot run kvpass::{dispatch.op} here: {reason} Use 'auto'.")

@@ -15,6 +15,7 @@ from kvpass.cache.state import KVState
 from kvpass.codec import CodecSpec, Quantizer, Subspace, Transform
 from kvpass.compile.backend import Backend
 from kvpass.layout.retention import Retention
+from kvpass.lowering.call_types import AttendCall
 from kvpass.lowering.table import _TABLE, select
 
 WIDTHS = (1, 2, 3, 4, 8)
@@ -40,9 +41,14 @@ ROUNDS_IN_INDUCTOR = torch.__version__ >= "2.13"
 
 def implementations(op: str) -> list[str]:
     """Every implementation of ``op`` that is meant for the CPU and takes all its arguments, for parametrisation
-    (`test_triton` and `test_one_token` have the others)."""
+    (`test_triton`, `test_one_token` and `test_drafts` have the others)."""
     elsewhere = {"cpp", "triton"} if op not in ENCODING or ROUNDS_IN_INDUCTOR else {"cpp", "triton", "inductor"}
-    return sorted(set(_TABLE[op]) - elsewhere)
+    return sorted({row.lowering for row in _TABLE[op].values()} - elsewhere)
+
+
+def dense_call(q, k, v, mask=None, causal=False, scale=1.0, softcap=0.0, **more) -> AttendCall:
+    """A call of attention over ``k`` and ``v`` alone, with nothing stored."""
+    return AttendCall(q, None, None, 0, k, v, mask, causal, scale, softcap, None, None, **more)
 
 
 @contextmanager

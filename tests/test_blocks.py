@@ -11,6 +11,8 @@ from kvpass import KVPassError, schemes
 from kvpass.cache.state import KVState
 from kvpass.codec.tensors import Pack
 from kvpass.lowering import reference
+from kvpass.lowering.call_types import AttendCall
+from kvpass.lowering.table import select
 from kvpass.paged import flash_attention, paged_attention, single_query_cpp, single_query_inductor
 from kvpass.paged.batch import Batch, BlockTable
 from kvpass.paged.block_layout import BlockLayout
@@ -18,7 +20,7 @@ from kvpass.paged.context_spans import HIDDEN
 from kvpass.paged.paged_attention import Codecs, Layer
 from kvpass.schemes import LayerGeometry
 
-from common import DTYPES, randn
+from common import DTYPES, only_reference, randn
 
 HEADS, DIM = 2, 64
 REFERENCE = Codecs(reference.encode, reference.decode_predicted)
@@ -98,13 +100,13 @@ class Server:
     def alone(self, one, q, k, v):
         n, (key, value) = self.lengths[one], self.states[one]
         packs = (Pack.of(state.pack, state.spec) for state in (key, value))
-        (out,) = reference.attend(q, *packs, n, k, v, None, True, 0.3, 0.0, key.spec, value.spec)
+        (out,) = reference.attend(AttendCall(q, *packs, n, k, v, None, True, 0.3, 0.0, key.spec, value.spec))
         key.append(k, n)
         value.append(v, n)
         return out[0].transpose(0, 1)
 
 
-@pytest.mark.usefixtures("reference_lowering")
+@pytest.mark.usefixtures("reference_in_this_test")
 @pytest.mark.parametrize("scheme", (*SERVED, "kvarn", "zipcache"))
 def test_requests_together_are_each_of_them_alone(scheme):
     """Prompts in chunks among decodes, requests that come later, lengths around every edge of a page."""
@@ -119,10 +121,10 @@ def test_requests_together_are_each_of_them_alone(scheme):
         torch.testing.assert_close(*server.step(new, 10 * seed), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.usefixtures("reference_lowering")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @settings(max_examples=8)
 @given(data=st.data())
+@only_reference()
 def test_any_history_of_requests_is_that_of_their_caches(dtype, data):
     scheme, residual = data.draw(st.sampled_from(("kivi", "kivi-sinks"))), data.draw(st.sampled_from((32, 64)))
     retention = data.draw(st.sampled_from((None, dict(window=40, page_size=32, sinks=data.draw(st.integers(0, 70))))))
@@ -177,6 +179,22 @@ def test_the_kernel_of_single_tokens_gives_what_the_reference_does(scheme, dtype
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
     for seed, new in enumerate(chunks):
         torch.testing.assert_close(*server.step(new, 10 * seed), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "softcap", "one", "several"),
+    [
+        ("kivi", 0.0, "cpp", "cpp"),
+        ("kivi", 5.0, "inductor", "reference"),
+        ("higgs", 0.0, "inductor", "cpp"),
+        ("e8", 0.0, "reference", "cpp"),
+        ("identity", 5.0, "reference", "reference"),
+    ],
+)
+def test_the_table_says_who_attends_over_blocks(scheme, softcap, one, several):
+    layer = Server(plan_of(scheme), 128, 16, seed=3).layer._replace(softcap=softcap)
+    assert select(layer.dispatch("paged_attend_one", 1)).name == one
+    assert select(layer.dispatch("paged_attend", 0)).name == several
 
 
 def test_blocks_that_do_not_fit_are_refused():

@@ -13,6 +13,7 @@ from kvpass.codec.codebook import assign_points, fit_rms, grid, grid_shape, look
 from kvpass.codec.hadamard import hadamard, inverse_hadamard, signs
 from kvpass.codec.tensors import Pack
 from kvpass.lowering import reference
+from kvpass.lowering.call_types import AttendCall
 from kvpass.lowering.inductor import attend as inductor_attend
 from kvpass.schemes import HIGGSConfig, LayerGeometry
 
@@ -178,12 +179,12 @@ def test_compiled_attention_is_that_over_decoded_tokens(name, n):
     states = [state_of(s, t[:, :, :n], room=n) for s, t in zip((plan.key, plan.value), x, strict=True)]
     packs = [Pack.of(s.pack, s.spec) for s in states]
     q, new = randn(7, 2, 6, 1, 16), [t[:, :, n:] for t in x]
-    arguments = (q, *packs, n, *new, None, False, 0.3, 0.0, plan.key, plan.value)
+    call = AttendCall(q, *packs, n, *new, None, False, 0.3, 0.0, plan.key, plan.value)
     with only_reference():
         dense = [torch.cat([s.decode(n), t], 2) for s, t in zip(states, new, strict=True)]
-    expected = reference.attention(q, *dense, None, False, 0.3, 0.0)
-    torch.testing.assert_close(reference.attend(*arguments)[0], expected, atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(inductor_attend.attend(*arguments)[0], expected, atol=3e-6, rtol=1e-5)
+    expected = reference.attention(call, *dense)
+    torch.testing.assert_close(reference.attend(call)[0], expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(inductor_attend.attend(call)[0], expected, atol=3e-6, rtol=1e-5)
 
 
 def test_a_group_that_falls_on_the_point_zero_stays_zero():

@@ -17,7 +17,7 @@ from kvpass.layout.eviction import choose, update_importance
 from kvpass.lowering.reference import attention_mass
 from kvpass.schemes import HIGGSConfig, IdentityConfig, KIVIConfig
 
-from common import DIM, coded, naive_attention, only_reference, randn, seeds, specs
+from common import DIM, coded, dense_call, naive_attention, only_reference, randn, seeds, specs
 
 GROUPS, REPEATS = 2, 2  # KV heads, query heads for each
 
@@ -242,7 +242,7 @@ def test_the_fused_attention_pays_what_the_reference_does(config, padding):
 
 def test_accumulated_scores_are_those_of_attention_in_float64():
     q, k, _ = draw(3, 300)
-    paid = attention_mass(q, k, None, True, 0.25, 0.0, None)
+    paid = attention_mass(dense_call(q, k, k, causal=True, scale=0.25, statistic="sum"), k)
     eye = torch.eye(300).expand(1, GROUPS, -1, -1)  # values that read the weights off
     weights = naive_attention(q, k, eye, causal=True, scale=0.25)
     torch.testing.assert_close(paid.double(), weights.unflatten(1, (GROUPS, REPEATS)).sum((2, 3)), atol=1e-4, rtol=1e-5)
@@ -286,6 +286,6 @@ def test_scores_of_a_long_prompt_need_memory_for_some_rows_of_weights():
     for length in (2048, 8192):
         q, k = randn(0, 1, 2, length, 8), randn(1, 1, 1, length, 8)
         with Largest() as largest:
-            attention_mass(q, k, None, True, 0.3, 0.0, None)
+            attention_mass(dense_call(q, k, k, causal=True, scale=0.3, statistic="sum"), k)
         sizes[length] = largest.numel
     assert sizes[8192] <= 4 * sizes[2048] <= 8192**2 / 16

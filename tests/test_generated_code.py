@@ -10,10 +10,11 @@ from torch._inductor.utils import run_and_get_code
 from kvpass.codec.pages import decode_pages
 from kvpass.codec.tensors import Pack
 from kvpass.lowering import reference
+from kvpass.lowering.call_types import AttendCall
 from kvpass.lowering.inductor import attend as inductor_attend
 from kvpass.lowering.inductor.aot import Input, Program, compile_ahead
 
-from common import coded, randn, state_of
+from common import coded, dense_call, randn, state_of
 
 HEADS, Q_HEADS, DIM, PAGES, PAGE = 2, 4, 64, 1000, 32
 SPECS = coded(2, "channel", PAGE, PAGE), coded(2, "token", 32, PAGE, residual=PAGE)
@@ -36,7 +37,7 @@ def attend(specs, n=200):
     states = [state_of(spec, randn(i, 1, HEADS, n, DIM), room=n) for i, spec in enumerate(specs)]
     packed = [Pack.of(state.pack, state.spec) for state in states]
     q, k_new, v_new = (randn(5 + i, 1, heads, 1, DIM) for i, heads in enumerate((Q_HEADS, HEADS, HEADS)))
-    return inductor_attend.attend(q, *packed, n, k_new, v_new, None, False, 0.1, 0.0, *specs)
+    return inductor_attend.attend(AttendCall(q, *packed, n, k_new, v_new, None, False, 0.1, 0.0, *specs))
 
 
 def decode_then_attend(specs):
@@ -46,7 +47,7 @@ def decode_then_attend(specs):
 
     def run(q, *pools):
         k, v = (decode_pages(*three, spec) for three, spec in zip((pools[:3], pools[3:]), specs, strict=True))
-        return (reference.attention(q, k, v, None, False, 0.1, 0.0),)
+        return (reference.attention(dense_call(q, k, v, scale=0.1), k, v),)
 
     tensors = randn(5, 1, Q_HEADS, 1, DIM), *pools
     inputs = [Input(f"input_{i}", tensor, [2] if i else []) for i, tensor in enumerate(tensors)]

@@ -15,6 +15,7 @@ from kvpass.codec.predictor import MATRICES, matrix, parse_predictor, predict
 from kvpass.codec.rope import rotate
 from kvpass.codec.tensors import Pack
 from kvpass.lowering import reference
+from kvpass.lowering.call_types import AttendCall
 from kvpass.lowering.inductor import attend as inductor_attend
 from kvpass.schemes import LayerGeometry
 
@@ -154,12 +155,10 @@ def test_fused_attention_over_centred_keys(name, n, rope):
     with only_reference():
         k, v = (s.decode(n) for s in states)
     k = k if rotary is None else rotate(k, *rotary)
-    expected = reference.attention(
-        q, torch.cat([k, new[0]], 2), torch.cat([v, new[1]], 2), None, False, 0.3, 0.0
-    )  # fmt: skip
-    arguments = (q, *packs, n, *new, None, False, 0.3, 0.0, k_spec, v_spec, rotary)
-    torch.testing.assert_close(reference.attend(*arguments)[0], expected, atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(inductor_attend.attend(*arguments)[0], expected, atol=1e-5, rtol=1e-5)
+    call = AttendCall(q, *packs, n, *new, None, False, 0.3, 0.0, k_spec, v_spec, rotary)
+    expected = reference.attention(call, torch.cat([k, new[0]], 2), torch.cat([v, new[1]], 2))
+    torch.testing.assert_close(reference.attend(call)[0], expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(inductor_attend.attend(call)[0], expected, atol=1e-5, rtol=1e-5)
 
 
 # ---------------------------------------------------------------- a chain of layers

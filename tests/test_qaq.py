@@ -31,7 +31,7 @@ from kvpass.lowering.fit_sequence import query_energy
 from kvpass.lowering.reference import attention_mass
 from kvpass.schemes import QAQConfig
 
-from common import DIM, naive_attention, only_reference, randn, seeds
+from common import DIM, dense_call, naive_attention, only_reference, randn, seeds
 from tiny import llama, step_by_step, tokens
 
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
@@ -229,7 +229,7 @@ def test_importance_is_the_largest_weight_of_the_last_rows():
     mask[1, :, :, :7] = False
     eye = torch.eye(40).expand(2, HEADS, -1, -1)
     weights = naive_attention(q, k, eye, mask=mask, scale=0.25).nan_to_num(0)
-    got = attention_mass(q, k, mask, False, 0.25, 0.0, None, "max-5")
+    got = attention_mass(dense_call(q, k, k, mask, scale=0.25, statistic="max-5"), k)
     expected = weights[:, :, -5:].unflatten(1, (HEADS, -1)).amax((2, 3))
     torch.testing.assert_close(got.double(), expected, atol=1e-6, rtol=1e-5)
 

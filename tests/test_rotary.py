@@ -14,6 +14,7 @@ from kvpass import KVPassError
 from kvpass.codec.rope import join_pairs, rotate, split_pairs
 from kvpass.codec.tensors import Pack
 from kvpass.lowering import reference
+from kvpass.lowering.call_types import AttendCall
 from kvpass.lowering.fit_sequence import fit_compensation
 from kvpass.lowering.inductor import attend as inductor_attend
 
@@ -69,13 +70,13 @@ def test_attention_rotates_what_it_reads(n, rope, keep):
     q, new = randn(7, 2, 6, 1, DIM), [t[:, :, n:] for t in x]
     mask = torch.rand(2, 1, 1, n + 1, generator=torch.Generator().manual_seed(0)) > 0.4
     mask[..., -1] = True
-    arguments = (q, *packs, n, *new, mask, False, 0.3, 0.0, k_spec, v_spec, (cos, sin, rope))
+    call = AttendCall(q, *packs, n, *new, mask, False, 0.3, 0.0, k_spec, v_spec, (cos, sin, rope))
     with only_reference():
         past = [s.decode(n) for s in states]
     dense = torch.cat([rotate(past[0], cos, sin, rope), new[0]], 2), torch.cat([past[1], new[1]], 2)
-    expected = reference.attention(q, *dense, mask, False, 0.3, 0.0)
-    torch.testing.assert_close(reference.attend(*arguments)[0], expected, atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(inductor_attend.attend(*arguments)[0], expected, atol=2e-6, rtol=1e-5)
+    expected = reference.attention(call, *dense)
+    torch.testing.assert_close(reference.attend(call)[0], expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(inductor_attend.attend(call)[0], expected, atol=2e-6, rtol=1e-5)
 
 
 # ---------------------------------------------------------------- in a model

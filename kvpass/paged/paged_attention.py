@@ -6,6 +6,7 @@ goes through a context a piece at a time, and adds up as it goes, so that memory
 """
 
 from collections.abc import Callable
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from ..codec.center import fit_centers
 from ..codec.spec import CodecSpec
 from ..lowering.inductor.pages import decode_all
 from ..lowering.reference import decode_predicted
-from ..lowering.table import DispatchKey, Implementation, select
+from ..lowering.table import DispatchKey, Implementation, implements, select
 from . import flash_attention, single_query_cpp, single_query_inductor
 from .batch import Batch, BlockTable, Due, Tiles, pages_of
 from .block_layout import Blocks
@@ -41,11 +42,15 @@ def codecs_for(spec: CodecSpec, device: torch.device, head_dim: int, lowering: s
     return Codecs(chosen("encode").run, decode)
 
 
+_text = cache(str)
+
+
 class Layer(NamedTuple):
     """What attention over one layer needs besides a batch.
 
     window: ``[blocks, H, tokens, 2 * D]``, keys and values. codecs: of keys and of values. softcap: 0 for none.
-    kernel: what attends to single tokens of requests, if there is one (`with_kernel`).
+    kernel: ``(q, batch, tiles)`` to the attention of one token of each request, ``[N, H_q, D]``, as `with_kernel`
+        chooses it; None dequantizes pages, as for several tokens.
     """
 
     blocks: Blocks
@@ -55,7 +60,13 @@ class Layer(NamedTuple):
     codecs: tuple[Codecs, Codecs]
     scale: float
     softcap: float = 0.0
-    kernel: single_query_cpp.Attention | single_query_inductor.Attention | None = None
+    kernel: Callable[[Tensor, Batch, Tiles], Tensor] | None = None
+
+    def dispatch(self, op: str, queries: int) -> DispatchKey:
+        """What decides who attends with ``queries`` tokens of a request, 0 for any number of them."""
+        specs, asked = (_text(self.key), _text(self.value)), ("softcap",) if self.softcap else ()
+        head_dim, dtype = self.window.shape[-1] // 2, self.window.dtype
+        return DispatchKey(op, self.window.device.type, specs, queries, head_dim, dtype, extras=asked)
 
     @property
     def sides(self) -> tuple[tuple[str, CodecSpec, tuple[Tensor, ...], Codecs], ...]:
@@ -90,10 +101,8 @@ class Layer(NamedTuple):
 
 
 def with_kernel(layer: Layer) -> Layer:
-    """``layer`` with the kernel that serves it, if one does."""
-    kernels = single_query_cpp, single_query_inductor
-    kernel = next((one.Attention(layer) for one in kernels if one.serves(layer)), None)
-    return layer._replace(kernel=kernel)
+    """``layer`` with what attends to single tokens of requests."""
+    return layer._replace(kernel=select(layer.dispatch("paged_attend_one", 1)).run(layer))
 
 
 def warm(layer: Layer, q_heads: int) -> None:
@@ -160,26 +169,32 @@ def attend(batch: Batch, layer: Layer, q: Tensor, out: Tensor) -> None:
 def _attend(batch: Batch, tiles: Tiles, layer: Layer, q: Tensor) -> Tensor:
     """Attention of some tiles: ``[N, Q, H_q, D]`` float32."""
     rows = q.index_select(0, tiles.rows.flatten()).unflatten(0, tiles.rows.shape).transpose(1, 2)  # [N, H_q, Q, D]
-    fast = q.device.type == "cpu" and not layer.softcap
+    chosen = select(layer.dispatch("paged_attend", 0))
     per_token = layer.window.shape[1] * layer.window.shape[3] // 2
-    if not fast:
+    if chosen.name == "reference":
         per_token = max(per_token, q.shape[1] * tiles.rows.shape[1])  # scores are in memory
     several = spans(batch, tiles, layer.key.retention, layer.value.retention, max(1, _VALUES // per_token))
-    return (_over_parts if fast else _over_spans)(several, layer, rows).transpose(1, 2)
+    found: Tensor = chosen.run(several, layer, rows)
+    return found.transpose(1, 2)
 
 
-def _over_parts(several: list[Span], layer: Layer, rows: Tensor) -> Tensor:
-    """Attention of ``rows`` ``[N, H_q, Q, D]`` over spans, by `flash_attention`."""
-    dtype = rows.dtype if rows.dtype == layer.window.dtype and rows.dtype in flash_attention.DTYPES else torch.float32
-    parts = flash_attention.Parts(rows.to(dtype), layer.scale)
-    for span in several:
-        keys, values = (layer.read(side, span, dtype) for side in range(2))
-        parts.add(span.tiles, keys, values, span.mask)
-    return parts.out
+@implements("paged_attend_one", "reference")
+def _dequantizing(layer: Layer) -> Callable[[Tensor, Batch, Tiles], Tensor]:
+    """What attends to single tokens as to several."""
+    return partial(_single, layer)
 
 
+def _single(layer: Layer, q: Tensor, batch: Batch, tiles: Tiles) -> Tensor:
+    return _attend(batch, tiles, layer, q).squeeze(1)
+
+
+for _name, _module in (("inductor", single_query_inductor), ("cpp", single_query_cpp)):  # the last is preferred
+    implements("paged_attend_one", _name, _module.HAS, _module.refuses)(_module.Attention)
+
+
+@implements("paged_attend", "reference")
 def _over_spans(several: list[Span], layer: Layer, rows: Tensor) -> Tensor:
-    """The same, in torch."""
+    """Attention of ``rows`` ``[N, H_q, Q, D]`` over spans, in torch: float32 of that shape."""
     rows = rows.float() * layer.scale
     first, *others = several
 
@@ -194,6 +209,23 @@ def _over_spans(several: list[Span], layer: Layer, rows: Tensor) -> Tensor:
         total[some] = torch.lerp(total[some], out, torch.sigmoid(of_span - logsum[some]))
         logsum[some] = torch.logaddexp(logsum[some], of_span)
     return total
+
+
+def _refuses_flash(dispatch: DispatchKey) -> str | None:
+    if dispatch.device != "cpu":
+        return "it runs on CPUs."
+    return f"it does not support {', '.join(dispatch.extras)}." if dispatch.extras else None
+
+
+@implements("paged_attend", "cpp", refuses=_refuses_flash)
+def _over_parts(several: list[Span], layer: Layer, rows: Tensor) -> Tensor:
+    """The same, by `flash_attention`."""
+    dtype = rows.dtype if rows.dtype == layer.window.dtype and rows.dtype in flash_attention.DTYPES else torch.float32
+    parts = flash_attention.Parts(rows.to(dtype), layer.scale)
+    for span in several:
+        keys, values = (layer.read(side, span, dtype) for side in range(2))
+        parts.add(span.tiles, keys, values, span.mask)
+    return parts.out
 
 
 def _on_span(rows: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, softcap: float) -> tuple[Tensor, Tensor]:

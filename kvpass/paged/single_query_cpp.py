@@ -1,33 +1,48 @@
-"""Attention of one token of each of many requests over a server's blocks on CPUs, of what `attend_codes` reads."""
+"""Attention of one token of each of many requests over a server's blocks on CPUs, for the codecs that
+`kvpass.lowering.cpp.attend_codes` reads."""
+
+from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..lowering.cpp.attend_codes import defines_of
-from ..lowering.cpp.attend_codes import serves as serves_codes
+from ..codec.spec import parse
+from ..lowering.cpp.attend_codes import defines_of, serves
 from ..lowering.cpp.build import build, source
+from ..lowering.table import DispatchKey
 from .batch import Batch, Tiles
+
+if TYPE_CHECKING:
+    from .paged_attention import Layer
 
 _SOURCE = Path(__file__).with_name("single_query.cpp")
 _TYPES = ["const uint8_t*", "uint8_t*", *5 * ["const int64_t*"], *9 * ["const uint8_t*"], *14 * ["int64_t"], "float"]
 
 
-def serves(layer: Any) -> bool:
-    """Whether there is a kernel for a `kvpass.paged.paged_attention.Layer`."""
-    window, specs = layer.window, (layer.key, layer.value)
-    return (
-        window.device.type == "cpu" and not layer.softcap and serves_codes(*specs, window.shape[-1] // 2, window.dtype)
-    )
+HAS = None
+"""The features that are supported are those of `kvpass.lowering.cpp.attend_codes.serves`."""
+
+
+def refuses(dispatch: DispatchKey) -> str | None:
+    """Why there is no kernel for ``dispatch``, or None."""
+    if dispatch.device != "cpu":
+        return "it runs on CPUs."
+    if dispatch.extras:
+        return f"it does not support {', '.join(dispatch.extras)}."
+    key, value = map(parse, dispatch.specs)
+    if dispatch.dtype is None or not serves(key, value, dispatch.head_dim, dispatch.dtype):
+        return "it has no kernel for this codec, head_dim and dtype."
+    return None
 
 
 class Attention:
-    """Attention over the blocks of one layer that is served; what all steps share is looked up once."""
+    """Attention over the blocks of one layer; what all steps share is looked up once."""
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Layer) -> None:
         self._layer = layer
         self._kernels: dict[int, Callable[..., None]] = {}
         window, pools, heads = layer.window, (*layer.blocks.key, *layer.blocks.value), layer.blocks.head

@@ -5,8 +5,10 @@ Pages are looked up in the table of blocks as they are read, and never copied; q
 a long context is shared by all threads and a short one is not padded.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,12 +17,16 @@ from ..codec.bitpack import num_planes, unpack_plane_unshifted
 from ..codec.codebook import grid
 from ..codec.hadamard import basis
 from ..codec.quantizer import Quantizer
-from ..codec.spec import CodecSpec
+from ..codec.spec import CodecSpec, parse
 from ..lowering.inductor.aot import Input, Kernel, Program
 from ..lowering.inductor.attend import OPTIONS, plane_scores
 from ..lowering.inductor.opened import Pages, page_values, plain
 from ..lowering.inductor.pages import WIDTHS, one_level
+from ..lowering.table import DispatchKey
 from .batch import Batch, Rows, Tiles, at_least_two
+
+if TYPE_CHECKING:
+    from .paged_attention import Layer
 
 UNIT = 4
 """Pages of a unit."""
@@ -29,11 +35,20 @@ _SERVED |= {"codec=", "evict=attention", "fit=minmax", "predictor="}
 _BLOCKS, _WINDOWS, _ROWS, _UNITS, _MOST, _TOKENS = 61, 67, 5, 53, 11, 71  # sizes to trace with, all different
 
 
-def serves(layer: Any) -> bool:
-    """Whether there is a kernel for a `kvpass.paged.paged_attention.Layer`."""
-    key, value = layer.key, layer.value
-    later = layer.window.device.type == "cpu" and value.retention.residual >= key.retention.residual
-    return later and all(not spec.quantizer.raw and spec.stored_as.features <= _SERVED for spec in (key, value))
+HAS = _SERVED, _SERVED
+"""Features of keys, and of values, that are supported."""
+
+
+def refuses(dispatch: DispatchKey) -> str | None:
+    """Why there is no kernel for ``dispatch``, whose features are supported, or None."""
+    if dispatch.device != "cpu":
+        return "it runs on CPUs."
+    key, value = map(parse, dispatch.specs)
+    if key.quantizer.raw or value.quantizer.raw:
+        return "keys and values are not quantized."
+    if value.retention.residual < key.retention.residual:
+        return "values must not leave the residual window before their keys."
+    return None
 
 
 def _gathered(pools: Sequence[Tensor], block: Tensor, slot: Tensor, spec: CodecSpec) -> list[Tensor]:
@@ -183,9 +198,9 @@ def blocks_kernel(
 
 
 class Attention:
-    """Attention over the blocks of one layer that is served; what all steps share is looked up once."""
+    """Attention over the blocks of one layer; what all steps share is looked up once."""
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Layer) -> None:
         head_dim, device = layer.window.shape[-1] // 2, layer.window.device
         self._named: dict[str, Tensor | None] = {"window": layer.window}
         for side, spec, pools, _ in layer.sides:

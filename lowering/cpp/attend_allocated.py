@@ -16,6 +16,7 @@ from kvpass.codec.tensors import Pack
 from kvpass.codec.transform_coding import PAIRS
 from kvpass.layout.pool import capacity
 
+from ..call_types import AttendCall
 from .allocated import defines_of, look_up_table
 from .attend_codes import DTYPES, LANES, as_tokens
 from .build import build, source, text
@@ -69,12 +70,10 @@ def _shared_defines(spec: CodecSpec, head_dim: int) -> dict[str, int]:
     )  # fmt: skip
 
 
-def attend(
-    q: Tensor, key: Pack, value: Pack, n: int, k_new: Tensor, v_new: Tensor, scale: float, k_spec: CodecSpec,
-    v_spec: CodecSpec,
-) -> Tensor:  # fmt: skip
-    """Attention of ``q`` ``[B, H_q, 1, D]`` to the ``n`` tokens that are stored, and to that of ``k_new`` and ``v_new``
-    ``[B, H, 1, D]``, if there is one: ``[B, H_q, 1, D]``, in the dtype of the tokens."""
+def attend(call: AttendCall[Pack]) -> Tensor:
+    """The output ``[B, H_q, 1, D]`` of ``call``, with one query token, and one token of its own or none."""
+    q, key, value, n, k_new, v_new = call[:6]
+    k_spec, v_spec = call.specs
     (batch, q_heads, _, head_dim), (_, heads, present, _), dtype = q.shape, k_new.shape, key.ring.dtype
     pages = k_spec.retention.pages(n)
     sides, rooms = [], []
@@ -93,6 +92,6 @@ def attend(
     _kernel(k_spec.stored_as, v_spec.stored_as, head_dim, q_heads // heads, dtype)(
         q, out, *sides, *exact, cos, sin, q if center is None else center.contiguous(),
         look_up_table(q.device), batch, heads, n, present, pages, *rooms, cos.shape[1], cos.shape[2], pairs,
-        int(interleaved), int(center is not None), of_samples, torch.get_num_threads(), scale,
+        int(interleaved), int(center is not None), of_samples, torch.get_num_threads(), call.scale,
     )  # fmt: skip
     return out

@@ -14,6 +14,7 @@ from kvpass.codec.spec import CodecSpec
 from kvpass.codec.tensors import Pack
 from kvpass.layout.pool import capacity
 
+from ..call_types import AttendCall
 from .build import build, source
 
 LANES = 16
@@ -52,12 +53,10 @@ def _kernel(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dtype
     return build(source(defines, "tokens.h", "codes.h", "rings.h", "attend_codes.cpp"), _TYPES)
 
 
-def attend(
-    q: Tensor, key: Pack, value: Pack, n: int, k_new: Tensor, v_new: Tensor, scale: float, k_spec: CodecSpec,
-    v_spec: CodecSpec,
-) -> Tensor:  # fmt: skip
-    """Attention of ``q`` ``[B, H_q, 1, D]`` to the ``n`` tokens that are stored, and to that of ``k_new`` and ``v_new``
-    ``[B, H, 1, D]``, if there is one: ``[B, H_q, 1, D]``."""
+def attend(call: AttendCall[Pack]) -> Tensor:
+    """The output ``[B, H_q, 1, D]`` of ``call``, with one query token, and one token of its own or none."""
+    q, key, value, n, k_new, v_new = call[:6]
+    k_spec, v_spec = call.specs
     (batch, q_heads, _, head_dim), (_, heads, present, _), dtype = q.shape, k_new.shape, key.ring.dtype
     half, packed = (spec.retention.pages(n) for spec in (k_spec, v_spec))
     rooms = [capacity(pool, pages) for pack, pages in ((key, half), (value, packed)) for pool in pack.pools]
@@ -65,7 +64,7 @@ def attend(
     q, *exact = (as_tokens(x, dtype) for x in (q, key.ring, value.ring, k_new, v_new))
     out = torch.empty_like(q)
     _kernel(k_spec.stored_as, v_spec.stored_as, head_dim, q_heads // heads, dtype)(
-        q, out, *pools, *exact, batch, heads, n, present, packed, half, *rooms, torch.get_num_threads(), scale
+        q, out, *pools, *exact, batch, heads, n, present, packed, half, *rooms, torch.get_num_threads(), call.scale
     )
     return out
 

@@ -1,4 +1,4 @@
-"""Attention of one token of each sample of a cache in C++, of those specs there is a kernel for."""
+"""Attention of one token of each sample of a cache in C++, for the specs that have a kernel."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from kvpass.codec.spec import CodecSpec, parse
+from kvpass.codec.tensors import Pack
 
+from ..call_types import AttendCall
 from ..inductor.attend import ATTENDED
 from ..table import DispatchKey, implements
 from . import attend_allocated, attend_codes
@@ -15,7 +17,8 @@ _MOST = 8  # queries of a KV head: sums of more do not stay in registers
 
 
 def kernel_of(key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype) -> Callable[..., Tensor] | None:
-    """The kernel that attends to a cache of these specs, of tokens of ``dtype``; None if there is none."""
+    """The kernel for caches of these specs that hold tokens of ``dtype``; None if there is none. It takes an
+    `AttendCall` and returns its output."""
     asked = key, value, head_dim, dtype
     return next((one.attend for one in (attend_codes, attend_allocated) if one.serves(*asked)), None)
 
@@ -40,10 +43,7 @@ def _refuses(dispatch: DispatchKey) -> str | None:
 
 
 @implements("attend", "cpp", has=ATTENDED, refuses=_refuses)
-def attend(
-    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None,
-    statistic="", importance=None, length=None, starts=None,
-) -> list[Tensor]:  # fmt: skip
-    kernel = kernel_of(k_spec, v_spec, q.shape[3], q.dtype)
+def attend(call: AttendCall[Pack]) -> list[Tensor]:
+    kernel = kernel_of(call.k_spec, call.v_spec, call.q.shape[3], call.q.dtype)
     assert kernel is not None, "the table asks `_refuses` first"
-    return [kernel(q, key, value, n, k_new, v_new, scale, k_spec, v_spec)]
+    return [kernel(call)]

@@ -19,30 +19,47 @@ from kvpass.codec.hadamard import basis
 from kvpass.codec.rope import parse_rope, rotate_pairs, split_pairs
 from kvpass.codec.shares import Shares
 from kvpass.codec.spec import CodecSpec, parse
-from kvpass.codec.tensors import calibrated_shapes, of_pages, page_shapes
+from kvpass.codec.tensors import Pack, calibrated_shapes, of_pages, page_shapes
 from kvpass.layout.pool import capacity, handle, of_capacity
 from kvpass.layout.retention import Retention
 from kvpass.layout.window import layout, ring_tokens
 
-from .. import reference
+from ..call_types import AttendCall
 from ..cpp import allocated
-from ..reference import with_past
+from ..reference import with_past, with_starts
 from ..table import DispatchKey, implements
-from . import drafts
 from .aot import Input, Kernel, Program
-from .opened import OPENED, Pages, opened, page_values, points_of
-from .pages import WIDTHS, decode_all
+from .dense import ATTENDED
+from .opened import Pages, opened, page_values, points_of
 from .planes import Planes, in_storage_order, mean_scores
 from .terms import Turns
 
-_OF_KEYS = {"codec=boosted", "codec=polar"}
-_VALUES = WIDTHS | {f"codec={name}" for name in ("allocated", *filter(None, OPENED))} - _OF_KEYS
-_VALUES |= {"per=channel", "per=token", "keep=log", "rotation", "grid"}
-_VALUES |= {f"codec.{name}" for name in ("rich_pairs", "rich_singles", "follows")}
-_VALUES |= {"codec=shares", *(f"codec.{name}" for name in ("ranked", "adapts"))}
-ATTENDED = _VALUES | _OF_KEYS | {"pre_rope", "center", "page_frame", "numbered"}, _VALUES
 _BEHIND_ROPE = {"boosted": "boosted channels", "error-term": "low-rank error terms"}
 _MIN_PAGES = 2  # sizes 0 and 1 would be specialised; what is beyond the packed tokens is masked
+
+
+class Common(NamedTuple):
+    """What the calls that one kernel serves have in common, besides specs.
+
+    many: whether there is more than one sample. mask: whether it has many, its heads and its dtype. columns: those of
+    the rotary tables. sinks: their dtype. present: whether there is a token of the call, as in self-attention, or none,
+    as in cross-attention. mass: whether attention mass is returned.
+    """
+
+    many: bool
+    q_heads: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    mask: tuple[bool, int, torch.dtype] | None
+    rope: str
+    columns: int
+    sinks: torch.dtype | None
+    present: bool
+    scale: float
+    softcap: float
+    mass: bool
 
 
 def _places(n: Tensor, packed: Tensor, retention: Retention, held: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -87,15 +104,18 @@ def _allocated(given: dict[str, Tensor | None], side: str, spec: CodecSpec) -> t
     return codes, pages.shape[0], room.shape[0], *fitted, spec
 
 
-def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rope, mass, present):
-    """One query token ``[B, H_q, 1, D]`` over packed keys and values, given what `_inputs` names. With ``mass``, the
-    weights summed over the query heads of a KV head come second: ``[B * H_kv, slots]``, pages, ring, and the token
-    itself. Without ``present``, that of cross-attention, the token itself does not count.
+def _attend(
+    given: dict[str, Tensor | None], common: Common, k_spec: CodecSpec, v_spec: CodecSpec
+) -> tuple[Tensor, ...]:
+    """One query token ``[B, H_q, 1, D]`` over packed keys and values, given what `_inputs` names: ``[B, H_q, 1, D]``,
+    and with ``common.mass`` the weights, summed over the query heads of a KV head: ``[B * H_kv, slots]``, pages, ring,
+    and the token itself, which does not count without ``common.present``.
 
     ``k_pages`` and ``v_pages`` carry page counts as their shape, those of `_pools` the capacities of pools that are
     handed over as handles, ``lengths`` those of `_lengths` as its values. For log-sparse windows ``held`` is the token
     in each slot of the ring, ``page_tokens`` ``[N, P]`` those in the pages.
     """
+    rope, softcap = common.rope, common.softcap
     q, lengths, mask, held, page_tokens, sinks, center = (
         given[name] for name in ("q", "lengths", "mask", "held", "page_tokens", "sinks", "center")
     )
@@ -109,7 +129,7 @@ def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rop
     )
     k_ring, v_ring, k_new, v_new = (given[name].flatten(0, 1) for name in ("k_ring", "v_ring", "k_new", "v_new"))
     shape, dtype, batch, groups = q.shape, q.dtype, q.shape[0], given["k_ring"].shape[1]
-    q = (q.float() * scale).view(batch * groups, shape[1] // groups, -1)  # [BH, R, D]
+    q = (q.float() * common.scale).view(batch * groups, shape[1] // groups, -1)  # [BH, R, D]
     index = torch.arange(count * size, device=q.device)  # of packed tokens, in storage order
     in_page = index + k_spec.retention.sinks if page_tokens is None else page_tokens.flatten()
     n, k_packed, v_packed = lengths.split(1)
@@ -142,7 +162,7 @@ def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rop
         for term in pages.beside:
             on_pages = on_pages + term.scores(q, turns).flatten(2)
     on_ring = torch.stack(_dots(q, k_ring.float(), tables(k_tokens.clamp_min(0)), rope), 1)
-    own, counts = (q * k_new.float()).sum(-1, keepdim=True), torch.full_like(n, present, dtype=torch.bool)
+    own, counts = (q * k_new.float()).sum(-1, keepdim=True), torch.full_like(n, common.present, dtype=torch.bool)
     scores = torch.cat([seen(on_pages, index < k_packed), seen(on_ring, k_counts), seen(own, counts)], -1)
     if mask is not None:
         token = torch.cat([in_page, k_tokens, n])
@@ -169,7 +189,7 @@ def _attend(given: dict[str, Tensor | None], scale, softcap, k_spec, v_spec, rop
         from_pages = page_values(by_page, pages, given["v_basis"])
     out = out + from_pages
     out = out.view(*shape[:3], -1).to(dtype)
-    return (out, weights.sum(1)) if mass else (out,)
+    return (out, weights.sum(1)) if common.mass else (out,)
 
 
 def plane_scores(q, planes: Planes, tokens, tables, rope: str, basis, center) -> list[list[Tensor]]:
@@ -248,29 +268,9 @@ OPTIONS = {
 }
 
 
-class Common(NamedTuple):
-    """What calls that one kernel serves have in common, besides specs and scores.
-
-    many: whether there is more than one sample. mask: whether it has many, its heads and its dtype. columns: those of
-    the rotary tables. sinks: their dtype. present: see `_attend`.
-    """
-
-    many: bool
-    q_heads: int
-    heads: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
-    mask: tuple[bool, int, torch.dtype] | None
-    rope: str
-    columns: int
-    sinks: torch.dtype | None
-    present: bool
-
-
 def _inputs(common: Common, k_spec: CodecSpec, v_spec: CodecSpec) -> list[Input]:
     """What `_attend` is given."""
-    many, q_heads, heads, head_dim, dtype, device, mask, rope, columns, sinks, _ = common
+    many, q_heads, heads, head_dim, dtype, device, mask, rope, columns, sinks = common[:10]
 
     def tensor(name: str, *shape: int, dtype=dtype, dynamic=(), there=True) -> Input:
         return Input(name, torch.empty(shape, dtype=dtype, device=device) if there else None, dynamic)
@@ -323,14 +323,13 @@ def _points(spec: CodecSpec, device: torch.device) -> Tensor | None:
 
 
 @Kernel
-def attend_kernel(common: Common, k_spec: CodecSpec, v_spec: CodecSpec, scale: float, softcap: float, mass: bool):
+def attend_kernel(common: Common, k_spec: CodecSpec, v_spec: CodecSpec) -> Program:
     """`_attend` for all calls that have this in common; it takes what `_inputs` names by name."""
-    how = dict(scale=scale, softcap=softcap, k_spec=k_spec, v_spec=v_spec, rope=common.rope, mass=mass)
     inputs = _inputs(common, k_spec, v_spec)
     names = [one.name for one in inputs]
 
     def attend(*tensors):
-        return _attend(dict(zip(names, tensors, strict=True)), **how, present=common.present)
+        return _attend(dict(zip(names, tensors, strict=True)), common, k_spec, v_spec)
 
     return Program(attend, inputs, OPTIONS, by_name=True)
 
@@ -358,8 +357,8 @@ def _page_tokens(retention: Retention, used: int, pages: int, device: torch.devi
 def _refuses_attend(dispatch: DispatchKey) -> str | None:
     if not dispatch.specs:
         return "the past is already dequantized."
-    if dispatch.queries != 1:  # decoded by `decode_all`
-        return None
+    if dispatch.queries != 1:
+        return "it attends with one query token."
     specs = [parse(text) for text in dispatch.specs]
     (key, value), of_keys = (spec.retention for spec in specs), specs[0].transform
     if dispatch.device != "cpu" and any(isinstance(spec.codec, (Allocation, Shares)) for spec in specs):
@@ -384,19 +383,20 @@ def _refuses_attend(dispatch: DispatchKey) -> str | None:
     return None
 
 
-def _run(
-    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None, mass=False
-) -> tuple[Tensor, ...]:
+def _run(call: AttendCall[Pack]) -> tuple[Tensor, ...]:
+    """What `_attend` returns for ``call``."""
+    q, key, value, n, k_new, v_new, mask = call[:7]
+    k_spec, v_spec = call.specs
     batch, heads, _, head_dim = k_new.shape
     device, present, sides = q.device, k_new.shape[2] > 0, (("k", key, k_spec), ("v", value, v_spec))
     retention = k_spec.retention
-    cos, sin, rope = rotary or key.frames or (None, None, "")
+    cos, sin, rope = call.rotary or key.frames or (None, None, "")
     if not present:  # a token that does not count
         k_new = v_new = k_new.new_zeros(batch, heads, 1, head_dim)
     given = dict(
-        q=q.contiguous(), k_new=k_new.contiguous(), v_new=v_new.contiguous(), mask=mask, cos=cos, sin=sin, sinks=sinks,
-        lengths=_lengths(n, retention.packed(n), v_spec.retention.packed(n), device), held=None, page_tokens=None,
-        center=key.fitted.get("center"),
+        q=q.contiguous(), k_new=k_new.contiguous(), v_new=v_new.contiguous(), mask=mask, cos=cos, sin=sin,
+        sinks=call.sinks, lengths=_lengths(n, retention.packed(n), v_spec.retention.packed(n), device), held=None,
+        page_tokens=None, center=key.fitted.get("center"),
     )  # fmt: skip
     counts = {}
     for side, pack, spec in sides:
@@ -419,31 +419,20 @@ def _run(
         given["page_tokens"] = _page_tokens(retention, retention.pages(n), counts["k_pages"], device)
     common = Common(
         batch > 1, q.shape[1], heads, head_dim, q.dtype, device, layout_of_mask, rope, cos.shape[2] if rope else 0,
-        None if sinks is None else sinks.dtype, present,
+        None if call.sinks is None else call.sinks.dtype, present, call.scale, call.softcap, bool(call.statistic),
     )  # fmt: skip
-    return attend_kernel(common, k_spec.stored_as, v_spec.stored_as, scale, softcap, mass)(given)
+    return attend_kernel(common, k_spec.stored_as, v_spec.stored_as)(given)
 
 
 @implements("attend", "inductor", has=ATTENDED, refuses=_refuses_attend)
-def attend(
-    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None,
-    statistic="", importance=None, length=None, starts=None,
-) -> list[Tensor]:  # fmt: skip
-    if starts is not None:
-        mask, causal = reference.seen_from(starts, q.shape[2], n + q.shape[2]), False
-    how = causal, scale, softcap, k_spec, v_spec, rotary, sinks
-    if q.shape[2] > 1:
-        if not statistic and importance is None and drafts.serves(q, key.ring, n, (k_spec, v_spec)):
-            return [drafts.attend(q, key, value, n, k_new, v_new, mask, *how)]
-        return reference.attend(q, key, value, n, k_new, v_new, mask, *how, statistic, importance, decode_fn=decode_all)
-    if mask is not None and importance is not None and k_spec.retention.evicts:
-        mask = with_past(mask, importance, n, q.shape)
-    out, *mass = _run(q, key, value, n, k_new, v_new, mask, *how, bool(statistic))
-    return [out, *(_in_token_order(of_slots.unflatten(0, k_new.shape[:2]), n, k_spec.retention) for of_slots in mass)]
+def attend(call: AttendCall[Pack]) -> list[Tensor]:
+    out, *mass = _run(with_past(with_starts(call)))
+    shape, retention = call.k_new.shape[:2], call.k_spec.retention
+    return [out, *(_in_token_order(of_slots.unflatten(0, shape), call.n, retention) for of_slots in mass)]
 
 
 def _in_token_order(mass: Tensor, n: int, retention: Retention) -> Tensor:
-    """What each slot was paid, as `kvpass.layout.eviction` orders the tokens."""
+    """The attention mass of each slot, as `kvpass.layout.eviction` orders the tokens."""
     packed, ring = retention.packed(n), slice(-1 - retention.sinks - retention.ring_size, -1)
     slots = layout(retention).slots(torch.arange(retention.sinks + packed, n)).to(mass.device)
     first = min(n, retention.sinks)

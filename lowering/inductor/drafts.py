@@ -1,10 +1,9 @@
-"""Attention of some query tokens over codes on a CPU, as drafts are verified.
+"""Attention of a few query tokens, as drafts are verified, on a CPU: a few pages are dequantized at a time.
 
-Pages are decoded a few at a time: when they are multiplied they are still in the caches of the processor, and K and V
-are never there as a whole.
+They are still in the caches of the processor when they are multiplied, and K and V never exist as a whole.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -12,24 +11,20 @@ import torch
 from torch import Tensor
 
 from kvpass.codec.rope import rotate
-from kvpass.codec.spec import CodecSpec
+from kvpass.codec.spec import parse
+from kvpass.codec.tensors import Pack
 
-from ..reference import attention_weights, causal_mask, pieces
-from ..table import FEW
+from ..call_types import AttendCall, DecodeCall
+from ..reference import attention_weights, causal_mask, pieces, with_starts
+from ..table import FEW, DispatchKey, implements
+from . import dense
 from .pages import decode_all
 
-_VALUES = 1 << 19  # decoded at a time
-
-
-def serves(q: Tensor, ring: Tensor, n: int, specs: Sequence[CodecSpec]) -> bool:
-    """Whether `attend` is faster than to decode everything: on a CPU, and where that does not fit its caches. Tokens
-    have to be in their order, which those of log-sparse windows are not."""
-    few, large = q.shape[2] <= FEW, n * ring[:, :, 0].numel() > _VALUES
-    return q.device.type == "cpu" and few and large and all(spec.retention.keep != "log" for spec in specs)
+_VALUES = 1 << 19  # dequantized at a time
 
 
 def _rotated(parts: Iterator[Tensor], cos: Tensor, sin: Tensor, rope: str) -> Iterator[Tensor]:
-    """Keys, that were stored before rotary embedding, behind it."""
+    """Keys that were stored before rotary embedding, after it."""
     first = 0
     for keys in parts:
         tokens = slice(first, first + keys.shape[2])
@@ -37,23 +32,48 @@ def _rotated(parts: Iterator[Tensor], cos: Tensor, sin: Tensor, rope: str) -> It
         first = tokens.stop
 
 
-def attend(
-    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None
-) -> Tensor:
-    """The output of `kvpass.lowering.reference.attend`."""
+def _refuses(dispatch: DispatchKey) -> str | None:
+    if dispatch.device != "cpu":
+        return "it runs on CPUs."
+    if not dispatch.specs:
+        return "the past is already dequantized."
+    if dispatch.queries < 2:
+        return f"it attends with 2 to {FEW} query tokens."
+    if "attention mass" in dispatch.extras:
+        return "it does not return attention mass."
+    retentions = [parse(text).retention for text in dispatch.specs]
+    if any(retention.keep == "log" for retention in retentions):
+        return "log-sparse windows do not keep tokens in order."
+    if any(retention.evicts for retention in retentions):
+        return "it does not support eviction."
+    return None
+
+
+@implements("attend", "inductor-drafts", has=dense.ATTENDED, refuses=_refuses, lowering="inductor")
+def attend(call: AttendCall[Pack]) -> list[Tensor]:
+    """The output of ``call``, in pieces; a past that is no larger than one is dequantized as a whole."""
+    if call.n * call.key.ring[:, :, 0].numel() <= _VALUES:
+        return dense.attend(call)
+    return [in_pieces(with_starts(call))]
+
+
+def in_pieces(call: AttendCall[Pack]) -> Tensor:
+    """The output ``[B, H_q, S, D]`` of ``call``, which has no ``starts``."""
+    q, key, value, n, k_new, v_new, mask = call[:7]
     batch, heads, queries, _ = q.shape
-    rows = (q.float() * scale).unflatten(1, (k_new.shape[1], -1)).flatten(2, 3)  # those of a KV head together
-    at_once = max(1, _VALUES // (k_spec.page_size * key.ring[:, :, 0].numel()))
-    keys = pieces(decode_all, key, n, k_spec, at_once=at_once)
-    keys = keys if rotary is None else _rotated(keys, *rotary)
+    rows = (q.float() * call.scale).unflatten(1, (k_new.shape[1], -1)).flatten(2, 3)  # those of a KV head together
+    at_once = max(1, _VALUES // (call.k_spec.page_size * key.ring[:, :, 0].numel()))
+    keys = pieces(decode_all, DecodeCall(key, n, call.k_spec), at_once)
+    keys = keys if call.rotary is None else _rotated(keys, *call.rotary)
     scores = torch.cat([rows @ k.float().mT for k in chain(keys, (k_new,))], -1)
     tokens = scores.shape[-1]
-    if causal:
+    if call.causal:
         mask = causal_mask(queries, tokens, q.device)
-    weights = attention_weights(scores.view(batch, heads, queries, -1), mask, softcap, sinks).view(*rows.shape[:3], -1)
+    weights = attention_weights(scores.view(batch, heads, queries, -1), mask, call.softcap, call.sinks)
+    weights = weights.view(*rows.shape[:3], -1)
     out: Any = 0.0
     first = 0
-    for v in chain(pieces(decode_all, value, n, v_spec, at_once=at_once), (v_new,)):
+    for v in chain(pieces(decode_all, DecodeCall(value, n, call.v_spec), at_once), (v_new,)):
         out = out + weights[..., first : first + v.shape[2]] @ v.float()
         first += v.shape[2]
     return out.view(batch, heads, queries, -1).to(q.dtype)

@@ -36,5 +36,6 @@ def expect(attended: Attended, key: CodecSpec, value: CodecSpec, batch: int, mas
         return
     rope = rope_of(head_dim // 2, interleaved=False) if key.transform.turns else ""  # not known yet, but common
     heads = attended.num_attention_heads, attended.num_key_value_heads
-    common = Common(batch > 1, *heads, head_dim, dtype, device, None, rope, head_dim // 2 if rope else 0, None, True)
-    elsewhere.start(device, [(attend_kernel.name, (common, key.stored_as, value.stored_as, attended.scale, 0.0, mass))])
+    turned = rope, head_dim // 2 if rope else 0
+    common = Common(batch > 1, *heads, head_dim, dtype, device, None, *turned, None, True, attended.scale, 0.0, mass)
+    elsewhere.start(device, [(attend_kernel.name, (common, key.stored_as, value.stored_as))])

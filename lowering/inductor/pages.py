@@ -19,6 +19,7 @@ from kvpass.codec.spec import CodecSpec
 
 from .. import reference
 from ..append import APPENDED, PLACES, append, append_layers
+from ..call_types import AppendCall, AppendLayersCall, DecodeCall
 from ..table import DispatchKey, implements
 from .aot import Input, Kernel, Program
 
@@ -104,21 +105,22 @@ def encode(x: Tensor, fitted: Sequence[Tensor], spec: CodecSpec) -> tuple[Tensor
 
 
 @implements("append_", "inductor", has=(_ENCODED | APPENDED,), refuses=_refuses_encode)
-def append_(*args) -> None:
-    append(encode, *args)
+def append_(call: AppendCall) -> None:
+    append(encode, call)
 
 
 @implements("append_layers_", "inductor", has=(_ENCODED | PLACES,), refuses=_refuses_encode)
-def append_layers_(*args) -> None:
-    append_layers(encode, *args)
+def append_layers_(call: AppendLayersCall) -> None:
+    append_layers(encode, call)
 
 
 @implements("decode", "inductor", has=(_DECODED,))
-def decode(*args) -> Tensor:
-    return reference.read(decode_all, *args)
+def decode(call: DecodeCall) -> Tensor:
+    return reference.read(decode_all, call)
 
 
 def decode_all(kept: Sequence[Tensor], spec: CodecSpec, references, predictor) -> Tensor:
+    """`kvpass.lowering.reference.decode_predicted`, by a kernel where the codec has one."""
     codes = kept[0]
     batch, heads, pages = codes.shape[:3]
     if not pages or spec.codec.name not in (Affine.name, SecondLevel.name):

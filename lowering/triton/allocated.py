@@ -18,6 +18,7 @@ from kvpass.errors import KVPassError
 from kvpass.layout.pool import whole
 from kvpass.layout.window import on_device
 
+from ..call_types import AttendCall
 from .attend import merge_splits
 from .attend_fields import attend_fields
 from .configs import INTERPRETED, AttendConfig, cdiv, splits_of
@@ -148,12 +149,13 @@ class _Fitted:
         return self.pages.shape[2]
 
 
-def attend_allocated(
-    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, sinks=None, length=None
-) -> Tensor:
-    """`kvpass::attend` of ``q`` ``[B, H_q, S, D]`` over fields, without a statistic."""
+def attend_allocated(call: AttendCall[Pack]) -> Tensor:
+    """The output ``[B, H_q, S, D]`` of ``call``, which asks for no attention mass, over fields."""
+    q, key, value, n, k_new, v_new, mask = call[:7]
+    k_spec, v_spec = call.specs
     q, k_new, (batch, heads, queries, head_dim), groups = q.contiguous(), k_new.contiguous(), q.shape, k_new.shape[1]
-    device, rows, length = q.device, heads // groups * queries, on_device(length, n, q.device)
+    device, rows, length = q.device, heads // groups * queries, on_device(call.length, n, q.device)
+    scale = call.scale
     widest = max(head_dim, 2 * rows)
     if (n + queries) * widest >= _MOST:
         raise KVPassError(
@@ -205,7 +207,7 @@ def attend_allocated(
         partial = q.new_empty((batch * groups, splits + 1, rows, head_dim), dtype=torch.float32)
         lse, out = partial.new_empty(partial.shape[:3]), torch.empty_like(q)
         rules = Rules(
-            heads, groups, causal and queries > 1, softcap, mask is not None and mask.dtype == torch.uint8,
+            heads, groups, call.causal and queries > 1, call.softcap, mask is not None and mask.dtype == torch.uint8,
             config.queries, operand,
         )  # fmt: skip
         attend_fields[batch * groups, splits + 1, tiles](
@@ -217,6 +219,7 @@ def attend_allocated(
         )  # fmt: skip
         torch.bmm(summed.flatten(1, 2), values.rows, out=partial.flatten(1, 2)[:, : splits * rows])
         merge_splits[batch * heads * queries,](
-            partial, lse, sinks, out, None, rows, splits + 1, queries, heads, head_dim, _MERGED, enable_fp_fusion=True,
+            partial, lse, call.sinks, out, None, rows, splits + 1, queries, heads, head_dim, _MERGED,
+            enable_fp_fusion=True,
         )  # fmt: skip
     return out

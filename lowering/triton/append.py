@@ -1,7 +1,6 @@
 """Storing tokens: those of a step go to the windows of all layers in one launch."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 import triton
@@ -10,12 +9,12 @@ from torch import Tensor
 
 from kvpass.codec.allocation import Allocation
 from kvpass.codec.spec import CodecSpec
-from kvpass.codec.tensors import Pack
 from kvpass.layout.retention import Retention
 from kvpass.layout.window import on_device
 
 from .. import reference
 from ..append import APPENDED, append, append_layers, write_each
+from ..call_types import AppendCall, AppendLayersCall
 from ..table import DispatchKey, implements
 from .configs import INTERPRETED, cdiv, refuses_device
 from .encode import ENCODED, encode, refuses
@@ -91,14 +90,13 @@ def _refuses(dispatch: DispatchKey) -> str | None:
 
 
 @implements("append_", "triton", has=(ENCODED | APPENDED | _FITTED,), refuses=_refuses, by_name_only=INTERPRETED)
-def append_(pack: Pack, n: int, x: Tensor, q, mask, spec: CodecSpec, *more) -> None:
-    write = _write if spec.retention.keep == "recent" else write_each
-    partial(append, write=write)(_encoder(spec), pack, n, x, q, mask, spec, *more)
+def append_(call: AppendCall) -> None:
+    append(_encoder(call.spec), call, _write if call.spec.retention.keep == "recent" else write_each)
 
 
 @implements(
     "append_layers_", "triton", has=(ENCODED | {"pre_rope", "center"} | _FITTED,), refuses=_refuses,
     by_name_only=INTERPRETED,
 )  # fmt: skip
-def append_layers_(packs: Sequence[Pack], n: int, xs: Sequence[Tensor], spec: CodecSpec, *more) -> None:
-    append_layers(_encoder(spec), packs, n, xs, spec, *more, write=_write)
+def append_layers_(call: AppendLayersCall) -> None:
+    append_layers(_encoder(call.spec), call, _write)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
@@ -15,12 +16,14 @@ from kvpass.codec.hadamard import basis
 from kvpass.codec.rope import parse_rope
 from kvpass.codec.second_level import SecondLevel
 from kvpass.codec.spec import CodecSpec, parse
+from kvpass.codec.tensors import Pack
 from kvpass.errors import KVPassError
 from kvpass.layout.pool import whole
 from kvpass.layout.window import on_device
 
+from ..call_types import AttendCall
 from ..fit_sequence import not_padding
-from ..reference import seen_from, with_past
+from ..reference import with_past, with_starts
 from ..table import FEW, DispatchKey, implements
 from .allocated import FEATURES, attend_allocated, refuses_fields
 from .attend import attend_split, merge_splits
@@ -29,7 +32,6 @@ from .configs import (
     INTERPRETED,
     MASS_WARPS,
     WIDTHS,
-    AttendConfig,
     cdiv,
     power_of_two,
     refuses_device,
@@ -97,70 +99,72 @@ def case_of(
 
 
 @cache
-def _compiled_for(
-    specs: tuple[CodecSpec, CodecSpec], rope: str, head_dim: int, heads: int, groups: int, queries: int,
-    dtype: torch.dtype, mask: torch.dtype | None, causal: bool, softcap: float,
-    config: AttendConfig,
-) -> tuple[tuple[Layout, Layout], Rules]:  # fmt: skip
-    """What kernels are compiled for: all that calls at other lengths have in common."""
+def _layouts(specs: tuple[CodecSpec, CodecSpec], rope: str, head_dim: int) -> tuple[Layout, Layout]:
+    """How kernels see the pages of keys, and of values."""
     planes = max(num_planes(spec.bits) for spec in specs)
-    layouts = _layout(specs[0], planes, head_dim, rope), _layout(specs[1], planes, head_dim)
-    multiplied = torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype  # which the interpreter cannot
-    operand = _OPERANDS[multiplied]
-    of_bytes = mask == torch.uint8
-    return layouts, Rules(heads, groups, causal and queries > 1, softcap, of_bytes, config.queries, operand)
+    return _layout(specs[0], planes, head_dim, rope), _layout(specs[1], planes, head_dim)
+
+
+class _Side(NamedTuple):
+    """Keys or values of a call, as kernels take them.
+
+    tensors: codes, scales and zero points of pages, ``[B, H_kv, pages, ...]`` each, and the ring. beside: lower codes
+    and channels of those that have them, as `kvpass.codec.boost`.
+    """
+
+    tensors: tuple[Tensor, ...]
+    beside: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, pack: Pack, n: int, spec: CodecSpec) -> "_Side":
+        pools = [whole(pool, spec.retention.pages(n)) for pool in pack.pools]
+        return cls((*pools[:3], pack.ring), tuple(pools[3:]))
 
 
 @dataclass
 class _Launch:
-    """One call of the op, as both kernels that score keys take it: ``n`` tokens are stored, as ``length`` says on the
-    device."""
+    """``call``, as both kernels that score keys take it; its ``length`` and ``n`` agree."""
 
-    q: Tensor
-    key: tuple[Tensor, ...]
-    k_new: Tensor
-    n: int
-    length: Tensor
-    mask: Tensor | None
-    causal: bool
-    scale: float
-    softcap: float
-    specs: tuple[CodecSpec, CodecSpec]
-    rotary: tuple[Tensor, Tensor, str] | None
-    center: Tensor | None
-    starts: Tensor | None = None
-    lower: Tensor | None = None
-    boosted: Tensor | None = None
+    call: AttendCall[Pack]
 
     def __post_init__(self):
-        self.q, self.k_new, rope, mask = self.q.contiguous(), self.k_new.contiguous(), "", self.mask
-        if self.rotary is not None:
-            cos, sin, rope = self.rotary
-            cos, sin = (table.contiguous().expand(len(self.q), -1, -1) for table in (cos, sin))
-            self.rotary = cos, sin, rope
+        call = self.call
+        self.q, self.k_new, rope, mask = call.q.contiguous(), call.k_new.contiguous(), "", call.mask
+        self.length, self.specs, self.rotary = on_device(call.length, call.n, call.q.device), call.specs, None
+        if call.rotary is not None:
+            cos, sin, rope = call.rotary
+            self.rotary = tuple(table.contiguous().expand(len(self.q), -1, -1) for table in (cos, sin))
         self.batch, self.heads, self.queries, self.head_dim = self.q.shape
         self.groups = self.k_new.shape[1]
         self.rows = self.heads // self.groups * self.queries
-        if (self.n + self.queries) * self.head_dim >= _MOST:
+        if (call.n + self.queries) * self.head_dim >= _MOST:
             raise KVPassError(
                 f"The Triton kernels support up to {_MOST // self.head_dim - 1} tokens of {self.head_dim} channels, "
-                f"not {self.n + self.queries}: use kvpass.apply(..., lowering='reference')."
+                f"not {call.n + self.queries}: use kvpass.apply(..., lowering='reference')."
             )
         if mask is not None:
-            mask = self.mask = (mask.view(torch.uint8) if mask.dtype == torch.bool else mask).contiguous()
-        masked = mask is not None or self.starts is not None
+            mask = (mask.view(torch.uint8) if mask.dtype == torch.bool else mask).contiguous()
+        self.mask, masked = mask, mask is not None or call.starts is not None
         case = case_of(self.specs, rope, self.head_dim, self.rows, self.q.dtype, masked)
         self.config = configured(case, self.q.device)
         if isinstance(self.specs[0].codec, Boosted):  # whose rows are of one page
             of_page = self.specs[0].page_size // case.planes
             self.config = replace(self.config, rows=min(self.config.rows, of_page))
-        self.layouts, self.rules = _compiled_for(
-            self.specs, rope, self.head_dim, self.heads, self.groups, self.queries, self.q.dtype,
-            None if mask is None else mask.dtype, self.causal, self.softcap, self.config,
-        )  # fmt: skip
+        self.key, self.value = (_Side.of(pack, call.n, spec) for pack, spec in zip(call[1:3], self.specs, strict=True))
+        self.beside = self.key.beside or (None, None)
+        self.layouts, self.rules = _layouts(self.specs, rope, self.head_dim), self._rules()
         self.planes = self.layouts[0].planes
         # rows of pages (see `pages`) that keys and values have
-        self.packed_rows = tuple(spec.retention.packed(self.n) // self.planes for spec in self.specs)
+        self.packed_rows = tuple(spec.retention.packed(call.n) // self.planes for spec in self.specs)
+
+    def _rules(self) -> Rules:
+        dtype = self.q.dtype
+        multiplied = torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype  # which the interpreter cannot
+        of_bytes = self.mask is not None and self.mask.dtype == torch.uint8
+        causal = self.call.causal and self.queries > 1
+        return Rules(
+            self.heads, self.groups, causal, self.call.softcap, of_bytes, self.config.queries, _OPERANDS[multiplied]
+        )
 
     @cached_property
     def packed_queries(self) -> Tensor:
@@ -173,17 +177,19 @@ class _Launch:
     @cached_property
     def shift(self) -> Tensor | None:
         """The products of queries with the mean of the keys, unless it is to be rotated with them."""
-        if self.center is None or self.rotary is not None:
+        center = self.call.key.fitted.get("center")
+        if center is None or self.rotary is not None:
             return None
         rows = self.q.float().view(self.batch, self.groups, -1, self.head_dim)
-        return (rows * self.center.float()).sum(-1)
+        return (rows * center.float()).sum(-1)
 
     @property
-    def rotary_tables(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def rotary_tables(self) -> tuple[Tensor | None, ...]:
         """Tables, and the mean that is rotated with the keys."""
         if self.rotary is None:
             return None, None, None
-        return *self.rotary[:2], None if self.center is None else self.center.contiguous()
+        center = self.call.key.fitted.get("center")
+        return *self.rotary, None if center is None else center.contiguous()
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -200,41 +206,42 @@ class _Launch:
     def points(self, spec: CodecSpec) -> Tensor | None:
         return grid(spec.quantizer.grid, self.q.device) if spec.quantizer.grid else None
 
-    def attend(self, value: tuple[Tensor, ...], v_new: Tensor, sinks: Tensor | None, lse: Tensor | None) -> Tensor:
-        """Attention's output; ``lse`` takes the log-sum-exp of each query row."""
-        q, config, device = self.q, self.config, self.q.device
+    def attend(self, lse: Tensor | None) -> Tensor:
+        """The output ``[B, H_q, S, D]``; ``lse`` takes the log-sum-exp of each query row, ``[B, H_q, S]`` float32."""
+        q, call, config, device = self.q, self.call, self.config, self.q.device
+        key, value = self.key.tensors, self.value.tensors
         tiles = cdiv(self.rows, config.queries)
         splits = splits_of(self.packed_rows[1], config, self.batch * self.groups * tiles, device) + 1
         partial = q.new_empty((self.batch * self.groups, splits, self.rows, self.head_dim), dtype=torch.float32)
         partial_lse, out, (K, V) = partial.new_empty(partial.shape[:3]), torch.empty_like(q), self.layouts
         with torch.cuda.device_of(q):
             attend_split[self.batch * self.groups, splits, tiles](
-                q, *self.key, *value, self.k_new, v_new.contiguous(), self.packed_queries, self.shift,
-                *map(self.points, self.specs), self.lower, self.boosted, *self.rotary_tables, self.mask, self.starts,
-                partial, partial_lse, self.length, self.queries, self.scale, self.key[0].stride(1),
-                self.key[1].stride(1), value[0].stride(1), value[1].stride(1), *self.strides, self.rules, K, V,
+                q, *key, *value, self.k_new, call.v_new.contiguous(), self.packed_queries, self.shift,
+                *map(self.points, self.specs), *self.beside, *self.rotary_tables, self.mask, call.starts, partial,
+                partial_lse, self.length, self.queries, call.scale, key[0].stride(1), key[1].stride(1),
+                value[0].stride(1), value[1].stride(1), *self.strides, self.rules, K, V,
                 config.rows, config.together, config.exact, config.stages, num_warps=config.warps,
                 maxnreg=config.registers, enable_fp_fusion=True,
             )  # fmt: skip
             if (rotation := self.specs[1].transform.rotation) is not None:
                 partial[:, :-1] = partial[:, :-1] @ basis(self.head_dim, rotation, device).mT
             merge_splits[self.batch * self.heads * self.queries,](
-                partial, partial_lse, sinks, out, lse, self.rows, splits, self.queries, self.heads, self.head_dim,
+                partial, partial_lse, call.sinks, out, lse, self.rows, splits, self.queries, self.heads, self.head_dim,
                 _MERGED, enable_fp_fusion=True,
             )  # fmt: skip
         return out
 
-    def attention_mass(self, lse: Tensor, largest: bool) -> Tensor:
-        """What each token was paid, by query rows of the log-sum-exp ``lse``."""
-        config, K, stop = self.config, self.layouts[0], self.n + self.queries
+    def attention_mass(self, lse: Tensor) -> Tensor:
+        """The attention mass of each token, ``[B, H_kv, n + S]`` float32, by the log-sum-exp ``lse`` of query rows."""
+        config, K, stop, key = self.config, self.layouts[0], self.call.n + self.queries, self.key.tensors
         k_rows, _ = self.packed_rows
         mass = lse.new_empty((self.batch, self.groups, stop))
         tiles = cdiv(k_rows, config.rows) + cdiv(stop - k_rows * self.planes, config.exact)
         with torch.cuda.device_of(self.q):
             sum_attention[tiles * self.batch * self.groups,](
-                self.q, *self.key, self.k_new, self.packed_queries, self.shift, self.points(self.specs[0]),
-                self.lower, self.boosted, *self.rotary_tables, self.mask, lse, mass, self.n, self.queries, self.scale,
-                k_rows, tiles, self.key[0].stride(1), self.key[1].stride(1), *self.strides, largest, self.rules, K,
+                self.q, *key, self.k_new, self.packed_queries, self.shift, self.points(self.specs[0]), *self.beside,
+                *self.rotary_tables, self.mask, lse, mass, self.call.n, self.queries, self.call.scale, k_rows, tiles,
+                key[0].stride(1), key[1].stride(1), *self.strides, self.call.statistic != "sum", self.rules, K,
                 config.rows, config.exact, num_warps=MASS_WARPS, maxnreg=config.registers, enable_fp_fusion=True,
             )  # fmt: skip
         return mass
@@ -250,30 +257,16 @@ def _count(lse: Tensor, mask: Tensor | None, statistic: str) -> None:
 
 
 @implements("attend", "triton", has=_ATTENDED, refuses=_refuses, by_name_only=INTERPRETED)
-def attend(
-    q, key, value, n, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, rotary=None, sinks=None,
-    statistic="", importance=None, length=None, starts=None,
-) -> list[Tensor]:  # fmt: skip
-    if mask is not None and importance is not None and k_spec.retention.evicts:
-        mask = with_past(mask, importance, n, q.shape)
-    if isinstance(k_spec.codec, Allocation):
-        if statistic:  # nothing that is stored with widths by channel depends on what it was paid
+def attend(call: AttendCall[Pack]) -> list[Tensor]:
+    call = with_past(call)
+    if isinstance(call.k_spec.codec, Allocation):
+        if call.statistic:  # nothing that is stored with widths by channel depends on attention mass
             raise KVPassError("The Triton kernels return no attention scores for per-channel bit widths.")
-        if starts is not None:
-            mask, causal = seen_from(starts, q.shape[2], n + q.shape[2]), False
-        how = causal, scale, softcap, k_spec, v_spec, sinks, length
-        return [attend_allocated(q, key, value, n, k_new, v_new, mask, *how)]
-    past = (
-        ((*pools[:3], pack.ring), tuple(pools[3:]))
-        for pack, spec in ((key, k_spec), (value, v_spec))
-        if (pools := [whole(pool, spec.retention.pages(n)) for pool in pack.pools])
-    )
-    center, (key, boost), (value, _) = key.fitted.get("center"), *past
-    length, specs = on_device(length, n, q.device), (k_spec, v_spec)
-    launch = _Launch(q, key, k_new, n, length, mask, causal, scale, softcap, specs, rotary, center, starts, *boost)
-    if not statistic:
-        return [launch.attend(value, v_new, sinks, None)]
-    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    out = launch.attend(value, v_new, sinks, lse)
-    _count(lse, mask, statistic)
-    return [out, launch.attention_mass(lse, statistic != "sum")]
+        return [attend_allocated(with_starts(call))]
+    launch = _Launch(call)
+    if not call.statistic:
+        return [launch.attend(None)]
+    lse = call.q.new_empty(call.q.shape[:3], dtype=torch.float32)
+    out = launch.attend(lse)
+    _count(lse, call.mask, call.statistic)
+    return [out, launch.attention_mass(lse)]

@@ -1,0 +1,34 @@
+"""Attention of several query tokens: keys and values are dequantized as a whole, by a kernel if their codec has one."""
+
+from collections.abc import Set
+
+from torch import Tensor
+
+from kvpass.codec.tensors import Pack
+
+from .. import reference
+from ..call_types import AttendCall
+from ..table import DispatchKey, implements
+from .opened import OPENED
+from .pages import WIDTHS, decode_all
+
+_OF_KEYS = {"codec=boosted", "codec=polar"}
+_VALUES = WIDTHS | {f"codec={name}" for name in ("allocated", *filter(None, OPENED))} - _OF_KEYS
+_VALUES |= {"per=channel", "per=token", "keep=log", "rotation", "grid"}
+_VALUES |= {f"codec.{name}" for name in ("rich_pairs", "rich_singles", "follows")}
+_VALUES |= {"codec=shares", *(f"codec.{name}" for name in ("ranked", "adapts"))}
+ATTENDED: tuple[Set[str], Set[str]] = _VALUES | _OF_KEYS | {"pre_rope", "center", "page_frame", "numbered"}, _VALUES
+"""Features of keys, and of values, that attention by Inductor supports."""
+
+
+def _refuses(dispatch: DispatchKey) -> str | None:
+    if not dispatch.specs:
+        return "the past is already dequantized."
+    if dispatch.queries == 1:
+        return "it attends with several query tokens."
+    return None
+
+
+@implements("attend", "inductor-dense", has=ATTENDED, refuses=_refuses, lowering="inductor")
+def attend(call: AttendCall[Pack]) -> list[Tensor]:
+    return reference.attend(call, decode_all)
