@@ -215,6 +215,7 @@ def _plain(value: Any) -> Any:
 _Config = TypeVar("_Config", bound=SchemeConfig)
 _SCHEMES: dict[str, type[SchemeConfig]] = {}
 _PRESETS: dict[str, SchemeConfig] = {}
+_RETIRED: dict[str, str] = {}  # name of a former preset -> the config to write instead
 
 
 def register_scheme(**presets: dict[str, Any]) -> Callable[[type[_Config]], type[_Config]]:
@@ -231,6 +232,11 @@ def register_scheme(**presets: dict[str, Any]) -> Callable[[type[_Config]], type
         return cls
 
     return register
+
+
+def retire_preset(name: str, instead: str) -> None:
+    """Have `get` refuse the former preset ``name`` with ``instead``, the config to write in its place."""
+    _RETIRED[name] = instead
 
 
 def available() -> list[str]:
@@ -289,6 +295,8 @@ def get(scheme: str | dict[str, Any] | SchemeConfig, **overrides: Any) -> Scheme
             )
         return _changed(named, scheme)
     if isinstance(scheme, str):
+        if scheme not in _PRESETS and scheme in _RETIRED:
+            raise KVPassError(f"The preset {scheme!r} was removed. Use scheme={_RETIRED[scheme]} instead.")
         if scheme not in _PRESETS:
             raise KVPassError(f"Unknown scheme {scheme!r}. Known schemes: {', '.join(available())}.")
         scheme = _PRESETS[scheme]

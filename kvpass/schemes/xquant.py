@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import KVPassError
 from ..fields import check_integers
-from .base import LayerGeometry, LayerPlan, register_scheme
+from .base import LayerGeometry, LayerPlan, register_scheme, retire_preset
 from .uniform import UniformConfig
 
 
@@ -60,24 +60,7 @@ class AsymKVConfig(_LayeredConfig):
         return LayerPlan(self.key(**key), self.value(**value)).checked(layer)
 
 
-_TABLE_9 = {
-    "mistral": ((30, 2, 32, 16), dict(truthfulqa=(0, 0), hqa=(1 / 6, 0.045), trec=(1 / 6, 0), tqa=(1 / 6, 0.09))),
-    "mistral_k2": ((32, 0, 32, 16), {"2wiki": (0, 0.09), "msq": (1 / 6, 0), "pc": (0, 0.045)}),
-    "llama2": ((28, 0, 32, 28), {"truthfulqa": (1 / 3, 0), "hqa": (1 / 6, 0.045), "2wiki": (1 / 3, 0.045)}),
-    "llama2_chat": ((32, 0, 32, 20), dict(trec=(1 / 6, 0), sams=(0, 0), pc=(1 / 3, 0.045))),
-}
-"""Table 9 of the paper: (kq, vq, km, vm) of 32 layers -> task -> (eta_1, eta_2). Equal rows are listed once."""
-
-
-def _presets() -> dict[str, dict[str, Any]]:
-    return {
-        f"xquant_{model}_{task}": dict(zip(("kq", "vq", "km", "vm", "eta_1", "eta_2"), (*layers, *etas), strict=True))
-        for model, (layers, tasks) in _TABLE_9.items()
-        for task, etas in tasks.items()
-    }
-
-
-@register_scheme(xquant_lsq=dict(eta_1=0.0, eta_2=0.0, fit="lsq"), **_presets())
+@register_scheme(xquant_lsq=dict(eta_1=0.0, eta_2=0.0, fit="lsq"))
 @dataclass(frozen=True, kw_only=True)
 class XQuantConfig(_LayeredConfig):
     """The default is the paper's "1.38 bit" setting (Mistral, HotpotQA).
@@ -134,3 +117,25 @@ class XQuantConfig(_LayeredConfig):
         if source is None:
             return 1.0
         return self.weights[1] if self.weights is not None else 0.0
+
+
+_TABLE_9 = {
+    "mistral": (
+        (30, 2, 32, 16),
+        {"truthfulqa": ("0", "0"), "hqa": ("1/6", "0.045"), "trec": ("1/6", "0"), "tqa": ("1/6", "0.09")},
+    ),
+    "mistral-k2": ((32, 0, 32, 16), {"2wiki": ("0", "0.09"), "msq": ("1/6", "0"), "pc": ("0", "0.045")}),
+    "llama2": ((28, 0, 32, 28), {"truthfulqa": ("1/3", "0"), "hqa": ("1/6", "0.045"), "2wiki": ("1/3", "0.045")}),
+    "llama2-chat": ((32, 0, 32, 20), {"trec": ("1/6", "0"), "sams": ("0", "0"), "pc": ("1/3", "0.045")}),
+}
+"""Table 9 of the paper: (kq, vq, km, vm) of 32 layers -> task -> (eta_1, eta_2). Each row was a preset once."""
+
+
+def _retire_table_9() -> None:
+    for model, ((kq, vq, km, vm), tasks) in _TABLE_9.items():
+        for task, (eta_1, eta_2) in tasks.items():
+            numbers = f"kq={kq}, vq={vq}, km={km}, vm={vm}, eta_1={eta_1}, eta_2={eta_2}"
+            retire_preset(f"xquant-{model}-{task}", f"XQuantConfig({numbers})")
+
+
+_retire_table_9()
