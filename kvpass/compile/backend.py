@@ -1,4 +1,4 @@
-"""The torch.compile backend ``"kvpass"``: the pass around Inductor."""
+"""The backend that kvpass hands to torch.compile: the pass, then Inductor."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,7 +28,6 @@ from .subclasses import Unwrapped, flatten, has_subclass, unwrapped
 from .trace import Trace, trace_folder
 
 _MODES = (None, "default", "reduce-overhead")
-_OPTIONS = {"strict", "lowering", "interpret", "scheme"}
 # The inputs, some hundreds at every step, have been checked by Dynamo's guards. What is used twice is computed once:
 # then the layers of a model share their kernels, and rotary tables are not made anew in each.
 _INDUCTOR = {"reorder_for_locality": False, "size_asserts": False, "realize_reads_threshold": 0}
@@ -139,24 +138,3 @@ def check_mode(mode: str | None) -> None:
     """Raise `KVPassError` for modes of torch.compile that are not passed on to Inductor."""
     if mode not in _MODES:
         raise KVPassError(f"mode={mode!r} is not supported: use 'reduce-overhead', or leave it out.")
-
-
-def kvpass(gm: GraphModule, example_inputs, *, mode: str | None = None, options: dict | None = None) -> Callable:
-    """``torch.compile(fn, backend="kvpass", options={...})`` for functions that use ``kvpass::`` ops themselves.
-
-    A model that went through `kvpass.apply` needs no backend: it compiles its own decode step, also when it is called
-    from a function compiled with any other backend.
-
-    options: ``strict``, ``lowering`` and ``interpret`` as in `Backend`.
-    mode: "default" or "reduce-overhead".
-    """
-    options = dict(options or {})
-    check_mode(mode)
-    if unknown := set(options) - _OPTIONS:
-        raise KVPassError(f"Unknown options {sorted(unknown)} for backend 'kvpass'; use {sorted(_OPTIONS)}.")
-    if "scheme" in options:
-        raise KVPassError(
-            "A backend cannot replace a cache: call kvpass.apply(model, scheme=...) once instead. The model then "
-            "packs its cache and compiles its own decode step, whatever backend you compile it with."
-        )
-    return Backend(**options, mode=mode)(gm, example_inputs)
