@@ -68,7 +68,7 @@ def pareto(results: Mapping[str, Sequence[Point]], path: Path, title: str) -> No
     shown = {text: [row for row in rows if row.kl >= _SHOWN] for text, rows in results.items()}
     if not all(shown.values()):
         raise KVPassError(f"No scheme has a mean KL of at least {_SHOWN}: there is nothing to draw.")
-    fonts = {"font.size": 9, "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"]}
+    fonts: dict[Any, Any] = {"font.size": 9, "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"]}
     with matplotlib.rc_context({"svg.hashsalt": "kvpass", "svg.fonttype": "none", **fonts}):  # text stays text
         figure, panels = pyplot.subplots(
             1, len(shown), figsize=(1 + 5.5 * len(shown), 5.5), sharey=True, squeeze=False, layout="constrained"
