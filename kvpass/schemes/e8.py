@@ -1,4 +1,5 @@
-"""Rotated, nearly normal heads quantized to the E8 lattice, as QuIP# (arXiv 2402.04396) does weights, or to D4."""
+"""Rotate heads until they are nearly normal, and quantize them to the E8 lattice, as QuIP# (arXiv 2402.04396) does with
+weights, or to D4."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,8 +1,9 @@
-"""SQuat (arXiv 2503.24358): KIVI whose key error is kept out of the subspace of the prompt's queries.
+"""SQuat (arXiv 2503.24358): KIVI with the key error kept out of the subspace of the prompt's queries.
 
-The queries of the prompt span, up to little, a subspace of few dimensions (their top singular vectors). Keys are
-quantized a block of channels at a time; after each block the remaining channels are moved so that the error seen by
-that subspace shrinks (paper eq. 6). Codes, scales and storage are KIVI's, plus one matrix per KV head and sample.
+The queries of the prompt lie almost entirely in a subspace of few dimensions, spanned by their top singular vectors.
+Keys are quantized a block of channels at a time. After each block, the remaining channels are adjusted so that the
+error in that subspace shrinks (paper eq. 6). Quantized values, scales and storage are KIVI's, plus one matrix per KV
+head and sample.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,8 @@
-"""XQuant and AsymKV (arXiv 2410.13212): 2 bits in lower layers, 1 bit above, and codes shared by neighbouring layers.
+"""XQuant and AsymKV (arXiv 2410.13212): 2 bits in lower layers, 1 bit above, and quantized values shared by
+neighbouring layers.
 
-A layer that shares keeps its own scales, zero points and exact tokens, and decodes with the codes of its group's
-dominant layer. AsymKV is the same without sharing.
+A layer that shares has scales, zero points and exact tokens of its own, and dequantizes the quantized values of its
+group's dominant layer. AsymKV is the same without sharing.
 """
 
 from dataclasses import dataclass
@@ -15,8 +16,10 @@ from .uniform import UniformConfig
 
 @dataclass(frozen=True, kw_only=True)
 class _LayeredConfig(UniformConfig):
-    """eta_1, eta_2: share of the range cut off at both ends when 1- and 2-bit codes are decoded (XQuant eq. 9).
-    depth: the number of layers that the other numbers are meant for; they are scaled to the model's. None: as they are.
+    """eta_1, eta_2: share of the range cut off at both ends when 1- and 2-bit values are dequantized (XQuant eq. 9).
+
+    depth: number of layers for which the other numbers are given; they are scaled to the model's depth. None uses them
+        as they are.
     """
 
     eta_1: float = 0.0
@@ -44,7 +47,7 @@ class _LayeredConfig(UniformConfig):
 @register_scheme(asymkv_lsq=dict(fit="lsq"), asymkv_eta=dict(eta_1=1 / 6, eta_2=0.045))
 @dataclass(frozen=True, kw_only=True)
 class AsymKVConfig(_LayeredConfig):
-    """l_k, l_v: the layers below have 2-bit keys (values), the others 1-bit ones."""
+    """l_k, l_v: number of lower layers with 2-bit keys (values); the layers above have 1 bit."""
 
     name = "asymkv"
 
@@ -65,11 +68,12 @@ class AsymKVConfig(_LayeredConfig):
 class XQuantConfig(_LayeredConfig):
     """The default is the paper's "1.38 bit" setting (Mistral, HotpotQA).
 
-    kq, vq: the layers below have 2-bit keys (values), the others 1-bit ones.
-    km, vm: from these layers on, groups share the codes of keys (values).
-    group_layers: G, layers in a group, counted from layer 0.
-    dominant: which of a group's layers has its codes stored.
-    weights: gamma of the group's layers instead of a dominant one, for groups of two: codes are averaged and rounded.
+    kq, vq: number of lower layers with 2-bit keys (values); the layers above have 1 bit.
+    km, vm: index of the first layer from which groups share quantized keys (values).
+    group_layers: number of layers in a group (G), counted from layer 0.
+    dominant: index within the group of the layer whose quantized values are stored.
+    weights: weights (gamma) of the two layers of a group, instead of a dominant one: their quantized values are
+        averaged and rounded.
     """
 
     name = "xquant"
@@ -108,7 +112,8 @@ class XQuantConfig(_LayeredConfig):
         ).checked(layer)
 
     def _source(self, layer: LayerGeometry, first: int) -> int | None:
-        """The layer whose codes ``layer`` takes, if groups from layer ``first`` on share."""
+        """The layer whose quantized values ``layer`` reads, if groups from layer ``first`` on share; None for its
+        own."""
         source = layer.index - layer.index % self.group_layers + self.dominant
         shares = layer.index >= first and first <= source < layer.num_layers and source != layer.index
         return source if shares else None
