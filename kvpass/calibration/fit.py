@@ -270,9 +270,8 @@ class _Chain:
     def _decode(self, part: _Part, tensors: list[Tensor], mean: Tensor) -> tuple[float, float]:
         """Store the dequantized tokens of a part. Returns the share explained and the error, relative to the
         variance."""
-        alone = dataclasses.replace(
-            part.spec.quantizer, subspace=None
-        )  # no queries to fit it to; errors keep their size
+        # There are no queries to fit a subspace to; it would redistribute the error, not change its energy.
+        alone = dataclasses.replace(part.spec.quantizer, subspace=None)
         spec, transform = dataclasses.replace(part.spec, quantizer=alone), part.spec.transform
         residual, error, energy = 0.0, 0.0, 0.0
         for sequence in range(len(self.collected.files)):

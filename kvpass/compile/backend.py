@@ -28,8 +28,8 @@ from .subclasses import Unwrapped, flatten, has_subclass, unwrapped
 from .trace import Trace, trace_folder
 
 _MODES = (None, "default", "reduce-overhead")
-# The inputs, some hundreds at every step, have been checked by Dynamo's guards. What is used twice is computed once:
-# then the layers of a model share their kernels, and rotary tables are not made anew in each.
+# Dynamo's guards have already checked the inputs, some hundreds per step. Values used twice are computed once, so that
+# the layers of a model share their kernels and rotary tables are not recomputed in each.
 _INDUCTOR = {"reorder_for_locality": False, "size_asserts": False, "realize_reads_threshold": 0}
 
 
@@ -39,11 +39,12 @@ class Backend:
 
     strict: raise `NotFusedError` if a cache read was not fused.
     lowering: "auto" or the name of an implementation.
-    interpret: run the rewritten graph as it is, without Inductor (prefill: first-token latency).
-    mode: of torch.compile (see `check_mode`). In CUDA graphs, what lies between the ops of a cache is captured.
+    interpret: run the rewritten graph without Inductor (for prefill, to shorten the time to the first token).
+    mode: mode of torch.compile (see `check_mode`). With CUDA graphs, the parts between cache ops are captured.
     device_lengths: read lengths on the device, so that a step can be captured as one CUDA graph.
-    noted: note calls of what was compiled, for those who ask for them (`kvpass.compile.noted`).
-    folder, keep_stages: where the stages of each graph are written, and whether ``graphs`` keep them (see `Trace`).
+    noted: record calls of compiled functions, for replaying them (`kvpass.compile.noted`).
+    folder: where the stages of each graph are written (see `Trace`).
+    keep_stages: whether ``graphs`` keep their stages (see `Trace`).
     """
 
     strict: bool = False
@@ -80,7 +81,8 @@ class Backend:
         return run
 
     def _pass(self, gm: GraphModule, inputs: list, trace: Trace, repeats: Repeats | None = None) -> Callable | None:
-        """What runs ``gm``, or the graph that repeats what it does. None if that has to be looked at as a whole."""
+        """A function that runs ``gm``, or the graph cut down to its first repeat. None if that graph has to be compiled
+        as a whole."""
         stage("rewriting it")
         normal = normalise(gm)
         trace.stage("normalised", normal.module)
@@ -121,7 +123,7 @@ class Backend:
         return run
 
     def _compiled(self, module: GraphModule, inputs: list) -> Callable:
-        """What runs ``module`` on values like the fake ``inputs``."""
+        """A compiled function for ``module`` and inputs like the fake ``inputs``."""
         if self.interpret:
             module.recompile()
             return module.forward
@@ -135,6 +137,6 @@ class Backend:
 
 
 def check_mode(mode: str | None) -> None:
-    """Raise `KVPassError` for modes of torch.compile that are not passed on to Inductor."""
+    """Raise `KVPassError` for modes of torch.compile that kvpass does not pass on to Inductor."""
     if mode not in _MODES:
         raise KVPassError(f"mode={mode!r} is not supported: use 'reduce-overhead', or leave it out.")

@@ -163,9 +163,7 @@ def load(
     source = os.path.expanduser(PREFIX + DEFAULT if name_or_path is None else name_or_path)
     if source.startswith(PREFIX):
         source = str(packaged_folder(source.removeprefix(PREFIX), say))
-    if source.startswith((".", os.sep)) and not os.path.isdir(
-        source
-    ):  # otherwise transformers would look for it on the hub
+    if source.startswith((".", os.sep)) and not os.path.isdir(source):  # transformers would ask the hub for it
         raise KVPassError(
             f"There is no folder {source}. Pass the folder of a transformers model, a hub id, or nothing."
         )

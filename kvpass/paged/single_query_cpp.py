@@ -1,4 +1,5 @@
-"""Attention of one token of each of many requests over a server's blocks on CPUs, of what `attend_codes` reads."""
+"""Attention over a server's blocks on CPUs, for requests with one token each and the storage that `attend_codes`
+reads."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ _TYPES = ["const uint8_t*", "uint8_t*", *5 * ["const int64_t*"], *9 * ["const ui
 
 
 def serves(layer: Any) -> bool:
-    """Whether there is a kernel for a `kvpass.paged.paged_attention.Layer`."""
+    """Whether this kernel serves a `kvpass.paged.paged_attention.Layer`."""
     window, specs = layer.window, (layer.key, layer.value)
     return (
         window.device.type == "cpu" and not layer.softcap and serves_codes(*specs, window.shape[-1] // 2, window.dtype)
@@ -33,7 +34,7 @@ class Attention:
         window, pools, heads = layer.window, (*layer.blocks.key, *layer.blocks.value), layer.blocks.head
         sinks = [heads.get(f"{side}.sinks", window) for side in ("key", "value")]
         self._tensors = *pools, *sinks, window
-        codes = pools[0]  # of one byte, so strides are bytes, which are those of all pools
+        codes = pools[0]  # one-byte elements, so strides are in bytes; all pools have the same
         self._where = *codes.stride()[:3], codes.shape[2]
         self._window = *window.stride()[:3], window.shape[2]
 
