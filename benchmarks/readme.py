@@ -1,4 +1,5 @@
-"""Tables of README.md and docs/schemes.md, and docs/pareto.svg: python benchmarks/readme.py [SCHEME ... | --all]
+"""Write the tables of README.md and docs/schemes.md, and docs/pareto.svg: python benchmarks/readme.py [SCHEME ... |
+--all]
 
 Scores the named schemes on SmolLM2-135M-Instruct as `kvpass eval --context 1280 --score 256` does, merges the results
 into docs/results.json, and generates both tables and the picture from it. Schemes that cannot be scored in one pass are
@@ -73,7 +74,7 @@ SCHEMES = {
 
 
 def measure(chosen: list[str], known: dict) -> dict:
-    """``known`` with the rows of ``chosen``: text -> scheme -> what was measured."""
+    """``known`` updated with the rows of ``chosen``: text -> scheme -> measurements."""
     model, tokenizer = models.load(say=print)
     sources = {source: texts.tokens(tokenizer, source, CONTEXT) for source in texts.available()}
     schemes = calibrated(model, tokenizer, {name: name for name in chosen})
@@ -86,7 +87,7 @@ def measure(chosen: list[str], known: dict) -> dict:
 
 
 def merged(steps: dict, files: list[Path]) -> dict:
-    """``steps``, scheme -> tokens in the cache -> step time over that of the default cache, with those of ``files``."""
+    """``steps`` updated with ``files``: scheme -> tokens in the cache -> step time relative to the default cache."""
     for file in files:
         written = json.loads(file.read_text(encoding="utf-8"))
         scheme = written["arguments"]["scheme"]
@@ -159,7 +160,7 @@ def compact(svg: str) -> str:
 
 
 def with_block(page: str, block: str) -> str:
-    """``page`` with ``block`` in the place of what stands between the markers."""
+    """``page`` with ``block`` between the markers."""
     before, rest = page.split(BEGIN)
     return f"{before}{BEGIN}{block}{END}{rest.partition(END)[2]}"
 
