@@ -4,8 +4,8 @@ so that a shared machine does not distort it.
     build/vllm-venv/bin/python benchmarks/blocks.py --schemes kivi kivi-sinks --dtypes float32 bfloat16
 
 Measured are a chunk of a prompt after its stored part, and one token each of several requests, over random contents.
-All layers of a model take turns, so that they read from memory and not from the processor's caches. Planning, which happens
-once per step, is not counted.
+All layers of a model take turns, so that they read from memory and not from the processor's caches. Planning, which
+happens once per step, is not counted.
 """
 
 import argparse

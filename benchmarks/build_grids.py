@@ -2,8 +2,8 @@
 
     python benchmarks/build_grids.py            # writes kvpass/codec/codebooks.safetensors, prints the errors
 
-In one dimension, cells are intervals and all integrals have closed forms. In two, a fine lattice of the plane stands for
-the distribution; in four, samples do. Each grid is started from several random draws, and the best is kept.
+In one dimension, cells are intervals and all integrals have closed forms. In two, a fine lattice of the plane stands
+for the distribution; in four, samples do. Each grid is started from several random draws, and the best is kept.
 """
 
 import argparse
