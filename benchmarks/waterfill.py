@@ -23,7 +23,7 @@ from kvpass.layout.retention import Recent, Sinks
 
 LONG = 8192  # tokens of the caches whose bits are reported
 CALIBRATED, LENGTH, SKIPPED = 8, 1024, 4096  # sequences per text, their tokens, and the scored tokens before them
-SHARED = 0, 4, 768, True  # the same for the calibration of bit widths, spread over the texts
+SHARED = 0, 4, 768, True  # skip, count, length and spread, where a calibration sets bit widths
 RIVALS = "kivi", "kivi-sinks", "kivi-3", "kivi-4", "squat", "higgs-sinks", "higgs-3"
 
 

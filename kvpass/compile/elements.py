@@ -156,7 +156,7 @@ class Elements:
         return None
 
     def _part(self, node: Node, one: bool, index: tuple[Linear, ...]) -> tuple[Linear, ...]:
-        """`_source` for a slice, or for the selection of ``one`` index of a dim."""
+        """`_source` for a slice or, if ``one``, for the selection of one index of a dim."""
         before = shape(operand(node))
         dim = _argument(node, 1, "dim", 0) % len(before)
         start, size = _integer(_argument(node, 2, "index" if one else "start", 0) or 0), whole(before[dim])

@@ -133,7 +133,7 @@ class _Probe:
         """The output, and for each tensor in ``kept``, by index, the token dim and the range of tokens that was
         written.
 
-        During the run the tensors hold noise, and far larger noise beyond the ranges that ``louder`` gives.
+        During the run the tensors hold noise, and far larger noise after the ranges that ``louder`` gives.
         """
         originals = [getattr(owner, name) for _, owner, name in self.kept]
         generator = torch.Generator().manual_seed(0)
