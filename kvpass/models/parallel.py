@@ -16,7 +16,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def refuse_sharded(model: nn.Module, what: str, instead: str) -> None:
-    """Raise `KVPassError` if ``model`` is sharded across processes. The message says that ``what`` and to do
+    """Raise `KVPassError` if ``model`` is sharded across processes, with the reason ``what`` and the advice
     ``instead``."""
     if is_sharded(model):
         raise KVPassError(

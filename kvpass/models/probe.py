@@ -213,8 +213,8 @@ def _geometries(cache: Cache, config: PretrainedConfig) -> dict[int, LayerGeomet
 
 
 def refuse_hooked(model: nn.Module, what: str, instead: str) -> None:
-    """Raise `KVPassError` if accelerate runs Python hooks around the layers of ``model``. The message says that
-    ``what`` and to do ``instead``."""
+    """Raise `KVPassError` if accelerate runs Python hooks around the layers of ``model``, with the reason ``what`` and
+    the advice ``instead``."""
     _refuse_offloaded(model)
     hooked = [name for name, module in model.named_modules() if name and hasattr(module, "_hf_hook")]
     if hooked:

@@ -17,7 +17,7 @@ from .storage import StorageConfig
 class LatticeConfig(StorageConfig):
     """``2 + 16 / head_dim`` bits per value, plus the exact tokens of `StorageConfig`.
 
-    lattice: "e8", of 65,536 points for eight values, or "d4", of 256 for four (`kvpass.codec.lattice`).
+    lattice: "e8", 65,536 points for eight values, or "d4", 256 points for four (`kvpass.codec.lattice`).
     center: subtract the mean of the first packed keys from all keys; None does so if there are sinks.
     seed: seed of the signs of the rotation.
     """

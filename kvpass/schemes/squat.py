@@ -21,8 +21,8 @@ class SQuatConfig(KIVIConfig):
     rank: r of the paper, query directions protected.
     strength: weight of the subspace error, relative to the mean energy of the queries per channel: the paper's lambda
         times ``sum(q**2) / head_dim`` over the prompt. It depends neither on the prompt's length nor on the scale of
-        the queries, where the paper's lambda multiplies squared singular values that grow with both.
-    lam: the paper's lambda, instead of ``strength``. 0 gives KIVI's codes bit for bit.
+        the queries. The paper's lambda multiplies squared singular values, which grow with both.
+    lam: the paper's lambda, instead of ``strength``. 0 gives KIVI's quantized values bit for bit.
     block_size: channels quantized at a time (g_d of the paper); None is head_dim / 2.
 
     With ``rope="pre"`` the subspace is that of the queries before rotary embedding.

@@ -1,4 +1,5 @@
-"""Everything that kvpass uses of vLLM; no other file imports it. tests/vllm/test_api.py says what has changed in vLLM.
+"""Everything that kvpass uses of vLLM; no other file imports it. tests/vllm/test_api.py reports what has changed in
+vLLM.
 
 A layer's pages are in blocks of its own full-attention group, whose bytes `kvpass.paged.block_layout` describes. Its
 exact tokens belong to a companion layer with a sliding window, whose blocks vLLM frees as the window moves on. vLLM
