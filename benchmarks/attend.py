@@ -1,13 +1,13 @@
 """Attention of one decode step over a packed cache, the kernel alone, against attention over floats.
 
     python benchmarks/attend.py                                  # this machine: one layer, 32 query and 8 KV heads
-    python benchmarks/attend.py --scheme kivi,waterfill          # of both
+    python benchmarks/attend.py --scheme kivi,waterfill          # two schemes
     python benchmarks/attend.py --batch 16 --lengths 8192,32768,131072 --json h100.json
 
-Baselines: "packed heads" is scaled_dot_product_attention over the KV heads, the query heads of each as rows of one
-product; "repeat_kv" is what transformers calls, every KV head copied for its query heads; "flash" is the flash kernel
-of PyTorch with grouped heads, on CUDA. All are measured in turn within one process, ratios are to the first, medians
-are printed. On CUDA the share of a measured device copy's bandwidth is that of the bytes read, packed or not.
+Baselines: "packed heads" is scaled_dot_product_attention over the KV heads, with the query heads of each as rows of one
+product; "repeat_kv" is what transformers calls, with every KV head copied for its query heads; "flash" is PyTorch's
+flash kernel with grouped heads, on CUDA. Variants alternate within one process; medians and ratios to the first variant
+are printed. On CUDA, the bandwidth of the bytes read, packed or not, is given as a share of a measured device copy's.
 """
 
 from functools import partial
@@ -46,7 +46,7 @@ def baselines(q, k, v) -> dict:
 
 
 def packed_states(plan, k, v) -> list[KVState]:
-    """Keys and values as ``plan`` stores them; keys that are not stored as rotated have tables."""
+    """Keys and values as ``plan`` stores them; keys stored before rotary embedding come with tables."""
     room = *k.shape[:2], k.shape[3], k.dtype, k.device, k.shape[2]
     key, value = (KVState.allocate(spec, *room) for spec in (plan.key, plan.value))
     pairs, rope = k.shape[3] // 2, ""
@@ -66,7 +66,7 @@ def packed_states(plan, k, v) -> list[KVState]:
 
 
 def nbytes(states: list[KVState], tokens: int) -> int:
-    """Bytes that attention over them reads: pages in use and exact tokens."""
+    """Bytes that attention reads: pages in use and exact tokens."""
     total = 0
     for state in states:
         used, exact = state.spec.retention.pages(tokens), tokens - state.spec.retention.packed(tokens)

@@ -1,11 +1,11 @@
-"""Attention of one layer over a server's blocks beside vLLM's own kernel: the processor's time of one thread, which a
-shared machine leaves as it is.
+"""Attention of one layer over a server's blocks, compared with vLLM's own kernel. CPU time of one thread is measured,
+so that a shared machine does not distort it.
 
     build/vllm-venv/bin/python benchmarks/blocks.py --schemes kivi kivi-sinks --dtypes float32 bfloat16
 
-A chunk of a prompt behind what is stored of it, and one token each of several requests. What is stored is random. All
-layers of a model take turns, so that what they read is in memory and not in a cache of the processor; what is planned
-once a step is left out.
+Measured are a chunk of a prompt after its stored part, and one token each of several requests, over random contents.
+All layers of a model take turns, so that they read from memory and not from the processor's caches. Planning, which
+happens once per step, is not counted.
 """
 
 import argparse
@@ -28,12 +28,12 @@ SCALE = DIM**-0.5
 
 
 def of_each(total: int, size: int, requests: int) -> torch.Tensor:
-    """Blocks of ``size`` tokens for requests of ``total``, none of them shared: ``[requests, n]``."""
+    """Separate blocks of ``size`` tokens for requests of ``total`` tokens: ``[requests, n]``."""
     return torch.randperm(requests * (total // size + 1)).view(requests, -1)
 
 
 def packed(scheme: str, dtype: torch.dtype, past: int, new: int, requests: int):
-    """A call that stores the new tokens of all requests and attends to them."""
+    """A call that stores the new tokens of all requests and attends over their blocks."""
     plan = schemes.get(scheme).plan_of(LayerGeometry(0, 1, HEADS, DIM, dtype, torch.device("cpu"), None))
     layout = BlockLayout(plan.key, plan.value, DIM, dtype, BLOCK)
     tables = [of_each(past + new, size, requests) for size in (BLOCK, WINDOW)]
@@ -57,7 +57,7 @@ def packed(scheme: str, dtype: torch.dtype, past: int, new: int, requests: int):
 
 
 def own(dtype: torch.dtype, past: int, new: int, requests: int):
-    """The same of vLLM's own cache."""
+    """The same call for vLLM's own cache."""
     isa, total = _get_attn_isa(dtype, OWN_BLOCK, DIM, "auto"), past + new
     table = of_each(total, OWN_BLOCK, requests).int()
     cache = torch.randn(table.numel(), HEADS, 2 * OWN_BLOCK, DIM).to(dtype)
@@ -81,9 +81,9 @@ def own(dtype: torch.dtype, past: int, new: int, requests: int):
 
 
 def milliseconds(calls, rounds: int) -> float:
-    """Of one call on average, the least of some rounds."""
+    """Mean time of a call, the minimum over rounds."""
     found = []
-    for _ in range(rounds + 1):  # the first one compiles, and plans
+    for _ in range(rounds + 1):  # the first round compiles and plans
         start = time.process_time()
         for call in calls:
             call()

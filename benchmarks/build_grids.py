@@ -2,8 +2,8 @@
 
     python benchmarks/build_grids.py            # writes kvpass/codec/codebooks.safetensors, prints the errors
 
-In one dimension cells are intervals and every integral is closed; in two a fine lattice of the plane stands for the
-distribution; in four, samples do. Each is started from several random draws, and the best is kept.
+In one dimension, cells are intervals and all integrals have closed forms. In two, a fine lattice of the plane stands
+for the distribution; in four, samples do. Each grid is started from several random draws, and the best is kept.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def plane(side: int = 700, reach: float = 5.2) -> tuple[torch.Tensor, torch.Tens
 
 
 def lloyd(data: torch.Tensor, mass: torch.Tensor, points: torch.Tensor, rounds: int) -> tuple[torch.Tensor, float]:
-    """Centroids after ``rounds`` of assigning and averaging; empty cells go to where the error is largest."""
+    """Centroids after ``rounds`` of assigning and averaging; empty cells move to where the error is largest."""
     dim, half = data.shape[1], mass[:, None]
     for _ in range(rounds):
         sums = torch.zeros(len(points), dim + 2)
@@ -63,7 +63,7 @@ def several_dimensional(dim: int, n: int, rounds: int, starts: int, samples: int
     )
     rough = torch.randperm(len(data), generator=generator)[: 1 << 16]
     for _ in range(starts):
-        # spread like the density to the power d / (d + 2), which is where optimal points lie
+        # spread like the density to the power d / (d + 2), as optimal points are
         points = torch.randn(n, dim, generator=generator) * math.sqrt((dim + 2) / dim)
         points, error = lloyd(data[rough], mass[rough] / mass[rough].sum(), points, rounds)
         if best is None or error < best[1]:

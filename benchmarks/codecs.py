@@ -1,7 +1,7 @@
-"""Codecs of papers beside KIVI on SmolLM2, in one table: python benchmarks/codecs.py [--text FILE,...] [row ...]
+"""Codecs of papers compared with KIVI on SmolLM2, in one table: python benchmarks/codecs.py [--text FILE,...] [row ...]
 
-Numbers are as `benchmarks/waterfill.py` has them. Names are presets, with the windows and sinks of their papers; to
-compare like with like, KIVI is there with those windows too.
+Columns are those of `benchmarks/waterfill.py`. Names are presets, with the windows and sinks of their papers; for a
+fair comparison, there are rows of KIVI with those windows, too.
 """
 
 from waterfill import main

@@ -1,9 +1,10 @@
-"""What a user waits for: python benchmarks/cold_start.py [--prompt N] [--layers N] [scheme ...]
+"""How long a user waits at first: python benchmarks/cold_start.py [--prompt N] [--layers N] [scheme ...]
 
-`kvpass.apply`, the first token and the first decode step of SmolLM2-135M-Instruct, in a process with an empty compile
-cache and in a second one that finds what the first compiled. Loading the model is not counted. "untouched" is the model
-without kvpass, "static" with transformers' static cache and a forward that torch.compile compiles for its steps, as
-``generate(cache_implementation="static")`` does. ``--layers`` asks for another depth, of random weights.
+Times `kvpass.apply`, the first token and the first decode step of SmolLM2-135M-Instruct, in a process with an empty
+compile cache and in a second one that finds what the first compiled. Loading the model is not counted. "untouched" is
+the model without kvpass; "static" is the model with transformers' static cache and a forward that torch.compile
+compiles for its steps, as ``generate(cache_implementation="static")`` does. ``--layers`` sets another depth, with
+random weights.
 """
 
 import argparse
@@ -19,7 +20,7 @@ UNTOUCHED, STATIC = "untouched", "static"
 
 
 def load(layers: int | None):
-    """SmolLM2-135M-Instruct, or a model of its shape with as many ``layers``; and its tokenizer."""
+    """SmolLM2-135M-Instruct, or a random model of its shape with ``layers`` layers; and its tokenizer."""
     from transformers import LlamaForCausalLM
 
     from kvpass import models

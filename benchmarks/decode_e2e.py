@@ -1,15 +1,15 @@
 """Decode steps of a whole model over a packed cache, against transformers' own caches as users run them: eagerly.
 
     python benchmarks/decode_e2e.py                                               # SmolLM2-135M-Instruct, by length
-    python benchmarks/decode_e2e.py --lengths 512 --max-cache-len 1024,16384      # does a step cost what is allocated?
+    python benchmarks/decode_e2e.py --lengths 512 --max-cache-len 1024,16384      # does capacity change a step?
     python benchmarks/decode_e2e.py --draft 5 --steps 32                          # drafts of 4, with the token before
-    python benchmarks/decode_e2e.py --prefill 2048                                # what encoding adds to a prompt
+    python benchmarks/decode_e2e.py --prefill 2048                                # what quantization adds to a prompt
 
-A variant decodes ``--steps`` tokens in a row, so that packing is in the mean; all take their steps in turn, so that
-drift of the machine hits all alike. "of context" is what a step takes over one behind the first length. Caches are
-filled by one growing prompt, each by its own model, all of the same weights; `QuantizedCache` is given the keys and
-values of the default one. It takes a step every ``--every`` rounds only. It codes all tokens anew once in 128 steps,
-which is not counted.
+A variant decodes ``--steps`` tokens in a row, so that the mean includes quantizing pages. Variants alternate step by
+step, so that machine drift affects all of them alike. "of context" is the time of a step minus that of one after the
+first length. Caches are filled by one growing prompt, each by its own model, with shared weights; `QuantizedCache` gets
+the keys and values of the default one. It takes a step only every ``--every`` rounds. It quantizes all tokens again
+once in 128 steps, which is not counted.
 """
 
 import argparse
@@ -40,7 +40,7 @@ PACKAGES = {"quanto": "optimum-quanto", "hqq": "hqq"}
 
 
 def quantized(config) -> dict:
-    """Arguments of `QuantizedCache` by variant, for the backends that are installed."""
+    """Variant -> arguments of `QuantizedCache`, for the installed backends."""
     found, tried = {}, {}
     for name, how in QUANTIZED.items():
         try:
@@ -61,7 +61,7 @@ def fill(model, cache, ids, start: int, stop: int, chunk: int = 512) -> None:
 
 
 def requantized(cache, config, how: dict) -> QuantizedCache:
-    """A `QuantizedCache` with the keys and values of ``cache``, quantized as those of a prompt are."""
+    """A `QuantizedCache` with the keys and values of ``cache``, quantized like those of a prompt."""
     new = QuantizedCache(config=config, **how)
     for index, layer in enumerate(cache.layers):
         new.update(layer.keys, layer.values, index)
@@ -69,7 +69,7 @@ def requantized(cache, config, how: dict) -> QuantizedCache:
 
 
 def measure(variants: dict, caches: dict, ids, length: int, args) -> dict[str, float]:
-    """Mean seconds of a step by variant, over steps that follow ``length`` tokens."""
+    """Mean seconds per step by variant, for steps after ``length`` tokens."""
     times = {name: [] for name in caches}
     for step in range(-3, args.steps):  # three to compile and warm up
         first = length + (3 + step) * args.draft
@@ -86,7 +86,7 @@ def measure(variants: dict, caches: dict, ids, length: int, args) -> dict[str, f
 
 
 def by_length(variants: dict, ids, args) -> dict:
-    """Mean seconds of a step, by length and variant."""
+    """Mean seconds per step, by length and variant."""
     config = variants[DEFAULT].config
     backends = quantized(config)
     variants = variants | dict.fromkeys(backends, variants[DEFAULT])
@@ -104,8 +104,8 @@ def by_length(variants: dict, ids, args) -> dict:
 
 
 def prefill(variants: dict, ids, args) -> dict[str, float]:
-    """Median seconds of a whole prompt by variant, and of what it spends on storing keys and values, which is all that
-    kvpass does there. Who comes first changes from round to round."""
+    """Median seconds of a whole prompt by variant, and of storing its keys and values, the only part that kvpass adds
+    to it. The order of variants changes from round to round."""
     times, storing = {name: [] for name in variants}, {name: [] for name in variants}
     for turn in range(-1, args.rounds):
         for name, model in list(variants.items())[:: 1 if turn % 2 else -1]:

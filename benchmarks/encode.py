@@ -1,9 +1,9 @@
-"""Encoding a prompt's keys and values, one layer: against copying them, and against the layer's attention.
+"""Quantize the keys and values of a prompt in one layer, compared with copying them and with the layer's attention.
 
     python benchmarks/encode.py
     python benchmarks/encode.py --lengths 8192,32768 --json h100.json
 
-All variants are measured in turn within one process, ratios are to the copy, medians are printed.
+Variants alternate within one process; medians and ratios to the copy are printed.
 """
 
 import torch

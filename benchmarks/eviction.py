@@ -1,8 +1,9 @@
-"""Score-driven schemes on SmolLM2 at honest bits: python benchmarks/eviction.py [--score N] [--work DIR] [row ...]
+"""Eviction and QAQ on SmolLM2, with all bits counted: python benchmarks/eviction.py [--score N] [--work DIR] [row ...]
 
-H2O at 20 % and 50 % of the tokens, alone and over codecs (after table 7 of AQUA-KV), and QAQ against uniform codes per
-token with and without exact outliers. Every row is scored token by token through the packed cache, on the tokens that
-really follow a prompt of 1,024. Bits a value are over all tokens seen, predictors of AQUA-KV included.
+H2O at 20 % and 50 % of the tokens, alone and over codecs (after table 7 of AQUA-KV), and QAQ compared with uniform bit
+widths per token, with and without exact outliers. Every row is scored token by token through the packed cache, on the
+real continuation of a prompt of 1,024 tokens. Bits per value are over all tokens seen and include the predictors of
+AQUA-KV.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from kvpass import HeavyHitter, StreamingLLM, models
 from kvpass.eval import quality, texts
 from kvpass.schemes import QAQConfig, compose, get
 
-POLICIES = {  # of some 1,100 tokens
+POLICIES = {  # for about 1,100 tokens
     "H2O 20 %": HeavyHitter(96, recent=96),
     "H2O 50 %": HeavyHitter(256, recent=256),
     "H2O 20 %, 32 recent": HeavyHitter(160, recent=32),

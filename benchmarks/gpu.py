@@ -1,24 +1,24 @@
-"""What has to be seen on a GPU, in stages; each writes its JSON, row by row, before the next begins.
+"""Checks and measurements on a GPU, in stages; each writes its JSON, row by row, before the next begins.
 
     python benchmarks/gpu.py --out results                     # all stages
-    python benchmarks/gpu.py --out results --stages correct    # the first alone
+    python benchmarks/gpu.py --out results --stages correct    # only the first
 
 correct     the op that attends, against the reference: schemes, dtypes, masks, left padding, 1, 4 and 16 queries,
             batches of 1, 17 and 32
 generates   a small model through ``generate``: padded batches, drafts, beams; replayed and not, against the reference
 replays     steps of a small model as CUDA graphs (mode="reduce-overhead"), against the reference step by step
-tune        launch configurations of attention: those that ship and others, the fastest kept for this device
-attend      its time and that of attention over bfloat16 (SDPA's flash backend, FlexAttention), as the replay of a CUDA
-            graph over states that take turns and are larger than the L2 cache together; and the share of a copy's
+tune        launch configurations of attention, shipped ones and others; the fastest is kept for this device
+attend      time of attention, compared with attention over bfloat16 (SDPA's flash backend, FlexAttention), as replays
+            of a CUDA graph over alternating states that together exceed the L2 cache; and the share of a copy's
             bandwidth
-step        a step of 8B parameters, in what the host and what the GPU take, and the kernels that take longest, beside
+step        a step of 8B parameters: time of the host, time of the GPU and the slowest kernels, compared with
             transformers' static cache compiled with CUDA graphs
-throughput  the same model's tokens a second at equal batches, and at the largest each cache has memory for, beside the
-            static cache and QuantizedCache
-encode      keys and values of a prompt, against copying them and the prompt's attention
-capacity    sequences that fit the memory by length, from the sizes of what is allocated; alone it needs no GPU
+throughput  tokens per second of the same model at equal batches, and at the largest that fits each cache, compared with
+            the static cache and QuantizedCache
+encode      quantizing keys and values of a prompt, compared with copying them and with the prompt's attention
+capacity    sequences that fit in memory by length, from the sizes of what is allocated; this stage needs no GPU
 
-Events around one call would measure Python. A stage goes on where a case fails, and says so in its JSON.
+Events around a single call would measure Python. If a case fails, its stage continues and records that in its JSON.
 """
 
 import argparse
@@ -47,14 +47,14 @@ from kvpass.schemes import LayerGeometry, get
 
 from timing import copy_bandwidth
 
-SCHEMES = ("kivi", "kivi-3", "kivi-4", "quarot-2", "higgs", "higgs-3", "kivi-pre")  # whose launches are tuned
+SCHEMES = ("kivi", "kivi-3", "kivi-4", "quarot-2", "higgs", "higgs-3", "kivi-pre")  # schemes whose launches are tuned
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
-_ROTATED = 256 << 20  # bytes of states that take turns
+_ROTATED = 256 << 20  # bytes of alternating states
 _REPLAYS = 20
 
 
 def cases(schemes=(*SCHEMES, "waterfill", "waterfill-3"), dtypes=(torch.bfloat16, torch.float16)) -> Iterator[dict]:
-    """What the first stage tries; lengths that end within a page, and within a tile of pages."""
+    """The cases of the first stage; lengths end within a page, and within a tile of pages."""
     for scheme, dtype, batch, queries in itertools.product(schemes, dtypes, (1, 17, 32), (1, 4, 16)):
         masks = (None, "bool", "float", "left") if batch == 17 or queries == 1 else (None,)
         for mask in masks:
@@ -65,8 +65,8 @@ def attention(
     scheme: str, dtype: torch.dtype, batch: int, queries: int, length: int, device: torch.device,
     mask: str | None = None, heads: int = 32, kv_heads: int = 8, head_dim: int = 128,
 ) -> Callable[[str], torch.Tensor]:  # fmt: skip
-    """One layer's attention behind ``length`` tokens of noise, by the name of a lowering: ``[B, H_q, S, D]``. A mask
-    hides the first tokens of every sample but the last; "left" is that padding, told by where rows begin."""
+    """One layer's attention after ``length`` tokens of noise, by the name of a lowering: ``[B, H_q, S, D]``. A mask
+    hides the first tokens of every sample but the last; "left" is the same padding, given as row starts."""
     generator = torch.Generator().manual_seed(0)
 
     def noise(*shape: int) -> torch.Tensor:
@@ -93,7 +93,7 @@ def attention(
 
 
 def _tables(states: list) -> dict:
-    """The rotary tables of keys that are stored before it."""
+    """The rotary tables of keys that are stored before rotary embedding."""
     rotary = states[0].rotary
     return {} if rotary is None else dict(cos=rotary.cos, sin=rotary.sin, rope=rope_of(rotary.cos.shape[2], False))
 
@@ -101,20 +101,20 @@ def _tables(states: list) -> dict:
 def correct(
     device: torch.device, lowering: str = "triton", tried: Iterator[dict] | None = None, **shape
 ) -> Iterator[dict]:
-    """Each case's largest difference from the reference, and whether that is within what its dtype rounds."""
+    """For each case, the largest difference from the reference, and whether it is within the rounding of its dtype."""
     for case in cases() if tried is None else tried:
         result = dict(case, dtype=str(case["dtype"]).removeprefix("torch."))
         try:
             attend = attention(**case, device=device, **shape)
             difference = (attend(lowering).float() - attend("reference").float()).abs().max().item()
             result |= dict(difference=difference, good=difference <= TOLERANCE[case["dtype"]])  # NaN is not
-        except Exception as error:  # the cases behind it are worth as much
+        except Exception as error:  # later cases still run
             result |= dict(error=f"{type(error).__name__}: {error}"[:500], good=False)
         yield result
 
 
 def replayed(calls: list[Callable]) -> float:
-    """Seconds of one of ``calls``, all of which are one CUDA graph."""
+    """Seconds per call of ``calls``, all of them in one CUDA graph."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls:
@@ -135,7 +135,7 @@ def replayed(calls: list[Callable]) -> float:
 
 
 def in_turn(calls: list[Callable]) -> float:
-    """The same where there are no CUDA graphs: one after another, by the clock."""
+    """The same without CUDA graphs: one call after another, by the clock."""
     for call in calls:
         call()
     begin = time.perf_counter()
@@ -148,8 +148,8 @@ def tune(
     device: torch.device, schemes=SCHEMES, length: int = 32768, batches=(1, 32), shape=(32, 8, 128),
     lowering: str = "triton", most: int = 1000,
 ) -> Iterator[dict]:  # fmt: skip
-    """What was found for each scheme, one query and bfloat16, and is kept; ``most`` configurations are tried. One that
-    is not right within what the dtype rounds is not taken."""
+    """The configuration found for each scheme, for one query in bfloat16, which is stored. Tries ``most``
+    configurations; one whose error exceeds the rounding of the dtype is not taken."""
     heads, kv_heads, head_dim = shape
     seconds = replayed if device.type == "cuda" else in_turn
     for scheme in schemes:
@@ -170,7 +170,7 @@ def tune(
                 try:
                     right = all(map(partial(_close, torch.bfloat16), (call() for call in calls), expected))
                     return sum(seconds([call] * 4) for call in calls) if right else float("inf")
-                except Exception:  # it does not fit the device
+                except Exception:  # the configuration does not fit the device
                     return float("inf")
 
         best, all_of_them = tuned.tune(case, took)
@@ -198,7 +198,7 @@ def attend(
     device: torch.device, schemes=("kivi", "kivi-4", "higgs", "kivi-pre", "waterfill"), lengths=(8192, 32768, 131072),
     batches=(1, 17, 32), shape=(32, 8, 128), lowering: str = "triton",
 ) -> Iterator[dict]:  # fmt: skip
-    """Seconds of one attention, as often as faster than flash, and bytes a second as a share of a copy's."""
+    """Seconds of one attention, its speed relative to flash, and bytes per second as a share of a copy's."""
     cuda, (heads, kv_heads, head_dim), dtype = device.type == "cuda", shape, torch.bfloat16
     seconds, bandwidth = (replayed, copy_bandwidth(device)) if cuda else (in_turn, float("nan"))
     memory = torch.cuda.get_device_properties(device).total_memory if cuda else float("inf")
@@ -229,7 +229,7 @@ def attend(
 
 
 def _tried(seconds: Callable, calls: list[Callable]) -> float | str:
-    """``seconds`` of ``calls``, or why there are none."""
+    """The ``seconds`` of ``calls``, or the reason why there are none."""
     try:
         return seconds(calls)
     except Exception as error:
@@ -240,7 +240,7 @@ def encode(
     device: torch.device, schemes=("kivi", "squat", "higgs"), lengths=(8192, 32768), shape=(32, 8, 128),
     lowering: str = "triton,reference", rounds: int = 10,
 ) -> Iterator[dict]:  # fmt: skip
-    """Seconds of a layer's prompt by variant."""
+    """Seconds for the prompt of one layer, by variant."""
     for scheme, length in itertools.product(schemes, lengths):
         heads = dict(zip(("heads", "kv_heads", "head_dim"), shape, strict=True))
         args = argparse.Namespace(device=device, scheme=scheme, lowering=lowering, batch=1, rounds=rounds, **heads)
@@ -254,7 +254,7 @@ STAGES: dict[str, Callable[..., Iterator[dict]]] = {
 
 
 def run(stage: str, rows: Iterator[dict], out: Path, about: dict) -> None:
-    """Write the ``rows`` of a stage to its file as they come, and how long all took."""
+    """Write the ``rows`` of a stage to its file as they come, and the total time."""
     begin, found = time.perf_counter(), []
     while True:
         result = dict(about, seconds=time.perf_counter() - begin, rows=found)

@@ -1,4 +1,4 @@
-"""Stages of `gpu.py` that run whole models, of random weights: the shape of Llama-3-8B unless told otherwise."""
+"""Stages of `gpu.py` that run whole models with random weights, by default in the shape of Llama-3-8B."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -20,12 +20,12 @@ EIGHT_BILLION = (32, 4096, 32, 8)
 _CHECKED = ("kivi", "squat", "higgs", "kivi-pre", "waterfill")
 _SMALL = (4, 512, 8, 2)
 _CLOSE = 1e-2  # logits of a small model in float32
-_ROOM = 16  # tokens of a static cache behind those that are measured
-_LONGEST = 8  # kernels that a profile names
+_ROOM = 16  # room of a static cache after the measured tokens
+_LONGEST = 8  # kernels listed in a profile
 
 
 def llama(device: torch.device, dtype: torch.dtype, layers: int, hidden: int, heads: int, kv_heads: int, **config):
-    """A Llama of random weights, made on the device."""
+    """A Llama with random weights, created on the device."""
     config = LlamaConfig(
         hidden_size=hidden, intermediate_size=7 * hidden // 2, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=kv_heads, max_position_embeddings=1 << 18, pad_token_id=0, eos_token_id=None, **config,
@@ -43,8 +43,8 @@ def generates(
     device: torch.device, schemes=_CHECKED, prompt: int = 300, new: int = 150, shape: tuple[int, ...] = _SMALL,
     lowering: str = "triton",
 ) -> Iterator[dict]:  # fmt: skip
-    """Of each way to call ``generate``, how far logits in float32 are from the reference's, up to the first token that
-    is another one, if there is one."""
+    """For each way to call ``generate``, the difference of float32 logits from the reference, up to the first token
+    that differs, if there is one."""
     model = llama(device, torch.float32, *shape, vocab_size=256)
     ids = torch.randint(1, 256, (3, prompt), device=device)
     padding = (torch.arange(prompt, device=device) >= torch.tensor([[0], [prompt // 3], [1]], device=device)).long()
@@ -86,7 +86,7 @@ def replays(
     device: torch.device, schemes=_CHECKED, prompt: int = 700, steps: int = 200, shape: tuple[int, ...] = _SMALL,
     lowering: str = "triton",
 ) -> Iterator[dict]:  # fmt: skip
-    """Of each scheme, how far a step's logits in float32 are from the reference's at most, and what was replayed."""
+    """For each scheme, the largest difference of a step's float32 logits from the reference, and what was replayed."""
     model = llama(device, torch.float32, *shape, vocab_size=256)
     ids = torch.randint(256, (1, prompt + steps), device=device)
     for scheme in schemes:
@@ -112,8 +112,8 @@ def _wait(device: torch.device) -> None:
 
 
 def per_step(call: Callable, steps: int, device: torch.device) -> dict:
-    """Milliseconds of a step until the host is free again, in all, and of work on the device, with the kernels that
-    take longest."""
+    """Milliseconds of a step until the host is free again, in total, and of work on the device; and the slowest
+    kernels."""
     for _ in range(5):  # compiles, and captures
         call()
     _wait(device)
@@ -137,14 +137,14 @@ def per_step(call: Callable, steps: int, device: torch.device) -> dict:
 
 
 def _static(model, batch: int, ids: torch.Tensor, room: int) -> tuple[Callable, object]:
-    """transformers' static cache with a forward that is compiled into CUDA graphs, and that cache."""
+    """transformers' static cache, with a forward compiled into CUDA graphs."""
     cache = StaticCache(config=model.config, max_cache_len=ids.shape[1] + room)
     fill(model, cache, ids.expand(batch, -1), 0, ids.shape[1], max(16, 8192 // batch))
     return torch.compile(model.forward, mode="reduce-overhead"), cache
 
 
 def _dynamic(model, batch: int, ids: torch.Tensor) -> tuple[Callable, object]:
-    """A cache, packed or not, of one prompt that is repeated."""
+    """A cache, packed or not, of one prompt that is repeated for the batch."""
     cache = DynamicCache(config=model.config)
     fill(model, cache, ids, 0, ids.shape[1])
     if batch > 1:
@@ -158,7 +158,8 @@ def _quantized(model, how: dict, batch: int, ids: torch.Tensor) -> tuple[Callabl
 
 
 def variants(model, schemes, room: int) -> dict[str, Callable]:
-    """What is compared: by name, what makes of a batch and ids ``[1, S]`` a forward and a cache behind them."""
+    """The compared variants by name. Each turns a batch size and ids ``[1, S]`` into a forward and a cache filled with
+    them."""
     found: dict[str, Callable] = {"static": partial(_static, sharing_weights(model), room=room)}
     found["default"] = partial(_dynamic, model)
     for name, how in quantized(model.config).items():
@@ -174,7 +175,7 @@ def step(
     device: torch.device, lengths=(4096, 32768), steps: int = 32, shape: tuple[int, ...] = EIGHT_BILLION,
     dtype: torch.dtype = torch.bfloat16, schemes=("kivi", "higgs", "waterfill"),
 ) -> Iterator[dict]:  # fmt: skip
-    """What a step of one sequence takes, by length and variant."""
+    """The time of a step of one sequence, by length and variant."""
     model = llama(device, dtype, *shape)
     compared = variants(model, schemes, steps + _ROOM)
     for length in lengths:
@@ -193,8 +194,8 @@ def throughput(
     device: torch.device, length: int = 8192, batches=(1, 16), steps: int = 32, shape: tuple[int, ...] = EIGHT_BILLION,
     dtype: torch.dtype = torch.bfloat16, schemes=("kivi",), largest: int = 1024,
 ) -> Iterator[dict]:  # fmt: skip
-    """Tokens a second by batch and variant, and at the ``largest`` batch that each has memory for: one that does not
-    fit is made smaller by an eighth."""
+    """Tokens per second by batch and variant, and at the ``largest`` batch that fits each variant; a batch that does
+    not fit is reduced by an eighth."""
     model = llama(device, dtype, *shape)
     ids = torch.randint(1000, (1, length), device=device)
     for name, made in variants(model, schemes, steps + _ROOM).items():
@@ -220,7 +221,7 @@ def throughput(
 
 
 def _that_fit(made: Callable, ids: torch.Tensor, device: torch.device) -> int:
-    """Sequences of a variant that there is memory for, from what one takes. As many as you like on a CPU."""
+    """The number of sequences of a variant that fit in memory, from the size of one. Unlimited on a CPU."""
     if device.type != "cuda":
         return 4
     try:
@@ -231,7 +232,7 @@ def _that_fit(made: Callable, ids: torch.Tensor, device: torch.device) -> int:
         del kept
         torch.cuda.empty_cache()
         return max(1, int(0.95 * before / one))
-    except Exception:  # it is said where it is measured
+    except Exception:  # reported when it is measured
         return 1
 
 
@@ -240,8 +241,8 @@ def capacity(
     lengths=(4096, 8192, 32768, 131072), shape: tuple[int, ...] = EIGHT_BILLION, weights: int = 16_060_000_000,
     memory: int | None = None,
 ) -> Iterator[dict]:  # fmt: skip
-    """Sequences that fit beside ``weights`` bytes into ``memory``, that of the device or 80 GiB, from the sizes of the
-    tensors that a layer allocates: none are."""
+    """Sequences that fit next to ``weights`` bytes into ``memory`` (default: that of the device, or 80 GiB), from the
+    sizes of the tensors that a layer allocates. Nothing is allocated."""
     layers, hidden, heads, kv_heads = shape
     if memory is None:
         memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 80 << 30

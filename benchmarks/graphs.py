@@ -1,9 +1,9 @@
 """How many graphs a chat server needs: python benchmarks/graphs.py [scheme ...]
 
-Thirty calls of ``generate`` as a server of chats makes them: batches of 1 to 8, padded and not, second and third turns
-on a filled cache, drafts by prompt lookup, a cache that is reset, a cache that is cropped; then the same thirty again.
-The model is a Llama of two random layers, because graphs are counted here and depth adds none. A row is printed for
-each call that captured something, and a sum.
+Thirty calls of ``generate`` as a chat server makes them: batches of 1 to 8, padded and not, second and third turns on a
+filled cache, drafts by prompt lookup, a cache that is reset, a cache that is cropped; then the same thirty again. The
+model is a Llama with two random layers, because only graphs are counted and depth adds none. A row is printed for each
+call that captured a graph, and then the sum.
 """
 
 import argparse
@@ -23,9 +23,9 @@ _VOCABULARY, _PROMPT, _TURN, _NEW = 512, 150, 21, 12
 
 @dataclass(frozen=True)
 class Call:
-    """One answer: to ``batch`` chats of which some are shorter if ``padded``, with ``turns`` of them, ``chunk`` tokens
-    of a prompt at a time (0: all) and as many ``drafts``. The cache of the call before is emptied and used if
-    ``reset``; one token is taken back between turns if ``cropped``."""
+    """One answer to ``batch`` chats, in ``turns`` turns, with ``drafts`` draft tokens and prompt chunks of ``chunk``
+    tokens (0: whole prompts). ``padded``: some chats are shorter. ``reset``: reuse the cache of the previous call after
+    a reset. ``cropped``: crop one token between turns."""
 
     batch: int = 1
     padded: bool = False
@@ -51,7 +51,7 @@ _CALLS += [
 
 
 def answer(model, call: Call, cache, seed: int):
-    """Generate for ``call``; the cache that it filled."""
+    """Generate for ``call``; returns the cache that it filled."""
     rows = torch.Generator().manual_seed(seed)
     if not call.reset or cache is None:
         cache = DynamicCache(config=model.config)

@@ -1,12 +1,12 @@
-"""What the split kernel of attention issues, counted in its machine code: nothing runs, and no GPU is needed.
+"""Count the instructions that the split kernel of attention issues, in its machine code. No GPU is needed.
 
     python benchmarks/instructions.py
-    PYTHONPATH=OTHER/site-packages python benchmarks/instructions.py    # by the Triton that is there
+    PYTHONPATH=OTHER/site-packages python benchmarks/instructions.py    # with the Triton found there
 
-An instruction counts for each of the 32 lanes of its warp, in the innermost loop over packed tokens, and is divided by
-the elements of K and V that a turn of the loop takes. An SM of A100 or H100 issues 4 warp-instructions a cycle at most,
-so that the count bounds how many elements a second an SM can take, whatever the memory does. Barriers, and loads that
-are waited for where they are issued, are those of a turn.
+Instructions in the innermost loop over packed tokens are counted for each of the 32 lanes of a warp, and divided by the
+elements of K and V that one iteration processes. An SM of A100 or H100 issues at most 4 warp instructions per cycle, so
+the count limits how many elements per second an SM can process, whatever the memory does. Barriers, and loads that are
+not prefetched, are counted per iteration.
 """
 
 import re
@@ -45,12 +45,12 @@ KINDS = {
     "memory": r"LD|ST|SHFL",
     "products": r"H?G?MMA|HMMA",
 }
-COUNTED = {"barriers": r"BAR", "loads waited for": r"LDG\."}  # in a turn; loads that are read ahead are LDGSTS
-REGISTERS = 65536  # of an SM
+COUNTED = {"barriers": r"BAR", "loads waited for": r"LDG\."}  # per iteration; prefetched loads are LDGSTS
+REGISTERS = 65536  # per SM
 
 
 def instructions(cubin: bytes) -> tuple[list[str], list[tuple[int, int]]]:
-    """The instructions of a kernel, and which of them its loops span."""
+    """The instructions of a kernel, and the ranges that its loops span."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(cubin)
         tool = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
@@ -69,7 +69,7 @@ def instructions(cubin: bytes) -> tuple[list[str], list[tuple[int, int]]]:
 
 
 def split_of(case: dict, arch: int) -> tuple[Launch, int]:
-    """The launch of the split kernel of a case, and the elements of K and V that a turn of its loop takes."""
+    """The launch of the split kernel of a case, and the elements of K and V that one iteration processes."""
     with compiling(arch) as launches:
         (attend_fields if "scheme" in case else attend)(**case)
     if "scheme" in case:

@@ -1,9 +1,9 @@
 """Peak memory of decoding as the context grows: python benchmarks/memory.py [--lengths N,N] [--json FILE]
 
-SmolLM2-135M-Instruct in a process of its own for each cache: a prompt in chunks of 512 tokens, and some steps at each
-length. The peak is that of the steps, over what the process had before the prompt, with what is compiled compiled; on
-CUDA what was allocated, elsewhere the resident set (Linux only). "cache" is what `kvpass.nbytes` counts, and the keys
-and values of the default cache.
+SmolLM2-135M-Instruct in a separate process for each cache: a prompt in chunks of 512 tokens, and some steps at each
+length, after compilation. The peak is that of the steps, minus the memory before the prompt: allocated memory on CUDA,
+the resident set elsewhere (Linux only). "cache" is what `kvpass.nbytes` counts, or the keys and values of the default
+cache.
 """
 
 import argparse
@@ -45,7 +45,7 @@ class Peak:
 
 
 def nbytes(name: str, cache) -> int | None:
-    """What the ``cache`` of a variant keeps; None for `QuantizedCache`, which does not say."""
+    """The size of the ``cache`` of a variant; None for `QuantizedCache`, which does not report it."""
     if name == DEFAULT:
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     return None if name in QUANTIZED else kvpass.nbytes(cache)

@@ -1,9 +1,9 @@
-"""Products of one row with the weights of SmolLM2-135M, which is most of a decode step behind a short context.
+"""Matrix products of one row with the weights of SmolLM2-135M, the main part of a decode step with a short context.
 
     python benchmarks/one_row.py
 
-Microseconds of an MLP's product and of the head, by how weights are kept: floats, torchao's subclass as users call it,
-and the ops of torch for 8 and 4 bits alone.
+Prints microseconds for a product of the MLP and for the head, by storage of the weights: floats, torchao's subclass as
+users call it, and torch's ops for 8 and 4 bits alone.
 """
 
 import argparse
@@ -20,7 +20,7 @@ _GROUP = 32
 
 
 def microseconds(call: Callable, times: int) -> float:
-    """Of one call, in the mean of so many."""
+    """Mean time of a call over ``times`` calls."""
     for _ in range(5):
         call()
     begin = time.perf_counter()
@@ -30,7 +30,7 @@ def microseconds(call: Callable, times: int) -> float:
 
 
 def variants(inputs: int, outputs: int) -> dict[str, Callable]:
-    """A product each, by how the weights are kept."""
+    """One product for each storage of the weights."""
     x, linear = torch.randn(1, inputs).bfloat16(), nn.Linear(inputs, outputs, bias=False).bfloat16()
     wide, narrow, weight = copy.deepcopy(linear).float(), nn.Sequential(copy.deepcopy(linear)), linear.weight.float()
     quantize_(narrow, Int8WeightOnlyConfig())

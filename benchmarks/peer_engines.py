@@ -1,8 +1,8 @@
-"""One engine of `peers.py`, in an environment of its own: it answers lines of JSON with lines of JSON.
+"""One engine of `peers.py`, in its own environment; it answers lines of JSON with lines of JSON.
 
-Asked is ``{"ids": [...], "new": n, "top": k}``: read the tokens, those known from the last question not again, and
-make n more. The answer has the milliseconds of each new token behind the first, and of the first the log-probabilities
-of the k most likely tokens, if the engine tells them.
+A question is ``{"ids": [...], "new": n, "top": k}``: read the tokens, except those known from the last question, and
+generate n more. The answer has the milliseconds of each new token after the first, and the log-probabilities of the k
+most likely first tokens, if the engine reports them.
 """
 
 import argparse
@@ -33,15 +33,15 @@ def llama_cpp(gguf: str, cache: str, context: int, threads: int) -> Engine:
         if top:
             first = result["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
             likely = [(each["id"], each["logprob"]) for each in first]
-        # those behind the first: that one comes with the prompt
+        # tokens after the first, which comes with the prompt
         return dict(milliseconds=result["timings"]["predicted_per_token_ms"], likely=likely)
 
     return answer
 
 
 def openvino(gguf: str, cache: str, context: int, threads: int) -> Engine:
-    """OpenVINO GenAI with paged attention; ``cache`` is a type of its own, as f32, u8 or u4. It tells no
-    log-probabilities but that of what it chose."""
+    """OpenVINO GenAI with paged attention; ``cache`` is one of its own types, such as f32, u8 or u4. It reports only
+    the log-probability of the token it chose."""
     import numpy
     import openvino as ov
     import openvino_genai as genai
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("context", type=int)
     parser.add_argument("threads", type=int)
     args = parser.parse_args()
-    answers, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr  # engines print
+    answers, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr  # engines print to stdout
     os.dup2(2, 1)
     engine = ENGINES[args.engine](args.gguf, args.cache, args.context, args.threads)
     for line in sys.stdin:

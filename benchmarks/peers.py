@@ -1,16 +1,16 @@
-"""kvpass beside what people use on CPUs instead: llama.cpp and OpenVINO GenAI, each with caches of its own.
+"""kvpass compared with other engines for CPUs, llama.cpp and OpenVINO GenAI, each with its own caches.
 
-    python benchmarks/peers.py                                    # milliseconds of a token, by length
-    python benchmarks/peers.py --quality                          # what each cache changes
+    python benchmarks/peers.py                                    # milliseconds per token, by length
+    python benchmarks/peers.py --quality                          # how much each cache changes the output
 
-All run SmolLM2-135M-Instruct from the same GGUF. The engines keep its 4-bit weights; kvpass takes the same weights as
-float32, as bfloat16, and as bfloat16 with torchao's 8-bit and 4-bit weights. An engine lives in an environment of its
-own (made in ``build/peers``, some 250 MB) and a process of its own, and all take their turns, so that drift hits all
-alike. "of context" is what a token takes over one behind the first length.
+All run SmolLM2-135M-Instruct from the same GGUF. The engines keep its 4-bit weights; kvpass uses the same weights in
+float32, in bfloat16, and in bfloat16 with torchao's 8-bit and 4-bit weights. The engines have their own environment (in
+``build/peers``, about 250 MB) and each runs in its own process. Variants alternate, so that drift affects all of them
+alike. "of context" is the time of a token minus that of one after the first length.
 
-Quality is KL and agreement of the most likely token with the same engine's own uncompressed cache, of tokens one by one
-behind a prompt; of llama.cpp over its 1,000 most likely tokens, of OpenVINO, which tells one alone, agreement. Bits are
-those of a value at 8,192 tokens, of llama.cpp those of its blocks of 32 values, in bfloat16 of kvpass.
+Quality is KL, and agreement of the most likely token, relative to the same engine's uncompressed cache, token by token
+after a prompt. llama.cpp's KL is over its 1,000 most likely tokens; OpenVINO reports only one, and so no KL. Bits are
+per value at 8,192 tokens: those of llama.cpp's blocks of 32 values, and of kvpass in bfloat16.
 """
 
 import argparse
@@ -50,7 +50,7 @@ _TOP, _LONG = 1000, 8192
 
 
 def environment() -> Path:
-    """The Python of the engines."""
+    """The Python of the engines' environment."""
     python = HOME / "bin" / "python"
     if not python.exists():
         venv.create(HOME, with_pip=True)
@@ -59,7 +59,7 @@ def environment() -> Path:
 
 
 class Peer:
-    """An engine with one kind of cache, in its process."""
+    """One engine with one kind of cache, in its process."""
 
     def __init__(self, engine: str, cache: str, gguf: Path, args) -> None:
         script = Path(__file__).with_name("peer_engines.py")
@@ -78,17 +78,18 @@ class Peer:
         return json.loads(line)
 
     def milliseconds(self, ids: list[int], new: int) -> float:
-        """Of each of ``new`` tokens behind ``ids``."""
+        """Time per token, for ``new`` tokens after ``ids``."""
         return self.ask(ids, new)["milliseconds"]
 
     def close(self) -> None:
-        """End its process."""
+        """End the process."""
         self._process.stdin.close()
         self._process.wait()
 
 
 def _ours(model, ids: list[int], args) -> Callable[[], float]:
-    """What takes ``--tokens`` steps of ``model`` behind the prompt ``ids``, and says how many milliseconds one took."""
+    """A function that runs ``--tokens`` steps of ``model`` after the prompt ``ids``, and returns the milliseconds per
+    step."""
     cache, prompt = DynamicCache(config=model.config), torch.tensor([ids])
     fill(model, cache, prompt, 0, len(ids))
 
@@ -103,7 +104,7 @@ def _ours(model, ids: list[int], args) -> Callable[[], float]:
 
 
 def _models(model, wanted: Callable[[str], bool]) -> dict[str, torch.nn.Module]:
-    """Those of kvpass that are ``wanted``, by what stands in the table."""
+    """The ``wanted`` variants of kvpass, by their names in the table."""
     half = copy.deepcopy(model).bfloat16()
     made: dict[str, Callable[[], torch.nn.Module]] = {"transformers, float32": lambda: model}
     for scheme in OURS:
@@ -126,7 +127,7 @@ def _applied(model, scheme: str, weights=None, mode: str | None = None) -> torch
 
 
 def speed(model, ids: list[int], gguf: Path, args) -> dict:
-    """Milliseconds of a token by length and variant."""
+    """Milliseconds per token, by length and variant."""
     results: dict[int, dict[str, float]] = {}
     asked = tuple(args.variants.split(";"))
     names = [(engine, cache) for engine, caches in CACHES.items() for cache in caches]
@@ -159,7 +160,8 @@ def speed(model, ids: list[int], gguf: Path, args) -> dict:
 
 
 def _compared(ask: Callable[[list[int]], dict], reference: list[dict], ids: list[int], start: int) -> tuple:
-    """Mean KL from ``reference``, each the log-probabilities of likely tokens, None if that is one, and agreement."""
+    """Mean KL from ``reference``, which holds the log-probabilities of likely tokens at each step (None if there is
+    only one), and agreement."""
     divergences, agreements = [], []
     for i, expected in enumerate(reference):
         got = dict(ask(ids[: start + i])["likely"])
@@ -170,7 +172,7 @@ def _compared(ask: Callable[[list[int]], dict], reference: list[dict], ids: list
 
 
 def _of_peers(engine: str, gguf: Path, ids: list[int], args) -> dict[str, tuple]:
-    """Bits, KL and agreement of the caches of an engine with its first one."""
+    """Bits, KL and agreement of an engine's caches, compared with its first one."""
     peers = {cache: Peer(engine, cache, gguf, args) for cache in CACHES[engine]}
     exact, *others = peers.values()
     reference = [dict(exact.ask(ids[: args.prompt + i], top=_TOP)["likely"]) for i in range(args.scored)]
@@ -186,7 +188,7 @@ def _of_peers(engine: str, gguf: Path, ids: list[int], args) -> dict[str, tuple]
 
 
 def changes(model, tokenizer, gguf: Path, args) -> dict:
-    """Bits, KL and agreement of each cache with the uncompressed one, by text."""
+    """Bits, KL and agreement of each cache compared with the uncompressed one, by text."""
     half, results = copy.deepcopy(model).bfloat16(), {}
     schemes = {name: {"scheme": name} for name in (*OURS, "kivi-4", "waterfill-3")}
     bits = {name: bits_at(half, scheme, [_LONG])[_LONG] for name, scheme in schemes.items()}

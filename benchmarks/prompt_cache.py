@@ -1,4 +1,4 @@
-"""What a saved prompt costs and saves: bytes on disk, seconds to load it against seconds to read the prompt again.
+"""What a saved prompt costs and saves: bytes on disk, and seconds to load it or to read the prompt again.
 
 python benchmarks/prompt_cache.py [--schemes kivi squat] [--tokens 3000]
 """
@@ -39,7 +39,7 @@ def read(model, ids) -> DynamicCache:
 
 
 def measure(model, scheme: str, ids: torch.Tensor, times: int, folder: Path) -> dict:
-    """One row: seconds are medians of ``times`` prompts and loads, in turn, behind one of each."""
+    """One row: median seconds of ``times`` prompts and loads, alternating, after one of each."""
     kvpass.apply(model, scheme, lowering="eager")
     try:
         path, seconds = folder / scheme, {"prompt": [], "save": [], "load": []}

@@ -1,7 +1,7 @@
-"""Memory that the scores of a long prompt take: python benchmarks/prompt_memory.py [--tokens N] [scheme]
+"""Memory for the attention scores of a long prompt: python benchmarks/prompt_memory.py [--tokens N] [scheme]
 
-One layer of a random Llama, 4 query heads, 2 KV heads, 32-wide heads: peak memory of the process over what it had
-before the prompt. Run it once for each scheme, because a peak does not come down.
+One layer of a random Llama, 4 query heads, 2 KV heads, head_dim 32: peak memory of the process minus its memory before
+the prompt. Run it once for each scheme, because a peak never falls.
 """
 
 import argparse

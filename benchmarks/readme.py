@@ -1,4 +1,5 @@
-"""Tables of README.md and docs/schemes.md, and docs/pareto.svg: python benchmarks/readme.py [SCHEME ... | --all]
+"""Write the tables of README.md and docs/schemes.md, and docs/pareto.svg: python benchmarks/readme.py [SCHEME ... |
+--all]
 
 Scores the named schemes on SmolLM2-135M-Instruct as `kvpass eval --context 1280 --score 256` does, merges the results
 into docs/results.json, and generates both tables and the picture from it. Schemes that cannot be scored in one pass are
@@ -8,6 +9,7 @@ merges files that `benchmarks/decode_e2e.py --lengths 512,4096 --threads 2 --sch
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 from waterfill import calibrated
@@ -72,7 +74,7 @@ SCHEMES = {
 
 
 def measure(chosen: list[str], known: dict) -> dict:
-    """``known`` with the rows of ``chosen``: text -> scheme -> what was measured."""
+    """``known`` updated with the rows of ``chosen``: text -> scheme -> measurements."""
     model, tokenizer = models.load(say=print)
     sources = {source: texts.tokens(tokenizer, source, CONTEXT) for source in texts.available()}
     schemes = calibrated(model, tokenizer, {name: name for name in chosen})
@@ -85,7 +87,7 @@ def measure(chosen: list[str], known: dict) -> dict:
 
 
 def merged(steps: dict, files: list[Path]) -> dict:
-    """``steps``, scheme -> tokens in the cache -> step time over that of the default cache, with those of ``files``."""
+    """``steps`` updated with ``files``: scheme -> tokens in the cache -> step time relative to the default cache."""
     for file in files:
         written = json.loads(file.read_text(encoding="utf-8"))
         scheme = written["arguments"]["scheme"]
@@ -141,16 +143,24 @@ def _cells(row: dict) -> list[str]:
 
 
 def draw(results: dict, path: Path) -> None:
-    """Mean KL against bits per value, as an SVG."""
+    """Mean KL against bits per value, as an SVG that is small enough to keep in the repository."""
     points = {
         text: [plot.Point(name, row["bits_per_value"], row["kl"], row["kl_error"]) for name, row in rows.items()]
         for text, rows in results.items()
     }
-    plot.pareto(points, path, f"SmolLM2-135M-Instruct, {SCORE} tokens behind a prompt of {CONTEXT - SCORE:,}")
+    plot.pareto(points, path, f"SmolLM2-135M-Instruct, {SCORE} tokens after a prompt of {CONTEXT - SCORE:,}")
+    path.write_text(compact(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def compact(svg: str) -> str:
+    """``svg`` without metadata, with coordinates to a tenth of a point and one line for each drawn element."""
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"\d+\.\d{2,}", lambda number: f"{float(number[0]):.1f}", svg)
+    return re.sub(r" (?=<g id)", "\n", " ".join(svg.split())) + "\n"
 
 
 def with_block(page: str, block: str) -> str:
-    """``page`` with ``block`` in the place of what stands between the markers."""
+    """``page`` with ``block`` between the markers."""
     before, rest = page.split(BEGIN)
     return f"{before}{BEGIN}{block}{END}{rest.partition(END)[2]}"
 

@@ -1,10 +1,10 @@
-"""What the host does for a replayed step, measured where there is no GPU: the replay itself does nothing.
+"""Time the host's part of a replayed step without a GPU; the replay itself does nothing.
 
     python benchmarks/replay_host.py
 
-A model of 32 narrow layers, ``mode="reduce-overhead"``. Its first steps run in Triton's interpreter; the step that is
-captured then leaves a replay that does nothing. What is timed is a whole call of the model from then on: arguments, the
-checks of a cache, what a replay reads, and the end of the forward. On a GPU the launch of the graph comes to it.
+A model of 32 narrow layers, ``mode="reduce-overhead"``. Its first steps run in Triton's interpreter; capturing a step
+then leaves a replay that does nothing. Whole calls of the model are timed after that: arguments, checks of the cache,
+inputs of the replay, and the end of the forward. On a GPU, the launch of the graph is added.
 """
 
 import os

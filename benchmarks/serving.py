@@ -1,11 +1,11 @@
-"""What packing is worth to vLLM, by vLLM's own log and clock: the tokens that fit, and tokens a second.
+"""What packing gains in vLLM, by vLLM's own log and by time: tokens that fit, and tokens per second.
 
     build/vllm-venv/bin/python benchmarks/serving.py --what capacity
     build/vllm-venv/bin/python benchmarks/serving.py --what throughput --schemes kivi-sinks --requests 4
 
-Engines take turns on the same prompts, and each is a process of its own. With few requests and much memory batches are
-equal; with more requests than fit, each engine has as many at once as its memory holds. Beside the clock stands the
-processor's time, which says more where a machine is shared: take one thread then, others that wait count too.
+Engines run in processes of their own and alternate on the same prompts. With few requests and much memory, batches are
+equal; with more requests than fit, each engine runs as many at once as its memory holds. CPU time is printed, too; it
+is more reliable on a shared machine, with one thread, because waiting threads count.
 """
 
 import argparse
@@ -25,7 +25,7 @@ _FIT = re.compile(r"KV cache size: ([\d,]+) tokens.*?: ([\d.]+)x")
 
 
 def prompts_of(model: str, count: int, tokens: int) -> list[list[int]]:
-    """Prose of this repository, from another place on for each request."""
+    """Prose of this repository, from a different position for each request."""
     from transformers import AutoTokenizer
 
     text = "\n".join(path.read_text() for path in sorted(Path(__file__).parent.parent.glob("docs/*.md")))
@@ -35,7 +35,8 @@ def prompts_of(model: str, count: int, tokens: int) -> list[list[int]]:
 
 
 def serve(job: dict) -> None:
-    """Start an engine, answer the beginnings of two requests as a warm-up, then all of the job's for each line read."""
+    """Start an engine, answer the beginnings of two requests as a warm-up, then answer all requests of the job once per
+    line read."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(model=job["model"], enable_prefix_caching=False, **job["engine"])
@@ -55,7 +56,7 @@ def serve(job: dict) -> None:
             outputs = engine.step()
             last, most = now(), max(most, len(outputs))
             done += sum(output.finished for output in outputs)
-            if first is None and len(outputs) == len(prompts):  # all are decoding
+            if first is None and len(outputs) == len(prompts):  # all requests are decoding
                 first = last
         decoding = since(first, last) if first else None
         found = {"took": since(start, last), "decoding": decoding, "finished": done, "at_once": most}
@@ -63,7 +64,7 @@ def serve(job: dict) -> None:
 
 
 def now() -> tuple[float, float]:
-    """Seconds by the clock, and of the processor."""
+    """Wall-clock seconds and CPU seconds."""
     return time.perf_counter(), time.process_time()
 
 
@@ -87,7 +88,7 @@ class Engine:
         job = dict(model=arguments.model, engine=engine, requests=requests, tokens=arguments.tokens, new=arguments.new)
         command = [sys.executable, __file__, "--job", json.dumps(job)]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process, whose time is that of the engine
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process, so that its CPU time is the engine's
         if arguments.threads:
             environment |= {"OMP_NUM_THREADS": str(arguments.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         self.name, self.log = name, []
@@ -117,7 +118,7 @@ class Engine:
 
     @property
     def capacity(self) -> tuple[int, float]:
-        """Tokens that fit, and requests of full length at once, by vLLM's log."""
+        """Tokens that fit, and full-length requests at once, from vLLM's log."""
         tokens, requests = _FIT.search("".join(self.log)).groups()
         return int(tokens.replace(",", "")), float(requests)
 

@@ -1,15 +1,15 @@
 """A million tokens through a tiny model: python benchmarks/soak.py [--tokens N] [--long N] [--json FILE]
 
-Each scheme takes its share in batches, through caches that are alive at once: prompts, steps, turns of some tokens,
-crops, and a reset when a text has grown long; most of it in the default lowering, a part under "eager". On the way a
-text is stopped, and what it has become is compared with
+Each scheme gets its share in batches, through several caches at once: prompts, steps, turns of some tokens, crops, and
+a reset when a text has grown long. Most of it runs in the default lowering, a part under "eager". From time to time a
+text is compared with
 
-* a replay: a fresh cache that is fed what this one was since its last reset. Contents and logits, bit for bit;
-* untouched attention: the model as it is, over a `DynamicCache` with the decoded contents;
+* a replay: a fresh cache that is fed the same tokens since the last reset. Contents and logits must match bit for bit;
+* untouched attention: the original model over a `DynamicCache` with the dequantized contents;
 
-and one text of ``--long`` tokens with what a state holds that is fed the same keys and values at once. Memory is read
-when a share begins, and at every tenth of it; a step's time on the CPU at the same lengths in its first and last tenth.
-It ends with an error if a comparison fails or memory grows. Linux only.
+and one text of ``--long`` tokens is compared with states that are fed the same keys and values at once. Memory is read
+when a share begins and at every tenth of it. The CPU time of a step is compared between the first and the last tenth at
+equal lengths. The script fails if a comparison fails or memory grows. Linux only.
 """
 
 import argparse
@@ -41,10 +41,10 @@ SCHEMES = {
     "h2o": schemes.get("kivi", group_size=16, retention=HeavyHitter(64, recent=48, page_size=16)),
     "qaq": schemes.get("qaq", sigma_s=1e-4, sigma_x=1e-3),
 }
-EAGER = 0.1  # of the tokens of each scheme
-ROLLBACK = 8  # tokens that are taken back at a time; all schemes promise 16
+EAGER = 0.1  # share of the tokens of each scheme
+ROLLBACK = 8  # tokens cropped at a time; all schemes support 16
 CLOSE = dict(atol=1e-4, rtol=1e-4)
-GROWTH, MORE_TENSORS = 32e6, 200  # that memory may grow by behind the first tenth: bytes, and tensors (tables are kept)
+GROWTH, MORE_TENSORS = 32e6, 200  # allowed growth after the first tenth: bytes, and tensors (tables are kept)
 
 
 def tiny() -> LlamaForCausalLM:
@@ -55,13 +55,13 @@ def tiny() -> LlamaForCausalLM:
 
 
 class Text:
-    """A cache, and what happened to it since it was empty."""
+    """A cache, and everything that happened to it since it was empty."""
 
     def __init__(self, model):
         self.model, self.cache, self.log = model, DynamicCache(config=model.config), []
 
     def feed(self, ids: Tensor) -> Tensor:
-        """Logits behind ``ids`` ``[B, S]``."""
+        """Logits after ``ids`` ``[B, S]``."""
         self.log.append(ids.tolist())
         return self.model(input_ids=ids, **handing(self.model, self.cache), logits_to_keep=1).logits
 
@@ -74,7 +74,7 @@ class Text:
         self.cache.reset()
 
     def replayed(self) -> "Text":
-        """A fresh one that went through the same."""
+        """A fresh text with the same history."""
         other = Text(self.model)
         for what in self.log:
             other.crop(what) if isinstance(what, int) else other.feed(torch.tensor(what))
@@ -86,7 +86,7 @@ class Text:
         return layer
 
     def contents(self) -> tuple[Tensor, Tensor]:
-        """Keys and values, decoded."""
+        """Dequantized keys and values."""
         return self.layer.keys + 0, self.layer.values + 0
 
 
@@ -107,8 +107,8 @@ def check(text: Text, untouched: LlamaForCausalLM, ids: Tensor, replay: bool = T
 
 
 def check_straight(text: Text, untouched: LlamaForCausalLM, chunk: int = 1024) -> None:
-    """Compare the contents of a text of one row with those of states that are fed the same keys and values at once:
-    with one layer, they do not depend on the past."""
+    """Compare the contents of a text of one row with those of states that are fed the same keys and values at once.
+    With one layer, these do not depend on the past."""
     ids, parts = torch.tensor([[token for (row,) in text.log for token in row]]), []
     for start in range(0, ids.shape[1], chunk):
         plain, part = DynamicCache(config=untouched.config), ids[:, start : start + chunk]
@@ -120,11 +120,11 @@ def check_straight(text: Text, untouched: LlamaForCausalLM, chunk: int = 1024) -
         fed = KVState.allocate(state.spec, *x.shape[:2], x.shape[3], x.dtype, "cpu", ids.shape[1])
         fed.append(x, 0)
         differs = ~torch.isclose(got, fed.decode(ids.shape[1]), atol=1e-3)
-        assert differs.float().mean() < 1e-3, "contents differ from those fed at once"  # ties of rounding apart
+        assert differs.float().mean() < 1e-3, "contents differ from those fed at once"  # except for rounding ties
 
 
 class Meter:
-    """Memory at marks, and seconds of CPU of steps by length."""
+    """Memory at marks, and CPU seconds of steps by length."""
 
     def __init__(self):
         self.bytes, self.tensors, self.steps = [], [], []
@@ -136,12 +136,12 @@ class Meter:
         self.tensors.append(sum(type(item) is Tensor for item in gc.get_objects()))
 
     def timed(self, length: int, fn: Callable) -> None:
-        begin = time.process_time()  # what else runs on the machine does not count
+        begin = time.process_time()  # other processes do not count
         fn()
         self.steps.append((length, time.process_time() - begin))
 
     def ratio(self, first: int = PROMPT, width: int = 32) -> float | None:
-        """Median step of the last tenth over that of the first, at equal lengths; None if none was seen in both."""
+        """Median step of the last tenth relative to the first, at equal lengths; None if no length occurs in both."""
         tenth = len(self.steps) // 10
         parts = []
         for steps in (self.steps[:tenth], self.steps[-tenth:]):
@@ -167,7 +167,7 @@ class Meter:
 
 @torch.inference_mode()
 def soak(config: SchemeConfig, lowering: str, tokens: int, seed: int = 0) -> dict:
-    """Feed ``tokens`` in all through `TEXTS` caches that take turns."""
+    """Feed ``tokens`` tokens through `TEXTS` alternating caches."""
     rng, random_ids = random.Random(seed), torch.Generator().manual_seed(seed)
     untouched, model = tiny(), kvpass.apply(tiny(), config, lowering=lowering)
     texts, meter, done, marks, checks, resets, crops = [Text(model) for _ in range(TEXTS)], Meter(), 0, 0, 0, 0, 0
@@ -208,7 +208,7 @@ def soak(config: SchemeConfig, lowering: str, tokens: int, seed: int = 0) -> dic
 
 @torch.inference_mode()
 def soak_long(config: SchemeConfig, tokens: int) -> dict:
-    """Decode one text of ``tokens`` tokens, of a batch of 1."""
+    """Decode one text of ``tokens`` tokens at batch size 1."""
     random_ids = torch.Generator().manual_seed(0)
     untouched, model, meter = tiny(), kvpass.apply(tiny(), config), Meter()
     text, begin, checks = Text(model), time.perf_counter(), 0

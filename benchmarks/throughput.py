@@ -1,11 +1,11 @@
-"""Tokens a second and peak memory of a whole model as the batch grows, until memory is full.
+"""Tokens per second and peak memory of a whole model as the batch grows, until memory is full.
 
-    python benchmarks/throughput.py --json h100.json                    # 8B parameters of noise, bfloat16, on a GPU
+    python benchmarks/throughput.py --json h100.json                    # 8B random parameters, bfloat16, on a GPU
     python benchmarks/throughput.py --layers 2 --hidden 256 --heads 8 --kv-heads 2 --batches 1 --length 512 --device cpu
 
-The weights are random, in the shape of Llama-3-8B unless told otherwise, and shared by the variants; the default cache
-is the baseline. A prompt is read once and its cache repeated for the batch, so that only decoding is measured. Where a
-batch does not fit, the variant is done. On a CPU, peak memory is not taken.
+The weights are random, by default in the shape of Llama-3-8B, and shared by the variants; the default cache is the
+baseline. A prompt is read once and its cache repeated for the batch, so that only decoding is measured. A variant ends
+at the first batch that does not fit. Peak memory is not measured on a CPU.
 """
 
 import argparse
@@ -25,7 +25,7 @@ WARM_UP = 3
 
 
 def random_model(args) -> LlamaForCausalLM:
-    """A Llama of random weights, made on the device."""
+    """A Llama with random weights, created on the device."""
     config = LlamaConfig(
         vocab_size=args.vocabulary,
         hidden_size=args.hidden,
@@ -41,7 +41,7 @@ def random_model(args) -> LlamaForCausalLM:
 
 
 def decode(model, ids, batch: int, args) -> dict:
-    """Median seconds of a step of ``batch`` sequences behind the prompt ``ids`` ``[1, length]``, and peak bytes."""
+    """Median seconds of a step of ``batch`` sequences after the prompt ``ids`` ``[1, length]``, and peak bytes."""
     cache, device = DynamicCache(config=model.config), ids.device
     fill(model, cache, ids, 0, args.length)
     cache.batch_repeat_interleave(batch)
@@ -54,7 +54,7 @@ def decode(model, ids, batch: int, args) -> dict:
 
 
 def fits(model, ids, batch: int, args) -> dict | None:
-    """What `decode` measures, or None if there is not enough memory for it."""
+    """The result of `decode`, or None if there is not enough memory for it."""
     try:
         return decode(model, ids, batch, args)
     except torch.OutOfMemoryError:

@@ -1,5 +1,5 @@
-"""What benchmarks share: the arguments of those of single ops, variants measured in turn within one process, JSON with
-what ran it."""
+"""Helpers for benchmarks: arguments for those of single ops, alternating measurements within one process, and JSON with
+versions and device."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ import torch
 
 
 def arguments(description: str, lowering: str, lengths: str, rounds: int) -> argparse.Namespace:
-    """Those of a benchmark of one layer's ops, with these defaults; the threads they name are set."""
+    """The arguments of a benchmark of one layer's ops, with these defaults; also sets the number of threads."""
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scheme", default="kivi")
@@ -33,7 +33,7 @@ def arguments(description: str, lowering: str, lengths: str, rounds: int) -> arg
 
 
 def seconds(fn, device: torch.device) -> float:
-    """Of one call."""
+    """Time of one call."""
     if device.type == "cuda":
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -47,7 +47,7 @@ def seconds(fn, device: torch.device) -> float:
 
 
 def measure(variants: dict, device: torch.device, rounds: int) -> dict[str, float]:
-    """Median seconds of each variant, taken in turn."""
+    """Median seconds of each variant, alternating."""
     times = {name: [] for name in variants}
     for fn in variants.values():
         for _ in range(3):  # compiles
@@ -59,14 +59,14 @@ def measure(variants: dict, device: torch.device, rounds: int) -> dict[str, floa
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes a second that a copy on the device reads and writes."""
+    """Bytes per second that a copy on the device reads and writes."""
     source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / measure({"copy": lambda: target.copy_(source)}, device, 20)["copy"]
 
 
 def show(title: str, medians: dict[str, float], notes: dict[str, str] | None = None) -> None:
-    """Print medians and their ratio to the first."""
+    """Print medians and their ratios to the first."""
     base, notes = next(iter(medians.values())), notes or {}
     print(title)
     for name, each in medians.items():
@@ -74,7 +74,7 @@ def show(title: str, medians: dict[str, float], notes: dict[str, str] | None = N
 
 
 def write(args: argparse.Namespace, device: torch.device, **results) -> None:
-    """Results and what they were measured on, to the file that the arguments name, if they name one."""
+    """Write results, with versions and device, to the file that the arguments name, if any."""
     if args.json is None:
         return
     versions = {"torch": torch.__version__}

@@ -1,10 +1,11 @@
-"""`waterfill` taken apart, beside its rivals: python benchmarks/waterfill.py [--model M] [--text FILE,...] [row ...]
+"""Ablation of `waterfill`, and other schemes: python benchmarks/waterfill.py [--model M] [--text FILE,...] [row ...]
 
-Every row is scored in one pass behind the same prompts. Bits are those of a cache of 8,192 tokens in bfloat16,
-everything counted; KL and agreement are as `kvpass eval` has them.
+All rows are scored in one pass after the same prompts. Bits are those of a cache of 8,192 tokens in bfloat16,
+everything counted; KL and agreement are those of `kvpass eval`.
 
-How the statistics of a prompt age, in quarters of what is scored behind it:
-python benchmarks/waterfill.py --text prose --then code --prompt 512 --scored 2048 waterfill
+How the statistics of a prompt age, in quarters of the tokens scored after it:
+
+    python benchmarks/waterfill.py --text prose --then code --prompt 512 --scored 2048 waterfill
 """
 
 import argparse
@@ -20,14 +21,14 @@ from kvpass.cli.calibrate import sequences as spread
 from kvpass.eval import bits_at, quality, texts
 from kvpass.layout.retention import Recent, Sinks
 
-LONG = 8192  # tokens of the caches whose bits are given
-CALIBRATED, LENGTH, SKIPPED = 8, 1024, 4096  # sequences of a text, their tokens, and those before, which are scored
-SHARED = 0, 4, 768, True  # the same of texts that bits are shared out by, from all over them
+LONG = 8192  # tokens of the caches whose bits are reported
+CALIBRATED, LENGTH, SKIPPED = 8, 1024, 4096  # sequences per text, their tokens, and the scored tokens before them
+SHARED = 0, 4, 768, True  # skip, count, length and spread, where a calibration sets bit widths
 RIVALS = "kivi", "kivi-sinks", "kivi-3", "kivi-4", "squat", "higgs-sinks", "higgs-3"
 
 
 def fields(*each: tuple[int, int]) -> dict[str, tuple[int, int]]:
-    """Those of keys, of rich keys, of values and of rich values; as many for both are as none for the rich."""
+    """The fields of keys, rich keys, values and rich values; equal fields for both ranks mean no ranks."""
     names = "key_fields", "rich_key_fields", "value_fields", "rich_value_fields"
     given = dict(zip(names, each, strict=True))
     return given | {f"rich_{name}": (0, 0) for name in names[::2] if given[name] == given[f"rich_{name}"]}
@@ -70,7 +71,7 @@ ROWS = {
 
 
 def calibrated(model, tokenizer, rows: Mapping[str, str | dict[str, Any]]) -> dict[str, Any]:
-    """The scheme of each row, calibrated on the texts that come with kvpass if it has to be."""
+    """The scheme of each row; those that need it are calibrated on the texts that come with kvpass."""
     found: dict[str, Any] = {name: schemes.get(scheme) for name, scheme in rows.items()}
     with tempfile.TemporaryDirectory() as work:
         for name, config in found.items():

@@ -1,7 +1,9 @@
-"""Writes docs/architectures.md, and what README.md and docs/models.md quote of it: python docs/make_architectures.py
+"""Write docs/architectures.md and the paragraph that README.md and docs/models.md quote from it.
 
-``make test-field`` finds out what becomes of each architecture and calls this: findings in build/field take the place
-of those in docs/field.json.
+    python docs/make_architectures.py
+
+``make test-field`` tries each architecture and then calls this: findings in build/field replace those in
+docs/field.json.
 """
 
 import importlib.metadata
@@ -17,15 +19,15 @@ FOUND, RESULTS, PAGE = ROOT / "build" / "field", ROOT / "docs" / "field.json", R
 QUOTING = ROOT / "README.md", ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- begin: docs/make_architectures.py -->\n", "<!-- end -->"
 PACKAGES = "transformers", "torch"
-OUTCOMES = {  # each architecture has the first that it is
+OUTCOMES = {  # each architecture gets the first one that applies
     "not built": "transformers alone does not run it at this size, or lacks a package",
-    "wrong": "a use differs from the untouched model, or ends in an error that is not kvpass's",
+    "wrong": "a use differs from the untouched model, or fails with an error that is not kvpass's",
     "refused": "`apply` says why, and the model is untouched",
     "refused in a use": "some way to use it is refused, and the error says what to do; others work",
     "whole": "every layer is packed, and its attention is fused",
-    "not fused": "every layer is packed, and some are decoded ahead of attention",
-    "not captured": "every layer is packed, and no step was captured",
-    "part": "some layers are packed, and the others keep their cache exact",
+    "not fused": "every layer is packed, and some are dequantized before attention",
+    "not captured": "every layer is packed, but no step was captured",
+    "part": "some layers are packed, and the others keep their cache in full precision",
 }
 GROUPS = {"causal": "Text", "image-text": "Images and text", "encoder-decoder": "Encoder-decoders", "speech": "Speech"}
 LONGEST = 150
@@ -58,24 +60,24 @@ def counts(results: dict[str, Any]) -> dict[str, Counter[str]]:
 
 
 def quoted(results: dict[str, Any]) -> str:
-    """What other pages say of it."""
+    """The summary that other pages quote."""
     found = sum(counts(results).values(), Counter())
     tried = found.total() - found["not built"]
     some = [
         f"{found['whole']} are packed and fused in every layer",
-        f"{found['part']} in some, beside layers with a window, a state or latent attention that stay exact",
-        f"{found['not fused']} are packed and decoded ahead of attention",
-        f"{found['not captured']} are packed in steps that are not captured",
+        f"{found['part']} are packed in some layers; the others have a window, a state or latent attention",
+        f"{found['not fused']} are packed, but some layers are dequantized before attention",
+        f"{found['not captured']} are packed, but their steps are not captured",
         f"{found['refused']} are refused with the reason",
-        f"{found['refused in a use']} work, and are refused in some use",
+        f"{found['refused in a use']} work, but are refused in some use",
         f"{found['wrong']} do not work yet in some use",
     ]
-    kept = "; ".join(text for text in some if not text.startswith("0 "))
+    kept = ". ".join(text for text in some if not text.startswith("0 "))
     images = sum(bool(finding.get("images")) for finding in results["findings"])
     return textwrap.fill(
-        f"Of {found.total()} decoders of transformers {results['transformers']}, each of its classes that generate "
-        f"text and variants of some, {tried} were built tiny and run untouched and packed, {images} of them with "
-        f"images: {kept}.",
+        f"Of {found.total()} decoders of transformers {results['transformers']} (every class that generates text, and "
+        f"variants of some), {tried} were built tiny and run untouched and packed, {images} of them with images. "
+        f"{kept}.",
         120,
     )
 
@@ -96,11 +98,11 @@ def page(results: dict[str, Any]) -> str:
         "# Architectures\n\n"
         "Made by `make test-field`, which builds each class of transformers that generates text as a tiny random\n"
         "model ([tests/shrink.py](../tests/shrink.py)) and runs a prompt, single steps and `generate` on it, unpadded "
-        "and\npadded, with images and token types where the class takes them ([tests/field.py](../tests/field.py)).\n"
-        f"transformers {results['transformers']}, torch {results['torch']}. With lossless pages, logits are those of "
-        "the untouched model\nto 1e-5 of their standard deviation, and caches hold the same tokens; a captured step, "
-        "in one use, gives them to\n1e-4; `kvpass.remove` gives the model back bit for bit. *8 bits* is the mean "
-        "difference of logits with pages of\n8 bits, by their standard deviation.\n\n"
+        "and\npadded, with images and token types if the class takes them ([tests/field.py](../tests/field.py)).\n"
+        f"transformers {results['transformers']}, torch {results['torch']}. With lossless pages, logits match the "
+        "untouched model to 1e-5\nof their standard deviation, and caches hold the same tokens; a captured step, "
+        "tested in one use, matches to\n1e-4; `kvpass.remove` restores the model bit for bit. *8 bits* is the mean "
+        "difference of logits with 8-bit pages,\nrelative to their standard deviation.\n\n"
         f"{quoted(results)}\n\n" + "\n".join([*head, *rows]) + "\n\n" + "\n\n".join(parts) + "\n"
     )
 
@@ -122,7 +124,7 @@ def _section(group: str, findings: list[dict[str, Any]]) -> list[str]:
 
 
 def _why(finding: dict[str, Any], kind: str) -> str:
-    """The reasons, each cut to a sentence."""
+    """The reasons, each cut to its first sentence."""
     refused, wrong = finding.get("refused", {}), finding.get("wrong", {})
     if kind == "not built":
         return _cell(next(iter(finding.get("untouched", {}).values()), ""))
@@ -142,7 +144,7 @@ def _cell(text: str) -> str:
 
 
 def merged(known: dict[str, Any], names: set[str]) -> dict[str, Any]:
-    """What is known of ``names``, with what was found since. Empty fields and times are left out."""
+    """The known findings for ``names``, updated by those in build/field. Empty fields and times are left out."""
     findings = {finding["name"]: finding for finding in known.get("findings", [])}
     for path in sorted(FOUND.glob("*.json")):
         found = json.loads(path.read_text(encoding="utf-8"))["finding"]
@@ -154,7 +156,7 @@ def merged(known: dict[str, Any], names: set[str]) -> dict[str, Any]:
 
 
 def with_block(text: str, results: dict[str, Any]) -> str:
-    """A page with its block made anew."""
+    """The page with its generated block replaced."""
     before, rest = text.split(BEGIN)
     return f"{before}{BEGIN}{quoted(results)}\n{END}{rest.partition(END)[2]}"
 

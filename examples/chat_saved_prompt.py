@@ -1,4 +1,4 @@
-"""Chat behind a system prompt whose quantized cache is computed once and kept in a file.
+"""Chat after a system prompt whose quantized cache is computed once and stored in a file.
 
 python examples/chat_saved_prompt.py --system rules.txt --ask "What is forbidden?" --ask "Why?"
 

@@ -1,4 +1,4 @@
-"""Compose a scheme of one's own from codec primitives, and compare it with two that exist.
+"""Compose a custom scheme from codec primitives, and compare it with two existing ones.
 
 python examples/custom_scheme.py --text my.txt --context 2048
 

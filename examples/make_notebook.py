@@ -1,6 +1,6 @@
-"""Make examples/long_document.ipynb of examples/long_document.py, and run it: python examples/make_notebook.py
+"""Build examples/long_document.ipynb from examples/long_document.py, and run it: python examples/make_notebook.py
 
-The body of ``run`` becomes the cells, its parameters with their defaults the first one. What cells print is kept.
+The parameters of ``run`` and their defaults become the first cell, its body the others. Printed output is kept.
 """
 
 import ast

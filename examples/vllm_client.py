@@ -3,7 +3,7 @@
 vllm serve MODEL --additional-config '{"kvpass": {"scheme": "kivi-sinks"}}'
 python examples/vllm_client.py "Name three rivers of Europe."
 
-The client is an ordinary one, made of the standard library: only the server knows about kvpass.
+The client is an ordinary one that uses the standard library; only the server knows about kvpass.
 """
 
 import argparse

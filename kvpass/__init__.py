@@ -15,7 +15,7 @@ from .versions import check_torch
 __version__ = version("kvpass")
 
 check_torch(torch.__version__)
-with quiet("torchao", "torch.utils._pytree"):  # transformers imports torchao, which says what it could not load
+with quiet("torchao", "torch.utils._pytree"):  # transformers imports torchao, which warns about what it cannot load
     from . import ops, schemes
     from .api import apply, explain, remove
     from .cache.swap import bits_per_value, nbytes

@@ -1,4 +1,4 @@
-"""What users call."""
+"""The public functions: `apply`, `remove`, `explain`."""
 
 import functools
 import logging
@@ -113,7 +113,7 @@ def _apply(
     example_inputs: tuple[Any, ...] | dict[str, Any] | None,
     give_way: Callable[[nn.Module, NeedsGraphError], None] | None = None,
 ) -> nn.Module:
-    """`apply` with one ``scheme``. give_way: applies another one to the model, if its first prompt shows that this one
+    """`apply` with one ``scheme``. give_way: applies another scheme if the model's first prompt shows that this one
     does not work."""
     if is_applied(model):
         raise KVPassError("kvpass is already applied to this model: call kvpass.remove(model) first.")
@@ -148,15 +148,13 @@ def _apply(
     looks = f"{config.name!r} needs the whole forward captured as one graph", "use 'kivi'"
     if runtime.captures:
         refuse_sharded(model, *looks)
-    if runtime.needs_rotation or runtime.needs_importance:  # queries are found in parts of a graph, too
+    if runtime.needs_rotation or runtime.needs_importance:  # queries are also found in partial graphs
         refuse_hooked(model, *looks)
     runtime.install()
     if calibration is not None:
         runtime.report.calibration, runtime.report.calibration_nbytes = str(calibration), calibration.nbytes
 
-    @torch.compiler.disable(
-        reason=_COMPILES
-    )  # in a user's own compiled function: a graph break, and our graph behind it
+    @torch.compiler.disable(reason=_COMPILES)  # in a user's own compiled function: a graph break, then our graph
     def run(*args: Any, **kwargs: Any) -> Any:
         with uncounted():
             try:
@@ -166,7 +164,7 @@ def _apply(
                     raise
                 model = runtime.model()
                 with _one_at_a_time:
-                    if runtime_of(model) is runtime:  # otherwise another thread has been here
+                    if runtime_of(model) is runtime:  # otherwise another thread has already switched
                         _removed(model, error)
                         give_way(model, error)
             return model.forward(*args, **kwargs)
@@ -175,14 +173,14 @@ def _apply(
     def forward(*args: Any, **kwargs: Any) -> Any:
         return run(*args, **kwargs)
 
-    uncompiled(forward)  # also where torch.compile is called on it
+    uncompiled(forward)  # also if the user calls torch.compile on it
     setattr(model, ATTRIBUTE, runtime)
     model.forward = runtime.installed = forward
     return whole
 
 
 def _removed(model: nn.Module, refusal: KVPassError) -> None:
-    """`remove`, for another scheme. Raises ``refusal`` if ``model.forward`` has been replaced since."""
+    """`remove`, before applying another scheme. Raises ``refusal`` if ``model.forward`` has been replaced since."""
     try:
         remove(model)
     except KVPassError:
@@ -192,8 +190,8 @@ def _removed(model: nn.Module, refusal: KVPassError) -> None:
 def _look_into(
     model: nn.Module, example_inputs: tuple[Any, ...] | dict[str, Any] | None, attention: AttentionSeen
 ) -> tuple[Callable[..., Runtime], dict[int, LayerGeometry | str]]:
-    """What drives a model that keeps its cache the way ``model`` does, and what its layers hold; ``attention`` is shown
-    those of transformers at work."""
+    """The runtime for the way ``model`` keeps its cache, and the geometry of its layers. ``attention`` records the
+    attention calls of a transformers model meanwhile."""
     if example_inputs is None:
         with attention:
             return TransformersRuntime, probe(model)

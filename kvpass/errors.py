@@ -1,4 +1,4 @@
-"""The one exception family of kvpass: every message says what to do instead."""
+"""The exceptions of kvpass. Every message says what to do instead."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ class NeedsGraphError(KVPassError):
 
 
 class NotSimulatedError(KVPassError):
-    """What a scheme stores depends on more than one pass over a text shows."""
+    """One pass over a text does not determine what the scheme stores, or the model cannot be simulated."""
 
 
 class NonFiniteError(KVPassError):

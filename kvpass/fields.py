@@ -1,4 +1,4 @@
-"""What the fields of configs may hold: what their annotations say, checked in one place."""
+"""Check the fields of configs against their annotations."""
 
 import dataclasses
 import sys
@@ -9,11 +9,11 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from .errors import KVPassError
 
 _LARGEST = 2**31 - 1
-_SHOWN = 80  # characters of a value in a message
+_SHOWN = 80  # characters of a value shown in a message
 
 
 def shown(value: Any) -> str:
-    """``repr`` of any value, cut where it gets long."""
+    """``repr`` of any value, truncated if it is long."""
     try:
         text = repr(value)
     except Exception:  # an integer of thousands of digits, a list in a list in a list
@@ -30,7 +30,7 @@ def check_integer(name: str, value: Any, least: int) -> None:
 
 
 def check_integers(config: object, **least: int) -> None:
-    """`check_integer` of each named field of ``config``."""
+    """Apply `check_integer` to each named field of ``config``."""
     for name, bound in least.items():
         check_integer(name, getattr(config, name), bound)
 
@@ -42,8 +42,8 @@ def check_fraction(name: str, value: float) -> None:
 
 
 def check_types(config: object) -> None:
-    """Raise `KVPassError` unless every field of a dataclass holds what its annotation says. Numbers are finite; lists,
-    as JSON has them, become tuples."""
+    """Raise `KVPassError` unless every field of a dataclass matches its annotation. Numbers must be finite; lists,
+    which JSON has in place of tuples, become tuples."""
     cls: type = type(config)
     for name, hint in _hints(cls).items():
         value = getattr(config, name)
@@ -55,8 +55,8 @@ def check_types(config: object) -> None:
 
 
 def made(cls: type, name: str, fields: dict[str, Any]) -> Any:
-    """An instance of a dataclass from what `dataclasses.asdict` made of one, the field ``name`` of another. Raises
-    `KVPassError` for other names."""
+    """A dataclass instance from the output of `dataclasses.asdict`, for field ``name`` of another dataclass. Raises
+    `KVPassError` for unknown field names."""
     known = {field.name: field.default is field.default_factory for field in dataclasses.fields(cls)}
     required = {field for field, needed in known.items() if needed}
     if not required <= set(fields) <= set(known):
@@ -67,7 +67,7 @@ def made(cls: type, name: str, fields: dict[str, Any]) -> Any:
 
 
 def hash_once(config: Any) -> int:
-    """``__hash__`` of a frozen dataclass that is a key of caches on the path of every step."""
+    """``__hash__`` of a frozen dataclass, computed once, for objects that are cache keys in every step."""
     try:
         found: int = config._hash
     except AttributeError:
@@ -76,7 +76,7 @@ def hash_once(config: Any) -> int:
 
 
 def fields_alone(config: Any) -> dict[str, Any]:
-    """``__getstate__`` of the same: the hash of a name is another one in each process."""
+    """``__getstate__`` that leaves the cached hash out, because hashes of strings differ between processes."""
     return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
 
 
@@ -90,7 +90,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _fitted(value: Any, hint: Any) -> Any:
-    """``value`` as ``hint`` wants it, or `_MISFIT`."""
+    """``value`` converted to match ``hint``, or `_MISFIT`."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return next((fitted for one in inner if (fitted := _fitted(value, one)) is not _MISFIT), _MISFIT)
@@ -120,7 +120,7 @@ _WORDS = {int: "an integer", float: "a finite number", str: "a name", bool: "Tru
 
 
 def _wanted(hint: Any) -> str:
-    """What a message says a field must be."""
+    """What an error message says a field must be."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Literal:
         return " or ".join(map(repr, inner))

@@ -7,19 +7,20 @@ from contextlib import contextmanager
 from tqdm import tqdm
 
 INSTEAD = 'call kvpass.warmup to compile ahead of time, or pass lowering="eager" to compile nothing'
-_STAGES = 5  # of a first step: traced, rewritten, layers, and kernels of keys, values and attention, roughly
+_STAGES = 5  # of a first step, roughly: trace, rewrite, layers, and the kernels of keys, values and attention
 
 _here = threading.local()
 
 
 def bar(what: str, total: int, unit: str, show: bool = True) -> tqdm:
-    """A bar that is gone when it is done; without ``show``, or where there is no terminal, none."""
+    """A progress bar that disappears when it is done. There is none without ``show`` or without a terminal."""
     return tqdm(total=total, desc=what, unit=unit, disable=None if show else True, leave=False)
 
 
 @contextmanager
 def announced(what: str) -> Iterator[None]:
-    """While ``what`` is compiled, say so, how far it is and what to do instead. Within another one it is a stage."""
+    """While ``what`` is compiled, show its progress and what to do instead of waiting. A nested call counts as a stage
+    of the outer one."""
     if getattr(_here, "bar", None) is not None:
         stage(what)
         yield
@@ -35,7 +36,7 @@ def announced(what: str) -> Iterator[None]:
 
 
 def stage(name: str) -> None:
-    """What is being done from now on."""
+    """Name the stage that begins now."""
     if (shown := getattr(_here, "bar", None)) is not None:
         shown.set_postfix_str(name, refresh=False)
         shown.n = min(shown.n + 1, _STAGES)

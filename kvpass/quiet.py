@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet(*names: str) -> Iterator[None]:
-    """Only errors of the named loggers pass; their levels come back afterwards."""
+    """Let only errors of the named loggers pass; their levels are restored afterwards."""
     levels = {logger: logger.level for logger in map(logging.getLogger, names)}
     try:
         for logger in levels:

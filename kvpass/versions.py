@@ -6,11 +6,11 @@ import warnings
 from .errors import KVPassError
 
 OLDEST, NEWEST = (2, 11), (2, 13)
-"""The releases of torch that are tested, from and to. The bounds in ``pyproject.toml`` are these."""
+"""The tested releases of torch, from and to. ``pyproject.toml`` has the same bounds."""
 
 
 def check_torch(version: str) -> None:
-    """Raise `KVPassError` for a torch that is too old, and warn of one that is newer than what is tested."""
+    """Raise `KVPassError` if torch is too old, and warn if it is newer than the tested releases."""
     release = tuple(map(int, re.findall(r"\d+", version)[:2]))
     tested = " to ".join(".".join(map(str, bound)) for bound in (OLDEST, NEWEST))
     if release < OLDEST:

@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from fnmatch import fnmatchcase
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ from kvpass.schemes import base
 
 from common import only_reference, without_inductor
 from fuzzing import outcomes
-from tiers import tier
 
 settings.register_profile(
     "kvpass",
@@ -65,7 +65,7 @@ def registry(monkeypatch):
 
 def pytest_addoption(parser):
     parser.addoption("--whole-zoo", action="store_true", help="every architecture with both attentions and caches")
-    parser.addoption("--whole", action="store_true", help="also what is more of the same (tiers.py)")
+    parser.addoption("--whole", action="store_true", help="also tests marked nightly")
     parser.addoption("--field", action="store_true", help="every architecture of transformers (test_field.py)")
     parser.addoption(
         "--steps-by", default="pass", choices=("model", "pass", "inductor"), help="what runs its captured steps"
@@ -75,17 +75,25 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Mark the slow tests, and leave out more of the same."""
+    """Mark single cases, mark nightly tests as slow, and leave those out unless they are asked for."""
     left_out = []
     for item in items:
-        found = tier(item.nodeid)
-        if found is not None:
-            item.add_marker(pytest.mark.slow)
-        if found == "whole" and not config.getoption("--whole"):
-            left_out.append(item)
+        for name in ("slow", "nightly"):
+            if _case_is(item, f"{name}_cases"):
+                item.add_marker(name)
+        if item.get_closest_marker("nightly"):
+            item.add_marker("slow")
+            if not config.getoption("--whole"):
+                left_out.append(item)
     if left_out:
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
+
+
+def _case_is(item, mark: str) -> bool:
+    """Whether a pattern of ``mark`` matches what stands in brackets behind the name of a parametrized test."""
+    case = item.callspec.id if hasattr(item, "callspec") else ""
+    return any(fnmatchcase(case, pattern) for found in item.iter_markers(mark) for pattern in found.args)
 
 
 @pytest.fixture

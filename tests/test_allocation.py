@@ -386,6 +386,8 @@ SCHEMES = {
 PAIRS = {name: (18, 0) if name.endswith("key_fields") else (12, 0) for name in SCHEMES["ranked"]}
 
 
+@pytest.mark.slow
+@pytest.mark.nightly_cases("alike-*", "*-post")
 @torch.no_grad()
 @pytest.mark.parametrize("rope", ["pre", "post"])
 @pytest.mark.parametrize("fields", SCHEMES.values(), ids=SCHEMES)
@@ -413,6 +415,8 @@ def test_it_is_closer_than_kivi_on_fewer_bits():
     assert kvpass  # applied by name
 
 
+@pytest.mark.slow_cases("1-*")
+@pytest.mark.nightly_cases("1-alike", "1-pairs")
 @pytest.mark.parametrize("fields", [*SCHEMES.values(), PAIRS], ids=[*SCHEMES, "pairs"])
 @pytest.mark.parametrize("queries", [1, 5])
 def test_attention_over_fields_is_that_over_decoded_tokens(fields, queries):
@@ -443,6 +447,8 @@ def positions(rope, tokens, *starts, scale=1.0):
     return scale * angles.cos(), scale * angles.sin()
 
 
+@pytest.mark.slow_cases("*-1-*")
+@pytest.mark.nightly_cases("alike-1-*", "*1-half*")
 @pytest.mark.parametrize("rope", [f"half-{HEAD // 2}", "interleaved-8"])
 @pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("fields", SCHEMES.values(), ids=SCHEMES)

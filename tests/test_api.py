@@ -175,6 +175,7 @@ class WithItsOwnCode(LlamaForCausalLM):
         return super().forward(input_ids, **{CACHE: past_key_values}, **kwargs)
 
 
+@pytest.mark.slow_cases("reference-Llama*")
 @pytest.mark.parametrize("kind", [LlamaForCausalLM, WithItsOwnCode])
 @pytest.mark.parametrize("lowering", ["eager", "reference"])
 def test_a_cache_may_be_handed_over_by_each_of_its_names_and_by_position(kind, lowering):
@@ -304,6 +305,7 @@ def test_at_4096_tokens_kivi_holds_at_most_22_percent_of_a_bf16_cache(dtype):
     assert not any(tensor.numel() >= 4096 * 64 for tensor in everything)  # the float cache is gone
 
 
+@pytest.mark.slow
 def test_keys_and_values_of_a_packed_layer_read_like_tensors():
     model = kvpass.apply(llama(), scheme="kivi", lowering="eager")
     _, cache = feed(model, 70)
@@ -345,6 +347,7 @@ def test_eager_lowering_compiles_nothing():
     assert not counters["inductor"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["kivi", "squat-pre", "logquant"])
 def test_a_cache_filled_in_inference_mode_goes_on_outside_of_it(scheme):
     model, other = (kvpass.apply(llama(), scheme=scheme, lowering="eager") for _ in range(2))

@@ -106,6 +106,8 @@ class Server:
         return out[0].transpose(0, 1)
 
 
+@pytest.mark.slow_cases("e8", "higgs", "kivi-s8", "quarot", "turboquant", "kvarn", "zipcache")
+@pytest.mark.nightly_cases("kivi-[138]", "rtn")
 @pytest.mark.usefixtures("reference_in_this_test")
 @pytest.mark.parametrize("scheme", (*SERVED, "kvarn", "zipcache"))
 def test_requests_together_are_each_of_them_alone(scheme):
@@ -158,6 +160,8 @@ def test_everything_in_a_block_has_bytes_of_its_own(scheme, size, dtype):
     assert not raw.any()
 
 
+@pytest.mark.slow
+@pytest.mark.nightly_cases("kivi-s8-*")
 @pytest.mark.parametrize(
     ("scheme", "dtype", "kernel"),
     [

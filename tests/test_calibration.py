@@ -67,6 +67,7 @@ def test_residuals_fitted_on_reconstructions_are_smaller_than_those_of_the_mean(
     assert all(share > 0 for both in calibration.explained.values() for share in both)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_layers_are_stored_as_calibration_decoded_them(calibrated, tmp_path, monkeypatch):
     """The chain that predictors were fitted on is the one a cache decodes, within the rounding of 16-bit files."""
@@ -92,6 +93,7 @@ def test_layers_are_stored_as_calibration_decoded_them(calibrated, tmp_path, mon
             assert apart < 5e-3  # a value at the edge of its cell may fall to the other side
 
 
+@pytest.mark.slow
 def test_an_interrupted_calibration_goes_on_and_another_scheme_starts_with_its_keys(tmp_path, monkeypatch):
     model, calls = llama(layers=3), []
     reference = kvpass.calibrate(model, data(), SMALL, progress=False)
@@ -255,6 +257,7 @@ def test_calibrations_of_other_models_are_refused(calibrated):
         assert not hasattr(other, "_kvpass")
 
 
+@pytest.mark.slow
 def test_the_same_weights_in_another_dtype_are_the_same_model(calibrated):
     model, calibration = calibrated
     half = copy.deepcopy(model).to(torch.bfloat16)
@@ -280,6 +283,8 @@ def generate(model, batch=2, prompt=70, new=40, padding=0):
     return out.sequences, torch.stack(out.logits), out.past_key_values
 
 
+@pytest.mark.slow
+@pytest.mark.nightly_cases("pre-*")
 @pytest.mark.compiles
 @pytest.mark.parametrize("rope, padding", [("pre", 9), ("post", 0)])
 def test_generate_is_one_graph_and_equals_the_eager_path(rope, padding):
@@ -304,6 +309,7 @@ def test_generate_is_one_graph_and_equals_the_eager_path(rope, padding):
             torch.testing.assert_close(mine.keys, theirs.keys, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.compiles
 @torch.no_grad()
 def test_a_lossless_backbone_gives_the_untouched_model():
@@ -316,6 +322,7 @@ def test_a_lossless_backbone_gives_the_untouched_model():
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_copies_of_a_cache_share_the_predictors(calibrated):
     model, calibration = calibrated
     with packed(model, calibration):
@@ -415,6 +422,8 @@ def test_gradients_of_keys_are_those_before_rotary_embedding(tmp_path):
         assert float(turned_back[0, head, token, inside]) == pytest.approx(float(up - down) / 2e-4, rel=2e-2, abs=1e-3)
 
 
+@pytest.mark.slow
+@pytest.mark.nightly_cases("fields1")
 @pytest.mark.compiles
 @pytest.mark.parametrize("fields", [dict(), dict(rope="post", bits=3, skip_layers=(1, 0))])
 def test_a_calibrated_datatype_generates_compiled_what_it_does_eagerly(fields, tmp_path):

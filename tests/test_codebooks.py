@@ -135,6 +135,7 @@ def test_bits_per_value_are_those_of_the_grid_and_one_scale_a_group(name, bits):
     assert 8 * scale.nbytes / (2 * 64 * 64) == 16 / 64
 
 
+@pytest.mark.slow
 @given(st.sampled_from(list(PLANS)), st.sampled_from(("key", "value")), chunkings(), seeds, dtypes)
 def test_append_in_any_chunking_equals_append_at_once(name, which, chunks, seed, dtype):
     # a mean is that of the tokens packed first: of more of them, if they come at once
@@ -171,6 +172,8 @@ def test_a_group_of_zeros_decodes_to_zeros():
 # ---------------------------------------------------------------- attention
 
 
+@pytest.mark.slow
+@pytest.mark.nightly_cases("130-quarot", "130-higgs-1.5", "5-*")
 @pytest.mark.parametrize("name", sorted({*PLANS} - {"higgs-3"}))  # its kernel is that of higgs but for the grid
 @pytest.mark.parametrize("n", [5, 130])
 def test_compiled_attention_is_that_over_decoded_tokens(name, n):

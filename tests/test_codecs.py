@@ -66,6 +66,20 @@ SMALL = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.nightly_cases(
+    "kivi-s8",
+    "kitty-25",
+    "kvquant",
+    "turboquant",
+    "turboquant-*",
+    "kvarn-k2v2",
+    "zipcache",
+    "?[48]",
+    "gear",
+    "polarquant",
+    "minicache",
+)
 @pytest.mark.parametrize("name", SMALL)
 def test_a_padded_batch_generates_compiled_what_it_does_eagerly_in_one_graph(name):
     torch._dynamo.reset()
@@ -134,6 +148,7 @@ def test_layers_that_cannot_be_skipped_say_so(name, fields, says):
         get(name, **{"skip_layers": (1, 1), **fields})
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_model_with_skipped_layers_compiles_to_what_it_is_eagerly_and_counts_their_bytes():
     ids, scheme = tokens(2, 100), get("kivi", skip_layers=(1, 1))
@@ -282,6 +297,7 @@ def test_squat_takes_scales_in_8_bits_too():
     assert errors[0] < 1.2 * errors[1]
 
 
+@pytest.mark.slow_cases("1")
 @pytest.mark.parametrize("queries", [1, 5])
 def test_fused_attention_reads_scales_that_are_codes(queries):
     plan = get("kivi-s8", group_size=16).plan(geometry(head_dim=32))

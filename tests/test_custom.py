@@ -88,6 +88,8 @@ def compiled_graphs(kind):
     return [graph for graph in kvpass.explain(kind.model).graphs if graph.compiled]
 
 
+@pytest.mark.slow
+@pytest.mark.nightly_cases("BySlice*")
 @pytest.mark.compiles
 @pytest.mark.parametrize("make", KINDS)
 def test_lossless_pages_change_nothing_and_codes_are_those_of_eager(make):
@@ -134,6 +136,8 @@ def test_values_go_by_their_keys_in_whichever_order_they_are_written():
     torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.nightly_cases("ByIndex-squat-pre")
 @pytest.mark.compiles
 @pytest.mark.parametrize(("make", "scheme"), [(ByIndex, "squat-pre"), (ByHand, "squat")])
 def test_edges_of_a_scheme_are_found_in_plain_decoders(make, scheme):
@@ -174,6 +178,7 @@ def test_positions_that_leave_out_tokens_are_refused(make):
             kind.model(ids[:, :3], torch.tensor([0, 2, 4]))
 
 
+@pytest.mark.slow_cases("auto")
 @pytest.mark.parametrize("lowering", ["eager", "auto"])
 def test_a_call_that_fails_loses_nothing(lowering):
     kind, ids = ByIndex(), tokens(2, TOTAL)

@@ -65,6 +65,15 @@ def test_tables_of_measured_figures_are_those_of_the_results(readme):
         assert text == readme.with_block(text, block), page
 
 
+def test_the_picture_names_every_measured_scheme_and_is_small_enough_to_keep(readme):
+    """After a change of docs/results.json: ``python benchmarks/readme.py``."""
+    picture = readme.PICTURE.read_text(encoding="utf-8")
+    results = json.loads(readme.RESULTS.read_text(encoding="utf-8"))
+    for name in {name for rows in results.values() for name, row in rows.items() if row["kl"] >= 1e-6}:
+        assert picture.count(f">{name}</text>") == len(results), name
+    assert picture == readme.compact(picture) and len(picture.splitlines()) < 1000
+
+
 def test_decode_times_enter_the_readme_from_what_the_benchmark_wrote(readme, tmp_path):
     written = {"arguments": {"scheme": "kivi-4"}, "seconds": {"4096": {"default": 0.1, "kivi-4": 0.09, "hqq": 0.2}}}
     (tmp_path / "step.json").write_text(json.dumps(written), encoding="utf-8")

@@ -31,6 +31,7 @@ def generate(model, source, **options):
     return out.sequences, torch.stack(out.logits, 1), out.past_key_values
 
 
+@pytest.mark.slow
 @pytest.mark.compiles
 def test_one_graph_serves_every_length_of_the_source_and_gives_what_eager_packed_gives():
     model, eager = (kvpass.apply(ZOO["BART"].model("sdpa"), LOSSY, lowering=lowering) for lowering in ("auto", "eager"))

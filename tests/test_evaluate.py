@@ -69,6 +69,10 @@ def token_by_token(model, ids, reference, scheme):
         return quality.score(model, ids, PROMPT, reference, name=str(scheme))
 
 
+@pytest.mark.slow_cases("kvquant", "waterfill-[23]")
+@pytest.mark.nightly_cases(
+    "gear-*", "kitty-25", "kvarn-*", "kvquant-*", "turboquant-[34]", "turboquant-prod-4", "zipcache-4"
+)
 @pytest.mark.parametrize("name", sorted(set(schemes.available()) - MANY_PASSES))
 def test_one_pass_gives_the_divergences_of_token_by_token(name, sharp, text, reference, simulator):
     """In float32 a value on the edge between two codes may fall to either side: one bit, ties in 10 % of steps at most;

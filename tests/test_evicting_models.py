@@ -26,6 +26,8 @@ CONFIGS = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.nightly_cases("kivi+streaming*", "kivi-pre*", "squat*")
 @pytest.mark.compiles
 @pytest.mark.parametrize("name, padded", [*((name, name == "kivi+h2o") for name in CONFIGS if name != "h2o")])
 def test_the_compiled_step_is_the_eager_one(name, padded):
@@ -109,6 +111,7 @@ def seen_by_each(spec, padding: list[int], stops: list[int]) -> torch.Tensor:
     return allowed[:, None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lowering", ["eager", "auto"])
 @pytest.mark.parametrize(
     "stops",
@@ -136,6 +139,7 @@ def test_a_padded_batch_may_take_several_turns(stops, lowering):
     assert cache.layers[0].tokens < cache.layers[0].seen == stops[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["kivi+h2o", "kivi+streaming"])
 def test_a_padded_batch_of_another_size_follows(name):
     """One prompt alone, and then a padded batch, whole and in chunks."""
@@ -147,6 +151,7 @@ def test_a_padded_batch_of_another_size_follows(name):
         assert out.shape == (batch, length + 3)
 
 
+@pytest.mark.nightly
 @pytest.mark.compiles
 def test_generate_beams_copies_and_crops():
     model, ids = llama(), tokens(2, 120)
@@ -172,6 +177,7 @@ def test_generate_beams_copies_and_crops():
     assert cache.get_seq_length() == 120
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 9, 16])
 def test_a_crop_within_the_rollback_finds_everything_again(steps):
     """Across a flush and across an eviction: what follows is what would have followed."""
@@ -193,6 +199,7 @@ def test_a_crop_within_the_rollback_finds_everything_again(steps):
         kvpass.remove(model)
 
 
+@pytest.mark.slow
 def test_bits_fall_with_what_is_evicted():
     model, ids = llama(), tokens(1, 912)
     nbytes = []
@@ -250,6 +257,7 @@ def test_alibi_is_refused():
         kvpass.apply(model, IdentityConfig(retention=SMALL))
 
 
+@pytest.mark.nightly
 @pytest.mark.compiles
 def test_predicted_layers_evict_the_same_tokens(tmp_path):
     """AQUA-KV over H2O: one choice for all layers, so that every layer finds what it was predicted from."""

@@ -221,6 +221,8 @@ def test_kv_heads_keep_their_own_tokens_unless_the_choice_is_shared():
     assert kept[True][0] == kept[True][1]
 
 
+@pytest.mark.slow
+@pytest.mark.nightly_cases("0-higgs*", "5-*")
 @pytest.mark.parametrize("config", [KIVIConfig(group_size=8), HIGGSConfig(group_size=DIM)], ids=str)
 @pytest.mark.parametrize("padding", [0, 5])
 def test_the_fused_attention_pays_what_the_reference_does(config, padding):

@@ -49,6 +49,7 @@ def possible(kind: str, name: str, every: bool) -> bool:
     return every or not KINDS[kind].captured or name in FEW
 
 
+@pytest.mark.slow_cases("*kivi before RoPE*", "*kivi+*", "*qaq*")
 @pytest.mark.parametrize("fault", ERRORS)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_that_fails_anywhere_leaves_a_whole_cache_or_one_that_refuses(

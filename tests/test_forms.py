@@ -70,6 +70,7 @@ def assert_answers(model, scheme, forms, expected):
         torch.testing.assert_close(answer(model, mode, *call), expected(scheme, *call), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.nightly_cases("kivi-pre", "qaq")
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_model_is_called_in_thirty_two_forms(scheme, expected):
     model = kvpass.apply(llama(layers=1), scheme, lowering="eager")
@@ -79,6 +80,7 @@ def test_a_model_is_called_in_thirty_two_forms(scheme, expected):
     assert len(kvpass.explain(model).graphs) == graphs <= 16
 
 
+@pytest.mark.nightly
 @pytest.mark.compiles
 def test_no_form_of_a_compiled_step_counts_towards_the_limit_of_another(expected):
     model = kvpass.apply(llama(layers=1), "kivi-pre")
@@ -87,6 +89,7 @@ def test_no_form_of_a_compiled_step_counts_towards_the_limit_of_another(expected
         assert_answers(model, "kivi-pre", forms, expected)
 
 
+@pytest.mark.nightly
 def test_a_form_that_reaches_the_limit_starts_again(expected):
     """One batch of several, then another: a second graph."""
     model = kvpass.apply(llama(layers=1), "kivi-pre", lowering="eager")
@@ -94,6 +97,7 @@ def test_a_form_that_reaches_the_limit_starts_again(expected):
         assert_answers(model, "kivi-pre", [("no_grad", batch, 0, 1) for batch in (2, 3, 2)], expected)
 
 
+@pytest.mark.slow
 def test_hidden_states_and_attentions_are_recorded_while_decoding():
     model = kvpass.apply(llama("eager", layers=1), "kivi-pre", lowering="eager")
     asked = [dict(output_hidden_states=True), dict(output_attentions=True)]
@@ -102,6 +106,7 @@ def test_hidden_states_and_attentions_are_recorded_while_decoding():
         torch.testing.assert_close(other, plain, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_what_looks_at_attention_records_hidden_states_and_refuses_attentions():
     model = kvpass.apply(llama("eager", layers=1), "qaq", lowering="eager")
     with pytest.raises(KVPassError, match="leave out output_attentions"):
@@ -109,6 +114,7 @@ def test_what_looks_at_attention_records_hidden_states_and_refuses_attentions():
     answer(model, "no_grad", 2, 0, 1, output_hidden_states=True)
 
 
+@pytest.mark.slow
 @pytest.mark.compiles
 @pytest.mark.parametrize("scheme", ["kivi", "kivi-pre"])
 def test_a_compiled_step_records_hidden_states_in_one_graph(scheme):

@@ -172,6 +172,7 @@ def test_a_config_is_refused_in_kvpasss_words_or_stores_tokens(cls, fuzz):
     fuzz(f"{cls.name} configs", st.tuples(ways, changed, geometries), attempt)
 
 
+@pytest.mark.slow
 def test_a_model_takes_any_config_or_refuses_it_untouched(fuzz):
     """Logits of the untouched model if nothing is lost, finite otherwise; nothing is compiled."""
     model, ids = llama(), tokens(1, 75)

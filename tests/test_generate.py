@@ -47,6 +47,8 @@ MODES = {
 }
 
 
+@pytest.mark.slow_cases("*prompt lookup", "*left-padded batch of 4", "*sampling", "squat*")
+@pytest.mark.nightly_cases("kivi-prompt lookup", "squat-sampling")
 @pytest.mark.parametrize("mode", MODES)
 def test_compiled_generation_equals_eager_packed_generation(models, mode):
     compiled, eager = (generate(model, **MODES[mode]) for model in models)
@@ -57,6 +59,7 @@ def test_compiled_generation_equals_eager_packed_generation(models, mode):
     assert layers[0].tokens > 0
 
 
+@pytest.mark.slow_cases("squat")
 def test_a_second_turn_continues_the_same_cache(models):
     sequences = []
     for model in models:
@@ -69,6 +72,7 @@ def test_a_second_turn_continues_the_same_cache(models):
     assert torch.equal(*sequences)
 
 
+@pytest.mark.slow
 def test_drafts_of_any_length_are_verified_by_one_graph():
     """Across flushes, with rejections, and between steps of one token. Calls of a few tokens that do not follow one
     another, as short turns of a chat, are not compiled for."""
@@ -132,6 +136,8 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.nightly_cases("logquant", "*lsq", "squat-pre", "asymkv", "quarot", "rtn")
 @pytest.mark.parametrize("name", OTHERS)
 def test_every_scheme_generates_compiled_what_it_generates_eagerly(name):
     """A left-padded batch whose pages are packed by the prompt and, several times, by the decode step."""

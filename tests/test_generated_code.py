@@ -4,6 +4,7 @@ import math
 import re
 from functools import partial
 
+import pytest
 from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
@@ -15,6 +16,8 @@ from kvpass.lowering.inductor import attend as inductor_attend
 from kvpass.lowering.inductor.aot import Input, Program, compile_ahead
 
 from common import coded, dense_call, randn, state_of
+
+pytestmark = pytest.mark.slow
 
 HEADS, Q_HEADS, DIM, PAGES, PAGE = 2, 4, 64, 1000, 32
 SPECS = coded(2, "channel", PAGE, PAGE), coded(2, "token", 32, PAGE, residual=PAGE)

@@ -42,7 +42,7 @@ from kvpass.schemes import IdentityConfig, KIVIConfig, LogQuantConfig, QAQConfig
 from common import assert_same_contents, changed_table, generator, state_of
 from tiny import llama, tokens
 
-pytestmark = pytest.mark.usefixtures("reference_lowering")
+pytestmark = [pytest.mark.usefixtures("reference_lowering"), pytest.mark.slow]
 
 MANY = int(os.environ.get("KVPASS_HISTORIES", 0))
 ROLLBACK = 16  # tokens that every scheme takes back without loss

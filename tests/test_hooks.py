@@ -92,6 +92,7 @@ def test_hooks_come_change_and_go_while_decoding(mode):
     assert report.recalled == (mode == "reduce-overhead")
 
 
+@pytest.mark.slow
 def test_hooks_come_and_go_where_the_forward_is_captured_as_a_whole():
     """Keys before RoPE, all exact in the window here: prompts are captured too, and so are steps with hooks."""
     strength = {"by": 1.0}

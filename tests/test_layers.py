@@ -1,6 +1,7 @@
 """Schemes that treat layers differently: XQuant's shared codes, AsymKV's widths, and what they cost in bytes."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -61,10 +62,14 @@ def test_the_default_is_the_papers_1_38_bit_setting():
         ("xquant-llama2-chat-trec", 1.40625),
     ],
 )
-def test_presets_of_table_9_count_as_in_the_paper(preset, bits):
+def test_a_removed_preset_of_table_9_names_the_config_that_counts_as_in_the_paper(preset, bits):
+    assert preset not in schemes.available()
+    with pytest.raises(KVPassError, match="was removed") as refusal:
+        schemes.get(preset)
+    config = re.search(r"Use scheme=(XQuantConfig\(.+\)) instead", str(refusal.value))[1]
     stored = sum(
         spec.bits * (source is None)
-        for plan in plans(schemes.get(preset)).values()
+        for plan in plans(eval(config)).values()
         for spec, source in ((plan.key, plan.key_source), (plan.value, plan.value_source))
     )
     assert stored / 64 == pytest.approx(bits)
@@ -227,6 +232,7 @@ def test_shared_codes_follow_growth_copies_beams_and_resets():
     assert other.layers[3].key_state.source is other.layers[2].key_state
 
 
+@pytest.mark.slow_cases("[lpt]*")
 @pytest.mark.parametrize(
     "config",
     [

@@ -107,6 +107,10 @@ def test_pages_are_to_attention_what_they_decode_to(case, side):
         torch.testing.assert_close(page_values(weights, found, turned), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.nightly_cases(
+    "kvquant-calibrated-3", "kivi*", "higgs", "zipcache", "polarquant-3", "kitty, one channel", "kvquant-[34]", "gear?*"
+)
 @pytest.mark.parametrize("case", CASES)
 def test_compiled_attention_is_that_over_decoded_tokens(case):
     plan = plan_of(case)

@@ -193,6 +193,8 @@ def test_attend_gives_what_its_fake_says_also_for_strided_queries(queries, softc
 LENGTHS = (0, 1, 31, 32, 33, 64, 100)
 
 
+@pytest.mark.slow_cases("sinks, b*inductor")
+@pytest.mark.nightly_cases("sinks, bool*inductor", "sinks, f*inductor")
 @pytest.mark.parametrize("name", implementations("attend"))
 @pytest.mark.parametrize("n", LENGTHS)
 @pytest.mark.parametrize(
@@ -208,6 +210,7 @@ def test_one_query_attends_to_everything_the_mask_allows(name, n, specs, kind):
     assert torch.allclose(got.double(), expected, atol=2e-5)
 
 
+@pytest.mark.slow_cases("*inductor")
 @pytest.mark.parametrize("name", implementations("attend"))
 @pytest.mark.parametrize("n", [0, 33, 100])
 def test_one_query_with_softcap(name, n):
@@ -220,6 +223,7 @@ def test_one_query_with_softcap(name, n):
     assert not torch.allclose(expected, uncapped, atol=1e-3)
 
 
+@pytest.mark.slow_cases("*inductor")
 @pytest.mark.parametrize("name", implementations("attend"))
 @pytest.mark.parametrize("n", [0, 33, 70])
 def test_logits_without_values_take_part_in_the_softmax(name, n):
@@ -254,6 +258,7 @@ def test_keys_that_are_stored_rotated_are_not_rotated_again():
         OPS.attend(*attend_arguments(KIVI, 70)[0], cos=angle.cos(), sin=angle.sin(), rope="half-8")
 
 
+@pytest.mark.nightly_cases("inductor")
 @pytest.mark.parametrize("name", implementations("attend"))
 def test_masks_may_differ_from_head_to_head_and_be_shared_by_the_batch(name):
     for batch, heads in ((2, 4), (1, 1)):  # a kernel each
@@ -319,6 +324,7 @@ def test_a_padding_query_that_may_attend_to_nothing_gives_numbers_not_nan(softca
     assert torch.isfinite(OPS.attend(*arguments)[0]).all()
 
 
+@pytest.mark.slow
 def test_attend_does_not_write_to_the_state():
     arguments, _ = attend_arguments(KIVI, 70)
     tensors = [*arguments[1], *arguments[2]]

@@ -6,8 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+
+pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parent / "parallel.py"
 

@@ -42,6 +42,7 @@ def test_a_copy_of_a_handle_is_refused():
         whole(small.clone(), 4)
 
 
+@pytest.mark.slow_cases("inductor")
 @pytest.mark.parametrize("lowering", ["reference", "inductor"])
 def test_attention_finds_pools_by_their_handles_and_refuses_copies(lowering):
     states = [KVState.allocate(spec, 2, 2, 32, torch.float32, "cpu", 200) for spec in (KEYS, VALUES)]

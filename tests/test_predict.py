@@ -135,6 +135,8 @@ def test_centring_keys_with_a_mean_lowers_the_error_of_a_grid():
     assert errors[0] < 0.1 * errors[1]
 
 
+@pytest.mark.slow
+@pytest.mark.nightly_cases("130-higgs-", "5-*")
 @pytest.mark.parametrize("name, rope", [("higgs", ""), ("uniform", "half-8")])
 @pytest.mark.parametrize("n", [5, 130])
 def test_fused_attention_over_centred_keys(name, n, rope):
@@ -241,6 +243,7 @@ def test_decoding_from_the_first_layer_up_gives_what_encoding_left_behind(predic
             assert torch.equal(decoded[:, :, exact], tokens[i][role][:, :, exact])
 
 
+@pytest.mark.slow_cases("150-*")
 @pytest.mark.parametrize("backbone, predictor", [("higgs", "linear-4"), ("kivi", "mlp")])
 @pytest.mark.parametrize("length", [150, 40])
 def test_the_compiled_chain_decodes_what_the_reference_does(backbone, predictor, length):

@@ -137,6 +137,7 @@ def test_what_a_graph_asks_of_sizes_can_be_asked_without_it():
     assert call.again({place: torch.ones(7)}) is None
 
 
+@pytest.mark.slow
 def test_another_scheme_never_hits_what_was_compiled_for_one():
     """`kvpass.compile.backend`: compile_fx caches the rewritten graph, in which the specs are constants."""
     hits = []
@@ -263,6 +264,7 @@ def test_transformers_records_hidden_states_by_hooks_that_can_be_put_up_before()
     assert len(model(tokens(1, 5), output_hidden_states=True).hidden_states) == 3
 
 
+@pytest.mark.slow
 def test_remove_lets_go_of_every_graph():
     """`kvpass.lowering.session.forget`: Dynamo's graphs hang on code objects, and its backends in a table."""
 

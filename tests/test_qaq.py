@@ -340,6 +340,8 @@ def test_attention_of_steps_reaches_the_classes_through_a_window_longer_than_a_p
 SMALL = QAQConfig(residual=16, sigma_s=1e-4, sigma_x=1e-3)
 
 
+@pytest.mark.slow
+@pytest.mark.nightly_cases("-", "demote*")
 @pytest.mark.compiles
 @pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
 @pytest.mark.parametrize("originals", [True, False], ids=["", "demote only"])
@@ -382,6 +384,7 @@ def test_attention_of_a_prompt_reaches_the_classes():
         assert torch.equal(state._tokens(packed).levels, levels_for(state.scale[:, :, :packed], deviation, rule.widths))
 
 
+@pytest.mark.nightly
 def test_generate_beams_copies_crops_and_resets():
     model, ids = llama(), tokens(2, 60)
     kvpass.apply(model, SMALL)
@@ -403,6 +406,7 @@ def test_generate_beams_copies_crops_and_resets():
     assert cache.get_seq_length() == 60
 
 
+@pytest.mark.slow
 def test_bytes_on_the_host_are_counted_apart():
     model, ids = llama(), tokens(1, 200)
     sizes = {}
@@ -438,6 +442,7 @@ def test_what_makes_no_sense_is_refused():
     assert schemes.get(schemes.get("qaq").to_dict()) == schemes.get("qaq")
 
 
+@pytest.mark.slow
 def test_query_energies_can_be_measured_ahead(tmp_path):
     model, ids = llama(), tokens(3, 80)
     calibration = kvpass.calibrate(model, ids, SMALL, progress=False)

@@ -56,6 +56,7 @@ def assert_same(got, expected):
         assert torch.equal(mine.logits, theirs.logits)
 
 
+@pytest.mark.slow_cases("scheme*")
 @pytest.mark.parametrize("scheme", [KIVI, dict(scheme="waterfill", residual=16, recent=0, sinks=0), "identity"])
 def test_a_step_called_again_is_the_step(scheme, through_dynamo):
     """While pools grow, pages are packed, drafts are verified and tokens are taken back."""
@@ -66,6 +67,7 @@ def test_a_step_called_again_is_the_step(scheme, through_dynamo):
     assert len(through_dynamo) < 20 and "replayed steps skip Dynamo's per-step guard checks" in str(got[2])
 
 
+@pytest.mark.slow
 def test_more_outputs_and_other_arguments(through_dynamo):
     calls, arguments = [(14, 0), *[(1, 0)] * 6], dict(output_hidden_states=True)
     expected = steps_of(llama(layers=3), None, calls, **arguments)
@@ -77,6 +79,7 @@ def test_more_outputs_and_other_arguments(through_dynamo):
         torch.testing.assert_close(mine.hidden_states, theirs.hidden_states, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_generate_with_padding_and_beams(through_dynamo):
     ids, found = tokens(3, 14), []
     mask = (torch.arange(14) >= torch.tensor([5, 0, 11])[:, None]).long()
@@ -100,6 +103,7 @@ def other_module(model):
     model.model.layers[1].mlp.act_fn = nn.ReLU()
 
 
+@pytest.mark.slow_cases("other_storage")
 @pytest.mark.parametrize("change", [other_parameter, other_storage, other_module])
 def test_another_weight_or_module_is_noticed(change):
     def between(model, call):
@@ -115,6 +119,7 @@ def other_attribute(model):
     model.model.layers[1].mlp.forward = model.model.layers[0].mlp.forward
 
 
+@pytest.mark.slow
 def test_with_a_new_turn_everything_is_looked_at(through_dynamo):
     """Also what is no weight and no module."""
 
@@ -147,6 +152,7 @@ def branching():
     return model
 
 
+@pytest.mark.slow
 def test_what_a_graph_asks_of_lengths_is_asked_again():
     calls = [(14, 0), *[(1, 0)] * 12]
     assert_same(steps_of(branching(), "reduce-overhead", calls), steps_of(branching(), None, calls))

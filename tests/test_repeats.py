@@ -102,6 +102,8 @@ def test_a_deeper_model_is_not_more_to_look_at():
     assert nodes(3) == nodes(7)
 
 
+@pytest.mark.slow_cases("squat*", "*rope=pre*")
+@pytest.mark.nightly_cases("*rope=pre*-0", "higgs-*")
 @pytest.mark.parametrize("batch, padding", [(1, 0), (2, 0), (2, 7)])
 @pytest.mark.parametrize("scheme", ["kivi", "squat", "higgs", KIVIConfig(rope="pre"), SQuatConfig(rope="pre")], ids=str)
 def test_pieces_compute_what_the_whole_does(scheme, batch, padding):
@@ -114,6 +116,7 @@ def test_pieces_store_what_goes_by_queries_tables_and_keys_as_the_whole_does():
     assert report.graphs and all(graph.repeats == 4 for graph in report.graphs)
 
 
+@pytest.mark.slow_cases("eager")
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_layers_that_differ_stay_outside_of_the_repeats(attention):
     report = as_a_whole(widened(llama(attention, layers=6), every=6), "kivi")  # the first one
@@ -128,12 +131,14 @@ def test_layers_that_take_turns_repeat_together():
     assert graph.repeats in (3, 4) and graph.fused == 8
 
 
+@pytest.mark.slow
 def test_layers_that_share_codes_repeat_together():
     report = as_a_whole(llama(layers=12), XQuantConfig(kq=2, vq=2, km=2, vm=2))
     (graph,) = steps(report)
     assert graph.repeats == 5 and graph.fused == 12
 
 
+@pytest.mark.slow_cases("qaq")
 @pytest.mark.parametrize("scheme", [KIVIConfig(group_size=16, retention=HeavyHitter(32, 24, 16)), "qaq"], ids=str)
 def test_layers_that_tell_each_other_are_looked_at_as_a_whole(scheme):
     _, _, report = decoded(llama(layers=4), scheme)
@@ -145,6 +150,7 @@ def test_what_is_read_of_every_layer_keeps_the_graph_whole():
     assert report.graphs and not any(graph.repeats for graph in report.graphs)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_fused_is_looked_at_as_a_whole_and_says_why():
     report = as_a_whole(llama("eager", layers=4), "kivi", output_attentions=True)
     (graph,) = steps(report)
@@ -152,6 +158,7 @@ def test_a_model_that_is_not_fused_is_looked_at_as_a_whole_and_says_why():
     assert str(report).count("not fused: ") == 4
 
 
+@pytest.mark.slow
 def test_many_layers_are_taken_a_few_at_a_time():
     report = as_a_whole(llama(layers=14), "kivi")
     (graph,) = steps(report)

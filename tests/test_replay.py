@@ -76,6 +76,7 @@ SCHEMES = {
 STEPS = [(14, 0), *[(1, 0)] * 22]
 
 
+@pytest.mark.slow_cases("higgs-sinks", "kivi-pre", "waterfill", "squat")
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_replayed_step_is_the_step(scheme, reruns):
     model = llama(layers=1)
@@ -89,6 +90,7 @@ def test_a_replayed_step_is_the_step(scheme, reruns):
     assert "replayed as one CUDA graph" in str(report)
 
 
+@pytest.mark.slow
 def test_rows_that_begin_later_are_replayed(reruns, monkeypatch):
     """On an accelerator left padding is where each row begins, which is read from the device as lengths are."""
     monkeypatch.setattr(PaddingMasks, "waits", staticmethod(lambda mask: True))
@@ -107,6 +109,7 @@ def first_layer(cache):
     return packed_layers(cache)[0]
 
 
+@pytest.mark.slow
 def test_layers_together_and_tokens_taken_back(reruns):
     """What is due is packed for all layers at once, and lengths go back."""
     model, scheme = llama(layers=2), dict(scheme="kivi", group_size=8, residual=16)

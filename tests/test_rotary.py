@@ -56,6 +56,8 @@ def test_joining_inverts_splitting(rope):
     assert torch.equal(join_pairs(*split_pairs(x, rope), rope), x)
 
 
+@pytest.mark.slow
+@pytest.mark.nightly_cases("interleaved-8-*")
 @pytest.mark.compiles
 @pytest.mark.parametrize("n", [0, 5, 40, 130])
 @pytest.mark.parametrize("rope, keep", [("half-3", "recent"), ("interleaved-8", "log")])
@@ -129,6 +131,7 @@ def generate(model, **inputs):
     return out.sequences, torch.stack(out.logits), out.past_key_values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_with_an_identity_codec_outputs_are_those_of_the_untouched_model(name):
     """Left padding gives every sample positions of its own."""
@@ -183,6 +186,7 @@ def test_tables_are_kept_once_and_counted():
     assert sizes["pre"] - sizes["post"] == 2 * 2 * 128 * 16 * 4  # cos and sin, batch, tokens, pairs, float32
 
 
+@pytest.mark.nightly
 def test_beams_and_crops_take_the_tables_along():
     compiled, eager = (kvpass.apply(llama(), scheme="kivi-pre", lowering=low) for low in ("auto", "eager"))
     for mode in (dict(num_beams=3), dict(prompt_lookup_num_tokens=4)):

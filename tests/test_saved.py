@@ -67,6 +67,7 @@ def without_model(cache, way, folder):
     return kept
 
 
+@pytest.mark.nightly_cases("kivi+streaming*", "qaq without*")
 @pytest.mark.parametrize("way", [through_a_file, through_pickle, through_torch, by_copying])
 def test_a_cache_that_was_kept_goes_on_as_the_one_it_was(cache, way, tmp_path):
     """Beyond the next growth of its pools, and independently of the other."""

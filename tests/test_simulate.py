@@ -42,6 +42,16 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow_cases(
+    "squat before RoPE-60-sdpa",
+    "kivi, scales*",
+    "kivi-60-sdpa",
+    "squat-60-sdpa",
+    "waterfill*",
+    "kivi-1-eager",
+    "higgs-1-*",
+)
+@pytest.mark.nightly_cases("kivi, sinks-*", "kvquant-*", "logquant-*")
 @pytest.mark.parametrize(
     ("name", "prompt", "attention"),
     [(name, 60, "sdpa") for name in SCHEMES] + [("kivi", 1, "eager"), ("higgs", 1, "sdpa"), ("logquant", 1, "sdpa")],
@@ -54,6 +64,7 @@ def test_one_pass_equals_token_by_token(name, prompt, attention):
     torch.testing.assert_close(got, expected[:, 1:], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_scoring_in_one_pass_is_scoring_token_by_token():
     model, ids = llama().double(), tokens(1, TOTAL)
     chosen = {"kivi": SCHEMES["kivi"], "kivi, sinks": SCHEMES["kivi, sinks"], "by scores": "qaq"}

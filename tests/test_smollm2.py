@@ -17,7 +17,7 @@ from kvpass.lowering.fit_sequence import fit_compensation
 from kvpass.runtime.simulated import Simulator
 from kvpass.schemes import LayerGeometry, get
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +109,7 @@ def test_squat_errs_less_than_kivi_in_the_query_subspace_of_real_keys(smollm2, p
     assert better >= 0.9 * len(calls)
 
 
+@pytest.mark.nightly
 def test_squat_is_closer_to_full_precision_than_kivi_at_the_shipped_default(smollm2, prose):
     (model, _), ids = smollm2, prose[:, :1152]
     full = quality.reference_logits(model, ids, 1024).log_softmax(-1)

@@ -124,6 +124,7 @@ def test_nothing_is_kept_where_caches_are_off_or_for_other_devices():
     assert traced == [2.0, 2.0] and not place().exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("empty")
 def test_another_process_compiles_what_it_is_told_and_what_it_cannot_is_compiled_here(monkeypatch):
     monkeypatch.setenv(elsewhere.SWITCH, "1")
@@ -147,6 +148,8 @@ def test_how_many_processes_compile_is_said_by_the_environment(monkeypatch):
         elsewhere.start(CPU, jobs)
 
 
+@pytest.mark.slow
+@pytest.mark.nightly_cases("scheme5-1", "kivi-2", "higgs-1", "kivi+h2o-1", "squat-1")
 @pytest.mark.parametrize(
     "scheme, batch",
     [("kivi", 1), ("kivi", 2), ("squat", 1), ("higgs", 1), ("kivi+h2o", 1), ({"scheme": "waterfill", "recent": 0}, 1)],

@@ -17,17 +17,21 @@ from tiny import llama, tokens
 EAGER = [(8, "logquant"), (2, "squat"), (8, "kivi"), (2, "qaq")]
 
 
+@pytest.mark.nightly_cases("2-qaq")
 @pytest.mark.parametrize("threads, scheme", EAGER)
 def test_eager_threads_get_what_one_gets(threads, scheme):
     trial(SCHEMES[scheme], "eager", threads, alone(SCHEMES[scheme], "eager", threads))
 
 
+@pytest.mark.slow
+@pytest.mark.nightly_cases("8-*")
 @pytest.mark.parametrize("threads, scheme", [(2, "kivi"), (8, "logquant")])
 def test_threads_compile_and_get_what_one_gets(threads, scheme):
     """Nothing is compiled yet when they start, all at once."""
     trial(SCHEMES[scheme], "auto", threads, alone(SCHEMES[scheme], "auto", threads))
 
 
+@pytest.mark.slow
 def test_a_thread_that_decodes_is_not_disturbed_by_one_that_brings_a_new_shape():
     model = kvpass.apply(llama(), "kivi")
     one = generated(model, 0, 8)

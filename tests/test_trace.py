@@ -92,6 +92,7 @@ def test_the_summary_counts_nodes_and_says_what_each_stage_took(folder):
     assert len(counts["placeholder"]) == 5 and len(set(counts["placeholder"])) == 1
 
 
+@pytest.mark.slow
 def test_a_graph_that_the_pass_gives_up_is_written_as_far_as_it_came(folder):
     with pytest.raises(kvpass.NotFusedError, match="weights are returned"):
         feed(captured("eager", strict=True), 40, output_attentions=True)

@@ -130,6 +130,7 @@ def calls(draw):
     return arguments, others
 
 
+@pytest.mark.slow
 @settings(few, max_examples=18)
 @given(calls(), st.sampled_from(("", "sum", "max-1", "max-5")))
 def test_attention_and_what_each_token_is_paid_are_the_references(call, statistic):
@@ -207,6 +208,7 @@ def test_attend_under_scales_that_are_codes(bits, per, pre_rope, queries, dtype)
     assert_scores_as_the_reference(arguments, "sum", **turned)
 
 
+@pytest.mark.slow_cases("4-*")
 @pytest.mark.parametrize("queries, dtype", [(1, torch.float32), (5, torch.bfloat16)], ids=str)
 @pytest.mark.parametrize(
     "bits, share, page, group, pre_rope",
@@ -600,6 +602,7 @@ TOY = {
 }
 
 
+@pytest.mark.slow_cases("generates", "step", "throughput")
 @pytest.mark.parametrize("stage", TOY)
 def test_stages_on_a_gpu_do_their_work_at_toy_size(stage, monkeypatch, tables):
     """On the CPU, without graphs: that they run, not what they measure."""

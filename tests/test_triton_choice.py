@@ -22,6 +22,7 @@ from kvpass.lowering.triton import configs  # noqa: E402
 KIVI = coded(2, "channel", 32, 32), coded(2, "token", 32, 32, residual=32)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_compiled_model_decodes_with_the_kernels_as_it_does_eagerly():
     ids = tokens(2, 75).to(DEVICE)
@@ -38,6 +39,7 @@ def taken_by_auto(table):
             rows["triton"] = replace(rows["triton"], by_name_only=False)
 
 
+@pytest.mark.slow
 def test_drafts_are_verified_by_the_kernels_whatever_their_length(caplog):
     calls = [(70, 0), (1, 0), (4, 1), (6, 2), (3, 1), (9, 0)]
     eager, packed = (kvpass.apply(llama(layers=1).to(DEVICE), "kivi", lowering=name) for name in ("eager", "auto"))

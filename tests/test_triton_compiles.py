@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 triton = pytest.importorskip("triton")
 SPILLED = 0 if triton.__version__ >= "3.7" else 32  # bytes a thread; the compiler of 3.6 spills 3 bits
 FIELDS_SPILLED = 1024  # the kernel that reads fields, most of it around its loops (docs/limits.md)

@@ -200,6 +200,7 @@ def test_auto_takes_it_on_cuda():
         assert select(DispatchKey("attend", "cuda", specs, queries, 128), "auto").name == "triton" or DEVICE == "cpu"
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_whole_model_decodes_with_the_kernels_as_it_does_eagerly():
     calls = [(80, 0), *[(1, 0)] * 4, (4, 1), (3, 0)]

@@ -158,6 +158,7 @@ PACKED = [
 ]
 
 
+@pytest.mark.slow_cases("text_to_text-*", "speech_to_text-*", "moonshine-*", "t5gemma-*")
 @pytest.mark.parametrize(("make", "packed", "why"), PACKED, ids=lambda value: getattr(value, "__name__", ""))
 def test_logits_equal_the_untouched_models_and_the_report_says_what_is_not_packed(make, packed, why):
     model, inputs = make()
@@ -172,6 +173,7 @@ def test_logits_equal_the_untouched_models_and_the_report_says_what_is_not_packe
     assert all(why in row.reason for row in report.layers if not row.packed)
 
 
+@pytest.mark.slow
 def test_an_image_kept_beside_packed_text_is_read_by_the_captured_step():
     model, inputs = llama_vision()
     expected = generated(model, inputs)

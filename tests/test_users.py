@@ -101,6 +101,7 @@ def test_flex_attention_is_written_in_a_way_that_can_be_captured(model, portable
     assert model.config._attn_implementation == "flex_attention"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)], ids=str)
 def test_half_precision_gives_the_same_tokens(dtype, tolerance):
     """Exactly the same bits eagerly; compiled, where it is no tie within rounding, of which a random model has some."""
@@ -134,6 +135,7 @@ def behind_right_padding(model, steps=20):
     return logits.argmax(-1), logits
 
 
+@pytest.mark.nightly
 def test_padding_on_the_right_is_masked():
     model = kvpass.remove(check(llama(), behind_right_padding))
     compiled = behind_right_padding(kvpass.apply(model, LOSSY))
@@ -235,6 +237,8 @@ WAYS = {
 }
 
 
+@pytest.mark.slow_cases("drafts*")
+@pytest.mark.nightly_cases("drafts of a packed model")
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_to_generate_equal_the_untouched_model(models, way):
     plain, model = models
@@ -246,6 +250,7 @@ def test_inference_mode_around_everything():
     check(llama(), torch.inference_mode()(mode(input_ids=tokens(1, 30))))
 
 
+@pytest.mark.slow
 def test_cropping_after_a_rejection_is_what_assisted_decoding_did(models):
     """The drafts of `assisted` are not all accepted: otherwise nothing would have been tested."""
     _, model = models
@@ -285,6 +290,7 @@ def test_adapters_may_come_after_apply():
         kvpass.apply(model, LOSSLESS)
 
 
+@pytest.mark.slow
 def test_weights_quantized_by_torchao():
     model = llama()
     quantize_(model, Int8WeightOnlyConfig())

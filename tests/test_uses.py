@@ -239,6 +239,7 @@ def test_a_use_is_that_of_the_untouched_model(use):
     assert_equal(USES[use](kvpass.apply(llama(), LOSSLESS, lowering="eager")), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", CAPTURED)
 def test_a_captured_use_is_that_of_the_untouched_model(use):
     torch._dynamo.reset()

@@ -46,6 +46,7 @@ def test_newer_versions_are_warned_of(version):
         check_torch(version)
 
 
+@pytest.mark.slow
 def test_importing_kvpass_says_so_once_and_before_anything_breaks():
     program = """
 import warnings, torch

@@ -30,6 +30,8 @@ def generate(model, batch=1, padding=0, **options):
     return model.generate(ids, attention_mask=mask, max_new_tokens=8, min_new_tokens=8, do_sample=False, **options)
 
 
+@pytest.mark.slow_cases("kivi*")
+@pytest.mark.nightly_cases("kivi+h2o", "kivi")
 @pytest.mark.parametrize("scheme", ["kivi", "kivi-pre", "kivi+h2o"])
 def test_a_model_that_is_warm_captures_nothing_more(scheme):
     model = kvpass.apply(llama(layers=1), scheme)

@@ -61,6 +61,8 @@ def run(model, kind):
     return torch.stack(out.logits, 1), out.past_key_values
 
 
+@pytest.mark.slow_cases("G[LPR]*", "Gemma [23]*", "[!BGT]*")
+@pytest.mark.nightly_cases("Cohere 2-*", "Llama-eager-static")
 @pytest.mark.zoo
 def test_zoo(cell, record_property, pytestconfig):
     lossy = pytestconfig.getoption("--whole-zoo") or cell[0] == TWICE[0]

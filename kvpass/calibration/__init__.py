@@ -1,1 +1,1 @@
-"""Schemes that are fitted to a model: collect its keys and values, fit predictors to them, keep the result in files."""
+"""Fit schemes to a model: collect its keys and values, fit predictors, datatypes or bit widths, and save the result."""

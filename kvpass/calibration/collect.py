@@ -1,4 +1,5 @@
-"""The keys and values a model makes of some sequences, on disk: memory does not depend on how many there are."""
+"""Store the keys and values that a model computes for some sequences on disk, so that memory does not depend on their
+number."""
 
 import hashlib
 from collections.abc import Sequence
@@ -23,7 +24,8 @@ _ROLES = ("key", "value")
 
 
 class Collected:
-    """Keys and values of packed layers, one file a sequence, 16-bit; with rotary tables if keys are those before."""
+    """Keys and values of packed layers, one 16-bit file per sequence. Keys from before rotary embedding come with its
+    tables."""
 
     def __init__(self, files: list[Path]):
         self.files = files
@@ -34,7 +36,7 @@ class Collected:
             return file.get_tensor(f"{layer}.{_ROLES[role]}").float()
 
     def tables(self, sequence: int) -> tuple[Tensor, Tensor]:
-        """cos and sin ``[1, T, >= p]`` float32, where keys were collected before rotary embedding."""
+        """cos and sin ``[1, T, >= p]`` float32, if keys were collected before rotary embedding."""
         with safe_open(self.files[sequence], "pt") as file:
             return file.get_tensor("cos").float(), file.get_tensor("sin").float()
 
@@ -43,10 +45,12 @@ class Collected:
 def collect(
     model: nn.Module, data: Sequence[Tensor], rope: Literal["post", "pre"], folder: Path, bar: tqdm
 ) -> Collected:
-    """Run ``model`` over each of ``data`` ``[1, T]`` and keep what its attention would have cached, keys on the side of
-    rotary embedding that ``rope`` says. Sequences that ``folder`` has already are not run again.
+    """Run ``model`` over each of ``data`` ``[1, T]`` and store the keys and values that its attention would cache.
 
-    Raises `NonFiniteError` for values beyond what 16 bits hold.
+    rope: whether keys are taken before ("pre") or after ("post") rotary embedding.
+    folder: where the files go; sequences that it already holds are not run again.
+
+    Raises `NonFiniteError` for values that 16 bits cannot hold.
     """
     files = [folder / f"sequence-{digest(ids)}.safetensors" for ids in data]
     missing = [(ids, file) for ids, file in zip(data, files, strict=True) if not file.exists()]
@@ -75,7 +79,7 @@ def collect(
                     tensors[f"{index}.{role}"] = x.cpu().contiguous()
             partial = file.with_suffix(".partial")
             save_file(tensors, partial)
-            partial.replace(file)  # whole or not at all
+            partial.replace(file)  # atomically: a file is complete or absent
             bar.update()
     return Collected(files)
 

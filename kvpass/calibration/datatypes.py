@@ -1,5 +1,6 @@
-"""What KVQuant (arXiv 2401.18079) calibrates: a range for every channel of keys, and for each layer a datatype of keys
-and one of values, the k-means of what lies in its range, weighted by squared gradients of the loss (section 3.3)."""
+"""The calibration of KVQuant (arXiv 2401.18079): a range for every key channel, and one datatype for the keys and one
+for the values of each layer. A datatype is the k-means of the values within range, weighted by squared gradients of the
+loss (section 3.3)."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from ..progress import bar
 from ..schemes import CalibratedKVQuantConfig, LayerGeometry
 from .collect import Collected, digest
 
-_BINS = 4096  # of units of the range; points are fitted to the means of these
+_BINS = 4096  # of the range; points are fitted to the means of the bins
 _ITERATIONS = 100
 
 Fitted = tuple[list[Tensor], list[Tensor]]
@@ -37,11 +38,15 @@ Fitted = tuple[list[Tensor], list[Tensor]]
 def collect_gradients(
     model: nn.Module, data: Sequence[Tensor], layers: Sequence[int], folder: Path, seen: tqdm
 ) -> list[Path]:
-    """Files, one for each of ``data`` ``[1, T]``, with the gradients of the loss, the negative log-likelihood of the
-    next tokens, by keys and values of ``layers`` as their cache takes them, ``[1, H_kv, T, D]`` bfloat16; the keys
-    themselves, too, to tell how they were turned. Those that ``folder`` has already are not computed again."""
+    """Compute gradients of the loss with respect to keys and values, and return one file for each of ``data`` ``[1,
+    T]``.
+
+    The loss is the negative log-likelihood of the next tokens. Keys and values of ``layers`` are those that the cache
+    takes, ``[1, H_kv, T, D]`` bfloat16. Each file also holds the keys themselves, to find out their rotation. Files
+    that ``folder`` already has are not computed again.
+    """
     files = [folder / f"gradients-{digest(ids)}.safetensors" for ids in data]
-    embedding = model.get_input_embeddings().weight  # type: ignore[operator]  # of any model of transformers
+    embedding = model.get_input_embeddings().weight  # type: ignore[operator]  # every transformers model has it
     had, had_not = embedding.requires_grad, [file for file in files if not file.exists()]
     try:
         embedding.requires_grad_(True)
@@ -78,9 +83,10 @@ def _read(file: Path, name: str) -> Tensor:
 
 
 def rope_between(before: Tensor, after: Tensor, cos: Tensor, sin: Tensor) -> str:
-    """Which rotation by tables ``[1, T, >= p]`` makes keys ``[1, H, T, D]`` after rotary embedding of those before it.
+    """The rotation by tables ``[1, T, >= p]`` that turns keys before rotary embedding into ``after``, both ``[1, H, T,
+    D]``.
 
-    Raises `KVPassError` if none does.
+    Raises `KVPassError` if there is none.
     """
     pairs = int((cos.square() + sin.square()).amax((0, 1)).count_nonzero())
     for rope in (f"half-{pairs}", f"interleaved-{pairs}"):
@@ -99,8 +105,11 @@ def fit_datatypes(
     folder: Path,
     progress: bool,
 ) -> dict[int, Fitted]:
-    """Layer -> what its keys and values are coded by (`kvpass.codec.datatype`): a datatype ``[2, 2**bits]`` each, and
-    ranges ``[H_kv, 2, D]`` of keys. Gradients of ``data`` wait in ``folder``."""
+    """For each layer, the tensors that its keys and values are quantized with (`kvpass.codec.datatype`).
+
+    They are a datatype ``[2, 2**bits]`` each, and ranges ``[H_kv, 2, D]`` of keys. Gradients of ``data`` are stored in
+    ``folder``.
+    """
     packed = [layer for layer in layers.values() if isinstance(layer, LayerGeometry)]
     gradients: list[Path] = []
     rope = ""
@@ -121,7 +130,7 @@ def fit_datatypes(
 def _fit_layer(
     config: CalibratedKVQuantConfig, layer: LayerGeometry, collected: Collected, gradients: list[Path], rope: str
 ) -> Fitted:
-    """What keys and values of ``layer`` are coded by (`kvpass.codec.datatype`)."""
+    """The tensors that keys and values of ``layer`` are quantized with (`kvpass.codec.datatype`)."""
     plan = config.plan(layer)
 
     def pages(x: Tensor, spec: CodecSpec) -> Tensor:
@@ -132,7 +141,7 @@ def _fit_layer(
         if not gradients:
             return torch.ones(shape)
         found = _read(gradients[sequence], f"{layer.index}.{role}")
-        if role == 0 and rope:  # the chain rule: by the rotation, the other way around
+        if role == 0 and rope:  # the chain rule: gradients rotate back
             cos, sin = collected.tables(sequence)
             found = rotate(found, cos, -sin, rope)
         return found.square()
@@ -159,18 +168,18 @@ def _fit_layer(
 
 
 def _ranges(keys: Tensor, share: float) -> Tensor:
-    """Least value and span of the channels of ``keys`` ``[H, T, D]`` without ``share`` of them, half of it at either
-    end: ``[H, 2, D]``."""
+    """Minimum and span of each channel of ``keys`` ``[H, T, D]``, ``[H, 2, D]``, ignoring the share ``share`` of its
+    values, half at each end."""
     most = max(1, round((1 - share / 2) * keys.shape[1]))
     high, low = keys.kthvalue(most, 1).values, -(-keys).kthvalue(most, 1).values
     return torch.stack([low, high - low], 1)
 
 
 def fit_datatype(each: Callable[[], Iterator[tuple[Tensor, Tensor]]], bits: int, normalized: bool) -> Tensor:
-    """Points ``[2, 2**bits]`` float32: those of least weighted squared error for units, and what they stand for: the
-    same, or ``normalized``, with the mean and deviation of the units (Q-Norm).
+    """Points ``[2, 2**bits]`` float32 with the least weighted squared error: the points in units of the range, and the
+    values they stand for. Those are the same, or ``normalized`` to the mean and deviation of the data (Q-Norm).
 
-    each: makes a pass over units in [0, 1] and their weights, which are 0 for outliers, of one shape.
+    each: makes a pass over values in [0, 1] and weights of the same shape; outliers have weight 0.
     """
     mass, total, count = torch.zeros(3, _BINS, dtype=torch.float64)
     for units, weight in each():

@@ -1,4 +1,4 @@
-"""How large a model's queries are: what QAQ (arXiv 2403.04643, section 4.1) measures ahead of time."""
+"""Measure how large a model's queries are, which QAQ (arXiv 2403.04643, section 4.1) needs ahead of time."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..schemes import QAQConfig
 
 
 def measure_energy(model: nn.Module, data: Sequence[Tensor], config: QAQConfig, bar: tqdm) -> QAQConfig:
-    """``config`` with the energy of the queries of each layer: the 90 % quantile of their squared norms, scaled as in
-    attention, over each of ``data`` ``[1, T]``; the mean over sequences, of the KV head where it is largest. Layers
-    that are not packed get 1."""
+    """``config`` with the query energy of each layer, measured on ``data``, ``[1, T]`` each. In a sequence, the energy
+    of a layer is the 90 % quantile of its queries' squared norms, scaled as in attention, for the KV head where that is
+    largest. The result is the mean over sequences. Layers that are not packed get 1."""
     energies = []
     with packed(model, dataclasses.replace(config, query_energy=None), lowering="eager"):
         for ids in data:

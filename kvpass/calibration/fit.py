@@ -1,5 +1,5 @@
-"""`calibrate`: what a scheme wants measured on a model; for AQUA-KV (arXiv 2501.19392) its algorithm 1, layer by layer
-on what the layer below is decoded to."""
+"""`calibrate` measures on a model what a scheme needs. For AQUA-KV (arXiv 2501.19392) it is algorithm 1: layer by
+layer, each fitted to the dequantized keys and values of the layer below."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ from .energy import measure_energy
 from .regression import Moments, fit
 from .water_filling import find_turns, measure, passes, share_out
 
-_HELD_OUT = 8  # every so many sequences are not fitted to
-_TURNED = 16  # tokens that say how keys are turned
-_TRIAL_LAYERS, _TRIAL_SEQUENCES = 5, 4  # what the first layer's scheme is chosen on
+_HELD_OUT = 8  # one in this many sequences is held out
+_TURNED = 16  # tokens from which the rotation of keys is found
+_TRIAL_LAYERS, _TRIAL_SEQUENCES = 5, 4  # used to choose the scheme of the first layer
 _CHAIN_TOLERANCE, _FIRST_TOLERANCE = 1.05, 0.02
 
 Plans = dict[int, tuple[LayerPlan, LayerGeometry]]
@@ -143,7 +143,7 @@ def _sequences(
             "Calibration takes integer token ids, not floats: tokenizer(text, return_tensors='pt').input_ids."
         )
     shortest = config.sinks + 2 * config.key_retention().page_size
-    if isinstance(config, CalibratedWaterfillConfig):  # what costs something is seen from behind the window
+    if isinstance(config, CalibratedWaterfillConfig):  # only tokens that have left the window are measured
         shortest += config.key_retention().window
     if len(sequences) < 2 or any(ids.shape[1] < shortest for ids in sequences):
         raise KVPassError(
@@ -162,8 +162,8 @@ def _plans(config: AquaKVConfig, layers: dict[int, LayerGeometry | str]) -> Plan
 def _choose_first_layer(
     config: AquaKVConfig, layers: dict[int, LayerGeometry | str], collected: Collected
 ) -> tuple[SchemeConfig, dict[str, list[float]]]:
-    """The cheapest scheme of the first layer that loses little itself and serves the layers above about as well as the
-    lossless one, by the error of the first layers on some of the sequences."""
+    """The cheapest scheme for the first layer that loses little itself and serves the layers above about as well as
+    lossless storage. Judged by the error of the first layers on some of the sequences."""
     choices = config.first_layer_choices
     if len(choices) == 1:
         return choices[0], {}
@@ -194,10 +194,10 @@ class _Part:
 
 
 class _Chain:
-    """The layers of a model from the first up, each fitted to what the one below it is decoded to.
+    """The layers of a model from the first up, each fitted to the dequantized output of the one below.
 
-    explained, errors: layer -> of its keys and values, on held-out sequences: share of the variance that is predicted,
-        and squared error of what is decoded over the variance.
+    explained, errors: layer -> one number each for its keys and values, on held-out sequences: the share of the
+        variance that is predicted, and the squared dequantization error relative to the variance.
     """
 
     def __init__(
@@ -218,13 +218,13 @@ class _Chain:
         self.fitted_to = [i for i in range(count) if i not in self.held_out]
 
     def run(self, layer_done: Callable[[], object] = lambda: None) -> None:
-        """Fit every layer; those that ``folder`` has predictors of are only decoded again."""
+        """Fit every layer. A layer whose predictors are in ``folder`` is only dequantized again."""
         previous_layer = None
         for index, (plan, geometry) in self.plans.items():
             saved = self.folder / f"layer-{index}.safetensors"
             known = _unflatten(load_file(saved)) if saved.exists() else None
             tensors: list[list[Tensor]] = []
-            shares: list[tuple[float, float]] = []  # explained, and the error
+            shares: list[tuple[float, float]] = []  # share explained, error
             for role, spec in enumerate((plan.key, plan.value)):
                 part = _Part(index, previous_layer, role, spec)
                 moments = Moments.of(partial(self._pairs, part))
@@ -239,18 +239,19 @@ class _Chain:
             layer_done()
 
     def _tokens(self, sequence: int, layer: int, role: int, spec: CodecSpec) -> Tensor:
-        """Those of a sequence that are packed, ``[1, H, T, D]`` float32, in the order of their pages."""
+        """The tokens of a sequence that are packed, ``[1, H, T, D]`` float32, in page order."""
         x = self.collected.read(sequence, layer, role)
         return x.index_select(2, layout(spec.retention).page_tokens(0, spec.retention.pages(x.shape[2])))
 
     def _references(self, sequence: int, part: _Part, original: bool = False) -> list[Tensor]:
-        """What a part is predicted from: the same of the layer below, and for values the layer's own keys."""
+        """The inputs that a part is predicted from: the same role of the layer below, and for values also the layer's
+        own keys."""
         read = partial(self._tokens, spec=part.spec) if original else self._load
         own = [read(sequence, part.layer, 0)] if part.role else []
         return [read(sequence, part.previous_layer, part.role), *own]
 
     def _pairs(self, part: _Part) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rows to predict from and rows to predict, of each sequence that is fitted to."""
+        """Rows to predict from and rows to predict, for each sequence that is not held out."""
         for sequence in self.fitted_to:
             y = _rows([self._tokens(sequence, part.layer, part.role, part.spec)])
             if part.spec.transform.predictor:
@@ -267,8 +268,10 @@ class _Chain:
         )
 
     def _decode(self, part: _Part, tensors: list[Tensor], mean: Tensor) -> tuple[float, float]:
-        """Keep what a part is decoded to. Returns what is explained and the error, as shares of the variance."""
-        alone = dataclasses.replace(part.spec.quantizer, subspace=None)  # without queries: it moves errors, not energy
+        """Store the dequantized tokens of a part. Returns the share explained and the error, relative to the
+        variance."""
+        # There are no queries to fit a subspace to; it would redistribute the error, not change its energy.
+        alone = dataclasses.replace(part.spec.quantizer, subspace=None)
         spec, transform = dataclasses.replace(part.spec, quantizer=alone), part.spec.transform
         residual, error, energy = 0.0, 0.0, 0.0
         for sequence in range(len(self.collected.files)):

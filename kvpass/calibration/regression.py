@@ -1,4 +1,4 @@
-"""Least squares in a stream: what a predictor is fitted from are sums over tokens, however many there are."""
+"""Streaming least squares: predictors are fitted from sums over tokens, however many there are."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ Batches = Callable[[], Iterator[tuple[Tensor, Tensor]]]
 """Makes a pass over the data: rows ``[T, in]`` to predict from and rows ``[T, out]`` to predict, float32."""
 
 _BLOCK = 32  # inputs whose 4-bit weights are quantized at a time
-_MLP_EPOCHS, _MLP_STEPS, _MLP_BATCH, _MLP_RATE = 8, 1000, 256, 1e-3  # at least so many epochs, and so many steps
+_MLP_EPOCHS, _MLP_STEPS, _MLP_BATCH, _MLP_RATE = 8, 1000, 256, 1e-3  # at least this many epochs and steps
 
 
 @dataclass
 class Moments:
     """Sums over the rows seen, in float64.
 
-    count: rows; x ``[in]``, y ``[out]``: their sums; xx ``[in, in]``, xy ``[in, out]``: of products; yy ``[out]``: of
-    squares.
+    count: number of rows.
+    x ``[in]``, y ``[out]``: sums of inputs and outputs.
+    xx ``[in, in]``, xy ``[in, out]``: sums of products.
+    yy ``[out]``: sums of squares.
     """
 
     count: int
@@ -52,11 +54,11 @@ class Moments:
         return self.xx - torch.outer(self.x, self.x) / self.count, self.xy - torch.outer(self.x, self.y) / self.count
 
     def bias(self, weight: Tensor) -> Tensor:
-        """The bias of least squared error for ``weight`` ``[out, in]``."""
+        """The least-squares bias for ``weight`` ``[out, in]``."""
         return (self.y - weight.double() @ self.x) / self.count
 
     def energy(self) -> float:
-        """Squared distance of the rows ``y`` from their mean."""
+        """Total squared distance of the rows ``y`` from their mean."""
         return (self.yy - self.y.square() / self.count).sum().item()
 
 
@@ -66,13 +68,13 @@ def _regularised(covariance: Tensor, ridge: float) -> Tensor:
 
 
 def linear(moments: Moments, ridge: float) -> Tensor:
-    """The weight ``[out, in]`` of least squared error, with ``ridge`` times the mean of the diagonal added to it."""
+    """The least-squares weight ``[out, in]``, with ``ridge`` times the mean of the diagonal added to the diagonal."""
     xx, xy = moments.centred()
     return torch.linalg.solve(_regularised(xx, ridge), xy).mT
 
 
 def low_rank(moments: Moments, ridge: float, rank: int) -> tuple[Tensor, Tensor]:
-    """Reduced-rank regression: ``[rank, in]`` and ``[out, rank]``, the best of that rank (Reinsel and Velu, 1998)."""
+    """Reduced-rank regression (Reinsel and Velu, 1998): the best factors ``[rank, in]`` and ``[out, rank]``."""
     weight = linear(moments, ridge)
     xx, _ = moments.centred()
     _, directions = torch.linalg.eigh(weight @ xx @ weight.mT)
@@ -81,10 +83,10 @@ def low_rank(moments: Moments, ridge: float, rank: int) -> tuple[Tensor, Tensor]
 
 
 def quantize(weight: Tensor, covariance: Tensor, ridge: float, dtype: torch.dtype) -> list[Tensor]:
-    """4-bit codes ``[out / 2, in]``, scales and zero points of ``weight`` ``[out, in]``.
+    """``weight`` ``[out, in]`` quantized to 4 bits: quantized values ``[out / 2, in]``, scales and zero points.
 
-    Inputs are quantized in blocks, and what one gets wrong the later ones make up for, as far as ``covariance``
-    ``[in, in]`` of the inputs lets them (GPTQ, arXiv 2210.17323).
+    Inputs are quantized in blocks. Later blocks compensate for the error of earlier ones, using ``covariance`` ``[in,
+    in]`` of the inputs (GPTQ, arXiv 2210.17323).
     """
     outputs, inputs = weight.shape
     block = math.gcd(inputs, _BLOCK)
@@ -101,9 +103,9 @@ def quantize(weight: Tensor, covariance: Tensor, ridge: float, dtype: torch.dtyp
 def fit(
     predictor: str, batches: Batches, moments: Moments, *, ridge: float, rank: int | None, dtype: torch.dtype
 ) -> list[Tensor]:
-    """The tensors of a predictor (`kvpass.codec.predictor`), in ``dtype`` or 4-bit codes.
+    """The tensors of a predictor (`kvpass.codec.predictor`), in ``dtype`` or quantized to 4 bits.
 
-    batches: makes a pass over the data ``moments`` are of; only "mlp" makes more of them.
+    batches: makes a pass over the data that ``moments`` was computed from; only "mlp" makes further passes.
     """
     kind, bits = parse_predictor(predictor)
     if kind == "mlp":
@@ -123,11 +125,11 @@ def fit(
 
 
 def _fit_mlp(batches: Batches, moments: Moments) -> list[Tensor]:
-    """Two layers with a hidden width of twice the input's, by Adam, from a fixed seed."""
+    """Two layers with a hidden width of twice the input width, trained by Adam from a fixed seed."""
     inputs, outputs = len(moments.x), len(moments.y)
     generator = torch.Generator().manual_seed(0)
     mean = (moments.y / moments.count).float()
-    size = math.sqrt(moments.energy() / moments.count / outputs) or 1.0  # learned in units of it
+    size = math.sqrt(moments.energy() / moments.count / outputs) or 1.0  # outputs are learned in this unit
     weights = [
         torch.randn(2 * inputs, inputs, generator=generator) / math.sqrt(inputs),
         torch.zeros(outputs, 2 * inputs),

@@ -1,9 +1,8 @@
 """What an error in a cached key or value costs: the Fisher information of a model's own predictions.
 
-For a small error e in what is cached, the expected KL of the next tokens is e^T F e / 2, where F is the second moment
-of gradients of log p(y) for y sampled from the model. One backward pass a text gives them for all layers, heads and
-tokens, as labels of different tokens are independent. Only what later queries see counts, those for which a token has
-left the window by then.
+For a small error e in the cache, the expected KL of the next tokens is e^T F e / 2. F is the second moment of gradients
+of log p(y), for y sampled from the model. One backward pass per text gives it for all layers, heads and tokens, because
+labels of different tokens are independent. A token only counts for later queries that see it outside the window.
 """
 
 from __future__ import annotations
@@ -25,9 +24,11 @@ from ..schemes import LayerGeometry
 
 
 class Seen:
-    """What the attention of one layer was given for ``[1, T]`` tokens: queries ``[H_q, T, D]``, scaled, keys and values
-    ``[H, T, D]``, behind rotary embedding; and the gradients by what later queries see of keys and values, ``[H, T,
-    D]``."""
+    """The inputs of one layer's attention for ``[1, T]`` tokens, after rotary embedding.
+
+    Queries ``[H_q, T, D]``, scaled; keys and values ``[H, T, D]``; and gradients ``[H, T, D]`` with respect to keys and
+    values as later queries see them.
+    """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor):
         self.q, self.k, self.v = q, k, v
@@ -35,18 +36,19 @@ class Seen:
 
 
 class _Tap(TorchFunctionMode):
-    """Within it, the SDPA that follows a write to a packed layer of a cache is computed with keys and values that are
-    leaves where they are seen from ``far`` tokens behind, and not among the first ``sinks``."""
+    """Within this context, the SDPA that follows a write to a packed cache layer runs on keys and values that are
+    autograd leaves, wherever a query sees them from at least ``far`` tokens behind and they are not among the first
+    ``sinks``."""
 
     def __init__(self, layers: dict[int, LayerGeometry], far: int, sinks: int):
         super().__init__()
         self.layers, self.far, self.sinks = layers, far, sinks
-        self.written: int | None = None  # the layer whose attention comes next
+        self.written: int | None = None  # the layer whose attention is expected next
         self.seen: dict[int, Seen] = {}
         self.leaves: list[Tensor] = []
 
     def watch(self, cache: Any) -> None:
-        """Note which layer of ``cache`` is written."""
+        """Record which layer of ``cache`` is written."""
 
         def noting(index: int, update: Callable) -> Callable:
             def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -71,7 +73,7 @@ class _Tap(TorchFunctionMode):
     ) -> Tensor:  # fmt: skip
         heads = self.layers[index].num_key_value_heads
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        each = key.shape[1] // heads  # keys that were repeated for the queries of a head
+        each = key.shape[1] // heads  # how often a KV head was repeated for its query heads
         k, v = key[:, ::each], value[:, ::each]
         self.seen[index] = Seen(*((x.detach()[0]) for x in (query * scale, k, v)))
         leaves = [torch.zeros_like(x).requires_grad_() for x in (k, v)]
@@ -86,7 +88,7 @@ class _Tap(TorchFunctionMode):
 
 
 def _attention(q, k, v, dk, dv, mask, far, scale: float) -> Tensor:
-    """Attention of ``q`` over ``k`` and ``v``, and over ``k + dk``, ``v + dv`` where ``far`` is 1."""
+    """Attention of ``q`` over ``k`` and ``v``, or over ``k + dk`` and ``v + dv`` where ``far`` is 1."""
     k, v, dk, dv = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v, dk, dv))
     scores = (q @ k.mT + q @ dk.mT * far) * scale
     if mask is not None:
@@ -98,11 +100,11 @@ def _attention(q, k, v, dk, dv, mask, far, scale: float) -> Tensor:
 def look(
     model: nn.Module, ids: Tensor, layers: dict[int, LayerGeometry], far: int, sinks: int, generator: torch.Generator
 ) -> dict[int, Seen]:
-    """What the attention of ``layers`` is given when ``model`` reads ``ids`` ``[1, T]``, and what errors there cost.
+    """The inputs of the attention of ``layers`` when ``model`` reads ``ids`` ``[1, T]``, and what errors in them cost.
 
-    far, sinks: tokens count that are ``far`` before a query, and not among the first ``sinks``.
+    far, sinks: a token counts for queries at least ``far`` tokens later, unless it is among the first ``sinks``.
 
-    Raises `KVPassError` if the attention of a layer is no SDPA, whose arguments can be seen.
+    Raises `KVPassError` if the attention of a layer does not use SDPA, whose arguments can be observed.
     """
     cache: Any = fresh_cache(model)
     tap = _Tap(layers, far, sinks)
@@ -129,7 +131,7 @@ _ROWS = 128
 
 
 def _sampled(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """A token from each of the distributions ``[T, V]``: ``[T]``."""
+    """One token ``[T]`` sampled from each of the distributions ``[T, V]``."""
     parts = [
         torch.multinomial(part.float().softmax(-1).cpu(), 1, generator=generator)[:, 0] for part in logits.split(_ROWS)
     ]

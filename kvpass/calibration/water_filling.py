@@ -1,8 +1,8 @@
-"""`waterfill` calibrated once: one water-filling of bits over the keys and values of all heads of a model, by what
-their errors cost its predictions, and the basis, means, widths and queries that all its caches then share.
+"""`waterfill` calibrated once: water-fill bits over the keys and values of all heads of a model.
 
-Texts are read one after the other, once forwards and once backwards, and what is kept of them does not depend on how
-many there are: means, second moments and Fisher information of each head, before rotary embedding.
+Bits go where errors cost the model's predictions most. All caches of the model then share the basis, means, bit widths
+and queries. Each text is run once forwards and once backwards. Memory does not depend on their number: only the mean,
+second moments and Fisher information of each head are kept, before rotary embedding.
 """
 
 from __future__ import annotations
@@ -25,27 +25,28 @@ from ..models.probe import fresh_cache
 from ..schemes import CalibratedWaterfillConfig, LayerGeometry
 from .sensitivity import Seen, look
 
-_REPEATED = 0.5  # of the Fisher information: that of texts that say something twice
-_ONE_IN = 3  # of the texts, so many are read with a half of them twice
-_FLOOR = 0.02  # of the mean cost of a channel: none costs less
-_LEAST_VARIANCE = 1e-6  # of the mean of a head, and of a basis that is kept in 16 bits
-_RICH_WORTH = 6.0  # what an error in a rich token costs, in those of the others
-_TEMPER = 0.85  # heads cost this power of what was measured: measured on few texts, the largest are too large
-_SHIFTS = 1, 16, 256  # of positions, by which it is found out how keys are turned
-_TOLERANCE, _LEAST_ANGLE = 0.05, 1e-6  # of what is turned, and of a turn
-_DISTANCES = 112, 4096  # from which queries see the keys that they choose among
+_REPEATED = 0.5  # share of the Fisher information that comes from texts with a repeated half
+_ONE_IN = 3  # one in this many texts is also read with its first half repeated
+_FLOOR = 0.02  # lower bound of a channel's cost, relative to the mean
+_LEAST_VARIANCE = 1e-6  # relative to a head's mean; keeps a 16-bit basis well conditioned
+_RICH_WORTH = 6.0  # cost of an error in a rich token, relative to other tokens
+_TEMPER = 0.85  # exponent on measured head costs: few texts overestimate the largest
+_SHIFTS = 1, 16, 256  # position offsets from which the rotation of keys is found
+_TOLERANCE, _LEAST_ANGLE = 0.05, 1e-6  # relative error of a rotation; smallest angle
+_DISTANCES = 112, 4096  # range of distances from a key to the queries that rank it
 
 Fitted = tuple[list[Tensor], list[Tensor]]
 
 
 class Turn:
-    """How the keys of a layer are turned by their position: ``rope`` (`kvpass.codec.rope`), and angles ``[p]``."""
+    """How a position rotates the keys of a layer: ``rope`` names the pairing (`kvpass.codec.rope`), ``angles`` ``[p]``
+    are per position."""
 
     def __init__(self, rope: str, angles: Tensor):
         self.rope, self.angles = rope, angles
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
-        """``x`` ``[H, T, D]``, turned as far as ``positions`` ``[T]``, which may be negative: float32."""
+        """``x`` ``[H, T, D]`` rotated by ``positions`` ``[T]``, which may be negative; float32."""
         if not self.rope:
             return x.float()
         turned = positions.double().unsqueeze(-1) * self.angles.double()
@@ -53,11 +54,11 @@ class Turn:
         return rotate(x.float()[None], cos, sin, self.rope)[0]
 
     def is_close(self, other: Turn) -> bool:
-        """Whether two layers that were looked at turn keys by the same angles."""
+        """Whether two layers rotate keys by the same angles."""
         return self.rope == other.rope and torch.allclose(self.angles, other.angles, rtol=1e-3, atol=1e-6)
 
     def matrices(self, positions: Tensor, size: int) -> Tensor:
-        """The same as matrices that rows are multiplied with, ``[T, D, D]`` float64."""
+        """The rotations as matrices to multiply rows with, ``[T, D, D]`` float64."""
         identity = torch.eye(size, device=positions.device)
         rows = [self(identity[i].expand(1, len(positions), -1), positions)[0] for i in range(size)]
         return torch.stack(rows, 1).double()
@@ -65,9 +66,9 @@ class Turn:
 
 @torch.no_grad()
 def find_turns(model: nn.Module, layers: dict[int, LayerGeometry], ids: Tensor) -> dict[int, Turn]:
-    """How the keys of each of ``layers`` are turned, from what becomes of those of a few tokens ``[1, T]`` at later
-    positions: where attention sees distances alone, all else is the same. Keys that are not turned by pairs of channels
-    are taken as they are."""
+    """How each of ``layers`` rotates its keys, found by running a few tokens ``[1, T]`` at shifted positions. If
+    attention depends on distances alone, nothing else changes. Keys that are not rotated in pairs of channels are left
+    as they are."""
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return {index: _NO_TURN for index in layers}
     keys: dict[int, dict[int, Tensor]] = {}
@@ -87,14 +88,14 @@ def find_turns(model: nn.Module, layers: dict[int, LayerGeometry], ids: Tensor) 
 
 
 def _turn(keys: dict[int, Tensor]) -> Turn:
-    """What turns keys ``[H, T, D]``, given as they are at some shifts of their positions, 0 and 1 among them."""
+    """The rotation of keys ``[H, T, D]``, which are given for several position shifts, including 0 and 1."""
     size = keys[0].shape[-1]
     for pairs in range(1, size // 2 + 1):
         for rope in (f"half-{pairs}", f"interleaved-{pairs}"):
             angle = _between(keys[0], keys[1], rope)
             if angle is None or not (angle.abs() > _LEAST_ANGLE).any():
                 continue
-            for shift in _SHIFTS[1:]:  # from farther away it is seen more exactly
+            for shift in _SHIFTS[1:]:  # larger shifts give more precise angles
                 far = _between(keys[0], keys[shift], rope)
                 if far is not None:
                     more = torch.remainder(far - shift * angle + torch.pi, 2 * torch.pi) - torch.pi
@@ -104,7 +105,7 @@ def _turn(keys: dict[int, Tensor]) -> Turn:
 
 
 def _between(before: Tensor, after: Tensor, rope: str) -> Tensor | None:
-    """The angles ``[p]`` float64 by which ``rope`` makes ``after`` of ``before``, ``[H, T, D]``; None if it does
+    """The angles ``[p]`` float64 by which ``rope`` turns ``before`` into ``after``, both ``[H, T, D]``; None if it does
     not."""
     first, second, rest = split_pairs(torch.stack([before, after]).double(), rope)
     was, became = torch.complex(first, second)
@@ -118,18 +119,18 @@ _NO_TURN = Turn("", torch.empty(0))
 
 
 class _Statistics:
-    """Of one layer, over all texts: of keys before rotary embedding, values and queries, and what errors cost."""
+    """One layer's statistics over all texts: keys before rotary embedding, values, queries, and what errors cost."""
 
     def __init__(self, layer: LayerGeometry, turn: Turn):
         self.layer, self.turn, self.tokens = layer, turn, 0
         heads, size = layer.num_key_value_heads, layer.head_dim
         self.mean = torch.zeros(heads, 1, size, dtype=torch.float64)
-        self.moments = torch.zeros(2, heads, size, size, dtype=torch.float64)  # of keys and of values
-        self.fisher = torch.zeros(2, 2, heads, size, size, dtype=torch.float64)  # of plain texts, of repeated ones
+        self.moments = torch.zeros(2, heads, size, size, dtype=torch.float64)  # keys, values
+        self.fisher = torch.zeros(2, 2, heads, size, size, dtype=torch.float64)  # plain texts, repeated ones
         self.queries: list[Tensor] = []
 
     def add(self, seen: Seen, sinks: int, far: int, repeated: bool, generator: torch.Generator) -> None:
-        """Take in what one text gives."""
+        """Add the statistics of one text."""
         positions = torch.arange(seen.k.shape[1], device=seen.k.device)
         counted, last = slice(sinks, len(positions) - far), len(positions) - far
         for role, gradient in enumerate((seen.of_keys, seen.of_values)):
@@ -146,7 +147,7 @@ class _Statistics:
         self.queries.append(self._some_queries(seen.q, positions, generator))
 
     def _some_queries(self, q: Tensor, positions: Tensor, generator: torch.Generator) -> Tensor:
-        """Some of ``q`` ``[H_q, T, D]``, as keys see them that are some distance before: ``[H, Q, D]``."""
+        """Random queries of ``q`` ``[H_q, T, D]``, as keys at a random distance before them see them: ``[H, Q, D]``."""
         first, last = len(positions) // 16, len(positions)
         at = torch.randint(first, last, (QUERIES,), generator=generator).to(q.device)
         away = torch.randint(*_DISTANCES, (QUERIES,), generator=generator).to(q.device)
@@ -155,20 +156,19 @@ class _Statistics:
         return chosen[:, of_head, torch.arange(QUERIES, device=q.device)].cpu()
 
     def costs(self, scale: Tensor) -> Tensor:
-        """Fisher information of keys and of values, ``[2, H, D, D]``, that of either kind of texts in units of its own
-        over the whole model, ``scale`` ``[2]``; without repeated texts, that of plain ones."""
+        """Fisher information of keys and of values, ``[2, H, D, D]``. Plain and repeated texts are first normalized by
+        their totals over the whole model, ``scale`` ``[2]``. Without repeated texts, plain ones count alone."""
         weights = torch.tensor([1 - _REPEATED, _REPEATED]) if scale[1] > 0 else torch.tensor([1.0, 0.0])
         return (self.fisher * (weights / scale.clamp_min(1e-300)).view(2, 1, 1, 1, 1)).sum(0)
 
     def covariances(self, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean of keys ``[H, 1, D]``, and covariances of keys, as pages have them in their frames, and of values, ``[2,
-        H, D, D]``."""
+        """Mean of keys ``[H, 1, D]``, and covariances of page-relative keys and of values, ``[2, H, D, D]``."""
         mean = self.mean / self.tokens
         keys, values = self.moments / self.tokens
         return mean, torch.stack([self.in_frames(keys - mean.mT @ mean, offsets), values])
 
     def in_frames(self, matrix: Tensor, offsets: Tensor) -> Tensor:
-        """Second moments ``[H, D, D]`` of keys before rotary embedding, as of those in a page."""
+        """Second moments ``[H, D, D]`` of page-relative keys, from those of keys before rotary embedding."""
         if not self.turn.rope:
             return matrix
         turned = self.turn.matrices(offsets, matrix.shape[-1]).unsqueeze(1)
@@ -183,9 +183,10 @@ def measure(
     config: CalibratedWaterfillConfig,
     seen: tqdm,
 ) -> dict[int, _Statistics]:
-    """What ``data`` ``[1, T]`` each, and some of it with a half twice, say about the layers of ``model``."""
+    """The statistics of each layer of ``model`` over ``data``, ``[1, T]`` each; some texts are also read with their
+    first half repeated."""
     retention, generator = config._policy(), torch.Generator().manual_seed(0)
-    far = retention.window - retention.page_size // 2  # of a token of the middle of a page, when it is packed
+    far = retention.window - retention.page_size // 2  # distance of a page's middle token when the page is packed
     statistics = {index: _Statistics(layer, turns[index]) for index, layer in layers.items()}
     repeated = [ids[:, : ids.shape[1] // 2].repeat(1, 2) for ids in data[::_ONE_IN]]
     for is_repeated, texts in enumerate((data, repeated)):
@@ -197,15 +198,15 @@ def measure(
 
 
 def passes(texts: int) -> int:
-    """Texts that `measure` reads where so many are given."""
+    """How many texts `measure` reads, given ``texts`` of them."""
     return texts + len(range(0, texts, _ONE_IN))
 
 
 class _Axes:
-    """A basis in blocks for heads with ``covariance`` ``[H, D, D]`` whose errors cost ``fisher`` ``[H, D, D]``.
+    """A block-diagonal basis for heads with ``covariance`` ``[H, D, D]`` whose errors cost ``fisher`` ``[H, D, D]``.
 
-    basis: ``[H, D, b]``: row i is what a step in coordinate i adds to the channels of its block.
-    cost: ``[H, D]``, what an error costs that is as large as the coordinate itself, comparable over the whole model.
+    basis: ``[H, D, b]``: row i is what a step of 1 in coordinate i adds to the channels of its block.
+    cost: ``[H, D]``: what an error as large as the coordinate itself costs, comparable over the whole model.
     """
 
     def __init__(self, covariance: Tensor, fisher: Tensor, size: int):
@@ -234,8 +235,9 @@ class _Axes:
 def share_out(
     statistics: dict[int, _Statistics], config: CalibratedWaterfillConfig
 ) -> tuple[CalibratedWaterfillConfig, dict[int, Fitted]]:
-    """``config`` with how keys are turned, and what caches of the model share, layer by layer: for keys the angles they
-    are turned by, if they are, and for both what `kvpass.codec.tensors.of_model` names."""
+    """``config`` completed with the rotation of keys, and for each layer the tensors that all caches of the model
+    share: `kvpass.codec.tensors.of_model` for keys and values, and before those of keys the rotation angles, if keys
+    are rotated."""
     size = config._policy().page_size
     offsets = torch.arange(size) - size // 2
     traces = [own.fisher.diagonal(dim1=-2, dim2=-1).sum((1, 2, 3)) for own in statistics.values()]
@@ -275,7 +277,7 @@ def share_out(
 def _water_fill(
     axes: dict[int, tuple[_Axes, _Axes]], config: CalibratedWaterfillConfig
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """Widths of keys and of values of each layer, ``[H, ranks, D]`` uint8."""
+    """Bit widths of the keys and values of each layer, ``[H, ranks, D]`` uint8."""
     of_heads = torch.cat([one.cost.sum(-1) for both in axes.values() for one in both])
     mean = of_heads.mean()
     worth = torch.tensor([_RICH_WORTH**0.5, _RICH_WORTH**-0.5] if config.ranked else [1.0], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""``python -m kvpass``: measure schemes on a model, see one at work, choose one."""
+"""``python -m kvpass``: measure schemes on a model, watch one at work, choose one."""
 
 import argparse
 import sys
@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 2 for anything the user can put right."""
+    """Run the command line; returns the exit code, which is 2 for anything the user can fix."""
     args = parser().parse_args(argv)
     transformers_logging.disable_progress_bar()
     try:

@@ -1,4 +1,4 @@
-"""``kvpass bench``: decode steps of schemes, side by side."""
+"""``kvpass bench``: time the decode steps of schemes side by side."""
 
 import argparse
 

@@ -17,7 +17,7 @@ from .shared import TEXTS, at_least, names, say, stage
 
 HELP = "Calibrate a scheme on a model: AQUA-KV predictors, KVQuant datatypes, QAQ query energies, waterfill bit widths."
 _TOKENS, _LENGTH, _SKIP = 12288, 1024, 4096
-_SHARED_TOKENS, _SHARED_LENGTH = 3072, 768  # of texts that are read backwards, too
+_SHARED_TOKENS, _SHARED_LENGTH = 3072, 768  # for calibrations that also run backward passes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,8 +77,8 @@ def run(args: argparse.Namespace) -> None:
 def sequences(
     tokenizer: PreTrainedTokenizerBase, source: str, skip: int, count: int, length: int, spread: bool
 ) -> list[Tensor]:
-    """So many sequences ``[length]`` of a text, behind its first ``skip`` tokens: one behind the other, or ``spread``
-    over all of it."""
+    """``count`` sequences ``[length]`` of a text, after its first ``skip`` tokens: consecutive, or ``spread`` over the
+    whole text."""
     if not spread:
         ids = texts.tokens(tokenizer, source, skip + count * length)[0, skip:]
         return list(ids.view(count, length))

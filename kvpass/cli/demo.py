@@ -1,4 +1,4 @@
-"""``kvpass demo``: see a scheme at work."""
+"""``kvpass demo``: watch a scheme at work."""
 
 import argparse
 from typing import Any
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class _Bar(BaseStreamer, tqdm):
-    """A progress bar that `generate` drives as its streamer; says what the first, slow calls of a scheme are about."""
+    """A progress bar that `generate` drives as its streamer. It explains why the first calls of a scheme are slow."""
 
     def __init__(self, what: str, total: int, compiles: bool = False):
         super().__init__(total=total, desc=f"  {what}", unit="token", leave=False, disable=None)
@@ -33,7 +33,7 @@ class _Bar(BaseStreamer, tqdm):
         self.calls = 0
 
     def put(self, value: Tensor) -> None:
-        self.update(self.calls > 0)  # the first call hands over the prompt
+        self.update(self.calls > 0)  # the first call passes the prompt
         self.calls += 1
         if (note := next(self.notes, None)) is not None:
             self.set_postfix_str(note)

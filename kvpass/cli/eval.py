@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def show(results: Mapping[str, Sequence[Quality]], bits: Bits, *, in_markdown: bool = False) -> None:
-    """Print a table for each text, and which scheme is better by how much."""
+    """Print a table for each text, and by how much each scheme beats the next."""
     for source, rows in results.items():
         columns = [*bits_columns(bits), *QUALITY, *(SPEED if any(row.step_seconds for row in rows) else [])]
         print(f"\n{source}\n\n{(markdown if in_markdown else aligned)(rows, columns)}\n")

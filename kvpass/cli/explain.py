@@ -1,4 +1,4 @@
-"""``kvpass explain``: what becomes of each layer of a model."""
+"""``kvpass explain``: how each layer of a model is stored and attended."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""What the commands have in common."""
+"""Helpers that several commands share."""
 
 import argparse
 import sys
@@ -26,13 +26,13 @@ SCHEMES = (
 
 
 def say(text: str) -> None:
-    """A line for the user about what happens now; tables and texts go to stdout, these do not."""
+    """Print a status line to stderr; tables and texts go to stdout."""
     print(f"> {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def stage(text: str):
-    """Announce a stage, and say how long it took."""
+    """Announce a stage, and print how long it took."""
     say(text)
     start = time.perf_counter()
     yield
@@ -45,8 +45,8 @@ def names(text: str) -> list[str]:
 
 
 def chosen_schemes(text: str) -> dict[str, Scheme]:
-    """Name -> scheme of a comma-separated list of schemes and folders of calibrations; all of them are looked up before
-    any work is done. Full precision comes first."""
+    """Name -> scheme, for a comma-separated list of schemes and calibration folders. All of them are looked up before
+    any work starts. Full precision comes first."""
     if not names(text):
         raise KVPassError(f"--schemes is empty; choose from {', '.join(schemes.available())}.")
     return {FULL: None, **{name: scheme(name) for name in names(text)}}
@@ -74,7 +74,7 @@ def add_tokens(parser: argparse.ArgumentParser, context: int = 2048, score: int 
 
 
 def prompt_tokens(context: int, score: int) -> int:
-    """Tokens ahead of the scored ones. Raises `KVPassError` if there is none."""
+    """Number of tokens before the scored ones. Raises `KVPassError` if there are none."""
     if score >= context:
         raise KVPassError(
             f"--score {score} leaves no prompt in --context {context}, which counts the prompt and the scored tokens: "
@@ -91,7 +91,7 @@ def read_texts(tokenizer: PreTrainedTokenizerBase, sources: str, count: int, dev
 
 
 def out_file(text: str) -> Path:
-    """The type of an argument that names a file to write: its folder exists."""
+    """Argument type: a file to write, whose folder exists."""
     path = Path(text).expanduser()
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
@@ -99,7 +99,7 @@ def out_file(text: str) -> Path:
 
 
 def at_least(least: float, kind: Callable = int) -> Callable[[str], float]:
-    """The type of an argument that is a number not below ``least``."""
+    """Argument type: a number of at least ``least``."""
 
     def number(text: str):
         try:
@@ -116,7 +116,7 @@ def at_least(least: float, kind: Callable = int) -> Callable[[str], float]:
 
 
 def numbers(text: str) -> Sequence[int]:
-    """The type of an argument that is a list of numbers of at least 1."""
+    """Argument type: a comma-separated list of integers of at least 1."""
     found = [int(at_least(1)(part)) for part in names(text)]
     if not found:
         raise argparse.ArgumentTypeError("pass at least one number")

@@ -1,1 +1,1 @@
-"""The pass, one stage a file: normalise -> find -> rewrite -> lower -> report. Plans come from the scheme."""
+"""The pass, one stage per file: normalise -> find -> rewrite -> lower -> report. Plans come from the scheme."""

@@ -1,4 +1,4 @@
-"""Writes to packed caches: read off a functional graph, and put back in place."""
+"""Writes to packed caches: read from a functional graph, and put back in place."""
 
 import operator
 from collections import Counter
@@ -27,8 +27,8 @@ _WRITTEN = [argument.name for argument in _SCHEMA if argument.alias_info and arg
 
 @dataclass
 class Append:
-    """One call of ``kvpass::append_``, with the inputs of the graph that it writes. ``node`` is the functionalized
-    call; the rest are the arguments of the op."""
+    """One call of ``kvpass::append_``, and the graph inputs that it writes. ``node`` is the functionalized call; the
+    other fields are the arguments of the op."""
 
     node: Node
     state: list[Node]
@@ -56,24 +56,24 @@ class Append:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What the op takes, by the names of its schema."""
+        """The arguments of the op, by the names of its schema."""
         return {field.name: getattr(self, field.name) for field in fields(self)[1:]}
 
     @property
     def written(self) -> list[Node]:
-        """The inputs of the graph that it writes."""
+        """The graph inputs that it writes."""
         given = [*self.state, *(getattr(self, name) for name in _WRITTEN if name != "state")]
         return [tensor for tensor in given if tensor is not None]
 
     @property
     def ring(self) -> Node:
-        """The exact tokens: a state's own, as codes need not be."""
+        """The ring of exact tokens, which is always the state's own; its quantized values may be another layer's."""
         return tensor_of(self.state, self.codec, "ring")
 
     @property
     def stands_alone(self) -> bool:
-        """Whether it can be merged with those of other layers: what is stored depends on its own tokens, or, with a
-        codec, on nothing that another layer decides."""
+        """Whether it can be merged with the appends of other layers. That holds if what is stored depends only on its
+        own tokens, or, with a codec, on nothing that another layer decides."""
         fitted = self.state[len(of_pages(self.codec)) + 1 :]
         has_codec = self.codec.quantizer.codec is not None
         known = (*_ALWAYS, *_OF_EACH, *_COMMON) if has_codec else _ALWAYS
@@ -82,12 +82,12 @@ class Append:
 
 
 def tensor_of(state: list[Node], codec: CodecSpec, name: str) -> Node:
-    """One of the tensors of ``state`` by its name (`kvpass.codec.tensors`)."""
+    """The tensor called ``name`` (`kvpass.codec.tensors`) among those of ``state``."""
     return state[of_state(codec).index(name)]
 
 
 def appends(graph: Graph) -> list[Append]:
-    """Every write of a functional graph, in its order."""
+    """Every write of a functional graph, in graph order."""
     return [_read(node) for node in graph.nodes if _is_append(node)]
 
 
@@ -115,18 +115,19 @@ def _read(node: Node) -> Append:
 
 
 def placeholder(base: Node) -> Node:
-    """The input of the graph behind ``base``: codes that layers share are written by one append after another."""
+    """The graph input that ``base`` is a version of. Quantized values that layers share are written by several appends
+    in turn."""
     while base.target is operator.getitem and _is_append(operand(base)):
         base = operands(operand(base), "_all_bases")[integer(base, 1) - 1]
     return base
 
 
 def hoist(graph: Graph, writes: Sequence[Append]) -> set[Node]:
-    """Put every ``append_`` back in place, at the end of the graph and in layer order, those that depend on nothing but
-    their tokens as one call for all layers. Values that go by the pages of their keys come behind those, in whichever
-    order the model writes them.
+    """Put every ``append_`` back in place, at the end of the graph and in layer order.
 
-    Reads then never follow a write, so nothing has to be cloned. Returns the placeholders written.
+    Appends that depend only on their own tokens become one call for all layers. Values that follow the bit widths of
+    their keys come after those keys, whatever order the model writes them in. As reads never follow a write, nothing
+    has to be cloned. Returns the placeholders written.
     """
     output = graph.output_node()
     writers = Counter(tensor for append in writes for tensor in append.state)

@@ -1,4 +1,4 @@
-"""The torch.compile backend ``"kvpass"``: the pass around Inductor."""
+"""The backend that kvpass hands to torch.compile: the pass, then Inductor."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,9 +28,8 @@ from .subclasses import Unwrapped, flatten, has_subclass, unwrapped
 from .trace import Trace, trace_folder
 
 _MODES = (None, "default", "reduce-overhead")
-_OPTIONS = {"strict", "lowering", "interpret", "scheme"}
-# The inputs, some hundreds at every step, have been checked by Dynamo's guards. What is used twice is computed once:
-# then the layers of a model share their kernels, and rotary tables are not made anew in each.
+# Dynamo's guards have already checked the inputs, some hundreds per step. Values used twice are computed once, so that
+# the layers of a model share their kernels and rotary tables are not recomputed in each.
 _INDUCTOR = {"reorder_for_locality": False, "size_asserts": False, "realize_reads_threshold": 0}
 
 
@@ -40,11 +39,12 @@ class Backend:
 
     strict: raise `NotFusedError` if a cache read was not fused.
     lowering: "auto" or the name of an implementation.
-    interpret: run the rewritten graph as it is, without Inductor (prefill: first-token latency).
-    mode: of torch.compile (see `check_mode`). In CUDA graphs, what lies between the ops of a cache is captured.
+    interpret: run the rewritten graph without Inductor (for prefill, to shorten the time to the first token).
+    mode: mode of torch.compile (see `check_mode`). With CUDA graphs, the parts between cache ops are captured.
     device_lengths: read lengths on the device, so that a step can be captured as one CUDA graph.
-    noted: note calls of what was compiled, for those who ask for them (`kvpass.compile.noted`).
-    folder, keep_stages: where the stages of each graph are written, and whether ``graphs`` keep them (see `Trace`).
+    noted: record calls of compiled functions, for replaying them (`kvpass.compile.noted`).
+    folder: where the stages of each graph are written (see `Trace`).
+    keep_stages: whether ``graphs`` keep their stages (see `Trace`).
     """
 
     strict: bool = False
@@ -81,7 +81,8 @@ class Backend:
         return run
 
     def _pass(self, gm: GraphModule, inputs: list, trace: Trace, repeats: Repeats | None = None) -> Callable | None:
-        """What runs ``gm``, or the graph that repeats what it does. None if that has to be looked at as a whole."""
+        """A function that runs ``gm``, or the graph cut down to its first repeat. None if that graph has to be compiled
+        as a whole."""
         stage("rewriting it")
         normal = normalise(gm)
         trace.stage("normalised", normal.module)
@@ -122,7 +123,7 @@ class Backend:
         return run
 
     def _compiled(self, module: GraphModule, inputs: list) -> Callable:
-        """What runs ``module`` on values like the fake ``inputs``."""
+        """A compiled function for ``module`` and inputs like the fake ``inputs``."""
         if self.interpret:
             module.recompile()
             return module.forward
@@ -136,27 +137,6 @@ class Backend:
 
 
 def check_mode(mode: str | None) -> None:
-    """Raise `KVPassError` for modes of torch.compile that are not passed on to Inductor."""
+    """Raise `KVPassError` for modes of torch.compile that kvpass does not pass on to Inductor."""
     if mode not in _MODES:
         raise KVPassError(f"mode={mode!r} is not supported: use 'reduce-overhead', or leave it out.")
-
-
-def kvpass(gm: GraphModule, example_inputs, *, mode: str | None = None, options: dict | None = None) -> Callable:
-    """``torch.compile(fn, backend="kvpass", options={...})`` for functions that use ``kvpass::`` ops themselves.
-
-    A model that went through `kvpass.apply` needs no backend: it compiles its own decode step, also when it is called
-    from a function compiled with any other backend.
-
-    options: ``strict``, ``lowering`` and ``interpret`` as in `Backend`.
-    mode: "default" or "reduce-overhead".
-    """
-    options = dict(options or {})
-    check_mode(mode)
-    if unknown := set(options) - _OPTIONS:
-        raise KVPassError(f"Unknown options {sorted(unknown)} for backend 'kvpass'; use {sorted(_OPTIONS)}.")
-    if "scheme" in options:
-        raise KVPassError(
-            "A backend cannot replace a cache: call kvpass.apply(model, scheme=...) once instead. The model then "
-            "packs its cache and compiles its own decode step, whatever backend you compile it with."
-        )
-    return Backend(**options, mode=mode)(gm, example_inputs)

@@ -1,4 +1,4 @@
-"""Calls of ops in a graph, their arguments by the names that the schemas give them."""
+"""Calls of ops in a graph, with arguments by the names in the op schemas."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ ROTATE = torch.ops.kvpass.rotate.default
 
 
 def arguments(node: Node) -> dict[str, Any]:
-    """What ``node`` calls its op with, defaults included."""
+    """All arguments of the call ``node``, including defaults."""
     schema = op_of(node)._schema.arguments
     given = dict(zip((argument.name for argument in schema), node.args, strict=False)) | node.kwargs
     return {argument.name: given.get(argument.name, argument.default_value) for argument in schema}
@@ -29,27 +29,27 @@ def argument(node: Node, name: str) -> Any:
 
 
 def tensor_argument(node: Node, name: str) -> Node:
-    """A tensor among the `arguments` of ``node``, as the node that computes it. Raises `TypeError` if it is none."""
+    """The node that computes a tensor argument of ``node``. Raises `TypeError` if the argument is not a tensor."""
     return checked(Node, argument(node, name), node, name)
 
 
 def tensors_argument(node: Node, name: str) -> list[Node]:
-    """A list of tensors among the `arguments` of ``node``. Raises `TypeError` if it is anything else."""
+    """The nodes of a tensor list argument of ``node``. Raises `TypeError` if the argument is anything else."""
     return checked_list(Node, argument(node, name), node, name)
 
 
 def change(node: Node, **changed: Any) -> None:
-    """Call the op of ``node`` with some arguments changed."""
+    """Change some arguments of the call ``node``."""
     node.args, node.kwargs = _placed(op_of(node), arguments(node) | changed)
 
 
 def call(graph: Graph, op: OpOverload, **given: Any) -> Node:
-    """A node at the insertion point of ``graph`` that calls ``op``."""
+    """A node that calls ``op``, at the insertion point of ``graph``."""
     return graph.call_function(op, *_placed(op, given))
 
 
 def _placed(op: OpOverload, given: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Positional arguments, which are parsed faster, and those that are passed by name only."""
+    """Positional arguments, which are parsed faster, and keyword-only arguments."""
     schema = op._schema.arguments
     required = {argument.name for argument in schema if not argument.has_default_value()}
     if not required <= given.keys() <= {argument.name for argument in schema}:

@@ -1,5 +1,6 @@
-"""What Dynamo made of a call: whether it compiles at all, what broke a graph, and why a capture failed. The only file
-that asks it; ``tests/test_private_apis.py`` explains what it relies on.
+"""What Dynamo did with a call: whether it compiles at all, what broke a graph, and why a capture failed.
+
+No other file queries Dynamo about this; ``tests/test_private_apis.py`` explains what it relies on.
 """
 
 import os
@@ -21,13 +22,13 @@ from ..errors import KVPassError, NotCapturedError
 _DATA_DEPENDENT = "its control flow depends on the values of a tensor"
 _SYMBOLIC = GuardOnDataDependentSymNode, PendingUnbackedSymbolNotFound
 FAILURES = TorchDynamoException, ConstraintViolationError, *_SYMBOLIC
-"""What torch raises where it cannot capture or compile a function."""
-_ADDED = "\n\nfrom user code:"  # by Dynamo, to messages of whatever is raised within it
+"""Exceptions that torch raises if it cannot capture or compile a function."""
+_ADDED = "\n\nfrom user code:"  # Dynamo appends it to the messages of exceptions
 _BREAKS = "graph_break", "unimplemented"
 
 
 def switched_off() -> str:
-    """What keeps ``torch.compile`` from compiling in this process; empty if nothing does."""
+    """Why ``torch.compile`` is turned off in this process; empty if it is not."""
     if os.environ.get("TORCHDYNAMO_DISABLE") == "1" or os.environ.get("TORCH_COMPILE_DISABLE") == "1":
         return "TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE is 1 in the environment"
     if config.disable:
@@ -41,13 +42,13 @@ def _stance() -> str:
 
 
 def why_uncaptured(broken: Iterable[str]) -> str:
-    """Why functions of the model ran uncompiled in a call in which graphs broke for the reasons ``broken``."""
+    """Why functions of the model ran uncompiled in a call whose graphs broke for the reasons ``broken``."""
     reasons = switched_off() or _stance() or "; ".join(dict.fromkeys(broken))
     return reasons or 'torch gives no reason: set TORCH_LOGS="graph_breaks" to see more'
 
 
 class Breaks:
-    """Why graphs broke while it was `watching`; those of other threads may be among them."""
+    """Reasons of graph breaks while `watching`, possibly including those of other threads."""
 
     def __init__(self) -> None:
         self._found: dict[str, None] = {}
@@ -55,7 +56,7 @@ class Breaks:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Within it, reasons are collected."""
+        """Collect reasons within this context."""
         self._before = {kind: Counter(counters[kind]) for kind in _BREAKS}
         try:
             yield
@@ -64,11 +65,11 @@ class Breaks:
             self._before = None
 
     def failed(self, reason: str) -> None:
-        """Note that the graph could not be captured at all."""
+        """Record that the graph could not be captured at all."""
         self._found = {reason: None}
 
     def reasons(self) -> list[str]:
-        """What has been found so far."""
+        """The reasons collected so far."""
         if self._before is not None:
             for kind, before in self._before.items():
                 new = (text for text, times in counters[kind].items() if times > before[text])
@@ -77,8 +78,8 @@ class Breaks:
 
 
 def translated(error: BaseException) -> KVPassError:
-    """One of `FAILURES` in a sentence: the `KVPassError` behind it, where kvpass refused something while a graph was
-    captured, else a `NotCapturedError`."""
+    """One of `FAILURES` as a sentence: the `KVPassError` that caused it, if kvpass refused something during capture,
+    otherwise a `NotCapturedError`."""
     chain = list(_chain(error))
     if (own := next((each for each in chain if isinstance(each, KVPassError)), None)) is not None:
         own.args = (str(own).partition(_ADDED)[0], *own.args[1:])
@@ -94,7 +95,7 @@ def translated(error: BaseException) -> KVPassError:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """``error`` and what it was raised from or during."""
+    """``error`` and the exceptions that it was raised from or during."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -103,7 +104,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _shortened(text: str) -> str:
-    """The first line of one of torch's messages, and its explanation, as one clause."""
+    """The first line and the explanation of a torch message, as one clause."""
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     if not lines:
         return ""
@@ -112,7 +113,7 @@ def _shortened(text: str) -> str:
 
 
 def _where(chain: list[BaseException]) -> str:
-    """The line of the model, as far as torch says."""
+    """The line of the model, if torch names one."""
     for each in chain:
         stack = getattr(each, "real_stack", None)
         if stack:

@@ -1,4 +1,4 @@
-"""Running a piece of a graph on concrete values: the pass asks what nodes compute, not how they are written."""
+"""Run a part of a graph on concrete values, to find out what nodes compute regardless of how they are written."""
 
 from collections.abc import Iterable
 
@@ -10,12 +10,13 @@ from .nodes import attribute_of, function_of
 
 
 def is_size(node: Node) -> bool:
-    """Whether ``node`` is an int: its value is known from the symbols, whatever it is the size of."""
+    """Whether ``node`` is an int. Its value follows from the symbols, whichever tensor it is a size of."""
     return isinstance(node.meta.get("val"), (torch.SymInt, int))
 
 
 def upstream(target: Node, stops: Iterable[Node] = ()) -> list[Node]:
-    """``target`` and everything it is computed from, in graph order; sizes, and ``stops``, are not looked behind."""
+    """``target`` and everything it is computed from, in graph order. The search does not go beyond sizes and
+    ``stops``."""
     needed, stack, stops = set(), [target], set(stops)
     while stack:
         node = stack.pop()
@@ -27,12 +28,12 @@ def upstream(target: Node, stops: Iterable[Node] = ()) -> list[Node]:
 
 
 def leaves(nodes: Iterable[Node]) -> list[Node]:
-    """Those of ``nodes`` that are neither sizes nor computed: inputs and constants."""
+    """Those of ``nodes`` that are inputs or constants: neither sizes nor computed."""
     return [node for node in nodes if node.op != "call_function" and not is_size(node)]
 
 
 def constant(node: Node) -> torch.Tensor | None:
-    """The tensor that ``node`` is, if its value is part of the graph."""
+    """The tensor value of ``node``, if it is part of the graph."""
     value = attribute_of(node) if node.op == "get_attr" else None
     return value.cpu() if type(value) is torch.Tensor else None
 
@@ -43,7 +44,7 @@ def symbols(value) -> set[sympy.Symbol]:
 
 
 def hints(values) -> dict[sympy.Symbol, int]:
-    """What the symbols in ``values`` (symbolic ints, and tensors' shapes) stood for when the graph was captured."""
+    """The values at capture of the symbols in ``values`` (symbolic ints, and shapes of tensors)."""
     known = {}
     for value in values:
         for size in value.shape if isinstance(value, torch.Tensor) else (value,):
@@ -55,12 +56,12 @@ def hints(values) -> dict[sympy.Symbol, int]:
 
 
 def at(value, assignment: dict[sympy.Symbol, int]):
-    """An int with its symbols replaced."""
+    """An int with its symbols replaced by their values."""
     return int(value.node.expr.xreplace(assignment)) if isinstance(value, torch.SymInt) else value
 
 
 def run(nodes: list[Node], values: dict[Node, torch.Tensor], assignment: dict[sympy.Symbol, int]) -> None:
-    """Compute ``nodes``, in order and on the CPU, into ``values``; those already there are left alone."""
+    """Compute ``nodes``, in order and on the CPU, into ``values``; existing values are kept."""
 
     def concrete(argument):
         return values[argument] if isinstance(argument, Node) else at(argument, assignment)

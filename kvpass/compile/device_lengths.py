@@ -1,7 +1,8 @@
-"""Stage 5, where steps are replayed: what follows from the length of a cache is computed from what its carrier holds.
+"""With replayed steps (mode="reduce-overhead"): compute everything that depends on a cache length from the tensor that
+holds it.
 
-A step that was captured is replayed with the numbers that the host had then, so none of them may be a length. Carriers
-have theirs in a tensor, too, which is another one at each replay.
+A captured step is replayed with the host's numbers at capture, so none of them may be a length. A length tensor
+(carrier) also holds the length as data, which changes with each replay.
 """
 
 import torch
@@ -17,13 +18,14 @@ from .nodes import op_of, shape, value_of
 aten = torch.ops.aten
 _OPS = APPEND, APPEND_LAYERS, APPEND_ROTARY, ATTEND, DECODE, ROTATE
 _RANGES = aten.arange.start, aten.arange.start_step
-_READS_IT = "triton"  # the implementation whose kernels do
-_NAMED = 3  # nodes that a reason names
-_LINKED = "edge", "importance", "slots", "originals"  # arguments of ``append_`` by which the host decides
+_READS_IT = "triton"  # the implementation whose kernels read lengths on the device
+_NAMED = 3  # nodes listed in a reason
+_LINKED = "edge", "importance", "slots", "originals"  # arguments of ``append_`` that need decisions of the host
 
 
 def read_on_device(graph: Graph) -> list[str]:
-    """Compute what ``graph`` makes of lengths from their carriers. Returns why some of it cannot be."""
+    """Make ``graph`` compute values that depend on lengths from the contents of length tensors. Returns the reasons why
+    some cannot be."""
     carriers = {tensor_argument(node, "length") for node in graph.nodes if node.target in _OPS}
     lengths = _Lengths(graph, carriers)
     found = [(reason, node.name) for node in list(graph.nodes) if (reason := lengths.read_by(node))]
@@ -37,7 +39,7 @@ def _reads_padding(node: Node) -> bool:
 
 
 class _Lengths:
-    """The lengths of ``graph``, and the tensors that hold them, which are put in where they are asked for."""
+    """The lengths of ``graph``, and the tensors that hold them, which are inserted on demand."""
 
     def __init__(self, graph: Graph, carriers: set[Node]):
         self.graph = graph
@@ -48,7 +50,7 @@ class _Lengths:
         return not self._carriers.keys().isdisjoint(symbols(value))
 
     def read_by(self, node: Node) -> str:
-        """Let ``node`` read what it follows from on the device; why it cannot, if so."""
+        """Let ``node`` read the lengths that it depends on from the device. Returns why it cannot; empty if it can."""
         value = node.meta.get("val")
         if node.op != "call_function" or node.target in _OPS or is_size(node):
             return ""
@@ -61,7 +63,7 @@ class _Lengths:
         return "" if done else "the length is read on the host"
 
     def _held_by(self, size: Node, device: torch.device) -> Node | None:
-        """A tensor that holds ``size`` on ``device``, if that is a length and a number."""
+        """A tensor on ``device`` that holds ``size``, if that is a length plus a constant."""
         (symbol, *others), value = symbols(size.meta["val"]), size.meta["val"].node.expr
         carrier, more = self._carriers[symbol], value - symbol
         if others or not more.is_Integer or value_of(carrier).device != device:
@@ -79,7 +81,7 @@ class _Lengths:
         return held
 
     def _sum(self, node: Node) -> bool:
-        """``x op length`` with a tensor in the place of the length."""
+        """``x op length``, with a tensor in place of the length."""
         tensors = getattr(getattr(node.target, "overloadpacket", None), "Tensor", None)
         if tensors is None or len(node.args) != 2:
             return False
@@ -108,7 +110,7 @@ class _Lengths:
 
 
 def counted_on_host(gm: GraphModule) -> list[str]:
-    """Why ops of a lowered graph could not be replayed at other lengths."""
+    """Why ops of a lowered graph cannot be replayed at other lengths."""
     return [reason for node in gm.graph.nodes if node.target in _OPS and (reason := _counts(node))]
 
 

@@ -1,7 +1,7 @@
-"""What an element of a computed tensor is, as a function of where it is and of the graph's sizes.
+"""What an element of a computed tensor is, as a function of its index and of the graph's sizes.
 
-Elements are followed back, through whatever moves them, to the constants, `arange` and comparisons they come from. What
-is understood is exact; anything else raises `Unproven`.
+Elements are traced back, through all ops that move them, to the constants, `arange` and comparisons they come from.
+Results are exact; anything that is not understood raises `Unproven`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,22 +19,22 @@ from .nodes import Size, function_of, indices, integer, integers, is_tensor, ope
 aten = torch.ops.aten
 
 Case = tuple[frozenset[Linear], Tensor | Linear]
-"""What an element is where some inequalities hold: a tensor of one element, or an int64 that varies."""
+"""The value of an element if some inequalities hold: a tensor of one element, or a varying int64."""
 
 _MOST_CASES = 128
-_TOO_LARGE = 1 << 31  # below it, nothing that is linear in lengths below it leaves an int64
+_TOO_LARGE = 1 << 31  # bounds lengths and coefficients, so that sums stay within int64
 _ZERO, _ONE = Linear.of({}), Linear.of({}, 1)
 _SAME = {aten.alias, aten.clone, aten.contiguous, aten.detach, aten.lift_fresh_copy}
 _CASTS = {aten.to, aten._to_copy, aten.type_as}
 _RESHAPING = {aten.reshape, aten.view, aten._unsafe_view, aten.unsqueeze, aten.squeeze, aten.flatten, aten.unflatten}
 _PICKING = {aten.index, aten._unsafe_index, aten.index_select, aten.gather, aten.flip, aten.roll, aten.repeat}
 _SWAPPING = {aten.transpose, aten.t, aten.permute}
-_FILLED = {aten.full: 1, aten.full_like: 1, aten.new_full: 2, aten.scalar_tensor: 0}  # which argument with
+_FILLED = {aten.full: 1, aten.full_like: 1, aten.new_full: 2, aten.scalar_tensor: 0}  # op -> index of the fill value
 _EQUAL = {
     aten.zeros: 0, aten.zeros_like: 0, aten.new_zeros: 0, aten.ones: 1, aten.ones_like: 1, aten.new_ones: 1,
 }  # fmt: skip
-_POINTWISE = {aten.__and__, aten.__or__, aten.where, aten.masked_fill} | _CASTS  # those without the tag
-_COMPARED = {  # what it says of a difference below, at and above 0
+_POINTWISE = {aten.__and__, aten.__or__, aten.where, aten.masked_fill} | _CASTS  # pointwise ops that lack the tag
+_COMPARED = {  # op -> its result for a difference below, at and above 0
     aten.le: (True, True, False), aten.less_equal: (True, True, False), aten.lt: (True, False, False),
     aten.less: (True, False, False), aten.ge: (False, True, True), aten.greater_equal: (False, True, True),
     aten.gt: (False, False, True), aten.greater: (False, False, True), aten.eq: (False, True, False),
@@ -47,7 +47,7 @@ class Unproven(Exception):
 
 
 def whole(size: Size) -> Linear:
-    """A size of the graph. Raises `Unproven` if it is not linear in the graph's symbols."""
+    """A size of the graph as a `Linear`. Raises `Unproven` if it is not linear in the graph's symbols."""
     found = Linear.size(size)
     if found is None:
         raise Unproven
@@ -55,10 +55,11 @@ def whole(size: Size) -> Linear:
 
 
 class Elements:
-    """The elements of ``nodes``, which are in graph order and complete.
+    """The elements of ``nodes``, which are complete and in graph order.
 
-    data: what every element of inputs is taken for. facts: what is never below 0, besides sizes. read: elements of
-    inputs, and where in their tensor they are.
+    data: the value assumed for every element of the inputs.
+    facts: quantities known to be 0 or more, besides sizes.
+    read: the elements of inputs that were used, and their indices.
     """
 
     def __init__(self, nodes: list[Node], data: int = 1, facts: Iterable[Linear] = ()):
@@ -69,7 +70,7 @@ class Elements:
         self.facts = {*facts, *sizes} - {None}
 
     def anywhere(self, size: Size) -> Linear:
-        """An index into a dim of ``size``, of which nothing else is known."""
+        """An unknown index into a dim of ``size``."""
         length = Linear.size(size)
         if length == _ONE:
             return _ZERO
@@ -86,7 +87,7 @@ class Elements:
         return not self.possible({-condition - 1})
 
     def cases(self, node: Node, index: tuple[Linear, ...]) -> list[Case]:
-        """What the element of ``node`` at ``index`` is. The cases are disjoint and cover all there is."""
+        """The value of the element of ``node`` at ``index``, as disjoint cases that cover everything."""
         key = node, index
         if key not in self.known:
             self.known[key] = list(self._cases(node, index))
@@ -124,7 +125,7 @@ class Elements:
         raise Unproven
 
     def _given(self, node: Node, index: tuple[Linear, ...]) -> Tensor | Linear:
-        """What is not computed: a size, a constant of equal elements, or data."""
+        """The value of a node that is not computed: a size, a constant of equal elements, or data."""
         if is_size(node):
             return whole(node.meta["val"])
         tensor = constant(node)
@@ -136,7 +137,7 @@ class Elements:
         return tensor.flatten()[0].view([1] * len(index))
 
     def _source(self, node: Node, op, index: tuple[Linear, ...]) -> tuple[Linear, ...] | None:
-        """Where in its first argument the element is, if ``node`` only moves elements."""
+        """The index of the element in the first argument, if ``node`` only moves elements."""
         if op in _SAME or (op in _CASTS and value_of(operand(node)).dtype == value_of(node).dtype):
             return index
         if op is aten.expand:
@@ -150,18 +151,18 @@ class Elements:
             if None not in before and [s for s in before if s != _ONE] == [s for s in after if s != _ONE]:
                 left = iter([where for where, size in zip(index, after, strict=True) if size != _ONE])
                 return tuple(_ZERO if size == _ONE else next(left) for size in before)
-        if op in _RESHAPING | _PICKING:  # one of its elements, whichever
+        if op in _RESHAPING | _PICKING:  # some element, whichever
             return tuple(map(self.anywhere, shape(operand(node))))
         return None
 
     def _part(self, node: Node, one: bool, index: tuple[Linear, ...]) -> tuple[Linear, ...]:
-        """`_source` for a slice, or for ``one`` of a dim."""
+        """`_source` for a slice or, if ``one``, for the selection of one index of a dim."""
         before = shape(operand(node))
         dim = _argument(node, 1, "dim", 0) % len(before)
         start, size = _integer(_argument(node, 2, "index" if one else "start", 0) or 0), whole(before[dim])
         if self.always(-start - 1):
             start = start + size
-        if not (self.always(start) and self.always(size - start)):  # it would be another one
+        if not (self.always(start) and self.always(size - start)):  # clamping would select another element
             raise Unproven
         if one:
             return (*index[:dim], start, *index[dim:])
@@ -184,7 +185,7 @@ class Elements:
             start = stop
 
     def _difference(self, node: Node, index: tuple[Linear, ...]) -> Iterator[Case]:
-        """Of neighbours, the first of which may be put before the others."""
+        """Differences of neighbours; a value may be prepended."""
         before, dim = _argument(node, 3, "prepend", None), _argument(node, 2, "dim", -1) % len(index)
         if _argument(node, 1, "n", 1) != 1 or _argument(node, 4, "append", None) is not None:
             raise Unproven
@@ -215,8 +216,8 @@ class Elements:
         return [(frozenset(), _one(index, 0, value_of(node).dtype))]
 
     def _looked_up(self, node: Node, index: tuple[Linear, ...]) -> tuple[Linear, ...] | None:
-        """Where in its first argument an element is that is looked up by numbers which are known; None if they are
-        not, or might be out of bounds."""
+        """The index into the first argument for an element that is looked up by known numbers; None if they are unknown
+        or might be out of bounds."""
         source, picks = operand(node), indices(node)
         if len(picks) != len(shape(source)) or None in picks:
             return None
@@ -232,7 +233,7 @@ class Elements:
         return tuple(found)
 
     def _where(self, given: Iterable[Linear], cases: Iterable[Case]) -> Iterator[Case]:
-        """Those of ``cases`` that are left where ``given`` holds."""
+        """The cases that remain if ``given`` holds."""
         for also, value in cases:
             both = also.union(given)
             if self.possible(both):
@@ -271,12 +272,13 @@ def _integer(argument) -> Linear:
 
 
 def _one(index: tuple, value, dtype: torch.dtype) -> Tensor:
-    """``value`` as a tensor of one element, with a dim for each of ``index``: dims decide on the dtype of results."""
+    """``value`` as a tensor of one element with one dim for each of ``index``, because the number of dims affects
+    result dtypes."""
     return torch.full([1] * len(index), value, dtype=dtype)
 
 
 def _behind(node: Node, index: tuple[Linear, ...]) -> tuple[Linear, ...]:
-    """Where in ``node`` the element at ``index`` of what it is broadcast to is."""
+    """The index into ``node`` for element ``index`` of the tensor it is broadcast to."""
     dims = [Linear.size(size) for size in shape(node)]
     return tuple(
         _ZERO if size == _ONE else where for where, size in zip(index[len(index) - len(dims) :], dims, strict=True)

@@ -1,9 +1,9 @@
-"""Stage 2: attention over a packed cache.
+"""Stage 2: find attention over a packed cache.
 
-An attention is ``scaled_dot_product_attention``, or a softmax between two matrix products. Its keys and values are
-followed back through views and head repetition to ``cat([kvpass.decode(state), present])``, or found out to be that by
-running what is in between (`kvpass.compile.own_cache`). Whatever is not understood is refused with a reason, and keeps
-the decode: correct, slower, reported.
+Attention is ``scaled_dot_product_attention``, or a softmax between two matrix products. Its keys and values are traced
+back through views and head repetition to ``cat([kvpass.decode(state), present])``, or shown to equal that by running
+the nodes in between (`kvpass.compile.own_cache`). Attention that is not understood is refused with a reason and keeps
+its ``kvpass.decode``: correct, slower, reported.
 """
 
 import math
@@ -28,11 +28,12 @@ aten = torch.ops.aten
 
 @dataclass
 class Source:
-    """Where attention's keys or values come from: ``cat([past, present])``, heads repeated in order.
+    """Where attention's keys or values come from: ``cat([past, present])``, with heads repeated in order.
 
-    past: what decodes the cache, None where there is none; present: None for cross-attention; rotation: what turns the
-    past before it is read, if keys are stored before rotary embedding. padded: there is room behind the present, which
-    the mask hides.
+    past: the node that dequantizes the cache; None if there is none.
+    present: keys or values of the call; None for cross-attention.
+    rotation: the node that rotates the past when it is read, if keys are stored before rotary embedding.
+    padded: whether there is room after the present, which the mask hides.
     """
 
     past: Node | None
@@ -42,27 +43,28 @@ class Source:
 
     @property
     def needed_elsewhere(self) -> bool:
-        """Whether the past has to be decoded anyway: another layer is predicted from it, it is from another layer, or
-        its tokens have widths of their own."""
+        """Whether the past has to be dequantized anyway: another layer is predicted from it, it belongs to another
+        layer, or its tokens have individual bit widths."""
         codec = parse(self.read("spec"))
         return len(self.past.users) > 1 or bool(codec.transform.predictor) or codec.quantizer.adaptive is not None
 
     @property
     def ring(self) -> Node:
-        """The exact tokens of the past: a state's own, as codes need not be."""
+        """The ring of exact tokens of the past, which is always the layer's own; quantized values may be another
+        layer's."""
         return tensor_of(tensors_argument(self.past, "state"), parse(self.read("spec")), "ring")
 
     def read(self, name: str) -> Any:
-        """An argument of what decodes the past."""
+        """An argument of the call that dequantizes the past."""
         return argument(self.past, name)
 
 
 @dataclass
 class Attention:
-    """One matched attention; ``output`` is the node to replace, ``[B, H_q, S, D]``, ``[B * H_q, S, D]`` or
-    ``[B, H_kv, r, S, D]``.
+    """One matched attention.
 
-    sinks: logits ``[1, H_q, 1, 1]`` that take part in the softmax and have no value.
+    output: the node to replace, ``[B, H_q, S, D]``, ``[B * H_q, S, D]`` or ``[B, H_kv, r, S, D]``.
+    sinks: logits ``[1, H_q, 1, 1]`` that take part in the softmax without a value.
     """
 
     output: Node
@@ -77,7 +79,7 @@ class Attention:
 
 
 def find(graph: Graph, presents: dict[Node, Present]) -> tuple[list[Attention], list[str]]:
-    """Every attention over packed state, in graph order, and the reasons for those that read it and were refused.
+    """Every attention over packed state, in graph order, and the reasons for those that were refused.
 
     presents: see `kvpass.compile.own_cache`.
     """
@@ -116,8 +118,8 @@ def _collect(graph: Graph, source: Callable[[Node], Source], is_attention) -> tu
 
 
 def _reads_packed(node: Node, depth: int = 24) -> bool:
-    """Whether a decode is near upstream of ``node``, and not behind another attention: the softmax of a router is none.
-    Bounded, because everything is upstream of the last layer."""
+    """Whether a decode is near upstream of ``node`` and not behind another attention. The softmax of a router is not
+    attention. The search is bounded, because everything is upstream of the last layer."""
     frontier = [node]
     for _ in range(depth):
         frontier = [source for n in frontier for source in n.all_input_nodes]
@@ -137,7 +139,7 @@ def _is_attention_output(node: Node) -> bool:
 
 
 def _keeps_values(node: Node) -> bool:
-    """Whether ``node`` is its first argument, dtype and layout included."""
+    """Whether ``node`` returns its first argument unchanged, including dtype and layout."""
     if node.target in CASTS:
         return value_of(node).dtype == value_of(operand(node)).dtype
     if node.target in (aten.slice.Tensor, aten.reshape.default):
@@ -146,7 +148,7 @@ def _keeps_values(node: Node) -> bool:
 
 
 def _source(node: Node, presents: dict[Node, Present]) -> Source:
-    """Where keys or values ``[B, H, T, D]`` come from. Raises `NotUnderstood`."""
+    """The source of keys or values ``[B, H, T, D]``. Raises `NotUnderstood`."""
     if presents and (read := read_back(node, presents)) is not None:
         past, present, padded = read
         rotation = past if past.target is ROTATE else None
@@ -155,7 +157,7 @@ def _source(node: Node, presents: dict[Node, Present]) -> Source:
 
 
 def _unpacked(node: Node) -> Source:
-    """Keys or values of the call itself, before their heads are repeated. Raises `NotUnderstood`."""
+    """The source of keys or values of the call itself, before heads are repeated. Raises `NotUnderstood`."""
     while (behind := _behind(node)) is not None:
         node = behind
     if len(shape(node)) != 4:
@@ -164,7 +166,7 @@ def _unpacked(node: Node) -> Source:
 
 
 def _peeled(node: Node) -> Source:
-    """The cache behind keys or values ``[B, H, T, D]``. Raises `NotUnderstood`."""
+    """The cache that keys or values ``[B, H, T, D]`` are read from. Raises `NotUnderstood`."""
     while (behind := _behind(node)) is not None:
         node = behind
     if node.op != "call_function":
@@ -187,8 +189,8 @@ def _peeled(node: Node) -> Source:
 
 
 def _behind(node: Node) -> Node | None:
-    """What keys or values are one step further back, before a view or before their heads were repeated or merged with
-    the batch; None if ``node`` is nothing like that."""
+    """Keys or values one step further back: before a view, or before heads were repeated or merged with the batch. None
+    if ``node`` is none of these."""
     if node.op != "call_function":
         return None
     if node.target is aten.reshape.default and not (_keeps_values(node) or _merges_heads(node)):
@@ -199,7 +201,7 @@ def _behind(node: Node) -> Node | None:
 
 
 def _unrepeated(node: Node) -> Node | None:
-    """What the usual ``repeat_kv`` repeats: ``[B, H, T, D] -> unsqueeze(2) -> expand -> reshape [B, H r, T, D]``."""
+    """The input of the usual ``repeat_kv``: ``[B, H, T, D] -> unsqueeze(2) -> expand -> reshape [B, H r, T, D]``."""
     expand = operand(node)
     while expand.op == "call_function" and _keeps_values(expand):
         expand = operand(expand)
@@ -263,8 +265,8 @@ def _from_softmax(node: Node, source: Callable[[Node], Source]) -> Attention:
 
 
 def _without_sinks(node: Node) -> tuple[Node, Node | None]:
-    """The scores behind ``cat([scores, sinks]) - max``, and the sinks ``[1, H, 1, 1]``; None where there are none."""
-    # softmax is the same less anything that is one for all keys
+    """The scores in ``cat([scores, sinks]) - max``, and the sinks ``[1, H, 1, 1]``, or None if there are none."""
+    # subtracting the same number from all logits does not change the softmax
     whole = operand(node) if node.target is aten.sub.Tensor else node
     while whole.target in CASTS:
         whole = operand(whole)
@@ -287,7 +289,7 @@ def _merges_heads(node: Node) -> bool:
 
 
 def _with_heads(query: Node) -> Node:
-    """Queries ``[B, H, S, D]``, before their heads were merged with the batch, or after groups were merged."""
+    """Queries ``[B, H, S, D]``, from before heads were merged with the batch, or from after groups were merged."""
     while query.op == "call_function" and (_merges_heads(query) or (len(shape(query)) == 3 and _keeps_values(query))):
         query = operand(query)
     if len(shape(query)) == 5:

@@ -1,4 +1,4 @@
-"""Linear inequalities between integers: enough to prove what a mask hides, at any length."""
+"""Linear inequalities between integers, to prove what a mask hides at any length."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from math import gcd
 import sympy
 import torch
 
-_MOST = 200  # inequalities looked at together: beyond, nothing is proven
+_MOST = 200  # with more inequalities at once, nothing is proven
 
 
 @dataclass(frozen=True)
 class Linear:
-    """An integer: a ``constant``, and variables times their coefficients, of which none is 0."""
+    """An integer: a ``constant`` plus variables times nonzero coefficients."""
 
     terms: frozenset[tuple[Hashable, int]]
     constant: int = 0
 
     @classmethod
     def of(cls, terms: dict[Hashable, int], constant: int = 0) -> Linear:
-        """``terms`` by variable, zeros among them."""
+        """From ``terms`` by variable, which may include zeros."""
         return cls(frozenset((variable, factor) for variable, factor in terms.items() if factor), constant)
 
     @classmethod
     def variable(cls, name: Hashable) -> Linear:
-        """A variable alone."""
+        """A single variable."""
         return cls.of({name: 1})
 
     @classmethod
@@ -63,8 +63,8 @@ class Linear:
 
 
 def impossible(inequalities: Iterable[Linear]) -> bool:
-    """Whether no integers at all make every one of ``inequalities`` 0 or more. True is proven (by Fourier and Motzkin:
-    variables are eliminated one by one); False may be out of reach."""
+    """Whether no integers make all of ``inequalities`` 0 or more. True is proven, by Fourier-Motzkin elimination; False
+    may mean that no proof was found."""
     left = {_tightened(inequality) for inequality in inequalities}
     while left:
         if any(not inequality.terms and inequality.constant < 0 for inequality in left):
@@ -84,7 +84,7 @@ def impossible(inequalities: Iterable[Linear]) -> bool:
 
 
 def _tightened(inequality: Linear) -> Linear:
-    """The same over the integers, coefficients without a common divisor."""
+    """The same inequality over the integers, with its coefficients divided by their common divisor."""
     divisor = gcd(*(factor for _, factor in inequality.terms))
     if divisor < 2:
         return inequality

@@ -1,4 +1,4 @@
-"""Stage 4: every ``kvpass::*`` op of a graph gets the name of the implementation that will run it."""
+"""Stage 4: give every ``kvpass::*`` op of a graph the name of the implementation that will run it."""
 
 from typing import Any
 
@@ -13,15 +13,15 @@ from .calls import arguments, change
 from .concrete import at, hints
 from .nodes import value_of
 
-# whose device decides, and how many channels it has; an op that is not here has one implementation
+# op -> argument whose device and head_dim decide; ops that are not listed have a single implementation
 _SERVED = {"encode": "x", "append_": "x", "append_layers_": "x", "decode": "state", "attend": "q"}
 
 
 def lower(gm: GraphModule, lowering: str) -> dict[str, str]:
-    """Resolve the ``lowering`` argument of every op on its fake arguments; returns op -> implementation name.
+    """Resolve the ``lowering`` argument of every op from its fake arguments; returns op -> implementation name.
 
-    Attention of a number of queries that varies is resolved by each call; what is returned is who serves the one that
-    is captured. Raises `KVPassError` if one has no implementation here.
+    Attention with a varying number of queries is resolved in each call; the result then names the implementation for
+    the captured one. Raises `KVPassError` if an op has no implementation here.
     """
     chosen = {}
     for node in gm.graph.nodes:
@@ -36,7 +36,7 @@ def lower(gm: GraphModule, lowering: str) -> dict[str, str]:
         value = given[_SERVED[op]]
         if op == "decode":
             value = tensor_of(value, parse(given["spec"]), "ring")
-        value = value_of(value if isinstance(value, Node) else value[0])  # of many layers, any one
+        value = value_of(value if isinstance(value, Node) else value[0])  # of several layers, any will do
         queries, named, label = value.shape[2] if op == "attend" else 0, lowering, op
         if op == "attend" and len(given["key"]) == 1:
             specs, named, label = (), AUTO, "attend (decoded)"
@@ -52,7 +52,7 @@ def lower(gm: GraphModule, lowering: str) -> dict[str, str]:
 
 
 def _of_attention(given: dict[str, Any], q: Tensor, specs: tuple[str, ...], queries: int) -> DispatchKey:
-    """The key of attention with the arguments ``given``, of so many ``queries``."""
+    """The dispatch key of attention with the arguments ``given``, for ``queries`` query tokens."""
     key = given["key"] if len(given["key"]) == 1 else [tensor_of(given["key"], parse(given["k_spec"]), "ring")]
     ring, new = value_of(key[0]), value_of(given["k_new"])
     rotary = given["rope"] and not parse(given["k_spec"]).transform.page_frame

@@ -1,8 +1,8 @@
-"""Masks that are pure structure: computed from lengths alone, and the same as no mask or as causality.
+"""Masks that are pure structure: computed from lengths alone, and equivalent to no mask or to causality.
 
-transformers builds a mask whenever it is traced, also where eager code would use none. What such a mask says is
-*proven*, for every length, from how its elements are computed (`kvpass.compile.elements`). One that depends on any
-data, or of which nothing is proven, stays.
+transformers builds a mask whenever it is traced, even if eager code would use none. What such a mask hides is *proven*
+for every length, from how its elements are computed (`kvpass.compile.elements`). A mask that depends on data, or about
+which nothing can be proven, stays.
 """
 
 import torch
@@ -15,13 +15,14 @@ from .linear import Linear
 from .nodes import Size, is_tensor, shape, value_of
 
 PADDING = "kvpass_padding"
-"""In ``meta`` of what may be a padding mask, where a cache knows otherwise where its rows begin."""
+"""``meta`` key of inputs that may be padding masks, if the cache knows where its rows begin."""
 
 
 def structure(mask: Node, queries: Size, unpadded: bool = False) -> str | None:
-    """What ``mask`` amounts to for ``queries`` (possibly symbolic) queries, at every length the graph serves: "full" if
-    each sees every key, "causal" if it is causality aligned to the last key, None if it depends on data, is anything
-    else, or cannot be proven to be one of them.
+    """What ``mask`` amounts to for ``queries`` queries (possibly symbolic), at every length the graph serves.
+
+    "full": every query sees every key. "causal": causality aligned to the last key. None: it depends on data, is
+    anything else, or cannot be proven to be one of them.
 
     unpadded: assume that padding masks among its inputs, ``[B, T]`` integers or booleans, hide nothing.
     """
@@ -36,17 +37,17 @@ def structure(mask: Node, queries: Size, unpadded: bool = False) -> str | None:
 
 
 def mark_padding(graph: Graph, query: Tensor) -> None:
-    """Mark the inputs of ``graph`` that may be padding masks, of calls with the queries ``[B, H, S, D]``."""
+    """Mark the inputs of ``graph`` that may be padding masks, for calls with the queries ``[B, H, S, D]``."""
     for node in graph.find_nodes(op="placeholder"):
         if not _may_be_padding(node, query.shape[0]):
             continue
-        if Linear.size(shape(node)[1]) != Linear.size(query.shape[2]):  # not what comes with each token
+        if Linear.size(shape(node)[1]) != Linear.size(query.shape[2]):  # unlike inputs that come with each token
             node.meta[PADDING] = True
 
 
 def beside_padding(mask: Node, queries: Size) -> str | None:
-    """What ``mask`` amounts to (see `structure`) where a padding mask ``[B, T]`` of ones and zeros, one for each key,
-    does not hide the key from all queries of its row; None if it cannot be proven to be that."""
+    """What ``mask`` amounts to (see `structure`) apart from a padding mask ``[B, T]`` of ones and zeros, one for each
+    key, whose zeros hide a key from all queries of its row. None if that cannot be proven."""
     nodes = upstream(mask)
     data = [node for node in leaves(nodes) if constant(node) is None]
     batch = shape(mask)[0]
@@ -54,7 +55,7 @@ def beside_padding(mask: Node, queries: Size) -> str | None:
         return None
     try:
         rows, columns = map(whole, shape(data[0]))
-        if rows != whole(batch):  # one row for all
+        if rows != whole(batch):  # one row for the whole batch
             return None
         more = columns - whole(shape(mask)[-1])
         kind = _proven(Elements(nodes, facts=(more, -more)), mask, queries)
@@ -64,8 +65,8 @@ def beside_padding(mask: Node, queries: Size) -> str | None:
 
 
 def _hidden_by(elements: Elements, mask: Node, padding: Node) -> bool:
-    """Whether no element of ``mask`` allows anything if those of ``padding`` are zeros, and each asks that of its own
-    row and key alone."""
+    """Whether zeros in ``padding`` make every element of ``mask`` hide its key, and each element reads only its own row
+    and key."""
     index = tuple(map(elements.anywhere, shape(mask)))
     if any(_allowed(value) for _, value in elements.cases(mask, index)):
         return False
@@ -76,7 +77,7 @@ def _may_be_padding(node: Node, batch: Size) -> bool:
     if not is_tensor(node) or value_of(node).ndim != 2 or value_of(node).dtype.is_floating_point:
         return False
     rows = Linear.size(shape(node)[0])
-    return rows is None or bool(rows.terms) or rows == Linear.size(batch)  # a table has another size, and keeps it
+    return rows is None or bool(rows.terms) or rows == Linear.size(batch)  # a lookup table has another, fixed size
 
 
 def _proven(elements: Elements, mask: Node, queries: Size) -> str | None:
@@ -94,7 +95,8 @@ def _proven(elements: Elements, mask: Node, queries: Size) -> str | None:
 
 
 def _allowed(value: Tensor | Linear) -> bool:
-    """Whether an element of a mask lets a query see a key. Raises `Unproven` for a bias that does neither."""
+    """Whether an element of a mask lets a query see a key. Raises `Unproven` for a bias that neither allows nor hides
+    it."""
     if isinstance(value, Linear):
         raise Unproven
     if value.dtype == torch.bool or value == 0:

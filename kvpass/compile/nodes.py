@@ -1,7 +1,7 @@
 """Typed reads of FX nodes.
 
 An argument of a node can be anything that a graph can hold. These accessors check that it is what the caller expects,
-and raise `TypeError`, with the node, where it is not. They change nothing.
+and otherwise raise `TypeError` with the node. They change nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,32 +33,33 @@ def shape(node: Node) -> tuple[Size, ...]:
 
 
 def operand(node: Node, which: int | str = 0) -> Node:
-    """The node among the arguments of ``node`` at a position, or of a keyword."""
+    """The node in argument ``which`` of ``node``, a position or a keyword."""
     return checked(Node, _given(node, which), node, which)
 
 
 def operands(node: Node, which: int | str = 0) -> list[Node]:
-    """The list of nodes among the arguments of ``node`` at a position, or of a keyword."""
+    """The list of nodes in argument ``which`` of ``node``, a position or a keyword."""
     return checked_list(Node, _given(node, which), node, which)
 
 
 def indices(node: Node) -> list[Node | None]:
-    """What a call of ``aten.index`` indexes each dim by; None for dims that it takes whole."""
+    """The index for each dim in a call of ``aten.index``; None for dims that are taken whole."""
     return [one if one is None else checked(Node, one, node, 1) for one in _sequence(node.args[1], node, 1)]
 
 
 def integer(node: Node, which: int | str) -> int:
-    """The constant int among the arguments of ``node`` at a position, or of a keyword."""
+    """The constant int in argument ``which`` of ``node``, a position or a keyword."""
     return checked(int, _given(node, which), node, which)
 
 
 def integers(node: Node, which: int | str) -> list[int]:
-    """The list of constant ints among the arguments of ``node`` at a position, or of a keyword."""
+    """The list of constant ints in argument ``which`` of ``node``, a position or a keyword."""
     return checked_list(int, _given(node, which), node, which)
 
 
 def number(node: Node, position: int) -> int | float | None:
-    """The constant at ``position`` among the arguments of ``node``; None for a tensor, a varying size, or nothing."""
+    """The constant at ``position`` among the arguments of ``node``; None for a tensor, a varying size, or a missing
+    argument."""
     value = node.args[position] if len(node.args) > position else None
     return value if isinstance(value, (int, float)) else None
 
@@ -76,12 +77,12 @@ def function_of(node: Node) -> Callable[..., Any]:
 
 
 def attribute_of(node: Node) -> Any:
-    """What ``node``, a ``get_attr``, reads from the module of its graph."""
+    """The value that ``node``, a ``get_attr``, reads from the module of its graph."""
     return attrgetter(checked(str, node.target, node, "target"))(node.graph.owning_module)
 
 
 def outputs_of(graph: Graph) -> tuple[Any, ...]:
-    """What ``graph`` returns: nodes, and constants."""
+    """The outputs of ``graph``: nodes and constants."""
     output = graph.output_node()
     return tuple(_sequence(output.args[0], output, 0))
 
@@ -94,7 +95,7 @@ def checked(kind: type[_T], value: object, node: Node, which: int | str) -> _T:
 
 
 def checked_list(kind: type[_T], values: object, node: Node, which: int | str) -> list[_T]:
-    """As `checked`, for a list of them."""
+    """Like `checked`, for a list."""
     return [checked(kind, value, node, which) for value in _sequence(values, node, which)]
 
 

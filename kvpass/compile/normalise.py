@@ -1,6 +1,6 @@
-"""Stage 1: a Dynamo graph -> functional ATen with attention intact.
+"""Stage 1: turn a Dynamo graph into functional ATen with attention intact.
 
-The only file that touches AOTAutograd's private export; ``tests/test_private_apis.py`` explains what it relies on.
+No other file touches AOTAutograd's private export; ``tests/test_private_apis.py`` explains what it relies on.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from .nodes import indices, outputs_of
 from .vmaps import write_out
 
 aten = torch.ops.aten
-_CHECKS_BREAK = torch.__version__ < "2.13"  # C++ that checks a mask's index beside a comparison does not compile
+_CHECKS_BREAK = torch.__version__ < "2.13"  # generated C++ with an index check beside a comparison does not compile
 
 
 @dataclass
@@ -28,7 +28,7 @@ class NormalGraph:
     module: its placeholders match ``inputs`` one to one; its outputs are the mutated inputs' new values, then the
         user's outputs.
     inputs: fake example values.
-    written: the placeholders the program writes, in the order of their new values.
+    written: the placeholders that the program writes, in the order of their new values.
     """
 
     module: GraphModule
@@ -41,12 +41,12 @@ class NormalGraph:
 
     @property
     def mutated(self) -> dict[Node, Node]:
-        """Placeholder -> node with its new value, for every input the program writes."""
+        """Placeholder -> node with its new value, for every input that the program writes."""
         return dict(zip(self.written, outputs_of(self.graph), strict=False))
 
     @property
     def outputs(self) -> tuple:
-        """The user's outputs, without those new values."""
+        """The user's outputs, without the new values of mutated inputs."""
         return outputs_of(self.graph)[len(self.written) :]
 
 
@@ -67,8 +67,8 @@ def normalise(gm: GraphModule) -> NormalGraph:
 
 
 def _clean(graph: Graph) -> None:
-    """Drop metadata asserts (they hide users), free ``view`` of the strides it was traced with, and spare indices that
-    are lengths a check."""
+    """Drop metadata asserts (they hide users), free ``view`` from the strides it was traced with, and leave out bounds
+    checks of indices that come from lengths."""
     for node in list(graph.nodes):
         if node.target is aten._assert_tensor_metadata.default:
             graph.erase_node(node)
@@ -79,14 +79,14 @@ def _clean(graph: Graph) -> None:
 
 
 def _of_lengths(index: Node) -> bool:
-    """Whether an index is computed from lengths alone, as where a mask is put together."""
+    """Whether an index is computed from lengths alone, as when a mask is built."""
     return not any(leaves(upstream(each)) for each in indices(index) if each is not None)
 
 
 def in_place(normal: NormalGraph, skip: set[Node]) -> GraphModule:
     """Turn the functional graph into one with the program's own outputs, copying mutated inputs back at the end.
 
-    skip: placeholders whose writes the caller has put back itself.
+    skip: placeholders whose writes the caller has already put back.
     """
     graph, output = normal.graph, normal.graph.output_node()
     with graph.inserting_before(output):

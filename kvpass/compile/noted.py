@@ -1,8 +1,8 @@
-"""What a compiled step calls once Dynamo has checked its guards: counted, as a step may be several graphs, and noted so
-that it can be called again without them.
+"""Record what a compiled step calls after Dynamo's guard checks.
 
-Guards make sure that a graph fits what it is given. A `Call` asks of sizes what they ask; that nothing else has changed
-is for whoever calls it again to see.
+Graphs are counted, because a step may consist of several, and calls are recorded so that they can be repeated without
+guards. Guards make sure that a graph fits its inputs. A `Call` repeats their checks of sizes; whoever repeats a call
+has to make sure that nothing else has changed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _calls: ContextVar[list[tuple[Call, Sequence]] | None] = ContextVar("calls", def
 
 @contextmanager
 def noted() -> Iterator[list[tuple[Call, Sequence]]]:
-    """The calls of `Noted` functions that this thread makes within it, and what they return."""
+    """The calls of `Noted` functions that this thread makes within the context, and their results."""
     calls: list[tuple[Call, Sequence]] = []
     before = _calls.set(calls)
     try:
@@ -36,7 +36,7 @@ _ran: ContextVar[list[Any] | None] = ContextVar("ran", default=None)
 
 @contextmanager
 def counted() -> Iterator[list[Any]]:
-    """What is said of the `Counted` graphs that this thread runs within it."""
+    """The reports of `Counted` graphs that this thread runs within the context."""
     ran: list[Any] = []
     before = _ran.set(ran)
     try:
@@ -46,7 +46,7 @@ def counted() -> Iterator[list[Any]]:
 
 
 class Counted:
-    """``run``, a graph of which ``report`` tells."""
+    """``run``, a graph, and its ``report``."""
 
     def __init__(self, run: Callable[..., Sequence], report: Any):
         self._run, self._report = run, report
@@ -58,7 +58,7 @@ class Counted:
 
 
 class Noted:
-    """``run``, which was compiled for inputs like the fake ``examples``."""
+    """``run``, compiled for inputs like the fake ``examples``."""
 
     def __init__(self, run: Callable[..., Sequence], examples: Sequence):
         self._run, self._sizes = run, _Sizes(examples)
@@ -72,19 +72,19 @@ class Noted:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of ``run``."""
+    """One call of ``run``."""
 
     run: Callable[..., Sequence]
     inputs: tuple
     sizes: _Sizes
 
     def without(self, places: Collection[int]) -> Call:
-        """The call without the inputs at ``places``, which it need not keep."""
+        """The call without the inputs at ``places``, so that it does not keep them alive."""
         return replace(self, inputs=tuple(None if i in places else value for i, value in enumerate(self.inputs)))
 
     def again(self, others: Mapping[int, Tensor], like_before: Iterable[tuple[int, Tensor]] = ()) -> Sequence | None:
-        """What it returns with ``others`` in the places of some of its tensors, or None if they do not fit. Those that
-        are ``like_before`` do."""
+        """The result with ``others`` in place of some of its tensors, or None if they do not fit. Those in
+        ``like_before`` are known to fit."""
         inputs = list(self.inputs)
         for i, own in like_before:
             inputs[i] = own
@@ -94,7 +94,7 @@ class Call:
 
 
 class _Sizes:
-    """The sizes of inputs that vary: where each of them is found, and what has to hold of them."""
+    """The varying sizes of inputs: where each of them is found, and which conditions they meet."""
 
     def __init__(self, examples: Sequence):
         self._symbols = {i: value for i, value in enumerate(examples) if isinstance(value, torch.SymInt)}
@@ -114,12 +114,13 @@ class _Sizes:
 
     @property
     def known(self) -> bool:
-        """Whether each that is an input is the size of a tensor."""
+        """Whether each size that is an input is also the size of a tensor."""
         return all(self._places.values())
 
     @cached_property
     def _hold(self) -> Callable[[Sequence[int]], bool]:
-        """Whether sizes are as the graph needs them; it is asked for when everything is compiled that may ask."""
+        """A function that checks the conditions of the graph on its sizes. Built last, after everything that may add
+        conditions is compiled."""
         symbols = list(self._symbols.values())
         env = symbols[0].node.shape_env if symbols else None
         text = env and env.produce_guards_expression(symbols)
@@ -129,8 +130,8 @@ class _Sizes:
         return lambda sizes: env.evaluate_guards_expression(code, sizes)
 
     def fill(self, inputs: list, others: Mapping[int, Tensor]) -> bool:
-        """Put the sizes of tensors among ``inputs`` where they are inputs themselves. Whether they, and the shapes of
-        ``others``, are what the graph was compiled for."""
+        """Set the inputs that are sizes to those of the tensors among ``inputs``. Returns whether the sizes, and the
+        shapes of ``others``, are what the graph was compiled for."""
         for i, other in others.items():
             if any(size is not None and size != own for size, own in zip(self._dims[i], other.shape, strict=True)):
                 return False

@@ -1,8 +1,8 @@
-"""Programs that keep a cache of their own: what they write to it, and what they read back.
+"""Programs with a cache of their own: what they write to it, and what they read back.
 
-Such a program is handed the past decoded, maybe with room behind it, puts the present there by whatever means, and
-reads some of the whole. No way of writing is matched: the nodes in between are run on random values, and the result is
-compared with "the past, and the present behind it".
+Such a program gets the dequantized past, possibly with room after it, writes the present there by any means, and reads
+a part of the whole. No way of writing is matched: the nodes in between are run on random values, and the result is
+compared with the past followed by the present.
 """
 
 from dataclasses import dataclass
@@ -21,21 +21,21 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Present:
-    """What the program puts behind the past: ``source``, ``[B, H_kv, S, D]`` or ``[B, S, H_kv, D]``, and the ``node``
-    that has it as ``[B, H_kv, S, D]``."""
+    """The part that the program adds to the past: ``source``, ``[B, H_kv, S, D]`` or ``[B, S, H_kv, D]``, and the
+    ``node`` that has it as ``[B, H_kv, S, D]``."""
 
     source: Node
     node: Node
 
     def value(self, values: dict[Node, Tensor]) -> Tensor:
-        """Its value, given that of the source."""
+        """Its value, given the value of its source."""
         return values[self.source] if self.source is self.node else values[self.source].transpose(1, 2)
 
 
 def presents(graph: Graph) -> dict[Node, Present]:
-    """Past -> present, for every cache that the program itself puts the present into.
+    """Past -> present, for every cache to which the program itself adds the present.
 
-    What is appended there is the end of the whole, as the program left it; from here on it is the present itself.
+    Its append stored the end of the whole, as the program left it; from here on it stores the present itself.
     """
     found = {}
     for append in appends(graph):
@@ -49,17 +49,18 @@ def presents(graph: Graph) -> dict[Node, Present]:
 
 
 def _reads(node: Node, append: Append) -> bool:
-    """Whether ``node`` decodes what ``append`` stores behind: codes may be another layer's, a ring is its own."""
+    """Whether ``node`` dequantizes the tokens before those of ``append``. They are recognized by the ring, because
+    quantized values may be another layer's."""
     return node.target is DECODE and append.ring in tensors_argument(node, "state")
 
 
 def _as_read(past: Node) -> Node:
-    """Keys that are stored before rotary embedding are turned first."""
+    """``past`` as the program reads it; keys stored before rotary embedding are rotated first."""
     return next((user for user in past.users if user.target is ROTATE), past)
 
 
 def _present(x: Node, past: Node) -> Present | None:
-    """The node whose values ``x`` has, without going through the cache."""
+    """The node that has the values of ``x`` without passing through the cache."""
     nodes = upstream(x, [past])
     derived = {past}
     for node in nodes:
@@ -87,8 +88,8 @@ def _transposed(node: Node) -> Node:
 
 
 def read_back(node: Node, found: dict[Node, Present]) -> tuple[Node, Node, bool] | None:
-    """The past and present that keys or values ``[B, H, T, D]``, or ``[B, H_kv, r, T, D]``, consist of, their heads
-    repeated in order; and whether there is room behind them, that attention must not look at. None if they do not."""
+    """The past and present that make up keys or values ``[B, H, T, D]`` or ``[B, H_kv, r, T, D]``, heads repeated in
+    order, and whether there is room after them that attention must ignore. None if they are not made of those."""
     nodes = upstream(node, [*found, *(present.source for present in found.values())])
     pasts = [past for past in found if past in nodes]
     if len(pasts) != 1:
@@ -117,8 +118,8 @@ def _is_whole(got: Tensor, whole: Tensor) -> bool:
 
 
 def _trials(target: Node, given: tuple[Node, Node]):
-    """Values of all nodes between ``given``, which are random, and ``target``, at two lengths; None where they depend
-    on anything else."""
+    """Values of all nodes between ``given``, which are random, and ``target``, at two lengths; None if they depend on
+    anything else."""
     nodes = upstream(target, given)
     if any(node not in given for node in leaves(nodes)):
         yield None

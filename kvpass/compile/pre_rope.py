@@ -1,8 +1,8 @@
-"""Rotary embedding upstream of a cache write: where the keys come from before it, and by what it turns them.
+"""Rotary embedding before a cache write: the keys before it, and the tables that rotate them.
 
-Models write rotary embedding in many ways. What stands between the projection and the cache is run here on random keys
-and tables, and compared with the rotation of channel pairs; the tables of a graph are then read off by rotating a unit
-vector with a copy of the model's own nodes. So scaled tables, partial and interleaved rotation need no cases.
+Models write rotary embedding in many ways. The nodes between the projection and the cache are run on random keys and
+tables, and compared with a rotation of channel pairs. The tables of a graph are then read off by rotating a unit vector
+with a copy of the model's own nodes. So scaled tables, partial rotation and interleaved pairs need no special cases.
 """
 
 from collections.abc import Sequence
@@ -30,15 +30,15 @@ _PROJECTIONS = {
 }
 _POSITIONAL = {aten.cos.default, aten.sin.default, aten.gather.default, aten.index.Tensor, aten.index_select.default}
 _COUNTING = {aten.arange.default, aten.arange.start, aten.arange.start_step}
-_LARGEST_TABLE = 100  # nodes that compute a table; what takes more is not one
+_LARGEST_TABLE = 100  # upper bound on the nodes that compute a table
 
 
 @dataclass
 class Rotation:
-    """``output`` is ``source`` with its channel pairs turned as ``rope`` says (`kvpass.codec.rope`).
+    """``output`` is ``source`` with its channel pairs rotated as ``rope`` says (`kvpass.codec.rope`).
 
     before: ``[B, H, S, D]``, the keys or queries before the rotation.
-    tables: cos and sin on the values that were tried, to tell whether two rotations turn alike.
+    tables: cos and sin on trial values, to tell whether two rotations are equal.
     """
 
     output: Node
@@ -49,7 +49,7 @@ class Rotation:
 
 
 class Rotations:
-    """Finds rotations in one graph; values that were tried are kept, so that layers can be compared."""
+    """Finds rotations in one graph. Trial values are kept, so that layers can be compared."""
 
     def __init__(self, graph: Graph, inputs: Sequence):
         self.graph, self.generator = graph, torch.Generator().manual_seed(0)
@@ -62,7 +62,7 @@ class Rotations:
         self.assignment = hints([value for value in values if isinstance(value, (torch.Tensor, torch.SymInt))])
 
     def find(self, output: Node) -> Rotation | None:
-        """The rotation that ends in ``output`` ``[B, H, S, D]``, None if there is none.
+        """The rotation that ends in ``output`` ``[B, H, S, D]``; None if there is none.
 
         Raises `NotCapturedError` if positions enter in a way that is not a rotation of channel pairs.
         """
@@ -78,7 +78,8 @@ class Rotations:
         return None
 
     def _entries(self, output: Node):
-        """Nodes that every path from the projection to ``output`` runs through, nearest first, with the tables met."""
+        """Nodes that every path from the projection to ``output`` passes through, nearest first, with the tables on the
+        way."""
         frontier, tables = {output}, []
         while True:
             node = max(frontier, key=self.order.__getitem__)
@@ -102,7 +103,7 @@ class Rotations:
         return len(nodes) <= _LARGEST_TABLE and not any(n.target in _PROJECTIONS for n in nodes)
 
     def _sample(self, node: Node) -> torch.Tensor:
-        """Values for an input of the graph: those of tables and frequencies, positions that turn something."""
+        """Trial values for an input of the graph: tables and frequencies, or positions other than 0."""
         given, fake = self.inputs[node], value_of(node)
         if fake.dtype.is_floating_point and not isinstance(given, FakeTensor):
             return given.detach().cpu()
@@ -126,11 +127,11 @@ class Rotations:
                 self.values[node] = self._sample(node)
             run([node], self.values, self.assignment)
             if node.target in _COUNTING and self._shape(node) == [1] and node not in self.moved:
-                self.values[node] = self.values[node] + 5  # position 0 turns nothing
+                self.values[node] = self.values[node] + 5  # position 0 rotates by nothing
                 self.moved.add(node)
 
         def turn(x: torch.Tensor) -> torch.Tensor:
-            """``output`` for a source of ``x`` ``[B, H, S, D]``."""
+            """``output`` for the source value ``x`` ``[B, H, S, D]``."""
             values = {**self.values, source: x.transpose(1, 2) if swapped else x}
             run(turning, values, self.assignment)
             return values[output].float()
@@ -159,14 +160,14 @@ class Rotations:
 
 
 def _is_positional(node: Node) -> bool:
-    """Whether ``node`` makes a table of positions, or is one handed in (weights have fewer dims)."""
+    """Whether ``node`` computes a table of positions, or is one passed in (weights have fewer dims)."""
     given = node.op == "placeholder" and is_tensor(node) and value_of(node).ndim > 2
     return given or node.target in _POSITIONAL
 
 
 def _swapped(output: Node, source: Node) -> bool | None:
-    """Whether ``source`` is ``[B, S, H, D]`` rather than ``[B, H, S, D]`` like ``output``; None if it is neither."""
-    if not is_tensor(source):  # halves of one
+    """Whether ``source`` is ``[B, S, H, D]`` instead of ``[B, H, S, D]`` like ``output``; None if it is neither."""
+    if not is_tensor(source):  # for example, halves of a tensor
         return None
     theirs, mine = (tuple(map(str, shape(node))) for node in (source, output))
     if theirs == mine:
@@ -193,7 +194,7 @@ def turns_alike(a: Rotation, b: Rotation) -> bool:
 def insert_tables(graph: Graph, rotation: Rotation) -> tuple[Node, Node]:
     """Nodes at the insertion point of ``graph`` with cos and sin of the call's own tokens, ``[B, S, p]``.
 
-    They are what becomes of 1 on the first channel of every pair and 0 elsewhere, and depend on no layer.
+    They are the result of rotating 1 in the first channel of every pair and 0 elsewhere, and depend on no layer.
     """
     source, fake = rotation.source, value_of(rotation.source)
     pairs, interleaved = parse_rope(rotation.rope)
@@ -217,7 +218,7 @@ def insert_tables(graph: Graph, rotation: Rotation) -> tuple[Node, Node]:
 
 
 def _size(graph: Graph, tensor: Node, dim: int) -> int | Node:
-    """That of ``tensor``, read off an input of the graph if one has it, so that it does not depend on a layer."""
+    """A size of ``tensor``, read from an input of the graph if one has it, so that it does not depend on a layer."""
     size = shape(tensor)[dim]
     if isinstance(size, int):
         return size

@@ -1,7 +1,6 @@
-"""Layers of a decoder are alike: where a captured graph repeats itself, and the graph with one of the repeats.
+"""Find the repeated layers of a decoder in a captured graph, and cut the graph down to one of them.
 
-What comes behind this stage then sees a model of one layer, however many there are; `kvpass.compile.stamp` puts the
-others back.
+The next stages then see a model of one layer, however many there are; `kvpass.compile.stamp` restores the others.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ from .nodes import outputs_of
 
 APPEND = torch.ops.kvpass.append_
 FEWEST = 3
-"""Repeats that are worth a piece of their own."""
+"""The number of repeats from which one compiled piece pays off."""
 _LINKS = slice([argument.name for argument in APPEND.default._schema.arguments].index("edge"), None)
-"""The arguments of ``append_`` by which layers tell each other about their caches."""
+"""Arguments of ``append_`` that pass cache contents from layer to layer."""
 
 
 @dataclass(frozen=True)
 class Repeats:
-    """A captured graph that does the same ``count`` times, cut down to the first of them.
+    """A captured graph that does the same thing ``count`` times, cut down to the first repeat.
 
-    module: its inputs are the whole graph's, but those of later repeats; then one for each value that a repeat takes
-        from the one before, ``carried``; then one for each value of the last that is needed behind it, ``last``. Its
-        outputs are the whole graph's, then what the first repeat takes for ``carried``, what it leaves for the next,
-        and what it leaves for ``last``.
-    inputs: how many the whole graph has.
-    kept: positions of its inputs among the whole graph's.
-    own: position among its inputs -> what each repeat has there, as positions among the whole graph's inputs.
+    module: its inputs are those of the whole graph without those of later repeats; then one per value that a repeat
+        takes from the previous one (``carried``); then one per value of the last repeat that later nodes need
+        (``last``). Its outputs are those of the whole graph, then the values that the first repeat takes for
+        ``carried``, leaves for the next, and leaves for ``last``.
+    inputs: number of inputs of the whole graph.
+    kept: positions of its inputs among those of the whole graph.
+    own: position among its inputs -> the inputs of the whole graph that each repeat has in that place, by position.
     """
 
     module: GraphModule
@@ -46,14 +45,14 @@ class Repeats:
 
     @property
     def examples(self) -> list:
-        """Fake values of what it is given for ``carried`` and ``last``."""
+        """Fake values for the inputs ``carried`` and ``last``."""
         inputs = list(self.module.graph.find_nodes(op="placeholder"))[len(self.kept) :]
         return [node.meta["example_value"] for node in inputs]
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Nodes ``[start, start + count * period)`` that do the same ``count`` times."""
+    """Nodes ``[start, start + count * period)``, which do the same thing ``count`` times."""
 
     start: int
     period: int
@@ -65,12 +64,12 @@ class _Run:
 
     @property
     def spared(self) -> int:
-        """Nodes that need not be looked at."""
+        """The number of nodes that later stages do not have to process."""
         return (self.count - 1) * self.period
 
 
 class _Captured:
-    """The nodes of a captured graph, numbered, and what can be told of each without looking at the others."""
+    """The nodes of a captured graph, numbered, with everything that can be said of each one in isolation."""
 
     def __init__(self, graph: Graph):
         self.inputs = list(graph.find_nodes(op="placeholder"))
@@ -82,8 +81,8 @@ class _Captured:
         self.text = [f"{_text(node)} {self.value[node]}" for node in self.nodes]
 
     def alike(self, i: int, period: int, start: int = 0) -> bool:
-        """Whether node ``i + period`` does what node ``i`` does, to the same or to what lies ``period`` behind; or, for
-        the first repeat, to what it finds before ``start`` and the next one in it."""
+        """Whether nodes ``i`` and ``i + period`` do the same thing to the same inputs or to inputs ``period`` apart. In
+        the first repeat, one input may come from before ``start`` and the other from within the repeat."""
         if self.text[i] != self.text[i + period]:
             return False
         return all(
@@ -103,12 +102,13 @@ class _Captured:
         return [i for i, node in enumerate(self.nodes) if node.target is APPEND]
 
     def runs(self) -> Iterator[_Run]:
-        """What repeats itself, those first that spare most. Repeats are as long as writes of caches are apart."""
+        """All repeated stretches, those that spare most first. Candidate periods are the distances between cache
+        writes."""
         middle = self.writes[len(self.writes) // 2]
         found: list[_Run] = []
         for period in (write - middle for write in self.writes if write > middle):
             while found and (best := max(found, key=lambda run: run.spared)).spared >= len(self.nodes) - period:
-                found.remove(best)  # longer ones cannot spare as much
+                found.remove(best)  # longer periods cannot spare as much
                 yield best
             if (run := self._run(period, middle)) is not None:
                 found.append(run)
@@ -125,17 +125,18 @@ class _Captured:
         return _Run(min(as_many, key=lambda s: self._carried(s, period)), period, count)
 
     def _may_start(self, start: int, begin: int, period: int) -> bool:
-        """Whether what is between ``start`` and ``begin``, from where all is `alike`, is that of a first repeat."""
+        """Whether the nodes from ``start`` to ``begin``, where `alike` nodes begin, fit a first repeat."""
         return all(self.alike(i, period, start) for i in range(start, begin))
 
     def _carried(self, start: int, period: int) -> int:
-        """How many values a repeat would take from the one before. At the end of a layer there are fewest."""
+        """How many values a repeat that begins at ``start`` would take from the previous one. There are fewest at the
+        end of a layer."""
         nodes = range(start, start + period)
         pairs = (pair for i in nodes for pair in zip(self.read[i], self.read[i + period], strict=True))
         return len({b for a, b in pairs if a is not b and self.place.get(a, start) < start})
 
     def _stretch(self, period: int, middle: int) -> tuple[int, int]:
-        """The longest stretch around ``middle`` whose nodes are `alike` those ``period`` further on."""
+        """The longest stretch around ``middle`` of nodes that are `alike` those ``period`` further on."""
         begin = end = middle
         while begin > 0 and self.alike(begin - 1, period):
             begin -= 1
@@ -151,12 +152,12 @@ def _leaves(arguments) -> list[Node]:
 
 
 def _text(node: Node) -> str:
-    """What ``node`` does, apart from which nodes it does it to."""
+    """What ``node`` does, apart from the nodes it does it to."""
     return f"{node.op} {node.target} {torch.fx.node.map_arg((node.args, node.kwargs), lambda _: '%')!r}"
 
 
 def _described(node: Node) -> str:
-    """The metadata of a value, symbols by their names: pieces that have it in common are compiled the same."""
+    """The metadata of a value, with symbols by name. Pieces with equal metadata compile to the same code."""
     value = node.meta.get("example_value")
     if not isinstance(value, torch.Tensor):
         return f"{type(value).__name__} {value}"
@@ -165,15 +166,14 @@ def _described(node: Node) -> str:
 
 
 def _is_linked(append: Node) -> bool:
-    """Whether a layer hands on what another one needs to store its tokens."""
+    """Whether a layer passes on what another one needs to store its tokens."""
     return any(argument not in (None, []) for argument in append.args[_LINKS])
 
 
 def find_repeats(gm: GraphModule) -> Repeats | str:
-    """What ``gm`` does again and again, if there is something that writes caches and hands on nothing but values; or
-    why there is not."""
+    """The repeats of ``gm`` that write caches and pass on nothing but values; or the reason why there are none."""
     captured = _Captured(gm.graph)
-    if len(captured.writes) < 2 * FEWEST:  # of keys, and of values
+    if len(captured.writes) < 2 * FEWEST:  # for keys and for values
         return f"it has fewer than {FEWEST} packed layers"
     if any(_is_linked(captured.nodes[i]) for i in captured.writes):
         return "what its layers store depends on each other, or on attention scores"
@@ -182,21 +182,21 @@ def find_repeats(gm: GraphModule) -> Repeats | str:
 
 
 class _Cut:
-    """A captured graph with the first of its repeats."""
+    """A captured graph cut down to the first of its repeats."""
 
     def __init__(self, gm: GraphModule, captured: _Captured, run: _Run):
         self.gm, self.captured, self.run = gm, captured, run
-        self.own: dict[Node, list[Node]] = {}  # an input of the first repeat -> what each repeat has in its place
-        self.taken: dict[Node, Node] = {}  # what the second repeat takes from the first -> what the first takes for it
-        self.carried: dict[tuple[int, int], Node] = {}  # node of the first repeat, and which of its arguments -> it
+        self.own: dict[Node, list[Node]] = {}  # input of the first repeat -> inputs of each repeat in its place
+        self.taken: dict[Node, Node] = {}  # value that repeat 2 takes from repeat 1 -> what repeat 1 takes
+        self.carried: dict[tuple[int, int], Node] = {}  # (node of the first repeat, argument) -> carried value
 
     def _repeat(self, node: Node) -> int:
-        """Which repeat ``node`` is in; -1 before the first."""
+        """The index of the repeat that ``node`` is in; -1 before the first."""
         place = self.captured.place.get(node, -1)
         return -1 if place < self.run.start else (place - self.run.start) // self.run.period
 
     def _match(self) -> bool:
-        """Fill in what repeats differ in. False if there is more to it than inputs and values handed on."""
+        """Record how repeats differ. False if they differ in more than inputs and values passed on."""
         start, period, count, stop = self.run.start, self.run.period, self.run.count, self.run.stop
         for i in range(start, start + period):
             for which, read in enumerate(zip(*(self.captured.read[i + r * period] for r in range(count)), strict=True)):

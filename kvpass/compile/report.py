@@ -1,4 +1,4 @@
-"""What the pass did, in words and numbers: `kvpass.explain` prints it."""
+"""What the pass did, in words and numbers, for `kvpass.explain`."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -8,17 +8,20 @@ ADVICE = "Other ways to write attention may be supported: load the model with at
 
 
 def listed(reasons: Iterable[str]) -> str:
-    """``reasons`` in one line, each once."""
+    """``reasons`` in one line, without duplicates."""
     return "; ".join(dict.fromkeys(reasons))
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A captured graph behind one stage of the pass.
+    """A captured graph after one stage of the pass.
 
     name: "captured" by Dynamo, "normalised", "found", "rewritten", "lowered", or "compiled" by Inductor, which leaves
-    no graph; text: the graph as code; diff: what the stage changed, as a unified diff; ops: how many nodes of each kind
-    there are; seconds: what the stage took, 0 for what Dynamo did.
+        no graph.
+    text: the graph as code.
+    diff: the changes of the stage, as a unified diff.
+    ops: number of nodes by kind.
+    seconds: time that the stage took; 0 for Dynamo's part.
     """
 
     name: str
@@ -34,14 +37,18 @@ class Stage:
 
 @dataclass
 class GraphReport:
-    """One captured graph: the attentions over packed state found in it and what became of them.
+    """One captured graph: the attentions over packed state found in it, and what became of them.
 
-    fused: attentions over the cache that were replaced; reconstructed: those of them that read a layer decoded first,
-    because the next one is predicted from it or its tokens have widths of their own; decoded: other reads that decode
-    first; rotated: key caches stored before rotary embedding, rotated when read; unfused: why, by position among the
-    packed layers. repeats: how often what its layers have in common is called, compiled once; 0 if the graph was looked
-    at and compiled as a ``whole``, which says why. is_piece: a step is more than this graph. stages: those of the pass,
-    kept if `kvpass.explain` asked for them before.
+    fused: number of attentions over the cache that were replaced.
+    reconstructed: how many of those read a layer that is dequantized first, because the next layer is predicted from it
+        or its tokens have individual bit widths.
+    decoded: number of other reads that dequantize first.
+    rotated: number of key caches stored before rotary embedding and rotated when read.
+    unfused: position among the packed layers -> the reason.
+    repeats: how often the layers' common part, compiled once, is called; 0 if the graph was compiled as a whole.
+    whole: why the graph was compiled as a whole.
+    is_piece: whether a step consists of more than this graph.
+    stages: the stages of the pass, if `kvpass.explain` asked for them beforehand.
     """
 
     fused: int
@@ -78,8 +85,8 @@ class GraphReport:
 
 @dataclass
 class LayerReport:
-    """One layer of the model: packed or why not, and its bytes in the cache last used. Originals in host memory are not
-    among ``nbytes``; ``moved_nbytes`` have been fetched from there."""
+    """One layer of the model: packed or why not, and its bytes in the cache last used. ``nbytes`` does not include
+    originals in host memory; ``moved_nbytes`` have been fetched from there."""
 
     index: int
     packed: bool
@@ -93,8 +100,12 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class StepInPieces:
-    """A decode step that is not one graph: ``graphs`` read packed layers, ``fused`` and ``decoded`` in them (see
-    `GraphReport`), the layers ``uncaptured``, by index, are read by the model's own Python. ``why`` is what torch says.
+    """A decode step that is not one graph.
+
+    graphs: number of graphs that read packed layers.
+    fused, decoded: as in `GraphReport`, over those graphs.
+    uncaptured: indices of the layers that the model's own Python reads.
+    why: torch's reason.
     """
 
     graphs: int
@@ -116,7 +127,7 @@ class StepInPieces:
 
 @dataclass
 class Report:
-    """Printable; also for tests: "enabled but never ran" must not pass unnoticed."""
+    """A printable report. Tests also use it to make sure that kvpass really ran."""
 
     scheme: str
     layers: list[LayerReport]
@@ -138,8 +149,8 @@ class Report:
     eager: bool = False
 
     def stepped(self, ran: Sequence[GraphReport], uncaptured: Sequence[int], why: Callable[[], str]) -> bool:
-        """Note a decode step that ran these graphs, and these layers outside of any. ``why`` says why if it was not one
-        graph. Returns whether that is new."""
+        """Record a decode step that ran these graphs, and these layers outside of any graph. ``why`` gives the reason
+        if it was not one graph. Returns whether this is new."""
         if len(ran) < 2 and not uncaptured:
             self.pieces = None if ran else self.pieces
             return False
@@ -154,28 +165,29 @@ class Report:
         return before is None
 
     def used(self, layers: list[LayerReport], tokens: int, batch: int) -> None:
-        """Note what the cache last used takes: all of it at once, other threads use others."""
+        """Record the size of the cache last used. All fields are set at once, because other threads use other
+        caches."""
         vars(self).update(layers=layers, tokens=tokens, batch=batch)
 
     @property
     def packed(self) -> int:
-        """Layers whose cache is packed."""
+        """Number of layers whose cache is packed."""
         return sum(layer.packed for layer in self.layers)
 
     @property
     def fused(self) -> int:
-        """Attention layers that decode steps fuse (the worst one, if they differ); 0 before the first step."""
+        """Number of attention layers that decode steps fuse (the minimum, if steps differ); 0 before the first step."""
         counts = [graph.fused for graph in self.graphs if graph.compiled and not graph.is_piece]
         return min(counts if self.pieces is None else [*counts, self.pieces.fused], default=0)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers in the cache last used, and of what was calibrated for them."""
+        """Bytes of all layers in the cache last used, plus those of the calibration."""
         return sum(layer.nbytes for layer in self.layers) + self.calibration_nbytes
 
     @property
     def full_nbytes(self) -> int:
-        """What full precision would take for the same tokens, in the cache's dtype."""
+        """Bytes of the same tokens in full precision, in the cache's dtype."""
         return sum(layer.full_nbytes for layer in self.layers)
 
     def why_not_fused(self, layer: LayerReport) -> str:

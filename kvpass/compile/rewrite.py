@@ -1,4 +1,5 @@
-"""Stage 3: writes become ``kvpass::append_`` at the end of the graph, matched attention becomes ``kvpass::attend``."""
+"""Stage 3: writes become ``kvpass::append_`` at the end of the graph, and matched attention becomes
+``kvpass::attend``."""
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -36,16 +37,16 @@ def rewrite(normal: NormalGraph, inputs: Sequence, attentions: list[Attention], 
     """Rewrite ``normal`` in place and return it as a module with in-place state updates.
 
     inputs: the values it was captured with, fake or real.
-    refused: why other attentions were not understood, for the error of a scheme that cannot do without them.
+    refused: why other attentions were not understood, for the error of a scheme that needs them.
 
-    Raises `NotCapturedError` if the graph does not have what codecs are fitted to, or keys before rotary embedding.
+    Raises `NotCapturedError` if the graph lacks what codecs are fitted to, or keys before rotary embedding.
     """
     graph = normal.graph
     for node in graph.find_nodes(op="call_function", target=DECODE):
-        # codes another layer has just written: what is read here are the pages before those
+        # another layer has just written these quantized values; this reads the pages before that write
         change(node, state=[placeholder(tensor) for tensor in tensors_argument(node, "state")])
     writes = appends(graph)
-    readers = {attention.key.ring: attention for attention in attentions}  # rings are a layer's own
+    readers = {attention.key.ring: attention for attention in attentions}  # each layer has its own ring
     _tap_queries(writes, readers, refused)
     with graph.inserting_before(graph.output_node()):
         tables = _store_turned_back(graph, inputs, writes)
@@ -64,9 +65,9 @@ def rewrite(normal: NormalGraph, inputs: Sequence, attentions: list[Attention], 
     for append in writes:
         if append.q is not None or append.importance is not None:
             append.mask = readers[append.ring].mask
-    _store_tables(graph, (one for one in tables if one["slots"] is None))  # appends may turn what they pack by them
+    _store_tables(graph, (one for one in tables if one["slots"] is None))  # appends may rotate with these
     written = hoist(graph, writes)
-    _store_tables(graph, (one for one in tables if one["slots"] is not None))  # appends say who stays
+    _store_tables(graph, (one for one in tables if one["slots"] is not None))  # appends decide which tokens stay
     written |= {one[name] for one in tables for name in ("cos", "sin")}
     return in_place(normal, skip=written)
 
@@ -78,7 +79,7 @@ def _store_tables(graph: Graph, tables: Iterable[dict[str, Any]]) -> None:
 
 
 def _importance(writes: Iterable[Append], readers: dict[Node, Attention], refused: list[str]) -> dict[Node, Node]:
-    """For every cache that asks for scores, by its ring, the placeholder that says what tokens are worth."""
+    """For every cache that needs attention mass, by its ring, the placeholder with that of its tokens."""
     evicting = [append for append in writes if append.codec.needs_importance]
     keys = [append for append in evicting if append.ring in readers]
     if 2 * len(keys) != len(evicting):
@@ -91,13 +92,13 @@ def _importance(writes: Iterable[Append], readers: dict[Node, Attention], refuse
 
 
 def _has_a_say(append: Append, attention: Attention) -> bool:
-    """Whether what ``attention`` pays counts where ``append`` decides."""
+    """Whether the attention mass that ``attention`` pays counts for ``append``."""
     mine = append.ring is attention.key.ring
     return append.codec.statistic != "" and (append.codec.retention.shared or mine)
 
 
 def _tap_queries(writes: Iterable[Append], readers: dict[Node, Attention], refused: list[str]) -> None:
-    """Hand the queries of the attention that reads a cache to the codecs that are fitted to them."""
+    """Pass the queries of the attention that reads a cache to codecs that are fitted to queries."""
     for append in writes:
         if not append.codec.quantizer.needs_queries:
             continue
@@ -112,9 +113,9 @@ def _tap_queries(writes: Iterable[Append], readers: dict[Node, Attention], refus
 
 
 def _store_turned_back(graph: Graph, inputs: Sequence, writes: Iterable[Append]) -> list[dict[str, Any]]:
-    """Where a codec stores keys before rotary embedding, append those, and rotate what is read; where it stores them in
-    the frames of their pages, say how they are turned. Returns the arguments of the ops that store the tables of the
-    call, one for all layers that share them."""
+    """If a codec stores keys before rotary embedding, append those, and rotate keys when they are read. If it stores
+    page-relative keys, say how they are rotated. Returns the arguments of the ops that store the call's tables, one for
+    all layers that share them."""
     rotations = Rotations(graph, inputs)
     stored: dict[Node, tuple[Rotation, dict[str, Any]]] = {}
     for append in writes:
@@ -144,7 +145,7 @@ def _store_turned_back(graph: Graph, inputs: Sequence, writes: Iterable[Append])
 
 
 def _take_before_rotation(append: Append, rotation: Rotation, rotations: Rotations) -> None:
-    """Append keys, and look at queries, as they are before ``rotation``."""
+    """Append the keys, and read the queries, from before ``rotation``."""
     append.x = rotation.before
     if append.q is not None:
         of_query = rotations.find(append.q)
@@ -158,7 +159,7 @@ def _check_turned_alike(query: Rotation | None, key: Rotation) -> None:
 
 
 def _cut_mask(graph: Graph, attention: Attention) -> None:
-    """Where keys had room behind them, keep the columns of the mask that are for tokens."""
+    """If keys had room after them, keep only the mask's columns for tokens."""
     length, present, mask = tensor_argument(attention.key.past, "length"), attention.key.present, attention.mask
     with graph.inserting_before(attention.output):
         sizes = [graph.call_function(aten.sym_size.int, args) for args in ((length, 0), (present, 2))]
@@ -181,7 +182,7 @@ def _drop_structural_mask(attention: Attention) -> None:
 
 
 def _drop_padding(attention: Attention) -> Node | None:
-    """Where each row begins, if the cache knows that, and the mask of ``attention`` says no more than that."""
+    """The start of each row, if the cache knows it and the mask of ``attention`` hides nothing else."""
     starts = attention.key.read("starts")
     if starts is None or attention.mask is None or attention.key.needed_elsewhere or attention.value.needed_elsewhere:
         return None
@@ -193,8 +194,8 @@ def _drop_padding(attention: Attention) -> Node | None:
 
 
 def _replace(graph: Graph, attention: Attention, importance: Node | None, starts: Node | None) -> Node | None:
-    """Put ``kvpass::attend`` in the place of ``attention``. Returns what attention it paid to each token, if the codec
-    asks for it."""
+    """Put ``kvpass::attend`` in place of ``attention``. Returns the attention mass of each token, if the codec asks for
+    it."""
     key, value = attention.key, attention.value
     codec, decoded = parse(key.read("spec")), key.needed_elsewhere or value.needed_elsewhere
     given = dict(mask=attention.mask, causal=attention.causal, scale=attention.scale, softcap=attention.softcap)
@@ -223,7 +224,7 @@ def _replace(graph: Graph, attention: Attention, importance: Node | None, starts
 
 
 def _cast(graph: Graph, x: Node, dtype: torch.dtype) -> Node:
-    """``x`` in ``dtype``: under autocast what meets a cache is not all of the cache's."""
+    """``x`` in ``dtype``; under autocast, tensors that meet a cache may have another dtype."""
     if value_of(x).dtype == dtype:
         return x
     cast = graph.call_function(aten.to.dtype, (x, dtype))
@@ -232,7 +233,7 @@ def _cast(graph: Graph, x: Node, dtype: torch.dtype) -> Node:
 
 
 def _shaped_as(graph: Graph, new: Node, query: Node, attention: Attention) -> Node:
-    """``new`` ``[B, H_q, S, D]``, of ``query``, in the dtype and shape of the output of ``attention``."""
+    """``new`` ``[B, H_q, S, D]``, computed for ``query``, in the dtype and shape of the output of ``attention``."""
     q, out = value_of(query), value_of(attention.output)
     new.meta["val"] = q.new_empty((*q.shape[:3], out.shape[-1]))
     new = _cast(graph, new, out.dtype)
@@ -240,7 +241,7 @@ def _shaped_as(graph: Graph, new: Node, query: Node, attention: Attention) -> No
     if out.ndim == 3:  # heads merged with the batch
         new = graph.call_function(aten.flatten.using_ints, (new, 0, 1))
         new.meta["val"] = value.flatten(0, 1)
-    elif out.ndim == 5:  # heads that share keys and values in a dim of their own
+    elif out.ndim == 5:  # a dim of its own for heads that share keys and values
         new = graph.call_function(aten.unflatten.int, (new, 1, list(out.shape[1:3])))
         new.meta["val"] = value.unflatten(1, out.shape[1:3])
     return new
@@ -288,20 +289,20 @@ def simulate_attention(
 def _before_rotation(
     graph: Graph, rotations: Rotations, attention: Attention, spec: CodecSpec
 ) -> tuple[list[Node], str]:
-    """Queries, keys, tables and kind of the rotary embedding as `kvpass.runtime.simulated.simulate` takes them, if
-    ``spec`` stores keys before it and they have one."""
+    """Queries, keys, tables and kind of the rotary embedding for `kvpass.runtime.simulated.simulate`, if ``spec``
+    stores keys before it and there is one."""
     rotation = rotations.find(attention.key.present) if spec.transform.turns else None
     if rotation is None:
         return [], ""
-    query = rotations.find(attention.query)  # for the schemes that need it: a graph serves them all
+    query = rotations.find(attention.query)  # some schemes need it, and one graph serves all of them
     _check_turned_alike(query, rotation)
     return [query.before, rotation.before, *insert_tables(graph, rotation)], rotation.rope
 
 
 def unfused(graph: Graph, attentions: list[Attention], refused: list[str]) -> dict[int, str]:
-    """Which of the packed layers, counted in the order they are written, keep their attention, and why. For the graph
-    before `rewrite`."""
-    keys = appends(graph)[::2]  # they come before values
+    """Which packed layers keep their attention, counted in the order they are written, and why. For the graph before
+    `rewrite`."""
+    keys = appends(graph)[::2]  # keys come before values
     fused = {attention.key.ring for attention in attentions}
     layers = [i for i, append in enumerate(keys) if append.ring not in fused]
     reasons = refused if len(refused) == len(layers) else [listed(refused)] * len(layers)
@@ -318,7 +319,7 @@ class Reads(TypedDict):
 
 
 def count(gm: GraphModule, times: Callable[[Node], int]) -> Reads:
-    """What a rewritten graph reads its caches by; each of its nodes stands for so many ``times``."""
+    """How a rewritten graph reads its caches; each of its nodes counts ``times`` times."""
 
     def total(nodes: Iterable[Node]) -> int:
         return sum(map(times, nodes))

@@ -1,7 +1,7 @@
-"""From the product of queries and keys to the softmax: scaling, softcap, and whatever is added or filled in.
+"""From the product of queries and keys to the softmax: scaling, softcap, and any additions or fills.
 
-What is added is not matched by how it is written. All that stands between is affine in the scores, so running it on
-zeros gives the bias: masks before or after scaling, filled in or added, alibi.
+Additions are not matched by how they are written. The nodes in between are affine in the scores, so running them on
+zeros gives the bias: masks before or after scaling, filled in or added, ALiBi.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ _FILLS: dict[Any, int] = {
     aten.where.self: 1,
     aten.where.ScalarOther: 1,
 }
-"""Ops that put other values in place of some scores -> which argument the scores are."""
+"""Ops that replace some scores by other values -> index of the argument with the scores."""
 
 
 class NotUnderstood(Exception):
@@ -40,7 +40,8 @@ class NotUnderstood(Exception):
 
 
 def only_user(node: Node, what: str) -> Node:
-    """The one node that reads ``node``, which is ``what``. Raises `NotUnderstood` if there are others."""
+    """The only node that reads ``node``, which is called ``what`` in the error. Raises `NotUnderstood` if there are
+    others."""
     if len(node.users) == 1:
         return next(iter(node.users))
     if any(_is_returned(user) for user in node.users):
@@ -50,7 +51,7 @@ def only_user(node: Node, what: str) -> Node:
 
 
 def _is_returned(node: Node) -> bool:
-    """Whether ``node`` is the output of its graph, or only converts or reshapes for it."""
+    """Whether ``node`` is an output of its graph, or only converts or reshapes for one."""
     while node.op == "call_function" and node.target in SAME_VALUES | CASTS and len(node.users) == 1:
         node = next(iter(node.users))
     return node.op == "output"
@@ -58,10 +59,10 @@ def _is_returned(node: Node) -> bool:
 
 @dataclass
 class Scores:
-    """``softcap * tanh(scale * q.k / softcap) + bias``, or without the softcap where it is 0.
+    """``softcap * tanh(scale * q.k / softcap) + bias``, or without the softcap if it is 0.
 
     product: the node that multiplies ``query`` and ``keys`` (transposed), ``[B, H, S, T]`` or ``[B * H, S, T]``.
-    chain: the nodes behind it (behind the softcap) up to the softmax, in order, if they add or fill in anything.
+    chain: the nodes after it (after the softcap) up to the softmax, in order, if they add or fill in anything.
     """
 
     product: Node
@@ -108,13 +109,13 @@ def read_scores(node: Node) -> Scores:
 
 
 def _input(node: Node) -> Node:
-    """The argument of a node of the chain that the scores are."""
+    """The argument of a chain node that holds the scores."""
     return operand(node, _FILLS.get(node.target, 0))
 
 
 def insert_bias(graph: Graph, scores: Scores, like: Node) -> Node | None:
-    """Nodes at the insertion point that compute what is added to the scores, ``[B or 1, H or 1, S or 1, T]`` in the
-    dtype of ``like``; a mask that is only added is used as it is. None if there is none."""
+    """Nodes at the insertion point that compute the bias of the scores, ``[B or 1, H or 1, S or 1, T]`` in the dtype of
+    ``like``. A mask that is only added is used directly. None if there is no bias."""
     if not scores.chain:
         return None
     fake_mode = detect_fake_mode([value_of(scores.product)])
@@ -125,7 +126,7 @@ def insert_bias(graph: Graph, scores: Scores, like: Node) -> Node | None:
             node.meta["val"] = target(*torch.fx.node.map_arg(args, lambda n: n.meta["val"]), **kwargs)
         return node
 
-    value = None  # of the scores, when queries and keys are zeros: nothing yet
+    value = None  # scores for zero queries and keys: nothing yet
     if scores.product.target is aten.baddbmm.default:
         value = call(aten.mul.Tensor, operand(scores.product), argument(scores.product, "beta"))
     for node in scores.chain:
@@ -153,7 +154,7 @@ def insert_bias(graph: Graph, scores: Scores, like: Node) -> Node | None:
 
 
 def _with_heads(call: Callable[..., Node], value: Node, wanted: tuple[Size, ...]) -> Node:
-    """``[B * H, s, T]`` as ``[B, H, s, T]``: batch and heads as wanted, other sizes its own."""
+    """``[B * H, s, T]`` as ``[B, H, s, T]``: batch and heads as ``wanted``, other sizes unchanged."""
     if len(shape(value)) == len(wanted):
         return value
     (batch, heads), queries = wanted[:2], shape(value)[1]

@@ -1,6 +1,5 @@
-"""The last stage of a graph that repeats itself: one piece for what comes before its layers, one for each of them or
-for a few at a time, one for what comes behind, and the writes to caches, which need no compiling.
-"""
+"""The last stage of a graph with repeats: one piece for what comes before its layers, one for each layer or for a few
+at a time, one for what comes after, and the cache writes, which need no compilation."""
 
 from __future__ import annotations
 
@@ -22,13 +21,13 @@ from .nodes import function_of, is_tensor, outputs_of, value_of
 from .repeats import Repeats
 
 _WRITES = APPEND, APPEND_LAYERS, APPEND_ROTARY
-_MANY, _TOGETHER = 12, (4, 5, 6)  # layers of a piece where there are many: it takes some microseconds to call
+_MANY, _TOGETHER = 12, (4, 5, 6)  # with many layers, a piece covers several, because each call takes microseconds
 
 
 class Stamp:
-    """A graph with the first of many repeats, normalised and maybe more, to be cut into pieces.
+    """A graph with the first of many repeats, after the other stages, to be cut into pieces.
 
-    gm: what has become of ``repeats.module``; its inputs and outputs are those.
+    gm: the result of those stages for ``repeats.module``, with the same inputs and outputs.
     """
 
     def __init__(self, gm: GraphModule, repeats: Repeats):
@@ -47,7 +46,7 @@ class Stamp:
         self._ending = self._behind(self._last)
 
     def _behind(self, sources: Iterable[Node]) -> set[Node]:
-        """What is computed from ``sources``."""
+        """Everything that is computed from ``sources``."""
         found = set(sources)
         for node in self.gm.graph.nodes:
             if node.op == "call_function" and node.target not in _WRITES and not found.isdisjoint(node.all_input_nodes):
@@ -55,7 +54,7 @@ class Stamp:
         return found - set(sources)
 
     def is_repeated(self, node: Node) -> bool:
-        """Whether each repeat computes, is given or writes a ``node`` of its own."""
+        """Whether each repeat computes, receives or writes a ``node`` of its own."""
         if node in self._repeated or node in self._own:
             return True
         return node.target in _WRITES and any(map(self.is_repeated, node.all_input_nodes))
@@ -66,7 +65,7 @@ class Stamp:
 
     @property
     def possible(self) -> bool:
-        """Whether it comes apart as the captured graph did, and writes nothing but caches."""
+        """Whether it can be cut as the captured graph was, and writes nothing but caches."""
         effects = (node for node in self.gm.graph.nodes if node.op == "call_function" and node.is_impure())
         shared = (node for node in (*self._outputs, *self._given) if isinstance(node, Node))
         return (
@@ -76,7 +75,7 @@ class Stamp:
         )
 
     def compiled(self, compile_piece: Callable[[GraphModule, list], Callable]) -> Callable:
-        """A function of the inputs of the whole graph. ``compile_piece`` is handed modules and their fake inputs."""
+        """A function of the inputs of the whole graph. ``compile_piece`` receives modules and their fake inputs."""
         done = {*self._repeated, *self._ending, *self._writes}
         before = {node for node in self.gm.graph.nodes if node.op in ("call_function", "get_attr")} - done
         stored = [leaf for node in self._writes for leaf in node.all_input_nodes]
@@ -98,18 +97,18 @@ class Stamp:
 
     @property
     def _links(self) -> dict[Node, Node]:
-        """What a repeat is given -> what the one before left there."""
+        """An input of a repeat -> what the previous repeat leaves for it."""
         return dict(zip(self._carried, self._left, strict=False))
 
     @property
     def _sizes(self) -> list[int]:
-        """How many repeats each call takes, of all calls."""
+        """The number of repeats in each call."""
         count = self.repeats.count
         size = min(_TOGETHER, key=lambda size: size + count % size) if count >= _MANY else 1
         return [size] * (count // size) + [count % size] * (count % size > 0)
 
     def _whole(self, beginning: _Piece, each: dict[int, _Piece], ending: _Piece) -> Graph:
-        """The whole graph again, in calls of its pieces."""
+        """The whole graph, as calls of its pieces."""
         whole = Graph()
         inputs = [whole.placeholder(f"input_{i}") for i in range(self.repeats.inputs)]
         common = {node: inputs[at] for node, at in self._at.items()}
@@ -130,7 +129,7 @@ class Stamp:
         return whole
 
     def _write(self, whole: Graph, common: dict[Node, Node], layers: Sequence[dict[Node, Node]]) -> None:
-        """Every write of the whole graph: of each layer in turn, or of all as one where one of them is."""
+        """Add every write of the whole graph: layer by layer, or one for all layers if the op takes them together."""
 
         def together(node: Node) -> bool:
             return node.target is APPEND_LAYERS or not self.is_repeated(node)
@@ -146,7 +145,7 @@ class Stamp:
                 for name, value in given.items():
                     if isinstance(value, Node):
                         given[name] = common[value]
-                    elif isinstance(value, (list, tuple)):  # of each layer, as many
+                    elif isinstance(value, (list, tuple)):  # equally many per layer
                         each = len(value) // count
                         given[name] = [values[own] for values, i in of for own in value[each * i : each * (i + 1)]]
                 call(whole, APPEND_LAYERS, **given)
@@ -156,11 +155,14 @@ class Stamp:
 
 
 class _Piece:
-    """Some ``nodes`` of a graph as a module of their own, ``times`` over. Of ``wanted`` it returns those that each time
-    has, of ``left`` those of the last.
+    """Some ``nodes`` of a graph as a module of their own, repeated ``times`` times.
 
-    own: nodes of which each time is given another. links: what a time is given -> what the one before has instead.
-    inputs, outputs: nodes, and of which time; examples: fake values of inputs; run: what calls it, once there is that.
+    wanted: values that it returns for every repetition; left: values that it returns for the last one only.
+    own: nodes that differ in each repetition.
+    links: input of a repetition -> what the previous one has in its place.
+    inputs, outputs: nodes, and the index of the repetition.
+    examples: fake values of inputs.
+    run: the compiled function, once there is one.
     """
 
     run: Callable | None = None
@@ -195,7 +197,7 @@ class _Piece:
         self.module = GraphModule(gm, graph)
 
     def call(self, whole: Graph, values: Sequence[dict[Node, Node]]) -> None:
-        """Call it in ``whole`` on ``values`` of each time, which its outputs are added to."""
+        """Call it in ``whole`` on the ``values`` of each repetition, and add its outputs to them."""
         if self.run is not None:
             result = whole.call_function(self.run, tuple(values[i][node] for node, i in self.inputs))
             for at, (node, i) in enumerate(self.outputs):
@@ -203,12 +205,12 @@ class _Piece:
 
 
 def _another(example):
-    """An equal fake value: one object for two inputs would be traced as one."""
+    """An equal fake value; one object for two inputs would be traced as one input."""
     return example.detach() if isinstance(example, torch.Tensor) else example
 
 
 def _named(name: str, run: Callable) -> Callable:
-    """``run`` as a function that code can be generated for, and that Dynamo need not be kept from."""
+    """``run`` as a function that generated code can call and that Dynamo may trace."""
     run = undisabled(run)
 
     def call(*inputs):
@@ -219,7 +221,7 @@ def _named(name: str, run: Callable) -> Callable:
 
 
 def _propagate(graph: Graph) -> None:
-    """Find out the fake values of nodes that the pass has put in without."""
+    """Compute the fake values of nodes that the pass inserted without them."""
     missing = [node for node in graph.nodes if node.op == "call_function" and "val" not in node.meta]
     for node in missing:
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])

@@ -1,8 +1,8 @@
-"""Tensor subclasses among the inputs of a graph, as weights quantized by torchao are. It is made a graph of the plain
-tensors they consist of, so that no other stage knows of them.
+"""Tensor subclasses among the inputs of a graph, such as weights quantized by torchao. The graph is turned into one of
+the plain tensors they consist of, so that no other stage has to know about them.
 
-Dynamo would look into each of them at every call, in Python: 20 us for a weight. `unguarded` leaves that out, and
-`Unwrapped` does it where a weight has become another.
+Dynamo would check each of them in Python at every call: 20 us per weight. `unguarded` leaves these guards out, and
+`Unwrapped` checks weights whose tensors have changed.
 """
 
 import weakref
@@ -24,7 +24,7 @@ def has_subclass(inputs: Iterable) -> bool:
 
 
 def flatten(inputs: Iterable) -> list:
-    """``inputs``, tensor subclasses replaced by the plain tensors they consist of."""
+    """``inputs`` with tensor subclasses replaced by the plain tensors they consist of."""
     flat = []
     for value in inputs:
         if is_traceable_wrapper_subclass(value):
@@ -44,7 +44,7 @@ def _unflatten(like, flat: Iterator):
 
 
 def _described(value: Tensor) -> str:
-    """All that a graph of the plain tensors in ``value`` goes by."""
+    """Everything about ``value`` that a graph of its plain tensors depends on."""
     place = f"{value.dtype} {value.device} {value.shape} {value.stride()}"
     if not is_traceable_wrapper_subclass(value):
         return place
@@ -54,11 +54,12 @@ def _described(value: Tensor) -> str:
 
 
 def unwrapped(gm: GraphModule) -> GraphModule:
-    """The captured ``gm`` as a graph of its inputs `flatten`ed, each of which is put together before its first use."""
+    """The captured ``gm`` as a graph of its flattened inputs (`flatten`), which are put together before their first
+    use."""
     graph = Graph()
     new: dict[Node, Node] = {}
     parts: dict[Node, tuple[Node, ...]] = {}
-    made: dict[str, Callable] = {}  # equal calls, so that layers are alike
+    made: dict[str, Callable] = {}  # one function for equal subclasses, so that layers stay alike
     for node in gm.graph.nodes:
         if node.op == "placeholder" and is_traceable_wrapper_subclass(node.meta["example_value"]):
             plain = flatten([node.meta["example_value"]])
@@ -88,15 +89,14 @@ def _putting_together(like) -> Callable:
 
 
 class Unwrapped:
-    """``run``, which takes the plain tensors that ``examples`` consist of, as a function of inputs like these. Raises
-    `KVPassError` where a weight among them has become one of another kind.
-    """
+    """``run``, which takes the plain tensors of ``examples``, as a function of inputs like those. Raises `KVPassError`
+    if one of the weights has become a different kind of tensor."""
 
     def __init__(self, run: Callable, examples: Sequence):
         self._run, self._attributes = run, [_attributes(value) for value in examples]
         self._weights = [isinstance(value, nn.Parameter) and has_subclass([value]) for value in examples]
         self._captured = self._descriptions(examples)
-        self._seen = list(map(weakref.ref, flatten(compress(examples, self._weights))))  # parts, as of the last call
+        self._seen = list(map(weakref.ref, flatten(compress(examples, self._weights))))  # tensors of the last call
 
     def _descriptions(self, inputs: Sequence) -> list[str]:
         return [_described(weight) for weight in compress(inputs, self._weights)]
@@ -129,14 +129,14 @@ _Attributes = list[tuple[str, "_Attributes | None"]]
 
 
 def _attributes(value) -> _Attributes | None:
-    """The attributes of a tensor subclass that hold its tensors, and the attributes of these; None if it is none."""
+    """The attributes of a tensor subclass that hold its tensors, and recursively theirs; None for a plain tensor."""
     if not is_traceable_wrapper_subclass(value):
         return None
     return [(name, _attributes(getattr(value, name))) for name in value.__tensor_flatten__()[0]]
 
 
 def _parts(value, attributes: _Attributes) -> list[Tensor]:
-    """`flatten` of one tensor subclass, without asking it again."""
+    """`flatten` of one tensor subclass, by its known attributes."""
     parts: list[Tensor] = []
     for name, inner in attributes:
         part = getattr(value, name)
@@ -148,7 +148,7 @@ def _parts(value, attributes: _Attributes) -> list[Tensor]:
 
 
 def unguarded(guards: Sequence) -> list[bool]:
-    """A ``guard_filter_fn`` of torch.compile: without those that look into weights."""
+    """A ``guard_filter_fn`` of torch.compile that drops guards on the contents of weights."""
     weights = {one.name for one in guards if one.guard_type == _METADATA and isinstance(one.value, nn.Parameter)}
     return [
         one.name.rpartition(".")[0] not in weights and not (one.guard_type == _METADATA and one.name in weights)
@@ -157,5 +157,5 @@ def unguarded(guards: Sequence) -> list[bool]:
 
 
 def guards_of(model: nn.Module) -> dict:
-    """Options of torch.compile for what runs ``model``."""
+    """Options of torch.compile for functions that run ``model``."""
     return {"guard_filter_fn": unguarded} if has_subclass(model.parameters()) else {}

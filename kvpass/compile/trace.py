@@ -1,7 +1,7 @@
-"""The pass as one can watch it: the graph behind each stage, what changed since the stage before, counts and times.
+"""Make the pass visible: the graph after each stage, what the stage changed, counts and times.
 
-``KVPASS_TRACE=folder`` writes them for every graph, `kvpass.explain` keeps them if it is asked to. Otherwise nothing is
-done here.
+``KVPASS_TRACE=folder`` writes them for every graph, and `kvpass.explain` keeps them on request. Otherwise this does
+nothing.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from .report import GraphReport, Stage
 
 VARIABLE = "KVPASS_TRACE"
 _NOISE = re.compile(r";  (?:\w+ = )+None$|  # \w+AOT(?:In|Out)put\(.*\)$", re.MULTILINE)
-"""What changes with every use of a node, and what AOTAutograd says of inputs and outputs, which no stage keeps up."""
+"""Left out of the text: what changes with every use of a node, and AOTAutograd's notes, which no stage updates."""
 
 
 def trace_folder() -> Path | None:
-    """The folder that ``KVPASS_TRACE`` names, made if need be; None if it names none. Raises `KVPassError` if nothing
-    can be written there."""
+    """The folder that ``KVPASS_TRACE`` names, created if needed; None if it is not set. Raises `KVPassError` if the
+    folder is not writable."""
     if not (name := os.environ.get(VARIABLE)):
         return None
     folder = Path(name).expanduser().absolute()
@@ -44,10 +44,10 @@ def trace_folder() -> Path | None:
 
 
 class Trace:
-    """One graph on its way through the pass. A context, so that how it ends is written down too.
+    """One graph on its way through the pass; a context manager, so that its end is recorded too.
 
-    folder: where to write a folder for this graph, None for nowhere; keep: leave the stages in ``report``, which is set
-    once there is one.
+    folder: where to write a folder for this graph; None writes nothing.
+    keep: leave the stages in ``report``, which is set once there is one.
     """
 
     def __init__(self, gm: GraphModule, folder: Path | None, keep: bool):
@@ -62,12 +62,12 @@ class Trace:
     def stage(
         self, name: str, module: GraphModule | None = None, found: Sequence[Attention] = (), refused: Sequence[str] = ()
     ) -> None:
-        """Note that a stage has ended and what it leaves: a graph, or nothing one can read."""
+        """Record that a stage has ended, and the graph that it leaves, if it leaves a readable one."""
         if not (self._keep or self._folder):
             return
         seconds = time.perf_counter() - self._since
         if name == "found":
-            self._found, self._refused = len(found), refused  # a list that may grow yet
+            self._found, self._refused = len(found), refused  # this list may still grow
         if name == "rewritten":
             self._written = _written(module)
         text, ops = (_text(module, found, refused), _ops(module)) if module else ("", {})
@@ -82,7 +82,7 @@ class Trace:
         self._since = time.perf_counter()
 
     def restart(self) -> None:
-        """Forget all stages but the first: the graph is looked at again, as a whole."""
+        """Forget all stages but the first, because the graph is processed again as a whole."""
         del self._stages[1:]
         self._since = time.perf_counter()
 
@@ -132,7 +132,7 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 def _new_folder(parent: Path) -> Path:
-    """The first ``graph-N`` that is not there: other processes and earlier runs may write to the same place."""
+    """The first free ``graph-N``; other processes and earlier runs may write to the same parent."""
     number = 0
     with _writing(parent):
         while True:
@@ -143,8 +143,8 @@ def _new_folder(parent: Path) -> Path:
 
 
 def _text(module: GraphModule, found: Sequence[Attention], refused: Sequence[str]) -> str:
-    """``module`` as code with shapes and the lines of the model it is from; above the output of an attention that was
-    ``found``, what is known of it."""
+    """``module`` as code with shapes and the lines of the model it comes from. Above the output of each attention in
+    ``found`` is everything known about it."""
     code = _NOISE.sub("", module.print_readable(print_output=False, expanded_def=True))
     notes, lines = {attention.output.name: attention for attention in found}, []
     for line in code.splitlines():
@@ -161,7 +161,7 @@ def _diff(before: Stage, name: str, text: str) -> str:
 
 
 def _ops(module: GraphModule) -> dict[str, int]:
-    """How many nodes of each kind there are."""
+    """Number of nodes by kind."""
     return dict(Counter(map(_op, module.graph.nodes)))
 
 
@@ -176,7 +176,7 @@ def _op(node: Node) -> str:
 
 
 def _written(module: GraphModule) -> int:
-    """Caches, of keys or of values, that ``module`` appends to."""
+    """The number of caches, of keys or of values, that ``module`` appends to."""
     calls = module.graph.find_nodes(op="call_function", target=APPEND_LAYERS)
     return sum(len(tensors_argument(node, "x")) for node in calls) + len(
         module.graph.find_nodes(op="call_function", target=APPEND)

@@ -1,7 +1,6 @@
-"""``torch.vmap`` in a captured graph, as the mask functions of transformers use it: written out as plain ATen, because
-AOTAutograd's pre-dispatch export cannot look into it. The only file that knows how Dynamo writes it down; see
-``tests/test_private_apis.py``.
-"""
+"""Expand ``torch.vmap`` in a captured graph into plain ATen, because AOTAutograd's pre-dispatch export cannot trace it.
+transformers uses it in mask functions. No other file knows how Dynamo represents it; see
+``tests/test_private_apis.py``."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -16,7 +15,7 @@ from .nodes import outputs_of
 
 
 def write_out(gm: GraphModule) -> None:
-    """Put what each ``vmap`` of ``gm`` does in its place, as ops that need none."""
+    """Replace each ``vmap`` of ``gm`` by equivalent ops."""
     regions = list(_regions(gm.graph))
     for nodes in regions:
         _replace(gm, nodes)
@@ -26,7 +25,7 @@ def write_out(gm: GraphModule) -> None:
 
 
 def _regions(graph: Graph) -> Iterator[list[Node]]:
-    """The nodes from where a ``vmap`` that is in no other begins to where it ends."""
+    """The nodes of each outermost ``vmap``, from where it begins to where it ends."""
     depth, region = 0, list[Node]()
     for node in list(graph.nodes):
         depth += node.target is _vmap_increment_nesting
@@ -60,7 +59,7 @@ def _replace(gm: GraphModule, nodes: Sequence[Node]) -> None:
 
 
 def _traced(gm: GraphModule, nodes: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node]) -> GraphModule:
-    """``nodes`` as ATen ops of ``inputs``, in a graph of their own."""
+    """``nodes`` as ATen ops of ``inputs``, in a separate graph."""
     graph, new = Graph(), {}
     for node in inputs:
         new[node] = graph.placeholder(node.name)
@@ -74,7 +73,7 @@ def _traced(gm: GraphModule, nodes: Sequence[Node], inputs: Sequence[Node], outp
 
 
 def _example(node: Node) -> object:
-    """What ``node`` stands for, in the fake mode that is on: values within a graph have another one."""
+    """The example value of ``node`` in the active fake mode; values within a graph belong to another one."""
     value = node.meta["example_value"]
     if node.op == "placeholder" or not isinstance(value, torch.Tensor):
         return value
@@ -82,7 +81,7 @@ def _example(node: Node) -> object:
 
 
 def _kept(gm: GraphModule, value: object) -> str:
-    """The name by which ``gm`` has ``value`` from now on."""
+    """Store ``value`` in ``gm``, and return its attribute name."""
     name = f"_of_vmap_{sum(key.startswith('_of_vmap_') for key in vars(gm))}"
     setattr(gm, name, value)
     return name

@@ -1,4 +1,4 @@
-"""Which scheme to take within a budget of bits: measured on the user's own model and text."""
+"""Recommend a scheme for a budget of bits, from measurements on the user's own model and text."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,19 +18,21 @@ SHORT_LIST = (
     "turboquant-prod", "zipcache", "zipcache-salient", "gear-l", "polarquant-3", "polarquant",
     "waterfill-2", "waterfill", "waterfill-3",
 )  # fmt: skip
-"""What is considered: schemes that need no calibration and are scored in one pass."""
+"""The candidates: schemes that need no calibration and can be scored in one pass."""
 _SURE = 2.0  # standard errors
-_SHARE = 4  # of the tokens, one in so many is enough to tell who may be the best
-_LEAST, _LEAST_PROMPT = 16, 384  # tokens scored; tokens of a prompt, of which every scheme packs some
+_SHARE = 4  # the first round scores one in this many tokens
+_LEAST, _LEAST_PROMPT = 16, 384  # scored tokens; prompt tokens, enough for every scheme to quantize some
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The schemes measured, best first, with what they are recommended by.
+    """The schemes measured, best first, and the evidence for the recommendation.
 
-    rows: one `Quality` each, over all texts; bits: bits a value at ``at`` tokens, of everything considered; refused:
-    why others cannot be used on this model, by name; dropped: mean KL over a part of the texts of those that were
-    behind the others there, and not measured any further.
+    rows: one `Quality` per scheme, over all texts.
+    bits: name -> bits per value at ``at`` tokens, for every candidate.
+    refused: name -> why the scheme cannot be used on this model.
+    at: cache length in tokens at which ``bits`` are counted.
+    dropped: name -> mean KL over the first part of the texts, for schemes eliminated after that part.
     """
 
     rows: tuple[Quality, ...]
@@ -41,7 +43,7 @@ class Recommendation:
 
     @property
     def best(self) -> Quality:
-        """The scheme of the lowest mean divergence."""
+        """The scheme with the lowest mean divergence."""
         return self.rows[0]
 
     def __str__(self) -> str:
@@ -69,14 +71,14 @@ def recommend(
     most: int = 6,
     progress: bool = True,
 ) -> Recommendation:
-    """Score the schemes that take at most ``bits`` bits a value behind a prompt of ``at`` tokens.
+    """Score the schemes that need at most ``bits`` bits per value after a prompt of ``at`` tokens.
 
-    texts, prompt: as `kvpass.eval.evaluate` takes them; all scored tokens count alike.
-    most: how many are measured on all tokens. If more fit, all are scored first on a part of them, and those of the
-        least divergence there go on: a quarter of the scored tokens, and 16 at least, behind a quarter of the prompt,
-        and 384 tokens at least.
+    texts, prompt: as in `kvpass.eval.evaluate`; every scored token has the same weight.
+    most: how many schemes are measured on all tokens. If more fit the budget, all of them are first scored on a part: a
+        quarter of the scored tokens (at least 16) after a quarter of the prompt (at least 384 tokens). The ones with
+        the lowest divergence go on.
 
-    Raises `KVPassError` if none fits, and says what the smallest takes.
+    Raises `KVPassError` if no scheme fits, and names the smallest one and its size.
     """
     sizes, refused = {}, {}
     for name in schemes:
@@ -105,7 +107,7 @@ def recommend(
 def _scored(
     model: nn.Module, texts: Mapping[str, Tensor], prompt: int, schemes: Sequence[str], progress: bool
 ) -> list[Quality]:
-    """A row of each scheme over all texts, that of the least divergence first."""
+    """One row per scheme over all texts, lowest divergence first."""
     results = evaluate(model, texts, prompt, schemes, one_pass=True, progress=progress)
     rows = [_pooled(parts) for parts in zip(*results.values(), strict=True)]
     return sorted(rows, key=lambda row: row.kl)
@@ -122,7 +124,7 @@ def _parts(texts: Mapping[str, Tensor], prompt: int) -> tuple[dict[str, Tensor],
 
 
 def _pooled(parts: Sequence[Quality]) -> Quality:
-    """One scheme over several texts as over one; bytes are those of the first."""
+    """One scheme's rows over several texts, pooled into one row; sizes are those of the first text."""
     names = ("divergences", "agreements", "surprisals", "step_seconds")
     pooled: dict[str, Any] = {name: tuple(x for part in parts for x in getattr(part, name)) for name in names}
     return replace(parts[0], **pooled)

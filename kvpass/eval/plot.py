@@ -1,4 +1,4 @@
-"""Quality against bits, drawn."""
+"""Plot quality against bits."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from .quality import Quality
 
 FORMATS = (".png", ".svg")
 _DIRECTIONS = ((1, 0), (-1, 0), (1, 1), (-1, 1), (1, -1), (-1, -1), (0, 1), (0, -1))
-_DISTANCES = (6, 12, 20, 30, 42)  # of a label from its point, in typographic points
+_DISTANCES = (6, 12, 20, 30, 42)  # between a label and its point, in typographic points
 _NEAR = 8
-_SAMPLES = 30  # of a line, where names would cover it
-_SHOWN = 1e-6  # nats; what is below is full precision but for rounding, and has no place on a logarithmic axis
+_SAMPLES = 30  # points along each line at which a label would cover it
+_SHOWN = 1e-6  # nats; anything smaller is rounding error, and has no place on a logarithmic axis
 
 
 @dataclass(frozen=True)
 class Point:
-    """bits: a value; kl: mean divergence in nats; error: half the width of its 95 % interval."""
+    """bits: bits per value; kl: mean divergence in nats; error: half the width of its 95 % interval."""
 
     name: str
     bits: float
@@ -29,12 +29,12 @@ class Point:
 
 
 def points(rows: Sequence[Quality]) -> list[Point]:
-    """The point of each row."""
+    """One `Point` per row."""
     return [Point(row.scheme, row.bits_per_value, row.kl, row.kl_error) for row in rows]
 
 
 def check_plot(path: Path) -> None:
-    """Raise `KVPassError` unless a picture can be drawn to ``path``: before anything is measured."""
+    """Raise `KVPassError` unless a picture can be drawn to ``path``. Call it before measuring anything."""
     if path.suffix not in FORMATS:
         raise KVPassError(
             f"{path.name!r} is not a supported image format: use a name ending in {' or '.join(FORMATS)}."
@@ -44,7 +44,7 @@ def check_plot(path: Path) -> None:
 
 
 def front(rows: Sequence[Point]) -> list[Point]:
-    """The rows that no other beats in both bits and mean KL, by bits."""
+    """The Pareto front, sorted by bits: rows that no other row beats in both bits and mean KL."""
     best = float("inf")
     kept: list[Point] = []
     for row in sorted(rows, key=lambda row: (row.bits, row.kl)):
@@ -54,10 +54,10 @@ def front(rows: Sequence[Point]) -> list[Point]:
 
 
 def pareto(results: Mapping[str, Sequence[Point]], path: Path, title: str) -> None:
-    """Mean KL with its 95 % interval against bits a value, a panel for each text, to an SVG or PNG file.
+    """Plot mean KL with its 95 % interval against bits per value, one panel per text, to an SVG or PNG file.
 
-    Points are labelled, those on the Pareto front connected. Rows of a mean KL below 1e-6, such as full precision, are
-    left out. Raises `KVPassError` without matplotlib, or if nothing is left to draw.
+    Points are labelled, and those on the Pareto front are connected. Rows with a mean KL below 1e-6, such as full
+    precision, are left out. Raises `KVPassError` without matplotlib, or if no row is left to draw.
     """
     check_plot(path)
     import matplotlib
@@ -68,7 +68,8 @@ def pareto(results: Mapping[str, Sequence[Point]], path: Path, title: str) -> No
     shown = {text: [row for row in rows if row.kl >= _SHOWN] for text, rows in results.items()}
     if not all(shown.values()):
         raise KVPassError(f"No scheme has a mean KL of at least {_SHOWN}: there is nothing to draw.")
-    with matplotlib.rc_context({"svg.hashsalt": "kvpass", "font.size": 9}):
+    fonts: dict[Any, Any] = {"font.size": 9, "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"]}
+    with matplotlib.rc_context({"svg.hashsalt": "kvpass", "svg.fonttype": "none", **fonts}):  # text stays text
         figure, panels = pyplot.subplots(
             1, len(shown), figsize=(1 + 5.5 * len(shown), 5.5), sharey=True, squeeze=False, layout="constrained"
         )
@@ -95,7 +96,7 @@ def _draw(panel: Any, rows: Sequence[Point]) -> None:
 
 
 def _label(panel: Any, rows: Sequence[Point]) -> None:
-    """Names beside their points, each where it covers least: other names, points, intervals, the front."""
+    """Put each name beside its point, where it covers the fewest names, points, intervals and front lines."""
     renderer = panel.figure.canvas.get_renderer()
     covered = _obstacles(panel, rows)
     taken: list[Any] = []
@@ -123,7 +124,7 @@ def _label(panel: Any, rows: Sequence[Point]) -> None:
 
 
 def _obstacles(panel: Any, rows: Sequence[Point]) -> list[tuple[float, float]]:
-    """Where points, intervals and the front are drawn, in pixels; points count most."""
+    """Pixel positions of points, intervals and the front; points have the greatest weight."""
 
     def between(a: tuple[float, float], b: tuple[float, float]) -> list[tuple[float, float]]:
         (x, y), (u, v) = panel.transData.transform([a, b])
@@ -136,5 +137,5 @@ def _obstacles(panel: Any, rows: Sequence[Point]) -> list[tuple[float, float]]:
 
 
 def _below(row: Point) -> float:
-    """The lower half of an interval; one that reaches 0 has no end on a logarithmic axis."""
+    """The lower half of an interval; one that reaches 0 would have no end on a logarithmic axis."""
     return min(row.error, 0.9 * row.kl)

@@ -1,9 +1,9 @@
 """What a scheme costs and saves on a model.
 
-A prompt is prefilled, then the text that really follows is fed, and each step's distribution is compared with that of
-the model in full precision over the same tokens. Token by token nothing is emulated: codes, window and page flushes are
-those of `generate`. In one pass each query sees every token as it was stored by then (`runtime.simulated`), which is
-the same but for rounding, and takes no longer than a prefill.
+The prompt is prefilled, then the text's real continuation is fed, and each step's distribution is compared with that of
+the full-precision model over the same tokens. Scoring token by token emulates nothing: quantized values, window and
+page flushes are those of `generate`. In one pass (`runtime.simulated`), each query sees every token as it was stored at
+that point. That gives the same results up to rounding and takes no longer than a prefill.
 """
 
 import math
@@ -32,10 +32,10 @@ from .size import Scheme, footprint
 
 _Row = tuple[list[float], list[bool], list[float]]
 FULL = "full precision"
-"""The name of None among schemes."""
+"""The name that results use for None, full precision."""
 
 _COMPILING_STEPS = 4  # left out of the timing: the decode graph is compiled in the first of them
-_KL_FLOOR = 1e-12  # nats; below it is rounding
+_KL_FLOOR = 1e-12  # nats; smaller values are rounding
 _BLOCK, _Z95 = 16, 1.96
 _ROWS = 64  # tokens compared at a time: their distributions are [64, V] in double precision
 
@@ -45,12 +45,12 @@ class Quality:
     """One scheme on one text.
 
     divergences: KL(full || scheme) at each scored token, in nats.
-    agreements: whether the most likely next token is that of full precision, at each scored token.
+    agreements: whether the most likely next token matches full precision, at each scored token.
     surprisals: -log p of the token that follows, in nats, at each scored token but the last.
-    nbytes: bytes of everything the cache keeps at the end; bits_per_value: the same in bits, over the K and V values.
-    values: K and V values of the tokens the cache has seen at the end.
-    step_seconds: wall time of each decode step, one token, in order, compilation included where it happened; none if
-    the text was scored in one pass.
+    nbytes: bytes of everything the cache keeps at the end; bits_per_value: the same in bits, per K or V value.
+    values: number of K and V values of the tokens the cache has seen at the end.
+    step_seconds: wall time of each one-token decode step, in order, including any compilation; empty if the text was
+        scored in one pass.
     """
 
     scheme: str
@@ -64,7 +64,7 @@ class Quality:
 
     @property
     def kl(self) -> float:
-        """Mean divergence."""
+        """Mean divergence, in nats."""
         return statistics.fmean(self.divergences)
 
     @property
@@ -74,12 +74,12 @@ class Quality:
 
     @property
     def kl_error(self) -> float:
-        """Half the width of a 95 % interval of ``kl``: blocks of 16 tokens, because neighbours are alike."""
+        """Half the width of a 95 % interval of ``kl``, from blocks of 16 tokens because neighbours correlate."""
         return interval(self.divergences)
 
     @property
     def top1(self) -> float:
-        """Share of the scored tokens whose most likely next token is that of full precision."""
+        """Share of the scored tokens whose most likely next token matches full precision."""
         return statistics.fmean(self.agreements)
 
     @property
@@ -89,8 +89,8 @@ class Quality:
 
     @property
     def errors(self) -> dict[str, float]:
-        """Half the width of a 95 % interval of each mean, by name; that of perplexity is of its logarithm, which is to
-        say relative."""
+        """Half the width of a 95 % interval of each mean, by name. For perplexity it is that of its logarithm, so it is
+        relative."""
         return {
             "kl": self.kl_error,
             "log_kl": interval([math.log(divergence) for divergence in self.divergences]),
@@ -99,8 +99,8 @@ class Quality:
         }
 
     def beats(self, other: "Quality") -> float:
-        """By how many standard errors the mean divergence is below that of ``other`` on the same tokens, in pairs.
-        Raises `KVPassError` if those are other tokens."""
+        """By how many standard errors the mean divergence is below that of ``other``, paired by token. Raises
+        `KVPassError` if the two scored different tokens."""
         if len(self.divergences) != len(other.divergences):
             raise KVPassError(
                 f"A paired comparison needs the same tokens: {self.scheme} has {len(self.divergences)}, {other.scheme} "
@@ -112,17 +112,17 @@ class Quality:
 
     @property
     def seconds_per_step(self) -> float:
-        """Median time of a decode step, without the first steps (compilation)."""
+        """Median time of a decode step in seconds, without the first steps, which compile."""
         return statistics.median(self.step_seconds[_COMPILING_STEPS:])
 
     @property
     def tokens_per_second(self) -> float:
-        """Decoded tokens a second, from the median step."""
+        """Decoded tokens per second, from the median step."""
         return 1 / self.seconds_per_step
 
 
 def interval(values: Sequence[float]) -> float:
-    """Half the width of a 95 % interval of their mean, from the means of blocks of neighbours."""
+    """Half the width of a 95 % interval of the mean of ``values``, from means of blocks of neighbours."""
     blocks = [statistics.fmean(values[i : i + _BLOCK]) for i in range(0, len(values) - _BLOCK + 1, _BLOCK)]
     return _Z95 * statistics.stdev(blocks) / math.sqrt(len(blocks)) if len(blocks) > 1 else math.inf
 
@@ -133,7 +133,8 @@ def _name(scheme: Scheme) -> str:
 
 @contextmanager
 def packed(model: nn.Module, scheme: Scheme, **options: Any) -> Iterator[nn.Module]:
-    """``model`` with ``scheme`` applied, and as it was afterwards. None is the model's own full-precision path."""
+    """Apply ``scheme`` to ``model`` within the context, and restore the model afterwards. None leaves it in full
+    precision."""
     if scheme is None:
         if is_applied(model):
             raise KVPassError("Full precision was requested, but kvpass is applied: call kvpass.remove(model) first.")
@@ -147,7 +148,8 @@ def packed(model: nn.Module, scheme: Scheme, **options: Any) -> Iterator[nn.Modu
 
 
 def _forward(model: nn.Module, ids: Tensor, keep: int, **kwargs: Any) -> Tensor:
-    """Logits of the last ``keep`` of ``ids`` ``[1, S]``: ``[keep, V]``. Models that can compute only those do."""
+    """Logits ``[keep, V]`` of the last ``keep`` tokens of ``ids`` ``[1, S]``. Only those are computed if the model
+    supports it."""
     logits: Tensor = model(input_ids=ids, **keeping(model, keep), **kwargs).logits
     return logits[0, -keep:]
 
@@ -170,7 +172,7 @@ def _check(model: nn.Module, ids: Tensor, prompt: int) -> None:
 def reference_logits(model: nn.Module, ids: Tensor, prompt: int) -> Tensor:
     """Full-precision logits after each token that follows the prompt: ``[S - prompt, V]``, from one parallel forward.
 
-    ids: ``[1, S]``, the prompt and the text that really follows it.
+    ids: ``[1, S]``, the prompt and the text's real continuation.
     """
     _check(model, ids, prompt)
     with packed(model, None):
@@ -187,7 +189,7 @@ def score(
     name: str,
     step_done: Callable[[], object] = lambda: None,
 ) -> Quality:
-    """Score ``model`` as it is now, packed or not, on ``ids`` ``[1, S]`` (see `packed`, `reference_logits`)."""
+    """Score ``model`` in its current state, packed or not, on ``ids`` ``[1, S]`` (see `packed`, `reference_logits`)."""
     _check(model, ids, prompt)
     cache, device = fresh_cache(model), ids.device
     handed = handing(model, cache)
@@ -206,8 +208,8 @@ def score(
 
 
 def _compare(full: Tensor, logits: Tensor, following: Tensor) -> _Row:
-    """Divergences, agreements and surprisals of logits ``[N, V]``; ``following`` are the tokens behind the first of
-    them."""
+    """Divergences, agreements and surprisals of logits ``[N, V]``; ``following`` holds the tokens that follow the first
+    N - 1 or N of them."""
     expected, got = (x.double().log_softmax(-1) for x in (full, logits))
     divergence = (expected.exp() * (expected - got)).sum(-1).clamp(min=_KL_FLOOR)
     surprisal = -got[: len(following)].gather(1, following[:, None])[:, 0]
@@ -229,9 +231,9 @@ def score_in_one_pass(
     *,
     name: str,
 ) -> Quality:
-    """The same from one forward over all of ``ids``; bytes are those of a cache behind a prompt of this length. For
-    None, full precision, ``reference`` is what there is to score. Raises `NotSimulatedError` for schemes that have to
-    be scored token by token."""
+    """The same as `score`, from one forward over all of ``ids``. Sizes are those of a cache after a prompt of this
+    length. With ``scheme=None``, full precision, ``reference`` itself is scored. Raises `NotSimulatedError` for schemes
+    that can only be scored token by token."""
     model = simulator.model
     _check(model, ids, prompt)
     logits = reference if scheme is None else simulator.logits(ids, prompt, scheme)
@@ -257,11 +259,11 @@ def evaluate(
     """For each text, one `Quality` per scheme against one full-precision reference; ``model`` is left as it was found.
 
     texts: name -> ``[1, S]`` tokens; the first ``prompt`` are prefilled and the rest scored.
-    schemes: what `kvpass.apply` takes, by name or not, and None for the model's own cache (token by token its KL is
-        rounding, its speed the baseline).
-    progress: show a bar where there is a terminal.
-    one_pass: score each text by `score_in_one_pass` where the scheme can be, token by token otherwise.
-    options: for `kvpass.apply`.
+    schemes: what `kvpass.apply` takes, as a list or by name; None is the model's own cache. Scored token by token, its
+        KL shows the rounding error and its speed is the baseline.
+    progress: show a bar if there is a terminal.
+    one_pass: use `score_in_one_pass` for schemes that support it, and score the others token by token.
+    options: passed to `kvpass.apply`.
     """
     references = {text: reference_logits(model, ids, prompt) for text, ids in texts.items()}
     results: dict[str, list[Quality]] = {text: [] for text in texts}
@@ -283,7 +285,7 @@ def evaluate(
 
 
 def _simulator(model: nn.Module) -> Simulator | None:
-    """None for models that have to be scored token by token."""
+    """A simulator of ``model``, or None if the model can only be scored token by token."""
     try:
         return Simulator(model)
     except NotSimulatedError:
@@ -297,7 +299,7 @@ def _in_one_pass(
     name: str,
     progress: bool,
 ) -> list[Quality] | None:
-    """A row for each text; None for schemes that cannot be scored in one pass."""
+    """One row per text, or None for schemes that cannot be scored in one pass."""
     rows = []
     with bar(name, len(scored), "text", progress) as texts:
         for ids, prompt, reference in scored.values():

@@ -1,8 +1,8 @@
-"""Passkey retrieval (arXiv 2305.16300): a number hidden in filler text, at a chosen length and depth, asked for behind.
+"""Passkey retrieval (arXiv 2305.16300): hide a number in filler text, at a chosen length and depth, and ask for it.
 
-The text is read first; the question comes in a call of its own, as in a chat, so that all of it and every token of the
-answer attend to the text as it is stored. A question inside the prompt would be read in full precision, and with it
-most of the answer.
+The text is read first, and the question follows in a call of its own, as in a chat. So the whole question and every
+token of the answer attend to the text as it is stored. A question inside the prompt would be read in full precision,
+and most of the answer with it.
 """
 
 import re
@@ -38,7 +38,7 @@ class Passkey:
 
 @dataclass(frozen=True)
 class Retrieval:
-    """What came of one question: the ``answer`` is right if its first number is the ``key``."""
+    """The result of one question: the ``answer`` is right if its first number is the ``key``."""
 
     length: int
     depth: float
@@ -47,17 +47,20 @@ class Retrieval:
 
     @property
     def right(self) -> bool:
-        """Exact match of the number."""
+        """Whether the number matches exactly."""
         found = re.search(r"\d+", self.answer)
         return found is not None and found.group() == self.key
 
 
 def passkey(tokenizer: PreTrainedTokenizerBase, filler: Tensor, length: int, depth: float, seed: int = 0) -> Passkey:
-    """A text of about ``length`` tokens (the seam of filler and needle may cost a few), with its question.
+    """A text of about ``length`` tokens with a hidden key, and its question. Joining filler and key may change the
+    length by a few tokens.
 
-    filler: ``[1, S]`` tokens of any text, S of ``length`` or more. depth: 0 hides the key at the beginning of the
-    filler, 1 at the end. The tokenizer's chat template is used if it has one. Raises `KVPassError` for a depth outside
-    [0, 1], and for a length that has no room for a needle or more than the filler has.
+    filler: ``[1, S]`` tokens of any text, with S of at least ``length``.
+    depth: 0 hides the key at the beginning of the filler, 1 at the end.
+
+    The tokenizer's chat template is used if it has one. Raises `KVPassError` for a depth outside [0, 1], and for a
+    length that is too short for a key or longer than the filler.
     """
     if not 0 <= depth <= 1:
         raise KVPassError(f"depth={depth} must be from 0 (the beginning of the text) to 1 (its end).")
@@ -77,7 +80,7 @@ def passkey(tokenizer: PreTrainedTokenizerBase, filler: Tensor, length: int, dep
 
 
 def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """What stands before the filler, and the question behind it with the beginning of the answer."""
+    """The text before the filler, and the question after it with the beginning of the answer."""
     if tokenizer.chat_template is None:
         return (tokenizer.bos_token or "") + _TASK, f"{_QUESTION}\nThe pass key is"
     messages = [{"role": "user", "content": f"{_TASK}FILLER{_QUESTION}"}]
@@ -93,7 +96,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 @torch.no_grad()
 def ask(model: nn.Module, tokenizer: PreTrainedTokenizerBase, hidden: Passkey) -> str:
-    """What ``model`` as it is now, packed or not, answers greedily."""
+    """The greedy answer of ``model`` in its current state, packed or not."""
     cache, device = fresh_cache(model), next(model.parameters()).device
     text, question = hidden.text.to(device), hidden.question.to(device)
     model(input_ids=text, **handing(model, cache), use_cache=True)
@@ -121,9 +124,9 @@ def retrieve(
     repeats: int = 1,
     progress: bool = True,
 ) -> dict[str, list[Retrieval]]:
-    """For each scheme (None: full precision) every length, depth and repeat, the same questions for all.
+    """Ask the same questions of each scheme (None: full precision), at every length and depth, ``repeats`` times each.
 
-    Decoding is not compiled: answers are short. Raises `KVPassError` as `passkey` and `kvpass.apply` do.
+    Decoding is not compiled, because answers are short. Raises `KVPassError` as `passkey` and `kvpass.apply` do.
     """
     questions = [
         (length, depth, passkey(tokenizer, filler, length, depth, seed))

@@ -1,4 +1,4 @@
-"""Bytes of a cache of any length, from the shapes it would have: nothing of that size is allocated."""
+"""The size of a cache of any length, computed from shapes: nothing of that size is allocated."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,40 +19,43 @@ from ..schemes import CalibratedWaterfillConfig, LayerGeometry, SchemeConfig
 from ..schemes.calibrated import Calibration
 
 Scheme = str | dict[str, Any] | SchemeConfig | Calibration | None
-"""What `kvpass.apply` takes, and None for full precision."""
+"""What `kvpass.apply` takes as ``scheme``; None is full precision."""
 
 
 class DependsOnTextError(KVPassError):
-    """A scheme whose storage has no size of its own: it depends on what the model reads."""
+    """The storage of this scheme has no fixed size, because it depends on what the model reads."""
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """nbytes: bytes of everything a cache keeps; values: the K and V values of the tokens seen."""
+    """nbytes: bytes of everything a cache keeps; values: number of K and V values of the tokens seen."""
 
     nbytes: int
     values: int
 
     @property
     def bits_per_value(self) -> float:
-        """All bytes kept, in bits, over the K and V values."""
+        """Everything the cache keeps, in bits per K or V value."""
         return 8 * self.nbytes / self.values
 
 
 def footprint(model: nn.Module, scheme: Scheme, tokens: int) -> Footprint:
-    """What a cache of ``model`` takes behind a prompt of ``tokens`` tokens, batch 1, with `kvpass.apply`'s ``scheme``
-    or, for None, in full precision, without what a calibration gave the model for all its caches
-    (`kvpass.codec.shares`). Exact: the cache is laid out on PyTorch's meta device. While decoding,
-    pages are allocated four, or 3 %, at a time: a cache that grew token by token may have that much more.
+    """The size of a cache of ``model`` after a prompt of ``tokens`` tokens, at batch size 1.
 
-    Raises `DependsOnTextError` for schemes whose storage depends on the text (QAQ), and `KVPassError` for
-    encoder-decoders, less than one token, and schemes that need calibration and have none.
+    scheme: as in `kvpass.apply`; None is full precision.
+
+    The result is exact: the cache is laid out on PyTorch's meta device. Tensors that a calibration shares among all
+    caches of the model are not counted (`kvpass.codec.shares`). While decoding, storage grows by four pages or 3 % at a
+    time, so a cache that grew token by token may hold that much more.
+
+    Raises `DependsOnTextError` for schemes whose storage depends on the text (QAQ). Raises `KVPassError` for
+    encoder-decoders, less than one token, and schemes that need a calibration but come without one.
     """
     return _footprints(model, scheme, [tokens])[0]
 
 
 def bits_at(model: nn.Module, scheme: Scheme, lengths: Sequence[int]) -> dict[int, float | None]:
-    """Bits a value at each length, by `footprint`; None where they depend on the text."""
+    """Bits per value at each length, from `footprint`; None if they depend on the text."""
     try:
         sizes = _footprints(model, scheme, lengths)
     except DependsOnTextError:
@@ -68,7 +71,7 @@ def _footprints(model: nn.Module, scheme: Scheme, lengths: Sequence[int]) -> lis
     filled, layers = probe_cache(model)
     fixed, predictors, plans = 0, {}, {}
     if isinstance(scheme, Calibration):
-        of_model = isinstance(scheme.scheme, CalibratedWaterfillConfig)  # no cache's: counted with the model
+        of_model = isinstance(scheme.scheme, CalibratedWaterfillConfig)  # shared by all caches: counted with the model
         fixed, plans = 0 if of_model else scheme.nbytes, _plans(scheme.scheme, layers)
         predictors = {i: (SharedTensors(key), SharedTensors(value)) for i, (key, value) in scheme.predictors.items()}
     elif scheme is not None:
@@ -99,13 +102,13 @@ def _plans(config: SchemeConfig, layers: dict[int, LayerGeometry | str]) -> Plan
 
 
 def _as_many(empty: Cache, filled: Cache) -> list[Any]:
-    """The layers of ``empty``, those not made yet included."""
+    """All layers of ``empty``, including those that it creates lazily."""
     missing = len(filled.layers) - len(empty.layers)
     return [*empty.layers, *(type(layer)() for layer in filled.layers[len(filled.layers) - missing :])]
 
 
 def _fill(layer: Any, filled: Any, tokens: int) -> Footprint:
-    """The size of ``layer``, empty so far, behind a prompt; ``filled`` is the same layer of a cache in use."""
+    """The size that ``layer``, which is empty, has after a prompt; ``filled`` is the same layer of a cache in use."""
     if isinstance(layer, PackedLayer):
         layer.allocate(1, tokens)
         heads, head_dim = layer.geometry.num_key_value_heads, layer.geometry.head_dim
@@ -114,5 +117,5 @@ def _fill(layer: Any, filled: Any, tokens: int) -> Footprint:
     if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or not keys.numel():
         return Footprint(0, 0)
     layer.update(*(x.new_empty((1, x.shape[1], tokens, x.shape[3]), device="meta") for x in (keys, values)))
-    held = (layer.keys, layer.values)  # in a sliding window views of the whole prompt, until the next step
+    held = (layer.keys, layer.values)  # in a sliding window: views of the whole prompt, until the next step
     return Footprint(sum(x.nbytes for x in held), sum(x.numel() for x in held))

@@ -1,4 +1,4 @@
-"""Seconds of a decode step, of several variants in turn within one process: drift of the machine hits all alike."""
+"""Time decode steps of several variants in turn within one process, so that machine drift affects all of them alike."""
 
 import copy
 import statistics
@@ -19,21 +19,21 @@ _COMPILING_STEPS = 3
 
 @dataclass(frozen=True)
 class Speed:
-    """seconds: median wall time of a decode step, one token, batch 1; nbytes: bytes of everything its cache keeps."""
+    """seconds: median wall time of a one-token decode step, batch 1; nbytes: bytes of everything its cache keeps."""
 
     seconds: float
     nbytes: int
 
 
 def sharing_weights(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` to apply another scheme to: parameters and buffers are the same tensors."""
+    """A copy of ``model`` for another scheme: parameters and buffers are the same tensors."""
     return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
 
 
 @torch.no_grad()
 def measure(variants: Mapping[str, nn.Module], ids: Tensor, length: int, rounds: int) -> dict[str, Speed]:
-    """The `Speed` of each variant, a model (applied or not) of the same weights, behind ``length`` tokens of ``ids``
-    ``[1, S]``, S > length. A step is repeated by cropping its token again."""
+    """The `Speed` of each variant after ``length`` tokens of ``ids`` ``[1, S]``, S > length. Variants are models with
+    the same weights, applied or not. A step is repeated by cropping its token again."""
     caches: dict[str, Cache] = {}
     times: dict[str, list[float]] = {name: [] for name in variants}
     for name, model in variants.items():

@@ -1,4 +1,4 @@
-"""What was measured, to read and to keep: aligned text, Markdown, CSV and JSON."""
+"""Format measurements for reading and for storing: aligned text, Markdown, CSV and JSON."""
 
 import csv
 import io
@@ -15,7 +15,7 @@ from torch import nn
 from .quality import Quality
 
 Column = tuple[str, Callable[[Quality], str]]
-Bits = Mapping[str, Mapping[int, float | None]]  # scheme -> tokens -> bits a value, None where it depends on the text
+Bits = Mapping[str, Mapping[int, float | None]]  # scheme -> tokens -> bits per value, None if it depends on the text
 
 _BF16_BYTES = 2
 _FIELDS = ("nbytes", "values", "bits_per_value", "kl", "log_kl", "top1", "perplexity")
@@ -27,7 +27,7 @@ def thousands(tokens: int) -> str:
 
 
 def memory_columns(dtype: torch.dtype) -> list[Column]:
-    """Bytes, and their share of a bfloat16 cache and of one in ``dtype``."""
+    """Bytes, and the ratio to a bfloat16 cache and to one in ``dtype``."""
 
     def share(itemsize: int) -> Callable[[Quality], str]:
         return lambda row: f"{row.nbytes / (row.values * itemsize):.3f}x"
@@ -41,7 +41,7 @@ def memory_columns(dtype: torch.dtype) -> list[Column]:
 
 
 def bits_columns(bits: Bits) -> list[Column]:
-    """Bits a value at the scored length, and at each length of ``bits``."""
+    """Bits per value at the scored length, and at each length of ``bits``."""
 
     def at(tokens: int) -> Callable[[Quality], str]:
         return lambda row: "-" if (found := bits[row.scheme][tokens]) is None else f"{found:.2f}"
@@ -89,7 +89,7 @@ def markdown(rows: Sequence[Quality], columns: Sequence[Column]) -> str:
 
 
 def pairs(rows: Sequence[Quality]) -> list[str]:
-    """Each scheme against the next best one, in pairs of the same tokens."""
+    """Each scheme compared with the next best one, paired by token."""
     ranked = sorted(rows, key=lambda row: row.kl)
     return [
         f"{better.scheme} against {worse.scheme}: {better.beats(worse):.1f} standard errors"
@@ -102,7 +102,7 @@ def _finite(number: float | None) -> float | None:
 
 
 def record(row: Quality, bits: Bits) -> dict[str, Any]:
-    """What was measured of one scheme as plain data; errors are half the width of 95 % intervals."""
+    """The measurements of one scheme as plain data; errors are half the width of 95 % intervals."""
     return {
         "scheme": row.scheme,
         **{name: getattr(row, name) for name in _FIELDS},
@@ -113,7 +113,7 @@ def record(row: Quality, bits: Bits) -> dict[str, Any]:
 
 
 def as_csv(results: Mapping[str, Sequence[Quality]], bits: Bits) -> str:
-    """One line for each text and scheme; errors are half the width of 95 % intervals."""
+    """One line per text and scheme; errors are half the width of 95 % intervals."""
     lines = [{"text": text, **record(row, bits)} for text, rows in results.items() for row in rows]
     out = io.StringIO()
     writer = csv.DictWriter(out, lines[0], lineterminator="\n")
@@ -123,8 +123,8 @@ def as_csv(results: Mapping[str, Sequence[Quality]], bits: Bits) -> str:
 
 
 def as_json(results: Mapping[str, Sequence[Quality]], bits: Bits, model: nn.Module, context: int, score: int) -> str:
-    """Everything measured, the divergence of every token too, and ``beats``: how many standard errors each scheme is
-    below each other, in pairs."""
+    """Everything measured, including the divergence of every token. ``beats`` says by how many standard errors each
+    scheme is below each other one, paired by token."""
     texts = {
         text: [
             {

@@ -1,5 +1,5 @@
-"""Text to measure on: what every Python carries (technical English and code; no download, the same tokens at every
-run), files, and data sets of the hub."""
+"""Texts to measure on: texts that come with every Python (technical English and code; no download, the same tokens in
+every run), files, and data sets of the Hugging Face hub."""
 
 import sysconfig
 from importlib import import_module
@@ -20,32 +20,32 @@ _MODULES = (
     "mailbox", "pickle", "statistics", "tarfile", "threading", "typing",
 )  # fmt: skip
 _HUB = "hub:"
-_MOST_CHARACTERS = 8_000_000  # read of a data set
-_CHARACTERS_PER_TOKEN = 8  # more than text needs, so that one tokenizer call is nearly always enough
+_MOST_CHARACTERS = 8_000_000  # read from a data set
+_CHARACTERS_PER_TOKEN = 8  # generous, so that one tokenizer call is nearly always enough
 
 
 def _prose() -> str:
-    """The Python reference as ``help()`` shows it."""
+    """The Python reference as ``help()`` prints it."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics))
 
 
 def _code() -> str:
-    """Sources of some large modules of the standard library."""
+    """Source code of some large modules of the standard library."""
     folder = Path(sysconfig.get_path("stdlib"))
     return "\n\n".join((folder / f"{name}.py").read_text(encoding="utf-8") for name in _MODULES)
 
 
 def _modules() -> str:
-    """Sources of some more modules of the standard library, none of which are in `_code`."""
+    """Source code of other modules of the standard library, disjoint from `_code`."""
     folder = Path(sysconfig.get_path("stdlib"))
     return "\n\n".join((folder / name).read_text(encoding="utf-8") for name in _OTHER_MODULES)
 
 
 def _manual() -> str:
-    """What IDLE says about itself, and the docstrings of sympy, which comes with torch: instructions, mathematics,
-    examples with numbers."""
+    """The manual of IDLE, and the docstrings of sympy, which comes with torch: instructions, mathematics, examples with
+    numbers."""
     folder = Path(sysconfig.get_path("stdlib")) / "idlelib"
     found = [(folder / name).read_text(encoding="utf-8") for name in _OF_IDLE if (folder / name).exists()]
     found[1:1] = [import_module(f"sympy.{name}").__doc__ or "" for name in _OF_SYMPY]
@@ -56,7 +56,7 @@ def _manual() -> str:
 
 
 def _readme() -> str:
-    """How packages describe themselves that kvpass needs: lists, tables, commands, licences."""
+    """The descriptions of packages that kvpass depends on: lists, tables, commands, licences."""
     return "\n\n".join(str(metadata(name).get_payload() or "") for name in _PACKAGES)  # type: ignore[attr-defined]
 
 
@@ -70,7 +70,7 @@ _PACKAGES = "transformers", "torch", "tqdm", "numpy", "safetensors", "tokenizers
 
 
 def _hub(source: str) -> str:
-    """Rows of a data set, a blank line between them, from the column "text" or else the first one of strings."""
+    """Rows of a data set, joined by blank lines, from the column "text" or else the first column of strings."""
     if find_spec("datasets") is None:
         raise KVPassError(f"Reading {source!r} needs the package datasets: pip install datasets, or pass a UTF-8 file.")
     from datasets import load_dataset
@@ -103,16 +103,16 @@ def available() -> list[str]:
 
 
 def to_calibrate() -> list[str]:
-    """Names of built-in texts of other kinds, for calibrating: nothing of them is in those of `available`."""
+    """Names of the built-in texts for calibrating; they share nothing with the texts of `available`."""
     return list(_TO_CALIBRATE)
 
 
 def read(source: str) -> str:
-    """The text of ``source``: a name from `available`, the path of a UTF-8 file, or ``hub:dataset[:config[:split]]``, a
-    data set of the Hugging Face hub (or a local folder) that `datasets` reads: its rows up to 8 million characters.
+    """The text of ``source``: a name from `available`, the path of a UTF-8 file, or ``hub:dataset[:config[:split]]``.
 
-    The built-in texts change a little from one Python version to the next. Raises `KVPassError` for what cannot be
-    read.
+    The last one is a data set of the Hugging Face hub (or a local folder) that `datasets` reads, up to 8 million
+    characters of its rows. The built-in texts change a little from one Python version to the next. Raises `KVPassError`
+    if the source cannot be read.
     """
     if source.startswith(_HUB):
         return _hub(source)
@@ -134,7 +134,7 @@ def tokens(tokenizer: PreTrainedTokenizerBase, source: str, count: int) -> Tenso
     characters = count * _CHARACTERS_PER_TOKEN
     while True:
         ids = tokenizer(text[:characters], verbose=False)["input_ids"]
-        if len(ids) > count or characters >= len(text):  # the last token of a cut text may be a cut token
+        if len(ids) > count or characters >= len(text):  # the end of a truncated text may have split a token
             break
         characters *= 2
     if len(ids) < count:

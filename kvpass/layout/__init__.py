@@ -1,1 +1,1 @@
-"""Where tokens live: who stays exact, who is packed and who is evicted, and in which slot or page each one is."""
+"""Where tokens are stored: which are exact, packed or evicted, and the slot or page of each one."""

@@ -1,8 +1,9 @@
-"""Pools of pages as graphs see them.
+"""Pools of pages, as graphs see them.
 
 A pool ``[B, H, capacity, *page]`` grows with its cache, so its capacity would be one symbolic int for each pool of each
-layer, and tracing a model of 30 layers over 180 of them takes twice as long. A graph takes a *handle* instead, a view
-``[B, H, *page]`` of the same storage: its shape is static, and ops find the capacity in the size of the storage.
+layer, and tracing a model of 30 layers over 180 of them would take twice as long. A graph takes a *handle* instead, a
+view ``[B, H, *page]`` of the same storage. Its shape is static, and ops compute the capacity from the size of the
+storage.
 """
 
 from torch import Tensor
@@ -14,7 +15,7 @@ NDIM = 5
 
 
 def handle(pool: Tensor) -> Tensor:
-    """The handle of ``pool``, which is contiguous and has its storage for itself, or ``pool`` if it is one."""
+    """The handle of ``pool``, which is contiguous and does not share its storage; or ``pool``, if it is a handle."""
     if pool.ndim < NDIM:
         return pool
     (batch, heads, _, *page), (_, _, size, *strides) = pool.shape, pool.stride()
@@ -22,8 +23,8 @@ def handle(pool: Tensor) -> Tensor:
 
 
 def capacity(tensor: Tensor, pages: int) -> int:
-    """The pages there is room for in a pool, or in the one that ``tensor`` is the handle of. Raises `KVPassError` if
-    they are less than ``pages``."""
+    """The number of pages that a pool, or the pool behind a handle, has room for. Raises `KVPassError` if it is less
+    than ``pages``."""
     if tensor.ndim == NDIM:
         found = tensor.shape[2]
     elif tensor.numel():
@@ -39,7 +40,7 @@ def capacity(tensor: Tensor, pages: int) -> int:
 
 
 def of_capacity(handle: Tensor, capacity: int) -> Tensor:
-    """The pool of ``handle``, which has room for ``capacity`` pages."""
+    """The pool behind ``handle``, which has room for ``capacity`` pages."""
     (batch, heads, *page), (_, size, *strides) = handle.shape, handle.stride()
     return handle.as_strided(
         (batch, heads, capacity, *page), (heads * capacity * size, capacity * size, size, *strides)
@@ -47,14 +48,14 @@ def of_capacity(handle: Tensor, capacity: int) -> Tensor:
 
 
 def bare_handle(pool: Tensor) -> Tensor:
-    """The handle ``[1, 1, 1, 1]`` of a pool whose pages are of another size in each layer, so that layers are alike in
-    graphs; or ``pool`` if it is one."""
+    """A handle ``[1, 1, 1, 1]``, for a pool whose page size differs between layers, so that layers look alike in
+    graphs; or ``pool``, if it is a handle."""
     return pool if pool.ndim < NDIM else pool.as_strided((1, 1, 1, 1), (1, 1, 1, 1))
 
 
 def of_pages(tensor: Tensor, batch: int, size: int) -> Tensor:
-    """The pool ``[B, 1, capacity, 1, size]`` of pages of ``size`` bytes that ``tensor`` is the bare handle of, or
-    ``tensor`` if it is one."""
+    """The pool ``[B, 1, capacity, 1, size]`` of pages of ``size`` bytes behind a bare handle; or ``tensor``, if it is a
+    pool."""
     if tensor.ndim == NDIM:
         return tensor
     rooms = tensor.untyped_storage().nbytes() // (batch * size) if size else 0
@@ -62,12 +63,12 @@ def of_pages(tensor: Tensor, batch: int, size: int) -> Tensor:
 
 
 def bucket(number: int) -> int:
-    """``number``, or up to an eighth more: what serves all of a bucket need not be another for each number."""
+    """``number``, or up to an eighth more, so that one object can serve all numbers of a bucket."""
     step = 1 << max(0, number.bit_length() - 4)
     return -(-number // step) * step
 
 
 def whole(tensor: Tensor, pages: int) -> Tensor:
-    """The pool that ``tensor`` is the handle of, or ``tensor`` if it is one. Raises as `capacity`."""
+    """The pool behind ``tensor`` if that is a handle, otherwise ``tensor``. Raises like `capacity`."""
     room = capacity(tensor, pages)
     return tensor if tensor.ndim == NDIM else of_capacity(tensor, room)

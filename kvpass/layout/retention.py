@@ -11,7 +11,7 @@ from ..errors import KVPassError
 from ..fields import check_integer, check_integers, check_types, fields_alone, hash_once, shown
 
 _ROLLBACK = 16
-_MOST_TOKENS = 1 << 24  # memory for them is taken at once
+_MOST_TOKENS = 1 << 24  # their memory is allocated at once
 
 
 @dataclass(frozen=True)
@@ -70,39 +70,39 @@ class Retention:
 
     @property
     def evicts(self) -> bool:
-        """Whether tokens are evicted when there are too many."""
+        """Whether tokens are evicted beyond a budget."""
         return self.budget is not None
 
     @cached_property
     def residual(self) -> int:
-        """Tokens that always stay exact behind the newest one."""
+        """Minimum number of exact tokens in the window."""
         return self.window - self.page_size
 
     @cached_property
     def ring_size(self) -> int:
-        """Slots of the ring, behind those of the sinks."""
+        """Slots of the ring, which come after those of the sinks."""
         return self.window + self.rollback
 
     def packed(self, length: int) -> int:
-        """Tokens in pages once ``length`` tokens are stored: those at ``[sinks, sinks + packed)``."""
+        """Number of packed tokens if ``length`` tokens are stored: those at ``[sinks, sinks + packed)``."""
         return max(0, length - self.sinks - self.residual) // self.page_size * self.page_size
 
     def pages(self, length: int) -> int:
-        """Pages in use once ``length`` tokens are stored."""
+        """Pages in use if ``length`` tokens are stored."""
         return self.packed(length) // self.page_size
 
     def evicted(self, length: int) -> int:
-        """How many of ``length`` tokens are dropped, were they stored: `rollback` tokens late, so that `crop` never
-        needs one of them."""
+        """How many of ``length`` stored tokens are evicted. Eviction is `rollback` tokens late, so that `crop` never
+        needs an evicted token."""
         return 0 if self.budget is None else max(0, self.packed(length - self.rollback) - self.budget)
 
     def stored(self, length: int) -> int:
-        """What ``length`` tokens shrink to."""
+        """How many of ``length`` tokens remain stored."""
         return length - self.evicted(length)
 
     @property
     def most(self) -> int | None:
-        """Tokens stored at most between two calls; None if there is no limit."""
+        """The most tokens that are stored between two calls; None if there is no limit."""
         return None if self.budget is None else self.sinks + self.budget + self.ring_size
 
 
@@ -124,21 +124,21 @@ class Sinks:
 
 
 def Recent(tokens: int, page_size: int | None = None) -> Retention:
-    """Keep the newest tokens exact: when there are ``tokens`` of them, ``page_size`` (default: all) are packed."""
+    """Keep the newest tokens exact: once there are ``tokens`` of them, ``page_size`` (default: all) are packed."""
     return Retention(tokens, tokens if page_size is None else page_size)
 
 
 def LogSparse(window: int) -> Retention:
-    """LogQuant's policy: of 3W exact tokens every second of the older 2W is packed, so that exact tokens thin out with
-    distance. Between 2W and 3W - 1 tokens are exact."""
+    """LogQuant's policy: of 3W exact tokens, every second one of the older 2W is packed, so exact tokens get sparser
+    with distance. Between 2W and 3W - 1 tokens are exact."""
     check_integer("window", window, 1)
     return Retention(3 * window, window, keep="log")
 
 
 def HeavyHitter(budget: int, recent: int, page_size: int = 32, shared: bool = False) -> Retention:
-    """H2O (arXiv 2306.14048): the ``recent`` newest tokens, exact, and the ``budget`` others with the highest attention
-    scores so far; the rest is evicted, ``page_size`` tokens at a time. Each KV head keeps its own, by the scores of its
-    query heads, unless ``shared``."""
+    """H2O (arXiv 2306.14048): keep the ``recent`` newest tokens, exact, and the ``budget`` others with the most
+    attention so far. The rest is evicted, ``page_size`` tokens at a time. Each KV head keeps its own tokens, by the
+    attention of its query heads, unless ``shared``."""
     for name, tokens, least in (("recent", recent, 0), ("page_size", page_size, 1)):
         check_integer(name, tokens, least)
     rollback = min(_ROLLBACK, page_size)
@@ -146,8 +146,8 @@ def HeavyHitter(budget: int, recent: int, page_size: int = 32, shared: bool = Fa
 
 
 def StreamingLLM(sinks: int, recent: int, exact: int = 32, page_size: int = 32) -> Retention:
-    """StreamingLLM (arXiv 2309.17453): the first ``sinks`` and the ``recent`` newest tokens, of which the last
-    ``exact`` are not packed; the rest is evicted, ``page_size`` tokens at a time."""
+    """StreamingLLM (arXiv 2309.17453): keep the first ``sinks`` and the ``recent`` newest tokens; the last ``exact`` of
+    those are not packed. The rest is evicted, ``page_size`` tokens at a time."""
     for name, tokens, least in (("recent", recent, 0), ("exact", exact, 0), ("page_size", page_size, 1)):
         check_integer(name, tokens, least)
     if recent < exact or (recent - exact) % page_size:
@@ -160,4 +160,4 @@ POLICIES = {
     "h2o": HeavyHitter(256, recent=224),
     "streaming-llm": StreamingLLM(4, recent=480),
 }
-"""Policies with a name: ``scheme="kivi+h2o"``. Both keep some 500 tokens."""
+"""Policies by name, for ``scheme="kivi+h2o"``. Both keep about 500 tokens."""

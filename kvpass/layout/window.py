@@ -1,4 +1,4 @@
-"""Where a token lives: in a sink slot, in a slot of the ring, or in a page. Index arithmetic on the host."""
+"""Where a token is stored: in a sink slot, in a slot of the ring, or in a page. Index arithmetic on the host."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,29 +12,30 @@ from torch import Tensor
 from .retention import Retention
 
 LENGTH_OFFSET = 1 << 20
-"""A cache of n tokens hands its length to a graph as the *shape* of a zero-stride view, n + LENGTH_OFFSET long, of one
-int64 that holds n. The shape makes n a symbolic int (one graph for every length, slices instead of masks); the value
-is there for device kernels. The offset keeps 0 and 1 from being specialised and n from being unified with other dims.
+"""A cache of n tokens passes its length to a graph as the *shape* of a length tensor: a zero-stride view, n +
+LENGTH_OFFSET long, of one int64 that holds n. The shape makes n a symbolic int (one graph for every length, slices
+instead of masks); device kernels read the value. The offset keeps Dynamo from specializing on 0 and 1, and from
+unifying n with other dims.
 """
 SEEN_OFFSET = 2 * LENGTH_OFFSET
-"""The same for tokens seen, of which some may have been evicted: it is never the other's size."""
+"""The offset for the number of tokens seen, including evicted ones; it differs, so that the two sizes never unify."""
 
 _NEVER = torch.iinfo(torch.int64).max
 
 
 def carry(n: int, device: torch.device | None = None, offset: int = LENGTH_OFFSET) -> Tensor:
-    """The carrier of length ``n``: a zero-stride view, ``n + offset`` long, of one int64 that holds n. The device fills
+    """The length tensor for ``n``: a zero-stride view, ``n + offset`` long, of one int64 that holds n. The device fills
     it, so that the host does not wait for a copy."""
     return torch.full((1,), n, dtype=torch.int64, device=device).expand(n + offset)
 
 
 def length_of(carrier: Tensor, offset: int = LENGTH_OFFSET) -> int:
-    """The length a carrier has; symbolic under tracing, never a device read."""
+    """The length that a length tensor stands for; symbolic under tracing, never read from the device."""
     return carrier.shape[0] - offset
 
 
 def on_device(carrier: Tensor | None, n: int, device: torch.device) -> Tensor:
-    """What holds ``n`` there: ``carrier``, unless there is none or it is elsewhere."""
+    """A tensor on ``device`` that holds ``n``: ``carrier``, unless it is None or on another device."""
     return carrier if carrier is not None and carrier.device == device else carry(n, device)
 
 
@@ -43,7 +44,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 class Recent:
-    """The newest tokens are exact; the oldest of them leave, a page at a time."""
+    """The newest tokens are exact; the oldest of these leave a page at a time."""
 
     def __init__(self, retention: Retention):
         self.retention = retention
@@ -54,12 +55,12 @@ class Recent:
         return torch.arange(self.retention.sinks + first * size, self.retention.sinks + last * size)
 
     def in_pages(self, x: Tensor, first: int, last: int) -> Tensor:
-        """Those of the tokens ``[B, H, n, D]`` that are in pages ``[first, last)``, in storage order."""
+        """The tokens of ``x`` ``[B, H, n, D]`` that are in pages ``[first, last)``, in storage order."""
         size = self.retention.page_size
         return x.narrow(2, self.retention.sinks + first * size, (last - first) * size) if last > first else x[:, :, :0]
 
     def exact(self, n: int) -> Tensor:
-        """The exact tokens behind the sinks once ``n`` are stored, in token order."""
+        """The exact tokens after the sinks, if ``n`` are stored, in token order."""
         return torch.arange(min(n, self.retention.sinks) + self.retention.packed(n), n)
 
     def slot(self, token: int) -> int:
@@ -73,19 +74,19 @@ class Recent:
         return torch.where(tokens < sinks, tokens, sinks + (tokens - sinks) % self.retention.ring_size)
 
     def packed_before(self, tokens: Tensor, page: int) -> Tensor:
-        """Whether each of ``tokens``, which are behind the sinks, goes to a page before ``page``."""
+        """Whether each of ``tokens``, none of them sinks, goes to a page before ``page``."""
         return (tokens - self.retention.sinks) // self.retention.page_size < page
 
     def overwritten(self, tokens: Tensor, stop: int) -> Tensor:
-        """Whether, of tokens ``[0, stop)``, a later one takes the slot of each of ``tokens``."""
+        """Whether a later one of the tokens ``[0, stop)`` takes the slot of each of ``tokens``."""
         return (tokens >= self.retention.sinks) & (tokens + self.retention.ring_size < stop)
 
     def token_order(self, n: int) -> Tensor | None:
-        """The permutation that puts sinks, pages and window into token order; None where they are."""
+        """The permutation that puts sinks, pages and window into token order; None if they are in that order."""
         return None
 
     def runs(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
-        """The slots in which tokens ``[first, stop)`` lie, as the first slot and the length of each run."""
+        """The slots of tokens ``[first, stop)``, as first slot and length of each run."""
         sinks, end = self.retention.sinks, self.retention.sinks + self.retention.ring_size
         while first < stop:
             slot = self.slot(first)
@@ -94,20 +95,20 @@ class Recent:
             first += count
 
     def read(self, ring: Tensor, n: int) -> Tensor:
-        """The exact tokens behind the sinks once ``n`` are stored, in token order."""
+        """The exact tokens after the sinks, if ``n`` are stored, in token order."""
         first = min(n, self.retention.sinks) + self.retention.packed(n)
         return _joined([ring.narrow(2, *run) for run in self.runs(first, n)] or [ring[:, :, :0]])
 
     def leaving(self, ring: Tensor, n: int, x: Tensor, first: int, last: int) -> Tensor:
-        """The tokens of pages ``[first, last)``, of which those before ``n`` are in the ring, others in ``x``."""
+        """The tokens of pages ``[first, last)``: those before ``n`` from the ring, the others from ``x``."""
         start, stop = (self.retention.sinks + page * self.retention.page_size for page in (first, last))
         parts = [ring.narrow(2, *run) for run in self.runs(start, min(stop, n))]
         new = max(start, n)
         return _joined([*parts, x.narrow(2, new - n, stop - new)] if stop > new else parts)
 
     def write(self, rings: Sequence[Tensor], n: int, xs: Sequence[Tensor]) -> None:
-        """Store ``xs`` ``[B, H, S, D]`` as tokens ``[n, n + S)`` of ``rings``, one each; those whose slot is taken
-        again are left out."""
+        """Store each of ``xs`` ``[B, H, S, D]`` as tokens ``[n, n + S)`` of its ring, leaving out tokens whose slot a
+        later one takes."""
         tokens = xs[0].shape[2]
         sinks, stop = self.retention.sinks, n + tokens
         for first, end in ((n, min(stop, sinks)), (max(n, sinks, stop - self.retention.ring_size), stop)):
@@ -119,14 +120,14 @@ class Recent:
 
 @dataclass(frozen=True)
 class Moves:
-    """The stream of moves of a log-sparse window, as far as it is known. A value: it is extended into another one, and
-    nobody writes to its tensors, so that threads share it. Tokens are counted from behind the sinks.
+    """The moves of a log-sparse window, as far as they are known. Immutable: `extended` returns a new object, and
+    nobody writes to its tensors, so that threads can share it. Token numbers start after the sinks.
 
-    slot, page_of, next: ``[placed]``, of each token its ring slot, the page it goes to and the token that takes its
-        slot afterwards, `_NEVER` as long as there is none.
+    slot, page_of, next: ``[placed]``, for each token its ring slot, the page it goes to, and the token that takes its
+        slot afterwards, or `_NEVER` if that is not known yet.
     pages: ``[N, W]``, the tokens of each page.
     exact, free: the exact tokens, oldest first, and the free slots, in the order they are taken.
-    holder: ``[window]``, the token that took each slot last, -1 if none did.
+    holder: ``[window]``, the token that took each slot last, or -1.
     """
 
     slot: Tensor
@@ -139,7 +140,7 @@ class Moves:
 
     @classmethod
     def start(cls, size: int, window: int) -> Self:
-        """3W tokens, placed, none of which has moved. ``size`` is W."""
+        """3W tokens, all placed, none of them moved yet. ``size`` is W."""
         full, slots = 3 * size, torch.arange(window)
         slot, never = slots[:full], torch.full((full,), _NEVER)
         pages = torch.empty((0, size), dtype=torch.int64)
@@ -147,17 +148,17 @@ class Moves:
 
     @property
     def placed(self) -> int:
-        """Tokens whose slot is known."""
+        """Number of tokens whose slot is known."""
         return len(self.slot)
 
     def extended(self, tokens: int) -> "Moves":
-        """The same with ``tokens`` tokens placed, and less than W more."""
+        """The moves with at least ``tokens`` tokens placed, and less than W more."""
         size, exact, free, holder = self.pages.shape[1], self.exact, self.free, self.holder.clone()
         pages, starts = [self.pages], range(self.placed, tokens, size)
         more = len(starts) * size
         slot = torch.cat([self.slot, torch.empty(more, dtype=torch.int64)])
         page_of, later = (torch.cat([known, torch.full((more,), _NEVER)]) for known in (self.page_of, self.next))
-        for page, start in enumerate(starts, len(self.pages)):  # one compaction, and the W tokens that follow it
+        for page, start in enumerate(starts, len(self.pages)):  # one compaction and the W tokens after it
             leaving, new = exact[1 : 2 * size : 2], torch.arange(start, start + size)
             pages.append(leaving[None])
             page_of[leaving] = page
@@ -170,11 +171,11 @@ class Moves:
 
 
 class LogSparse(Recent):
-    """LogQuant (algorithm 1 of the paper): when 3W exact tokens are reached, every second one of the older 2W goes
-    to a page, so that exact tokens thin out with distance. W is the page size and ``2 W`` the residual.
+    """LogQuant (algorithm 1 of the paper): when there are 3W exact tokens, every second one of the older 2W goes to a
+    page, so exact tokens get sparser with distance. W is the page size, and ``2 W`` the residual.
 
-    The stream of moves does not depend on data: it is found once per retention, as far as any caller has got. Every
-    answer is taken from one value of `Moves`, and is the same however far that goes.
+    The moves do not depend on data. They are computed once per retention, as far as any caller has needed. Every answer
+    comes from a single `Moves`, and does not depend on how far that goes.
     """
 
     def __init__(self, retention: Retention):
@@ -183,14 +184,14 @@ class LogSparse(Recent):
         self._moves = Moves.start(self._size, retention.ring_size)
 
     def _known(self, tokens: int) -> Moves:
-        """Every move due once ``tokens`` tokens (behind the sinks) are stored, at least."""
+        """At least all moves that are due if ``tokens`` tokens after the sinks are stored."""
         moves, need = self._moves, tokens + self._size
         if moves.placed < need:
             moves = self._moves = moves.extended(max(need, 2 * moves.placed))
         return moves
 
     def _at(self, tokens: Tensor, stop: int = 0) -> tuple[Moves, Tensor]:
-        """The moves of ``tokens`` and of ``[0, stop)``, and ``tokens`` counted from behind the sinks."""
+        """Moves that cover ``tokens`` and ``[0, stop)``, and ``tokens`` counted from the end of the sinks."""
         behind = (tokens - self.retention.sinks).clamp_min(0)
         return self._known(max(stop, int(behind.max()) + 1 if behind.numel() else 0)), behind
 
@@ -251,11 +252,11 @@ class LogSparse(Recent):
 
 @dataclass(frozen=True)
 class Writes:
-    """How far a ring was written: which of its tokens have lost their slots. Tokens that are taken back are written
-    again, and it is from then on that later ones count.
+    """How far a ring was written: which of its tokens have lost their slots. Cropped tokens are written again, and only
+    later writes count from then on.
 
-    spans: pairs of ``first`` and ``stop``, ``first`` ascending and ``stop`` descending: since the tokens from ``first``
-        on were written, those up to ``stop`` have been.
+    spans: pairs of ``first`` and ``stop``, with ``first`` ascending and ``stop`` descending: since the tokens from
+        ``first`` on were written, tokens up to ``stop`` have been written.
     packed: tokens of earlier pages are not in the ring, whatever was written.
     """
 
@@ -271,18 +272,19 @@ class Writes:
                 kept.append((first, stop))
         return Writes(tuple(kept), packed)
 
-    @lru_cache(maxsize=16)  # noqa: B019  # it is the same for the states of all layers
+    @lru_cache(maxsize=16)  # noqa: B019  # the states of all layers ask the same
     def wrote(self, start: int, stop: int, packed: int) -> "Writes":
-        """Those after tokens ``[start, stop)``; ``packed`` are the pages in use at length ``start``."""
+        """The writes after storing tokens ``[start, stop)``; ``packed`` is the number of pages in use at length
+        ``start``."""
         older = [(first, max(end, stop)) for first, end in self.spans if first < start]
         return self._with([*older, (start, stop)], min(self.packed, packed))
 
     def evicted(self, gone: int, packed: int) -> "Writes":
-        """Those after ``gone`` tokens before page ``packed`` were dropped, and later ones moved up."""
+        """The writes after ``gone`` tokens before page ``packed`` were dropped and later ones moved up."""
         return self._with([(max(0, a - gone), b - gone) for a, b in self.spans], max(self.packed, packed))
 
     def lost(self, tokens: Tensor, where: "Recent") -> Tensor:
-        """Whether each of ``tokens``, which are behind the sinks, is not in the ring any more."""
+        """Whether each of ``tokens``, none of them sinks, is no longer in the ring."""
         gone = where.packed_before(tokens, self.packed)
         for (first, stop), (after, _) in pairwise([*self.spans, (_NEVER, 0)]):
             gone |= (tokens >= first) & (tokens < after) & where.overwritten(tokens, stop)
@@ -291,13 +293,14 @@ class Writes:
 
 @cache
 def layout(retention: Retention) -> Recent:
-    """The layout a retention asks for."""
+    """The layout for a retention policy."""
     return LogSparse(retention) if retention.keep == "log" else Recent(retention)
 
 
 @lru_cache(maxsize=64)
 def ring_tokens(retention: Retention, n: int, device: torch.device | None = None) -> Tensor:
-    """The token that each of the ``sinks + ring_size`` slots holds once ``n`` are stored, -1 where none is exact."""
+    """The token in each of the ``sinks + ring_size`` slots, if ``n`` are stored; -1 for slots without an exact
+    token."""
     held = torch.full((retention.sinks + retention.ring_size,), -1)
     tokens = torch.cat([torch.arange(min(n, retention.sinks)), layout(retention).exact(n)])
     held[layout(retention).slots(tokens)] = tokens

@@ -1,4 +1,4 @@
-"""Models as they are: what their cache layers hold, what stands in the way of capturing them, and where to get one."""
+"""Inspect models: what their cache layers hold, what prevents capturing them; and load one."""
 
 from .pretrained import cache_dir, load, packaged_folder
 

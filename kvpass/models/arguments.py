@@ -1,5 +1,7 @@
-"""What models call the arguments that kvpass passes. transformers 5.24 renamed the one that hands over a cache, and the
-field of outputs that returns it: ``past_key_values`` became ``cache``. The only file that knows.
+"""The names of the arguments that kvpass passes to models.
+
+transformers 5.24 renamed the argument that passes a cache and the output field that returns it, from
+``past_key_values`` to ``cache``. No other file depends on the name.
 """
 
 import inspect
@@ -12,26 +14,26 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 CACHE_NAMES = "past_key_values", "cache"
 CACHE = next(field.name for field in fields(BaseModelOutputWithPast) if field.name in CACHE_NAMES)
-"""What ``generate``, models and outputs of the installed transformers call it."""
+"""Its name in ``generate``, models and outputs of the installed transformers."""
 
 
 def cache_argument(model: nn.Module) -> str:
-    """What ``model.forward`` calls the cache: models that came with their own code may still use the older name. A
-    wrapper hands on what it is given, and is given `CACHE`."""
+    """The name of the cache argument of ``model.forward``; models that ship their own code may still use the older one.
+    A wrapper passes its arguments on, so it gets `CACHE`."""
     older = CACHE_NAMES[0]
     return older if older in inspect.signature(model.forward).parameters else CACHE
 
 
 def takes_cache(model: nn.Module) -> bool:
-    """Whether a parameter of ``model.forward`` is one that transformers hands a cache to."""
+    """Whether ``model.forward`` has a parameter with one of the cache names of transformers."""
     return cache_argument(model) in inspect.signature(model.forward).parameters
 
 
 def handing(model: nn.Module, cache: Cache) -> dict[str, Any]:
-    """The argument of ``model`` that hands over ``cache``."""
+    """The keyword argument that passes ``cache`` to ``model``."""
     return {cache_argument(model): cache}
 
 
 def keeping(model: nn.Module, count: int) -> dict[str, int]:
-    """The argument that makes ``model`` compute logits of the last ``count`` tokens only, if it has one."""
+    """The keyword argument that limits the logits of ``model`` to the last ``count`` tokens, if it has one."""
     return {"logits_to_keep": count} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}

@@ -1,5 +1,5 @@
-"""Attention implementations of transformers that are kernels of their own: nothing to capture, so another form of
-the same function takes their place while kvpass is applied. The only file that sets them."""
+"""Replace attention kernels of transformers that cannot be captured by an equivalent implementation while kvpass is
+applied. No other file sets attention implementations."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,8 @@ KERNELS = ("flex_attention", "flash_attention_2", "flash_attention_3", "flash_at
 
 
 class PortableAttention:
-    """The attention of ``model`` written as ATen: "sdpa", or "eager" where SDPA lacks something (softcap, sinks)."""
+    """The attention of ``model`` in ATen ops: "sdpa", or "eager" if SDPA lacks something the model needs (softcap,
+    sinks)."""
 
     def __init__(self, model: nn.Module):
         self.own = [
@@ -26,23 +27,23 @@ class PortableAttention:
         self.uninstall()
 
     def install(self) -> None:
-        """Write it so."""
+        """Switch to the ATen implementation."""
         for config, _, portable in self.own:
             config._attn_implementation = portable
 
     def uninstall(self) -> None:
-        """Give the model its own implementation back."""
+        """Restore the model's own implementation."""
         for config, own, _ in self.own:
             config._attn_implementation = own
 
     def __str__(self) -> str:
-        """What `kvpass.explain` says of it; empty if nothing changed."""
+        """The sentence for `kvpass.explain`; empty if nothing was replaced."""
         changes = dict.fromkeys(f"{portable!r} replaces {own!r}" for _, own, portable in self.own)
         return "; ".join(changes) and f"attn_implementation: {'; '.join(changes)} while kvpass is applied"
 
 
 def _configs(model: nn.Module) -> Iterator[tuple[PretrainedConfig, PreTrainedModel]]:
-    """Every config an attention module may look at, once, with a model it belongs to."""
+    """Every config that an attention module may read, once, with a model it belongs to."""
     seen = set()
     for submodule in model.modules():
         config = getattr(submodule, "config", None)

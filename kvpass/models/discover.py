@@ -1,4 +1,4 @@
-"""Where a plain decoder keeps its keys and values, found by running it: no names, no way of writing are assumed."""
+"""Find where a plain decoder keeps its keys and values, by running it. No names and no way of writing are assumed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from ..errors import KVPassError
 from ..schemes import LayerGeometry, geometries
 
-_LOUDER = 100.0  # noise this much larger in slots that have not been written must not change the output
+_LOUDER = 100.0  # the output must not change if unwritten slots hold noise this many times larger
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """A tensor that ``owner`` keeps as ``name``: ``[B, H_kv, T, D]``, or ``[B, T, H_kv, D]`` if ``token_dim`` is 1."""
+    """A tensor stored as attribute ``name`` of ``owner``: ``[B, H_kv, T, D]``, or ``[B, T, H_kv, D]`` if ``token_dim``
+    is 1."""
 
     path: str
     owner: nn.Module
@@ -28,22 +29,23 @@ class Buffer:
     token_dim: int
 
     def get(self) -> Tensor:
-        """What is kept now, as ``[B, H_kv, T, D]``."""
+        """The current content, as ``[B, H_kv, T, D]``."""
         tensor = getattr(self.owner, self.name)
         return tensor.transpose(1, 2) if self.token_dim == 1 else tensor
 
     def set(self, x: Tensor) -> None:
-        """Keep ``x``, ``[B, H_kv, T, D]``."""
+        """Store ``x``, ``[B, H_kv, T, D]``."""
         setattr(self.owner, self.name, x.transpose(1, 2) if self.token_dim == 1 else x)
 
 
 @dataclass(frozen=True)
 class BufferedCache:
-    """A decoder that writes keys and values to tensors it keeps.
+    """A decoder that writes keys and values into tensors of its own.
 
-    layers: key and value buffer of each attention layer, or why it is not understood. tokens: the parameter that holds
-    the new tokens, ``[B, S]`` or ``[B, S, C]``. position: the one that says where they go: the first position, or all
-    of them. capacity: tokens there is room for.
+    layers: key and value buffer of each attention layer, or the reason why it is not understood.
+    tokens: name of the parameter for the new tokens, ``[B, S]`` or ``[B, S, C]``.
+    position: name of the parameter that says where they are written: the first position, or all of them.
+    capacity: number of tokens the buffers have room for.
     """
 
     layers: list[tuple[Buffer, Buffer] | str]
@@ -52,16 +54,16 @@ class BufferedCache:
     capacity: int
 
     def geometry(self) -> dict[int, LayerGeometry | str]:
-        """What each layer holds, by index."""
+        """The geometry of each layer by index, or why it is not packed."""
         return geometries([pair if isinstance(pair, str) else pair[0].get() for pair in self.layers])
 
 
 @dataclass(frozen=True)
 class HandedCache:
-    """A decoder that takes the cache as ``parameter`` and returns the next one as item ``output`` of a tuple: nested
-    lists of ``[B, H_kv, T, D]`` tensors, keys before values.
+    """A decoder that takes the cache as argument ``parameter`` and returns the next one as item ``output`` of a tuple.
+    The cache is nested lists of ``[B, H_kv, T, D]`` tensors, keys before values.
 
-    takes_empty: no cache and one of no tokens are the same to it.
+    takes_empty: whether the model treats no cache and a cache of 0 tokens alike.
     """
 
     examples: list[Tensor]
@@ -72,12 +74,12 @@ class HandedCache:
     takes_empty: bool
 
     def geometry(self) -> dict[int, LayerGeometry | str]:
-        """What each layer holds, by index."""
+        """The geometry of each layer by index, or why it is not packed."""
         return geometries(self.examples[::2])
 
 
 def _names(value, part: range) -> bool:
-    """Whether an argument may be the first position of ``part``, or all of them."""
+    """Whether ``value`` may be the first position of ``part``, or all its positions."""
     if not isinstance(value, Tensor):
         return type(value) is int and value == part.start
     if value.is_floating_point() or value.dtype == torch.bool:
@@ -103,16 +105,18 @@ def bind(model: nn.Module, example_inputs: tuple | dict[str, Any]) -> dict[str, 
 
 
 def discover(model: nn.Module, arguments: dict[str, Any]) -> BufferedCache | HandedCache | None:
-    """How ``model`` keeps keys and values, or None if it has no cache. Runs it a few times; buffers are put back.
+    """How ``model`` keeps keys and values, or None if it has no cache. Runs the model a few times and restores its
+    buffers.
 
-    Raises `KVPassError` if it does not run on ``arguments``, or has a cache whose position is not understood.
+    Raises `KVPassError` if the model does not run on ``arguments``, or has a cache whose position argument is not
+    understood.
     """
     probe = _Probe(model, arguments)
     return probe.buffered() or probe.handed()
 
 
 class _Probe:
-    """A model, and inputs to try it with."""
+    """A model and inputs to run it with."""
 
     def __init__(self, model: nn.Module, arguments: dict[str, Any]):
         self.model, self.arguments = model, arguments
@@ -126,9 +130,10 @@ class _Probe:
             raise KVPassError(f"{type(self.model).__name__} failed on its example_inputs: {error}") from error
 
     def written(self, louder: dict[int, tuple[int, range]] | None = None, **changed):
-        """The output, and the dim and range of tokens that were written of each tensor kept, by its place in ``kept``.
+        """The output, and for each tensor in ``kept``, by index, the token dim and the range of tokens that was
+        written.
 
-        They hold noise meanwhile, much more of it behind what ``louder`` says of each.
+        During the run the tensors hold noise, and far larger noise after the ranges that ``louder`` gives.
         """
         originals = [getattr(owner, name) for _, owner, name in self.kept]
         generator = torch.Generator().manual_seed(0)
@@ -172,7 +177,7 @@ class _Probe:
         return BufferedCache(layers, self._tokens(len(part)), position, sizes.pop())
 
     def _pairs(self, dims: dict[int, int]) -> list[tuple[Buffer, Buffer] | str]:
-        """Keys and values of each layer, given the token dims of what is written."""
+        """Keys and values of each layer, given the token dims of the written tensors."""
         by_owner: dict[str, list[Buffer]] = {}
         for i, dim in dims.items():
             path, owner, name = self.kept[i]
@@ -188,7 +193,7 @@ class _Probe:
         return layers
 
     def _position(self, part: range) -> str:
-        """The parameter that moves what is written."""
+        """The parameter that moves the written range."""
         for name, value in self.arguments.items():
             if not _names(value, part):
                 continue
@@ -208,7 +213,7 @@ class _Probe:
         raise KVPassError(f"No argument holds the {count} written tokens as [B, S] or [B, S, C].")
 
     def handed(self) -> HandedCache | None:
-        """Try each argument that may be left out, with each part of the output, for one more token."""
+        """Try each optional argument with each item of the output as a cache, for one more token."""
         output = self.run()
         if not isinstance(output, tuple):
             return None
@@ -229,7 +234,7 @@ class _Probe:
         return None
 
     def _same(self, output, parameter: str, cache) -> bool:
-        """Whether passing ``cache`` changes nothing."""
+        """Whether passing ``cache`` leaves the output unchanged."""
         try:
             leaves = tree_leaves(self.run(**{parameter: cache}))
         except KVPassError:
@@ -240,7 +245,7 @@ class _Probe:
         )
 
     def _continues(self, tokens: str, parameter: str, cache, output: int, examples: list[Tensor]) -> bool:
-        """Whether one more token with ``cache`` gives the same cache with one more token behind it."""
+        """Whether one more token with ``cache`` returns the same cache, extended by one token."""
         try:
             longer = self.run(**{tokens: self.arguments[tokens][:, -1:], parameter: cache})[output]
         except (KVPassError, TypeError, IndexError):
@@ -256,7 +261,7 @@ class _Probe:
 
 
 def _four_dimensional(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Path, owner and name of every float tensor of 4 dims that a module keeps and does not learn."""
+    """Path, owner and name of every 4-dim float tensor that a module stores and does not train."""
     for path, module in model.named_modules():
         for name, value in [*module._buffers.items(), *vars(module).items()]:
             if isinstance(value, Tensor) and value.ndim == 4 and value.is_floating_point():
@@ -264,7 +269,7 @@ def _four_dimensional(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def _changed(before: Tensor, after: Tensor) -> tuple[int, range] | None:
-    """The dim that counts tokens and the range of it that was written; None if nothing was, or not a range."""
+    """The token dim and the range of tokens that changed; None if nothing did, or not one range."""
     if before.shape != after.shape:
         return None
     changed = before != after

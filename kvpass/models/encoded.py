@@ -1,4 +1,4 @@
-"""What an encoder hands to its decoder, for a forward whose encoder does not run: whatever its own inputs are."""
+"""Encoder outputs for a decoder, so that its forward can run without its encoder and the encoder's inputs."""
 
 import typing
 from typing import Any
@@ -12,17 +12,17 @@ from transformers.utils import ModelOutput
 from ..errors import KVPassError
 
 _ALSO_READ = "attention_mask", "router_logits"
-"""Fields of an encoder's output that some models read whether needed or not: None means that there are none."""
+"""Fields of an encoder's output that some models always read; None says that they are absent."""
 
 
 def has_encoder(model: nn.Module) -> bool:
-    """Whether ``model`` is an encoder-decoder: its own arguments are called ``decoder_*``."""
+    """Whether ``model`` is an encoder-decoder, whose decoder arguments are named ``decoder_*``."""
     return getattr(getattr(model, "config", None), "is_encoder_decoder", False)
 
 
 def encoded(model: nn.Module, batch: int, tokens: int) -> ModelOutput:
-    """``encoder_outputs`` for ``model``: zeros ``[batch, tokens, width]`` in its dtype, in the class of output that the
-    encoder is annotated with. Raises `KVPassError` if the width is not known."""
+    """``encoder_outputs`` for ``model``: zeros ``[batch, tokens, width]`` in its dtype, as the output class that the
+    encoder is annotated with. Raises `KVPassError` if the width is unknown."""
     seq2seq: Any = model
     encoder = seq2seq.get_encoder()
     hidden = torch.zeros(batch, tokens, _width(seq2seq, encoder), dtype=seq2seq.dtype, device=seq2seq.device)
@@ -36,7 +36,7 @@ def encoded(model: nn.Module, batch: int, tokens: int) -> ModelOutput:
 
 
 def _width(model: Any, encoder: nn.Module) -> int:
-    """Channels of what ``encoder`` gives."""
+    """The number of channels that ``encoder`` returns."""
     own: Any = getattr(encoder, "config", None)
     configs: list[Any] = [own, own.get_text_config()] if isinstance(own, PretrainedConfig) else []
     configs += [model.config.get_text_config(encoder=True), model.config.get_text_config(decoder=True)]
@@ -52,10 +52,10 @@ def _width(model: Any, encoder: nn.Module) -> int:
 
 
 def _output_class(encoder: nn.Module) -> Any:
-    """The class that the forward of ``encoder`` is annotated to return, `BaseModelOutput` if it is not."""
+    """The class that the forward of ``encoder`` is annotated to return, or else `BaseModelOutput`."""
     try:
         returned = typing.get_type_hints(encoder.forward).get("return")
-    except (NameError, TypeError, AttributeError):  # names that exist for a type checker only
+    except (NameError, TypeError, AttributeError):  # the annotation uses names imported for type checkers only
         returned = None
     for kind in (returned, *typing.get_args(returned)):
         fields = getattr(kind, "__dataclass_fields__", ())

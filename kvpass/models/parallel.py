@@ -1,4 +1,4 @@
-"""Models whose weights are shared out among processes: transformers' tensor parallelism (``DistributedConfig``)."""
+"""Models whose weights are sharded across processes: transformers' tensor parallelism (``DistributedConfig``)."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ from ..errors import KVPassError
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether this process has parts of the weights of ``model`` only."""
+    """Whether this process holds only parts of the weights of ``model``."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return False
     from torch.distributed.tensor import DTensor
@@ -16,7 +16,8 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def refuse_sharded(model: nn.Module, what: str, instead: str) -> None:
-    """Raise `KVPassError` if ``model`` is shared out among processes: for ``what``, and what to do instead."""
+    """Raise `KVPassError` if ``model`` is sharded across processes, with the reason ``what`` and the advice
+    ``instead``."""
     if is_sharded(model):
         raise KVPassError(
             f"The weights of {type(model).__name__} are sharded across {torch.distributed.get_world_size()} processes "

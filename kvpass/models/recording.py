@@ -1,5 +1,7 @@
-"""Outputs that transformers records by hooks: hidden states and attentions. It puts the hooks up at the first call that
-asks for them, under a lock, which cannot be captured: here they are up before. The only file that knows how.
+"""Outputs that transformers records with hooks: hidden states and attentions.
+
+transformers installs these hooks under a lock in the first call that asks for them, which cannot be captured. So this
+file installs them beforehand. No other file depends on how they work.
 """
 
 from collections.abc import Iterator
@@ -12,11 +14,12 @@ from transformers.utils import output_capturing
 from ..errors import KVPassError
 
 RECORDS = output_capturing.__name__
-"""The module whose hooks record outputs: they do nothing in a call that does not ask for any."""
+"""The module of the recording hooks, which do nothing in a call that requests no recorded output."""
 
 
 def refuse_what_is_not_recorded(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
-    """Raise `KVPassError` if ``arguments`` ask a forward that has to be captured for weights SDPA does not give."""
+    """Raise `KVPassError` if ``arguments`` request attention weights, which SDPA does not return, of a forward that has
+    to be captured."""
     if _asked("attentions", model, arguments) and model.config.get_text_config()._attn_implementation == "sdpa":
         raise KVPassError(
             "output_attentions=True: SDPA returns no attention weights, and this scheme captures the whole forward as "
@@ -25,7 +28,7 @@ def refuse_what_is_not_recorded(model: PreTrainedModel, arguments: dict[str, Any
 
 
 def put_up_hooks(model: PreTrainedModel, arguments: dict[str, Any]) -> None:
-    """Make ``model`` ready to be captured with what ``arguments`` ask for."""
+    """Install the hooks that ``arguments`` need, so that ``model`` can be captured with them."""
     if _asked("attentions", model, arguments) or _asked("hidden_states", model, arguments):
         for recorder in _recorders(model):
             output_capturing.maybe_install_capturing_hooks(recorder)
@@ -37,7 +40,7 @@ def _asked(what: str, model: PreTrainedModel, arguments: dict[str, Any]) -> bool
 
 
 def _recorders(model: nn.Module) -> Iterator[PreTrainedModel]:
-    """The models within ``model``, outermost first, whose forward records."""
+    """The modules within ``model`` whose forward records outputs, outermost first."""
     for module in model.modules():
         if not isinstance(module, PreTrainedModel):
             continue

@@ -1,8 +1,8 @@
-"""Which arguments of a model say no more than leaving them out.
+"""Find arguments of a model that change nothing compared with leaving them out.
 
 Callers say the same in many ways: ``generate`` passes ``use_cache=True``, other loops do not. Calls of one form share a
-compiled graph, so kvpass leaves out what is redundant. Whether it is depends on the model: both ways are tried and
-compared. Positions are never left out. Without them some models count from 0 at every call, others from
+compiled graph, so kvpass leaves redundant arguments out. Whether one is redundant depends on the model, so both ways
+are run and compared. Positions are never left out: without them some models count from 0 in every call, others from
 ``padding_idx + 1``, others from what an earlier image left behind.
 """
 
@@ -22,28 +22,28 @@ from .probe import fresh_cache, some_tokens
 MASKS = "attention_mask", "decoder_attention_mask"
 _OTHERS = "logits_to_keep", "use_cache", "return_dict"
 _COMPARED = {"input_ids", "position_ids", "decoder_input_ids", "encoder_outputs", *CACHE_NAMES}
-"""Arguments of the calls that are compared, besides those that may be redundant."""
+"""Arguments that the compared calls have besides the candidates."""
 
 _PROMPT, _STEP = 3, 2
 
 
 class RedundantArguments:
-    """What is redundant for one model: masks of ones, ``logits_to_keep`` of all tokens, ``use_cache=True``,
-    ``return_dict=True``. Runs the model on a few tokens, with and without ``position_ids``."""
+    """The redundant arguments of one model, among masks of ones, ``logits_to_keep`` of all tokens, ``use_cache=True``
+    and ``return_dict=True``. Runs the model on a few tokens, with and without ``position_ids``."""
 
     def __init__(self, model: nn.Module):
-        uncompiled = torch.compiler.set_stance("force_eager")  # also where a user has compiled the forward
+        uncompiled = torch.compiler.set_stance("force_eager")  # also if the user has compiled the forward
         with torch.no_grad(), uncompiled, _evaluating(model):
             self._found = {positioned: _redundant(model, positioned) for positioned in (False, True)}
 
     @staticmethod
     def compared(names: Collection[str]) -> bool:
-        """Whether ``names`` are of arguments that calls were compared with."""
+        """Whether all of ``names`` are arguments that were part of the compared calls."""
         return _COMPARED.issuperset(set(names).difference(MASKS, _OTHERS))
 
     def among(self, names: Collection[str]) -> frozenset[str]:
-        """Those of the arguments ``names`` that can be left out of a call that has just these, if their values are as
-        above. None can if there are others, such as images or token types: nothing was compared with them."""
+        """Which of the arguments ``names`` can be left out of a call that has exactly these, given the values above.
+        None can if the call has others, such as images or token types, because they were not part of the comparison."""
         found = self._found["position_ids" in names]
         return found.intersection(names) if found.union(_COMPARED).issuperset(names) else frozenset()
 
@@ -71,8 +71,8 @@ def _redundant(model: nn.Module, positioned: bool) -> frozenset[str]:
 
 
 def _facts(model: nn.Module, positioned: bool, names: Iterable[str]) -> tuple[list[str], list[Tensor]] | None:
-    """What comes of a prompt and a step with the arguments ``names``: the kind of output and what it holds, logits, and
-    keys and values of each layer. None if the model does not take these arguments."""
+    """The results of a prompt and a step with the arguments ``names``: kind and fields of the outputs, logits, and keys
+    and values of each layer. None if the model does not take these arguments."""
     cache, seen, kinds, tensors = fresh_cache(model), 0, [], []
     try:
         for count in (_PROMPT, _STEP):
@@ -80,7 +80,7 @@ def _facts(model: nn.Module, positioned: bool, names: Iterable[str]) -> tuple[li
             output = model(**_arguments(model, count, seen, positioned, names), **handing(model, cache))
             kinds += [type(output).__name__, str(list(output))] if isinstance(output, dict) else [str(type(output))]
             tensors.append(output[0])
-    except Exception:  # whatever a model raises for arguments that it does not take
+    except Exception:  # models raise anything for arguments that they do not take
         return None
     parts = [getattr(cache, name, cache) for name in ("self_attention_cache", "cross_attention_cache")]
     layers = [layer for part in parts for layer in part.layers]
@@ -89,7 +89,7 @@ def _facts(model: nn.Module, positioned: bool, names: Iterable[str]) -> tuple[li
 
 
 def _arguments(model: nn.Module, count: int, seen: int, positioned: bool, names: Iterable[str]) -> dict[str, Any]:
-    """The last ``count`` of ``seen`` tokens, the padding token among them."""
+    """The call for the last ``count`` of ``seen`` tokens, which include the padding token."""
     given = some_tokens(model, 1, count)
     ids = given["decoder_input_ids" if has_encoder(model) else "input_ids"]
     padding = getattr(model.config, "pad_token_id", None)
@@ -106,7 +106,7 @@ def _arguments(model: nn.Module, count: int, seen: int, positioned: bool, names:
 
 
 def _agree(one: tuple[list[str], list[Tensor]] | None, other: tuple[list[str], list[Tensor]]) -> bool:
-    """Whether two `_facts` are the same within rounding."""
+    """Whether two results of `_facts` are equal up to rounding."""
     if one is None or one[0] != other[0] or len(one[1]) != len(other[1]):
         return False
     return all(_close(x, y) for x, y in zip(one[1], other[1], strict=True))

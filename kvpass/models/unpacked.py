@@ -1,5 +1,5 @@
-"""Why a layer of a cache stays in full precision, in words that hold for it: its class, and what it keeps.
-The only file that knows the cache layers of transformers that are not packed."""
+"""Say why a cache layer stays in full precision, from its class and the tensors it keeps. No other file knows the cache
+layers of transformers that are not packed."""
 
 from typing import Any
 
@@ -24,11 +24,12 @@ _KNOWN = {
     "LinearAttentionAndSlidingWindowAttentionLayer": _BOTH,
     "DynamicIndexedLayer": _INDEXED,
 }
-"""Layer classes of `transformers.cache_utils`, by name: older versions lack some."""
+"""Names of layer classes of `transformers.cache_utils`; older versions lack some."""
 
 
 class StoresNoText(str):
-    """The reason of a layer that does not store each token: how many it holds is no sign of how many were read."""
+    """The reason for a layer that does not store one entry per token, so that its length says nothing about the tokens
+    read."""
 
 
 _NO_TEXT = StoresNoText(
@@ -38,8 +39,7 @@ _NO_TEXT = StoresNoText(
 
 
 def keys_of(layer: object, config: PretrainedConfig) -> Tensor | str:
-    """What a filled layer of a cache keeps as keys ``[B, H_kv, T, D]``, or why it is not packed. ``config``: the
-    decoder's."""
+    """The keys ``[B, H_kv, T, D]`` of a filled cache layer, or why it is not packed. ``config`` is the decoder's."""
     kind = type(layer)
     if kind is DynamicLayer:
         return _of_full_attention(layer, config)
@@ -83,7 +83,7 @@ def _windowed(layer: Any, config: PretrainedConfig) -> str:
 
 
 def _names(layer: object) -> list[str]:
-    """Attributes in which ``layer`` keeps tensors, or will: those of a dict may be None so far."""
+    """Attributes in which ``layer`` keeps, or will keep, tensors; entries of a dict may still be None."""
     found = []
     for name, value in vars(layer).items():
         parts = list(value.values()) if isinstance(value, dict) else [value] if isinstance(value, Tensor) else []

@@ -1,7 +1,7 @@
-"""The requests of one step of a server: which tokens each brings, which pages are due, and in which blocks they lie.
+"""The requests of one step of a server: their new tokens, the pages that are due, and the blocks these are in.
 
-A server keeps memory in blocks of a fixed number of tokens, and for each request a table of those that are its own. All
-of this is arithmetic on whole vectors: nothing here, and nothing that uses it, loops over requests or pages.
+A server keeps memory in blocks of a fixed number of tokens, and a block table for each request. Everything here is
+arithmetic on whole vectors: neither this file nor its callers loop over requests or pages.
 """
 
 from collections.abc import Callable
@@ -14,19 +14,20 @@ from torch import Tensor
 
 from ..layout.retention import Retention
 
-_TILE = 64  # queries of a request that are attended to together, at least
-_SLACK = 1.25  # share of them that may be padding
+_TILE = 64  # minimum number of a request's queries that are attended together
+_SLACK = 1.25  # padded size over real size, at most
 
 
 def ragged(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Of ``counts[i]`` things of each i, in a row: whose each is, and which of them: ``[sum(counts)]`` int64 both."""
+    """For ``counts[i]`` items of each i, in a row: the owner of each item, and its index there, both ``[sum(counts)]``
+    int64."""
     owner = torch.repeat_interleave(counts)
     first = counts.cumsum(0) - counts
     return owner, torch.arange(len(owner), device=counts.device) - first[owner]
 
 
 def once(find: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of a batch that finds the same for the same arguments: all layers of a step ask for it."""
+    """Cache the results of a method of a batch by its arguments, because all layers of a step ask for the same."""
 
     @wraps(find)
     def get(batch: Any, *arguments: Any) -> Any:
@@ -40,21 +41,22 @@ def once(find: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class BlockTable(NamedTuple):
-    """blocks: ``[R, n]`` int64, of each request. size: tokens, or slots, of a block."""
+    """blocks: ``[R, n]`` int64, the blocks of each request. size: tokens, or slots, per block."""
 
     blocks: Tensor
     size: int
 
     def find(self, owner: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-        """The block of the ``index``-th token, or slot, of request ``owner``, and its place there."""
+        """The block of token (or slot) ``index`` of request ``owner``, and its place in that block."""
         return self.blocks[owner, index // self.size], index % self.size
 
 
 class Due(NamedTuple):
     """Pages that leave the window, M of them.
 
-    owner, first: ``[M]``, the request of each, and its first block. block, slot: ``[M]``, where the page will lie.
-    tokens: block and place ``[M, P]`` in the window of the tokens in it.
+    owner, first: ``[M]``, the request of each, and the first block of that request.
+    block, slot: ``[M]``, where the page is stored.
+    tokens: block and place ``[M, P]`` of the page's tokens in the window.
     """
 
     owner: Tensor
@@ -65,9 +67,12 @@ class Due(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Queries that are attended to together. owner: ``[N]``, the request of each tile. rows: ``[N, Q]``, its tokens
-    among the new ones of all, and the last one again where there are no more. positions: ``[N, Q]``, in their
-    requests."""
+    """Queries that are attended together, in N tiles.
+
+    owner: ``[N]``, the request of each tile.
+    rows: ``[N, Q]``, indices of its tokens among all new ones; the last one is repeated as padding.
+    positions: ``[N, Q]``, their positions in the request.
+    """
 
     owner: Tensor
     rows: Tensor
@@ -75,17 +80,18 @@ class Tiles(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Requests that bring one token, B of them, and their pages in units of a few, M of all requests together.
+    """Requests that bring one token, B of them. Their pages are grouped into units of a few, M units in total.
 
-    row: ``[B]``, their tokens among the new ones of all. first: ``[B]``, their first blocks. length: ``[B]``, their
-        tokens, the new one among them.
-    block, slot: ``[M, G]``, the pages of each unit whose keys and values are packed; the last one is repeated.
-    owner, pages: ``[M]``, the row each unit belongs to, and how many pages it has.
+    row: ``[B]``, indices of their tokens among all new ones. first: ``[B]``, their first blocks. length: ``[B]``, their
+        tokens, including the new one.
+    block, slot: ``[M, G]``, the pages of each unit whose keys and values are packed; the last one is repeated as
+        padding.
+    owner, pages: ``[M]``, the row that each unit belongs to, and its number of pages.
     units, counts: ``[U, B]`` and ``[B]``, the units of each row, and how many there are.
-    half_block, half_slot: ``[B, X]``, pages whose keys alone are packed. half: ``[B]``, how many there are.
-    tail_block, tail_place: ``[E, B]``, the tokens behind those units, in the window. tail: ``[B]``, how many there are.
+    half_block, half_slot: ``[B, X]``, pages of which only the keys are packed. half: ``[B]``, how many there are.
+    tail_block, tail_place: ``[E, B]``, tokens after those pages, in the window. tail: ``[B]``, how many there are.
 
-    What is summed up over its second index lies the other way round: vectors are then made of channels.
+    Indices that are summed over come first in ``units`` and the tail, so that vectors run over channels.
     """
 
     row: Tensor
@@ -106,7 +112,7 @@ class Rows(NamedTuple):
 
 
 def at_least_two(x: Tensor) -> Tensor:
-    """``x`` with two entries along its first dim, if it has one: dims of a compiled kernel that vary are not 1."""
+    """``x`` with at least two entries along its first dim, because varying dims of a compiled kernel must not be 1."""
     return x if len(x) > 1 else torch.cat([x, x])
 
 
@@ -114,9 +120,9 @@ def at_least_two(x: Tensor) -> Tensor:
 class Batch:
     """Requests of one step, R of them.
 
-    start: ``[R + 1]`` int64, where the new tokens of each begin among those of all.
-    past, total: ``[R]`` int64, tokens stored before this step, and once its own are.
-    pages, window: where pages lie, by slots, and tokens that are exact.
+    start: ``[R + 1]`` int64, where each request's new tokens begin among all new ones.
+    past, total: ``[R]`` int64, tokens stored before this step and after it.
+    pages, window: block tables of pages, in slots, and of exact tokens.
     lead: slots of a request's first block that hold no page.
     """
 
@@ -129,23 +135,23 @@ class Batch:
 
     @cached_property
     def new(self) -> tuple[Tensor, Tensor]:
-        """Whose each new token is, and its position: ``[T]`` both."""
+        """The request of each new token, and its position: ``[T]`` each."""
         owner, index = ragged(self.total - self.past)
         return owner, self.past[owner] + index
 
     @cached_property
     def in_window(self) -> tuple[Tensor, Tensor]:
-        """Block of the window of each new token, and its place there: ``[T]`` both."""
+        """The window block of each new token, and its place there: ``[T]`` each."""
         return self.window.find(*self.new)
 
     def page(self, owner: Tensor, page: Tensor) -> tuple[Tensor, Tensor]:
-        """The block of pages of requests, and the slot there."""
+        """The block and the slot of pages ``page`` of requests ``owner``."""
         return self.pages.find(owner, page + self.lead)
 
     @once
     def sinks(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of those new tokens that are among the first ``count``: which they are of all new ones, the first block of
-        their request, and their position."""
+        """The new tokens among the first ``count`` of their requests: their indices among all new ones, the first block
+        of their request, and their position."""
         owner, positions = self.new
         rows = (positions < count).nonzero().flatten()
         return rows, self.pages.blocks[owner[rows], 0], positions[rows]
@@ -162,7 +168,7 @@ class Batch:
 
     @cached_property
     def tiles(self) -> list[Tiles]:
-        """All queries: those of requests that bring one token, and those of requests that bring more."""
+        """All queries, in one list entry for requests that bring one token and one for requests that bring more."""
         new = self.total - self.past
         kinds = ((new == 1).nonzero().flatten(), (new > 1).nonzero().flatten())
         return [self._tiled(one, _tile_size(new[one])) for one in kinds if len(one)]
@@ -177,22 +183,22 @@ class Batch:
 
     @once
     def contexts(self, tiles: Tiles, key: Retention, value: Retention) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Of the requests of ``tiles``, which are of one token each: ``[N]`` tokens, pages whose keys and values are
-        packed, and pages whose keys are; and the blocks of their pages, and of their windows, ``[N, n]``."""
+        """For ``tiles`` of one token each: ``[N]`` numbers of tokens, of pages whose keys and values are packed, and of
+        pages whose keys are packed; and ``[N, n]`` blocks of their pages and of their windows."""
         owner = tiles.owner
         past, tables = self.past[owner], (self.pages.blocks[owner], self.window.blocks[owner])
         return self.total[owner], pages_of(past, value), pages_of(past, key), *tables
 
     @once
     def rows(self, tiles: Tiles, key: Retention, value: Retention, at_once: int) -> Rows:
-        """Those of ``tiles``, which are of one token each, with ``at_once`` pages in a unit. Values do not leave the
-        window before keys."""
+        """`Rows` for ``tiles`` of one token each, with ``at_once`` pages per unit. Values never leave the window before
+        keys."""
         owner, size, device = at_least_two(tiles.owner), key.page_size, tiles.owner.device
         past, total = self.past[owner], self.total[owner]
         packed, half = pages_of(past, value), pages_of(past, key)
         counts = (packed + at_once - 1) // at_once
         row, unit = ragged(counts)
-        if len(row) < 2:  # of none too: they belong to nobody
+        if len(row) < 2:  # padding, also if there are none; it belongs to no request
             row, unit = (torch.cat([one, one.new_zeros(2)])[:2] for one in (row, unit))
         pages = (packed[row] - unit * at_once).clamp(0, at_once)
         page = unit[:, None] * at_once + torch.arange(at_once, device=device)
@@ -214,12 +220,12 @@ class Batch:
 
 
 def pages_of(length: Tensor, retention: Retention) -> Tensor:
-    """`Retention.pages` of many lengths."""
+    """`Retention.pages` of a vector of lengths."""
     return (length - retention.sinks - retention.residual).clamp_min(0) // retention.page_size
 
 
 def _tile_size(new: Tensor) -> int:
-    """The most queries of a tile, of requests that bring ``new`` each, for which little of all is padding."""
+    """The largest number of queries per tile that needs little padding, for requests that bring ``new`` tokens each."""
     most, total = int(new.max()), int(new.sum())
     best = size = min(_TILE, most)
     while size < most:

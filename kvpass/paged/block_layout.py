@@ -1,10 +1,11 @@
 """Packed pages in blocks of a server's memory, which knows nothing of codecs: how many bytes a block takes, and where
-in them everything lies.
+in it everything is.
 
-A block has a slot for each page of its tokens. Whoever is given a block may be given it again for another request that
-begins with the same tokens, so a page lies in the block of its *last* token. Behind S sinks, which no page holds, that
-is one slot further: the first slot of a request's first block has no page, and holds the sinks. So does what the codec
-was fitted to, the mean of the keys for one: the *head*. What is too large for that slot lies before it, in every block.
+A block has a slot for each page of its tokens. A server may reuse a block for another request that begins with the same
+tokens, so a page is stored in the block of its *last* token. After S sinks, which are in no page, that is one slot
+further: the first slot of a request's first block has no page, and holds the *head* instead. That is the sinks and what
+the codec was fitted to, such as the mean of the keys. If the head is too large for a slot, the rest lies before the
+slots, in every block.
 """
 
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from ..codec.spec import CodecSpec
 from ..codec.tensors import fitted_shapes, page_shapes
 from ..errors import KVPassError
 
-_ALIGNMENT = 16  # bytes: what tensors of any dtype begin at a multiple of
+_ALIGNMENT = 16  # bytes; fits tensors of any dtype
 
 
 def _aligned(size: int) -> int:
@@ -28,7 +29,7 @@ def _aligned(size: int) -> int:
 
 
 class Part(NamedTuple):
-    """A tensor of a head of a block: its shape and dtype, and the byte it begins at."""
+    """One tensor in the part of a block for one attention head: its shape, dtype and first byte."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -36,7 +37,7 @@ class Part(NamedTuple):
 
 
 def _placed(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> tuple[dict[str, Part], int]:
-    """Those tensors one behind the other, and the bytes of all."""
+    """Offsets of those tensors one after the other, and their total size in bytes."""
     parts, end = {}, 0
     for name, (shape, dtype) in tensors.items():
         size = dtype.itemsize
@@ -49,8 +50,9 @@ def _placed(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> tuple
 class Blocks(NamedTuple):
     """The blocks of one layer as tensors.
 
-    key, value: what is kept of pages, in order: ``[blocks, H, slots, *page]`` each.
-    head: what is kept once for a request, in its first block: ``[blocks, H, *shape]``, by side and name ("key.sinks").
+    key, value: the tensors of pages, in order: ``[blocks, H, slots, *page]`` each.
+    head: the tensors stored once per request, in its first block: ``[blocks, H, *shape]``, by side and name
+        ("key.sinks").
     """
 
     key: tuple[Tensor, ...]
@@ -64,9 +66,11 @@ class Blocks(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Where in a block of ``block_size`` tokens each head keeps what.
+    """The layout of a block of ``block_size`` tokens, the same for each attention head.
 
-    key, value: how both are stored. dtype: that of the tokens. Raises `KVPassError` if pages do not fit the block.
+    key, value: the specs of both. dtype: that of the tokens.
+
+    Raises `KVPassError` if pages do not fit the block.
     """
 
     key: CodecSpec
@@ -106,7 +110,7 @@ class BlockLayout:
 
     @property
     def slots(self) -> int:
-        """Slots of a block."""
+        """Slots per block."""
         return self.block_size // self.key.page_size
 
     @property
@@ -135,17 +139,17 @@ class BlockLayout:
 
     @cached_property
     def first_slot(self) -> int:
-        """The byte at which slots begin."""
+        """The first byte of the slots."""
         return max(0, self._head[1] - self.lead * self._page[1])
 
     @cached_property
     def bytes_per_token(self) -> int:
-        """Bytes of a head of a block, shared among its tokens."""
+        """Bytes of one attention head in a block, divided by its tokens."""
         return -(-(self.first_slot + self.slots * self._page[1]) // self.block_size)
 
     def views(self, cache: Tensor) -> Blocks:
-        """The tensors in ``cache``, ``[blocks, H, block_size, bytes_per_token]`` uint8, of which those of a head of a
-        block are contiguous."""
+        """The tensors in ``cache``, ``[blocks, H, block_size, bytes_per_token]`` uint8. The bytes of a block and head
+        are contiguous."""
         if cache.shape[2:] != (self.block_size, self.bytes_per_token) or cache.dtype != torch.uint8:
             raise KVPassError(
                 f"Blocks are [blocks, H, {self.block_size}, {self.bytes_per_token}] bytes, not {tuple(cache.shape)} of "

@@ -1,4 +1,4 @@
-"""Contexts in a server's blocks, as spans of tokens that lie alike: planned once a step, for all layers."""
+"""Contexts in a server's blocks, as spans of tokens with one layout, planned once per step for all layers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,14 +11,17 @@ from ..layout.retention import Retention
 from .batch import Batch, Tiles, once, pages_of
 
 HIDDEN = -1e30
-"""A score below all others that leaves differences of two, and rows whose tokens are all hidden, defined."""
+"""The score of hidden tokens: below all others, but finite, so that rows with only hidden tokens stay defined."""
 
-_SMALL = 1024  # tokens of spans that are not worth attention of their own
+_SMALL = 1024  # spans of up to this many tokens are joined
 
 
 class Places(NamedTuple):
-    """Where C tokens of A tiles lie. block, place: ``[A, C]`` in the window, or first blocks ``[A, 1]`` and sinks
-    ``[A, C]``, or blocks and slots of pages ``[A, C / P]``."""
+    """Where C tokens of A tiles are.
+
+    block, place: ``[A, C]`` in the window; or first blocks ``[A, 1]`` and sinks ``[A, C]``; or blocks and slots of
+    pages ``[A, C / P]``.
+    """
 
     kind: Literal["pages", "window", "sinks"]
     block: Tensor
@@ -27,10 +30,10 @@ class Places(NamedTuple):
 
 @dataclass(frozen=True)
 class Span:
-    """C tokens of the context of each of A tiles, which are attended to together.
+    """C tokens of the context of each of A tiles, which are attended together.
 
     tiles: ``[A]``. first: ``[A]``, first blocks of their requests.
-    parts: where keys and values lie, one part behind the other.
+    parts: where keys and values are, part after part.
     mask: ``[A, 1, 1 or Q, C]`` float32, `HIDDEN` where a query does not see a token, otherwise 0; None if all see all.
     """
 
@@ -51,13 +54,13 @@ class _Part(NamedTuple):
 
 @once
 def spans(batch: Batch, tiles: Tiles, key: Retention, value: Retention, at_once: int) -> list[Span]:
-    """The contexts of ``tiles``, of which every token is in one span, and the first is of all tiles. at_once: tokens of
-    all tiles in one at most, but a page at least of each."""
+    """The contexts of ``tiles``. Every token is in one span, and the first span covers all tiles. A span has at most
+    ``at_once`` tokens over all its tiles, but at least one page of each."""
     found: list[Span] = []
     group: list[_Part] = []
     for part in _parts(batch, tiles, key, value, at_once):
         if group and (
-            len(part.tiles) != len(group[0].tiles)  # those of one number are the same
+            len(part.tiles) != len(group[0].tiles)  # parts with equally many tiles have the same tiles
             or sum(one.seen.shape[-1] for one in (*group, part)) * len(part.tiles) > _SMALL
         ):
             found.append(_joined(batch, tiles, group))
@@ -67,7 +70,7 @@ def spans(batch: Batch, tiles: Tiles, key: Retention, value: Retention, at_once:
 
 
 def _joined(batch: Batch, tiles: Tiles, parts: list[_Part]) -> Span:
-    parts = sorted(parts, key=lambda part: part.seen.shape[1])  # last what queries see in part, which kernels leave out
+    parts = sorted(parts, key=lambda part: part.seen.shape[1])  # partly visible parts last: kernels skip what is hidden
     queries = max(part.seen.shape[1] for part in parts)
     seen = torch.cat([part.seen.expand(-1, queries, -1) for part in parts], -1)
     mask = None if seen.all() else torch.where(seen, 0.0, HIDDEN).unsqueeze(1)
@@ -77,8 +80,8 @@ def _joined(batch: Batch, tiles: Tiles, parts: list[_Part]) -> Span:
 
 
 def _parts(batch: Batch, tiles: Tiles, key: Retention, value: Retention, at_once: int) -> Iterator[_Part]:
-    """Sinks, tokens that are exact, those of which keys or values are in pages, and those of which both are: the first
-    part is of all tiles, and every query sees some of it."""
+    """Sinks, exact tokens, tokens whose keys or values are in pages, and tokens of which both are. The first part
+    covers all tiles, and every query sees some of it."""
     size, sinks, device = key.page_size, key.sinks, tiles.owner.device
     past, total = batch.past[tiles.owner], batch.total[tiles.owner]
     k_pages, v_pages = pages_of(past, key), pages_of(past, value)
@@ -93,11 +96,11 @@ def _parts(batch: Batch, tiles: Tiles, key: Retention, value: Retention, at_once
     if sinks:
         token = torch.arange(sinks, device=device)
         everyone = torch.arange(len(past), device=device)
-        there = torch.minimum(token, total[:, None] - 1)  # what is not there is hidden, and any bytes
+        there = torch.minimum(token, total[:, None] - 1)  # missing tokens are hidden; their bytes are arbitrary
         where = Places("sinks", batch.pages.blocks[tiles.owner, :1], there)
         yield _Part(everyone, where, where, token <= tiles.positions[..., None])
     begin = torch.minimum(total, sinks + either * size)
-    left = tiles.positions[:, -1] + 1 - begin  # behind the last query of a tile nobody looks
+    left = tiles.positions[:, -1] + 1 - begin  # no query sees tokens after the last one of its tile
     for start, count, some in _runs(left, at_once):
         token = begin[some, None] + start + torch.arange(count, device=device)
         seen = token[:, None] <= tiles.positions[some, :, None]
@@ -121,7 +124,8 @@ def _parts(batch: Batch, tiles: Tiles, key: Retention, value: Retention, at_once
 
 
 def _runs(counts: Tensor, at_once: int) -> Iterator[tuple[int, int, Tensor]]:
-    """Parts of ``counts[i]`` things of each tile i: where one begins, how many it is at most, and which have some."""
+    """Parts of ``counts[i]`` items of each tile i: the start of the part, its size at most, and the tiles that have
+    some of it."""
     most, start = int(counts.max()), 0
     while start < most:
         some = (counts > start).nonzero().flatten()

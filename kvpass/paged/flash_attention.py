@@ -1,5 +1,5 @@
-"""Attention of many queries over a part of a context on a CPU (flash attention, arXiv:2205.14135), added to that over
-other parts."""
+"""Attention of many queries over a part of a context on a CPU (flash attention, arXiv:2205.14135), accumulated over
+parts."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from ..lowering.cpp.build import build, source
 from .context_spans import HIDDEN
 
 DTYPES = torch.float32, torch.bfloat16
-"""What keys and values may be. Products of bfloat16 are those of the processor, if it has them."""
+"""Dtypes of keys and values. bfloat16 products use the processor's instructions, if it has them."""
 _SOURCE = Path(__file__).with_name("flash_attention.cpp")
 _GIVEN = {torch.float32: "const float*", torch.bfloat16: "const uint16_t*"}
 
@@ -26,8 +26,11 @@ def _kernel(head_dim: int, scale: float, dtype: torch.dtype) -> Callable[..., No
 
 
 class Parts:
-    """Attention of ``q`` ``[N, H_q, Q, D]`` over a context, part by part. Of all parts so far ``out``, float32 of that
-    shape, and ``logsum`` ``[N, H_q, Q]``, the logarithm of the sum of the weights."""
+    """Attention of ``q`` ``[N, H_q, Q, D]`` over a context, part by part.
+
+    Over all parts so far: ``out``, float32 of that shape, and ``logsum`` ``[N, H_q, Q]``, the logarithm of the sum of
+    weights.
+    """
 
     def __init__(self, q: Tensor, scale: float) -> None:
         self._q, self._scale = q.contiguous(), scale
@@ -35,13 +38,13 @@ class Parts:
         self.logsum = self.out.new_full(q.shape[:3], torch.finfo(torch.float32).min)
 
     def add(self, tiles: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
-        """A part of the context of some ``tiles`` ``[A]``: keys and values ``[A, H, C, D]`` of one of `DTYPES`, which
-        is that of queries.
+        """Add a part of the context of the tiles ``tiles`` ``[A]``: keys and values ``[A, H, C, D]`` of one of
+        `DTYPES`, the dtype of the queries.
 
         mask: ``[A, 1, 1 or Q, C]``, added to scores, or None.
         """
         (_, q_heads, queries, head_dim), (batch, heads, tokens, _) = self._q.shape, k.shape
-        added = self.out if mask is None else mask.contiguous()  # or not looked at
+        added = self.out if mask is None else mask.contiguous()  # without a mask, the argument is not read
         _kernel(head_dim, self._scale, k.dtype)(
             self._q, k.contiguous(), v.contiguous(), added, tiles.contiguous(), self.out, self.logsum, batch, heads,
             q_heads // heads * queries, queries, tokens, 0 if mask is None else mask.shape[2], torch.get_num_threads(),

@@ -1,8 +1,9 @@
-"""Storing and attending over a server's blocks (`kvpass.paged.block_layout`), for all requests of a step at once.
+"""Store tokens in a server's blocks (`kvpass.paged.block_layout`) and attend over them, for all requests of a step at
+once.
 
-Attention takes every token from the place that a cache of `kvpass` would take it from: first tokens from the head of a
-request's first block, packed ones from pages, and from the window those that are exact, the step's own among them. It
-goes through a context a piece at a time, and adds up as it goes, so that memory does not grow with contexts.
+Attention reads every token from where a kvpass cache would: sinks from the head of a request's first block, packed
+tokens from pages, and exact ones, including those of the step, from the window. It processes a context in pieces and
+accumulates, so that memory does not grow with contexts.
 """
 
 from collections.abc import Callable
@@ -22,18 +23,20 @@ from .batch import Batch, BlockTable, Due, Tiles, pages_of
 from .block_layout import Blocks
 from .context_spans import Places, Span, spans
 
-_VALUES = 1 << 20  # of keys, and scores, at a time
+_VALUES = 1 << 20  # keys, or scores, processed at a time
 
 
 class Codecs(NamedTuple):
-    """How pages are encoded and decoded: ``encode(x, fitted, spec)``, and ``decode(kept, spec, (), ())``."""
+    """The functions that quantize and dequantize pages: ``encode(x, fitted, spec)``, and ``decode(kept, spec, (),
+    ())``."""
 
     encode: Callable[..., tuple[Tensor, ...]]
     decode: Callable[..., Tensor]
 
 
 def codecs_for(spec: CodecSpec, device: torch.device, head_dim: int, lowering: str = "auto") -> Codecs:
-    """Who encodes and decodes pages of ``spec``, as the table says. Raises `KVPassError` if nobody can."""
+    """The implementations that quantize and dequantize pages of ``spec``, chosen by the dispatch table. Raises
+    `KVPassError` if there is none."""
 
     def chosen(op: str) -> Implementation:
         return select(DispatchKey(op, device.type, (str(spec),), head_dim=head_dim), lowering)
@@ -48,7 +51,9 @@ _text = cache(str)
 class Layer(NamedTuple):
     """What attention over one layer needs besides a batch.
 
-    window: ``[blocks, H, tokens, 2 * D]``, keys and values. codecs: of keys and of values. softcap: 0 for none.
+    window: ``[blocks, H, tokens, 2 * D]``, keys and values.
+    codecs: those of keys and of values.
+    softcap: 0 for none.
     kernel: ``(q, batch, tiles)`` to the attention of one token of each request, ``[N, H_q, D]``, as `with_kernel`
         chooses it; None dequantizes pages, as for several tokens.
     """
@@ -77,7 +82,7 @@ class Layer(NamedTuple):
 
     @property
     def windows(self) -> tuple[Tensor, Tensor]:
-        """Exact keys, and values: ``[blocks, H, tokens, D]``."""
+        """Exact keys and exact values: ``[blocks, H, tokens, D]`` each."""
         keys, values = self.window.split(self.window.shape[-1] // 2, -1)
         return keys, values
 
@@ -106,7 +111,7 @@ def with_kernel(layer: Layer) -> Layer:
 
 
 def warm(layer: Layer, q_heads: int) -> None:
-    """Run everything once that may be compiled, on blocks as they are, which are not written to."""
+    """Run once everything that may be compiled, on the existing blocks, which are not written."""
     (_, heads, _, width), size, device = layer.window.shape, layer.key.page_size, layer.window.device
     past = torch.full((2,), layer.value.retention.window + layer.value.retention.sinks + size, device=device)
     tables = (BlockTable(torch.zeros(2, 2 * int(past[0]), dtype=torch.long, device=device), one) for one in (1, 1))
@@ -122,9 +127,10 @@ def warm(layer: Layer, q_heads: int) -> None:
 
 
 def store(batch: Batch, layer: Layer, k: Tensor, v: Tensor) -> None:
-    """Store the new tokens of all requests, ``[T, H, D]`` both, and encode the pages that leave the window."""
+    """Store the new tokens of all requests, ``k`` and ``v`` ``[T, H, D]``, and quantize the pages that leave the
+    window."""
     block, place = batch.in_window
-    k, v = k[: len(block)], v[: len(block)]  # what is behind them fills up a batch
+    k, v = k[: len(block)], v[: len(block)]  # the rest is padding of the batch
     layer.window[block, :, place] = torch.cat([k, v], -1)
     count = layer.key.retention.sinks
     if count and len((found := batch.sinks(count))[0]):
@@ -146,7 +152,7 @@ def store(batch: Batch, layer: Layer, k: Tensor, v: Tensor) -> None:
 
 
 def _fit_centers(batch: Batch, centers: Tensor, due: Due, x: Tensor, spec: CodecSpec) -> None:
-    """Fit the mean of those requests whose first pages are due."""
+    """Fit the key mean of those requests whose first pages are due."""
     fresh = (pages_of(batch.past, spec.retention) == 0) & (pages_of(batch.total, spec.retention) > 0)
     requests = fresh.nonzero().flatten()
     if len(requests):
@@ -157,7 +163,7 @@ def _fit_centers(batch: Batch, centers: Tensor, due: Due, x: Tensor, spec: Codec
 
 
 def attend(batch: Batch, layer: Layer, q: Tensor, out: Tensor) -> None:
-    """Attention of all new tokens ``q`` ``[T, H_q, D]``, behind `store`, into ``out`` of that shape."""
+    """Attention of all new tokens ``q`` ``[T, H_q, D]``, after `store`, written to ``out`` of that shape."""
     for tiles in batch.tiles:
         if layer.kernel is not None and tiles.rows.shape[1] == 1:
             out[tiles.rows[:, 0]] = layer.kernel(q, batch, tiles).to(out.dtype)
@@ -172,7 +178,7 @@ def _attend(batch: Batch, tiles: Tiles, layer: Layer, q: Tensor) -> Tensor:
     chosen = select(layer.dispatch("paged_attend", 0))
     per_token = layer.window.shape[1] * layer.window.shape[3] // 2
     if chosen.name == "reference":
-        per_token = max(per_token, q.shape[1] * tiles.rows.shape[1])  # scores are in memory
+        per_token = max(per_token, q.shape[1] * tiles.rows.shape[1])  # scores are materialized
     several = spans(batch, tiles, layer.key.retention, layer.value.retention, max(1, _VALUES // per_token))
     found: Tensor = chosen.run(several, layer, rows)
     return found.transpose(1, 2)
@@ -194,7 +200,7 @@ for _name, _module in (("inductor", single_query_inductor), ("cpp", single_query
 
 @implements("paged_attend", "reference")
 def _over_spans(several: list[Span], layer: Layer, rows: Tensor) -> Tensor:
-    """Attention of ``rows`` ``[N, H_q, Q, D]`` over spans, in torch: float32 of that shape."""
+    """Attention of ``rows`` ``[N, H_q, Q, D]`` over spans, in plain torch: float32 of that shape."""
     rows = rows.float() * layer.scale
     first, *others = several
 

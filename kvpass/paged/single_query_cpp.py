@@ -1,4 +1,4 @@
-"""Attention of one token of each of many requests over a server's blocks on CPUs, for the codecs that
+"""Attention over a server's blocks on CPUs, for requests with one token each and the storage that
 `kvpass.lowering.cpp.attend_codes` reads."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Attention:
         window, pools, heads = layer.window, (*layer.blocks.key, *layer.blocks.value), layer.blocks.head
         sinks = [heads.get(f"{side}.sinks", window) for side in ("key", "value")]
         self._tensors = *pools, *sinks, window
-        codes = pools[0]  # of one byte, so strides are bytes, which are those of all pools
+        codes = pools[0]  # one-byte elements, so strides are in bytes; all pools have the same
         self._where = *codes.stride()[:3], codes.shape[2]
         self._window = *window.stride()[:3], window.shape[2]
 

@@ -1,8 +1,8 @@
-"""Attention of one token of each of many requests over a server's blocks, as one Inductor kernel.
+"""Attention over a server's blocks for requests with one token each, as one Inductor kernel.
 
-Pages are looked up in the table of blocks as they are read, and never copied; queries meet codes as in
-`lowering.inductor.attend`. Units of a few pages are what is run in parallel, whichever requests they belong to, so that
-a long context is shared by all threads and a short one is not padded.
+Pages are looked up in the block table as they are read, and never copied. Queries are multiplied with quantized values
+as in `lowering.inductor.attend`. The units of parallel work are a few pages each, whichever request they belong to, so
+that all threads share a long context and a short one is not padded.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from .paged_attention import Layer
 
 UNIT = 4
-"""Pages of a unit."""
+"""Pages per unit."""
 _SERVED = WIDTHS | {"per=channel", "per=token", "keep=recent", "rotation", "grid", "center", "codec=second-level"}
 _SERVED |= {"codec=", "evict=attention", "fit=minmax", "predictor="}
-_BLOCKS, _WINDOWS, _ROWS, _UNITS, _MOST, _TOKENS = 61, 67, 5, 53, 11, 71  # sizes to trace with, all different
+_BLOCKS, _WINDOWS, _ROWS, _UNITS, _MOST, _TOKENS = 61, 67, 5, 53, 11, 71  # example sizes to trace with, all different
 
 
 HAS = _SERVED, _SERVED
@@ -52,13 +52,13 @@ def refuses(dispatch: DispatchKey) -> str | None:
 
 
 def _gathered(pools: Sequence[Tensor], block: Tensor, slot: Tensor, spec: CodecSpec) -> list[Tensor]:
-    """Pages ``[A, C]`` of pools, ``[A * H, C, ...]`` each, with scales as numbers."""
+    """Pages ``[A, C]`` of pools, as ``[A * H, C, ...]`` each, with scales as numbers."""
     return one_level([pool[block, :, slot].transpose(1, 2).flatten(0, 1) for pool in pools], spec)
 
 
 def _scores_by_channel(q: Tensor, pools: Sequence[Tensor], quantizer: Quantizer) -> Tensor:
-    """`plane_scores` of pages with a scale for each channel, by page: queries take it, so that codes are multiplied
-    once."""
+    """`plane_scores` for pages with a scale per channel, page by page: scales are multiplied into the queries, so that
+    each quantized value is multiplied once."""
     codes, scale, zero_point = pools
     repeats = range(q.shape[1])
     turned = torch.stack([q[:, r, None] * scale[:, :, 0].float() for r in repeats], 1)  # computed once
@@ -74,7 +74,7 @@ def _scores_by_channel(q: Tensor, pools: Sequence[Tensor], quantizer: Quantizer)
 
 
 def _attend(given: dict[str, Any], scale: float, softcap: float, key: CodecSpec, value: CodecSpec) -> tuple[Tensor]:
-    """Queries ``[B, H_q, D]`` of `Rows`: what attention gives, ``[B, H_q, D]`` float32."""
+    """Attention of the queries ``[B, H_q, D]`` of `Rows`: ``[B, H_q, D]`` float32."""
     window, rows = given["window"], Rows(*(given[name] for name in Rows._fields))
     heads, dim = window.shape[1], window.shape[3] // 2
     size, sinks = key.page_size, key.retention.sinks
@@ -129,7 +129,7 @@ def _attend(given: dict[str, Any], scale: float, softcap: float, key: CodecSpec,
     weights = (unit - most.index_select(0, rows.owner)[:, :, None, :, None]).exp()
     pools = _gathered(given["value_pools"], rows.block, rows.slot, value)
     if not value.quantizer.grid:
-        pools[1:] = torch.stack([one.float() for one in pools[1:]]).unbind()  # once, not in each run of channels
+        pools[1:] = torch.stack([one.float() for one in pools[1:]]).unbind()  # once, not for each run of channels
     by_page = weights.flatten(0, 1).transpose(1, 2)  # [M * H, R, G, P]
     codes = plain(pools, value.plain.quantizer, given["value_points"])
     packed_values = page_values(by_page, Pages([codes]), None).unflatten(0, (-1, heads))
@@ -148,11 +148,11 @@ def _attend(given: dict[str, Any], scale: float, softcap: float, key: CodecSpec,
 
 
 def _described(q: Tensor, rows: Rows, named: dict[str, Tensor | None]) -> tuple[Any, ...]:
-    """Name, shape, strides, dtype, device and dims that vary of all that `_attend` takes, with sizes to trace with;
-    None of what is not there."""
+    """Name, shape, strides, dtype, device and varying dims of every argument of `_attend`, with sizes to trace with;
+    None for absent ones."""
 
     def like(tensor: Tensor | None, *sizes: int | None) -> tuple[Any, ...] | None:
-        """``sizes`` in the place of the first dims that vary; None for one that does not."""
+        """``sizes`` replace the first, varying dims; None keeps a fixed one."""
         if tensor is None:
             return None
         shape = *(size or own for size, own in zip(sizes, tensor.shape, strict=False)), *tensor.shape[len(sizes) :]
@@ -184,7 +184,7 @@ def _input(name: str, described: tuple[Any, ...] | None) -> Input:
 def blocks_kernel(
     described: tuple[Any, ...], scale: float, softcap: float, key: CodecSpec, value: CodecSpec
 ) -> Program:
-    """`_attend` for what is `_described`; it takes that by name."""
+    """`_attend` compiled for what `_described` returns; the kernel takes arguments by name."""
     names = [name for name, _ in described]
     pools = {side: sum(name.startswith(f"{side}_pool_") for name in names) for side in ("key", "value")}
 

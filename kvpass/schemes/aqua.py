@@ -1,8 +1,8 @@
-"""AQUA-KV (arXiv 2501.19392): each layer is predicted from the one below, and only the residual is quantized.
+"""AQUA-KV (arXiv 2501.19392): predict each layer from the one below and quantize only the residual.
 
-Keys are predicted from the reconstructed keys of the layer below, values from its reconstructed values and this layer's
-reconstructed keys (algorithm 1 of the paper). The residual goes to any backbone; since its energy is a fraction of the
-tokens', so is its error at the same width. Predictors come from `kvpass.calibrate`.
+Keys are predicted from the dequantized keys of the layer below; values from its dequantized values and this layer's
+dequantized keys (algorithm 1 of the paper). Any backbone quantizes the residual. The residual has a fraction of the
+tokens' energy, so its error at the same bit width is that much smaller. Predictors come from `kvpass.calibrate`.
 """
 
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,8 @@ from .storage import StorageConfig
 
 
 def _resolved(field: str, scheme: SchemeConfig | str | dict[str, Any]) -> SchemeConfig:
-    """What `get` makes of ``scheme``, by its name alone at first: a dict of one that is predicted holds others."""
+    """The config for ``scheme``. A dict of a predicted scheme contains other configs, so it is resolved by its name
+    first."""
     name = scheme.get("scheme") if isinstance(scheme, dict) else None
     named = get(name if isinstance(name, str) else scheme)
     if named.needs_calibration:
@@ -42,18 +43,18 @@ def _resolved(field: str, scheme: SchemeConfig | str | dict[str, Any]) -> Scheme
 )
 @dataclass(frozen=True, kw_only=True)
 class AquaKVConfig(StorageConfig):
-    """Keys and values leave the window together: it swings between 0 and ``residual - 1`` tokens for both. Weights of 4
-    bits and a short window serve short contexts best; "aqua-paper" has the paper's.
+    """Keys and values leave the window together, so both windows hold between 0 and ``residual - 1`` tokens. 4-bit
+    weights and a short window serve short contexts best; "aqua-paper" has the paper's settings.
 
-    backbone: any scheme that does not share codes between layers; its own window and sinks do not matter here.
-    first_layer: the scheme of the first layer, which has none below; "auto" is HIGGS at 4 bits, centred or not, or full
-        precision, whichever calibration finds to serve the layers above.
-    predictor: "linear", "low-rank" or "mlp" with 16-bit weights, "linear-4" or "low-rank-4" with 4-bit ones.
-    rank: of "low-rank"; None is half the width of a layer's keys.
+    backbone: any scheme that does not share quantized values between layers; its own window and sinks are ignored.
+    first_layer: the scheme of the first layer, which has none below. "auto" is HIGGS at 4 bits, centred or not, or full
+        precision, whichever serves the layers above best according to the calibration.
+    predictor: "linear", "low-rank" or "mlp" with 16-bit weights, "linear-4" or "low-rank-4" with 4-bit weights.
+    rank: rank of "low-rank"; None is half the width of a layer's keys.
     predicted: which of keys and values are predicted; the others go to the backbone directly.
-    fit_on: predictors are fitted to the dequantized keys and values of the layer below ("reconstructed", as in the
-        paper), or to the "original" ones, which serves any backbone.
-    ridge: added to the diagonal of the normal equations, in units of its mean.
+    fit_on: fit predictors to the dequantized keys and values of the layer below ("reconstructed", as in the paper), or
+        to the "original" ones, which suits any backbone.
+    ridge: added to the diagonal of the normal equations, relative to its mean.
     """
 
     name = "aqua"
@@ -95,7 +96,8 @@ class AquaKVConfig(StorageConfig):
         return LayerPlan(key, self._behind(plan.value, values, pre_rope=False)).checked(layer)
 
     def _behind(self, spec: CodecSpec, predicted: bool, pre_rope: bool) -> CodecSpec:
-        """``spec`` of the backbone with the window of this scheme, and with the prediction subtracted if there is."""
+        """The backbone's ``spec`` with the window of this scheme, and with the prediction subtracted if
+        ``predicted``."""
         transform = replace(spec.transform, pre_rope=pre_rope)
         if predicted:
             transform = replace(transform, center=False, predictor=self.predictor)
@@ -103,12 +105,12 @@ class AquaKVConfig(StorageConfig):
 
     @property
     def first(self) -> SchemeConfig:
-        """The scheme of the first layer, as long as nothing was measured."""
+        """The scheme of the first layer before anything is measured."""
         return HIGGSConfig(grid="d2n256", center=True) if self.first_layer == "auto" else get(self.first_layer)
 
     @property
     def first_layer_choices(self) -> list[SchemeConfig]:
-        """What calibration chooses the first layer's scheme from, the cheapest first and the lossless one last."""
+        """The schemes that calibration chooses from for the first layer: cheapest first, lossless last."""
         if self.first_layer != "auto":
             return [self.first]
         return [*(HIGGSConfig(grid="d2n256", center=center) for center in (False, True)), IdentityConfig()]

@@ -1,4 +1,4 @@
-"""What a scheme is: a frozen config that turns the geometry of a layer into a plan."""
+"""Schemes: frozen configs that turn the geometry of a layer into a plan."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ from ..layout.retention import POLICIES, Retention
 
 @dataclass(frozen=True)
 class LayerGeometry:
-    """One cache layer of a model: its index among ``num_layers``, heads, head_dim, dtype and device, and
-    ``previous_layer``, the last packed one before it, if there is one. ``cross``: cross-attention, over the output
-    of an encoder."""
+    """One cache layer of a model.
+
+    index: its index among ``num_layers``.
+    previous_layer: the last packed layer before it, if there is one.
+    cross: whether it is cross-attention, over the output of an encoder.
+    """
 
     index: int
     num_layers: int
@@ -34,7 +37,8 @@ class LayerGeometry:
 
 
 def geometries(keys: Sequence[Tensor | str]) -> dict[int, LayerGeometry | str]:
-    """The layers of a model by index, from what each keeps as keys ``[B, H_kv, T, D]``, or why it is not packed."""
+    """The layers of a model by index. ``keys`` holds, for each layer, its keys ``[B, H_kv, T, D]`` or why it is not
+    packed."""
     layers: dict[int, LayerGeometry | str] = {}
     previous_layer = None
     for index, x in enumerate(keys):
@@ -86,22 +90,22 @@ class LayerPlan:
 
     @property
     def needs_queries(self) -> bool:
-        """Whether the codec is fitted to the prompt's queries, so that prefill must be captured."""
+        """Whether the codec is fitted to the prompt's queries, which requires capturing prefill."""
         return self.key.quantizer.needs_queries
 
     @property
     def evicts(self) -> bool:
-        """Whether tokens are evicted when there are too many."""
+        """Whether tokens are evicted beyond a budget."""
         return self.key.retention.evicts
 
     @property
     def adaptive(self) -> bool:
-        """Whether bit widths differ between tokens."""
+        """Whether bit widths differ from token to token."""
         return self.key.quantizer.adaptive is not None
 
     @property
     def needs_importance(self) -> bool:
-        """Whether storing depends on the tokens' attention scores."""
+        """Whether storage depends on the attention mass of tokens."""
         return self.key.needs_importance
 
     @property
@@ -160,7 +164,8 @@ def check_edges(plans: dict[int, tuple[LayerPlan, LayerGeometry]]) -> None:
 
 
 def check_sources(plans: dict[int, LayerPlan]) -> None:
-    """Raise `KVPassError` unless every layer that shares codes shares those of a packed layer stored the same way."""
+    """Raise `KVPassError` unless every layer that shares quantized values reads them from a packed layer stored the
+    same way."""
     for index, plan in plans.items():
         for name in ("key", "value"):
             source = getattr(plan, f"{name}_source")
@@ -184,7 +189,7 @@ class SchemeConfig:
     name: ClassVar[str]
     version: ClassVar[int] = 1
     needs_calibration: ClassVar[bool] = False
-    takes_calibration: ClassVar[bool] = False  # there is something that can be measured on a model
+    takes_calibration: ClassVar[bool] = False  # whether `kvpass.calibrate` can measure something for it
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -194,11 +199,11 @@ class SchemeConfig:
         raise TypeError(f"{type(self).__name__} must define plan(layer)")
 
     def plan_of(self, layer: LayerGeometry) -> LayerPlan:
-        """The plan that a model is packed with: `plan`, unless the layer is an exception in `StorageConfig`."""
+        """The plan that a model is packed with: `plan`, except for layers that `StorageConfig` skips."""
         return self.plan(layer)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; `get` inverts it."""
+        """The config as plain data; `get` inverts it."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {"scheme": self.name, "version": self.version, **{name: _plain(v) for name, v in fields.items()}}
 
@@ -216,6 +221,7 @@ def _plain(value: Any) -> Any:
 _Config = TypeVar("_Config", bound=SchemeConfig)
 _SCHEMES: dict[str, type[SchemeConfig]] = {}
 _PRESETS: dict[str, SchemeConfig] = {}
+_RETIRED: dict[str, str] = {}  # name of a former preset -> the config to write instead
 
 
 def register_scheme(**presets: dict[str, Any]) -> Callable[[type[_Config]], type[_Config]]:
@@ -232,6 +238,11 @@ def register_scheme(**presets: dict[str, Any]) -> Callable[[type[_Config]], type
         return cls
 
     return register
+
+
+def retire_preset(name: str, instead: str) -> None:
+    """Make `get` refuse the former preset ``name`` and suggest ``instead``, the config to write in its place."""
+    _RETIRED[name] = instead
 
 
 def available() -> list[str]:
@@ -268,9 +279,11 @@ def compose(scheme: SchemeConfig, policy: Retention) -> SchemeConfig:
 def get(scheme: str | dict[str, Any] | SchemeConfig, **overrides: Any) -> SchemeConfig:
     """Resolve a scheme.
 
-    scheme: a name from `available`, such a name and a policy of `layout.retention.POLICIES` ("kivi+h2o"), a config, or
-        a dict ``{"scheme": name, **overrides}`` (what `to_dict` writes).
-    Raises `KVPassError` for unknown names, unknown fields, a dict of another version, or impossible combinations.
+    scheme: a name from `available`, a name and a policy of `layout.retention.POLICIES` ("kivi+h2o"), a config, or a
+        dict ``{"scheme": name, **overrides}`` (as `to_dict` writes it).
+
+    Raises `KVPassError` for unknown or removed names, unknown fields, a dict of another version, or impossible
+    combinations.
     """
     if isinstance(scheme, str) and "+" in scheme:
         name, _, policy = scheme.partition("+")
@@ -290,6 +303,8 @@ def get(scheme: str | dict[str, Any] | SchemeConfig, **overrides: Any) -> Scheme
             )
         return _changed(named, scheme)
     if isinstance(scheme, str):
+        if scheme not in _PRESETS and scheme in _RETIRED:
+            raise KVPassError(f"The preset {scheme!r} was removed. Use scheme={_RETIRED[scheme]} instead.")
         if scheme not in _PRESETS:
             raise KVPassError(f"Unknown scheme {scheme!r}. Known schemes: {', '.join(available())}.")
         scheme = _PRESETS[scheme]
@@ -306,7 +321,8 @@ def _changed(scheme: SchemeConfig, fields: dict[str, Any]) -> SchemeConfig:
 
 
 def named(scheme: SchemeConfig) -> str | dict[str, Any]:
-    """The shortest ``scheme=`` that is ``scheme``: a name, or a dict of what differs from one."""
+    """The shortest value of ``scheme=`` for this scheme: a name, or a dict of the fields that differ from the
+    defaults."""
     for name, preset in _PRESETS.items():
         if preset == scheme:
             return name

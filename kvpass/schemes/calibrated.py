@@ -1,4 +1,4 @@
-"""The result of `kvpass.calibrate`. Its files are safetensors and JSON, so loading one runs no code."""
+"""The result of `kvpass.calibrate`. It is stored as safetensors and JSON, so loading it runs no code."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ class Calibration:
     """A scheme with tensors fitted to one model. Pass it to `kvpass.apply` in place of a scheme.
 
     scheme: the config, with every measured field filled in.
-    predictors: layer -> the tensors of its keys and of its values: weights of their predictors
-        (`kvpass.codec.predictor`), or a datatype each, and ranges of keys (`kvpass.codec.datatype`), or what bits are
-        shared out by (`kvpass.codec.shares`).
+    predictors: layer -> the tensors of its keys and of its values. They are the weights of predictors
+        (`kvpass.codec.predictor`), or datatypes and the ranges of keys (`kvpass.codec.datatype`), or the tensors that
+        distribute bits (`kvpass.codec.shares`).
     model: what identifies the model (`describe`).
     explained: layer -> fractions of the variance of its keys and of its values that predictors explain, on held-out
         sequences; empty without predictors.
     facts: other measurements, by name.
 
-    Raises `KVPassError` if they do not belong together.
+    Raises `KVPassError` if the fields do not belong together.
     """
 
     scheme: SchemeConfig
@@ -66,27 +66,27 @@ class Calibration:
         check_calibration(self.scheme, self.predictors, self.model, self.explained, self.facts)
 
     def retaining(self, policy: Retention) -> Calibration:
-        """The same predictors with another retention policy. Raises `KVPassError` if the combination is impossible."""
+        """The same calibration with another retention policy. Raises `KVPassError` if the combination is impossible."""
         return replace(self, scheme=schemes.compose(self.scheme, policy))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors. A model needs them once, whatever the number of caches."""
+        """Bytes of all tensors. A model holds them once, however many caches it has."""
         return sum(tensor.nbytes for both in self.predictors.values() for one in both for tensor in one)
 
     @property
     def bits_saved(self) -> float:
-        """Bits a value that the backbone alone would need on top of its own for the same error, over all layers.
+        """Bits per value that the backbone alone would need in addition for the same error, over all layers.
 
-        Where a share e of the variance is predicted, a backbone whose error scales with what it codes errs by 1 - e
-        times as much, and each bit divides its error by four.
+        If a share e of the variance is predicted, a backbone whose error scales with its input errs 1 - e times as
+        much, and each bit divides its error by four.
         """
         shares = [share for both in self.explained.values() for share in both]
         return sum(-0.5 * math.log2(max(1 - share, 1e-9)) for share in shares) / (2 * len(self.model["layers"]))
 
     @property
     def pays_off_at(self) -> int:
-        """Tokens in the caches of a model, all sequences together, from which on the predictors take less than they
+        """Tokens, over all sequences in the model's caches, above which the predictors take less memory than they
         save."""
         values = sum(2 * heads * head_dim for heads, head_dim in self.model["layers"].values())
         return math.ceil(8 * self.nbytes / (values * self.bits_saved)) if self.bits_saved > 0 else -1
@@ -150,8 +150,8 @@ class Calibration:
 
 
 def load_calibration(folder: str | Path) -> Calibration:
-    """What `Calibration.save` wrote to ``folder``. Raises `KVPassError` if files are missing, truncated, modified,
-    inconsistent, or of another version."""
+    """The calibration that `Calibration.save` wrote to ``folder``. Raises `KVPassError` if files are missing,
+    truncated, modified, inconsistent, or of another version."""
     folder = Path(folder)
     try:
         facts, data = json.loads((folder / _FACTS).read_text(encoding="utf-8")), (folder / _TENSORS).read_bytes()
@@ -180,7 +180,8 @@ def load_calibration(folder: str | Path) -> Calibration:
 
 
 def _unflatten(tensors: dict[str, Tensor]) -> dict[int, tuple[list[Tensor], list[Tensor]]]:
-    """The tensors of each layer, of what `Calibration.save` flattened. Raises `KVPassError` if more is there."""
+    """The tensors of each layer, from the flat names that `Calibration.save` writes. Raises `KVPassError` for
+    unexpected ones."""
 
     def taken(layer: int, role: str) -> list[Tensor]:
         names = (f"{layer}.{role}.{i}" for i in itertools.count())

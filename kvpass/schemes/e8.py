@@ -1,4 +1,5 @@
-"""Rotated, nearly normal heads quantized to the E8 lattice, as QuIP# (arXiv 2402.04396) does weights, or to D4."""
+"""Rotate heads until they are nearly normal, and quantize them to the E8 lattice, as QuIP# (arXiv 2402.04396) does with
+weights, or to D4."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -17,7 +18,7 @@ from .storage import StorageConfig
 class LatticeConfig(StorageConfig):
     """``2 + 16 / head_dim`` bits per value, plus the exact tokens of `StorageConfig`.
 
-    lattice: "e8", of 65,536 points for eight values, or "d4", of 256 for four (`kvpass.codec.lattice`).
+    lattice: "e8", 65,536 points for eight values, or "d4", 256 points for four (`kvpass.codec.lattice`).
     center: subtract the mean of the first packed keys from all keys; None does so if there are sinks.
     seed: seed of the signs of the rotation.
     """

@@ -1,4 +1,4 @@
-"""What identifies a model in a file that belongs to it: its weights, and the settings that `state_dict` lacks."""
+"""Identify the model that a file belongs to: by its weights, and by settings that `state_dict` lacks."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from ..errors import KVPassError
 from ..fields import shown
 
-_SAMPLES = 64  # values of each weight that go into the fingerprint
+_SAMPLES = 64  # values per weight that enter the fingerprint
 _VARIES = {
     "cache", "caches", "cached", "call", "calls", "checkpoint", "checkpointing", "count", "counter", "device",
     "devices", "implementation", "initialized", "kernel", "loss", "name", "offload", "path", "seen", "step", "steps",
     "tied", "version",
 }  # fmt: skip
-"""Words in the names of attributes that differ between runs of a model that computes the same."""
-_SHOWN = 3  # differences in a message
+"""Words in the names of attributes that may differ between runs without changing what the model computes."""
+_SHOWN = 3  # differences listed in a message
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A digest of the names, shapes and some values of the weights, the same for any dtype the values fit in,
-    and for each of the processes that share them."""
+    """A digest of the names, shapes and some values of the weights. It is the same for any dtype that represents the
+    values, and in each of the processes that shard them."""
     digest = hashlib.sha256()
     for name, weight in sorted(model.state_dict().items()):
         digest.update(f"{name}{tuple(weight.shape)}".encode())
@@ -39,18 +39,18 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def _whole(weight: Tensor) -> Tensor:
-    """``weight`` with the parts of all processes it is shared out among, which all ask for it."""
+    """The full ``weight``, gathered from all processes that shard it; all of them must call this."""
     return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
 
 
 def settings(model: nn.Module) -> dict[str, Any]:
-    """What a transformers ``model`` may compute by besides its weights, as JSON has it: numbers, names, switches, and
-    lists and dicts of them, of its config and of all its modules: active adapters and their scaling, RoPE scaling,
-    windows. Names with a ``*`` stand for all layers: for their only value, or for a list of them.
+    """What besides its weights decides what a transformers ``model`` computes, as JSON.
 
-    Left out are `training`, what all configs and models have (versions, labels, generation, dtype), attributes whose
-    names say that they vary between runs (`_VARIES`), tensors, hooks and other objects. Decoders that are not from
-    transformers, whose attributes may be anything, have no settings.
+    Numbers, names, switches, and lists and dicts of them, of its config and of all its modules: active adapters and
+    their scaling, RoPE scaling, windows. A name with a ``*`` stands for all layers: its value is their common value, or
+    a list. Left out are `training`, what all configs and models have (versions, labels, generation, dtype), attributes
+    whose names say that they vary between runs (`_VARIES`), tensors, hooks and other objects. Decoders from outside
+    transformers have no settings, because their attributes may be anything.
     """
     if not isinstance(model, PreTrainedModel):
         return {}
@@ -67,7 +67,8 @@ def settings(model: nn.Module) -> dict[str, Any]:
 
 
 def check_settings(theirs: Mapping[str, Any], ours: Mapping[str, Any], what: str) -> None:
-    """Raise `KVPassError` that names what differs between `settings`; ``what`` is what was made under ``theirs``."""
+    """Raise `KVPassError` that lists the differences between two `settings`; ``what`` names the thing made under
+    ``theirs``."""
     missing = "not there"
     differ = [name for name in sorted({*theirs, *ours}) if theirs.get(name, missing) != ours.get(name, missing)]
     if not differ:
@@ -94,11 +95,11 @@ def _matters(name: str) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` as JSON has it, or `_OTHER`."""
+    """``value`` as JSON, or `_OTHER`."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
-        return repr(value)  # NaN and infinity are no JSON
+        return repr(value)  # JSON has no NaN or infinity
     if isinstance(value, (list, tuple, set, frozenset)):
         items = [_plain(item) for item in value]
         items = sorted(items, key=repr) if isinstance(value, (set, frozenset)) else items
@@ -110,7 +111,7 @@ def _plain(value: Any) -> Any:
 
 
 def _fields(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Fields of a config, and of those within it, that are not common to all."""
+    """Fields of a config and of nested configs, without those that every config has."""
     for name, value in ((str(name), value) for name, value in config.items()):
         if name in _OF_EVERY_CONFIG or name == "quantization_config" or not _matters(name):
             continue

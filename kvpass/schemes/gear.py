@@ -11,14 +11,14 @@ from .kivi import KIVIConfig
 @register_scheme(gear_l=dict(share=0.0), gear_4=dict(bits=4))
 @dataclass(frozen=True, kw_only=True)
 class GEARConfig(KIVIConfig):
-    """KIVI's fields, and ``bits + 32 / group_size + 32 * share + 16 * rank * (1 / head_dim + 1 / residual)`` bits a
+    """KIVI's fields, and ``bits + 32 / group_size + 32 * share + 16 * rank * (1 / head_dim + 1 / residual)`` bits per
     value.
 
-    share: of the values of a page, those kept exactly (s of the paper, 2 %).
-    rank: of the matrices (r of the paper). They are those of a page of ``residual`` tokens, where the paper takes a
-        prompt as one and then 20 tokens at a time: more of it, for as many bits, at long prompts.
+    share: fraction of a page's values kept exactly (s of the paper, 2 %).
+    rank: rank of the error matrices (r of the paper). Here they cover pages of ``residual`` tokens. The paper fits one
+        to the whole prompt and then one to every 20 tokens, so for long prompts it spends fewer bits on them.
 
-    With ``share=0`` it is the paper's GEAR-L.
+    ``share=0`` is the paper's GEAR-L.
     """
 
     name = "gear"

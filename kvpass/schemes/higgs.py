@@ -1,4 +1,4 @@
-"""HIGGS: heads are rotated to be nearly normal and quantized to grids that are optimal for normal vectors."""
+"""HIGGS: rotate heads until they are nearly normal, and quantize them to grids that are optimal for normal vectors."""
 
 from dataclasses import dataclass
 from typing import Literal

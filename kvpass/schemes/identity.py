@@ -1,4 +1,4 @@
-"""Unquantized pages: lossless, to test the machinery around quantization, or an eviction policy."""
+"""Unquantized pages: lossless, to test an eviction policy or everything around quantization."""
 
 from dataclasses import dataclass
 

@@ -10,12 +10,13 @@ from .kivi import KIVIConfig
 @register_scheme(kitty_25=dict(share=0.25))
 @dataclass(frozen=True, kw_only=True)
 class KittyConfig(KIVIConfig):
-    """KIVI's fields with pages, groups and sinks of the official code, and ``share``: of the channels of a head, those
-    of a page whose keys are largest on average, which have ``2 * bits``: ``bits * (1 + share) + 32 / group_size + 16 *
-    share / residual`` bits a value of keys.
+    """KIVI's fields, with pages, groups and sinks of the official code. Keys take ``bits * (1 + share) + 32 /
+    group_size + 16 * share / residual`` bits per value.
 
-    A value has no more channels in its group than the head has. The paper ranks channels by sensitivity; its code, as
-    here, by mean magnitude.
+    share: fraction of a head's channels, those with the largest keys in the page on average, that get ``2 * bits``.
+
+    A group of values spans at most one head. The paper ranks channels by sensitivity; its code, and this one, by mean
+    magnitude.
     """
 
     name = "kitty"

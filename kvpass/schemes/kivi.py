@@ -21,7 +21,7 @@ from .uniform import UniformConfig
 )
 @dataclass(frozen=True, kw_only=True)
 class KIVIConfig(UniformConfig):
-    """bits: code width, one of 1, 2, 3, 4, 8. The other fields are those of `UniformConfig`."""
+    """bits: bit width, one of 1, 2, 3, 4, 8. The other fields are those of `UniformConfig`."""
 
     name = "kivi"
 

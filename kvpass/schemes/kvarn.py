@@ -1,4 +1,4 @@
-"""KVarN (arXiv 2606.03458): rotated pages whose tokens and channels are made equally large before they are rounded."""
+"""KVarN (arXiv 2606.03458): rotated pages whose tokens and channels are scaled to equal size before rounding."""
 
 from dataclasses import dataclass, replace
 
@@ -17,16 +17,16 @@ from .storage import StorageConfig
 )
 @dataclass(frozen=True, kw_only=True)
 class KVarNConfig(StorageConfig):
-    """``bits + 32 / residual + 16 / head_dim`` bits a value of keys, and ``bits + 32 / head_dim + 16 / residual`` of
-    values.
+    """Keys take ``bits + 32 / residual + 16 / head_dim`` bits per value, values ``bits + 32 / head_dim + 16 /
+    residual``.
 
-    residual: tokens of a tile (64 or 128 in the official code), packed together once there are as many; the window of
-        keys and values holds up to ``residual - 1``.
-    key_bits, value_bits: widths of the codes, keys per channel of a tile, values per token.
-    seed: of the signs of the rotation.
+    residual: tokens of a tile (64 or 128 in the official code), which are packed together; the windows of keys and
+        values hold up to ``residual - 1`` tokens.
+    key_bits, value_bits: bit widths. Keys are quantized per channel of a tile, values per token.
+    seed: seed of the signs of the rotation.
 
-    The official code rotates without signs, and keeps the first tile and a tail of recent ones exact: ``sinks`` and
-    ``retention`` do so here.
+    The official code rotates without signs, and keeps the first tile and a tail of recent ones exact; use ``sinks`` and
+    ``retention`` for that.
     """
 
     name = "kvarn"

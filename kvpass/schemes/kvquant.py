@@ -15,13 +15,13 @@ from .storage import StorageConfig
 @register_scheme(kvquant_3=dict(bits=3), kvquant_4=dict(bits=4))
 @dataclass(frozen=True, kw_only=True)
 class KVQuantConfig(KIVIConfig):
-    """KIVI's fields, up to 4 bits, and ``bits + 32 / group_size + 32 * share + 2**(bits + 4) / (residual * head_dim)``
-    bits a value; a value has no more channels in its group than the head has.
+    """KIVI's fields, with up to 4 bits, and ``bits + 32 / group_size + 32 * share + 2**(bits + 4) / (residual *
+    head_dim)`` bits per value. A group of values spans at most one head.
 
-    share: of the values of a page, those kept exactly.
+    share: fraction of a page's values kept exactly.
 
-    Everything is fitted to pages as they are packed. The paper calibrates, as `CalibratedKVQuantConfig` does: datatypes
-    for each layer, weighted by the gradients of its loss, and ranges of key channels, so that keys need no scales.
+    Everything is fitted to each page as it is packed. The paper calibrates ahead, as `CalibratedKVQuantConfig` does: a
+    datatype for each layer, weighted by gradients of the loss, and ranges of key channels, so that keys need no scales.
     """
 
     name = "kvquant"
@@ -48,19 +48,19 @@ class KVQuantConfig(KIVIConfig):
 @register_scheme(kvquant_calibrated_3=dict(bits=3), kvquant_calibrated_4=dict(bits=4))
 @dataclass(frozen=True, kw_only=True)
 class CalibratedKVQuantConfig(StorageConfig):
-    """What the paper calibrates, `kvpass.calibrate` finds: for each layer a datatype of keys and one of values, and a
-    range for every channel of keys. Keys take ``bits + 32 * share``, values ``bits + 32 / head_dim + 32 * share`` bits
-    a value, ranges and datatypes some hundred bytes a layer in every cache.
+    """KVQuant as in the paper, with what `kvpass.calibrate` finds: for each layer a datatype of keys and one of values,
+    and a range for every key channel. Keys take ``bits + 32 * share`` bits per value, values ``bits + 32 / head_dim +
+    32 * share``. Ranges and datatypes take some hundred bytes per layer in every cache.
 
     bits: 1 to 4.
-    share: of the values of a page, those kept exactly: of keys those farthest beyond the calibrated ranges, of values
-        those farthest from the middle of their token. Of the calibrated tokens, as large a share is beyond the range.
+    share: fraction of a page's values kept exactly. For keys, those farthest outside the calibrated ranges; for values,
+        those farthest from the middle of their token. The ranges leave out the same fraction of the calibration tokens.
     weighted: whether datatypes are weighted by squared gradients of the loss (section 3.3, eq. 3).
-    normalized: whether the points of a datatype are given the mean and deviation of what they stand for (Q-Norm,
+    normalized: whether the points of a datatype are shifted and scaled to the mean and deviation of the data (Q-Norm,
         section 3.6).
 
-    A page has room for as many outliers as its share, where the paper takes all that are beyond; a token of values is
-    one of a head, where the paper takes all heads of a layer.
+    A page has room for a fixed number of outliers, its share; the paper keeps all values outside the ranges. A token of
+    values is that of one head; the paper takes all heads of a layer together.
     """
 
     name = "kvquant-calibrated"

@@ -1,4 +1,4 @@
-"""LogQuant: KIVI's quantization, with exact tokens that thin out with distance instead of a plain window."""
+"""LogQuant: KIVI's quantization, with exact tokens that get sparser with distance instead of a plain window."""
 
 from dataclasses import dataclass
 
@@ -14,9 +14,9 @@ from .kivi import KIVIConfig
 class LogQuantConfig(KIVIConfig):
     """KIVI's fields, and the window.
 
-    window: W of the paper; 2W to 3W - 1 tokens are exact, chosen by its algorithm 1. A multiple of ``group_size``,
-        since W tokens are packed at a time. (The paper has groups of 64 and R = 128, hence W = 42, which no group
-        divides; its code quantizes the whole prefix again each time.)
+    window: W of the paper; 2W to 3W - 1 tokens are exact, chosen by its algorithm 1. Must be a multiple of
+        ``group_size``, because W tokens are packed at a time. (The paper uses groups of 64 and R = 128, so W = 42,
+        which is no multiple; its code quantizes the whole prefix again each time.)
     """
 
     name = "logquant"

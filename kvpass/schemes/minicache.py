@@ -1,4 +1,5 @@
-"""MiniCache (arXiv 2405.14366): in the upper half of a model two neighbouring layers share the directions of tokens."""
+"""MiniCache (arXiv 2405.14366): in the upper half of a model, pairs of neighbouring layers share the directions of
+tokens."""
 
 from dataclasses import dataclass
 
@@ -11,16 +12,16 @@ from .uniform import UniformConfig
 @register_scheme(minicache_2=dict(bits=2))
 @dataclass(frozen=True, kw_only=True)
 class MiniCacheConfig(UniformConfig):
-    """``bits + 32 / group_size`` bits a value, and in every second layer that is merged ``32 / group_size`` alone.
+    """``bits + 32 / group_size`` bits per value, and only ``32 / group_size`` in the second layer of each merged pair.
 
-    The paper interpolates unit vectors of the two layers and gives each layer its own norms back (eq. 2 and 3):
-    ``e = sin((1 - t) W) / sin W * x_below / |x_below| + sin(t W) / sin W * x / |x|``. Here it is codes that are
-    interpolated, ``(1 - t) * codes_below + t * codes``, rounded, and each layer keeps its own scales and zero points:
-    directions are those of a group less its least value, and on the chord instead of the arc. All tokens but those of
-    the window and the sinks are merged. The paper leaves those that differ most alone (5 %), for which a layer that
-    shares codes has no place.
+    The paper interpolates unit vectors of the two layers and gives each layer its own norms back (eq. 2 and 3): ``e =
+    sin((1 - t) W) / sin W * x_below / |x_below| + sin(t W) / sin W * x / |x|``. Here quantized values are interpolated,
+    ``(1 - t) * codes_below + t * codes``, and rounded; each layer keeps its own scales and zero points. So directions
+    are those of a group minus its minimum, and interpolation follows the chord instead of the arc. All tokens but those
+    of the window and the sinks are merged. The paper leaves the 5 % that differ most unmerged, for which a layer that
+    shares quantized values has no room.
 
-    start: share of the layers that are not merged, from the first on; the others are in pairs.
+    start: fraction of the layers, from the first on, that are not merged; the others are paired.
     t: weight of the upper layer of a pair.
     """
 

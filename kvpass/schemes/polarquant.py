@@ -10,13 +10,13 @@ from .kivi import KIVIConfig
 @register_scheme(polarquant_3=dict(bits=3), polarquant_4=dict(bits=4))
 @dataclass(frozen=True, kw_only=True)
 class PolarQuantConfig(KIVIConfig):
-    """KIVI's fields, groups of 128 tokens as in the paper, and its values; keys take ``bits + 32 / group_size`` bits a
-    value: of a pair of channels ``(x, y)`` the radius ``sqrt(x**2 + y**2)`` and the angle ``atan2(y, x)`` have codes of
-    ``bits`` bits each (n = m of the paper), both under the range of their channel in a group of tokens.
+    """KIVI's fields, with groups of 128 tokens as in the paper; keys take ``bits + 32 / group_size`` bits per value.
 
-    A value has no more channels in its group than the head has. Codes stand for points of the range and its ends, those
-    of the paper for the middle of cells. Of a model whose rotary embedding turns other pairs than ``(i, i + D / 2)``
-    these are not its own, and what is said of arcs is not true.
+    For a pair of key channels ``(x, y)``, the radius ``sqrt(x**2 + y**2)`` and the angle ``atan2(y, x)`` are quantized
+    to ``bits`` bits each (n = m of the paper), within the range of their channel in a group of tokens. A group of
+    values spans at most one head. Quantized values stand for points from one end of the range to the other; in the
+    paper they stand for the middles of cells. Pairs are ``(i, i + D / 2)``. A model whose rotary embedding rotates
+    other pairs still runs, but the paper's argument about arcs does not hold for it.
     """
 
     name = "polarquant"

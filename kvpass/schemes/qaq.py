@@ -1,4 +1,4 @@
-"""QAQ (arXiv 2403.04643): each token gets the bit width that bounds the error it causes; outliers stay exact."""
+"""QAQ (arXiv 2403.04643): each token gets the bit width that bounds its error; outliers stay exact."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,7 +14,7 @@ from .storage import StorageConfig
 @dataclass(frozen=True, kw_only=True)
 class QAQConfig(StorageConfig):
     """Bit widths follow section 4.1 of the paper: those of keys depend on the energy of queries and the length, those
-    of values on their attention scores. All are chosen again whenever a page is packed.
+    of values on their attention mass. All are chosen again whenever a page is packed.
 
     sigma_s: allowed standard deviation of attention weights due to the error of keys.
     sigma_x: allowed standard deviation of the attention output due to the error of values.
@@ -23,14 +23,14 @@ class QAQConfig(StorageConfig):
     outliers: fraction of a token's values, over all heads, that are kept exact, half of them at each end.
     widths: available bit widths; a token that needs more than the widest gets the widest.
     query_energy: squared norm of queries, scaled as in attention: one number, or one for each cache layer, as
-        `kvpass.calibrate` measures them; None takes the 90 % quantile of the prompt's.
+        `kvpass.calibrate` measures them; None takes the 90 % quantile over the prompt.
     keep_originals: keep full-precision tokens in host memory, to raise a token's bit width again when needed. Without
         it, bit widths only fall.
     """
 
     name = "qaq"
     takes_calibration = True
-    stores_layers_alone = False  # planes of bits are pooled
+    stores_layers_alone = False  # all tokens' bit planes are in one pool
 
     sigma_s: float = 0.001
     sigma_x: float = 0.003

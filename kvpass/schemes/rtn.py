@@ -9,7 +9,7 @@ from .uniform import UniformConfig
 @register_scheme(rtn_2=dict(bits=2), rtn_3=dict(bits=3))
 @dataclass(frozen=True, kw_only=True)
 class RTNConfig(UniformConfig):
-    """Keys and values per token. bits: code width; the other fields are those of `UniformConfig`."""
+    """Keys and values per token. bits: bit width; the other fields are those of `UniformConfig`."""
 
     name = "rtn"
 

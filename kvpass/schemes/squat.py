@@ -1,8 +1,9 @@
-"""SQuat (arXiv 2503.24358): KIVI whose key error is kept out of the subspace of the prompt's queries.
+"""SQuat (arXiv 2503.24358): KIVI with the key error kept out of the subspace of the prompt's queries.
 
-The queries of the prompt span, up to little, a subspace of few dimensions (their top singular vectors). Keys are
-quantized a block of channels at a time; after each block the remaining channels are moved so that the error seen by
-that subspace shrinks (paper eq. 6). Codes, scales and storage are KIVI's, plus one matrix per KV head and sample.
+The queries of the prompt lie almost entirely in a subspace of few dimensions, spanned by their top singular vectors.
+Keys are quantized a block of channels at a time. After each block, the remaining channels are adjusted so that the
+error in that subspace shrinks (paper eq. 6). Quantized values, scales and storage are KIVI's, plus one matrix per KV
+head and sample.
 """
 
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ class SQuatConfig(KIVIConfig):
     rank: r of the paper, query directions protected.
     strength: weight of the subspace error, relative to the mean energy of the queries per channel: the paper's lambda
         times ``sum(q**2) / head_dim`` over the prompt. It depends neither on the prompt's length nor on the scale of
-        the queries, where the paper's lambda multiplies squared singular values that grow with both.
-    lam: the paper's lambda, instead of ``strength``. 0 gives KIVI's codes bit for bit.
+        the queries. The paper's lambda multiplies squared singular values, which grow with both.
+    lam: the paper's lambda, instead of ``strength``. 0 gives KIVI's quantized values bit for bit.
     block_size: channels quantized at a time (g_d of the paper); None is head_dim / 2.
 
     With ``rope="pre"`` the subspace is that of the queries before rotary embedding.

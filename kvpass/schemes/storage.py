@@ -1,4 +1,4 @@
-"""What all schemes share: which tokens stay exact, and whether keys are stored before or after rotary embedding."""
+"""Options of all schemes: which tokens stay exact, and whether keys are stored before or after rotary embedding."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -23,7 +23,7 @@ class StorageConfig(SchemeConfig):
     skipped: the scheme of those layers: "identity" (unquantized), or one with more bits, such as "kivi-8".
     """
 
-    stores_layers_alone: ClassVar[bool] = True  # none is stored with the help of another
+    stores_layers_alone: ClassVar[bool] = True  # whether each layer is stored independently of the others
 
     residual: int = 32
     sinks: int = 0
@@ -58,7 +58,7 @@ class StorageConfig(SchemeConfig):
         return self.retention
 
     def _of_skipped(self) -> SchemeConfig:
-        """The scheme of skipped layers, with this one's choice of tokens."""
+        """The scheme of skipped layers, with the same tokens exact as here."""
         policy = self._policy()
         sinks = self.sinks if policy is None else 0
         return get(self.skipped, residual=self.residual, sinks=sinks, retention=policy, rope=self.rope)
@@ -73,9 +73,9 @@ class StorageConfig(SchemeConfig):
         return self._policy() or Retention(self.residual, self.residual, self.sinks)
 
     def value_retention(self) -> Retention:
-        """The same of values."""
+        """Which values stay exact, are packed or are evicted."""
         return self._policy() or Retention(2 * self.residual, self.residual, self.sinks)
 
     def key_transform(self, **fields: Any) -> Transform:
-        """What is done to keys before they are quantized; ``fields`` are those of a `Transform`, besides ``rope``."""
+        """The `Transform` of keys before quantization; ``fields`` are its fields besides ``rope``."""
         return Transform(pre_rope=self.rope == "pre" and not fields.get("page_frame"), **fields)

@@ -1,4 +1,4 @@
-"""TurboQuant (arXiv 2504.19874): randomly rotated tokens, a norm for each, and one optimal codebook for all."""
+"""TurboQuant (arXiv 2504.19874): randomly rotated tokens, one norm per token, and one optimal codebook for all."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -24,21 +24,21 @@ from .storage import StorageConfig
 )
 @dataclass(frozen=True, kw_only=True)
 class TurboQuantConfig(StorageConfig):
-    """``bits + 16 / head_dim`` bits a value, and as much again for the norm of a sketch; or with two widths, ``bits +
-    share + 32 / head_dim + 16 * share / residual``.
+    """``bits + 16 / head_dim`` bits per value; a sketch needs a second norm, another ``16 / head_dim``. With two bit
+    widths, ``bits + share + 32 / head_dim + 16 * share / residual``.
 
-    key_bits, value_bits: 1 to 4, the codes of a Lloyd-Max codebook for every coordinate (section 3.1); 2 to 5 with a
-        sketch.
-    keys: "mse" for codes of least squared error (algorithm 1); "prod" for those of one bit less, and a bit of sketch of
-        what they leave, which makes scores unbiased (algorithm 2).
-    share: of the channels of a page, those that are largest, which have a bit more, a rotation and a norm of their own:
-        2.5 bits of the paper are 32 of 128 channels in 3 bits and the others in 2, with both norms.
-    seed: of the signs of the rotation.
+    key_bits, value_bits: 1 to 4 bits for every coordinate, quantized with a Lloyd-Max codebook (section 3.1); 2 to 5
+        with a sketch.
+    keys: "mse" minimizes the squared error (algorithm 1). "prod" uses one bit less for that, and one bit for a sketch
+        of the remaining error, which makes scores unbiased (algorithm 2).
+    share: fraction of a page's channels, the largest ones, that get one more bit and a rotation and norm of their own.
+        The paper's 2.5 bits are 32 of 128 channels at 3 bits and the others at 2, with both norms.
+    seed: seed of the signs of the rotation.
 
-    The paper rotates by a dense random matrix, and has the codebook of a coordinate on the sphere; here it is a
-    random-sign Hadamard matrix, as in vLLM, and the normal limit of that codebook. A token with most of its energy in
-    one channel stays far from normal under that matrix, as it would not under a dense one. Which channels have more
-    bits is chosen for each page.
+    The paper rotates by a dense random matrix, and uses the codebook for a coordinate on the sphere. Here the rotation
+    is a random-sign Hadamard matrix, as in vLLM, and the codebook is the normal limit of the paper's. A token with most
+    of its energy in one channel stays far from normal under that matrix, unlike under a dense one. Which channels get
+    more bits is chosen for each page.
     """
 
     name = "turboquant"

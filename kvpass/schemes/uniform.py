@@ -1,4 +1,4 @@
-"""What all schemes with uniform codes share: groups, and how their scales are found."""
+"""Options of all schemes with uniform quantization: groups, and how their scales are found."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,14 +15,15 @@ _Per = Literal["channel", "token"]
 
 @dataclass(frozen=True, kw_only=True)
 class UniformConfig(StorageConfig):
-    """Uniform codes with 16-bit scales: ``bits + 32 / group_size`` bits a value, plus the exact tokens.
+    """Uniform quantization with 16-bit scales and zero points: ``bits + 32 / group_size`` bits per value, plus the
+    exact tokens.
 
     group_size: tokens that share a key scale, and channels that share a value scale. It divides the number of tokens
         that leave the window at a time (``residual``, or the page size of ``retention``).
-    fit: "minmax" scales span a group; "lsq" scales and zero points minimise its squared error.
-    eta: with "minmax", the share of a group's range cut off at both ends when it is decoded (XQuant, eq. 9).
-    scale_bits: 16, or 8 for scales and zero points that are codes themselves (`codec.second_level`), which take
-        ``16 / group_size`` bits a value, and 64 bits a page.
+    fit: "minmax" scales span a group; "lsq" scales and zero points minimize its squared error.
+    eta: with "minmax", the share of a group's range cut off at both ends when it is dequantized (XQuant, eq. 9).
+    scale_bits: 16, or 8 to quantize scales and zero points as well (`codec.second_level`); they then take ``16 /
+        group_size`` bits per value, and 64 bits per page.
     """
 
     group_size: int = 32
@@ -39,7 +40,7 @@ class UniformConfig(StorageConfig):
     def key(
         self, bits: int, per: Literal["channel", "token"] = "channel", own_codes: float = 1.0, **fields: Any
     ) -> CodecSpec:
-        """Storage of keys, per channel unless said otherwise. ``fields`` are others of the `Quantizer`."""
+        """The spec of keys, quantized per channel by default. ``fields`` are other fields of the `Quantizer`."""
         retention = self.key_retention()
         if per == "channel" and (tokens := retention.page_size) % self.group_size:
             what = f"page_size={tokens} of the retention" if self._policy() else f"residual={tokens}"
@@ -50,7 +51,7 @@ class UniformConfig(StorageConfig):
         return CodecSpec(self._quantizer(bits, per, fields), retention, self.key_transform(), own_codes)
 
     def value(self, bits: int, own_codes: float = 1.0, **fields: Any) -> CodecSpec:
-        """Storage of values, per token."""
+        """The spec of values, quantized per token."""
         return CodecSpec(self._quantizer(bits, "token", fields), self.value_retention(), own_codes=own_codes)
 
     def _quantizer(self, bits: int, per: _Per, fields: dict[str, Any]) -> Quantizer:

@@ -1,4 +1,4 @@
-"""What a `Calibration` must be like, checked when it is made or loaded: its scheme, its model and its tensors fit."""
+"""Check a `Calibration` when it is made or loaded: its scheme, its model and its tensors must fit together."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from . import (
     SchemeConfig,
 )
 
-_DEPTH = 8  # of lists and dicts in `Calibration.facts`
+_DEPTH = 8  # maximum nesting of lists and dicts in `Calibration.facts`
 _WEIGHTS = "16-bit weights", (torch.float16, torch.bfloat16)
 _CODES = "8-bit codes", (torch.uint8,)
 _COUNTS = "32-bit counts", (torch.int32,)
@@ -43,8 +43,9 @@ def check_calibration(
     explained: dict[int, tuple[float, float]],
     facts: dict[str, Any],
 ) -> None:
-    """Raise `KVPassError` unless these fields of a `Calibration` belong together: each layer of ``model`` has tensors
-    of the shapes and dtypes that ``scheme`` stores, finite, and if it is predicted, shares of at most 1."""
+    """Raise `KVPassError` unless these fields of a `Calibration` belong together. Each layer of ``model`` needs finite
+    tensors of the shapes and dtypes that ``scheme`` stores, and a predicted layer needs explained shares of at most
+    1."""
     if not isinstance(scheme, SchemeConfig) or not scheme.takes_calibration:
         raise KVPassError(f"{shown(scheme)} is not a calibrated scheme.")
     if isinstance(scheme, QAQConfig) and not isinstance(scheme.query_energy, tuple):
@@ -70,7 +71,7 @@ def check_calibration(
 
 
 def _is_plain(value: Any, depth: int) -> bool:
-    """Whether JSON holds ``value``, nested no deeper than ``depth``."""
+    """Whether JSON can hold ``value``, nested no deeper than ``depth``."""
     if isinstance(value, (dict, list, tuple)):
         inner = value.values() if isinstance(value, dict) else value
         return depth > 0 and all(_is_plain(one, depth - 1) for one in inner)
@@ -78,7 +79,7 @@ def _is_plain(value: Any, depth: int) -> bool:
 
 
 def _geometry(model: dict[str, Any]) -> dict[int, tuple[int, int]]:
-    """Layer -> heads and head_dim, of what `describe` says about a model."""
+    """Layer -> heads and head_dim, from the output of `describe`."""
     if not isinstance(model, dict) or set(model) != {"class", "layers", "settings", "weights"}:
         raise KVPassError(f"model must have class, layers, settings and weights, not {shown(model)}.")
     if not isinstance(model["settings"], dict):
@@ -101,7 +102,7 @@ def _geometry(model: dict[str, Any]) -> dict[int, tuple[int, int]]:
 def _calibrated(
     scheme: SchemeConfig, geometry: dict[int, tuple[int, int]]
 ) -> Iterator[tuple[int, tuple[_Shapes, _Shapes]]]:
-    """The layers that ``scheme`` has tensors for, and the shapes of those of their keys and of their values."""
+    """The layers that ``scheme`` has tensors for, with the shapes for their keys and for their values."""
     if not isinstance(scheme, (AquaKVConfig, CalibratedKVQuantConfig, CalibratedWaterfillConfig)):
         return
     previous_layer = None
@@ -131,7 +132,7 @@ def _stored(predictor: str, inputs: int, width: int, rank: int | None) -> _Shape
 
 
 def _shared(spec: CodecSpec, heads: int, head_dim: int) -> _Shapes:
-    """What caches of a model share of a layer whose keys, or values, are stored by ``spec``."""
+    """Shapes of the tensors that all caches of a model share for keys, or values, stored by ``spec``."""
     shares = Shares.of(spec)
     shapes: dict[str, tuple[_Kind, tuple[int, ...]]] = {
         "share": (_COUNTS, (shares.ranks, 3, heads + 1)),
@@ -147,7 +148,7 @@ def _shared(spec: CodecSpec, heads: int, head_dim: int) -> _Shapes:
 
 
 def _check_ropes(ropes: tuple[str, ...], geometry: dict[int, tuple[int, int]]) -> None:
-    """Raise `KVPassError` unless there is a way of turning keys for each layer, or none."""
+    """Raise `KVPassError` unless ``ropes`` has a valid rotation of keys, or none, for each layer."""
     if len(ropes) != max(geometry) + 1:
         raise KVPassError(
             f"ropes must describe the rotary embedding of {max(geometry) + 1} layers, not {shown(ropes)}."
@@ -164,7 +165,8 @@ def _check_ropes(ropes: tuple[str, ...], geometry: dict[int, tuple[int, int]]) -
 def _check_shares(
     layer: int, both: tuple[list[Tensor], list[Tensor]], scheme: CalibratedWaterfillConfig, head_dim: int
 ) -> None:
-    """Raise `KVPassError` unless the heads of ``layer`` have the bits that their widths say, or that can be divided."""
+    """Raise `KVPassError` unless each head of ``layer`` has as many bits as its bit widths add up to, and a number of
+    bits that can be packed."""
     angles = bool(scheme.ropes[layer])
     for tensors in (both[0][angles:], both[1]):
         share = next(tensor for tensor in tensors if tensor.dtype == torch.int32)

@@ -1,10 +1,11 @@
-"""Our own: bits go to the channels whose errors the prompt's queries would see, in a basis fitted to the prompt.
+"""`waterfill`, kvpass's own scheme: bits go to the channels whose errors the prompt's queries would notice, in a basis
+fitted to the prompt.
 
-Levers that papers have one at a time, and no calibration: keys before rotary embedding, less their mean, where channels
-are steady; blocks of neighbouring channels decorrelated (transform coding); widths by channel, by what an error costs
-the prompt's queries (reverse water-filling, where SQuat moves errors about); a bit more for the tokens that those would
-look at (as ZipCache and QAQ have it); and a gain for each token, no scales of groups. docs/own-scheme.md has what each
-is worth.
+It combines techniques that papers use one at a time, and needs no calibration. Keys are stored before rotary embedding,
+minus their mean where channels are steady. Blocks of neighbouring channels are decorrelated (transform coding). Bit
+widths per channel follow from what an error costs the prompt's queries (reverse water-filling; SQuat redistributes
+errors instead). Tokens that those queries would attend to get one more bit (as in ZipCache and QAQ). Each token has a
+gain, and there are no group scales. docs/own-scheme.md says what each part is worth.
 """
 
 from dataclasses import dataclass
@@ -29,18 +30,18 @@ from .storage import StorageConfig
 )
 @dataclass(frozen=True, kw_only=True)
 class WaterfillConfig(StorageConfig):
-    """``(2 * pairs + singles) / 16`` bits a value, on average of the two halves of a page, ``9 / head_dim`` for gains
-    and halves, and the exact tokens.
+    """``(2 * pairs + singles) / 16`` bits per value, averaged over the two halves of a page, plus ``9 / head_dim`` for
+    gains and halves, plus the exact tokens.
 
-    recent: tokens that are always exact behind the newest, of keys and values, besides those that wait until there are
-        ``residual`` for a page.
-    key_fields, value_fields: of 16 channels, how many pairs of bits they share, and how many single bits.
-    rich_key_fields, rich_value_fields: the same, of the half of a page's tokens that the prompt's queries would pay
-        most; (0, 0) for tokens that are all alike.
-    block_size: neighbouring channels that are decorrelated together, or as many as divide both it and the head; 1 takes
-        channels as they are.
-    weighted: errors in keys cost what the prompt's queries make of them, instead of the same in all channels.
-    center: the mean of the keys that are packed first is subtracted from all.
+    recent: number of newest tokens whose keys and values are always exact, besides those that wait until ``residual``
+        of them fill a page.
+    key_fields, value_fields: how many 2-bit and how many 1-bit fields every 16 channels share.
+    rich_key_fields, rich_value_fields: the same for the half of a page's tokens to which the prompt's queries would pay
+        most attention; (0, 0) treats all tokens alike.
+    block_size: number of neighbouring channels that are decorrelated together, reduced to a divisor of the head if
+        needed; 1 keeps channels as they are.
+    weighted: weight key errors by their effect on the prompt's queries instead of equally in all channels.
+    center: subtract the mean of the first packed keys from all keys.
     """
 
     name = "waterfill"
@@ -70,7 +71,7 @@ class WaterfillConfig(StorageConfig):
             allocation = Allocation(*fields, gcd(self.block_size, head_dim), weighted, *rich, follows)
             return Quantizer(8, "token", head_dim, codec=allocation)
 
-        framed = self.rope == "pre" and self.retention is None  # a page of which is no neighbours otherwise
+        framed = self.rope == "pre" and self.retention is None  # otherwise the tokens of a page are not neighbours
         keys = quantizer(self.key_fields, self.weighted, self.rich_key_fields, False)
         values = quantizer(self.value_fields, False, self.rich_value_fields, any(self.rich_value_fields))
         return LayerPlan(
@@ -82,7 +83,7 @@ class WaterfillConfig(StorageConfig):
         return self._plan(layer.head_dim).checked(layer)
 
     def to_calibrate(self) -> "CalibratedWaterfillConfig":
-        """The static form with the same tokens exact."""
+        """The static calibrated form, with the same tokens exact."""
         same = {name: getattr(self, name) for name in ("residual", "sinks", "recent", "retention", "block_size")}
         return CalibratedWaterfillConfig(**same, ranked=any(self.rich_key_fields))
 
@@ -90,23 +91,25 @@ class WaterfillConfig(StorageConfig):
 @register_scheme(waterfill_hybrid=dict(form="hybrid", bits=1.9))
 @dataclass(frozen=True, kw_only=True)
 class CalibratedWaterfillConfig(StorageConfig):
-    """`WaterfillConfig` with the bits of every head, of keys and of values, given by a calibration: ``bits`` a value on
-    average over the model, ``17 / head_dim / 2`` for gains and halves, and the exact tokens.
+    """`WaterfillConfig` with the bits of every head, for keys and values, set by a calibration: ``bits`` per value on
+    average over the model, plus ``17 / head_dim / 2`` for gains and halves, plus the exact tokens.
 
-    form: "static", and mean, basis and widths are the model's, in tensors that all its caches share, so that a cache
-        keeps pages and exact tokens alone; "hybrid", and they are fitted to the tokens packed first, under the
-        metric of the calibration, with as many bits a head as it says.
-    bits: of codes, 0 to 7.
-    recent: tokens that are always exact behind the newest, besides those that wait until there are ``residual``.
-    block_size: neighbouring channels that are decorrelated together, or as many as divide both it and the head.
-    ranked: the half of a page's tokens that the calibration's queries would pay most gets more bits than the rest.
-    ropes: how the keys of each layer of the model are turned (`kvpass.codec.rope`), "" for layers without positions;
-        `kvpass.calibrate` finds out.
+    form: "static" takes mean, basis and bit widths from the calibration, in tensors that all caches of the model share,
+        so a cache keeps only pages and exact tokens. "hybrid" fits them to the tokens packed first, under the metric of
+        the calibration and with its number of bits per head.
+    bits: bits of quantized values, 0 to 7.
+    recent: number of newest tokens that are always exact, besides those that wait until ``residual`` of them fill a
+        page.
+    block_size: number of neighbouring channels that are decorrelated together, reduced to a divisor of the head if
+        needed.
+    ranked: give more bits to the half of a page's tokens to which the calibration's queries would pay most attention.
+    ropes: how the keys of each layer are rotated (`kvpass.codec.rope`), "" for layers without positions;
+        `kvpass.calibrate` fills it in.
     """
 
     name = "waterfill-static"
     needs_calibration = takes_calibration = True
-    stores_layers_alone = False  # their bits are shared out over all
+    stores_layers_alone = False  # bits are distributed over all layers
 
     sinks: int = 4
     recent: int = 96

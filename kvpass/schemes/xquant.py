@@ -1,7 +1,8 @@
-"""XQuant and AsymKV (arXiv 2410.13212): 2 bits in lower layers, 1 bit above, and codes shared by neighbouring layers.
+"""XQuant and AsymKV (arXiv 2410.13212): 2 bits in lower layers, 1 bit above, and quantized values shared by
+neighbouring layers.
 
-A layer that shares keeps its own scales, zero points and exact tokens, and decodes with the codes of its group's
-dominant layer. AsymKV is the same without sharing.
+A layer that shares has scales, zero points and exact tokens of its own, and dequantizes the quantized values of its
+group's dominant layer. AsymKV is the same without sharing.
 """
 
 from dataclasses import dataclass
@@ -9,14 +10,16 @@ from typing import Any
 
 from ..errors import KVPassError
 from ..fields import check_integers
-from .base import LayerGeometry, LayerPlan, register_scheme
+from .base import LayerGeometry, LayerPlan, register_scheme, retire_preset
 from .uniform import UniformConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class _LayeredConfig(UniformConfig):
-    """eta_1, eta_2: share of the range cut off at both ends when 1- and 2-bit codes are decoded (XQuant eq. 9).
-    depth: the number of layers that the other numbers are meant for; they are scaled to the model's. None: as they are.
+    """eta_1, eta_2: share of the range cut off at both ends when 1- and 2-bit values are dequantized (XQuant eq. 9).
+
+    depth: number of layers for which the other numbers are given; they are scaled to the model's depth. None uses them
+        as they are.
     """
 
     eta_1: float = 0.0
@@ -44,7 +47,7 @@ class _LayeredConfig(UniformConfig):
 @register_scheme(asymkv_lsq=dict(fit="lsq"), asymkv_eta=dict(eta_1=1 / 6, eta_2=0.045))
 @dataclass(frozen=True, kw_only=True)
 class AsymKVConfig(_LayeredConfig):
-    """l_k, l_v: the layers below have 2-bit keys (values), the others 1-bit ones."""
+    """l_k, l_v: number of lower layers with 2-bit keys (values); the layers above have 1 bit."""
 
     name = "asymkv"
 
@@ -60,33 +63,17 @@ class AsymKVConfig(_LayeredConfig):
         return LayerPlan(self.key(**key), self.value(**value)).checked(layer)
 
 
-_TABLE_9 = {
-    "mistral": ((30, 2, 32, 16), dict(truthfulqa=(0, 0), hqa=(1 / 6, 0.045), trec=(1 / 6, 0), tqa=(1 / 6, 0.09))),
-    "mistral_k2": ((32, 0, 32, 16), {"2wiki": (0, 0.09), "msq": (1 / 6, 0), "pc": (0, 0.045)}),
-    "llama2": ((28, 0, 32, 28), {"truthfulqa": (1 / 3, 0), "hqa": (1 / 6, 0.045), "2wiki": (1 / 3, 0.045)}),
-    "llama2_chat": ((32, 0, 32, 20), dict(trec=(1 / 6, 0), sams=(0, 0), pc=(1 / 3, 0.045))),
-}
-"""Table 9 of the paper: (kq, vq, km, vm) of 32 layers -> task -> (eta_1, eta_2). Equal rows are listed once."""
-
-
-def _presets() -> dict[str, dict[str, Any]]:
-    return {
-        f"xquant_{model}_{task}": dict(zip(("kq", "vq", "km", "vm", "eta_1", "eta_2"), (*layers, *etas), strict=True))
-        for model, (layers, tasks) in _TABLE_9.items()
-        for task, etas in tasks.items()
-    }
-
-
-@register_scheme(xquant_lsq=dict(eta_1=0.0, eta_2=0.0, fit="lsq"), **_presets())
+@register_scheme(xquant_lsq=dict(eta_1=0.0, eta_2=0.0, fit="lsq"))
 @dataclass(frozen=True, kw_only=True)
 class XQuantConfig(_LayeredConfig):
     """The default is the paper's "1.38 bit" setting (Mistral, HotpotQA).
 
-    kq, vq: the layers below have 2-bit keys (values), the others 1-bit ones.
-    km, vm: from these layers on, groups share the codes of keys (values).
-    group_layers: G, layers in a group, counted from layer 0.
-    dominant: which of a group's layers has its codes stored.
-    weights: gamma of the group's layers instead of a dominant one, for groups of two: codes are averaged and rounded.
+    kq, vq: number of lower layers with 2-bit keys (values); the layers above have 1 bit.
+    km, vm: index of the first layer from which groups share quantized keys (values).
+    group_layers: number of layers in a group (G), counted from layer 0.
+    dominant: index within the group of the layer whose quantized values are stored.
+    weights: weights (gamma) of the two layers of a group, instead of a dominant one: their quantized values are
+        averaged and rounded.
     """
 
     name = "xquant"
@@ -125,7 +112,8 @@ class XQuantConfig(_LayeredConfig):
         ).checked(layer)
 
     def _source(self, layer: LayerGeometry, first: int) -> int | None:
-        """The layer whose codes ``layer`` takes, if groups from layer ``first`` on share."""
+        """The layer whose quantized values ``layer`` reads, if groups from layer ``first`` on share; None for its
+        own."""
         source = layer.index - layer.index % self.group_layers + self.dominant
         shares = layer.index >= first and first <= source < layer.num_layers and source != layer.index
         return source if shares else None
@@ -134,3 +122,25 @@ class XQuantConfig(_LayeredConfig):
         if source is None:
             return 1.0
         return self.weights[1] if self.weights is not None else 0.0
+
+
+_TABLE_9 = {
+    "mistral": (
+        (30, 2, 32, 16),
+        {"truthfulqa": ("0", "0"), "hqa": ("1/6", "0.045"), "trec": ("1/6", "0"), "tqa": ("1/6", "0.09")},
+    ),
+    "mistral-k2": ((32, 0, 32, 16), {"2wiki": ("0", "0.09"), "msq": ("1/6", "0"), "pc": ("0", "0.045")}),
+    "llama2": ((28, 0, 32, 28), {"truthfulqa": ("1/3", "0"), "hqa": ("1/6", "0.045"), "2wiki": ("1/3", "0.045")}),
+    "llama2-chat": ((32, 0, 32, 20), {"trec": ("1/6", "0"), "sams": ("0", "0"), "pc": ("1/3", "0.045")}),
+}
+"""Table 9 of the paper: (kq, vq, km, vm) of 32 layers -> task -> (eta_1, eta_2). Each row was a preset once."""
+
+
+def _retire_table_9() -> None:
+    for model, ((kq, vq, km, vm), tasks) in _TABLE_9.items():
+        for task, (eta_1, eta_2) in tasks.items():
+            numbers = f"kq={kq}, vq={vq}, km={km}, vm={vm}, eta_1={eta_1}, eta_2={eta_2}"
+            retire_preset(f"xquant-{model}-{task}", f"XQuantConfig({numbers})")
+
+
+_retire_table_9()

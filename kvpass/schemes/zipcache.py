@@ -1,4 +1,4 @@
-"""ZipCache (arXiv 2405.14256): keys per channel, values per token behind a scale for each channel, salient tokens in
+"""ZipCache (arXiv 2405.14256): keys per channel, values per token after a scale for each channel, salient tokens at
 twice the bits."""
 
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ from .kivi import KIVIConfig
 @dataclass(frozen=True, kw_only=True)
 class ZipCacheConfig(KIVIConfig):
     """KIVI's fields. Values take ``bits + 32 / head_dim + 16 / residual`` bits: each channel of a page is divided by
-    the root of its largest value, and a token has one scale (section 4.1), where ``group_size`` is that of keys.
+    the square root of its largest value, and each token has one scale (section 4.1). ``group_size`` applies to keys.
 
-    share: of the tokens of a page, those in ``2 * bits``, the most salient (section 4.2, `codec.salient`): the ones
-        with the most attention from some of the prompt's queries. Then keys take ``bits * (1 + share) + 64 / residual +
-        1 / head_dim`` bits a value, values ``bits * (1 + share) + 33 / head_dim + 32 / residual``; a group of keys is
-        all tokens of a page that have as many bits. 0 for tokens that are all alike.
+    share: fraction of a page's tokens that get ``2 * bits``: the most salient ones, which receive the most attention
+        from some of the prompt's queries (section 4.2, `codec.salient`). Keys then take ``bits * (1 + share) + 64 /
+        residual + 1 / head_dim`` bits per value, values ``bits * (1 + share) + 33 / head_dim + 32 / residual``; a group
+        of keys is all tokens of a page with the same bit width. 0 treats all tokens alike.
 
-    Channels are normalised in every page, where the paper does it once for a prompt and tokens of all heads; and as
-    many tokens of every page are salient, by probes of the prompt alone, where the paper ranks all tokens, and anew
-    every 100 that are decoded.
+    Channels are normalized in every page; the paper does so once, for the prompt and all heads of a token. The same
+    number of tokens is salient in every page, judged by probe queries of the prompt; the paper ranks all tokens, and
+    again after every 100 decoded ones.
     """
 
     name = "zipcache"

@@ -1,12 +1,13 @@
-"""Packed pages in vLLM's own blocks: a plugin that does nothing unless a scheme is asked for (docs/vllm.md)."""
+"""Packed pages in vLLM's own blocks: a plugin that does nothing unless a scheme is configured (docs/vllm.md)."""
 
 from .asked import VARIABLE
 
 
 def register() -> None:
-    """What vLLM calls in each of its processes, by the entry point ``vllm.general_plugins``.
+    """Called by vLLM in each of its processes, through the entry point ``vllm.general_plugins``.
 
-    vLLM then asks `kvpass.vllm.engine` for the backend of its layers, which is vLLM's own unless a scheme is asked for.
+    vLLM then asks `kvpass.vllm.engine` for the backend of its layers, which is vLLM's own unless a scheme is
+    configured.
     """
     from .engine import register_backends
 

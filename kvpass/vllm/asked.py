@@ -1,4 +1,4 @@
-"""Which scheme a user of vLLM asks for, and what of it can be served there. Nothing here imports vLLM."""
+"""The scheme that a vLLM user asks for, and whether it can be served there. This module does not import vLLM."""
 
 import json
 import os
@@ -21,20 +21,19 @@ from ..paged.block_layout import BlockLayout
 from ..schemes import LayerGeometry, LayerPlan, SchemeConfig
 
 VARIABLE = "KVPASS_SCHEME"
-"""The environment variable that asks for a scheme: a name, or JSON such as {"scheme": "kivi", "bits": 4}."""
+"""The environment variable that sets the scheme: a name, or JSON such as {"scheme": "kivi", "bits": 4}."""
 KEY = "kvpass"
-"""The key of ``additional_config`` that does."""
+"""The key of ``additional_config`` that sets the scheme."""
 OLDEST, NEWEST = (0, 32), (0, 32)
-"""The releases of vLLM that are tested, from and to."""
+"""The tested releases of vLLM, from and to."""
 
 
 _TYPICAL, _IN_FLIGHT = 4096, 512
-_LEAST, _LARGEST = 64, 512  # tokens of a block: prefixes are found in whole ones, and tables are not to be long
+_LEAST, _LARGEST = 64, 512  # tokens per block: small enough to match prefixes, large enough for short block tables
 
 
 def check_version(version: str) -> None:
-    """Raise `KVPassError` for a vLLM that is not tested: backends are its private matter, and any release may change
-    them."""
+    """Raise `KVPassError` for an untested vLLM: its backend interface is private, and any release may change it."""
     release = tuple(map(int, re.findall(r"\d+", version)[:2]))
     if not OLDEST <= release <= NEWEST:
         tested = " to ".join(".".join(map(str, bound)) for bound in dict.fromkeys((OLDEST, NEWEST)))
@@ -45,7 +44,7 @@ def check_version(version: str) -> None:
 
 
 def scheme_asked(additional: Any, environment: Mapping[str, str] = os.environ) -> SchemeConfig | None:
-    """The scheme that ``additional_config`` or the environment asks for, or None. Raises `KVPassError` for what is no
+    """The scheme that ``additional_config`` or the environment sets, or None. Raises `KVPassError` if it is not a
     scheme."""
     found = additional.get(KEY) if isinstance(additional, Mapping) else None
     if found is None:
@@ -76,7 +75,7 @@ _PREDICTED = "Storing a layer would require reading another one, but vLLM gives 
 
 
 def refusal(spec: CodecSpec) -> str | None:
-    """Why what ``spec`` stores cannot be served, and what can, or None."""
+    """Why storage by ``spec`` cannot be served, and what can be served instead; None if it can."""
     quantizer, transform, retention = spec.quantizer, spec.transform, spec.retention
     if retention.evicts:
         return (
@@ -110,7 +109,7 @@ def refusal(spec: CodecSpec) -> str | None:
 class Served:
     """A scheme as vLLM serves it: one plan for all layers of a model.
 
-    Raises `KVPassError`, which says what can be served instead, if the scheme cannot, or does not fit the heads.
+    Raises `KVPassError`, which names an alternative, if the scheme cannot be served or does not fit the heads.
     """
 
     scheme: SchemeConfig
@@ -152,21 +151,22 @@ class Served:
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page: blocks are multiples of it."""
+        """Tokens per page; block sizes are multiples of it."""
         return self.plan.key.page_size
 
     @property
     def window(self) -> int:
-        """Tokens that are exact at most before those of a step, and the first of that."""
+        """The most tokens that are exact in a step: those before the step, and its first one."""
         return max(spec.retention.window for spec in (self.plan.key, self.plan.value))
 
     def layout(self, block_size: int) -> BlockLayout:
-        """Where in blocks of ``block_size`` tokens what lies. Raises `KVPassError` if pages do not fit them."""
+        """The layout of blocks of ``block_size`` tokens. Raises `KVPassError` if pages do not fit them."""
         return BlockLayout(self.plan.key, self.plan.value, self.head_dim, self.dtype, block_size)
 
     @cached_property
     def block_size(self) -> int:
-        """Tokens of a block, where a request of some thousands of them, and some hundreds in flight, takes least."""
+        """Tokens per block that take the least memory for requests of some thousand tokens with some hundred in
+        flight."""
 
         def taken(size: int) -> int:
             try:
@@ -180,8 +180,8 @@ class Served:
         return min((size for size in multiples if size >= min(_LEAST, multiples[-1])), key=taken)
 
     def window_block(self, block_size: int) -> int:
-        """Tokens of a block of the window: so many that it takes no more bytes than one of pages, and divides it, for
-        otherwise vLLM would make blocks larger until they agree, and find no prefixes in them."""
+        """Tokens per window block: the block size divided by a whole number, so that a window block takes no more bytes
+        than a block of pages. Otherwise vLLM would enlarge blocks until sizes agree, and find no prefixes in them."""
         room = self.layout(block_size).bytes_per_token * block_size // (2 * self.head_dim * self.dtype.itemsize)
         fits = [size for size in range(1, block_size + 1) if block_size % size == 0 and size <= room]
         return max(fits)

@@ -1,10 +1,10 @@
-"""All that kvpass uses of vLLM: nothing of it is imported, or known, anywhere else. tests/vllm/test_api.py says what of
-it has changed.
+"""Everything that kvpass uses of vLLM; no other file imports it. tests/vllm/test_api.py reports what has changed in
+vLLM.
 
 A layer's pages are in blocks of its own full-attention group, whose bytes `kvpass.paged.block_layout` describes. Its
-exact tokens are those of a companion layer with a sliding window, whose blocks vLLM takes back behind it. Both are
-allocated, shared between requests of one prefix, given back and counted by vLLM, as those of any model with two kinds
-of layers.
+exact tokens belong to a companion layer with a sliding window, whose blocks vLLM frees as the window moves on. vLLM
+allocates both, shares them between requests with a common prefix, frees them and counts them, as for any model with two
+kinds of layers.
 """
 
 import logging
@@ -39,14 +39,14 @@ from .asked import KEY, VARIABLE, Served, check_version, scheme_asked
 logger = logging.getLogger("kvpass.vllm")
 
 _TAKEN = "CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"
-"""Backends that platforms choose for layers of decoders."""
+"""Backends that platforms choose for decoder layers."""
 _SERVED = "CPU_ATTN"
 _WINDOW = "kvpass.window"
 
 
 def register_backends() -> None:
-    """Take the place of the backends that platforms choose. Which class each of them is, is decided when a layer asks
-    (`__getattr__`): that is when there is a configuration."""
+    """Replace the backends that platforms choose. The class of each is decided when a layer asks for it
+    (`__getattr__`), because only then there is a configuration."""
     for name in _TAKEN:
         register_backend(AttentionBackendEnum[name], f"{__name__}.{name}")
 
@@ -70,7 +70,8 @@ def _scheme_of(config: VllmConfig) -> SchemeConfig | None:
 
 @cache
 def _backend(own: type[AttentionBackend], scheme: SchemeConfig | None) -> type[AttentionBackend]:
-    """vLLM's ``own`` backend, for a process whose engines ask for ``scheme``. vLLM remembers it for the process."""
+    """The backend for a process whose engines ask for ``scheme``, in place of vLLM's ``own``. vLLM caches it for the
+    process."""
 
     def same_scheme() -> None:
         config = get_current_vllm_config_or_none()
@@ -90,7 +91,7 @@ def _backend(own: type[AttentionBackend], scheme: SchemeConfig | None) -> type[A
         return Untouched
 
     class Packed(own):  # type: ignore[misc, valid-type]
-        """Full attention over pages; all other layers keep vLLM's own."""
+        """Full attention over pages; all other layers keep vLLM's own backend."""
 
         supported_kv_cache_dtypes: ClassVar[list] = ["auto"]
         forward_includes_kv_cache_update = True
@@ -106,7 +107,7 @@ def _backend(own: type[AttentionBackend], scheme: SchemeConfig | None) -> type[A
 
         @staticmethod
         def get_supported_kernel_block_sizes(kv_cache_spec=None):
-            return [MultipleOf(1)]  # blocks are not split; `Served.layout` checks them, and says what is wrong
+            return [MultipleOf(1)]  # blocks are not split; `Served.layout` checks their size
 
         @classmethod
         def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
@@ -120,7 +121,7 @@ def _backend(own: type[AttentionBackend], scheme: SchemeConfig | None) -> type[A
 
 
 class WindowBackend(AttentionBackend):
-    """Of the exact tokens: no layer runs it, they are read and written by that of the pages."""
+    """The backend of the exact tokens. No layer runs it; the backend of the pages reads and writes them."""
 
     @staticmethod
     def get_name() -> str:
@@ -144,7 +145,7 @@ class WindowBackend(AttentionBackend):
 
 
 class Window(nn.Module, AttentionLayerBase):
-    """The exact tokens of a layer, as a layer of the model."""
+    """The exact tokens of a layer, as a layer of the model of their own."""
 
     def __init__(self, name: str, served: Served, config: VllmConfig) -> None:
         super().__init__()
@@ -152,14 +153,14 @@ class Window(nn.Module, AttentionLayerBase):
         config.compilation_config.static_forward_context[name] = self
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
-        """Called once memory is there, before there are requests: what runs over it is compiled now, for all layers."""
+        """Called once memory is allocated, before the first request: compiles the kernels of all layers."""
         self.kv_cache = kv_cache
         if self.name == f"{_WINDOW}.0":
             self.layer.impl.warm()
 
     @property
     def layer(self) -> Any:
-        """The layer whose exact tokens these are."""
+        """The layer that these exact tokens belong to."""
         context = get_current_vllm_config().compilation_config.static_forward_context
         return next(one for one in context.values() if getattr(getattr(one, "impl", None), "window", None) is self)
 
@@ -179,7 +180,7 @@ class Window(nn.Module, AttentionLayerBase):
 
 @dataclass
 class WindowMetadata:
-    """The table of the exact tokens."""
+    """The block table of the exact tokens."""
 
     table: BlockTable
 
@@ -195,7 +196,7 @@ class WindowBuilder(AttentionMetadataBuilder[WindowMetadata]):
 
 @dataclass
 class PackedMetadata:
-    """The requests of a step, without their windows until a layer knows its own."""
+    """The requests of a step, without their windows, which a layer adds when it runs."""
 
     start: Tensor
     past: Tensor
@@ -205,14 +206,14 @@ class PackedMetadata:
     batch: Batch | None = None
 
     def with_window(self, window: WindowMetadata) -> Batch:
-        """All of it; the layers of a group share what is found out about it."""
+        """The complete batch; the layers of a group share what is computed for it."""
         if self.batch is None:
             self.batch = Batch(self.start, self.past, self.total, self.pages, window.table, self.lead)
         return self.batch
 
 
 class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):
-    """For layers that are packed; makes vLLM's own for a group of others."""
+    """Builds metadata for packed layers; for a group of other layers it returns vLLM's own builder."""
 
     def __new__(cls, kv_cache_spec, layer_names, vllm_config, device):
         if getattr(kv_cache_spec, "state_content_bytes", None) is None:
@@ -242,7 +243,7 @@ class PackedAttention(AttentionImpl):
     """Attention of one layer over pages and exact tokens."""
 
     served: ClassVar[dict[tuple[int, int], tuple[Served, int]]] = {}
-    """What is served in this process, and in blocks of how many tokens, by heads and head_dim."""
+    """The served scheme and its block size, by heads and head_dim, for this process."""
 
     def __new__(cls, *args, **kwargs):
         kind = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
@@ -276,7 +277,7 @@ class PackedAttention(AttentionImpl):
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.softcap = num_kv_heads or num_heads, logits_soft_cap or 0.0
         self.served_as, size = _served(config, self.num_kv_heads, head_size)
-        self.served_as.layout(size)  # before memory is taken
+        self.served_as.layout(size)  # checks sizes before memory is allocated
         context = config.compilation_config.static_forward_context
         index = sum(isinstance(layer, Window) for layer in context.values())
         self.window = Window(f"{_WINDOW}.{index}", self.served_as, config)
@@ -294,7 +295,7 @@ class PackedAttention(AttentionImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        if attn_metadata is None:  # memory is being measured
+        if attn_metadata is None:  # vLLM's memory profiling run
             return output.zero_()
         if self.layer is None or self.layer.window is not self.window.kv_cache:
             self.layer = self._bound(kv_cache)
@@ -312,7 +313,7 @@ class PackedAttention(AttentionImpl):
         return paged_attention.with_kernel(layer)
 
     def warm(self) -> None:
-        """Compile what runs over blocks, on two with the strides that vLLM gives those of all groups."""
+        """Compile everything that runs over blocks, using two blocks with the strides of vLLM's real ones."""
         served, size = PackedAttention.served[self.num_kv_heads, self.head_size]
         window, content = self.window.kv_cache, served.layout(size).bytes_per_token
         strides = (window.stride(0) * window.element_size(), size * content, content, 1)
@@ -328,7 +329,7 @@ _ARGUMENTS = (
 
 
 def _served(config: VllmConfig, heads: int, head_dim: int) -> tuple[Served, int]:
-    """What is served to the heads of a rank, and in blocks of how many tokens: what the user says, or wastes least."""
+    """The served scheme for the heads of a rank, and the block size: the user's, or the one that wastes least."""
     scheme, model, cache = _scheme_of(config), config.model_config, config.cache_config
     assert scheme is not None, "this class is that of a process with a scheme"
     found = PackedAttention.served.get((heads, head_dim))
@@ -341,7 +342,7 @@ def _served(config: VllmConfig, heads: int, head_dim: int) -> tuple[Served, int]
 
 
 def _check(config: VllmConfig) -> None:
-    """Raise `KVPassError` for what is not served together with packed pages."""
+    """Raise `KVPassError` for configurations that cannot be combined with packed pages."""
     parallel, cache = config.parallel_config, config.cache_config
     asks = {
         f"kv_cache_dtype={cache.cache_dtype!r}: pages have a dtype of their own": cache.cache_dtype != "auto",
