@@ -41,7 +41,8 @@ Predictors (`codec.predictor`) take ``predictor``, a list of weights, and look a
 that of ``previous_layer``, and for values that of ``same_layer_keys``. An ``append_`` sees both for the
 tokens that leave the window only: ``edge`` holds the layer below's and is overwritten with this one's.
 
-``lowering`` names the implementation ("auto" picks; see `kvpass.lowering.table`).
+``lowering`` names the implementation ("auto" picks; see `kvpass.lowering.table`), which takes all that an op was given
+as one call (`kvpass.lowering.call_types`).
 """
 
 import functools

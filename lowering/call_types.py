@@ -4,7 +4,7 @@ Shapes: B samples, H_q query heads, H_kv KV heads, S tokens of the call, n token
 head. ``n`` is the number on the host, and ``length`` the same on the device (`kvpass.layout.window.LENGTH_OFFSET`), for
 kernels that a captured graph launches again at other lengths.
 
-These are named tuples because one is built for every op, layer and step: a frozen dataclass takes ten times as long.
+These are named tuples because one is built for every op, layer and step: a frozen dataclass takes six times as long.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,8 @@
-"""op -> implementations. Chosen on device and shape, logged once per choice, overridable with ``lowering=``."""
+"""op -> implementations. Chosen by device, specs and shape, logged once per choice, overridable with ``lowering=``.
+
+The ops are those of `kvpass.ops`, and attention over a server's blocks (`kvpass.paged.paged_attention`):
+"paged_attend", and "paged_attend_one" for one token of each request.
+"""
 
 import logging
 from collections.abc import Callable, Sequence, Set
@@ -68,7 +72,8 @@ class DispatchKey:
 class Implementation:
     """A named way to run one op.
 
-    run: takes the op's call, as `kvpass.lowering.call_types` describes it.
+    run: takes the op's call, as `kvpass.lowering.call_types` describes it; those of "encode" and of paged attention
+        take what their functions say.
     has: the features it serves of each of `DispatchKey.specs`; None for all: it is their definition.
     refuses: why it cannot serve a dispatch whose features it has, or None.
     by_name_only: "auto" never takes it.

@@ -40,6 +40,18 @@ def test_a_name_takes_exactly_that_one(toy_op):
     assert select(toy_op[1], "plain").name == "plain"
 
 
+def test_the_name_of_a_lowering_takes_whichever_of_its_implementations_serves(toy_op):
+    cpu, cuda = toy_op
+    refuses = lambda dispatch: None if dispatch.device == "cpu" else "it runs on CPUs."  # noqa: E731
+    implements("toy", "choosy-cpu", refuses=refuses, lowering="choosy")(lambda: "choosy-cpu")
+    assert select(cpu, "choosy").name == "choosy-cpu" and select(cuda, "choosy").name == "choosy"
+    assert select(cpu).name == "choosy-cpu" and select(cuda).name == "choosy"
+    with pytest.raises(KVPassError, match=r"use one of \['choosy', 'plain'\]"):
+        select(cpu, "cutlass")
+    with pytest.raises(KVPassError, match="'choosy-cpu' cannot run kvpass::toy here: it runs on CPUs"):
+        select(cuda, "choosy-cpu")
+
+
 def test_an_unknown_name_lists_the_known_ones(toy_op):
     with pytest.raises(KVPassError, match=r"'cutlass' for kvpass::toy.*\['choosy', 'plain'\].*auto"):
         select(toy_op[0], "cutlass")
