@@ -10,7 +10,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import kvpass
 from kvpass import HeavyHitter, Sinks, StreamingLLM
-from kvpass.cache.swap import packed_layers
+from kvpass.cache.swap import packed_layers, state_of
 from kvpass.schemes import (
     CalibratedWaterfillConfig,
     GEARConfig,
@@ -76,8 +76,8 @@ def packed(kind: Kind):
 
 def feed(cache, count: int, seed: int) -> torch.Tensor:
     """Logits of ``count`` tokens. What an encoder gave depends on ``seed``, too."""
-    model, layers = cache.model, packed_layers(cache)
-    batch = layers[0].batch if layers and layers[0].tokens else 2
+    model, state = cache.model, state_of(cache)
+    batch = state.batch if state is not None and state.tokens else 2
     inputs = dict(input_ids=tokens(batch, count, seed))
     if model.config.is_encoder_decoder:
         encoded = BaseModelOutput(last_hidden_state=randn(seed, batch, 11, model.config.hidden_size))

@@ -27,15 +27,15 @@ class Rerun:
         self.captured = self.replayed = 0
         self.made.append(self)
 
-    def __call__(self, layers, step):
-        stale = layers[0].context.length
+    def __call__(self, state, step):
+        stale = state.context.length
         output = step()
         self.captured += 1
         logits = output.logits if hasattr(output, "logits") else output[0]
-        first = weakref.ref(layers[0])
+        cache = weakref.ref(state)
 
         def again():
-            context = first().context
+            context = cache().context
             current, context.length = context.length, stale
             logits.copy_(step().logits)
             context.length = current

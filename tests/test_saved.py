@@ -278,7 +278,7 @@ def test_what_cannot_be_saved_says_so_and_leaves_the_file_there_was(saved, tmp_p
     with pytest.raises(KVPassError, match="empty"):
         kvpass.save_cache(cache, path)
     cache = filled(model, 20)
-    cache.layers[1].whole = False
+    cache.layers[1].cache.whole = False
     with pytest.raises(KVPassError, match="inconsistent"):
         kvpass.save_cache(cache, path)
     monkeypatch.setattr("kvpass.runtime.saved.save_file", lambda tensors, file, _: (Path(file).touch(), 1 / 0))

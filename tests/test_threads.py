@@ -111,7 +111,7 @@ def test_drafts_are_counted_for_each_cache():
     with torch.no_grad():
         for count, cache in [(40, 0), (40, 1), (5, 0), (5, 1), (5, 0), (1, 1)]:
             model(input_ids=tokens(1, count), past_key_values=caches[cache])
-    assert [cache.layers[0].drafts for cache in caches] == [2, 0]
+    assert [cache.layers[0].cache.drafts for cache in caches] == [2, 0]
 
 
 def test_the_report_is_always_that_of_one_cache():

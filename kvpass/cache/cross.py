@@ -8,75 +8,120 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from ..errors import KVPassError
-from ..layout.window import carry
-from ..schemes import LayerPlan
+from ..layout.window import carry, length_of
+from ..schemes import LayerGeometry, LayerPlan
+from .cache_state import CacheState
 from .context import ForwardContext
 from .layer import PackedLayer
+from .refusals import stored
 from .state import KVState
 
 
 class CrossLayer(PackedLayer):
-    """A layer of a cross-attention cache. Attention reads ``keys`` and ``values`` of a layer that is written; while a
-    forward is running they are plain decodes, which the pass fuses with it."""
+    """A layer of a cross-attention cache. Each layer is written once, during the first forward. From then on attention
+    reads its ``keys`` and ``values``; while a forward is running they are plain decodes, which the pass fuses with it.
+    """
 
     is_cross = True
 
+    def __init__(self, plan: LayerPlan, geometry: LayerGeometry, cache: CacheState):
+        super().__init__(plan, geometry, cache)
+        self.written = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the encoder that are stored; 0 before this layer is written."""
+        return self.cache.tokens if self.written else 0
+
+    @stored
+    def is_initialized(self) -> bool:
+        """Whether the layer is written."""
+        return self.written
+
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        if self.context is None or self.tokens:
+        cache = self.cache
+        if cache.context is None or self.written:
             raise KVPassError(
                 "A packed cross-attention cache is written once, by the first forward. For other encoder inputs pass "
                 "a fresh cache, or call cache.reset() first."
             )
         batch, _, tokens, _ = key_states.shape
-        if self.batch != batch:  # a reset cache may be used at another batch size
+        if any(layer.is_initialized for layer in cache.layers) and (cache.batch, cache.tokens) != (batch, tokens):
+            raise KVPassError(
+                f"The model stores {tokens} tokens of its encoder in one cross-attention layer and {cache.tokens} in "
+                "others. All layers of a packed cache have the same length and batch size. Call kvpass.remove(model); "
+                "this model is not supported."
+            )
+        if self.is_allocated and len(self.key_state.ring) != batch:  # a reset cache may be used at another batch size
             self.forget()
         self._allocate(batch, self.max_cache_len or tokens)
         for which, (state, x) in enumerate(zip(self.states(), (key_states, value_states), strict=True)):
             state.reserve(tokens)
             self._append(state, self._placed(x), which)
             state.wrote(0, tokens)
-        self.tokens = self.seen = tokens
-        self.filled = True
-        self.context = ForwardContext(self.key_state.carrier(tokens))
+        cache.batch, cache.tokens, cache.seen = batch, tokens, tokens
+        self.written = True
         return key_states, value_states
 
     def _view(self, state: KVState) -> Tensor:
-        return super()._view(state) if self.context is None else self._decode(state, None)
+        context = self.cache.context
+        if context is None:
+            return super()._view(state)
+        if not length_of(context.length):  # written by the forward that is running
+            return state.decode(self.tokens, self.cache.lowering)
+        return self._decode(state, None)
+
+    def _stored(self) -> int:
+        context = self.cache.context
+        written_before = context is not None and length_of(context.length)
+        return written_before or self.tokens
+
+    def forget(self) -> None:
+        super().forget()
+        self.written = False
+
+    def reset(self) -> None:
+        with self.cache.resetting(self):
+            for state in self.states():
+                state.reset()
+            self.written = False
 
 
 @contextmanager
-def running(layers: Sequence[CacheLayerMixin], self_attention: PackedLayer) -> Iterator[None]:
+def running(layers: Sequence[CacheLayerMixin], own: CacheState) -> Iterator[None]:
     """Within it a forward may write the cross-attention ``layers``, if they are empty, and read them at any length.
 
-    self_attention: a layer of the other half, whose rows are the same. If it is as new and these are not, a reset came
-        no further than that.
+    own: the state of the self-attention layers, which have the same rows. If it is new and that of ``layers`` is not, a
+        reset was interrupted between the two.
     """
     packed = [layer for layer in layers if isinstance(layer, CrossLayer)]
     for layer in layers:
         if layer not in packed and layer.is_initialized:
             torch._dynamo.maybe_mark_dynamic(layer.keys, 2)
             torch._dynamo.maybe_mark_dynamic(layer.values, 2)
-    if packed:
-        tokens = packed[0].tokens
-        forgotten = tokens and not (self_attention.tokens or self_attention.edits or self_attention.crops)
-        for layer in packed:
-            layer.refuse_unless_whole()
-            if (layer.tokens, layer.edits) != (tokens, self_attention.edits) or forgotten:
-                raise KVPassError(
-                    "The cross-attention layers of this cache are inconsistent with each other or with the "
-                    "self-attention layers: writing, reordering or resetting them failed or was interrupted. Pass a "
-                    "fresh cache, or call cache.reset()."
-                )
-        context = ForwardContext(carry(tokens, packed[0].geometry.device))
-        if tokens > 1:
-            torch._dynamo.maybe_mark_dynamic(context.length, 0)
-        for layer in packed:
-            layer.context = context
+    cross = packed[0].cache if packed else None
+    if cross is not None:
+        _refuse_unless_consistent(cross, packed, own)
+        cross.context = ForwardContext(carry(cross.tokens, cross.device))
+        if cross.tokens > 1:
+            torch._dynamo.maybe_mark_dynamic(cross.context.length, 0)
     try:
         yield
     finally:
-        for layer in packed:
-            layer.context = None
+        if cross is not None:
+            cross.context = None
+
+
+def _refuse_unless_consistent(cross: CacheState, layers: list[CrossLayer], own: CacheState) -> None:
+    cross.refuse_unless_whole()
+    some_written = len({layer.written for layer in layers}) > 1
+    forgotten = cross.tokens and not (own.tokens or own.edits or own.crops)
+    if cross.layers != layers or some_written or cross.edits != own.edits or forgotten:
+        raise KVPassError(
+            "The cross-attention layers of this cache are inconsistent with each other or with the self-attention "
+            "layers: writing, reordering or resetting them failed or was interrupted. Pass a fresh cache, or call "
+            "cache.reset()."
+        )
 
 
 def cross_plan(plan: LayerPlan) -> LayerPlan | str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ from ..codec.spec import CodecSpec
 from ..errors import KVPassError, NotCapturedError
 from ..layout.window import SEEN_OFFSET, length_of
 from ..schemes import LayerGeometry, LayerPlan
-from .adaptive_state import AdaptiveState, PlanePool
-from .context import ForwardContext
+from .adaptive_state import AdaptiveState
+from .cache_state import CacheState
 from .per_cache import Importance, RecentAttention, RotaryState
 from .refusals import READ_BACK, TWICE, refuse_number_of_tokens, refuse_place, removed_tokens, selected_rows, stored
 from .state import KVState, ModelTensors, SharedTensors, Storage
@@ -26,12 +25,11 @@ _UNCAPTURED = "its layers ran outside any captured graph"
 
 
 class PackedLayer(CacheLayerMixin):
-    """A transformers cache layer over two `KVState`. It holds ``tokens`` of the ``seen`` ones: all, unless some are
-    evicted.
+    """A transformers cache layer over two `KVState`: its part of the cache whose state is ``cache``.
 
-    ``update`` reads the past as stored, returns it with the present behind it, and appends the present. What is stored
-    advances once per forward, by `commit`, so that a graph sees the same length from beginning to end. To the model the
-    layer answers as a `DynamicLayer` does at the same moment.
+    ``update`` reads the past as stored, returns it with the present behind it, and appends the present. The length
+    advances once per forward, for all layers together, so that a graph sees the same length from beginning to end. To
+    the model the layer answers as a `DynamicLayer` does at the same moment.
     """
 
     is_compileable = False  # kvpass compiles the decode step itself; generate() must not
@@ -39,35 +37,42 @@ class PackedLayer(CacheLayerMixin):
     is_sliding = False
     is_cross = False
 
-    def __init__(self, plan: LayerPlan, geometry: LayerGeometry, owner: str, lowering: str, max_cache_len: int | None):
+    def __init__(self, plan: LayerPlan, geometry: LayerGeometry, cache: CacheState):
         # not super().__init__(): it assigns keys and values, which are views of the state here
-        self.plan, self.geometry, self.owner, self.lowering = plan, geometry, owner, lowering
-        self.max_cache_len = max_cache_len
+        self.plan, self.geometry, self.cache = plan, geometry, cache
         self.key_state: KVState | None = None
         self.value_state: KVState | None = None
         self.key_source: PackedLayer | None = None  # layers whose codes this one decodes with
         self.value_source: PackedLayer | None = None
-        self.rotary_owner = self  # the layer that keeps the rotary tables of the cache
+        self.rotary_owner = self  # the layer that keeps the rotary tables of this one
         self.rotary: RotaryState | None = None
         self.previous_layer: PackedLayer | None = None  # the layer this one is predicted from
         self.predictors: tuple[SharedTensors, SharedTensors] | None = None
         self.predicts_next = False  # another layer is predicted from this one
-        self.pool: PlanePool | None = None  # shared by all layers whose tokens have widths of their own
-        self.importance_owner = self  # the layer that decides for all, or itself
+        self.importance_owner = self  # the layer that decides what is evicted here
         self.importance: Importance | None = None
-        self.tokens = self.seen = 0
-        self.context: ForwardContext | None = None  # while a forward is running
-        self.updated = False  # in this forward
-        self.filled = False  # by an earlier forward, since the last reset
-        self.whole = True  # False while something changes it, and for good if that was neither ended nor taken back
-        self.edits = self.crops = 0  # changes of rows, and of length, since it was empty: the same in all layers
-        self.only_tokens = False  # what is stored came from token ids alone; the first layer knows for its cache
-        self.drafts = 0  # calls of a few tokens in a row, up to the last; the first layer counts for its cache
+        self.updated = False  # in the forward that is running
+        cache.layers.append(self)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens are stored, as in every layer of the cache."""
+        return self.cache.tokens
+
+    @property
+    def seen(self) -> int:
+        """How many tokens were stored in all, including evicted ones."""
+        return self.cache.seen
+
+    @property
+    def max_cache_len(self) -> int | None:
+        """The most tokens that the cache may store, None if there is no limit."""
+        return self.cache.max_cache_len
 
     @stored
     def is_initialized(self) -> bool:
         """Whether tokens have reached the layer, in an earlier forward or in this one. Memory may be there before."""
-        return self.filled or self.updated
+        return self.cache.filled or self.updated
 
     @property
     def is_allocated(self) -> bool:
@@ -87,11 +92,11 @@ class PackedLayer(CacheLayerMixin):
     def _view(self, state: KVState) -> Tensor:
         if self.updated:
             raise KVPassError(READ_BACK)
-        if self.context is None:
-            self.refuse_unless_whole()
+        if self.cache.context is None:
+            self.cache.refuse_unless_whole()
         if self.plan.looks_at_previous or self.plan.adaptive:
-            return state.decode(self.tokens, self.lowering)
-        if self.context is not None and torch.compiler.is_dynamo_compiling():
+            return state.decode(self.tokens, self.cache.lowering)
+        if self.cache.context is not None and torch.compiler.is_dynamo_compiling():
             return self._decode(state, None)  # a subclass would share storage with other inputs of the graph
         return PackedKV.view(state, self.tokens)
 
@@ -126,42 +131,18 @@ class PackedLayer(CacheLayerMixin):
     def full_nbytes(self) -> int:
         """What the tokens seen would take in full precision, in the cache's dtype."""
         per_token = self.geometry.num_key_value_heads * self.geometry.head_dim * self.geometry.dtype.itemsize
-        return 2 * max(self.batch, 0) * self.seen * per_token
-
-    @property
-    def evicts(self) -> bool:
-        """Whether tokens are dropped when there are too many."""
-        return self.plan.evicts
-
-    def refuse_unless_whole(self) -> None:
-        """Raise `KVPassError` while something changes this layer, or if that failed halfway."""
-        if not self.whole:
-            raise KVPassError(
-                "This cache is inconsistent: a forward failed or was interrupted and could not be rolled back. Pass a "
-                "fresh cache, or call cache.reset()."
-            )
-
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """What is within happens as a whole, or the layer is not whole any more: whoever failed may have changed other
-        layers before."""
-        self.refuse_unless_whole()
-        self.whole = False
-        yield
-        self.whole = True
+        return 2 * max(self.cache.batch, 0) * self.seen * per_token
 
     @property
     def deciding_heads(self) -> int:
         """Heads that decide what is evicted, each for itself."""
         return 1 if self.plan.key.retention.shared else self.geometry.num_key_value_heads
 
-    def prepare(self, batch: int, new_tokens: int, context: ForwardContext) -> None:
-        """Make room for ``new_tokens`` and start a forward in ``context``."""
-        self.allocate(batch, self.tokens + new_tokens)
+    def start(self, new_tokens: int) -> None:
+        """Start a forward of ``new_tokens`` tokens, which there is room for."""
         if self.importance is not None:
             self.importance.end(succeeded=False)  # if the forward was prepared for other sizes before
             self.importance.start(self.tokens, new_tokens)
-        self.context = context
 
     def allocate(self, batch: int, tokens: int) -> None:
         """Make room for ``tokens`` tokens, less those that are evicted; what is stored is kept."""
@@ -198,7 +179,7 @@ class PackedLayer(CacheLayerMixin):
 
         def state(spec: CodecSpec, source: PackedLayer | None, name: str) -> KVState:
             if spec.quantizer.adaptive is not None:
-                return AdaptiveState.allocate_in(self.pool, spec, batch, *room, tokens)
+                return AdaptiveState.allocate_in(self.cache.pool, spec, batch, *room, tokens)
             if source is not None:
                 source._allocate(batch, tokens)
             source_state = None if source is None else getattr(source, name)
@@ -234,39 +215,33 @@ class PackedLayer(CacheLayerMixin):
     def forget(self) -> None:
         """Drop all storage."""
         self.key_state = self.value_state = self.rotary = self.importance = None
-        self.filled = self.updated = False
-        if self.pool is not None:
-            self.pool.states.clear()
+        self.updated = False
 
-    def commit(self, new_tokens: int) -> None:
-        """End a forward that stored ``new_tokens``."""
-        self._wrote(new_tokens)
-        gone = self.plan.key.retention.evicted(self.tokens + new_tokens)
+    def commit(self, stored: int, total: int, gone: int) -> None:
+        """End a forward that stored tokens ``[stored, total)``, ``gone`` of which, or of earlier ones, are evicted."""
+        self._wrote(stored, total)
         for state in self.states():
             state.evicted(gone)
-        self.tokens += new_tokens - gone
-        self.seen += new_tokens
-        self.filled = True
+        now = total - gone
         for adaptive in self._adaptive_states() if self.plan.adaptive else ():
-            if adaptive.spec.retention.packed(self.tokens) > adaptive.count:
+            if adaptive.spec.retention.packed(now) > adaptive.count:
                 importance: Any = self.importance  # a `RecentAttention`
-                adaptive.requantize(self.tokens, importance.largest(self.tokens))
+                adaptive.requantize(now, importance.largest(now))
         if self.importance is not None:
             self.importance.end()
 
-    def abandon(self, new_tokens: int) -> bool:
-        """Take back a forward that failed. Whether the layer is as before: not if new tokens may have taken slots of
-        the window, or the place of others."""
-        self._wrote(new_tokens)
+    def abandon(self, stored: int, total: int) -> bool:
+        """Take back tokens ``[stored, total)`` of a forward that failed. Returns whether the layer is as before: not if
+        they may have taken slots of the window."""
+        self._wrote(stored, total)
         if self.importance is not None:
             self.importance.end(succeeded=False)
-        evicted = self.plan.key.retention.evicted(self.tokens + new_tokens)
-        return not evicted and all(state.lossless_crop(self.tokens) for state in self.states())
+        return all(state.lossless_crop(stored) for state in self.states())
 
-    def _wrote(self, new_tokens: int) -> None:
+    def _wrote(self, stored: int, total: int) -> None:
         for state in self.states():
-            state.wrote(self.tokens, self.tokens + new_tokens)
-        self.context, self.updated = None, False
+            state.wrote(stored, total)
+        self.updated = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise KVPassError(
@@ -274,18 +249,18 @@ class PackedLayer(CacheLayerMixin):
         )
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        if self.context is None:
+        context = self.cache.context
+        if context is None:
             raise KVPassError(
                 "A packed cache was updated outside the model that kvpass was applied to. Call model(...) or "
                 "model.generate(...) instead of a submodule, or pass the submodule a cache of its own."
             )
         self._refuse_other_tokens(key_states)
-        capture, length = self.context.query_capture, self.context.length
-        past = self.read() if torch.compiler.is_dynamo_compiling() or length_of(length) else None
-        if capture is None:
+        past = self.read() if torch.compiler.is_dynamo_compiling() or length_of(context.length) else None
+        if context.query_capture is None:
             self.append(key_states, value_states)
         else:
-            capture.wait(self, key_states, value_states)
+            context.query_capture.wait(self, key_states, value_states)
         self.updated = True
         if past is None:
             return key_states, value_states
@@ -297,22 +272,23 @@ class PackedLayer(CacheLayerMixin):
         if self.updated:
             raise KVPassError(TWICE)
         batch, _, tokens, _ = key_states.shape
-        same = tokens == self.context.new_tokens
+        same = tokens == self.cache.context.new_tokens
         if torch.compiler.is_dynamo_compiling():
             if same:
                 return
             refuse_number_of_tokens()
-        if not same or batch != self.batch:
-            self.context.expect(batch, tokens)
+        if not same or batch != self.cache.batch:
+            self.cache.context.expect(batch, tokens)
 
     def read(self) -> tuple[Tensor, Tensor]:
         """The past as attention sees it, keys rotated; left for the layer above as it is stored."""
         if not torch.compiler.is_dynamo_compiling():
             self._read_uncaptured()
-        k_below, v_below = self.context.past if self.plan.looks_at_previous else (None, None)
+        context = self.cache.context
+        k_below, v_below = context.past if self.plan.looks_at_previous else (None, None)
         keys = self._decode(self.key_state, k_below)
         values = self._decode(self.value_state, v_below, keys)
-        self.context.past = (keys, values) if self.predicts_next else None
+        context.past = (keys, values) if self.predicts_next else None
         if self.plan.key.transform.pre_rope:
             rotary = self.rotary_owner.rotary
             keys = torch.ops.kvpass.rotate(keys, rotary.cos, rotary.sin, "")
@@ -322,13 +298,13 @@ class PackedLayer(CacheLayerMixin):
         """Called where the model's own Python reads the layer, and no graph does."""
         if self.plan.key.transform.turns:
             raise NotCapturedError(_UNCAPTURED)
-        if self.context.uncaptured is not None:
-            self.context.uncaptured(self)
+        if self.cache.context.uncaptured is not None:
+            self.cache.context.uncaptured(self)
 
     def _refuse_unless_captured(self, queries: bool) -> None:
         """Raise `NotCapturedError` if what is stored is found in a graph, and there is none. ``queries``: whether those
         of the call are there."""
-        missing = self.plan.needs_queries and not queries and not length_of(self.context.length)
+        missing = self.plan.needs_queries and not queries and not length_of(self.cache.context.length)
         if self.plan.key.transform.turns or self.plan.needs_importance or missing:
             raise NotCapturedError(_UNCAPTURED)
 
@@ -346,20 +322,22 @@ class PackedLayer(CacheLayerMixin):
     def _decode(self, state: KVState, previous_layer: Tensor | None, same_layer_keys: Tensor | None = None) -> Tensor:
         if not state.spec.transform.predictor:
             previous_layer = same_layer_keys = None
+        context = self.cache.context
         return torch.ops.kvpass.decode(
-            state.handles, self.context.length, state.text, self.lowering, previous_layer, same_layer_keys,
-            list(state.predictor), list(state.pooled_planes), **state.tables(""), starts=self.context.starts,
+            state.handles, context.length, state.text, self.cache.lowering, previous_layer, same_layer_keys,
+            list(state.predictor), list(state.pooled_planes), **state.tables(""), starts=context.starts,
         )  # fmt: skip
 
     def _append(
         self, state: KVState, x: Tensor, which: int, same_layer_keys: Tensor | None = None, q: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
-        edge = None if self.context.edges is None else self.context.edges[which]
+        context = self.cache.context
+        edge = None if context.edges is None else context.edges[which]
         torch.ops.kvpass.append_(
-            state.handles, self.context.length, x, q, mask, state.text, self.lowering, edge, same_layer_keys,
+            state.handles, context.length, x, q, mask, state.text, self.cache.lowering, edge, same_layer_keys,
             list(state.predictor), self.importance.weights if which == 0 and self.importance else None, None,
-            self.context.slots[self.deciding_heads] if self.evicts else None,
+            context.slots[self.deciding_heads] if self.plan.evicts else None,
             state.host.tokens if isinstance(state, AdaptiveState) else None, **state.tables(""),
             key_pages=state.key_pages,
         )  # fmt: skip
@@ -375,17 +353,23 @@ class PackedLayer(CacheLayerMixin):
             return x.to(dtype)
         return refuse_place(x.dtype, x.device, dtype, device)
 
+    def _stored(self) -> int:
+        """Tokens stored before the forward that is running, if one is; symbolic while a graph is captured."""
+        context = self.cache.context
+        return self.tokens if context is None else length_of(context.length)
+
     def get_seq_length(self) -> int:
-        if self.context is None:
+        context = self.cache.context
+        if context is None:
             return self.seen
-        seen = length_of(self.context.seen_length, SEEN_OFFSET) if self.evicts else length_of(self.context.length)
-        return seen + self.context.new_tokens if self.updated else seen
+        seen = length_of(context.seen_length, SEEN_OFFSET) if self.plan.evicts else self._stored()
+        return seen + context.new_tokens if self.updated else seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         # what is stored passes for the newest of the tokens seen: all of it is in the past of every query
-        stored = self.tokens if self.context is None else length_of(self.context.length)
+        stored = self._stored()
         if self.updated:
-            stored += self.context.new_tokens
+            stored += self.cache.context.new_tokens
         return stored + query_length, self.get_seq_length() - stored
 
     def get_max_length(self) -> int:
@@ -393,46 +377,42 @@ class PackedLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget all tokens, and whatever went wrong with them."""
-        if not self.whole:
-            self.forget()
-        self.whole = False
-        for state in self.states():
-            state.reset()
-        self.tokens = self.seen = self.edits = self.crops = 0
-        self.context, self.updated, self.filled = None, False, False
-        self.whole = True
+        with self.cache.resetting(self):
+            for state in self.states():
+                state.reset()
+            self.updated = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        tokens_to_remove = removed_tokens(tokens_to_remove)
-        self.refuse_unless_whole()
-        new = max(0, self.tokens + tokens_to_remove)
+        old, removed = self.tokens, -removed_tokens(tokens_to_remove)
+        new = max(0, old - removed)
+        changing = self.cache.changing(
+            self, "crop", tokens=new, seen=self.seen - (old - new), crops=self.cache.crops + 1
+        )  # fmt: skip
         least = self.plan.key.retention.sinks + (self.plan.key.retention.budget or 0)
-        if self.seen > self.tokens and new < least:
+        if self.seen > old and new < least:
             raise KVPassError(
-                f"crop({tokens_to_remove}): tokens were evicted, and only the last {self.tokens - least} remaining "
-                "tokens are still in order. Crop fewer tokens."
+                f"crop({-removed}): tokens were evicted, and only the last {old - least} remaining tokens are still in "
+                "order. Crop fewer tokens."
             )
         if not all(state.lossless_crop(new) for state in self.states()):
             warnings.warn(
-                f"crop from {self.tokens} to {new} tokens goes back beyond the residual window, which now holds some "
+                f"crop from {old} to {new} tokens goes back beyond the residual window, which now holds some "
                 "dequantized values instead of exact ones. Crop fewer tokens to avoid this.",
                 stacklevel=3,
             )
-        with self._changing():
+        with changing:
             for state in self.states():
-                state.crop(self.tokens, new, self.lowering)
+                state.crop(old, new, self.cache.lowering)
             if self.importance is not None:
                 self.importance.crop(new)
-            self.seen -= self.tokens - new
-            self.tokens = new
-            self.crops += 1
 
     def _select_batch(self, choose: Callable[[Tensor], Tensor]) -> None:
-        rows = selected_rows(choose, self.batch, self.geometry.device) if self.is_allocated else None
-        with self._changing():
+        cache = self.cache
+        rows = None if cache.batch < 0 else selected_rows(choose, cache.batch, self.geometry.device)
+        batch = -1 if rows is None else len(rows)
+        with cache.changing(self, "select rows", batch=batch, edits=cache.edits + 1):
             for storage in self.storages():
                 storage.map_(lambda tensor: tensor.index_select(0, rows.to(tensor.device)))
-            self.edits += 1
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select_batch(lambda rows: rows[torch.as_tensor(beam_idx, device=rows.device)])
@@ -450,9 +430,3 @@ class PackedLayer(CacheLayerMixin):
         )
 
     prefetch = offload
-
-    @property
-    def batch(self) -> int:
-        """Batch size of the stored tokens, -1 before the first forward. Not called ``batch_size``: growing layers of
-        transformers have no such attribute, and `Cache.batch_size` is -1 for them."""
-        return self.key_state.ring.shape[0] if self.is_allocated else -1

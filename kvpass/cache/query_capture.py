@@ -4,25 +4,24 @@ Capturing a graph of the prompt only for its queries takes half a minute on a mo
 call of SDPA they are among its arguments.
 """
 
-from collections.abc import Sequence
-
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from ..errors import KVPassError
+from .cache_state import CacheState
 from .layer import PackedLayer
 
 
 class QueryCapture(TorchFunctionMode):
-    """Within it, ``layers`` wait with what they store for the SDPA that reads it, and are handed its queries and mask,
-    until their forward ends."""
+    """Within it, each layer of ``cache`` waits for the SDPA that reads what it is about to store, and is handed the
+    queries and the mask of that, until the forward ends."""
 
-    def __init__(self, layers: Sequence[PackedLayer]):
+    def __init__(self, cache: CacheState):
         super().__init__()
         self.waiting: tuple[PackedLayer, Tensor, Tensor] | None = None
-        self.expected, self.served = len(layers), 0
-        layers[0].context.query_capture = self  # they have it in common
+        self.expected, self.served = len(cache.layers), 0
+        cache.context.query_capture = self
 
     def wait(self, layer: PackedLayer, keys: Tensor, values: Tensor) -> None:
         """Store ``keys`` and ``values`` ``[B, H_kv, S, D]`` in ``layer`` when its queries come by."""

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Encod
 from ..errors import KVPassError
 from ..schemes import LayerGeometry, LayerPlan
 from .adaptive_state import PlanePool
+from .cache_state import CacheState
 from .cross import CrossLayer
 from .layer import PackedLayer
 from .per_cache import Importance, RotaryState
@@ -28,6 +29,19 @@ def cache_layers(cache: Cache) -> list[Any]:
 def packed_layers(cache: Cache) -> list[PackedLayer]:
     """The packed self-attention layers of a cache, in model order."""
     return [layer for layer in cache_layers(cache) if isinstance(layer, PackedLayer) and not layer.is_cross]
+
+
+def state_of(cache: Cache) -> CacheState | None:
+    """The state of the packed self-attention layers of a cache; None if it has none. Raises `KVPassError` if they are
+    not the layers that were made for one cache."""
+    layers = packed_layers(cache)
+    state = next((layer.cache for layer in layers), None)
+    if state is not None and state.layers != layers:
+        raise KVPassError(
+            "The packed layers of this cache are not those it was made with: layers are missing or come from another "
+            "cache. Pass a fresh cache; to copy one, call copy.deepcopy(cache)."
+        )
+    return state
 
 
 def cross_layers(cache: Cache) -> list[Any]:
@@ -64,9 +78,9 @@ def swap_cross_layers(cache: EncoderDecoderCache, plans: Plans, owner: str, lowe
     """Replace the planned layers of a fresh cross-attention cache in place. Raises as `swap_layers`."""
     cross = cache.cross_attention_cache
     layers = _fresh_layers(cross, plans)
+    state = CacheState(owner, lowering, _capacity(layers, plans))
     for index, (plan, geometry) in plans.items():
-        capacity = getattr(layers[index], "max_cache_len", None)
-        layers[index] = CrossLayer(plan, geometry, owner, lowering, capacity)
+        layers[index] = CrossLayer(plan, geometry, state)
     cross.layers[:] = layers
     cross.layer_class_to_replicate = None
 
@@ -78,29 +92,40 @@ def swap_layers(
     lowering: str,
     max_cache_len: int | None,
     predictors: dict[int, tuple[SharedTensors, SharedTensors]],
-) -> None:
-    """Replace the planned layers of a fresh ``cache`` in place; the cache object stays the same.
+) -> CacheState:
+    """Replace the planned layers of a fresh ``cache`` in place; the cache object stays the same. Returns the state of
+    the new layers.
 
     Raises `KVPassError`, and leaves the cache as it was, if it is offloaded, already holds tokens, or is not made of
     the plain layers that ``plans`` were made for.
     """
     layers = _fresh_layers(cache, plans)
-    for index, (plan, geometry) in plans.items():
-        capacity = getattr(layers[index], "max_cache_len", None) or max_cache_len
-        layers[index] = PackedLayer(plan, geometry, owner, lowering, capacity)
-    connect({index: layers[index] for index in plans}, predictors)
+    state = CacheState(owner, lowering, _capacity(layers, plans, max_cache_len))
+    for index, layer in new_layers(state, plans, predictors).items():
+        layers[index] = layer
     cache.layers[:] = layers
     cache.layer_class_to_replicate = None
+    return state
 
 
-def connect(layers: dict[int, PackedLayer], predictors: dict[int, tuple[SharedTensors, SharedTensors]]) -> None:
-    """Tell the packed layers of one cache of each other: whose codes they use, who decides for all, who is before."""
+def _capacity(layers: list[Any], plans: Plans, default: int | None = None) -> int | None:
+    """The most tokens that those of ``layers`` which are packed may all store, None if there is no limit."""
+    each = (getattr(layers[index], "max_cache_len", None) or default for index in plans)
+    return min((capacity for capacity in each if capacity is not None), default=None)
+
+
+def new_layers(
+    state: CacheState, plans: Plans, predictors: dict[int, tuple[SharedTensors, SharedTensors]]
+) -> dict[int, PackedLayer]:
+    """Empty layers of the cache with the new ``state``, by index. They refer to each other: to those whose codes they
+    use, to those that decide for all, and to those they are predicted from."""
+    layers = {index: PackedLayer(plan, geometry, state) for index, (plan, geometry) in plans.items()}
     rotary_owners: dict[Any, PackedLayer] = {}
     evicting = [layer for layer in layers.values() if layer.plan.evicts]
-    pool = PlanePool()
+    if any(layer.plan.adaptive for layer in layers.values()):
+        state.pool = PlanePool()
     for index, layer in layers.items():
         plan = layer.plan
-        layer.pool = pool if plan.adaptive else None
         layer.key_source = None if plan.key_source is None else layers[plan.key_source]
         layer.value_source = None if plan.value_source is None else layers[plan.value_source]
         if plan.looks_at_previous or plan.calibrated or plan.shares_out:
@@ -113,6 +138,7 @@ def connect(layers: dict[int, PackedLayer], predictors: dict[int, tuple[SharedTe
         if plan.looks_at_previous:
             layer.previous_layer = layers[layer.geometry.previous_layer]
             layer.previous_layer.predicts_next = True
+    return layers
 
 
 def nbytes(cache: Cache) -> int:

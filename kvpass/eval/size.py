@@ -82,7 +82,8 @@ def _footprints(model: nn.Module, scheme: Scheme, lengths: Sequence[int]) -> lis
     found = []
     for tokens in lengths:
         empty = fresh_cache(model)
-        swap_layers(empty, plans, owner="", lowering="reference", max_cache_len=None, predictors=predictors)
+        state = swap_layers(empty, plans, owner="", lowering="reference", max_cache_len=None, predictors=predictors)
+        state.allocate(1, tokens)
         sizes = [_fill(layer, old, tokens) for layer, old in zip(_as_many(empty, filled), filled.layers, strict=True)]
         found.append(Footprint(sum(size.nbytes for size in sizes) + fixed, sum(size.values for size in sizes)))
     return found
@@ -108,9 +109,9 @@ def _as_many(empty: Cache, filled: Cache) -> list[Any]:
 
 
 def _fill(layer: Any, filled: Any, tokens: int) -> Footprint:
-    """The size that ``layer``, which is empty, has after a prompt; ``filled`` is the same layer of a cache in use."""
+    """The size of ``layer`` after a prompt: it has room for one if it is packed, and is empty otherwise. ``filled`` is
+    the same layer of a cache in use."""
     if isinstance(layer, PackedLayer):
-        layer.allocate(1, tokens)
         heads, head_dim = layer.geometry.num_key_value_heads, layer.geometry.head_dim
         return Footprint(layer.nbytes, 2 * heads * head_dim * tokens)
     keys, values = getattr(filled, "keys", None), getattr(filled, "values", None)

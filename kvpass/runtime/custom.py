@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from ..cache.layer import PackedLayer
-from ..cache.swap import connect
+from ..cache.cache_state import CacheState
+from ..cache.swap import new_layers
 from ..cache.tensor import PackedKV
 from ..errors import KVPassError, NotCapturedError
 from ..layout.window import length_of
@@ -40,48 +40,45 @@ class CustomRuntime(Runtime):
                 "transformers cache does. Use this scheme without eviction."
             )
 
-    def _new_cache(self) -> list[PackedLayer]:
-        layers = {
-            index: PackedLayer(plan, geometry, self.owner, self.lowering, self.max_cache_len)
-            for index, (plan, geometry) in self.plans.items()
-        }
-        connect(layers, self.predictors)
-        return list(layers.values())
+    def _new_cache(self) -> CacheState:
+        state = CacheState(self.owner, self.lowering, self.max_cache_len)
+        new_layers(state, self.plans, self.predictors)
+        return state
 
     def _arguments(self, args, kwargs) -> dict[str, Any]:
         if self.model().training:
             raise KVPassError("The model is in training mode, but its cache is packed: call model.eval().")
         return dict(self.signature.bind(*args, **kwargs).arguments)
 
-    def _run(self, layers: list[PackedLayer], arguments: dict[str, Any]):
-        """One forward over ``layers``, which it ends."""
+    def _run(self, state: CacheState, arguments: dict[str, Any]):
+        """One forward over a cache, which it ends."""
         new_tokens = arguments[self.found.tokens].shape[1]
         try:
-            output = self._attempt(layers, dict(arguments))
+            output = self._attempt(state, dict(arguments))
         except NotCapturedError as error:
-            run = self._fall_back(error, layers, new_tokens)
-            output = self._attempt(layers, dict(arguments), run)
-            self._fell_back(error, layers[0], new_tokens)
-        by_index = dict(zip(self.plans, layers, strict=True))
-        self._measure([by_index.get(index) for index in range(len(self.report.layers))])
+            run = self._fall_back(error, state, new_tokens)
+            output = self._attempt(state, dict(arguments), run)
+            self._fell_back(error, state, new_tokens)
+        by_index = dict(zip(self.plans, state.layers, strict=True))
+        self._measure(state, [by_index.get(index) for index in range(len(self.report.layers))])
         return output
 
-    def _attempt(self, layers: list[PackedLayer], arguments: dict[str, Any], run: Callable | None = None):
+    def _attempt(self, state: CacheState, arguments: dict[str, Any], run: Callable | None = None):
         """The same by ``run``, if that is chosen already."""
         inputs = arguments[self.found.tokens]
         new_tokens = inputs.shape[1]
-        start_forward(layers, len(inputs), new_tokens)
-        with self._one_forward(layers, new_tokens):
-            run = run or self._choose(layers[0], new_tokens)
+        start_forward(state, len(inputs), new_tokens)
+        with self._one_forward(state, new_tokens):
+            run = run or self._choose(state, new_tokens)
             if run is self.original:
                 run = self._body()
             else:
                 self._canonicalise(arguments)
-            with self._step(layers, new_tokens):
-                return run(layers, arguments)
+            with self._step(state, new_tokens):
+                return run(state, arguments)
 
-    def _choose(self, first: PackedLayer, new_tokens: int):
-        run = super()._choose(first, new_tokens)  # uncaptured, a whole buffer in full precision would be made
+    def _choose(self, state: CacheState, new_tokens: int):
+        run = super()._choose(state, new_tokens)  # uncaptured, a whole buffer in full precision would be made
         return self.captured if run is self.original and not self.eager else run
 
     def _canonicalise(self, arguments: dict[str, Any]) -> None:
@@ -104,7 +101,7 @@ class BufferRuntime(CustomRuntime):
     def __init__(self, model, scheme, layers, *, found, max_cache_len, **options):
         super().__init__(model, scheme, layers, found=found, max_cache_len=max_cache_len, **options)
         self.capacity = min(found.capacity, max_cache_len or found.capacity)
-        self.layers = self._new_cache()
+        self.cache = self._new_cache()
         self.buffers = [buffer for index in self.plans for buffer in found.layers[index]]  # K, V of each layer
         own = [getattr(buffer.owner, buffer.name) for buffer in self.buffers]
         # nothing to read and nothing to write between forwards, and no bytes
@@ -121,24 +118,24 @@ class BufferRuntime(CustomRuntime):
 
     def uninstall(self) -> None:
         """Give them back, with what is stored; empty if that is not whole."""
-        if not all(layer.whole for layer in self.layers):
-            for layer in self.layers:
+        if not self.cache.whole:
+            for layer in self.cache.layers:
                 layer.reset()
-        stored = [x for layer in self.layers for x in (layer.keys, layer.values)]
+        stored = [x for layer in self.cache.layers for x in (layer.keys, layer.values)]
         super().uninstall()
         for buffer, stand_in, x in zip(self.buffers, self.stand_ins, stored, strict=True):
-            setattr(buffer.owner, buffer.name, torch.zeros_like(stand_in, device=self.layers[0].geometry.device))
+            setattr(buffer.owner, buffer.name, torch.zeros_like(stand_in, device=self.cache.device))
             if x is not None:
                 buffer.get()[: len(x), :, : x.shape[2]] = x + 0
 
     def forward(self, *args, **kwargs):
         arguments = self._arguments(args, kwargs)
-        with self._alone(self.layers):
+        with self._alone(self.cache):
             self._seek(arguments)
             if not isinstance(arguments[self.found.position], Tensor):
                 arguments[self.found.position] = 0  # the graph counts for itself, and must not be one for each position
             try:
-                return self._run(self.layers, arguments)
+                return self._run(self.cache, arguments)
             except BaseException:
                 self._take_away()  # again: the call may have ended between filling the buffers and taking them away
                 raise
@@ -146,7 +143,7 @@ class BufferRuntime(CustomRuntime):
     def _seek(self, arguments: dict[str, Any]) -> None:
         """Go to the position the arguments name. Reads it from the device, if it is a tensor there."""
         name, count = self.found.position, arguments[self.found.tokens].shape[1]
-        position, stored = arguments.get(name), self.layers[0].tokens
+        position, stored = arguments.get(name), self.cache.tokens
         start = int(position.flatten()[0]) if isinstance(position, Tensor) else position
         if isinstance(position, Tensor) and position.numel() > 1:
             expected = torch.arange(start, start + count, device=position.device)
@@ -166,7 +163,7 @@ class BufferRuntime(CustomRuntime):
             )
         if start == 0:
             self._check_owners()
-        for layer in self.layers if start < stored or start == 0 else ():
+        for layer in self.cache.layers if start < stored or start == 0 else ():
             layer.reset() if start == 0 else layer.crop(start - stored)
 
     def _check_owners(self) -> None:
@@ -185,20 +182,20 @@ class BufferRuntime(CustomRuntime):
     def _body(self):
         original, found, runtime = self.original, self.found, self
 
-        def call(layers, arguments):
-            start, count = length_of(layers[0].context.length), arguments[found.tokens].shape[1]
+        def call(state, arguments):
+            start, count = length_of(state.context.length), arguments[found.tokens].shape[1]
             position = arguments[found.position]
             if isinstance(position, Tensor):
                 positions = torch.arange(start, start + count, dtype=position.dtype, device=position.device)
                 position = positions.expand(position.shape) if position.ndim else positions[0]
             else:
                 position = start
-            pasts = [past for layer in layers for past in layer.read()]
+            pasts = [past for layer in state.layers for past in layer.read()]
             for buffer, past in zip(runtime.buffers, pasts, strict=True):
                 buffer.set(pad(past, (0, 0, 0, found.capacity - start)))
             output = original(**{**arguments, found.position: position})
             presents = [buffer.get()[:, :, start : start + count] for buffer in runtime.buffers]
-            for layer, keys, values in zip(layers, presents[::2], presents[1::2], strict=True):
+            for layer, keys, values in zip(state.layers, presents[::2], presents[1::2], strict=True):
                 layer.append(keys, values)
             runtime._take_away()
             return output
@@ -227,19 +224,21 @@ class HandedRuntime(CustomRuntime):
 
     def forward(self, *args, **kwargs):
         arguments, parameter = self._arguments(args, kwargs), self.found.parameter
-        layers = self._layers(arguments.pop(parameter, None))
-        captured = self._choose(layers[0], arguments[self.found.tokens].shape[1]) is not self.original
-        if layers[0].tokens or (captured and self.found.takes_empty):
+        state = self._state(arguments.pop(parameter, None))
+        captured = self._choose(state, arguments[self.found.tokens].shape[1]) is not self.original
+        if state.tokens or (captured and self.found.takes_empty):
             arguments[parameter] = _PACKED
-        with self._alone(layers):
-            output = self._run(layers, arguments)
-        handles = [PackedKV.view(state, layer.tokens) for layer in layers for state in layer.states()]
+        with self._alone(state):
+            output = self._run(state, arguments)
+        handles = [PackedKV.view(stored, state.tokens) for layer in state.layers for stored in layer.states()]
         for handle in handles:
-            handle.cache = layers
+            handle.cache = state
         cache = tree_unflatten(handles, self.found.structure)
         return (*output[: self.found.output], cache, *output[self.found.output :])
 
-    def _layers(self, cache) -> list[PackedLayer]:
+    def _state(self, cache) -> CacheState:
+        """The state of the cache that is handed in, a new one for None. Raises `KVPassError` for another cache than the
+        latest call returned."""
         if cache is None:
             return self._new_cache()
         leaves = tree_leaves(cache)
@@ -251,27 +250,27 @@ class HandedRuntime(CustomRuntime):
                 f"{self.found.parameter} is not what this model returned: pass the returned cache unchanged, or None "
                 "to start anew."
             )
-        (layers,) = caches.values()
-        if layers[0].owner != self.owner:
+        (state,) = caches.values()
+        if state.owner != self.owner:
             raise KVPassError(f"{self.found.parameter} was packed by another model or an earlier kvpass.apply.")
-        if leaves[0].num_tokens != layers[0].tokens:
+        if leaves[0].num_tokens != state.tokens:
             raise KVPassError(
                 f"{self.found.parameter} holds {leaves[0].num_tokens} tokens but was already continued to "
-                f"{layers[0].tokens}: pass the cache that the latest call returned."
+                f"{state.tokens}: pass the cache that the latest call returned."
             )
-        return layers
+        return state
 
     def _body(self):
         original, found = self.original, self.found
 
-        def call(layers, arguments):
-            start, count = length_of(layers[0].context.length), arguments[found.tokens].shape[1]
+        def call(state, arguments):
+            start, count = length_of(state.context.length), arguments[found.tokens].shape[1]
             if found.parameter in arguments:
-                past = [x for layer in layers for x in layer.read()]
+                past = [x for layer in state.layers for x in layer.read()]
                 arguments = {**arguments, found.parameter: tree_unflatten(past, found.structure)}
             output = original(**arguments)
             leaves = tree_leaves(output[found.output])
-            for i, layer in enumerate(layers):
+            for i, layer in enumerate(state.layers):
                 layer.append(*(leaf[:, :, start : start + count] for leaf in leaves[2 * i : 2 * i + 2]))
             return (*output[: found.output], *output[found.output + 1 :])
 

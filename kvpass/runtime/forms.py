@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from threading import RLock
 
@@ -16,8 +16,8 @@ from transformers.cache_utils import Cache
 
 from kvpass.lowering.session import forget, specialized, uncollected, uncounted
 
-from ..cache.layer import PackedLayer
-from ..cache.swap import packed_layers
+from ..cache.cache_state import CacheState
+from ..cache.swap import state_of
 from ..compile.backend import Backend
 from ..compile.capture import FAILURES, Breaks, switched_off, translated
 from ..errors import NotCapturedError
@@ -86,8 +86,8 @@ class Forms:
     def __call__(self, *args, **kwargs):
         if self.must and (why := switched_off()):
             raise NotCapturedError(why)
-        layer = _first_layer((*args, *kwargs.values()))
-        stored, batch = (min(layer.tokens, 2), layer.batch) if layer else (None, None)
+        state = _state_among((*args, *kwargs.values()))
+        stored, batch = (min(state.tokens, 2), state.batch) if state else (None, None)
         described = tuple(map(_described, args)), _described(kwargs)
         key = torch.is_inference_mode_enabled(), stored, *described, self._unguarded()
         form = self._forms.get(key) or self._forms.setdefault(key, _Form(self._start, self._waiting, self.breaks))
@@ -145,12 +145,12 @@ class _Form:
                 return self._run(*args, **kwargs)
 
 
-def _first_layer(values) -> PackedLayer | None:
-    """The first packed layer of the cache among ``values``, if there is one."""
+def _state_among(values: Iterable) -> CacheState | None:
+    """The state of the packed cache among ``values``, if there is one."""
     for value in values:
-        layers = packed_layers(value) if isinstance(value, Cache) else value
-        if isinstance(layers, list) and layers and isinstance(layers[0], PackedLayer):
-            return layers[0]
+        state = state_of(value) if isinstance(value, Cache) else value
+        if isinstance(state, CacheState):
+            return state
     return None
 
 

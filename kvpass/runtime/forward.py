@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
+from ..cache.cache_state import CacheState
 from ..cache.context import ForwardContext
 from ..cache.layer import PackedLayer
-from ..cache.swap import cache_layers, cross_layers, packed_layers
+from ..cache.swap import cache_layers, cross_layers
 from ..errors import KVPassError
 from ..layout.window import LENGTH_OFFSET, SEEN_OFFSET, carry
 
@@ -19,8 +20,8 @@ _REPLACED = DynamicLayer, DynamicSlidingWindowLayer
 """Layers whose tensors are replaced by others when tokens are added, never written."""
 
 
-def start_forward(layers: list[PackedLayer], batch: int, new_tokens: int) -> int:
-    """Prepare all packed layers of a cache for one forward; returns the tokens already stored.
+def start_forward(state: CacheState, batch: int, new_tokens: int) -> int:
+    """Prepare a cache for one forward; returns how many tokens it stores already.
 
     batch, new_tokens: what the caller hands to the model. The model may hand other sizes to its layers, for instance
     with image tokens in front of the text; `_expect` then prepares them again.
@@ -28,52 +29,49 @@ def start_forward(layers: list[PackedLayer], batch: int, new_tokens: int) -> int
     Raises `KVPassError` if the cache is full, inconsistent, or of another batch size; nothing is changed then, nor when
     there is no memory for more tokens.
     """
-    first = layers[0]
-    stored = first.tokens
-    for layer in layers:
-        layer.refuse_unless_whole()
-    if len({(layer.tokens, layer.seen, layer.edits, layer.crops) for layer in layers}) > 1:
-        raise KVPassError(
-            "The layers of this cache are inconsistent: reordering, selecting, cropping or resetting it failed or was "
-            "interrupted. Pass a fresh cache, or call cache.reset()."
-        )
-    _refuse_what_does_not_fit(first, batch, new_tokens)
-    for layer in layers:
-        layer.whole = False
+    stored = state.tokens
+    state.refuse_unless_whole()
+    _refuse_what_does_not_fit(state, batch, new_tokens)
+    state.whole = False
     try:
-        _prepare(layers, batch, stored, new_tokens)
+        context = ForwardContext(_varying(carry(stored, state.device), stored))
+        context.expect = partial(_expect, state)
+        if state.retention.evicts:
+            context.seen_length = _varying(carry(state.seen, offset=SEEN_OFFSET), stored)
+        _make_room(state, batch, new_tokens, context)
     except BaseException:
         if not stored:
-            _forget(layers)
-        finish_forward(layers, 0, succeeded=False)
+            state.forget()
+        finish_forward(state, 0, succeeded=False)
         raise
     return stored
 
 
-def _refuse_what_does_not_fit(first: PackedLayer, batch: int, new_tokens: int) -> None:
-    stored, capacity = first.tokens, first.max_cache_len
-    if capacity is not None and first.plan.key.retention.stored(stored + new_tokens) > capacity:
+def _refuse_what_does_not_fit(state: CacheState, batch: int, new_tokens: int) -> None:
+    stored, capacity = state.tokens, state.max_cache_len
+    if capacity is not None and state.retention.stored(stored + new_tokens) > capacity:
         raise KVPassError(
             f"The cache is full: {stored} tokens are stored and {new_tokens} more exceed max_cache_len={capacity}."
         )
-    if stored and first.batch != batch:
-        raise KVPassError(f"The cache holds a batch of {first.batch}, but this call has a batch of {batch}.")
+    if stored and state.batch != batch:
+        raise KVPassError(f"The cache holds a batch of {state.batch}, but this call has a batch of {batch}.")
 
 
 @torch.compiler.disable  # where a step runs in pieces, layers call it between them
-def _expect(layers: list[PackedLayer], batch: int, new_tokens: int) -> None:
-    """Prepare ``layers`` for what the model hands to the first of them in a forward that has begun."""
-    first = layers[0]
-    if any(layer.updated for layer in layers):
+def _expect(state: CacheState, batch: int, new_tokens: int) -> None:
+    """Prepare a cache again, during a forward, for what the model hands to the first layer."""
+    context = state.context
+    assert context is not None  # a forward is running
+    if any(layer.updated for layer in state.layers):
         raise KVPassError(
-            f"The model stores {first.context.new_tokens} tokens in some cache layers and {new_tokens} in others. All "
+            f"The model stores {context.new_tokens} tokens in some cache layers and {new_tokens} in others. All "
             "layers of a packed cache have the same length. Call kvpass.remove(model); this model is not supported."
         )
-    _refuse_what_does_not_fit(first, batch, new_tokens)
-    _make_room(layers, batch, new_tokens, first.context)
+    _refuse_what_does_not_fit(state, batch, new_tokens)
+    _make_room(state, batch, new_tokens, context)
 
 
-def check_all_updated(layers: list[PackedLayer]) -> None:
+def check_all_updated(layers: Collection[PackedLayer]) -> None:
     """Raise `KVPassError` if a forward has stored tokens in some ``layers`` and none in others."""
     missing = [layer.geometry.index for layer in layers if not layer.updated]
     if 0 < len(missing) < len(layers):
@@ -84,34 +82,16 @@ def check_all_updated(layers: list[PackedLayer]) -> None:
         )
 
 
-def _forget(layers: list[PackedLayer]) -> None:
-    for layer in layers:
-        layer.forget()
-
-
-def _prepare(layers: list[PackedLayer], batch: int, stored: int, new_tokens: int) -> None:
-    first = layers[0]
-    context = ForwardContext(_varying(carry(stored, first.geometry.device), stored))
-    context.expect = partial(_expect, layers)
-    if first.evicts:
-        context.seen_length = _varying(carry(first.seen, offset=SEEN_OFFSET), stored)
-    _make_room(layers, batch, new_tokens, context)
-
-
-def _make_room(layers: list[PackedLayer], batch: int, new_tokens: int, context: ForwardContext) -> None:
-    if any(layer.batch != batch for layer in layers):  # a reset cache may be used at another batch size
-        _forget(layers)
-    first = layers[0]
+def _make_room(state: CacheState, batch: int, new_tokens: int, context: ForwardContext) -> None:
     context.arriving = torch.empty(new_tokens, 0)
     if new_tokens > 1:
         torch._dynamo.maybe_mark_dynamic(context.arriving, 0)
-    context.edges = _edges(layers, batch, first.tokens, new_tokens)
-    for heads, budget in {(layer.deciding_heads, layer.plan.key.retention.budget) for layer in layers if layer.evicts}:
-        context.slots[heads] = torch.zeros(batch, heads, budget, dtype=torch.int64, device=first.geometry.device)
-    for layer in layers:
-        layer.prepare(batch, new_tokens, context)
-    if first.pool is not None:
-        first.pool.refresh()
+    context.edges = _edges(state.layers, batch, state.tokens, new_tokens)
+    if state.retention.evicts:
+        for heads in {layer.deciding_heads for layer in state.layers}:
+            shape = batch, heads, state.retention.budget
+            context.slots[heads] = torch.zeros(shape, dtype=torch.int64, device=state.device)
+    state.prepare(batch, new_tokens, context)
 
 
 def _varying(carrier: Tensor, stored: int) -> Tensor:
@@ -143,32 +123,30 @@ def _edges(layers: list[PackedLayer], batch: int, stored: int, new_tokens: int) 
 
 
 def finish_forward(
-    layers: list[PackedLayer], new_tokens: int, succeeded: bool, undo: Callable[[], bool] = lambda: True
+    state: CacheState, new_tokens: int, succeeded: bool, undo: Callable[[], bool] = lambda: True
 ) -> None:
-    """End the forward `start_forward` began. ``undo`` takes back what it did to others (see `remember`), and returns
-    whether it could."""
+    """End the forward that `start_forward` began. ``undo`` takes back what it did to other layers (see `remember`), and
+    returns whether it could."""
     if succeeded:
-        for layer in layers:
-            layer.commit(new_tokens)
-        if layers[0].pool is not None:
-            layers[0].pool.refresh()
-    elif not all([layer.abandon(new_tokens) for layer in layers] + [undo()]):
+        state.commit(new_tokens)
+    elif not all([state.abandon(new_tokens), undo()]):
         return
-    for layer in layers:
-        layer.whole = True
+    state.whole = True
 
 
-def remember(cache: Cache, storing_no_text: Collection[int] = ()) -> Callable[[], bool]:
-    """What puts the layers of ``cache`` that are not packed, and those of cross-attention, back to where they are now;
-    returns whether it could. Raises `KVPassError` if those that are not packed hold other tokens than those that are.
+def remember(cache: Cache, state: CacheState, storing_no_text: Collection[int] = ()) -> Callable[[], bool]:
+    """Returns what restores the layers of ``cache`` that are not packed, and those of cross-attention, to what they are
+    now, and returns whether it could. Raises `KVPassError` if layers that are not packed do not hold the tokens that
+    the packed layers, whose state is ``state``, have seen.
 
     storing_no_text: indices of layers that hold something else, such as an image.
     """
     own = {index: layer for index, layer in enumerate(cache_layers(cache)) if not isinstance(layer, PackedLayer)}
-    _refuse_other_lengths(cache, [layer for index, layer in own.items() if index not in storing_no_text])
+    with_text = [layer for index, layer in own.items() if index not in storing_no_text]
+    _refuse_other_lengths(with_text, state.seen, cross_layers(cache))
     others = list(own.values())
     kept = [dict(vars(layer)) for layer in others]
-    unwritten = [layer for layer in cross_layers(cache) if isinstance(layer, PackedLayer) and not layer.tokens]
+    unwritten = [layer for layer in cross_layers(cache) if isinstance(layer, PackedLayer) and not layer.cache.tokens]
     updated = dict(cache.is_updated) if isinstance(cache, EncoderDecoderCache) else {}
 
     def undo() -> bool:
@@ -183,9 +161,8 @@ def remember(cache: Cache, storing_no_text: Collection[int] = ()) -> Callable[[]
     return undo
 
 
-def _refuse_other_lengths(cache: Cache, others: list) -> None:
-    seen, cross = packed_layers(cache)[0].seen, cross_layers(cache)
-    for layer in others:
+def _refuse_other_lengths(layers: list, seen: int, cross: list) -> None:
+    for layer in layers:
         own = type(layer) in _REPLACED and layer.is_initialized and layer not in cross
         if own and layer.get_seq_length() != seen:
             raise KVPassError(

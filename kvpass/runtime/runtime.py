@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from ..cache.cache_state import CacheState
 from ..cache.cross import cross_plan
 from ..cache.layer import PackedLayer
 from ..cache.state import ModelTensors, SharedTensors
-from ..cache.swap import Plans, packed_layers
+from ..cache.swap import Plans, state_of
 from ..codec.affine import params_dtype
 from ..compile.backend import Backend
 from ..compile.capture import why_uncaptured
@@ -184,15 +185,15 @@ class Runtime:
     @staticmethod
     def of(cache: Cache) -> "Runtime":
         """Who packed ``cache``. Raises `KVPassError` for one that is not packed, or whose model is gone."""
-        layers = packed_layers(cache) if isinstance(cache, Cache) else []
-        if not layers:
+        state = state_of(cache) if isinstance(cache, Cache) else None
+        if state is None:
             raise KVPassError("This cache is not packed: run a model that kvpass is applied to over it first.")
-        if layers[0].owner not in _BY_OWNER:
+        if state.owner not in _BY_OWNER:
             raise KVPassError(
                 "The model that packed this cache is gone, or kvpass was removed from it. Only that model can read "
                 "the cache."
             )
-        return _BY_OWNER[layers[0].owner]
+        return _BY_OWNER[state.owner]
 
     @contextmanager
     def _alone(self, cache):
@@ -210,46 +211,45 @@ class Runtime:
                 del self.running[id(cache)]
 
     @contextmanager
-    def _one_forward(self, layers: list[PackedLayer], new_tokens: int, undo: Callable[[], bool] = lambda: True):
-        """Commit what ``layers`` stored when it went well; otherwise take it back, with what ``undo`` does (see
-        `finish_forward`)."""
-        layers[0].drafts = layers[0].drafts + 1 if layers[0].tokens and 1 < new_tokens <= FEW else 0
+    def _one_forward(self, state: CacheState, new_tokens: int, undo: Callable[[], bool] = lambda: True):
+        """Commit what the layers of a cache stored when it went well; otherwise take it back, with what ``undo`` does
+        (see `finish_forward`)."""
+        state.drafts = state.drafts + 1 if state.tokens and 1 < new_tokens <= FEW else 0
         succeeded = False
         try:
             with torch.no_grad():
                 yield
-            check_all_updated(layers)
+            check_all_updated(state.layers)
             succeeded = True
         finally:
-            finish_forward(layers, layers[0].context.new_tokens, succeeded, undo)
+            finish_forward(state, state.context.new_tokens, succeeded, undo)
 
-    def _fall_back(self, error: NotCapturedError, layers: list[PackedLayer], new_tokens: int) -> Callable:
+    def _fall_back(self, error: NotCapturedError, state: CacheState, new_tokens: int) -> Callable:
         """Who runs a call that could not be captured, as ``error`` says. Raises `KVPassError` if it cannot be run
         otherwise, and `NotFusedError` with ``strict`` for a step that was to be compiled."""
-        first = layers[0]
-        is_step = self._is_compiled(first, new_tokens)
+        is_step = self._is_compiled(state, new_tokens)
         what = f"{'a step' if is_step else 'a prompt'} of {type(self.model()).__name__}"
-        run = self._uncaptured(first)
-        if run is None or not all(layer.whole for layer in layers):
+        run = self._uncaptured(state)
+        if run is None or not state.whole:
             raise self._refusal(error, what) from (error.__cause__ or error)
         if is_step and self.strict:
             raise NotFusedError(f"strict=True: {what} cannot be captured: {error}. {_WITHOUT_STRICT}") from error
         if is_step:
             self.decode_step.breaks.failed(str(error))
-        first.drafts = max(0, first.drafts - 1)  # this call counts once
+        state.drafts = max(0, state.drafts - 1)  # this call counts once
         return run
 
-    def _fell_back(self, error: NotCapturedError, first: PackedLayer, new_tokens: int) -> None:
-        """Note that it went well, and do not try to capture calls of that form again."""
+    def _fell_back(self, error: NotCapturedError, state: CacheState, new_tokens: int) -> None:
+        """Note that the call succeeded without a graph, and do not try to capture calls of that form again."""
         for forms in (self.decode_step, self.captured):
             forms.give_up(error)
-        if not self.report.uncaptured_prompt and not self._is_compiled(first, new_tokens):
+        if not self.report.uncaptured_prompt and not self._is_compiled(state, new_tokens):
             self.report.uncaptured_prompt = str(error)
             logger.warning("%s: a prompt runs without a captured graph: %s", type(self.model()).__name__, error)
 
-    def _uncaptured(self, first: PackedLayer) -> Callable | None:
-        """Who runs a call over the cache whose first layer is ``first`` without a graph; None if it needs one."""
-        captured = self.needs_rotation or self.needs_importance or (self.needs_queries and not first.tokens)
+    def _uncaptured(self, state: CacheState) -> Callable | None:
+        """Who runs a call over a cache without a graph; None if it needs one."""
+        captured = self.needs_rotation or self.needs_importance or (self.needs_queries and not state.tokens)
         return None if captured or isinstance(self.replays, Replays) else self.original
 
     def _refusal(self, error: NotCapturedError, what: str) -> KVPassError:
@@ -273,15 +273,15 @@ class Runtime:
         """A scheme for this model that needs no graph."""
         return get("kivi")
 
-    def _is_compiled(self, first: PackedLayer, new_tokens: int) -> bool:
-        """Whether a call over the cache whose first layer is ``first`` is a compiled step."""
-        return (new_tokens == 1 or first.drafts > 1) and not self.eager and first.tokens >= _MIN_COMPILED_LENGTH
+    def _is_compiled(self, state: CacheState, new_tokens: int) -> bool:
+        """Whether a call of ``new_tokens`` tokens over a cache is a compiled step."""
+        return (new_tokens == 1 or state.drafts > 1) and not self.eager and state.tokens >= _MIN_COMPILED_LENGTH
 
     @contextmanager
-    def _step(self, layers: list[PackedLayer], new_tokens: int) -> Iterator[None]:
-        """Within it ``layers`` run a call. If that is a step to be compiled, note what of it was, and with ``strict``
-        raise `NotFusedError` at the first layer that is read otherwise."""
-        if not self._is_compiled(layers[0], new_tokens) or layers[0].context.hooked:
+    def _step(self, state: CacheState, new_tokens: int) -> Iterator[None]:
+        """Within it a call runs over a cache. If it is a step to be compiled, note which parts of it were, and with
+        ``strict`` raise `NotFusedError` at the first layer that is read outside a graph."""
+        if not self._is_compiled(state, new_tokens) or state.context.hooked:
             yield
             return
         uncaptured: list[int] = []
@@ -294,25 +294,25 @@ class Runtime:
                 raise NotFusedError(f"strict=True: layers ran outside any captured graph: {why()}. {_WITHOUT_STRICT}")
             uncaptured.append(layer.geometry.index)
 
-        layers[0].context.uncaptured = read
+        state.context.uncaptured = read
         with counted() as ran:
             yield
         graphs = [report for report in ran if isinstance(report, GraphReport)]
         if self.report.stepped(graphs, uncaptured, why):
             logger.warning("%s: %s", type(self.model()).__name__, self.report.pieces)
 
-    def _choose(self, first: PackedLayer, new_tokens: int):
-        """Who runs the call over the cache whose first layer is ``first``. Drafts are verified one after another: the
-        first of several calls of a few tokens is not worth compiling for, it may be a short turn of a chat."""
-        if self._is_compiled(first, new_tokens):
+    def _choose(self, state: CacheState, new_tokens: int):
+        """Who runs a call of ``new_tokens`` tokens over a cache. Drafts are verified one after another: the first of
+        several calls of a few tokens is not worth compiling for, because it may be a short turn of a chat."""
+        if self._is_compiled(state, new_tokens):
             hooked = self._hooked()
-            if first.context is not None:
-                first.context.hooked = hooked
+            if state.context is not None:
+                state.context.hooked = hooked
             if not hooked:
                 return self.decode_step
         if self.needs_rotation or self.needs_importance:
             return self.captured
-        if self.needs_queries and not first.tokens:
+        if self.needs_queries and not state.tokens:
             return self._capture_queries()
         return self.original
 
@@ -348,15 +348,15 @@ class Runtime:
         """Who runs a prompt whose queries are asked for."""
         return self.captured
 
-    def _measure(self, layers: Sequence) -> None:
-        """Note the bytes of the cache just used; it may be gone when `explain` asks."""
-        first = next(layer for layer in layers if isinstance(layer, PackedLayer))
+    def _measure(self, state: CacheState, layers: Sequence) -> None:
+        """Note the bytes of the cache just used, of which these are the ``layers``, packed or not: it may be gone when
+        `explain` asks."""
         there = itertools.chain(layers, itertools.repeat(None))
         rows = [
             LayerReport(row.index, row.packed, row.plan, row.reason, *(_bytes(layer) or _bytes_of(row)))
             for row, layer in zip(self.report.layers, there, strict=False)
         ]
-        self.report.used(rows, first.seen, first.batch)
+        self.report.used(rows, state.seen, state.batch)
 
     def __reduce_ex__(self, protocol):
         raise KVPassError(

@@ -26,9 +26,11 @@ from transformers.cache_utils import (
     EncoderDecoderCache,
 )
 
+from ..cache.cache_state import CacheState
+from ..cache.cross import CrossLayer
 from ..cache.layer import PackedLayer
 from ..cache.state import Storage
-from ..cache.swap import cache_layers, cross_layers, packed_layers
+from ..cache.swap import cache_layers, cross_layers, state_of
 from ..errors import KVPassError
 from ..layout.window import Writes
 from ..models.probe import fresh_cache
@@ -39,7 +41,6 @@ from .transformers import TransformersRuntime
 
 _FORMAT = 3
 _UNPACKED = DynamicLayer, DynamicSlidingWindowLayer
-_OF_LAYER = "tokens", "seen", "max_cache_len"
 
 
 def save_cache(cache: Cache, path: str | Path) -> Path:
@@ -53,12 +54,12 @@ def save_cache(cache: Cache, path: str | Path) -> Path:
     attention), or whose model is gone; `OSError` if the file cannot be written.
     """
     runtime, path = TransformersRuntime.of(cache), Path(path)
-    layers = cache_layers(cache)
-    if not packed_layers(cache)[0].tokens:
+    state, layers = state_of(cache), cache_layers(cache)
+    if state is None or not state.tokens:
         raise KVPassError("The cache is empty: run the model first.")
     for index, layer in enumerate(layers):
         if isinstance(layer, PackedLayer):
-            layer.refuse_unless_whole()
+            layer.cache.refuse_unless_whole()
         elif type(layer) not in _UNPACKED:
             raise KVPassError(
                 f"Layer {index} of this cache is {type(layer).__name__}, which is not packed and cannot be saved yet: "
@@ -67,7 +68,7 @@ def save_cache(cache: Cache, path: str | Path) -> Path:
     facts = {
         "format": _FORMAT,
         "made_by": _maker(runtime),
-        "batch": packed_layers(cache)[0].batch,
+        "batch": state.batch,
         "layers": [_numbers_of(layer) for layer in layers],
     }
     tensors = {
@@ -158,7 +159,8 @@ def _numbers_of(layer: CacheLayerMixin) -> dict[str, Any]:
     if not isinstance(layer, PackedLayer):
         return {"kind": type(layer).__name__, "tokens": layer.get_seq_length()}
     states = [asdict(state.writes) for state in layer.states()]
-    return {"kind": "packed", "states": states, **{name: getattr(layer, name) for name in _OF_LAYER}}
+    lengths = {"tokens": layer.tokens, "seen": layer.seen, "max_cache_len": layer.max_cache_len}
+    return {"kind": "packed", "states": states, **lengths}
 
 
 def _tensors_of(index: int, layer: CacheLayerMixin) -> Iterator[tuple[str, Tensor]]:
@@ -214,14 +216,21 @@ def _filled(runtime: TransformersRuntime, facts: dict[str, Any], tensors: dict[s
     """A new cache of ``runtime`` with what was saved."""
     cache = fresh_cache(runtime.model())
     runtime.adopt(cache)
-    layers = cache_layers(cache)
-    for index, (layer, numbers) in enumerate(zip(layers, facts["layers"], strict=True)):
+    layers = list(zip(cache_layers(cache), facts["layers"], strict=True))
+    for index, (layer, numbers) in enumerate(layers):
         kind = "packed" if isinstance(layer, PackedLayer) else type(layer).__name__
         if numbers["kind"] != kind:
             raise KVPassError(f"Layer {index} was saved as {numbers['kind']}, but here it is {kind}.")
+    saved: dict[CacheState, list[dict[str, Any]]] = {}
+    for layer, numbers in layers:
+        if isinstance(layer, PackedLayer):
+            saved.setdefault(layer.cache, []).append(numbers)
+    for state, of_layers in saved.items():
+        _restore(state, facts["batch"], of_layers)
+    for index, (layer, numbers) in enumerate(layers):
         own = {name.removeprefix(f"{index}."): t for name, t in tensors.items() if name.startswith(f"{index}.")}
         if isinstance(layer, PackedLayer):
-            _fill_packed(layer, facts["batch"], numbers, own)
+            _fill_packed(layer, numbers, own)
         elif own:
             layer.lazy_initialization(own["keys"].to(runtime.model().device), own["values"])
             layer.keys, layer.values = (own[name].to(layer.device) for name in ("keys", "values"))
@@ -232,16 +241,28 @@ def _filled(runtime: TransformersRuntime, facts: dict[str, Any], tensors: dict[s
     return cache
 
 
-def _fill_packed(layer: PackedLayer, batch: int, numbers: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    tokens = numbers["tokens"]
+def _restore(state: CacheState, batch: int, layers: list[dict[str, Any]]) -> None:
+    """Make room in a new cache, and take over the length that was saved for each of its ``layers``."""
+    lengths = {(saved["tokens"], saved["seen"], saved["max_cache_len"]) for saved in layers if saved["states"]}
+    if not lengths:  # nothing was stored
+        return
+    if len(lengths) > 1 or not all(saved["states"] for saved in layers):
+        raise KVPassError("The layers of this cache were saved with different lengths: run the prompt again.")
+    ((tokens, seen, max_cache_len),) = lengths
+    if max_cache_len is not None:
+        state.max_cache_len = max_cache_len
+    state.allocate(batch, tokens)
+    state.tokens, state.seen, state.filled = tokens, seen, True
+
+
+def _fill_packed(layer: PackedLayer, numbers: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     if not numbers["states"]:  # nothing was stored
         return
-    if numbers["max_cache_len"] is not None:
-        layer.max_cache_len = numbers["max_cache_len"]
-    layer.allocate(batch, tokens)
+    tokens = numbers["tokens"]
     for part, storage in _parts(layer):
         own = {name.removeprefix(f"{part}."): t for name, t in tensors.items() if name.startswith(f"{part}.")}
         storage.fill(tokens, own)
     for state, saved in zip(layer.states(), numbers["states"], strict=True):
         state.writes = Writes(tuple((int(first), int(stop)) for first, stop in saved["spans"]), int(saved["packed"]))
-    layer.tokens, layer.seen, layer.filled = tokens, numbers["seen"], True
+    if isinstance(layer, CrossLayer):
+        layer.written = True

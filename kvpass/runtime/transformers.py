@@ -12,10 +12,11 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from kvpass.lowering.table import FEW
 
+from ..cache.cache_state import CacheState
 from ..cache.cross import running
 from ..cache.layer import PackedLayer
 from ..cache.query_capture import QueryCapture
-from ..cache.swap import cache_layers, cross_layers, packed_layers, swap_cross_layers, swap_layers
+from ..cache.swap import cache_layers, cross_layers, state_of, swap_cross_layers, swap_layers
 from ..compile.report import listed
 from ..errors import KVPassError, NotCapturedError
 from ..models.arguments import CACHE_NAMES, cache_argument
@@ -111,55 +112,56 @@ class TransformersRuntime(Runtime):
 
     def _forward_over(self, cache: Cache, batch: int, new_tokens: int, kwargs):
         put_back = _layers_of(cache)
-        layers, undo = self.adopt(cache), remember(cache, self.storing_no_text)
+        state = self.adopt(cache)
+        undo = remember(cache, state, self.storing_no_text)
         if self.one_graph:
             refuse_what_is_not_recorded(self.model(), kwargs)
         put_up_hooks(self.model(), kwargs)
-        call = cache, layers, undo, batch, new_tokens
+        call = cache, state, undo, batch, new_tokens
         try:
             output = self._run(*call, dict(kwargs))
         except NotCapturedError as error:
             try:
-                run = self._fall_back(error, layers, new_tokens)
+                run = self._fall_back(error, state, new_tokens)
             except KVPassError:
-                if not layers[0].tokens:
+                if not state.tokens:
                     put_back()  # for the scheme that is used instead
                 raise
             output = self._run(*call, dict(kwargs), run)
-            self._fell_back(error, layers[0], new_tokens)
-        self._measure(cache_layers(cache))
+            self._fell_back(error, state, new_tokens)
+        self._measure(state, cache_layers(cache))
         return output
 
     def _run(
-        self, cache: Cache, layers: list[PackedLayer], undo: Callable[[], bool], batch: int, new_tokens: int, kwargs,
+        self, cache: Cache, state: CacheState, undo: Callable[[], bool], batch: int, new_tokens: int, kwargs,
         run: Callable | None = None,
     ):  # fmt: skip
-        """One forward over the packed ``layers`` of ``cache``, which it ends; by ``run``, if that is chosen already."""
-        stored, seen = start_forward(layers, batch, new_tokens), layers[0].seen
+        """One forward over ``cache``, which it ends; by ``run``, if that is chosen already."""
+        stored, seen = start_forward(state, batch, new_tokens), state.seen
         if not stored:
-            self._number_tokens(layers, kwargs)
-        with self._one_forward(layers, new_tokens, undo), running(cross_layers(cache), layers[0]):
+            self._number_tokens(state.layers, kwargs)
+        with self._one_forward(state, new_tokens, undo), running(cross_layers(cache), state):
             of_prompt = not stored or new_tokens > FEW
-            removable = self._removable(layers[0], kwargs)
+            removable = self._removable(state, kwargs)
             masks = removable.intersection(MASKS)
-            layers[0].context.starts = self._set_masks(kwargs, masks, stored + new_tokens, seen + new_tokens, of_prompt)
+            state.context.starts = self._set_masks(kwargs, masks, stored + new_tokens, seen + new_tokens, of_prompt)
             self._leave_out(kwargs, removable.difference(MASKS), new_tokens)
-            run = run or self._choose(layers[0], new_tokens)
+            run = run or self._choose(state, new_tokens)
             if not stored and kwargs.get(f"{self.prefix}attention_mask") is None:
                 self._expect_steps(batch)
             given = kwargs if run is self.original else self._canonical(kwargs)
-            with self._step(layers, new_tokens):
+            with self._step(state, new_tokens):
                 if self.replays is not None and run is self.decode_step:
-                    output = self.replays.run(layers, new_tokens, given, lambda given: run(**given))
+                    output = self.replays.run(state, new_tokens, given, lambda given: run(**given))
                 else:
                     if isinstance(self.replays, Recalls):
-                        self.replays.forget(layers[0])
+                        self.replays.forget(state)
                     output = run(**given)
             _hand_back(given, kwargs)
         return output
 
     def _number_tokens(self, layers: list[PackedLayer], kwargs) -> None:
-        """Where frames of keys go by the numbers of tokens, count those that are no padding."""
+        """Where frames of keys depend on the numbers of tokens, count the tokens that are not padding."""
         mask = kwargs.get(f"{self.prefix}attention_mask")
         rows = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
         for layer in layers:
@@ -188,8 +190,9 @@ class TransformersRuntime(Runtime):
             use_cache = getattr(own, "use_cache", None) if use_cache is None else use_cache
         return use_cache is None or bool(use_cache)
 
-    def adopt(self, cache: Cache) -> list[PackedLayer]:
-        """The packed layers of ``cache``, swapped in if it is fresh. Raises `KVPassError` for what cannot be packed."""
+    def adopt(self, cache: Cache) -> CacheState:
+        """The state of ``cache``; packed layers are swapped in if it is fresh. Raises `KVPassError` for a cache that
+        cannot be packed, or that another model or call of `kvpass.apply` packed."""
         if not isinstance(cache, Cache):
             raise KVPassError(
                 f"{self.cache_argument} is {type(cache).__name__}; pass a transformers DynamicCache, or None. The "
@@ -199,31 +202,31 @@ class TransformersRuntime(Runtime):
         if isinstance(cache, EncoderDecoderCache) != self.has_encoder:
             wanted = "an EncoderDecoderCache" if self.has_encoder else "a DynamicCache"
             raise KVPassError(f"{self.cache_argument} is {type(cache).__name__}; this model needs {wanted}, or None.")
-        layers = packed_layers(cache)
-        if not layers:
-            self._swap(cache)
-            layers = packed_layers(cache)
-        if any(layer.owner != self.owner for layer in layers):
+        state = state_of(cache)
+        if state is None:
+            state = self._swap(cache)
+        if state.owner != self.owner:
             raise KVPassError(
                 "This cache was packed by another model or by an earlier kvpass.apply, and cannot be read here. Pass "
                 "a fresh cache."
             )
-        return layers
+        return state
 
-    def _swap(self, cache: Cache) -> None:
+    def _swap(self, cache: Cache) -> CacheState:
         own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
         put_back = _layers_of(cache)
         try:
-            swap_layers(own, self.plans, self.owner, self.lowering, self.max_cache_len, self.predictors)
+            state = swap_layers(own, self.plans, self.owner, self.lowering, self.max_cache_len, self.predictors)
             if self.cross and isinstance(cache, EncoderDecoderCache):
                 swap_cross_layers(cache, self.cross, self.owner, self.lowering)
         except BaseException:
             put_back()
             raise
+        return state
 
-    def _uncaptured(self, first: PackedLayer) -> Callable | None:
-        alone = self.needs_queries and not (self.needs_rotation or self.needs_importance or first.tokens)
-        return self._with_query_capture if alone and self.captures_queries else super()._uncaptured(first)
+    def _uncaptured(self, state: CacheState) -> Callable | None:
+        alone = self.needs_queries and not (self.needs_rotation or self.needs_importance or state.tokens)
+        return self._with_query_capture if alone and self.captures_queries else super()._uncaptured(state)
 
     def _works(self) -> SchemeConfig:
         return next(filter(self._works_uncaptured, self._simpler()), super()._works())
@@ -249,7 +252,7 @@ class TransformersRuntime(Runtime):
 
     def _with_query_capture(self, **kwargs):
         """The model's own forward over an empty cache, which is handed the prompt's queries."""
-        capture = QueryCapture(packed_layers(kwargs[self.cache_argument]))
+        capture = QueryCapture(state_of(kwargs[self.cache_argument]))
         with capture:
             output = self.original(**kwargs)
         capture.check()
@@ -260,25 +263,25 @@ class TransformersRuntime(Runtime):
         """Whether `_with_query_capture` works for this model. Tries it on two tokens."""
         model = self.model()
         cache = fresh_cache(model)
-        layers = self.adopt(cache)
-        start_forward(layers, 1, 2)
+        state = self.adopt(cache)
+        start_forward(state, 1, 2)
         try:
-            with torch.no_grad(), running(cross_layers(cache), layers[0]):
+            with torch.no_grad(), running(cross_layers(cache), state):
                 self._with_query_capture(**some_tokens(model), **{self.cache_argument: cache}, use_cache=True)
         except KVPassError:
             return False
         finally:
-            finish_forward(layers, 2, succeeded=False)
+            finish_forward(state, 2, succeeded=False)
         return True
 
-    def _removable(self, first: PackedLayer, kwargs) -> frozenset[str]:
-        """Arguments of a call over the cache with the layer ``first`` that are redundant if they have their usual
-        values. None once a cache was filled with the help of other arguments: a model may go on from an image in ways
-        that nothing was compared for."""
+    def _removable(self, state: CacheState, kwargs) -> frozenset[str]:
+        """Arguments of a call over a cache that are redundant if they have their usual values. There are none once a
+        cache was filled with the help of other arguments, such as an image: no call that continues from those was
+        compared."""
         given = {name: value for name, value in kwargs.items() if value is not None}
         inputs = [name for name, value in given.items() if not isinstance(value, (bool, int, float, str))]
-        first.only_tokens = (first.only_tokens or not first.tokens) and self.redundant.compared(inputs)
-        return self.redundant.among(given) if first.only_tokens else frozenset()
+        state.only_tokens = (state.only_tokens or not state.tokens) and self.redundant.compared(inputs)
+        return self.redundant.among(given) if state.only_tokens else frozenset()
 
     def _set_masks(self, kwargs, removable: Collection[str], total: int, seen: int, of_prompt: bool) -> Tensor | None:
         """Cut masks made for a static cache to the tokens there are, and drop a 2-D one that is known to hide nothing

@@ -141,10 +141,12 @@ class LayerPlan:
 
 
 def check_edges(plans: dict[int, tuple[LayerPlan, LayerGeometry]]) -> None:
-    """Raise `KVPassError` unless predicted layers have the same residual window as the layer below, and all layers that
-    evict have the same budget."""
-    if len({plan.key.retention for plan, _ in plans.values() if plan.evicts}) > 1:
-        raise KVPassError("Layers that evict tokens must have the same budget and window.")
+    """Raise `KVPassError` unless predicted layers have the same residual window as the layer below, and all layers
+    evict the same number of tokens: a cache has one length."""
+    if len({plan.key.retention if plan.evicts else None for plan, _ in plans.values()}) > 1:
+        raise KVPassError(
+            "If one layer evicts tokens, all layers must, with the same budget and window: a cache has one length."
+        )
     for plan, layer in plans.values():
         if not plan.looks_at_previous or layer.previous_layer is None:
             continue

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from ...cache.cache_state import CacheState
 from ...cache.context import ForwardContext
 from ...cache.layer import PackedLayer
 from ...compile.noted import Call, noted
@@ -31,35 +32,36 @@ class Recalls:
     def __init__(self, model: nn.Module, report: Report):
         self._model, self._report = weakref.ref(model), report
         self._watch = Watch(model)
-        self._caches: weakref.WeakKeyDictionary[PackedLayer, _OfCache] = weakref.WeakKeyDictionary()
+        self._caches: weakref.WeakKeyDictionary[CacheState, _OfCache] = weakref.WeakKeyDictionary()
 
     def clear(self) -> None:
         """Let go of every call."""
         self._caches.clear()
 
-    def forget(self, first: PackedLayer) -> None:
-        """Let go of the calls of the cache whose first layer is ``first``: whoever hands it a new turn may have changed
-        more about the model than `Watch` sees."""
-        self._caches.pop(first, None)
+    def forget(self, state: CacheState) -> None:
+        """Drop the recorded calls of one cache: before a new turn the model may have been changed in more ways than
+        `Watch` sees."""
+        self._caches.pop(state, None)
 
-    def run(self, layers: list[PackedLayer], new_tokens: int, given: dict[str, Any], step: Step) -> Any:
-        """What ``step`` makes of the arguments ``given``, of ``new_tokens``, over the packed ``layers`` of a cache."""
+    def run(self, state: CacheState, new_tokens: int, given: dict[str, Any], step: Step) -> Any:
+        """What ``step`` returns for the arguments ``given``, which hold ``new_tokens`` tokens, over the cache with
+        ``state``."""
         if self._watch.changed():
             self.clear()
-        first, moved = layers[0], moves(layers)
-        cache = self._caches.get(first)
+        moved, context = moves(state.layers), state.context
+        cache = self._caches.get(state)
         if cache is None or cache.moved != moved:
-            cache = self._caches[first] = _OfCache(moved)
-        key = new_tokens, first.batch, first.context.starts is None, *_of_process(), *_described(given)
+            cache = self._caches[state] = _OfCache(moved)
+        key = new_tokens, state.batch, context.starts is None, *_of_process(), *_described(given)
         call = cache.calls.get(key)
-        if call is not None and (output := call.again(first.context, given)) is not None:
+        if call is not None and (output := call.again(context, given)) is not None:
             return output
         if key not in cache.seen or key in cache.refused:
             cache.seen.add(key)
             return step(given)
         with noted() as calls:
             output = step(given)
-        found = self._recalled(calls, layers, given, output)
+        found = self._recalled(calls, state, given, output)
         if isinstance(found, _Recalled):
             cache.calls[key], self._report.recalled = found, True
         else:
@@ -68,7 +70,7 @@ class Recalls:
         return output
 
     def _recalled(
-        self, calls: list[tuple[Call, Sequence]], layers: list[PackedLayer], given: dict[str, Any], output: Any
+        self, calls: list[tuple[Call, Sequence]], state: CacheState, given: dict[str, Any], output: Any
     ) -> _Recalled | str:
         """The call of now, or why it cannot be called again."""
         if len(calls) != 1:
@@ -79,8 +81,8 @@ class Recalls:
         if not call.sizes.known:
             return "it depends on a number that is not a size"
         constant = set(map(id, flatten([*model.parameters(), *model.buffers()])))
-        of_cache = set(map(id, _tensors_of(layers)))
-        varying = {id(getattr(layers[0].context, name)): name for name in _CARRIERS}
+        of_cache = set(map(id, _tensors_of(state.layers)))
+        varying = {id(getattr(state.context, name)): name for name in _CARRIERS}
         varying |= {id(value): name for name, value in given.items()}
         read = {i: x for i, x in enumerate(call.inputs) if isinstance(x, Tensor) and id(x) not in constant}
         stored = {i: weakref.ref(read.pop(i)) for i, x in list(read.items()) if id(x) in of_cache}

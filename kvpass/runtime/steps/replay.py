@@ -8,7 +8,7 @@ serves every length until the cache's tensors move. Pages that are due are packe
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
+from ...cache.cache_state import CacheState
 from ...cache.layer import PackedLayer
 from ...compile.report import GraphReport
 from ...layout.pool import bucket
@@ -32,7 +33,7 @@ Step = Callable[[dict[str, Any]], Any]
 class Capture(Protocol):
     """Runs ``step`` so that it can be done again: its outputs, and what does it again over the same tensors."""
 
-    def __call__(self, layers: Sequence[PackedLayer], step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]: ...
+    def __call__(self, state: CacheState, step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]: ...
 
 
 class CudaGraphs:
@@ -41,7 +42,7 @@ class CudaGraphs:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, layers: Sequence[PackedLayer], step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+    def __call__(self, state: CacheState, step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         graph = torch.cuda.CUDAGraph()
         # other threads may allocate meanwhile
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
@@ -109,23 +110,24 @@ class Replays:
     def __init__(self, model: nn.Module, graphs: list[GraphReport], capture: Callable[[], Capture]):
         self._watch, self._graphs, self._new_capture = Watch(model), graphs, capture
         self._capture: Capture | None = None
-        self._caches: weakref.WeakKeyDictionary[PackedLayer, _OfCache] = weakref.WeakKeyDictionary()
+        self._caches: weakref.WeakKeyDictionary[CacheState, _OfCache] = weakref.WeakKeyDictionary()
 
     def clear(self) -> None:
         """Let go of everything that was captured."""
         self._caches.clear()
 
-    def run(self, layers: list[PackedLayer], new_tokens: int, given: dict[str, Any], step: Step) -> Any:
-        """What ``step`` makes of the arguments ``given``, of ``new_tokens``, over the packed ``layers`` of a cache."""
+    def run(self, state: CacheState, new_tokens: int, given: dict[str, Any], step: Step) -> Any:
+        """What ``step`` returns for the arguments ``given``, which hold ``new_tokens`` tokens, over the cache with
+        ``state``."""
         if self._watch.changed():  # captured steps read weights where they were
             self.clear()
-        first, cache = layers[0], self._caches.setdefault(layers[0], _OfCache())
-        n, due = first.tokens, is_due(layers, new_tokens)
+        cache = self._caches.setdefault(state, _OfCache())
+        n, due = state.tokens, is_due(state, new_tokens)
         if due and new_tokens > 1:  # they may take slots of those that are due
             return step(given)
-        cache.forget_if_moved(layers)
-        pages = bucket(max(_FEW_PAGES, first.plan.key.retention.pages(n)))
-        starts = first.context.starts
+        cache.forget_if_moved(state.layers)
+        pages = bucket(max(_FEW_PAGES, state.retention.pages(n)))
+        starts = state.context.starts
         read = {name: value for name, value in given.items() if starts is None or name not in _MASKS}
         key = pages, starts is None, torch.is_inference_mode_enabled(), *_described(read)
         captured = cache.captured.get(key)
@@ -133,27 +135,27 @@ class Replays:
             if due or key not in cache.seen or self._counted_on_host():
                 cache.seen.add(key)
                 return step(given)
-            captured = cache.captured[key] = self._captured(layers, given, read, step)
+            captured = cache.captured[key] = self._captured(state, given, read, step)
         else:
             captured.again(n, starts, given)
             if due:
-                pack_again(layers, n)
+                pack_again(state, n)
         return mapped(captured.output, lambda leaf: _returned(leaf, given))
 
     def _counted_on_host(self) -> bool:
         return any(graph.on_host for graph in self._graphs if graph.compiled)
 
-    def _captured(self, layers: list[PackedLayer], given: dict[str, Any], read: Iterable[str], step: Step) -> _Captured:
+    def _captured(self, state: CacheState, given: dict[str, Any], read: Iterable[str], step: Step) -> _Captured:
         """The step of now, of whose arguments it reads those that ``read`` names."""
         if self._capture is None:
             self._capture = self._new_capture()
         own = {name: value.clone() if isinstance(value, Tensor) else value for name, value in given.items()}
-        context = layers[0].context
+        context = state.context
         with torch.inference_mode(False):
-            length = torch.full((1,), layers[0].tokens, device=context.length.device)
-        context.length = carrier_of(length, layers[0].tokens)
+            length = torch.full((1,), state.tokens, device=context.length.device)
+        context.length = carrier_of(length, state.tokens)
         context.starts = starts = None if context.starts is None else context.starts.clone()
-        output, replay = self._capture(layers, lambda: step(own))
+        output, replay = self._capture(state, lambda: step(own))
         names = {id(value): name for name, value in given.items() if not isinstance(value, Tensor)}
         output = mapped(output, lambda leaf: Argument(names[id(leaf)]) if id(leaf) in names else leaf)
         tensors = {name: own[name] for name in read if isinstance(own[name], Tensor)}
