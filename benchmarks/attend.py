@@ -84,7 +84,7 @@ def compare(schemes: list[str], length: int, args, dtype: torch.dtype) -> dict:
     read = dict.fromkeys(variants, k.nbytes + v.nbytes)
     for scheme in schemes:
         states = packed_states(get(scheme).plan(LayerGeometry(0, 1, args.kv_heads, args.head_dim, dtype, device)), k, v)
-        given = [state.pack for state in states], [state.text for state in states], states[0].carrier(length)
+        given = [state.pack for state in states], [state.text for state in states], states[0].length_tensor(length)
         rotary = states[0].rotary
         tables = dict(cos=rotary.cos, sin=rotary.sin, rope=rope_of(args.head_dim // 2, False)) if rotary else {}
         for name in args.lowering.split(","):
@@ -93,9 +93,9 @@ def compare(schemes: list[str], length: int, args, dtype: torch.dtype) -> dict:
     return dict(seconds=measure(variants, device, args.rounds), bytes_read=read)
 
 
-def _attend(q, packs, texts, carrier, new, lowering: str, tables: dict) -> None:
+def _attend(q, packs, texts, length, new, lowering: str, tables: dict) -> None:
     how = None, False, q.shape[3] ** -0.5, 0.0
-    torch.ops.kvpass.attend(q, *packs, carrier, new, new, *how, *texts, lowering, **tables)
+    torch.ops.kvpass.attend(q, *packs, length, new, new, *how, *texts, lowering, **tables)
 
 
 def main() -> None:

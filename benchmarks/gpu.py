@@ -31,7 +31,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-import encode as encoding
+import quantize as encoding
 import torch
 import torch.nn.functional as F
 from attend import nbytes, packed_states
@@ -86,8 +86,8 @@ def attention(
         if mask == "float":
             hidden = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(~hidden, torch.finfo(dtype).min)
     arguments = (
-        q, *(state.pack for state in states), states[0].carrier(length), k, v, hidden, hidden is None and queries > 1,
-        head_dim**-0.5, 0.0, *(state.text for state in states),
+        q, *(state.pack for state in states), states[0].length_tensor(length), k, v, hidden,
+        hidden is None and queries > 1, head_dim**-0.5, 0.0, *(state.text for state in states),
     )  # fmt: skip
     return lambda lowering: torch.ops.kvpass.attend(*arguments, lowering, **others)[0]
 
@@ -159,7 +159,9 @@ def tune(
             q = torch.randn(batch, heads, 1, head_dim, device=device).bfloat16()
             states = packed_states(get(scheme).plan(LayerGeometry(0, 1, kv_heads, head_dim, q.dtype, device)), k, v)
             specs, rope = tuple(state.spec for state in states), _tables(states).get("rope", "")
-            calls.append(partial(_packed, lowering, q, k[:, :, :1].contiguous(), states, states[0].carrier(length)))
+            calls.append(
+                partial(_packed, lowering, q, k[:, :, :1].contiguous(), states, states[0].length_tensor(length))
+            )
         case = case_of(specs, rope, head_dim, heads // kv_heads, torch.bfloat16, False)
         expected, tried = [call().float() for call in calls], itertools.count()
 
@@ -188,10 +190,10 @@ def _flash(q, k, v) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
 
-def _packed(lowering: str, q, new, states: list, carrier) -> torch.Tensor:
+def _packed(lowering: str, q, new, states: list, length) -> torch.Tensor:
     packs, texts = [state.pack for state in states], [state.text for state in states]
     options = (new, new, None, False, q.shape[-1] ** -0.5, 0.0)
-    return torch.ops.kvpass.attend(q, *packs, carrier, *options, *texts, lowering, **_tables(states))[0]
+    return torch.ops.kvpass.attend(q, *packs, length, *options, *texts, lowering, **_tables(states))[0]
 
 
 def attend(
@@ -221,7 +223,7 @@ def attend(
             read, new = nbytes(states, length), k[:, :, :1].contiguous()
             states = [states, *(packed_states(plan, k, v) for _ in range(min(15, _ROTATED // read)))]
             row[scheme] = took = _tried(
-                seconds, [partial(_packed, lowering, q, new, each, each[0].carrier(length)) for each in states]
+                seconds, [partial(_packed, lowering, q, new, each, each[0].length_tensor(length)) for each in states]
             )
             if isinstance(took, float) and isinstance(row["flash"], float):
                 row[scheme] = dict(seconds=took, of_flash=row["flash"] / took, of_copy=read / took / bandwidth)
@@ -236,7 +238,7 @@ def _tried(seconds: Callable, calls: list[Callable]) -> float | str:
         return f"{type(error).__name__}: {error}"[:500]
 
 
-def encode(
+def quantize(
     device: torch.device, schemes=("kivi", "squat", "higgs"), lengths=(8192, 32768), shape=(32, 8, 128),
     lowering: str = "triton,reference", rounds: int = 10,
 ) -> Iterator[dict]:  # fmt: skip
@@ -249,7 +251,7 @@ def encode(
 
 STAGES: dict[str, Callable[..., Iterator[dict]]] = {
     "correct": correct, "generates": generates, "replays": replays, "tune": tune, "attend": attend, "step": step,
-    "throughput": throughput, "encode": encode, "capacity": capacity,
+    "throughput": throughput, "quantize": quantize, "capacity": capacity,
 }  # fmt: skip
 
 

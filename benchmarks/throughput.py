@@ -54,7 +54,7 @@ def decode(model, ids, batch: int, args) -> dict:
 
 
 def fits(model, ids, batch: int, args) -> dict | None:
-    """The result of `decode`, or None if there is not enough memory for it."""
+    """The result of `dequantize`, or None if there is not enough memory for it."""
     try:
         return decode(model, ids, batch, args)
     except torch.OutOfMemoryError:

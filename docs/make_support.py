@@ -14,7 +14,7 @@ from kvpass import ops as _ops  # noqa: F401  (registers implementations)
 from kvpass.lowering.table import DispatchKey, select
 from kvpass.paged import paged_attention as _paged_attention  # noqa: F401  (so does this)
 from kvpass.schemes import LayerGeometry, LayerPlan, SchemeConfig, available, get
-from kvpass.vllm.asked import Served
+from kvpass.vllm.serving_config import Served
 
 PAGE = Path(__file__).with_name("support.md")
 LAYERS, HEADS, GROUP, HEAD_DIM, DTYPE = 4, 8, 4, 128, torch.bfloat16

@@ -2,38 +2,38 @@
 
 One state is passed whole, as the tensors that `kvpass.codec.tensors` names for its `CodecSpec`, in that order: those of
 its pages, which are pools or, in graphs, handles of pools (`kvpass.layout.pool`), the ring, and what was fitted. Beside
-it come the length carrier of its cache (see `kvpass.layout.window.LENGTH_OFFSET`) and the text of its spec.
+it come the length tensor of its cache (see `kvpass.layout.window.LENGTH_OFFSET`) and the text of its spec.
 
-encode       whole pages of ``x`` -> what is kept of them, by a codec ``fitted`` to more than them. Pure.
+quantize     whole pages of ``x`` -> what is kept of them, by a codec ``fitted`` to more than them. Pure.
 append_      store ``x`` behind the ``length`` tokens already there and pack the pages that leave the window. ``q`` and
              ``mask`` are taps a codec may ask for (SQuat: the prompt's queries and who of them is padding). With a
              budget, ``importance`` and the ``scores`` of this call choose who is evicted, and ``slots`` hands the
              choice on to appends that are given no ``importance``.
 append_layers_  the same for the keys, or the values, of many layers of one device, which look at nothing of another;
              their ``states`` come one behind the other, and ``q`` and ``key_pages`` are one of each layer.
-decode       every stored token as ``[B, H_kv, n, D]`` in token order. ``starts`` are for what takes its place.
+dequantize   every stored token as ``[B, H_kv, n, D]`` in token order. ``starts`` are for what takes its place.
 attend       attention of ``q`` over the stored past and the full-precision present ``k_new``, ``v_new``. The past is
-             ``key`` and ``value``: one state each, or one tensor that is decoded already, because another layer needs
-             it. ``causal`` is aligned to the end of the keys. ``softcap`` 0 means none. ``sinks`` ``[H_q]`` are logits
-             that take part in the softmax of each head and have no value. Returns the output, and with a ``statistic``
-             what attention each token was paid, ``[B, H_kv, n + S]`` float32, over the query heads of a KV head: the
-             "sum" over queries that are not padding, or the largest weight over the last N of them ("max-N").
-             ``starts`` ``[B]`` int64 are the tokens before each row's first, of left padding, which no query sees; they
-             take the place of a mask. Where tokens are evicted, columns of ``mask`` count for the present only, and
-             padding of the past has ``importance`` ``-inf``.
-rotate       rotary embedding of decoded keys that are stored as they were before it (`codec.rope`): by tables
+             ``key`` and ``value``: one state each, or one tensor that is dequantized already, because another layer
+             needs it. ``causal`` is aligned to the end of the keys. ``softcap`` 0 means none. ``sinks`` ``[H_q]`` are
+             logits that take part in the softmax of each head and have no value. Returns the output, and with a
+             ``statistic`` what attention each token was paid, ``[B, H_kv, n + S]`` float32, over the query heads of a
+             KV head: the "sum" over queries that are not padding, or the largest weight over the last N of them
+             ("max-N"). ``starts`` ``[B]`` int64 are the tokens before each row's first, of left padding, which no query
+             sees; they take the place of a mask. Where tokens are evicted, columns of ``mask`` count for the present
+             only, and padding of the past has ``importance`` ``-inf``.
+rotate       rotary embedding of dequantized keys that are stored as they were before it (`codec.rope`): by tables
              ``cos``, ``sin`` ``[B, >= n, p]``, as ``rope`` says; "" leaves them as they are.
 append_rotary_  store rotary tables ``[B or 1, S, p]`` of the present behind those already there; with ``slots``, drop
-             those of tokens that ``spec`` has evicted in this call. If keys are in the frames of their pages, what is
-             stored are those of `codec.frame`.
+             those of tokens that ``spec`` has evicted in this call. For keys with page-relative RoPE, those of
+             `codec.page_rope` are stored.
 
-Keys in the frames of their pages are appended, decoded and attended to with the tables ``cos``, ``sin`` of those, and
+Keys with page-relative RoPE are appended, dequantized and attended to with the tables ``cos``, ``sin`` of those, and
 their ``rope``: `append_rotary_` comes first.
 
 Values some of whose tokens get more bits because their keys did (`codec.allocation`) are appended with ``key_pages``,
 the pages of those, or their handle: they come first.
 
-Specs with a width for every token (`codec.adaptive`) decode with ``planes``: those of all states in one tensor, and
+Specs with a width for every token (`codec.adaptive`) dequantize with ``planes``: those of all states in one tensor, and
 where those of this one are. Their ``append_`` leaves the tokens that are due in ``originals``, and the cache codes them
 when the forward is over.
 
@@ -53,12 +53,12 @@ import torch
 from torch import Tensor
 
 from kvpass.lowering import inductor, reference, triton  # noqa: F401  (they register themselves)
-from kvpass.lowering.call_types import AppendCall, AppendLayersCall, AttendCall, DecodeCall
+from kvpass.lowering.call_types import AppendCall, AppendLayersCall, AttendCall, DequantizeCall
 from kvpass.lowering.cpp import one_token  # noqa: F401  (it registers itself)
 from kvpass.lowering.table import AUTO, DispatchKey, attention_key, extras, select
 
 from .codec.affine import check_finite
-from .codec.frame import Frames, store_frames
+from .codec.page_rope import PageTables, store_page_tables
 from .codec.rope import rotate
 from .codec.spec import CodecSpec, parse
 from .codec.tensors import Pack, page_shapes
@@ -73,7 +73,7 @@ _library = torch.library.Library("kvpass", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 _OF_A_LENGTH = (*_TAGS, torch.Tag.cudagraph_unsafe)  # its sizes grow with the cache, and are read on the host
 
-_library.define('encode(Tensor x, Tensor[] fitted, str spec, str lowering="auto") -> Tensor[]', tags=_TAGS)
+_library.define('quantize(Tensor x, Tensor[] fitted, str spec, str lowering="auto") -> Tensor[]', tags=_TAGS)
 _library.define(
     "append_(Tensor(a!)[] state, Tensor length, Tensor x, Tensor? q, Tensor? mask, str spec, "
     'str lowering="auto", Tensor(b!)? edge=None, Tensor? same_layer_keys=None, Tensor[]? predictor=None, '
@@ -87,7 +87,7 @@ _library.define(
     tags=_OF_A_LENGTH,
 )
 _library.define(
-    'decode(Tensor[] state, Tensor length, str spec, str lowering="auto", Tensor? previous_layer=None, '
+    'dequantize(Tensor[] state, Tensor length, str spec, str lowering="auto", Tensor? previous_layer=None, '
     "Tensor? same_layer_keys=None, Tensor[]? predictor=None, Tensor[]? planes=None, Tensor? cos=None, "
     'Tensor? sin=None, str rope="", Tensor? starts=None) -> Tensor',
     tags=_OF_A_LENGTH,
@@ -107,17 +107,17 @@ _library.define(
 )
 
 
-def _encode(x: Tensor, fitted: _Tensors, spec: str, lowering: str = "auto") -> list[Tensor]:
+def _quantize(x: Tensor, fitted: _Tensors, spec: str, lowering: str = "auto") -> list[Tensor]:
     parsed = parse(spec)
     if x.shape[-2] % parsed.page_size:
-        raise KVPassError(f"encode takes whole pages of {parsed.page_size} tokens; got {x.shape[-2]} tokens.")
+        raise KVPassError(f"quantize takes whole pages of {parsed.page_size} tokens; got {x.shape[-2]} tokens.")
     parsed.check(x.shape[-1])
     if parsed.quantizer.adaptive is not None:
         raise KVPassError(
             "Only a cache can quantize with a bit width per token: it needs attention scores, which this op does not "
             "take."
         )
-    dispatch = DispatchKey("encode", x.device.type, (spec,), head_dim=x.shape[-1])
+    dispatch = DispatchKey("quantize", x.device.type, (spec,), head_dim=x.shape[-1])
     kept = select(dispatch, lowering).run(x, fitted, parsed)
     if x.device.type == "cpu":
         check_finite(*kept[1:])
@@ -132,7 +132,7 @@ def _append_(
     rope: str = "", key_pages: Tensor | None = None,
 ) -> None:  # fmt: skip
     dispatch, parsed = DispatchKey("append_", x.device.type, (spec,), head_dim=x.shape[-1]), parse(spec)
-    pack = _framed(_opened(state, parsed)._replace(key_pages=key_pages), parsed, cos, sin, rope)
+    pack = _with_page_tables(_opened(state, parsed)._replace(key_pages=key_pages), parsed, cos, sin, rope)
     call = AppendCall(
         pack, length_of(length), x, parsed, length, q, mask, edge, same_layer_keys, predictor or (), importance,
         scores or (), slots, originals,
@@ -149,13 +149,13 @@ def _opened(state: _Tensors, spec: CodecSpec) -> Pack:
     return pack._replace(pools=tuple(of_pages(pool, len(pack.ring), size) for pool in pack.pools))
 
 
-def _framed(pack: Pack, spec: CodecSpec, cos: Tensor | None, sin: Tensor | None, rope: str) -> Pack:
+def _with_page_tables(pack: Pack, spec: CodecSpec, cos: Tensor | None, sin: Tensor | None, rope: str) -> Pack:
     """``pack`` with the frames of its pages, where keys are in those."""
-    if not spec.transform.page_frame or not rope:
+    if not spec.transform.page_rope or not rope:
         return pack
     if cos is None or sin is None:
         raise KVPassError("Keys with page-relative RoPE need the rotary tables: pass cos and sin.")
-    return pack._replace(frames=Frames(cos, sin, rope))
+    return pack._replace(page_tables=PageTables(cos, sin, rope))
 
 
 def _append_layers_(
@@ -166,22 +166,22 @@ def _append_layers_(
     run = select(DispatchKey("append_layers_", x[0].device.type, (spec,), head_dim=x[0].shape[-1]), lowering).run
     parsed, each = parse(spec), len(states) // len(x)
     parts = (states[i : i + each] for i in range(0, len(states), each))
-    packs = [_framed(_opened(part, parsed), parsed, cos, sin, rope) for part in parts]
+    packs = [_with_page_tables(_opened(part, parsed), parsed, cos, sin, rope) for part in parts]
     if key_pages is not None:
         packs = [pack._replace(key_pages=pages) for pack, pages in zip(packs, key_pages, strict=True)]
     run(AppendLayersCall(packs, length_of(length), x, parsed, length, q, mask))
 
 
-def _decode(
+def _dequantize(
     state: _Tensors, length: Tensor, spec: str, lowering: str = "auto", previous_layer: Tensor | None = None,
     same_layer_keys: Tensor | None = None, predictor: _Tensors | None = None, planes: _Tensors | None = None,
     cos: Tensor | None = None, sin: Tensor | None = None, rope: str = "", starts: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     parsed = parse(spec)
-    pack = _framed(_opened(state, parsed)._replace(planes=planes or ()), parsed, cos, sin, rope)
-    run = select(DispatchKey("decode", pack.ring.device.type, (spec,), head_dim=pack.ring.shape[-1]), lowering).run
+    pack = _with_page_tables(_opened(state, parsed)._replace(planes=planes or ()), parsed, cos, sin, rope)
+    run = select(DispatchKey("dequantize", pack.ring.device.type, (spec,), head_dim=pack.ring.shape[-1]), lowering).run
     references = [one for one in (previous_layer, same_layer_keys) if one is not None]
-    decoded: Tensor = run(DecodeCall(pack, length_of(length), parsed, references, predictor or ()))
+    decoded: Tensor = run(DequantizeCall(pack, length_of(length), parsed, references, predictor or ()))
     return decoded
 
 
@@ -205,11 +205,11 @@ def _attend(
     if len(key) == 1:
         keys, values, coded, lowering, ring = key[0], value[0], [], AUTO, key[0]
     else:
-        keys, values = _framed(_opened(key, specs[0]), specs[0], cos, sin, rope), _opened(value, specs[1])
+        keys, values = _with_page_tables(_opened(key, specs[0]), specs[0], cos, sin, rope), _opened(value, specs[1])
         ring = keys.ring
         if rope and not specs[0].transform.keeps_tables:
             raise KVPassError(f"These keys are stored after rotary embedding; rope={rope!r} would rotate them twice.")
-    rotary: tuple[Any, Any, str] | None = (cos, sin, rope) if rope and not specs[0].transform.page_frame else None
+    rotary: tuple[Any, Any, str] | None = (cos, sin, rope) if rope and not specs[0].transform.page_rope else None
     asked = extras(mask, starts, rotary, sinks, softcap, statistic)
     run = select(attention_key(q, ring, k_new, coded, q.shape[2], asked), lowering).run
     call = AttendCall(
@@ -225,8 +225,8 @@ def _append_rotary_(
     spec: str = "",
 ) -> None:  # fmt: skip
     start, (_, tokens, pairs), codec = length_of(length), cos_new.shape, parse(spec) if spec else None
-    if codec is not None and codec.transform.page_frame:
-        store_frames((cos, sin), (cos_new, sin_new), length, start, codec.retention.sinks, codec.page_size)
+    if codec is not None and codec.transform.page_rope:
+        store_page_tables((cos, sin), (cos_new, sin_new), length, start, codec.retention.sinks, codec.page_size)
         return
     rows = length[:1] + torch.arange(tokens, device=cos.device)  # read there: a captured call is right at other lengths
     for table, new in ((cos, cos_new), (sin, sin_new)):
@@ -238,8 +238,8 @@ def _append_rotary_(
 
 
 _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
-    "encode": _encode, "append_": _append_, "append_layers_": _append_layers_, "decode": _decode, "rotate": _rotate,
-    "attend": _attend, "append_rotary_": _append_rotary_,
+    "quantize": _quantize, "append_": _append_, "append_layers_": _append_layers_, "dequantize": _dequantize,
+    "rotate": _rotate, "attend": _attend, "append_rotary_": _append_rotary_,
 }  # fmt: skip
 
 
@@ -261,7 +261,7 @@ for _name, _run in _IMPLEMENTATIONS.items():
     _library.impl(_name, _without_autocast(_run), "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("kvpass::encode")
+@torch.library.register_fake("kvpass::quantize")
 def _(x: Tensor, fitted: _Tensors, spec: str, lowering: str = "auto") -> list[Tensor]:
     parsed, (*lead, tokens, head_dim) = parse(spec), x.shape
     pages = tokens // parsed.page_size
@@ -284,7 +284,7 @@ def _(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-@torch.library.register_fake("kvpass::decode")
+@torch.library.register_fake("kvpass::dequantize")
 def _(state: _Tensors, length: Tensor, spec: str, *args: Any, **kwargs: Any) -> Tensor:
     ring = Pack.of(state, parse(spec)).ring
     return ring.new_empty((*ring.shape[:2], length_of(length), ring.shape[3]))

@@ -1,4 +1,5 @@
-"""Which versions of torch kvpass works with: it relies on a few private APIs, which any release may change."""
+"""Which versions of torch kvpass works with: it relies on a few private APIs, which any release may change. And names
+of kvpass that have changed, which work for one more version."""
 
 import re
 import warnings
@@ -21,3 +22,8 @@ def check_torch(version: str) -> None:
             "tests/test_private_apis.py` in the kvpass repository shows what changed.",
             stacklevel=3,
         )
+
+
+def warn_renamed(old: str, new: str) -> None:
+    """Warn the caller's caller that ``old`` is now ``new``."""
+    warnings.warn(f"{old} was renamed to {new}; the old name will be removed.", DeprecationWarning, stacklevel=3)

@@ -1,4 +1,5 @@
-"""Storing tokens: pages that leave the window are encoded, evicted tokens replaced, new tokens written to the ring."""
+"""Storing tokens: pages that leave the window are quantized, evicted tokens replaced, new tokens written to the
+ring."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,8 +10,8 @@ from torch import Tensor
 from kvpass.codec.adaptive import largest_mass
 from kvpass.codec.affine import check_finite
 from kvpass.codec.bitpack import FIELDS
-from kvpass.codec.frame import Frames, into_frames, mean_of_tokens
-from kvpass.codec.pages import decode_pages, replace_tokens, share_codes
+from kvpass.codec.page_rope import PageTables, mean_of_tokens, to_page_rope
+from kvpass.codec.pages import dequantize_pages, replace_tokens, share_codes
 from kvpass.codec.predictor import PREDICTORS, predict
 from kvpass.codec.quantizer import RAW
 from kvpass.codec.spec import CodecSpec
@@ -25,9 +26,10 @@ from .call_types import AppendCall, AppendLayersCall
 from .fit_sequence import fit_to_queries, fit_to_tokens, fits_tokens, keep_pairs, not_padding
 
 PLACES = frozenset({"keep=log", "pre_rope"})
-"""Features that say where tokens lie, or what they are, which is the same to whoever encodes and decodes pages."""
+"""Features that say where tokens lie, or what they are, which is the same to whoever quantizes and dequantizes
+pages."""
 APPENDED = PLACES | {"own_codes", "budget", "evict=age", "shared", "center", *(f"predictor={x}" for x in PREDICTORS)}
-"""Those that `append` takes care of, whoever encodes."""
+"""Those that `append` takes care of, whoever quantizes."""
 MERGED = PLACES | {f"bits={bits}" for bits in (*FIELDS, *RAW)} | {"per=channel", "per=token", "fit=lsq", "eta"}
 MERGED |= {"rotation", "grid"}
 """Those of all specs that `append_layers` may be called with, besides allocations."""
@@ -54,29 +56,29 @@ class _Pages:
 
     frames: of all pages, if they have any. center: the mean that is subtracted, if one is.
     references: what the predictor looks at, for the tokens written in this call and in the order of their pages; with
-    ``keep``, the first of them is overwritten with what those tokens decode to.
+    ``keep``, the first of them is overwritten with what those tokens dequantize to.
     """
 
     pools: tuple[Tensor, ...]
     spec: CodecSpec
-    frames: Frames | None
+    page_tables: PageTables | None
     center: Tensor | None
     predictor: Sequence[Tensor]
     references: Sequence[Tensor]
     keep: bool
 
-    def write(self, first: int, x: Tensor, encode: Callable, at: int) -> None:
-        """Encode whole pages ``x`` ``[B, H, T, D]`` into pages from ``first`` on; ``at`` is their first token in the
+    def write(self, first: int, x: Tensor, quantize: Callable, at: int) -> None:
+        """Quantize whole pages ``x`` ``[B, H, T, D]`` into pages from ``first`` on; ``at`` is their first token in the
         references."""
         spec, count = self.spec, x.shape[2] // self.spec.page_size
         pools = tuple(pool[:, :, first : first + count] for pool in self.pools)
         references = [reference[:, :, at : at + x.shape[2]] for reference in self.references]
-        x, less = into_frames(x, self.frames, first, spec.page_size), None
+        x, less = to_page_rope(x, self.page_tables, first, spec.page_size), None
         if self.center is not None:
-            less = mean_of_tokens(self.center, self.frames, spec.page_size, x.shape[2])
+            less = mean_of_tokens(self.center, self.page_tables, spec.page_size, x.shape[2])
         if spec.transform.predictor:
             less = predict(spec.transform.predictor, self.predictor, references, spec.page_size)
-        new = encode(pools, x if less is None else (x.float() - less).to(x.dtype))
+        new = quantize(pools, x if less is None else (x.float() - less).to(x.dtype))
         if x.device.type == "cpu":
             check_finite(*new[1:])
         if spec.own_codes < 1:
@@ -84,7 +86,7 @@ class _Pages:
         for pool, pages in zip(pools, new, strict=True):
             pool.copy_(pages)
         if self.keep:
-            values = decode_pages(*new, spec)
+            values = dequantize_pages(*new, spec)
             references[0].copy_(values if less is None else values + less)
 
 
@@ -96,8 +98,8 @@ def write_each(
     layout(retention).write(rings, n, xs)
 
 
-def append(encode: Callable, call: AppendCall, write: Callable = write_each) -> None:
-    """Run ``call``: ``encode`` quantizes the pages that leave the window, and ``write`` stores tokens in rings, as
+def append(quantize: Callable, call: AppendCall, write: Callable = write_each) -> None:
+    """Run ``call``: ``quantize`` quantizes the pages that leave the window, and ``write`` stores tokens in rings, as
     `write_each` does. Raises `KVPassError` if the codec needs the prompt's queries and the call has none."""
     pack, n, x, spec = call[:4]
     ring, retention = pack.ring, spec.retention
@@ -116,14 +118,15 @@ def append(encode: Callable, call: AppendCall, write: Callable = write_each) -> 
         references = [reference for reference in (call.edge, call.same_layer_keys) if reference is not None]
         pools = tuple(whole(pool, retention.pages(retention.stored(stop))) for pool in pack.pools)
         center, keep = pack.fitted.get("center"), call.edge is not None
-        _pack(_Pages(pools, spec, pack.frames, center, call.predictor, references, keep), encode, call, gone)
+        _pack(_Pages(pools, spec, pack.page_tables, center, call.predictor, references, keep), quantize, call, gone)
     write([ring], n, [x], retention, call.length)
     if gone:  # tokens behind the packed ones have moved up
         ring[:, :, retention.sinks :] = ring[:, :, retention.sinks :].roll(-gone, 2)
 
 
-def _pack(pages: _Pages, encode: Callable, call: AppendCall, gone: int) -> None:
-    """Encode the pages that leave the window in ``call``; ``gone`` packed tokens are evicted to make room for them."""
+def _pack(pages: _Pages, quantize: Callable, call: AppendCall, gone: int) -> None:
+    """Quantize the pages that leave the window in ``call``; ``gone`` packed tokens are evicted to make room for
+    them."""
     pack, n, x, spec = call[:4]
     retention, size, written = spec.retention, spec.page_size, 0
     first, last = retention.pages(n), retention.pages(n + x.shape[2])
@@ -144,10 +147,10 @@ def _pack(pages: _Pages, encode: Callable, call: AppendCall, gone: int) -> None:
     step = max(1, CHUNK // size) if spec.transform.subtracts or pages.keep else max(1, last - first)
     for start in range(first, last, step):
         tokens = leaving(start, min(start + step, last))
-        fitted = pack.encodes_with(spec)
+        fitted = pack.quantizes_with(spec)
         if spec.quantizer.follows_keys:
             fitted.append(spec.codec.marks(pack, start, tokens.shape[2] // size, spec))
-        pages.write(start - gone // size, tokens, lambda _, y, fitted=fitted: encode(y, fitted, spec), written)
+        pages.write(start - gone // size, tokens, lambda _, y, fitted=fitted: quantize(y, fitted, spec), written)
         written += tokens.shape[2]
 
 
@@ -173,26 +176,26 @@ def _settle(pages: _Pages, tokens: Tensor, settled: int, slots: Tensor, pack: Pa
     slots = slots.expand(-1, heads, -1)
     index = (slots - settled).clamp_min(0).unsqueeze(-1).expand(-1, -1, -1, tokens.shape[3])
     arriving = tokens.gather(2, index)
-    fitted = pack.encodes_with(spec)
+    fitted = pack.quantizes_with(spec)
     pages.write(0, arriving, lambda pools, y: replace_tokens(pools, y, slots >= settled, spec, fitted), 0)
 
 
-def append_layers(encode: Callable, call: AppendLayersCall, write: Callable = write_each) -> None:
-    """Run ``call``, as `append` does for each layer: pages, which leave the window of all layers at once, are encoded
-    by few calls of ``encode``, or layer by layer where their codec is fitted first."""
+def append_layers(quantize: Callable, call: AppendLayersCall, write: Callable = write_each) -> None:
+    """Run ``call``, as `append` does for each layer: pages, which leave the window of all layers at once, are quantized
+    by few calls of ``quantize``, or layer by layer where their codec is fitted first."""
     packs, n, xs, spec, length, qs, mask = call
     retention = spec.retention
     first, last = retention.pages(n), retention.pages(n + xs[0].shape[2])
     at_first = bool(spec.codec.sequence(spec)) and (n == 0 or first == 0 < last)
     if at_first or of_model(spec):  # pages of layers whose bits a calibration shares out differ in size
         for pack, x, q in zip(packs, xs, qs or [None] * len(xs), strict=True):
-            append(encode, AppendCall(pack, n, x, spec, length, q, mask), write)
+            append(quantize, AppendCall(pack, n, x, spec, length, q, mask), write)
         return
     at_once = max(1, CHUNK // max(1, (last - first) * retention.page_size))
     for layers in _alike(xs, at_once) if last > first else ():
         some = [packs[i] for i in layers]
         leaving = [layout(retention).leaving(packs[i].ring, n, xs[i], first, last) for i in layers]
-        new = _encode_together(encode, some, leaving, first, spec)
+        new = _quantize_together(quantize, some, leaving, first, spec)
         if new[0].device.type == "cpu":
             check_finite(*new[1:])
         for which, pages in enumerate(new):
@@ -201,8 +204,8 @@ def append_layers(encode: Callable, call: AppendLayersCall, write: Callable = wr
     write([pack.ring for pack in packs], n, xs, retention, length)
 
 
-def _encode_together(
-    encode: Callable, packs: Sequence[Pack], leaving: Sequence[Tensor], first: int, spec: CodecSpec
+def _quantize_together(
+    quantize: Callable, packs: Sequence[Pack], leaving: Sequence[Tensor], first: int, spec: CodecSpec
 ) -> tuple[Tensor, ...]:
     """The tokens ``leaving`` layers of one shape as their pages from ``first`` on, as if of one layer."""
 
@@ -211,16 +214,16 @@ def _encode_together(
 
     x, fitted = (
         joined(leaving),
-        [joined(of_all) for of_all in zip(*(pack.encodes_with(spec) for pack in packs), strict=True)],
+        [joined(of_all) for of_all in zip(*(pack.quantizes_with(spec) for pack in packs), strict=True)],
     )
     if spec.quantizer.follows_keys:
         count = x.shape[2] // spec.page_size
         fitted.append(joined([spec.codec.marks(pack, first, count, spec) for pack in packs]))
-    x = into_frames(x, frames := packs[0].frames, first, spec.page_size)
+    x = to_page_rope(x, page_tables := packs[0].page_tables, first, spec.page_size)
     if "center" in packs[0].fitted:
         center = joined([pack.fitted["center"] for pack in packs])
-        x = (x.float() - mean_of_tokens(center, frames, spec.page_size, x.shape[2])).to(x.dtype)
-    return encode(x, fitted, spec)
+        x = (x.float() - mean_of_tokens(center, page_tables, spec.page_size, x.shape[2])).to(x.dtype)
+    return quantize(x, fitted, spec)
 
 
 def _alike(xs: Sequence[Tensor], most: int) -> Iterator[list[int]]:

@@ -18,8 +18,8 @@ from kvpass.codec.tensors import Pack
 Past = TypeVar("Past", bound=Pack | Tensor)
 
 
-class DecodeCall(NamedTuple):
-    """A call of ``kvpass::decode``: dequantize the ``n`` tokens of one state.
+class DequantizeCall(NamedTuple):
+    """A call of ``kvpass::dequantize``: dequantize the ``n`` tokens of one state.
 
     references: what the codec's predictor looks at, ``[B, H_kv, n, D]`` each. predictor: its weights.
     """
@@ -85,8 +85,8 @@ class AppendCall(NamedTuple):
     x: ``[B, H_kv, S, D]``, stored as tokens ``[n, n + S)``.
     q: ``[B, H_q, S, D]``, the queries of the call, for codecs that are fitted to those of the prompt.
     mask: that of the attention of the call, ``[B or 1, H_q or 1, S, n + S]``: it says which tokens are padding.
-    edge: in, the tokens that are packed now, in the order of their pages, as the layer below decodes them; out, as this
-        one does. Float32 ``[B, H_kv, T, D]``.
+    edge: in, the tokens that are packed now, in the order of their pages, as the layer below dequantizes them; out, as
+        this one does. Float32 ``[B, H_kv, T, D]``.
     same_layer_keys: the same of this layer's keys, for values.
     predictor: weights of the predictor, which looks at both.
     importance: ``[B, H_kv or 1, >= n + S]`` float32, where tokens are evicted by their attention, updated here; None

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kvpass.codec.center import fit_center
-from kvpass.codec.frame import before_rotation, into_frames, mean_of_tokens, middle, seen_from
+from kvpass.codec.page_rope import before_rotation, mean_of_tokens, middle, seen_from, to_page_rope
 from kvpass.codec.quantizer import Subspace
 from kvpass.codec.rope import parse_rope
 from kvpass.codec.spec import CodecSpec
@@ -54,10 +54,10 @@ def _seen(q: Tensor, pack: Pack, spec: CodecSpec) -> Tensor:
     of one before, all distances alike."""
     size, sinks, tokens = spec.page_size, spec.retention.sinks, torch.arange(q.shape[2])
     known = (q.shape[2] - 1 - sinks - middle(size)) // size  # the last page whose middle there is
-    if pack.frames is None or known < 0:
+    if pack.page_tables is None or known < 0:
         return q
     pages = ((tokens - sinks) // size).clamp(0, known) + 1
-    return seen_from(q, pack.frames, (pages * (tokens * _GOLDEN % 1)).long(), size)
+    return seen_from(q, pack.page_tables, (pages * (tokens * _GOLDEN % 1)).long(), size)
 
 
 def query_energy(q: Tensor, mask: Tensor | None, num_key_value_heads: int) -> Tensor:
@@ -78,11 +78,11 @@ def fits_tokens(spec: CodecSpec) -> bool:
 def fit_to_tokens(pack: Pack, x: Tensor, spec: CodecSpec, valid: Tensor | None) -> None:
     """Fit mean and codec to ``x``, the tokens packed first, of those of the call that are ``valid``."""
     size, center = spec.page_size, pack.fitted.get("center")
-    x = into_frames(x, pack.frames, 0, size)
+    x = to_page_rope(x, pack.page_tables, 0, size)
     if center is not None:
         if "center" in of_sequence(spec):
-            center.copy_(fit_center(before_rotation(x, pack.frames, size), center.dtype))
-        x = x.float() - mean_of_tokens(center, pack.frames, size, x.shape[2])
+            center.copy_(fit_center(before_rotation(x, pack.page_tables, size), center.dtype))
+        x = x.float() - mean_of_tokens(center, pack.page_tables, size, x.shape[2])
     if valid is not None:
         valid = valid.index_select(1, layout(spec.retention).page_tokens(0, x.shape[2] // size).to(x.device))
     spec.codec.fit_tokens(pack.fitted, x, valid, spec)
@@ -91,4 +91,4 @@ def fit_to_tokens(pack: Pack, x: Tensor, spec: CodecSpec, valid: Tensor | None) 
 def keep_pairs(pack: Pack) -> None:
     """Keep which channels RoPE turns together, if a state has a place for that."""
     if (pairs := pack.fitted.get("pairs")) is not None:
-        pairs.copy_(torch.tensor((0, False) if pack.frames is None else parse_rope(pack.frames.rope)))
+        pairs.copy_(torch.tensor((0, False) if pack.page_tables is None else parse_rope(pack.page_tables.rope)))

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpass.codec.adaptive import Tokens, carve, decode_tokens, unpack_levels
-from kvpass.codec.frame import mean_of_tokens, out_of_frames
-from kvpass.codec.pages import decode_pages, encode_pages
+from kvpass.codec.adaptive import Tokens, carve, dequantize_tokens, unpack_levels
+from kvpass.codec.page_rope import from_page_rope, mean_of_tokens
+from kvpass.codec.pages import dequantize_pages, quantize_pages
 from kvpass.codec.predictor import predict
 from kvpass.codec.rope import rotate
 from kvpass.codec.spec import CodecSpec
@@ -17,60 +17,61 @@ from kvpass.layout.pool import whole
 from kvpass.layout.window import layout
 
 from .append import CHUNK, append, append_layers
-from .call_types import AppendCall, AppendLayersCall, AttendCall, DecodeCall
+from .call_types import AppendCall, AppendLayersCall, AttendCall, DequantizeCall
 from .fit_sequence import not_padding
 from .table import implements
 
 
-@implements("encode", "reference")
-def encode(x: Tensor, fitted: Sequence[Tensor], spec: CodecSpec) -> tuple[Tensor, ...]:
-    return encode_pages(x, spec, fitted)
+@implements("quantize", "reference")
+def quantize(x: Tensor, fitted: Sequence[Tensor], spec: CodecSpec) -> tuple[Tensor, ...]:
+    return quantize_pages(x, spec, fitted)
 
 
-def decode_predicted(pages: Sequence[Tensor], spec: CodecSpec, references, predictor) -> Tensor:
-    """What is kept of whole pages, decoded, with what was predicted of them; ``references`` hold the same tokens."""
-    values, kind = decode_pages(*pages, spec), spec.transform.predictor
+def dequantize_predicted(pages: Sequence[Tensor], spec: CodecSpec, references, predictor) -> Tensor:
+    """What is kept of whole pages, dequantized, with what was predicted of them; ``references`` hold the same
+    tokens."""
+    values, kind = dequantize_pages(*pages, spec), spec.transform.predictor
     return values + predict(kind, predictor, references, spec.page_size) if kind else values
 
 
-def pieces(decode_fn, call: DecodeCall, at_once=None) -> Iterator[Tensor]:
+def pieces(dequantize_fn, call: DequantizeCall, at_once=None) -> Iterator[Tensor]:
     """Attention sinks, pages and window of the tokens of ``call``, dequantized, in the order in which they are stored:
     ``[B, H, T, D]`` each.
 
-    decode_fn: dequantizes pages, as `decode_predicted`. at_once: how many pages a piece has; None for all.
+    decode_fn: dequantizes pages, as `dequantize_predicted`. at_once: how many pages a piece has; None for all.
     """
     pack, n, spec, references, predictor = call
     used, sinks, where, ring = spec.retention.pages(n), spec.retention.sinks, layout(spec.retention), pack.ring
-    pools, fitted = [whole(pool, used) for pool in pack.pools], pack.decodes_with(spec)
+    pools, fitted = [whole(pool, used) for pool in pack.pools], pack.dequantizes_with(spec)
     if sinks:
         yield ring[:, :, : min(n, sinks)]
     for first in range(0, used, at_once or max(1, used)):
         pages = slice(first, min(first + (at_once or used), used))
         same = [where.in_pages(reference, pages.start, pages.stop) for reference in references]
-        values = decode_fn([*(pool[:, :, pages] for pool in pools), *fitted], spec, same, predictor)
+        values = dequantize_fn([*(pool[:, :, pages] for pool in pools), *fitted], spec, same, predictor)
         if (center := pack.fitted.get("center")) is not None:
-            values = values + mean_of_tokens(center, pack.frames, spec.page_size, values.shape[2])
-        yield out_of_frames(values, pack.frames, first, spec.page_size)
+            values = values + mean_of_tokens(center, pack.page_tables, spec.page_size, values.shape[2])
+        yield from_page_rope(values, pack.page_tables, first, spec.page_size)
     yield where.read(ring, n)
 
 
-def read(decode_fn, call: DecodeCall, present: Tensor | None = None) -> Tensor:
+def read(dequantize_fn, call: DequantizeCall, present: Tensor | None = None) -> Tensor:
     """All `pieces` in token order, ``[B, H, n, D]`` in the dtype of the cache, with the tokens of ``present``
     ``[B, H, S, D]`` behind them."""
     pack, n, spec = call[:3]
     at_once = max(1, CHUNK // spec.page_size) if spec.transform.subtracts else None
-    parts = pieces(decode_fn, call, at_once)
+    parts = pieces(dequantize_fn, call, at_once)
     stored, order = [part.to(pack.ring.dtype) for part in parts], layout(spec.retention).token_order(n)
     if order is not None:
         stored = [torch.cat(stored, 2).index_select(2, order.to(pack.ring.device))]
     return torch.cat(stored if present is None else [*stored, present], 2)
 
 
-@implements("decode", "reference")
-def decode(call: DecodeCall) -> Tensor:
+@implements("dequantize", "reference")
+def dequantize(call: DequantizeCall) -> Tensor:
     if call.spec.quantizer.adaptive is not None:
         return _read_adaptive(*call[:3])
-    return read(decode_predicted, call)
+    return read(dequantize_predicted, call)
 
 
 def _read_adaptive(pack: Pack, n: int, spec: CodecSpec) -> Tensor:
@@ -82,18 +83,18 @@ def _read_adaptive(pack: Pack, n: int, spec: CodecSpec) -> Tensor:
     levels = unpack_levels(levels[:, :, : packed // spec.page_size])
     each = (tensor[:, :, :packed] for tensor in (scale, zero_point))
     tokens = Tokens(planes, levels, *each, *(tensor[:, 0, :packed] for tensor in (outliers, where)))
-    values = decode_tokens(tokens, spec.quantizer.adaptive.widths).to(pack.ring.dtype)
+    values = dequantize_tokens(tokens, spec.quantizer.adaptive.widths).to(pack.ring.dtype)
     return torch.cat([pack.ring[:, :, :sinks], values, layout(spec.retention).read(pack.ring, n)], 2)
 
 
 @implements("append_", "reference")
 def append_(call: AppendCall) -> None:
-    append(encode, call)
+    append(quantize, call)
 
 
 @implements("append_layers_", "reference")
 def append_layers_(call: AppendLayersCall) -> None:
-    append_layers(encode, call)
+    append_layers(quantize, call)
 
 
 def causal_mask(queries: int, tokens: int, device: torch.device) -> Tensor:
@@ -163,25 +164,25 @@ def attention_weights(scores: Tensor, mask: Tensor | None, softcap: float, sinks
 
 
 @implements("attend", "reference")
-def attend(call: AttendCall, decode_fn=decode_predicted) -> list[Tensor]:
+def attend(call: AttendCall, dequantize_fn=dequantize_predicted) -> list[Tensor]:
     """Dequantize the past by ``decode_fn``, unless it is already, and attend to it and to the tokens of the call."""
     call = with_starts(call)
     k, v = call.k_new, call.v_new
     if call.n:
-        v = _behind(call.value, decode_fn, call.n, call.v_spec, v)
-        k = _behind(call.key, decode_fn, call.n, call.k_spec, k, call.rotary)
+        v = _behind(call.value, dequantize_fn, call.n, call.v_spec, v)
+        k = _behind(call.key, dequantize_fn, call.n, call.k_spec, k, call.rotary)
     call = with_past(call)
     out = attention(call, k, v)
     return [out, attention_mass(call, k)] if call.statistic else [out]
 
 
-def _behind(past: Pack | Tensor, decode_fn, n: int, spec: CodecSpec, present: Tensor, rotary=None) -> Tensor:
+def _behind(past: Pack | Tensor, dequantize_fn, n: int, spec: CodecSpec, present: Tensor, rotary=None) -> Tensor:
     """The tokens of the past, dequantized and rotated, with the ``present`` behind them: ``[B, H_kv, n + S, D]``."""
     if isinstance(past, Pack):
-        stored = DecodeCall(past, n, spec)
+        stored = DequantizeCall(past, n, spec)
         if rotary is None:
-            return read(decode_fn, stored, present)
-        past = read(decode_fn, stored)
+            return read(dequantize_fn, stored, present)
+        past = read(dequantize_fn, stored)
     return torch.cat([past if rotary is None else rotate(past, *rotary), present], 2)
 
 

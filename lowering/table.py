@@ -21,7 +21,7 @@ logger = logging.getLogger("kvpass.lowering")
 _Run = TypeVar("_Run", bound=Callable[..., Any])
 
 AUTO = "auto"
-STORING = ("encode", "append_", "append_layers_")
+STORING = ("quantize", "append_", "append_layers_")
 FEW = 16
 """Query tokens up to which a call is decoding (drafts are verified several at a time), not a prompt."""
 
@@ -72,7 +72,7 @@ class DispatchKey:
 class Implementation:
     """A named way to run one op.
 
-    run: takes the op's call, as `kvpass.lowering.call_types` describes it; those of "encode" and of paged attention
+    run: takes the op's call, as `kvpass.lowering.call_types` describes it; those of "quantize" and of paged attention
         take what their functions say.
     has: the features it serves of each of `DispatchKey.specs`; None for all: it is their definition.
     refuses: why it cannot serve a dispatch whose features it has, or None.
@@ -92,7 +92,7 @@ class Implementation:
         """Why it cannot serve ``dispatch``, or None."""
         for needed, there in zip(
             dispatch.features, self.has or (), strict=False
-        ):  # a past that is decoded has no specs
+        ):  # a past that is dequantized has no specs
             if missing := needed - there:
                 return f"it does not support {', '.join(sorted(missing))}."
         return self.refuses(dispatch)
@@ -123,7 +123,7 @@ def implements(
 
 def names() -> list[str]:
     """Names that ``lowering=`` accepts, besides "auto" and "eager": those that store and attend."""
-    return sorted(_TABLE["encode"].keys() & _TABLE["attend"].keys())
+    return sorted(_TABLE["quantize"].keys() & _TABLE["attend"].keys())
 
 
 def attention_key(

@@ -35,14 +35,14 @@ def script(path: str):
     return module
 
 
-ENCODING = "encode", "append_", "append_layers_"
+QUANTIZING = "quantize", "append_", "append_layers_"
 ROUNDS_IN_INDUCTOR = torch.__version__ >= "2.13"
 
 
 def implementations(op: str) -> list[str]:
     """Every implementation of ``op`` that is meant for the CPU and takes all its arguments, for parametrisation
     (`test_triton`, `test_one_token` and `test_drafts` have the others)."""
-    elsewhere = {"cpp", "triton"} if op not in ENCODING or ROUNDS_IN_INDUCTOR else {"cpp", "triton", "inductor"}
+    elsewhere = {"cpp", "triton"} if op not in QUANTIZING or ROUNDS_IN_INDUCTOR else {"cpp", "triton", "inductor"}
     return sorted({row.lowering for row in _TABLE[op].values()} - elsewhere)
 
 
@@ -226,7 +226,9 @@ def naive_codes(codes: torch.Tensor, spec: CodecSpec) -> torch.Tensor:
     return torch.from_numpy(out).unflatten(0, codes.shape[:3]).flatten(2, 3)
 
 
-def naive_decode(codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, spec: CodecSpec) -> torch.Tensor:
+def naive_dequantize(
+    codes: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, spec: CodecSpec
+) -> torch.Tensor:
     """Dense float64 values of packed pages."""
     return naive_codes(codes, spec).double() * spread(scale, spec) + spread(zero_point, spec)
 
@@ -281,9 +283,9 @@ def queries_for(spec: CodecSpec, seed: int, batch: int, heads: int, tokens: int 
 
 
 def assert_same_contents(a: KVState, b: KVState, n: int) -> None:
-    """Bit for bit: used pages, every token that `decode` gives, and the window."""
+    """Bit for bit: used pages, every token that `dequantize` gives, and the window."""
     used = a.spec.retention.pages(n)
     for name in ("codes", "scale", "zero_point"):
         assert torch.equal(getattr(a, name)[:, :, :used], getattr(b, name)[:, :, :used]), name
-    assert torch.equal(a.decode(n), b.decode(n))
+    assert torch.equal(a.dequantize(n), b.dequantize(n))
     assert torch.equal(a.window(n), b.window(n))

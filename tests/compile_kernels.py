@@ -21,11 +21,11 @@ from triton.runtime.jit import JITFunction
 from kvpass.cache.state import KVState
 from kvpass.codec import Subspace
 from kvpass.codec.codec import codec_from
-from kvpass.codec.frame import Frames
+from kvpass.codec.page_rope import PageTables
 from kvpass.codec.second_level import SecondLevel
 from kvpass.codec.tensors import Pack
 from kvpass.lowering.table import DispatchKey, select
-from kvpass.lowering.triton import append, configs, encode, launch
+from kvpass.lowering.triton import append, configs, launch, quantize
 from kvpass.schemes import LayerGeometry, get
 
 from common import coded
@@ -120,20 +120,20 @@ def attend_fields(
     past = [Pack.of(state.pack, state.spec) for state in states]
     q, new = torch.zeros(1, heads, queries, dim, dtype=dtype), torch.zeros(1, groups, queries, dim, dtype=dtype)
     mask = torch.ones(1, 1, queries, 512 + queries, dtype=torch.bool) if mask else None
-    if plan.key.transform.page_frame:
-        frames = Frames(*torch.zeros(2, 1, 64, dim // 2, dtype=dtype), f"half-{dim // 2}")
-        past[0] = past[0]._replace(frames=frames)
+    if plan.key.transform.page_rope:
+        page_tables = PageTables(*torch.zeros(2, 1, 64, dim // 2, dtype=dtype), f"half-{dim // 2}")
+        past[0] = past[0]._replace(page_tables=page_tables)
     launch.attend(q, *past, 512, new, new, mask, queries > 1 and mask is None, 0.1, softcap, plan.key, plan.value)
 
 
-def encode_pages(
+def quantize_pages(
     bits, per="channel", page=32, group=32, dim=128, dtype="bfloat16", eta=0.0, block=0, **others
 ) -> None:  # fmt: skip
     """Encode four pages; with ``block``, of keys whose errors are compensated."""
     answers = torch.zeros(1, 8, dim - block, dim - block, dtype=getattr(torch, dtype)) if block else None
     subspace = Subspace(5, 0.5, True, block) if block else None
     spec = coded(bits, per, group, page, eta=eta, subspace=subspace, **others)
-    encode.encode(torch.zeros(1, 8, 4 * page, dim, dtype=getattr(torch, dtype)), answers, spec)
+    quantize.quantize(torch.zeros(1, 8, 4 * page, dim, dtype=getattr(torch, dtype)), answers, spec)
 
 
 def append_tokens(tokens=1, groups=8, dim=128, dtype="bfloat16") -> None:
@@ -156,7 +156,7 @@ def chosen_on_cuda() -> dict[str, str]:
     fields = DispatchKey("attend", "cuda", (str(plan.key), str(plan.value)), 1, 128)
     return {"attend, waterfill": select(fields).name} | {
         f"{op}, {name}": select(DispatchKey(op, "cuda", tuple(map(str, specs[used.get(op, slice(1))])), 1, 128)).name
-        for op in ("attend", "encode", "append_", "append_layers_")
+        for op in ("attend", "quantize", "append_", "append_layers_")
         for name, specs in layers.items()
     }
 
@@ -165,7 +165,7 @@ def main(archs: str, *cases: str) -> None:
     print(json.dumps(chosen_on_cuda()))
     for case in cases:
         arguments = json.loads(case)
-        run = {"attend": attend, "fields": attend_fields, "encode": encode_pages, "append": append_tokens}[
+        run = {"attend": attend, "fields": attend_fields, "quantize": quantize_pages, "append": append_tokens}[
             arguments.pop("op")
         ]
         for arch in map(int, archs.split(",")):

@@ -178,7 +178,7 @@ def _images(config: PretrainedConfig, seed: int) -> Iterator[dict[str, Any]]:
         return value if isinstance(value, int) and value else otherwise
 
     side, patch, channels = number("image_size", 32), number("patch_size", 8), number("num_channels", 3)
-    merge, frames = number("spatial_merge_size", 1), number("temporal_patch_size", 1)
+    merge, page_tables = number("spatial_merge_size", 1), number("temporal_patch_size", 1)
 
     def pixels(*shape: int) -> Tensor:
         return torch.randn(ROWS, *shape, generator=generator)
@@ -200,7 +200,7 @@ def _images(config: PretrainedConfig, seed: int) -> Iterator[dict[str, Any]]:
     patches = grid * grid
     thw = torch.tensor([[1, grid, grid]] * ROWS)
     flat = channels * patch * patch
-    for width in dict.fromkeys((flat * frames, flat, flat * 2)):
+    for width in dict.fromkeys((flat * page_tables, flat, flat * 2)):
         yield dict(pixel_values=pixels(patches, width).flatten(0, 1), image_grid_thw=thw, grid_thws=thw)
     where = torch.cartesian_prod(torch.arange(grid), torch.arange(grid)).expand(ROWS, -1, -1)
     yield dict(
@@ -224,7 +224,7 @@ def _sounds(config: PretrainedConfig) -> Iterator[Tensor]:
         for name in ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim"):
             bins += [n for n in [value_of(part, name)] if isinstance(n, int)]
     for features in dict.fromkeys([*bins, 80]):
-        for frames in (2 * 512, 96):
-            yield torch.randn(ROWS, features, frames, generator=generator)
-            yield torch.randn(ROWS, frames, features, generator=generator)
+        for page_tables in (2 * 512, 96):
+            yield torch.randn(ROWS, features, page_tables, generator=generator)
+            yield torch.randn(ROWS, page_tables, features, generator=generator)
     yield torch.randn(ROWS, 8000, generator=generator)

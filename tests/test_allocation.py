@@ -12,8 +12,8 @@ import kvpass
 from kvpass import KVPassError, NonFiniteError
 from kvpass.cache.per_cache import RotaryState
 from kvpass.cache.state import KVState
-from kvpass.codec import Allocation, CodecSpec, Quantizer, Transform, decode_pages, encode_pages, parse
-from kvpass.codec.allocation import opened, slots
+from kvpass.codec import Allocation, CodecSpec, Quantizer, Transform, dequantize_pages, parse, quantize_pages
+from kvpass.codec.allocation import slots, split_pages
 from kvpass.codec.codec import marks_of
 from kvpass.codec.probes import some_queries
 from kvpass.codec.rope import parse_rope
@@ -56,7 +56,7 @@ def mixed(seed, *shape, dtype=torch.float32):
 
 
 def fitted(spec, x, q=None, dtype=torch.float16):
-    """What `encode_pages` and, less the queries that choose, `decode_pages` are given."""
+    """What `quantize_pages` and, less the queries that choose, `dequantize_pages` are given."""
     allocation = spec.codec
     metric = None if q is None or not allocation.weighted else second_moment(q, allocation.block_size)
     basis, places = allocation.fit_basis(x, metric)
@@ -66,8 +66,8 @@ def fitted(spec, x, q=None, dtype=torch.float16):
 
 def coded(x, spec, given):
     """``x`` as pages, and what those decode to."""
-    pages = encode_pages(x, spec, given)
-    return *pages, decode_pages(*pages, *given[:2], spec)
+    pages = quantize_pages(x, spec, given)
+    return *pages, dequantize_pages(*pages, *given[:2], spec)
 
 
 @given(seeds, allocations, st.sampled_from((16, 32, 64)))
@@ -120,7 +120,7 @@ def chosen_by_hand(page, queries):
     return set(paid.argsort(descending=True)[: len(page) // 2].tolist())
 
 
-def decoded_by_hand(x, spec, given):
+def dequantized_by_hand(x, spec, given):
     """The same in float64, token by token and coordinate by coordinate, with nothing packed."""
     (basis, places, *queries), allocation, size = given, spec.codec, spec.page_size
     out = torch.empty_like(x, dtype=torch.float64)
@@ -158,7 +158,7 @@ def test_pages_decode_to_what_the_formulas_say(block_size, weighted, rich):
     x, q = mixed(block_size, 2, 2, 64, HEAD), randn(9, 2, 2, 40, HEAD)
     given = fitted(spec, mixed(block_size, 2, 2, 200, HEAD), q)
     _, got = coded(x, spec, given)
-    expected = decoded_by_hand(x, spec, given)
+    expected = dequantized_by_hand(x, spec, given)
     off = (got - expected).abs().amax(-1) > 1e-3 * expected.abs().amax(-1)
     assert off.float().mean() < 0.02  # a code on the edge of two
 
@@ -175,7 +175,7 @@ def test_an_error_is_half_a_step_unless_it_is_cut_off(seed, allocation, dtype):
         of_blocks = y.double().unflatten(-1, (-1, allocation.block_size)).transpose(2, 3)
         return (of_blocks @ inverse).transpose(2, 3).flatten(-2).unflatten(2, (-1, spec.page_size))
 
-    rich, ranks = opened(pages, spec, HEAD)
+    rich, ranks = split_pages(pages, spec, HEAD)
     where = torch.arange(spec.page_size).expand(1, 2, 64 // spec.page_size, -1) if rich is None else slots(rich)
     gain = torch.cat([gains(rank.gains) for rank in ranks], 3).double().gather(3, where.unsqueeze(-1))
     by_rank = zip(places.split(allocation.fields(HEAD), -1), allocation.tokens(spec.page_size), strict=True)
@@ -191,8 +191,8 @@ def test_an_error_is_half_a_step_unless_it_is_cut_off(seed, allocation, dtype):
 def test_a_page_keeps_its_tokens_by_rank_and_says_where(seed):
     spec, x, q = RANKED, mixed(seed, 2, 2, 96, HEAD), randn(seed, 2, 2, 60, HEAD)
     given = fitted(spec, x, q)
-    (pages,) = encode_pages(x, spec, given)
-    (marks, ranks), where = opened(pages, spec, HEAD), slots(marks_of(pages, 32))
+    (pages,) = quantize_pages(x, spec, given)
+    (marks, ranks), where = split_pages(pages, spec, HEAD), slots(marks_of(pages, 32))
     assert torch.equal(marks, marks_of(pages, 32))
     assert torch.equal(where.sort(-1).values, torch.arange(32).expand_as(where))
     assert [rank.gains.shape[-2] for rank in ranks] == [16, 16]
@@ -257,7 +257,7 @@ def test_a_fit_to_the_tokens_beats_equal_widths_where_channels_differ():
         _, decoded = coded(pages, spec, fitted(spec, x))
         errors.append((decoded - pages).square().mean())
     uniform = CodecSpec(Quantizer(2, "token", 16), ALIKE.retention)
-    errors.append((decode_pages(*encode_pages(pages, uniform), uniform) - pages).square().mean())
+    errors.append((dequantize_pages(*quantize_pages(pages, uniform), uniform) - pages).square().mean())
     assert errors[0] < 0.8 * errors[1] and errors[1] < 0.7 * errors[2]
 
 
@@ -286,7 +286,7 @@ def test_any_chunking_stores_the_same_once_it_is_fitted(spec, seed, chunks):
         first = 90
     used = spec.retention.pages(total)
     assert torch.equal(at_once.codes[:, :, :used], in_chunks.codes[:, :, :used])
-    assert torch.equal(at_once.decode(total), in_chunks.decode(total))
+    assert torch.equal(at_once.dequantize(total), in_chunks.dequantize(total))
 
 
 @both
@@ -323,14 +323,14 @@ def test_a_prompt_shorter_than_the_window_is_looked_at_and_later_queries_are_not
         for n in range(prompt, 60):
             state.append(x[:, :, n : n + 1], n, None if tap is None else tap[:, :, n : n + 1])
     state, without = states
-    assert torch.equal(state.decode(60), without.decode(60))
+    assert torch.equal(state.dequantize(60), without.dequantize(60))
     own = q[:, :, :prompt].unflatten(1, (2, 2)).flatten(2, 3)
     seen = second_moment(own, 16)
     each = seen.diagonal(dim1=-2, dim2=-1).mean((2, 3))[..., None, None, None] / own.shape[2]
     expected = (seen + 16 * each * torch.eye(16)).flatten(2, 3)
     expected /= expected.unflatten(2, (-1, 16)).diagonal(dim1=-2, dim2=-1).mean((2, 3))[..., None, None]
     torch.testing.assert_close(kept, expected, rtol=0.01, atol=0.01)
-    error = (state.decode(60) - x).square().mean() / x.square().mean()
+    error = (state.dequantize(60) - x).square().mean() / x.square().mean()
     assert error < 0.3
 
 
@@ -340,7 +340,7 @@ def test_awkward_tokens_stay_finite(kind, spec):
     x = awkward(0, kind, 1, 2, 64, HEAD, limit=1e4)
     state = KVState.allocate(spec, 1, 2, HEAD, x.dtype, "cpu", 64)
     state.append(x, 0, randn(1, 1, 4, 64, HEAD))
-    assert torch.isfinite(state.decode(64)).all()
+    assert torch.isfinite(state.dequantize(64)).all()
 
 
 @both
@@ -348,7 +348,7 @@ def test_constant_tokens_come_back(spec):
     x = randn(0, 1, 2, 1, HEAD).half().float().expand(-1, -1, 64, -1).contiguous()
     state = KVState.allocate(spec, 1, 2, HEAD, x.dtype, "cpu", 64)
     state.append(x, 0, randn(1, 1, 4, 64, HEAD))
-    torch.testing.assert_close(state.decode(64), x, atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(state.dequantize(64), x, atol=1e-2, rtol=1e-2)
 
 
 def test_what_has_no_code_and_what_does_not_fit_is_refused():
@@ -433,7 +433,20 @@ def test_attention_over_fields_is_that_over_decoded_tokens(fields, queries):
     key, value = past
     new, q = randn(5, 2, 2, queries, HEAD), randn(6, 2, 4, queries, HEAD)
     mask = torch.rand(2, 1, queries, 150 + queries, generator=torch.Generator().manual_seed(7)) > 0.2
-    common = (q, key.pack, value.pack, key.carrier(150), new, new, mask, False, HEAD**-0.5, 0.0, key.text, value.text)
+    common = (
+        q,
+        key.pack,
+        value.pack,
+        key.length_tensor(150),
+        new,
+        new,
+        mask,
+        False,
+        HEAD**-0.5,
+        0.0,
+        key.text,
+        value.text,
+    )
     (got,), (expected,) = (torch.ops.kvpass.attend(*common, name) for name in ("inductor", "reference"))
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
@@ -457,7 +470,7 @@ def test_keys_in_the_frame_of_their_page_are_attended_as_they_are(rope, queries,
     plan = WaterfillConfig(**{"residual": 16, "recent": 8, **fields}).plan(
         LayerGeometry(0, 1, 2, HEAD, torch.float32, torch.device("cpu"))
     )
-    assert plan.key.transform.page_frame
+    assert plan.key.transform.page_rope
     cos, sin = positions(rope, 150, 0, 7, scale=1.2)
     x, q = mixed(0, 2, 2, 150, HEAD), randn(0, 2, 4, 150, HEAD)
     key, value = (KVState.allocate(spec, 2, 2, HEAD, torch.float32, "cpu", 150) for spec in (plan.key, plan.value))
@@ -467,9 +480,22 @@ def test_keys_in_the_frame_of_their_page_are_attended_as_they_are(rope, queries,
         state.append(x[:, :, 100:], 100, **tables)
     new, q = randn(5, 2, 2, queries, HEAD), randn(6, 2, 4, queries, HEAD)
     mask = torch.rand(2, 1, queries, 150 + queries, generator=generator(7)) > 0.2
-    dense = [torch.cat([state.decode(150), new], 2) for state in (key, value)]
+    dense = [torch.cat([state.dequantize(150), new], 2) for state in (key, value)]
     expected = torch.nn.functional.scaled_dot_product_attention(q, *dense, attn_mask=mask, enable_gqa=True)
-    given = (q, key.pack, value.pack, key.carrier(150), new, new, mask, False, HEAD**-0.5, 0.0, key.text, value.text)
+    given = (
+        q,
+        key.pack,
+        value.pack,
+        key.length_tensor(150),
+        new,
+        new,
+        mask,
+        False,
+        HEAD**-0.5,
+        0.0,
+        key.text,
+        value.text,
+    )
     for lowering in ("inductor", "reference"):
         (got,) = torch.ops.kvpass.attend(*given, lowering, **key.tables())
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
@@ -479,7 +505,7 @@ def test_keys_in_the_frame_of_their_page_are_attended_as_they_are(rope, queries,
 def test_a_page_holds_keys_turned_from_its_middle(seed):
     """By complex numbers, and a state in which nothing is lost."""
     rope, size = f"half-{HEAD // 2}", 16
-    spec = CodecSpec(Quantizer(32, "token", HEAD), Retention(size, size, 2), Transform(page_frame=True))
+    spec = CodecSpec(Quantizer(32, "token", HEAD), Retention(size, size, 2), Transform(page_rope=True))
     cos, sin = positions(rope, 50, 3, seed % 1000, scale=0.5)
     x = randn(seed, 2, 2, 50, HEAD)
     state = KVState.allocate(spec, 2, 2, HEAD, torch.float32, "cpu", 50)
@@ -493,19 +519,19 @@ def test_a_page_holds_keys_turned_from_its_middle(seed):
         kept = state.codes[:, :, page].contiguous().view(torch.float32).view(2, 2, size, HEAD)
         expected = keys[:, :, of] / turn[:, :, middle : middle + 1]
         torch.testing.assert_close(kept, torch.cat([expected.real, expected.imag], -1), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(state.decode(50), x, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(state.dequantize(50), x, atol=1e-5, rtol=1e-5)
     assert state.pairs[0, 0, 0].tolist() == [HEAD // 2, 0]
 
 
 def test_frames_are_for_pages_of_neighbours_behind_rotary_embedding():
     for fields in (dict(pre_rope=True), dict(rotation=1)):
         with pytest.raises(KVPassError, match="after rotary embedding"):
-            Transform(page_frame=True, **fields)
-    framed = Transform(page_frame=True)
+            Transform(page_rope=True, **fields)
+    page_rope = Transform(page_rope=True)
     with pytest.raises(KVPassError, match="consecutive tokens"):
-        CodecSpec(Quantizer(2, "token", HEAD), Retention(48, 16, keep="log"), framed)
+        CodecSpec(Quantizer(2, "token", HEAD), Retention(48, 16, keep="log"), page_rope)
     state = KVState.allocate(
-        CodecSpec(Quantizer(2, "token", HEAD), Retention(16, 16), framed), 1, 1, HEAD, torch.float32, "cpu", 40
+        CodecSpec(Quantizer(2, "token", HEAD), Retention(16, 16), page_rope), 1, 1, HEAD, torch.float32, "cpu", 40
     )
     with pytest.raises(KVPassError, match="tables"):
         state.append(randn(0, 1, 1, 40, HEAD), 0, rope=f"half-{HEAD // 2}")
@@ -534,7 +560,7 @@ def test_kernels_read_fields_as_decoding_does(queries, head_dim, residual, field
                 pages = state.spec.retention.pages(500)
                 pool, table = state.codes[:, :, :pages].contiguous(), allocated.look_up_table(torch.device("cpu"))
                 given = handle(pool), pages, pages, state.basis, state.fields, table, state.spec
-                tokens = decode_pages(pool, state.basis, state.fields, state.spec).flatten(0, 1)
+                tokens = dequantize_pages(pool, state.basis, state.fields, state.spec).flatten(0, 1)
                 if state is key:
                     got, expected = allocated.page_scores(q, None, None, *given), q @ tokens.mT
                 else:
@@ -553,5 +579,5 @@ def test_going_back_to_before_the_first_page_fits_the_basis_anew_without_the_que
     state.crop(80, 12)
     assert not state.basis.any()
     state.append(x[:, :, 12:], 12)
-    error = (state.decode(120) - x)[:, :, 12:].square().mean() / x.square().mean()
+    error = (state.dequantize(120) - x)[:, :, 12:].square().mean() / x.square().mean()
     assert state.basis.any() and error < 0.3

@@ -311,21 +311,21 @@ def test_keys_and_values_of_a_packed_layer_read_like_tensors():
     _, cache = feed(model, 70)
     keys = cache.layers[0].keys
     assert isinstance(keys, kvpass.PackedKV) and keys.shape == (1, 2, 70, 32) and keys.dtype == torch.float32
-    assert torch.equal(keys * 1, cache.layers[0].key_state.decode(70))
+    assert torch.equal(keys * 1, cache.layers[0].key_state.dequantize(70))
 
 
 def test_cache_methods_of_transformers_work():
     model = kvpass.apply(llama(), scheme="squat", lowering="eager")
     _, cache = feed(model, 70, batch=2)
     layer = cache.layers[0]
-    keys = layer.keys.decode()
+    keys = layer.keys.dequantize()
     assert cache.get_mask_sizes(5, 0) == (75, 0) and cache.get_seq_length() == 70 and layer.get_max_length() == -1
     cache.reorder_cache(torch.tensor([1, 0]))
-    assert torch.equal(layer.keys.decode(), keys.flip(0))
+    assert torch.equal(layer.keys.dequantize(), keys.flip(0))
     cache.batch_repeat_interleave(2)
-    assert torch.equal(layer.keys.decode(), keys.flip(0).repeat_interleave(2, 0))
+    assert torch.equal(layer.keys.dequantize(), keys.flip(0).repeat_interleave(2, 0))
     cache.batch_select_indices(torch.tensor([3]))
-    assert torch.equal(layer.keys.decode(), keys[:1])
+    assert torch.equal(layer.keys.dequantize(), keys[:1])
     feed(model, 3, cache)
     other = copy.deepcopy(cache)
     feed(model, 30, other)

@@ -23,7 +23,7 @@ from kvpass.schemes import LayerGeometry
 from common import DTYPES, only_reference, randn
 
 HEADS, DIM = 2, 64
-REFERENCE = Codecs(reference.encode, reference.decode_predicted)
+REFERENCE = Codecs(reference.quantize, reference.dequantize_predicted)
 SERVED = (
     "identity", "kivi", "kivi-1", "kivi-3", "kivi-8", "kivi-s8", "kivi-sinks", "rtn", "quarot", "higgs", "higgs-sinks",
     "e8", "turboquant",

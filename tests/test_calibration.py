@@ -88,7 +88,7 @@ def test_layers_are_stored_as_calibration_decoded_them(calibrated, tmp_path, mon
         model(input_ids=data()[0], past_key_values=cache)
         for (layer, role), expected in kept.items():
             state = cache.layers[layer].states()[role]
-            got = state.decode(200)[:, :, 4 : 4 + state.spec.retention.packed(200)]
+            got = state.dequantize(200)[:, :, 4 : 4 + state.spec.retention.packed(200)]
             apart = (got - expected).square().sum() / expected.square().sum()
             assert apart < 5e-3  # a value at the edge of its cell may fall to the other side
 
@@ -445,7 +445,7 @@ def test_a_calibrated_datatype_generates_compiled_what_it_does_eagerly(fields, t
     torch.testing.assert_close(runs[0][0], runs[1][0], atol=1e-4, rtol=1e-4)
     exact = model(ids, attention_mask=mask, use_cache=True).past_key_values
     for layer, plain in zip(runs[0][1].layers, exact.layers, strict=True):
-        values = layer.value_state.decode(70)[0, :, :70]
+        values = layer.value_state.dequantize(70)[0, :, :70]
         assert (values - plain.values[0]).norm() < 0.5 * plain.values[0].norm()
 
 

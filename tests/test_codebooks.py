@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpass import KVPassError, schemes
-from kvpass.codec import decode_pages, encode_pages
+from kvpass.codec import dequantize_pages, quantize_pages
 from kvpass.codec.codebook import assign_points, fit_rms, grid, grid_shape, look_up, names
 from kvpass.codec.hadamard import hadamard, inverse_hadamard, signs
 from kvpass.codec.tensors import Pack
@@ -65,7 +65,7 @@ def test_structured_vectors_are_no_worse_than_normal_ones(kind):
     worst = 0.0
     for seed in range(8):
         spec = coded(4, "token", 64, 32, rotation=seed, grid="d2n16")
-        error = (decode_pages(*encode_pages(x, spec), spec) - x).square().sum() / x.square().sum()
+        error = (dequantize_pages(*quantize_pages(x, spec), spec) - x).square().sum() / x.square().sum()
         worst += float(error) / 8
     assert worst < 0.16  # a normal vector: 0.108; without signs a constant gives 0.89
 
@@ -130,7 +130,7 @@ PLANS = dict(plans())
 @pytest.mark.parametrize("name, bits", [("higgs", 2), ("higgs-3", 3), ("higgs-4", 4), ("higgs-1.5", 1.5)])
 def test_bits_per_value_are_those_of_the_grid_and_one_scale_a_group(name, bits):
     spec = schemes.get(name).plan(LayerGeometry(0, 1, 2, 64, torch.float32, torch.device("cpu"))).key
-    codes, scale, zero_point = encode_pages(randn(0, 1, 2, 64, 64), spec)
+    codes, scale, zero_point = quantize_pages(randn(0, 1, 2, 64, 64), spec)
     assert 8 * codes.nbytes / (2 * 64 * 64) == bits and zero_point.numel() == 0
     assert 8 * scale.nbytes / (2 * 64 * 64) == 16 / 64
 
@@ -151,14 +151,14 @@ def test_decoding_is_the_definition(name, seed):
     rotated = hadamard(x, 3)
     scale = fit_rms(rotated, torch.float16).float()
     expected = inverse_hadamard(look_up(assign_points(rotated / scale, grid(name)), grid(name)) * scale, 3)
-    torch.testing.assert_close(decode_pages(*encode_pages(x, spec), spec), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(dequantize_pages(*quantize_pages(x, spec), spec), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_fitting_the_scale_to_the_codes_lowers_the_error():
     x, errors = randn(0, 1, 2, 640, 16), []
     for fit in ("rms", "lsq"):
         spec = schemes.get("higgs", fit=fit).plan(GEOMETRY).value
-        errors.append((decode_pages(*encode_pages(x, spec), spec) - x).square().mean())
+        errors.append((dequantize_pages(*quantize_pages(x, spec), spec) - x).square().mean())
     assert errors[1] < 0.99 * errors[0]
 
 
@@ -166,7 +166,7 @@ def test_a_group_of_zeros_decodes_to_zeros():
     for name in PLANS:
         spec = PLANS[name].key
         x = torch.zeros(1, 1, 32, 16)
-        assert torch.equal(decode_pages(*encode_pages(x, spec), spec), x)
+        assert torch.equal(dequantize_pages(*quantize_pages(x, spec), spec), x)
 
 
 # ---------------------------------------------------------------- attention
@@ -184,7 +184,7 @@ def test_compiled_attention_is_that_over_decoded_tokens(name, n):
     q, new = randn(7, 2, 6, 1, 16), [t[:, :, n:] for t in x]
     call = AttendCall(q, *packs, n, *new, None, False, 0.3, 0.0, plan.key, plan.value)
     with only_reference():
-        dense = [torch.cat([s.decode(n), t], 2) for s, t in zip(states, new, strict=True)]
+        dense = [torch.cat([s.dequantize(n), t], 2) for s, t in zip(states, new, strict=True)]
     expected = reference.attention(call, *dense)
     torch.testing.assert_close(reference.attend(call)[0], expected, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(inductor_attend.attend(call)[0], expected, atol=3e-6, rtol=1e-5)
@@ -194,6 +194,6 @@ def test_a_group_that_falls_on_the_point_zero_stays_zero():
     x = randn(0, 1, 1, 16, 64)
     x[:, :, 3] = 0
     spec = coded(2, "token", 64, 16, grid="d1n3", fit="lsq")
-    codes, scale, zero_point = encode_pages(x, spec)
+    codes, scale, zero_point = quantize_pages(x, spec)
     assert torch.isfinite(scale).all()
-    assert not decode_pages(codes, scale, zero_point, spec)[:, :, 3].any()
+    assert not dequantize_pages(codes, scale, zero_point, spec)[:, :, 3].any()

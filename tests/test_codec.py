@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpass import KVPassError, NonFiniteError
-from kvpass.codec import Subspace, Transform, decode_pages, encode_pages, parse
+from kvpass.codec import Subspace, Transform, dequantize_pages, parse, quantize_pages
 from kvpass.codec.affine import assign, params_dtype
 from kvpass.codec.bitpack import (
     byte_rows,
@@ -31,7 +31,7 @@ from common import (
     generator,
     limit,
     naive_codes,
-    naive_decode,
+    naive_dequantize,
     naive_pack,
     queries_for,
     randn,
@@ -54,7 +54,7 @@ def float_slack(scale, zero_point, spec):
 
 def encoded(spec, seed, kind, dtype, pages=2):
     x = awkward(seed, kind, 2, 2, pages * spec.page_size, DIM, dtype=dtype, limit=limit(spec.bits))
-    codes, scale, zero_point = encode_pages(x, spec)
+    codes, scale, zero_point = quantize_pages(x, spec)
     return x.double(), codes, scale, zero_point
 
 
@@ -62,7 +62,7 @@ def encoded(spec, seed, kind, dtype, pages=2):
 def test_round_trip_error_is_at_most_half_a_scale(spec, seed, kind, dtype):
     x, *stored = encoded(spec, seed, kind, dtype)
     scale, zero_point = spread(stored[1], spec), spread(stored[2], spec)
-    error = (decode_pages(*stored, spec).double() - x).abs()
+    error = (dequantize_pages(*stored, spec).double() - x).abs()
     assert (error <= scale / 2 + float_slack(scale, zero_point, spec)).all()
 
 
@@ -105,8 +105,8 @@ def test_constants_that_fit_16_bits_decode_exactly(spec, seed, dtype):
     g = generator(seed)
     value = (torch.randn(1, generator=g) * 10 ** (torch.rand(1, generator=g) * 8 - 4)).to(params_dtype(dtype)).to(dtype)
     x = value.expand(1, 1, spec.page_size, DIM)
-    codes, scale, zero_point = encode_pages(x, spec)
-    assert torch.equal(decode_pages(codes, scale, zero_point, spec), x.float())
+    codes, scale, zero_point = quantize_pages(x, spec)
+    assert torch.equal(dequantize_pages(codes, scale, zero_point, spec), x.float())
     assert not scale.any()
 
 
@@ -128,12 +128,12 @@ def test_each_group_may_be_its_own_constant(spec, seed, dtype):
         if spec.quantizer.per == "channel"
         else x.expand(-1, -1, -1, DIM)
     )
-    assert torch.equal(decode_pages(*encode_pages(x, spec), spec), x.float())
+    assert torch.equal(dequantize_pages(*quantize_pages(x, spec), spec), x.float())
 
 
 @given(specs(), seeds, dtypes)
 def test_scales_and_zero_points_take_16_bits_and_the_documented_shape(spec, seed, dtype):
-    codes, scale, zero_point = encode_pages(randn(seed, 2, 3, 2 * spec.page_size, DIM, dtype=dtype), spec)
+    codes, scale, zero_point = quantize_pages(randn(seed, 2, 3, 2 * spec.page_size, DIM, dtype=dtype), spec)
     assert codes.dtype == torch.uint8 and codes.shape == (2, 3, 2, spec.page_size * spec.bits // 8, DIM)
     expected = (
         (spec.page_size // spec.quantizer.group_size, DIM)
@@ -148,9 +148,9 @@ def test_scales_and_zero_points_take_16_bits_and_the_documented_shape(spec, seed
 @given(specs(), seeds, kinds)
 def test_decode_equals_the_naive_dequantizer(spec, seed, kind):
     _, *stored = encoded(spec, seed, kind, torch.float32)
-    expected = naive_decode(*stored, spec)
+    expected = naive_dequantize(*stored, spec)
     slack = float_slack(spread(stored[1], spec), spread(stored[2], spec), spec)
-    assert ((decode_pages(*stored, spec).double() - expected).abs() <= slack).all()
+    assert ((dequantize_pages(*stored, spec).double() - expected).abs() <= slack).all()
 
 
 @given(widths, st.integers(1, 6), st.integers(1, 5), seeds)
@@ -199,7 +199,9 @@ def test_assign_clamps_what_lies_outside_the_levels(bits):
 @given(specs(), seeds, st.permutations(range(3)), st.permutations(range(2)))
 def test_permuting_batch_and_heads_commutes_with_encode(spec, seed, batch_order, head_order):
     x = randn(seed, 3, 2, spec.page_size * 2, DIM)
-    for whole, permuted in zip(encode_pages(x, spec), encode_pages(x[batch_order][:, head_order], spec), strict=True):
+    for whole, permuted in zip(
+        quantize_pages(x, spec), quantize_pages(x[batch_order][:, head_order], spec), strict=True
+    ):
         assert torch.equal(whole[batch_order][:, head_order], permuted)
 
 
@@ -208,8 +210,8 @@ def test_permuting_batch_and_heads_commutes_with_compensated_encode(spec, seed, 
     x = randn(seed, 3, 2, spec.page_size * 2, DIM)
     q = queries_for(spec, seed, 3, 2).unflatten(1, (2, 2)).flatten(2, 3)
     c = compensation_matrix(precision_matrix(q, spec.quantizer.subspace), spec.quantizer.subspace.block_size).half()
-    whole = encode_pages(x, spec, [c])
-    permuted = encode_pages(x[batch_order][:, head_order], spec, [c[batch_order][:, head_order]])
+    whole = quantize_pages(x, spec, [c])
+    permuted = quantize_pages(x[batch_order][:, head_order], spec, [c[batch_order][:, head_order]])
     for a, b in zip(whole, permuted, strict=True):
         assert torch.equal(a[batch_order][:, head_order], b)
 
@@ -217,8 +219,8 @@ def test_permuting_batch_and_heads_commutes_with_compensated_encode(spec, seed, 
 @given(specs(), seeds, dtypes)
 def test_pages_are_encoded_independently(spec, seed, dtype):
     x = randn(seed, 2, 2, 3 * spec.page_size, DIM, dtype=dtype)
-    alone = [encode_pages(page, spec) for page in x.split(spec.page_size, 2)]
-    for whole, parts in zip(encode_pages(x, spec), zip(*alone, strict=True), strict=True):
+    alone = [quantize_pages(page, spec) for page in x.split(spec.page_size, 2)]
+    for whole, parts in zip(quantize_pages(x, spec), zip(*alone, strict=True), strict=True):
         assert torch.equal(whole, torch.cat(parts, 2))
 
 
@@ -226,7 +228,7 @@ def test_pages_are_encoded_independently(spec, seed, dtype):
 def test_the_strides_of_the_input_do_not_matter(spec, seed):
     x = randn(seed, 2, 3, 2 * spec.page_size, DIM)
     as_models_make_it = x.transpose(1, 2).contiguous().transpose(1, 2)
-    for a, b in zip(encode_pages(x, spec), encode_pages(as_models_make_it, spec), strict=True):
+    for a, b in zip(quantize_pages(x, spec), quantize_pages(as_models_make_it, spec), strict=True):
         assert torch.equal(a, b)
 
 
@@ -240,10 +242,10 @@ def test_encode_refuses_non_finite_values_wherever_they_are(poison, dtype, per):
     spec = coded(2, per, 8, 16)
     for seed in range(5):
         x = randn(seed, 2, 2, 32, DIM, dtype=dtype)
-        torch.ops.kvpass.encode(x, [], str(spec))
+        torch.ops.kvpass.quantize(x, [], str(spec))
         x.view(-1)[torch.randint(x.numel(), (1,), generator=generator(seed))] = POISON[poison]
         with pytest.raises(NonFiniteError, match="NaN"):
-            torch.ops.kvpass.encode(x, [], str(spec))
+            torch.ops.kvpass.quantize(x, [], str(spec))
 
 
 @pytest.mark.parametrize("poison", POISON)
@@ -254,7 +256,7 @@ def test_compensated_encode_refuses_non_finite_values_in_any_block(poison):
         x = randn(0, 1, 1, 16, DIM)
         x[0, 0, 3, channel] = POISON[poison]
         with pytest.raises(NonFiniteError):
-            torch.ops.kvpass.encode(x, [compensation], str(spec))
+            torch.ops.kvpass.quantize(x, [compensation], str(spec))
 
 
 @pytest.mark.parametrize("value", [3e5, -7e4, 1e30])
@@ -263,20 +265,20 @@ def test_groups_beyond_half_precision_are_refused_unless_the_cache_is_bfloat16(v
     x = randn(0, 1, 1, 8, DIM)
     x[0, 0, 2, 3] = value
     with pytest.raises(NonFiniteError, match="bfloat16"):
-        torch.ops.kvpass.encode(x, [], str(spec))
-    stored = torch.ops.kvpass.encode(x.bfloat16(), [], str(spec))
-    assert torch.isfinite(decode_pages(*stored, spec)).all()
+        torch.ops.kvpass.quantize(x, [], str(spec))
+    stored = torch.ops.kvpass.quantize(x.bfloat16(), [], str(spec))
+    assert torch.isfinite(dequantize_pages(*stored, spec)).all()
 
 
 def test_a_1_bit_scale_beyond_half_precision_is_refused_not_stored_as_infinity():
     x = torch.tensor([-6e4, 6e4]).repeat(4)[:, None].expand(1, 1, 8, DIM).contiguous()
     with pytest.raises(NonFiniteError):
-        torch.ops.kvpass.encode(x, [], str(coded(1, "channel", 8, 8)))
+        torch.ops.kvpass.quantize(x, [], str(coded(1, "channel", 8, 8)))
 
 
 def test_encode_takes_whole_pages_only():
     with pytest.raises(KVPassError, match="whole pages of 16"):
-        torch.ops.kvpass.encode(randn(0, 1, 1, 24, DIM), [], str(coded(2, "channel", 8, 16)))
+        torch.ops.kvpass.quantize(randn(0, 1, 1, 24, DIM), [], str(coded(2, "channel", 8, 16)))
 
 
 @pytest.mark.parametrize(

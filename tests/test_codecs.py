@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import kvpass
 from kvpass import HeavyHitter, KVPassError, Recent, Sinks
 from kvpass.cache.state import KVState
-from kvpass.codec import CODECS, Quantizer, decode_pages, encode_pages
+from kvpass.codec import CODECS, Quantizer, dequantize_pages, quantize_pages
 from kvpass.codec.balance import sinkhorn
 from kvpass.codec.bitpack import unpack
 from kvpass.codec.codebook import grid
@@ -33,8 +33,8 @@ def geometry(index=0, num_layers=1, head_dim=64):
 
 def coded(spec, x):
     """What ``x`` comes back as, and the bits a value it took."""
-    kept = encode_pages(x, spec)
-    return decode_pages(*kept, spec), 8 * sum(tensor.nbytes for tensor in kept) / x.numel()
+    kept = quantize_pages(x, spec)
+    return dequantize_pages(*kept, spec), 8 * sum(tensor.nbytes for tensor in kept) / x.numel()
 
 
 def keys_of(name, head_dim=64, **fields):
@@ -47,7 +47,7 @@ def values_of(name, head_dim=64, **fields):
 
 # ---------------------------------------------------------------- all of them, through a model
 
-DECODED = {"turboquant-prod", "turboquant-2.5"}  # by the reference; the others are fused on a CPU
+DEQUANTIZED = {"turboquant-prod", "turboquant-2.5"}  # by the reference; the others are fused on a CPU
 SMALL = {
     "turboquant": dict(),
     "turboquant-prod": dict(),
@@ -95,11 +95,11 @@ def test_a_padded_batch_generates_compiled_what_it_does_eagerly_in_one_graph(nam
     for mine, theirs in zip(got.past_key_values.layers, expected.past_key_values.layers, strict=True):
         assert mine.tokens == theirs.tokens == 109 and mine.nbytes == theirs.nbytes
         for a, b in zip(mine.states(), theirs.states(), strict=True):
-            torch.testing.assert_close(a.decode(109)[0], b.decode(109)[0], atol=1e-2, rtol=1e-2)
+            torch.testing.assert_close(a.dequantize(109)[0], b.dequantize(109)[0], atol=1e-2, rtol=1e-2)
     report = kvpass.explain(compiled)
     decoding = [graph for graph in report.graphs if graph.compiled]
     assert (report.packed, report.fused, len(decoding)) == (2, 2, 1)
-    assert decoding[0].lowerings["attend"] in (("reference",) if name in DECODED else ("cpp", "inductor"))
+    assert decoding[0].lowerings["attend"] in (("reference",) if name in DEQUANTIZED else ("cpp", "inductor"))
     assert not any(graph.decoded or graph.refused for graph in report.graphs)
 
 
@@ -200,12 +200,12 @@ def test_a_sketch_makes_inner_products_unbiased_at_the_error_the_paper_bounds(bi
 def test_a_sketch_is_the_signs_of_what_is_left(seed, head_dim):
     spec = keys_of("turboquant", head_dim, key_bits=3, keys="prod", residual=16, seed=5)
     x = randn(seed, 1, 2, 16, head_dim)
-    codes, scale, none, signs, norm = encode_pages(x, spec)
-    base = decode_pages(codes, scale, none, values_of("turboquant", head_dim, residual=16, seed=5))
+    codes, scale, none, signs, norm = quantize_pages(x, spec)
+    base = dequantize_pages(codes, scale, none, values_of("turboquant", head_dim, residual=16, seed=5))
     projected, length = hadamard(x - base, 6), (x - base).norm(dim=-1, keepdim=True)
     rows = hadamard(torch.eye(head_dim), 6).T  # S x = rows @ x
     expected = base + math.sqrt(math.pi / 2 / head_dim) * length * (torch.where(projected > 0, 1.0, -1.0) @ rows)
-    torch.testing.assert_close(decode_pages(codes, scale, none, signs, norm, spec), expected, atol=3e-3, rtol=3e-3)
+    torch.testing.assert_close(dequantize_pages(codes, scale, none, signs, norm, spec), expected, atol=3e-3, rtol=3e-3)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_scales_in_8_bits_cost_half_and_errors_are_bounded_by_their_steps(seed, 
     x = (randn(seed, 1, 2, 64, 64) * sizes + randn(seed, 64)).to(dtype)
     got, cost = coded(spec, x)
     assert cost == bits + 16 / 16 + 64 / (32 * 64)
-    _, levels, params = encode_pages(x, spec)
+    _, levels, params = quantize_pages(x, spec)
     (scale, _), step = expand(levels, params), params[..., 0].float()[..., None, None]
     ends = step[..., 1, :, :] + (2**bits - 1) * step[..., 0, :, :]  # a range may end short of its group's by this
     dim = -2 if side == "key" else -1
@@ -308,10 +308,10 @@ def test_fused_attention_reads_scales_that_are_codes(queries):
         states.append(state)
     key, value = states
     new, q = randn(5, 2, 2, queries, 32), randn(6, 2, 4, queries, 32)
-    past = (q, key.pack, value.pack, key.carrier(150), new, new, None, True, 0.2, 0.0, key.text, value.text)
+    past = (q, key.pack, value.pack, key.length_tensor(150), new, new, None, True, 0.2, 0.0, key.text, value.text)
     (got,), (expected,) = (torch.ops.kvpass.attend(*past, name) for name in ("inductor", "reference"))
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(key.decode(150, "inductor"), key.decode(150, "reference"), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(key.dequantize(150, "inductor"), key.dequantize(150, "reference"), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -374,7 +374,7 @@ def by_kvarns_formulas(tile, bits, iterations=16):
 def test_kvarn_stores_what_its_formulas_say(side, bits):
     plan = get("kvarn", key_bits=bits, value_bits=bits, residual=32, seed=4).plan(geometry())
     spec, x = getattr(plan, side), 3 * sizes_of_both_axes(bits, 1, 1, 32, 64)
-    codes, scale, zero_point, factor = (kept[0, 0, 0] for kept in encode_pages(x, spec))
+    codes, scale, zero_point, factor = (kept[0, 0, 0] for kept in quantize_pages(x, spec))
     rotated = hadamard(x, 4)[0, 0]
     tile = rotated.T if side == "key" else rotated  # its rows share a scale
     wanted, of_rows, low, of_columns = by_kvarns_formulas(tile, bits)
@@ -438,8 +438,8 @@ def salient_pages(seed, residual=64, head_dim=32, **fields):
     plan = get("zipcache-salient", residual=residual, **fields).plan(geometry(head_dim=head_dim))
     k, v = (sizes_of_both_axes(seed + i, 1, 2, 2 * residual, head_dim) for i in (0, 5))
     probes = randn(seed + 9, 1, 2, 32, head_dim) / math.sqrt(head_dim)
-    keys = encode_pages(k, plan.key, [probes])
-    return plan, k, v, probes, keys, encode_pages(v, plan.value, [marks_of(keys[0], residual)])
+    keys = quantize_pages(k, plan.key, [probes])
+    return plan, k, v, probes, keys, quantize_pages(v, plan.value, [marks_of(keys[0], residual)])
 
 
 @settings(max_examples=8)
@@ -455,7 +455,7 @@ def test_salient_tokens_have_twice_the_bits_and_are_those_of_the_most_normalised
     clear = (least[..., 0] > 1.001 * least[..., 1]).repeat_interleave(64, -1)
     assert (marked == salient)[clear].all() and (marked.sum(-1) == 2 * int(share * 64)).all()
     for x, kept, spec, of in ((k, keys, plan.key, keys_of), (v, values, plan.value, values_of)):
-        got = decode_pages(*kept, spec)
+        got = dequantize_pages(*kept, spec)
         for page in range(2):
             for head in range(2):
                 for wide in (True, False):
@@ -499,7 +499,7 @@ def test_saliency_refuses_what_it_cannot_choose_or_code(fields, says):
 def test_polarquant_codes_radii_and_angles_of_pairs_as_its_formulas_say(seed, bits):
     spec = keys_of("polarquant", 32, bits=bits, group_size=32, residual=32)
     x = sizes_of_both_axes(seed, 1, 1, 32, 32)
-    codes, scale, zero_point = (kept[0, 0, 0] for kept in encode_pages(x, spec))
+    codes, scale, zero_point = (kept[0, 0, 0] for kept in quantize_pages(x, spec))
     got, cost = coded(spec, x)
     assert cost == bits + 32 / 32
     for i in range(16):
@@ -676,7 +676,7 @@ def test_outliers_come_back_exactly_at_their_positions_and_stretch_no_scale(name
     errors = []
     for share in (0.02, 0.0):
         spec = getattr(get(name, share=share).plan(geometry()), side)
-        kept = dict(zip(of_pages(spec), encode_pages(x, spec), strict=True))
+        kept = dict(zip(of_pages(spec), quantize_pages(x, spec), strict=True))
         assert kept["values"].shape == kept["positions"].shape == (1, 2, 2, 1, math.ceil(share * 64 * 64))
         got, _ = coded(spec, x)
         pages, found = (y.unflatten(2, (-1, 64)).flatten(-2) for y in (x, got))
@@ -767,19 +767,19 @@ def arbitrary_pages(spec, seed, head_dim=64, dtype=torch.bfloat16):
     return [one.view(kind).view(1, 1, 2, *shape) for one, (shape, kind) in zip(drawn, kept, strict=True)]
 
 
-@pytest.mark.parametrize("codec", [name for name, codec in CODECS.items() if codec.decodes_any_bytes])
+@pytest.mark.parametrize("codec", [name for name, codec in CODECS.items() if codec.dequantizes_any_bytes])
 def test_a_codec_that_says_so_decodes_any_bytes(codec):
     specs = specs_of(codec)
     assert specs, f"no scheme stores by {codec!r}: decode random bytes by it here"
     for spec in specs:
         for seed in range(8):
-            tokens = decode_pages(*arbitrary_pages(spec, seed), spec)
+            tokens = dequantize_pages(*arbitrary_pages(spec, seed), spec)
             assert tokens.shape == (1, 1, 2 * spec.page_size, 64)
 
 
 @pytest.mark.parametrize("codec", ["boosted", "error-term", "mixed", "nuq"])
 def test_a_codec_whose_pages_hold_indices_does_not_say_so(codec):
-    assert not CODECS[codec].decodes_any_bytes
+    assert not CODECS[codec].dequantizes_any_bytes
     for spec in filter(lambda spec: spec.codec.share, specs_of(codec)):  # without a share there are no indices
         with pytest.raises((RuntimeError, IndexError), match="out of bounds"):
-            decode_pages(*arbitrary_pages(spec, 0), spec)
+            dequantize_pages(*arbitrary_pages(spec, 0), spec)

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from kvpass import HeavyHitter, Sinks, StreamingLLM, schemes
 from kvpass.cache.state import KVState
-from kvpass.codec import CodecSpec, decode_pages, encode_pages
+from kvpass.codec import CodecSpec, dequantize_pages, quantize_pages
 from kvpass.codec.pages import replace_tokens
 from kvpass.layout.eviction import choose, update_importance
 from kvpass.lowering.reference import attention_mass
@@ -58,11 +58,11 @@ def test_replaced_tokens_leave_the_others_as_they_were(spec, seed):
         old, x = randn(seed, 1, 2, 3 * spec.page_size, DIM), randn(seed + 1, 1, 2, 3 * spec.page_size, DIM)
         new = randn(seed + 2, 1, 2, 3 * spec.page_size) > 0
         new[:, :, : spec.page_size] = True  # a page of new tokens only
-        pools = encode_pages(old, spec)
+        pools = quantize_pages(old, spec)
         replaced = replace_tokens(pools, x, new, spec)
-        before, after = decode_pages(*pools, spec), decode_pages(*replaced, spec)
+        before, after = dequantize_pages(*pools, spec), dequantize_pages(*replaced, spec)
         assert torch.equal(after[~new], before[~new])
-        alone = decode_pages(*encode_pages(x, spec), spec)
+        alone = dequantize_pages(*quantize_pages(x, spec), spec)
         assert torch.equal(after[:, :, : spec.page_size], alone[:, :, : spec.page_size])
         if spec.quantizer.per == "token":  # a token is coded alone, wherever it goes
             assert torch.equal(after[new], alone[new])
@@ -91,17 +91,17 @@ class Layer:
             state.reserve(stored)
         more = max(0, stored - self.importance.shape[2])
         self.importance = torch.nn.functional.pad(self.importance, (0, more))
-        carrier = key.carrier(self.n)
+        length = key.length_tensor(self.n)
         packs = [state.pack for state in self.states]
         statistic = "sum" if self.spec.retention.evict == "attention" else ""
         out, *paid = torch.ops.kvpass.attend(
-            q, *packs, carrier, k, v, mask, mask is None, 1 / math.sqrt(DIM), 0.0, key.text, value.text, lowering,
+            q, *packs, length, k, v, mask, mask is None, 1 / math.sqrt(DIM), 0.0, key.text, value.text, lowering,
             statistic=statistic, importance=self.importance,
         )  # fmt: skip
         for state, x in zip(self.states, (k, v), strict=True):
             first = state is key
             torch.ops.kvpass.append_(
-                state.pack, carrier, x, None, mask, state.text, "reference",
+                state.pack, length, x, None, mask, state.text, "reference",
                 importance=self.importance if first else None, scores=paid if first else None, slots=self.slots,
             )  # fmt: skip
         self.n = stored
@@ -110,8 +110,8 @@ class Layer:
     def stored(self):
         with only_reference():
             key, value = (
-                torch.ops.kvpass.decode(
-                    s.pack, s.carrier(self.n), s.text, predictor=list(s.predictor), planes=list(s.pooled_planes)
+                torch.ops.kvpass.dequantize(
+                    s.pack, s.length_tensor(self.n), s.text, predictor=list(s.predictor), planes=list(s.pooled_planes)
                 )
                 for s in self.states
             )
@@ -264,7 +264,7 @@ def test_opcheck_attend_with_scores(queries, statistic, decoded):
     torch.library.opcheck(
         torch.ops.kvpass.attend.default,
         (
-            *(q[:, :, 60:].contiguous(), *past, key.carrier(layer.n), k[:, :, 60:].contiguous()),
+            *(q[:, :, 60:].contiguous(), *past, key.length_tensor(layer.n), k[:, :, 60:].contiguous()),
             *(v[:, :, 60:].contiguous(), None, True, 0.25, 0.0, key.text, value.text),
         ),
         dict(statistic=statistic, importance=layer.importance),

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpass import schemes
-from kvpass.codec import decode_pages, encode_pages
+from kvpass.codec import dequantize_pages, quantize_pages
 from kvpass.codec.affine import assign, calibrate, dequantize, fit_codes, fit_lsq, fit_minmax
 
 from common import DIM, KINDS, awkward, coded, randn, seeds
@@ -86,7 +86,10 @@ def test_eta_moves_both_ends_inwards_by_its_share_of_the_range(bits, eta):
     x = randn(0, 16, GROUP)
     plain, cut = (coded(bits, "token", GROUP, 8, eta=e) for e in (0.0, eta))
     pages = x.view(1, 1, 16, GROUP)
-    (codes, scale, zero_point), (cut_codes, cut_scale, cut_zero) = encode_pages(pages, plain), encode_pages(pages, cut)
+    (codes, scale, zero_point), (cut_codes, cut_scale, cut_zero) = (
+        quantize_pages(pages, plain),
+        quantize_pages(pages, cut),
+    )
     assert torch.equal(codes, cut_codes)
     length = (2**bits - 1) * scale.float()
     torch.testing.assert_close(cut_zero.float(), zero_point.float() + eta * length, atol=2e-3, rtol=1e-3)
@@ -111,7 +114,7 @@ def test_pages_fitted_by_least_squares_decode_with_less_error(per, bits):
     errors = []
     for fit in ("minmax", "lsq"):
         spec = coded(bits, per, 16, 32, fit=fit)
-        errors.append((decode_pages(*encode_pages(x, spec), spec) - x).square().mean())
+        errors.append((dequantize_pages(*quantize_pages(x, spec), spec) - x).square().mean())
     assert errors[1] < 0.95 * errors[0]
 
 

@@ -125,7 +125,7 @@ def check_storage(spec: CodecSpec, layer: LayerGeometry) -> str:
     x = randn(0, 1, layer.num_key_value_heads, tokens, layer.head_dim, dtype=layer.dtype)
     q = queries_for(spec, 1, 1, layer.num_key_value_heads, dim=layer.head_dim)
     state = state_of(spec, x, [tokens - 2, 1, 1], None if q is None else q.to(layer.dtype))
-    got, behind = state.decode(tokens), min(tokens, spec.retention.sinks) + spec.retention.packed(tokens)
+    got, behind = state.dequantize(tokens), min(tokens, spec.retention.sinks) + spec.retention.packed(tokens)
     assert got.shape == x.shape and got.dtype == x.dtype and torch.isfinite(got).all()
     if spec.quantizer.raw:
         # a mean is taken away and added again

@@ -90,7 +90,7 @@ def test_drafts_of_any_length_are_verified_by_one_graph():
         for a, b in zip(mine.layers, other.layers, strict=True):
             assert a.tokens == b.tokens == total
             for states in zip(a.states(), b.states(), strict=True):
-                torch.testing.assert_close(*(state.decode(total) for state in states), atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(*(state.dequantize(total) for state in states), atol=1e-4, rtol=1e-4)
         graphs.append(sum(graph.compiled for graph in kvpass.explain(compiled).graphs))
     assert graphs == [1, 2] and kvpass.explain(compiled).fused == 2
 
@@ -151,7 +151,7 @@ def test_every_scheme_generates_compiled_what_it_generates_eagerly(name):
         for a, b in zip(mine.states(), theirs.states(), strict=True):
             prompt = a.spec.retention.pages(120)  # packed by the prompt, eagerly in both
             assert torch.equal(a.codes[:, :, :prompt], b.codes[:, :, :prompt])
-            torch.testing.assert_close(a.decode(189)[:, :, -8:], b.decode(189)[:, :, -8:], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(a.dequantize(189)[:, :, -8:], b.dequantize(189)[:, :, -8:], atol=1e-4, rtol=1e-4)
     report = kvpass.explain(compiled)
     decoding = [graph for graph in report.graphs if graph.compiled]
     assert (report.packed, report.fused) == (2, 2) and len(decoding) == 1

@@ -8,7 +8,7 @@ import pytest
 from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
-from kvpass.codec.pages import decode_pages
+from kvpass.codec.pages import dequantize_pages
 from kvpass.codec.tensors import Pack
 from kvpass.lowering import reference
 from kvpass.lowering.call_types import AttendCall
@@ -49,7 +49,7 @@ def decode_then_attend(specs):
     pools = [pool[:, :, :5].contiguous() for state in states for pool in (state.codes, state.scale, state.zero_point)]
 
     def run(q, *pools):
-        k, v = (decode_pages(*three, spec) for three, spec in zip((pools[:3], pools[3:]), specs, strict=True))
+        k, v = (dequantize_pages(*three, spec) for three, spec in zip((pools[:3], pools[3:]), specs, strict=True))
         return (reference.attention(dense_call(q, k, v, scale=0.1), k, v),)
 
     tensors = randn(5, 1, Q_HEADS, 1, DIM), *pools

@@ -324,14 +324,14 @@ def test_the_backend_fuses_a_function_that_uses_the_ops_itself(options):
     key.append(k, 0), value.append(v, 0)
 
     def step(q, k_new, v_new, length, key, value, key_text, value_text):
-        full_k = torch.cat([torch.ops.kvpass.decode(key, length, key_text), k_new], 2)
-        full_v = torch.cat([torch.ops.kvpass.decode(value, length, value_text), v_new], 2)
+        full_k = torch.cat([torch.ops.kvpass.dequantize(key, length, key_text), k_new], 2)
+        full_v = torch.cat([torch.ops.kvpass.dequantize(value, length, value_text), v_new], 2)
         torch.ops.kvpass.append_(key, length, k_new, None, None, key_text)
         torch.ops.kvpass.append_(value, length, v_new, None, None, value_text)
         return torch.nn.functional.scaled_dot_product_attention(q, full_k, full_v, enable_gqa=True)
 
     def arguments(key, value):
-        return q, k[:, :, :1], v[:, :, :1], key.carrier(90), key.pack, value.pack, key.text, value.text
+        return q, k[:, :, :1], v[:, :, :1], key.length_tensor(90), key.pack, value.pack, key.text, value.text
 
     expected_states = copy.deepcopy((key, value))
     expected = step(*arguments(*expected_states))
@@ -339,13 +339,13 @@ def test_the_backend_fuses_a_function_that_uses_the_ops_itself(options):
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
     assert any("kvpass.attend" in code for code in codes)
     for mine, theirs in zip((key, value), expected_states, strict=True):
-        assert torch.equal(mine.decode(91), theirs.decode(91))
+        assert torch.equal(mine.dequantize(91), theirs.dequantize(91))
 
 
 @pytest.mark.compiles
 def test_ops_whose_sizes_grow_with_the_cache_stay_out_of_cuda_graphs():
-    of_a_length = {"append_", "append_layers_", "append_rotary_", "decode", "rotate", "attend"}
-    overloads = {op: getattr(torch.ops.kvpass, op).default for op in (*of_a_length, "encode")}
+    of_a_length = {"append_", "append_layers_", "append_rotary_", "dequantize", "rotate", "attend"}
+    overloads = {op: getattr(torch.ops.kvpass, op).default for op in (*of_a_length, "quantize")}
     tagged = {op for op, overload in overloads.items() if torch.Tag.cudagraph_unsafe in overload.tags}
     assert tagged == of_a_length
 

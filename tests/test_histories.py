@@ -135,7 +135,7 @@ def failing(at: int, before: bool):
         return runs
 
     def change(table):
-        for op in ("append_", "append_layers_", "decode", "attend"):
+        for op in ("append_", "append_layers_", "dequantize", "attend"):
             reference = table[op]["reference"]
             table[op]["reference"] = replace(reference, run=wrapped(reference.run))
 

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 import kvpass
 from kvpass import KVPassError, Recent, Sinks, schemes
 from kvpass.cache.state import KVState
-from kvpass.codec import decode_pages, encode_pages
+from kvpass.codec import dequantize_pages, quantize_pages
 from kvpass.codec.bitpack import unpack
 from kvpass.codec.pages import share_codes
 from kvpass.schemes import AsymKVConfig, LayerGeometry, XQuantConfig, check_sources
@@ -160,13 +160,13 @@ def test_sharing_is_exact_between_increasing_affine_maps(seed, per, bits, factor
     shared = coded(bits, per, 16, 16, own_codes=0.0)
     x = randn(seed, 1, 2, 48, DIM)
     y = x * 2.0 ** round(factor) + shift
-    codes, _, _ = encode_pages(x, own)
-    alone = encode_pages(y, own)
-    stored = share_codes(codes, y, encode_pages(y, shared), shared)
+    codes, _, _ = quantize_pages(x, own)
+    alone = quantize_pages(y, own)
+    stored = share_codes(codes, y, quantize_pages(y, shared), shared)
     assert torch.equal(stored[0], codes) and torch.equal(stored[1], alone[1]) and torch.equal(stored[2], alone[2])
     differ = unpack(alone[0], bits) != unpack(codes, bits)
     assert differ.float().mean() < 0.01  # ties that rounding of the scales decides
-    error = (decode_pages(*stored, shared) - y).abs()
+    error = (dequantize_pages(*stored, shared) - y).abs()
     span = alone[1].float().max() * 0.5
     assert error.max() <= span * 1.02 + 0.01
 
@@ -174,13 +174,13 @@ def test_sharing_is_exact_between_increasing_affine_maps(seed, per, bits, factor
 @given(seeds, st.sampled_from(("channel", "token")))
 def test_least_squares_on_shared_codes_beats_the_layers_own_scales(seed, per):
     x, y = randn(seed, 1, 2, 48, DIM), randn(seed + 1, 1, 2, 48, DIM)
-    codes, _, _ = encode_pages(x, coded(2, per, 16, 16))
+    codes, _, _ = quantize_pages(x, coded(2, per, 16, 16))
     errors = []
     for fit in ("minmax", "lsq"):
         spec = coded(2, per, 16, 16, fit=fit, own_codes=0.0)
-        stored = share_codes(codes, y, encode_pages(y, spec), spec)
+        stored = share_codes(codes, y, quantize_pages(y, spec), spec)
         assert torch.equal(stored[0], codes)
-        errors.append((decode_pages(*stored, spec) - y).square().mean())
+        errors.append((dequantize_pages(*stored, spec) - y).square().mean())
     assert errors[1] < errors[0] and errors[1] <= 1.01 * y.square().mean()
 
 
@@ -188,7 +188,7 @@ def test_least_squares_on_shared_codes_beats_the_layers_own_scales(seed, per):
 def test_weights_average_codes_and_round(seed, weight):
     x, y = randn(seed, 1, 1, 32, DIM), randn(seed + 1, 1, 1, 32, DIM)
     spec = coded(**SPEC, own_codes=weight)
-    theirs, mine = encode_pages(x, spec)[0], encode_pages(y, spec)
+    theirs, mine = quantize_pages(x, spec)[0], quantize_pages(y, spec)
     codes = unpack(share_codes(theirs, y, mine, spec)[0], 2).double()
     average = (1 - weight) * unpack(theirs, 2).double() + weight * unpack(mine[0], 2).double()
     assert (codes - average).abs().max() <= 0.5
@@ -219,9 +219,9 @@ def test_shared_codes_follow_growth_copies_beams_and_resets():
     other = copy.deepcopy(cache)
     assert other.layers[3].key_state.source is other.layers[2].key_state
     order = torch.tensor([1, 0])
-    expected = [state.decode(155)[order] for layer in cache.layers for state in layer.states()]
+    expected = [state.dequantize(155)[order] for layer in cache.layers for state in layer.states()]
     cache.reorder_cache(order)
-    got = [state.decode(155) for layer in cache.layers for state in layer.states()]
+    got = [state.dequantize(155) for layer in cache.layers for state in layer.states()]
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     with torch.no_grad():
         model(input_ids=tokens(2, 300), past_key_values=other)

@@ -38,7 +38,7 @@ def assert_as_the_reference(module, plan, shape, dtype, present, lengths, interl
         assert one_token.kernel_of(plan.key, plan.value, dim, dtype) is module.attend
         new = [x[:, :, n : n + present] for x in (k, v)]
         packs, texts = [state.pack for state in states], [state.text for state in states]
-        arguments = q[:, :, n:], *packs, key.carrier(n), *new, None, False, dim**-0.5, 0.0, *texts
+        arguments = q[:, :, n:], *packs, key.length_tensor(n), *new, None, False, dim**-0.5, 0.0, *texts
         got, expected = (torch.ops.kvpass.attend(*arguments, name, **key.tables())[0] for name in ("cpp", "reference"))
         error = 1e-5 if dtype == torch.float32 else 2e-2
         torch.testing.assert_close(got, expected, atol=error, rtol=error)

@@ -12,7 +12,7 @@ from kvpass.cache.state import KVState
 from kvpass.codec import Subspace
 from kvpass.codec.affine import params_dtype
 from kvpass.codec.rope import rotate
-from kvpass.layout.window import carry
+from kvpass.layout.window import length_tensor
 from kvpass.lowering.table import DispatchKey, select
 
 from common import (
@@ -45,7 +45,7 @@ def strided_as_models_make_it(x):
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def encode_arguments(spec, dtype=torch.float32, pages=2):
+def quantize_arguments(spec, dtype=torch.float32, pages=2):
     rest = DIM - spec.quantizer.subspace.block_size if spec.quantizer.subspace else 0
     fitted = [randn(1, 2, 2, rest, rest).mul(0.1).to(params_dtype(dtype))] if rest else []
     return randn(0, 2, 2, pages * spec.page_size, DIM, dtype=dtype), fitted, str(spec)
@@ -59,7 +59,7 @@ def append_arguments(spec, n, new, dtype=torch.float32):
         with only_reference():
             state.append(x[:, :, :n], 0, q)
     tap = None if q is None or n else q.to(dtype)
-    return (state.pack, state.carrier(n), x[:, :, n:], tap, None, state.text), state
+    return (state.pack, state.length_tensor(n), x[:, :, n:], tap, None, state.text), state
 
 
 def attend_arguments(
@@ -81,9 +81,9 @@ def attend_arguments(
     new = [t[:, :, n:] for t in x]
     q = randn(7, 2, heads * repeats, queries, DIM, dtype=dtype)
     with only_reference():
-        dense = [torch.cat([s.decode(n), t], 2) for s, t in zip(states, new, strict=True)]
+        dense = [torch.cat([s.dequantize(n), t], 2) for s, t in zip(states, new, strict=True)]
     arguments = (
-        q, *(s.pack for s in states), states[0].carrier(n), *new, mask, causal, scale, softcap,
+        q, *(s.pack for s in states), states[0].length_tensor(n), *new, mask, causal, scale, softcap,
         *(s.text for s in states),
     )  # fmt: skip
     return arguments, dense
@@ -108,7 +108,7 @@ def masks(kind: str, batch: int, queries: int, tokens: int, heads: int = 1):
 @pytest.mark.usefixtures("reference_in_this_test")
 @EACH_SPEC
 def test_opcheck_encode(spec):
-    torch.library.opcheck(OPS.encode.default, encode_arguments(spec))
+    torch.library.opcheck(OPS.quantize.default, quantize_arguments(spec))
 
 
 @pytest.mark.usefixtures("reference_in_this_test")
@@ -123,7 +123,7 @@ def test_opcheck_append(spec, n, new):
 @pytest.mark.parametrize("n", [3, 70])
 def test_opcheck_decode(spec, n):
     state = state_of(spec, randn(0, 2, 2, n, DIM), q=queries_for(spec, 1, 2, 2))
-    torch.library.opcheck(OPS.decode.default, (state.pack, state.carrier(n), state.text))
+    torch.library.opcheck(OPS.dequantize.default, (state.pack, state.length_tensor(n), state.text))
 
 
 @pytest.mark.usefixtures("reference_in_this_test")
@@ -158,7 +158,7 @@ def assert_fake_tells_the_truth(op, arguments, name):
         assert a.is_contiguous()
 
 
-@pytest.mark.parametrize("name", implementations("encode"))
+@pytest.mark.parametrize("name", implementations("quantize"))
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize(
     "spec, dtype",
@@ -166,15 +166,15 @@ def assert_fake_tells_the_truth(op, arguments, name):
     ids=["kivi keys", "3 bits, bfloat16", "subspace"],
 )
 def test_encode_gives_what_its_fake_says_also_for_strided_input(name, strided, spec, dtype):
-    x, *rest = encode_arguments(spec, dtype)
-    assert_fake_tells_the_truth(OPS.encode, (strided_as_models_make_it(x) if strided else x, *rest), name)
+    x, *rest = quantize_arguments(spec, dtype)
+    assert_fake_tells_the_truth(OPS.quantize, (strided_as_models_make_it(x) if strided else x, *rest), name)
 
 
-@pytest.mark.parametrize("name", implementations("decode"))
+@pytest.mark.parametrize("name", implementations("dequantize"))
 @pytest.mark.parametrize("n", [0, 1, 3, 20, 70])
 def test_decode_gives_what_its_fake_says(name, n):
     state = state_of(SINKS, randn(0, 2, 2, n, DIM), room=n)
-    assert_fake_tells_the_truth(OPS.decode, (state.pack, state.carrier(n), state.text), name)
+    assert_fake_tells_the_truth(OPS.dequantize, (state.pack, state.length_tensor(n), state.text), name)
 
 
 @pytest.mark.usefixtures("reference_in_this_test")
@@ -246,7 +246,19 @@ def test_attention_over_a_decoded_past_is_attention(queries, softcap, causal, ro
         q, torch.cat([past, k[:, :, 40:]], 2), v, causal=causal, scale=0.3, softcap=softcap, sinks=sinks
     )  # fmt: skip
     decoded = ([x[:, :, :40].contiguous()] for x in (k, v))
-    arguments = (q, *decoded, carry(40), k[:, :, 40:], v[:, :, 40:], None, causal, 0.3, softcap, str(KEYS), str(VALUES))
+    arguments = (
+        q,
+        *decoded,
+        length_tensor(40),
+        k[:, :, 40:],
+        v[:, :, 40:],
+        None,
+        causal,
+        0.3,
+        softcap,
+        str(KEYS),
+        str(VALUES),
+    )
     (got,) = OPS.attend(*arguments, sinks=sinks, **tables)
     assert torch.allclose(got.double(), expected, atol=2e-5)
     assert_fake_tells_the_truth(OPS.attend, arguments, "auto")
@@ -340,25 +352,25 @@ CODECS = {"kivi keys": KIVI[0], "kivi values": KIVI[1], "sinks, 3 bits": SINKS, 
 EACH_CODEC = pytest.mark.parametrize("spec", CODECS.values(), ids=CODECS)
 
 
-@pytest.mark.parametrize("name", implementations("encode"))
+@pytest.mark.parametrize("name", implementations("quantize"))
 @EACH_CODEC
 @pytest.mark.parametrize("kind", ["normal", "outliers", "mixed magnitudes", "two values"])
 def test_encode_is_the_references_bit_for_bit(name, spec, kind):
-    _, compensation, text = encode_arguments(spec)
+    _, compensation, text = quantize_arguments(spec)
     for pages in (1, 2, 5):
         x = awkward(pages, kind, 2, 2, pages * spec.page_size, DIM, limit=100)
-        expected = OPS.encode(x, compensation, text, "reference")
-        for got, wanted in zip(OPS.encode(x, compensation, text, name), expected, strict=True):
+        expected = OPS.quantize(x, compensation, text, "reference")
+        for got, wanted in zip(OPS.quantize(x, compensation, text, name), expected, strict=True):
             assert got.shape == wanted.shape and torch.equal(got, wanted)
 
 
-@pytest.mark.parametrize("name", implementations("decode"))
+@pytest.mark.parametrize("name", implementations("dequantize"))
 @pytest.mark.parametrize("spec", [*KIVI, SINKS], ids=["kivi keys", "kivi values", "sinks, 3 bits"])
 def test_decode_is_the_references_bit_for_bit(name, spec):
     for n in LENGTHS:
         state = state_of(spec, randn(n, 2, 2, n, DIM), q=queries_for(spec, 1, 2, 2), room=200)
-        arguments = (state.pack, state.carrier(n), state.text)
-        assert torch.equal(OPS.decode(*arguments, name), OPS.decode(*arguments, "reference"))
+        arguments = (state.pack, state.length_tensor(n), state.text)
+        assert torch.equal(OPS.dequantize(*arguments, name), OPS.dequantize(*arguments, "reference"))
 
 
 @pytest.mark.parametrize("name", implementations("append_"))
@@ -378,7 +390,7 @@ def test_append_leaves_the_references_state_bit_for_bit(name, spec, n, new):
 def test_layers_are_appended_to_together_as_each_would_be_alone(name, spec, n, new):
     got, wanted = ([state_of(spec, randn(i, 2, 2, n, DIM), room=n + new) for i in range(3)] for _ in range(2))
     xs = [randn(10 + i, 2, new, 2, DIM).transpose(1, 2) for i in range(3)]
-    OPS.append_layers_([tensor for state in got for tensor in state.pack], carry(n), xs, str(spec), name)
+    OPS.append_layers_([tensor for state in got for tensor in state.pack], length_tensor(n), xs, str(spec), name)
     for state, alone, x in zip(got, wanted, xs, strict=True):
         alone.append(x, n)
         for (field, a), (_, b) in zip(state.tensors(), alone.tensors(), strict=True):
@@ -389,15 +401,17 @@ def test_layers_are_appended_to_together_as_each_would_be_alone(name, spec, n, n
 def test_opcheck_append_layers():
     states = [state_of(KEYS, randn(i, 1, 2, 40, DIM), room=60) for i in range(2)]
     tensors = [tensor for state in states for tensor in state.pack]
-    torch.library.opcheck(OPS.append_layers_.default, (tensors, carry(40), list(randn(3, 2, 1, 2, 20, DIM)), str(KEYS)))
+    torch.library.opcheck(
+        OPS.append_layers_.default, (tensors, length_tensor(40), list(randn(3, 2, 1, 2, 20, DIM)), str(KEYS))
+    )
 
 
-@pytest.mark.parametrize("name", implementations("encode"))
+@pytest.mark.parametrize("name", implementations("quantize"))
 def test_every_implementation_refuses_nan(name):
     x = randn(0, 2, 2, 32, DIM)
     x[0, 1, 5, 2] = float("nan")
     with pytest.raises(KVPassError, match="NaN"):
-        OPS.encode(x, [], str(KEYS), name)
+        OPS.quantize(x, [], str(KEYS), name)
 
 
 # ---------------------------------------------------------------- the choice of a lowering
@@ -419,12 +433,12 @@ def test_the_log_says_what_serves_a_call_and_why(caplog):
     assert "1 query: reference (" in raw and "not inductor: it does not support bits=32." in raw
 
 
-@pytest.mark.parametrize("op", ["encode", "append_", "decode", "attend"])
+@pytest.mark.parametrize("op", ["quantize", "append_", "dequantize", "attend"])
 def test_the_lowering_argument_of_an_op_is_checked(op):
     arguments = {
-        "encode": lambda: encode_arguments(KEYS),
+        "quantize": lambda: quantize_arguments(KEYS),
         "append_": lambda: append_arguments(KEYS, 0, 5)[0],
-        "decode": lambda: (append_arguments(KEYS, 5, 0)[0][0], carry(5), str(KEYS)),
+        "dequantize": lambda: (append_arguments(KEYS, 5, 0)[0][0], length_tensor(5), str(KEYS)),
         "attend": lambda: attend_arguments((KEYS, VALUES), 5)[0],
     }[op]()
     with pytest.raises(KVPassError, match=f"no lowering 'nope' for kvpass::{op}"):

@@ -11,7 +11,7 @@ import kvpass
 from kvpass import KVPassError
 from kvpass.cache.state import KVState
 from kvpass.cache.tensor import PackedKV
-from kvpass.codec import Codec, CodecSpec, Kept, decode_pages, encode_pages, parse
+from kvpass.codec import Codec, CodecSpec, Kept, dequantize_pages, parse, quantize_pages
 from kvpass.codec.pages import Affine
 from kvpass.lowering.table import DispatchKey, select
 from kvpass.runtime.saved import load_cache, save_cache
@@ -32,8 +32,8 @@ class Equalized(Codec, name="equalized"):
     power: float
 
     tensors = {**Affine.tensors, "error": Kept(lambda spec, head_dim: (1, head_dim))}
-    encodes_with = ("size",)
-    decodes_with = ("size",)
+    quantizes_with = ("size",)
+    dequantizes_with = ("size",)
 
     def check(self, spec: CodecSpec) -> None:
         if not 0 <= self.power <= 1:
@@ -47,13 +47,13 @@ class Equalized(Codec, name="equalized"):
         total = (x.float().abs() * there[:, None, :, None]).sum(2, keepdim=True)
         kept["size"].copy_((total / there.sum(-1)[:, None, None, None].clamp_min(1)).clamp_min(1e-3) ** self.power)
 
-    def encode(self, x, spec, fitted=()):
-        kept = encode_pages((x.float() / fitted[0]).to(x.dtype), spec.plain)
-        error = x.float() - decode_pages(*kept, spec.plain) * fitted[0]
+    def quantize(self, x, spec, fitted=()):
+        kept = quantize_pages((x.float() / fitted[0]).to(x.dtype), spec.plain)
+        error = x.float() - dequantize_pages(*kept, spec.plain) * fitted[0]
         return *kept, error.unflatten(2, (-1, spec.page_size)).mean(-2, keepdim=True).to(kept[1].dtype)
 
-    def decode(self, codes, scale, zero_point, error, size, spec):
-        values = decode_pages(codes, scale, zero_point, spec.plain) * size
+    def dequantize(self, codes, scale, zero_point, error, size, spec):
+        values = dequantize_pages(codes, scale, zero_point, spec.plain) * size
         return (values.unflatten(2, (-1, spec.page_size)) + error.float()).flatten(2, 3)
 
 
@@ -87,18 +87,18 @@ def test_it_is_stored_read_grown_and_viewed(spec):
     first = x[:, :, : spec.retention.packed(100)]
     size = first.abs().mean(2, keepdim=True).sqrt()
     torch.testing.assert_close(state.size, size, rtol=1e-5, atol=0)
-    expected = decode_pages(*encode_pages(first, spec, [state.size]), state.size, spec)
-    assert torch.equal(state.decode(100)[:, :, : spec.retention.packed(100)], expected)
+    expected = dequantize_pages(*quantize_pages(first, spec, [state.size]), state.size, spec)
+    assert torch.equal(state.dequantize(100)[:, :, : spec.retention.packed(100)], expected)
     assert [name for name, _ in state.tensors()] == ["_codes", "scale", "zero_point", "error", "ring", "size"]
     assert state.contents(100)["error"].shape == (2, 2, pages, 1, 32)
     without, _ = filled(spec.plain, 100)
     assert state.nbytes == without.nbytes + state.error.nbytes + state.size.nbytes
-    off = [(one.decode(100) - x).square().mean() for one in (state, without)]
+    off = [(one.dequantize(100) - x).square().mean() for one in (state, without)]
     assert off[0] < off[1]
     for part in randn(1, 3, 2, 2, 90, 32):
         state.append(part, 100)
     packed = PackedKV.from_float(x, spec)
-    assert torch.equal(packed.clone().decode(), packed.decode()) and "error" in packed.__tensor_flatten__()[0]
+    assert torch.equal(packed.clone().dequantize(), packed.dequantize()) and "error" in packed.__tensor_flatten__()[0]
 
 
 @pytest.mark.usefixtures("reference_in_this_test")
@@ -106,16 +106,16 @@ def test_ops_take_it():
     (key, _), (value, _) = filled(KEYS, 70, room=20), filled(VALUES, 70, room=20)
     q, new = randn(1, 2, 4, 1, 32), randn(2, 2, 2, 1, 32)
     texts = key.text, value.text
-    torch.library.opcheck(OPS.encode.default, (randn(3, 2, 2, 64, 32), [key.size], texts[0]))
-    torch.library.opcheck(OPS.decode.default, (key.pack, key.carrier(70), texts[0]))
-    torch.library.opcheck(OPS.append_.default, (key.pack, key.carrier(70), new, None, None, texts[0]))
-    past = key.pack, value.pack, key.carrier(70)
+    torch.library.opcheck(OPS.quantize.default, (randn(3, 2, 2, 64, 32), [key.size], texts[0]))
+    torch.library.opcheck(OPS.dequantize.default, (key.pack, key.length_tensor(70), texts[0]))
+    torch.library.opcheck(OPS.append_.default, (key.pack, key.length_tensor(70), new, None, None, texts[0]))
+    past = key.pack, value.pack, key.length_tensor(70)
     torch.library.opcheck(OPS.attend.default, (q, *past, new, new, None, False, 0.2, 0.0, *texts))
     with pytest.raises(KVPassError, match="stores codes, scale, zero_point, error, ring, size; got 4 tensors"):
-        OPS.decode(key.pack[:4], key.carrier(70), texts[0])
+        OPS.dequantize(key.pack[:4], key.length_tensor(70), texts[0])
 
 
-@pytest.mark.parametrize("op", ["encode", "append_", "append_layers_", "decode", "attend"])
+@pytest.mark.parametrize("op", ["quantize", "append_", "append_layers_", "dequantize", "attend"])
 def test_kernels_that_do_not_know_it_pass_it_on(op):
     dispatch = DispatchKey(op, "cpu", (str(KEYS), str(VALUES)) if op == "attend" else (str(KEYS),), 1, 64)
     assert select(dispatch).name == "reference"
@@ -162,7 +162,7 @@ def test_a_model_packs_by_it_and_its_attention_is_fused(tmp_path):
     torch.testing.assert_close(mine.size, theirs.size, atol=1e-5, rtol=1e-5)
     loaded = load_cache(save_cache(caches[1], tmp_path / "prompt.safetensors"), model)
     again, past = loaded.layers[1].value_state, caches[1].layers[1].value_state
-    assert torch.equal(again.size, past.size) and torch.equal(again.decode(110), past.decode(110))
+    assert torch.equal(again.size, past.size) and torch.equal(again.dequantize(110), past.dequantize(110))
     caches[1].crop(-90)  # no page is left: the next one is fitted anew
     model(input_ids=tokens(2, 60, seed=5), past_key_values=caches[1])
     assert not torch.equal(past.size, again.size)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvpass.calibration.datatypes import fit_datatype
-from kvpass.codec import encode_pages
+from kvpass.codec import quantize_pages
 from kvpass.codec.bitpack import unpack
 from kvpass.codec.subspace import compensation_matrix, precision_matrix
 from kvpass.codec.tensors import of_pages
@@ -33,7 +33,7 @@ def page(seed):
 
 def stored(x, spec, fitted=()):
     """What is kept of one page, by name; codes ``[32, 16]`` as numbers."""
-    kept = dict(zip(of_pages(spec), encode_pages(x[None, None], spec, fitted), strict=True))
+    kept = dict(zip(of_pages(spec), quantize_pages(x[None, None], spec, fitted), strict=True))
     found = {name: tensor[0, 0, 0] for name, tensor in kept.items()}
     return found | {"codes": unpack(found["codes"], spec.bits).double()}
 
@@ -173,7 +173,7 @@ def test_calibrated_kvquant_takes_offline_ranges_of_key_channels_and_q_normed_si
     ranges = torch.stack([low, high - low])
     for side, fitted in (("key", [datatype, ranges]), ("value", [datatype])):
         spec = spec_of("kvquant-calibrated", side, bits=bits, share=0.08)
-        kept = encode_pages(x[None, None], spec, [tensor[None, None] for tensor in fitted])
+        kept = quantize_pages(x[None, None], spec, [tensor[None, None] for tensor in fitted])
         scales = 0 if side == "key" else 32 * PAGE
         assert 8 * sum(one.nbytes for one in kept) == bits * x.numel() + scales + 32 * math.ceil(0.08 * x.numel())
         found = stored(x, spec, [tensor[None, None] for tensor in fitted])

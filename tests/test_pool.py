@@ -52,7 +52,7 @@ def test_attention_finds_pools_by_their_handles_and_refuses_copies(lowering):
 
     def attend(pools):
         packed = [[*pools(state), state.ring] for state in states]
-        rest = states[0].carrier(150), new, new, None, False, 0.2, 0.0, states[0].text, states[1].text
+        rest = states[0].length_tensor(150), new, new, None, False, 0.2, 0.0, states[0].text, states[1].text
         return torch.ops.kvpass.attend(q, *packed, *rest, lowering)[0]
 
     expected = attend(lambda state: (state.codes, state.scale, state.zero_point))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvpass import KVPassError, LogSparse, PackedKV, schemes
 from kvpass.cache.state import KVState
-from kvpass.codec import decode_pages, encode_pages
+from kvpass.codec import dequantize_pages, quantize_pages
 from kvpass.codec.center import fit_center
 from kvpass.codec.predictor import MATRICES, matrix, parse_predictor, predict
 from kvpass.codec.rope import rotate
@@ -28,7 +28,7 @@ predictors = st.sampled_from(("linear", "linear-4", "low-rank", "low-rank-4", "m
 
 def packed_matrix(seed: int, outputs: int, inputs: int) -> list[torch.Tensor]:
     spec = coded(4, "channel", outputs, outputs)
-    parts = encode_pages(randn(seed, 1, 1, outputs, inputs) / inputs**0.5, spec)
+    parts = quantize_pages(randn(seed, 1, 1, outputs, inputs) / inputs**0.5, spec)
     return [part[0, 0, 0] for part in parts]
 
 
@@ -119,10 +119,10 @@ def test_centred_keys_are_the_residual_and_the_mean(chunks, seed, dtype):
     if packed := spec.retention.packed(n):
         plain, page = recoded(spec, predictor=""), x[:, :, 2 : 2 + packed]
         rest = (page.float() - state.center.float()).to(dtype)
-        expected = (decode_pages(*encode_pages(rest, plain), plain) + state.center.float()).to(dtype)
+        expected = (dequantize_pages(*quantize_pages(rest, plain), plain) + state.center.float()).to(dtype)
         with only_reference():
-            assert torch.equal(state.decode(n)[:, :, 2 : 2 + packed], expected)
-            assert torch.equal(PackedKV.view(state, n).decode(), state.decode(n))
+            assert torch.equal(state.dequantize(n)[:, :, 2 : 2 + packed], expected)
+            assert torch.equal(PackedKV.view(state, n).dequantize(), state.dequantize(n))
         assert state.nbytes >= state.center.nbytes > 0
 
 
@@ -131,7 +131,7 @@ def test_centring_keys_with_a_mean_lowers_the_error_of_a_grid():
     errors = []
     for center in (True, False):
         spec = schemes.get("higgs", center=center).plan(GEOMETRY).key
-        errors.append((state_of(spec, x).decode(260) - x).square().mean())
+        errors.append((state_of(spec, x).dequantize(260) - x).square().mean())
     assert errors[0] < 0.1 * errors[1]
 
 
@@ -155,7 +155,7 @@ def test_fused_attention_over_centred_keys(name, n, rope):
     rotary = (angle.cos(), angle.sin(), rope) if rope else None
     q, new = randn(7, 2, 6, 1, DIM), [t[:, :, n:] for t in x]
     with only_reference():
-        k, v = (s.decode(n) for s in states)
+        k, v = (s.dequantize(n) for s in states)
     k = k if rotary is None else rotate(k, *rotary)
     call = AttendCall(q, *packs, n, *new, None, False, 0.3, 0.0, k_spec, v_spec, rotary)
     expected = reference.attention(call, torch.cat([k, new[0]], 2), torch.cat([v, new[1]], 2))
@@ -206,7 +206,7 @@ def feed(states, tokens, chunks):
             for role, state in enumerate(pair):
                 state.reserve(n + chunk)
                 torch.ops.kvpass.append_(
-                    state.pack, state.carrier(n), tokens[i][role][:, :, n : n + chunk], None, None, state.text,
+                    state.pack, state.length_tensor(n), tokens[i][role][:, :, n : n + chunk], None, None, state.text,
                     "reference", edges[role], edges[0] if role else None, list(state.predictor),
                 )  # fmt: skip
                 left[i][role].append(edges[role][:, :, :leaving].clone())
@@ -234,8 +234,8 @@ def test_decoding_from_the_first_layer_up_gives_what_encoding_left_behind(predic
     for i in range(3):
         for role in range(2):
             with only_reference():
-                decoded = at_once[i][role].decode(length)
-                assert torch.equal(decoded, in_chunks[i][role].decode(length))
+                decoded = at_once[i][role].dequantize(length)
+                assert torch.equal(decoded, in_chunks[i][role].dequantize(length))
             assert torch.equal(decoded[:, :, 2 : 2 + packed], edges[i][role])
             assert torch.equal(edges[i][role], again[i][role])
             exact = torch.ones(length, dtype=torch.bool)
@@ -254,8 +254,8 @@ def test_the_compiled_chain_decodes_what_the_reference_does(backbone, predictor,
     for pair in states:
         for state in pair:
             with only_reference():
-                expected = state.decode(length)
-            torch.testing.assert_close(state.decode(length), expected, atol=1e-5, rtol=1e-5)
+                expected = state.dequantize(length)
+            torch.testing.assert_close(state.dequantize(length), expected, atol=1e-5, rtol=1e-5)
 
 
 @given(st.sampled_from(("linear", "linear-4", "low-rank", "mlp")), st.sampled_from(BACKBONES), seeds)
@@ -271,7 +271,7 @@ def test_zero_predictors_are_the_backbone_bit_for_bit(predictor, backbone, seed)
             for name in ("codes", "scale", "zero_point"):
                 assert torch.equal(getattr(states[i][role], name)[:, :, :pages], getattr(alone, name)[:, :, :pages])
             with only_reference():
-                assert torch.equal(states[i][role].decode(150), alone.decode(150))
+                assert torch.equal(states[i][role].dequantize(150), alone.dequantize(150))
 
 
 @given(predictors, seeds)
@@ -284,7 +284,7 @@ def test_a_lossless_backbone_is_the_identity_whatever_is_predicted(predictor, se
     feed(states, tokens, [100, 50])
     for pair, expected in zip(states, tokens, strict=True):
         for state, x in zip(pair, expected, strict=True):
-            torch.testing.assert_close(state.decode(150), x, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(state.dequantize(150), x, atol=1e-5, rtol=1e-5)
 
 
 def test_log_sparse_tokens_are_predicted_from_the_same_tokens_below():
@@ -299,8 +299,8 @@ def test_log_sparse_tokens_are_predicted_from_the_same_tokens_below():
         tokens[i][0] = predict("linear", same[i][0], [previous_layer[0]], 400)
         tokens[i][1] = predict("linear", same[i][1], [previous_layer[1], tokens[i][0]], 400)
     feed(states, tokens, [150] + [1] * 250)
-    first = (states[0][0].decode(400) - tokens[0][0]).square().mean()
-    second = (states[1][0].decode(400) - tokens[1][0]).square().mean()
+    first = (states[0][0].dequantize(400) - tokens[0][0]).square().mean()
+    second = (states[1][0].dequantize(400) - tokens[1][0]).square().mean()
     assert first > 0 and second < 3 * first  # predicted from other tokens it would be far off
     shuffled = predict("linear", same[1][0], [tokens[0][0].roll(1, 2)], 400)
     assert second < 0.2 * (shuffled - tokens[1][0]).square().mean()

@@ -20,7 +20,7 @@ from transformers import DynamicCache, GenerationMixin
 
 import kvpass
 from kvpass.cache.state import KVState
-from kvpass.compile import appends, capture, find, normalise, noted, vmaps
+from kvpass.compile import appends, capture, find, normalise, recorded_calls, vmaps
 from kvpass.compile.backend import Backend
 from kvpass.compile.calls import APPEND
 from kvpass.lowering import session
@@ -77,7 +77,7 @@ def test_export_turns_mutable_custom_ops_into_auto_functionalized_v2():
         torch.ops.kvpass.append_(pack, length, x, None, None, state.text)
         return x + 1
 
-    tensors = *state.pack, state.carrier(5), x
+    tensors = *state.pack, state.length_tensor(5), x
     normal = normalise.normalise(captured(step, *tensors))
     (append,) = appends.appends(normal.graph)
     placeholders = [node for node in normal.graph.nodes if node.op == "placeholder"]
@@ -115,7 +115,7 @@ def test_compiled_kernels_round_to_16_bits_where_the_program_does():
 
 
 def test_what_a_graph_asks_of_sizes_can_be_asked_without_it():
-    """`kvpass.compile.noted`: a ShapeEnv writes its guards as text, of sizes alone, and evaluates that."""
+    """`kvpass.compile.recorded_calls`: a ShapeEnv writes its guards as text, of sizes alone, and evaluates that."""
 
     def step(x):
         return x + 1 if x.shape[0] > 10 else x - 1
@@ -125,10 +125,10 @@ def test_what_a_graph_asks_of_sizes_can_be_asked_without_it():
     def backend(gm, example_inputs):
         values = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
         placeholders.append(values)
-        return noted.Noted(gm.forward, values)
+        return recorded_calls.Noted(gm.forward, values)
 
     step = torch.compile(step, backend=backend, dynamic=True)
-    with noted.noted() as calls:
+    with recorded_calls.noted() as calls:
         step(torch.zeros(12))
     ((call, _),) = calls
     place = next(i for i, value in enumerate(placeholders[0]) if isinstance(value, torch.Tensor))

@@ -150,7 +150,7 @@ def state_with(x, **fields):
     state = AdaptiveState.allocate_in(PlanePool(), spec, x.shape[0], HEADS, DIM, x.dtype, "cpu", x.shape[2])
     with only_reference():
         torch.ops.kvpass.append_(
-            state.pack, state.carrier(0), x, None, None, state.text,
+            state.pack, state.length_tensor(0), x, None, None, state.text,
             originals=state.host.tokens,
         )  # fmt: skip
     return state
@@ -160,7 +160,7 @@ def quantize(state, n, importance):
     state.requantize(n, importance)
     state.pool.refresh()
     with only_reference():
-        return state.decode(n)
+        return state.dequantize(n)
 
 
 def same_codes(a, b):

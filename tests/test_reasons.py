@@ -41,12 +41,12 @@ def reasons(attend):
 
     def step(q, new, length, key_tensors, value_tensors):
         k, v = (
-            torch.cat([torch.ops.kvpass.decode(tensors, length, text), new], 2)
+            torch.cat([torch.ops.kvpass.dequantize(tensors, length, text), new], 2)
             for tensors, text in ((key_tensors, key.text), (value_tensors, value.text))
         )
         return attend(q, k, v)
 
-    inputs = torch.randn(1, 2, 1, 32), x[:, :, :1], key.carrier(TOKENS), key.pack, value.pack
+    inputs = torch.randn(1, 2, 1, 32), x[:, :, :1], key.length_tensor(TOKENS), key.pack, value.pack
     found, refused = captured(step, *inputs, look=lambda graph: find(graph, {}))
     return found, refused
 

@@ -14,7 +14,7 @@ from kvpass.cache.state import KVState
 from kvpass.layout.window import LogSparse, layout, ring_tokens
 from kvpass.schemes import AquaKVConfig, KIVIConfig
 
-from common import DIM, chunkings, coded, dtypes, naive_decode, randn, seeds, state_of
+from common import DIM, chunkings, coded, dtypes, naive_dequantize, randn, seeds, state_of
 
 pytestmark = pytest.mark.usefixtures("reference_lowering")
 
@@ -107,12 +107,12 @@ def test_streaming_equals_prefill(window, first, bits, per, chunks, seed, dtype)
         assert torch.equal(*used), name
     exact = layout(spec.retention).exact(n)
     assert torch.equal(streamed.window(n), x[:, :, exact]) and torch.equal(at_once.window(n), x[:, :, exact])
-    decoded = streamed.decode(n)
-    assert torch.equal(decoded, at_once.decode(n))
+    decoded = streamed.dequantize(n)
+    assert torch.equal(decoded, at_once.dequantize(n))
     assert torch.equal(decoded[:, :, exact], x[:, :, exact])
     packed = layout(spec.retention).page_tokens(0, spec.retention.pages(n))
     pages = (t[:, :, : spec.retention.pages(n)] for t in (at_once.codes, at_once.scale, at_once.zero_point))
-    expected = naive_decode(*pages, spec).to(dtype)
+    expected = naive_dequantize(*pages, spec).to(dtype)
     torch.testing.assert_close(decoded[:, :, packed], expected, atol=2e-2, rtol=2e-2)
 
 
@@ -130,7 +130,7 @@ def test_after_any_appends_and_crops_every_token_is_still_itself(window, first, 
         restored |= not lossless
         state.crop(n, new)
         n = new
-        decoded = state.decode(n)
+        decoded = state.dequantize(n)
         assert n == 0 or (decoded - x[:, :, :n]).abs().max() < 1.0
         if not restored:
             exact = layout(spec.retention).exact(n)

@@ -74,7 +74,7 @@ def test_attention_rotates_what_it_reads(n, rope, keep):
     mask[..., -1] = True
     call = AttendCall(q, *packs, n, *new, mask, False, 0.3, 0.0, k_spec, v_spec, (cos, sin, rope))
     with only_reference():
-        past = [s.decode(n) for s in states]
+        past = [s.dequantize(n) for s in states]
     dense = torch.cat([rotate(past[0], cos, sin, rope), new[0]], 2), torch.cat([past[1], new[1]], 2)
     expected = reference.attention(call, *dense)
     torch.testing.assert_close(reference.attend(call)[0], expected, atol=1e-6, rtol=1e-5)
@@ -170,7 +170,7 @@ def test_the_cache_holds_the_keys_before_rotation(lowering):
         for i in range(40, 45):
             model(input_ids=ids[:, i : i + 1], past_key_values=cache)
     for layer, keys in zip(cache.layers, expected, strict=True):
-        torch.testing.assert_close(layer.keys.decode(), keys, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(layer.keys.dequantize(), keys, atol=1e-5, rtol=1e-5)
 
 
 def test_tables_are_kept_once_and_counted():

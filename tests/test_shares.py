@@ -13,8 +13,8 @@ import kvpass
 from kvpass import KVPassError, NonFiniteError
 from kvpass.cache.per_cache import RotaryState
 from kvpass.cache.state import KVState, ModelTensors
-from kvpass.codec import CodecSpec, Quantizer, Shares, Transform, decode_pages, encode_pages, parse
-from kvpass.codec.frame import numbered
+from kvpass.codec import CodecSpec, Quantizer, Shares, Transform, dequantize_pages, parse, quantize_pages
+from kvpass.codec.page_rope import numbered
 from kvpass.codec.shares import WIDEST, divided, fields_of, page_bytes, rich_of, share_of, water_fill
 from kvpass.codec.tensors import of_model
 from kvpass.codec.transform_coding import DISTORTION, STEPS
@@ -43,7 +43,7 @@ def given_of(spec, seed=0):
 
 
 def fitted(spec, given, rich=None):
-    """What `encode` takes."""
+    """What `quantize` takes."""
     names = ["share", "basis", "widths", *(["queries"] if spec.quantizer.chooses else [])]
     return [given[name] for name in names] + ([] if rich is None else [rich])
 
@@ -58,8 +58,8 @@ def test_tokens_are_what_their_formulas_say(ranked, seed):
     width, the half of a page that its queries pay most first."""
     spec = spec_of(ranked=ranked)
     given, x, size = given_of(spec, seed % 1000), mixed(seed % 1000, 2, HEADS, 64, HEAD), 32
-    (pages,) = encode_pages(x, spec, fitted(spec, given))
-    found = decode_pages(pages, given["share"], given["basis"], given["widths"], spec)
+    (pages,) = quantize_pages(x, spec, fitted(spec, given))
+    found = dequantize_pages(pages, given["share"], given["basis"], given["widths"], spec)
     table, distortion = torch.tensor([1.0, *STEPS]).double(), torch.tensor(DISTORTION).double()
     for b, h, n in itertools.product(range(2), range(HEADS), range(2)):
         page = x[b, h, n * size : (n + 1) * size]
@@ -114,17 +114,17 @@ def test_values_follow_their_keys():
     keys, values = spec_of(), spec_of(follows=True)
     given = given_of(keys)
     x, y = mixed(1, 2, HEADS, 64, HEAD), mixed(2, 2, HEADS, 64, HEAD)
-    (pages,) = encode_pages(x, keys, fitted(keys, given))
+    (pages,) = quantize_pages(x, keys, fitted(keys, given))
     rich = rich_of(pages, 32, HEADS)
     own = given_of(values, seed=7)
-    (of_values,) = encode_pages(y, values, fitted(values, own, rich))
+    (of_values,) = quantize_pages(y, values, fitted(values, own, rich))
     assert torch.equal(rich_of(of_values, 32, HEADS), rich)
 
 
 def test_what_is_not_finite_is_refused():
     spec = spec_of()
     with pytest.raises(NonFiniteError):
-        encode_pages(mixed(0, 1, HEADS, 32, HEAD) * torch.nan, spec, fitted(spec, given_of(spec)))
+        quantize_pages(mixed(0, 1, HEADS, 32, HEAD) * torch.nan, spec, fitted(spec, given_of(spec)))
 
 
 @given(seeds, st.integers(0, 40))
@@ -157,7 +157,7 @@ def test_specs_go_through_their_text():
         CodecSpec(Quantizer(4, "token", HEAD, codec=Shares(8)), Retention(16, 16))
     with pytest.raises(KVPassError, match="ranked=True"):
         Shares(8, ranked=False, follows=True)
-    with pytest.raises(KVPassError, match="page_frame=True"):
+    with pytest.raises(KVPassError, match="page_rope=True"):
         Transform(numbered="half-8")
 
 
@@ -254,7 +254,7 @@ def test_one_token_attends_as_the_reference_does(form, dtype, shape, fields):
             q,
             key.pack,
             value.pack,
-            key.carrier(n),
+            key.length_tensor(n),
             *new,
             None,
             False,
@@ -281,15 +281,17 @@ def test_tokens_are_stored_the_same_however_they_come(form):
         again.append(k[:, :, start:stop], start)
         behind.append(v[:, :, start:stop], start)
     if form == "static":  # the hybrid is fitted to the tokens that are packed first, which are fewer here
-        assert torch.equal(key.decode(n), again.decode(n)) and torch.equal(value.decode(n), behind.decode(n))
+        assert torch.equal(key.dequantize(n), again.dequantize(n)) and torch.equal(
+            value.dequantize(n), behind.dequantize(n)
+        )
     for state, other in ((key, again), (value, behind)):
         assert state.nbytes == sum(tensor.nbytes for _, tensor in state.tensors())
         copied = copy.deepcopy(other)
         assert all(mine is theirs for mine, theirs in zip(copied.shared, other.shared, strict=True))
-        assert torch.equal(copied.decode(n), other.decode(n))
-        before = other.decode(n)
+        assert torch.equal(copied.dequantize(n), other.dequantize(n))
+        before = other.dequantize(n)
         other.map_(lambda tensor: tensor[[1, 0]].contiguous())
-        assert torch.equal(other.decode(n), before[[1, 0]])
+        assert torch.equal(other.dequantize(n), before[[1, 0]])
 
 
 def test_a_state_without_its_shares_is_refused():
@@ -338,7 +340,7 @@ def test_a_model_decodes_with_it_as_one_pass_says(models, form):
     torch.testing.assert_close(eager[0, 1:], found, atol=5e-4, rtol=1e-3)  # a code may be rounded the other way
     assert 2e-3 < (eager[0, 1:] - full).abs().max() < 0.2
     own = sum(layer.nbytes for layer in cache.layers)
-    assert abs(kvpass.nbytes(cache) - own) < 200  # length carriers
+    assert abs(kvpass.nbytes(cache) - own) < 200  # length tensor
     assert "shared by all caches" in str(report)
 
 

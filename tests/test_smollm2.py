@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 import kvpass
 from kvpass import models
-from kvpass.codec import decode_pages, encode_pages
+from kvpass.codec import dequantize_pages, quantize_pages
 from kvpass.codec.subspace import compensation_matrix, precision_matrix
 from kvpass.eval import quality, texts
 from kvpass.lowering.fit_sequence import fit_compensation
@@ -100,7 +100,7 @@ def test_squat_errs_less_than_kivi_in_the_query_subspace_of_real_keys(smollm2, p
         compensation = compensation_matrix(precision, squat.quantizer.subspace.block_size)
         keys = k[:, :, :prompt]
         error = {
-            name: decode_pages(*encode_pages(keys, spec, [compensation]), spec) - keys
+            name: dequantize_pages(*quantize_pages(keys, spec, [compensation]), spec) - keys
             for name, spec in (("squat", squat), ("kivi", kivi))
         }
         later = stacked[..., prompt:, :].flatten(2, 3)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvpass import PackedKV, schemes
 from kvpass.cache.state import KVState
-from kvpass.codec import Subspace, decode_pages, encode_pages
+from kvpass.codec import Subspace, dequantize_pages, quantize_pages
 from kvpass.codec.subspace import compensation_matrix, precision_matrix
 from kvpass.lowering.fit_sequence import fit_compensation
 
@@ -88,8 +88,8 @@ def test_every_block_is_quantized_after_the_blocks_before_have_moved_it(bits, bl
     spec = spec_of(1.0, block=block, bits=bits, group=16)
     x, q = randn(0, 1, 1, 32, 64), prompt_queries(1, dim=64)
     precision = precision_matrix(q, spec.quantizer.subspace)
-    codes, scale, zero_point = encode_pages(x, spec, [compensation_matrix(precision, block)])
-    stored = decode_pages(codes, scale, zero_point, spec)[0, 0].double().numpy()
+    codes, scale, zero_point = quantize_pages(x, spec, [compensation_matrix(precision, block)])
+    stored = dequantize_pages(codes, scale, zero_point, spec)[0, 0].double().numpy()
     step, low = (spread(p, spec)[0, 0].numpy() for p in (scale, zero_point))
     inverse, target = np.linalg.inv(precision[0, 0].numpy()), x[0, 0].double().numpy().copy()
     for start in range(0, 64, block):
@@ -133,7 +133,7 @@ def errors(weight, relative, samples=4, dim=64):
     q = prompt_queries(5, samples, 2, 300, dim)
     spec = spec_of(weight, relative, block=dim // 2)
     c = compensation_matrix(precision_matrix(q, spec.quantizer.subspace), dim // 2).half()
-    e = decode_pages(*encode_pages(x, spec, [c]), spec).double() - x.double()
+    e = dequantize_pages(*quantize_pages(x, spec, [c]), spec).double() - x.double()
     _, singular, directions = torch.linalg.svd(q, full_matrices=False)
     q_hat = singular[..., :5, None] * directions[..., :5, :]
     return float((e @ q_hat.mT).square().mean()), float(e.square().mean())
@@ -182,7 +182,7 @@ def test_a_rank_beyond_head_dim_is_all_of_it(rank, seed):
     assert torch.allclose(precision_matrix(q, Subspace(rank, 0.3, False, 8)), full, rtol=1e-9, atol=1e-6)
     spec = coded(2, "channel", 8, 8, subspace=Subspace(rank, 1.0, True, 8))
     x = randn(seed, 1, 2, 30, DIM)
-    assert torch.isfinite(state_of(spec, x, q=queries_for(spec, seed, 1, 2)).decode(30)).all()
+    assert torch.isfinite(state_of(spec, x, q=queries_for(spec, seed, 1, 2)).dequantize(30)).all()
 
 
 # ---------------------------------------------------------------- batches and prompts
@@ -198,9 +198,9 @@ def test_encoding_a_batch_equals_encoding_each_sample_alone():
         alone = state_of(SPEC, x[i : i + 1], q=q[i : i + 1])
         c, whole = alone.compensation.float(), batch.compensation[i : i + 1].float()
         assert torch.allclose(c, whole, rtol=2e-3, atol=1e-6)
-        assert ((alone.decode(80) - batch.decode(80)[i : i + 1]).abs() > 1e-2).float().mean() < 2e-3
-        encoded = encode_pages(x[i : i + 1], SPEC, [batch.compensation[i : i + 1]])
-        for one, all_ in zip(encoded, encode_pages(x, SPEC, [batch.compensation]), strict=True):
+        assert ((alone.dequantize(80) - batch.dequantize(80)[i : i + 1]).abs() > 1e-2).float().mean() < 2e-3
+        encoded = quantize_pages(x[i : i + 1], SPEC, [batch.compensation[i : i + 1]])
+        for one, all_ in zip(encoded, quantize_pages(x, SPEC, [batch.compensation]), strict=True):
             assert torch.equal(one, all_[i : i + 1])
     assert (batch.compensation[0] - batch.compensation[1]).abs().max() > 1e-2  # each sample has its own
 
@@ -246,7 +246,7 @@ def test_prompts_shorter_than_a_page_fix_the_subspace_for_later_tokens(prompt):
     assert torch.equal(state.compensation, fitted)  # frozen after the prompt
     pages = x[:, :, :96]
     for got, expected in zip(
-        (state.codes, state.scale, state.zero_point), encode_pages(pages, SPEC, [fitted]), strict=True
+        (state.codes, state.scale, state.zero_point), quantize_pages(pages, SPEC, [fitted]), strict=True
     ):
         assert torch.equal(got[:, :, :6], expected)
 

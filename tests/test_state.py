@@ -18,7 +18,7 @@ from common import (
     chunkings,
     coded,
     dtypes,
-    naive_decode,
+    naive_dequantize,
     queries_for,
     randn,
     recoded,
@@ -66,9 +66,9 @@ def test_compensated_pages_do_not_depend_on_how_many_are_encoded_together(head_d
 def test_an_empty_append_changes_nothing(spec, seed, n):
     x = randn(seed, 1, 2, n, DIM)
     state = state_of(spec, x)
-    before = state.decode(n)
+    before = state.dequantize(n)
     state.append(x[:, :, :0], n)
-    assert torch.equal(state.decode(n), before)
+    assert torch.equal(state.dequantize(n), before)
 
 
 @given(specs(), chunkings(), seeds, dtypes)
@@ -79,7 +79,7 @@ def test_sinks_and_window_are_the_originals_bit_for_bit_and_as_many_as_promised(
     for length in chunks:
         state.append(x[:, :, n : n + length], n)
         n += length
-        window, dense, sinks = state.window(n), state.decode(n), min(n, spec.retention.sinks)
+        window, dense, sinks = state.window(n), state.dequantize(n), min(n, spec.retention.sinks)
         exact = window.shape[2]
         if spec.retention.packed(n):
             assert spec.retention.residual <= exact <= spec.retention.window - 1
@@ -95,8 +95,8 @@ def test_sinks_and_window_are_the_originals_bit_for_bit_and_as_many_as_promised(
 def test_packed_tokens_decode_as_the_naive_decoder_says_rounded_once(spec, tokens, seed, dtype):
     x = randn(seed, 2, 2, tokens, DIM, dtype=dtype)
     state, used, sinks = state_of(spec, x), spec.retention.pages(tokens), spec.retention.sinks
-    naive = naive_decode(state.codes[:, :, :used], state.scale[:, :, :used], state.zero_point[:, :, :used], spec)
-    got = state.decode(tokens)
+    naive = naive_dequantize(state.codes[:, :, :used], state.scale[:, :, :used], state.zero_point[:, :, :used], spec)
+    got = state.dequantize(tokens)
     assert got.dtype == dtype and got.shape == x.shape and got.is_contiguous()
     packed = got[:, :, sinks : sinks + spec.retention.packed(tokens)].double()
     assert torch.allclose(packed, naive, rtol=torch.finfo(dtype).eps, atol=4e-6)
@@ -121,11 +121,11 @@ def test_a_refused_append_leaves_the_stored_tokens_alone(per):
     spec = coded(2, per, 8, 16, sinks=2)
     x = randn(0, 1, 2, 45, DIM)
     state, bad = state_of(spec, x), randn(1, 1, 2, 40, DIM)
-    before = state.decode(45)
+    before = state.dequantize(45)
     bad[0, 1, 7, 3] = float("nan")
     with pytest.raises(NonFiniteError):
         state.append(bad, 45)
-    assert torch.equal(state.decode(45), before)
+    assert torch.equal(state.dequantize(45), before)
 
 
 def test_the_first_tokens_of_a_codec_with_a_subspace_need_queries():
@@ -214,9 +214,13 @@ def test_crop_beyond_the_window_restores_what_decode_gave_for_tokens_that_are_no
     new = int(share * (old - 1))
     x = randn(seed, 2, 2, old, DIM)
     state = state_of(spec, x)
-    before, lossless, exact_from = state.decode(old), state.lossless_crop(new), max(0, old - spec.retention.ring_size)
+    before, lossless, exact_from = (
+        state.dequantize(old),
+        state.lossless_crop(new),
+        max(0, old - spec.retention.ring_size),
+    )
     state.crop(old, new)
-    got, start = state.decode(new), min(new, spec.retention.sinks) + spec.retention.packed(new)
+    got, start = state.dequantize(new), min(new, spec.retention.sinks) + spec.retention.packed(new)
     if lossless:
         assert torch.equal(got[:, :, start:], x[:, :, start:new])
         assert torch.equal(got[:, :, :start], before[:, :, :start])
@@ -230,7 +234,7 @@ def test_crop_to_nothing_gives_an_empty_state_that_can_be_filled_again(spec, old
     x, y = randn(seed, 1, 2, old, DIM), randn(seed + 1, 1, 2, 70, DIM)
     state = state_of(spec, x)
     state.crop(old, 0)
-    assert state.decode(0).shape == (1, 2, 0, DIM)
+    assert state.dequantize(0).shape == (1, 2, 0, DIM)
     state.append(y, 0)
     assert_same_contents(state, state_of(spec, y), 70)
 
@@ -267,7 +271,7 @@ def test_after_any_appends_and_crops_every_token_is_still_itself(spec, steps):
             state.crop(n, n + change)
         n += change
         if n:
-            assert (state.decode(n) - x[:, :, :n]).abs().max() < 0.5, f"after {change:+} to {n} tokens"
+            assert (state.dequantize(n) - x[:, :, :n]).abs().max() < 0.5, f"after {change:+} to {n} tokens"
 
 
 def test_two_crops_that_together_exceed_the_rollback_do_not_mix_up_tokens():
@@ -288,7 +292,7 @@ def test_a_crop_after_one_that_had_to_restore_does_not_mix_up_tokens():
     state = state_of(spec, x)
     state.crop(300, 100)
     state.crop(100, 95)
-    assert (state.decode(95) - x[:, :, :95]).abs().max() < 0.5
+    assert (state.dequantize(95) - x[:, :, :95]).abs().max() < 0.5
 
 
 # ---------------------------------------------------------------- batch
@@ -301,9 +305,9 @@ def test_map_selects_and_reorders_samples(spec, seed, order):
     chosen = copy.deepcopy(state)
     chosen.map_(lambda tensor: tensor.index_select(0, index))
     assert_same_contents(chosen, state_of(spec, x[index]), 90)
-    before = state.decode(90)
+    before = state.dequantize(90)
     chosen.append(randn(seed, len(order), 2, 40, DIM), 90)
-    assert torch.equal(state.decode(90), before)  # a selection is independent of where it came from
+    assert torch.equal(state.dequantize(90), before)  # a selection is independent of where it came from
 
 
 def test_map_takes_the_compensation_along():
@@ -315,7 +319,7 @@ def test_map_takes_the_compensation_along():
     chosen.append(x[[2, 0]], 40)
     alone.append(x[[2, 0]], 40)
     assert torch.allclose(chosen.compensation.float(), alone.compensation.float(), atol=2e-3)
-    assert (chosen.decode(80) - alone.decode(80)).abs().mean() < 1e-3
+    assert (chosen.dequantize(80) - alone.dequantize(80)).abs().mean() < 1e-3
 
 
 # ---------------------------------------------------------------- bytes

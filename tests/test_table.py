@@ -103,7 +103,7 @@ LATER = {
 
 @pytest.mark.parametrize("field", LATER)
 @pytest.mark.parametrize("lowering", ["inductor", "triton"])
-@pytest.mark.parametrize("op", ["encode", "append_", "append_layers_", "decode", "attend"])
+@pytest.mark.parametrize("op", ["quantize", "append_", "append_layers_", "dequantize", "attend"])
 def test_a_feature_that_nobody_lists_is_served_by_the_reference_alone(op, lowering, field, monkeypatch, caplog):
     device = "cuda" if lowering == "triton" else "cpu"
     today, later = (
@@ -131,7 +131,7 @@ def test_every_field_of_a_spec_is_a_size_or_a_feature():
 
 
 def test_every_op_has_a_reference_that_serves_every_site():
-    for op in ("encode", "append_", "append_layers_", "decode", "attend"):
+    for op in ("quantize", "append_", "append_layers_", "dequantize", "attend"):
         assert "reference" in implementations(op) and "reference" in table.names()
         for queries in (0, 1, 5):
             assert select(DispatchKey(op, "cpu", queries=queries), "reference").name == "reference"

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import kvpass.codec
 from kvpass import KVPassError, NonFiniteError, PackedKV
 from kvpass.codec import Subspace
 from kvpass.codec.affine import params_dtype
@@ -37,9 +38,9 @@ def test_packed_looks_like_the_float_tensor_it_stands_for(spec, dtype):
     x, packed = pack(spec, dtype=dtype)
     assert packed.shape == x.shape and packed.dtype == dtype and packed.device == x.device and packed.ndim == 4
     assert type(packed) is PackedKV and "bits" in repr(packed)
-    dense = packed.decode()
+    dense = packed.dequantize()
     assert type(dense) is torch.Tensor and dense.shape == x.shape and dense.dtype == dtype
-    assert torch.equal(dense, state_of(spec, x, q=queries_for(spec, 0, 2, 2)).decode(53))
+    assert torch.equal(dense, state_of(spec, x, q=queries_for(spec, 0, 2, 2)).dequantize(53))
 
 
 READS = {
@@ -73,7 +74,7 @@ def test_any_read_decodes(spec, read):
     _, packed = pack(spec)
     result = READS[read](packed)
     assert type(result) is torch.Tensor
-    assert torch.equal(result, READS[read](packed.decode()))
+    assert torch.equal(result, READS[read](packed.dequantize()))
 
 
 WRITES = {
@@ -93,10 +94,10 @@ WRITES = {
 @pytest.mark.parametrize("write", WRITES)
 def test_in_place_writes_are_refused_never_lost(spec, write):
     _, packed = pack(spec)
-    before = packed.decode()
+    before = packed.dequantize()
     with pytest.raises(KVPassError, match="append"):
         WRITES[write](packed)
-    assert torch.equal(packed.decode(), before)
+    assert torch.equal(packed.dequantize(), before)
 
 
 @ANY
@@ -104,11 +105,11 @@ def test_reading_a_packed_tensor_into_a_plain_one_is_a_read(spec):
     _, packed = pack(spec)
     plain = torch.zeros(packed.shape)
     plain.copy_(packed)
-    assert torch.equal(plain, packed.decode())
+    assert torch.equal(plain, packed.dequantize())
     plain += packed
-    assert torch.equal(plain, packed.decode() + packed.decode())
+    assert torch.equal(plain, packed.dequantize() + packed.dequantize())
     plain[:, :, 3:] = packed[:, :, 3:]
-    assert torch.equal(plain[:, :, 3:], packed.decode()[:, :, 3:])
+    assert torch.equal(plain[:, :, 3:], packed.dequantize()[:, :, 3:])
 
 
 @ANY
@@ -127,11 +128,11 @@ def test_append_grows_the_shape_and_equals_packing_at_once(spec, chunks):
 @ANY
 def test_a_clone_is_packed_and_independent(spec):
     _, packed = pack(spec)
-    before, copy = packed.decode(), packed.clone()
-    assert type(copy) is PackedKV and torch.equal(copy.decode(), before)
+    before, copy = packed.dequantize(), packed.clone()
+    assert type(copy) is PackedKV and torch.equal(copy.dequantize(), before)
     assert not {t.data_ptr() for _, t in copy.state.tensors()} & {t.data_ptr() for _, t in packed.state.tensors()}
     copy.append(randn(1, 2, 2, 60, DIM))
-    assert torch.equal(packed.decode(), before)
+    assert torch.equal(packed.dequantize(), before)
 
 
 @ANY
@@ -139,7 +140,7 @@ def test_detach_shares_storage_and_stays_packed(spec):
     _, packed = pack(spec)
     detached = packed.detach()
     assert type(detached) is PackedKV and detached.codes.data_ptr() == packed.codes.data_ptr()
-    assert torch.equal(detached.decode(), packed.decode())
+    assert torch.equal(detached.dequantize(), packed.dequantize())
 
 
 @ANY
@@ -151,7 +152,7 @@ def test_flatten_and_unflatten_round_trip(spec):
     again = PackedKV.__tensor_unflatten__(parts, context, packed.shape, packed.stride())
     assert type(again) is PackedKV and again.shape == packed.shape and again.dtype == packed.dtype
     assert again.spec == packed.spec and again.num_tokens == packed.num_tokens
-    assert torch.equal(again.decode(), packed.decode())
+    assert torch.equal(again.dequantize(), packed.dequantize())
 
 
 @ANY
@@ -165,13 +166,13 @@ def test_a_view_shares_storage_with_its_state():
     state = state_of(KEYS, x, room=200)
     view = PackedKV.view(state, 53)
     state.append(randn(1, 2, 2, 3, DIM), 53)
-    assert view.codes is state.codes and torch.equal(view.decode(), state.decode(53))
+    assert view.codes is state.codes and torch.equal(view.decode(), state.dequantize(53))
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 17])
 def test_short_and_empty_tensors_can_be_packed(tokens):
     x, packed = pack(KEYS, tokens)
-    assert packed.shape == x.shape and torch.equal(packed.decode(), x if tokens < 18 else packed.decode())
+    assert packed.shape == x.shape and torch.equal(packed.dequantize(), x if tokens < 18 else packed.dequantize())
 
 
 @pytest.mark.parametrize(
@@ -201,3 +202,13 @@ def test_the_storage_dtype_of_params_follows_the_cache():
     for dtype in DTYPES:
         _, packed = pack(VALUES, dtype=dtype)
         assert packed.scale.dtype == params_dtype(dtype) and packed.ring.dtype == dtype
+
+
+def test_old_names_work_and_say_what_they_are_called_now():
+    _, packed = pack(KEYS)
+    with pytest.warns(DeprecationWarning, match="renamed to PackedKV.dequantize"):
+        assert torch.equal(packed.decode(), packed.dequantize())
+    with pytest.warns(DeprecationWarning, match="renamed to quantize_pages"):
+        assert kvpass.codec.encode_pages is kvpass.codec.quantize_pages
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = kvpass.codec.nothing

@@ -62,7 +62,7 @@ def test_every_stage_of_every_graph_is_written(folder):
     for text in (normal, found):
         assert text.count("aten.scaled_dot_product_attention.default(") == 2 == text.count("kvpass.append_.default") / 2
     assert found.count("# Attention(output=scaled_dot_product_attention") == 2 and "rotation=rotate" in found
-    assert rewritten.count("kvpass.attend.default(") == 2 and "kvpass.decode" not in rewritten
+    assert rewritten.count("kvpass.attend.default(") == 2 and "kvpass.dequantize" not in rewritten
     assert "'auto'" not in lowered and lowered.count("'reference'") == 4  # two reads, keys and values of all layers
     assert not any("AOT" in text or "= None\n" in text for text in (dynamo, normal, found, rewritten, lowered))
 
@@ -87,7 +87,7 @@ def test_the_summary_counts_nodes_and_says_what_each_stage_took(folder):
     assert [row[0] for row in times] == STAGES and len(times[0]) == 2  # how long Dynamo took is not known
     assert all(float(ms.replace(",", "")) > 0 for _, _, ms in times[1:])
     counts = {row.split()[0]: row.split()[1:] for row in rows[8:]}
-    assert counts["kvpass.attend.default"] == ["2", "2"] and counts["kvpass.decode.default"] == ["4", "4"]
+    assert counts["kvpass.attend.default"] == ["2", "2"] and counts["kvpass.dequantize.default"] == ["4", "4"]
     assert counts["kvpass.append_.default"] == ["(functionalized)", "4", "4"]
     assert len(counts["placeholder"]) == 5 and len(set(counts["placeholder"])) == 1
 

@@ -11,14 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvpass import KVPassError
-from kvpass.codec import Subspace, decode_pages
+from kvpass.codec import Subspace, dequantize_pages
 from kvpass.codec.affine import params_dtype
 from kvpass.codec.bitpack import num_planes
 from kvpass.codec.boost import Boosted
 from kvpass.codec.codebook import grid_shape, names
 from kvpass.codec.rope import parse_rope
 from kvpass.codec.second_level import SecondLevel
-from kvpass.layout.window import LENGTH_OFFSET, carry, layout
+from kvpass.layout.window import LENGTH_OFFSET, layout, length_tensor
 
 from common import WIDTHS, awkward, coded, dtypes, randn, recoded, seeds, state_of, widths
 
@@ -48,7 +48,7 @@ def attend_arguments(
     packs = [[tensor.to(DEVICE) for tensor in state.pack] for state in states]
     q, *new = (randn(5 + i, batch, heads * (i or repeats), queries, dim, dtype=dtype) for i in (0, 1, 1))
     texts = [str(spec) for spec in specs]
-    return on_device([q, *packs, states[0].carrier(n), *new, mask, causal, dim**-0.5 * 1.5, softcap, *texts])
+    return on_device([q, *packs, states[0].length_tensor(n), *new, mask, causal, dim**-0.5 * 1.5, softcap, *texts])
 
 
 def assert_close(got, expected, tolerance):
@@ -269,7 +269,7 @@ def _unpack(codes, scale, zero, out, rows, ROWS: tl.constexpr, L: tl.constexpr, 
 def test_pairs_of_channels_unpack_to_codes_exactly(bits, per):
     """What products of 16 bits are unpacked to, which the interpreter does not multiply: scales are powers of two."""
     spec, planes, rng = coded(bits, per, 16, 32), num_planes(bits), torch.Generator().manual_seed(bits)
-    codes, scale, zero = OPS.encode(randn(0, 1, 1, 3 * 32, 48, dtype=torch.float16), [], str(spec), "reference")
+    codes, scale, zero = OPS.quantize(randn(0, 1, 1, 3 * 32, 48, dtype=torch.float16), [], str(spec), "reference")
     scale = 2.0 ** torch.randint(-3, 3, scale.shape, generator=rng)
     zero = scale * torch.randint(-9, 9, zero.shape, generator=rng)
     layout = launch._layout(spec, planes, 48)
@@ -277,7 +277,7 @@ def test_pairs_of_channels_unpack_to_codes_exactly(bits, per):
         pool = on_device((codes, scale.to(dtype), zero.to(dtype)))
         out = torch.full((1, 1, 3 * 32, 48), torch.nan, dtype=dtype, device=DEVICE)
         _unpack[1,](*pool, out, 3 * 32 // planes, 16, layout, launch._OPERANDS[dtype])
-        assert out.equal(decode_pages(codes, scale, zero, spec).to(out))
+        assert out.equal(dequantize_pages(codes, scale, zero, spec).to(out))
 
 
 def test_a_query_that_may_attend_to_nothing_gets_zeros():
@@ -347,29 +347,29 @@ def encoded_on_grids(draw):
     return spec, draw(whole_pages(page, dim, 1, 2))
 
 
-def assert_encodes_as_the_reference(spec, x):
-    expected = OPS.encode(x.to(DEVICE), [], str(spec), "reference")
-    for got, wanted in zip(OPS.encode(x.to(DEVICE), [], str(spec), "triton"), expected, strict=True):
+def assert_quantizes_as_the_reference(spec, x):
+    expected = OPS.quantize(x.to(DEVICE), [], str(spec), "reference")
+    for got, wanted in zip(OPS.quantize(x.to(DEVICE), [], str(spec), "triton"), expected, strict=True):
         assert got.dtype == wanted.dtype and got.is_contiguous() and got.equal(wanted)
 
 
 @settings(few, max_examples=60)
 @given(encoded())
 def test_encode_is_the_references_bit_for_bit(case):
-    assert_encodes_as_the_reference(*case)
+    assert_quantizes_as_the_reference(*case)
 
 
 @settings(few)
 @given(encoded_on_grids())
 def test_encode_on_a_grid_is_the_references_bit_for_bit(case):
-    assert_encodes_as_the_reference(*case)
+    assert_quantizes_as_the_reference(*case)
 
 
 @pytest.mark.parametrize("name", names())
 def test_encode_on_every_grid_takes_the_first_of_points_that_are_as_near(name):
     """As 0 has in one dimension, where there is an even number of points."""
     spec = coded(grid_shape(name)[1], "token", 32, 8, grid=name)
-    assert_encodes_as_the_reference(spec, randn(0, 1, 1, 16, 32).relu())
+    assert_quantizes_as_the_reference(spec, randn(0, 1, 1, 16, 32).relu())
 
 
 @settings(few, max_examples=12)
@@ -381,10 +381,10 @@ def test_compensated_codes_are_the_references_up_to_ties(block, blocks, bits, dt
     spec = coded(bits, "channel", 8, 32, eta=eta, subspace=Subspace(3, 1.0, True, block))
     x = awkward(seed, "outliers", 2, 2, 64, dim, dtype=dtype, limit=100).transpose(1, 2).contiguous().transpose(1, 2)
     answers = randn(seed, 2, 2, dim - block, dim - block).mul(0.3).to(params_dtype(dtype)).to(DEVICE)
-    got, expected = (OPS.encode(x.to(DEVICE), [answers], str(spec), name) for name in ("triton", "reference"))
+    got, expected = (OPS.quantize(x.to(DEVICE), [answers], str(spec), name) for name in ("triton", "reference"))
     assert all(mine[..., :block].equal(theirs[..., :block]) for mine, theirs in zip(got, expected, strict=True))
     assert (got[0] != expected[0]).float().mean() < 0.01
-    values, wanted = (decode_pages(*encoded, spec) for encoded in (got, expected))
+    values, wanted = (dequantize_pages(*encoded, spec) for encoded in (got, expected))
     off = (values - wanted).abs() > 0.02 * wanted.abs().amax()
     assert off.float().mean() < 0.01
 
@@ -396,9 +396,9 @@ def test_a_group_that_is_not_finite_says_so_in_its_parameters():
         for spec in (*KIVI, LATTICES["HIGGS"][1], coded(8, "token", 16, 32, grid="d2n256", fit="lsq")):
             if DEVICE == "cpu":
                 with pytest.raises(KVPassError, match="NaN"):
-                    OPS.encode(x, [], str(spec), "triton")
+                    OPS.quantize(x, [], str(spec), "triton")
             else:
-                parameters = OPS.encode(x.to(DEVICE), [], str(spec), "triton")[1:]
+                parameters = OPS.quantize(x.to(DEVICE), [], str(spec), "triton")[1:]
                 assert not all(torch.isfinite(parameter).all() for parameter in parameters)
 
 
@@ -409,7 +409,7 @@ def test_append_leaves_the_references_state_bit_for_bit(n, new):
         states = []
         for name in ("triton", "reference"):
             state = state_of(spec, x[:, :, :n], room=n + new)
-            OPS.append_(state.pack, state.carrier(n), x[:, :, n:], None, None, str(spec), name)
+            OPS.append_(state.pack, state.length_tensor(n), x[:, :, n:], None, None, str(spec), name)
             states.append(state.pack)
         assert all(a.equal(b) for a, b in zip(*states, strict=True))
 
@@ -423,12 +423,12 @@ def test_layers_are_appended_to_together_as_the_reference_does_it(n, new):
         for name in ("triton", "reference"):
             layers = [state_of(spec, x[:, :, :n], room=n + new) for x in xs]
             states.append([tensor for state in layers for tensor in state.pack])
-            OPS.append_layers_(states[-1], layers[0].carrier(n), [x[:, :, n:] for x in xs], str(spec), name)
+            OPS.append_layers_(states[-1], layers[0].length_tensor(n), [x[:, :, n:] for x in xs], str(spec), name)
         assert all(a.equal(b) for a, b in zip(*states, strict=True))
 
 
 def said(on_the_host: int, on_the_device: int) -> torch.Tensor:
-    """A carrier as a captured launch has it: its shape is that of when it was captured."""
+    """A length tensor as a captured launch has it: its shape is that of when it was captured."""
     return torch.full((1,), on_the_device, device=DEVICE).expand(LENGTH_OFFSET + on_the_host)
 
 
@@ -450,10 +450,10 @@ def test_tokens_are_stored_behind_the_length_on_the_device_whatever_the_host_sai
     spec, n = coded(2, "channel", 32, 32), 70
     xs = [randn(i, 1, 2, n + 1, 32).to(DEVICE) for i in range(layers)]
     stored = []
-    for name, carrier in (("triton", said(40, n)), ("reference", carry(n))):
+    for name, length in (("triton", said(40, n)), ("reference", length_tensor(n))):
         states = [state_of(spec, x[:, :, :n], room=n + 1) for x in xs]
         stored.append([tensor for state in states for tensor in state.pack])
-        OPS.append_layers_(stored[-1], carrier, [x[:, :, n:] for x in xs], str(spec), name)
+        OPS.append_layers_(stored[-1], length, [x[:, :, n:] for x in xs], str(spec), name)
     assert all(a.equal(b) for a, b in zip(*stored, strict=True))
 
 
@@ -479,7 +479,7 @@ def test_more_tokens_than_kernels_can_count_are_refused():
     for state in past:
         state[:3] = (pool[:, :, :1].expand(-1, -1, spec.retention.pages(n), -1, -1) for pool in state[:3])
     with pytest.raises(KVPassError, match=r"up to 134217727 tokens of 16 channels.*reference"):
-        OPS.attend(q, *past, carry(n), k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, "triton")
+        OPS.attend(q, *past, length_tensor(n), k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec, "triton")
 
 
 class _Recorded:
@@ -592,7 +592,7 @@ def test_a_configuration_that_was_tuned_is_kept_and_launched_with(tables, monkey
 TOY = {
     "tune": dict(schemes=("kivi",), length=96, batches=(1,), shape=(4, 2, 64), lowering="reference", most=3),
     "attend": dict(schemes=("kivi", "kivi-pre"), lengths=(128,), batches=(2,), shape=(4, 2, 64), lowering="reference"),
-    "encode": dict(schemes=("kivi",), lengths=(64,), shape=(4, 2, 64), lowering="reference", rounds=1),
+    "quantize": dict(schemes=("kivi",), lengths=(64,), shape=(4, 2, 64), lowering="reference", rounds=1),
     "capacity": {},
     "generates": dict(schemes=("kivi",), prompt=40, new=12, shape=(1, 128, 4, 2), lowering="auto"),
     "step": dict(schemes=("kivi",), lengths=(40,), steps=2, shape=(1, 128, 4, 2), dtype=torch.float32),

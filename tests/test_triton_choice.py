@@ -89,7 +89,7 @@ def test_attend_refuses_sites_it_does_not_serve(changed, reason):
         select(dispatch("attend", *KIVI, **changed), "triton")
 
 
-@pytest.mark.parametrize("op", ["encode", "append_", "append_layers_"])
+@pytest.mark.parametrize("op", ["quantize", "append_", "append_layers_"])
 @pytest.mark.parametrize(
     "spec",
     [
@@ -108,7 +108,7 @@ def test_encode_refuses_what_it_does_not_serve_and_says_why(op, spec):
 @pytest.mark.skipif(DEVICE == "cuda", reason="kernels are compiled here")
 def test_auto_never_takes_the_interpreter():
     assert select(dispatch("attend", *KIVI)).name == "inductor"
-    assert select(dispatch("encode", KIVI[0])).name == ("inductor" if ROUNDS_IN_INDUCTOR else "reference")
+    assert select(dispatch("quantize", KIVI[0])).name == ("inductor" if ROUNDS_IN_INDUCTOR else "reference")
     with only_reference():
         assert select(dispatch("attend", *KIVI)).name == "reference"
 

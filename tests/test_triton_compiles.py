@@ -17,7 +17,7 @@ SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes a program may have of A100 an
 KERNELS = {
     "attend": {"attend_split", "merge_splits"},
     "fields": {"field_rows", "page_queries", "order_tokens", "attend_fields", "merge_splits"},
-    "encode": {"encode_pages"},
+    "quantize": {"quantize_pages"},
     "append": {"write_windows"},
 }
 SCALES_8, KITTY = dict(name="second-level"), dict(name="boosted", share=0.25)
@@ -68,22 +68,22 @@ CASES = {
     "waterfill, 5 queries, mask": dict(op="fields", queries=5, mask=True),
     "a token of each layer": dict(op="append"),
     "a draft in each layer": dict(op="append", tokens=9, dim=80, dtype="float32"),
-    "encode keys": dict(op="encode", bits=2),
-    "encode long pages of 3 bits": dict(op="encode", bits=3, page=512, group=128, eta=0.05),
-    "encode compensated keys": dict(op="encode", bits=2, block=64),
-    "encode compensated keys of wide heads": dict(op="encode", bits=4, dim=256, block=128),
-    "encode values": dict(op="encode", bits=4, per="token", group=32),
-    "encode whole tokens": dict(op="encode", bits=2, per="token", group=256, dim=256, page=128),
-    "rotate and encode": dict(op="encode", bits=4, per="token", group=32, rotation=0),
-    "encode on a grid": dict(op="encode", bits=4, per="token", group=128, rotation=0, grid="d2n16"),
-    "encode on a grid, 3 bits": dict(op="encode", bits=6, per="token", group=128, rotation=0, grid="d2n64"),
+    "encode keys": dict(op="quantize", bits=2),
+    "encode long pages of 3 bits": dict(op="quantize", bits=3, page=512, group=128, eta=0.05),
+    "encode compensated keys": dict(op="quantize", bits=2, block=64),
+    "encode compensated keys of wide heads": dict(op="quantize", bits=4, dim=256, block=128),
+    "encode values": dict(op="quantize", bits=4, per="token", group=32),
+    "encode whole tokens": dict(op="quantize", bits=2, per="token", group=256, dim=256, page=128),
+    "rotate and encode": dict(op="quantize", bits=4, per="token", group=32, rotation=0),
+    "encode on a grid": dict(op="quantize", bits=4, per="token", group=128, rotation=0, grid="d2n16"),
+    "encode on a grid, 3 bits": dict(op="quantize", bits=6, per="token", group=128, rotation=0, grid="d2n64"),
     "encode on a grid, 4 bits, wide heads": dict(
-        op="encode", bits=8, per="token", group=256, dim=256, rotation=0, grid="d2n256", fit="lsq"
+        op="quantize", bits=8, per="token", group=256, dim=256, rotation=0, grid="d2n256", fit="lsq"
     ),
     "encode on a grid of 4 dimensions": dict(
-        op="encode", bits=6, per="token", group=96, dim=96, dtype="float32", rotation=0, grid="d4n64"
+        op="quantize", bits=6, per="token", group=96, dim=96, dtype="float32", rotation=0, grid="d4n64"
     ),
-    "encode on a grid of 1 dimension": dict(op="encode", bits=3, per="token", group=64, page=64, grid="d1n8"),
+    "encode on a grid of 1 dimension": dict(op="quantize", bits=3, per="token", group=64, page=64, grid="d1n8"),
 }
 
 
@@ -120,7 +120,7 @@ def test_shipped_configs_fit_a100_and_h100_without_spills(compiled, archs, name)
     kernels = KERNELS[CASES[name]["op"]]
     kernels = kernels | {"sum_attention"} if CASES[name].get("statistic") else kernels
     kernels = {"encode_compensated"} if CASES[name].get("block") else kernels
-    if CASES[name]["op"] == "encode":
+    if CASES[name]["op"] == "quantize":
         kernels = {"encode_on_grid"} if CASES[name].get("grid") else kernels
         kernels = kernels | {"hadamard_runs"} if "rotation" in CASES[name] else kernels
     assert {(line["arch"], line["kernel"]) for line in lines} == {(a, k) for a in archs for k in kernels}

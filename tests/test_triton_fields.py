@@ -36,15 +36,15 @@ def past_of(plan, n, heads, dim, batch, dtype, rope):
     """States of keys and values that hold ``n`` tokens, and what keys are rotated by."""
     key, value = (KVState.allocate(s, batch, heads, dim, dtype, "cpu", n + 70) for s in (plan.key, plan.value))
     tables = {}
-    if plan.key.transform.page_frame:
+    if plan.key.transform.page_rope:
         cos, sin = (table.to(dtype) for table in positions(rope, n + 70, *range(0, 7 * batch, 7), scale=1.2))
         key.rotary, tables = RotaryState.of(plan.key, cos, sin), dict(rope=rope)
     value.same_layer_keys = key
     q = randn(0, batch, 2 * heads, n, dim, dtype=dtype)
     key.append(mixed(0, batch, heads, n, dim, dtype=dtype), 0, q, **tables)
     value.append(mixed(3, batch, heads, n, dim, dtype=dtype) / 8, 0)
-    frames = dict(cos=key.rotary.cos.to(DEVICE), sin=key.rotary.sin.to(DEVICE), rope=rope) if tables else {}
-    return key, value, frames
+    page_tables = dict(cos=key.rotary.cos.to(DEVICE), sin=key.rotary.sin.to(DEVICE), rope=rope) if tables else {}
+    return key, value, page_tables
 
 
 def call(
@@ -63,7 +63,18 @@ def call(
     if sinks:
         others["sinks"] = randn(4, heads * repeats).to(DEVICE)
     packs = [[tensor.to(DEVICE) for tensor in state.pack] for state in (key, value)]
-    given = [q, *packs, key.carrier(n), *new, bias, not mask and queries > 1, dim**-0.5, softcap, key.text, value.text]
+    given = [
+        q,
+        *packs,
+        key.length_tensor(n),
+        *new,
+        bias,
+        not mask and queries > 1,
+        dim**-0.5,
+        softcap,
+        key.text,
+        value.text,
+    ]
     return [one.to(DEVICE) if isinstance(one, torch.Tensor) else one for one in given], others
 
 
@@ -184,8 +195,8 @@ UNIFORM = coded(2, "token", 32, 32, sinks=4), coded(2, "token", 32, 32, sinks=4,
         ((plan(64).key, UNIFORM[1]), "keys and values must both"),
         ((UNIFORM[0], plan(64).value), "keys and values must both"),
         ((plan(64).key, plan(64, **ALIKE).value), "same per-token bit widths as their keys"),
-        ((recoded(plan(64).key, page_frame=False, pre_rope=True), plan(64).value), "queries cannot be projected"),
-        ((coded(2, "token", 32, 32, page_frame=True, sinks=4), UNIFORM[1]), "one bit width for all channels"),
+        ((recoded(plan(64).key, page_rope=False, pre_rope=True), plan(64).value), "queries cannot be projected"),
+        ((coded(2, "token", 32, 32, page_rope=True, sinks=4), UNIFORM[1]), "one bit width for all channels"),
     ],
     ids=["keys alone", "values alone", "ranks", "no frame", "frame"],
 )

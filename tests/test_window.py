@@ -1,4 +1,4 @@
-"""Length carriers, and the slots of the exact tokens."""
+"""Length length tensors, and the slots of the exact tokens."""
 
 import math
 
@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 import kvpass  # noqa: F401  (registers the ops)
 from kvpass.cache.state import KVState
-from kvpass.layout.window import LENGTH_OFFSET, SEEN_OFFSET, LogSparse, Writes, carry, layout, length_of
+from kvpass.layout.window import LENGTH_OFFSET, SEEN_OFFSET, LogSparse, Writes, layout, length_of, length_tensor
 
 from common import coded, randn
 
@@ -24,14 +24,14 @@ LOG = coded(2, "channel", 16, 16, residual=32, sinks=2, keep="log")
 @pytest.mark.parametrize("n", [0, 1, 2, 31, 100_000, LENGTH_OFFSET, SEEN_OFFSET, 1 << 31, 1 << 40])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_carrier_holds_its_length_without_reading_the_device(n, device):
-    carrier = carry(n, device)
-    assert length_of(carrier) == n and type(length_of(carrier)) is int
-    assert carrier.stride() == (0,) and carrier.untyped_storage().nbytes() == 8
-    assert carrier.shape == (n + LENGTH_OFFSET,)
+    length = length_tensor(n, device)
+    assert length_of(length) == n and type(length_of(length)) is int
+    assert length.stride() == (0,) and length.untyped_storage().nbytes() == 8
+    assert length.shape == (n + LENGTH_OFFSET,)
     if device == "cpu":
-        assert carrier[0] == n
-    seen = carry(n, device, SEEN_OFFSET)
-    assert length_of(seen, SEEN_OFFSET) == n and seen.shape != carrier.shape
+        assert length[0] == n
+    seen = length_tensor(n, device, SEEN_OFFSET)
+    assert length_of(seen, SEEN_OFFSET) == n and seen.shape != length.shape
 
 
 @pytest.mark.usefixtures("reference_in_this_test")
@@ -49,7 +49,7 @@ def test_what_is_stored_behind_billions_of_tokens_is_what_is_stored_behind_few(s
             for pool in (state.codes, state.scale, state.zero_point)
         ]
         for part in x.split(new, 2):
-            torch.ops.kvpass.append_([*pools, state.ring], carry(n), part, None, None, state.text)
+            torch.ops.kvpass.append_([*pools, state.ring], length_tensor(n), part, None, None, state.text)
             written += [tensor[:, :, 0].clone() for tensor in pools] + [state.ring.clone()]
             n += part.shape[2]
         stored.append(written)

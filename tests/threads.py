@@ -36,8 +36,8 @@ def forget():
     torch._dynamo.reset()
     layout.cache_clear()
     attend.attend_kernel.cache_clear()
-    pages.encoding.cache_clear()
-    pages.decoding.cache_clear()
+    pages.quantizing.cache_clear()
+    pages.dequantizing.cache_clear()
 
 
 def at_once(calls):

@@ -67,7 +67,7 @@ class CacheState:
 
     @property
     def device(self) -> torch.device:
-        """The device of the first layer, where carriers of lengths are."""
+        """The device of the first layer, where length tensors of lengths are."""
         return self.layers[0].geometry.device
 
     @property

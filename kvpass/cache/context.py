@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class ForwardContext:
     """What the layers of a cache have in common while a forward is running over them.
 
-    length, seen_length: carriers of what is stored, and of what was seen where that is more.
+    length, seen_length: length tensors of what is stored, and of what was seen where that is more.
     arriving: ``[tokens, 0]``, as long as the tokens that every layer is about to store. Its shape makes the number
         symbolic in a graph.
     expect: changes ``arriving``, and makes room, before the first layer has stored anything: the batch size and the
@@ -25,7 +25,7 @@ class ForwardContext:
     starts: ``[B]`` int64, tokens of left padding before those of each row, if a mask says no more than that.
     edges: room for one layer's reconstruction of the keys and values that leave the window.
     slots: heads that decide -> ``[B, heads, budget]`` int64, where a decision to evict is handed on.
-    past: what one layer decoded, until the layer above has its turn.
+    past: what one layer dequantized, until the layer above has its turn.
     query_capture: who hands over the queries, where no graph does.
     hooked: whether hooks within the model keep this step from being compiled.
     uncaptured: called by each layer that is read by the model's own Python in a step that is to be compiled.

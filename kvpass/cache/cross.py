@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from ..errors import KVPassError
-from ..layout.window import carry, length_of
+from ..layout.window import length_of, length_tensor
 from ..schemes import LayerGeometry, LayerPlan
 from .cache_state import CacheState
 from .context import ForwardContext
@@ -19,7 +19,8 @@ from .state import KVState
 
 class CrossLayer(PackedLayer):
     """A layer of a cross-attention cache. Each layer is written once, during the first forward. From then on attention
-    reads its ``keys`` and ``values``; while a forward is running they are plain decodes, which the pass fuses with it.
+    reads its ``keys`` and ``values``; while a forward is running they are calls of ``kvpass::dequantize``, which the
+    pass fuses with it.
     """
 
     is_cross = True
@@ -68,8 +69,8 @@ class CrossLayer(PackedLayer):
         if context is None:
             return super()._view(state)
         if not length_of(context.length):  # written by the forward that is running
-            return state.decode(self.tokens, self.cache.lowering)
-        return self._decode(state, None)
+            return state.dequantize(self.tokens, self.cache.lowering)
+        return self._dequantize(state, None)
 
     def _stored(self) -> int:
         context = self.cache.context
@@ -102,7 +103,7 @@ def running(layers: Sequence[CacheLayerMixin], own: CacheState) -> Iterator[None
     cross = packed[0].cache if packed else None
     if cross is not None:
         _refuse_unless_consistent(cross, packed, own)
-        cross.context = ForwardContext(carry(cross.tokens, cross.device))
+        cross.context = ForwardContext(length_tensor(cross.tokens, cross.device))
         if cross.tokens > 1:
             torch._dynamo.maybe_mark_dynamic(cross.context.length, 0)
     try:

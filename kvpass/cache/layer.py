@@ -42,7 +42,7 @@ class PackedLayer(CacheLayerMixin):
         self.plan, self.geometry, self.cache = plan, geometry, cache
         self.key_state: KVState | None = None
         self.value_state: KVState | None = None
-        self.key_source: PackedLayer | None = None  # layers whose codes this one decodes with
+        self.key_source: PackedLayer | None = None  # layers whose codes this one dequantizes with
         self.value_source: PackedLayer | None = None
         self.rotary_owner = self  # the layer that keeps the rotary tables of this one
         self.rotary: RotaryState | None = None
@@ -81,12 +81,12 @@ class PackedLayer(CacheLayerMixin):
 
     @stored
     def keys(self) -> Tensor | None:
-        """The stored keys as a ``[B, H_kv, n, D]`` tensor that decodes when read."""
+        """The stored keys as a ``[B, H_kv, n, D]`` tensor that dequantizes when read."""
         return self._view(self.key_state) if self.is_initialized else None
 
     @stored
     def values(self) -> Tensor | None:
-        """The stored values as a ``[B, H_kv, n, D]`` tensor that decodes when read."""
+        """The stored values as a ``[B, H_kv, n, D]`` tensor that dequantizes when read."""
         return self._view(self.value_state) if self.is_initialized else None
 
     def _view(self, state: KVState) -> Tensor:
@@ -95,9 +95,9 @@ class PackedLayer(CacheLayerMixin):
         if self.cache.context is None:
             self.cache.refuse_unless_whole()
         if self.plan.looks_at_previous or self.plan.adaptive:
-            return state.decode(self.tokens, self.cache.lowering)
+            return state.dequantize(self.tokens, self.cache.lowering)
         if self.cache.context is not None and torch.compiler.is_dynamo_compiling():
-            return self._decode(state, None)  # a subclass would share storage with other inputs of the graph
+            return self._dequantize(state, None)  # a subclass would share storage with other inputs of the graph
         return PackedKV.view(state, self.tokens)
 
     def states(self) -> list[KVState]:
@@ -191,7 +191,7 @@ class PackedLayer(CacheLayerMixin):
         }
         if self.plan.key.transform.keeps_tables and self.rotary_owner is self:
             new["rotary"] = RotaryState(self.plan.key, batch, *room[1:], tokens, self.angles)
-        if self.plan.key.transform.page_frame:
+        if self.plan.key.transform.page_rope:
             if self.rotary_owner is not self:
                 self.rotary_owner._allocate(batch, tokens)
             new["key_state"].rotary = new.get("rotary", self.rotary_owner.rotary)
@@ -286,8 +286,8 @@ class PackedLayer(CacheLayerMixin):
             self._read_uncaptured()
         context = self.cache.context
         k_below, v_below = context.past if self.plan.looks_at_previous else (None, None)
-        keys = self._decode(self.key_state, k_below)
-        values = self._decode(self.value_state, v_below, keys)
+        keys = self._dequantize(self.key_state, k_below)
+        values = self._dequantize(self.value_state, v_below, keys)
         context.past = (keys, values) if self.predicts_next else None
         if self.plan.key.transform.pre_rope:
             rotary = self.rotary_owner.rotary
@@ -319,11 +319,13 @@ class PackedLayer(CacheLayerMixin):
         same_layer_keys = self._append(self.key_state, keys, 0, q=q, mask=mask)
         self._append(self.value_state, values, 1, same_layer_keys)
 
-    def _decode(self, state: KVState, previous_layer: Tensor | None, same_layer_keys: Tensor | None = None) -> Tensor:
+    def _dequantize(
+        self, state: KVState, previous_layer: Tensor | None, same_layer_keys: Tensor | None = None
+    ) -> Tensor:
         if not state.spec.transform.predictor:
             previous_layer = same_layer_keys = None
         context = self.cache.context
-        return torch.ops.kvpass.decode(
+        return torch.ops.kvpass.dequantize(
             state.handles, context.length, state.text, self.cache.lowering, previous_layer, same_layer_keys,
             list(state.predictor), list(state.pooled_planes), **state.tables(""), starts=context.starts,
         )  # fmt: skip

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..codec.frame import numbered, rows
+from ..codec.page_rope import numbered, rows
 from ..codec.spec import CodecSpec
-from ..layout.window import carry
+from ..layout.window import length_tensor
 from .state import GROWTH, ModelTensors, Storage, grown
 
 _LEAST_GROWTH = 64  # tokens
@@ -134,7 +134,7 @@ class RotaryState(Storage):
 
     spec: of their keys.
     cos, sin: ``[B, capacity, head_dim / 2]`` in the cache's dtype, scaled as the model scales them: those of every
-        stored token for keys before rotary embedding, and those of `codec.frame` for keys in the frame of their page.
+        stored token for keys before rotary embedding, and those of `codec.page_rope` for keys with page-relative RoPE.
     angles: ``[p]`` of frames that go by the numbers of tokens: those tables are filled in as room is made for them.
     starts: ``[B, 1]`` int64, where the rows of those begin, behind padding; otherwise None.
     """
@@ -174,14 +174,14 @@ class RotaryState(Storage):
     def of(cls, spec: CodecSpec, cos: Tensor, sin: Tensor) -> RotaryState:
         """That of tokens with the tables ``cos`` and ``sin``, ``[B, T, p]``."""
         made = cls(spec, len(cos), 2 * cos.shape[2], cos.dtype, cos.device, cos.shape[1])
-        none = carry(0, cos.device)
+        none = length_tensor(0, cos.device)
         torch.ops.kvpass.append_rotary_(made.cos, made.sin, none, cos, sin, spec=str(spec))
         return made
 
     @staticmethod
     def _rows(spec: CodecSpec, tokens: int) -> int:
         """Rows of the tables of ``tokens`` tokens."""
-        return rows(tokens, spec.page_size) if spec.transform.page_frame else tokens
+        return rows(tokens, spec.page_size) if spec.transform.page_rope else tokens
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from (("cos", self.cos), ("sin", self.sin))

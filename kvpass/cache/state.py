@@ -13,7 +13,7 @@ from ..codec.spec import CodecSpec
 from ..codec.tensors import calibrated_shapes, fitted_shapes, of_model, of_pages, of_sequence, of_state, page_shapes
 from ..errors import KVPassError
 from ..layout.pool import bare_handle, handle
-from ..layout.window import Recent, Writes, carry, layout
+from ..layout.window import RecentLayout, Writes, layout, length_tensor
 
 if TYPE_CHECKING:
     from .per_cache import RotaryState
@@ -108,7 +108,7 @@ class KVState(Storage):
     is an attribute; `Codec.tensors` and `Codec.sequence` give shapes and dtypes. Those of every codec, and the others:
 
     codes: ``[B, H_kv, capacity, rows, D]`` uint8, planar pages. A state made with ``source`` has none of its own: it
-        decodes with the codes of that state, which must take the same tokens at the same time.
+        dequantizes with the codes of that state, which must take the same tokens at the same time.
     ring: ``[B, H_kv, sinks + ring_size, D]``, the full-precision tokens, in the cache's dtype.
     compensation: ``[B, H_kv, D - b, D - b]``, 16-bit, for specs with a subspace.
     center: ``[B, H_kv, 1, D]``, 16-bit, for specs that subtract a mean of the sequence.
@@ -198,7 +198,7 @@ class KVState(Storage):
 
     @property
     def codes(self) -> Tensor:
-        """The pool of codes this state decodes with."""
+        """The pool of codes this state dequantizes with."""
         return self.source.codes if self.source else self._codes
 
     @property
@@ -214,7 +214,7 @@ class KVState(Storage):
 
     @property
     def pooled_planes(self) -> Sequence[Tensor]:
-        """What ``kvpass::decode`` takes besides, for tokens with widths of their own."""
+        """What ``kvpass::dequantize`` takes besides, for tokens with widths of their own."""
         return ()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -256,14 +256,14 @@ class KVState(Storage):
         """Forget all tokens."""
         self.writes = Writes()
 
-    def carrier(self, n: int) -> Tensor:
-        """A length carrier for calling the ops outside a cache."""
-        return carry(n, self.ring.device)
+    def length_tensor(self, n: int) -> Tensor:
+        """A length tensor for calling the ops outside a cache."""
+        return length_tensor(n, self.ring.device)
 
     def append(self, x: Tensor, n: int, q: Tensor | None = None, mask: Tensor | None = None, rope: str = "") -> None:
         """Store ``x`` ``[B, H_kv, S, D]`` as tokens ``[n, n + S)``, growing as needed.
 
-        rope: how keys in the frame of their page are turned, by tables that ``rotary`` has already.
+        rope: how keys with page-relative RoPE are turned, by tables that ``rotary`` has already.
         """
         expected = (*self.ring.shape[:2], self.ring.shape[3])
         if x.ndim != 4 or (*x.shape[:2], x.shape[3]) != expected:
@@ -272,7 +272,7 @@ class KVState(Storage):
             raise KVPassError(_ALONE)
         self.reserve(n + x.shape[2])
         torch.ops.kvpass.append_(
-            self.pack, self.carrier(n), x.to(self.ring.dtype), q, mask, self.text, **self.tables(rope),
+            self.pack, self.length_tensor(n), x.to(self.ring.dtype), q, mask, self.text, **self.tables(rope),
             key_pages=self.key_pages,
         )  # fmt: skip
         self.wrote(n, n + x.shape[2])
@@ -286,19 +286,19 @@ class KVState(Storage):
         if gone:
             self.writes = self.writes.evicted(gone, self.spec.retention.budget // self.spec.page_size)
 
-    def decode(self, n: int, lowering: str = "auto") -> Tensor:
+    def dequantize(self, n: int, lowering: str = "auto") -> Tensor:
         """The ``n`` stored tokens, ``[B, H_kv, n, D]`` in the cache's dtype, and what they were predicted from."""
         sources = (self.previous_layer, self.same_layer_keys) if self.spec.transform.predictor else (None, None)
-        previous, keys = (state and state.decode(n, lowering) for state in sources)
-        return torch.ops.kvpass.decode(
-            self.pack, self.carrier(n), self.text, lowering, previous, keys, list(self.predictor),
+        previous, keys = (state and state.dequantize(n, lowering) for state in sources)
+        return torch.ops.kvpass.dequantize(
+            self.pack, self.length_tensor(n), self.text, lowering, previous, keys, list(self.predictor),
             list(self.pooled_planes), **self.tables(),
         )  # fmt: skip
 
     def tables(self, rope: str | None = None) -> dict[str, Any]:
-        """What ops are given besides, for keys in the frame of their page; ``rope`` is that of the tokens there unless
+        """What ops are given besides, for keys with page-relative RoPE; ``rope`` is that of the tokens there unless
         it is said."""
-        if not self.spec.transform.page_frame:
+        if not self.spec.transform.page_rope:
             return {}
         if self.spec.transform.numbered:
             rope = self.spec.transform.numbered
@@ -314,7 +314,7 @@ class KVState(Storage):
         return None if keys is None else keys.handles[0]
 
     @property
-    def _layout(self) -> Recent:
+    def _layout(self) -> RecentLayout:
         return layout(self.spec.retention)
 
     def _lost(self, n: int) -> Tensor:
@@ -327,12 +327,13 @@ class KVState(Storage):
         return not self._lost(new).numel()
 
     def crop(self, old: int, new: int, lowering: str = "auto") -> None:
-        """Forget tokens ``[new, old)``. Tokens of the window that are only in pages by now come back decoded. Without a
+        """Forget tokens ``[new, old)``. Tokens of the window that are only in pages by now come back dequantized.
+        Without a
         page, a basis is fitted anew, and errors cost the same everywhere: what the prompt's queries said is gone."""
         lost = self._lost(new)
         if lost.numel():
             device = self.ring.device
-            decoded = self.decode(old, lowering).index_select(2, lost.to(device))
+            decoded = self.dequantize(old, lowering).index_select(2, lost.to(device))
             self.ring.index_copy_(2, self._layout.slots(lost).to(device), decoded)
             self.writes = Writes(((0, new),), self.spec.retention.pages(new))
         pages = self.spec.retention.pages

@@ -131,7 +131,7 @@ def new_layers(
         if plan.looks_at_previous or plan.calibrated or plan.shares_out:
             layer.predictors = predictors[index]
         if plan.key.transform.keeps_tables:  # frames are those of pages, tables those of tokens
-            same = plan.key.transform.page_frame and plan.key.retention
+            same = plan.key.transform.page_rope and plan.key.retention
             angles = None if layer.angles is None else (plan.key.transform.numbered, *layer.angles.tolist())
             layer.rotary_owner = rotary_owners.setdefault((same, angles), layer)
         layer.importance_owner = evicting[0] if plan.key.retention.shared else layer

@@ -7,12 +7,13 @@ from torchao.utils import TorchAOBaseTensor
 from ..codec.spec import CodecSpec, parse
 from ..codec.tensors import of_state
 from ..errors import KVPassError, NonFiniteError
+from ..versions import warn_renamed
 from .state import KVState
 
 
 def _written_by(func) -> KVPassError:
     return KVPassError(
-        f"{func} writes to a PackedKV, which only append() can do. decode() returns a dequantized copy to work on."
+        f"{func} writes to a PackedKV, which only append() can do. dequantize() returns a dequantized copy to work on."
     )
 
 
@@ -83,9 +84,14 @@ class PackedKV(TorchAOBaseTensor):
         state.append(x, self.num_tokens)
         return PackedKV.view(state, self.num_tokens + x.shape[2])
 
-    def decode(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         """The dequantized float tensor, ``[B, H_kv, n, D]``."""
-        return self.state.decode(self.num_tokens)
+        return self.state.dequantize(self.num_tokens)
+
+    def decode(self) -> Tensor:
+        """The old name of `dequantize`."""
+        warn_renamed("PackedKV.decode", "PackedKV.dequantize")
+        return self.dequantize()
 
     def nbytes_packed(self) -> int:
         """Bytes held, slack included."""
@@ -97,7 +103,7 @@ class PackedKV(TorchAOBaseTensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.__setitem__ and isinstance(args[0], cls):  # would write to a decoded copy
+        if func is torch.Tensor.__setitem__ and isinstance(args[0], cls):  # would write to a dequantized copy
             raise _written_by(func)
         return super().__torch_function__(func, types, args, kwargs or {})
 
@@ -111,5 +117,5 @@ class PackedKV(TorchAOBaseTensor):
             value = args[position] if position < len(args) else (kwargs or {}).get(argument.name)
             if isinstance(value, cls) and argument.alias_info is not None and argument.alias_info.is_write:
                 raise _written_by(func)
-        args, kwargs = torch.utils._pytree.tree_map_only(cls, lambda packed: packed.decode(), (args, kwargs or {}))
+        args, kwargs = torch.utils._pytree.tree_map_only(cls, lambda packed: packed.dequantize(), (args, kwargs or {}))
         return func(*args, **kwargs)

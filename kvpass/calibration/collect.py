@@ -70,7 +70,7 @@ def collect(
                         name: table.cpu().contiguous() for name, table in layer.rotary.contents(ids.shape[1]).items()
                     }
                 for role, state in zip(_ROLES, layer.states(), strict=True):
-                    x = state.decode(layer.tokens)
+                    x = state.dequantize(layer.tokens)
                     x = x.to(params_dtype(x.dtype))
                     if not torch.isfinite(x).all():
                         raise NonFiniteError(

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from .. import schemes
-from ..codec import CodecSpec, decode_pages, encode_pages
+from ..codec import CodecSpec, dequantize_pages, quantize_pages
 from ..codec.affine import params_dtype
 from ..codec.center import fit_center
 from ..codec.predictor import predict
@@ -229,7 +229,7 @@ class _Chain:
                 part = _Part(index, previous_layer, role, spec)
                 moments = Moments.of(partial(self._pairs, part))
                 tensors.append(known[role] if known else self._fit(part, moments, params_dtype(geometry.dtype)))
-                shares.append(self._decode(part, tensors[role], moments.y / moments.count))
+                shares.append(self._dequantize(part, tensors[role], moments.y / moments.count))
             key, value = shares
             if plan.looks_at_previous:
                 self.predictors[index], self.explained[index] = (tensors[0], tensors[1]), (key[0], value[0])
@@ -267,7 +267,7 @@ class _Chain:
             part.spec.transform.predictor, partial(self._pairs, part), moments, ridge=ridge, rank=rank, dtype=dtype
         )
 
-    def _decode(self, part: _Part, tensors: list[Tensor], mean: Tensor) -> tuple[float, float]:
+    def _dequantize(self, part: _Part, tensors: list[Tensor], mean: Tensor) -> tuple[float, float]:
         """Store the dequantized tokens of a part. Returns the share explained and the error, relative to the
         variance."""
         # There are no queries to fit a subspace to; it would redistribute the error, not change its energy.
@@ -280,7 +280,7 @@ class _Chain:
                 prediction = fit_center(x, params_dtype(x.dtype)).float()
             elif transform.predictor:
                 prediction = predict(transform.predictor, tensors, self._references(sequence, part), spec.page_size)
-            decoded = prediction + decode_pages(*encode_pages(x - prediction, spec), spec)
+            decoded = prediction + dequantize_pages(*quantize_pages(x - prediction, spec), spec)
             save_file({"x": decoded.contiguous()}, self._file(sequence, part.layer, part.role))
             if part.previous_layer is not None:
                 self._file(sequence, part.previous_layer, part.role).unlink(missing_ok=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..codec import CodecSpec, Quantizer, Subspace, encode_pages
+from ..codec import CodecSpec, Quantizer, Subspace, quantize_pages
 from ..codec.predictor import GROUP, matrix, parse_predictor, run
 from ..codec.subspace import compensation_matrix
 from ..layout.retention import Recent
@@ -96,7 +96,7 @@ def quantize(weight: Tensor, covariance: Tensor, ridge: float, dtype: torch.dtyp
     fitted = []
     if subspace is not None:
         fitted = [compensation_matrix(_regularised(covariance, max(ridge, 1e-2)), block)[None, None]]
-    packed = encode_pages(weight.to(dtype)[None, None], spec, fitted)
+    packed = quantize_pages(weight.to(dtype)[None, None], spec, fitted)
     return [part[0, 0, 0] for part in packed]
 
 

@@ -165,9 +165,9 @@ class _Statistics:
         """Mean of keys ``[H, 1, D]``, and covariances of page-relative keys and of values, ``[2, H, D, D]``."""
         mean = self.mean / self.tokens
         keys, values = self.moments / self.tokens
-        return mean, torch.stack([self.in_frames(keys - mean.mT @ mean, offsets), values])
+        return mean, torch.stack([self.in_page_rope(keys - mean.mT @ mean, offsets), values])
 
-    def in_frames(self, matrix: Tensor, offsets: Tensor) -> Tensor:
+    def in_page_rope(self, matrix: Tensor, offsets: Tensor) -> Tensor:
         """Second moments ``[H, D, D]`` of page-relative keys, from those of keys before rotary embedding."""
         if not self.turn.rope:
             return matrix
@@ -250,7 +250,7 @@ def share_out(
         shares = Shares.of(config.plan(own.layer).key)
         means[index], covariances = own.covariances(offsets)
         costs = own.costs(scale)
-        costs[0] = own.in_frames(costs[0], offsets)
+        costs[0] = own.in_page_rope(costs[0], offsets)
         keys, values = zip(covariances, costs, strict=True)
         axes[index] = _Axes(*keys, shares.block_size), _Axes(*values, shares.block_size)
     widths = _water_fill(axes, config)

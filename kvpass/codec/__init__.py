@@ -1,5 +1,8 @@
 """Quantizer primitives: pure functions of tensors that the schemes are composed of."""
 
+from typing import Any
+
+from ..versions import warn_renamed
 from . import (  # noqa: F401  (they register their codecs)
     allocation,
     balance,
@@ -17,7 +20,7 @@ from . import (  # noqa: F401  (they register their codecs)
 )
 from .allocation import Allocation
 from .codec import CODECS, Codec, Kept
-from .pages import decode_pages, encode_pages
+from .pages import dequantize_pages, quantize_pages
 from .quantizer import Adaptive, Quantizer, Subspace
 from .shares import Shares
 from .spec import CodecSpec, parse
@@ -34,7 +37,16 @@ __all__ = [
     "Shares",
     "Subspace",
     "Transform",
-    "decode_pages",
-    "encode_pages",
+    "dequantize_pages",
     "parse",
+    "quantize_pages",
 ]
+
+_RENAMED = {"encode_pages": "quantize_pages", "decode_pages": "dequantize_pages"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warn_renamed(f"kvpass.codec.{name}", _RENAMED[name])
+    return globals()[_RENAMED[name]]

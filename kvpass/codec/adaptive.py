@@ -1,6 +1,6 @@
 """A width for every token (QAQ, arXiv 2403.04643): as many bits as its error is allowed, and outliers exact.
 
-Codes are mid-rise: ``floor((x - zero_point) / step)`` of the widest class, decoded to the middle of their cell. The
+Codes are mid-rise: ``floor((x - zero_point) / step)`` of the widest class, dequantized to the middle of their cell. The
 code of a narrower class is its high bits, so that codes are stored as planes of bits: the first for all tokens, each
 further one for those of a class that has it. Giving a token fewer bits drops rows of a plane; giving it more needs the
 original.
@@ -129,7 +129,7 @@ def from_planes(planes: Sequence[Tensor], levels: Tensor, widths: Sequence[int])
     return codes
 
 
-def decode_tokens(tokens: Tokens, widths: Sequence[int]) -> Tensor:
+def dequantize_tokens(tokens: Tokens, widths: Sequence[int]) -> Tensor:
     """``[B, H, T, D]`` float32."""
     codes = from_planes(tokens.planes, tokens.levels, widths)
     cells = torch.tensor([2.0 ** (widths[-1] - width) for width in widths], device=codes.device)

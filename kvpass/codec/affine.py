@@ -3,7 +3,7 @@
 Scales and zero points are stored in 16 bits, and codes are assigned under the *stored* parameters. The zero point is
 rounded down and the scale up, so that every value of the group lies inside ``[zero_point, zero_point + (2**bits-1) *
 scale]``: the round-trip error is at most ``scale / 2`` for every element, and a constant the storage dtype can hold
-decodes to itself. `calibrate` and the least-squares fits give that bound up for a smaller squared error.
+dequantizes to itself. `calibrate` and the least-squares fits give that bound up for a smaller squared error.
 """
 
 import torch
@@ -38,7 +38,7 @@ def fit_minmax(groups: Tensor, dim: int, bits: int, dtype: torch.dtype) -> tuple
 
 
 def calibrate(scale: Tensor, zero_point: Tensor, bits: int, eta: float) -> tuple[Tensor, Tensor]:
-    """Decode codes assigned under (scale, zero point) to a range narrower by ``eta`` of its length at both ends
+    """Dequantize codes assigned under (scale, zero point) to a range narrower by ``eta`` of its length at both ends
     (XQuant, eq. 9)."""
     dtype, scale = scale.dtype, scale.float()
     zero_point = zero_point.float() + eta * (2**bits - 1) * scale

@@ -77,7 +77,7 @@ def _page(spec: CodecSpec, head_dim: int) -> tuple[int, int]:
     return 1, sum(rows * columns for rows, columns in _parts(spec, head_dim))
 
 
-def opened(pages: Tensor, spec: CodecSpec, head_dim: int) -> tuple[Tensor | None, list[Rank]]:
+def split_pages(pages: Tensor, spec: CodecSpec, head_dim: int) -> tuple[Tensor | None, list[Rank]]:
     """What pages ``[..., N, 1, bytes]`` keep: who is rich, ``[..., N, P / 8, 1]``, if somebody is, and their ranks."""
     parts = _parts(spec, head_dim)
     split = pages.squeeze(-2).split([rows * columns for rows, columns in parts], -1)
@@ -103,7 +103,7 @@ def _placed(cost: Tensor, pairs: int, singles: int) -> Tensor:
     return widths.gather(-1, found % size) * SHIFTS * size + found
 
 
-def _encode_rank(units: Tensor, places: Tensor, counts: tuple[int, int]) -> Rank:
+def _quantize_rank(units: Tensor, places: Tensor, counts: tuple[int, int]) -> Rank:
     """Tokens of one rank, ``[B, H, N, T, D]`` coordinates, whose fields have these places ``[B, H, 1, F]``."""
     places, head_dim = places.long().unsqueeze(2), units.shape[-1]
     widths = widths_of(places, head_dim)
@@ -137,7 +137,7 @@ def field_rows(basis: Tensor, places: Tensor) -> Tensor:
     return torch.where(mine.unsqueeze(-1), rows.unsqueeze(-2), 0.0).flatten(-2)
 
 
-def _decode_rank(rank: Rank, rows: Tensor) -> Tensor:
+def _dequantize_rank(rank: Rank, rows: Tensor) -> Tensor:
     kinds = zip(rank, FIELD_BITS, strict=False)
     fields = torch.cat([unpack(packed, bits) - middle(bits) for packed, bits in kinds], -1)
     return fields * gains(rank.gains) @ rows
@@ -180,8 +180,8 @@ class Allocation(Codec, name="allocated"):
     follows: bool = False
 
     tensors = {"codes": Kept(_page, torch.uint8)}
-    encodes_with = "basis", "fields", "queries"
-    decodes_with = "basis", "fields"
+    quantizes_with = "basis", "fields", "queries"
+    dequantizes_with = "basis", "fields"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -285,7 +285,7 @@ class Allocation(Codec, name="allocated"):
         kept["basis"].copy_(basis)
         kept["fields"].copy_(places)
 
-    def encode(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor]:
+    def quantize(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor]:
         """Whole pages ``[B, H, N * P, D]`` as bytes, ``[B, H, N, 1, .]`` uint8: see `opened`.
 
         fitted: the basis and the places of its fields, see `Allocation.fit_basis`; where tokens have ranks, besides the
@@ -304,14 +304,14 @@ class Allocation(Codec, name="allocated"):
         for of_rank, own, counts in zip(
             by_rank, places.split(self.fields(head_dim), -1), self.counts(head_dim), strict=True
         ):
-            kept += _encode_rank(of_rank, own, counts)
+            kept += _quantize_rank(of_rank, own, counts)
         return (torch.cat([part.flatten(-2) for part in kept], -1).unsqueeze(-2),)
 
-    def decode(self, pages: Tensor, basis: Tensor, places: Tensor, spec: CodecSpec) -> Tensor:
-        """Inverse of `encode` up to rounding: ``[B, H, N * P, D]`` float32."""
-        rich, ranks = opened(pages, spec, basis.shape[-2])
+    def dequantize(self, pages: Tensor, basis: Tensor, places: Tensor, spec: CodecSpec) -> Tensor:
+        """Inverse of `quantize` up to rounding: ``[B, H, N * P, D]`` float32."""
+        rich, ranks = split_pages(pages, spec, basis.shape[-2])
         rows = field_rows(basis, places).unsqueeze(2).split(self.fields(basis.shape[-2]), -2)
-        values = torch.cat([_decode_rank(*each) for each in zip(ranks, rows, strict=True)], 3)
+        values = torch.cat([_dequantize_rank(*each) for each in zip(ranks, rows, strict=True)], 3)
         if rich is not None:
             values = values.gather(3, slots(rich).unsqueeze(-1).expand_as(values))
         return values.flatten(2, 3)

@@ -15,7 +15,7 @@ from ..errors import KVPassError
 from .affine import params_dtype
 from .codec import Codec, Kept
 from .hadamard import hadamard, inverse_hadamard
-from .pages import Affine, decode_pages, encode_pages
+from .pages import Affine, dequantize_pages, quantize_pages
 from .quantizer import Quantizer
 from .spec import CodecSpec
 
@@ -91,7 +91,7 @@ def _shape_of_deviations(spec: CodecSpec, head_dim: int) -> tuple[int, int]:
 class _Balanced(Codec):
     """Pages divided by a factor, which a subclass fits, before they are quantized."""
 
-    decodes_any_bytes = True
+    dequantizes_any_bytes = True
 
     @staticmethod
     def fit(x: Tensor, dim: int) -> Tensor:
@@ -102,14 +102,14 @@ class _Balanced(Codec):
         if spec.quantizer.raw or spec.quantizer.grid or spec.quantizer.subspace is not None:
             raise KVPassError("Balancing needs uniform quantization: no grid, raw floats or subspace.")
 
-    def encode(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+    def quantize(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
         pages = hadamard(x.float().unflatten(2, (-1, spec.page_size)), spec.transform.rotation)
         factor = self.fit(pages, _factor_dim(spec.quantizer)).to(params_dtype(x.dtype))
         divided = (pages / factor.float()).flatten(2, 3).to(x.dtype)
-        return *encode_pages(divided, _inside(spec), fitted), factor
+        return *quantize_pages(divided, _inside(spec), fitted), factor
 
-    def decode(self, codes: Tensor, scale: Tensor, zero_point: Tensor, factor: Tensor, spec: CodecSpec) -> Tensor:
-        divided = decode_pages(codes, scale, zero_point, _inside(spec))
+    def dequantize(self, codes: Tensor, scale: Tensor, zero_point: Tensor, factor: Tensor, spec: CodecSpec) -> Tensor:
+        divided = dequantize_pages(codes, scale, zero_point, _inside(spec))
         tokens = (divided.unflatten(2, (-1, spec.page_size)) * factor.float()).flatten(2, 3)
         return inverse_hadamard(tokens, spec.transform.rotation)
 

@@ -14,7 +14,7 @@ from ..errors import KVPassError
 from ..fields import check_fraction
 from .bitpack import byte_rows, pack, unpack
 from .codec import Codec, Kept
-from .pages import Affine, dequantize_pages, encode_pages
+from .pages import Affine, dequantize_groups, quantize_pages
 from .quantizer import UNIFORM
 from .spec import CodecSpec
 
@@ -58,12 +58,13 @@ class Boosted(Codec, name="boosted"):
                 f"bits={quantizer.bits}: boosted channels use twice as many bits, which must be one of {list(UNIFORM)}."
             )
 
-    def encode(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
-        """What is kept of whole pages ``[B, H, N * P, D]``: codes, scale and zero point as `encode_pages` has them, the
+    def quantize(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        """What is kept of whole pages ``[B, H, N * P, D]``: codes, scale and zero point as `quantize_pages` has them,
+        the
         lower codes of the boosted channels ``[B, H, N, rows, K]`` uint8, and which these are, ``[B, H, N, 1, K]``
         int16: those whose tokens are largest on average."""
         bits, pages = spec.bits, x.float().unflatten(2, (-1, spec.page_size))
-        one, two = encode_pages(x, spec.plain), encode_pages(x, _twice(spec))
+        one, two = quantize_pages(x, spec.plain), quantize_pages(x, _twice(spec))
         size = pages.abs().mean(-2, keepdim=True)
         channels = size.topk(boosted(spec, x.shape[-1]), -1).indices.sort(-1).values
         chosen = torch.zeros_like(size, dtype=torch.bool).scatter(-1, channels, True)
@@ -79,10 +80,10 @@ class Boosted(Codec, name="boosted"):
             channels.to(torch.int16),
         )
 
-    def decode(
+    def dequantize(
         self, codes: Tensor, scale: Tensor, zero_point: Tensor, lower: Tensor, channels: Tensor, spec: CodecSpec
     ) -> Tensor:
-        """Inverse of `encode` up to rounding: ``[B, H, N * P, D]`` float32."""
+        """Inverse of `quantize` up to rounding: ``[B, H, N * P, D]`` float32."""
         upper, below = unpack(codes, spec.bits).float(), unpack(lower, spec.bits) * 0.5**spec.bits
         values = upper.scatter_add(-1, channels.long().expand(below.shape), below)
-        return dequantize_pages(values, scale, zero_point, spec.quantizer).flatten(2, 3)
+        return dequantize_groups(values, scale, zero_point, spec.quantizer).flatten(2, 3)

@@ -47,18 +47,19 @@ class Codec:
     A subclass registers itself by the ``name`` it is given: ``class Boosted(Codec, name="boosted")``.
 
     tensors: what is kept of each page, in order, ``[B, H_kv, pages, *shape]`` each.
-    encodes_with, decodes_with: names of those of the tensors of a sequence and of a model that `encode` and `decode`
-        take, in order. Where a spec does not have one it is left out.
-    decodes_any_bytes: whether `decode`, and every kernel that reads these pages, takes any bytes at all in place of
-        what is kept and fitted, without an exception or an access out of bounds; values are then arbitrary. Servers
-        whose memory is read where nothing is stored yet need it (`kvpass.vllm`). A codec that stores indices does not.
+    quantizes_with, dequantizes_with: names of those of the tensors of a sequence and of a model that `quantize` and
+        `dequantize` take, in order. Where a spec does not have one it is left out.
+    dequantizes_any_bytes: whether `dequantize`, and every kernel that reads these pages, takes any bytes at all in
+        place of what is kept and fitted, without an exception or an access out of bounds; values are then arbitrary.
+        Servers whose memory is read where nothing is stored yet need it (`kvpass.vllm`). A codec that stores indices
+        does not.
     """
 
     name: ClassVar[str]
     tensors: ClassVar[Mapping[str, Kept]]
-    encodes_with: ClassVar[tuple[str, ...]] = ()
-    decodes_with: ClassVar[tuple[str, ...]] = ()
-    decodes_any_bytes: ClassVar[bool] = False
+    quantizes_with: ClassVar[tuple[str, ...]] = ()
+    dequantizes_with: ClassVar[tuple[str, ...]] = ()
+    dequantizes_any_bytes: ClassVar[bool] = False
 
     def __init_subclass__(cls, name: str | None = None, **more: Any) -> None:
         super().__init_subclass__(**more)
@@ -105,7 +106,7 @@ class Codec:
 
     @property
     def follows_keys(self) -> bool:
-        """Whether the tokens that get more bits are those of the layer's keys: `encode` then takes `marks` last."""
+        """Whether the tokens that get more bits are those of the layer's keys: `quantize` then takes `marks` last."""
         return False
 
     def check(self, spec: CodecSpec) -> None:
@@ -126,15 +127,16 @@ class Codec:
         """
 
     def fit_tokens(self, kept: Mapping[str, Tensor], x: Tensor, valid: Tensor | None, spec: CodecSpec) -> None:
-        """Fit to ``x`` ``[B, H_kv, T, D]``, the tokens that are packed first, as `encode` will get them, and write to
+        """Fit to ``x`` ``[B, H_kv, T, D]``, the tokens that are packed first, as `quantize` will get them, and write to
         ``kept``. valid: ``[B, T]`` bool, as above."""
 
-    def encode(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
-        """Whole pages ``[B, H, N * P, D]`` to what `tensors` names, see `pages.encode_pages`."""
+    def quantize(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        """Whole pages ``[B, H, N * P, D]`` to what `tensors` names, see `pages.quantize_pages`."""
         raise NotImplementedError
 
-    def decode(self, *tensors_and_spec: Any) -> Tensor:
-        """What `encode` returned, the tensors that `decodes_with` names, and the spec, to tokens ``[B, H, N * P, D]``
+    def dequantize(self, *tensors_and_spec: Any) -> Tensor:
+        """What `quantize` returned, the tensors that `dequantizes_with` names, and the spec, to tokens ``[B, H, N * P,
+        D]``
         float32."""
         raise NotImplementedError
 

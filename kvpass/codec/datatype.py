@@ -49,8 +49,8 @@ class CalibratedDatatype(Outliers, name="datatype"):
     """
 
     tensors = {"codes": Affine.tensors["codes"], "scale": Kept(_of_values), "zero_point": Kept(_of_values), **OUTLIERS}
-    encodes_with = "datatype", "ranges"
-    decodes_with = "datatype", "ranges"
+    quantizes_with = "datatype", "ranges"
+    dequantizes_with = "datatype", "ranges"
 
     def check(self, spec: CodecSpec) -> None:
         check_datatype(spec)
@@ -61,8 +61,8 @@ class CalibratedDatatype(Outliers, name="datatype"):
             found["ranges"] = Kept(lambda spec, head_dim: (2, head_dim), calibrated=True)
         return found
 
-    def encode(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
-        """What is kept of whole pages ``[B, H, N * P, D]``: codes, scale and zero point as `encode_pages` has them,
+    def quantize(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        """What is kept of whole pages ``[B, H, N * P, D]``: codes, scale and zero point as `quantize_pages` has them,
         none of
         keys, outliers and their positions.
 
@@ -76,8 +76,8 @@ class CalibratedDatatype(Outliers, name="datatype"):
         codes = nearest(units.flatten(-2), chosen_by).to(torch.uint8).view(pages.shape)
         return pack(codes, spec.bits), *rest
 
-    def decode(self, *kept_fitted_and_spec: Any) -> Tensor:
-        """Inverse of `encode` up to rounding: ``[B, H, N * P, D]`` float32."""
+    def dequantize(self, *kept_fitted_and_spec: Any) -> Tensor:
+        """Inverse of `quantize` up to rounding: ``[B, H, N * P, D]`` float32."""
         codes, scale, zero_point, values, positions, datatype, *ranges, spec = kept_fitted_and_spec
         which = unpack(codes, spec.bits)
         points = datatype[..., 1, :].float().unsqueeze(2).expand(*which.shape[:3], -1)

@@ -13,7 +13,7 @@ from ..fields import check_integers
 from .affine import params_dtype
 from .codec import Kept
 from .outliers import OUTLIERS, Outliers, merge, places, split
-from .pages import Affine, decode_pages, encode_pages
+from .pages import Affine, dequantize_pages, quantize_pages
 from .spec import CodecSpec
 
 
@@ -53,14 +53,14 @@ class ErrorTerm(Outliers, name="error-term"):
                 "A low-rank error term needs uniform quantization: no grid, raw floats, subspace or rotation."
             )
 
-    def encode(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
-        """What is kept of whole pages ``[B, H, N * P, D]``: codes, scale and zero point as `encode_pages` has them,
+    def quantize(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        """What is kept of whole pages ``[B, H, N * P, D]``: codes, scale and zero point as `quantize_pages` has them,
         outliers and their positions (`codec.outliers`), and matrices ``[B, H, N, P, r]`` and ``[B, H, N, r, D]`` of 16
         bits."""
         pages = x.float().unflatten(2, (-1, spec.page_size))
         rest, values, positions = split(pages, spec, x.dtype)
-        kept = encode_pages(rest.flatten(2, 3).to(x.dtype), spec.plain)
-        left = pages - decode_pages(*kept, spec.plain).view(pages.shape)
+        kept = quantize_pages(rest.flatten(2, 3).to(x.dtype), spec.plain)
+        left = pages - dequantize_pages(*kept, spec.plain).view(pages.shape)
         left = left.flatten(-2).scatter(-1, places(positions), 0.0).view(pages.shape)
         finite = left.double().nan_to_num(0.0, 0.0, 0.0)  # what is not is found in the scales
         (u, s, vh), rank = torch.linalg.svd(finite, full_matrices=False), ErrorTerm.of(spec).rank
@@ -68,8 +68,8 @@ class ErrorTerm(Outliers, name="error-term"):
         matrices = u[..., :rank] * root.unsqueeze(-2), vh[..., :rank, :] * root.unsqueeze(-1)
         return *kept, values, positions, *(each.to(params_dtype(x.dtype)) for each in matrices)
 
-    def decode(self, *kept_and_spec: Any) -> Tensor:
-        """Inverse of `encode` up to what the matrices leave: ``[B, H, N * P, D]`` float32."""
+    def dequantize(self, *kept_and_spec: Any) -> Tensor:
+        """Inverse of `quantize` up to what the matrices leave: ``[B, H, N * P, D]`` float32."""
         codes, scale, zero_point, values, positions, tall, wide, spec = kept_and_spec
-        pages = decode_pages(codes, scale, zero_point, spec.plain).unflatten(2, (-1, spec.page_size))
+        pages = dequantize_pages(codes, scale, zero_point, spec.plain).unflatten(2, (-1, spec.page_size))
         return merge(pages + tall.float() @ wide.float(), values, positions).flatten(2, 3)

@@ -33,7 +33,7 @@ class OnLattice(Codec):
         "codes": Kept(lambda spec, head_dim: (spec.page_size, head_dim // 4), torch.uint8),
         "scale": Kept(lambda spec, head_dim: (spec.page_size, head_dim // spec.quantizer.group_size)),
     }
-    decodes_any_bytes = True
+    dequantizes_any_bytes = True
 
     @property
     def lattice(self) -> Lattice:
@@ -48,7 +48,7 @@ class OnLattice(Codec):
                 f"bits={quantizer.bits}, per={quantizer.per!r}, group_size={quantizer.group_size}."
             )
 
-    def encode(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
+    def quantize(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
         """What is kept of whole pages ``[B, H, N * P, D]``: codes ``[B, H, N, P, D / 4]`` uint8, all lower bytes before
         all higher ones, and scales of groups ``[B, H, N, P, D / group_size]``, 16 bits."""
         lattice = self.lattice
@@ -59,8 +59,8 @@ class OnLattice(Codec):
         code = assign(units.reshape(-1, lattice.dim), lattice).view(*pages.shape[:-1], -1)
         return torch.cat([(code >> 8 * i).to(torch.uint8) for i in range(lattice.dim // 4)], -1), scale.squeeze(-1)
 
-    def decode(self, codes: Tensor, scale: Tensor, spec: CodecSpec) -> Tensor:
-        """Inverse of `encode` up to rounding: ``[B, H, N * P, D]`` float32."""
+    def dequantize(self, codes: Tensor, scale: Tensor, spec: CodecSpec) -> Tensor:
+        """Inverse of `quantize` up to rounding: ``[B, H, N * P, D]`` float32."""
         pages = rotated(codes, scale, spec, words(self.lattice, codes.device))
         return inverse_hadamard(pages.flatten(2, 3), spec.transform.rotation)
 

@@ -12,7 +12,7 @@ from ..errors import KVPassError
 from ..fields import check_fraction
 from .bitpack import byte_rows, smallest_page
 from .codec import Codec, Kept
-from .pages import decode_pages, encode_pages
+from .pages import dequantize_pages, quantize_pages
 from .quantizer import Quantizer
 from .spec import CodecSpec
 
@@ -76,25 +76,25 @@ class Mixed(Codec, name="mixed"):
                 f"page_size={spec.page_size} does not fill whole bytes at {spec.bits + 1} bits: use larger pages."
             )
 
-    def encode(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+    def quantize(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
         """What is kept of whole pages ``[B, H, N * P, D]``: codes and scales of either set of channels, as
-        `encode_pages`
+        `quantize_pages`
         has them, and which have more bits, ``[B, H, N, 1, K]`` int16: those that are largest on average."""
         pages, narrow_and_wide = x.float().unflatten(2, (-1, spec.page_size)), counts(spec, x.shape[-1])
         channels = pages.abs().mean(-2, keepdim=True).topk(narrow_and_wide[1], -1).indices.sort(-1).values
         order = _order(channels, x.shape[-1]).expand(pages.shape)
         parts = pages.gather(-1, order).flatten(2, 3).to(x.dtype).split(narrow_and_wide, -1)
-        kept = [encode_pages(*each)[:2] for each in zip(parts, _both(spec, x.shape[-1]), strict=True)]
+        kept = [quantize_pages(*each)[:2] for each in zip(parts, _both(spec, x.shape[-1]), strict=True)]
         return *kept[0], *kept[1], channels.to(torch.int16)
 
-    def decode(
+    def dequantize(
         self, codes: Tensor, scale: Tensor, wide: Tensor, wide_scale: Tensor, channels: Tensor, spec: CodecSpec
     ) -> Tensor:
-        """Inverse of `encode` up to rounding: ``[B, H, N * P, D]`` float32."""
+        """Inverse of `quantize` up to rounding: ``[B, H, N * P, D]`` float32."""
         head_dim = codes.shape[-1] + wide.shape[-1]
         none = scale[..., :0, :]
         kept = (codes, scale, none), (wide, wide_scale, none)
-        parts = [decode_pages(*each, of) for each, of in zip(kept, _both(spec, head_dim), strict=True)]
+        parts = [dequantize_pages(*each, of) for each, of in zip(kept, _both(spec, head_dim), strict=True)]
         pages: Tensor = torch.cat(parts, -1).unflatten(2, (-1, spec.page_size))
         back = _order(channels, head_dim).argsort(-1).expand(pages.shape)
         tokens: Tensor = pages.gather(-1, back).flatten(2, 3)

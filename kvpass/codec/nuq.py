@@ -75,7 +75,7 @@ class PageDatatype(Outliers, name="nuq"):
     def check(self, spec: CodecSpec) -> None:
         check_datatype(spec)
 
-    def encode(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+    def quantize(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
         """What is kept of whole pages ``[B, H, N * P, D]``: codes, the range of groups as scale and their least value
         as
         zero point, points ``[B, H, N, 1, 2**bits]`` of 16 bits, outliers and their positions (`codec.outliers`)."""
@@ -85,8 +85,8 @@ class PageDatatype(Outliers, name="nuq"):
         codes = nearest(units.flatten(-2), points.float()).to(torch.uint8).view(pages.shape)
         return pack(codes, spec.bits), span, low, points.unsqueeze(-2), values, positions
 
-    def decode(self, *kept_and_spec: Any) -> Tensor:
-        """Inverse of `encode` up to rounding: ``[B, H, N * P, D]`` float32."""
+    def dequantize(self, *kept_and_spec: Any) -> Tensor:
+        """Inverse of `quantize` up to rounding: ``[B, H, N * P, D]`` float32."""
         codes, scale, zero_point, points, values, positions, spec = kept_and_spec
         which = unpack(codes, spec.bits)
         units = points.squeeze(-2).float().gather(-1, which.flatten(-2).long()).view(which.shape)

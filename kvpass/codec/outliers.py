@@ -66,7 +66,7 @@ def places(positions: Tensor) -> Tensor:
 
 
 def merge(pages: Tensor, values: Tensor, positions: Tensor) -> Tensor:
-    """Decoded ``pages`` with the values that are kept exactly."""
+    """Dequantized ``pages`` with the values that are kept exactly."""
     return pages.flatten(-2).scatter(-1, places(positions), values.squeeze(-2).float()).view(pages.shape)
 
 

@@ -43,7 +43,7 @@ def _quantize(
     return codes.reshape(x.shape), scale.squeeze(dim), zero_point.squeeze(dim)
 
 
-def dequantize_pages(codes: Tensor, scale: Tensor, zero_point: Tensor, quantizer: Quantizer) -> Tensor:
+def dequantize_groups(codes: Tensor, scale: Tensor, zero_point: Tensor, quantizer: Quantizer) -> Tensor:
     """Uniform codes ``[..., P, D]`` with the parameters of their pages: ``[..., P, D]`` float32, still rotated."""
     groups, dim = grouped(codes, quantizer)
     return dequantize(groups, scale.unsqueeze(dim), zero_point.unsqueeze(dim)).reshape(codes.shape)
@@ -61,13 +61,13 @@ def _quantize_compensated(
         part = _quantize(block, quantizer, dtype, kept)
         parts.append(part)
         if rest.shape[-1]:
-            error = dequantize_pages(*part, quantizer) - block
+            error = dequantize_groups(*part, quantizer) - block
             answer = compensation[..., start:, start : start + size].float()
             x = rest + (error.flatten(-3, -2) @ answer.mT).view_as(rest)
     return tuple(torch.cat(columns, -1) for columns in zip(*parts, strict=True))
 
 
-def encode_pages(x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+def quantize_pages(x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
     """Quantize and pack whole pages.
 
     x: ``[B, H, T, D]`` float, T a multiple of ``spec.page_size``.
@@ -76,14 +76,15 @@ def encode_pages(x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> t
     Returns what the codec keeps of each page (`Codec.tensors`): codes ``[B, H, T/P, rows, D]`` uint8, and scale and
     zero point ``[B, H, T/P, *spec.params_shape(D)]``, unless the spec names another.
     """
-    return spec.codec.encode(x, spec, fitted)
+    return spec.codec.quantize(x, spec, fitted)
 
 
-def decode_pages(*kept_and_spec: Any) -> Tensor:
-    """Inverse of `encode_pages` up to rounding: what it returned, what `Codec.decodes_with` names, and the spec, ->
+def dequantize_pages(*kept_and_spec: Any) -> Tensor:
+    """Inverse of `quantize_pages` up to rounding: what it returned, what `Codec.dequantizes_with` names, and the spec,
+    ->
     ``[B, H, N * P, D]`` float32."""
     spec: CodecSpec = kept_and_spec[-1]
-    return spec.codec.decode(*kept_and_spec)
+    return spec.codec.dequantize(*kept_and_spec)
 
 
 @dataclass(frozen=True)
@@ -96,16 +97,16 @@ class Affine(Codec, name=""):
         "scale": Kept(CodecSpec.params_shape),
         "zero_point": Kept(CodecSpec.zero_shape),
     }
-    decodes_any_bytes = True
+    dequantizes_any_bytes = True
 
-    def encode(
+    def quantize(
         self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = (), stored: _Stored | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """stored: for uniform codes, scale and zero point that groups have already, and ``[B, H, T/P, *, 1]`` bool,
         which do."""
         dtype, quantizer = params_dtype(x.dtype), spec.quantizer
         if quantizer.raw:
-            return _encode_raw(x.unflatten(-2, (-1, spec.page_size)), spec, dtype)
+            return _store_raw(x.unflatten(-2, (-1, spec.page_size)), spec, dtype)
         pages = hadamard(x.float().unflatten(-2, (-1, spec.page_size)), spec.transform.rotation)
         if quantizer.grid:
             codes, scale, zero_point = _quantize_on_grid(pages, quantizer, dtype)
@@ -115,16 +116,16 @@ class Affine(Codec, name=""):
             codes, scale, zero_point = _quantize_compensated(pages, fitted[0], quantizer, dtype, stored)
         return pack(codes, spec.bits), scale, zero_point
 
-    def decode(self, codes: Tensor, scale: Tensor, zero_point: Tensor, spec: CodecSpec) -> Tensor:
+    def dequantize(self, codes: Tensor, scale: Tensor, zero_point: Tensor, spec: CodecSpec) -> Tensor:
         quantizer = spec.quantizer
         if quantizer.raw:
-            return _decode_raw(codes, scale, spec).flatten(-3, -2)
+            return _load_raw(codes, scale, spec).flatten(-3, -2)
         codes = unpack(codes, quantizer.bits)
         if quantizer.grid:
             values = look_up(codes, grid(quantizer.grid, codes.device)).unflatten(-1, (-1, quantizer.group_size))
             pages = (values * scale.float().unsqueeze(-1)).flatten(-2)
         else:
-            pages = dequantize_pages(codes, scale, zero_point, quantizer)
+            pages = dequantize_groups(codes, scale, zero_point, quantizer)
         return inverse_hadamard(pages, spec.transform.rotation).flatten(-3, -2)
 
 
@@ -141,7 +142,7 @@ def _quantize_on_grid(x: Tensor, quantizer: Quantizer, dtype: torch.dtype) -> tu
     return codes, scale.squeeze(-1), x.new_empty((*x.shape[:-2], 0, x.shape[-1]), dtype=dtype)
 
 
-def _encode_raw(pages: Tensor, spec: CodecSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _store_raw(pages: Tensor, spec: CodecSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     if pages.dtype.itemsize * 8 != spec.bits:
         raise KVPassError(f"bits={spec.bits} stores {spec.bits}-bit floats unchanged; got {pages.dtype}.")
     codes = pages.contiguous().view(torch.uint8).view(*pages.shape[:-2], spec.rows, pages.shape[-1])
@@ -149,7 +150,7 @@ def _encode_raw(pages: Tensor, spec: CodecSpec, dtype: torch.dtype) -> tuple[Ten
     return codes, none, none.clone()
 
 
-def _decode_raw(codes: Tensor, scale: Tensor, spec: CodecSpec) -> Tensor:
+def _load_raw(codes: Tensor, scale: Tensor, spec: CodecSpec) -> Tensor:
     dtype = torch.float32 if spec.bits == 32 else scale.dtype
     return codes.contiguous().view(*codes.shape[:-2], spec.page_size, codes.shape[-1] * dtype.itemsize).view(dtype)
 
@@ -165,12 +166,12 @@ def replace_tokens(
     """
     new = new.unflatten(-1, (-1, spec.page_size)).unsqueeze(-1)
     if spec.quantizer.raw:
-        old = decode_pages(*pools, spec).to(x.dtype)
-        return AFFINE.encode(torch.where(new.flatten(2, 3), x, old), spec)
+        old = dequantize_pages(*pools, spec).to(x.dtype)
+        return AFFINE.quantize(torch.where(new.flatten(2, 3), x, old), spec)
     stored = None
     if spec.quantizer.per == "channel":
         stored = (*pools[1:], ~new.squeeze(-1).unflatten(-1, (-1, spec.quantizer.group_size)).all(-1, keepdim=True))
-    codes, scale, zero_point = AFFINE.encode(x, spec, fitted, stored)
+    codes, scale, zero_point = AFFINE.quantize(x, spec, fitted, stored)
     codes = pack(torch.where(new, unpack(codes, spec.bits), unpack(pools[0], spec.bits)), spec.bits)
     if spec.quantizer.per == "token":
         both = zip((scale, zero_point), pools[1:], strict=True)
@@ -184,7 +185,7 @@ def share_codes(
     """What a layer stores whose codes are not (only) its own (XQuant, section 3.3).
 
     existing: packed codes of the layers before it, ``[B, H, N, rows, D]``; x: ``[B, H, N * P, D]``; own: what
-    `encode_pages` gave for ``x``. Codes are averaged with weight ``spec.own_codes`` and rounded; with weight 0 and
+    `quantize_pages` gave for ``x``. Codes are averaged with weight ``spec.own_codes`` and rounded; with weight 0 and
     "lsq" the scale and zero point are fitted to the codes they will be used with.
     """
     if spec.own_codes:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import KVPassError
 from .codec import Codec, Kept
-from .pages import Affine, decode_pages, encode_pages
+from .pages import Affine, dequantize_pages, quantize_pages
 from .spec import CodecSpec
 
 
@@ -40,7 +40,7 @@ class Polar(Codec, name="polar"):
     """Pairs of channels as radius and angle."""
 
     tensors = {**Affine.tensors, "codes": Kept(_even, torch.uint8)}
-    decodes_any_bytes = True
+    dequantizes_any_bytes = True
 
     def check(self, spec: CodecSpec) -> None:
         quantizer, of = spec.quantizer, spec.transform
@@ -51,10 +51,10 @@ class Polar(Codec, name="polar"):
                 "Polar quantization pairs channels, which a Hadamard rotation would mix: use rotation=None."
             )
 
-    def encode(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
-        """What `encode_pages` keeps of the radii and angles of whole pages ``[B, H, N * P, D]``."""
-        return encode_pages(polar(x).to(x.dtype), spec.plain)
+    def quantize(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        """What `quantize_pages` keeps of the radii and angles of whole pages ``[B, H, N * P, D]``."""
+        return quantize_pages(polar(x).to(x.dtype), spec.plain)
 
-    def decode(self, codes: Tensor, scale: Tensor, zero_point: Tensor, spec: CodecSpec) -> Tensor:
-        """Inverse of `encode` up to rounding: ``[B, H, N * P, D]`` float32."""
-        return cartesian(decode_pages(codes, scale, zero_point, spec.plain))
+    def dequantize(self, codes: Tensor, scale: Tensor, zero_point: Tensor, spec: CodecSpec) -> Tensor:
+        """Inverse of `quantize` up to rounding: ``[B, H, N * P, D]`` float32."""
+        return cartesian(dequantize_pages(codes, scale, zero_point, spec.plain))

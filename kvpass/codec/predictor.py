@@ -1,7 +1,7 @@
-"""Tokens as functions of what the same tokens decode to in the layer below (AQUA-KV, arXiv 2501.19392).
+"""Tokens as functions of what the same tokens dequantize to in the layer below (AQUA-KV, arXiv 2501.19392).
 
-They are subtracted before tokens are coded, and added again when those are decoded: only what the layer below does not
-know has to be coded. All KV heads of a layer are predicted together, from ``[T, H * D]``.
+They are subtracted before tokens are coded, and added again when those are dequantized: only what the layer below does
+not know has to be coded. All KV heads of a layer are predicted together, from ``[T, H * D]``.
 """
 
 import math
@@ -92,8 +92,8 @@ def predict(predictor: str, tensors: Sequence[Tensor], references: Sequence[Tens
     tensors: what `weights` takes.
     references: the reconstructions ``[B, H, T, D]`` it looks at, those of the layer below first.
 
-    Pages are multiplied one by one, by products of one shape, so that a page has the same prediction when it is encoded
-    and whenever it is decoded.
+    Pages are multiplied one by one, by products of one shape, so that a page has the same prediction when it is
+    quantized and whenever it is dequantized.
     """
     out = run(parse_predictor(predictor)[0], page_rows(references, page_size), *weights(predictor, tensors))
     batch, heads = references[0].shape[:2]

@@ -1,4 +1,4 @@
-"""Rotary embedding of decoded keys (RoFormer, arXiv 2104.09864), for keys stored as they were before it.
+"""Rotary embedding of dequantized keys (RoFormer, arXiv 2104.09864), for keys stored as they were before it.
 
 A rotation is described by a text: "half-p" rotates channel pairs (i, i + p), "interleaved-p" pairs (2 i, 2 i + 1), for
 i < p; channels from 2 p on are left alone. Tables hold the cosine and sine, times whatever the model scales them by, of

@@ -20,7 +20,7 @@ from ..layout.retention import Retention
 from .balance import ChannelSeparable
 from .bitpack import byte_rows, pack, smallest_page, unpack
 from .codec import Codec, Kept
-from .pages import Affine, decode_pages, encode_pages
+from .pages import Affine, dequantize_pages, quantize_pages
 from .probes import PROBES, some_queries
 from .spec import CodecSpec
 
@@ -96,8 +96,8 @@ class Salient(Codec, name="salient"):
         "marks": Kept(lambda spec, head_dim: (1, byte_rows(spec.page_size, 1)), torch.uint8),
         **{f"{kind}{name}": _kept(i, name) for i, kind in enumerate(("", "other_")) for name in _TENSORS},
     }
-    encodes_with = ("queries",)
-    decodes_any_bytes = True
+    quantizes_with = ("queries",)
+    dequantizes_any_bytes = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -130,7 +130,7 @@ class Salient(Codec, name="salient"):
         if self.chooses and q is not None:
             kept["queries"].copy_(some_queries(q, valid, kept["queries"].dtype))
 
-    def encode(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+    def quantize(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
         """What is kept of whole pages ``[B, H, N * P, D]``: marks ``[B, H, N, 1, P / 8]`` uint8, and what the codecs of
         either kind of tokens keep.
 
@@ -142,14 +142,14 @@ class Salient(Codec, name="salient"):
         by_kind = x.unflatten(2, (-1, spec.page_size)).gather(3, order.expand(*order.shape[:-1], head_dim))
         kept = [marks.mT]
         for part, each in zip(by_kind.split(counts, 3), kinds(spec, head_dim), strict=True):
-            codes, scale, zero_point, *factor = encode_pages(part.flatten(2, 3), each)
+            codes, scale, zero_point, *factor = quantize_pages(part.flatten(2, 3), each)
             kept += [codes, scale, zero_point, *(factor or [scale[..., :0, :]])]
         return tuple(kept)
 
-    def decode(self, *kept_and_spec: Any) -> Tensor:
-        """Inverse of `encode` up to rounding: ``[B, H, N * P, D]`` float32."""
+    def dequantize(self, *kept_and_spec: Any) -> Tensor:
+        """Inverse of `quantize` up to rounding: ``[B, H, N * P, D]`` float32."""
         marks, *kept, spec = kept_and_spec
         each = zip(of_kinds(kept), kinds(spec, kept[0].shape[-1]), strict=True)
-        by_kind = torch.cat([decode_pages(*own, of).unflatten(2, (-1, of.page_size)) for own, of in each], 3)
+        by_kind = torch.cat([dequantize_pages(*own, of).unflatten(2, (-1, of.page_size)) for own, of in each], 3)
         where = slots(marks, tokens_of(spec)[0]).unsqueeze(-1)
         return by_kind.gather(3, where.expand_as(by_kind)).flatten(2, 3)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..errors import KVPassError
 from .affine import assign, dequantize, fit_minmax
 from .codec import Codec, Kept
-from .pages import AFFINE, Affine, decode_pages, encode_pages
+from .pages import AFFINE, Affine, dequantize_pages, quantize_pages
 from .spec import CodecSpec
 
 _BITS = 8
@@ -50,21 +50,22 @@ class SecondLevel(Codec, name="second-level"):
         "levels": Kept(_levels, torch.uint8),
         "params": Kept(lambda spec, head_dim: (2, 2)),
     }
-    decodes_any_bytes = True
+    dequantizes_any_bytes = True
 
     def check(self, spec: CodecSpec) -> None:
         quantizer = spec.quantizer
         if quantizer.raw or quantizer.grid or quantizer.eta:
             raise KVPassError("8-bit scales need uniform quantization: no grid, raw floats or eta.")
 
-    def encode(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor, Tensor]:
-        """What is kept of whole pages ``[B, H, N * P, D]``: codes as `encode_pages` has them, `levels` and `params`."""
-        _, scale, zero_point = encode_pages(x, spec.plain, fitted)
+    def quantize(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor, Tensor]:
+        """What is kept of whole pages ``[B, H, N * P, D]``: codes as `quantize_pages` has them, `levels` and
+        `params`."""
+        _, scale, zero_point = quantize_pages(x, spec.plain, fitted)
         levels, params = compress(scale, zero_point)
         taken = torch.ones((*scale.shape[:-2], 1, 1), dtype=torch.bool, device=x.device)
-        codes, *_ = AFFINE.encode(x, spec.plain, fitted, (*expand(levels, params), taken))
+        codes, *_ = AFFINE.quantize(x, spec.plain, fitted, (*expand(levels, params), taken))
         return codes, levels, params
 
-    def decode(self, codes: Tensor, levels: Tensor, params: Tensor, spec: CodecSpec) -> Tensor:
-        """Inverse of `encode` up to rounding: ``[B, H, N * P, D]`` float32."""
-        return decode_pages(codes, *expand(levels, params), spec.plain)
+    def dequantize(self, codes: Tensor, levels: Tensor, params: Tensor, spec: CodecSpec) -> Tensor:
+        """Inverse of `quantize` up to rounding: ``[B, H, N * P, D]`` float32."""
+        return dequantize_pages(codes, *expand(levels, params), spec.plain)

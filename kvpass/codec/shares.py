@@ -123,7 +123,7 @@ def _by_kind(widths: Tensor, rank: _Rank) -> list[tuple[Tensor, Tensor]]:
     return [fields_of(widths, rank.pairs, False), fields_of(widths, rank.singles, True)]
 
 
-def _encode_rank(units: Tensor, widths: Tensor, rank: _Rank) -> list[Tensor]:
+def _quantize_rank(units: Tensor, widths: Tensor, rank: _Rank) -> list[Tensor]:
     """Tokens of one rank, ``[B, H, N, T, D]`` coordinates, as `_Rank.parts` says."""
     own = widths.long()[:, :, None, None]
     steps, most = torch.tensor([1.0, *STEPS], device=units.device)[own], 2.0**own - 1
@@ -135,7 +135,7 @@ def _encode_rank(units: Tensor, widths: Tensor, rank: _Rank) -> list[Tensor]:
     return [*parts, (levels + UNIT).to(torch.uint8).squeeze(-1)[:, rank.heads].permute(0, 2, 3, 1)]
 
 
-def _decode_rank(kept: Sequence[Tensor], widths: Tensor, rank: _Rank) -> Tensor:
+def _dequantize_rank(kept: Sequence[Tensor], widths: Tensor, rank: _Rank) -> Tensor:
     """Coordinates of the tokens of one rank, ``[B, N, T, H * D]``."""
     (heads, size), of_gains = widths.shape[1:], gains(kept[2])
     units = of_gains.new_zeros(*of_gains.shape[:-1], heads * size)
@@ -208,8 +208,8 @@ class Shares(Codec, name="shares"):
     adapts: bool = False
 
     tensors = {"codes": Kept(lambda spec, head_dim: (1, 0), torch.uint8)}  # `page_bytes` says how many
-    encodes_with = "share", "basis", "widths", "queries"
-    decodes_with = "share", "basis", "widths"
+    quantizes_with = "share", "basis", "widths", "queries"
+    dequantizes_with = "share", "basis", "widths"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -279,7 +279,7 @@ class Shares(Codec, name="shares"):
         pool = of_pages(pack.key_pages, batch, pack.key_pages.untyped_storage().nbytes() // (batch * rooms))
         return rich_of(pool[:, :, first : first + count], spec.page_size, pack.fitted["widths"].shape[1])
 
-    def encode(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor]:
+    def quantize(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor]:
         """Whole pages ``[B, H, N * P, D]`` as bytes, ``[B, 1, N, 1, bytes]`` uint8.
 
         fitted: the share of the layer, its basis ``[B or 1, H, D, b]``, widths ``[B or 1, H, ranks, D]``, and where
@@ -296,17 +296,17 @@ class Shares(Codec, name="shares"):
             units = units.gather(3, slots(rich).argsort(-1).unsqueeze(-1).expand_as(units))
         by_rank = units.split(self.tokens(spec.page_size), 3)
         for i, (of_rank, rank) in enumerate(zip(by_rank, _ranks(share, spec), strict=True)):
-            kept += _encode_rank(of_rank, widths[:, :, i], rank)
+            kept += _quantize_rank(of_rank, widths[:, :, i], rank)
         return (torch.cat([part.flatten(2) for part in kept], -1).unsqueeze(1).unsqueeze(3),)
 
-    def decode(self, pages: Tensor, share: Tensor, basis: Tensor, widths: Tensor, spec: CodecSpec) -> Tensor:
-        """Inverse of `encode` up to rounding: ``[B, H, N * P, D]`` float32."""
+    def dequantize(self, pages: Tensor, share: Tensor, basis: Tensor, widths: Tensor, spec: CodecSpec) -> Tensor:
+        """Inverse of `quantize` up to rounding: ``[B, H, N * P, D]`` float32."""
         parts, (heads, _, size) = _parts(share, spec), widths.shape[1:]
         split = pages[:, 0, :, 0].split([rows * columns for rows, columns in parts], -1)
         kept = [part.unflatten(-1, shape) for part, shape in zip(split, parts, strict=True)]
         rich, by_rank = _by_head(kept.pop(0)) if self.ranked else None, []
         for i, rank in enumerate(_ranks(share, spec)):
-            units = _decode_rank(kept[3 * i : 3 * i + 3], widths[:, :, i], rank)
+            units = _dequantize_rank(kept[3 * i : 3 * i + 3], widths[:, :, i], rank)
             by_rank.append(units.unflatten(-1, (heads, size)).permute(0, 3, 1, 2, 4))
         units = torch.cat(by_rank, 3)
         if rich is not None:

@@ -1,8 +1,8 @@
 """A 1-bit sketch of what codes leave: signs of its random projections, and its norm (QJL, arXiv 2406.03482; TurboQuant,
 arXiv 2504.19874, algorithm 2).
 
-Inner products with the decoded tokens are unbiased over rotations, up to terms of order 1 / head_dim, where codes of
-least squared error alone shrink them. The papers project by a matrix of normal variables; here it is another
+Inner products with the dequantized tokens are unbiased over rotations, up to terms of order 1 / head_dim, where codes
+of least squared error alone shrink them. The papers project by a matrix of normal variables; here it is another
 random-sign Hadamard rotation, which takes no memory. Its rows are orthogonal, as QJL's code makes them too: the squared
 error is pi / 2 - 1 of what codes left, instead of pi / 2.
 """
@@ -19,7 +19,7 @@ from .affine import params_dtype
 from .bitpack import byte_rows, pack, smallest_page, unpack
 from .codec import Codec, Kept
 from .hadamard import hadamard, inverse_hadamard
-from .pages import Affine, decode_pages, encode_pages
+from .pages import Affine, dequantize_pages, quantize_pages
 from .spec import CodecSpec
 
 
@@ -36,7 +36,7 @@ class Sketched(Codec, name="sketched"):
         "signs": Kept(lambda spec, head_dim: (byte_rows(spec.page_size, 1), head_dim), torch.uint8),
         "norm": Kept(lambda spec, head_dim: (spec.page_size, 1)),
     }
-    decodes_any_bytes = True
+    dequantizes_any_bytes = True
 
     def check(self, spec: CodecSpec) -> None:
         if spec.page_size % smallest_page(1):
@@ -44,19 +44,19 @@ class Sketched(Codec, name="sketched"):
                 f"page_size={spec.page_size} must be a multiple of 8, so that sign bits fill whole bytes."
             )
 
-    def encode(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
-        """What is kept of whole pages ``[B, H, N * P, D]``: codes, scale and zero point as `encode_pages` has them,
+    def quantize(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+        """What is kept of whole pages ``[B, H, N * P, D]``: codes, scale and zero point as `quantize_pages` has them,
         signs
         ``[B, H, N, P / 8, D]`` uint8 and norms ``[B, H, N, P, 1]``, 16 bits."""
-        kept = encode_pages(x, spec.plain)
-        left = (x.float() - decode_pages(*kept, spec.plain)).unflatten(2, (-1, spec.page_size))
+        kept = quantize_pages(x, spec.plain)
+        left = (x.float() - dequantize_pages(*kept, spec.plain)).unflatten(2, (-1, spec.page_size))
         signs = (hadamard(left, _seed(spec)) > 0).to(torch.uint8)
         return *kept, pack(signs, 1), left.double().norm(dim=-1, keepdim=True).to(params_dtype(x.dtype))
 
-    def decode(
+    def dequantize(
         self, codes: Tensor, scale: Tensor, zero_point: Tensor, signs: Tensor, norm: Tensor, spec: CodecSpec
     ) -> Tensor:
-        """Inverse of `encode`, unbiased: ``[B, H, N * P, D]`` float32."""
+        """Inverse of `quantize`, unbiased: ``[B, H, N * P, D]`` float32."""
         projected = 2.0 * unpack(signs, 1).float() - 1
         sketch = inverse_hadamard(projected, _seed(spec)) * (norm.float() * math.sqrt(math.pi / (2 * signs.shape[-1])))
-        return decode_pages(codes, scale, zero_point, spec.plain) + sketch.flatten(2, 3)
+        return dequantize_pages(codes, scale, zero_point, spec.plain) + sketch.flatten(2, 3)

@@ -72,9 +72,9 @@ class CodecSpec:
             raise KVPassError(
                 f"codec={codec.name!r} supports neither eviction nor shared codes nor per-token bit widths."
             )
-        if self.transform.page_frame and (evicts or self.own_codes != 1 or self.retention.keep != "recent"):
+        if self.transform.page_rope and (evicts or self.own_codes != 1 or self.retention.keep != "recent"):
             raise KVPassError(
-                "page_frame=True needs consecutive tokens in each page: none may be evicted, thinned out or shared."
+                "page_rope=True needs consecutive tokens in each page: none may be evicted, thinned out or shared."
             )
         if adaptive is not None and (evicts or self.retention.keep != "recent" or self.transform.keeps_tables):
             raise KVPassError(

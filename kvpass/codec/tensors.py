@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import KVPassError
 from .affine import params_dtype
 from .codec import Kept
-from .frame import Frames
+from .page_rope import PageTables
 
 if TYPE_CHECKING:
     from .spec import CodecSpec
@@ -43,7 +43,7 @@ def of_sequence(spec: CodecSpec) -> Mapping[str, Kept]:
         found["energy"] = Kept(lambda spec, head_dim: (1, 1), torch.float32)
     if transform.center and "center" not in model:
         found["center"] = Kept(lambda spec, head_dim: (1, head_dim))
-    if transform.page_frame and not transform.numbered:
+    if transform.page_rope and not transform.numbered:
         found["pairs"] = Kept(lambda spec, head_dim: (1, 2), torch.int16)
     return {**found, **spec.codec.sequence(spec)}
 
@@ -95,7 +95,7 @@ class Pack(NamedTuple):
     ring: Tensor
     fitted: Mapping[str, Tensor]
     planes: Sequence[Tensor] = ()
-    frames: Frames | None = None
+    page_tables: PageTables | None = None
     key_pages: Tensor | None = None
 
     @classmethod
@@ -106,13 +106,13 @@ class Pack(NamedTuple):
             raise KVPassError(f"This codec stores {', '.join(of_state(spec))}; got {len(tensors)} tensors.")
         return cls(tuple(tensors[:pages]), tensors[pages], dict(zip(names, tensors[pages + 1 :], strict=True)))
 
-    def encodes_with(self, spec: CodecSpec) -> list[Tensor]:
-        """What `Codec.encode` takes as ``fitted``."""
-        return self._those(_encodes_with(spec))
+    def quantizes_with(self, spec: CodecSpec) -> list[Tensor]:
+        """What `Codec.quantize` takes as ``fitted``."""
+        return self._those(_quantizes_with(spec))
 
-    def decodes_with(self, spec: CodecSpec) -> list[Tensor]:
-        """What `Codec.decode` takes besides pages."""
-        return self._those(spec.codec.decodes_with)
+    def dequantizes_with(self, spec: CodecSpec) -> list[Tensor]:
+        """What `Codec.dequantize` takes besides pages."""
+        return self._those(spec.codec.dequantizes_with)
 
     def _those(self, names: Sequence[str]) -> list[Tensor]:
         return [self.fitted[name] for name in names if name in self.fitted]
@@ -126,6 +126,6 @@ def _places(spec: CodecSpec) -> tuple[int, tuple[str, ...]]:
 
 
 @cache
-def _encodes_with(spec: CodecSpec) -> tuple[str, ...]:
+def _quantizes_with(spec: CodecSpec) -> tuple[str, ...]:
     compensation = ("compensation",) if spec.quantizer.subspace is not None else ()
-    return (*compensation, *spec.codec.encodes_with)
+    return (*compensation, *spec.codec.quantizes_with)

@@ -13,11 +13,11 @@ class Transform:
 
     pre_rope: the tokens are keys as they were before the rotary embedding.
     center: less the mean of the tokens packed first (`codec.center`).
-    page_frame: keys are turned back by the rotary embedding of the middle token of their page (`codec.frame`), which a
-        query is, too, once for a page. A mean is that of the keys before rotary embedding.
+    page_rope: keys are turned back by the rotary embedding of the middle token of their page (`codec.page_rope`), which
+        a query is, too, once for a page. A mean is that of the keys before rotary embedding.
     numbered: how frames are turned (`codec.rope`) where that goes by the number of the middle token, with angles that a
         calibration found; "" where it goes by the model's own tables, which have to be captured.
-    predictor: less a function of what the same tokens decode to in the layer below (`codec.predictor`): "linear",
+    predictor: less a function of what the same tokens dequantize to in the layer below (`codec.predictor`): "linear",
         "low-rank", "mlp", and the first two with "-4" behind them for weights of 4 bits; "" for none.
     rotation: behind that, a random-sign Hadamard rotation of the channels with this seed (`codec.hadamard`); None for
         none.
@@ -27,16 +27,16 @@ class Transform:
     center: bool = False
     predictor: str = ""
     rotation: int | None = None
-    page_frame: bool = False
+    page_rope: bool = False
     numbered: str = ""
 
     def __post_init__(self) -> None:
         check_types(self)
-        if self.numbered and not self.page_frame:
-            raise KVPassError("numbered describes page-relative RoPE: set page_frame=True.")
-        if self.page_frame and (self.pre_rope or self.predictor or self.rotation is not None):
+        if self.numbered and not self.page_rope:
+            raise KVPassError("numbered describes page-relative RoPE: set page_rope=True.")
+        if self.page_rope and (self.pre_rope or self.predictor or self.rotation is not None):
             raise KVPassError(
-                "page_frame=True is for keys after rotary embedding that are neither predicted nor rotated."
+                "page_rope=True is for keys after rotary embedding that are neither predicted nor rotated."
             )
         if self.predictor:
             parse_predictor(self.predictor)
@@ -52,7 +52,7 @@ class Transform:
         done = {
             "before RoPE": self.pre_rope,
             "less its mean": self.center,
-            "with page-relative RoPE": self.page_frame,
+            "with page-relative RoPE": self.page_rope,
             f"less {self.predictor} prediction": self.predictor,
             "rotated": self.rotation is not None,
         }
@@ -61,7 +61,7 @@ class Transform:
     @property
     def keeps_tables(self) -> bool:
         """Whether keys are not coded as rotary embedding leaves them."""
-        return self.pre_rope or self.page_frame
+        return self.pre_rope or self.page_rope
 
     @property
     def turns(self) -> bool:

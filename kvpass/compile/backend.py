@@ -18,8 +18,8 @@ from .device_lengths import counted_on_host, read_on_device
 from .find import find
 from .lower import lower
 from .normalise import normalise
-from .noted import Counted, Noted
 from .own_cache import presents
+from .recorded_calls import Counted, Noted
 from .repeats import Repeats, find_repeats
 from .report import ADVICE, GraphReport, listed
 from .rewrite import count, rewrite, unfused
@@ -42,7 +42,7 @@ class Backend:
     interpret: run the rewritten graph without Inductor (for prefill, to shorten the time to the first token).
     mode: mode of torch.compile (see `check_mode`). With CUDA graphs, the parts between cache ops are captured.
     device_lengths: read lengths on the device, so that a step can be captured as one CUDA graph.
-    noted: record calls of compiled functions, for replaying them (`kvpass.compile.noted`).
+    noted: record calls of compiled functions, for replaying them (`kvpass.compile.recorded_calls`).
     folder: where the stages of each graph are written (see `Trace`).
     keep_stages: whether ``graphs`` keep their stages (see `Trace`).
     """

@@ -12,7 +12,7 @@ APPEND = torch.ops.kvpass.append_.default
 APPEND_LAYERS = torch.ops.kvpass.append_layers_.default
 APPEND_ROTARY = torch.ops.kvpass.append_rotary_.default
 ATTEND = torch.ops.kvpass.attend.default
-DECODE = torch.ops.kvpass.decode.default
+DEQUANTIZE = torch.ops.kvpass.dequantize.default
 ROTATE = torch.ops.kvpass.rotate.default
 
 

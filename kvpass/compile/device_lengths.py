@@ -2,7 +2,7 @@
 holds it.
 
 A captured step is replayed with the host's numbers at capture, so none of them may be a length. A length tensor
-(carrier) also holds the length as data, which changes with each replay.
+(length tensor) also holds the length as data, which changes with each replay.
 """
 
 import torch
@@ -10,13 +10,23 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from ..layout.window import LENGTH_OFFSET
-from .calls import APPEND, APPEND_LAYERS, APPEND_ROTARY, ATTEND, DECODE, ROTATE, argument, arguments, tensor_argument
-from .concrete import is_size, symbols
+from .calls import (
+    APPEND,
+    APPEND_LAYERS,
+    APPEND_ROTARY,
+    ATTEND,
+    DEQUANTIZE,
+    ROTATE,
+    argument,
+    arguments,
+    tensor_argument,
+)
+from .evaluate import is_size, symbols
 from .masks import PADDING
 from .nodes import op_of, shape, value_of
 
 aten = torch.ops.aten
-_OPS = APPEND, APPEND_LAYERS, APPEND_ROTARY, ATTEND, DECODE, ROTATE
+_OPS = APPEND, APPEND_LAYERS, APPEND_ROTARY, ATTEND, DEQUANTIZE, ROTATE
 _RANGES = aten.arange.start, aten.arange.start_step
 _READS_IT = "triton"  # the implementation whose kernels read lengths on the device
 _NAMED = 3  # nodes listed in a reason
@@ -26,8 +36,8 @@ _LINKED = "edge", "importance", "slots", "originals"  # arguments of ``append_``
 def read_on_device(graph: Graph) -> list[str]:
     """Make ``graph`` compute values that depend on lengths from the contents of length tensors. Returns the reasons why
     some cannot be."""
-    carriers = {tensor_argument(node, "length") for node in graph.nodes if node.target in _OPS}
-    lengths = _Lengths(graph, carriers)
+    nodes = {tensor_argument(node, "length") for node in graph.nodes if node.target in _OPS}
+    lengths = _Lengths(graph, nodes)
     found = [(reason, node.name) for node in list(graph.nodes) if (reason := lengths.read_by(node))]
     found += [("padding is read outside attention", node.name) for node in graph.nodes if _reads_padding(node)]
     names = {reason: [name for other, name in found if other == reason] for reason, _ in found}
@@ -41,13 +51,13 @@ def _reads_padding(node: Node) -> bool:
 class _Lengths:
     """The lengths of ``graph``, and the tensors that hold them, which are inserted on demand."""
 
-    def __init__(self, graph: Graph, carriers: set[Node]):
+    def __init__(self, graph: Graph, lengths: set[Node]):
         self.graph = graph
-        self._carriers = {symbol: node for node in carriers for symbol in symbols(shape(node)[0])}
+        self._nodes = {symbol: node for node in lengths for symbol in symbols(shape(node)[0])}
         self._held: dict[tuple[Node, int], Node] = {}
 
     def _follows(self, value) -> bool:
-        return not self._carriers.keys().isdisjoint(symbols(value))
+        return not self._nodes.keys().isdisjoint(symbols(value))
 
     def read_by(self, node: Node) -> str:
         """Let ``node`` read the lengths that it depends on from the device. Returns why it cannot; empty if it can."""
@@ -65,16 +75,16 @@ class _Lengths:
     def _held_by(self, size: Node, device: torch.device) -> Node | None:
         """A tensor on ``device`` that holds ``size``, if that is a length plus a constant."""
         (symbol, *others), value = symbols(size.meta["val"]), size.meta["val"].node.expr
-        carrier, more = self._carriers[symbol], value - symbol
-        if others or not more.is_Integer or value_of(carrier).device != device:
+        length, more = self._nodes[symbol], value - symbol
+        if others or not more.is_Integer or value_of(length).device != device:
             return None
-        if (found := self._held.get((carrier, int(more)))) is None:
-            found = self._held[carrier, int(more)] = self._hold(carrier, int(more) + LENGTH_OFFSET)
+        if (found := self._held.get((length, int(more)))) is None:
+            found = self._held[length, int(more)] = self._hold(length, int(more) + LENGTH_OFFSET)
         return found
 
-    def _hold(self, carrier: Node, more: int) -> Node:
-        held = self.graph.call_function(aten.select.int, (carrier, 0, 0))
-        value = held.meta["val"] = value_of(carrier).select(0, 0)
+    def _hold(self, length: Node, more: int) -> Node:
+        held = self.graph.call_function(aten.select.int, (length, 0, 0))
+        value = held.meta["val"] = value_of(length).select(0, 0)
         if more:
             held = self.graph.call_function(aten.add.Tensor, (held, more))
             held.meta["val"] = value + more
@@ -115,7 +125,7 @@ def counted_on_host(gm: GraphModule) -> list[str]:
 
 
 def _counts(node: Node) -> str:
-    if node.target in (DECODE, ROTATE):
+    if node.target in (DEQUANTIZE, ROTATE):
         return "a cache is dequantized first"
     if node.target is APPEND_ROTARY:
         return "tokens are evicted" if argument(node, "slots") is not None else ""

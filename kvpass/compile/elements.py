@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from .concrete import constant, is_size
+from .evaluate import constant, is_size
 from .linear import Linear, impossible
 from .nodes import Size, function_of, indices, integer, integers, is_tensor, operand, operands, shape, value_of
 

@@ -1,9 +1,9 @@
 """Stage 2: find attention over a packed cache.
 
 Attention is ``scaled_dot_product_attention``, or a softmax between two matrix products. Its keys and values are traced
-back through views and head repetition to ``cat([kvpass.decode(state), present])``, or shown to equal that by running
-the nodes in between (`kvpass.compile.own_cache`). Attention that is not understood is refused with a reason and keeps
-its ``kvpass.decode``: correct, slower, reported.
+back through views and head repetition to ``cat([kvpass.dequantize(state), present])``, or shown to equal that by
+running the nodes in between (`kvpass.compile.own_cache`). Attention that is not understood is refused with a reason and
+keeps its ``kvpass.dequantize``: correct, slower, reported.
 """
 
 import math
@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from ..codec.spec import parse
 from .appends import tensor_of
-from .calls import DECODE, ROTATE, argument, arguments, tensor_argument, tensors_argument
+from .calls import DEQUANTIZE, ROTATE, argument, arguments, tensor_argument, tensors_argument
 from .masks import structure
 from .nodes import integer, operand, operands, shape, value_of
 from .own_cache import Present, read_back
@@ -60,7 +60,7 @@ class Source:
 
 
 @dataclass
-class Attention:
+class AttentionSite:
     """One matched attention.
 
     output: the node to replace, ``[B, H_q, S, D]``, ``[B * H_q, S, D]`` or ``[B, H_kv, r, S, D]``.
@@ -78,7 +78,7 @@ class Attention:
     sinks: Node | None = None
 
 
-def find(graph: Graph, presents: dict[Node, Present]) -> tuple[list[Attention], list[str]]:
+def find(graph: Graph, presents: dict[Node, Present]) -> tuple[list[AttentionSite], list[str]]:
     """Every attention over packed state, in graph order, and the reasons for those that were refused.
 
     presents: see `kvpass.compile.own_cache`.
@@ -86,7 +86,7 @@ def find(graph: Graph, presents: dict[Node, Present]) -> tuple[list[Attention], 
     return _collect(graph, partial(_source, presents=presents), _reads_packed)
 
 
-def find_unpacked(graph: Graph) -> tuple[list[Attention], list[str]]:
+def find_unpacked(graph: Graph) -> tuple[list[AttentionSite], list[str]]:
     """Every attention over the tokens of the call itself, in graph order; its sources have no past."""
 
     def is_attention(node: Node) -> bool:
@@ -103,7 +103,7 @@ def find_unpacked(graph: Graph) -> tuple[list[Attention], list[str]]:
     return found, refused
 
 
-def _collect(graph: Graph, source: Callable[[Node], Source], is_attention) -> tuple[list[Attention], list[str]]:
+def _collect(graph: Graph, source: Callable[[Node], Source], is_attention) -> tuple[list[AttentionSite], list[str]]:
     found, refused = [], []
     for node in list(graph.nodes):
         try:
@@ -123,7 +123,7 @@ def _reads_packed(node: Node, depth: int = 24) -> bool:
     frontier = [node]
     for _ in range(depth):
         frontier = [source for n in frontier for source in n.all_input_nodes]
-        if any(n.target is DECODE for n in frontier):
+        if any(n.target is DEQUANTIZE for n in frontier):
             return True
         frontier = [n for n in frontier if n.op == "call_function" and not _is_attention_output(n)]
     return False
@@ -171,14 +171,14 @@ def _peeled(node: Node) -> Source:
         node = behind
     if node.op != "call_function":
         raise NotUnderstood(f"keys or values come from {node.op} {node.name}, not from a packed cache")
-    if node.target is DECODE:
+    if node.target is DEQUANTIZE:
         return Source(node, None)
     if node.target is aten.cat.default:
         parts, dim = operands(node), node.args[1] if len(node.args) > 1 else 0
         past, present = parts if len(parts) == 2 and dim in (2, -2) else (None, None)
-        if past is not None and past.target is DECODE:
+        if past is not None and past.target is DEQUANTIZE:
             return Source(past, present)
-        if past is not None and past.target is ROTATE and tensor_argument(past, "x").target is DECODE:
+        if past is not None and past.target is ROTATE and tensor_argument(past, "x").target is DEQUANTIZE:
             return Source(tensor_argument(past, "x"), present, past)
         raise NotUnderstood("keys or values are concatenated with something other than the new tokens")
     if not _reads_packed(node):
@@ -217,7 +217,7 @@ def _unrepeated(node: Node) -> Node | None:
     return None
 
 
-def _from_sdpa(node: Node, source: Callable[[Node], Source]) -> Attention:
+def _from_sdpa(node: Node, source: Callable[[Node], Source]) -> AttentionSite:
     given = arguments(node)
     query, mask, causal, scale = (given[name] for name in ("query", "attn_mask", "is_causal", "scale"))
     if given["dropout_p"]:
@@ -226,14 +226,14 @@ def _from_sdpa(node: Node, source: Callable[[Node], Source]) -> Attention:
     if key.padded and (mask is None or causal):
         raise NotUnderstood("no mask hides the unused slots behind the keys")
     scale = float(scale) if scale is not None else 1 / math.sqrt(shape(query)[-1])
-    return Attention(node, query, key, value, mask, bool(causal), scale)
+    return AttentionSite(node, query, key, value, mask, bool(causal), scale)
 
 
 def _only_user(node: Node) -> Node:
     return only_user(node, "the attention weights")
 
 
-def _from_softmax(node: Node, source: Callable[[Node], Source]) -> Attention:
+def _from_softmax(node: Node, source: Callable[[Node], Source]) -> AttentionSite:
     if node.args[1] not in (-1, len(shape(node)) - 1):
         raise NotUnderstood("softmax over a dim other than the keys")
     before, sinks = _without_sinks(operand(node))
@@ -261,7 +261,7 @@ def _from_softmax(node: Node, source: Callable[[Node], Source]) -> Attention:
         mask = insert_bias(output.graph, scores, query)
     if key.padded and mask is None:
         raise NotUnderstood("no mask hides the unused slots behind the keys")
-    return Attention(output, query, key, value, mask, False, scores.scale, scores.softcap, sinks)
+    return AttentionSite(output, query, key, value, mask, False, scores.scale, scores.softcap, sinks)
 
 
 def _without_sinks(node: Node) -> tuple[Node, Node | None]:

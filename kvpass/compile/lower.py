@@ -10,11 +10,11 @@ from kvpass.lowering.table import AUTO, DispatchKey, attention_key, extras, few,
 from ..codec.spec import parse
 from .appends import tensor_of
 from .calls import arguments, change
-from .concrete import at, hints
+from .evaluate import at, hints
 from .nodes import value_of
 
 # op -> argument whose device and head_dim decide; ops that are not listed have a single implementation
-_SERVED = {"encode": "x", "append_": "x", "append_layers_": "x", "decode": "state", "attend": "q"}
+_SERVED = {"quantize": "x", "append_": "x", "append_layers_": "x", "dequantize": "state", "attend": "q"}
 
 
 def lower(gm: GraphModule, lowering: str) -> dict[str, str]:
@@ -34,7 +34,7 @@ def lower(gm: GraphModule, lowering: str) -> dict[str, str]:
         given = arguments(node)
         specs = tuple(given[name] for name in ("k_spec", "v_spec", "spec") if name in given)
         value = given[_SERVED[op]]
-        if op == "decode":
+        if op == "dequantize":
             value = tensor_of(value, parse(given["spec"]), "ring")
         value = value_of(value if isinstance(value, Node) else value[0])  # of several layers, any will do
         queries, named, label = value.shape[2] if op == "attend" else 0, lowering, op
@@ -55,6 +55,6 @@ def _of_attention(given: dict[str, Any], q: Tensor, specs: tuple[str, ...], quer
     """The dispatch key of attention with the arguments ``given``, for ``queries`` query tokens."""
     key = given["key"] if len(given["key"]) == 1 else [tensor_of(given["key"], parse(given["k_spec"]), "ring")]
     ring, new = value_of(key[0]), value_of(given["k_new"])
-    rotary = given["rope"] and not parse(given["k_spec"]).transform.page_frame
+    rotary = given["rope"] and not parse(given["k_spec"]).transform.page_rope
     asked = extras(given["mask"], given["starts"], rotary, given["sinks"], given["softcap"], given["statistic"])
     return attention_key(q, ring, new, specs, queries, asked)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from .concrete import constant, leaves, upstream
 from .elements import Elements, Unproven, whole
+from .evaluate import constant, leaves, upstream
 from .linear import Linear
 from .nodes import Size, is_tensor, shape, value_of
 

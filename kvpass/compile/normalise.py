@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_any
 
 from kvpass.lowering.session import compiling
 
-from .concrete import leaves, upstream
+from .evaluate import leaves, upstream
 from .nodes import indices, outputs_of
 from .vmaps import write_out
 

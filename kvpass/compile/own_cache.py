@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from .appends import Append, appends
-from .calls import DECODE, ROTATE, tensors_argument
-from .concrete import at, hints, leaves, run, symbols, upstream
+from .calls import DEQUANTIZE, ROTATE, tensors_argument
+from .evaluate import at, hints, leaves, run, symbols, upstream
 from .nodes import is_tensor, shape, value_of
 
 aten = torch.ops.aten
@@ -51,7 +51,7 @@ def presents(graph: Graph) -> dict[Node, Present]:
 def _reads(node: Node, append: Append) -> bool:
     """Whether ``node`` dequantizes the tokens before those of ``append``. They are recognized by the ring, because
     quantized values may be another layer's."""
-    return node.target is DECODE and append.ring in tensors_argument(node, "state")
+    return node.target is DEQUANTIZE and append.ring in tensors_argument(node, "state")
 
 
 def _as_read(past: Node) -> Node:

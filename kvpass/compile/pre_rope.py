@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from ..codec.rope import parse_rope, rotate, split_pairs
 from ..errors import NotCapturedError
 from .calls import ATTEND
-from .concrete import at, hints, is_size, run, upstream
+from .evaluate import at, hints, is_size, run, upstream
 from .nodes import is_tensor, shape, value_of
 
 aten = torch.ops.aten

@@ -15,7 +15,7 @@ from .appends import Append, appends, hoist, placeholder
 from .calls import (
     APPEND_ROTARY,
     ATTEND,
-    DECODE,
+    DEQUANTIZE,
     ROTATE,
     argument,
     call,
@@ -23,7 +23,7 @@ from .calls import (
     tensor_argument,
     tensors_argument,
 )
-from .find import Attention, Source
+from .find import AttentionSite, Source
 from .masks import beside_padding, mark_padding, structure
 from .nodes import shape, value_of
 from .normalise import NormalGraph, in_place
@@ -33,7 +33,7 @@ from .report import listed
 aten = torch.ops.aten
 
 
-def rewrite(normal: NormalGraph, inputs: Sequence, attentions: list[Attention], refused: list[str]) -> GraphModule:
+def rewrite(normal: NormalGraph, inputs: Sequence, attentions: list[AttentionSite], refused: list[str]) -> GraphModule:
     """Rewrite ``normal`` in place and return it as a module with in-place state updates.
 
     inputs: the values it was captured with, fake or real.
@@ -42,7 +42,7 @@ def rewrite(normal: NormalGraph, inputs: Sequence, attentions: list[Attention], 
     Raises `NotCapturedError` if the graph lacks what codecs are fitted to, or keys before rotary embedding.
     """
     graph = normal.graph
-    for node in graph.find_nodes(op="call_function", target=DECODE):
+    for node in graph.find_nodes(op="call_function", target=DEQUANTIZE):
         # another layer has just written these quantized values; this reads the pages before that write
         change(node, state=[placeholder(tensor) for tensor in tensors_argument(node, "state")])
     writes = appends(graph)
@@ -78,7 +78,7 @@ def _store_tables(graph: Graph, tables: Iterable[dict[str, Any]]) -> None:
             call(graph, APPEND_ROTARY, **one)
 
 
-def _importance(writes: Iterable[Append], readers: dict[Node, Attention], refused: list[str]) -> dict[Node, Node]:
+def _importance(writes: Iterable[Append], readers: dict[Node, AttentionSite], refused: list[str]) -> dict[Node, Node]:
     """For every cache that needs attention mass, by its ring, the placeholder with that of its tokens."""
     evicting = [append for append in writes if append.codec.needs_importance]
     keys = [append for append in evicting if append.ring in readers]
@@ -91,13 +91,13 @@ def _importance(writes: Iterable[Append], readers: dict[Node, Attention], refuse
     return found
 
 
-def _has_a_say(append: Append, attention: Attention) -> bool:
+def _has_a_say(append: Append, attention: AttentionSite) -> bool:
     """Whether the attention mass that ``attention`` pays counts for ``append``."""
     mine = append.ring is attention.key.ring
     return append.codec.statistic != "" and (append.codec.retention.shared or mine)
 
 
-def _tap_queries(writes: Iterable[Append], readers: dict[Node, Attention], refused: list[str]) -> None:
+def _tap_queries(writes: Iterable[Append], readers: dict[Node, AttentionSite], refused: list[str]) -> None:
     """Pass the queries of the attention that reads a cache to codecs that are fitted to queries."""
     for append in writes:
         if not append.codec.quantizer.needs_queries:
@@ -124,8 +124,8 @@ def _store_turned_back(graph: Graph, inputs: Sequence, writes: Iterable[Append])
         rotation = rotations.find(append.x)
         if rotation is None:
             continue  # a layer without positions
-        decoded = [node for node in append.ring.users if node.target is DECODE]
-        if append.codec.transform.page_frame:
+        decoded = [node for node in append.ring.users if node.target is DEQUANTIZE]
+        if append.codec.transform.page_rope:
             reads, append.rope = decoded, rotation.rope
         else:
             reads = [user for node in decoded for user in node.users if user.target is ROTATE]
@@ -158,7 +158,7 @@ def _check_turned_alike(query: Rotation | None, key: Rotation) -> None:
         raise NotCapturedError("queries are not rotated like keys")
 
 
-def _cut_mask(graph: Graph, attention: Attention) -> None:
+def _cut_mask(graph: Graph, attention: AttentionSite) -> None:
     """If keys had room after them, keep only the mask's columns for tokens."""
     length, present, mask = tensor_argument(attention.key.past, "length"), attention.key.present, attention.mask
     with graph.inserting_before(attention.output):
@@ -173,7 +173,7 @@ def _cut_mask(graph: Graph, attention: Attention) -> None:
     attention.mask = cut
 
 
-def _drop_structural_mask(attention: Attention) -> None:
+def _drop_structural_mask(attention: AttentionSite) -> None:
     if attention.mask is None:
         return
     kind = structure(attention.mask, shape(attention.query)[2])
@@ -181,7 +181,7 @@ def _drop_structural_mask(attention: Attention) -> None:
         attention.mask, attention.causal = None, kind == "causal"
 
 
-def _drop_padding(attention: Attention) -> Node | None:
+def _drop_padding(attention: AttentionSite) -> Node | None:
     """The start of each row, if the cache knows it and the mask of ``attention`` hides nothing else."""
     starts = attention.key.read("starts")
     if starts is None or attention.mask is None or attention.key.needed_elsewhere or attention.value.needed_elsewhere:
@@ -193,7 +193,7 @@ def _drop_padding(attention: Attention) -> Node | None:
     return starts
 
 
-def _replace(graph: Graph, attention: Attention, importance: Node | None, starts: Node | None) -> Node | None:
+def _replace(graph: Graph, attention: AttentionSite, importance: Node | None, starts: Node | None) -> Node | None:
     """Put ``kvpass::attend`` in place of ``attention``. Returns the attention mass of each token, if the codec asks for
     it."""
     key, value = attention.key, attention.value
@@ -201,7 +201,7 @@ def _replace(graph: Graph, attention: Attention, importance: Node | None, starts
     given = dict(mask=attention.mask, causal=attention.causal, scale=attention.scale, softcap=attention.softcap)
     given |= {name: [side.past] if decoded else side.read("state") for name, side in (("key", key), ("value", value))}
     given |= dict(length=key.read("length"), k_spec=key.read("spec"), v_spec=value.read("spec"))
-    turned = key.past if codec.transform.page_frame and not decoded else key.rotation
+    turned = key.past if codec.transform.page_rope and not decoded else key.rotation
     if turned is not None:
         given |= {name: argument(turned, name) for name in ("cos", "sin", "rope")}
     if importance is not None:
@@ -232,7 +232,7 @@ def _cast(graph: Graph, x: Node, dtype: torch.dtype) -> Node:
     return cast
 
 
-def _shaped_as(graph: Graph, new: Node, query: Node, attention: Attention) -> Node:
+def _shaped_as(graph: Graph, new: Node, query: Node, attention: AttentionSite) -> Node:
     """``new`` ``[B, H_q, S, D]``, computed for ``query``, in the dtype and shape of the output of ``attention``."""
     q, out = value_of(query), value_of(attention.output)
     new.meta["val"] = q.new_empty((*q.shape[:3], out.shape[-1]))
@@ -257,7 +257,7 @@ def _present(graph: Graph, source: Source) -> Node:
     return empty
 
 
-def _refuse_bias(attention: Attention) -> None:
+def _refuse_bias(attention: AttentionSite) -> None:
     if attention.mask is not None and structure(attention.mask, shape(attention.query)[2], True) is None:
         raise KVPassError(
             "The attention adds a position-dependent bias (ALiBi, a window, or a custom mask), but after eviction "
@@ -266,7 +266,7 @@ def _refuse_bias(attention: Attention) -> None:
 
 
 def simulate_attention(
-    normal: NormalGraph, inputs: Sequence, attentions: list[Attention], specs: list[tuple[str, str]], prompt: int
+    normal: NormalGraph, inputs: Sequence, attentions: list[AttentionSite], specs: list[tuple[str, str]], prompt: int
 ) -> GraphModule:
     """``normal`` with every attention replaced by `kvpass.runtime.simulated.simulate` under its specs."""
     graph, rotations = normal.graph, Rotations(normal.graph, inputs)
@@ -287,7 +287,7 @@ def simulate_attention(
 
 
 def _before_rotation(
-    graph: Graph, rotations: Rotations, attention: Attention, spec: CodecSpec
+    graph: Graph, rotations: Rotations, attention: AttentionSite, spec: CodecSpec
 ) -> tuple[list[Node], str]:
     """Queries, keys, tables and kind of the rotary embedding for `kvpass.runtime.simulated.simulate`, if ``spec``
     stores keys before it and there is one."""
@@ -299,7 +299,7 @@ def _before_rotation(
     return [query.before, rotation.before, *insert_tables(graph, rotation)], rotation.rope
 
 
-def unfused(graph: Graph, attentions: list[Attention], refused: list[str]) -> dict[int, str]:
+def unfused(graph: Graph, attentions: list[AttentionSite], refused: list[str]) -> dict[int, str]:
     """Which packed layers keep their attention, counted in the order they are written, and why. For the graph before
     `rewrite`."""
     keys = appends(graph)[::2]  # keys come before values
@@ -327,7 +327,7 @@ def count(gm: GraphModule, times: Callable[[Node], int]) -> Reads:
     nodes = list(gm.graph.nodes)
     attends = [node for node in nodes if node.target is ATTEND]
     reconstructed = total(node for node in attends if len(tensors_argument(node, "key")) == 1)
-    decodes = total(node for node in nodes if node.target is DECODE)
+    decodes = total(node for node in nodes if node.target is DEQUANTIZE)
     turning = [*attends, *(node for node in nodes if node.target is ROTATE)]
     rotated = total(node for node in turning if argument(node, "rope") != "")
     return Reads(

@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from kvpass.lowering.session import undisabled
 
 from .calls import APPEND, APPEND_LAYERS, APPEND_ROTARY, arguments, call
-from .concrete import symbols
+from .evaluate import symbols
 from .nodes import function_of, is_tensor, outputs_of, value_of
 from .repeats import Repeats
 

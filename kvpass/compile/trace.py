@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 from ..errors import KVPassError
 from .appends import FUNCTIONALIZED
 from .calls import APPEND, APPEND_LAYERS, tensors_argument
-from .find import Attention
+from .find import AttentionSite
 from .nodes import function_of
 from .report import GraphReport, Stage
 
@@ -60,7 +60,11 @@ class Trace:
         self.stage("captured", gm)
 
     def stage(
-        self, name: str, module: GraphModule | None = None, found: Sequence[Attention] = (), refused: Sequence[str] = ()
+        self,
+        name: str,
+        module: GraphModule | None = None,
+        found: Sequence[AttentionSite] = (),
+        refused: Sequence[str] = (),
     ) -> None:
         """Record that a stage has ended, and the graph that it leaves, if it leaves a readable one."""
         if not (self._keep or self._folder):
@@ -142,7 +146,7 @@ def _new_folder(parent: Path) -> Path:
             number += 1
 
 
-def _text(module: GraphModule, found: Sequence[Attention], refused: Sequence[str]) -> str:
+def _text(module: GraphModule, found: Sequence[AttentionSite], refused: Sequence[str]) -> str:
     """``module`` as code with shapes and the lines of the model it comes from. Above the output of each attention in
     ``found`` is everything known about it."""
     code = _NOISE.sub("", module.print_readable(print_output=False, expanded_def=True))

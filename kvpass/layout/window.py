@@ -23,27 +23,27 @@ SEEN_OFFSET = 2 * LENGTH_OFFSET
 _NEVER = torch.iinfo(torch.int64).max
 
 
-def carry(n: int, device: torch.device | None = None, offset: int = LENGTH_OFFSET) -> Tensor:
+def length_tensor(n: int, device: torch.device | None = None, offset: int = LENGTH_OFFSET) -> Tensor:
     """The length tensor for ``n``: a zero-stride view, ``n + offset`` long, of one int64 that holds n. The device fills
     it, so that the host does not wait for a copy."""
     return torch.full((1,), n, dtype=torch.int64, device=device).expand(n + offset)
 
 
-def length_of(carrier: Tensor, offset: int = LENGTH_OFFSET) -> int:
+def length_of(length: Tensor, offset: int = LENGTH_OFFSET) -> int:
     """The length that a length tensor stands for; symbolic under tracing, never read from the device."""
-    return carrier.shape[0] - offset
+    return length.shape[0] - offset
 
 
-def on_device(carrier: Tensor | None, n: int, device: torch.device) -> Tensor:
-    """A tensor on ``device`` that holds ``n``: ``carrier``, unless it is None or on another device."""
-    return carrier if carrier is not None and carrier.device == device else carry(n, device)
+def on_device(length: Tensor | None, n: int, device: torch.device) -> Tensor:
+    """A tensor on ``device`` that holds ``n``: ``length tensor``, unless it is None or on another device."""
+    return length if length is not None and length.device == device else length_tensor(n, device)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
-class Recent:
+class RecentLayout:
     """The newest tokens are exact; the oldest of these leave a page at a time."""
 
     def __init__(self, retention: Retention):
@@ -170,7 +170,7 @@ class Moves:
         return Moves(slot, page_of, later, torch.cat(pages), exact, free, holder)
 
 
-class LogSparse(Recent):
+class LogSparseLayout(RecentLayout):
     """LogQuant (algorithm 1 of the paper): when there are 3W exact tokens, every second one of the older 2W goes to a
     page, so exact tokens get sparser with distance. W is the page size, and ``2 W`` the residual.
 
@@ -283,7 +283,7 @@ class Writes:
         """The writes after ``gone`` tokens before page ``packed`` were dropped and later ones moved up."""
         return self._with([(max(0, a - gone), b - gone) for a, b in self.spans], max(self.packed, packed))
 
-    def lost(self, tokens: Tensor, where: "Recent") -> Tensor:
+    def lost(self, tokens: Tensor, where: "RecentLayout") -> Tensor:
         """Whether each of ``tokens``, none of them sinks, is no longer in the ring."""
         gone = where.packed_before(tokens, self.packed)
         for (first, stop), (after, _) in pairwise([*self.spans, (_NEVER, 0)]):
@@ -292,9 +292,9 @@ class Writes:
 
 
 @cache
-def layout(retention: Retention) -> Recent:
+def layout(retention: Retention) -> RecentLayout:
     """The layout for a retention policy."""
-    return LogSparse(retention) if retention.keep == "log" else Recent(retention)
+    return LogSparseLayout(retention) if retention.keep == "log" else RecentLayout(retention)
 
 
 @lru_cache(maxsize=64)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..codec.center import fit_centers
 from ..codec.spec import CodecSpec
-from ..lowering.inductor.pages import decode_all
-from ..lowering.reference import decode_predicted
+from ..lowering.inductor.pages import dequantize_all
+from ..lowering.reference import dequantize_predicted
 from ..lowering.table import DispatchKey, Implementation, implements, select
 from . import flash_attention, single_query_cpp, single_query_inductor
 from .batch import Batch, BlockTable, Due, Tiles, pages_of
@@ -27,11 +27,11 @@ _VALUES = 1 << 20  # keys, or scores, processed at a time
 
 
 class Codecs(NamedTuple):
-    """The functions that quantize and dequantize pages: ``encode(x, fitted, spec)``, and ``decode(kept, spec, (),
+    """The functions that quantize and dequantize pages: ``quantize(x, fitted, spec)``, and ``dequantize(kept, spec, (),
     ())``."""
 
-    encode: Callable[..., tuple[Tensor, ...]]
-    decode: Callable[..., Tensor]
+    quantize: Callable[..., tuple[Tensor, ...]]
+    dequantize: Callable[..., Tensor]
 
 
 def codecs_for(spec: CodecSpec, device: torch.device, head_dim: int, lowering: str = "auto") -> Codecs:
@@ -41,8 +41,8 @@ def codecs_for(spec: CodecSpec, device: torch.device, head_dim: int, lowering: s
     def chosen(op: str) -> Implementation:
         return select(DispatchKey(op, device.type, (str(spec),), head_dim=head_dim), lowering)
 
-    decode = decode_all if chosen("decode").name == "inductor" else decode_predicted
-    return Codecs(chosen("encode").run, decode)
+    dequantize = dequantize_all if chosen("dequantize").name == "inductor" else dequantize_predicted
+    return Codecs(chosen("quantize").run, dequantize)
 
 
 _text = cache(str)
@@ -99,10 +99,10 @@ class Layer(NamedTuple):
         if places.kind == "sinks":
             return self.blocks.head[f"{side}.sinks"][at].transpose(1, 2)
         kept = [pool[at].transpose(1, 2) for pool in pools]  # [A, H, C / P, ...]
-        values = codecs.decode([*kept, *self.blocks.fitted(side, spec.codec.decodes_with, first)], spec, (), ())
+        values = codecs.dequantize([*kept, *self.blocks.fitted(side, spec.codec.dequantizes_with, first)], spec, (), ())
         if spec.transform.center:
             values = values + self.blocks.head[f"{side}.center"][first].float()
-        return values.to(self.window.dtype)  # as a cache decodes them
+        return values.to(self.window.dtype)  # as a cache dequantizes them
 
 
 def with_kernel(layer: Layer) -> Layer:
@@ -121,7 +121,7 @@ def warm(layer: Layer, q_heads: int) -> None:
     x = layer.window.new_zeros(2, heads, size, width // 2)
     first = pages.blocks[:, 0]
     for side, spec, _, codecs in layer.sides:
-        codecs.encode(x, layer.blocks.fitted(side, spec.codec.encodes_with, first), spec)
+        codecs.quantize(x, layer.blocks.fitted(side, spec.codec.quantizes_with, first), spec)
     for each in (layer, layer._replace(kernel=None)):
         attend(Batch(start, past, past + 1, pages, window, 0), each, q, torch.empty_like(q))
 
@@ -146,8 +146,8 @@ def store(batch: Batch, layer: Layer, k: Tensor, v: Tensor) -> None:
         if spec.transform.center:
             _fit_centers(batch, layer.blocks.head[f"{side}.center"], due, x, spec)
             x = (x.float() - layer.blocks.head[f"{side}.center"][due.first].float()).to(x.dtype)
-        fitted = layer.blocks.fitted(side, spec.codec.encodes_with, due.first)
-        for pool, pages in zip(pools, codecs.encode(x, fitted, spec), strict=True):
+        fitted = layer.blocks.fitted(side, spec.codec.quantizes_with, due.first)
+        for pool, pages in zip(pools, codecs.quantize(x, fitted, spec), strict=True):
             pool[due.block, :, due.slot] = pages.squeeze(2)
 
 

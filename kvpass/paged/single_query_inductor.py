@@ -20,7 +20,7 @@ from ..codec.quantizer import Quantizer
 from ..codec.spec import CodecSpec, parse
 from ..lowering.inductor.aot import Input, Kernel, Program
 from ..lowering.inductor.attend import OPTIONS, plane_scores
-from ..lowering.inductor.opened import Pages, page_values, plain
+from ..lowering.inductor.page_view import Pages, page_values, plain
 from ..lowering.inductor.pages import WIDTHS, one_level
 from ..lowering.table import DispatchKey
 from .batch import Batch, Rows, Tiles, at_least_two
@@ -197,7 +197,7 @@ def blocks_kernel(
     return Program(attend, [_input(*one) for one in described], OPTIONS, by_name=True)
 
 
-class Attention:
+class InductorAttention:
     """Attention over the blocks of one layer; what all steps share is looked up once."""
 
     def __init__(self, layer: Layer) -> None:

@@ -14,7 +14,7 @@ from ..cache.context import ForwardContext
 from ..cache.layer import PackedLayer
 from ..cache.swap import cache_layers, cross_layers
 from ..errors import KVPassError
-from ..layout.window import LENGTH_OFFSET, SEEN_OFFSET, carry
+from ..layout.window import LENGTH_OFFSET, SEEN_OFFSET, length_tensor
 
 _REPLACED = DynamicLayer, DynamicSlidingWindowLayer
 """Layers whose tensors are replaced by others when tokens are added, never written."""
@@ -34,10 +34,10 @@ def start_forward(state: CacheState, batch: int, new_tokens: int) -> int:
     _refuse_what_does_not_fit(state, batch, new_tokens)
     state.whole = False
     try:
-        context = ForwardContext(_varying(carry(stored, state.device), stored))
+        context = ForwardContext(_varying(length_tensor(stored, state.device), stored))
         context.expect = partial(_expect, state)
         if state.retention.evicts:
-            context.seen_length = _varying(carry(state.seen, offset=SEEN_OFFSET), stored)
+            context.seen_length = _varying(length_tensor(state.seen, offset=SEEN_OFFSET), stored)
         _make_room(state, batch, new_tokens, context)
     except BaseException:
         if not stored:
@@ -94,14 +94,14 @@ def _make_room(state: CacheState, batch: int, new_tokens: int, context: ForwardC
     state.prepare(batch, new_tokens, context)
 
 
-def _varying(carrier: Tensor, stored: int) -> Tensor:
+def _varying(length: Tensor, stored: int) -> Tensor:
     if stored > 1:  # 0 and 1 are cases of their own, and what is traced there may say so
-        torch._dynamo.mark_dynamic(carrier, 0)
-    return carrier
+        torch._dynamo.mark_dynamic(length, 0)
+    return length
 
 
-def carrier_of(length: Tensor, n: int) -> Tensor:
-    """The carrier of length ``n``, which is what ``length`` holds."""
+def length_tensor_of(length: Tensor, n: int) -> Tensor:
+    """The length tensors of length ``n``, which is what ``length`` holds."""
     return _varying(length.expand(n + LENGTH_OFFSET), n)
 
 

@@ -21,11 +21,11 @@ from ..cache.swap import Plans, state_of
 from ..codec.affine import params_dtype
 from ..compile.backend import Backend
 from ..compile.capture import why_uncaptured
-from ..compile.noted import counted
+from ..compile.recorded_calls import counted
 from ..compile.report import GraphReport, LayerReport, Report
 from ..compile.subclasses import guards_of
 from ..errors import KVPassError, NeedsGraphError, NotCapturedError, NotFusedError
-from ..lowering.inductor.expect import Attended, expect
+from ..lowering.inductor.first_kernel import Attended, expect
 from ..lowering.table import AUTO, FEW
 from ..models.attention import PortableAttention
 from ..models.encoded import has_encoder

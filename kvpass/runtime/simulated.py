@@ -54,13 +54,13 @@ def simulate(
     """
     specs, tokens, repeats = (parse(k_spec), parse(v_spec)), k.shape[2], q.shape[1] // k.shape[1]
     seen_by, stored, *tables = before or [q, k]
-    rotary, framed = (tables[0], tables[1], rope) if tables else None, specs[0].transform.page_frame
-    if framed:  # behind it, they are turned back as pages are
+    rotary, page_rope = (tables[0], tables[1], rope) if tables else None, specs[0].transform.page_rope
+    if page_rope:  # behind it, they are turned back as pages are
         seen_by, stored = q, k
     keys = _stored(stored, specs[0], seen_by, prompt, rotary, shared=k_shared)
     values = _stored(v, specs[1], q, prompt, same_layer_keys=keys, shared=v_shared)
-    k_stored, v_stored = keys.decode(tokens), values.decode(tokens)
-    if rotary is not None and not framed:
+    k_stored, v_stored = keys.dequantize(tokens), values.dequantize(tokens)
+    if rotary is not None and not page_rope:
         k_stored = rotate(k_stored, *rotary)
     dtype = torch.promote_types(q.dtype, torch.float32)
     k, v, k_stored, v_stored = (x.repeat_interleave(repeats, 1).to(dtype) for x in (k, v, k_stored, v_stored))
@@ -129,7 +129,7 @@ def _stored(
     if angles is not None:
         state.rotary = RotaryState(spec, batch, head_dim, x.dtype, x.device, tokens, angles)
         rope = spec.transform.numbered
-    elif rotary is not None and spec.transform.page_frame:
+    elif rotary is not None and spec.transform.page_rope:
         state.rotary = RotaryState.of(spec, *(table.expand(batch, -1, -1) for table in rotary[:2]))
         rope = rotary[2]
     state.append(x[:, :, :first], 0, q[:, :, : prompt or tokens] if spec.quantizer.needs_queries else None, rope=rope)

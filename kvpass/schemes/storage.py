@@ -78,4 +78,4 @@ class StorageConfig(SchemeConfig):
 
     def key_transform(self, **fields: Any) -> Transform:
         """The `Transform` of keys before quantization; ``fields`` are its fields besides ``rope``."""
-        return Transform(pre_rope=self.rope == "pre" and not fields.get("page_frame"), **fields)
+        return Transform(pre_rope=self.rope == "pre" and not fields.get("page_rope"), **fields)

@@ -71,11 +71,11 @@ class WaterfillConfig(StorageConfig):
             allocation = Allocation(*fields, gcd(self.block_size, head_dim), weighted, *rich, follows)
             return Quantizer(8, "token", head_dim, codec=allocation)
 
-        framed = self.rope == "pre" and self.retention is None  # otherwise the tokens of a page are not neighbours
+        page_rope = self.rope == "pre" and self.retention is None  # otherwise the tokens of a page are not neighbours
         keys = quantizer(self.key_fields, self.weighted, self.rich_key_fields, False)
         values = quantizer(self.value_fields, False, self.rich_value_fields, any(self.rich_value_fields))
         return LayerPlan(
-            CodecSpec(keys, self.key_retention(), self.key_transform(center=self.center, page_frame=framed)),
+            CodecSpec(keys, self.key_retention(), self.key_transform(center=self.center, page_rope=page_rope)),
             CodecSpec(values, self.value_retention()),
         )
 
@@ -145,7 +145,7 @@ class CalibratedWaterfillConfig(StorageConfig):
             return CodecSpec(Quantizer(8, "token", head_dim, codec=shares), self._policy(), transform)
 
         return LayerPlan(
-            spec(False, Transform(center=True, page_frame=bool(rope), numbered=rope)), spec(self.ranked, Transform())
+            spec(False, Transform(center=True, page_rope=bool(rope), numbered=rope)), spec(self.ranked, Transform())
         )
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:

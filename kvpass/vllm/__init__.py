@@ -1,6 +1,6 @@
 """Packed pages in vLLM's own blocks: a plugin that does nothing unless a scheme is configured (docs/vllm.md)."""
 
-from .asked import VARIABLE
+from .serving_config import VARIABLE
 
 
 def register() -> None:

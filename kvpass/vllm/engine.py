@@ -34,7 +34,7 @@ from ..errors import KVPassError
 from ..paged import paged_attention
 from ..paged.batch import Batch, BlockTable
 from ..schemes import SchemeConfig
-from .asked import KEY, VARIABLE, Served, check_version, scheme_asked
+from .serving_config import KEY, VARIABLE, Served, check_version, scheme_asked
 
 logger = logging.getLogger("kvpass.vllm")
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpass.codec.allocation import Allocation
-from kvpass.codec.frame import Frames, before_middle
+from kvpass.codec.page_rope import PageTables, before_middle
 from kvpass.codec.rope import parse_rope
 from kvpass.codec.spec import CodecSpec, parse
 from kvpass.codec.tensors import page_shapes
@@ -107,7 +107,7 @@ torch.library.register_fake("kvpass_cpu::allocated_scores", _fake_scores, lib=_l
 torch.library.register_fake("kvpass_cpu::allocated_values", _fake_values, lib=_library)
 
 
-def page_scores(q: Tensor, frames: Frames | None, mean: Tensor | None, *pages_and_spec) -> Tensor:
+def page_scores(q: Tensor, page_tables: PageTables | None, mean: Tensor | None, *pages_and_spec) -> Tensor:
     """``q`` ``[BH, R, D]`` with the keys in pages: ``[BH, R, N * P]``, in the order of tokens.
 
     frames: of the pages, if they have any. mean: what was subtracted from keys before rotary embedding, ``[B, H, 1,
@@ -116,10 +116,10 @@ def page_scores(q: Tensor, frames: Frames | None, mean: Tensor | None, *pages_an
     *fitted, count, room, spec = _arguments(*pages_and_spec)
     size, rope = parse(spec).page_size, ""
     tables: list[Tensor | None] = [None, None, None, None]
-    if frames is not None:
-        rope, pairs = frames.rope, parse_rope(frames.rope)[0]
-        of_pages = (table[:, size : size + count, :pairs].float() for table in frames[:2])
-        in_page = (table[:, :-1].mT for table in before_middle(frames, size))  # channels of all tokens
+    if page_tables is not None:
+        rope, pairs = page_tables.rope, parse_rope(page_tables.rope)[0]
+        of_pages = (table[:, size : size + count, :pairs].float() for table in page_tables[:2])
+        in_page = (table[:, :-1].mT for table in before_middle(page_tables, size))  # channels of all tokens
         tables = [table.contiguous() for table in (*of_pages, *in_page)]
     if mean is not None:
         mean = mean.flatten(0, 2).float().contiguous()

@@ -84,10 +84,10 @@ def attend(call: AttendCall[Pack]) -> Tensor:
         sides += [x.contiguous() for x in (pool, basis, widths, pack.fitted.get("share", widths))]
         of_samples = int(len(basis) == batch)
     q, *exact = (as_tokens(x, dtype) for x in (q, key.ring, value.ring, k_new, v_new))
-    out, frames = torch.empty_like(q), key.frames
+    out, page_tables = torch.empty_like(q), key.page_tables
     (pairs, interleaved), cos, sin = _NO_TURN, q, q
-    if frames is not None:
-        (pairs, interleaved), cos, sin = parse_rope(frames.rope), *(as_tokens(x, dtype) for x in frames[:2])
+    if page_tables is not None:
+        (pairs, interleaved), cos, sin = parse_rope(page_tables.rope), *(as_tokens(x, dtype) for x in page_tables[:2])
     center = key.fitted.get("center")
     _kernel(k_spec.stored_as, v_spec.stored_as, head_dim, q_heads // heads, dtype)(
         q, out, *sides, *exact, cos, sin, q if center is None else center.contiguous(),

@@ -27,7 +27,7 @@ def _refuses(dispatch: DispatchKey) -> str | None:
     if dispatch.device != "cpu":
         return "it runs on CPUs."
     if not dispatch.specs:
-        return "the past is decoded already."
+        return "the past is dequantized already."
     if dispatch.queries != 1:
         return "it attends with one query token."
     if dispatch.dtype is None:

@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from kvpass.progress import announced
 
 from ..session import compiling
-from . import elsewhere, stored
+from . import background_compile, kernel_store
 
 
 def unprobed() -> dict[str, bool]:
@@ -65,7 +65,7 @@ def compile_ahead(program: Program, place: Path | None = None) -> Callable:
     """
     options = {"emulate_precision_casts": True, "size_asserts": False, **unprobed(), **(program.options or {})}
     with torch.no_grad(), inductor_config.patch(options):
-        compiled: Any = (place and stored.load(place)) or _compiled(program, place)
+        compiled: Any = (place and kernel_store.load(place)) or _compiled(program, place)
     if program.by_name:
         taken = itemgetter(*(one.name for one in program.inputs if one.example is not None))
         return lambda given: compiled(*taken(given))
@@ -97,7 +97,7 @@ def _compiled(program: Program, place: Path | None) -> Callable:
         raise AssertionError(f"Tracing {program.fn} specialized sizes that must stay dynamic: {fixed}")
     with tracing(TracingContext(fake_mode)):
         if place is not None:
-            return stored.compile_and_keep(graph, fakes, place)
+            return kernel_store.compile_and_keep(graph, fakes, place)
         compiled: Any = compile_fx(graph, fakes)
         return compiled
 
@@ -122,9 +122,9 @@ class Kernel:
     def _made(self, key: tuple) -> Callable:
         program = self.make(*key)
         device = next(one.example.device for one in program.inputs if one.example is not None)
-        place = stored.place_of(device, self.name, *key)
+        place = kernel_store.place_of(device, self.name, *key)
         if place is not None:
-            elsewhere.wait(place)
+            background_compile.wait(place)
         return compile_ahead(program, place)
 
     def cache_clear(self) -> None:

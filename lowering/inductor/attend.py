@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kvpass.codec.affine import params_dtype
 from kvpass.codec.allocation import Allocation
-from kvpass.codec.frame import Frames
 from kvpass.codec.hadamard import basis
+from kvpass.codec.page_rope import PageTables
 from kvpass.codec.rope import parse_rope, rotate_pairs, split_pairs
 from kvpass.codec.shares import Shares
 from kvpass.codec.spec import CodecSpec, parse
@@ -30,7 +30,7 @@ from ..reference import with_past, with_starts
 from ..table import DispatchKey, implements
 from .aot import Input, Kernel, Program
 from .dense import ATTENDED
-from .opened import Pages, opened, page_values, points_of
+from .page_view import Pages, page_values, points_of, view_pages
 from .planes import Planes, in_storage_order, mean_scores
 from .terms import Turns
 
@@ -149,14 +149,14 @@ def _attend(
         scores = torch.tanh(scores / softcap) * softcap if softcap else scores
         return torch.where(counts, scores, -torch.inf)
 
-    framed = k_spec.transform.page_frame
-    frames = Frames(given["cos"], given["sin"], rope) if framed and rope else None
-    if framed:  # what is exact is as it was rotated
+    page_rope = k_spec.transform.page_rope
+    page_tables = PageTables(given["cos"], given["sin"], rope) if page_rope and rope else None
+    if page_rope:  # what is exact is as it was rotated
         rope = ""
     if given["k_fields"] is not None:
-        on_pages = allocated.page_scores(q, frames, center, *_allocated(given, "k", k_spec))
+        on_pages = allocated.page_scores(q, page_tables, center, *_allocated(given, "k", k_spec))
     else:
-        pages = opened(k_pools, k_spec, given["k_points"], shape[-1])
+        pages = view_pages(k_pools, k_spec, given["k_points"], shape[-1])
         turns = Turns(given["cos"], given["sin"], rope, in_page.view(count, size)) if rope else None
         on_pages = page_scores(q, pages, in_page.view(count, size), tables, rope, given["k_basis"], center)
         for term in pages.beside:
@@ -185,7 +185,10 @@ def _attend(
     on_pages, on_ring, own = torch.cat([on_pages, on_ring, weights[..., -1:]], -1).split([packed, slots, 1], -1)
     out = (on_ring[..., None] * v_ring[:, None].float()).sum(2) + own * v_new.float()
     if given["v_fields"] is None:
-        pages, by_page = opened(v_pools, v_spec, given["v_points"], shape[-1]), on_pages.unflatten(-1, (v_count, -1))
+        pages, by_page = (
+            view_pages(v_pools, v_spec, given["v_points"], shape[-1]),
+            on_pages.unflatten(-1, (v_count, -1)),
+        )
         from_pages = page_values(by_page, pages, given["v_basis"])
     out = out + from_pages
     out = out.view(*shape[:3], -1).to(dtype)
@@ -335,7 +338,7 @@ def attend_kernel(common: Common, k_spec: CodecSpec, v_spec: CodecSpec) -> Progr
 
 
 @lru_cache(maxsize=16)
-def _carriers(pages: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
+def _as_shapes(pages: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
     """Tensors whose shapes are page counts: the same for all layers of a step."""
     return tuple(torch.empty(count, dtype=torch.uint8, device=device) for count in pages)
 
@@ -372,7 +375,7 @@ def _refuses_attend(dispatch: DispatchKey) -> str | None:
             "keys stored before rotary embedding in a fitted basis have to be dequantized first: queries cannot be "
             "projected onto it."
         )
-    if of_keys.page_frame and not isinstance(specs[0].codec, (Allocation, Shares)):
+    if of_keys.page_rope and not isinstance(specs[0].codec, (Allocation, Shares)):
         return "keys with page-relative RoPE and one bit width for all channels have to be dequantized first."
     if of_keys.pre_rope and of_keys.rotation is not None:
         return "keys rotated by a Hadamard matrix before rotary embedding have to be dequantized first."
@@ -390,7 +393,7 @@ def _run(call: AttendCall[Pack]) -> tuple[Tensor, ...]:
     batch, heads, _, head_dim = k_new.shape
     device, present, sides = q.device, k_new.shape[2] > 0, (("k", key, k_spec), ("v", value, v_spec))
     retention = k_spec.retention
-    cos, sin, rope = call.rotary or key.frames or (None, None, "")
+    cos, sin, rope = call.rotary or key.page_tables or (None, None, "")
     if not present:  # a token that does not count
         k_new = v_new = k_new.new_zeros(batch, heads, 1, head_dim)
     given = dict(
@@ -409,7 +412,7 @@ def _run(call: AttendCall[Pack]) -> tuple[Tensor, ...]:
         given |= {f"{side}_{name}": pack.fitted[name] for name in calibrated_shapes(spec, head_dim)}
         given[f"{side}_basis"] = pack.fitted.get("basis") if rotation is None else basis(head_dim, rotation, device)
         given[f"{side}_fields"] = pack.fitted.get("fields")
-    given.update(zip(counts, _carriers(tuple(counts.values()), device), strict=True))
+    given.update(zip(counts, _as_shapes(tuple(counts.values()), device), strict=True))
     layout_of_mask = None
     if mask is not None:
         given["mask"] = mask = mask.contiguous()

@@ -9,15 +9,15 @@ from kvpass.codec.tensors import Pack
 from .. import reference
 from ..call_types import AttendCall
 from ..table import DispatchKey, implements
-from .opened import OPENED
-from .pages import WIDTHS, decode_all
+from .page_view import PAGE_VIEWS
+from .pages import WIDTHS, dequantize_all
 
 _OF_KEYS = {"codec=boosted", "codec=polar"}
-_VALUES = WIDTHS | {f"codec={name}" for name in ("allocated", *filter(None, OPENED))} - _OF_KEYS
+_VALUES = WIDTHS | {f"codec={name}" for name in ("allocated", *filter(None, PAGE_VIEWS))} - _OF_KEYS
 _VALUES |= {"per=channel", "per=token", "keep=log", "rotation", "grid"}
 _VALUES |= {f"codec.{name}" for name in ("rich_pairs", "rich_singles", "follows")}
 _VALUES |= {"codec=shares", *(f"codec.{name}" for name in ("ranked", "adapts"))}
-ATTENDED: tuple[Set[str], Set[str]] = _VALUES | _OF_KEYS | {"pre_rope", "center", "page_frame", "numbered"}, _VALUES
+ATTENDED: tuple[Set[str], Set[str]] = _VALUES | _OF_KEYS | {"pre_rope", "center", "page_rope", "numbered"}, _VALUES
 """Features of keys, and of values, that attention by Inductor supports."""
 
 
@@ -31,4 +31,4 @@ def _refuses(dispatch: DispatchKey) -> str | None:
 
 @implements("attend", "inductor-dense", has=ATTENDED, refuses=_refuses, lowering="inductor")
 def attend(call: AttendCall[Pack]) -> list[Tensor]:
-    return reference.attend(call, decode_all)
+    return reference.attend(call, dequantize_all)

@@ -14,11 +14,11 @@ from kvpass.codec.rope import rotate
 from kvpass.codec.spec import parse
 from kvpass.codec.tensors import Pack
 
-from ..call_types import AttendCall, DecodeCall
+from ..call_types import AttendCall, DequantizeCall
 from ..reference import attention_weights, causal_mask, pieces, with_starts
 from ..table import FEW, DispatchKey, implements
 from . import dense
-from .pages import decode_all
+from .pages import dequantize_all
 
 _VALUES = 1 << 19  # dequantized at a time
 
@@ -63,7 +63,7 @@ def in_pieces(call: AttendCall[Pack]) -> Tensor:
     batch, heads, queries, _ = q.shape
     rows = (q.float() * call.scale).unflatten(1, (k_new.shape[1], -1)).flatten(2, 3)  # those of a KV head together
     at_once = max(1, _VALUES // (call.k_spec.page_size * key.ring[:, :, 0].numel()))
-    keys = pieces(decode_all, DecodeCall(key, n, call.k_spec), at_once)
+    keys = pieces(dequantize_all, DequantizeCall(key, n, call.k_spec), at_once)
     keys = keys if call.rotary is None else _rotated(keys, *call.rotary)
     scores = torch.cat([rows @ k.float().mT for k in chain(keys, (k_new,))], -1)
     tokens = scores.shape[-1]
@@ -73,7 +73,7 @@ def in_pieces(call: AttendCall[Pack]) -> Tensor:
     weights = weights.view(*rows.shape[:3], -1)
     out: Any = 0.0
     first = 0
-    for v in chain(pieces(decode_all, DecodeCall(value, n, call.v_spec), at_once), (v_new,)):
+    for v in chain(pieces(dequantize_all, DequantizeCall(value, n, call.v_spec), at_once), (v_new,)):
         out = out + weights[..., first : first + v.shape[2]] @ v.float()
         first += v.shape[2]
     return out.view(batch, heads, queries, -1).to(q.dtype)

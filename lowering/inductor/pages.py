@@ -1,4 +1,4 @@
-"""Encoding and decoding of pages, written so that Inductor fuses them: one kernel per codec and head shape, for every
+"""Quantizing and decoding of pages, written so that Inductor fuses them: one kernel per codec and head shape, for every
 length. Pages are independent, and run on one merged dim of pages: the kernel of a prompt is that of a flush.
 """
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from kvpass.codec.bitpack import FIELDS, unpack
 from kvpass.codec.codebook import grid, look_up
 from kvpass.codec.hadamard import basis
-from kvpass.codec.pages import Affine, decode_pages, dequantize_pages, encode_pages
+from kvpass.codec.pages import Affine, dequantize_groups, dequantize_pages, quantize_pages
 from kvpass.codec.predictor import PREDICTORS, page_rows, parse_predictor, run, weights
 from kvpass.codec.quantizer import UNIFORM
 from kvpass.codec.second_level import SecondLevel, expand
@@ -19,16 +19,16 @@ from kvpass.codec.spec import CodecSpec
 
 from .. import reference
 from ..append import APPENDED, PLACES, append, append_layers
-from ..call_types import AppendCall, AppendLayersCall, DecodeCall
+from ..call_types import AppendCall, AppendLayersCall, DequantizeCall
 from ..table import DispatchKey, implements
 from .aot import Input, Kernel, Program
 
 WIDTHS = frozenset(f"bits={bits}" for bits in FIELDS)
 _GROUPS = {"per=channel", "per=token"}
-_ENCODED = _GROUPS | {f"bits={bits}" for bits in UNIFORM} | {"eta", "subspace"}
-_DECODED = _GROUPS | WIDTHS | PLACES | {"rotation", "grid", "center", *(f"predictor={name}" for name in PREDICTORS)}
-_DECODED |= {"codec=second-level"}
-_PAGES = 7  # pages to trace `encode` and `decode` with
+_QUANTIZED = _GROUPS | {f"bits={bits}" for bits in UNIFORM} | {"eta", "subspace"}
+_DEQUANTIZED = _GROUPS | WIDTHS | PLACES | {"rotation", "grid", "center", *(f"predictor={name}" for name in PREDICTORS)}
+_DEQUANTIZED |= {"codec=second-level"}
+_PAGES = 7  # pages to trace `quantize` and `dequantize` with
 
 
 def _run(kernel: Kernel, spec: CodecSpec, inputs: Sequence[Tensor | None], constants: Sequence[Tensor | None] = ()):
@@ -51,23 +51,23 @@ def _program(fn: Callable, spec: CodecSpec, described: tuple, fixed: tuple) -> P
 
 
 @Kernel
-def encoding(spec: CodecSpec, described: tuple, fixed: tuple) -> Program:
-    """`_encode` for pages, and what the codec is fitted to, ``described`` without the dim of pages."""
-    return _program(_encode, spec, described, fixed)
+def quantizing(spec: CodecSpec, described: tuple, fixed: tuple) -> Program:
+    """`_quantize` for pages, and what the codec is fitted to, ``described`` without the dim of pages."""
+    return _program(_quantize, spec, described, fixed)
 
 
 @Kernel
-def decoding(spec: CodecSpec, described: tuple, fixed: tuple) -> Program:
-    """`_decode` for pages ``described`` without the dim of pages, and ``fixed`` tensors of all of them."""
-    return _program(_decode, spec, described, fixed)
+def dequantizing(spec: CodecSpec, described: tuple, fixed: tuple) -> Program:
+    """`_dequantize` for pages ``described`` without the dim of pages, and ``fixed`` tensors of all of them."""
+    return _program(_dequantize, spec, described, fixed)
 
 
-def _encode(pages: Tensor, *fitted_and_spec) -> tuple[Tensor, ...]:
+def _quantize(pages: Tensor, *fitted_and_spec) -> tuple[Tensor, ...]:
     *fitted, spec = fitted_and_spec
-    return encode_pages(pages, spec, fitted)
+    return quantize_pages(pages, spec, fitted)
 
 
-def _decode(codes, scale, zero_point, rows, points, basis, *rest) -> tuple[Tensor]:
+def _dequantize(codes, scale, zero_point, rows, points, basis, *rest) -> tuple[Tensor]:
     """Pages ``[M, H, ...]`` -> ``[H, M, P, D]`` float32, plus what is predicted from ``rows`` ``[M, P, in]``."""
     *predictor, spec = rest
     kind, codes = spec.transform.predictor, unpack(codes, spec.bits)
@@ -75,7 +75,7 @@ def _decode(codes, scale, zero_point, rows, points, basis, *rest) -> tuple[Tenso
         values = look_up(codes, points).unflatten(-1, (-1, spec.quantizer.group_size)) * scale.float().unsqueeze(-1)
         values = values.flatten(-2)
     else:
-        values = dequantize_pages(codes, scale, zero_point, spec.quantizer)
+        values = dequantize_groups(codes, scale, zero_point, spec.quantizer)
     if basis is not None:
         values = values @ basis.mT
     if rows is not None:
@@ -89,42 +89,42 @@ def one_level(kept: Sequence[Tensor], spec: CodecSpec) -> list[Tensor]:
     return [kept[0], *expand(*kept[1:])] if isinstance(spec.codec, SecondLevel) else list(kept)
 
 
-def _refuses_encode(dispatch: DispatchKey) -> str | None:
+def _refuses_quantize(dispatch: DispatchKey) -> str | None:
     if torch.__version__ < "2.13":
         return "before torch 2.13, Inductor does not round scales to 16 bits."
     return None
 
 
-@implements("encode", "inductor", has=(_ENCODED | APPENDED,), refuses=_refuses_encode)
-def encode(x: Tensor, fitted: Sequence[Tensor], spec: CodecSpec) -> tuple[Tensor, ...]:
+@implements("quantize", "inductor", has=(_QUANTIZED | APPENDED,), refuses=_refuses_quantize)
+def quantize(x: Tensor, fitted: Sequence[Tensor], spec: CodecSpec) -> tuple[Tensor, ...]:
     batch, heads, tokens, head_dim = x.shape
     pages = tokens // spec.page_size
     by_page = [one[:, :, None].expand(-1, -1, pages, -1, -1).flatten(0, 2) for one in fitted]
-    new, count = _run(encoding, spec, (x.reshape(-1, spec.page_size, head_dim), *by_page))
+    new, count = _run(quantizing, spec, (x.reshape(-1, spec.page_size, head_dim), *by_page))
     return tuple(tensor[:count].view(batch, heads, pages, *tensor.shape[2:]) for tensor in new)
 
 
-@implements("append_", "inductor", has=(_ENCODED | APPENDED,), refuses=_refuses_encode)
+@implements("append_", "inductor", has=(_QUANTIZED | APPENDED,), refuses=_refuses_quantize)
 def append_(call: AppendCall) -> None:
-    append(encode, call)
+    append(quantize, call)
 
 
-@implements("append_layers_", "inductor", has=(_ENCODED | PLACES,), refuses=_refuses_encode)
+@implements("append_layers_", "inductor", has=(_QUANTIZED | PLACES,), refuses=_refuses_quantize)
 def append_layers_(call: AppendLayersCall) -> None:
-    append_layers(encode, call)
+    append_layers(quantize, call)
 
 
-@implements("decode", "inductor", has=(_DECODED,))
-def decode(call: DecodeCall) -> Tensor:
-    return reference.read(decode_all, call)
+@implements("dequantize", "inductor", has=(_DEQUANTIZED,))
+def dequantize(call: DequantizeCall) -> Tensor:
+    return reference.read(dequantize_all, call)
 
 
-def decode_all(kept: Sequence[Tensor], spec: CodecSpec, references, predictor) -> Tensor:
-    """`kvpass.lowering.reference.decode_predicted`, by a kernel where the codec has one."""
+def dequantize_all(kept: Sequence[Tensor], spec: CodecSpec, references, predictor) -> Tensor:
+    """`kvpass.lowering.reference.dequantize_predicted`, by a kernel where the codec has one."""
     codes = kept[0]
     batch, heads, pages = codes.shape[:3]
     if not pages or spec.codec.name not in (Affine.name, SecondLevel.name):
-        return decode_pages(*kept, spec)
+        return dequantize_pages(*kept, spec)
     kept, spec = one_level(kept, spec), spec.plain
     spec, rows, device = spec.stored_as, None, codes.device
     grid_name, rotation = spec.quantizer.grid, spec.transform.rotation
@@ -137,6 +137,6 @@ def decode_all(kept: Sequence[Tensor], spec: CodecSpec, references, predictor) -
         None if rotation is None else basis(codes.shape[-1] * spec.quantizer.dim, rotation, device),
         *(predictor if rows is not None else ()),
     )
-    (out,), count = _run(decoding, spec, (*pools, rows), constants)
-    out = out[:, :count].reshape(len(out), batch, -1, out.shape[-1])  # heads that were decoded together come first
+    (out,), count = _run(dequantizing, spec, (*pools, rows), constants)
+    out = out[:, :count].reshape(len(out), batch, -1, out.shape[-1])  # heads that were dequantized together come first
     return out.transpose(0, 1) if rows is not None else out.view(batch, heads, pages * spec.page_size, -1)

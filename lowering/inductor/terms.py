@@ -124,7 +124,7 @@ _At = Callable[[Tensor, Tensor], Tensor]
 
 
 def outliers(values: Tensor, positions: Tensor, at: _At, spec: CodecSpec, head_dim: int) -> list[Term]:
-    """The outliers, if there are any; ``at`` is what is decoded at tokens and channels of pages, ``[BH, N, K]``."""
+    """The outliers, if there are any; ``at`` is what is dequantized at tokens and channels of pages, ``[BH, N, K]``."""
     if not values.shape[-1]:
         return []
     where = places(positions)

@@ -3,4 +3,4 @@
 from importlib.util import find_spec
 
 if find_spec("triton") is not None:
-    from . import append, encode, launch  # noqa: F401  (they register themselves in the table)
+    from . import append, launch, quantize  # noqa: F401  (they register themselves in the table)

@@ -170,7 +170,7 @@ def attend_allocated(call: AttendCall[Pack]) -> Tensor:
         config, pages = _config(rows, K.tokens, q.element_size())
         operand = _OPERANDS[multiplied]
         N, precision = _number((K, V), operand), "ieee" if q.dtype == torch.float32 else "tf32"
-        cos, sin, rope = key.frames or (None, None, "")
+        cos, sin, rope = key.page_tables or (None, None, "")
         tables, of_mask = (0, 0), (0, 0, 0)
         if rope:
             cos, sin = (table.contiguous().expand(batch, -1, -1) for table in (cos, sin))

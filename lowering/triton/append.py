@@ -17,14 +17,14 @@ from ..append import APPENDED, append, append_layers, write_each
 from ..call_types import AppendCall, AppendLayersCall
 from ..table import DispatchKey, implements
 from .configs import INTERPRETED, cdiv, refuses_device
-from .encode import ENCODED, encode, refuses
+from .quantize import QUANTIZED, quantize, refuses
 
 _FITTED = {
     "codec=allocated",
-    "page_frame",
+    "page_rope",
     *(f"codec.{name}" for name in ("follows", "rich_pairs", "rich_singles")),
 }
-"""Features of specs with widths by channel: their tokens are stored by a kernel, and their pages encoded in torch."""
+"""Features of specs with widths by channel: their tokens are stored by a kernel, and their pages quantized in torch."""
 _TOKENS = 16  # of a program
 _LAYERS = 64  # of a launch: pointers are arguments, of which there is room for 4 KB
 
@@ -82,20 +82,20 @@ def _write(
 
 
 def _encoder(spec: CodecSpec) -> Callable[..., tuple[Tensor, ...]]:
-    return reference.encode if isinstance(spec.codec, Allocation) else encode
+    return reference.quantize if isinstance(spec.codec, Allocation) else quantize
 
 
 def _refuses(dispatch: DispatchKey) -> str | None:
     return refuses_device(dispatch) if "codec=allocated" in dispatch.features[0] else refuses(dispatch)
 
 
-@implements("append_", "triton", has=(ENCODED | APPENDED | _FITTED,), refuses=_refuses, by_name_only=INTERPRETED)
+@implements("append_", "triton", has=(QUANTIZED | APPENDED | _FITTED,), refuses=_refuses, by_name_only=INTERPRETED)
 def append_(call: AppendCall) -> None:
     append(_encoder(call.spec), call, _write if call.spec.retention.keep == "recent" else write_each)
 
 
 @implements(
-    "append_layers_", "triton", has=(ENCODED | {"pre_rope", "center"} | _FITTED,), refuses=_refuses,
+    "append_layers_", "triton", has=(QUANTIZED | {"pre_rope", "center"} | _FITTED,), refuses=_refuses,
     by_name_only=INTERPRETED,
 )  # fmt: skip
 def append_layers_(call: AppendLayersCall) -> None:

@@ -1,4 +1,4 @@
-"""Rotate tokens, and encode them on grids, bit for bit as the reference does.
+"""Rotate tokens, and quantize them on grids, bit for bit as the reference does.
 
 Sums and products are taken in its order, and none are fused but with signs, which is exact. Only the size of a group is
 a sum in another order: in float64, of which 16 bits are kept, so that not one scale in a billion is another.
@@ -98,10 +98,10 @@ def _fit_size(groups, code, counts, points, C: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["pages"])
-def encode_on_grid(
+def quantize_on_grid(
     x, points, codes, scale, pages, x_batch, x_head, x_token, HEADS: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """Grid: that of `encode.encode_pages`. A column is a code, whose coordinates are tensors of their own."""
+    """Grid: that of `quantize.quantize_pages`. A column is a code, whose coordinates are tensors of their own."""
     page, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * C.rows
     token, column, real = tile_of(first, C)
     x = head_at(x, page, pages, x_batch, x_head, x_token, HEADS, C) + token[:, None] * x_token

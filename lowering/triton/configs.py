@@ -93,7 +93,7 @@ MASS_WARPS = 4  # of the kernel that says what was paid, in tiles as attention's
 
 
 @dataclass(frozen=True)
-class EncodeConfig:
+class QuantizeConfig:
     """rows: rows of a page in a tile, each a token of every plane. span, spans: its codes of one token, in runs that
     share scales if tokens have their own."""
 
@@ -102,25 +102,25 @@ class EncodeConfig:
     spans: int
 
 
-ENCODING_WARPS, COMPENSATING_WARPS, ROTATING_WARPS = 4, 8, 4
+QUANTIZING_WARPS, COMPENSATING_WARPS, ROTATING_WARPS = 4, 8, 4
 COMPENSATED = 8192  # values of a page that does not spill while it is compensated
 ROTATED = 4096  # values that are rotated at a time
-_ENCODED = 4096  # values of a tile, if its groups allow
+_QUANTIZED = 4096  # values of a tile, if its groups allow
 
 
-def encode_config(spec: CodecSpec, planes: int, head_dim: int) -> EncodeConfig:
+def quantize_config(spec: CodecSpec, planes: int, head_dim: int) -> QuantizeConfig:
     rows = spec.page_size // planes
     codes = spec.quantizer
     if codes.subspace is not None:
-        return EncodeConfig(rows, span=codes.subspace.block_size, spans=1)
+        return QuantizeConfig(rows, span=codes.subspace.block_size, spans=1)
     if codes.per == "channel":
-        span = max(16, min(triton.next_power_of_2(head_dim), _ENCODED // spec.page_size))
-        return EncodeConfig(rows, span=span, spans=1)
+        span = max(16, min(triton.next_power_of_2(head_dim), _QUANTIZED // spec.page_size))
+        return QuantizeConfig(rows, span=span, spans=1)
     span, groups = codes.group_size // codes.dim, head_dim // codes.group_size
     padded = triton.next_power_of_2(span)
     spans = min(triton.next_power_of_2(groups), max(1, 128 // padded))
-    fitting = max(1, _ENCODED // (planes * spans * padded * codes.dim))
-    return EncodeConfig(min(fitting, rows), span=span, spans=spans)
+    fitting = max(1, _QUANTIZED // (planes * spans * padded * codes.dim))
+    return QuantizeConfig(min(fitting, rows), span=span, spans=spans)
 
 
 @cache

@@ -43,7 +43,7 @@ from .unpacking import Layout
 
 _OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _VALUES = WIDTHS | FEATURES | {"per=channel", "per=token", "rotation", "grid", "codec=second-level"}
-_ATTENDED = _VALUES | {"pre_rope", "center", "page_frame", "codec=boosted"}, _VALUES
+_ATTENDED = _VALUES | {"pre_rope", "center", "page_rope", "codec=boosted"}, _VALUES
 _PRODUCT = 16  # rows and columns that one has at least
 _MERGED = 16  # splits taken together at a time
 _MOST = 1 << 31  # values of a head: within one, kernels count in 32 bits
@@ -74,7 +74,7 @@ def _refuses(dispatch: DispatchKey) -> str | None:
         return f"boosted channels need {_PRODUCT} tokens per page for each bit plane, not {key.page_size} in all."
     if any(isinstance(spec.codec, Allocation) for spec in specs):
         return refuses_fields(specs)
-    if of_keys.page_frame:
+    if of_keys.page_rope:
         return "keys with page-relative RoPE and one bit width for all channels have to be dequantized first."
     return None
 

@@ -367,7 +367,7 @@ def _write_gains(pages, gains, page, position, stop, L: tl.constexpr, N: tl.cons
 
 @triton.jit
 def _neighbours(rope, page, token, there, parts, R: tl.constexpr, L: tl.constexpr):
-    """How the mean of the keys is turned at a token of a page (`kvpass.codec.frame`): as its neighbour is turned
+    """How the mean of the keys is turned at a token of a page (`kvpass.codec.page_rope`): as its neighbour is turned
     against the middle, behind that."""
     cos, sin = _tables(rope, L.page + page, there, parts, R)
     behind = token > L.page // 2

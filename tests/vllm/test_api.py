@@ -13,7 +13,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, SlidingWindowSpec
 
-from kvpass.vllm import asked, engine
+from kvpass.vllm import engine, serving_config
 
 
 def names(function) -> list[str]:
@@ -21,7 +21,7 @@ def names(function) -> list[str]:
 
 
 def test_this_release_is_one_that_is_tested():
-    asked.check_version(vllm.__version__)
+    serving_config.check_version(vllm.__version__)
 
 
 def test_the_plugin_is_found():

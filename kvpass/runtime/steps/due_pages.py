@@ -10,7 +10,7 @@ from kvpass.lowering.append import MERGED
 from ...cache.cache_state import CacheState
 from ...cache.state import KVState
 from ...codec.tensors import of_pages
-from ...layout.window import carry, layout
+from ...layout.window import layout, length_tensor
 
 
 def is_due(cache: CacheState, tokens: int) -> bool:
@@ -22,7 +22,7 @@ def is_due(cache: CacheState, tokens: int) -> bool:
 
 def pack_again(cache: CacheState, n: int) -> None:
     """Pack the pages that are due now that token ``n`` is in its window: it is appended again, as it lies there."""
-    length = carry(n, cache.device)
+    length = length_tensor(n, cache.device)
     alike: dict[str, list[tuple[KVState, Tensor]]] = {}
     for layer in cache.layers:
         for state in layer.states():

@@ -16,13 +16,13 @@ from transformers.cache_utils import Cache
 from ...cache.cache_state import CacheState
 from ...cache.context import ForwardContext
 from ...cache.layer import PackedLayer
-from ...compile.noted import Call, noted
+from ...compile.recorded_calls import Call, noted
 from ...compile.report import Report
 from ...compile.subclasses import flatten
 from .model_changes import Watch
 from .replay import Argument, Step, mapped, moves
 
-_CARRIERS = "length", "starts"
+_LENGTHS = "length", "starts"
 """What a step reads of a `ForwardContext`, which has others at each."""
 
 
@@ -82,7 +82,7 @@ class Recalls:
             return "it depends on a number that is not a size"
         constant = set(map(id, flatten([*model.parameters(), *model.buffers()])))
         of_cache = set(map(id, _tensors_of(state.layers)))
-        varying = {id(getattr(state.context, name)): name for name in _CARRIERS}
+        varying = {id(getattr(state.context, name)): name for name in _LENGTHS}
         varying |= {id(value): name for name, value in given.items()}
         read = {i: x for i, x in enumerate(call.inputs) if isinstance(x, Tensor) and id(x) not in constant}
         stored = {i: weakref.ref(read.pop(i)) for i, x in list(read.items()) if id(x) in of_cache}
@@ -133,7 +133,7 @@ class _Recalled:
 
     def again(self, context: ForwardContext, given: dict[str, Any]) -> Any:
         """The step over the cache of ``context`` with the arguments ``given``; None if they do not fit."""
-        others = {i: getattr(context, name) if name in _CARRIERS else given[name] for i, name in self.reads.items()}
+        others = {i: getattr(context, name) if name in _LENGTHS else given[name] for i, name in self.reads.items()}
         stored = [(i, own()) for i, own in self.stored.items()]
         outputs = self.call.again(others, stored)
         return None if outputs is None else mapped(self.output, lambda leaf: _filled(leaf, outputs, given))

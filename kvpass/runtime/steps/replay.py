@@ -20,7 +20,7 @@ from ...cache.cache_state import CacheState
 from ...cache.layer import PackedLayer
 from ...compile.report import GraphReport
 from ...layout.pool import bucket
-from ..forward import carrier_of
+from ..forward import length_tensor_of
 from .due_pages import is_due, pack_again
 from .model_changes import Watch
 
@@ -153,7 +153,7 @@ class Replays:
         context = state.context
         with torch.inference_mode(False):
             length = torch.full((1,), state.tokens, device=context.length.device)
-        context.length = carrier_of(length, state.tokens)
+        context.length = length_tensor_of(length, state.tokens)
         context.starts = starts = None if context.starts is None else context.starts.clone()
         output, replay = self._capture(state, lambda: step(own))
         names = {id(value): name for name, value in given.items() if not isinstance(value, Tensor)}

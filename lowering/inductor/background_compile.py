@@ -19,7 +19,7 @@ from torch._inductor import config
 
 from kvpass.errors import KVPassError
 
-from . import stored
+from . import kernel_store
 
 logger = logging.getLogger("kvpass.lowering")
 
@@ -47,7 +47,7 @@ def start(device: torch.device, jobs: Sequence[Job]) -> None:
     """Compile what is not kept yet of ``jobs``, for ``device``, in processes that end with it."""
     wanted = []
     for name, key in jobs:
-        place = stored.place_of(device, name, *key)
+        place = kernel_store.place_of(device, name, *key)
         if place is not None and not place.exists() and place not in _pending:
             wanted.append((place, name, key))
     count = _processes(len(wanted)) if sys.executable else 0

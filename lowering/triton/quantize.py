@@ -19,21 +19,21 @@ from kvpass.codec.tensors import page_shapes
 
 from ..append import APPENDED
 from ..table import DispatchKey, implements
-from .codebook import encode_on_grid, hadamard, table
+from .codebook import hadamard, quantize_on_grid, table
 from .configs import (
     COMPENSATED,
     COMPENSATING_WARPS,
-    ENCODING_WARPS,
     INTERPRETED,
+    QUANTIZING_WARPS,
     WIDTHS,
-    encode_config,
     power_of_two,
+    quantize_config,
     refuses_device,
 )
 from .packing import Codec, head_at, nearest, pack_fields, store_along_channels, store_along_tokens, tile_of
 from .unpacking import columns
 
-ENCODED = WIDTHS | {"per=channel", "per=token", "eta", "fit=lsq", "rotation", "grid", "subspace"}
+QUANTIZED = WIDTHS | {"per=channel", "per=token", "eta", "fit=lsq", "rotation", "grid", "subspace"}
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def _quantize(x, real, C: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["pages"])
-def encode_pages(
+def quantize_pages(
     x, codes, scale, zero_point, pages, x_batch, x_head, x_token, HEADS: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
     """Grid: pages of all samples and heads, runs of ``rows`` rows, blocks of ``spans`` times ``span`` channels."""
@@ -90,7 +90,7 @@ def encode_pages(
 
 
 @triton.jit(do_not_specialize=["pages"])
-def encode_compensated(
+def quantize_compensated(
     x, answers, codes, scale, zero_point, pages, x_batch, x_head, x_token, HEADS: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
     """Grid: pages of all samples and heads. A block of ``span`` channels is quantized at a time, and its error moves
@@ -145,7 +145,7 @@ def refuses(dispatch: DispatchKey) -> str | None:
 
 def _codec(spec: CodecSpec, head_dim: int, dtype: torch.dtype) -> Codec:
     codes, planes, info = spec.quantizer, num_planes(spec.bits), torch.finfo(dtype)
-    config = encode_config(spec, planes, head_dim)
+    config = quantize_config(spec, planes, head_dim)
     return Codec(
         codes.bits, codes.dim, len(grid(codes.grid)) if codes.grid else 0, codes.per == "channel",
         codes.group_size // codes.dim, spec.page_size, planes, codes.columns(head_dim), codes.eta, codes.fit == "lsq",
@@ -154,8 +154,8 @@ def _codec(spec: CodecSpec, head_dim: int, dtype: torch.dtype) -> Codec:
     )  # fmt: skip
 
 
-@implements("encode", "triton", has=(ENCODED | APPENDED,), refuses=refuses, by_name_only=INTERPRETED)
-def encode(x: Tensor, fitted: Sequence[Tensor], spec: CodecSpec) -> tuple[Tensor, Tensor, Tensor]:
+@implements("quantize", "triton", has=(QUANTIZED | APPENDED,), refuses=refuses, by_name_only=INTERPRETED)
+def quantize(x: Tensor, fitted: Sequence[Tensor], spec: CodecSpec) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, tokens, head_dim = x.shape
     pages = tokens // spec.page_size
     codes, scale, zero_point = (
@@ -172,15 +172,15 @@ def encode(x: Tensor, fitted: Sequence[Tensor], spec: CodecSpec) -> tuple[Tensor
             x = hadamard(x, spec.transform.rotation)
         rest = pages, *x.stride()[:3], heads, codec
         if spec.quantizer.subspace is not None:
-            encode_compensated[programs,](
+            quantize_compensated[programs,](
                 x, fitted[0].contiguous(), codes, scale, zero_point, *rest, num_warps=COMPENSATING_WARPS,
                 enable_fp_fusion=False,
             )  # fmt: skip
             return codes, scale, zero_point
         tiles = programs, codec.page // codec.planes // codec.rows, triton.cdiv(codec.dim, codec.span * codec.spans)
-        options = dict(num_warps=ENCODING_WARPS, enable_fp_fusion=False)
+        options = dict(num_warps=QUANTIZING_WARPS, enable_fp_fusion=False)
         if spec.quantizer.grid:
-            encode_on_grid[tiles](x, table(spec.quantizer.grid, x.device), codes, scale, *rest, **options)
+            quantize_on_grid[tiles](x, table(spec.quantizer.grid, x.device), codes, scale, *rest, **options)
         else:
-            encode_pages[tiles](x, codes, scale, zero_point, *rest, **options)
+            quantize_pages[tiles](x, codes, scale, zero_point, *rest, **options)
     return codes, scale, zero_point

@@ -1,4 +1,4 @@
-"""Keys in the frames of their pages: turned back by the rotary embedding of the middle token of theirs.
+"""Keys with page-relative RoPE: turned back by the rotary embedding of the middle token of theirs.
 
 Neighbours in a page stay turned against each other, as their distance says, and pages are alike wherever they are. A
 query is turned once for a page, and what its middle was turned by is all that has to be known of a page's positions.
@@ -16,7 +16,7 @@ from torch import Tensor
 from .rope import parse_rope, rotate, rotate_pairs
 
 
-class Frames(NamedTuple):
+class PageTables(NamedTuple):
     """Rotary tables ``[B, P + N, p]``, for pages of P tokens: those of P neighbours, and of the middles of N pages.
 
     rope: the text of the rotation (`codec.rope`).
@@ -49,10 +49,10 @@ def turned_back(x: Tensor, cos: Tensor, sin: Tensor, rope: str) -> Tensor:
     return rotate(x.float(), *_inverse(cos[..., :pairs].float(), sin[..., :pairs].float()), rope)
 
 
-def _of_tokens(frames: Frames, first: int, tokens: int, size: int) -> tuple[Tensor, Tensor]:
+def _of_tokens(page_tables: PageTables, first: int, tokens: int, size: int) -> tuple[Tensor, Tensor]:
     """The tables of the frames of ``tokens`` tokens in pages from ``first`` on."""
     start, count = size + first, tokens // size
-    cos, sin = (table[:, start : start + count].repeat_interleave(size, 1) for table in frames[:2])
+    cos, sin = (table[:, start : start + count].repeat_interleave(size, 1) for table in page_tables[:2])
     return cos, sin
 
 
@@ -69,65 +69,65 @@ def numbered(angles: Tensor, starts: Tensor, first: int, count: int, sinks: int,
     return turned.cos(), turned.sin()
 
 
-def into_frames(x: Tensor, frames: Frames | None, first: int, size: int) -> Tensor:
+def to_page_rope(x: Tensor, page_tables: PageTables | None, first: int, size: int) -> Tensor:
     """Keys ``[B, H, N * P, D]``, rotated, as pages from ``first`` on take them; in their dtype."""
-    if frames is None:
+    if page_tables is None:
         return x
-    return turned_back(x, *_of_tokens(frames, first, x.shape[2], size), frames.rope).to(x.dtype)
+    return turned_back(x, *_of_tokens(page_tables, first, x.shape[2], size), page_tables.rope).to(x.dtype)
 
 
-def out_of_frames(x: Tensor, frames: Frames | None, first: int, size: int) -> Tensor:
-    """Inverse of `into_frames`."""
-    if frames is None:
+def from_page_rope(x: Tensor, page_tables: PageTables | None, first: int, size: int) -> Tensor:
+    """Inverse of `to_page_rope`."""
+    if page_tables is None:
         return x
-    return rotate(x, *_of_tokens(frames, first, x.shape[2], size), frames.rope)
+    return rotate(x, *_of_tokens(page_tables, first, x.shape[2], size), page_tables.rope)
 
 
-def before_middle(frames: Frames, size: int) -> tuple[Tensor, Tensor]:
+def before_middle(page_tables: PageTables, size: int) -> tuple[Tensor, Tensor]:
     """How tokens of a page up to its middle are turned against it: tables ``[B, P / 2 + 1, p]`` float32."""
     at = middle(size)
-    cos, sin = (table[:, : at + 1, : parse_rope(frames.rope)[0]].float() for table in frames[:2])
+    cos, sin = (table[:, : at + 1, : parse_rope(page_tables.rope)[0]].float() for table in page_tables[:2])
     return rotate_pairs(cos, sin, *_inverse(cos[:, at:], sin[:, at:]))
 
 
-def neighbours(frames: Frames, size: int) -> tuple[Tensor, Tensor]:
+def neighbours(page_tables: PageTables, size: int) -> tuple[Tensor, Tensor]:
     """How all tokens of a page are turned against its middle: tables ``[B, P, p]`` float32."""
-    cos, sin = before_middle(frames, size)
+    cos, sin = before_middle(page_tables, size)
     behind = slice(2 * middle(size) - size + 1, middle(size))
     return torch.cat([cos, cos[:, behind].flip(1)], 1), torch.cat([sin, -sin[:, behind].flip(1)], 1)
 
 
-def mean_in_page(mean: Tensor, frames: Frames | None, size: int) -> Tensor:
+def mean_in_page(mean: Tensor, page_tables: PageTables | None, size: int) -> Tensor:
     """A mean of keys before rotary embedding, ``[B, H, 1, D]``, as it is at each token of a page: ``[B, H, P, D]``
     float32; ``[B, H, 1, D]`` without frames."""
-    if frames is None:
+    if page_tables is None:
         return mean.float()
-    cos, sin = neighbours(frames, size)
-    return rotate(mean.float().expand(len(cos), -1, size, -1), cos, sin, frames.rope)
+    cos, sin = neighbours(page_tables, size)
+    return rotate(mean.float().expand(len(cos), -1, size, -1), cos, sin, page_tables.rope)
 
 
-def mean_of_tokens(mean: Tensor, frames: Frames | None, size: int, tokens: int) -> Tensor:
+def mean_of_tokens(mean: Tensor, page_tables: PageTables | None, size: int, tokens: int) -> Tensor:
     """`mean_in_page` of as many tokens of whole pages: ``[B, H, tokens, D]``; ``[B, H, 1, D]`` without frames."""
-    each = mean_in_page(mean, frames, size)
-    return each if frames is None else each.repeat(1, 1, tokens // size, 1)
+    each = mean_in_page(mean, page_tables, size)
+    return each if page_tables is None else each.repeat(1, 1, tokens // size, 1)
 
 
-def before_rotation(x: Tensor, frames: Frames | None, size: int) -> Tensor:
-    """Tokens ``[B, H, N * P, D]`` in the frames of their pages, as they would be without any turn."""
-    if frames is None:
+def before_rotation(x: Tensor, page_tables: PageTables | None, size: int) -> Tensor:
+    """Tokens ``[B, H, N * P, D]`` with page-relative RoPE, as they would be without any turn."""
+    if page_tables is None:
         return x
-    cos, sin = (table.repeat(1, x.shape[2] // size, 1) for table in neighbours(frames, size))
-    return rotate(x.float(), cos, -sin, frames.rope)
+    cos, sin = (table.repeat(1, x.shape[2] // size, 1) for table in neighbours(page_tables, size))
+    return rotate(x.float(), cos, -sin, page_tables.rope)
 
 
-def seen_from(q: Tensor, frames: Frames, page: Tensor, size: int) -> Tensor:
-    """Queries ``[B, H, S, D]``, rotated, each as a key in the frame of its page, of ``page`` ``[S]``, sees it."""
-    at = size + page.to(frames.cos.device)
-    cos, sin = (table.index_select(1, at) for table in frames[:2])
-    return turned_back(q, cos, sin, frames.rope)
+def seen_from(q: Tensor, page_tables: PageTables, page: Tensor, size: int) -> Tensor:
+    """Queries ``[B, H, S, D]``, rotated, each as a key with page-relative RoPE, of ``page`` ``[S]``, sees it."""
+    at = size + page.to(page_tables.cos.device)
+    cos, sin = (table.index_select(1, at) for table in page_tables[:2])
+    return turned_back(q, cos, sin, page_tables.rope)
 
 
-def store_frames(
+def store_page_tables(
     tables: Sequence[Tensor], given: Sequence[Tensor], length: Tensor, n: int, sinks: int, size: int
 ) -> None:
     """Take from the rotary tables ``given``, ``[B or 1, S, p]``, of tokens ``[n, n + S)`` what frames need of them.

@@ -1,7 +1,7 @@
 """Quantize the keys and values of a prompt in one layer, compared with copying them and with the layer's attention.
 
-    python benchmarks/encode.py
-    python benchmarks/encode.py --lengths 8192,32768 --json h100.json
+    python benchmarks/quantize.py
+    python benchmarks/quantize.py --lengths 8192,32768 --json h100.json
 
 Variants alternate within one process; medians and ratios to the copy are printed.
 """
@@ -23,13 +23,13 @@ def compare(length: int, args, dtype: torch.dtype) -> dict[str, float]:
     whole = [x[:, :, : length // spec.page_size * spec.page_size] for x, spec in ((k, plan.key), (v, plan.value))]
     texts = str(plan.key), str(plan.value)
 
-    def encode(name: str) -> None:
+    def quantize(name: str) -> None:
         for x, text in zip(whole, texts, strict=True):
-            torch.ops.kvpass.encode(x, [], text, name)
+            torch.ops.kvpass.quantize(x, [], text, name)
 
     variants = {"copy": lambda: (k.clone(), v.clone())}
     for name in args.lowering.split(","):
-        variants[f"{args.scheme}, {name}"] = lambda name=name: encode(name)
+        variants[f"{args.scheme}, {name}"] = lambda name=name: quantize(name)
     variants["attention of the prompt"] = lambda: F.scaled_dot_product_attention(
         q, k, v, is_causal=True, enable_gqa=True
     )

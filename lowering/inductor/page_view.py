@@ -39,10 +39,10 @@ class Pages(NamedTuple):
     beside: Sequence[Term] = ()
 
 
-def opened(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
+def view_pages(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
     """What is ``kept`` of pages by the codec of ``spec``, ``[BH, N, ...]`` each, and behind it what a calibration gave,
     ``[BH, ...]`` each; points: see `points_of`."""
-    return OPENED[spec.codec.name](kept, spec, points, head_dim)
+    return PAGE_VIEWS[spec.codec.name](kept, spec, points, head_dim)
 
 
 def points_of(spec: CodecSpec, device: torch.device) -> Tensor | None:
@@ -125,7 +125,7 @@ def _salient(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, hea
     """Two kinds of tokens, as pages of their own (`codec.salient`)."""
     marks, *kept = kept
     each = zip(salient.of_kinds(kept), salient.kinds(spec, head_dim), strict=True)
-    kinds = [planes for own, of in each for planes in opened(own, of, None, head_dim).kinds]
+    kinds = [planes for own, of in each for planes in view_pages(own, of, None, head_dim).kinds]
     return Pages(kinds, salient.slots(marks, salient.tokens_of(spec)[0]))
 
 
@@ -211,7 +211,7 @@ def _error_term(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, 
     return Pages([plain((codes, scale, zero_point), spec.plain.quantizer, None)], None, beside)
 
 
-OPENED: dict[str, Callable[[Sequence[Tensor], CodecSpec, Tensor | None, int], Pages]] = {
+PAGE_VIEWS: dict[str, Callable[[Sequence[Tensor], CodecSpec, Tensor | None, int], Pages]] = {
     "": _plain,
     "second-level": _two_levels,
     "sinkhorn": _divided,

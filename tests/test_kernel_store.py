@@ -1,4 +1,4 @@
-"""`kvpass.lowering.inductor.stored` and `elsewhere`: kernels on disk, and who puts them there."""
+"""`kvpass.lowering.inductor.kernel_store` and `elsewhere`: kernels on disk, and who puts them there."""
 
 import logging
 
@@ -9,7 +9,7 @@ from torch._inductor.utils import fresh_inductor_cache
 
 import kvpass
 from kvpass.errors import KVPassError
-from kvpass.lowering.inductor import elsewhere, expect, stored
+from kvpass.lowering.inductor import background_compile, first_kernel, kernel_store
 from kvpass.lowering.inductor.aot import Input, Kernel, Program
 from kvpass.lowering.inductor.attend import attend_kernel
 
@@ -41,7 +41,7 @@ def empty():
 
 
 def place(factor: float = 2.0):
-    return stored.place_of(CPU, scaled_sum.name, factor)
+    return kernel_store.place_of(CPU, scaled_sum.name, factor)
 
 
 def check(factor: float, rows: int) -> None:
@@ -76,7 +76,7 @@ def test_a_file_that_is_broken_is_compiled_anew_and_replaced(content, caplog):
 
 
 def test_nothing_that_a_kernel_depends_on_changes_without_its_name(monkeypatch):
-    names = [place(), place(3.0), stored.place_of(CPU, "another", 2.0)]
+    names = [place(), place(3.0), kernel_store.place_of(CPU, "another", 2.0)]
     for settings in ({"cpp.simdlen": 256}, {"emulate_precision_casts": True}):
         with config.patch(settings):
             names.append(place())
@@ -92,7 +92,7 @@ def test_nothing_that_a_kernel_depends_on_changes_without_its_name(monkeypatch):
         torch.set_default_dtype(dtype)
     for name, changed in (("torch_key", lambda: b"another torch"), ("_source", lambda: b"other modules")):
         with monkeypatch.context() as patched:
-            patched.setattr(stored, name, changed)
+            patched.setattr(kernel_store, name, changed)
             names.append(place())
     with monkeypatch.context() as patched:
         patched.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
@@ -107,9 +107,9 @@ def test_our_own_source_is_all_of_it(monkeypatch, tmp_path):
     for name, text in (("a.py", "1"), ("a.py", "2"), ("deep/b.py", "1"), ("deep/c.py", "1")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-        hashes.append(stored._source.__wrapped__())
+        hashes.append(kernel_store._source.__wrapped__())
     (tmp_path / "deep/c.py").rename(tmp_path / "d.py")
-    hashes.append(stored._source.__wrapped__())
+    hashes.append(kernel_store._source.__wrapped__())
     assert len(set(hashes)) == 5
 
 
@@ -120,32 +120,32 @@ def test_nothing_is_kept_where_caches_are_off_or_for_other_devices():
             assert place() is None
             scaled_sum.cache_clear()
             check(2.0, 7)
-    assert stored.place_of(torch.device("cuda"), scaled_sum.name, 2.0) is None
+    assert kernel_store.place_of(torch.device("cuda"), scaled_sum.name, 2.0) is None
     assert traced == [2.0, 2.0] and not place().exists()
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("empty")
 def test_another_process_compiles_what_it_is_told_and_what_it_cannot_is_compiled_here(monkeypatch):
-    monkeypatch.setenv(elsewhere.SWITCH, "1")
-    elsewhere.start(CPU, [(scaled_sum.name, (2.0,)), ("no.such.kernel", (1,)), (scaled_sum.name, (3.0,))])
+    monkeypatch.setenv(background_compile.SWITCH, "1")
+    background_compile.start(CPU, [(scaled_sum.name, (2.0,)), ("no.such.kernel", (1,)), (scaled_sum.name, (3.0,))])
     check(2.0, 7)
     assert not traced
     check(3.0, 7)  # that process is gone by then
-    assert traced == [3.0] and not elsewhere._pending
+    assert traced == [3.0] and not background_compile._pending
 
 
 def test_how_many_processes_compile_is_said_by_the_environment(monkeypatch):
-    monkeypatch.setattr(elsewhere, "_start", lambda wanted: started.append(len(wanted)))
+    monkeypatch.setattr(background_compile, "_start", lambda wanted: started.append(len(wanted)))
     jobs = [(scaled_sum.name, (float(i),)) for i in range(5)]
     for allowed, expected in (("0", []), ("1", [5]), ("3", [2, 2, 1]), ("9", [1] * 5)):
         started: list[int] = []
-        monkeypatch.setenv(elsewhere.SWITCH, allowed)
-        elsewhere.start(CPU, jobs)
+        monkeypatch.setenv(background_compile.SWITCH, allowed)
+        background_compile.start(CPU, jobs)
         assert started == expected
-    monkeypatch.setenv(elsewhere.SWITCH, "many")
+    monkeypatch.setenv(background_compile.SWITCH, "many")
     with pytest.raises(KVPassError, match="number of processes"):
-        elsewhere.start(CPU, jobs)
+        background_compile.start(CPU, jobs)
 
 
 @pytest.mark.slow
@@ -156,7 +156,7 @@ def test_how_many_processes_compile_is_said_by_the_environment(monkeypatch):
 )
 def test_the_attention_that_is_expected_of_a_prompt_is_that_of_its_step(scheme, batch, monkeypatch):
     jobs = []
-    monkeypatch.setattr(expect.elsewhere, "start", lambda device, wanted: jobs.extend(wanted))
+    monkeypatch.setattr(first_kernel.background_compile, "start", lambda device, wanted: jobs.extend(wanted))
     attend_kernel.cache_clear()
     model = kvpass.apply(llama(), scheme)
     model.generate(tokens(batch, 70), max_new_tokens=3, do_sample=False)

@@ -8,7 +8,7 @@ import torch
 from kvpass import KVPassError, schemes
 from kvpass.codec.pages import Affine
 from kvpass.schemes import KIVIConfig, LayerGeometry
-from kvpass.vllm.asked import NEWEST, Served, check_version, refusal, scheme_asked
+from kvpass.vllm.serving_config import NEWEST, Served, check_version, refusal, scheme_asked
 
 
 def served(scheme, layers=30, head_dim=64, dtype=torch.float32, **fields):
@@ -71,18 +71,18 @@ def test_codecs_that_do_not_decode_any_bytes_are_refused():
             continue
         plan = scheme.plan_of(LayerGeometry(0, 2, 3, 64, torch.float32, torch.device("cpu")))
         for spec in (plan.key, plan.value):
-            assert refusal(spec) or spec.codec.decodes_any_bytes, name
+            assert refusal(spec) or spec.codec.dequantizes_any_bytes, name
     for name in ("turboquant-2.5", "turboquant-3.5", "gear", "kitty"):
         with pytest.raises(KVPassError, match=r"indices.*Use kivi-sinks"):
             served(name)
 
     class Silent(Affine):
         name = "of my own"
-        decodes_any_bytes = False
+        dequantizes_any_bytes = False
 
     spec = served("kivi").plan.key
     assert refusal(spec) is None
-    assert "decodes_any_bytes" in refusal(replace(spec, quantizer=replace(spec.quantizer, codec=Silent())))
+    assert "dequantizes_any_bytes" in refusal(replace(spec, quantizer=replace(spec.quantizer, codec=Silent())))
 
 
 def test_layers_that_differ_are_refused():

@@ -96,10 +96,10 @@ def refusal(spec: CodecSpec) -> str | None:
         return "Calibrated bit widths make page sizes differ between layers. Use kivi-sinks or higgs-sinks."
     if isinstance(spec.codec, Allocation):
         return "A basis per request takes more memory than the pages of a block. Use kivi-sinks or higgs-sinks."
-    if not spec.codec.decodes_any_bytes:
+    if not spec.codec.dequantizes_any_bytes:
         return (
             f"Codec {spec.codec.name!r} cannot decode arbitrary bytes (its pages hold indices, or it does not declare "
-            "`Codec.decodes_any_bytes`), but blocks are also read where nothing is stored yet. Use kivi-sinks or "
+            "`Codec.dequantizes_any_bytes`), but blocks are also read where nothing is stored yet. Use kivi-sinks or "
             "higgs-sinks."
         )
     return None

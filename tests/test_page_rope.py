@@ -7,18 +7,26 @@ from hypothesis import strategies as st
 
 from kvpass.cache.per_cache import RotaryState
 from kvpass.cache.state import KVState
-from kvpass.codec.frame import Frames, before_rotation, into_frames, mean_in_page, neighbours, out_of_frames, rows
+from kvpass.codec.page_rope import (
+    PageTables,
+    before_rotation,
+    from_page_rope,
+    mean_in_page,
+    neighbours,
+    rows,
+    to_page_rope,
+)
 from kvpass.codec.quantizer import Quantizer
 from kvpass.codec.rope import rotate
 from kvpass.codec.spec import CodecSpec
 from kvpass.codec.transform import Transform
 from kvpass.layout.retention import Retention
-from kvpass.layout.window import carry
+from kvpass.layout.window import length_tensor
 
 from common import randn, seeds
 
 DIM, SIZE, SINKS, ROPE = 32, 16, 3, "half-12"
-EXACT = CodecSpec(Quantizer(32, "token", DIM), Retention(24, SIZE, SINKS), Transform(page_frame=True, center=True))
+EXACT = CodecSpec(Quantizer(32, "token", DIM), Retention(24, SIZE, SINKS), Transform(page_rope=True, center=True))
 
 
 def tables(places, scale=1.0):
@@ -32,9 +40,9 @@ def stored(cos, sin, *calls, spec=EXACT):
     state, n = RotaryState(spec, len(cos), 2 * cos.shape[2], cos.dtype, "cpu", cos.shape[1]), 0
     for tokens in calls:
         new = cos[:, n : n + tokens], sin[:, n : n + tokens]
-        torch.ops.kvpass.append_rotary_(state.cos, state.sin, carry(n), *new, spec=str(spec))
+        torch.ops.kvpass.append_rotary_(state.cos, state.sin, length_tensor(n), *new, spec=str(spec))
         n += tokens
-    return Frames(state.cos, state.sin, ROPE)
+    return PageTables(state.cos, state.sin, ROPE)
 
 
 def middles(cos, sin):
@@ -65,7 +73,7 @@ def test_a_call_captured_at_another_length_stores_the_same(captured, n, tokens):
     expected, got = stored(cos, sin, n, tokens), stored(cos, sin, n)
     spec_room = rows(n + tokens, SIZE)
     own = [torch.cat([table, table.new_zeros(1, spec_room, table.shape[2])], 1)[:, :spec_room] for table in got[:2]]
-    length = torch.tensor([n]).expand(carry(captured).shape[0])
+    length = torch.tensor([n]).expand(length_tensor(captured).shape[0])
     torch.ops.kvpass.append_rotary_(*own, length, cos[:, n:], sin[:, n:], spec=str(EXACT))
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(own, expected[:2], strict=True))
 
@@ -73,16 +81,16 @@ def test_a_call_captured_at_another_length_stores_the_same(captured, n, tokens):
 @given(seeds, st.integers(0, 3))
 def test_keys_in_frames_come_back_and_a_mean_is_turned_as_its_tokens_are(seed, first):
     cos, sin = tables(torch.arange(200)[None] + 7, scale=0.8)
-    frames, x = stored(cos, sin, 200), randn(seed, 1, 2, 3 * SIZE, DIM)
-    inside = into_frames(x, frames, first, SIZE)
-    torch.testing.assert_close(out_of_frames(inside, frames, first, SIZE), x, atol=1e-4, rtol=1e-4)
+    page_tables, x = stored(cos, sin, 200), randn(seed, 1, 2, 3 * SIZE, DIM)
+    inside = to_page_rope(x, page_tables, first, SIZE)
+    torch.testing.assert_close(from_page_rope(inside, page_tables, first, SIZE), x, atol=1e-4, rtol=1e-4)
     of = slice(SINKS + first * SIZE, SINKS + (first + 3) * SIZE)
     rotated = rotate(x, cos[:, of], sin[:, of], ROPE)
-    inside = into_frames(rotated, frames, first, SIZE)
-    torch.testing.assert_close(before_rotation(inside, frames, SIZE), x, atol=1e-4, rtol=1e-4)
+    inside = to_page_rope(rotated, page_tables, first, SIZE)
+    torch.testing.assert_close(before_rotation(inside, page_tables, SIZE), x, atol=1e-4, rtol=1e-4)
     mean = x[:, :, :1]
-    same = into_frames(rotate(mean.expand_as(x), cos[:, of], sin[:, of], ROPE), frames, first, SIZE)
-    torch.testing.assert_close(mean_in_page(mean, frames, SIZE).repeat(1, 1, 3, 1), same, atol=1e-4, rtol=1e-4)
+    same = to_page_rope(rotate(mean.expand_as(x), cos[:, of], sin[:, of], ROPE), page_tables, first, SIZE)
+    torch.testing.assert_close(mean_in_page(mean, page_tables, SIZE).repeat(1, 1, 3, 1), same, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("places", ["neighbours", "anywhere", "not known"])
@@ -99,7 +107,7 @@ def test_keys_are_read_as_they_were_wherever_their_tokens_are(places):
         x = rotate(x, cos, sin, ROPE)
     for start, stop in ((0, 70), (70, 71), (71, 150)):
         state.append(x[:, :, start:stop], start, **how)
-    torch.testing.assert_close(state.decode(150), x, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(state.dequantize(150), x, atol=1e-4, rtol=1e-4)
     state.crop(150, 77)
     state.append(x[:, :, 77:], 77, **how)
-    torch.testing.assert_close(state.decode(150), x, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(state.dequantize(150), x, atol=1e-4, rtol=1e-4)

@@ -8,7 +8,7 @@ from kvpass.codec.rope import rope_of
 from kvpass.codec.spec import CodecSpec
 
 from ..table import DispatchKey, extras, select
-from . import elsewhere
+from . import background_compile
 from .attend import Common, attend_kernel
 
 
@@ -26,7 +26,7 @@ class Attended:
 
 def expect(attended: Attended, key: CodecSpec, value: CodecSpec, batch: int, mass: bool) -> None:
     """Have compiled elsewhere what attends with one token of ``batch`` sequences to these codes; with ``mass`` it says
-    what it paid. What encodes is needed by the prompt, before another process could have imported torch. A guess that
+    what it paid. What quantizes is needed by the prompt, before another process could have imported torch. A guess that
     is wrong is compiled for nothing: only what all forms of call have in common is guessed."""
     device, head_dim, dtype = attended.device, attended.head_dim, attended.dtype
     group = attended.num_attention_heads // attended.num_key_value_heads
@@ -38,4 +38,4 @@ def expect(attended: Attended, key: CodecSpec, value: CodecSpec, batch: int, mas
     heads = attended.num_attention_heads, attended.num_key_value_heads
     turned = rope, head_dim // 2 if rope else 0
     common = Common(batch > 1, *heads, head_dim, dtype, device, None, *turned, None, True, attended.scale, 0.0, mass)
-    elsewhere.start(device, [(attend_kernel.name, (common, key.stored_as, value.stored_as))])
+    background_compile.start(device, [(attend_kernel.name, (common, key.stored_as, value.stored_as))])

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from kvpass.cache.state import KVState
-from kvpass.codec import decode_pages
+from kvpass.codec import dequantize_pages
 from kvpass.codec.hadamard import basis
 from kvpass.codec.rope import rotate
 from kvpass.codec.tensors import calibrated_shapes, of_pages
 from kvpass.layout.pool import whole
 from kvpass.lowering.inductor.attend import page_scores
-from kvpass.lowering.inductor.opened import OPENED, opened, page_values, points_of
+from kvpass.lowering.inductor.page_view import PAGE_VIEWS, page_values, points_of, view_pages
 from kvpass.lowering.inductor.terms import Turns
 from kvpass.lowering.table import DispatchKey, select
 from kvpass.schemes import LayerGeometry, get
@@ -71,7 +71,7 @@ def tables(batch, tokens, pairs):
 
 
 def test_there_is_a_case_for_every_codec_that_is_fused():
-    assert {spec.codec.name for case in CASES for spec in (plan_of(case).key, plan_of(case).value)} == set(OPENED)
+    assert {spec.codec.name for case in CASES for spec in (plan_of(case).key, plan_of(case).value)} == set(PAGE_VIEWS)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -81,10 +81,10 @@ def test_pages_are_to_attention_what_they_decode_to(case, side):
     spec, pages = state.spec, state.spec.retention.pages(TOKENS)
     kept = [whole(handle, pages)[:, :, :pages] for handle in state.handles[: len(of_pages(spec))]]
     kept += [getattr(state, name) for name in calibrated_shapes(spec, DIM)]
-    wanted = decode_pages(*kept, spec)
+    wanted = dequantize_pages(*kept, spec)
     turned = spec.transform.rotation
     turned = None if turned is None else basis(DIM, turned)
-    found = opened([one.flatten(0, 1) for one in kept], spec.stored_as, points_of(spec, wanted.device), DIM)
+    found = view_pages([one.flatten(0, 1) for one in kept], spec.stored_as, points_of(spec, wanted.device), DIM)
     q, weights = randn(5, 4, 3, DIM), randn(6, 4, 3, pages, spec.page_size)
     tokens = torch.arange(pages * spec.page_size).view(pages, -1)
     by_rope = ["half-16", "interleaved-16", "half-10", "interleaved-5"] if spec.transform.pre_rope else [""]
@@ -117,7 +117,7 @@ def test_compiled_attention_is_that_over_decoded_tokens(case):
     key, value = stored(plan)
     q, new, mask = randn(5, 2, 4, 1, DIM), randn(6, 2, 2, 1, DIM), torch.zeros(2, 1, 1, TOKENS + 1)
     mask[1, ..., :40] = -torch.inf
-    past = (q, key.pack, value.pack, key.carrier(TOKENS), new, new, mask, False, 0.2, 0.0, key.text, value.text)
+    past = (q, key.pack, value.pack, key.length_tensor(TOKENS), new, new, mask, False, 0.2, 0.0, key.text, value.text)
     cos, sin = tables(2, TOKENS, 16)
     turned = dict(cos=cos, sin=sin, rope="half-16") if plan.key.transform.pre_rope else {}
     (got,), (expected,) = (torch.ops.kvpass.attend(*past, name, **turned) for name in ("inductor", "reference"))

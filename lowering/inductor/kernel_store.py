@@ -2,7 +2,7 @@
 
 They lie in Inductor's cache directory, and are trusted as that is. A name is a hash of all that a kernel is made of:
 our own source, torch, the settings of Inductor, threads, the processor, and the words that say which kernel it is. The
-only file that knows how Inductor writes one; see ``tests/test_stored.py``.
+only file that knows how Inductor writes one; see ``tests/test_kernel_store.py``.
 """
 
 import logging
