@@ -176,7 +176,7 @@ def test_everything_in_a_block_has_bytes_of_its_own(scheme, size, dtype):
 def test_the_kernel_of_single_tokens_gives_what_the_reference_does(scheme, dtype, kernel):
     server = Server(plan_of(scheme, dtype), 128, 16, seed=3, dtype=dtype)
     server.layer = paged_attention.with_kernel(server.layer)
-    assert isinstance(server.layer.kernel, kernel.Attention)
+    assert isinstance(server.layer.kernel, kernel.SingleQueryAttention)
     for _ in range(3):
         server.add()
     chunks = [{0: 1, 1: 1}, {0: 1}, {0: 1, 1: 1, 2: 150}, {0: 40, 1: 800}, *({0: 1, 1: 1, 2: 1},) * 70, {0: 1}]

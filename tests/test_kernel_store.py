@@ -1,4 +1,4 @@
-"""`kvpass.lowering.inductor.kernel_store` and `elsewhere`: kernels on disk, and who puts them there."""
+"""`kernel_store` and `background_compile` of `kvpass.lowering.inductor`: kernels on disk, and who puts them there."""
 
 import logging
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import kvpass
 from kvpass import KVPassError, Recent, Retention, Sinks, schemes
 from kvpass.cache.state import KVState
-from kvpass.layout.window import LogSparse, layout, ring_tokens
+from kvpass.layout.window import LogSparseLayout, layout, ring_tokens
 from kvpass.schemes import AquaKVConfig, KIVIConfig
 
 from common import DIM, chunkings, coded, dtypes, naive_dequantize, randn, seeds, state_of
@@ -138,7 +138,7 @@ def test_after_any_appends_and_crops_every_token_is_still_itself(window, first, 
 
 
 def test_the_stream_may_be_followed_in_and_out_of_inference_mode():
-    where = LogSparse(log_spec(4).retention)
+    where = LogSparseLayout(log_spec(4).retention)
     with torch.inference_mode():
         where.exact(50)
     assert where.exact(200).tolist() == layout(log_spec(4).retention).exact(200).tolist()

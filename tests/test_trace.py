@@ -61,7 +61,7 @@ def test_every_stage_of_every_graph_is_written(folder):
     assert "modeling_llama.py" in dynamo and '"Sym(s' in dynamo and "torch.nn.functional.linear" not in normal
     for text in (normal, found):
         assert text.count("aten.scaled_dot_product_attention.default(") == 2 == text.count("kvpass.append_.default") / 2
-    assert found.count("# Attention(output=scaled_dot_product_attention") == 2 and "rotation=rotate" in found
+    assert found.count("# AttentionSite(output=scaled_dot_product_attention") == 2 and "rotation=rotate" in found
     assert rewritten.count("kvpass.attend.default(") == 2 and "kvpass.dequantize" not in rewritten
     assert "'auto'" not in lowered and lowered.count("'reference'") == 4  # two reads, keys and values of all layers
     assert not any("AOT" in text or "= None\n" in text for text in (dynamo, normal, found, rewritten, lowered))
@@ -71,7 +71,7 @@ def test_diffs_show_what_a_stage_did_and_no_more(folder):
     feed(captured(), 40)
     (graph,) = folder.iterdir()
     new, old = changed(read(graph, "3-found.diff"))
-    assert not old and len(new) == 2 and all(line.strip().startswith("# Attention(") for line in new)
+    assert not old and len(new) == 2 and all(line.strip().startswith("# AttentionSite(") for line in new)
     new, old = changed(read(graph, "4-rewritten.diff"))
     assert sum("kvpass.attend." in line for line in new) == 2 == sum("kvpass.rotate." in line for line in old)
     new, old = changed(read(graph, "5-lowered.diff"))

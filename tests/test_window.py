@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 import kvpass  # noqa: F401  (registers the ops)
 from kvpass.cache.state import KVState
-from kvpass.layout.window import LENGTH_OFFSET, SEEN_OFFSET, LogSparse, Writes, layout, length_of, length_tensor
+from kvpass.layout.window import LENGTH_OFFSET, SEEN_OFFSET, LogSparseLayout, Writes, layout, length_of, length_tensor
 
 from common import coded, randn
 
@@ -107,9 +107,9 @@ def test_tokens_leave_in_the_order_of_their_pages_and_the_others_stay(spec, step
 
 def test_where_tokens_go_does_not_depend_on_how_far_others_have_looked():
     """Every answer of a layout that has been asked about a long text before is that of a fresh one."""
-    tokens, asked, far = torch.arange(LOG.retention.sinks, 90), [], LogSparse(LOG.retention)
+    tokens, asked, far = torch.arange(LOG.retention.sinks, 90), [], LogSparseLayout(LOG.retention)
     far.page_tokens(0, 500)
-    for where in (far, LogSparse(LOG.retention)):
+    for where in (far, LogSparseLayout(LOG.retention)):
         answers = [where.exact(90), where.slots(tokens), where.page_tokens(1, 3), where.token_order(90)]
         answers += [where.packed_before(tokens, page) for page in (0, 2, 5, 40)]
         asked.append([*answers, where.overwritten(tokens, 100)])
@@ -139,10 +139,13 @@ class Interrupt(TorchFunctionMode):
 
 
 def test_an_interrupt_while_it_looks_ahead_leaves_a_layout_as_it_was():
-    expected = [LogSparse(LOG.retention).page_tokens(0, 9), LogSparse(LOG.retention).slots(torch.arange(90))]
+    expected = [
+        LogSparseLayout(LOG.retention).page_tokens(0, 9),
+        LogSparseLayout(LOG.retention).slots(torch.arange(90)),
+    ]
     interrupted = 0
     for n in range(1, 200, 3):
-        where = LogSparse(LOG.retention)
+        where = LogSparseLayout(LOG.retention)
         where.exact(50)
         try:
             with Interrupt(n):
@@ -156,7 +159,11 @@ def test_an_interrupt_while_it_looks_ahead_leaves_a_layout_as_it_was():
 
 def test_threads_that_ask_at_once_get_what_one_gets():
     expected = [
-        (n, LogSparse(LOG.retention).exact(n), LogSparse(LOG.retention).page_tokens(0, LOG.retention.pages(n)))
+        (
+            n,
+            LogSparseLayout(LOG.retention).exact(n),
+            LogSparseLayout(LOG.retention).page_tokens(0, LOG.retention.pages(n)),
+        )
         for n in range(900, 3000, 300)
     ]
 
@@ -166,7 +173,7 @@ def test_threads_that_ask_at_once_get_what_one_gets():
             assert torch.equal(where.page_tokens(0, LOG.retention.pages(n)), pages)
 
     for _ in range(10):
-        where = LogSparse(LOG.retention)
+        where = LogSparseLayout(LOG.retention)
         at_once([lambda where=where, start=start: ask(where, start) for start in range(6)])
 
 

@@ -195,7 +195,7 @@ def _single(layer: Layer, q: Tensor, batch: Batch, tiles: Tiles) -> Tensor:
 
 
 for _name, _module in (("inductor", single_query_inductor), ("cpp", single_query_cpp)):  # the last is preferred
-    implements("paged_attend_one", _name, _module.HAS, _module.refuses)(_module.Attention)
+    implements("paged_attend_one", _name, _module.HAS, _module.refuses)(_module.SingleQueryAttention)
 
 
 @implements("paged_attend", "reference")

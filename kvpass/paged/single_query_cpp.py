@@ -39,7 +39,7 @@ def refuses(dispatch: DispatchKey) -> str | None:
     return None
 
 
-class CppAttention:
+class SingleQueryAttention:
     """Attention over the blocks of one layer; what all steps share is looked up once."""
 
     def __init__(self, layer: Layer) -> None:

@@ -197,7 +197,7 @@ def blocks_kernel(
     return Program(attend, [_input(*one) for one in described], OPTIONS, by_name=True)
 
 
-class InductorAttention:
+class SingleQueryAttention:
     """Attention over the blocks of one layer; what all steps share is looked up once."""
 
     def __init__(self, layer: Layer) -> None:
