@@ -82,5 +82,5 @@ class Letters:
     def __call__(self, text, **_):
         return {"input_ids": [min(ord(character), VOCABULARY - 1) for character in text]}
 
-    def dequantize(self, ids, **_):
+    def decode(self, ids, **_):
         return "".join(map(chr, ids))
