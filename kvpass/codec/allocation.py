@@ -78,7 +78,7 @@ def _page(spec: CodecSpec, head_dim: int) -> tuple[int, int]:
 
 
 def split_pages(pages: Tensor, spec: CodecSpec, head_dim: int) -> tuple[Tensor | None, list[Rank]]:
-    """Split pages ``[..., N, 1, bytes]`` into the mask of rich tokens ``[..., N, P / 8, 1]`` and the `Rank` s.
+    """Split pages ``[..., N, 1, bytes]`` into the mask of rich tokens ``[..., N, P / 8, 1]`` and a list of `Rank`.
 
     The mask is None if tokens have no ranks.
     """
