@@ -232,7 +232,7 @@ def _append_rotary_(
     if codec is not None and codec.transform.page_rope:
         store_page_tables((cos, sin), (cos_new, sin_new), length, start, codec.retention.sinks, codec.page_size)
         return
-    rows = length[:1] + torch.arange(tokens, device=cos.device)  # read on the device, so a captured call works at any length
+    rows = length[:1] + torch.arange(tokens, device=cos.device)  # read on the device: valid when captured
     for table, new in ((cos, cos_new), (sin, sin_new)):
         table[..., :pairs].index_copy_(1, rows, new.expand(len(table), -1, -1))
     if codec is not None and slots is not None and (gone := codec.retention.evicted(start + tokens)):

@@ -96,7 +96,7 @@ def slots(rich: Tensor) -> Tensor:
     """
     is_rich = unpack(rich, 1).squeeze(-1)
     token = torch.arange(is_rich.shape[-1], device=rich.device)
-    before = (is_rich.float() @ (token[:, None] < token).float()).long()  # number of rich tokens before each token
+    before = (is_rich.float() @ (token[:, None] < token).float()).long()  # number of rich tokens before each
     poor = (token - before + len(token) // RICH).clamp(max=len(token) - 1)  # unwritten pages have no rich tokens
     return torch.where(is_rich > 0, before, poor)
 

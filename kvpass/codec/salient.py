@@ -57,7 +57,7 @@ def slots(marks: Tensor, salient: int) -> Tensor:
     """
     is_salient = unpack(marks.mT, 1).squeeze(-1)
     token = torch.arange(is_salient.shape[-1], device=marks.device)
-    before = (is_salient.float() @ (token[:, None] < token).float()).long()  # number of salient tokens before each token
+    before = (is_salient.float() @ (token[:, None] < token).float()).long()  # number of salient tokens before each
     other = (token - before + salient).clamp(max=len(token) - 1)  # unwritten pages have no salient tokens
     return torch.where(is_salient > 0, before, other)
 
