@@ -64,7 +64,7 @@ def write_windows(
 def _write(
     rings: Sequence[Tensor], n: int, xs: Sequence[Tensor], retention: Retention, length: Tensor | None = None
 ) -> None:
-    """Write tokens ``[B, H, S, D]`` of layers to their rings, in the slots of `kvpass.layout.window`.
+    """Write tokens ``[B, H, S, D]`` of layers to their rings, in the slots of `kvpass.layout.window.RecentLayout`.
 
     The number of stored tokens is read from ``length``, and pointers are arguments. Nothing is copied from the host, so
     a captured launch is correct at other lengths.

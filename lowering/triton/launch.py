@@ -159,7 +159,7 @@ class _Launch:
 
     def _rules(self) -> Rules:
         dtype = self.q.dtype
-        multiplied = torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype  # the interpreter has no bfloat16
+        multiplied = torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype  # it has no bfloat16
         of_bytes = self.mask is not None and self.mask.dtype == torch.uint8
         causal = self.call.causal and self.queries > 1
         return Rules(
