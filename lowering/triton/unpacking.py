@@ -199,8 +199,8 @@ def paired_words(pool, first, stop, ROWS: tl.constexpr, L: tl.constexpr, F: tl.c
 
 @triton.constexpr_function
 def _fields(plane, bits, planes, most):
-    """Locations of the codes of a plane, for each bit field or part of at most ``most`` bits: byte of the row, first bit
-    in the byte, width, first bit of the code."""
+    """Locations of the codes of a plane: byte of the row, first bit in the byte, width, first bit of the code; for each
+    bit field, or part of at most ``most`` bits."""
     found, first, place = [], 0, 0
     for width in FIELDS[bits]:
         count = planes * width // 8
@@ -281,8 +281,8 @@ def _twice(word, odd):
 
 @triton.jit
 def _repeated(start, where, known, shape: tl.constexpr, dim: tl.constexpr):
-    """Load scales or zero points at ``where`` and repeat them along ``dim`` to ``shape``: one for each pair of channels,
-    or one for several channels."""
+    """Load scales or zero points at ``where`` and repeat them along ``dim`` to ``shape``: one per pair of channels, or
+    one for several channels."""
     words = start.to(tl.pointer_type(tl.int32), bitcast=True)  # words are prefetched, smaller types are not
     if dim == 1:
         word = tl.load(words + where, mask=known, other=0)
