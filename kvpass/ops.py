@@ -1,8 +1,8 @@
 """Defines the ``kvpass::*`` ops: their schemas and semantics. Implementations are in `kvpass.lowering`.
 
-A state is passed as a list of tensors: those that `kvpass.codec.tensors.of_state` names for its `CodecSpec`, in that
-order. These are the page tensors (pools or, in graphs, handles of pools; see `kvpass.layout.pool`), the ring and the
-fitted tensors. The length tensor of the cache (`kvpass.layout.window.LENGTH_OFFSET`) and the text of the spec are
+A state is passed as a list of tensors, whose names and order `kvpass.codec.tensors.of_state` gives for its `CodecSpec`.
+These are the page tensors (pools or, in graphs, handles of pools; see `kvpass.layout.pool`), the ring and the fitted
+tensors. The length tensor of the cache (`kvpass.layout.window.LENGTH_OFFSET`) and the text of the spec are
 separate arguments.
 
 quantize     Quantize whole pages of ``x`` and return their page tensors. ``fitted`` holds the tensors that the codec
@@ -40,9 +40,9 @@ Specs with per-token bit widths (`codec.adaptive`) dequantize with ``planes``: o
 states, and the places of this state's planes. Their ``append_`` writes the tokens that leave the window to
 ``originals``. The cache quantizes them when the forward is over.
 
-Predictors (`codec.predictor`) take a list of weights, ``predictor``, and dequantized tokens ``[B, H_kv, n, D]``: those
-of ``previous_layer`` and, for values, ``same_layer_keys``. ``append_`` gets them only for the tokens that leave the
-window: ``edge`` holds those of the layer below and is overwritten with those of this layer.
+Predictors (`codec.predictor`) take a list of weights, ``predictor``, and dequantized tokens ``[B, H_kv, n, D]``:
+``previous_layer`` and, for values, ``same_layer_keys``. ``append_`` gets only the tokens that leave the window: on
+entry ``edge`` holds the dequantized tokens of the layer below, on return the dequantized tokens of this layer.
 
 ``lowering`` names the implementation; "auto" selects one (`kvpass.lowering.table`). The implementation receives all
 arguments as one object (`kvpass.lowering.call_types`).
@@ -232,7 +232,7 @@ def _append_rotary_(
     if codec is not None and codec.transform.page_rope:
         store_page_tables((cos, sin), (cos_new, sin_new), length, start, codec.retention.sinks, codec.page_size)
         return
-    rows = length[:1] + torch.arange(tokens, device=cos.device)  # read on the device: valid when captured
+    rows = length[:1] + torch.arange(tokens, device=cos.device)  # read on the device, for captured calls
     for table, new in ((cos, cos_new), (sin, sin_new)):
         table[..., :pairs].index_copy_(1, rows, new.expand(len(table), -1, -1))
     if codec is not None and slots is not None and (gone := codec.retention.evicted(start + tokens)):

@@ -26,7 +26,8 @@ from .call_types import AppendCall, AppendLayersCall
 from .fit_sequence import fit_to_queries, fit_to_tokens, fits_tokens, keep_pairs, not_padding
 
 PLACES = frozenset({"keep=log", "pre_rope"})
-"""Features that decide where tokens are stored, or what they are. They do not affect quantization of pages."""
+"""Features that decide where tokens are stored, or whether keys have rotary embedding. They do not affect how pages are
+quantized and dequantized."""
 APPENDED = PLACES | {"own_codes", "budget", "evict=age", "shared", "center", *(f"predictor={x}" for x in PREDICTORS)}
 """Features that `append` implements for every lowering."""
 MERGED = PLACES | {f"bits={bits}" for bits in (*FIELDS, *RAW)} | {"per=channel", "per=token", "fit=lsq", "eta"}

@@ -17,8 +17,7 @@ _QUANTILE = 0.9
 
 
 def not_padding(mask: Tensor, batch: int, tokens: int) -> Tensor:
-    """Which of the last ``tokens`` tokens are not padding, ``[B, tokens]`` bool: those that may attend to
-    themselves."""
+    """Which of the last ``tokens`` tokens are not padding, ``[B, tokens]`` bool. Padding is masked even for itself."""
     own = mask[:, 0].diagonal(mask.shape[-1] - tokens, -2, -1)
     return (own if own.dtype == torch.bool else own == 0).expand(batch, -1)
 

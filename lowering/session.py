@@ -1,5 +1,7 @@
-"""Guards process-wide state during tracing, compiling and running: torch's compile lock, a flag and a counter, and
-Python's garbage collector. Only this file touches them; see ``tests/test_private_apis.py``.
+"""Guards process-wide state during tracing, compiling and running.
+
+The state is torch's compile lock, a flag and a counter, and Python's garbage collector. Only this file touches it; see
+``tests/test_private_apis.py``.
 """
 
 import gc

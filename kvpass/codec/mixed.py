@@ -83,7 +83,7 @@ class Mixed(Codec, name="mixed"):
         """Quantize whole pages ``[B, H, N * P, D]``.
 
         Returns codes and scales of both sets of channels, as `quantize_pages`, and the indices of the channels with one
-        bit more, ``[B, H, N, 1, K]`` int16: those with the largest average magnitude.
+        bit more, ``[B, H, N, 1, K]`` int16: the channels with the largest average magnitude.
         """
         pages, narrow_and_wide = x.float().unflatten(2, (-1, spec.page_size)), counts(spec, x.shape[-1])
         channels = pages.abs().mean(-2, keepdim=True).topk(narrow_and_wide[1], -1).indices.sort(-1).values

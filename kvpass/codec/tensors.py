@@ -1,7 +1,7 @@
 """Lists the tensors of a state: which tensors a spec has, and in which order ops take them.
 
-A state consists of the page tensors (those that its codec declares, or bit planes if bit widths are per token), the
-ring of full-precision tokens, and the tensors fitted to the sequence or calibrated for the model.
+A state consists of the page tensors that its codec declares (or of bit planes, if bit widths are per token), the ring
+of full-precision tokens, and the tensors fitted to the sequence or calibrated for the model.
 """
 
 from __future__ import annotations

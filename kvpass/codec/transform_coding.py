@@ -68,8 +68,8 @@ def blocks(x: Tensor, size: int) -> Tensor:
 
 
 def second_moment(x: Tensor, size: int, valid: Tensor | None = None) -> Tensor:
-    """Second moment of the channels of each block, summed over tokens ``[B, H, T, D]``: ``[B, H, D / size, size,
-    size]``.
+    """Second moment of the channels of each block, summed over tokens ``x`` ``[B, H, T, D]``:
+    ``[B, H, D / size, size, size]``.
 
     valid: ``[B, T]`` bool, False for padding, which is ignored.
     """
@@ -99,7 +99,7 @@ def metric_of(q: Tensor, valid: Tensor | None, size: int) -> Tensor:
 def fit_axes(x: Tensor, metric: Tensor | None, size: int, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Fit the basis ``[B, H, D, size]`` float64 in blocks of ``size`` channels, and its costs ``[B, H, D]`` float64.
 
-    The cost of a coordinate is that of an error as large as the coordinate itself. Arguments are those of
+    The cost of a coordinate is the cost of an error as large as the coordinate itself. For the arguments see
     `Allocation.fit_basis`.
     """
     covariance = second_moment(x, size, valid)

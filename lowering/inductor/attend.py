@@ -121,7 +121,7 @@ def _attend(
 
     given: the tensors that `_inputs` lists, by name. The sizes of ``k_pages`` and ``v_pages`` are page counts. The
         sizes of the tensors that `_pools` names are capacities of pools, which are passed as handles. The values of
-        ``lengths`` are those of `_lengths`. For log-sparse windows, ``held`` is the token in each slot of the ring, and
+        ``lengths`` come from `_lengths`. For log-sparse windows, ``held`` is the token in each slot of the ring, and
         ``page_tokens`` ``[N, P]`` the tokens in pages.
     """
     rope, softcap = common.rope, common.softcap
@@ -184,13 +184,13 @@ def _attend(
     if mask is not None:
         weights = weights.nan_to_num(0)  # a fully masked query gets zeros, as in SDPA
 
-    # values leave their window no earlier than keys, so each packed value has a packed key
+    # values leave their window no earlier than keys, so the weight of a packed value is that of a packed key
     packed, slots = v_count * size, v_ring.shape[1]
     on_pages = torch.where(index[:packed] < v_packed, weights[..., :packed], 0.0)
     on_ring = _ring_weights(weights, lengths, count * size, k_spec.retention, v_spec.retention, held)
     if given["v_fields"] is not None:
         from_pages = allocated.page_values(on_pages, *_allocated(given, "v", v_spec))
-    # concatenation makes them computed once, not once per channel
+    # concatenated, they are computed once, not once per channel
     on_pages, on_ring, own = torch.cat([on_pages, on_ring, weights[..., -1:]], -1).split([packed, slots, 1], -1)
     out = (on_ring[..., None] * v_ring[:, None].float()).sum(2) + own * v_new.float()
     if given["v_fields"] is None:

@@ -47,7 +47,7 @@ def _processes(jobs: int) -> int:
 
 
 def start(device: torch.device, jobs: Sequence[Job]) -> None:
-    """Start processes that compile those of ``jobs`` for ``device`` that are not stored yet."""
+    """Start processes that compile ``jobs`` for ``device``, except for jobs whose kernels are already stored."""
     wanted = []
     for name, key in jobs:
         place = kernel_store.place_of(device, name, *key)

@@ -197,7 +197,7 @@ def _boosted(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, hea
         return Pages([planes])
     channels = channels.long()
     fine = scale.float().gather(-1, channels.expand(*scale.shape[:-1], -1)) * 0.5**spec.bits
-    fine = torch.cat([fine, fine[..., :1]], -1)[..., :-1]  # cat makes it computed once
+    fine = torch.cat([fine, fine[..., :1]], -1)[..., :-1]  # with cat, it is computed once
 
     def values(plane: int) -> Tensor:
         numbers, unit = unpack_plane_unshifted(lower, spec.bits, plane)

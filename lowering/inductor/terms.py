@@ -50,7 +50,7 @@ class Boost(NamedTuple):
     def scores(self, q: Tensor, turns: Turns | None) -> Tensor:
         index = self.of_channels[:, None].expand(-1, q.shape[1], -1, -1)
         mine = q[:, :, None].expand(-1, -1, index.shape[2], -1).gather(-1, index)
-        mine = torch.cat([mine, mine[..., :1]], -1)[..., :-1]  # cat makes it computed once, not per token
+        mine = torch.cat([mine, mine[..., :1]], -1)[..., :-1]  # with cat, it is computed once, not per token
         by_plane = [self.planes.values(j) for j in range(self.planes.runs)]
         by_head = [(x * mine[:, r, :, None]).sum(-1) for r in range(q.shape[1]) for x in by_plane]
         return in_storage_order(by_head, self.planes.runs).unflatten(-1, (index.shape[2], -1))

@@ -73,7 +73,7 @@ def attend_config(
     """The shipped configuration for ``queries`` query rows per KV head.
 
     All planes share a step if that does not spill registers. Spilling starts with more rows, and earlier with masks.
-    With more queries, 2 warps spill; 4 warps do some work twice, because a product of 16 tokens only occupies 2.
+    With more queries, 2 warps spill; 4 warps do some work twice, because products of 16 tokens occupy only 2 warps.
     """
     registers = 255 if rotary or masked or (codebook and itemsize == 2) else None
     if itemsize == 4:
@@ -95,7 +95,7 @@ def attend_config(
     return AttendConfig(tile, rows=rows, together=planes, exact=32, warps=4, registers=registers, resident=resident)
 
 
-MASS_WARPS = 4  # of the attention-mass kernel, whose tiles are those of attention
+MASS_WARPS = 4  # of the attention-mass kernel, which uses attention's tiles
 
 
 @dataclass(frozen=True)

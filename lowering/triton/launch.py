@@ -94,7 +94,7 @@ def case_of(
 ) -> Case:
     """The `Case` that selects the configuration of a launch with ``rows`` query rows per KV head."""
     planes = max(num_planes(spec.bits) for spec in specs)
-    codebook = any(spec.quantizer.grid or spec.quantizer.codec for spec in specs)  # other codecs need as many registers
+    codebook = any(spec.quantizer.grid or spec.quantizer.codec for spec in specs)  # similar register use
     return Case(planes, head_dim, dtype.itemsize, rows, codebook, bool(rope), masked)
 
 

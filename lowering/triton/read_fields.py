@@ -318,8 +318,8 @@ def page_queries(
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Write the contribution of each field of a page to the scores of each query row, per unit of field and in units of
-    log2: ``[BH, pages, rows, WIDTH]``. Also write, per rank, the sum of these contributions, and the sum of those of
-    the fields' midpoints: ``[BH, pages, rows, ranks, 2]``.
+    log2: ``[BH, pages, rows, WIDTH]``. Also write, per rank, the sum of these contributions, and the sum of the
+    contributions of the fields' midpoints: ``[BH, pages, rows, ranks, 2]``.
 
     Grid: KV heads of all samples; tiles of pages times rows. Without rotary tables, all pages share one result.
     """

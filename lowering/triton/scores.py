@@ -166,7 +166,7 @@ def ring_rows(ring, tokens, there, channel, real, L: tl.constexpr):
 
 @triton.jit
 def with_present(past, new, tokens, n, stop, channel, real, L: tl.constexpr):
-    """Rows of the ``past``, replaced by those of the call for ``tokens`` from ``n`` on."""
+    """Rows of the ``past``; for ``tokens`` from ``n`` on, rows of the call's ``new`` tokens instead."""
     there = ((tokens >= n) & (tokens < stop))[:, None] & real[None, :]
     return tl.where(there, tl.load(new + (tokens - n)[:, None] * L.dim + channel[None, :], mask=there, other=0), past)
 
