@@ -1,48 +1,51 @@
-"""Schemas of the ``kvpass::*`` ops. Semantics live here, implementations in `kvpass.lowering`.
+"""Defines the ``kvpass::*`` ops: their schemas and semantics. Implementations are in `kvpass.lowering`.
 
-One state is passed whole, as the tensors that `kvpass.codec.tensors` names for its `CodecSpec`, in that order: those of
-its pages, which are pools or, in graphs, handles of pools (`kvpass.layout.pool`), the ring, and what was fitted. Beside
-it come the length tensor of its cache (see `kvpass.layout.window.LENGTH_OFFSET`) and the text of its spec.
+A state is passed as a list of tensors, whose names and order `kvpass.codec.tensors.of_state` gives for its `CodecSpec`.
+These are the page tensors (pools or, in graphs, handles of pools; see `kvpass.layout.pool`), the ring and the fitted
+tensors. The length tensor of the cache (`kvpass.layout.window.LENGTH_OFFSET`) and the text of the spec are
+separate arguments.
 
-quantize     whole pages of ``x`` -> what is kept of them, by a codec ``fitted`` to more than them. Pure.
-append_      store ``x`` behind the ``length`` tokens already there and pack the pages that leave the window. ``q`` and
-             ``mask`` are taps a codec may ask for (SQuat: the prompt's queries and who of them is padding). With a
-             budget, ``importance`` and the ``scores`` of this call choose who is evicted, and ``slots`` hands the
-             choice on to appends that are given no ``importance``.
-append_layers_  the same for the keys, or the values, of many layers of one device, which look at nothing of another;
-             their ``states`` come one behind the other, and ``q`` and ``key_pages`` are one of each layer.
-dequantize   every stored token as ``[B, H_kv, n, D]`` in token order. ``starts`` are for what takes its place.
-attend       attention of ``q`` over the stored past and the full-precision present ``k_new``, ``v_new``. The past is
-             ``key`` and ``value``: one state each, or one tensor that is dequantized already, because another layer
-             needs it. ``causal`` is aligned to the end of the keys. ``softcap`` 0 means none. ``sinks`` ``[H_q]`` are
-             logits that take part in the softmax of each head and have no value. Returns the output, and with a
-             ``statistic`` what attention each token was paid, ``[B, H_kv, n + S]`` float32, over the query heads of a
+quantize     Quantize whole pages of ``x`` and return their page tensors. ``fitted`` holds the tensors that the codec
+             was fitted to. Pure.
+append_      Store ``x`` after the ``length`` tokens already stored, and pack the pages that leave the window. Some
+             codecs need ``q`` and ``mask`` (SQuat: the prompt's queries, and which of them are padding). With a budget,
+             ``importance`` and the ``scores`` of this call determine which tokens are evicted, and ``slots`` passes the
+             decision to appends without ``importance``.
+append_layers_  `append_` for the keys, or the values, of several independent layers on one device. ``states`` is the
+             concatenation of their states; ``q`` and ``key_pages`` have one tensor per layer.
+dequantize   Return all stored tokens, ``[B, H_kv, n, D]``, in token order. ``starts`` is not used here: it is for the
+             ``attend`` that a graph pass substitutes.
+attend       Attention of ``q`` over the stored past and the full-precision tokens of the call, ``k_new`` and ``v_new``.
+             ``key`` and ``value`` are the past: a state each, or one tensor that is already dequantized because another
+             layer needs it. ``causal`` is aligned to the end of the keys. ``softcap`` 0 means none. ``sinks`` ``[H_q]``
+             are logits that join the softmax of each head without a value. Returns the output and, with a
+             ``statistic``, the attention mass of each token, ``[B, H_kv, n + S]`` float32, over the query heads of its
              KV head: the "sum" over queries that are not padding, or the largest weight over the last N of them
-             ("max-N"). ``starts`` ``[B]`` int64 are the tokens before each row's first, of left padding, which no query
-             sees; they take the place of a mask. Where tokens are evicted, columns of ``mask`` count for the present
-             only, and padding of the past has ``importance`` ``-inf``.
-rotate       rotary embedding of dequantized keys that are stored as they were before it (`codec.rope`): by tables
-             ``cos``, ``sin`` ``[B, >= n, p]``, as ``rope`` says; "" leaves them as they are.
-append_rotary_  store rotary tables ``[B or 1, S, p]`` of the present behind those already there; with ``slots``, drop
-             those of tokens that ``spec`` has evicted in this call. For keys with page-relative RoPE, those of
-             `codec.page_rope` are stored.
+             ("max-N"). ``starts`` ``[B]`` int64 is the number of left-padding tokens of each sample, which no query
+             sees; it replaces a mask. With eviction, only the columns of ``mask`` for the tokens of the call are used,
+             and padding in the past has ``importance`` ``-inf``.
+rotate       Apply rotary embedding to dequantized keys that are stored before it (`codec.rope`), with tables ``cos``,
+             ``sin`` ``[B, >= n, p]``. ``rope`` describes the rotation; "" means none.
+append_rotary_  Store the rotary tables ``[B or 1, S, p]`` of the call after those already stored. With ``slots``, drop
+             the rows of tokens that ``spec`` evicts in this call. For keys with page-relative RoPE, store the tables of
+             `codec.page_rope` instead.
 
-Keys with page-relative RoPE are appended, dequantized and attended to with the tables ``cos``, ``sin`` of those, and
-their ``rope``: `append_rotary_` comes first.
+Keys with page-relative RoPE are appended, dequantized and attended to with their tables ``cos``, ``sin`` and their
+``rope``. `append_rotary_` has to run first.
 
-Values some of whose tokens get more bits because their keys did (`codec.allocation`) are appended with ``key_pages``,
-the pages of those, or their handle: they come first.
+Values that reuse the token selection of their keys (`codec.allocation`) are appended with ``key_pages``, the first page
+tensor of the keys, or its handle. The keys have to be appended first.
 
-Specs with a width for every token (`codec.adaptive`) dequantize with ``planes``: those of all states in one tensor, and
-where those of this one are. Their ``append_`` leaves the tokens that are due in ``originals``, and the cache codes them
-when the forward is over.
+Specs with per-token bit widths (`codec.adaptive`) dequantize with ``planes``: one tensor with the bit planes of all
+states, and the places of this state's planes. Their ``append_`` writes the tokens that leave the window to
+``originals``. The cache quantizes them when the forward is over.
 
-Predictors (`codec.predictor`) take ``predictor``, a list of weights, and look at reconstructions ``[B, H_kv, n, D]``:
-that of ``previous_layer``, and for values that of ``same_layer_keys``. An ``append_`` sees both for the
-tokens that leave the window only: ``edge`` holds the layer below's and is overwritten with this one's.
+Predictors (`codec.predictor`) take a list of weights, ``predictor``, and dequantized tokens ``[B, H_kv, n, D]``:
+``previous_layer`` and, for values, ``same_layer_keys``. ``append_`` gets only the tokens that leave the window: on
+entry ``edge`` holds the dequantized tokens of the layer below, on return the dequantized tokens of this layer.
 
-``lowering`` names the implementation ("auto" picks; see `kvpass.lowering.table`), which takes all that an op was given
-as one call (`kvpass.lowering.call_types`).
+``lowering`` names the implementation; "auto" selects one (`kvpass.lowering.table`). The implementation receives all
+arguments as one object (`kvpass.lowering.call_types`).
 """
 
 import functools
@@ -52,9 +55,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpass.lowering import inductor, reference, triton  # noqa: F401  (they register themselves)
+from kvpass.lowering import inductor, reference, triton  # noqa: F401  (importing them registers their ops)
 from kvpass.lowering.call_types import AppendCall, AppendLayersCall, AttendCall, DequantizeCall
-from kvpass.lowering.cpp import one_token  # noqa: F401  (it registers itself)
+from kvpass.lowering.cpp import one_token  # noqa: F401  (importing it registers its ops)
 from kvpass.lowering.table import AUTO, DispatchKey, attention_key, extras, select
 
 from .codec.affine import check_finite
@@ -71,7 +74,7 @@ _Tensors = Sequence[Tensor]
 
 _library = torch.library.Library("kvpass", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
-_OF_A_LENGTH = (*_TAGS, torch.Tag.cudagraph_unsafe)  # its sizes grow with the cache, and are read on the host
+_OF_A_LENGTH = (*_TAGS, torch.Tag.cudagraph_unsafe)  # sizes grow with the cache and are read on the host
 
 _library.define('quantize(Tensor x, Tensor[] fitted, str spec, str lowering="auto") -> Tensor[]', tags=_TAGS)
 _library.define(
@@ -141,7 +144,8 @@ def _append_(
 
 
 def _opened(state: _Tensors, spec: CodecSpec) -> Pack:
-    """The `Pack` of ``state``; where pages of layers differ in size, with its pool, whose handle does not say it."""
+    """The `Pack` of ``state``. If the page size varies by layer, handles are replaced by pools, because a handle does
+    not know the page size."""
     pack = Pack.of(state, spec)
     size = spec.codec.page_bytes(pack.fitted, spec)
     if size is None:
@@ -150,7 +154,7 @@ def _opened(state: _Tensors, spec: CodecSpec) -> Pack:
 
 
 def _with_page_tables(pack: Pack, spec: CodecSpec, cos: Tensor | None, sin: Tensor | None, rope: str) -> Pack:
-    """``pack`` with the frames of its pages, where keys are in those."""
+    """``pack`` with the rotary tables of its pages, if its keys have page-relative RoPE."""
     if not spec.transform.page_rope or not rope:
         return pack
     if cos is None or sin is None:
@@ -228,7 +232,7 @@ def _append_rotary_(
     if codec is not None and codec.transform.page_rope:
         store_page_tables((cos, sin), (cos_new, sin_new), length, start, codec.retention.sinks, codec.page_size)
         return
-    rows = length[:1] + torch.arange(tokens, device=cos.device)  # read there: a captured call is right at other lengths
+    rows = length[:1] + torch.arange(tokens, device=cos.device)  # read on the device, for captured calls
     for table, new in ((cos, cos_new), (sin, sin_new)):
         table[..., :pairs].index_copy_(1, rows, new.expand(len(table), -1, -1))
     if codec is not None and slots is not None and (gone := codec.retention.evicted(start + tokens)):
@@ -244,7 +248,7 @@ _IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
 
 
 def _without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run``, whose arithmetic is in the dtypes it says, also where a user's autocast would change them."""
+    """Wrap ``run`` to disable autocast, which would change the dtypes of its arithmetic."""
 
     @functools.wraps(run)
     def call(first: Tensor | _Tensors, *args: Any, **kwargs: Any) -> Any:

@@ -1,1 +1,1 @@
-"""How each ``kvpass::*`` op runs: implementations, and the table that picks one."""
+"""Implements the ``kvpass::*`` ops, and selects an implementation for each call (`kvpass.lowering.table`)."""

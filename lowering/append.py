@@ -1,4 +1,4 @@
-"""Storing tokens: pages that leave the window are quantized, evicted tokens replaced, new tokens written to the
+"""Stores tokens: quantizes the pages that leave the window, replaces evicted tokens, and writes new tokens to the
 ring."""
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,19 +26,22 @@ from .call_types import AppendCall, AppendLayersCall
 from .fit_sequence import fit_to_queries, fit_to_tokens, fits_tokens, keep_pairs, not_padding
 
 PLACES = frozenset({"keep=log", "pre_rope"})
-"""Features that say where tokens lie, or what they are, which is the same to whoever quantizes and dequantizes
-pages."""
+"""Features that decide where tokens are stored, or whether keys have rotary embedding. They do not affect how pages are
+quantized and dequantized."""
 APPENDED = PLACES | {"own_codes", "budget", "evict=age", "shared", "center", *(f"predictor={x}" for x in PREDICTORS)}
-"""Those that `append` takes care of, whoever quantizes."""
+"""Features that `append` implements for every lowering."""
 MERGED = PLACES | {f"bits={bits}" for bits in (*FIELDS, *RAW)} | {"per=channel", "per=token", "fit=lsq", "eta"}
 MERGED |= {"rotation", "grid"}
-"""Those of all specs that `append_layers` may be called with, besides allocations."""
-CHUNK = 4096  # tokens predicted, or gathered from layers, at a time: what is needed in between stays small
+"""Features of the specs that `append_layers` may be called with, besides per-channel bit widths."""
+CHUNK = 4096  # tokens predicted, or gathered from layers, at a time: bounds temporary memory
 
 
 def decide(call: AppendCall) -> None:
-    """Add the attention mass of ``call`` to its ``importance``, and if there are more tokens than the budget, choose
-    which to keep: ``slots`` then says which of them each slot of the packed tokens holds from now on."""
+    """Add the attention mass of ``call`` to its ``importance`` and, if there are more tokens than the budget, choose
+    which to keep.
+
+    ``call.slots`` is then the candidate that each slot of the packed tokens holds after the call.
+    """
     n, x, spec = call.n, call.x, call.spec
     importance, slots, retention, tokens = call.importance, call.slots, spec.retention, x.shape[2]
     sinks, budget, gone = retention.sinks, retention.budget, retention.evicted(n + tokens)
@@ -52,11 +55,12 @@ def decide(call: AppendCall) -> None:
 
 @dataclass
 class _Pages:
-    """Where one state's pages are written.
+    """Writes the pages of one state.
 
-    frames: of all pages, if they have any. center: the mean that is subtracted, if one is.
-    references: what the predictor looks at, for the tokens written in this call and in the order of their pages; with
-    ``keep``, the first of them is overwritten with what those tokens dequantize to.
+    page_tables: the rotary tables of page-relative RoPE; None without it.
+    center: the mean to subtract; None without one.
+    references: for predictors: the tokens to predict from, for the tokens written in this call and in page order.
+    keep: overwrite the first reference with the dequantized tokens.
     """
 
     pools: tuple[Tensor, ...]
@@ -68,8 +72,8 @@ class _Pages:
     keep: bool
 
     def write(self, first: int, x: Tensor, quantize: Callable, at: int) -> None:
-        """Quantize whole pages ``x`` ``[B, H, T, D]`` into pages from ``first`` on; ``at`` is their first token in the
-        references."""
+        """Quantize ``x`` ``[B, H, T, D]`` into whole pages from ``first`` on. ``at`` is the index of the first token in
+        the references."""
         spec, count = self.spec, x.shape[2] // self.spec.page_size
         pools = tuple(pool[:, :, first : first + count] for pool in self.pools)
         references = [reference[:, :, at : at + x.shape[2]] for reference in self.references]
@@ -93,14 +97,18 @@ class _Pages:
 def write_each(
     rings: Sequence[Tensor], n: int, xs: Sequence[Tensor], retention: Retention, length: Tensor | None = None
 ) -> None:
-    """Store the tokens ``xs`` of layers, ``[B, H, S, D]`` each, in their ``rings``, behind the ``n`` that are stored;
-    ``length`` is ``n`` on the device."""
+    """Write the tokens ``xs`` of several layers, each ``[B, H, S, D]``, to their ``rings``, after ``n`` stored tokens.
+
+    length: ``n`` on the device.
+    """
     layout(retention).write(rings, n, xs)
 
 
 def append(quantize: Callable, call: AppendCall, write: Callable = write_each) -> None:
-    """Run ``call``: ``quantize`` quantizes the pages that leave the window, and ``write`` stores tokens in rings, as
-    `write_each` does. Raises `KVPassError` if the codec needs the prompt's queries and the call has none."""
+    """Run ``call``. Raises `KVPassError` if the codec needs the prompt's queries and the call has none.
+
+    quantize: quantizes the pages that leave the window. write: writes tokens to rings, as `write_each`.
+    """
     pack, n, x, spec = call[:4]
     ring, retention = pack.ring, spec.retention
     if spec.quantizer.needs_queries and n == 0 and call.q is None:
@@ -120,12 +128,12 @@ def append(quantize: Callable, call: AppendCall, write: Callable = write_each) -
         center, keep = pack.fitted.get("center"), call.edge is not None
         _pack(_Pages(pools, spec, pack.page_tables, center, call.predictor, references, keep), quantize, call, gone)
     write([ring], n, [x], retention, call.length)
-    if gone:  # tokens behind the packed ones have moved up
+    if gone:  # tokens after the packed ones moved up
         ring[:, :, retention.sinks :] = ring[:, :, retention.sinks :].roll(-gone, 2)
 
 
 def _pack(pages: _Pages, quantize: Callable, call: AppendCall, gone: int) -> None:
-    """Quantize the pages that leave the window in ``call``; ``gone`` packed tokens are evicted to make room for
+    """Quantize the pages that leave the window in ``call``. ``gone`` is the number of packed tokens to evict for
     them."""
     pack, n, x, spec = call[:4]
     retention, size, written = spec.retention, spec.page_size, 0
@@ -155,8 +163,8 @@ def _pack(pages: _Pages, quantize: Callable, call: AppendCall, gone: int) -> Non
 
 
 def _stage(call: AppendCall) -> None:
-    """Put the tokens that leave the window into ``originals``, behind those of earlier calls, or at the beginning if
-    those are not kept. Their bit widths are chosen when the forward is over."""
+    """Write the tokens that leave the window to ``originals``: after the earlier tokens, or at the start if originals
+    are not kept. Their bit widths are chosen after the forward."""
     pack, n, x, spec = call[:4]
     where, pages = layout(spec.retention), spec.retention.pages
     if call.importance is not None:
@@ -171,7 +179,7 @@ def _stage(call: AppendCall) -> None:
 
 
 def _settle(pages: _Pages, tokens: Tensor, settled: int, slots: Tensor, pack: Pack) -> None:
-    """Write those of ``tokens`` that ``slots`` keeps; the first ``settled`` candidates are in their slots already."""
+    """Write the ``tokens`` that ``slots`` keeps. The first ``settled`` candidates are already in their slots."""
     heads, spec = tokens.shape[1], pages.spec
     slots = slots.expand(-1, heads, -1)
     index = (slots - settled).clamp_min(0).unsqueeze(-1).expand(-1, -1, -1, tokens.shape[3])
@@ -181,13 +189,16 @@ def _settle(pages: _Pages, tokens: Tensor, settled: int, slots: Tensor, pack: Pa
 
 
 def append_layers(quantize: Callable, call: AppendLayersCall, write: Callable = write_each) -> None:
-    """Run ``call``, as `append` does for each layer: pages, which leave the window of all layers at once, are quantized
-    by few calls of ``quantize``, or layer by layer where their codec is fitted first."""
+    """Run ``call``, with the result of `append` for each layer.
+
+    Pages leave the windows of all layers at the same time, so few calls of ``quantize`` suffice. If the codec is fitted
+    first, or its page size varies by layer, layers are appended one by one.
+    """
     packs, n, xs, spec, length, qs, mask = call
     retention = spec.retention
     first, last = retention.pages(n), retention.pages(n + xs[0].shape[2])
     at_first = bool(spec.codec.sequence(spec)) and (n == 0 or first == 0 < last)
-    if at_first or of_model(spec):  # pages of layers whose bits a calibration shares out differ in size
+    if at_first or of_model(spec):  # with calibrated bit widths, page sizes vary by layer
         for pack, x, q in zip(packs, xs, qs or [None] * len(xs), strict=True):
             append(quantize, AppendCall(pack, n, x, spec, length, q, mask), write)
         return
@@ -207,7 +218,8 @@ def append_layers(quantize: Callable, call: AppendLayersCall, write: Callable = 
 def _quantize_together(
     quantize: Callable, packs: Sequence[Pack], leaving: Sequence[Tensor], first: int, spec: CodecSpec
 ) -> tuple[Tensor, ...]:
-    """The tokens ``leaving`` layers of one shape as their pages from ``first`` on, as if of one layer."""
+    """Quantize the tokens ``leaving`` the windows of layers of one shape to pages from ``first`` on, as if they were
+    heads of one layer."""
 
     def joined(tensors: Sequence[Tensor]) -> Tensor:
         return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), 1)
@@ -227,7 +239,7 @@ def _quantize_together(
 
 
 def _alike(xs: Sequence[Tensor], most: int) -> Iterator[list[int]]:
-    """Which of ``xs`` have the same shape, up to ``most`` at a time."""
+    """Group the indices of ``xs`` by shape, at most ``most`` per group."""
     by_shape: dict[torch.Size, list[int]] = {}
     for i, x in enumerate(xs):
         by_shape.setdefault(x.shape, []).append(i)

@@ -1,10 +1,11 @@
-"""What each op of `kvpass.ops` is called with, as its implementations take it: one argument, built once per call.
+"""Defines the arguments of each op of `kvpass.ops` as one object, which its implementations take.
 
-Shapes: B samples, H_q query heads, H_kv KV heads, S tokens of the call, n tokens stored before it, D channels of a
-head. ``n`` is the number on the host, and ``length`` the same on the device (`kvpass.layout.window.LENGTH_OFFSET`), for
-kernels that a captured graph launches again at other lengths.
+Shapes: B samples, H_q query heads, H_kv KV heads, S tokens of the call, n tokens stored before it, D channels per head.
+``n`` is on the host. ``length`` is the same number on the device (`kvpass.layout.window.LENGTH_OFFSET`), for kernels
+that a captured graph relaunches at other lengths.
 
-These are named tuples because one is built for every op, layer and step: a frozen dataclass takes six times as long.
+The classes are named tuples because an object is built for every op, layer and step; building a frozen dataclass takes
+six times as long.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,8 @@ Past = TypeVar("Past", bound=Pack | Tensor)
 class DequantizeCall(NamedTuple):
     """A call of ``kvpass::dequantize``: dequantize the ``n`` tokens of one state.
 
-    references: what the codec's predictor looks at, ``[B, H_kv, n, D]`` each. predictor: its weights.
+    references: the tokens that the predictor predicts from, each ``[B, H_kv, n, D]``.
+    predictor: the tensors of the stored predictor.
     """
 
     pack: Pack
@@ -35,22 +37,22 @@ class AttendCall(NamedTuple, Generic[Past]):
     """A call of ``kvpass::attend``: attention over the stored past and the tokens of the call.
 
     q: ``[B, H_q, S, D]``.
-    key, value: the past: a `Pack` each, or, if it is dequantized already, ``[B, H_kv, n, D]`` each.
+    key, value: the past: each a `Pack` or, if it is already dequantized, ``[B, H_kv, n, D]``.
     k_new, v_new: ``[B, H_kv, S, D]``, in the dtype of the cache; ``[B, H_kv, 0, D]`` in cross-attention.
-    mask: ``[B or 1, H_q or 1, S, n + S]``, bool (True: may attend) or added to the scores; not with ``causal`` or
-        ``starts``.
-    causal: each query sees the keys up to its own, aligned to the end of the keys.
+    mask: ``[B or 1, H_q or 1, S, n + S]``, bool (True: may attend) or added to the scores. Not allowed with ``causal``
+        or ``starts``.
+    causal: each query sees the keys up to its own token, aligned to the end of the keys.
     scale, softcap: factor of the scores; bound of their tanh, 0 for none.
-    k_spec, v_spec: how the past is stored, and which tokens it has.
+    k_spec, v_spec: how the past is stored, and which tokens it holds.
     rotary: cos and sin ``[B, >= n, p]`` and the text of the rotation (`kvpass.codec.rope`), for keys that are stored
         before rotary embedding.
-    sinks: ``[H_q]``, logits that take part in the softmax of each head and have no value.
-    statistic: "", or which attention mass is returned besides: "sum" over the queries, or the largest of the last N
-        ("max-N").
-    importance: ``[B, H_kv or 1, >= n]`` float32, -inf for padding, where tokens are evicted: columns of ``mask`` then
-        count for the tokens of the call only.
+    sinks: ``[H_q]``, logits that join the softmax of each head without a value.
+    statistic: which attention mass to return: "sum" over the queries, the largest weight of the last N queries
+        ("max-N"), or "" for none.
+    importance: with eviction: ``[B, H_kv or 1, >= n]`` float32, -inf for padding. Only the columns of ``mask`` for the
+        tokens of the call are used then.
     length: ``n`` on the device, or None.
-    starts: ``[B]`` int64, the tokens of left padding of each sample, which no query sees.
+    starts: ``[B]`` int64, the number of left-padding tokens of each sample, which no query sees.
     """
 
     q: Tensor
@@ -74,26 +76,26 @@ class AttendCall(NamedTuple, Generic[Past]):
 
     @property
     def specs(self) -> tuple[CodecSpec, CodecSpec]:
-        """How keys, and values, are stored."""
+        """The specs of keys and of values."""
         return self.k_spec, self.v_spec
 
 
 class AppendCall(NamedTuple):
     """A call of ``kvpass::append_``: store tokens of one state, and quantize the pages that leave the window.
 
-    pack: the state, which is written to.
+    pack: the state, which is written in place.
     x: ``[B, H_kv, S, D]``, stored as tokens ``[n, n + S)``.
-    q: ``[B, H_q, S, D]``, the queries of the call, for codecs that are fitted to those of the prompt.
-    mask: that of the attention of the call, ``[B or 1, H_q or 1, S, n + S]``: it says which tokens are padding.
-    edge: in, the tokens that are packed now, in the order of their pages, as the layer below dequantizes them; out, as
-        this one does. Float32 ``[B, H_kv, T, D]``.
-    same_layer_keys: the same of this layer's keys, for values.
-    predictor: weights of the predictor, which looks at both.
-    importance: ``[B, H_kv or 1, >= n + S]`` float32, where tokens are evicted by their attention, updated here; None
-        where ``slots`` says already who stays.
-    scores: attention mass of the call, ``[B, H_kv, n + S]`` float32 each.
-    slots: ``[B, H_kv or 1, budget]`` int64, which of the candidates each slot of the packed tokens holds from now on.
-    originals: ``[B, H_kv, T, D]``, where tokens with bit widths of their own wait for those.
+    q: ``[B, H_q, S, D]``, the queries of the call, for codecs that are fitted to the prompt's queries.
+    mask: the attention mask of the call, ``[B or 1, H_q or 1, S, n + S]``, which shows which tokens are padding.
+    edge: ``[B, H_kv, T, D]`` float32, for predictors. Input: the tokens that are packed in this call, in page order, as
+        dequantized in the layer below. Output: the same tokens as dequantized in this layer.
+    same_layer_keys: for predictors of values: the same tokens as dequantized in this layer's keys.
+    predictor: the tensors of the stored predictor.
+    importance: for eviction by attention: ``[B, H_kv or 1, >= n + S]`` float32, which is updated in place. None if
+        ``slots`` already holds the decision.
+    scores: attention mass of the call, each ``[B, H_kv, n + S]`` float32.
+    slots: ``[B, H_kv or 1, budget]`` int64, the candidate that each slot of the packed tokens holds after the call.
+    originals: for per-token bit widths: ``[B, H_kv, T, D]``, the tokens that are to be quantized after the forward.
     """
 
     pack: Pack
@@ -113,11 +115,12 @@ class AppendCall(NamedTuple):
 
 
 class AppendLayersCall(NamedTuple):
-    """A call of ``kvpass::append_layers_``: store tokens of many layers of one device, whose specs are equal.
+    """A call of ``kvpass::append_layers_``: store tokens of several layers on one device, with equal specs.
 
-    packs: the states, which are written to. xs: ``[B, H_kv, S, D]`` of each layer, stored as tokens ``[n, n + S)``.
-    qs: ``[B, H_q, S, D]``, the queries of each layer, for codecs that are fitted to those of the prompt.
-    mask: that of the attention of the call, for them.
+    packs: the states, which are written in place.
+    xs: ``[B, H_kv, S, D]`` for each layer, stored as tokens ``[n, n + S)``.
+    qs: ``[B, H_q, S, D]``, the queries of each layer, for codecs that are fitted to the prompt's queries.
+    mask: the attention mask of the call, for such codecs.
     """
 
     packs: Sequence[Pack]

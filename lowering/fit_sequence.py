@@ -1,4 +1,4 @@
-"""What a codec keeps of a sequence: fitted to the prompt's queries, and to the tokens that are packed first."""
+"""Fits a state's tensors to a sequence: to the prompt's queries, and to the first tokens that are packed."""
 
 import torch
 from torch import Tensor
@@ -12,32 +12,33 @@ from kvpass.codec.subspace import compensation_matrix, precision_matrix
 from kvpass.codec.tensors import Pack, of_sequence
 from kvpass.layout.window import layout
 
-_GOLDEN = 0.6180339887  # its multiples are spread evenly between whole numbers
+_GOLDEN = 0.6180339887  # fractional parts of its multiples are evenly spread
 _QUANTILE = 0.9
 
 
 def not_padding(mask: Tensor, batch: int, tokens: int) -> Tensor:
-    """Which of the last ``tokens`` tokens may attend to themselves, ``[B, tokens]`` bool: padding may not."""
+    """Which of the last ``tokens`` tokens are not padding, ``[B, tokens]`` bool. Padding is masked even for itself."""
     own = mask[:, 0].diagonal(mask.shape[-1] - tokens, -2, -1)
     return (own if own.dtype == torch.bool else own == 0).expand(batch, -1)
 
 
 def _by_kv_head(q: Tensor, mask: Tensor | None, num_key_value_heads: int) -> tuple[Tensor, Tensor | None]:
-    """Queries ``[B, H_q, S, D]`` of a KV head in a row, ``[B, H_kv, N, D]``, and which are no padding, ``[B, N]``."""
+    """Group queries ``[B, H_q, S, D]`` by KV head, ``[B, H_kv, N, D]``. Also returns which are not padding,
+    ``[B, N]`` bool, or None without a mask."""
     stacked = q.unflatten(1, (num_key_value_heads, -1))
     valid = None if mask is None else not_padding(mask, q.shape[0], q.shape[2]).repeat(1, stacked.shape[2])
     return stacked.flatten(2, 3), valid
 
 
 def fit_compensation(q: Tensor, mask: Tensor | None, num_key_value_heads: int, subspace: Subspace) -> Tensor:
-    """The compensation matrix of the prompt's queries ``[B, H_q, S, D]``; those of padding tokens are left out."""
+    """The compensation matrix for the prompt's queries ``[B, H_q, S, D]``, without padding."""
     stacked, valid = _by_kv_head(q, mask, num_key_value_heads)
     precision = precision_matrix(stacked, subspace, valid)
     return compensation_matrix(precision, subspace.block_size)
 
 
 def fit_to_queries(pack: Pack, q: Tensor | None, mask: Tensor | None, heads: int, spec: CodecSpec) -> None:
-    """Fit to the prompt's queries ``[B, H_q, S, D]`` what the codec keeps of them; those of padding are left out."""
+    """Fit the tensors of ``pack`` to the prompt's queries ``[B, H_q, S, D]``, without padding."""
     fitted, quantizer = pack.fitted, spec.quantizer
     if quantizer.subspace is not None:
         fitted["compensation"].copy_(fit_compensation(q, mask, heads, quantizer.subspace))
@@ -50,10 +51,13 @@ def fit_to_queries(pack: Pack, q: Tensor | None, mask: Tensor | None, heads: int
 
 
 def _seen(q: Tensor, pack: Pack, spec: CodecSpec) -> Tensor:
-    """The prompt's queries ``[B, H, S, D]`` as pages see them: if those have frames, each from that of its own page or
-    of one before, all distances alike."""
+    """The prompt's queries ``[B, H, S, D]`` as they are multiplied with stored keys.
+
+    With page-relative RoPE, each query is rotated back by its own page or by an earlier one. All distances are equally
+    frequent.
+    """
     size, sinks, tokens = spec.page_size, spec.retention.sinks, torch.arange(q.shape[2])
-    known = (q.shape[2] - 1 - sinks - middle(size)) // size  # the last page whose middle there is
+    known = (q.shape[2] - 1 - sinks - middle(size)) // size  # the last page whose middle is known
     if pack.page_tables is None or known < 0:
         return q
     pages = ((tokens - sinks) // size).clamp(0, known) + 1
@@ -61,8 +65,8 @@ def _seen(q: Tensor, pack: Pack, spec: CodecSpec) -> Tensor:
 
 
 def query_energy(q: Tensor, mask: Tensor | None, num_key_value_heads: int) -> Tensor:
-    """What 90 % of the squared norms of queries ``[B, H_q, S, D]`` are below, over those of a KV head that are not
-    padding: ``[B, H_kv, 1, 1]`` float32."""
+    """The 90 % quantile of the squared norms of queries ``[B, H_q, S, D]``, per KV head and without padding:
+    ``[B, H_kv, 1, 1]`` float32."""
     energy = q.float().square().sum(-1).unflatten(1, (num_key_value_heads, -1))
     if mask is not None:
         padding = ~not_padding(mask, q.shape[0], q.shape[2])
@@ -71,12 +75,12 @@ def query_energy(q: Tensor, mask: Tensor | None, num_key_value_heads: int) -> Te
 
 
 def fits_tokens(spec: CodecSpec) -> bool:
-    """Whether something is fitted to the tokens packed first."""
+    """Whether a mean or the codec is fitted to the first packed tokens."""
     return "center" in of_sequence(spec) or any(not kept.calibrated for kept in spec.codec.sequence(spec).values())
 
 
 def fit_to_tokens(pack: Pack, x: Tensor, spec: CodecSpec, valid: Tensor | None) -> None:
-    """Fit mean and codec to ``x``, the tokens packed first, of those of the call that are ``valid``."""
+    """Fit mean and codec to ``x``, the first packed tokens. valid: which tokens of the call are not padding."""
     size, center = spec.page_size, pack.fitted.get("center")
     x = to_page_rope(x, pack.page_tables, 0, size)
     if center is not None:
@@ -89,6 +93,6 @@ def fit_to_tokens(pack: Pack, x: Tensor, spec: CodecSpec, valid: Tensor | None) 
 
 
 def keep_pairs(pack: Pack) -> None:
-    """Keep which channels RoPE turns together, if a state has a place for that."""
+    """Store which channels rotary embedding pairs, if the state has a tensor for it."""
     if (pairs := pack.fitted.get("pairs")) is not None:
         pairs.copy_(torch.tensor((0, False) if pack.page_tables is None else parse_rope(pack.page_tables.rope)))

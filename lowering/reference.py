@@ -1,4 +1,4 @@
-"""Plain PyTorch: the definition of every op, the oracle of the tests, and the eager path."""
+"""Implements every op in plain PyTorch: the definition of the ops, the oracle of the tests, and the eager path."""
 
 from collections.abc import Iterator, Sequence
 
@@ -28,17 +28,17 @@ def quantize(x: Tensor, fitted: Sequence[Tensor], spec: CodecSpec) -> tuple[Tens
 
 
 def dequantize_predicted(pages: Sequence[Tensor], spec: CodecSpec, references, predictor) -> Tensor:
-    """What is kept of whole pages, dequantized, with what was predicted of them; ``references`` hold the same
-    tokens."""
+    """Dequantize whole pages and add the prediction, if the spec has a predictor. ``references`` hold the same tokens
+    (`codec.predictor.predict`)."""
     values, kind = dequantize_pages(*pages, spec), spec.transform.predictor
     return values + predict(kind, predictor, references, spec.page_size) if kind else values
 
 
 def pieces(dequantize_fn, call: DequantizeCall, at_once=None) -> Iterator[Tensor]:
-    """Attention sinks, pages and window of the tokens of ``call``, dequantized, in the order in which they are stored:
-    ``[B, H, T, D]`` each.
+    """Yield the dequantized tokens of ``call`` in storage order: sinks, pages, window; each ``[B, H, T, D]``.
 
-    decode_fn: dequantizes pages, as `dequantize_predicted`. at_once: how many pages a piece has; None for all.
+    dequantize_fn: dequantizes pages, as `dequantize_predicted`.
+    at_once: number of pages per piece; None yields all pages as one piece.
     """
     pack, n, spec, references, predictor = call
     used, sinks, where, ring = spec.retention.pages(n), spec.retention.sinks, layout(spec.retention), pack.ring
@@ -56,8 +56,8 @@ def pieces(dequantize_fn, call: DequantizeCall, at_once=None) -> Iterator[Tensor
 
 
 def read(dequantize_fn, call: DequantizeCall, present: Tensor | None = None) -> Tensor:
-    """All `pieces` in token order, ``[B, H, n, D]`` in the dtype of the cache, with the tokens of ``present``
-    ``[B, H, S, D]`` behind them."""
+    """Concatenate all `pieces` in token order: ``[B, H, n, D]`` in the dtype of the cache. With ``present``
+    ``[B, H, S, D]``, these tokens are appended."""
     pack, n, spec = call[:3]
     at_once = max(1, CHUNK // spec.page_size) if spec.transform.subtracts else None
     parts = pieces(dequantize_fn, call, at_once)
@@ -75,7 +75,7 @@ def dequantize(call: DequantizeCall) -> Tensor:
 
 
 def _read_adaptive(pack: Pack, n: int, spec: CodecSpec) -> Tensor:
-    """`read` for codecs with a bit width per token."""
+    """`read` for codecs with per-token bit widths."""
     codes, scale, zero_point, levels, outliers, where = pack.pools
     packed, sinks = spec.retention.packed(n), min(n, spec.retention.sinks)
     pool, places = pack.planes
@@ -98,19 +98,19 @@ def append_layers_(call: AppendLayersCall) -> None:
 
 
 def causal_mask(queries: int, tokens: int, device: torch.device) -> Tensor:
-    """Which of the keys each of the last ``queries`` of ``tokens`` tokens sees, ``[S, T]`` bool."""
+    """Causal mask of the last ``queries`` of ``tokens`` tokens, ``[S, T]`` bool; True: may attend."""
     return torch.ones(queries, tokens, dtype=torch.bool, device=device).tril(tokens - queries)
 
 
 def seen_from(starts: Tensor, queries: int, tokens: int) -> Tensor:
-    """Which tokens each of the last ``queries`` of ``tokens`` sees, if samples begin at ``starts``: ``[B, 1, S, T]``
-    bool."""
+    """`causal_mask` that also hides left padding: ``[B, 1, S, T]`` bool. starts: ``[B]`` int64, the first token of each
+    sample that is not padding."""
     behind = torch.arange(tokens, device=starts.device) >= starts[:, None, None, None]
     return causal_mask(queries, tokens, starts.device) & behind
 
 
 def with_starts(call: AttendCall) -> AttendCall:
-    """``call`` with a mask in place of ``starts``, if it has them."""
+    """``call`` with ``starts`` replaced by an equivalent mask."""
     if call.starts is None:
         return call
     queries = call.q.shape[2]
@@ -118,15 +118,18 @@ def with_starts(call: AttendCall) -> AttendCall:
 
 
 def with_past(call: AttendCall) -> AttendCall:
-    """``call`` with a mask whose columns of the past are those of the tokens that are stored, if some were evicted."""
+    """``call`` with a mask whose columns for the past match the stored tokens, if its cache evicts tokens."""
     if call.mask is None or call.importance is None or not call.k_spec.retention.evicts:
         return call
     return call._replace(mask=_mask_with_past(call.mask, call.importance, call.n, call.q.shape))
 
 
 def attention(call: AttendCall, k: Tensor, v: Tensor) -> Tensor:
-    """Grouped-query attention of the queries of ``call`` over dense ``k``, ``v`` ``[B, H_kv, T, D]``, its past and its
-    own tokens, as its mask, scale, softcap and sinks say: ``[B, H_q, S, D]``, contiguous."""
+    """Grouped-query attention over dense keys and values: ``[B, H_q, S, D]``, contiguous.
+
+    call: the queries, mask, scale, softcap and sinks.
+    k, v: ``[B, H_kv, T, D]``, the past and the tokens of the call.
+    """
     q, mask, queries, tokens = call.q, call.mask, call.q.shape[2], k.shape[2]
     spelled_out = call.softcap or call.sinks is not None
     causal = call.causal and queries > 1
@@ -134,7 +137,7 @@ def attention(call: AttendCall, k: Tensor, v: Tensor) -> Tensor:
         mask, causal = causal_mask(queries, tokens, q.device), False
     if spelled_out:
         return _spelled_out_attention(call, k, v, mask)
-    if queries == 1 and (mask is None or mask.shape[1] == 1):  # query heads of a KV head as rows of one product
+    if queries == 1 and (mask is None or mask.shape[1] == 1):  # query heads of a KV head become rows
         rows = q.view(*k.shape[:2], -1, q.shape[3])
         out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=call.scale)
         return out.reshape(*q.shape[:3], v.shape[3]).contiguous()
@@ -144,7 +147,7 @@ def attention(call: AttendCall, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _spelled_out_attention(call: AttendCall, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """`attention` with a softcap or with sinks, which SDPA does not have."""
+    """`attention` with a softcap or sinks, which SDPA does not support."""
     repeats = call.q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     scores = call.q.float() @ k.float().mT * call.scale
@@ -153,19 +156,20 @@ def _spelled_out_attention(call: AttendCall, k: Tensor, v: Tensor, mask: Tensor 
 
 
 def attention_weights(scores: Tensor, mask: Tensor | None, softcap: float, sinks: Tensor | None) -> Tensor:
-    """Softmax of ``scores`` ``[B, H_q, S, T]``; that of the sinks comes last, if there are any."""
+    """Softmax of ``scores`` ``[B, H_q, S, T]``. With ``sinks``, the weight of the sinks is appended as a last
+    column."""
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     if sinks is not None:
         scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
-    return scores.softmax(-1).nan_to_num(0)  # a query that may see nothing gets zeros, as in SDPA
+    return scores.softmax(-1).nan_to_num(0)  # a fully masked query gets zeros, as in SDPA
 
 
 @implements("attend", "reference")
 def attend(call: AttendCall, dequantize_fn=dequantize_predicted) -> list[Tensor]:
-    """Dequantize the past by ``decode_fn``, unless it is already, and attend to it and to the tokens of the call."""
+    """Attend to the past and to the tokens of the call. ``dequantize_fn`` dequantizes a past that is packed."""
     call = with_starts(call)
     k, v = call.k_new, call.v_new
     if call.n:
@@ -177,7 +181,7 @@ def attend(call: AttendCall, dequantize_fn=dequantize_predicted) -> list[Tensor]
 
 
 def _behind(past: Pack | Tensor, dequantize_fn, n: int, spec: CodecSpec, present: Tensor, rotary=None) -> Tensor:
-    """The tokens of the past, dequantized and rotated, with the ``present`` behind them: ``[B, H_kv, n + S, D]``."""
+    """The past, dequantized and rotated, followed by ``present``: ``[B, H_kv, n + S, D]``."""
     if isinstance(past, Pack):
         stored = DequantizeCall(past, n, spec)
         if rotary is None:
@@ -187,7 +191,8 @@ def _behind(past: Pack | Tensor, dequantize_fn, n: int, spec: CodecSpec, present
 
 
 def _mask_with_past(mask: Tensor, importance: Tensor, n: int, queries: tuple[int, ...]) -> Tensor:
-    """``mask`` ``[B or 1, H_q or 1, S, n + S]`` with columns of the past by ``importance``, where padding is -inf."""
+    """``mask`` ``[B or 1, H_q or 1, S, n + S]`` with new columns for the past: tokens whose ``importance`` is -inf are
+    padding and masked."""
     batch, heads, new, _ = queries
     valid = importance[..., :n] > -torch.inf
     if valid.shape[1] > 1:
@@ -199,13 +204,15 @@ def _mask_with_past(mask: Tensor, importance: Tensor, n: int, queries: tuple[int
     return torch.cat([past, present], -1)
 
 
-_ROWS, _WEIGHTS = 256, 1 << 21  # queries, and of one head weights, held at a time: memory does not grow with T x T
+_ROWS, _WEIGHTS = 256, 1 << 21  # queries, and weights per head, at a time: avoids T x T memory
 
 
 def attention_mass(call: AttendCall, k: Tensor) -> Tensor:
-    """The attention mass that each key ``[B, H_kv, T, D]`` gets from the queries of ``call`` that are not padding, over
-    the query heads of its KV head, as its ``statistic`` says: ``[B, H_kv, T]`` float32. Needs memory for some rows of
-    weights, not for all."""
+    """The attention mass of each key ``[B, H_kv, T, D]``: ``[B, H_kv, T]`` float32.
+
+    It is summed, or maximized, as ``call.statistic`` says, over the queries of ``call`` that are not padding and over
+    the query heads of the KV head. Only some rows of weights are in memory at a time.
+    """
     q, mask, statistic = call.q, call.mask, call.statistic
     queries, tokens, heads = q.shape[2], k.shape[2], k.shape[1]
     own = None if mask is None else not_padding(mask, q.shape[0], queries)
@@ -216,7 +223,7 @@ def attention_mass(call: AttendCall, k: Tensor) -> Tensor:
         rows, seen = slice(first, min(first + step, queries)), tokens
         part = None if mask is None else mask[:, :, rows]
         if call.causal:
-            seen = tokens - queries + rows.stop  # nobody here looks behind it
+            seen = tokens - queries + rows.stop  # no query of these rows sees later tokens
             part = behind[:seen] <= torch.arange(rows.start, rows.stop, device=q.device)[:, None] + tokens - queries
         chunk = q[:, :, rows].float().unflatten(1, (heads, -1))
         scores = (chunk @ k[:, :, :seen].unsqueeze(2).mT).flatten(1, 2) * call.scale

@@ -1,5 +1,7 @@
-"""What belongs to the whole process while something is traced, compiled or run: of torch one lock, one flag and one
-counter, of Python its collector. The only file that touches them; see ``tests/test_private_apis.py``.
+"""Guards process-wide state during tracing, compiling and running.
+
+The state is torch's compile lock, a flag and a counter, and Python's garbage collector. Only this file touches it; see
+``tests/test_private_apis.py``.
 """
 
 import gc
@@ -22,11 +24,11 @@ except ImportError:  # older torch does not count
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Within it this thread traces and compiles alone. What is compiled already runs on in other threads.
+    """Context manager: only this thread traces and compiles. Other threads may still run compiled functions.
 
-    Tracing patches modules and sets a flag for the whole process: a second one at the same time ruins both, and
-    compiled functions refuse to run anywhere unless a second flag says that something is being compiled. Dynamo holds
-    the lock as it compiles, and from torch 2.13 on sets the second flag.
+    Tracing patches modules and sets a process-wide flag, so two traces at the same time break each other. Compiled
+    functions refuse to run in any thread during a trace, unless a second flag says that something is being compiled.
+    Dynamo holds the lock while it compiles and, from torch 2.13 on, sets the second flag.
     """
     with compile_lock:
         before = torch.compiler._is_compiling_flag
@@ -43,8 +45,8 @@ _tracing, _collects = 0, True
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Within it Python does not look for cycles among what a trace makes: a million objects that stay, looked through
-    again and again, are a fifth of its time."""
+    """Context manager: disables Python's garbage collector during a trace. A trace creates a million objects that stay
+    alive; collecting over them takes a fifth of its time."""
     global _tracing, _collects
     with _lock:
         if not _tracing:
@@ -65,12 +67,12 @@ _calls = 0
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Within it a function compiled with ``fullgraph=True`` may return while another thread calls one.
+    """Context manager: functions compiled with ``fullgraph=True`` may run in several threads at the same time.
 
-    Such a call counts compiled frames, and raises behind its end if there were none. There is one counter for all
-    threads: whoever ends switches it off for those that still run, and whoever starts then sets it to 0 for them. A
-    call within another leaves the check to that one, so ours run within one that does not check. Nor does a call of the
-    user's that this is within, once it has ended.
+    A call of such a function counts compiled frames, and raises at its end if there were none. All threads share one
+    counter: the first call that ends disables the counter for those still running, and the next call that starts resets
+    it to 0 for them. A nested call leaves the check to the outer call, so this context acts as an outer call that does
+    not check. If it is entered within a user's call, that call is not checked either once this context has ended.
     """
     global _calls
     if _count_frames is None:
@@ -93,8 +95,11 @@ _specialize = torch._dynamo.config._make_closure_patcher(specialize_float=True)
 
 @contextmanager
 def specialized() -> Iterator[None]:
-    """Within it floats are constants of what is traced, for this thread. Dynamo would make an input of one that has
-    changed, such as a scale that a module holds, and read it as the graph runs, which cannot be captured."""
+    """Context manager: in this thread, traces treat floats as constants.
+
+    Otherwise Dynamo turns a float that has changed, such as a scale that a module holds, into an input of the graph and
+    reads it at run time, which cannot be captured.
+    """
     reset = _specialize()
     try:
         yield
@@ -103,10 +108,10 @@ def specialized() -> Iterator[None]:
 
 
 def forget(backend: Callable, code: Iterable[CodeType]) -> None:
-    """Let go of the graphs that ``torch.compile`` made of functions with these ``code`` objects by ``backend``.
+    """Release the graphs that ``torch.compile`` created with ``backend`` for functions with these ``code`` objects.
 
-    Dynamo keeps all there ever were, and methods of `ShapeEnv` memorise their instance, with all that a graph was
-    traced with; those of other graphs are computed again when needed.
+    Dynamo keeps every graph. In addition, cached methods of `ShapeEnv` keep their instance alive, with all that a graph
+    was traced with. Clearing these caches only means that other graphs recompute the results when needed.
     """
     with compile_lock:
         for method in vars(ShapeEnv).values():
@@ -120,11 +125,12 @@ def forget(backend: Callable, code: Iterable[CodeType]) -> None:
 
 
 def uncompiled(fn: Callable) -> None:
-    """Have ``torch.compile(fn)`` call ``fn`` as it is. What ``fn`` calls is compiled, unless it is disabled;
-    ``torch.compiler.disable`` alone does not help, as ``torch.compile`` takes it off."""
+    """Make ``torch.compile(fn)`` call ``fn`` uncompiled. Functions that ``fn`` calls are still compiled, unless they
+    are disabled. ``torch.compiler.disable`` alone is not enough, because ``torch.compile`` removes it."""
     skip_code(fn.__code__)
 
 
 def undisabled(compiled: Callable) -> Callable:
-    """What ``compiled``, of Inductor, calls with Dynamo off: microseconds of each call, where Dynamo is off already."""
+    """The function that Inductor's ``compiled`` wraps to disable Dynamo. If Dynamo is already disabled, calling it
+    directly saves microseconds per call."""
     return innermost_fn(compiled)

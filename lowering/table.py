@@ -1,7 +1,7 @@
-"""op -> implementations. Chosen by device, specs and shape, logged once per choice, overridable with ``lowering=``.
+"""The dispatcher: selects an implementation of an op by device, specs and shape.
 
-The ops are those of `kvpass.ops`, and attention over a server's blocks (`kvpass.paged.paged_attention`):
-"paged_attend", and "paged_attend_one" for one token of each request.
+Each choice is logged once. ``lowering=`` overrides it. The ops are those of `kvpass.ops`, and attention over a server's
+blocks (`kvpass.paged.paged_attention`): "paged_attend", and "paged_attend_one" for one token per request.
 """
 
 import logging
@@ -23,16 +23,17 @@ _Run = TypeVar("_Run", bound=Callable[..., Any])
 AUTO = "auto"
 STORING = ("quantize", "append_", "append_layers_")
 FEW = 16
-"""Query tokens up to which a call is decoding (drafts are verified several at a time), not a prompt."""
+"""A call with at most this many query tokens is a decode step or verifies drafts; a larger one is a prompt."""
 
 
 def few(queries: int) -> int:
-    """``queries`` as a `DispatchKey` has them: 0 if there are more than a few."""
+    """``queries`` for `DispatchKey.queries`: 0 if there are more than `FEW`."""
     return queries if queries <= FEW else 0
 
 
 def extras(mask: Any, starts: Any, rotary: Any, sinks: Any, softcap: float, statistic: str) -> tuple[str, ...]:
-    """What attention does besides softmax over all tokens, in words; arguments are those of ``kvpass::attend``."""
+    """The features that an attention call uses beyond softmax over all tokens, in words. Arguments are those of
+    ``kvpass::attend``."""
     if mask is None and starts is None and not rotary and sinks is None and not softcap and not statistic:
         return ()
     asked = {"mask": mask is not None, "padding": starts is not None, "RoPE": bool(rotary), "sinks": sinks is not None}
@@ -42,9 +43,16 @@ def extras(mask: Any, starts: Any, rotary: Any, sinks: Any, softcap: float, stat
 
 @dataclass(frozen=True)
 class DispatchKey:
-    """What a choice may depend on: the op, its device type, the codec specs, the query tokens if they are `few`, and
-    the channels of a head. Of attention also the dtype, if that of the queries is the cache's, the query heads of a KV
-    head, and what it does besides (`extras`)."""
+    """All that the choice of an implementation may depend on.
+
+    op, device: the op and its device type.
+    specs: texts of the codec specs.
+    queries: number of query tokens, or 0 if there are more than `FEW`.
+    head_dim: channels per head.
+    dtype: for attention: the dtype of queries and cache, or None if they differ.
+    group: for attention: query heads per KV head.
+    extras: for attention: the additional features of the call (`extras`).
+    """
 
     op: str
     device: str
@@ -57,7 +65,8 @@ class DispatchKey:
 
     @cached_property
     def features(self) -> tuple[frozenset[str], ...]:
-        """What each codec takes (`CodecSpec.features`): to store, or where nothing is stored to read."""
+        """The features that each spec requires (`CodecSpec.features`), for storing or, in ops that only read, for
+        reading."""
         specs = [parse(text) for text in self.specs]
         if self.op not in STORING:
             specs = [spec.stored_as for spec in specs]
@@ -70,14 +79,14 @@ class DispatchKey:
 
 @dataclass(frozen=True)
 class Implementation:
-    """A named way to run one op.
+    """A named implementation of one op.
 
-    run: takes the op's call, as `kvpass.lowering.call_types` describes it; those of "quantize" and of paged attention
-        take what their functions say.
-    has: the features it serves of each of `DispatchKey.specs`; None for all: it is their definition.
-    refuses: why it cannot serve a dispatch whose features it has, or None.
-    by_name_only: "auto" never takes it.
-    lowering: the lowering that it is part of: ``lowering=`` takes that name as well as its own.
+    run: takes the op's call object (`kvpass.lowering.call_types`). For "quantize" and paged attention it takes the
+        arguments of the decorated function.
+    has: the supported features for each of `DispatchKey.specs`; None means all, for the reference.
+    refuses: returns the reason why a dispatch with supported features cannot be served, or None.
+    by_name_only: "auto" never selects it.
+    lowering: the lowering that it belongs to. ``lowering=`` accepts this name and the implementation's own name.
     """
 
     op: str
@@ -89,10 +98,8 @@ class Implementation:
     lowering: str = ""
 
     def reason_against(self, dispatch: DispatchKey) -> str | None:
-        """Why it cannot serve ``dispatch``, or None."""
-        for needed, there in zip(
-            dispatch.features, self.has or (), strict=False
-        ):  # a past that is dequantized has no specs
+        """The reason why this implementation cannot serve ``dispatch``, or None."""
+        for needed, there in zip(dispatch.features, self.has or (), strict=False):  # a dequantized past has no specs
             if missing := needed - there:
                 return f"it does not support {', '.join(sorted(missing))}."
         return self.refuses(dispatch)
@@ -109,8 +116,8 @@ def implements(
     by_name_only: bool = False,
     lowering: str = "",
 ) -> Callable[[_Run], _Run]:
-    """Register the decorated function as `Implementation` ``name`` of ``op``, by default of the ``lowering`` of that
-    name. Later registrations are preferred."""
+    """Register the decorated function as `Implementation` ``name`` of ``op``. ``lowering`` defaults to ``name``. Later
+    registrations are preferred."""
 
     def register(run: _Run) -> _Run:
         row = Implementation(op, name, run, has, refuses, by_name_only, lowering or name)
@@ -122,14 +129,15 @@ def implements(
 
 
 def names() -> list[str]:
-    """Names that ``lowering=`` accepts, besides "auto" and "eager": those that store and attend."""
+    """Names that ``lowering=`` accepts besides "auto" and "eager": lowerings that implement quantize and attend."""
     return sorted(_TABLE["quantize"].keys() & _TABLE["attend"].keys())
 
 
 def attention_key(
     q: Tensor, ring: Tensor, k_new: Tensor, specs: Sequence[str], queries: int, asked: tuple[str, ...]
 ) -> DispatchKey:
-    """The key of ``kvpass::attend`` with ``queries`` tokens. ring: a tensor of the cache; asked: its `extras`."""
+    """The dispatch key of ``kvpass::attend`` with ``queries`` query tokens. ring: a tensor of the cache; asked: the
+    `extras` of the call."""
     dtype, group = q.dtype if q.dtype == ring.dtype else None, q.shape[1] // k_new.shape[1]
     return DispatchKey("attend", q.device.type, tuple(specs), few(queries), q.shape[3], dtype, group, asked)
 
@@ -138,9 +146,10 @@ def attention_key(
 def select(dispatch: DispatchKey, lowering: str = AUTO) -> Implementation:
     """The implementation that serves ``dispatch``.
 
-    lowering: "auto" takes the most recently registered that does not refuse; the name of an implementation takes
-    exactly that one, or, if it refuses, another of the lowering of that name.
-    Raises `KVPassError` when there is none of that name, or all refuse.
+    lowering: "auto" selects the most recently registered implementation that does not refuse. The name of an
+        implementation selects that one or, if it refuses, another one of the lowering of the same name.
+
+    Raises `KVPassError` if there is no implementation of that name, or if all refuse.
     """
     rows = _TABLE[dispatch.op]
     if lowering != AUTO:

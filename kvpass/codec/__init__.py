@@ -1,9 +1,9 @@
-"""Quantizer primitives: pure functions of tensors that the schemes are composed of."""
+"""Quantizer primitives: the pure functions of tensors from which schemes are composed."""
 
 from typing import Any
 
 from ..versions import warn_renamed
-from . import (  # noqa: F401  (they register their codecs)
+from . import (  # noqa: F401  (importing them registers their codecs)
     allocation,
     balance,
     boost,

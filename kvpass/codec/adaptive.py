@@ -1,9 +1,10 @@
-"""A width for every token (QAQ, arXiv 2403.04643): as many bits as its error is allowed, and outliers exact.
+"""Quantizes with per-token bit widths (QAQ, arXiv 2403.04643): a token gets the bits its allowed error requires.
 
-Codes are mid-rise: ``floor((x - zero_point) / step)`` of the widest class, dequantized to the middle of their cell. The
-code of a narrower class is its high bits, so that codes are stored as planes of bits: the first for all tokens, each
-further one for those of a class that has it. Giving a token fewer bits drops rows of a plane; giving it more needs the
-original.
+Outliers stay exact. A *class* is one of the available bit widths. Quantization is mid-rise: codes are
+``floor((x - zero_point) / step)`` with the step of the widest class, and dequantize to the middle of their cell. The
+code of a narrower class is the high bits of that code. So codes are stored as bit planes: the first plane has all
+tokens, each further plane only the tokens of a class that has these bits. Reducing the bit width of a token drops rows
+of a plane; increasing it needs the original token.
 """
 
 import math
@@ -21,7 +22,7 @@ _LEVEL_BITS = 2
 
 
 def pack_rows(codes: Tensor, bits: int) -> Tensor:
-    """``[..., D]`` codes -> ``[..., D * bits / 8]`` bytes, each token alone."""
+    """Pack each token separately: codes ``[..., D]`` -> ``[..., D * bits / 8]`` bytes."""
     return pack(codes.unsqueeze(-1), bits).squeeze(-1)
 
 
@@ -31,7 +32,7 @@ def unpack_rows(rows: Tensor, bits: int) -> Tensor:
 
 
 def pack_levels(levels: Tensor, page_size: int) -> Tensor:
-    """``[B, H, T]`` classes -> ``[B, H, T / P, P / 4]`` bytes."""
+    """Pack classes ``[B, H, T]`` to ``[B, H, T / P, P / 4]`` bytes."""
     return pack_rows(levels.unflatten(-1, (-1, page_size)), _LEVEL_BITS)
 
 
@@ -42,13 +43,13 @@ def unpack_levels(packed: Tensor) -> Tensor:
 
 @dataclass
 class Tokens:
-    """T tokens of one K or V cache, each with the bits of its class.
+    """T quantized tokens of a K or V cache, each with the bit width of its class.
 
-    planes: bytes ``[B, H, T or fewer, D * b / 8]``; rows of the first plane are tokens, rows of the others the tokens
-        of a class that has them, in order, and anything behind them.
-    levels: ``[B, H, T]`` uint8, the index of each token's width.
+    planes: bytes ``[B, H, T or fewer, D * b / 8]``. The first plane has a row for each token. Each further plane has a
+        row for each token whose class has its bits, in token order; rows after these are undefined.
+    levels: ``[B, H, T]`` uint8, the class of each token: an index of its bit width.
     step, zero_point: ``[B, H, T, 1]``, 16-bit; the step is that of the widest class.
-    outliers, where: ``[B, T, k]``: the values that are exact, and their place among the ``H * D`` of the token.
+    outliers, where: ``[B, T, k]``, the exact values, and their indices among the ``H * D`` values of the token.
     """
 
     planes: list[Tensor]
@@ -60,19 +61,20 @@ class Tokens:
 
 
 def plane_bits(widths: Sequence[int]) -> list[int]:
-    """Bits of each plane: (2, 3, 4) -> [2, 1, 1]."""
+    """Bits per value of each plane: (2, 3, 4) -> [2, 1, 1]."""
     return [width - below for below, width in zip((0, *widths), widths, strict=False)]
 
 
 def where_dtype(values: int) -> torch.dtype:
-    """What indexes a token's values."""
+    """The dtype for indices of a token's values."""
     return torch.uint8 if values <= 256 else torch.int16
 
 
 def split_outliers(x: Tensor, share: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The largest and smallest values of each token, over all heads together: half of ``share`` at both ends.
+    """The smallest and the largest values of each token, over all heads: half of ``share`` each.
 
-    x: ``[B, H, T, D]``. Returns the values ``[B, T, k]``, their places, and which they are, bool like ``x``.
+    x: ``[B, H, T, D]``. Returns the values ``[B, T, k]``, their indices ``[B, T, k]`` (`where_dtype`), and a bool mask
+    of them with the shape of ``x``.
     """
     batch, heads, tokens, dim = x.shape
     flat = x.transpose(1, 2).flatten(2)
@@ -85,8 +87,10 @@ def split_outliers(x: Tensor, share: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def fit_range(x: Tensor, is_outlier: Tensor, bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Step of ``2**bits`` cells and zero point of each token and head of ``x`` ``[B, H, T, D]`` without its outliers,
-    rounded outwards: every value is in a cell."""
+    """Fit a range of ``2**bits`` cells to each token and head of ``x`` ``[B, H, T, D]``, without outliers.
+
+    Returns step and zero point, ``[B, H, T, 1]`` in ``dtype``, rounded outwards, so that every value is in a cell.
+    """
     x, none = x.float(), is_outlier.all(-1, keepdim=True)
     low = x.masked_fill(is_outlier, torch.inf).amin(-1, keepdim=True).masked_fill(none, 0)
     high = x.masked_fill(is_outlier, -torch.inf).amax(-1, keepdim=True).masked_fill(none, 0)
@@ -95,13 +99,13 @@ def fit_range(x: Tensor, is_outlier: Tensor, bits: int, dtype: torch.dtype) -> t
 
 
 def assign_cells(x: Tensor, step: Tensor, zero_point: Tensor, bits: int) -> Tensor:
-    """The cell of each value, uint8."""
+    """The cell index of each value, uint8."""
     cells = (x.float() - zero_point.float()) / torch.where(step > 0, step, 1).float()
     return cells.floor().clamp(0, 2**bits - 1).to(torch.uint8)
 
 
 def to_planes(codes: Tensor, levels: Tensor, widths: Sequence[int]) -> list[Tensor]:
-    """Planes of codes ``[B, H, T, D]`` of the widest class."""
+    """Split codes ``[B, H, T, D]`` of the widest class into the bit planes of `Tokens`."""
     planes, left = [], widths[-1]
     for level, bits in enumerate(plane_bits(widths)):
         left -= bits
@@ -130,7 +134,7 @@ def from_planes(planes: Sequence[Tensor], levels: Tensor, widths: Sequence[int])
 
 
 def dequantize_tokens(tokens: Tokens, widths: Sequence[int]) -> Tensor:
-    """``[B, H, T, D]`` float32."""
+    """Dequantize ``tokens`` to ``[B, H, T, D]`` float32."""
     codes = from_planes(tokens.planes, tokens.levels, widths)
     cells = torch.tensor([2.0 ** (widths[-1] - width) for width in widths], device=codes.device)
     middle = cells[tokens.levels.long()].unsqueeze(-1) / 2
@@ -142,15 +146,17 @@ def dequantize_tokens(tokens: Tokens, widths: Sequence[int]) -> Tensor:
 
 
 def largest_mass(importance: Tensor, n: int, mass: Tensor) -> Tensor:
-    """The largest attention paid to each token: now ``mass`` ``[B, H, T]``, so far ``importance`` for the first n."""
+    """The largest attention weight of each token: the maximum of ``mass`` ``[B, H, T]``, measured in this call, and
+    ``importance``, the maximum so far of the first n tokens."""
     return torch.cat([torch.maximum(importance[..., :n], mass[..., :n]), mass[..., n:]], -1)
 
 
 def allowed_deviation(spec: Adaptive, seen: int, importance: Tensor, energy: Tensor | float | None) -> Tensor:
-    """The standard deviation each token's error may have, ``[B, H, T]`` (section 4.1 of the paper).
+    """The allowed standard deviation of each token's error, ``[B, H, T]`` (section 4.1 of the paper).
 
-    seen: tokens that are attended to. importance: the attention expected, ``[B, H, T]``. energy: squared norm of scaled
-    queries, one for all or ``[B, H, 1]``, for keys.
+    seen: number of tokens that are attended to.
+    importance: ``[B, H, T]``, the expected attention mass.
+    energy: for keys: squared norm of the scaled queries, a number or ``[B, H, 1]``.
     """
     if spec.role == "value":
         return spec.sigma / (math.sqrt(seen) * importance.clamp_min(1e-12))
@@ -160,8 +166,10 @@ def allowed_deviation(spec: Adaptive, seen: int, importance: Tensor, energy: Ten
 
 
 def levels_for(step: Tensor, deviation: Tensor, widths: Sequence[int]) -> Tensor:
-    """The narrowest class whose rounding error, uniform in a cell, deviates by no more than allowed, and the widest
-    where none does: ``[B, H, T]`` uint8."""
+    """The narrowest class whose rounding error has at most the allowed standard ``deviation``: ``[B, H, T]`` uint8.
+
+    The rounding error is uniform in a cell. If no class is precise enough, this is the widest class.
+    """
     span = step.squeeze(-1).float() * 2 ** widths[-1]
     bits = (span / (2 * math.sqrt(3) * deviation)).clamp_min(1e-30).log2().ceil()
     levels = torch.zeros_like(bits, dtype=torch.uint8)
@@ -169,7 +177,10 @@ def levels_for(step: Tensor, deviation: Tensor, widths: Sequence[int]) -> Tensor
 
 
 def carve(pool: Tensor, places: Tensor, lead: Sequence[int]) -> list[Tensor]:
-    """The planes ``[B, H, rows, bytes]`` in ``pool``; ``places`` ``[planes, 3]`` are start, rows and bytes of a row."""
+    """Views ``[B, H, rows, bytes]`` of the planes in ``pool``.
+
+    places: ``[planes, 3]``, start offset, number of rows and bytes per row of each plane. lead: B and H.
+    """
     found = []
     for start, rows, row_bytes in places.tolist():
         size = lead[0] * lead[1] * rows * row_bytes

@@ -1,9 +1,9 @@
-"""The affine group quantizer: ``fit`` a scale and a zero point to a group, ``assign`` codes under them.
+"""The affine group quantizer: fits a scale and a zero point to each group, and quantizes values with them.
 
-Scales and zero points are stored in 16 bits, and codes are assigned under the *stored* parameters. The zero point is
+Scales and zero points are stored in 16 bits, and values are quantized with the *stored* parameters. The zero point is
 rounded down and the scale up, so that every value of the group lies inside ``[zero_point, zero_point + (2**bits-1) *
-scale]``: the round-trip error is at most ``scale / 2`` for every element, and a constant the storage dtype can hold
-dequantizes to itself. `calibrate` and the least-squares fits give that bound up for a smaller squared error.
+scale]``: the round-trip error is at most ``scale / 2`` for every element, and a constant that the storage dtype can
+hold dequantizes to itself. `calibrate` and the least-squares fits trade that bound for a smaller squared error.
 """
 
 import torch
@@ -13,12 +13,12 @@ from ..errors import NonFiniteError
 
 
 def params_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Storage dtype of scales and zero points for a cache of ``dtype``: bfloat16 keeps its range, others use half."""
+    """Storage dtype of scales and zero points for a cache of ``dtype``: bfloat16 for bfloat16, float16 otherwise."""
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float16
 
 
 def round_toward(x: Tensor, dtype: torch.dtype, up: bool) -> Tensor:
-    """``x`` in ``dtype``, never rounded the other way."""
+    """Convert ``x`` to ``dtype``, rounding up (``up=True``) or down."""
     info = torch.finfo(dtype)
     nearest = x.to(dtype)
     margin = x.abs() * info.eps + info.smallest_normal * info.eps
@@ -30,7 +30,7 @@ def round_toward(x: Tensor, dtype: torch.dtype, up: bool) -> Tensor:
 def fit_minmax(groups: Tensor, dim: int, bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Scale and zero point of each group along ``dim`` (kept with size 1), in ``dtype``.
 
-    ``zero_point = min``, ``scale = (max - min) / (2**bits - 1)``, rounded outwards as the module says.
+    ``zero_point = min``, ``scale = (max - min) / (2**bits - 1)``, rounded outwards as described above.
     """
     zero_point = round_toward(groups.amin(dim, keepdim=True), dtype, up=False)
     span = groups.amax(dim, keepdim=True) - zero_point.float()
@@ -38,16 +38,20 @@ def fit_minmax(groups: Tensor, dim: int, bits: int, dtype: torch.dtype) -> tuple
 
 
 def calibrate(scale: Tensor, zero_point: Tensor, bits: int, eta: float) -> tuple[Tensor, Tensor]:
-    """Dequantize codes assigned under (scale, zero point) to a range narrower by ``eta`` of its length at both ends
-    (XQuant, eq. 9)."""
+    """Scale and zero point of a range that is narrower by ``eta`` of its length at each end (XQuant, eq. 9).
+
+    Codes that were assigned with the given scale and zero point are dequantized with the returned ones.
+    """
     dtype, scale = scale.dtype, scale.float()
     zero_point = zero_point.float() + eta * (2**bits - 1) * scale
     return ((1 - 2 * eta) * scale).to(dtype), zero_point.to(dtype)
 
 
 def fit_codes(groups: Tensor, codes: Tensor, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The scale and zero point along ``dim`` (kept with size 1) of least squared error under given ``codes``. The scale
-    is negative where codes and values run against each other (codes of another layer)."""
+    """Least-squares scale and zero point along ``dim`` (kept with size 1) for given ``codes``.
+
+    The scale is negative if codes and values are anticorrelated, which happens with codes of another layer.
+    """
     groups, codes = groups.double(), codes.double()
     mean, code = groups.mean(dim, keepdim=True), codes.mean(dim, keepdim=True)
     spread = (codes - code).square().sum(dim, keepdim=True)
@@ -60,11 +64,11 @@ _REFITS = 4
 
 
 def fit_lsq(groups: Tensor, dim: int, bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Scale and zero point of each group along ``dim`` (kept with size 1) of small squared error, in ``dtype``.
+    """Scale and zero point of each group along ``dim`` (kept with size 1) with small squared error, in ``dtype``.
 
-    Cutting the range at both ends by any share assigns one of finitely many code vectors, because each threshold passes
-    each value once. All of them are scored under their own least-squares fit, in one sorted sweep, so that no ``eta``
-    does better; the best is then refined by assigning and fitting in turn.
+    Shrinking the range symmetrically produces finitely many code vectors, because each threshold crosses each value
+    once. One sorted sweep evaluates all of them with their least-squares fit, so no ``eta`` gives a smaller error. The
+    best one is then refined by alternating assignment and fit.
     """
     x = groups.movedim(dim, -1).double()
     low, high = x.aminmax(dim=-1, keepdim=True)
@@ -93,14 +97,14 @@ def fit_lsq(groups: Tensor, dim: int, bits: int, dtype: torch.dtype) -> tuple[Te
         codes = ((x - zero_point) / torch.where(scale > 0, scale, 1.0)).round().clamp(0, levels)
         scale, zero_point = fit_codes(x, codes, -1, x.dtype)
     fitted = scale.to(dtype).movedim(-1, dim), zero_point.to(dtype).movedim(-1, dim)
-    stored = torch.isfinite(fitted[0]) & torch.isfinite(fitted[1])  # a fit may lie outside of the group's range
+    stored = torch.isfinite(fitted[0]) & torch.isfinite(fitted[1])  # a fit may exceed the range of the 16-bit dtype
     both = zip(fitted, fit_minmax(groups, dim, bits, dtype), strict=True)
     scale, zero_point = (torch.where(stored, *pair) for pair in both)
     return scale, zero_point
 
 
 def assign(groups: Tensor, scale: Tensor, zero_point: Tensor, bits: int) -> Tensor:
-    """Nearest codes of float32 ``groups`` under the stored parameters (broadcast against them), uint8."""
+    """Quantize float32 ``groups`` to the nearest codes, uint8. The stored parameters are broadcast against them."""
     scale, zero_point = scale.float(), zero_point.float()
     steps = (groups - zero_point) / torch.where(scale > 0, scale, torch.ones_like(scale))
     return steps.round().clamp(0, 2**bits - 1).to(torch.uint8)
@@ -114,7 +118,7 @@ def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
 def check_finite(*parameters: Tensor) -> None:
     """Raise `NonFiniteError` if a group held NaN or infinity, or left the range of the 16-bit parameters.
 
-    The parameters of a group are finite exactly when all of its values are, so the small tensors are enough.
+    The parameters of a group are finite if and only if all of its values are, so only these small tensors are checked.
     """
     if not all(torch.isfinite(one).all() for one in parameters):
         raise NonFiniteError(

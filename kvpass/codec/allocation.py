@@ -1,18 +1,18 @@
-"""Bits where errors cost most: tokens in a basis fitted to them, each of whose channels has a width of its own.
+"""Quantizes with per-channel bit widths, in a basis fitted to the tokens, and gives more bits where errors cost more.
 
-Transform coding, as for pictures and sound: blocks of neighbouring channels are decorrelated (the KLT of their
-covariance under the metric of their errors), and coordinates share the bits by what an error in each costs, as reverse
-water-filling would (Cover & Thomas, Elements of Information Theory, 10.3). A token has a gain, the size of its
-coordinates, in 8 bits.
+This is transform coding, as in image and audio compression. Blocks of neighbouring channels are decorrelated (the KLT
+of their covariance under the metric of their errors). Bits are divided among coordinates by the cost of an error in
+each, which approximates reverse water-filling (Cover & Thomas, Elements of Information Theory, 10.3). Each token has an
+8-bit gain: the size of its coordinates.
 
-Codes are uniform, and kept in *fields*: pairs of bits, and single ones for widths that are odd. All heads have as many
-fields of each kind, so that pages are of one shape; which coordinate a field belongs to, and how much it weighs there,
-is the head's own. Scales, widths and basis are linear in a field, so that a query takes them once and a cached value is
-read as two bits and nothing else.
+Quantized coordinates are uniform and stored as *fields*: pairs of bits, and single bits for odd bit widths. All heads
+have the same number of fields of each kind, so all pages have one shape. Each head assigns fields to coordinates, and
+weights to fields, on its own. Dequantization is linear in the fields: scales, bit widths and basis are applied to a
+query once, and a cached value is read as two bits and nothing else.
 
-Tokens of a page may have *ranks*: the half of them that attention pays most, the rich, have more fields than the
-rest. A page keeps its tokens by rank, and a bit for each that says which it has. Which tokens those are is said by some
-of the prompt's queries, and values go by their keys.
+Tokens of a page may have *ranks*. The half with the most attention mass, the *rich* tokens, gets more fields than the
+other half. A page stores its tokens by rank, and a bit mask of the rich tokens. For keys, a sample of the prompt's
+queries selects the rich tokens; values reuse the selection of their keys.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,14 +47,14 @@ from .transform_coding import (
 )
 
 SHARES = 16
-"""Channels that `Allocation` counts fields of."""
+"""`Allocation` counts fields per this many channels."""
 RICH = 2
-"""Of so many tokens of a page one may get more bits."""
+"""One in this many tokens of a page is rich."""
 
 
 class Rank(NamedTuple):
-    """What pages keep of their tokens of one rank: pairs of bits ``[..., N, T / 4, .]``, single ones ``[..., N, T / 8,
-    .]`` and gains ``[..., N, T, 1]``, uint8."""
+    """The stored tokens of one rank, all uint8: pairs of bits ``[..., N, T / 4, .]``, single bits
+    ``[..., N, T / 8, .]`` and gains ``[..., N, T, 1]``."""
 
     pairs: Tensor
     singles: Tensor
@@ -63,7 +63,7 @@ class Rank(NamedTuple):
 
 @cache
 def _parts(spec: CodecSpec, head_dim: int) -> list[tuple[int, int]]:
-    """Rows and columns of what a page keeps: who is rich, then a `Rank` after the other."""
+    """Rows and columns of each part of a page: the mask of rich tokens, then the parts of each `Rank`."""
     allocation, parts = Allocation.of(spec), []
     if allocation.ranked:
         parts.append((byte_rows(spec.page_size, 1), 1))
@@ -78,7 +78,10 @@ def _page(spec: CodecSpec, head_dim: int) -> tuple[int, int]:
 
 
 def split_pages(pages: Tensor, spec: CodecSpec, head_dim: int) -> tuple[Tensor | None, list[Rank]]:
-    """What pages ``[..., N, 1, bytes]`` keep: who is rich, ``[..., N, P / 8, 1]``, if somebody is, and their ranks."""
+    """Split pages ``[..., N, 1, bytes]`` into the mask of rich tokens ``[..., N, P / 8, 1]`` and a list of `Rank`.
+
+    The mask is None if tokens have no ranks.
+    """
     parts = _parts(spec, head_dim)
     split = pages.squeeze(-2).split([rows * columns for rows, columns in parts], -1)
     views = [part.unflatten(-1, shape) for part, shape in zip(split, parts, strict=True)]
@@ -87,16 +90,19 @@ def split_pages(pages: Tensor, spec: CodecSpec, head_dim: int) -> tuple[Tensor |
 
 
 def slots(rich: Tensor) -> Tensor:
-    """Where pages ``[..., N, P / 8, 1]`` keep each of their tokens: ``[..., N, P]`` int64."""
+    """The slot of each token in its page, from the masks of rich tokens ``[..., N, P / 8, 1]``: ``[..., N, P]`` int64.
+
+    Rich tokens come first.
+    """
     is_rich = unpack(rich, 1).squeeze(-1)
     token = torch.arange(is_rich.shape[-1], device=rich.device)
-    before = (is_rich.float() @ (token[:, None] < token).float()).long()  # how many rich ones come before
-    poor = (token - before + len(token) // RICH).clamp(max=len(token) - 1)  # pages that are not written have no rich
+    before = (is_rich.float() @ (token[:, None] < token).float()).long()  # number of rich tokens before each
+    poor = (token - before + len(token) // RICH).clamp(max=len(token) - 1)  # unwritten pages have no rich tokens
     return torch.where(is_rich > 0, before, poor)
 
 
 def _placed(cost: Tensor, pairs: int, singles: int) -> Tensor:
-    """The places of the fields of one rank, ``[..., F]`` int64: ``(width * 8 + shift) * D + coordinate``."""
+    """Places of the fields of one rank, ``[..., F]`` int64: ``(width * 8 + shift) * D + coordinate``."""
     size, found = cost.shape[-1], allocate(cost, pairs, singles)
     bits = torch.tensor(FIELD_BITS, device=cost.device).repeat_interleave(torch.tensor([pairs, singles]))
     widths = torch.zeros_like(cost, dtype=torch.long).scatter_add(-1, found % size, bits.expand(found.shape))
@@ -104,7 +110,7 @@ def _placed(cost: Tensor, pairs: int, singles: int) -> Tensor:
 
 
 def _quantize_rank(units: Tensor, places: Tensor, counts: tuple[int, int]) -> Rank:
-    """Tokens of one rank, ``[B, H, N, T, D]`` coordinates, whose fields have these places ``[B, H, 1, F]``."""
+    """Quantize the coordinates ``[B, H, N, T, D]`` of the tokens of one rank. places: ``[B, H, 1, F]``."""
     places, head_dim = places.long().unsqueeze(2), units.shape[-1]
     widths = widths_of(places, head_dim)
     steps, most = torch.tensor([1.0, *STEPS], device=units.device)[widths], 2.0**widths - 1
@@ -117,10 +123,10 @@ def _quantize_rank(units: Tensor, places: Tensor, counts: tuple[int, int]) -> Ra
 
 
 def choose(x: Tensor, spec: CodecSpec, queries: Tensor) -> Tensor:
-    """Who is rich of keys ``[B, H, N * P, D]``: those to which ``queries`` pay most attention among their page.
-    ``[B, H, N, P / 8, 1]`` uint8.
+    """Select the rich tokens of keys ``[B, H, N * P, D]``; returns a bit mask ``[B, H, N, P / 8, 1]`` uint8.
 
-    An error in a key is seen by the square of its weight.
+    Rich are the tokens of each page with the largest squared attention weights under ``queries`` (softmax within the
+    page), because the squared error from a key grows with the square of its weight.
     """
     paid = (x.float() @ queries.float().mT).unflatten(2, (-1, spec.page_size)).softmax(3).square().sum(-1)
     most = paid.topk(spec.page_size // RICH, -1).indices
@@ -129,7 +135,8 @@ def choose(x: Tensor, spec: CodecSpec, queries: Tensor) -> Tensor:
 
 
 def field_rows(basis: Tensor, places: Tensor) -> Tensor:
-    """What 1 in each field adds to the channels of a token of gain 1: ``[B, H, F, D]`` float32."""
+    """The contribution of each field to the channels of a token, per unit of field and gain: ``[B, H, F, D]``
+    float32."""
     size, head_dim = basis.shape[-1], basis.shape[-2]
     coordinate, kind = places.mT.long() % head_dim, places.mT.long() // head_dim
     rows = basis.float().gather(-2, coordinate.expand(-1, -1, -1, size)) * weights(basis.device)[kind]
@@ -144,7 +151,7 @@ def _dequantize_rank(rank: Rank, rows: Tensor) -> Tensor:
 
 
 def check_page_size(spec: CodecSpec, ranked: bool) -> None:
-    """Raise `KVPassError` unless fields of a page of ``spec`` fill whole bytes, those of its rich tokens, too."""
+    """Raise `KVPassError` unless the fields of a page fill whole bytes. ``ranked``: for each rank separately."""
     multiple = smallest_page(min(FIELD_BITS)) * (RICH if ranked else 1)
     if spec.page_size % multiple:
         raise KVPassError(
@@ -153,22 +160,22 @@ def check_page_size(spec: CodecSpec, ranked: bool) -> None:
 
 
 def check_bits(spec: CodecSpec) -> None:
-    """Raise `KVPassError` unless ``spec`` says the widest bit width there may be."""
+    """Raise `KVPassError` unless ``spec`` has bits=8, the largest possible bit width, and no grid."""
     if spec.bits != 8 or spec.quantizer.grid:
         raise KVPassError("Per-channel bit widths need bits=8, the widest there may be, and no grid.")
 
 
 @dataclass(frozen=True)
 class Allocation(Codec, name="allocated"):
-    """Widths by channel, in a basis that is fitted to the tokens packed first (`codec.allocation`), and by token.
+    """Per-channel and per-token bit widths, in a basis fitted to the first packed tokens (`codec.allocation`).
 
-    pairs, singles: of 16 channels, how many pairs of bits they share, and how many single bits; (2 * pairs + singles) /
-        16 bits a value. A channel has at most one single bit, so that many have an odd width.
-    block_size: neighbouring channels that are decorrelated together; 1 takes channels as they are.
-    weighted: errors cost what the prompt's queries make of them; otherwise the same in all channels.
-    rich_pairs, rich_singles: the same as ``pairs`` and ``singles``, of the half of a page's tokens that attention
-        pays most; 0 and 0 for a page of tokens that are all alike.
-    follows: that half is the one of the layer's keys; otherwise it is chosen by the prompt's queries.
+    pairs, singles: number of bit pairs and of single bits per 16 channels: (2 * pairs + singles) / 16 bits per value.
+        A channel has at most one single bit, so ``singles`` in 16 channels have an odd bit width.
+    block_size: number of neighbouring channels that are decorrelated together; 1 means no decorrelation.
+    weighted: weight errors by the prompt's queries; otherwise errors cost the same in all channels.
+    rich_pairs, rich_singles: ``pairs`` and ``singles`` for the half of a page's tokens with the most attention mass. If
+        both are 0, all tokens of a page have the same bit widths.
+    follows: take that half from the layer's keys; otherwise the prompt's queries select it.
     """
 
     pairs: int
@@ -199,7 +206,7 @@ class Allocation(Codec, name="allocated"):
 
     @property
     def ranked(self) -> bool:
-        """Whether some tokens of a page have other widths than the rest."""
+        """Whether half of a page's tokens gets more bits than the other half."""
         return bool(self.rich_pairs or self.rich_singles)
 
     @property
@@ -212,20 +219,20 @@ class Allocation(Codec, name="allocated"):
         return [rich, plain] if self.ranked else [plain]
 
     def tokens(self, page_size: int) -> list[int]:
-        """How many tokens of a page there are of each rank, richest first."""
+        """Number of tokens of a page in each rank, rich tokens first."""
         return [page_size // RICH, page_size - page_size // RICH] if self.ranked else [page_size]
 
     def counts(self, head_dim: int) -> list[tuple[int, int]]:
-        """How many pairs of bits, and how many single bits, a token of ``head_dim`` channels has, by rank."""
+        """Number of bit pairs and of single bits of a token of ``head_dim`` channels, per rank."""
         return [(pairs * head_dim // SHARES, singles * head_dim // SHARES) for pairs, singles in self._shares]
 
     def fields(self, head_dim: int) -> list[int]:
-        """How many fields, of either kind, a token has, by rank."""
+        """Number of fields of a token, of both kinds together, per rank."""
         return [sum(counts) for counts in self.counts(head_dim)]
 
     @property
     def bits(self) -> float:
-        """Bits a value, on average."""
+        """Average bits per value, without gains and masks."""
         each = [(2 * pairs + singles) / SHARES for pairs, singles in self._shares]
         return each[0] / RICH + each[1] * (1 - 1 / RICH) if self.ranked else each[0]
 
@@ -251,8 +258,8 @@ class Allocation(Codec, name="allocated"):
         check_page_size(spec, self.ranked)
 
     def sequence(self, spec: CodecSpec) -> dict[str, Kept]:
-        """``basis`` ``[B, H, D, b]`` holds what errors cost until it is fitted; ``fields`` ``[B, H, 1, F]`` are places
-        (`fit_basis`); ``queries`` choose the tokens of keys that get more bits."""
+        """``basis`` ``[B, H, D, b]``, which holds the error metric until the basis is fitted; ``fields``
+        ``[B, H, 1, F]``, the places of fields (`fit_basis`); ``queries``, which select the keys that get more bits."""
         found = {
             "basis": Kept(lambda spec, head_dim: (head_dim, self.block_size)),
             "fields": Kept(lambda spec, head_dim: (1, sum(self.fields(head_dim))), torch.int32),
@@ -268,13 +275,15 @@ class Allocation(Codec, name="allocated"):
             kept["queries"].copy_(some_queries(q, valid, kept["queries"].dtype))
 
     def fit_basis(self, x: Tensor, metric: Tensor | None, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The basis that tokens ``[B, H, T, D]`` are quantized in, ``[B, H, D, b]`` float64, and the places of its
-        fields, ``[B, H, 1, F]`` (`transform_coding.allocate`).
+        """Fit the basis ``[B, H, D, b]`` float64 and the places of fields ``[B, H, 1, F]``.
 
-        Row i of the basis is what a step in coordinate i adds to the channels of its block of b.
+        Row i of the basis is the contribution of coordinate i to the b channels of its block. Places come from
+        `transform_coding.allocate`.
 
-        metric: ``[B, H, D / b, b, b]``, up to a factor: what errors cost; None or 0 if those of all channels cost the
-            same. valid: ``[B, T]`` bool; padding is left out.
+        x: ``[B, H, T, D]``, the tokens.
+        metric: ``[B, H, D / b, b, b]``, the cost of errors, up to a factor. None or 0 means that errors in all channels
+            cost the same.
+        valid: ``[B, T]`` bool, False for padding, which is ignored.
         """
         basis, cost = fit_axes(x, metric, self.block_size, valid)
         places = [_placed(cost, *counts) for counts in self.counts(x.shape[-1])]
@@ -286,11 +295,11 @@ class Allocation(Codec, name="allocated"):
         kept["fields"].copy_(places)
 
     def quantize(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor]:
-        """Whole pages ``[B, H, N * P, D]`` as bytes, ``[B, H, N, 1, .]`` uint8: see `opened`.
+        """Quantize whole pages ``[B, H, N * P, D]`` to bytes ``[B, H, N, 1, .]`` uint8; `split_pages` shows the layout.
 
-        fitted: the basis and the places of its fields, see `Allocation.fit_basis`; where tokens have ranks, besides the
-        queries ``[B, H, Q, D]`` that choose (`some_queries`), or for values that follow what their keys chose,
-        `Codec.marks`.
+        fitted: the basis and the places of fields (`Allocation.fit_basis`). If tokens have ranks, also the queries
+            ``[B, H, Q, D]`` that select the rich tokens (`some_queries`) or, for values that follow their keys,
+            `Codec.marks`.
         """
         basis, places, *chosen = fitted
         inverse = torch.linalg.inv(basis.double().unflatten(-2, (-1, self.block_size)))

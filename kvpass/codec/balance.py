@@ -1,7 +1,7 @@
-"""Pages divided by a factor along the axis that their scales do not run along: one for each token where scales are per
-channel, one for each channel where they are per token, 16 bits each.
+"""Balances pages before quantization: divides them by 16-bit factors along the axis that scales do not cover.
 
-The factor is found by Sinkhorn's alternation (KVarN), or from the largest value of a channel (ZipCache).
+With per-channel scales there is one factor per token; with per-token scales there is one factor per channel. Factors
+come from Sinkhorn's alternation (KVarN) or from the largest value of a channel (ZipCache).
 """
 
 from collections.abc import Sequence
@@ -22,21 +22,23 @@ from .spec import CodecSpec
 _ITERATIONS = 16
 _STD = 1e-3, 1e3
 _LOG = -9.0, 9.0
-_LEAST = 8  # values: of fewer a deviation may be next to nothing where all are large
+_LEAST = 8  # values: the standard deviation of fewer large values may be close to 0
 
 
 def _factor_dim(quantizer: Quantizer) -> int:
-    """The dim along which all values have the same factor."""
+    """The dim along which all values share a factor."""
     return -1 if quantizer.per == "channel" else -2
 
 
 def sinkhorn(x: Tensor, dim: int) -> Tensor:
-    """The factors of pages ``[..., P, D]`` that are the same along ``dim`` (kept with size 1), float64: the standard
-    deviations along both axes are divided out in turn, logarithms add up, and the factors win under which deviations
-    are most alike (KVarN, arXiv 2606.03458).
+    """Factors of pages ``[..., P, D]``, constant along ``dim`` (kept with size 1), float64 (KVarN, arXiv 2606.03458).
 
-    The number of iterations is that of its code, which also holds logarithms above -0.3: there, what is smaller than 1
-    is not balanced, and on the edge rounding decides. Here pages of any size are treated alike.
+    The standard deviations along both axes are divided out in turn, and their logarithms are summed. The result is the
+    factors of the iteration with the most equal standard deviations.
+
+    The number of iterations is that of KVarN's code. That code also keeps logarithms above -0.3, so it does not balance
+    pages of values below 1, and near the bound the result depends on rounding. Here the scale of a page does not
+    matter.
     """
     x = x.double()
     x = x / x.square().mean((-2, -1), keepdim=True).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
@@ -49,7 +51,7 @@ def sinkhorn(x: Tensor, dim: int) -> Tensor:
         ratios = [one.amax(-1) / one.amin(-1).clamp_min(1e-8) for one in deviations]
         return (ratios[0] + ratios[1])[..., None, None]
 
-    axes = (dim, -3 - dim)  # that of the factor, and the other
+    axes = (dim, -3 - dim)  # the axis of the factor, and the other axis
     logs = [torch.zeros_like(std(each, x)) for each in axes]
     best, least, balanced = logs[0], imbalance(x), x
     for _ in range(_ITERATIONS):
@@ -58,11 +60,11 @@ def sinkhorn(x: Tensor, dim: int) -> Tensor:
             balanced = x / (logs[0] + logs[1]).exp()
         found = imbalance(balanced)
         best, least = torch.where(found <= least, logs[0], best), torch.minimum(found, least)
-    return (best - best.mean((-2, -1), keepdim=True)).exp()  # what is common to all is the scales'
+    return (best - best.mean((-2, -1), keepdim=True)).exp()  # the scales hold the common factor
 
 
 def root_of_largest(x: Tensor, dim: int) -> Tensor:
-    """The square root of the largest magnitude along ``dim`` (kept with size 1), 1 where that is 0 (ZipCache, arXiv
+    """Square root of the largest magnitude along ``dim`` (kept with size 1), or 1 if that is 0 (ZipCache, arXiv
     2405.14256, section 4.1)."""
     largest = x.abs().amax(dim, keepdim=True)
     return torch.where(largest > 0, largest, 1.0).sqrt()
@@ -70,7 +72,7 @@ def root_of_largest(x: Tensor, dim: int) -> Tensor:
 
 @cache
 def _inside(spec: CodecSpec) -> CodecSpec:
-    """What divided pages are coded by: they are rotated already."""
+    """The spec for quantizing divided pages, which are already rotated."""
     return replace(spec.plain, transform=replace(spec.transform, rotation=None))
 
 
@@ -89,13 +91,13 @@ def _shape_of_deviations(spec: CodecSpec, head_dim: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Balanced(Codec):
-    """Pages divided by a factor, which a subclass fits, before they are quantized."""
+    """Divides pages by factors before quantization. A subclass fits the factors."""
 
     dequantizes_any_bytes = True
 
     @staticmethod
     def fit(x: Tensor, dim: int) -> Tensor:
-        """The factors of pages ``x`` that are the same along ``dim``."""
+        """Factors of pages ``x``, constant along ``dim``."""
         raise NotImplementedError
 
     def check(self, spec: CodecSpec) -> None:
@@ -115,14 +117,14 @@ class _Balanced(Codec):
 
 
 class Sinkhorn(_Balanced, name="sinkhorn"):
-    """Factors by Sinkhorn's alternation (KVarN, arXiv 2606.03458)."""
+    """Factors from Sinkhorn's alternation (KVarN, arXiv 2606.03458)."""
 
     tensors = {**Affine.tensors, "factor": Kept(_shape_of_deviations)}
     fit = staticmethod(sinkhorn)
 
 
 class ChannelSeparable(_Balanced, name="channel-separable"):
-    """The square root of the largest value as factor (ZipCache, arXiv 2405.14256, section 4.1)."""
+    """Factors from the largest value: its square root (ZipCache, arXiv 2405.14256, section 4.1)."""
 
     tensors = {**Affine.tensors, "factor": Kept(_shape)}
     fit = staticmethod(root_of_largest)

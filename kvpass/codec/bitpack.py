@@ -1,4 +1,4 @@
-"""Codes <-> bytes, planar along the token axis.
+"""Packs codes into bytes and back, in planes along the token axis.
 
 A page of P tokens at b bits is ``P * b / 8`` byte rows of ``head_dim`` bytes. At 2 bits, byte row i holds tokens
 i, i + P/4, i + P/2 and i + 3P/4, so unpacking one *plane* is a shift and a mask over contiguous memory, with no
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 FIELDS: dict[int, tuple[int, ...]] = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 6: (4, 2), 8: (8,)}
-"""Bits per code -> the widths of the bit fields that hold it, low bits first."""
+"""Bit width of a code -> widths of the bit fields that hold it, low bits first."""
 
 
 def byte_rows(page_size: int, bits: int) -> int:
@@ -18,7 +18,7 @@ def byte_rows(page_size: int, bits: int) -> int:
 
 
 def smallest_page(bits: int) -> int:
-    """The fewest tokens that fill whole byte rows: pages are multiples of it."""
+    """The smallest number of tokens that fills whole byte rows. Page sizes are multiples of it."""
     return 8 // min(FIELDS[bits])
 
 
@@ -37,7 +37,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def num_planes(bits: int) -> int:
-    """Planes a page decomposes into: runs of consecutive tokens that one shift and mask unpacks."""
+    """Number of planes of a page: runs of consecutive tokens that a single shift and mask unpacks."""
     return 8 // min(FIELDS[bits])
 
 
@@ -58,8 +58,10 @@ def unpack_plane(packed: Tensor, bits: int, plane: int) -> Tensor:
 
 
 def unpack_plane_unshifted(packed: Tensor, bits: int, plane: int) -> tuple[Tensor, float]:
-    """Plane ``plane`` as it lies in its bytes, and the power of two that makes codes of it. Vectors of bytes have no
-    instruction to shift them."""
+    """Plane ``plane`` masked but not shifted, and the power of two that converts it to codes.
+
+    CPUs have no instruction that shifts vectors of bytes.
+    """
     if len(FIELDS[bits]) > 1:
         return unpack_plane(packed, bits, plane), 1.0
     offset = plane * bits

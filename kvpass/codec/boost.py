@@ -1,7 +1,8 @@
-"""Some channels of a page in twice the bits (Kitty, arXiv 2511.18643). All channels have codes of one width; those that
-are boosted have the lower half of their bits in a second, dense tensor of such codes.
+"""Quantizes some channels of a page with twice the bits (Kitty, arXiv 2511.18643).
 
-A scale is that of the upper half alone. So all channels are read alike, and the second tensor adds to some of them.
+All channels have codes of the same bit width. A second, dense tensor holds the lower half of the bits of the boosted
+channels. The scale applies to the upper half alone, so all channels are read in the same way, and the second tensor
+refines some of them.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from .spec import CodecSpec
 
 
 def boosted(spec: CodecSpec, head_dim: int) -> int:
-    """How many channels are boosted."""
+    """Number of boosted channels."""
     return int(Boosted.of(spec).share * head_dim + 1e-6)
 
 
@@ -30,9 +31,9 @@ def _twice(spec: CodecSpec) -> CodecSpec:
 
 @dataclass(frozen=True)
 class Boosted(Codec, name="boosted"):
-    """Some channels of a page in twice the bits.
+    """Quantizes some channels of a page with twice the bits.
 
-    share: of the channels of a page, those that have them.
+    share: fraction of a page's channels that are boosted.
     """
 
     share: float
@@ -59,10 +60,12 @@ class Boosted(Codec, name="boosted"):
             )
 
     def quantize(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
-        """What is kept of whole pages ``[B, H, N * P, D]``: codes, scale and zero point as `quantize_pages` has them,
-        the
-        lower codes of the boosted channels ``[B, H, N, rows, K]`` uint8, and which these are, ``[B, H, N, 1, K]``
-        int16: those whose tokens are largest on average."""
+        """Quantize whole pages ``[B, H, N * P, D]``.
+
+        Returns codes, scale and zero point as `quantize_pages`, the lower codes of the boosted channels
+        ``[B, H, N, rows, K]`` uint8, and the indices of these channels ``[B, H, N, 1, K]`` int16. Boosted are the
+        channels with the largest average magnitude.
+        """
         bits, pages = spec.bits, x.float().unflatten(2, (-1, spec.page_size))
         one, two = quantize_pages(x, spec.plain), quantize_pages(x, _twice(spec))
         size = pages.abs().mean(-2, keepdim=True)

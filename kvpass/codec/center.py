@@ -1,4 +1,4 @@
-"""The mean of keys, which is subtracted from them before they are coded: one for every channel."""
+"""Fits the mean of keys per channel, which is subtracted before quantization."""
 
 import torch
 from torch import Tensor
@@ -7,13 +7,15 @@ _SIGNIFICANT = 3.0  # standard errors
 
 
 def fit_center(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mean over tokens of ``[B, H, T, D]``, 0 where it may as well be chance: ``[B, H, 1, D]`` in ``dtype``."""
+    """Mean over the tokens of ``x`` ``[B, H, T, D]``: ``[B, H, 1, D]`` in ``dtype``; 0 where it is not significant."""
     return fit_centers(x, torch.arange(len(x), device=x.device), len(x), dtype)
 
 
 def fit_centers(x: Tensor, owner: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """The same of ``count`` requests, of tokens ``[M, H, P, D]`` the m-th of which are those of request ``owner[m]``:
-    ``[count, H, 1, D]`` in ``dtype``."""
+    """`fit_center` for each of ``count`` requests: ``[count, H, 1, D]`` in ``dtype``.
+
+    x: ``[M, H, P, D]``, blocks of tokens. owner: ``[M]``, the request that each block belongs to.
+    """
     x = x.double()
     none = x.new_zeros(count, x.shape[1], x.shape[3])
     tokens = none.new_zeros(count, 1, 1).index_add(0, owner, none.new_full((len(x), 1, 1), x.shape[2]))

@@ -1,5 +1,8 @@
-"""Vector grids (HIGGS): a group is scaled to unit size, and every d consecutive values take the nearest
-of n points that are optimal for a normal vector. ``benchmarks/build_grids.py`` makes the points."""
+"""Vector grids (HIGGS): quantizes every d consecutive values to the nearest of n points.
+
+Groups are scaled to unit size first. The points are optimal for a normal vector; ``benchmarks/build_grids.py`` computes
+them.
+"""
 
 import math
 from functools import cache
@@ -20,43 +23,44 @@ def _grids() -> dict[str, Tensor]:
 
 
 def names() -> list[str]:
-    """The grids there are: "d2n16" has 16 points in 2 dimensions, 4 bits for 2 values."""
+    """Names of the available grids. "d2n16" has 16 points in 2 dimensions: 4 bits for 2 values."""
     return sorted(_grids(), key=lambda name: tuple(map(int, name[1:].split("n"))))
 
 
 @cache
 def grid(name: str, device: torch.device | None = None) -> Tensor:
-    """The points of a grid, ``[n, d]`` float32. Raises `KVPassError` if there is none of that name."""
+    """The points of a grid, ``[n, d]`` float32. Raises `KVPassError` if there is no grid of that name."""
     if name not in _grids():
         raise KVPassError(f"There is no grid {name!r}; choose one of {', '.join(names())}.")
     return _grids()[name].to(device)
 
 
 def grid_shape(name: str) -> tuple[int, int]:
-    """d, and the bits of a code."""
+    """The dimension d of a grid, and the bit width of its codes."""
     points, dim = grid(name).shape
     return dim, math.ceil(math.log2(points))
 
 
 def fit_rms(groups: Tensor, dtype: torch.dtype) -> Tensor:
-    """The size of each group along the last dim (kept with size 1): its root mean square, in ``dtype``."""
+    """Root mean square of each group along the last dim (kept with size 1), in ``dtype``."""
     return groups.double().square().mean(-1, keepdim=True).sqrt().to(dtype)
 
 
 def fit_size(groups: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """The factor of least squared error between groups and the grid's values for them, as `fit_rms`; 0 where all of
-    them are 0."""
+    """Least-squares scale of each group, given its grid values ``values``: shape and dtype as `fit_rms`; 0 if all
+    values are 0."""
     groups, values = groups.double(), values.double()
     square = values.square().sum(-1, keepdim=True)
     return ((groups * values).sum(-1, keepdim=True) / torch.where(square > 0, square, 1.0)).to(dtype)
 
 
 def assign_points(x: Tensor, points: Tensor) -> Tensor:
-    """The nearest of ``points`` ``[n, d]`` to every d consecutive values of ``[..., D]``: ``[..., D / d]`` uint8."""
+    """Index of the nearest of ``points`` ``[n, d]`` for every d consecutive values of ``x`` ``[..., D]``:
+    ``[..., D / d]`` uint8."""
     vectors = x.unflatten(-1, (-1, points.shape[1])).flatten(0, -2)
     weight, out = points.square().sum(1) / 2, []
     for chunk in vectors.split(max(1, _CHUNK // len(points))):
-        # the order of these few sums is fixed, which a matrix product would not promise
+        # sums in a fixed order, which a matrix product does not guarantee
         closeness = -weight
         for i in range(points.shape[1]):
             closeness = closeness + chunk[:, i : i + 1] * points[:, i]

@@ -1,4 +1,4 @@
-"""`Codec`: all that makes one way of storing pages. A subclass is a codec, and its fields are its parameters."""
+"""`Codec`: the base class of all ways to store pages. Each subclass is one codec; its fields are its parameters."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class Kept(NamedTuple):
-    """One tensor that a codec keeps.
+    """Declares one tensor that a codec keeps.
 
-    shape: of one page of one head, or of one head, given the spec and head_dim. Raises `KVPassError` if they do not
-        fit.
-    dtype: None is that of scales, 16 bits wide (`affine.params_dtype`).
-    calibrated: of a sequence's tensors, one that a calibration fills and no prompt changes.
+    shape: function of the spec and head_dim. Returns the shape for one page of one head, or, for the tensors of a
+        sequence, for one head. Raises `KVPassError` if the spec does not fit head_dim.
+    dtype: None means the 16-bit dtype of scales (`affine.params_dtype`).
+    calibrated: for the tensors of a sequence: True if a calibration fills the tensor and prompts do not change it.
     """
 
     shape: Callable[[CodecSpec, int], tuple[int, ...]]
@@ -36,23 +36,24 @@ class Kept(NamedTuple):
 NO_KEYS = "Values follow the bit widths of their layer's keys, and those keys were not passed."
 
 CODECS: dict[str, type[Codec]] = {}
-"""Codecs by name; "" is `pages.Affine`, which a `Quantizer` without a codec has."""
+"""All registered codecs by name. "" is `pages.Affine`, the codec of a `Quantizer` with ``codec=None``."""
 
 
 @dataclass(frozen=True)
 class Codec:
-    """How the pages of a tensor are stored, and what a cache keeps for it. Subclasses are frozen dataclasses whose
-    fields are parameters; they are part of the spec, and of its text. `CodecSpec.codec` is the one of a spec.
+    """Defines how the pages of a tensor are stored, and which tensors a cache keeps for that.
 
-    A subclass registers itself by the ``name`` it is given: ``class Boosted(Codec, name="boosted")``.
+    Subclasses are frozen dataclasses. Their fields are the codec's parameters, which are part of the spec and of its
+    text. `CodecSpec.codec` returns the codec of a spec. A subclass registers itself under its ``name``:
+    ``class Boosted(Codec, name="boosted")``.
 
-    tensors: what is kept of each page, in order, ``[B, H_kv, pages, *shape]`` each.
-    quantizes_with, dequantizes_with: names of those of the tensors of a sequence and of a model that `quantize` and
-        `dequantize` take, in order. Where a spec does not have one it is left out.
-    dequantizes_any_bytes: whether `dequantize`, and every kernel that reads these pages, takes any bytes at all in
-        place of what is kept and fitted, without an exception or an access out of bounds; values are then arbitrary.
-        Servers whose memory is read where nothing is stored yet need it (`kvpass.vllm`). A codec that stores indices
-        does not.
+    tensors: the tensors kept for each page, in order, each ``[B, H_kv, pages, *shape]``.
+    quantizes_with, dequantizes_with: names of the sequence and model tensors that `quantize` and `dequantize` take, in
+        order. A tensor that the spec does not have is left out.
+    dequantizes_any_bytes: whether `dequantize`, and every kernel that reads these pages, accepts arbitrary bytes in its
+        page, sequence and model tensors: no exception and no out-of-bounds access, though the values are meaningless.
+        Servers that read memory before anything is stored in it need this (`kvpass.vllm`). Codecs that store indices
+        cannot offer it.
     """
 
     name: ClassVar[str]
@@ -72,99 +73,109 @@ class Codec:
 
     @classmethod
     def of(cls, spec: CodecSpec) -> Self:
-        """The codec of ``spec``. Raises `KVPassError` if it is another one."""
+        """The codec of ``spec``. Raises `KVPassError` if it is not an instance of this class."""
         if not isinstance(spec.codec, cls):
             raise KVPassError(f"This needs Quantizer(..., codec={cls.__name__}(...)), not {shown(spec.codec)}.")
         return spec.codec
 
-    # ------------------------------------------------------------ what it keeps
+    # ------------------------------------------------------------ tensors
 
     def sequence(self, spec: CodecSpec) -> Mapping[str, Kept]:
-        """What is kept of each sequence beside its pages, ``[B, H_kv, *shape]`` each: what was fitted to it."""
+        """Tensors fitted to each sequence and kept beside its pages, each ``[B, H_kv, *shape]``."""
         return {}
 
     def model(self, spec: CodecSpec) -> tuple[str, ...]:
-        """Names of what a calibration gave the model, which all its caches share, ``[1, H_kv, ...]`` each."""
+        """Names of the model's calibrated tensors, each ``[1, H_kv, ...]``. All caches of the model share them."""
         return ()
 
     def page_bytes(self, model: Mapping[str, Tensor], spec: CodecSpec) -> int | None:
-        """Bytes of a page, where its size differs between layers and follows from the tensors of the model. Pages are
-        then those of all heads together, ``[B, 1, pages, 1, bytes]``. None where `tensors` says the size."""
+        """Bytes per page, for codecs whose page size varies by layer and depends on the tensors of the model.
+
+        One page then holds all heads: ``[B, 1, pages, 1, bytes]``. None if `tensors` determines the page size.
+        """
         return None
 
-    # ------------------------------------------------------------ what it asks for
+    # ------------------------------------------------------------ requirements
 
     @property
     def needs_queries(self) -> bool:
-        """Whether it is fitted to the prompt's queries."""
+        """Whether the codec is fitted to the prompt's queries."""
         return False
 
     @property
     def chooses(self) -> bool:
-        """Whether queries, of the prompt or of a calibration, say which tokens of a page get more bits."""
+        """Whether queries, from the prompt or from a calibration, select which tokens of a page get more bits."""
         return False
 
     @property
     def follows_keys(self) -> bool:
-        """Whether the tokens that get more bits are those of the layer's keys: `quantize` then takes `marks` last."""
+        """Whether the codec reuses the token selection of the layer's keys. `quantize` then takes `marks` last."""
         return False
 
     def check(self, spec: CodecSpec) -> None:
-        """Raise `KVPassError` for a spec that cannot be stored, when the spec is made."""
+        """Raise `KVPassError` if the codec cannot store ``spec``. Called when the spec is created."""
 
     def check_head(self, head_dim: int) -> None:
-        """Raise `KVPassError` for heads that cannot be stored."""
+        """Raise `KVPassError` if the codec cannot store heads of this ``head_dim``."""
 
-    # ------------------------------------------------------------ what it does
+    # ------------------------------------------------------------ fit, quantize, dequantize
 
     def fit_queries(self, kept: Mapping[str, Tensor], q: Tensor | None, valid: Tensor | None, spec: CodecSpec) -> None:
-        """Fit to the prompt's queries before the first token is stored, and write to ``kept``, the tensors of the
-        sequence.
+        """Fit the codec to the prompt's queries, before the first token is stored.
 
-        q: ``[B, H_kv, N, D]``, all query heads of a KV head one after the other; None without queries: those that
-            `crop` leaves with no page, and codecs that do not ask for any.
-        valid: ``[B, N]`` bool, False for padding; None for no padding.
+        kept: the tensors of the sequence, which are written in place.
+        q: ``[B, H_kv, N, D]``, the query heads of each KV head concatenated along N. None if there are no queries:
+            after `crop` has removed all pages, or if the codec needs none.
+        valid: ``[B, N]`` bool, False for padding. None means no padding.
         """
 
     def fit_tokens(self, kept: Mapping[str, Tensor], x: Tensor, valid: Tensor | None, spec: CodecSpec) -> None:
-        """Fit to ``x`` ``[B, H_kv, T, D]``, the tokens that are packed first, as `quantize` will get them, and write to
-        ``kept``. valid: ``[B, T]`` bool, as above."""
+        """Fit the codec to the first tokens that are packed.
+
+        kept: the tensors of the sequence, which are written in place.
+        x: ``[B, H_kv, T, D]``, the tokens, transformed as for `quantize`.
+        valid: ``[B, T]`` bool, as in `fit_queries`.
+        """
 
     def quantize(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
-        """Whole pages ``[B, H, N * P, D]`` to what `tensors` names, see `pages.quantize_pages`."""
+        """Quantize whole pages ``[B, H, N * P, D]`` to the tensors named in `tensors`; see `pages.quantize_pages`."""
         raise NotImplementedError
 
     def dequantize(self, *tensors_and_spec: Any) -> Tensor:
-        """What `quantize` returned, the tensors that `dequantizes_with` names, and the spec, to tokens ``[B, H, N * P,
-        D]``
-        float32."""
+        """Dequantize pages to tokens ``[B, H, N * P, D]`` float32.
+
+        Takes the tensors that `quantize` returned, then the tensors named in `dequantizes_with`, then the spec.
+        """
         raise NotImplementedError
 
     def marks(self, pack: Pack, first: int, count: int, spec: CodecSpec) -> Tensor:
-        """Which tokens of ``count`` pages from ``first`` on got more bits as keys: ``[B, H, count, P / 8, 1]`` uint8.
-        They are the first bytes of the first tensor of a page of keys, ``pack.key_pages``."""
+        """Bit mask of the tokens whose keys got more bits, in ``count`` pages from ``first`` on.
+
+        ``[B, H, count, P / 8, 1]`` uint8. It is read from the first bytes of the first tensor of the key pages,
+        ``pack.key_pages``. Raises `KVPassError` if ``pack`` has none.
+        """
         if pack.key_pages is None:
             raise KVPassError(NO_KEYS)
         pages = whole(pack.key_pages, first + count)[:, :, first : first + count]
         return marks_of(pages, spec.page_size)
 
     def describe(self, quantizer: str) -> str:
-        """How values are quantized, in words, for a quantizer that is described as ``quantizer``."""
+        """Describe in words how values are quantized. ``quantizer`` is the description of the quantizer alone."""
         return f"{quantizer} by {self.name}"
 
 
 def marks_of(pages: Tensor, page_size: int) -> Tensor:
-    """Which tokens of pages ``[..., N, 1, bytes]`` have more bits: ``[..., N, P / 8, 1]`` uint8."""
+    """Bit mask of the tokens that have more bits, of pages ``[..., N, 1, bytes]``: ``[..., N, P / 8, 1]`` uint8."""
     return pages.squeeze(-2)[..., : byte_rows(page_size, 1)].unsqueeze(-1)
 
 
 def described(codec: Codec | None) -> dict[str, Any] | None:
-    """``codec`` as JSON holds it: its fields, and its name."""
+    """``codec`` as a JSON-serializable dict of its name and fields; None for None."""
     return None if codec is None else {"name": codec.name, **asdict(codec)}
 
 
 def codec_from(fields: dict[str, Any] | None) -> Codec | None:
-    """Inverse of `described`. Raises `KVPassError` for an unknown name or other fields."""
+    """Inverse of `described`. Raises `KVPassError` for an unknown name or unknown fields."""
     if fields is None:
         return None
     name = fields.get("name")

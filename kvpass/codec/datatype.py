@@ -1,8 +1,8 @@
-"""Codes under a datatype that was calibrated for a layer: what KVQuant (arXiv 2401.18079) stores, beside outliers that
-are kept exactly. `codec.nuq` fits one to each page instead.
+"""Quantizes with a non-uniform datatype calibrated per layer, and keeps outliers exact (KVQuant, arXiv 2401.18079).
 
-Keys take the calibrated range of their channel, and those farthest beyond it are outliers (section 3.4: thresholds of
-keys are found offline); values take the range of their token without its outliers, as in `codec.nuq`.
+`codec.nuq` fits a datatype to each page instead. Keys use the calibrated range of their channel, and the keys farthest
+outside of it are outliers (section 3.4: thresholds of keys are found offline). Values use the range of their token
+without its outliers, as in `codec.nuq`.
 """
 
 from collections.abc import Sequence
@@ -22,10 +22,13 @@ from .spec import CodecSpec
 
 
 def in_units(pages: Tensor, spec: CodecSpec, dtype: torch.dtype, ranges: Tensor | None) -> tuple[Tensor, ...]:
-    """Pages ``[..., P, D]`` of tokens of ``dtype`` in units of their range, in [0, 1]; scale and zero point of values,
-    none of keys; outliers ``[..., 1, K]`` and their positions, int16.
+    """Normalize pages ``[..., P, D]`` to their range, [0, 1], and split off outliers.
 
-    ranges: ``[..., 2, D]``, least value and span of the channels of keys.
+    Returns the normalized pages, scale and zero point (empty for keys), outliers ``[..., 1, K]`` and their positions
+    ``[..., 1, K]`` int16.
+
+    dtype: the dtype of the cache.
+    ranges: for keys: ``[..., 2, D]``, minimum and span of each channel. None for values.
     """
     if ranges is None:
         return split_in_range(pages, spec, dtype)
@@ -43,9 +46,9 @@ def _of_values(spec: CodecSpec, head_dim: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class CalibratedDatatype(Outliers, name="datatype"):
-    """A datatype that a calibration found, and of keys the ranges of channels, beside outliers.
+    """A calibrated non-uniform datatype, with calibrated channel ranges for keys, and exact outliers.
 
-    share: of the values of a page, those that are kept exactly.
+    share: fraction of a page's values that are kept exact.
     """
 
     tensors = {"codes": Affine.tensors["codes"], "scale": Kept(_of_values), "zero_point": Kept(_of_values), **OUTLIERS}
@@ -62,12 +65,13 @@ class CalibratedDatatype(Outliers, name="datatype"):
         return found
 
     def quantize(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
-        """What is kept of whole pages ``[B, H, N * P, D]``: codes, scale and zero point as `quantize_pages` has them,
-        none of
-        keys, outliers and their positions.
+        """Quantize whole pages ``[B, H, N * P, D]``.
 
-        fitted: the datatype ``[B, H, 2, 2**bits]``, ascending points that codes are chosen by and those that they stand
-        for; for keys the ranges ``[B, H, 2, D]``, too.
+        Returns codes, scale and zero point as `quantize_pages` (scale and zero point are empty for keys), outliers and
+        their positions.
+
+        fitted: the datatype ``[B, H, 2, 2**bits]``: ascending points for choosing codes, and the points that the codes
+            dequantize to. For keys also the ranges ``[B, H, 2, D]``.
         """
         datatype, *ranges = (one.float().unsqueeze(2) for one in fitted)
         pages = x.float().unflatten(2, (-1, spec.page_size))

@@ -1,5 +1,9 @@
-"""What uniform codes leave of a page, as a product of two thin matrices, beside outliers that are kept exactly (GEAR,
-arXiv 2403.05527). The matrices are those of least squared error; the paper finds them by power iteration."""
+"""Adds a low-rank approximation of the quantization error to uniform quantization, and keeps outliers exact (GEAR,
+arXiv 2403.05527).
+
+The error of a page is stored as a product of two thin matrices, with least squared error. The paper computes them by
+power iteration.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,10 +31,10 @@ def _rank(spec: CodecSpec, head_dim: int) -> int:
 
 @dataclass(frozen=True)
 class ErrorTerm(Outliers, name="error-term"):
-    """What quantized values leave of a page, as a matrix of low rank, beside outliers.
+    """Uniform quantization with a low-rank matrix for the error of each page, and exact outliers.
 
-    share: of the values of a page, those that are kept exactly.
-    rank: of the matrix.
+    share: fraction of a page's values that are kept exact.
+    rank: rank of the matrix.
     """
 
     rank: int
@@ -54,22 +58,24 @@ class ErrorTerm(Outliers, name="error-term"):
             )
 
     def quantize(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
-        """What is kept of whole pages ``[B, H, N * P, D]``: codes, scale and zero point as `quantize_pages` has them,
-        outliers and their positions (`codec.outliers`), and matrices ``[B, H, N, P, r]`` and ``[B, H, N, r, D]`` of 16
-        bits."""
+        """Quantize whole pages ``[B, H, N * P, D]``.
+
+        Returns codes, scale and zero point as `quantize_pages`, outliers and their positions (`codec.outliers`), and
+        16-bit matrices ``[B, H, N, P, r]`` and ``[B, H, N, r, D]``.
+        """
         pages = x.float().unflatten(2, (-1, spec.page_size))
         rest, values, positions = split(pages, spec, x.dtype)
         kept = quantize_pages(rest.flatten(2, 3).to(x.dtype), spec.plain)
         left = pages - dequantize_pages(*kept, spec.plain).view(pages.shape)
         left = left.flatten(-2).scatter(-1, places(positions), 0.0).view(pages.shape)
-        finite = left.double().nan_to_num(0.0, 0.0, 0.0)  # what is not is found in the scales
+        finite = left.double().nan_to_num(0.0, 0.0, 0.0)  # `check_finite` detects non-finite values in the scales
         (u, s, vh), rank = torch.linalg.svd(finite, full_matrices=False), ErrorTerm.of(spec).rank
         root = s[..., :rank].sqrt()
         matrices = u[..., :rank] * root.unsqueeze(-2), vh[..., :rank, :] * root.unsqueeze(-1)
         return *kept, values, positions, *(each.to(params_dtype(x.dtype)) for each in matrices)
 
     def dequantize(self, *kept_and_spec: Any) -> Tensor:
-        """Inverse of `quantize` up to what the matrices leave: ``[B, H, N * P, D]`` float32."""
+        """Inverse of `quantize` up to the error that the matrices do not capture: ``[B, H, N * P, D]`` float32."""
         codes, scale, zero_point, values, positions, tall, wide, spec = kept_and_spec
         pages = dequantize_pages(codes, scale, zero_point, spec.plain).unflatten(2, (-1, spec.page_size))
         return merge(pages + tall.float() @ wide.float(), values, positions).flatten(2, 3)

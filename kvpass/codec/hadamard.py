@@ -1,7 +1,7 @@
-"""Random-sign Hadamard rotation of channels (QuaRot, HIGGS): it spreads outliers over a head, so that every channel is
-close to normal, and is undone by its transpose.
+"""Rotates channels by a random-sign Hadamard matrix (QuaRot, HIGGS).
 
-Written as sums and differences, in a fixed order, so that compiled and eager results are the same bit for bit.
+The rotation spreads outliers over the channels of a head, so that every channel is close to normal. Its transpose is
+its inverse. It is computed as sums and differences in a fixed order, so compiled and eager results are bitwise equal.
 """
 
 import math
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def signs(channels: int, seed: int, device: torch.device | None = None) -> Tensor:
-    """Pseudo-random -1 and 1 ``[channels]``, the same everywhere: a hash of seed and channel, nothing to store."""
+    """Pseudo-random -1 and 1, ``[channels]`` float32: a hash of seed and channel, the same on every device."""
     mixed = torch.arange(1, channels + 1, device=device) * 0x1E3779B1 + (seed + 1) * 0x05EBCA6B
     for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39)):
         mixed = ((mixed ^ (mixed >> shift)) * factor) & 0xFFFFFFFF
@@ -20,7 +20,8 @@ def signs(channels: int, seed: int, device: torch.device | None = None) -> Tenso
 
 
 def _hadamard(x: Tensor) -> Tensor:
-    """Sylvester's matrix, orthonormal, on runs of the largest power of two that divides the number of channels."""
+    """Multiply by Sylvester's orthonormal matrix, in runs of the largest power of two that divides the number of
+    channels."""
     channels = x.shape[-1]
     size = channels & -channels
     half = 1
@@ -33,7 +34,7 @@ def _hadamard(x: Tensor) -> Tensor:
 
 
 def hadamard(x: Tensor, seed: int | None) -> Tensor:
-    """Rotate ``[..., D]`` float32; None leaves them as they are."""
+    """Rotate ``x`` ``[..., D]`` float32. ``seed=None`` returns ``x`` unchanged."""
     return x if seed is None else _hadamard(x * signs(x.shape[-1], seed, x.device))
 
 
@@ -44,5 +45,5 @@ def inverse_hadamard(x: Tensor, seed: int | None) -> Tensor:
 
 @cache
 def basis(channels: int, seed: int, device: torch.device | None = None) -> Tensor:
-    """The rotation as a matrix ``[D, D]``: ``hadamard(x) = x @ basis``."""
+    """The rotation as a matrix ``[D, D]`` float32: ``hadamard(x) = x @ basis``."""
     return hadamard(torch.eye(channels, device=device), seed)

@@ -1,4 +1,4 @@
-"""Pages as codes of lattice points, 2 bits a value, behind a rotation: "e8" and "d4" of `codec.lattice_points`."""
+"""Quantizes rotated pages to lattice points, 2 bits per value: "e8" and "d4" of `codec.lattice_points`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from .spec import CodecSpec
 
 
 def rotated(codes: Tensor, scale: Tensor, spec: CodecSpec, table: Tensor) -> Tensor:
-    """What is kept as pages ``[..., P, D]`` float32, still rotated."""
+    """Dequantize to pages ``[..., P, D]`` float32, still rotated. table: `lattice_points.words`."""
     lattice = OnLattice.of(spec).lattice
     parts = codes.chunk(lattice.dim // 4, -1)
     code = sum((part.int() << 8 * i for i, part in enumerate(parts[1:], 1)), parts[0].int())
@@ -27,7 +27,7 @@ def rotated(codes: Tensor, scale: Tensor, spec: CodecSpec, table: Tensor) -> Ten
 
 @dataclass(frozen=True)
 class OnLattice(Codec):
-    """Groups of a token's channels as points of a lattice, behind a rotation."""
+    """Quantizes groups of a token's channels, after a rotation, to the points of a lattice."""
 
     tensors = {
         "codes": Kept(lambda spec, head_dim: (spec.page_size, head_dim // 4), torch.uint8),
@@ -37,7 +37,7 @@ class OnLattice(Codec):
 
     @property
     def lattice(self) -> Lattice:
-        """Its points."""
+        """The lattice whose points are the codebook."""
         return LATTICES[self.name]
 
     def check(self, spec: CodecSpec) -> None:
@@ -49,8 +49,8 @@ class OnLattice(Codec):
             )
 
     def quantize(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
-        """What is kept of whole pages ``[B, H, N * P, D]``: codes ``[B, H, N, P, D / 4]`` uint8, all lower bytes before
-        all higher ones, and scales of groups ``[B, H, N, P, D / group_size]``, 16 bits."""
+        """Quantize whole pages ``[B, H, N * P, D]`` to codes ``[B, H, N, P, D / 4]`` uint8, all low bytes before all
+        high bytes, and 16-bit scales of groups ``[B, H, N, P, D / group_size]``."""
         lattice = self.lattice
         pages = hadamard(x.float().unflatten(2, (-1, spec.page_size)), spec.transform.rotation)
         groups = pages.unflatten(-1, (-1, spec.quantizer.group_size))
@@ -66,8 +66,8 @@ class OnLattice(Codec):
 
 
 class E8(OnLattice, name="e8"):
-    """65,536 points for eight channels."""
+    """65,536 points, each for eight channels."""
 
 
 class D4(OnLattice, name="d4"):
-    """256 points for four channels."""
+    """256 points, each for four channels."""

@@ -1,9 +1,12 @@
-"""Lattices as codebooks of 2 bits a value: E8P of QuIP# (arXiv 2402.04396, section 4.2), whose vectors of eight values
-take 16 bits, and the 256 points of D4 that are nearest to a deep hole of it, of four values and 8 bits.
+"""Lattice codebooks of 2 bits per value: assigns vectors to points, and computes points from codes.
 
-Magnitudes are half-odd, the smallest vectors of them; their sum with signs is even, from which the last sign follows.
-Bits of a code are, lowest first, which magnitudes, the other signs, and for E8 a shift of all values by 1/4 or -1/4.
-QuIP# lists 29 of the 224 vectors of squared norm 12; here they are the first in order. For D4, whole shells are 256.
+There are two codebooks: E8P of QuIP# (arXiv 2402.04396, section 4.2), with 16 bits for eight values, and the 256 points
+of D4 nearest to one of its deep holes, with 8 bits for four values.
+
+Magnitudes are half-odd; the codebook has the vectors of smallest norm. The signed sum of a vector is even, which
+determines the last sign. The bits of a code are, lowest first: the index of the magnitudes, the other signs, and, for
+E8, a shift of all values by 1/4 or -1/4. QuIP# lists 29 of the 224 vectors of squared norm 12; here they are the first
+29 in order. For D4, the 256 points are complete shells.
 """
 
 import itertools
@@ -17,9 +20,10 @@ from torch import Tensor
 class Lattice(NamedTuple):
     """A codebook of vectors of ``dim`` values.
 
-    bits: of a code, those that choose magnitudes.
-    unit: size of a normal variable, in units of the lattice, that it codes with least squared error.
-    shift: of all points, in either direction; 0 for none.
+    bits: number of bits of a code that select the magnitudes.
+    unit: standard deviation, in units of the lattice, of the normal variable that is quantized with the least squared
+        error.
+    shift: shift of all points, in either direction; 0 for none.
     """
 
     dim: int
@@ -41,14 +45,15 @@ def magnitudes(lattice: Lattice, device: torch.device | None = None) -> Tensor:
 
 @cache
 def words(lattice: Lattice, device: torch.device) -> Tensor:
-    """The same as words ``[2**bits]`` int32: two bits for each value, and above them whether their sum is odd."""
+    """`magnitudes` as words ``[2**bits]`` int32: two bits per value, and above them a bit that says whether the sum is
+    odd."""
     table = magnitudes(lattice)
     digits = ((table - 0.5).int() << 2 * torch.arange(lattice.dim)).sum(-1)
     return (digits | (table.sum(-1).int() % 2 << 2 * lattice.dim)).int().to(device)
 
 
 def assign(x: Tensor, lattice: Lattice) -> Tensor:
-    """Codes ``[N]`` int64 of the nearest points to vectors ``[N, dim]`` float32 in units of the lattice."""
+    """Codes ``[N]`` int64 of the points nearest to vectors ``[N, dim]`` float32, in units of the lattice."""
     table, dim, bits = magnitudes(lattice, x.device), lattice.dim, lattice.bits
     odd, found = table.sum(-1) % 2, []
     weights = torch.tensor([1 << bits + i for i in range(dim - 1)], device=x.device)
@@ -57,7 +62,7 @@ def assign(x: Tensor, lattice: Lattice) -> Tensor:
         for shift in sorted({-lattice.shift, lattice.shift}):
             size, negative = (chunk - shift).abs(), chunk < shift
             products = size.unsqueeze(1) * table
-            wrong = (negative.sum(-1, keepdim=True) % 2) != odd  # one sign is the other's, where that costs least
+            wrong = (negative.sum(-1, keepdim=True) % 2) != odd  # one sign has to flip: the cheapest one
             closeness = products.sum(-1) - table.square().sum(-1) / 2 - 2 * torch.where(wrong, products.amin(-1), 0.0)
             best, which = closeness.max(-1)
             turned = products.gather(1, which[:, None, None].expand(-1, 1, dim)).squeeze(1).argmin(-1, keepdim=True)
@@ -70,7 +75,7 @@ def assign(x: Tensor, lattice: Lattice) -> Tensor:
 
 
 def points(code: Tensor, lattice: Lattice, table: Tensor) -> Tensor:
-    """Inverse of `assign`: codes ``[...]`` int32 -> ``[..., dim]`` float32; table: `words`."""
+    """Points of codes, the inverse of `assign`: ``[...]`` int32 -> ``[..., dim]`` float32. table: `words`."""
     dim, bits = lattice.dim, lattice.bits
     word, signs = table[code & 2**bits - 1], code >> bits & 2 ** (dim - 1) - 1
     odd = signs ^ (signs >> 4)

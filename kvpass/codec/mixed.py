@@ -1,5 +1,8 @@
-"""Two widths in a token: the channels of a page that are largest have codes of one bit more (the 2.5 and 3.5 bits of
-TurboQuant, arXiv 2504.19874, section 4.3). Either set of channels is rotated by itself, and has norms of its own."""
+"""Quantizes with two bit widths per token: the largest channels of a page get one bit more (TurboQuant, arXiv
+2504.19874, section 4.3: 2.5 and 3.5 bits).
+
+The two sets of channels are rotated separately and have separate norms.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +21,7 @@ from .spec import CodecSpec
 
 
 def counts(spec: CodecSpec, head_dim: int) -> tuple[int, int]:
-    """How many channels have ``bits``, and how many one more. Raises `KVPassError` if either has none."""
+    """Number of channels with ``bits`` bits, and with one bit more. Raises `KVPassError` if either is 0."""
     more = int(Mixed.of(spec).share * head_dim + 1e-6)
     if not 0 < more < head_dim:
         raise KVPassError(
@@ -29,7 +32,7 @@ def counts(spec: CodecSpec, head_dim: int) -> tuple[int, int]:
 
 @cache
 def _alone(spec: CodecSpec, bits: int, channels: int) -> CodecSpec:
-    """What codes ``channels`` of a page by themselves."""
+    """The spec that quantizes one set of ``channels`` channels."""
     return replace(spec.plain, quantizer=Quantizer(bits, "token", channels, grid=f"d1n{2**bits}"))
 
 
@@ -38,7 +41,7 @@ def _both(spec: CodecSpec, head_dim: int) -> list[CodecSpec]:
 
 
 def _order(channels: Tensor, head_dim: int) -> Tensor:
-    """All channels ``[..., 1, D]`` int64, those of ``channels`` ``[..., 1, K]`` behind the others."""
+    """A permutation of all channels, ``[..., 1, D]`` int64, with ``channels`` ``[..., 1, K]`` last."""
     more = torch.zeros(*channels.shape[:-1], head_dim, device=channels.device).scatter(-1, channels.long(), 1.0)
     return more.argsort(dim=-1, stable=True)
 
@@ -51,7 +54,7 @@ def _columns(spec: CodecSpec, head_dim: int, which: int) -> tuple[int, int]:
 class Mixed(Codec, name="mixed"):
     """Two bit widths in a token: the largest channels of a page have one bit more.
 
-    share: of the channels of a page, those that have it.
+    share: fraction of a page's channels that have one bit more.
     """
 
     share: float
@@ -77,9 +80,11 @@ class Mixed(Codec, name="mixed"):
             )
 
     def quantize(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
-        """What is kept of whole pages ``[B, H, N * P, D]``: codes and scales of either set of channels, as
-        `quantize_pages`
-        has them, and which have more bits, ``[B, H, N, 1, K]`` int16: those that are largest on average."""
+        """Quantize whole pages ``[B, H, N * P, D]``.
+
+        Returns codes and scales of both sets of channels, as `quantize_pages`, and the indices of the channels with one
+        bit more, ``[B, H, N, 1, K]`` int16: the channels with the largest average magnitude.
+        """
         pages, narrow_and_wide = x.float().unflatten(2, (-1, spec.page_size)), counts(spec, x.shape[-1])
         channels = pages.abs().mean(-2, keepdim=True).topk(narrow_and_wide[1], -1).indices.sort(-1).values
         order = _order(channels, x.shape[-1]).expand(pages.shape)

@@ -1,6 +1,9 @@
-"""Codes under a datatype that is fitted to a page: values in the range of their group, and the points of least squared
-error for them, the same for all groups (nuqX of KVQuant, arXiv 2401.18079, section 3.3), beside outliers that are kept
-exactly. KVQuant fits a datatype to each layer beforehand, weighted by gradients: see `codec.datatype`."""
+"""Quantizes with a non-uniform datatype fitted to each page, and keeps outliers exact (nuqX of KVQuant, arXiv
+2401.18079, section 3.3).
+
+Values are normalized to the range of their group. The points of least squared error are shared by all groups of a page.
+KVQuant itself fits one datatype per layer offline, weighted by gradients: see `codec.datatype`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,13 +24,17 @@ _ITERATIONS = 16
 
 
 def nearest(x: Tensor, points: Tensor) -> Tensor:
-    """Which of ascending ``points`` ``[..., n]`` is nearest to each of ``[..., V]``: ``[..., V]`` int64."""
+    """Index of the nearest of ascending ``points`` ``[..., n]`` for each value of ``x`` ``[..., V]``: ``[..., V]``
+    int64."""
     return torch.searchsorted((points[..., 1:] + points[..., :-1]) / 2, x.contiguous())
 
 
 def fit_points(x: Tensor, bits: int, weight: Tensor | None = None, iterations: int = _ITERATIONS) -> Tensor:
-    """Ascending points ``[..., 2**bits]`` for values ``[..., V]`` in [0, 1] of equal or given ``weight``, by Lloyd's
-    algorithm from points of equal distance, which keep their place where no value is nearest."""
+    """Fit ascending points ``[..., 2**bits]`` to values ``x`` ``[..., V]`` in [0, 1], by Lloyd's algorithm.
+
+    weight: ``[..., V]``, the weights of the values; None means equal weights. The algorithm starts from equidistant
+    points. A point that is nearest to no value does not move.
+    """
     weight = torch.ones_like(x) if weight is None else weight
     points = torch.linspace(0, 1, 2**bits, dtype=x.dtype, device=x.device).expand(*x.shape[:-1], -1).contiguous()
     for _ in range(iterations):
@@ -39,13 +46,16 @@ def fit_points(x: Tensor, bits: int, weight: Tensor | None = None, iterations: i
 
 
 def in_range(groups: Tensor, low: Tensor, span: Tensor) -> Tensor:
-    """``groups`` in units of a range from ``low`` on, in [0, 1]; 0 where the range is."""
+    """Normalize ``groups`` to [0, 1] by the range that starts at ``low``; 0 if ``span`` is 0."""
     return ((groups - low.float()) / torch.where(span > 0, span, 1).float()).clamp(0, 1)
 
 
 def split_in_range(pages: Tensor, spec: CodecSpec, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Pages ``[..., P, D]`` in the range of their groups, without outliers; the span and the least value of groups, in
-    16 bits, outliers and their positions (`codec.outliers`)."""
+    """Normalize pages ``[..., P, D]`` to the ranges of their groups, without outliers.
+
+    Returns the normalized pages, 16-bit span and minimum of the groups, outliers and their positions
+    (`codec.outliers`).
+    """
     rest, values, positions = split(pages, spec, dtype)
     groups, dim = grouped(rest, spec.quantizer)
     low, high = groups.amin(dim, keepdim=True).to(params_dtype(dtype)), groups.amax(dim, keepdim=True)
@@ -55,7 +65,7 @@ def split_in_range(pages: Tensor, spec: CodecSpec, dtype: torch.dtype) -> tuple[
 
 
 def check_datatype(spec: CodecSpec) -> None:
-    """Raise `KVPassError` for what is not coded under a datatype."""
+    """Raise `KVPassError` if ``spec`` cannot be used with a fitted datatype."""
     quantizer, rotation = spec.quantizer, spec.transform.rotation
     if quantizer.bits > 4 or quantizer.grid or quantizer.subspace is not None or rotation is not None:
         raise KVPassError("A fitted datatype has 1 to 4 bits and takes unrotated values: no grid or rotation.")
@@ -65,9 +75,9 @@ def check_datatype(spec: CodecSpec) -> None:
 
 @dataclass(frozen=True)
 class PageDatatype(Outliers, name="nuq"):
-    """A datatype that is fitted to each page, beside outliers.
+    """A non-uniform datatype fitted to each page, and exact outliers.
 
-    share: of the values of a page, those that are kept exactly.
+    share: fraction of a page's values that are kept exact.
     """
 
     tensors = {**Affine.tensors, "points": Kept(lambda spec, head_dim: (1, 2**spec.bits)), **OUTLIERS}
@@ -76,9 +86,11 @@ class PageDatatype(Outliers, name="nuq"):
         check_datatype(spec)
 
     def quantize(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
-        """What is kept of whole pages ``[B, H, N * P, D]``: codes, the range of groups as scale and their least value
-        as
-        zero point, points ``[B, H, N, 1, 2**bits]`` of 16 bits, outliers and their positions (`codec.outliers`)."""
+        """Quantize whole pages ``[B, H, N * P, D]``.
+
+        Returns codes, the span of each group as scale and its minimum as zero point, 16-bit points
+        ``[B, H, N, 1, 2**bits]``, outliers and their positions (`codec.outliers`).
+        """
         pages = x.float().unflatten(2, (-1, spec.page_size))
         units, span, low, values, positions = split_in_range(pages, spec, x.dtype)
         points = fit_points(units.flatten(-2), spec.bits).to(span.dtype)

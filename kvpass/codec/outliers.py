@@ -1,8 +1,9 @@
-"""The values of a page that lie farthest out are kept exactly, with their positions, and do not stretch the scales of
-the others (KVQuant, arXiv 2401.18079, section 3.4; GEAR, arXiv 2403.05527).
+"""Keeps the outliers of a page exact, with their positions, so that they do not widen the scales of the other values
+(KVQuant, arXiv 2401.18079, section 3.4; GEAR, arXiv 2403.05527).
 
-The papers take as many of each channel or token; here all groups of a page compete, in units of their own deviation, so
-that a share of 1 % means something in pages of 32 tokens too. Values and positions take 16 bits each.
+The papers keep a fixed number of outliers per channel or token. Here all values of a page compete, in units of the mean
+deviation of their group, so a fraction of 1 % is meaningful even in pages of 32 tokens. Values and positions take 16
+bits each.
 """
 
 import math
@@ -23,9 +24,9 @@ _ADDRESSES = 1 << 16
 
 @dataclass(frozen=True)
 class Outliers(Codec):
-    """A codec that keeps some values exactly.
+    """Base class of codecs that keep some values exact.
 
-    share: of the values of a page, those that are.
+    share: fraction of a page's values that are kept exact.
     """
 
     share: float
@@ -36,7 +37,7 @@ class Outliers(Codec):
 
 
 def count(spec: CodecSpec, head_dim: int) -> int:
-    """How many values of a page are kept exactly. Raises `KVPassError` for pages of more values than 16 bits count."""
+    """Number of exact values per page. Raises `KVPassError` if a page has more values than 16 bits can index."""
     values = spec.page_size * head_dim
     if values > _ADDRESSES:
         raise KVPassError(
@@ -47,8 +48,11 @@ def count(spec: CodecSpec, head_dim: int) -> int:
 
 
 def split(pages: Tensor, spec: CodecSpec, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Pages ``[..., P, D]`` float32 with the middle of their group in the place of what is kept exactly; values ``[...,
-    1, K]`` that are, in the dtype of parameters for a cache of ``dtype``, and their positions ``[..., 1, K]`` int16."""
+    """Split outliers off pages ``[..., P, D]`` float32.
+
+    Returns the pages with outliers replaced by the median of their group, the outliers ``[..., 1, K]`` in
+    ``params_dtype(dtype)``, and their positions ``[..., 1, K]`` int16. dtype: the dtype of the cache.
+    """
     groups, dim = grouped(pages, spec.quantizer)
     middle = groups.median(dim, keepdim=True).values
     off = (groups - middle).abs()
@@ -57,16 +61,16 @@ def split(pages: Tensor, spec: CodecSpec, dtype: torch.dtype) -> tuple[Tensor, T
     values = pages.flatten(-2).gather(-1, order).to(params_dtype(dtype))
     fill = middle.expand(groups.shape).reshape(pages.shape).flatten(-2).gather(-1, order)
     rest = pages.flatten(-2).scatter(-1, order, fill).view(pages.shape)
-    return rest, values.unsqueeze(-2), order.to(torch.int16).unsqueeze(-2)  # beyond 2**15 negative, see `merge`
+    return rest, values.unsqueeze(-2), order.to(torch.int16).unsqueeze(-2)  # from 2**15 on negative, see `places`
 
 
 def places(positions: Tensor) -> Tensor:
-    """Positions as they are stored -> indices of the values of a page, int64."""
+    """Convert stored positions ``[..., 1, K]`` to indices of a page's values, ``[..., K]`` int64."""
     return positions.squeeze(-2).long() % _ADDRESSES
 
 
 def merge(pages: Tensor, values: Tensor, positions: Tensor) -> Tensor:
-    """Dequantized ``pages`` with the values that are kept exactly."""
+    """Write the exact values into dequantized ``pages``."""
     return pages.flatten(-2).scatter(-1, places(positions), values.squeeze(-2).float()).view(pages.shape)
 
 

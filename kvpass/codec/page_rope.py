@@ -1,10 +1,12 @@
-"""Keys with page-relative RoPE: turned back by the rotary embedding of the middle token of theirs.
+"""Page-relative RoPE: rotates the keys of a page as if its middle token stood at position 0.
 
-Neighbours in a page stay turned against each other, as their distance says, and pages are alike wherever they are. A
-query is turned once for a page, and what its middle was turned by is all that has to be known of a page's positions.
+The rotary embedding of the middle token is undone for all keys of the page. Keys stay rotated relative to each other by
+their distance, and the statistics of a page do not depend on its position. A query is rotated back once per page. Of a
+page's positions, only the rotation of its middle token has to be stored.
 
-A mean that is subtracted in frames is turned as in a page whose tokens are at neighbouring positions, those behind the
-middle as those before it, the other way. A page whose tokens are not is less well centred, and read right all the same.
+A mean that is subtracted from such keys is rotated as if the tokens of the page were consecutive. The rotations after
+the middle mirror those before it. If tokens are not consecutive, the page is less well centred, but it is still read
+correctly.
 """
 
 from collections.abc import Sequence
@@ -17,9 +19,9 @@ from .rope import parse_rope, rotate, rotate_pairs
 
 
 class PageTables(NamedTuple):
-    """Rotary tables ``[B, P + N, p]``, for pages of P tokens: those of P neighbours, and of the middles of N pages.
+    """Rotary tables ``[B, P + N, p]`` for pages of P tokens: P consecutive tokens, then the middle tokens of N pages.
 
-    rope: the text of the rotation (`codec.rope`).
+    rope: the text that describes the rotation (`codec.rope`).
     """
 
     cos: Tensor
@@ -28,40 +30,40 @@ class PageTables(NamedTuple):
 
 
 def middle(size: int) -> int:
-    """Which token of a page its frame is that of."""
+    """Index of the middle token of a page of ``size`` tokens."""
     return size // 2
 
 
 def rows(tokens: int, size: int) -> int:
-    """Rows that tables of ``tokens`` tokens, packed or not, have; the last may be of a page that has not begun."""
+    """Number of table rows for ``tokens`` tokens, packed or not. The last row may be for a page that has no tokens
+    yet."""
     return size + tokens // size + 2
 
 
 def _inverse(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """What undoes a rotation, and whatever its tables are scaled by."""
+    """Tables of the inverse rotation, which also undo the scaling of the tables."""
     norm = cos.square() + sin.square()
     return cos / norm, -sin / norm
 
 
 def turned_back(x: Tensor, cos: Tensor, sin: Tensor, rope: str) -> Tensor:
-    """`codec.rope.rotate`, undone: float32."""
+    """Inverse of `codec.rope.rotate`; float32."""
     pairs, _ = parse_rope(rope)
     return rotate(x.float(), *_inverse(cos[..., :pairs].float(), sin[..., :pairs].float()), rope)
 
 
 def _of_tokens(page_tables: PageTables, first: int, tokens: int, size: int) -> tuple[Tensor, Tensor]:
-    """The tables of the frames of ``tokens`` tokens in pages from ``first`` on."""
+    """Tables of each token's page middle, for ``tokens`` tokens in pages from ``first`` on."""
     start, count = size + first, tokens // size
     cos, sin = (table[:, start : start + count].repeat_interleave(size, 1) for table in page_tables[:2])
     return cos, sin
 
 
 def numbered(angles: Tensor, starts: Tensor, first: int, count: int, sinks: int, size: int) -> tuple[Tensor, Tensor]:
-    """Rows ``[first, first + count)`` of the tables of frames that go by the numbers of tokens, ``[B, count, p]``
-    float64.
+    """Rows ``[first, first + count)`` of page tables that are computed from token numbers: ``[B, count, p]`` float64.
 
-    angles: ``[p]`` float32, by how much each pair of channels is turned from a token to the next.
-    starts: ``[B, 1]`` int64, the tokens before the first that counts: padding.
+    angles: ``[p]`` float32, the rotation of each channel pair from one token to the next, in radians.
+    starts: ``[B, 1]`` int64, the number of padding tokens at the start.
     """
     row = torch.arange(first, first + count, device=angles.device)
     token = torch.where(row < size, row, sinks + (row - size) * size + middle(size) - starts)
@@ -70,7 +72,7 @@ def numbered(angles: Tensor, starts: Tensor, first: int, count: int, sinks: int,
 
 
 def to_page_rope(x: Tensor, page_tables: PageTables | None, first: int, size: int) -> Tensor:
-    """Keys ``[B, H, N * P, D]``, rotated, as pages from ``first`` on take them; in their dtype."""
+    """Convert rotated keys ``[B, H, N * P, D]`` of pages from ``first`` on to page-relative RoPE; keeps the dtype."""
     if page_tables is None:
         return x
     return turned_back(x, *_of_tokens(page_tables, first, x.shape[2], size), page_tables.rope).to(x.dtype)
@@ -84,22 +86,22 @@ def from_page_rope(x: Tensor, page_tables: PageTables | None, first: int, size: 
 
 
 def before_middle(page_tables: PageTables, size: int) -> tuple[Tensor, Tensor]:
-    """How tokens of a page up to its middle are turned against it: tables ``[B, P / 2 + 1, p]`` float32."""
+    """Rotations of a page's tokens relative to its middle, up to the middle: tables ``[B, P / 2 + 1, p]`` float32."""
     at = middle(size)
     cos, sin = (table[:, : at + 1, : parse_rope(page_tables.rope)[0]].float() for table in page_tables[:2])
     return rotate_pairs(cos, sin, *_inverse(cos[:, at:], sin[:, at:]))
 
 
 def neighbours(page_tables: PageTables, size: int) -> tuple[Tensor, Tensor]:
-    """How all tokens of a page are turned against its middle: tables ``[B, P, p]`` float32."""
+    """Rotations of all tokens of a page relative to its middle: tables ``[B, P, p]`` float32."""
     cos, sin = before_middle(page_tables, size)
     behind = slice(2 * middle(size) - size + 1, middle(size))
     return torch.cat([cos, cos[:, behind].flip(1)], 1), torch.cat([sin, -sin[:, behind].flip(1)], 1)
 
 
 def mean_in_page(mean: Tensor, page_tables: PageTables | None, size: int) -> Tensor:
-    """A mean of keys before rotary embedding, ``[B, H, 1, D]``, as it is at each token of a page: ``[B, H, P, D]``
-    float32; ``[B, H, 1, D]`` without frames."""
+    """The mean of keys before rotary embedding, ``[B, H, 1, D]``, rotated for each token of a page: ``[B, H, P, D]``
+    float32. Without page-relative RoPE (``page_tables`` is None) it is not rotated: ``[B, H, 1, D]``."""
     if page_tables is None:
         return mean.float()
     cos, sin = neighbours(page_tables, size)
@@ -107,13 +109,14 @@ def mean_in_page(mean: Tensor, page_tables: PageTables | None, size: int) -> Ten
 
 
 def mean_of_tokens(mean: Tensor, page_tables: PageTables | None, size: int, tokens: int) -> Tensor:
-    """`mean_in_page` of as many tokens of whole pages: ``[B, H, tokens, D]``; ``[B, H, 1, D]`` without frames."""
+    """`mean_in_page` for ``tokens`` tokens of whole pages: ``[B, H, tokens, D]``; ``[B, H, 1, D]`` without
+    page-relative RoPE."""
     each = mean_in_page(mean, page_tables, size)
     return each if page_tables is None else each.repeat(1, 1, tokens // size, 1)
 
 
 def before_rotation(x: Tensor, page_tables: PageTables | None, size: int) -> Tensor:
-    """Tokens ``[B, H, N * P, D]`` with page-relative RoPE, as they would be without any turn."""
+    """Undo page-relative RoPE of keys ``[B, H, N * P, D]``: keys before any rotation."""
     if page_tables is None:
         return x
     cos, sin = (table.repeat(1, x.shape[2] // size, 1) for table in neighbours(page_tables, size))
@@ -121,7 +124,10 @@ def before_rotation(x: Tensor, page_tables: PageTables | None, size: int) -> Ten
 
 
 def seen_from(q: Tensor, page_tables: PageTables, page: Tensor, size: int) -> Tensor:
-    """Queries ``[B, H, S, D]``, rotated, each as a key with page-relative RoPE, of ``page`` ``[S]``, sees it."""
+    """Rotate queries ``[B, H, S, D]`` back by the page middle of ``page`` ``[S]``, one page per query.
+
+    The queries have rotary embedding. The result can be multiplied with page-relative keys of that page.
+    """
     at = size + page.to(page_tables.cos.device)
     cos, sin = (table.index_select(1, at) for table in page_tables[:2])
     return turned_back(q, cos, sin, page_tables.rope)
@@ -130,10 +136,14 @@ def seen_from(q: Tensor, page_tables: PageTables, page: Tensor, size: int) -> Te
 def store_page_tables(
     tables: Sequence[Tensor], given: Sequence[Tensor], length: Tensor, n: int, sinks: int, size: int
 ) -> None:
-    """Take from the rotary tables ``given``, ``[B or 1, S, p]``, of tokens ``[n, n + S)`` what frames need of them.
+    """Store the rows of the rotary tables that page-relative RoPE needs in ``tables`` (the first two of `PageTables`).
 
-    Neighbours are the last tokens of the first call, or if it has not as many as a page, the first tokens there are.
-    ``length`` holds ``n`` on the device: a captured call is right at all lengths but 0.
+    given: ``[B or 1, S, p]``, the rotary tables of tokens ``[n, n + S)``.
+    length: holds ``n`` on the device, so a captured call is correct at every length but 0.
+    sinks, size: number of sink tokens, and of tokens per page.
+
+    The consecutive tokens are the last of the first call. If that call has fewer than a page, they are the first tokens
+    stored.
     """
     (_, tokens, pairs), device = given[0].shape, length.device
     first, before = length[:1], max(0, tokens - size) if n == 0 else 0
@@ -145,7 +155,7 @@ def store_page_tables(
         for table in tables:
             table[:, :size] = 0
     old = [table[..., :pairs].index_select(1, index) for table in tables]
-    free = torch.stack(old).eq(0).all(0).all(-1) | (index >= size)  # neighbours stay
+    free = torch.stack(old).eq(0).all(0).all(-1) | (index >= size)  # rows of consecutive tokens are written once
     taken = (free & (at >= 0) & (at < tokens)).unsqueeze(-1)
     for table, new, there in zip(tables, given, old, strict=True):
         rows_of_call = new.index_select(1, at.clamp(0, tokens - 1))

@@ -1,4 +1,4 @@
-"""Tokens <-> pages: ``fit``, ``assign`` (with compensation) and ``pack``, composed as a `CodecSpec` says."""
+"""Quantizes tokens to pages and back: composes ``fit``, ``assign`` (with compensation) and ``pack`` for a spec."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ from .quantizer import Quantizer
 from .spec import CodecSpec
 
 _Stored = tuple[Tensor, Tensor, Tensor]
-"""Scale and zero point of groups that have them already, and which do."""
+"""Existing scales and zero points of groups, and a bool mask of the groups that have them."""
 
 
 def grouped(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, int]:
-    """View ``[..., P, D]`` so that a quantization group lies along one dim; returns the view and that dim."""
+    """View ``[..., P, D]`` with each quantization group along one dim. Returns the view and that dim."""
     dim = -2 if quantizer.per == "channel" else -1
     return x.unflatten(dim, (-1, quantizer.group_size)), dim
 
@@ -32,7 +32,7 @@ def _quantize(
     groups, dim = grouped(x, quantizer)
     fit = fit_lsq if quantizer.fit == "lsq" else fit_minmax
     scale, zero_point = fitted = fit(groups, dim, quantizer.bits, dtype)
-    if stored is not None:  # groups that have parameters already keep them
+    if stored is not None:  # groups with existing parameters keep them
         *parameters, taken = (tensor.unsqueeze(dim) for tensor in stored)
         scale, zero_point = (torch.where(taken, *both) for both in zip(parameters, fitted, strict=True))
     codes = assign(groups, scale, zero_point, quantizer.bits)
@@ -44,7 +44,8 @@ def _quantize(
 
 
 def dequantize_groups(codes: Tensor, scale: Tensor, zero_point: Tensor, quantizer: Quantizer) -> Tensor:
-    """Uniform codes ``[..., P, D]`` with the parameters of their pages: ``[..., P, D]`` float32, still rotated."""
+    """Dequantize uniform values ``[..., P, D]`` with the parameters of their pages: ``[..., P, D]`` float32, still
+    rotated."""
     groups, dim = grouped(codes, quantizer)
     return dequantize(groups, scale.unsqueeze(dim), zero_point.unsqueeze(dim)).reshape(codes.shape)
 
@@ -52,7 +53,7 @@ def dequantize_groups(codes: Tensor, scale: Tensor, zero_point: Tensor, quantize
 def _quantize_compensated(
     x: Tensor, compensation: Tensor, quantizer: Quantizer, dtype: torch.dtype, stored: _Stored | None = None
 ) -> tuple[Tensor, ...]:
-    """Quantize ``block_size`` channels at a time; each block's error moves the channels still to come."""
+    """Quantize ``block_size`` channels at a time; each block's error adjusts the remaining channels."""
     size, parts = quantizer.subspace.block_size, []
     for start in range(0, x.shape[-1], size):
         block, rest = x[..., :size], x[..., size:]
@@ -71,26 +72,28 @@ def quantize_pages(x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) ->
     """Quantize and pack whole pages.
 
     x: ``[B, H, T, D]`` float, T a multiple of ``spec.page_size``.
-    fitted: what the codec was fitted to: a matrix ``[B, H, D - b, D - b]`` from `compensation_matrix` for specs with a
-        subspace, a basis and the places of its fields (`codec.allocation`) for those with widths by channel.
-    Returns what the codec keeps of each page (`Codec.tensors`): codes ``[B, H, T/P, rows, D]`` uint8, and scale and
-    zero point ``[B, H, T/P, *spec.params_shape(D)]``, unless the spec names another.
+    fitted: the tensors named in `Codec.quantizes_with`. For specs with a subspace: a matrix ``[B, H, D - b, D - b]``
+        from `compensation_matrix`. For per-channel bit widths: a basis and the places of its fields
+        (`codec.allocation`).
+    Returns the codec's page tensors (`Codec.tensors`). For the default codec: codes ``[B, H, T/P, rows, D]`` uint8, and
+    scale and zero point ``[B, H, T/P, *spec.params_shape(D)]``.
     """
     return spec.codec.quantize(x, spec, fitted)
 
 
 def dequantize_pages(*kept_and_spec: Any) -> Tensor:
-    """Inverse of `quantize_pages` up to rounding: what it returned, what `Codec.dequantizes_with` names, and the spec,
-    ->
-    ``[B, H, N * P, D]`` float32."""
+    """Inverse of `quantize_pages` up to rounding: ``[B, H, N * P, D]`` float32.
+
+    Takes the tensors that `quantize_pages` returned, then the tensors named in `Codec.dequantizes_with`, then the spec.
+    """
     spec: CodecSpec = kept_and_spec[-1]
     return spec.codec.dequantize(*kept_and_spec)
 
 
 @dataclass(frozen=True)
 class Affine(Codec, name=""):
-    """Quantized values as the fields of the `Quantizer` say: under a scale and a zero point of each group, points of a
-    grid under a scale, or floats as they are. What most other codecs are made of."""
+    """The default codec, which most other codecs build on. It stores what the fields of the `Quantizer` select: uniform
+    values with a scale and zero_point per group, grid points with a scale per group, or unquantized floats."""
 
     tensors = {
         "codes": Kept(lambda spec, head_dim: (spec.rows, spec.quantizer.columns(head_dim)), torch.uint8),
@@ -102,8 +105,8 @@ class Affine(Codec, name=""):
     def quantize(
         self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = (), stored: _Stored | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """stored: for uniform codes, scale and zero point that groups have already, and ``[B, H, T/P, *, 1]`` bool,
-        which do."""
+        """As `quantize_pages`. stored: for uniform quantization: existing scales and zero points, and a mask
+        ``[B, H, T/P, *, 1]`` bool of the groups that have them; None fits all groups."""
         dtype, quantizer = params_dtype(x.dtype), spec.quantizer
         if quantizer.raw:
             return _store_raw(x.unflatten(-2, (-1, spec.page_size)), spec, dtype)
@@ -158,11 +161,14 @@ def _load_raw(codes: Tensor, scale: Tensor, spec: CodecSpec) -> Tensor:
 def replace_tokens(
     pools: tuple[Tensor, Tensor, Tensor], x: Tensor, new: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Put tokens into slots of pages that hold others; who stays keeps its codes.
+    """Replace some tokens of existing pages. The other tokens keep their quantized values.
 
-    pools: codes, scale and zero point of the pages; x: ``[B, H, N * P, D]``; new: ``[B, H, N * P]`` bool, the slots
-    that ``x`` replaces. Where keys share a scale along tokens, a token that joins others is coded by their scale, and
-    by its own range only in a group that is all new.
+    pools: codes, scale and zero point of the pages.
+    x: ``[B, H, N * P, D]``, the new tokens in their slots.
+    new: ``[B, H, N * P]`` bool, the slots to replace with ``x``.
+
+    If scales are per channel, a new token is quantized with the existing scale of its group. Only a group whose tokens
+    are all new gets a new scale.
     """
     new = new.unflatten(-1, (-1, spec.page_size)).unsqueeze(-1)
     if spec.quantizer.raw:
@@ -182,11 +188,14 @@ def replace_tokens(
 def share_codes(
     existing: Tensor, x: Tensor, own: tuple[Tensor, Tensor, Tensor], spec: CodecSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a layer stores whose codes are not (only) its own (XQuant, section 3.3).
+    """Codes, scale and zero point of a layer that shares codes with earlier layers (XQuant, section 3.3).
 
-    existing: packed codes of the layers before it, ``[B, H, N, rows, D]``; x: ``[B, H, N * P, D]``; own: what
-    `quantize_pages` gave for ``x``. Codes are averaged with weight ``spec.own_codes`` and rounded; with weight 0 and
-    "lsq" the scale and zero point are fitted to the codes they will be used with.
+    existing: packed codes of the earlier layers, ``[B, H, N, rows, D]``.
+    x: ``[B, H, N * P, D]``, this layer's tokens.
+    own: the result of `quantize_pages` for ``x``.
+
+    Existing and own codes are averaged with weight ``spec.own_codes`` and rounded. With weight 0 and fit "lsq", the
+    scale and zero point are fitted to the existing codes.
     """
     if spec.own_codes:
         theirs, mine = unpack(existing, spec.bits).float(), unpack(own[0], spec.bits).float()

@@ -1,8 +1,8 @@
-"""Pairs of channels as radius and angle, each under uniform codes (PolarQuant, arXiv 2502.00527).
+"""Quantizes pairs of channels as radius and angle (PolarQuant, arXiv 2502.00527).
 
-Rotary embedding turns channels in pairs, and one of a pair may be large where the other is not: as points of a plane
-they lie on an arc, whose radius next to does not change from token to token. Pairs are channels ``(i, i + D / 2)``; of
-a token the first half of its codes are radii, the second angles in ``[-pi, pi]``.
+Rotary embedding rotates channels in pairs, and only one channel of a pair may be large. As points of a plane, the pairs
+lie on an arc whose radius hardly changes from token to token. Pairs are channels ``(i, i + D / 2)``. The first half of
+a token's codes are radii, the second half angles in ``[-pi, pi]``, in radians. Both use uniform quantization.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from .spec import CodecSpec
 
 
 def polar(x: Tensor) -> Tensor:
-    """``[..., D]`` -> radii and angles, ``[..., D]`` float32."""
+    """Convert ``[..., D]`` to radii and angles, ``[..., D]`` float32."""
     first, second = x.float().chunk(2, -1)
     return torch.cat([torch.hypot(first, second), torch.atan2(second, first)], -1)
 
@@ -37,7 +37,7 @@ def _even(spec: CodecSpec, head_dim: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Polar(Codec, name="polar"):
-    """Pairs of channels as radius and angle."""
+    """Uniform quantization of channel pairs as radius and angle."""
 
     tensors = {**Affine.tensors, "codes": Kept(_even, torch.uint8)}
     dequantizes_any_bytes = True
@@ -52,7 +52,7 @@ class Polar(Codec, name="polar"):
             )
 
     def quantize(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
-        """What `quantize_pages` keeps of the radii and angles of whole pages ``[B, H, N * P, D]``."""
+        """Quantize the radii and angles of whole pages ``[B, H, N * P, D]``, as `quantize_pages`."""
         return quantize_pages(polar(x).to(x.dtype), spec.plain)
 
     def dequantize(self, codes: Tensor, scale: Tensor, zero_point: Tensor, spec: CodecSpec) -> Tensor:

@@ -1,7 +1,7 @@
-"""Tokens as functions of what the same tokens dequantize to in the layer below (AQUA-KV, arXiv 2501.19392).
+"""Predicts a layer's tokens from the dequantized tokens of the layer below (AQUA-KV, arXiv 2501.19392).
 
-They are subtracted before tokens are coded, and added again when those are dequantized: only what the layer below does
-not know has to be coded. All KV heads of a layer are predicted together, from ``[T, H * D]``.
+Predictions are subtracted before quantization and added after dequantization, so only the part that the layer below
+does not predict is quantized. All KV heads of a layer are predicted together, from ``[T, H * D]``.
 """
 
 import math
@@ -17,25 +17,28 @@ from .affine import dequantize
 from .bitpack import byte_rows, unpack
 
 MATRICES = {"linear": 1, "low-rank": 2, "mlp": 2}
-"""Weight matrices of each kind."""
+"""Number of weight matrices of each kind of predictor."""
 OF_FOUR_BITS = ("linear", "low-rank")
-"""Those of them whose weights may have 4 bits."""
+"""Kinds of predictors that are also available with 4-bit weights."""
 PREDICTORS = (*MATRICES, *(f"{kind}-4" for kind in OF_FOUR_BITS))
 GROUP = 64
-"""Outputs that share a scale in 4-bit weights."""
+"""Number of outputs that share a scale in 4-bit weights."""
 
 
 @cache
 def parse_predictor(text: str) -> tuple[str, int]:
-    """Kind and width of the weights: "linear-4" is a linear map with 4-bit weights. Raises `KVPassError`."""
+    """Kind of predictor and bit width of its weights: "linear-4" is a linear map with 4-bit weights.
+
+    Raises `KVPassError` for an unknown predictor.
+    """
     if text not in PREDICTORS:
         raise KVPassError(f"There is no predictor {text!r}; choose one of {', '.join(PREDICTORS)}.")
     return (text.removesuffix("-4"), 4) if text.endswith("-4") else (text, 16)
 
 
 def matrix(parts: Sequence[Tensor]) -> Tensor:
-    """A weight matrix ``[out, in]`` float32: stored as it is, or as 4-bit codes ``[out / 2, in]``, scale and zero point
-    ``[out / g, in]``."""
+    """A weight matrix ``[out, in]`` float32 from its stored ``parts``: the matrix itself, or 4-bit codes
+    ``[out / 2, in]``, scale and zero point ``[out / g, in]``."""
     if len(parts) == 1:
         return parts[0].float()
     codes, scale, zero_point = parts
@@ -44,7 +47,7 @@ def matrix(parts: Sequence[Tensor]) -> Tensor:
 
 
 def weights(predictor: str, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Weight matrices ``[out, in]`` in float32, and biases, of the flat list a predictor is stored as."""
+    """Weight matrices ``[out, in]`` and biases, float32, from the flat list of tensors of a stored predictor."""
     kind, bits = parse_predictor(predictor)
     size = 1 if bits == 16 else 3
     stored = MATRICES[kind] * size
@@ -52,7 +55,7 @@ def weights(predictor: str, tensors: Sequence[Tensor]) -> tuple[list[Tensor], li
 
 
 def stored_shapes(predictor: str, inputs: int, outputs: int, rank: int | None) -> list[tuple[bool, tuple[int, ...]]]:
-    """Of each tensor that a predictor is stored as, whether it holds codes, uint8, and its shape."""
+    """For each tensor of a stored predictor: whether it holds uint8 codes, and its shape."""
     kind, bits = parse_predictor(predictor)
     hidden = 2 * inputs if kind == "mlp" else min(rank or outputs // 2, outputs)
     matrices = [(outputs, inputs)] if kind == "linear" else [(hidden, inputs), (outputs, hidden)]
@@ -67,7 +70,7 @@ def stored_shapes(predictor: str, inputs: int, outputs: int, rank: int | None) -
 
 
 def run(kind: str, x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
-    """A predictor of `MATRICES` on float32 rows ``[..., in]``: ``[..., out]``.
+    """Apply a predictor of `MATRICES` to float32 rows ``[..., in]``: ``[..., out]``.
 
     linear: ``x A^T + b``. low-rank: ``x A^T B^T + b``. mlp: ``gelu(norm(x) A^T + a) B^T + b``.
     """
@@ -80,20 +83,20 @@ def run(kind: str, x: Tensor, matrices: Sequence[Tensor], biases: Sequence[Tenso
 
 
 def page_rows(references: Sequence[Tensor], page_size: int) -> Tensor:
-    """References ``[B, H, T, D]`` side by side, a page at a time: ``[B * T / P, P, in]`` float32."""
+    """Concatenate references ``[B, H, T, D]`` along channels, by page: ``[B * T / P, P, in]`` float32."""
     rows = torch.cat([reference.transpose(1, 2).flatten(2) for reference in references], -1).float()
     pages: Tensor = rows.unflatten(1, (-1, page_size))
     return pages.flatten(0, 1)
 
 
 def predict(predictor: str, tensors: Sequence[Tensor], references: Sequence[Tensor], page_size: int) -> Tensor:
-    """The prediction for whole pages: ``[B, H, T, D]`` float32.
+    """Predict whole pages: ``[B, H, T, D]`` float32.
 
-    tensors: what `weights` takes.
-    references: the reconstructions ``[B, H, T, D]`` it looks at, those of the layer below first.
+    tensors: the stored predictor, as `weights` takes it.
+    references: the dequantized tokens ``[B, H, T, D]`` to predict from, the layer below first.
 
-    Pages are multiplied one by one, by products of one shape, so that a page has the same prediction when it is
-    quantized and whenever it is dequantized.
+    Each page is a matrix product of the same shape. So the prediction for a page is the same in quantization and in
+    every dequantization.
     """
     out = run(parse_predictor(predictor)[0], page_rows(references, page_size), *weights(predictor, tensors))
     batch, heads = references[0].shape[:2]

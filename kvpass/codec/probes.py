@@ -1,5 +1,5 @@
-"""Some of the prompt's queries, kept to say which tokens of a page attention will look at (probes of ZipCache, arXiv
-2405.14256, section 4.2)."""
+"""Samples the prompt's queries, to estimate which tokens of a page get attention (probes of ZipCache, arXiv 2405.14256,
+section 4.2)."""
 
 import math
 
@@ -9,16 +9,18 @@ from torch import Tensor
 from .codec import Kept
 
 QUERIES = 32
-"""How many are kept."""
+"""Number of queries to keep per KV head."""
 PROBES = Kept(lambda spec, head_dim: (QUERIES, head_dim))
-"""They as a tensor of a sequence."""
+"""Declares the queries as a tensor of a sequence."""
 
 
 def some_queries(q: Tensor, valid: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`QUERIES` of those of a KV head, ``[B, H, N, D]``, that are no padding, as far apart as can be, and scaled as
-    attention does: ``[B, H, Q, D]``.
+    """Sample `QUERIES` queries of each KV head at even distances: ``[B, H, Q, D]`` in ``dtype``.
 
-    valid: ``[B, N]`` bool.
+    They are divided by ``sqrt(head_dim)``, as in attention.
+
+    q: ``[B, H, N, D]``, the queries of each KV head.
+    valid: ``[B, N]`` bool, False for padding, which is not sampled. None means no padding.
     """
     if valid is None:
         valid = torch.ones(len(q), q.shape[2], dtype=torch.bool, device=q.device)

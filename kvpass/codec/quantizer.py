@@ -1,4 +1,4 @@
-"""`Quantizer`: how values become codes."""
+"""`Quantizer`: the settings that say how values are quantized."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,9 +10,9 @@ from .codebook import grid_shape
 from .codec import Codec
 
 UNIFORM = (1, 2, 3, 4, 8)
-"""Widths of uniform codes."""
+"""Bit widths of uniform quantization."""
 RAW = (16, 32)
-"""Widths that are floats stored as they are."""
+"""Bit widths that mean unquantized floats."""
 _MOST_WEIGHT = 1e6
 
 
@@ -20,7 +20,7 @@ _MOST_WEIGHT = 1e6
 class Subspace:
     """Query-subspace error compensation (SQuat, arXiv 2503.24358, eq. 6).
 
-    rank: directions kept of the prompt's queries.
+    rank: number of principal directions of the prompt's queries to keep.
     weight: weight of the subspace error against the plain error. ``relative=True``: in units of the mean query energy
         per channel, which depends neither on the prompt's length nor on the scale of the queries. ``relative=False``:
         the paper's lambda, which multiplies squared singular values.
@@ -44,15 +44,15 @@ class Subspace:
 
 @dataclass(frozen=True)
 class Adaptive:
-    """A width for every token, from the deviation its error may have (QAQ, arXiv 2403.04643; `codec.adaptive`).
+    """Per-token bit widths, chosen from the error that each token may have (QAQ, arXiv 2403.04643; `codec.adaptive`).
 
-    widths: classes of widths, narrowest first; four at most.
-    role: what the tokens are, "key" or "value": it decides what they may deviate by.
-    sigma: deviation allowed of attention weights, for keys; of attention's output, for values.
-    outliers: share of a token's values that are kept exact, half of them at both ends.
-    rows: queries whose largest attention weight stands for what a token will be paid.
-    energy: squared norm of the scaled queries; None takes the 90 % quantile of the prompt's.
-    keep_originals: keep full-precision tokens in host memory, so that a token can get bits back.
+    widths: the available bit widths, narrowest first; at most four.
+    role: "key" or "value": which error bound of the paper applies.
+    sigma: allowed standard deviation of the attention weights (keys) or of the attention output (values).
+    outliers: fraction of a token's values that stay exact, half of them the smallest and half the largest.
+    rows: number of queries whose largest attention weight predicts a token's future attention mass.
+    energy: squared norm of the scaled queries. None uses the 90 % quantile over the prompt's queries.
+    keep_originals: keep full-precision tokens in host memory, so that a token's bit width can grow again.
     """
 
     widths: tuple[int, ...]
@@ -80,24 +80,25 @@ class Adaptive:
 
     @property
     def fits_energy(self) -> bool:
-        """Whether the energy is that of the prompt's queries."""
+        """Whether the energy is measured on the prompt's queries."""
         return self.role == "key" and self.energy is None
 
 
 @dataclass(frozen=True)
 class Quantizer:
-    """How values become codes, and codes values again.
+    """How values are quantized and dequantized.
 
-    bits: 1, 2, 3, 4 or 8; 16 or 32 are the floats themselves, as bytes.
-    per: "channel" shares a scale among ``group_size`` tokens of one channel; "token" among ``group_size`` channels of
-        one token.
-    fit: "minmax" spans the group; "lsq" takes the scale and zero point of least squared error.
-    eta: share of the range cut off at both ends after codes are assigned (XQuant eq. 9); "minmax" only.
-    grid: name of a vector grid (`codec.codebook`) whose points are the codes; "" for uniform codes. ``bits`` is then
-        the width of the code of d values, and groups have a scale and no zero point.
-    subspace: errors of channels are made up for by later ones, where queries see them.
-    adaptive: a width for every token instead of ``bits``, which is the widest.
-    codec: how pages are stored, with its own parameters (`codec.codec`); None stores the quantized values as these
+    bits: bit width: 1, 2, 3, 4 or 8. 16 or 32 store unquantized floats as bytes.
+    per: "channel": ``group_size`` tokens of one channel share a scale. "token": ``group_size`` channels of one token
+        share a scale.
+    fit: "minmax": the range spans the group. "lsq": scale and zero_point minimize the squared error.
+    eta: fraction of the range that is cut off at each end after values are assigned (XQuant eq. 9); "minmax" only.
+    grid: name of a vector grid (`codec.codebook`); each d consecutive values become the index of a grid point. "" means
+        uniform quantization. With a grid, ``bits`` is the width of one index, and groups have a scale but no
+        zero_point.
+    subspace: compensates the errors of earlier channels in later ones, within the subspace of the queries.
+    adaptive: per-token bit widths; ``bits`` is then the widest of them.
+    codec: how pages are stored, with its own parameters (`codec.codec`). None stores quantized values as the other
         fields say (`codec.pages`).
     """
 
@@ -154,7 +155,7 @@ class Quantizer:
         return self.codec.describe(codes) if self.codec is not None else codes
 
     def check(self, head_dim: int) -> None:
-        """Raise `KVPassError` unless the groups of heads of ``head_dim`` channels are whole."""
+        """Raise `KVPassError` unless ``head_dim`` channels divide into whole groups."""
         if self.codec is not None:
             self.codec.check_head(head_dim)
         if self.raw:
@@ -169,31 +170,31 @@ class Quantizer:
 
     @property
     def raw(self) -> bool:
-        """Whether pages hold the floats themselves."""
+        """Whether pages hold unquantized floats."""
         return self.bits in RAW
 
     @cached_property
     def dim(self) -> int:
-        """Values of one code."""
+        """Number of values that one code stands for."""
         return grid_shape(self.grid)[0] if self.grid else 1
 
     def columns(self, head_dim: int) -> int:
-        """Codes of one token."""
+        """Number of codes of one token."""
         return head_dim // self.dim
 
     @property
     def needs_queries(self) -> bool:
-        """Whether codes depend on the prompt's queries."""
+        """Whether quantized values depend on the prompt's queries."""
         if self.codec is not None and self.codec.needs_queries:
             return True
         return self.subspace is not None or (self.adaptive is not None and self.adaptive.fits_energy)
 
     @property
     def follows_keys(self) -> bool:
-        """Whether quantized values depend on which tokens of the layer's keys got more bits."""
+        """Whether quantization reuses the token selection of the layer's keys."""
         return self.codec is not None and bool(self.codec.follows_keys)
 
     @property
     def chooses(self) -> bool:
-        """Whether queries, of the prompt or of a calibration, say which tokens of a page get more bits."""
+        """Whether queries, from the prompt or from a calibration, select which tokens of a page get more bits."""
         return self.codec is not None and bool(self.codec.chooses)

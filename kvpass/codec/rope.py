@@ -1,8 +1,8 @@
-"""Rotary embedding of dequantized keys (RoFormer, arXiv 2104.09864), for keys stored as they were before it.
+"""Applies rotary embedding to dequantized keys (RoFormer, arXiv 2104.09864), for keys stored before it.
 
-A rotation is described by a text: "half-p" rotates channel pairs (i, i + p), "interleaved-p" pairs (2 i, 2 i + 1), for
-i < p; channels from 2 p on are left alone. Tables hold the cosine and sine, times whatever the model scales them by, of
-each stored token: ``[B, T, >= p]``.
+A text describes the rotation: "half-p" rotates channel pairs (i, i + p), "interleaved-p" pairs (2 i, 2 i + 1), for
+i < p; channels from 2 p on are not rotated. Tables hold the cosine and sine for each stored token, including any
+scaling by the model: ``[B, T, >= p]``.
 """
 
 from functools import cache
@@ -19,7 +19,7 @@ def parse_rope(rope: str) -> tuple[int, bool]:
 
 
 def split_pairs(x: Tensor, rope: str) -> tuple[Tensor, Tensor, Tensor]:
-    """``[..., D]`` -> first and second of each pair ``[..., p]``, and the channels left alone."""
+    """Split ``[..., D]`` into the first and second channels of pairs, each ``[..., p]``, and the unrotated channels."""
     pairs, interleaved = parse_rope(rope)
     first, second = (slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)) if interleaved else (
         slice(0, pairs), slice(pairs, 2 * pairs)
@@ -34,7 +34,7 @@ def join_pairs(first: Tensor, second: Tensor, rest: Tensor, rope: str) -> Tensor
 
 
 def rotate_pairs(first: Tensor, second: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Each pair turned by its angle."""
+    """Rotate each pair by its angle."""
     return first * cos - second * sin, second * cos + first * sin
 
 
@@ -44,7 +44,8 @@ def rope_of(pairs: int, interleaved: bool) -> str:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, rope: str) -> Tensor:
-    """Rotate ``x`` ``[B, H, T, D]`` by the tables' first T rows; float32 math, the dtype of ``x``."""
+    """Rotate ``x`` ``[B, H, T, D]`` by the first T rows of the tables. Computes in float32, returns the dtype of
+    ``x``."""
     first, second, rest = split_pairs(x.float(), rope)
     cos, sin = (table[:, None, : x.shape[2], : first.shape[-1]].float() for table in (cos, sin))
     return join_pairs(*rotate_pairs(first, second, cos, sin), rest, rope).to(x.dtype)

@@ -1,9 +1,11 @@
-"""Some tokens of a page in twice the bits: those that matter most by ZipCache's saliency (arXiv 2405.14256, section
-4.2). Either kind of token is coded as pages of its own: keys per channel, values per token and channel-separable.
+"""Quantizes the salient tokens of a page with twice the bits (ZipCache, arXiv 2405.14256, section 4.2).
 
-Saliency is normalised attention, ``sum_k A[k, i] / nnz(A[:, i])`` over probes k: `QUERIES` of the prompt's queries, and
-A their softmax over all tokens that are packed at once, without a causal mask, so that the divisor is the same for all.
-Values have more bits where their keys do.
+Salient tokens and the others are quantized separately, as if each kind filled pages of its own: keys per channel,
+values per token and channel-separable.
+
+Saliency is normalized attention mass: ``sum_k A[k, i] / nnz(A[:, i])`` over probes k. The probes are a sample of
+`probes.QUERIES` of the prompt's queries. A is their softmax over all tokens that are packed in one call, without a
+causal mask, so the divisor is the same for all tokens. Values use the selection of their keys.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +28,7 @@ from .spec import CodecSpec
 
 
 def tokens_of(spec: CodecSpec) -> tuple[int, int]:
-    """How many tokens of a page are salient, and how many are not. Raises `KVPassError` if these are no pages."""
+    """Number of salient tokens of a page, and of the others. Raises `KVPassError` unless both fill whole bytes."""
     salient = round(Salient.of(spec).share * spec.page_size)
     counts, widths = (salient, spec.page_size - salient), (2 * spec.bits, spec.bits)
     if min(counts) <= 0 or any(n % smallest_page(bits) for n, bits in zip(counts, widths, strict=True)):
@@ -39,7 +41,7 @@ def tokens_of(spec: CodecSpec) -> tuple[int, int]:
 
 @cache
 def kinds(spec: CodecSpec, head_dim: int) -> list[CodecSpec]:
-    """What salient tokens, and the others, are coded by: as pages of their own."""
+    """The specs for salient tokens and for the others, each with pages of its own."""
     codes, keys, specs = spec.plain.quantizer, spec.quantizer.per == "channel", []
     codes = replace(codes, codec=None if keys else ChannelSeparable())
     for n, bits in zip(tokens_of(spec), (2 * spec.bits, spec.bits), strict=True):
@@ -49,23 +51,27 @@ def kinds(spec: CodecSpec, head_dim: int) -> list[CodecSpec]:
 
 
 def slots(marks: Tensor, salient: int) -> Tensor:
-    """Where pages of marks ``[..., N, 1, P / 8]`` keep their tokens, so many of them salient: ``[..., N, P]`` int64."""
+    """The slot of each token in its page: ``[..., N, P]`` int64. Salient tokens come first.
+
+    marks: ``[..., N, 1, P / 8]``, bit masks of salient tokens. salient: number of salient tokens of a page.
+    """
     is_salient = unpack(marks.mT, 1).squeeze(-1)
     token = torch.arange(is_salient.shape[-1], device=marks.device)
-    before = (is_salient.float() @ (token[:, None] < token).float()).long()  # how many salient ones come before
-    other = (token - before + salient).clamp(max=len(token) - 1)  # pages that are not written have no salient ones
+    before = (is_salient.float() @ (token[:, None] < token).float()).long()  # number of salient tokens before each
+    other = (token - before + salient).clamp(max=len(token) - 1)  # unwritten pages have no salient tokens
     return torch.where(is_salient > 0, before, other)
 
 
 def marked(x: Tensor, spec: CodecSpec, probes: Tensor) -> Tensor:
-    """Marks ``[B, H, N, P / 8, 1]`` of the keys ``[B, H, N * P, D]`` that probes ``[B, H, Q, D]`` pay most."""
+    """Bit mask ``[B, H, N, P / 8, 1]`` uint8 of the salient tokens of keys ``x`` ``[B, H, N * P, D]``: the tokens of
+    each page with the most attention mass under ``probes`` ``[B, H, Q, D]``."""
     paid = (x.float() @ probes.float().mT).softmax(2).mean(-1).unflatten(2, (-1, spec.page_size))
     most = paid.topk(tokens_of(spec)[0], -1).indices
     return pack(torch.zeros_like(paid, dtype=torch.uint8).scatter(-1, most, 1).unsqueeze(-1), 1)
 
 
 def of_kinds(kept: Sequence[Tensor]) -> list[list[Tensor]]:
-    """What the codecs of either kind keep, of what pages do behind their marks."""
+    """Split the page tensors after the marks by kind, and drop the empty ones."""
     return [[tensor for tensor in half if tensor.shape[-2]] for half in (kept[:4], kept[4:])]
 
 
@@ -83,10 +89,11 @@ _TENSORS = (*Affine.tensors, "factor")
 
 @dataclass(frozen=True)
 class Salient(Codec, name="salient"):
-    """Two kinds of tokens in a page: salient ones in twice the bits.
+    """Pages whose salient tokens are quantized with twice the bits.
 
-    share: of the tokens of a page, those that are salient.
-    chosen_by: who says which: some of the prompt's "queries", or for values those of the layer's "keys".
+    share: fraction of a page's tokens that are salient.
+    chosen_by: "queries": a sample of the prompt's queries selects them. "keys": values use the selection of the layer's
+        keys.
     """
 
     share: float
@@ -131,10 +138,10 @@ class Salient(Codec, name="salient"):
             kept["queries"].copy_(some_queries(q, valid, kept["queries"].dtype))
 
     def quantize(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
-        """What is kept of whole pages ``[B, H, N * P, D]``: marks ``[B, H, N, 1, P / 8]`` uint8, and what the codecs of
-        either kind of tokens keep.
+        """Quantize whole pages ``[B, H, N * P, D]`` to marks ``[B, H, N, 1, P / 8]`` uint8, then the page tensors of
+        salient tokens, then those of the other tokens.
 
-        fitted: the probes ``[B, H, Q, D]`` for keys; for values the marks of their keys ``[B, H, N, P / 8, 1]``.
+        fitted: for keys the probes ``[B, H, Q, D]``; for values the marks of their keys ``[B, H, N, P / 8, 1]``.
         """
         (chosen,), counts, head_dim = fitted, tokens_of(spec), x.shape[-1]
         marks = chosen if self.follows_keys else marked(x, spec, chosen)

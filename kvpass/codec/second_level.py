@@ -1,8 +1,8 @@
-"""Scales and zero points of a page in 8 bits each, under one 16-bit scale and zero point of the page for either (double
-quantization, QLoRA, arXiv 2305.14314, section 3).
+"""Quantizes the scales and zero points of a page to 8 bits (double quantization, QLoRA, arXiv 2305.14314, section 3).
 
-Codes are assigned under what is stored, so that only the ends of a group's range are off, by half a step of theirs: a
-group of equal values need not come back exactly.
+The scales of a page share a 16-bit scale and zero point, and so do its zero points. Values are quantized with the
+stored, rounded parameters. So only the ends of a group's range have an additional error, of half a step of the
+parameters. A group of equal values may not dequantize exactly.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,11 @@ _BITS = 8
 
 
 def compress(scale: Tensor, zero_point: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and zero points of pages ``[..., G, C]`` -> their codes ``[..., 2 G, C]`` uint8, and scale and zero point
-    of those of either ``[..., 2, 2]``, in the dtype they had."""
+    """Quantize scales and zero points of pages, each ``[..., G, C]``.
+
+    Returns their codes ``[..., 2 G, C]`` uint8, and the second-level scale and zero point of the scales and of the zero
+    points, ``[..., 2, 2]`` in the dtype of ``scale``.
+    """
     both = torch.stack([scale.float(), zero_point.float()], -3).flatten(-2)  # [..., 2, G * C]
     params = torch.stack(fit_minmax(both, -1, _BITS, scale.dtype), -1)  # [..., 2, 1, 2]
     levels = assign(both, params[..., 0], params[..., 1], _BITS)
@@ -43,7 +46,7 @@ def _levels(spec: CodecSpec, head_dim: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class SecondLevel(Codec, name="second-level"):
-    """Scales and zero points in 8 bits each, under a scale and a zero point of the page."""
+    """Uniform quantization whose scales and zero points have 8 bits each, with second-level parameters per page."""
 
     tensors = {
         "codes": Affine.tensors["codes"],
@@ -58,8 +61,8 @@ class SecondLevel(Codec, name="second-level"):
             raise KVPassError("8-bit scales need uniform quantization: no grid, raw floats or eta.")
 
     def quantize(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor, Tensor]:
-        """What is kept of whole pages ``[B, H, N * P, D]``: codes as `quantize_pages` has them, `levels` and
-        `params`."""
+        """Quantize whole pages ``[B, H, N * P, D]`` to codes, as `quantize_pages`, and ``levels`` and ``params``, as
+        `compress`."""
         _, scale, zero_point = quantize_pages(x, spec.plain, fitted)
         levels, params = compress(scale, zero_point)
         taken = torch.ones((*scale.shape[:-2], 1, 1), dtype=torch.bool, device=x.device)

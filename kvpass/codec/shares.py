@@ -1,16 +1,16 @@
-"""Bits that a calibration shared out: the heads of a layer, their keys and values, and ranks of tokens have as many as
-their errors cost, by one water-filling over the whole model.
+"""Quantizes with calibrated bit widths: one water-filling over the whole model divides the bits by the cost of errors.
 
-Tokens are coded as in `codec.allocation`: a basis, widths by coordinate, fields of two bits and of one, a gain for each
-token and head, and ranks of the tokens of a page. What differs is who has how much, so a page is that of all heads of a
-layer together: who is rich ``[P / 8, H]``, and of each rank the pairs of bits of all heads ``[T / 4, pairs]``, their
-single bits ``[T / 8, singles]`` and gains ``[T, heads]``, those of a head side by side. A head that has no bits of a
-rank has no gain there.
+Bits are divided among layers, keys and values, heads, coordinates, and ranks of tokens. Tokens are quantized as in
+`codec.allocation`: with a basis, a bit width per coordinate, fields of two bits and of one, a gain per token and head,
+and ranks of a page's tokens. The difference is that the number of bits varies by head. So one page holds all heads of a
+layer: the mask of rich tokens ``[P / 8, H]``, and for each rank the bit pairs of all heads ``[T / 4, pairs]``, their
+single bits ``[T / 8, singles]`` and gains ``[T, heads]``. The columns of one head are adjacent. A head without bits in
+a rank has no gain there.
 
-How many there are is the *share* of a layer, ``[ranks, 3, H + 1]`` int32 on the host: where the pairs, the single bits
-and the gains of each head begin, and their ends. Which coordinates they belong to follows from *widths*, ``[B or 1, H,
-ranks, D]`` uint8: the pairs of a head come first by level, from the lowest bits up, then by coordinate, and the highest
-bit of an odd width is a single one.
+The *share* of a layer, ``[ranks, 3, H + 1]`` int32 on the host, holds the number of fields: the column at which each
+head's pairs, single bits and gains start, and the end of the last head's. *widths*, ``[B or 1, H, ranks, D]`` uint8,
+determines the coordinate of each field: the pairs of a head are ordered by level, lowest bits first, then by
+coordinate. The highest bit of an odd bit width is a single bit.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,11 +44,11 @@ from .transform_coding import (
 )
 
 WIDEST = 2 * PAIRS + 1
-"""Most bits of a coordinate."""
+"""Largest bit width of a coordinate."""
 
 
 def share_of(widths: Tensor) -> Tensor:
-    """The share of a layer with these widths, ``[H, ranks, D]``."""
+    """The share of a layer whose bit widths are ``widths`` ``[H, ranks, D]``."""
     widths = widths.long().cpu()
     each = torch.stack([(widths // 2).sum(-1), (widths % 2).sum(-1), widths.amax(-1).clamp(max=1)])  # [3, H, ranks]
     ends = each.permute(2, 0, 1).cumsum(-1)
@@ -56,7 +56,8 @@ def share_of(widths: Tensor) -> Tensor:
 
 
 class _Rank(NamedTuple):
-    """What a page keeps of its tokens of one rank, see above: where the pairs, single bits and gains of heads begin."""
+    """Layout of one rank in a page: its number of tokens, and the start columns of each head's pairs, single bits and
+    gains, followed by the end of the last head's."""
 
     tokens: int
     pairs: list[int]
@@ -65,13 +66,13 @@ class _Rank(NamedTuple):
 
     @property
     def parts(self) -> list[tuple[int, int]]:
-        """Rows and columns of what is kept."""
+        """Rows and columns of the pairs, the single bits and the gains."""
         rows = *(byte_rows(self.tokens, bits) for bits in FIELD_BITS), self.tokens
         return [(count, columns[-1]) for count, columns in zip(rows, self[1:], strict=True)]
 
     @property
     def heads(self) -> list[int]:
-        """Those that have a gain."""
+        """Indices of the heads that have a gain."""
         return [h for h, (start, stop) in enumerate(pairwise(self.gains)) if stop > start]
 
 
@@ -81,13 +82,13 @@ def _ranks(share: Tensor, spec: CodecSpec) -> list[_Rank]:
 
 
 def _parts(share: Tensor, spec: CodecSpec) -> list[tuple[int, int]]:
-    """Rows and columns of all that a page keeps."""
+    """Rows and columns of each part of a page."""
     rich = [(byte_rows(spec.page_size, 1), share.shape[-1] - 1)] if Shares.of(spec).ranked else []
     return rich + [part for rank in _ranks(share, spec) for part in rank.parts]
 
 
 def rich_of(pages: Tensor, page_size: int, heads: int) -> Tensor:
-    """Who is rich in the pages ``[B, 1, N, 1, bytes]`` of keys of ``heads`` heads: ``[B, H, N, P / 8, 1]``."""
+    """Masks of rich tokens, from key pages ``[B, 1, N, 1, bytes]`` of ``heads`` heads: ``[B, H, N, P / 8, 1]``."""
     rows = byte_rows(page_size, 1)
     return _by_head(pages[:, 0, :, 0, : rows * heads].unflatten(-1, (rows, heads)))
 
@@ -98,10 +99,12 @@ def _by_head(rich: Tensor) -> Tensor:
 
 
 def fields_of(widths: Tensor, starts: Sequence[int], single: bool) -> tuple[Tensor, Tensor]:
-    """The pairs, or the single bits, of a rank in the order in which pages keep them: their channels among all heads,
-    ``head * D + coordinate``, and how far above the lowest bit of the code they are; ``[B, F]`` int64 each.
+    """Channel and shift of each pair, or of each single bit, of a rank, in page order; each ``[B, F]`` int64.
 
-    widths: ``[B, H, D]``. starts: where the fields of each head begin, and their end.
+    The channel is ``head * D + coordinate``. The shift is the position of the field's lowest bit in the code.
+
+    widths: ``[B, H, D]``.
+    starts: start column of each head's fields, and the end of the last head's.
     """
     widths, size = widths.long(), widths.shape[-1]
     if single:
@@ -124,7 +127,7 @@ def _by_kind(widths: Tensor, rank: _Rank) -> list[tuple[Tensor, Tensor]]:
 
 
 def _quantize_rank(units: Tensor, widths: Tensor, rank: _Rank) -> list[Tensor]:
-    """Tokens of one rank, ``[B, H, N, T, D]`` coordinates, as `_Rank.parts` says."""
+    """Quantize coordinates ``[B, H, N, T, D]`` of the tokens of one rank to the tensors that `_Rank.parts` lists."""
     own = widths.long()[:, :, None, None]
     steps, most = torch.tensor([1.0, *STEPS], device=units.device)[own], 2.0**own - 1
     levels, codes = best_gain(units, steps, most, own)
@@ -136,7 +139,7 @@ def _quantize_rank(units: Tensor, widths: Tensor, rank: _Rank) -> list[Tensor]:
 
 
 def _dequantize_rank(kept: Sequence[Tensor], widths: Tensor, rank: _Rank) -> Tensor:
-    """Coordinates of the tokens of one rank, ``[B, N, T, H * D]``."""
+    """Inverse of `_quantize_rank` up to rounding: coordinates ``[B, N, T, H * D]``."""
     (heads, size), of_gains = widths.shape[1:], gains(kept[2])
     units = of_gains.new_zeros(*of_gains.shape[:-1], heads * size)
     worth = torch.tensor([0.0, *STEPS], device=widths.device)[widths.long()].flatten(1)
@@ -150,10 +153,11 @@ def _dequantize_rank(kept: Sequence[Tensor], widths: Tensor, rank: _Rank) -> Ten
 
 
 def fit(x: Tensor, metric: Tensor, share: Tensor, spec: CodecSpec, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Basis ``[B, H, D, b]`` float64 and widths ``[B, H, ranks, D]`` uint8 for tokens ``[B, H, T, D]``, with as many
-    fields of each kind as the share of the layer says.
+    """Fit basis ``[B, H, D, b]`` float64 and widths ``[B, H, ranks, D]`` uint8 to tokens ``[B, H, T, D]``.
 
-    metric: ``[1, H, D, b]``, what errors cost. valid: ``[B, T]`` bool, as `allocation.fit_basis` takes it.
+    metric: ``[1, H, D, b]``, the cost of errors.
+    share: the layer's share, which fixes the number of fields of each kind.
+    valid: ``[B, T]`` bool, False for padding, which is ignored.
     """
     size = Shares.of(spec).block_size
     metric = metric.unflatten(2, (-1, size)).expand(len(x), -1, -1, -1, -1)
@@ -166,7 +170,8 @@ def fit(x: Tensor, metric: Tensor, share: Tensor, spec: CodecSpec, valid: Tensor
 
 
 def divided(cost: Tensor, pairs: int, singles: int) -> Tensor:
-    """Widths ``[..., D]`` of coordinates that cost so much, which share so many pairs of bits and single ones."""
+    """Bit widths ``[..., D]`` that divide ``pairs`` bit pairs and ``singles`` single bits by error costs
+    ``[..., D]``."""
     none = torch.zeros_like(cost, dtype=torch.long)
     if pairs:
         places = allocate(cost, pairs, singles)
@@ -176,8 +181,11 @@ def divided(cost: Tensor, pairs: int, singles: int) -> Tensor:
 
 
 def water_fill(cost: Tensor, bits: int) -> Tensor:
-    """Widths of all coordinates ``[...]``, which cost so much each, that share ``bits`` so that the least is lost: one
-    after the other, each to who saves most by it."""
+    """Bit widths ``[...]`` uint8 that minimize the total error for a total of ``bits`` bits.
+
+    Greedy: each bit goes to the coordinate whose error it reduces most. cost: ``[...]``, the error cost of each
+    coordinate. Raises `KVPassError` if the coordinates cannot take that many bits.
+    """
     saved = -torch.tensor(DISTORTION[: WIDEST + 1], dtype=torch.float64).diff()
     each = (cost.double().flatten().unsqueeze(-1) * saved).flatten()
     if not 0 <= bits <= each.numel():
@@ -187,19 +195,20 @@ def water_fill(cost: Tensor, bits: int) -> Tensor:
 
 
 def page_bytes(share: Tensor, spec: CodecSpec) -> int:
-    """Bytes of a page of a layer with this share."""
+    """Bytes per page of a layer with this share."""
     return sum(rows * columns for rows, columns in _parts(share, spec))
 
 
 @dataclass(frozen=True)
 class Shares(Codec, name="shares"):
-    """Widths by channel, where a calibration gave each head its bits (`codec.shares`).
+    """Per-channel bit widths, with a calibrated number of bits per head (`codec.shares`).
 
-    block_size: neighbouring channels that are decorrelated together.
-    ranked: the half of a page's tokens that the calibration's queries would pay most has bits of its own.
-    follows: that half is the one of the layer's keys.
-    adapts: mean, basis and widths within a head are fitted to the tokens packed first, under the metric of the
-        calibration; otherwise all of it is the calibration's.
+    block_size: number of neighbouring channels that are decorrelated together.
+    ranked: give more bits to the half of a page's tokens that has the most attention mass under the calibration's
+        queries.
+    follows: take that half from the layer's keys.
+    adapts: fit mean, basis and the bit widths within a head to the first packed tokens, under the calibrated metric.
+        Otherwise all of them come from the calibration.
     """
 
     block_size: int
@@ -207,7 +216,7 @@ class Shares(Codec, name="shares"):
     follows: bool = False
     adapts: bool = False
 
-    tensors = {"codes": Kept(lambda spec, head_dim: (1, 0), torch.uint8)}  # `page_bytes` says how many
+    tensors = {"codes": Kept(lambda spec, head_dim: (1, 0), torch.uint8)}  # the size comes from `page_bytes`
     quantizes_with = "share", "basis", "widths", "queries"
     dequantizes_with = "share", "basis", "widths"
 
@@ -223,11 +232,11 @@ class Shares(Codec, name="shares"):
 
     @property
     def ranks(self) -> int:
-        """Groups of tokens of a page that have widths of their own."""
+        """Number of ranks: groups of a page's tokens with different bit widths."""
         return 2 if self.ranked else 1
 
     def tokens(self, page_size: int) -> list[int]:
-        """How many tokens of a page there are of each rank, richest first."""
+        """Number of tokens of a page in each rank, rich tokens first."""
         return [page_size // RICH, page_size - page_size // RICH] if self.ranked else [page_size]
 
     @property
@@ -247,7 +256,7 @@ class Shares(Codec, name="shares"):
             raise KVPassError(f"block_size={self.block_size} does not divide head_dim={head_dim}.")
 
     def sequence(self, spec: CodecSpec) -> dict[str, Kept]:
-        """``basis`` ``[B, H, D, b]`` and ``widths`` ``[B, H, ranks, D]`` uint8, where they are the sequence's own."""
+        """With ``adapts``: ``basis`` ``[B, H, D, b]`` and ``widths`` ``[B, H, ranks, D]`` uint8."""
         if not self.adapts:
             return {}
         return {
@@ -275,16 +284,16 @@ class Shares(Codec, name="shares"):
     def marks(self, pack: Pack, first: int, count: int, spec: CodecSpec) -> Tensor:
         if pack.key_pages is None:
             raise KVPassError(NO_KEYS)
-        rooms, batch = pack.pools[0].shape[2], len(pack.ring)  # keys and values have room for as many pages
+        rooms, batch = pack.pools[0].shape[2], len(pack.ring)  # key and value pools hold the same number of pages
         pool = of_pages(pack.key_pages, batch, pack.key_pages.untyped_storage().nbytes() // (batch * rooms))
         return rich_of(pool[:, :, first : first + count], spec.page_size, pack.fitted["widths"].shape[1])
 
     def quantize(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor]:
-        """Whole pages ``[B, H, N * P, D]`` as bytes, ``[B, 1, N, 1, bytes]`` uint8.
+        """Quantize whole pages ``[B, H, N * P, D]`` to bytes ``[B, 1, N, 1, bytes]`` uint8.
 
-        fitted: the share of the layer, its basis ``[B or 1, H, D, b]``, widths ``[B or 1, H, ranks, D]``, and where
-        tokens have ranks, the queries ``[1, H, Q, D]`` that choose, or for values that follow what their keys chose,
-        `rich_of`.
+        fitted: the layer's share, its basis ``[B or 1, H, D, b]`` and widths ``[B or 1, H, ranks, D]``. If tokens have
+            ranks, also the queries ``[1, H, Q, D]`` that select the rich tokens or, for values that follow their keys,
+            the mask from `rich_of`.
         """
         share, basis, widths, *chosen = fitted
         inverse = torch.linalg.inv(basis.double().unflatten(-2, (-1, self.block_size)))

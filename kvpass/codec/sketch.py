@@ -1,10 +1,10 @@
-"""A 1-bit sketch of what codes leave: signs of its random projections, and its norm (QJL, arXiv 2406.03482; TurboQuant,
-arXiv 2504.19874, algorithm 2).
+"""Adds a 1-bit sketch of the quantization error: the signs of its random projections, and its norm (QJL, arXiv
+2406.03482; TurboQuant, arXiv 2504.19874, algorithm 2).
 
-Inner products with the dequantized tokens are unbiased over rotations, up to terms of order 1 / head_dim, where codes
-of least squared error alone shrink them. The papers project by a matrix of normal variables; here it is another
-random-sign Hadamard rotation, which takes no memory. Its rows are orthogonal, as QJL's code makes them too: the squared
-error is pi / 2 - 1 of what codes left, instead of pi / 2.
+With the sketch, inner products with dequantized tokens are unbiased over rotations, up to terms of order 1 / head_dim.
+Quantization with least squared error alone shrinks them. The papers project with a matrix of normal variables. Here the
+projection is another random-sign Hadamard rotation, which takes no memory. Its rows are orthogonal, as in QJL's code.
+So the squared error is pi / 2 - 1 times the quantization error, instead of pi / 2 times.
 """
 
 import math
@@ -29,7 +29,7 @@ def _seed(spec: CodecSpec) -> int:
 
 @dataclass(frozen=True)
 class Sketched(Codec, name="sketched"):
-    """Quantized values, and a 1-bit sketch of what they leave."""
+    """Quantized values, and a 1-bit sketch of the quantization error."""
 
     tensors = {
         **Affine.tensors,
@@ -45,9 +45,11 @@ class Sketched(Codec, name="sketched"):
             )
 
     def quantize(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
-        """What is kept of whole pages ``[B, H, N * P, D]``: codes, scale and zero point as `quantize_pages` has them,
-        signs
-        ``[B, H, N, P / 8, D]`` uint8 and norms ``[B, H, N, P, 1]``, 16 bits."""
+        """Quantize whole pages ``[B, H, N * P, D]``.
+
+        Returns codes, scale and zero point as `quantize_pages`, signs ``[B, H, N, P / 8, D]`` uint8 and 16-bit norms
+        ``[B, H, N, P, 1]``.
+        """
         kept = quantize_pages(x, spec.plain)
         left = (x.float() - dequantize_pages(*kept, spec.plain)).unflatten(2, (-1, spec.page_size))
         signs = (hadamard(left, _seed(spec)) > 0).to(torch.uint8)

@@ -1,4 +1,4 @@
-"""`CodecSpec`: everything an op needs to know about how one tensor (K or V of a layer) is stored."""
+"""`CodecSpec`: says how one tensor (the keys or the values of a layer) is stored; all that an op needs to know."""
 
 import json
 from collections.abc import Iterator
@@ -21,11 +21,12 @@ _Part = TypeVar("_Part", "CodecSpec", Quantizer, Retention)
 class CodecSpec:
     """Storage of one logical ``[B, H_kv, S, D]`` tensor.
 
-    quantizer: how values become codes.
-    retention: which tokens are exact, packed and evicted.
-    transform: what is done to tokens before they are quantized.
-    own_codes: weight of this tensor's codes where another layer's are in the pool already (XQuant): 1 stores its own, 0
-        keeps the others and only its own scale and zero point, anything between averages the two.
+    quantizer: how values are quantized.
+    retention: which tokens stay exact, are packed, or are evicted.
+    transform: how tokens are transformed before they are quantized.
+    own_codes: for layers that share codes (XQuant): the weight of this layer's codes against the codes already in the
+        pool. 1 stores this layer's codes. 0 reuses the other layer's codes and stores only this layer's scale and zero
+        point. Values in between average the two.
     """
 
     quantizer: Quantizer
@@ -91,7 +92,7 @@ class CodecSpec:
     __hash__, __getstate__ = hash_once, fields_alone
 
     def check(self, head_dim: int) -> None:
-        """Raise `KVPassError` unless heads of ``head_dim`` channels can be stored."""
+        """Raise `KVPassError` if heads of ``head_dim`` channels cannot be stored."""
         if self.quantizer.adaptive is not None and (head_dim % 8 or self.page_size % 4):
             raise KVPassError(
                 f"Per-token bit widths need a head_dim that is a multiple of 8 (not {head_dim}), and a page_size that "
@@ -103,32 +104,32 @@ class CodecSpec:
 
     @cached_property
     def codec(self) -> Codec:
-        """How its pages are stored."""
+        """The codec, which defines how pages are stored."""
         return self.quantizer.codec or CODECS[""]()
 
     @cached_property
     def plain(self) -> "CodecSpec":
-        """The spec without its codec: quantized values as the quantizer's own fields say. Other codecs build on it."""
+        """This spec with the default codec, which other codecs build on."""
         return replace(self, quantizer=replace(self.quantizer, codec=None))
 
     @property
     def calibrated(self) -> bool:
-        """Whether a calibration fills tensors that a sequence keeps."""
+        """Whether a calibration fills any tensor of a sequence."""
         return any(kept.calibrated for kept in self.codec.sequence(self).values())
 
     @property
     def bits(self) -> int:
-        """Bits of a code."""
+        """Bit width of a code."""
         return self.quantizer.bits
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page: they leave the window together, and are quantized together."""
+        """Tokens per page. They leave the window together and are quantized together."""
         return self.retention.page_size
 
     @cached_property
     def rows(self) -> int:
-        """Byte rows of a page."""
+        """Byte rows per page."""
         return byte_rows(self.page_size, self.bits)
 
     def params_shape(self, head_dim: int) -> tuple[int, int]:
@@ -146,25 +147,28 @@ class CodecSpec:
 
     @property
     def needs_importance(self) -> bool:
-        """Whether storing depends on the attention that tokens are paid."""
+        """Whether storage depends on the attention mass of tokens."""
         return self.retention.evicts or self.quantizer.adaptive is not None
 
     @property
     def statistic(self) -> str:
-        """What ``kvpass::attend`` is asked about each token, besides its output, where storing depends on that."""
+        """The attention-mass statistic that ``kvpass::attend`` must return per token; "" if storage needs none."""
         if self.quantizer.adaptive is not None:
             return f"max-{self.quantizer.adaptive.rows}"
         return "sum" if self.retention.evict == "attention" else ""
 
     @cached_property
     def features(self) -> frozenset[str]:
-        """What serving this spec takes beside its sizes, such as "bits=2" and "rotation": every field that is not its
-        default, so that nobody serves a field somebody adds who does not list it."""
+        """Features that an implementation must support to serve this spec, such as "bits=2" and "rotation".
+
+        Every field that differs from its default is a feature, except sizes. So an implementation that does not list a
+        newly added field does not serve it.
+        """
         return frozenset(_features(self))
 
     @cached_property
     def stored_as(self) -> "CodecSpec":
-        """What reading depends on: the spec without how codes, scales and zero points were found."""
+        """The parts of the spec that reading depends on. Fields that only affect quantization are reset to defaults."""
         return replace(
             _at_defaults(self, "own_codes"),
             quantizer=_at_defaults(self.quantizer, "fit", "eta", "subspace"),
@@ -172,7 +176,7 @@ class CodecSpec:
         )
 
     def __str__(self) -> str:
-        """The canonical text that travels through op schemas and into compile-cache keys; `parse` inverts it."""
+        """The canonical text, which is an argument of ops and part of compile-cache keys. `parse` inverts it."""
         text = asdict(self)
         text["quantizer"]["codec"] = described(self.quantizer.codec)
         return json.dumps(text, separators=(",", ":"))
@@ -198,7 +202,7 @@ def _features(part: Any) -> Iterator[str]:
             continue
         shown = value.name if isinstance(value, Codec) else value
         yield f"{name}={shown}" if name in _CHOICES else name
-        if is_dataclass(value):  # of its fields, those that may be left out
+        if is_dataclass(value):  # its fields with defaults are features of their own
             optional = (inner for inner in fields(value) if inner.default is not MISSING)
             yield from (f"{name}.{inner.name}" for inner in optional if getattr(value, inner.name) != inner.default)
 

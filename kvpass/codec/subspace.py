@@ -1,8 +1,8 @@
-"""Query-subspace compensation: the linear algebra of SQuat (arXiv 2503.24358, appendix B and C).
+"""Computes the query-subspace compensation of SQuat (arXiv 2503.24358, appendix B and C).
 
-With P = I + lambda Q^T Q over the kept query directions, fixing the error d of a block of channels leaves the
-minimiser of ``e^T P e`` over the remaining channels at ``-P_rr^{-1} P_rb d``. That is the paper's ``B_t H_t d``
-(eq. 6) by the block inverse, and needs no inverse of P.
+Let P = I + lambda Q^T Q over the kept query directions. If a block of channels has a fixed error d, then ``e^T P e`` is
+minimal over the remaining channels at ``-P_rr^{-1} P_rb d``. By the block inverse this equals the paper's ``B_t H_t d``
+(eq. 6), but it needs no inverse of P.
 """
 
 import torch
@@ -12,9 +12,10 @@ from .quantizer import Subspace
 
 
 def precision_matrix(q: Tensor, subspace: Subspace, valid: Tensor | None = None) -> Tensor:
-    """P of the queries ``q`` ``[B, H_kv, N, D]`` (all query heads of a KV head stacked), ``[B, H_kv, D, D]`` float64.
+    """The matrix P for queries ``q``: ``[B, H_kv, D, D]`` float64.
 
-    valid: optional ``[B, N]`` bool; rows of padding tokens are left out.
+    q: ``[B, H_kv, N, D]``, the query heads of each KV head concatenated along N.
+    valid: ``[B, N]`` bool, False for padding, which is ignored. None means no padding.
     """
     q = q.double()
     if valid is not None:
@@ -30,7 +31,8 @@ def precision_matrix(q: Tensor, subspace: Subspace, valid: Tensor | None = None)
 
 
 def compensation_matrix(precision: Tensor, block_size: int) -> Tensor:
-    """Block t's column holds ``-P_rr^{-1} P_rt``: how later channels answer a unit error in block t.
+    """The compensation matrix: the columns of block t are ``-P_rr^{-1} P_rt``, the response of all later channels to a
+    unit error in block t.
 
     ``[B, H_kv, D, D]`` -> ``[B, H_kv, D - block_size, D - block_size]``, block lower triangular (row 0 is channel
     ``block_size``).

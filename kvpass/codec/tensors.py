@@ -1,7 +1,7 @@
-"""The tensors of a state: which there are for a spec, and in which order ops take them.
+"""Lists the tensors of a state: which tensors a spec has, and in which order ops take them.
 
-Of each page there is what its codec names, or the planes of tokens with bit widths of their own; besides, the ring of
-full-precision tokens, and what was fitted to the sequence or calibrated for the model.
+A state consists of the page tensors that its codec declares (or of bit planes, if bit widths are per token), the ring
+of full-precision tokens, and the tensors fitted to the sequence or calibrated for the model.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from .spec import CodecSpec
 
 PLANES = "codes", "scale", "zero_point", "levels", "outliers", "where"
-"""What is kept of tokens with bit widths of their own, besides the planes that all layers share."""
+"""Tensors kept for tokens with per-token bit widths, in addition to the planes, which all layers share."""
 
 _Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 @cache
 def of_pages(spec: CodecSpec) -> tuple[str, ...]:
-    """Names of the tensors that are kept of each page, or of each token in one."""
+    """Names of the tensors kept for each page, or for each token of a page."""
     return PLANES if spec.quantizer.adaptive is not None else tuple(spec.codec.tensors)
 
 
 @cache
 def of_sequence(spec: CodecSpec) -> Mapping[str, Kept]:
-    """What is fitted to a sequence: by the quantizer, by the transform and by the codec, in that order."""
+    """Tensors fitted to a sequence by the quantizer, by the transform and by the codec, in this order."""
     found, quantizer, transform, model = {}, spec.quantizer, spec.transform, of_model(spec)
     if (subspace := quantizer.subspace) is not None:
         found["compensation"] = Kept(lambda spec, head_dim: 2 * (head_dim - subspace.block_size,))
@@ -50,23 +50,23 @@ def of_sequence(spec: CodecSpec) -> Mapping[str, Kept]:
 
 @cache
 def of_model(spec: CodecSpec) -> tuple[str, ...]:
-    """Names of the tensors that a calibration gave the model, and that no cache has for itself."""
+    """Names of the model's calibrated tensors. Caches share them instead of keeping copies."""
     return spec.codec.model(spec)
 
 
 @cache
 def of_state(spec: CodecSpec) -> tuple[str, ...]:
-    """Names of all tensors of a state, in the order in which ops take them."""
+    """Names of all tensors of a state, in the order that ops take them."""
     return (*of_pages(spec), "ring", *of_sequence(spec), *of_model(spec))
 
 
 def page_shapes(spec: CodecSpec, head_dim: int, dtype: torch.dtype) -> _Shapes:
-    """Shape and dtype of what is kept of one page of one head of tokens in ``dtype``, by name and in order."""
+    """Shape and dtype of the tensors kept for one page of one head, by name and in order. ``dtype``: the tokens'."""
     return _shapes(spec.codec.tensors, spec, head_dim, dtype)
 
 
 def fitted_shapes(spec: CodecSpec, head_dim: int, dtype: torch.dtype) -> _Shapes:
-    """The same of what a head of a sequence keeps beside its pages and its ring."""
+    """Shape and dtype of the tensors fitted for one head of a sequence, by name and in order."""
     return _shapes(of_sequence(spec), spec, head_dim, dtype)
 
 
@@ -76,19 +76,19 @@ def _shapes(kept: Mapping[str, Kept], spec: CodecSpec, head_dim: int, dtype: tor
 
 
 def calibrated_shapes(spec: CodecSpec, head_dim: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of those of the tensors of a sequence that a calibration fills, by name and in order; 16-bit."""
+    """Shapes of the 16-bit sequence tensors that a calibration fills, by name and in order."""
     return {name: one.shape(spec, head_dim) for name, one in of_sequence(spec).items() if one.calibrated}
 
 
 class Pack(NamedTuple):
-    """The tensors of one state, as an op was given them.
+    """The tensors of one state, as passed to an op.
 
-    pools: what is kept of its pages, in order: pools or handles (`kvpass.layout.pool`).
+    pools: the page tensors, in order: pools or handles of pools (`kvpass.layout.pool`).
     ring: ``[B, H_kv, sinks + ring_size, D]``, the full-precision tokens.
-    fitted: what `of_sequence` and `of_model` name.
-    planes: those of tokens with bit widths of their own which all layers share, and where the state's are.
-    frames: the rotary tables of keys with page-relative RoPE.
-    key_pages: the first tensor of the pages of the layer's keys, for values that follow them.
+    fitted: the tensors named by `of_sequence` and `of_model`.
+    planes: for per-token bit widths: the bit planes that all layers share, and the places of this state's planes.
+    page_tables: the rotary tables of keys with page-relative RoPE.
+    key_pages: the first page tensor of the layer's keys, for values that reuse their token selection.
     """
 
     pools: tuple[Tensor, ...]
@@ -100,18 +100,18 @@ class Pack(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor], spec: CodecSpec) -> Pack:
-        """Those of ``tensors``, which are in the order of `of_state`."""
+        """The pack of ``tensors``, given in the order of `of_state`. Raises `KVPassError` for a wrong number."""
         pages, names = _places(spec)
         if len(tensors) != pages + 1 + len(names):
             raise KVPassError(f"This codec stores {', '.join(of_state(spec))}; got {len(tensors)} tensors.")
         return cls(tuple(tensors[:pages]), tensors[pages], dict(zip(names, tensors[pages + 1 :], strict=True)))
 
     def quantizes_with(self, spec: CodecSpec) -> list[Tensor]:
-        """What `Codec.quantize` takes as ``fitted``."""
+        """The tensors that `Codec.quantize` takes as ``fitted``."""
         return self._those(_quantizes_with(spec))
 
     def dequantizes_with(self, spec: CodecSpec) -> list[Tensor]:
-        """What `Codec.dequantize` takes besides pages."""
+        """The tensors that `Codec.dequantize` takes after the page tensors."""
         return self._those(spec.codec.dequantizes_with)
 
     def _those(self, names: Sequence[str]) -> list[Tensor]:
@@ -120,7 +120,7 @@ class Pack(NamedTuple):
 
 @cache
 def _places(spec: CodecSpec) -> tuple[int, tuple[str, ...]]:
-    """How many tensors of a state are of pages, and the names of those behind the ring."""
+    """The number of page tensors of a state, and the names of the tensors after the ring."""
     pages = len(of_pages(spec))
     return pages, of_state(spec)[pages + 1 :]
 

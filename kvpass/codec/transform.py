@@ -1,4 +1,4 @@
-"""`Transform`: what is done to tokens before they are quantized, and undone when they are read."""
+"""`Transform`: says how tokens are transformed before quantization. Reading undoes it."""
 
 from dataclasses import dataclass
 
@@ -9,18 +9,17 @@ from .predictor import parse_predictor
 
 @dataclass(frozen=True)
 class Transform:
-    """What is coded instead of a token.
+    """The transforms that are applied to tokens before quantization.
 
-    pre_rope: the tokens are keys as they were before the rotary embedding.
-    center: less the mean of the tokens packed first (`codec.center`).
-    page_rope: keys are turned back by the rotary embedding of the middle token of their page (`codec.page_rope`), which
-        a query is, too, once for a page. A mean is that of the keys before rotary embedding.
-    numbered: how frames are turned (`codec.rope`) where that goes by the number of the middle token, with angles that a
-        calibration found; "" where it goes by the model's own tables, which have to be captured.
-    predictor: less a function of what the same tokens dequantize to in the layer below (`codec.predictor`): "linear",
-        "low-rank", "mlp", and the first two with "-4" behind them for weights of 4 bits; "" for none.
-    rotation: behind that, a random-sign Hadamard rotation of the channels with this seed (`codec.hadamard`); None for
-        none.
+    pre_rope: store keys before rotary embedding.
+    center: subtract the mean of the first packed tokens (`codec.center`).
+    page_rope: rotate keys relative to the middle token of their page (`codec.page_rope`). Queries are rotated back once
+        per page. With ``center``, the mean is that of the keys before rotary embedding.
+    numbered: text of the rotation (`codec.rope`) if page-relative RoPE is computed from the number of the middle token
+        and calibrated angles. "" if it uses the model's own rotary tables, which have to be captured.
+    predictor: subtract a prediction from the dequantized tokens of the layer below (`codec.predictor`): "linear",
+        "low-rank", "mlp", "linear-4" or "low-rank-4" ("-4": 4-bit weights). "" means none.
+    rotation: seed of a random-sign Hadamard rotation of the channels (`codec.hadamard`), applied last. None means none.
     """
 
     pre_rope: bool = False
@@ -48,7 +47,7 @@ class Transform:
     __hash__, __getstate__ = hash_once, fields_alone
 
     def of(self, name: str) -> str:
-        """What is coded of tokens called ``name``, in words."""
+        """Describe in words what is quantized, for tokens called ``name``."""
         done = {
             "before RoPE": self.pre_rope,
             "less its mean": self.center,
@@ -60,17 +59,17 @@ class Transform:
 
     @property
     def keeps_tables(self) -> bool:
-        """Whether keys are not coded as rotary embedding leaves them."""
+        """Whether the cache keeps rotary tables: keys are not stored as they are after rotary embedding."""
         return self.pre_rope or self.page_rope
 
     @property
     def turns(self) -> bool:
-        """Whether they are turned by tables of the model, which are found in its graph."""
+        """Whether keys are rotated by the model's rotary tables, which are found in its graph."""
         return self.keeps_tables and not self.numbered
 
     @property
     def subtracts(self) -> bool:
-        """Whether something is subtracted from tokens."""
+        """Whether a mean or a prediction is subtracted from tokens."""
         return self.center or bool(self.predictor)
 
 

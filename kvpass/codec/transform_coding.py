@@ -1,9 +1,9 @@
-"""Transform coding: a basis in which coordinates are decorrelated, and bits shared among them by what errors cost.
+"""Transform coding: fits a decorrelating basis, and divides bits among its coordinates by the cost of their errors.
 
-Blocks of neighbouring channels are decorrelated (the KLT of their covariance under the metric of their errors), and
-coordinates share the bits by what an error in each costs, as reverse water-filling would (Cover & Thomas, Elements of
-Information Theory, 10.3). Quantized coordinates are uniform and stored as *fields*: pairs of bits, and single bits for
-odd bit widths.
+Blocks of neighbouring channels are decorrelated (the KLT of their covariance under the metric of their errors). Bits
+are divided among coordinates by the cost of an error in each, which approximates reverse water-filling (Cover & Thomas,
+Elements of Information Theory, 10.3). Quantized coordinates are uniform and stored as *fields*: pairs of bits, and
+single bits for odd bit widths.
 """
 
 import torch
@@ -12,33 +12,35 @@ from torch import Tensor
 from .affine import check_finite
 
 PAIRS = 3
-"""Pairs of bits of the widest coordinates, which have 6 or 7 bits."""
+"""Largest number of bit pairs of a coordinate, whose bit width is then 6 or 7."""
 FIELD_BITS = 2, 1
 STEPS = 1.5958, 0.9957, 0.5860, 0.3352, 0.1881, 0.1041, 0.0569, 0.0308
-"""Steps of uniform codes of 1 to 8 bits, of least squared error for a normal variable (Max 1960, table 2)."""
+"""Step sizes of uniform quantizers with 1 to 8 bits that minimize the squared error of a standard normal variable (Max
+1960, table 2)."""
 DISTORTION = 1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001041, 0.0003035, 0.0000869
-"""Their squared error, of 0 to 8 bits."""
-_SHRINKAGE = 0.05  # of the covariance towards its diagonal, besides that of a block of tokens
-_FLOOR = 0.02  # of the mean cost of a channel: none costs less, as later queries may look where the prompt's do not
-_OCTAVE, UNIT = 16, 128  # gains in a factor of 2, and the code of gain 1
-_TRIED = 0, -6, -3, 3, 6  # gains beside the size of a token's coordinates, of which the best is taken
-_LEAST_GAIN, _LEAST_VARIANCE = 1e-9, 2.0**-16  # a basis is kept in 16 bits
-SHIFTS = 8  # more than the bits of a code that are below a field
+"""Squared error of these quantizers, for 0 to 8 bits."""
+_SHRINKAGE = 0.05  # shrinks the covariance towards its diagonal; a term for the number of tokens is added
+_FLOOR = 0.02  # minimum cost of a channel relative to the mean: later queries may differ from the prompt's
+_OCTAVE, UNIT = 16, 128  # gain levels per factor of 2, and the level of gain 1
+_TRIED = 0, -6, -3, 3, 6  # gain levels to try, relative to the size of a token's coordinates
+_LEAST_GAIN, _LEAST_VARIANCE = 1e-9, 2.0**-16  # a basis is stored in 16 bits
+SHIFTS = 8  # number of possible shifts of a field in its code
 
 
 def allocate(cost: Tensor, pairs: int, singles: int) -> Tensor:
-    """Where fields go: ``[..., pairs + singles]`` int64, ``shift * D + coordinate`` for each, pairs first.
+    """Assign fields to coordinates: ``[..., pairs + singles]`` int64, each ``shift * D + coordinate``, pairs first.
 
-    cost: ``[..., D]``, that of an error in each coordinate as large as it is itself.
+    cost: ``[..., D]``, the cost of an error in each coordinate that is as large as the coordinate itself.
 
-    Given who has an odd width, pairs go where they save most, which is exact: what a further pair saves gets less and
-    less. Odd are those that gain most by it at a price of pairs, and of some prices the best is taken.
+    For a given set of odd bit widths, each pair goes to the coordinate where it saves most. This is optimal, because
+    each further pair of a coordinate saves less. The odd bit widths go to the coordinates that gain most from a single
+    bit at a given price per pair. Several prices are tried, and the one with the least total error is used.
     """
     size, saved = cost.shape[-1], torch.tensor(DISTORTION, dtype=cost.dtype, device=cost.device)
     levels = torch.arange(PAIRS, device=cost.device)
 
     def saves(odd: Tensor) -> Tensor:
-        """What a pair more saves, by how many there are: ``[..., PAIRS, D]``."""
+        """Error saved by one more pair, for each number of pairs that a coordinate has: ``[..., PAIRS, D]``."""
         width = odd.unsqueeze(-2) + 2 * levels.unsqueeze(-1)
         return cost.unsqueeze(-2) * (saved[width] - saved[width + 2])
 
@@ -60,15 +62,16 @@ def allocate(cost: Tensor, pairs: int, singles: int) -> Tensor:
 
 
 def blocks(x: Tensor, size: int) -> Tensor:
-    """``[B, H, T, D]`` -> ``[B, H, D / size, T, size]`` float64."""
+    """Split channels into blocks: ``[B, H, T, D]`` -> ``[B, H, D / size, T, size]`` float64."""
     found: Tensor = x.double().unflatten(-1, (-1, size)).transpose(2, 3)
     return found
 
 
 def second_moment(x: Tensor, size: int, valid: Tensor | None = None) -> Tensor:
-    """Sums of products of the channels of a block over tokens ``[B, H, T, D]``: ``[B, H, D / size, size, size]``.
+    """Second moment of the channels of each block, summed over tokens ``x`` ``[B, H, T, D]``:
+    ``[B, H, D / size, size, size]``.
 
-    valid: ``[B, T]`` bool; tokens that are padding are left out.
+    valid: ``[B, T]`` bool, False for padding, which is ignored.
     """
     if valid is not None:
         x = x * valid[:, None, :, None]
@@ -78,10 +81,12 @@ def second_moment(x: Tensor, size: int, valid: Tensor | None = None) -> Tensor:
 
 
 def metric_of(q: Tensor, valid: Tensor | None, size: int) -> Tensor:
-    """What errors cost under queries ``[B, H, N, D]``, by blocks of ``size`` channels: their second moment
-    ``[B, H, D, size]`` in units of its mean, as if ``size`` more of them had looked everywhere; 0 without queries.
+    """The cost of key errors under queries ``[B, H, N, D]``, per block of ``size`` channels: ``[B, H, D, size]``.
 
-    valid: ``[B, N]`` bool; queries of padding are left out.
+    It is the second moment of the queries plus that of ``size`` isotropic queries of average energy, divided by its
+    mean diagonal. It is 0 without queries.
+
+    valid: ``[B, N]`` bool, False for padding, which is ignored.
     """
     seen = second_moment(q, size, valid)
     queries = q.shape[2] if valid is None else valid.sum(-1).clamp_min(1)[:, None, None, None, None]
@@ -92,8 +97,11 @@ def metric_of(q: Tensor, valid: Tensor | None, size: int) -> Tensor:
 
 
 def fit_axes(x: Tensor, metric: Tensor | None, size: int, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The basis alone, in blocks of ``size`` channels, and what an error in each of its coordinates costs that is as
-    large as the coordinate: ``[B, H, D]`` float64."""
+    """Fit the basis ``[B, H, D, size]`` float64 in blocks of ``size`` channels, and its costs ``[B, H, D]`` float64.
+
+    The cost of a coordinate is the cost of an error as large as the coordinate itself. For the arguments see
+    `Allocation.fit_basis`.
+    """
     covariance = second_moment(x, size, valid)
     diagonal = covariance.diagonal(dim1=-2, dim2=-1)
     least = 1e-6 * diagonal.mean((-1, -2), keepdim=True)
@@ -114,24 +122,27 @@ def fit_axes(x: Tensor, metric: Tensor | None, size: int, valid: Tensor | None =
 
 
 def widths_of(places: Tensor, head_dim: int) -> Tensor:
-    """The width of each coordinate, ``[..., D]`` int64, from the places of the fields of one rank ``[..., F]``."""
+    """The bit width of each coordinate, ``[..., D]`` int64, from the places ``[..., F]`` of the fields of one rank."""
     places = places.long()
     none = places.new_zeros((*places.shape[:-1], head_dim))
     return none.scatter(-1, places % head_dim, places // head_dim // SHIFTS)
 
 
 def weights(device: torch.device) -> Tensor:
-    """What 1 in a field is worth, in units of its coordinate: by its place over ``D``, float32."""
+    """The weight of a field in units of its coordinate, float32. The index is the field's place divided by ``D``."""
     kinds = torch.arange(len(DISTORTION) * SHIFTS, device=device)
     steps = torch.tensor([0.0, *STEPS], device=device)[kinds // SHIFTS]
     return steps * torch.exp2((kinds % SHIFTS).float())
 
 
 def best_gain(units: Tensor, steps: Tensor, most: Tensor, widths: Tensor) -> tuple[Tensor, Tensor]:
-    """Gains, as the levels that are kept ``[..., 1]``, and codes ``[..., D]`` of tokens ``[..., D]``.
+    """Gain levels ``[..., 1]`` and quantized coordinates ``[..., D]`` of tokens ``[..., D]``.
 
-    Coordinates share bits so that the errors of all that have any cost about as much. So an error is worth as much as
-    those that its width usually makes, and of a few gains about the size of a token the one of least error is taken.
+    Several gains close to the size of the token are tried, and the one with the least weighted error is used. Bits are
+    allocated so that all coordinates with bits contribute about the same cost. So the squared error of a coordinate is
+    divided by the error that its bit width usually makes.
+
+    steps, most, widths: step size, largest code and bit width of each coordinate.
     """
     used = widths > 0
     worth = used / torch.tensor(DISTORTION, device=units.device)[widths]
@@ -151,10 +162,10 @@ def best_gain(units: Tensor, steps: Tensor, most: Tensor, widths: Tensor) -> tup
 
 
 def gains(stored: Tensor) -> Tensor:
-    """Gains, float32, from how they are stored."""
+    """Gains, float32, from their stored levels."""
     return torch.exp2((stored.float() - UNIT) / _OCTAVE)
 
 
 def middle(bits: int) -> float:
-    """The middle of the codes of a field, which stands for 0."""
+    """The midpoint of a field of ``bits`` bits, which represents 0."""
     return (2.0**bits - 1) / 2

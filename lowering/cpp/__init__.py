@@ -1,1 +1,1 @@
-"""Kernels for CPUs in C++, where the loops that Inductor generates take several times as long."""
+"""C++ kernels for CPUs, for operations that take several times as long in the loops that Inductor generates."""

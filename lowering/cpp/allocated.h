@@ -1,16 +1,16 @@
-// Pages of tokens with widths by channel (kvpass/codec/allocation.py) as loops over vectors read them.
+// Layout of pages with per-channel bit widths (kvpass/codec/allocation.py), for vectorized loops. Needs vectors.h.
 //
-// What is defined ahead (allocated.py): QUERIES of a KV head, HEAD channels in blocks of BLOCK, PAGE tokens in
-// PAGE_BYTES with NUM_FIELDS fields, RANKED or not, and what a token has: RICH_PAIRS, RICH_SINGLES, POOR_PAIRS,
-// POOR_SINGLES, the latter for pages without ranks too. Fields of a kind are read LANES at a time: arrays of them are
-// padded, and what is read behind the last of them counts nothing. vectors.h comes ahead.
+// Macros (allocated.py): QUERIES query heads per KV head, HEAD channels in blocks of BLOCK, PAGE tokens per page,
+// PAGE_BYTES bytes per page, NUM_FIELDS fields per head. RANKED: tokens have ranks. RICH_PAIRS, RICH_SINGLES,
+// POOR_PAIRS, POOR_SINGLES: fields per token and rank; pages without ranks use the POOR ones. Fields of a kind are read
+// LANES at a time: arrays of fields are padded, and fields read beyond the last one are ignored.
 //
-// Where bits are SHARED out (kvpass/codec/shares.py), a page is that of all heads, PAGE_BYTES are 0 and those counts the
-// most that a head may have: how many it has, and where, its share says when the kernel runs.
+// SHARED: bit widths are calibrated (kvpass/codec/shares.py). A page then holds all heads, PAGE_BYTES is 0, and the
+// numbers of fields are upper bounds. The share of the layer gives the actual numbers and positions at run time.
 
 namespace {
 
-// Tokens of one rank: how many there are, their fields, and where those begin in a page and in padded arrays of fields.
+// The tokens of one rank: their number, their fields, and the start of the fields in a page and in padded arrays.
 struct Rank {
     int tokens, pairs, singles, first_byte, first_field;
 
@@ -32,14 +32,14 @@ constexpr Rank RANKS[] = {{PAGE, POOR_PAIRS, POOR_SINGLES, 0, 0}};
 constexpr int LAST = sizeof(RANKS) / sizeof(Rank) - 1, FIELDS = RANKS[LAST].end_field();
 constexpr int64_t BYTES_OF_PAGE = PAGE_BYTES, PLACES_OF_HEAD = NUM_FIELDS;
 
-// Where a page keeps what a head has of the tokens of a rank: the first byte of its pairs, of its single bits and of its
-// gains, the bytes from row to row, and how many fields there are.
+// Position of a head's data of one rank in a page: for pairs, single bits and gains the first byte and the bytes per
+// row, and the numbers of pairs and of single bits.
 struct Place {
     int pairs_at, pairs_row, pairs, singles_at, singles_row, singles, gains_at, gains_row;
 };
 
 #if SHARED
-// share: [ranks, 3, heads + 1], where the pairs, single bits and gains of each head begin.
+// share: [ranks, 3, heads + 1], the start columns of each head's pairs, single bits and gains.
 struct Layout {
     Place ranks[LAST + 1];
     int rich_at, rich_row, bytes;
@@ -74,16 +74,16 @@ struct Layout {
 };
 #endif
 constexpr int first_token(int rank) { return rank ? RANKS[0].tokens : 0; }
-constexpr int AT_ONCE = QUERIES < 4 ? QUERIES : 4;  // queries that a field is unpacked for
-constexpr float PAIR = 1.5f, SINGLE = 0.5f;  // the codes that stand for 0
-constexpr int GAINS = 256;  // in the table; behind them, what 1 in a field is worth by its kind
+constexpr int AT_ONCE = QUERIES < 4 ? QUERIES : 4;  // queries per unpacking of a field
+constexpr float PAIR = 1.5f, SINGLE = 0.5f;  // the codes that represent 0
+constexpr int GAINS = 256;  // entries of the table; the weights of the kinds of fields follow
 
-// What the lowest BITS of each lane, one or two of them, stand for.
+// The value of the lowest BITS (1 or 2) bits of each lane.
 template <int BITS>
 inline Floats about_0(Ints x) {
     constexpr int ONES = (1 << BITS) - 1;
     constexpr float ZERO = BITS == 2 ? PAIR : SINGLE;
-#if LANES >= 8  // looked up by the lowest two
+#if LANES >= 8  // look-up by the lowest two bits
     constexpr float third = (2 & ONES) - ZERO, last = ONES - ZERO;
 #if LANES == 16
     return (Floats)_mm512_permutevar_ps(_mm512_set4_ps(last, third, 1 - ZERO, -ZERO), (__m512i)x);
@@ -96,7 +96,7 @@ inline Floats about_0(Ints x) {
 #endif
 }
 
-// Lane i is from[at[i]], of SIZE.
+// Lane i is from[at[i]]. SIZE: number of values in from.
 template <int SIZE>
 inline Floats picked(const float* from, const int32_t* at) {
 #if LANES == 16
@@ -113,7 +113,7 @@ inline Floats picked(const float* from, const int32_t* at) {
 #if RANKED && LANES == 16 && defined(__BMI2__) && PAGE % 16 == 0 && PAGE <= 64
 #define BY_MASKS 1
 
-// Which of a page's tokens are rich, in their order.
+// Bit mask of the rich tokens of a page; bit t is token t.
 inline uint64_t rich_tokens(const uint8_t* page, const Layout& layout) {
     constexpr int ROWS = PAGE / 8;
     uint64_t found = 0, each = 0;
@@ -123,7 +123,8 @@ inline uint64_t rich_tokens(const uint8_t* page, const Layout& layout) {
     return found;
 }
 
-// act(first token of LANES, which of them are rich, how many were before them)
+// Calls act(t, mask, rich) for each LANES tokens from t on: mask says which are rich, rich is the number of rich tokens
+// before t.
 template <typename Do>
 inline void each_mask(const uint8_t* page, const Layout& layout, Do act) {
     const uint64_t tokens = rich_tokens(page, layout);
@@ -144,7 +145,7 @@ inline Ints upwards(int first) {
     return found;
 }
 
-// Where a page keeps its tokens. Of one that is not written, which has no rich ones, anything.
+// Finds the slot of each token of a page. Unwritten pages, without rich tokens, give arbitrary slots below PAGE.
 inline void find_slots(const uint8_t* page, const Layout& layout, int32_t* slots) {
 #if BY_MASKS
     each_mask(page, layout, [&](int t, __mmask16 mask, int rich) {
@@ -158,7 +159,7 @@ inline void find_slots(const uint8_t* page, const Layout& layout, int32_t* slots
     int rich = 0;
     for (int t = 0; t < PAGE; t++) {
         const uint8_t byte = page[layout.rich_at + t % (PAGE / 8) * layout.rich_row];
-        const int is_rich = byte >> t / (PAGE / 8) & 1;  // no branch, which none could foresee
+        const int is_rich = byte >> t / (PAGE / 8) & 1;  // no branch: it would be unpredictable
         const int poor = std::min(first_token(LAST) + t - rich, PAGE - 1);
         slots[t] = poor ^ ((poor ^ rich) & -is_rich);
         rich += is_rich;
@@ -168,14 +169,14 @@ inline void find_slots(const uint8_t* page, const Layout& layout, int32_t* slots
 #endif
 }
 
-// The tokens of a page as it keeps them, with room for LANES more.
+// Finds the token in each slot of a page. order has room for LANES more.
 inline void find_order(const uint8_t* page, const Layout& layout, int32_t* order) {
 #if BY_MASKS
     each_mask(page, layout, [&](int t, __mmask16 mask, int rich) {
         const __m512i found = _mm512_maskz_compress_epi32(mask, (__m512i)upwards(t));
         std::memcpy(order + rich, &found, sizeof(found));
     });
-    each_mask(page, layout, [&](int t, __mmask16 mask, int rich) {  // behind those, which write over them
+    each_mask(page, layout, [&](int t, __mmask16 mask, int rich) {  // overwrites the first pass's excess
         const __m512i found = _mm512_maskz_compress_epi32(~mask, (__m512i)upwards(t));
         std::memcpy(order + std::min(first_token(LAST) + t - rich, PAGE), &found, sizeof(found));
     });
@@ -186,7 +187,7 @@ inline void find_order(const uint8_t* page, const Layout& layout, int32_t* order
 #endif
 }
 
-// A page, behind which LANES bytes can be read.
+// A page after which LANES more bytes can be read. The last page of a pool is copied.
 struct Page {
     const uint8_t* bytes;
 #if SHARED
@@ -215,18 +216,18 @@ inline void each_rank(Do act) {
     if constexpr (BEGIN < LAST) each_rank<BEGIN + 1>(act);
 }
 
-// The gains of a page's tokens as it keeps them.
+// Finds the gain of the token in each slot of a page.
 inline void find_gains(const uint8_t* page, const Layout& layout, const float* table, float* gains) {
     each_rank([&](auto rank) {
         constexpr int tokens = RANKS[rank.value].tokens;
         const Place& own = layout[rank.value];
-        if (SHARED && !own.pairs && !own.singles) return;  // nothing is multiplied by it
+        if (SHARED && !own.pairs && !own.singles) return;  // gains are not used
         for (int t = 0; t < tokens; t++)
             gains[first_token(rank) + t] = table[page[own.gains_at + t * own.gains_row]];
     });
 }
 
-// act(queries at once, the first of them)
+// Calls act(count, first) for runs of count queries.
 template <typename Do>
 inline void each_queries(Do act) {
     int r = 0;
@@ -234,9 +235,10 @@ inline void each_queries(Do act) {
     if constexpr (QUERIES % AT_ONCE > 0) act(std::integral_constant<int, QUERIES % AT_ONCE>(), r);
 }
 
-// act(field in padded arrays, its coordinate, its kind, which says what 1 is worth, the code that stands for 0, rank)
+// each_field calls act(field, coordinate, kind, zero, rank) for each field of a head. field: its index in padded
+// arrays; kind: index of its weight; zero: the code that represents 0.
 #if SHARED
-typedef uint8_t Fields;  // the widths of coordinates, [ranks, HEAD]
+typedef uint8_t Fields;  // bit widths of coordinates, [ranks, HEAD]
 
 template <typename Do>
 inline void each_field(const uint8_t* widths, Do act) {
@@ -251,7 +253,7 @@ inline void each_field(const uint8_t* widths, Do act) {
     }
 }
 #else
-typedef int32_t Fields;  // where they belong, kind * HEAD + coordinate
+typedef int32_t Fields;  // places of fields: kind * HEAD + coordinate
 
 template <typename Do>
 inline void each_field(const int32_t* places, Do act) {
@@ -264,7 +266,7 @@ inline void each_field(const int32_t* places, Do act) {
 }
 #endif
 
-// Parts that the pages of a head are divided into, for threads to share.
+// Number of parts into which the pages of a head are divided, so that threads can share them.
 inline int64_t parts_of(int64_t pages, int64_t threads) {
     return threads > 1 ? std::max<int64_t>(1, std::min(pages / 4, 4 * threads)) : 1;
 }

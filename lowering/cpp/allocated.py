@@ -1,8 +1,8 @@
-"""Attention of one query token over pages with widths by channel (`kvpass.codec.allocation`) on CPUs: fields are read
-as they are stored, and the query, or the output, takes what they stand for.
+"""Ops for attention of one query token over pages with per-channel bit widths (`kvpass.codec.allocation`) on CPUs.
 
-Two ops, which graphs of Inductor call. A field is unpacked once for several queries, and what a page makes of
-a query, and the order of its tokens, stay in the cache of the processor.
+Fields are read as stored. Their weights and the basis are applied to the query or to the output instead. Inductor's
+graphs call the two ops. A field is unpacked once for several queries. The transformed query and the token order of a
+page stay in the processor's cache.
 """
 
 from collections.abc import Callable
@@ -40,12 +40,12 @@ _TYPES = {
 
 @cache
 def look_up_table(device: torch.device) -> Tensor:
-    """The gain of each code, and behind them what 1 in a field is worth by its kind."""
+    """The gain of each 8-bit level, followed by the weight of each kind of field (`transform_coding.weights`)."""
     return torch.cat([gains(torch.arange(256, device=device)), weights(device)])
 
 
 def defines_of(spec: CodecSpec, head_dim: int) -> dict[str, int]:
-    """What allocated.h is compiled for."""
+    """The macros of allocated.h."""
     allocation, (shape, _) = Allocation.of(spec), page_shapes(spec, head_dim, torch.float32)["codes"]
     rich, poor = ([(0, 0)] * (not allocation.ranked)) + allocation.counts(head_dim)
     return dict(
@@ -55,7 +55,7 @@ def defines_of(spec: CodecSpec, head_dim: int) -> dict[str, int]:
 
 
 def common_of(spec: CodecSpec, head_dim: int, queries: int, dtype: torch.dtype = torch.float32) -> dict[str, int]:
-    """What it and tokens.h are, for tokens of ``dtype``."""
+    """The macros that allocated.h shares with tokens.h, for tokens of ``dtype``."""
     return dict(
         QUERIES=queries, HEAD=head_dim, BLOCK=Allocation.of(spec).block_size, PAGE=spec.page_size,
         SINKS=spec.retention.sinks, BFLOAT16=int(dtype == torch.bfloat16),
@@ -64,7 +64,7 @@ def common_of(spec: CodecSpec, head_dim: int, queries: int, dtype: torch.dtype =
 
 @cache
 def _kernel(name: str, spec: str, head_dim: int, queries: int) -> Callable[..., None]:
-    """The kernel ``name`` for pages of ``spec`` and heads with as many ``queries``."""
+    """The kernel ``name`` for pages of ``spec`` and KV heads with ``queries`` query heads."""
     parsed = parse(spec)
     defines = common_of(parsed, head_dim, queries) | defines_of(parsed, head_dim)
     return build(source(defines, "tokens.h", "allocated.h", f"{name}.h", f"{name}.cpp"), _TYPES[name])
@@ -108,10 +108,11 @@ torch.library.register_fake("kvpass_cpu::allocated_values", _fake_values, lib=_l
 
 
 def page_scores(q: Tensor, page_tables: PageTables | None, mean: Tensor | None, *pages_and_spec) -> Tensor:
-    """``q`` ``[BH, R, D]`` with the keys in pages: ``[BH, R, N * P]``, in the order of tokens.
+    """Scores of ``q`` ``[BH, R, D]`` with the keys in pages: ``[BH, R, N * P]``, in token order.
 
-    frames: of the pages, if they have any. mean: what was subtracted from keys before rotary embedding, ``[B, H, 1,
-    D]``, if anything was. pages_and_spec: see `_arguments`.
+    page_tables: rotary tables of page-relative RoPE; None without it.
+    mean: ``[B, H, 1, D]``, the mean that was subtracted from keys before rotary embedding; None without one.
+    pages_and_spec: see `_arguments`.
     """
     *fitted, count, room, spec = _arguments(*pages_and_spec)
     size, rope = parse(spec).page_size, ""
@@ -119,7 +120,7 @@ def page_scores(q: Tensor, page_tables: PageTables | None, mean: Tensor | None, 
     if page_tables is not None:
         rope, pairs = page_tables.rope, parse_rope(page_tables.rope)[0]
         of_pages = (table[:, size : size + count, :pairs].float() for table in page_tables[:2])
-        in_page = (table[:, :-1].mT for table in before_middle(page_tables, size))  # channels of all tokens
+        in_page = (table[:, :-1].mT for table in before_middle(page_tables, size))  # [B, pairs, tokens]
         tables = [table.contiguous() for table in (*of_pages, *in_page)]
     if mean is not None:
         mean = mean.flatten(0, 2).float().contiguous()
@@ -127,11 +128,13 @@ def page_scores(q: Tensor, page_tables: PageTables | None, mean: Tensor | None, 
 
 
 def page_values(weights: Tensor, *pages_and_spec) -> Tensor:
-    """Values in pages, weighted by ``[BH, R, N * P]``: ``[BH, R, D]``. pages_and_spec: see `_arguments`."""
+    """Sum of the values in pages, weighted by ``weights`` ``[BH, R, N * P]``: ``[BH, R, D]``. pages_and_spec: see
+    `_arguments`."""
     return torch.ops.kvpass_cpu.allocated_values(weights.contiguous(), *_arguments(*pages_and_spec))
 
 
 def _arguments(handle: Tensor, count: int, room: int, basis: Tensor, places: Tensor, table: Tensor, spec) -> list:
-    """What both ops take of ``count`` pages, whose pool has room for ``room`` and is given by its ``handle``."""
+    """The arguments that both ops share. handle, room: handle of the pool, and its capacity in pages; count: number of
+    pages to read."""
     basis, places = basis.flatten(0, 1).float().contiguous(), places.flatten(0, 2).contiguous()
     return [handle, basis, places, table, count, room, str(spec)]

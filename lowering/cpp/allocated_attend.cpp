@@ -1,19 +1,19 @@
-// Attention of one token of each sample of a cache whose keys and values have widths by channel, in pages of the same tokens.
-// rings.h comes ahead, and in namespaces keys and values, what is defined being theirs, allocated_scores.h and
-// allocated_values.h.
+// Attention of one query token per sample, for keys and values with per-channel bit widths and pages of the same
+// tokens. Needs rings.h, and, with the macros of each side, allocated_scores.h in namespace keys and allocated_values.h
+// in namespace values.
 namespace {
 
 constexpr int SCORED = 32;  // pages at a time
 
-// Pages of all heads of a cache, and what they were fitted to.
+// The pages of keys or of values of all heads, and their fitted tensors.
 template <typename Layout, typename Fields>
 struct Side {
     const uint8_t* pages;
     int64_t room;
     const Scale* basis;
     const Fields* fields;
-    const int32_t* share;  // of the layer, where bits are shared out
-    int64_t fields_of_head, fitted;  // samples that something was fitted to: all of them, or none, and it is the model's
+    const int32_t* share;  // of the layer, if bit widths are calibrated
+    int64_t fields_of_head, fitted;  // fitted: 1 if per sample, 0 if samples share the model's
 
     Layout layout(int64_t head, int64_t heads) const {
 #if SHARED
@@ -23,7 +23,7 @@ struct Side {
 #endif
     }
 
-    // Those of one of as many heads.
+    // The side of one head. heads: number of heads per sample.
     Side of(int64_t head, int64_t heads) const {
         const int64_t bytes = layout(head, heads).bytes, own = fitted ? head : head % heads;
         const int64_t pool = SHARED ? head / heads : head;
@@ -33,7 +33,8 @@ struct Side {
     }
 };
 
-// How tokens before the middle of a page are turned against it, of neighbours that tables have [PAGE, row] of.
+// The rotations of the tokens before the middle of a page, relative to it. all_cos, all_sin: [PAGE, row], the rotations
+// of PAGE consecutive tokens.
 struct InPage {
     float cos[HEAD / 2 * keys::BEFORE] = {}, sin[HEAD / 2 * keys::BEFORE] = {};
 
@@ -75,7 +76,8 @@ struct Part : Attended {
     }
 };
 
-// What is left of a part. Parts themselves stay on the stack: the heap would be given back, and be fetched, at each call.
+// The result of a part. Parts themselves are on the stack, because the allocator would return and fetch their memory at
+// each call.
 struct Found {
     float out[QUERIES * HEAD], most[QUERIES], sum[QUERIES];
     values::Total total;
@@ -90,9 +92,10 @@ struct Found {
 
 }  // namespace
 
-// All samples have as many tokens: n, and one of now, if it is present; packed pages of them. cos, sin: [samples, rows, row],
-// of PAGE neighbours and of the middles of pages; center: [samples, heads, HEAD], if keys are centered. The rest is that of
-// allocated_scores.cpp and rings.h.
+// All samples have the same number of tokens: n stored ones, packed pages of which are packed, and, if present is 1,
+// one of the call. all_cos, all_sin: [samples, rows, row], the rotations of PAGE consecutive tokens, then of the middle
+// tokens of pages. center: [samples, heads, HEAD], used if centered is 1. For other arguments see allocated_scores.cpp
+// and rings.h.
 extern "C" void kernel(
     const uint8_t* q, uint8_t* out, const uint8_t* key_pages, const uint8_t* key_basis, const keys::Fields* key_fields,
     const int32_t* key_share, const uint8_t* value_pages, const uint8_t* value_basis,

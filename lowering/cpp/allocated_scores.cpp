@@ -1,7 +1,10 @@
-// q: [BH, R, D]. cos, sin: [B, N, pairs], of the middles of pages; without pairs, keys are as q is. own_cos, own_sin:
-// [B, pairs, PAGE / 2], of how the tokens before it are turned against it. mean: [BH, D], of what was subtracted from
-// keys before they were, if they are centered. basis: [BH, D, b]. places: [BH, NUM_FIELDS]. pages: [BH, room,
-// PAGE_BYTES], count of which are read. out: [BH, R, count * PAGE]. allocated_scores.h comes ahead.
+// Scores of queries with the keys in pages. Needs allocated_scores.h.
+//
+// q: [BH, R, D]. cos, sin: [B, N, pairs], the rotations of the middle tokens of pages (page-relative RoPE); pairs = 0
+// means that keys are not page-relative. own_cos, own_sin: [B, pairs, PAGE / 2], the rotations of the tokens before the
+// middle, relative to it. mean: [BH, D], the mean that was subtracted from keys before rotary embedding, used if
+// centered is 1. basis: [BH, D, b]. places: [BH, NUM_FIELDS]. pages: [BH, room, PAGE_BYTES], of which count are read.
+// out: [BH, R, count * PAGE].
 extern "C" void kernel(
     const float* q, const float* cos, const float* sin, const float* own_cos, const float* own_sin,
     const float* mean, const uint8_t* pages, const float* basis,

@@ -1,15 +1,15 @@
-// Scores of one query token with the keys in pages, in the order of tokens. allocated.h and tokens.h come ahead.
+// Scores of one query token with the keys in pages, in token order. Needs allocated.h and tokens.h.
 
 namespace {
 
-constexpr int PAGES = 4;  // whose queries are turned together
-constexpr int ROWS = QUERIES % 2 ? 4 : 8;  // of a product with the basis
-constexpr int BEFORE = padded(PAGE / 2);  // the tokens of a page that come before its middle
-constexpr int SLOTS = 16, OF_WORD = SLOTS / LANES;  // tokens of a word of four bytes, and vectors of them
-constexpr int WAYS = LANES > 8 ? 2 : 1;  // sums apart, so that none waits for the one before
+constexpr int PAGES = 4;  // pages whose queries are rotated together
+constexpr int ROWS = QUERIES % 2 ? 4 : 8;  // queries per product with the basis
+constexpr int BEFORE = padded(PAGE / 2);  // tokens before the middle of a page, padded
+constexpr int SLOTS = 16, OF_WORD = SLOTS / LANES;  // tokens per four-byte word, and vectors of them
+constexpr int WAYS = LANES > 8 ? 2 : 1;  // independent sums, to hide latency
 
-// Where tokens of a rank are in the words of a field, and in the rank. A word has all tokens of up to four rows of
-// pairs.
+// Positions of the tokens of a rank: in the rank (slot), and in the words of a field (bit positions pair and single). A
+// word has all tokens of up to four rows of pairs.
 template <int RANK>
 struct Words {
     static constexpr int rows() {
@@ -35,7 +35,7 @@ struct Words {
 template <int RANK>
 const Words<RANK> WORDS;
 
-// Bytes of some rows of fields, of so many from the first on, as a word of each field. row: bytes from row to row.
+// Combines the bytes of ROWS rows from first on (modulo rows) to one word per field. row_bytes: bytes per row.
 template <int ROWS>
 inline void to_words(const uint8_t* bytes, int first, int rows, int row_bytes, int fields, int32_t* words) {
     for (int f = 0; f < fields; f += LANES) {
@@ -46,8 +46,8 @@ inline void to_words(const uint8_t* bytes, int first, int rows, int row_bytes, i
     }
 }
 
-// A head's basis and places as the loops here want them: blocks of the basis transposed, and for each field in padded
-// arrays its coordinate and its weight there.
+// The basis and places of a head in the form that the loops here need: transposed blocks of the basis, and the
+// coordinate and weight of each field, in padded arrays.
 struct Head {
     float columns[HEAD * BLOCK + LANES];
     int32_t coordinate[FIELDS] = {};
@@ -77,7 +77,7 @@ struct Head {
         });
     }
 
-    // What ROWS queries make of a step in each coordinate.
+    // The products of ROWS queries with the basis: the score of a unit step in each coordinate.
     void steps(const float* q, float* found) const {
         constexpr int VECTORS = (BLOCK + LANES - 1) / LANES;
         for (int block = 0; block < HEAD; block += BLOCK) {
@@ -91,7 +91,7 @@ struct Head {
         }
     }
 
-    // Adds what COUNT queries make of some fields of BITS bits, from first on, in the tokens of a word.
+    // Adds the scores of COUNT queries for count fields of BITS bits from first on, for the tokens of a word.
     template <int COUNT, int BITS>
     void add(
         const int32_t* words, int first, int count, const int32_t* shifts, const float* steps,
@@ -100,7 +100,7 @@ struct Head {
         Ints shift[OF_WORD];
         std::memcpy(shift, shifts, sizeof(shift));
 #if LANES == 16
-        asm("" : "+v"(shift[0]));  // stays in its register: loads are what takes time here
+        asm("" : "+v"(shift[0]));  // keep it in a register: loads are the bottleneck
 #endif
         for (int f = 0; f < count; f += WAYS)
             UNROLLED for (int way = 0; way < WAYS; way++) {
@@ -113,7 +113,7 @@ struct Head {
             }
     }
 
-    // What COUNT queries make of some tokens of a rank, a word of a field.
+    // The scores of COUNT queries for the tokens of one word of a rank.
     template <int RANK, int COUNT>
     void scores(const uint8_t* page, int word, const float* steps, const float* gains, float* found) const {
         constexpr Rank own = RANKS[RANK];
@@ -144,8 +144,8 @@ struct Head {
     }
 };
 
-// act(first, second of each, pair), of channels of LANES pairs, or of single pairs as far as these are not side by side.
-// Channels of pair i are i * STRIDE and apart.
+// Calls act(kind, first, second, i) for rotary pairs from i on, LANES pairs at a time if their channels are adjacent,
+// otherwise one by one. The channels of pair i are i * STRIDE and i * STRIDE + apart.
 template <int STRIDE, typename Do>
 inline void each_pair(int pairs, int apart, Do act) {
     int i = 0;
@@ -175,8 +175,8 @@ inline Floats backwards(Floats x, std::index_sequence<LANE...>) {
 }
 inline Floats backwards(Floats x) { return backwards(x, std::make_index_sequence<LANES>()); }
 
-// Scores of ROWS queries with the mean of the keys at each token of a page, for which it is turned, those behind the
-// middle as those before it, the other way. cos, sin: [pairs, BEFORE], of the tokens before the middle.
+// Scores of ROWS queries with the mean of the keys, rotated for each token of a page. The rotations after the middle
+// mirror those before it. cos, sin: [pairs, BEFORE], the rotations of the tokens before the middle.
 template <int STRIDE>
 inline void mean_scores(
     const float* q, const float* mean, const float* cos, const float* sin, int pairs, int apart, float* found
@@ -207,7 +207,7 @@ inline void mean_scores(
             const Floats before = even[r] + odd[r] + rest[r], behind = even[r] - odd[r] + rest[r];
             if constexpr (PAGE / 2 % LANES == 0) {
                 store(own + t, before);
-                store(own + PAGE - t - (LANES - 1), backwards(behind));  // one too many, of the next query's or of none
+                store(own + PAGE - t - (LANES - 1), backwards(behind));  // one too many: the next query's, or padding
             } else {
                 const int count = std::min(LANES, PAGE / 2 - t);
                 for (int i = 0; i < count; i++) own[t + i] = before[i];
@@ -217,7 +217,7 @@ inline void mean_scores(
     }
 }
 
-// A query as it is seen from where the tables are of.
+// Rotates a query back by the tables of a page's middle token.
 template <int STRIDE, typename Table>
 inline void turn_back(const float* q, const Table* cos, const Table* sin, int pairs, int apart, float* out) {
     each_pair<STRIDE>(pairs, apart, [&](auto kind, int first, int second, int i) {
@@ -229,8 +229,8 @@ inline void turn_back(const float* q, const Table* cos, const Table* sin, int pa
     std::copy(q + 2 * pairs, q + HEAD, out + 2 * pairs);
 }
 
-// What keys in pages are turned by, of as many pairs of channels: none where they are as q is. cos, sin: rows apart, of the
-// middles of pages. own_cos, own_sin: [pairs, BEFORE], of how the tokens before it are turned against it.
+// The rotations of page-relative RoPE; pairs = 0 means none. cos, sin: [pages, row], the rotations of the middle tokens
+// of pages. own_cos, own_sin: [pairs, BEFORE], the rotations of the tokens before the middle, relative to it.
 template <typename Table>
 struct Turns {
     const Table *cos, *sin;
@@ -239,8 +239,8 @@ struct Turns {
     const float *own_cos, *own_sin;
 };
 
-// Scores with pages of a head, one behind the other. mean: of what was subtracted from keys before they were turned, or
-// null.
+// Computes scores with consecutive pages of a head. mean: the mean that was subtracted from keys before rotary
+// embedding, or null.
 template <typename Table>
 struct Scorer {
     const Head& head;
@@ -253,7 +253,7 @@ struct Scorer {
 
     Scorer(const Head& head, const Turns<Table>& turns, const float* mean) : head(head), turns(turns), mean(mean) {}
 
-    // What queries make of steps in pages from n on, of which there are some up to end.
+    // Computes steps, and the scores with the mean, for up to PAGES pages from n on; pages end at end.
     void look_ahead(const float* q, int64_t n, int64_t end) {
         const auto turn = turns.interleaved ? turn_back<2, Table> : turn_back<1, Table>;
         const auto with_mean = turns.interleaved ? mean_scores<2> : mean_scores<1>;
@@ -269,8 +269,8 @@ struct Scorer {
         }
     }
 
-    // Scores of q [QUERIES, HEAD] with pages [begin, end): those of query r with page n at found + r * apart + (n - begin)
-    // * PAGE.
+    // Scores of q [QUERIES, HEAD] with pages [begin, end). Those of query r with page n are written to found + r *
+    // apart + (n - begin) * PAGE.
     void operator()(
         const float* q, const uint8_t* pages, int64_t room, int64_t begin, int64_t end, const float* table,
         float* found, int64_t apart

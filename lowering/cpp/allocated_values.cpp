@@ -1,5 +1,6 @@
-// weights: [BH, R, count * PAGE]. out: [BH, R, D], for BH = many. The rest is that of allocated_scores.cpp.
-// allocated_values.h comes ahead.
+// Weighted sums of the values in pages. Needs allocated_values.h.
+//
+// weights: [BH, R, count * PAGE]. out: [BH, R, D]. many: BH. Other arguments are those of allocated_scores.cpp.
 extern "C" void kernel(
     const float* weights, const uint8_t* pages, const float* basis, const int32_t* places, const float* table,
     float* out, int64_t many, int64_t count, int64_t room, int64_t threads

@@ -1,9 +1,9 @@
-// Values in pages, weighted by one query token. allocated.h and tokens.h come ahead.
+// Sums of the values in pages, weighted for one query token. Needs allocated.h and tokens.h.
 
 namespace {
 
-// Adds to total[query * FIELDS + field] LANES * MANY fields of BITS bits, each times the weight of its token. row_bytes:
-// from row to row.
+// Adds LANES * MANY fields of BITS bits, each times the weight of its token, to total[query * FIELDS + field].
+// row_bytes: bytes per row.
 template <int BITS, int COUNT, int MANY>
 inline void add_fields(const uint8_t* bytes, int rows, int row_bytes, const float* weights, float* total) {
     constexpr int PLANES = 8 / BITS, ONES = (1 << BITS) - 1;
@@ -23,17 +23,17 @@ inline void add_fields(const uint8_t* bytes, int rows, int row_bytes, const floa
         for (int v = 0; v < MANY; v++) store(total + r * FIELDS + v * LANES, sum[r][v]);
 }
 
-// The same for all fields of a kind. by_slot: weights of COUNT queries, PAGE apart. LEFT: vectors of fields.
+// add_fields for all fields of a kind. weights: those of COUNT queries by slot, PAGE apart. LEFT: vectors of fields.
 template <int BITS, int COUNT, int LEFT>
 inline void add_kind(const uint8_t* bytes, int rows, int row_bytes, const float* weights, float* total) {
-    if constexpr (LEFT > 0) {  // as many at once as there are registers for
+    if constexpr (LEFT > 0) {  // as many at a time as fit into registers
         constexpr int MANY = LEFT == 4 ? 2 : std::min(LEFT, 3);
         add_fields<BITS, COUNT, MANY>(bytes, rows, row_bytes, weights, total);
         add_kind<BITS, COUNT, LEFT - MANY>(bytes + MANY * LANES, rows, row_bytes, weights, total + MANY * LANES);
     }
 }
 
-// The same of as many fields as there are when it runs.
+// add_fields for a number of fields that is known at run time.
 template <int BITS, int COUNT>
 inline void add_some(
     const uint8_t* bytes, int rows, int row_bytes, int fields, const float* weights, float* total
@@ -44,7 +44,7 @@ inline void add_some(
     else if (fields > 0) add_fields<BITS, COUNT, 1>(bytes, rows, row_bytes, weights, total);
 }
 
-// What a field counts that stays where it is in its byte, by the token in a page.
+// The weight of a field that is not shifted to the lowest bits of its byte, by slot of its token.
 struct Units {
     float pair[PAGE + LANES] = {}, single[PAGE + LANES] = {};
 
@@ -60,11 +60,11 @@ struct Units {
 };
 const Units UNITS;
 
-// Sums of fields, and of the weights of the tokens in each slot.
+// Weighted sums of fields, and sums of the weights in each slot.
 struct Total {
     float fields[QUERIES * FIELDS] = {}, weights[QUERIES * PAGE + LANES] = {};
 
-    // Pages [begin, end), whose tokens query r weighs by of_tokens + r * apart, one behind the other.
+    // Adds pages [begin, end). The weights of query r are at of_tokens + r * apart, in token order.
     void add_pages(
         const uint8_t* pages, const Layout& layout, int64_t room, int64_t begin, int64_t end, const float* table,
         const float* of_tokens, int64_t apart
@@ -79,7 +79,7 @@ struct Total {
         }
     }
 
-    // What was added for query r, less of it.
+    // Multiplies the sums of query r by less.
     void scale(int r, float less) {
         for (float* own = fields + r * FIELDS; own < fields + (r + 1) * FIELDS; own++) *own *= less;
         for (float* own = weights + r * PAGE; own < weights + (r + 1) * PAGE; own++) *own *= less;
@@ -90,7 +90,7 @@ struct Total {
         for (int i = r * PAGE; i < (r + 1) * PAGE; i++) weights[i] += other.weights[i] * less;
     }
 
-    // The values of all queries, added to found [QUERIES, HEAD].
+    // Converts the sums to channels and adds them to found [QUERIES, HEAD].
     template <typename Basis>
     void put(const Basis* basis, const Fields* fields_of, const float* table, float* found) const {
         float coordinates[QUERIES][HEAD] = {}, all[QUERIES][LAST + 1];
@@ -129,7 +129,7 @@ struct Total {
         const uint8_t* page, const Layout& layout, const int32_t* order, const float* gains, const float* of_tokens,
         int64_t apart
     ) {
-        float of_pairs[QUERIES * PAGE + LANES], of_singles[QUERIES * PAGE + LANES];  // for fields that are not shifted
+        float of_pairs[QUERIES * PAGE + LANES], of_singles[QUERIES * PAGE + LANES];  // weights for unshifted fields
         for (int r = 0; r < QUERIES; r++)
             for (int t = 0; t < PAGE; t += LANES) {
                 const int at = r * PAGE + t;

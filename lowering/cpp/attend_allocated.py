@@ -1,6 +1,8 @@
-"""Attention of one token of each sample of a cache on CPUs, where keys and values have widths by channel
-(`kvpass.codec.allocation`, `kvpass.codec.shares`): scores, weights and values of some pages at a time, and of the exact
-tokens."""
+"""Attention of one query token per sample on CPUs, for keys and values with per-channel bit widths
+(`kvpass.codec.allocation`, `kvpass.codec.shares`).
+
+The kernel computes scores, weights and values of a few pages at a time, and then of the exact tokens.
+"""
 
 from collections.abc import Callable
 from functools import cache
@@ -27,7 +29,7 @@ _NO_TURN = 0, False
 
 @cache
 def serves(key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether what ``key`` and ``value`` say is kept of tokens of ``dtype`` is read by `allocated_attend.cpp`."""
+    """Whether `allocated_attend.cpp` supports these specs, for tokens of ``dtype``."""
     transform = key.transform
     of_keys, of_values = key.codec, value.codec
     return (
@@ -62,7 +64,7 @@ def _kernel(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dtype
 
 
 def _shared_defines(spec: CodecSpec, head_dim: int) -> dict[str, int]:
-    """What allocated.h is compiled for where shares say what heads have."""
+    """The macros of allocated.h for calibrated bit widths (`kvpass.codec.shares`)."""
     pairs, singles = PAIRS * head_dim, head_dim
     return dict(
         PAGE_BYTES=0, NUM_FIELDS=Shares.of(spec).ranks * head_dim, RANKED=int(Shares.of(spec).ranked), SHARED=1,
@@ -71,7 +73,7 @@ def _shared_defines(spec: CodecSpec, head_dim: int) -> dict[str, int]:
 
 
 def attend(call: AttendCall[Pack]) -> Tensor:
-    """The output ``[B, H_q, 1, D]`` of ``call``, with one query token, and one token of its own or none."""
+    """The output ``[B, H_q, 1, D]`` of ``call``, which has one query token and one new key and value, or none."""
     q, key, value, n, k_new, v_new = call[:6]
     k_spec, v_spec = call.specs
     (batch, q_heads, _, head_dim), (_, heads, present, _), dtype = q.shape, k_new.shape, key.ring.dtype

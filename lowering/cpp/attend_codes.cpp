@@ -1,7 +1,7 @@
-// Attention of one token of each sample of a cache, whose pools are contiguous. codes.h and rings.h come ahead.
+// Attention of one query token per sample, for caches with contiguous pools. Needs codes.h and rings.h.
 namespace {
 
-// pools: [samples, heads, room of each, its bytes of a page].
+// The six pools of a cache. of[i]: [samples, heads, room[i], bytes[i]], with bytes[i] bytes per page.
 struct Pools {
     const uint8_t* of[6];
     int64_t room[6], bytes[6];
@@ -25,7 +25,7 @@ struct Samples {
 
 }  // namespace
 
-// All samples have as many tokens: n, and one of now, if it is present.
+// All samples have the same number of tokens: n stored ones and, if present is 1, one of the call.
 extern "C" void kernel(
     const uint8_t* q, uint8_t* out, const uint8_t* key_codes, const uint8_t* key_scales, const uint8_t* key_zeros,
     const uint8_t* value_codes, const uint8_t* value_scales, const uint8_t* value_zeros, const uint8_t* key_ring,

@@ -1,6 +1,7 @@
-"""Attention of one token of each sample of a cache on CPUs, where keys have a scale for each channel of a page and
-values for each token (KIVI, arXiv:2402.02750): codes are read where they lie, and multiplied by what queries, or
-weights, make of scales.
+"""Attention of one query token per sample on CPUs, for keys with per-channel scales and values with per-token scales
+(KIVI, arXiv:2402.02750).
+
+Codes are read in place. Scales are multiplied into the queries and weights instead of into the codes.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from ..call_types import AttendCall
 from .build import build, source
 
 LANES = 16
-"""Vectors have so many lanes at most: pages and groups are multiples of it."""
+"""Largest number of vector lanes. Page and group sizes are multiples of it."""
 _SERVED = {f"bits={bits}" for bits, fields in FIELDS.items() if len(fields) == 1}
 _SERVED |= {"per=channel", "per=token", "keep=recent", "codec=", "evict=attention", "fit=minmax", "predictor="}
 DTYPES = torch.float32, torch.bfloat16
@@ -27,7 +28,7 @@ _TYPES = ["const uint8_t*", "uint8_t*", *10 * ["const uint8_t*"], *13 * ["int64_
 
 @cache
 def serves(key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype) -> bool:
-    """Whether what ``key`` and ``value`` say is kept of tokens of ``dtype`` is read by `codes.h`."""
+    """Whether `codes.h` supports these specs, for tokens of ``dtype``."""
     return (
         dtype in DTYPES
         and value.retention.residual >= key.retention.residual
@@ -39,7 +40,7 @@ def serves(key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype) 
 
 
 def defines_of(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dtype: torch.dtype) -> dict[str, int]:
-    """What `codes.h` is compiled for."""
+    """The macros of `codes.h`."""
     return dict(
         HEAD=head_dim, QUERIES=queries, PAGE=key.page_size, KEY_BITS=key.bits, VALUE_BITS=value.bits,
         GROUP=value.quantizer.group_size, SINKS=key.retention.sinks, BFLOAT16=int(dtype == torch.bfloat16),
@@ -54,7 +55,7 @@ def _kernel(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dtype
 
 
 def attend(call: AttendCall[Pack]) -> Tensor:
-    """The output ``[B, H_q, 1, D]`` of ``call``, with one query token, and one token of its own or none."""
+    """The output ``[B, H_q, 1, D]`` of ``call``, which has one query token and one new key and value, or none."""
     q, key, value, n, k_new, v_new = call[:6]
     k_spec, v_spec = call.specs
     (batch, q_heads, _, head_dim), (_, heads, present, _), dtype = q.shape, k_new.shape, key.ring.dtype
@@ -70,5 +71,6 @@ def attend(call: AttendCall[Pack]) -> Tensor:
 
 
 def as_tokens(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` as the kernel reads it. Asking first takes a tenth of what ``to`` does."""
+    """``x`` contiguous and in ``dtype``, as the kernel reads it. Checking the dtype takes a tenth of the time of
+    ``to``."""
     return x.contiguous() if x.dtype == dtype else x.to(dtype).contiguous()

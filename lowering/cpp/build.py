@@ -1,5 +1,7 @@
-"""C++ kernels, built by Inductor's own builder: for this processor's vectors and torch's OpenMP, without torch's
-headers, and kept in its cache for the next process. The only file that touches it; see ``tests/test_private_apis.py``.
+"""Builds C++ kernels with Inductor's builder.
+
+Kernels are built for this processor's vector instructions and torch's OpenMP, without torch's headers. Inductor's cache
+keeps them for the next process. Only this file uses the builder; see ``tests/test_private_apis.py``.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,22 +20,23 @@ OPTIONS = {"cpp_cache_precompile_headers": False, "cpp.enable_floating_point_con
 
 
 def text(defines: Mapping[str, float], *files: str | Path, namespace: str = "") -> str:
-    """``files``, by name if they are in this folder, one behind the other, for what is defined, in a ``namespace`` if
-    one is named."""
+    """The concatenated text of ``files``, preceded by ``defines``, inside of ``namespace`` if it is not empty. Relative
+    names are files of this folder."""
     lines = [f"#undef {word}\n#define {word} {number}\n" for word, number in defines.items()]
     texts = [(_FOLDER / file).read_text() for file in files]
     return "".join([*lines, f"namespace {namespace} {{\n", *texts, "}\n"] if namespace else [*lines, *texts])
 
 
 def source(defines: Mapping[str, float], *files: str | Path) -> str:
-    """`text` behind vectors.h, which all others need."""
+    """`text`, preceded by vectors.h, which all other files need."""
     return text({}, "vectors.h") + text(defines, *files)
 
 
 @announced("kernels of a cache")
 @compiling()
 def build(source: str, types: Sequence[str]) -> Callable[..., None]:
-    """The function ``kernel`` of a C++ ``source``, of arguments of ``types``: tensors for pointers, and ints."""
+    """Compile C++ ``source`` and return its function ``kernel``. types: C++ types of its arguments; tensors are passed
+    for pointers."""
     with inductor_config.patch(OPTIONS | unprobed()):
         kernel: Callable[..., None] = CppPythonBindingsCodeCache.load_pybinding(list(types), source)
     return kernel

@@ -1,15 +1,15 @@
-// Attention of one token to codes that have a scale for each channel of a page, if they are keys, and for each token, if
-// they are values. tokens.h comes ahead, and KEY_BITS and VALUE_BITS of a code and GROUP channels of a value that share a
-// scale are defined.
+// Attention of one query token over keys with per-channel scales and values with per-token scales. Needs tokens.h.
 //
-// A part of a context, of a KV head, is read in pieces of at most a page: scores, then weights, then values. Where
-// everything lies is what a Context says: pool(which, index), the codes, scales and zero points of a page of keys, and of
-// values; the rest is what exact tokens are asked for.
+// Macros: KEY_BITS and VALUE_BITS: bit widths. GROUP: channels of a value that share a scale.
+//
+// A part of the context of a KV head is processed in pieces of at most one page: scores, then weights, then values. A
+// Context knows where the data is: pool(which, page) returns the codes, scales and zero points of a page of keys (which
+// = 0, 1, 2) and of values (3, 4, 5). In addition it has the functions that Attended::add_all_exact needs.
 namespace {
 
 constexpr int VECTORS = HEAD / LANES, GROUPS = HEAD / GROUP, AT_ONCE = 16;  // pages of a part
 
-// What 1 in the codes of a token is worth: they are not shifted.
+// The weight of the codes of each token. Codes are masked but not shifted.
 template <int BITS>
 struct Units {
     float of[PAGE];
@@ -104,7 +104,7 @@ struct Part : Attended {
         score_page(context.pool(0, page), scales, zeros);
     }
 
-    // Pages whose keys and values are packed.
+    // Adds pages whose keys and values are packed.
     template <typename Context>
     void add_pages(const Context& context, int64_t begin, int64_t end) {
         for (int64_t page = begin; page < end; page++) {
@@ -115,7 +115,7 @@ struct Part : Attended {
         }
     }
 
-    // Tokens whose values are exact: those of pages from packed on, whose keys are in them up to half, and sinks.
+    // Adds the tokens whose values are exact: pages [packed, half), whose keys are packed, all later tokens, and sinks.
     template <typename Context>
     void add_others(const Context& context, int64_t packed, int64_t half, int64_t total) {
         for (int64_t page = packed; page < half; page++) {
@@ -128,14 +128,15 @@ struct Part : Attended {
     }
 };
 
-// Attention of one token each of many samples, to keys by scale. q, out: [many, heads * QUERIES, HEAD]. Of each sample:
-// total tokens, packed pages, and half, those whose keys are. contexts(b, head): the Context of a KV head of a sample.
+// Attention of one query token per sample. q, out: [many, heads * QUERIES, HEAD]. Per sample: total: number of tokens;
+// packed: pages whose values are packed; half: pages whose keys are packed. scale: factor of the scores. contexts(b,
+// head): the Context of a KV head of sample b.
 template <typename Contexts>
 void attend_all(
     const Token* q, float scale, Token* out, const int64_t* total, const int64_t* packed, const int64_t* half,
     int64_t many, int64_t heads, const Contexts& contexts, int64_t threads
 ) {
-    std::vector<int64_t> sample_of, first(many + 1);  // of parts, which are of all heads; the last has the others
+    std::vector<int64_t> sample_of, first(many + 1);  // per part; the last one of a sample adds exact tokens
     for (int64_t b = 0; b < many; b++) {
         first[b] = sample_of.size();
         sample_of.insert(sample_of.end(), packed[b] / AT_ONCE + 1, b);

@@ -1,4 +1,4 @@
-"""Attention of one token of each sample of a cache in C++, for the specs that have a kernel."""
+"""Registers the C++ attention of one query token per sample, for the specs that have a kernel."""
 
 from collections.abc import Callable
 
@@ -13,12 +13,12 @@ from ..inductor.attend import ATTENDED
 from ..table import DispatchKey, implements
 from . import attend_allocated, attend_codes
 
-_MOST = 8  # queries of a KV head: sums of more do not stay in registers
+_MOST = 8  # query heads per KV head: sums of more do not fit into registers
 
 
 def kernel_of(key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype) -> Callable[..., Tensor] | None:
-    """The kernel for caches of these specs that hold tokens of ``dtype``; None if there is none. It takes an
-    `AttendCall` and returns its output."""
+    """The kernel for caches with these specs and tokens of ``dtype``; None if there is none. It takes an `AttendCall`
+    and returns its output."""
     asked = key, value, head_dim, dtype
     return next((one.attend for one in (attend_codes, attend_allocated) if one.serves(*asked)), None)
 

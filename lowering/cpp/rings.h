@@ -1,8 +1,9 @@
-// The exact tokens of a cache. tokens.h comes ahead, and KEY_WINDOW and VALUE_WINDOW, slots of the windows of keys and of
-// values behind sinks, are defined.
+// The exact tokens of a cache. Needs tokens.h.
+//
+// Macros: KEY_WINDOW and VALUE_WINDOW: slots of the windows of keys and of values, after the sinks.
 namespace {
 
-// rings: [samples, heads, SINKS + slots, HEAD]. news: [samples, heads, 1, HEAD], behind n tokens.
+// keys, values: [samples, heads, SINKS + window, HEAD]. key_new, value_new: [samples, heads, 1, HEAD], token n.
 struct Rings {
     const Token *keys, *values, *key_new, *value_new;
     int64_t n;
@@ -16,7 +17,7 @@ struct Rings {
     }
 };
 
-// Those of a head, counted over all samples.
+// The exact tokens of one head. head counts the heads of all samples.
 struct Exact {
     const Rings& rings;
     int64_t head;

@@ -1,6 +1,7 @@
-// Exact tokens, and what attention of one token to a part of a context adds up. vectors.h comes ahead, and what is
-// defined: HEAD channels, QUERIES of a KV head, PAGE tokens at a time, SINKS exact first tokens, and whether tokens, and
-// what pages have in 16 bits, are of BFLOAT16 or are floats, and halves.
+// Exact tokens, and the running sums of one query token's attention over a part of a context. Needs vectors.h.
+//
+// Macros: HEAD channels per head, QUERIES query heads per KV head, PAGE tokens at a time, SINKS exact first tokens.
+// BFLOAT16: tokens and 16-bit parameters of pages are bfloat16; otherwise tokens are float32 and parameters float16.
 namespace {
 
 inline Floats read(const float* from) { return load<Floats>(from); }
@@ -31,7 +32,7 @@ inline float number(Bfloat16 x) {
 
 inline void round_to(float& to, float x) { to = x; }
 
-inline void round_to(Bfloat16& to, float x) {  // to the nearest, and of two to the even one
+inline void round_to(Bfloat16& to, float x) {  // to nearest, ties to even
     uint32_t bits;
     std::memcpy(&bits, &x, sizeof(bits));
     to.bits = x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
@@ -64,18 +65,18 @@ inline void to_floats(const Stored* from, float* to) {
     for (; i < COUNT; i++) to[i] = number(from[i]);
 }
 
-// Scores of tokens are powers of two, some tokens at a time: query r's are r * apart on. They become weights by the
-// largest so far.
+// Running softmax. Scores are base-2 logarithms, for some tokens at a time; those of query r start at r * apart. They
+// are converted to weights relative to the largest score so far.
 struct Attended {
     float q[QUERIES * HEAD], out[QUERIES * HEAD] = {}, most[QUERIES], sum[QUERIES] = {};
-    Floats products[QUERIES * PAGE];  // of each token, to be summed up
+    Floats products[QUERIES * PAGE];  // per token, before the sum over lanes
 
     Attended(const Token* from, float scale) {
         for (int i = 0; i < QUERIES * HEAD; i++) q[i] = number(from[i]) * (scale / LN_2);
         std::fill(most, most + QUERIES, -INFINITY);
     }
 
-    // key(i): of the i-th of count tokens, a page at most.
+    // key(i): the key of the i-th of count tokens. count is at most PAGE.
     template <typename Key>
     void score_exact(int count, Key key, float* scores, int apart) {
         for (int t = 0; t < count; t++) {
@@ -91,7 +92,8 @@ struct Attended {
             for (int t = 0; t < count; t += LANES) store(scores + r * apart + t, sums(products + r * PAGE + t));
     }
 
-    // Scores of count tokens to weights, and what came before scaled to them; rescaled(r, less): that of query r.
+    // Converts the scores of count tokens to weights, and rescales earlier sums to match. rescaled(r, less) is called
+    // if sums of query r are multiplied by less.
     template <typename Rescaled>
     void weigh(int count, float* scores, int apart, Rescaled rescaled) {
         for (int r = 0; r < QUERIES; r++) {
@@ -122,8 +124,8 @@ struct Attended {
         }
     }
 
-    // Tokens whose keys and values are exact: those from first on, and sinks. context: key(token), value(token), and
-    // key_sink and value_sink. There is room for the scores of a page.
+    // Adds the tokens whose keys and values are exact: those from first on, and the sinks. context has functions
+    // key(token), value(token), key_sink(token) and value_sink(token). scores has room for PAGE tokens per query.
     template <typename Context, typename Rescaled>
     void add_all_exact(
         const Context& context, int64_t first, int64_t total, float* scores, int apart, Rescaled rescaled

@@ -1,6 +1,6 @@
-// Vectors as compilers know them, of as many lanes as the processor has.
+// Vector types and functions, built on compilers' vector extensions, with as many lanes as the processor has.
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC optimize("tree-loop-vectorize")  // Inductor, whose loops are vectors already, turns it off
+#pragma GCC optimize("tree-loop-vectorize")  // Inductor disables it, because its loops are already vectors
 #endif
 #include <algorithm>
 #include <cmath>
@@ -22,7 +22,7 @@
 #define LANES 4
 #endif
 
-#define UNROLLED _Pragma("GCC unroll 16")  // so that what loops add up stays in registers
+#define UNROLLED _Pragma("GCC unroll 16")  // keeps the sums of loops in registers
 
 namespace {
 
@@ -41,7 +41,7 @@ inline Vector load(const Scalar* from) {
 
 inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof(x)); }
 
-inline Ints widened(const uint8_t* from) {  // compilers take bytes apart one by one, unless they are told
+inline Ints widened(const uint8_t* from) {  // without intrinsics, compilers convert bytes one by one
 #if LANES == 16
     return (Ints)_mm512_cvtepu8_epi32(load<__m128i>(from));
 #elif LANES == 8
@@ -59,7 +59,7 @@ inline float largest(Floats x) {
     return found;
 }
 
-// In each group of 2 * HALF lanes, those of a folded to its first half, and those of b to its second.
+// Adds the two halves of each group of 2 * HALF lanes: those of a to the first half, those of b to the second half.
 template <int HALF, size_t... LANE>
 inline Floats folded(Floats a, Floats b, std::index_sequence<LANE...>) {
 #define OF_BOTH int(LANE / (2 * HALF) * 2 * HALF + LANE % HALF + (LANE / HALF % 2 ? LANES : 0))
@@ -71,7 +71,7 @@ inline Floats folded(Floats a, Floats b, std::index_sequence<LANE...>) {
 #undef OF_BOTH
 }
 
-// Lane i of what comes back is the sum of the lanes of x[i].
+// Lane i of the result is the sum of the lanes of x[i].
 template <int HALF = LANES / 2>
 inline Floats sums(Floats* x) {
     UNROLLED for (int i = 0; i < HALF; i++) x[i] = folded<HALF>(x[i], x[i + HALF], std::make_index_sequence<LANES>());
@@ -121,9 +121,9 @@ inline float dot(const float* a, const float* b, int count) {
 
 constexpr float LN_2 = 0.6931471805599453f;
 
-// 2 to the power of x, which is not positive.
+// 2 to the power of x, for x <= 0.
 inline Floats exp2(Floats x) {
-    constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: what is added to it loses its fraction
+    constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
     x = x > -126.0f ? x : Floats{} - 126.0f;
     const Floats whole = x + ROUND, f = x - (whole - ROUND);
     Floats p = f * 1.3266971e-3f + 9.6754599e-3f;
@@ -134,8 +134,8 @@ inline Floats exp2(Floats x) {
     return (Floats)((Ints)p + ((Ints)whole << 23));
 }
 
-// Scores, which are powers of two, to weights by the largest of them or of those before, which most becomes; returns
-// their sum. Of whole vectors.
+// Converts scores (base-2 logarithms) to weights relative to the largest score so far, and updates this one in most.
+// Returns the sum of the weights. count is a multiple of LANES.
 inline float to_weights(float* scores, int count, float& most) {
     Floats high = Floats{} + most, sum = {};
     for (int t = 0; t < count; t += LANES) {

@@ -1,7 +1,7 @@
-"""One Inductor kernel, compiled ahead of its calls, with no guards to check at each of them.
+"""Compiles Inductor kernels ahead of time, so that calls check no guards.
 
-``torch.compile`` would do, at tens of microseconds of guards a call: too much for an op called once a layer and step.
-The only file of the lowering that touches Inductor's private entry point; see ``tests/test_private_apis.py``.
+``torch.compile`` spends tens of microseconds per call on guard checks, too much for an op that is called once per layer
+and step. Only this file of the lowering uses Inductor's private entry point; see ``tests/test_private_apis.py``.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,15 +29,21 @@ from . import background_compile, kernel_store
 
 
 def unprobed() -> dict[str, bool]:
-    """Options of ``torch._inductor.config`` that take it for granted that the C++ compiler, which is new enough for
-    torch's headers, knows the vector instructions of the processor: finding out takes seconds of every process."""
+    """Options of ``torch._inductor.config`` that skip probing the C++ compiler for vector instructions.
+
+    Probing takes seconds in every process. A compiler that is new enough for torch's headers supports the processor's
+    vector instructions.
+    """
     return {"cpp.vec_isa_ok": True} if inductor_config.cpp.vec_isa_ok is None else {}
 
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor that a kernel takes. Only the *metadata* of ``example`` is traced; None stays None. Its ``dynamic`` dims
-    are any size, the same one where they are equal here, so unrelated dims must differ; none may be 0 or 1."""
+    """An input tensor of a kernel. Only the *metadata* of ``example`` is traced; None stays None.
+
+    dynamic: dims of any size. Dynamic dims with equal sizes in the examples are taken to be always equal, so unrelated
+        dims must have different sizes. No size may be 0 or 1.
+    """
 
     name: str
     example: Tensor | None
@@ -45,9 +51,10 @@ class Input:
 
 
 class Program(NamedTuple):
-    """``fn(*tensors)`` of ``inputs``, which returns a tuple of tensors.
+    """A function to compile: ``fn(*tensors)`` takes ``inputs`` and returns a tuple of tensors.
 
-    options: of ``torch._inductor.config``, by name. by_name: what is compiled takes one dict of tensors by name.
+    options: options of ``torch._inductor.config``, by name.
+    by_name: the compiled function takes one dict of tensors by name.
     """
 
     fn: Callable
@@ -59,9 +66,9 @@ class Program(NamedTuple):
 @announced("kernels of a cache")
 @compiling()
 def compile_ahead(program: Program, place: Path | None = None) -> Callable:
-    """Compile ``program``, once for all sizes of the dynamic dims of its inputs.
+    """Compile ``program`` once, for all sizes of the dynamic dims of its inputs.
 
-    place: where it is kept for other processes (`stored`), and taken from if it is there.
+    place: file on disk (`kernel_store`) from which the kernel is loaded, or to which it is written for other processes.
     """
     options = {"emulate_precision_casts": True, "size_asserts": False, **unprobed(), **(program.options or {})}
     with torch.no_grad(), inductor_config.patch(options):
@@ -74,7 +81,7 @@ def compile_ahead(program: Program, place: Path | None = None) -> Callable:
 
 
 def _compiled(program: Program, place: Path | None) -> Callable:
-    """What runs ``program`` on those of its inputs that are there."""
+    """Compile ``program``. The compiled function takes the inputs that are not None."""
     fake_mode = FakeTensorMode(shape_env=ShapeEnv())
     fakes = []
     for one in program.inputs:
@@ -83,7 +90,8 @@ def _compiled(program: Program, place: Path | None) -> Callable:
         sizes = [DimDynamic.DYNAMIC if d in one.dynamic else DimDynamic.STATIC for d in range(one.example.ndim)]
         context: StatelessSymbolicContext = StatelessSymbolicContext(dynamic_sizes=sizes)
         shape, stride, dtype, device = one.example.shape, one.example.stride(), one.example.dtype, one.example.device
-        example = torch.empty_strided(shape, stride, dtype=dtype, device=device)  # one for two would be traced as one
+        # a copy, because a tensor that is the example of two inputs would be traced as one input
+        example = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         fakes.append(fake_mode.from_tensor(example, source=ConstantSource(one.name), symbolic_context=context))
 
     def call(*tensors):
@@ -93,7 +101,7 @@ def _compiled(program: Program, place: Path | None) -> Callable:
     with fake_mode, enable_python_dispatcher():  # matmul in C++ would fix sizes before torch 2.13
         graph = make_fx(call)(*fakes)
     fixed = {symbol: size for symbol, size in fake_mode.shape_env.replacements.items() if size.is_number}
-    if fixed:  # nothing would check it at a call
+    if fixed:  # calls do not check sizes
         raise AssertionError(f"Tracing {program.fn} specialized sizes that must stay dynamic: {fixed}")
     with tracing(TracingContext(fake_mode)):
         if place is not None:
@@ -103,8 +111,11 @@ def _compiled(program: Program, place: Path | None) -> Callable:
 
 
 class Kernel:
-    """What ``make(*key)`` says, compiled: once in this process, where threads that ask for the same wait for the first
-    of them, and once for all processes that share a compile cache. A key is words: its ``repr`` says all there is."""
+    """Compiles the programs ``make(*key)`` and caches them by key.
+
+    Each key is compiled once per process, and once for all processes that share a compile cache. Threads that need the
+    same kernel wait for the first one. The ``repr`` of a key must identify it completely.
+    """
 
     def __init__(self, make: Callable[..., Program]):
         self.make, self.name = make, f"{make.__module__}.{make.__name__}"
@@ -128,5 +139,5 @@ class Kernel:
         return compile_ahead(program, place)
 
     def cache_clear(self) -> None:
-        """Forget what was compiled in this process."""
+        """Drop all kernels that were compiled in this process."""
         self._compiled.clear()

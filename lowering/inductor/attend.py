@@ -1,8 +1,9 @@
-"""Attention of one query token over codes, written so that Inductor fuses it: K and V never reach memory.
+"""Attention of one query token over packed keys and values, written to be fused by Inductor: K and V never reach
+memory.
 
-Per plane of a page: unpack and dequantize pointwise, then one separate reduction for every query head of the KV head,
-because as a broadcast dimension the same algebra is twice as slow. Pools are sliced, so the cost is that of the tokens
-there are.
+Each plane of a page is unpacked and dequantized pointwise. Then there is a separate reduction for every query head of
+the KV head, because the same computation with a broadcast dimension is twice as slow. Pools are sliced, so the cost
+depends on the number of stored tokens only.
 """
 
 from functools import cache, lru_cache
@@ -35,15 +36,18 @@ from .planes import Planes, in_storage_order, mean_scores
 from .terms import Turns
 
 _BEHIND_ROPE = {"boosted": "boosted channels", "error-term": "low-rank error terms"}
-_MIN_PAGES = 2  # sizes 0 and 1 would be specialised; what is beyond the packed tokens is masked
+_MIN_PAGES = 2  # sizes 0 and 1 would be specialized; pages beyond the packed tokens are masked
 
 
 class Common(NamedTuple):
-    """What the calls that one kernel serves have in common, besides specs.
+    """The properties that all calls of one kernel share, besides the specs.
 
-    many: whether there is more than one sample. mask: whether it has many, its heads and its dtype. columns: those of
-    the rotary tables. sinks: their dtype. present: whether there is a token of the call, as in self-attention, or none,
-    as in cross-attention. mass: whether attention mass is returned.
+    many: whether there is more than one sample.
+    mask: whether the mask has more than one sample, its number of heads and its dtype; None without a mask.
+    columns: columns of the rotary tables.
+    sinks: dtype of the sinks; None without sinks.
+    present: whether the call has a token of its own (self-attention) or none (cross-attention).
+    mass: whether attention mass is returned.
     """
 
     many: bool
@@ -63,7 +67,8 @@ class Common(NamedTuple):
 
 
 def _places(n: Tensor, packed: Tensor, retention: Retention, held: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Per slot of the ring: its token, and whether it counts. ``held`` says so for log-sparse windows."""
+    """The token in each slot of the ring, and whether it is to be attended to. For log-sparse windows, ``held`` holds
+    the tokens."""
     if held is not None:
         return held, held >= 0
     sinks, size = retention.sinks, retention.ring_size
@@ -73,9 +78,10 @@ def _places(n: Tensor, packed: Tensor, retention: Retention, held: Tensor | None
 
 
 def _dots(q: Tensor, k: Tensor, tables: tuple[Tensor, Tensor] | None, rope: str) -> list[Tensor]:
-    """``q`` ``[BH, R, D]`` with keys ``[BH, ..., D]``, rotated by tables ``[B, ..., p]`` -> R times ``[BH, ...]``.
+    """Products of ``q`` ``[BH, R, D]`` with keys ``[BH, ..., D]``, rotated by tables ``[B, ..., p]``: R tensors
+    ``[BH, ...]``.
 
-    One separate reduction for every query head over keys that are unpacked, and rotated, once.
+    Keys are unpacked and rotated once. Every query head has a reduction of its own.
     """
     lead = (slice(None), *(None for _ in range(k.ndim - 2)))
     if tables is None:
@@ -93,12 +99,13 @@ def _dots(q: Tensor, k: Tensor, tables: tuple[Tensor, Tensor] | None, rope: str)
 
 
 def _first_pages(handle: Tensor, room: Tensor, count: int) -> Tensor:
-    """The first ``count`` pages of the pool of ``handle``, whose capacity ``room`` carries: ``[BH, count, ...]``."""
+    """The first ``count`` pages of the pool of ``handle``: ``[BH, count, ...]``. The size of ``room`` is the pool's
+    capacity."""
     return of_capacity(handle, room.shape[0]).narrow(2, 0, count).flatten(0, 1)
 
 
 def _allocated(given: dict[str, Tensor | None], side: str, spec: CodecSpec) -> tuple:
-    """What `allocated` takes of the pages of a side, "k" or "v"."""
+    """The arguments of `cpp.allocated` for the pages of a side, "k" or "v"."""
     names = "pool_codes", "pages", "pool_codes_room", "basis", "fields", "points"
     codes, pages, room, *fitted = (given[f"{side}_{name}"] for name in names)
     return codes, pages.shape[0], room.shape[0], *fitted, spec
@@ -107,13 +114,15 @@ def _allocated(given: dict[str, Tensor | None], side: str, spec: CodecSpec) -> t
 def _attend(
     given: dict[str, Tensor | None], common: Common, k_spec: CodecSpec, v_spec: CodecSpec
 ) -> tuple[Tensor, ...]:
-    """One query token ``[B, H_q, 1, D]`` over packed keys and values, given what `_inputs` names: ``[B, H_q, 1, D]``,
-    and with ``common.mass`` the weights, summed over the query heads of a KV head: ``[B * H_kv, slots]``, pages, ring,
-    and the token itself, which does not count without ``common.present``.
+    """Attend with one query token ``[B, H_q, 1, D]`` to packed keys and values: ``[B, H_q, 1, D]``.
 
-    ``k_pages`` and ``v_pages`` carry page counts as their shape, those of `_pools` the capacities of pools that are
-    handed over as handles, ``lengths`` those of `_lengths` as its values. For log-sparse windows ``held`` is the token
-    in each slot of the ring, ``page_tokens`` ``[N, P]`` those in the pages.
+    With ``common.mass``, also returns the weights summed over the query heads of each KV head, ``[B * H_kv, slots]``:
+    for the pages, the ring and the token of the call. Without ``common.present``, the last one is masked.
+
+    given: the tensors that `_inputs` lists, by name. The sizes of ``k_pages`` and ``v_pages`` are page counts. The
+        sizes of the tensors that `_pools` names are capacities of pools, which are passed as handles. The values of
+        ``lengths`` come from `_lengths`. For log-sparse windows, ``held`` is the token in each slot of the ring, and
+        ``page_tokens`` ``[N, P]`` the tokens in pages.
     """
     rope, softcap = common.rope, common.softcap
     q, lengths, mask, held, page_tokens, sinks, center = (
@@ -130,13 +139,13 @@ def _attend(
     k_ring, v_ring, k_new, v_new = (given[name].flatten(0, 1) for name in ("k_ring", "v_ring", "k_new", "v_new"))
     shape, dtype, batch, groups = q.shape, q.dtype, q.shape[0], given["k_ring"].shape[1]
     q = (q.float() * common.scale).view(batch * groups, shape[1] // groups, -1)  # [BH, R, D]
-    index = torch.arange(count * size, device=q.device)  # of packed tokens, in storage order
+    index = torch.arange(count * size, device=q.device)  # packed tokens, in storage order
     in_page = index + k_spec.retention.sinks if page_tokens is None else page_tokens.flatten()
     n, k_packed, v_packed = lengths.split(1)
     k_tokens, k_counts = _places(n, k_packed, k_spec.retention, held)
 
     def tables(tokens):
-        """cos and sin of ``tokens``, any shape; None where keys are stored rotated."""
+        """cos and sin of ``tokens`` of any shape; None if keys are stored after rotary embedding."""
         if not rope:
             return None
         rows = [
@@ -151,7 +160,7 @@ def _attend(
 
     page_rope = k_spec.transform.page_rope
     page_tables = PageTables(given["cos"], given["sin"], rope) if page_rope and rope else None
-    if page_rope:  # what is exact is as it was rotated
+    if page_rope:  # exact keys have normal rotary embedding
         rope = ""
     if given["k_fields"] is not None:
         on_pages = allocated.page_scores(q, page_tables, center, *_allocated(given, "k", k_spec))
@@ -173,15 +182,15 @@ def _attend(
         logits = sinks.float().view(1, groups, -1, 1).expand(batch, -1, -1, 1)
         weights = torch.cat([scores, logits.flatten(0, 1)], -1).softmax(-1)[..., :-1]
     if mask is not None:
-        weights = weights.nan_to_num(0)  # a query that may see nothing gets zeros, as in SDPA
+        weights = weights.nan_to_num(0)  # a fully masked query gets zeros, as in SDPA
 
-    # values leave their window no earlier than keys, so a packed value's weight is that of a packed key
+    # values leave their window no earlier than keys, so the weight of a packed value is that of a packed key
     packed, slots = v_count * size, v_ring.shape[1]
     on_pages = torch.where(index[:packed] < v_packed, weights[..., :packed], 0.0)
     on_ring = _ring_weights(weights, lengths, count * size, k_spec.retention, v_spec.retention, held)
     if given["v_fields"] is not None:
         from_pages = allocated.page_values(on_pages, *_allocated(given, "v", v_spec))
-    # concatenated, they are computed once: otherwise anew for every channel
+    # concatenated, they are computed once, not once per channel
     on_pages, on_ring, own = torch.cat([on_pages, on_ring, weights[..., -1:]], -1).split([packed, slots, 1], -1)
     out = (on_ring[..., None] * v_ring[:, None].float()).sum(2) + own * v_new.float()
     if given["v_fields"] is None:
@@ -196,23 +205,25 @@ def _attend(
 
 
 def plane_scores(q, planes: Planes, tokens, tables, rope: str, basis, center) -> list[list[Tensor]]:
-    """``q`` ``[BH, R, D]`` with the keys of ``tokens`` ``[N, P]`` in pages: ``[BH, N, T]`` by query head and plane.
+    """Scores of ``q`` ``[BH, R, D]`` with keys in pages: ``[BH, N, T]`` for each query head and plane.
 
-    tables: token ids -> rotary tables. basis: the rotation of the keys, which the queries take instead of them. center:
-    the mean that was subtracted from keys before rotary embedding.
+    tokens: ``[N, P]``, token ids.
+    tables: function from token ids to rotary tables.
+    basis: the rotation of the keys, which is applied to queries instead.
+    center: the mean that was subtracted from keys before rotary embedding.
     """
     scores, rotated = [], q if basis is None else q @ basis
     by_plane = tokens.unflatten(-1, (planes.runs, -1))
     for j in range(planes.runs):
         k = planes.values(j)
-        if center is not None and rope:  # the mean is turned with the keys
+        if center is not None and rope:  # the mean is rotated with the keys
             k = k + center.flatten(0, 1)[:, None].float()
         scores.append(_dots(rotated, k, tables(by_plane[:, j]), rope))
     return [[of_plane[r] for of_plane in scores] for r in range(q.shape[1])]
 
 
 def page_scores(q, pages: Pages, tokens, tables, rope: str, basis, center) -> Tensor:
-    """`plane_scores` as one tensor, ``[BH, R, N * P]``, in the order of tokens, with any mean that was subtracted."""
+    """`plane_scores` as one tensor ``[BH, R, N * P]`` in token order, including a mean that was subtracted."""
     parts = []
     for kind in pages.kinds:
         by_head = plane_scores(q, kind, tokens, tables, rope, basis, center)
@@ -227,7 +238,8 @@ def page_scores(q, pages: Pages, tokens, tables, rope: str, basis, center) -> Te
 
 
 def _ring_weights(weights, lengths, packed_slots: int, of_keys: Retention, of_values: Retention, held) -> Tensor:
-    """The weights of the values in each slot of their ring; ``packed_slots`` come first in ``weights``."""
+    """The weights of the values in each slot of their ring. In ``weights``, ``packed_slots`` packed tokens come
+    first."""
     n, k_packed, v_packed = lengths.split(1)
     tokens, counts = _places(n, v_packed, of_values, held)
     on_ring = weights[..., packed_slots:-1]
@@ -240,7 +252,8 @@ def _ring_weights(weights, lengths, packed_slots: int, of_keys: Retention, of_va
 
 
 def _biased(scores: Tensor, mask: Tensor, token: Tensor, groups: int) -> Tensor:
-    """``scores`` ``[B * H_kv, R, N]`` plus a bool or additive mask ``[B or 1, H_q or 1, 1, T]`` at ``token``."""
+    """Apply a bool or additive ``mask`` ``[B or 1, H_q or 1, 1, T]``, at columns ``token`` ``[N]``, to ``scores``
+    ``[B * H_kv, R, N]``."""
     bias = mask[:, :, 0].index_select(-1, token)
     bias = torch.where(bias, 0.0, -torch.inf) if mask.dtype == torch.bool else bias.float()
     bias = bias[:, None] if mask.shape[1] == 1 else bias.unflatten(1, (groups, -1))
@@ -249,19 +262,20 @@ def _biased(scores: Tensor, mask: Tensor, token: Tensor, groups: int) -> Tensor:
 
 @cache
 def _pools(side: str, spec: CodecSpec) -> dict[str, str]:
-    """Names of the pools of a side, "k" or "v", and of what carries their capacities, in what `_attend` is given."""
+    """Names of the pools of a side, "k" or "v", and of the tensors whose sizes are their capacities, as inputs of
+    `_attend`."""
     return {f"{side}_pool_{name}": f"{side}_pool_{name}_room" for name in of_pages(spec)}
 
 
-# Sizes to trace with, where sizes vary from call to call: different for what is unrelated, and none of them 0 or 1.
+# Sizes for tracing dynamic dims. Unrelated dims have different sizes; none is 0 or 1.
 _BATCH, _TOKENS, _TABLES = 5, 1733, 1811
 _COUNTS = {"k_pages": 53, "v_pages": 47}
-_CAPACITY = 59  # of the first pool; the next has one more
+_CAPACITY = 59  # of the first pool; each further pool has one more
 
 
-# Keys and values in pages are used by every query head of a KV head and are never to be stored for that, however many
-# reads they take. Sums of products may be rounded once, which nothing else is compiled with: to compile torch's headers
-# for that, ahead of this one kernel, takes longer than the kernel.
+# Every query head of a KV head uses the dequantized keys and values. The thresholds keep Inductor from storing them in
+# memory for that. Contraction may round sums of products once. Precompiling torch's headers with this flag, which only
+# this kernel uses, takes longer than compiling the kernel.
 OPTIONS = {
     "cpp_cache_precompile_headers": False,
     "realize_reads_threshold": 256,
@@ -272,7 +286,7 @@ OPTIONS = {
 
 
 def _inputs(common: Common, k_spec: CodecSpec, v_spec: CodecSpec) -> list[Input]:
-    """What `_attend` is given."""
+    """The inputs of `_attend`."""
     many, q_heads, heads, head_dim, dtype, device, mask, rope, columns, sinks = common[:10]
 
     def tensor(name: str, *shape: int, dtype=dtype, dynamic=(), there=True) -> Input:
@@ -319,7 +333,7 @@ def _inputs(common: Common, k_spec: CodecSpec, v_spec: CodecSpec) -> list[Input]
 
 
 def _points(spec: CodecSpec, device: torch.device) -> Tensor | None:
-    """The table that codes, or gains, are looked up in."""
+    """The look-up table of codes or gains; None if the codec has none."""
     if isinstance(spec.codec, Allocation):
         return allocated.look_up_table(device)
     return points_of(spec, device)
@@ -327,7 +341,7 @@ def _points(spec: CodecSpec, device: torch.device) -> Tensor | None:
 
 @Kernel
 def attend_kernel(common: Common, k_spec: CodecSpec, v_spec: CodecSpec) -> Program:
-    """`_attend` for all calls that have this in common; it takes what `_inputs` names by name."""
+    """`_attend` for all calls that share ``common``. It takes the tensors that `_inputs` lists, by name."""
     inputs = _inputs(common, k_spec, v_spec)
     names = [one.name for one in inputs]
 
@@ -339,19 +353,19 @@ def attend_kernel(common: Common, k_spec: CodecSpec, v_spec: CodecSpec) -> Progr
 
 @lru_cache(maxsize=16)
 def _as_shapes(pages: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """Tensors whose shapes are page counts: the same for all layers of a step."""
+    """Tensors whose sizes are page counts; shared by all layers of a step."""
     return tuple(torch.empty(count, dtype=torch.uint8, device=device) for count in pages)
 
 
 @lru_cache(maxsize=16)
 def _lengths(n: int, k_packed: int, v_packed: int, device: torch.device) -> Tensor:
-    """All tokens, packed keys and packed values as a tensor: one for all layers of a step."""
+    """Numbers of tokens, packed keys and packed values as a tensor ``[3]`` int64; shared by all layers of a step."""
     return torch.tensor([n, k_packed, v_packed], device=device)
 
 
 @lru_cache(maxsize=16)
 def _page_tokens(retention: Retention, used: int, pages: int, device: torch.device) -> Tensor:
-    """The tokens in the first ``used`` of ``pages`` pages, ``[pages, P]``; 0 in the others."""
+    """The token ids in the first ``used`` of ``pages`` pages, ``[pages, P]`` int64; 0 in the others."""
     tokens = torch.zeros(pages, retention.page_size, dtype=torch.int64)
     tokens[:used] = layout(retention).page_tokens(0, used).view(-1, retention.page_size)
     return tokens.to(device)
@@ -387,14 +401,14 @@ def _refuses_attend(dispatch: DispatchKey) -> str | None:
 
 
 def _run(call: AttendCall[Pack]) -> tuple[Tensor, ...]:
-    """What `_attend` returns for ``call``."""
+    """Run the kernel of `_attend` for ``call``."""
     q, key, value, n, k_new, v_new, mask = call[:7]
     k_spec, v_spec = call.specs
     batch, heads, _, head_dim = k_new.shape
     device, present, sides = q.device, k_new.shape[2] > 0, (("k", key, k_spec), ("v", value, v_spec))
     retention = k_spec.retention
     cos, sin, rope = call.rotary or key.page_tables or (None, None, "")
-    if not present:  # a token that does not count
+    if not present:  # a masked token
         k_new = v_new = k_new.new_zeros(batch, heads, 1, head_dim)
     given = dict(
         q=q.contiguous(), k_new=k_new.contiguous(), v_new=v_new.contiguous(), mask=mask, cos=cos, sin=sin,
@@ -435,7 +449,7 @@ def attend(call: AttendCall[Pack]) -> list[Tensor]:
 
 
 def _in_token_order(mass: Tensor, n: int, retention: Retention) -> Tensor:
-    """The attention mass of each slot, as `kvpass.layout.eviction` orders the tokens."""
+    """Reorder the attention mass of slots to the token order of `kvpass.layout.eviction`."""
     packed, ring = retention.packed(n), slice(-1 - retention.sinks - retention.ring_size, -1)
     slots = layout(retention).slots(torch.arange(retention.sinks + packed, n)).to(mass.device)
     first = min(n, retention.sinks)

@@ -1,5 +1,7 @@
-"""Kernels compiled by other processes while this one reads a prompt and traces: most of a first step is Python, which a
-second thread would wait for. What they make is found where `stored` keeps it; what they fail to make is made here.
+"""Compiles kernels in other processes while this one runs a prompt and traces.
+
+Most of a first step is Python, so a second thread would have to wait for it. The kernels are read from the store on
+disk (`kernel_store`). A kernel that another process fails to compile is compiled in this process.
 """
 
 import atexit
@@ -24,7 +26,7 @@ from . import kernel_store
 logger = logging.getLogger("kvpass.lowering")
 
 SWITCH = "KVPASS_COMPILE_PROCESSES"
-"""The environment variable that says how many processes may be started; 0 for none."""
+"""Environment variable: the number of processes that may be started; 0 for none."""
 
 _MOST = 3
 _pending: dict[Path, Event] = {}
@@ -34,7 +36,8 @@ Job = tuple[str, tuple]
 
 
 def _processes(jobs: int) -> int:
-    """How many to start: one of torch's threads is for this process."""
+    """Number of processes to start. One of torch's threads is left to this process. Raises `KVPassError` if the
+    environment variable is not a number."""
     allowed = os.environ.get(SWITCH, "")
     if allowed and not allowed.isdecimal():
         raise KVPassError(
@@ -44,7 +47,7 @@ def _processes(jobs: int) -> int:
 
 
 def start(device: torch.device, jobs: Sequence[Job]) -> None:
-    """Compile what is not kept yet of ``jobs``, for ``device``, in processes that end with it."""
+    """Start processes that compile ``jobs`` for ``device``, except for jobs whose kernels are already stored."""
     wanted = []
     for name, key in jobs:
         place = kernel_store.place_of(device, name, *key)
@@ -71,7 +74,7 @@ def _start(wanted: Sequence[tuple[Path, str, tuple]]) -> None:
 
 
 def _follow(process: subprocess.Popen, wanted: Sequence[tuple[Path, str, tuple]]) -> None:
-    """Hand ``process`` its work, and set an event for each piece that is done, or that will not be."""
+    """Send ``process`` its jobs, and set the event of each job when it is done or cannot be done."""
     try:
         settings = torch.get_num_threads(), torch.get_default_dtype(), config.save_config_portable()
         process.stdin.write(pickle.dumps((settings, [job for _, *job in wanted])))
@@ -80,7 +83,7 @@ def _follow(process: subprocess.Popen, wanted: Sequence[tuple[Path, str, tuple]]
             logger.info("%s: %s", place.name, line.decode().strip())
             _pending[place].set()
         _end(wanted)
-    except Exception as error:  # it may have been killed, and settings may hold what cannot be sent
+    except Exception as error:  # the process may be killed, and settings may not be picklable
         _end(wanted, error)
     finally:
         process.kill()
@@ -89,7 +92,7 @@ def _follow(process: subprocess.Popen, wanted: Sequence[tuple[Path, str, tuple]]
 
 
 def _end(wanted: Sequence[tuple[Path, str, tuple]], error: Exception | None = None) -> None:
-    """Nobody is at ``wanted`` any more."""
+    """Release all waiters for ``wanted``: no process works on these jobs any more."""
     if error is not None:
         logger.info("Kernels are not compiled in another process: %r", error)
     for place, *_ in wanted:
@@ -97,13 +100,13 @@ def _end(wanted: Sequence[tuple[Path, str, tuple]], error: Exception | None = No
 
 
 def wait(place: Path) -> None:
-    """Until what is to be kept at ``place`` is, or no other process is at it."""
+    """Wait until the kernel is stored at ``place``, or no other process is compiling it."""
     if (event := _pending.get(place)) is not None:
         event.wait()
 
 
 def main() -> None:
-    """What such a process does: compile what it reads of, and write a line for each."""
+    """Entry point of a compile process: reads jobs from stdin, compiles them, and writes a line for each."""
     (threads, dtype, settings), jobs = pickle.load(sys.stdin.buffer)
     torch.set_num_threads(threads)
     torch.set_default_dtype(dtype)

@@ -1,4 +1,4 @@
-"""Attention of several query tokens: keys and values are dequantized as a whole, by a kernel if their codec has one."""
+"""Attention of several query tokens: dequantizes all keys and values first, with a kernel if their codec has one."""
 
 from collections.abc import Set
 
@@ -18,7 +18,7 @@ _VALUES |= {"per=channel", "per=token", "keep=log", "rotation", "grid"}
 _VALUES |= {f"codec.{name}" for name in ("rich_pairs", "rich_singles", "follows")}
 _VALUES |= {"codec=shares", *(f"codec.{name}" for name in ("ranked", "adapts"))}
 ATTENDED: tuple[Set[str], Set[str]] = _VALUES | _OF_KEYS | {"pre_rope", "center", "page_rope", "numbered"}, _VALUES
-"""Features of keys, and of values, that attention by Inductor supports."""
+"""Features of keys and of values that Inductor's attention supports."""
 
 
 def _refuses(dispatch: DispatchKey) -> str | None:

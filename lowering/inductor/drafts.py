@@ -1,6 +1,7 @@
-"""Attention of a few query tokens, as drafts are verified, on a CPU: a few pages are dequantized at a time.
+"""Attention of a few query tokens on CPUs, for verifying drafts: dequantizes and multiplies a few pages at a time.
 
-They are still in the caches of the processor when they are multiplied, and K and V never exist as a whole.
+Dequantized pages are still in the processor's caches when they are multiplied. K and V are never dequantized as a
+whole.
 """
 
 from collections.abc import Iterator
@@ -20,11 +21,11 @@ from ..table import FEW, DispatchKey, implements
 from . import dense
 from .pages import dequantize_all
 
-_VALUES = 1 << 19  # dequantized at a time
+_VALUES = 1 << 19  # values to dequantize at a time
 
 
 def _rotated(parts: Iterator[Tensor], cos: Tensor, sin: Tensor, rope: str) -> Iterator[Tensor]:
-    """Keys that were stored before rotary embedding, after it."""
+    """Apply rotary embedding to keys that are stored before it."""
     first = 0
     for keys in parts:
         tokens = slice(first, first + keys.shape[2])
@@ -51,7 +52,7 @@ def _refuses(dispatch: DispatchKey) -> str | None:
 
 @implements("attend", "inductor-drafts", has=dense.ATTENDED, refuses=_refuses, lowering="inductor")
 def attend(call: AttendCall[Pack]) -> list[Tensor]:
-    """The output of ``call``, in pieces; a past that is no larger than one is dequantized as a whole."""
+    """The output of ``call``, computed in pieces. A past that fits into one piece is dequantized as a whole."""
     if call.n * call.key.ring[:, :, 0].numel() <= _VALUES:
         return dense.attend(call)
     return [in_pieces(with_starts(call))]
@@ -61,7 +62,7 @@ def in_pieces(call: AttendCall[Pack]) -> Tensor:
     """The output ``[B, H_q, S, D]`` of ``call``, which has no ``starts``."""
     q, key, value, n, k_new, v_new, mask = call[:7]
     batch, heads, queries, _ = q.shape
-    rows = (q.float() * call.scale).unflatten(1, (k_new.shape[1], -1)).flatten(2, 3)  # those of a KV head together
+    rows = (q.float() * call.scale).unflatten(1, (k_new.shape[1], -1)).flatten(2, 3)  # grouped by KV head
     at_once = max(1, _VALUES // (call.k_spec.page_size * key.ring[:, :, 0].numel()))
     keys = pieces(dequantize_all, DequantizeCall(key, n, call.k_spec), at_once)
     keys = keys if call.rotary is None else _rotated(keys, *call.rotary)

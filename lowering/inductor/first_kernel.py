@@ -1,4 +1,4 @@
-"""The kernel that a first decode step is going to ask for, as far as a prompt tells."""
+"""Predicts, during the prompt, which kernel the first decode step will need, and compiles it in the background."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from .attend import Common, attend_kernel
 
 @dataclass(frozen=True)
 class Attended:
-    """How a layer is going to be attended to; scale: of the products of queries and keys."""
+    """The attention shapes of a layer. scale: factor of the products of queries and keys."""
 
     num_attention_heads: int
     num_key_value_heads: int
@@ -25,16 +25,20 @@ class Attended:
 
 
 def expect(attended: Attended, key: CodecSpec, value: CodecSpec, batch: int, mass: bool) -> None:
-    """Have compiled elsewhere what attends with one token of ``batch`` sequences to these codes; with ``mass`` it says
-    what it paid. What quantizes is needed by the prompt, before another process could have imported torch. A guess that
-    is wrong is compiled for nothing: only what all forms of call have in common is guessed."""
+    """Start compiling, in another process, the kernel that attends with one token of ``batch`` sequences.
+
+    Kernels that quantize are not started: the prompt needs them before another process could have imported torch. A
+    wrong guess only wastes a compilation, so only the most common form of call is guessed.
+
+    key, value: specs of keys and values. mass: whether the kernel also returns attention mass.
+    """
     device, head_dim, dtype = attended.device, attended.head_dim, attended.dtype
     group = attended.num_attention_heads // attended.num_key_value_heads
     asked = extras(None, None, None, None, 0.0, "sum" if mass else "")
     dispatch = DispatchKey("attend", device.type, (str(key), str(value)), 1, head_dim, dtype, group, asked)
-    if select(dispatch).name != "inductor":  # others are built in seconds
+    if select(dispatch).name != "inductor":  # other lowerings compile within seconds
         return
-    rope = rope_of(head_dim // 2, interleaved=False) if key.transform.turns else ""  # not known yet, but common
+    rope = rope_of(head_dim // 2, interleaved=False) if key.transform.turns else ""  # not known yet; the common case
     heads = attended.num_attention_heads, attended.num_key_value_heads
     turned = rope, head_dim // 2 if rope else 0
     common = Common(batch > 1, *heads, head_dim, dtype, device, None, *turned, None, True, attended.scale, 0.0, mass)

@@ -1,8 +1,8 @@
-"""Compiled kernels on disk, for the next process: neither traced nor compiled there again.
+"""Stores compiled kernels on disk, so that the next process neither traces nor compiles them.
 
-They lie in Inductor's cache directory, and are trusted as that is. A name is a hash of all that a kernel is made of:
-our own source, torch, the settings of Inductor, threads, the processor, and the words that say which kernel it is. The
-only file that knows how Inductor writes one; see ``tests/test_kernel_store.py``.
+Kernels are in Inductor's cache directory and are trusted like its contents. A file name is a hash of everything that a
+kernel depends on: kvpass's source, torch, Inductor's settings, the number of threads, the processor, and the key of the
+kernel. Only this file knows how Inductor serializes kernels; see ``tests/test_kernel_store.py``.
 """
 
 import logging
@@ -27,7 +27,7 @@ logger = logging.getLogger("kvpass.lowering")
 
 @cache
 def _source() -> bytes:
-    """A hash of all modules that can have a say in a kernel."""
+    """A hash of the source of all modules that kernels may depend on."""
     roots = sorted({path for package in (kvpass, kvpass.lowering) for path in package.__path__})
     digest = sha256()
     for root in map(Path, roots):
@@ -37,8 +37,8 @@ def _source() -> bytes:
 
 
 def place_of(device: torch.device, *key: object) -> Path | None:
-    """Where the kernel that ``key`` says in words, for ``device``, is kept under the present settings; None if
-    kernels are not to be kept."""
+    """Path at which the kernel ``key`` for ``device`` is stored under the current settings; None if it is not to be
+    stored."""
     if device.type != "cpu" or config.force_disable_caches or not config.fx_graph_cache:
         return None
     digest = sha256(_source() + torch_key())
@@ -49,7 +49,7 @@ def place_of(device: torch.device, *key: object) -> Path | None:
 
 
 def load(place: Path) -> Callable[..., Sequence[Tensor]] | None:
-    """The kernel kept at ``place``; None if there is none that can be read."""
+    """The kernel stored at ``place``; None if there is none, or it cannot be read."""
     try:
         return AOTCompiledArtifact.load(path=str(place)).__call__ if place.exists() else None
     except Exception as error:
@@ -58,7 +58,7 @@ def load(place: Path) -> Callable[..., Sequence[Tensor]] | None:
 
 
 def compile_and_keep(graph: GraphModule, fakes: Sequence[Tensor], place: Path) -> Callable[..., Sequence[Tensor]]:
-    """Compile ``graph`` of fake inputs ``fakes``, within their `TracingContext`, and keep it at ``place``."""
+    """Compile ``graph`` with fake inputs ``fakes``, within their `TracingContext`, and store it at ``place``."""
     compiled = standalone_compile(graph, list(fakes), dynamic_shapes="from_tracing_context", options={}, aot=True)
     place.parent.mkdir(parents=True, exist_ok=True)
     compiled.save(path=str(place))

@@ -1,8 +1,8 @@
-"""Pages of each codec as attention reads them: planes of values, and terms beside them.
+"""Presents the pages of each codec to attention: as planes of values, and additional terms.
 
-What a page holds is a sum. The first term are codes that a shift and a mask take out of their bytes, as numbers under
-scales and zero points, points of a codebook, or lattice points; all tokens have it. Others are of few channels, few
-values or low rank: a query takes them by its scores, and the output by sums, without a value being put together.
+The content of a page is a sum of terms. The first term exists for all values: codes that a shift and a mask extract
+from bytes, dequantized by scales and zero points, a codebook, or a lattice. Other terms (`inductor.terms`) exist for
+few channels, for few values, or at low rank. They contribute to scores and to the output directly.
 """
 
 import math
@@ -30,8 +30,9 @@ from .terms import Boost, LowRank, Term, affine_at, code_at, outliers
 class Pages(NamedTuple):
     """Pages as attention reads them.
 
-    kinds: planes of the tokens of a page, a kind of token after the other; ``slots`` ``[BH, N, P]`` says where in that
-        order each token is, if it is not its own place. beside: other terms.
+    kinds: planes of the tokens of a page, by kind of token.
+    slots: ``[BH, N, P]``, the index of each token in the order of ``kinds``; None if the order is that of the tokens.
+    beside: additional terms.
     """
 
     kinds: list[Planes]
@@ -40,20 +41,23 @@ class Pages(NamedTuple):
 
 
 def view_pages(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
-    """What is ``kept`` of pages by the codec of ``spec``, ``[BH, N, ...]`` each, and behind it what a calibration gave,
-    ``[BH, ...]`` each; points: see `points_of`."""
+    """The `Pages` of a codec's tensors.
+
+    kept: the page tensors, each ``[BH, N, ...]``, followed by calibrated tensors, each ``[BH, ...]``.
+    points: see `points_of`.
+    """
     return PAGE_VIEWS[spec.codec.name](kept, spec, points, head_dim)
 
 
 def points_of(spec: CodecSpec, device: torch.device) -> Tensor | None:
-    """The table that codes are looked up in."""
+    """The look-up table of a lattice or grid; None for other codecs."""
     if isinstance(spec.codec, lattice.OnLattice):
         return words(spec.codec.lattice, device)
     return grid(spec.quantizer.grid, device) if spec.quantizer.grid else None
 
 
 def plain(kept: Sequence[Tensor], quantizer: Quantizer, points: Tensor | None) -> Planes:
-    """Codes, scale and zero point as the built-in codec has them; points: those of its grid."""
+    """Planes of the default codec's codes, scale and zero point. points: the points of its grid."""
     codes, scale, zero_point = kept
 
     def values(plane: int) -> Tensor:
@@ -69,7 +73,8 @@ def plain(kept: Sequence[Tensor], quantizer: Quantizer, points: Tensor | None) -
 
 
 def scaled(numbers: Tensor, unit: float, scale: Tensor, zero_point: Tensor | None, quantizer: Quantizer, plane: int):
-    """A plane of ``numbers`` ``[..., N, T, D]`` in units of ``unit`` under scales and zero points of whole pages."""
+    """Dequantize a plane of ``numbers`` ``[..., N, T, D]``, in units of ``unit``, with the scales and zero points of
+    whole pages."""
     tokens = numbers.shape[-2]
 
     def affine(x: Tensor, of: Callable[[Tensor], Tensor]) -> Tensor:
@@ -96,7 +101,7 @@ def _two_levels(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, 
 
 
 def _divided(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
-    """Pages that were divided by a factor for each token, or for each channel (`codec.balance`)."""
+    """Pages divided by one factor per token or per channel (`codec.balance`)."""
     *kept, factor = kept
     planes = plain(kept, spec.quantizer, None)
 
@@ -110,7 +115,7 @@ def _divided(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, hea
 
 
 def _polar(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
-    """Radii and angles (`codec.polar`); a sine is a cosine a quarter turn before."""
+    """Radii and angles (`codec.polar`). The sine is computed as a cosine shifted by a quarter turn."""
     planes = plain(kept, spec.quantizer, None)
 
     def values(plane: int) -> Tensor:
@@ -122,7 +127,7 @@ def _polar(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_
 
 
 def _salient(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
-    """Two kinds of tokens, as pages of their own (`codec.salient`)."""
+    """Salient and other tokens, each kind with pages of its own (`codec.salient`)."""
     marks, *kept = kept
     each = zip(salient.of_kinds(kept), salient.kinds(spec, head_dim), strict=True)
     kinds = [planes for own, of in each for planes in view_pages(own, of, None, head_dim).kinds]
@@ -133,14 +138,14 @@ def _salient(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, hea
 
 
 def _nuq(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
-    """A datatype for each page (`codec.nuq`)."""
+    """A datatype per page (`codec.nuq`)."""
     codes, scale, zero_point, own, *beside = kept
     return _of_datatype(codes, scale, zero_point, own, (beside[0], beside[1]), spec.quantizer, spec, head_dim)
 
 
 def _given(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
-    """A datatype that was calibrated, and of keys the ranges of channels: those of one group, the whole page
-    (`codec.datatype`)."""
+    """A calibrated datatype (`codec.datatype`). For keys, the calibrated channel ranges act as scales of one group, the
+    whole page."""
     codes, scale, zero_point, values, positions, datatype, *ranges = kept
     shape, quantizer = (-1, codes.shape[1], -1, -1), spec.quantizer
     if ranges:
@@ -154,8 +159,11 @@ def _of_datatype(
     codes: Tensor, scale: Tensor, zero_point: Tensor, own: Tensor, beside: tuple[Tensor, Tensor], quantizer: Quantizer,
     spec: CodecSpec, head_dim: int,
 ) -> Pages:  # fmt: skip
-    """Codes of the points ``own`` ``[BH, N, 1, 2**bits]``, by as many comparisons as there are steps: vectors have no
-    look-up in a table of each page's own. beside: outliers and their positions."""
+    """Pages whose codes select among the points ``own`` ``[BH, N, 1, 2**bits]``.
+
+    The selection is a chain of comparisons, because vector code has no look-up in a table that differs by page.
+    beside: outliers and their positions.
+    """
     own, levels = own.float().unsqueeze(-2), 2**spec.bits
 
     def values(plane: int) -> Tensor:
@@ -179,7 +187,7 @@ def _lattice(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, hea
     return Pages([Planes(1, lambda plane: lattice.rotated(codes, scale, spec, points))])
 
 
-# ---------------------------------------------------------------- codes and terms beside them
+# ---------------------------------------------------------------- codes with additional terms
 
 
 def _boosted(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
@@ -189,7 +197,7 @@ def _boosted(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, hea
         return Pages([planes])
     channels = channels.long()
     fine = scale.float().gather(-1, channels.expand(*scale.shape[:-1], -1)) * 0.5**spec.bits
-    fine = torch.cat([fine, fine[..., :1]], -1)[..., :-1]  # computed once, too
+    fine = torch.cat([fine, fine[..., :1]], -1)[..., :-1]  # with cat, it is computed once
 
     def values(plane: int) -> Tensor:
         numbers, unit = unpack_plane_unshifted(lower, spec.bits, plane)
@@ -229,7 +237,8 @@ PAGE_VIEWS: dict[str, Callable[[Sequence[Tensor], CodecSpec, Tensor | None, int]
 
 
 def page_values(weights: Tensor, pages: Pages, basis: Tensor | None) -> Tensor:
-    """Values in pages, weighted by ``[BH, R, N, P]``: ``[BH, R, D]``."""
+    """Sum of the values in pages, weighted by ``weights`` ``[BH, R, N, P]``: ``[BH, R, D]``. basis: the rotation of the
+    values, which is undone."""
     by_slot = weights
     if pages.slots is not None:
         by_slot = torch.zeros_like(weights).scatter(-1, pages.slots[:, None].expand_as(weights), weights)

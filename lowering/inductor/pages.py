@@ -1,5 +1,6 @@
-"""Quantizing and decoding of pages, written so that Inductor fuses them: one kernel per codec and head shape, for every
-length. Pages are independent, and run on one merged dim of pages: the kernel of a prompt is that of a flush.
+"""Quantizes and dequantizes pages with kernels that Inductor fuses: one per codec and head shape, for every length.
+
+Pages are independent and run along one merged dim, so a prompt and a single page use the same kernel.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +33,10 @@ _PAGES = 7  # pages to trace `quantize` and `dequantize` with
 
 
 def _run(kernel: Kernel, spec: CodecSpec, inputs: Sequence[Tensor | None], constants: Sequence[Tensor | None] = ()):
-    """What ``kernel`` makes of inputs ``[M, ...]``, for any number of pages M; 1 is run as 2. Returns that, and M."""
+    """Run ``kernel`` on inputs ``[M, ...]`` for any number of pages M. Returns its outputs, and M.
+
+    A single page is run as two, because kernels cannot have a dynamic size of 1.
+    """
     pages = next(tensor.shape[0] for tensor in inputs if tensor is not None)
     if pages == 1:
         inputs = tuple(None if tensor is None else tensor.expand(2, *tensor.shape[1:]) for tensor in inputs)
@@ -43,7 +47,8 @@ def _run(kernel: Kernel, spec: CodecSpec, inputs: Sequence[Tensor | None], const
 
 
 def _program(fn: Callable, spec: CodecSpec, described: tuple, fixed: tuple) -> Program:
-    """``fn(*inputs, *constants, spec)``, for what inputs ``[M, ...]`` and constants are described as."""
+    """The program ``fn(*inputs, *constants, spec)``. ``described`` and ``fixed`` hold shape, dtype and device of
+    inputs, without the dim M of pages, and of constants."""
     pages = [(d and torch.empty((_PAGES, *d[0]), dtype=d[1], device=d[2]), [0]) for d in described]
     constants: list[Any] = [(f and torch.empty(f[0], dtype=f[1], device=f[2]), []) for f in fixed]
     inputs = [Input(f"input_{i}", *each) for i, each in enumerate((*pages, *constants))]
@@ -52,13 +57,14 @@ def _program(fn: Callable, spec: CodecSpec, described: tuple, fixed: tuple) -> P
 
 @Kernel
 def quantizing(spec: CodecSpec, described: tuple, fixed: tuple) -> Program:
-    """`_quantize` for pages, and what the codec is fitted to, ``described`` without the dim of pages."""
+    """`_quantize` for pages and fitted tensors that are ``described`` without the dim of pages."""
     return _program(_quantize, spec, described, fixed)
 
 
 @Kernel
 def dequantizing(spec: CodecSpec, described: tuple, fixed: tuple) -> Program:
-    """`_dequantize` for pages ``described`` without the dim of pages, and ``fixed`` tensors of all of them."""
+    """`_dequantize` for pages that are ``described`` without the dim of pages, and for constants ``fixed`` that all
+    pages share."""
     return _program(_dequantize, spec, described, fixed)
 
 
@@ -68,7 +74,8 @@ def _quantize(pages: Tensor, *fitted_and_spec) -> tuple[Tensor, ...]:
 
 
 def _dequantize(codes, scale, zero_point, rows, points, basis, *rest) -> tuple[Tensor]:
-    """Pages ``[M, H, ...]`` -> ``[H, M, P, D]`` float32, plus what is predicted from ``rows`` ``[M, P, in]``."""
+    """Dequantize pages ``[M, H, ...]`` to ``[H, M, P, D]`` float32, and add the prediction from ``rows``
+    ``[M, P, in]``, if given."""
     *predictor, spec = rest
     kind, codes = spec.transform.predictor, unpack(codes, spec.bits)
     if spec.quantizer.grid:
@@ -85,7 +92,7 @@ def _dequantize(codes, scale, zero_point, rows, points, basis, *rest) -> tuple[T
 
 
 def one_level(kept: Sequence[Tensor], spec: CodecSpec) -> list[Tensor]:
-    """What is kept of pages, with scales and zero points as numbers, where they are codes."""
+    """Page tensors of ``kept`` with 8-bit scales and zero points (`codec.second_level`) dequantized."""
     return [kept[0], *expand(*kept[1:])] if isinstance(spec.codec, SecondLevel) else list(kept)
 
 
@@ -120,7 +127,7 @@ def dequantize(call: DequantizeCall) -> Tensor:
 
 
 def dequantize_all(kept: Sequence[Tensor], spec: CodecSpec, references, predictor) -> Tensor:
-    """`kvpass.lowering.reference.dequantize_predicted`, by a kernel where the codec has one."""
+    """`kvpass.lowering.reference.dequantize_predicted`, with a kernel if the codec has one."""
     codes = kept[0]
     batch, heads, pages = codes.shape[:3]
     if not pages or spec.codec.name not in (Affine.name, SecondLevel.name):
@@ -138,5 +145,5 @@ def dequantize_all(kept: Sequence[Tensor], spec: CodecSpec, references, predicto
         *(predictor if rows is not None else ()),
     )
     (out,), count = _run(dequantizing, spec, (*pools, rows), constants)
-    out = out[:, :count].reshape(len(out), batch, -1, out.shape[-1])  # heads that were dequantized together come first
+    out = out[:, :count].reshape(len(out), batch, -1, out.shape[-1])  # jointly dequantized heads come first
     return out.transpose(0, 1) if rows is not None else out.view(batch, heads, pages * spec.page_size, -1)

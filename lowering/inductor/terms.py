@@ -1,6 +1,6 @@
-"""What pages hold beside the codes that all their values have: of few channels, few values, or low rank.
+"""Reads the additional terms of pages: values that exist for few channels, for few values, or at low rank.
 
-A query takes each by its scores, and the output by sums, without a value being put together.
+A term contributes to scores and to the output directly; it is never added to dequantized values.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,8 @@ from .planes import Planes, in_storage_order
 
 
 class Turns(NamedTuple):
-    """Rotary tables ``[B, tokens, p]`` and kind of keys that are stored before it; ``tokens`` ``[N, P]`` in pages."""
+    """Rotation of keys that are stored before rotary embedding: tables ``[B, tokens, p]``, the text of the rotation,
+    and the token ids ``[N, P]`` in pages."""
 
     cos: Tensor
     sin: Tensor
@@ -28,19 +29,20 @@ class Turns(NamedTuple):
 
 
 class Term(Protocol):
-    """What pages hold besides their planes."""
+    """A term that pages hold in addition to their planes."""
 
     def scores(self, q: Tensor, turns: Turns | None) -> Tensor:
-        """Of queries ``[BH, R, D]``: ``[BH, R, N, P]``."""
+        """The term's contribution to the scores of queries ``[BH, R, D]``: ``[BH, R, N, P]``."""
         ...
 
     def values(self, weights: Tensor) -> Tensor:
-        """Weighted by ``[BH, R, N, P]``: ``[BH, R, D]``."""
+        """The term's contribution to the output, weighted by ``[BH, R, N, P]``: ``[BH, R, D]``."""
         ...
 
 
 class Boost(NamedTuple):
-    """The lower codes of some channels of each page (`codec.boost`), which take the queries of those channels."""
+    """The lower codes of the boosted channels of each page (`codec.boost`). They are multiplied by the queries of these
+    channels."""
 
     planes: Planes
     of_channels: Tensor  # [BH, N, K]
@@ -48,7 +50,7 @@ class Boost(NamedTuple):
     def scores(self, q: Tensor, turns: Turns | None) -> Tensor:
         index = self.of_channels[:, None].expand(-1, q.shape[1], -1, -1)
         mine = q[:, :, None].expand(-1, -1, index.shape[2], -1).gather(-1, index)
-        mine = torch.cat([mine, mine[..., :1]], -1)[..., :-1]  # computed once: otherwise anew for every token
+        mine = torch.cat([mine, mine[..., :1]], -1)[..., :-1]  # with cat, it is computed once, not per token
         by_plane = [self.planes.values(j) for j in range(self.planes.runs)]
         by_head = [(x * mine[:, r, :, None]).sum(-1) for r in range(q.shape[1]) for x in by_plane]
         return in_storage_order(by_head, self.planes.runs).unflatten(-1, (index.shape[2], -1))
@@ -58,7 +60,8 @@ class Boost(NamedTuple):
 
 
 class LowRank(NamedTuple):
-    """A product of two thin matrices (`codec.error_term`): queries take the wide one, weights the tall one."""
+    """A product of two thin matrices (`codec.error_term`). Queries are multiplied by the wide one, weights by the tall
+    one."""
 
     tall: Tensor  # [BH, N, P, r]
     wide: Tensor  # [BH, N, r, D]
@@ -78,7 +81,7 @@ class LowRank(NamedTuple):
 
 
 class Outliers(NamedTuple):
-    """Values of a page that are kept exactly (`codec.outliers`), less what the other terms make of them."""
+    """The exact values of a page (`codec.outliers`), minus their dequantized values in the other terms."""
 
     more: Tensor  # [BH, N, K]
     token: Tensor
@@ -98,8 +101,8 @@ class Outliers(NamedTuple):
         return none.scatter_add(-1, token, mine * self.more[:, None])
 
     def _turned(self, turns: Turns) -> tuple[Tensor, Tensor, Tensor]:
-        """What a query's own channel is worth to each value, and the other of its pair, ``[BH, N, K]`` each, and which
-        that is."""
+        """Factors for the query's channel and for the other channel of its rotary pair, and the index of that channel;
+        each ``[BH, N, K]``."""
         (pairs, interleaved), channel = parse_rope(turns.rope), self.channel
         first = channel % 2 == 0 if interleaved else channel < pairs
         pair = channel // 2 if interleaved else channel % pairs
@@ -124,7 +127,8 @@ _At = Callable[[Tensor, Tensor], Tensor]
 
 
 def outliers(values: Tensor, positions: Tensor, at: _At, spec: CodecSpec, head_dim: int) -> list[Term]:
-    """The outliers, if there are any; ``at`` is what is dequantized at tokens and channels of pages, ``[BH, N, K]``."""
+    """The term for outliers; empty if there are none. ``at(token, channel)`` returns the dequantized values of the
+    other terms at these places, ``[BH, N, K]``."""
     if not values.shape[-1]:
         return []
     where = places(positions)
@@ -133,7 +137,7 @@ def outliers(values: Tensor, positions: Tensor, at: _At, spec: CodecSpec, head_d
 
 
 def code_at(codes: Tensor, bits: int, token: Tensor, channel: Tensor) -> Tensor:
-    """Codes of pages ``[BH, N, rows, D]`` at a token and a channel, ``[BH, N, K]``: int32."""
+    """Codes of pages ``[BH, N, rows, D]`` at tokens and channels ``[BH, N, K]``: ``[BH, N, K]`` int32."""
     page_size, start, place = codes.shape[-2] * 8 // bits, 0, 0
     code = torch.zeros_like(token, dtype=torch.int32)
     for width in FIELDS[bits]:
@@ -148,7 +152,7 @@ def code_at(codes: Tensor, bits: int, token: Tensor, channel: Tensor) -> Tensor:
 def affine_at(
     numbers: Tensor, scale: Tensor, zero_point: Tensor, quantizer: Quantizer, token: Tensor, channel: Tensor
 ) -> Tensor:
-    """``numbers`` at tokens and channels of pages, ``[BH, N, K]``, under the scales and zero points there."""
+    """Dequantize ``numbers`` ``[BH, N, K]`` with the scales and zero points of their tokens and channels."""
     size, columns = quantizer.group_size, scale.shape[-1]
     at = token // size * columns + channel if quantizer.per == "channel" else token * columns + channel // size
     of, zero = (p.float().flatten(-2).gather(-1, at) for p in (scale, zero_point))

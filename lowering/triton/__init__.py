@@ -1,6 +1,6 @@
-"""Hand-written kernels, where Triton is installed: for CUDA devices, and by name on the CPU with TRITON_INTERPRET=1."""
+"""Hand-written Triton kernels for CUDA devices, if Triton is installed; by name also on CPUs (TRITON_INTERPRET=1)."""
 
 from importlib.util import find_spec
 
 if find_spec("triton") is not None:
-    from . import append, launch, quantize  # noqa: F401  (they register themselves in the table)
+    from . import append, launch, quantize  # noqa: F401  (importing them registers them)

@@ -1,4 +1,4 @@
-"""Where attention over pages with widths by channel is launched from, and what of it is served."""
+"""Launches attention over pages with per-channel bit widths, and decides which calls are supported."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -29,16 +29,17 @@ from .unpacking import Layout
 FEATURES = {"codec=allocated", *(f"codec.{x}" for x in ("rich_pairs", "rich_singles", "follows"))}
 _OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _NUMBERS = {tl.bfloat16: Number(tl.bfloat16, 7, 0x43), tl.float16: Number(tl.float16, 10, 0x64)}
-_LEAST = 32  # columns of a product
-_ROWS = 16  # fields of which a program of `field_rows` finds what they add
-_ASKED = 32  # pages times rows of a tile of `page_queries`
-_ORDERED, _HEADS = 64, 8  # tokens, and KV heads, of a program of `order_tokens`
-_MERGED = 16  # splits taken together at a time
-_MOST = 1 << 31  # values of a head: within one, kernels count in 32 bits
+_LEAST = 32  # minimum columns of a product
+_ROWS = 16  # fields per program of `field_rows`
+_ASKED = 32  # pages times rows per tile of `page_queries`
+_ORDERED, _HEADS = 64, 8  # tokens and KV heads per program of `order_tokens`
+_MERGED = 16  # splits to merge at a time
+_MOST = 1 << 31  # values per head: kernels use 32-bit offsets within a head
 
 
 def refuses_fields(specs: list[CodecSpec]) -> str | None:
-    """Why attention over these keys and values is not served, or None; what else they have is known to be."""
+    """The reason why attention over specs with per-channel bit widths is not supported, or None. Other features are
+    checked elsewhere."""
     if not all(isinstance(spec.codec, Allocation) for spec in specs):
         return "keys and values must both have per-channel bit widths, or neither."
     of_keys, of_values = map(Allocation.of, specs)
@@ -54,7 +55,7 @@ def refuses_fields(specs: list[CodecSpec]) -> str | None:
 
 
 def _widths(count: int) -> list[int]:
-    """Powers of two that ``count`` columns are padded to, not much more of them."""
+    """Split ``count`` columns into runs of power-of-two widths, with little padding."""
     found, padded = [], max(_LEAST, triton.next_power_of_2(count))
     while count > _LEAST and padded > 4 * count // 3:
         found.append(padded // 2)
@@ -65,7 +66,7 @@ def _widths(count: int) -> list[int]:
 
 @cache
 def layout_of(spec: CodecSpec, head_dim: int) -> Fields:
-    """How kernels see the pages of ``spec``."""
+    """The layout of pages of ``spec`` for kernels."""
     allocation, retention = Allocation.of(spec), spec.retention
     start, at, pieces, gains = byte_rows(spec.page_size, 1) if allocation.ranked else 0, 0, [], []
     for tokens, counts in zip(allocation.tokens(spec.page_size), allocation.counts(head_dim), strict=True):
@@ -87,7 +88,7 @@ def layout_of(spec: CodecSpec, head_dim: int) -> Fields:
 
 @cache
 def _columns(spec: CodecSpec, head_dim: int, device: torch.device) -> Tensor:
-    """Which field each of the padded ones is, -1 for none."""
+    """The field of each column of the padded fields of a head; -1 for padding."""
     of_all, first = [], 0
     for pieces, counts in zip(layout_of(spec, head_dim).pieces, Allocation.of(spec).counts(head_dim), strict=True):
         for bits, count in zip(FIELD_BITS, counts, strict=True):
@@ -102,7 +103,7 @@ _weights = cache(weights)
 
 
 def _number(layouts: tuple[Fields, ...], operand: tl.dtype) -> Number:
-    """Fields are read four bytes at a time, if they can be."""
+    """How fields become floats: read four bytes at a time if all offsets are multiples of 4."""
     pieces = [piece for layout in layouts for of_rank in layout.pieces for piece in of_rank]
     fours = all(not number % 4 for piece in pieces for number in (piece.start, piece.row))
     fours = fours and all(not layout.size % 4 for layout in layouts)
@@ -110,8 +111,9 @@ def _number(layouts: tuple[Fields, ...], operand: tl.dtype) -> Number:
 
 
 def _config(rows: int, tokens: int, itemsize: int) -> tuple[AttendConfig, int]:
-    """For ``rows`` query rows a KV head, and as many tokens of a page of a rank: with how many pages of a turn."""
-    of_tile = 4 if rows <= 4 else 8  # of 16, products spill registers
+    """The configuration for ``rows`` query rows per KV head and ``tokens`` tokens per page and rank, and the number of
+    pages per iteration."""
+    of_tile = 4 if rows <= 4 else 8  # products of 16 rows spill registers
     pages = max(16 // of_tile, cdiv(32, tokens))
     return AttendConfig(of_tile * pages, rows=pages, together=1, exact=32, warps=4, stages=2), pages
 
@@ -126,7 +128,7 @@ def _exact_layout(spec: CodecSpec, head_dim: int, rope: str = "") -> Layout:
 
 @dataclass
 class _Fitted:
-    """Pages of one tensor of a layer, and what its fields add to channels."""
+    """The pages of the keys or values of a layer, and the contributions of their fields to channels (`field_rows`)."""
 
     pages: Tensor
     rows: Tensor
@@ -145,12 +147,12 @@ class _Fitted:
 
     @property
     def capacity(self) -> int:
-        """Pages that there is room for."""
+        """Capacity of the pool in pages."""
         return self.pages.shape[2]
 
 
 def attend_allocated(call: AttendCall[Pack]) -> Tensor:
-    """The output ``[B, H_q, S, D]`` of ``call``, which asks for no attention mass, over fields."""
+    """The output ``[B, H_q, S, D]`` of ``call``, which must not ask for attention mass."""
     q, key, value, n, k_new, v_new, mask = call[:7]
     k_spec, v_spec = call.specs
     q, k_new, (batch, heads, queries, head_dim), groups = q.contiguous(), k_new.contiguous(), q.shape, k_new.shape[1]
@@ -162,7 +164,7 @@ def attend_allocated(call: AttendCall[Pack]) -> Tensor:
             f"The Triton kernels support up to {_MOST // widest - 1} tokens of {head_dim} channels here, not "
             f"{n + queries}: use kvpass.apply(..., lowering='reference')."
         )
-    multiplied = torch.float32 if INTERPRETED and q.dtype == torch.bfloat16 else q.dtype  # which it cannot
+    multiplied = torch.float32 if INTERPRETED and q.dtype == torch.bfloat16 else q.dtype  # no bf16
     with torch.cuda.device_of(q):
         keys = _Fitted.of(key, n, k_spec, multiplied)
         values = _Fitted.of(value, n, v_spec, torch.float32)

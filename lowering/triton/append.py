@@ -1,4 +1,4 @@
-"""Storing tokens: those of a step go to the windows of all layers in one launch."""
+"""Stores tokens: one launch writes the tokens of a step to the windows of all layers."""
 
 from collections.abc import Callable, Sequence
 
@@ -24,14 +24,14 @@ _FITTED = {
     "page_rope",
     *(f"codec.{name}" for name in ("follows", "rich_pairs", "rich_singles")),
 }
-"""Features of specs with widths by channel: their tokens are stored by a kernel, and their pages quantized in torch."""
-_TOKENS = 16  # of a program
-_LAYERS = 64  # of a launch: pointers are arguments, of which there is room for 4 KB
+"""Features of specs with per-channel bit widths: a kernel stores their tokens, and PyTorch quantizes their pages."""
+_TOKENS = 16  # per program
+_LAYERS = 64  # per launch: pointers are arguments, which are limited to 4 KB
 
 
 @triton.jit
 def _of_layer(tensors, layer):
-    """One of many pointers."""
+    """The pointer of ``layer`` among ``tensors``."""
     found = tensors[0].to(tl.int64)
     for i in tl.static_range(1, len(tensors)):
         found = tl.where(layer == i, tensors[i].to(tl.int64), found)
@@ -43,12 +43,15 @@ def write_windows(
     xs, rings, length, count, x_batch, x_head, x_token, HEADS: tl.constexpr, DIM: tl.constexpr, SINKS: tl.constexpr,
     WINDOW: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: runs of tokens of all heads of all samples, layers. ``xs`` are each layer's ``count`` new tokens, to be
-    stored behind as many as ``length`` says, and ``rings`` where to. Tokens whose slot is taken again are left out."""
+    """Write the ``count`` new tokens ``xs`` of each layer to its ring in ``rings``, after ``length`` stored tokens.
+
+    Grid: runs of tokens of all heads of all samples; layers. Tokens whose slot is overwritten in the same call are
+    skipped.
+    """
     runs, n = tl.cdiv(count, TOKENS), tl.load(length)
     layer, lead = tl.program_id(1), (tl.program_id(0) // runs).to(tl.int64)
     x, ring = _of_layer(xs, layer), _of_layer(rings, layer) + lead * (SINKS + WINDOW) * DIM
-    new = (tl.program_id(0) % runs).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)  # times a stride it may exceed 32 bits
+    new = (tl.program_id(0) % runs).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)  # with strides it may exceed 32 bits
     channel = tl.arange(0, triton.next_power_of_2(DIM))
     token = n + new
     slot = tl.where(token < SINKS, token, SINKS + (token - SINKS) % WINDOW)
@@ -61,9 +64,11 @@ def write_windows(
 def _write(
     rings: Sequence[Tensor], n: int, xs: Sequence[Tensor], retention: Retention, length: Tensor | None = None
 ) -> None:
-    """Store tokens ``[B, H, S, D]`` of layers in their rings, from slot to slot as `kvpass.layout.window.Recent`. How
-    many are there is read from ``length``, and pointers are arguments: nothing is copied from the host, so that a graph
-    that captured the launch is right at other lengths."""
+    """Write tokens ``[B, H, S, D]`` of layers to their rings, in the slots of `kvpass.layout.window.RecentLayout`.
+
+    The number of stored tokens is read from ``length``, and pointers are arguments. Nothing is copied from the host, so
+    a captured launch is correct at other lengths.
+    """
     alike: dict[tuple, list[tuple[Tensor, Tensor]]] = {}
     for ring, x in zip(rings, xs, strict=True):
         x = x.to(ring.dtype)

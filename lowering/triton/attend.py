@@ -1,8 +1,9 @@
-"""Attention of a few query tokens over codes: one program for each split of the packed tokens, and one for the exact.
+"""Attention of a few query tokens over packed pages: one program per split of the packed tokens, and one for the exact
+tokens.
 
-All query heads of a KV head are rows of one tile, so that codes are unpacked once. Keys and values are dequantized in
-registers, by multiply-adds: with 16 rows that is less work than folding a scale for every 32 tokens into the queries,
-and it rounds as the reference does. The splits meet in a second kernel, by their log-sum-exp.
+All query heads of a KV head are rows of one tile, so codes are unpacked once. Keys and values are dequantized in
+registers by multiply-adds. With 16 rows this is less work than folding a scale per 32 tokens into the queries, and it
+rounds like the reference. A second kernel merges the splits by their log-sum-exp.
 """
 
 import triton
@@ -44,9 +45,9 @@ from .unpacking import (
 
 @triton.jit
 def _rescale(peak, total, out, highest):
-    """Move a running softmax to a peak that is at least ``highest``; also returns what to subtract from scores."""
+    """Rescale a running softmax to a peak of at least ``highest``. Also returns the number to subtract from scores."""
     new = tl.maximum(peak, highest)
-    base = tl.where(new == -float("inf"), 0.0, new)  # nothing was seen yet
+    base = tl.where(new == -float("inf"), 0.0, new)  # no token was seen yet
     factor = tl.exp2(peak - base)
     return new, total * factor, out * factor[:, None], base
 
@@ -57,7 +58,7 @@ def _over_pages(
     V_EXACT: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr,
     TOGETHER: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Take the tokens of rows ``[begin, end)`` into the softmax, ``TOGETHER`` planes at a time."""
+    """Add the tokens of rows ``[begin, end)`` to the softmax, ``TOGETHER`` planes at a time."""
     of_plane: tl.constexpr = K.page // K.planes
     v_channel, v_real = channels(V, 1)
     K_FORM: tl.constexpr = form_of(key.points, K, Q.operand, TOGETHER)
@@ -104,13 +105,16 @@ def attend_split(
     Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr,
     EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid: KV heads of all samples, of which there may be more than 65,535; splits of the packed tokens and one for
-    all others, which is short and comes last; tiles of M query rows.
+    """Attention over one split of the packed tokens, or over all other tokens.
 
-    How many tokens are stored is read from ``length``, and what follows from it is found here, so that a grid is right
-    for any number of them: the splits share what there is. Of the rows of pages the first ``v_rows`` are packed in keys
-    and in values, up to ``k_rows`` in keys alone. Keys in pages see the queries ``q_packed``, which are rotated if they
-    are, and ``shift`` is added to their products. ``starts`` has the tokens before its own for each sample.
+    Grid: KV heads of all samples, which may be more than 65,535; splits of the packed tokens, then one program for all
+    other tokens, which is short; tiles of M query rows.
+
+    The number of stored tokens is read from ``length``, and everything that depends on it is computed here. So a grid
+    is valid for any number of tokens, which the splits share. The first ``v_rows`` rows of pages are packed in keys and
+    values; further rows up to ``k_rows`` are packed in keys only. Keys in pages are multiplied with the queries
+    ``q_packed``, which are rotated instead of the keys, and ``shift`` is added to the products. ``starts`` is the
+    number of padding tokens of each sample.
     """
     n = tl.load(length).to(tl.int32)
     k_rows, v_rows = packed_rows(n, K), packed_rows(n, V)
@@ -174,8 +178,11 @@ def merge_splits(
     partial, partial_lse, sinks, out, lse, rows, splits, queries, HEADS: tl.constexpr, DIM: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: every query row. ``sinks`` are logits of each head that have no value. ``lse`` takes the log-sum-exp of
-    the row, inf if it sees nothing; those of splits are powers of two."""
+    """Merge the results of splits. Grid: every query row.
+
+    ``sinks`` are logits of each head without values. ``lse`` receives the log-sum-exp of the row, inf if it sees no
+    token; ``partial_lse``, that of the splits, is in units of log2.
+    """
     row, channel = tl.program_id(0).to(tl.int64), tl.arange(0, triton.next_power_of_2(DIM))
     group, within = row // rows, row % rows
     peak, total, merged = -float("inf"), 0.0, tl.zeros((channel.shape[0],), tl.float32)

@@ -1,9 +1,9 @@
-"""Attention of a few query tokens over pages with widths by channel: one program for each split of the pages, and one
-for all other tokens.
+"""Attention of a few query tokens over pages with per-channel bit widths.
 
-Rows of a tile are query rows times the pages of a turn, each of which takes scores of its own page alone, because what
-a query is worth to fields differs from page to page; their softmaxes meet at the end of a split. Values are summed as
-fields, and become channels once splits have been.
+There is one program for each split of the pages, and one for all other tokens. The rows of a tile are query rows times
+the pages of an iteration. Each row scores only its own page, because the weights of fields for a query differ by page.
+The softmaxes of the rows are merged at the end of a split. Values are summed as fields, and converted to channels after
+the splits.
 """
 
 from typing import NamedTuple
@@ -39,12 +39,18 @@ from .scores import (
 )
 from .unpacking import channels
 
-_COUNTED: tl.constexpr = tl.constexpr(16)  # columns of a product of weights: the first two are sums of them
+_COUNTED: tl.constexpr = tl.constexpr(16)  # columns of a product of weights; the first two hold sums of weights
 
 
 class Asked(NamedTuple):
-    """The rows of a tile. row, line: number among those of their head, and of all. there: whether there is one. query:
-    its own. page: of those of a turn. mask: where its line of the mask begins."""
+    """The rows of a tile.
+
+    row, line: index of the query row in its KV head, and among all.
+    there: whether the row exists.
+    query: index of the query token.
+    page: index of the row's page within an iteration.
+    mask: pointer to the row's line of the mask.
+    """
 
     row: tl.tensor
     line: tl.tensor
@@ -55,9 +61,13 @@ class Asked(NamedTuple):
 
 
 class Worth(NamedTuple):
-    """What `kvpass.lowering.triton.read_fields` found for query rows, from where those of a KV head begin. page: from
-    page to page. mean: added to scores, one for each row, or if there is a ``mean_row`` for each token in order.
-    tokens, gains: which they are, and theirs."""
+    """Results of `kvpass.lowering.triton.read_fields` for query rows; pointers to the data of a KV head.
+
+    fields, sums: results of `page_queries`.
+    page: stride between pages.
+    tokens, gains: ids and gains of the tokens.
+    mean: added to scores: one per row or, if ``mean_row`` is given, one per row and token.
+    """
 
     fields: tl.tensor
     sums: tl.tensor
@@ -70,7 +80,7 @@ class Worth(NamedTuple):
 
 @triton.constexpr_function
 def _number_of(fields, rank, index):
-    """Of a piece, among those of all ranks."""
+    """Index of a piece among the pieces of all ranks."""
     return sum(len(pieces) for pieces in fields.pieces[:rank]) + index
 
 
@@ -79,8 +89,8 @@ def _rank_scores(
     pages, worth, call, asked, first, stop, RANK: tl.constexpr, PAGES: tl.constexpr, Q: tl.constexpr,
     K: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Scores of query rows with the tokens of a rank, ``[rows, tokens]``, and where pages keep these; -inf where a row
-    has another page."""
+    """Scores of query rows with the tokens of a rank, ``[rows, tokens]``, -inf for tokens of other pages than the
+    row's. Also returns the places of the tokens in pages."""
     page, token = tile_tokens(PAGES, K)
     line, known = asked.page * worth.page + asked.row, asked.there & (asked.page < stop - first)
     fields, sums = worth.fields + first * worth.page * K.width, worth.sums + first * worth.page * (2 * ranks_of(K))
@@ -117,21 +127,23 @@ def _rank_scores(
 
 @triton.jit
 def _moved(peak, highest):
-    """A peak that is at least ``highest``, what to subtract from scores, and what sums so far are multiplied by."""
+    """Update the peak of a running softmax to at least ``highest``. Returns the new peak, the number to subtract from
+    scores, and the factor for earlier sums."""
     new = tl.maximum(peak, highest)
-    base = tl.where(new == -float("inf"), 0.0, new)  # nothing was seen yet
+    base = tl.where(new == -float("inf"), 0.0, new)  # no token was seen yet
     return new, base, tl.exp2(peak - base)
 
 
 @triton.jit
 def _of_all_pages(x, PAGES: tl.constexpr):
-    """Sums over the pages that rows have: ``[rows * PAGES, .]`` -> ``[rows, .]``."""
+    """Sum over the pages of each query row: ``[rows * PAGES, .]`` -> ``[rows, .]``."""
     return tl.sum(tl.reshape(x, (x.shape[0] // PAGES, PAGES, x.shape[1])), 1)
 
 
 @triton.jit
 def _common(peak, total, PAGES: tl.constexpr):
-    """What sums are multiplied by so that rows of one query have one peak and a total of 1, and its log-sum-exp."""
+    """Factors that normalize the sums of all rows of a query to a common peak and a total of 1, and the query's
+    log-sum-exp."""
     of_query = tl.reshape(peak, (peak.shape[0] // PAGES, PAGES))
     highest = tl.max(of_query, 1)
     base = tl.where(highest == -float("inf"), 0.0, highest)
@@ -144,7 +156,7 @@ def _common(peak, total, PAGES: tl.constexpr):
 
 @triton.jit
 def _first_rows(lines, there, PAGES: tl.constexpr):
-    """Rows of queries, once: their numbers, and whether there is one."""
+    """One row per query: its line, and whether it exists."""
     shape: tl.constexpr = (lines.shape[0] // PAGES, PAGES)
     return tl.min(tl.reshape(lines, shape), 1), tl.max(tl.reshape(there.to(tl.int32), shape), 1) != 0
 
@@ -154,9 +166,11 @@ def _packed_split(
     pages, values, gains, worth, call, asked, begin, end, out, lse, PAGES: tl.constexpr, Q: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Fields of values of pages ``[begin, end)``, weighted: ``[rows, V.width]`` to ``out`` and the log-sum-exp to
-    ``lse``. What was added to fields, and their middles, come out of the sums by those of the weights, as products
-    round them."""
+    """Write the weighted sums of the fields of values in pages ``[begin, end)``, ``[rows, V.width]``, to ``out``, and
+    the log-sum-exp to ``lse``.
+
+    The offsets and midpoints of fields are subtracted at the end, with sums of the weights as the products round them.
+    """
     M: tl.constexpr = Q.tile
     tokens: tl.constexpr = PAGES * V.tokens
     RANKS: tl.constexpr = ranks_of(V)
@@ -211,8 +225,8 @@ def _exact_split(
     PAGES: tl.constexpr, EXACT: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr,
     R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """All other tokens, ``[rows, D]``: those of pages ``[begin, end)``, whose values are exact still, and those whose
-    keys are too. R, W: layouts of what is exact of keys and values."""
+    """Write the weighted sums of all other values, ``[rows, D]``: tokens of pages ``[begin, end)``, whose keys are
+    packed and whose values are exact, and tokens whose keys are exact too. R, W: layouts of exact keys and values."""
     M: tl.constexpr = Q.tile
     parts = parts_of(R)
     channel, real = channels(W, 1)
@@ -257,19 +271,22 @@ def attend_fields(
     PAGES: tl.constexpr, EXACT: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
     W: tl.constexpr, N: tl.constexpr, FRAMED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid: KV heads of all samples; splits of the pages and one for all other tokens, which is short and comes last;
-    tiles of query rows.
+    """Attention over pages with per-channel bit widths.
 
-    How many tokens are stored is read from ``length``. ``fields``, ``sums``, ``tokens`` and ``mean`` are those of
-    `page_queries`, one page for all unless ``FRAMED``, and `order_tokens`. ``out`` takes what the splits of pages
-    find, in fields, ``partial`` what the last finds, in channels, behind room for them, and ``lse`` their log-sum-exp.
+    Grid: KV heads of all samples; splits of the pages, then one program for all other tokens, which is short; tiles of
+    query rows.
+
+    The number of stored tokens is read from ``length``. ``fields`` and ``sums`` are results of `page_queries`, with one
+    page for all unless ``FRAMED`` (page-relative RoPE). ``tokens`` and ``mean`` are results of `order_tokens`. ``out``
+    receives the sums of the splits, in fields. ``partial`` receives the sums of the last program, in channels, after
+    room for the splits. ``lse`` receives the log-sum-exp of all.
     """
     n = tl.load(length).to(tl.int32)
     k_stop, v_stop = pages_of(n, K), pages_of(n, V)
     group, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1) - 1
     rows = Q.heads // Q.groups * queries
     call = Call(n, queries, scale, None, mask, mask_batch, mask_head, mask_query)
-    index = tl.arange(0, Q.tile)  # every row as often as there are pages in a turn
+    index = tl.arange(0, Q.tile)  # each query row once per page of an iteration
     row = tl.program_id(2) * (Q.tile // PAGES) + index // PAGES
     line, there, query = group * rows + row, row < rows, row % queries
     lines = mask_lines(line, there, query, group, call, Q) if mask is not None else None

@@ -1,6 +1,6 @@
-"""What attention each token was paid: scores once more, against the log-sum-exp of each query row, and no values.
+"""Computes the attention mass of each token: recomputes scores, and subtracts the log-sum-exp of each query row.
 
-Query rows that do not count, padding among them, have an infinite log-sum-exp, so that they pay nothing.
+Query rows that do not count, such as padding, have an infinite log-sum-exp, so their weights are 0.
 """
 
 import triton
@@ -30,7 +30,7 @@ def _mass(
     q, k, call, tokens, parts, lse, group, PACKED: tl.constexpr, LARGEST: tl.constexpr, Q: tl.constexpr,
     K: tl.constexpr,
 ):  # fmt: skip
-    """What all query rows of a KV head pay to ``tokens``: the sum, or the largest share."""
+    """Attention mass of ``tokens`` over all query rows of a KV head: the sum, or the largest weight."""
     total = tl.zeros((tokens.shape[0],), tl.float32)
     for first in tl.range(0, Q.heads // Q.groups * call.queries, Q.tile, num_stages=1):
         of_all, asked, query = query_rows(first, group, call, Q)
@@ -61,7 +61,8 @@ def sum_attention(
     mass, n, queries, scale, k_rows, tiles, k_stride, k_params, table_batch, table_row, mask_batch, mask_head,
     mask_query, LARGEST: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: for each KV head of all samples the ``tiles``, of packed rows and then of exact tokens."""
+    """Write the attention mass of all tokens. Grid: for each KV head of all samples, ``tiles`` of packed rows, then of
+    exact tokens."""
     tile, group = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     if lower is not None:
         lower, boosted = boosted_of(lower, boosted, group, k_stride, K)

@@ -1,7 +1,8 @@
-"""Rotate tokens, and quantize them on grids, bit for bit as the reference does.
+"""Rotates tokens and quantizes them on grids, bit for bit like the reference.
 
-Sums and products are taken in its order, and none are fused but with signs, which is exact. Only the size of a group is
-a sum in another order: in float64, of which 16 bits are kept, so that not one scale in a billion is another.
+Sums and products have the order of the reference. Only products with signs are fused, which is exact. The root mean
+square of a group is summed in another order, but in float64 and rounded to 16 bits, so less than one scale in a billion
+differs.
 """
 
 import math
@@ -24,10 +25,11 @@ def hadamard_runs(
     x, signs, out, runs, blocks, x_batch, x_head, x_token, HEADS: tl.constexpr, SIZE: tl.constexpr,
     OF_TOKEN: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: ``blocks`` of ``ROWS`` runs of ``SIZE`` channels, for each head of all samples.
+    """Apply a random-sign Hadamard transform to runs of ``SIZE`` channels.
 
-    A stage takes sums and differences of neighbours, and makes the lowest bit of a channel's index the highest: after
-    all of them the order is that of before.
+    Grid: ``blocks`` of ``ROWS`` runs, for each head of all samples. Each stage computes sums and differences of
+    adjacent channels and moves the lowest bit of the channel index to the top. After all stages the order is the
+    original one.
     """
     lead = tl.program_id(0) // blocks
     run = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -59,19 +61,20 @@ def hadamard(x: Tensor, seed: int) -> Tensor:
         x, _signs(channels, seed, x.device), out, runs, blocks, *x.stride()[:3], heads, size, of_token,
         size.bit_length() - 1, rows, num_warps=ROTATING_WARPS, enable_fp_fusion=True,
     )  # fmt: skip
-    return out.div_(math.sqrt(size))  # PyTorch's, which takes a reciprocal where the reference does
+    return out.div_(math.sqrt(size))  # PyTorch's division uses a reciprocal like the reference
 
 
 @cache
 def table(name: str, device: torch.device) -> Tensor:
-    """The points of a grid, each with what makes its product with a vector closeness: ``[n, d + 1]``."""
+    """The points of a grid, each followed by minus half its squared norm: ``[n, d + 1]``. A point's product with a
+    vector plus this term measures closeness."""
     points = grid(name, device)
     return torch.cat([points, -(points.square().sum(1, keepdim=True) / 2)], 1)
 
 
 @triton.jit
 def _nearest_points(vectors, points, C: tl.constexpr):
-    """The codes of vectors, given coordinate by coordinate: the first of the points that are closest."""
+    """The codes of vectors, which are given as one tensor per coordinate. Ties go to the first point."""
     dims: tl.constexpr = C.code
     best, code = tl.full(vectors[0].shape, -float("inf"), tl.float32), tl.zeros(vectors[0].shape, tl.int32)
     for point in tl.range(0, C.points, loop_unroll_factor=4):
@@ -101,7 +104,8 @@ def _fit_size(groups, code, counts, points, C: tl.constexpr):
 def quantize_on_grid(
     x, points, codes, scale, pages, x_batch, x_head, x_token, HEADS: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """Grid: that of `quantize.quantize_pages`. A column is a code, whose coordinates are tensors of their own."""
+    """Quantize pages on a grid of points. Grid: that of `quantize.quantize_pages`. A column is a code; there is one
+    tensor per coordinate."""
     page, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * C.rows
     token, column, real = tile_of(first, C)
     x = head_at(x, page, pages, x_batch, x_head, x_token, HEADS, C) + token[:, None] * x_token

@@ -1,9 +1,9 @@
-"""How the kernels are launched: sizes of tiles, warps, stages and splits.
+"""Launch configurations of the kernels: sizes of tiles, warps, stages and splits.
 
-Evidence: compile-only. For sm80 and sm90 the cases of ``tests/test_triton_compiles.py`` compile without spilled
-registers and within the shared memory of the device. Float32 heads of more than 128 channels spill. What the split
-kernel issues for each value is counted in its machine code (``benchmarks/instructions.py``). None has been measured on
-a device.
+Evidence: compile-only. For sm80 and sm90, the cases of ``tests/test_triton_compiles.py`` compile without register
+spills and fit into the shared memory of the device. Float32 heads with more than 128 channels spill. The instructions
+per value of the split kernel are counted in its machine code (``benchmarks/instructions.py``). No configuration has
+been measured on a device.
 """
 
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ from kvpass.layout.pool import bucket
 from ..table import DispatchKey
 
 WIDTHS = frozenset(f"bits={bits}" for bits in (1, 2, 3, 4, 6, 8))
-"""Widths that kernels pack and unpack."""
+"""Features of the bit widths that the kernels pack and unpack."""
 INTERPRETED = triton.knobs.runtime.interpret
-"""Whether kernels run in Triton's interpreter, on the CPU: never chosen by "auto"."""
+"""Whether kernels run in Triton's interpreter, on the CPU. "auto" does not select them then."""
 
-_WARPS = 8  # of a multiprocessor where a thread has all the registers it may have
+_WARPS = 8  # resident warps per multiprocessor if threads use the maximum of registers
 _INTERPRETED_PROGRAMS = 6
-_WAVES = 8  # of splits at most: the second kernel reads what each of them leaves
-_BEGINNING = 2  # tiles that a split takes the time of before its first: queries, and words read ahead
+_WAVES = 8  # maximum waves of splits: the second kernel has to read the result of each split
+_BEGINNING = 2  # startup time of a split, in tiles: queries and prefetching
 
 
 def power_of_two(number: int) -> bool:
@@ -33,7 +33,7 @@ def power_of_two(number: int) -> bool:
 
 
 def cdiv(number: int, by: int) -> int:
-    """``number / by``, rounded up. Triton's takes microseconds where it is called on the host."""
+    """``number / by``, rounded up. On the host, Triton's version takes microseconds."""
     return -(-number // by)
 
 
@@ -47,10 +47,14 @@ def refuses_device(dispatch: DispatchKey) -> str | None:
 
 @dataclass(frozen=True)
 class AttendConfig:
-    """queries: query rows of a tile. rows: rows of packed pages of a tile, each a token of every plane. together:
-    planes that share one step of the softmax. exact: exact tokens of a tile. registers: how many a thread may have,
-    where the assembler would rather spill than take them. resident: programs of a multiprocessor, by their registers;
-    None: as if a thread had all it may have.
+    """Launch configuration of attention.
+
+    queries: query rows per tile.
+    rows: rows of packed pages per tile; a row has one token of each plane.
+    together: number of planes that share one step of the softmax.
+    exact: exact tokens per tile.
+    registers: maximum registers per thread, set where the assembler would otherwise spill instead of using them.
+    resident: programs per multiprocessor, given their registers. None assumes the maximum of registers per thread.
     """
 
     queries: int
@@ -66,9 +70,11 @@ class AttendConfig:
 def attend_config(
     planes: int, head_dim: int, itemsize: int, queries: int, codebook: bool, rotary: bool, masked: bool
 ) -> AttendConfig:
-    """For ``queries`` query rows a KV head. All planes are taken together where that does not spill registers, as it
-    does with more rows, and under masks sooner. 2 warps spill with more queries, where 4 do the same work twice,
-    because 16 tokens are products for 2."""
+    """The shipped configuration for ``queries`` query rows per KV head.
+
+    All planes share a step if that does not spill registers. Spilling starts with more rows, and earlier with masks.
+    With more queries, 2 warps spill; 4 warps do some work twice, because products of 16 tokens occupy only 2 warps.
+    """
     registers = 255 if rotary or masked or (codebook and itemsize == 2) else None
     if itemsize == 4:
         return AttendConfig(16, rows=16, together=1, exact=16, warps=8, registers=registers)
@@ -89,13 +95,16 @@ def attend_config(
     return AttendConfig(tile, rows=rows, together=planes, exact=32, warps=4, registers=registers, resident=resident)
 
 
-MASS_WARPS = 4  # of the kernel that says what was paid, in tiles as attention's
+MASS_WARPS = 4  # of the attention-mass kernel, which uses attention's tiles
 
 
 @dataclass(frozen=True)
 class QuantizeConfig:
-    """rows: rows of a page in a tile, each a token of every plane. span, spans: its codes of one token, in runs that
-    share scales if tokens have their own."""
+    """Launch configuration of quantization.
+
+    rows: rows of a page per tile; a row has one token of each plane.
+    span, spans: codes of one token per tile: ``spans`` runs of ``span`` codes. With per-token scales, a run is a group.
+    """
 
     rows: int
     span: int
@@ -103,9 +112,9 @@ class QuantizeConfig:
 
 
 QUANTIZING_WARPS, COMPENSATING_WARPS, ROTATING_WARPS = 4, 8, 4
-COMPENSATED = 8192  # values of a page that does not spill while it is compensated
-ROTATED = 4096  # values that are rotated at a time
-_QUANTIZED = 4096  # values of a tile, if its groups allow
+COMPENSATED = 8192  # largest number of values of a page that is compensated without spills
+ROTATED = 4096  # values to rotate at a time
+_QUANTIZED = 4096  # values per tile, if the groups allow it
 
 
 def quantize_config(spec: CodecSpec, planes: int, head_dim: int) -> QuantizeConfig:
@@ -130,8 +139,12 @@ def _multiprocessors(device: torch.device) -> int:
 
 @lru_cache(1024)
 def tiles_of_split(tiles: int, others: int, at_once: int) -> int:
-    """How many of ``tiles`` one split takes so that all are done soonest, where ``others`` programs run for each split
-    and ``at_once`` at a time: a few long ones leave most of the last wave idle, many short ones begin too often."""
+    """Number of ``tiles`` per split that minimizes the total time.
+
+    A few long splits leave most of the last wave idle; many short ones have too much startup time.
+
+    others: number of programs per split. at_once: number of programs that run at a time.
+    """
 
     def duration(splits: int) -> int:
         return cdiv(splits * others, at_once) * (cdiv(tiles, splits) + _BEGINNING)
@@ -141,8 +154,12 @@ def tiles_of_split(tiles: int, others: int, at_once: int) -> int:
 
 
 def splits_of(rows: int, config: AttendConfig, others: int, device: torch.device) -> int:
-    """How many splits share ``rows``, the same for all of a `bucket`, where ``others`` programs run for each. One at
-    least, so that a grid is right whatever is packed by the time it runs."""
+    """Number of splits for ``rows``, the same for all numbers of rows in a `bucket`.
+
+    There is at least one split, so that a captured grid is valid for any number of packed tokens.
+
+    others: number of programs per split.
+    """
     resident = config.resident or max(1, _WARPS // config.warps)
     at_once = _INTERPRETED_PROGRAMS if INTERPRETED else resident * _multiprocessors(device)
     tiles = max(1, bucket(cdiv(rows, config.rows)))

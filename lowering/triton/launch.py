@@ -1,4 +1,4 @@
-"""Where the kernels of attention are launched from, and what they serve."""
+"""Launches the attention kernels, and decides which calls they support."""
 
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -44,9 +44,9 @@ from .unpacking import Layout
 _OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _VALUES = WIDTHS | FEATURES | {"per=channel", "per=token", "rotation", "grid", "codec=second-level"}
 _ATTENDED = _VALUES | {"pre_rope", "center", "page_rope", "codec=boosted"}, _VALUES
-_PRODUCT = 16  # rows and columns that one has at least
-_MERGED = 16  # splits taken together at a time
-_MOST = 1 << 31  # values of a head: within one, kernels count in 32 bits
+_PRODUCT = 16  # minimum rows and columns of a product
+_MERGED = 16  # splits to merge at a time
+_MOST = 1 << 31  # values per head: kernels use 32-bit offsets within a head
 
 
 def _refuses(dispatch: DispatchKey) -> str | None:
@@ -92,15 +92,15 @@ def _layout(spec: CodecSpec, planes: int, head_dim: int, rope: str = "") -> Layo
 def case_of(
     specs: tuple[CodecSpec, CodecSpec], rope: str, head_dim: int, rows: int, dtype: torch.dtype, masked: bool
 ) -> Case:
-    """What a launch with as many query ``rows`` a KV head chooses its configuration by."""
+    """The `Case` that selects the configuration of a launch with ``rows`` query rows per KV head."""
     planes = max(num_planes(spec.bits) for spec in specs)
-    codebook = any(spec.quantizer.grid or spec.quantizer.codec for spec in specs)  # as if, by their registers
+    codebook = any(spec.quantizer.grid or spec.quantizer.codec for spec in specs)  # similar register use
     return Case(planes, head_dim, dtype.itemsize, rows, codebook, bool(rope), masked)
 
 
 @cache
 def _layouts(specs: tuple[CodecSpec, CodecSpec], rope: str, head_dim: int) -> tuple[Layout, Layout]:
-    """How kernels see the pages of keys, and of values."""
+    """The layouts of pages of keys and of values."""
     planes = max(num_planes(spec.bits) for spec in specs)
     return _layout(specs[0], planes, head_dim, rope), _layout(specs[1], planes, head_dim)
 
@@ -108,8 +108,8 @@ def _layouts(specs: tuple[CodecSpec, CodecSpec], rope: str, head_dim: int) -> tu
 class _Side(NamedTuple):
     """Keys or values of a call, as kernels take them.
 
-    tensors: codes, scales and zero points of pages, ``[B, H_kv, pages, ...]`` each, and the ring. beside: lower codes
-    and channels of those that have them, as `kvpass.codec.boost`.
+    tensors: codes, scales and zero points of pages, each ``[B, H_kv, pages, ...]``, and the ring.
+    beside: for boosted channels: the lower codes and channel indices (`kvpass.codec.boost`); otherwise empty.
     """
 
     tensors: tuple[Tensor, ...]
@@ -123,7 +123,7 @@ class _Side(NamedTuple):
 
 @dataclass
 class _Launch:
-    """``call``, as both kernels that score keys take it; its ``length`` and ``n`` agree."""
+    """Prepares ``call`` for the two kernels that compute scores. ``call.length`` and ``call.n`` have to agree."""
 
     call: AttendCall[Pack]
 
@@ -147,19 +147,19 @@ class _Launch:
         self.mask, masked = mask, mask is not None or call.starts is not None
         case = case_of(self.specs, rope, self.head_dim, self.rows, self.q.dtype, masked)
         self.config = configured(case, self.q.device)
-        if isinstance(self.specs[0].codec, Boosted):  # whose rows are of one page
+        if isinstance(self.specs[0].codec, Boosted):  # rows of a tile must be of one page
             of_page = self.specs[0].page_size // case.planes
             self.config = replace(self.config, rows=min(self.config.rows, of_page))
         self.key, self.value = (_Side.of(pack, call.n, spec) for pack, spec in zip(call[1:3], self.specs, strict=True))
         self.beside = self.key.beside or (None, None)
         self.layouts, self.rules = _layouts(self.specs, rope, self.head_dim), self._rules()
         self.planes = self.layouts[0].planes
-        # rows of pages (see `pages`) that keys and values have
+        # rows of packed pages of keys and of values (see `unpacking`)
         self.packed_rows = tuple(spec.retention.packed(call.n) // self.planes for spec in self.specs)
 
     def _rules(self) -> Rules:
         dtype = self.q.dtype
-        multiplied = torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype  # which the interpreter cannot
+        multiplied = torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype  # it has no bfloat16
         of_bytes = self.mask is not None and self.mask.dtype == torch.uint8
         causal = self.call.causal and self.queries > 1
         return Rules(
@@ -168,7 +168,7 @@ class _Launch:
 
     @cached_property
     def packed_queries(self) -> Tensor:
-        """The queries that keys in pages see: rotated instead of them."""
+        """The queries for keys in pages: they are rotated instead of the keys."""
         rotation = self.specs[0].transform.rotation
         if rotation is None:
             return self.q
@@ -176,7 +176,7 @@ class _Launch:
 
     @cached_property
     def shift(self) -> Tensor | None:
-        """The products of queries with the mean of the keys, unless it is to be rotated with them."""
+        """The products of queries with the mean of the keys; None if the mean has to be rotated with the keys."""
         center = self.call.key.fitted.get("center")
         if center is None or self.rotary is not None:
             return None
@@ -185,7 +185,7 @@ class _Launch:
 
     @property
     def rotary_tables(self) -> tuple[Tensor | None, ...]:
-        """Tables, and the mean that is rotated with the keys."""
+        """Rotary tables, and the mean that is rotated with the keys."""
         if self.rotary is None:
             return None, None, None
         center = self.call.key.fitted.get("center")
@@ -193,7 +193,7 @@ class _Launch:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Those of the tables and of the mask."""
+        """Strides of the rotary tables and of the mask."""
         tables: tuple[int, ...] = (0, 0)
         of_mask: tuple[int, ...] = (0, 0, 0)
         if self.rotary is not None:
@@ -207,7 +207,8 @@ class _Launch:
         return grid(spec.quantizer.grid, self.q.device) if spec.quantizer.grid else None
 
     def attend(self, lse: Tensor | None) -> Tensor:
-        """The output ``[B, H_q, S, D]``; ``lse`` takes the log-sum-exp of each query row, ``[B, H_q, S]`` float32."""
+        """The output ``[B, H_q, S, D]``. Writes the log-sum-exp of each query row to ``lse`` ``[B, H_q, S]``
+        float32."""
         q, call, config, device = self.q, self.call, self.config, self.q.device
         key, value = self.key.tensors, self.value.tensors
         tiles = cdiv(self.rows, config.queries)
@@ -232,7 +233,8 @@ class _Launch:
         return out
 
     def attention_mass(self, lse: Tensor) -> Tensor:
-        """The attention mass of each token, ``[B, H_kv, n + S]`` float32, by the log-sum-exp ``lse`` of query rows."""
+        """The attention mass of each token, ``[B, H_kv, n + S]`` float32, given the log-sum-exp ``lse`` of query
+        rows."""
         config, K, stop, key = self.config, self.layouts[0], self.call.n + self.queries, self.key.tensors
         k_rows, _ = self.packed_rows
         mass = lse.new_empty((self.batch, self.groups, stop))
@@ -248,7 +250,7 @@ class _Launch:
 
 
 def _count(lse: Tensor, mask: Tensor | None, statistic: str) -> None:
-    """Make the log-sum-exp ``[B, H_q, S]`` of query rows that do not count in ``statistic`` infinite."""
+    """Set the log-sum-exp ``lse`` ``[B, H_q, S]`` to infinity for query rows that ``statistic`` excludes."""
     batch, _, queries = lse.shape
     if mask is not None:
         lse.masked_fill_(~not_padding(mask, batch, queries)[:, None], torch.inf)
@@ -260,7 +262,7 @@ def _count(lse: Tensor, mask: Tensor | None, statistic: str) -> None:
 def attend(call: AttendCall[Pack]) -> list[Tensor]:
     call = with_past(call)
     if isinstance(call.k_spec.codec, Allocation):
-        if call.statistic:  # nothing that is stored with widths by channel depends on attention mass
+        if call.statistic:  # no spec with per-channel bit widths needs it
             raise KVPassError("The Triton kernels return no attention scores for per-channel bit widths.")
         return [attend_allocated(with_starts(call))]
     launch = _Launch(call)

@@ -1,4 +1,4 @@
-"""Packed pages, written by a kernel: how they are cut into tiles, and from codes in registers to bytes."""
+"""Writes packed pages in kernels: divides pages into tiles, and packs codes from registers into bytes."""
 
 from typing import NamedTuple
 
@@ -9,11 +9,13 @@ from .unpacking import columns
 
 
 class Codec(NamedTuple):
-    """What a kernel knows when it is compiled: the spec, how parameters are rounded, and how pages are cut into tiles
-    (`configs.EncodeConfig`; ``span`` is the block that is compensated at a time).
+    """Compile-time constants of a kernel: the spec, the rounding of parameters, and the tiles of pages.
 
-    code: values of a code; ``group``, ``dim`` and ``span`` count codes. points: those of the grid, 0 for uniform codes.
+    code: number of values per code. ``group``, ``dim`` and ``span`` count codes.
+    points: number of grid points; 0 for uniform quantization.
     refit: whether the scale is fitted to the codes.
+    params, eps, tiny: dtype of scales and zero points, and its rounding margins.
+    rows, span, spans: see `configs.QuantizeConfig`. With compensation, ``span`` is the block size.
     """
 
     bits: int
@@ -36,8 +38,8 @@ class Codec(NamedTuple):
 
 @triton.jit
 def nearest(x, DTYPE: tl.constexpr):
-    """``x`` rounded to what ``DTYPE`` holds, ties to even, as float32."""
-    if DTYPE.is_bf16():  # spelled out: the interpreter would cut bits off
+    """``x`` rounded to ``DTYPE``, ties to even, as float32."""
+    if DTYPE.is_bf16():  # explicit, because the interpreter truncates
         bits = x.to(tl.uint32, bitcast=True)
         return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
     return x.to(DTYPE).to(tl.float32)
@@ -45,7 +47,7 @@ def nearest(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def tile_of(first, C: tl.constexpr):
-    """The tokens of a program's tile in their page, its columns, and which of those there are."""
+    """The tokens of a program's tile, as indices in their page, its columns, and which columns exist."""
     column, real = columns(C.span, C.spans)
     column += tl.program_id(2) * C.span * C.spans
     token = tl.arange(0, C.planes * C.rows)
@@ -55,14 +57,15 @@ def tile_of(first, C: tl.constexpr):
 
 @triton.jit
 def head_at(x, page, pages, x_batch, x_head, x_token, HEADS: tl.constexpr, C: tl.constexpr):
-    """Where the tokens of page ``page`` begin, of all samples' and heads' pages."""
+    """Pointer to the first token of ``page``, which counts the pages of all samples and heads."""
     lead = page // pages
     return x + lead // HEADS * x_batch + lead % HEADS * x_head + page % pages * C.page * x_token
 
 
 @triton.jit
 def _pack(out, codes, column, real, first, SHIFT: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr):
-    """Bits ``[SHIFT, SHIFT + WIDTH)`` of codes ``[planes * rows, columns]``, to byte rows of a field at ``out``."""
+    """Write bits ``[SHIFT, SHIFT + WIDTH)`` of codes ``[planes * rows, columns]`` to the byte rows of a bit field at
+    ``out``."""
     planes: tl.constexpr = 8 // WIDTH
     lines: tl.constexpr = codes.shape[0] // planes
     field = tl.reshape((codes >> SHIFT) & ((1 << WIDTH) - 1), (planes, lines, codes.shape[1]))
@@ -74,7 +77,8 @@ def _pack(out, codes, column, real, first, SHIFT: tl.constexpr, WIDTH: tl.conste
 
 @triton.jit
 def pack_fields(codes, code, column, real, first, C: tl.constexpr):
-    """Codes of a tile into the page at ``codes``. 3 bits are a field of 2 and one of 1, 6 bits one of 4 and of 2."""
+    """Pack the codes of a tile into the page at ``codes``. 3 bits are a 2-bit and a 1-bit field, 6 bits a 4-bit and a
+    2-bit field."""
     if C.bits % 3:
         _pack(codes, code, column, real, first, 0, C.bits, C)
     else:
@@ -85,7 +89,7 @@ def pack_fields(codes, code, column, real, first, C: tl.constexpr):
 
 @triton.jit
 def store_along_tokens(parameter, stored, page, channel, real, C: tl.constexpr):
-    """A parameter of all groups of a page in some channels."""
+    """Store a parameter of all groups along the tokens of a page, for some channels."""
     groups: tl.constexpr = C.page // C.group
     at = (page * groups + tl.arange(0, groups)[:, None]) * C.dim + channel[None, :]
     tl.store(parameter + at, stored.to(C.params), mask=real[None, :])
@@ -93,7 +97,7 @@ def store_along_tokens(parameter, stored, page, channel, real, C: tl.constexpr):
 
 @triton.jit
 def store_along_channels(parameter, stored, page, token, C: tl.constexpr):
-    """A parameter of the groups of a tile's tokens."""
+    """Store a parameter of the groups along channels, for the tokens of a tile."""
     groups: tl.constexpr = C.dim // C.group
     of_tile = tl.arange(0, stored.shape[1])
     group = tl.program_id(2) * C.spans + of_tile

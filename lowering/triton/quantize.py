@@ -1,8 +1,9 @@
-"""Quantize and pack whole pages in one kernel, bit for bit as the reference does; grids and rotations are `codebook`'s.
+"""Quantizes and packs whole pages in one kernel, bit for bit like the reference. Grids and rotations are in `codebook`.
 
-Divisions are correctly rounded and nothing is fused, because a code that flips is another code. Only where errors are
-compensated it is not bit for bit: products are summed in another order, so a value between two codes may take either.
-They are made of three tensor-core products, about as exact as float32 and without its registers.
+Divisions are correctly rounded and nothing is fused, because any difference could change a code. Only subspace
+compensation is not bit for bit: its products are summed in another order, so a value halfway between two codes may
+become either. These products consist of three tensor-core products each, which are about as precise as float32 and need
+fewer registers.
 """
 
 from collections.abc import Sequence
@@ -47,7 +48,7 @@ def _round_toward(x, DTYPE: tl.constexpr, UP: tl.constexpr, EPS: tl.constexpr, T
 
 @triton.jit
 def _quantize(x, real, C: tl.constexpr):
-    """Codes of a tile ``[tokens, columns]``, and the scales and zero points of its groups as they are stored."""
+    """Quantize a tile ``[tokens, columns]``: its codes, and the scales and zero points of its groups as stored."""
     if C.channelwise:
         groups = tl.reshape(x, (C.page // C.group, C.group, x.shape[1]))
         counts = real[None, None, :]
@@ -74,7 +75,8 @@ def _quantize(x, real, C: tl.constexpr):
 def quantize_pages(
     x, codes, scale, zero_point, pages, x_batch, x_head, x_token, HEADS: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """Grid: pages of all samples and heads, runs of ``rows`` rows, blocks of ``spans`` times ``span`` channels."""
+    """Quantize and pack pages. Grid: pages of all samples and heads; runs of ``rows`` rows; blocks of ``spans`` times
+    ``span`` channels."""
     page, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * C.rows
     token, channel, real = tile_of(first, C)
     x = head_at(x, page, pages, x_batch, x_head, x_token, HEADS, C)
@@ -93,8 +95,11 @@ def quantize_pages(
 def quantize_compensated(
     x, answers, codes, scale, zero_point, pages, x_batch, x_head, x_token, HEADS: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
-    """Grid: pages of all samples and heads. A block of ``span`` channels is quantized at a time, and its error moves
-    those still to come, as ``answers`` say (`kvpass.codec.subspace.compensation_matrix`)."""
+    """Quantize and pack pages with subspace compensation. Grid: pages of all samples and heads.
+
+    ``span`` channels are quantized at a time. Their error adjusts the remaining channels by the compensation matrix
+    ``answers`` (`kvpass.codec.subspace.compensation_matrix`).
+    """
     page = tl.program_id(0).to(tl.int64)
     column, real = columns(C.span, 1)
     token = tl.arange(0, C.page)

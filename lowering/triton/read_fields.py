@@ -1,9 +1,9 @@
-"""Pages with widths by channel (`kvpass.codec.allocation`) as kernels see them, and what a query is worth to their
+"""Reads pages with per-channel bit widths (`kvpass.codec.allocation`) in kernels, and transforms queries to their
 fields.
 
-A tile is the tokens of one rank of a few pages by a run of fields of one kind, a *piece*. Queries take what fields
-stand for, once a page, so that fields are multiplied as they are stored: in the mantissa of a power of two, which comes
-out of the sums again by the sums of the weights.
+A tile has the tokens of one rank of a few pages as rows, and a run of fields of one kind, a *piece*, as columns. The
+weights of fields are multiplied into queries once per page, so fields are multiplied as stored: in the mantissa of a
+power of two. This offset is subtracted at the end, with the sums of the weights.
 """
 
 from typing import NamedTuple
@@ -14,13 +14,18 @@ import triton.language as tl
 from .scores import LOG2E, Rope, parts_of
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-_PLANES: tl.constexpr = tl.constexpr(4)  # of pairs of bits
+_PLANES: tl.constexpr = tl.constexpr(4)  # pairs of bits per byte
 
 
 class Piece(NamedTuple):
-    """A run of fields of ``bits`` bits of one rank. start: of the rank's fields of that kind, in the bytes of a page.
-    row: bytes from row to row. first, real: the run in such a row. width: ``real`` padded to a power of two. at: where
-    the run begins among the padded fields of a head."""
+    """A run of fields of ``bits`` bits of one rank.
+
+    start: offset of the rank's fields of that kind in a page, in bytes.
+    row: bytes per row.
+    first, real: start and length of the run in a row.
+    width: ``real`` padded to a power of two.
+    at: start of the run among the padded fields of a head.
+    """
 
     bits: int
     start: int
@@ -32,10 +37,14 @@ class Piece(NamedTuple):
 
 
 class Fields(NamedTuple):
-    """What a kernel knows of pages of keys or values when it is compiled.
+    """Compile-time layout of pages of keys or values.
 
-    size: bytes of a page. tokens: of a page of one rank. gains: where they begin, by rank. pieces: by rank. width:
-    padded fields of a head. ranked: whether a page begins with who is rich.
+    size: bytes per page.
+    tokens: tokens per page and rank.
+    gains: offset of the gains of each rank.
+    pieces: the pieces of each rank.
+    width: number of padded fields of a head.
+    ranked: whether a page starts with the mask of rich tokens.
     """
 
     size: int
@@ -50,8 +59,11 @@ class Fields(NamedTuple):
 
 
 class Number(NamedTuple):
-    """How fields become floats: two at a time in words that end in ``mantissa`` bits, under a power of two whose last
-    bit is worth 1, or one by one, if there is no mantissa. byte: with which that power begins."""
+    """How fields become floats of ``dtype``.
+
+    Two at a time: a field is in the lowest of the ``mantissa`` bits of a power of two whose last bit has weight 1. If
+    ``mantissa`` is 0, fields are converted one by one. byte: the high byte of that power of two.
+    """
 
     dtype: tl.dtype
     mantissa: int
@@ -65,7 +77,7 @@ def _piece(fields, rank, index):
 
 @triton.constexpr_function
 def pieces_of(fields, rank):
-    """How many there are."""
+    """Number of pieces of a rank."""
     return len(fields.pieces[rank])
 
 
@@ -76,26 +88,26 @@ def ranks_of(fields):
 
 @triton.constexpr_function
 def middle_of(fields, rank, index):
-    """The middle of the codes of a piece, which stands for 0 (`kvpass.codec.allocation.middle`)."""
+    """The midpoint of the fields of a piece, which represents 0 (`kvpass.codec.transform_coding.middle`)."""
     return (2.0 ** fields.pieces[rank][index].bits - 1) / 2
 
 
 @triton.jit
 def columns_of(L: tl.constexpr, RANK: tl.constexpr, INDEX: tl.constexpr):
-    """Where the fields of a piece are among the padded ones of a head."""
+    """Indices of the fields of a piece among the padded fields of a head."""
     P: tl.constexpr = _piece(L, RANK, INDEX)
     return P.at + tl.arange(0, P.width)
 
 
 @triton.jit
 def pages_of(n, L: tl.constexpr):
-    """How many pages there are once ``n`` tokens are stored (`Retention.packed`)."""
+    """Number of pages if ``n`` tokens are stored (`Retention.packed`)."""
     return tl.maximum(n - L.sinks - L.residual, 0) >> (L.page.bit_length() - 1)
 
 
 @triton.jit
 def tile_tokens(PAGES: tl.constexpr, L: tl.constexpr):
-    """The page of each token of a tile, from the first of its pages on, and its place among those of its rank."""
+    """The page of each token of a tile, relative to the first page, and the token's index in its rank."""
     rows: tl.constexpr = L.tokens // _PLANES
     index = tl.arange(0, PAGES * L.tokens)
     row = index // _PLANES
@@ -104,14 +116,14 @@ def tile_tokens(PAGES: tl.constexpr, L: tl.constexpr):
 
 @triton.jit
 def tile_places(RANK: tl.constexpr, PAGES: tl.constexpr, L: tl.constexpr):
-    """Where `order_tokens` puts what belongs to each of them."""
+    """The places at which `order_tokens` writes the data of each token of a tile."""
     index = tl.arange(0, PAGES * L.tokens)
     return index // L.tokens * L.page + RANK * L.tokens + index % L.tokens
 
 
 @triton.jit
 def _in_tiles(slot, L: tl.constexpr):
-    """Places in a page for what pages keep in these slots, so that a tile finds its tokens beside each other."""
+    """Convert slots of a page to places such that the tokens of a tile are adjacent."""
     rows: tl.constexpr = L.tokens // _PLANES
     token = slot % L.tokens
     return slot - token + token % rows * _PLANES + token // rows
@@ -119,38 +131,38 @@ def _in_tiles(slot, L: tl.constexpr):
 
 @triton.constexpr_function
 def power_of(number):
-    """What is added to all fields."""
+    """The offset of all fields."""
     return 2.0**number.mantissa if number.mantissa else 0.0
 
 
 @triton.constexpr_function
 def _moved(plane, mantissa):
-    """How far the fields of a plane are moved, so that they end in the mantissa."""
+    """The right shift that moves the fields of a plane into the mantissa."""
     return max(0, 2 * plane + 2 - mantissa)
 
 
 @triton.constexpr_function
 def _mask(plane, bits, number):
-    """The bits of a field of both halves of a word, and of the power of two."""
+    """Mask of the bits of a field, and of the power of two, in both halves of a word."""
     return ((1 << bits) - 1 << 2 * plane - _moved(plane, number.mantissa) | number.byte << 8) * 0x00010001
 
 
 @triton.constexpr_function
 def _last_place(number):
-    """The place of the fields of the last plane in their numbers."""
+    """The bit position of the fields of the last plane in their floats."""
     return 6 - _moved(3, number.mantissa) if number.mantissa else 0
 
 
 @triton.constexpr_function
 def headroom_of(number):
-    """The power of two that weights of values are multiplied by: divided by those of `places_of`, small ones would lose
-    digits in float16."""
+    """Exponent of the power of two by which weights of values are multiplied. Without it, small weights divided by the
+    powers of `places_of` would lose precision in float16."""
     return 6 if number.mantissa else 0
 
 
 @triton.jit
 def places_of(token, L: tl.constexpr, N: tl.constexpr):
-    """The power of two that fields of tokens of a rank come multiplied by."""
+    """Exponent of the power of two by which the fields of each token of a rank are multiplied."""
     if N.mantissa == 0:
         return token * 0
     plane = token // (L.tokens // _PLANES)
@@ -159,8 +171,8 @@ def places_of(token, L: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _halves(word, N: tl.constexpr):
-    """Four bytes, each under the power of two in a half of its own: two words. In one instruction each, which the
-    assembler does not take apart."""
+    """Spread four bytes over the halves of two words, each below the high byte of the power of two. Each word takes one
+    instruction, which the assembler does not split."""
     if _INTERPRETED:
         power: tl.constexpr = N.byte * 0x01000100
         first = word & 0xFF | (word & 0xFF00) << 8 | power
@@ -178,8 +190,8 @@ def _halves(word, N: tl.constexpr):
 
 @triton.jit
 def _as_loaded(x):
-    """The same, out of the compiler's sight: of what it sees put together from halves it takes operands of products in
-    an order that takes a move for each word."""
+    """Hide the origin of ``x`` from the compiler. If it sees that words were joined from halves, it chooses an order of
+    operands that takes one move per word."""
     if not _INTERPRETED:
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
     return x
@@ -187,7 +199,7 @@ def _as_loaded(x):
 
 @triton.jit
 def _in_order(a, b, c, d):
-    """Planes of rows ``[rows, .]`` one token after the other: ``[rows * 4, .]``."""
+    """Interleave the planes of rows, each ``[rows, .]``, by token: ``[rows * 4, .]``."""
     of_rows = tl.join(tl.join(a, b), tl.join(c, d)).permute(0, 3, 2, 1)
     return tl.reshape(of_rows, (a.shape[0] * 4, a.shape[1]))
 
@@ -201,14 +213,14 @@ def _float(byte, PLANE: tl.constexpr, BITS: tl.constexpr):
 def piece_fields(
     pages, first, stop, RANK: tl.constexpr, INDEX: tl.constexpr, PAGES: tl.constexpr, L: tl.constexpr, N: tl.constexpr
 ):
-    """Fields of ``PAGES`` pages from the ``first`` on, those before ``stop``: ``[tokens, width]``. They come
-    multiplied, by powers of two that `places_of` has, and with `power_of` added."""
+    """Fields of ``PAGES`` pages from the ``first`` on, up to ``stop``: ``[tokens, width]``. They are multiplied by
+    powers of two (`places_of`), and `power_of` is added."""
     P: tl.constexpr = _piece(L, RANK, INDEX)
     rows: tl.constexpr = L.tokens // _PLANES
     row = tl.arange(0, PAGES * rows)
-    page, line = row // rows, row % rows  # what is the same in each turn is kept in 32 bits, without the first page
+    page, line = row // rows, row % rows  # loop-invariant, so 32-bit offsets without the first page
     there = (page < stop - first)[:, None]
-    if P.bits == 1:  # a plane of pairs is two of single bits
+    if P.bits == 1:  # a plane of pairs is two planes of single bits
         later, line = line // (rows // 2), line % (rows // 2)
     if N.mantissa:
         column = tl.arange(0, P.width // 4)
@@ -244,8 +256,11 @@ def field_rows(
     basis, places, columns, weights, out, DIM: tl.constexpr, SIZE: tl.constexpr, FIELDS: tl.constexpr,
     WIDTH: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """What 1 in each padded field adds to the channels of a token of gain 1, ``[BH, WIDTH, D]``. Grid: heads, runs of
-    ``COUNT`` fields. ``columns`` says which field each is, -1 for none."""
+    """Write the contribution of each padded field to the channels of a token, per unit of field and gain:
+    ``[BH, WIDTH, D]``.
+
+    Grid: heads; runs of ``COUNT`` fields. ``columns`` is the field of each column, -1 for padding.
+    """
     group, field = tl.program_id(0).to(tl.int64), tl.program_id(1) * COUNT + tl.arange(0, COUNT)
     column = tl.load(columns + field)
     place = tl.load(places + group * FIELDS + column, mask=column >= 0, other=0)
@@ -260,7 +275,7 @@ def field_rows(
 
 @triton.jit
 def _scaled_parts(q, asked, scale, parts):
-    """The parts of query rows, from where ``q`` points for each, so that products are scores as powers of two."""
+    """The parts of query rows, scaled so that products are scores in units of log2. q: one pointer per row."""
     queries = ()
     for i in tl.static_range(len(parts)):
         channel, real = parts[i]
@@ -271,7 +286,7 @@ def _scaled_parts(q, asked, scale, parts):
 
 @triton.jit
 def _parts_of_mean(center, parts):
-    """Those of the mean of the keys of a head."""
+    """The parts of the mean of the keys of a head."""
     means = ()
     for i in tl.static_range(len(parts)):
         channel, real = parts[i]
@@ -291,7 +306,7 @@ def _tables(rope, row, there, parts, R: tl.constexpr):
 
 @triton.jit
 def _turned_back(q, rope, page, asked, parts, R: tl.constexpr, L: tl.constexpr):
-    """Parts of queries as the middle token of their page sees them."""
+    """Rotate the parts of queries back by the middle token of their page."""
     cos, sin = _tables(rope, L.page + page, asked, parts, R)
     return (q[0] * cos + q[1] * sin, q[1] * cos - q[0] * sin) + q[2:]  # noqa: RUF005
 
@@ -302,10 +317,11 @@ def page_queries(
     GROUPS: tl.constexpr, R: tl.constexpr, L: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """What 1 in each field of a page adds to the scores of each query row, as powers of two: ``[BH, pages, rows,
-    WIDTH]``; and by rank, their sum, and that of what the middle of each field adds: ``[BH, pages, rows, ranks, 2]``.
+    """Write the contribution of each field of a page to the scores of each query row, per unit of field and in units of
+    log2: ``[BH, pages, rows, WIDTH]``. Also write, per rank, the sum of these contributions, and the sum of the
+    contributions of the fields' midpoints: ``[BH, pages, rows, ranks, 2]``.
 
-    Grid: KV heads of all samples; tiles of pages times rows. Without tables all pages are one.
+    Grid: KV heads of all samples; tiles of pages times rows. Without rotary tables, all pages share one result.
     """
     pages = pages_of(tl.load(length).to(tl.int32), L) if cos is not None else 1
     first = tl.program_id(1) * TILE
@@ -340,7 +356,7 @@ def page_queries(
 
 @triton.jit
 def _slots(pages, page, token, there, PAGES: tl.constexpr, L: tl.constexpr):
-    """Where pages keep each of their tokens (`kvpass.codec.allocation.slots`)."""
+    """The slot of each token in its page (`kvpass.codec.allocation.slots`)."""
     if not L.ranked:
         return token
     marks: tl.constexpr = L.page // 8
@@ -356,7 +372,8 @@ def _gains_at(fields, rank):
 
 @triton.jit
 def _write_gains(pages, gains, page, position, stop, L: tl.constexpr, N: tl.constexpr, HEADROOM: tl.constexpr):
-    """What sums of fields as they come are multiplied by, for each token, times 2 to the power ``HEADROOM``."""
+    """Write the factor for sums of stored fields, per token: its gain without the powers of `places_of`, times 2 to the
+    power ``HEADROOM``."""
     token = position % L.tokens
     for rank in tl.static_range(ranks_of(L)):
         there = (page < stop) & (position // L.tokens == rank)
@@ -367,8 +384,8 @@ def _write_gains(pages, gains, page, position, stop, L: tl.constexpr, N: tl.cons
 
 @triton.jit
 def _neighbours(rope, page, token, there, parts, R: tl.constexpr, L: tl.constexpr):
-    """How the mean of the keys is turned at a token of a page (`kvpass.codec.page_rope`): as its neighbour is turned
-    against the middle, behind that."""
+    """Tables that rotate the mean of the keys at each token of a page (`kvpass.codec.page_rope`): the rotation of the
+    page's middle, plus that of the token relative to the middle."""
     cos, sin = _tables(rope, L.page + page, there, parts, R)
     behind = token > L.page // 2
     c, s = _tables(rope, tl.where(behind, L.page - token, token), there, parts, R)
@@ -381,7 +398,7 @@ def _neighbours(rope, page, token, there, parts, R: tl.constexpr, L: tl.constexp
 
 @triton.jit
 def _mean_scores(q, center, cos, sin, asked, scale, parts, PRECISION: tl.constexpr):
-    """Query rows, from where ``q`` points for each, with the mean of the keys as tables turn it, as powers of two."""
+    """Scores of query rows with the rotated mean of the keys, in units of log2. q: one pointer per row."""
     queries, means = _scaled_parts(q, asked, scale, parts), _parts_of_mean(center, parts)
     along = queries[0] * means[0] + queries[1] * means[1]
     across = queries[1] * means[0] - queries[0] * means[1]
@@ -398,11 +415,12 @@ def order_tokens(
     table_batch, table_row, GROUPS: tl.constexpr, HEADS: tl.constexpr, R: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr, PAGES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """In the order in which tiles have the tokens of pages: which each is, and the gains of keys and values, ``[BH,
-    capacity * P]``, and with ``center``, the products of query rows with the mean of the keys as it is turned there,
-    ``[BH, rows, capacity * P]``.
+    """Write data of the tokens in pages, in the order in which tiles read them.
 
-    Grid: runs of pages; runs of KV heads of all samples, which read the tables once.
+    Writes the token ids and the gains of keys and values, ``[BH, capacity * P]``. With ``center``, also writes the
+    products of query rows with the mean of the keys, rotated for each token, ``[BH, rows, capacity * P]``.
+
+    Grid: runs of pages; runs of KV heads of all samples. A run of heads reads the tables once.
     """
     n = tl.load(length).to(tl.int32)
     stop, v_stop = pages_of(n, K), pages_of(n, V)

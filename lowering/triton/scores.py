@@ -1,7 +1,8 @@
-"""Scores of query rows with keys, packed or exact: what attention and the account of it have in common.
+"""Computes scores of query rows with packed or exact keys, for attention and for attention mass.
 
-A key is a tuple of parts: one, or where keys are rotated as they are read, the first channels of all pairs, the second,
-and those left alone. A product is then the sum of those of the parts, and no channel moves between columns.
+A key is a tuple of parts. There is one part, unless keys are rotated when they are read. Then the parts are the first
+channels of all rotary pairs, the second channels, and the channels that are not rotated. A product is the sum of the
+products of the parts, so no channel moves between columns.
 """
 
 import math
@@ -12,11 +13,11 @@ import triton.language as tl
 
 from .unpacking import channels, paired_values, paired_words, values, words
 
-LOG2E: tl.constexpr = tl.constexpr(math.log2(math.e))  # powers of two cost a third of the instructions of those of e
+LOG2E: tl.constexpr = tl.constexpr(math.log2(math.e))  # exp2 takes a third of the instructions of exp
 
 
 class Rules(NamedTuple):
-    """What is known of a call when a kernel is compiled. tile: query rows of a tile. operand: dtype of products."""
+    """Compile-time constants of a call. tile: query rows per tile. operand: dtype of the operands of products."""
 
     heads: int
     groups: int
@@ -28,8 +29,12 @@ class Rules(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What is asked: ``queries`` behind ``n`` tokens. shift: added to products with packed keys, one a query row. The
-    mask comes with its strides. start: the first token that the sample has, None if it has all."""
+    """A call: ``queries`` query tokens after ``n`` stored tokens.
+
+    shift: added to products with packed keys, one number per query row.
+    mask, mask_batch, mask_head, mask_query: the mask and its strides.
+    start: the first token of the sample that is not padding; None without padding.
+    """
 
     n: tl.tensor
     queries: tl.tensor
@@ -43,9 +48,9 @@ class Call(NamedTuple):
 
 
 class Rope(NamedTuple):
-    """What keys take before they are scored, if they are rotated: a mean is added, and tables of a sample turn them.
+    """Rotation of keys before they are scored: a mean is added, then rotary tables are applied.
 
-    sample, row: where the tables of a sample begin, and from token to token. head: where the mean of a head begins.
+    sample, row: offset of the sample's tables, and stride between tokens. head: offset of the mean of the head.
     """
 
     cos: tl.tensor | None
@@ -58,14 +63,14 @@ class Rope(NamedTuple):
 
 @triton.jit
 def _run(FIRST: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr):
-    """Channels of a part, and which there are; products take 16 at least."""
+    """Channels of a part, and which of them exist. Products need at least 16."""
     index = tl.arange(0, max(16, triton.next_power_of_2(COUNT)))
     return FIRST + index * STEP, index < COUNT
 
 
 @triton.jit
 def parts_of(L: tl.constexpr):
-    """The channel of each column of each part, and whether there is one."""
+    """The channel of each column of each part, and whether it exists."""
     if not L.pairs:
         parts = (channels(L, 1),)
     elif L.interleaved:
@@ -79,7 +84,8 @@ def parts_of(L: tl.constexpr):
 
 @triton.jit
 def query_rows(first, group, call, Q: tl.constexpr):
-    """Rows ``[first, first + tile)`` of a KV head: each one's number among all, whether there is one, its query."""
+    """Query rows ``[first, first + tile)`` of a KV head: their indices among all rows, whether they exist, and their
+    query tokens."""
     heads: tl.constexpr = Q.heads // Q.groups
     row = first + tl.arange(0, Q.tile)
     return group * heads * call.queries + row, row < heads * call.queries, row % call.queries
@@ -87,13 +93,13 @@ def query_rows(first, group, call, Q: tl.constexpr):
 
 @triton.jit
 def shifts_of(of_all, asked, call):
-    """What is added to the products of query rows with packed keys."""
+    """The numbers to add to the products of query rows with packed keys."""
     return tl.load(call.shift + of_all, mask=asked, other=0)
 
 
 @triton.jit
 def mask_lines(of_all, asked, query, group, call, Q: tl.constexpr):
-    """Where the line of the mask begins that each query row has."""
+    """Pointers to the line of the mask of each query row."""
     head = of_all // call.queries % Q.heads
     line = tl.where(asked, head * call.mask_head + query.to(tl.int64) * call.mask_query, 0)
     return call.mask + group // Q.groups * call.mask_batch + line
@@ -123,7 +129,7 @@ def _rotated(k, rope, tokens, there, parts, L: tl.constexpr):
 
 @triton.jit
 def page_words(pool, first, stop, parts, ROWS: tl.constexpr, L: tl.constexpr, F: tl.constexpr = None):
-    """`words` of each part; with a form `paired_words`."""
+    """`words` of each part; `paired_words` if there is a form."""
     if F is not None:
         read = paired_words(pool, first, stop, ROWS, L, F)
     else:
@@ -137,7 +143,7 @@ def page_words(pool, first, stop, parts, ROWS: tl.constexpr, L: tl.constexpr, F:
 
 @triton.jit
 def page_keys(read, pool, first, stop, tokens, there, plane, rope, parts, L: tl.constexpr, F: tl.constexpr = None):
-    """The parts of the keys in a plane of rows, ``read`` by `page_words`; ``tokens`` are those of the plane."""
+    """The parts of the keys in a plane of rows that `page_words` has ``read``. tokens: the tokens of the plane."""
     if F is not None:
         k = (paired_values(read, pool, first, stop, plane, L, F),)
     else:
@@ -153,21 +159,21 @@ def page_keys(read, pool, first, stop, tokens, there, plane, rope, parts, L: tl.
 
 @triton.jit
 def ring_rows(ring, tokens, there, channel, real, L: tl.constexpr):
-    """Exact ``tokens`` of the past, zeros where they are not ``there``."""
+    """Exact ``tokens`` of the past; zeros for tokens that are not ``there``."""
     slots = tl.where(tokens < L.sinks, tokens, L.sinks + (tokens - L.sinks) % L.window)
     return tl.load(ring + slots[:, None] * L.dim + channel[None, :], mask=there[:, None] & real[None, :], other=0)
 
 
 @triton.jit
 def with_present(past, new, tokens, n, stop, channel, real, L: tl.constexpr):
-    """Rows of the ``past``, and where ``tokens`` are ``n`` or later those of the call."""
+    """Rows of the ``past``; for ``tokens`` from ``n`` on, rows of the call's ``new`` tokens instead."""
     there = ((tokens >= n) & (tokens < stop))[:, None] & real[None, :]
     return tl.where(there, tl.load(new + (tokens - n)[:, None] * L.dim + channel[None, :], mask=there, other=0), past)
 
 
 @triton.jit
 def exact_keys(ring, new, tokens, n, stop, rope, parts, L: tl.constexpr):
-    """The parts of exact keys; those of the call are rotated already."""
+    """The parts of exact keys. Keys of the call are already rotated."""
     past, k = (), ()
     for i in tl.static_range(len(parts)):
         channel, real = parts[i]
@@ -182,28 +188,28 @@ def exact_keys(ring, new, tokens, n, stop, rope, parts, L: tl.constexpr):
 
 @triton.jit
 def exact_tokens(first, packed, EXACT: tl.constexpr, L: tl.constexpr):
-    """Exact tokens from the ``first`` on; ``packed`` ones lie behind the sinks."""
+    """Token ids of exact tokens from the ``first`` on. The ``packed`` tokens after the sinks are skipped."""
     tokens = first + tl.arange(0, EXACT)
     return tl.where(tokens < L.sinks, tokens, tokens + packed)
 
 
 @triton.jit
 def seen_by(query, tokens, call, Q: tl.constexpr):
-    """Which of ``tokens`` there are for each of the queries; one row for all if they are the same."""
+    """Which ``tokens`` each query sees; a single row if it is the same for all."""
     last = call.n + (query[:, None] if Q.causal else call.queries - 1)
     return from_start(tokens[None, :] <= last, tokens, call.start)
 
 
 @triton.jit
 def from_start(seen, tokens, start):
-    """Which of the ``tokens`` that are ``seen`` are not before ``start``."""
+    """``seen`` without the tokens before ``start``."""
     return seen if start is None else seen & (tokens >= start)[None, :]
 
 
 @triton.jit
 def scores(q, k, shift, scale, mask, tokens, seen, Q: tl.constexpr):
-    """Scores ``[M, N]`` as powers of two, -inf where a key is not ``seen`` (which broadcasts). ``mask`` is a pointer
-    for each row."""
+    """Scores ``[M, N]`` in units of log2, so that weights are ``exp2`` of them; -inf if a key is not ``seen`` (which
+    broadcasts). mask: one pointer per row."""
     s = tl.dot(q[0], tl.trans(k[0].to(q[0].dtype)), input_precision="ieee")
     for i in tl.static_range(1, len(q)):
         s = tl.dot(q[i], tl.trans(k[i].to(q[i].dtype)), s, input_precision="ieee")
@@ -220,5 +226,5 @@ def scores(q, k, shift, scale, mask, tokens, seen, Q: tl.constexpr):
             seen = seen & (bias != 0)
         else:
             bias = bias.to(tl.float32)
-            s += tl.where(bias < -2e38, bias, bias * LOG2E)  # the lowest number stays finite, and -inf as it is
+            s += tl.where(bias < -2e38, bias, bias * LOG2E)  # keeps the lowest number finite
     return tl.where(seen, s, -float("inf"))

@@ -1,5 +1,8 @@
-"""Launch configurations that were measured on a device: kept on disk, by device and Triton's version, and taken instead
-of those that ship. ``benchmarks/gpu.py --stages tune`` finds them; nothing is measured while a model runs."""
+"""Stores launch configurations that were measured on a device, which replace the shipped ones.
+
+They are stored on disk by device and Triton version. ``benchmarks/gpu.py --stages tune`` measures them; nothing is
+measured while a model runs.
+"""
 
 import json
 import os
@@ -16,13 +19,13 @@ from kvpass.errors import KVPassError
 
 from .configs import AttendConfig, attend_config
 
-_WORTH = 0.97  # of the time: what is no faster than that is noise
-_RESIDENT = 65536 // 32 // 8  # registers of a multiprocessor, by warps and blocks of registers
+_WORTH = 0.97  # of the shipped configuration's time: smaller gains are noise
+_RESIDENT = 65536 // 32 // 8  # registers of a multiprocessor, in blocks of 8 per thread of a warp
 
 
 @dataclass(frozen=True)
 class Case:
-    """What `attend_config` chooses by."""
+    """The arguments of `attend_config`."""
 
     planes: int
     head_dim: int
@@ -35,7 +38,7 @@ class Case:
 
 @cache
 def name_of(device: torch.device) -> str:
-    """What tables are kept by."""
+    """The name under which the table of ``device`` is stored."""
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return f"{where}, Triton {triton.__version__}"
 
@@ -47,7 +50,7 @@ def _file(name: str) -> Path:
 
 @cache
 def table(name: str) -> dict[Case, AttendConfig]:
-    """What was stored for ``name``; empty if nothing was. Raises `KVPassError` for a file that cannot be read."""
+    """The configurations stored for ``name``; empty if there are none. Raises `KVPassError` for an invalid file."""
     file = _file(name)
     if not file.exists():
         return {}
@@ -60,7 +63,7 @@ def table(name: str) -> dict[Case, AttendConfig]:
 
 
 def store(name: str, found: dict[Case, AttendConfig]) -> Path:
-    """Keep ``found`` beside what is stored for ``name``. Returns where."""
+    """Add ``found`` to the table of ``name``. Returns the path of its file."""
     file, rows = _file(name), table(name) | found
     file.parent.mkdir(parents=True, exist_ok=True)
     new = file.with_suffix(f".{os.getpid()}")
@@ -71,7 +74,7 @@ def store(name: str, found: dict[Case, AttendConfig]) -> Path:
 
 
 def configured(case: Case, device: torch.device) -> AttendConfig:
-    """The configuration stored for ``case`` on ``device``, or the one that ships."""
+    """The configuration stored for ``case`` on ``device``, or the shipped one."""
     return table(name_of(device)).get(case) or _shipped(case)
 
 
@@ -82,7 +85,7 @@ def _shipped(case: Case) -> AttendConfig:
 
 @contextmanager
 def trying(case: Case, config: AttendConfig, device: torch.device) -> Iterator[None]:
-    """Launch with ``config`` within it, in this process alone."""
+    """Context manager: launches of ``case`` use ``config``, in this process only."""
     known, before = table(name_of(device)), dict(table(name_of(device)))
     known[case] = config
     try:
@@ -93,7 +96,7 @@ def trying(case: Case, config: AttendConfig, device: torch.device) -> Iterator[N
 
 
 def candidates(case: Case) -> Iterator[AttendConfig]:
-    """What is worth trying: the one that ships first, then others that differ from it in one or two sizes."""
+    """Configurations to try: the shipped one first, then others with different rows, warps, stages or registers."""
     first = _shipped(case)
     yield first
     for rows in sorted({max(16, first.rows // 2), first.rows, min(64, 2 * first.rows)}):
@@ -107,7 +110,10 @@ def candidates(case: Case) -> Iterator[AttendConfig]:
 
 
 def tune(case: Case, seconds: Callable[[AttendConfig], float]) -> tuple[AttendConfig, dict[AttendConfig, float]]:
-    """The fastest of the `candidates`, and what each took. ``seconds`` is infinite for one that is wrong, or fails."""
+    """The fastest of the `candidates`, and the time of each.
+
+    seconds: measures a configuration; infinite if it fails or its results are wrong.
+    """
     took = {config: seconds(config) for config in candidates(case)}
     ships, *_ = took
     best = min(took, key=took.__getitem__)

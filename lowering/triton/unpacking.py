@@ -1,9 +1,9 @@
-"""Packed pages, read by a kernel: from bytes to values without leaving registers.
+"""Reads packed pages in kernels: unpacks and dequantizes bytes in registers.
 
-Kernels walk over *rows*: row f of a pool is row ``f % T`` of page ``f // T``, and stands for one token of each of the
-page's planes, T apart. Its bytes are loaded once, as one word. A plane then takes a shift and a mask, whatever the
-width, and its codes become the mantissa of a float, so that no integer is converted. Where products are of 16 bits and
-all planes are taken together, two channels share each instruction instead (`paired_values`).
+Kernels iterate over *rows*: row f of a pool is row ``f % T`` of page ``f // T``, and has one token of each of the
+page's planes, T tokens apart. Its bytes are loaded once, as one word. A shift and a mask then extract a plane, at any
+bit width, and the codes become the mantissa of a float, which avoids integer conversions. If products have 16 bits and
+all planes are read together, two channels share each instruction instead (`paired_values`).
 """
 
 import math
@@ -18,12 +18,15 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 class Layout(NamedTuple):
-    """What a kernel knows of a packed tensor when it is compiled: its spec, and how pages are walked over.
+    """Compile-time layout of a packed tensor.
 
-    code: values of a code. planes: tokens of a row, as many as keys and values can be unpacked in together. residual:
-    tokens behind the pages at least; window: slots for them. pairs, interleaved: the rotation (`kvpass.codec.rope`) of
-    tokens as they are read; no pairs, none. two_level: scales are codes (`kvpass.codec.second_level`). boosted:
-    channels of a page with lower codes (`kvpass.codec.boost`).
+    code: number of values per code.
+    channelwise, group: whether scales are per channel, and the group size.
+    planes: tokens per row; the same for keys and values.
+    residual, window: minimum number of tokens after the pages, and the number of slots for them.
+    pairs, interleaved: rotation of tokens when they are read (`kvpass.codec.rope`); 0 pairs means none.
+    two_level: scales are 8-bit codes (`kvpass.codec.second_level`).
+    boosted: number of boosted channels per page (`kvpass.codec.boost`).
     """
 
     bits: int
@@ -43,10 +46,12 @@ class Layout(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """Pointers to a KV head of a packed tensor, None for what it has not; ``points`` are those of its grid.
+    """Pointers to the data of a KV head of a packed tensor; None for tensors that it does not have.
 
-    Where scales are codes, ``scale`` are these and those of zero points, ``zero_point`` the two numbers that either
-    stands under. lower, boosted: codes and places of channels in twice the bits.
+    scale, zero_point: scales and zero points. With two-level scales: the 8-bit codes of both, and the second-level
+        scales and zero points.
+    points: the points of the grid.
+    lower, boosted: lower codes and indices of boosted channels.
     """
 
     codes: tl.tensor
@@ -59,7 +64,7 @@ class Pool(NamedTuple):
 
 @triton.constexpr_function
 def _params(layout):
-    """Scales of a page."""
+    """Number of scales per page."""
     if layout.channelwise:
         return layout.page // layout.group * layout.dim
     return layout.page * (layout.dim // layout.group)
@@ -67,21 +72,22 @@ def _params(layout):
 
 @triton.jit
 def zero_points_of(zero_point, head, params, L: tl.constexpr):
-    """Those of a head, of a pointer to the first; params: scales from head to head."""
+    """Pointer to the zero points of a head. params: stride between heads in scales."""
     SIZE: tl.constexpr = _params(L)
     return zero_point + head * (params // (2 * SIZE) * 4 if L.two_level else params)
 
 
 @triton.jit
 def boosted_of(lower, boosted, head, stride, L: tl.constexpr):
-    """Lower codes and places of boosted channels of a head, of pointers to the first; stride: from head to head."""
+    """Pointers to the lower codes and indices of the boosted channels of a head. stride: stride between heads in
+    bytes of codes."""
     pages = stride // (L.page * L.bits // 8 * L.dim)
     return lower + head * pages * (L.page * L.bits // 8 * L.boosted), boosted + head * pages * L.boosted
 
 
 @triton.jit
 def columns(GROUP: tl.constexpr, GROUPS: tl.constexpr):
-    """The channel of each column of a tile, and whether there is one: groups are padded to powers of two."""
+    """The channel of each column of a tile, and whether it exists: groups are padded to powers of two."""
     size: tl.constexpr = triton.next_power_of_2(GROUP)
     column = tl.arange(0, size * triton.next_power_of_2(GROUPS))
     if size == GROUP:
@@ -91,19 +97,19 @@ def columns(GROUP: tl.constexpr, GROUPS: tl.constexpr):
 
 @triton.jit
 def channels(L: tl.constexpr, CODE: tl.constexpr):
-    """`columns` of whole tokens, of codes for ``CODE`` channels each."""
+    """`columns` for whole tokens, with ``CODE`` channels per code."""
     return columns(L.dim // CODE if L.channelwise else L.group // CODE, 1 if L.channelwise else L.dim // L.group)
 
 
 @triton.constexpr_function
 def _places(layout):
-    """Which power of two the rows of a page are: they are counted by shifts, not by signed divisions."""
+    """log2 of the number of rows per page, for shifts instead of signed divisions."""
     return (layout.page // layout.planes).bit_length() - 1
 
 
 @triton.jit
 def packed_rows(n, L: tl.constexpr):
-    """How many rows of pages there are once ``n`` tokens are stored (`Retention.packed`)."""
+    """Number of rows of pages if ``n`` tokens are stored (`Retention.packed`)."""
     pages = tl.maximum(n - L.sinks - L.residual, 0) >> (L.page.bit_length() - 1)
     return pages * (L.page // L.planes)
 
@@ -118,7 +124,8 @@ def tokens_of(first, stop, ROWS: tl.constexpr, L: tl.constexpr):
 
 @triton.jit
 def words(codes, first, stop, column, real, ROWS: tl.constexpr, L: tl.constexpr, LOWER: tl.constexpr = False):
-    """All codes of rows ``[first, first + ROWS)``, ``[ROWS, columns]``, 0 from ``stop`` on; or the ``LOWER`` ones."""
+    """The packed codes of rows ``[first, first + ROWS)``, one word each: ``[ROWS, columns]``; 0 from row ``stop`` on.
+    ``LOWER`` reads the lower codes of boosted channels."""
     tokens: tl.constexpr = L.page // L.planes
     across: tl.constexpr = L.boosted if LOWER else L.dim // L.code
     wide: tl.constexpr = L.planes * L.bits > 32
@@ -133,8 +140,11 @@ def words(codes, first, stop, column, real, ROWS: tl.constexpr, L: tl.constexpr,
 
 
 class Form(NamedTuple):
-    """How pairs of channels are unpacked: a byte of each in one word, at the end of its 16 bits, under the power of two
-    whose last mantissa bit is worth 1; ``mantissa`` bits of ``dtype``."""
+    """How pairs of channels are unpacked.
+
+    A word has one byte of each channel, at the low end of 16 bits, combined with the power of two of ``dtype`` whose
+    last mantissa bit has weight 1. mantissa: mantissa bits of ``dtype``. power: that power of two, in both halves.
+    """
 
     dtype: tl.dtype
     mantissa: int
@@ -143,9 +153,11 @@ class Form(NamedTuple):
 
 @triton.constexpr_function
 def form_of(points, L, dtype, together):
-    """The `Form` for products of ``dtype``. None where values are looked up, rotated, boosted, under scales that are
-    codes, or multiplied in float32, or where planes are not known when the kernel is compiled, because they are not all
-    taken together."""
+    """The `Form` for products of ``dtype``, or None if channels cannot be paired.
+
+    It is None if values are looked up, rotated or boosted, have two-level scales, or are multiplied in float32, and if
+    planes are not all read together, because they are then not known at compile time.
+    """
     odd = (L.dim if L.channelwise else L.group) % 2
     if points is not None or L.pairs or L.two_level or L.boosted or odd or dtype == tl.float32 or together < L.planes:
         return None
@@ -154,8 +166,9 @@ def form_of(points, L, dtype, together):
 
 @triton.jit
 def _apart(word, F: tl.constexpr):
-    """Two bytes of a word, each low in a half of its own under the power of two of the form. In one instruction, which
-    the assembler does not take apart: of masks and shifts it makes the constant anew wherever it is used."""
+    """Spread two bytes over the halves of a word, combined with the power of two of the form. This takes one
+    instruction, which the assembler does not split. With masks and shifts, it would recreate the constant at each
+    use."""
     if _INTERPRETED:
         spread = word.to(tl.int32) & 0xFF | (word.to(tl.int32) & 0xFF00) << 8 | F.power
     else:
@@ -169,7 +182,7 @@ def _apart(word, F: tl.constexpr):
 
 @triton.jit
 def paired_words(pool, first, stop, ROWS: tl.constexpr, L: tl.constexpr, F: tl.constexpr):
-    """The bytes of rows ``[first, first + ROWS)``: a tile ``[ROWS, pairs of channels]`` for each byte of a row."""
+    """The bytes of rows ``[first, first + ROWS)``: one tile ``[ROWS, pairs of channels]`` per byte of a row."""
     tokens: tl.constexpr = L.page // L.planes
     count: tl.constexpr = L.planes * L.bits // 8
     column, real = channels(L, 2)
@@ -186,8 +199,8 @@ def paired_words(pool, first, stop, ROWS: tl.constexpr, L: tl.constexpr, F: tl.c
 
 @triton.constexpr_function
 def _fields(plane, bits, planes, most):
-    """Where a plane has its codes: byte of the row, first bit there, width, first bit of the code; for each bit field,
-    or parts of ``most`` bits."""
+    """Locations of the codes of a plane: byte of the row, first bit in the byte, width, first bit of the code; for each
+    bit field, or part of at most ``most`` bits."""
     found, first, place = [], 0, 0
     for width in FIELDS[bits]:
         count = planes * width // 8
@@ -199,14 +212,14 @@ def _fields(plane, bits, planes, most):
 
 @triton.jit
 def _halves(words, DTYPE: tl.constexpr):
-    """The halves of words, beside each other, as floats. The compiler leaves them in their words."""
+    """The halves of words as adjacent floats. The compiler leaves them in their words."""
     both = tl.join(words.to(tl.int16), (words >> 16).to(tl.int16)).to(DTYPE, bitcast=True)
     return tl.reshape(both, (words.shape[0], 2 * words.shape[1]))
 
 
 @triton.jit
 def _both(a, b, c, DTYPE: tl.constexpr):
-    """``a * b + c`` of both halves of words, rounded once."""
+    """``a * b + c`` for both halves of words, rounded once."""
     if _INTERPRETED:
         low = _fused(a, b, c, DTYPE).to(tl.int32) & 0xFFFF
         words = low | _fused(a >> 16, b >> 16, c >> 16, DTYPE).to(tl.int32) << 16
@@ -231,7 +244,7 @@ def _low(word, DTYPE: tl.constexpr):
 
 @triton.constexpr_function
 def _words_of(value, dtype):
-    """A power of two, or 0, or the negative of one, in both halves of a word."""
+    """``value``, which is 0 or plus or minus a power of two, in both halves of a word."""
     sign, exponent = (0x8000 if value < 0 else 0), math.frexp(abs(value))[1] - 1
     half = sign | (exponent + 15 << 10 if dtype == tl.float16 else exponent + 127 << 7)
     word = half | half << 16
@@ -242,8 +255,8 @@ def _words_of(value, dtype):
 def _number(word, AT: tl.constexpr, WIDTH: tl.constexpr, PLACE: tl.constexpr, F: tl.constexpr):
     """``WIDTH`` bits of each byte, from bit ``AT`` on, as floats times ``2**PLACE``, in words.
 
-    They stay where they are in the mantissa, if it is that long, and one multiply-add, which is exact, takes the power
-    of two away and moves them to their place: for two channels at once, as sums and products of 16 bits are.
+    If the mantissa is long enough, the bits are not shifted. One exact multiply-add subtracts the power of two and
+    scales the bits, for two channels at once.
     """
     SHIFT: tl.constexpr = AT if F.mantissa < AT + WIDTH else 0
     FIELD: tl.constexpr = (2**WIDTH - 1 << AT - SHIFT) * 0x00010001
@@ -255,7 +268,7 @@ def _number(word, AT: tl.constexpr, WIDTH: tl.constexpr, PLACE: tl.constexpr, F:
 
 @triton.jit
 def _twice(word, odd):
-    """The lower half of a word in both of its halves, the upper one where ``odd`` is 1; in one instruction, too."""
+    """Repeat the lower half of a word, or the upper half if ``odd`` is 1, in both halves; one instruction."""
     if _INTERPRETED:
         half = word >> 16 * odd & 0xFFFF
         twice = half | half << 16
@@ -268,9 +281,9 @@ def _twice(word, odd):
 
 @triton.jit
 def _repeated(start, where, known, shape: tl.constexpr, dim: tl.constexpr):
-    """Scales or zero points at ``where``, along ``dim`` as often as ``shape`` says: those of pairs of channels, or one
-    for many channels."""
-    words = start.to(tl.pointer_type(tl.int32), bitcast=True)  # which are read ahead, and what is smaller is not
+    """Load scales or zero points at ``where`` and repeat them along ``dim`` to ``shape``: one per pair of channels, or
+    one for several channels."""
+    words = start.to(tl.pointer_type(tl.int32), bitcast=True)  # words are prefetched, smaller types are not
     if dim == 1:
         word = tl.load(words + where, mask=known, other=0)
     else:
@@ -281,8 +294,10 @@ def _repeated(start, where, known, shape: tl.constexpr, dim: tl.constexpr):
 
 @triton.jit
 def _params_of(first, stop, plane, ROWS: tl.constexpr, L: tl.constexpr):
-    """The groups along tokens, or the tokens, that rows ``[first, first + ROWS)`` of a plane take their scales from,
-    one for each run of rows that share theirs, and whether it is before row ``stop``."""
+    """The indices of the scales of rows ``[first, first + ROWS)`` of a plane: groups along tokens, or tokens.
+
+    There is one index per run of rows that share scales. Also returns whether each is before row ``stop``.
+    """
     tokens: tl.constexpr = L.page // L.planes
     if L.channelwise:
         run: tl.constexpr = min(L.group, tokens, ROWS)
@@ -298,7 +313,7 @@ def _params_of(first, stop, plane, ROWS: tl.constexpr, L: tl.constexpr):
 
 @triton.jit
 def paired_values(read, pool, first, stop, PLANE: tl.constexpr, L: tl.constexpr, F: tl.constexpr):
-    """A plane of the rows of which `paired_words` were ``read``, dequantized as `values` does, but in 16 bits."""
+    """Dequantize a plane of the rows that `paired_words` has ``read``, as `values`, but in 16 bits."""
     rows: tl.constexpr = read[0].shape[0]
     pairs: tl.constexpr = read[0].shape[1]
     WHERE: tl.constexpr = _fields(PLANE, L.bits, L.planes, 4 if F.mantissa < 8 else 8)
@@ -325,14 +340,14 @@ def paired_values(read, pool, first, stop, PLANE: tl.constexpr, L: tl.constexpr,
 
 @triton.jit
 def _field(word, plane, FIRST: tl.constexpr, WIDTH: tl.constexpr, PLANES: tl.constexpr):
-    """What a plane has of a bit field that begins at byte ``FIRST`` of the word."""
+    """The bits of a plane in the bit field that starts at byte ``FIRST`` of the word."""
     count: tl.constexpr = PLANES * WIDTH // 8
     return (word >> ((FIRST + plane % count) * 8 + plane // count * WIDTH)).to(tl.int32) & ((1 << WIDTH) - 1)
 
 
 @triton.jit
 def _codes(word, plane, BITS: tl.constexpr, PLANES: tl.constexpr):
-    """The codes of a plane. 3 bits are a field of 2 and one of 1, 6 bits one of 4 and one of 2."""
+    """The codes of a plane. 3 bits are a 2-bit and a 1-bit field, 6 bits a 4-bit and a 2-bit field."""
     if BITS % 3:
         return _field(word, plane, 0, BITS, PLANES)
     high: tl.constexpr = BITS // 3
@@ -342,7 +357,7 @@ def _codes(word, plane, BITS: tl.constexpr, PLANES: tl.constexpr):
 
 @triton.jit
 def _unscaled(code, points, CODE: tl.constexpr):
-    """What codes stand for: themselves, or the ``CODE`` coordinates of a grid's point, beside each other."""
+    """The unscaled values of codes: the codes themselves, or the ``CODE`` adjacent coordinates of grid points."""
     if points is None:
         return (code | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
     elif CODE == 1:
@@ -355,8 +370,8 @@ def _unscaled(code, points, CODE: tl.constexpr):
 
 @triton.jit
 def _boosts(pool, first, stop, channel, plane, ROWS: tl.constexpr, L: tl.constexpr):
-    """What lower codes add to those of a plane of rows, which are of one page, at channels ``channel``: a product with
-    ones puts them in their columns."""
+    """The contribution of lower codes to a plane of rows of one page, at channels ``channel``. A product with a 0-1
+    matrix moves the codes to their columns."""
     column = tl.arange(0, max(16, triton.next_power_of_2(L.boosted)))
     real = column < L.boosted
     code = _codes(words(pool.lower, first, stop, column, real, ROWS, L, True), plane, L.bits, L.planes)
@@ -367,7 +382,8 @@ def _boosts(pool, first, stop, channel, plane, ROWS: tl.constexpr, L: tl.constex
 
 @triton.jit
 def _second_level(pool, line, where, known, WHICH: tl.constexpr, L: tl.constexpr):
-    """Scales (``WHICH`` 0), or zero points (1), of codes of them at ``where`` in their page; those of ``line``."""
+    """Two-level scales (``WHICH`` 0) or zero points (1) of ``line``, dequantized; ``where`` is the index of their
+    codes."""
     SIZE: tl.constexpr = _params(L)
     lines: tl.constexpr = L.page // L.group if L.channelwise else L.page
     page = line[:, None] >> (lines.bit_length() - 1)
@@ -378,8 +394,8 @@ def _second_level(pool, line, where, known, WHICH: tl.constexpr, L: tl.constexpr
 
 @triton.jit
 def _params_at(start, where, known, L: tl.constexpr):
-    """Scales or zero points at ``where``, float32. Those of tokens come in words, if they are of 16 bits, because a
-    word is read ahead, and what is smaller is not."""
+    """Scales or zero points at ``where``, float32. Per-token ones of 16 bits are loaded as words, because words are
+    prefetched and smaller types are not."""
     dtype: tl.constexpr = start.dtype.element_ty
     if L.channelwise or dtype.primitive_bitwidth != 16:
         found = tl.load(start + where, mask=known, other=0)
@@ -391,10 +407,11 @@ def _params_at(start, where, known, L: tl.constexpr):
 
 @triton.jit
 def values(word, pool, first, stop, channel, real, plane, L: tl.constexpr, WHOLE: tl.constexpr):
-    """A plane of the rows of ``word``, dequantized: ``[rows, columns]`` float32.
+    """Dequantize a plane of the rows of ``word``: ``[rows, columns]`` float32.
 
-    channel, real: those of `channels` if ``WHOLE``, otherwise any; tokens that share scales do so along whole runs of
-    rows, channels along groups, of which there are only parts if not ``WHOLE``. Groups on grids have no zero point.
+    channel, real: the results of `channels` if ``WHOLE``; otherwise any channels, which may be parts of groups.
+
+    Tokens that share scales do so along whole runs of rows. Groups on grids have no zero point.
     """
     x = _unscaled(_codes(word, plane, L.bits, L.planes), pool.points, L.code)
     if L.boosted:
