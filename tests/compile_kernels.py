@@ -1,7 +1,9 @@
-"""Compile the Triton kernels, as their host code would launch them, for GPUs that are not here; run by
-`test_triton_compiles` in a process of its own, because a process interprets kernels or compiles them.
+"""Compile the Triton kernels, as their host code would launch them, for GPUs that this machine does not have.
 
-    python tests/compile_kernels.py 80,90 '{"op": "attend", "bits": 2}'   # prints JSON: what each kernel takes of each
+`test_triton_compiles` runs this in a separate process, because one process either interprets kernels or compiles them.
+
+    python tests/compile_kernels.py 80,90 '{"op": "attend", "bits": 2}'   # prints JSON: resources of each kernel on
+    each GPU
 """
 
 import json

@@ -1,4 +1,5 @@
-"""Calls that fail at their n-th step: the line of kvpass that runs then finds no memory, or is interrupted."""
+"""Make calls fail at their n-th step: the line of kvpass that runs then raises an out-of-memory error or an
+interrupt."""
 
 import random
 import sys

@@ -1,7 +1,7 @@
-"""What becomes of one architecture under kvpass: what ran as on the untouched model, what is fused, what is kept exact
-or refused and why, and what is wrong.
+"""Examine one architecture under kvpass: which uses run as on the untouched model, which layers are fused, which stay
+in full precision or are refused and why, and what is wrong.
 
-``python tests/field.py NAME ...`` prints it for some.
+``python tests/field.py NAME ...`` prints the findings for some architectures.
 """
 
 import contextlib

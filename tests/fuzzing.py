@@ -1,4 +1,4 @@
-"""Random inputs, right and wrong, and a count of what came of each: kvpass's own error, or a right result."""
+"""Try random inputs, valid and invalid, and count the outcomes: an error of kvpass's own, or a correct result."""
 
 import copy
 import functools

@@ -1,6 +1,5 @@
-"""What a model of transformers is called with, in a batch of two rows: a text, an image beside it where the class takes
-some, a text or sounds for its encoder. What an image looks like is found by trying what processors make of one.
-"""
+"""Inputs for transformers models, in a batch of two rows: a text, an image if the class takes images, a text or audio
+for an encoder. The format of an image is found by trying the formats that processors produce."""
 
 import inspect
 import re

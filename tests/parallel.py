@@ -1,5 +1,5 @@
 """One of two processes that share a model (`tests/test_parallel.py`): ``torchrun parallel.py MODEL CALIBRATED``. Prints
-what each of them finds as JSON."""
+the findings of each process as JSON."""
 
 import json
 import os

@@ -1,4 +1,5 @@
-"""What a calibration gives a layer whose bits are shared out, made up: heads of any widths, of correlated channels."""
+"""Synthetic calibration results for layers whose bits a calibration allocates: heads of any bit widths, with correlated
+channels."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Widths by channel: who gets the bits, what that costs, and that a state is what its formulas say."""
+"""Bit widths per channel: which channels get the bits, what that costs, and whether a state matches its formulas."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""What users call, and what they get for bad input: a clear error, the model untouched."""
+"""The public functions, and their answers to bad input: a clear error and an untouched model."""
 
 import copy
 import inspect

@@ -1,4 +1,5 @@
-"""What a cache stores is what layers hand over, whatever a caller passes, and what it passes reaches the model."""
+"""A cache stores the tokens that layers pass to it, whatever the caller passes, and the caller's arguments reach the
+model."""
 
 import functools
 

@@ -1,4 +1,5 @@
-"""Pages in a server's blocks: bytes, and attention of many requests at once against a cache of each of them alone."""
+"""Pages in a server's blocks: their bytes, and attention of many requests together against a cache for each request
+alone."""
 
 import random
 

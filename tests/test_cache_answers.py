@@ -1,4 +1,4 @@
-"""What a model asks of its cache, a packed one answers as the cache it replaces would at the same moment."""
+"""Whatever a model asks of its cache, a packed cache gives the answer of the cache it replaces."""
 
 import re
 from pathlib import Path

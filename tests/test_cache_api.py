@@ -1,5 +1,5 @@
-"""Everything that the cache classes of transformers can be asked: a packed cache gives the same answer, or raises a
-`KVPassError` that says what to do, and is then as it was."""
+"""Every method and attribute of the transformers cache classes: a packed cache gives the same answer, or raises a
+`KVPassError` that says what to do and leaves the cache unchanged."""
 
 import copy
 import pickle

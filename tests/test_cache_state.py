@@ -1,5 +1,8 @@
-"""The layers of a cache share one state, and with it one length: copies have one of their own, changes reach it when
-every layer has made its part, and what failed leaves it as it was."""
+"""The layers of a cache share one state, and so one length.
+
+A copy has its own state. A change takes effect once every layer has made its part; after a failure the cache is as
+before.
+"""
 
 import copy
 import pickle

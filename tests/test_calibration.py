@@ -1,4 +1,4 @@
-"""Fitting predictors, what is kept of it, and a model that runs on them."""
+"""Calibration: fitting predictors, saving them, and running a model with them."""
 
 import copy
 import dataclasses

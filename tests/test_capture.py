@@ -1,4 +1,5 @@
-"""What torch cannot capture or does not compile: told at once, in kvpass's words, with what works instead."""
+"""Models that torch cannot capture or does not compile: kvpass reports this at once, in its own words, with an
+alternative."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The command line: what it prints and writes, and errors of one line."""
+"""The command line: what it prints and writes, and its one-line errors."""
 
 import csv
 import functools

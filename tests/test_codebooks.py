@@ -1,4 +1,4 @@
-"""Rotations and grids: what HIGGS and QuaRot are made of, and attention over them."""
+"""The rotations and grids of HIGGS and QuaRot, and attention over their pages."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Codecs of papers, each held to what its paper says: closed bits, bounds of errors, and independent formulations."""
+"""Codecs against their papers: closed-form bit counts, error bounds, and independent formulations."""
 
 import dataclasses
 import math

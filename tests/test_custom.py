@@ -1,4 +1,4 @@
-"""Plain PyTorch decoders: found, packed and fused as they are written, and put back as they were."""
+"""Plain PyTorch decoders are found, packed and fused as they are written, and restored by `kvpass.remove`."""
 
 import pytest
 import torch

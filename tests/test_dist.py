@@ -1,4 +1,4 @@
-"""What is shipped: every module and data file of the source tree, by way of the source archive."""
+"""The source archive and its wheel contain every module and data file of the source tree."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""The documentation is what it says: examples run, generated pages and tables are up to date, links lead somewhere."""
+"""The documentation is correct: examples run, generated pages and tables are up to date, and links work."""
 
 import ast
 import importlib

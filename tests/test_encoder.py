@@ -1,6 +1,6 @@
 """Encoder-decoders: self-attention is packed as in any decoder, cross-attention once, by the first forward.
 
-That every step equals the untouched model's is in `test_zoo`.
+`test_zoo` checks that every step equals that of the untouched model.
 """
 
 import pytest

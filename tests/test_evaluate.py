@@ -1,4 +1,5 @@
-"""What `kvpass eval` says can be believed: the metric can fail, one pass is token by token, bits are those kept."""
+"""`kvpass eval` is reliable: its metric can fail, one pass equals token-by-token decoding, and it counts the bits of
+the cache."""
 
 import json
 import math

@@ -1,4 +1,5 @@
-"""Models that evict by scores: the compiled step, `generate`, padding, and what cannot go together."""
+"""Models that evict tokens by attention mass: the compiled step, `generate`, padding, and combinations that are
+refused."""
 
 import copy
 

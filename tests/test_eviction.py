@@ -1,4 +1,4 @@
-"""Scores as an edge, and eviction by them: against lists of tokens, kept and attended to one at a time in float64."""
+"""Attention mass as an output of attention, and eviction by it, against lists of tokens in float64."""
 
 import math
 

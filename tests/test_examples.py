@@ -1,4 +1,4 @@
-"""The scripts of examples/ run, with a tiny model that is loaded from a folder as any other."""
+"""The scripts of examples/ run with a tiny model that is loaded from a folder."""
 
 import json
 from functools import partial

@@ -1,5 +1,5 @@
-"""No memory, or Ctrl-C, at any step of a call over a cache: it is as before, or as after, or it refuses until it is
-reset. Never anything in between.
+"""Out-of-memory errors and Ctrl-C at any step of a call over a cache: the cache is as before or as after the call, or
+it refuses every use until it is reset.
 
 ``pytest tests/test_faults.py --faults 0`` tries every line of kvpass that runs, instead of some, and prints a table.
 """

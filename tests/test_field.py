@@ -1,7 +1,8 @@
-"""Every architecture of the installed transformers, built tiny: untouched and packed.
+"""Every architecture of the installed transformers, built tiny: untouched against packed.
 
-``make test-field`` tries all of them and makes docs/architectures.md; without ``--field`` it is the few that each have
-something the others do not. What was found is kept in build/field, and not tried again until kvpass or this changes.
+``make test-field`` tries all of them and writes docs/architectures.md. Without ``--field`` the test covers a few
+architectures, each with a special feature. Findings are stored in build/field, and an architecture is tried again when
+kvpass or this test changes.
 """
 
 import hashlib

@@ -1,4 +1,5 @@
-"""Fit rules: how a group's scale and zero point are found, and what each of them promises about squared error."""
+"""Fit rules: how the scale and zero point of a group are chosen, and the bound on squared error that each rule
+promises."""
 
 import pytest
 import torch

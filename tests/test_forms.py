@@ -1,4 +1,4 @@
-"""A process may call a model in as many ways as it likes: no limit of Dynamo is reached, and each gets its answer."""
+"""A process may call a model in any number of forms: none reaches Dynamo's limit, and each gets the right answer."""
 
 from contextlib import nullcontext
 

@@ -1,5 +1,8 @@
-"""Random configs: an error of kvpass's own, or a right result, and nothing else. Direct construction may raise Python's
-TypeError, for names of arguments only; it is not tried here. `--fuzz-examples` tries more."""
+"""Random configs give either an error of kvpass's own or a correct result.
+
+Calling a config class directly may also raise Python's TypeError for the names of arguments, which is not tried here.
+`--fuzz-examples` sets the number of inputs.
+"""
 
 import dataclasses
 import json

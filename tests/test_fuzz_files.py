@@ -1,5 +1,5 @@
-"""Files whose checksum is right and whose contents are not: an error of kvpass's own before the model is touched, or a
-result as good as any."""
+"""Files with a valid checksum and invalid contents: an error of kvpass's own before the model is touched, or a valid
+result."""
 
 import hashlib
 import json

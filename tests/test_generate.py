@@ -1,4 +1,5 @@
-"""Unmodified ``model.generate`` over a packed cache: the compiled path gives the eager packed path's tokens."""
+"""Unmodified ``model.generate`` over a packed cache: the compiled path gives the same tokens as the eager packed
+path."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What the kernels of Inductor allocate, read off the code it generates."""
+"""Allocations of Inductor's kernels, read from the code it generates."""
 
 import math
 import re

@@ -1,4 +1,5 @@
-"""The pass on captured graphs: one decode graph, nothing lost, nothing cloned, contents as eager leaves them."""
+"""The pass on captured graphs: one decode graph, nothing lost, nothing cloned, and the same cache contents as in eager
+mode."""
 
 import copy
 import re

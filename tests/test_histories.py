@@ -1,14 +1,15 @@
-"""Whole histories of caches: what is fed, taken back, reordered, copied, reset and what fails, in any order.
+"""Random histories of caches: tokens fed and cropped, rows reordered, caches copied and reset, and failures, in any
+order.
 
 A cache is compared with
 
-* the untouched model over a `DynamicCache` with the same history, where nothing is lost;
-* the untouched model over what the cache decodes to, at each call;
-* states of the first layer that are fed all surviving tokens at once, bit for bit;
-* a replay on a fresh cache of what its rows were fed, without copies, failures, resets and changes of the batch;
-* itself, when something happened to another one.
+* the untouched model over a `DynamicCache` with the same history, for lossless schemes;
+* the untouched model over the dequantized cache, at each call;
+* states of the first layer that receive all surviving tokens at once, bit for bit;
+* a fresh cache that receives the tokens of each row, without copies, failures, resets and batch changes;
+* itself, after changes to another cache.
 
-``KVPASS_HISTORIES=500 pytest tests/test_histories.py`` tries so many of each kind, others each time.
+``KVPASS_HISTORIES=500 pytest tests/test_histories.py`` tries 500 of each kind, different ones in each run.
 """
 
 import copy

@@ -1,5 +1,7 @@
-"""What changes about a model between two steps: hooks that come, go or change, adapters, attributes and configs. Steps
-that were compiled before, or are called again without guards, compute what the untouched model computes."""
+"""Changes of a model between two steps: hooks that are added, removed or changed, adapters, attributes and configs.
+
+Steps that were compiled before, or are called again without guards, give the results of the untouched model.
+"""
 
 from types import MethodType, SimpleNamespace
 

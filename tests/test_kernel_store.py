@@ -1,4 +1,5 @@
-"""`kernel_store` and `background_compile` of `kvpass.lowering.inductor`: kernels on disk, and who puts them there."""
+"""`kernel_store` and `background_compile` of `kvpass.lowering.inductor`: kernels on disk, and the processes that put
+them there."""
 
 import logging
 

@@ -1,4 +1,5 @@
-"""Schemes that treat layers differently: XQuant's shared codes, AsymKV's widths, and what they cost in bytes."""
+"""Schemes that treat layers differently: XQuant's shared quantized values, AsymKV's bit widths, and their cost in
+bytes."""
 
 import copy
 import re

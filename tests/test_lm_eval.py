@@ -1,4 +1,4 @@
-"""lm-evaluation-harness takes a model that kvpass is applied to, and generates through its packed cache."""
+"""lm-evaluation-harness accepts a model that kvpass is applied to, and generates through its packed cache."""
 
 import json
 import string

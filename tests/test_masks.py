@@ -1,4 +1,4 @@
-"""Which masks are dropped: those that are proven, at every length, to be no mask or causality, and no others."""
+"""A mask is dropped if and only if it is proven, at every length, to be equivalent to no mask or to causality."""
 
 import re
 

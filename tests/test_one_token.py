@@ -1,4 +1,4 @@
-"""Kernels in C++ for one token of each sample, against the reference."""
+"""C++ kernels for one token per sample, against the reference."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The ``kvpass::*`` ops: contracts with PyTorch, every implementation against the reference and against float64."""
+"""The ``kvpass::*`` ops: PyTorch's contracts, and every implementation against the reference and against float64."""
 
 from dataclasses import replace
 

@@ -1,5 +1,5 @@
-"""A codec of one's own. All there is to it stands above the first line of dashes, in this file and in no other: a
-parameter, a tensor that is fitted to a sequence, and one more tensor of each page."""
+"""A user-defined codec. Everything above the first line of dashes defines it, in this file and no other: a parameter, a
+tensor fitted to a sequence, and one more tensor per page."""
 
 from dataclasses import dataclass
 

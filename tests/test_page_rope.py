@@ -1,4 +1,4 @@
-"""Pages in frames of their own: what is kept of rotary tables, and that keys are read as they were at any position."""
+"""Page-relative RoPE: which rotary tables are stored, and that keys are read correctly at any position."""
 
 import pytest
 import torch

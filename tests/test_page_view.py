@@ -1,4 +1,4 @@
-"""Attention over pages of every codec that is fused, against attention over what they decode to."""
+"""Attention over pages of every fused codec, against attention over the dequantized pages."""
 
 import pytest
 import torch

@@ -1,7 +1,8 @@
-"""The quantizers of KIVI, SQuat, Kitty and KVQuant against their papers' formulas, computed here value by value in
-float64. (Those of KVarN, TurboQuant, PolarQuant, ZipCache, GEAR and lattices are in `test_codecs`.)
+"""The quantizers of KIVI, SQuat, Kitty and KVQuant against the formulas of their papers, computed value by value in
+float64. (`test_codecs` has KVarN, TurboQuant, PolarQuant, ZipCache, GEAR and lattices.)
 
-What the caches store besides is rounded to 16 bits, and codes are assigned under what is stored: here, too.
+Caches round other parameters to 16 bits and assign quantized values based on the rounded parameters; the tests do the
+same.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Models that processes share (``DistributedConfig``): two of them on a CPU, as torchrun starts them."""
+"""Models shared by processes (``DistributedConfig``): two processes on a CPU, started by torchrun."""
 
 import json
 import os

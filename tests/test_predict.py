@@ -1,4 +1,4 @@
-"""Predictors: what they compute, what is stored around them, and what a chain of layers then decodes to."""
+"""Predictors: what they compute, what is stored for them, and what a chain of layers dequantizes to."""
 
 import dataclasses
 

@@ -1,5 +1,5 @@
-"""What kvpass relies on beyond torch's public API. If one of these fails on a new torch, the file it names is the one
-to adapt; nothing else depends on it."""
+"""Behaviour that kvpass relies on beyond torch's public API. If one of these tests fails on a new torch, adapt the file
+that it names; nothing else depends on that behaviour."""
 
 import copy
 import gc

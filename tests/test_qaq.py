@@ -1,4 +1,4 @@
-"""A width for every token: the paper's formulas, planes of bits, and the cache around them."""
+"""QAQ's per-token bit widths: the formulas of the paper, bit planes, and the cache around them."""
 
 import copy
 import math

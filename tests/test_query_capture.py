@@ -1,4 +1,4 @@
-"""The prompt's queries without a graph: what is stored is what a captured prefill stores, bit for bit."""
+"""Capturing the prompt's queries without a graph stores the same bits as a captured prefill."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Every reason that the pass gives for an attention it does not match, on a graph of which it is true."""
+"""Every reason that the pass gives for an attention it does not match, each on a graph to which it applies."""
 
 import re
 

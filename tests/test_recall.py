@@ -1,5 +1,5 @@
-"""Steps that are called again beneath Dynamo (``mode="reduce-overhead"`` on CPUs) are the steps, bit for bit, and are
-not called again where something else has changed than they are given."""
+"""Steps that are called again below Dynamo (``mode="reduce-overhead"`` on CPUs) equal the original steps bit for bit,
+and are not called again if anything but their arguments has changed."""
 
 import gc
 import weakref

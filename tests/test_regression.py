@@ -1,4 +1,4 @@
-"""Predictors: ridge regressions from sums, low rank and quantized, against float64."""
+"""Predictors: ridge regression from sums, low rank and quantized, against float64."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Layers that are alike: looked at and compiled once, and the graph computes what it did."""
+"""Repeated layers are analyzed and compiled once, and the graph still computes the same."""
 
 import copy
 

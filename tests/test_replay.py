@@ -1,5 +1,8 @@
-"""Replayed steps: `Rerun` stands for a CUDA graph. It does a step again with the numbers that the host had when it was
-captured, so that whatever is not read on the device is that of another length."""
+"""Replayed steps, with `Rerun` in place of a CUDA graph.
+
+It repeats a step with the host's numbers at capture. So anything that is not read on the device belongs to another
+length.
+"""
 
 import gc
 import weakref

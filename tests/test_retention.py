@@ -1,4 +1,4 @@
-"""Which tokens stay exact: LogQuant's stream against its algorithm written down naively, and no token ever lost."""
+"""Which tokens stay exact: LogQuant's stream against a naive version of its algorithm, and no token is ever lost."""
 
 import pickle
 from dataclasses import fields

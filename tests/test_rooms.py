@@ -1,4 +1,4 @@
-"""The rooms of the house: who stands on whom. What a new reader takes from the folders has to be true."""
+"""The rooms of the package: which one may import which. The layout of the folders must match the architecture."""
 
 import ast
 import re

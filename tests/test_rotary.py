@@ -1,4 +1,4 @@
-"""Keys stored before rotary embedding: the rotation, how it is found in a graph, and what the cache then holds."""
+"""Keys stored before rotary embedding: the rotation, how the pass finds it in a graph, and what the cache holds."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Caches that are kept: as files, pickled, copied. They go on as the one they were, or say why not."""
+"""Saved, pickled and copied caches continue like the original, or raise an error that says why not."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""What users of vLLM may ask for, and what they are told otherwise: all of it without vLLM."""
+"""The options that vLLM users may pass, and the errors for anything else. None of this needs vLLM."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Bits that a calibration shares out: what pages hold, against formulas; who gets the bits; what caches share."""
+"""Bits allocated by a calibration: page contents against formulas, how bits are allocated, and what caches share."""
 
 import copy
 import itertools

@@ -1,4 +1,4 @@
-"""One pass over a text computes what decoding it token by token through the packed cache does."""
+"""One pass over a text computes the same as decoding it token by token through the packed cache."""
 
 import pytest
 import torch

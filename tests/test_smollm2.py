@@ -1,4 +1,4 @@
-"""The real model: SmolLM2-135M-Instruct from a Python package, real text. What the README promises, on it."""
+"""The promises of the README on a real model: SmolLM2-135M-Instruct from a Python package, with real text."""
 
 import copy
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""SQuat's compensation against direct solutions in float64, and what it must and must not depend on."""
+"""SQuat's compensation against direct solutions in float64, and what it may and may not depend on."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""`KVState` and `PackedKV`: what is stored, where, and what reading, growing and cropping leave behind."""
+"""`KVState` and `PackedKV`: what they store and where, and the effects of reading, growing and cropping."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""The lowering table: who is taken, who is passed over, and what is said about it."""
+"""The lowering table: which implementation is chosen, which are passed over, and what is reported about it."""
 
 from dataclasses import dataclass
 

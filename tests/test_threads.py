@@ -1,4 +1,5 @@
-"""Threads that share an applied model, with caches of their own, get what one gets. `threads` runs more of it."""
+"""Threads that share an applied model, each with its own cache, get the results of a single thread. `threads` runs more
+trials."""
 
 import threading
 

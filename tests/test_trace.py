@@ -1,4 +1,4 @@
-"""A pass one can watch: what is written of each graph, what is kept of it, and that nothing is done unasked."""
+"""Tracing of the pass: what is written for each graph, what is kept, and that nothing happens unless requested."""
 
 import shutil
 

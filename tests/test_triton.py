@@ -1,5 +1,6 @@
-"""The Triton kernels against the reference: on the device where there is one, otherwise in Triton's interpreter, for
-which ``conftest.py`` sets TRITON_INTERPRET before anything imports Triton. `test_triton_choice` has who takes them."""
+"""The Triton kernels against the reference: on a GPU if there is one, otherwise in Triton's interpreter, for which
+``conftest.py`` sets TRITON_INTERPRET before anything imports Triton. `test_triton_choice` tests when they are
+chosen."""
 
 import importlib
 import json

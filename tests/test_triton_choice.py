@@ -1,4 +1,4 @@
-"""Who takes the Triton kernels: models, and what they refuse."""
+"""Which models run the Triton kernels, and which calls the kernels refuse."""
 
 from dataclasses import replace
 

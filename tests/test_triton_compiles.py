@@ -1,4 +1,5 @@
-"""The Triton kernels, in the configs they ship with, compile for GPUs that are not here, fit them and spill nothing."""
+"""The Triton kernels, in their shipped configurations, compile for GPUs that this machine does not have, fit them and
+spill nothing."""
 
 import json
 import os

@@ -1,5 +1,5 @@
-"""Attention over pages with widths by channel, by the Triton kernels (as in `test_triton`): against the reference, and
-in 16 bits against the same in float32, of which both are roundings."""
+"""Triton attention over pages with per-channel bit widths (run as in `test_triton`): against the reference, and in 16
+bits against float32, of which both results are roundings."""
 
 from dataclasses import replace
 

@@ -1,4 +1,5 @@
-"""Models of which not all, or nothing, is packed: what is packed is exact, and the reason for the rest is true."""
+"""Models in which some layers, or all, are not packed: packed layers are correct, and the reasons for the others are
+true."""
 
 import re
 

@@ -1,6 +1,6 @@
-"""What users do with a model: each way equals the untouched model with lossless pages, or says what to do instead.
+"""Common uses of a model: each equals the untouched model with lossless pages, or raises an error that says what to do.
 
-Compiled against eager codes, in the modes of `generate` and for every scheme, is in `test_generate`.
+`test_generate` compares compiled with eager quantization, in the modes of `generate` and for every scheme.
 """
 
 import copy

@@ -1,6 +1,6 @@
-"""More of what users do with a model, each the same as on the untouched one: docs/uses.md has the list.
+"""More uses of a model, each equal to the untouched model; docs/uses.md has the list.
 
-Eagerly, and in a captured step, whose graph is run as the pass leaves it.
+Each use runs eagerly, and in a captured step whose graph runs as the pass leaves it.
 """
 
 import io

@@ -1,4 +1,4 @@
-"""Length length tensors, and the slots of the exact tokens."""
+"""Length tensors, and the ring slots of exact tokens."""
 
 import math
 

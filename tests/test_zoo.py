@@ -1,7 +1,7 @@
-"""Any decoder: every architecture of the zoo, untouched against lossless pages, some compiled against eager codes.
+"""Every architecture of the zoo: untouched against lossless pages, and for some, compiled against eager quantization.
 
-``pytest -m zoo`` prints the matrix; ``--whole-zoo`` has every architecture with both kinds of attention and of cache,
-and codes that lose something compiled against eager in each.
+``pytest -m zoo`` prints the matrix. ``--whole-zoo`` runs every architecture with both kinds of attention and of cache,
+and compares compiled with eager lossy quantization in each.
 """
 
 import pytest

@@ -1,5 +1,5 @@
-"""Threads that generate with one applied model, against one thread. `test_threads` runs some of it; all of it, with a
-table of the trials that were equal:
+"""Compare threads that generate with one applied model to a single thread. `test_threads` runs a part of it. This runs
+all of it, and prints a table of the trials that were equal:
 
     python tests/threads.py [trials] [scheme ...]
 """

@@ -1,8 +1,8 @@
-"""Programs with a cache of their own: what they write to it, and what they read back.
+"""Recognize what a program writes to a cache of its own, and what it reads back.
 
-Such a program gets the dequantized past, possibly with room after it, writes the present there by any means, and reads
-a part of the whole. No way of writing is matched: the nodes in between are run on random values, and the result is
-compared with the past followed by the present.
+Such a program receives the dequantized past, possibly with room after it, writes the present there by any means, and
+reads a part of the result. No way of writing is matched. Instead, the nodes in between are run on random values, and
+the result is compared with the past followed by the present.
 """
 
 from dataclasses import dataclass

@@ -83,7 +83,7 @@ class Call:
         return replace(self, inputs=tuple(None if i in places else value for i, value in enumerate(self.inputs)))
 
     def again(self, others: Mapping[int, Tensor], like_before: Iterable[tuple[int, Tensor]] = ()) -> Sequence | None:
-        """The result with ``others`` in place of some of its tensors, or None if they do not fit. Those in
+        """The result with ``others`` in place of some of its tensors, or None if they do not fit. The tensors in
         ``like_before`` are known to fit."""
         inputs = list(self.inputs)
         for i, own in like_before:

@@ -129,7 +129,8 @@ class Stamp:
         return whole
 
     def _write(self, whole: Graph, common: dict[Node, Node], layers: Sequence[dict[Node, Node]]) -> None:
-        """Add every write of the whole graph: layer by layer, or one for all layers if the op takes them together."""
+        """Add every write of the whole graph: layer by layer, or as one call for all layers if the op takes them
+        together."""
 
         def together(node: Node) -> bool:
             return node.target is APPEND_LAYERS or not self.is_repeated(node)

@@ -8,7 +8,7 @@ from ..errors import KVPassError
 from .runtime import Runtime
 
 ATTRIBUTE = "_kvpass"
-"""Where a model keeps its runtime."""
+"""The attribute in which a model stores its runtime."""
 
 
 def decoder(model: nn.Module) -> nn.Module:

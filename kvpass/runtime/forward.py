@@ -17,7 +17,7 @@ from ..errors import KVPassError
 from ..layout.window import LENGTH_OFFSET, SEEN_OFFSET, length_tensor
 
 _REPLACED = DynamicLayer, DynamicSlidingWindowLayer
-"""Layers whose tensors are replaced by others when tokens are added, never written."""
+"""Layers that replace their tensors when tokens are added, and never write to them."""
 
 
 def start_forward(state: CacheState, batch: int, new_tokens: int) -> int:

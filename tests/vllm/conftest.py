@@ -1,4 +1,5 @@
-"""Tests inside vLLM: `make test-vllm` makes an environment that has it. Without one they are not collected."""
+"""Fixtures for tests with vLLM. `make test-vllm` creates an environment with vLLM; without vLLM the tests are not
+collected."""
 
 import json
 from importlib.util import find_spec

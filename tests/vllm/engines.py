@@ -1,4 +1,4 @@
-"""Starts engines of vLLM."""
+"""Start vLLM engines."""
 
 import json
 import os

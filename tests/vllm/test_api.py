@@ -1,5 +1,5 @@
-"""What `kvpass.vllm.engine` relies on of vLLM, whose backends are a private matter. If one of these fails on a new
-release, that file is the one to adapt; nothing else knows vLLM."""
+"""Behaviour of vLLM that `kvpass.vllm.engine` relies on; vLLM's backends are not public. If one of these tests fails on
+a new release, adapt that file; nothing else depends on vLLM."""
 
 import inspect
 from dataclasses import fields, replace

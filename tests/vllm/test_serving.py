@@ -1,4 +1,4 @@
-"""Engines of vLLM with packed pages, against vLLM's own cache, kvpass's own, and each other."""
+"""vLLM engines with packed pages, against vLLM's own cache, against kvpass's own cache, and against each other."""
 
 import copy
 import random

@@ -25,8 +25,8 @@ _HOOKS = "_forward_hooks", "_forward_pre_hooks"
 _hooks_of = [itemgetter(name) for name in _HOOKS]
 _GLOBAL_HOOKS = [getattr(every_module, f"_global{name}") for name in _HOOKS]
 _CAPTURED = "torch.nn.utils.", RECORDS
-"""Where hooks are from that Dynamo may capture: they compute a weight (pruning, spectral norm) from attributes of the
-module, or record what the call asks for."""
+"""Prefixes of modules whose hooks Dynamo can capture: they compute a weight (pruning, spectral norm) from attributes of
+the module, or record outputs that the caller requested."""
 _CONFIGS = PretrainedConfig, Namespace, SimpleNamespace
 _PLAIN = frozenset({bool, int, float, complex, str, bytes})
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}

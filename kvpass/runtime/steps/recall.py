@@ -25,7 +25,7 @@ from .model_changes import Watch
 from .replay import Argument, Step, mapped, moves
 
 _LENGTHS = "length", "starts"
-"""What a step reads of a `ForwardContext`, which has others at each."""
+"""Fields of a `ForwardContext` that a step reads. They are new tensors in every step."""
 
 
 class Recalls:

@@ -27,7 +27,7 @@ from .model_changes import Watch
 _FEW_PAGES = 16  # a first capture serves up to this many pages
 _MASKS = frozenset({"attention_mask"})  # not read by a step that knows the start of each row
 Step = Callable[[dict[str, Any]], Any]
-"""What runs a call on its arguments, by name."""
+"""A function that runs a call with these arguments, by name."""
 
 
 class Capture(Protocol):
