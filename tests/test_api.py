@@ -169,7 +169,7 @@ def test_a_full_cache_a_wrong_batch_and_a_positive_crop_are_refused_and_lose_not
 
 
 class WithItsOwnCode(LlamaForCausalLM):
-    """A model whose code came with it, from before transformers renamed the argument."""
+    """A model with its own code from before transformers renamed the cache argument."""
 
     def forward(self, input_ids=None, past_key_values=None, **kwargs):
         return super().forward(input_ids, **{CACHE: past_key_values}, **kwargs)

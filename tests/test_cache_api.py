@@ -28,7 +28,7 @@ def contents(cache):
 
 
 def changed(change):
-    """What a cache answers when it has been changed."""
+    """The state of a cache after ``change``."""
 
     def action(cache):
         change(cache)

@@ -35,7 +35,7 @@ def fresh_dynamo():
 
 
 def sharpened(logits: float = 1.0):
-    """A model whose attention is peaked, so that what its cache holds matters, in float32."""
+    """A model in float32 with peaked attention, so that the contents of its cache matter."""
     model = llama(heads=2, kv_heads=1, head_dim=64)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -76,8 +76,8 @@ def token_by_token(model, ids, reference, scheme):
 )
 @pytest.mark.parametrize("name", sorted(set(schemes.available()) - MANY_PASSES))
 def test_one_pass_gives_the_divergences_of_token_by_token(name, sharp, text, reference, simulator):
-    """In float32 a value on the edge between two codes may fall to either side: one bit, ties in 10 % of steps at most;
-    more bits, in 1 %, or in a single step of so few: processors round differently."""
+    """In float32 a value may round to either of two neighbours. Allowed: with 1 bit, ties in at most 10 % of steps;
+    with more bits in 1 %, or in a single step of so few, because processors round differently."""
     slow = token_by_token(sharp, text, reference, name)
     fast = quality.score_in_one_pass(simulator, text, PROMPT, reference, get(name), name=name)
     apart = [abs(a - b) > 1e-4 for a, b in zip(slow.divergences, fast.divergences, strict=True)]

@@ -44,7 +44,7 @@ def test_the_most_important_stay_and_keep_their_slots(seed, occupied, leaving, b
 
 
 def test_the_oldest_are_known_however_many_tokens_there_have_been():
-    """Beyond 2^24 not every whole number is a float32."""
+    """Above 2^24 float32 does not represent every integer."""
     spec, importance = coded(2, "token", 8, 8, budget=8, evict="age", rollback=8), torch.zeros(1, 1, 0)
     for tokens in [1 << 22] * 5 + [4]:
         total = update_importance(importance, importance.shape[-1], tokens, (), None, spec.retention)
@@ -64,7 +64,7 @@ def test_replaced_tokens_leave_the_others_as_they_were(spec, seed):
         assert torch.equal(after[~new], before[~new])
         alone = dequantize_pages(*quantize_pages(x, spec), spec)
         assert torch.equal(after[:, :, : spec.page_size], alone[:, :, : spec.page_size])
-        if spec.quantizer.per == "token":  # a token is coded alone, wherever it goes
+        if spec.quantizer.per == "token":  # each token is quantized independently of its page
             assert torch.equal(after[new], alone[new])
 
 
@@ -119,7 +119,7 @@ class Layer:
 
 
 class Naive:
-    """The same for one sequence, as a list of (token, key, value, paid) for each KV head."""
+    """The same for one sequence, as a list of (token, key, value, attention mass) for each KV head."""
 
     def __init__(self, spec: CodecSpec):
         self.spec, self.heads, self.seen = spec, [[] for _ in range(GROUPS)], 0
@@ -168,7 +168,7 @@ def draw(seed, length, batch=1):
 @pytest.mark.parametrize("name", POLICIES)
 @given(st.lists(st.one_of(st.just(1), st.integers(1, 40)), min_size=1, max_size=12), st.integers(0, 10), seeds)
 def test_what_stays_and_what_it_was_paid_is_that_of_a_list_of_tokens(name, chunks, padding, seed):
-    """Outputs, the tokens kept in each KV head, and their accumulated scores, for any way to cut a sequence."""
+    """Outputs, the tokens kept in each KV head, and their attention mass, for any way to cut a sequence."""
     layer, length = Layer(IdentityConfig(retention=POLICIES[name])), sum(chunks)
     naive, padding = Naive(layer.spec), min(padding, chunks[0] - 1)
     stream, start = draw(seed, length), 0
@@ -272,7 +272,7 @@ def test_opcheck_attend_with_scores(queries, statistic, decoded):
 
 
 class Largest(TorchDispatchMode):
-    """Notes the elements of the largest tensor any op returned."""
+    """Records the number of elements of the largest tensor that any op returned."""
 
     numel = 0
 

@@ -114,7 +114,7 @@ def check_round_trip(config: SchemeConfig) -> None:
 
 
 def check_storage(spec: CodecSpec, layer: LayerGeometry) -> str:
-    """Store tokens by the reference, and see what they decode to."""
+    """Store tokens by the reference, and check what they dequantize to."""
     assert parse(str(spec)) == spec
     tokens = spec.retention.sinks + spec.retention.residual + 2 * spec.page_size + 3
     quantizer = spec.quantizer
@@ -177,7 +177,7 @@ def test_a_config_is_refused_in_kvpasss_words_or_stores_tokens(cls, fuzz):
 
 @pytest.mark.slow
 def test_a_model_takes_any_config_or_refuses_it_untouched(fuzz):
-    """Logits of the untouched model if nothing is lost, finite otherwise; nothing is compiled."""
+    """Logits equal the untouched model for lossless configs, and are finite otherwise. Nothing is compiled."""
     model, ids = llama(), tokens(1, 75)
     with torch.no_grad():
         expected = model(input_ids=ids).logits[:, 69:]

@@ -13,7 +13,7 @@ SCHEMES = ["kivi", "squat"]
 
 @pytest.fixture(scope="module", params=SCHEMES)
 def models(request):
-    """The same weights, once compiled and once eager, under one scheme."""
+    """The same weights under one scheme, in a compiled and an eager model."""
     torch._dynamo.reset()
     compiled = kvpass.apply(llama(), scheme=request.param)
     eager = kvpass.apply(llama(), scheme=request.param, lowering="eager")
@@ -75,8 +75,8 @@ def test_a_second_turn_continues_the_same_cache(models):
 
 @pytest.mark.slow
 def test_drafts_of_any_length_are_verified_by_one_graph():
-    """Across flushes, with rejections, and between steps of one token. Calls of a few tokens that do not follow one
-    another, as short turns of a chat, are not compiled for."""
+    """While pages are packed, with rejections, and between steps of one token. Short calls that are not consecutive,
+    such as short chat turns, are not compiled."""
     torch._dynamo.reset()
     compiled, eager = (kvpass.apply(llama(), "kivi", lowering=lowering) for lowering in ("auto", "eager"))
     graphs = []

@@ -22,7 +22,7 @@ traced = []
 
 @Kernel
 def scaled_sum(factor: float) -> Program:
-    """Also compiled by other processes, which find it by its name."""
+    """Other processes compile it too, and find it by its name."""
 
     def fn(x):
         traced.append(factor)
@@ -33,7 +33,7 @@ def scaled_sum(factor: float) -> Program:
 
 @pytest.fixture
 def empty():
-    """Nothing is compiled, neither here nor on disk."""
+    """No kernel is compiled, neither in memory nor on disk."""
     with fresh_inductor_cache():
         scaled_sum.cache_clear()
         traced.clear()

@@ -47,7 +47,7 @@ def four_layers():
 
 
 def test_the_default_is_the_papers_1_38_bit_setting():
-    """Table 9, Mistral: stored code bits of keys and values over 32 layers, as the paper counts them."""
+    """Table 9, Mistral: bits of stored quantized keys and values over 32 layers, as the paper counts them."""
     stored = 0
     for plan in plans(XQuantConfig()).values():
         stored += plan.key.bits * (plan.key_source is None) + plan.value.bits * (plan.value_source is None)
@@ -156,7 +156,7 @@ SPEC = dict(bits=2, per="channel", group_size=16, page_size=16)
 
 @given(seeds, st.sampled_from(("channel", "token")), st.sampled_from((1, 2, 4)), st.floats(0.5, 3), st.floats(-2, 2))
 def test_sharing_is_exact_between_increasing_affine_maps(seed, per, bits, factor, shift):
-    """As far as 16-bit scales and zero points allow: the codes are the same but for ties."""
+    """As far as 16-bit scales and zero points allow: quantized values are equal except for ties."""
     own = coded(bits, per, 16, 16)
     shared = coded(bits, per, 16, 16, own_codes=0.0)
     x = randn(seed, 1, 2, 48, DIM)
@@ -260,7 +260,7 @@ def test_compiled_contents_are_those_of_eager(config):
 
 
 def closed_form(name: str, tokens: int, batch: int, heads: int, dim: int, index: int, depth: int) -> int:
-    """Bytes a layer keeps for float32 models, from what the scheme's description says, for ``tokens`` allocated."""
+    """Bytes of one layer of a float32 model with ``tokens`` allocated tokens, from the description of the scheme."""
     if name == "identity":
         raise AssertionError("not a quantizer")
     group, k_page, k_keep, v_page, v_keep, sinks = 32, 32, 0, 32, 32, 0

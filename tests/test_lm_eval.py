@@ -27,7 +27,7 @@ def tokenizer():
 
 @pytest.fixture
 def task(tmp_path):
-    """Two questions of a task that generates: one that only ranks answers would never read a cache."""
+    """Two questions of a task that generates. A task that only ranks answers would never read a cache."""
     from lm_eval.api.task import ConfigurableTask
 
     path = tmp_path / "test.jsonl"

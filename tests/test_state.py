@@ -253,7 +253,7 @@ def histories(draw):
 
 
 def ramp(spec: CodecSpec, tokens: int) -> torch.Tensor:
-    """Token t has the value t: at 8 bits it decodes to t within a fraction, so a token in another's place shows."""
+    """Token t has the value t. At 8 bits it dequantizes to t within a fraction, so a misplaced token is visible."""
     return torch.arange(tokens, dtype=torch.float32)[:, None].expand(1, 1, tokens, DIM).contiguous()
 
 

@@ -23,13 +23,13 @@ def fresh_dynamo():
 
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
-    """What ``KVPASS_TRACE`` names; it is not there yet."""
+    """The folder that ``KVPASS_TRACE`` names; it does not exist yet."""
     monkeypatch.setenv(trace.VARIABLE, str(tmp_path / "a" / "trace"))
     return tmp_path / "a" / "trace"
 
 
 def captured(attention="sdpa", **options):
-    """A model whose every forward is captured, and none compiled."""
+    """A model whose every forward is captured, without compilation."""
     return kvpass.apply(llama(attention), "kivi-pre", lowering="eager", **options)
 
 
@@ -45,7 +45,7 @@ def read(folder, name):
 
 
 def changed(diff):
-    """The lines a diff adds and drops."""
+    """The lines that a diff adds and removes."""
     lines = diff.splitlines()[2:]
     return [line[1:] for line in lines if line[0] == "+"], [line[1:] for line in lines if line[0] == "-"]
 

@@ -90,13 +90,14 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def archs(request):
-    """H100, and with ``--whole`` A100."""
+    """H100, and with ``--whole`` also A100."""
     return sorted(SHARED) if request.config.getoption("whole") else [max(SHARED)]
 
 
 @pytest.fixture(scope="module")
 def compiled(archs):
-    """What "auto" takes on CUDA, and what every case needs; from one process in which kernels are not interpreted."""
+    """The implementations that "auto" chooses on CUDA, and the resources of every case, from a process in which kernels
+    are not interpreted."""
     script = Path(__file__).with_name("compile_kernels.py")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     texts = {name: json.dumps(case) for name, case in CASES.items()}
