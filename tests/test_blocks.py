@@ -151,7 +151,7 @@ def test_everything_in_a_block_has_bytes_of_its_own(scheme, size, dtype):
     raw = torch.zeros(3, HEADS * heads + 64, dtype=torch.uint8)
     cache = raw.as_strided((3, HEADS, size, layout.bytes_per_token), (raw.stride(0), heads, layout.bytes_per_token, 1))
     blocks_ = layout.views(cache)
-    pages = [pool[1, 1, layout.lead :] for pool in (*blocks_.key, *blocks_.value)]  # behind what is the head's
+    pages = [pool[1, 1, layout.lead :] for pool in (*blocks_.key, *blocks_.value)]  # after the part of the head
     tensors = [one for one in (*pages, *(one[1, 1] for one in blocks_.head.values())) if one.numel()]
     for number, tensor in enumerate(tensors, 1):
         tensor.copy_(torch.full((tensor[..., :1].numel() * tensor.shape[-1] * tensor.element_size(),), number,

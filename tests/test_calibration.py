@@ -91,7 +91,7 @@ def test_layers_are_stored_as_calibration_decoded_them(calibrated, tmp_path, mon
             state = cache.layers[layer].states()[role]
             got = state.dequantize(200)[:, :, 4 : 4 + state.spec.retention.packed(200)]
             apart = (got - expected).square().sum() / expected.square().sum()
-            assert apart < 5e-3  # a value at the edge of its cell may fall to the other side
+            assert apart < 5e-3  # a value at the edge of its cell may round to the other side
 
 
 @pytest.mark.slow

@@ -77,7 +77,7 @@ def test_a_prompt_that_cannot_be_captured_names_a_scheme_that_works(broken):
     assert cache.get_seq_length() == 0
     kvpass.remove(model)
     kvpass.apply(model, "kivi", lowering="eager")
-    assert torch.isfinite(call(model, 40, cache)).all()  # it is as it was
+    assert torch.isfinite(call(model, 40, cache)).all()  # it is unchanged
 
 
 def test_the_scheme_that_is_named_keeps_what_was_asked_for():

@@ -144,7 +144,7 @@ def test_needle_prints_exact_matches_and_writes_answers(capsys, tmp_path):
     path = tmp_path / "answers.json"
     args = ["--schemes", "kivi", "--lengths", "300", "--depths", "0,1", "--repeats", "1", "--json", str(path)]
     code, out, _ = run(capsys, "needle", *args)
-    assert code == 0 and "300 at 0" in out and "0/1" in out  # a random model knows no keys
+    assert code == 0 and "300 at 0" in out and "0/1" in out  # a random model retrieves nothing
     assert {name: len(rows) for name, rows in json.loads(path.read_text()).items()} == {"full precision": 2, "kivi": 2}
 
 

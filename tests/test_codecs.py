@@ -267,7 +267,7 @@ def test_scales_in_8_bits_cost_half_and_errors_are_bounded_by_their_steps(seed, 
     assert cost == bits + 16 / 16 + 64 / (32 * 64)
     _, levels, params = quantize_pages(x, spec)
     (scale, _), step = expand(levels, params), params[..., 0].float()[..., None, None]
-    ends = step[..., 1, :, :] + (2**bits - 1) * step[..., 0, :, :]  # a range may end short of its group's by this
+    ends = step[..., 1, :, :] + (2**bits - 1) * step[..., 0, :, :]  # a range may be shorter than its group's by this
     dim = -2 if side == "key" else -1
     error = (got - x).unflatten(2, (-1, 32)).abs().unflatten(dim, (-1, 16)).amax(dim)
     assert (error <= 0.5 * scale + ends + 1e-4).all()
@@ -380,7 +380,7 @@ def test_kvarn_stores_what_its_formulas_say(side, bits):
     wanted, of_rows, low, of_columns = by_kvarns_formulas(tile, bits)
     found = unpack(codes, bits)
     found = found.T if side == "key" else found
-    assert (found.double() == wanted).double().mean() > 0.99  # others are on the edge of two, in 16-bit scales
+    assert (found.double() == wanted).double().mean() > 0.99  # the rest are ties in 16-bit scales
     assert ((found.double() - wanted).abs() <= 1).all()
     for mine, theirs in ((factor, of_columns), (scale, of_rows), (zero_point, low)):
         torch.testing.assert_close(mine.double().flatten(), theirs, rtol=4e-3, atol=4e-3)
@@ -510,7 +510,7 @@ def test_polarquant_codes_radii_and_angles_of_pairs_as_its_formulas_say(seed, bi
             wanted = ((of_pair - of_pair.min()) / step).round()
             found = unpack(codes, bits)[:, row].double()
             assert ((found - wanted).abs() <= 1).all() and (found == wanted).double().mean() > 0.9  # 16-bit scales
-            least = float(of_pair.abs().max()) * 2**-11  # what a 16-bit zero point is off by
+            least = float(of_pair.abs().max()) * 2**-11  # rounding error of a 16-bit zero point
             assert scale[0, row] == pytest.approx(float(step), rel=2e-3, abs=2 * least)
             point.append(found * scale[0, row].double() + zero_point[0, row].double())
         torch.testing.assert_close(got[0, 0, :, i].double(), point[0] * point[1].cos(), atol=1e-4, rtol=1e-4)

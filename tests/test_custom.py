@@ -103,7 +103,7 @@ def test_lossless_pages_change_nothing_and_codes_are_those_of_eager(make):
     report = kvpass.explain(kind.model)
     assert (report.packed, report.fused, len(compiled_graphs(kind))) == (2, 2, 1)
     assert report.tokens == TOTAL
-    assert torch.equal(run(kind, ids)[0], got)  # a second text, and no second graph
+    assert torch.equal(run(kind, ids)[0], got)  # a second text needs no second graph
     run(kind, tokens(2, 55, seed=1), prompt=33)
     assert len(compiled_graphs(kind)) == 1
     if make is ByHand:
@@ -171,7 +171,7 @@ def test_positions_that_leave_out_tokens_are_refused(make):
         kind.step(ids[:, :1], PROMPT + 1, None)
     with pytest.raises(KVPassError, match="cache is full"):
         kind.step(tokens(2, CAPACITY), PROMPT, None)
-    kind.step(ids[:, PROMPT : PROMPT + 1], PROMPT, None)  # nothing was lost
+    kind.step(ids[:, PROMPT : PROMPT + 1], PROMPT, None)  # no token was lost
     assert kvpass.explain(kind.model).tokens == PROMPT + 1
     if make is ByIndex:
         with pytest.raises(KVPassError, match="consecutive"):

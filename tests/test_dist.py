@@ -12,7 +12,7 @@ import pytest
 import kvpass
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = {"kvpass": "kvpass", "lowering": "kvpass/lowering"}  # and where they go
+FOLDERS = {"kvpass": "kvpass", "lowering": "kvpass/lowering"}  # installed as
 FILES = "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py"
 REBUILT = "__pycache__", "*.egg-info"
 

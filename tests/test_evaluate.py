@@ -143,7 +143,7 @@ def test_perplexity_is_that_of_the_tokens_that_follow(sharp, text, reference):
 def test_intervals_hold_the_mean_of_blocks():
     row = quality.Quality("x", (1.0,) * 16 + (3.0,) * 16, (True,) * 32, (1.0,) * 31, 1, 1.0, 1, ())
     assert row.kl == 2 and row.kl_error == pytest.approx(1.96 * math.sqrt(2) / math.sqrt(2))
-    assert row.errors["top1"] == 0 and row.errors["perplexity"] == math.inf  # one whole block has no spread
+    assert row.errors["top1"] == 0 and row.errors["perplexity"] == math.inf  # a single block has no standard deviation
     with pytest.raises(KVPassError, match="same tokens"):
         row.beats(quality.Quality("y", (1.0,), (True,), (), 1, 1.0, 1, ()))
 

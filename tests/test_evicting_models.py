@@ -41,7 +41,7 @@ def test_the_compiled_step_is_the_eager_one(name, padded):
         compiled, mine, report = step_by_step(model, CONFIGS[name], ids, prompt, mask)
         eager, theirs, _ = step_by_step(model, CONFIGS[name], ids, prompt, mask, lowering="eager")
         torch.testing.assert_close(compiled, eager, atol=1e-4, rtol=1e-4)
-        assert sum(graph.compiled for graph in report.graphs) <= 1 + padded  # masks get longer than what is stored
+        assert sum(graph.compiled for graph in report.graphs) <= 1 + padded  # masks outgrow the stored tokens
         assert report.packed == report.fused == 2
         for a, b in zip(mine.layers, theirs.layers, strict=True):
             assert (a.seen, a.tokens) == (b.seen, b.tokens)
@@ -129,7 +129,7 @@ def test_a_padded_batch_may_take_several_turns(stops, lowering):
         allowed = seen_by_each(spec.key, padding, stops)
         expected = model(input_ids=ids, attention_mask=allowed, use_cache=False).logits
     kvpass.apply(model, IdentityConfig(retention=policy), lowering=lowering)
-    model._kvpass.decode_step = model._kvpass.captured  # the pass, without the time that Inductor takes
+    model._kvpass.decode_step = model._kvpass.captured  # the pass alone, without Inductor's compile time
     cache, start = DynamicCache(config=model.config), 0
     for stop in stops:
         got = model(input_ids=ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache).logits
@@ -168,7 +168,7 @@ def test_generate_beams_copies_and_crops():
     step = ids[:, :1]
     first = model(input_ids=step, past_key_values=cache).logits
     assert torch.equal(first, model(input_ids=step, past_key_values=copied).logits)
-    cache.crop(-1)  # what a rejected draft does
+    cache.crop(-1)  # as after a rejected draft
     again = model(input_ids=step, past_key_values=cache).logits
     torch.testing.assert_close(again, first, atol=1e-5, rtol=1e-5)
     with pytest.raises(KVPassError, match="tokens were evicted"):

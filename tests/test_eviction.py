@@ -213,7 +213,7 @@ def test_kv_heads_keep_their_own_tokens_unless_the_choice_is_shared():
     for shared in (False, True):
         layer = Layer(IdentityConfig(retention=HeavyHitter(16, recent=8, page_size=8, shared=shared)))
         q, k, v = draw(4, 120)
-        k[:, 1], v[:, 1] = k[:, 0], v[:, 0]  # so that tokens can be compared
+        k[:, 1], v[:, 1] = k[:, 0], v[:, 0]  # so that tokens are comparable
         layer.step(q, k, v)
         keys, _, _ = layer.stored()
         kept[shared] = [{tuple(key.tolist()) for key in keys[0, head]} for head in range(GROUPS)]
@@ -245,7 +245,7 @@ def test_the_fused_attention_pays_what_the_reference_does(config, padding):
 def test_accumulated_scores_are_those_of_attention_in_float64():
     q, k, _ = draw(3, 300)
     paid = attention_mass(dense_call(q, k, k, causal=True, scale=0.25, statistic="sum"), k)
-    eye = torch.eye(300).expand(1, GROUPS, -1, -1)  # values that read the weights off
+    eye = torch.eye(300).expand(1, GROUPS, -1, -1)  # with these values the output is the weights
     weights = naive_attention(q, k, eye, causal=True, scale=0.25)
     torch.testing.assert_close(paid.double(), weights.unflatten(1, (GROUPS, REPEATS)).sum((2, 3)), atol=1e-4, rtol=1e-5)
 

@@ -43,7 +43,7 @@ def possible(kind: str, name: str, every: bool) -> bool:
     if "not packed" in kind and name in ("crop", "crop beyond the window", "reorder", "select"):
         return False  # transformers changes other layers one by one; an interrupted change goes unnoticed
     if name == "crop beyond the window" and "+" in kind:
-        return False  # what is evicted is gone
+        return False  # evicted tokens are gone
     if name == "select" and "cross" in kind:
         return False  # transformers refuses it
     return every or not KINDS[kind].captured or name in FEW

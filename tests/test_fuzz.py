@@ -26,7 +26,7 @@ from tiny import llama, step_by_step, tokens
 pytestmark = pytest.mark.usefixtures("reference_lowering")
 
 CLASSES = sorted({type(schemes.get(name)) for name in schemes.available()}, key=lambda cls: cls.name)
-RUN_BYTES = 1 << 20  # larger states are planned, not filled
+RUN_BYTES = 1 << 20  # larger states are only planned
 
 _sizes = st.sampled_from((8, 16, 32, 64) * 4 + (1, 2, 4, 5, 48, 96, 1024, 2**24))
 _by_name = {
@@ -119,7 +119,7 @@ def check_storage(spec: CodecSpec, layer: LayerGeometry) -> str:
     tokens = spec.retention.sinks + spec.retention.residual + 2 * spec.page_size + 3
     quantizer = spec.quantizer
     if spec.needs_importance or spec.transform.predictor or quantizer.follows_keys or spec.calibrated:
-        return "planned"  # a cache stores those: `test_a_model_takes_any_config`
+        return "planned"  # only a cache can store these: `test_a_model_takes_any_config`
     if (
         layer.num_key_value_heads * layer.head_dim * (tokens + spec.retention.rollback) * layer.dtype.itemsize
         > RUN_BYTES
@@ -131,7 +131,7 @@ def check_storage(spec: CodecSpec, layer: LayerGeometry) -> str:
     got, behind = state.dequantize(tokens), min(tokens, spec.retention.sinks) + spec.retention.packed(tokens)
     assert got.shape == x.shape and got.dtype == x.dtype and torch.isfinite(got).all()
     if spec.quantizer.raw:
-        # a mean is taken away and added again
+        # a mean is subtracted and added again
         rounded = 2 * torch.finfo(x.dtype).eps if spec.transform.center else 0
         torch.testing.assert_close(got, x, rtol=rounded, atol=rounded)
     if spec.retention.keep == "recent":
@@ -139,7 +139,7 @@ def check_storage(spec: CodecSpec, layer: LayerGeometry) -> str:
         assert torch.equal(got[:, :, behind:], x[:, :, behind:])
     if (
         spec.quantizer.subspace is None and spec.own_codes == 1
-    ):  # nothing moves errors between channels, no codes are another's
+    ):  # no compensation between channels, no shared quantized values
         assert (got - x).double().norm() <= 2 * x.double().norm()
     return "decoded"
 

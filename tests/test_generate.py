@@ -150,7 +150,7 @@ def test_every_scheme_generates_compiled_what_it_generates_eagerly(name):
     for mine, theirs in zip(cache.layers, other.layers, strict=True):
         assert mine.tokens == theirs.tokens == 189
         for a, b in zip(mine.states(), theirs.states(), strict=True):
-            prompt = a.spec.retention.pages(120)  # packed by the prompt, eagerly in both
+            prompt = a.spec.retention.pages(120)  # pages packed by the prompt, eagerly in both
             assert torch.equal(a.codes[:, :, :prompt], b.codes[:, :, :prompt])
             torch.testing.assert_close(a.dequantize(189)[:, :, -8:], b.dequantize(189)[:, :, -8:], atol=1e-4, rtol=1e-4)
     report = kvpass.explain(compiled)

@@ -87,7 +87,7 @@ def test_the_rewritten_graph_leaves_the_contents_eager_leaves_bit_for_bit(attent
             torch.testing.assert_close(
                 getattr(mine, name)[:, :, :used], getattr(theirs, name)[:, :, :used], atol=2e-3, rtol=2e-3
             )
-        before = mine.spec.retention.pages(70)  # what this run did not write is untouched, bit for bit
+        before = mine.spec.retention.pages(70)  # pages that this run did not write are unchanged, bit for bit
         assert torch.equal(mine.codes[:, :, :before], theirs.codes[:, :, :before])
     first = states(other)[0], states(cache)[0]  # layer 0 sees the same inputs in both: equal bit for bit throughout
     for (name, mine), (_, theirs) in zip(first[0].tensors(), first[1].tensors(), strict=True):
@@ -360,7 +360,7 @@ def test_a_mode_reaches_inductor_and_changes_nothing_on_the_cpu(monkeypatch, ref
         return compile_fx(*args)
 
     monkeypatch.setattr(backend, "compile_fx", noted)
-    for mode in (None, "reduce-overhead"):  # of a scheme whose steps cannot be replayed as a whole
+    for mode in (None, "reduce-overhead"):  # for a scheme whose steps cannot be replayed as a whole
         model = kvpass.apply(llama(layers=1), scheme="kivi+h2o", mode=mode)
         logits.append(run(model, tokens(1, 3), prefilled(model, 40))[0])
     assert seen == [False, True] and torch.equal(*logits)

@@ -178,7 +178,7 @@ class Member:
     mask: torch.Tensor | None = None
     reordered: bool = False
     restored: bool = False  # a crop put dequantized tokens into the window
-    kept_from: int = 0  # a crop to fewer tokens may put dequantized tokens into the window
+    kept_from: int = 0  # a crop may restore tokens before this position from pages, dequantized
     forgot: bool = False  # exact tokens beyond the window, which a file does not hold and a failure overwrites
 
     def forget(self) -> None:

@@ -132,7 +132,7 @@ def test_another_process_compiles_what_it_is_told_and_what_it_cannot_is_compiled
     background_compile.start(CPU, [(scaled_sum.name, (2.0,)), ("no.such.kernel", (1,)), (scaled_sum.name, (3.0,))])
     check(2.0, 7)
     assert not traced
-    check(3.0, 7)  # that process is gone by then
+    check(3.0, 7)  # that process has ended by then
     assert traced == [3.0] and not background_compile._pending
 
 

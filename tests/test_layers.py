@@ -166,7 +166,7 @@ def test_sharing_is_exact_between_increasing_affine_maps(seed, per, bits, factor
     stored = share_codes(codes, y, quantize_pages(y, shared), shared)
     assert torch.equal(stored[0], codes) and torch.equal(stored[1], alone[1]) and torch.equal(stored[2], alone[2])
     differ = unpack(alone[0], bits) != unpack(codes, bits)
-    assert differ.float().mean() < 0.01  # ties that rounding of the scales decides
+    assert differ.float().mean() < 0.01  # ties, decided by rounding of scales
     error = (dequantize_pages(*stored, shared) - y).abs()
     span = alone[1].float().max() * 0.5
     assert error.max() <= span * 1.02 + 0.01

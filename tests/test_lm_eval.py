@@ -61,7 +61,7 @@ def test_the_harness_generates_through_the_packed_cache(tokenizer, task):
     def answers():
         harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1)
         results = evaluator.simple_evaluate(harness, tasks=[task], log_samples=True, bootstrap_iters=0)
-        assert results["results"]["tiny"]["exact_match,none"] == 0  # a random model knows nothing
+        assert results["results"]["tiny"]["exact_match,none"] == 0  # a random model answers nothing correctly
         return [sample["filtered_resps"] for sample in results["samples"]["tiny"]]
 
     full, found = answers(), {}

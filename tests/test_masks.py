@@ -28,7 +28,7 @@ def square(past: int, total: int, value: float = 1.0) -> Tensor:
     return torch.full((total - past, total), value)
 
 
-CAUSAL = {  # masks of queries i and keys j, with the tokens before the queries and all of them
+CAUSAL = {  # masks of queries i and keys j, given the number of past tokens and of all tokens
     "compared": lambda i, j, past, total: j <= i,
     "compared the other way": lambda i, j, past, total: i >= j,
     "negated": lambda i, j, past, total: ~(j > i),
@@ -64,7 +64,7 @@ def window(width):
     return lambda i, j, past, total: (j <= i) & (j > i - width)
 
 
-OTHERS = {  # with where they first hide, or show, what causality does not
+OTHERS = {  # and the index where they first differ from causality
     "window": (window(96), 96),
     "window of a constant": (lambda i, j, past, total: window(torch.tensor(96))(i, j, past, total), 96),
     "window of a table": (lambda i, j, past, total: window(torch.arange(90, 97)[-1])(i, j, past, total), 96),

@@ -166,7 +166,7 @@ def test_calibrated_kvquant_takes_offline_ranges_of_key_channels_and_q_normed_si
     weights = torch.rand(400, generator=torch.Generator().manual_seed(1)) ** 4
     datatype = fit_datatype(lambda: [(units, weights)], bits, normalized=True)
     points, coded = datatype[0].double(), (units.unsqueeze(1) - datatype[0]).abs().argmin(1)
-    for i in range(2**bits):  # weighted means of what is nearest to them
+    for i in range(2**bits):  # weighted means of the nearest values
         mine = coded == i
         assert float(points[i]) == pytest.approx(float((units * weights)[mine].sum() / weights[mine].sum()), abs=2e-3)
     for moment in (torch.Tensor.mean, torch.Tensor.std):

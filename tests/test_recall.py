@@ -189,7 +189,7 @@ def test_a_tensor_from_elsewhere_is_read_where_it_is(through_dynamo):
     got = steps_of(shifted(), "reduce-overhead", calls, between=between)
     assert_same(got, steps_of(shifted(), None, calls, between=between))
     assert "steps are not replayed: it reads a tensor of shape ()" in str(got[2])
-    assert len(through_dynamo) == 1  # it was looked at once
+    assert len(through_dynamo) == 1  # the model was checked once
 
 
 def test_threads_share_a_model_and_call_steps_of_their_own_caches():

@@ -15,7 +15,7 @@ from kvpass.schemes import KIVIConfig, SQuatConfig, WaterfillConfig, XQuantConfi
 
 from tiny import llama, tokens
 
-PROMPT, STEPS = 90, 45  # pages leave the window on the way
+PROMPT, STEPS = 90, 45  # pages are packed on the way
 pytestmark = pytest.mark.usefixtures("reference_in_this_test")
 
 

@@ -80,7 +80,7 @@ def test_tokens_are_what_their_formulas_say(ranked, seed):
                 tried.append((float(((coded - units).square() / distortion[widths])[used].sum()), coded @ rows))
             best, expected = min(tried, key=lambda one: one[0])
             error = (found[b, h, n * size + t].double() - expected).abs().max()
-            if error > 1e-3 * expected.abs().max() + 1e-5:  # rounded to the next code in float32, or another gain
+            if error > 1e-3 * expected.abs().max() + 1e-5:  # rounded differently in float32, or another gain
                 errors = [
                     abs(cost - best) for cost, other in tried if (other - found[b, h, n * size + t]).abs().max() < 1e-2
                 ]
@@ -96,7 +96,7 @@ def test_fields_are_the_bits_of_widths(seed, heads):
         channels, shifts = fields_of(widths[None, :, 0].to(torch.uint8), starts, bool(single))
         assert len(channels[0]) == starts[-1]
         for channel, shift in zip(channels[0].tolist(), shifts[0].tolist(), strict=True):
-            bits[channel] |= (2**worth - 1) << shift  # no bit twice: they would not add up
+            bits[channel] |= (2**worth - 1) << shift  # a bit used twice would break the sum
     assert torch.equal(bits, 2 ** widths.flatten() - 1)
     assert share[2] == torch.cat([torch.zeros(1).long(), (widths.amax((1, 2)) > 0).cumsum(0)]).tolist()
 
@@ -161,7 +161,7 @@ def test_specs_go_through_their_text():
         Transform(numbered="half-8")
 
 
-# page-relative RoPE by token numbers
+# ---------------------------------------------------------------- page-relative RoPE by token numbers
 
 
 @pytest.mark.parametrize("rope", ["half-8", "interleaved-16"])
@@ -281,7 +281,7 @@ def test_tokens_are_stored_the_same_however_they_come(form):
         stop = min(start + 7, n)
         again.append(k[:, :, start:stop], start)
         behind.append(v[:, :, start:stop], start)
-    if form == "static":  # the hybrid is fitted to the tokens that are packed first, which are fewer here
+    if form == "static":  # the hybrid is fitted to the tokens packed first, which are fewer here
         assert torch.equal(key.dequantize(n), again.dequantize(n)) and torch.equal(
             value.dequantize(n), behind.dequantize(n)
         )

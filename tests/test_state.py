@@ -307,7 +307,7 @@ def test_map_selects_and_reorders_samples(spec, seed, order):
     assert_same_contents(chosen, state_of(spec, x[index]), 90)
     before = state.dequantize(90)
     chosen.append(randn(seed, len(order), 2, 40, DIM), 90)
-    assert torch.equal(state.dequantize(90), before)  # a selection is independent of where it came from
+    assert torch.equal(state.dequantize(90), before)  # a selection is independent of its source
 
 
 def test_map_takes_the_compensation_along():

@@ -122,7 +122,7 @@ def test_a_feature_that_nobody_lists_is_served_by_the_reference_alone(op, loweri
 
 
 def test_every_field_of_a_spec_is_a_size_or_a_feature():
-    """Fields that only describe how something is written do not matter to readers."""
+    """Fields that only affect how values are quantized, such as eta, are not features for ops that read them."""
     plain = coded(2, "channel", 16, 16)
     assert plain.features == {"bits=2", "per=channel"}
     spec = coded(2, "channel", 16, 16, residual=32, keep="log", eta=0.1, pre_rope=True, rotation=3, center=True)

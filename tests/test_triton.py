@@ -290,7 +290,8 @@ def test_a_query_that_may_attend_to_nothing_gets_zeros():
 
 
 def test_a_row_of_which_every_key_is_hidden_by_a_bias_is_the_references():
-    """A bias of -inf. With the lowest finite number instead, and no other keys, all splits have equal weight."""
+    """The bias is -inf. The lowest finite number is added instead; if a row has nothing else, all splits have equal
+    weight."""
     mask = torch.zeros(1, 1, 2, 102)
     mask[:, :, 0] = -torch.inf
     assert_attends_as_the_reference(attend_arguments(KIVI, 100, 2, mask=mask))
@@ -368,7 +369,7 @@ def test_encode_on_a_grid_is_the_references_bit_for_bit(case):
 
 @pytest.mark.parametrize("name", names())
 def test_encode_on_every_grid_takes_the_first_of_points_that_are_as_near(name):
-    """0 is such a value in one dimension, if the number of points is even."""
+    """In one dimension 0 is equally near to two points, if the number of points is even."""
     spec = coded(grid_shape(name)[1], "token", 32, 8, grid=name)
     assert_quantizes_as_the_reference(spec, randn(0, 1, 1, 16, 32).relu())
 
@@ -438,7 +439,7 @@ def said(on_the_host: int, on_the_device: int) -> torch.Tensor:
 def test_attention_is_that_of_the_length_on_the_device_whatever_the_host_said(captured, stored, queries):
     specs = coded(2, "channel", 16, 16, sinks=3, residual=5), coded(2, "token", 16, 16, sinks=3, residual=21)
     arguments = attend_arguments(specs, stored, queries=queries, causal=True)
-    for state in arguments[1:3]:  # a pool has room for what was there at the capture
+    for state in arguments[1:3]:  # a pool has room for the tokens at capture
         state[:3] = (torch.cat([pool, pool[:, :, :1].expand(-1, -1, 40, -1, -1)], 2) for pool in state[:3])
     (expected,) = OPS.attend(*arguments, "reference")
     arguments[3] = said(captured, stored)
@@ -573,7 +574,7 @@ def test_a_configuration_that_was_tuned_is_kept_and_launched_with(tables, monkey
     times = {ships: 3.0} | {other: 2.0 + i for i, other in enumerate(others)}
     best, _ = tuned.tune(case, times.__getitem__)
     assert best == others[0]
-    assert tuned.tune(case, {**times, best: 2.95}.__getitem__)[0] == ships  # that is noise
+    assert tuned.tune(case, {**times, best: 2.95}.__getitem__)[0] == ships  # within noise
     file = tuned.store(tuned.name_of(device), {case: best})
     tuned.table.cache_clear()
     assert tuned.configured(case, device) == best and file.parent == tables

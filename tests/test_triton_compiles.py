@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 triton = pytest.importorskip("triton")
 SPILLED = 0 if triton.__version__ >= "3.7" else 32  # bytes a thread; the compiler of 3.6 spills 3 bits
-FIELDS_SPILLED = 1024  # the kernel that reads fields, most of it around its loops (docs/limits.md)
+FIELDS_SPILLED = 1024  # the kernel that reads fields; most spills are outside its loops (docs/limits.md)
 SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes a program may have of A100 and H100
 KERNELS = {
     "attend": {"attend_split", "merge_splits"},

@@ -147,7 +147,7 @@ def test_at_every_state_of_the_windows(n):
 def test_how_many_tokens_there_are_is_read_on_the_device():
     given, others = call(dim=32, turns="half-16", n=170)
     (expected,) = OPS.attend(*given, "triton", **others)
-    given[3] = torch.full((1,), 170, device=DEVICE).expand(120 + LENGTH_OFFSET)  # as a graph that was captured before
+    given[3] = torch.full((1,), 170, device=DEVICE).expand(120 + LENGTH_OFFSET)  # as in a graph captured earlier
     (got,) = OPS.attend(*given, "triton", **others)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
@@ -225,4 +225,4 @@ def test_a_whole_model_decodes_with_the_kernels_as_it_does_eagerly():
     for a, b in zip(got, called(eager, calls)[0], strict=True):
         torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
     report = kvpass.explain(packed)
-    assert report.fused == 1 and "attend: triton" in str(report)  # the prompt's graph attends to no pages
+    assert report.fused == 1 and "attend: triton" in str(report)  # the graph of the prompt reads no pages

@@ -33,7 +33,7 @@ from tiny import VOCABULARY, tokens
 _SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
 _TEXT = dict(_SIZES, vocab_size=VOCABULARY, max_position_embeddings=512)
 _GQA = dict(_TEXT, num_key_value_heads=2)
-_NARROW = dict(_SIZES, hidden_size=48)  # than the decoder behind it
+_NARROW = dict(_SIZES, hidden_size=48)  # narrower than the decoder after it
 _EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
 
 

@@ -436,7 +436,7 @@ def test_copies_of_a_packed_model_are_refused():
 
 def offloaded_cache(model):
     cache = DynamicCache(config=model.config)
-    cache.offloading = True  # its constructor wants an accelerator
+    cache.offloading = True  # its constructor requires an accelerator
     generate(model, input_ids=tokens(1, 30), past_key_values=cache)
 
 

@@ -219,7 +219,7 @@ USES = {
 }
 
 
-CAPTURED = (  # what differs in how the model is called, not in its logits; with hooks no step is compiled
+CAPTURED = (  # uses that differ in how the model is called, not in logits; with hooks no step is compiled
     "a streamer of another thread",
     "rollouts of reinforcement learning",
     "4-D masks, bool",

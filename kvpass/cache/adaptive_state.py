@@ -82,7 +82,7 @@ class HostTokens:
         return self.tokens.nbytes
 
     def replaced(self, tokens: Tensor) -> HostTokens:
-        """A copy of this object with other ``tokens`` and the same count of fetched bytes."""
+        """A new object with ``tokens`` and the same count of fetched bytes."""
         torch._dynamo.mark_dynamic(tokens, 2)
         return HostTokens(tokens, self.moved_nbytes)
 
@@ -220,8 +220,9 @@ class AdaptiveState(KVState):
         """Quantize the tokens that are due at length ``n``, and give every packed token the bit width that it needs
         now.
 
-        importance: ``[B, H_kv, n]``, the largest attention weight that each token received from the last queries. The
-            pool is stale until the next `PlanePool.refresh`.
+        importance: ``[B, H_kv, n]``, the largest attention weight that each token received from the last queries.
+
+        The pool is stale until the next `PlanePool.refresh`.
         """
         adaptive, sinks, packed = self.spec.quantizer.adaptive, self.spec.retention.sinks, self.spec.retention.packed(n)
         widths, known, old = adaptive.widths, self._tokens(self.count), self.count

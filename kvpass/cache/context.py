@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class ForwardContext:
     """What the layers of a cache share during one forward.
 
-    length, seen_length: length tensors of the stored tokens, and of all tokens seen if some were evicted.
+    length, seen_length: length tensors of the stored tokens, and of all tokens seen (None unless the scheme evicts).
     arriving: ``[tokens, 0]``, where ``tokens`` is the number of tokens that every layer is about to store. As a shape,
         the number is symbolic in a graph.
     expect: called with the batch size and the number of tokens that the first layer receives, before anything is

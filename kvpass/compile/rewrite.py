@@ -67,7 +67,7 @@ def rewrite(normal: NormalGraph, inputs: Sequence, attentions: list[AttentionSit
             append.mask = readers[append.ring].mask
     _store_tables(graph, (one for one in tables if one["slots"] is None))  # first: appends may read them
     written = hoist(graph, writes)
-    _store_tables(graph, (one for one in tables if one["slots"] is not None))  # last: appends choose the tokens
+    _store_tables(graph, (one for one in tables if one["slots"] is not None))  # last: appends choose which tokens stay
     written |= {one[name] for one in tables for name in ("cos", "sin")}
     return in_place(normal, skip=written)
 

@@ -26,8 +26,8 @@ def start_forward(state: CacheState, batch: int, new_tokens: int) -> int:
     batch, new_tokens: the sizes that the caller passes to the model. The model may pass other sizes to its layers, for
         instance if it puts image tokens before the text; `_expect` then prepares the cache again.
 
-    Raises `KVPassError` if the cache is full, inconsistent, or of another batch size. The cache is then unchanged, as
-    it is if memory runs out.
+    Raises `KVPassError` if the cache is full, inconsistent, or of another batch size. The cache is then unchanged. It
+    is also unchanged if memory runs out.
     """
     stored = state.tokens
     state.refuse_unless_whole()

@@ -51,8 +51,8 @@ class PaddingMasks:
 
     def find(self, mask: Tensor, of_prompt: bool) -> Padding | None:
         """The padding that the 2-D ``mask`` expresses; None if it is unknown. On a CPU the mask is read, and None is
-        returned for any mask that hides something. On other devices it is read only if it is new and belongs to a
-        prompt."""
+        returned for any mask that hides something. On other devices it is read only if nothing is known about it and it
+        belongs to a prompt."""
         if not self.waits(mask):
             return Padding() if mask.all() else None
         padding = known(mask)

@@ -138,7 +138,7 @@ class Runtime:
         self.decode_step, self.captured = self._forms(interpret=False), self._forms(interpret=True)
 
     def install(self) -> None:
-        """Call `prepare`, and remove from the model what would interfere."""
+        """Call `prepare`, and replace the parts of the model that would interfere."""
         self.prepare()
         self.attention.install()
         _BY_OWNER[self.owner] = self

@@ -74,7 +74,7 @@ def test_tokens_have_the_probability_that_kvpass_gives_them(serve, smollm2, text
         whole, rest = divmod(len(prompt), block)
         call = prompt, one["tokens"], [*[block] * whole, *([rest] if rest else [])]
         expected = alone(model, *call)
-        # chunks read pages, whose codes rounding flips, and so does noise in embeddings
+        # chunks read pages; rounding changes quantized values, and so does noise in embeddings
         flips = (alone(noisy, *call) - expected).abs().median()
         difference = (torch.tensor(one["logprobs"]) - expected).abs()
         assert difference[0] <= 2e-2, (number, hits, difference[0])
@@ -94,7 +94,7 @@ def test_preempted_requests_lose_nothing(serve, tiny):
     small = serve(tiny, phases, "identity", inspect=True, kv_cache_memory_bytes=18 << 20, max_model_len=512)
     (found,) = small["phases"]
     assert found["preempted"] and found["free"] == small["free"]
-    assert_same(found["requests"], expected["requests"], 3e-4)  # what is computed again is, in other chunks
+    assert_same(found["requests"], expected["requests"], 3e-4)  # recomputed tokens arrive in other chunks
 
 
 def test_no_block_is_lost_over_two_hundred_requests(serve, tiny):
