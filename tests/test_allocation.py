@@ -83,7 +83,7 @@ def test_every_head_has_as_many_fields_and_no_coordinate_two_of_a_kind(seed, all
     shifts, coordinates = places // head_dim, places % head_dim
     of_field = widths.gather(-1, coordinates)
     assert (shifts[..., :pairs] + 2 <= of_field[..., :pairs]).all()
-    assert (shifts[..., pairs:] + 1 == of_field[..., pairs:]).all()  # the bit of an odd width is its highest
+    assert (shifts[..., pairs:] + 1 == of_field[..., pairs:]).all()  # at an odd bit width the single bit is the highest
 
 
 @pytest.mark.parametrize("pairs, singles", [(2, 2), (4, 2), (3, 3), (5, 0), (1, 4)])
@@ -292,7 +292,7 @@ def test_any_chunking_stores_the_same_once_it_is_fitted(spec, seed, chunks):
 @both
 def test_samples_and_heads_are_fitted_alone_and_padding_to_nothing(spec):
     x, q = mixed(0, 2, 2, 150, HEAD), randn(1, 2, 4, 150, HEAD)
-    x[1, :, :10], q[1, :, :10] = 300.0, 70.0  # what a model makes of padding
+    x[1, :, :10], q[1, :, :10] = 300.0, 70.0  # as a model computes for padding
     mask = torch.ones(2, 1, 150, 150, dtype=torch.bool).tril()
     mask[1, :, :, :10] = False
 

@@ -21,7 +21,7 @@ from common import assert_same_contents, chunkings, coded, dtypes, only_referenc
 
 GEOMETRY = LayerGeometry(0, 1, 2, 16, torch.float32, torch.device("cpu"))
 
-# Published errors per dimension of optimal grids for a standard normal vector, and what codes of that rate cannot beat.
+# Published errors per dimension of optimal grids for a standard normal vector, and the lower bound at the same rate.
 PUBLISHED = {
     "d1n2": 0.36338, "d1n3": 0.19017, "d1n4": 0.11748, "d1n8": 0.03455, "d1n16": 0.00950,
     "d2n16": 0.10764, "d2n64": 0.02960, "d2n256": 0.00775, "d4n64": 0.1842, "d4n256": 0.09658,

@@ -171,7 +171,7 @@ def test_a_sliding_layer_counts_what_it_holds():
 
 def test_bits_at_lengths_no_cache_could_have_and_where_there_are_none(sharp):
     at = bits_at(sharp, "kivi", [8192, 131072, 2**40])
-    assert at[8192] > at[131072] > at[2**40] == pytest.approx(3.0, abs=0.01)  # 2-bit codes, 32 bits for 32 of them
+    assert at[8192] > at[131072] > at[2**40] == pytest.approx(3.0, abs=0.01)  # 2-bit values, 32 bits per group of 32
     assert bits_at(sharp, "qaq", [8192]) == {8192: None}
     with pytest.raises(KVPassError, match="calibrated"):
         footprint(sharp, "aqua", 8192)

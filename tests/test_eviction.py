@@ -22,7 +22,7 @@ from common import DIM, coded, dense_call, naive_attention, only_reference, rand
 GROUPS, REPEATS = 2, 2  # KV heads, query heads for each
 
 
-# ---------------------------------------------------------------- who stays
+# ---------------------------------------------------------------- which tokens stay
 
 
 @given(seeds, st.integers(0, 24), st.integers(0, 30), st.integers(1, 24))

@@ -57,7 +57,7 @@ class Equalized(Codec, name="equalized"):
         return (values.unflatten(2, (-1, spec.page_size)) + error.float()).flatten(2, 3)
 
 
-# ---------------------------------------------------------------- what the others make of it
+# ---------------------------------------------------------------- tests
 
 KEYS, VALUES = (coded(2, *where, codec=Equalized(0.5)) for where in (("channel", 32, 32), ("token", 16, 32, 32)))
 OPS = torch.ops.kvpass

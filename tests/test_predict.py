@@ -227,7 +227,7 @@ def test_decoding_from_the_first_layer_up_gives_what_encoding_left_behind(predic
     """Bit for bit, and for any chunking: quantized values, scales and dequantized tokens."""
     length = sum(chunks)
     drawn, weights, tokens = example(seed, predictor, backbone, length)
-    if backbone in ("higgs", "quarot-2"):  # whose mean is that of the tokens packed first
+    if backbone in ("higgs", "quarot-2"):  # their mean is that of the tokens packed first
         drawn[0] = dataclasses.replace(drawn[0], key=recoded(drawn[0].key, center=False))
     at_once, in_chunks = build(drawn, weights), build(drawn, weights)
     edges, again = feed(at_once, tokens, [length]), feed(in_chunks, tokens, chunks)

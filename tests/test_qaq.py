@@ -45,7 +45,7 @@ def value_rule(widths=(2, 3, 4), sigma=0.05):
     return Adaptive(widths, "value", sigma, 0.01, 5)
 
 
-# ---------------------------------------------------------------- codes
+# ---------------------------------------------------------------- quantized values
 
 
 @given(widths, st.integers(1, 40), seeds)
@@ -89,7 +89,7 @@ def test_outliers_are_the_extremes_over_all_heads(share, seed):
             assert int(is_outlier[b, :, t].sum()) == count
 
 
-# ---------------------------------------------------------------- widths
+# ---------------------------------------------------------------- bit widths
 
 
 def test_widths_are_those_of_the_formulas_in_the_paper():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FLOORS = [  # each imports from those before it, and from itself
+FLOORS = [  # each imports only from itself and from the rooms before it
     "errors",
     "quiet",
     "progress",

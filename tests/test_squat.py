@@ -79,7 +79,7 @@ def test_half_the_head_as_block_leaves_one_matrix():
     assert compensation_matrix(precision, 64).shape == (2, 3, 64, 64)
 
 
-# ---------------------------------------------------------------- codes
+# ---------------------------------------------------------------- quantized values
 
 
 @pytest.mark.parametrize("bits, block", [(2, 32), (4, 16), (8, 8)])

@@ -79,7 +79,7 @@ class AttentionSite:
 
 
 def find(graph: Graph, presents: dict[Node, Present]) -> tuple[list[AttentionSite], list[str]]:
-    """Every attention over packed state, in graph order, and the reasons for those that were refused.
+    """Every attention over packed state, in graph order, and the reasons why others were refused.
 
     presents: see `kvpass.compile.own_cache`.
     """

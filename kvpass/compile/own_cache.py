@@ -89,7 +89,8 @@ def _transposed(node: Node) -> Node:
 
 def read_back(node: Node, found: dict[Node, Present]) -> tuple[Node, Node, bool] | None:
     """The past and present that make up keys or values ``[B, H, T, D]`` or ``[B, H_kv, r, T, D]``, heads repeated in
-    order, and whether there is room after them that attention must ignore. None if they are not made of those."""
+    order, and whether there is room after them that attention must ignore. None if keys or values consist of anything
+    else."""
     nodes = upstream(node, [*found, *(present.source for present in found.values())])
     pasts = [past for past in found if past in nodes]
     if len(pasts) != 1:

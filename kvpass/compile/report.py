@@ -182,7 +182,7 @@ class Report:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers in the cache last used, plus those of the calibration."""
+        """Bytes of all layers in the cache last used, plus the bytes of the calibration."""
         return sum(layer.nbytes for layer in self.layers) + self.calibration_nbytes
 
     @property

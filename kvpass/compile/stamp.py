@@ -25,9 +25,9 @@ _MANY, _TOGETHER = 12, (4, 5, 6)  # with many layers, a piece covers several, be
 
 
 class Stamp:
-    """A graph with the first of many repeats, after the other stages, to be cut into pieces.
+    """A graph with the first of many repeats, to be cut into pieces after the other stages.
 
-    gm: the result of those stages for ``repeats.module``, with the same inputs and outputs.
+    gm: the result of the other stages for ``repeats.module``, with the same inputs and outputs.
     """
 
     def __init__(self, gm: GraphModule, repeats: Repeats):
