@@ -1,4 +1,4 @@
-"""Strategies, data and independently written (slow, obvious) formulations shared by the tests."""
+"""Strategies, data, and independent, slow and obvious formulations that the tests share."""
 
 import dataclasses
 import importlib.util
@@ -28,7 +28,7 @@ seeds = st.integers(0, 2**31 - 1)
 
 
 def script(path: str):
-    """A script of the repository as a module."""
+    """Import a script of the repository as a module."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, Path(__file__).parents[1] / path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -40,8 +40,8 @@ ROUNDS_IN_INDUCTOR = torch.__version__ >= "2.13"
 
 
 def implementations(op: str) -> list[str]:
-    """Every implementation of ``op`` that is meant for the CPU and takes all its arguments, for parametrisation
-    (`test_triton`, `test_one_token` and `test_drafts` have the others)."""
+    """Every CPU implementation of ``op`` that takes all its arguments, for parametrization. The others are in
+    `test_triton`, `test_one_token` and `test_drafts`."""
     elsewhere = {"cpp", "triton"} if op not in QUANTIZING or ROUNDS_IN_INDUCTOR else {"cpp", "triton", "inductor"}
     return sorted({row.lowering for row in _TABLE[op].values()} - elsewhere)
 
@@ -53,7 +53,8 @@ def dense_call(q, k, v, mask=None, causal=False, scale=1.0, softcap=0.0, **more)
 
 @contextmanager
 def changed_table(change):
-    """Within it, the table of implementations is as ``change``, called with op -> name -> implementation, makes it."""
+    """A context in which the table of implementations is the result of ``change``, called with op -> name ->
+    implementation."""
     kept = {op: dict(rows) for op, rows in _TABLE.items()}
     change(_TABLE)
     select.cache_clear()
@@ -67,7 +68,8 @@ def changed_table(change):
 
 
 def only_reference():
-    """Within it, "auto" means the reference: what defines the ops, and nothing is compiled for each random spec."""
+    """A context in which "auto" means the reference: the definition of each op, without compiling anything for each
+    random spec."""
 
     def change(table):
         for rows in table.values():
@@ -79,7 +81,7 @@ def only_reference():
 
 @contextmanager
 def without_inductor():
-    """Within it, captured graphs run as the pass leaves them."""
+    """A context in which captured graphs run as the pass leaves them."""
 
     def run(self, module, inputs):
         module.recompile()
@@ -97,7 +99,7 @@ _PARTS = {"quantizer": Quantizer, "retention": Retention, "transform": Transform
 
 
 def coded(bits: int, per: str, group_size: int, page_size: int, residual: int = 0, **fields) -> CodecSpec:
-    """A spec, by the fields of all its parts."""
+    """A spec, from the fields of all its parts."""
     fields |= dict(bits=bits, per=per, group_size=group_size, page_size=page_size, window=residual + page_size)
     parts = {part: cls(**_taken(fields, cls)) for part, cls in _PARTS.items()}
     return CodecSpec(**parts, **fields)
@@ -110,13 +112,14 @@ def recoded(spec: CodecSpec, **fields) -> CodecSpec:
 
 
 def _taken(fields: dict, cls: type) -> dict:
-    """Those of ``fields`` that ``cls`` has; they are left out of ``fields``."""
+    """Remove the ``fields`` that ``cls`` has, and return them."""
     return {field.name: fields.pop(field.name) for field in dataclasses.fields(cls) if field.name in fields}
 
 
 @st.composite
 def specs(draw, per=None, subspace=False, head_dim=DIM, sinks=(0, 0, 1, 4), residuals=(0, 0, 5, 32)):
-    """Valid specs for heads of ``head_dim`` channels, keys-like (per channel) and values-like (per token)."""
+    """Valid specs for heads of ``head_dim`` channels: quantized per channel, as keys are, or per token, as values
+    are."""
     per = per or draw(st.sampled_from(("channel", "token")))
     page = draw(st.sampled_from((8, 16, 24, 32)))
     groups = [g for g in (4, 8, 16, 32) if (page if per == "channel" else head_dim) % g == 0]
@@ -154,7 +157,7 @@ KINDS = ("normal", "shifted", "outliers", "mixed magnitudes", "tiny", "huge", "t
 
 
 def awkward(seed: int, kind: str, *shape: int, dtype=torch.float32, limit=6e4) -> torch.Tensor:
-    """Data of a kind that quantizers get wrong; magnitudes from 1e-30 to ``limit``."""
+    """Data of a kind that is hard to quantize; magnitudes from 1e-30 to ``limit``."""
     g = generator(seed)
     x = torch.randn(*shape, generator=g)
     if kind == "shifted":
@@ -175,7 +178,7 @@ def awkward(seed: int, kind: str, *shape: int, dtype=torch.float32, limit=6e4) -
 
 
 def limit(bits: int) -> float:
-    """Largest magnitude whose group of both signs still has a half-precision scale."""
+    """Largest magnitude at which a group with both signs still has a half-precision scale."""
     return 3e4 if bits == 1 else 6e4
 
 
@@ -189,7 +192,7 @@ FIELD_WIDTHS = {1: [1], 2: [2], 3: [2, 1], 4: [4], 8: [8]}
 
 
 def naive_pack(codes: np.ndarray, bits: int) -> np.ndarray:
-    """``[P, D]`` codes -> ``[P * bits / 8, D]`` bytes, one token at a time."""
+    """``[P, D]`` quantized values -> ``[P * bits / 8, D]`` bytes, one token at a time."""
     tokens, channels = codes.shape
     out = np.zeros((tokens * bits // 8, channels), np.uint8)
     first_row, shift = 0, 0
@@ -204,7 +207,7 @@ def naive_pack(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 def naive_unpack(packed: np.ndarray, bits: int) -> np.ndarray:
-    """``[rows, D]`` bytes -> ``[P, D]`` codes, one token at a time."""
+    """``[rows, D]`` bytes -> ``[P, D]`` quantized values, one token at a time."""
     tokens = packed.shape[0] * 8 // bits
     out = np.zeros((tokens, packed.shape[1]), np.int64)
     first_row, shift = 0, 0
@@ -218,7 +221,7 @@ def naive_unpack(packed: np.ndarray, bits: int) -> np.ndarray:
 
 
 def naive_codes(codes: torch.Tensor, spec: CodecSpec) -> torch.Tensor:
-    """Packed pages ``[B, H, N, rows, D]`` -> int64 codes ``[B, H, N * P, D]`` by `naive_unpack`."""
+    """Packed pages ``[B, H, N, rows, D]`` -> int64 quantized values ``[B, H, N * P, D]`` by `naive_unpack`."""
     pages = codes.flatten(0, 2).numpy()
     if not len(pages):
         return torch.zeros(*codes.shape[:2], 0, codes.shape[-1], dtype=torch.int64)
@@ -262,8 +265,8 @@ def naive_attention(q, k, v, mask=None, causal=False, scale=1.0, softcap=0.0, si
 def state_of(
     spec: CodecSpec, x: torch.Tensor, chunks: list[int] | None = None, q: torch.Tensor | None = None, room: int = 0
 ) -> KVState:
-    """A state holding ``x``, appended in ``chunks`` by the reference; ``q`` goes with the first. ``room`` tokens are
-    allocated."""
+    """A state holding ``x``, appended in ``chunks`` by the reference; the first chunk comes with the queries ``q``.
+    Memory is allocated for ``room`` tokens."""
     batch, heads, tokens, dim = x.shape
     state = KVState.allocate(spec, batch, heads, dim, x.dtype, x.device, room)
     n = 0
@@ -275,7 +278,7 @@ def state_of(
 
 
 def queries_for(spec: CodecSpec, seed: int, batch: int, heads: int, tokens: int = 20, dim: int = DIM):
-    """Queries of a prompt for specs that look at them, two query heads a KV head; otherwise None."""
+    """Queries of a prompt for specs that need them, two query heads per KV head; otherwise None."""
     if not spec.quantizer.needs_queries:
         return None
     directions = randn(seed + 1, dim, dim) * torch.logspace(0, -2, dim)[:, None]
@@ -283,7 +286,7 @@ def queries_for(spec: CodecSpec, seed: int, batch: int, heads: int, tokens: int 
 
 
 def assert_same_contents(a: KVState, b: KVState, n: int) -> None:
-    """Bit for bit: used pages, every token that `dequantize` gives, and the window."""
+    """Assert that two states are equal bit for bit: used pages, every dequantized token, and the window."""
     used = a.spec.retention.pages(n)
     for name in ("codes", "scale", "zero_point"):
         assert torch.equal(getattr(a, name)[:, :, :used], getattr(b, name)[:, :, :used]), name

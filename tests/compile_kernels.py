@@ -1,7 +1,8 @@
-"""Compile the Triton kernels, as their host code would launch them, for GPUs that are not here; run by
-`test_triton_compiles` in a process of its own, because a process interprets kernels or compiles them.
+"""Compile the Triton kernels, as their host code would launch them, for GPUs that this machine does not have.
 
-    python tests/compile_kernels.py 80,90 '{"op": "attend", "bits": 2}'   # prints JSON: what each kernel takes of each
+`test_triton_compiles` runs this in a separate process, because one process either interprets kernels or compiles them.
+
+    python tests/compile_kernels.py 80,90 '{"op": "attend", "bits": 2}'   # prints each kernel's resources as JSON
 """
 
 import json
@@ -35,7 +36,7 @@ triton.knobs.nvidia.dump_ptxas_log = True
 
 
 class Launch(NamedTuple):
-    """A launch that was compiled only. given: the kernel's arguments, by name. log: that of the assembler."""
+    """A launch that was compiled and not run. given: the kernel's arguments, by name. log: the assembler's log."""
 
     name: str
     given: dict
@@ -50,12 +51,12 @@ class Launch(NamedTuple):
 
     @property
     def registers(self) -> int:
-        """Of a thread."""
+        """Registers per thread."""
         return int(re.search(r"Used (\d+) registers", self.log)[1])
 
     @property
     def spilled(self) -> int:
-        """Bytes in local memory."""
+        """Bytes spilled to local memory."""
         return sum(map(int, re.findall(r"(\d+) bytes spill", self.log)))
 
 
@@ -64,19 +65,19 @@ _logs = {}
 
 @contextmanager
 def compiling(arch: int):
-    """Kernels launched within it go all the way of a launch on a GPU ``sm_arch`` but the last step. Yields a list that
-    takes a `Launch` for each."""
+    """A context in which kernel launches are compiled for a GPU ``sm_arch`` but not run. Yields a list that receives a
+    `Launch` for each."""
     launches, run = [], JITFunction.run
 
     def compile_only(kernel, *args, grid, warmup, **kwargs):
         with redirect_stdout(StringIO()) as log:
             made = run(kernel, *args, grid=grid, warmup=True, **kwargs)
         given = dict(zip((parameter.name for parameter in kernel.params), args, strict=False))
-        log = _logs.setdefault(id(made), log.getvalue())  # nothing is compiled for what was launched before
+        log = _logs.setdefault(id(made), log.getvalue())  # a kernel that was launched before is not compiled again
         launches.append(Launch(kernel.__name__, given, kwargs, made, log))
 
     absent = mock.Mock()
-    absent.get_current_device.return_value = arch  # kernels are kept by device
+    absent.get_current_device.return_value = arch  # Triton caches kernels per device
     absent.get_current_target.return_value = GPUTarget("cuda", arch, 32)
     with (
         mock.patch.object(driver, "_active", absent),
@@ -90,7 +91,8 @@ def attend(
     bits, v_bits=None, per="channel", page=32, group=32, dim=128, heads=32, groups=8, queries=1, mask=False,
     softcap=0.0, dtype="bfloat16", grid="", rope="", statistic="", padded=False, codec=None,
 ) -> None:  # fmt: skip
-    """Attend over a cache of 512 tokens, with ``statistic`` that of what each was paid, ``padded`` on the left."""
+    """Attend over a cache of 512 tokens. ``statistic``: the kind of attention mass that is returned; ``padded``: on the
+    left."""
     codec = codec_from(codec)
     if grid:
         specs = [coded(bits, "token", group, page, rotation=0, grid=grid, center=c) for c in (True, False)]
@@ -113,7 +115,7 @@ def attend(
 def attend_fields(
     scheme="waterfill", dim=128, heads=32, groups=8, queries=1, mask=False, softcap=0.0, dtype="bfloat16", **fields
 ) -> None:  # fmt: skip
-    """Attend over a cache of 512 tokens whose channels have widths of their own."""
+    """Attend over a cache of 512 tokens with per-channel bit widths."""
     dtype = getattr(torch, dtype)
     plan = get(scheme, **fields).plan(LayerGeometry(0, 1, groups, dim, dtype, torch.device("cpu")))
     states = [KVState.allocate(spec, 1, groups, dim, dtype, "cpu", 640) for spec in (plan.key, plan.value)]
@@ -129,7 +131,7 @@ def attend_fields(
 def quantize_pages(
     bits, per="channel", page=32, group=32, dim=128, dtype="bfloat16", eta=0.0, block=0, **others
 ) -> None:  # fmt: skip
-    """Encode four pages; with ``block``, of keys whose errors are compensated."""
+    """Quantize four pages; with ``block``, of keys whose errors are compensated."""
     answers = torch.zeros(1, 8, dim - block, dim - block, dtype=getattr(torch, dtype)) if block else None
     subspace = Subspace(5, 0.5, True, block) if block else None
     spec = coded(bits, per, group, page, eta=eta, subspace=subspace, **others)
@@ -145,7 +147,7 @@ def append_tokens(tokens=1, groups=8, dim=128, dtype="bfloat16") -> None:
 
 
 def chosen_on_cuda() -> dict[str, str]:
-    """What "auto" would take there, for KIVI, QuaRot and HIGGS."""
+    """The implementations that "auto" would choose on CUDA, for KIVI, QuaRot and HIGGS."""
     layers = {
         "kivi": (coded(2, "channel", 32, 32), coded(2, "token", 32, 32, residual=32)),
         "quarot": [coded(4, "token", 32, 32, rotation=0, center=c) for c in (True, False)],

@@ -1,4 +1,4 @@
-"""Test-wide settings. Property tests are derandomized: a failure today is the same failure tomorrow."""
+"""Settings and fixtures for all tests. Property tests are derandomized, so a failing test fails in every run."""
 
 import os
 from collections import Counter
@@ -34,14 +34,15 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 @pytest.fixture(scope="module")
 def reference_lowering():
-    """For a whole module: "auto" means the reference."""
+    """For a whole module, "auto" means the reference."""
     with only_reference():
         yield
 
 
 @pytest.fixture
 def nothing_compiled(request):
-    """Ops run by the reference, and captured graphs as the pass leaves them, except in tests marked ``compiles``."""
+    """The reference runs all ops, and captured graphs run as the pass leaves them, except in tests marked
+    ``compiles``."""
     if request.node.get_closest_marker("compiles"):
         yield
         return
@@ -51,14 +52,14 @@ def nothing_compiled(request):
 
 @pytest.fixture
 def reference_in_this_test():
-    """For one test: "auto" means the reference."""
+    """For one test, "auto" means the reference."""
     with only_reference():
         yield
 
 
 @pytest.fixture
 def registry(monkeypatch):
-    """Schemes registered meanwhile are forgotten."""
+    """Schemes registered during the test are removed afterwards."""
     monkeypatch.setattr(base, "_SCHEMES", dict(base._SCHEMES))
     monkeypatch.setattr(base, "_PRESETS", dict(base._PRESETS))
 
@@ -75,7 +76,7 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Mark single cases, mark nightly tests as slow, and leave those out unless they are asked for."""
+    """Mark single cases, mark nightly tests as slow, and deselect both unless options ask for them."""
     left_out = []
     for item in items:
         for name in ("slow", "nightly"):
@@ -91,14 +92,14 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _case_is(item, mark: str) -> bool:
-    """Whether a pattern of ``mark`` matches what stands in brackets behind the name of a parametrized test."""
+    """Whether a pattern of ``mark`` matches the parameters, in brackets, of a test's name."""
     case = item.callspec.id if hasattr(item, "callspec") else ""
     return any(fnmatchcase(case, pattern) for found in item.iter_markers(mark) for pattern in found.args)
 
 
 @pytest.fixture
 def fuzz(request, record_property):
-    """``fuzz(what, strategy, attempt)`` is `fuzzing.outcomes`, whose counts are printed in the end."""
+    """``fuzz(what, strategy, attempt)`` runs `fuzzing.outcomes`. Its counts are printed at the end of the session."""
 
     def run(what, strategy, attempt, share=1.0):
         examples = max(1, round(share * request.config.getoption("--fuzz-examples")))
@@ -108,7 +109,7 @@ def fuzz(request, record_property):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """The counts of `test_fuzz` and the matrices of `test_zoo` and `test_faults`, if they ran."""
+    """Print the counts of `test_fuzz` and the matrices of `test_zoo` and `test_faults`, if they ran."""
     for report in terminalreporter.stats.get("passed", ()):
         for key, value in getattr(report, "user_properties", ()):
             if key == "fuzz":

@@ -1,4 +1,4 @@
-"""Plain PyTorch decoders, written as their communities write them: each keeps its cache in a way of its own.
+"""Plain PyTorch decoders, written as their communities write them, each with its own kind of cache.
 
 All have 2 layers, 4 query heads, 2 key-value heads unless they predate grouped queries, and 32-wide heads.
 """

@@ -1,4 +1,5 @@
-"""Calls that fail at their n-th step: the line of kvpass that runs then finds no memory, or is interrupted."""
+"""Make calls fail at their n-th step: the line of kvpass that runs then raises an out-of-memory error or an
+interrupt."""
 
 import random
 import sys
@@ -16,7 +17,7 @@ ERRORS = {"no memory": torch.OutOfMemoryError, "interrupt": KeyboardInterrupt}
 
 
 class Steps:
-    """Counts lines of kvpass as they run; the ``fatal``-th raises ``error`` instead."""
+    """Counts lines of kvpass as they run. Line number ``fatal`` raises ``error`` instead."""
 
     def __init__(self, fatal: int = 0, error: type[BaseException] = KeyboardInterrupt):
         self.fatal, self.error, self.count, self.where = fatal, error, 0, ""
@@ -50,8 +51,8 @@ def outcomes(
     most: int | None = None,
     seed: int = 0,
 ) -> Counter:
-    """How often each ``verdict`` was found on a ``fresh()`` thing after ``call`` of it failed with ``error``: at each
-    of its steps, or at ``most`` of them, chosen by ``seed``."""
+    """Run ``call`` on a ``fresh()`` object, make it fail with ``error`` at each of its steps (or at ``most`` of them,
+    chosen by ``seed``), and count the ``verdict`` on the object."""
     thing = fresh()
     with Steps().counting() as whole:
         call(thing)

@@ -1,7 +1,7 @@
-"""What becomes of one architecture under kvpass: what ran as on the untouched model, what is fused, what is kept exact
-or refused and why, and what is wrong.
+"""Examine one architecture under kvpass: which uses run as on the untouched model, which layers are fused, which stay
+in full precision or are refused and why, and what is wrong.
 
-``python tests/field.py NAME ...`` prints it for some.
+``python tests/field.py NAME ...`` prints the findings for some architectures.
 """
 
 import contextlib
@@ -30,20 +30,24 @@ from inputs import Prompt, call, random_tokens, text, with_images, with_types
 from shrink import Architecture, find
 
 STEPS, SECONDS = 8, 300
-EXACT, ROUNDED = 1e-5, 1e-4  # differences of logits, by their standard deviation: eagerly, and in a graph
+EXACT, ROUNDED = 1e-5, 1e-4  # differences of logits / their standard deviation: eagerly, and in a graph
 LOSSLESS, EIGHT_BITS = IdentityConfig(residual=16), KIVIConfig(bits=8, group_size=8, residual=16)
-SMALL = 0.1  # mean difference of logits under 8 bits, by their standard deviation
+SMALL = 0.1  # mean difference of logits under 8 bits / their standard deviation
 
 
 @dataclass
 class Finding:
-    """What was found, as it is kept in ``docs/field.json``.
+    """The result for one architecture, as stored in ``docs/field.json``.
 
-    uses: those that ran as on the untouched model. refused: use -> what kvpass says; "apply" if it refuses the model.
-    wrong: use -> what differs, or an error that is not kvpass's. untouched: use -> what transformers itself raises.
-    layers, packed: of the cache; fused: packed layers whose attention is fused in a captured step; None if no step was
-    captured. kept: why layers stay in full precision, unfused: why attention decodes first. eight_bits: mean difference
-    of logits under 8 bits, by their standard deviation.
+    uses: uses that ran as on the untouched model.
+    refused: use -> kvpass's error; "apply" if it refuses the model.
+    wrong: use -> what differs, or an error that is not kvpass's.
+    untouched: use -> the error that transformers itself raises.
+    layers, packed: number of layers of the cache, and of packed ones.
+    fused: packed layers whose attention is fused in a captured step; None if no step was captured.
+    kept: why layers stay in full precision.
+    unfused: why attention dequantizes first.
+    eight_bits: mean difference of logits under 8 bits, divided by their standard deviation.
     """
 
     name: str
@@ -64,7 +68,8 @@ class Finding:
 
 @dataclass
 class Ran:
-    """logits: of each call, ``[B, V]`` of the last token, and of all tokens of an unpadded prompt first."""
+    """logits: ``[B, V]`` of the last token of each call; the first element has those of all tokens of an unpadded
+    prompt."""
 
     logits: list[Tensor]
     tokens: Tensor | None
@@ -73,8 +78,8 @@ class Ran:
 
 @torch.no_grad()
 def steps(model: PreTrainedModel, prompt: Prompt) -> Ran:
-    """The prompt in one call, then given tokens one by one. The cache is the one that the model makes."""
-    cached = {} if model.config.is_encoder_decoder else dict(use_cache=True)  # some have it off by default
+    """Run the prompt in one call, then given tokens one by one. The model creates the cache."""
+    cached = {} if model.config.is_encoder_decoder else dict(use_cache=True)  # off by default in some models
     out = call(model, prompt, **cached)
     cache, mask = getattr(out, CACHE, None), prompt.mask
     logits = [out.logits[:, -1] if prompt.padding else out.logits]
@@ -89,7 +94,7 @@ def steps(model: PreTrainedModel, prompt: Prompt) -> Ran:
 
 @torch.no_grad()
 def generate(model: PreTrainedModel, prompt: Prompt) -> Ran:
-    """Greedily, with a mask of ones where nothing is padded, as a tokenizer gives it."""
+    """Generate greedily. Without padding the mask consists of ones, as a tokenizer returns it."""
     given = {"decoder_input_ids": prompt.ids} if model.config.is_encoder_decoder else {"input_ids": prompt.ids}
     mask = {} if model.config.is_encoder_decoder else dict(attention_mask=prompt.mask)
     out = model.generate(
@@ -103,7 +108,7 @@ Use = Callable[[PreTrainedModel], Ran]
 
 
 def uses_of(model: PreTrainedModel, architecture: Architecture) -> dict[str, tuple[Use, Prompt]]:
-    """The uses that are tried, by name."""
+    """The uses to try, by name."""
     plain = text(model, architecture)
     prompts = {"": plain, " with token types": with_types(model, plain), " with images": with_images(model)}
     return {
@@ -117,7 +122,7 @@ def uses_of(model: PreTrainedModel, architecture: Architecture) -> dict[str, tup
 
 
 def differences(got: Ran, expected: Ran, padding: int, tolerance: float) -> str:
-    """What differs, in words; empty if nothing does."""
+    """A description of the differences; empty if there are none."""
     if got.tokens is not None and not torch.equal(got.tokens, expected.tokens):
         first = (got.tokens != expected.tokens).any(0).nonzero()[0].item()
         return f"another token at position {first}; logits differ by {_far(got, expected):.2g} standard deviations"
@@ -127,7 +132,7 @@ def differences(got: Ran, expected: Ran, padding: int, tolerance: float) -> str:
 
 
 def _far(got: Ran, expected: Ran) -> float:
-    """The largest difference of logits, by their standard deviation."""
+    """The largest difference of logits, divided by their standard deviation."""
     shapes = [tuple(x.shape) for x in got.logits], [tuple(x.shape) for x in expected.logits]
     if shapes[0] != shapes[1]:
         return float("inf")
@@ -135,7 +140,8 @@ def _far(got: Ran, expected: Ran) -> float:
 
 
 def _apart(got: Tensor, expected: Tensor) -> Tensor:
-    """Differences of logits, by their standard deviation. A model may rule out tokens, by -inf or so: the same ones."""
+    """Differences of logits, divided by their standard deviation. A model may exclude tokens with -inf or similar, if
+    it excludes the same ones in both."""
     least = torch.finfo(expected.dtype).min / 2
     possible = expected > least
     if not torch.equal(got > least, possible):
@@ -144,7 +150,8 @@ def _apart(got: Tensor, expected: Tensor) -> Tensor:
 
 
 def _other_contents(got: Any, expected: Any, padding: int) -> str:
-    """What differs between the contents of two caches. What padding computes depends on how attention is written."""
+    """The differences between the contents of two caches. Padding is ignored: its values depend on how attention is
+    written."""
     if not isinstance(expected, Cache):
         return ""
     layers, others = _used(got), _used(expected)
@@ -169,15 +176,15 @@ def _other_contents(got: Any, expected: Any, padding: int) -> str:
 
 
 def _used(cache: Cache) -> list[Any]:
-    """The layers that hold tokens or a state: a decoder alone may come with an empty cache for an encoder's."""
+    """The layers that hold tokens or a state. A decoder alone may return an empty cache for an encoder's layers."""
     return [layer for layer in cache_layers(cache) if not hasattr(layer, "get_seq_length") or layer.get_seq_length()]
 
 
 def examine(architecture: Architecture, steps_by: str = "pass", seconds: int = SECONDS) -> Finding:
-    """Build it, run each use untouched and packed, and compare. Nothing is raised: what goes wrong is found.
+    """Build an architecture, run each use untouched and packed, and compare. Errors are recorded, not raised.
 
-    steps_by: "inductor" compiles a step, as users have it; "pass" runs what the pass makes of one as it is, which is
-    faster and fuses the same; "model" captures none.
+    steps_by: "inductor" compiles decode steps, as users do; "pass" runs their graphs as the pass leaves them, which is
+        faster and fuses the same; "model" captures none.
     """
     finding, start = Finding(str(architecture), architecture.group), time.perf_counter()
     torch._dynamo.reset()
@@ -236,7 +243,7 @@ def _compare(
     model: PreTrainedModel, finding: Finding, name: str, use: Use, prompt: Prompt, expected: Ran, tolerance: float,
     label: str = "",
 ) -> None:  # fmt: skip
-    """Note in ``finding`` how a use of the packed model compares."""
+    """Record in ``finding`` how a use of the packed model compares."""
     try:
         other = differences(use(model), expected, prompt.padding, tolerance)
     except KVPassError as error:
@@ -253,7 +260,7 @@ def _compare(
 def _given_back(
     model: PreTrainedModel, finding: Finding, uses: dict[str, tuple[Use, Prompt]], expected: dict[str, Ran]
 ) -> None:
-    """`remove` gives the model back: the same bits."""
+    """Check that `remove` restores the model: the same bits."""
     name = next(iter(expected))
     again = uses[name][0](model)
     if "forward" in vars(model) or not all(map(torch.equal, again.logits, expected[name].logits)):
@@ -263,7 +270,8 @@ def _given_back(
 def _in_eight_bits(
     model: PreTrainedModel, finding: Finding, uses: dict[str, tuple[Use, Prompt]], expected: dict[str, Ran]
 ) -> None:
-    """Logits of given tokens: a little off, so that codes were read, and not more."""
+    """Check that 8-bit logits of given tokens differ slightly, which shows that quantized values were read, and not
+    more."""
     name = next((name for name in expected if name.startswith("steps") and name in finding.uses), None)
     if name is None or not _applied(model, finding, EIGHT_BITS, lowering="eager"):
         return
@@ -287,7 +295,8 @@ def _captured(
     model: PreTrainedModel, finding: Finding, uses: dict[str, tuple[Use, Prompt]], expected: dict[str, Ran],
     compiled: bool,
 ) -> None:  # fmt: skip
-    """What is fused, and whether a captured step computes the same, in one use: each has graphs of its own."""
+    """Record what is fused, and whether a captured step computes the same. Only one use is tried, because each has its
+    own graphs."""
     around = contextlib.nullcontext() if compiled else without_inductor()
     name = next((name for name in expected if name.startswith("generate") and name in finding.uses), None)
     if name is None or not _applied(model, finding, LOSSLESS, lowering="auto" if compiled else "reference"):
@@ -303,12 +312,12 @@ def _captured(
 
 
 class TooLongError(BaseException):
-    """No `Exception`, so that nobody on the way takes it for an answer."""
+    """Not an `Exception`, so that no handler mistakes it for a result."""
 
 
 @contextlib.contextmanager
 def limited(seconds: int) -> Iterator[None]:
-    """Raises `TooLongError` within it after some seconds. In the main thread, where there are such signals."""
+    """A context that raises `TooLongError` after some seconds, in the main thread of platforms with alarm signals."""
 
     def stop(*_: Any) -> None:
         raise TooLongError
@@ -326,7 +335,7 @@ def limited(seconds: int) -> Iterator[None]:
 
 
 def _said(error: Exception) -> str:
-    """An error in a line, with where it was raised."""
+    """An error in one line, with the place where it was raised."""
     where = traceback.extract_tb(error.__traceback__)[-1]
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]} ({where.filename.rpartition('/')[2]}, {where.name})"

@@ -1,4 +1,4 @@
-"""Random inputs, right and wrong, and a count of what came of each: kvpass's own error, or a right result."""
+"""Try random inputs, valid and invalid, and count the outcomes: an error of kvpass's own, or a correct result."""
 
 import copy
 import functools
@@ -37,18 +37,18 @@ _others = st.sampled_from(
 plain = st.recursive(
     _scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
 )
-"""What JSON can hold, and numbers that it cannot."""
+"""JSON values, and numbers that JSON cannot hold."""
 junk = st.one_of(_scalars, _scalars, plain, _others)
 """A value of any type."""
 
 
 def mostly(plausible):
-    """What ``plausible`` draws, and one time in eight anything."""
+    """Values from ``plausible``; one time in eight any value."""
     return st.sampled_from([plausible] * 7 + [junk]).flatmap(lambda strategy: strategy)
 
 
 def nested(depth: int, key: str | None = None):
-    """A list, or a dict by ``key``, in itself ``depth`` times."""
+    """A list, or a dict with ``key``, nested ``depth`` times."""
     value = 0
     for _ in range(depth):
         value = [value] if key is None else {key: value}
@@ -64,7 +64,7 @@ def places(data, path=()):
 
 @st.composite
 def damaged(draw, data):
-    """JSON data with a few of its values replaced, dropped or doubled under another name."""
+    """JSON data with a few values replaced, dropped, or duplicated under another name."""
     data = {"": copy.deepcopy(data)}
     for _ in range(draw(st.integers(1, 3))):
         *path, last = draw(st.sampled_from(list(places(data))[1:]))
@@ -80,10 +80,10 @@ def damaged(draw, data):
 
 
 def outcomes(strategy, attempt, examples: int) -> Counter:
-    """What came of each of ``examples`` inputs that ``strategy`` drew.
+    """Count the outcomes of ``examples`` inputs drawn from ``strategy``.
 
-    attempt: called with an input. Returns a word for what went well, checked, or raises; a `KVPassError` counts by its
-        class, anything else is a crash, which fails with the smallest input that causes it.
+    attempt: called with an input. It checks the result and returns a word for it, or raises. A `KVPassError` counts by
+        its class; anything else is a crash, which fails with the smallest input that causes it.
     """
     counts = Counter()
 

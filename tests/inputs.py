@@ -1,6 +1,5 @@
-"""What a model of transformers is called with, in a batch of two rows: a text, an image beside it where the class takes
-some, a text or sounds for its encoder. What an image looks like is found by trying what processors make of one.
-"""
+"""Inputs for transformers models, in a batch of two rows: a text, an image if the class takes images, a text or audio
+for an encoder. The format of an image is found by trying the formats that processors produce."""
 
 import inspect
 import re
@@ -15,8 +14,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from shrink import VOCABULARY, WIDTH, Architecture, value_of
 
 ROWS, TEXT, PADDING = 2, 40, 6
-_FIRST, _LAST = 3, VOCABULARY // 2  # special tokens are below and above
-_GUESSES = (4, 16, 1, 17, 64)  # image tokens a row, where no error says how many there have to be
+_FIRST, _LAST = 3, VOCABULARY // 2  # range of ordinary token ids
+_GUESSES = (4, 16, 1, 17, 64)  # image tokens per row, if no error names the number
 _IMAGE_TOKENS_MISSED = re.compile("'(bool|NoneType)' object has no attribute|image tokens|mm_token_type_ids")
 _IMAGE_TOKENS = ("image_token_id", "image_token_index", "media_placeholder_token_id", "image_patch_id")
 
@@ -25,8 +24,10 @@ _IMAGE_TOKENS = ("image_token_id", "image_token_index", "media_placeholder_token
 class Prompt:
     """Arguments of a first call.
 
-    ids: what the decoder reads, ``[ROWS, S]``. first: other arguments of the first call; every: of all calls, for the
-    encoder. padding: tokens on the left of row 0 that are none.
+    ids: the decoder's input, ``[ROWS, S]``.
+    first: other arguments of the first call.
+    every: arguments of all calls, for the encoder.
+    padding: padding tokens on the left of row 0.
     """
 
     ids: Tensor
@@ -36,13 +37,13 @@ class Prompt:
 
     @property
     def mask(self) -> Tensor:
-        """Of `ids`, int64."""
+        """The padding mask of `ids`, int64."""
         mask = torch.ones_like(self.ids)
         mask[0, : self.padding] = 0
         return mask
 
     def padded(self) -> "Prompt":
-        """The same, with padding in front of row 0: of the decoder, or behind it in what an encoder reads."""
+        """The same prompt with padding in row 0: on the left for the decoder, on the right for an encoder."""
         if self.every:
             ids = next(iter(self.every.values()))
             mask = torch.ones_like(ids)
@@ -58,12 +59,12 @@ class Prompt:
 
 
 def random_tokens(length: int, seed: int = 0) -> Tensor:
-    """``[ROWS, length]``, none of them special."""
+    """``[ROWS, length]`` random ids of ordinary tokens."""
     return torch.randint(_FIRST, _LAST, (ROWS, length), generator=torch.Generator().manual_seed(seed))
 
 
 def text(model: PreTrainedModel, architecture: Architecture) -> Prompt | None:
-    """A text, and what an encoder reads; None where that is found by `with_images` alone."""
+    """A text, and the input of an encoder; None if only `with_images` can find one."""
     if not model.config.is_encoder_decoder:
         return Prompt(random_tokens(TEXT))
     name = model.main_input_name
@@ -79,7 +80,7 @@ def text(model: PreTrainedModel, architecture: Architecture) -> Prompt | None:
 
 
 def with_types(model: PreTrainedModel, prompt: Prompt | None) -> Prompt | None:
-    """A text whose first half is of another type: of a prefix, an image, a first sentence."""
+    """A text whose first half has another token type, as for a prefix, an image, or a first sentence."""
     if prompt is None or "token_type_ids" not in inspect.signature(model.forward).parameters:
         return None
     types = torch.zeros_like(prompt.ids)
@@ -88,7 +89,7 @@ def with_types(model: PreTrainedModel, prompt: Prompt | None) -> Prompt | None:
 
 
 def with_images(model: PreTrainedModel) -> Prompt | None:
-    """A text behind an image in each row, that changes what the model says; None if none was found."""
+    """A text after an image in each row that affects the logits; None if none was found."""
     parameters = inspect.signature(model.forward).parameters
     encoder = model.config.is_encoder_decoder
     for candidate in _images(model.config, seed=0):
@@ -107,14 +108,14 @@ def with_images(model: PreTrainedModel) -> Prompt | None:
             if error is None and count:
                 break
             if error is not None and not asked and not _IMAGE_TOKENS_MISSED.search(str(error)):
-                break  # it is not a matter of their number
+                break  # their number is not the problem
             counts = [n for n in [*asked, *counts] if n not in tried]
     return None
 
 
 @torch.no_grad()
 def works(model: PreTrainedModel, prompt: Prompt) -> Exception | None:
-    """What calling the model raises."""
+    """The error that calling the model raises; None if it works."""
     try:
         call(model, prompt)
     except Exception as error:
@@ -123,14 +124,14 @@ def works(model: PreTrainedModel, prompt: Prompt) -> Exception | None:
 
 
 def call(model: PreTrainedModel, prompt: Prompt, **others: Any) -> Any:
-    """A call with the whole prompt. A mask is passed if it hides something."""
+    """Call the model with the whole prompt. A mask is passed if it hides something."""
     name = "decoder_input_ids" if model.config.is_encoder_decoder else "input_ids"
     mask = dict(attention_mask=prompt.mask) if prompt.padding else {}
     return model(**{name: prompt.ids}, **prompt.every, **prompt.first, **mask, **others)
 
 
 def _behind(model: PreTrainedModel, images: dict[str, Any], count: int, encoder: bool) -> Prompt:
-    """A prompt with ``count`` image tokens a row in front of its text."""
+    """A prompt with ``count`` image tokens per row before its text."""
     token = next((t for name in _IMAGE_TOKENS if isinstance(t := value_of(model.config, name), int)), 0)
     ids = torch.cat([torch.full((ROWS, count), token), random_tokens(TEXT)], 1)
     parameters = inspect.signature(model.forward).parameters
@@ -153,7 +154,7 @@ def _matters(model: PreTrainedModel, prompt: Prompt) -> bool:
 
 
 def _asked_for(error: Exception | None) -> list[int]:
-    """Counts of image tokens a row that an error may ask for."""
+    """Numbers of image tokens per row that an error may ask for."""
     found = re.search(r"features:? *(?:torch.Size\(\[)?(\d+)", str(error))
     if found is None:
         return []
@@ -162,14 +163,14 @@ def _asked_for(error: Exception | None) -> list[int]:
 
 
 def _vision(config: PretrainedConfig) -> PretrainedConfig:
-    """The config that says how large an image is."""
+    """The config that defines the size of an image."""
     parts = [value_of(config, name) for name in getattr(config, "sub_configs", {})]
     parts += [value_of(part, name) for part in parts for name in getattr(part, "sub_configs", None) or {}]
     return next((part for part in parts if value_of(part, "patch_size") or value_of(part, "image_size")), config)
 
 
 def _images(config: PretrainedConfig, seed: int) -> Iterator[dict[str, Any]]:
-    """One image a row, as processors hand it over: whole, in tiles, in patches; each with all that goes with it."""
+    """One image per row, in the formats of processors: whole, in tiles, in patches; each with its other arguments."""
     vision, generator = _vision(config), torch.Generator().manual_seed(seed)
 
     def number(name: str, otherwise: int) -> int:
@@ -218,7 +219,7 @@ def _images(config: PretrainedConfig, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def _sounds(config: PretrainedConfig) -> Iterator[Tensor]:
-    """What an encoder of speech may read: features by frame or by bin, or samples."""
+    """Possible inputs of a speech encoder: features by frame or by bin, or samples."""
     generator, bins = torch.Generator().manual_seed(0), []
     for part in (config, *(value_of(config, name) for name in getattr(config, "sub_configs", {}))):
         for name in ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim"):

@@ -1,5 +1,5 @@
-"""Run by ``make dist`` with the Python of an environment that has the wheel and nothing else: it is found there, and a
-model generates with a packed cache."""
+"""Check an installed wheel: ``make dist`` runs this with the Python of an environment that has only the wheel. kvpass
+must be imported from there, and a model must generate with a packed cache."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every kind of state a cache can have, small, and ways to fill and to compare them."""
+"""Small caches with every kind of state, and functions to fill and compare them."""
 
 import copy
 from collections.abc import Callable
@@ -33,7 +33,7 @@ SMALL = dict(group_size=8, residual=8)
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of state. captured: a graph is made of each prompt, which takes long: fewer calls are tried."""
+    """A kind of state. captured: each prompt is captured as a graph, which takes long, so tests make fewer calls."""
 
     scheme: object
     model: Callable = llama
@@ -67,7 +67,7 @@ KINDS = {
 
 
 def packed(kind: Kind):
-    """A model with a kind of state, calibrated if that takes it."""
+    """A model packed with a kind of state, calibrated if the scheme needs it."""
     model, scheme = kind.model(), kind.scheme
     if scheme.needs_calibration:
         scheme = kvpass.calibrate(model, tokens(2, 100, 7), scheme, progress=False)
@@ -75,7 +75,7 @@ def packed(kind: Kind):
 
 
 def feed(cache, count: int, seed: int) -> torch.Tensor:
-    """Logits of ``count`` tokens. What an encoder gave depends on ``seed``, too."""
+    """Logits of ``count`` random tokens. The output of an encoder depends on ``seed``, too."""
     model, state = cache.model, state_of(cache)
     batch = state.batch if state is not None and state.tokens else 2
     inputs = dict(input_ids=tokens(batch, count, seed))
@@ -87,7 +87,7 @@ def feed(cache, count: int, seed: int) -> torch.Tensor:
 
 
 def filled(model, stored: int | None) -> DynamicCache:
-    """A cache of two rows that knows its model."""
+    """A cache of two rows with a reference to its model."""
     own = DynamicCache(config=model.config)
     cache = EncoderDecoderCache(own, DynamicCache(config=model.config)) if model.config.is_encoder_decoder else own
     cache.model = model
@@ -102,7 +102,7 @@ def filled(model, stored: int | None) -> DynamicCache:
 
 
 def copied(cache: DynamicCache) -> DynamicCache:
-    """A copy, with the same model."""
+    """A copy with a reference to the same model."""
     return copy.deepcopy(cache, {id(cache.model): cache.model})
 
 

@@ -1,5 +1,5 @@
 """One of two processes that share a model (`tests/test_parallel.py`): ``torchrun parallel.py MODEL CALIBRATED``. Prints
-what each of them finds as JSON."""
+the findings of each process as JSON."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from kvpass.schemes.fingerprint import fingerprint
 
 
 def refused(fn, *args, **kwargs) -> str:
-    """The `KVPassError` that ``fn`` raises."""
+    """The message of the `KVPassError` that ``fn`` raises."""
     try:
         fn(*args, **kwargs)
     except kvpass.KVPassError as error:
@@ -36,7 +36,7 @@ def main(folder: str) -> None:
     kvpass.apply(model, "kivi", lowering="eager")
     found["tokens"] = model.generate(ids, max_new_tokens=40, do_sample=False)[0, 100:].tolist()
     found["bytes"] = kvpass.explain(model).layers[0].nbytes
-    sys.stdout.write(f"FOUND {json.dumps(found)}\n")  # at once, beside the other's
+    sys.stdout.write(f"FOUND {json.dumps(found)}\n")  # in one write, because the other process prints too
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""What a calibration gives a layer whose bits are shared out, made up: heads of any widths, of correlated channels."""
+"""Synthetic calibration results for layers whose bits a calibration allocates: heads of any bit widths, with correlated
+channels."""
 
 import torch
 
@@ -12,8 +13,8 @@ from common import generator, randn
 
 
 def shared_tensors(spec, heads, head_dim, seed=0, dtype=torch.float16):
-    """Those that `of_model` names for ``spec``, angles first if keys are turned by the numbers of tokens. The last head
-    has no bits of the last rank."""
+    """The tensors that `of_model` names for ``spec``; angles come first for page-relative RoPE by token numbers. The
+    last head has no bits of the last rank."""
     shares = Shares.of(spec)
     widths = torch.randint(0, WIDEST + 1, (heads, shares.ranks, head_dim), generator=generator(seed))
     widths[torch.rand(widths.shape, generator=generator(seed + 1)) < 0.4] = 0

@@ -1,6 +1,6 @@
-"""Every architecture of the installed transformers, tiny: a config of any class, shrunk by the names of its fields.
+"""Build every architecture of the installed transformers tiny: a config of any class, shrunk by its fields' names.
 
-What names do not tell is in `OVERRIDES`, by the model type of a config, wherever that config appears.
+`OVERRIDES` has what names do not tell, by the model type of a config, wherever that config appears.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 VOCABULARY, WIDTH, LAYERS, HEADS, KV_HEADS, HEAD_DIM, WINDOW = 128, 64, 2, 4, 2, 16, 32
-LARGEST = 100_000_000  # parameters of a model that still counts as tiny
+LARGEST = 100_000_000  # parameters; a larger model is not tiny
 
-SIZES = {  # what the whole name of a field matches -> its value
+SIZES = {  # pattern for the whole name of a field -> its value
     r"(text_|qformer_)?hidden_size|n_embd|d_model|(model_|hidden_|embed_|embedding_|emb_)?dim|dim_model": WIDTH,
     r"word_embed_proj_dim|out_hidden_size|projection_dim|lru_width": WIDTH,
     r"(dense_|shared_)?intermediate_(size|size_mlp|dim)|(en|de)coder_ffn_dim|ffn_dim|n_inner|d_ff|dim_ff": 2 * WIDTH,
@@ -59,11 +59,11 @@ _SIZES = [(re.compile(pattern), value) for pattern, value in SIZES.items()]
 _TOKEN = re.compile(r".*(_token_id|_token_index|_id)")
 _MEDIA_TOKEN = re.compile(r"(image|video|audio|media).*(_token_id|_token_index)")
 DERIVED = object()
-"""The value of an override: leave the field to the config class."""
+"""As the value of an override: leave the field to the config class."""
 
 
 def _sliding(count: int = 4, **fields: Any) -> dict[str, Any]:
-    """Layers with a window and with full attention, in turn."""
+    """Alternating layers with a sliding window and with full attention."""
     return dict(num_hidden_layers=count, layer_types=["sliding_attention", "full_attention"] * (count // 2), **fields)
 
 
@@ -210,7 +210,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {  # class -> name of a variant
     "Zamba2ForCausalLM": {"rotary memory": dict(OVERRIDES["zamba2"], use_mem_rope=True)},
 }  # fmt: skip
 
-GROUPS = {  # the first that has a class counts it
+GROUPS = {  # a class belongs to the first group that has it
     "image-text": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     "speech": modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
     "encoder-decoder": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -220,7 +220,7 @@ GROUPS = {  # the first that has a class counts it
 
 @dataclass(frozen=True)
 class Architecture:
-    """A class of transformers that generates text. ``overrides`` make a ``variant`` of its tiny config."""
+    """A transformers class that generates text. ``overrides`` make a ``variant`` of its tiny config."""
 
     group: str
     class_name: str
@@ -231,15 +231,15 @@ class Architecture:
         return f"{self.class_name}, {self.variant}" if self.variant else self.class_name
 
     def config(self) -> PretrainedConfig:
-        """Its tiny config; raises what the config class raises."""
+        """Its tiny config. Raises the errors of the config class."""
         config_class = getattr(transformers, self.class_name).config_class
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return _tiny(config_class, self.overrides, _token_ids(), decoder=self.group == "causal")
 
     def model(self, attention: str | None = None) -> PreTrainedModel:
-        """A model in float32 and eval mode that never emits an end token, with the same weights each time. Raises what
-        transformers raises where it cannot be built, and ValueError where it is not tiny."""
+        """A model in float32 and eval mode that never emits an end token, with the same weights each time. Raises the
+        errors of transformers if it cannot be built, and ValueError if it is not tiny."""
         config, model_class = self.config(), getattr(transformers, self.class_name)
         if attention is not None:
             config._attn_implementation = attention
@@ -258,9 +258,9 @@ class Architecture:
 
 @cache
 def architectures() -> tuple[Architecture, ...]:
-    """All there are in the installed transformers, each class once, and the variants of some."""
+    """All architectures of the installed transformers, each class once, and the variants of some."""
     groups: dict[str, str] = {}
-    offered = set(dir(transformers))  # hasattr would import each
+    offered = set(dir(transformers))  # hasattr would import every class
     for group, names in GROUPS.items():
         for name in names.values():
             if isinstance(name, str) and name in offered:
@@ -276,7 +276,7 @@ def architectures() -> tuple[Architecture, ...]:
 
 
 def _token_ids() -> Iterator[int]:
-    """Ids of special tokens, each once. Prompts have none of them."""
+    """Ids for special tokens, each once. Prompts contain none of them."""
     return iter(range(VOCABULARY - 1, VOCABULARY // 2, -1))
 
 
@@ -290,11 +290,11 @@ def _declared(config_class: type) -> dict[str, Any]:
 
 
 def _tiny(config_class: type, overrides: dict[str, Any], ids: Iterator[int], decoder: bool = False) -> PretrainedConfig:
-    """A tiny config of a class. ``decoder``: one that may be an encoder is a decoder."""
+    """A tiny config of a class. ``decoder``: a class that may be an encoder is configured as a decoder."""
     overrides = OVERRIDES.get(config_class.model_type, {}) | overrides
     try:
         default = config_class()
-    except Exception:  # some have no default
+    except Exception:  # some classes have no default config
         default = None
     declared, parts = _declared(config_class), dict(getattr(config_class, "sub_configs", None) or {})
     fields: dict[str, Any] = {}
@@ -319,7 +319,8 @@ def _tiny(config_class: type, overrides: dict[str, Any], ids: Iterator[int], dec
 
 
 def _smaller(name: str, declared: Any, value: Any, ids: Iterator[int]) -> dict[str, Any]:
-    """What a field of a tiny config is, if it is not left to its class. ``value``: in the default config."""
+    """The value of a field in a tiny config; empty if the field is left to its class. ``value``: its value in the
+    default config."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     size = next((size for pattern, size in _SIZES if pattern.fullmatch(name)), None)
     if size is not None and number and (declared is not None or name != "head_dim"):
@@ -339,7 +340,7 @@ def _smaller(name: str, declared: Any, value: Any, ids: Iterator[int]) -> dict[s
 
 
 def _token(name: str, value: Any, ids: Iterator[int]) -> dict[str, Any]:
-    """The id of a special token. There is no end token where a config can do without."""
+    """The id of a special token. There is no end token if the config can do without."""
     if name.startswith(("eos", "pad", "bos", "decoder_start")):
         return {name: 2 if name.startswith("eos") else int(not name.startswith("pad"))}
     special = isinstance(value, int) and (value >= VOCABULARY // 2 or _MEDIA_TOKEN.fullmatch(name))
@@ -347,7 +348,7 @@ def _token(name: str, value: Any, ids: Iterator[int]) -> dict[str, Any]:
 
 
 def value_of(config: PretrainedConfig | None, name: str, otherwise: Any = None) -> Any:
-    """A field of a config. Some that differ from layer to layer refuse to be read."""
+    """The value of a field of a config. Some fields that differ from layer to layer raise errors when read."""
     try:
         return getattr(config, name, otherwise)
     except Exception:
@@ -355,7 +356,7 @@ def value_of(config: PretrainedConfig | None, name: str, otherwise: Any = None) 
 
 
 def _fit_layers(fields: dict[str, Any], overrides: dict[str, Any]) -> None:
-    """As many layers as there are kinds of them, and of their MLPs."""
+    """Set the number of layers so that every kind of layer, and of MLP, occurs."""
     names = ("num_hidden_layers", "n_layer", "num_layers")
     if overrides.keys() & set(names):
         fields.pop("layer_types", None)
@@ -369,7 +370,7 @@ def _fit_layers(fields: dict[str, Any], overrides: dict[str, Any]) -> None:
 
 
 def _shorter(rope: Any, head_dim: int) -> Any:
-    """Parameters of rotary embedding for heads of ``head_dim``, by kinds of layers or not."""
+    """Parameters of rotary embedding for heads of ``head_dim``, for each kind of layer or for all."""
     if not isinstance(rope, dict):
         return rope
     half, shorter = head_dim // 2, {}
@@ -389,7 +390,7 @@ def _shorter(rope: Any, head_dim: int) -> Any:
 def _part(
     name: str, declared: Any, default: PretrainedConfig | None, overrides: dict[str, Any], ids: Iterator[int]
 ) -> dict[str, Any]:
-    """A config inside of another, of the class that it has there."""
+    """A config nested in another, of the class that it has there."""
     value, given = value_of(default, name, None), dict(overrides)
     model_type = given.pop("model_type", None)
     config_class = CONFIG_MAPPING[model_type] if model_type else type(value) if value is not None else declared
@@ -402,7 +403,7 @@ def _part(
 
 @torch.no_grad()
 def _with_weights_that_matter(model: nn.Module) -> nn.Module:
-    """Random weights under which attention is neither uniform nor of no effect."""
+    """Give ``model`` random weights with which attention is neither uniform nor without effect."""
     generator, done = torch.Generator().manual_seed(0), set()
 
     def draw(weight: Tensor, scale: float) -> None:
@@ -435,7 +436,7 @@ def _with_weights_that_matter(model: nn.Module) -> nn.Module:
 
 
 def find(name: str) -> Architecture:
-    """The architecture of that name, as `str` gives it; raises KeyError where transformers does not have it."""
+    """The architecture of that name, as returned by `str`. Raises KeyError if transformers does not have it."""
     with contextlib.suppress(StopIteration):
         return next(one for one in architectures() if str(one) == name)
     raise KeyError(name)

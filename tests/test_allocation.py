@@ -1,4 +1,4 @@
-"""Widths by channel: who gets the bits, what that costs, and that a state is what its formulas say."""
+"""Bit widths per channel: which channels get the bits, what that costs, and whether a state matches its formulas."""
 
 import itertools
 
@@ -49,14 +49,14 @@ both = pytest.mark.parametrize("spec", [ALIKE, RANKED], ids=["alike", "ranked"])
 
 
 def mixed(seed, *shape, dtype=torch.float32):
-    """Tokens whose channels are correlated, of sizes from 1/8 to 8, and off 0."""
+    """Tokens with correlated channels of scales from 1/8 to 8 and nonzero means."""
     sizes = torch.exp2(6 * torch.rand(shape[-1], generator=generator(seed)) - 3)
     mixing = randn(seed, shape[-1], shape[-1]) * sizes
     return (randn(seed + 1, *shape) @ mixing + 2 * randn(seed + 2, shape[-1])).to(dtype)
 
 
 def fitted(spec, x, q=None, dtype=torch.float16):
-    """What `quantize_pages` and, less the queries that choose, `dequantize_pages` are given."""
+    """The fitted arguments of `quantize_pages` and, without the queries, of `dequantize_pages`."""
     allocation = spec.codec
     metric = None if q is None or not allocation.weighted else second_moment(q, allocation.block_size)
     basis, places = allocation.fit_basis(x, metric)
@@ -65,7 +65,7 @@ def fitted(spec, x, q=None, dtype=torch.float16):
 
 
 def coded(x, spec, given):
-    """``x`` as pages, and what those decode to."""
+    """``x`` quantized to pages, and the dequantized pages."""
     pages = quantize_pages(x, spec, given)
     return *pages, dequantize_pages(*pages, *given[:2], spec)
 
@@ -83,12 +83,12 @@ def test_every_head_has_as_many_fields_and_no_coordinate_two_of_a_kind(seed, all
     shifts, coordinates = places // head_dim, places % head_dim
     of_field = widths.gather(-1, coordinates)
     assert (shifts[..., :pairs] + 2 <= of_field[..., :pairs]).all()
-    assert (shifts[..., pairs:] + 1 == of_field[..., pairs:]).all()  # the bit of an odd width is its highest
+    assert (shifts[..., pairs:] + 1 == of_field[..., pairs:]).all()  # at an odd bit width the single bit is the highest
 
 
 @pytest.mark.parametrize("pairs, singles", [(2, 2), (4, 2), (3, 3), (5, 0), (1, 4)])
 def test_hardly_another_division_of_the_bits_costs_less(pairs, singles):
-    """Against all there are, for 6 coordinates."""
+    """Against all possible allocations for 6 coordinates."""
     ratios, options = [], [w for w in itertools.product(range(8), repeat=6) if sum(x % 2 for x in w) == singles]
     options = torch.tensor([w for w in options if sum(w) == 2 * pairs + singles])
     for seed in range(40):
@@ -114,14 +114,14 @@ def test_steps_are_those_of_least_squared_error_for_a_normal_variable():
 
 
 def chosen_by_hand(page, queries):
-    """Which tokens of a page ``[P, D]`` the queries ``[Q, D]`` pay most, by the squares of their weights."""
+    """The tokens of a page ``[P, D]`` that receive the most attention from queries ``[Q, D]``, by squared weights."""
     scores = queries.double() @ page.double().T
     paid = (scores.exp() / scores.exp().sum(1, keepdim=True)).square().sum(0)
     return set(paid.argsort(descending=True)[: len(page) // 2].tolist())
 
 
 def dequantized_by_hand(x, spec, given):
-    """The same in float64, token by token and coordinate by coordinate, with nothing packed."""
+    """The same in float64, token by token and coordinate by coordinate, without packing."""
     (basis, places, *queries), allocation, size = given, spec.codec, spec.page_size
     out = torch.empty_like(x, dtype=torch.float64)
     for b, h, t in itertools.product(*map(range, x.shape[:3])):
@@ -160,7 +160,7 @@ def test_pages_decode_to_what_the_formulas_say(block_size, weighted, rich):
     _, got = coded(x, spec, given)
     expected = dequantized_by_hand(x, spec, given)
     off = (got - expected).abs().amax(-1) > 1e-3 * expected.abs().amax(-1)
-    assert off.float().mean() < 0.02  # a code on the edge of two
+    assert off.float().mean() < 0.02  # a value may round to either of two neighbours
 
 
 @given(seeds, allocations, st.sampled_from(DTYPES))
@@ -236,7 +236,7 @@ def test_queries_that_choose_are_no_padding_and_as_far_apart_as_can_be():
 
 
 def test_more_bits_for_some_are_worth_more_than_as_many_for_all():
-    """What attention makes of keys some of which are looked at."""
+    """Attention output for keys of which only some receive attention: more bits for those beat equal bits for all."""
     x, q = mixed(0, 1, 2, 512, HEAD), randn(1, 1, 2, 300, HEAD)
     x = x / x.std()
     seen = []
@@ -292,7 +292,7 @@ def test_any_chunking_stores_the_same_once_it_is_fitted(spec, seed, chunks):
 @both
 def test_samples_and_heads_are_fitted_alone_and_padding_to_nothing(spec):
     x, q = mixed(0, 2, 2, 150, HEAD), randn(1, 2, 4, 150, HEAD)
-    x[1, :, :10], q[1, :, :10] = 300.0, 70.0  # what a model makes of padding
+    x[1, :, :10], q[1, :, :10] = 300.0, 70.0  # as a model computes for padding
     mask = torch.ones(2, 1, 150, 150, dtype=torch.bool).tril()
     mask[1, :, :, :10] = False
 
@@ -301,7 +301,7 @@ def test_samples_and_heads_are_fitted_alone_and_padding_to_nothing(spec):
         state.append(x[:, :, :tokens], 0, q[:, :, :tokens], mask[..., :tokens, :tokens])
         return state
 
-    together, looked = stored(150), stored(20)  # of 20 no page is due: what errors cost is there still
+    together, looked = stored(150), stored(20)  # 20 tokens fill no page, so error weights remain
     alone = KVState.allocate(spec, 1, 1, HEAD, x.dtype, "cpu", 150)
     alone.append(x[:1, 1:], 0, q[:1, 2:])
     assert torch.equal(together.basis[:1, 1:], alone.basis) and torch.equal(together.codes[:1, 1:], alone.codes)
@@ -420,7 +420,7 @@ def test_it_is_closer_than_kivi_on_fewer_bits():
 @pytest.mark.parametrize("fields", [*SCHEMES.values(), PAIRS], ids=[*SCHEMES, "pairs"])
 @pytest.mark.parametrize("queries", [1, 5])
 def test_attention_over_fields_is_that_over_decoded_tokens(fields, queries):
-    """Batched, with a mask; several queries decode first."""
+    """Batched, with a mask; calls with several queries dequantize first."""
     plan = WaterfillConfig(**{"residual": 16, "recent": 8, **fields}, rope="post").plan(
         LayerGeometry(0, 1, 2, HEAD, torch.float32, torch.device("cpu"))
     )
@@ -466,7 +466,7 @@ def positions(rope, tokens, *starts, scale=1.0):
 @pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("fields", SCHEMES.values(), ids=SCHEMES)
 def test_keys_in_the_frame_of_their_page_are_attended_as_they_are(rope, queries, fields):
-    """Samples at positions of their own, tables that are scaled, channels that are not turned."""
+    """Page-relative RoPE with a position offset per sample, scaled tables, and channels that are not rotated."""
     plan = WaterfillConfig(**{"residual": 16, "recent": 8, **fields}).plan(
         LayerGeometry(0, 1, 2, HEAD, torch.float32, torch.device("cpu"))
     )
@@ -503,7 +503,7 @@ def test_keys_in_the_frame_of_their_page_are_attended_as_they_are(rope, queries,
 
 @given(seeds)
 def test_a_page_holds_keys_turned_from_its_middle(seed):
-    """By complex numbers, and a state in which nothing is lost."""
+    """Against complex multiplication, with a lossless state."""
     rope, size = f"half-{HEAD // 2}", 16
     spec = CodecSpec(Quantizer(32, "token", HEAD), Retention(size, size, 2), Transform(page_rope=True))
     cos, sin = positions(rope, 50, 3, seed % 1000, scale=0.5)
@@ -544,7 +544,7 @@ def test_frames_are_for_pages_of_neighbours_behind_rotary_embedding():
     ids=["of three queries", "alike", "small blocks"],
 )
 def test_kernels_read_fields_as_decoding_does(queries, head_dim, residual, fields, vectors):
-    """In vectors of all sizes, whose ends fields do not fill, by two threads, up to the last byte there is."""
+    """With vectors of all sizes that fields do not fill, two threads, and reads up to the last byte."""
     geometry = LayerGeometry(0, 1, 2, head_dim, torch.float32, torch.device("cpu"))
     plan = WaterfillConfig(**{"residual": residual, **fields}, rope="post").plan(geometry)
     states = [KVState.allocate(spec, 2, 2, head_dim, torch.float32, "cpu", 500) for spec in (plan.key, plan.value)]

@@ -1,4 +1,4 @@
-"""What users call, and what they get for bad input: a clear error, the model untouched."""
+"""The public functions, and their answers to bad input: a clear error and an untouched model."""
 
 import copy
 import inspect
@@ -120,7 +120,7 @@ def test_remove_refuses_to_drop_a_wrapper_of_forward(own):
         kvpass.remove(model)
     assert model.forward is wrapper and kvpass.explain(model).packed == 2
     feed(model, 40)
-    assert calls == [1]  # nothing is half undone
+    assert calls == [1]  # nothing remains half undone
     model.forward = ours
     kvpass.remove(model)
     assert untouched(model) or own
@@ -169,7 +169,7 @@ def test_a_full_cache_a_wrong_batch_and_a_positive_crop_are_refused_and_lose_not
 
 
 class WithItsOwnCode(LlamaForCausalLM):
-    """A model whose code came with it, from before transformers renamed the argument."""
+    """A model with its own code from before transformers renamed the cache argument."""
 
     def forward(self, input_ids=None, past_key_values=None, **kwargs):
         return super().forward(input_ids, **{CACHE: past_key_values}, **kwargs)
@@ -197,7 +197,7 @@ def test_a_cache_may_be_handed_over_by_each_of_its_names_and_by_position(kind, l
         assert cache.get_seq_length() == 72 and isinstance(cache.layers[1], PackedLayer)
         logits.append(out.logits)
     assert all(torch.equal(each, logits[0]) for each in logits)
-    assert sum(graph.compiled for graph in kvpass.explain(model).graphs) == (lowering != "eager")  # one for all ways
+    assert sum(graph.compiled for graph in kvpass.explain(model).graphs) == (lowering != "eager")  # one for all forms
     ids = torch.cat([tokens(1, length, seed) for seed, length in enumerate((70, 1, 1))], 1)
     model.generation_config.eos_token_id = None
     out = model.generate(ids, do_sample=False, max_new_tokens=3, return_dict_in_generate=True)
@@ -302,7 +302,7 @@ def test_at_4096_tokens_kivi_holds_at_most_22_percent_of_a_bf16_cache(dtype):
     bf16 = 2 * 2 * 4096 * 64 * 2  # layers, K and V, tokens, head_dim, bytes
     assert kvpass.nbytes(cache) <= 0.22 * bf16
     everything = [value for layer in cache.layers for value in vars(layer).values() if torch.is_tensor(value)]
-    assert not any(tensor.numel() >= 4096 * 64 for tensor in everything)  # the float cache is gone
+    assert not any(tensor.numel() >= 4096 * 64 for tensor in everything)  # the full-precision cache is gone
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""What a cache stores is what layers hand over, whatever a caller passes, and what it passes reaches the model."""
+"""A cache stores the tokens that layers pass to it, whatever the caller passes, and the caller's arguments reach the
+model."""
 
 import functools
 
@@ -61,7 +62,7 @@ def test_an_unpadded_prompt_generates_what_the_untouched_model_does(make, masked
 
 
 def counting(model):
-    """``model``, which does something of its own with a mask."""
+    """``model`` with a forward that computes something from the mask."""
     inner = model.forward
 
     @functools.wraps(inner)
@@ -96,7 +97,7 @@ def test_a_mask_of_ones_reaches_a_model_that_uses_it():
 
 @torch.no_grad()
 def test_what_a_model_writes_into_its_arguments_reaches_the_caller():
-    """Graphs are given clones."""
+    """Graphs receive clones of the arguments."""
 
     model, marks = llama(), torch.zeros(3)
     inner = model.forward
@@ -149,7 +150,7 @@ def test_image_tokens_put_in_front_within_the_forward_are_stored(padding):
 
 
 def in_front(model, count):
-    """``model``, which puts ``count`` embeddings in front of each call, or drops that many if ``count`` is negative."""
+    """``model`` with ``count`` embeddings inserted before each call, or that many dropped if ``count`` is negative."""
     inner = model.model.forward
 
     def forward(input_ids=None, inputs_embeds=None, **kwargs):
@@ -180,7 +181,7 @@ LOSSY = KIVIConfig(group_size=16, residual=16)
 
 
 def refusal(change, scheme=LOSSY):
-    """What a call says over a cache of 40 tokens once ``change`` was made to the model; the cache is as before."""
+    """The error of a call over a cache of 40 tokens after ``change`` was made to the model; the cache is unchanged."""
     model = kvpass.apply(llama(), scheme, lowering="eager")
     cache = DynamicCache(config=model.config)
     with torch.no_grad():

@@ -1,4 +1,5 @@
-"""Pages in a server's blocks: bytes, and attention of many requests at once against a cache of each of them alone."""
+"""Pages in a server's blocks: their bytes, and attention of many requests together against a cache for each request
+alone."""
 
 import random
 
@@ -40,7 +41,7 @@ def layout_of(plan, block_size=64, dtype=torch.float32):
 
 
 class Server:
-    """Blocks of one layer, handed out in no order and never given back, with the caches of the same requests."""
+    """Blocks of one layer, allocated in random order and never freed, with caches for the same requests."""
 
     def __init__(self, plan, block_size, window_size, seed, dtype=torch.float32, codecs=(REFERENCE, REFERENCE)):
         self.plan, self.layout, self.random, self.dtype = (
@@ -52,7 +53,7 @@ class Server:
         self.sizes, self.free = (block_size, window_size), list(range(1, 400))
         self.random.shuffle(self.free)
         tokens = self.layout.bytes_per_token
-        cache = torch.randint(0, 256, (400, HEADS, block_size, tokens), dtype=torch.uint8)  # whatever was there
+        cache = torch.randint(0, 256, (400, HEADS, block_size, tokens), dtype=torch.uint8)  # uninitialized memory
         window = torch.full((400, HEADS, window_size, 2 * DIM), torch.nan, dtype=dtype)
         self.layer = Layer(self.layout.views(cache), window, plan.key, plan.value, codecs, 0.3)
         self.lengths, self.tables, self.states = [], [], []
@@ -64,7 +65,8 @@ class Server:
         self.states.append([KVState.allocate(spec, 1, HEADS, DIM, self.dtype, "cpu", 64) for spec in specs])
 
     def step(self, new: dict[int, int], seed: int):
-        """``new`` tokens of requests by number: what attention over blocks gives, and over their caches."""
+        """Add ``new`` tokens to requests, by number. Returns attention over the blocks, and over the requests'
+        caches."""
         order = list(new)
         self.random.shuffle(order)
         tokens = sum(new.values())
@@ -111,7 +113,7 @@ class Server:
 @pytest.mark.usefixtures("reference_in_this_test")
 @pytest.mark.parametrize("scheme", (*SERVED, "kvarn", "zipcache"))
 def test_requests_together_are_each_of_them_alone(scheme):
-    """Prompts in chunks among decodes, requests that come later, lengths around every edge of a page."""
+    """Prompts in chunks among decode steps, requests that arrive later, and lengths around every page boundary."""
     server = Server(plan_of(scheme), 128, 16, seed=3)
     for _ in range(3):
         server.add()
@@ -143,13 +145,13 @@ def test_any_history_of_requests_is_that_of_their_caches(dtype, data):
 
 @given(scheme=st.sampled_from(SERVED), size=st.sampled_from((64, 96, 128, 352)), dtype=st.sampled_from(DTYPES))
 def test_everything_in_a_block_has_bytes_of_its_own(scheme, size, dtype):
-    """Also where a server pads its blocks; what is written to one tensor is in no other."""
+    """Even if a server pads its blocks: writing one tensor changes no other."""
     layout = layout_of(plan_of(scheme, dtype), size, dtype)
     heads = layout.bytes_per_token * size
     raw = torch.zeros(3, HEADS * heads + 64, dtype=torch.uint8)
     cache = raw.as_strided((3, HEADS, size, layout.bytes_per_token), (raw.stride(0), heads, layout.bytes_per_token, 1))
     blocks_ = layout.views(cache)
-    pages = [pool[1, 1, layout.lead :] for pool in (*blocks_.key, *blocks_.value)]  # behind what is the head's
+    pages = [pool[1, 1, layout.lead :] for pool in (*blocks_.key, *blocks_.value)]  # after the part of the head
     tensors = [one for one in (*pages, *(one[1, 1] for one in blocks_.head.values())) if one.numel()]
     for number, tensor in enumerate(tensors, 1):
         tensor.copy_(torch.full((tensor[..., :1].numel() * tensor.shape[-1] * tensor.element_size(),), number,
@@ -215,8 +217,8 @@ def test_blocks_that_do_not_fit_are_refused():
 @pytest.mark.parametrize("dtype", flash_attention.DTYPES)
 @pytest.mark.parametrize(("dim", "queries", "tokens"), [(80, 7, 600), (64, 101, 257), (64, 1, 3)])
 def test_parts_of_a_context_add_up_to_attention(dim, queries, tokens, dtype):
-    """In blocks that are not full, with rows that see nothing of a part, parts that only some tiles have, and scores
-    far apart."""
+    """With partly filled blocks, rows that see nothing of a part, parts that only some tiles have, and widely differing
+    scores."""
     q, (k, v) = randn(1, 3, 6, queries, dim), (randn(seed, 3, 3, tokens + queries, dim) for seed in (2, 3))
     q[:, 1] *= 10
     q, k, v = (x.to(dtype) for x in (q, k, v))
@@ -243,7 +245,7 @@ def test_parts_of_a_context_add_up_to_attention(dim, queries, tokens, dtype):
 
 
 def test_products_of_bfloat16_where_the_processor_has_none(monkeypatch):
-    """The same code as floats; where it has none, both are that."""
+    """The same code in float32; without bfloat16 support, both variants are that."""
     q, k, v = (randn(seed, 2, heads, 70, 64).bfloat16() for seed, heads in ((1, 6), (2, 3), (3, 3)))
 
     def attended() -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a model asks of its cache, a packed one answers as the cache it replaces would at the same moment."""
+"""Whatever a model asks of its cache, a packed cache gives the answer of the cache it replaces."""
 
 import re
 from pathlib import Path
@@ -24,7 +24,8 @@ ASKED = {
     # of two in one
     "self_attention_cache", "cross_attention_cache", "is_updated",
 }  # fmt: skip
-"""Questions of ordinary caches, answered below or, what changes a cache, in `test_layers` and `test_encoder`."""
+"""Names that ordinary caches have. They are tested below or, if they change a cache, in `test_layers` and
+`test_encoder`."""
 
 OF_OTHER_CACHES = {
     # layers that are not packed: states of recurrences and convolutions, keys of an indexer
@@ -42,8 +43,8 @@ OF_LAYERS = {"keys", "values", "update", "get_seq_length", "cumulative_length", 
 
 
 def test_models_ask_nothing_else():
-    """If this fails, models of the installed transformers ask something new of a cache: see what an untouched cache
-    answers at each moment below, answer it in `PackedLayer`, and add the name to the questions here."""
+    """If this fails, models of the installed transformers call something new on a cache: check what an untouched cache
+    answers at each moment below, implement it in `PackedLayer`, and add the name to the lists here."""
     root = Path(transformers.__file__).parent
     files = [*root.glob("models/*/modeling_*.py"), *root.glob("generation/*.py"), root / "masking_utils.py"]
     names = (
@@ -59,7 +60,7 @@ def test_models_ask_nothing_else():
 
 
 def answers(cache):
-    """To everything in `ASKED` that is a question."""
+    """The answers to every name in `ASKED` that only reads."""
     layers = cache.layers
     return {
         "initialized": [cache.is_initialized, *(layer.is_initialized for layer in layers)],
@@ -85,7 +86,7 @@ def shapes(cache):
 
 @torch.no_grad()
 def moments(model):
-    """Answers before the first token, within a prompt, between calls, within a step, after a crop and a reset."""
+    """Answers before the first token, within a prompt, between calls, within a step, after a crop and after a reset."""
     cache, found = DynamicCache(config=model.config), {}
 
     def look(when, outside=False):
@@ -131,7 +132,7 @@ def test_answers_are_those_of_the_cache_it_replaces(scheme):
 @torch.no_grad()
 @pytest.mark.parametrize("lowering", ["eager", "reference"])
 def test_lengths_asked_behind_an_update_count_what_it_stored(lowering):
-    """Between layers, also in a graph: the second layer is given the length of the first."""
+    """Between layers, also in a graph: the second layer uses the length of the first."""
 
     def run(model):
         layer = model.model.layers[1]

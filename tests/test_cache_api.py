@@ -1,5 +1,5 @@
-"""Everything that the cache classes of transformers can be asked: a packed cache gives the same answer, or raises a
-`KVPassError` that says what to do, and is then as it was."""
+"""Every method and attribute of the transformers cache classes: a packed cache gives the same answer, or raises a
+`KVPassError` that says what to do and leaves the cache unchanged."""
 
 import copy
 import pickle
@@ -28,7 +28,7 @@ def contents(cache):
 
 
 def changed(change):
-    """What a cache answers when it has been changed."""
+    """A function that applies ``change`` to a cache and returns its lengths and contents."""
 
     def action(cache):
         change(cache)
@@ -99,7 +99,7 @@ REFUSED = {
     "batch_repeat_interleave, 1.5": (lambda cache: cache.batch_repeat_interleave(1.5), "an integer of at least 1"),
 }
 
-OF_OTHER_LAYERS = {  # transformers refuses them for full attention itself
+OF_OTHER_LAYERS = {  # transformers itself refuses them for full attention
     "get_conv_state", "get_recurrent_state", "has_previous_state", "update_conv_state", "update_indexer",
     "update_recurrent_state",
 }  # fmt: skip
@@ -139,4 +139,4 @@ def test_what_it_refuses_it_refuses_with_what_to_do_and_stays_as_it_was(name, ca
 def test_every_public_name_of_a_cache_is_in_these_tables():
     public = {name for cls in (Cache, DynamicCache, CacheLayerMixin, DynamicLayer) for name in dir(cls)}
     covered = {word for name in (*SAME, *REFUSED) for word in name.replace(",", " ").split()} | OF_OTHER_LAYERS
-    assert {name for name in public if not name.startswith("_")} - covered <= {"batch_size"}  # of layers that have one
+    assert {name for name in public if not name.startswith("_")} - covered <= {"batch_size"}  # for layers that have it

@@ -1,5 +1,8 @@
-"""The layers of a cache share one state, and with it one length: copies have one of their own, changes reach it when
-every layer has made its part, and what failed leaves it as it was."""
+"""The layers of a cache share one state, and so one length.
+
+A copy has its own state. A change takes effect once every layer has made its part; after a failure the cache is as
+before.
+"""
 
 import copy
 import pickle
@@ -36,7 +39,7 @@ def filled(model, batch=2, cache=None):
 
 
 def lengths(cache):
-    """Whether all packed layers share one state, whose only layers they are; its length and batch."""
+    """The common length and batch of all packed layers, after a check that they share one state."""
     state, layers = state_of(cache), packed_layers(cache)
     assert state.layers == layers and all(layer.cache is state for layer in layers)
     assert {(layer.tokens, layer.seen) for layer in layers} == {(state.tokens, state.seen)}
@@ -112,7 +115,7 @@ def test_a_change_of_some_layers_has_no_effect_and_is_refused_until_a_reset(mode
 
 
 def test_a_change_that_failed_in_a_layer_is_not_made_a_second_time(model, monkeypatch):
-    """Rows that were selected twice would be other rows."""
+    """Selecting rows twice would select the wrong rows."""
     cache = filled(model)
     monkeypatch.setattr(cache.layers[1].value_state, "map_", lambda _: 1 / 0)
     order = torch.tensor([1, 0])

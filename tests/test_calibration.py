@@ -1,4 +1,4 @@
-"""Fitting predictors, what is kept of it, and a model that runs on them."""
+"""Calibration: fitting predictors, saving them, and running a model with them."""
 
 import copy
 import dataclasses
@@ -61,7 +61,7 @@ def test_what_was_measured_is_in_the_result(calibrated):
 
 
 def test_residuals_fitted_on_reconstructions_are_smaller_than_those_of_the_mean(calibrated):
-    """On the sequences fitted to: at the layers' own inputs, decoded."""
+    """On the calibration sequences, with dequantized inputs of each layer."""
     model, _ = calibrated
     calibration = kvpass.calibrate(model, data(2), {**SMALL, "predictor": "linear"}, progress=False)
     assert all(share > 0 for both in calibration.explained.values() for share in both)
@@ -70,7 +70,8 @@ def test_residuals_fitted_on_reconstructions_are_smaller_than_those_of_the_mean(
 @pytest.mark.slow
 @torch.no_grad()
 def test_layers_are_stored_as_calibration_decoded_them(calibrated, tmp_path, monkeypatch):
-    """The chain that predictors were fitted on is the one a cache decodes, within the rounding of 16-bit files."""
+    """The chain of layers on which predictors were fitted equals the one that a cache dequantizes, up to 16-bit
+    rounding in files."""
     model, calibration = calibrated
     kept = {}
     original = fitting._Chain._decode
@@ -90,7 +91,7 @@ def test_layers_are_stored_as_calibration_decoded_them(calibrated, tmp_path, mon
             state = cache.layers[layer].states()[role]
             got = state.dequantize(200)[:, :, 4 : 4 + state.spec.retention.packed(200)]
             apart = (got - expected).square().sum() / expected.square().sum()
-            assert apart < 5e-3  # a value at the edge of its cell may fall to the other side
+            assert apart < 5e-3  # a value at the edge of its cell may round to the other side
 
 
 @pytest.mark.slow
@@ -288,7 +289,7 @@ def generate(model, batch=2, prompt=70, new=40, padding=0):
 @pytest.mark.compiles
 @pytest.mark.parametrize("rope, padding", [("pre", 9), ("post", 0)])
 def test_generate_is_one_graph_and_equals_the_eager_path(rope, padding):
-    """Over page flushes, left padding included."""
+    """While pages are packed, also with left padding."""
     model = llama(layers=3)
     calibration = kvpass.calibrate(model, data(), {**SMALL, "rope": rope}, progress=False)
     with packed(model, calibration, strict=True):
@@ -350,7 +351,8 @@ def test_going_back_beyond_the_window_finds_the_decoded_tokens(calibrated):
 
 @torch.no_grad()
 def test_a_forward_that_breaks_is_refused_or_runs_uncaptured(calibrated):
-    """Keys before rotary embedding need a graph. Behind it the result is that of the eager lowering."""
+    """Keys stored before rotary embedding need a graph. With keys stored after it, the result equals the eager
+    lowering."""
     model, calibration = calibrated
     layer = model.model.layers[1].self_attn
     original = layer.forward
@@ -377,7 +379,7 @@ def test_a_forward_that_breaks_is_refused_or_runs_uncaptured(calibrated):
 
 
 def test_the_first_packed_layer_needs_none_below():
-    """Whatever its index: layers before it may stay in full precision."""
+    """Whatever its index: earlier layers may stay in full precision."""
     geometry = kvpass.schemes.LayerGeometry(5, 8, 2, 32, torch.float32, torch.device("cpu"))
     assert not kvpass.schemes.get("aqua").plan(geometry).looks_at_previous
 
@@ -386,7 +388,7 @@ def test_the_first_packed_layer_needs_none_below():
 
 
 def test_gradients_of_keys_are_those_before_rotary_embedding(tmp_path):
-    """What moves the loss by as much as keys before it do, by differences of the loss itself."""
+    """Against finite differences of the loss with respect to the keys before rotary embedding."""
     model, ids = llama().double(), tokens(1, 24)
     projection, at = model.model.layers[1].self_attn.k_proj, [(5, 3), (17, 40), (22, 20)]
     layers = [0, 1]
@@ -394,7 +396,7 @@ def test_gradients_of_keys_are_those_before_rotary_embedding(tmp_path):
     found = load_file(file)["1.0"].float()
 
     def run(token=0, channel=0, by=0.0):
-        """The loss with one key moved, and the keys before and after rotary embedding with their tables."""
+        """The loss with one key changed, and the keys before and after rotary embedding with their tables."""
         seen = []
 
         def moved(_, inputs, out):

@@ -1,4 +1,5 @@
-"""What torch cannot capture or does not compile: told at once, in kvpass's words, with what works instead."""
+"""Models that torch cannot capture or does not compile: kvpass reports this at once, in its own words, with an
+alternative."""
 
 import re
 
@@ -40,19 +41,20 @@ def steps(model, count=3, prompt=70):
 
 
 def breaking(model, layer=0):
-    """``model`` with a layer that no graph takes in."""
+    """``model`` with a layer that Dynamo cannot capture."""
     return behind(model, layer, lambda output: torch._dynamo.graph_break() or output)
 
 
 def behind(model, layer, change):
-    """``model`` with ``change`` behind one of its layers, which is no hook: those keep steps from being compiled."""
+    """``model`` with ``change`` applied after one of its layers, without a hook, because hooks prevent compiled
+    steps."""
     inner = model.model.layers[layer].forward
     model.model.layers[layer].forward = lambda *args, **kwargs: change(inner(*args, **kwargs))
     return model
 
 
 def by_values(model, branch=False):
-    """``model`` with a first layer whose work depends on the values of a tensor."""
+    """``model`` with a first layer whose control flow depends on the values of a tensor."""
 
     def change(output):
         many = output.sum() > 1e9 if branch else int(output.abs().argmax()) > 10**9
@@ -75,7 +77,7 @@ def test_a_prompt_that_cannot_be_captured_names_a_scheme_that_works(broken):
     assert cache.get_seq_length() == 0
     kvpass.remove(model)
     kvpass.apply(model, "kivi", lowering="eager")
-    assert torch.isfinite(call(model, 40, cache)).all()  # it is as it was
+    assert torch.isfinite(call(model, 40, cache)).all()  # it is unchanged
 
 
 def test_the_scheme_that_is_named_keeps_what_was_asked_for():
@@ -86,7 +88,7 @@ def test_the_scheme_that_is_named_keeps_what_was_asked_for():
 
 @pytest.mark.parametrize("attention, scheme", [("sdpa", {"scheme": "waterfill", "rope": "post"}), ("eager", "kivi")])
 def test_the_default_scheme_gives_way_to_one_that_needs_no_graph(attention, scheme, caplog):
-    """At the first prompt; at `apply` where attention may not be understood."""
+    """At the first prompt, or already in `apply` if attention may not be understood."""
     model = kvpass.apply(breaking(llama(attention)), lowering="eager")
     forward, cache = model.forward, DynamicCache(config=model.config)
     logits = call(model, 40, cache)
@@ -114,7 +116,7 @@ def test_the_default_scheme_stays_once_it_has_worked():
 
 
 def test_queries_without_a_graph_and_without_sdpa_leave_other_schemes():
-    """Which is found out by `apply`."""
+    """`apply` detects this."""
     model = by_values(llama("eager"))
     with pytest.raises(KVPassError, match=r"fitted to the prompt's queries.*Use scheme='kivi'"):
         kvpass.apply(model, "squat", lowering="eager")
@@ -142,7 +144,7 @@ def test_a_step_that_cannot_be_captured_runs_uncaptured_and_says_so(monkeypatch,
 
 
 def test_vmap_is_captured():
-    """As transformers writes masks of token types, and Jamba its scan."""
+    """As in transformers' masks of token types, and in Jamba's scan."""
 
     def masked(x, allowed):
         mask = torch.vmap(

@@ -1,4 +1,4 @@
-"""The command line: what it prints and writes, and errors of one line."""
+"""The command line: what it prints and writes, and its one-line errors."""
 
 import csv
 import functools
@@ -56,7 +56,7 @@ def test_eval_prints_a_table_and_writes_json_csv_and_a_picture(capsys, tmp_path)
 
 
 def test_waterfill_is_calibrated_on_other_texts_than_are_measured(capsys, tmp_path):
-    """And what comes of it is a scheme of every other command."""
+    """The resulting file is a valid scheme for every other command."""
     out = str(tmp_path / "shared")
     sizes = ["--tokens", "420", "--length", "210"]
     code, printed, err = run(capsys, "calibrate", "--scheme", "waterfill", "--out", out, *sizes)
@@ -144,7 +144,7 @@ def test_needle_prints_exact_matches_and_writes_answers(capsys, tmp_path):
     path = tmp_path / "answers.json"
     args = ["--schemes", "kivi", "--lengths", "300", "--depths", "0,1", "--repeats", "1", "--json", str(path)]
     code, out, _ = run(capsys, "needle", *args)
-    assert code == 0 and "300 at 0" in out and "0/1" in out  # a random model knows no keys
+    assert code == 0 and "300 at 0" in out and "0/1" in out  # a random model retrieves nothing
     assert {name: len(rows) for name, rows in json.loads(path.read_text()).items()} == {"full precision": 2, "kivi": 2}
 
 
@@ -164,7 +164,7 @@ def test_a_passkey_is_where_it_was_put_and_only_it_is_right():
 
 
 def test_retrieval_reads_the_packed_text(monkeypatch):
-    """The question attends to codes: a cache of 1 bit answers otherwise than one in full precision."""
+    """The question attends to quantized values: a 1-bit cache answers differently from full precision."""
     model, filler = llama(heads=2, kv_heads=1, head_dim=64), tokens(1, 400)
     with torch.no_grad():
         for parameter in model.model.layers.parameters():

@@ -1,4 +1,4 @@
-"""Rotations and grids: what HIGGS and QuaRot are made of, and attention over them."""
+"""The rotations and grids of HIGGS and QuaRot, and attention over their pages."""
 
 import math
 
@@ -21,7 +21,7 @@ from common import assert_same_contents, chunkings, coded, dtypes, only_referenc
 
 GEOMETRY = LayerGeometry(0, 1, 2, 16, torch.float32, torch.device("cpu"))
 
-# Published errors per dimension of optimal grids for a standard normal vector, and what codes of that rate cannot beat.
+# Published errors per dimension of optimal grids for a standard normal vector, and the lower bound at the same rate.
 PUBLISHED = {
     "d1n2": 0.36338, "d1n3": 0.19017, "d1n4": 0.11748, "d1n8": 0.03455, "d1n16": 0.00950,
     "d2n16": 0.10764, "d2n64": 0.02960, "d2n256": 0.00775, "d4n64": 0.1842, "d4n256": 0.09658,
@@ -79,7 +79,7 @@ def test_grids_reach_the_published_error(name):
     assert points.shape == (int(name.split("n")[1]), dim) and 2**bits >= len(points)
     x = torch.randn(1 << 19, dim, generator=torch.Generator().manual_seed(1))
     error = (x - look_up(assign_points(x, points), points)).square().mean()
-    noise = {1: 0.004, 2: 0.004, 4: 0.004}[dim]  # of the sample
+    noise = {1: 0.004, 2: 0.004, 4: 0.004}[dim]  # sampling noise
     assert error <= PUBLISHED[name] * (1.005 + noise)
     assert error >= 4.0 ** (-math.log2(len(points)) / dim)
 
@@ -138,7 +138,7 @@ def test_bits_per_value_are_those_of_the_grid_and_one_scale_a_group(name, bits):
 @pytest.mark.slow
 @given(st.sampled_from(list(PLANS)), st.sampled_from(("key", "value")), chunkings(), seeds, dtypes)
 def test_append_in_any_chunking_equals_append_at_once(name, which, chunks, seed, dtype):
-    # a mean is that of the tokens packed first: of more of them, if they come at once
+    # the mean is that of the tokens packed first: of more tokens, if they arrive together
     spec = recoded(getattr(PLANS[name], which), center=False)
     x = randn(seed, 2, 2, sum(chunks), 16, dtype=dtype)
     assert_same_contents(state_of(spec, x, chunks), state_of(spec, x), x.shape[2])
@@ -174,7 +174,7 @@ def test_a_group_of_zeros_decodes_to_zeros():
 
 @pytest.mark.slow
 @pytest.mark.nightly_cases("130-quarot", "130-higgs-1.5", "5-*")
-@pytest.mark.parametrize("name", sorted({*PLANS} - {"higgs-3"}))  # its kernel is that of higgs but for the grid
+@pytest.mark.parametrize("name", sorted({*PLANS} - {"higgs-3"}))  # the same kernel as higgs, with another grid
 @pytest.mark.parametrize("n", [5, 130])
 def test_compiled_attention_is_that_over_decoded_tokens(name, n):
     plan = PLANS[name]

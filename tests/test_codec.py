@@ -1,4 +1,4 @@
-"""The quantizer: bounds and identities as properties, and equality with obvious formulations."""
+"""The quantizer: error bounds and identities as properties, and equality with obvious formulations."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Codecs of papers, each held to what its paper says: closed bits, bounds of errors, and independent formulations."""
+"""Codecs against their papers: closed-form bit counts, error bounds, and independent formulations."""
 
 import dataclasses
 import math
@@ -32,7 +32,7 @@ def geometry(index=0, num_layers=1, head_dim=64):
 
 
 def coded(spec, x):
-    """What ``x`` comes back as, and the bits a value it took."""
+    """The dequantized ``x``, and the bits per value."""
     kept = quantize_pages(x, spec)
     return dequantize_pages(*kept, spec), 8 * sum(tensor.nbytes for tensor in kept) / x.numel()
 
@@ -171,7 +171,7 @@ def unit(seed, count, head_dim):
 
 @pytest.mark.parametrize("bits, error", [(1, 0.36), (2, 0.117), (3, 0.03), (4, 0.009)])
 def test_turboquant_has_the_errors_of_the_papers_theorem(bits, error):
-    """Theorem 1, whatever the tokens are like: here also with channels of sizes from 1/16 to 16."""
+    """Theorem 1, for any distribution of tokens: here also with channels of scales from 1/16 to 16."""
     spec = values_of("turboquant", 128, value_bits=bits)
     sizes = torch.exp2(8 * torch.rand(128, generator=generator(3)) - 4)
     for x in (unit(0, 1024, 128), torch.nn.functional.normalize(unit(1, 1024, 128) * sizes, dim=-1)):
@@ -182,7 +182,7 @@ def test_turboquant_has_the_errors_of_the_papers_theorem(bits, error):
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_a_sketch_makes_inner_products_unbiased_at_the_error_the_paper_bounds(bits):
-    """Theorem 2: d * D_prod of 0.56, 0.18 and 0.047 at most; orthogonal projections do better."""
+    """Theorem 2: d * D_prod of at most 0.56, 0.18 and 0.047; orthogonal projections are better."""
     x, y = unit(0, 1024, 128), unit(1, 1024, 128)
     spec = keys_of("turboquant", 128, key_bits=bits, keys="prod")
     got, cost = coded(spec, x)
@@ -267,7 +267,7 @@ def test_scales_in_8_bits_cost_half_and_errors_are_bounded_by_their_steps(seed, 
     assert cost == bits + 16 / 16 + 64 / (32 * 64)
     _, levels, params = quantize_pages(x, spec)
     (scale, _), step = expand(levels, params), params[..., 0].float()[..., None, None]
-    ends = step[..., 1, :, :] + (2**bits - 1) * step[..., 0, :, :]  # a range may end short of its group's by this
+    ends = step[..., 1, :, :] + (2**bits - 1) * step[..., 0, :, :]  # a range may be shorter than its group's by this
     dim = -2 if side == "key" else -1
     error = (got - x).unflatten(2, (-1, 32)).abs().unflatten(dim, (-1, 16)).amax(dim)
     assert (error <= 0.5 * scale + ends + 1e-4).all()
@@ -336,8 +336,8 @@ def sizes_of_both_axes(seed, *shape):
 
 
 def by_kvarns_formulas(tile, bits, iterations=16):
-    """Codes, scale and zero point of the rows of a tile ``[rows, columns]``, and the factors of its columns, in float64
-    and row by row."""
+    """Quantized values, scale and zero point of the rows of a tile ``[rows, columns]``, and the factors of its columns,
+    in float64, row by row."""
     rows, columns = tile.shape
     log_row, log_column = [0.0] * rows, [0.0] * columns
     tile = tile.double()
@@ -380,7 +380,7 @@ def test_kvarn_stores_what_its_formulas_say(side, bits):
     wanted, of_rows, low, of_columns = by_kvarns_formulas(tile, bits)
     found = unpack(codes, bits)
     found = found.T if side == "key" else found
-    assert (found.double() == wanted).double().mean() > 0.99  # others are on the edge of two, in 16-bit scales
+    assert (found.double() == wanted).double().mean() > 0.99  # the rest are ties in 16-bit scales
     assert ((found.double() - wanted).abs() <= 1).all()
     for mine, theirs in ((factor, of_columns), (scale, of_rows), (zero_point, low)):
         torch.testing.assert_close(mine.double().flatten(), theirs, rtol=4e-3, atol=4e-3)
@@ -434,7 +434,7 @@ def test_codecs_that_keep_scales_of_16_bits_say_so():
 
 
 def salient_pages(seed, residual=64, head_dim=32, **fields):
-    """Specs, keys, values and probes, and what is kept of both."""
+    """Specs, keys, values and probes, and the stored tensors of both."""
     plan = get("zipcache-salient", residual=residual, **fields).plan(geometry(head_dim=head_dim))
     k, v = (sizes_of_both_axes(seed + i, 1, 2, 2 * residual, head_dim) for i in (0, 5))
     probes = randn(seed + 9, 1, 2, 32, head_dim) / math.sqrt(head_dim)
@@ -510,7 +510,7 @@ def test_polarquant_codes_radii_and_angles_of_pairs_as_its_formulas_say(seed, bi
             wanted = ((of_pair - of_pair.min()) / step).round()
             found = unpack(codes, bits)[:, row].double()
             assert ((found - wanted).abs() <= 1).all() and (found == wanted).double().mean() > 0.9  # 16-bit scales
-            least = float(of_pair.abs().max()) * 2**-11  # what a 16-bit zero point is off by
+            least = float(of_pair.abs().max()) * 2**-11  # rounding error of a 16-bit zero point
             assert scale[0, row] == pytest.approx(float(step), rel=2e-3, abs=2 * least)
             point.append(found * scale[0, row].double() + zero_point[0, row].double())
         torch.testing.assert_close(got[0, 0, :, i].double(), point[0] * point[1].cos(), atol=1e-4, rtol=1e-4)
@@ -602,7 +602,7 @@ SHELLS = {"e8": ([2, 4, 6, 8, 10, 12], [1, 8, 28, 64, 126, 29]), "d4": ([1, 3, 5
 
 
 def in_lattice(x):
-    """Whether vectors are all integers or all half-odd, with an even sum."""
+    """Whether vectors consist of all integers or all half-odd numbers, with an even sum."""
     whole = (x == x.round()).all(-1) | (x - 0.5 == (x - 0.5).round()).all(-1)
     return whole & (x.sum(-1) % 2 == 0)
 
@@ -636,7 +636,7 @@ def test_codes_are_the_nearest_of_all_points(name, seed):
 
 
 def test_no_larger_vector_of_d4_is_left_out():
-    """The 256 half-odd vectors with an even sum whose squared norm is 9 at most, from all that there are."""
+    """The 256 half-odd vectors with an even sum and a squared norm of at most 9, selected from all vectors."""
     every = torch.cartesian_prod(*[torch.arange(-7, 8, 2) / 2] * 4)
     wanted = every[(every.sum(-1) % 2 == 0) & (every.square().sum(-1) <= 9)]
     assert torch.equal(all_points(LATTICES["d4"])[1].unique(dim=0), wanted.unique(dim=0))
@@ -650,7 +650,7 @@ def test_lattices_beat_the_grid_of_pairs_of_as_many_bits():
         errors.append((got - x).square().mean() / x.square().mean())
         costs.append(cost)
     assert costs == [2.25] * 3
-    assert errors[0] < 0.092 < errors[1] < 0.1 < 0.104 < errors[2]  # d4n256, of as many bits, has 0.0966
+    assert errors[0] < 0.092 < errors[1] < 0.1 < 0.104 < errors[2]  # d4n256, at the same bit width, has 0.0966
 
 
 @pytest.mark.parametrize(
@@ -754,13 +754,13 @@ def test_a_plan_refuses_pages_that_positions_or_matrices_do_not_fit():
 
 
 def specs_of(codec):
-    """How every scheme stores keys and values by ``codec``, those that differ."""
+    """The distinct specs with which schemes store keys and values by ``codec``."""
     plans = [get(name).plan_of(geometry()) for name in available() if not get(name).needs_calibration]
     return list(dict.fromkeys(spec for plan in plans for spec in (plan.key, plan.value) if spec.codec.name == codec))
 
 
 def arbitrary_pages(spec, seed, head_dim=64, dtype=torch.bfloat16):
-    """Two pages of random bytes, in the shapes and dtypes that the codec keeps."""
+    """Two pages of random bytes, in the codec's shapes and dtypes."""
     kept = page_shapes(spec, head_dim, dtype).values()
     count = [2 * math.prod(shape) * kind.itemsize for shape, kind in kept]
     drawn = torch.randint(0, 256, (sum(count),), dtype=torch.uint8, generator=generator(seed)).split(count)

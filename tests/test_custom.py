@@ -1,4 +1,4 @@
-"""Plain PyTorch decoders: found, packed and fused as they are written, and put back as they were."""
+"""Plain PyTorch decoders are found, packed and fused as they are written, and restored by `kvpass.remove`."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def fresh_dynamo():
 
 
 class ByIndex:
-    """Positions in a tensor."""
+    """Positions are passed as a tensor."""
 
     def __init__(self):
         torch.manual_seed(0)
@@ -39,7 +39,7 @@ class ByIndex:
 
 
 class BySlice:
-    """The first position as an int; tokens before heads."""
+    """The first position is passed as an int; tokens come before heads."""
 
     def __init__(self):
         torch.manual_seed(0)
@@ -54,7 +54,7 @@ class BySlice:
 
 
 class ByHand:
-    """The cache goes in and out."""
+    """The cache is passed in and out."""
 
     def __init__(self):
         torch.manual_seed(0)
@@ -70,7 +70,7 @@ KINDS = [ByIndex, BySlice, ByHand]
 
 @torch.no_grad()
 def run(kind, ids, prompt=PROMPT, start=0, cache=None):
-    """Logits behind the prompt and each later token, and the cache that was handed out last."""
+    """Logits after the prompt and each later token, and the cache that was returned last."""
     rows, stop = [], start + prompt
     while stop <= start + ids.shape[1]:
         part = ids[:, 0 if stop == start + prompt else stop - start - 1 : stop - start]
@@ -103,7 +103,7 @@ def test_lossless_pages_change_nothing_and_codes_are_those_of_eager(make):
     report = kvpass.explain(kind.model)
     assert (report.packed, report.fused, len(compiled_graphs(kind))) == (2, 2, 1)
     assert report.tokens == TOTAL
-    assert torch.equal(run(kind, ids)[0], got)  # a second text, and no second graph
+    assert torch.equal(run(kind, ids)[0], got)  # a second text needs no second graph
     run(kind, tokens(2, 55, seed=1), prompt=33)
     assert len(compiled_graphs(kind)) == 1
     if make is ByHand:
@@ -128,7 +128,7 @@ def test_lossless_pages_change_nothing_and_codes_are_those_of_eager(make):
 
 
 def test_values_go_by_their_keys_in_whichever_order_they_are_written():
-    """The same model, written twice: one writes its values first."""
+    """The same model in two versions, one of which writes its values first."""
     ids, scheme, found = tokens(2, TOTAL), dict(scheme="waterfill", recent=0, residual=16), []
     for make in (ByIndex, BySlice):
         apply(kind := make(), scheme, lowering="eager")
@@ -171,7 +171,7 @@ def test_positions_that_leave_out_tokens_are_refused(make):
         kind.step(ids[:, :1], PROMPT + 1, None)
     with pytest.raises(KVPassError, match="cache is full"):
         kind.step(tokens(2, CAPACITY), PROMPT, None)
-    kind.step(ids[:, PROMPT : PROMPT + 1], PROMPT, None)  # nothing was lost
+    kind.step(ids[:, PROMPT : PROMPT + 1], PROMPT, None)  # no token was lost
     assert kvpass.explain(kind.model).tokens == PROMPT + 1
     if make is ByIndex:
         with pytest.raises(KVPassError, match="consecutive"):
@@ -231,7 +231,7 @@ class Counting(SliceAssignDecoder):
 
 
 class Unmasked(IndexPutDecoder):
-    """Forgets to mask what has not been written."""
+    """Does not mask unwritten slots."""
 
     def forward(self, idx, input_pos):
         self.causal_mask.fill_(True)

@@ -1,4 +1,4 @@
-"""What is shipped: every module and data file of the source tree, by way of the source archive."""
+"""The source archive and its wheel contain every module and data file of the source tree."""
 
 import shutil
 import subprocess
@@ -12,7 +12,7 @@ import pytest
 import kvpass
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = {"kvpass": "kvpass", "lowering": "kvpass/lowering"}  # and where they go
+FOLDERS = {"kvpass": "kvpass", "lowering": "kvpass/lowering"}  # installed as
 FILES = "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py"
 REBUILT = "__pycache__", "*.egg-info"
 

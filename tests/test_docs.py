@@ -1,4 +1,4 @@
-"""The documentation is what it says: examples run, generated pages and tables are up to date, links lead somewhere."""
+"""The documentation is correct: examples run, generated pages and tables are up to date, and links work."""
 
 import ast
 import importlib
@@ -41,7 +41,7 @@ def test_the_example_of_a_scheme_runs(registry, reference_in_this_test, capsys):
 
 
 def test_the_support_matrix_is_what_the_table_chooses():
-    """In a process that has no interpreter of Triton."""
+    """In a process without Triton's interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, ROOT / "docs" / "make_support.py", "--check"]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -95,7 +95,7 @@ def test_links_lead_somewhere(page):
 
 
 def test_what_is_said_of_architectures_is_what_was_found():
-    """Whoever changes docs/field.json, or how it is told, runs ``python docs/make_architectures.py``."""
+    """After a change of docs/field.json, or of its presentation: ``python docs/make_architectures.py``."""
     make = script("docs/make_architectures.py")
     results = json.loads(make.RESULTS.read_text(encoding="utf-8"))
     assert make.page(results) == make.PAGE.read_text(encoding="utf-8")
@@ -115,7 +115,7 @@ def test_no_count_of_architectures_is_kept_by_hand(page):
 
 
 def test_every_architecture_of_these_transformers_was_tried():
-    """A new version of transformers: ``make test-field``."""
+    """After an update of transformers: ``make test-field``."""
     results = json.loads(script("docs/make_architectures.py").RESULTS.read_text(encoding="utf-8"))
     if results["transformers"] != transformers.__version__:
         pytest.skip(f"tried with transformers {results['transformers']}")
@@ -123,7 +123,7 @@ def test_every_architecture_of_these_transformers_was_tried():
 
 
 def test_uses_are_those_of_tests_that_are_there():
-    """Each row of docs/uses.md names a test, and one of its cases where it has several."""
+    """Each row of docs/uses.md names a test, and a case of it if it has several."""
     rows = [row for row in (ROOT / "docs" / "uses.md").read_text(encoding="utf-8").splitlines() if row[:2] == "| "]
     rows = [row for row in rows if not row.startswith(("| use |", "| --- |"))]
     assert len(rows) > 50
@@ -138,7 +138,7 @@ def test_uses_are_those_of_tests_that_are_there():
 
 
 def environment_variables(*folders: str) -> set[str]:
-    """Names of environment variables that modules mention which look into the environment."""
+    """Names of environment variables in modules that read the environment."""
     names = set()
     for path in (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))):
         text = path.read_text(encoding="utf-8")
@@ -160,7 +160,7 @@ def test_every_environment_variable_is_on_its_page():
 
 
 def test_the_reference_has_every_public_name():
-    """docs/reference lists what mkdocstrings shows: names that are there, and all that are public."""
+    """docs/reference lists what mkdocstrings shows: only existing names, and all public ones."""
     pages = sorted((ROOT / "docs" / "reference").glob("*.md"))
     names = [name for page in pages for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.M)]
     assert len(names) == len(set(names))

@@ -1,6 +1,6 @@
 """Encoder-decoders: self-attention is packed as in any decoder, cross-attention once, by the first forward.
 
-That every step equals the untouched model's is in `test_zoo`.
+`test_zoo` checks that every step equals that of the untouched model.
 """
 
 import pytest
@@ -22,7 +22,7 @@ LOSSY = KIVIConfig(residual=16, group_size=16)
 
 
 def generate(model, source, **options):
-    """Sequences, logits ``[B, S, V]`` and cache of greedy decoding behind ``source`` tokens, some of them padding."""
+    """Sequences, logits ``[B, S, V]`` and cache of greedy decoding with ``source`` tokens, some of them padding."""
     ids = tokens(2, source)
     mask = torch.ones_like(ids)
     mask[0, -5:] = 0

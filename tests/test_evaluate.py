@@ -1,4 +1,5 @@
-"""What `kvpass eval` says can be believed: the metric can fail, one pass is token by token, bits are those kept."""
+"""`kvpass eval` is reliable: its metric can fail, one pass equals token-by-token decoding, and it counts the bits of
+the cache."""
 
 import json
 import math
@@ -34,7 +35,7 @@ def fresh_dynamo():
 
 
 def sharpened(logits: float = 1.0):
-    """A model whose attention is peaked, so that what its cache holds matters, in float32."""
+    """A model in float32 with peaked attention, so that the contents of its cache matter."""
     model = llama(heads=2, kv_heads=1, head_dim=64)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -75,8 +76,8 @@ def token_by_token(model, ids, reference, scheme):
 )
 @pytest.mark.parametrize("name", sorted(set(schemes.available()) - MANY_PASSES))
 def test_one_pass_gives_the_divergences_of_token_by_token(name, sharp, text, reference, simulator):
-    """In float32 a value on the edge between two codes may fall to either side: one bit, ties in 10 % of steps at most;
-    more bits, in 1 %, or in a single step of so few: processors round differently."""
+    """In float32 a value may round to either of two neighbours. Allowed: with 1 bit, ties in at most 10 % of steps;
+    with more bits in 1 %, or in a single step of so few, because processors round differently."""
     slow = token_by_token(sharp, text, reference, name)
     fast = quality.score_in_one_pass(simulator, text, PROMPT, reference, get(name), name=name)
     apart = [abs(a - b) > 1e-4 for a, b in zip(slow.divergences, fast.divergences, strict=True)]
@@ -142,7 +143,7 @@ def test_perplexity_is_that_of_the_tokens_that_follow(sharp, text, reference):
 def test_intervals_hold_the_mean_of_blocks():
     row = quality.Quality("x", (1.0,) * 16 + (3.0,) * 16, (True,) * 32, (1.0,) * 31, 1, 1.0, 1, ())
     assert row.kl == 2 and row.kl_error == pytest.approx(1.96 * math.sqrt(2) / math.sqrt(2))
-    assert row.errors["top1"] == 0 and row.errors["perplexity"] == math.inf  # one whole block has no spread
+    assert row.errors["top1"] == 0 and row.errors["perplexity"] == math.inf  # a single block has no standard deviation
     with pytest.raises(KVPassError, match="same tokens"):
         row.beats(quality.Quality("y", (1.0,), (True,), (), 1, 1.0, 1, ()))
 
@@ -170,7 +171,7 @@ def test_a_sliding_layer_counts_what_it_holds():
 
 def test_bits_at_lengths_no_cache_could_have_and_where_there_are_none(sharp):
     at = bits_at(sharp, "kivi", [8192, 131072, 2**40])
-    assert at[8192] > at[131072] > at[2**40] == pytest.approx(3.0, abs=0.01)  # 2-bit codes, 32 bits for 32 of them
+    assert at[8192] > at[131072] > at[2**40] == pytest.approx(3.0, abs=0.01)  # 2-bit values, 32 bits per group of 32
     assert bits_at(sharp, "qaq", [8192]) == {8192: None}
     with pytest.raises(KVPassError, match="calibrated"):
         footprint(sharp, "aqua", 8192)

@@ -1,4 +1,5 @@
-"""Models that evict by scores: the compiled step, `generate`, padding, and what cannot go together."""
+"""Models that evict tokens by attention mass: the compiled step, `generate`, padding, and combinations that are
+refused."""
 
 import copy
 
@@ -31,7 +32,7 @@ CONFIGS = {
 @pytest.mark.compiles
 @pytest.mark.parametrize("name, padded", [*((name, name == "kivi+h2o") for name in CONFIGS if name != "h2o")])
 def test_the_compiled_step_is_the_eager_one(name, padded):
-    """Logits and contents, prompt shorter and longer than the budget, one decode graph throughout."""
+    """Equal logits and contents, with prompts shorter and longer than the budget, in one decode graph."""
     model, ids, mask = llama(), tokens(2, 130), None
     if padded:
         mask = torch.ones_like(ids)
@@ -40,7 +41,7 @@ def test_the_compiled_step_is_the_eager_one(name, padded):
         compiled, mine, report = step_by_step(model, CONFIGS[name], ids, prompt, mask)
         eager, theirs, _ = step_by_step(model, CONFIGS[name], ids, prompt, mask, lowering="eager")
         torch.testing.assert_close(compiled, eager, atol=1e-4, rtol=1e-4)
-        assert sum(graph.compiled for graph in report.graphs) <= 1 + padded  # masks get longer than what is stored
+        assert sum(graph.compiled for graph in report.graphs) <= 1 + padded  # masks outgrow the stored tokens
         assert report.packed == report.fused == 2
         for a, b in zip(mine.layers, theirs.layers, strict=True):
             assert (a.seen, a.tokens) == (b.seen, b.tokens)
@@ -53,7 +54,7 @@ def test_the_compiled_step_is_the_eager_one(name, padded):
 
 @pytest.mark.parametrize("rope", ["post", "pre"])
 def test_positions_stay_right_after_eviction(rope):
-    """Sinks and recent tokens alone are what the untouched model computes when a mask hides the others."""
+    """Sinks and recent tokens alone give the results of the untouched model with a mask that hides the other tokens."""
     policy = StreamingLLM(4, recent=32, exact=16, page_size=16)
     model, ids, prompt = llama(), tokens(1, 110), 90
     config = IdentityConfig(retention=policy, rope=rope)
@@ -75,7 +76,7 @@ def test_positions_stay_right_after_eviction(rope):
 
 
 def test_padding_is_never_attended_to_and_goes_first():
-    """A padded row is the row alone, as long as what it lost was padding."""
+    """A padded row equals the row alone as long as only padding was evicted."""
     model, ids = llama(), tokens(1, 60)
     padded = torch.cat([torch.zeros(1, 30, dtype=torch.long), ids], 1)
     mask = torch.cat([torch.zeros(1, 30, dtype=torch.long), torch.ones_like(ids)], 1)
@@ -94,8 +95,8 @@ def test_padding_is_never_attended_to_and_goes_first():
 
 
 def seen_by_each(spec, padding: list[int], stops: list[int]) -> torch.Tensor:
-    """Who sees whom where padding goes first, then the oldest, if calls end at ``stops``: ``[B, 1, S, S]`` bool. Each
-    row is followed token by token."""
+    """Which query sees which token, if padding is evicted first and then the oldest token, and calls end at ``stops``:
+    ``[B, 1, S, S]`` bool. Each row is simulated token by token."""
     allowed = torch.eye(stops[-1], dtype=torch.bool).repeat(len(padding), 1, 1)
     for row, first in enumerate(padding):
         kept, start = [], 0
@@ -119,7 +120,7 @@ def seen_by_each(spec, padding: list[int], stops: list[int]) -> torch.Tensor:
     ids=["turns", "chunks", "drafts"],
 )
 def test_a_padded_batch_may_take_several_turns(stops, lowering):
-    """Every token is what the untouched model computes when a mask hides what was evicted."""
+    """Every token equals that of the untouched model with a mask that hides evicted tokens."""
     model, ids, padding = llama(layers=1), tokens(2, stops[-1]), [0, 13]
     policy = StreamingLLM(4, recent=48, exact=16, page_size=16)
     spec = IdentityConfig(retention=policy).plan(schemes.LayerGeometry(0, 1, 2, 32, torch.float32, torch.device("cpu")))
@@ -128,7 +129,7 @@ def test_a_padded_batch_may_take_several_turns(stops, lowering):
         allowed = seen_by_each(spec.key, padding, stops)
         expected = model(input_ids=ids, attention_mask=allowed, use_cache=False).logits
     kvpass.apply(model, IdentityConfig(retention=policy), lowering=lowering)
-    model._kvpass.decode_step = model._kvpass.captured  # the pass, without the time that Inductor takes
+    model._kvpass.decode_step = model._kvpass.captured  # the pass alone, without Inductor's compile time
     cache, start = DynamicCache(config=model.config), 0
     for stop in stops:
         got = model(input_ids=ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache).logits
@@ -142,7 +143,7 @@ def test_a_padded_batch_may_take_several_turns(stops, lowering):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["kivi+h2o", "kivi+streaming"])
 def test_a_padded_batch_of_another_size_follows(name):
-    """One prompt alone, and then a padded batch, whole and in chunks."""
+    """One prompt alone, then a padded batch, whole and in chunks."""
     model = kvpass.apply(llama(layers=1), CONFIGS[name], lowering="eager")
     for batch, length, options in ((1, 40, {}), (2, 50, {}), (2, 50, dict(prefill_chunk_size=20))):
         mask = torch.ones(batch, length, dtype=torch.long)
@@ -167,7 +168,7 @@ def test_generate_beams_copies_and_crops():
     step = ids[:, :1]
     first = model(input_ids=step, past_key_values=cache).logits
     assert torch.equal(first, model(input_ids=step, past_key_values=copied).logits)
-    cache.crop(-1)  # what a rejected draft does
+    cache.crop(-1)  # as after a rejected draft
     again = model(input_ids=step, past_key_values=cache).logits
     torch.testing.assert_close(again, first, atol=1e-5, rtol=1e-5)
     with pytest.raises(KVPassError, match="tokens were evicted"):
@@ -180,7 +181,7 @@ def test_generate_beams_copies_and_crops():
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 9, 16])
 def test_a_crop_within_the_rollback_finds_everything_again(steps):
-    """Across a flush and across an eviction: what follows is what would have followed."""
+    """Across a packed page and across an eviction: decoding continues exactly as without the crop."""
     model, ids = llama(), tokens(1, 200)
     for prompt in (100, 108, 115):
         kvpass.apply(model, CONFIGS["h2o"], lowering="eager")
@@ -260,7 +261,7 @@ def test_alibi_is_refused():
 @pytest.mark.nightly
 @pytest.mark.compiles
 def test_predicted_layers_evict_the_same_tokens(tmp_path):
-    """AQUA-KV over H2O: one choice for all layers, so that every layer finds what it was predicted from."""
+    """AQUA-KV over H2O: one choice for all layers, so that every layer finds the tokens it was predicted from."""
     model, ids = llama(layers=3), tokens(1, 150)
     calibration = kvpass.calibrate(model, tokens(4, 200, seed=1), "aqua", progress=False)
     mixed = calibration.retaining(HeavyHitter(32, recent=32))

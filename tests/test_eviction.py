@@ -1,4 +1,4 @@
-"""Scores as an edge, and eviction by them: against lists of tokens, kept and attended to one at a time in float64."""
+"""Attention mass as an output of attention, and eviction by it, against lists of tokens in float64."""
 
 import math
 
@@ -22,7 +22,7 @@ from common import DIM, coded, dense_call, naive_attention, only_reference, rand
 GROUPS, REPEATS = 2, 2  # KV heads, query heads for each
 
 
-# ---------------------------------------------------------------- who stays
+# ---------------------------------------------------------------- which tokens stay
 
 
 @given(seeds, st.integers(0, 24), st.integers(0, 30), st.integers(1, 24))
@@ -44,7 +44,7 @@ def test_the_most_important_stay_and_keep_their_slots(seed, occupied, leaving, b
 
 
 def test_the_oldest_are_known_however_many_tokens_there_have_been():
-    """Beyond 2^24 not every whole number is a float32."""
+    """Above 2^24 float32 does not represent every integer."""
     spec, importance = coded(2, "token", 8, 8, budget=8, evict="age", rollback=8), torch.zeros(1, 1, 0)
     for tokens in [1 << 22] * 5 + [4]:
         total = update_importance(importance, importance.shape[-1], tokens, (), None, spec.retention)
@@ -64,7 +64,7 @@ def test_replaced_tokens_leave_the_others_as_they_were(spec, seed):
         assert torch.equal(after[~new], before[~new])
         alone = dequantize_pages(*quantize_pages(x, spec), spec)
         assert torch.equal(after[:, :, : spec.page_size], alone[:, :, : spec.page_size])
-        if spec.quantizer.per == "token":  # a token is coded alone, wherever it goes
+        if spec.quantizer.per == "token":  # each token is quantized independently of its page
             assert torch.equal(after[new], alone[new])
 
 
@@ -119,7 +119,7 @@ class Layer:
 
 
 class Naive:
-    """The same for one sequence, as a list of (token, key, value, paid) for each KV head."""
+    """The same for one sequence, as a list of (token, key, value, attention mass) for each KV head."""
 
     def __init__(self, spec: CodecSpec):
         self.spec, self.heads, self.seen = spec, [[] for _ in range(GROUPS)], 0
@@ -168,7 +168,7 @@ def draw(seed, length, batch=1):
 @pytest.mark.parametrize("name", POLICIES)
 @given(st.lists(st.one_of(st.just(1), st.integers(1, 40)), min_size=1, max_size=12), st.integers(0, 10), seeds)
 def test_what_stays_and_what_it_was_paid_is_that_of_a_list_of_tokens(name, chunks, padding, seed):
-    """Outputs, the tokens kept in each KV head, and their accumulated scores, for any way to cut a sequence."""
+    """Outputs, the tokens kept in each KV head, and their attention mass, for any way to cut a sequence."""
     layer, length = Layer(IdentityConfig(retention=POLICIES[name])), sum(chunks)
     naive, padding = Naive(layer.spec), min(padding, chunks[0] - 1)
     stream, start = draw(seed, length), 0
@@ -213,7 +213,7 @@ def test_kv_heads_keep_their_own_tokens_unless_the_choice_is_shared():
     for shared in (False, True):
         layer = Layer(IdentityConfig(retention=HeavyHitter(16, recent=8, page_size=8, shared=shared)))
         q, k, v = draw(4, 120)
-        k[:, 1], v[:, 1] = k[:, 0], v[:, 0]  # so that tokens can be compared
+        k[:, 1], v[:, 1] = k[:, 0], v[:, 0]  # so that tokens are comparable
         layer.step(q, k, v)
         keys, _, _ = layer.stored()
         kept[shared] = [{tuple(key.tolist()) for key in keys[0, head]} for head in range(GROUPS)]
@@ -245,7 +245,7 @@ def test_the_fused_attention_pays_what_the_reference_does(config, padding):
 def test_accumulated_scores_are_those_of_attention_in_float64():
     q, k, _ = draw(3, 300)
     paid = attention_mass(dense_call(q, k, k, causal=True, scale=0.25, statistic="sum"), k)
-    eye = torch.eye(300).expand(1, GROUPS, -1, -1)  # values that read the weights off
+    eye = torch.eye(300).expand(1, GROUPS, -1, -1)  # with these values the output is the weights
     weights = naive_attention(q, k, eye, causal=True, scale=0.25)
     torch.testing.assert_close(paid.double(), weights.unflatten(1, (GROUPS, REPEATS)).sum((2, 3)), atol=1e-4, rtol=1e-5)
 
@@ -272,7 +272,7 @@ def test_opcheck_attend_with_scores(queries, statistic, decoded):
 
 
 class Largest(TorchDispatchMode):
-    """Notes the elements of the largest tensor any op returned."""
+    """Records the number of elements of the largest tensor that any op returned."""
 
     numel = 0
 

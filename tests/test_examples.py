@@ -1,4 +1,4 @@
-"""The scripts of examples/ run, with a tiny model that is loaded from a folder as any other."""
+"""The scripts of examples/ run with a tiny model that is loaded from a folder."""
 
 import json
 from functools import partial
@@ -30,7 +30,7 @@ def example(name: str):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A Llama of two layers, and a tokenizer of one token per character."""
+    """A folder with a two-layer Llama and a tokenizer of one token per character."""
     folder = tmp_path_factory.mktemp("model")
     llama().save_pretrained(folder)
     letters = {chr(code): code for code in range(1, VOCABULARY)} | {"<unk>": 0}
@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def uncompiled(monkeypatch, reference_in_this_test):
-    """Steps run as the model wrote them: what is tested here are the scripts."""
+    """Steps run as the model is written, because these tests are about the scripts."""
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
 
 
@@ -99,7 +99,7 @@ def test_a_chat_continues_a_prompt_that_was_saved(folder, tmp_path, uncompiled, 
 
 
 def test_turns_of_a_chat_are_the_tokens_of_its_template(folder):
-    """The parts that the example puts together, and the template applied to the whole conversation."""
+    """The parts that the example concatenates equal the template applied to the whole conversation."""
     chat, (_, tokenizer) = example("chat_saved_prompt"), models.load(folder)
     answer = "Because."
     parts = [
@@ -148,7 +148,7 @@ def test_schemes_are_compared_on_a_text_of_ones_own(folder, text, tmp_path, unco
 
 @pytest.fixture
 def server():
-    """A server of two models that says hello in three events, and what it was asked."""
+    """A server with two models that streams a greeting in three events, and the requests it received."""
     asked = []
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,5 +1,5 @@
-"""No memory, or Ctrl-C, at any step of a call over a cache: it is as before, or as after, or it refuses until it is
-reset. Never anything in between.
+"""Out-of-memory errors and Ctrl-C at any step of a call over a cache: the cache is as before or as after the call, or
+it refuses every use until it is reset.
 
 ``pytest tests/test_faults.py --faults 0`` tries every line of kvpass that runs, instead of some, and prints a table.
 """
@@ -27,23 +27,23 @@ CALLS = {
     "select": (43, lambda cache: cache.batch_select_indices(torch.tensor([1, 1]))),
     "reset": (43, lambda cache: cache.reset()),
 }
-"""Tokens that are stored before, None for as many as make something happen; and the call."""
+"""The number of tokens stored before (None: until the next token completes a page), and the call."""
 FEW = "a step", "a step that packs or evicts", "many tokens", "select"
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def packed(request):
-    """A kind of state, by name, and a model with it."""
+    """The name of a kind of state, and a model with it."""
     torch._dynamo.reset()
     return request.param, kinds.packed(KINDS[request.param])
 
 
 def possible(kind: str, name: str, every: bool) -> bool:
-    """Whether a call can be made at all, and is short enough."""
+    """Whether a call is possible, and short enough."""
     if "not packed" in kind and name in ("crop", "crop beyond the window", "reorder", "select"):
-        return False  # transformers changes the other layers one after another, and says nothing if it ends midway
+        return False  # transformers changes other layers one by one; an interrupted change goes unnoticed
     if name == "crop beyond the window" and "+" in kind:
-        return False  # what is evicted is gone
+        return False  # evicted tokens are gone
     if name == "select" and "cross" in kind:
         return False  # transformers refuses it
     return every or not KINDS[kind].captured or name in FEW

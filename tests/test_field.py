@@ -1,7 +1,8 @@
-"""Every architecture of the installed transformers, built tiny: untouched and packed.
+"""Every architecture of the installed transformers, built tiny: untouched against packed.
 
-``make test-field`` tries all of them and makes docs/architectures.md; without ``--field`` it is the few that each have
-something the others do not. What was found is kept in build/field, and not tried again until kvpass or this changes.
+``make test-field`` tries all of them and writes docs/architectures.md. Without ``--field`` the test covers a few
+architectures, each with a special feature. Findings are stored in build/field, and an architecture is tried again when
+kvpass or this test changes.
 """
 
 import hashlib
@@ -43,7 +44,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.mark.field
 def test_an_architecture_gives_what_it_gave(name: str, pytestconfig: pytest.Config) -> None:
-    """What is refused says so; nothing is silently other, and no error is a raw one."""
+    """Every refusal is a kvpass error; no result is silently wrong, and no other error is raised."""
     if name not in map(str, architectures()):
         pytest.skip("the installed transformers does not have it")
     finding = found(name, pytestconfig.getoption("--steps-by")) if pytestconfig.getoption("--field") else sampled(name)
@@ -53,12 +54,12 @@ def test_an_architecture_gives_what_it_gave(name: str, pytestconfig: pytest.Conf
 
 
 def sampled(name: str) -> Finding:
-    """Without a captured step: those are in `test_zoo`."""
+    """Without captured steps, which `test_zoo` covers."""
     return examine(find(name), "model")
 
 
 def found(name: str, steps_by: str) -> Finding:
-    """What is kept of an earlier run, or found now and kept."""
+    """The stored finding of an earlier run, or a new one, which is then stored."""
     path, key = KEPT / f"{name}.json", f"{_sources()} {steps_by}"
     if path.exists():
         kept = json.loads(path.read_text(encoding="utf-8"))
@@ -72,13 +73,13 @@ def found(name: str, steps_by: str) -> Finding:
 
 
 def _crashed(name: str) -> Finding:
-    """What is left behind if the process ends meanwhile."""
+    """The finding that remains if the process dies."""
     return Finding(name, find(name).group, wrong=dict(process="it ended without an answer"))
 
 
 @cache
 def _sources() -> str:
-    """What a finding depends on: kvpass, transformers, torch, and how it is found."""
+    """Everything that a finding depends on: kvpass, transformers, torch, and the code of the examination."""
     files = [path for folder in ("kvpass", "lowering") for path in sorted((ROOT / folder).rglob("*.py"))]
     files += [Path(__file__).parent / name for name in ("field.py", "inputs.py", "shrink.py")]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]

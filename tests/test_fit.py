@@ -1,4 +1,5 @@
-"""Fit rules: how a group's scale and zero point are found, and what each of them promises about squared error."""
+"""Fit rules: how the scale and zero point of a group are chosen, and the bound on squared error that each rule
+promises."""
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ def with_lsq(x, bits, dtype=torch.float16):
 
 
 def rounding(x, bits, dtype=torch.float16):
-    """What storing scale and zero point in 16 bits may cost: a unit in the last place, in every element."""
+    """The error bound for storing scale and zero point in 16 bits: one unit in the last place, in every element."""
     eps, tiny = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     step = 2 * x.abs().amax(-1).double() * eps + tiny * 2**bits
     return x.shape[-1] * step.square()
@@ -82,7 +83,7 @@ def test_fitting_given_codes_solves_the_least_squares_problem(bits, seed):
 
 @pytest.mark.parametrize("bits, eta", [(1, 1 / 6), (1, 1 / 3), (2, 0.045), (2, 0.09)])
 def test_eta_moves_both_ends_inwards_by_its_share_of_the_range(bits, eta):
-    """Equation 9 of XQuant; codes are those of the uncut range."""
+    """Equation 9 of XQuant; quantized values are those of the full range."""
     x = randn(0, 16, GROUP)
     plain, cut = (coded(bits, "token", GROUP, 8, eta=e) for e in (0.0, eta))
     pages = x.view(1, 1, 16, GROUP)

@@ -1,4 +1,4 @@
-"""A process may call a model in as many ways as it likes: no limit of Dynamo is reached, and each gets its answer."""
+"""A process may call a model in any number of forms: none reaches Dynamo's limit, and each gets the right answer."""
 
 from contextlib import nullcontext
 
@@ -22,7 +22,7 @@ FORMS += [("inference_mode", 2, 0, 1), ("neither", 2, 0, 1)]
 
 
 def answer(model, mode, batch, padding, turns, **asked):
-    """Logits ``[batch, 3 * turns, V]`` behind prompts and two steps after each; a row is the same in every batch."""
+    """Logits ``[batch, 3 * turns, V]`` after prompts and two steps after each; a row is the same in every batch."""
     cache, mask, logits = DynamicCache(config=model.config), torch.ones(batch, 0, dtype=torch.int64), []
     with MODES[mode]():
         for turn, count in enumerate((40, 9, 20)[:turns]):
@@ -41,7 +41,7 @@ def answer(model, mode, batch, padding, turns, **asked):
 
 
 def check_records(out, model, batch, output_hidden_states=False, output_attentions=False):
-    """What was asked for is there, and is of this call."""
+    """Check that the requested outputs are present and belong to this call."""
     layers = model.config.num_hidden_layers
     if output_hidden_states:
         assert len(out.hidden_states) == layers + 1
@@ -53,7 +53,7 @@ def check_records(out, model, batch, output_hidden_states=False, output_attentio
 
 @pytest.fixture(scope="module")
 def expected():
-    """Answers of fresh models to a batch of 7, by scheme and padding."""
+    """Results of fresh models for a batch of 7, by scheme and padding."""
     known = {}
 
     def of(scheme, batch, padding, turns):
@@ -91,7 +91,7 @@ def test_no_form_of_a_compiled_step_counts_towards_the_limit_of_another(expected
 
 @pytest.mark.nightly
 def test_a_form_that_reaches_the_limit_starts_again(expected):
-    """One batch of several, then another: a second graph."""
+    """One batch of several rows, then another: a second graph."""
     model = kvpass.apply(llama(layers=1), "kivi-pre", lowering="eager")
     with torch._dynamo.config.patch(recompile_limit=1):
         assert_answers(model, "kivi-pre", [("no_grad", batch, 0, 1) for batch in (2, 3, 2)], expected)

@@ -1,5 +1,8 @@
-"""Random configs: an error of kvpass's own, or a right result, and nothing else. Direct construction may raise Python's
-TypeError, for names of arguments only; it is not tried here. `--fuzz-examples` tries more."""
+"""Random configs give either an error of kvpass's own or a correct result.
+
+Calling a config class directly may also raise Python's TypeError for the names of arguments, which is not tried here.
+`--fuzz-examples` sets the number of inputs.
+"""
 
 import dataclasses
 import json
@@ -23,7 +26,7 @@ from tiny import llama, step_by_step, tokens
 pytestmark = pytest.mark.usefixtures("reference_lowering")
 
 CLASSES = sorted({type(schemes.get(name)) for name in schemes.available()}, key=lambda cls: cls.name)
-RUN_BYTES = 1 << 20  # larger states are planned, not filled
+RUN_BYTES = 1 << 20  # larger states are only planned
 
 _sizes = st.sampled_from((8, 16, 32, 64) * 4 + (1, 2, 4, 5, 48, 96, 1024, 2**24))
 _by_name = {
@@ -111,12 +114,12 @@ def check_round_trip(config: SchemeConfig) -> None:
 
 
 def check_storage(spec: CodecSpec, layer: LayerGeometry) -> str:
-    """Store tokens by the reference, and see what they decode to."""
+    """Store tokens by the reference, and check what they dequantize to."""
     assert parse(str(spec)) == spec
     tokens = spec.retention.sinks + spec.retention.residual + 2 * spec.page_size + 3
     quantizer = spec.quantizer
     if spec.needs_importance or spec.transform.predictor or quantizer.follows_keys or spec.calibrated:
-        return "planned"  # a cache stores those: `test_a_model_takes_any_config`
+        return "planned"  # only a cache can store these: `test_a_model_takes_any_config`
     if (
         layer.num_key_value_heads * layer.head_dim * (tokens + spec.retention.rollback) * layer.dtype.itemsize
         > RUN_BYTES
@@ -128,7 +131,7 @@ def check_storage(spec: CodecSpec, layer: LayerGeometry) -> str:
     got, behind = state.dequantize(tokens), min(tokens, spec.retention.sinks) + spec.retention.packed(tokens)
     assert got.shape == x.shape and got.dtype == x.dtype and torch.isfinite(got).all()
     if spec.quantizer.raw:
-        # a mean is taken away and added again
+        # a mean is subtracted and added again
         rounded = 2 * torch.finfo(x.dtype).eps if spec.transform.center else 0
         torch.testing.assert_close(got, x, rtol=rounded, atol=rounded)
     if spec.retention.keep == "recent":
@@ -136,7 +139,7 @@ def check_storage(spec: CodecSpec, layer: LayerGeometry) -> str:
         assert torch.equal(got[:, :, behind:], x[:, :, behind:])
     if (
         spec.quantizer.subspace is None and spec.own_codes == 1
-    ):  # nothing moves errors between channels, no codes are another's
+    ):  # no compensation between channels, no shared quantized values
         assert (got - x).double().norm() <= 2 * x.double().norm()
     return "decoded"
 
@@ -174,7 +177,7 @@ def test_a_config_is_refused_in_kvpasss_words_or_stores_tokens(cls, fuzz):
 
 @pytest.mark.slow
 def test_a_model_takes_any_config_or_refuses_it_untouched(fuzz):
-    """Logits of the untouched model if nothing is lost, finite otherwise; nothing is compiled."""
+    """Logits equal the untouched model for lossless configs, and are finite otherwise. Nothing is compiled."""
     model, ids = llama(), tokens(1, 75)
     with torch.no_grad():
         expected = model(input_ids=ids).logits[:, 69:]

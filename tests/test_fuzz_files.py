@@ -1,5 +1,5 @@
-"""Files whose checksum is right and whose contents are not: an error of kvpass's own before the model is touched, or a
-result as good as any."""
+"""Files with a valid checksum and invalid contents: an error of kvpass's own before the model is touched, or a valid
+result."""
 
 import hashlib
 import json
@@ -33,7 +33,7 @@ SCHEMES = {
 
 
 def calibrated(model, fields) -> Calibration:
-    """A calibration of ``model`` that is fitted to noise."""
+    """A calibration of ``model`` fitted to noise."""
     scheme, layers = schemes.get(fields), probe(model)
     if scheme.name == "qaq":
         return Calibration(scheme, {}, describe(model, layers), {}, {"tokens": 9})
@@ -61,7 +61,7 @@ def model():
 
 
 def rewrite(folder, facts: dict, tensors: bytes) -> None:
-    """Files that belong together, whatever is in them."""
+    """Write files with matching checksums, whatever their contents."""
     (folder / TENSORS).write_bytes(tensors)
     if isinstance(facts, dict) and "sha256" in facts:
         facts = {**facts, "sha256": hashlib.sha256(tensors).hexdigest()}
@@ -69,7 +69,7 @@ def rewrite(folder, facts: dict, tensors: bytes) -> None:
 
 
 def check_use(model, folder) -> str:
-    """Load a calibration and decode with it; the model is as it was if that is refused."""
+    """Load a calibration and decode with it. If it is refused, the model is untouched."""
     try:
         calibration = kvpass.load(folder)
         assert str(calibration) and calibration.nbytes >= 0
@@ -81,13 +81,13 @@ def check_use(model, folder) -> str:
 
 
 def saved(model, fields, folder) -> tuple[dict, bytes]:
-    """What `Calibration.save` writes: facts and tensors."""
+    """The metadata and tensors that `Calibration.save` writes."""
     calibrated(model, fields).save(folder)
     return json.loads((folder / FACTS).read_text()), (folder / TENSORS).read_bytes()
 
 
 def share(name: str) -> float:
-    """QAQ captures its prompt, for a second or so."""
+    """A fraction of the number of examples: QAQ captures its prompt, which takes about a second."""
     return 0.1 if name == "qaq" else 1.0
 
 

@@ -1,4 +1,5 @@
-"""Unmodified ``model.generate`` over a packed cache: the compiled path gives the eager packed path's tokens."""
+"""Unmodified ``model.generate`` over a packed cache: the compiled path gives the same tokens as the eager packed
+path."""
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ SCHEMES = ["kivi", "squat"]
 
 @pytest.fixture(scope="module", params=SCHEMES)
 def models(request):
-    """The same weights, once compiled and once eager, under one scheme."""
+    """The same weights under one scheme, in a compiled and an eager model."""
     torch._dynamo.reset()
     compiled = kvpass.apply(llama(), scheme=request.param)
     eager = kvpass.apply(llama(), scheme=request.param, lowering="eager")
@@ -74,8 +75,8 @@ def test_a_second_turn_continues_the_same_cache(models):
 
 @pytest.mark.slow
 def test_drafts_of_any_length_are_verified_by_one_graph():
-    """Across flushes, with rejections, and between steps of one token. Calls of a few tokens that do not follow one
-    another, as short turns of a chat, are not compiled for."""
+    """While pages are packed, with rejections, and between steps of one token. Short calls that are not consecutive,
+    such as short chat turns, are not compiled."""
     torch._dynamo.reset()
     compiled, eager = (kvpass.apply(llama(), "kivi", lowering=lowering) for lowering in ("auto", "eager"))
     graphs = []
@@ -149,7 +150,7 @@ def test_every_scheme_generates_compiled_what_it_generates_eagerly(name):
     for mine, theirs in zip(cache.layers, other.layers, strict=True):
         assert mine.tokens == theirs.tokens == 189
         for a, b in zip(mine.states(), theirs.states(), strict=True):
-            prompt = a.spec.retention.pages(120)  # packed by the prompt, eagerly in both
+            prompt = a.spec.retention.pages(120)  # pages packed by the prompt, eagerly in both
             assert torch.equal(a.codes[:, :, :prompt], b.codes[:, :, :prompt])
             torch.testing.assert_close(a.dequantize(189)[:, :, -8:], b.dequantize(189)[:, :, -8:], atol=1e-4, rtol=1e-4)
     report = kvpass.explain(compiled)

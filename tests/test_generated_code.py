@@ -1,4 +1,4 @@
-"""What the kernels of Inductor allocate, read off the code it generates."""
+"""Allocations of Inductor's kernels, read from the code it generates."""
 
 import math
 import re
@@ -24,8 +24,9 @@ SPECS = coded(2, "channel", PAGE, PAGE), coded(2, "token", 32, PAGE, residual=PA
 
 
 def allocations(run) -> list[tuple[int, str]]:
-    """Elements and dtype of each tensor that the kernel ``run`` compiles makes, if it is called with `PAGES` pages."""
-    with config.patch(fx_graph_cache=False):  # what is kept on disk has no code to show
+    """Number of elements and dtype of each tensor that the compiled kernel ``run`` allocates, when called with `PAGES`
+    pages."""
+    with config.patch(fx_graph_cache=False):  # a cached kernel would show no code
         _, codes = run_and_get_code(run)
     found = []
     for shape, dtype in re.findall(r"= empty_strided\w*\(\((.*?)\), \(.*?\), torch\.(\w+)\)", codes[-1]):
@@ -35,7 +36,7 @@ def allocations(run) -> list[tuple[int, str]]:
 
 
 def attend(specs, n=200):
-    """`attend` of one query token over ``n``, compiled anew."""
+    """`attend` of one query token over ``n`` tokens, compiled again."""
     inductor_attend.attend_kernel.cache_clear()
     states = [state_of(spec, randn(i, 1, HEADS, n, DIM), room=n) for i, spec in enumerate(specs)]
     packed = [Pack.of(state.pack, state.spec) for state in states]
@@ -44,7 +45,7 @@ def attend(specs, n=200):
 
 
 def decode_then_attend(specs):
-    """The same over pages alone, in the words of the reference."""
+    """The same over pages alone, as the reference computes it."""
     states = [state_of(spec, randn(i, 1, HEADS, 200, DIM), room=200) for i, spec in enumerate(specs)]
     pools = [pool[:, :, :5].contiguous() for state in states for pool in (state.codes, state.scale, state.zero_point)]
 
@@ -58,7 +59,7 @@ def decode_then_attend(specs):
 
 
 def test_attend_makes_nothing_as_large_as_keys_and_no_copy_of_a_pool(monkeypatch):
-    """Scores are the largest: one for each query head and token. By Inductor, as under masks."""
+    """Scores are the largest tensor: one per query head and token. By Inductor, which runs attention with masks."""
     made = allocations(partial(attend, SPECS))
     assert max(elements for elements, _ in made) <= Q_HEADS * (PAGES * PAGE + 200)
     assert {dtype for _, dtype in made} <= {"float32", "int64", "bool"}

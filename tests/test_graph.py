@@ -1,4 +1,5 @@
-"""The pass on captured graphs: one decode graph, nothing lost, nothing cloned, contents as eager leaves them."""
+"""The pass on captured graphs: one decode graph, nothing lost, nothing cloned, and the same cache contents as in eager
+mode."""
 
 import copy
 import re
@@ -57,7 +58,7 @@ def states(cache):
 
 
 class Recorder(Backend):
-    """A backend that keeps the graph it captured and the one it made of it."""
+    """A backend that stores the graph it captured and the rewritten one."""
 
     def __call__(self, gm, example_inputs):
         self.captured = gm
@@ -86,7 +87,7 @@ def test_the_rewritten_graph_leaves_the_contents_eager_leaves_bit_for_bit(attent
             torch.testing.assert_close(
                 getattr(mine, name)[:, :, :used], getattr(theirs, name)[:, :, :used], atol=2e-3, rtol=2e-3
             )
-        before = mine.spec.retention.pages(70)  # what this run did not write is untouched, bit for bit
+        before = mine.spec.retention.pages(70)  # pages that this run did not write are unchanged, bit for bit
         assert torch.equal(mine.codes[:, :, :before], theirs.codes[:, :, :before])
     first = states(other)[0], states(cache)[0]  # layer 0 sees the same inputs in both: equal bit for bit throughout
     for (name, mine), (_, theirs) in zip(first[0].tensors(), first[1].tensors(), strict=True):
@@ -131,7 +132,7 @@ def test_a_new_cache_and_another_prompt_length_reuse_the_graph():
 
 @pytest.mark.slow
 def test_a_padded_call_after_an_unpadded_one_is_masked():
-    """The decision to drop a mask is taken at every call."""
+    """Whether to drop a mask is decided in every call."""
     model, eager = kvpass.apply(llama()), kvpass.apply(llama(), lowering="eager")
     for mask in (torch.ones(2, 41), torch.cat([torch.zeros(2, 9), torch.ones(2, 32)], 1), torch.ones(2, 41)):
         mask, outputs = mask.long(), []
@@ -168,7 +169,7 @@ def test_verification_of_several_tokens_over_a_compiled_cache():
 
 @pytest.mark.compiles
 def test_the_generated_code_holds_no_buffer_of_codes_and_no_host_sync():
-    """An opaque op fed a view, or a write right after a read, makes Inductor clone whole pools."""
+    """An opaque op with a view as input, or a write right after a read, would make Inductor clone whole pools."""
     model = kvpass.apply(llama(), scheme="kivi")
     cache = prefilled(model)
     _, codes = run_and_get_code(lambda: run(model, tokens(1, 2), cache))
@@ -189,7 +190,7 @@ def captured_graph(model, recorder):
 
 @pytest.mark.slow
 def test_a_structural_mask_is_dropped_and_a_padding_mask_is_not():
-    """Eager attention adds a mask even where it hides nothing; the pass finds that out by evaluating it."""
+    """Eager attention adds a mask even if it hides nothing. The pass detects this by evaluating the mask."""
     model = kvpass.apply(llama("eager"), scheme="kivi")
     recorder = Recorder(interpret=True)
     captured_graph(model, recorder)
@@ -206,7 +207,7 @@ def test_a_structural_mask_is_dropped_and_a_padding_mask_is_not():
 
 
 def test_a_mask_of_lengths_and_a_constant_is_structure():
-    """transformers 5.17 puts masks together so; a constant that hides something is seen, not guessed."""
+    """transformers 5.17 builds masks this way. A constant that hides something is read, not guessed."""
     for hidden, verdict in ((0.0, "full"), (float("-inf"), None)):
         graph = torch.fx.Graph()
         seen = graph.call_function(torch.ops.aten.ones.default, ([2, 4],), {"dtype": torch.bool})
@@ -359,7 +360,7 @@ def test_a_mode_reaches_inductor_and_changes_nothing_on_the_cpu(monkeypatch, ref
         return compile_fx(*args)
 
     monkeypatch.setattr(backend, "compile_fx", noted)
-    for mode in (None, "reduce-overhead"):  # of a scheme whose steps cannot be replayed as a whole
+    for mode in (None, "reduce-overhead"):  # for a scheme whose steps cannot be replayed as a whole
         model = kvpass.apply(llama(layers=1), scheme="kivi+h2o", mode=mode)
         logits.append(run(model, tokens(1, 3), prefilled(model, 40))[0])
     assert seen == [False, True] and torch.equal(*logits)
@@ -370,7 +371,7 @@ def test_a_mode_reaches_inductor_and_changes_nothing_on_the_cpu(monkeypatch, ref
 @pytest.mark.nightly
 @pytest.mark.compiles
 def test_models_of_other_shapes_in_the_same_process_do_not_make_a_graph_dynamic():
-    """Dynamo remembers by function which ints and floats varied; an attention scale must stay a constant."""
+    """Dynamo remembers per function which ints and floats varied; an attention scale must stay a constant."""
     for head_dim, kv_heads in ((32, 2), (64, 1)):
         model = kvpass.apply(llama(head_dim=head_dim, kv_heads=kv_heads), scheme="kivi-pre")
         run(model, tokens(1, 3), prefilled(model, 40))

@@ -1,14 +1,15 @@
-"""Whole histories of caches: what is fed, taken back, reordered, copied, reset and what fails, in any order.
+"""Random histories of caches: tokens fed and cropped, rows reordered, caches copied and reset, and failures, in any
+order.
 
 A cache is compared with
 
-* the untouched model over a `DynamicCache` with the same history, where nothing is lost;
-* the untouched model over what the cache decodes to, at each call;
-* states of the first layer that are fed all surviving tokens at once, bit for bit;
-* a replay on a fresh cache of what its rows were fed, without copies, failures, resets and changes of the batch;
-* itself, when something happened to another one.
+* the untouched model over a `DynamicCache` with the same history, for lossless schemes;
+* the untouched model over the dequantized cache, at each call;
+* states of the first layer that receive all surviving tokens at once, bit for bit;
+* a fresh cache that receives the tokens of each row, without copies, failures, resets and batch changes;
+* itself, after changes to another cache.
 
-``KVPASS_HISTORIES=500 pytest tests/test_histories.py`` tries so many of each kind, others each time.
+``KVPASS_HISTORIES=500 pytest tests/test_histories.py`` tries 500 of each kind, different ones in each run.
 """
 
 import copy
@@ -45,10 +46,10 @@ from tiny import llama, tokens
 pytestmark = [pytest.mark.usefixtures("reference_lowering"), pytest.mark.slow]
 
 MANY = int(os.environ.get("KVPASS_HISTORIES", 0))
-ROLLBACK = 16  # tokens that every scheme takes back without loss
+ROLLBACK = 16  # tokens that every scheme can crop without loss
 PADDED_EVICTION = True  # to be switched on with defect 6 of issue 19: a second turn after padding raises IndexError
 LONGEST = 300  # tokens of a history
-ALIVE = 3  # caches at once
+ALIVE = 3  # caches at the same time
 CLOSE = dict(atol=1e-4, rtol=1e-4)
 
 LOSSLESS = {
@@ -68,7 +69,7 @@ PACKED = {
     "higgs": schemes.get("higgs", residual=16, group_size=16),
     "higgs, centred": schemes.get("higgs-sinks", residual=16, group_size=16),
 }
-CAPTURED = {  # what is stored depends on attention, or on positions: every call of several tokens is captured
+CAPTURED = {  # stored values depend on attention or positions, so every call of several tokens is captured
     "identity-pre": IdentityConfig(residual=16, rope="pre"),
     "kivi-pre": KIVIConfig(residual=16, group_size=16, rope="pre"),
     "h2o, not full": IdentityConfig(retention=HeavyHitter(512, recent=24, page_size=8)),
@@ -91,7 +92,7 @@ def saved_and_loaded(cache, model):
         return kvpass.load_cache(kvpass.save_cache(cache, f"{folder}/cache.safetensors"), model)
 
 
-ROUND_TRIPS = {  # ways to a cache that is as the one it came from
+ROUND_TRIPS = {  # ways to obtain an equal cache
     "copy.deepcopy": lambda cache, model: copy.deepcopy(cache),
     "pickle": lambda cache, model: pickle.loads(pickle.dumps(cache)),
     "save_cache": saved_and_loaded,
@@ -102,23 +103,23 @@ whichs, seeds = st.integers(0, ALIVE - 1), st.integers(0, 99)
 counts = st.one_of(st.just(1), st.integers(2, 9), st.integers(10, 80))  # of tokens fed at once
 thens = st.sampled_from([0, 1, 2, 5, 20])  # tokens fed one by one
 firsts = st.tuples(st.integers(1, 3), counts, st.none() | st.lists(st.integers(0, 9), min_size=3, max_size=3))
-"""Batch, tokens, and those of each row that are padding."""
+"""Batch size, number of tokens, and number of padding tokens in each row."""
 
 
 @functools.cache
 def models(layers: int, name: str | None = None):
-    """A tiny model with the scheme of that name, once a process; without a name, the same model untouched."""
+    """A tiny model with the scheme of that name, created once per process; without a name, the same model untouched."""
     model = llama(head_dim=16, layers=layers)
     return model if name is None else kvpass.apply(model, CONFIGS[name], lowering="eager")
 
 
 class Injected(Exception):
-    """What fails in `failing`."""
+    """The error that `failing` raises."""
 
 
 @contextmanager
 def failing(at: int, before: bool):
-    """Within it, op number ``at`` of kvpass raises `Injected`, ``before`` or after it has run."""
+    """A context in which op number ``at`` of kvpass raises `Injected`, ``before`` or after it has run."""
     left = at
 
     def wrapped(run):
@@ -145,7 +146,7 @@ def failing(at: int, before: bool):
 
 @dataclass
 class Call:
-    """What one call was given: ids ``[B, S]`` behind ``start`` tokens, and a mask ``[B, T]`` if there is padding."""
+    """The arguments of one call: ids ``[B, S]`` after ``start`` tokens, and a mask ``[B, T]`` if there is padding."""
 
     ids: torch.Tensor
     mask: torch.Tensor | None
@@ -163,28 +164,28 @@ class Call:
         return Call(self.ids[rows], None if self.mask is None else self.mask[rows], self.start)
 
     def tokens_of(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits of those of its tokens that are not padding."""
+        """The logits of its tokens that are not padding."""
         return logits if self.mask is None else logits[self.mask[:, self.start :].bool()]
 
 
 @dataclass
 class Member:
-    """A cache, and what happened to it since it was empty."""
+    """A cache, and its history since it was empty."""
 
     cache: DynamicCache
     plain: DynamicCache  # of the untouched model, with the same history
-    log: list[Call | int] = field(default_factory=list)  # calls, and tokens that were taken back
+    log: list[Call | int] = field(default_factory=list)  # calls, and numbers of cropped tokens
     mask: torch.Tensor | None = None
     reordered: bool = False
-    restored: bool = False  # a crop brought back decoded tokens
-    kept_from: int = 0  # tokens before it may be decoded ones if a crop needs them
-    forgot: bool = False  # exact tokens behind the window, which a file does not hold and a failure overwrites
+    restored: bool = False  # a crop put dequantized tokens into the window
+    kept_from: int = 0  # a crop may restore tokens before this position from pages, dequantized
+    forgot: bool = False  # exact tokens beyond the window, which a file does not hold and a failure overwrites
 
     def forget(self) -> None:
         self.kept_from, self.forgot = self.length, True
 
     logits: torch.Tensor | None = None  # of the last call
-    snapshot: list[torch.Tensor] | None = None  # what it held when it was looked at last; None if it changed since
+    snapshot: list[torch.Tensor] | None = None  # contents when it was last checked; None if it has changed since
 
     @property
     def length(self) -> int:
@@ -195,12 +196,12 @@ class Member:
         return self.plain.layers[0].keys.shape[0]
 
     def contents(self) -> list[torch.Tensor]:
-        """Keys and values of each layer, decoded."""
+        """Keys and values of each layer, dequantized."""
         return [x + 0 for layer in self.cache.layers for x in (layer.keys, layer.values)] if self.length else []
 
 
 class Histories(RuleBasedStateMachine):
-    """Histories of caches of the scheme ``name``. What changes a cache is followed by calls over it."""
+    """Histories of caches of the scheme ``name``. Every change of a cache is followed by calls over it."""
 
     name: str
     members: list[Member]
@@ -270,7 +271,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(which=whichs, how=st.sampled_from(sorted(ROUND_TRIPS)), both=st.booleans(), then=thens, seed=seeds)
     def round_trip(self, which, how, both, then, seed):
-        """The copy goes on, alone or ``both``."""
+        """The copy continues, alone or ``both``."""
         member = self.a_member(which)
         other = copy.copy(member)
         other.cache, other.plain, other.log = (
@@ -289,7 +290,8 @@ class Histories(RuleBasedStateMachine):
 
     @rule(which=whichs, count=counts, at=st.integers(0, 7), before=st.booleans(), first=firsts, then=thens, seed=seeds)
     def fail(self, which, count, at, before, first, then, seed):
-        """The cache is as before, or refuses until it is reset, which it may only if tokens have lost their places."""
+        """The cache is as before, or refuses every use until it is reset. It may refuse only if tokens have been
+        overwritten or moved."""
         member = self.a_member(which)
         if member.length + count > LONGEST:
             return
@@ -322,7 +324,7 @@ class Histories(RuleBasedStateMachine):
         self.go_on(member, then, seed)
 
     def go_on(self, member: Member, count: int, seed: int) -> None:
-        """Feed some tokens, one by one."""
+        """Feed further tokens, one by one."""
         for i in range(min(count, LONGEST - member.length)):
             self.run(member, self.a_call(member, 1, seed + i), compare=i == count - 1)
 
@@ -333,7 +335,7 @@ class Histories(RuleBasedStateMachine):
         return Call(tokens(member.batch, count, seed=seed), mask, member.length)
 
     def refuses(self, member: Member) -> bool:
-        """Whether the next call is refused. One that is not is taken back."""
+        """Whether the next call is refused. A call that is not refused is cropped again."""
         tried = copy.deepcopy(member.cache)
         try:
             self.model(**self.a_call(member, 1, 0).arguments, past_key_values=tried)
@@ -351,8 +353,8 @@ class Histories(RuleBasedStateMachine):
             torch.testing.assert_close(call.tokens_of(member.logits), decoded, **CLOSE)
 
     def after_decoded(self, member: Member, call: Call) -> torch.Tensor | None:
-        """Logits of the untouched model over what the cache decodes to; None where keys still have to be rotated, and
-        where a mask does not say what is left."""
+        """Logits of the untouched model over the dequantized cache; None if keys still have to be rotated, or if a mask
+        cannot express which tokens are left."""
         gone = member.length and member.cache.layers[0].tokens < member.length
         if self.pre_rope or not member.length or (gone and call.mask is not None):
             return None
@@ -376,7 +378,7 @@ class Histories(RuleBasedStateMachine):
             self.look_at(member)
 
     def look_at(self, member: Member) -> None:
-        """See that nothing happened to ``member``; if something did, check it against the untouched cache."""
+        """Check that ``member`` is unchanged; if it was changed on purpose, compare it with the untouched cache."""
         if member.snapshot is None:
             member.snapshot = member.contents()
             self.check(member)

@@ -1,5 +1,7 @@
-"""What changes about a model between two steps: hooks that come, go or change, adapters, attributes and configs. Steps
-that were compiled before, or are called again without guards, compute what the untouched model computes."""
+"""Changes of a model between two steps: hooks that are added, removed or changed, adapters, attributes and configs.
+
+Steps that were compiled before, or are called again without guards, give the results of the untouched model.
+"""
 
 from types import MethodType, SimpleNamespace
 
@@ -23,13 +25,13 @@ MODES = {"eager": dict(lowering="eager"), "default": {}, "reduce-overhead": dict
 
 @pytest.fixture(autouse=True)
 def reference(reference_in_this_test, monkeypatch):
-    """What a step consists of is tested elsewhere, and so is what Inductor makes of its graph."""
+    """Other tests cover the contents of a step, and Inductor's version of its graph."""
     monkeypatch.setattr(Backend, "_compiled", lambda self, module, inputs: (module.recompile(), module.forward)[1])
 
 
 @torch.no_grad()
 def decoded(model, changes, prompt=20):
-    """Logits behind a prompt and behind a step after each of ``changes`` of the model; None for none."""
+    """Logits after a prompt and after a step that follows each of ``changes`` to the model; None means no change."""
     cache, ids = DynamicCache(config=model.config), tokens(1, prompt + len(changes))
     logits = [model(input_ids=ids[:, :prompt], past_key_values=cache).logits[:, -1]]
     for step, change in enumerate(changes, prompt):
@@ -40,7 +42,8 @@ def decoded(model, changes, prompt=20):
 
 
 class Steering:
-    """Changes of hooks: one adds to a layer's output, one doubles a layer's input, and one is of every module."""
+    """Hooks to add or remove: one adds to a layer's output, one doubles a layer's input, and one applies to every
+    module."""
 
     def __init__(self):
         self.state, self.seen, self.handles = {"strength": 1.0}, [], []
@@ -94,7 +97,7 @@ def test_hooks_come_change_and_go_while_decoding(mode):
 
 @pytest.mark.slow
 def test_hooks_come_and_go_where_the_forward_is_captured_as_a_whole():
-    """Keys before RoPE, all exact in the window here: prompts are captured too, and so are steps with hooks."""
+    """Keys are stored before RoPE, and all are exact here. Prompts are captured too, and so are steps with hooks."""
     strength = {"by": 1.0}
 
     def add(model):
@@ -159,7 +162,7 @@ def test_hooks_are_found_on_modules_that_came_later_and_in_dicts_that_were_repla
 
 
 class Reading(nn.Module):
-    """A norm that reads what a module may hold."""
+    """A norm that reads every kind of attribute that a module may have."""
 
     def __init__(self, inner, config):
         super().__init__()
@@ -215,7 +218,7 @@ def test_a_model_is_watched(change):
     model = reading()
     watch = Watch(model)
     assert watch.changed() and not watch.changed()
-    model.model.norm.scale = float("2")  # another object that says the same
+    model.model.norm.scale = float("2")  # another object with the same value
     assert not watch.changed()
     change(model)
     assert watch.changed() and not watch.changed()
@@ -231,7 +234,7 @@ def test_attributes_and_fields_of_a_config_change_while_decoding(mode):
 
 
 def with_adapters(model):
-    """Two adapters in ``model`` itself, neither of them nothing."""
+    """Two adapters in ``model`` itself, both with an effect."""
     peft = pytest.importorskip("peft")
     for name, seed in (("one", 1), ("two", 2)):
         torch.manual_seed(seed)

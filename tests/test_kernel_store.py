@@ -1,4 +1,5 @@
-"""`kernel_store` and `background_compile` of `kvpass.lowering.inductor`: kernels on disk, and who puts them there."""
+"""`kernel_store` and `background_compile` of `kvpass.lowering.inductor`: kernels on disk, and the processes that put
+them there."""
 
 import logging
 
@@ -21,7 +22,7 @@ traced = []
 
 @Kernel
 def scaled_sum(factor: float) -> Program:
-    """Also compiled by other processes, which find it by its name."""
+    """Other processes compile it too, and find it by its name."""
 
     def fn(x):
         traced.append(factor)
@@ -32,7 +33,7 @@ def scaled_sum(factor: float) -> Program:
 
 @pytest.fixture
 def empty():
-    """Nothing is compiled, neither here nor on disk."""
+    """No kernel is compiled, neither in memory nor on disk."""
     with fresh_inductor_cache():
         scaled_sum.cache_clear()
         traced.clear()
@@ -131,7 +132,7 @@ def test_another_process_compiles_what_it_is_told_and_what_it_cannot_is_compiled
     background_compile.start(CPU, [(scaled_sum.name, (2.0,)), ("no.such.kernel", (1,)), (scaled_sum.name, (3.0,))])
     check(2.0, 7)
     assert not traced
-    check(3.0, 7)  # that process is gone by then
+    check(3.0, 7)  # that process has ended by then
     assert traced == [3.0] and not background_compile._pending
 
 

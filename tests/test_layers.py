@@ -1,4 +1,5 @@
-"""Schemes that treat layers differently: XQuant's shared codes, AsymKV's widths, and what they cost in bytes."""
+"""Schemes that treat layers differently: XQuant's shared quantized values, AsymKV's bit widths, and their cost in
+bytes."""
 
 import copy
 import re
@@ -46,7 +47,7 @@ def four_layers():
 
 
 def test_the_default_is_the_papers_1_38_bit_setting():
-    """Table 9, Mistral: stored code bits of keys and values over 32 layers, as the paper counts them."""
+    """Table 9, Mistral: bits of stored quantized keys and values over 32 layers, as the paper counts them."""
     stored = 0
     for plan in plans(XQuantConfig()).values():
         stored += plan.key.bits * (plan.key_source is None) + plan.value.bits * (plan.value_source is None)
@@ -155,7 +156,7 @@ SPEC = dict(bits=2, per="channel", group_size=16, page_size=16)
 
 @given(seeds, st.sampled_from(("channel", "token")), st.sampled_from((1, 2, 4)), st.floats(0.5, 3), st.floats(-2, 2))
 def test_sharing_is_exact_between_increasing_affine_maps(seed, per, bits, factor, shift):
-    """As far as 16-bit scales and zero points allow: the codes are the same but for ties."""
+    """As far as 16-bit scales and zero points allow: quantized values are equal except for ties."""
     own = coded(bits, per, 16, 16)
     shared = coded(bits, per, 16, 16, own_codes=0.0)
     x = randn(seed, 1, 2, 48, DIM)
@@ -165,7 +166,7 @@ def test_sharing_is_exact_between_increasing_affine_maps(seed, per, bits, factor
     stored = share_codes(codes, y, quantize_pages(y, shared), shared)
     assert torch.equal(stored[0], codes) and torch.equal(stored[1], alone[1]) and torch.equal(stored[2], alone[2])
     differ = unpack(alone[0], bits) != unpack(codes, bits)
-    assert differ.float().mean() < 0.01  # ties that rounding of the scales decides
+    assert differ.float().mean() < 0.01  # ties, decided by rounding of scales
     error = (dequantize_pages(*stored, shared) - y).abs()
     span = alone[1].float().max() * 0.5
     assert error.max() <= span * 1.02 + 0.01
@@ -259,7 +260,7 @@ def test_compiled_contents_are_those_of_eager(config):
 
 
 def closed_form(name: str, tokens: int, batch: int, heads: int, dim: int, index: int, depth: int) -> int:
-    """Bytes a layer keeps for float32 models, from what the scheme's description says, for ``tokens`` allocated."""
+    """Bytes of one layer of a float32 model with ``tokens`` allocated tokens, from the description of the scheme."""
     if name == "identity":
         raise AssertionError("not a quantizer")
     group, k_page, k_keep, v_page, v_keep, sinks = 32, 32, 0, 32, 32, 0

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness takes a model that kvpass is applied to, and generates through its packed cache."""
+"""lm-evaluation-harness accepts a model that kvpass is applied to, and generates through its packed cache."""
 
 import json
 import string
@@ -27,7 +27,7 @@ def tokenizer():
 
 @pytest.fixture
 def task(tmp_path):
-    """Two questions of a task that generates: one that only ranks answers would never read a cache."""
+    """Two questions of a task that generates. A task that only ranks answers would never read a cache."""
     from lm_eval.api.task import ConfigurableTask
 
     path = tmp_path / "test.jsonl"
@@ -61,7 +61,7 @@ def test_the_harness_generates_through_the_packed_cache(tokenizer, task):
     def answers():
         harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1)
         results = evaluator.simple_evaluate(harness, tasks=[task], log_samples=True, bootstrap_iters=0)
-        assert results["results"]["tiny"]["exact_match,none"] == 0  # a random model knows nothing
+        assert results["results"]["tiny"]["exact_match,none"] == 0  # a random model answers nothing correctly
         return [sample["filtered_resps"] for sample in results["samples"]["tiny"]]
 
     full, found = answers(), {}

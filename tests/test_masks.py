@@ -1,4 +1,4 @@
-"""Which masks are dropped: those that are proven, at every length, to be no mask or causality, and no others."""
+"""A mask is dropped if and only if it is proven, at every length, to be equivalent to no mask or to causality."""
 
 import re
 
@@ -28,7 +28,7 @@ def square(past: int, total: int, value: float = 1.0) -> Tensor:
     return torch.full((total - past, total), value)
 
 
-CAUSAL = {  # masks of queries i and keys j, with the tokens before the queries and all of them
+CAUSAL = {  # masks of queries i and keys j, given the number of past tokens and of all tokens
     "compared": lambda i, j, past, total: j <= i,
     "compared the other way": lambda i, j, past, total: i >= j,
     "negated": lambda i, j, past, total: ~(j > i),
@@ -64,7 +64,7 @@ def window(width):
     return lambda i, j, past, total: (j <= i) & (j > i - width)
 
 
-OTHERS = {  # with where they first hide, or show, what causality does not
+OTHERS = {  # and the index where they first differ from causality
     "window": (window(96), 96),
     "window of a constant": (lambda i, j, past, total: window(torch.tensor(96))(i, j, past, total), 96),
     "window of a table": (lambda i, j, past, total: window(torch.arange(90, 97)[-1])(i, j, past, total), 96),
@@ -91,13 +91,14 @@ MASKS = {**ONE_ROW, **{name: mask for name, (mask, _) in OTHERS.items()}}
 
 
 def concrete(mask, past: int, queries: int) -> Tensor:
-    """``mask`` of the last ``queries`` tokens."""
+    """The rows of ``mask`` for the last ``queries`` tokens."""
     total = past + queries
     return mask(torch.arange(past, total)[:, None], torch.arange(total)[None], past, total)
 
 
 def verdict(mask, queries: int) -> str | None:
-    """What the pass makes of ``mask`` in a graph for any length, and any number of queries if that is not 1."""
+    """What the pass concludes about ``mask`` in a graph for any length, and for any number of queries if it is not
+    1."""
 
     def symbolic(new, all_tokens):
         return concrete(mask, all_tokens.shape[0] - new.shape[0], new.shape[0])
@@ -110,7 +111,7 @@ def verdict(mask, queries: int) -> str | None:
 
 
 def hides_as(mask, kind: str, past: int, queries: int) -> bool:
-    """Whether ``mask`` shows each query the keys that ``kind`` says, found by looking."""
+    """Whether ``mask`` shows each query exactly the keys of ``kind``, by comparing elements."""
     got, total = concrete(mask, past, queries), past + queries
     if got.dtype != torch.bool:
         if not ((got == 0) | (got <= LEAST / 2)).all():
@@ -141,7 +142,7 @@ def test_a_mask_that_is_something_else_at_any_length_stays(name):
 
 
 class Masked(nn.Module):
-    """One layer, a cache passed in and out, and a mask of one's own."""
+    """One layer, with a cache passed in and out and a custom mask."""
 
     def __init__(self, mask):
         super().__init__()
@@ -163,7 +164,7 @@ class Masked(nn.Module):
 
 @torch.no_grad()
 def logits_of(model, ids: Tensor, prompt: int) -> Tensor:
-    """Logits behind the prompt, each token after it, and five at once in the end."""
+    """Logits after the prompt, after each further token, and after five tokens at once at the end."""
     rows, past = [], None
     parts = [ids[:, :prompt], *ids[:, prompt:-5].split(1, 1), ids[:, -5:]]
     for part in parts:
@@ -198,7 +199,7 @@ def test_a_decoder_with_a_mask_of_its_own_is_right_beyond_where_the_mask_changes
 @pytest.mark.parametrize("lowering", ["eager", "auto"])
 @torch.no_grad()
 def test_a_padding_mask_of_the_new_tokens_only_means_what_it_means_to_the_model(lowering):
-    """transformers takes it for the first tokens, and the others are hidden."""
+    """transformers applies it to the first tokens and hides the others."""
     torch._dynamo.reset()
     model, ids, outputs = llama(layers=1), tokens(2, 31), []
     for packed in (False, True):
@@ -220,7 +221,7 @@ breakpoints = st.one_of(st.integers(-3, 60), st.sampled_from((96, 127, 128, 300,
 
 
 def combined(shorter):
-    """Masks made of ``shorter`` ones; each is a function and the constants in it."""
+    """Masks composed of ``shorter`` masks; each is a function and the constants in it."""
     two = st.tuples(shorter, shorter)
     return st.one_of(
         two.map(lambda p: (lambda i, j: p[0][0](i, j) & p[1][0](i, j), p[0][1] + p[1][1])),
@@ -295,7 +296,7 @@ def test_inequalities_that_contradict_each_other_are_found_out():
 
 @pytest.fixture
 def on_an_accelerator(monkeypatch):
-    """As if to read a mask were to wait. Counts how often that is done."""
+    """Pretend that reading a mask waits for a device. Counts how often masks are read."""
     reads, read = [], PaddingMasks.read
 
     def counted(mask):
@@ -308,7 +309,7 @@ def on_an_accelerator(monkeypatch):
 
 
 def handed_a_mask(model, monkeypatch) -> list[bool]:
-    """Whether each call from now on is run with a mask."""
+    """Whether each later call is run with a mask."""
     masked, leave_out = [], model._kvpass._leave_out
 
     def watched(kwargs, *args):
@@ -320,7 +321,7 @@ def handed_a_mask(model, monkeypatch) -> list[bool]:
 
 
 def test_a_mask_of_ones_that_generate_extends_is_read_once_on_an_accelerator(on_an_accelerator, monkeypatch):
-    """Step by step, as generate does it: some versions of transformers drop such a mask before their first step."""
+    """Step by step, like generate: some versions of transformers drop such a mask before their first step."""
     model, ids, cache = kvpass.apply(llama(), scheme="kivi", lowering="eager"), tokens(2, 40), DynamicCache()
     masked = handed_a_mask(model, monkeypatch)
     given = dict(attention_mask=torch.ones(2, 34, dtype=torch.long))
@@ -351,7 +352,7 @@ def test_a_mask_that_hides_something_stays_on_an_accelerator(on_an_accelerator, 
 @pytest.mark.slow_cases("eager")
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_left_padding_is_a_start_of_each_row_on_an_accelerator(attention, on_an_accelerator, monkeypatch):
-    """Its graphs have no mask, and say the same as one that masks."""
+    """The graphs have no mask, and give the results of a masked model."""
     ids, mask = tokens(3, 40), torch.ones(3, 40, dtype=torch.long)
     mask[0, :9], mask[2, :33] = 0, 0
     found, graphs, options = [], [], dict(attention_mask=mask, max_new_tokens=9, do_sample=False)

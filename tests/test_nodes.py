@@ -10,7 +10,7 @@ aten = torch.ops.aten
 
 
 def called(op, *args, **kwargs) -> Node:
-    """A call of ``op``; each string among its arguments becomes a placeholder of that name."""
+    """A call of ``op``; each string among its arguments becomes a placeholder with that name."""
     graph = Graph()
     mapped = torch.fx.node.map_aggregate((args, kwargs), lambda a: graph.placeholder(a) if isinstance(a, str) else a)
     return graph.call_function(op, *mapped)

@@ -1,4 +1,4 @@
-"""Kernels in C++ for one token of each sample, against the reference."""
+"""C++ kernels for one token per sample, against the reference."""
 
 import pytest
 import torch
@@ -16,8 +16,8 @@ CPU = torch.device("cpu")
 
 
 def assert_as_the_reference(module, plan, shape, dtype, present, lengths, interleaved=False):
-    """Attention over caches of ``shape`` ``(batch, heads, queries, head_dim)`` at ``lengths``; keys in the frames of
-    their pages are turned, as half of their channels say."""
+    """Compare attention over caches of ``shape`` ``(batch, heads, queries, head_dim)`` at ``lengths`` with the
+    reference. With page-relative RoPE, half of the channels are rotated."""
     batch, heads, queries, dim = shape
     rope = rope_of(dim // 4, interleaved) if plan.key.transform.turns else ""
     for n in lengths:
@@ -56,8 +56,7 @@ def assert_as_the_reference(module, plan, shape, dtype, present, lengths, interl
     ],
 )
 def test_codes(scheme, dtype, shape, present):
-    """Of tokens that are fewer than sinks, that fill no page, that have pages of keys alone, and that several threads
-    share."""
+    """With fewer tokens than sinks, too few for a page, pages of keys alone, and enough tokens for several threads."""
     plan = get(scheme).plan(LayerGeometry(0, 1, shape[1], shape[3], dtype, CPU))
     assert_as_the_reference(attend_codes, plan, shape, dtype, present, (1, 3, 40, 65, 97, 1100))
 
@@ -79,7 +78,8 @@ ALIKE = dict(scheme="waterfill", rich_key_fields=(0, 0), rich_value_fields=(0, 0
     ids=str,
 )
 def test_widths_by_channel(scheme, dtype, shape, present):
-    """The same, of pages in frames and not, of tokens of two ranks and of one."""
+    """The same with per-channel bit widths, with and without page-relative RoPE, and with one or two ranks of
+    tokens."""
     plan = get(scheme).plan(LayerGeometry(0, 1, shape[1], shape[3], dtype, CPU))
     assert_as_the_reference(
         attend_allocated, plan, shape, dtype, present, (3, 100, 165, 1100), interleaved=shape[0] > 1
@@ -88,7 +88,7 @@ def test_widths_by_channel(scheme, dtype, shape, present):
 
 @pytest.mark.parametrize("vectors", [256, 1])
 def test_by_vectors_of_other_sizes(vectors):
-    """And where a processor does not pick lanes by a mask."""
+    """Also for processors without masked selection of lanes."""
     kernels = attend_codes._kernel, attend_allocated._kernel
     for kernel in kernels:
         kernel.cache_clear()

@@ -1,4 +1,4 @@
-"""The ``kvpass::*`` ops: contracts with PyTorch, every implementation against the reference and against float64."""
+"""The ``kvpass::*`` ops: PyTorch's contracts, and every implementation against the reference and against float64."""
 
 from dataclasses import replace
 
@@ -75,7 +75,7 @@ def attend_arguments(
     heads=2,
     scale=0.3,
 ):
-    """Arguments of attend, and the dense keys and values (past as decoded, then present)."""
+    """Arguments of attend, and the dense keys and values (dequantized past, then present)."""
     x = [randn(i, 2, heads, n + queries, DIM, dtype=dtype) for i in range(2)]
     states = [state_of(s, t[:, :, :n], room=n) for s, t in zip(specs, x, strict=True)]
     new = [t[:, :, n:] for t in x]
@@ -90,7 +90,7 @@ def attend_arguments(
 
 
 def masks(kind: str, batch: int, queries: int, tokens: int, heads: int = 1):
-    """Random masks in which every query sees something."""
+    """Random masks in which every query sees at least one key."""
     if kind == "none":
         return None
     allowed = torch.rand(batch, heads, queries, tokens, generator=torch.Generator().manual_seed(3)) > 0.4
@@ -147,7 +147,7 @@ def test_opcheck_attend(case):
 
 
 def assert_fake_tells_the_truth(op, arguments, name):
-    """Shape, dtype and strides, all contiguous, of the op on real and on fake tensors."""
+    """Assert that an op has the same output shape, dtype and strides, all contiguous, on real and on fake tensors."""
     real = op(*arguments, name)
     with FakeTensorMode() as mode:
         fakes = tree_map_only(torch.Tensor, mode.from_tensor, arguments)

@@ -1,5 +1,5 @@
-"""A codec of one's own. All there is to it stands above the first line of dashes, in this file and in no other: a
-parameter, a tensor that is fitted to a sequence, and one more tensor of each page."""
+"""A user-defined codec. Everything above the first line of dashes defines it, in this file and no other: a parameter, a
+tensor fitted to a sequence, and one more tensor per page."""
 
 from dataclasses import dataclass
 
@@ -23,10 +23,10 @@ from tiny import llama, tokens
 
 @dataclass(frozen=True)
 class Equalized(Codec, name="equalized"):
-    """Channels are divided by a power of their mean size in the tokens packed first, and quantized; a page keeps what
-    its tokens are off by on average.
+    """Divides channels by a power of their mean size in the tokens packed first, and quantizes them. Each page also
+    stores the mean error of its tokens.
 
-    power: of the mean size; 0 leaves channels as they are.
+    power: of the mean size; 0 leaves channels unchanged.
     """
 
     power: float
@@ -57,7 +57,7 @@ class Equalized(Codec, name="equalized"):
         return (values.unflatten(2, (-1, spec.page_size)) + error.float()).flatten(2, 3)
 
 
-# ---------------------------------------------------------------- what the others make of it
+# ---------------------------------------------------------------- tests
 
 KEYS, VALUES = (coded(2, *where, codec=Equalized(0.5)) for where in (("channel", 32, 32), ("token", 16, 32, 32)))
 OPS = torch.ops.kvpass

@@ -1,4 +1,4 @@
-"""Pages in frames of their own: what is kept of rotary tables, and that keys are read as they were at any position."""
+"""Page-relative RoPE: which rotary tables are stored, and that keys are read correctly at any position."""
 
 import pytest
 import torch
@@ -30,13 +30,13 @@ EXACT = CodecSpec(Quantizer(32, "token", DIM), Retention(24, SIZE, SINKS), Trans
 
 
 def tables(places, scale=1.0):
-    """Those of tokens at these places, ``[B, T]``."""
+    """Rotary tables of tokens at these positions, ``[B, T]``."""
     angles = places.float()[..., None] * 100 ** (-torch.arange(12) / 12)
     return scale * angles.cos(), scale * angles.sin()
 
 
 def stored(cos, sin, *calls, spec=EXACT):
-    """What is kept when tokens come in calls of so many."""
+    """The stored tables after calls with these numbers of tokens."""
     state, n = RotaryState(spec, len(cos), 2 * cos.shape[2], cos.dtype, "cpu", cos.shape[1]), 0
     for tokens in calls:
         new = cos[:, n : n + tokens], sin[:, n : n + tokens]
@@ -46,7 +46,7 @@ def stored(cos, sin, *calls, spec=EXACT):
 
 
 def middles(cos, sin):
-    """The same of middles, by their definition."""
+    """The tables of the middle tokens of pages, by definition."""
     return [table[:, SINKS + SIZE // 2 :: SIZE] for table in (cos, sin)]
 
 
@@ -68,7 +68,7 @@ def test_middles_are_kept_however_tokens_come_and_neighbours_from_the_first_that
 
 @given(st.integers(1, 90), st.integers(1, 90), st.sampled_from([1, 3, 16]))
 def test_a_call_captured_at_another_length_stores_the_same(captured, n, tokens):
-    """What is stored is read off the device: the host's length is that of the capture."""
+    """Lengths are read from the device: the host's length is that of the capture."""
     cos, sin = tables(torch.arange(n + tokens)[None])
     expected, got = stored(cos, sin, n, tokens), stored(cos, sin, n)
     spec_room = rows(n + tokens, SIZE)
@@ -95,8 +95,8 @@ def test_keys_in_frames_come_back_and_a_mean_is_turned_as_its_tokens_are(seed, f
 
 @pytest.mark.parametrize("places", ["neighbours", "anywhere", "not known"])
 def test_keys_are_read_as_they_were_wherever_their_tokens_are(places):
-    """Positions that jump cost a mean its use, and nothing else: of floats as they are nothing is lost, and behind a
-    crop, what comes back from pages goes to them again."""
+    """Positions that jump make a mean less useful, and have no other effect: exact storage loses nothing, and after a
+    crop, tokens that return from pages are packed again."""
     at = torch.arange(150)[None] if places == "neighbours" else torch.randperm(150)[None] * 3
     cos, sin = tables(at, scale=1.2)
     state = KVState.allocate(EXACT, 1, 2, DIM, torch.float32, "cpu", 150)

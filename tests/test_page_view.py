@@ -1,4 +1,4 @@
-"""Attention over pages of every codec that is fused, against attention over what they decode to."""
+"""Attention over pages of every fused codec, against attention over the dequantized pages."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def plan_of(case):
 
 
 def stored(plan, batch=2, tokens=TOKENS):
-    """States of keys and values that hold tokens whose channels differ in size."""
+    """Key and value states with tokens whose channels differ in scale."""
     states, sizes = [], torch.exp2(randn(7, DIM))
     for seed, spec in enumerate((plan.key, plan.value)):
         state = KVState.allocate(spec, batch, 2, DIM, torch.float32, "cpu", tokens)

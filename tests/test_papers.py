@@ -1,7 +1,8 @@
-"""The quantizers of KIVI, SQuat, Kitty and KVQuant against their papers' formulas, computed here value by value in
-float64. (Those of KVarN, TurboQuant, PolarQuant, ZipCache, GEAR and lattices are in `test_codecs`.)
+"""The quantizers of KIVI, SQuat, Kitty and KVQuant against the formulas of their papers, computed value by value in
+float64. (`test_codecs` has KVarN, TurboQuant, PolarQuant, ZipCache, GEAR and lattices.)
 
-What the caches store besides is rounded to 16 bits, and codes are assigned under what is stored: here, too.
+Caches round other parameters to 16 bits and assign quantized values based on the rounded parameters; the tests do the
+same.
 """
 
 import math
@@ -27,12 +28,12 @@ def spec_of(name, side, **fields):
 
 
 def page(seed):
-    """Tokens ``[32, 16]`` whose channels differ in size and mean."""
+    """Tokens ``[32, 16]`` whose channels differ in scale and mean."""
     return 3 * randn(seed, PAGE, DIM) * torch.exp2(randn(seed + 1, DIM)) + 2 * randn(seed + 2, DIM)
 
 
 def stored(x, spec, fitted=()):
-    """What is kept of one page, by name; codes ``[32, 16]`` as numbers."""
+    """The stored tensors of one page, by name, with quantized values unpacked to ``[32, 16]``."""
     kept = dict(zip(of_pages(spec), quantize_pages(x[None, None], spec, fitted), strict=True))
     found = {name: tensor[0, 0, 0] for name, tensor in kept.items()}
     return found | {"codes": unpack(found["codes"], spec.bits).double()}
@@ -47,14 +48,14 @@ def down(value):
 
 def asymmetric(values, bits):
     """Equations 1 and 2 of KIVI for one group: ``z = min``, ``s = (max - min) / (2**B - 1)``, ``round((x - z) / s)``,
-    with z and s as 16-bit numbers that leave every value in the range."""
+    with z and s rounded to 16 bits such that every value stays in the range."""
     zero_point = down(min(values))
     scale = -down(-(max(values) - zero_point) / (2**bits - 1))
     return [min(max(round((value - zero_point) / scale), 0), 2**bits - 1) for value in values], scale, zero_point
 
 
 def assert_same(found, wanted, ties=0.01):
-    """Codes are the same but for ties that float32 and float64 round differently."""
+    """Assert that quantized values are equal except for ties that float32 and float64 round differently."""
     found, wanted = (torch.as_tensor(codes).double() for codes in (found, wanted))
     assert ((found - wanted).abs() <= 1).all() and (found != wanted).double().mean() <= ties
 
@@ -107,8 +108,8 @@ def test_squat_quantizes_block_by_block_and_moves_what_is_left_by_b_h_d(block, l
 
 @pytest.mark.parametrize("share", [0.125, 0.25])
 def test_kitty_keeps_the_largest_channels_in_two_tensors_of_two_bits(share):
-    """Per channel of a page 4-bit codes for the share of the largest mean magnitude, whose upper and lower two bits are
-    apart, and 2-bit codes for all others."""
+    """Per channel of a page: 4 bits for the share of channels with the largest mean magnitude, with upper and lower two
+    bits stored separately, and 2 bits for all others."""
     x, spec = page(11), spec_of("kitty", "key", group_size=PAGE, share=share)
     found, count = stored(x, spec), int(share * DIM)
     size = [sum(abs(value) for value in channel) / PAGE for channel in x.double().T.tolist()]
@@ -128,8 +129,8 @@ def test_kitty_keeps_the_largest_channels_in_two_tensors_of_two_bits(share):
 @pytest.mark.parametrize("side", ["key", "value"])
 @pytest.mark.parametrize("bits", [2, 3])
 def test_kvquant_codes_what_is_no_outlier_by_the_nearest_point_of_a_datatype_of_its_range(side, bits):
-    """nuqX: values are brought to [0, 1] by the range of their channel (keys) or token (values) without outliers, and
-    take the nearest of 2**b signposts, which are the k-means of all of them."""
+    """nuqX: values are scaled to [0, 1] by the range of their channel (keys) or token (values) without outliers, and
+    mapped to the nearest of 2**b signposts, which are the k-means of all values."""
     x, spec = page(13), spec_of("kvquant", side, bits=bits, group_size=16, share=0.02)
     found = stored(x, spec)
     where = [int(position) % 65536 for position in found["positions"].flatten()]
@@ -151,20 +152,21 @@ def test_kvquant_codes_what_is_no_outlier_by_the_nearest_point_of_a_datatype_of_
                 inside[int(found["codes"][place])].append(unit)
     assert_same(*zip(*pairs, strict=True))
     means = torch.tensor([sum(units) / len(units) for units in inside]).double()
-    torch.testing.assert_close(points, means, atol=0.04, rtol=0)  # outliers' places are filled, and count a little
+    torch.testing.assert_close(points, means, atol=0.04, rtol=0)  # filled places of outliers count a little
     assert all(a < b for a, b in zip(points.tolist(), points.tolist()[1:], strict=False))
 
 
 @pytest.mark.parametrize("bits", [2, 3])
 def test_calibrated_kvquant_takes_offline_ranges_of_key_channels_and_q_normed_signposts(bits):
-    """Keys take thresholds of their channel, values the range of their token; both take the nearest signpost, which
-    stands for ``(point - mean of codes) * deviation / deviation of codes + mean``. What lies beyond is kept exactly."""
+    """Keys use thresholds of their channel, values the range of their token. Both map to the nearest signpost, which
+    stands for ``(point - mean of codes) * deviation / deviation of codes + mean``. Values beyond the range are stored
+    exactly."""
     x = page(17)
     units = torch.rand(400, generator=torch.Generator().manual_seed(0)) ** 2
     weights = torch.rand(400, generator=torch.Generator().manual_seed(1)) ** 4
     datatype = fit_datatype(lambda: [(units, weights)], bits, normalized=True)
     points, coded = datatype[0].double(), (units.unsqueeze(1) - datatype[0]).abs().argmin(1)
-    for i in range(2**bits):  # weighted means of what is nearest to them
+    for i in range(2**bits):  # weighted means of the nearest values
         mine = coded == i
         assert float(points[i]) == pytest.approx(float((units * weights)[mine].sum() / weights[mine].sum()), abs=2e-3)
     for moment in (torch.Tensor.mean, torch.Tensor.std):

@@ -1,4 +1,4 @@
-"""Models that processes share (``DistributedConfig``): two of them on a CPU, as torchrun starts them."""
+"""Models shared by processes (``DistributedConfig``): two processes on a CPU, started by torchrun."""
 
 import json
 import os
@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parent / "parallel.py"
 
 
 def found(*command) -> list[dict]:
-    """What each process prints."""
+    """The output of each process."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, timeout=500)
     lines = [line.removeprefix("FOUND ") for line in done.stdout.splitlines() if line.startswith("FOUND ")]

@@ -1,4 +1,4 @@
-"""Handles of pools: a view of static shape that ops find the whole pool from."""
+"""Handles of pools: a view of static shape from which ops recover the whole pool."""
 
 import pytest
 import torch

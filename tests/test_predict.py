@@ -1,4 +1,4 @@
-"""Predictors: what they compute, what is stored around them, and what a chain of layers then decodes to."""
+"""Predictors: what they compute, what is stored for them, and what a chain of layers dequantizes to."""
 
 import dataclasses
 
@@ -47,7 +47,7 @@ def weights_of(predictor: str, role: int, seed: int) -> list[torch.Tensor]:
 
 
 def naive(predictor, tensors, references):
-    """One token at a time, float64."""
+    """One token at a time, in float64."""
     kind, bits = parse_predictor(predictor)
     step = 3 if bits == 4 else 1
     mats = [matrix(tensors[i * step : (i + 1) * step]).double() for i in range(MATRICES[kind])]
@@ -140,7 +140,7 @@ def test_centring_keys_with_a_mean_lowers_the_error_of_a_grid():
 @pytest.mark.parametrize("name, rope", [("higgs", ""), ("uniform", "half-8")])
 @pytest.mark.parametrize("n", [5, 130])
 def test_fused_attention_over_centred_keys(name, n, rope):
-    """The mean meets the query once, or is turned with the keys."""
+    """The mean meets the query once, or is rotated with the keys."""
     if name == "uniform":
         k_spec = coded(2, "token", 16, 32, center=True, pre_rope=bool(rope))
         v_spec = coded(2, "token", 16, 32, residual=32)
@@ -197,7 +197,8 @@ def build(plans, weights, dtype=torch.float32):
 
 
 def feed(states, tokens, chunks):
-    """Append ``tokens[layer][role]`` in chunks, layer by layer; returns the edges each layer left, chunks together."""
+    """Append ``tokens[layer][role]`` in chunks, layer by layer. Returns the reconstructions that each layer handed on,
+    concatenated over chunks."""
     n, left, spec = 0, [[[], []] for _ in states], states[0][0].spec
     for chunk in chunks:
         leaving = spec.retention.packed(n + chunk) - spec.retention.packed(n)
@@ -223,10 +224,10 @@ def example(seed, predictor, backbone="higgs", length=150):
 
 @given(predictors, st.sampled_from(BACKBONES), chunkings(), seeds)
 def test_decoding_from_the_first_layer_up_gives_what_encoding_left_behind(predictor, backbone, chunks, seed):
-    """Bit for bit, and the same whatever the chunks were: codes, scales and decoded tokens."""
+    """Bit for bit, and for any chunking: quantized values, scales and dequantized tokens."""
     length = sum(chunks)
     drawn, weights, tokens = example(seed, predictor, backbone, length)
-    if backbone in ("higgs", "quarot-2"):  # whose mean is that of the tokens packed first
+    if backbone in ("higgs", "quarot-2"):  # their mean is that of the tokens packed first
         drawn[0] = dataclasses.replace(drawn[0], key=recoded(drawn[0].key, center=False))
     at_once, in_chunks = build(drawn, weights), build(drawn, weights)
     edges, again = feed(at_once, tokens, [length]), feed(in_chunks, tokens, chunks)
@@ -293,7 +294,7 @@ def test_log_sparse_tokens_are_predicted_from_the_same_tokens_below():
     _, weights, tokens = example(5, "linear", length=400)
     same = [[weights[1][0], weights[1][1]] for _ in range(3)]
     states = build(drawn, same)
-    # what the layer below holds predicts this one exactly, so that nothing is left over to lose
+    # the layer below predicts this one exactly, so the residual is 0
     for i in (1, 2):
         previous_layer = [t.clone() for t in tokens[i - 1]]
         tokens[i][0] = predict("linear", same[i][0], [previous_layer[0]], 400)

@@ -1,5 +1,5 @@
-"""What kvpass relies on beyond torch's public API. If one of these fails on a new torch, the file it names is the one
-to adapt; nothing else depends on it."""
+"""Behaviour that kvpass relies on beyond torch's public API. If one of these tests fails on a new torch, adapt the file
+that it names; nothing else depends on that behaviour."""
 
 import copy
 import gc
@@ -38,7 +38,7 @@ from tiny import llama, tokens
 
 
 def captured(fn, *inputs):
-    """The Dynamo graph of ``fn``, placeholders with example values as a backend sees them."""
+    """The Dynamo graph of ``fn``; placeholders have example values, as a backend sees them."""
     graphs = []
 
     def backend(gm, example_inputs):
@@ -107,15 +107,16 @@ def test_one_tensor_as_example_of_two_inputs_is_still_two_inputs():
 
 @pytest.mark.skipif(not ROUNDS_IN_INDUCTOR, reason="`kvpass.lowering.inductor.pages` does not encode before torch 2.13")
 def test_compiled_kernels_round_to_16_bits_where_the_program_does():
-    """Inductor drops casts to 16 bits and back unless told not to; codes would then be assigned under other scales than
-    those stored."""
+    """Inductor drops casts to 16 bits and back unless told not to. Values would then be quantized with other scales
+    than the stored ones."""
     kernel = compile_ahead(Program(lambda x: (x.half().float() + 1,), [Input("x", torch.empty(64))]))
     x = torch.randn(64) / 3
     assert torch.equal(kernel(x)[0], x.half().float() + 1)
 
 
 def test_what_a_graph_asks_of_sizes_can_be_asked_without_it():
-    """`kvpass.compile.recorded_calls`: a ShapeEnv writes its guards as text, of sizes alone, and evaluates that."""
+    """`kvpass.compile.recorded_calls`: a ShapeEnv can express its guards as text that refers only to sizes, and
+    evaluate it."""
 
     def step(x):
         return x + 1 if x.shape[0] > 10 else x - 1
@@ -152,7 +153,8 @@ def test_another_scheme_never_hits_what_was_compiled_for_one():
 
 
 def test_what_is_compiled_runs_on_while_another_thread_traces():
-    """`kvpass.lowering.session`: Dynamo's lock, and the flag without which compiled functions refuse to run then."""
+    """`kvpass.lowering.session`: Dynamo's lock, and the flag without which compiled functions refuse to run
+    meanwhile."""
     step = torch.compile(lambda x: x + 1, backend="eager")
     step(torch.zeros(2))
     results, flags = [], []
@@ -175,7 +177,7 @@ def test_what_is_compiled_runs_on_while_another_thread_traces():
 
 
 def test_a_limit_that_fullgraph_reaches_is_an_error_of_its_own_before_anything_runs():
-    """`kvpass.runtime.forms` starts again then."""
+    """`kvpass.runtime.forms` then compiles the function again."""
     ran = []
     step = torch.compile(lambda x, n: x + n, backend=lambda gm, _: lambda *i: ran.append(1) or gm(*i), fullgraph=True)
     with torch._dynamo.config.patch(recompile_limit=1):
@@ -186,8 +188,9 @@ def test_a_limit_that_fullgraph_reaches_is_an_error_of_its_own_before_anything_r
 
 
 def test_calls_that_end_and_start_do_not_fail_one_that_runs():
-    """torch counts compiled frames of all threads in one place, see `kvpass.lowering.session.uncounted`. Without that,
-    one step in some ten thousand of eight threads ended with "found no compiled frames", its cache not whole."""
+    """torch counts compiled frames of all threads in one variable, see `kvpass.lowering.session.uncounted`. Otherwise,
+    with eight threads, about one step in ten thousand failed with "found no compiled frames" and left its cache
+    inconsistent."""
     if session._count_frames is None:
         pytest.skip("this torch does not count frames")
 
@@ -205,7 +208,7 @@ def test_calls_that_end_and_start_do_not_fail_one_that_runs():
 
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_a_function_that_is_not_compiled_is_called_as_it_is(fullgraph):
-    """`kvpass.lowering.session.uncompiled`, and that `uncounted` ends the check that something was compiled."""
+    """`kvpass.lowering.session.uncompiled`, and `uncounted`, which disables the check that something was compiled."""
 
     @torch.compiler.disable
     def inside(x):
@@ -223,7 +226,7 @@ def test_a_function_that_is_not_compiled_is_called_as_it_is(fullgraph):
 
 
 def test_a_float_that_changes_is_a_constant_of_another_graph():
-    """`kvpass.lowering.session.specialized`: otherwise the second is a tensor, and read by ``item``."""
+    """`kvpass.lowering.session.specialized`: otherwise a changed float becomes a tensor that is read with ``item``."""
     graphs, module = [], torch.nn.ReLU()
     step = torch.compile(lambda x: module(x) * module.scale, backend=lambda gm, _: graphs.append(gm) or gm)
     with session.specialized():
@@ -234,7 +237,7 @@ def test_a_float_that_changes_is_a_constant_of_another_graph():
 
 
 def test_modules_keep_hooks_in_dicts_of_these_names():
-    """`kvpass.runtime.steps.model_changes`, which also tells hooks by the Python modules they are from."""
+    """`kvpass.runtime.steps.model_changes`, which also recognizes hooks by the Python modules they come from."""
     module = torch.nn.Linear(2, 2)
     module.register_forward_hook(lambda *_: None)
     module.register_forward_pre_hook(lambda *_: None)
@@ -253,7 +256,7 @@ def test_modules_keep_hooks_in_dicts_of_these_names():
 
 
 def test_transformers_records_hidden_states_by_hooks_that_can_be_put_up_before():
-    """`kvpass.models.recording` finds the models whose forward records."""
+    """`kvpass.models.recording` recognizes models whose forward records outputs."""
     model = llama()
     assert list(recording._recorders(model)) == [model.model]
     recording.put_up_hooks(model, {})
@@ -266,7 +269,7 @@ def test_transformers_records_hidden_states_by_hooks_that_can_be_put_up_before()
 
 @pytest.mark.slow
 def test_remove_lets_go_of_every_graph():
-    """`kvpass.lowering.session.forget`: Dynamo's graphs hang on code objects, and its backends in a table."""
+    """`kvpass.lowering.session.forget`: Dynamo stores graphs on code objects, and backends in a table."""
 
     def alive() -> dict[type, int]:
         gc.collect()
@@ -284,18 +287,18 @@ def test_remove_lets_go_of_every_graph():
 
 
 def test_what_inductor_compiles_can_be_called_without_what_keeps_dynamo_out():
-    """`kvpass.lowering.session`: innermost_fn. `kvpass.lowering.inductor.aot`: cpp.vec_isa_ok, which spares probing."""
+    """`kvpass.lowering.session`: innermost_fn. `kvpass.lowering.inductor.aot`: cpp.vec_isa_ok, which avoids probing."""
     graph, example = make_fx(lambda x: (x + 1,))(torch.ones(4)), torch.arange(4.0)
     with torch.no_grad(), inductor_config.patch(aot.unprobed()):
         compiled = compile_fx(graph, [example])
     assert torch.equal(session.undisabled(compiled)(example)[0], example + 1)
     assert not hasattr(session.undisabled(compiled), "_torchdynamo_orig_callable")
     with inductor_config.patch({"cpp.vec_isa_ok": False}):
-        assert not aot.unprobed()  # what a user has said stays
+        assert not aot.unprobed()  # a user's setting stays
 
 
 def test_generate_makes_a_masks_successor_by_ones_alone_and_hands_it_over_as_it_is():
-    """`kvpass.runtime.padding` knows of a mask that generate extended what it knew of the one before."""
+    """`kvpass.runtime.padding` carries findings about a mask over to the mask that generate extends it to."""
     model, seen = llama(layers=1), []
     forward = model.forward
 
@@ -320,10 +323,10 @@ def test_generate_makes_a_masks_successor_by_ones_alone_and_hands_it_over_as_it_
 
 
 def test_transformers_has_one_name_for_a_cache():
-    """`kvpass.models.arguments`: from 5.24 on it is "cache", to models, to ``generate`` and in their outputs, and the
-    older name, "past_key_values", warns. A third one would go into `CACHE_NAMES`; `apply` takes all of them."""
+    """`kvpass.models.arguments`: from 5.24 on the name is "cache", for models, in ``generate`` and in outputs; the
+    older name, "past_key_values", warns. Add a third name to `CACHE_NAMES`; `apply` accepts all of them."""
     model = llama(layers=1)
-    assert cache_argument(model) == CACHE  # seen through what decorates a forward
+    assert cache_argument(model) == CACHE  # found in spite of decorators of the forward
     assert CACHE in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
@@ -350,7 +353,7 @@ def test_a_kernel_in_cpp_is_handed_tensors_and_numbers():
 
 
 def test_dynamo_counts_why_graphs_broke_and_says_what_keeps_it_from_compiling():
-    """`kvpass.compile.capture` reads ``counters``, ``config.disable`` and the stance, and what failures carry."""
+    """`kvpass.compile.capture` reads ``counters``, ``config.disable``, the stance, and attributes of the errors."""
 
     def broken(x):
         torch._dynamo.graph_break()
@@ -370,7 +373,8 @@ def test_dynamo_counts_why_graphs_broke_and_says_what_keeps_it_from_compiling():
 
 
 def test_dynamo_passes_on_what_a_constant_function_raises():
-    """`kvpass.cache.layer` refuses another dtype by one, so that the error is kvpass's own in every graph."""
+    """`kvpass.cache.layer` refuses another dtype in such a function, so that kvpass's own error is raised in every
+    graph."""
 
     @torch.compiler.assume_constant_result
     def refuse(dtype, device):
@@ -386,7 +390,8 @@ def test_dynamo_passes_on_what_a_constant_function_raises():
 
 
 def test_dynamo_writes_vmap_down_between_two_calls_that_begin_and_end_it():
-    """`kvpass.compile.vmaps` looks for them; if they are called otherwise, masks of token types are not captured."""
+    """`kvpass.compile.vmaps` searches for these calls; under other names, masks of token types would not be
+    captured."""
     graph = captured(torch.vmap(lambda x: x * 2), torch.ones(3, 4)).graph
     targets = [node.target for node in graph.nodes]
     assert targets.count(vmaps._vmap_increment_nesting) == targets.count(vmaps._vmap_decrement_nesting) == 1

@@ -1,4 +1,4 @@
-"""A width for every token: the paper's formulas, planes of bits, and the cache around them."""
+"""QAQ's per-token bit widths: the formulas of the paper, bit planes, and the cache around them."""
 
 import copy
 import math
@@ -45,7 +45,7 @@ def value_rule(widths=(2, 3, 4), sigma=0.05):
     return Adaptive(widths, "value", sigma, 0.01, 5)
 
 
-# ---------------------------------------------------------------- codes
+# ---------------------------------------------------------------- quantized values
 
 
 @given(widths, st.integers(1, 40), seeds)
@@ -89,11 +89,11 @@ def test_outliers_are_the_extremes_over_all_heads(share, seed):
             assert int(is_outlier[b, :, t].sum()) == count
 
 
-# ---------------------------------------------------------------- widths
+# ---------------------------------------------------------------- bit widths
 
 
 def test_widths_are_those_of_the_formulas_in_the_paper():
-    """Section 4.1, a token at a time."""
+    """Section 4.1, one token at a time."""
     seen, energy, sigma_s, sigma_x, classes = 700, 20.0, 0.004, 0.02, (2, 3, 4)
     paid = torch.tensor([0.5, 0.1, 0.02, 0.003, 0.0]).view(1, 1, -1)
     span = torch.tensor([1.0, 4.0, 0.3, 8.0, 2.0])
@@ -123,7 +123,8 @@ def test_values_that_are_paid_more_never_get_fewer_bits(widths, seed):
 
 @given(st.floats(1e-4, 1.0), seeds)
 def test_errors_stay_within_the_deviation_that_chose_the_width(deviation, seed):
-    """Where the widest class is enough: each error within its cell, and their deviation that of a uniform one."""
+    """Wherever the widest class suffices: each error lies within its cell, and their deviation is that of a uniform
+    distribution."""
     widths = (2, 3, 4, 8)
     x = torch.rand(1, 1, 64, 512, generator=torch.Generator().manual_seed(seed)) * 2
     step, zero_point = fit_range(x, torch.zeros_like(x, dtype=torch.bool), 8, torch.float16)
@@ -143,7 +144,7 @@ def test_errors_stay_within_the_deviation_that_chose_the_width(deviation, seed):
 
 
 def state_with(x, **fields):
-    """A state with all of ``x`` ``[B, H, T, D]`` due, and its importance not known yet."""
+    """A state in which all of ``x`` ``[B, H, T, D]`` is due, before its importance is known."""
     config = QAQConfig(residual=8, **fields)
     geometry = schemes.LayerGeometry(0, 1, HEADS, DIM, x.dtype, torch.device("cpu"))
     spec = config.plan(geometry).key if fields.get("role") == "key" else config.plan(geometry).value
@@ -254,7 +255,7 @@ def window_spec(residual, window, sinks=0):
 
 
 def look(importance, attention, n, new):
-    """What a call of ``new`` tokens behind ``n`` does to ``importance``."""
+    """Apply a call of ``new`` tokens after ``n`` tokens to ``importance``."""
     importance.reserve(n + new)
     importance.start(n, new)
     mass = attention[..., max(n, n + new - importance.rows) : n + new, : n + new].amax(2)
@@ -271,7 +272,7 @@ def causal_attention(seed, tokens):
     st.lists(st.integers(1, 9), min_size=20, max_size=40), st.booleans(), seeds,
 )  # fmt: skip
 def test_widths_are_chosen_by_what_the_last_queries_paid(residual, window, sinks, calls, single, seed):
-    """Exactly, token by token; of a call within which the window begins, all of the last queries may count."""
+    """Exactly, token by token. If the window begins within a call, all last queries of that call may count."""
     calls = [calls[0], *([1] * len(calls) if single else calls[1:])]
     spec, attention = window_spec(residual, window, sinks), causal_attention(seed, sum(calls))
     importance, n, starts = RecentAttention(spec, 1, HEADS, "cpu", 1), 0, [0]
@@ -326,11 +327,11 @@ def test_attention_of_steps_reaches_the_classes_through_a_window_longer_than_a_p
         requantize(state, n, importance)
 
     monkeypatch.setattr(AdaptiveState, "requantize", noted)
-    config = QAQConfig(residual=4, window=5, outliers=1.0)  # decoded exactly: attention is the model's own
+    config = QAQConfig(residual=4, window=5, outliers=1.0)  # lossless, so attention is that of the untouched model
     step_by_step(model, config, ids, 20, lowering="eager")
     assert set(chosen_by) == {20, 24, 28, 32}
     for n, importance in chosen_by.items():
-        paid = attentions[:, :, n - (5 if n != 24 else 9) : n, :n].amax(2)  # the last 5 of the prompt count as one
+        paid = attentions[:, :, n - (5 if n != 24 else 9) : n, :n].amax(2)  # the prompt's last 5 count as one
         torch.testing.assert_close(importance, paid, atol=1e-5, rtol=1e-4)
 
 
@@ -346,7 +347,7 @@ SMALL = QAQConfig(residual=16, sigma_s=1e-4, sigma_x=1e-3)
 @pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
 @pytest.mark.parametrize("originals", [True, False], ids=["", "demote only"])
 def test_the_compiled_step_is_the_eager_one(padded, originals):
-    """Logits, classes and contents while planes grow and shrink, one decode graph."""
+    """Equal logits, classes and contents while planes grow and shrink, in one decode graph."""
     config = schemes.get(SMALL, keep_originals=originals)
     model, ids, mask = llama(), tokens(2, 110), None
     if padded:
@@ -361,7 +362,7 @@ def test_the_compiled_step_is_the_eager_one(padded, originals):
     for a, b in zip(mine.layers, theirs.layers, strict=True):
         for one, other in zip(a.states(), b.states(), strict=True):
             differ = one._tokens(one.count).levels != other._tokens(other.count).levels
-            assert differ.float().mean() < 0.05  # a need that is just at the edge of a class
+            assert differ.float().mean() < 0.05  # a bit width at the boundary between two classes
         close = torch.isclose(a.values, b.values, atol=1e-3).float().mean()
         assert close > 0.9
 
@@ -371,7 +372,7 @@ def levels_of(state):
 
 
 def test_attention_of_a_prompt_reaches_the_classes():
-    """What the model's own attention paid over the last five rows of the prompt decides the widths of values."""
+    """The attention weights of the model's last five prompt queries determine the bit widths of values."""
     model, ids = llama("eager"), tokens(1, 80)
     attentions = model(input_ids=ids, output_attentions=True).attentions
     _, cache, _ = step_by_step(model, SMALL, ids, 80, lowering="eager")

@@ -1,4 +1,4 @@
-"""The prompt's queries without a graph: what is stored is what a captured prefill stores, bit for bit."""
+"""Capturing the prompt's queries without a graph stores the same bits as a captured prefill."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ SQUAT = SQuatConfig(residual=16, group_size=16, rank=2)
 
 
 def prefilled(model, padding=0):
-    """The cache behind a prompt of two rows, the first of which is left-padded."""
+    """The cache after a prompt of two rows, the first of which is left-padded."""
     ids, cache = tokens(2, 70), DynamicCache(config=model.config)
     mask = torch.ones_like(ids)
     mask[0, :padding] = 0
@@ -45,7 +45,7 @@ def test_codes_are_those_of_a_captured_prefill(padding, monkeypatch):
 
 @pytest.mark.parametrize("name", ["BART", "Falcon, multi-query", "Cohere 2"])
 def test_other_architectures_are_tapped(name):
-    """Cross-attention, one KV head, layers that are not packed."""
+    """With cross-attention, one KV head, and layers that are not packed."""
     model = kvpass.apply(ZOO[name].model("sdpa"), SQUAT, lowering="eager")
     assert model._kvpass.captures_queries
 

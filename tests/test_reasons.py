@@ -1,4 +1,4 @@
-"""Every reason that the pass gives for an attention it does not match, on a graph of which it is true."""
+"""Every reason that the pass gives for an attention it does not match, each on a graph to which it applies."""
 
 import re
 
@@ -17,7 +17,7 @@ TOKENS, GEOMETRY = 40, LayerGeometry(0, 1, 2, 32, torch.float32, torch.device("c
 
 
 def captured(step, *inputs, look):
-    """What ``look`` says of the normalised graph of ``step``."""
+    """The result of ``look`` on the normalized graph of ``step``."""
     torch._dynamo.reset()
     said = []
 

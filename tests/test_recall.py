@@ -1,5 +1,5 @@
-"""Steps that are called again beneath Dynamo (``mode="reduce-overhead"`` on CPUs) are the steps, bit for bit, and are
-not called again where something else has changed than they are given."""
+"""Steps that are called again below Dynamo (``mode="reduce-overhead"`` on CPUs) equal the original steps bit for bit,
+and are not called again if anything but their arguments has changed."""
 
 import gc
 import weakref
@@ -22,19 +22,20 @@ KIVI = dict(scheme="kivi", group_size=8, residual=8)
 
 @pytest.fixture(autouse=True)
 def reference(reference_in_this_test):
-    """What a step consists of is tested elsewhere."""
+    """Other tests cover the contents of a step."""
 
 
 @pytest.fixture
 def through_dynamo(monkeypatch):
-    """How many steps went through Dynamo: a list with an entry for each."""
+    """A list with one entry for each step that went through Dynamo."""
     steps, noted = [], recall.noted
     monkeypatch.setattr(recall, "noted", lambda: (steps.append(1), noted())[1])
     return steps
 
 
 def steps_of(model, mode, calls, scheme=KIVI, between=lambda model, call: None, **arguments):
-    """Outputs of ``calls`` of so many tokens, less those taken back behind them, the cache, and the report."""
+    """Outputs of ``calls`` with these numbers of tokens, some of which are cropped afterwards, the cache, and the
+    report."""
     kvpass.apply(model, scheme, mode=mode)
     cache, ids, outputs = DynamicCache(config=model.config), tokens(1, sum(new for new, _ in calls)), []
     for call, (new, rejected) in enumerate(calls):
@@ -59,7 +60,7 @@ def assert_same(got, expected):
 @pytest.mark.slow_cases("scheme*")
 @pytest.mark.parametrize("scheme", [KIVI, dict(scheme="waterfill", residual=16, recent=0, sinks=0), "identity"])
 def test_a_step_called_again_is_the_step(scheme, through_dynamo):
-    """While pools grow, pages are packed, drafts are verified and tokens are taken back."""
+    """While pools grow, pages are packed, drafts are verified and tokens are cropped."""
     calls = [(14, 0), *[(1, 0)] * 30, (3, 2), (3, 1), (3, 0), *[(1, 0)] * 10, (1, 4), *[(1, 0)] * 20]
     expected = steps_of(llama(layers=3), None, calls, scheme)
     got = steps_of(llama(layers=3), "reduce-overhead", calls, scheme)
@@ -88,7 +89,7 @@ def test_generate_with_padding_and_beams(through_dynamo):
         for beams in (1, 2):
             found.append(model.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=False, num_beams=beams))
     assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
-    assert len(through_dynamo) < 4  # beams are put into another order at each step
+    assert len(through_dynamo) < 4  # beams are reordered at each step
 
 
 def other_parameter(model):
@@ -121,7 +122,7 @@ def other_attribute(model):
 
 @pytest.mark.slow
 def test_with_a_new_turn_everything_is_looked_at(through_dynamo):
-    """Also what is no weight and no module."""
+    """Including changes to anything other than weights and modules."""
 
     def between(model, call):
         if call == 5:
@@ -134,7 +135,7 @@ def test_with_a_new_turn_everything_is_looked_at(through_dynamo):
 
 
 class Branching(nn.Module):
-    """A layer that does something else behind 20 tokens, which a graph of a step has a guard for."""
+    """A layer that behaves differently after 20 tokens; the graph of a step has a guard for it."""
 
     def __init__(self, inner):
         super().__init__()
@@ -159,13 +160,13 @@ def test_what_a_graph_asks_of_lengths_is_asked_again():
 
 
 class Held:
-    """What holds a tensor that nobody looks at."""
+    """An object that holds a tensor and is not checked for changes."""
 
     tensor = torch.ones(())
 
 
 class Shifted(nn.Module):
-    """A layer that reads a tensor which is no parameter and no buffer."""
+    """A layer that reads a tensor that is neither a parameter nor a buffer."""
 
     def __init__(self, inner):
         super().__init__()
@@ -188,7 +189,7 @@ def test_a_tensor_from_elsewhere_is_read_where_it_is(through_dynamo):
     got = steps_of(shifted(), "reduce-overhead", calls, between=between)
     assert_same(got, steps_of(shifted(), None, calls, between=between))
     assert "steps are not replayed: it reads a tensor of shape ()" in str(got[2])
-    assert len(through_dynamo) == 1  # it was looked at once
+    assert len(through_dynamo) == 1  # the model was checked once
 
 
 def test_threads_share_a_model_and_call_steps_of_their_own_caches():

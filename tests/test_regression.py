@@ -1,4 +1,4 @@
-"""Predictors: ridge regressions from sums, low rank and quantized, against float64."""
+"""Predictors: ridge regression from sums, low rank and quantized, against float64."""
 
 import math
 
@@ -13,7 +13,7 @@ from common import randn, seeds
 
 
 def regression(seed, rows=400, inputs=24, outputs=16):
-    """Inputs with directions of very different size, outputs that depend on them, and a mean."""
+    """Inputs with directions of very different scale, outputs that depend on them, and a mean."""
     mix = randn(seed, inputs, inputs) * torch.logspace(0, -1, inputs)[:, None]
     x = randn(seed + 1, rows, inputs) @ (mix + torch.eye(inputs)) + 1
     return x, x @ randn(seed + 2, inputs, outputs) + 0.3 * randn(seed + 3, rows, outputs) - 2
@@ -59,7 +59,7 @@ def test_reduced_rank_regression_loses_exactly_the_smallest_directions(seed, ran
 
 @given(seeds)
 def test_errors_of_four_bit_weights_go_where_the_inputs_are_small(seed):
-    """In the inputs' own metric, quantizing with compensation errs less than rounding."""
+    """In the metric of the inputs, quantization with compensation has smaller errors than rounding."""
     x, y = regression(seed, inputs=64, outputs=64)
     moments = Moments.of(batches(x, y))
     weight, (xx, _) = linear(moments, 1e-3), moments.centred()

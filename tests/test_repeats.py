@@ -1,4 +1,4 @@
-"""Layers that are alike: looked at and compiled once, and the graph computes what it did."""
+"""Repeated layers are analyzed and compiled once, and the graph still computes the same."""
 
 import copy
 
@@ -15,13 +15,13 @@ from kvpass.schemes import KIVIConfig, SQuatConfig, WaterfillConfig, XQuantConfi
 
 from tiny import llama, tokens
 
-PROMPT, STEPS = 90, 45  # pages leave the window on the way
+PROMPT, STEPS = 90, 45  # pages are packed on the way
 pytestmark = pytest.mark.usefixtures("reference_in_this_test")
 
 
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch):
-    """The modules that Inductor would compile; they are run as they are."""
+    """The modules that Inductor would compile; they run uncompiled."""
     torch._dynamo.reset()
     modules = []
 
@@ -44,7 +44,7 @@ def widened(model, every: int, first: int = 0):
 
 @torch.no_grad()
 def decoded(model, scheme, batch=1, padding=0, prompt=PROMPT, **call):
-    """Logits of a prompt's end and of the steps behind it, what the caches of the layers hold, and the report."""
+    """Logits of the end of a prompt and of the steps after it, the contents of the layers' caches, and the report."""
     kvpass.apply(model, scheme)
     ids, cache, rows = tokens(batch, prompt + STEPS), DynamicCache(config=model.config), []
     mask = torch.ones_like(ids)
@@ -60,7 +60,8 @@ def decoded(model, scheme, batch=1, padding=0, prompt=PROMPT, **call):
 
 
 def as_a_whole(model, scheme, **call):
-    """Decode ``model`` in pieces and as a whole, which has to be the same; returns the report of the pieces."""
+    """Decode ``model`` in pieces and as a whole, check that the results are equal, and return the report of the
+    pieces."""
     rows, held, report = decoded(model, scheme, **call)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(repeats, "FEWEST", 99)

@@ -1,5 +1,8 @@
-"""Replayed steps: `Rerun` stands for a CUDA graph. It does a step again with the numbers that the host had when it was
-captured, so that whatever is not read on the device is that of another length."""
+"""Replayed steps, with `Rerun` in place of a CUDA graph.
+
+It repeats a step with the host's numbers at capture. So anything that is not read on the device belongs to another
+length.
+"""
 
 import gc
 import weakref
@@ -46,14 +49,15 @@ class Rerun:
 
 @pytest.fixture
 def reruns(monkeypatch):
-    """Who captures on the CPU."""
+    """Capture steps on the CPU with `Rerun`."""
     monkeypatch.setitem(replay.CAPTURES, "cpu", Rerun)
     monkeypatch.setattr(Rerun, "made", [])
     return Rerun.made
 
 
 def decoded(model, scheme, calls, **options):
-    """Logits of each call, by a count of tokens and of those taken back behind it, the cache, and the report."""
+    """Logits of each call, the cache, and the report. ``calls``: numbers of tokens, and of tokens that are cropped
+    afterwards."""
     kvpass.apply(model, scheme, **options)
     cache, ids, logits = DynamicCache(config=model.config), tokens(1, sum(new for new, _ in calls)), []
     for new, rejected in calls:
@@ -92,7 +96,8 @@ def test_a_replayed_step_is_the_step(scheme, reruns):
 
 @pytest.mark.slow
 def test_rows_that_begin_later_are_replayed(reruns, monkeypatch):
-    """On an accelerator left padding is where each row begins, which is read from the device as lengths are."""
+    """On an accelerator left padding is represented by the first token of each row, which is read from the device like
+    lengths."""
     monkeypatch.setattr(PaddingMasks, "waits", staticmethod(lambda mask: True))
     ids, found = tokens(3, 14), []
     for lowering, mode in (("reference", None), ("triton", "reduce-overhead")):
@@ -111,7 +116,7 @@ def first_layer(cache):
 
 @pytest.mark.slow
 def test_layers_together_and_tokens_taken_back(reruns):
-    """What is due is packed for all layers at once, and lengths go back."""
+    """Due pages are packed for all layers at once, and lengths decrease after a crop."""
     model, scheme = llama(layers=2), dict(scheme="kivi", group_size=8, residual=16)
     calls = [(12, 0), *[(1, 0)] * 14, (1, 3), *[(1, 0)] * 7, (1, 1), (1, 0)]
     expected, _, _ = decoded(model, scheme, calls, lowering="reference")

@@ -1,4 +1,4 @@
-"""Which tokens stay exact: LogQuant's stream against its algorithm written down naively, and no token ever lost."""
+"""Which tokens stay exact: LogQuant's stream against a naive version of its algorithm, and no token is ever lost."""
 
 import pickle
 from dataclasses import fields
@@ -32,7 +32,7 @@ def recent_spec(window, sinks=0, rollback=16):
 
 
 def algorithm_1(window: int, tokens: int) -> tuple[list[int], list[list[int]]]:
-    """LogQuant's algorithm 1 token by token: exact tokens, and the lists that left."""
+    """LogQuant's algorithm 1, token by token: the exact tokens, and the lists of tokens that left."""
     exact, left = [], []
     for token in range(tokens):
         exact.append(token)
@@ -92,7 +92,7 @@ def test_exact_tokens_have_slots_of_their_own_that_last(make, window, first, rol
     assert not where.overwritten(held, tokens).any()
     table = ring_tokens(spec.retention, tokens)
     assert table[slots].tolist() == held.tolist() and (table >= 0).sum() == len(held)
-    for back in range(min(rollback, tokens) + 1):  # what a crop within the rollback needs is still there
+    for back in range(min(rollback, tokens) + 1):  # the ring still holds what a crop within the rollback needs
         assert not where.overwritten(where.exact(tokens - back), tokens).any()
 
 

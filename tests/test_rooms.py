@@ -1,4 +1,4 @@
-"""The rooms of the house: who stands on whom. What a new reader takes from the folders has to be true."""
+"""The rooms of the package: which one may import which. The layout of the folders must match the architecture."""
 
 import ast
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FLOORS = [  # each imports from those before it, and from itself
+FLOORS = [  # each imports only from itself and from the rooms before it
     "errors",
     "quiet",
     "progress",
@@ -75,7 +75,7 @@ def test_the_page_on_architecture_has_every_room_in_order():
 
 
 def test_modules_with_different_jobs_have_different_names():
-    """Those of one name are one thing, defined and lowered."""
+    """Modules with the same name belong together: definition and lowering."""
     seen: dict[str, list[str]] = {}
     for module in MODULES:
         if not module.endswith("__init__"):

@@ -1,4 +1,4 @@
-"""Keys stored before rotary embedding: the rotation, how it is found in a graph, and what the cache then holds."""
+"""Keys stored before rotary embedding: the rotation, how the pass finds it in a graph, and what the cache holds."""
 
 import copy
 
@@ -62,7 +62,7 @@ def test_joining_inverts_splitting(rope):
 @pytest.mark.parametrize("n", [0, 5, 40, 130])
 @pytest.mark.parametrize("rope, keep", [("half-3", "recent"), ("interleaved-8", "log")])
 def test_attention_rotates_what_it_reads(n, rope, keep):
-    """Against attention over keys that were decoded, then rotated, in every implementation."""
+    """Against attention over keys that were dequantized and then rotated, in every implementation."""
     k_spec = coded(2, "channel", 16, 16, residual=32, sinks=2, keep=keep, pre_rope=True)
     v_spec = coded(2, "token", 8, 16, residual=32, sinks=2, keep=keep)
     x = [randn(i, 2, 2, n + 1, DIM) for i in range(2)]
@@ -134,11 +134,11 @@ def generate(model, **inputs):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_with_an_identity_codec_outputs_are_those_of_the_untouched_model(name):
-    """Left padding gives every sample positions of its own."""
+    """Left padding gives every sample its own positions."""
     plain, applied = MODELS[name](), kvpass.apply(MODELS[name](), scheme=IDENTITY, lowering="eager")
     expected, logits, _ = generate(plain, **padded())
     got, packed_logits, cache = generate(applied, **padded())
-    exact = plain.dtype == torch.float32  # in 16 bits the first tokens, until rounding decides between two of them
+    exact = plain.dtype == torch.float32  # in 16 bits the first tokens are equal, until rounding decides a tie
     steps, tolerance = (slice(None), 1e-5) if exact else (slice(0, 2), 5e-2)
     assert not exact or torch.equal(got, expected)
     torch.testing.assert_close(packed_logits[steps], logits[steps], atol=tolerance, rtol=tolerance)
@@ -149,7 +149,7 @@ def test_with_an_identity_codec_outputs_are_those_of_the_untouched_model(name):
 
 @torch.no_grad()
 def keys_before_rotation(model, ids):
-    """What the key projections give, ``[B, H_kv, S, D]`` a layer."""
+    """The outputs of the key projections, ``[B, H_kv, S, D]`` per layer."""
     seen, hooks = [], []
     for layer in model.model.layers:
         hooks.append(layer.self_attn.k_proj.register_forward_hook(lambda *call: seen.append(call[2])))
@@ -247,7 +247,7 @@ def test_positions_that_are_not_a_rotation_are_refused_with_a_way_out(monkeypatc
 
 
 def test_a_forward_that_breaks_is_refused_and_nothing_is_stored():
-    """Half a graph could not tell how its keys are rotated."""
+    """Half a graph does not show how its keys are rotated."""
     model = kvpass.apply(llama(), scheme="kivi-pre", lowering="eager")
     cache = DynamicCache(config=model.config)
     model.model.layers[0].register_forward_hook(lambda *_: torch._dynamo.graph_break())

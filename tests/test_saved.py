@@ -1,4 +1,4 @@
-"""Caches that are kept: as files, pickled, copied. They go on as the one they were, or say why not."""
+"""Saved, pickled and copied caches continue like the original, or raise an error that says why not."""
 
 import copy
 import io
@@ -60,7 +60,7 @@ def by_copying(cache, _):
 
 
 def without_model(cache, way, folder):
-    """``cache`` kept in a ``way``; its model does not go with it."""
+    """``cache`` saved or copied in one ``way``, without its model."""
     model = cache.__dict__.pop("model") if way is not through_a_file else cache.model
     kept = way(cache, folder)
     cache.model = kept.model = model
@@ -70,7 +70,7 @@ def without_model(cache, way, folder):
 @pytest.mark.nightly_cases("kivi+streaming*", "qaq without*")
 @pytest.mark.parametrize("way", [through_a_file, through_pickle, through_torch, by_copying])
 def test_a_cache_that_was_kept_goes_on_as_the_one_it_was(cache, way, tmp_path):
-    """Beyond the next growth of its pools, and independently of the other."""
+    """Beyond the next growth of its pools, and independently of the original."""
     kept = without_model(cache, way, tmp_path)
     assert kvpass.nbytes(kept) <= kvpass.nbytes(cache)
     for mine, theirs in zip(packed_layers(kept), packed_layers(cache), strict=True):
@@ -139,7 +139,7 @@ def test_a_file_takes_what_is_used_and_little_more(tmp_path):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_flipped_bit_is_found(seed, saved, tmp_path):
-    """Or means nothing."""
+    """Or has no effect."""
     model, path, expected = saved
     data, draw = bytearray(path.read_bytes()), random.Random(seed)
     header = 8 + int.from_bytes(data[:8], "little")
@@ -156,7 +156,7 @@ def test_a_flipped_bit_is_found(seed, saved, tmp_path):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A model, the file of a cache, and what it answers."""
+    """A model, the file of a cache, and the results of calls over that cache."""
     model = kvpass.apply(llama(), KIVI, lowering="eager")
     cache = filled(model, 43)
     return model, kvpass.save_cache(cache, tmp_path_factory.mktemp("saved") / "cache"), answers(cache)

@@ -1,4 +1,4 @@
-"""The registry of schemes and their configs: resolution, round trips, and refusals that say what to write."""
+"""The registry of schemes and their configs: resolution, round trips, and errors that say what to write instead."""
 
 import dataclasses
 import json

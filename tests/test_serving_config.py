@@ -1,4 +1,4 @@
-"""What users of vLLM may ask for, and what they are told otherwise: all of it without vLLM."""
+"""The options that vLLM users may pass, and the errors for anything else. None of this needs vLLM."""
 
 from dataclasses import replace
 
@@ -64,7 +64,7 @@ def test_every_scheme_is_served_or_refused_with_what_to_use():
 
 
 def test_codecs_that_do_not_decode_any_bytes_are_refused():
-    """Blocks are read where nothing is stored yet."""
+    """A server reads blocks before anything is stored in them."""
     for name in schemes.available():
         scheme = schemes.get(name)
         if scheme.needs_calibration:

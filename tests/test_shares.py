@@ -1,4 +1,4 @@
-"""Bits that a calibration shares out: what pages hold, against formulas; who gets the bits; what caches share."""
+"""Bits allocated by a calibration: page contents against formulas, how bits are allocated, and what caches share."""
 
 import copy
 import itertools
@@ -43,7 +43,7 @@ def given_of(spec, seed=0):
 
 
 def fitted(spec, given, rich=None):
-    """What `quantize` takes."""
+    """The arguments of `quantize`."""
     names = ["share", "basis", "widths", *(["queries"] if spec.quantizer.chooses else [])]
     return [given[name] for name in names] + ([] if rich is None else [rich])
 
@@ -54,8 +54,8 @@ def fitted(spec, given, rich=None):
 @pytest.mark.parametrize("ranked", [True, False])
 @given(seeds)
 def test_tokens_are_what_their_formulas_say(ranked, seed):
-    """Token by token and coordinate by coordinate in float64, with nothing packed: least of five gains, codes of each
-    width, the half of a page that its queries pay most first."""
+    """Token by token and coordinate by coordinate in float64, without packing: the best of five gains, quantized values
+    of each bit width, and the half of a page with the most attention first."""
     spec = spec_of(ranked=ranked)
     given, x, size = given_of(spec, seed % 1000), mixed(seed % 1000, 2, HEADS, 64, HEAD), 32
     (pages,) = quantize_pages(x, spec, fitted(spec, given))
@@ -80,7 +80,7 @@ def test_tokens_are_what_their_formulas_say(ranked, seed):
                 tried.append((float(((coded - units).square() / distortion[widths])[used].sum()), coded @ rows))
             best, expected = min(tried, key=lambda one: one[0])
             error = (found[b, h, n * size + t].double() - expected).abs().max()
-            if error > 1e-3 * expected.abs().max() + 1e-5:  # rounded to the next code in float32, or another gain
+            if error > 1e-3 * expected.abs().max() + 1e-5:  # rounded differently in float32, or another gain
                 errors = [
                     abs(cost - best) for cost, other in tried if (other - found[b, h, n * size + t]).abs().max() < 1e-2
                 ]
@@ -96,7 +96,7 @@ def test_fields_are_the_bits_of_widths(seed, heads):
         channels, shifts = fields_of(widths[None, :, 0].to(torch.uint8), starts, bool(single))
         assert len(channels[0]) == starts[-1]
         for channel, shift in zip(channels[0].tolist(), shifts[0].tolist(), strict=True):
-            bits[channel] |= (2**worth - 1) << shift  # no bit twice: they would not add up
+            bits[channel] |= (2**worth - 1) << shift  # a bit used twice would break the sum
     assert torch.equal(bits, 2 ** widths.flatten() - 1)
     assert share[2] == torch.cat([torch.zeros(1).long(), (widths.amax((1, 2)) > 0).cumsum(0)]).tolist()
 
@@ -161,12 +161,13 @@ def test_specs_go_through_their_text():
         Transform(numbered="half-8")
 
 
-# ---------------------------------------------------------------- frames by number
+# ---------------------------------------------------------------- page-relative RoPE by token numbers
 
 
 @pytest.mark.parametrize("rope", ["half-8", "interleaved-16"])
 def test_frames_by_number_are_those_that_tables_give(rope):
-    """Tables from angles alone are those that a model's would be kept of, at positions that are numbers of tokens."""
+    """Tables computed from angles alone equal those stored from a model's tables, at positions that are token
+    numbers."""
     pairs = int(rope.split("-")[1])
     angles = 50.0 ** (-torch.arange(pairs) / pairs)
     plan = get("waterfill-static", ropes=(rope,), residual=16).plan(LayerGeometry(0, 1, 1, 32, torch.float32, CPU))
@@ -185,7 +186,7 @@ def test_frames_by_number_are_those_that_tables_give(rope):
 
 
 def test_padding_is_not_counted(models):
-    """The frames of a row behind padding are turned as far as its own tokens are."""
+    """In a padded row, page-relative RoPE counts only the row's own tokens."""
     model, calibrations = models
     kvpass.apply(model, calibrations["static"], lowering="eager")
     try:
@@ -211,7 +212,7 @@ def test_padding_is_not_counted(models):
 
 
 def states(plan, shape, dtype, n, total=None, seed=0):
-    """Key and value states of ``plan`` with made-up shares, full of ``n`` tokens, and what comes behind, up to
+    """Key and value states of ``plan`` with synthetic shares and ``n`` tokens, and the tokens after them, up to
     ``total``."""
     total = n + 1 if total is None else total
     batch, heads, queries, dim = shape
@@ -244,7 +245,7 @@ def states(plan, shape, dtype, n, total=None, seed=0):
     ],
 )
 def test_one_token_attends_as_the_reference_does(form, dtype, shape, fields):
-    """In C++, to tokens that fill no page, some, and as many as several threads share."""
+    """In C++: tokens that fill no page, that fill some, and enough for several threads."""
     plan = get("waterfill-static", form=form, **fields).plan(LayerGeometry(0, 1, shape[1], shape[3], dtype, CPU))
     assert one_token.kernel_of(plan.key, plan.value, shape[3], dtype) is attend_allocated.attend
     for n in (100, 165, 700):
@@ -280,7 +281,7 @@ def test_tokens_are_stored_the_same_however_they_come(form):
         stop = min(start + 7, n)
         again.append(k[:, :, start:stop], start)
         behind.append(v[:, :, start:stop], start)
-    if form == "static":  # the hybrid is fitted to the tokens that are packed first, which are fewer here
+    if form == "static":  # the hybrid is fitted to the tokens packed first, which are fewer here
         assert torch.equal(key.dequantize(n), again.dequantize(n)) and torch.equal(
             value.dequantize(n), behind.dequantize(n)
         )
@@ -337,7 +338,7 @@ def test_a_model_decodes_with_it_as_one_pass_says(models, form):
         full = model(ids).logits[0, 80:]
     eager, cache, report = step_by_step(model, calibrations[form], ids, 80, lowering="eager")
     found = Simulator(model).logits(ids, 80, calibrations[form])
-    torch.testing.assert_close(eager[0, 1:], found, atol=5e-4, rtol=1e-3)  # a code may be rounded the other way
+    torch.testing.assert_close(eager[0, 1:], found, atol=5e-4, rtol=1e-3)  # a value may round to its other neighbour
     assert 2e-3 < (eager[0, 1:] - full).abs().max() < 0.2
     own = sum(layer.nbytes for layer in cache.layers)
     assert abs(kvpass.nbytes(cache) - own) < 200  # length tensor

@@ -1,4 +1,4 @@
-"""One pass over a text computes what decoding it token by token through the packed cache does."""
+"""One pass over a text computes the same as decoding it token by token through the packed cache."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def fresh_dynamo():
     [(name, 60, "sdpa") for name in SCHEMES] + [("kivi", 1, "eager"), ("higgs", 1, "sdpa"), ("logquant", 1, "sdpa")],
 )
 def test_one_pass_equals_token_by_token(name, prompt, attention):
-    model, ids = llama(attention).double(), tokens(2, TOTAL)  # in double, so that no code is at the edge of another
+    model, ids = llama(attention).double(), tokens(2, TOTAL)  # in float64, so that there are no ties
     expected, _, _ = step_by_step(model, SCHEMES[name], ids, prompt, lowering="eager")
     simulator = Simulator(model)
     got = torch.stack([simulator.logits(row[None], prompt, SCHEMES[name]) for row in ids])
@@ -100,7 +100,7 @@ def test_a_decoder_without_a_cache_is_simulated_and_says_so():
 
 
 def test_a_decoder_without_a_cache_is_what_one_with_it_computes():
-    """The same weights: with the cache passed in and out, and run over the whole text each time."""
+    """The same weights: with the cache passed in and out, and applied to the whole text each time."""
     torch.manual_seed(0)
     model, ids = CatDecoder().eval(), tokens(2, 70)
     kvpass.apply(model, SCHEMES["kivi"], example_inputs=(ids[:, :8],), lowering="eager")

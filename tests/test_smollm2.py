@@ -1,4 +1,4 @@
-"""The real model: SmolLM2-135M-Instruct from a Python package, real text. What the README promises, on it."""
+"""The promises of the README on a real model: SmolLM2-135M-Instruct from a Python package, with real text."""
 
 import copy
 from pathlib import Path
@@ -37,7 +37,7 @@ def step(model, token, cache):
 
 
 def one_step_compiled_and_eager(model, out):
-    """One more step over the cache of ``out`` and over a copy of it; logits agree, both caches are returned."""
+    """Run one more step over the cache of ``out`` and over a copy; assert that logits agree, and return both caches."""
     cache = out.past_key_values
     other = copy.deepcopy(cache)
     compiled = step(model, out.sequences[:, -1:], cache)
@@ -70,7 +70,7 @@ def test_three_hundred_tokens_are_one_decode_graph(smollm2, prose):
 
 
 def attention_inputs(model, ids):
-    """Post-RoPE queries and keys of every layer: what SDPA is called with."""
+    """Queries and keys of every layer after RoPE, as passed to SDPA."""
     calls = []
     original = torch.nn.functional.scaled_dot_product_attention
 
@@ -88,7 +88,7 @@ def attention_inputs(model, ids):
 
 
 def test_squat_errs_less_than_kivi_in_the_query_subspace_of_real_keys(smollm2, prose):
-    """On queries that come after the prompt, too: the subspace generalises."""
+    """Also for queries after the prompt: the subspace generalizes."""
     model, _ = smollm2
     prompt, total, better = 768, 1024, 0
     calls = attention_inputs(model, prose[:, :total])
@@ -133,7 +133,7 @@ def test_a_prefill_of_4096_tokens_leaves_no_float_cache(smollm2):
 
 
 def test_the_reference_compensation_is_what_prefill_stored(smollm2, prose):
-    """The graph's q edge hands over the queries SDPA sees."""
+    """The captured graph passes on the queries that SDPA receives."""
     model, _ = smollm2
     ids = prose[:, :256]
     calls = attention_inputs(model, ids)

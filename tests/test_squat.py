@@ -1,4 +1,4 @@
-"""SQuat's compensation against direct solutions in float64, and what it must and must not depend on."""
+"""SQuat's compensation against direct solutions in float64, and what it may and may not depend on."""
 
 import numpy as np
 import pytest
@@ -58,7 +58,7 @@ def test_the_update_solves_the_constrained_least_squares_problem(block, seed):
         right = torch.cat([torch.zeros(dim + start).double(), d])
         direct = torch.linalg.solve(kkt, right)[:dim]
         assert (answers[start:, start:stop] @ d - direct[stop:]).abs().max() < 1e-8
-        assert direct[stop:].abs().max() > 1e-4  # there was something to find
+        assert direct[stop:].abs().max() > 1e-4  # the test is not vacuous
 
 
 @pytest.mark.parametrize("block", [64, 32, 16])
@@ -79,12 +79,13 @@ def test_half_the_head_as_block_leaves_one_matrix():
     assert compensation_matrix(precision, 64).shape == (2, 3, 64, 64)
 
 
-# ---------------------------------------------------------------- codes
+# ---------------------------------------------------------------- quantized values
 
 
 @pytest.mark.parametrize("bits, block", [(2, 32), (4, 16), (8, 8)])
 def test_every_block_is_quantized_after_the_blocks_before_have_moved_it(bits, block):
-    """Replays the paper's loop in float64 on what was stored: each block must hold the nearest levels of its target."""
+    """Repeats the paper's loop in float64 on the stored values: each block must hold the nearest levels of its
+    target."""
     spec = spec_of(1.0, block=block, bits=bits, group=16)
     x, q = randn(0, 1, 1, 32, 64), prompt_queries(1, dim=64)
     precision = precision_matrix(q, spec.quantizer.subspace)
@@ -128,7 +129,7 @@ def test_a_positive_weight_does_change_codes():
 
 
 def errors(weight, relative, samples=4, dim=64):
-    """Mean squared error in the query subspace, and plain, over some thousand groups."""
+    """Mean squared error in the query subspace, and overall, over several thousand groups."""
     x = randn(3, samples, 2, 512, dim) * torch.linspace(0.5, 2, dim)
     q = prompt_queries(5, samples, 2, 300, dim)
     spec = spec_of(weight, relative, block=dim // 2)

@@ -1,4 +1,4 @@
-"""`KVState` and `PackedKV`: what is stored, where, and what reading, growing and cropping leave behind."""
+"""`KVState` and `PackedKV`: what they store and where, and the effects of reading, growing and cropping."""
 
 import copy
 
@@ -253,7 +253,7 @@ def histories(draw):
 
 
 def ramp(spec: CodecSpec, tokens: int) -> torch.Tensor:
-    """Token t has the value t: at 8 bits it decodes to t within a fraction, so a token in another's place shows."""
+    """Token t has the value t. At 8 bits it dequantizes to t within a fraction, so a misplaced token is visible."""
     return torch.arange(tokens, dtype=torch.float32)[:, None].expand(1, 1, tokens, DIM).contiguous()
 
 
@@ -307,7 +307,7 @@ def test_map_selects_and_reorders_samples(spec, seed, order):
     assert_same_contents(chosen, state_of(spec, x[index]), 90)
     before = state.dequantize(90)
     chosen.append(randn(seed, len(order), 2, 40, DIM), 90)
-    assert torch.equal(state.dequantize(90), before)  # a selection is independent of where it came from
+    assert torch.equal(state.dequantize(90), before)  # a selection is independent of its source
 
 
 def test_map_takes_the_compensation_along():

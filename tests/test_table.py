@@ -1,4 +1,4 @@
-"""The lowering table: who is taken, who is passed over, and what is said about it."""
+"""The lowering table: which implementation is chosen, which are passed over, and what is reported about it."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from common import coded, implementations
 
 @pytest.fixture
 def toy_op():
-    """An op of its own in the table, with an implementation that serves everything and one that is choosy."""
+    """A separate op in the table, with one implementation that serves everything and one that is selective."""
 
     @implements("toy", "plain")
     def plain():
@@ -89,7 +89,7 @@ class LaterQuantizer(Quantizer):
 
 @dataclass(frozen=True)
 class LaterSpec(CodecSpec):
-    """A spec that has one."""
+    """A spec with such a quantizer."""
 
     smoothing: float = 0.0
 
@@ -122,7 +122,7 @@ def test_a_feature_that_nobody_lists_is_served_by_the_reference_alone(op, loweri
 
 
 def test_every_field_of_a_spec_is_a_size_or_a_feature():
-    """Those that only say how something is stored are none to who reads."""
+    """Fields that only affect how values are quantized, such as eta, are not features for ops that read them."""
     plain = coded(2, "channel", 16, 16)
     assert plain.features == {"bits=2", "per=channel"}
     spec = coded(2, "channel", 16, 16, residual=32, keep="log", eta=0.1, pre_rope=True, rotation=3, center=True)

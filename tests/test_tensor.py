@@ -1,4 +1,4 @@
-"""`PackedKV`: a packed tensor that passes for the float tensor it stands for."""
+"""`PackedKV`: a packed tensor behind the interface of a float tensor."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Threads that share an applied model, with caches of their own, get what one gets. `threads` runs more of it."""
+"""Threads that share an applied model, each with its own cache, get the results of a single thread. `threads` runs more
+trials."""
 
 import threading
 
@@ -27,7 +28,7 @@ def test_eager_threads_get_what_one_gets(threads, scheme):
 @pytest.mark.nightly_cases("8-*")
 @pytest.mark.parametrize("threads, scheme", [(2, "kivi"), (8, "logquant")])
 def test_threads_compile_and_get_what_one_gets(threads, scheme):
-    """Nothing is compiled yet when they start, all at once."""
+    """All threads start at once, before anything is compiled."""
     trial(SCHEMES[scheme], "auto", threads, alone(SCHEMES[scheme], "auto", threads))
 
 
@@ -66,7 +67,8 @@ def test_threads_with_one_form_of_call_compile_it_once():
 
 
 def test_what_runs_eagerly_does_so_while_another_thread_compiles():
-    """torch's flag is set for all of the process then; keys before rotary embedding were read undecoded by it."""
+    """torch then sets a flag for the whole process. Because of it, keys stored before rotary embedding were read
+    without dequantizing."""
     model = kvpass.apply(llama(), "kivi", lowering="eager")
     expected = generated(model, 0, 8)
     with compiling():

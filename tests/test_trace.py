@@ -1,4 +1,4 @@
-"""A pass one can watch: what is written of each graph, what is kept of it, and that nothing is done unasked."""
+"""Tracing of the pass: what is written for each graph, what is kept, and that nothing happens unless requested."""
 
 import shutil
 
@@ -23,13 +23,13 @@ def fresh_dynamo():
 
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
-    """What ``KVPASS_TRACE`` names; it is not there yet."""
+    """The folder that ``KVPASS_TRACE`` names; it does not exist yet."""
     monkeypatch.setenv(trace.VARIABLE, str(tmp_path / "a" / "trace"))
     return tmp_path / "a" / "trace"
 
 
 def captured(attention="sdpa", **options):
-    """A model whose every forward is captured, and none compiled."""
+    """A model whose every forward is captured, without compilation."""
     return kvpass.apply(llama(attention), "kivi-pre", lowering="eager", **options)
 
 
@@ -45,7 +45,7 @@ def read(folder, name):
 
 
 def changed(diff):
-    """The lines a diff adds and drops."""
+    """The lines that a diff adds and removes."""
     lines = diff.splitlines()[2:]
     return [line[1:] for line in lines if line[0] == "+"], [line[1:] for line in lines if line[0] == "-"]
 
@@ -84,7 +84,7 @@ def test_the_summary_counts_nodes_and_says_what_each_stage_took(folder):
     first, second, *rows = read(graph, "summary.txt").splitlines()
     assert "(interpreted): 2 attentions fused, 0 reads dequantized, 2 keys rotated" in first and "4 caches" in second
     times = [row.split() for row in rows[2:7]]
-    assert [row[0] for row in times] == STAGES and len(times[0]) == 2  # how long Dynamo took is not known
+    assert [row[0] for row in times] == STAGES and len(times[0]) == 2  # Dynamo's time is unknown
     assert all(float(ms.replace(",", "")) > 0 for _, _, ms in times[1:])
     counts = {row.split()[0]: row.split()[1:] for row in rows[8:]}
     assert counts["kvpass.attend.default"] == ["2", "2"] and counts["kvpass.dequantize.default"] == ["4", "4"]
@@ -96,7 +96,7 @@ def test_the_summary_counts_nodes_and_says_what_each_stage_took(folder):
 def test_a_graph_that_the_pass_gives_up_is_written_as_far_as_it_came(folder):
     with pytest.raises(kvpass.NotFusedError, match="weights are returned"):
         feed(captured("eager", strict=True), 40, output_attentions=True)
-    graph = max(folder.iterdir())  # the one before is of what `apply` tried
+    graph = max(folder.iterdir())  # the earlier one is from the trial in `apply`
     assert {file.name[:1] for file in graph.iterdir()} == set("1234s")
     assert read(graph, "3-found.txt").count("# refused: ") == 2
     summary = read(graph, "summary.txt")

@@ -1,5 +1,6 @@
-"""The Triton kernels against the reference: on the device where there is one, otherwise in Triton's interpreter, for
-which ``conftest.py`` sets TRITON_INTERPRET before anything imports Triton. `test_triton_choice` has who takes them."""
+"""The Triton kernels against the reference: on a GPU if there is one, otherwise in Triton's interpreter, for which
+``conftest.py`` sets TRITON_INTERPRET before anything imports Triton. `test_triton_choice` tests when they are
+chosen."""
 
 import importlib
 import json
@@ -62,7 +63,7 @@ def assert_attends_as_the_reference(arguments, **others):
 
 
 def assert_scores_as_the_reference(arguments, statistic, importance=None, **others):
-    """Output and what tokens were paid."""
+    """Compare outputs and attention mass with the reference."""
     others |= dict(statistic=statistic, importance=importance)
     got, expected = (OPS.attend(*arguments, name, **others) for name in ("triton", "reference"))
     q = arguments[0]
@@ -71,13 +72,13 @@ def assert_scores_as_the_reference(arguments, statistic, importance=None, **othe
 
 
 def rotary(seed: int, batch: int, tokens: int, rope: str) -> dict:
-    """Tables of a rotation, wider than it needs them, as YaRN scales them."""
+    """Tables of a rotation, scaled as in YaRN, and larger than needed."""
     angle = randn(seed, batch, tokens + 9, parse_rope(rope)[0] + 3).to(DEVICE)
     return dict(cos=angle.cos() * 1.3, sin=angle.sin() * 1.3, rope=rope)
 
 
 def random_mask(kind: str, seed: int, batch: int, heads: int, queries: int, tokens: int, padding: int = 0):
-    """A mask in which every query sees itself, but for those of ``padding``, which nobody sees."""
+    """A mask in which every query sees itself, except ``padding``, which no query sees."""
     if kind == "none":
         return None
     allowed = torch.rand(batch, heads, queries, tokens, generator=torch.Generator().manual_seed(seed)) > 0.4
@@ -94,7 +95,7 @@ def divisors(number: int) -> list[int]:
 
 @st.composite
 def layouts(draw, dim: int, pre_rope: bool):
-    """Specs of keys and values that leave together or keys first, any widths beside each other."""
+    """Specs in which keys and values are packed together or keys first, with any combination of bit widths."""
     page, per = draw(st.sampled_from((16, 32, 64))), draw(st.sampled_from(("channel", "token")))
     shared = dict(page_size=page, sinks=draw(st.sampled_from((0, 0, 3))))
     residual, later = draw(st.sampled_from((0, 5))), draw(st.sampled_from((0, page, page + 7)))
@@ -140,7 +141,7 @@ def test_attention_and_what_each_token_is_paid_are_the_references(call, statisti
 
 @pytest.mark.parametrize("queries", [1, 3])
 def test_rows_that_begin_later_are_those_under_a_mask(queries):
-    """Within a page, behind all pages, and not at all."""
+    """Starts within a page, after all pages, and at 0."""
     specs, n = (coded(2, "channel", 16, 16, sinks=3), coded(2, "token", 16, 16, residual=16, sinks=3)), 100
     arguments = attend_arguments(specs, n, queries, batch=4, causal=queries > 1)
     starts = torch.tensor([0, 2, 37, 99], device=DEVICE)
@@ -267,7 +268,7 @@ def _unpack(codes, scale, zero, out, rows, ROWS: tl.constexpr, L: tl.constexpr, 
 @pytest.mark.parametrize("bits", WIDTHS)
 @pytest.mark.parametrize("per", ["channel", "token"])
 def test_pairs_of_channels_unpack_to_codes_exactly(bits, per):
-    """What products of 16 bits are unpacked to, which the interpreter does not multiply: scales are powers of two."""
+    """Unpacked operands of 16-bit products, which the interpreter does not multiply: scales are powers of two."""
     spec, planes, rng = coded(bits, per, 16, 32), num_planes(bits), torch.Generator().manual_seed(bits)
     codes, scale, zero = OPS.quantize(randn(0, 1, 1, 3 * 32, 48, dtype=torch.float16), [], str(spec), "reference")
     scale = 2.0 ** torch.randint(-3, 3, scale.shape, generator=rng)
@@ -289,7 +290,8 @@ def test_a_query_that_may_attend_to_nothing_gets_zeros():
 
 
 def test_a_row_of_which_every_key_is_hidden_by_a_bias_is_the_references():
-    """Of infinity. The lowest number is added, and where it is all there is, splits count as much as each other."""
+    """The bias is -inf. The lowest finite number is added instead; if a row has nothing else, all splits have equal
+    weight."""
     mask = torch.zeros(1, 1, 2, 102)
     mask[:, :, 0] = -torch.inf
     assert_attends_as_the_reference(attend_arguments(KIVI, 100, 2, mask=mask))
@@ -367,7 +369,7 @@ def test_encode_on_a_grid_is_the_references_bit_for_bit(case):
 
 @pytest.mark.parametrize("name", names())
 def test_encode_on_every_grid_takes_the_first_of_points_that_are_as_near(name):
-    """As 0 has in one dimension, where there is an even number of points."""
+    """In one dimension 0 is equally near to two points, if the number of points is even."""
     spec = coded(grid_shape(name)[1], "token", 32, 8, grid=name)
     assert_quantizes_as_the_reference(spec, randn(0, 1, 1, 16, 32).relu())
 
@@ -375,8 +377,8 @@ def test_encode_on_every_grid_takes_the_first_of_points_that_are_as_near(name):
 @settings(few, max_examples=12)
 @given(st.sampled_from((16, 32)), st.integers(1, 2), widths, dtypes, st.sampled_from((0.0, 0.045)), seeds)
 def test_compensated_codes_are_the_references_up_to_ties(block, blocks, bits, dtype, eta, seed):
-    """Sums of products are rounded in another order: the first block is the same bit for bit, and of the others what
-    lies between two codes may take either."""
+    """Sums of products are rounded in another order: the first block is equal bit for bit; in the others a value
+    between two levels may take either."""
     dim = block * blocks
     spec = coded(bits, "channel", 8, 32, eta=eta, subspace=Subspace(3, 1.0, True, block))
     x = awkward(seed, "outliers", 2, 2, 64, dim, dtype=dtype, limit=100).transpose(1, 2).contiguous().transpose(1, 2)
@@ -428,7 +430,7 @@ def test_layers_are_appended_to_together_as_the_reference_does_it(n, new):
 
 
 def said(on_the_host: int, on_the_device: int) -> torch.Tensor:
-    """A length tensor as a captured launch has it: its shape is that of when it was captured."""
+    """A length tensor as in a captured launch: its shape is that of the capture."""
     return torch.full((1,), on_the_device, device=DEVICE).expand(LENGTH_OFFSET + on_the_host)
 
 
@@ -437,7 +439,7 @@ def said(on_the_host: int, on_the_device: int) -> torch.Tensor:
 def test_attention_is_that_of_the_length_on_the_device_whatever_the_host_said(captured, stored, queries):
     specs = coded(2, "channel", 16, 16, sinks=3, residual=5), coded(2, "token", 16, 16, sinks=3, residual=21)
     arguments = attend_arguments(specs, stored, queries=queries, causal=True)
-    for state in arguments[1:3]:  # a pool has room for what was there at the capture
+    for state in arguments[1:3]:  # a pool has room for the tokens at capture
         state[:3] = (torch.cat([pool, pool[:, :, :1].expand(-1, -1, 40, -1, -1)], 2) for pool in state[:3])
     (expected,) = OPS.attend(*arguments, "reference")
     arguments[3] = said(captured, stored)
@@ -458,7 +460,7 @@ def test_tokens_are_stored_behind_the_length_on_the_device_whatever_the_host_sai
 
 
 def test_tokens_whose_distance_exceeds_32_bits_are_written_to_their_windows():
-    """As those of a long prompt in a fused projection. The memory between them is never touched."""
+    """As in a long prompt with a fused projection. The memory between tokens is never touched."""
     from kvpass.lowering.triton.append import _write
 
     count, stride, spec = 40, 1 << 26, coded(2, "token", 16, 16, residual=16)
@@ -473,7 +475,7 @@ def test_tokens_whose_distance_exceeds_32_bits_are_written_to_their_windows():
 
 
 def test_more_tokens_than_kernels_can_count_are_refused():
-    """Pools of as many pages, all of which are the same memory."""
+    """Pools of that many pages, all backed by the same memory."""
     spec, n = coded(2, "token", 16, 16, residual=16), 1 << 27
     q, *past, _, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec = attend_arguments([spec] * 2, 70, dim=16)
     for state in past:
@@ -483,7 +485,7 @@ def test_more_tokens_than_kernels_can_count_are_refused():
 
 
 class _Recorded:
-    """In the place of a kernel: the grids it was to be launched with."""
+    """Replaces a kernel and records the grids of its launches."""
 
     def __init__(self):
         self.grids = []
@@ -494,7 +496,7 @@ class _Recorded:
 
 
 def test_no_grid_has_more_programs_along_a_dimension_than_there_may_be(monkeypatch):
-    """3 million tokens, 72,000 heads of all samples: all of them the same memory, and no kernel runs."""
+    """3 million tokens, 72,000 heads of all samples: all backed by the same memory, and no kernel runs."""
     from kvpass.lowering.triton import append, codebook
 
     names = ("attend_split", "merge_splits", "sum_attention", "write_windows", "hadamard_runs")
@@ -519,7 +521,7 @@ def test_no_grid_has_more_programs_along_a_dimension_than_there_may_be(monkeypat
 
 
 def test_the_first_stage_on_a_gpu_tells_right_from_wrong(monkeypatch):
-    """`benchmarks/gpu.py`, over small shapes: what it compares agrees, and what does not is not called good."""
+    """`benchmarks/gpu.py` with small shapes: correct results pass its comparison, wrong ones fail."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
     gpu = importlib.import_module("gpu")
     shape = dict(heads=4, kv_heads=2, head_dim=64)
@@ -539,7 +541,7 @@ def test_the_first_stage_on_a_gpu_tells_right_from_wrong(monkeypatch):
 
 
 def test_a_stage_on_a_gpu_keeps_the_rows_it_had(monkeypatch, tmp_path):
-    """Also where it ends before its last one."""
+    """Even if it ends before its last row."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
     gpu = importlib.import_module("gpu")
 
@@ -556,7 +558,7 @@ def test_a_stage_on_a_gpu_keeps_the_rows_it_had(monkeypatch, tmp_path):
 
 @pytest.fixture
 def tables(monkeypatch, tmp_path):
-    """Nothing was tuned, and what is will be forgotten."""
+    """No tuning results exist, and new ones are dropped after the test."""
     monkeypatch.setenv("KVPASS_CACHE", str(tmp_path))
     tuned.table.cache_clear()
     yield tmp_path / "launches"
@@ -572,7 +574,7 @@ def test_a_configuration_that_was_tuned_is_kept_and_launched_with(tables, monkey
     times = {ships: 3.0} | {other: 2.0 + i for i, other in enumerate(others)}
     best, _ = tuned.tune(case, times.__getitem__)
     assert best == others[0]
-    assert tuned.tune(case, {**times, best: 2.95}.__getitem__)[0] == ships  # that is noise
+    assert tuned.tune(case, {**times, best: 2.95}.__getitem__)[0] == ships  # within noise
     file = tuned.store(tuned.name_of(device), {case: best})
     tuned.table.cache_clear()
     assert tuned.configured(case, device) == best and file.parent == tables
@@ -605,7 +607,7 @@ TOY = {
 @pytest.mark.slow_cases("generates", "step", "throughput")
 @pytest.mark.parametrize("stage", TOY)
 def test_stages_on_a_gpu_do_their_work_at_toy_size(stage, monkeypatch, tables):
-    """On the CPU, without graphs: that they run, not what they measure."""
+    """On the CPU, without graphs: the test checks that they run, not their measurements."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
     rows = list(importlib.import_module("gpu").STAGES[stage](torch.device("cpu"), **TOY[stage]))
     assert rows and not [row for row in rows if "error" in row or not row.get("good", True)], rows

@@ -1,4 +1,4 @@
-"""Who takes the Triton kernels: models, and what they refuse."""
+"""Which models run the Triton kernels, and which calls the kernels refuse."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def test_a_compiled_model_decodes_with_the_kernels_as_it_does_eagerly():
 
 
 def taken_by_auto(table):
-    """As on a GPU, "auto" takes kernels in the interpreter too."""
+    """Let "auto" choose Triton kernels in the interpreter, too, as on a GPU."""
     for rows in table.values():
         if "triton" in rows:
             rows["triton"] = replace(rows["triton"], by_name_only=False)

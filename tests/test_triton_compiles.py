@@ -1,4 +1,5 @@
-"""The Triton kernels, in the configs they ship with, compile for GPUs that are not here, fit them and spill nothing."""
+"""The Triton kernels, in their shipped configurations, compile for GPUs that this machine does not have, fit them and
+spill nothing."""
 
 import json
 import os
@@ -12,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 triton = pytest.importorskip("triton")
 SPILLED = 0 if triton.__version__ >= "3.7" else 32  # bytes a thread; the compiler of 3.6 spills 3 bits
-FIELDS_SPILLED = 1024  # the kernel that reads fields, most of it around its loops (docs/limits.md)
+FIELDS_SPILLED = 1024  # the kernel that reads fields; most spills are outside its loops (docs/limits.md)
 SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes a program may have of A100 and H100
 KERNELS = {
     "attend": {"attend_split", "merge_splits"},
@@ -89,13 +90,14 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def archs(request):
-    """H100, and with ``--whole`` A100."""
+    """H100, and with ``--whole`` also A100."""
     return sorted(SHARED) if request.config.getoption("whole") else [max(SHARED)]
 
 
 @pytest.fixture(scope="module")
 def compiled(archs):
-    """What "auto" takes on CUDA, and what every case needs; from one process in which kernels are not interpreted."""
+    """The implementations that "auto" chooses on CUDA, and the resources of every case, from a process in which kernels
+    are not interpreted."""
     script = Path(__file__).with_name("compile_kernels.py")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     texts = {name: json.dumps(case) for name, case in CASES.items()}

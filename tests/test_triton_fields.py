@@ -1,5 +1,5 @@
-"""Attention over pages with widths by channel, by the Triton kernels (as in `test_triton`): against the reference, and
-in 16 bits against the same in float32, of which both are roundings."""
+"""Triton attention over pages with per-channel bit widths (run as in `test_triton`): against the reference, and in 16
+bits against float32, of which both results are roundings."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def plan(dim, heads=1, dtype=torch.float32, rope="pre", **fields):
 
 
 def past_of(plan, n, heads, dim, batch, dtype, rope):
-    """States of keys and values that hold ``n`` tokens, and what keys are rotated by."""
+    """Key and value states with ``n`` tokens, and the rotary tables of the keys."""
     key, value = (KVState.allocate(s, batch, heads, dim, dtype, "cpu", n + 70) for s in (plan.key, plan.value))
     tables = {}
     if plan.key.transform.page_rope:
@@ -51,7 +51,7 @@ def call(
     dim=64, heads=2, repeats=2, batch=1, n=150, queries=1, rope="pre", turns="half-32", dtype=torch.float32, mask="",
     softcap=0.0, sinks=False, **fields,
 ):  # fmt: skip
-    """Arguments of `kvpass::attend`, and its keywords."""
+    """Arguments and keyword arguments of `kvpass::attend`."""
     specs = plan(dim, heads, dtype, rope, **fields)
     key, value, others = past_of(specs, n, heads, dim, batch, dtype, turns)
     new, total = [randn(5 + i, batch, heads, queries, dim, dtype=dtype) for i in range(2)], n + queries
@@ -138,7 +138,7 @@ def test_attention_over_fields_is_the_references(name):
 
 @pytest.mark.parametrize("n", [0, 3, 35, 36, 37, 68, 99, 100, 101, 132])
 def test_at_every_state_of_the_windows(n):
-    """Nothing there, sinks alone, keys packed whose values are not, whole turns and parts of them."""
+    """Empty caches, sinks alone, packed keys with exact values, and whole and partial turns of the ring."""
     given, others = call(dim=32, turns="half-16", heads=1, n=max(n, 40))
     given[3] = torch.full((1,), n, device=DEVICE).expand(n + LENGTH_OFFSET)
     assert_is_a_rounding_of_the_reference(given, others)
@@ -147,7 +147,7 @@ def test_at_every_state_of_the_windows(n):
 def test_how_many_tokens_there_are_is_read_on_the_device():
     given, others = call(dim=32, turns="half-16", n=170)
     (expected,) = OPS.attend(*given, "triton", **others)
-    given[3] = torch.full((1,), 170, device=DEVICE).expand(120 + LENGTH_OFFSET)  # as a graph that was captured before
+    given[3] = torch.full((1,), 170, device=DEVICE).expand(120 + LENGTH_OFFSET)  # as in a graph captured earlier
     (got,) = OPS.attend(*given, "triton", **others)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
@@ -225,4 +225,4 @@ def test_a_whole_model_decodes_with_the_kernels_as_it_does_eagerly():
     for a, b in zip(got, called(eager, calls)[0], strict=True):
         torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
     report = kvpass.explain(packed)
-    assert report.fused == 1 and "attend: triton" in str(report)  # the prompt's graph attends to no pages
+    assert report.fused == 1 and "attend: triton" in str(report)  # the graph of the prompt reads no pages

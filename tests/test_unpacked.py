@@ -1,4 +1,5 @@
-"""Models of which not all, or nothing, is packed: what is packed is exact, and the reason for the rest is true."""
+"""Models in which some layers, or all, are not packed: packed layers are correct, and the reasons for the others are
+true."""
 
 import re
 
@@ -32,12 +33,12 @@ from tiny import VOCABULARY, tokens
 _SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
 _TEXT = dict(_SIZES, vocab_size=VOCABULARY, max_position_embeddings=512)
 _GQA = dict(_TEXT, num_key_value_heads=2)
-_NARROW = dict(_SIZES, hidden_size=48)  # than the decoder behind it
+_NARROW = dict(_SIZES, hidden_size=48)  # narrower than the decoder after it
 _EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
 
 
 def made(kind: str, **config):
-    """A tiny model of the transformers class ``kind``, or a skip where the installed version has none."""
+    """A tiny model of the transformers class ``kind``; skips the test if the installed version does not have it."""
     if not hasattr(transformers, kind):
         pytest.skip(f"transformers {transformers.__version__} has no {kind}")
     model_class = getattr(transformers, kind)
@@ -45,7 +46,7 @@ def made(kind: str, **config):
 
 
 def ready(model):
-    """``model`` in eval mode, with weights under which attention matters; it never emits an end token."""
+    """``model`` in eval mode, with weights for which attention matters; it never emits an end token."""
     generator = torch.Generator().manual_seed(0)
     for name, weight in model.named_parameters():
         if weight.ndim > 1:
@@ -220,7 +221,7 @@ def test_what_cannot_be_packed_is_refused_at_apply_with_what_to_do(make, why):
 
 
 def filled(name, *args, key_width=16, value_width=16):
-    """A layer of the cache class ``name`` that holds two tokens."""
+    """A layer of the cache class ``name`` with two tokens."""
     layer = getattr(cache_utils, name)(*args)
     layer.update(torch.ones(1, 2, 2, key_width), torch.ones(1, 2, 2, value_width))
     return layer

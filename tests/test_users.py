@@ -1,6 +1,6 @@
-"""What users do with a model: each way equals the untouched model with lossless pages, or says what to do instead.
+"""Common uses of a model: each equals the untouched model with lossless pages, or raises an error that says what to do.
 
-Compiled against eager codes, in the modes of `generate` and for every scheme, is in `test_generate`.
+`test_generate` compares compiled with eager quantization, in the modes of `generate` and for every scheme.
 """
 
 import copy
@@ -50,7 +50,7 @@ def assert_equal(got, expected, tolerance=1e-5):
 
 
 def assert_fused(model, graphs=1):
-    """Every layer is packed and fused, in at most as many decode graphs."""
+    """Assert that every layer is packed and fused, in at most ``graphs`` decode graphs."""
     report = kvpass.explain(model)
     assert report.packed == len(report.layers) == 2
     assert report.fused == 2 or not report.graphs  # no step was compiled
@@ -59,7 +59,8 @@ def assert_fused(model, graphs=1):
 
 
 def check(model, use):
-    """``use`` gives the same on ``model`` as it is and over lossless pages; returns the packed model."""
+    """Assert that ``use`` gives the same on the untouched ``model`` and over lossless pages; returns the packed
+    model."""
     torch._dynamo.reset()
     expected = use(model)
     kvpass.apply(model, LOSSLESS)
@@ -70,7 +71,7 @@ def check(model, use):
 
 @torch.no_grad()
 def fed(model, ids, mask, prompt):
-    """Logits behind ``prompt`` tokens and each one after, ``[B, S - prompt + 1, V]``."""
+    """Logits after ``prompt`` tokens and after each further one, ``[B, S - prompt + 1, V]``."""
     cache, rows = DynamicCache(config=model.config), []
     for stop in range(prompt, ids.shape[1] + 1):
         part = ids[:, cache.get_seq_length() : stop]
@@ -84,8 +85,8 @@ def fed(model, ids, mask, prompt):
     ids=["Llama", "Gemma 2, which caps its scores"],
 )
 def test_flex_attention_is_written_in_a_way_that_can_be_captured(model, portable):
-    """And put back. On a CPU without a suitable compiler flex_attention itself does not run, so what is compared with
-    is "eager" attention."""
+    """And restored. On a CPU without a suitable compiler flex_attention itself does not run, so the results are
+    compared with "eager" attention."""
     model, (ids, mask) = model(), padded("left")
     model.set_attn_implementation("eager")
     expected = generate(model, input_ids=ids, attention_mask=mask)
@@ -104,7 +105,8 @@ def test_flex_attention_is_written_in_a_way_that_can_be_captured(model, portable
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)], ids=str)
 def test_half_precision_gives_the_same_tokens(dtype, tolerance):
-    """Exactly the same bits eagerly; compiled, where it is no tie within rounding, of which a random model has some."""
+    """Eagerly the bits are equal. Compiled, tokens are equal except for ties within rounding, which a random model
+    has."""
     torch._dynamo.reset()
     model, (ids, mask) = llama().to(dtype), padded("left", (60, 43, 51))
     expected = fed(model, ids, mask, 40)
@@ -120,7 +122,7 @@ def test_half_precision_gives_the_same_tokens(dtype, tolerance):
 
 @torch.no_grad()
 def behind_right_padding(model, steps=20):
-    """Greedy decoding behind prompts padded on the right, by hand: the mask grows, and positions are given."""
+    """Greedy decoding after prompts padded on the right, by hand: the mask grows, and positions are passed."""
     ids, mask = padded("right")
     last, cache = mask.sum(1) - 1, DynamicCache(config=model.config)
     positions = (mask.cumsum(1) - 1).clamp_min(0)
@@ -154,7 +156,7 @@ def models():
 @torch.no_grad()
 @pytest.mark.parametrize("scheme", [LOSSLESS, "squat", "kivi"], ids=str)
 def test_autocast_around_use(scheme):
-    """Its narrower keys and values are stored as they are; codecs compute in the dtypes they say."""
+    """Narrower keys and values under autocast are stored exactly; codecs compute in their declared dtypes."""
     model, ids = llama(), tokens(2, 90)
     ones = torch.ones_like(ids)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -194,7 +196,7 @@ def reuse_of_a_prompt(model):
 
 
 def assisted(packed):
-    """Drafts of another model, most of them rejected; ``packed`` or not."""
+    """Decoding with drafts of another model, most of them rejected, with a packed or an untouched model."""
 
     def use(model):
         draft = llama(layers=1, seed=3)
@@ -213,7 +215,7 @@ def tokenizer():
 
 
 def through_a_pipeline(model):
-    """What a pipeline says to two texts, one after the other, as tokens."""
+    """The output of a pipeline for two texts, one after the other, as tokens."""
     texts = [" ".join(map(str, tokens(1, length, seed=length)[0].tolist())) for length in (30, 17)]
     pipe = pipeline("text-generation", model=model, tokenizer=tokenizer())
     answers = pipe(texts, max_new_tokens=20, do_sample=False, return_full_text=False)
@@ -252,7 +254,7 @@ def test_inference_mode_around_everything():
 
 @pytest.mark.slow
 def test_cropping_after_a_rejection_is_what_assisted_decoding_did(models):
-    """The drafts of `assisted` are not all accepted: otherwise nothing would have been tested."""
+    """Some drafts of `assisted` must be rejected; otherwise the test would check nothing."""
     _, model = models
     kept = []
     crop, PackedLayer.crop = PackedLayer.crop, lambda self, n: (kept.append(n), crop(self, n))
@@ -298,7 +300,7 @@ def test_weights_quantized_by_torchao():
 
 
 def test_weights_of_four_bits_by_torchao():
-    """Its products on CPUs are of bfloat16, and ops of their own. Layers are compiled once all the same."""
+    """On CPUs their products are bfloat16, in ops of torchao. Layers are still compiled only once."""
     from torchao.prototype.quantization.int4.inference_workflow import PrototypeInt4WeightOnlyConfig
 
     model = llama(layers=3).bfloat16()
@@ -313,13 +315,13 @@ def test_weights_of_four_bits_by_torchao():
 
 
 def test_weights_that_are_quantized_anew_are_noticed():
-    """Dynamo is kept from looking into them, `kvpass.compile.subclasses` does."""
+    """Dynamo does not check such weights; `kvpass.compile.subclasses` does."""
     model = llama()
     quantize_(model, Int8WeightOnlyConfig())
     use = mode(input_ids=tokens(2, 40))
     before = use(kvpass.apply(model, LOSSLESS))
     weight = model.model.layers[1].mlp.up_proj.weight
-    weight.qdata = weight.qdata.clone()  # as it was, elsewhere
+    weight.qdata = weight.qdata.clone()  # equal contents at another address
     assert_equal(use(model), before)
     weight.qdata = weight.qdata.to(torch.int16)
     with pytest.raises(KVPassError, match="quantization of the weights changed"):
@@ -356,7 +358,7 @@ COMPILED = {
 
 @pytest.mark.parametrize("how", [*COMPILED, "before: forward, fullgraph", "before: layers"])
 def test_a_model_may_be_compiled_before_apply_and_after(how, reference_in_this_test):
-    """The recipes of transformers' documentation. After `apply` that is kvpass's own forward, which compiles steps."""
+    """The recipes of transformers' documentation. After `apply` they compile kvpass's forward, which compiles steps."""
     torch._dynamo.reset()
     before, compiled = how.startswith("before: "), COMPILED[how.removeprefix("before: ")]
     model = kvpass.apply(compiled(llama()), LOSSLESS) if before else compiled(kvpass.apply(llama(), LOSSLESS))
@@ -378,8 +380,8 @@ def test_a_model_wrapped_by_torch_compile_is_packed_inside():
 
 
 def spread(**places):
-    """A model with a layer on each of two devices, which are both the CPU unless ``places`` says otherwise: accelerate
-    puts its hooks on all modules."""
+    """A model with a layer on each of two devices, both the CPU unless ``places`` says otherwise. accelerate puts its
+    hooks on all modules."""
     accelerate, model = pytest.importorskip("accelerate"), llama()
     around = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head"), "cpu")
     layers = {f"model.layers.{i}": places.get(f"layer_{i}", "cpu") for i in range(len(model.model.layers))}
@@ -421,7 +423,7 @@ def test_offloaded_weights_are_refused_in_every_lowering(tmp_path, place):
 
 
 def test_copies_of_a_packed_model_are_refused():
-    """Their forward would be that of the original, with its weights."""
+    """A copy would run the original's forward, with the original's weights."""
     model = kvpass.apply(llama(), LOSSLESS, lowering="eager")
     for copying in (copy.deepcopy, pickle.dumps):
         with pytest.raises(KVPassError, match="apply to each copy"):
@@ -434,7 +436,7 @@ def test_copies_of_a_packed_model_are_refused():
 
 def offloaded_cache(model):
     cache = DynamicCache(config=model.config)
-    cache.offloading = True  # its constructor wants an accelerator
+    cache.offloading = True  # its constructor requires an accelerator
     generate(model, input_ids=tokens(1, 30), past_key_values=cache)
 
 

@@ -1,6 +1,6 @@
-"""More of what users do with a model, each the same as on the untouched one: docs/uses.md has the list.
+"""More uses of a model, each equal to the untouched model; docs/uses.md has the list.
 
-Eagerly, and in a captured step, whose graph is run as the pass leaves it.
+Each use runs eagerly, and in a captured step whose graph runs as the pass leaves it.
 """
 
 import io
@@ -32,7 +32,7 @@ PROMPT = tokens(1, 40)
 
 
 def printed(model):
-    """What a streamer writes, token by token."""
+    """The output of a streamer, token by token."""
     streamer = TextStreamer(tokenizer(), skip_prompt=True)
     written, streamer.on_finalized_text = io.StringIO(), lambda text, stream_end=False: written.write(text)
     out = generate(model, input_ids=PROMPT, streamer=streamer)
@@ -41,7 +41,7 @@ def printed(model):
 
 
 def streamed_from_a_thread(model):
-    """What another thread generates, read as it comes."""
+    """The output of generate in another thread, read as it arrives."""
     streamer = TextIteratorStreamer(tokenizer(), skip_prompt=True, timeout=120)
     given = dict(input_ids=PROMPT, streamer=streamer, max_new_tokens=20, do_sample=False)
     thread = threading.Thread(target=model.generate, kwargs=given)
@@ -63,7 +63,7 @@ def rollouts(model):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if turn == 1:  # weights that come from elsewhere
+        if turn == 1:  # weights loaded from elsewhere
             model.load_state_dict(llama(seed=5).state_dict())
     model.eval()
     assert not torch.equal(found[0][0], found[1][0])
@@ -71,7 +71,7 @@ def rollouts(model):
 
 
 def four_dimensional_masks(kind):
-    """A mask of the user's own, ``[B, 1, S, T]``: some tokens of the prompt see nothing of some others."""
+    """A user-defined mask, ``[B, 1, S, T]``: some tokens of the prompt do not see some others."""
 
     @torch.no_grad()
     def use(model):
@@ -90,7 +90,7 @@ def four_dimensional_masks(kind):
 
 @torch.no_grad()
 def packed_sequences(model):
-    """Three texts in one row, told apart by positions that start again."""
+    """Three texts in one row, separated by positions that restart at 0."""
     positions = torch.cat([torch.arange(n) for n in (17, 9, 14)])[None]
     return PROMPT, model(input_ids=PROMPT, position_ids=positions, use_cache=False).logits
 
@@ -116,7 +116,7 @@ def embedded(model):
 
 
 def to_a_string(model):
-    """Until a string of two tokens comes: one that greedy decoding reaches."""
+    """Generation until a string of two tokens appears, one that greedy decoding reaches."""
     letters = [chr(33 + i if i < 94 else 256 + i) for i in range(VOCABULARY)]
     whole = Tokenizer(WordLevel({letter: i for i, letter in enumerate(letters)}, unk_token=letters[0]))
     whole.pre_tokenizer, whole.decoder = Split("", "isolated"), decoders.Fuse()
@@ -140,7 +140,7 @@ class AfterSeven(StoppingCriteria):
 
 
 def one_prompt_for_several(model):
-    """The cache of a prompt, repeated for rows that go on differently, some of which are dropped."""
+    """The cache of a prompt, repeated for rows that continue differently; some of them are dropped."""
     with torch.no_grad():
         cache = DynamicCache(config=model.config)
         model(input_ids=PROMPT, past_key_values=cache)
@@ -152,7 +152,7 @@ def one_prompt_for_several(model):
 
 
 def taken_back(model):
-    """A turn of a chat that is said again in other words."""
+    """A turn of a chat that is cropped and repeated in other words."""
     with torch.no_grad():
         cache = DynamicCache(config=model.config)
         model(input_ids=PROMPT, past_key_values=cache)
@@ -163,7 +163,7 @@ def taken_back(model):
 
 
 def watched(model):
-    """Hooks that read and change what layers hand on, there before the first call."""
+    """Hooks that read and change the outputs of layers, added before the first call."""
     seen = []
 
     def steer(module, args, output):
@@ -219,7 +219,7 @@ USES = {
 }
 
 
-CAPTURED = (  # what differs in how the model is called, not in its logits; with hooks no step is compiled
+CAPTURED = (  # uses that differ in how the model is called, not in logits; with hooks no step is compiled
     "a streamer of another thread",
     "rollouts of reinforcement learning",
     "4-D masks, bool",

@@ -1,4 +1,4 @@
-"""Which torch kvpass says it works with: one answer, given when it is imported."""
+"""The supported versions of torch: kvpass checks them in one place, when it is imported."""
 
 import subprocess
 import sys

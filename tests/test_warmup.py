@@ -1,4 +1,4 @@
-"""What was warmed up is not compiled again, whoever calls; and what is waited for is said."""
+"""After warmup nothing compiles again, whoever calls; and a call that waits for a compilation says so."""
 
 import io
 import sys

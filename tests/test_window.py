@@ -1,4 +1,4 @@
-"""Length length tensors, and the slots of the exact tokens."""
+"""Length tensors, and the ring slots of exact tokens."""
 
 import math
 
@@ -38,7 +38,7 @@ def test_a_carrier_holds_its_length_without_reading_the_device(n, device):
 @pytest.mark.parametrize("spec", [KEYS, VALUES, SINKS], ids=["keys", "values", "sinks"])
 @pytest.mark.parametrize("new", [1, 9])
 def test_what_is_stored_behind_billions_of_tokens_is_what_is_stored_behind_few(spec, new):
-    """Pools of as many pages, all of which are the same memory: what is written is looked at after each call."""
+    """Pools of that many pages, all backed by the same memory; each write is checked after its call."""
     period, x = math.lcm(spec.retention.ring_size, spec.page_size), randn(0, 1, 1, 90, 8)
     stored = []
     for n in (period, period * (1 + (1 << 33) // period)):
@@ -106,7 +106,7 @@ def test_tokens_leave_in_the_order_of_their_pages_and_the_others_stay(spec, step
 
 
 def test_where_tokens_go_does_not_depend_on_how_far_others_have_looked():
-    """Every answer of a layout that has been asked about a long text before is that of a fresh one."""
+    """A layout that has been used for a long text before answers like a new one."""
     tokens, asked, far = torch.arange(LOG.retention.sinks, 90), [], LogSparseLayout(LOG.retention)
     far.page_tokens(0, 500)
     for where in (far, LogSparseLayout(LOG.retention)):
@@ -189,7 +189,7 @@ def test_threads_that_ask_at_once_get_what_one_gets():
 )
 @settings(max_examples=200)
 def test_what_a_ring_is_said_to_have_lost_is_what_others_were_written_over(spec, history):
-    """Against a ring that notes which writing of which token each slot holds."""
+    """Against a ring that records, for each slot, which write of which token it holds."""
     where, writes, n = layout(spec.retention), Writes(), 0
     ring, latest = [None] * (spec.retention.sinks + spec.retention.ring_size), {}
 
@@ -208,7 +208,7 @@ def test_what_a_ring_is_said_to_have_lost_is_what_others_were_written_over(spec,
         exact = where.exact(target)
         truth = [ring[where.slot(token)] != (token, latest[token]) for token in exact.tolist()]
         assert writes.lost(exact, where).tolist() == truth
-        if any(truth):  # put back decoded, as a crop beyond the window does
+        if any(truth):  # restored dequantized, as by a crop beyond the window
             write(exact[torch.tensor(truth)])
             writes = Writes(((0, target),), spec.retention.pages(target))
         n = target

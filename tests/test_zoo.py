@@ -1,7 +1,7 @@
-"""Any decoder: every architecture of the zoo, untouched against lossless pages, some compiled against eager codes.
+"""Every architecture of the zoo: untouched against lossless pages, and for some, compiled against eager quantization.
 
-``pytest -m zoo`` prints the matrix; ``--whole-zoo`` has every architecture with both kinds of attention and of cache,
-and codes that lose something compiled against eager in each.
+``pytest -m zoo`` prints the matrix. ``--whole-zoo`` runs every architecture with both kinds of attention and of cache,
+and compares compiled with eager lossy quantization in each.
 """
 
 import pytest
@@ -100,7 +100,7 @@ def test_zoo(cell, record_property, pytestconfig):
             for row, first in (
                 (0, 0 if own_prompt else PADDING),
                 (1, 0),
-            ):  # what padding computes depends on how attention is written
+            ):  # values of padding depend on how attention is written
                 for x, y in ((mine.keys + 0, theirs.keys), (mine.values + 0, theirs.values)):
                     part = slice(first, mine.tokens)
                     torch.testing.assert_close(x[row, :, part], y[row, :, part], atol=1e-5, rtol=1e-5)

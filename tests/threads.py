@@ -1,5 +1,5 @@
-"""Threads that generate with one applied model, against one thread. `test_threads` runs some of it; all of it, with a
-table of the trials that were equal:
+"""Compare threads that generate with one applied model to a single thread. `test_threads` runs a part of it. This runs
+all of it, and prints a table of the trials that were equal:
 
     python tests/threads.py [trials] [scheme ...]
 """
@@ -32,7 +32,7 @@ SCHEMES = {
 
 
 def forget():
-    """As in a new process."""
+    """Forget compiled code, as in a new process."""
     torch._dynamo.reset()
     layout.cache_clear()
     attend.attend_kernel.cache_clear()
@@ -41,7 +41,7 @@ def forget():
 
 
 def at_once(calls):
-    """What ``calls`` return, each in a thread of its own, all of which start together. Raises the first error."""
+    """The results of ``calls``, each run in its own thread; all threads start together. Raises the first error."""
     barrier, results = threading.Barrier(len(calls)), [None] * len(calls)
 
     def run(i):
@@ -52,7 +52,7 @@ def at_once(calls):
             results[i] = error
 
     workers, interval = [threading.Thread(target=run, args=(i,)) for i in range(len(calls))], sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)  # threads take turns as often as they can
+    sys.setswitchinterval(1e-5)  # switch threads as often as possible
     try:
         for worker in workers:
             worker.start()
@@ -67,7 +67,7 @@ def at_once(calls):
 
 
 def generated(model, user: int, new_tokens: int = 20):
-    """Tokens and logits of ``user``, who has a prompt, and a batch size, like nobody else's."""
+    """Tokens and logits of ``user``, whose prompt and batch size are unique."""
     ids = tokens(1 + user % 2, 200 + 37 * user, seed=user)
     out = model.generate(
         ids, do_sample=False, max_new_tokens=new_tokens, return_dict_in_generate=True, output_logits=True
@@ -76,14 +76,15 @@ def generated(model, user: int, new_tokens: int = 20):
 
 
 def assert_same(got, expected):
-    """Tokens, and logits up to what other orders of summation make: while a thread compiles, transformers writes the
-    attention of all of them in another way."""
+    """Assert equal tokens, and equal logits up to the order of summation: while a thread compiles, transformers uses
+    another formulation of attention in all threads."""
     assert torch.equal(got[0], expected[0])
     torch.testing.assert_close(got[1], expected[1], atol=1e-4, rtol=1e-4)
 
 
 def trial(scheme, lowering: str, threads: int, expected) -> None:
-    """The first calls of a model, made by ``threads`` at once, give what is ``expected`` of each; so do later ones."""
+    """The first calls of a model, made by ``threads`` threads at once, give the ``expected`` results; so do later
+    calls."""
     forget()
     model = kvpass.apply(llama(), scheme, lowering=lowering)
     for _ in range(2):
@@ -92,7 +93,7 @@ def trial(scheme, lowering: str, threads: int, expected) -> None:
 
 
 def alone(scheme, lowering: str, threads: int):
-    """What one thread gets."""
+    """The results of a single thread."""
     forget()
     model = kvpass.apply(llama(), scheme, lowering=lowering)
     return [generated(model, user) for user in range(threads)]

@@ -1,4 +1,4 @@
-"""Tiny random decoders: real architectures, seconds to compile."""
+"""Tiny random decoders: real architectures that compile in seconds."""
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -45,8 +45,8 @@ def tokens(batch: int, length: int, seed: int = 0) -> torch.Tensor:
 
 
 def step_by_step(model, scheme, ids, prompt, mask=None, **options):
-    """Logits behind ``prompt`` tokens and each one after, ``[B, S - prompt + 1, V]``, with the cache they were decoded
-    through and the report; ``scheme`` and ``options`` are those of `kvpass.apply`."""
+    """Logits after ``prompt`` tokens and after each further token, ``[B, S - prompt + 1, V]``, with the cache they were
+    decoded through and the report. ``scheme`` and ``options`` are arguments of `kvpass.apply`."""
     kvpass.apply(model, scheme, **options)
     try:
         cache, rows = DynamicCache(config=model.config), []
@@ -61,7 +61,8 @@ def step_by_step(model, scheme, ids, prompt, mask=None, **options):
 
 @torch.no_grad()
 def called(model, calls, batch: int = 2):
-    """Logits of each call, by a count of tokens and of those that are rejected afterwards; and the cache."""
+    """The logits of each call, and the cache. ``calls``: for each call, how many tokens it takes, and how many of them
+    are rejected (cropped) afterwards."""
     device, cache, logits = model.device, DynamicCache(config=model.config), []
     ids = tokens(batch, sum(new for new, _ in calls), seed=3).to(device)
     for new, rejected in calls:
@@ -73,7 +74,7 @@ def called(model, calls, batch: int = 2):
 
 
 class Letters:
-    """A tokenizer of one token a character, for models of this file."""
+    """A tokenizer with one token per character, for the models of this file."""
 
     chat_template = None
     bos_token = None

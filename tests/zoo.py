@@ -1,4 +1,4 @@
-"""Tiny random models of many architectures: what is special about each, in a config that takes seconds."""
+"""Tiny random models of many architectures, each with its special features, that compile in seconds."""
 
 from dataclasses import dataclass
 
@@ -52,12 +52,13 @@ _LINEAR = dict(
 class Species:
     """One architecture.
 
-    kind: prefix of its transformers classes. packed: layers kvpass packs; None where it refuses the model.
-    config_class: of its config, where that is not named after ``kind``.
-    fused: those of them whose attention is fused; None for all.
-    attention: how it is usually run, "sdpa" or "eager".
-    why: what stands in the report, or the error, for layers that are not packed.
-    encoder: whether an encoder comes first.
+    kind: prefix of its transformers classes.
+    packed: number of layers that kvpass packs; None if it refuses the model.
+    config_class: name of its config class, if it does not follow from ``kind``.
+    fused: number of packed layers whose attention is fused; None for all.
+    attention: how it usually runs, "sdpa" or "eager".
+    why: a part of the report, or of the error, about layers that are not packed.
+    encoder: whether it has an encoder.
     """
 
     kind: str

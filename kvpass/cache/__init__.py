@@ -1,1 +1,1 @@
-"""What a packed cache is made of: storage, layers of transformers over it, and the swap that puts them in place."""
+"""Packed caches: tensor storage, transformers cache layers on top of it, and the swap that installs them in a cache."""

@@ -1,4 +1,4 @@
-"""Storage of tokens with widths of their own (`kvpass.codec.adaptive`): written between forwards, read in them."""
+"""Storage of tokens with per-token bit widths (`kvpass.codec.adaptive`): written between forwards, read during them."""
 
 from __future__ import annotations
 
@@ -31,22 +31,26 @@ _TABLES = ("_codes", "scale", "zero_point", "outliers", "where")
 
 
 class PlanePool:
-    """The planes of all states of a cache but the first of each, end to end: their sizes depend on data, and differ, so
-    that a graph takes one tensor of bytes instead."""
+    """The bit planes of all adaptive states of a cache, except the first plane of each, concatenated in one tensor.
+
+    Plane sizes depend on the data and differ between states, so a graph takes this one byte tensor instead of the
+    planes.
+    """
 
     def __init__(self) -> None:
         self.states: list[AdaptiveState] = []
         self.data = torch.empty(0, dtype=torch.uint8)
-        self.stale = False  # planes have been replaced since the last `refresh`
+        self.stale = False  # planes were replaced since the last `refresh`
 
     def add(self, state: AdaptiveState) -> None:
-        """Take in the planes of ``state``, from the next `refresh` on."""
+        """Register ``state``. The next `refresh` copies its planes into the pool."""
         self.states.append(state)
         self.stale = True
 
     @torch.inference_mode(False)
     def refresh(self) -> None:
-        """Copy the planes of all states behind each other, and make theirs views of the copy, if any is new."""
+        """Concatenate the planes of all states and turn them into views of the result. Does nothing unless a plane is
+        new."""
         if not self.stale:
             return
         planes = [plane for state in self.states for plane in state.planes]
@@ -59,14 +63,15 @@ class PlanePool:
                 state.places[i] = torch.tensor([start, plane.shape[2], plane.shape[3]])
                 state.planes[i] = data[start : start + plane.numel()].view(plane.shape)
                 start += plane.numel()
-        self.stale = False  # last: what was interrupted is done again
+        self.stale = False  # last, so that an interrupted refresh is repeated
 
     def __getstate__(self) -> dict[str, Any]:
         return {"states": self.states, "data": torch.empty(0, dtype=torch.uint8), "stale": bool(self.states)}
 
 
 class HostTokens:
-    """Full-precision tokens in host memory, ``[B, H_kv, capacity, D]``, and the bytes fetched from there so far."""
+    """Full-precision tokens in host memory, ``[B, H_kv, capacity, D]``, and the number of bytes fetched from there so
+    far."""
 
     def __init__(self, tokens: Tensor, moved_nbytes: int = 0):
         self.tokens, self.moved_nbytes = tokens, moved_nbytes
@@ -77,19 +82,20 @@ class HostTokens:
         return self.tokens.nbytes
 
     def replaced(self, tokens: Tensor) -> HostTokens:
-        """Others, with the same count of bytes fetched."""
+        """A new object with ``tokens`` and the same count of fetched bytes."""
         torch._dynamo.mark_dynamic(tokens, 2)
         return HostTokens(tokens, self.moved_nbytes)
 
 
 class AdaptiveState(KVState):
-    """A `KVState` whose tokens have widths of their own.
+    """A `KVState` in which each token has its own bit width.
 
-    codes: ``[B, H_kv, capacity, D * b / 8]``, the first plane of bits; the others are ``planes``, in a `PlanePool`.
-    scale, zero_point: ``[B, H_kv, capacity, 1]``: step of the widest class, and minimum.
-    levels: ``[B, H_kv, capacity / P, P / 4]``; outliers, where: ``[B, 1, capacity, k]``: see `Tokens`.
-    energy: ``[B, H_kv, 1, 1]`` float32, that of the prompt's queries, for keys; None where it was measured before.
-    host: originals, or where tokens wait for their width.
+    codes: ``[B, H_kv, capacity, D * b / 8]`` uint8, the first bit plane. The other planes are ``planes``, in a
+        `PlanePool`.
+    scale, zero_point: ``[B, H_kv, capacity, 1]``: the step of the widest class, and the minimum.
+    levels: ``[B, H_kv, capacity / P, P / 4]`` uint8; outliers, where: ``[B, 1, capacity, k]``: see `Tokens`.
+    energy: ``[B, H_kv, 1, 1]`` float32, measured on the prompt's queries, for keys; absent if it was measured before.
+    host: the original tokens, or the tokens that wait for their bit width.
     """
 
     levels: Tensor
@@ -138,7 +144,7 @@ class AdaptiveState(KVState):
 
     @property
     def pooled_planes(self) -> Sequence[Tensor]:
-        """The other planes, of all states, and where those of this one are."""
+        """The pool with the other planes of all states, and the positions of this state's planes in it."""
         if not torch.compiler.is_dynamo_compiling():
             self.pool.refresh()
         return [self.pool.data, self.places]
@@ -150,11 +156,11 @@ class AdaptiveState(KVState):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its own, slack included; originals in host memory are not among them."""
+        """Bytes of this state, slack included, without the originals in host memory."""
         return sum(tensor.nbytes for _, tensor in self.tensors()) + sum(plane.nbytes for plane in self.planes)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = [plane.clone() for plane in self.planes]  # not views of what the pool holds of all states
+        own = [plane.clone() for plane in self.planes]  # views would copy the pool of all states
         return super().__getstate__() | {"planes": own}
 
     def contents(self, n: int) -> dict[str, Tensor]:
@@ -166,7 +172,7 @@ class AdaptiveState(KVState):
         return own | {f"planes.{i}": plane for i, plane in enumerate(self.planes)}
 
     def fill(self, n: int, contents: Mapping[str, Tensor]) -> None:
-        rows = [contents.get(f"planes.{i}", plane) for i, plane in enumerate(self.planes)]  # as many as it takes
+        rows = [contents.get(f"planes.{i}", plane) for i, plane in enumerate(self.planes)]  # contents set the sizes
         planes = [torch.zeros_like(plane) for plane in rows]
         self.put(planes=[plane.to(self.ring.device) for plane in planes], count=self.spec.retention.packed(n))
         super().fill(n, contents)
@@ -183,7 +189,7 @@ class AdaptiveState(KVState):
 
     @torch.inference_mode(False)
     def reserve(self, tokens: int) -> None:
-        """Make room for ``tokens`` tokens, growing geometrically; contents are kept."""
+        """Make room for ``tokens`` tokens. Memory grows geometrically; contents are preserved."""
         size, packed, have = self.spec.page_size, self.spec.retention.packed(tokens), self.scale.shape[2]
         keeps, room = self.spec.quantizer.adaptive.keep_originals, have
         new: dict[str, Any] = {}
@@ -211,10 +217,12 @@ class AdaptiveState(KVState):
 
     @torch.inference_mode(False)
     def requantize(self, n: int, importance: Tensor) -> None:
-        """Code the tokens that are due at length ``n``, and give every packed token the width it needs now.
+        """Quantize the tokens that are due at length ``n``, and give every packed token the bit width that it needs
+        now.
 
-        importance: ``[B, H_kv, n]``, the largest attention weights of the last queries. Planes of the pool are stale
-        until its `PlanePool.refresh`.
+        importance: ``[B, H_kv, n]``, the largest attention weight that each token received from the last queries.
+
+        The pool is stale until the next `PlanePool.refresh`.
         """
         adaptive, sinks, packed = self.spec.quantizer.adaptive, self.spec.retention.sinks, self.spec.retention.packed(n)
         widths, known, old = adaptive.widths, self._tokens(self.count), self.count
@@ -244,7 +252,7 @@ class AdaptiveState(KVState):
         return Tokens([codes, *self.planes], levels, step, zero_point, outliers[:, 0], where[:, 0])
 
     def _add(self, x: Tensor, part: slice) -> None:
-        """Keep ranges and outliers of ``x``, the tokens ``part`` that are packed from now on."""
+        """Store the ranges and outliers of ``x``, the newly packed tokens ``part``."""
         outliers, where, is_outlier = split_outliers(x, self.spec.quantizer.adaptive.outliers)
         step, zero_point = fit_range(x, is_outlier, self.spec.quantizer.adaptive.widths[-1], self.scale.dtype)
         if x.device.type == "cpu":
@@ -253,7 +261,7 @@ class AdaptiveState(KVState):
         self.outliers[:, 0, part], self.where[:, 0, part] = outliers, where
 
     def _restore(self, codes: Tensor, promoted: Tensor) -> None:
-        """Put all bits of ``promoted`` tokens into ``codes`` again, from the originals."""
+        """Restore all bits of the ``promoted`` tokens in ``codes`` from the originals on the host."""
         where = promoted.nonzero(as_tuple=True)
         originals = self.host.tokens[tuple(index.cpu() for index in where)].to(self.ring.device)
         self.host.moved_nbytes += originals.nbytes

@@ -1,4 +1,4 @@
-"""`CacheState`: what the packed layers of one cache share, such as its length."""
+"""`CacheState`: the state that the packed layers of one cache share, such as its length."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ _EMPTY: dict[str, Any] = dict(tokens=0, seen=0, edits=0, crops=0, filled=False, 
 
 @dataclass(frozen=True)
 class _Change:
-    """A change of a whole cache that has reached some of its layers.
+    """A change of a whole cache that some of its layers have made and others have not.
 
-    name, result: what it is, and the attributes of the `CacheState` after it; the same for every layer.
-    left: the layers it has not reached yet.
+    name: the kind of change.
+    result: attributes of the `CacheState` after the change.
+    left: the layers that have not made the change yet.
     """
 
     name: str
@@ -35,23 +36,24 @@ class _Change:
 
 
 class CacheState:
-    """The state of one cache, which all its packed layers refer to. A layer has tensors of its own; what is true of the
-    cache as a whole is stored here, once, so layers cannot disagree about it. A cache with an encoder has two states,
-    one for self-attention and one for cross-attention.
+    """The state of one cache, shared by all its packed layers.
+
+    Each layer has its own tensors. Everything that is true of the whole cache is stored here once, so layers cannot
+    disagree. A cache with an encoder has two states, one for self-attention and one for cross-attention.
 
     layers: the packed layers, in model order.
-    owner: id of the `kvpass.apply` that made the cache.
-    lowering: who runs the ops of its layers.
-    max_cache_len: the most tokens it may store, None if there is no limit.
-    pool: planes of the layers whose tokens have widths of their own; None if there are no such layers.
-    tokens, seen: how many tokens are stored, and how many were stored in all. They differ after an eviction.
-    batch: rows that memory is allocated for, -1 if there is none.
-    filled: whether a forward has succeeded since the cache was new or reset.
+    owner: id of the `kvpass.apply` call that made the cache.
+    lowering: the implementation that runs the ops of its layers.
+    max_cache_len: the maximum number of tokens; None if there is no limit.
+    pool: bit planes of the layers whose tokens have individual bit widths; None if there are no such layers.
+    tokens, seen: the number of tokens that are stored, and that were ever stored. They differ after an eviction.
+    batch: rows that memory is allocated for; -1 if there is none.
+    filled: whether a forward has succeeded since the cache was created or reset.
     edits, crops: how often rows were selected, and tokens cropped, since then.
-    whole: False while something changes the cache, and for good if that failed and could not be rolled back.
-    context: what lives for one forward, while one is running.
-    drafts: the number of calls of a few tokens in a row, up to the last one.
-    only_tokens: whether everything stored came from token ids alone, and not, for instance, from an image.
+    whole: False during a change, and permanently if the change failed and could not be rolled back.
+    context: the `ForwardContext` of the running forward; None between forwards.
+    drafts: the number of consecutive calls of a few tokens, up to the last call.
+    only_tokens: whether everything stored was computed from token ids alone, and not, for instance, from an image.
     """
 
     def __init__(self, owner: str, lowering: str, max_cache_len: int | None):
@@ -67,16 +69,17 @@ class CacheState:
 
     @property
     def device(self) -> torch.device:
-        """The device of the first layer, where length tensors of lengths are."""
+        """The device of the first layer, where length tensors are."""
         return self.layers[0].geometry.device
 
     @property
     def retention(self) -> Retention:
-        """That of the keys of the first layer. All layers evict the same number of tokens (`schemes.check_edges`)."""
+        """The retention policy of the first layer's keys. All layers evict the same number of tokens
+        (`schemes.check_edges`)."""
         return self.layers[0].plan.key.retention
 
     def refuse_unless_whole(self) -> None:
-        """Raise `KVPassError` while something changes the cache, or if that failed halfway."""
+        """Raise `KVPassError` during a change of the cache, and after a change or a forward that failed halfway."""
         if self._change is not None:
             raise KVPassError(
                 "The layers of this cache are inconsistent: reordering, selecting, cropping or resetting it failed or "
@@ -89,12 +92,13 @@ class CacheState:
             )
 
     def changing(self, layer: PackedLayer, name: str, **result: Any) -> AbstractContextManager[None]:
-        """Within it, ``layer`` makes its part of the change ``name`` of the whole cache. Transformers calls the layers
-        one by one; after the last of them the attributes ``result`` of the cache take effect, all at once. Until then,
-        and if a layer fails within, the cache is inconsistent.
+        """A context in which ``layer`` makes its part of the change ``name`` of the whole cache.
 
-        Raises `KVPassError`, before it is entered, if the cache is inconsistent already or if the change that other
-        layers have made is another one.
+        Transformers calls the layers one by one. After the last layer the attributes ``result`` of the cache take
+        effect, all at once. Until then, and if a layer fails, the cache is inconsistent.
+
+        Raises `KVPassError`, before the context is entered, if the cache is already inconsistent or if other layers
+        have started a different change.
         """
         change = self._change
         if change is None or layer not in change.left:
@@ -105,7 +109,7 @@ class CacheState:
         return self._part(layer, change)
 
     def resetting(self, layer: PackedLayer) -> AbstractContextManager[None]:
-        """The same for ``reset``, which is always possible: an inconsistent cache drops its storage first."""
+        """Like `changing`, for ``reset``. This is always possible: an inconsistent cache drops its storage first."""
         change = self._change
         if change is None or layer not in change.left or change.name != _RESET:
             if not self.whole:
@@ -115,7 +119,7 @@ class CacheState:
 
     @contextmanager
     def _part(self, layer: PackedLayer, change: _Change) -> Iterator[None]:
-        self.whole, self._change = False, None  # where a layer fails, the others cannot go on with the change
+        self.whole, self._change = False, None  # after a failed layer, the others cannot continue the change
         yield
         if left := tuple(other for other in change.left if other is not layer):
             self._change = replace(change, left=left)
@@ -123,8 +127,8 @@ class CacheState:
             vars(self).update(change.result, whole=True)  # one call: no interrupt comes between
 
     def allocate(self, batch: int, tokens: int) -> None:
-        """Make room for ``tokens`` tokens in ``batch`` rows, less those that are evicted. What is stored is kept if
-        it has as many rows."""
+        """Make room for ``tokens`` tokens in ``batch`` rows, except for evicted tokens. Stored tokens are lost if the
+        number of rows changes."""
         if self.batch != batch:
             self.forget()
         self.batch = batch
@@ -132,7 +136,7 @@ class CacheState:
             layer.allocate(batch, tokens)
 
     def prepare(self, batch: int, new_tokens: int, context: ForwardContext) -> None:
-        """Make room for ``new_tokens`` tokens and start a forward in ``context``."""
+        """Make room for ``new_tokens`` more tokens and start a forward in ``context``."""
         self.allocate(batch, self.tokens + new_tokens)
         for layer in self.layers:
             layer.start(new_tokens)
@@ -151,8 +155,8 @@ class CacheState:
         vars(self).update(tokens=total - gone, seen=self.seen + new_tokens, filled=True)
 
     def abandon(self, new_tokens: int) -> bool:
-        """Roll back a forward that failed while it stored ``new_tokens`` tokens. Returns whether the cache is as it
-        was: not if new tokens may have taken slots of the window, or the place of others."""
+        """Roll back a failed forward of ``new_tokens`` tokens. Returns whether the cache is restored. It is not if new
+        tokens may have overwritten slots of the window, or if tokens were evicted."""
         self.context, total = None, self.tokens + new_tokens
         restored = [layer.abandon(self.tokens, total) for layer in self.layers]
         return all(restored) and not self.retention.evicted(total)

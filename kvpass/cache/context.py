@@ -1,4 +1,4 @@
-"""What lives for one forward."""
+"""`ForwardContext`: the state of one forward over a cache."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ if TYPE_CHECKING:
 
 @dataclass
 class ForwardContext:
-    """What the layers of a cache have in common while a forward is running over them.
+    """What the layers of a cache share during one forward.
 
-    length, seen_length: length tensors of what is stored, and of what was seen where that is more.
-    arriving: ``[tokens, 0]``, as long as the tokens that every layer is about to store. Its shape makes the number
-        symbolic in a graph.
-    expect: changes ``arriving``, and makes room, before the first layer has stored anything: the batch size and the
-        number of tokens that this layer is handed. Raises `KVPassError` if they do not fit the cache.
-    starts: ``[B]`` int64, tokens of left padding before those of each row, if a mask says no more than that.
-    edges: room for one layer's reconstruction of the keys and values that leave the window.
-    slots: heads that decide -> ``[B, heads, budget]`` int64, where a decision to evict is handed on.
-    past: what one layer dequantized, until the layer above has its turn.
-    query_capture: who hands over the queries, where no graph does.
-    hooked: whether hooks within the model keep this step from being compiled.
-    uncaptured: called by each layer that is read by the model's own Python in a step that is to be compiled.
+    length, seen_length: length tensors of the stored tokens, and of all tokens seen (None unless the scheme evicts).
+    arriving: ``[tokens, 0]``, where ``tokens`` is the number of tokens that every layer is about to store. As a shape,
+        the number is symbolic in a graph.
+    expect: called with the batch size and the number of tokens that the first layer receives, before anything is
+        stored, if they differ from those announced. It replaces ``arriving`` and makes room. Raises `KVPassError` if
+        the tokens do not fit the cache.
+    starts: ``[B]`` int64, the number of left-padding tokens of each row; None unless padding is all that the mask
+        expresses.
+    edges: scratch space for one layer's reconstruction of the keys and values that leave the window.
+    slots: number of deciding heads -> ``[B, heads, budget]`` int64, which passes an eviction decision on to other
+        layers.
+    past: the dequantized past of one layer, kept until the layer above has used it.
+    query_capture: the `QueryCapture` that delivers queries when there is no graph; otherwise None.
+    hooked: whether hooks inside the model prevent this step from being compiled.
+    uncaptured: called with each layer that the model's own Python reads during a step that should be compiled.
     """
 
     length: Tensor

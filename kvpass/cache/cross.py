@@ -1,4 +1,5 @@
-"""Cross-attention of an encoder-decoder: keys and values written once, from the encoder, and read at every step."""
+"""Cross-attention layers of an encoder-decoder: keys and values are written once, from the encoder, and read at every
+step."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,10 +19,9 @@ from .state import KVState
 
 
 class CrossLayer(PackedLayer):
-    """A layer of a cross-attention cache. Each layer is written once, during the first forward. From then on attention
-    reads its ``keys`` and ``values``; while a forward is running they are calls of ``kvpass::dequantize``, which the
-    pass fuses with it.
-    """
+    """A packed cross-attention layer. It is written once, during the first forward. From then on attention reads its
+    ``keys`` and ``values``. During a forward these are calls of ``kvpass::dequantize``, which the pass fuses with
+    attention."""
 
     is_cross = True
 
@@ -31,7 +31,7 @@ class CrossLayer(PackedLayer):
 
     @property
     def tokens(self) -> int:
-        """Tokens of the encoder that are stored; 0 before this layer is written."""
+        """Number of encoder tokens that are stored; 0 before this layer is written."""
         return self.cache.tokens if self.written else 0
 
     @stored
@@ -53,7 +53,7 @@ class CrossLayer(PackedLayer):
                 "others. All layers of a packed cache have the same length and batch size. Call kvpass.remove(model); "
                 "this model is not supported."
             )
-        if self.is_allocated and len(self.key_state.ring) != batch:  # a reset cache may be used at another batch size
+        if self.is_allocated and len(self.key_state.ring) != batch:  # after a reset the batch size may change
             self.forget()
         self._allocate(batch, self.max_cache_len or tokens)
         for which, (state, x) in enumerate(zip(self.states(), (key_states, value_states), strict=True)):
@@ -68,7 +68,7 @@ class CrossLayer(PackedLayer):
         context = self.cache.context
         if context is None:
             return super()._view(state)
-        if not length_of(context.length):  # written by the forward that is running
+        if not length_of(context.length):  # written during this forward
             return state.dequantize(self.tokens, self.cache.lowering)
         return self._dequantize(state, None)
 
@@ -90,10 +90,10 @@ class CrossLayer(PackedLayer):
 
 @contextmanager
 def running(layers: Sequence[CacheLayerMixin], own: CacheState) -> Iterator[None]:
-    """Within it a forward may write the cross-attention ``layers``, if they are empty, and read them at any length.
+    """A context in which a forward may write empty cross-attention ``layers``, and read them at any length.
 
-    own: the state of the self-attention layers, which have the same rows. If it is new and that of ``layers`` is not, a
-        reset was interrupted between the two.
+    own: the state of the self-attention layers, which have the same rows. If ``own`` is empty and the state of
+        ``layers`` is not, a reset was interrupted between the two.
     """
     packed = [layer for layer in layers if isinstance(layer, CrossLayer)]
     for layer in layers:
@@ -126,7 +126,7 @@ def _refuse_unless_consistent(cross: CacheState, layers: list[CrossLayer], own: 
 
 
 def cross_plan(plan: LayerPlan) -> LayerPlan | str:
-    """``plan``, if cross-attention can be stored by it, or why not."""
+    """``plan`` if it can store cross-attention, otherwise the reason why not."""
     why = None
     if plan.evicts or plan.adaptive:
         why = "this scheme selects tokens as they arrive, and an encoder's tokens arrive all at once"

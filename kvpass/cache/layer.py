@@ -1,4 +1,4 @@
-"""One layer of a transformers cache over packed states."""
+"""`PackedLayer`: one layer of a transformers cache, stored in two packed states."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ _UNCAPTURED = "its layers ran outside any captured graph"
 
 
 class PackedLayer(CacheLayerMixin):
-    """A transformers cache layer over two `KVState`: its part of the cache whose state is ``cache``.
+    """A transformers cache layer that stores keys and values in a `KVState` each. It belongs to the cache with the
+    state ``cache``.
 
-    ``update`` reads the past as stored, returns it with the present behind it, and appends the present. The length
-    advances once per forward, for all layers together, so that a graph sees the same length from beginning to end. To
-    the model the layer answers as a `DynamicLayer` does at the same moment.
+    ``update`` reads the stored past, appends the present, and returns the past followed by the present. The length
+    advances once per forward, for all layers together, so a graph sees the same length throughout. To the model the
+    layer behaves like a `DynamicLayer`.
     """
 
     is_compileable = False  # kvpass compiles the decode step itself; generate() must not
@@ -42,7 +43,7 @@ class PackedLayer(CacheLayerMixin):
         self.plan, self.geometry, self.cache = plan, geometry, cache
         self.key_state: KVState | None = None
         self.value_state: KVState | None = None
-        self.key_source: PackedLayer | None = None  # layers whose codes this one dequantizes with
+        self.key_source: PackedLayer | None = None  # layers whose quantized values this one dequantizes with
         self.value_source: PackedLayer | None = None
         self.rotary_owner = self  # the layer that keeps the rotary tables of this one
         self.rotary: RotaryState | None = None
@@ -51,27 +52,28 @@ class PackedLayer(CacheLayerMixin):
         self.predicts_next = False  # another layer is predicted from this one
         self.importance_owner = self  # the layer that decides what is evicted here
         self.importance: Importance | None = None
-        self.updated = False  # in the forward that is running
+        self.updated = False  # in the running forward
         cache.layers.append(self)
 
     @property
     def tokens(self) -> int:
-        """How many tokens are stored, as in every layer of the cache."""
+        """Number of tokens stored; the same in every layer of the cache."""
         return self.cache.tokens
 
     @property
     def seen(self) -> int:
-        """How many tokens were stored in all, including evicted ones."""
+        """Number of tokens ever stored, including evicted ones."""
         return self.cache.seen
 
     @property
     def max_cache_len(self) -> int | None:
-        """The most tokens that the cache may store, None if there is no limit."""
+        """The maximum number of tokens that the cache may store; None if there is no limit."""
         return self.cache.max_cache_len
 
     @stored
     def is_initialized(self) -> bool:
-        """Whether tokens have reached the layer, in an earlier forward or in this one. Memory may be there before."""
+        """Whether the layer has received tokens, in an earlier forward or in this one. Memory may be allocated
+        before."""
         return self.cache.filled or self.updated
 
     @property
@@ -101,16 +103,17 @@ class PackedLayer(CacheLayerMixin):
         return PackedKV.view(state, self.tokens)
 
     def states(self) -> list[KVState]:
-        """Key and value state, or nothing before the first forward."""
+        """The key state and the value state; empty before the first forward."""
         return [self.key_state, self.value_state] if self.is_allocated else []
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its own, slack included; codes of another layer and rotary tables count where they are kept."""
+        """Bytes of this layer, slack included. Quantized values of another layer and shared rotary tables count in the
+        layer that owns them."""
         return sum(storage.nbytes for storage in self.storages())
 
     def storages(self) -> list[Storage]:
-        """All that holds tensors of its own."""
+        """Every `Storage` that this layer owns."""
         return [item for item in (*self.states(), self.rotary, self.importance) if item is not None]
 
     def _adaptive_states(self) -> list[AdaptiveState]:
@@ -118,34 +121,34 @@ class PackedLayer(CacheLayerMixin):
 
     @property
     def host_nbytes(self) -> int:
-        """Bytes of originals kept in host memory."""
+        """Bytes of original tokens kept in host memory."""
         states = self._adaptive_states()
         return sum(state.host.nbytes for state in states if state.spec.quantizer.adaptive.keep_originals)
 
     @property
     def moved_nbytes(self) -> int:
-        """Bytes of originals fetched so far."""
+        """Bytes of original tokens fetched from host memory so far."""
         return sum(state.host.moved_nbytes for state in self._adaptive_states())
 
     @property
     def full_nbytes(self) -> int:
-        """What the tokens seen would take in full precision, in the cache's dtype."""
+        """Bytes that the tokens seen would take in full precision, in the cache's dtype."""
         per_token = self.geometry.num_key_value_heads * self.geometry.head_dim * self.geometry.dtype.itemsize
         return 2 * max(self.cache.batch, 0) * self.seen * per_token
 
     @property
     def deciding_heads(self) -> int:
-        """Heads that decide what is evicted, each for itself."""
+        """Number of heads that choose independently which tokens are evicted."""
         return 1 if self.plan.key.retention.shared else self.geometry.num_key_value_heads
 
     def start(self, new_tokens: int) -> None:
-        """Start a forward of ``new_tokens`` tokens, which there is room for."""
+        """Start a forward of ``new_tokens`` tokens. There must be room for them."""
         if self.importance is not None:
-            self.importance.end(succeeded=False)  # if the forward was prepared for other sizes before
+            self.importance.end(succeeded=False)  # the forward may have been prepared for other sizes
             self.importance.start(self.tokens, new_tokens)
 
     def allocate(self, batch: int, tokens: int) -> None:
-        """Make room for ``tokens`` tokens, less those that are evicted; what is stored is kept."""
+        """Make room for ``tokens`` tokens, except for evicted ones. Stored tokens are preserved."""
         retention = self.plan.key.retention
         stored = max(self.tokens, retention.stored(tokens))
         self._allocate(batch, self.max_cache_len or stored)
@@ -157,7 +160,7 @@ class PackedLayer(CacheLayerMixin):
             self.rotary.reserve(max(tokens, retention.sinks + 2 * retention.page_size))
 
     def _shared(self, name: str) -> SharedTensors | None:
-        """What a calibration gave the model for one of the states of this layer."""
+        """The tensors of the model's calibration for the state called ``name``; None if the plan uses none."""
         if not self.plan.shares_out:
             return None
         keys, values = self.predictors
@@ -167,8 +170,8 @@ class PackedLayer(CacheLayerMixin):
 
     @property
     def angles(self) -> Tensor | None:
-        """By how much pairs of channels of keys are turned from a token to the next, if frames go by their numbers: it
-        comes first of what was calibrated for keys."""
+        """The angle by which each pair of key channels rotates from one token to the next, if page-relative RoPE uses
+        token numbers. It is the first calibrated tensor for keys."""
         return self.predictors[0][0] if self.plan.key.transform.numbered else None
 
     def _allocate(self, batch: int, tokens: int) -> None:
@@ -210,7 +213,7 @@ class PackedLayer(CacheLayerMixin):
             for mine, previous, predictor in zip(both, self.previous_layer.states(), self.predictors, strict=True):
                 if mine.spec.transform.predictor:
                     mine.previous_layer, mine.predictor = previous, predictor
-        vars(self).update(new)  # all of it is there, or none
+        vars(self).update(new)  # all or nothing
 
     def forget(self) -> None:
         """Drop all storage."""
@@ -218,7 +221,7 @@ class PackedLayer(CacheLayerMixin):
         self.updated = False
 
     def commit(self, stored: int, total: int, gone: int) -> None:
-        """End a forward that stored tokens ``[stored, total)``, ``gone`` of which, or of earlier ones, are evicted."""
+        """End a forward that stored tokens ``[stored, total)``. ``gone`` tokens, old or new, are evicted."""
         self._wrote(stored, total)
         for state in self.states():
             state.evicted(gone)
@@ -231,8 +234,8 @@ class PackedLayer(CacheLayerMixin):
             self.importance.end()
 
     def abandon(self, stored: int, total: int) -> bool:
-        """Take back tokens ``[stored, total)`` of a forward that failed. Returns whether the layer is as before: not if
-        they may have taken slots of the window."""
+        """Take back tokens ``[stored, total)`` of a failed forward. Returns whether the layer is restored. It is not if
+        they may have overwritten slots of the window."""
         self._wrote(stored, total)
         if self.importance is not None:
             self.importance.end(succeeded=False)
@@ -267,8 +270,9 @@ class PackedLayer(CacheLayerMixin):
         return torch.cat((past[0], key_states), 2), torch.cat((past[1], value_states), 2)
 
     def _refuse_other_tokens(self, key_states: Tensor) -> None:
-        """Raise `KVPassError` unless the tokens that are handed over come once, and all layers can store as many. They
-        need not be those of ``input_ids``. A graph is made for that number, so there `NotCapturedError` is raised."""
+        """Raise `KVPassError` for a second update in one forward, or if the cache has no room for this many tokens.
+        They may differ from the tokens of ``input_ids``, except in a graph, which is made for their number: there this
+        raises `NotCapturedError`."""
         if self.updated:
             raise KVPassError(TWICE)
         batch, _, tokens, _ = key_states.shape
@@ -281,7 +285,8 @@ class PackedLayer(CacheLayerMixin):
             self.cache.context.expect(batch, tokens)
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """The past as attention sees it, keys rotated; left for the layer above as it is stored."""
+        """The past as attention sees it, with rotated keys. The dequantized past is passed on to the layer above if
+        that layer is predicted from it."""
         if not torch.compiler.is_dynamo_compiling():
             self._read_uncaptured()
         context = self.cache.context
@@ -295,15 +300,16 @@ class PackedLayer(CacheLayerMixin):
         return keys, values
 
     def _read_uncaptured(self) -> None:
-        """Called where the model's own Python reads the layer, and no graph does."""
+        """Record that the model's own Python reads the layer outside a graph. Raises `NotCapturedError` if the keys
+        need a graph."""
         if self.plan.key.transform.turns:
             raise NotCapturedError(_UNCAPTURED)
         if self.cache.context.uncaptured is not None:
             self.cache.context.uncaptured(self)
 
     def _refuse_unless_captured(self, queries: bool) -> None:
-        """Raise `NotCapturedError` if what is stored is found in a graph, and there is none. ``queries``: whether those
-        of the call are there."""
+        """Raise `NotCapturedError` if storing the present needs a graph, because this runs outside one. ``queries``:
+        whether the queries of the call are available."""
         missing = self.plan.needs_queries and not queries and not length_of(self.cache.context.length)
         if self.plan.key.transform.turns or self.plan.needs_importance or missing:
             raise NotCapturedError(_UNCAPTURED)
@@ -311,7 +317,8 @@ class PackedLayer(CacheLayerMixin):
     def append(self, keys: Tensor, values: Tensor, q: Tensor | None = None, mask: Tensor | None = None) -> None:
         """Store the present, ``[B, H_kv, S, D]`` each.
 
-        q, mask: queries ``[B, H_q, S, D]`` and mask of the attention that reads it, where no graph finds them.
+        q, mask: queries ``[B, H_q, S, D]`` and mask of the attention that reads the present, when there is no graph to
+            find them in.
         """
         if not torch.compiler.is_dynamo_compiling():
             self._refuse_unless_captured(queries=q is not None)
@@ -346,7 +353,8 @@ class PackedLayer(CacheLayerMixin):
         return edge
 
     def _placed(self, x: Tensor) -> Tensor:
-        """Keys or values as the layer stores them. Autocast makes them narrower: the wider dtype holds them exactly."""
+        """Keys or values in the dtype of the layer. Under autocast they may be narrower, and the wider dtype holds them
+        exactly. Raises `KVPassError` for any other dtype, or another device."""
         dtype, device = self.geometry.dtype, self.geometry.device
         if (x.dtype, x.device) == (dtype, device):
             return x
@@ -356,7 +364,7 @@ class PackedLayer(CacheLayerMixin):
         return refuse_place(x.dtype, x.device, dtype, device)
 
     def _stored(self) -> int:
-        """Tokens stored before the forward that is running, if one is; symbolic while a graph is captured."""
+        """Number of tokens stored before the running forward, if there is one; symbolic while a graph is captured."""
         context = self.cache.context
         return self.tokens if context is None else length_of(context.length)
 
@@ -368,7 +376,7 @@ class PackedLayer(CacheLayerMixin):
         return seen + context.new_tokens if self.updated else seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        # what is stored passes for the newest of the tokens seen: all of it is in the past of every query
+        # the stored tokens count as the newest tokens seen, so they are in the past of every query
         stored = self._stored()
         if self.updated:
             stored += self.cache.context.new_tokens
@@ -378,7 +386,7 @@ class PackedLayer(CacheLayerMixin):
         return self.max_cache_len or -1
 
     def reset(self) -> None:
-        """Forget all tokens, and whatever went wrong with them."""
+        """Forget all tokens, and make an inconsistent cache usable again."""
         with self.cache.resetting(self):
             for state in self.states():
                 state.reset()

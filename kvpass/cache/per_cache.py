@@ -1,4 +1,4 @@
-"""What one layer of a cache keeps for the others too: what tokens are worth, and rotary tables."""
+"""State that one layer of a cache keeps for other layers too: attention mass of tokens, and rotary tables."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from ..layout.window import length_tensor
 from .state import GROWTH, ModelTensors, Storage, grown
 
 _LEAST_GROWTH = 64  # tokens
-_SPARE = 61  # more than asked for, so that sizes that vary independently are not equal when a graph is captured
+_SPARE = 61  # extra entries, so that sizes that vary independently are not equal when a graph is captured
 
 
 class Importance(Storage):
-    """What the stored tokens are worth to who decides which of them stay (`kvpass.layout.eviction`).
+    """Attention mass of the stored tokens, which decides which tokens stay (`kvpass.layout.eviction`).
 
-    weights: ``[B, H_kv, capacity]`` float32, or ``[B, 1, capacity]`` where all heads and layers keep the same.
+    weights: ``[B, H_kv, capacity]`` float32, or ``[B, 1, capacity]`` if all heads and layers keep the same tokens.
     """
 
     @torch.inference_mode(False)
     def __init__(self, batch: int, heads: int, device, tokens: int):
         self.weights = torch.zeros(batch, heads, 0, device=device)
-        self.before: dict[str, Tensor] | None = None  # contents before a forward, while it is running
+        self.before: dict[str, Tensor] | None = None  # contents before the running forward
         self.put()
         self.reserve(tokens)
 
@@ -42,7 +42,7 @@ class Importance(Storage):
 
     @torch.inference_mode(False)
     def reserve(self, tokens: int) -> None:
-        """Make room for ``tokens`` tokens; contents are kept."""
+        """Make room for ``tokens`` tokens; contents are preserved."""
         have = self.weights.shape[2]
         if tokens > have:
             room = max(tokens, have + have // GROWTH) + _SPARE
@@ -50,11 +50,11 @@ class Importance(Storage):
 
     @torch.inference_mode(False)
     def start(self, n: int, new_tokens: int) -> None:
-        """A forward of ``new_tokens`` tokens behind the ``n`` stored ones starts."""
+        """Start a forward of ``new_tokens`` tokens after the ``n`` stored tokens."""
         self.before = {name: tensor.clone() for name, tensor in self.contents(n).items()}
 
     def end(self, succeeded: bool = True) -> None:
-        """It ends; if it failed, put back what was there before it."""
+        """End the forward. If it failed, restore the contents from before it."""
         if self.before is not None and not succeeded:
             for name, tensor in self.before.items():
                 own, n = getattr(self, name), tensor.shape[-1]
@@ -68,23 +68,25 @@ class Importance(Storage):
 
 
 class RecentAttention(Importance):
-    """The largest weights that the last ``rows`` queries paid, by which the widths of tokens are chosen whenever a page
-    is due (`Adaptive.rows`). Of a call of several tokens within which a window begins, all queries may count.
+    """The largest attention weight that each token received from the last ``rows`` queries.
 
-    Windows of queries end where pages are due, so those that are longer than a page overlap. ``weights`` are of the
-    queries since the last window began.
+    Bit widths of tokens are chosen from it whenever a page is due (`Adaptive.rows`). If a window of queries begins
+    within a call of several tokens, all queries of that call may count.
 
-    earlier: ``[B, H_kv, overlapping windows - 1, capacity]`` float32, of the queries between the beginnings of two
-        windows before that, oldest first.
+    Windows of queries end where pages are due, so windows longer than a page overlap. ``weights`` covers the queries
+    since the last window began.
+
+    earlier: ``[B, H_kv, overlapping windows - 1, capacity]`` float32: for each earlier window that overlaps the last
+        one, the queries from its beginning to the beginning of the next window, oldest first.
     """
 
     @torch.inference_mode(False)
     def __init__(self, spec: CodecSpec, batch: int, heads: int, device, tokens: int):
         self.rows, self.page_size = spec.quantizer.adaptive.rows, spec.page_size
-        self.first_due = spec.retention.sinks + spec.retention.residual  # pages are due at multiples behind it
+        self.first_due = spec.retention.sinks + spec.retention.residual  # later ones every ``page_size`` tokens
         self.overlapping = -(-self.rows // self.page_size)
         self.earlier = torch.zeros(batch, heads, self.overlapping - 1, 0, device=device)
-        self.leaving: Tensor | None = None  # while a forward is running: what no window after it reaches back to
+        self.leaving: Tensor | None = None  # during a forward: the block that no later window covers
         super().__init__(batch, heads, device, tokens)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -93,12 +95,12 @@ class RecentAttention(Importance):
             yield "earlier", self.earlier
 
     def _blocks(self) -> list[Tensor]:
-        """Largest weights of blocks of queries, oldest first: ``[B, H_kv, blocks, capacity]`` each."""
+        """Largest weights of each block of queries, oldest first: ``[B, H_kv, blocks, capacity]`` each."""
         newest = self.weights.unsqueeze(2)
         return [self.earlier, newest] if self.overlapping > 1 else [newest]
 
     def _begun(self, n: int, new_tokens: int) -> int:
-        """How many windows begin with one of ``new_tokens`` queries behind ``n`` tokens."""
+        """How many windows begin at one of the ``new_tokens`` queries that follow ``n`` tokens."""
         first = n + self.rows - self.first_due
         return (first + new_tokens - 1) // self.page_size - (first - 1) // self.page_size
 
@@ -120,8 +122,8 @@ class RecentAttention(Importance):
         self.leaving = None
 
     def largest(self, n: int) -> Tensor:
-        """What the last queries paid the first ``n`` tokens at most, ``[B, H_kv, n]``, until the forward that stored
-        the last of these ends."""
+        """The largest weight that each of the first ``n`` tokens received from the last queries, ``[B, H_kv, n]``.
+        Valid until the forward that stored token ``n - 1`` ends."""
         blocks = self._blocks()
         since_due = (n - self.first_due) % self.page_size
         if self.leaving is not None and since_due + self.rows > self.overlapping * self.page_size:
@@ -130,13 +132,16 @@ class RecentAttention(Importance):
 
 
 class RotaryState(Storage):
-    """Rotary tables, kept once for all layers that need the same.
+    """Rotary tables, stored once for all layers that need the same.
 
-    spec: of their keys.
-    cos, sin: ``[B, capacity, head_dim / 2]`` in the cache's dtype, scaled as the model scales them: those of every
-        stored token for keys before rotary embedding, and those of `codec.page_rope` for keys with page-relative RoPE.
-    angles: ``[p]`` of frames that go by the numbers of tokens: those tables are filled in as room is made for them.
-    starts: ``[B, 1]`` int64, where the rows of those begin, behind padding; otherwise None.
+    spec: the spec of the keys.
+    cos, sin: ``[B, capacity, head_dim / 2]`` in the cache's dtype, scaled as the model scales them. For keys stored
+        before rotary embedding there is one row per stored token; for keys with page-relative RoPE, the rows are those
+        of `codec.page_rope`.
+    angles: ``[p]``, for page-relative RoPE by token numbers: the tables are computed from these angles when room is
+        made.
+    starts: ``[B, 1]`` int64, the first token of each row after its padding, for tables by token numbers; otherwise
+        None.
     """
 
     starts: Tensor | None
@@ -155,14 +160,14 @@ class RotaryState(Storage):
 
     @torch.inference_mode(False)
     def begin(self, mask: Tensor | None) -> None:
-        """Number tokens from the first on that counts in each row of a padding ``mask`` ``[B, T]``; without one, from
-        the first."""
+        """Number the tokens of each row from its first token that a padding ``mask`` ``[B, T]`` does not hide; without
+        a mask, from token 0."""
         if self.starts is not None:
             self.starts.copy_(torch.zeros_like(self.starts) if mask is None else mask.ne(0).long().argmax(-1, True))
             self._fill(0, self.cos, self.sin)
 
     def _fill(self, first: int, cos: Tensor, sin: Tensor) -> None:
-        """Put into the tables, from row ``first`` on, what follows from `angles`."""
+        """Compute the tables from `angles`, from row ``first`` on. Does nothing without angles."""
         if self.angles is None:
             return
         (angles,), retention = self.angles, self.spec.retention
@@ -172,7 +177,7 @@ class RotaryState(Storage):
 
     @classmethod
     def of(cls, spec: CodecSpec, cos: Tensor, sin: Tensor) -> RotaryState:
-        """That of tokens with the tables ``cos`` and ``sin``, ``[B, T, p]``."""
+        """The state of tokens with the tables ``cos`` and ``sin``, ``[B, T, p]``."""
         made = cls(spec, len(cos), 2 * cos.shape[2], cos.dtype, cos.device, cos.shape[1])
         none = length_tensor(0, cos.device)
         torch.ops.kvpass.append_rotary_(made.cos, made.sin, none, cos, sin, spec=str(spec))
@@ -180,7 +185,7 @@ class RotaryState(Storage):
 
     @staticmethod
     def _rows(spec: CodecSpec, tokens: int) -> int:
-        """Rows of the tables of ``tokens`` tokens."""
+        """Number of table rows for ``tokens`` tokens."""
         return rows(tokens, spec.page_size) if spec.transform.page_rope else tokens
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -199,7 +204,7 @@ class RotaryState(Storage):
 
     @torch.inference_mode(False)
     def reserve(self, tokens: int) -> None:
-        """Make room for ``tokens`` tokens; contents are kept."""
+        """Make room for ``tokens`` tokens; contents are preserved."""
         have, need = self.cos.shape[1], self._rows(self.spec, tokens)
         if need > have:
             room = max(need, have + have // GROWTH + self._rows(self.spec, _LEAST_GROWTH))

@@ -1,7 +1,7 @@
-"""The prompt's queries, for codecs that are fitted to them (SQuat), from a forward that runs as it is.
+"""Capture the prompt's queries from SDPA calls, for codecs that are fitted to them (SQuat), without a graph.
 
-Capturing a graph of the prompt only for its queries takes half a minute on a model of 30 layers. Where attention is a
-call of SDPA they are among its arguments.
+Capturing a graph only for the queries of a prompt takes half a minute on a model of 30 layers. If attention calls SDPA,
+they are among its arguments.
 """
 
 from torch import Tensor
@@ -14,8 +14,8 @@ from .layer import PackedLayer
 
 
 class QueryCapture(TorchFunctionMode):
-    """Within it, each layer of ``cache`` waits for the SDPA that reads what it is about to store, and is handed the
-    queries and the mask of that, until the forward ends."""
+    """A context in which each layer of ``cache`` waits for the SDPA call that reads its new tokens, and receives the
+    queries and the mask of that call. It lasts for one forward."""
 
     def __init__(self, cache: CacheState):
         super().__init__()
@@ -24,7 +24,8 @@ class QueryCapture(TorchFunctionMode):
         cache.context.query_capture = self
 
     def wait(self, layer: PackedLayer, keys: Tensor, values: Tensor) -> None:
-        """Store ``keys`` and ``values`` ``[B, H_kv, S, D]`` in ``layer`` when its queries come by."""
+        """Store ``keys`` and ``values`` ``[B, H_kv, S, D]`` in ``layer`` as soon as SDPA is called with their
+        queries."""
         self.waiting = layer, keys, values
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -41,7 +42,7 @@ class QueryCapture(TorchFunctionMode):
         layer.append(keys, values, query, attn_mask)
 
     def check(self) -> None:
-        """Raise `KVPassError` if a layer was not followed by an SDPA that reads it."""
+        """Raise `KVPassError` if a layer was updated without a call of SDPA that reads it."""
         if self.served != self.expected:
             raise KVPassError(
                 f"This scheme is fitted to the queries of SDPA, but only {self.served} of {self.expected} layers "

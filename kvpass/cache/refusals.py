@@ -1,4 +1,4 @@
-"""What a packed cache layer does not let callers and models do, and what to do instead."""
+"""Operations that a packed cache layer refuses, each with an error that says what to do instead."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ READ_BACK = (
 
 
 def stored(getter: Callable[[Any], Any]) -> Any:
-    """A property that can be read, and refuses to be assigned or deleted with a `KVPassError`."""
+    """A read-only property. Assigning or deleting it raises `KVPassError`."""
 
     def refuse(*_: object) -> None:
         raise KVPassError(
@@ -35,8 +35,8 @@ def stored(getter: Callable[[Any], Any]) -> Any:
 
 
 def removed_tokens(given: Any) -> int:
-    """The argument of ``crop``, which transformers 5.17 hands over as a tensor. Raises `KVPassError` unless it is an
-    integer, 0 or below."""
+    """The argument of ``crop`` as an int; transformers 5.17 passes a tensor. Raises `KVPassError` unless it is an
+    integer of at most 0."""
     try:
         number = operator.index(given)
     except TypeError:
@@ -47,8 +47,8 @@ def removed_tokens(given: Any) -> int:
 
 
 def selected_rows(choose: Callable[[Tensor], Tensor], batch: int, device: torch.device) -> Tensor:
-    """The rows ``[n]`` int64 that ``choose`` makes of the indices of all ``batch`` rows. Raises `KVPassError` if they
-    are none; on an accelerator bounds are not checked, which would wait for the device."""
+    """The row indices ``[n]`` int64 that ``choose`` returns for the indices of all ``batch`` rows. Raises `KVPassError`
+    if they do not select rows. On an accelerator bounds are not checked, because that would wait for the device."""
     try:
         rows = choose(torch.arange(batch, device=device))
     except torch.OutOfMemoryError:
@@ -66,7 +66,7 @@ def selected_rows(choose: Callable[[Tensor], Tensor], batch: int, device: torch.
     return rows
 
 
-@torch.compiler.assume_constant_result  # raised as it is, also while a graph is captured
+@torch.compiler.assume_constant_result  # raised unchanged while a graph is captured, too
 def refuse_number_of_tokens() -> NoReturn:
     raise NotCapturedError(
         "the model stores a different number of tokens than it is given, for example because it prepends image tokens"

@@ -1,4 +1,4 @@
-"""`KVState`: the tensors that stand where one float K or V cache stood."""
+"""`KVState`: the packed tensors that replace the keys, or the values, of one layer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GROWTH = 32  # pools grow by 1/32: at most 3 % of slack, each byte copied at mos
 
 
 def grown(old: Tensor, size: int, dim: int = 2) -> Tensor:
-    """``old`` with ``size`` entries along ``dim``: its own, and zeros behind them."""
+    """``old`` with ``size`` entries along ``dim``; the new entries are zeros."""
     shape = (*old.shape[:dim], size, *old.shape[dim + 1 :])
     new = old.new_zeros(shape)
     new.narrow(dim, 0, old.shape[dim]).copy_(old)
@@ -39,32 +39,32 @@ class SharedTensors(tuple):
 
 
 class ModelTensors(SharedTensors):
-    """Those that are counted with the model, not with its caches."""
+    """`SharedTensors` whose bytes count towards the model, not towards its caches."""
 
 
 class Storage:
-    """Tensors that change together. New ones are all made before the first of them is put in place, and are put there
-    at once, so that what fails or interrupts leaves all of them or none."""
+    """Tensors that change together. All new tensors are created before the first is assigned, and all are assigned at
+    once. So an error or an interrupt leaves either the old tensors or the new ones."""
 
     _nbytes: int
     moved = 0  # how often a tensor was replaced
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its own, slack included."""
+        """Bytes of this storage, slack included."""
         return self._nbytes
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of its own, by attribute name."""
+        """Every tensor that this storage owns, by attribute name."""
         raise NotImplementedError
 
     def contents(self, n: int) -> dict[str, Tensor]:
-        """The parts of its tensors, by name, that its ``n`` tokens take."""
+        """The parts of the tensors that the ``n`` stored tokens occupy, by name."""
         raise NotImplementedError
 
     def fill(self, n: int, contents: Mapping[str, Tensor]) -> None:
-        """Take over the `contents` of another with ``n`` tokens; there must be room. Raises `KVPassError` if they are
-        of other shapes or dtypes."""
+        """Copy the `contents` of another storage with ``n`` tokens. There must be room. Raises `KVPassError` if shapes
+        or dtypes differ."""
         own = self.contents(n)
         described = [{name: (t.shape, t.dtype) for name, t in part.items()} for part in (own, contents)]
         if described[0] != described[1]:
@@ -73,53 +73,55 @@ class Storage:
             tensor.copy_(contents[name])
 
     def _follows(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Attributes that follow from what `tensors` will be."""
+        """Attributes that are derived from ``tensors``, the new tensors."""
         return {"_nbytes": sum(tensor.nbytes for tensor in tensors.values())}
 
     @torch.inference_mode(False)
     def mapped(self, fn: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        """What `put` takes to replace every tensor of its own by ``fn`` of it."""
+        """The arguments for `put` that replace every tensor by ``fn(tensor)``."""
         return {name: fn(tensor) for name, tensor in self.tensors()}
 
     @torch.inference_mode(False)
     def put(self, **changed: Any) -> None:
-        """Replace the attributes named."""
+        """Replace the named attributes and everything derived from them."""
         whole = dict(self.tensors())
         whole.update({name: changed[name] for name in whole.keys() & changed.keys()})
         changed |= self._follows(whole) | {"moved": self.moved + 1}
         vars(self).update(changed)  # one call: no interrupt comes between
 
     def map_(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Replace every tensor of its own by ``fn`` of it (batch selection, device moves)."""
+        """Replace every tensor by ``fn(tensor)`` (batch selection, device moves)."""
         self.put(**self.mapped(fn))
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         vars(self).update(attributes)
-        self.put()  # what follows from a tensor is no copy's
+        self.put()  # derived attributes refer to the tensors of the original
 
 
 def attribute(name: str) -> str:
-    """Where a state has a tensor of its own."""
+    """The attribute in which a state stores the tensor called ``name``."""
     return "_codes" if name == "codes" else name
 
 
 class KVState(Storage):
-    """Packed storage of one logical ``[B, H_kv, n, D]`` tensor. Each tensor that `codec.tensors` names for the spec
-    is an attribute; `Codec.tensors` and `Codec.sequence` give shapes and dtypes. Those of every codec, and the others:
+    """Packed storage of one logical ``[B, H_kv, n, D]`` tensor.
 
-    codes: ``[B, H_kv, capacity, rows, D]`` uint8, planar pages. A state made with ``source`` has none of its own: it
-        dequantizes with the codes of that state, which must take the same tokens at the same time.
+    Each tensor that `codec.tensors` names for the spec is an attribute; `Codec.tensors` and `Codec.sequence` give
+    shapes and dtypes. These are the tensors of every codec, and the other attributes:
+
+    codes: ``[B, H_kv, capacity, rows, D]`` uint8, planar pages. A state made with ``source`` has no quantized values of
+        its own: it dequantizes with those of ``source``, which must store the same tokens at the same time.
     ring: ``[B, H_kv, sinks + ring_size, D]``, the full-precision tokens, in the cache's dtype.
     compensation: ``[B, H_kv, D - b, D - b]``, 16-bit, for specs with a subspace.
     center: ``[B, H_kv, 1, D]``, 16-bit, for specs that subtract a mean of the sequence.
-    pairs: ``[B, H_kv, 1, 2]`` int16, for keys with page-relative RoPE: how many pairs of channels are turned, and
-        whether they are interleaved. The tables are those of ``rotary``, which states share.
-    shared: what a calibration gave the model (`Codec.model`), ``[1, H_kv, ...]`` each, for all its caches. Where the
-        size of a page follows from it, ``codes`` are ``[B, 1, capacity, 1, bytes]``, pages of all heads together.
-    predictor: weights of the predictor, for specs that have one (`kvpass.codec.predictor`); the model's.
-    previous_layer: the same tokens in the layer below, where it is predicted from them.
-    same_layer_keys: the keys of this layer, for values that are predicted from them, or whose tokens get more bits
-        where those of the keys do.
+    pairs: ``[B, H_kv, 1, 2]`` int16, for keys with page-relative RoPE: the number of rotated channel pairs, and whether
+        they are interleaved. The tables are in ``rotary``, which states share.
+    shared: the model's calibrated tensors (`Codec.model`), ``[1, H_kv, ...]`` each, shared by all its caches. If they
+        determine the size of a page, ``codes`` is ``[B, 1, capacity, 1, bytes]``, with pages of all heads together.
+    predictor: weights of the predictor, for specs that have one (`kvpass.codec.predictor`). They belong to the model.
+    previous_layer: the state of the layer below, for tokens that are predicted from it.
+    same_layer_keys: the key state of this layer, for values that are predicted from the keys, or that get more bits
+        where the keys do.
     """
 
     ring: Tensor
@@ -149,7 +151,7 @@ class KVState(Storage):
         self.put()
 
     @classmethod
-    @torch.inference_mode(False)  # a cache filled in inference mode may go on outside of it
+    @torch.inference_mode(False)  # a cache filled in inference mode may be used outside of it
     def allocate(
         cls,
         spec: CodecSpec,
@@ -162,8 +164,8 @@ class KVState(Storage):
         source: KVState | None = None,
         shared: SharedTensors | None = None,
     ) -> KVState:
-        """An empty state with room for ``tokens`` tokens. Raises `KVPassError` if the spec does not fit the head, or
-        there are not as many ``shared`` tensors as it wants of the model."""
+        """An empty state with room for ``tokens`` tokens. Raises `KVPassError` if the spec does not fit the head, or if
+        ``shared`` does not have one tensor for each that the codec takes from the model."""
         retention = spec.retention
         if spec.quantizer.adaptive is not None:
             raise KVPassError(_ALONE)
@@ -191,30 +193,30 @@ class KVState(Storage):
 
     @torch.inference_mode(False)
     def calibrate(self, tensors: Sequence[Tensor]) -> None:
-        """Take over what a calibration found for this layer: a datatype ``[2, 2**bits]``, and ranges ``[H_kv, 2, D]``
-        of keys."""
+        """Copy the calibrated tensors of this layer: a datatype ``[2, 2**bits]``, and ranges ``[H_kv, 2, D]`` for
+        keys."""
         for name, tensor in zip(calibrated_shapes(self.spec, self.ring.shape[3]), tensors, strict=True):
             getattr(self, name).copy_(tensor)
 
     @property
     def codes(self) -> Tensor:
-        """The pool of codes this state dequantizes with."""
+        """The pool of quantized values that this state dequantizes with."""
         return self.source.codes if self.source else self._codes
 
     @property
     def pack(self) -> list[Tensor]:
-        """What ops take of it."""
+        """The tensors of this state, in the order in which ops take them."""
         given = dict(zip(of_model(self.spec), self.shared, strict=True))
         return [given[name] if name in given else getattr(self, name) for name in of_state(self.spec)]
 
     @property
     def handles(self) -> list[Tensor]:
-        """The same for graphs: pools by their handles (`kvpass.layout.pool`)."""
+        """Like `pack`, for graphs: pools are represented by their handles (`kvpass.layout.pool`)."""
         return [self.source.handles[0], *self._handles[1:]] if self.source else list(self._handles)
 
     @property
     def pooled_planes(self) -> Sequence[Tensor]:
-        """What ``kvpass::dequantize`` takes besides, for tokens with widths of their own."""
+        """Further tensors that ``kvpass::dequantize`` takes, for tokens with individual bit widths."""
         return ()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -224,7 +226,7 @@ class KVState(Storage):
 
     @property
     def _pools(self) -> set[str]:
-        """Attributes that have an entry for every page."""
+        """Attributes that have one entry per page."""
         return set(map(attribute, of_pages(self.spec)))
 
     def _follows(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -233,7 +235,7 @@ class KVState(Storage):
         given = {**tensors, **dict(zip(of_model(self.spec), self.shared, strict=True))}
         of_pool = handle if self.spec.codec.page_bytes(given, self.spec) is None else bare_handle
         handles = tuple(of_pool(given[name]) if name in pools else given.get(name) for name in names)
-        room = tensors[attribute(of_pages(self.spec)[-1])].shape[2]  # codes may be another state's
+        room = tensors[attribute(of_pages(self.spec)[-1])].shape[2]  # the quantized values may belong to another state
         return super()._follows(tensors) | {"_handles": handles, "_room": room}
 
     def contents(self, n: int) -> dict[str, Tensor]:
@@ -244,7 +246,7 @@ class KVState(Storage):
         return {name: value for name, value in vars(self).items() if name != "_handles"}
 
     def reserve(self, tokens: int) -> None:
-        """Make room for ``tokens`` tokens, growing geometrically; contents are kept."""
+        """Make room for ``tokens`` tokens. Memory grows geometrically; contents are preserved."""
         have, need = self._room, self.spec.retention.pages(tokens)
         if need <= have:
             return
@@ -257,13 +259,15 @@ class KVState(Storage):
         self.writes = Writes()
 
     def length_tensor(self, n: int) -> Tensor:
-        """A length tensor for calling the ops outside a cache."""
+        """A length tensor of ``n``, for calling ops outside a cache."""
         return length_tensor(n, self.ring.device)
 
     def append(self, x: Tensor, n: int, q: Tensor | None = None, mask: Tensor | None = None, rope: str = "") -> None:
-        """Store ``x`` ``[B, H_kv, S, D]`` as tokens ``[n, n + S)``, growing as needed.
+        """Store ``x`` ``[B, H_kv, S, D]`` as tokens ``[n, n + S)``, and grow if needed.
 
-        rope: how keys with page-relative RoPE are turned, by tables that ``rotary`` has already.
+        rope: how keys with page-relative RoPE are rotated, by tables that ``rotary`` already holds.
+
+        Raises `KVPassError` if the shape does not match, or if what the spec stores depends on attention scores.
         """
         expected = (*self.ring.shape[:2], self.ring.shape[3])
         if x.ndim != 4 or (*x.shape[:2], x.shape[3]) != expected:
@@ -278,16 +282,18 @@ class KVState(Storage):
         self.wrote(n, n + x.shape[2])
 
     def wrote(self, start: int, stop: int) -> None:
-        """Note that tokens ``[start, stop)`` have been stored: older ones may have lost their slots to them."""
+        """Record that tokens ``[start, stop)`` have been stored. They may have overwritten the slots of older
+        tokens."""
         self.writes = self.writes.wrote(start, stop, self.spec.retention.pages(start))
 
     def evicted(self, gone: int) -> None:
-        """Note that ``gone`` packed tokens have been dropped: later ones have moved up."""
+        """Record that ``gone`` packed tokens have been evicted, and that later ones have moved up."""
         if gone:
             self.writes = self.writes.evicted(gone, self.spec.retention.budget // self.spec.page_size)
 
     def dequantize(self, n: int, lowering: str = "auto") -> Tensor:
-        """The ``n`` stored tokens, ``[B, H_kv, n, D]`` in the cache's dtype, and what they were predicted from."""
+        """The ``n`` stored tokens, ``[B, H_kv, n, D]`` in the cache's dtype. This dequantizes the states they are
+        predicted from, too."""
         sources = (self.previous_layer, self.same_layer_keys) if self.spec.transform.predictor else (None, None)
         previous, keys = (state and state.dequantize(n, lowering) for state in sources)
         return torch.ops.kvpass.dequantize(
@@ -296,8 +302,8 @@ class KVState(Storage):
         )  # fmt: skip
 
     def tables(self, rope: str | None = None) -> dict[str, Any]:
-        """What ops are given besides, for keys with page-relative RoPE; ``rope`` is that of the tokens there unless
-        it is said."""
+        """Further arguments of the ops, for keys with page-relative RoPE. ``rope``: how the new tokens are rotated; by
+        default, as the stored ones are."""
         if not self.spec.transform.page_rope:
             return {}
         if self.spec.transform.numbered:
@@ -309,7 +315,8 @@ class KVState(Storage):
 
     @property
     def key_pages(self) -> Tensor | None:
-        """What ``kvpass::append_`` takes besides, for values that go by their keys: the handle of those."""
+        """A further argument of ``kvpass::append_``, for values that follow the bit widths of their keys: the handle of
+        the keys."""
         keys = self.same_layer_keys if self.spec.quantizer.follows_keys else None
         return None if keys is None else keys.handles[0]
 
@@ -318,18 +325,17 @@ class KVState(Storage):
         return layout(self.spec.retention)
 
     def _lost(self, n: int) -> Tensor:
-        """Those of the tokens exact at length ``n`` that are not in the ring any more."""
+        """The tokens that are exact at length ``n`` and are no longer in the ring."""
         tokens = self._layout.exact(n)
         return tokens[self.writes.lost(tokens, self._layout)]
 
     def lossless_crop(self, new: int) -> bool:
-        """Whether going back to ``new`` tokens finds every token of the window then still in the ring."""
+        """Whether every token in the window at length ``new`` is still in the ring."""
         return not self._lost(new).numel()
 
     def crop(self, old: int, new: int, lowering: str = "auto") -> None:
-        """Forget tokens ``[new, old)``. Tokens of the window that are only in pages by now come back dequantized.
-        Without a
-        page, a basis is fitted anew, and errors cost the same everywhere: what the prompt's queries said is gone."""
+        """Forget tokens ``[new, old)``. Tokens that return to the window from a page are dequantized. If no page is
+        left, the basis is fitted again, without the prompt's queries, which are gone: all errors count the same."""
         lost = self._lost(new)
         if lost.numel():
             device = self.ring.device
@@ -342,5 +348,5 @@ class KVState(Storage):
             self.spec.codec.fit_queries(fitted, None, None, self.spec)
 
     def window(self, n: int) -> Tensor:
-        """The full-precision tokens behind the sinks, in token order."""
+        """The full-precision tokens after the sinks, in token order."""
         return self._layout.read(self.ring, n)

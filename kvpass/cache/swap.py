@@ -1,5 +1,4 @@
-"""State swap for transformers caches: full-attention layers of a fresh cache become `PackedLayer`, those of
-cross-attention `CrossLayer`."""
+"""Install packed layers in a transformers cache: `PackedLayer` for full attention, `CrossLayer` for cross-attention."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ Plans = dict[int, tuple[LayerPlan, LayerGeometry]]
 
 
 def cache_layers(cache: Cache) -> list[Any]:
-    """All layers of a cache in model order; with an encoder those of self-attention, then those of cross-attention."""
+    """All layers of a cache, in model order. With an encoder, self-attention comes before cross-attention."""
     own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     return [*own.layers, *cross_layers(cache)]
 
@@ -32,8 +31,8 @@ def packed_layers(cache: Cache) -> list[PackedLayer]:
 
 
 def state_of(cache: Cache) -> CacheState | None:
-    """The state of the packed self-attention layers of a cache; None if it has none. Raises `KVPassError` if they are
-    not the layers that were made for one cache."""
+    """The state of the packed self-attention layers of a cache; None if it has none. Raises `KVPassError` if these are
+    not exactly the layers made for one cache."""
     layers = packed_layers(cache)
     state = next((layer.cache for layer in layers), None)
     if state is not None and state.layers != layers:
@@ -50,7 +49,7 @@ def cross_layers(cache: Cache) -> list[Any]:
 
 
 def _fresh_layers(cache: Cache, plans: Plans) -> list[Any]:
-    """The layers of ``cache``; raises `KVPassError` unless those that ``plans`` are for are plain and empty."""
+    """The layers of ``cache``. Raises `KVPassError` unless the planned layers are plain and empty."""
     if getattr(cache, "offloading", False):
         raise KVPassError("Offloaded caches are not supported: pass a plain DynamicCache or StaticCache.")
     layers: list[Any] = list(cache.layers)
@@ -75,7 +74,7 @@ def _fresh_layers(cache: Cache, plans: Plans) -> list[Any]:
 
 
 def swap_cross_layers(cache: EncoderDecoderCache, plans: Plans, owner: str, lowering: str) -> None:
-    """Replace the planned layers of a fresh cross-attention cache in place. Raises as `swap_layers`."""
+    """Replace the planned layers of a fresh cross-attention cache in place. Raises the errors of `swap_layers`."""
     cross = cache.cross_attention_cache
     layers = _fresh_layers(cross, plans)
     state = CacheState(owner, lowering, _capacity(layers, plans))
@@ -96,8 +95,8 @@ def swap_layers(
     """Replace the planned layers of a fresh ``cache`` in place; the cache object stays the same. Returns the state of
     the new layers.
 
-    Raises `KVPassError`, and leaves the cache as it was, if it is offloaded, already holds tokens, or is not made of
-    the plain layers that ``plans`` were made for.
+    Raises `KVPassError`, and leaves the cache unchanged, if it is offloaded, already holds tokens, or does not have the
+    plain layers that ``plans`` were made for.
     """
     layers = _fresh_layers(cache, plans)
     state = CacheState(owner, lowering, _capacity(layers, plans, max_cache_len))
@@ -109,7 +108,7 @@ def swap_layers(
 
 
 def _capacity(layers: list[Any], plans: Plans, default: int | None = None) -> int | None:
-    """The most tokens that those of ``layers`` which are packed may all store, None if there is no limit."""
+    """The number of tokens that all planned ``layers`` can store; None if there is no limit."""
     each = (getattr(layers[index], "max_cache_len", None) or default for index in plans)
     return min((capacity for capacity in each if capacity is not None), default=None)
 
@@ -117,8 +116,8 @@ def _capacity(layers: list[Any], plans: Plans, default: int | None = None) -> in
 def new_layers(
     state: CacheState, plans: Plans, predictors: dict[int, tuple[SharedTensors, SharedTensors]]
 ) -> dict[int, PackedLayer]:
-    """Empty layers of the cache with the new ``state``, by index. They refer to each other: to those whose codes they
-    use, to those that decide for all, and to those they are predicted from."""
+    """Empty layers of the cache with the new ``state``, by index, with references to each other: to layers whose
+    quantized values they use, that decide what is evicted, or that they are predicted from."""
     layers = {index: PackedLayer(plan, geometry, state) for index, (plan, geometry) in plans.items()}
     rotary_owners: dict[Any, PackedLayer] = {}
     evicting = [layer for layer in layers.values() if layer.plan.evicts]
@@ -130,7 +129,7 @@ def new_layers(
         layer.value_source = None if plan.value_source is None else layers[plan.value_source]
         if plan.looks_at_previous or plan.calibrated or plan.shares_out:
             layer.predictors = predictors[index]
-        if plan.key.transform.keeps_tables:  # frames are those of pages, tables those of tokens
+        if plan.key.transform.keeps_tables:  # page-relative RoPE has rows for pages, so retention matters too
             same = plan.key.transform.page_rope and plan.key.retention
             angles = None if layer.angles is None else (plan.key.transform.numbered, *layer.angles.tolist())
             layer.rotary_owner = rotary_owners.setdefault((same, angles), layer)
@@ -166,7 +165,7 @@ def nbytes(cache: Cache) -> int:
 
 
 def num_values(cache: Cache) -> int:
-    """Logical K and V values of the tokens the cache has seen, evicted ones included."""
+    """Number of key and value elements of all tokens that the cache has seen, evicted ones included."""
     total = 0
     for layer in cache_layers(cache):
         if isinstance(layer, PackedLayer):

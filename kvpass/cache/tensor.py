@@ -20,11 +20,11 @@ def _written_by(func) -> KVPassError:
 class PackedKV(TorchAOBaseTensor):
     """A ``[B, H_kv, n, D]`` tensor stored as packed pages and a full-precision window.
 
-    Any read dequantizes it, ``append`` stores tokens, and other in-place writes raise `KVPassError`. It shares storage
-    with the `KVState` it was made from and shows its first ``num_tokens`` tokens.
+    Any read dequantizes it. ``append`` stores tokens; other in-place writes raise `KVPassError`. It shares storage with
+    the `KVState` it was made from, and shows the first ``num_tokens`` tokens of that.
     """
 
-    tensor_data_names: list[str] = []  # of an instance: those of `codec.tensors`
+    tensor_data_names: list[str] = []  # each instance has the names in `codec.tensors`
     tensor_attribute_names = ["spec", "num_tokens"]
 
     def __new__(cls, spec: str, num_tokens: int, **kept: Tensor):
@@ -74,7 +74,7 @@ class PackedKV(TorchAOBaseTensor):
 
     @property
     def state(self) -> KVState:
-        """The storage, shared."""
+        """The `KVState` that shares storage with this tensor."""
         return KVState(parse(self.spec), self._kept)
 
     def append(self, x: Tensor) -> "PackedKV":
@@ -103,7 +103,7 @@ class PackedKV(TorchAOBaseTensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.__setitem__ and isinstance(args[0], cls):  # would write to a dequantized copy
+        if func is torch.Tensor.__setitem__ and isinstance(args[0], cls):  # it would write to a dequantized copy
             raise _written_by(func)
         return super().__torch_function__(func, types, args, kwargs or {})
 

@@ -1,4 +1,4 @@
-"""What Dynamo did with a call: whether it compiles at all, what broke a graph, and why a capture failed.
+"""Report what Dynamo did with a call: whether it compiles at all, what broke a graph, and why a capture failed.
 
 No other file queries Dynamo about this; ``tests/test_private_apis.py`` explains what it relies on.
 """

@@ -1,8 +1,7 @@
-"""With replayed steps (mode="reduce-overhead"): compute everything that depends on a cache length from the tensor that
-holds it.
+"""With replayed steps (mode="reduce-overhead"), compute everything that depends on a cache length on the device.
 
-A captured step is replayed with the host's numbers at capture, so none of them may be a length. A length tensor
-(length tensor) also holds the length as data, which changes with each replay.
+A replay repeats the numbers that the host had at capture, so none of them may be a length. A length tensor also holds
+the length as data, which changes with each replay; values are computed from that.
 """
 
 import torch
@@ -30,7 +29,7 @@ _OPS = APPEND, APPEND_LAYERS, APPEND_ROTARY, ATTEND, DEQUANTIZE, ROTATE
 _RANGES = aten.arange.start, aten.arange.start_step
 _READS_IT = "triton"  # the implementation whose kernels read lengths on the device
 _NAMED = 3  # nodes listed in a reason
-_LINKED = "edge", "importance", "slots", "originals"  # arguments of ``append_`` that need decisions of the host
+_LINKED = "edge", "importance", "slots", "originals"  # arguments of ``append_`` that depend on decisions of the host
 
 
 def read_on_device(graph: Graph) -> list[str]:

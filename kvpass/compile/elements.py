@@ -1,4 +1,4 @@
-"""What an element of a computed tensor is, as a function of its index and of the graph's sizes.
+"""Express an element of a computed tensor as a function of its index and of the graph's sizes.
 
 Elements are traced back, through all ops that move them, to the constants, `arange` and comparisons they come from.
 Results are exact; anything that is not understood raises `Unproven`.
@@ -151,7 +151,7 @@ class Elements:
             if None not in before and [s for s in before if s != _ONE] == [s for s in after if s != _ONE]:
                 left = iter([where for where, size in zip(index, after, strict=True) if size != _ONE])
                 return tuple(_ZERO if size == _ONE else next(left) for size in before)
-        if op in _RESHAPING | _PICKING:  # some element, whichever
+        if op in _RESHAPING | _PICKING:  # any element
             return tuple(map(self.anywhere, shape(operand(node))))
         return None
 

@@ -28,7 +28,7 @@ def upstream(target: Node, stops: Iterable[Node] = ()) -> list[Node]:
 
 
 def leaves(nodes: Iterable[Node]) -> list[Node]:
-    """Those of ``nodes`` that are inputs or constants: neither sizes nor computed."""
+    """The ``nodes`` that are inputs or constants, and neither sizes nor computed."""
     return [node for node in nodes if node.op != "call_function" and not is_size(node)]
 
 

@@ -79,7 +79,7 @@ class AttentionSite:
 
 
 def find(graph: Graph, presents: dict[Node, Present]) -> tuple[list[AttentionSite], list[str]]:
-    """Every attention over packed state, in graph order, and the reasons for those that were refused.
+    """Every attention over packed state, in graph order, and the reasons why others were refused.
 
     presents: see `kvpass.compile.own_cache`.
     """
@@ -118,8 +118,9 @@ def _collect(graph: Graph, source: Callable[[Node], Source], is_attention) -> tu
 
 
 def _reads_packed(node: Node, depth: int = 24) -> bool:
-    """Whether a decode is near upstream of ``node`` and not behind another attention. The softmax of a router is not
-    attention. The search is bounded, because everything is upstream of the last layer."""
+    """Whether ``node`` is computed from a dequantized cache, at most ``depth`` nodes upstream and with no other
+    attention in between. The softmax of a router is not attention. The search is bounded, because everything is
+    upstream of the last layer."""
     frontier = [node]
     for _ in range(depth):
         frontier = [source for n in frontier for source in n.all_input_nodes]

@@ -1,8 +1,8 @@
-"""Programs with a cache of their own: what they write to it, and what they read back.
+"""Recognize what a program writes to a cache of its own, and what it reads back.
 
-Such a program gets the dequantized past, possibly with room after it, writes the present there by any means, and reads
-a part of the whole. No way of writing is matched: the nodes in between are run on random values, and the result is
-compared with the past followed by the present.
+Such a program receives the dequantized past, possibly with room after it, writes the present there by any means, and
+reads a part of the result. No way of writing is matched. Instead, the nodes in between are run on random values, and
+the result is compared with the past followed by the present.
 """
 
 from dataclasses import dataclass
@@ -89,7 +89,8 @@ def _transposed(node: Node) -> Node:
 
 def read_back(node: Node, found: dict[Node, Present]) -> tuple[Node, Node, bool] | None:
     """The past and present that make up keys or values ``[B, H, T, D]`` or ``[B, H_kv, r, T, D]``, heads repeated in
-    order, and whether there is room after them that attention must ignore. None if they are not made of those."""
+    order, and whether there is room after them that attention must ignore. None if keys or values consist of anything
+    else."""
     nodes = upstream(node, [*found, *(present.source for present in found.values())])
     pasts = [past for past in found if past in nodes]
     if len(pasts) != 1:

@@ -176,7 +176,7 @@ def _swapped(output: Node, source: Node) -> bool | None:
 
 
 def _turning(nodes: list[Node], source: Node) -> list[Node]:
-    """``source`` and those of ``nodes`` that depend on it."""
+    """``source`` and the ``nodes`` that depend on it."""
     turning = {source: None}
     for node in nodes:
         if any(entry in turning for entry in node.all_input_nodes):

@@ -83,7 +83,7 @@ class Call:
         return replace(self, inputs=tuple(None if i in places else value for i, value in enumerate(self.inputs)))
 
     def again(self, others: Mapping[int, Tensor], like_before: Iterable[tuple[int, Tensor]] = ()) -> Sequence | None:
-        """The result with ``others`` in place of some of its tensors, or None if they do not fit. Those in
+        """The result with ``others`` in place of some of its tensors, or None if they do not fit. The tensors in
         ``like_before`` are known to fit."""
         inputs = list(self.inputs)
         for i, own in like_before:
@@ -130,8 +130,8 @@ class _Sizes:
         return lambda sizes: env.evaluate_guards_expression(code, sizes)
 
     def fill(self, inputs: list, others: Mapping[int, Tensor]) -> bool:
-        """Set the inputs that are sizes to those of the tensors among ``inputs``. Returns whether the sizes, and the
-        shapes of ``others``, are what the graph was compiled for."""
+        """Set the inputs that are sizes to the sizes of the tensors among ``inputs``. Returns whether the sizes, and
+        the shapes of ``others``, are those the graph was compiled for."""
         for i, other in others.items():
             if any(size is not None and size != own for size, own in zip(self._dims[i], other.shape, strict=True)):
                 return False

@@ -26,13 +26,14 @@ _LINKS = slice([argument.name for argument in APPEND.default._schema.arguments].
 class Repeats:
     """A captured graph that does the same thing ``count`` times, cut down to the first repeat.
 
-    module: its inputs are those of the whole graph without those of later repeats; then one per value that a repeat
-        takes from the previous one (``carried``); then one per value of the last repeat that later nodes need
-        (``last``). Its outputs are those of the whole graph, then the values that the first repeat takes for
-        ``carried``, leaves for the next, and leaves for ``last``.
+    module: the reduced graph. Its inputs are, in order: the inputs of the whole graph, except the inputs of later
+        repeats; one input for each value that a repeat takes from the previous repeat (``carried``); one for each value
+        of the last repeat that later nodes need (``last``). Its outputs are, in order: the outputs of the whole graph;
+        the values that the first repeat takes for ``carried``; the values that it leaves for the next repeat; the
+        values that it leaves for ``last``.
     inputs: number of inputs of the whole graph.
-    kept: positions of its inputs among those of the whole graph.
-    own: position among its inputs -> the inputs of the whole graph that each repeat has in that place, by position.
+    kept: positions of the module's inputs among the inputs of the whole graph.
+    own: position among the module's inputs -> the corresponding input of the whole graph for each repeat, by position.
     """
 
     module: GraphModule
@@ -69,7 +70,7 @@ class _Run:
 
 
 class _Captured:
-    """The nodes of a captured graph, numbered, with everything that can be said of each one in isolation."""
+    """The nodes of a captured graph, numbered, with everything known about each node in isolation."""
 
     def __init__(self, graph: Graph):
         self.inputs = list(graph.find_nodes(op="placeholder"))
@@ -102,7 +103,7 @@ class _Captured:
         return [i for i, node in enumerate(self.nodes) if node.target is APPEND]
 
     def runs(self) -> Iterator[_Run]:
-        """All repeated stretches, those that spare most first. Candidate periods are the distances between cache
+        """All repeated stretches, the most profitable first. Candidate periods are the distances between cache
         writes."""
         middle = self.writes[len(self.writes) // 2]
         found: list[_Run] = []
@@ -166,7 +167,7 @@ def _described(node: Node) -> str:
 
 
 def _is_linked(append: Node) -> bool:
-    """Whether a layer passes on what another one needs to store its tokens."""
+    """Whether a layer passes on data that another layer needs to store its tokens."""
     return any(argument not in (None, []) for argument in append.args[_LINKS])
 
 

@@ -37,11 +37,11 @@ class Stage:
 
 @dataclass
 class GraphReport:
-    """One captured graph: the attentions over packed state found in it, and what became of them.
+    """One captured graph: the attentions over packed state found in it, and whether they were fused.
 
     fused: number of attentions over the cache that were replaced.
-    reconstructed: how many of those read a layer that is dequantized first, because the next layer is predicted from it
-        or its tokens have individual bit widths.
+    reconstructed: how many fused attentions read a layer that is dequantized first, because the next layer is predicted
+        from it or its tokens have individual bit widths.
     decoded: number of other reads that dequantize first.
     rotated: number of key caches stored before rotary embedding and rotated when read.
     unfused: position among the packed layers -> the reason.
@@ -182,7 +182,7 @@ class Report:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers in the cache last used, plus those of the calibration."""
+        """Bytes of all layers in the cache last used, plus the bytes of the calibration."""
         return sum(layer.nbytes for layer in self.layers) + self.calibration_nbytes
 
     @property

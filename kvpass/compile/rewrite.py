@@ -65,9 +65,9 @@ def rewrite(normal: NormalGraph, inputs: Sequence, attentions: list[AttentionSit
     for append in writes:
         if append.q is not None or append.importance is not None:
             append.mask = readers[append.ring].mask
-    _store_tables(graph, (one for one in tables if one["slots"] is None))  # appends may rotate with these
+    _store_tables(graph, (one for one in tables if one["slots"] is None))  # first: appends may read them
     written = hoist(graph, writes)
-    _store_tables(graph, (one for one in tables if one["slots"] is not None))  # appends decide which tokens stay
+    _store_tables(graph, (one for one in tables if one["slots"] is not None))  # last: appends choose which tokens stay
     written |= {one[name] for one in tables for name in ("cos", "sin")}
     return in_place(normal, skip=written)
 
@@ -79,7 +79,7 @@ def _store_tables(graph: Graph, tables: Iterable[dict[str, Any]]) -> None:
 
 
 def _importance(writes: Iterable[Append], readers: dict[Node, AttentionSite], refused: list[str]) -> dict[Node, Node]:
-    """For every cache that needs attention mass, by its ring, the placeholder with that of its tokens."""
+    """For every cache that needs attention mass, the placeholder with the mass of its tokens, by the cache's ring."""
     evicting = [append for append in writes if append.codec.needs_importance]
     keys = [append for append in evicting if append.ring in readers]
     if 2 * len(keys) != len(evicting):
@@ -92,7 +92,7 @@ def _importance(writes: Iterable[Append], readers: dict[Node, AttentionSite], re
 
 
 def _has_a_say(append: Append, attention: AttentionSite) -> bool:
-    """Whether the attention mass that ``attention`` pays counts for ``append``."""
+    """Whether the attention mass from ``attention`` counts for ``append``."""
     mine = append.ring is attention.key.ring
     return append.codec.statistic != "" and (append.codec.retention.shared or mine)
 

@@ -25,9 +25,9 @@ _MANY, _TOGETHER = 12, (4, 5, 6)  # with many layers, a piece covers several, be
 
 
 class Stamp:
-    """A graph with the first of many repeats, after the other stages, to be cut into pieces.
+    """A graph with the first of many repeats, to be cut into pieces after the other stages.
 
-    gm: the result of those stages for ``repeats.module``, with the same inputs and outputs.
+    gm: the result of the other stages for ``repeats.module``, with the same inputs and outputs.
     """
 
     def __init__(self, gm: GraphModule, repeats: Repeats):
@@ -129,7 +129,8 @@ class Stamp:
         return whole
 
     def _write(self, whole: Graph, common: dict[Node, Node], layers: Sequence[dict[Node, Node]]) -> None:
-        """Add every write of the whole graph: layer by layer, or one for all layers if the op takes them together."""
+        """Add every write of the whole graph: layer by layer, or as one call for all layers if the op takes them
+        together."""
 
         def together(node: Node) -> bool:
             return node.target is APPEND_LAYERS or not self.is_repeated(node)

@@ -89,8 +89,8 @@ def _putting_together(like) -> Callable:
 
 
 class Unwrapped:
-    """``run``, which takes the plain tensors of ``examples``, as a function of inputs like those. Raises `KVPassError`
-    if one of the weights has become a different kind of tensor."""
+    """``run``, which takes the plain tensors of ``examples``, as a function of inputs like ``examples``. Raises
+    `KVPassError` if a weight has become a different kind of tensor."""
 
     def __init__(self, run: Callable, examples: Sequence):
         self._run, self._attributes = run, [_attributes(value) for value in examples]

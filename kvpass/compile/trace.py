@@ -28,7 +28,7 @@ from .report import GraphReport, Stage
 
 VARIABLE = "KVPASS_TRACE"
 _NOISE = re.compile(r";  (?:\w+ = )+None$|  # \w+AOT(?:In|Out)put\(.*\)$", re.MULTILINE)
-"""Left out of the text: what changes with every use of a node, and AOTAutograd's notes, which no stage updates."""
+"""Not in the text: parts that change with every use of a node, and AOTAutograd's notes, which no stage updates."""
 
 
 def trace_folder() -> Path | None:

@@ -1,4 +1,4 @@
-"""Which runtime is in front of a model."""
+"""Look up the runtime that `kvpass.apply` installed in a model."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ from ..errors import KVPassError
 from .runtime import Runtime
 
 ATTRIBUTE = "_kvpass"
-"""Where a model keeps its runtime."""
+"""The attribute in which a model stores its runtime."""
 
 
 def decoder(model: nn.Module) -> nn.Module:
-    """The model inside a wrapper of peft or of ``torch.compile``: its forward is the one that meets the cache."""
+    """The model inside a wrapper of peft or ``torch.compile``. Its forward is the one that receives the cache."""
     inner: Any = model
     while True:
         if hasattr(inner, "_orig_mod"):
@@ -24,12 +24,12 @@ def decoder(model: nn.Module) -> nn.Module:
 
 
 def is_applied(model: nn.Module) -> bool:
-    """Whether `kvpass.apply` has been called on ``model`` and `kvpass.remove` not since."""
+    """Whether kvpass is currently applied to ``model``: `kvpass.apply` was called, and `kvpass.remove` not since."""
     return isinstance(model, nn.Module) and hasattr(decoder(model), ATTRIBUTE)
 
 
 def runtime_of(model: nn.Module) -> Runtime:
-    """What `kvpass.apply` put in front of ``model``. Raises `KVPassError` if it was not applied."""
+    """The runtime that `kvpass.apply` installed in ``model``. Raises `KVPassError` if there is none."""
     runtime = getattr(decoder(model), ATTRIBUTE, None)
     if runtime is None:
         raise KVPassError("kvpass is not applied to this model: call kvpass.apply(model, scheme=...) first.")

@@ -1,7 +1,7 @@
-"""The forward that `kvpass.apply` puts in front of a decoder that keeps its own cache, in buffers or passed in and out.
+"""The forward that `kvpass.apply` installs in a decoder with its own cache, in buffers or passed in and out.
 
-The program stays as it is. In the captured graph it is handed the past decoded and leaves the present behind it, which
-the pass finds (`kvpass.compile.own_cache`); without the pass that is what really happens, and as right.
+The model's code stays unchanged. In the captured graph it receives the dequantized past and adds the present, which the
+pass finds (`kvpass.compile.own_cache`). Without the pass the same steps run as written, with the same result.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ..schemes import SchemeConfig
 from .forward import start_forward
 from .runtime import Runtime
 
-_PACKED = "packed"  # stands for the cache among the arguments
+_PACKED = "packed"  # placeholder for the cache among the arguments
 
 
 class CustomRuntime(Runtime):
-    """What both kinds have in common; the found cache is ``self.found``."""
+    """The common part of both runtimes for models with their own cache, which is described by ``self.found``."""
 
     def __init__(self, model: nn.Module, scheme: SchemeConfig, layers, *, found, **options):
         self.found, self.signature = found, inspect.signature(model.forward)
@@ -51,7 +51,7 @@ class CustomRuntime(Runtime):
         return dict(self.signature.bind(*args, **kwargs).arguments)
 
     def _run(self, state: CacheState, arguments: dict[str, Any]):
-        """One forward over a cache, which it ends."""
+        """Run one complete forward over a cache."""
         new_tokens = arguments[self.found.tokens].shape[1]
         try:
             output = self._attempt(state, dict(arguments))
@@ -64,7 +64,7 @@ class CustomRuntime(Runtime):
         return output
 
     def _attempt(self, state: CacheState, arguments: dict[str, Any], run: Callable | None = None):
-        """The same by ``run``, if that is chosen already."""
+        """Run the forward once, with ``run`` if it is given."""
         inputs = arguments[self.found.tokens]
         new_tokens = inputs.shape[1]
         start_forward(state, len(inputs), new_tokens)
@@ -78,12 +78,12 @@ class CustomRuntime(Runtime):
                 return run(state, arguments)
 
     def _choose(self, state: CacheState, new_tokens: int):
-        run = super()._choose(state, new_tokens)  # uncaptured, a whole buffer in full precision would be made
+        run = super()._choose(state, new_tokens)  # without a graph, a whole full-precision buffer would be allocated
         return self.captured if run is self.original and not self.eager else run
 
     def _canonicalise(self, arguments: dict[str, Any]) -> None:
         for name, value in arguments.items():
-            if isinstance(value, Tensor) and value.is_floating_point():  # may be there to be written
+            if isinstance(value, Tensor) and value.is_floating_point():  # the model may write to it
                 arguments[name] = value.contiguous().view(-1).view(value.shape)
             elif isinstance(value, Tensor):
                 arguments[name] = value.clone(memory_format=torch.contiguous_format)
@@ -93,8 +93,8 @@ class CustomRuntime(Runtime):
 
 
 class BufferRuntime(CustomRuntime):
-    """For a `BufferedCache`. There is one sequence of tokens, that of the model: position 0 starts it anew, an earlier
-    position than the last goes back."""
+    """For a `BufferedCache`. The model has one sequence of tokens: position 0 starts a new one, and a position before
+    the last crops it."""
 
     found: BufferedCache
 
@@ -104,11 +104,11 @@ class BufferRuntime(CustomRuntime):
         self.cache = self._new_cache()
         self.buffers = [buffer for index in self.plans for buffer in found.layers[index]]  # K, V of each layer
         own = [getattr(buffer.owner, buffer.name) for buffer in self.buffers]
-        # nothing to read and nothing to write between forwards, and no bytes
+        # meta tensors take no memory, and cannot be read or written between forwards
         self.stand_ins = [torch.empty_like(tensor, device="meta") for tensor in own]
 
     def install(self) -> None:
-        """Take the model's buffers away."""
+        """Replace the model's buffers by stand-ins without memory."""
         super().install()
         self._take_away()
 
@@ -117,7 +117,7 @@ class BufferRuntime(CustomRuntime):
             setattr(buffer.owner, buffer.name, stand_in)
 
     def uninstall(self) -> None:
-        """Give them back, with what is stored; empty if that is not whole."""
+        """Restore the buffers, with the stored tokens in them. They are empty if the cache is inconsistent."""
         if not self.cache.whole:
             for layer in self.cache.layers:
                 layer.reset()
@@ -133,15 +133,16 @@ class BufferRuntime(CustomRuntime):
         with self._alone(self.cache):
             self._seek(arguments)
             if not isinstance(arguments[self.found.position], Tensor):
-                arguments[self.found.position] = 0  # the graph counts for itself, and must not be one for each position
+                arguments[self.found.position] = 0  # computed in the graph; else one graph per position
             try:
                 return self._run(self.cache, arguments)
             except BaseException:
-                self._take_away()  # again: the call may have ended between filling the buffers and taking them away
+                self._take_away()  # the call may have been interrupted while the buffers were filled
                 raise
 
     def _seek(self, arguments: dict[str, Any]) -> None:
-        """Go to the position the arguments name. Reads it from the device, if it is a tensor there."""
+        """Crop or reset the cache to the position that the arguments name. If the position is a tensor, this reads it
+        from its device."""
         name, count = self.found.position, arguments[self.found.tokens].shape[1]
         position, stored = arguments.get(name), self.cache.tokens
         start = int(position.flatten()[0]) if isinstance(position, Tensor) else position
@@ -204,8 +205,8 @@ class BufferRuntime(CustomRuntime):
 
 
 class HandedRuntime(CustomRuntime):
-    """For a `HandedCache`. What the model returns as cache are `PackedKV`: they look like the tensors they stand for,
-    and are good for the next call, once."""
+    """For a `HandedCache`. The model returns its cache as `PackedKV` tensors, which replace float tensors. Each
+    returned cache can be passed to the next call once."""
 
     found: HandedCache
 
@@ -237,8 +238,8 @@ class HandedRuntime(CustomRuntime):
         return (*output[: self.found.output], cache, *output[self.found.output :])
 
     def _state(self, cache) -> CacheState:
-        """The state of the cache that is handed in, a new one for None. Raises `KVPassError` for another cache than the
-        latest call returned."""
+        """The state of the cache that was passed in; a new one for None. Raises `KVPassError` unless it is the cache
+        that the latest call returned."""
         if cache is None:
             return self._new_cache()
         leaves = tree_leaves(cache)

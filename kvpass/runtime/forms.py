@@ -1,4 +1,4 @@
-"""A compiled function that is called in many ways, by many threads."""
+"""A compiled function that many threads call with many forms of arguments."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ _numbers = itertools.count()
 
 
 def _with_own_code(fn: Callable, name: str) -> Callable:
-    """A copy of ``fn`` with a code object of its own, called ``name``. Dynamo keeps compiled graphs, and its limit of
-    them, per code; by name it remembers what varied from call to call, and other models must not make ours vary."""
+    """A copy of ``fn`` with its own code object, called ``name``. Dynamo stores compiled graphs, and counts them
+    against its limit, per code object. Per name, it remembers which sizes varied between calls, so a unique name keeps
+    other models from influencing this one."""
     copy = types.FunctionType(
         fn.__code__.replace(co_name=name), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__
     )
@@ -36,17 +37,20 @@ def _with_own_code(fn: Callable, name: str) -> Callable:
 
 
 class Forms:
-    """``torch.compile(fn, ...)`` with a code object for each form of call, so that none reaches Dynamo's limit.
+    """``torch.compile(fn, ...)`` with a code object for each form of call, so that no code object reaches Dynamo's
+    limit.
 
-    Sizes, and lengths of a cache, tell forms apart as 0, 1 and more. So there are as many as users have ways to call,
-    and each has a graph for the first batch size or two and one for all others.
+    Forms distinguish sizes, and cache lengths, only as 0, 1 and more. So there is one form per way in which users call
+    the model. Each form has one graph for the first batch size or two, and one for all others.
 
-    what: what is compiled, for those who wait for it. guards: options of torch.compile about them. must: raise
-    `NotCapturedError` where ``torch.compile`` is switched off. unguarded: what else tells forms apart, where guards do
-    not. breaks: why graphs broke so far.
+    what: the name of what is compiled, for progress messages.
+    guards: options of torch.compile about guards.
+    must: raise `NotCapturedError` if ``torch.compile`` is switched off.
+    unguarded: returns a further key that distinguishes forms, for state that no guard checks.
+    breaks: the reasons for graph breaks so far.
 
-    Calls raise `NotCapturedError` where torch cannot capture or compile them, and the `KVPassError` of whatever kvpass
-    refused while a graph was captured.
+    Calls raise `NotCapturedError` if torch cannot capture or compile them, and the `KVPassError` of anything that
+    kvpass refused during capture.
     """
 
     def __init__(
@@ -68,18 +72,18 @@ class Forms:
         def start() -> Callable:
             own = _with_own_code(fn, name)
             self._code.append(own.__code__)
-            return torch.compile(own, options=dict(guards or {}), **options)  # it takes out what is its own
+            return torch.compile(own, options=dict(guards or {}), **options)  # a copy: it is modified
 
         self._start = start
         self._forms: dict[tuple, _Form] = {}
 
     def clear(self) -> None:
-        """Let go of every graph."""
+        """Release all graphs."""
         self._forms.clear()
         forget(self.backend, self._code)
 
     def give_up(self, error: NotCapturedError) -> None:
-        """Raise at once, from now on, for calls of the form that ended in ``error``."""
+        """From now on, raise immediately for calls of the form that failed with ``error``."""
         for form in list(self._forms.values()):
             form.give_up(error)
 
@@ -95,7 +99,8 @@ class Forms:
 
 
 class _Form:
-    """Calls that share graphs. At a new batch size one thread compiles and others wait; afterwards none does."""
+    """Calls that share graphs. At a new batch size one thread compiles while others wait; afterwards no thread
+    waits."""
 
     def __init__(self, start: Callable[[], Callable], waiting: Callable[[], AbstractContextManager], breaks: Breaks):
         self._start, self._run, self._waiting, self._breaks = start, start(), waiting, breaks
@@ -117,8 +122,8 @@ class _Form:
         return self._translated(args, kwargs)
 
     def give_up(self, error: NotCapturedError) -> None:
-        """Do not try again what ended in ``error``, if it is not the first: a model may do once what it does not do
-        again, such as taking a merged adapter out of its weights."""
+        """Stop trying this form if it failed with ``error`` and has failed before. A first failure is forgiven, because
+        a model may do something only once, such as unmerging an adapter from its weights."""
         if self._failed is error:
             self._given_up, self._failed = str(error) if self._failures else "", None
             self._failures += 1
@@ -138,7 +143,7 @@ class _Form:
         with uncounted(), specialized():
             try:
                 return run(*args, **kwargs)
-            except FailOnRecompileLimitHit:  # before anything ran: what a form cannot tell apart varied too often
+            except FailOnRecompileLimitHit:  # nothing has run; something else varied too often
                 with self._lock:
                     if self._run is run:
                         self._run = self._start()
@@ -146,7 +151,7 @@ class _Form:
 
 
 def _state_among(values: Iterable) -> CacheState | None:
-    """The state of the packed cache among ``values``, if there is one."""
+    """The state of the packed cache among ``values``; None if there is no packed cache."""
     for value in values:
         state = state_of(value) if isinstance(value, Cache) else value
         if isinstance(state, CacheState):
@@ -155,7 +160,7 @@ def _state_among(values: Iterable) -> CacheState | None:
 
 
 def _described(item):
-    """What a graph may be specialised on, sizes aside that are more than 1."""
+    """Everything about an argument that a graph may be specialized on. Sizes above 1 count as equal."""
     if isinstance(item, Tensor):
         return item.dtype, tuple(min(size, 2) for size in item.shape)
     if isinstance(item, dict):

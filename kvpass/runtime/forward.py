@@ -1,4 +1,4 @@
-"""One forward over a cache, all or nothing: if it fails, the cache is rolled back or marked inconsistent."""
+"""Run one forward over a cache, all or nothing: if it fails, the cache is rolled back or marked inconsistent."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ..errors import KVPassError
 from ..layout.window import LENGTH_OFFSET, SEEN_OFFSET, length_tensor
 
 _REPLACED = DynamicLayer, DynamicSlidingWindowLayer
-"""Layers whose tensors are replaced by others when tokens are added, never written."""
+"""Layers that replace their tensors when tokens are added, and never write to them."""
 
 
 def start_forward(state: CacheState, batch: int, new_tokens: int) -> int:
-    """Prepare a cache for one forward; returns how many tokens it stores already.
+    """Prepare a cache for one forward. Returns the number of tokens already stored.
 
-    batch, new_tokens: what the caller hands to the model. The model may hand other sizes to its layers, for instance
-    with image tokens in front of the text; `_expect` then prepares them again.
+    batch, new_tokens: the sizes that the caller passes to the model. The model may pass other sizes to its layers, for
+        instance if it puts image tokens before the text; `_expect` then prepares the cache again.
 
-    Raises `KVPassError` if the cache is full, inconsistent, or of another batch size; nothing is changed then, nor when
-    there is no memory for more tokens.
+    Raises `KVPassError` if the cache is full, inconsistent, or of another batch size. The cache is then unchanged. It
+    is also unchanged if memory runs out.
     """
     stored = state.tokens
     state.refuse_unless_whole()
@@ -57,9 +57,9 @@ def _refuse_what_does_not_fit(state: CacheState, batch: int, new_tokens: int) ->
         raise KVPassError(f"The cache holds a batch of {state.batch}, but this call has a batch of {batch}.")
 
 
-@torch.compiler.disable  # where a step runs in pieces, layers call it between them
+@torch.compiler.disable  # layers call it between the graphs of a step with graph breaks
 def _expect(state: CacheState, batch: int, new_tokens: int) -> None:
-    """Prepare a cache again, during a forward, for what the model hands to the first layer."""
+    """Prepare a cache again, during a forward, for the sizes that the model passes to the first layer."""
     context = state.context
     assert context is not None  # a forward is running
     if any(layer.updated for layer in state.layers):
@@ -95,25 +95,25 @@ def _make_room(state: CacheState, batch: int, new_tokens: int, context: ForwardC
 
 
 def _varying(length: Tensor, stored: int) -> Tensor:
-    if stored > 1:  # 0 and 1 are cases of their own, and what is traced there may say so
+    if stored > 1:  # 0 and 1 are separate forms of call, so their graphs may be specialized
         torch._dynamo.mark_dynamic(length, 0)
     return length
 
 
 def length_tensor_of(length: Tensor, n: int) -> Tensor:
-    """The length tensors of length ``n``, which is what ``length`` holds."""
+    """A length tensor of length ``n`` that views ``length``, a tensor of one element that holds ``n``."""
     return _varying(length.expand(n + LENGTH_OFFSET), n)
 
 
 def _edges(layers: list[PackedLayer], batch: int, stored: int, new_tokens: int) -> tuple[Tensor, Tensor] | None:
-    """Room for one layer's reconstruction of the keys and values that leave the window in this forward."""
+    """Scratch space for one layer's reconstruction of the keys and values that leave the window in this forward."""
     plan, geometry = layers[-1].plan, layers[-1].geometry
     if not any(layer.plan.looks_at_previous for layer in layers):
         return None
     retention, total = plan.key.retention, stored + new_tokens
     tokens = max(retention.page_size, retention.packed(total) - retention.packed(stored))
     if gone := retention.evicted(total):
-        tokens = retention.packed(total) - gone  # all that is packed may change hands
+        tokens = retention.packed(total) - gone  # an eviction may reassign every packed token
     shape = (batch, geometry.num_key_value_heads, tokens, geometry.head_dim)
     keys, values = (torch.empty(shape, dtype=geometry.dtype, device=geometry.device) for _ in range(2))
     if new_tokens > 1 or plan.evicts:
@@ -125,8 +125,8 @@ def _edges(layers: list[PackedLayer], batch: int, stored: int, new_tokens: int) 
 def finish_forward(
     state: CacheState, new_tokens: int, succeeded: bool, undo: Callable[[], bool] = lambda: True
 ) -> None:
-    """End the forward that `start_forward` began. ``undo`` takes back what it did to other layers (see `remember`), and
-    returns whether it could."""
+    """End the forward that `start_forward` began: commit it or roll it back. ``undo`` rolls back other layers (see
+    `remember`), and returns whether it succeeded."""
     if succeeded:
         state.commit(new_tokens)
     elif not all([state.abandon(new_tokens), undo()]):
@@ -135,11 +135,13 @@ def finish_forward(
 
 
 def remember(cache: Cache, state: CacheState, storing_no_text: Collection[int] = ()) -> Callable[[], bool]:
-    """Returns what restores the layers of ``cache`` that are not packed, and those of cross-attention, to what they are
-    now, and returns whether it could. Raises `KVPassError` if layers that are not packed do not hold the tokens that
-    the packed layers, whose state is ``state``, have seen.
+    """A function that restores the unpacked layers of ``cache``, and its cross-attention layers, to their present
+    state. It returns whether it succeeded.
 
-    storing_no_text: indices of layers that hold something else, such as an image.
+    storing_no_text: indices of layers that hold something other than text, such as an image.
+
+    Raises `KVPassError` unless the unpacked layers hold as many tokens as the packed layers, with the state ``state``,
+    have seen.
     """
     own = {index: layer for index, layer in enumerate(cache_layers(cache)) if not isinstance(layer, PackedLayer)}
     with_text = [layer for index, layer in own.items() if index not in storing_no_text]

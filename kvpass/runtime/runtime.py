@@ -1,4 +1,4 @@
-"""What every forward over a packed cache has in common, however the model keeps its cache."""
+"""`Runtime`: the common part of every forward over a packed cache, however the model keeps its cache."""
 
 import itertools
 import logging
@@ -38,7 +38,7 @@ from .steps.replay import Replays
 
 logger = logging.getLogger("kvpass")
 
-_MIN_COMPILED_LENGTH = 2  # lengths 0 and 1 would be specialised by the tracer
+_MIN_COMPILED_LENGTH = 2  # the tracer would specialize on lengths 0 and 1
 
 _WITHOUT_STRICT = "Without strict=True kvpass dequantizes them before attention: correct, but slower."
 _WEIGHTS = torch.float16, torch.bfloat16
@@ -47,11 +47,11 @@ _BY_OWNER: weakref.WeakValueDictionary[str, "Runtime"] = weakref.WeakValueDictio
 
 
 class Runtime:
-    """Everything `apply` adds to one model; `remove` drops it."""
+    """Everything that `apply` adds to one model; `remove` drops it."""
 
     model: Callable[[], nn.Module]
     installed: Callable[..., Any] | None
-    forward: Callable[..., Any]  # of each kind: what takes the place of the model's
+    forward: Callable[..., Any]  # replaces the model's forward; defined by subclasses
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Runtime:
         self.needs_rotation = any(plan.key.transform.turns for plan, _ in self.plans.values())
         self.looks_at_previous = any(plan.looks_at_previous for plan, _ in self.plans.values())
         self.needs_importance = any(plan.needs_importance for plan, _ in self.plans.values())
-        self.captures = self.needs_queries or self.needs_rotation or self.needs_importance  # also with "eager"
+        self.captures = self.needs_queries or self.needs_rotation or self.needs_importance  # even with "eager"
         self.one_graph = self.needs_rotation or self.looks_at_previous or self.needs_importance
         check_sources({index: plan for index, (plan, _) in self.plans.items()})
         check_edges(self.plans)
@@ -100,13 +100,14 @@ class Runtime:
         self.had_own_forward = "forward" in vars(model)
         self.original, self.installed = model.forward, None
         self.attended: dict[int, tuple[int, float]] = {}  # see `kvpass.models.probe.AttentionSeen`
-        self.expected: set[bool] = set()  # whether of several sequences: decode steps whose kernels were asked for
-        self.replays: Replays | Recalls | None = None  # of whole steps, where that was asked for and is possible
+        self.expected: set[bool] = set()  # values of ``batch > 1`` whose decode kernels were requested
+        self.replays: Replays | Recalls | None = None  # replays whole steps, if requested and possible
         self.hooks = Hooks(model)
-        self.running: dict[int, int] = {}  # caches in a forward, by id, and the threads that run it
+        self.running: dict[int, int] = {}  # id of a cache in a forward -> the thread that runs it
 
     def _plan_cross(self, layers: dict[int, LayerGeometry | str]) -> tuple[Plans, dict[int, LayerGeometry | str]]:
-        """Plans of cross-attention by its own layer indices, and ``layers`` with the reasons where there is none."""
+        """Plans of cross-attention layers, by their own indices, and ``layers`` with the reasons for layers that have
+        no plan."""
         plans, layers = {}, dict(layers)
         for index, layer in layers.items():
             if isinstance(layer, LayerGeometry) and layer.cross:
@@ -121,7 +122,7 @@ class Runtime:
         return f"cross-attention: {self.cross[layer.index][0]}" if layer.cross else str(self.plans[index][0])
 
     def _place(self, predictors) -> dict[int, tuple[SharedTensors, SharedTensors]]:
-        """``predictors`` where their layers are."""
+        """``predictors`` on the devices of their layers."""
         placed = {}
         for index, (plan, layer) in self.plans.items():
             if plan.looks_at_previous or plan.calibrated:
@@ -133,17 +134,17 @@ class Runtime:
         return placed
 
     def prepare(self) -> None:
-        """Make what compiles."""
+        """Create the compiled functions. Nothing is compiled before their first call."""
         self.decode_step, self.captured = self._forms(interpret=False), self._forms(interpret=True)
 
     def install(self) -> None:
-        """`prepare`, and take out of the way what the model has of its own."""
+        """Call `prepare`, and replace the parts of the model that would interfere."""
         self.prepare()
         self.attention.install()
         _BY_OWNER[self.owner] = self
 
     def uninstall(self) -> None:
-        """Give it back."""
+        """Undo `install`."""
         self.attention.uninstall()
         _BY_OWNER.pop(self.owner, None)
         for forms in (self.decode_step, self.captured):
@@ -152,7 +153,7 @@ class Runtime:
             self.replays.clear()
 
     def keep_stages(self) -> None:
-        """From now on, keep what the pass does to each graph in its report."""
+        """From now on, keep the stages of the pass in the report of each graph."""
         self.report.keeps_stages = True
         for forms in (self.decode_step, self.captured):
             forms.backend.keep_stages = True
@@ -174,7 +175,7 @@ class Runtime:
         return Backend(**options)
 
     def _body(self) -> Callable:
-        """What is compiled."""
+        """The function to compile."""
         original = self.original
 
         def call(*args, **kwargs):
@@ -184,7 +185,8 @@ class Runtime:
 
     @staticmethod
     def of(cache: Cache) -> "Runtime":
-        """Who packed ``cache``. Raises `KVPassError` for one that is not packed, or whose model is gone."""
+        """The runtime that packed ``cache``. Raises `KVPassError` if the cache is not packed, or if its model is
+        gone."""
         state = state_of(cache) if isinstance(cache, Cache) else None
         if state is None:
             raise KVPassError("This cache is not packed: run a model that kvpass is applied to over it first.")
@@ -197,7 +199,7 @@ class Runtime:
 
     @contextmanager
     def _alone(self, cache):
-        """Raise `KVPassError` if another thread runs a forward over ``cache``: threads need caches of their own."""
+        """Raise `KVPassError` if another thread runs a forward over ``cache``: each thread needs its own cache."""
         me = get_ident()
         try:
             if self.running.setdefault(id(cache), me) != me:
@@ -212,8 +214,8 @@ class Runtime:
 
     @contextmanager
     def _one_forward(self, state: CacheState, new_tokens: int, undo: Callable[[], bool] = lambda: True):
-        """Commit what the layers of a cache stored when it went well; otherwise take it back, with what ``undo`` does
-        (see `finish_forward`)."""
+        """A context for one forward. On success it commits the tokens that the layers stored; otherwise it rolls them
+        back and calls ``undo`` (see `finish_forward`)."""
         state.drafts = state.drafts + 1 if state.tokens and 1 < new_tokens <= FEW else 0
         succeeded = False
         try:
@@ -225,8 +227,8 @@ class Runtime:
             finish_forward(state, state.context.new_tokens, succeeded, undo)
 
     def _fall_back(self, error: NotCapturedError, state: CacheState, new_tokens: int) -> Callable:
-        """Who runs a call that could not be captured, as ``error`` says. Raises `KVPassError` if it cannot be run
-        otherwise, and `NotFusedError` with ``strict`` for a step that was to be compiled."""
+        """The function that runs a call without a graph after capture failed with ``error``. Raises `KVPassError` if
+        the call needs a graph, and `NotFusedError` for a decode step with ``strict``."""
         is_step = self._is_compiled(state, new_tokens)
         what = f"{'a step' if is_step else 'a prompt'} of {type(self.model()).__name__}"
         run = self._uncaptured(state)
@@ -236,11 +238,11 @@ class Runtime:
             raise NotFusedError(f"strict=True: {what} cannot be captured: {error}. {_WITHOUT_STRICT}") from error
         if is_step:
             self.decode_step.breaks.failed(str(error))
-        state.drafts = max(0, state.drafts - 1)  # this call counts once
+        state.drafts = max(0, state.drafts - 1)  # the call is repeated, but counts once
         return run
 
     def _fell_back(self, error: NotCapturedError, state: CacheState, new_tokens: int) -> None:
-        """Note that the call succeeded without a graph, and do not try to capture calls of that form again."""
+        """Record that the call succeeded without a graph, and stop trying to capture calls of that form."""
         for forms in (self.decode_step, self.captured):
             forms.give_up(error)
         if not self.report.uncaptured_prompt and not self._is_compiled(state, new_tokens):
@@ -248,12 +250,12 @@ class Runtime:
             logger.warning("%s: a prompt runs without a captured graph: %s", type(self.model()).__name__, error)
 
     def _uncaptured(self, state: CacheState) -> Callable | None:
-        """Who runs a call over a cache without a graph; None if it needs one."""
+        """The function that runs a call over a cache without a graph; None if the call needs a graph."""
         captured = self.needs_rotation or self.needs_importance or (self.needs_queries and not state.tokens)
         return None if captured or isinstance(self.replays, Replays) else self.original
 
     def _refusal(self, error: NotCapturedError, what: str) -> KVPassError:
-        """That ``what`` has to be captured, why it is not, and what to do instead."""
+        """An error saying that ``what`` has to be captured, why capture failed, and what to do instead."""
         why = "mode='reduce-overhead' replays whole steps"
         if self.needs_queries:
             why = f"{self.scheme.name!r} is fitted to the prompt's queries"
@@ -270,17 +272,17 @@ class Runtime:
         return NeedsGraphError(f"{text}scheme={named(scheme)!r}.", scheme)
 
     def _works(self) -> SchemeConfig:
-        """A scheme for this model that needs no graph."""
+        """A scheme that works for this model without a graph."""
         return get("kivi")
 
     def _is_compiled(self, state: CacheState, new_tokens: int) -> bool:
-        """Whether a call of ``new_tokens`` tokens over a cache is a compiled step."""
+        """Whether a call of ``new_tokens`` tokens over a cache is a decode step to be compiled."""
         return (new_tokens == 1 or state.drafts > 1) and not self.eager and state.tokens >= _MIN_COMPILED_LENGTH
 
     @contextmanager
     def _step(self, state: CacheState, new_tokens: int) -> Iterator[None]:
-        """Within it a call runs over a cache. If it is a step to be compiled, note which parts of it were, and with
-        ``strict`` raise `NotFusedError` at the first layer that is read outside a graph."""
+        """A context for one call over a cache. For a decode step to be compiled, it records which parts ran as graphs.
+        With ``strict`` it raises `NotFusedError` at the first layer that is read outside a graph."""
         if not self._is_compiled(state, new_tokens) or state.context.hooked:
             yield
             return
@@ -302,8 +304,8 @@ class Runtime:
             logger.warning("%s: %s", type(self.model()).__name__, self.report.pieces)
 
     def _choose(self, state: CacheState, new_tokens: int):
-        """Who runs a call of ``new_tokens`` tokens over a cache. Drafts are verified one after another: the first of
-        several calls of a few tokens is not worth compiling for, because it may be a short turn of a chat."""
+        """The function that runs a call of ``new_tokens`` tokens over a cache. The first of several short calls is not
+        compiled, because it may be a short chat turn; calls that verify drafts come in series."""
         if self._is_compiled(state, new_tokens):
             hooked = self._hooked()
             if state.context is not None:
@@ -317,8 +319,8 @@ class Runtime:
         return self.original
 
     def _hooked(self) -> bool:
-        """Whether a step cannot be compiled because a hook, which may do anything, runs within the model: a graph would
-        have to be captured anew whenever it reads something else."""
+        """Whether a hook inside the model prevents compiling a step. A hook may do anything, and a graph would have to
+        be captured again whenever the hook reads something different."""
         if not (names := self.hooks()):
             return False
         hooked = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
@@ -331,7 +333,7 @@ class Runtime:
         return True
 
     def _expect_steps(self, batch: int) -> None:
-        """Have other processes compile kernels of the decode steps that are going to follow a prompt."""
+        """Let other processes compile the kernels of the decode steps that will follow a prompt."""
         if self.lowering != AUTO or self.mode or (batch > 1) in self.expected:
             return
         self.expected.add(batch > 1)
@@ -345,12 +347,12 @@ class Runtime:
             expect(attended, key, value, batch, mass)
 
     def _capture_queries(self) -> Callable:
-        """Who runs a prompt whose queries are asked for."""
+        """The function that runs a prompt whose queries are needed."""
         return self.captured
 
     def _measure(self, state: CacheState, layers: Sequence) -> None:
-        """Note the bytes of the cache just used, of which these are the ``layers``, packed or not: it may be gone when
-        `explain` asks."""
+        """Record the bytes of the cache last used, which may be gone when `explain` asks. ``layers``: all its layers,
+        packed or not."""
         there = itertools.chain(layers, itertools.repeat(None))
         rows = [
             LayerReport(row.index, row.packed, row.plan, row.reason, *(_bytes(layer) or _bytes_of(row)))
@@ -367,16 +369,17 @@ class Runtime:
 
 
 def _beside(tensor: Tensor, layer: LayerGeometry) -> Tensor:
-    """What a calibration gave ``layer``, in the dtype of its scales and on its device. A share (`codec.shares`) stays
-    on the host, which reads it."""
-    tensor = tensor.clone(memory_format=torch.contiguous_format)  # what is alike in layers begins its storage in each
+    """A calibrated tensor of ``layer``, in the dtype of its scales and on its device. A share (`codec.shares`) stays on
+    the host, which reads it."""
+    tensor = tensor.clone(memory_format=torch.contiguous_format)  # storage offset 0 makes layers alike
     if tensor.dtype == torch.int32:
         return tensor.cpu()
     return tensor.to(layer.device, params_dtype(layer.dtype) if tensor.dtype in _WEIGHTS else tensor.dtype)
 
 
 def _bytes(layer) -> tuple[int, ...]:
-    """What a `LayerReport` says of the bytes of one layer of a cache, in its order; nothing if it holds none."""
+    """The byte counts of one layer of a cache, in the order of the fields of `LayerReport`; empty if the layer holds
+    none."""
     if isinstance(layer, PackedLayer):
         own = layer.nbytes, layer.full_nbytes
         return (*own, layer.host_nbytes, layer.moved_nbytes) if layer.plan.adaptive else own

@@ -1,7 +1,7 @@
-"""A packed cache as a file: a prompt that was read once is continued in another process.
+"""Save a packed cache to a file and load it, so that another process can continue a prompt without reading it again.
 
-The file is safetensors, with JSON among its metadata: nothing in it runs. It is for the model, the scheme and the dtype
-it was written with, and says so otherwise.
+The file is in safetensors format with JSON in its metadata, so loading it executes no code. It fits only the model,
+scheme and dtype it was saved with; loading it for anything else raises an error that names the difference.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _UNPACKED = DynamicLayer, DynamicSlidingWindowLayer
 
 
 def save_cache(cache: Cache, path: str | Path) -> Path:
-    """Write a packed ``cache`` of transformers to the file ``path`` (``*.safetensors`` by custom); returns it.
+    """Write a packed ``cache`` of transformers to the file ``path`` (usually ``*.safetensors``) and return the path.
 
     The file holds quantized values, scales, zero points, exact tokens and other state of the scheme, without unused
-    memory, for the whole batch; sliding-window layers are written in full precision. An existing file is replaced once
-    the new one is complete.
+    memory, for the whole batch. Sliding-window layers are saved in full precision. An existing file is replaced only
+    when the new one is complete.
 
-    Raises `KVPassError` for a cache that is not packed, is empty or inconsistent, has layers of other kinds (linear
-    attention), or whose model is gone; `OSError` if the file cannot be written.
+    Raises `KVPassError` if the cache is not packed, empty, or inconsistent, if it has other kinds of layers (linear
+    attention), or if its model is gone; `OSError` if the file cannot be written.
     """
     runtime, path = TransformersRuntime.of(cache), Path(path)
     state, layers = state_of(cache), cache_layers(cache)
@@ -88,14 +88,14 @@ def save_cache(cache: Cache, path: str | Path) -> Path:
 
 @torch.inference_mode(False)
 def load_cache(path: str | Path, model: nn.Module) -> Cache:
-    """The cache that `save_cache` wrote to ``path``, on the devices of ``model``: pass it as ``cache``, which
-    transformers called ``past_key_values`` before 5.24.
+    """Load the cache that `save_cache` wrote to ``path``, onto the devices of ``model``. Pass it to the model as
+    ``cache`` (called ``past_key_values`` before transformers 5.24).
 
-    model: the model it was saved with, with the same adapters active and the same config, packed with the same scheme
-        and in the same dtype; inside ``torch.autocast`` if it was saved inside it.
+    model: the model it was saved with, with the same active adapters and config, packed with the same scheme and dtype;
+        inside ``torch.autocast`` if it was saved inside it.
 
     Raises `KVPassError` if the file is missing, truncated, modified, or of another version, or if the model, adapter,
-    config, scheme or dtype differs; the message names what differs.
+    config, scheme or dtype differs. The message names the difference.
     """
     runtime = runtime_of(model)
     if not isinstance(runtime, TransformersRuntime):
@@ -111,8 +111,8 @@ def load_cache(path: str | Path, model: nn.Module) -> Cache:
 
 
 def _maker(runtime: Runtime) -> dict[str, Any]:
-    """What decides whether codes mean the same: the model, what it computes by, the scheme, and how each layer is
-    stored."""
+    """Everything that determines the meaning of quantized values: the model, its numerics, the scheme, and the spec of
+    each layer."""
     model, digest = runtime.model(), hashlib.sha256()
     for tensor in chain.from_iterable(chain.from_iterable(runtime.predictors.values())):
         digest.update(_bytes(tensor))
@@ -132,7 +132,7 @@ def _maker(runtime: Runtime) -> dict[str, Any]:
 
 
 def _autocast(model: nn.Module) -> str | None:
-    """The dtype that ``torch.autocast`` computes in here, if it is on."""
+    """The dtype of the active ``torch.autocast``; None if autocast is off."""
     kind = next(model.parameters()).device.type
     return str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
 
@@ -155,7 +155,7 @@ def _parts(layer: PackedLayer) -> Iterator[tuple[str, Storage]]:
 
 
 def _numbers_of(layer: CacheLayerMixin) -> dict[str, Any]:
-    """What a layer is, less its tensors."""
+    """The state of a layer except its tensors."""
     if not isinstance(layer, PackedLayer):
         return {"kind": type(layer).__name__, "tokens": layer.get_seq_length()}
     states = [asdict(state.writes) for state in layer.states()]
@@ -184,7 +184,7 @@ def _digest(facts: Any, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Facts and tensors of a file that is what `save_cache` wrote, to the last bit."""
+    """The metadata and tensors of a file. Raises `KVPassError` unless the file is exactly what `save_cache` wrote."""
     try:
         with safe_open(path, "pt") as file:
             metadata = (file.metadata() or {}).get("kvpass")
@@ -213,7 +213,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _filled(runtime: TransformersRuntime, facts: dict[str, Any], tensors: dict[str, Tensor]) -> Cache:
-    """A new cache of ``runtime`` with what was saved."""
+    """A new cache of ``runtime`` with the saved contents."""
     cache = fresh_cache(runtime.model())
     runtime.adopt(cache)
     layers = list(zip(cache_layers(cache), facts["layers"], strict=True))
@@ -242,7 +242,7 @@ def _filled(runtime: TransformersRuntime, facts: dict[str, Any], tensors: dict[s
 
 
 def _restore(state: CacheState, batch: int, layers: list[dict[str, Any]]) -> None:
-    """Make room in a new cache, and take over the length that was saved for each of its ``layers``."""
+    """Make room in a new cache, and set the length that was saved for each of its ``layers``."""
     lengths = {(saved["tokens"], saved["seen"], saved["max_cache_len"]) for saved in layers if saved["states"]}
     if not lengths:  # nothing was stored
         return

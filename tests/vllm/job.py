@@ -1,8 +1,9 @@
-"""One engine of vLLM in a process of its own: ``python job.py`` reads JSON, runs what it says, and prints JSON.
+"""Run one vLLM engine in a separate process: ``python job.py`` reads a job as JSON, runs it, and prints JSON.
 
-model, engine: arguments of `vllm.LLM`. phases: prompts that are generated one list after the other, each {"prompts":
-lists of token ids, "tokens": how many to generate, "abort": {number: after how many steps}}. inspect: count the blocks
-that are free, which takes an engine in this process.
+model, engine: arguments of `vllm.LLM`.
+phases: lists of prompts, generated one list after the other, each {"prompts": lists of token ids, "tokens": how many to
+    generate, "abort": {number: after how many steps}}.
+inspect: count the free blocks, which needs an engine in this process.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""What `kvpass.vllm.engine` relies on of vLLM, whose backends are a private matter. If one of these fails on a new
-release, that file is the one to adapt; nothing else knows vLLM."""
+"""Behaviour of vLLM that `kvpass.vllm.engine` relies on; vLLM's backends are not public. If one of these tests fails on
+a new release, adapt that file; nothing else depends on vLLM."""
 
 import inspect
 from dataclasses import fields, replace
@@ -29,7 +29,7 @@ def test_the_plugin_is_found():
 
 
 def test_backends_are_taken_by_name_and_looked_up_as_attributes_of_a_module():
-    """`register_backends`: a path is split at its last dot, and what is behind it is an attribute."""
+    """`register_backends`: a path is split at its last dot, and the last part is an attribute."""
     engine.register_backends()
     for name in engine._TAKEN:
         assert AttentionBackendEnum[name].get_path() == f"kvpass.vllm.engine.{name}"
@@ -46,7 +46,7 @@ def test_layers_make_their_attention_of_these_arguments():
 
 
 def test_a_backend_says_how_large_a_block_is():
-    """`customize_spec`: bytes of a token and head, whatever the dtype."""
+    """`customize_spec`: bytes per token and head, whatever the dtype."""
     assert "customize_spec" in vars(AttentionBackend)
     spec = FullAttentionSpec(block_size=128, num_kv_heads=3, head_size=64, dtype=torch.float32)
     packed = replace(spec, dtype=torch.uint8, state_content_bytes=48)
@@ -54,7 +54,7 @@ def test_a_backend_says_how_large_a_block_is():
 
 
 def test_blocks_of_a_sliding_window_are_kept_for_the_tokens_before_a_step():
-    """`Served.window`: the last of that many tokens, less the next one."""
+    """`Served.window`: that many of the last tokens, minus the next one."""
     spec = SlidingWindowSpec(block_size=16, num_kv_heads=3, head_size=64, dtype=torch.float32, sliding_window=64)
     manager = SlidingWindowManager.__new__(SlidingWindowManager)
     manager.sliding_window, manager.extra_retained_tokens = spec.sliding_window, spec.extra_retained_tokens

@@ -1,4 +1,4 @@
-"""Engines of vLLM with packed pages, against vLLM's own cache, kvpass's own, and each other."""
+"""vLLM engines with packed pages, against vLLM's own cache, against kvpass's own cache, and against each other."""
 
 import copy
 import random
@@ -16,7 +16,7 @@ SCHEMES = "kivi-sinks", "higgs-sinks"
 
 @pytest.fixture(scope="module")
 def stock(serve, smollm2, texts):
-    """What vLLM generates over its own cache."""
+    """The output of vLLM with its own cache."""
     return serve(smollm2, [{"prompts": texts, "tokens": 300}])["phases"][0]["requests"]
 
 
@@ -34,7 +34,7 @@ def test_lossless_pages_change_nothing(serve, smollm2, texts, stock):
 
 
 def alone(model, prompt, tokens, chunks) -> torch.Tensor:
-    """The log-probabilities of generated ``tokens`` by kvpass's own cache, whose prompt comes in ``chunks``."""
+    """The log-probabilities of generated ``tokens`` with kvpass's own cache; the prompt arrives in ``chunks``."""
     ids, cache, first, logits = torch.tensor([[*prompt, *tokens]]), None, 0, None
     steps = [*chunks, *(1 for _ in tokens[:-1])]
     found = []
@@ -48,7 +48,7 @@ def alone(model, prompt, tokens, chunks) -> torch.Tensor:
 
 
 def perturbed(model):
-    """``model`` with embeddings that differ by what rounding leaves of float32."""
+    """``model`` with embeddings changed by a rounding error of float32."""
     other = copy.deepcopy(model)
     weight = other.get_input_embeddings().weight
     with torch.no_grad():
@@ -58,8 +58,8 @@ def perturbed(model):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_tokens_have_the_probability_that_kvpass_gives_them(serve, smollm2, texts, scheme):
-    """Also where a prefix was found: requests come one by one, in chunks of a block, so that a hit leaves the chunks
-    as they were, on which attention and the mean of centred keys depend."""
+    """Also after a prefix hit: requests arrive one by one, in chunks of one block, so that a hit leaves the chunks
+    unchanged, on which attention and the mean of centred keys depend."""
     block, tokens = 256, 24
     phases = [{"prompts": [prompt], "tokens": tokens} for prompt in texts] * 2
     found = serve(smollm2, phases, scheme, block_size=block, max_num_batched_tokens=block)["phases"]
@@ -74,7 +74,7 @@ def test_tokens_have_the_probability_that_kvpass_gives_them(serve, smollm2, text
         whole, rest = divmod(len(prompt), block)
         call = prompt, one["tokens"], [*[block] * whole, *([rest] if rest else [])]
         expected = alone(model, *call)
-        # chunks read pages, whose codes rounding flips, and so does noise in embeddings
+        # chunks read pages; rounding changes quantized values, and so does noise in embeddings
         flips = (alone(noisy, *call) - expected).abs().median()
         difference = (torch.tensor(one["logprobs"]) - expected).abs()
         assert difference[0] <= 2e-2, (number, hits, difference[0])
@@ -87,18 +87,19 @@ def random_requests(seed, count, longest, vocabulary=512):
 
 
 def test_preempted_requests_lose_nothing(serve, tiny):
-    """Memory for some of them only; with lossless pages, whatever is computed again is the same."""
+    """Memory suffices for some requests only; with lossless pages, recomputed tokens are the same."""
     prompts = random_requests(1, 12, 300)
     phases = [{"prompts": prompts, "tokens": 200}]
     (expected,) = serve(tiny, phases)["phases"]
     small = serve(tiny, phases, "identity", inspect=True, kv_cache_memory_bytes=18 << 20, max_model_len=512)
     (found,) = small["phases"]
     assert found["preempted"] and found["free"] == small["free"]
-    assert_same(found["requests"], expected["requests"], 3e-4)  # what is computed again is, in other chunks
+    assert_same(found["requests"], expected["requests"], 3e-4)  # recomputed tokens arrive in other chunks
 
 
 def test_no_block_is_lost_over_two_hundred_requests(serve, tiny):
-    """Of random lengths, many of them aborted, in memory for some; half begin alike, and share blocks."""
+    """Requests of random lengths, many of them aborted, with memory for only some; half share a prefix, and so
+    blocks."""
     choose, shared = random.Random(2), random_requests(3, 1, 1)[0] * 200
     prompts = [(shared if i % 2 else []) + one for i, one in enumerate(random_requests(4, 200, 150))]
     tokens = [choose.randint(1, 60) for _ in prompts]
@@ -114,7 +115,7 @@ def test_no_block_is_lost_over_two_hundred_requests(serve, tiny):
 
 
 def test_two_ranks_serve_as_one_does(serve, tiny, monkeypatch):
-    """With codes until one is rounded otherwise: sums of ranks are in another order, and weights here are random."""
+    """Quantized values are equal until one rounds differently: ranks add in another order, and weights are random."""
     phases, found = [{"prompts": random_requests(5, 4, 300), "tokens": 60}], {}
     for scheme in ("identity", "kivi-sinks"):
         (found[scheme],) = serve(tiny, phases, scheme)["phases"]
@@ -176,7 +177,7 @@ def test_layers_with_a_sliding_window_keep_their_own_cache(serve, tmp_path):
 
 
 def test_a_compiled_engine_gives_what_an_eager_one_does(serve, tiny):
-    """Without ``enforce_eager``, which all others here have to start sooner."""
+    """Without ``enforce_eager``, which all other tests here set to start faster."""
     phases = [{"prompts": random_requests(8, 3, 200), "tokens": 30}]
     (expected,) = serve(tiny, phases)["phases"]
     (found,) = serve(tiny, phases, "identity", enforce_eager=False)["phases"]
@@ -184,7 +185,7 @@ def test_a_compiled_engine_gives_what_an_eager_one_does(serve, tiny):
 
 
 def test_a_chat_is_streamed(smollm2, tmp_path):
-    """By OpenAI's client, from the server of the documentation."""
+    """By OpenAI's client, from the server in the documentation."""
     from openai import OpenAI
 
     with server(smollm2, "kivi-sinks", tmp_path / "log") as address:

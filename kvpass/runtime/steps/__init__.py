@@ -1,1 +1,1 @@
-"""Decode steps that are called again without Dynamo: replayed as CUDA graphs, or recalled on CPUs."""
+"""Repeat decode steps without Dynamo: replayed as CUDA graphs, or called again on CPUs."""

@@ -1,4 +1,4 @@
-"""Pages that are due behind a step that only filled windows."""
+"""Pack the pages that are due after a replayed step, which only fills windows."""
 
 from typing import Any
 
@@ -14,14 +14,15 @@ from ...layout.window import layout, length_tensor
 
 
 def is_due(cache: CacheState, tokens: int) -> bool:
-    """Whether a page is packed when ``tokens`` more tokens are stored."""
+    """Whether storing ``tokens`` more tokens completes a page."""
     retentions = {spec.retention for layer in cache.layers for spec in (layer.plan.key, layer.plan.value)}
     stored = cache.tokens
     return any(retention.pages(stored) < retention.pages(stored + tokens) for retention in retentions)
 
 
 def pack_again(cache: CacheState, n: int) -> None:
-    """Pack the pages that are due now that token ``n`` is in its window: it is appended again, as it lies there."""
+    """Pack the pages that are due now that token ``n`` is in its window. The token is appended again, from its slot in
+    the ring."""
     length = length_tensor(n, cache.device)
     alike: dict[str, list[tuple[KVState, Tensor]]] = {}
     for layer in cache.layers:
@@ -41,6 +42,6 @@ def pack_again(cache: CacheState, n: int) -> None:
 
 
 def _is_alone(state: KVState) -> bool:
-    """Whether what is stored depends on the tokens of ``state`` alone."""
+    """Whether stored values depend only on the tokens of ``state`` itself."""
     fitted = state.pack[len(of_pages(state.spec)) + 1 :]
     return not fitted and state.source is None and state.spec.features <= MERGED

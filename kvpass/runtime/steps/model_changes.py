@@ -1,5 +1,8 @@
-"""What a step depends on besides its arguments, and nobody else looks at: hooks, which Dynamo's guards leave out; and
-where a step is called again without guards (`recall`, `replay`), the model itself."""
+"""Detect changes of a model between steps that nothing else checks.
+
+Dynamo's guards ignore hooks. Where a step is called again without guards (`recall`, `replay`), the whole model is
+checked here.
+"""
 
 import weakref
 from argparse import Namespace
@@ -22,24 +25,24 @@ _HOOKS = "_forward_hooks", "_forward_pre_hooks"
 _hooks_of = [itemgetter(name) for name in _HOOKS]
 _GLOBAL_HOOKS = [getattr(every_module, f"_global{name}") for name in _HOOKS]
 _CAPTURED = "torch.nn.utils.", RECORDS
-"""Where hooks are from that Dynamo may capture: they compute a weight (pruning, spectral norm) from attributes of the
-module, or record what the call asks for."""
+"""Prefixes of modules whose hooks Dynamo can capture: they compute a weight (pruning, spectral norm) from attributes of
+the module, or record outputs that the caller requested."""
 _CONFIGS = PretrainedConfig, Namespace, SimpleNamespace
 _PLAIN = frozenset({bool, int, float, complex, str, bytes})
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
-_LONG = 1000  # elements of a container that nobody looks into
+_LONG = 1000  # containers with more elements are not searched
 
 
 class Hooks:
-    """Which modules inside a model have forward hooks or forward pre-hooks. Those of the model itself run around its
-    forward, whatever that does."""
+    """The modules inside a model that have forward hooks or forward pre-hooks. Hooks of the model itself run around its
+    forward and do not matter."""
 
     def __init__(self, model: nn.Module):
         self._model = weakref.ref(model)
         self._tree = _Tree(model)
 
     def __call__(self) -> tuple[str, ...]:
-        """Names of these modules. Hooks that Dynamo may capture do not count."""
+        """The names of these modules. Hooks that Dynamo can capture do not count."""
         if not self._tree.is_there:
             self._tree = _Tree(self._model())
         inside = self._tree.inside
@@ -51,21 +54,24 @@ class Hooks:
 
 
 def _opaque(hooks: dict[int, Callable]) -> bool:
-    """Whether one of ``hooks`` may do anything."""
+    """Whether any of ``hooks`` is one that Dynamo cannot capture."""
     return any(not str(getattr(hook, "__module__", "")).startswith(_CAPTURED) for hook in hooks.values())
 
 
 class Watch:
-    """Whether a model is still what it was. It looks at modules, and the forward of their classes; at weights, and
-    where they lie; and at other attributes of modules, with what configs, dicts and lists among them hold. Objects of
-    other classes are told apart by identity."""
+    """Detects changes of a model.
+
+    It compares the modules and the forward methods of their classes; the weights and their addresses; and other
+    attributes of modules, including the contents of configs, dicts and lists. Objects of other classes are compared by
+    identity.
+    """
 
     def __init__(self, model: nn.Module):
         self._model = weakref.ref(model)
         self._seen: _Held | None = None
 
     def changed(self) -> bool:
-        """Whether there is something else than when it was asked last."""
+        """Whether anything has changed since the last call."""
         if self._seen is not None and self._seen.is_there:
             return False
         self._seen = _Held(self._model())
@@ -73,7 +79,7 @@ class Watch:
 
 
 class _Tree:
-    """The modules of a model; ``inside``, the attributes of all but the model itself."""
+    """The modules of a model. ``inside``: the attributes of all modules except the model itself."""
 
     def __init__(self, model: nn.Module):
         modules = list(model.modules())
@@ -87,18 +93,18 @@ class _Tree:
 
     @property
     def is_there(self) -> bool:
-        """Whether it still is, and nothing else."""
-        return self._look() == self._children and not any(self._leaves)  # a module equals itself alone
+        """Whether the modules are unchanged."""
+        return self._look() == self._children and not any(self._leaves)  # modules compare by identity
 
 
 class _Held:
-    """What the modules of a model hold."""
+    """Everything that the modules of a model hold."""
 
     def __init__(self, model: nn.Module):
         modules = list(model.modules())
         tensors = [*model.parameters(), *model.buffers()]
         self._plain = [tensor for tensor in tensors if not is_traceable_wrapper_subclass(tensor)]
-        self._parts: dict[str, list[Tensor]] = {}  # tensor subclasses by the first of their parts, which is looked at
+        self._parts: dict[str, list[Tensor]] = {}  # name of first inner tensor -> tensor subclasses
         for tensor in tensors:
             if is_traceable_wrapper_subclass(tensor):
                 self._parts.setdefault(tensor.__tensor_flatten__()[0][0], []).append(tensor)
@@ -115,13 +121,14 @@ class _Held:
         self._objects, self._numbers = self._look()
 
     def _getter(self, attributes: dict[str, Any]) -> Callable[[dict[str, Any]], tuple]:
-        """What gets the ``attributes`` of a module that not every module has; what they hold is noted."""
+        """A function that gets those ``attributes`` of a module that not every module has. Containers among them are
+        registered for comparison."""
         names = [name for name in attributes if name not in _OF_EVERY_MODULE]
         self._open(map(attributes.__getitem__, names))
-        return itemgetter(*names, names[0])  # of a single name it would get no tuple
+        return itemgetter(*names, names[0])  # with a single name itemgetter would return no tuple
 
     def _open(self, values: Iterable) -> None:
-        """Note the containers among ``values``, and those in them."""
+        """Register the containers among ``values``, recursively."""
         for value in values:
             if isinstance(value, nn.Module) or id(value) in self._known:
                 continue
@@ -146,7 +153,7 @@ class _Held:
 
     @property
     def is_there(self) -> bool:
-        """Whether it still is, and nothing else."""
+        """Whether everything is unchanged."""
         try:
             objects, numbers = self._look()
         except KeyError:  # an attribute is gone
@@ -161,7 +168,7 @@ class _Held:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether a value that was written again says the same."""
+    """Whether a value that was assigned again equals the old one."""
     if one is other:
         return True
     if type(one) is tuple and type(other) is tuple:

@@ -1,5 +1,7 @@
-"""Decode steps on CPUs that are called again beneath Dynamo: a step of hundreds of inputs spends milliseconds on
-guards, most of which look at modules that do not change. `Watch` sees sooner if they do.
+"""Call decode steps on CPUs again below Dynamo.
+
+A step with hundreds of inputs spends milliseconds on guards, and most of them check modules that do not change. `Watch`
+detects such changes faster.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from .model_changes import Watch
 from .replay import Argument, Step, mapped, moves
 
 _LENGTHS = "length", "starts"
-"""What a step reads of a `ForwardContext`, which has others at each."""
+"""Fields of a `ForwardContext` that a step reads. They are new tensors in every step."""
 
 
 class Recalls:
-    """Steps of all caches of ``model``; ``report`` is told why some are not called again."""
+    """Recorded steps of all caches of ``model``. If a step cannot be called again, ``report`` receives the reason."""
 
     def __init__(self, model: nn.Module, report: Report):
         self._model, self._report = weakref.ref(model), report
@@ -35,17 +37,17 @@ class Recalls:
         self._caches: weakref.WeakKeyDictionary[CacheState, _OfCache] = weakref.WeakKeyDictionary()
 
     def clear(self) -> None:
-        """Let go of every call."""
+        """Drop all recorded calls."""
         self._caches.clear()
 
     def forget(self, state: CacheState) -> None:
-        """Drop the recorded calls of one cache: before a new turn the model may have been changed in more ways than
-        `Watch` sees."""
+        """Drop the recorded calls of one cache. Before a new turn the model may have been changed in ways that `Watch`
+        does not detect."""
         self._caches.pop(state, None)
 
     def run(self, state: CacheState, new_tokens: int, given: dict[str, Any], step: Step) -> Any:
-        """What ``step`` returns for the arguments ``given``, which hold ``new_tokens`` tokens, over the cache with
-        ``state``."""
+        """The result of ``step`` for the arguments ``given``, which hold ``new_tokens`` tokens, over the cache with the
+        state ``state``."""
         if self._watch.changed():
             self.clear()
         moved, context = moves(state.layers), state.context
@@ -72,7 +74,7 @@ class Recalls:
     def _recalled(
         self, calls: list[tuple[Call, Sequence]], state: CacheState, given: dict[str, Any], output: Any
     ) -> _Recalled | str:
-        """The call of now, or why it cannot be called again."""
+        """The current call, prepared for calling it again, or the reason why that is impossible."""
         if len(calls) != 1:
             return f"a step runs {len(calls)} graphs"
         if other := [name for name, value in given.items() if not isinstance(value, (*_PLAIN, Tensor, Cache))]:
@@ -112,18 +114,18 @@ _PLAIN = type(None), bool, int, float, str
 
 @dataclass
 class _Output:
-    """What a call returns at ``place``."""
+    """A placeholder for output number ``place`` of a call."""
 
     place: int
 
 
 @dataclass
 class _Recalled:
-    """A step as a ``call``.
+    """A step, recorded as a ``call``.
 
-    reads: places of its inputs -> the argument, or what of the context, that belongs there.
-    stored: the same -> the tensor of the cache, which goes when the cache has got another.
-    output: what the step returns, with what it takes from elsewhere in the place of it.
+    reads: position among its inputs -> name of the argument, or of the field of the context, that belongs there.
+    stored: position among its inputs -> the cache's tensor there; a weak reference, because the cache may replace it.
+    output: what the step returns, with placeholders for values that each call computes or receives.
     """
 
     call: Call
@@ -132,7 +134,7 @@ class _Recalled:
     output: Any
 
     def again(self, context: ForwardContext, given: dict[str, Any]) -> Any:
-        """The step over the cache of ``context`` with the arguments ``given``; None if they do not fit."""
+        """Run the step over the cache of ``context`` with the arguments ``given``. Returns None if they do not fit."""
         others = {i: getattr(context, name) if name in _LENGTHS else given[name] for i, name in self.reads.items()}
         stored = [(i, own()) for i, own in self.stored.items()]
         outputs = self.call.again(others, stored)
@@ -147,8 +149,12 @@ def _filled(leaf: Any, outputs: Sequence, given: dict[str, Any]) -> Any:
 
 @dataclass
 class _OfCache:
-    """Steps of one cache, whose tensors were moved so often; those that were ``seen`` once are noted when they come
-    again, if they were not ``refused`` then."""
+    """Recorded steps of one cache.
+
+    moved: how often the cache's tensors had been replaced when these were recorded.
+    seen: forms of steps that ran once; they are recorded when they run again.
+    refused: forms of steps that cannot be called again.
+    """
 
     moved: int
     seen: set[tuple] = field(default_factory=set)
@@ -157,14 +163,14 @@ class _OfCache:
 
 
 def _tensors_of(layers: list[PackedLayer]) -> list[Tensor]:
-    """What graphs are handed of ``layers``."""
+    """The tensors of ``layers`` that graphs take."""
     states = [state for layer in layers for state in layer.states()]
     own = [tensor for layer in layers for storage in layer.storages() for _, tensor in storage.tensors()]
     return own + [handle for state in states for handle in state.handles]
 
 
 def _of_process() -> tuple:
-    """What Dynamo guards of the process."""
+    """The process-wide settings that Dynamo guards."""
     return (
         torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(), torch.get_num_threads(),
@@ -172,7 +178,7 @@ def _of_process() -> tuple:
 
 
 def _described(given: dict[str, Any]) -> tuple:
-    """What arguments have to have in common, besides sizes."""
+    """Everything that arguments must have in common, apart from sizes."""
 
     def described(value: Any) -> Any:
         if isinstance(value, Tensor):

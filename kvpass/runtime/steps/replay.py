@@ -1,8 +1,8 @@
-"""Decode steps as one CUDA graph each: captured when they come a second time, and replayed from then on.
+"""Run each decode step as one CUDA graph, captured when the step runs a second time and replayed from then on.
 
-A replayed step runs no Python of the model and checks no guards; the host says how many tokens are stored, hands over
-what the call was given, and goes on. Kernels read lengths on the device (`kvpass.compile.device_lengths`), so a capture
-serves every length until the cache's tensors move. Pages that are due are packed behind the replay, by the host.
+A replay runs no Python of the model and checks no guards. The host writes the number of stored tokens and the arguments
+of the call, and starts the graph. Kernels read lengths on the device (`kvpass.compile.device_lengths`), so a capture
+serves every length until the cache's tensors move. After the replay the host packs the pages that are due.
 """
 
 from __future__ import annotations
@@ -24,42 +24,48 @@ from ..forward import length_tensor_of
 from .due_pages import is_due, pack_again
 from .model_changes import Watch
 
-_FEW_PAGES = 16  # a capture serves up to so many
-_MASKS = frozenset({"attention_mask"})  # which a step does not read where it knows where rows begin
+_FEW_PAGES = 16  # a first capture serves up to this many pages
+_MASKS = frozenset({"attention_mask"})  # not read by a step that knows the start of each row
 Step = Callable[[dict[str, Any]], Any]
-"""What runs a call on its arguments, by name."""
+"""A function that runs a call with these arguments, by name."""
 
 
 class Capture(Protocol):
-    """Runs ``step`` so that it can be done again: its outputs, and what does it again over the same tensors."""
+    """Runs ``step`` once. Returns its outputs, and a function that repeats it on the same tensors."""
 
     def __call__(self, state: CacheState, step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]: ...
 
 
 class CudaGraphs:
-    """Captures into CUDA graphs that share a pool of memory."""
+    """Captures into CUDA graphs that share a memory pool."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, state: CacheState, step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         graph = torch.cuda.CUDAGraph()
-        # other threads may allocate meanwhile
+        # "thread_local": other threads may allocate meanwhile
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = step()
-        graph.replay()  # a capture runs nothing
+        graph.replay()  # capturing does not execute kernels
         return output, graph.replay
 
 
 CAPTURES: dict[str, Callable[[], Capture]] = {"cuda": CudaGraphs}
-"""Who captures steps, by the type of their device."""
+"""Device type -> the class that captures steps there."""
 
 
 @dataclass
 class _Captured:
-    """A step that was captured: the arguments and the length that it reads, where rows begin if they do not all begin
-    at once, and what it leaves. It must not keep its cache alive: arguments that are no tensors, and are returned, are
-    told by `Argument`."""
+    """A captured step.
+
+    given: its own copies of the tensor arguments, which it reads.
+    length: the length that it reads.
+    starts: the first token of each row; None unless rows are padded.
+    output: its output. Arguments that are not tensors and are returned appear as `Argument`, because a captured step
+        must not keep its cache alive.
+    replay: repeats the step.
+    """
 
     given: dict[str, Tensor]
     length: Tensor
@@ -68,7 +74,7 @@ class _Captured:
     replay: Callable[[], None]
 
     def again(self, n: int, starts: Tensor | None, given: dict[str, Any]) -> None:
-        """Do it over ``n`` stored tokens of rows that begin at ``starts``, with the arguments ``given``."""
+        """Replay the step with the arguments ``given``, over ``n`` stored tokens in rows that begin at ``starts``."""
         self.length.fill_(n)
         if self.starts is not None and starts is not None:
             self.starts.copy_(starts)
@@ -79,7 +85,7 @@ class _Captured:
 
 @dataclass
 class Argument:
-    """The argument of a call that is called so."""
+    """A placeholder for the argument of a call with this name."""
 
     name: str
 
@@ -90,7 +96,7 @@ def moves(layers: Iterable[PackedLayer]) -> int:
 
 
 class _OfCache:
-    """What has been captured, or seen once, of one cache."""
+    """The captured steps of one cache, and the forms of steps that ran once."""
 
     def __init__(self) -> None:
         self.seen: set[tuple] = set()
@@ -98,14 +104,15 @@ class _OfCache:
         self._moved = -1
 
     def forget_if_moved(self, layers: Iterable[PackedLayer]) -> None:
-        """Start again if a tensor of ``layers`` is not where it was."""
+        """Start over if a tensor of ``layers`` was replaced."""
         moved = moves(layers)
         if moved != self._moved:
             self._moved, self.seen, self.captured = moved, set(), {}
 
 
 class Replays:
-    """Steps of all caches of ``model``. ``graphs`` say whether there is one that counts on the host."""
+    """Captured steps of all caches of ``model``. ``graphs``: their reports, which say whether a graph depends on
+    lengths on the host."""
 
     def __init__(self, model: nn.Module, graphs: list[GraphReport], capture: Callable[[], Capture]):
         self._watch, self._graphs, self._new_capture = Watch(model), graphs, capture
@@ -113,17 +120,17 @@ class Replays:
         self._caches: weakref.WeakKeyDictionary[CacheState, _OfCache] = weakref.WeakKeyDictionary()
 
     def clear(self) -> None:
-        """Let go of everything that was captured."""
+        """Drop all captured steps."""
         self._caches.clear()
 
     def run(self, state: CacheState, new_tokens: int, given: dict[str, Any], step: Step) -> Any:
-        """What ``step`` returns for the arguments ``given``, which hold ``new_tokens`` tokens, over the cache with
-        ``state``."""
-        if self._watch.changed():  # captured steps read weights where they were
+        """The result of ``step`` for the arguments ``given``, which hold ``new_tokens`` tokens, over the cache with the
+        state ``state``."""
+        if self._watch.changed():  # captured steps read weights at their old addresses
             self.clear()
         cache = self._caches.setdefault(state, _OfCache())
         n, due = state.tokens, is_due(state, new_tokens)
-        if due and new_tokens > 1:  # they may take slots of those that are due
+        if due and new_tokens > 1:  # new tokens may overwrite the slots of tokens that are due
             return step(given)
         cache.forget_if_moved(state.layers)
         pages = bucket(max(_FEW_PAGES, state.retention.pages(n)))
@@ -146,7 +153,7 @@ class Replays:
         return any(graph.on_host for graph in self._graphs if graph.compiled)
 
     def _captured(self, state: CacheState, given: dict[str, Any], read: Iterable[str], step: Step) -> _Captured:
-        """The step of now, of whose arguments it reads those that ``read`` names."""
+        """Capture the current step. ``read`` names the arguments that it reads."""
         if self._capture is None:
             self._capture = self._new_capture()
         own = {name: value.clone() if isinstance(value, Tensor) else value for name, value in given.items()}
@@ -163,7 +170,7 @@ class Replays:
 
 
 def _described(given: dict[str, Any]) -> tuple:
-    """What a captured step is specialised on."""
+    """Everything that a captured step is specialized on."""
     return tuple(
         (name, value.shape, value.dtype) if isinstance(value, Tensor) else (name, _identity(value))
         for name, value in given.items()
@@ -175,7 +182,7 @@ def _identity(value: Any) -> Any:
 
 
 def mapped(output: Any, fn: Callable[[Any], Any]) -> Any:
-    """What a model returns with ``fn`` of each of its values."""
+    """A model's output with ``fn`` applied to each of its values."""
     if isinstance(output, ModelOutput):
         return type(output)(**{name: mapped(value, fn) for name, value in output.items()})
     if type(output) in (tuple, list):
@@ -184,8 +191,8 @@ def mapped(output: Any, fn: Callable[[Any], Any]) -> Any:
 
 
 def _returned(leaf: Any, given: dict[str, Any]) -> Any:
-    """What a call with the arguments ``given`` returns for a value of a captured step: a tensor of its own, as the next
-    replay writes to the captured one."""
+    """The value that a call with the arguments ``given`` returns for a value of a captured step. Tensors are cloned,
+    because the next replay overwrites the captured ones."""
     if isinstance(leaf, Tensor):
         return leaf.clone()
     return given[leaf.name] if isinstance(leaf, Argument) else leaf
