@@ -135,6 +135,24 @@ def test_what_it_cannot_be_combined_with_says_so():
             parse(text)
 
 
+def test_a_codec_has_a_name_of_its_own_and_tensors_of_other_names_than_states(monkeypatch):
+    with pytest.raises(KVPassError, match=r"belongs to kvpass\.codec\.nuq\.PageDatatype"):
+
+        class Another(Equalized, name="nuq"):
+            pass
+
+    class Unnamed(Equalized):
+        pass
+
+    with pytest.raises(KVPassError, match="Unnamed has no name of its own"):
+        coded(2, "token", 16, 32, codec=Unnamed(0.5))
+    monkeypatch.setattr(
+        Equalized, "sequence", lambda self, spec: {"writes": Kept(lambda spec, head_dim: (1, head_dim))}
+    )
+    with pytest.raises(KVPassError, match=r"cannot name its tensors \['writes'\]"):
+        KVState.allocate(coded(3, "token", 16, 32, codec=Equalized(0.5)), 1, 1, 32, torch.float32, "cpu", 40)
+
+
 def test_its_parameters_are_part_of_the_spec():
     assert parse(str(KEYS)) == KEYS != coded(2, "channel", 32, 32, codec=Equalized(0.25))
     assert "codec=equalized" in KEYS.features and isinstance(KEYS, CodecSpec)

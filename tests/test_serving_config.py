@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvpass import KVPassError, schemes
+from kvpass.codec import CODECS
 from kvpass.codec.pages import Affine
 from kvpass.schemes import KIVIConfig, LayerGeometry
 from kvpass.vllm.serving_config import NEWEST, Served, check_version, refusal, scheme_asked
@@ -63,7 +64,7 @@ def test_every_scheme_is_served_or_refused_with_what_to_use():
         assert name in found
 
 
-def test_codecs_that_do_not_decode_any_bytes_are_refused():
+def test_codecs_that_do_not_decode_any_bytes_are_refused(monkeypatch):
     """A server reads blocks before anything is stored in them."""
     for name in schemes.available():
         scheme = schemes.get(name)
@@ -75,9 +76,9 @@ def test_codecs_that_do_not_decode_any_bytes_are_refused():
     for name in ("turboquant-2.5", "turboquant-3.5", "gear", "kitty"):
         with pytest.raises(KVPassError, match=r"indices.*Use kivi-sinks"):
             served(name)
+    monkeypatch.setitem(CODECS, "of my own", None)  # afterwards it is gone
 
-    class Silent(Affine):
-        name = "of my own"
+    class Silent(Affine, name="of my own"):
         dequantizes_any_bytes = False
 
     spec = served("kivi").plan.key

@@ -142,12 +142,14 @@ class KVState(Storage):
         self.spec, self.text, self.source = spec, str(spec), source
         self.shared = ModelTensors(shared or ())
         self._codes: Tensor | None = None
-        vars(self).update({attribute(name): tensor for name, tensor in kept.items()})
         self.predictor: Sequence[Tensor] = ()
         self.previous_layer: KVState | None = None
         self.same_layer_keys: KVState | None = None
         self.rotary: RotaryState | None = None
         self.writes = Writes()
+        if taken := [name for name in kept if name != "codes" and (name in vars(self) or hasattr(type(self), name))]:
+            raise KVPassError(f"A codec cannot name its tensors {taken}: states use these names for something else.")
+        vars(self).update({attribute(name): tensor for name, tensor in kept.items()})
         self.put()
 
     @classmethod

@@ -64,9 +64,15 @@ class Codec:
 
     def __init_subclass__(cls, name: str | None = None, **more: Any) -> None:
         super().__init_subclass__(**more)
-        if name is not None:
-            cls.name = name
-            CODECS[name] = cls
+        if name is None:
+            return
+        there = CODECS.get(name)
+        if there is not None and (there.__module__, there.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise KVPassError(
+                f"The codec name {name!r} belongs to {there.__module__}.{there.__qualname__}: use another."
+            )
+        cls.name = name
+        CODECS[name] = cls
 
     def __post_init__(self) -> None:
         check_types(self)

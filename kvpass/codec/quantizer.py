@@ -7,7 +7,7 @@ from typing import Literal
 from ..errors import KVPassError
 from ..fields import check_integers, check_types, fields_alone, hash_once
 from .codebook import grid_shape
-from .codec import Codec
+from .codec import CODECS, Codec
 
 UNIFORM = (1, 2, 3, 4, 8)
 """Bit widths of uniform quantization."""
@@ -115,6 +115,9 @@ class Quantizer:
     def __post_init__(self) -> None:
         check_types(self)
         check_integers(self, bits=1, group_size=1)
+        if self.codec is not None and CODECS.get(self.codec.name) is not type(self.codec):
+            name = type(self.codec).__name__
+            raise KVPassError(f"Codec {name} has no name of its own: define it as class {name}(..., name='...').")
         if self.grid:
             self._check_grid()
         elif self.bits not in UNIFORM and not self.raw:
