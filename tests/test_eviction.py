@@ -184,6 +184,9 @@ def test_what_stays_and_what_it_was_paid_is_that_of_a_list_of_tokens(name, chunk
         keys, values, importance = layer.stored()
         for head, kept in enumerate(naive.heads):
             assert len(kept) == layer.n
+            padded = [token[3] == -math.inf for token in kept]  # which of them stay is not defined, but how many
+            assert importance[0, min(head, importance.shape[1] - 1)].eq(-math.inf).sum() == sum(padded)
+            kept = [token for token, is_padding in zip(kept, padded, strict=True) if not is_padding]
             mine = {tuple(key.tolist()): i for i, key in enumerate(keys[0, head])}
             where = [mine[tuple(token[1].float().tolist())] for token in kept]
             assert torch.equal(values[0, head, where].double(), torch.stack([token[2] for token in kept]))
