@@ -25,6 +25,7 @@ from kvpass.codec.codec import codec_from
 from kvpass.codec.page_rope import PageTables
 from kvpass.codec.second_level import SecondLevel
 from kvpass.codec.tensors import Pack
+from kvpass.lowering.call_types import AppendLayersCall, AttendCall
 from kvpass.lowering.table import DispatchKey, select
 from kvpass.lowering.triton import append, configs, launch, quantize
 from kvpass.schemes import LayerGeometry, get
@@ -106,10 +107,11 @@ def attend(
     q, new = torch.zeros(1, heads, queries, dim, dtype=dtype), torch.zeros(1, groups, queries, dim, dtype=dtype)
     mask = torch.ones(1, 1, queries, 512 + queries, dtype=torch.bool) if mask else None
     rotary = (*torch.zeros(2, 1, 640, dim // 2, dtype=dtype), rope) if rope else None
-    launch.attend(
+    call = AttendCall(
         q, *past, 512, new, new, mask, queries > 1 and mask is None, 0.1, softcap, *specs, rotary, None, statistic,
         starts=torch.zeros(1, dtype=torch.int64) if padded else None,
     )  # fmt: skip
+    launch.attend(call)
 
 
 def attend_fields(
@@ -125,17 +127,18 @@ def attend_fields(
     if plan.key.transform.page_rope:
         page_tables = PageTables(*torch.zeros(2, 1, 64, dim // 2, dtype=dtype), f"half-{dim // 2}")
         past[0] = past[0]._replace(page_tables=page_tables)
-    launch.attend(q, *past, 512, new, new, mask, queries > 1 and mask is None, 0.1, softcap, plan.key, plan.value)
+    causal = queries > 1 and mask is None
+    launch.attend(AttendCall(q, *past, 512, new, new, mask, causal, 0.1, softcap, plan.key, plan.value))
 
 
 def quantize_pages(
     bits, per="channel", page=32, group=32, dim=128, dtype="bfloat16", eta=0.0, block=0, **others
 ) -> None:  # fmt: skip
     """Quantize four pages; with ``block``, of keys whose errors are compensated."""
-    answers = torch.zeros(1, 8, dim - block, dim - block, dtype=getattr(torch, dtype)) if block else None
+    fitted = [torch.zeros(1, 8, dim - block, dim - block, dtype=getattr(torch, dtype))] if block else []
     subspace = Subspace(5, 0.5, True, block) if block else None
     spec = coded(bits, per, group, page, eta=eta, subspace=subspace, **others)
-    quantize.quantize(torch.zeros(1, 8, 4 * page, dim, dtype=getattr(torch, dtype)), answers, spec)
+    quantize.quantize(torch.zeros(1, 8, 4 * page, dim, dtype=getattr(torch, dtype)), fitted, spec)
 
 
 def append_tokens(tokens=1, groups=8, dim=128, dtype="bfloat16") -> None:
@@ -143,7 +146,7 @@ def append_tokens(tokens=1, groups=8, dim=128, dtype="bfloat16") -> None:
     spec, dtype = coded(2, "channel", 32, 32), getattr(torch, dtype)
     states = [KVState.allocate(spec, 1, groups, dim, dtype, "cpu", 640) for _ in range(2)]
     packs = [Pack.of(state.pack, spec) for state in states]
-    append.append_layers_(packs, 5, [torch.zeros(1, groups, tokens, dim, dtype=dtype)] * 2, spec)
+    append.append_layers_(AppendLayersCall(packs, 5, [torch.zeros(1, groups, tokens, dim, dtype=dtype)] * 2, spec))
 
 
 def chosen_on_cuda() -> dict[str, str]:

@@ -121,9 +121,9 @@ def test_shipped_configs_fit_a100_and_h100_without_spills(compiled, archs, name)
     lines = compiled[1][name]
     kernels = KERNELS[CASES[name]["op"]]
     kernels = kernels | {"sum_attention"} if CASES[name].get("statistic") else kernels
-    kernels = {"encode_compensated"} if CASES[name].get("block") else kernels
+    kernels = {"quantize_compensated"} if CASES[name].get("block") else kernels
     if CASES[name]["op"] == "quantize":
-        kernels = {"encode_on_grid"} if CASES[name].get("grid") else kernels
+        kernels = {"quantize_on_grid"} if CASES[name].get("grid") else kernels
         kernels = kernels | {"hadamard_runs"} if "rotation" in CASES[name] else kernels
     assert {(line["arch"], line["kernel"]) for line in lines} == {(a, k) for a in archs for k in kernels}
     for line in lines:
