@@ -41,9 +41,9 @@ def _failed(error: Exception) -> dict:
 
 def generates(
     device: torch.device, schemes=_CHECKED, prompt: int = 300, new: int = 150, shape: tuple[int, ...] = _SMALL,
-    lowering: str = "triton",
+    lowering: str = "auto",
 ) -> Iterator[dict]:  # fmt: skip
-    """For each way to call ``generate``, the difference of float32 logits from the reference, up to the first token
+    """For each way to call ``generate``, the difference of float32 logits from eager execution, up to the first token
     that differs, if there is one."""
     model = llama(device, torch.float32, *shape, vocab_size=256)
     ids = torch.randint(1, 256, (3, prompt), device=device)
@@ -55,7 +55,7 @@ def generates(
         "beams": dict(input_ids=ids, num_beams=2),
     }
     for scheme in schemes:
-        modes = {"reference": dict(lowering="reference"), "": {}, "replayed": dict(mode="reduce-overhead")}
+        modes = {"reference": dict(lowering="eager"), "": {}, "replayed": dict(mode="reduce-overhead")}
         found: dict[str, dict] = {}
         for how, options in modes.items():
             variant = kvpass.apply(sharing_weights(model), scheme, **{"lowering": lowering, **options})
@@ -84,15 +84,15 @@ def _agreement(got, expected) -> dict:
 
 def replays(
     device: torch.device, schemes=_CHECKED, prompt: int = 700, steps: int = 200, shape: tuple[int, ...] = _SMALL,
-    lowering: str = "triton",
+    lowering: str = "auto",
 ) -> Iterator[dict]:  # fmt: skip
-    """For each scheme, the largest difference of a step's float32 logits from the reference, and what was replayed."""
+    """For each scheme, the largest difference of a step's float32 logits from eager execution, and what was replayed."""
     model = llama(device, torch.float32, *shape, vocab_size=256)
     ids = torch.randint(256, (1, prompt + steps), device=device)
     for scheme in schemes:
         logits = []
         try:
-            for options in (dict(lowering="reference"), dict(lowering=lowering, mode="reduce-overhead")):
+            for options in (dict(lowering="eager"), dict(lowering=lowering, mode="reduce-overhead")):
                 variant = kvpass.apply(sharing_weights(model), scheme, **options)
                 cache = DynamicCache(config=model.config)
                 fill(variant, cache, ids, 0, prompt)

@@ -49,7 +49,7 @@ class Turn:
         """``x`` ``[H, T, D]`` rotated by ``positions`` ``[T]``, which may be negative; float32."""
         if not self.rope:
             return x.float()
-        turned = positions.double().unsqueeze(-1) * self.angles.double()
+        turned = positions.double().unsqueeze(-1) * self.angles.to(positions.device).double()
         cos, sin = turned.cos()[None].float(), turned.sin()[None].float()
         return rotate(x.float()[None], cos, sin, self.rope)[0]
 

@@ -104,7 +104,7 @@ def slots(rich: Tensor) -> Tensor:
 def _placed(cost: Tensor, pairs: int, singles: int) -> Tensor:
     """Places of the fields of one rank, ``[..., F]`` int64: ``(width * 8 + shift) * D + coordinate``."""
     size, found = cost.shape[-1], allocate(cost, pairs, singles)
-    bits = torch.tensor(FIELD_BITS, device=cost.device).repeat_interleave(torch.tensor([pairs, singles]))
+    bits = torch.tensor([*[FIELD_BITS[0]] * pairs, *[FIELD_BITS[1]] * singles], device=cost.device)
     widths = torch.zeros_like(cost, dtype=torch.long).scatter_add(-1, found % size, bits.expand(found.shape))
     return widths.gather(-1, found % size) * SHIFTS * size + found
 

@@ -22,6 +22,9 @@ WIDTHS = frozenset(f"bits={bits}" for bits in (1, 2, 3, 4, 6, 8))
 INTERPRETED = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's interpreter, on the CPU. "auto" does not select them then."""
 
+GRID_ROWS = 32
+"""Minimum number of tokens, and of channels, of 16-bit products with codes on grids of two dimensions. Triton 3.6 gives
+each thread 8 adjacent operands of them, 32 for its 4 threads; products of fewer are wrong (measured on an H100)."""
 _WARPS = 8  # resident warps per multiprocessor if threads use the maximum of registers
 _INTERPRETED_PROGRAMS = 6
 _WAVES = 8  # maximum waves of splits: the second kernel has to read the result of each split
@@ -74,14 +77,16 @@ def attend_config(
 
     All planes share a step if that does not spill registers. Spilling starts with more rows, and earlier with masks.
     With more queries, 2 warps spill; 4 warps do some work twice, because products of 16 tokens occupy only 2 warps.
+    Codes on grids need `GRID_ROWS`.
     """
     registers = 255 if rotary or masked or (codebook and itemsize == 2) else None
     if itemsize == 4:
         return AttendConfig(16, rows=16, together=1, exact=16, warps=8, registers=registers)
     if head_dim > 128 or codebook or rotary:
         together = 1 if codebook or rotary else min(planes, 2)
-        warps = 8 if head_dim > 128 else 2 if queries <= 16 else 4
-        return AttendConfig(16, rows=16, together=together, exact=32, warps=warps, registers=registers)
+        warps = 8 if head_dim > 128 else 2 if queries <= 16 and not codebook else 4
+        rows = GRID_ROWS if codebook else 16
+        return AttendConfig(16, rows=rows, together=together, exact=32, warps=warps, registers=registers)
     if planes == 8:
         if masked:
             return AttendConfig(16, rows=16, together=4, exact=32, warps=4, registers=registers)

@@ -29,6 +29,7 @@ from .allocated import FEATURES, attend_allocated, refuses_fields
 from .attend import attend_split, merge_splits
 from .attention_mass import sum_attention
 from .configs import (
+    GRID_ROWS,
     INTERPRETED,
     MASS_WARPS,
     WIDTHS,
@@ -64,6 +65,8 @@ def _refuses(dispatch: DispatchKey) -> str | None:
         return "keys on grids, or rotated by a Hadamard matrix, before rotary embedding have to be dequantized first."
     if any(spec.quantizer.dim > 2 for spec in specs):
         return "grids must have at most 2 dimensions."
+    if any(spec.quantizer.dim > 1 for spec in specs) and dispatch.head_dim < GRID_ROWS:
+        return f"grids of 2 dimensions need a head_dim of at least {GRID_ROWS}, not {dispatch.head_dim}."
     if (k_retention.page_size, k_retention.sinks) != (v_retention.page_size, v_retention.sinks):
         return "keys and values must share page_size and sinks."
     if not power_of_two(key.page_size):

@@ -17,7 +17,7 @@ import triton
 
 from kvpass.errors import KVPassError
 
-from .configs import AttendConfig, attend_config
+from .configs import GRID_ROWS, AttendConfig, attend_config
 
 _WORTH = 0.97  # of the shipped configuration's time: smaller gains are noise
 _RESIDENT = 65536 // 32 // 8  # registers of a multiprocessor, in blocks of 8 per thread of a warp
@@ -97,9 +97,9 @@ def trying(case: Case, config: AttendConfig, device: torch.device) -> Iterator[N
 
 def candidates(case: Case) -> Iterator[AttendConfig]:
     """Configurations to try: the shipped one first, then others with different rows, warps, stages or registers."""
-    first = _shipped(case)
+    first, least = _shipped(case), GRID_ROWS if case.codebook else 16
     yield first
-    for rows in sorted({max(16, first.rows // 2), first.rows, min(64, 2 * first.rows)}):
+    for rows in sorted({max(least, first.rows // 2), first.rows, min(64, 2 * first.rows)}):
         for warps in sorted({max(2, first.warps // 2), first.warps, min(8, 2 * first.warps)}):
             for stages in (2, 3):
                 for registers in sorted({first.registers or 255, 255, 168, 128}):
