@@ -86,7 +86,7 @@ def replays(
     device: torch.device, schemes=_CHECKED, prompt: int = 700, steps: int = 200, shape: tuple[int, ...] = _SMALL,
     lowering: str = "auto",
 ) -> Iterator[dict]:  # fmt: skip
-    """For each scheme, the largest difference of a step's float32 logits from eager execution, and what was replayed."""
+    """For each scheme, the largest difference of float32 logits from eager execution, and what was replayed."""
     model = llama(device, torch.float32, *shape, vocab_size=256)
     ids = torch.randint(256, (1, prompt + steps), device=device)
     for scheme in schemes:

@@ -21,6 +21,10 @@ from tiny import llama, tokens
 pytest.importorskip("triton", minversion="3.7")  # the interpreter of 3.6 takes named tuples for plain ones
 
 
+def _graphs_traced() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
 class Rerun:
     """A `kvpass.runtime.steps.replay.Capture` that runs the step itself again."""
 
@@ -31,8 +35,9 @@ class Rerun:
         self.made.append(self)
 
     def __call__(self, state, step):
-        stale = state.context.length
+        stale, before = state.context.length, _graphs_traced()
         output = step()
+        assert _graphs_traced() == before, "a step was compiled while it was captured, which CUDA does not allow"
         self.captured += 1
         logits = output.logits if hasattr(output, "logits") else output[0]
         cache = weakref.ref(state)

@@ -254,7 +254,8 @@ def test_where_tokens_are_evicted_importance_says_who_of_the_past_is_padding(spe
 @triton.jit
 def _unpack(codes, scale, zero, out, rows, ROWS: tl.constexpr, L: tl.constexpr, DTYPE: tl.constexpr):
     PLANES: tl.constexpr = L.planes
-    pool, F = unpacking.Pool(codes, scale, zero, None, None, None), unpacking.form_of(None, L, DTYPE, PLANES)
+    F: tl.constexpr = unpacking.form_of(None, L, DTYPE, PLANES)
+    pool = unpacking.Pool(codes, scale, zero, None, None, None)
     for first in range(0, rows, ROWS):
         tokens, there = unpacking.tokens_of(first, rows, ROWS, L)
         channel, real = unpacking.channels(L, 1)
@@ -464,11 +465,11 @@ def test_tokens_whose_distance_exceeds_32_bits_are_written_to_their_windows():
     from kvpass.lowering.triton.append import _write
 
     count, stride, spec = 40, 1 << 26, coded(2, "token", 16, 16, residual=16)
-    memory = torch.empty((count - 1) * stride + 16, dtype=torch.float16)
+    memory = torch.empty((count - 1) * stride + 16, dtype=torch.float16, device=DEVICE)
     x = memory.as_strided((1, 1, count, 16), (16, 16, stride, 1))
     x.copy_(randn(0, 1, 1, count, 16))
     assert (count - 1) * stride > 1 << 31
-    rings = [torch.zeros(1, 1, spec.retention.ring_size, 16, dtype=torch.float16) for _ in range(2)]
+    rings = [torch.zeros(1, 1, spec.retention.ring_size, 16, dtype=torch.float16, device=DEVICE) for _ in range(2)]
     _write(rings[:1], 3, [x], spec.retention)
     layout(spec.retention).write([rings[1]], 3, [x])
     assert torch.equal(*rings) and rings[0].any()

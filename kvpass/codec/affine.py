@@ -34,7 +34,8 @@ def fit_minmax(groups: Tensor, dim: int, bits: int, dtype: torch.dtype) -> tuple
     """
     zero_point = round_toward(groups.amin(dim, keepdim=True), dtype, up=False)
     span = groups.amax(dim, keepdim=True) - zero_point.float()
-    return round_toward(span / (2**bits - 1), dtype, up=True), zero_point
+    steps = span.new_full((), 2**bits - 1)  # a tensor: on CUDA, PyTorch multiplies by the reciprocal of a number
+    return round_toward(span / steps, dtype, up=True), zero_point
 
 
 def calibrate(scale: Tensor, zero_point: Tensor, bits: int, eta: float) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,8 @@
 """Run each decode step as one CUDA graph, captured when the step runs a second time and replayed from then on.
 
+The first time, the step already runs on the tensors that the capture will read, so that nothing is compiled during the
+capture, where CUDA forbids copies between host and device.
+
 A replay runs no Python of the model and checks no guards. The host writes the number of stored tokens and the arguments
 of the call, and starts the graph. Kernels read lengths on the device (`kvpass.compile.device_lengths`), so a capture
 serves every length until the cache's tensors move. After the replay the host packs the pages that are due.
@@ -17,6 +20,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from ...cache.cache_state import CacheState
+from ...cache.context import ForwardContext
 from ...cache.layer import PackedLayer
 from ...compile.report import GraphReport
 from ...layout.pool import bucket
@@ -24,6 +28,7 @@ from ..forward import length_tensor_of
 from .due_pages import is_due, pack_again
 from .model_changes import Watch
 
+_SEEN = 8  # forms of steps that are remembered until they run a second time
 _FEW_PAGES = 16  # a first capture serves up to this many pages
 _MASKS = frozenset({"attention_mask"})  # not read by a step that knows the start of each row
 Step = Callable[[dict[str, Any]], Any]
@@ -40,13 +45,17 @@ class CudaGraphs:
     """Captures into CUDA graphs that share a memory pool."""
 
     def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = None
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # those that keep the pool alive
 
     def __call__(self, state: CacheState, step: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        if not self._graphs:  # PyTorch cannot use a pool again after its last graph is gone
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # "thread_local": other threads may allocate meanwhile
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = step()
+        self._graphs.add(graph)
         graph.replay()  # capturing does not execute kernels
         return output, graph.replay
 
@@ -55,32 +64,53 @@ CAPTURES: dict[str, Callable[[], Capture]] = {"cuda": CudaGraphs}
 """Device type -> the class that captures steps there."""
 
 
+class _Inputs:
+    """The tensors that a captured step reads: copies of the arguments ``given`` of a call that ``read`` names, the
+    number of stored tokens, and the first token of each row (None unless rows are padded)."""
+
+    def __init__(self, given: dict[str, Any], read: Iterable[str], context: ForwardContext, n: int):
+        self._copies = {name: _cloned(given[name]) for name in read if isinstance(given[name], Tensor)}
+        self._starts = None if context.starts is None else _cloned(context.starts)
+        with torch.inference_mode(context.length.is_inference()):
+            self._length = torch.full((1,), n, device=context.length.device)
+
+    def fill(self, given: dict[str, Any], starts: Tensor | None, n: int) -> None:
+        """Take the values of another call."""
+        with torch.inference_mode():  # there, all tensors may be written
+            self._length.fill_(n)
+            if self._starts is not None and starts is not None:
+                self._starts.copy_(starts)
+            for name, own in self._copies.items():
+                own.copy_(given[name])
+
+    def passed(self, given: dict[str, Any], context: ForwardContext, n: int) -> dict[str, Any]:
+        """The arguments of the call with these tensors in place of its own, also in ``context``."""
+        context.length, context.starts = length_tensor_of(self._length, n), self._starts
+        return {name: self._copies.get(name, value) for name, value in given.items()}
+
+
+def _cloned(value: Tensor) -> Tensor:
+    """A copy for which Dynamo does not compile again: an inference tensor if ``value`` is one, with the same marks of
+    dynamic sizes."""
+    with torch.inference_mode(value.is_inference()):
+        copy = value.clone()
+    copy.__dict__.update(vars(value))
+    return copy
+
+
 @dataclass
 class _Captured:
     """A captured step.
 
-    given: its own copies of the tensor arguments, which it reads.
-    length: the length that it reads.
-    starts: the first token of each row; None unless rows are padded.
+    inputs: the tensors that it reads.
     output: its output. Arguments that are not tensors and are returned appear as `Argument`, because a captured step
         must not keep its cache alive.
     replay: repeats the step.
     """
 
-    given: dict[str, Tensor]
-    length: Tensor
-    starts: Tensor | None
+    inputs: _Inputs
     output: Any
     replay: Callable[[], None]
-
-    def again(self, n: int, starts: Tensor | None, given: dict[str, Any]) -> None:
-        """Replay the step with the arguments ``given``, over ``n`` stored tokens in rows that begin at ``starts``."""
-        self.length.fill_(n)
-        if self.starts is not None and starts is not None:
-            self.starts.copy_(starts)
-        for name, own in self.given.items():
-            own.copy_(given[name])
-        self.replay()
 
 
 @dataclass
@@ -96,18 +126,26 @@ def moves(layers: Iterable[PackedLayer]) -> int:
 
 
 class _OfCache:
-    """The captured steps of one cache, and the forms of steps that ran once."""
+    """The captured steps of one cache, and the inputs of steps that ran once."""
 
     def __init__(self) -> None:
-        self.seen: set[tuple] = set()
+        self.seen: dict[tuple, _Inputs] = {}
         self.captured: dict[tuple, _Captured] = {}
         self._moved = -1
+
+    def remember(self, key: tuple, inputs: _Inputs) -> _Inputs:
+        """Keep the ``inputs`` of a step that ran once. Only `_SEEN` are kept, because a step whose mask has grown does
+        not run again."""
+        self.seen[key] = inputs
+        if len(self.seen) > _SEEN:
+            del self.seen[next(iter(self.seen))]
+        return inputs
 
     def forget_if_moved(self, layers: Iterable[PackedLayer]) -> None:
         """Start over if a tensor of ``layers`` was replaced."""
         moved = moves(layers)
         if moved != self._moved:
-            self._moved, self.seen, self.captured = moved, set(), {}
+            self._moved, self.seen, self.captured = moved, {}, {}
 
 
 class Replays:
@@ -138,35 +176,35 @@ class Replays:
         read = {name: value for name, value in given.items() if starts is None or name not in _MASKS}
         key = pages, starts is None, torch.is_inference_mode_enabled(), *_described(read)
         captured = cache.captured.get(key)
-        if captured is None:
-            if due or key not in cache.seen or self._counted_on_host():
-                cache.seen.add(key)
-                return step(given)
-            captured = cache.captured[key] = self._captured(state, given, read, step)
-        else:
-            captured.again(n, starts, given)
+        if captured is not None:
+            captured.inputs.fill(given, starts, n)
+            captured.replay()
             if due:
                 pack_again(state, n)
+        elif self._counted_on_host() or (due and key in cache.seen):
+            return step(given)
+        elif key not in cache.seen:
+            inputs = cache.remember(key, _Inputs(given, read, state.context, n))
+            passed = inputs.passed(given, state.context, n)
+            originals = {id(value): given[name] for name, value in passed.items()}
+            return mapped(step(dict(passed)), lambda leaf: originals.get(id(leaf), leaf))
+        else:
+            captured = cache.captured[key] = self._captured(state, given, cache.seen.pop(key), step)
         return mapped(captured.output, lambda leaf: _returned(leaf, given))
 
     def _counted_on_host(self) -> bool:
         return any(graph.on_host for graph in self._graphs if graph.compiled)
 
-    def _captured(self, state: CacheState, given: dict[str, Any], read: Iterable[str], step: Step) -> _Captured:
-        """Capture the current step. ``read`` names the arguments that it reads."""
+    def _captured(self, state: CacheState, given: dict[str, Any], inputs: _Inputs, step: Step) -> _Captured:
+        """Capture the current step, which is called with ``given`` and reads ``inputs``."""
         if self._capture is None:
             self._capture = self._new_capture()
-        own = {name: value.clone() if isinstance(value, Tensor) else value for name, value in given.items()}
-        context = state.context
-        with torch.inference_mode(False):
-            length = torch.full((1,), state.tokens, device=context.length.device)
-        context.length = length_tensor_of(length, state.tokens)
-        context.starts = starts = None if context.starts is None else context.starts.clone()
-        output, replay = self._capture(state, lambda: step(own))
+        inputs.fill(given, state.context.starts, state.tokens)
+        passed = inputs.passed(given, state.context, state.tokens)
+        output, replay = self._capture(state, lambda: step(dict(passed)))
         names = {id(value): name for name, value in given.items() if not isinstance(value, Tensor)}
         output = mapped(output, lambda leaf: Argument(names[id(leaf)]) if id(leaf) in names else leaf)
-        tensors = {name: own[name] for name in read if isinstance(own[name], Tensor)}
-        return _Captured(tensors, length, starts, output, replay)
+        return _Captured(inputs, output, replay)
 
 
 def _described(given: dict[str, Any]) -> tuple:
