@@ -1,9 +1,9 @@
 """Launch configurations of the kernels: sizes of tiles, warps, stages and splits.
 
-Evidence: compile-only. For sm80 and sm90, the cases of ``tests/test_triton_compiles.py`` compile without register
-spills and fit into the shared memory of the device. Float32 heads with more than 128 channels spill. The instructions
-per value of the split kernel are counted in its machine code (``benchmarks/instructions.py``). No configuration has
-been measured on a device.
+For sm80 and sm90, the cases of ``tests/test_triton_compiles.py`` compile without register spills and fit into the
+shared memory of the device. Float32 heads with more than 128 channels spill. The instructions per value of the split
+kernel are counted in its machine code (``benchmarks/instructions.py``). Configurations for up to 16 unmasked query rows
+were measured on an H100 and an H200 with Triton 3.6 (docs/gpu.md); the others were not.
 """
 
 from dataclasses import dataclass
@@ -71,33 +71,39 @@ class AttendConfig:
 
 
 def attend_config(
-    planes: int, head_dim: int, itemsize: int, queries: int, codebook: bool, rotary: bool, masked: bool
-) -> AttendConfig:
+    planes: int, head_dim: int, itemsize: int, queries: int, codebook: bool, rotary: bool, masked: bool,
+    channelwise: bool = True,
+) -> AttendConfig:  # fmt: skip
     """The shipped configuration for ``queries`` query rows per KV head.
 
     All planes share a step if that does not spill registers. Spilling starts with more rows, and earlier with masks.
-    With more queries, 2 warps spill; 4 warps do some work twice, because products of 16 tokens occupy only 2 warps.
-    Codes on grids need `GRID_ROWS`.
+    Up to 16 unmasked query rows take 2 warps and 3 stages, which were fastest of 1 to 8 warps on an H100 and an H200:
+    each iteration has a dozen barriers. With more rows, 2 warps spill; 4 warps do some work twice, because products of
+    16 tokens occupy only 2 warps. Codes on grids need `GRID_ROWS`.
     """
     registers = 255 if rotary or masked or (codebook and itemsize == 2) else None
     if itemsize == 4:
         return AttendConfig(16, rows=16, together=1, exact=16, warps=8, registers=registers)
+    if head_dim <= 128 and queries <= 16 and not masked and not codebook:
+        together = 1 if rotary else planes
+        rows = 16 if together == 8 or (together == 4 and channelwise) else 32
+        return AttendConfig(16, rows, together, exact=32, warps=2, stages=3, registers=255, resident=4)
     if head_dim > 128 or codebook or rotary:
         together = 1 if codebook or rotary else min(planes, 2)
         warps = 8 if head_dim > 128 else 2 if queries <= 16 and not codebook else 4
-        rows = GRID_ROWS if codebook else 16
+        rows = 16
+        if codebook:
+            rows = 64 if head_dim <= 128 and queries <= 16 and not masked else GRID_ROWS
         return AttendConfig(16, rows=rows, together=together, exact=32, warps=warps, registers=registers)
     if planes == 8:
         if masked:
             return AttendConfig(16, rows=16, together=4, exact=32, warps=4, registers=registers)
         return AttendConfig(16, rows=32, together=8, exact=32, warps=8)
-    tile = 32 if queries > 16 and not masked else 16
-    resident = 3 if planes in (1, 4) and tile == 16 and not masked else 2
-    registers = 168 if resident == 3 else registers  # of 65,536, for 3 programs of 4 warps
+    tile = 16 if masked else 32
     rows = 64
     if planes == 4:
         rows = 16 if masked and queries > 16 else 32
-    return AttendConfig(tile, rows=rows, together=planes, exact=32, warps=4, registers=registers, resident=resident)
+    return AttendConfig(tile, rows=rows, together=planes, exact=32, warps=4, registers=registers, resident=2)
 
 
 MASS_WARPS = 4  # of the attention-mass kernel, which uses attention's tiles

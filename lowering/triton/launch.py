@@ -98,7 +98,8 @@ def case_of(
     """The `Case` that selects the configuration of a launch with ``rows`` query rows per KV head."""
     planes = max(num_planes(spec.bits) for spec in specs)
     codebook = any(spec.quantizer.grid or spec.quantizer.codec for spec in specs)  # similar register use
-    return Case(planes, head_dim, dtype.itemsize, rows, codebook, bool(rope), masked)
+    channelwise = specs[0].quantizer.per == "channel"
+    return Case(planes, head_dim, dtype.itemsize, rows, codebook, bool(rope), masked, channelwise)
 
 
 @cache

@@ -34,6 +34,7 @@ class Case:
     codebook: bool
     rotary: bool
     masked: bool
+    channelwise: bool = True
 
 
 @cache
