@@ -197,8 +197,8 @@ def _packed(lowering: str, q, new, states: list, length) -> torch.Tensor:
 
 
 def attend(
-    device: torch.device, schemes=("kivi", "kivi-4", "higgs", "kivi-pre", "waterfill"), lengths=(8192, 32768, 131072),
-    batches=(1, 17, 32), shape=(32, 8, 128), lowering: str = "triton",
+    device: torch.device, schemes=("kivi", "kivi-3", "kivi-4", "kivi-8", "quarot-2", "higgs", "kivi-pre", "waterfill"),
+    lengths=(8192, 32768, 131072), batches=(1, 32), shape=(32, 8, 128), lowering: str = "triton",
 ) -> Iterator[dict]:  # fmt: skip
     """Seconds of one attention, its speed relative to flash, and bytes per second as a share of a copy's."""
     cuda, (heads, kv_heads, head_dim), dtype = device.type == "cuda", shape, torch.bfloat16

@@ -20,7 +20,8 @@ EIGHT_BILLION = (32, 4096, 32, 8)
 _CHECKED = ("kivi", "squat", "higgs", "kivi-pre", "waterfill")
 _SMALL = (4, 512, 8, 2)
 _CLOSE = 1e-2  # logits of a small model in float32
-_ROOM = 16  # room of a static cache after the measured tokens
+_WARM = 40  # steps before those that are measured: more than a page has tokens
+_ROOM = _WARM + 8  # further tokens that a static cache has room for
 _LONGEST = 8  # kernels listed in a profile
 
 
@@ -114,7 +115,7 @@ def _wait(device: torch.device) -> None:
 def per_step(call: Callable, steps: int, device: torch.device) -> dict:
     """Milliseconds of a step until the host is free again, in total, and of work on the device; and the slowest
     kernels."""
-    for _ in range(5):  # compiles, and captures
+    for _ in range(_WARM if device.type == "cuda" else 5):  # compiles, captures, and quantizes a page
         call()
     _wait(device)
     begin = time.perf_counter()

@@ -32,8 +32,8 @@ Made by `python docs/make_support.py` from the table that chooses at run time (`
 **cpp** and **triton** are hand-written kernels, and **inductor** is compiled by Inductor: in attention, they read
 quantized pages. **inductor-drafts** dequantizes a few pages at a time, and **inductor-dense** dequantizes all keys and
 values first, by a compiled kernel where the codec has one; `lowering="inductor"` takes whichever of the three serves a
-call. **reference** is plain PyTorch over dequantized keys and values: correct, but slower. Triton kernels have not run
-on a GPU yet.
+call. **reference** is plain PyTorch over dequantized keys and values: correct, but slower. Which Triton kernels have
+run on a GPU, and how fast, is in [On a GPU](gpu.md).
 
 *Store* quantizes tokens that leave the window, keys / values where they differ; *drafts* are 2 to 16 query tokens.
 *vLLM*, whose CPU platform is supported, names what attends with one token of each request, over vLLM's blocks, or says

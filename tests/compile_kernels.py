@@ -56,6 +56,13 @@ class Launch(NamedTuple):
         return int(re.search(r"Used (\d+) registers", self.log)[1])
 
     @property
+    def narrow(self) -> list[str]:
+        """The operands of products along whose sum a group of 4 threads holds more elements than there are."""
+        text = self.kernel.asm["ttgir"]
+        found = re.finditer(r"tt\.dot .*?: (tensor<\d+x(\d+)x\w+, #ttg\.dot_op<\{.*?kWidth = (\d+))", text)
+        return [product[1] for product in found if int(product[2]) < 4 * int(product[3])]
+
+    @property
     def spilled(self) -> int:
         """Bytes spilled to local memory."""
         return sum(map(int, re.findall(r"(\d+) bytes spill", self.log)))
@@ -177,7 +184,7 @@ def main(archs: str, *cases: str) -> None:
             with compiling(arch) as launches:
                 run(**arguments)
             for one in launches:
-                used = dict(shared=one.shared, registers=one.registers, spilled=one.spilled)
+                used = dict(shared=one.shared, registers=one.registers, spilled=one.spilled, narrow=one.narrow)
                 print(json.dumps(dict(case=case, arch=arch, kernel=one.name, **used)), flush=True)
 
 

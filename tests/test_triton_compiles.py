@@ -1,5 +1,5 @@
 """The Triton kernels, in their shipped configurations, compile for GPUs that this machine does not have, fit them and
-spill nothing."""
+spill little."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 triton = pytest.importorskip("triton")
-SPILLED = 0 if triton.__version__ >= "3.7" else 32  # bytes a thread; the compiler of 3.6 spills 3 bits
+SPILLED = 256  # bytes per thread; configurations that spill this much were the fastest (docs/gpu.md)
 FIELDS_SPILLED = 1024  # the kernel that reads fields; most spills are outside its loops (docs/limits.md)
 SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes a program may have of A100 and H100
 KERNELS = {
@@ -117,7 +117,7 @@ def test_auto_takes_the_kernels_on_cuda(compiled):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_shipped_configs_fit_a100_and_h100_without_spills(compiled, archs, name):
+def test_shipped_configs_fit_a100_and_h100_and_spill_little(compiled, archs, name):
     lines = compiled[1][name]
     kernels = KERNELS[CASES[name]["op"]]
     kernels = kernels | {"sum_attention"} if CASES[name].get("statistic") else kernels
@@ -129,3 +129,4 @@ def test_shipped_configs_fit_a100_and_h100_without_spills(compiled, archs, name)
     for line in lines:
         spilled = FIELDS_SPILLED if line["kernel"] == "attend_fields" else SPILLED
         assert line["shared"] <= SHARED[line["arch"]] and line["spilled"] <= spilled, line
+        assert not line["narrow"], f"Triton 3.6 computes these 16-bit products wrongly (GRID_ROWS): {line}"
