@@ -433,22 +433,15 @@ def test_attention_over_fields_is_that_over_decoded_tokens(fields, queries):
     key, value = past
     new, q = randn(5, 2, 2, queries, HEAD), randn(6, 2, 4, queries, HEAD)
     mask = torch.rand(2, 1, queries, 150 + queries, generator=torch.Generator().manual_seed(7)) > 0.2
-    common = (
-        q,
-        key.pack,
-        value.pack,
-        key.length_tensor(150),
-        new,
-        new,
-        mask,
-        False,
-        HEAD**-0.5,
-        0.0,
-        key.text,
-        value.text,
-    )
+    common = attention_over(key, value, q, new, mask)
     (got,), (expected,) = (torch.ops.kvpass.attend(*common, name) for name in ("inductor", "reference"))
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+def attention_over(key, value, q, new, mask):
+    """Arguments of `kvpass::attend` over states of 150 tokens."""
+    length, scale = key.length_tensor(150), HEAD**-0.5
+    return q, key.pack, value.pack, length, new, new, mask, False, scale, 0.0, key.text, value.text
 
 
 def positions(rope, tokens, *starts, scale=1.0):
@@ -482,20 +475,7 @@ def test_keys_in_the_frame_of_their_page_are_attended_as_they_are(rope, queries,
     mask = torch.rand(2, 1, queries, 150 + queries, generator=generator(7)) > 0.2
     dense = [torch.cat([state.dequantize(150), new], 2) for state in (key, value)]
     expected = torch.nn.functional.scaled_dot_product_attention(q, *dense, attn_mask=mask, enable_gqa=True)
-    given = (
-        q,
-        key.pack,
-        value.pack,
-        key.length_tensor(150),
-        new,
-        new,
-        mask,
-        False,
-        HEAD**-0.5,
-        0.0,
-        key.text,
-        value.text,
-    )
+    given = attention_over(key, value, q, new, mask)
     for lowering in ("inductor", "reference"):
         (got,) = torch.ops.kvpass.attend(*given, lowering, **key.tables())
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)

@@ -70,7 +70,7 @@ def token_by_token(model, ids, reference, scheme):
         return quality.score(model, ids, PROMPT, reference, name=str(scheme))
 
 
-@pytest.mark.slow_cases("kvquant", "waterfill-[23]")
+@pytest.mark.slow_cases("kvquant", "waterfill-[23]", "squat-pre")
 @pytest.mark.nightly_cases(
     "gear-*", "kitty-25", "kvarn-*", "kvquant-*", "turboquant-[34]", "turboquant-prod-4", "zipcache-4"
 )

@@ -67,6 +67,7 @@ class Recorder(Backend):
 
 
 @pytest.mark.compiles
+@pytest.mark.slow_cases("squat-eager")
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("scheme", ["kivi", "squat"])
 def test_the_rewritten_graph_leaves_the_contents_eager_leaves_bit_for_bit(attention, scheme):

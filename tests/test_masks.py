@@ -349,7 +349,7 @@ def test_a_mask_that_hides_something_stays_on_an_accelerator(on_an_accelerator, 
     assert masked == [True] * 6
 
 
-@pytest.mark.slow_cases("eager")
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_left_padding_is_a_start_of_each_row_on_an_accelerator(attention, on_an_accelerator, monkeypatch):
     """The graphs have no mask, and give the results of a masked model."""

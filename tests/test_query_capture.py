@@ -50,6 +50,7 @@ def test_other_architectures_are_tapped(name):
     assert model._kvpass.captures_queries
 
 
+@pytest.mark.slow
 def test_without_sdpa_the_prompt_is_captured():
     model = kvpass.apply(llama("eager"), SQUAT)
     prefilled(model)

@@ -103,7 +103,7 @@ def test_a_deeper_model_is_not_more_to_look_at():
     assert nodes(3) == nodes(7)
 
 
-@pytest.mark.slow_cases("squat*", "*rope=pre*")
+@pytest.mark.slow_cases("squat*", "*rope=pre*", "kivi-2-0")
 @pytest.mark.nightly_cases("*rope=pre*-0", "higgs-*")
 @pytest.mark.parametrize("batch, padding", [(1, 0), (2, 0), (2, 7)])
 @pytest.mark.parametrize("scheme", ["kivi", "squat", "higgs", KIVIConfig(rope="pre"), SQuatConfig(rope="pre")], ids=str)
@@ -112,6 +112,7 @@ def test_pieces_compute_what_the_whole_does(scheme, batch, padding):
     assert report.graphs and all(graph.repeats == 4 for graph in report.graphs)
 
 
+@pytest.mark.slow
 def test_pieces_store_what_goes_by_queries_tables_and_keys_as_the_whole_does():
     report = as_a_whole(llama(layers=4), WaterfillConfig(residual=16), batch=2, padding=7)
     assert report.graphs and all(graph.repeats == 4 for graph in report.graphs)

@@ -99,6 +99,14 @@ def test_a_replayed_step_is_the_step(scheme, reruns):
     assert "replayed as one CUDA graph" in str(report)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_step_is_captured_when_it_runs_again_and_nothing_is_compiled_then(mode, reruns):
+    """In inference mode clones are inference tensors, for which Dynamo compiles again; `Rerun` checks that."""
+    with mode():
+        decoded(llama(layers=1), SCHEMES["kivi"], [(14, 0), *[(1, 0)] * 4], lowering="triton", mode="reduce-overhead")
+    assert reruns[0].captured == 1 and reruns[0].replayed
+
+
 @pytest.mark.slow
 def test_rows_that_begin_later_are_replayed(reruns, monkeypatch):
     """On an accelerator left padding is represented by the first token of each row, which is read from the device like

@@ -209,7 +209,7 @@ def test_attend_under_scales_that_are_codes(bits, per, pre_rope, queries, dtype)
     assert_scores_as_the_reference(arguments, "sum", **turned)
 
 
-@pytest.mark.slow_cases("4-*")
+@pytest.mark.slow_cases("4-*", "*-5-torch.bfloat16", "2-0.25-*")
 @pytest.mark.parametrize("queries, dtype", [(1, torch.float32), (5, torch.bfloat16)], ids=str)
 @pytest.mark.parametrize(
     "bits, share, page, group, pre_rope",

@@ -130,6 +130,9 @@ FIELDS = {
 }
 
 
+@pytest.mark.slow_cases(
+    "sixteen queries", "bias, softcap", "float16, three queries", "not centred", "some channels turned"
+)
 @pytest.mark.parametrize("name", CALLS)
 def test_attention_over_fields_is_the_references(name):
     case = dict(CALLS[name])

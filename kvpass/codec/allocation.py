@@ -37,7 +37,8 @@ from .transform_coding import (
     UNIT,
     allocate,
     best_gain,
-    blocks,
+    coordinates,
+    field_widths,
     fit_axes,
     gains,
     metric_of,
@@ -104,7 +105,7 @@ def slots(rich: Tensor) -> Tensor:
 def _placed(cost: Tensor, pairs: int, singles: int) -> Tensor:
     """Places of the fields of one rank, ``[..., F]`` int64: ``(width * 8 + shift) * D + coordinate``."""
     size, found = cost.shape[-1], allocate(cost, pairs, singles)
-    bits = torch.tensor([*[FIELD_BITS[0]] * pairs, *[FIELD_BITS[1]] * singles], device=cost.device)
+    bits = field_widths(pairs, singles, cost.device)
     widths = torch.zeros_like(cost, dtype=torch.long).scatter_add(-1, found % size, bits.expand(found.shape))
     return widths.gather(-1, found % size) * SHIFTS * size + found
 
@@ -165,8 +166,49 @@ def check_bits(spec: CodecSpec) -> None:
         raise KVPassError("Per-channel bit widths need bits=8, the widest there may be, and no grid.")
 
 
+class Ranked:
+    """Base of codecs that can give half of each page's tokens, the rich ones, more bits than the others.
+
+    follows: take the rich tokens from the layer's keys; otherwise queries select them.
+    """
+
+    follows: bool
+
+    @property
+    def ranked(self) -> bool:
+        """Whether half of a page's tokens gets more bits than the other half."""
+        raise NotImplementedError
+
+    @property
+    def chooses(self) -> bool:
+        return self.ranked and not self.follows
+
+    @property
+    def follows_keys(self) -> bool:
+        return self.follows
+
+    def tokens(self, page_size: int) -> list[int]:
+        """Number of tokens of a page in each rank, rich tokens first."""
+        return [page_size // RICH, page_size - page_size // RICH] if self.ranked else [page_size]
+
+    def by_rank(
+        self, x: Tensor, basis: Tensor, spec: CodecSpec, chosen: Sequence[Tensor]
+    ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+        """The mask of the rich tokens ``[B, H, N, P / 8, 1]``, None without ranks, and for each rank the coordinates of
+        its tokens in ``basis``, ``[B, H, N, T, D]`` float32.
+
+        x: whole pages, ``[B, H, N * P, D]``.
+        chosen: with ranks, the queries that select the rich tokens, or the mask if ``follows``.
+        """
+        rich, units = None, coordinates(x, basis).unflatten(2, (-1, spec.page_size))
+        if self.ranked:
+            rich = chosen[0] if self.follows else choose(x, spec, chosen[0])
+            units = units.gather(3, slots(rich).argsort(-1).unsqueeze(-1).expand_as(units))
+        return rich, units.split(self.tokens(spec.page_size), 3)
+
+
 @dataclass(frozen=True)
-class Allocation(Codec, name="allocated"):
+class Allocation(Ranked, Codec, name="allocated"):
     """Per-channel and per-token bit widths, in a basis fitted to the first packed tokens (`codec.allocation`).
 
     pairs, singles: number of bit pairs and of single bits per 16 channels: (2 * pairs + singles) / 16 bits per value.
@@ -210,17 +252,9 @@ class Allocation(Codec, name="allocated"):
         return bool(self.rich_pairs or self.rich_singles)
 
     @property
-    def chooses(self) -> bool:
-        return self.ranked and not self.follows
-
-    @property
     def _shares(self) -> list[tuple[int, int]]:
         plain, rich = (self.pairs, self.singles), (self.rich_pairs, self.rich_singles)
         return [rich, plain] if self.ranked else [plain]
-
-    def tokens(self, page_size: int) -> list[int]:
-        """Number of tokens of a page in each rank, rich tokens first."""
-        return [page_size // RICH, page_size - page_size // RICH] if self.ranked else [page_size]
 
     def counts(self, head_dim: int) -> list[tuple[int, int]]:
         """Number of bit pairs and of single bits of a token of ``head_dim`` channels, per rank."""
@@ -248,10 +282,6 @@ class Allocation(Codec, name="allocated"):
     @property
     def needs_queries(self) -> bool:
         return self.weighted or self.chooses
-
-    @property
-    def follows_keys(self) -> bool:
-        return self.follows
 
     def check(self, spec: CodecSpec) -> None:
         check_bits(spec)
@@ -302,14 +332,8 @@ class Allocation(Codec, name="allocated"):
             `Codec.marks`.
         """
         basis, places, *chosen = fitted
-        inverse = torch.linalg.inv(basis.double().unflatten(-2, (-1, self.block_size)))
-        units = (blocks(x, self.block_size) @ inverse).transpose(2, 3).flatten(-2).float()
-        units, kept = units.unflatten(2, (-1, spec.page_size)), []
-        if self.ranked:
-            rich = chosen[0] if self.follows else choose(x, spec, chosen[0])
-            kept.append(rich)
-            units = units.gather(3, slots(rich).argsort(-1).unsqueeze(-1).expand_as(units))
-        head_dim, by_rank = x.shape[-1], units.split(self.tokens(spec.page_size), 3)
+        rich, by_rank = self.by_rank(x, basis, spec, chosen)
+        head_dim, kept = x.shape[-1], [] if rich is None else [rich]
         for of_rank, own, counts in zip(
             by_rank, places.split(self.fields(head_dim), -1), self.counts(head_dim), strict=True
         ):

@@ -24,7 +24,7 @@ from torch import Tensor
 from ..errors import KVPassError
 from ..fields import check_integers
 from ..layout.pool import of_pages
-from .allocation import RICH, check_bits, check_page_size, choose, slots
+from .allocation import Ranked, check_bits, check_page_size, slots
 from .bitpack import byte_rows, pack, unpack
 from .codec import NO_KEYS, Codec, Kept
 from .spec import CodecSpec
@@ -37,7 +37,7 @@ from .transform_coding import (
     UNIT,
     allocate,
     best_gain,
-    blocks,
+    field_widths,
     fit_axes,
     gains,
     middle,
@@ -175,7 +175,7 @@ def divided(cost: Tensor, pairs: int, singles: int) -> Tensor:
     none = torch.zeros_like(cost, dtype=torch.long)
     if pairs:
         places = allocate(cost, pairs, singles)
-        bits = torch.tensor(FIELD_BITS, device=cost.device).repeat_interleave(torch.tensor([pairs, singles]))
+        bits = field_widths(pairs, singles, cost.device)
         return none.scatter_add(-1, places % cost.shape[-1], bits.expand(places.shape))
     return none.scatter(-1, cost.topk(singles, -1).indices, 1)
 
@@ -200,7 +200,7 @@ def page_bytes(share: Tensor, spec: CodecSpec) -> int:
 
 
 @dataclass(frozen=True)
-class Shares(Codec, name="shares"):
+class Shares(Ranked, Codec, name="shares"):
     """Per-channel bit widths, with a calibrated number of bits per head (`codec.shares`).
 
     block_size: number of neighbouring channels that are decorrelated together.
@@ -227,21 +227,9 @@ class Shares(Codec, name="shares"):
             raise KVPassError("follows=True needs per-token bit widths: set ranked=True.")
 
     @property
-    def chooses(self) -> bool:
-        return self.ranked and not self.follows
-
-    @property
     def ranks(self) -> int:
         """Number of ranks: groups of a page's tokens with different bit widths."""
         return 2 if self.ranked else 1
-
-    def tokens(self, page_size: int) -> list[int]:
-        """Number of tokens of a page in each rank, rich tokens first."""
-        return [page_size // RICH, page_size - page_size // RICH] if self.ranked else [page_size]
-
-    @property
-    def follows_keys(self) -> bool:
-        return self.follows
 
     def describe(self, quantizer: str) -> str:
         by = "per channel and token" if self.ranked else "per channel"
@@ -296,14 +284,8 @@ class Shares(Codec, name="shares"):
             the mask from `rich_of`.
         """
         share, basis, widths, *chosen = fitted
-        inverse = torch.linalg.inv(basis.double().unflatten(-2, (-1, self.block_size)))
-        units = (blocks(x, self.block_size) @ inverse).transpose(2, 3).flatten(-2).float()
-        units, kept = units.unflatten(2, (-1, spec.page_size)), []
-        if self.ranked:
-            rich = chosen[0] if self.follows else choose(x, spec, chosen[0])
-            kept.append(rich.squeeze(-1).permute(0, 2, 3, 1))
-            units = units.gather(3, slots(rich).argsort(-1).unsqueeze(-1).expand_as(units))
-        by_rank = units.split(self.tokens(spec.page_size), 3)
+        rich, by_rank = self.by_rank(x, basis, spec, chosen)
+        kept = [] if rich is None else [rich.squeeze(-1).permute(0, 2, 3, 1)]
         for i, (of_rank, rank) in enumerate(zip(by_rank, _ranks(share, spec), strict=True)):
             kept += _quantize_rank(of_rank, widths[:, :, i], rank)
         return (torch.cat([part.flatten(2) for part in kept], -1).unsqueeze(1).unsqueeze(3),)

@@ -61,9 +61,22 @@ def allocate(cost: Tensor, pairs: int, singles: int) -> Tensor:
     return torch.cat([2 * (chosen // size) * size + chosen % size, 2 * several.gather(-1, rows) * size + rows], -1)
 
 
+def field_widths(pairs: int, singles: int, device: torch.device) -> Tensor:
+    """The width of each of the fields that `allocate` assigns, in bits: ``[pairs + singles]`` int64."""
+    return torch.tensor([FIELD_BITS[0]] * pairs + [FIELD_BITS[1]] * singles, device=device)
+
+
 def blocks(x: Tensor, size: int) -> Tensor:
     """Split channels into blocks: ``[B, H, T, D]`` -> ``[B, H, D / size, T, size]`` float64."""
     found: Tensor = x.double().unflatten(-1, (-1, size)).transpose(2, 3)
+    return found
+
+
+def coordinates(x: Tensor, basis: Tensor) -> Tensor:
+    """The coordinates of tokens ``[B, H, T, D]`` in a basis ``[B or 1, H, D, b]``: ``[B, H, T, D]`` float32."""
+    size = basis.shape[-1]
+    inverse = torch.linalg.inv(basis.double().unflatten(-2, (-1, size)))
+    found: Tensor = (blocks(x, size) @ inverse).transpose(2, 3).flatten(-2).float()
     return found
 
 
