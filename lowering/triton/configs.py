@@ -86,7 +86,7 @@ def attend_config(
         return AttendConfig(16, rows=16, together=1, exact=16, warps=8, registers=registers)
     if head_dim <= 128 and queries <= 16 and not masked and not codebook:
         together = 1 if rotary else planes
-        rows = 16 if together == 8 or (together == 4 and channelwise) else 32
+        rows = 16 if rotary or together == 8 or (together == 4 and channelwise) else 32
         return AttendConfig(16, rows, together, exact=32, warps=2, stages=3, registers=255, resident=4)
     if head_dim > 128 or codebook or rotary:
         together = 1 if codebook or rotary else min(planes, 2)
