@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ import kvpass
 from kvpass import KVPassError
 from kvpass.calibration import fit as fitting
 from kvpass.calibration.datatypes import collect_gradients, rope_between
+from kvpass.cli.shared import scheme as cli_scheme
 from kvpass.codec.rope import rotate
 from kvpass.eval.quality import packed
 from kvpass.progress import bar
+from kvpass.schemes import hub
 from kvpass.schemes.calibrated import Calibration
 
 from tiny import llama, tokens
@@ -205,6 +208,50 @@ def test_files_hold_all_of_it(calibrated, tmp_path):
     assert_same(kvpass.load(folder), calibration)
     with packed(model, kvpass.load(folder), strict=True):
         assert kvpass.explain(model).packed == 3
+
+
+class LocalHub:
+    """Stands in for `huggingface_hub`: repositories are folders, and revisions are their copies."""
+
+    def __init__(self, root):
+        self.root = root
+
+    def HfApi(self):
+        return self
+
+    def create_repo(self, repo, private, exist_ok):
+        (self.root / repo).mkdir(parents=True, exist_ok=exist_ok)
+
+    def upload_folder(self, *, repo_id, folder_path, path_in_repo, revision, allow_patterns, commit_message):
+        target = self.root / repo_id / (path_in_repo or "")
+        target.mkdir(parents=True, exist_ok=True)
+        for name in allow_patterns:
+            shutil.copy(folder_path / name, target)
+        return f"https://hub/{repo_id}/commit/1"
+
+    def snapshot_download(self, repo, *, revision, allow_patterns):
+        if not (self.root / repo).is_dir():
+            raise FileNotFoundError(f"no repository {repo}")
+        for name in allow_patterns:
+            assert (self.root / repo / name).is_file()
+        return str(self.root / repo)
+
+
+def test_the_hub_keeps_calibrations_by_name(calibrated, tmp_path, monkeypatch):
+    _, calibration = calibrated
+    monkeypatch.setattr(hub, "huggingface_hub", LocalHub(tmp_path))
+    assert "owner/model" in calibration.push("hub:owner/model/aqua")
+    assert_same(kvpass.load("hub:owner/model/aqua"), calibration)
+    assert_same(cli_scheme("hub:owner/model/aqua@main"), calibration)
+    assert hub.HubName.of("hub:a/b.c/d/e@v1.0") == ("a/b.c", "d/e", "v1.0")
+    with pytest.raises(KVPassError, match="hub:owner/other cannot be downloaded: no repository owner/other"):
+        kvpass.load("hub:owner/other")
+    for name in ("hub:", "hub:owner", "hub:a/b/../../c", "hub:a/b@"):
+        with pytest.raises(KVPassError, match="is not of the form hub:owner/name"):
+            calibration.push(name)
+    (tmp_path / "owner/model/aqua/predictors.safetensors").write_bytes(b"")
+    with pytest.raises(KVPassError, match="is truncated or was modified"):
+        kvpass.load("hub:owner/model/aqua")
 
 
 def damage(folder, how):

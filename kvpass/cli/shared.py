@@ -16,6 +16,7 @@ from ..eval import texts
 from ..eval.quality import FULL
 from ..eval.size import Scheme
 from ..schemes.calibrated import load_calibration
+from ..schemes.hub import PREFIX
 
 TEXT = f"{', '.join(texts.available())}, a UTF-8 file, or hub:dataset[:config[:split]]"
 TEXTS = f"comma-separated: {', '.join(texts.available())}, UTF-8 files, hub:dataset[:config[:split]]"
@@ -53,7 +54,9 @@ def chosen_schemes(text: str) -> dict[str, Scheme]:
 
 
 def scheme(name: str) -> Scheme:
-    """A scheme by name, or a calibration by folder. Raises `KVPassError` if there is none."""
+    """A scheme by name, or a calibration by folder or by its name on the hub. Raises `KVPassError` if there is none."""
+    if name.startswith(PREFIX):
+        return load_calibration(name)
     if name not in schemes.available() and Path(name).expanduser().is_dir():
         return load_calibration(Path(name).expanduser())
     config = schemes.get(name)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from safetensors import SafetensorError
@@ -21,10 +22,12 @@ from ..fields import shown
 from ..layout.retention import Retention
 from . import CalibratedWaterfillConfig, LayerGeometry, SchemeConfig
 from .fingerprint import check_settings, fingerprint, settings
+from .hub import PREFIX, downloaded, uploaded
 from .valid import check_calibration
 
 _FORMAT = 2
 _TENSORS, _FACTS = "predictors.safetensors", "calibration.json"
+_FILES = _TENSORS, _FACTS
 _ROLES = ("key", "value")
 
 
@@ -133,6 +136,17 @@ class Calibration:
             partial.replace(folder / name)
         return folder
 
+    def push(self, name: str, private: bool = False) -> str:
+        """Upload to the Hugging Face hub; returns the address of the commit.
+
+        name: ``hub:owner/name[/folder][@revision]``, which `kvpass.load` accepts. The repository is created if needed,
+            ``private`` or not.
+
+        Raises `KVPassError` if the name is malformed or the upload fails.
+        """
+        with TemporaryDirectory() as folder:
+            return uploaded(self.save(folder), name, _FILES, private)
+
     def __str__(self) -> str:
         scheme = self.scheme.to_dict()
         if isinstance(self.scheme, CalibratedWaterfillConfig):
@@ -150,9 +164,10 @@ class Calibration:
 
 
 def load_calibration(folder: str | Path) -> Calibration:
-    """The calibration that `Calibration.save` wrote to ``folder``. Raises `KVPassError` if files are missing,
-    truncated, modified, inconsistent, or of another version."""
-    folder = Path(folder)
+    """The calibration that `Calibration.save` wrote to ``folder``, or that `Calibration.push` uploaded to
+    ``hub:owner/name[/folder][@revision]``. Raises `KVPassError` if files are missing, truncated, modified,
+    inconsistent, or of another version, or cannot be downloaded."""
+    folder = downloaded(folder, _FILES) if isinstance(folder, str) and folder.startswith(PREFIX) else Path(folder)
     try:
         facts, data = json.loads((folder / _FACTS).read_text(encoding="utf-8")), (folder / _TENSORS).read_bytes()
     except OSError as error:
