@@ -27,6 +27,7 @@ from .nodes import op_of, shape, value_of
 aten = torch.ops.aten
 _OPS = APPEND, APPEND_LAYERS, APPEND_ROTARY, ATTEND, DEQUANTIZE, ROTATE
 _RANGES = aten.arange.start, aten.arange.start_step
+_POINTWISE = aten.fill, aten.rsub  # which lack the tag
 _READS_IT = "triton"  # the implementation whose kernels read lengths on the device
 _NAMED = 3  # nodes listed in a reason
 _LINKED = "edge", "importance", "slots", "originals"  # arguments of ``append_`` that depend on decisions of the host
@@ -91,8 +92,11 @@ class _Lengths:
 
     def _sum(self, node: Node) -> bool:
         """``x op length``, with a tensor in place of the length."""
-        tensors = getattr(getattr(node.target, "overloadpacket", None), "Tensor", None)
+        packet = getattr(node.target, "overloadpacket", None)
+        tensors = getattr(packet, "Tensor", None)
         if tensors is None or len(node.args) != 2:
+            return False
+        if packet not in _POINTWISE and torch.Tag.pointwise not in tensors.tags:
             return False
         x, length = node.args
         if not isinstance(x, Node) or is_size(x) or not value_of(x).ndim or not isinstance(length, Node):
