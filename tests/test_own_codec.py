@@ -1,5 +1,5 @@
 """A user-defined codec. Everything above the first line of dashes defines it, in this file and no other: a parameter, a
-tensor fitted to a sequence, and one more tensor per page."""
+tensor fitted to a sequence, one more tensor per page, and how attention reads its pages."""
 
 from dataclasses import dataclass
 
@@ -13,6 +13,8 @@ from kvpass.cache.state import KVState
 from kvpass.cache.tensor import PackedKV
 from kvpass.codec import Codec, CodecSpec, Kept, dequantize_pages, parse, quantize_pages
 from kvpass.codec.pages import Affine
+from kvpass.lowering.inductor.page_view import Pages, plain, views
+from kvpass.lowering.inductor.planes import Planes
 from kvpass.lowering.table import DispatchKey, select
 from kvpass.runtime.saved import load_cache, save_cache
 from kvpass.schemes import KIVIConfig, LayerPlan
@@ -55,6 +57,13 @@ class Equalized(Codec, name="equalized"):
     def dequantize(self, codes, scale, zero_point, error, size, spec):
         values = dequantize_pages(codes, scale, zero_point, spec.plain) * size
         return (values.unflatten(2, (-1, spec.page_size)) + error.float()).flatten(2, 3)
+
+
+@views("equalized")
+def pages_of(kept, spec, points, head_dim):
+    *affine, error, size = kept
+    planes = plain(affine, spec.plain.quantizer, None)
+    return Pages([Planes(planes.runs, lambda plane: planes.values(plane) * size[:, None] + error.float())])
 
 
 # ---------------------------------------------------------------- tests
@@ -115,12 +124,21 @@ def test_ops_take_it():
         OPS.dequantize(key.pack[:4], key.length_tensor(70), texts[0])
 
 
-@pytest.mark.parametrize("op", ["quantize", "append_", "append_layers_", "dequantize", "attend"])
+@pytest.mark.parametrize("op", ["quantize", "append_", "append_layers_", "dequantize"])
 def test_kernels_that_do_not_know_it_pass_it_on(op):
-    dispatch = DispatchKey(op, "cpu", (str(KEYS), str(VALUES)) if op == "attend" else (str(KEYS),), 1, 64)
+    dispatch = DispatchKey(op, "cpu", (str(KEYS),), 1, 64)
     assert select(dispatch).name == "reference"
     with pytest.raises(KVPassError, match="it does not support codec=equalized"):
         select(dispatch, "inductor")
+
+
+def test_attention_reads_its_pages():
+    (key, _), (value, _) = filled(KEYS, 150), filled(VALUES, 150)
+    q, new = randn(1, 2, 4, 1, 32), randn(2, 2, 2, 1, 32)
+    given = q, key.pack, value.pack, key.length_tensor(150), new, new, None, False, 0.2, 0.0, key.text, value.text
+    (got,), (expected,) = (OPS.attend(*given, name) for name in ("auto", "reference"))
+    assert select(DispatchKey("attend", "cpu", (key.text, value.text), 1, 32)).name == "inductor"
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_what_it_cannot_be_combined_with_says_so():
@@ -170,7 +188,7 @@ def test_a_model_packs_by_it_and_its_attention_is_fused(tmp_path):
         caches.append(cache)
     torch.testing.assert_close(*logits, atol=1e-4, rtol=0)
     report = kvpass.explain(model)
-    assert report.fused == 2 and {graph.lowerings["attend"] for graph in report.graphs} == {"reference"}
+    assert report.fused == 2 and {graph.lowerings["attend"] for graph in report.graphs} == {"inductor"}
     mine, theirs = (cache.layers[0].key_state for cache in reversed(caches))
     assert (
         mine.spec.retention.pages(110) > mine.spec.retention.pages(95)

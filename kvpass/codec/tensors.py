@@ -75,6 +75,12 @@ def _shapes(kept: Mapping[str, Kept], spec: CodecSpec, head_dim: int, dtype: tor
     return {name: (one.shape(spec, head_dim), one.dtype or params) for name, one in kept.items()}
 
 
+def read_shapes(spec: CodecSpec, head_dim: int, dtype: torch.dtype) -> _Shapes:
+    """Shape and dtype of the tensors of one head of a sequence that `Codec.dequantize` takes, by name and in order."""
+    fitted = fitted_shapes(spec, head_dim, dtype)
+    return {name: fitted[name] for name in spec.codec.dequantizes_with if name in fitted}
+
+
 def calibrated_shapes(spec: CodecSpec, head_dim: int) -> dict[str, tuple[int, ...]]:
     """Shapes of the 16-bit sequence tensors that a calibration fills, by name and in order."""
     return {name: one.shape(spec, head_dim) for name, one in of_sequence(spec).items() if one.calibrated}

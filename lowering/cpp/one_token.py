@@ -9,7 +9,7 @@ from kvpass.codec.spec import CodecSpec, parse
 from kvpass.codec.tensors import Pack
 
 from ..call_types import AttendCall
-from ..inductor.attend import ATTENDED
+from ..inductor.page_view import ATTENDED
 from ..table import DispatchKey, implements
 from . import attend_allocated, attend_codes
 

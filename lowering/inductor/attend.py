@@ -20,7 +20,7 @@ from kvpass.codec.page_rope import PageTables
 from kvpass.codec.rope import parse_rope, rotate_pairs, split_pairs
 from kvpass.codec.shares import Shares
 from kvpass.codec.spec import CodecSpec, parse
-from kvpass.codec.tensors import Pack, calibrated_shapes, of_pages, page_shapes
+from kvpass.codec.tensors import Pack, of_pages, page_shapes, read_shapes
 from kvpass.layout.pool import capacity, handle, of_capacity
 from kvpass.layout.retention import Retention
 from kvpass.layout.window import layout, ring_tokens
@@ -30,8 +30,7 @@ from ..cpp import allocated
 from ..reference import with_past, with_starts
 from ..table import DispatchKey, implements
 from .aot import Input, Kernel, Program
-from .dense import ATTENDED
-from .page_view import Pages, page_values, points_of, view_pages
+from .page_view import ATTENDED, Pages, page_values, points_of, view_pages
 from .planes import Planes, in_storage_order, mean_scores
 from .terms import Turns
 
@@ -132,7 +131,7 @@ def _attend(
     k_pools, v_pools = (
         [
             *(_first_pages(given[name], given[room], pages) for name, room in _pools(side, spec).items()),
-            *(given[f"{side}_{name}"].flatten(0, 1) for name in calibrated_shapes(spec, given["q"].shape[-1])),
+            *(given[f"{side}_{name}"].flatten(0, 1) for name in _read(spec, given["q"])),
         ]
         for side, pages, spec in (("k", count, k_spec), ("v", v_count, v_spec))
     )
@@ -267,6 +266,11 @@ def _pools(side: str, spec: CodecSpec) -> dict[str, str]:
     return {f"{side}_pool_{name}": f"{side}_pool_{name}_room" for name in of_pages(spec)}
 
 
+def _read(spec: CodecSpec, q: Tensor) -> tuple[str, ...]:
+    """Names of the sequence tensors that the page view of ``spec`` takes."""
+    return () if isinstance(spec.codec, Allocation) else tuple(read_shapes(spec, q.shape[-1], q.dtype))
+
+
 # Sizes for tracing dynamic dims. Unrelated dims have different sizes; none is 0 or 1.
 _BATCH, _TOKENS, _TABLES = 5, 1733, 1811
 _COUNTS = {"k_pages": 53, "v_pages": 47}
@@ -306,8 +310,8 @@ def _inputs(common: Common, k_spec: CodecSpec, v_spec: CodecSpec) -> list[Input]
         inputs += [sample(f"{side}_ring", heads, spec.retention.sinks + spec.retention.ring_size, head_dim)]
         inputs += [sample(f"{side}_new", heads, 1, head_dim)]
         inputs += [Input(f"{side}_points", _points(spec, device))]
-        calibrated = calibrated_shapes(spec, head_dim).items()
-        inputs += [sample(f"{side}_{name}", heads, *s, dtype=params_dtype(dtype)) for name, s in calibrated]
+        read = {} if isinstance(spec.codec, Allocation) else read_shapes(spec, head_dim, dtype)
+        inputs += [sample(f"{side}_{name}", heads, *s, dtype=d) for name, (s, d) in read.items()]
         rotated, codec = spec.transform.rotation is not None, spec.codec
         if not isinstance(codec, Allocation):
             inputs += [tensor(f"{side}_basis", head_dim, head_dim, dtype=torch.float32, there=rotated)]
@@ -423,7 +427,7 @@ def _run(call: AttendCall[Pack]) -> tuple[Tensor, ...]:
             counts[room], given[name] = capacity(pool, pages), handle(pool.contiguous())
         given[f"{side}_ring"] = pack.ring
         given[f"{side}_points"] = _points(spec, device)
-        given |= {f"{side}_{name}": pack.fitted[name] for name in calibrated_shapes(spec, head_dim)}
+        given |= {f"{side}_{name}": pack.fitted[name] for name in _read(spec, q)}
         given[f"{side}_basis"] = pack.fitted.get("basis") if rotation is None else basis(head_dim, rotation, device)
         given[f"{side}_fields"] = pack.fitted.get("fields")
     given.update(zip(counts, _as_shapes(tuple(counts.values()), device), strict=True))

@@ -1,7 +1,5 @@
 """Attention of several query tokens: dequantizes all keys and values first, with a kernel if their codec has one."""
 
-from collections.abc import Set
-
 from torch import Tensor
 
 from kvpass.codec.tensors import Pack
@@ -9,16 +7,16 @@ from kvpass.codec.tensors import Pack
 from .. import reference
 from ..call_types import AttendCall
 from ..table import DispatchKey, implements
-from .page_view import PAGE_VIEWS
+from .page_view import ATTENDED
 from .pages import WIDTHS, dequantize_all
 
-_OF_KEYS = {"codec=boosted", "codec=polar"}
-_VALUES = WIDTHS | {f"codec={name}" for name in ("allocated", *filter(None, PAGE_VIEWS))} - _OF_KEYS
-_VALUES |= {"per=channel", "per=token", "keep=log", "rotation", "grid"}
-_VALUES |= {f"codec.{name}" for name in ("rich_pairs", "rich_singles", "follows")}
+_VALUES = WIDTHS | {"per=channel", "per=token", "keep=log", "rotation", "grid"}
+_VALUES |= {"codec=allocated", *(f"codec.{name}" for name in ("rich_pairs", "rich_singles", "follows"))}
 _VALUES |= {"codec=shares", *(f"codec.{name}" for name in ("ranked", "adapts"))}
-ATTENDED: tuple[Set[str], Set[str]] = _VALUES | _OF_KEYS | {"pre_rope", "center", "page_rope", "numbered"}, _VALUES
-"""Features of keys and of values that Inductor's attention supports."""
+for _side, _features in zip(
+    ATTENDED, ({*_VALUES, "pre_rope", "center", "page_rope", "numbered"}, _VALUES), strict=True
+):
+    _side.update(_features)
 
 
 def _refuses(dispatch: DispatchKey) -> str | None:

@@ -23,6 +23,7 @@ from kvpass.codec.quantizer import Quantizer
 from kvpass.codec.second_level import expand
 from kvpass.codec.spec import CodecSpec
 
+from ..table import select
 from .planes import Planes, weighted_sum
 from .terms import Boost, LowRank, Term, affine_at, code_at, outliers
 
@@ -40,10 +41,36 @@ class Pages(NamedTuple):
     beside: Sequence[Term] = ()
 
 
+View = Callable[[Sequence[Tensor], CodecSpec, Tensor | None, int], Pages]
+PAGE_VIEWS: dict[str, View] = {}
+"""How attention reads pages, by the name of their codec."""
+ATTENDED: tuple[set[str], set[str]] = set(), set()
+"""Features of keys and of values that Inductor's attention supports. `views` adds codecs."""
+
+
+def views(*codecs: str, of_values: bool = True) -> Callable[[View], View]:
+    """Register the decorated function: it tells attention how to read the pages of the codecs with these names, of keys
+    and, if ``of_values``, of values. A codec without a view is dequantized before attention.
+
+    The function takes the arguments of `view_pages`.
+    """
+
+    def register(view: View) -> View:
+        for name in codecs:
+            PAGE_VIEWS[name] = view
+            for features in ATTENDED[: 1 + of_values]:
+                features.add(f"codec={name}")
+        select.cache_clear()
+        return view
+
+    return register
+
+
 def view_pages(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
     """The `Pages` of a codec's tensors.
 
-    kept: the page tensors, each ``[BH, N, ...]``, followed by calibrated tensors, each ``[BH, ...]``.
+    kept: the page tensors, each ``[BH, N, ...]``, followed by the sequence tensors that `Codec.dequantize` takes, each
+        ``[BH, ...]``.
     points: see `points_of`.
     """
     return PAGE_VIEWS[spec.codec.name](kept, spec, points, head_dim)
@@ -92,14 +119,17 @@ def scaled(numbers: Tensor, unit: float, scale: Tensor, zero_point: Tensor | Non
     return affine(groups, lambda p: p.narrow(-2, first, count).float().unsqueeze(-2)).flatten(-3, -2)
 
 
+@views("")
 def _plain(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
     return Pages([plain(kept, spec.quantizer, points)])
 
 
+@views("second-level")
 def _two_levels(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
     return Pages([plain([kept[0], *expand(*kept[1:])], spec.quantizer, None)])
 
 
+@views("sinkhorn", "channel-separable")
 def _divided(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
     """Pages divided by one factor per token or per channel (`codec.balance`)."""
     *kept, factor = kept
@@ -114,6 +144,7 @@ def _divided(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, hea
     return Pages([Planes(planes.runs, values)])
 
 
+@views("polar", of_values=False)
 def _polar(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
     """Radii and angles (`codec.polar`). The sine is computed as a cosine shifted by a quarter turn."""
     planes = plain(kept, spec.quantizer, None)
@@ -126,6 +157,7 @@ def _polar(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_
     return Pages([Planes(planes.runs, values)])
 
 
+@views("salient")
 def _salient(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
     """Salient and other tokens, each kind with pages of its own (`codec.salient`)."""
     marks, *kept = kept
@@ -137,12 +169,14 @@ def _salient(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, hea
 # ---------------------------------------------------------------- codebooks and lattices
 
 
+@views("nuq")
 def _nuq(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
     """A datatype per page (`codec.nuq`)."""
     codes, scale, zero_point, own, *beside = kept
     return _of_datatype(codes, scale, zero_point, own, (beside[0], beside[1]), spec.quantizer, spec, head_dim)
 
 
+@views("datatype")
 def _given(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
     """A calibrated datatype (`codec.datatype`). For keys, the calibrated channel ranges act as scales of one group, the
     whole page."""
@@ -181,6 +215,7 @@ def _of_datatype(
     return Pages([Planes(num_planes(spec.bits), values)], None, outliers(*beside, at, spec, head_dim))
 
 
+@views("e8", "d4")
 def _lattice(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
     """Points of a lattice (`codec.lattice`)."""
     codes, scale = kept
@@ -190,6 +225,7 @@ def _lattice(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, hea
 # ---------------------------------------------------------------- codes with additional terms
 
 
+@views("boosted", of_values=False)
 def _boosted(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
     codes, scale, zero_point, lower, channels = kept
     planes = plain((codes, scale, zero_point), spec.quantizer, None)
@@ -206,6 +242,7 @@ def _boosted(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, hea
     return Pages([planes], None, [Boost(Planes(planes.runs, values), channels.squeeze(-2))])
 
 
+@views("error-term")
 def _error_term(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
     codes, scale, zero_point, values, positions, tall, wide = kept
     low_rank = [LowRank(tall, wide)] if ErrorTerm.of(spec).rank else []
@@ -217,23 +254,6 @@ def _error_term(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, 
 
     beside = [*low_rank, *outliers(values, positions, at, spec, head_dim)]
     return Pages([plain((codes, scale, zero_point), spec.plain.quantizer, None)], None, beside)
-
-
-PAGE_VIEWS: dict[str, Callable[[Sequence[Tensor], CodecSpec, Tensor | None, int], Pages]] = {
-    "": _plain,
-    "second-level": _two_levels,
-    "sinkhorn": _divided,
-    "channel-separable": _divided,
-    "polar": _polar,
-    "salient": _salient,
-    "nuq": _nuq,
-    "datatype": _given,
-    "e8": _lattice,
-    "d4": _lattice,
-    "boosted": _boosted,
-    "error-term": _error_term,
-}
-"""How attention reads pages, by the name of their codec."""
 
 
 def page_values(weights: Tensor, pages: Pages, basis: Tensor | None) -> Tensor:

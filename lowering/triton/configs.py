@@ -78,8 +78,8 @@ def attend_config(
 
     All planes share a step if that does not spill registers. Spilling starts with more rows, and earlier with masks.
     Up to 16 unmasked query rows over uniform codes take 2 warps and 3 stages, which were fastest of 1 to 8 warps on an
-    H100 and an H200: each iteration has a dozen barriers. With more rows, 2 warps spill; 4 warps do some work twice, because products of
-    16 tokens occupy only 2 warps. Codes on grids need `GRID_ROWS`.
+    H100 and an H200: each iteration has a dozen barriers. With more rows, 2 warps spill; 4 warps do some work twice,
+    because products of 16 tokens occupy only 2 warps. Codes on grids need `GRID_ROWS`.
     """
     registers = 255 if rotary or masked or (codebook and itemsize == 2) else None
     if itemsize == 4:
