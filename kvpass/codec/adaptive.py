@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .affine import round_toward
+from .affine import dequantize, round_toward
 from .bitpack import pack, unpack
 from .quantizer import Adaptive
 
@@ -138,7 +138,7 @@ def dequantize_tokens(tokens: Tokens, widths: Sequence[int]) -> Tensor:
     codes = from_planes(tokens.planes, tokens.levels, widths)
     cells = torch.tensor([2.0 ** (widths[-1] - width) for width in widths], device=codes.device)
     middle = cells[tokens.levels.long()].unsqueeze(-1) / 2
-    values = (codes + middle) * tokens.step.float() + tokens.zero_point.float()
+    values = dequantize(codes + middle, tokens.step, tokens.zero_point)
     batch, heads, count, dim = values.shape
     flat = values.transpose(1, 2).reshape(batch, count, heads * dim)
     flat = flat.scatter(-1, tokens.where.long() % (heads * dim), tokens.outliers.float())

@@ -17,7 +17,7 @@ from .bitpack import pack, unpack
 from .codec import Kept
 from .nuq import check_datatype, in_range, nearest, split_in_range
 from .outliers import OUTLIERS, Outliers, count, merge
-from .pages import Affine, grouped
+from .pages import Affine, dequantize_groups
 from .spec import CodecSpec
 
 
@@ -90,6 +90,5 @@ class CalibratedDatatype(Outliers, name="datatype"):
             low, span = ranges[0].float().unsqueeze(2).split(1, -2)
             pages = units * span + low
         else:
-            groups, dim = grouped(units, spec.quantizer)
-            pages = (groups * scale.float().unsqueeze(dim) + zero_point.float().unsqueeze(dim)).reshape(units.shape)
+            pages = dequantize_groups(units, scale, zero_point, spec.quantizer)
         return merge(pages, values, positions).flatten(2, 3)

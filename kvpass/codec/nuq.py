@@ -17,7 +17,7 @@ from .affine import params_dtype
 from .bitpack import pack, unpack
 from .codec import Kept
 from .outliers import OUTLIERS, Outliers, merge, split
-from .pages import Affine, grouped
+from .pages import Affine, dequantize_groups, grouped
 from .spec import CodecSpec
 
 _ITERATIONS = 16
@@ -102,6 +102,5 @@ class PageDatatype(Outliers, name="nuq"):
         codes, scale, zero_point, points, values, positions, spec = kept_and_spec
         which = unpack(codes, spec.bits)
         units = points.squeeze(-2).float().gather(-1, which.flatten(-2).long()).view(which.shape)
-        groups, dim = grouped(units, spec.quantizer)
-        pages = (groups * scale.float().unsqueeze(dim) + zero_point.float().unsqueeze(dim)).reshape(units.shape)
+        pages = dequantize_groups(units, scale, zero_point, spec.quantizer)
         return merge(pages, values, positions).flatten(2, 3)
