@@ -59,6 +59,10 @@ class Equalized(Codec, name="equalized"):
         return (values.unflatten(2, (-1, spec.page_size)) + error.float()).flatten(2, 3)
 
 
+class Unread(Equalized, name="unread"):
+    """The same codec, of which attention does not know how to read its pages."""
+
+
 @views("equalized")
 def pages_of(kept, spec, points, head_dim):
     *affine, error, size = kept
@@ -124,11 +128,13 @@ def test_ops_take_it():
         OPS.dequantize(key.pack[:4], key.length_tensor(70), texts[0])
 
 
-@pytest.mark.parametrize("op", ["quantize", "append_", "append_layers_", "dequantize"])
+@pytest.mark.parametrize("op", ["quantize", "append_", "append_layers_", "dequantize", "attend"])
 def test_kernels_that_do_not_know_it_pass_it_on(op):
-    dispatch = DispatchKey(op, "cpu", (str(KEYS),), 1, 64)
+    codec = (Unread if op == "attend" else Equalized)(0.5)
+    key, value = (str(coded(2, *where, codec=codec)) for where in (("channel", 32, 32), ("token", 16, 32, 32)))
+    dispatch = DispatchKey(op, "cpu", (key, value) if op == "attend" else (key,), 1, 64)
     assert select(dispatch).name == "reference"
-    with pytest.raises(KVPassError, match="it does not support codec=equalized"):
+    with pytest.raises(KVPassError, match=f"it does not support codec={codec.name}"):
         select(dispatch, "inductor")
 
 

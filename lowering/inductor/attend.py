@@ -6,6 +6,7 @@ the KV head, because the same computation with a broadcast dimension is twice as
 depends on the number of stored tokens only.
 """
 
+from collections.abc import Mapping
 from functools import cache, lru_cache
 from itertools import chain
 from typing import NamedTuple
@@ -131,7 +132,7 @@ def _attend(
     k_pools, v_pools = (
         [
             *(_first_pages(given[name], given[room], pages) for name, room in _pools(side, spec).items()),
-            *(given[f"{side}_{name}"].flatten(0, 1) for name in _read(spec, given["q"])),
+            *(given[f"{side}_{name}"].flatten(0, 1) for name in _read(spec, given["q"].shape[-1], given["q"].dtype)),
         ]
         for side, pages, spec in (("k", count, k_spec), ("v", v_count, v_spec))
     )
@@ -266,9 +267,9 @@ def _pools(side: str, spec: CodecSpec) -> dict[str, str]:
     return {f"{side}_pool_{name}": f"{side}_pool_{name}_room" for name in of_pages(spec)}
 
 
-def _read(spec: CodecSpec, q: Tensor) -> tuple[str, ...]:
-    """Names of the sequence tensors that the page view of ``spec`` takes."""
-    return () if isinstance(spec.codec, Allocation) else tuple(read_shapes(spec, q.shape[-1], q.dtype))
+def _read(spec: CodecSpec, head_dim: int, dtype: torch.dtype) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of the sequence tensors that the page view of ``spec`` takes, by name."""
+    return {} if isinstance(spec.codec, Allocation) else read_shapes(spec, head_dim, dtype)
 
 
 # Sizes for tracing dynamic dims. Unrelated dims have different sizes; none is 0 or 1.
@@ -310,8 +311,8 @@ def _inputs(common: Common, k_spec: CodecSpec, v_spec: CodecSpec) -> list[Input]
         inputs += [sample(f"{side}_ring", heads, spec.retention.sinks + spec.retention.ring_size, head_dim)]
         inputs += [sample(f"{side}_new", heads, 1, head_dim)]
         inputs += [Input(f"{side}_points", _points(spec, device))]
-        read = {} if isinstance(spec.codec, Allocation) else read_shapes(spec, head_dim, dtype)
-        inputs += [sample(f"{side}_{name}", heads, *s, dtype=d) for name, (s, d) in read.items()]
+        read = _read(spec, head_dim, dtype).items()
+        inputs += [sample(f"{side}_{name}", heads, *s, dtype=d) for name, (s, d) in read]
         rotated, codec = spec.transform.rotation is not None, spec.codec
         if not isinstance(codec, Allocation):
             inputs += [tensor(f"{side}_basis", head_dim, head_dim, dtype=torch.float32, there=rotated)]
@@ -427,7 +428,7 @@ def _run(call: AttendCall[Pack]) -> tuple[Tensor, ...]:
             counts[room], given[name] = capacity(pool, pages), handle(pool.contiguous())
         given[f"{side}_ring"] = pack.ring
         given[f"{side}_points"] = _points(spec, device)
-        given |= {f"{side}_{name}": pack.fitted[name] for name in _read(spec, q)}
+        given |= {f"{side}_{name}": pack.fitted[name] for name in _read(spec, head_dim, q.dtype)}
         given[f"{side}_basis"] = pack.fitted.get("basis") if rotation is None else basis(head_dim, rotation, device)
         given[f"{side}_fields"] = pack.fitted.get("fields")
     given.update(zip(counts, _as_shapes(tuple(counts.values()), device), strict=True))

@@ -1,7 +1,7 @@
 """Launch configurations of the kernels: sizes of tiles, warps, stages and splits.
 
-For sm80 and sm90, the cases of ``tests/test_triton_compiles.py`` compile without register spills and fit into the
-shared memory of the device. Float32 heads with more than 128 channels spill. The instructions per value of the split
+For sm80 and sm90, the cases of ``tests/test_triton_compiles.py`` fit into the shared memory of the device and
+spill few registers. Float32 heads with more than 128 channels spill. The instructions per value of the split
 kernel are counted in its machine code (``benchmarks/instructions.py``). Configurations for up to 16 unmasked query rows
 were measured on an H100 and an H200 with Triton 3.6 (docs/gpu.md); the others were not.
 """
