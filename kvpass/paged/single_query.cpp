@@ -1,14 +1,15 @@
-// Attention of one token of each of many requests over a server's blocks. codes.h comes ahead.
+// Attention over a server's blocks, of one query token for each of many requests. Needs codes.h.
 namespace {
 
-// Where pages, sinks and the window lie.
+// The memory of pages, sinks and the window.
 struct Memory {
     const uint8_t *pools[6], *key_sinks, *value_sinks, *window;
-    int64_t block, head, slot, slots, lead;  // bytes apart; slots of a block, and those of a first one without a page
+    int64_t block, head, slot;  // strides in bytes
+    int64_t slots, lead;  // slots per block, and slots of the first block without a page
     int64_t window_block, window_head, window_place, window_size;
 };
 
-// A head of a request.
+// One head of a request.
 struct Request {
     const Memory& memory;
     const int64_t *blocks, *window;
@@ -49,10 +50,10 @@ struct Requests {
 
 // Of each request a row of blocks and of window; the rest is `Memory`, and what attend_all takes.
 extern "C" void kernel(
-    const uint8_t* q, uint8_t* out, const int64_t* total, const int64_t* packed, const int64_t* half,
+    const uint8_t* q, uint8_t* out, const int64_t* total, const int64_t* packed, const int64_t* key_pages,
     const int64_t* blocks, const int64_t* window_blocks, const uint8_t* key_codes, const uint8_t* key_scales, const uint8_t* key_zeros,
     const uint8_t* value_codes, const uint8_t* value_scales, const uint8_t* value_zeros, const uint8_t* key_sinks,
-    const uint8_t* value_sinks, const uint8_t* window, int64_t many, int64_t heads, int64_t blocks_row,
+    const uint8_t* value_sinks, const uint8_t* window, int64_t samples, int64_t heads, int64_t blocks_row,
     int64_t window_row, int64_t block, int64_t head, int64_t slot, int64_t slots, int64_t lead, int64_t window_block,
     int64_t window_head, int64_t window_place, int64_t window_size, int64_t threads, float scale
 ) {
@@ -61,5 +62,5 @@ extern "C" void kernel(
         block, head, slot, slots, lead, window_block, window_head, window_place, window_size,
     };
     const Requests requests = {memory, blocks, window_blocks, blocks_row, window_row};
-    attend_all((const Token*)q, scale, (Token*)out, total, packed, half, many, heads, requests, threads);
+    attend_all((const Token*)q, scale, (Token*)out, total, packed, key_pages, samples, heads, requests, threads);
 }

@@ -1,9 +1,10 @@
 // Layout of pages with per-channel bit widths (kvpass/codec/allocation.py), for vectorized loops. Needs vectors.h.
 //
 // Macros (allocated.py): QUERIES query heads per KV head, HEAD channels in blocks of BLOCK, PAGE tokens per page,
-// PAGE_BYTES bytes per page, NUM_FIELDS fields per head. RANKED: tokens have ranks. RICH_PAIRS, RICH_SINGLES,
-// POOR_PAIRS, POOR_SINGLES: fields per token and rank; pages without ranks use the POOR ones. Fields of a kind are read
-// LANES at a time: arrays of fields are padded, and fields read beyond the last one are ignored.
+// PAGE_BYTES bytes per page, NUM_FIELDS fields per head. RANKED: half of the tokens, the high-precision ones, have more
+// bits. HIGH_PAIRS, HIGH_SINGLES, LOW_PAIRS, LOW_SINGLES: fields per token of the high-precision and of the
+// low-precision rank; pages without ranks use LOW. Fields of a kind are read LANES at a time: arrays of fields are
+// padded, and fields read beyond the last one are ignored.
 //
 // SHARED: bit widths are calibrated (kvpass/codec/shares.py). A page then holds all heads, PAGE_BYTES is 0, and the
 // numbers of fields are upper bounds. The share of the layer gives the actual numbers and positions at run time.
@@ -23,11 +24,11 @@ struct Rank {
 };
 
 #if RANKED
-constexpr Rank RICH = {PAGE / 2, RICH_PAIRS, RICH_SINGLES, PAGE / 8, 0};
+constexpr Rank HIGH = {PAGE / 2, HIGH_PAIRS, HIGH_SINGLES, PAGE / 8, 0};
 constexpr Rank RANKS[] = {
-    RICH, {PAGE - PAGE / 2, POOR_PAIRS, POOR_SINGLES, RICH.gains_byte() + RICH.tokens, RICH.end_field()}};
+    HIGH, {PAGE - PAGE / 2, LOW_PAIRS, LOW_SINGLES, HIGH.gains_byte() + HIGH.tokens, HIGH.end_field()}};
 #else
-constexpr Rank RANKS[] = {{PAGE, POOR_PAIRS, POOR_SINGLES, 0, 0}};
+constexpr Rank RANKS[] = {{PAGE, LOW_PAIRS, LOW_SINGLES, 0, 0}};
 #endif
 constexpr int LAST = sizeof(RANKS) / sizeof(Rank) - 1, FIELDS = RANKS[LAST].end_field();
 constexpr int64_t BYTES_OF_PAGE = PAGE_BYTES, PLACES_OF_HEAD = NUM_FIELDS;
@@ -42,9 +43,9 @@ struct Place {
 // share: [ranks, 3, heads + 1], the start columns of each head's pairs, single bits and gains.
 struct Layout {
     Place ranks[LAST + 1];
-    int rich_at, rich_row, bytes;
+    int mask_at, mask_row, bytes;
 
-    Layout(const int32_t* share, int heads, int head) : rich_at(head), rich_row(heads) {
+    Layout(const int32_t* share, int heads, int head) : mask_at(head), mask_row(heads) {
         int at = LAST ? PAGE / 8 * heads : 0;
         for (int rank = 0; rank <= LAST; rank++) {
             const int32_t *pairs = share + rank * 3 * (heads + 1), *singles = pairs + heads + 1;
@@ -65,7 +66,7 @@ struct Layout {
 };
 #else
 struct Layout {
-    static constexpr int rich_at = 0, rich_row = 1, bytes = PAGE_BYTES;
+    static constexpr int mask_at = 0, mask_row = 1, bytes = PAGE_BYTES;
 
     constexpr Place operator[](int rank) const {
         const Rank& own = RANKS[rank];
@@ -74,13 +75,13 @@ struct Layout {
 };
 #endif
 constexpr int first_token(int rank) { return rank ? RANKS[0].tokens : 0; }
-constexpr int AT_ONCE = QUERIES < 4 ? QUERIES : 4;  // queries per unpacking of a field
+constexpr int QUERIES_AT_ONCE = QUERIES < 4 ? QUERIES : 4;  // queries per unpacking of a field
 constexpr float PAIR = 1.5f, SINGLE = 0.5f;  // the codes that represent 0
 constexpr int GAINS = 256;  // entries of the table; the weights of the kinds of fields follow
 
 // The value of the lowest BITS (1 or 2) bits of each lane.
 template <int BITS>
-inline Floats about_0(Ints x) {
+inline Floats centered(Ints x) {
     constexpr int ONES = (1 << BITS) - 1;
     constexpr float ZERO = BITS == 2 ? PAIR : SINGLE;
 #if LANES >= 8  // look-up by the lowest two bits
@@ -98,7 +99,7 @@ inline Floats about_0(Ints x) {
 
 // Lane i is from[at[i]]. SIZE: number of values in from.
 template <int SIZE>
-inline Floats picked(const float* from, const int32_t* at) {
+inline Floats permuted(const float* from, const int32_t* at) {
 #if LANES == 16
     if constexpr (SIZE == 16) return (Floats)_mm512_permutexvar_ps(load<__m512i>(at), load<__m512>(from));
     if constexpr (SIZE == 32)
@@ -113,56 +114,57 @@ inline Floats picked(const float* from, const int32_t* at) {
 #if RANKED && LANES == 16 && defined(__BMI2__) && PAGE % 16 == 0 && PAGE <= 64
 #define BY_MASKS 1
 
-// Bit mask of the rich tokens of a page; bit t is token t.
-inline uint64_t rich_tokens(const uint8_t* page, const Layout& layout) {
+// Bit mask of the high-precision tokens of a page; bit t is token t.
+inline uint64_t high_precision_mask(const uint8_t* page, const Layout& layout) {
     constexpr int ROWS = PAGE / 8;
     uint64_t found = 0, each = 0;
     for (int bit = 0; bit < 8; bit++) each |= uint64_t(1) << bit * ROWS;
     for (int row = 0; row < ROWS; row++)
-        found |= _pdep_u64(page[layout.rich_at + row * layout.rich_row], each << row);
+        found |= _pdep_u64(page[layout.mask_at + row * layout.mask_row], each << row);
     return found;
 }
 
-// Calls act(t, mask, rich) for each LANES tokens from t on: mask says which are rich, rich is the number of rich tokens
-// before t.
+// Calls act(t, mask, high) for each LANES tokens from t on. mask: the high-precision ones among them. high: the number
+// of high-precision tokens before t.
 template <typename Do>
-inline void each_mask(const uint8_t* page, const Layout& layout, Do act) {
-    const uint64_t tokens = rich_tokens(page, layout);
-    int rich = 0;
+inline void for_each_mask(const uint8_t* page, const Layout& layout, Do act) {
+    const uint64_t tokens = high_precision_mask(page, layout);
+    int high = 0;
     for (int t = 0; t < PAGE; t += LANES) {
         const __mmask16 mask = tokens >> t;
-        act(t, mask, rich);
-        rich += __builtin_popcount(mask);
+        act(t, mask, high);
+        high += __builtin_popcount(mask);
     }
 }
 #else
 #define BY_MASKS 0
 #endif
 
-inline Ints upwards(int first) {
+inline Ints counting_from(int first) {
     Ints found;
     for (int i = 0; i < LANES; i++) found[i] = first + i;
     return found;
 }
 
-// Finds the slot of each token of a page. Unwritten pages, without rich tokens, give arbitrary slots below PAGE.
+// Finds the slot of each token of a page. Unwritten pages, without high-precision tokens, give arbitrary slots below
+// PAGE.
 inline void find_slots(const uint8_t* page, const Layout& layout, int32_t* slots) {
 #if BY_MASKS
-    each_mask(page, layout, [&](int t, __mmask16 mask, int rich) {
-        const __m512i poor = _mm512_min_epi32(
-            (__m512i)upwards(first_token(LAST) + t - rich), _mm512_set1_epi32(PAGE - 1));
+    for_each_mask(page, layout, [&](int t, __mmask16 mask, int high) {
+        const __m512i low = _mm512_min_epi32(
+            (__m512i)counting_from(first_token(LAST) + t - high), _mm512_set1_epi32(PAGE - 1));
         const __m512i found = _mm512_or_si512(
-            _mm512_maskz_expand_epi32(mask, (__m512i)upwards(rich)), _mm512_maskz_expand_epi32(~mask, poor));
+            _mm512_maskz_expand_epi32(mask, (__m512i)counting_from(high)), _mm512_maskz_expand_epi32(~mask, low));
         std::memcpy(slots + t, &found, sizeof(found));
     });
 #elif RANKED
-    int rich = 0;
+    int high = 0;
     for (int t = 0; t < PAGE; t++) {
-        const uint8_t byte = page[layout.rich_at + t % (PAGE / 8) * layout.rich_row];
-        const int is_rich = byte >> t / (PAGE / 8) & 1;  // no branch: it would be unpredictable
-        const int poor = std::min(first_token(LAST) + t - rich, PAGE - 1);
-        slots[t] = poor ^ ((poor ^ rich) & -is_rich);
-        rich += is_rich;
+        const uint8_t byte = page[layout.mask_at + t % (PAGE / 8) * layout.mask_row];
+        const int is_high = byte >> t / (PAGE / 8) & 1;  // no branch: it would be unpredictable
+        const int low = std::min(first_token(LAST) + t - high, PAGE - 1);
+        slots[t] = low ^ ((low ^ high) & -is_high);
+        high += is_high;
     }
 #else
     for (int t = 0; t < PAGE; t++) slots[t] = t;
@@ -172,13 +174,13 @@ inline void find_slots(const uint8_t* page, const Layout& layout, int32_t* slots
 // Finds the token in each slot of a page. order has room for LANES more.
 inline void find_order(const uint8_t* page, const Layout& layout, int32_t* order) {
 #if BY_MASKS
-    each_mask(page, layout, [&](int t, __mmask16 mask, int rich) {
-        const __m512i found = _mm512_maskz_compress_epi32(mask, (__m512i)upwards(t));
-        std::memcpy(order + rich, &found, sizeof(found));
+    for_each_mask(page, layout, [&](int t, __mmask16 mask, int high) {
+        const __m512i found = _mm512_maskz_compress_epi32(mask, (__m512i)counting_from(t));
+        std::memcpy(order + high, &found, sizeof(found));
     });
-    each_mask(page, layout, [&](int t, __mmask16 mask, int rich) {  // overwrites the first pass's excess
-        const __m512i found = _mm512_maskz_compress_epi32(~mask, (__m512i)upwards(t));
-        std::memcpy(order + std::min(first_token(LAST) + t - rich, PAGE), &found, sizeof(found));
+    for_each_mask(page, layout, [&](int t, __mmask16 mask, int high) {  // overwrites the first pass's excess
+        const __m512i found = _mm512_maskz_compress_epi32(~mask, (__m512i)counting_from(t));
+        std::memcpy(order + std::min(first_token(LAST) + t - high, PAGE), &found, sizeof(found));
     });
 #else
     int32_t slots[PAGE];
@@ -211,14 +213,14 @@ struct Page {
 };
 
 template <int BEGIN = 0, typename Do>
-inline void each_rank(Do act) {
+inline void for_each_rank(Do act) {
     act(std::integral_constant<int, BEGIN>());
-    if constexpr (BEGIN < LAST) each_rank<BEGIN + 1>(act);
+    if constexpr (BEGIN < LAST) for_each_rank<BEGIN + 1>(act);
 }
 
 // Finds the gain of the token in each slot of a page.
 inline void find_gains(const uint8_t* page, const Layout& layout, const float* table, float* gains) {
-    each_rank([&](auto rank) {
+    for_each_rank([&](auto rank) {
         constexpr int tokens = RANKS[rank.value].tokens;
         const Place& own = layout[rank.value];
         if (SHARED && !own.pairs && !own.singles) return;  // gains are not used
@@ -229,19 +231,19 @@ inline void find_gains(const uint8_t* page, const Layout& layout, const float* t
 
 // Calls act(count, first) for runs of count queries.
 template <typename Do>
-inline void each_queries(Do act) {
+inline void for_each_run_of_queries(Do act) {
     int r = 0;
-    for (; r + AT_ONCE <= QUERIES; r += AT_ONCE) act(std::integral_constant<int, AT_ONCE>(), r);
-    if constexpr (QUERIES % AT_ONCE > 0) act(std::integral_constant<int, QUERIES % AT_ONCE>(), r);
+    for (; r + QUERIES_AT_ONCE <= QUERIES; r += QUERIES_AT_ONCE) act(std::integral_constant<int, QUERIES_AT_ONCE>(), r);
+    if constexpr (QUERIES % QUERIES_AT_ONCE > 0) act(std::integral_constant<int, QUERIES % QUERIES_AT_ONCE>(), r);
 }
 
-// each_field calls act(field, coordinate, kind, zero, rank) for each field of a head. field: its index in padded
+// for_each_field calls act(field, coordinate, kind, zero, rank) for each field of a head. field: its index in padded
 // arrays; kind: index of its weight; zero: the code that represents 0.
 #if SHARED
 typedef uint8_t Fields;  // bit widths of coordinates, [ranks, HEAD]
 
 template <typename Do>
-inline void each_field(const uint8_t* widths, Do act) {
+inline void for_each_field(const uint8_t* widths, Do act) {
     for (int rank = 0; rank <= LAST; rank++, widths += HEAD) {
         int at = RANKS[rank].first_field;
         for (int shift = 0; shift < 6; shift += 2)
@@ -256,7 +258,7 @@ inline void each_field(const uint8_t* widths, Do act) {
 typedef int32_t Fields;  // places of fields: kind * HEAD + coordinate
 
 template <typename Do>
-inline void each_field(const int32_t* places, Do act) {
+inline void for_each_field(const int32_t* places, Do act) {
     for (int rank = 0; rank <= LAST; rank++) {
         const Rank& own = RANKS[rank];
         for (int f = 0; f < own.pairs; f++, places++) act(own.first_field + f, *places % HEAD, *places / HEAD, PAIR, rank);

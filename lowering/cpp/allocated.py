@@ -23,7 +23,8 @@ from .build import build, source
 _library = torch.library.Library("kvpass_cpu", "DEF")
 _library.define(
     "allocated_scores(Tensor q, Tensor pages, Tensor basis, Tensor places, Tensor table, Tensor? mean, Tensor? cos, "
-    "Tensor? sin, Tensor? own_cos, Tensor? own_sin, SymInt count, SymInt room, str spec, str rope) -> Tensor"
+    "Tensor? sin, Tensor? relative_cos, Tensor? relative_sin, SymInt count, SymInt room, str spec, str rope) "
+    "-> Tensor"
 )
 _library.define(
     "allocated_values(Tensor weights, Tensor pages, Tensor basis, Tensor places, Tensor table, SymInt count, "
@@ -47,10 +48,10 @@ def look_up_table(device: torch.device) -> Tensor:
 def defines_of(spec: CodecSpec, head_dim: int) -> dict[str, int]:
     """The macros of allocated.h."""
     allocation, (shape, _) = Allocation.of(spec), page_shapes(spec, head_dim, torch.float32)["codes"]
-    rich, poor = ([(0, 0)] * (not allocation.ranked)) + allocation.counts(head_dim)
+    high, low = ([(0, 0)] * (not allocation.ranked)) + allocation.counts(head_dim)
     return dict(
         PAGE_BYTES=shape[-1], NUM_FIELDS=sum(allocation.fields(head_dim)), RANKED=int(allocation.ranked),
-        RICH_PAIRS=rich[0], RICH_SINGLES=rich[1], POOR_PAIRS=poor[0], POOR_SINGLES=poor[1], SHARED=0,
+        HIGH_PAIRS=high[0], HIGH_SINGLES=high[1], LOW_PAIRS=low[0], LOW_SINGLES=low[1], SHARED=0,
     )  # fmt: skip
 
 
@@ -71,11 +72,12 @@ def _kernel(name: str, spec: str, head_dim: int, queries: int) -> Callable[..., 
 
 
 def _scores(
-    q, pages, basis, places, table, mean, cos, sin, own_cos, own_sin, count: int, room: int, spec: str, rope: str
-) -> Tensor:
+    q, pages, basis, places, table, mean, cos, sin, relative_cos, relative_sin, count: int, room: int, spec: str,
+    rope: str,
+) -> Tensor:  # fmt: skip
     (batch, heads), (pairs, interleaved) = pages.shape[:2], parse_rope(rope) if rope else (0, False)
-    out = _fake_scores(q, pages, basis, places, table, mean, cos, sin, own_cos, own_sin, count, room, spec, rope)
-    tables = (cos, sin, own_cos, own_sin) if pairs else 4 * (q,)
+    out = q.new_empty((*q.shape[:2], count * parse(spec).page_size))
+    tables = (cos, sin, relative_cos, relative_sin) if pairs else 4 * (q,)
     _kernel("allocated_scores", spec, q.shape[2], q.shape[1])(
         q, *tables, q if mean is None else mean, pages, basis, places, table, out, batch, heads, count, room, pairs,
         int(interleaved), int(mean is not None), torch.get_num_threads(),
@@ -91,9 +93,8 @@ def _values(weights, pages, basis, places, table, count: int, room: int, spec: s
     return out
 
 
-def _fake_scores(
-    q, pages, basis, places, table, mean, cos, sin, own_cos, own_sin, count, room, spec: str, rope: str
-) -> Tensor:
+def _fake_scores(q, *rest) -> Tensor:
+    *_, count, _, spec, _ = rest
     return q.new_empty((*q.shape[:2], count * parse(spec).page_size))
 
 

@@ -3,7 +3,7 @@
 // in namespace values.
 namespace {
 
-constexpr int SCORED = 32;  // pages at a time
+constexpr int PAGES_AT_ONCE = 32;  // pages at a time
 
 // The pages of keys or of values of all heads, and their fitted tensors.
 template <typename Layout, typename Fields>
@@ -35,56 +35,56 @@ struct Side {
 
 // The rotations of the tokens before the middle of a page, relative to it. all_cos, all_sin: [PAGE, row], the rotations
 // of PAGE consecutive tokens.
-struct InPage {
-    float cos[HEAD / 2 * keys::BEFORE] = {}, sin[HEAD / 2 * keys::BEFORE] = {};
+struct RelativeRotations {
+    float cos[HEAD / 2 * keys::BEFORE_MIDDLE] = {}, sin[HEAD / 2 * keys::BEFORE_MIDDLE] = {};
 
-    InPage(const Token* all_cos, const Token* all_sin, int64_t row, int pairs) {
+    RelativeRotations(const Token* all_cos, const Token* all_sin, int64_t row, int pairs) {
         const Token *middle_cos = all_cos + PAGE / 2 * row, *middle_sin = all_sin + PAGE / 2 * row;
         for (int i = 0; i < pairs; i++) {
             const float c = number(middle_cos[i]), s = number(middle_sin[i]), norm = c * c + s * s;
             for (int t = 0; t < PAGE / 2; t++) {
-                const float own_c = number(all_cos[t * row + i]), own_s = number(all_sin[t * row + i]);
-                cos[i * keys::BEFORE + t] = (own_c * c + own_s * s) / norm;
-                sin[i * keys::BEFORE + t] = (own_s * c - own_c * s) / norm;
+                const float token_cos = number(all_cos[t * row + i]), token_sin = number(all_sin[t * row + i]);
+                cos[i * keys::BEFORE_MIDDLE + t] = (token_cos * c + token_sin * s) / norm;
+                sin[i * keys::BEFORE_MIDDLE + t] = (token_sin * c - token_cos * s) / norm;
             }
         }
     }
 };
 
-struct Part : Attended {
+struct Part : RunningSoftmax {
     values::Total total;
-    float scores[QUERIES * SCORED * PAGE];
+    float scores[QUERIES * PAGES_AT_ONCE * PAGE];
 
-    using Attended::Attended;
+    using RunningSoftmax::RunningSoftmax;
 
     template <typename Values, typename Layout, typename Score>
     void add_pages(
         const Values& own, const Layout& layout, int64_t begin, int64_t end, const float* table, Score score
     ) {
-        constexpr int APART = SCORED * PAGE;
-        for (int64_t n = begin; n < end; n += SCORED) {
-            const int64_t stop = std::min(n + SCORED, end);
+        constexpr int APART = PAGES_AT_ONCE * PAGE;
+        for (int64_t n = begin; n < end; n += PAGES_AT_ONCE) {
+            const int64_t stop = std::min(n + PAGES_AT_ONCE, end);
             score(n, stop, scores, APART);
-            weigh((stop - n) * PAGE, scores, APART, [&](int r, float less) { total.scale(r, less); });
+            weigh((stop - n) * PAGE, scores, APART, [&](int r, float rescale) { total.scale(r, rescale); });
             total.add_pages(own.pages, layout, own.room, n, stop, table, scores, APART);
         }
     }
 
-    void add_others(const Exact& exact, int64_t packed, int64_t all) {
+    void add_exact_tokens(const Exact& exact, int64_t packed, int64_t all) {
         const int64_t first = SINKS + packed * PAGE;
-        add_all_exact(exact, first, all, scores, PAGE, [&](int r, float less) { total.scale(r, less); });
+        add_all_exact(exact, first, all, scores, PAGE, [&](int r, float rescale) { total.scale(r, rescale); });
     }
 };
 
 // The result of a part. Parts themselves are on the stack, because the allocator would return and fetch their memory at
 // each call.
-struct Found {
-    float out[QUERIES * HEAD], most[QUERIES], sum[QUERIES];
+struct PartResult {
+    float out[QUERIES * HEAD], peak[QUERIES], sum[QUERIES];
     values::Total total;
 
     void keep(const Part& part) {
         std::copy(part.out, part.out + QUERIES * HEAD, out);
-        std::copy(part.most, part.most + QUERIES, most);
+        std::copy(part.peak, part.peak + QUERIES, peak);
         std::copy(part.sum, part.sum + QUERIES, sum);
         total = part.total;
     }
@@ -101,7 +101,7 @@ extern "C" void kernel(
     const int32_t* key_share, const uint8_t* value_pages, const uint8_t* value_basis,
     const values::Fields* value_fields, const int32_t* value_share, const uint8_t* key_ring,
     const uint8_t* value_ring, const uint8_t* key_new, const uint8_t* value_new, const uint8_t* all_cos,
-    const uint8_t* all_sin, const uint8_t* center, const float* table, int64_t many, int64_t heads, int64_t n,
+    const uint8_t* all_sin, const uint8_t* center, const float* table, int64_t samples, int64_t heads, int64_t n,
     int64_t present, int64_t packed, int64_t key_room, int64_t value_room, int64_t rows, int64_t row, int64_t pairs,
     int64_t interleaved, int64_t centered, int64_t fitted, int64_t threads, float scale
 ) {
@@ -111,50 +111,50 @@ extern "C" void kernel(
         value_pages, value_room, (const Scale*)value_basis, value_fields, value_share, values::PLACES_OF_HEAD, fitted};
     const Rings rings = {
         (const Token*)key_ring, (const Token*)value_ring, (const Token*)key_new, (const Token*)value_new, n};
-    const int64_t tasks = many * heads, wanted = threads > 1 ? (3 * threads + tasks - 1) / tasks : 1;
+    const int64_t tasks = samples * heads, wanted = threads > 1 ? (3 * threads + tasks - 1) / tasks : 1;
     const int64_t parts = std::max<int64_t>(1, std::min(wanted, packed / 8));
     const Token *cos = (const Token*)all_cos, *sin = (const Token*)all_sin;
-    std::vector<InPage> in_pages;
-    for (int64_t b = 0; b < many; b++)
-        in_pages.emplace_back(cos + b * rows * row, sin + b * rows * row, row, centered ? pairs : 0);
-    std::vector<Found> found(many * heads * parts);
+    std::vector<RelativeRotations> relative_rotations;
+    for (int64_t b = 0; b < samples; b++)
+        relative_rotations.emplace_back(cos + b * rows * row, sin + b * rows * row, row, centered ? pairs : 0);
+    std::vector<PartResult> found(samples * heads * parts);
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
-    for (int64_t i = 0; i < many * heads * parts; i++) {
+    for (int64_t i = 0; i < samples * heads * parts; i++) {
         const int64_t h = i / parts, part = i % parts, b = h / heads;
-        const auto mine = of_keys.of(h, heads);
+        const auto key_side = of_keys.of(h, heads);
         const keys::Layout layout = of_keys.layout(h, heads);
         float mean[HEAD];
         if (centered) to_floats<HEAD>((const Scale*)center + (fitted ? h : h % heads) * HEAD, mean);
-        const keys::Turns<Token> turns = {
+        const keys::PageRope<Token> rope = {
             cos + (b * rows + PAGE) * row, sin + (b * rows + PAGE) * row, row, (int)pairs, (int)interleaved,
-            in_pages[b].cos, in_pages[b].sin};
-        const keys::Head head(mine.basis, mine.fields, table + keys::GAINS, layout);
-        keys::Scorer<Token> scorer(head, turns, centered ? mean : nullptr);
+            relative_rotations[b].cos, relative_rotations[b].sin};
+        const keys::Head head(key_side.basis, key_side.fields, table + keys::GAINS, layout);
+        keys::Scorer<Token> scorer(head, rope, centered ? mean : nullptr);
         Part own((const Token*)q + h * QUERIES * HEAD, scale);
         const auto score = [&](int64_t begin, int64_t end, float* scores, int64_t apart) {
-            scorer(own.q, mine.pages, mine.room, begin, end, table, scores, apart);
+            scorer(own.q, key_side.pages, key_side.room, begin, end, table, scores, apart);
         };
         const values::Layout of_value = of_values.layout(h, heads);
         own.add_pages(of_values.of(h, heads), of_value, part * packed / parts, (part + 1) * packed / parts, table, score);
-        if (part + 1 == parts) own.add_others({rings, h}, packed, n + present);
+        if (part + 1 == parts) own.add_exact_tokens({rings, h}, packed, n + present);
         found[i].keep(own);
     }
-    for (int64_t h = 0; h < many * heads; h++) {
-        const auto mine = of_values.of(h, heads);
+    for (int64_t h = 0; h < samples * heads; h++) {
+        const auto value_side = of_values.of(h, heads);
         values::Total total;
         float sums[QUERIES * HEAD] = {}, all[QUERIES] = {};
         for (int r = 0; r < QUERIES; r++) {
             float high = -INFINITY;
-            for (int64_t part = 0; part < parts; part++) high = std::max(high, found[h * parts + part].most[r]);
+            for (int64_t part = 0; part < parts; part++) high = std::max(high, found[h * parts + part].peak[r]);
             for (int64_t part = 0; part < parts; part++) {
-                const Found& own = found[h * parts + part];
-                const float less = std::exp2(own.most[r] - high);
-                all[r] += own.sum[r] * less;
-                total.add(own.total, r, less);
-                for (int i = r * HEAD; i < (r + 1) * HEAD; i++) sums[i] += own.out[i] * less;
+                const PartResult& own = found[h * parts + part];
+                const float rescale = std::exp2(own.peak[r] - high);
+                all[r] += own.sum[r] * rescale;
+                total.add(own.total, r, rescale);
+                for (int i = r * HEAD; i < (r + 1) * HEAD; i++) sums[i] += own.out[i] * rescale;
             }
         }
-        total.put(mine.basis, mine.fields, table, sums);
+        total.put(value_side.basis, value_side.fields, table, sums);
         for (int i = 0; i < QUERIES * HEAD; i++)
             round_to(((Token*)out)[h * QUERIES * HEAD + i], sums[i] / all[i / HEAD]);
     }

@@ -2,11 +2,11 @@
 
 namespace {
 
-constexpr int PAGES = 4;  // pages whose queries are rotated together
+constexpr int PREPARED_PAGES = 4;  // pages whose queries are rotated together
 constexpr int ROWS = QUERIES % 2 ? 4 : 8;  // queries per product with the basis
-constexpr int BEFORE = padded(PAGE / 2);  // tokens before the middle of a page, padded
-constexpr int SLOTS = 16, OF_WORD = SLOTS / LANES;  // tokens per four-byte word, and vectors of them
-constexpr int WAYS = LANES > 8 ? 2 : 1;  // independent sums, to hide latency
+constexpr int BEFORE_MIDDLE = padded(PAGE / 2);  // tokens before the middle of a page, padded
+constexpr int SLOTS = 16, VECTORS_PER_WORD = SLOTS / LANES;  // tokens per four-byte word, and vectors of them
+constexpr int ACCUMULATORS = LANES > 8 ? 2 : 1;  // independent sums, to hide latency
 
 // Positions of the tokens of a rank: in the rank (slot), and in the words of a field (bit positions pair and single). A
 // word has all tokens of up to four rows of pairs.
@@ -55,7 +55,7 @@ struct Head {
     Layout layout;
 
     template <typename Basis>
-    Head(const Basis* basis, const Fields* fields, const float* worth, const Layout& layout) : layout(layout) {
+    Head(const Basis* basis, const Fields* fields, const float* weights, const Layout& layout) : layout(layout) {
         for (int block = 0; block < HEAD; block += BLOCK) {
             const Basis* own = basis + block * BLOCK;
             float* to = columns + block * BLOCK;
@@ -71,9 +71,9 @@ struct Head {
                 for (int i = 0; i < BLOCK * BLOCK; i++) to[i % BLOCK * BLOCK + i / BLOCK] = number(own[i]);
             }
         }
-        each_field(fields, [&](int field, int of, int kind, float, int) {
+        for_each_field(fields, [&](int field, int of, int kind, float, int) {
             coordinate[field] = of;
-            weight[field] = worth[kind];
+            weight[field] = weights[kind];
         });
     }
 
@@ -95,20 +95,20 @@ struct Head {
     template <int COUNT, int BITS>
     void add(
         const int32_t* words, int first, int count, const int32_t* shifts, const float* steps,
-        Floats (&total)[WAYS][OF_WORD][COUNT]
+        Floats (&total)[ACCUMULATORS][VECTORS_PER_WORD][COUNT]
     ) const {
-        Ints shift[OF_WORD];
+        Ints shift[VECTORS_PER_WORD];
         std::memcpy(shift, shifts, sizeof(shift));
 #if LANES == 16
         asm("" : "+v"(shift[0]));  // keep it in a register: loads are the bottleneck
 #endif
-        for (int f = 0; f < count; f += WAYS)
-            UNROLLED for (int way = 0; way < WAYS; way++) {
-                const int at = first + f + way;
-                const float* worth = steps + coordinate[at];
-                UNROLLED for (int v = 0; v < OF_WORD; v++) {
-                    const Floats field = about_0<BITS>(words[f + way] >> shift[v]) * weight[at];
-                    UNROLLED for (int r = 0; r < COUNT; r++) total[way][v][r] += field * worth[r * HEAD];
+        for (int f = 0; f < count; f += ACCUMULATORS)
+            UNROLLED for (int accumulator = 0; accumulator < ACCUMULATORS; accumulator++) {
+                const int at = first + f + accumulator;
+                const float* step = steps + coordinate[at];
+                UNROLLED for (int v = 0; v < VECTORS_PER_WORD; v++) {
+                    const Floats field = centered<BITS>(words[f + accumulator] >> shift[v]) * weight[at];
+                    UNROLLED for (int r = 0; r < COUNT; r++) total[accumulator][v][r] += field * step[r * HEAD];
                 }
             }
     }
@@ -117,26 +117,29 @@ struct Head {
     template <int RANK, int COUNT>
     void scores(const uint8_t* page, int word, const float* steps, const float* gains, float* found) const {
         constexpr Rank own = RANKS[RANK];
-        const Place& there = layout[RANK];
-        const Words<RANK>& at_word = WORDS<RANK>;
-        constexpr int HELD = Words<RANK>::rows();
-        int32_t words[own.end_field() - own.first_field], *behind = words + padded(own.pairs);
-        to_words<HELD>(page + there.pairs_at, word * HELD, own.quarter(), there.pairs_row, there.pairs, words);
-        to_words<HELD>(page + there.singles_at, word * HELD, own.eighth(), there.singles_row, there.singles, behind);
-        Floats total[WAYS][OF_WORD][COUNT] = {};
-        add<COUNT, 2>(words, own.first_field, there.pairs, at_word.pair[word], steps, total);
-        add<COUNT, 1>(behind, own.of_singles(), there.singles, at_word.single[word], steps, total);
+        const Place& place = layout[RANK];
+        const Words<RANK>& positions = WORDS<RANK>;
+        constexpr int ROWS_PER_WORD = Words<RANK>::rows();
+        int32_t words[own.end_field() - own.first_field], *single_words = words + padded(own.pairs);
+        const int first = word * ROWS_PER_WORD;
+        to_words<ROWS_PER_WORD>(page + place.pairs_at, first, own.quarter(), place.pairs_row, place.pairs, words);
+        to_words<ROWS_PER_WORD>(
+            page + place.singles_at, first, own.eighth(), place.singles_row, place.singles, single_words
+        );
+        Floats total[ACCUMULATORS][VECTORS_PER_WORD][COUNT] = {};
+        add<COUNT, 2>(words, own.first_field, place.pairs, positions.pair[word], steps, total);
+        add<COUNT, 1>(single_words, own.of_singles(), place.singles, positions.single[word], steps, total);
         for (int r = 0; r < COUNT; r++)
-            UNROLLED for (int v = 0; v < OF_WORD; v++) {
+            UNROLLED for (int v = 0; v < VECTORS_PER_WORD; v++) {
                 Floats x = total[0][v][r];
-                if (WAYS > 1) x += total[WAYS - 1][v][r];
+                if (ACCUMULATORS > 1) x += total[ACCUMULATORS - 1][v][r];
                 if constexpr (own.tokens == SLOTS) {
                     store(found + r * PAGE + v * LANES, x * load<Floats>(gains + v * LANES));
                 } else {
                     float each[LANES];
                     store(each, x);
                     for (int i = 0; i < LANES; i++) {
-                        const int t = at_word.slot[word][v * LANES + i];
+                        const int t = positions.slot[word][v * LANES + i];
                         found[r * PAGE + t] = each[i] * gains[t];
                     }
                 }
@@ -147,7 +150,7 @@ struct Head {
 // Calls act(kind, first, second, i) for rotary pairs from i on, LANES pairs at a time if their channels are adjacent,
 // otherwise one by one. The channels of pair i are i * STRIDE and i * STRIDE + apart.
 template <int STRIDE, typename Do>
-inline void each_pair(int pairs, int apart, Do act) {
+inline void for_each_pair(int pairs, int apart, Do act) {
     int i = 0;
     if constexpr (STRIDE == 1)
         for (; i + LANES <= pairs; i += LANES) act(Floats{}, i, i + apart, i);
@@ -157,9 +160,9 @@ inline void each_pair(int pairs, int apart, Do act) {
 inline Floats as(Floats, const float* from) { return load<Floats>(from); }
 inline float as(float, const float* from) { return *from; }
 template <typename Table>
-inline Floats turned_by(Floats, const Table* from) { return read(from); }
+inline Floats read_as(Floats, const Table* from) { return read(from); }
 template <typename Table>
-inline float turned_by(float, const Table* from) { return number(*from); }
+inline float read_as(float, const Table* from) { return number(*from); }
 inline void put(float* to, Floats x) { store(to, x); }
 inline void put(float* to, float x) { *to = x; }
 inline void add_to(Floats& sum, float&, Floats x) { sum += x; }
@@ -176,7 +179,7 @@ inline Floats backwards(Floats x, std::index_sequence<LANE...>) {
 inline Floats backwards(Floats x) { return backwards(x, std::make_index_sequence<LANES>()); }
 
 // Scores of ROWS queries with the mean of the keys, rotated for each token of a page. The rotations after the middle
-// mirror those before it. cos, sin: [pairs, BEFORE], the rotations of the tokens before the middle.
+// mirror those before it. cos, sin: [pairs, BEFORE_MIDDLE], the rotations of the tokens before the middle.
 template <int STRIDE>
 inline void mean_scores(
     const float* q, const float* mean, const float* cos, const float* sin, int pairs, int apart, float* found
@@ -186,7 +189,7 @@ inline void mean_scores(
         const float* own = q + r * HEAD;
         Floats all = {};
         float others = rest[r] = dot(own + 2 * pairs, mean + 2 * pairs, HEAD - 2 * pairs);
-        each_pair<STRIDE>(pairs, apart, [&](auto kind, int first, int second, int i) {
+        for_each_pair<STRIDE>(pairs, apart, [&](auto kind, int first, int second, int i) {
             const auto a = as(kind, own + first), b = as(kind, own + second);
             const auto mean_a = as(kind, mean + first), mean_b = as(kind, mean + second);
             const auto both = a * mean_a + b * mean_b;
@@ -196,22 +199,22 @@ inline void mean_scores(
         });
         found[r * PAGE + PAGE / 2] = total(all) + others;
     }
-    for (int t = 0; t < BEFORE; t += LANES) {
+    for (int t = 0; t < BEFORE_MIDDLE; t += LANES) {
         Floats even[ROWS] = {}, odd[ROWS] = {};
         for (int i = 0; i < pairs; i++) {
-            const Floats c = load<Floats>(cos + i * BEFORE + t), s = load<Floats>(sin + i * BEFORE + t);
+            const Floats c = load<Floats>(cos + i * BEFORE_MIDDLE + t), s = load<Floats>(sin + i * BEFORE_MIDDLE + t);
             UNROLLED for (int r = 0; r < ROWS; r++) even[r] += along[r][i] * c, odd[r] += across[r][i] * s;
         }
         for (int r = 0; r < ROWS; r++) {
             float* own = found + r * PAGE;
-            const Floats before = even[r] + odd[r] + rest[r], behind = even[r] - odd[r] + rest[r];
+            const Floats before = even[r] + odd[r] + rest[r], after = even[r] - odd[r] + rest[r];
             if constexpr (PAGE / 2 % LANES == 0) {
                 store(own + t, before);
-                store(own + PAGE - t - (LANES - 1), backwards(behind));  // one too many: the next query's, or padding
+                store(own + PAGE - t - (LANES - 1), backwards(after));  // one too many: the next query's, or padding
             } else {
                 const int count = std::min(LANES, PAGE / 2 - t);
                 for (int i = 0; i < count; i++) own[t + i] = before[i];
-                for (int i = !t; i < count; i++) own[PAGE - t - i] = behind[i];
+                for (int i = !t; i < count; i++) own[PAGE - t - i] = after[i];
             }
         }
     }
@@ -219,10 +222,10 @@ inline void mean_scores(
 
 // Rotates a query back by the tables of a page's middle token.
 template <int STRIDE, typename Table>
-inline void turn_back(const float* q, const Table* cos, const Table* sin, int pairs, int apart, float* out) {
-    each_pair<STRIDE>(pairs, apart, [&](auto kind, int first, int second, int i) {
+inline void rotate_back(const float* q, const Table* cos, const Table* sin, int pairs, int apart, float* out) {
+    for_each_pair<STRIDE>(pairs, apart, [&](auto kind, int first, int second, int i) {
         const auto a = as(kind, q + first), b = as(kind, q + second);
-        const auto c = turned_by(kind, cos + i), s = turned_by(kind, sin + i);
+        const auto c = read_as(kind, cos + i), s = read_as(kind, sin + i);
         put(out + first, a * c + b * s);
         put(out + second, b * c - a * s);
     });
@@ -230,13 +233,14 @@ inline void turn_back(const float* q, const Table* cos, const Table* sin, int pa
 }
 
 // The rotations of page-relative RoPE; pairs = 0 means none. cos, sin: [pages, row], the rotations of the middle tokens
-// of pages. own_cos, own_sin: [pairs, BEFORE], the rotations of the tokens before the middle, relative to it.
+// of pages. relative_cos, relative_sin: [pairs, BEFORE_MIDDLE], the rotations of the tokens before the middle, relative
+// to it.
 template <typename Table>
-struct Turns {
+struct PageRope {
     const Table *cos, *sin;
     int64_t row;
     int pairs, interleaved;
-    const float *own_cos, *own_sin;
+    const float *relative_cos, *relative_sin;
 };
 
 // Computes scores with consecutive pages of a head. mean: the mean that was subtracted from keys before rotary
@@ -244,28 +248,29 @@ struct Turns {
 template <typename Table>
 struct Scorer {
     const Head& head;
-    const Turns<Table>& turns;
+    const PageRope<Table>& rope;
     const float* mean;
-    float turned[PAGES * QUERIES * HEAD], steps[PAGES * QUERIES * HEAD];
-    float of_mean[PAGES * QUERIES * PAGE + LANES] = {};
+    float rotated[PREPARED_PAGES * QUERIES * HEAD], steps[PREPARED_PAGES * QUERIES * HEAD];
+    float scores_of_mean[PREPARED_PAGES * QUERIES * PAGE + LANES] = {};
     float gains[PAGE + LANES] = {}, by_slot[QUERIES * PAGE + LANES];
     int32_t slots[PAGE + LANES] = {};
 
-    Scorer(const Head& head, const Turns<Table>& turns, const float* mean) : head(head), turns(turns), mean(mean) {}
+    Scorer(const Head& head, const PageRope<Table>& rope, const float* mean) : head(head), rope(rope), mean(mean) {}
 
-    // Computes steps, and the scores with the mean, for up to PAGES pages from n on; pages end at end.
-    void look_ahead(const float* q, int64_t n, int64_t end) {
-        const auto turn = turns.interleaved ? turn_back<2, Table> : turn_back<1, Table>;
-        const auto with_mean = turns.interleaved ? mean_scores<2> : mean_scores<1>;
-        const int apart = turns.interleaved ? 1 : turns.pairs;
-        for (int i = 0; i < PAGES * QUERIES; i++) {
-            const int64_t at = std::min(n + i / QUERIES, end - 1) * turns.row;
-            turn(q + i % QUERIES * HEAD, turns.cos + at, turns.sin + at, turns.pairs, apart, turned + i * HEAD);
+    // Computes steps, and the scores with the mean, for up to PREPARED_PAGES pages from n on; pages end at end.
+    void prepare_queries(const float* q, int64_t n, int64_t end) {
+        const auto turn = rope.interleaved ? rotate_back<2, Table> : rotate_back<1, Table>;
+        const auto with_mean = rope.interleaved ? mean_scores<2> : mean_scores<1>;
+        const int apart = rope.interleaved ? 1 : rope.pairs;
+        for (int i = 0; i < PREPARED_PAGES * QUERIES; i++) {
+            const int64_t at = std::min(n + i / QUERIES, end - 1) * rope.row;
+            turn(q + i % QUERIES * HEAD, rope.cos + at, rope.sin + at, rope.pairs, apart, rotated + i * HEAD);
         }
-        for (int i = 0; i < PAGES * QUERIES; i += ROWS) {
-            const float* mine = turned + i * HEAD;
-            head.steps(mine, steps + i * HEAD);
-            if (mean) with_mean(mine, mean, turns.own_cos, turns.own_sin, turns.pairs, apart, of_mean + i * PAGE);
+        for (int i = 0; i < PREPARED_PAGES * QUERIES; i += ROWS) {
+            const float* query = rotated + i * HEAD;
+            float* of_mean = scores_of_mean + i * PAGE;
+            head.steps(query, steps + i * HEAD);
+            if (mean) with_mean(query, mean, rope.relative_cos, rope.relative_sin, rope.pairs, apart, of_mean);
         }
     }
 
@@ -276,25 +281,25 @@ struct Scorer {
         float* found, int64_t apart
     ) {
         for (int64_t n = begin; n < end; n++, found += PAGE) {
-            const int ahead = turns.pairs ? (n - begin) % PAGES : 0;
-            if (turns.pairs ? !ahead : n == begin) look_ahead(q, n, end);
+            const int prepared = rope.pairs ? (n - begin) % PREPARED_PAGES : 0;
+            if (rope.pairs ? !prepared : n == begin) prepare_queries(q, n, end);
             const Page page(pages, head.layout, n, room);
             find_gains(page.bytes, head.layout, table, gains);
             find_slots(page.bytes, head.layout, slots);
-            each_queries([&](auto several, int r) {
-                const float* mine = steps + (ahead * QUERIES + r) * HEAD;
-                each_rank([&](auto rank) {
+            for_each_run_of_queries([&](auto several, int r) {
+                const float* query_steps = steps + (prepared * QUERIES + r) * HEAD;
+                for_each_rank([&](auto rank) {
                     for (int word = 0; word < Words<rank.value>::COUNT; word++)
                         head.template scores<rank.value, several.value>(
-                            page.bytes, word, mine, gains + first_token(rank),
+                            page.bytes, word, query_steps, gains + first_token(rank),
                             by_slot + r * PAGE + first_token(rank)
                         );
                 });
             });
             for (int r = 0; r < QUERIES; r++) {
-                const float* mine = of_mean + (ahead * QUERIES + r) * PAGE;
+                const float* of_mean = scores_of_mean + (prepared * QUERIES + r) * PAGE;
                 for (int t = 0; t < PAGE; t += LANES) {
-                    const Floats x = picked<PAGE>(by_slot + r * PAGE, slots + t) + load<Floats>(mine + t);
+                    const Floats x = permuted<PAGE>(by_slot + r * PAGE, slots + t) + load<Floats>(of_mean + t);
                     std::memcpy(found + r * apart + t, &x, std::min(LANES, PAGE - t) * sizeof(float));
                 }
             }

@@ -2,34 +2,36 @@
 
 namespace {
 
-// Adds LANES * MANY fields of BITS bits, each times the weight of its token, to total[query * FIELDS + field].
+// Adds LANES * VECTORS fields of BITS bits, each times the weight of its token, to total[query * FIELDS + field].
 // row_bytes: bytes per row.
-template <int BITS, int COUNT, int MANY>
+template <int BITS, int COUNT, int VECTORS>
 inline void add_fields(const uint8_t* bytes, int rows, int row_bytes, const float* weights, float* total) {
     constexpr int PLANES = 8 / BITS, ONES = (1 << BITS) - 1;
-    Floats sum[COUNT][MANY];
+    Floats sum[COUNT][VECTORS];
     for (int r = 0; r < COUNT; r++)
-        for (int v = 0; v < MANY; v++) sum[r][v] = load<Floats>(total + r * FIELDS + v * LANES);
+        for (int v = 0; v < VECTORS; v++) sum[r][v] = load<Floats>(total + r * FIELDS + v * LANES);
     for (int row = 0; row < rows; row++) {
-        Ints some[MANY];
-        UNROLLED for (int v = 0; v < MANY; v++) some[v] = widened(bytes + row * row_bytes + v * LANES);
+        Ints loaded[VECTORS];
+        UNROLLED for (int v = 0; v < VECTORS; v++) loaded[v] = widened(bytes + row * row_bytes + v * LANES);
         UNROLLED for (int plane = 0; plane < PLANES; plane++)
-            UNROLLED for (int v = 0; v < MANY; v++) {
-                const Floats field = numbers(some[v] & ONES << BITS * plane);
+            UNROLLED for (int v = 0; v < VECTORS; v++) {
+                const Floats field = numbers(loaded[v] & ONES << BITS * plane);
                 UNROLLED for (int r = 0; r < COUNT; r++) sum[r][v] += field * weights[r * PAGE + plane * rows + row];
             }
     }
     for (int r = 0; r < COUNT; r++)
-        for (int v = 0; v < MANY; v++) store(total + r * FIELDS + v * LANES, sum[r][v]);
+        for (int v = 0; v < VECTORS; v++) store(total + r * FIELDS + v * LANES, sum[r][v]);
 }
 
-// add_fields for all fields of a kind. weights: those of COUNT queries by slot, PAGE apart. LEFT: vectors of fields.
-template <int BITS, int COUNT, int LEFT>
+// add_fields for all fields of a kind. weights: those of COUNT queries by slot, PAGE apart. REMAINING: vectors of
+// fields.
+template <int BITS, int COUNT, int REMAINING>
 inline void add_kind(const uint8_t* bytes, int rows, int row_bytes, const float* weights, float* total) {
-    if constexpr (LEFT > 0) {  // as many at a time as fit into registers
-        constexpr int MANY = LEFT == 4 ? 2 : std::min(LEFT, 3);
-        add_fields<BITS, COUNT, MANY>(bytes, rows, row_bytes, weights, total);
-        add_kind<BITS, COUNT, LEFT - MANY>(bytes + MANY * LANES, rows, row_bytes, weights, total + MANY * LANES);
+    if constexpr (REMAINING > 0) {  // as many at a time as fit into registers
+        constexpr int VECTORS = REMAINING == 4 ? 2 : std::min(REMAINING, 3);
+        add_fields<BITS, COUNT, VECTORS>(bytes, rows, row_bytes, weights, total);
+        constexpr int DONE = VECTORS * LANES;
+        add_kind<BITS, COUNT, REMAINING - VECTORS>(bytes + DONE, rows, row_bytes, weights, total + DONE);
     }
 }
 
@@ -49,7 +51,7 @@ struct Units {
     float pair[PAGE + LANES] = {}, single[PAGE + LANES] = {};
 
     Units() {
-        each_rank([&](auto rank) {
+        for_each_rank([&](auto rank) {
             constexpr Rank own = RANKS[rank.value];
             for (int t = 0; t < own.tokens; t++) {
                 pair[first_token(rank) + t] = 1.0f / (1 << t / own.quarter() * 2);
@@ -79,15 +81,15 @@ struct Total {
         }
     }
 
-    // Multiplies the sums of query r by less.
-    void scale(int r, float less) {
-        for (float* own = fields + r * FIELDS; own < fields + (r + 1) * FIELDS; own++) *own *= less;
-        for (float* own = weights + r * PAGE; own < weights + (r + 1) * PAGE; own++) *own *= less;
+    // Multiplies the sums of query r by rescale.
+    void scale(int r, float rescale) {
+        for (float* own = fields + r * FIELDS; own < fields + (r + 1) * FIELDS; own++) *own *= rescale;
+        for (float* own = weights + r * PAGE; own < weights + (r + 1) * PAGE; own++) *own *= rescale;
     }
 
-    void add(const Total& other, int r, float less) {
-        for (int i = r * FIELDS; i < (r + 1) * FIELDS; i++) fields[i] += other.fields[i] * less;
-        for (int i = r * PAGE; i < (r + 1) * PAGE; i++) weights[i] += other.weights[i] * less;
+    void add(const Total& other, int r, float rescale) {
+        for (int i = r * FIELDS; i < (r + 1) * FIELDS; i++) fields[i] += other.fields[i] * rescale;
+        for (int i = r * PAGE; i < (r + 1) * PAGE; i++) weights[i] += other.weights[i] * rescale;
     }
 
     // Converts the sums to channels and adds them to found [QUERIES, HEAD].
@@ -99,10 +101,10 @@ struct Total {
                 const float* own = weights + r * PAGE + first_token(rank);
                 all[r][rank] = std::accumulate(own, own + RANKS[rank].tokens, 0.0f);
             }
-        each_field(fields_of, [&](int field, int coordinate, int kind, float zero, int rank) {
-            const float worth = table[GAINS + kind];
+        for_each_field(fields_of, [&](int field, int coordinate, int kind, float zero, int rank) {
+            const float weight = table[GAINS + kind];
             UNROLLED for (int r = 0; r < QUERIES; r++)
-                coordinates[r][coordinate] += worth * (fields[r * FIELDS + field] - zero * all[r][rank]);
+                coordinates[r][coordinate] += weight * (fields[r * FIELDS + field] - zero * all[r][rank]);
         });
         constexpr int VECTORS = BLOCK / LANES;
         for (int block = 0; block < HEAD; block += BLOCK) {
@@ -133,27 +135,27 @@ struct Total {
         for (int r = 0; r < QUERIES; r++)
             for (int t = 0; t < PAGE; t += LANES) {
                 const int at = r * PAGE + t;
-                const Floats own = picked<PAGE>(of_tokens + r * apart, order + t) * load<Floats>(gains + t);
+                const Floats own = permuted<PAGE>(of_tokens + r * apart, order + t) * load<Floats>(gains + t);
                 store(weights + at, load<Floats>(weights + at) + own);
                 store(of_pairs + at, own * load<Floats>(UNITS.pair + t));
                 store(of_singles + at, own * load<Floats>(UNITS.single + t));
             }
-        each_queries([&](auto several, int r) {
-            each_rank([&](auto rank) {
+        for_each_run_of_queries([&](auto several, int r) {
+            for_each_rank([&](auto rank) {
                 constexpr Rank own = RANKS[rank.value];
                 constexpr int COUNT = several.value, FIRST = own.first_field, BEHIND = own.of_singles();
                 const int first = r * PAGE + first_token(rank);
                 float* found = fields + r * FIELDS;
-                const Place& there = layout[rank.value];
-                const uint8_t *pairs = page + there.pairs_at, *singles = page + there.singles_at;
+                const Place& place = layout[rank.value];
+                const uint8_t *pairs = page + place.pairs_at, *singles = page + place.singles_at;
                 const float *of_2 = of_pairs + first, *of_1 = of_singles + first;
 #if SHARED
-                add_some<2, COUNT>(pairs, own.quarter(), there.pairs_row, there.pairs, of_2, found + FIRST);
-                add_some<1, COUNT>(singles, own.eighth(), there.singles_row, there.singles, of_1, found + BEHIND);
+                add_some<2, COUNT>(pairs, own.quarter(), place.pairs_row, place.pairs, of_2, found + FIRST);
+                add_some<1, COUNT>(singles, own.eighth(), place.singles_row, place.singles, of_1, found + BEHIND);
 #else
                 constexpr int PAIRS = (BEHIND - FIRST) / LANES, SINGLES = (own.end_field() - BEHIND) / LANES;
-                add_kind<2, COUNT, PAIRS>(pairs, own.quarter(), there.pairs_row, of_2, found + FIRST);
-                add_kind<1, COUNT, SINGLES>(singles, own.eighth(), there.singles_row, of_1, found + BEHIND);
+                add_kind<2, COUNT, PAIRS>(pairs, own.quarter(), place.pairs_row, of_2, found + FIRST);
+                add_kind<1, COUNT, SINGLES>(singles, own.eighth(), place.singles_row, of_1, found + BEHIND);
 #endif
             });
         });

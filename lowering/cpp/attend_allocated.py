@@ -68,7 +68,7 @@ def _shared_defines(spec: CodecSpec, head_dim: int) -> dict[str, int]:
     pairs, singles = PAIRS * head_dim, head_dim
     return dict(
         PAGE_BYTES=0, NUM_FIELDS=Shares.of(spec).ranks * head_dim, RANKED=int(Shares.of(spec).ranked), SHARED=1,
-        RICH_PAIRS=pairs, RICH_SINGLES=singles, POOR_PAIRS=pairs, POOR_SINGLES=singles,
+        HIGH_PAIRS=pairs, HIGH_SINGLES=singles, LOW_PAIRS=pairs, LOW_SINGLES=singles,
     )  # fmt: skip
 
 

@@ -29,8 +29,8 @@ struct Samples {
 extern "C" void kernel(
     const uint8_t* q, uint8_t* out, const uint8_t* key_codes, const uint8_t* key_scales, const uint8_t* key_zeros,
     const uint8_t* value_codes, const uint8_t* value_scales, const uint8_t* value_zeros, const uint8_t* key_ring,
-    const uint8_t* value_ring, const uint8_t* key_new, const uint8_t* value_new, int64_t many, int64_t heads, int64_t n,
-    int64_t present, int64_t packed, int64_t half, int64_t key_codes_room, int64_t key_scales_room,
+    const uint8_t* value_ring, const uint8_t* key_new, const uint8_t* value_new, int64_t samples, int64_t heads,
+    int64_t n, int64_t present, int64_t packed, int64_t key_pages, int64_t key_codes_room, int64_t key_scales_room,
     int64_t key_zeros_room, int64_t value_codes_room, int64_t value_scales_room, int64_t value_zeros_room,
     int64_t threads, float scale
 ) {
@@ -43,9 +43,9 @@ extern "C" void kernel(
     };
     const Rings rings = {
         (const Token*)key_ring, (const Token*)value_ring, (const Token*)key_new, (const Token*)value_new, n};
-    const std::vector<int64_t> totals(many, n + present), of_both(many, packed), of_keys(many, half);
+    const std::vector<int64_t> totals(samples, n + present), of_both(samples, packed), of_keys(samples, key_pages);
     attend_all(
-        (const Token*)q, scale, (Token*)out, totals.data(), of_both.data(), of_keys.data(), many, heads,
+        (const Token*)q, scale, (Token*)out, totals.data(), of_both.data(), of_keys.data(), samples, heads,
         Samples{pools, rings, heads}, threads
     );
 }

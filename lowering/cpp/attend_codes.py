@@ -59,13 +59,13 @@ def attend(call: AttendCall[Pack]) -> Tensor:
     q, key, value, n, k_new, v_new = call[:6]
     k_spec, v_spec = call.specs
     (batch, q_heads, _, head_dim), (_, heads, present, _), dtype = q.shape, k_new.shape, key.ring.dtype
-    half, packed = (spec.retention.pages(n) for spec in (k_spec, v_spec))
-    rooms = [capacity(pool, pages) for pack, pages in ((key, half), (value, packed)) for pool in pack.pools]
+    key_pages, packed = (spec.retention.pages(n) for spec in (k_spec, v_spec))
+    rooms = [capacity(pool, pages) for pack, pages in ((key, key_pages), (value, packed)) for pool in pack.pools]
     pools = [pool.contiguous() for pack in (key, value) for pool in pack.pools]
     q, *exact = (as_tokens(x, dtype) for x in (q, key.ring, value.ring, k_new, v_new))
     out = torch.empty_like(q)
     _kernel(k_spec.stored_as, v_spec.stored_as, head_dim, q_heads // heads, dtype)(
-        q, out, *pools, *exact, batch, heads, n, present, packed, half, *rooms, torch.get_num_threads(), call.scale
+        q, out, *pools, *exact, batch, heads, n, present, packed, key_pages, *rooms, torch.get_num_threads(), call.scale
     )
     return out
 

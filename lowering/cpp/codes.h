@@ -4,10 +4,10 @@
 //
 // A part of the context of a KV head is processed in pieces of at most one page: scores, then weights, then values. A
 // Context knows where the data is: pool(which, page) returns the codes, scales and zero points of a page of keys (which
-// = 0, 1, 2) and of values (3, 4, 5). In addition it has the functions that Attended::add_all_exact needs.
+// = 0, 1, 2) and of values (3, 4, 5). In addition it has the functions that RunningSoftmax::add_all_exact needs.
 namespace {
 
-constexpr int VECTORS = HEAD / LANES, GROUPS = HEAD / GROUP, AT_ONCE = 16;  // pages of a part
+constexpr int VECTORS = HEAD / LANES, GROUPS = HEAD / GROUP, PAGES_PER_PART = 16;
 
 // The weight of the codes of each token. Codes are masked but not shifted.
 template <int BITS>
@@ -18,30 +18,30 @@ struct Units {
     }
 };
 
-struct Part : Attended {
+struct Part : RunningSoftmax {
     float scores[QUERIES * PAGE];
 
-    using Attended::Attended;
+    using RunningSoftmax::RunningSoftmax;
 
     void score_page(const uint8_t* codes, const Scale* scales, const Scale* zeros) {
         constexpr int PLANES = 8 / KEY_BITS, ROWS = PAGE / PLANES, ONES = (1 << KEY_BITS) - 1;
         static constexpr Units<KEY_BITS> units;
-        Floats turned[QUERIES][VECTORS], zero[QUERIES] = {};
+        Floats scaled_query[QUERIES][VECTORS], zero[QUERIES] = {};
         for (int v = 0; v < VECTORS; v++) {
-            const Floats scale = read(scales + v * LANES), least = read(zeros + v * LANES);
+            const Floats scale = read(scales + v * LANES), zero_point = read(zeros + v * LANES);
             for (int r = 0; r < QUERIES; r++) {
                 const Floats own = load<Floats>(q + r * HEAD + v * LANES);
-                turned[r][v] = own * scale;
-                zero[r] += own * least;
+                scaled_query[r][v] = own * scale;
+                zero[r] += own * zero_point;
             }
         }
         for (int row = 0; row < ROWS; row++) {
             Floats found[PLANES][QUERIES] = {};
             UNROLLED for (int v = 0; v < VECTORS; v++) {
-                const Ints some = widened(codes + row * HEAD + v * LANES);
+                const Ints loaded = widened(codes + row * HEAD + v * LANES);
                 UNROLLED for (int plane = 0; plane < PLANES; plane++) {
-                    const Floats field = numbers(some & ONES << KEY_BITS * plane);
-                    UNROLLED for (int r = 0; r < QUERIES; r++) found[plane][r] += field * turned[r][v];
+                    const Floats field = numbers(loaded & ONES << KEY_BITS * plane);
+                    UNROLLED for (int r = 0; r < QUERIES; r++) found[plane][r] += field * scaled_query[r][v];
                 }
             }
             UNROLLED for (int plane = 0; plane < PLANES; plane++)
@@ -63,15 +63,15 @@ struct Part : Attended {
             store(all_zeros + i, read(zeros + i));
         }
         for (int g = 0; g < GROUPS; g++) {
-            float scale[PAGE], least[PAGE];
+            float scale[PAGE], zero_point[PAGE];
             for (int t = 0; t < PAGE; t++) scale[t] = all_scales[t * GROUPS + g] * units.of[t];
-            for (int t = 0; t < PAGE; t++) least[t] = all_zeros[t * GROUPS + g];
+            for (int t = 0; t < PAGE; t++) zero_point[t] = all_zeros[t * GROUPS + g];
             for (int r = 0; r < QUERIES; r++) {
                 Floats base = {};
                 for (int t = 0; t < PAGE; t += LANES) {
                     const Floats weight = load<Floats>(scores + r * PAGE + t);
                     store(weights[g][r] + t, weight * load<Floats>(scale + t));
-                    base += weight * load<Floats>(least + t);
+                    base += weight * load<Floats>(zero_point + t);
                 }
                 const float more = total(base);
                 float* own = out + r * HEAD + g * GROUP;
@@ -83,9 +83,9 @@ struct Part : Attended {
                 Floats found[QUERIES];
                 UNROLLED for (int r = 0; r < QUERIES; r++) found[r] = load<Floats>(out + r * HEAD + d);
                 for (int row = 0; row < ROWS; row++) {
-                    const Ints some = widened(codes + row * HEAD + d);
+                    const Ints loaded = widened(codes + row * HEAD + d);
                     UNROLLED for (int plane = 0; plane < PLANES; plane++) {
-                        const Floats field = numbers(some & ONES << VALUE_BITS * plane);
+                        const Floats field = numbers(loaded & ONES << VALUE_BITS * plane);
                         const int t = plane * ROWS + row;
                         UNROLLED for (int r = 0; r < QUERIES; r++) found[r] += field * weights[g][r][t];
                     }
@@ -115,57 +115,58 @@ struct Part : Attended {
         }
     }
 
-    // Adds the tokens whose values are exact: pages [packed, half), whose keys are packed, all later tokens, and sinks.
+    // Adds the tokens whose values are exact: pages [packed, key_pages), whose keys are packed, all later tokens, and
+    // sinks.
     template <typename Context>
-    void add_others(const Context& context, int64_t packed, int64_t half, int64_t total) {
-        for (int64_t page = packed; page < half; page++) {
+    void add_exact_tokens(const Context& context, int64_t packed, int64_t key_pages, int64_t total) {
+        for (int64_t page = packed; page < key_pages; page++) {
             score_keys_of(context, page);
             weigh_page();
             add_exact(PAGE, [&](int t) { return context.value(SINKS + page * PAGE + t); }, scores, PAGE);
         }
-        const int64_t first = SINKS + std::max(packed, half) * PAGE;
+        const int64_t first = SINKS + std::max(packed, key_pages) * PAGE;
         add_all_exact(context, first, total, scores, PAGE, [](int, float) {});
     }
 };
 
-// Attention of one query token per sample. q, out: [many, heads * QUERIES, HEAD]. Per sample: total: number of tokens;
-// packed: pages whose values are packed; half: pages whose keys are packed. scale: factor of the scores. contexts(b,
-// head): the Context of a KV head of sample b.
+// Attention of one query token per sample. q, out: [samples, heads * QUERIES, HEAD]. For each sample, total is the number
+// of tokens, packed the number of pages whose values are packed, and key_pages the number of pages whose keys are packed.
+// scale: factor of the scores. contexts(b, head): the Context of a KV head of sample b.
 template <typename Contexts>
 void attend_all(
-    const Token* q, float scale, Token* out, const int64_t* total, const int64_t* packed, const int64_t* half,
-    int64_t many, int64_t heads, const Contexts& contexts, int64_t threads
+    const Token* q, float scale, Token* out, const int64_t* total, const int64_t* packed, const int64_t* key_pages,
+    int64_t samples, int64_t heads, const Contexts& contexts, int64_t threads
 ) {
-    std::vector<int64_t> sample_of, first(many + 1);  // per part; the last one of a sample adds exact tokens
-    for (int64_t b = 0; b < many; b++) {
+    std::vector<int64_t> sample_of, first(samples + 1);  // per part; the last one of a sample adds exact tokens
+    for (int64_t b = 0; b < samples; b++) {
         first[b] = sample_of.size();
-        sample_of.insert(sample_of.end(), packed[b] / AT_ONCE + 1, b);
+        sample_of.insert(sample_of.end(), packed[b] / PAGES_PER_PART + 1, b);
     }
-    first[many] = sample_of.size();
-    const int64_t parts = first[many];
+    first[samples] = sample_of.size();
+    const int64_t parts = first[samples];
     const int64_t rows = parts * heads * QUERIES;
-    std::vector<float> outs(rows * HEAD), most(rows), sum(rows);
+    std::vector<float> outs(rows * HEAD), peak(rows), sum(rows);
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
     for (int64_t i = 0; i < parts * heads; i++) {
-        const int64_t part = i / heads, b = sample_of[part], begin = (part - first[b]) * AT_ONCE;
+        const int64_t part = i / heads, b = sample_of[part], begin = (part - first[b]) * PAGES_PER_PART;
         const auto context = contexts(b, i % heads);
         Part found(q + (b * heads + i % heads) * QUERIES * HEAD, scale);
-        found.add_pages(context, begin, std::min(begin + AT_ONCE, packed[b]));
-        if (part + 1 == first[b + 1]) found.add_others(context, packed[b], half[b], total[b]);
+        found.add_pages(context, begin, std::min(begin + PAGES_PER_PART, packed[b]));
+        if (part + 1 == first[b + 1]) found.add_exact_tokens(context, packed[b], key_pages[b], total[b]);
         std::copy(found.out, found.out + QUERIES * HEAD, outs.data() + i * QUERIES * HEAD);
-        std::copy(found.most, found.most + QUERIES, most.data() + i * QUERIES);
+        std::copy(found.peak, found.peak + QUERIES, peak.data() + i * QUERIES);
         std::copy(found.sum, found.sum + QUERIES, sum.data() + i * QUERIES);
     }
-    for (int64_t b = 0; b < many; b++)
+    for (int64_t b = 0; b < samples; b++)
         for (int64_t row = 0; row < heads * QUERIES; row++) {
             float high = -INFINITY, all = 0, sums[HEAD] = {};
             for (int64_t part = first[b]; part < first[b + 1]; part++)
-                high = std::max(high, most[part * heads * QUERIES + row]);
+                high = std::max(high, peak[part * heads * QUERIES + row]);
             for (int64_t part = first[b]; part < first[b + 1]; part++) {
                 const int64_t at = part * heads * QUERIES + row;
-                const float less = std::exp2(most[at] - high);
-                all += sum[at] * less;
-                for (int d = 0; d < HEAD; d++) sums[d] += outs[at * HEAD + d] * less;
+                const float rescale = std::exp2(peak[at] - high);
+                all += sum[at] * rescale;
+                for (int d = 0; d < HEAD; d++) sums[d] += outs[at * HEAD + d] * rescale;
             }
             Token* own = out + (b * heads * QUERIES + row) * HEAD;
             for (int d = 0; d < HEAD; d++) round_to(own[d], sums[d] / all);

@@ -65,15 +65,15 @@ inline void to_floats(const Stored* from, float* to) {
     for (; i < COUNT; i++) to[i] = number(from[i]);
 }
 
-// Running softmax. Scores are base-2 logarithms, for some tokens at a time; those of query r start at r * apart. They
+// Running softmax. Scores are base-2 logarithms, for several tokens at a time; those of query r start at r * apart. They
 // are converted to weights relative to the largest score so far.
-struct Attended {
-    float q[QUERIES * HEAD], out[QUERIES * HEAD] = {}, most[QUERIES], sum[QUERIES] = {};
+struct RunningSoftmax {
+    float q[QUERIES * HEAD], out[QUERIES * HEAD] = {}, peak[QUERIES], sum[QUERIES] = {};
     Floats products[QUERIES * PAGE];  // per token, before the sum over lanes
 
-    Attended(const Token* from, float scale) {
+    RunningSoftmax(const Token* from, float scale) {
         for (int i = 0; i < QUERIES * HEAD; i++) q[i] = number(from[i]) * (scale / LN_2);
-        std::fill(most, most + QUERIES, -INFINITY);
+        std::fill(peak, peak + QUERIES, -INFINITY);
     }
 
     // key(i): the key of the i-th of count tokens. count is at most PAGE.
@@ -83,8 +83,8 @@ struct Attended {
             const Token* own = key(t);
             Floats found[QUERIES] = {};
             UNROLLED for (int v = 0; v < HEAD; v += LANES) {
-                const Floats some = read(own + v);
-                UNROLLED for (int r = 0; r < QUERIES; r++) found[r] += some * load<Floats>(q + r * HEAD + v);
+                const Floats loaded = read(own + v);
+                UNROLLED for (int r = 0; r < QUERIES; r++) found[r] += loaded * load<Floats>(q + r * HEAD + v);
             }
             UNROLLED for (int r = 0; r < QUERIES; r++) products[r * PAGE + t] = found[r];
         }
@@ -92,20 +92,20 @@ struct Attended {
             for (int t = 0; t < count; t += LANES) store(scores + r * apart + t, sums(products + r * PAGE + t));
     }
 
-    // Converts the scores of count tokens to weights, and rescales earlier sums to match. rescaled(r, less) is called
-    // if sums of query r are multiplied by less.
+    // Converts the scores of count tokens to weights, and rescales earlier sums to match. rescaled(r, rescale) is called
+    // if sums of query r are multiplied by rescale.
     template <typename Rescaled>
     void weigh(int count, float* scores, int apart, Rescaled rescaled) {
         for (int r = 0; r < QUERIES; r++) {
-            float *own = scores + r * apart, before = most[r];
+            float *own = scores + r * apart, before = peak[r];
             for (int t = count; t % LANES; t++) own[t] = -INFINITY;
-            const float all = to_weights(own, count, most[r]);
-            if (most[r] != before) {
-                const float less = exp2(Floats{} + (before - most[r]))[0];
-                sum[r] *= less;
+            const float all = to_weights(own, count, peak[r]);
+            if (peak[r] != before) {
+                const float rescale = exp2(Floats{} + (before - peak[r]))[0];
+                sum[r] *= rescale;
                 for (float* own = out + r * HEAD; own < out + (r + 1) * HEAD; own += LANES)
-                    store(own, load<Floats>(own) * less);
-                rescaled(r, less);
+                    store(own, load<Floats>(own) * rescale);
+                rescaled(r, rescale);
             }
             sum[r] += all;
         }
@@ -117,8 +117,8 @@ struct Attended {
             Floats found[QUERIES];
             UNROLLED for (int r = 0; r < QUERIES; r++) found[r] = load<Floats>(out + r * HEAD + d);
             for (int t = 0; t < count; t++) {
-                const Floats some = read(value(t) + d);
-                UNROLLED for (int r = 0; r < QUERIES; r++) found[r] += some * scores[r * apart + t];
+                const Floats loaded = read(value(t) + d);
+                UNROLLED for (int r = 0; r < QUERIES; r++) found[r] += loaded * scores[r * apart + t];
             }
             UNROLLED for (int r = 0; r < QUERIES; r++) store(out + r * HEAD + d, found[r]);
         }

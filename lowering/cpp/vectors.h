@@ -134,17 +134,17 @@ inline Floats exp2(Floats x) {
     return (Floats)((Ints)p + ((Ints)whole << 23));
 }
 
-// Converts scores (base-2 logarithms) to weights relative to the largest score so far, and updates this one in most.
+// Converts scores (base-2 logarithms) to weights relative to the largest score so far, and updates this one in peak.
 // Returns the sum of the weights. count is a multiple of LANES.
-inline float to_weights(float* scores, int count, float& most) {
-    Floats high = Floats{} + most, sum = {};
+inline float to_weights(float* scores, int count, float& peak) {
+    Floats high = Floats{} + peak, sum = {};
     for (int t = 0; t < count; t += LANES) {
         const Floats x = load<Floats>(scores + t);
         high = x > high ? x : high;
     }
-    most = largest(high);
+    peak = largest(high);
     for (int t = 0; t < count; t += LANES) {
-        const Floats weight = exp2(load<Floats>(scores + t) - most);
+        const Floats weight = exp2(load<Floats>(scores + t) - peak);
         store(scores + t, weight);
         sum += weight;
     }
