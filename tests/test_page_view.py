@@ -9,9 +9,9 @@ from kvpass.codec.hadamard import basis
 from kvpass.codec.rope import rotate
 from kvpass.codec.tensors import of_pages, read_shapes
 from kvpass.layout.pool import whole
-from kvpass.lowering.inductor.attend import page_scores
+from kvpass.lowering.inductor.attention_graph import KeyTransform, page_scores
 from kvpass.lowering.inductor.page_view import PAGE_VIEWS, page_values, points_of, view_pages
-from kvpass.lowering.inductor.terms import Turns
+from kvpass.lowering.inductor.terms import KeyRotation
 from kvpass.lowering.table import DispatchKey, select
 from kvpass.schemes import LayerGeometry, get
 
@@ -83,29 +83,29 @@ def test_pages_are_to_attention_what_they_decode_to(case, side):
     kept = [whole(handle, pages)[:, :, :pages] for handle in state.handles[: len(of_pages(spec))]]
     kept += [getattr(state, name) for name in read_shapes(spec, DIM, torch.float32)]
     wanted = dequantize_pages(*kept, spec)
-    turned = spec.transform.rotation
-    turned = None if turned is None else basis(DIM, turned)
+    hadamard = spec.transform.rotation
+    hadamard = None if hadamard is None else basis(DIM, hadamard)
     found = view_pages([one.flatten(0, 1) for one in kept], spec.stored_as, points_of(spec, wanted.device), DIM)
     q, weights = randn(5, 4, 3, DIM), randn(6, 4, 3, pages, spec.page_size)
     tokens = torch.arange(pages * spec.page_size).view(pages, -1)
     by_rope = ["half-16", "interleaved-16", "half-10", "interleaved-5"] if spec.transform.pre_rope else [""]
     for rope in by_rope:
-        turns, behind = None, wanted
+        rotation, rotated = None, wanted
         if rope:
             cos, sin = tables(2, tokens.numel(), 16)
-            turns, behind = Turns(cos, sin, rope, tokens), rotate(wanted, cos, sin, rope)
+            rotation, rotated = KeyRotation(cos, sin, rope, tokens), rotate(wanted, cos, sin, rope)
 
-        def of(each, rope=rope, turns=turns):
+        def tables_of(each, rope=rope, rotation=rotation):
             pairs = int(rope.split("-")[1]) if rope else 0
-            return (turns.cos[:, each, :pairs], turns.sin[:, each, :pairs]) if rope else None
+            return (rotation.cos[:, each, :pairs], rotation.sin[:, each, :pairs]) if rope else None
 
-        scores = page_scores(q, found, tokens, of, rope, turned, None)
-        scores = sum((term.scores(q, turns).flatten(2) for term in found.beside), scores)
-        expected = q @ behind.flatten(0, 1).mT
+        scores = page_scores(q, found, tokens, KeyTransform(tables_of, rope, hadamard))
+        scores = sum((term.scores(q, rotation).flatten(2) for term in found.terms), scores)
+        expected = q @ rotated.flatten(0, 1).mT
         torch.testing.assert_close(scores, expected, atol=1e-4, rtol=1e-4)
     if spec.codec.name not in ("boosted", "polar"):  # of keys alone
         expected = weights.flatten(2) @ wanted.flatten(0, 1)
-        torch.testing.assert_close(page_values(weights, found, turned), expected, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(page_values(weights, found, hadamard), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.slow

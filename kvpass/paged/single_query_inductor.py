@@ -19,7 +19,8 @@ from ..codec.hadamard import basis
 from ..codec.quantizer import Quantizer
 from ..codec.spec import CodecSpec, parse
 from ..lowering.inductor.aot import Input, Kernel, Program
-from ..lowering.inductor.attend import OPTIONS, plane_scores
+from ..lowering.inductor.attend import OPTIONS
+from ..lowering.inductor.attention_graph import KeyTransform, plane_scores
 from ..lowering.inductor.page_view import Pages, page_values, plain
 from ..lowering.inductor.pages import WIDTHS, one_level
 from ..lowering.table import DispatchKey
@@ -90,10 +91,9 @@ def _attend(given: dict[str, Any], scale: float, softcap: float, key: CodecSpec,
         if spec.per == "channel" and not spec.grid and pools[1].shape[-2] == 1:
             by_page = _scores_by_channel(of_rows.flatten(0, 1), pools, spec)
         else:
-            found = plane_scores(
-                of_rows.flatten(0, 1), plain(pools, spec, given["key_points"]), tokens, lambda _: None, "", None, None
-            )
-            by_page = torch.cat([one for of_head in found for one in of_head], -1)
+            planes = plain(pools, spec, given["key_points"])
+            by_head = plane_scores(of_rows.flatten(0, 1), planes, tokens, KeyTransform())
+            by_page = torch.cat([scores for of_head in by_head for scores in of_head], -1)
         return by_page.view(-1, heads, count, repeats, size)
 
     def seen(scores: Tensor, counts: Tensor) -> Tensor:

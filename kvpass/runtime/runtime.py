@@ -25,7 +25,7 @@ from ..compile.recorded_calls import counted
 from ..compile.report import GraphReport, LayerReport, Report
 from ..compile.subclasses import guards_of
 from ..errors import KVPassError, NeedsGraphError, NotCapturedError, NotFusedError
-from ..lowering.inductor.first_kernel import Attended, expect
+from ..lowering.inductor.first_kernel import AttentionShape, compile_ahead
 from ..lowering.table import AUTO, FEW
 from ..models.attention import PortableAttention
 from ..models.encoded import has_encoder
@@ -341,10 +341,12 @@ class Runtime:
         for plan, layer in self.plans.values():
             if layer.head_dim in self.attended and not plan.looks_at_previous:
                 heads, scale = self.attended[layer.head_dim]
-                attended = Attended(heads, layer.num_key_value_heads, layer.head_dim, scale, layer.dtype, layer.device)
-                steps.add((attended, plan.key, plan.value, plan.needs_importance))
-        for attended, key, value, mass in steps:
-            expect(attended, key, value, batch, mass)
+                shape = AttentionShape(
+                    heads, layer.num_key_value_heads, layer.head_dim, scale, layer.dtype, layer.device
+                )
+                steps.add((shape, plan.key, plan.value, plan.needs_importance))
+        for shape, key, value, mass in steps:
+            compile_ahead(shape, key, value, batch, mass)
 
     def _capture_queries(self) -> Callable:
         """The function that runs a prompt whose queries are needed."""

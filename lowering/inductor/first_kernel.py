@@ -9,11 +9,12 @@ from kvpass.codec.spec import CodecSpec
 
 from ..table import DispatchKey, extras, select
 from . import background_compile
-from .attend import Common, attend_kernel
+from .attend import attend_kernel
+from .attention_graph import Signature
 
 
 @dataclass(frozen=True)
-class Attended:
+class AttentionShape:
     """The attention shapes of a layer. scale: factor of the products of queries and keys."""
 
     num_attention_heads: int
@@ -24,7 +25,7 @@ class Attended:
     device: torch.device
 
 
-def expect(attended: Attended, key: CodecSpec, value: CodecSpec, batch: int, mass: bool) -> None:
+def compile_ahead(shape: AttentionShape, key: CodecSpec, value: CodecSpec, batch: int, mass: bool) -> None:
     """Start compiling, in another process, the kernel that attends with one token of ``batch`` sequences.
 
     Kernels that quantize are not started: the prompt needs them before another process could have imported torch. A
@@ -32,14 +33,14 @@ def expect(attended: Attended, key: CodecSpec, value: CodecSpec, batch: int, mas
 
     key, value: specs of keys and values. mass: whether the kernel also returns attention mass.
     """
-    device, head_dim, dtype = attended.device, attended.head_dim, attended.dtype
-    group = attended.num_attention_heads // attended.num_key_value_heads
-    asked = extras(None, None, None, None, 0.0, "sum" if mass else "")
-    dispatch = DispatchKey("attend", device.type, (str(key), str(value)), 1, head_dim, dtype, group, asked)
+    device, head_dim, dtype = shape.device, shape.head_dim, shape.dtype
+    group = shape.num_attention_heads // shape.num_key_value_heads
+    used = extras(None, None, None, None, 0.0, "sum" if mass else "")
+    dispatch = DispatchKey("attend", device.type, (str(key), str(value)), 1, head_dim, dtype, group, used)
     if select(dispatch).name != "inductor":  # other lowerings compile within seconds
         return
     rope = rope_of(head_dim // 2, interleaved=False) if key.transform.turns else ""  # not known yet; the common case
-    heads = attended.num_attention_heads, attended.num_key_value_heads
-    turned = rope, head_dim // 2 if rope else 0
-    common = Common(batch > 1, *heads, head_dim, dtype, device, None, *turned, None, True, attended.scale, 0.0, mass)
-    background_compile.start(device, [(attend_kernel.name, (common, key.stored_as, value.stored_as))])
+    heads = shape.num_attention_heads, shape.num_key_value_heads
+    tables = rope, head_dim // 2 if rope else 0
+    signature = Signature(batch > 1, *heads, head_dim, dtype, device, None, *tables, None, True, shape.scale, 0.0, mass)
+    background_compile.start(device, [(attend_kernel.name, (signature, key.stored_as, value.stored_as))])

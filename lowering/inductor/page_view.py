@@ -25,7 +25,7 @@ from kvpass.codec.spec import CodecSpec
 
 from ..table import select
 from .planes import Planes, weighted_sum
-from .terms import Boost, LowRank, Term, affine_at, code_at, outliers
+from .terms import AffineParams, Boost, LowRank, Term, affine_at, code_at, outliers
 
 
 class Pages(NamedTuple):
@@ -33,12 +33,12 @@ class Pages(NamedTuple):
 
     kinds: planes of the tokens of a page, by kind of token.
     slots: ``[BH, N, P]``, the index of each token in the order of ``kinds``; None if the order is that of the tokens.
-    beside: additional terms.
+    terms: additional terms.
     """
 
     kinds: list[Planes]
     slots: Tensor | None = None
-    beside: Sequence[Term] = ()
+    terms: Sequence[Term] = ()
 
 
 View = Callable[[Sequence[Tensor], CodecSpec, Tensor | None, int], Pages]
@@ -89,24 +89,23 @@ def plain(kept: Sequence[Tensor], quantizer: Quantizer, points: Tensor | None) -
 
     def values(plane: int) -> Tensor:
         if quantizer.grid:
-            which = unpack_plane(codes, quantizer.bits, plane)
-            tokens = which.shape[-2]
+            indices = unpack_plane(codes, quantizer.bits, plane)
+            tokens = indices.shape[-2]
             of_groups = scale.narrow(-2, plane * tokens, tokens).float().unsqueeze(-1)
-            return (look_up(which, points).unflatten(-1, (-1, quantizer.group_size)) * of_groups).flatten(-2)
+            return (look_up(indices, points).unflatten(-1, (-1, quantizer.group_size)) * of_groups).flatten(-2)
         numbers, unit = unpack_plane_unshifted(codes, quantizer.bits, plane)
-        return scaled(numbers.float(), unit, scale, zero_point, quantizer, plane)
+        return scaled(numbers.float(), unit, AffineParams(scale, zero_point, quantizer), plane)
 
     return Planes(num_planes(quantizer.bits), values)
 
 
-def scaled(numbers: Tensor, unit: float, scale: Tensor, zero_point: Tensor | None, quantizer: Quantizer, plane: int):
-    """Dequantize a plane of ``numbers`` ``[..., N, T, D]``, in units of ``unit``, with the scales and zero points of
-    whole pages."""
-    tokens = numbers.shape[-2]
+def scaled(numbers: Tensor, unit: float, params: AffineParams, plane: int) -> Tensor:
+    """Dequantize a plane of ``numbers`` ``[..., N, T, D]``, in units of ``unit``."""
+    (scale, zero_point, quantizer), tokens = params, numbers.shape[-2]
 
-    def affine(x: Tensor, of: Callable[[Tensor], Tensor]) -> Tensor:
-        x = x * (of(scale) * unit)
-        return x if zero_point is None else x + of(zero_point)
+    def affine(x: Tensor, of_plane: Callable[[Tensor], Tensor]) -> Tensor:
+        x = x * (of_plane(scale) * unit)
+        return x if zero_point is None else x + of_plane(zero_point)
 
     if quantizer.per == "token":
         groups = numbers.unflatten(-1, (-1, quantizer.group_size))
@@ -130,16 +129,16 @@ def _two_levels(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, 
 
 
 @views("sinkhorn", "channel-separable")
-def _divided(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
+def _balanced(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
     """Pages divided by one factor per token or per channel (`codec.balance`)."""
     *kept, factor = kept
     planes = plain(kept, spec.quantizer, None)
 
     def values(plane: int) -> Tensor:
         x = planes.values(plane)
-        of_tokens = factor.shape[-2] > 1
-        mine = factor.narrow(-2, plane * x.shape[-2], x.shape[-2]) if of_tokens else factor
-        return x * mine.float()
+        per_token = factor.shape[-2] > 1
+        of_plane = factor.narrow(-2, plane * x.shape[-2], x.shape[-2]) if per_token else factor
+        return x * of_plane.float()
 
     return Pages([Planes(planes.runs, values)])
 
@@ -161,8 +160,8 @@ def _polar(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_
 def _salient(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
     """Salient and other tokens, each kind with pages of its own (`codec.salient`)."""
     marks, *kept = kept
-    each = zip(salient.of_kinds(kept), salient.kinds(spec, head_dim), strict=True)
-    kinds = [planes for own, of in each for planes in view_pages(own, of, None, head_dim).kinds]
+    kinds = zip(salient.of_kinds(kept), salient.kinds(spec, head_dim), strict=True)
+    kinds = [planes for tensors, kind in kinds for planes in view_pages(tensors, kind, None, head_dim).kinds]
     return Pages(kinds, salient.slots(marks, salient.tokens_of(spec)[0]))
 
 
@@ -172,12 +171,13 @@ def _salient(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, hea
 @views("nuq")
 def _nuq(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
     """A datatype per page (`codec.nuq`)."""
-    codes, scale, zero_point, own, *beside = kept
-    return _of_datatype(codes, scale, zero_point, own, (beside[0], beside[1]), spec.quantizer, spec, head_dim)
+    codes, scale, zero_point, levels, *outlier_tensors = kept
+    affine = AffineParams(scale, zero_point, spec.quantizer)
+    return _datatype_pages(codes, levels, affine, outlier_tensors, spec, head_dim)
 
 
 @views("datatype")
-def _given(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
+def _datatype(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
     """A calibrated datatype (`codec.datatype`). For keys, the calibrated channel ranges act as scales of one group, the
     whole page."""
     codes, scale, zero_point, values, positions, datatype, *ranges = kept
@@ -185,34 +185,37 @@ def _given(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_
     if ranges:
         zero_point, scale = (one.expand(shape) for one in ranges[0].unsqueeze(1).split(1, -2))
         quantizer = replace(quantizer, group_size=spec.page_size)
-    own = datatype[:, None, 1:].expand(shape)
-    return _of_datatype(codes, scale, zero_point, own, (values, positions), quantizer, spec, head_dim)
+    levels, affine = datatype[:, None, 1:].expand(shape), AffineParams(scale, zero_point, quantizer)
+    return _datatype_pages(codes, levels, affine, (values, positions), spec, head_dim)
 
 
-def _of_datatype(
-    codes: Tensor, scale: Tensor, zero_point: Tensor, own: Tensor, beside: tuple[Tensor, Tensor], quantizer: Quantizer,
-    spec: CodecSpec, head_dim: int,
-) -> Pages:  # fmt: skip
-    """Pages whose codes select among the points ``own`` ``[BH, N, 1, 2**bits]``.
+def _datatype_pages(
+    codes: Tensor,
+    levels: Tensor,
+    affine: AffineParams,
+    outlier_tensors: Sequence[Tensor],
+    spec: CodecSpec,
+    head_dim: int,
+) -> Pages:
+    """Pages whose codes are indices of ``levels`` ``[BH, N, 1, 2**bits]``.
 
     The selection is a chain of comparisons, because vector code has no look-up in a table that differs by page.
-    beside: outliers and their positions.
+    outlier_tensors: values of the outliers, and their positions.
     """
-    own, levels = own.float().unsqueeze(-2), 2**spec.bits
+    levels = levels.float().unsqueeze(-2)
 
     def values(plane: int) -> Tensor:
-        which, unit = unpack_plane_unshifted(codes, spec.bits, plane)
-        which, units = which.float(), own[..., 0]
-        for i in range(1, levels):
-            units = torch.where(which >= i / unit, own[..., i], units)
-        return scaled(units, 1.0, scale, zero_point, quantizer, plane)
+        code, unit = unpack_plane_unshifted(codes, spec.bits, plane)
+        code, selected = code.float(), levels[..., 0]
+        for i in range(1, 2**spec.bits):
+            selected = torch.where(code >= i / unit, levels[..., i], selected)
+        return scaled(selected, 1.0, affine, plane)
 
     def at(token: Tensor, channel: Tensor) -> Tensor:
-        which = code_at(codes, spec.bits, token, channel)
-        units = own.flatten(2).gather(-1, which.long())
-        return affine_at(units, scale, zero_point, quantizer, token, channel)
+        code = code_at(codes, spec.bits, token, channel)
+        return affine_at(levels.flatten(2).gather(-1, code.long()), affine, token, channel)
 
-    return Pages([Planes(num_planes(spec.bits), values)], None, outliers(*beside, at, spec, head_dim))
+    return Pages([Planes(num_planes(spec.bits), values)], None, outliers(*outlier_tensors, at, spec, head_dim))
 
 
 @views("e8", "d4")
@@ -237,7 +240,7 @@ def _boosted(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, hea
 
     def values(plane: int) -> Tensor:
         numbers, unit = unpack_plane_unshifted(lower, spec.bits, plane)
-        return scaled(numbers.float(), unit, fine, None, spec.quantizer, plane)
+        return scaled(numbers.float(), unit, AffineParams(fine, None, spec.quantizer), plane)
 
     return Pages([planes], None, [Boost(Planes(planes.runs, values), channels.squeeze(-2))])
 
@@ -248,12 +251,12 @@ def _error_term(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, 
     low_rank = [LowRank(tall, wide)] if ErrorTerm.of(spec).rank else []
 
     def at(token: Tensor, channel: Tensor) -> Tensor:
-        which = code_at(codes, spec.bits, token, channel).float()
-        found = affine_at(which, scale, zero_point, spec.quantizer, token, channel)
-        return sum((term.at(token, channel) for term in low_rank), found)
+        code = code_at(codes, spec.bits, token, channel).float()
+        dequantized = affine_at(code, AffineParams(scale, zero_point, spec.quantizer), token, channel)
+        return sum((term.at(token, channel) for term in low_rank), dequantized)
 
-    beside = [*low_rank, *outliers(values, positions, at, spec, head_dim)]
-    return Pages([plain((codes, scale, zero_point), spec.plain.quantizer, None)], None, beside)
+    terms = [*low_rank, *outliers(values, positions, at, spec, head_dim)]
+    return Pages([plain((codes, scale, zero_point), spec.plain.quantizer, None)], None, terms)
 
 
 def page_values(weights: Tensor, pages: Pages, basis: Tensor | None) -> Tensor:
@@ -267,4 +270,4 @@ def page_values(weights: Tensor, pages: Pages, basis: Tensor | None) -> Tensor:
     parts = zip(by_slot.split(counts, -1), planes, strict=True)
     out = reduce(torch.add, (weighted_sum(*part) for part in parts))
     out = out if basis is None else out @ basis.mT
-    return sum((term.values(weights) for term in pages.beside), out)
+    return sum((term.values(weights) for term in pages.terms), out)

@@ -18,9 +18,9 @@ from kvpass.codec.spec import CodecSpec
 from .planes import Planes, in_storage_order
 
 
-class Turns(NamedTuple):
-    """Rotation of keys that are stored before rotary embedding: tables ``[B, tokens, p]``, the text of the rotation,
-    and the token ids ``[N, P]`` in pages."""
+class KeyRotation(NamedTuple):
+    """The rotation of keys that are stored before rotary embedding: tables ``[B, tokens, p]``, the text of the
+    rotation, and the token ids ``[N, P]`` in pages."""
 
     cos: Tensor
     sin: Tensor
@@ -31,7 +31,7 @@ class Turns(NamedTuple):
 class Term(Protocol):
     """A term that pages hold in addition to their planes."""
 
-    def scores(self, q: Tensor, turns: Turns | None) -> Tensor:
+    def scores(self, q: Tensor, rotation: KeyRotation | None) -> Tensor:
         """The term's contribution to the scores of queries ``[BH, R, D]``: ``[BH, R, N, P]``."""
         ...
 
@@ -47,12 +47,14 @@ class Boost(NamedTuple):
     planes: Planes
     of_channels: Tensor  # [BH, N, K]
 
-    def scores(self, q: Tensor, turns: Turns | None) -> Tensor:
+    def scores(self, q: Tensor, rotation: KeyRotation | None) -> Tensor:
         index = self.of_channels[:, None].expand(-1, q.shape[1], -1, -1)
-        mine = q[:, :, None].expand(-1, -1, index.shape[2], -1).gather(-1, index)
-        mine = torch.cat([mine, mine[..., :1]], -1)[..., :-1]  # with cat, it is computed once, not per token
+        selected = q[:, :, None].expand(-1, -1, index.shape[2], -1).gather(-1, index)
+        selected = torch.cat([selected, selected[..., :1]], -1)[
+            ..., :-1
+        ]  # with cat, it is computed once, not per token
         by_plane = [self.planes.values(j) for j in range(self.planes.runs)]
-        by_head = [(x * mine[:, r, :, None]).sum(-1) for r in range(q.shape[1]) for x in by_plane]
+        by_head = [(x * selected[:, r, :, None]).sum(-1) for r in range(q.shape[1]) for x in by_plane]
         return in_storage_order(by_head, self.planes.runs).unflatten(-1, (index.shape[2], -1))
 
     def values(self, weights: Tensor) -> Tensor:
@@ -66,7 +68,7 @@ class LowRank(NamedTuple):
     tall: Tensor  # [BH, N, P, r]
     wide: Tensor  # [BH, N, r, D]
 
-    def scores(self, q: Tensor, turns: Turns | None) -> Tensor:
+    def scores(self, q: Tensor, rotation: KeyRotation | None) -> Tensor:
         folded = (q[:, :, None, None] * self.wide[:, None].float()).sum(-1)
         return (folded.unsqueeze(-2) * self.tall[:, None].float()).sum(-1)
 
@@ -83,44 +85,46 @@ class LowRank(NamedTuple):
 class Outliers(NamedTuple):
     """The exact values of a page (`codec.outliers`), minus their dequantized values in the other terms."""
 
-    more: Tensor  # [BH, N, K]
+    differences: Tensor  # [BH, N, K]
     token: Tensor
     channel: Tensor
     page_size: int
     head_dim: int
 
-    def scores(self, q: Tensor, turns: Turns | None) -> Tensor:
-        heads, shape = q.shape[1], self.more.shape
+    def scores(self, q: Tensor, rotation: KeyRotation | None) -> Tensor:
+        heads, shape = q.shape[1], self.differences.shape
         channel, token = (each[:, None].expand(-1, heads, -1, -1) for each in (self.channel, self.token))
         by_page = q[:, :, None].expand(-1, -1, shape[1], -1)
-        mine = by_page.gather(-1, channel)
-        if turns is not None:
-            cos, sin, partner = self._turned(turns)
-            mine = mine * cos[:, None] + by_page.gather(-1, partner[:, None].expand_as(channel)) * sin[:, None]
-        none = torch.zeros(*mine.shape[:-1], self.page_size, device=q.device)
-        return none.scatter_add(-1, token, mine * self.more[:, None])
+        selected = by_page.gather(-1, channel)
+        if rotation is not None:
+            cos, sin, partner = self._rotation_of(rotation)
+            selected = selected * cos[:, None] + by_page.gather(-1, partner[:, None].expand_as(channel)) * sin[:, None]
+        zeros = torch.zeros(*selected.shape[:-1], self.page_size, device=q.device)
+        return zeros.scatter_add(-1, token, selected * self.differences[:, None])
 
-    def _turned(self, turns: Turns) -> tuple[Tensor, Tensor, Tensor]:
+    def _rotation_of(self, rotation: KeyRotation) -> tuple[Tensor, Tensor, Tensor]:
         """Factors for the query's channel and for the other channel of its rotary pair, and the index of that channel;
         each ``[BH, N, K]``."""
-        (pairs, interleaved), channel = parse_rope(turns.rope), self.channel
+        (pairs, interleaved), channel = parse_rope(rotation.rope), self.channel
         first = channel % 2 == 0 if interleaved else channel < pairs
         pair = channel // 2 if interleaved else channel % pairs
         partner = torch.where(first, channel + (1 if interleaved else pairs), channel - (1 if interleaved else pairs))
         in_pair = channel < 2 * pairs
-        tokens = turns.tokens.expand(channel.shape[0], -1, -1).gather(-1, self.token)
-        at = tokens * turns.cos.shape[-1] + torch.where(in_pair, pair, 0)
-        at = at.unflatten(0, (turns.cos.shape[0], -1)).flatten(1)
-        cos, sin = (table.flatten(1).gather(1, at).view(channel.shape).float() for table in (turns.cos, turns.sin))
+        tokens = rotation.tokens.expand(channel.shape[0], -1, -1).gather(-1, self.token)
+        at = tokens * rotation.cos.shape[-1] + torch.where(in_pair, pair, 0)
+        at = at.unflatten(0, (rotation.cos.shape[0], -1)).flatten(1)
+        cos, sin = (
+            table.flatten(1).gather(1, at).view(channel.shape).float() for table in (rotation.cos, rotation.sin)
+        )
         cos, sin = torch.where(in_pair, cos, 1.0), torch.where(in_pair, torch.where(first, sin, -sin), 0.0)
         return cos, sin, torch.where(in_pair, partner, channel)
 
     def values(self, weights: Tensor) -> Tensor:
         heads = weights.shape[1]
         channel, token = (each[:, None].expand(-1, heads, -1, -1) for each in (self.channel, self.token))
-        mine = weights.gather(-1, token) * self.more[:, None]
-        none = torch.zeros(*mine.shape[:2], self.head_dim, device=mine.device)
-        return none.scatter_add(-1, channel.flatten(2), mine.flatten(2))
+        selected = weights.gather(-1, token) * self.differences[:, None]
+        zeros = torch.zeros(*selected.shape[:2], self.head_dim, device=selected.device)
+        return zeros.scatter_add(-1, channel.flatten(2), selected.flatten(2))
 
 
 _At = Callable[[Tensor, Tensor], Tensor]
@@ -131,8 +135,8 @@ def outliers(values: Tensor, positions: Tensor, at: _At, spec: CodecSpec, head_d
     other terms at these places, ``[BH, N, K]``."""
     if not values.shape[-1]:
         return []
-    where = places(positions)
-    token, channel = where // head_dim, where % head_dim
+    flat = places(positions)
+    token, channel = flat // head_dim, flat % head_dim
     return [Outliers(values.squeeze(-2).float() - at(token, channel), token, channel, spec.page_size, head_dim)]
 
 
@@ -149,10 +153,18 @@ def code_at(codes: Tensor, bits: int, token: Tensor, channel: Tensor) -> Tensor:
     return code
 
 
-def affine_at(
-    numbers: Tensor, scale: Tensor, zero_point: Tensor, quantizer: Quantizer, token: Tensor, channel: Tensor
-) -> Tensor:
+class AffineParams(NamedTuple):
+    """Scales and zero points of whole pages, each ``[BH, N, rows, columns]``, and the quantizer that says how they are
+    grouped. zero_point: None for quantization without one."""
+
+    scale: Tensor
+    zero_point: Tensor | None
+    quantizer: Quantizer
+
+
+def affine_at(numbers: Tensor, params: AffineParams, token: Tensor, channel: Tensor) -> Tensor:
     """Dequantize ``numbers`` ``[BH, N, K]`` with the scales and zero points of their tokens and channels."""
+    scale, zero_point, quantizer = params
     size, columns = quantizer.group_size, scale.shape[-1]
     at = token // size * columns + channel if quantizer.per == "channel" else token * columns + channel // size
     of, zero = (p.float().flatten(-2).gather(-1, at) for p in (scale, zero_point))
