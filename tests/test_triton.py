@@ -28,7 +28,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 triton = pytest.importorskip("triton", minversion="3.7" if DEVICE == "cpu" else None)
 tl = triton.language
 
-from kvpass.lowering.triton import launch, tuned, unpacking  # noqa: E402
+from kvpass.lowering.triton import launch, paired_unpacking, tuned, unpacking  # noqa: E402
 
 OPS = torch.ops.kvpass
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -254,14 +254,14 @@ def test_where_tokens_are_evicted_importance_says_who_of_the_past_is_padding(spe
 @triton.jit
 def _unpack(codes, scale, zero, out, rows, ROWS: tl.constexpr, L: tl.constexpr, DTYPE: tl.constexpr):
     PLANES: tl.constexpr = L.planes
-    F: tl.constexpr = unpacking.form_of(None, L, DTYPE, PLANES)
+    F: tl.constexpr = paired_unpacking.pair_format(None, L, DTYPE, PLANES)
     pool = unpacking.Pool(codes, scale, zero, None, None, None)
     for first in range(0, rows, ROWS):
-        tokens, there = unpacking.tokens_of(first, rows, ROWS, L)
+        tokens, there = unpacking.row_tokens(first, rows, ROWS, L)
         channel, real = unpacking.channels(L, 1)
-        read = unpacking.paired_words(pool, first, rows, ROWS, L, F)
+        read = paired_unpacking.load_paired_words(pool, first, rows, ROWS, L, F)
         for plane in tl.static_range(PLANES):
-            x = unpacking.paired_values(read, pool, first, rows, plane, L, F)
+            x = paired_unpacking.paired_values(read, pool, first, rows, plane, L, F)
             at = (tokens + plane * (L.page // L.planes))[:, None] * L.dim + channel[None, :]
             tl.store(out + at, x, mask=there[:, None] & real[None, :])
 

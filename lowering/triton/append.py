@@ -56,9 +56,9 @@ def write_windows(
     token = n + new
     slot = tl.where(token < SINKS, token, SINKS + (token - SINKS) % WINDOW)
     stays = (new < count) & ((token < SINKS) | (token + WINDOW >= n + count))
-    there = stays[:, None] & (channel < DIM)[None, :]
+    in_bounds = stays[:, None] & (channel < DIM)[None, :]
     at = lead // HEADS * x_batch + lead % HEADS * x_head + new[:, None] * x_token + channel[None, :]
-    tl.store(ring + slot[:, None] * DIM + channel[None, :], tl.load(x + at, mask=there), mask=there)
+    tl.store(ring + slot[:, None] * DIM + channel[None, :], tl.load(x + at, mask=in_bounds), mask=in_bounds)
 
 
 def _write(

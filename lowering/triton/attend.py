@@ -9,6 +9,7 @@ rounds like the reference. A second kernel merges the splits by their log-sum-ex
 import triton
 import triton.language as tl
 
+from .paired_unpacking import load_paired_words, pair_format, paired_values
 from .scores import (
     LOG2E,
     Call,
@@ -32,13 +33,10 @@ from .unpacking import (
     Pool,
     boosted_of,
     channels,
-    form_of,
+    load_words,
     packed_rows,
-    paired_values,
-    paired_words,
-    tokens_of,
+    row_tokens,
     values,
-    words,
     zero_points_of,
 )
 
@@ -47,7 +45,7 @@ from .unpacking import (
 def _rescale(peak, total, out, highest):
     """Rescale a running softmax to a peak of at least ``highest``. Also returns the number to subtract from scores."""
     new = tl.maximum(peak, highest)
-    base = tl.where(new == -float("inf"), 0.0, new)  # no token was seen yet
+    base = tl.where(new == -float("inf"), 0.0, new)  # no token was visible yet
     factor = tl.exp2(peak - base)
     return new, total * factor, out * factor[:, None], base
 
@@ -60,36 +58,46 @@ def _over_pages(
 ):  # fmt: skip
     """Add the tokens of rows ``[begin, end)`` to the softmax, ``TOGETHER`` planes at a time."""
     of_plane: tl.constexpr = K.page // K.planes
-    v_channel, v_real = channels(V, 1)
-    K_FORM: tl.constexpr = form_of(key.points, K, Q.operand, TOGETHER)
-    V_FORM: tl.constexpr = form_of(value.points, V, Q.operand, TOGETHER)
+    v_channel, v_col_mask = channels(V, 1)
+    K_FORMAT: tl.constexpr = pair_format(key.points, K, Q.operand, TOGETHER)
+    V_FORMAT: tl.constexpr = pair_format(value.points, V, Q.operand, TOGETHER)
     for first in tl.range(begin, end, ROWS, num_stages=1 if V_EXACT else STAGES):
-        tokens, there = tokens_of(first, stop, ROWS, K)
-        k_words = page_words(key, first, stop, parts, ROWS, K, K_FORM)
-        if not V_EXACT and V_FORM is not None:
-            v_words = paired_words(value, first, stop, ROWS, V, V_FORM)
+        tokens, token_mask = row_tokens(first, stop, ROWS, K)
+        k_words = page_words(key, first, stop, parts, ROWS, K, K_FORMAT)
+        if not V_EXACT and V_FORMAT is not None:
+            v_words = load_paired_words(value, first, stop, ROWS, V, V_FORMAT)
         elif not V_EXACT:
-            column, real = channels(V, V.code)
-            v_words = words(value.codes, first, stop, column, real, ROWS, V)
+            column, col_mask = channels(V, V.code)
+            v_words = load_words(value.codes, first, stop, column, col_mask, ROWS, V)
         for part in tl.range(0, K.planes, TOGETHER, num_stages=STAGES):
             logits, highest = (), tl.full((q[0].shape[0], ROWS), -float("inf"), tl.float32)
             for i in tl.static_range(TOGETHER):
                 at = tokens + (part + i) * of_plane
                 k = page_keys(
-                    k_words, key, first, stop, at, there, part + i if K_FORM is None else i, rope, parts, K, K_FORM
+                    k_words,
+                    key,
+                    first,
+                    stop,
+                    at,
+                    token_mask,
+                    part + i if K_FORMAT is None else i,
+                    rope,
+                    parts,
+                    K,
+                    K_FORMAT,
                 )
-                s = scores(q, k, shift, scale, mask, at, from_start(there[None, :], at, start), Q)
+                s = scores(q, k, shift, scale, mask, at, from_start(token_mask[None, :], at, start), Q)
                 logits = logits + (s,)  # noqa: RUF005  (Triton has no unpacking)
                 highest = tl.maximum(highest, s)
             peak, total, out, base = _rescale(peak, total, out, tl.max(highest, 1))
             weights = tl.zeros_like(highest)
             for i in tl.static_range(TOGETHER):
                 if V_EXACT:
-                    v = ring_rows(v_ring, tokens + (part + i) * of_plane, there, v_channel, v_real, V)
-                elif V_FORM is not None:
-                    v = paired_values(v_words, value, first, stop, i, V, V_FORM)
+                    v = ring_rows(v_ring, tokens + (part + i) * of_plane, token_mask, v_channel, v_col_mask, V)
+                elif V_FORMAT is not None:
+                    v = paired_values(v_words, value, first, stop, i, V, V_FORMAT)
                 else:
-                    v = values(v_words, value, first, stop, v_channel, v_real, part + i, V, True)
+                    v = values(v_words, value, first, stop, v_channel, v_col_mask, part + i, V, True)
                 p = tl.exp2(logits[i] - base[:, None])
                 weights += p
                 out = tl.dot(p.to(Q.operand), v.to(Q.operand), out, input_precision="ieee")
@@ -131,16 +139,16 @@ def attend_split(
     start = tl.load(starts + group // Q.groups).to(tl.int32) if starts is not None else None
     call = Call(n, queries, scale, shift, mask, mask_batch, mask_head, mask_query, start)
 
-    of_all, asked, query = query_rows(tl.program_id(2) * Q.tile, group, call, Q)
-    shift = shifts_of(of_all, asked, call) if shift is not None else None
-    mask = mask_lines(of_all, asked, query, group, call, Q) if mask is not None else None
+    row, row_mask, query = query_rows(tl.program_id(2) * Q.tile, group, call, Q)
+    shift = shifts_of(row, row_mask, call) if shift is not None else None
+    mask = mask_lines(row, row_mask, query, group, call, Q) if mask is not None else None
     parts = parts_of(K)
-    v_channel, v_real = channels(V, 1)
+    v_channel, v_col_mask = channels(V, 1)
     M: tl.constexpr = Q.tile
     peak, total = tl.full((M,), -float("inf"), tl.float32), tl.zeros((M,), tl.float32)
     out = tl.zeros((M, v_channel.shape[0]), tl.float32)
 
-    rotated = query_tiles(q_packed, of_all, asked, parts, K.dim, Q)
+    rotated = query_tiles(q_packed, row, row_mask, parts, K.dim, Q)
     if split < splits:
         rows_of_split = tl.cdiv(tl.cdiv(v_rows, ROWS), splits) * ROWS
         begin = split * rows_of_split
@@ -154,23 +162,23 @@ def attend_split(
             parts, True, Q, K, V, ROWS, TOGETHER, STAGES,
         )  # fmt: skip
         packed, stop = k_rows * K.planes, n + queries
-        exact_q = query_tiles(q, of_all, asked, parts, K.dim, Q)
+        exact_q = query_tiles(q, row, row_mask, parts, K.dim, Q)
         for first in tl.range(0, stop - packed, EXACT, num_stages=1):
             tokens = exact_tokens(first, packed, EXACT, K)
             k = exact_keys(k_ring, k_new, tokens, n, stop, rope, parts, K)
             s = scores(exact_q, k, None, scale, mask, tokens, seen_by(query, tokens, call, Q), Q)
             peak, total, out, base = _rescale(peak, total, out, tl.max(s, 1))
             p = tl.exp2(s - base[:, None])
-            v = ring_rows(v_ring, tokens, tokens < n, v_channel, v_real, V)
-            v = with_present(v, v_new, tokens, n, stop, v_channel, v_real, V)
+            v = ring_rows(v_ring, tokens, tokens < n, v_channel, v_col_mask, V)
+            v = with_present(v, v_new, tokens, n, stop, v_channel, v_col_mask, V)
             out = tl.dot(p.to(Q.operand), v.to(Q.operand), out, input_precision="ieee")
             total += tl.sum(p, 1)
 
-    at = of_all + (group * splits + split) * (Q.heads // Q.groups) * queries
+    at = row + (group * splits + split) * (Q.heads // Q.groups) * queries
     divisor = tl.where(total > 0, total, 1.0)
     out = out / divisor[:, None]
-    tl.store(partial + at[:, None] * K.dim + v_channel[None, :], out, mask=asked[:, None] & v_real[None, :])
-    tl.store(partial_lse + at, tl.where(total > 0, peak + tl.log2(divisor), -float("inf")), mask=asked)
+    tl.store(partial + at[:, None] * K.dim + v_channel[None, :], out, mask=row_mask[:, None] & v_col_mask[None, :])
+    tl.store(partial_lse + at, tl.where(total > 0, peak + tl.log2(divisor), -float("inf")), mask=row_mask)
 
 
 @triton.jit(do_not_specialize=["rows", "splits", "queries"])
@@ -195,8 +203,8 @@ def merge_splits(
         new = tl.maximum(peak, tl.max(logs, 0))
         base = tl.where(new == -float("inf"), 0.0, new)
         weights, factor = tl.exp2(logs - base), tl.exp2(peak - base)
-        there = (split < splits)[:, None] & (channel < DIM)[None, :]
-        parts = tl.load(partial + at[:, None] * DIM + channel[None, :], mask=there, other=0)
+        in_bounds = (split < splits)[:, None] & (channel < DIM)[None, :]
+        parts = tl.load(partial + at[:, None] * DIM + channel[None, :], mask=in_bounds, other=0)
         merged = merged * factor + tl.sum(parts * weights[:, None], 0)
         total, peak = total * factor + tl.sum(weights, 0), new
     divisor = tl.where(total > 0, total, 1.0)

@@ -22,7 +22,7 @@ from .scores import (
     seen_by,
     shifts_of,
 )
-from .unpacking import Pool, boosted_of, tokens_of, zero_points_of
+from .unpacking import Pool, boosted_of, row_tokens, zero_points_of
 
 
 @triton.jit
@@ -33,12 +33,12 @@ def _mass(
     """Attention mass of ``tokens`` over all query rows of a KV head: the sum, or the largest weight."""
     total = tl.zeros((tokens.shape[0],), tl.float32)
     for first in tl.range(0, Q.heads // Q.groups * call.queries, Q.tile, num_stages=1):
-        of_all, asked, query = query_rows(first, group, call, Q)
-        shift = shifts_of(of_all, asked, call) if PACKED and call.shift is not None else None
-        mask = mask_lines(of_all, asked, query, group, call, Q) if call.mask is not None else None
-        tiles, seen = query_tiles(q, of_all, asked, parts, K.dim, Q), seen_by(query, tokens, call, Q)
-        s = scores(tiles, k, shift, call.scale, mask, tokens, seen, Q)
-        share = tl.exp2(s - (tl.load(lse + of_all, mask=asked, other=float("inf")) * LOG2E)[:, None])
+        row, row_mask, query = query_rows(first, group, call, Q)
+        shift = shifts_of(row, row_mask, call) if PACKED and call.shift is not None else None
+        mask = mask_lines(row, row_mask, query, group, call, Q) if call.mask is not None else None
+        tiles, visible = query_tiles(q, row, row_mask, parts, K.dim, Q), seen_by(query, tokens, call, Q)
+        s = scores(tiles, k, shift, call.scale, mask, tokens, visible, Q)
+        share = tl.exp2(s - (tl.load(lse + row, mask=row_mask, other=float("inf")) * LOG2E)[:, None])
         total = tl.maximum(total, tl.max(share, 0)) if LARGEST else total + tl.sum(share, 0)
     return total
 
@@ -74,12 +74,12 @@ def sum_attention(
     mass += group * stop
     if tile < packed:
         first = tile * ROWS
-        tokens, there = tokens_of(first, k_rows, ROWS, K)
+        tokens, token_mask = row_tokens(first, k_rows, ROWS, K)
         read = page_words(key, first, k_rows, parts, ROWS, K)
         for plane in tl.range(0, K.planes, num_stages=1):
             at = tokens + plane * (K.page // K.planes)
-            k = page_keys(read, key, first, k_rows, at, there, plane, rope, parts, K)
-            tl.store(mass + at, _mass(q_packed, k, call, at, parts, lse, group, True, LARGEST, Q, K), mask=there)
+            k = page_keys(read, key, first, k_rows, at, token_mask, plane, rope, parts, K)
+            tl.store(mass + at, _mass(q_packed, k, call, at, parts, lse, group, True, LARGEST, Q, K), mask=token_mask)
     else:
         k_ring, k_new = k_ring + group * (K.sinks + K.window) * K.dim, k_new + group * queries * K.dim
         exact = exact_tokens((tile - packed) * EXACT, k_rows * K.planes, EXACT, K)

@@ -33,15 +33,15 @@ def hadamard_runs(
     """
     lead = tl.program_id(0) // blocks
     run = (tl.program_id(0) % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    channel, there = (run % OF_TOKEN * SIZE)[:, None] + tl.arange(0, SIZE)[None, :], (run < runs)[:, None]
+    channel, row_mask = (run % OF_TOKEN * SIZE)[:, None] + tl.arange(0, SIZE)[None, :], (run < runs)[:, None]
     x += (lead // HEADS).to(tl.int64) * x_batch + (lead % HEADS).to(tl.int64) * x_head
     out += lead.to(tl.int64) * runs * SIZE
-    y = tl.load(x + (run // OF_TOKEN * x_token)[:, None] + channel, mask=there, other=0).to(tl.float32)
+    y = tl.load(x + (run // OF_TOKEN * x_token)[:, None] + channel, mask=row_mask, other=0).to(tl.float32)
     y *= tl.load(signs + channel)
     for _ in tl.static_range(STAGES):
         first, second = tl.split(tl.reshape(y, (ROWS, SIZE // 2, 2)))
         y = tl.reshape(tl.permute(tl.join(first + second, first - second), (0, 2, 1)), (ROWS, SIZE))
-    tl.store(out + (run * SIZE)[:, None] + tl.arange(0, SIZE)[None, :], y, mask=there)
+    tl.store(out + (run * SIZE)[:, None] + tl.arange(0, SIZE)[None, :], y, mask=row_mask)
 
 
 @cache
@@ -107,13 +107,13 @@ def quantize_on_grid(
     """Quantize pages on a grid of points. Grid: that of `quantize.quantize_pages`. A column is a code; there is one
     tensor per coordinate."""
     page, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * C.rows
-    token, column, real = tile_of(first, C)
+    token, column, col_mask = tile_of(first, C)
     x = head_at(x, page, pages, x_batch, x_head, x_token, HEADS, C) + token[:, None] * x_token
     dims: tl.constexpr = C.code
     shape: tl.constexpr = (token.shape[0], triton.next_power_of_2(C.spans), triton.next_power_of_2(C.span))
     groups, square = (), tl.zeros(shape, tl.float64)
     for i in tl.static_range(dims):
-        y = tl.load(x + column[None, :] * C.code + i, mask=real[None, :], other=0).to(tl.float32)
+        y = tl.load(x + column[None, :] * C.code + i, mask=col_mask[None, :], other=0).to(tl.float32)
         groups = groups + (tl.reshape(y, shape),)  # noqa: RUF005  (Triton has no unpacking)
         square += groups[i].to(tl.float64) * groups[i].to(tl.float64)
     size = tl.sqrt(tl.sum(square, 2) / (C.group * C.code)).to(tl.float32)
@@ -124,8 +124,8 @@ def quantize_on_grid(
         units = units + (tl.div_rn(groups[i], divisor),)  # noqa: RUF005
     code = _nearest_points(units, points, C)
     if C.refit:
-        size = _fit_size(groups, code, tl.reshape(real, (1, shape[1], shape[2])), points, C)
+        size = _fit_size(groups, code, tl.reshape(col_mask, (1, shape[1], shape[2])), points, C)
         stored = nearest(size, C.params) + size * 0
     code = tl.reshape(code, (token.shape[0], column.shape[0]))
-    pack_fields(codes + page * (C.page * C.bits // 8) * C.dim, code, column, real, first, C)
+    pack_fields(codes + page * (C.page * C.bits // 8) * C.dim, code, column, col_mask, first, C)
     store_along_channels(scale, stored, page, token, C)

@@ -113,11 +113,11 @@ class _Side(NamedTuple):
     """Keys or values of a call, as kernels take them.
 
     tensors: codes, scales and zero points of pages, each ``[B, H_kv, pages, ...]``, and the ring.
-    beside: for boosted channels: the lower codes and channel indices (`kvpass.codec.boost`); otherwise empty.
+    boosted: the lower codes and channel indices of boosted channels (`kvpass.codec.boost`); empty without them.
     """
 
     tensors: tuple[Tensor, ...]
-    beside: tuple[Tensor, ...]
+    boosted: tuple[Tensor, ...]
 
     @classmethod
     def of(cls, pack: Pack, n: int, spec: CodecSpec) -> "_Side":
@@ -155,7 +155,7 @@ class _Launch:
             of_page = self.specs[0].page_size // case.planes
             self.config = replace(self.config, rows=min(self.config.rows, of_page))
         self.key, self.value = (_Side.of(pack, call.n, spec) for pack, spec in zip(call[1:3], self.specs, strict=True))
-        self.beside = self.key.beside or (None, None)
+        self.boosted = self.key.boosted or (None, None)
         self.layouts, self.rules = _layouts(self.specs, rope, self.head_dim), self._rules()
         self.planes = self.layouts[0].planes
         # rows of packed pages of keys and of values (see `unpacking`)
@@ -222,7 +222,7 @@ class _Launch:
         with torch.cuda.device_of(q):
             attend_split[self.batch * self.groups, splits, tiles](
                 q, *key, *value, self.k_new, call.v_new.contiguous(), self.packed_queries, self.shift,
-                *map(self.points, self.specs), *self.beside, *self.rotary_tables, self.mask, call.starts, partial,
+                *map(self.points, self.specs), *self.boosted, *self.rotary_tables, self.mask, call.starts, partial,
                 partial_lse, self.length, self.queries, call.scale, key[0].stride(1), key[1].stride(1),
                 value[0].stride(1), value[1].stride(1), *self.strides, self.rules, K, V,
                 config.rows, config.together, config.exact, config.stages, num_warps=config.warps,
@@ -245,7 +245,7 @@ class _Launch:
         tiles = cdiv(k_rows, config.rows) + cdiv(stop - k_rows * self.planes, config.exact)
         with torch.cuda.device_of(self.q):
             sum_attention[tiles * self.batch * self.groups,](
-                self.q, *key, self.k_new, self.packed_queries, self.shift, self.points(self.specs[0]), *self.beside,
+                self.q, *key, self.k_new, self.packed_queries, self.shift, self.points(self.specs[0]), *self.boosted,
                 *self.rotary_tables, self.mask, lse, mass, self.call.n, self.queries, self.call.scale, k_rows, tiles,
                 key[0].stride(1), key[1].stride(1), *self.strides, self.call.statistic != "sum", self.rules, K,
                 config.rows, config.exact, num_warps=MASS_WARPS, maxnreg=config.registers, enable_fp_fusion=True,

@@ -48,11 +48,11 @@ def nearest(x, DTYPE: tl.constexpr):
 @triton.jit
 def tile_of(first, C: tl.constexpr):
     """The tokens of a program's tile, as indices in their page, its columns, and which columns exist."""
-    column, real = columns(C.span, C.spans)
+    column, col_mask = columns(C.span, C.spans)
     column += tl.program_id(2) * C.span * C.spans
     token = tl.arange(0, C.planes * C.rows)
     token = token // C.rows * (C.page // C.planes) + first + token % C.rows
-    return token, column, real & (column < C.dim)
+    return token, column, col_mask & (column < C.dim)
 
 
 @triton.jit
@@ -63,7 +63,7 @@ def head_at(x, page, pages, x_batch, x_head, x_token, HEADS: tl.constexpr, C: tl
 
 
 @triton.jit
-def _pack(out, codes, column, real, first, SHIFT: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr):
+def _pack(out, codes, column, col_mask, first, SHIFT: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr):
     """Write bits ``[SHIFT, SHIFT + WIDTH)`` of codes ``[planes * rows, columns]`` to the byte rows of a bit field at
     ``out``."""
     planes: tl.constexpr = 8 // WIDTH
@@ -72,27 +72,27 @@ def _pack(out, codes, column, real, first, SHIFT: tl.constexpr, WIDTH: tl.conste
     line = tl.arange(0, lines)
     line = line // C.rows * (C.page // C.planes) + first + line % C.rows
     packed = tl.sum(field << (tl.arange(0, planes) * WIDTH)[:, None, None], 0)
-    tl.store(out + line[:, None] * C.dim + column[None, :], packed.to(tl.uint8), mask=real[None, :])
+    tl.store(out + line[:, None] * C.dim + column[None, :], packed.to(tl.uint8), mask=col_mask[None, :])
 
 
 @triton.jit
-def pack_fields(codes, code, column, real, first, C: tl.constexpr):
+def pack_fields(codes, code, column, col_mask, first, C: tl.constexpr):
     """Pack the codes of a tile into the page at ``codes``. 3 bits are a 2-bit and a 1-bit field, 6 bits a 4-bit and a
     2-bit field."""
     if C.bits % 3:
-        _pack(codes, code, column, real, first, 0, C.bits, C)
+        _pack(codes, code, column, col_mask, first, 0, C.bits, C)
     else:
         high: tl.constexpr = C.bits // 3
-        _pack(codes, code, column, real, first, 0, 2 * high, C)
-        _pack(codes + C.page * high // 4 * C.dim, code, column, real, first, 2 * high, high, C)
+        _pack(codes, code, column, col_mask, first, 0, 2 * high, C)
+        _pack(codes + C.page * high // 4 * C.dim, code, column, col_mask, first, 2 * high, high, C)
 
 
 @triton.jit
-def store_along_tokens(parameter, stored, page, channel, real, C: tl.constexpr):
+def store_along_tokens(parameter, stored, page, channel, col_mask, C: tl.constexpr):
     """Store a parameter of all groups along the tokens of a page, for some channels."""
     groups: tl.constexpr = C.page // C.group
     at = (page * groups + tl.arange(0, groups)[:, None]) * C.dim + channel[None, :]
-    tl.store(parameter + at, stored.to(C.params), mask=real[None, :])
+    tl.store(parameter + at, stored.to(C.params), mask=col_mask[None, :])
 
 
 @triton.jit

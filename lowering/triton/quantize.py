@@ -47,14 +47,14 @@ def _round_toward(x, DTYPE: tl.constexpr, UP: tl.constexpr, EPS: tl.constexpr, T
 
 
 @triton.jit
-def _quantize(x, real, C: tl.constexpr):
+def _quantize(x, col_mask, C: tl.constexpr):
     """Quantize a tile ``[tokens, columns]``: its codes, and the scales and zero points of its groups as stored."""
     if C.channelwise:
         groups = tl.reshape(x, (C.page // C.group, C.group, x.shape[1]))
-        counts = real[None, None, :]
+        counts = col_mask[None, None, :]
     else:
         groups = tl.reshape(x, (x.shape[0], triton.next_power_of_2(C.spans), triton.next_power_of_2(C.span)))
-        counts = tl.reshape(real, (1, groups.shape[1], groups.shape[2]))
+        counts = tl.reshape(col_mask, (1, groups.shape[1], groups.shape[2]))
     dim: tl.constexpr = 1 if C.channelwise else 2
     top: tl.constexpr = 2**C.bits - 1.0
     zero = _round_toward(tl.min(tl.where(counts, groups, float("inf")), dim), C.params, False, C.eps, C.tiny)
@@ -78,14 +78,14 @@ def quantize_pages(
     """Quantize and pack pages. Grid: pages of all samples and heads; runs of ``rows`` rows; blocks of ``spans`` times
     ``span`` channels."""
     page, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * C.rows
-    token, channel, real = tile_of(first, C)
+    token, channel, col_mask = tile_of(first, C)
     x = head_at(x, page, pages, x_batch, x_head, x_token, HEADS, C)
-    x = tl.load(x + token[:, None] * x_token + channel[None, :], mask=real[None, :], other=0).to(tl.float32)
-    code, step, zero = _quantize(x, real, C)
-    pack_fields(codes + page * (C.page * C.bits // 8) * C.dim, code, channel, real, first, C)
+    x = tl.load(x + token[:, None] * x_token + channel[None, :], mask=col_mask[None, :], other=0).to(tl.float32)
+    code, step, zero = _quantize(x, col_mask, C)
+    pack_fields(codes + page * (C.page * C.bits // 8) * C.dim, code, channel, col_mask, first, C)
     if C.channelwise:
-        store_along_tokens(scale, step, page, channel, real, C)
-        store_along_tokens(zero_point, zero, page, channel, real, C)
+        store_along_tokens(scale, step, page, channel, col_mask, C)
+        store_along_tokens(zero_point, zero, page, channel, col_mask, C)
     else:
         store_along_channels(scale, step, page, token, C)
         store_along_channels(zero_point, zero, page, token, C)
@@ -101,7 +101,7 @@ def quantize_compensated(
     ``answers`` (`kvpass.codec.subspace.compensation_matrix`).
     """
     page = tl.program_id(0).to(tl.int64)
-    column, real = columns(C.span, 1)
+    column, col_mask = columns(C.span, 1)
     token = tl.arange(0, C.page)
     x = head_at(x, page, pages, x_batch, x_head, x_token, HEADS, C)
     rest: tl.constexpr = C.dim - C.span
@@ -110,18 +110,18 @@ def quantize_compensated(
     errors = ()
     for block in tl.static_range(C.dim // C.span):
         channel = block * C.span + column
-        y = tl.load(x + token[:, None] * x_token + channel[None, :], mask=real[None, :], other=0).to(tl.float32)
+        y = tl.load(x + token[:, None] * x_token + channel[None, :], mask=col_mask[None, :], other=0).to(tl.float32)
         for before in tl.static_range(block):
             at = (channel - C.span)[:, None] * rest + before * C.span + column[None, :]
-            answer = tl.load(answers + at, mask=real[:, None] & real[None, :], other=0).to(tl.float32)
+            answer = tl.load(answers + at, mask=col_mask[:, None] & col_mask[None, :], other=0).to(tl.float32)
             y += tl.dot(errors[before], tl.trans(answer), input_precision="tf32x3")
-        code, step, zero = _quantize(y, real, C)
-        pack_fields(codes, code, channel, real, 0, C)
-        store_along_tokens(scale, step, page, channel, real, C)
-        store_along_tokens(zero_point, zero, page, channel, real, C)
+        code, step, zero = _quantize(y, col_mask, C)
+        pack_fields(codes, code, channel, col_mask, 0, C)
+        store_along_tokens(scale, step, page, channel, col_mask, C)
+        store_along_tokens(zero_point, zero, page, channel, col_mask, C)
         by_group = tl.reshape(code, (C.page // C.group, C.group, code.shape[1])).to(tl.float32)
         error = tl.reshape(by_group * step[:, None, :] + zero[:, None, :], y.shape) - y
-        errors = errors + (tl.where(real[None, :], error, 0.0),)  # noqa: RUF005  (Triton has no unpacking)
+        errors = errors + (tl.where(col_mask[None, :], error, 0.0),)  # noqa: RUF005  (Triton has no unpacking)
 
 
 def _refuses_blocks(blocks: int, size: int, page_size: int) -> str | None:

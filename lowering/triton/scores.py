@@ -11,7 +11,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .unpacking import channels, paired_values, paired_words, values, words
+from .paired_unpacking import load_paired_words, paired_values
+from .unpacking import channels, load_words, values
 
 LOG2E: tl.constexpr = tl.constexpr(math.log2(math.e))  # exp2 takes a third of the instructions of exp
 
@@ -62,7 +63,7 @@ class Rope(NamedTuple):
 
 
 @triton.jit
-def _run(FIRST: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr):
+def _channel_run(FIRST: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr):
     """Channels of a part, and which of them exist. Products need at least 16."""
     index = tl.arange(0, max(16, triton.next_power_of_2(COUNT)))
     return FIRST + index * STEP, index < COUNT
@@ -74,11 +75,11 @@ def parts_of(L: tl.constexpr):
     if not L.pairs:
         parts = (channels(L, 1),)
     elif L.interleaved:
-        parts = (_run(0, L.pairs, 2), _run(1, L.pairs, 2))
+        parts = (_channel_run(0, L.pairs, 2), _channel_run(1, L.pairs, 2))
     else:
-        parts = (_run(0, L.pairs, 1), _run(L.pairs, L.pairs, 1))
+        parts = (_channel_run(0, L.pairs, 1), _channel_run(L.pairs, L.pairs, 1))
     if L.pairs and 2 * L.pairs < L.dim:
-        parts = parts + (_run(2 * L.pairs, L.dim - 2 * L.pairs, 1),)  # noqa: RUF005  (Triton has no unpacking)
+        parts = parts + (_channel_run(2 * L.pairs, L.dim - 2 * L.pairs, 1),)  # noqa: RUF005  (Triton has no unpacking)
     return parts
 
 
@@ -92,83 +93,87 @@ def query_rows(first, group, call, Q: tl.constexpr):
 
 
 @triton.jit
-def shifts_of(of_all, asked, call):
+def shifts_of(row, row_mask, call):
     """The numbers to add to the products of query rows with packed keys."""
-    return tl.load(call.shift + of_all, mask=asked, other=0)
+    return tl.load(call.shift + row, mask=row_mask, other=0)
 
 
 @triton.jit
-def mask_lines(of_all, asked, query, group, call, Q: tl.constexpr):
+def mask_lines(row, row_mask, query, group, call, Q: tl.constexpr):
     """Pointers to the line of the mask of each query row."""
-    head = of_all // call.queries % Q.heads
-    line = tl.where(asked, head * call.mask_head + query.to(tl.int64) * call.mask_query, 0)
+    head = row // call.queries % Q.heads
+    line = tl.where(row_mask, head * call.mask_head + query.to(tl.int64) * call.mask_query, 0)
     return call.mask + group // Q.groups * call.mask_batch + line
 
 
 @triton.jit
-def query_tiles(q, of_all, asked, parts, DIM: tl.constexpr, Q: tl.constexpr):
+def query_tiles(q, row, row_mask, parts, DIM: tl.constexpr, Q: tl.constexpr):
     """The parts of query rows."""
     tiles = ()
     for i in tl.static_range(len(parts)):
-        channel, real = parts[i]
-        at, known = of_all[:, None] * DIM + channel[None, :], asked[:, None] & real[None, :]
-        tiles = tiles + (tl.load(q + at, mask=known, other=0).to(Q.operand),)  # noqa: RUF005
+        channel, col_mask = parts[i]
+        at, in_bounds = row[:, None] * DIM + channel[None, :], row_mask[:, None] & col_mask[None, :]
+        tiles = tiles + (tl.load(q + at, mask=in_bounds, other=0).to(Q.operand),)  # noqa: RUF005
     return tiles
 
 
 @triton.jit
-def _rotated(k, rope, tokens, there, parts, L: tl.constexpr):
+def _rotated(k, rope, tokens, token_mask, parts, L: tl.constexpr):
     """`kvpass.codec.rope.rotate` of the parts of keys."""
-    channel, real = parts[0]
+    channel, col_mask = parts[0]
     pair = channel // 2 if L.interleaved else channel
-    at, known = tokens[:, None] * rope.row + pair[None, :], there[:, None] & real[None, :]
-    cos = tl.load(rope.cos + rope.sample + at, mask=known, other=0).to(tl.float32)
-    sin = tl.load(rope.sin + rope.sample + at, mask=known, other=0).to(tl.float32)
+    at, in_bounds = tokens[:, None] * rope.row + pair[None, :], token_mask[:, None] & col_mask[None, :]
+    cos = tl.load(rope.cos + rope.sample + at, mask=in_bounds, other=0).to(tl.float32)
+    sin = tl.load(rope.sin + rope.sample + at, mask=in_bounds, other=0).to(tl.float32)
     return (k[0] * cos - k[1] * sin, k[1] * cos + k[0] * sin) + k[2:]  # noqa: RUF005
 
 
 @triton.jit
 def page_words(pool, first, stop, parts, ROWS: tl.constexpr, L: tl.constexpr, F: tl.constexpr = None):
-    """`words` of each part; `paired_words` if there is a form."""
+    """`load_words` of each part; `load_paired_words` if there is a format."""
     if F is not None:
-        read = paired_words(pool, first, stop, ROWS, L, F)
+        read = load_paired_words(pool, first, stop, ROWS, L, F)
     else:
         parts = parts if L.pairs else (channels(L, L.code),)
         read = ()
         for i in tl.static_range(len(parts)):
-            column, real = parts[i]
-            read = read + (words(pool.codes, first, stop, column, real, ROWS, L),)  # noqa: RUF005
+            column, col_mask = parts[i]
+            read = read + (load_words(pool.codes, first, stop, column, col_mask, ROWS, L),)  # noqa: RUF005
     return read
 
 
 @triton.jit
-def page_keys(read, pool, first, stop, tokens, there, plane, rope, parts, L: tl.constexpr, F: tl.constexpr = None):
+def page_keys(read, pool, first, stop, tokens, token_mask, plane, rope, parts, L: tl.constexpr, F: tl.constexpr = None):
     """The parts of the keys in a plane of rows that `page_words` has ``read``. tokens: the tokens of the plane."""
     if F is not None:
         k = (paired_values(read, pool, first, stop, plane, L, F),)
     else:
         k = ()
         for i in tl.static_range(len(parts)):
-            channel, real = parts[i]
-            part = values(read[i], pool, first, stop, channel, real, plane, L, not L.pairs)
+            channel, col_mask = parts[i]
+            part = values(read[i], pool, first, stop, channel, col_mask, plane, L, not L.pairs)
             if rope.center is not None:
-                part += tl.load(rope.center + rope.head + channel, mask=real, other=0).to(tl.float32)[None, :]
+                part += tl.load(rope.center + rope.head + channel, mask=col_mask, other=0).to(tl.float32)[None, :]
             k = k + (part,)  # noqa: RUF005
-    return _rotated(k, rope, tokens, there, parts, L) if L.pairs else k
+    return _rotated(k, rope, tokens, token_mask, parts, L) if L.pairs else k
 
 
 @triton.jit
-def ring_rows(ring, tokens, there, channel, real, L: tl.constexpr):
-    """Exact ``tokens`` of the past; zeros for tokens that are not ``there``."""
+def ring_rows(ring, tokens, token_mask, channel, col_mask, L: tl.constexpr):
+    """Exact ``tokens`` of the past; zeros where ``token_mask`` is False."""
     slots = tl.where(tokens < L.sinks, tokens, L.sinks + (tokens - L.sinks) % L.window)
-    return tl.load(ring + slots[:, None] * L.dim + channel[None, :], mask=there[:, None] & real[None, :], other=0)
+    return tl.load(
+        ring + slots[:, None] * L.dim + channel[None, :], mask=token_mask[:, None] & col_mask[None, :], other=0
+    )
 
 
 @triton.jit
-def with_present(past, new, tokens, n, stop, channel, real, L: tl.constexpr):
+def with_present(past, new, tokens, n, stop, channel, col_mask, L: tl.constexpr):
     """Rows of the ``past``; for ``tokens`` from ``n`` on, rows of the call's ``new`` tokens instead."""
-    there = ((tokens >= n) & (tokens < stop))[:, None] & real[None, :]
-    return tl.where(there, tl.load(new + (tokens - n)[:, None] * L.dim + channel[None, :], mask=there, other=0), past)
+    token_mask = ((tokens >= n) & (tokens < stop))[:, None] & col_mask[None, :]
+    return tl.where(
+        token_mask, tl.load(new + (tokens - n)[:, None] * L.dim + channel[None, :], mask=token_mask, other=0), past
+    )
 
 
 @triton.jit
@@ -176,13 +181,13 @@ def exact_keys(ring, new, tokens, n, stop, rope, parts, L: tl.constexpr):
     """The parts of exact keys. Keys of the call are already rotated."""
     past, k = (), ()
     for i in tl.static_range(len(parts)):
-        channel, real = parts[i]
-        past = past + (ring_rows(ring, tokens, tokens < n, channel, real, L),)  # noqa: RUF005
+        channel, col_mask = parts[i]
+        past = past + (ring_rows(ring, tokens, tokens < n, channel, col_mask, L),)  # noqa: RUF005
     if L.pairs:
         past = _rotated(past, rope, tokens, tokens < n, parts, L)
     for i in tl.static_range(len(parts)):
-        channel, real = parts[i]
-        k = k + (with_present(past[i], new, tokens, n, stop, channel, real, L),)  # noqa: RUF005
+        channel, col_mask = parts[i]
+        k = k + (with_present(past[i], new, tokens, n, stop, channel, col_mask, L),)  # noqa: RUF005
     return k
 
 
@@ -201,14 +206,14 @@ def seen_by(query, tokens, call, Q: tl.constexpr):
 
 
 @triton.jit
-def from_start(seen, tokens, start):
-    """``seen`` without the tokens before ``start``."""
-    return seen if start is None else seen & (tokens >= start)[None, :]
+def from_start(visible, tokens, start):
+    """``visible`` without the tokens before ``start``."""
+    return visible if start is None else visible & (tokens >= start)[None, :]
 
 
 @triton.jit
-def scores(q, k, shift, scale, mask, tokens, seen, Q: tl.constexpr):
-    """Scores ``[M, N]`` in units of log2, so that weights are ``exp2`` of them; -inf if a key is not ``seen`` (which
+def scores(q, k, shift, scale, mask, tokens, visible, Q: tl.constexpr):
+    """Scores ``[M, N]`` in units of log2, so that weights are ``exp2`` of them; -inf if a key is not ``visible`` (which
     broadcasts). mask: one pointer per row."""
     s = tl.dot(q[0], tl.trans(k[0].to(q[0].dtype)), input_precision="ieee")
     for i in tl.static_range(1, len(q)):
@@ -221,10 +226,10 @@ def scores(q, k, shift, scale, mask, tokens, seen, Q: tl.constexpr):
     else:
         s *= scale * LOG2E
     if mask is not None:
-        bias = tl.load(mask[:, None] + tokens[None, :], mask=seen, other=0)
+        bias = tl.load(mask[:, None] + tokens[None, :], mask=visible, other=0)
         if Q.bool_mask:
-            seen = seen & (bias != 0)
+            visible = visible & (bias != 0)
         else:
             bias = bias.to(tl.float32)
             s += tl.where(bias < -2e38, bias, bias * LOG2E)  # keeps the lowest number finite
-    return tl.where(seen, s, -float("inf"))
+    return tl.where(visible, s, -float("inf"))
