@@ -28,7 +28,8 @@ RIVALS = "kivi", "kivi-sinks", "kivi-3", "kivi-4", "squat", "higgs-sinks", "higg
 
 
 def fields(*each: tuple[int, int]) -> dict[str, tuple[int, int]]:
-    """The fields of keys, rich keys, values and rich values; equal fields for both ranks mean no ranks."""
+    """The fields of keys and of values, each for low- and then for high-precision tokens; equal fields for both ranks
+    mean no ranks."""
     names = "key_fields", "rich_key_fields", "value_fields", "rich_value_fields"
     given = dict(zip(names, each, strict=True))
     return given | {f"rich_{name}": (0, 0) for name in names[::2] if given[name] == given[f"rich_{name}"]}
@@ -46,7 +47,7 @@ ROWS = {
     "without sinks": dict(sinks=0),
     "all tokens alike": fields((14, 4), (14, 4), (14, 4), (14, 4)),
     "keys alone by token": fields((10, 4), (18, 4), (14, 4), (14, 4)),
-    "half a bit more for the rich": fields((12, 4), (16, 4), (11, 4), (16, 4)),
+    "half a bit more for high-precision tokens": fields((12, 4), (16, 4), (11, 4), (16, 4)),
     "a bit and a half": fields((8, 4), (20, 4), (7, 4), (20, 4)),
     "pairs of bits only": fields((12, 0), (20, 0), (11, 0), (20, 0)),
     "more single bits": fields((8, 8), (16, 8), (7, 8), (16, 8)),
@@ -55,7 +56,9 @@ ROWS = {
     "no recent tokens": dict(recent=0),
     "32 recent tokens": dict(recent=32),
     "160 recent tokens": dict(recent=160),
-    "32 recent, half a bit more for the rich": dict(recent=32, **fields((12, 4), (16, 4), (14, 4), (17, 4))),
+    "32 recent, half a bit more for high-precision tokens": dict(
+        recent=32, **fields((12, 4), (16, 4), (14, 4), (17, 4))
+    ),
     "32 recent, all tokens alike": dict(recent=32, **fields((14, 4), (14, 4), (16, 4), (16, 4))),
     "values alone are packed like that": dict(key_fields=(48, 0), rich_key_fields=(48, 0)),
     "keys alone are packed like that": dict(value_fields=(48, 0), rich_value_fields=(0, 0)),

@@ -15,7 +15,7 @@ from kvpass.cache.per_cache import RotaryState
 from kvpass.cache.state import KVState, ModelTensors
 from kvpass.codec import CodecSpec, Quantizer, Shares, Transform, dequantize_pages, parse, quantize_pages
 from kvpass.codec.page_rope import numbered
-from kvpass.codec.shares import WIDEST, divided, fields_of, page_bytes, rich_of, share_of, water_fill
+from kvpass.codec.shares import WIDEST, divided, fields_of, high_precision_masks, page_bytes, share_of, water_fill
 from kvpass.codec.tensors import of_model
 from kvpass.codec.transform_coding import DISTORTION, STEPS
 from kvpass.layout.retention import HeavyHitter, Retention
@@ -115,10 +115,10 @@ def test_values_follow_their_keys():
     given = given_of(keys)
     x, y = mixed(1, 2, HEADS, 64, HEAD), mixed(2, 2, HEADS, 64, HEAD)
     (pages,) = quantize_pages(x, keys, fitted(keys, given))
-    rich = rich_of(pages, 32, HEADS)
+    rich = high_precision_masks(pages, 32, HEADS)
     own = given_of(values, seed=7)
     (of_values,) = quantize_pages(y, values, fitted(values, own, rich))
-    assert torch.equal(rich_of(of_values, 32, HEADS), rich)
+    assert torch.equal(high_precision_masks(of_values, 32, HEADS), rich)
 
 
 def test_what_is_not_finite_is_refused():

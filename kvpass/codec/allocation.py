@@ -10,9 +10,9 @@ have the same number of fields of each kind, so all pages have one shape. Each h
 weights to fields, on its own. Dequantization is linear in the fields: scales, bit widths and basis are applied to a
 query once, and a cached value is read as two bits and nothing else.
 
-Tokens of a page may have *ranks*. The half with the most attention mass, the *rich* tokens, gets more fields than the
-other half. A page stores its tokens by rank, and a bit mask of the rich tokens. For keys, a sample of the prompt's
-queries selects the rich tokens; values reuse the selection of their keys.
+Tokens of a page may have *ranks*. The half with the most attention mass, the *high-precision* tokens, gets more fields
+than the other half. A page stores its tokens by rank, and a bit mask of the high-precision tokens. For keys, a sample
+of the prompt's queries selects them; values reuse the selection of their keys.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,8 +49,8 @@ from .transform_coding import (
 
 SHARES = 16
 """`Allocation` counts fields per this many channels."""
-RICH = 2
-"""One in this many tokens of a page is rich."""
+RANKS = 2
+"""Number of ranks, of equally many tokens each, if tokens have ranks."""
 
 
 class Rank(NamedTuple):
@@ -64,7 +64,7 @@ class Rank(NamedTuple):
 
 @cache
 def _parts(spec: CodecSpec, head_dim: int) -> list[tuple[int, int]]:
-    """Rows and columns of each part of a page: the mask of rich tokens, then the parts of each `Rank`."""
+    """Rows and columns of each part of a page: the mask of high-precision tokens, then the parts of each `Rank`."""
     allocation, parts = Allocation.of(spec), []
     if allocation.ranked:
         parts.append((byte_rows(spec.page_size, 1), 1))
@@ -79,27 +79,30 @@ def _page(spec: CodecSpec, head_dim: int) -> tuple[int, int]:
 
 
 def split_pages(pages: Tensor, spec: CodecSpec, head_dim: int) -> tuple[Tensor | None, list[Rank]]:
-    """Split pages ``[..., N, 1, bytes]`` into the mask of rich tokens ``[..., N, P / 8, 1]`` and a list of `Rank`.
+    """Split pages ``[..., N, 1, bytes]`` into the mask of high-precision tokens ``[..., N, P / 8, 1]`` and a list of
+    `Rank`.
 
     The mask is None if tokens have no ranks.
     """
     parts = _parts(spec, head_dim)
     split = pages.squeeze(-2).split([rows * columns for rows, columns in parts], -1)
     views = [part.unflatten(-1, shape) for part, shape in zip(split, parts, strict=True)]
-    rich = views.pop(0) if Allocation.of(spec).ranked else None
-    return rich, [Rank(*views[i : i + 3]) for i in range(0, len(views), 3)]
+    high_mask = views.pop(0) if Allocation.of(spec).ranked else None
+    return high_mask, [Rank(*views[i : i + 3]) for i in range(0, len(views), 3)]
 
 
-def slots(rich: Tensor) -> Tensor:
-    """The slot of each token in its page, from the masks of rich tokens ``[..., N, P / 8, 1]``: ``[..., N, P]`` int64.
+def slots(high_mask: Tensor) -> Tensor:
+    """The slot of each token in its page, from the masks of high-precision tokens ``[..., N, P / 8, 1]``:
+    ``[..., N, P]`` int64.
 
-    Rich tokens come first.
+    High-precision tokens come first.
     """
-    is_rich = unpack(rich, 1).squeeze(-1)
-    token = torch.arange(is_rich.shape[-1], device=rich.device)
-    before = (is_rich.float() @ (token[:, None] < token).float()).long()  # number of rich tokens before each
-    poor = (token - before + len(token) // RICH).clamp(max=len(token) - 1)  # unwritten pages have no rich tokens
-    return torch.where(is_rich > 0, before, poor)
+    is_high = unpack(high_mask, 1).squeeze(-1)
+    token = torch.arange(is_high.shape[-1], device=high_mask.device)
+    before = (is_high.float() @ (token[:, None] < token).float()).long()  # number of high-precision tokens before each
+    # unwritten pages have no high-precision tokens
+    low_slot = (token - before + len(token) // RANKS).clamp(max=len(token) - 1)
+    return torch.where(is_high > 0, before, low_slot)
 
 
 def _placed(cost: Tensor, pairs: int, singles: int) -> Tensor:
@@ -124,15 +127,15 @@ def _quantize_rank(units: Tensor, places: Tensor, counts: tuple[int, int]) -> Ra
 
 
 def choose(x: Tensor, spec: CodecSpec, queries: Tensor) -> Tensor:
-    """Select the rich tokens of keys ``[B, H, N * P, D]``; returns a bit mask ``[B, H, N, P / 8, 1]`` uint8.
+    """Select the high-precision tokens of keys ``[B, H, N * P, D]``; returns a bit mask ``[B, H, N, P / 8, 1]`` uint8.
 
-    Rich are the tokens of each page with the largest squared attention weights under ``queries`` (softmax within the
+    They are the tokens of each page with the largest squared attention weights under ``queries`` (softmax within the
     page), because the squared error from a key grows with the square of its weight.
     """
-    paid = (x.float() @ queries.float().mT).unflatten(2, (-1, spec.page_size)).softmax(3).square().sum(-1)
-    most = paid.topk(spec.page_size // RICH, -1).indices
-    rich = torch.zeros_like(paid, dtype=torch.uint8).scatter(-1, most, 1)
-    return pack(rich.unsqueeze(-1), 1)
+    mass = (x.float() @ queries.float().mT).unflatten(2, (-1, spec.page_size)).softmax(3).square().sum(-1)
+    most = mass.topk(spec.page_size // RANKS, -1).indices
+    high_mask = torch.zeros_like(mass, dtype=torch.uint8).scatter(-1, most, 1)
+    return pack(high_mask.unsqueeze(-1), 1)
 
 
 def field_rows(basis: Tensor, places: Tensor) -> Tensor:
@@ -153,7 +156,7 @@ def _dequantize_rank(rank: Rank, rows: Tensor) -> Tensor:
 
 def check_page_size(spec: CodecSpec, ranked: bool) -> None:
     """Raise `KVPassError` unless the fields of a page fill whole bytes. ``ranked``: for each rank separately."""
-    multiple = smallest_page(min(FIELD_BITS)) * (RICH if ranked else 1)
+    multiple = smallest_page(min(FIELD_BITS)) * (RANKS if ranked else 1)
     if spec.page_size % multiple:
         raise KVPassError(
             f"page_size={spec.page_size} does not fill whole bytes: use a residual that is a multiple of {multiple}."
@@ -167,9 +170,9 @@ def check_bits(spec: CodecSpec) -> None:
 
 
 class Ranked:
-    """Base of codecs that can give half of each page's tokens, the rich ones, more bits than the others.
+    """Base of codecs that can give half of each page's tokens, the high-precision ones, more bits than the others.
 
-    follows: take the rich tokens from the layer's keys; otherwise queries select them.
+    follows: take the high-precision tokens from the layer's keys; otherwise queries select them.
     """
 
     follows: bool
@@ -188,23 +191,23 @@ class Ranked:
         return self.follows
 
     def tokens(self, page_size: int) -> list[int]:
-        """Number of tokens of a page in each rank, rich tokens first."""
-        return [page_size // RICH, page_size - page_size // RICH] if self.ranked else [page_size]
+        """Number of tokens of a page in each rank, high-precision tokens first."""
+        return [page_size // RANKS, page_size - page_size // RANKS] if self.ranked else [page_size]
 
     def by_rank(
         self, x: Tensor, basis: Tensor, spec: CodecSpec, chosen: Sequence[Tensor]
     ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
-        """The mask of the rich tokens ``[B, H, N, P / 8, 1]``, None without ranks, and for each rank the coordinates of
-        its tokens in ``basis``, ``[B, H, N, T, D]`` float32.
+        """The mask of the high-precision tokens ``[B, H, N, P / 8, 1]``, None without ranks, and for each rank the
+        coordinates of its tokens in ``basis``, ``[B, H, N, T, D]`` float32.
 
         x: whole pages, ``[B, H, N * P, D]``.
-        chosen: with ranks, the queries that select the rich tokens, or the mask if ``follows``.
+        chosen: with ranks, the queries that select the high-precision tokens, or the mask if ``follows``.
         """
-        rich, units = None, coordinates(x, basis).unflatten(2, (-1, spec.page_size))
+        high_mask, units = None, coordinates(x, basis).unflatten(2, (-1, spec.page_size))
         if self.ranked:
-            rich = chosen[0] if self.follows else choose(x, spec, chosen[0])
-            units = units.gather(3, slots(rich).argsort(-1).unsqueeze(-1).expand_as(units))
-        return rich, units.split(self.tokens(spec.page_size), 3)
+            high_mask = chosen[0] if self.follows else choose(x, spec, chosen[0])
+            units = units.gather(3, slots(high_mask).argsort(-1).unsqueeze(-1).expand_as(units))
+        return high_mask, units.split(self.tokens(spec.page_size), 3)
 
 
 @dataclass(frozen=True)
@@ -215,9 +218,9 @@ class Allocation(Ranked, Codec, name="allocated"):
         A channel has at most one single bit, so ``singles`` in 16 channels have an odd bit width.
     block_size: number of neighbouring channels that are decorrelated together; 1 means no decorrelation.
     weighted: weight errors by the prompt's queries; otherwise errors cost the same in all channels.
-    rich_pairs, rich_singles: ``pairs`` and ``singles`` for the half of a page's tokens with the most attention mass. If
-        both are 0, all tokens of a page have the same bit widths.
-    follows: take that half from the layer's keys; otherwise the prompt's queries select it.
+    rich_pairs, rich_singles: ``pairs`` and ``singles`` for the high-precision tokens of a page. If both are 0, all
+        tokens of a page have the same bit widths.
+    follows: take the high-precision tokens from the layer's keys; otherwise the prompt's queries select them.
     """
 
     pairs: int
@@ -253,8 +256,8 @@ class Allocation(Ranked, Codec, name="allocated"):
 
     @property
     def _shares(self) -> list[tuple[int, int]]:
-        plain, rich = (self.pairs, self.singles), (self.rich_pairs, self.rich_singles)
-        return [rich, plain] if self.ranked else [plain]
+        low, high = (self.pairs, self.singles), (self.rich_pairs, self.rich_singles)
+        return [high, low] if self.ranked else [low]
 
     def counts(self, head_dim: int) -> list[tuple[int, int]]:
         """Number of bit pairs and of single bits of a token of ``head_dim`` channels, per rank."""
@@ -268,7 +271,7 @@ class Allocation(Ranked, Codec, name="allocated"):
     def bits(self) -> float:
         """Average bits per value, without gains and masks."""
         each = [(2 * pairs + singles) / SHARES for pairs, singles in self._shares]
-        return each[0] / RICH + each[1] * (1 - 1 / RICH) if self.ranked else each[0]
+        return each[0] / RANKS + each[1] * (1 - 1 / RANKS) if self.ranked else each[0]
 
     def describe(self, quantizer: str) -> str:
         by = "per channel and token" if self.ranked else "per channel"
@@ -328,12 +331,12 @@ class Allocation(Ranked, Codec, name="allocated"):
         """Quantize whole pages ``[B, H, N * P, D]`` to bytes ``[B, H, N, 1, .]`` uint8; `split_pages` shows the layout.
 
         fitted: the basis and the places of fields (`Allocation.fit_basis`). If tokens have ranks, also the queries
-            ``[B, H, Q, D]`` that select the rich tokens (`some_queries`) or, for values that follow their keys,
-            `Codec.marks`.
+            ``[B, H, Q, D]`` that select the high-precision tokens (`some_queries`) or, for values that follow
+            their keys, `Codec.marks`.
         """
         basis, places, *chosen = fitted
-        rich, by_rank = self.by_rank(x, basis, spec, chosen)
-        head_dim, kept = x.shape[-1], [] if rich is None else [rich]
+        high_mask, by_rank = self.by_rank(x, basis, spec, chosen)
+        head_dim, kept = x.shape[-1], [] if high_mask is None else [high_mask]
         for of_rank, own, counts in zip(
             by_rank, places.split(self.fields(head_dim), -1), self.counts(head_dim), strict=True
         ):
@@ -342,9 +345,9 @@ class Allocation(Ranked, Codec, name="allocated"):
 
     def dequantize(self, pages: Tensor, basis: Tensor, places: Tensor, spec: CodecSpec) -> Tensor:
         """Inverse of `quantize` up to rounding: ``[B, H, N * P, D]`` float32."""
-        rich, ranks = split_pages(pages, spec, basis.shape[-2])
+        high_mask, ranks = split_pages(pages, spec, basis.shape[-2])
         rows = field_rows(basis, places).unsqueeze(2).split(self.fields(basis.shape[-2]), -2)
         values = torch.cat([_dequantize_rank(*each) for each in zip(ranks, rows, strict=True)], 3)
-        if rich is not None:
-            values = values.gather(3, slots(rich).unsqueeze(-1).expand_as(values))
+        if high_mask is not None:
+            values = values.gather(3, slots(high_mask).unsqueeze(-1).expand_as(values))
         return values.flatten(2, 3)

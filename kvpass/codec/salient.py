@@ -65,9 +65,9 @@ def slots(marks: Tensor, salient: int) -> Tensor:
 def marked(x: Tensor, spec: CodecSpec, probes: Tensor) -> Tensor:
     """Bit mask ``[B, H, N, P / 8, 1]`` uint8 of the salient tokens of keys ``x`` ``[B, H, N * P, D]``: the tokens of
     each page with the most attention mass under ``probes`` ``[B, H, Q, D]``."""
-    paid = (x.float() @ probes.float().mT).softmax(2).mean(-1).unflatten(2, (-1, spec.page_size))
-    most = paid.topk(tokens_of(spec)[0], -1).indices
-    return pack(torch.zeros_like(paid, dtype=torch.uint8).scatter(-1, most, 1).unsqueeze(-1), 1)
+    mass = (x.float() @ probes.float().mT).softmax(2).mean(-1).unflatten(2, (-1, spec.page_size))
+    most = mass.topk(tokens_of(spec)[0], -1).indices
+    return pack(torch.zeros_like(mass, dtype=torch.uint8).scatter(-1, most, 1).unsqueeze(-1), 1)
 
 
 def of_kinds(kept: Sequence[Tensor]) -> list[list[Tensor]]:

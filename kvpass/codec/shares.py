@@ -3,9 +3,9 @@
 Bits are divided among layers, keys and values, heads, coordinates, and ranks of tokens. Tokens are quantized as in
 `codec.allocation`: with a basis, a bit width per coordinate, fields of two bits and of one, a gain per token and head,
 and ranks of a page's tokens. The difference is that the number of bits varies by head. So one page holds all heads of a
-layer: the mask of rich tokens ``[P / 8, H]``, and for each rank the bit pairs of all heads ``[T / 4, pairs]``, their
-single bits ``[T / 8, singles]`` and gains ``[T, heads]``. The columns of one head are adjacent. A head without bits in
-a rank has no gain there.
+layer: the mask of high-precision tokens ``[P / 8, H]``, and for each rank the bit pairs of all heads
+``[T / 4, pairs]``, their single bits ``[T / 8, singles]`` and gains ``[T, heads]``. The columns of one head are
+adjacent. A head without bits in a rank has no gain there.
 
 The *share* of a layer, ``[ranks, 3, H + 1]`` int32 on the host, holds the number of fields: the column at which each
 head's pairs, single bits and gains start, and the end of the last head's. *widths*, ``[B or 1, H, ranks, D]`` uint8,
@@ -83,19 +83,20 @@ def _ranks(share: Tensor, spec: CodecSpec) -> list[_Rank]:
 
 def _parts(share: Tensor, spec: CodecSpec) -> list[tuple[int, int]]:
     """Rows and columns of each part of a page."""
-    rich = [(byte_rows(spec.page_size, 1), share.shape[-1] - 1)] if Shares.of(spec).ranked else []
-    return rich + [part for rank in _ranks(share, spec) for part in rank.parts]
+    mask = [(byte_rows(spec.page_size, 1), share.shape[-1] - 1)] if Shares.of(spec).ranked else []
+    return mask + [part for rank in _ranks(share, spec) for part in rank.parts]
 
 
-def rich_of(pages: Tensor, page_size: int, heads: int) -> Tensor:
-    """Masks of rich tokens, from key pages ``[B, 1, N, 1, bytes]`` of ``heads`` heads: ``[B, H, N, P / 8, 1]``."""
+def high_precision_masks(pages: Tensor, page_size: int, heads: int) -> Tensor:
+    """Masks of high-precision tokens, from key pages ``[B, 1, N, 1, bytes]`` of ``heads`` heads:
+    ``[B, H, N, P / 8, 1]``."""
     rows = byte_rows(page_size, 1)
     return _by_head(pages[:, 0, :, 0, : rows * heads].unflatten(-1, (rows, heads)))
 
 
-def _by_head(rich: Tensor) -> Tensor:
+def _by_head(high_mask: Tensor) -> Tensor:
     """``[B, N, P / 8, H]`` -> ``[B, H, N, P / 8, 1]``."""
-    return rich.permute(0, 3, 1, 2).unsqueeze(-1)
+    return high_mask.permute(0, 3, 1, 2).unsqueeze(-1)
 
 
 def fields_of(widths: Tensor, starts: Sequence[int], single: bool) -> tuple[Tensor, Tensor]:
@@ -274,18 +275,18 @@ class Shares(Ranked, Codec, name="shares"):
             raise KVPassError(NO_KEYS)
         rooms, batch = pack.pools[0].shape[2], len(pack.ring)  # key and value pools hold the same number of pages
         pool = of_pages(pack.key_pages, batch, pack.key_pages.untyped_storage().nbytes() // (batch * rooms))
-        return rich_of(pool[:, :, first : first + count], spec.page_size, pack.fitted["widths"].shape[1])
+        return high_precision_masks(pool[:, :, first : first + count], spec.page_size, pack.fitted["widths"].shape[1])
 
     def quantize(self, x: Tensor, spec: CodecSpec, fitted: Sequence[Tensor] = ()) -> tuple[Tensor]:
         """Quantize whole pages ``[B, H, N * P, D]`` to bytes ``[B, 1, N, 1, bytes]`` uint8.
 
         fitted: the layer's share, its basis ``[B or 1, H, D, b]`` and widths ``[B or 1, H, ranks, D]``. If tokens have
-            ranks, also the queries ``[1, H, Q, D]`` that select the rich tokens or, for values that follow their keys,
-            the mask from `rich_of`.
+            ranks, also the queries ``[1, H, Q, D]`` that select the high-precision tokens or, for values that follow
+            their keys, the mask from `high_precision_masks`.
         """
         share, basis, widths, *chosen = fitted
-        rich, by_rank = self.by_rank(x, basis, spec, chosen)
-        kept = [] if rich is None else [rich.squeeze(-1).permute(0, 2, 3, 1)]
+        high_mask, by_rank = self.by_rank(x, basis, spec, chosen)
+        kept = [] if high_mask is None else [high_mask.squeeze(-1).permute(0, 2, 3, 1)]
         for i, (of_rank, rank) in enumerate(zip(by_rank, _ranks(share, spec), strict=True)):
             kept += _quantize_rank(of_rank, widths[:, :, i], rank)
         return (torch.cat([part.flatten(2) for part in kept], -1).unsqueeze(1).unsqueeze(3),)
@@ -295,13 +296,13 @@ class Shares(Ranked, Codec, name="shares"):
         parts, (heads, _, size) = _parts(share, spec), widths.shape[1:]
         split = pages[:, 0, :, 0].split([rows * columns for rows, columns in parts], -1)
         kept = [part.unflatten(-1, shape) for part, shape in zip(split, parts, strict=True)]
-        rich, by_rank = _by_head(kept.pop(0)) if self.ranked else None, []
+        high_mask, by_rank = _by_head(kept.pop(0)) if self.ranked else None, []
         for i, rank in enumerate(_ranks(share, spec)):
             units = _dequantize_rank(kept[3 * i : 3 * i + 3], widths[:, :, i], rank)
             by_rank.append(units.unflatten(-1, (heads, size)).permute(0, 3, 1, 2, 4))
         units = torch.cat(by_rank, 3)
-        if rich is not None:
-            units = units.gather(3, slots(rich).unsqueeze(-1).expand_as(units))
+        if high_mask is not None:
+            units = units.gather(3, slots(high_mask).unsqueeze(-1).expand_as(units))
         rows = basis.float().unflatten(-2, (-1, self.block_size))
         of_blocks = units.flatten(2, 3).unflatten(-1, (-1, self.block_size)).transpose(2, 3)
         values: Tensor = (of_blocks @ rows).transpose(2, 3).flatten(-2)
