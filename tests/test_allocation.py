@@ -71,7 +71,7 @@ def coded(x, spec, given):
 
 
 @given(seeds, allocations, st.sampled_from((16, 32, 64)))
-def test_every_head_has_as_many_fields_and_no_coordinate_two_of_a_kind(seed, allocation, head_dim):
+def test_heads_have_equally_many_fields_and_no_coordinate_has_two_of_a_kind(seed, allocation, head_dim):
     cost = torch.exp2(8 * randn(seed, 2, 3, head_dim)).double()
     pairs, singles = allocation.counts(head_dim)[0]
     places = allocate(cost, pairs, singles)
@@ -87,7 +87,7 @@ def test_every_head_has_as_many_fields_and_no_coordinate_two_of_a_kind(seed, all
 
 
 @pytest.mark.parametrize("pairs, singles", [(2, 2), (4, 2), (3, 3), (5, 0), (1, 4)])
-def test_hardly_another_division_of_the_bits_costs_less(pairs, singles):
+def test_allocation_of_bits_is_nearly_optimal(pairs, singles):
     """Against all possible allocations for 6 coordinates."""
     ratios, options = [], [w for w in itertools.product(range(8), repeat=6) if sum(x % 2 for x in w) == singles]
     options = torch.tensor([w for w in options if sum(w) == 2 * pairs + singles])
@@ -101,7 +101,7 @@ def test_hardly_another_division_of_the_bits_costs_less(pairs, singles):
     assert min(ratios) >= 1 - 1e-9 and sum(ratios) / len(ratios) < 1.03
 
 
-def test_steps_are_those_of_least_squared_error_for_a_normal_variable():
+def test_steps_minimize_the_squared_error_of_a_normal_variable():
     x = torch.special.ndtri((torch.arange(400000, dtype=torch.float64) + 0.5) / 400000)
     for width, step, expected in zip(range(1, 9), STEPS, DISTORTION[1:], strict=True):
 
@@ -153,7 +153,7 @@ def dequantized_by_hand(x, spec, given):
 
 @pytest.mark.parametrize("block_size, weighted", [(1, False), (4, True), (16, True), (32, False)])
 @pytest.mark.parametrize("rich", [(0, 0), (20, 5)], ids=["alike", "ranked"])
-def test_pages_decode_to_what_the_formulas_say(block_size, weighted, rich):
+def test_pages_dequantize_as_the_formulas_define(block_size, weighted, rich):
     spec = spec_of(Allocation(11, 7, block_size, weighted, *rich))
     x, q = mixed(block_size, 2, 2, 64, HEAD), randn(9, 2, 2, 40, HEAD)
     given = fitted(spec, mixed(block_size, 2, 2, 200, HEAD), q)
@@ -164,7 +164,7 @@ def test_pages_decode_to_what_the_formulas_say(block_size, weighted, rich):
 
 
 @given(seeds, allocations, st.sampled_from(DTYPES))
-def test_an_error_is_half_a_step_unless_it_is_cut_off(seed, allocation, dtype):
+def test_errors_are_at_most_half_a_step_unless_clipped(seed, allocation, dtype):
     spec = spec_of(allocation)
     x = mixed(seed, 1, 2, 64, HEAD, dtype=dtype)
     given = fitted(spec, x, dtype=dtype)
@@ -188,7 +188,7 @@ def test_an_error_is_half_a_step_unless_it_is_cut_off(seed, allocation, dtype):
 
 
 @given(seeds)
-def test_a_page_keeps_its_tokens_by_rank_and_says_where(seed):
+def test_pages_store_tokens_by_rank_with_a_mask(seed):
     spec, x, q = RANKED, mixed(seed, 2, 2, 96, HEAD), randn(seed, 2, 2, 60, HEAD)
     given = fitted(spec, x, q)
     (pages,) = quantize_pages(x, spec, given)
@@ -204,7 +204,7 @@ def test_a_page_keeps_its_tokens_by_rank_and_says_where(seed):
             assert slot == list(range(slot[0], slot[0] + len(slot)))
 
 
-def test_values_are_rich_where_their_keys_are():
+def test_values_have_high_precision_where_their_keys_do():
     allocation = Allocation(12, 4, 16, False, 22, 8, follows=True)
     value_spec = spec_of(allocation, window=64)
     with pytest.raises(KVPassError, match="follows=True needs per-token bit widths"):
@@ -223,7 +223,7 @@ def test_values_are_rich_where_their_keys_are():
     assert torch.equal(*(marks_of(state.codes[:, :, :pages], 32) for state in (key, value)))
 
 
-def test_queries_that_choose_are_no_padding_and_as_far_apart_as_can_be():
+def test_sampled_queries_skip_padding_and_are_evenly_spaced():
     q, valid = torch.arange(100.0).view(1, 1, 100, 1).expand(2, 3, -1, 4), torch.ones(2, 100, dtype=torch.bool)
     valid[1, :60] = False
     found = some_queries(q, valid, torch.float32)[..., 0] * 2
@@ -235,7 +235,7 @@ def test_queries_that_choose_are_no_padding_and_as_far_apart_as_can_be():
     assert set(some_queries(q[:, :, :2], None, torch.float32)[0, 0, :, 0].tolist()) == {0.0, 0.5}
 
 
-def test_more_bits_for_some_are_worth_more_than_as_many_for_all():
+def test_more_bits_for_half_of_the_tokens_beat_equal_bits_for_all():
     """Attention output for keys of which only some receive attention: more bits for those beat equal bits for all."""
     x, q = mixed(0, 1, 2, 512, HEAD), randn(1, 1, 2, 300, HEAD)
     x = x / x.std()
@@ -248,7 +248,7 @@ def test_more_bits_for_some_are_worth_more_than_as_many_for_all():
     assert allocation.bits == 42 / 16 and seen[0] < 0.8 * seen[1]
 
 
-def test_a_fit_to_the_tokens_beats_equal_widths_where_channels_differ():
+def test_fitted_widths_beat_equal_widths_where_channels_differ():
     x, later = mixed(0, 1, 2, 400, HEAD).split(200, 2)
     errors = []
     for allocation in (Allocation(14, 8, 16, False), Allocation(14, 8, 1, False)):
@@ -261,7 +261,7 @@ def test_a_fit_to_the_tokens_beats_equal_widths_where_channels_differ():
     assert errors[0] < 0.8 * errors[1] and errors[1] < 0.7 * errors[2]
 
 
-def test_weighted_errors_are_small_where_queries_look():
+def test_weighted_errors_are_small_in_the_directions_of_queries():
     x, q = randn(0, 1, 1, 400, HEAD), randn(1, 1, 1, 300, HEAD) * torch.where(torch.arange(HEAD) < 8, 6.0, 0.5)
     seen = []
     for weighted in (True, False):
@@ -290,7 +290,7 @@ def test_any_chunking_stores_the_same_once_it_is_fitted(spec, seed, chunks):
 
 
 @both
-def test_samples_and_heads_are_fitted_alone_and_padding_to_nothing(spec):
+def test_samples_and_heads_are_fitted_independently_and_without_padding(spec):
     x, q = mixed(0, 2, 2, 150, HEAD), randn(1, 2, 4, 150, HEAD)
     x[1, :, :10], q[1, :, :10] = 300.0, 70.0  # as a model computes for padding
     mask = torch.ones(2, 1, 150, 150, dtype=torch.bool).tril()
@@ -314,7 +314,7 @@ def test_samples_and_heads_are_fitted_alone_and_padding_to_nothing(spec):
 
 @both
 @pytest.mark.parametrize("prompt", [1, 5, 23])
-def test_a_prompt_shorter_than_the_window_is_looked_at_and_later_queries_are_not(prompt, spec):
+def test_only_queries_of_the_prompt_are_sampled_even_of_a_short_one(prompt, spec):
     x, q = mixed(0, 1, 2, 60, HEAD), randn(1, 1, 4, 60, HEAD)
     states = [KVState.allocate(spec, 1, 2, HEAD, x.dtype, "cpu", 60) for _ in range(2)]
     for state, tap in zip(states, (q, None), strict=True):
@@ -336,7 +336,7 @@ def test_a_prompt_shorter_than_the_window_is_looked_at_and_later_queries_are_not
 
 @both
 @pytest.mark.parametrize("kind", ["tiny", "huge", "two values", "outliers"])
-def test_awkward_tokens_stay_finite(kind, spec):
+def test_extreme_tokens_stay_finite(kind, spec):
     x = awkward(0, kind, 1, 2, 64, HEAD, limit=1e4)
     state = KVState.allocate(spec, 1, 2, HEAD, x.dtype, "cpu", 64)
     state.append(x, 0, randn(1, 1, 4, 64, HEAD))
@@ -344,14 +344,14 @@ def test_awkward_tokens_stay_finite(kind, spec):
 
 
 @both
-def test_constant_tokens_come_back(spec):
+def test_constant_tokens_round_trip(spec):
     x = randn(0, 1, 2, 1, HEAD).half().float().expand(-1, -1, 64, -1).contiguous()
     state = KVState.allocate(spec, 1, 2, HEAD, x.dtype, "cpu", 64)
     state.append(x, 0, randn(1, 1, 4, 64, HEAD))
     torch.testing.assert_close(state.dequantize(64), x, atol=1e-2, rtol=1e-2)
 
 
-def test_what_has_no_code_and_what_does_not_fit_is_refused():
+def test_unsupported_configs_and_non_finite_tokens_are_refused():
     x = mixed(0, 1, 2, 64, HEAD)
     x[0, 1, 40, 3] = torch.nan
     state = KVState.allocate(ALIKE, 1, 2, HEAD, x.dtype, "cpu", 64)
@@ -419,7 +419,7 @@ def test_it_is_closer_than_kivi_on_fewer_bits():
 @pytest.mark.nightly_cases("1-alike", "1-pairs")
 @pytest.mark.parametrize("fields", [*SCHEMES.values(), PAIRS], ids=[*SCHEMES, "pairs"])
 @pytest.mark.parametrize("queries", [1, 5])
-def test_attention_over_fields_is_that_over_decoded_tokens(fields, queries):
+def test_attention_over_fields_equals_attention_over_dequantized_tokens(fields, queries):
     """Batched, with a mask; calls with several queries dequantize first."""
     plan = WaterfillConfig(**{"residual": 16, "recent": 8, **fields}, rope="post").plan(
         LayerGeometry(0, 1, 2, HEAD, torch.float32, torch.device("cpu"))
@@ -458,7 +458,7 @@ def positions(rope, tokens, *starts, scale=1.0):
 @pytest.mark.parametrize("rope", [f"half-{HEAD // 2}", "interleaved-8"])
 @pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("fields", SCHEMES.values(), ids=SCHEMES)
-def test_keys_in_the_frame_of_their_page_are_attended_as_they_are(rope, queries, fields):
+def test_attention_reads_keys_with_page_relative_rope(rope, queries, fields):
     """Page-relative RoPE with a position offset per sample, scaled tables, and channels that are not rotated."""
     plan = WaterfillConfig(**{"residual": 16, "recent": 8, **fields}).plan(
         LayerGeometry(0, 1, 2, HEAD, torch.float32, torch.device("cpu"))
@@ -482,7 +482,7 @@ def test_keys_in_the_frame_of_their_page_are_attended_as_they_are(rope, queries,
 
 
 @given(seeds)
-def test_a_page_holds_keys_turned_from_its_middle(seed):
+def test_keys_are_rotated_relative_to_the_middle_of_their_page(seed):
     """Against complex multiplication, with a lossless state."""
     rope, size = f"half-{HEAD // 2}", 16
     spec = CodecSpec(Quantizer(32, "token", HEAD), Retention(size, size, 2), Transform(page_rope=True))
@@ -503,7 +503,7 @@ def test_a_page_holds_keys_turned_from_its_middle(seed):
     assert state.pairs[0, 0, 0].tolist() == [HEAD // 2, 0]
 
 
-def test_frames_are_for_pages_of_neighbours_behind_rotary_embedding():
+def test_page_relative_rope_needs_consecutive_tokens_and_rotary_embedding():
     for fields in (dict(pre_rope=True), dict(rotation=1)):
         with pytest.raises(KVPassError, match="after rotary embedding"):
             Transform(page_rope=True, **fields)
@@ -523,7 +523,7 @@ def test_frames_are_for_pages_of_neighbours_behind_rotary_embedding():
     [(3, 64, 32, {}), (5, 48, 16, SCHEMES["alike"]), (1, 32, 16, dict(block_size=8, rich_value_fields=(12, 0)))],
     ids=["of three queries", "alike", "small blocks"],
 )
-def test_kernels_read_fields_as_decoding_does(queries, head_dim, residual, fields, vectors):
+def test_kernels_read_fields_like_dequantize(queries, head_dim, residual, fields, vectors):
     """With vectors of all sizes that fields do not fill, two threads, and reads up to the last byte."""
     geometry = LayerGeometry(0, 1, 2, head_dim, torch.float32, torch.device("cpu"))
     plan = WaterfillConfig(**{"residual": residual, **fields}, rope="post").plan(geometry)
@@ -553,7 +553,7 @@ def test_kernels_read_fields_as_decoding_does(queries, head_dim, residual, field
 
 
 @both
-def test_going_back_to_before_the_first_page_fits_the_basis_anew_without_the_queries(spec):
+def test_cropping_before_the_first_page_refits_the_basis_without_queries(spec):
     x, state = mixed(0, 1, 2, 120, HEAD), KVState.allocate(spec, 1, 2, HEAD, torch.float32, "cpu", 120)
     state.append(x[:, :, :80], 0, randn(1, 1, 4, 80, HEAD))
     state.crop(80, 12)

@@ -65,7 +65,7 @@ def test_models_without_attention_to_pack_are_refused():
         assert untouched(model)
 
 
-def test_a_plain_decoder_with_an_argument_called_as_that_of_transformers_is_told_of_example_inputs():
+def test_plain_decoders_with_transformers_argument_names_are_told_to_pass_example_inputs():
     class Plain(nn.Linear):
         config = object()
 
@@ -178,7 +178,7 @@ class WithItsOwnCode(LlamaForCausalLM):
 @pytest.mark.slow_cases("reference-Llama*")
 @pytest.mark.parametrize("kind", [LlamaForCausalLM, WithItsOwnCode])
 @pytest.mark.parametrize("lowering", ["eager", "reference"])
-def test_a_cache_may_be_handed_over_by_each_of_its_names_and_by_position(kind, lowering):
+def test_caches_are_accepted_by_each_argument_name_and_by_position(kind, lowering):
     model = kind(llama().config).eval()
     own = cache_argument(model)
     assert own == (CACHE if kind is LlamaForCausalLM else "past_key_values")
@@ -205,7 +205,7 @@ def test_a_cache_may_be_handed_over_by_each_of_its_names_and_by_position(kind, l
 
 
 @pytest.mark.parametrize("name", sorted({CACHE, "past_key_values"}))
-def test_generate_takes_a_cache_by_the_names_that_transformers_takes_it_by(name):
+def test_generate_accepts_the_cache_argument_names_of_transformers(name):
     model = kvpass.apply(llama(), "kivi", lowering="eager")
     _, cache = feed(model, 40)
     ids = torch.cat([tokens(1, 40), tokens(1, 1)], 1)
@@ -349,7 +349,7 @@ def test_eager_lowering_compiles_nothing():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["kivi", "squat-pre", "logquant"])
-def test_a_cache_filled_in_inference_mode_goes_on_outside_of_it(scheme):
+def test_a_cache_filled_in_inference_mode_can_be_used_outside_of_it(scheme):
     model, other = (kvpass.apply(llama(), scheme=scheme, lowering="eager") for _ in range(2))
     caches = []
     for m, modes in (
@@ -366,7 +366,7 @@ def test_a_cache_filled_in_inference_mode_goes_on_outside_of_it(scheme):
     assert caches[0][0].get_seq_length() == 273
 
 
-def test_use_cache_asked_for_against_the_config_is_honoured():
+def test_use_cache_argument_overrides_the_config():
     model = kvpass.apply(llama(), scheme="kivi", lowering="eager")
     model.config.use_cache = False
     with torch.no_grad():

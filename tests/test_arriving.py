@@ -75,7 +75,7 @@ def counting(model):
     return model
 
 
-def test_what_is_left_out_was_compared():
+def test_only_arguments_proven_equal_to_defaults_are_dropped():
     usual = {"attention_mask", "logits_to_keep", "use_cache", "return_dict"}
     found = RedundantArguments(llama())
     assert found.among({"input_ids", *usual}) == found.among({"input_ids", "position_ids", *usual}) == usual
@@ -96,7 +96,7 @@ def test_a_mask_of_ones_reaches_a_model_that_uses_it():
 
 
 @torch.no_grad()
-def test_what_a_model_writes_into_its_arguments_reaches_the_caller():
+def test_writes_to_arguments_reach_the_caller():
     """Graphs receive clones of the arguments."""
 
     model, marks = llama(), torch.zeros(3)
@@ -129,7 +129,7 @@ def git():
 
 
 @pytest.mark.parametrize("padding", [0, 6])
-def test_image_tokens_put_in_front_within_the_forward_are_stored(padding):
+def test_image_tokens_inserted_by_the_forward_are_stored(padding):
     model, ids = git(), tokens(2, 20).clamp(min=3)
     pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
@@ -164,7 +164,7 @@ def in_front(model, count):
 
 @torch.no_grad()
 @pytest.mark.parametrize("count", [3, -1])
-def test_tokens_that_a_forward_adds_or_drops_at_every_call(count):
+def test_forwards_may_add_or_drop_tokens_at_every_call(count):
     def run(model):
         cache = DynamicCache(config=model.config)
         return torch.cat(

@@ -112,7 +112,7 @@ class Server:
 @pytest.mark.nightly_cases("kivi-[138]", "rtn")
 @pytest.mark.usefixtures("reference_in_this_test")
 @pytest.mark.parametrize("scheme", (*SERVED, "kvarn", "zipcache"))
-def test_requests_together_are_each_of_them_alone(scheme):
+def test_batched_requests_equal_single_requests(scheme):
     """Prompts in chunks among decode steps, requests that arrive later, and lengths around every page boundary."""
     server = Server(plan_of(scheme), 128, 16, seed=3)
     for _ in range(3):
@@ -129,7 +129,7 @@ def test_requests_together_are_each_of_them_alone(scheme):
 @settings(max_examples=8)
 @given(data=st.data())
 @only_reference()
-def test_any_history_of_requests_is_that_of_their_caches(dtype, data):
+def test_any_request_history_equals_the_requests_own_caches(dtype, data):
     scheme, residual = data.draw(st.sampled_from(("kivi", "kivi-sinks"))), data.draw(st.sampled_from((32, 64)))
     retention = data.draw(st.sampled_from((None, dict(window=40, page_size=32, sinks=data.draw(st.integers(0, 70))))))
     fields = dict(retention=retention, sinks=0) if retention else dict(residual=residual)
@@ -144,7 +144,7 @@ def test_any_history_of_requests_is_that_of_their_caches(dtype, data):
 
 
 @given(scheme=st.sampled_from(SERVED), size=st.sampled_from((64, 96, 128, 352)), dtype=st.sampled_from(DTYPES))
-def test_everything_in_a_block_has_bytes_of_its_own(scheme, size, dtype):
+def test_parts_of_a_block_do_not_overlap(scheme, size, dtype):
     """Even if a server pads its blocks: writing one tensor changes no other."""
     layout = layout_of(plan_of(scheme, dtype), size, dtype)
     heads = layout.bytes_per_token * size
@@ -175,7 +175,7 @@ def test_everything_in_a_block_has_bytes_of_its_own(scheme, size, dtype):
     ],
     ids=lambda one: one if isinstance(one, str) else None,
 )
-def test_the_kernel_of_single_tokens_gives_what_the_reference_does(scheme, dtype, kernel):
+def test_the_single_query_kernel_equals_the_reference(scheme, dtype, kernel):
     server = Server(plan_of(scheme, dtype), 128, 16, seed=3, dtype=dtype)
     server.layer = paged_attention.with_kernel(server.layer)
     assert isinstance(server.layer.kernel, kernel.SingleQueryAttention)
@@ -197,7 +197,7 @@ def test_the_kernel_of_single_tokens_gives_what_the_reference_does(scheme, dtype
         ("identity", 5.0, "reference", "reference"),
     ],
 )
-def test_the_table_says_who_attends_over_blocks(scheme, softcap, one, several):
+def test_the_dispatcher_selects_paged_attention(scheme, softcap, one, several):
     layer = Server(plan_of(scheme), 128, 16, seed=3).layer._replace(softcap=softcap)
     assert select(layer.dispatch("paged_attend_one", 1)).name == one
     assert select(layer.dispatch("paged_attend", 0)).name == several
@@ -244,7 +244,7 @@ def test_parts_of_a_context_add_up_to_attention(dim, queries, tokens, dtype):
     torch.testing.assert_close(unmasked.out, masked.out)
 
 
-def test_products_of_bfloat16_where_the_processor_has_none(monkeypatch):
+def test_bfloat16_products_work_without_hardware_support(monkeypatch):
     """The same code in float32; without bfloat16 support, both variants are that."""
     q, k, v = (randn(seed, 2, heads, 70, 64).bfloat16() for seed, heads in ((1, 6), (2, 3), (3, 3)))
 

@@ -42,7 +42,7 @@ OF_LAYERS = {"keys", "values", "update", "get_seq_length", "cumulative_length", 
              "batch_repeat_interleave", "is_initialized", "device"}  # fmt: skip
 
 
-def test_models_ask_nothing_else():
+def test_models_use_no_other_cache_methods():
     """If this fails, models of the installed transformers call something new on a cache: check what an untouched cache
     answers at each moment below, implement it in `PackedLayer`, and add the name to the lists here."""
     root = Path(transformers.__file__).parent
@@ -121,7 +121,7 @@ def moments(model):
 
 
 @pytest.mark.parametrize("scheme", [LOSSLESS, "squat"], ids=str)
-def test_answers_are_those_of_the_cache_it_replaces(scheme):
+def test_cache_methods_return_what_the_replaced_cache_returns(scheme):
     expected = moments(llama())
     got = moments(kvpass.apply(llama(), scheme, lowering="eager"))
     assert got.keys() == expected.keys()
@@ -131,7 +131,7 @@ def test_answers_are_those_of_the_cache_it_replaces(scheme):
 
 @torch.no_grad()
 @pytest.mark.parametrize("lowering", ["eager", "reference"])
-def test_lengths_asked_behind_an_update_count_what_it_stored(lowering):
+def test_lengths_after_an_update_include_its_tokens(lowering):
     """Between layers, also in a graph: the second layer uses the length of the first."""
 
     def run(model):
@@ -151,7 +151,7 @@ def test_lengths_asked_behind_an_update_count_what_it_stored(lowering):
 
 
 @torch.no_grad()
-def test_a_prefix_that_is_attended_to_in_both_directions_is():
+def test_bidirectional_prefixes_are_attended_to_bidirectionally():
     """The model asks whether the cache has been used before."""
     torch.manual_seed(0)
     sizes = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_attention_heads=4)

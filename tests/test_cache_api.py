@@ -119,7 +119,7 @@ def caches():
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_it_answers_as_the_cache_it_replaces(name, caches):
+def test_packed_caches_answer_like_the_caches_they_replace(name, caches):
     packed, plain = (copy.deepcopy(cache) for cache in caches)
     assert isinstance(packed.layers[0], PackedLayer) and not isinstance(plain.layers[0], PackedLayer)
     torch.testing.assert_close(SAME[name](packed), SAME[name](plain), atol=1e-5, rtol=1e-5)
@@ -127,7 +127,7 @@ def test_it_answers_as_the_cache_it_replaces(name, caches):
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.filterwarnings("ignore:.*nested tensors")
-def test_what_it_refuses_it_refuses_with_what_to_do_and_stays_as_it_was(name, caches):
+def test_refusals_say_what_to_do_and_leave_the_cache_unchanged(name, caches):
     action, says = REFUSED[name]
     cache = copy.deepcopy(caches[0])
     with pytest.raises(KVPassError, match=says):

@@ -59,7 +59,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_copy_has_one_state_of_its_own_and_changes_alone(model, name, copied):
+def test_copies_of_a_cache_have_independent_states(model, name, copied):
     change, expected = CHANGES[name]
     cache = filled(model)
     other = copied(cache)
@@ -114,7 +114,7 @@ def test_a_change_of_some_layers_has_no_effect_and_is_refused_until_a_reset(mode
     assert lengths(filled(model, 3, cache)) == (20, 3)
 
 
-def test_a_change_that_failed_in_a_layer_is_not_made_a_second_time(model, monkeypatch):
+def test_a_change_that_failed_in_one_layer_is_not_repeated(model, monkeypatch):
     """Selecting rows twice would select the wrong rows."""
     cache = filled(model)
     monkeypatch.setattr(cache.layers[1].value_state, "map_", lambda _: 1 / 0)
@@ -164,7 +164,7 @@ def test_cross_attention_has_a_state_of_its_own():
         assert (cross.tokens, cross.edits) == (0, 0) and not any(layer.written for layer in cross.layers)
 
 
-def test_layers_that_evict_otherwise_than_others_are_refused_by_apply():
+def test_apply_refuses_layers_that_evict_differently():
     class Mixed(KIVIConfig):
         def plan(self, layer):
             keep = StreamingLLM(2, recent=24, exact=8, page_size=8) if layer.index else None

@@ -49,7 +49,7 @@ def calibrated():
     return model, kvpass.calibrate(model, data(), SMALL, progress=False)
 
 
-def test_what_was_measured_is_in_the_result(calibrated):
+def test_results_contain_the_measurements(calibrated):
     model, calibration = calibrated
     assert set(calibration.predictors) == set(calibration.explained) == {1, 2}
     assert all(0.3 < share <= 1 for both in calibration.explained.values() for share in both)
@@ -72,7 +72,7 @@ def test_residuals_fitted_on_reconstructions_are_smaller_than_those_of_the_mean(
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_layers_are_stored_as_calibration_decoded_them(calibrated, tmp_path, monkeypatch):
+def test_layers_dequantize_to_what_calibration_saw(calibrated, tmp_path, monkeypatch):
     """The chain of layers on which predictors were fitted equals the one that a cache dequantizes, up to 16-bit
     rounding in files."""
     model, calibration = calibrated
@@ -201,7 +201,7 @@ def test_impossible_configs_are_refused(fields, says):
 # ---------------------------------------------------------------- files
 
 
-def test_files_hold_all_of_it(calibrated, tmp_path):
+def test_calibrations_survive_saving_and_loading(calibrated, tmp_path):
     model, calibration = calibrated
     folder = calibration.save(tmp_path / "new")
     assert sorted(file.name for file in folder.iterdir()) == ["calibration.json", "predictors.safetensors"]
@@ -383,7 +383,7 @@ def test_copies_of_a_cache_share_the_predictors(calibrated):
 
 
 @torch.no_grad()
-def test_going_back_beyond_the_window_finds_the_decoded_tokens(calibrated):
+def test_cropping_beyond_the_window_restores_dequantized_tokens(calibrated):
     model, calibration = calibrated
     with packed(model, calibration):
         cache = DynamicCache(config=model.config)

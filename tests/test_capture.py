@@ -80,7 +80,7 @@ def test_a_prompt_that_cannot_be_captured_names_a_scheme_that_works(broken):
     assert torch.isfinite(call(model, 40, cache)).all()  # it is unchanged
 
 
-def test_the_scheme_that_is_named_keeps_what_was_asked_for():
+def test_suggested_schemes_keep_the_requested_options():
     model = kvpass.apply(breaking(llama()), {"scheme": "waterfill", "recent": 64}, lowering="eager")
     with pytest.raises(KVPassError, match=r"'rope': 'post', 'recent': 64"):
         call(model, 40, DynamicCache(config=model.config))
@@ -175,7 +175,7 @@ def test_vmap_is_captured():
         ({}, "force_eager", r"set_stance\('force_eager'\)"),
     ],
 )
-def test_what_dynamo_leaves_alone_is_reported_and_strict_raises(config, stance, why, caplog):
+def test_functions_that_dynamo_skips_are_reported_and_strict_raises(config, stance, why, caplog):
     torch.compiler.set_stance(stance)
     model = kvpass.apply(llama(**config), IDENTITY)
     steps(model)
@@ -203,13 +203,13 @@ def test_the_default_scheme_says_that_torch_is_switched_off():
     assert re.search(r"set_stance\('force_eager'\).*'rope': 'post'", str(kvpass.explain(model)))
 
 
-def test_a_layer_that_breaks_the_graph_is_named_with_what_broke_it():
+def test_graph_breaks_are_reported_with_layer_and_cause():
     model = kvpass.apply(breaking(llama(layers=3), 1), IDENTITY)
     steps(model, 2)
     assert "torch._dynamo.graph_break()" in kvpass.explain(model).pieces.why
 
 
-def test_a_step_in_pieces_counts_what_was_fused():
+def test_fused_layers_are_counted_across_graph_breaks():
     model = kvpass.apply(llama(layers=3), IDENTITY, lowering="eager")
     report, graphs = kvpass.explain(model), [GraphReport(n, 0, 0, 0, [], compiled=True) for n in (1, 1)]
     report.graphs += graphs
@@ -219,7 +219,7 @@ def test_a_step_in_pieces_counts_what_was_fused():
     assert not report.stepped(graphs, [1], lambda: pytest.fail("it is the same as before"))
 
 
-def test_when_torch_compiles_again_the_report_says_so():
+def test_recompilations_are_reported():
     torch.compiler.set_stance("force_eager")
     model = kvpass.apply(llama(), IDENTITY)
     cache = steps(model)
@@ -229,7 +229,7 @@ def test_when_torch_compiles_again_the_report_says_so():
     assert kvpass.explain(model).fused == 2 and "not compiled" not in str(kvpass.explain(model))
 
 
-def test_dynamo_switched_off_by_the_environment(monkeypatch):
+def test_dynamo_disabled_by_the_environment_is_reported(monkeypatch):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # torch reads it whenever a function is compiled
     model = kvpass.apply(llama(), IDENTITY)
     steps(model)

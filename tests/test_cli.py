@@ -34,7 +34,7 @@ def run(capsys, *args: str) -> tuple[int, str, str]:
     return (code, *capsys.readouterr())
 
 
-def test_a_command_says_nothing_that_is_not_its_own():
+def test_commands_print_only_their_own_output():
     done = subprocess.run([sys.executable, "-m", "kvpass", "--help"], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.startswith("usage: kvpass") and not done.stderr
 
@@ -109,7 +109,7 @@ def test_errors_are_one_line(args, message, capsys):
     ],
     ids=" ".join,
 )
-def test_arguments_that_cannot_be_are_refused_by_the_parser(args, capsys):
+def test_the_parser_refuses_impossible_arguments(args, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(args)
     assert stop.value.code == 2 and "error: " in capsys.readouterr().err.splitlines()[-1]
@@ -124,7 +124,7 @@ def test_recommend_takes_the_best_that_fits_and_says_why(capsys):
 
 
 @pytest.mark.slow
-def test_recommend_finds_the_best_of_many_whose_bits_are_fewer():
+def test_recommend_finds_the_best_of_many_schemes_within_the_bits():
     model, ids, names = llama(head_dim=64), {"text": tokens(1, 480)}, ["kivi-1", "higgs-1.5"]
     found = recommend(model, ids, 400, 9, schemes=names, most=1, progress=False)
     assert found.bits["kivi-1"] > found.bits["higgs-1.5"]
@@ -148,7 +148,7 @@ def test_needle_prints_exact_matches_and_writes_answers(capsys, tmp_path):
     assert {name: len(rows) for name, rows in json.loads(path.read_text()).items()} == {"full precision": 2, "kivi": 2}
 
 
-def test_a_passkey_is_where_it_was_put_and_only_it_is_right():
+def test_the_passkey_is_at_its_depth_and_only_it_counts_as_right():
     filler = torch.tensor([Letters()("x" * 400)["input_ids"]])
     for depth in (0, 0.5, 1):
         hidden = passkey(Letters(), filler, 300, depth, seed=3)
@@ -194,7 +194,7 @@ def test_explain_and_bench_print_what_they_saw(capsys, monkeypatch):
     assert code == 0 and full[-1] == "1.000x" and float(kivi[-1].rstrip("x")) < 0.7
 
 
-def test_the_front_is_what_no_other_beats():
+def test_the_pareto_front_has_the_schemes_that_none_beats():
     points = [Point("a", 2, 1.0, 0.1), Point("b", 3, 2.0, 0.1), Point("c", 4, 0.5, 0.1), Point("d", 4, 0.6, 0.1)]
     assert [point.name for point in front(points)] == ["a", "c"]
 

@@ -145,7 +145,7 @@ def test_append_in_any_chunking_equals_append_at_once(name, which, chunks, seed,
 
 
 @given(st.sampled_from(("d2n16", "d2n64", "d4n64")), seeds)
-def test_decoding_is_the_definition(name, seed):
+def test_dequantize_equals_its_definition(name, seed):
     spec = coded(grid_shape(name)[1], "token", 16, 32, rotation=3, grid=name)
     x = randn(seed, 1, 2, 32, 16)
     rotated = hadamard(x, 3)
@@ -176,7 +176,7 @@ def test_a_group_of_zeros_decodes_to_zeros():
 @pytest.mark.nightly_cases("130-quarot", "130-higgs-1.5", "5-*")
 @pytest.mark.parametrize("name", sorted({*PLANS} - {"higgs-3"}))  # the same kernel as higgs, with another grid
 @pytest.mark.parametrize("n", [5, 130])
-def test_compiled_attention_is_that_over_decoded_tokens(name, n):
+def test_compiled_attention_equals_attention_over_dequantized_tokens(name, n):
     plan = PLANS[name]
     x = [randn(i, 2, 2, n + 1, 16) for i in range(2)]
     states = [state_of(s, t[:, :, :n], room=n) for s, t in zip((plan.key, plan.value), x, strict=True)]

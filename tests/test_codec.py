@@ -146,7 +146,7 @@ def test_scales_and_zero_points_take_16_bits_and_the_documented_shape(spec, seed
 
 
 @given(specs(), seeds, kinds)
-def test_decode_equals_the_naive_dequantizer(spec, seed, kind):
+def test_dequantize_equals_the_naive_implementation(spec, seed, kind):
     _, *stored = encoded(spec, seed, kind, torch.float32)
     expected = naive_dequantize(*stored, spec)
     slack = float_slack(spread(stored[1], spec), spread(stored[2], spec), spec)
@@ -190,14 +190,14 @@ def test_three_bits_are_a_2_bit_field_then_a_1_bit_field():
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
-def test_assign_clamps_what_lies_outside_the_levels(bits):
+def test_assign_clamps_values_outside_the_levels(bits):
     one = torch.ones(())
     codes = assign(torch.tensor([-5.0, 0.0, 1.0, 1e6]), one, torch.zeros(()), bits)
     assert codes.dtype == torch.uint8 and codes.tolist() == [0, 0, 1, 2**bits - 1]
 
 
 @given(specs(), seeds, st.permutations(range(3)), st.permutations(range(2)))
-def test_permuting_batch_and_heads_commutes_with_encode(spec, seed, batch_order, head_order):
+def test_permuting_batch_and_heads_commutes_with_quantize(spec, seed, batch_order, head_order):
     x = randn(seed, 3, 2, spec.page_size * 2, DIM)
     for whole, permuted in zip(
         quantize_pages(x, spec), quantize_pages(x[batch_order][:, head_order], spec), strict=True
@@ -206,7 +206,7 @@ def test_permuting_batch_and_heads_commutes_with_encode(spec, seed, batch_order,
 
 
 @given(specs(per="channel", subspace=True), seeds, st.permutations(range(3)), st.permutations(range(2)))
-def test_permuting_batch_and_heads_commutes_with_compensated_encode(spec, seed, batch_order, head_order):
+def test_permuting_batch_and_heads_commutes_with_compensated_quantize(spec, seed, batch_order, head_order):
     x = randn(seed, 3, 2, spec.page_size * 2, DIM)
     q = queries_for(spec, seed, 3, 2).unflatten(1, (2, 2)).flatten(2, 3)
     c = compensation_matrix(precision_matrix(q, spec.quantizer.subspace), spec.quantizer.subspace.block_size).half()
@@ -217,7 +217,7 @@ def test_permuting_batch_and_heads_commutes_with_compensated_encode(spec, seed, 
 
 
 @given(specs(), seeds, dtypes)
-def test_pages_are_encoded_independently(spec, seed, dtype):
+def test_pages_are_quantized_independently(spec, seed, dtype):
     x = randn(seed, 2, 2, 3 * spec.page_size, DIM, dtype=dtype)
     alone = [quantize_pages(page, spec) for page in x.split(spec.page_size, 2)]
     for whole, parts in zip(quantize_pages(x, spec), zip(*alone, strict=True), strict=True):
@@ -238,7 +238,7 @@ POISON = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 @pytest.mark.parametrize("poison", POISON)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("per", ["channel", "token"])
-def test_encode_refuses_non_finite_values_wherever_they_are(poison, dtype, per):
+def test_quantize_refuses_non_finite_values_anywhere(poison, dtype, per):
     spec = coded(2, per, 8, 16)
     for seed in range(5):
         x = randn(seed, 2, 2, 32, DIM, dtype=dtype)
@@ -249,7 +249,7 @@ def test_encode_refuses_non_finite_values_wherever_they_are(poison, dtype, per):
 
 
 @pytest.mark.parametrize("poison", POISON)
-def test_compensated_encode_refuses_non_finite_values_in_any_block(poison):
+def test_compensated_quantize_refuses_non_finite_values_in_any_block(poison):
     spec = coded(2, "channel", 8, 16, subspace=Subspace(2, 1.0, True, DIM // 4))
     compensation = torch.zeros(1, 1, DIM * 3 // 4, DIM * 3 // 4, dtype=torch.float16)
     for channel in (0, DIM // 2, DIM - 1):
@@ -276,7 +276,7 @@ def test_a_1_bit_scale_beyond_half_precision_is_refused_not_stored_as_infinity()
         torch.ops.kvpass.quantize(x, [], str(coded(1, "channel", 8, 8)))
 
 
-def test_encode_takes_whole_pages_only():
+def test_quantize_takes_whole_pages_only():
     with pytest.raises(KVPassError, match="whole pages of 16"):
         torch.ops.kvpass.quantize(randn(0, 1, 1, 24, DIM), [], str(coded(2, "channel", 8, 16)))
 

@@ -81,7 +81,7 @@ SMALL = {
     "minicache",
 )
 @pytest.mark.parametrize("name", SMALL)
-def test_a_padded_batch_generates_compiled_what_it_does_eagerly_in_one_graph(name):
+def test_padded_batches_generate_compiled_as_eagerly_in_one_graph(name):
     torch._dynamo.reset()
     ids, mask, runs = tokens(3, 70), torch.ones(3, 70, dtype=torch.long), []
     mask[1, :13], mask[2, :59] = 0, 0
@@ -150,7 +150,7 @@ def test_layers_that_cannot_be_skipped_say_so(name, fields, says):
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_a_model_with_skipped_layers_compiles_to_what_it_is_eagerly_and_counts_their_bytes():
+def test_skipped_layers_compile_as_eagerly_and_their_bytes_count():
     ids, scheme = tokens(2, 100), get("kivi", skip_layers=(1, 1))
     runs = [step_by_step(llama(layers=4), scheme, ids, 80, lowering=lowering) for lowering in ("auto", "eager")]
     torch.testing.assert_close(runs[0][0], runs[1][0], atol=1e-4, rtol=1e-4)
@@ -197,7 +197,7 @@ def test_a_sketch_makes_inner_products_unbiased_at_the_error_the_paper_bounds(bi
 
 
 @given(seeds, st.sampled_from((32, 64)))
-def test_a_sketch_is_the_signs_of_what_is_left(seed, head_dim):
+def test_sketches_are_the_signs_of_the_residual(seed, head_dim):
     spec = keys_of("turboquant", head_dim, key_bits=3, keys="prod", residual=16, seed=5)
     x = randn(seed, 1, 2, 16, head_dim)
     codes, scale, none, signs, norm = quantize_pages(x, spec)
@@ -220,7 +220,7 @@ def test_a_sketch_is_the_signs_of_what_is_left(seed, head_dim):
         (dict(share=0.25, key_bits=4), "1 to 3 bits"),
     ],
 )
-def test_turboquant_refuses_what_has_no_codebook(fields, says):
+def test_turboquant_refuses_settings_without_a_codebook(fields, says):
     with pytest.raises(KVPassError, match=says):
         get("turboquant", **fields)
 
@@ -299,7 +299,7 @@ def test_squat_takes_scales_in_8_bits_too():
 
 @pytest.mark.slow_cases("1")
 @pytest.mark.parametrize("queries", [1, 5])
-def test_fused_attention_reads_scales_that_are_codes(queries):
+def test_fused_attention_reads_8_bit_scales(queries):
     plan = get("kivi-s8", group_size=16).plan(geometry(head_dim=32))
     states = []
     for seed, spec in enumerate((plan.key, plan.value)):
@@ -371,7 +371,7 @@ def by_kvarns_formulas(tile, bits, iterations=16):
 
 @pytest.mark.parametrize("side", ["key", "value"])
 @pytest.mark.parametrize("bits", [2, 4])
-def test_kvarn_stores_what_its_formulas_say(side, bits):
+def test_kvarn_stores_what_its_formulas_define(side, bits):
     plan = get("kvarn", key_bits=bits, value_bits=bits, residual=32, seed=4).plan(geometry())
     spec, x = getattr(plan, side), 3 * sizes_of_both_axes(bits, 1, 1, 32, 64)
     codes, scale, zero_point, factor = (kept[0, 0, 0] for kept in quantize_pages(x, spec))
@@ -405,7 +405,7 @@ def test_a_factor_for_each_channel_pays_where_values_have_channels_of_their_own_
 
 
 @pytest.mark.parametrize("residual, head_dim", [(64, 64), (128, 32)])
-def test_bits_of_kvarn_and_zipcache_are_closed(residual, head_dim):
+def test_kvarn_and_zipcache_bits_equal_a_closed_form(residual, head_dim):
     x = randn(0, 1, 2, 256, head_dim)
     key, value = (of("kvarn", head_dim, residual=residual) for of in (keys_of, values_of))
     assert coded(key, x)[1] == 4 + 32 / residual + 16 / head_dim
@@ -469,7 +469,7 @@ def test_salient_tokens_have_twice_the_bits_and_are_those_of_the_most_normalised
 
 
 @pytest.mark.parametrize("residual, head_dim, share", [(128, 64, 0.5), (64, 32, 0.25)])
-def test_bits_of_salient_tokens_are_closed(residual, head_dim, share):
+def test_bits_of_salient_tokens_equal_a_closed_form(residual, head_dim, share):
     _, k, v, _, keys, values = salient_pages(0, residual, head_dim, share=share)
     bits = [8 * sum(tensor.nbytes for tensor in kept) / x.numel() for kept, x in ((keys, k), (values, v))]
     assert bits[0] == 2 * (1 + share) + 64 / residual + 1 / head_dim
@@ -486,7 +486,7 @@ def test_bits_of_salient_tokens_are_closed(residual, head_dim, share):
         (dict(scale_bits=8), "is a codec of its own"),
     ],
 )
-def test_saliency_refuses_what_it_cannot_choose_or_code(fields, says):
+def test_saliency_refuses_unsupported_settings(fields, says):
     with pytest.raises(KVPassError, match=says):
         get("zipcache-salient", **fields)
 
@@ -496,7 +496,7 @@ def test_saliency_refuses_what_it_cannot_choose_or_code(fields, says):
 
 @settings(max_examples=10)
 @given(seeds, st.sampled_from((2, 3, 4)))
-def test_polarquant_codes_radii_and_angles_of_pairs_as_its_formulas_say(seed, bits):
+def test_polarquant_quantizes_radii_and_angles_as_its_formulas_define(seed, bits):
     spec = keys_of("polarquant", 32, bits=bits, group_size=32, residual=32)
     x = sizes_of_both_axes(seed, 1, 1, 32, 32)
     codes, scale, zero_point = (kept[0, 0, 0] for kept in quantize_pages(x, spec))
@@ -517,7 +517,7 @@ def test_polarquant_codes_radii_and_angles_of_pairs_as_its_formulas_say(seed, bi
         torch.testing.assert_close(got[0, 0, :, i + 16].double(), point[0] * point[1].sin(), atol=1e-4, rtol=1e-4)
 
 
-def test_what_has_no_pairs_of_uniform_codes_is_no_polarquant():
+def test_polarquant_refuses_codecs_without_pairs_of_uniform_codes():
     with pytest.raises(KVPassError, match="channels are quantized in pairs"):
         get("polarquant").plan(geometry(head_dim=33))
     with pytest.raises(KVPassError, match="is a codec of its own"):
@@ -533,7 +533,7 @@ def test_minicache_merges_pairs_of_the_upper_half():
 
 
 @torch.no_grad()
-def test_a_merged_layer_decodes_with_codes_between_those_of_both():
+def test_merged_layers_have_codes_between_those_of_both():
     ids, scheme = tokens(1, 80), get("minicache", start=0.0, t=0.25, bits=4, sinks=0)
     _, cache, _ = step_by_step(llama(), scheme, ids, 80, lowering="eager")
     _, apart, _ = step_by_step(llama(), get(scheme, start=1.0), ids, 80, lowering="eager")
@@ -552,7 +552,7 @@ def test_a_merged_layer_decodes_with_codes_between_those_of_both():
 @pytest.mark.parametrize(
     "fields, says", [(dict(t=2.0), "t=2.0"), (dict(start=-1.0), "start"), (dict(fit="lsq"), "fit='lsq'")]
 )
-def test_minicache_refuses_what_it_cannot_merge(fields, says):
+def test_minicache_refuses_layers_that_cannot_be_merged(fields, says):
     with pytest.raises(KVPassError, match=says):
         get("minicache", **fields)
 
@@ -591,7 +591,7 @@ def test_the_largest_channels_of_a_page_are_kivi_4_and_the_others_kivi_2(seed, s
         (dict(scale_bits=8), "is a codec of its own"),
     ],
 )
-def test_kitty_refuses_what_it_cannot_boost(fields, says):
+def test_kitty_refuses_unsupported_settings(fields, says):
     with pytest.raises(KVPassError, match=says):
         get("kitty", **fields)
 
@@ -714,7 +714,7 @@ def test_a_fitted_datatype_is_a_fixed_point_of_lloyds_iteration_and_beats_even_p
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
-def test_kvquant_beats_uniform_codes_and_its_bits_are_closed(bits):
+def test_kvquant_beats_uniform_codes_and_its_bits_equal_a_closed_form(bits):
     x = randn(0, 1, 2, 256, 64) ** 3
     spec = keys_of("kvquant", bits=bits)
     got, cost = coded(spec, x)
@@ -736,7 +736,7 @@ def test_kvquant_beats_uniform_codes_and_its_bits_are_closed(bits):
         ("kvquant", dict(eta=0.1), "fit='minmax'"),
     ],
 )
-def test_what_has_no_outliers_or_matrices_is_refused_at_config_time(name, fields, says):
+def test_configs_without_outliers_or_matrices_are_refused(name, fields, says):
     with pytest.raises(KVPassError, match=says):
         get(name, **fields)
 
@@ -768,7 +768,7 @@ def arbitrary_pages(spec, seed, head_dim=64, dtype=torch.bfloat16):
 
 
 @pytest.mark.parametrize("codec", [name for name, codec in CODECS.items() if codec.dequantizes_any_bytes])
-def test_a_codec_that_says_so_decodes_any_bytes(codec):
+def test_codecs_declared_safe_dequantize_any_bytes(codec):
     specs = specs_of(codec)
     assert specs, f"no scheme stores by {codec!r}: decode random bytes by it here"
     for spec in specs:
@@ -778,7 +778,7 @@ def test_a_codec_that_says_so_decodes_any_bytes(codec):
 
 
 @pytest.mark.parametrize("codec", ["boosted", "error-term", "mixed", "nuq"])
-def test_a_codec_whose_pages_hold_indices_does_not_say_so(codec):
+def test_codecs_whose_pages_hold_indices_are_not_declared_safe(codec):
     assert not CODECS[codec].dequantizes_any_bytes
     for spec in filter(lambda spec: spec.codec.share, specs_of(codec)):  # without a share there are no indices
         with pytest.raises((RuntimeError, IndexError), match="out of bounds"):

@@ -92,7 +92,7 @@ def compiled_graphs(kind):
 @pytest.mark.nightly_cases("BySlice*")
 @pytest.mark.compiles
 @pytest.mark.parametrize("make", KINDS)
-def test_lossless_pages_change_nothing_and_codes_are_those_of_eager(make):
+def test_lossless_pages_change_nothing_and_codes_equal_those_of_eager(make):
     kind, ids = make(), tokens(2, TOTAL)
     expected, plain = run(kind, ids)
     kept = [buffer.clone() for buffer in kind.buffers()] if make is not ByHand else None
@@ -127,7 +127,7 @@ def test_lossless_pages_change_nothing_and_codes_are_those_of_eager(make):
     assert not torch.allclose(eager, expected, atol=1e-3)
 
 
-def test_values_go_by_their_keys_in_whichever_order_they_are_written():
+def test_values_follow_their_keys_in_either_write_order():
     """The same model in two versions, one of which writes its values first."""
     ids, scheme, found = tokens(2, TOTAL), dict(scheme="waterfill", recent=0, residual=16), []
     for make in (ByIndex, BySlice):
@@ -152,7 +152,7 @@ def test_edges_of_a_scheme_are_found_in_plain_decoders(make, scheme):
 
 
 @pytest.mark.parametrize("make", [ByIndex, BySlice])
-def test_an_earlier_position_goes_back_and_a_chunk_goes_on(make):
+def test_an_earlier_position_crops_the_cache_and_chunks_append(make):
     kind, ids = make(), tokens(2, TOTAL)
     apply(kind, LOSSY, lowering="eager")
     expected, _ = run(kind, ids)
@@ -194,7 +194,7 @@ def test_a_call_that_fails_loses_nothing(lowering):
     torch.testing.assert_close(got, expected[:, 1:], atol=1e-4, rtol=1e-4)
 
 
-def test_caches_that_are_set_up_again_are_noticed():
+def test_caches_that_the_model_resets_are_noticed():
     kind = ByIndex()
     apply(kind, LOSSY, lowering="eager")
     kind.model.setup_caches(2, CAPACITY)
@@ -202,7 +202,7 @@ def test_caches_that_are_set_up_again_are_noticed():
         kind.step(tokens(2, 8), 0, None)
 
 
-def test_a_cache_that_is_handed_out_looks_like_tensors_and_is_good_once():
+def test_a_returned_cache_looks_like_tensors_and_can_be_used_once():
     kind, ids = ByHand(), tokens(2, TOTAL)
     apply(kind, LOSSY, lowering="eager")
     _, first = kind.step(ids[:, :PROMPT], 0, None)
@@ -238,7 +238,7 @@ class Unmasked(IndexPutDecoder):
         return super().forward(idx, input_pos)
 
 
-def test_what_cannot_be_packed_says_why():
+def test_refusals_say_why_a_decoder_cannot_be_packed():
     ids, position = tokens(2, 8), torch.arange(8)
     counting, unmasked = Counting().eval(), Unmasked().eval()
     unmasked.setup_caches(2, CAPACITY)

@@ -40,7 +40,7 @@ def test_the_example_of_a_scheme_runs(registry, reference_in_this_test, capsys):
     assert [row.scheme for row in given["rows"]] == ["kivi", "mine", "mine-4"] and given["rows"][0].kl > 0
 
 
-def test_the_support_matrix_is_what_the_table_chooses():
+def test_the_support_matrix_is_up_to_date():
     """In a process without Triton's interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, ROOT / "docs" / "make_support.py", "--check"]
@@ -55,7 +55,7 @@ def readme(monkeypatch):
     return script("benchmarks/readme.py")
 
 
-def test_tables_of_measured_figures_are_those_of_the_results(readme):
+def test_tables_of_figures_match_the_stored_results(readme):
     """After a change of docs/results.json or benchmarks/results/steps-cpu.json: ``python benchmarks/readme.py``."""
     results = json.loads(readme.RESULTS.read_text(encoding="utf-8"))
     steps = json.loads(readme.STEPS.read_text(encoding="utf-8"))
@@ -74,7 +74,7 @@ def test_the_picture_names_every_measured_scheme_and_is_small_enough_to_keep(rea
     assert picture == readme.compact(picture) and len(picture.splitlines()) < 1000
 
 
-def test_decode_times_enter_the_readme_from_what_the_benchmark_wrote(readme, tmp_path):
+def test_decode_times_in_the_readme_come_from_the_benchmark(readme, tmp_path):
     written = {"arguments": {"scheme": "kivi-4"}, "seconds": {"4096": {"default": 0.1, "kivi-4": 0.09, "hqq": 0.2}}}
     (tmp_path / "step.json").write_text(json.dumps(written), encoding="utf-8")
     steps = readme.merged({"kivi": {"4096": 1.25}}, [tmp_path / "step.json"])
@@ -89,12 +89,12 @@ def test_the_readme_is_short():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page):
+def test_links_have_targets(page):
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
 
 
-def test_what_is_said_of_architectures_is_what_was_found():
+def test_figures_about_architectures_match_the_stored_results():
     """After a change of docs/field.json, or of its presentation: ``python docs/make_architectures.py``."""
     make = script("docs/make_architectures.py")
     results = json.loads(make.RESULTS.read_text(encoding="utf-8"))
@@ -107,7 +107,7 @@ def test_what_is_said_of_architectures_is_what_was_found():
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if page.name != "architectures.md"], ids=lambda page: page.name
 )
-def test_no_count_of_architectures_is_kept_by_hand(page):
+def test_no_count_of_architectures_is_written_by_hand(page):
     begin, end = (re.escape(mark) for mark in (script("docs/make_architectures.py").BEGIN, "<!-- end -->"))
     by_hand = re.sub(f"{begin}.*?{end}", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     counted = r"\d+\s+(transformers\s+)?(configurations|architectures)|\d+\s+(of\s+them|are)\s+packed"
@@ -122,7 +122,7 @@ def test_every_architecture_of_these_transformers_was_tried():
     assert {finding["name"] for finding in results["findings"]} == set(map(str, architectures()))
 
 
-def test_uses_are_those_of_tests_that_are_there():
+def test_every_use_links_to_an_existing_test():
     """Each row of docs/uses.md names a test, and a case of it if it has several."""
     rows = [row for row in (ROOT / "docs" / "uses.md").read_text(encoding="utf-8").splitlines() if row[:2] == "| "]
     rows = [row for row in rows if not row.startswith(("| use |", "| --- |"))]

@@ -51,7 +51,7 @@ CASES = {
 
 @pytest.mark.parametrize("pages", [1, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_pieces_give_what_the_whole_gives(case, pages, monkeypatch):
+def test_attention_in_pieces_equals_attention_at_once(case, pages, monkeypatch):
     monkeypatch.setattr(drafts, "_VALUES", pages * 2 * 2 * 32 * DIM)
     call = call_of(**CASES[case])
     got, (expected,) = drafts.in_pieces(call), reference.attend(call)
@@ -60,7 +60,7 @@ def test_pieces_give_what_the_whole_gives(case, pages, monkeypatch):
     torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
 
 
-def test_a_query_that_may_attend_to_nothing_gets_zeros():
+def test_a_fully_masked_query_gets_zeros():
     mask = torch.ones(2, 1, 2, 72, dtype=torch.bool)
     mask[1, :, 1] = False
     got = drafts.in_pieces(call_of(KIVI, 70, 2, causal=False, mask=mask))
@@ -89,7 +89,7 @@ def test_a_past_of_one_piece_is_dequantized_as_a_whole(monkeypatch):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("lowering", ["auto", "inductor"])
-def test_the_table_says_who_attends_with_several_queries(specs, queries, extras, name, lowering):
+def test_the_dispatcher_selects_attention_of_several_queries(specs, queries, extras, name, lowering):
     dispatch = DispatchKey("attend", "cpu", tuple(map(str, specs)), few(queries), DIM, torch.float32, 2, extras)
     assert select(dispatch, lowering).name == name
     assert select(dispatch, name).name == name

@@ -33,7 +33,7 @@ def generate(model, source, **options):
 
 @pytest.mark.slow
 @pytest.mark.compiles
-def test_one_graph_serves_every_length_of_the_source_and_gives_what_eager_packed_gives():
+def test_one_graph_serves_every_source_length_and_equals_eager():
     model, eager = (kvpass.apply(ZOO["BART"].model("sdpa"), LOSSY, lowering=lowering) for lowering in ("auto", "eager"))
     for source in (50, 81, 33):
         got, expected = generate(model, source), generate(eager, source)
@@ -69,7 +69,7 @@ def test_other_ways_to_generate_equal_the_untouched_model(mode):
         (dict(scheme="xquant", group_size=16, kq=2, vq=0, km=2, vm=0, depth=None), "reads other layers"),
     ],
 )
-def test_what_a_scheme_cannot_do_for_cross_attention_stays_in_full_precision_and_is_reported(scheme, why):
+def test_unsupported_cross_attention_stays_in_full_precision_and_is_reported(scheme, why):
     model = kvpass.apply(ZOO["BART"].model("sdpa"), scheme, lowering="eager")
     _, logits, cache = generate(model, 40)
     assert torch.isfinite(logits).all()

@@ -75,7 +75,7 @@ def token_by_token(model, ids, reference, scheme):
     "gear-*", "kitty-25", "kvarn-*", "kvquant-*", "turboquant-[34]", "turboquant-prod-4", "zipcache-4"
 )
 @pytest.mark.parametrize("name", sorted(set(schemes.available()) - MANY_PASSES))
-def test_one_pass_gives_the_divergences_of_token_by_token(name, sharp, text, reference, simulator):
+def test_one_pass_gives_the_same_divergences_as_token_by_token(name, sharp, text, reference, simulator):
     """In float32 a value may round to either of two neighbours. Allowed: with 1 bit, ties in at most 10 % of steps;
     with more bits in 1 %, or in a single step of so few, because processors round differently."""
     slow = token_by_token(sharp, text, reference, name)
@@ -88,7 +88,7 @@ def test_one_pass_gives_the_divergences_of_token_by_token(name, sharp, text, ref
 
 
 @pytest.mark.parametrize("name", sorted(MANY_PASSES - {n for n in MANY_PASSES if get(n).needs_calibration})[:3])
-def test_what_takes_many_passes_says_so(name, simulator, text):
+def test_schemes_that_take_many_passes_say_so(name, simulator, text):
     with pytest.raises(KVPassError, match="cannot be simulated"):
         simulator.logits(text, PROMPT, get(name))
 
@@ -102,7 +102,7 @@ def test_a_model_whose_attention_is_not_found_is_scored_token_by_token():
     assert [len(row.step_seconds) for row in rows] == [0, 10]
 
 
-def test_an_empty_name_is_no_scheme(sharp, text):
+def test_an_empty_scheme_name_is_refused(sharp, text):
     with pytest.raises(KVPassError, match="Unknown scheme ''"):
         quality.evaluate(sharp, {"text": text}, PROMPT, [""], one_pass=True, progress=False)
 
@@ -132,7 +132,7 @@ def test_the_metric_is_zero_for_the_model_itself_and_large_for_a_destroyed_cache
     assert destroyed.perplexity > 1.1 * itself.perplexity
 
 
-def test_perplexity_is_that_of_the_tokens_that_follow(sharp, text, reference):
+def test_perplexity_is_that_of_the_scored_tokens(sharp, text, reference):
     row = quality.score_in_one_pass(Simulator(sharp), text, PROMPT, reference, None, name="full")
     with torch.no_grad():
         loss = nn.functional.cross_entropy(sharp(text).logits[0, PROMPT:-1], text[0, PROMPT + 1 :])
@@ -140,7 +140,7 @@ def test_perplexity_is_that_of_the_tokens_that_follow(sharp, text, reference):
     assert len(row.surprisals) == len(row.divergences) - 1 == TOTAL - PROMPT - 1
 
 
-def test_intervals_hold_the_mean_of_blocks():
+def test_intervals_contain_the_mean_of_blocks():
     row = quality.Quality("x", (1.0,) * 16 + (3.0,) * 16, (True,) * 32, (1.0,) * 31, 1, 1.0, 1, ())
     assert row.kl == 2 and row.kl_error == pytest.approx(1.96 * math.sqrt(2) / math.sqrt(2))
     assert row.errors["top1"] == 0 and row.errors["perplexity"] == math.inf  # a single block has no standard deviation
@@ -169,7 +169,7 @@ def test_a_sliding_layer_counts_what_it_holds():
     assert packed.values == footprint(model, None, 1000).values and full * 63 < packed.nbytes < full * (63 + 300)
 
 
-def test_bits_at_lengths_no_cache_could_have_and_where_there_are_none(sharp):
+def test_bits_are_defined_at_any_length_and_absent_without_packed_layers(sharp):
     at = bits_at(sharp, "kivi", [8192, 131072, 2**40])
     assert at[8192] > at[131072] > at[2**40] == pytest.approx(3.0, abs=0.01)  # 2-bit values, 32 bits per group of 32
     assert bits_at(sharp, "qaq", [8192]) == {8192: None}
@@ -179,7 +179,7 @@ def test_bits_at_lengths_no_cache_could_have_and_where_there_are_none(sharp):
         footprint(sharp, "kivi", 0)
 
 
-def test_tables_hold_what_was_measured(sharp, text):
+def test_tables_contain_the_measurements(sharp, text):
     chosen = {"full precision": None, "kivi": "kivi", "kivi-4": "kivi-4"}
     results = quality.evaluate(sharp, {"text": text}, PROMPT, chosen, one_pass=True, progress=False)
     bits = {name: bits_at(sharp, scheme, [8192]) for name, scheme in chosen.items()}

@@ -75,7 +75,7 @@ def test_positions_stay_right_after_eviction(rope):
     torch.testing.assert_close(got[0], expected[0, prompt - 1 :], atol=1e-5, rtol=1e-5)
 
 
-def test_padding_is_never_attended_to_and_goes_first():
+def test_padding_is_masked_and_evicted_first():
     """A padded row equals the row alone as long as only padding was evicted."""
     model, ids = llama(), tokens(1, 60)
     padded = torch.cat([torch.zeros(1, 30, dtype=torch.long), ids], 1)
@@ -142,7 +142,7 @@ def test_a_padded_batch_may_take_several_turns(stops, lowering):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["kivi+h2o", "kivi+streaming"])
-def test_a_padded_batch_of_another_size_follows(name):
+def test_padded_batches_of_another_size_may_follow(name):
     """One prompt alone, then a padded batch, whole and in chunks."""
     model = kvpass.apply(llama(layers=1), CONFIGS[name], lowering="eager")
     for batch, length, options in ((1, 40, {}), (2, 50, {}), (2, 50, dict(prefill_chunk_size=20))):
@@ -180,7 +180,7 @@ def test_generate_beams_copies_and_crops():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 9, 16])
-def test_a_crop_within_the_rollback_finds_everything_again(steps):
+def test_a_crop_within_the_rollback_restores_everything(steps):
     """Across a packed page and across an eviction: decoding continues exactly as without the crop."""
     model, ids = llama(), tokens(1, 200)
     for prompt in (100, 108, 115):
@@ -201,7 +201,7 @@ def test_a_crop_within_the_rollback_finds_everything_again(steps):
 
 
 @pytest.mark.slow
-def test_bits_fall_with_what_is_evicted():
+def test_bits_fall_as_tokens_are_evicted():
     model, ids = llama(), tokens(1, 912)
     nbytes = []
     for length in (400, 912):
@@ -216,7 +216,7 @@ def test_bits_fall_with_what_is_evicted():
 # ---------------------------------------------------------------- what cannot go together
 
 
-def test_what_cannot_be_combined_says_why():
+def test_unsupported_combinations_are_refused_with_the_reason():
     for scheme, why in {
         "logquant+h2o": "is defined by its retention policy",
         "kivi+nothing": "Known policies: h2o, streaming-llm",
@@ -237,13 +237,13 @@ def test_what_cannot_be_combined_says_why():
 
 
 @pytest.mark.parametrize("scheme", ["kivi+h2o", "qaq"])
-def test_one_tensor_alone_cannot_tell_what_its_tokens_are_worth(scheme):
+def test_a_single_packed_tensor_cannot_evict_by_attention(scheme):
     geometry = schemes.LayerGeometry(0, 1, 2, 32, torch.float32, torch.device("cpu"))
     with pytest.raises(KVPassError, match="depends on attention scores"):
         kvpass.PackedKV.from_float(randn(0, 1, 2, 40, 32), schemes.get(scheme).plan(geometry).value)
 
 
-def test_masks_of_ones_own_are_refused_once_tokens_are_gone():
+def test_custom_masks_are_refused_after_eviction():
     model, ids = llama(), tokens(1, 100)
     kvpass.apply(model, CONFIGS["h2o"], lowering="eager")
     cache = DynamicCache(config=model.config)

@@ -26,7 +26,7 @@ GROUPS, REPEATS = 2, 2  # KV heads, query heads for each
 
 
 @given(seeds, st.integers(0, 24), st.integers(0, 30), st.integers(1, 24))
-def test_the_most_important_stay_and_keep_their_slots(seed, occupied, leaving, budget):
+def test_the_most_important_tokens_stay_in_their_slots(seed, occupied, leaving, budget):
     occupied = min(occupied, budget)
     if occupied + leaving < budget:
         leaving = budget - occupied
@@ -43,7 +43,7 @@ def test_the_most_important_stay_and_keep_their_slots(seed, occupied, leaving, b
         assert arrived == sorted(arrived)
 
 
-def test_the_oldest_are_known_however_many_tokens_there_have_been():
+def test_the_oldest_tokens_are_found_at_any_length():
     """Above 2^24 float32 does not represent every integer."""
     spec, importance = coded(2, "token", 8, 8, budget=8, evict="age", rollback=8), torch.zeros(1, 1, 0)
     for tokens in [1 << 22] * 5 + [4]:
@@ -167,7 +167,7 @@ def draw(seed, length, batch=1):
 
 @pytest.mark.parametrize("name", POLICIES)
 @given(st.lists(st.one_of(st.just(1), st.integers(1, 40)), min_size=1, max_size=12), st.integers(0, 10), seeds)
-def test_what_stays_and_what_it_was_paid_is_that_of_a_list_of_tokens(name, chunks, padding, seed):
+def test_eviction_and_attention_mass_equal_a_naive_implementation(name, chunks, padding, seed):
     """Outputs, the tokens kept in each KV head, and their attention mass, for any way to cut a sequence."""
     layer, length = Layer(IdentityConfig(retention=POLICIES[name])), sum(chunks)
     naive, padding = Naive(layer.spec), min(padding, chunks[0] - 1)
@@ -228,7 +228,7 @@ def test_kv_heads_keep_their_own_tokens_unless_the_choice_is_shared():
 @pytest.mark.nightly_cases("0-higgs*", "5-*")
 @pytest.mark.parametrize("config", [KIVIConfig(group_size=8), HIGGSConfig(group_size=DIM)], ids=str)
 @pytest.mark.parametrize("padding", [0, 5])
-def test_the_fused_attention_pays_what_the_reference_does(config, padding):
+def test_fused_attention_mass_equals_the_reference(config, padding):
     config = schemes.base.compose(config, Sinks(2) + HeavyHitter(32, recent=24, page_size=16))
     fused, reference = Layer(config, 2), Layer(config, 2)
     q, k, v = draw(9, 150, 2)
@@ -245,7 +245,7 @@ def test_the_fused_attention_pays_what_the_reference_does(config, padding):
         torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
 
 
-def test_accumulated_scores_are_those_of_attention_in_float64():
+def test_accumulated_mass_equals_attention_in_float64():
     q, k, _ = draw(3, 300)
     paid = attention_mass(dense_call(q, k, k, causal=True, scale=0.25, statistic="sum"), k)
     eye = torch.eye(300).expand(1, GROUPS, -1, -1)  # with these values the output is the weights
@@ -286,7 +286,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_scores_of_a_long_prompt_need_memory_for_some_rows_of_weights():
+def test_attention_mass_of_a_long_prompt_is_computed_in_pieces():
     sizes = {}
     for length in (2048, 8192):
         q, k = randn(0, 1, 2, length, 8), randn(1, 1, 1, length, 8)

@@ -115,7 +115,7 @@ def test_turns_of_a_chat_are_the_tokens_of_its_template(folder):
     assert [token for part in parts for token in part[0].tolist()] == tokenizer(whole)["input_ids"]
 
 
-def test_a_scheme_of_ones_own_is_compared(folder, text, registry, uncompiled, capsys):
+def test_a_custom_scheme_is_compared(folder, text, registry, uncompiled, capsys):
     example("custom_scheme").main(["--model", folder, "--text", text, "--context", "80", "--token-by-token"])
     out = capsys.readouterr().out
     lines = [line.split() for line in out.splitlines()]
@@ -126,7 +126,7 @@ def test_a_scheme_of_ones_own_is_compared(folder, text, registry, uncompiled, ca
     assert (careful.key.bits, other.key.bits) == (4, 2)
 
 
-def test_schemes_are_compared_on_a_text_of_ones_own(folder, text, tmp_path, uncompiled, capsys):
+def test_schemes_are_compared_on_custom_text(folder, text, tmp_path, uncompiled, capsys):
     picture = tmp_path / "quality.svg"
     given = [
         text,

@@ -52,9 +52,7 @@ def possible(kind: str, name: str, every: bool) -> bool:
 @pytest.mark.slow_cases("*kivi before RoPE*", "*kivi+*", "*qaq*")
 @pytest.mark.parametrize("fault", ERRORS)
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_that_fails_anywhere_leaves_a_whole_cache_or_one_that_refuses(
-    packed, name, fault, request, record_property
-):
+def test_a_failed_call_leaves_a_consistent_cache_or_one_that_refuses(packed, name, fault, request, record_property):
     (kind, model), (stored, call) = packed, CALLS[name]
     tried = request.config.getoption("faults")
     if not possible(kind, name, every=tried != 6):

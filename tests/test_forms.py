@@ -107,7 +107,7 @@ def test_hidden_states_and_attentions_are_recorded_while_decoding():
 
 
 @pytest.mark.slow
-def test_what_looks_at_attention_records_hidden_states_and_refuses_attentions():
+def test_schemes_that_need_scores_record_hidden_states_and_refuse_attentions():
     model = kvpass.apply(llama("eager", layers=1), "qaq", lowering="eager")
     with pytest.raises(KVPassError, match="leave out output_attentions"):
         answer(model, "no_grad", 2, 0, 1, output_attentions=True)

@@ -155,7 +155,7 @@ def check_plan(config: SchemeConfig, layer: LayerGeometry) -> str:
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.name)
-def test_a_config_is_refused_in_kvpasss_words_or_stores_tokens(cls, fuzz):
+def test_configs_raise_kvpass_errors_or_store_tokens(cls, fuzz):
     changed = fields_of(cls)
 
     def attempt(drawn):
@@ -205,7 +205,7 @@ PARTS = {"quantizer": Quantizer, "retention": Retention, "transform": Transform}
 @pytest.mark.parametrize(
     "cls", [CodecSpec, *PARTS.values(), Subspace, Adaptive, Allocation], ids=lambda cls: cls.__name__
 )
-def test_a_part_of_a_plan_is_refused_in_kvpasss_words_or_stores_tokens(cls, fuzz):
+def test_parts_of_plans_raise_kvpass_errors_or_store_tokens(cls, fuzz):
     def attempt(drawn):
         fields, layer = drawn
         for name, value in fields.items():
@@ -224,7 +224,7 @@ def test_a_part_of_a_plan_is_refused_in_kvpasss_words_or_stores_tokens(cls, fuzz
     fuzz(cls.__name__, st.tuples(fields_of(cls), geometries), attempt)
 
 
-def test_policies_are_refused_in_kvpasss_words_or_compose(fuzz):
+def test_policies_raise_kvpass_errors_or_compose(fuzz):
     numbers = mostly(_sizes)
     policies = st.one_of(
         st.tuples(st.just(Recent), st.lists(numbers, min_size=1, max_size=2)),
@@ -245,7 +245,7 @@ def test_policies_are_refused_in_kvpasss_words_or_compose(fuzz):
     fuzz("policies", st.tuples(policies, st.none() | numbers, names), attempt)
 
 
-def test_what_is_no_scheme_is_refused_in_kvpasss_words(fuzz):
+def test_invalid_schemes_raise_kvpass_errors(fuzz):
     keys = st.sampled_from(("scheme", "version", "backbone", "retention", "bits")) | st.text(max_size=3) | st.none()
     names = st.sampled_from(("kivi", "aqua", "kivi+h2o", "+", "h2o+kivi", "kivi+h2o+h2o", ""))
     values = st.one_of(names, junk, st.integers(0, 5))

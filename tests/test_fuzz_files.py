@@ -93,13 +93,13 @@ def share(name: str) -> float:
 
 @pytest.mark.parametrize("predictor", ["linear", "linear-4", "low-rank", "low-rank-4", "mlp"])
 @pytest.mark.parametrize("predicted", ["both", "keys", "values"])
-def test_what_is_fitted_is_taken(model, tmp_path, predictor, predicted):
+def test_valid_fitted_tensors_are_accepted(model, tmp_path, predictor, predicted):
     calibrated(model, dict(AQUA, predictor=predictor, predicted=predicted)).save(tmp_path)
     assert check_use(model, tmp_path) == "decoded"
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_facts_of_a_calibration_are_refused_in_kvpasss_words_or_decode(model, tmp_path, fuzz, name):
+def test_calibration_metadata_raises_kvpass_errors_or_works(model, tmp_path, fuzz, name):
     facts, data = saved(model, SCHEMES[name], tmp_path)
 
     def attempt(changed):
@@ -130,7 +130,7 @@ _changes = {
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_tensors_of_a_calibration_are_refused_in_kvpasss_words_or_decode(model, tmp_path, fuzz, name):
+def test_calibration_tensors_raise_kvpass_errors_or_work(model, tmp_path, fuzz, name):
     facts, data = saved(model, SCHEMES[name], tmp_path)
     original = load(data)
     names = st.sampled_from([*original, "1.key.0", "1.key.9", "7.key.0", "01.key.0", "1.middle.0", "x", "1.key", ""])

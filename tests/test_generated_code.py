@@ -58,13 +58,13 @@ def decode_then_attend(specs):
     return compile_ahead(Program(run, inputs))(*tensors)
 
 
-def test_attend_makes_nothing_as_large_as_keys_and_no_copy_of_a_pool(monkeypatch):
+def test_attend_allocates_no_dequantized_keys_and_copies_no_pool(monkeypatch):
     """Scores are the largest tensor: one per query head and token. By Inductor, which runs attention with masks."""
     made = allocations(partial(attend, SPECS))
     assert max(elements for elements, _ in made) <= Q_HEADS * (PAGES * PAGE + 200)
     assert {dtype for _, dtype in made} <= {"float32", "int64", "bool"}
 
 
-def test_decoding_first_is_told_from_it():
+def test_dequantizing_first_would_be_detected():
     made = allocations(partial(decode_then_attend, SPECS))
     assert max(elements for elements, _ in made) >= HEADS * PAGES * PAGE * DIM

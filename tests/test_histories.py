@@ -477,15 +477,15 @@ def try_histories(name: str, examples: int, steps: int) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSLESS)
-def test_a_history_where_nothing_is_lost_is_the_untouched_one(name):
+def test_lossless_histories_equal_the_untouched_model(name):
     try_histories(name, examples=3, steps=12)
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_a_history_over_packed_tokens_is_the_one_of_what_is_left_of_it(name):
+def test_histories_over_packed_tokens_equal_a_replay_of_the_remaining_tokens(name):
     try_histories(name, examples=3, steps=12)
 
 
 @pytest.mark.parametrize("name", CAPTURED if MANY else IN_CI)
-def test_a_history_that_depends_on_attention_is_the_one_of_what_is_left_of_it(name):
+def test_attention_dependent_histories_equal_a_replay_of_the_remaining_tokens(name):
     try_histories(name, examples=2, steps=10)

@@ -82,7 +82,7 @@ class Steering:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_hooks_come_change_and_go_while_decoding(mode):
+def test_hooks_may_be_added_changed_and_removed_while_decoding(mode):
     expected, hooks = Steering(), Steering()
     want = decoded(llama(), expected.changes)
     model = kvpass.apply(llama(), LOSSLESS, **MODES[mode])
@@ -96,7 +96,7 @@ def test_hooks_come_change_and_go_while_decoding(mode):
 
 
 @pytest.mark.slow
-def test_hooks_come_and_go_where_the_forward_is_captured_as_a_whole():
+def test_hooks_may_be_added_and_removed_with_a_fully_captured_forward():
     """Keys are stored before RoPE, and all are exact here. Prompts are captured too, and so are steps with hooks."""
     strength = {"by": 1.0}
 
@@ -214,7 +214,7 @@ ATTRIBUTES = [other_scaling, other_field, other_flag, other_value, other_element
 
 
 @pytest.mark.parametrize("change", ATTRIBUTES)
-def test_a_model_is_watched(change):
+def test_changes_of_a_model_are_noticed(change):
     model = reading()
     watch = Watch(model)
     assert watch.changed() and not watch.changed()
@@ -261,7 +261,7 @@ ADAPTERS = {
 }
 
 
-def test_adapters_are_watched():
+def test_changes_of_adapters_are_noticed():
     model = with_adapters(llama())
     watch = Watch(model)
     assert watch.changed() and not watch.changed()

@@ -63,7 +63,7 @@ def test_the_next_process_neither_traces_nor_compiles_and_gets_the_same_for_ever
 
 @pytest.mark.usefixtures("empty")
 @pytest.mark.parametrize("content", [b"", b"no artifact", None])
-def test_a_file_that_is_broken_is_compiled_anew_and_replaced(content, caplog):
+def test_broken_files_are_recompiled_and_replaced(content, caplog):
     check(2.0, 7)
     whole = place().read_bytes()
     place().write_bytes(whole[: len(whole) // 2] if content is None else content)
@@ -101,7 +101,7 @@ def test_nothing_that_a_kernel_depends_on_changes_without_its_name(monkeypatch):
     assert len(set(names)) == len(names) and place() == names[0]
 
 
-def test_our_own_source_is_all_of_it(monkeypatch, tmp_path):
+def test_the_hash_covers_all_sources_of_the_package(monkeypatch, tmp_path):
     for package in (kvpass, kvpass.lowering):
         monkeypatch.setattr(package, "__path__", [str(tmp_path)])
     hashes = []
@@ -127,7 +127,7 @@ def test_nothing_is_kept_where_caches_are_off_or_for_other_devices():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("empty")
-def test_another_process_compiles_what_it_is_told_and_what_it_cannot_is_compiled_here(monkeypatch):
+def test_background_compilation_falls_back_to_this_process(monkeypatch):
     monkeypatch.setenv(background_compile.SWITCH, "1")
     background_compile.start(CPU, [(scaled_sum.name, (2.0,)), ("no.such.kernel", (1,)), (scaled_sum.name, (3.0,))])
     check(2.0, 7)
@@ -136,7 +136,7 @@ def test_another_process_compiles_what_it_is_told_and_what_it_cannot_is_compiled
     assert traced == [3.0] and not background_compile._pending
 
 
-def test_how_many_processes_compile_is_said_by_the_environment(monkeypatch):
+def test_the_environment_limits_compile_processes(monkeypatch):
     monkeypatch.setattr(background_compile, "_start", lambda wanted: started.append(len(wanted)))
     jobs = [(scaled_sum.name, (float(i),)) for i in range(5)]
     for allowed, expected in (("0", []), ("1", [5]), ("3", [2, 2, 1]), ("9", [1] * 5)):
@@ -155,7 +155,7 @@ def test_how_many_processes_compile_is_said_by_the_environment(monkeypatch):
     "scheme, batch",
     [("kivi", 1), ("kivi", 2), ("squat", 1), ("higgs", 1), ("kivi+h2o", 1), ({"scheme": "waterfill", "recent": 0}, 1)],
 )
-def test_the_attention_that_is_expected_of_a_prompt_is_that_of_its_step(scheme, batch, monkeypatch):
+def test_the_kernel_predicted_during_the_prompt_is_that_of_the_step(scheme, batch, monkeypatch):
     jobs = []
     monkeypatch.setattr(first_kernel.background_compile, "start", lambda device, wanted: jobs.extend(wanted))
     attend_kernel.cache_clear()

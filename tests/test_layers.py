@@ -118,7 +118,7 @@ def test_impossible_settings_are_refused_with_the_reason(overrides, says):
         XQuantConfig(**overrides)
 
 
-def test_a_pair_cut_by_the_widths_is_refused_and_the_model_untouched():
+def test_pairs_with_different_widths_are_refused_and_the_model_is_untouched():
     model = four_layers()
     with pytest.raises(KVPassError, match="Layers 2 and 3 share key codes but are stored differently"):
         kvpass.apply(model, scheme=XQuantConfig(kq=3, vq=0, km=0, vm=4, depth=None))
@@ -244,7 +244,7 @@ def test_shared_codes_follow_growth_copies_beams_and_resets():
     ],
     ids=["pairs", "the second dominates", "averaged", "least squares"],
 )
-def test_compiled_contents_are_those_of_eager(config):
+def test_compiled_contents_equal_eager_contents(config):
     torch._dynamo.reset()
     made = [kvpass.apply(four_layers(), scheme=config, lowering=lowering) for lowering in ("auto", "eager")]
     (a, logits), (b, expected) = (prefilled(model) for model in made)

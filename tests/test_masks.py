@@ -134,7 +134,7 @@ def test_a_mask_that_hides_nothing_is_recognised(name):
 
 
 @pytest.mark.parametrize("name", SEVERAL_ROWS)
-def test_a_mask_that_is_something_else_at_any_length_stays(name):
+def test_masks_that_hide_something_at_any_length_stay(name):
     mask, first = SEVERAL_ROWS[name]
     assert verdict(mask, 5) is None
     assert name not in OTHERS or verdict(mask, 1) is None
@@ -245,7 +245,7 @@ random_masks = st.recursive(simple, combined, max_leaves=5)
 
 @settings(max_examples=60)
 @given(random_masks, st.booleans(), st.booleans(), st.sampled_from((1, 4)))
-def test_nothing_is_claimed_that_looking_at_many_lengths_refutes(drawn, causal, additive, queries):
+def test_conclusions_about_masks_hold_at_many_lengths(drawn, causal, additive, queries):
     inner, constants = drawn
 
     def mask(i, j, past, total):
@@ -268,7 +268,7 @@ always = st.one_of(
 
 
 @given(always, always, st.sampled_from(range(4)))
-def test_causality_is_recognised_beside_what_is_always_so(true, also_true, how):
+def test_causality_is_recognised_next_to_trivially_true_terms(true, also_true, how):
     def mask(i, j, past, total):
         a, b, seen = true(i, j, total), also_true(i, j, total), j <= i
         return (a & seen & b, (seen & a) | ~b, torch.where(a, seen, b), torch.where(~a | ~seen, LEAST, 0.0))[how]
@@ -281,13 +281,13 @@ def test_causality_is_recognised_beside_what_is_always_so(true, also_true, how):
 
 
 @given(st.lists(st.tuples(st.integers(-4, 4), st.integers(-4, 4), st.integers(-9, 9)), min_size=1, max_size=6))
-def test_what_is_called_impossible_has_no_solution(rows):
+def test_inequalities_called_impossible_have_no_solution(rows):
     inequalities = [Linear.of({"x": a, "y": b}, c) for a, b, c in rows]
     solved = any(all(a * x + b * y + c >= 0 for a, b, c in rows) for x in range(-40, 41) for y in range(-40, 41))
     assert not (impossible(inequalities) and solved)
 
 
-def test_inequalities_that_contradict_each_other_are_found_out():
+def test_contradicting_inequalities_are_detected():
     x, y = Linear.of({"x": 1}), Linear.of({"y": 1})
     assert impossible([x - y - 1, y - x])
     assert impossible([x * 2 - y * 2 - 1, y * 2 - x * 2 + 1])  # between two integers
@@ -389,7 +389,7 @@ MORE = {
 
 
 @pytest.mark.parametrize("name", [*LEFT, *MORE])
-def test_what_is_more_than_padding_on_the_left_is_not_taken_for_it(name):
+def test_other_masks_are_not_mistaken_for_left_padding(name):
     def symbolic(there, new):
         (batch, total), queries = there.shape, new.shape[0]
         row, j = torch.arange(batch)[:, None, None], torch.arange(total)[None, None]
@@ -402,7 +402,7 @@ def test_what_is_more_than_padding_on_the_left_is_not_taken_for_it(name):
 
 
 @pytest.mark.parametrize("how", ["another", "written to", "a view written to", "not by generate"])
-def test_a_mask_of_a_step_that_nobody_knows_is_not_dropped_unread(how, on_an_accelerator, monkeypatch):
+def test_an_unknown_mask_of_a_step_is_read_before_it_is_dropped(how, on_an_accelerator, monkeypatch):
     model, ids, cache = kvpass.apply(llama(), scheme="kivi", lowering="eager"), tokens(1, 21), DynamicCache()
     mask = torch.ones(1, 20, dtype=torch.long)
     out = model(input_ids=ids[:, :20], attention_mask=mask, past_key_values=cache)
@@ -424,7 +424,7 @@ def test_a_mask_of_a_step_that_nobody_knows_is_not_dropped_unread(how, on_an_acc
     assert torch.equal(logits, again(input_ids=ids[:, 20:], attention_mask=following, past_key_values=cache).logits)
 
 
-def test_a_model_with_a_way_of_its_own_to_extend_masks_is_left_alone():
+def test_models_that_extend_masks_themselves_are_left_alone():
     class Own(type(llama())):
         def _update_model_kwargs_for_generation(self, *args, **kwargs):
             return super()._update_model_kwargs_for_generation(*args, **kwargs)
@@ -434,7 +434,7 @@ def test_a_model_with_a_way_of_its_own_to_extend_masks_is_left_alone():
     kvpass.remove(model)
 
 
-def test_remove_gives_back_how_masks_are_extended():
+def test_remove_restores_how_masks_are_extended():
     model = kvpass.apply(llama(), scheme="kivi", lowering="eager")
     assert "_update_model_kwargs_for_generation" in vars(model)
     kvpass.remove(model)

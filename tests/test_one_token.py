@@ -55,7 +55,7 @@ def assert_as_the_reference(module, plan, shape, dtype, present, lengths, interl
         ("kivi-1", torch.float32, (1, 2, 4, 32)),
     ],
 )
-def test_codes(scheme, dtype, shape, present):
+def test_attention_over_codes_equals_the_reference(scheme, dtype, shape, present):
     """With fewer tokens than sinks, too few for a page, pages of keys alone, and enough tokens for several threads."""
     plan = get(scheme).plan(LayerGeometry(0, 1, shape[1], shape[3], dtype, CPU))
     assert_as_the_reference(attend_codes, plan, shape, dtype, present, (1, 3, 40, 65, 97, 1100))
@@ -77,7 +77,7 @@ ALIKE = dict(scheme="waterfill", rich_key_fields=(0, 0), rich_value_fields=(0, 0
     ],
     ids=str,
 )
-def test_widths_by_channel(scheme, dtype, shape, present):
+def test_attention_over_per_channel_widths_equals_the_reference(scheme, dtype, shape, present):
     """The same with per-channel bit widths, with and without page-relative RoPE, and with one or two ranks of
     tokens."""
     plan = get(scheme).plan(LayerGeometry(0, 1, shape[1], shape[3], dtype, CPU))
@@ -87,7 +87,7 @@ def test_widths_by_channel(scheme, dtype, shape, present):
 
 
 @pytest.mark.parametrize("vectors", [256, 1])
-def test_by_vectors_of_other_sizes(vectors):
+def test_kernels_agree_for_every_vector_size(vectors):
     """Also for processors without masked selection of lanes."""
     kernels = attend_codes._kernel, attend_allocated._kernel
     for kernel in kernels:

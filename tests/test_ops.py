@@ -107,7 +107,7 @@ def masks(kind: str, batch: int, queries: int, tokens: int, heads: int = 1):
 
 @pytest.mark.usefixtures("reference_in_this_test")
 @EACH_SPEC
-def test_opcheck_encode(spec):
+def test_opcheck_quantize(spec):
     torch.library.opcheck(OPS.quantize.default, quantize_arguments(spec))
 
 
@@ -121,7 +121,7 @@ def test_opcheck_append(spec, n, new):
 @pytest.mark.usefixtures("reference_in_this_test")
 @EACH_SPEC
 @pytest.mark.parametrize("n", [3, 70])
-def test_opcheck_decode(spec, n):
+def test_opcheck_dequantize(spec, n):
     state = state_of(spec, randn(0, 2, 2, n, DIM), q=queries_for(spec, 1, 2, 2))
     torch.library.opcheck(OPS.dequantize.default, (state.pack, state.length_tensor(n), state.text))
 
@@ -165,14 +165,14 @@ def assert_fake_tells_the_truth(op, arguments, name):
     [(KIVI[0], torch.float32), (SINKS, torch.bfloat16), (SUBSPACE, torch.float32)],
     ids=["kivi keys", "3 bits, bfloat16", "subspace"],
 )
-def test_encode_gives_what_its_fake_says_also_for_strided_input(name, strided, spec, dtype):
+def test_quantize_matches_its_fake_also_for_strided_input(name, strided, spec, dtype):
     x, *rest = quantize_arguments(spec, dtype)
     assert_fake_tells_the_truth(OPS.quantize, (strided_as_models_make_it(x) if strided else x, *rest), name)
 
 
 @pytest.mark.parametrize("name", implementations("dequantize"))
 @pytest.mark.parametrize("n", [0, 1, 3, 20, 70])
-def test_decode_gives_what_its_fake_says(name, n):
+def test_dequantize_matches_its_fake(name, n):
     state = state_of(SINKS, randn(0, 2, 2, n, DIM), room=n)
     assert_fake_tells_the_truth(OPS.dequantize, (state.pack, state.length_tensor(n), state.text), name)
 
@@ -182,7 +182,7 @@ def test_decode_gives_what_its_fake_says(name, n):
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("n", [0, 70])
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_attend_gives_what_its_fake_says_also_for_strided_queries(queries, softcap, n, dtype):
+def test_attend_matches_its_fake_also_for_strided_queries(queries, softcap, n, dtype):
     arguments, _ = attend_arguments((KEYS, VALUES), n, queries, softcap=softcap, dtype=dtype)
     assert_fake_tells_the_truth(OPS.attend, arguments, "auto")
     assert_fake_tells_the_truth(OPS.attend, (strided_as_models_make_it(arguments[0]), *arguments[1:]), "auto")
@@ -237,7 +237,7 @@ def test_logits_without_values_take_part_in_the_softmax(name, n):
 
 @pytest.mark.parametrize("queries, softcap, causal", [(1, 0.0, False), (3, 2.0, True), (3, 0.0, False)])
 @pytest.mark.parametrize("rope", ["", "half-8"])
-def test_attention_over_a_decoded_past_is_attention(queries, softcap, causal, rope):
+def test_attention_over_a_dequantized_past_equals_plain_attention(queries, softcap, causal, rope):
     q, k, v = randn(0, 2, 4, queries, DIM), randn(1, 2, 2, 40 + queries, DIM), randn(2, 2, 2, 40 + queries, DIM)
     angle, sinks = randn(4, 2, 60, DIM // 2), randn(5, 4)
     tables = dict(cos=angle.cos(), sin=angle.sin(), rope=rope) if rope else {}
@@ -329,7 +329,7 @@ def test_attention_in_16_bits_answers_in_16_bits(dtype, tolerance, queries, soft
 @pytest.mark.usefixtures("reference_in_this_test")
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("queries", [1, 3])
-def test_a_padding_query_that_may_attend_to_nothing_gives_numbers_not_nan(softcap, queries):
+def test_a_fully_masked_padding_query_gives_no_nan(softcap, queries):
     mask = torch.ones(2, 1, queries, 20 + queries, dtype=torch.bool)
     mask[1, :, 0] = False
     arguments, _ = attend_arguments(KIVI, 20, queries, mask, softcap=softcap)
@@ -355,7 +355,7 @@ EACH_CODEC = pytest.mark.parametrize("spec", CODECS.values(), ids=CODECS)
 @pytest.mark.parametrize("name", implementations("quantize"))
 @EACH_CODEC
 @pytest.mark.parametrize("kind", ["normal", "outliers", "mixed magnitudes", "two values"])
-def test_encode_is_the_references_bit_for_bit(name, spec, kind):
+def test_quantize_equals_the_reference_bit_for_bit(name, spec, kind):
     _, compensation, text = quantize_arguments(spec)
     for pages in (1, 2, 5):
         x = awkward(pages, kind, 2, 2, pages * spec.page_size, DIM, limit=100)
@@ -366,7 +366,7 @@ def test_encode_is_the_references_bit_for_bit(name, spec, kind):
 
 @pytest.mark.parametrize("name", implementations("dequantize"))
 @pytest.mark.parametrize("spec", [*KIVI, SINKS], ids=["kivi keys", "kivi values", "sinks, 3 bits"])
-def test_decode_is_the_references_bit_for_bit(name, spec):
+def test_dequantize_equals_the_reference_bit_for_bit(name, spec):
     for n in LENGTHS:
         state = state_of(spec, randn(n, 2, 2, n, DIM), q=queries_for(spec, 1, 2, 2), room=200)
         arguments = (state.pack, state.length_tensor(n), state.text)
@@ -376,7 +376,7 @@ def test_decode_is_the_references_bit_for_bit(name, spec):
 @pytest.mark.parametrize("name", implementations("append_"))
 @EACH_CODEC
 @pytest.mark.parametrize("n, new", [(0, 1), (0, 100), (31, 1), (63, 1), (33, 64), (50, 5)])
-def test_append_leaves_the_references_state_bit_for_bit(name, spec, n, new):
+def test_append_equals_the_reference_bit_for_bit(name, spec, n, new):
     (arguments, got), (wanted_arguments, wanted) = (append_arguments(spec, n, new) for _ in range(2))
     OPS.append_(*arguments, name)
     OPS.append_(*wanted_arguments, "reference")
@@ -417,7 +417,7 @@ def test_every_implementation_refuses_nan(name):
 # ---------------------------------------------------------------- the choice of a lowering
 
 
-def test_the_log_says_what_serves_a_call_and_why(caplog):
+def test_the_log_names_the_lowering_and_the_reason(caplog):
     select.cache_clear()
     with caplog.at_level("INFO", logger="kvpass.lowering"):
         OPS.attend(*attend_arguments(KIVI, 70, queries=3, causal=True)[0])

@@ -94,7 +94,7 @@ def filled(spec, n, room=0):
 
 
 @pytest.mark.parametrize("spec", [KEYS, VALUES], ids=["per channel", "per token"])
-def test_it_is_stored_read_grown_and_viewed(spec):
+def test_states_store_grow_and_copy_it(spec):
     state, x = filled(spec, 100)
     pages = spec.retention.pages(100)
     first = x[:, :, : spec.retention.packed(100)]
@@ -115,7 +115,7 @@ def test_it_is_stored_read_grown_and_viewed(spec):
 
 
 @pytest.mark.usefixtures("reference_in_this_test")
-def test_ops_take_it():
+def test_ops_support_it():
     (key, _), (value, _) = filled(KEYS, 70, room=20), filled(VALUES, 70, room=20)
     q, new = randn(1, 2, 4, 1, 32), randn(2, 2, 2, 1, 32)
     texts = key.text, value.text
@@ -129,7 +129,7 @@ def test_ops_take_it():
 
 
 @pytest.mark.parametrize("op", ["quantize", "append_", "append_layers_", "dequantize", "attend"])
-def test_kernels_that_do_not_know_it_pass_it_on(op):
+def test_kernels_without_support_leave_it_to_the_reference(op):
     codec = (Unread if op == "attend" else Equalized)(0.5)
     key, value = (str(coded(2, *where, codec=codec)) for where in (("channel", 32, 32), ("token", 16, 32, 32)))
     dispatch = DispatchKey(op, "cpu", (key, value) if op == "attend" else (key,), 1, 64)
@@ -147,7 +147,7 @@ def test_attention_reads_its_pages():
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_what_it_cannot_be_combined_with_says_so():
+def test_unsupported_combinations_are_refused():
     with pytest.raises(KVPassError, match="supports neither eviction"):
         coded(2, "token", 16, 32, codec=Equalized(0.5), budget=64)
     with pytest.raises(KVPassError, match=r"power=2\.0 must be"):

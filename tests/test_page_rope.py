@@ -51,7 +51,7 @@ def middles(cos, sin):
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=6), seeds)
-def test_middles_are_kept_however_tokens_come_and_neighbours_from_the_first_that_are_enough(calls, seed):
+def test_tables_of_page_middles_are_stored_in_any_chunking(calls, seed):
     places = torch.arange(sum(calls)) + torch.tensor([[0], [seed % 1000]])
     cos, sin = tables(places, scale=1.3)
     got = stored(cos, sin, *calls)
@@ -79,7 +79,7 @@ def test_a_call_captured_at_another_length_stores_the_same(captured, n, tokens):
 
 
 @given(seeds, st.integers(0, 3))
-def test_keys_in_frames_come_back_and_a_mean_is_turned_as_its_tokens_are(seed, first):
+def test_page_relative_keys_round_trip_and_the_mean_is_rotated_with_them(seed, first):
     cos, sin = tables(torch.arange(200)[None] + 7, scale=0.8)
     page_tables, x = stored(cos, sin, 200), randn(seed, 1, 2, 3 * SIZE, DIM)
     inside = to_page_rope(x, page_tables, first, SIZE)
@@ -94,7 +94,7 @@ def test_keys_in_frames_come_back_and_a_mean_is_turned_as_its_tokens_are(seed, f
 
 
 @pytest.mark.parametrize("places", ["neighbours", "anywhere", "not known"])
-def test_keys_are_read_as_they_were_wherever_their_tokens_are(places):
+def test_keys_round_trip_at_any_position(places):
     """Positions that jump make a mean less useful, and have no other effect: exact storage loses nothing, and after a
     crop, tokens that return from pages are packed again."""
     at = torch.arange(150)[None] if places == "neighbours" else torch.randperm(150)[None] * 3

@@ -77,7 +77,7 @@ def test_there_is_a_case_for_every_codec_that_is_fused():
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("side", ["key", "value"])
-def test_pages_are_to_attention_what_they_decode_to(case, side):
+def test_page_views_equal_dequantized_pages(case, side):
     state = dict(zip(("key", "value"), stored(plan_of(case)), strict=True))[side]
     spec, pages = state.spec, state.spec.retention.pages(TOKENS)
     kept = [whole(handle, pages)[:, :, :pages] for handle in state.handles[: len(of_pages(spec))]]
@@ -113,7 +113,7 @@ def test_pages_are_to_attention_what_they_decode_to(case, side):
     "kvquant-calibrated-3", "kivi*", "higgs", "zipcache", "polarquant-3", "kitty, one channel", "kvquant-[34]", "gear?*"
 )
 @pytest.mark.parametrize("case", CASES)
-def test_compiled_attention_is_that_over_decoded_tokens(case):
+def test_compiled_attention_equals_attention_over_dequantized_tokens(case):
     plan = plan_of(case)
     key, value = stored(plan)
     q, new, mask = randn(5, 2, 4, 1, DIM), randn(6, 2, 2, 1, DIM), torch.zeros(2, 1, 1, TOKENS + 1)
@@ -126,7 +126,7 @@ def test_compiled_attention_is_that_over_decoded_tokens(case):
 
 
 @pytest.mark.parametrize("name, says", [("kitty", "boosted channels before"), ("gear", "low-rank error terms")])
-def test_terms_that_rotary_embedding_would_have_to_turn_token_by_token_are_decoded(name, says):
+def test_terms_that_rope_would_rotate_per_token_are_dequantized_first(name, says):
     plan = get(name, rope="pre").plan(LayerGeometry(0, 1, 2, 64, torch.float32, torch.device("cpu")))
     dispatch = DispatchKey("attend", "cpu", (str(plan.key), str(plan.value)), 1, 64)
     assert select(dispatch).name == "reference"

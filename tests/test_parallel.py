@@ -24,7 +24,7 @@ def found(*command) -> list[dict]:
     return [json.loads(line) for line in lines]
 
 
-def test_two_processes_generate_what_one_does(tmp_path):
+def test_two_processes_generate_the_same_as_one(tmp_path):
     torch.manual_seed(0)
     sizes = dict(hidden_size=128, intermediate_size=256, num_hidden_layers=2, vocab_size=512, head_dim=32)
     config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2)

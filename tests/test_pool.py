@@ -19,7 +19,7 @@ sizes = st.integers(1, 4)
 
 
 @given(batch=sizes, heads=sizes, capacity=sizes, page=st.tuples(st.integers(0, 3), sizes), half=st.booleans())
-def test_a_handle_leads_back_to_its_pool(batch, heads, capacity, page, half):
+def test_handles_resolve_to_their_pool(batch, heads, capacity, page, half):
     pool = torch.randn(batch, heads, capacity, *page).to(torch.float16 if half else torch.float32)
     small = handle(pool)
     assert small.shape == (batch, heads, *page)

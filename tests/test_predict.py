@@ -102,7 +102,7 @@ def test_unknown_predictors_are_refused(predictor):
 # ---------------------------------------------------------------- the mean
 
 
-def test_only_a_mean_that_is_not_chance_is_subtracted():
+def test_only_a_significant_mean_is_subtracted():
     x = randn(0, 1, 1, 400, 8)
     x[..., 3] += 2
     center = fit_center(x, torch.float16)
@@ -223,7 +223,7 @@ def example(seed, predictor, backbone="higgs", length=150):
 
 
 @given(predictors, st.sampled_from(BACKBONES), chunkings(), seeds)
-def test_decoding_from_the_first_layer_up_gives_what_encoding_left_behind(predictor, backbone, chunks, seed):
+def test_dequantizing_layer_by_layer_equals_the_values_seen_while_quantizing(predictor, backbone, chunks, seed):
     """Bit for bit, and for any chunking: quantized values, scales and dequantized tokens."""
     length = sum(chunks)
     drawn, weights, tokens = example(seed, predictor, backbone, length)
@@ -247,7 +247,7 @@ def test_decoding_from_the_first_layer_up_gives_what_encoding_left_behind(predic
 @pytest.mark.slow_cases("150-*")
 @pytest.mark.parametrize("backbone, predictor", [("higgs", "linear-4"), ("kivi", "mlp")])
 @pytest.mark.parametrize("length", [150, 40])
-def test_the_compiled_chain_decodes_what_the_reference_does(backbone, predictor, length):
+def test_the_compiled_chain_equals_the_reference(backbone, predictor, length):
     """With many pages and with one."""
     drawn, weights, tokens = example(3, predictor, backbone, length)
     states = build(drawn, weights)

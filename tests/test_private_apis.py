@@ -114,7 +114,7 @@ def test_compiled_kernels_round_to_16_bits_where_the_program_does():
     assert torch.equal(kernel(x)[0], x.half().float() + 1)
 
 
-def test_what_a_graph_asks_of_sizes_can_be_asked_without_it():
+def test_guards_on_sizes_can_be_evaluated_without_the_graph():
     """`kvpass.compile.recorded_calls`: a ShapeEnv can express its guards as text that refers only to sizes, and
     evaluate it."""
 
@@ -139,7 +139,7 @@ def test_what_a_graph_asks_of_sizes_can_be_asked_without_it():
 
 
 @pytest.mark.slow
-def test_another_scheme_never_hits_what_was_compiled_for_one():
+def test_compiled_code_is_never_reused_for_another_scheme():
     """`kvpass.compile.backend`: compile_fx caches the rewritten graph, in which the specs are constants."""
     hits = []
     with fresh_inductor_cache():
@@ -152,7 +152,7 @@ def test_another_scheme_never_hits_what_was_compiled_for_one():
     assert hits == [0, 1, 0, 0]
 
 
-def test_what_is_compiled_runs_on_while_another_thread_traces():
+def test_compiled_code_runs_while_another_thread_traces():
     """`kvpass.lowering.session`: Dynamo's lock, and the flag without which compiled functions refuse to run
     meanwhile."""
     step = torch.compile(lambda x: x + 1, backend="eager")
@@ -255,7 +255,7 @@ def test_modules_keep_hooks_in_dicts_of_these_names():
     assert hook.__module__ == recording.RECORDS
 
 
-def test_transformers_records_hidden_states_by_hooks_that_can_be_put_up_before():
+def test_transformers_records_hidden_states_by_hooks_that_can_be_installed_ahead():
     """`kvpass.models.recording` recognizes models whose forward records outputs."""
     model = llama()
     assert list(recording._recorders(model)) == [model.model]
@@ -286,7 +286,7 @@ def test_remove_lets_go_of_every_graph():
     assert counts[0] == counts[1] == counts[2]
 
 
-def test_what_inductor_compiles_can_be_called_without_what_keeps_dynamo_out():
+def test_inductor_code_can_be_called_without_the_wrapper_that_disables_dynamo():
     """`kvpass.lowering.session`: innermost_fn. `kvpass.lowering.inductor.aot`: cpp.vec_isa_ok, which avoids probing."""
     graph, example = make_fx(lambda x: (x + 1,))(torch.ones(4)), torch.arange(4.0)
     with torch.no_grad(), inductor_config.patch(aot.unprobed()):
@@ -339,7 +339,7 @@ def test_transformers_has_one_name_for_a_cache():
     assert set(CACHE_NAMES) >= {CACHE, "past_key_values"}
 
 
-def test_a_kernel_in_cpp_is_handed_tensors_and_numbers():
+def test_cpp_kernels_take_tensors_and_numbers():
     """`kvpass.lowering.cpp.build`: CppPythonBindingsCodeCache."""
     add = """
     #include <cstdint>

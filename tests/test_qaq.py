@@ -92,7 +92,7 @@ def test_outliers_are_the_extremes_over_all_heads(share, seed):
 # ---------------------------------------------------------------- bit widths
 
 
-def test_widths_are_those_of_the_formulas_in_the_paper():
+def test_widths_follow_the_formulas_of_the_paper():
     """Section 4.1, one token at a time."""
     seen, energy, sigma_s, sigma_x, classes = 700, 20.0, 0.004, 0.02, (2, 3, 4)
     paid = torch.tensor([0.5, 0.1, 0.02, 0.003, 0.0]).view(1, 1, -1)
@@ -112,7 +112,7 @@ def test_widths_are_those_of_the_formulas_in_the_paper():
 
 
 @given(widths, seeds)
-def test_values_that_are_paid_more_never_get_fewer_bits(widths, seed):
+def test_values_with_more_attention_mass_never_get_fewer_bits(widths, seed):
     paid = torch.rand(1, 1, 60, generator=torch.Generator().manual_seed(seed)).sort().values ** 4
     step = torch.full((1, 1, 60, 1), 0.1)
     levels = levels_for(step, allowed_deviation(value_rule(widths), 500, paid, None), widths)
@@ -173,14 +173,14 @@ def same_codes(a, b):
 
 
 @given(st.sampled_from((torch.float32, torch.bfloat16, torch.float16)), seeds)
-def test_all_outliers_is_the_identity(dtype, seed):
+def test_quantizing_with_all_outliers_is_the_identity(dtype, seed):
     x = randn(seed, 2, HEADS, 50, DIM, dtype=dtype)
     state = state_with(x, outliers=1.0)
     assert torch.equal(quantize(state, 50, torch.rand(2, HEADS, 50)), x)
 
 
 @given(widths, seeds)
-def test_taking_bits_and_giving_them_back_is_coding_at_once(widths, seed):
+def test_lowering_and_restoring_widths_equals_quantizing_at_once(widths, seed):
     x, g = randn(seed, 2, HEADS, 60, DIM), torch.Generator().manual_seed(seed)
     paid = torch.rand(3, 2, HEADS, 60, generator=g) ** 8
     state = state_with(x, widths=widths, sigma_x=0.01)
@@ -191,7 +191,7 @@ def test_taking_bits_and_giving_them_back_is_coding_at_once(widths, seed):
     assert same_codes(state, direct)
 
 
-def test_bytes_fetched_are_those_of_tokens_that_got_bits_back():
+def test_only_tokens_whose_width_was_raised_are_fetched():
     x = randn(0, 1, HEADS, 60, DIM)
     state = state_with(x, sigma_x=0.01)
     quantize(state, 60, torch.full((1, HEADS, 60), 1e-6))
@@ -204,7 +204,7 @@ def test_bytes_fetched_are_those_of_tokens_that_got_bits_back():
 
 
 @given(widths, seeds)
-def test_without_originals_widths_only_fall_and_codes_are_those_of_the_width(widths, seed):
+def test_without_originals_widths_only_fall(widths, seed):
     x, g = randn(seed, 1, HEADS, 60, DIM), torch.Generator().manual_seed(seed)
     state = state_with(x, widths=widths, keep_originals=False, sigma_x=0.01)
     before, least = None, None
@@ -271,7 +271,7 @@ def causal_attention(seed, tokens):
     st.integers(1, 3).map(lambda pages: 4 * pages), st.integers(1, 40), st.integers(0, 3),
     st.lists(st.integers(1, 9), min_size=20, max_size=40), st.booleans(), seeds,
 )  # fmt: skip
-def test_widths_are_chosen_by_what_the_last_queries_paid(residual, window, sinks, calls, single, seed):
+def test_widths_are_chosen_by_the_attention_of_the_last_queries(residual, window, sinks, calls, single, seed):
     """Exactly, token by token. If the window begins within a call, all last queries of that call may count."""
     calls = [calls[0], *([1] * len(calls) if single else calls[1:])]
     spec, attention = window_spec(residual, window, sinks), causal_attention(seed, sum(calls))
@@ -294,7 +294,7 @@ def test_widths_are_chosen_by_what_the_last_queries_paid(residual, window, sinks
             assert torch.equal(got, attention[..., begins:n, :n].amax(2))
 
 
-def test_a_window_longer_than_a_page_survives_what_is_done_to_a_cache():
+def test_a_window_longer_than_a_page_survives_cache_operations():
     attention = causal_attention(0, 60)
     importance = RecentAttention(window_spec(4, 10), 1, HEADS, "cpu", 1)
     for n in range(40):
@@ -423,7 +423,7 @@ def test_bytes_on_the_host_are_counted_apart():
 # ---------------------------------------------------------------- refusals
 
 
-def test_what_makes_no_sense_is_refused():
+def test_invalid_settings_are_refused():
     for fields, why in (
         (dict(widths=(4, 2)), "Each must exceed"),
         (dict(widths=()), "one to four"),

@@ -28,7 +28,7 @@ def prefilled(model, padding=0):
 
 
 @pytest.mark.parametrize("padding", [0, 9])
-def test_codes_are_those_of_a_captured_prefill(padding, monkeypatch):
+def test_codes_equal_those_of_a_captured_prefill(padding, monkeypatch):
     model = kvpass.apply(llama(), SQUAT)
     handed_over = prefilled(model, padding)
     assert not kvpass.explain(model).graphs
@@ -44,7 +44,7 @@ def test_codes_are_those_of_a_captured_prefill(padding, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["BART", "Falcon, multi-query", "Cohere 2"])
-def test_other_architectures_are_tapped(name):
+def test_queries_of_other_architectures_are_captured(name):
     """With cross-attention, one KV head, and layers that are not packed."""
     model = kvpass.apply(ZOO[name].model("sdpa"), SQUAT, lowering="eager")
     assert model._kvpass.captures_queries

@@ -161,13 +161,13 @@ REASONS = {
 
 
 @pytest.mark.parametrize("name", MATCHED)
-def test_what_is_matched_gives_no_reason(name):
+def test_fused_attention_has_no_reason(name):
     found, refused = reasons(MATCHED[name])
     assert len(found) == 1 and not refused
 
 
 @pytest.mark.parametrize("name", REASONS)
-def test_a_reason_is_true_of_its_graph(name):
+def test_reasons_match_their_graphs(name):
     attend, reason = REASONS[name]
     _, refused = reasons(attend)
     (said,) = refused

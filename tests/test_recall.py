@@ -59,7 +59,7 @@ def assert_same(got, expected):
 
 @pytest.mark.slow_cases("scheme*")
 @pytest.mark.parametrize("scheme", [KIVI, dict(scheme="waterfill", residual=16, recent=0, sinks=0), "identity"])
-def test_a_step_called_again_is_the_step(scheme, through_dynamo):
+def test_a_recalled_step_equals_the_step(scheme, through_dynamo):
     """While pools grow, pages are packed, drafts are verified and tokens are cropped."""
     calls = [(14, 0), *[(1, 0)] * 30, (3, 2), (3, 1), (3, 0), *[(1, 0)] * 10, (1, 4), *[(1, 0)] * 20]
     expected = steps_of(llama(layers=3), None, calls, scheme)
@@ -121,7 +121,7 @@ def other_attribute(model):
 
 
 @pytest.mark.slow
-def test_with_a_new_turn_everything_is_looked_at(through_dynamo):
+def test_a_new_turn_checks_everything_again(through_dynamo):
     """Including changes to anything other than weights and modules."""
 
     def between(model, call):
@@ -154,7 +154,7 @@ def branching():
 
 
 @pytest.mark.slow
-def test_what_a_graph_asks_of_lengths_is_asked_again():
+def test_guards_on_lengths_are_checked_again():
     calls = [(14, 0), *[(1, 0)] * 12]
     assert_same(steps_of(branching(), "reduce-overhead", calls), steps_of(branching(), None, calls))
 
@@ -176,7 +176,7 @@ class Shifted(nn.Module):
         return self.inner(x) + self.shift.tensor
 
 
-def test_a_tensor_from_elsewhere_is_read_where_it_is(through_dynamo):
+def test_external_tensors_are_read_in_place(through_dynamo):
     def between(model, call):
         model.model.norm.shift.tensor = torch.full((), float(call))
 
@@ -208,7 +208,7 @@ def test_threads_share_a_model_and_call_steps_of_their_own_caches():
                 assert torch.equal(got, alone)
 
 
-def test_calls_keep_neither_a_cache_nor_what_it_has_replaced():
+def test_recalls_do_not_keep_caches_alive():
     model = kvpass.apply(llama(layers=3), KIVI, mode="reduce-overhead")
     cache = DynamicCache(config=model.config)
     for count in (14, 1, 1, 1, 1):

@@ -24,7 +24,7 @@ def batches(x, y, *sizes):
 
 
 @given(seeds)
-def test_the_fit_is_that_of_least_squares(seed):
+def test_the_fit_solves_least_squares(seed):
     x, y = regression(seed)
     moments = Moments.of(batches(x, y, [1, 99, 300]))
     weight = linear(moments, ridge=0.0)

@@ -90,7 +90,7 @@ def test_five_layers_are_three_pieces_with_one_attention(compiled):
     assert "shared by 5 repeats of the same layers): 5 attentions fused" in str(report)
 
 
-def test_a_deeper_model_is_not_more_to_look_at():
+def test_the_pass_takes_the_same_time_for_deeper_models():
     def nodes(layers):
         model = kvpass.apply(llama(layers=layers), "kivi")
         report = kvpass.explain(model, graphs=True)
@@ -107,7 +107,7 @@ def test_a_deeper_model_is_not_more_to_look_at():
 @pytest.mark.nightly_cases("*rope=pre*-0", "higgs-*")
 @pytest.mark.parametrize("batch, padding", [(1, 0), (2, 0), (2, 7)])
 @pytest.mark.parametrize("scheme", ["kivi", "squat", "higgs", KIVIConfig(rope="pre"), SQuatConfig(rope="pre")], ids=str)
-def test_pieces_compute_what_the_whole_does(scheme, batch, padding):
+def test_pieces_compute_the_same_as_the_whole(scheme, batch, padding):
     report = as_a_whole(llama(layers=4), scheme, batch=batch, padding=padding)
     assert report.graphs and all(graph.repeats == 4 for graph in report.graphs)
 
@@ -142,18 +142,18 @@ def test_layers_that_share_codes_repeat_together():
 
 @pytest.mark.slow_cases("qaq")
 @pytest.mark.parametrize("scheme", [KIVIConfig(group_size=16, retention=HeavyHitter(32, 24, 16)), "qaq"], ids=str)
-def test_layers_that_tell_each_other_are_looked_at_as_a_whole(scheme):
+def test_layers_that_exchange_data_are_processed_as_a_whole(scheme):
     _, _, report = decoded(llama(layers=4), scheme)
     assert report.graphs and not any(graph.repeats for graph in report.graphs)
 
 
-def test_what_is_read_of_every_layer_keeps_the_graph_whole():
+def test_reading_every_layer_prevents_splitting():
     report = as_a_whole(llama(layers=4), "kivi", output_hidden_states=True)
     assert report.graphs and not any(graph.repeats for graph in report.graphs)
 
 
 @pytest.mark.slow
-def test_a_model_that_is_not_fused_is_looked_at_as_a_whole_and_says_why():
+def test_a_model_that_is_not_fused_is_processed_as_a_whole_and_says_why():
     report = as_a_whole(llama("eager", layers=4), "kivi", output_attentions=True)
     (graph,) = steps(report)
     assert not graph.repeats and sorted(graph.unfused) == [0, 1, 2, 3]
@@ -167,7 +167,7 @@ def test_many_layers_are_taken_a_few_at_a_time():
     assert graph.repeats == 14 and graph.fused == 14  # in pieces of four, and one of two
 
 
-def test_two_layers_are_not_worth_a_piece():
+def test_two_layers_are_not_split():
     assert [graph.repeats for graph in steps(decoded(llama(layers=2), "kivi")[2])] == [0]
 
 

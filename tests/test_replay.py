@@ -87,7 +87,7 @@ STEPS = [(14, 0), *[(1, 0)] * 22]
 
 @pytest.mark.slow_cases("higgs-sinks", "kivi-pre", "waterfill", "squat")
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_replayed_step_is_the_step(scheme, reruns):
+def test_a_replayed_step_equals_the_step(scheme, reruns):
     model = llama(layers=1)
     expected, plain, _ = decoded(model, SCHEMES[scheme], STEPS, lowering="reference")
     got, cache, report = decoded(model, SCHEMES[scheme], STEPS, lowering="triton", mode="reduce-overhead")
@@ -108,7 +108,7 @@ def test_a_step_is_captured_when_it_runs_again_and_nothing_is_compiled_then(mode
 
 
 @pytest.mark.slow
-def test_rows_that_begin_later_are_replayed(reruns, monkeypatch):
+def test_left_padded_rows_are_replayed(reruns, monkeypatch):
     """On an accelerator left padding is represented by the first token of each row, which is read from the device like
     lengths."""
     monkeypatch.setattr(PaddingMasks, "waits", staticmethod(lambda mask: True))
@@ -138,7 +138,7 @@ def test_layers_together_and_tokens_taken_back(reruns):
     assert reruns[0].replayed > 10
 
 
-def test_with_another_weight_a_step_is_captured_anew(reruns):
+def test_a_changed_weight_recaptures_the_step(reruns):
     found = []
     for lowering, mode in (("reference", None), ("triton", "reduce-overhead")):
         model = llama(layers=1)
@@ -153,7 +153,7 @@ def test_with_another_weight_a_step_is_captured_anew(reruns):
     assert reruns[0].captured == 2
 
 
-def test_what_is_captured_does_not_keep_a_cache_alive(monkeypatch):
+def test_captured_steps_do_not_keep_caches_alive(monkeypatch):
     class Nothing:
         def __call__(self, layers, step):
             return step(), lambda: None

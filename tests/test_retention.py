@@ -137,7 +137,7 @@ def test_after_any_appends_and_crops_every_token_is_still_itself(window, first, 
             assert torch.equal(state.window(n), x[:, :, exact])
 
 
-def test_the_stream_may_be_followed_in_and_out_of_inference_mode():
+def test_streams_may_continue_in_and_out_of_inference_mode():
     where = LogSparseLayout(log_spec(4).retention)
     with torch.inference_mode():
         where.exact(50)
@@ -160,7 +160,7 @@ def test_policies_compose_and_travel_as_plain_data():
     assert plan.key.retention == plan.value.retention == policy and policy.residual == 96
 
 
-def test_what_cannot_be_retained_is_refused_when_it_is_written():
+def test_impossible_retention_texts_are_refused():
     for impossible, says in (
         (lambda: Retention(64, 32, budget=50), "budget=50 must be a multiple of page_size=32"),
         (lambda: Retention(64, 32, budget=64, rollback=33), "rollback=33 at most page_size"),

@@ -56,7 +56,7 @@ def imported(module: str, path: Path):
 
 
 @pytest.mark.parametrize("module", sorted(set(MODULES) - {"kvpass.__init__"}))
-def test_no_import_goes_up(module):
+def test_rooms_import_in_one_direction(module):
     above = FLOORS[FLOORS.index(room(module)) + 1 :]
     assert not {name for name in imported(module, MODULES[module]) if room(name) in above}
 

@@ -61,7 +61,7 @@ def test_joining_inverts_splitting(rope):
 @pytest.mark.compiles
 @pytest.mark.parametrize("n", [0, 5, 40, 130])
 @pytest.mark.parametrize("rope, keep", [("half-3", "recent"), ("interleaved-8", "log")])
-def test_attention_rotates_what_it_reads(n, rope, keep):
+def test_attention_rotates_keys_that_it_reads(n, rope, keep):
     """Against attention over keys that were dequantized and then rotated, in every implementation."""
     k_spec = coded(2, "channel", 16, 16, residual=32, sinks=2, keep=keep, pre_rope=True)
     v_spec = coded(2, "token", 8, 16, residual=32, sinks=2, keep=keep)
@@ -133,7 +133,7 @@ def generate(model, **inputs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_with_an_identity_codec_outputs_are_those_of_the_untouched_model(name):
+def test_with_an_identity_codec_outputs_equal_the_untouched_model(name):
     """Left padding gives every sample its own positions."""
     plain, applied = MODELS[name](), kvpass.apply(MODELS[name](), scheme=IDENTITY, lowering="eager")
     expected, logits, _ = generate(plain, **padded())

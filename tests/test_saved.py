@@ -69,7 +69,7 @@ def without_model(cache, way, folder):
 
 @pytest.mark.nightly_cases("kivi+streaming*", "qaq without*")
 @pytest.mark.parametrize("way", [through_a_file, through_pickle, through_torch, by_copying])
-def test_a_cache_that_was_kept_goes_on_as_the_one_it_was(cache, way, tmp_path):
+def test_a_loaded_cache_continues_like_the_saved_one(cache, way, tmp_path):
     """Beyond the next growth of its pools, and independently of the original."""
     kept = without_model(cache, way, tmp_path)
     assert kvpass.nbytes(kept) <= kvpass.nbytes(cache)
@@ -129,7 +129,7 @@ def test_another_process_goes_on_with_the_same_tokens(tmp_path):
     assert done.stdout.strip().splitlines()[-1] == str(here.tolist())
 
 
-def test_a_file_takes_what_is_used_and_little_more(tmp_path):
+def test_a_file_is_little_larger_than_its_tokens(tmp_path):
     model = kvpass.apply(llama(layers=1), KIVI, lowering="eager")
     cache = filled(model, 1000)
     size = kvpass.save_cache(cache, tmp_path / "cache").stat().st_size
@@ -138,7 +138,7 @@ def test_a_file_takes_what_is_used_and_little_more(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_flipped_bit_is_found(seed, saved, tmp_path):
+def test_flipped_bits_are_detected(seed, saved, tmp_path):
     """Or has no effect."""
     model, path, expected = saved
     data, draw = bytearray(path.read_bytes()), random.Random(seed)
@@ -207,7 +207,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_what_a_model_computes_by_besides_its_weights_is_compared_and_named(what, tmp_path):
+def test_settings_that_change_results_are_compared_and_named(what, tmp_path):
     model = adapted()
     decoder = model.get_base_model()
     path = kvpass.save_cache(filled(decoder, 20), tmp_path / "cache")
@@ -234,7 +234,7 @@ def test_the_dtype_of_autocast_is_compared(saved):
         kvpass.load_cache(path, model)
 
 
-def test_what_does_not_change_what_a_model_computes_is_not_compared(saved):
+def test_settings_that_change_no_results_are_not_compared(saved):
     model, path = llama(), saved[1]
     before = settings(model)
     model.config.use_cache, model.config.pad_token_id, model.config._name_or_path = False, 3, "elsewhere"
@@ -268,7 +268,7 @@ def test_files_that_are_no_cache_are_refused(what, saved, tmp_path):
         kvpass.load_cache(file, model)
 
 
-def test_what_cannot_be_saved_says_so_and_leaves_the_file_there_was(saved, tmp_path, monkeypatch):
+def test_refusals_to_save_leave_the_existing_file(saved, tmp_path, monkeypatch):
     model, path = saved[0], tmp_path / "cache"
     path.write_text("before")
     with pytest.raises(KVPassError, match="not packed"):

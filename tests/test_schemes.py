@@ -59,7 +59,7 @@ def test_an_unknown_scheme_lists_the_known_ones():
     assert all(name in str(error.value) for name in schemes.available())
 
 
-def test_presets_are_what_their_names_say():
+def test_presets_match_their_names():
     assert schemes.get("kivi") == KIVIConfig() and schemes.get("squat") == SQuatConfig()
     assert schemes.get("kivi-4") == KIVIConfig(bits=4)
     assert schemes.get("kivi-4", sinks=4) == KIVIConfig(bits=4, sinks=4)

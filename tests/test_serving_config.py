@@ -29,12 +29,12 @@ def served(scheme, layers=30, head_dim=64, dtype=torch.float32, **fields):
         ({"kvpass": "kivi"}, "higgs", KIVIConfig()),
     ],
 )
-def test_a_scheme_is_asked_for_in_one_of_two_ways(additional, variable, expected):
+def test_a_scheme_is_requested_in_one_of_two_ways(additional, variable, expected):
     assert scheme_asked(additional, {"KVPASS_SCHEME": variable}) == expected
 
 
 @pytest.mark.parametrize("asked", ["no such scheme", 3, ["kivi"], {"bits": 2}, {"scheme": "kivi", "wits": 2}, "{kivi"])
-def test_what_is_no_scheme_is_refused(asked):
+def test_unknown_schemes_are_refused(asked):
     with pytest.raises(KVPassError):
         scheme_asked({"kvpass": asked}, {})
 

@@ -53,7 +53,7 @@ def fitted(spec, given, rich=None):
 
 @pytest.mark.parametrize("ranked", [True, False])
 @given(seeds)
-def test_tokens_are_what_their_formulas_say(ranked, seed):
+def test_pages_dequantize_as_the_formulas_define(ranked, seed):
     """Token by token and coordinate by coordinate in float64, without packing: the best of five gains, quantized values
     of each bit width, and the half of a page with the most attention first."""
     spec = spec_of(ranked=ranked)
@@ -102,7 +102,7 @@ def test_fields_are_the_bits_of_widths(seed, heads):
 
 
 @FORMS
-def test_a_page_takes_the_bits_it_was_given(form):
+def test_pages_have_the_allocated_size(form):
     spec = spec_of(adapts=form == "hybrid")
     given = given_of(spec)
     counts = given["share"].diff(dim=-1).sum(-1)
@@ -121,14 +121,14 @@ def test_values_follow_their_keys():
     assert torch.equal(high_precision_masks(of_values, 32, HEADS), rich)
 
 
-def test_what_is_not_finite_is_refused():
+def test_non_finite_tokens_are_refused():
     spec = spec_of()
     with pytest.raises(NonFiniteError):
         quantize_pages(mixed(0, 1, HEADS, 32, HEAD) * torch.nan, spec, fitted(spec, given_of(spec)))
 
 
 @given(seeds, st.integers(0, 40))
-def test_no_bit_is_worth_more_elsewhere(seed, bits):
+def test_no_move_of_a_bit_lowers_the_cost(seed, bits):
     cost = torch.exp2(6 * randn(seed, 3, 8)).double()
     widths, saved = water_fill(cost, bits).long(), torch.tensor(DISTORTION).double()
     assert widths.sum() == bits and widths.max() <= WIDEST
@@ -137,18 +137,18 @@ def test_no_bit_is_worth_more_elsewhere(seed, bits):
     assert last.min() >= more.max() * (1 - 1e-12)
 
 
-def test_more_bits_than_there_are_places_for_are_refused():
+def test_too_many_bits_are_refused():
     with pytest.raises(KVPassError, match="coordinates take 0 to"):
         water_fill(torch.ones(4), 4 * WIDEST + 1)
 
 
 @given(seeds, st.integers(0, 20), st.integers(0, 16))
-def test_bits_of_a_head_are_divided_as_they_come(seed, pairs, singles):
+def test_bits_of_a_head_are_divided_in_order(seed, pairs, singles):
     widths = divided(torch.exp2(3 * randn(seed, 2, 16)).double(), pairs, singles)
     assert ((widths // 2).sum(-1) == pairs).all() and ((widths % 2).sum(-1) == singles).all()
 
 
-def test_specs_go_through_their_text():
+def test_specs_round_trip_through_text():
     for spec in (spec_of(), spec_of(follows=True), spec_of(adapts=True), spec_of(ranked=False)):
         assert parse(str(spec)) == spec
     with pytest.raises(KVPassError, match="multiple of 16"):
@@ -165,7 +165,7 @@ def test_specs_go_through_their_text():
 
 
 @pytest.mark.parametrize("rope", ["half-8", "interleaved-16"])
-def test_frames_by_number_are_those_that_tables_give(rope):
+def test_numbered_page_rotations_equal_those_of_tables(rope):
     """Tables computed from angles alone equal those stored from a model's tables, at positions that are token
     numbers."""
     pairs = int(rope.split("-")[1])
@@ -244,7 +244,7 @@ def states(plan, shape, dtype, n, total=None, seed=0):
         (torch.float32, (1, 2, 1, 128), dict(ranked=False)),
     ],
 )
-def test_one_token_attends_as_the_reference_does(form, dtype, shape, fields):
+def test_attention_of_one_token_equals_the_reference(form, dtype, shape, fields):
     """In C++: tokens that fill no page, that fill some, and enough for several threads."""
     plan = get("waterfill-static", form=form, **fields).plan(LayerGeometry(0, 1, shape[1], shape[3], dtype, CPU))
     assert one_token.kernel_of(plan.key, plan.value, shape[3], dtype) is attend_allocated.attend
@@ -314,7 +314,7 @@ def models():
     }
 
 
-def test_a_calibration_says_what_a_cache_needs(models):
+def test_calibrations_report_the_size_of_a_cache(models):
     model, calibrations = models
     for form, calibration in calibrations.items():
         assert calibration.scheme.form == form and calibration.scheme.ropes == ("half-16",) * 3
@@ -331,7 +331,7 @@ def _bits(tensors):
 
 
 @FORMS
-def test_a_model_decodes_with_it_as_one_pass_says(models, form):
+def test_decoding_equals_one_simulated_pass(models, form):
     model, calibrations = models
     ids = tokens(1, 110, seed=5)
     with torch.no_grad():
@@ -345,7 +345,7 @@ def test_a_model_decodes_with_it_as_one_pass_says(models, form):
     assert "shared by all caches" in str(report)
 
 
-def test_nothing_of_a_prompt_is_captured(models):
+def test_prompts_are_not_captured(models):
     model, calibrations = models
     kvpass.apply(model, calibrations["static"])
     try:
@@ -356,7 +356,7 @@ def test_nothing_of_a_prompt_is_captured(models):
         kvpass.remove(model)
 
 
-def test_files_hold_all_of_it(models, tmp_path):
+def test_calibrations_survive_saving_and_loading(models, tmp_path):
     model, calibrations = models
     for form, calibration in calibrations.items():
         loaded = kvpass.load(calibration.save(tmp_path / form))
@@ -366,7 +366,7 @@ def test_files_hold_all_of_it(models, tmp_path):
         assert torch.equal(mine, theirs)
 
 
-def test_a_saved_cache_goes_on(models, tmp_path):
+def test_a_saved_cache_continues(models, tmp_path):
     model, calibrations = models
     kvpass.apply(model, calibrations["static"], lowering="eager")
     try:
@@ -393,7 +393,7 @@ def test_shares_that_do_not_fit_are_refused(models):
         made(get(calibration.scheme, ropes=("half-16",)), calibration.predictors, calibration.model, {}, {})
 
 
-def test_what_cannot_be_is_refused():
+def test_impossible_settings_are_refused():
     for fields, says in (
         (dict(bits=0.0), "must be above 0"),
         (dict(rope="pre"), "leave rope"),

@@ -99,7 +99,7 @@ def test_a_decoder_without_a_cache_is_simulated_and_says_so():
         assert torch.equal(model(ids), expected)
 
 
-def test_a_decoder_without_a_cache_is_what_one_with_it_computes():
+def test_a_decoder_without_a_cache_equals_one_with_it():
     """The same weights: with the cache passed in and out, and applied to the whole text each time."""
     torch.manual_seed(0)
     model, ids = CatDecoder().eval(), tokens(2, 70)

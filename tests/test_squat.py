@@ -32,7 +32,7 @@ def spec_of(weight, relative=True, rank=5, block=64, group=32, page=32, bits=2, 
 
 @given(st.integers(1, 20), st.floats(1e-6, 10), seeds)
 @settings(max_examples=15)
-def test_precision_is_the_papers_with_scaled_singular_vectors(rank, lam, seed):
+def test_precision_equals_the_papers_with_scaled_singular_vectors(rank, lam, seed):
     q = prompt_queries(seed, 2, 2, 60, 16)
     rank = min(rank, 16)
     _, singular, directions = torch.linalg.svd(q, full_matrices=False)
@@ -226,7 +226,7 @@ def padded_mask(padding: list[int], tokens: int, kind: str):
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
 @pytest.mark.parametrize("relative", [True, False])
-def test_left_padding_is_left_out_of_the_subspace(kind, relative):
+def test_left_padding_does_not_affect_the_subspace(kind, relative):
     spec = coded(2, "channel", 8, 16, subspace=Subspace(3, 1.0 if relative else 1e-2, relative, DIM // 2))
     padding, tokens = [0, 3, 11, 19], 20
     q, x = queries_for(spec, 1, 4, 2), randn(0, 4, 2, tokens, DIM)

@@ -92,7 +92,7 @@ def test_sinks_and_window_are_the_originals_bit_for_bit_and_as_many_as_promised(
 
 
 @given(specs(), st.integers(40, 150), seeds, dtypes)
-def test_packed_tokens_decode_as_the_naive_decoder_says_rounded_once(spec, tokens, seed, dtype):
+def test_packed_tokens_dequantize_like_the_naive_implementation_rounded_once(spec, tokens, seed, dtype):
     x = randn(seed, 2, 2, tokens, DIM, dtype=dtype)
     state, used, sinks = state_of(spec, x), spec.retention.pages(tokens), spec.retention.sinks
     naive = naive_dequantize(state.codes[:, :, :used], state.scale[:, :, :used], state.zero_point[:, :, :used], spec)
@@ -208,9 +208,7 @@ def test_crop_across_a_flush_unpacks_the_page_without_loss():
 
 
 @given(specs(), st.integers(60, 150), st.floats(0, 1), seeds)
-def test_crop_beyond_the_window_restores_what_decode_gave_for_tokens_that_are_not_exact_any_more(
-    spec, old, share, seed
-):
+def test_crop_beyond_the_window_restores_dequantized_tokens(spec, old, share, seed):
     new = int(share * (old - 1))
     x = randn(seed, 2, 2, old, DIM)
     state = state_of(spec, x)

@@ -36,11 +36,11 @@ def test_auto_takes_the_latest_that_does_not_refuse(toy_op):
     assert isinstance(select(cpu), Implementation) and select(cpu).run() == "plain"
 
 
-def test_a_name_takes_exactly_that_one(toy_op):
+def test_an_implementation_name_selects_that_one(toy_op):
     assert select(toy_op[1], "plain").name == "plain"
 
 
-def test_the_name_of_a_lowering_takes_whichever_of_its_implementations_serves(toy_op):
+def test_a_lowering_name_selects_any_of_its_implementations(toy_op):
     cpu, cuda = toy_op
     refuses = lambda dispatch: None if dispatch.device == "cpu" else "it runs on CPUs."  # noqa: E731
     implements("toy", "choosy-cpu", refuses=refuses, lowering="choosy")(lambda: "choosy-cpu")
@@ -104,7 +104,7 @@ LATER = {
 @pytest.mark.parametrize("field", LATER)
 @pytest.mark.parametrize("lowering", ["inductor", "triton"])
 @pytest.mark.parametrize("op", ["quantize", "append_", "append_layers_", "dequantize", "attend"])
-def test_a_feature_that_nobody_lists_is_served_by_the_reference_alone(op, lowering, field, monkeypatch, caplog):
+def test_unlisted_features_are_served_by_the_reference_alone(op, lowering, field, monkeypatch, caplog):
     device = "cuda" if lowering == "triton" else "cpu"
     today, later = (
         DispatchKey(op, device, (str(spec),) * (2 if op.startswith("attend") else 1), queries=1, head_dim=64)
@@ -130,7 +130,7 @@ def test_every_field_of_a_spec_is_a_size_or_a_feature():
     assert spec.stored_as.features == spec.features - {"eta"}
 
 
-def test_every_op_has_a_reference_that_serves_every_site():
+def test_every_op_has_a_reference_that_serves_every_call():
     for op in ("quantize", "append_", "append_layers_", "dequantize", "attend"):
         assert "reference" in implementations(op) and "reference" in table.names()
         for queries in (0, 1, 5):

@@ -70,7 +70,7 @@ READS = {
 
 @ANY
 @pytest.mark.parametrize("read", READS)
-def test_any_read_decodes(spec, read):
+def test_any_read_dequantizes(spec, read):
     _, packed = pack(spec)
     result = READS[read](packed)
     assert type(result) is torch.Tensor

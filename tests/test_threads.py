@@ -20,14 +20,14 @@ EAGER = [(8, "logquant"), (2, "squat"), (8, "kivi"), (2, "qaq")]
 
 @pytest.mark.nightly_cases("2-qaq")
 @pytest.mark.parametrize("threads, scheme", EAGER)
-def test_eager_threads_get_what_one_gets(threads, scheme):
+def test_eager_threads_get_the_same_as_one(threads, scheme):
     trial(SCHEMES[scheme], "eager", threads, alone(SCHEMES[scheme], "eager", threads))
 
 
 @pytest.mark.slow
 @pytest.mark.nightly_cases("8-*")
 @pytest.mark.parametrize("threads, scheme", [(2, "kivi"), (8, "logquant")])
-def test_threads_compile_and_get_what_one_gets(threads, scheme):
+def test_compiling_threads_get_the_same_as_one(threads, scheme):
     """All threads start at once, before anything is compiled."""
     trial(SCHEMES[scheme], "auto", threads, alone(SCHEMES[scheme], "auto", threads))
 
@@ -66,7 +66,7 @@ def test_threads_with_one_form_of_call_compile_it_once():
     assert len(kvpass.explain(model).graphs) == 2  # a prompt, a step
 
 
-def test_what_runs_eagerly_does_so_while_another_thread_compiles():
+def test_eager_models_run_while_another_thread_compiles():
     """torch then sets a flag for the whole process. Because of it, keys stored before rotary embedding were read
     without dequantizing."""
     model = kvpass.apply(llama(), "kivi", lowering="eager")
@@ -76,7 +76,7 @@ def test_what_runs_eagerly_does_so_while_another_thread_compiles():
     assert_same(got, expected)
 
 
-def test_a_cache_in_use_is_refused_and_goes_on():
+def test_a_cache_in_use_is_refused_and_stays_usable():
     model = kvpass.apply(llama(), "kivi", lowering="eager")
     cache, inside, leave = DynamicCache(config=model.config), threading.Event(), threading.Event()
     ids = tokens(1, 40)

@@ -93,7 +93,7 @@ def test_the_summary_counts_nodes_and_says_what_each_stage_took(folder):
 
 
 @pytest.mark.slow
-def test_a_graph_that_the_pass_gives_up_is_written_as_far_as_it_came(folder):
+def test_graphs_that_the_pass_gives_up_are_written_as_far_as_possible(folder):
     with pytest.raises(kvpass.NotFusedError, match="weights are returned"):
         feed(captured("eager", strict=True), 40, output_attentions=True)
     graph = max(folder.iterdir())  # the earlier one is from the trial in `apply`
@@ -112,7 +112,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_done(monk
     assert "forward" not in vars(model) and not hasattr(model, "_kvpass")
 
 
-def test_a_folder_that_goes_away_is_an_error_of_one_line_and_the_call_can_be_made_again(folder):
+def test_a_deleted_folder_is_a_one_line_error_and_the_call_can_be_repeated(folder):
     model = captured()
     shutil.rmtree(folder)
     with pytest.raises(KVPassError, match=r"KVPASS_TRACE.*\(No such file"):
@@ -137,7 +137,7 @@ def test_explain_keeps_the_stages_of_graphs_to_come():
     assert f"  stages: captured {sum(captured_by_dynamo.ops.values())} nodes, normalised " in str(report)
 
 
-def test_what_inductor_takes_is_the_last_stage(monkeypatch, reference_in_this_test):
+def test_the_last_stage_is_the_graph_for_inductor(monkeypatch, reference_in_this_test):
     monkeypatch.setattr(backend, "compile_fx", lambda module, inputs: module.forward)
     model = kvpass.apply(llama(), "kivi")
     kvpass.explain(model, graphs=True)
@@ -147,7 +147,7 @@ def test_what_inductor_takes_is_the_last_stage(monkeypatch, reference_in_this_te
     assert graph.stages[-1].seconds > 0 and not graph.stages[-1].text
 
 
-def test_unasked_no_graph_is_made_a_text(monkeypatch):
+def test_without_tracing_no_graph_is_formatted(monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("a text nobody asked for")
 
@@ -159,7 +159,7 @@ def test_unasked_no_graph_is_made_a_text(monkeypatch):
     assert not graph.stages and "stages" not in str(kvpass.explain(model))
 
 
-def test_a_simulation_is_watched_too(folder, reference_in_this_test):
+def test_simulations_are_traced_too(folder, reference_in_this_test):
     ids = tokens(2, 90)
     model = kvpass.apply(NanoDecoder().eval(), "kivi", example_inputs=(ids[:, :8],))
     report = kvpass.explain(model, graphs=True)

@@ -134,13 +134,13 @@ def calls(draw):
 @pytest.mark.slow
 @settings(few, max_examples=18)
 @given(calls(), st.sampled_from(("", "sum", "max-1", "max-5")))
-def test_attention_and_what_each_token_is_paid_are_the_references(call, statistic):
+def test_attention_and_attention_mass_equal_the_reference(call, statistic):
     arguments, others = call
     assert_scores_as_the_reference(arguments, statistic, **others)
 
 
 @pytest.mark.parametrize("queries", [1, 3])
-def test_rows_that_begin_later_are_those_under_a_mask(queries):
+def test_left_padded_rows_equal_masked_rows(queries):
     """Starts within a page, after all pages, and at 0."""
     specs, n = (coded(2, "channel", 16, 16, sinks=3), coded(2, "token", 16, 16, residual=16, sinks=3)), 100
     arguments = attend_arguments(specs, n, queries, batch=4, causal=queries > 1)
@@ -201,7 +201,7 @@ def test_attend_to_rotated_centred_and_lattice_codes(specs, queries, dtype):
 
 @pytest.mark.parametrize("queries, dtype", [(1, torch.float32), (5, torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("bits, per, pre_rope", [(2, "channel", False), (4, "token", False), (2, "channel", True)])
-def test_attend_under_scales_that_are_codes(bits, per, pre_rope, queries, dtype):
+def test_attend_with_8_bit_scales(bits, per, pre_rope, queries, dtype):
     fields = dict(codec=SecondLevel(), pre_rope=pre_rope)
     specs = coded(bits, per, 16, 32, sinks=2, **fields), coded(2, "token", 16, 32, 32, sinks=2, codec=SecondLevel())
     turned = rotary(3, 2, 150, "half-16") if pre_rope else {}
@@ -239,7 +239,7 @@ def test_a_mean_is_rotated_with_the_keys(per):
 
 
 @pytest.mark.parametrize("specs", [LATTICES["QuaRot"], LATTICES["beside uniform codes"]], ids=["QuaRot", "KIVI"])
-def test_where_tokens_are_evicted_importance_says_who_of_the_past_is_padding(specs):
+def test_with_eviction_importance_marks_padding(specs):
     specs = [recoded(spec, budget=160) for spec in specs]
     arguments = attend_arguments([recoded(s, budget=None) for s in specs], 150, 3, dim=64, batch=2)
     arguments[-2:] = map(str, specs)
@@ -282,7 +282,7 @@ def test_pairs_of_channels_unpack_to_codes_exactly(bits, per):
         assert out.equal(dequantize_pages(codes, scale, zero, spec).to(out))
 
 
-def test_a_query_that_may_attend_to_nothing_gets_zeros():
+def test_a_fully_masked_query_gets_zeros():
     mask = torch.ones(1, 1, 2, 102, dtype=torch.bool)
     mask[:, :, 0] = False
     arguments = attend_arguments(KIVI, 100, 2, mask=mask)
@@ -290,7 +290,7 @@ def test_a_query_that_may_attend_to_nothing_gets_zeros():
     assert (OPS.attend(*arguments, "triton")[0][:, :, 0] == 0).all()
 
 
-def test_a_row_of_which_every_key_is_hidden_by_a_bias_is_the_references():
+def test_rows_fully_hidden_by_a_bias_equal_the_reference():
     """The bias is -inf. The lowest finite number is added instead; if a row has nothing else, all splits have equal
     weight."""
     mask = torch.zeros(1, 1, 2, 102)
@@ -311,7 +311,7 @@ def test_attend_neither_reads_spare_capacity_nor_writes_the_state():
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
 
 
-def test_a_pool_without_room_for_the_length_is_an_error():
+def test_a_pool_smaller_than_the_length_is_an_error():
     arguments = attend_arguments(KIVI, 300)
     arguments[1][0] = arguments[1][0][:, :, :3].contiguous()
     with pytest.raises(KVPassError, match="room for 3 of 9 pages"):
@@ -358,18 +358,18 @@ def assert_quantizes_as_the_reference(spec, x):
 
 @settings(few, max_examples=60)
 @given(encoded())
-def test_encode_is_the_references_bit_for_bit(case):
+def test_quantize_equals_the_reference_bit_for_bit(case):
     assert_quantizes_as_the_reference(*case)
 
 
 @settings(few)
 @given(encoded_on_grids())
-def test_encode_on_a_grid_is_the_references_bit_for_bit(case):
+def test_quantize_on_a_grid_equals_the_reference_bit_for_bit(case):
     assert_quantizes_as_the_reference(*case)
 
 
 @pytest.mark.parametrize("name", names())
-def test_encode_on_every_grid_takes_the_first_of_points_that_are_as_near(name):
+def test_quantize_takes_the_first_of_equally_near_grid_points(name):
     """In one dimension 0 is equally near to two points, if the number of points is even."""
     spec = coded(grid_shape(name)[1], "token", 32, 8, grid=name)
     assert_quantizes_as_the_reference(spec, randn(0, 1, 1, 16, 32).relu())
@@ -377,7 +377,7 @@ def test_encode_on_every_grid_takes_the_first_of_points_that_are_as_near(name):
 
 @settings(few, max_examples=12)
 @given(st.sampled_from((16, 32)), st.integers(1, 2), widths, dtypes, st.sampled_from((0.0, 0.045)), seeds)
-def test_compensated_codes_are_the_references_up_to_ties(block, blocks, bits, dtype, eta, seed):
+def test_compensated_codes_equal_the_reference_up_to_ties(block, blocks, bits, dtype, eta, seed):
     """Sums of products are rounded in another order: the first block is equal bit for bit; in the others a value
     between two levels may take either."""
     dim = block * blocks
@@ -392,7 +392,7 @@ def test_compensated_codes_are_the_references_up_to_ties(block, blocks, bits, dt
     assert off.float().mean() < 0.01
 
 
-def test_a_group_that_is_not_finite_says_so_in_its_parameters():
+def test_non_finite_groups_have_non_finite_parameters():
     for bad in (float("nan"), float("inf"), -float("inf")):
         x = randn(0, 1, 2, 32, 96)
         x[0, 1, 5, 2] = bad
@@ -406,7 +406,7 @@ def test_a_group_that_is_not_finite_says_so_in_its_parameters():
 
 
 @pytest.mark.parametrize("n, new", [(0, 100), (63, 1), (50, 5)])
-def test_append_leaves_the_references_state_bit_for_bit(n, new):
+def test_append_equals_the_reference_bit_for_bit(n, new):
     x = randn(0, 2, 2, n + new, 96).to(DEVICE)
     for spec in (*KIVI, LATTICES["QuaRot"][0], *LATTICES["HIGGS"]):
         states = []
@@ -418,7 +418,7 @@ def test_append_leaves_the_references_state_bit_for_bit(n, new):
 
 
 @pytest.mark.parametrize("n, new", [(0, 1), (0, 100), (63, 1), (50, 16)])
-def test_layers_are_appended_to_together_as_the_reference_does_it(n, new):
+def test_append_layers_equals_the_reference(n, new):
     shapes = 2 * [(2, 32), (1, 64)]
     xs = [randn(i, 2, n + new, *shape).transpose(1, 2).to(DEVICE) for i, shape in enumerate(shapes)]
     for spec in (*KIVI, coded(3, "token", 16, 16, sinks=3, rollback=2)):
@@ -437,7 +437,7 @@ def said(on_the_host: int, on_the_device: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("captured, stored", [(10, 300), (299, 300), (310, 200), (300, 3), (290, 0)])
-def test_attention_is_that_of_the_length_on_the_device_whatever_the_host_said(captured, stored, queries):
+def test_attention_uses_the_length_on_the_device(captured, stored, queries):
     specs = coded(2, "channel", 16, 16, sinks=3, residual=5), coded(2, "token", 16, 16, sinks=3, residual=21)
     arguments = attend_arguments(specs, stored, queries=queries, causal=True)
     for state in arguments[1:3]:  # a pool has room for the tokens at capture
@@ -449,7 +449,7 @@ def test_attention_is_that_of_the_length_on_the_device_whatever_the_host_said(ca
 
 
 @pytest.mark.parametrize("layers", [2, 65])
-def test_tokens_are_stored_behind_the_length_on_the_device_whatever_the_host_said(layers):
+def test_append_uses_the_length_on_the_device(layers):
     spec, n = coded(2, "channel", 32, 32), 70
     xs = [randn(i, 1, 2, n + 1, 32).to(DEVICE) for i in range(layers)]
     stored = []
@@ -475,7 +475,7 @@ def test_tokens_whose_distance_exceeds_32_bits_are_written_to_their_windows():
     assert torch.equal(*rings) and rings[0].any()
 
 
-def test_more_tokens_than_kernels_can_count_are_refused():
+def test_more_tokens_than_32_bit_offsets_reach_are_refused():
     """Pools of that many pages, all backed by the same memory."""
     spec, n = coded(2, "token", 16, 16, residual=16), 1 << 27
     q, *past, _, k_new, v_new, mask, causal, scale, softcap, k_spec, v_spec = attend_arguments([spec] * 2, 70, dim=16)
@@ -496,7 +496,7 @@ class _Recorded:
         return lambda *args, **options: None
 
 
-def test_no_grid_has_more_programs_along_a_dimension_than_there_may_be(monkeypatch):
+def test_grids_stay_within_the_limits_of_cuda(monkeypatch):
     """3 million tokens, 72,000 heads of all samples: all backed by the same memory, and no kernel runs."""
     from kvpass.lowering.triton import append, codebook
 
@@ -521,7 +521,7 @@ def test_no_grid_has_more_programs_along_a_dimension_than_there_may_be(monkeypat
             assert grid[0] < 1 << 31 and all(size <= 65535 for size in grid[1:]), (name, grid)
 
 
-def test_the_first_stage_on_a_gpu_tells_right_from_wrong(monkeypatch):
+def test_the_first_gpu_stage_detects_wrong_results(monkeypatch):
     """`benchmarks/gpu.py` with small shapes: correct results pass its comparison, wrong ones fail."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
     gpu = importlib.import_module("gpu")
@@ -541,7 +541,7 @@ def test_the_first_stage_on_a_gpu_tells_right_from_wrong(monkeypatch):
         gpu.main()
 
 
-def test_a_stage_on_a_gpu_keeps_the_rows_it_had(monkeypatch, tmp_path):
+def test_a_gpu_stage_keeps_earlier_rows(monkeypatch, tmp_path):
     """Even if it ends before its last row."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
     gpu = importlib.import_module("gpu")
@@ -566,7 +566,7 @@ def tables(monkeypatch, tmp_path):
     tuned.table.cache_clear()
 
 
-def test_a_configuration_that_was_tuned_is_kept_and_launched_with(tables, monkeypatch):
+def test_tuned_configurations_are_stored_and_used(tables, monkeypatch):
     specs = coded(2, "channel", 16, 16), coded(2, "token", 16, 16, residual=16)
     arguments, device = attend_arguments(specs, 100), torch.device(DEVICE)
     case = launch.case_of(specs, "", 32, 2, torch.float32, False)
@@ -607,7 +607,7 @@ TOY = {
 
 @pytest.mark.slow_cases("generates", "step", "throughput")
 @pytest.mark.parametrize("stage", TOY)
-def test_stages_on_a_gpu_do_their_work_at_toy_size(stage, monkeypatch, tables):
+def test_gpu_stages_run_at_toy_size(stage, monkeypatch, tables):
     """On the CPU, without graphs: the test checks that they run, not their measurements."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
     rows = list(importlib.import_module("gpu").STAGES[stage](torch.device("cpu"), **TOY[stage]))

@@ -69,7 +69,7 @@ def dispatch(op, *specs, device=DEVICE, queries=1, head_dim=64):
 
 
 @pytest.mark.parametrize("spec", REFUSED.values(), ids=REFUSED)
-def test_attend_refuses_what_it_does_not_serve_and_says_why(spec):
+def test_attend_refuses_unsupported_calls_with_the_reason(spec):
     value = coded(2, "token", 16, spec.page_size if spec.page_size != 24 else 16)
     with pytest.raises(KVPassError, match="lowering='triton' cannot run kvpass::attend"):
         select(dispatch("attend", spec, value), "triton")
@@ -85,7 +85,7 @@ def test_attend_refuses_what_it_does_not_serve_and_says_why(spec):
     ],
     ids=str,
 )
-def test_attend_refuses_sites_it_does_not_serve(changed, reason):
+def test_attend_refuses_unsupported_specs(changed, reason):
     with pytest.raises(KVPassError, match=reason):
         select(dispatch("attend", *KIVI, **changed), "triton")
 
@@ -101,7 +101,7 @@ def test_attend_refuses_sites_it_does_not_serve(changed, reason):
     ],
     ids=["raw", "page of 24", "lsq", "small blocks", "long pages"],
 )
-def test_encode_refuses_what_it_does_not_serve_and_says_why(op, spec):
+def test_quantize_refuses_unsupported_specs_with_the_reason(op, spec):
     with pytest.raises(KVPassError, match=f"lowering='triton' cannot run kvpass::{op}"):
         select(dispatch(op, spec), "triton")
 
@@ -116,7 +116,7 @@ def test_auto_never_takes_the_interpreter():
 
 @pytest.mark.parametrize("tiles", [1, 7, 64, 256, 1024])
 @pytest.mark.parametrize("others", [1, 8, 136, 256, 5000])
-def test_splits_are_no_slower_than_one_for_each_slot_nor_than_none(tiles, others, at_once=396):
+def test_the_number_of_splits_beats_one_per_slot_and_none(tiles, others, at_once=396):
     def duration(of_split):
         return configs.cdiv(configs.cdiv(tiles, of_split) * others, at_once) * (of_split + configs._BEGINNING)
 

@@ -134,20 +134,20 @@ FIELDS = {
     "sixteen queries", "bias, softcap", "float16, three queries", "not centred", "some channels turned"
 )
 @pytest.mark.parametrize("name", CALLS)
-def test_attention_over_fields_is_the_references(name):
+def test_attention_over_fields_equals_the_reference(name):
     case = dict(CALLS[name])
     assert_is_a_rounding_of_the_reference(*call(**case | FIELDS.get(case.pop("fields", ""), {})))
 
 
 @pytest.mark.parametrize("n", [0, 3, 35, 36, 37, 68, 99, 100, 101, 132])
-def test_at_every_state_of_the_windows(n):
+def test_attention_is_right_at_every_window_state(n):
     """Empty caches, sinks alone, packed keys with exact values, and whole and partial turns of the ring."""
     given, others = call(dim=32, turns="half-16", heads=1, n=max(n, 40))
     given[3] = torch.full((1,), n, device=DEVICE).expand(n + LENGTH_OFFSET)
     assert_is_a_rounding_of_the_reference(given, others)
 
 
-def test_how_many_tokens_there_are_is_read_on_the_device():
+def test_the_length_is_read_on_the_device():
     given, others = call(dim=32, turns="half-16", n=170)
     (expected,) = OPS.attend(*given, "triton", **others)
     given[3] = torch.full((1,), 170, device=DEVICE).expand(120 + LENGTH_OFFSET)  # as in a graph captured earlier
@@ -155,7 +155,7 @@ def test_how_many_tokens_there_are_is_read_on_the_device():
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_query_that_may_attend_to_nothing_gets_zeros():
+def test_a_fully_masked_query_gets_zeros():
     given, others = call(**SMALL, mask="bool", queries=2)
     given[6][:, :, 0] = False
     assert_is_a_rounding_of_the_reference(given, others)
@@ -203,12 +203,12 @@ UNIFORM = coded(2, "token", 32, 32, sinks=4), coded(2, "token", 32, 32, sinks=4,
     ],
     ids=["keys alone", "values alone", "ranks", "no frame", "frame"],
 )
-def test_what_is_not_served_is_refused_and_says_why(specs, reason):
+def test_unsupported_calls_are_refused_with_the_reason(specs, reason):
     with pytest.raises(KVPassError, match=reason):
         select(DispatchKey("attend", DEVICE, tuple(map(str, specs)), 1, 64), "triton")
 
 
-def test_auto_takes_it_on_cuda():
+def test_auto_takes_the_kernels_on_cuda():
     specs = str(plan(128).key), str(plan(128).value)
     for queries in (1, 16):
         assert select(DispatchKey("attend", "cuda", specs, queries, 128), "auto").name == "triton" or DEVICE == "cpu"

@@ -263,7 +263,7 @@ def test_a_layer_of_the_models_own_class_is_named_with_what_it_keeps():
     assert "CompressedLayer" in why and "keys, values, compressed" in why and "bounded" not in why
 
 
-def test_what_an_encoder_hands_over_has_its_own_width():
+def test_encoder_states_may_have_another_width():
     model, _ = image_to_text()
     given = encoded(model, 2, 3)
     assert given.last_hidden_state.shape == (2, 3, 48) and type(given).__name__ == "BaseModelOutputWithPooling"

@@ -253,7 +253,7 @@ def test_inference_mode_around_everything():
 
 
 @pytest.mark.slow
-def test_cropping_after_a_rejection_is_what_assisted_decoding_did(models):
+def test_cropping_after_rejected_drafts_equals_assisted_decoding(models):
     """Some drafts of `assisted` must be rejected; otherwise the test would check nothing."""
     _, model = models
     kept = []
@@ -314,7 +314,7 @@ def test_weights_of_four_bits_by_torchao():
     assert graph.fused == graph.repeats == 3 and not graph.refused
 
 
-def test_weights_that_are_quantized_anew_are_noticed():
+def test_requantized_weights_are_noticed():
     """Dynamo does not check such weights; `kvpass.compile.subclasses` does."""
     model = llama()
     quantize_(model, Int8WeightOnlyConfig())
@@ -368,7 +368,7 @@ def test_a_model_may_be_compiled_before_apply_and_after(how, reference_in_this_t
     assert_fused(model)
 
 
-def test_a_users_function_that_must_be_one_graph_is_told_what_to_leave_out():
+def test_fullgraph_functions_are_told_what_to_leave_out():
     model = kvpass.apply(llama(), LOSSLESS)
     call = torch.compile(lambda ids: model(input_ids=ids).logits, **FULL)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="call it without fullgraph=True"):
@@ -457,7 +457,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("says", REFUSED)
-def test_what_does_not_work_says_so(says):
+def test_unsupported_uses_say_so(says):
     model = kvpass.apply(llama(), LOSSLESS, lowering="eager")
     with pytest.raises(KVPassError, match=says):
         REFUSED[says](model)

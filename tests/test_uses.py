@@ -234,14 +234,14 @@ CAPTURED = (  # uses that differ in how the model is called, not in logits; with
 
 
 @pytest.mark.parametrize("use", USES)
-def test_a_use_is_that_of_the_untouched_model(use):
+def test_a_use_equals_the_untouched_model(use):
     expected = USES[use](llama())
     assert_equal(USES[use](kvpass.apply(llama(), LOSSLESS, lowering="eager")), expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("use", CAPTURED)
-def test_a_captured_use_is_that_of_the_untouched_model(use):
+def test_a_captured_use_equals_the_untouched_model(use):
     torch._dynamo.reset()
     expected = USES[use](llama())
     with without_inductor():
@@ -250,7 +250,7 @@ def test_a_captured_use_is_that_of_the_untouched_model(use):
     assert any(graph.compiled for graph in kvpass.explain(model).graphs)
 
 
-def test_a_packed_model_is_saved_and_loaded_as_it_was(tmp_path):
+def test_a_packed_model_is_saved_and_loaded_unchanged(tmp_path):
     model = kvpass.apply(llama(), LOSSLESS, lowering="eager")
     expected = generate(model, input_ids=PROMPT)
     model.save_pretrained(tmp_path)

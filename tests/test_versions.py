@@ -16,7 +16,7 @@ from kvpass.versions import NEWEST, OLDEST, check_torch
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_bounds_that_pip_sees_are_those_that_are_tested():
+def test_dependency_bounds_match_the_tested_versions():
     dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     torch_versions = next(r.specifier for r in map(Requirement, dependencies) if r.name == "torch")
     (major, first), (_, last) = OLDEST, NEWEST
@@ -28,7 +28,7 @@ def test_the_bounds_that_pip_sees_are_those_that_are_tested():
 
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.12.1+cpu", "2.13.0+cu130", "2.13.2", torch.__version__])
-def test_tested_versions_are_taken_silently(version):
+def test_tested_versions_are_accepted_silently(version):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_torch(version)
@@ -41,13 +41,13 @@ def test_versions_that_are_too_old_are_refused(version):
 
 
 @pytest.mark.parametrize("version", ["2.14.0", "2.15.0.dev20270101+cpu", "2.14.0a0+git1234567", "3.0.0"])
-def test_newer_versions_are_warned_of(version):
+def test_newer_versions_cause_a_warning(version):
     with pytest.warns(UserWarning, match=r"newer than .* \(2\.11 to 2\.13\).*tests/test_private_apis.py"):
         check_torch(version)
 
 
 @pytest.mark.slow
-def test_importing_kvpass_says_so_once_and_before_anything_breaks():
+def test_importing_kvpass_warns_once_and_first():
     program = """
 import warnings, torch
 torch.__version__ = "2.10.0"

@@ -33,7 +33,7 @@ def generate(model, batch=1, padding=0, **options):
 @pytest.mark.slow_cases("kivi*")
 @pytest.mark.nightly_cases("kivi+h2o", "kivi")
 @pytest.mark.parametrize("scheme", ["kivi", "kivi-pre", "kivi+h2o"])
-def test_a_model_that_is_warm_captures_nothing_more(scheme):
+def test_a_warm_model_captures_nothing(scheme):
     model = kvpass.apply(llama(layers=1), scheme)
     kvpass.warmup(model, [1, 2, 3], padded=True, drafts="h2o" not in scheme).result()
     warm = captured(model)
@@ -69,7 +69,7 @@ def test_an_encoder_decoder_is_warmed_up():
     assert captured(model) == warm
 
 
-def test_in_the_background_others_wait_for_it_and_errors_are_handed_over(monkeypatch):
+def test_background_warmup_is_awaited_and_passes_on_errors(monkeypatch):
     model = kvpass.apply(llama(layers=1), "kivi")
     done = kvpass.warmup(model, background=True)
     ids = generate(model)
@@ -86,7 +86,7 @@ def test_in_the_background_others_wait_for_it_and_errors_are_handed_over(monkeyp
         kvpass.warmup(model, background=True).result()
 
 
-def test_the_report_is_about_the_caches_of_users():
+def test_the_report_ignores_warmup_caches():
     model = kvpass.apply(llama(layers=1), "kivi")
     kvpass.warmup(model)
     assert (kvpass.explain(model).tokens, kvpass.explain(model).nbytes) == (0, 0)
@@ -102,7 +102,7 @@ def test_what_cannot_be_warmed_up_is_refused():
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_what_is_compiled_is_said_on_a_terminal_and_nowhere_else(terminal, monkeypatch):
+def test_progress_is_shown_only_on_a_terminal(terminal, monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
             return terminal

@@ -23,7 +23,7 @@ LOG = coded(2, "channel", 16, 16, residual=32, sinks=2, keep="log")
 
 @pytest.mark.parametrize("n", [0, 1, 2, 31, 100_000, LENGTH_OFFSET, SEEN_OFFSET, 1 << 31, 1 << 40])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_carrier_holds_its_length_without_reading_the_device(n, device):
+def test_length_tensors_hold_their_length_without_reading_the_device(n, device):
     length = length_tensor(n, device)
     assert length_of(length) == n and type(length_of(length)) is int
     assert length.stride() == (0,) and length.untyped_storage().nbytes() == 8
@@ -37,7 +37,7 @@ def test_a_carrier_holds_its_length_without_reading_the_device(n, device):
 @pytest.mark.usefixtures("reference_in_this_test")
 @pytest.mark.parametrize("spec", [KEYS, VALUES, SINKS], ids=["keys", "values", "sinks"])
 @pytest.mark.parametrize("new", [1, 9])
-def test_what_is_stored_behind_billions_of_tokens_is_what_is_stored_behind_few(spec, new):
+def test_storage_is_the_same_after_billions_of_tokens(spec, new):
     """Pools of that many pages, all backed by the same memory; each write is checked after its call."""
     period, x = math.lcm(spec.retention.ring_size, spec.page_size), randn(0, 1, 1, 90, 8)
     stored = []
@@ -71,7 +71,7 @@ def test_slots_of_a_window_are_distinct_and_never_those_of_sinks():
 
 
 @pytest.mark.parametrize("start, count", [(0, 1), (0, 3), (0, 10), (3, 5), (0, 200), (130, 1), (130, 90)])
-def test_what_is_written_to_the_window_reads_back_in_order_and_the_rest_stays(start, count):
+def test_window_writes_read_back_in_order_and_keep_the_rest(start, count):
     ring = torch.full((1, 1, SINKS.retention.sinks + SINKS.retention.ring_size, 2), -1.0)
     x = torch.arange(start, start + count, dtype=torch.float32)[None, None, :, None].expand(1, 1, -1, 2)
     layout(SINKS.retention).write([ring], start, [x])
@@ -87,7 +87,7 @@ def test_what_is_written_to_the_window_reads_back_in_order_and_the_rest_stays(st
 
 @pytest.mark.parametrize("spec", [KEYS, VALUES, SINKS, LOG], ids=["keys", "values", "sinks", "log-sparse"])
 @pytest.mark.parametrize("steps", [[1] * 90, [70, 1, 1, 30], [5, 40, 3, 64], [3] * 30], ids=len)
-def test_tokens_leave_in_the_order_of_their_pages_and_the_others_stay(spec, steps):
+def test_tokens_leave_in_page_order_and_the_others_stay(spec, steps):
     tokens = torch.arange(200, dtype=torch.float32)[None, None, :, None]
     ring, n, left, where = (
         torch.full((1, 1, spec.retention.sinks + spec.retention.ring_size, 1), -1.0),
@@ -105,7 +105,7 @@ def test_tokens_leave_in_the_order_of_their_pages_and_the_others_stay(spec, step
         assert where.read(ring, n).flatten().tolist() == where.exact(n).tolist()
 
 
-def test_where_tokens_go_does_not_depend_on_how_far_others_have_looked():
+def test_token_slots_do_not_depend_on_earlier_look_ups():
     """A layout that has been used for a long text before answers like a new one."""
     tokens, asked, far = torch.arange(LOG.retention.sinks, 90), [], LogSparseLayout(LOG.retention)
     far.page_tokens(0, 500)
@@ -117,7 +117,7 @@ def test_where_tokens_go_does_not_depend_on_how_far_others_have_looked():
 
 
 @pytest.mark.parametrize("spec", [KEYS, SINKS, LOG], ids=["keys", "sinks", "log-sparse"])
-def test_who_is_packed_before_a_page_is_who_is_in_the_pages_before_it(spec):
+def test_tokens_packed_before_a_page_are_those_of_earlier_pages(spec):
     tokens = torch.arange(spec.retention.sinks, 400)
     for page in (0, 1, 7):
         before = tokens[layout(spec.retention).packed_before(tokens, page)]
@@ -138,7 +138,7 @@ class Interrupt(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_an_interrupt_while_it_looks_ahead_leaves_a_layout_as_it_was():
+def test_an_interrupt_leaves_a_layout_unchanged():
     expected = [
         LogSparseLayout(LOG.retention).page_tokens(0, 9),
         LogSparseLayout(LOG.retention).slots(torch.arange(90)),
@@ -157,7 +157,7 @@ def test_an_interrupt_while_it_looks_ahead_leaves_a_layout_as_it_was():
     assert interrupted > 10
 
 
-def test_threads_that_ask_at_once_get_what_one_gets():
+def test_concurrent_threads_get_the_same_as_one():
     expected = [
         (
             n,
@@ -188,7 +188,7 @@ def test_threads_that_ask_at_once_get_what_one_gets():
     )
 )
 @settings(max_examples=200)
-def test_what_a_ring_is_said_to_have_lost_is_what_others_were_written_over(spec, history):
+def test_lost_tokens_of_a_ring_are_those_overwritten(spec, history):
     """Against a ring that records, for each slot, which write of which token it holds."""
     where, writes, n = layout(spec.retention), Writes(), 0
     ring, latest = [None] * (spec.retention.sinks + spec.retention.ring_size), {}
