@@ -169,7 +169,7 @@ def test_a_sliding_layer_counts_what_it_holds():
     assert packed.values == footprint(model, None, 1000).values and full * 63 < packed.nbytes < full * (63 + 300)
 
 
-def test_bits_are_defined_at_any_length_and_absent_without_packed_layers(sharp):
+def test_bits_are_defined_at_any_length_or_refused(sharp):
     at = bits_at(sharp, "kivi", [8192, 131072, 2**40])
     assert at[8192] > at[131072] > at[2**40] == pytest.approx(3.0, abs=0.01)  # 2-bit values, 32 bits per group of 32
     assert bits_at(sharp, "qaq", [8192]) == {8192: None}

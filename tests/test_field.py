@@ -43,7 +43,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.mark.field
-def test_an_architecture_generates_unchanged_tokens(name: str, pytestconfig: pytest.Config) -> None:
+def test_an_architecture_is_right_or_refused(name: str, pytestconfig: pytest.Config) -> None:
     """Every refusal is a kvpass error; no result is silently wrong, and no other error is raised."""
     if name not in map(str, architectures()):
         pytest.skip("the installed transformers does not have it")

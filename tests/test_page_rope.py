@@ -51,7 +51,7 @@ def middles(cos, sin):
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=6), seeds)
-def test_tables_of_page_middles_are_stored_in_any_chunking(calls, seed):
+def test_page_middles_and_relative_rotations_are_stored_in_any_chunking(calls, seed):
     places = torch.arange(sum(calls)) + torch.tensor([[0], [seed % 1000]])
     cos, sin = tables(places, scale=1.3)
     got = stored(cos, sin, *calls)

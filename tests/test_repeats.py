@@ -90,7 +90,7 @@ def test_five_layers_are_three_pieces_with_one_attention(compiled):
     assert "shared by 5 repeats of the same layers): 5 attentions fused" in str(report)
 
 
-def test_the_pass_takes_the_same_time_for_deeper_models():
+def test_the_pass_processes_no_more_nodes_for_deeper_models():
     def nodes(layers):
         model = kvpass.apply(llama(layers=layers), "kivi")
         report = kvpass.explain(model, graphs=True)
