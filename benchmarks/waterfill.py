@@ -37,7 +37,7 @@ def fields(*each: tuple[int, int]) -> dict[str, tuple[int, int]]:
 
 ROWS = {
     "waterfill": {},
-    "channels as they are": dict(block_size=1),
+    "channels not decorrelated": dict(block_size=1),
     "blocks of 4": dict(block_size=4),
     "blocks of 8": dict(block_size=8),
     "blocks of 16": dict(block_size=16),
@@ -45,8 +45,8 @@ ROWS = {
     "after RoPE": dict(rope="post"),
     "mean not subtracted": dict(center=False),
     "without sinks": dict(sinks=0),
-    "all tokens alike": fields((14, 4), (14, 4), (14, 4), (14, 4)),
-    "keys alone by token": fields((10, 4), (18, 4), (14, 4), (14, 4)),
+    "one bit width for all tokens": fields((14, 4), (14, 4), (14, 4), (14, 4)),
+    "per-token bit widths for keys only": fields((10, 4), (18, 4), (14, 4), (14, 4)),
     "half a bit more for high-precision tokens": fields((12, 4), (16, 4), (11, 4), (16, 4)),
     "a bit and a half": fields((8, 4), (20, 4), (7, 4), (20, 4)),
     "pairs of bits only": fields((12, 0), (20, 0), (11, 0), (20, 0)),
@@ -59,13 +59,13 @@ ROWS = {
     "32 recent, half a bit more for high-precision tokens": dict(
         recent=32, **fields((12, 4), (16, 4), (14, 4), (17, 4))
     ),
-    "32 recent, all tokens alike": dict(recent=32, **fields((14, 4), (14, 4), (16, 4), (16, 4))),
-    "values alone are packed like that": dict(key_fields=(48, 0), rich_key_fields=(48, 0)),
-    "keys alone are packed like that": dict(value_fields=(48, 0), rich_value_fields=(0, 0)),
+    "32 recent, one bit width for all tokens": dict(recent=32, **fields((14, 4), (14, 4), (16, 4), (16, 4))),
+    "only values are quantized": dict(key_fields=(48, 0), rich_key_fields=(48, 0)),
+    "only keys are quantized": dict(value_fields=(48, 0), rich_value_fields=(0, 0)),
     "waterfill-2": dict(scheme="waterfill-2"),
     "waterfill-3": dict(scheme="waterfill-3"),
     "static": dict(scheme="waterfill-static"),
-    "static, all tokens alike": dict(scheme="waterfill-static", ranked=False),
+    "static, one bit width for all tokens": dict(scheme="waterfill-static", ranked=False),
     "hybrid": dict(scheme="waterfill-hybrid"),
     **{name: dict(scheme=name) for name in RIVALS},
     "kivi, the same tokens exact": dict(scheme="kivi", retention=Sinks(4) + Recent(128, page_size=32)),
