@@ -202,7 +202,7 @@ def _attend(
     if causal and mask is not None:
         raise KVPassError("attend takes a mask or causal=True, not both.")
     if starts is not None and (mask is not None or statistic):
-        raise KVPassError("attend takes row starts instead of a mask, and cannot return attention scores with them.")
+        raise KVPassError("attend takes starts or a mask, not both, and returns no attention mass with starts.")
     specs, coded = (parse(k_spec), parse(v_spec)), [k_spec, v_spec]
     keys: Pack | Tensor
     values: Pack | Tensor
@@ -214,8 +214,8 @@ def _attend(
         if rope and not specs[0].transform.keeps_tables:
             raise KVPassError(f"These keys are stored after rotary embedding; rope={rope!r} would rotate them twice.")
     rotary: tuple[Any, Any, str] | None = (cos, sin, rope) if rope and not specs[0].transform.page_rope else None
-    asked = extras(mask, starts, rotary, sinks, softcap, statistic)
-    run = select(attention_key(q, ring, k_new, coded, q.shape[2], asked), lowering).run
+    used = extras(mask, starts, rotary, sinks, softcap, statistic)
+    run = select(attention_key(q, ring, k_new, coded, q.shape[2], used), lowering).run
     call = AttendCall(
         q, keys, values, length_of(length), k_new, v_new, mask, causal, scale, softcap, specs[0], specs[1], rotary,
         sinks, statistic, importance, length, starts,

@@ -112,7 +112,7 @@ def append(quantize: Callable, call: AppendCall, write: Callable = write_each) -
     pack, n, x, spec = call[:4]
     ring, retention = pack.ring, spec.retention
     if spec.quantizer.needs_queries and n == 0 and call.q is None:
-        raise KVPassError("This codec is fitted to the prompt's queries, and none were passed with its keys.")
+        raise KVPassError("This codec is fitted to the prompt's queries: pass q with the first keys.")
     if n == 0:
         fit_to_queries(pack, call.q, call.mask, x.shape[1], spec)
     if spec.quantizer.adaptive is not None:

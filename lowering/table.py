@@ -36,9 +36,9 @@ def extras(mask: Any, starts: Any, rotary: Any, sinks: Any, softcap: float, stat
     ``kvpass::attend``."""
     if mask is None and starts is None and not rotary and sinks is None and not softcap and not statistic:
         return ()
-    asked = {"mask": mask is not None, "padding": starts is not None, "RoPE": bool(rotary), "sinks": sinks is not None}
-    asked |= {"softcap": bool(softcap), "attention mass": bool(statistic)}
-    return tuple(name for name, is_there in asked.items() if is_there)
+    used = {"mask": mask is not None, "padding": starts is not None, "RoPE": bool(rotary), "sinks": sinks is not None}
+    used |= {"softcap": bool(softcap), "attention mass": bool(statistic)}
+    return tuple(name for name, is_used in used.items() if is_used)
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,10 @@ class Implementation:
 
     def reason_against(self, dispatch: DispatchKey) -> str | None:
         """The reason why this implementation cannot serve ``dispatch``, or None."""
-        for needed, there in zip(dispatch.features, self.has or (), strict=False):  # a dequantized past has no specs
-            if missing := needed - there:
+        for needed, supported in zip(
+            dispatch.features, self.has or (), strict=False
+        ):  # a dequantized past has no specs
+            if missing := needed - supported:
                 return f"it does not support {', '.join(sorted(missing))}."
         return self.refuses(dispatch)
 
@@ -134,12 +136,12 @@ def names() -> list[str]:
 
 
 def attention_key(
-    q: Tensor, ring: Tensor, k_new: Tensor, specs: Sequence[str], queries: int, asked: tuple[str, ...]
+    q: Tensor, ring: Tensor, k_new: Tensor, specs: Sequence[str], queries: int, used: tuple[str, ...]
 ) -> DispatchKey:
-    """The dispatch key of ``kvpass::attend`` with ``queries`` query tokens. ring: a tensor of the cache; asked: the
+    """The dispatch key of ``kvpass::attend`` with ``queries`` query tokens. ring: a tensor of the cache; used: the
     `extras` of the call."""
     dtype, group = q.dtype if q.dtype == ring.dtype else None, q.shape[1] // k_new.shape[1]
-    return DispatchKey("attend", q.device.type, tuple(specs), few(queries), q.shape[3], dtype, group, asked)
+    return DispatchKey("attend", q.device.type, tuple(specs), few(queries), q.shape[3], dtype, group, used)
 
 
 @cache

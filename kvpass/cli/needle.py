@@ -35,15 +35,15 @@ def run(args: argparse.Namespace) -> None:
     chosen = chosen_schemes(args.schemes)
     model, tokenizer = models.load(args.model, say=say)
     filler = texts.tokens(tokenizer, args.text, max(args.lengths))
-    asked = len(args.lengths) * len(args.depths) * args.repeats
-    with stage(f"{asked} questions for {', '.join(chosen)}"):
+    questions = len(args.lengths) * len(args.depths) * args.repeats
+    with stage(f"{questions} questions for {', '.join(chosen)}"):
         results = retrieve(model, tokenizer, filler, chosen, args.lengths, args.depths, repeats=args.repeats)
     places = [(length, depth) for length in args.lengths for depth in args.depths]
     print("cache".ljust(24) + "".join(f"{f'{length} at {depth:g}':>13}" for length, depth in places) + f"{'all':>8}")
     for name, rows in results.items():
         right = [sum(row.right for row in rows if (row.length, row.depth) == place) for place in places]
         cells = "".join(f"{f'{count}/{args.repeats}':>13}" for count in right)
-        print(f"{name:<24}{cells}{sum(right) / asked:>8.0%}")
+        print(f"{name:<24}{cells}{sum(right) / questions:>8.0%}")
     if args.json:
         answers = {name: [{**vars(row), "right": row.right} for row in rows] for name, rows in results.items()}
         args.json.write_text(json.dumps(answers, indent=1) + "\n", encoding="utf-8")

@@ -166,7 +166,7 @@ def check_page_size(spec: CodecSpec, ranked: bool) -> None:
 def check_bits(spec: CodecSpec) -> None:
     """Raise `KVPassError` unless ``spec`` has bits=8, the largest possible bit width, and no grid."""
     if spec.bits != 8 or spec.quantizer.grid:
-        raise KVPassError("Per-channel bit widths need bits=8, the widest there may be, and no grid.")
+        raise KVPassError("Per-channel bit widths need bits=8, the largest possible bit width, and no grid.")
 
 
 class Ranked:

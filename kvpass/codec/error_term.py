@@ -24,7 +24,8 @@ from .spec import CodecSpec
 def _rank(spec: CodecSpec, head_dim: int) -> int:
     if ErrorTerm.of(spec).rank > min(spec.page_size, head_dim):
         raise KVPassError(
-            f"rank={ErrorTerm.of(spec).rank} exceeds the rank of a page of {spec.page_size} x {head_dim} values."
+            f"rank={ErrorTerm.of(spec).rank} must be at most {min(spec.page_size, head_dim)}, the rank of a page of "
+            f"{spec.page_size} x {head_dim} values."
         )
     return ErrorTerm.of(spec).rank
 

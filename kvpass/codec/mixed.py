@@ -25,7 +25,8 @@ def counts(spec: CodecSpec, head_dim: int) -> tuple[int, int]:
     more = int(Mixed.of(spec).share * head_dim + 1e-6)
     if not 0 < more < head_dim:
         raise KVPassError(
-            f"share={Mixed.of(spec).share} of {head_dim} channels leaves one of the two bit widths without channels."
+            f"share={Mixed.of(spec).share} of {head_dim} channels leaves one of the two bit widths without channels: "
+            "use a share closer to 0.5."
         )
     return head_dim - more, more
 

@@ -69,9 +69,9 @@ class Layer(NamedTuple):
 
     def dispatch(self, op: str, queries: int) -> DispatchKey:
         """What decides who attends with ``queries`` tokens of a request, 0 for any number of them."""
-        specs, asked = (_text(self.key), _text(self.value)), ("softcap",) if self.softcap else ()
+        specs, used = (_text(self.key), _text(self.value)), ("softcap",) if self.softcap else ()
         head_dim, dtype = self.window.shape[-1] // 2, self.window.dtype
-        return DispatchKey(op, self.window.device.type, specs, queries, head_dim, dtype, extras=asked)
+        return DispatchKey(op, self.window.device.type, specs, queries, head_dim, dtype, extras=used)
 
     @property
     def sides(self) -> tuple[tuple[str, CodecSpec, tuple[Tensor, ...], Codecs], ...]:

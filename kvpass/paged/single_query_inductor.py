@@ -62,12 +62,12 @@ def _scores_by_channel(q: Tensor, pools: Sequence[Tensor], quantizer: Quantizer)
     each quantized value is multiplied once."""
     codes, scale, zero_point = pools
     repeats = range(q.shape[1])
-    turned = torch.stack([q[:, r, None] * scale[:, :, 0].float() for r in repeats], 1)  # computed once
+    scaled_q = torch.stack([q[:, r, None] * scale[:, :, 0].float() for r in repeats], 1)  # computed once
     zeros = [(q[:, r, None] * zero_point[:, :, 0].float()).sum(-1) for r in repeats]
     planes = [unpack_plane_unshifted(codes, quantizer.bits, j) for j in range(num_planes(quantizer.bits))]
     planes = [(plane.float(), unit) for plane, unit in planes]
     found = [
-        (plane * turned[:, r, :, None]).sum(-1) * unit + zeros[r].unsqueeze(-1)
+        (plane * scaled_q[:, r, :, None]).sum(-1) * unit + zeros[r].unsqueeze(-1)
         for r in repeats
         for plane, unit in planes
     ]
@@ -81,7 +81,7 @@ def _attend(given: dict[str, Any], scale: float, softcap: float, key: CodecSpec,
     size, sinks = key.page_size, key.retention.sinks
     q = (given["q"].index_select(0, rows.row).float() * scale).unflatten(1, (heads, -1))  # [B, H, R, D]
     repeats, device = q.shape[2], q.device
-    turned = q if given["key_basis"] is None else q @ given["key_basis"]
+    rotated_q = q if given["key_basis"] is None else q @ given["key_basis"]
 
     def on_pages(of_rows: Tensor, block: Tensor, slot: Tensor) -> Tensor:
         """``[A, H, C, R, P]``, of queries ``[A, H, R, D]`` with pages ``[A, C]``: in the order of their planes."""
@@ -96,16 +96,16 @@ def _attend(given: dict[str, Any], scale: float, softcap: float, key: CodecSpec,
             by_page = torch.cat([scores for of_head in by_head for scores in of_head], -1)
         return by_page.view(-1, heads, count, repeats, size)
 
-    def seen(scores: Tensor, counts: Tensor) -> Tensor:
+    def masked(scores: Tensor, valid: Tensor) -> Tensor:
         scores = torch.tanh(scores / softcap) * softcap if softcap else scores
-        return torch.where(counts, scores, -torch.inf)
+        return torch.where(valid, scores, -torch.inf)
 
-    unit = on_pages(turned.index_select(0, rows.owner), rows.block, rows.slot)
-    half = on_pages(turned, rows.half_block, rows.half_slot).transpose(2, 3).flatten(3)
+    unit = on_pages(rotated_q.index_select(0, rows.owner), rows.block, rows.slot)
+    half = on_pages(rotated_q, rows.half_block, rows.half_slot).transpose(2, 3).flatten(3)
     if key.transform.center:
         mean = (q * given["key_center"].index_select(0, rows.first).float()).sum(-1, keepdim=True)
         unit, half = unit + mean.index_select(0, rows.owner).unsqueeze(2), half + mean
-    unit = seen(unit, (torch.arange(UNIT, device=device) < rows.pages[:, None])[:, None, :, None, None])
+    unit = masked(unit, (torch.arange(UNIT, device=device) < rows.pages[:, None])[:, None, :, None, None])
     exact = window[rows.tail_block, :, rows.tail_place].permute(1, 2, 0, 3).float()  # [B, H, E, 2 * D]
     tail = torch.stack([(exact[..., :dim] * q[:, :, r, None]).sum(-1) for r in range(repeats)], 2)
     index = torch.arange(tail.shape[-1], device=device)
@@ -113,35 +113,35 @@ def _attend(given: dict[str, Any], scale: float, softcap: float, key: CodecSpec,
         half = torch.nn.functional.pad(half, (0, tail.shape[-1] - half.shape[-1]))
     packed = index < rows.half[:, None] * size
     tail = torch.where(packed[:, None, None], half[..., : tail.shape[-1]], tail)
-    tail = seen(tail, (index < rows.tail[:, None])[:, None, None])
+    tail = masked(tail, (index < rows.tail[:, None])[:, None, None])
     parts, values = [tail], [exact[..., dim:]]
     if sinks:
         k, v = (given[f"{side}_sinks"].index_select(0, rows.first).float() for side in ("key", "value"))
-        there = torch.arange(sinks, device=device) < rows.length[:, None]
+        valid = torch.arange(sinks, device=device) < rows.length[:, None]
         on_sinks = torch.stack([(k * q[:, :, r, None]).sum(-1) for r in range(repeats)], 2)
-        parts.append(seen(on_sinks, there[:, None, None]))
-        values.append(torch.where(there[:, None, :, None], v, 0.0))
+        parts.append(masked(on_sinks, valid[:, None, None]))
+        values.append(torch.where(valid[:, None, :, None], v, 0.0))
     of_unit = unit.amax((2, 4))
-    counted = (torch.arange(rows.units.shape[0], device=device)[:, None] < rows.counts)[:, :, None, None]
-    most = torch.where(counted, of_unit[rows.units], -torch.inf).amax(0)
+    valid_units = (torch.arange(rows.units.shape[0], device=device)[:, None] < rows.counts)[:, :, None, None]
+    peak = torch.where(valid_units, of_unit[rows.units], -torch.inf).amax(0)
     for part in parts:
-        most = torch.maximum(most, part.amax(-1))
-    weights = (unit - most.index_select(0, rows.owner)[:, :, None, :, None]).exp()
+        peak = torch.maximum(peak, part.amax(-1))
+    weights = (unit - peak.index_select(0, rows.owner)[:, :, None, :, None]).exp()
     pools = _gathered(given["value_pools"], rows.block, rows.slot, value)
     if not value.quantizer.grid:
         pools[1:] = torch.stack([one.float() for one in pools[1:]]).unbind()  # once, not for each run of channels
     by_page = weights.flatten(0, 1).transpose(1, 2)  # [M * H, R, G, P]
     codes = plain(pools, value.plain.quantizer, given["value_points"])
     packed_values = page_values(by_page, Pages([codes]), None).unflatten(0, (-1, heads))
-    total = torch.where(counted, weights.sum((2, 4))[rows.units], 0.0).sum(0)
-    out = torch.where(counted.unsqueeze(-1), packed_values[rows.units], 0.0).sum(0)
+    total = torch.where(valid_units, weights.sum((2, 4))[rows.units], 0.0).sum(0)
+    out = torch.where(valid_units.unsqueeze(-1), packed_values[rows.units], 0.0).sum(0)
     if given["value_basis"] is not None:
         out = out @ given["value_basis"].mT
     if value.transform.center:
         mean = given["value_center"].index_select(0, rows.first).float()
         out = out + total.unsqueeze(-1) * mean
     for part, v in zip(parts, values, strict=True):
-        weights = (part - most.unsqueeze(-1)).exp()
+        weights = (part - peak.unsqueeze(-1)).exp()
         total = total + weights.sum(-1)
         out = out + (weights.unsqueeze(-1) * v.unsqueeze(2)).sum(3)
     return ((out / total.unsqueeze(-1)).flatten(1, 2),)

@@ -13,29 +13,29 @@ from ..inductor.page_view import ATTENDED
 from ..table import DispatchKey, implements
 from . import attend_allocated, attend_codes
 
-_MOST = 8  # query heads per KV head: sums of more do not fit into registers
+_MAX_GROUP = 8  # query heads per KV head: sums of more do not fit into registers
 
 
 def kernel_of(key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype) -> Callable[..., Tensor] | None:
     """The kernel for caches with these specs and tokens of ``dtype``; None if there is none. It takes an `AttendCall`
     and returns its output."""
-    asked = key, value, head_dim, dtype
-    return next((one.attend for one in (attend_codes, attend_allocated) if one.serves(*asked)), None)
+    case = key, value, head_dim, dtype
+    return next((one.attend for one in (attend_codes, attend_allocated) if one.serves(*case)), None)
 
 
 def _refuses(dispatch: DispatchKey) -> str | None:
     if dispatch.device != "cpu":
         return "it runs on CPUs."
     if not dispatch.specs:
-        return "the past is dequantized already."
+        return "the past is already dequantized."
     if dispatch.queries != 1:
         return "it attends with one query token."
     if dispatch.dtype is None:
         return "the dtypes of queries and cache differ."
     if dispatch.extras:
         return f"it does not support {', '.join(dispatch.extras)}."
-    if dispatch.group > _MOST:
-        return f"it attends with at most {_MOST} query heads for each KV head."
+    if dispatch.group > _MAX_GROUP:
+        return f"it attends with at most {_MAX_GROUP} query heads for each KV head."
     key, value = map(parse, dispatch.specs)
     if kernel_of(key, value, dispatch.head_dim, dispatch.dtype) is None:
         return "it has no kernel for this codec, head_dim and dtype."

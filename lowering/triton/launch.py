@@ -46,8 +46,8 @@ _OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float
 _VALUES = WIDTHS | FEATURES | {"per=channel", "per=token", "rotation", "grid", "codec=second-level"}
 _ATTENDED = _VALUES | {"pre_rope", "center", "page_rope", "codec=boosted"}, _VALUES
 _PRODUCT = 16  # minimum rows and columns of a product
-_MERGED = 16  # splits to merge at a time
-_MOST = 1 << 31  # values per head: kernels use 32-bit offsets within a head
+_MERGED_AT_ONCE = 16  # splits to merge at a time
+_MAX_VALUES = 1 << 31  # values per head: kernels use 32-bit offsets within a head
 
 
 def _refuses(dispatch: DispatchKey) -> str | None:
@@ -141,9 +141,9 @@ class _Launch:
         self.batch, self.heads, self.queries, self.head_dim = self.q.shape
         self.groups = self.k_new.shape[1]
         self.rows = self.heads // self.groups * self.queries
-        if (call.n + self.queries) * self.head_dim >= _MOST:
+        if (call.n + self.queries) * self.head_dim >= _MAX_VALUES:
             raise KVPassError(
-                f"The Triton kernels support up to {_MOST // self.head_dim - 1} tokens of {self.head_dim} channels, "
+                f"The Triton kernels support up to {_MAX_VALUES // self.head_dim - 1} tokens of {self.head_dim} channels, "
                 f"not {call.n + self.queries}: use kvpass.apply(..., lowering='reference')."
             )
         if mask is not None:
@@ -163,11 +163,11 @@ class _Launch:
 
     def _rules(self) -> Rules:
         dtype = self.q.dtype
-        multiplied = torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype  # it has no bfloat16
-        of_bytes = self.mask is not None and self.mask.dtype == torch.uint8
+        operand_dtype = torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype  # it has no bfloat16
+        bool_mask = self.mask is not None and self.mask.dtype == torch.uint8
         causal = self.call.causal and self.queries > 1
         return Rules(
-            self.heads, self.groups, causal, self.call.softcap, of_bytes, self.config.queries, _OPERANDS[multiplied]
+            self.heads, self.groups, causal, self.call.softcap, bool_mask, self.config.queries, _OPERANDS[operand_dtype]
         )
 
     @cached_property
@@ -232,7 +232,7 @@ class _Launch:
                 partial[:, :-1] = partial[:, :-1] @ basis(self.head_dim, rotation, device).mT
             merge_splits[self.batch * self.heads * self.queries,](
                 partial, partial_lse, call.sinks, out, lse, self.rows, splits, self.queries, self.heads, self.head_dim,
-                _MERGED, enable_fp_fusion=True,
+                _MERGED_AT_ONCE, enable_fp_fusion=True,
             )  # fmt: skip
         return out
 
@@ -267,7 +267,9 @@ def attend(call: AttendCall[Pack]) -> list[Tensor]:
     call = with_past(call)
     if isinstance(call.k_spec.codec, Allocation):
         if call.statistic:  # no spec with per-channel bit widths needs it
-            raise KVPassError("The Triton kernels return no attention scores for per-channel bit widths.")
+            raise KVPassError(
+                "The Triton kernels return no attention mass for per-channel bit widths: use lowering='reference'."
+            )
         return [attend_allocated(with_starts(call))]
     launch = _Launch(call)
     if not call.statistic:
