@@ -34,8 +34,8 @@ def tokens_of(spec: CodecSpec) -> tuple[int, int]:
     if min(counts) <= 0 or any(n % smallest_page(bits) for n, bits in zip(counts, widths, strict=True)):
         found = f"{counts[0]} tokens at {widths[0]} bits and {counts[1]} at {widths[1]}"
         raise KVPassError(
-            f"share={Salient.of(spec).share} gives {found}: both must be above 0 and fill whole bytes. Use another share "
-            "or larger pages."
+            f"share={Salient.of(spec).share} gives {found}: both must be above 0 and fill whole bytes. Use another "
+            "share or larger pages."
         )
     return counts
 

@@ -143,8 +143,8 @@ class _Launch:
         self.rows = self.heads // self.groups * self.queries
         if (call.n + self.queries) * self.head_dim >= _MAX_VALUES:
             raise KVPassError(
-                f"The Triton kernels support up to {_MAX_VALUES // self.head_dim - 1} tokens of {self.head_dim} channels, "
-                f"not {call.n + self.queries}: use kvpass.apply(..., lowering='reference')."
+                f"The Triton kernels support up to {_MAX_VALUES // self.head_dim - 1} tokens of {self.head_dim} "
+                f"channels, not {call.n + self.queries}: use kvpass.apply(..., lowering='reference')."
             )
         if mask is not None:
             mask = (mask.view(torch.uint8) if mask.dtype == torch.bool else mask).contiguous()
