@@ -144,7 +144,7 @@ def _weighted_values(weights: Tensor, inputs: Inputs, k_spec: CodecSpec, v_spec:
     v_ring, v_new = (inputs[name].flatten(0, 1) for name in ("v_ring", "v_new"))
     packed, slots = count * k_spec.page_size, v_ring.shape[1]
     on_pages = torch.where(index[:packed] < lengths.split(1)[2], weights[..., :packed], 0.0)
-    on_ring = _ring_weights(weights, lengths, len(index), k_spec.retention, v_spec.retention, inputs["slot_tokens"])
+    on_ring = _ring_weights(weights, lengths, index.shape[0], k_spec.retention, v_spec.retention, inputs["slot_tokens"])
     if inputs["v_fields"] is not None:
         from_pages = allocated.page_values(on_pages, *_allocated(inputs, "v", v_spec))
     # concatenated, they are computed once, not once per channel
