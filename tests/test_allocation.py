@@ -539,13 +539,13 @@ def test_kernels_read_fields_like_dequantize(queries, head_dim, residual, fields
                 state.append(mixed(seed, 2, 2, 500, head_dim), 0, randn(seed, 2, 4, 500, head_dim))
                 pages = state.spec.retention.pages(500)
                 pool, table = state.codes[:, :, :pages].contiguous(), allocated.look_up_table(torch.device("cpu"))
-                given = handle(pool), pages, pages, state.basis, state.fields, table, state.spec
+                read = allocated.Pages(handle(pool), pages, pages, state.basis, state.fields, table, state.spec)
                 tokens = dequantize_pages(pool, state.basis, state.fields, state.spec).flatten(0, 1)
                 if state is key:
-                    got, expected = allocated.page_scores(q, None, None, *given), q @ tokens.mT
+                    got, expected = allocated.page_scores(q, None, None, read), q @ tokens.mT
                 else:
                     weights = randn(4, 4, queries, tokens.shape[1]).softmax(-1)
-                    got, expected = allocated.page_values(weights, *given), weights @ tokens
+                    got, expected = allocated.page_values(weights, read), weights @ tokens
                 torch.testing.assert_close(got, expected, atol=1e-6 * float(expected.abs().max()), rtol=1e-4)
     finally:
         torch.set_num_threads(threads)

@@ -7,6 +7,7 @@ page stay in the processor's cache.
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,15 +109,38 @@ torch.library.register_fake("kvpass_cpu::allocated_scores", _fake_scores, lib=_l
 torch.library.register_fake("kvpass_cpu::allocated_values", _fake_values, lib=_library)
 
 
-def page_scores(q: Tensor, page_tables: PageTables | None, mean: Tensor | None, *pages_and_spec) -> Tensor:
+class Pages(NamedTuple):
+    """The pages of keys or of values that an op reads, and what it needs to dequantize them.
+
+    handle, room: handle of the pool, and its capacity in pages.
+    num_pages: number of pages to read.
+    basis, places: the fitted basis ``[B, H, D, b]`` and places of fields ``[B, H, 1, F]``.
+    table: see `look_up_table`.
+    """
+
+    handle: Tensor
+    num_pages: int
+    room: int
+    basis: Tensor
+    places: Tensor
+    table: Tensor
+    spec: CodecSpec
+
+    @property
+    def arguments(self) -> list[Any]:
+        """The arguments that both ops share."""
+        basis, places = self.basis.flatten(0, 1).float().contiguous(), self.places.flatten(0, 2).contiguous()
+        return [self.handle, basis, places, self.table, self.num_pages, self.room, str(self.spec)]
+
+
+def page_scores(q: Tensor, page_tables: PageTables | None, mean: Tensor | None, pages: Pages) -> Tensor:
     """Scores of ``q`` ``[BH, R, D]`` with the keys in pages: ``[BH, R, N * P]``, in token order.
 
     page_tables: rotary tables of page-relative RoPE; None without it.
     mean: ``[B, H, 1, D]``, the mean that was subtracted from keys before rotary embedding; None without one.
-    pages_and_spec: see `_arguments`.
     """
-    *fitted, count, room, spec = _arguments(*pages_and_spec)
-    size, rope = parse(spec).page_size, ""
+    *fitted, count, room, spec = pages.arguments
+    size, rope = pages.spec.page_size, ""
     tables: list[Tensor | None] = [None, None, None, None]
     if page_tables is not None:
         rope, pairs = page_tables.rope, parse_rope(page_tables.rope)[0]
@@ -128,14 +152,6 @@ def page_scores(q: Tensor, page_tables: PageTables | None, mean: Tensor | None, 
     return torch.ops.kvpass_cpu.allocated_scores(q.contiguous(), *fitted, mean, *tables, count, room, spec, rope)
 
 
-def page_values(weights: Tensor, *pages_and_spec) -> Tensor:
-    """Sum of the values in pages, weighted by ``weights`` ``[BH, R, N * P]``: ``[BH, R, D]``. pages_and_spec: see
-    `_arguments`."""
-    return torch.ops.kvpass_cpu.allocated_values(weights.contiguous(), *_arguments(*pages_and_spec))
-
-
-def _arguments(handle: Tensor, count: int, room: int, basis: Tensor, places: Tensor, table: Tensor, spec) -> list:
-    """The arguments that both ops share. handle, room: handle of the pool, and its capacity in pages; count: number of
-    pages to read."""
-    basis, places = basis.flatten(0, 1).float().contiguous(), places.flatten(0, 2).contiguous()
-    return [handle, basis, places, table, count, room, str(spec)]
+def page_values(weights: Tensor, pages: Pages) -> Tensor:
+    """Sum of the values in pages, weighted by ``weights`` ``[BH, R, N * P]``: ``[BH, R, D]``."""
+    return torch.ops.kvpass_cpu.allocated_values(weights.contiguous(), *pages.arguments)

@@ -146,7 +146,7 @@ def _weighted_values(weights: Tensor, inputs: Inputs, k_spec: CodecSpec, v_spec:
     on_pages = torch.where(index[:packed] < lengths.split(1)[2], weights[..., :packed], 0.0)
     on_ring = _ring_weights(weights, lengths, index.shape[0], k_spec.retention, v_spec.retention, inputs["slot_tokens"])
     if inputs["v_fields"] is not None:
-        from_pages = allocated.page_values(on_pages, *_allocated(inputs, "v", v_spec))
+        from_pages = allocated.page_values(on_pages, _allocated(inputs, "v", v_spec))
     # concatenated, they are computed once, not once per channel
     on_pages, on_ring, new = torch.cat([on_pages, on_ring, weights[..., -1:]], -1).split([packed, slots, 1], -1)
     out = (on_ring[..., None] * v_ring[:, None].float()).sum(2) + new * v_new.float()
@@ -161,7 +161,7 @@ def _scores_of_pages(q: Tensor, inputs: Inputs, spec: CodecSpec, tokens: Tensor,
     cos, sin, center = (inputs[name] for name in ("cos", "sin", "center"))
     if inputs["k_fields"] is not None:
         page_tables = PageTables(cos, sin, rope) if spec.transform.page_rope and rope else None
-        return allocated.page_scores(q, page_tables, center, *_allocated(inputs, "k", spec))
+        return allocated.page_scores(q, page_tables, center, _allocated(inputs, "k", spec))
     if spec.transform.page_rope:
         rope = ""
     pages = view_pages(_pools(inputs, "k", spec), spec, inputs["k_points"], q.shape[-1])
@@ -233,11 +233,11 @@ def _first_pages(handle: Tensor, room: Tensor, count: int) -> Tensor:
     return of_capacity(handle, room.shape[0]).narrow(2, 0, count).flatten(0, 1)
 
 
-def _allocated(inputs: Inputs, side: str, spec: CodecSpec) -> tuple:
-    """The arguments of `cpp.allocated` for the pages of a side, "k" or "v"."""
+def _allocated(inputs: Inputs, side: str, spec: CodecSpec) -> allocated.Pages:
+    """The pages of a side, "k" or "v", for the ops of `cpp.allocated`."""
     names = "pool_codes", "pages", "pool_codes_room", "basis", "fields", "points"
     codes, pages, room, *fitted = (inputs[f"{side}_{name}"] for name in names)
-    return codes, pages.shape[0], room.shape[0], *fitted, spec
+    return allocated.Pages(codes, pages.shape[0], room.shape[0], *fitted, spec)
 
 
 def plane_scores(q: Tensor, planes: Planes, tokens: Tensor, transform: KeyTransform) -> list[list[Tensor]]:
