@@ -236,8 +236,8 @@ def _first_pages(handle: Tensor, room: Tensor, count: int) -> Tensor:
 def _allocated(inputs: Inputs, side: str, spec: CodecSpec) -> allocated.Pages:
     """The pages of a side, "k" or "v", for the ops of `cpp.allocated`."""
     names = "pool_codes", "pages", "pool_codes_room", "basis", "fields", "points"
-    codes, pages, room, *fitted = (inputs[f"{side}_{name}"] for name in names)
-    return allocated.Pages(codes, pages.shape[0], room.shape[0], *fitted, spec)
+    codes, pages, room, basis, places, table = (inputs[f"{side}_{name}"] for name in names)
+    return allocated.Pages(codes, pages.shape[0], room.shape[0], basis, places, table, spec)
 
 
 def plane_scores(q: Tensor, planes: Planes, tokens: Tensor, transform: KeyTransform) -> list[list[Tensor]]:

@@ -160,8 +160,8 @@ def _polar(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_
 def _salient(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
     """Salient and other tokens, each kind with pages of its own (`codec.salient`)."""
     marks, *kept = kept
-    kinds = zip(salient.of_kinds(kept), salient.kinds(spec, head_dim), strict=True)
-    kinds = [planes for tensors, kind in kinds for planes in view_pages(tensors, kind, None, head_dim).kinds]
+    by_kind = zip(salient.of_kinds(kept), salient.kinds(spec, head_dim), strict=True)
+    kinds = [planes for tensors, kind in by_kind for planes in view_pages(tensors, kind, None, head_dim).kinds]
     return Pages(kinds, salient.slots(marks, salient.tokens_of(spec)[0]))
 
 
@@ -171,9 +171,9 @@ def _salient(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, hea
 @views("nuq")
 def _nuq(kept: Sequence[Tensor], spec: CodecSpec, points: Tensor | None, head_dim: int) -> Pages:
     """A datatype per page (`codec.nuq`)."""
-    codes, scale, zero_point, levels, *outlier_tensors = kept
+    codes, scale, zero_point, levels, values, positions = kept[:6]
     affine = AffineParams(scale, zero_point, spec.quantizer)
-    return _datatype_pages(codes, levels, affine, outlier_tensors, spec, head_dim)
+    return _datatype_pages(codes, levels, affine, (values, positions), spec, head_dim)
 
 
 @views("datatype")
@@ -193,7 +193,7 @@ def _datatype_pages(
     codes: Tensor,
     levels: Tensor,
     affine: AffineParams,
-    outlier_tensors: Sequence[Tensor],
+    outlier_tensors: tuple[Tensor, Tensor],
     spec: CodecSpec,
     head_dim: int,
 ) -> Pages:
