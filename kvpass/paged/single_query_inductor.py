@@ -1,8 +1,8 @@
 """Attention over a server's blocks for requests with one token each, as one Inductor kernel.
 
 Pages are looked up in the block table as they are read, and never copied. Queries are multiplied with quantized values
-as in `lowering.inductor.attention_graph`. The units of parallel work are a few pages each, whichever request they belong to, so
-that all threads share a long context and a short one is not padded.
+as in `lowering.inductor.attention_graph`. The units of parallel work are a few pages each, whichever request they
+belong to, so that all threads share a long context and a short one is not padded.
 """
 
 from __future__ import annotations
