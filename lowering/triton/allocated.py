@@ -19,21 +19,20 @@ from kvpass.layout.pool import whole
 from kvpass.layout.window import on_device
 
 from ..call_types import AttendCall
-from .attend import merge_splits
-from .attend_fields import attend_fields
+from .attend_fields import attend_fields, fields_to_channels, merge_fields
 from .configs import INTERPRETED, AttendConfig, cdiv, splits_of
-from .read_fields import Fields, Number, Piece, field_rows, order_tokens, page_queries
+from .page_queries import field_rows, mean_rows, page_queries
+from .read_fields import LEAST, Fields, Number, Piece
 from .scores import LOG2E, Rules
 from .unpacking import Layout
 
 FEATURES = {"codec=allocated", *(f"codec.{x}" for x in ("rich_pairs", "rich_singles", "follows"))}
 _OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _NUMBERS = {tl.bfloat16: Number(tl.bfloat16, 7, 0x43), tl.float16: Number(tl.float16, 10, 0x64)}
-_LEAST = 32  # minimum columns of a product
 _ROWS = 16  # fields per program of `field_rows`
-_ASKED = 32  # pages times rows per tile of `page_queries`
-_ORDERED, _HEADS = 64, 8  # tokens and KV heads per program of `order_tokens`
+_LINES = 64  # pages times rows per tile of `page_queries`
 _MERGED = 16  # splits to merge at a time
+_CHANNELS = 32  # channels per program of `fields_to_channels`
 _MOST = 1 << 31  # values per head: kernels use 32-bit offsets within a head
 
 
@@ -56,11 +55,11 @@ def refuses_fields(specs: list[CodecSpec]) -> str | None:
 
 def _widths(count: int) -> list[int]:
     """Split ``count`` columns into runs of power-of-two widths, with little padding."""
-    found, padded = [], max(_LEAST, triton.next_power_of_2(count))
-    while count > _LEAST and padded > 4 * count // 3:
+    found, padded = [], max(LEAST.value, triton.next_power_of_2(count))
+    while count > LEAST.value and padded > 4 * count // 3:
         found.append(padded // 2)
         count -= padded // 2
-        padded = max(_LEAST, triton.next_power_of_2(count))
+        padded = max(LEAST.value, triton.next_power_of_2(count))
     return [*found, padded]
 
 
@@ -105,8 +104,9 @@ _weights = cache(weights)
 def _number(layouts: tuple[Fields, ...], operand: tl.dtype) -> Number:
     """How fields become floats: read four bytes at a time if all offsets are multiples of 4."""
     pieces = [piece for layout in layouts for of_rank in layout.pieces for piece in of_rank]
-    fours = all(not number % 4 for piece in pieces for number in (piece.start, piece.row))
-    fours = fours and all(not layout.size % 4 for layout in layouts)
+    offsets = [offset for piece in pieces for offset in (piece.start, piece.row)]
+    offsets += [offset for layout in layouts for offset in (*layout.gains, layout.size)]
+    fours = not any(offset % 4 for offset in offsets)
     return _NUMBERS[operand] if fours and operand in _NUMBERS else Number(operand, 0, 0)
 
 
@@ -115,7 +115,7 @@ def _config(rows: int, tokens: int, itemsize: int) -> tuple[AttendConfig, int]:
     pages per iteration."""
     of_tile = 4 if rows <= 4 else 8  # products of 16 rows spill registers
     pages = max(16 // of_tile, cdiv(32, tokens))
-    return AttendConfig(of_tile * pages, rows=pages, together=1, exact=32, warps=4, stages=2), pages
+    return AttendConfig(of_tile * pages, rows=pages, together=1, exact=32, warps=4, stages=3), pages
 
 
 def _exact_layout(spec: CodecSpec, head_dim: int, rope: str = "") -> Layout:
@@ -171,7 +171,7 @@ def attend_allocated(call: AttendCall[Pack]) -> Tensor:
         K, V = keys.layout, values.layout
         config, pages = _config(rows, K.tokens, q.element_size())
         operand = _OPERANDS[multiplied]
-        N, precision = _number((K, V), operand), "ieee" if q.dtype == torch.float32 else "tf32"
+        N = _number((K, V), operand)
         cos, sin, rope = key.page_tables or (None, None, "")
         tables, of_mask = (0, 0), (0, 0, 0)
         if rope:
@@ -182,46 +182,43 @@ def attend_allocated(call: AttendCall[Pack]) -> Tensor:
             sizes = zip(mask.stride()[:3], mask.shape[:3], strict=True)
             of_mask = tuple(stride if size > 1 else 0 for stride, size in sizes)
         R, W = _exact_layout(k_spec, head_dim, rope), _exact_layout(v_spec, head_dim)
-        room, places = keys.capacity if rope else 1, keys.capacity * k_spec.page_size
+        room, page_size, runs = keys.capacity if rope else 1, k_spec.page_size, K.width // LEAST.value
         fields = q.new_empty((batch * groups, room, rows, K.width), dtype=multiplied)
-        sums = q.new_empty((batch * groups, room, rows, len(K.pieces), 2), dtype=torch.float32)
-        page_queries[batch * groups, max(1, cdiv(room * rows, _ASKED))](
-            q, keys.rows, cos, sin, fields, sums, length, scale, rows, room, *tables, groups, R, K, N, "ieee", _ASKED,
-            num_warps=4,
-        )  # fmt: skip
-        tokens = q.new_empty((batch * groups, places), dtype=torch.int32)
-        k_gains, v_gains = (torch.empty_like(tokens, dtype=torch.float32) for _ in range(2))
-        mean, mean_row = None, None
-        center = key.fitted.get("center")
+        sums = q.new_empty((batch * groups, room, rows, runs), dtype=torch.float32)
+        center, mean, of_mean = key.fitted.get("center"), None, None
         if center is not None and rope:
-            mean, mean_row = q.new_empty((batch * groups, rows, places), dtype=torch.float32), places
+            mean = q.new_empty((batch * groups, room, rows, page_size), dtype=torch.float32)
+            of_mean = q.new_empty((batch * groups, page_size, head_dim), dtype=multiplied)
+            mean_rows[batch * groups,](center.contiguous(), cos, sin, of_mean, *tables, groups, R, K)
         elif center is not None:
             mean = (q.float().view(batch, groups, rows, head_dim) * center.float()).sum(-1) * (scale * LOG2E.value)
-        at_once, heads_at_once = max(1, _ORDERED // k_spec.page_size), min(_HEADS, groups)
-        order_tokens[max(1, cdiv(keys.capacity, at_once)), batch * cdiv(groups, heads_at_once)](
-            q, keys.pages, values.pages, cos, sin, center.contiguous() if mean_row else None, tokens, k_gains, v_gains,
-            mean if mean_row else None, length, scale, rows, keys.capacity, values.capacity, *tables, groups,
-            heads_at_once, R, K, V, N, precision, at_once, 16, num_warps=4,
+        page_queries[batch * groups, max(1, cdiv(room * rows, _LINES))](
+            q, keys.rows, of_mean, keys.pages, cos, sin, fields, sums, mean, length, scale, rows, room, *tables, groups,
+            R, K, N, _LINES, LEAST.value, 3,
+            num_warps=4, maxnreg=128 if q.element_size() == 2 and head_dim <= 128 else None,
         )  # fmt: skip
         tiles = cdiv(rows, config.queries // pages)
         splits = splits_of(v_spec.retention.pages(n), config, batch * groups * tiles, device)
         summed = q.new_empty((batch * groups, splits, rows, V.width), dtype=torch.float32)
-        partial = q.new_empty((batch * groups, splits + 1, rows, head_dim), dtype=torch.float32)
-        lse, out = partial.new_empty(partial.shape[:3]), torch.empty_like(q)
+        exact = q.new_empty((batch * groups, rows, head_dim), dtype=torch.float32)
+        lse, out = exact.new_empty((batch * groups, splits + 1, rows)), torch.empty_like(q)
         rules = Rules(
             heads, groups, call.causal and queries > 1, call.softcap, mask is not None and mask.dtype == torch.uint8,
             config.queries, operand,
         )  # fmt: skip
         attend_fields[batch * groups, splits + 1, tiles](
-            q, keys.pages, key.ring, values.pages, value.ring, k_new, v_new.contiguous(), fields, sums, tokens,
-            k_gains, v_gains, mean, mask, summed, partial, lse, length, queries, scale, keys.capacity, values.capacity,
-            mean_row, *of_mask, pages, config.exact, rules, K, V, _exact_layout(k_spec, head_dim), W, N, bool(rope),
-            config.stages,
+            q, keys.pages, key.ring, values.pages, value.ring, k_new, v_new.contiguous(), fields, sums, mean, mask,
+            summed, exact, lse, length, queries, scale, keys.capacity, values.capacity, *of_mask, pages, config.exact,
+            rules, K, V, _exact_layout(k_spec, head_dim), W, N, bool(rope), config.stages,
             num_warps=config.warps, maxnreg=config.registers, enable_fp_fusion=True,
         )  # fmt: skip
-        torch.bmm(summed.flatten(1, 2), values.rows, out=partial.flatten(1, 2)[:, : splits * rows])
-        merge_splits[batch * heads * queries,](
-            partial, lse, call.sinks, out, None, rows, splits + 1, queries, heads, head_dim, _MERGED,
+        merged, of_exact = exact.new_empty((batch * groups, rows, V.width)), exact.new_empty((batch * groups, rows))
+        merge_fields[batch * groups * rows, V.width // LEAST.value](
+            summed, lse, call.sinks, merged, of_exact, rows, splits, queries, heads, V.width, _MERGED, LEAST.value,
+            num_warps=1, enable_fp_fusion=True,
+        )  # fmt: skip
+        fields_to_channels[batch * groups * rows, cdiv(head_dim, _CHANNELS)](
+            merged, exact, of_exact, values.rows, out, rows, head_dim, V.width, _CHANNELS, LEAST.value,
             enable_fp_fusion=True,
         )  # fmt: skip
     return out

@@ -13,14 +13,20 @@ import triton.language as tl
 
 from .read_fields import (
     columns_of,
+    first_run,
     headroom_of,
     middle_of,
     pages_of,
     piece_fields,
+    piece_number,
     pieces_of,
     places_of,
     power_of,
     ranks_of,
+    runs_of,
+    runs_of_piece,
+    tile_gains,
+    tile_numbers,
     tile_places,
     tile_tokens,
 )
@@ -42,11 +48,11 @@ from .unpacking import channels
 _COUNTED: tl.constexpr = tl.constexpr(16)  # columns of a product of weights; the first two hold sums of weights
 
 
-class Asked(NamedTuple):
+class QueryRows(NamedTuple):
     """The rows of a tile.
 
     row, line: index of the query row in its KV head, and among all.
-    there: whether the row exists.
+    valid: whether the row exists.
     query: index of the query token.
     page: index of the row's page within an iteration.
     mask: pointer to the row's line of the mask.
@@ -54,75 +60,69 @@ class Asked(NamedTuple):
 
     row: tl.tensor
     line: tl.tensor
-    there: tl.tensor
+    valid: tl.tensor
     query: tl.tensor
     page: tl.tensor
     mask: tl.tensor | None
 
 
-class Worth(NamedTuple):
-    """Results of `kvpass.lowering.triton.read_fields` for query rows; pointers to the data of a KV head.
+class PageQueries(NamedTuple):
+    """Pointers to the results of `page_queries` for a KV head.
 
-    fields, sums: results of `page_queries`.
-    page: stride between pages.
-    tokens, gains: ids and gains of the tokens.
-    mean: added to scores: one per row or, if ``mean_row`` is given, one per row and token.
+    stride: query rows from one page to the next; 0 if all pages share one result.
+    mean: products with the mean of the keys, to be added to scores: one per row or, with page-relative RoPE, one per
+        row and token.
     """
 
     fields: tl.tensor
     sums: tl.tensor
-    page: tl.tensor
-    tokens: tl.tensor
-    gains: tl.tensor
+    stride: tl.tensor
     mean: tl.tensor | None
-    mean_row: tl.tensor
-
-
-@triton.constexpr_function
-def _number_of(fields, rank, index):
-    """Index of a piece among the pieces of all ranks."""
-    return sum(len(pieces) for pieces in fields.pieces[:rank]) + index
 
 
 @triton.jit
 def _rank_scores(
-    pages, worth, call, asked, first, stop, RANK: tl.constexpr, PAGES: tl.constexpr, Q: tl.constexpr,
-    K: tl.constexpr, N: tl.constexpr,
+    pages, queries, call, rows, first, stop, RANK: tl.constexpr, PAGES: tl.constexpr, Q: tl.constexpr,
+    K: tl.constexpr, N: tl.constexpr, PAGE_ROPE: tl.constexpr,
 ):  # fmt: skip
     """Scores of query rows with the tokens of a rank, ``[rows, tokens]``, -inf for tokens of other pages than the
-    row's. Also returns the places of the tokens in pages."""
+    row's."""
     page, token = tile_tokens(PAGES, K)
-    line, known = asked.page * worth.page + asked.row, asked.there & (asked.page < stop - first)
-    fields, sums = worth.fields + first * worth.page * K.width, worth.sums + first * worth.page * (2 * ranks_of(K))
-    at = (line * ranks_of(K) + RANK) * 2
-    total, middle = tl.load(sums + at, mask=known, other=0), tl.load(sums + (at + 1), mask=known, other=0)
+    line, valid = rows.page * queries.stride + rows.row, rows.valid & (rows.page < stop - first)
+    sums = queries.sums + first * queries.stride * runs_of(K) + line * runs_of(K)
+    total, middle = tl.zeros(line.shape, tl.float32), tl.zeros(line.shape, tl.float32)
+    for i in tl.static_range(pieces_of(K, RANK)):
+        for run in tl.static_range(runs_of_piece(K, RANK, i)):
+            of_run = tl.load(sums + (first_run(K, RANK, i) + run), mask=valid, other=0)
+            total += of_run
+            middle += of_run * middle_of(K, RANK, i)
     times = tl.exp2(places_of(token, K, N).to(tl.float32))
     s = total[:, None] * -power_of(N) - middle[:, None] * times[None, :]
     for i in tl.static_range(pieces_of(K, RANK)):
         field = columns_of(K, RANK, i)
-        q = tl.load(fields + (line[:, None] * K.width + field[None, :]), mask=known[:, None], other=0)
+        at = queries.fields + first * queries.stride * K.width + (line[:, None] * K.width + field[None, :])
+        q = tl.load(at, mask=valid[:, None], other=0)
         k = piece_fields(pages, first, stop, RANK, i, PAGES, K, N)
         s = tl.dot(q.to(Q.operand), tl.trans(k), s, input_precision="ieee")
-    place, there = tile_places(RANK, PAGES, K), page < stop - first
-    s *= tl.load(worth.gains + first * K.page + place, mask=there, other=0)[None, :]
-    own = known[:, None] & (asked.page[:, None] == page[None, :])
-    if worth.mean_row is not None:
-        at = asked.row[:, None] * worth.mean_row + place[None, :]
-        s += tl.load(worth.mean + first * K.page + at, mask=own, other=0)
-    elif worth.mean is not None:
-        s += tl.load(worth.mean + asked.row, mask=asked.there, other=0)[:, None]
+    s *= tile_gains(pages, first, stop, RANK, PAGES, K, N, 0)[None, :]
+    own = valid[:, None] & (rows.page[:, None] == page[None, :])
+    if queries.mean is not None and PAGE_ROPE:
+        at = first * queries.stride * K.page + (line[:, None] * K.page + tile_places(RANK, PAGES, K)[None, :])
+        s += tl.load(queries.mean + at, mask=own, other=0)
+    elif queries.mean is not None:
+        s += tl.load(queries.mean + rows.row, mask=rows.valid, other=0)[:, None]
     if Q.softcap > 0:
         top: tl.constexpr = Q.softcap * LOG2E
         s = top - 2 * top / (tl.exp2(s * (2 / Q.softcap)) + 1)  # tanh
-    if asked.mask is not None:
-        number = tl.load(worth.tokens + first * K.page + place, mask=there, other=0)
-        bias = tl.load(asked.mask[:, None] + number[None, :], mask=own, other=0)
+    if rows.mask is not None:
+        number = tile_numbers(pages, first, stop, RANK, PAGES, K)
+        bias = tl.load(rows.mask[:, None] + number[None, :], mask=own, other=0)
         if Q.bool_mask:
             own = own & (bias != 0)
         else:
             bias = bias.to(tl.float32)
             s += tl.where(bias < -2e38, bias, bias * LOG2E)
-    return tl.where(own, s, -float("inf")), first * K.page + place
+    return tl.where(own, s, -float("inf"))
 
 
 @triton.jit
@@ -163,8 +163,8 @@ def _first_rows(lines, there, PAGES: tl.constexpr):
 
 @triton.jit
 def _packed_split(
-    pages, values, gains, worth, call, asked, begin, end, out, lse, PAGES: tl.constexpr, Q: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
+    pages, values, queries, call, rows, begin, end, out, lse, PAGES: tl.constexpr, Q: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, PAGE_ROPE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write the weighted sums of the fields of values in pages ``[begin, end)``, ``[rows, V.width]``, to ``out``, and
     the log-sum-exp to ``lse``.
@@ -174,7 +174,7 @@ def _packed_split(
     M: tl.constexpr = Q.tile
     tokens: tl.constexpr = PAGES * V.tokens
     RANKS: tl.constexpr = ranks_of(V)
-    page, token = tile_tokens(PAGES, V)
+    _, token = tile_tokens(PAGES, V)
     column = tl.arange(0, _COUNTED)[None, :]
     times = tl.exp2(tl.where(column == 0, 0, places_of(token, V, N)[:, None]).to(tl.float32))
     times = tl.where(column < 2, times, 0.0).to(Q.operand)
@@ -187,7 +187,7 @@ def _packed_split(
     for first in tl.range(begin, end, PAGES, num_stages=STAGES):
         logits, highest = (), tl.full((M, tokens), -float("inf"), tl.float32)
         for rank in tl.static_range(RANKS):
-            s, _ = _rank_scores(pages, worth, call, asked, first, end, rank, PAGES, Q, K, N)
+            s = _rank_scores(pages, queries, call, rows, first, end, rank, PAGES, Q, K, N, PAGE_ROPE)
             logits = logits + (s,)  # noqa: RUF005
             highest = tl.maximum(highest, s)
         peak, base, factor = _moved(peak, tl.max(highest, 1))
@@ -196,34 +196,34 @@ def _packed_split(
         for rank in tl.static_range(RANKS):
             p = tl.exp2(logits[rank] - base[:, None])
             total += p
-            gain = tl.load(gains + first * V.page + tile_places(rank, PAGES, V), mask=page < end - first, other=0)
-            p = (p * gain[None, :]).to(Q.operand)
+            p *= tile_gains(values, first, end, rank, PAGES, V, N, headroom_of(N))[None, :]
+            p = p.to(Q.operand)
             so_far = weights[rank] * factor[:, None]
             new_weights = new_weights + (tl.dot(p, times, so_far, input_precision="ieee"),)  # noqa: RUF005
             for i in tl.static_range(pieces_of(V, rank)):
                 v = piece_fields(values, first, end, rank, i, PAGES, V, N)
-                so_far = sums[_number_of(V, rank, i)] * factor[:, None]
+                so_far = sums[piece_number(V, rank, i)] * factor[:, None]
                 new_sums = new_sums + (tl.dot(p, v, so_far, input_precision="ieee"),)  # noqa: RUF005
         sums, weights = new_sums, new_weights
     factor, logs = _common(peak, tl.sum(total, 1), PAGES)
     factor *= 2.0 ** -headroom_of(N)
-    line, there = _first_rows(asked.line, asked.there, PAGES)
+    line, there = _first_rows(rows.line, rows.valid, PAGES)
     tl.store(lse + line, logs, mask=there)
     for rank in tl.static_range(RANKS):
         added = tl.sum(tl.where(column == 0, weights[rank], 0.0), 1) * power_of(N)
         all_of = tl.sum(tl.where(column == 1, weights[rank], 0.0), 1)
         for i in tl.static_range(pieces_of(V, rank)):
             less = added + all_of * middle_of(V, rank, i)
-            found = _of_all_pages((sums[_number_of(V, rank, i)] - less[:, None]) * factor[:, None], PAGES)
+            found = _of_all_pages((sums[piece_number(V, rank, i)] - less[:, None]) * factor[:, None], PAGES)
             at = out + line[:, None] * V.width + columns_of(V, rank, i)[None, :]
             tl.store(at, found, mask=there[:, None])
 
 
 @triton.jit
 def _exact_split(
-    pages, k_ring, v_ring, k_new, v_new, q, worth, call, asked, begin, end, out, lse,
-    PAGES: tl.constexpr, EXACT: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, N: tl.constexpr,
-    R: tl.constexpr, W: tl.constexpr,
+    pages, k_ring, v_ring, k_new, v_new, q, queries, call, rows, begin, end, out, lse,
+    PAGES: tl.constexpr, EXACT: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+    R: tl.constexpr, W: tl.constexpr, PAGE_ROPE: tl.constexpr,
 ):  # fmt: skip
     """Write the weighted sums of all other values, ``[rows, D]``: tokens of pages ``[begin, end)``, whose keys are
     packed and whose values are exact, and tokens whose keys are exact too. R, W: layouts of exact keys and values."""
@@ -234,22 +234,22 @@ def _exact_split(
     found = tl.zeros((M, channel.shape[0]), tl.float32)
     for first in tl.range(begin, end, PAGES, num_stages=1):
         for rank in tl.static_range(ranks_of(K)):
-            s, place = _rank_scores(pages, worth, call, asked, first, end, rank, PAGES, Q, K, N)
+            s = _rank_scores(pages, queries, call, rows, first, end, rank, PAGES, Q, K, N, PAGE_ROPE)
             peak, base, factor = _moved(peak, tl.max(s, 1))
             p = tl.exp2(s - base[:, None])
-            there = place < end * K.page
-            number = tl.load(worth.tokens + place, mask=there, other=0)
-            v = ring_rows(v_ring, number, there, channel, real, W)
+            page, _ = tile_tokens(PAGES, K)
+            number = tile_numbers(pages, first, end, rank, PAGES, K)
+            v = ring_rows(v_ring, number, page < end - first, channel, real, W)
             found = tl.dot(p.to(Q.operand), v.to(Q.operand), found * factor[:, None], input_precision="ieee")
             total = total * factor + tl.sum(p, 1)
-    once = asked.there & (asked.page == 0)
-    q = query_tiles(q, asked.line, once, parts, R.dim, Q)
+    once = rows.valid & (rows.page == 0)
+    q = query_tiles(q, rows.line, once, parts, R.dim, Q)
     packed, stop = end * K.page, call.n + call.queries
     for first in tl.range(0, stop - packed, EXACT, num_stages=1):
         tokens = exact_tokens(first, packed, EXACT, R)
         k = exact_keys(k_ring, k_new, tokens, call.n, stop, None, parts, R)
-        seen = seen_by(asked.query, tokens, call, Q) & once[:, None]
-        s = scores(q, k, None, call.scale, asked.mask, tokens, seen, Q)
+        seen = seen_by(rows.query, tokens, call, Q) & once[:, None]
+        s = scores(q, k, None, call.scale, rows.mask, tokens, seen, Q)
         peak, base, factor = _moved(peak, tl.max(s, 1))
         p = tl.exp2(s - base[:, None])
         v = ring_rows(v_ring, tokens, tokens < call.n, channel, real, W)
@@ -257,7 +257,7 @@ def _exact_split(
         found = tl.dot(p.to(Q.operand), v.to(Q.operand), found * factor[:, None], input_precision="ieee")
         total = total * factor + tl.sum(p, 1)
     factor, logs = _common(peak, total, PAGES)
-    line, there = _first_rows(asked.line, asked.there, PAGES)
+    line, there = _first_rows(rows.line, rows.valid, PAGES)
     tl.store(lse + line, logs, mask=there)
     found = _of_all_pages(found * factor[:, None], PAGES)
     at_channel = out + line[:, None] * R.dim + channel[None, :]
@@ -266,50 +266,103 @@ def _exact_split(
 
 @triton.jit(do_not_specialize=["queries", "mask_batch", "mask_head", "mask_query"])
 def attend_fields(
-    q, k_pages, k_ring, v_pages, v_ring, k_new, v_new, fields, sums, tokens, k_gains, v_gains, mean, mask, out, partial,
-    lse, length, queries, scale, k_capacity, v_capacity, mean_row, mask_batch, mask_head, mask_query,
-    PAGES: tl.constexpr, EXACT: tl.constexpr, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
-    W: tl.constexpr, N: tl.constexpr, FRAMED: tl.constexpr, STAGES: tl.constexpr,
+    q, k_pages, k_ring, v_pages, v_ring, k_new, v_new, fields, sums, mean, mask, summed, exact, lse, length, queries,
+    scale, k_capacity, v_capacity, mask_batch, mask_head, mask_query, PAGES: tl.constexpr, EXACT: tl.constexpr,
+    Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, W: tl.constexpr, N: tl.constexpr,
+    PAGE_ROPE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attention over pages with per-channel bit widths.
 
     Grid: KV heads of all samples; splits of the pages, then one program for all other tokens, which is short; tiles of
     query rows.
 
-    The number of stored tokens is read from ``length``. ``fields`` and ``sums`` are results of `page_queries`, with one
-    page for all unless ``FRAMED`` (page-relative RoPE). ``tokens`` and ``mean`` are results of `order_tokens`. ``out``
-    receives the sums of the splits, in fields. ``partial`` receives the sums of the last program, in channels, after
-    room for the splits. ``lse`` receives the log-sum-exp of all.
+    The number of stored tokens is read from ``length``. ``fields``, ``sums`` and ``mean`` are results of
+    `page_queries`, with one page for all unless ``PAGE_ROPE``. ``summed`` receives the sums of the splits, in fields;
+    ``exact``, the sums of the last program, in channels; ``lse``, the log-sum-exp of all.
     """
     n = tl.load(length).to(tl.int32)
     k_stop, v_stop = pages_of(n, K), pages_of(n, V)
     group, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1) - 1
-    rows = Q.heads // Q.groups * queries
+    of_head = Q.heads // Q.groups * queries
     call = Call(n, queries, scale, None, mask, mask_batch, mask_head, mask_query)
     index = tl.arange(0, Q.tile)  # each query row once per page of an iteration
     row = tl.program_id(2) * (Q.tile // PAGES) + index // PAGES
-    line, there, query = group * rows + row, row < rows, row % queries
-    lines = mask_lines(line, there, query, group, call, Q) if mask is not None else None
-    asked = Asked(row, line, there, query, index % PAGES, lines)
-    places, room = group * k_capacity * K.page, k_capacity if FRAMED else 1
-    fields, sums = fields + group * room * rows * K.width, sums + group * room * rows * (2 * ranks_of(K))
+    line, valid, query = group * of_head + row, row < of_head, row % queries
+    lines = mask_lines(line, valid, query, group, call, Q) if mask is not None else None
+    rows = QueryRows(row, line, valid, query, index % PAGES, lines)
+    room = group * (k_capacity if PAGE_ROPE else 1) * of_head
     if mean is not None:
-        mean += group * rows * (mean_row if mean_row is not None else 1)
-    worth = Worth(fields, sums, rows if FRAMED else 0, tokens + places, k_gains + places, mean, mean_row)
+        mean += room * (K.page if PAGE_ROPE else 1)
+    of_pages = PageQueries(
+        fields + room * K.width, sums + room * runs_of(K), of_head if PAGE_ROPE else 0, mean
+    )  # fmt: skip
     k_pages, v_pages = k_pages + group * k_capacity * K.size, v_pages + group * v_capacity * V.size
     if split < splits:
         of_split = tl.cdiv(tl.cdiv(v_stop, PAGES), splits) * PAGES
         begin = split * of_split
         _packed_split(
-            k_pages, v_pages, v_gains + places, worth, call, asked, begin, min(begin + of_split, v_stop),
-            out + (group * (splits - 1) + split) * rows * V.width, lse + (group * splits + split) * rows, PAGES, Q, K,
-            V, N, STAGES,
+            k_pages, v_pages, of_pages, call, rows, begin, min(begin + of_split, v_stop),
+            summed + (group * (splits - 1) + split) * of_head * V.width, lse + (group * splits + split) * of_head,
+            PAGES, Q, K, V, N, PAGE_ROPE, STAGES,
         )  # fmt: skip
     else:
         k_ring, v_ring = k_ring + group * (R.sinks + R.window) * R.dim, v_ring + group * (W.sinks + W.window) * W.dim
         k_new, v_new = k_new + group * queries * R.dim, v_new + group * queries * R.dim
         _exact_split(
-            k_pages, k_ring, v_ring, k_new, v_new, q, worth, call, asked, v_stop, k_stop,
-            partial + (group + 1) * splits * rows * R.dim, lse + (group + 1) * splits * rows, PAGES, EXACT, Q, K, V, N,
-            R, W,
+            k_pages, k_ring, v_ring, k_new, v_new, q, of_pages, call, rows, v_stop, k_stop, exact,
+            lse + (group + 1) * splits * of_head, PAGES, EXACT, Q, K, N, R, W, PAGE_ROPE,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "splits", "queries"])
+def merge_fields(
+    summed, partial_lse, sinks, merged, of_exact, rows, splits, queries, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Write the normalized sums of all splits, in fields: ``[BH, rows, WIDTH]``; and the factor of the sums of exact
+    tokens, ``[BH, rows]``. Grid: every query row; runs of ``COUNT`` fields.
+
+    ``sinks`` are logits of each head without values.
+    """
+    row, run, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, SPLITS)
+    group, within, field = row // rows, row % rows, run * COUNT + tl.arange(0, COUNT)
+    logs = partial_lse + group * (splits + 1) * rows + within
+    exact = tl.load(logs + splits * rows)
+    peak, total, found = exact, 1.0, tl.zeros((COUNT,), tl.float32)
+    if sinks is not None:
+        sink = tl.load(sinks + row // queries % HEADS).to(tl.float32) * LOG2E
+        peak = tl.maximum(exact, sink)
+        total = tl.exp2(exact - peak) + tl.exp2(sink - peak)
+    elif exact == -float("inf"):
+        total = 0.0
+    for first in range(0, splits, SPLITS):
+        there, at = first + split < splits, group * splits + first + split
+        log = tl.load(logs + (first + split) * rows, mask=there, other=-float("inf"))
+        part = tl.load(summed + (at * rows + within)[:, None] * WIDTH + field[None, :], mask=there[:, None], other=0)
+        new = tl.maximum(peak, tl.max(log, 0))
+        base = tl.where(new == -float("inf"), 0.0, new)
+        weights, factor = tl.exp2(log - base), tl.exp2(peak - base)
+        found = found * factor + tl.sum(part * weights[:, None], 0)
+        total, peak = total * factor + tl.sum(weights, 0), new
+    divisor = tl.where(total > 0, total, 1.0)
+    tl.store(merged + row * WIDTH + field, found / divisor)
+    if run == 0:
+        tl.store(of_exact + row, tl.exp2(exact - tl.where(peak == -float("inf"), 0.0, peak)) / divisor)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def fields_to_channels(
+    merged, exact, of_exact, rows_of_fields, out, rows, DIM: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
+    COUNT: tl.constexpr,
+):  # fmt: skip
+    """Convert sums of values in fields to channels, and add those of exact tokens. Grid: every query row; runs of
+    ``CHANNELS`` channels."""
+    row, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    real, found = channel < DIM, tl.zeros((COUNT, CHANNELS), tl.float32)
+    for i in tl.static_range(WIDTH // COUNT):
+        field = i * COUNT + tl.arange(0, COUNT)
+        at = rows_of_fields + (row // rows * WIDTH + field[:, None]) * DIM + channel[None, :]
+        sums = tl.load(merged + row * WIDTH + field)
+        found += sums[:, None] * tl.load(at, mask=real[None, :], other=0)
+    added = tl.load(exact + row * DIM + channel, mask=real, other=0) * tl.load(of_exact + row)
+    tl.store(out + row * DIM + channel, (tl.sum(found, 0) + added).to(out.dtype.element_ty), mask=real)

@@ -1,5 +1,4 @@
-"""Reads pages with per-channel bit widths (`kvpass.codec.allocation`) in kernels, and transforms queries to their
-fields.
+"""Reads pages with per-channel bit widths (`kvpass.codec.allocation`) in kernels.
 
 A tile has the tokens of one rank of a few pages as rows, and a run of fields of one kind, a *piece*, as columns. The
 weights of fields are multiplied into queries once per page, so fields are multiplied as stored: in the mantissa of a
@@ -11,10 +10,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .scores import LOG2E, Rope, parts_of
-
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _PLANES: tl.constexpr = tl.constexpr(4)  # pairs of bits per byte
+LEAST = tl.constexpr(32)  # minimum columns of a product; all pieces have multiples of that
 
 
 class Piece(NamedTuple):
@@ -82,6 +80,30 @@ def pieces_of(fields, rank):
 
 
 @triton.constexpr_function
+def runs_of(fields):
+    """Number of runs of ``LEAST`` padded fields."""
+    return fields.width // LEAST.value
+
+
+@triton.constexpr_function
+def runs_of_piece(fields, rank, index):
+    """Number of runs of ``LEAST`` fields of a piece."""
+    return fields.pieces[rank][index].width // LEAST.value
+
+
+@triton.constexpr_function
+def first_run(fields, rank, index):
+    """The first run of ``LEAST`` fields of a piece."""
+    return fields.pieces[rank][index].at // LEAST.value
+
+
+@triton.constexpr_function
+def piece_number(fields, rank, index):
+    """Index of a piece among the pieces of all ranks."""
+    return sum(len(pieces) for pieces in fields.pieces[:rank]) + index
+
+
+@triton.constexpr_function
 def ranks_of(fields):
     return len(fields.pieces)
 
@@ -116,17 +138,36 @@ def tile_tokens(PAGES: tl.constexpr, L: tl.constexpr):
 
 @triton.jit
 def tile_places(RANK: tl.constexpr, PAGES: tl.constexpr, L: tl.constexpr):
-    """The places at which `order_tokens` writes the data of each token of a tile."""
-    index = tl.arange(0, PAGES * L.tokens)
-    return index // L.tokens * L.page + RANK * L.tokens + index % L.tokens
+    """The place of each token of a tile in its page, in the order of `page_places`."""
+    return RANK * L.tokens + tl.arange(0, PAGES * L.tokens) % L.tokens
 
 
 @triton.jit
-def _in_tiles(slot, L: tl.constexpr):
-    """Convert slots of a page to places such that the tokens of a tile are adjacent."""
+def page_places(pages, page, there, L: tl.constexpr):
+    """The place of each token of each ``page``, ``[pages, P]``: the tokens of a rank are adjacent, in the order of the
+    rows of a tile. Pages that are not ``there`` are not read."""
+    token = tl.arange(0, L.page)[None, :]
+    if L.ranked:
+        marks: tl.constexpr = L.page // 8
+        marked = tl.load(pages + page[:, None] * L.size + token % marks, mask=there[:, None], other=0)
+        rich = marked.to(tl.int32) >> token // marks & 1
+        before = tl.cumsum(rich, 1) - rich
+        slot = tl.where(rich != 0, before, token - before + L.tokens)  # `kvpass.codec.allocation.slots`
+    else:
+        slot = token + page[:, None] * 0
     rows: tl.constexpr = L.tokens // _PLANES
-    token = slot % L.tokens
-    return slot - token + token % rows * _PLANES + token // rows
+    of_rank = slot % L.tokens
+    return slot - of_rank + of_rank % rows * _PLANES + of_rank // rows
+
+
+@triton.jit
+def tile_numbers(pages, first, stop, RANK: tl.constexpr, PAGES: tl.constexpr, L: tl.constexpr):
+    """The token ids of a tile."""
+    page, _ = tile_tokens(PAGES, L)
+    places = page_places(pages + first * L.size, page, page < stop - first, L)
+    found = places == tile_places(RANK, PAGES, L)[:, None]
+    token = tl.sum(tl.where(found, tl.arange(0, L.page)[None, :], 0), 1)
+    return L.sinks + (first + page) * L.page + token
 
 
 @triton.constexpr_function
@@ -251,199 +292,24 @@ def piece_fields(
     return fields
 
 
-@triton.jit
-def field_rows(
-    basis, places, columns, weights, out, DIM: tl.constexpr, SIZE: tl.constexpr, FIELDS: tl.constexpr,
-    WIDTH: tl.constexpr, COUNT: tl.constexpr,
-):  # fmt: skip
-    """Write the contribution of each padded field to the channels of a token, per unit of field and gain:
-    ``[BH, WIDTH, D]``.
-
-    Grid: heads; runs of ``COUNT`` fields. ``columns`` is the field of each column, -1 for padding.
-    """
-    group, field = tl.program_id(0).to(tl.int64), tl.program_id(1) * COUNT + tl.arange(0, COUNT)
-    column = tl.load(columns + field)
-    place = tl.load(places + group * FIELDS + column, mask=column >= 0, other=0)
-    coordinate, weight = place % DIM, tl.load(weights + place // DIM)
-    channel = tl.arange(0, triton.next_power_of_2(DIM))
-    mine = (channel[None, :] // SIZE == coordinate[:, None] // SIZE) & (channel < DIM)[None, :] & (column >= 0)[:, None]
-    at = basis + group * DIM * SIZE + coordinate[:, None] * SIZE + channel[None, :] % SIZE
-    rows = tl.load(at, mask=mine, other=0).to(tl.float32) * weight[:, None]
-    at = out + (group * WIDTH + field[:, None]) * DIM + channel[None, :]
-    tl.store(at, rows.to(out.dtype.element_ty), mask=(channel < DIM)[None, :])
-
-
-@triton.jit
-def _scaled_parts(q, asked, scale, parts):
-    """The parts of query rows, scaled so that products are scores in units of log2. q: one pointer per row."""
-    queries = ()
-    for i in tl.static_range(len(parts)):
-        channel, real = parts[i]
-        part = tl.load(q[:, None] + channel[None, :], mask=asked[:, None] & real[None, :], other=0).to(tl.float32)
-        queries = queries + (part * (scale * LOG2E),)  # noqa: RUF005  (Triton has no unpacking)
-    return queries
-
-
-@triton.jit
-def _parts_of_mean(center, parts):
-    """The parts of the mean of the keys of a head."""
-    means = ()
-    for i in tl.static_range(len(parts)):
-        channel, real = parts[i]
-        means = means + (tl.load(center + channel, mask=real, other=0).to(tl.float32)[None, :],)  # noqa: RUF005
-    return means
-
-
-@triton.jit
-def _tables(rope, row, there, parts, R: tl.constexpr):
-    """Rows of the rotary tables."""
-    channel, real = parts[0]
-    pair = channel // 2 if R.interleaved else channel
-    at, known = rope.sample + row[:, None] * rope.row + pair[None, :], there[:, None] & real[None, :]
-    cos, sin = tl.load(rope.cos + at, mask=known, other=0), tl.load(rope.sin + at, mask=known, other=0)
-    return cos.to(tl.float32), sin.to(tl.float32)
-
-
-@triton.jit
-def _turned_back(q, rope, page, asked, parts, R: tl.constexpr, L: tl.constexpr):
-    """Rotate the parts of queries back by the middle token of their page."""
-    cos, sin = _tables(rope, L.page + page, asked, parts, R)
-    return (q[0] * cos + q[1] * sin, q[1] * cos - q[0] * sin) + q[2:]  # noqa: RUF005
-
-
-@triton.jit(do_not_specialize=["rows", "capacity"])
-def page_queries(
-    q, rows_of_fields, cos, sin, out, sums, length, scale, rows, capacity, table_batch, table_row,
-    GROUPS: tl.constexpr, R: tl.constexpr, L: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr,
-    TILE: tl.constexpr,
-):  # fmt: skip
-    """Write the contribution of each field of a page to the scores of each query row, per unit of field and in units of
-    log2: ``[BH, pages, rows, WIDTH]``. Also write, per rank, the sum of these contributions, and the sum of the
-    contributions of the fields' midpoints: ``[BH, pages, rows, ranks, 2]``.
-
-    Grid: KV heads of all samples; tiles of pages times rows. Without rotary tables, all pages share one result.
-    """
-    pages = pages_of(tl.load(length).to(tl.int32), L) if cos is not None else 1
-    first = tl.program_id(1) * TILE
-    if first >= pages * rows:
-        return
-    group, index = tl.program_id(0).to(tl.int64), first + tl.arange(0, TILE)
-    page, row, asked = index // rows, index % rows, index < pages * rows
-    rope, parts = Rope(cos, sin, group // GROUPS * table_batch, table_row, None, 0), parts_of(R)
-    split = _scaled_parts(q + (group * rows + row) * R.dim, asked, scale, parts)
-    if R.pairs:
-        split = _turned_back(split, rope, page, asked, parts, R, L)
-    line = group * capacity * rows + index
-    for rank in tl.static_range(ranks_of(L)):
-        total, middle = tl.zeros((TILE,), tl.float32), tl.zeros((TILE,), tl.float32)
-        for i in tl.static_range(pieces_of(L, rank)):
-            field = columns_of(L, rank, i)
-            found = tl.zeros((TILE, field.shape[0]), tl.float32)
-            for j in tl.static_range(len(parts)):
-                channel, real = parts[j]
-                at = rows_of_fields + (group * L.width + field[None, :]) * R.dim + channel[:, None]
-                b = tl.load(at, mask=real[:, None], other=0)
-                found = tl.dot(split[j].to(N.dtype), b.to(N.dtype), found, input_precision=PRECISION)
-            kept = found.to(out.dtype.element_ty)
-            tl.store(out + line[:, None] * L.width + field[None, :], kept, mask=asked[:, None])
-            of_piece = tl.sum(kept.to(tl.float32), 1)
-            total += of_piece
-            middle += of_piece * middle_of(L, rank, i)
-        at = sums + (line * ranks_of(L) + rank) * 2
-        tl.store(at, total, mask=asked)
-        tl.store(at + 1, middle, mask=asked)
-
-
-@triton.jit
-def _slots(pages, page, token, there, PAGES: tl.constexpr, L: tl.constexpr):
-    """The slot of each token in its page (`kvpass.codec.allocation.slots`)."""
-    if not L.ranked:
-        return token
-    marks: tl.constexpr = L.page // 8
-    rich = tl.load(pages + page * L.size + token % marks, mask=there, other=0).to(tl.int32) >> token // marks & 1
-    before = tl.reshape(tl.cumsum(tl.reshape(rich, (PAGES, L.page)), 1), rich.shape) - rich
-    return tl.where(rich != 0, before, token - before + L.tokens)
-
-
 @triton.constexpr_function
 def _gains_at(fields, rank):
     return fields.gains[rank]
 
 
 @triton.jit
-def _write_gains(pages, gains, page, position, stop, L: tl.constexpr, N: tl.constexpr, HEADROOM: tl.constexpr):
-    """Write the factor for sums of stored fields, per token: its gain without the powers of `places_of`, times 2 to the
-    power ``HEADROOM``."""
-    token = position % L.tokens
-    for rank in tl.static_range(ranks_of(L)):
-        there = (page < stop) & (position // L.tokens == rank)
-        stored = tl.load(pages + page * L.size + _gains_at(L, rank) + token, mask=there, other=0)
-        gain = tl.exp2((stored.to(tl.float32) - 128) / 16 + HEADROOM - places_of(token, L, N).to(tl.float32))
-        tl.store(gains + page * L.page + _in_tiles(position, L), gain, mask=there)
-
-
-@triton.jit
-def _neighbours(rope, page, token, there, parts, R: tl.constexpr, L: tl.constexpr):
-    """Tables that rotate the mean of the keys at each token of a page (`kvpass.codec.page_rope`): the rotation of the
-    page's middle, plus that of the token relative to the middle."""
-    cos, sin = _tables(rope, L.page + page, there, parts, R)
-    behind = token > L.page // 2
-    c, s = _tables(rope, tl.where(behind, L.page - token, token), there, parts, R)
-    c0, s0 = _tables(rope, token * 0 + L.page // 2, there, parts, R)
-    norm = tl.maximum(c0 * c0 + s0 * s0, 1e-30)
-    along, across = (c * c0 + s * s0) / norm, (s * c0 - c * s0) / norm
-    across = tl.where(behind[:, None], -across, across)
-    return cos * along - sin * across, sin * along + cos * across
-
-
-@triton.jit
-def _mean_scores(q, center, cos, sin, asked, scale, parts, PRECISION: tl.constexpr):
-    """Scores of query rows with the rotated mean of the keys, in units of log2. q: one pointer per row."""
-    queries, means = _scaled_parts(q, asked, scale, parts), _parts_of_mean(center, parts)
-    along = queries[0] * means[0] + queries[1] * means[1]
-    across = queries[1] * means[0] - queries[0] * means[1]
-    found = tl.dot(along, tl.trans(cos), input_precision=PRECISION)
-    found = tl.dot(across, tl.trans(sin), found, input_precision=PRECISION)
-    if len(parts) > 2:
-        found += tl.sum(queries[2] * means[2], 1)[:, None]
-    return found
-
-
-@triton.jit(do_not_specialize=["rows"])
-def order_tokens(
-    q, k_pages, v_pages, cos, sin, center, tokens, k_gains, v_gains, mean, length, scale, rows, k_capacity, v_capacity,
-    table_batch, table_row, GROUPS: tl.constexpr, HEADS: tl.constexpr, R: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, N: tl.constexpr, PRECISION: tl.constexpr, PAGES: tl.constexpr, TILE: tl.constexpr,
+def tile_gains(
+    pages, first, stop, RANK: tl.constexpr, PAGES: tl.constexpr, L: tl.constexpr, N: tl.constexpr,
+    HEADROOM: tl.constexpr,
 ):  # fmt: skip
-    """Write data of the tokens in pages, in the order in which tiles read them.
-
-    Writes the token ids and the gains of keys and values, ``[BH, capacity * P]``. With ``center``, also writes the
-    products of query rows with the mean of the keys, rotated for each token, ``[BH, rows, capacity * P]``.
-
-    Grid: runs of pages; runs of KV heads of all samples. A run of heads reads the tables once.
-    """
-    n = tl.load(length).to(tl.int32)
-    stop, v_stop = pages_of(n, K), pages_of(n, V)
-    first, runs = tl.program_id(0) * PAGES, tl.cdiv(GROUPS, HEADS)
-    if first >= stop:
-        return
-    sample, head = (tl.program_id(1) // runs).to(tl.int64), tl.program_id(1) % runs * HEADS
-    index = tl.arange(0, PAGES * K.page)
-    page, token = first + index // K.page, index % K.page
-    there, number, parts = page < stop, K.sinks + page * K.page + token, parts_of(R)
-    if center is not None:
-        rope = Rope(cos, sin, sample * table_batch, table_row, None, 0)
-        c, s = _neighbours(rope, page, token, there, parts, R, K)
-    for group in range(sample * GROUPS + head, sample * GROUPS + tl.minimum(head + HEADS, GROUPS)):
-        keys, values = k_pages + group * k_capacity * K.size, v_pages + group * v_capacity * V.size
-        place = page * K.page + _in_tiles(_slots(keys, page, token, there, PAGES, K), K)
-        tl.store(tokens + group * k_capacity * K.page + place, number, mask=there)
-        _write_gains(keys, k_gains + group * k_capacity * K.page, page, token, stop, K, N, 0)
-        _write_gains(values, v_gains + group * k_capacity * K.page, page, token, v_stop, V, N, headroom_of(N))
-        if center is not None:
-            for start in range(0, rows, TILE):
-                row = start + tl.arange(0, TILE)
-                line, asked = group * rows + row, row < rows
-                found = _mean_scores(q + line * R.dim, center + group * R.dim, c, s, asked, scale, parts, PRECISION)
-                into = mean + line[:, None] * k_capacity * K.page + place[None, :]
-                tl.store(into, found, mask=asked[:, None] & there[None, :])
+    """Factors for sums of stored fields, by token of a tile: gains without the powers of `places_of`, times 2 to the
+    power ``HEADROOM``."""
+    page, token = tile_tokens(PAGES, L)
+    there, start = page < stop - first, _gains_at(L, RANK)
+    if N.mantissa:  # four bytes at a time, which the compiler can prefetch
+        at = pages.to(tl.pointer_type(tl.int32), bitcast=True) + first * (L.size // 4)
+        word = tl.load(at + (page * (L.size // 4) + start // 4 + token // 4), mask=there, other=0)
+        stored = word >> token % 4 * 8 & 0xFF
+    else:
+        stored = tl.load(pages + first * L.size + (page * L.size + start + token), mask=there, other=0)
+    return tl.exp2(stored.to(tl.float32) / 16 + (HEADROOM - 8 - places_of(token, L, N).to(tl.float32)))
