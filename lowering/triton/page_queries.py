@@ -65,7 +65,11 @@ def mean_rows(
     for i in tl.static_range(len(parts)):
         channel, real = parts[i]
         at = out + (group * L.page + token[:, None]) * R.dim + channel[None, :]
-        tl.store(at, tl.broadcast_to(turned[i], at.shape).to(out.dtype.element_ty), mask=tl.broadcast_to(real[None, :], at.shape))
+        tl.store(
+            at,
+            tl.broadcast_to(turned[i], at.shape).to(out.dtype.element_ty),
+            mask=tl.broadcast_to(real[None, :], at.shape),
+        )
 
 
 @triton.jit
