@@ -17,7 +17,14 @@ FIELDS_SPILLED = 1024  # the kernel that reads fields; most spills are outside i
 SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes a program may have of A100 and H100
 KERNELS = {
     "attend": {"attend_split", "merge_splits"},
-    "fields": {"field_rows", "page_queries", "order_tokens", "attend_fields", "merge_splits"},
+    "fields": {
+        "field_rows",
+        "mean_rows",
+        "page_queries",
+        "attend_fields",
+        "merge_fields",
+        "fields_to_channels",
+    },
     "quantize": {"quantize_pages"},
     "append": {"write_windows"},
 }
