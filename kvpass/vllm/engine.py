@@ -31,6 +31,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout, SlidingWindowSpec
 
 from ..errors import KVPassError
+from ..lowering.page_codecs import codecs_for
 from ..paged import paged_attention
 from ..paged.batch import Batch, BlockTable
 from ..schemes import SchemeConfig
@@ -308,7 +309,7 @@ class PackedAttention(AttentionImpl):
     def _bound(self, kv_cache: Tensor) -> paged_attention.Layer:
         layout = self.served_as.layout(kv_cache.shape[2])
         views, window = layout.views(kv_cache), self.window.kv_cache
-        key, value = (paged_attention.codecs_for(spec, kv_cache.device, self.head_size) for _, spec in layout.sides)
+        key, value = (codecs_for(spec, kv_cache.device, self.head_size) for _, spec in layout.sides)
         layer = paged_attention.Layer(views, window, layout.key, layout.value, (key, value), self.scale, self.softcap)
         return paged_attention.with_kernel(layer)
 
