@@ -777,7 +777,7 @@ def test_a_codec_that_says_so_decodes_any_bytes(codec):
             assert tokens.shape == (1, 1, 2 * spec.page_size, 64)
 
 
-@pytest.mark.parametrize("codec", ["boosted", "error-term", "mixed", "nuq"])
+@pytest.mark.parametrize("codec", ["boosted", "error-term", "nuq"])
 def test_a_codec_whose_pages_hold_indices_does_not_say_so(codec):
     assert not CODECS[codec].dequantizes_any_bytes
     for spec in filter(lambda spec: spec.codec.share, specs_of(codec)):  # without a share there are no indices
