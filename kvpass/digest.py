@@ -21,4 +21,4 @@ def digest(facts: Any, tensors: Mapping[str, Tensor]) -> str:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of ``tensor``, copied only if it is not contiguous or not on the CPU."""
-    return memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data

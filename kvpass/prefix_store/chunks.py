@@ -5,7 +5,7 @@ a store may drop any chunk of a prefix, and a request may begin in the middle of
 Layers of the same shape and plan are quantized in one call.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm, prod
 
@@ -34,6 +34,10 @@ class LayerShape:
 Chunk = dict[str, Tensor]
 """The tensors of one chunk on the CPU, by name: "0.key.codes" ``[layers, H, pages, ...]``, "0.key.sinks" ``[layers, H,
 sinks, D]``, where 0 is the number of a set of layers that are stored alike."""
+
+
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype of the tensors of a chunk, by name."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +93,9 @@ class ChunkCodec:
             for one in self._alike
         ]
 
-    def shapes(self, first: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def shapes(self, first: bool) -> Shapes:
         """Shape and dtype of the tensors of a chunk. first: whether it is the first of its prompt."""
-        found = {}
+        found: Shapes = {}
         for number, one in enumerate(self._alike):
             lead, head_dim, dtype = (len(one.layers), one.shape.heads), one.shape.head_dim, one.shape.dtype
             for side, spec in one.sides:
@@ -137,7 +141,9 @@ class ChunkCodec:
                             chunk[f"{number}.{side}.{name}"] = part
         return [{name: part.to("cpu", copy=True).contiguous() for name, part in chunk.items()} for chunk in chunks]
 
-    def _side(self, x: Tensor, spec: CodecSpec, first: bool, quantize):
+    def _side(
+        self, x: Tensor, spec: CodecSpec, first: bool, quantize: Callable[..., tuple[Tensor, ...]]
+    ) -> Iterator[tuple[str, Tensor]]:
         """Names and tensors ``[n, L, H, ...]`` of keys or values ``x`` ``[n, L, H, T, D]``; sinks only of the first."""
         sinks = spec.retention.sinks
         if first and sinks:
@@ -172,7 +178,9 @@ class ChunkCodec:
                     into[place] = layer
         return found
 
-    def _tokens(self, parts: Sequence[Mapping[str, Tensor]], one: _Alike, spec: CodecSpec, dequantize) -> Tensor:
+    def _tokens(
+        self, parts: Sequence[Mapping[str, Tensor]], one: _Alike, spec: CodecSpec, dequantize: Callable[..., Tensor]
+    ) -> Tensor:
         lead = (len(parts), len(one.layers))
         kept = []
         for name, (shape, dtype) in page_shapes(spec, one.shape.head_dim, one.shape.dtype).items():
@@ -184,7 +192,8 @@ class ChunkCodec:
         x = dequantize(kept, spec, (), ())
         if spec.transform.center:
             x = x + torch.cat([part["center"] for part in parts]).float()
-        return x.to(one.shape.dtype).unflatten(0, lead)
+        tokens: Tensor = x.to(one.shape.dtype).unflatten(0, lead)
+        return tokens
 
     def warm(self) -> None:
         """Compile what `quantize` and `dequantize` compile."""

@@ -172,11 +172,16 @@ class KVPassConnector(OffloadingConnector):
             )  # fmt: skip
         if current_platform.is_cuda_alike():
             logger.warning("kvpass's prefix store has been run on vLLM's CPU platform only: compare a few answers.")
-        self.connector_worker.worker = StoreWorker(groups, self.files)
+        self._of_worker.worker = StoreWorker(groups, self.files)
+
+    @property
+    def _of_worker(self) -> OffloadingConnectorWorker:
+        assert self.connector_worker is not None, "vLLM calls this in workers alone"
+        return self.connector_worker
 
     @property
     def _worker(self) -> StoreWorker:
-        worker = self.connector_worker.worker
+        worker = self._of_worker.worker
         assert isinstance(worker, StoreWorker), "vLLM registers caches before it runs a step"
         return worker
 
@@ -185,7 +190,7 @@ class KVPassConnector(OffloadingConnector):
         super().start_load_kv(forward_context, **kwargs)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        requests, worker = dict(self.connector_worker._load_jobs), self._worker
+        requests, worker = dict(self._of_worker._load_jobs), self._worker
         results = super().get_transfer_results(finished_req_ids)
         failed = {job for job in worker.failed if requests.get(job) in results.finished_recving}
         results.failed_recving |= {requests[job] for job in failed}
@@ -215,6 +220,10 @@ class KVPassConnector(OffloadingConnector):
     def update_connector_output(self, connector_output) -> None:
         super().update_connector_output(connector_output)
         self._manager.forget(getattr(connector_output.kv_connector_worker_meta, "lost", ()))
+        for name in connector_output.failed_recving or ():  # what it computes itself is to be stored
+            if (status := self.scheduler._req_status.get(name)) is not None:
+                for state in status.group_states:
+                    state.next_stored_chunk_idx = 0
 
 
 def _check(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

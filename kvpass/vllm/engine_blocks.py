@@ -4,8 +4,10 @@ A backend defines `do_kv_cache_update`, which writes keys and values into blocks
 it write numbers into a block of its own.
 """
 
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import KVPassError
 
@@ -22,7 +24,7 @@ class EngineBlocks:
     Raises `KVPassError` if the backend does not store keys and values unchanged.
     """
 
-    def __init__(self, layer: nn.Module, cache: Tensor, heads: int, head_dim: int, block_size: int, num_blocks: int):
+    def __init__(self, layer: Any, cache: Tensor, heads: int, head_dim: int, block_size: int, num_blocks: int):
         self.layer, self.cache = layer, cache
         self.parts = cache.shape[0] // num_blocks
         self.block_size, self.heads, self.head_dim = block_size // self.parts, heads, head_dim
