@@ -60,7 +60,8 @@ def converse(job: dict) -> None:
 
 
 def transfer(name: str, nbytes: int) -> dict:
-    """The engine argument for what keeps prefixes: `STOCK`, `OFFLOADED`, or the scheme of a prefix store."""
+    """The engine argument for what keeps prefixes: nothing (`STOCK`), vLLM's own offloading (`OFFLOADED`, which GPUs
+    alone have), or the scheme of a prefix store; `identity` keeps as many bytes as vLLM's would."""
     if name == STOCK:
         return {}
     config = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
@@ -124,7 +125,7 @@ def chats(arguments: argparse.Namespace) -> None:
         print("| kept by | hits | first token, hit | first token, miss | mean | KL | same token |")
         print("|---|--:|--:|--:|--:|--:|--:|", flush=True)
         base = None
-        for name in (STOCK, OFFLOADED, *arguments.schemes):
+        for name in (STOCK, *arguments.schemes):
             found = run(name, arguments, dtype, nbytes)
             turns = found["turns"]
             base = base or {(one["chat"], one["turn"]): one for one in turns}

@@ -348,10 +348,10 @@ def _sized(config: VllmConfig, heads: int, head_dim: int) -> tuple[Served, int]:
     """The served scheme and its block size: the user's, or the one that wastes least. Called when all layers exist."""
     served, cache, key = PackedAttention.served[heads, head_dim], config.cache_config, (heads, head_dim)
     if key not in PackedAttention.sizes:
-        beside = _beside(config)
-        size = cache.block_size if cache.user_specified_block_size else served.block_size(beside)
+        beside, given = _beside(config), cache.user_specified_block_size
+        size = cache.block_size if given else served.block_size(beside)
         served.layout(size)  # checks sizes before memory is allocated
-        if beside is not None:
+        if beside is not None and not given:
             in_flight = config.scheduler_config.max_num_batched_tokens
             served.check_gain(size, beside, config.model_config.max_model_len, in_flight)
         PackedAttention.sizes[key] = size

@@ -226,5 +226,5 @@ class Served:
             raise KVPassError(
                 f"Beside this model's sliding-window layers, {self.name!r} would take {packed} blocks for a request of "
                 f"{longest} tokens, and vLLM takes {full}. Lower --max-num-batched-tokens (now {in_flight}), raise "
-                "--max-model-len, or serve without kvpass."
+                "--max-model-len, serve without kvpass, or set --block-size to serve it all the same."
             )
