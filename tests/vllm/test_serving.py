@@ -136,7 +136,7 @@ def test_two_ranks_serve_as_one_does(serve, tiny, monkeypatch):
     ("scheme", "engine", "reason"),
     [
         ("no-such-scheme", {}, "Unknown scheme 'no-such-scheme'"),
-        ("h2o", {}, "The policy evicts tokens by attention scores"),
+        ("h2o", {}, "Its policy drops or thins out tokens"),
         ("kivi", {"block_size": 48}, "use a multiple of 32"),
         ("kivi", {"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
         ("A FOLDER", {}, "calibrated schemes cannot be served"),
