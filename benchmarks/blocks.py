@@ -17,6 +17,7 @@ from vllm import _custom_ops as vllm_ops
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
 from kvpass import schemes
+from kvpass.lowering.page_codecs import codecs_for
 from kvpass.paged import paged_attention
 from kvpass.paged.batch import Batch, BlockTable
 from kvpass.paged.block_layout import BlockLayout
@@ -39,7 +40,7 @@ def packed(scheme: str, dtype: torch.dtype, past: int, new: int, requests: int):
     tables = [of_each(past + new, size, requests) for size in (BLOCK, WINDOW)]
     cache = torch.zeros(tables[0].numel(), HEADS, BLOCK, layout.bytes_per_token, dtype=torch.uint8)
     window = torch.randn(tables[1].numel(), HEADS, WINDOW, 2 * DIM).to(dtype)
-    codecs = tuple(paged_attention.codecs_for(spec, cache.device, DIM) for spec in (plan.key, plan.value))
+    codecs = tuple(codecs_for(spec, cache.device, DIM) for spec in (plan.key, plan.value))
     layer = paged_attention.with_kernel(
         paged_attention.Layer(layout.views(cache), window, plan.key, plan.value, codecs, SCALE)  # type: ignore[arg-type]
     )

@@ -1,7 +1,8 @@
-"""What packing gains in vLLM, by vLLM's own log and by time: tokens that fit, and tokens per second.
+"""What packing gains in vLLM, by vLLM's own log and by time: tokens that fit, tokens per second, and chats that go on.
 
     build/vllm-venv/bin/python benchmarks/serving.py --what capacity
     build/vllm-venv/bin/python benchmarks/serving.py --what throughput --schemes kivi-sinks --requests 4
+    build/vllm-venv/bin/python benchmarks/serving.py --what chats --schemes kivi-4 --requests 32 --turns 8 --gib 0.25
 
 Engines run in processes of their own and alternate on the same prompts. With few requests and much memory, batches are
 equal; with more requests than fit, each engine runs as many at once as its memory holds. CPU time is printed, too; it
@@ -19,6 +20,8 @@ import time
 from pathlib import Path
 
 from kvpass.models import packaged_folder
+
+from chats import chats, converse
 
 STOCK = "vllm"
 _FIT = re.compile(r"KV cache size: ([\d,]+) tokens.*?: ([\d.]+)x")
@@ -165,7 +168,7 @@ def throughput(arguments: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--what", choices=("capacity", "throughput"), default="capacity")
+    parser.add_argument("--what", choices=("capacity", "throughput", "chats"), default="capacity")
     parser.add_argument("--model", help="a folder; by default SmolLM2-135M-Instruct, which is fetched once")
     parser.add_argument("--schemes", nargs="+", default=["kivi", "kivi-sinks", "higgs", "higgs-sinks"])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
@@ -173,7 +176,10 @@ if __name__ == "__main__":
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--chunk", type=int, default=2048, help="tokens of a step at most")
     parser.add_argument("--requests", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=4000, help="of a prompt")
+    parser.add_argument("--tokens", type=int, default=4000, help="of a prompt, or of the document of a chat")
+    parser.add_argument("--turns", type=int, default=8, help="of a chat")
+    parser.add_argument("--question", type=int, default=200, help="tokens that a turn of a chat adds")
+    parser.add_argument("--share", type=float, default=1 / 3, help="of the bytes of all chats, for the store of a chat")
     parser.add_argument("--new", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, help="by default all that vLLM takes")
@@ -181,7 +187,8 @@ if __name__ == "__main__":
     parser.add_argument("--job", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.job:
-        serve(json.loads(given.job))
+        job = json.loads(given.job)
+        (converse if "chats" in job else serve)(job)
     else:
         given.model = given.model or str(packaged_folder())
-        {"capacity": capacity, "throughput": throughput}[given.what](given)
+        {"capacity": capacity, "throughput": throughput, "chats": chats}[given.what](given)

@@ -127,5 +127,6 @@ def _wanted(hint: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(_wanted(one) for one in inner)
     if origin is tuple:
-        return f"a list of {_WORDS.get(inner[0], inner[0])}"
+        one = _WORDS.get(inner[0], str(inner[0])).split(" ", 1)[-1]
+        return f"a list of {one}s" if inner[-1] is Ellipsis else f"a list of {len(inner)} {one}s"
     return _WORDS.get(hint) or str(getattr(origin or hint, "__name__", hint))

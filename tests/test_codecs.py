@@ -777,7 +777,7 @@ def test_codecs_declared_safe_dequantize_any_bytes(codec):
             assert tokens.shape == (1, 1, 2 * spec.page_size, 64)
 
 
-@pytest.mark.parametrize("codec", ["boosted", "error-term", "mixed", "nuq"])
+@pytest.mark.parametrize("codec", ["boosted", "error-term", "nuq"])
 def test_codecs_whose_pages_hold_indices_are_not_declared_safe(codec):
     assert not CODECS[codec].dequantizes_any_bytes
     for spec in filter(lambda spec: spec.codec.share, specs_of(codec)):  # without a share there are no indices

@@ -9,7 +9,7 @@ from kvpass import KVPassError, schemes
 from kvpass.codec import CODECS
 from kvpass.codec.pages import Affine
 from kvpass.schemes import KIVIConfig, LayerGeometry
-from kvpass.vllm.serving_config import NEWEST, Served, check_version, refusal, scheme_asked
+from kvpass.vllm.serving_config import NEWEST, Served, SlidingBlock, check_version, refusal, scheme_asked
 
 
 def served(scheme, layers=30, head_dim=64, dtype=torch.float32, **fields):
@@ -50,6 +50,15 @@ SERVED = {
 }  # fmt: skip
 
 
+def followed(name, reason):
+    """The scheme that a refusal advises, which must be served."""
+    advice = reason.rpartition("Use ")[2]
+    if advice == "rope='post'.":
+        return served(name, rope="post")
+    named = [word.strip("'.,") for word in advice.split() if word.strip("'.,") in schemes.available()]
+    return named and all(served(one) for one in named)
+
+
 def test_every_scheme_is_served_or_refused_with_what_to_use():
     found = {}
     for name in schemes.available():
@@ -57,8 +66,9 @@ def test_every_scheme_is_served_or_refused_with_what_to_use():
             served(name)
         except KVPassError as error:
             found[name] = str(error)
-    for reason in found.values():
-        assert "Use " in reason or "cannot be served" in reason, reason
+    for name, reason in found.items():
+        assert repr(name) in reason, "a refusal names what was asked for"
+        assert followed(name, reason), reason
     assert set(schemes.available()) - set(found) >= SERVED, {name: found.get(name) for name in SERVED if name in found}
     for name in ("h2o", "logquant", "qaq", "squat", "kivi-pre", "xquant", "aqua", "waterfill", "kitty", "gear"):
         assert name in found
@@ -73,7 +83,7 @@ def test_codecs_that_do_not_decode_any_bytes_are_refused(monkeypatch):
         plan = scheme.plan_of(LayerGeometry(0, 2, 3, 64, torch.float32, torch.device("cpu")))
         for spec in (plan.key, plan.value):
             assert refusal(spec) or spec.codec.dequantizes_any_bytes, name
-    for name in ("turboquant-2.5", "turboquant-3.5", "gear", "kitty"):
+    for name in ("gear", "kitty"):
         with pytest.raises(KVPassError, match=r"indices.*Use kivi-sinks"):
             served(name)
     monkeypatch.setitem(CODECS, "of my own", None)  # afterwards it is gone
@@ -87,8 +97,11 @@ def test_codecs_that_do_not_decode_any_bytes_are_refused(monkeypatch):
 
 
 def test_layers_that_differ_are_refused():
-    with pytest.raises(KVPassError, match="skip_layers"):
+    with pytest.raises(KVPassError, match="Leave out skip_layers"):
         served("kivi", layers=6, skip_layers=(1, 1))
+    assert served("asymkv").plan and served("asymkv-lsq").plan  # all their layers are alike
+    with pytest.raises(KVPassError, match="a list of 2 integers, not 1"):
+        scheme_asked({"kvpass": {"scheme": "kivi", "skip_layers": 1}}, {})
 
 
 def test_blocks_hold_whole_pages_and_windows_divide_them():
@@ -101,6 +114,20 @@ def test_blocks_hold_whole_pages_and_windows_divide_them():
                 assert window * 2 * 64 * dtype.itemsize <= one.layout(size).bytes_per_token * size
     with pytest.raises(KVPassError, match="multiple of 32"):
         served("kivi").layout(48)
+
+
+@pytest.mark.parametrize("name", ["kivi", "kivi-sinks", "higgs-sinks"])
+def test_beside_sliding_windows_blocks_are_filled(name):
+    """Gemma 3's heads in bfloat16, whose sliding-window layers have blocks of 128 tokens on CPUs: vLLM pads all blocks
+    to theirs."""
+    one, beside = Served(schemes.get(name), 26, 1, 256, torch.bfloat16), SlidingBlock(128, 128 * 2 * 256 * 2)
+    size = one.block_size(beside)
+    assert size % beside.tokens == 0 and size > one.block_size() // 2
+    assert beside.nbytes // 2 < one.layout(size).bytes_per_token * size <= beside.nbytes
+    assert one.window_block(size, beside) == beside.tokens  # so that a window takes no more blocks than theirs
+    one.check_gain(size, beside, longest=8192, in_flight=2048)
+    with pytest.raises(KVPassError, match="max-num-batched-tokens"):
+        one.check_gain(size, beside, longest=2048, in_flight=2048)
 
 
 def test_a_release_of_vllm_that_is_not_tested_is_refused():

@@ -43,7 +43,8 @@ def _both(spec: CodecSpec, head_dim: int) -> list[CodecSpec]:
 
 def _order(channels: Tensor, head_dim: int) -> Tensor:
     """A permutation of all channels, ``[..., 1, D]`` int64, with ``channels`` ``[..., 1, K]`` last."""
-    more = torch.zeros(*channels.shape[:-1], head_dim, device=channels.device).scatter(-1, channels.long(), 1.0)
+    more = torch.zeros(*channels.shape[:-1], head_dim, device=channels.device)
+    more = more.scatter(-1, channels.long() % head_dim, 1.0)  # a page that holds nothing yet has any indices
     return more.argsort(dim=-1, stable=True)
 
 
@@ -67,6 +68,8 @@ class Mixed(Codec, name="mixed"):
         "wide_scale": Kept(lambda spec, head_dim: (spec.page_size, 1)),
         "channels": Kept(lambda spec, head_dim: (1, counts(spec, head_dim)[1]), torch.int16),
     }
+
+    dequantizes_any_bytes = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

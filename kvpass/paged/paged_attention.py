@@ -15,34 +15,14 @@ from torch import Tensor
 
 from ..codec.center import fit_centers
 from ..codec.spec import CodecSpec
-from ..lowering.inductor.pages import dequantize_all
-from ..lowering.reference import dequantize_predicted
-from ..lowering.table import DispatchKey, Implementation, implements, select
+from ..lowering.page_codecs import Codecs
+from ..lowering.table import DispatchKey, implements, select
 from . import flash_attention, single_query_cpp, single_query_inductor
 from .batch import Batch, BlockTable, Due, Tiles, pages_of
 from .block_layout import Blocks
 from .context_spans import Places, Span, spans
 
 _VALUES = 1 << 20  # keys, or scores, processed at a time
-
-
-class Codecs(NamedTuple):
-    """The functions that quantize and dequantize pages: ``quantize(x, fitted, spec)``, and ``dequantize(kept, spec, (),
-    ())``."""
-
-    quantize: Callable[..., tuple[Tensor, ...]]
-    dequantize: Callable[..., Tensor]
-
-
-def codecs_for(spec: CodecSpec, device: torch.device, head_dim: int, lowering: str = "auto") -> Codecs:
-    """The implementations that quantize and dequantize pages of ``spec``, chosen by the dispatch table. Raises
-    `KVPassError` if there is none."""
-
-    def chosen(op: str) -> Implementation:
-        return select(DispatchKey(op, device.type, (str(spec),), head_dim=head_dim), lowering)
-
-    dequantize = dequantize_all if chosen("dequantize").name == "inductor" else dequantize_predicted
-    return Codecs(chosen("quantize").run, dequantize)
 
 
 _text = cache(str)

@@ -31,6 +31,7 @@ from ..cache.cross import CrossLayer
 from ..cache.layer import PackedLayer
 from ..cache.state import Storage
 from ..cache.swap import cache_layers, cross_layers, state_of
+from ..digest import bytes_of, digest
 from ..errors import KVPassError
 from ..layout.window import Writes
 from ..models.probe import fresh_cache
@@ -76,7 +77,7 @@ def save_cache(cache: Cache, path: str | Path) -> Path:
         for index, layer in enumerate(layers)
         for name, tensor in _tensors_of(index, layer)
     }
-    metadata = {"facts": facts, "sha256": _digest(facts, tensors)}
+    metadata = {"facts": facts, "sha256": digest(facts, tensors)}
     partial = path.with_name(f".{path.name}.partial")
     try:
         save_file(tensors, partial, {"kvpass": json.dumps(metadata)})
@@ -113,9 +114,9 @@ def load_cache(path: str | Path, model: nn.Module) -> Cache:
 def _maker(runtime: Runtime) -> dict[str, Any]:
     """Everything that determines the meaning of quantized values: the model, its numerics, the scheme, and the spec of
     each layer."""
-    model, digest = runtime.model(), hashlib.sha256()
+    model, hashed = runtime.model(), hashlib.sha256()
     for tensor in chain.from_iterable(chain.from_iterable(runtime.predictors.values())):
-        digest.update(_bytes(tensor))
+        hashed.update(bytes_of(tensor))
     layers = [
         [str(plan.key), str(plan.value), plan.key_source, plan.value_source, geometry.index,
          geometry.num_key_value_heads, geometry.head_dim, str(geometry.dtype)]
@@ -126,7 +127,7 @@ def _maker(runtime: Runtime) -> dict[str, Any]:
         "settings": settings(model) | {"autocast": _autocast(model)},
         "weights": fingerprint(model),
         "scheme": str(runtime.scheme),
-        "calibration": digest.hexdigest()[:16],
+        "calibration": hashed.hexdigest()[:16],
         "layers": layers,
     }
 
@@ -171,18 +172,6 @@ def _tensors_of(index: int, layer: CacheLayerMixin) -> Iterator[tuple[str, Tenso
         yield from ((f"{index}.{name}", getattr(layer, name)) for name in ("keys", "values"))
 
 
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _digest(facts: Any, tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(_bytes(tensor))
-    return digest.hexdigest()
-
-
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The metadata and tensors of a file. Raises `KVPassError` unless the file is exactly what `save_cache` wrote."""
     try:
@@ -199,10 +188,10 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise KVPassError(f"{path} holds no packed cache: kvpass.save_cache did not write it.")
     try:
         metadata = json.loads(metadata)
-        facts, digest = metadata["facts"], metadata["sha256"]
+        facts, sha256 = metadata["facts"], metadata["sha256"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        facts = digest = None
-    if digest != _digest(facts, tensors):
+        facts = sha256 = None
+    if sha256 != digest(facts, tensors):
         raise KVPassError(f"{path} was modified after it was written: run the prompt again.")
     if facts["format"] != _FORMAT:
         raise KVPassError(

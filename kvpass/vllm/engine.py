@@ -7,7 +7,6 @@ allocates both, shares them between requests with a common prefix, frees them an
 kinds of layers.
 """
 
-import logging
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar
@@ -17,6 +16,7 @@ import vllm
 from torch import Tensor, nn
 from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backend import (
@@ -31,12 +31,13 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheLayout, SlidingWindowSpec
 
 from ..errors import KVPassError
+from ..lowering.page_codecs import codecs_for
 from ..paged import paged_attention
 from ..paged.batch import Batch, BlockTable
 from ..schemes import SchemeConfig
-from .serving_config import KEY, VARIABLE, Served, check_version, scheme_asked
+from .serving_config import KEY, VARIABLE, Served, SlidingBlock, check_version, scheme_asked
 
-logger = logging.getLogger("kvpass.vllm")
+logger = init_logger("vllm.kvpass")  # vLLM configures its own loggers alone
 
 _TAKEN = "CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"
 """Backends that platforms choose for decoder layers."""
@@ -113,7 +114,7 @@ def _backend(own: type[AttentionBackend], scheme: SchemeConfig | None) -> type[A
         def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
             if not isinstance(spec, FullAttentionSpec) or spec.state_content_bytes is not None:
                 return spec
-            served, size = PackedAttention.served[spec.num_kv_heads, spec.head_size]
+            served, size = _sized(PackedAttention.config, spec.num_kv_heads, spec.head_size)
             content = served.layout(size).bytes_per_token
             return replace(spec, block_size=size, dtype=torch.uint8, state_content_bytes=content)
 
@@ -168,9 +169,9 @@ class Window(nn.Module, AttentionLayerBase):
         return WindowBackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> SlidingWindowSpec:
-        served = self.served
+        served, size = _sized(vllm_config, self.served.heads, self.served.head_dim)
         return SlidingWindowSpec(
-            block_size=served.window_block(PackedAttention.served[served.heads, served.head_dim][1]),
+            block_size=served.window_block(size, _beside(vllm_config)),
             num_kv_heads=served.heads,
             head_size=served.head_dim,
             dtype=served.dtype,
@@ -224,7 +225,7 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        served, _ = PackedAttention.served[kv_cache_spec.num_kv_heads, kv_cache_spec.head_size]
+        served = PackedAttention.served[kv_cache_spec.num_kv_heads, kv_cache_spec.head_size]
         self.layout = served.layout(kv_cache_spec.block_size)
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False):
@@ -242,8 +243,12 @@ def _own(backend: AttentionBackendEnum) -> Any:
 class PackedAttention(AttentionImpl):
     """Attention of one layer over pages and exact tokens."""
 
-    served: ClassVar[dict[tuple[int, int], tuple[Served, int]]] = {}
-    """The served scheme and its block size, by heads and head_dim, for this process."""
+    served: ClassVar[dict[tuple[int, int], Served]] = {}
+    """The served scheme by heads and head_dim, for this process."""
+    sizes: ClassVar[dict[tuple[int, int], int]] = {}
+    """Its block size, once all layers of the model are known."""
+    config: ClassVar[VllmConfig]
+    """That of the engine made last in this process."""
 
     def __new__(cls, *args, **kwargs):
         kind = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
@@ -274,10 +279,10 @@ class PackedAttention(AttentionImpl):
             raise KVPassError(f"kvpass does not support models with {', '.join(found)}: serve this one without kvpass.")
         config = get_current_vllm_config()
         _check(config)
+        PackedAttention.config = config
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.softcap = num_kv_heads or num_heads, logits_soft_cap or 0.0
-        self.served_as, size = _served(config, self.num_kv_heads, head_size)
-        self.served_as.layout(size)  # checks sizes before memory is allocated
+        self.served_as = _served(config, self.num_kv_heads, head_size)
         context = config.compilation_config.static_forward_context
         index = sum(isinstance(layer, Window) for layer in context.values())
         self.window = Window(f"{_WINDOW}.{index}", self.served_as, config)
@@ -308,13 +313,14 @@ class PackedAttention(AttentionImpl):
     def _bound(self, kv_cache: Tensor) -> paged_attention.Layer:
         layout = self.served_as.layout(kv_cache.shape[2])
         views, window = layout.views(kv_cache), self.window.kv_cache
-        key, value = (paged_attention.codecs_for(spec, kv_cache.device, self.head_size) for _, spec in layout.sides)
+        key, value = (codecs_for(spec, kv_cache.device, self.head_size) for _, spec in layout.sides)
         layer = paged_attention.Layer(views, window, layout.key, layout.value, (key, value), self.scale, self.softcap)
         return paged_attention.with_kernel(layer)
 
     def warm(self) -> None:
         """Compile everything that runs over blocks, using two blocks with the strides of vLLM's real ones."""
-        served, size = PackedAttention.served[self.num_kv_heads, self.head_size]
+        key = self.num_kv_heads, self.head_size
+        served, size = PackedAttention.served[key], PackedAttention.sizes[key]
         window, content = self.window.kv_cache, served.layout(size).bytes_per_token
         strides = (window.stride(0) * window.element_size(), size * content, content, 1)
         shape = (2, self.num_kv_heads, size, content)
@@ -328,17 +334,43 @@ _ARGUMENTS = (
 )  # fmt: skip
 
 
-def _served(config: VllmConfig, heads: int, head_dim: int) -> tuple[Served, int]:
-    """The served scheme for the heads of a rank, and the block size: the user's, or the one that wastes least."""
-    scheme, model, cache = _scheme_of(config), config.model_config, config.cache_config
+def _served(config: VllmConfig, heads: int, head_dim: int) -> Served:
+    """The served scheme for the heads of a rank."""
+    scheme, model = _scheme_of(config), config.model_config
     assert scheme is not None, "this class is that of a process with a scheme"
-    found = PackedAttention.served.get((heads, head_dim))
-    if found is None:
-        served = Served(scheme, model.get_total_num_hidden_layers(), heads, head_dim, model.dtype)
-        size = cache.block_size if cache.user_specified_block_size else served.block_size
-        found = PackedAttention.served[heads, head_dim] = served, size
-        logger.info("kvpass packs keys and values in blocks of %d tokens: %s", size, served.plan)
+    if (found := PackedAttention.served.get((heads, head_dim))) is None:
+        found = Served(scheme, model.get_total_num_hidden_layers(), heads, head_dim, model.dtype)
+        PackedAttention.served[heads, head_dim] = found
     return found
+
+
+def _sized(config: VllmConfig, heads: int, head_dim: int) -> tuple[Served, int]:
+    """The served scheme and its block size: the user's, or the one that wastes least. Called when all layers exist."""
+    served, cache, key = PackedAttention.served[heads, head_dim], config.cache_config, (heads, head_dim)
+    if key not in PackedAttention.sizes:
+        beside, given = _beside(config), cache.user_specified_block_size
+        size = cache.block_size if given else served.block_size(beside)
+        served.layout(size)  # checks sizes before memory is allocated
+        if beside is not None and not given:
+            in_flight = config.scheduler_config.max_num_batched_tokens
+            served.check_gain(size, beside, config.model_config.max_model_len, in_flight)
+        PackedAttention.sizes[key] = size
+        logger.info("kvpass packs keys and values in blocks of %d tokens: %s", size, served.plan)
+    return served, PackedAttention.sizes[key]
+
+
+def _beside(config: VllmConfig) -> SlidingBlock | None:
+    """The largest block of the model's own sliding-window layers."""
+    layers = config.compilation_config.static_forward_context.values()
+    specs = [
+        layer.get_kv_cache_spec(config)
+        for layer in layers
+        if isinstance(layer, AttentionLayerBase)
+        and not isinstance(layer, Window)
+        and not isinstance(getattr(layer, "impl", None), PackedAttention)
+    ]
+    found = [SlidingBlock(one.block_size, one.page_size_bytes) for one in specs if isinstance(one, SlidingWindowSpec)]
+    return max(found, key=lambda block: block.nbytes, default=None)
 
 
 def _check(config: VllmConfig) -> None:

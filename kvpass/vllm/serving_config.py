@@ -7,7 +7,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from math import lcm
+from typing import Any, NamedTuple
 
 import torch
 
@@ -57,7 +58,7 @@ def scheme_asked(additional: Any, environment: Mapping[str, str] = os.environ) -
     if not isinstance(found, dict) or "scheme" not in found:
         raise KVPassError(f'{KEY} takes a scheme and its fields, {{"scheme": "kivi", "bits": 4}}, not {shown(found)}.')
     if os.path.isdir(str(found["scheme"])):
-        raise KVPassError(f"{found['scheme']} is a folder, and calibrated schemes cannot be served. {_PREDICTED}")
+        raise KVPassError(f"{found['scheme']} is a folder, and calibrated schemes cannot be served. {_SERVED}")
     name, fields = found["scheme"], {key: value for key, value in found.items() if key not in ("scheme", "version")}
     return schemes.get(schemes.get(name) if isinstance(name, str) else found, **fields)
 
@@ -72,37 +73,42 @@ def _parsed(text: str) -> Any:
 
 
 _PREDICTED = "Storing a layer would require reading another one, but vLLM gives each layer only its own blocks."
+_SERVED = "Use kivi-sinks or higgs-sinks."
 
 
 def refusal(spec: CodecSpec) -> str | None:
     """Why storage by ``spec`` cannot be served, and what can be served instead; None if it can."""
     quantizer, transform, retention = spec.quantizer, spec.transform, spec.retention
-    if retention.evicts:
+    if retention.evicts or retention.keep != "recent":
         return (
-            "The policy evicts tokens by attention scores, but vLLM frees blocks by age only. Use a policy without a "
-            "budget."
+            "Its policy drops or thins out tokens by more than their age, but vLLM frees blocks by age only. Use a "
+            "scheme without a policy, such as kivi-sinks."
         )
-    if retention.keep != "recent":
-        return "Log-sparse windows thin out, but vLLM frees blocks by age only. Use a plain window."
     if quantizer.adaptive is not None:
-        return "Per-token bit widths (QAQ) make pages vary in size, but blocks have a fixed size. Use kivi or higgs."
+        return f"Per-token bit widths make pages vary in size, but blocks have a fixed size. {_SERVED}"
     if transform.predictor or spec.own_codes != 1:
-        return f"What is stored depends on another layer. {_PREDICTED} Use the scheme it is built on."
-    if transform.keeps_tables:
-        return "vLLM backends receive keys after rotary embedding. Use rope='post'."
+        return f"What is stored depends on another layer. {_PREDICTED} {_SERVED}"
     if quantizer.needs_queries:
-        return "The codec is fitted to a prompt's queries, but vLLM passes prompts in chunks. Use kivi or higgs."
+        return f"The codec is fitted to a prompt's queries, but vLLM passes prompts in chunks. {_SERVED}"
     if of_model(spec):
-        return "Calibrated bit widths make page sizes differ between layers. Use kivi-sinks or higgs-sinks."
+        return f"Calibrated bit widths make page sizes differ between layers. {_SERVED}"
     if isinstance(spec.codec, Allocation):
-        return "A basis per request takes more memory than the pages of a block. Use kivi-sinks or higgs-sinks."
+        return f"A basis per request takes more memory than the pages of a block. {_SERVED}"
     if not spec.codec.dequantizes_any_bytes:
         return (
             f"Codec {spec.codec.name!r} cannot decode arbitrary bytes (its pages hold indices, or it does not declare "
-            "`Codec.dequantizes_any_bytes`), but blocks are also read where nothing is stored yet. Use kivi-sinks or "
-            "higgs-sinks."
+            f"`Codec.dequantizes_any_bytes`), but blocks are also read where nothing is stored yet. {_SERVED}"
         )
+    if transform.keeps_tables:
+        return "vLLM backends receive keys after rotary embedding. Use rope='post'."
     return None
+
+
+class SlidingBlock(NamedTuple):
+    """A block of a model's sliding-window layers: its tokens, and its bytes per layer."""
+
+    tokens: int
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -121,23 +127,30 @@ class Served:
     def __post_init__(self) -> None:
         if self.scheme.needs_calibration:
             raise KVPassError(
-                f"{self.scheme.name!r} must be calibrated on a model first, and cannot be served. {_PREDICTED}"
+                f"{self.name!r} must be calibrated on a model, and vLLM's blocks hold no calibration. {_SERVED}"
             )
         plans = {index: self._plan_of(index) for index in range(self.layers)}
         for index, plan in plans.items():
             for name, spec in (("keys", plan.key), ("values", plan.value)):
                 if reason := refusal(spec):
-                    raise KVPassError(f"vLLM cannot serve the {name} of {self.scheme.name!r}. {reason}")
+                    raise KVPassError(f"vLLM cannot serve the {name} of {self.name!r}. {reason}")
             if (plan.key_source, plan.value_source) != (None, None):
                 raise KVPassError(
-                    f"Layer {index} of {self.scheme.name!r} reads the quantized values of another layer. {_PREDICTED} "
-                    "Use kivi."
+                    f"Layer {index} of {self.name!r} reads the quantized values of another layer. {_PREDICTED} "
+                    f"{_SERVED}"
                 )
+            skipped = getattr(self.scheme, "skip_layers", ())
             if plan != plans[0]:
                 raise KVPassError(
-                    f"{self.scheme.name!r} stores layer {index} differently from layer 0, but all layers share one "
-                    "block table. Use a scheme that stores all layers alike, without skip_layers."
+                    f"{self.name!r} stores layer {index} differently from layer 0, but all layers share one block "
+                    f"table. {'Leave out skip_layers.' if any(skipped) else _SERVED}"
                 )
+
+    @property
+    def name(self) -> str:
+        """The name that a user asks for the scheme by: of a preset, if there is one."""
+        found = schemes.named(self.scheme)
+        return found if isinstance(found, str) else self.scheme.name
 
     def _plan_of(self, index: int) -> LayerPlan:
         previous = index - 1 if index else None
@@ -163,10 +176,18 @@ class Served:
         """The layout of blocks of ``block_size`` tokens. Raises `KVPassError` if pages do not fit them."""
         return BlockLayout(self.plan.key, self.plan.value, self.head_dim, self.dtype, block_size)
 
-    @cached_property
-    def block_size(self) -> int:
+    def block_size(self, beside: SlidingBlock | None = None) -> int:
         """Tokens per block that take the least memory for requests of some thousand tokens with some hundred in
-        flight."""
+        flight.
+
+        beside: the blocks of the model's sliding-window layers. vLLM pads all blocks of an engine to the largest one,
+        so a block of pages holds as many tokens as fit into one of those.
+        """
+        if beside is not None:
+            step = lcm(self.page_size, beside.tokens)
+            fits = [size for size in range(step, max(_LARGEST, step) + 1, step) if self._nbytes(size) <= beside.nbytes]
+            if fits:
+                return fits[-1]
 
         def taken(size: int) -> int:
             try:
@@ -179,9 +200,31 @@ class Served:
         multiples = range(self.page_size, max(_LARGEST, self.page_size) + 1, self.page_size)
         return min((size for size in multiples if size >= min(_LEAST, multiples[-1])), key=taken)
 
-    def window_block(self, block_size: int) -> int:
+    def _nbytes(self, block_size: int) -> int:
+        """Bytes of a block, of all heads; more than any block has if pages do not fit it."""
+        try:
+            return self.layout(block_size).bytes_per_token * block_size * self.heads
+        except KVPassError:
+            return sys.maxsize
+
+    def window_block(self, block_size: int, beside: SlidingBlock | None = None) -> int:
         """Tokens per window block: the block size divided by a whole number, so that a window block takes no more bytes
-        than a block of pages. Otherwise vLLM would enlarge blocks until sizes agree, and find no prefixes in them."""
-        room = self.layout(block_size).bytes_per_token * block_size // (2 * self.head_dim * self.dtype.itemsize)
-        fits = [size for size in range(1, block_size + 1) if block_size % size == 0 and size <= room]
+        than a block of pages, or than one of ``beside``. Otherwise vLLM would enlarge blocks until sizes agree, and
+        find no prefixes in them."""
+        room = max(self._nbytes(block_size), 0 if beside is None else beside.nbytes)
+        per_token = 2 * self.heads * self.head_dim * self.dtype.itemsize
+        fits = [size for size in range(1, block_size + 1) if block_size % size == 0 and size * per_token <= room]
         return max(fits)
+
+    def check_gain(self, block_size: int, beside: SlidingBlock, longest: int, in_flight: int) -> None:
+        """Raise `KVPassError` unless requests of ``longest`` tokens, with ``in_flight`` of them in a step, take fewer
+        blocks than without kvpass. All blocks of an engine have the same bytes."""
+        window = self.window_block(block_size, beside)
+        packed = -(-longest // block_size) + -(-(self.window - 1 + min(in_flight, longest)) // window) + 1
+        full = -(-longest // beside.tokens)
+        if packed >= full:
+            raise KVPassError(
+                f"Beside this model's sliding-window layers, {self.name!r} would take {packed} blocks for a request of "
+                f"{longest} tokens, and vLLM takes {full}. Lower --max-num-batched-tokens (now {in_flight}), raise "
+                "--max-model-len, serve without kvpass, or set --block-size to serve it all the same."
+            )

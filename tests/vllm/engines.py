@@ -26,6 +26,12 @@ def additional(scheme) -> dict:
     return {"additional_config": {"kvpass": scheme}}
 
 
+def stored(scheme, **extra) -> dict:
+    """The engine argument that keeps prefixes by ``scheme``."""
+    connector = {"kv_connector": "KVPassConnector", "kv_connector_module_path": "kvpass.vllm", "kv_role": "kv_both"}
+    return {"kv_transfer_config": connector | {"kv_connector_extra_config": {"scheme": scheme, **extra}}}
+
+
 @contextmanager
 def server(model, scheme: str, log: Path) -> Iterator[str]:
     """The address of vLLM's own server, as soon as it answers."""

@@ -2,13 +2,16 @@
 
 model, engine: arguments of `vllm.LLM`.
 phases: lists of prompts, generated one list after the other, each {"prompts": lists of token ids, "tokens": how many to
-    generate, "abort": {number: after how many steps}}.
+    generate, "abort": {number: after how many steps}, "reset": whether the engine forgets its own prefixes first,
+    "damage": a folder whose files are damaged first}.
 inspect: count the free blocks, which needs an engine in this process.
 """
 
 import json
 import os
 import sys
+import time
+from pathlib import Path
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -26,8 +29,23 @@ def run(job: dict) -> dict:
     free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks if scheduler else lambda: None
     at_start, phases = free(), []
     for phase in job["phases"]:
+        if "damage" in phase:
+            damage(Path(phase["damage"]))
+        if phase.get("reset"):
+            time.sleep(1)  # for what is stored beside the steps
+            assert llm.reset_prefix_cache()
         phases.append(generate(llm.llm_engine, phase, scheduler) | {"free": free()})
     return {"free": at_start, "phases": phases}
+
+
+def damage(folder: Path) -> None:
+    """Change one bit of every file of the prefix store."""
+    files = list(folder.rglob("*.safetensors"))
+    assert files
+    for file in files:
+        data = bytearray(file.read_bytes())
+        data[-100] ^= 1
+        file.write_bytes(data)
 
 
 def generate(engine, phase: dict, scheduler) -> dict:

@@ -1,5 +1,5 @@
-"""Behaviour of vLLM that `kvpass.vllm.engine` relies on; vLLM's backends are not public. If one of these tests fails on
-a new release, adapt that file; nothing else depends on vLLM."""
+"""Behaviour of vLLM that `kvpass.vllm` relies on; vLLM's backends and offloading are not public. If one of these tests
+fails on a new release, adapt `engine` (blocks) or `connector` (the prefix store); nothing else depends on vLLM."""
 
 import inspect
 from dataclasses import fields, replace
@@ -7,11 +7,18 @@ from importlib.metadata import entry_points
 
 import torch
 import vllm
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as offloading
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, SlidingWindowSpec
+from vllm.v1.kv_offload.base import TransferResult, get_offload_group_idx, make_offload_key
 
 from kvpass.vllm import engine, serving_config
 
@@ -70,3 +77,46 @@ def test_metadata_of_a_step_has_what_a_batch_takes():
 
 def test_heads_of_a_block_are_contiguous_in_this_layout():
     assert KVCacheLayout.LBHNC in engine.WindowBackend.supported_kv_cache_layouts()
+
+
+# ---------------------------------------------------------------- the prefix store
+
+
+def test_the_connector_is_found_by_its_module():
+    """`KVPassConnector` is looked up as an attribute of `kvpass.vllm`."""
+    named = KVTransferConfig(
+        kv_connector="KVPassConnector", kv_connector_module_path="kvpass.vllm", kv_role="kv_both",
+        kv_connector_extra_config={"scheme": "kivi-4"},
+    )  # fmt: skip
+    found = KVConnectorFactory.get_connector_class(named)
+    assert issubclass(found, OffloadingConnector) and KVConnectorFactory.supports_hma_config(named)
+
+
+def test_a_connector_consists_of_what_its_constructor_makes():
+    """`KVPassConnector.__init__` takes the place of this one, except for the spec."""
+    source = inspect.getsource(OffloadingConnector.__init__)
+    made = {
+        line.split("=")[0].strip().split(":")[0] for line in source.splitlines() if line.strip().startswith("self.")
+    }
+    assert made == {"self._canonical_layout", "self.connector_scheduler", "self.connector_worker"}
+    assert names(offloading.OffloadingConnectorScheduler.__init__) == ["spec", "vllm_config", "kv_cache_config"]
+    assert names(OffloadingConnectorWorker.__init__) == ["spec", "vllm_config", "kv_cache_config"]
+
+
+def test_a_failed_load_is_recomputed_by_a_policy_that_is_read_after_the_connector_is_made():
+    source = inspect.getsource(Scheduler.__init__)
+    assert source.index("create_connector(") < source.index("kv_load_failure_policy")
+    assert "failed_recving" in {one.name for one in fields(KVConnectorTransferResults)}
+    assert "request.num_computed_tokens = 0" in inspect.getsource(Scheduler._handle_failed_recving)
+
+
+def test_jobs_and_requests_of_the_connector_are_where_they_were():
+    assert "_load_jobs" in inspect.getsource(OffloadingConnectorWorker.__init__)
+    assert "_req_status" in inspect.getsource(offloading.OffloadingConnectorScheduler.__init__)
+    assert "next_stored_chunk_idx" in {one.name for one in fields(offloading.RequestGroupState)}
+    assert {"job_id", "success", "transfer_size", "transfer_time"} == {one.name for one in fields(TransferResult)}
+
+
+def test_the_group_of_a_chunk_is_at_the_end_of_its_key():
+    key = make_offload_key(b"h" * 32, 3)
+    assert get_offload_group_idx(key) == int.from_bytes(key[-4:], "big") == 3

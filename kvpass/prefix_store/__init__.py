@@ -1,0 +1,7 @@
+"""A store of quantized prefixes for servers: chunks of tokens, in memory and in files. It knows nothing of vLLM."""
+
+from .chunk_files import ChunkFiles, DamagedFileError
+from .chunk_index import ChunkIndex
+from .chunks import ChunkCodec, LayerShape
+
+__all__ = ["ChunkCodec", "ChunkFiles", "ChunkIndex", "DamagedFileError", "LayerShape"]
