@@ -15,7 +15,7 @@ from kvpass.lowering.session import compiling
 
 from tiny import llama, tokens
 
-EAGER = [(8, "logquant"), (2, "squat"), (8, "kivi"), (2, "qaq")]
+EAGER = [(8, "logquant"), (2, "squat"), (8, "kivi"), (2, "qaq"), (4, "waterfill, static"), (2, "waterfill, hybrid")]
 
 
 @pytest.mark.nightly_cases("2-qaq")
