@@ -8,8 +8,8 @@
 Baselines: "packed heads" is scaled_dot_product_attention over the KV heads, with the query heads of each as rows of one
 product; "repeat_kv" is what transformers calls, with every KV head copied for its query heads; "flash" is PyTorch's
 flash kernel with grouped heads, on CUDA. Variants alternate within one process; medians and ratios to the first variant
-are printed. Of a calibration, the layer with the median number of bytes per page is taken. On CUDA, the bandwidth of the
-bytes read, packed or not, is given as a share of a measured device copy's.
+are printed. Of a calibration, the layer with the median number of bytes is taken. On CUDA, the bandwidth of the bytes
+read, packed or not, is given as a share of a measured device copy's.
 """
 
 from functools import partial
