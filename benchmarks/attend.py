@@ -2,12 +2,14 @@
 
     python benchmarks/attend.py                                  # this machine: one layer, 32 query and 8 KV heads
     python benchmarks/attend.py --scheme kivi,waterfill          # two schemes
+    python benchmarks/attend.py --scheme kivi,FOLDER --heads 9 --kv-heads 3 --head-dim 64    # a calibration of SmolLM2
     python benchmarks/attend.py --batch 16 --lengths 8192,32768,131072 --json h100.json
 
 Baselines: "packed heads" is scaled_dot_product_attention over the KV heads, with the query heads of each as rows of one
 product; "repeat_kv" is what transformers calls, with every KV head copied for its query heads; "flash" is PyTorch's
 flash kernel with grouped heads, on CUDA. Variants alternate within one process; medians and ratios to the first variant
-are printed. On CUDA, the bandwidth of the bytes read, packed or not, is given as a share of a measured device copy's.
+are printed. Of a calibration, the layer with the median number of bytes is taken. On CUDA, the bandwidth of the bytes
+read, packed or not, is given as a share of a measured device copy's.
 """
 
 from functools import partial
@@ -17,10 +19,12 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvpass.cache.per_cache import RotaryState
-from kvpass.cache.state import KVState
+from kvpass.cache.state import KVState, SharedTensors
+from kvpass.cli.shared import scheme as read_scheme
 from kvpass.codec.rope import rope_of
 from kvpass.codec.tensors import of_pages
-from kvpass.schemes import LayerGeometry, get
+from kvpass.schemes import LayerGeometry
+from kvpass.schemes.calibrated import Calibration
 
 from timing import arguments, copy_bandwidth, measure, show, write
 
@@ -45,12 +49,36 @@ def baselines(q, k, v) -> dict:
     return variants
 
 
-def packed_states(plan, k, v) -> list[KVState]:
-    """Keys and values as ``plan`` stores them; keys stored before rotary embedding come with tables."""
+def states_of(scheme, k, v) -> list[KVState]:
+    """Keys and values as ``scheme`` stores them."""
+    calibrated = isinstance(scheme, Calibration)
+    config, geometry = scheme.scheme if calibrated else scheme, (1, k.shape[1], k.shape[3], k.dtype, k.device)
+    if not calibrated:
+        return packed_states(config.plan(LayerGeometry(0, *geometry)), k, v)
+    layers = [
+        packed_states(config.plan(LayerGeometry(layer, *geometry)), k, v, tensors)
+        for layer, tensors in scheme.predictors.items()
+    ]
+    return sorted(layers, key=lambda states: nbytes(states, k.shape[2]))[len(layers) // 2]
+
+
+def packed_states(plan, k, v, shared=((), ())) -> list[KVState]:
+    """Keys and values as ``plan`` stores them; keys stored before rotary embedding come with tables.
+
+    shared: the calibrated tensors of keys and of values.
+    """
     room = *k.shape[:2], k.shape[3], k.dtype, k.device, k.shape[2]
-    key, value = (KVState.allocate(spec, *room) for spec in (plan.key, plan.value))
+    shared = [[t.to(k.device) for t in tensors] for tensors in shared]
+    angles = shared[0].pop(0) if plan.key.transform.numbered else None
+    key, value = (
+        KVState.allocate(spec, *room, shared=SharedTensors(tensors))
+        for spec, tensors in zip((plan.key, plan.value), shared, strict=True)
+    )
     pairs, rope = k.shape[3] // 2, ""
-    if plan.key.transform.turns:
+    if angles is not None:
+        key.rotary = RotaryState(plan.key, len(k), k.shape[3], k.dtype, k.device, k.shape[2], angles)
+        rope = plan.key.transform.numbered
+    elif plan.key.transform.turns:
         speeds = 10000 ** (-torch.arange(pairs, device=k.device) / pairs)
         angles = (torch.arange(k.shape[2] + plan.key.page_size, device=k.device)[:, None] * speeds).expand(
             len(k), -1, -1
@@ -83,7 +111,7 @@ def compare(schemes: list[str], length: int, args, dtype: torch.dtype) -> dict:
     variants = baselines(q, k, v)
     read = dict.fromkeys(variants, k.nbytes + v.nbytes)
     for scheme in schemes:
-        states = packed_states(get(scheme).plan(LayerGeometry(0, 1, args.kv_heads, args.head_dim, dtype, device)), k, v)
+        states = states_of(read_scheme(scheme), k, v)
         given = [state.pack for state in states], [state.text for state in states], states[0].length_tensor(length)
         rotary = states[0].rotary
         tables = dict(cos=rotary.cos, sin=rotary.sin, rope=rope_of(args.head_dim // 2, False)) if rotary else {}

@@ -3,8 +3,8 @@
 Times `kvpass.apply`, the first token and the first decode step of SmolLM2-135M-Instruct, in a process with an empty
 compile cache and in a second one that finds what the first compiled. Loading the model is not counted. "untouched" is
 the model without kvpass; "static" is the model with transformers' static cache and a forward that torch.compile
-compiles for its steps, as ``generate(cache_implementation="static")`` does. ``--layers`` sets another depth, with
-random weights.
+compiles for its steps, as ``generate(cache_implementation="static")`` does. A scheme may be the folder of a
+calibration. ``--layers`` sets another depth, with random weights.
 """
 
 import argparse
@@ -39,18 +39,20 @@ def measure(scheme: str, prompt: int, layers: int | None) -> None:
     from transformers import DynamicCache, StaticCache
 
     import kvpass
+    from kvpass.cli.shared import scheme as read_scheme
     from kvpass.eval import texts
     from kvpass.models.arguments import handing
 
     model, tokenizer = load(layers)
     ids = texts.tokens(tokenizer, "prose", prompt + 2)
     static = scheme == STATIC
+    chosen = None if static or scheme == UNTOUCHED else read_scheme(scheme)
     cache = StaticCache(model.config, max_cache_len=prompt + 2) if static else DynamicCache(config=model.config)
     handed, times, step = handing(model, cache), [time.perf_counter()], model
     if static:
         step = torch.compile(model.forward)
-    elif scheme != UNTOUCHED:
-        kvpass.apply(model, scheme)
+    elif chosen is not None:
+        kvpass.apply(model, chosen)
     times.append(time.perf_counter())
     with torch.no_grad():
         for call, part in ((model, ids[:, :prompt]), (step, ids[:, prompt : prompt + 1])):

@@ -4,6 +4,7 @@
     python benchmarks/decode_e2e.py --lengths 512 --max-cache-len 1024,16384      # does capacity change a step?
     python benchmarks/decode_e2e.py --draft 5 --steps 32                          # drafts of 4, with the token before
     python benchmarks/decode_e2e.py --prefill 2048                                # what quantization adds to a prompt
+    python benchmarks/decode_e2e.py --scheme kivi,FOLDER                          # two schemes, one of them calibrated
 
 A variant decodes ``--steps`` tokens in a row, so that the mean includes quantizing pages. Variants alternate step by
 step, so that machine drift affects all of them alike. "of context" is the time of a step minus that of one after the
@@ -14,6 +15,7 @@ once in 128 steps, which is not counted.
 
 import argparse
 import copy
+import itertools
 import operator
 import statistics
 from contextlib import contextmanager
@@ -24,6 +26,7 @@ from transformers import DynamicCache, QuantizedCache
 import kvpass
 from kvpass import models
 from kvpass.cache.layer import PackedLayer
+from kvpass.cli.shared import scheme as read_scheme
 from kvpass.eval import texts
 from kvpass.eval.speed import sharing_weights
 from kvpass.models.arguments import handing
@@ -146,7 +149,7 @@ def stored(where, device: torch.device):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model")
-    parser.add_argument("--scheme", default="kivi")
+    parser.add_argument("--scheme", default="kivi", help="one or more, by comma; may be folders of calibrations")
     parser.add_argument("--lengths", default="64,512,4096,7680", help="increasing")
     parser.add_argument("--steps", type=int, default=256)
     parser.add_argument("--draft", type=int, default=1, help="tokens of a step, all of which are kept")
@@ -160,9 +163,10 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     plain, tokenizer = models.load(args.model, say=print)
     variants = {DEFAULT: plain}
-    for capacity in [int(each) for each in args.max_cache_len.split(",") if each] or [None]:
-        name = f"{args.scheme}, {capacity} allocated" if capacity else args.scheme
-        variants[name] = kvpass.apply(sharing_weights(plain), args.scheme, max_cache_len=capacity)
+    capacities = [int(each) for each in args.max_cache_len.split(",") if each] or [None]
+    for scheme, capacity in itertools.product(args.scheme.split(","), capacities):
+        name = f"{scheme}, {capacity} allocated" if capacity else scheme
+        variants[name] = kvpass.apply(sharing_weights(plain), read_scheme(scheme), max_cache_len=capacity)
     tokens = args.prefill or max(map(int, args.lengths.split(","))) + (args.steps + 3) * args.draft
     ids = texts.tokens(tokenizer, "prose", tokens).to(plain.device)
     results = (prefill if args.prefill else by_length)(variants, ids, args)

@@ -11,15 +11,21 @@ How the statistics of a prompt age, in quarters of the tokens scored after it:
 import argparse
 import copy
 import tempfile
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import torch
 
 from kvpass import calibrate, models, schemes
+from kvpass.calibration.water_filling import ONE_IN, Statistics, add_text, find_turns, repeating, share_out
 from kvpass.cli.calibrate import sequences as spread
 from kvpass.eval import bits_at, quality, texts
 from kvpass.layout.retention import Recent, Sinks
+from kvpass.models.probe import probe
+from kvpass.schemes import LayerGeometry
+from kvpass.schemes.calibrated import Calibration, describe
 
 LONG = 8192  # tokens of the caches whose bits are reported
 CALIBRATED, LENGTH, SKIPPED = 8, 1024, 4096  # sequences per text, their tokens, and the scored tokens before them
@@ -67,20 +73,55 @@ ROWS = {
     "static": dict(scheme="waterfill-static"),
     "static, one bit width for all tokens": dict(scheme="waterfill-static", ranked=False),
     "hybrid": dict(scheme="waterfill-hybrid"),
+    **{f"static, {bits} bits": dict(scheme="waterfill-static", bits=bits) for bits in (1.6, 1.8, 2.82)},
+    **{f"hybrid, {bits} bits": dict(scheme="waterfill-hybrid", bits=bits) for bits in (1.73, 2.75)},
     **{name: dict(scheme=name) for name in RIVALS},
     "kivi, the same tokens exact": dict(scheme="kivi", retention=Sinks(4) + Recent(128, page_size=32)),
     "kivi-3, the same tokens exact": dict(scheme="kivi-3", retention=Sinks(4) + Recent(128, page_size=32)),
 }
 
 
+class Part(NamedTuple):
+    """Statistics of one sequence: of the text with this name, the ``index``-th, ``repeated`` or as it is."""
+
+    text: str
+    index: int
+    repeated: bool
+    statistics: dict[int, Statistics]
+
+
+def statistics_of(model, tokenizer) -> list[Part]:
+    """What `kvpass.calibrate` gathers for `waterfill-static` from the texts that come with kvpass, by sequence."""
+    layers = {i: layer for i, layer in probe(model).items() if isinstance(layer, LayerGeometry)}
+    data = [(name, i, ids) for name in texts.to_calibrate() for i, ids in enumerate(spread(tokenizer, name, *SHARED))]
+    config, generator = schemes.get("waterfill-static"), torch.Generator().manual_seed(0)
+    turns, parts = find_turns(model, layers, data[0][2][None, :16]), []
+    for number, (name, i, ids) in enumerate(data):
+        for repeated in (False, True)[: 1 + (number % ONE_IN == 0)]:
+            found = {layer: Statistics(geometry, turns[layer]) for layer, geometry in layers.items()}
+            add_text(found, model, repeating(ids[None]) if repeated else ids[None], config, repeated, generator)
+            parts.append(Part(name, i, repeated, found))
+    return parts
+
+
+def merged(parts: Sequence[Part]) -> dict[int, Statistics]:
+    """The statistics of several sequences together."""
+    found = {layer: Statistics(own.layer, own.turn) for layer, own in parts[0].statistics.items()}
+    for part in parts:
+        for layer, own in part.statistics.items():
+            found[layer].merge(own)
+    return found
+
+
 def calibrated(model, tokenizer, rows: Mapping[str, str | dict[str, Any]]) -> dict[str, Any]:
     """The scheme of each row; those that need it are calibrated on the texts that come with kvpass."""
     found: dict[str, Any] = {name: schemes.get(scheme) for name, scheme in rows.items()}
+    statistics = None
     with tempfile.TemporaryDirectory() as work:
         for name, config in found.items():
             if isinstance(config, schemes.CalibratedWaterfillConfig):
-                data = [part for text in texts.to_calibrate() for part in spread(tokenizer, text, *SHARED)]
-                found[name] = calibrate(model, data, config)
+                statistics = statistics or merged(statistics_of(model, tokenizer))
+                found[name] = Calibration(*share_out(statistics, config), describe(model, probe(model)), {}, {})
             elif config.needs_calibration:
                 ids = (texts.tokens(tokenizer, text, SKIPPED + CALIBRATED * LENGTH) for text in texts.available())
                 data = [part for text in ids for part in text[0, SKIPPED:].split(LENGTH)]
@@ -88,8 +129,13 @@ def calibrated(model, tokenizer, rows: Mapping[str, str | dict[str, Any]]) -> di
     return found
 
 
-def main(table: Mapping[str, dict[str, Any]] = ROWS, description: str | None = __doc__) -> None:
-    """Measure rows of ``table``, each the fields of a scheme, and print them."""
+def schemes_of(model, tokenizer, rows: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """The scheme of each row, which are fields of `waterfill` or of the scheme that they name."""
+    return calibrated(model, tokenizer, {name: {"scheme": "waterfill", **row} for name, row in rows.items()})
+
+
+def main(table: Mapping[str, Any] = ROWS, description: str | None = __doc__, schemes_of: Callable = schemes_of) -> None:
+    """Measure the schemes that ``schemes_of`` makes of the rows of ``table``, and print them."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="default SmolLM2-135M-Instruct")
     parser.add_argument("--text", help="files to score instead of the texts that come with kvpass, or names of those")
@@ -105,14 +151,15 @@ def main(table: Mapping[str, dict[str, Any]] = ROWS, description: str | None = _
     if args.then:
         behind = texts.tokens(tokenizer, args.then, args.scored)
         sources = {name: torch.cat([ids[:, : args.prompt], behind], 1) for name, ids in sources.items()}
-    chosen = calibrated(model, tokenizer, {name: {"scheme": "waterfill", **table[name]} for name in args.rows})
+    chosen = schemes_of(model, tokenizer, {name: table[name] for name in args.rows})
     results = quality.evaluate(model, sources, args.prompt, chosen, one_pass=True)
-    print("| | bits at 8k |" + "".join(f" KL, {name} | top-1 |" for name in sources))
-    print("|---|--:|" + "--:|--:|" * len(sources))
+    print("| | bits at 8k | mean KL | top-1 |" + "".join(f" KL, {Path(name).stem} | top-1 |" for name in sources))
+    print("|---|--:|--:|--:|" + "--:|--:|" * len(sources))
     for name, scheme in chosen.items():
+        mine = [row for rows in results.values() for row in rows if row.scheme == name]
         cells = [f"{bits_at(half, scheme, [LONG])[LONG]:.2f}"]
-        for rows in results.values():
-            (row,) = (one for one in rows if one.scheme == name)
+        cells += [f"{fmean(row.kl for row in mine):.4f}", f"{fmean(row.top1 for row in mine):.1%}"]
+        for row in mine:
             parts = torch.tensor(row.divergences).chunk(4) if args.then else []
             quarters = [f"{part.mean():.4f}" for part in parts]
             cells += [", ".join([f"{row.kl:.4f}", *quarters]), f"{row.top1:.1%}"]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import kvpass  # noqa: F401  (registers the ops)
 from kvpass.cache.state import KVState
 from kvpass.codec import CodecSpec, Quantizer, Subspace, Transform
+from kvpass.codec.tensors import of_pages
 from kvpass.compile.backend import Backend
 from kvpass.layout.retention import Retention
 from kvpass.lowering.call_types import AttendCall
@@ -288,7 +289,7 @@ def queries_for(spec: CodecSpec, seed: int, batch: int, heads: int, tokens: int 
 def assert_same_contents(a: KVState, b: KVState, n: int) -> None:
     """Assert that two states are equal bit for bit: used pages, every dequantized token, and the window."""
     used = a.spec.retention.pages(n)
-    for name in ("codes", "scale", "zero_point"):
+    for name in of_pages(a.spec):
         assert torch.equal(getattr(a, name)[:, :, :used], getattr(b, name)[:, :, :used]), name
     assert torch.equal(a.dequantize(n), b.dequantize(n))
     assert torch.equal(a.window(n), b.window(n))

@@ -25,7 +25,7 @@ from kvpass.schemes import (
 )
 
 from common import randn
-from tiny import llama, tokens
+from tiny import calibrated, llama, tokens
 from zoo import ZOO
 
 SMALL = dict(group_size=8, residual=8)
@@ -68,10 +68,8 @@ KINDS = {
 
 def packed(kind: Kind):
     """A model packed with a kind of state, calibrated if the scheme needs it."""
-    model, scheme = kind.model(), kind.scheme
-    if scheme.needs_calibration:
-        scheme = kvpass.calibrate(model, tokens(2, 100, 7), scheme, progress=False)
-    return kvpass.apply(model, scheme, lowering="eager")
+    model = kind.model()
+    return kvpass.apply(model, calibrated(model, kind.scheme), lowering="eager")
 
 
 def feed(cache, count: int, seed: int) -> torch.Tensor:

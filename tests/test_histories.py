@@ -38,10 +38,19 @@ from transformers import DynamicCache
 
 import kvpass
 from kvpass import HeavyHitter, KVPassError, LogSparse, Recent, Sinks, StreamingLLM, schemes
-from kvpass.schemes import IdentityConfig, KIVIConfig, LogQuantConfig, QAQConfig, SQuatConfig, XQuantConfig
+from kvpass.cache.state import KVState
+from kvpass.schemes import (
+    CalibratedWaterfillConfig,
+    IdentityConfig,
+    KIVIConfig,
+    LogQuantConfig,
+    QAQConfig,
+    SQuatConfig,
+    XQuantConfig,
+)
 
-from common import assert_same_contents, changed_table, generator, state_of
-from tiny import llama, tokens
+from common import assert_same_contents, changed_table, generator, only_reference
+from tiny import calibrated, llama, tokens
 
 pytestmark = [pytest.mark.usefixtures("reference_lowering"), pytest.mark.slow]
 
@@ -68,6 +77,8 @@ PACKED = {
     "xquant": XQuantConfig(residual=16, group_size=16, kq=2, vq=0, km=0, vm=0, depth=None),
     "higgs": schemes.get("higgs", residual=16, group_size=16),
     "higgs, centred": schemes.get("higgs-sinks", residual=16, group_size=16),
+    "waterfill, static": CalibratedWaterfillConfig(residual=16, recent=8, sinks=2, block_size=8),
+    "waterfill, hybrid": CalibratedWaterfillConfig(residual=16, recent=8, sinks=2, block_size=8, form="hybrid"),
 }
 CAPTURED = {  # stored values depend on attention or positions, so every call of several tokens is captured
     "identity-pre": IdentityConfig(residual=16, rope="pre"),
@@ -82,7 +93,7 @@ CAPTURED = {  # stored values depend on attention or positions, so every call of
     "qaq-demote": QAQConfig(residual=16, sigma_s=1e-4, sigma_x=1e-3, keep_originals=False),
 }
 NOTHING_LOST = {*LOSSLESS, "identity-pre", "h2o, not full", "qaq, all outliers"}
-FIRST_CHUNK_DECIDES = {"squat", "higgs, centred"}
+FIRST_CHUNK_DECIDES = {"squat", "higgs, centred", "waterfill, hybrid"}
 IN_CI = "kivi-pre+h2o", "qaq"  # every kind of state; each takes many seconds to capture
 CONFIGS = LOSSLESS | PACKED | CAPTURED
 
@@ -110,7 +121,18 @@ firsts = st.tuples(st.integers(1, 3), counts, st.none() | st.lists(st.integers(0
 def models(layers: int, name: str | None = None):
     """A tiny model with the scheme of that name, created once per process; without a name, the same model untouched."""
     model = llama(head_dim=16, layers=layers)
-    return model if name is None else kvpass.apply(model, CONFIGS[name], lowering="eager")
+    return model if name is None else kvpass.apply(model, calibrated(model, CONFIGS[name]), lowering="eager")
+
+
+def like(state: KVState, x: torch.Tensor, keys: KVState | None) -> KVState:
+    """A state that receives all of ``x`` at once, with the calibrated tensors and rotary tables of ``state``. ``keys``:
+    the key state of its layer, for values."""
+    batch, heads, count, dim = x.shape
+    made = KVState.allocate(state.spec, batch, heads, dim, x.dtype, x.device, count, shared=state.shared)
+    made.rotary, made.same_layer_keys = state.rotary, keys
+    with only_reference():
+        made.append(x, 0, rope=state.spec.transform.numbered)
+    return made
 
 
 class Injected(Exception):
@@ -397,10 +419,11 @@ class Histories(RuleBasedStateMachine):
         assert kvpass.bits_per_value(member.cache) == 8 * kvpass.nbytes(member.cache) / values
         if member.restored or self.evicts or self.name.startswith("qaq") or self.name in FIRST_CHUNK_DECIDES:
             return
-        first = member.plain.layers[0]
+        first, keys = member.plain.layers[0], None
         for state, x in zip(layers[0].states(), (first.keys, first.values), strict=True):
             if not state.spec.transform.pre_rope:
-                assert_same_contents(state, state_of(state.spec, x), member.length)
+                keys = like(state, x, keys)
+                assert_same_contents(state, keys, member.length)
 
     def take_back(self, member: Member, count: int) -> None:
         if not 0 < count < member.length:

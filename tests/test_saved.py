@@ -87,6 +87,12 @@ def test_a_loaded_cache_continues_like_the_saved_one(cache, way, tmp_path):
     assert same([*ahead, *answers(kept)], [feed(again, LONG, 5), feed(again, 1, 6), *answers(again)])
 
 
+def test_keys_and_values_of_a_layer_can_be_read(cache):
+    for layer in packed_layers(cache):
+        for read, state in zip((layer.keys, layer.values), layer.states(), strict=True):
+            assert torch.equal(read + 0, state.dequantize(layer.tokens))
+
+
 def test_a_file_that_was_read_is_written_again_bit_for_bit(cache, tmp_path):
     first = kvpass.save_cache(cache, tmp_path / "first")
     again = kvpass.save_cache(kvpass.load_cache(first, cache.model), tmp_path / "again")

@@ -7,12 +7,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tqdm import tqdm
 from transformers import DynamicCache
 
 import kvpass
 from kvpass import KVPassError, NonFiniteError
 from kvpass.cache.per_cache import RotaryState
 from kvpass.cache.state import KVState, ModelTensors
+from kvpass.calibration.water_filling import Statistics, add_text, find_turns, measure, repeating
 from kvpass.codec import CodecSpec, Quantizer, Shares, Transform, dequantize_pages, parse, quantize_pages
 from kvpass.codec.page_rope import numbered
 from kvpass.codec.shares import WIDEST, divided, fields_of, high_precision_masks, page_bytes, share_of, water_fill
@@ -20,6 +22,7 @@ from kvpass.codec.tensors import of_model
 from kvpass.codec.transform_coding import DISTORTION, STEPS
 from kvpass.layout.retention import HeavyHitter, Retention
 from kvpass.lowering.cpp import attend_allocated, one_token
+from kvpass.models.probe import probe
 from kvpass.runtime.simulated import Simulator
 from kvpass.schemes import CalibratedWaterfillConfig, LayerGeometry, get
 
@@ -328,6 +331,24 @@ def test_calibrations_report_the_size_of_a_cache(models):
 def _bits(tensors):
     share = next(tensor for tensor in tensors if tensor.dtype == torch.int32)
     return int((share[..., -1] * torch.tensor([2, 1, 0])).sum())
+
+
+@torch.no_grad()
+def test_statistics_of_texts_add_up():
+    model, data, config = llama(layers=1), [tokens(1, 100, seed=i) for i in range(2)], get(SMALL)
+    layers = probe(model)
+    turns, draws = find_turns(model, layers, data[0][:, :16]), torch.Generator().manual_seed(0)
+    parts = []
+    for ids, repeated in [(data[0], False), (data[1], False), (repeating(data[0]), True)]:
+        parts.append({0: Statistics(layers[0], turns[0])})
+        add_text(parts[-1], model, ids, config, repeated, draws)
+    merged, others = parts[0][0], (parts[1][0], parts[2][0])
+    for part in others:
+        merged.merge(part)
+    whole = measure(model, data, layers, turns, config, tqdm(disable=True))[0]
+    assert merged.tokens == whole.tokens == 2 * (100 - SMALL["sinks"])
+    for name in ("mean", "moments", "fisher", "queries"):
+        torch.testing.assert_close(getattr(merged, name), getattr(whole, name))
 
 
 @FORMS

@@ -15,10 +15,10 @@ from kvpass.lowering.session import compiling
 
 from tiny import llama, tokens
 
-EAGER = [(8, "logquant"), (2, "squat"), (8, "kivi"), (2, "qaq")]
+EAGER = [(8, "logquant"), (2, "squat"), (8, "kivi"), (2, "qaq"), (2, "waterfill, static"), (2, "waterfill, hybrid")]
 
 
-@pytest.mark.nightly_cases("2-qaq")
+@pytest.mark.nightly_cases("2-qaq", "2-waterfill, hybrid")
 @pytest.mark.parametrize("threads, scheme", EAGER)
 def test_eager_threads_get_the_same_as_one(threads, scheme):
     trial(SCHEMES[scheme], "eager", threads, alone(SCHEMES[scheme], "eager", threads))

@@ -15,9 +15,9 @@ import torch
 import kvpass
 from kvpass.layout.window import layout
 from kvpass.lowering.inductor import attend, pages
-from kvpass.schemes import XQuantConfig
+from kvpass.schemes import CalibratedWaterfillConfig, XQuantConfig
 
-from tiny import llama, tokens
+from tiny import calibrated, llama, tokens
 
 SCHEMES = {
     "kivi": "kivi",
@@ -28,6 +28,8 @@ SCHEMES = {
     "qaq": "qaq",
     "kivi+h2o": "kivi+h2o",
     "xquant": XQuantConfig(kq=2, vq=0, km=2, vm=0, depth=None),
+    "waterfill, static": CalibratedWaterfillConfig(residual=16, recent=8, sinks=2, block_size=8),
+    "waterfill, hybrid": CalibratedWaterfillConfig(residual=16, recent=8, sinks=2, block_size=8, form="hybrid"),
 }
 
 
@@ -82,11 +84,17 @@ def assert_same(got, expected):
     torch.testing.assert_close(got[1], expected[1], atol=1e-4, rtol=1e-4)
 
 
+def applied(scheme, lowering: str):
+    """A small model with ``scheme``, calibrated if needed."""
+    model = llama()
+    return kvpass.apply(model, calibrated(model, scheme), lowering=lowering)
+
+
 def trial(scheme, lowering: str, threads: int, expected) -> None:
     """The first calls of a model, made by ``threads`` threads at once, give the ``expected`` results; so do later
     calls."""
     forget()
-    model = kvpass.apply(llama(), scheme, lowering=lowering)
+    model = applied(scheme, lowering)
     for _ in range(2):
         for got, one in zip(at_once([lambda u=u: generated(model, u) for u in range(threads)]), expected, strict=False):
             assert_same(got, one)
@@ -95,7 +103,7 @@ def trial(scheme, lowering: str, threads: int, expected) -> None:
 def alone(scheme, lowering: str, threads: int):
     """The results of a single thread."""
     forget()
-    model = kvpass.apply(llama(), scheme, lowering=lowering)
+    model = applied(scheme, lowering)
     return [generated(model, user) for user in range(threads)]
 
 
@@ -111,7 +119,7 @@ def main(trials: int = 10, *names: str) -> None:
                         equal += 1
                     except Exception as error:
                         print(f"  {type(error).__name__}: {str(error)[:200]}", flush=True)
-                print(f"{name:<12} {lowering:<6} {threads} threads: {equal} of {trials}", flush=True)
+                print(f"{name:<17} {lowering:<6} {threads} threads: {equal} of {trials}", flush=True)
 
 
 if __name__ == "__main__":

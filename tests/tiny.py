@@ -73,6 +73,14 @@ def called(model, calls, batch: int = 2):
     return logits, cache
 
 
+def calibrated(model, scheme):
+    """``scheme``, calibrated on ``model`` if it needs that."""
+    scheme = kvpass.schemes.get(scheme)
+    if not scheme.needs_calibration:
+        return scheme
+    return kvpass.calibrate(model, tokens(2, 100, 7), scheme, progress=False)
+
+
 class Letters:
     """A tokenizer with one token per character, for the models of this file."""
 

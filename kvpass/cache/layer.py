@@ -100,6 +100,8 @@ class PackedLayer(CacheLayerMixin):
             return state.dequantize(self.tokens, self.cache.lowering)
         if self.cache.context is not None and torch.compiler.is_dynamo_compiling():
             return self._dequantize(state, None)  # a subclass would share storage with other inputs of the graph
+        if state.spec.transform.page_rope:  # another layer may hold the rotary tables
+            return state.dequantize(self.tokens, self.cache.lowering)
         return PackedKV.view(state, self.tokens)
 
     def states(self) -> list[KVState]:

@@ -5,10 +5,10 @@ from torch import Tensor
 from torchao.utils import TorchAOBaseTensor
 
 from ..codec.spec import CodecSpec, parse
-from ..codec.tensors import of_state
+from ..codec.tensors import of_model, of_state
 from ..errors import KVPassError, NonFiniteError
 from ..versions import warn_renamed
-from .state import KVState
+from .state import KVState, ModelTensors
 
 
 def _written_by(func) -> KVPassError:
@@ -75,7 +75,9 @@ class PackedKV(TorchAOBaseTensor):
     @property
     def state(self) -> KVState:
         """The `KVState` that shares storage with this tensor."""
-        return KVState(parse(self.spec), self._kept)
+        spec, kept = parse(self.spec), self._kept
+        shared = ModelTensors(kept.pop(name) for name in of_model(spec))
+        return KVState(spec, kept, shared=shared)
 
     def append(self, x: Tensor) -> "PackedKV":
         """This tensor followed by ``x`` ``[B, H_kv, S, D]``. The result shares storage unless it had to grow, so do not

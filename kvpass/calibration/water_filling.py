@@ -26,7 +26,7 @@ from ..schemes import CalibratedWaterfillConfig, LayerGeometry
 from .sensitivity import Seen, look
 
 _REPEATED = 0.5  # share of the Fisher information that comes from texts with a repeated half
-_ONE_IN = 3  # one in this many texts is also read with its first half repeated
+ONE_IN = 3  # one in this many texts is also read with its first half repeated
 _FLOOR = 0.02  # lower bound of a channel's cost, relative to the mean
 _LEAST_VARIANCE = 1e-6  # relative to a head's mean; keeps a 16-bit basis well conditioned
 _RICH_WORTH = 6.0  # cost of an error in a rich token, relative to other tokens
@@ -118,7 +118,7 @@ def _between(before: Tensor, after: Tensor, rope: str) -> Tensor | None:
 _NO_TURN = Turn("", torch.empty(0))
 
 
-class _Statistics:
+class Statistics:
     """One layer's statistics over all texts: keys before rotary embedding, values, queries, and what errors cost."""
 
     def __init__(self, layer: LayerGeometry, turn: Turn):
@@ -155,6 +155,12 @@ class _Statistics:
         of_head = torch.randint(0, chosen.shape[1], (QUERIES,), generator=generator).to(q.device)
         return chosen[:, of_head, torch.arange(QUERIES, device=q.device)].cpu()
 
+    def merge(self, other: Statistics) -> None:
+        """Add the statistics of other texts."""
+        self.tokens += other.tokens
+        self.mean, self.moments = self.mean + other.mean, self.moments + other.moments
+        self.fisher, self.queries = self.fisher + other.fisher, self.queries + other.queries
+
     def costs(self, scale: Tensor) -> Tensor:
         """Fisher information of keys and of values, ``[2, H, D, D]``. Plain and repeated texts are first normalized by
         their totals over the whole model, ``scale`` ``[2]``. Without repeated texts, plain ones count alone."""
@@ -182,24 +188,42 @@ def measure(
     turns: dict[int, Turn],
     config: CalibratedWaterfillConfig,
     seen: tqdm,
-) -> dict[int, _Statistics]:
+) -> dict[int, Statistics]:
     """The statistics of each layer of ``model`` over ``data``, ``[1, T]`` each; some texts are also read with their
     first half repeated."""
-    retention, generator = config._policy(), torch.Generator().manual_seed(0)
-    far = retention.window - retention.page_size // 2  # distance of a page's middle token when the page is packed
-    statistics = {index: _Statistics(layer, turns[index]) for index, layer in layers.items()}
-    repeated = [ids[:, : ids.shape[1] // 2].repeat(1, 2) for ids in data[::_ONE_IN]]
+    generator = torch.Generator().manual_seed(0)
+    statistics = {index: Statistics(layer, turns[index]) for index, layer in layers.items()}
+    repeated = [repeating(ids) for ids in data[::ONE_IN]]
     for is_repeated, texts in enumerate((data, repeated)):
         for ids in texts:
-            for index, found in look(model, ids, layers, far, retention.sinks, generator).items():
-                statistics[index].add(found, retention.sinks, far, bool(is_repeated), generator)
+            add_text(statistics, model, ids, config, bool(is_repeated), generator)
             seen.update()
     return statistics
 
 
+def repeating(ids: Tensor) -> Tensor:
+    """The first half of a text ``[1, T]``, twice."""
+    return ids[:, : ids.shape[1] // 2].repeat(1, 2)
+
+
+def add_text(
+    statistics: dict[int, Statistics],
+    model: nn.Module,
+    ids: Tensor,
+    config: CalibratedWaterfillConfig,
+    repeated: bool,
+    generator: torch.Generator,
+) -> None:
+    """Run ``model`` over a text ``[1, T]`` and add what its layers see; ``repeated``: whether it is `repeating`."""
+    retention, layers = config._policy(), {index: own.layer for index, own in statistics.items()}
+    far = retention.window - retention.page_size // 2  # distance of a page's middle token when the page is packed
+    for index, found in look(model, ids, layers, far, retention.sinks, generator).items():
+        statistics[index].add(found, retention.sinks, far, repeated, generator)
+
+
 def passes(texts: int) -> int:
     """How many texts `measure` reads, given ``texts`` of them."""
-    return texts + len(range(0, texts, _ONE_IN))
+    return texts + len(range(0, texts, ONE_IN))
 
 
 class _Axes:
@@ -233,7 +257,7 @@ class _Axes:
 
 
 def share_out(
-    statistics: dict[int, _Statistics], config: CalibratedWaterfillConfig
+    statistics: dict[int, Statistics], config: CalibratedWaterfillConfig
 ) -> tuple[CalibratedWaterfillConfig, dict[int, Fitted]]:
     """``config`` completed with the rotation of keys, and for each layer the tensors that all caches of the model
     share: `kvpass.codec.tensors.of_model` for keys and values, and before those of keys the rotation angles, if keys

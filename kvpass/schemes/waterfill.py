@@ -88,7 +88,7 @@ class WaterfillConfig(StorageConfig):
         return CalibratedWaterfillConfig(**same, ranked=any(self.rich_key_fields))
 
 
-@register_scheme(waterfill_hybrid=dict(form="hybrid", bits=1.9))
+@register_scheme(waterfill_hybrid=dict(form="hybrid", bits=2.0))
 @dataclass(frozen=True, kw_only=True)
 class CalibratedWaterfillConfig(StorageConfig):
     """`WaterfillConfig` with the bits of every head, for keys and values, set by a calibration: ``bits`` per value on
