@@ -2,6 +2,8 @@
 
 from .aqua import AquaKVConfig
 from .base import (
+    Heads,
+    Held,
     LayerGeometry,
     LayerPlan,
     SchemeConfig,
@@ -13,6 +15,7 @@ from .base import (
     get,
     named,
     register_scheme,
+    unequal,
 )
 from .e8 import LatticeConfig
 from .gear import GEARConfig
@@ -43,6 +46,8 @@ __all__ = [
     "CalibratedWaterfillConfig",
     "GEARConfig",
     "HIGGSConfig",
+    "Heads",
+    "Held",
     "IdentityConfig",
     "KIVIConfig",
     "KVQuantConfig",
@@ -73,4 +78,5 @@ __all__ = [
     "get",
     "named",
     "register_scheme",
+    "unequal",
 ]

@@ -7,7 +7,7 @@ import torch
 from kvpass.codec.rope import rope_of
 from kvpass.codec.spec import CodecSpec
 
-from ..table import DispatchKey, extras, select
+from ..table import DispatchKey, select
 from . import background_compile
 from .attend import Common, attend_kernel
 
@@ -34,7 +34,7 @@ def expect(attended: Attended, key: CodecSpec, value: CodecSpec, batch: int, mas
     """
     device, head_dim, dtype = attended.device, attended.head_dim, attended.dtype
     group = attended.num_attention_heads // attended.num_key_value_heads
-    asked = extras(None, None, None, None, 0.0, "sum" if mass else "")
+    asked = ("attention mass",) if mass else ()
     dispatch = DispatchKey("attend", device.type, (str(key), str(value)), 1, head_dim, dtype, group, asked)
     if select(dispatch).name != "inductor":  # other lowerings compile within seconds
         return
