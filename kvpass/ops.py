@@ -23,8 +23,8 @@ attend       Attention of ``q`` over the stored past and the full-precision toke
              KV head: the "sum" over queries that are not padding, or the largest weight over the last N of them
              ("max-N"). ``starts`` ``[B]`` int64 is the number of left-padding tokens of each sample, which no query
              sees; it replaces a mask. ``latent``: the keys are ``cat([key, value], -1)`` and the values are ``key``,
-             so that the output has its channels (MLA). With eviction, only the columns of ``mask`` for the tokens of the call are used,
-             and padding in the past has ``importance`` ``-inf``.
+             so that the output has its channels (MLA). With eviction, only the columns of ``mask`` for the tokens of
+             the call are used, and padding in the past has ``importance`` ``-inf``.
 rotate       Apply rotary embedding to dequantized keys that are stored before it (`codec.rope`), with tables ``cos``,
              ``sin`` ``[B, >= n, p]``. ``rope`` describes the rotation; "" means none.
 append_rotary_  Store the rotary tables ``[B or 1, S, p]`` of the call after those already stored. With ``slots``, drop

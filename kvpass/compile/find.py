@@ -2,7 +2,8 @@
 
 Attention is ``scaled_dot_product_attention``, or a softmax between two matrix products. Its keys and values are traced
 back through views and head repetition to ``cat([kvpass.dequantize(state), present])``, or shown to equal that by
-running the nodes in between (`kvpass.compile.own_cache`). Attention that is not understood is refused with a reason and
+running the nodes in between (`kvpass.compile.own_cache`), or to be expanded from a cached latent
+(`kvpass.compile.latent`). Attention that is not understood is refused with a reason and
 keeps its ``kvpass.dequantize``: correct, slower, reported.
 """
 
@@ -18,6 +19,7 @@ from torch.fx import Graph, Node
 from ..codec.spec import parse
 from .appends import tensor_of
 from .calls import DEQUANTIZE, ROTATE, argument, arguments, tensor_argument, tensors_argument
+from .latent import Expansion, expansion
 from .masks import structure
 from .nodes import integer, operand, operands, shape, value_of
 from .own_cache import Present, read_back
@@ -65,6 +67,8 @@ class AttentionSite:
 
     output: the node to replace, ``[B, H_q, S, D]``, ``[B * H_q, S, D]`` or ``[B, H_kv, r, S, D]``.
     sinks: logits ``[1, H_q, 1, 1]`` that take part in the softmax without a value.
+    expansion: for latent attention: how keys and values are expanded from the latent and the rotary part that ``key``
+        and ``value`` are then. ``query`` is absorbed.
     """
 
     output: Node
@@ -76,6 +80,7 @@ class AttentionSite:
     scale: float
     softcap: float = 0.0
     sinks: Node | None = None
+    expansion: Expansion | None = None
 
 
 def find(graph: Graph, presents: dict[Node, Present]) -> tuple[list[AttentionSite], list[str]]:
@@ -218,16 +223,35 @@ def _unrepeated(node: Node) -> Node | None:
     return None
 
 
+def _sides(keys: Node, values: Node, source: Callable[[Node], Source]) -> tuple[Source, Source, Expansion | None]:
+    """The sources of keys and of values, and how they are expanded from there. Raises `NotUnderstood`."""
+    try:
+        return source(keys), source(values), None
+    except NotUnderstood:
+        found = expansion(keys, values)
+        if found is None:
+            raise
+        return _peeled(found.latent), _peeled(found.rotary), found
+
+
+def _absorbed(site: AttentionSite) -> AttentionSite:
+    """``site`` with the query for what its layer caches, if keys are expanded from that."""
+    if site.expansion is not None:
+        with site.output.graph.inserting_before(site.output):
+            site.query = site.expansion.absorb(site.output.graph, site.query)
+    return site
+
+
 def _from_sdpa(node: Node, source: Callable[[Node], Source]) -> AttentionSite:
     given = arguments(node)
     query, mask, causal, scale = (given[name] for name in ("query", "attn_mask", "is_causal", "scale"))
     if given["dropout_p"]:
         raise NotUnderstood("attention with dropout: call model.eval(), or set attention dropout to 0")
-    key, value = source(given["key"]), source(given["value"])
+    key, value, expanded = _sides(given["key"], given["value"], source)
     if key.padded and (mask is None or causal):
         raise NotUnderstood("no mask hides the unused slots behind the keys")
     scale = float(scale) if scale is not None else 1 / math.sqrt(shape(query)[-1])
-    return AttentionSite(node, query, key, value, mask, bool(causal), scale)
+    return _absorbed(AttentionSite(node, query, key, value, mask, bool(causal), scale, expansion=expanded))
 
 
 def _only_user(node: Node) -> Node:
@@ -256,13 +280,14 @@ def _from_softmax(node: Node, source: Callable[[Node], Source]) -> AttentionSite
         raise NotUnderstood(
             f"keys enter the product through {scores.keys.target} instead of a transpose of their last two dims"
         )
-    key, value = source(operand(scores.keys)), source(operand(output, 1))
+    key, value, expanded = _sides(operand(scores.keys), operand(output, 1), source)
     query = _with_heads(scores.query)
     with output.graph.inserting_before(output):
         mask = insert_bias(output.graph, scores, query)
     if key.padded and mask is None:
         raise NotUnderstood("no mask hides the unused slots behind the keys")
-    return AttentionSite(output, query, key, value, mask, False, scores.scale, scores.softcap, sinks)
+    site = AttentionSite(output, query, key, value, mask, False, scores.scale, scores.softcap, sinks, expanded)
+    return _absorbed(site)
 
 
 def _without_sinks(node: Node) -> tuple[Node, Node | None]:

@@ -55,7 +55,9 @@ class BufferedCache:
 
     def geometry(self) -> dict[int, LayerGeometry | str]:
         """The geometry of each layer by index, or why it is not packed."""
-        return geometries([pair if isinstance(pair, str) else Held(*(one.get() for one in pair)) for pair in self.layers])
+        return geometries(
+            [pair if isinstance(pair, str) else Held(*(one.get() for one in pair)) for pair in self.layers]
+        )
 
 
 @dataclass(frozen=True)

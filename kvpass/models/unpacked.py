@@ -1,5 +1,5 @@
-"""Say what a cache layer holds, or why it stays in full precision, from its class and the tensors it keeps. No other file knows the cache
-layers of transformers that are not packed."""
+"""Say what a cache layer holds, or why it stays in full precision, from its class and the tensors it keeps. No other
+file knows the cache layers of transformers that are not packed."""
 
 from typing import Any
 

@@ -77,7 +77,9 @@ class TurboQuantConfig(StorageConfig):
         key = quantizer(self.key_bits - 1, head_dim, Sketched()) if sketched else quantizer(self.key_bits, head_dim)
         return LayerPlan(
             CodecSpec(key, self.key_retention(), self.key_transform(rotation=self.seed)),
-            CodecSpec(quantizer(self.value_bits, value_head_dim), self.value_retention(), Transform(rotation=self.seed)),
+            CodecSpec(
+                quantizer(self.value_bits, value_head_dim), self.value_retention(), Transform(rotation=self.seed)
+            ),
         )
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:

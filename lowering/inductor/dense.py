@@ -1,4 +1,5 @@
-"""Attention of several query tokens, or over keys and values that differ in shape: dequantizes all keys and values first, with a kernel if their codec has one."""
+"""Attention of several query tokens, and attention over keys and values that differ in shape: dequantizes all of them
+first, with a kernel if their codec has one."""
 
 from torch import Tensor
 
