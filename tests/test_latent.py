@@ -1,6 +1,8 @@
 """Latent attention (MLA): what is expanded from a cached latent is recognized however it is written, nothing else is,
 and models with it run packed as untouched."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -73,7 +75,14 @@ def scattered(latent, rotary, weight):
     return whole, values
 
 
-WAYS = dict(scattered=scattered, joined=joined, first=rotary_first, heads=one_head_at_a_time, einsum=summed_over_channels, padded=padded)
+WAYS = dict(
+    scattered=scattered,
+    joined=joined,
+    first=rotary_first,
+    heads=one_head_at_a_time,
+    einsum=summed_over_channels,
+    padded=padded,
+)
 
 OTHERS = {
     "scaled keys": lambda latent, rotary, weight: (joined(latent, rotary, weight)[0] * 2, by_head(latent, weight)),
@@ -211,22 +220,17 @@ def test_values_may_have_other_heads_and_channels_than_keys(seed, heads, queries
     )  # fmt: skip
     mask = torch.ones(queries, past + queries, dtype=torch.bool).tril(past)
     every = (x.repeat_interleave(HEADS // x.shape[1], 1) for x in (k, v))
-    torch.testing.assert_close(
-        got, F.scaled_dot_product_attention(q, *every, mask, scale=0.3), atol=1e-5, rtol=1e-5
-    )
+    torch.testing.assert_close(got, F.scaled_dot_product_attention(q, *every, mask, scale=0.3), atol=1e-5, rtol=1e-5)
 
 
 # ---------------------------------------------------------------- models
 
 
-@pytest.fixture(scope="module", params=["sdpa", "eager"])
-def either(request):
-    return ZOO["DeepSeek-V3"].model(request.param)
-
-
 @pytest.fixture(scope="module")
 def deepseek():
-    return ZOO["DeepSeek-V3"].model("sdpa")
+    """A model without experts, which are captured slowly; `test_zoo` has one with them."""
+    dense = dataclasses.replace(ZOO["DeepSeek-V3"], config={**ZOO["DeepSeek-V3"].config, "first_k_dense_replace": 2})
+    return dense.model("sdpa")
 
 
 def left_padded():
@@ -242,6 +246,7 @@ MODES = {
     "left-padded": dict(**left_padded(), max_new_tokens=20),
     "beams": dict(input_ids=tokens(2, 30), num_beams=3, max_new_tokens=20),
     "prompt lookup": dict(input_ids=tokens(1, 8).repeat(1, 5), prompt_lookup_num_tokens=4, max_new_tokens=24),
+    "an assistant": dict(input_ids=tokens(1, 40), assistant_model=llama(), max_new_tokens=12),
     "chunks": dict(input_ids=tokens(1, 60), prefill_chunk_size=25, max_new_tokens=10),
 }
 
@@ -250,31 +255,23 @@ def generated(model, **inputs):
     return model.generate(**inputs, do_sample=False, return_dict_in_generate=True)
 
 
+@pytest.mark.slow_cases("auto-[!l]*")
 @pytest.mark.parametrize("mode", MODES)
-def test_generation_is_that_of_the_untouched_model_and_every_layer_is_fused(either, mode):
-    expected = generated(either, **MODES[mode])
-    kvpass.apply(either, LOSSLESS)
+@pytest.mark.parametrize("lowering", ["eager", "auto"])
+def test_generation_is_that_of_the_untouched_model(deepseek, lowering, mode):
+    expected = generated(deepseek, **MODES[mode])
+    kvpass.apply(deepseek, LOSSLESS, lowering=lowering)
     try:
-        got, report = generated(either, **MODES[mode]), kvpass.explain(either)
-    finally:
-        kvpass.remove(either)
-    assert torch.equal(got.sequences, expected.sequences)
-    assert all(isinstance(layer, PackedLayer) for layer in got.past_key_values.layers)
-    assert report.fused == report.packed == 2, str(report)
-
-
-def test_drafts_of_an_assistant_are_verified(deepseek):
-    inputs = dict(input_ids=tokens(1, 40), assistant_model=llama(), max_new_tokens=20)
-    expected = generated(deepseek, **inputs)
-    kvpass.apply(deepseek, LOSSLESS)
-    try:
-        assert torch.equal(generated(deepseek, **inputs).sequences, expected.sequences)
+        got, report = generated(deepseek, **MODES[mode]), kvpass.explain(deepseek)
     finally:
         kvpass.remove(deepseek)
+    assert torch.equal(got.sequences, expected.sequences)
+    assert all(isinstance(layer, PackedLayer) for layer in got.past_key_values.layers)
+    assert (report.packed, report.fused) == (2, 2 * (lowering == "auto")), str(report)
 
 
 def test_a_saved_cache_continues_as_the_one_in_memory(deepseek, tmp_path):
-    kvpass.apply(deepseek, "kivi-4", group_size=8, residual=16)
+    kvpass.apply(deepseek, schemes.get("kivi-4", group_size=8, residual=16), lowering="eager")
     try:
         cache, ids = DynamicCache(config=deepseek.config), tokens(1, 50)
         with torch.no_grad():
@@ -285,7 +282,7 @@ def test_a_saved_cache_continues_as_the_one_in_memory(deepseek, tmp_path):
                 assert torch.equal(mine, other)
     finally:
         kvpass.remove(deepseek)
-    kvpass.apply(deepseek, "kivi", group_size=8, residual=16)
+    kvpass.apply(deepseek, schemes.get("kivi", group_size=8, residual=16), lowering="eager")
     try:
         with pytest.raises(KVPassError, match="scheme"):
             kvpass.load_cache(tmp_path / "cache", deepseek)
@@ -294,13 +291,12 @@ def test_a_saved_cache_continues_as_the_one_in_memory(deepseek, tmp_path):
 
 
 SCHEMES = {
-    "kivi": dict(group_size=8), "kivi-4": dict(group_size=8), "kivi-pre": dict(group_size=8),
-    "rtn": dict(group_size=8), "higgs": {}, "quarot": dict(group_size=8), "turboquant": {}, "e8": {},
-    "waterfill": dict(recent=16), "waterfill-2": dict(recent=16), "kvquant": {},
+    "kivi": dict(group_size=8), "kivi-pre": dict(group_size=8), "rtn": dict(group_size=8), "higgs": {},
+    "turboquant": {}, "e8": {}, "waterfill": dict(recent=16), "kvquant": {},
 }  # fmt: skip
 
 
-def steps(model, scheme, count=24, prompt=70, **options):
+def steps(model, scheme, count=8, prompt=90, **options):
     kvpass.apply(model, scheme, **options)
     try:
         cache, ids, rows = DynamicCache(config=model.config), tokens(2, prompt + count), []
@@ -313,6 +309,7 @@ def steps(model, scheme, count=24, prompt=70, **options):
         kvpass.remove(model)
 
 
+@pytest.mark.slow_cases("kivi-pre", "turboquant", "e8", "kvquant", "rtn")
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_fused_steps_equal_steps_over_the_expanded_past(deepseek, scheme):
     config = schemes.get(scheme, **SCHEMES[scheme])
@@ -320,12 +317,9 @@ def test_fused_steps_equal_steps_over_the_expanded_past(deepseek, scheme):
     fused, other, report = steps(deepseek, config)
     assert report.fused == 2, str(report)
     torch.testing.assert_close(fused, expanded, atol=2e-4, rtol=2e-4)
-    exact, plain, _ = steps(deepseek, LOSSLESS, lowering="eager")
-    far = (fused - exact).abs().mean() / exact.std()
-    assert 0 < far < 0.6, far
     for mine, theirs in zip(cache.layers, other.layers, strict=True):
         torch.testing.assert_close(mine.keys + 0, theirs.keys + 0, atol=1e-4, rtol=1e-4)
-    assert kvpass.nbytes(cache) == kvpass.nbytes(other) and plain.get_seq_length() == cache.get_seq_length()
+    assert kvpass.nbytes(cache) == kvpass.nbytes(other)
 
 
 def test_the_default_scheme_needs_no_graph_for_a_latent_and_gives_the_rotary_part_more_bits(deepseek, recwarn):
@@ -335,7 +329,6 @@ def test_the_default_scheme_needs_no_graph_for_a_latent_and_gives_the_rotary_par
         report = kvpass.explain(deepseek)
     finally:
         kvpass.remove(deepseek)
-    assert report.scheme.startswith("waterfill") if hasattr(report, "scheme") else True
     assert "K less its mean 2 bits on average" in report.layers[0].plan
     assert "V 4 bits on average" in report.layers[0].plan and report.fused == 2
     assert not [w for w in recwarn if "kvpass" in str(w.message)]
@@ -348,7 +341,7 @@ def test_tokens_of_a_latent_are_evicted(deepseek, policy):
         kvpass.HeavyHitter(16, recent=16, page_size=8) if policy == "h2o" else kvpass.StreamingLLM(2, 32, 16, 8),
     )
     _, cache, report = steps(deepseek, budget)
-    assert report.fused == 2 and cache.layers[0].tokens < 94 and cache.get_seq_length() == 94
+    assert report.fused == 2 and cache.layers[0].tokens < 98 and cache.get_seq_length() == 98
 
 
 def test_a_scheme_that_predicts_layers_or_is_calibrated_refuses_what_differs_in_shape(deepseek):

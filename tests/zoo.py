@@ -176,4 +176,12 @@ ZOO = {
         packed=4, encoder=True,
     ),
     "DeepSeek-V3": Species("DeepseekV3", dict(_GQA, **_MLA)),
+    "MiMo-V2": Species(
+        "MiMoV2Flash",
+        dict(
+            _GQA, head_dim=24, v_head_dim=16, layer_types=["full_attention"] * 2, mlp_layer_types=["dense"] * 2,
+            num_attention_heads=4,
+        ),
+        attention="eager",
+    ),
 }  # fmt: skip

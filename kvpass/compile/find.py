@@ -261,6 +261,7 @@ def _only_user(node: Node) -> Node:
 def _from_softmax(node: Node, source: Callable[[Node], Source]) -> AttentionSite:
     if node.args[1] not in (-1, len(shape(node)) - 1):
         raise NotUnderstood("softmax over a dim other than the keys")
+    _drop_shift(node)
     before, sinks = _without_sinks(operand(node))
     output = _only_user(node)
     if sinks is not None:
@@ -290,10 +291,31 @@ def _from_softmax(node: Node, source: Callable[[Node], Source]) -> AttentionSite
     return _absorbed(site)
 
 
+def _drop_shift(softmax: Node) -> None:
+    """If each row of scores has one number subtracted from it, such as its maximum, drop that: the softmax stays the
+    same."""
+    shifted = operand(softmax)
+    while shifted.target in CASTS and len(shifted.users) == 1:
+        shifted = operand(shifted)
+    if shifted.target is not aten.sub.Tensor or len(shifted.users) != 1 or shifted.kwargs:
+        return
+    scores, less = shifted.args
+    if not isinstance(scores, Node) or not isinstance(less, Node) or shape(scores) != shape(shifted):
+        return
+    if not shape(less) or shape(less)[-1] != 1:
+        return
+    shifted.replace_all_uses_with(scores)
+    unused = [shifted]
+    while unused:
+        node = unused.pop()
+        if not node.users and not node.is_impure() and node not in unused:
+            unused += node.all_input_nodes
+            node.graph.erase_node(node)
+
+
 def _without_sinks(node: Node) -> tuple[Node, Node | None]:
-    """The scores in ``cat([scores, sinks]) - max``, and the sinks ``[1, H, 1, 1]``, or None if there are none."""
-    # subtracting the same number from all logits does not change the softmax
-    whole = operand(node) if node.target is aten.sub.Tensor else node
+    """The scores in ``cat([scores, sinks])``, and the sinks ``[1, H, 1, 1]``, or None if there are none."""
+    whole = node
     while whole.target in CASTS:
         whole = operand(whole)
     if whole.target is not aten.cat.default or len(operands(whole)) != 2:
