@@ -26,8 +26,7 @@ import kvpass
 from kvpass import KVPassError
 from kvpass.models.encoded import encoded
 from kvpass.models.unpacked import held_by
-from kvpass.schemes import geometries
-from kvpass.schemes import IdentityConfig
+from kvpass.schemes import IdentityConfig, geometries
 
 from tiny import VOCABULARY, tokens
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from ..errors import KVPassError
-from ..schemes import Held, LayerGeometry, geometries, unequal
+from ..schemes import LayerGeometry, geometries
+from ..schemes.base import Held, unequal
 
 _LOUDER = 100.0  # the output must not change if unwritten slots hold noise this many times larger
 

@@ -33,7 +33,8 @@ from ..errors import KVPassError, NotCapturedError, NotSimulatedError
 from ..layout.window import layout
 from ..models.arguments import keeping
 from ..models.probe import probe
-from ..schemes import Held, LayerGeometry, SchemeConfig, geometries
+from ..schemes import LayerGeometry, SchemeConfig, geometries
+from ..schemes.base import Held
 from ..schemes.calibrated import Calibration
 from .runtime import Runtime
 

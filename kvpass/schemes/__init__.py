@@ -3,7 +3,6 @@
 from .aqua import AquaKVConfig
 from .base import (
     Heads,
-    Held,
     LayerGeometry,
     LayerPlan,
     SchemeConfig,
@@ -15,7 +14,6 @@ from .base import (
     get,
     named,
     register_scheme,
-    unequal,
 )
 from .e8 import LatticeConfig
 from .gear import GEARConfig
@@ -47,7 +45,6 @@ __all__ = [
     "GEARConfig",
     "HIGGSConfig",
     "Heads",
-    "Held",
     "IdentityConfig",
     "KIVIConfig",
     "KVQuantConfig",
@@ -78,5 +75,4 @@ __all__ = [
     "get",
     "named",
     "register_scheme",
-    "unequal",
 ]
