@@ -138,7 +138,7 @@ def _refuse_unequal(layers: dict[int, LayerGeometry | str]) -> None:
         if isinstance(layer, LayerGeometry) and (layer.latent or layer.heads[0] != layer.heads[1]):
             raise KVPassError(
                 f"Calibration needs keys and values of equal shape, and layer {layer.index} keeps "
-                f"{' and '.join(f'{heads.count} heads of {heads.dim} channels' for heads in layer.heads)}: use a "
+                f"{' and '.join(f'{heads.number} heads of {heads.dim} channels' for heads in layer.heads)}: use a "
                 "scheme that needs no calibration, such as 'waterfill' or 'kivi'."
             )
 

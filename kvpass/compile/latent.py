@@ -138,7 +138,8 @@ class _Trial:
         keys = _rows(self.key_weight, key_numbers[:, key_start : key_start + count])
         values = _rows(self.value_weight, value_numbers)
         beside = -1 - key_numbers[:, rotary_start : rotary_start + rotated]
-        in_order = torch.equal(beside, torch.arange(shape(self.rotary)[3]).expand_as(beside)) if rotated else False
+        whole = rotated == shape(self.rotary)[3]
+        in_order = whole and torch.equal(beside, torch.arange(rotated).expand_as(beside))
         if keys is None or values is None or not in_order:
             return None
         found = Expansion(self.latent, self.rotary, keys, values, key_start, rotary_start)

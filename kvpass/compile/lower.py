@@ -56,6 +56,6 @@ def _of_attention(given: dict[str, Any], q: Tensor, specs: tuple[str, ...], quer
     key = given["key"] if len(given["key"]) == 1 else [tensor_of(given["key"], parse(given["k_spec"]), "ring")]
     ring, new, beside = value_of(key[0]), value_of(given["k_new"]), value_of(given["v_new"])
     rotary = given["rope"] and not parse(given["k_spec"]).transform.page_rope
-    features = (given[name] for name in ("sinks", "softcap", "statistic"))
-    asked = extras(given["mask"], given["starts"], rotary, *features, new, beside, given["latent"])
+    sinks, softcap, statistic = (given[name] for name in ("sinks", "softcap", "statistic"))
+    asked = extras(given["mask"], given["starts"], rotary, sinks, softcap, statistic, new, beside, given["latent"])
     return attention_key(q, ring, new, specs, queries, asked)

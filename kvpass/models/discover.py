@@ -57,7 +57,7 @@ class BufferedCache:
     def geometry(self) -> dict[int, LayerGeometry | str]:
         """The geometry of each layer by index, or why it is not packed."""
         return geometries(
-            [pair if isinstance(pair, str) else Held(*(one.get() for one in pair)) for pair in self.layers]
+            [pair if isinstance(pair, str) else Held(pair[0].get(), pair[1].get()) for pair in self.layers]
         )
 
 

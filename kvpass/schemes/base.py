@@ -18,9 +18,9 @@ from ..layout.retention import POLICIES, Retention
 
 
 class Heads(NamedTuple):
-    """The geometry of keys or of values: ``count`` heads of ``dim`` channels."""
+    """The geometry of keys or of values: ``number`` heads of ``dim`` channels."""
 
-    count: int
+    number: int
     dim: int
 
 
@@ -66,7 +66,7 @@ class LayerGeometry:
     @property
     def values_per_token(self) -> int:
         """Number of key and value elements that a token takes."""
-        return sum(heads.count * heads.dim for heads in self.heads)
+        return sum(heads.number * heads.dim for heads in self.heads)
 
 
 class Held(NamedTuple):
@@ -139,7 +139,7 @@ class LayerPlan:
 
     def _check_heads(self, layer: LayerGeometry) -> None:
         """Raise `KVPassError` if this plan needs keys and values of equal shape."""
-        of_keys, of_values = (f"{heads.count} heads of {heads.dim}" for heads in layer.heads)
+        of_keys, of_values = (f"{heads.number} heads of {heads.dim}" for heads in layer.heads)
         differ = f"the keys of layer {layer.index} have {of_keys} channels, the values {of_values}"
         if self.looks_at_previous:
             raise KVPassError(f"A predicted layer needs keys and values of equal shape, but {differ}: use kivi.")
