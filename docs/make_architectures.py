@@ -65,7 +65,7 @@ def quoted(results: dict[str, Any]) -> str:
     tried = found.total() - found["not built"]
     some = [
         f"{found['whole']} are packed and fused in every layer",
-        f"{found['part']} are packed in some layers; the others have a window, a state or latent attention",
+        f"{found['part']} are packed in some layers; the others have a window or a state",
         f"{found['not fused']} are packed, but some layers are dequantized before attention",
         f"{found['not captured']} are packed, but their steps are not captured",
         f"{found['refused']} are refused with the reason",

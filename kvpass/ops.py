@@ -22,8 +22,9 @@ attend       Attention of ``q`` over the stored past and the full-precision toke
              ``statistic``, the attention mass of each token, ``[B, H_kv, n + S]`` float32, over the query heads of its
              KV head: the "sum" over queries that are not padding, or the largest weight over the last N of them
              ("max-N"). ``starts`` ``[B]`` int64 is the number of left-padding tokens of each sample, which no query
-             sees; it replaces a mask. With eviction, only the columns of ``mask`` for the tokens of the call are used,
-             and padding in the past has ``importance`` ``-inf``.
+             sees; it replaces a mask. ``latent``: the keys are ``cat([key, value], -1)`` and the values are ``key``,
+             so that the output has its channels (MLA). With eviction, only the columns of ``mask`` for the tokens of
+             the call are used, and padding in the past has ``importance`` ``-inf``.
 rotate       Apply rotary embedding to dequantized keys that are stored before it (`codec.rope`), with tables ``cos``,
              ``sin`` ``[B, >= n, p]``. ``rope`` describes the rotation; "" means none.
 append_rotary_  Store the rotary tables ``[B or 1, S, p]`` of the call after those already stored. With ``slots``, drop
@@ -100,7 +101,7 @@ _library.define(
     "attend(Tensor q, Tensor[] key, Tensor[] value, Tensor length, Tensor k_new, Tensor v_new, Tensor? mask, "
     'bool causal, float scale, float softcap, str k_spec, str v_spec, str lowering="auto", *, Tensor? cos=None, '
     'Tensor? sin=None, str rope="", Tensor? sinks=None, str statistic="", Tensor? importance=None, '
-    "Tensor? starts=None) -> Tensor[]",
+    "Tensor? starts=None, bool latent=False) -> Tensor[]",
     tags=_OF_A_LENGTH,
 )
 _library.define(
@@ -197,7 +198,7 @@ def _attend(
     q: Tensor, key: _Tensors, value: _Tensors, length: Tensor, k_new: Tensor, v_new: Tensor, mask: Tensor | None,
     causal: bool, scale: float, softcap: float, k_spec: str, v_spec: str, lowering: str = "auto", *,
     cos: Tensor | None = None, sin: Tensor | None = None, rope: str = "", sinks: Tensor | None = None,
-    statistic: str = "", importance: Tensor | None = None, starts: Tensor | None = None,
+    statistic: str = "", importance: Tensor | None = None, starts: Tensor | None = None, latent: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     if causal and mask is not None:
         raise KVPassError("attend takes a mask or causal=True, not both.")
@@ -214,11 +215,11 @@ def _attend(
         if rope and not specs[0].transform.keeps_tables:
             raise KVPassError(f"These keys are stored after rotary embedding; rope={rope!r} would rotate them twice.")
     rotary: tuple[Any, Any, str] | None = (cos, sin, rope) if rope and not specs[0].transform.page_rope else None
-    used = extras(mask, starts, rotary, sinks, softcap, statistic)
+    used = extras(mask, starts, rotary, sinks, softcap, statistic, k_new, v_new, latent)
     run = select(attention_key(q, ring, k_new, coded, q.shape[2], used), lowering).run
     call = AttendCall(
         q, keys, values, length_of(length), k_new, v_new, mask, causal, scale, softcap, specs[0], specs[1], rotary,
-        sinks, statistic, importance, length, starts,
+        sinks, statistic, importance, length, starts, latent,
     )  # fmt: skip
     outputs: list[Tensor] = run(call)
     return outputs
@@ -302,9 +303,9 @@ def _(x: Tensor, cos: Tensor, sin: Tensor, rope: str) -> Tensor:
 @torch.library.register_fake("kvpass::attend")
 def _(
     q: Tensor, key: _Tensors, value: _Tensors, length: Tensor, k_new: Tensor, v_new: Tensor, *args: Any,
-    statistic: str = "", **kwargs: Any,
+    statistic: str = "", latent: bool = False, **kwargs: Any,
 ) -> list[Tensor]:  # fmt: skip
-    out = q.new_empty((*q.shape[:3], v_new.shape[3]))
+    out = q.new_empty((*q.shape[:3], (k_new if latent else v_new).shape[3]))
     if not statistic:
         return [out]
     return [out, q.new_empty((*k_new.shape[:2], length_of(length) + k_new.shape[2]), dtype=torch.float32)]

@@ -37,7 +37,8 @@ class AttendCall(NamedTuple, Generic[Past]):
     """A call of ``kvpass::attend``: attention over the stored past and the tokens of the call.
 
     q: ``[B, H_q, S, D]``.
-    key, value: the past: each a `Pack` or, if it is already dequantized, ``[B, H_kv, n, D]``.
+    key, value: the past: each a `Pack` or, if it is already dequantized, ``[B, H_kv, n, D]``. Values may have another
+        number of heads and of channels than keys.
     k_new, v_new: ``[B, H_kv, S, D]``, in the dtype of the cache; ``[B, H_kv, 0, D]`` in cross-attention.
     mask: ``[B or 1, H_q or 1, S, n + S]``, bool (True: may attend) or added to the scores. Not allowed with ``causal``
         or ``starts``.
@@ -53,6 +54,7 @@ class AttendCall(NamedTuple, Generic[Past]):
         tokens of the call are used then.
     length: ``n`` on the device, or None.
     starts: ``[B]`` int64, the number of left-padding tokens of each sample, which no query sees.
+    latent: the keys are ``cat([key, value], -1)`` and the values are ``key``.
     """
 
     q: Tensor
@@ -73,6 +75,7 @@ class AttendCall(NamedTuple, Generic[Past]):
     importance: Tensor | None = None
     length: Tensor | None = None
     starts: Tensor | None = None
+    latent: bool = False
 
     @property
     def specs(self) -> tuple[CodecSpec, CodecSpec]:

@@ -128,8 +128,10 @@ def attention(call: AttendCall, k: Tensor, v: Tensor) -> Tensor:
     """Grouped-query attention over dense keys and values: ``[B, H_q, S, D]``, contiguous.
 
     call: the queries, mask, scale, softcap and sinks.
-    k, v: ``[B, H_kv, T, D]``, the past and the tokens of the call.
+    k, v: ``[B, H_k, T, D_k]`` and ``[B, H_v, T, D_v]``, the past and the tokens of the call.
     """
+    if k.shape[1] != v.shape[1]:
+        k, v = (x.repeat_interleave(call.q.shape[1] // x.shape[1], 1) for x in (k, v))
     q, mask, queries, tokens = call.q, call.mask, call.q.shape[2], k.shape[2]
     spelled_out = call.softcap or call.sinks is not None
     causal = call.causal and queries > 1
@@ -175,6 +177,8 @@ def attend(call: AttendCall, dequantize_fn=dequantize_predicted) -> list[Tensor]
     if call.n:
         v = _behind(call.value, dequantize_fn, call.n, call.v_spec, v)
         k = _behind(call.key, dequantize_fn, call.n, call.k_spec, k, call.rotary)
+    if call.latent:
+        k, v = torch.cat([k, v], -1), k
     call = with_past(call)
     out = attention(call, k, v)
     return [out, attention_mass(call, k)] if call.statistic else [out]

@@ -4,6 +4,8 @@ Each choice is logged once. ``lowering=`` overrides it. The ops are those of `kv
 blocks (`kvpass.paged.paged_attention`): "paged_attend", and "paged_attend_one" for one token per request.
 """
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
@@ -26,19 +28,34 @@ FEW = 16
 """A call with at most this many query tokens is a decode step or verifies drafts; a larger one is a prompt."""
 
 
+_UNEQUAL, _LATENT = "values of another shape than keys", "latent attention"
+
+
 def few(queries: int) -> int:
     """``queries`` for `DispatchKey.queries`: 0 if there are more than `FEW`."""
     return queries if queries <= FEW else 0
 
 
-def extras(mask: Any, starts: Any, rotary: Any, sinks: Any, softcap: float, statistic: str) -> tuple[str, ...]:
+def extras(
+    mask: Any, starts: Any, rotary: Any, sinks: Any, softcap: float, statistic: str, k_new: Tensor, v_new: Tensor,
+    latent: bool = False,
+) -> tuple[str, ...]:  # fmt: skip
     """The features that an attention call uses beyond softmax over all tokens, in words. Arguments are those of
     ``kvpass::attend``."""
-    if mask is None and starts is None and not rotary and sinks is None and not softcap and not statistic:
+    plain = mask is None and starts is None and not rotary and sinks is None and not softcap and not statistic
+    unequal = k_new.shape[1::2] != v_new.shape[1::2]  # heads and channels
+    if plain and not unequal and not latent:
         return ()
     used = {"mask": mask is not None, "padding": starts is not None, "RoPE": bool(rotary), "sinks": sinks is not None}
-    used |= {"softcap": bool(softcap), "attention mass": bool(statistic)}
+    used |= {"softcap": bool(softcap), "attention mass": bool(statistic), _LATENT: latent}
+    used[_UNEQUAL] = unequal and not latent
     return tuple(name for name, is_used in used.items() if is_used)
+
+
+def refuses_shapes(dispatch: DispatchKey) -> str | None:
+    """Why a kernel for keys and values of equal shape cannot serve attention, or None if it can."""
+    used = [name for name in (_UNEQUAL, _LATENT) if name in dispatch.extras]
+    return f"it does not support {used[0]}." if used else None
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from transformers import (
 import kvpass
 from kvpass import KVPassError
 from kvpass.models.encoded import encoded
-from kvpass.models.unpacked import keys_of
-from kvpass.schemes import IdentityConfig
+from kvpass.models.unpacked import held_by
+from kvpass.schemes import IdentityConfig, geometries
 
 from tiny import VOCABULARY, tokens
 
@@ -220,10 +220,10 @@ def test_what_cannot_be_packed_is_refused_at_apply_with_what_to_do(make, why):
     assert "forward" not in vars(model)
 
 
-def filled(name, *args, key_width=16, value_width=16):
-    """A layer of the cache class ``name`` with two tokens."""
+def filled(name, *args, keys=(2, 16), values=(2, 16)):
+    """A layer of the cache class ``name`` with two tokens; ``keys`` and ``values`` are heads and channels."""
     layer = getattr(cache_utils, name)(*args)
-    layer.update(torch.ones(1, 2, 2, key_width), torch.ones(1, 2, 2, value_width))
+    layer.update(*(torch.ones(1, heads, 2, width) for heads, width in (keys, values)))
     return layer
 
 
@@ -238,8 +238,6 @@ LATENT = DeepseekV3Config(kv_lora_rank=32)
         (filled("DynamicSlidingWindowLayer", 32), LATENT, "keeps at most 32 tokens", "sliding_window=None"),
         (filled("LinearAttentionAndFullAttentionLayer"), DECODER, "state besides its keys and values", "bounded"),
         (filled("DynamicIndexedLayer"), DECODER, "sparse attention.*indexer", "full attention"),
-        (filled("DynamicLayer", key_width=24), DECODER, "2 heads of 24 channels and 2 heads of 16", "MLA"),
-        (filled("DynamicLayer", key_width=32, value_width=8), LATENT, r"\(MLA\).*32 latent.* 8 rotary", "heads of"),
         (cache_utils.DynamicLayer(), DECODER, "stored nothing", "bounded"),
         (cache_utils.LinearAttentionLayer(), DECODER, "no KV cache", "bounded"),
         (cache_utils.DummyLayer(), DECODER, "keeps nothing", "bounded"),
@@ -247,8 +245,31 @@ LATENT = DeepseekV3Config(kv_lora_rank=32)
     ids=lambda value: type(value).__name__ if hasattr(value, "reset") else "",
 )
 def test_the_reason_is_true_of_the_layer(layer, config, says, not_that):
-    why = keys_of(layer, config)
+    why = held_by(layer, config)
     assert isinstance(why, str) and re.search(says, why) and not_that not in why
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "config", "latent"),
+    [
+        ((2, 16), (2, 16), DECODER, False),
+        ((2, 24), (4, 16), DECODER, False),
+        ((1, 32), (1, 8), LATENT, True),
+        ((1, 32), (1, 8), DECODER, False),
+        ((2, 32), (2, 8), LATENT, False),  # heads of their own
+    ],
+)
+def test_a_layer_of_full_attention_is_packed_whatever_the_shapes_of_its_keys_and_values(keys, values, config, latent):
+    layer = held_by(filled("DynamicLayer", keys=keys, values=values), config)
+    (geometry,) = geometries([layer]).values()
+    assert geometry.heads == (keys, values) and geometry.latent is latent
+    assert geometry.values_per_token == keys[0] * keys[1] + values[0] * values[1]
+
+
+def test_keys_and_values_of_different_tokens_are_not_packed():
+    layer = cache_utils.DynamicLayer()
+    layer.update(torch.ones(1, 2, 2, 16), torch.ones(1, 2, 3, 16))
+    assert "do not hold the same tokens" in held_by(layer, DECODER)
 
 
 def test_a_layer_of_the_models_own_class_is_named_with_what_it_keeps():
@@ -259,7 +280,7 @@ def test_a_layer_of_the_models_own_class_is_named_with_what_it_keeps():
 
     layer = CompressedLayer()
     layer.update(torch.ones(1, 2, 2, 16), torch.ones(1, 2, 2, 16))
-    why = keys_of(layer, DECODER)
+    why = held_by(layer, DECODER)
     assert "CompressedLayer" in why and "keys, values, compressed" in why and "bounded" not in why
 
 

@@ -32,7 +32,7 @@ _MLA = dict(
     num_key_value_heads=4,
     q_lora_rank=32,
     kv_lora_rank=32,
-    qk_rope_head_dim=8,
+    qk_rope_head_dim=16,
     qk_nope_head_dim=16,
     v_head_dim=16,
     n_routed_experts=4,
@@ -175,5 +175,13 @@ ZOO = {
         ),
         packed=4, encoder=True,
     ),
-    "DeepSeek-V3": Species("DeepseekV3", dict(_GQA, **_MLA), None, "differ in shape"),
+    "DeepSeek-V3": Species("DeepseekV3", dict(_GQA, **_MLA)),
+    "MiMo-V2": Species(
+        "MiMoV2Flash",
+        dict(
+            _GQA, head_dim=24, v_head_dim=16, layer_types=["full_attention"] * 2, mlp_layer_types=["dense"] * 2,
+            num_attention_heads=4,
+        ),
+        attention="eager",
+    ),
 }  # fmt: skip

@@ -13,7 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ..codec.spec import CodecSpec
 from ..errors import KVPassError, NotCapturedError
 from ..layout.window import SEEN_OFFSET, length_of
-from ..schemes import LayerGeometry, LayerPlan
+from ..schemes import Heads, LayerGeometry, LayerPlan
 from .adaptive_state import AdaptiveState
 from .cache_state import CacheState
 from .per_cache import Importance, RecentAttention, RotaryState
@@ -83,12 +83,12 @@ class PackedLayer(CacheLayerMixin):
 
     @stored
     def keys(self) -> Tensor | None:
-        """The stored keys as a ``[B, H_kv, n, D]`` tensor that dequantizes when read."""
+        """The stored keys as a ``[B, H_k, n, D_k]`` tensor that dequantizes when read."""
         return self._view(self.key_state) if self.is_initialized else None
 
     @stored
     def values(self) -> Tensor | None:
-        """The stored values as a ``[B, H_kv, n, D]`` tensor that dequantizes when read."""
+        """The stored values as a ``[B, H_v, n, D_v]`` tensor that dequantizes when read."""
         return self._view(self.value_state) if self.is_initialized else None
 
     def _view(self, state: KVState) -> Tensor:
@@ -135,8 +135,8 @@ class PackedLayer(CacheLayerMixin):
     @property
     def full_nbytes(self) -> int:
         """Bytes that the tokens seen would take in full precision, in the cache's dtype."""
-        per_token = self.geometry.num_key_value_heads * self.geometry.head_dim * self.geometry.dtype.itemsize
-        return 2 * max(self.cache.batch, 0) * self.seen * per_token
+        per_token = self.geometry.values_per_token * self.geometry.dtype.itemsize
+        return max(self.cache.batch, 0) * self.seen * per_token
 
     @property
     def deciding_heads(self) -> int:
@@ -180,9 +180,10 @@ class PackedLayer(CacheLayerMixin):
         if self.is_allocated:
             return
         geometry = self.geometry
-        room = (geometry.num_key_value_heads, geometry.head_dim, geometry.dtype, geometry.device)
+        place = (geometry.dtype, geometry.device)
 
-        def state(spec: CodecSpec, source: PackedLayer | None, name: str) -> KVState:
+        def state(spec: CodecSpec, heads: Heads, source: PackedLayer | None, name: str) -> KVState:
+            room = (*heads, *place)
             if spec.quantizer.adaptive is not None:
                 return AdaptiveState.allocate_in(self.cache.pool, spec, batch, *room, tokens)
             if source is not None:
@@ -191,11 +192,11 @@ class PackedLayer(CacheLayerMixin):
             return KVState.allocate(spec, batch, *room, tokens, source_state, self._shared(name))
 
         new: dict[str, Any] = {
-            "key_state": state(self.plan.key, self.key_source, "key_state"),
-            "value_state": state(self.plan.value, self.value_source, "value_state"),
+            "key_state": state(self.plan.key, geometry.heads[0], self.key_source, "key_state"),
+            "value_state": state(self.plan.value, geometry.heads[1], self.value_source, "value_state"),
         }
         if self.plan.key.transform.keeps_tables and self.rotary_owner is self:
-            new["rotary"] = RotaryState(self.plan.key, batch, *room[1:], tokens, self.angles)
+            new["rotary"] = RotaryState(self.plan.key, batch, geometry.head_dim, *place, tokens, self.angles)
         if self.plan.key.transform.page_rope:
             if self.rotary_owner is not self:
                 self.rotary_owner._allocate(batch, tokens)
@@ -317,7 +318,7 @@ class PackedLayer(CacheLayerMixin):
             raise NotCapturedError(_UNCAPTURED)
 
     def append(self, keys: Tensor, values: Tensor, q: Tensor | None = None, mask: Tensor | None = None) -> None:
-        """Store the present, ``[B, H_kv, S, D]`` each.
+        """Store the present, ``[B, H_k, S, D_k]`` and ``[B, H_v, S, D_v]``.
 
         q, mask: queries ``[B, H_q, S, D]`` and mask of the attention that reads the present, when there is no graph to
             find them in.

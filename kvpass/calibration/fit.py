@@ -81,8 +81,8 @@ def calibrate(
         stay there. Default: a temporary folder.
     progress: show a progress bar if there is a terminal.
 
-    Raises `KVPassError` for schemes that need no calibration, too little data, a model that is already packed, or
-    one whose weights are sharded across processes.
+    Raises `KVPassError` for schemes that need no calibration, too little data, a model that is already packed, whose
+    weights are sharded across processes, or whose keys and values differ in shape (MLA).
     """
     config = schemes.get(scheme)
     if isinstance(config, WaterfillConfig):
@@ -97,6 +97,7 @@ def calibrate(
         raise KVPassError(
             "Calibration does not support encoder-decoders: use a scheme that needs none, such as 'kivi'."
         )
+    _refuse_unequal(layers)
     described, sequences = describe(model, layers), _sequences(data, config, model)
     if isinstance(config, QAQConfig):
         with bar("queries", len(sequences), "sequence", progress) as seen:
@@ -129,6 +130,17 @@ def calibrate(
         shutil.rmtree(folder)
     facts = {"tokens": sum(ids.numel() for ids in sequences), "first_layer": scores, "error": chain.errors}
     return Calibration(config, chain.predictors, described, chain.explained, facts)
+
+
+def _refuse_unequal(layers: dict[int, LayerGeometry | str]) -> None:
+    """Raise `KVPassError` if keys and values of a layer differ in shape."""
+    for layer in layers.values():
+        if isinstance(layer, LayerGeometry) and (layer.latent or layer.heads[0] != layer.heads[1]):
+            raise KVPassError(
+                f"Calibration needs keys and values of equal shape, and layer {layer.index} keeps "
+                f"{' and '.join(f'{heads.number} heads of {heads.dim} channels' for heads in layer.heads)}: use a "
+                "scheme that needs no calibration, such as 'waterfill' or 'kivi'."
+            )
 
 
 def _sequences(

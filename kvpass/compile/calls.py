@@ -1,12 +1,15 @@
 """Calls of ops in a graph, with arguments by the names in the op schemas."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch._guards import detect_fake_mode
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
-from .nodes import checked, checked_list, op_of
+from .nodes import checked, checked_list, is_tensor, op_of, value_of
 
 APPEND = torch.ops.kvpass.append_.default
 APPEND_LAYERS = torch.ops.kvpass.append_layers_.default
@@ -46,6 +49,15 @@ def change(node: Node, **changed: Any) -> None:
 def call(graph: Graph, op: OpOverload, **given: Any) -> Node:
     """A node that calls ``op``, at the insertion point of ``graph``."""
     return graph.call_function(op, *_placed(op, given))
+
+
+def compute(graph: Graph, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+    """A node that calls ``target``, at the insertion point of ``graph``, with the fake value that it stands for."""
+    node = graph.call_function(target, args, kwargs)
+    values = torch.fx.node.map_arg(args, lambda argument: argument.meta["val"])
+    with detect_fake_mode([value_of(next(filter(is_tensor, graph.nodes)))]) or nullcontext():
+        node.meta["val"] = target(*values, **kwargs)
+    return node
 
 
 def _placed(op: OpOverload, given: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -2,7 +2,8 @@
 
 Attention is ``scaled_dot_product_attention``, or a softmax between two matrix products. Its keys and values are traced
 back through views and head repetition to ``cat([kvpass.dequantize(state), present])``, or shown to equal that by
-running the nodes in between (`kvpass.compile.own_cache`). Attention that is not understood is refused with a reason and
+running the nodes in between (`kvpass.compile.own_cache`), or to be expanded from a cached latent
+(`kvpass.compile.latent`). Attention that is not understood is refused with a reason and
 keeps its ``kvpass.dequantize``: correct, slower, reported.
 """
 
@@ -18,6 +19,7 @@ from torch.fx import Graph, Node
 from ..codec.spec import parse
 from .appends import tensor_of
 from .calls import DEQUANTIZE, ROTATE, argument, arguments, tensor_argument, tensors_argument
+from .latent import Expansion, expansion
 from .masks import structure
 from .nodes import integer, operand, operands, shape, value_of
 from .own_cache import Present, read_back
@@ -65,6 +67,8 @@ class AttentionSite:
 
     output: the node to replace, ``[B, H_q, S, D]``, ``[B * H_q, S, D]`` or ``[B, H_kv, r, S, D]``.
     sinks: logits ``[1, H_q, 1, 1]`` that take part in the softmax without a value.
+    expansion: for latent attention: how keys and values are expanded from the latent and the rotary part that ``key``
+        and ``value`` are then. ``query`` is absorbed.
     """
 
     output: Node
@@ -76,6 +80,7 @@ class AttentionSite:
     scale: float
     softcap: float = 0.0
     sinks: Node | None = None
+    expansion: Expansion | None = None
 
 
 def find(graph: Graph, presents: dict[Node, Present]) -> tuple[list[AttentionSite], list[str]]:
@@ -218,16 +223,35 @@ def _unrepeated(node: Node) -> Node | None:
     return None
 
 
+def _sides(keys: Node, values: Node, source: Callable[[Node], Source]) -> tuple[Source, Source, Expansion | None]:
+    """The sources of keys and of values, and how they are expanded from there. Raises `NotUnderstood`."""
+    try:
+        return source(keys), source(values), None
+    except NotUnderstood:
+        found = expansion(keys, values)
+        if found is None:
+            raise
+        return _peeled(found.latent), _peeled(found.rotary), found
+
+
+def _absorbed(site: AttentionSite) -> AttentionSite:
+    """``site`` with the query for what its layer caches, if keys are expanded from that."""
+    if site.expansion is not None:
+        with site.output.graph.inserting_before(site.output):
+            site.query = site.expansion.absorb(site.output.graph, site.query)
+    return site
+
+
 def _from_sdpa(node: Node, source: Callable[[Node], Source]) -> AttentionSite:
     given = arguments(node)
     query, mask, causal, scale = (given[name] for name in ("query", "attn_mask", "is_causal", "scale"))
     if given["dropout_p"]:
         raise NotUnderstood("attention with dropout: call model.eval(), or set attention dropout to 0")
-    key, value = source(given["key"]), source(given["value"])
+    key, value, expanded = _sides(given["key"], given["value"], source)
     if key.padded and (mask is None or causal):
         raise NotUnderstood("no mask hides the unused slots behind the keys")
     scale = float(scale) if scale is not None else 1 / math.sqrt(shape(query)[-1])
-    return AttentionSite(node, query, key, value, mask, bool(causal), scale)
+    return _absorbed(AttentionSite(node, query, key, value, mask, bool(causal), scale, expansion=expanded))
 
 
 def _only_user(node: Node) -> Node:
@@ -237,6 +261,7 @@ def _only_user(node: Node) -> Node:
 def _from_softmax(node: Node, source: Callable[[Node], Source]) -> AttentionSite:
     if node.args[1] not in (-1, len(shape(node)) - 1):
         raise NotUnderstood("softmax over a dim other than the keys")
+    _drop_shift(node)
     before, sinks = _without_sinks(operand(node))
     output = _only_user(node)
     if sinks is not None:
@@ -256,19 +281,41 @@ def _from_softmax(node: Node, source: Callable[[Node], Source]) -> AttentionSite
         raise NotUnderstood(
             f"keys enter the product through {scores.keys.target} instead of a transpose of their last two dims"
         )
-    key, value = source(operand(scores.keys)), source(operand(output, 1))
+    key, value, expanded = _sides(operand(scores.keys), operand(output, 1), source)
     query = _with_heads(scores.query)
     with output.graph.inserting_before(output):
         mask = insert_bias(output.graph, scores, query)
     if key.padded and mask is None:
         raise NotUnderstood("no mask hides the unused slots behind the keys")
-    return AttentionSite(output, query, key, value, mask, False, scores.scale, scores.softcap, sinks)
+    site = AttentionSite(output, query, key, value, mask, False, scores.scale, scores.softcap, sinks, expanded)
+    return _absorbed(site)
+
+
+def _drop_shift(softmax: Node) -> None:
+    """If each row of scores has one number subtracted from it, such as its maximum, drop that: the softmax stays the
+    same."""
+    shifted = operand(softmax)
+    while shifted.target in CASTS and len(shifted.users) == 1:
+        shifted = operand(shifted)
+    if shifted.target is not aten.sub.Tensor or len(shifted.users) != 1 or shifted.kwargs:
+        return
+    scores, less = shifted.args
+    if not isinstance(scores, Node) or not isinstance(less, Node) or shape(scores) != shape(shifted):
+        return
+    if not shape(less) or shape(less)[-1] != 1:
+        return
+    shifted.replace_all_uses_with(scores)
+    unused = [shifted]
+    while unused:
+        node = unused.pop()
+        if not node.users and not node.is_impure() and node not in unused:
+            unused += node.all_input_nodes
+            node.graph.erase_node(node)
 
 
 def _without_sinks(node: Node) -> tuple[Node, Node | None]:
-    """The scores in ``cat([scores, sinks]) - max``, and the sinks ``[1, H, 1, 1]``, or None if there are none."""
-    # subtracting the same number from all logits does not change the softmax
-    whole = operand(node) if node.target is aten.sub.Tensor else node
+    """The scores in ``cat([scores, sinks])``, and the sinks ``[1, H, 1, 1]``, or None if there are none."""
+    whole = node
     while whole.target in CASTS:
         whole = operand(whole)
     if whole.target is not aten.cat.default or len(operands(whole)) != 2:

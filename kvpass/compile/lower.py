@@ -54,7 +54,8 @@ def lower(gm: GraphModule, lowering: str) -> dict[str, str]:
 def _of_attention(given: dict[str, Any], q: Tensor, specs: tuple[str, ...], queries: int) -> DispatchKey:
     """The dispatch key of attention with the arguments ``given``, for ``queries`` query tokens."""
     key = given["key"] if len(given["key"]) == 1 else [tensor_of(given["key"], parse(given["k_spec"]), "ring")]
-    ring, new = value_of(key[0]), value_of(given["k_new"])
+    ring, new, beside = value_of(key[0]), value_of(given["k_new"]), value_of(given["v_new"])
     rotary = given["rope"] and not parse(given["k_spec"]).transform.page_rope
-    asked = extras(given["mask"], given["starts"], rotary, given["sinks"], given["softcap"], given["statistic"])
+    sinks, softcap, statistic = (given[name] for name in ("sinks", "softcap", "statistic"))
+    asked = extras(given["mask"], given["starts"], rotary, sinks, softcap, statistic, new, beside, given["latent"])
     return attention_key(q, ring, new, specs, queries, asked)

@@ -210,6 +210,8 @@ def _replace(graph: Graph, attention: AttentionSite, importance: Node | None, st
         given |= dict(statistic=codec.statistic, importance=importance)
     if starts is not None:
         given["starts"] = starts
+    if attention.expansion is not None:
+        given["latent"] = True
     with graph.inserting_before(attention.output):
         if attention.sinks is not None:
             given["sinks"] = sinks = graph.call_function(torch.ops.aten.flatten.using_ints, (attention.sinks,))
@@ -219,6 +221,9 @@ def _replace(graph: Graph, attention: AttentionSite, importance: Node | None, st
         results = call(graph, ATTEND, q=query, k_new=new[0], v_new=new[1], **given)
         out = graph.call_function(operator.getitem, (results, 0))
         mass = graph.call_function(operator.getitem, (results, 1)) if given.get("statistic") else None
+        if attention.expansion is not None:
+            out.meta["val"] = value_of(query).new_empty((*shape(query)[:3], shape(key.past)[3]))
+            out = attention.expansion.expand(graph, out)
         attention.output.replace_all_uses_with(_shaped_as(graph, out, query, attention))
     return mass
 

@@ -6,13 +6,13 @@ zeros gives the bias: masks before or after scaling, filled in or added, ALiBi.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch._guards import detect_fake_mode
 from torch.fx import Graph, Node
 
-from .calls import argument
+from .calls import argument, compute
 from .nodes import Size, function_of, number, operand, shape, value_of
 
 aten = torch.ops.aten
@@ -118,14 +118,7 @@ def insert_bias(graph: Graph, scores: Scores, like: Node) -> Node | None:
     ``like``. A mask that is only added is used directly. None if there is no bias."""
     if not scores.chain:
         return None
-    fake_mode = detect_fake_mode([value_of(scores.product)])
-
-    def call(target: Callable, *args, **kwargs) -> Node:
-        node = graph.call_function(target, args, kwargs)
-        with fake_mode:
-            node.meta["val"] = target(*torch.fx.node.map_arg(args, lambda n: n.meta["val"]), **kwargs)
-        return node
-
+    call = partial(compute, graph)
     value = None  # scores for zero queries and keys: nothing yet
     if scores.product.target is aten.baddbmm.default:
         value = call(aten.mul.Tensor, operand(scores.product), argument(scores.product, "beta"))

@@ -112,8 +112,7 @@ def _fill(layer: Any, filled: Any, tokens: int) -> Footprint:
     """The size of ``layer`` after a prompt: it has room for one if it is packed, and is empty otherwise. ``filled`` is
     the same layer of a cache in use."""
     if isinstance(layer, PackedLayer):
-        heads, head_dim = layer.geometry.num_key_value_heads, layer.geometry.head_dim
-        return Footprint(layer.nbytes, 2 * heads * head_dim * tokens)
+        return Footprint(layer.nbytes, layer.geometry.values_per_token * tokens)
     keys, values = getattr(filled, "keys", None), getattr(filled, "values", None)
     if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or not keys.numel():
         return Footprint(0, 0)

@@ -14,6 +14,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from ..errors import KVPassError
 from ..schemes import LayerGeometry, geometries
+from ..schemes.base import Held, unequal
 
 _LOUDER = 100.0  # the output must not change if unwritten slots hold noise this many times larger
 
@@ -55,7 +56,9 @@ class BufferedCache:
 
     def geometry(self) -> dict[int, LayerGeometry | str]:
         """The geometry of each layer by index, or why it is not packed."""
-        return geometries([pair if isinstance(pair, str) else pair[0].get() for pair in self.layers])
+        return geometries(
+            [pair if isinstance(pair, str) else Held(pair[0].get(), pair[1].get()) for pair in self.layers]
+        )
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class HandedCache:
 
     def geometry(self) -> dict[int, LayerGeometry | str]:
         """The geometry of each layer by index, or why it is not packed."""
-        return geometries(self.examples[::2])
+        return geometries([Held(*pair) for pair in zip(self.examples[::2], self.examples[1::2], strict=True)])
 
 
 def _names(value, part: range) -> bool:
@@ -184,12 +187,12 @@ class _Probe:
             by_owner.setdefault(path, []).append(Buffer(path, owner, name, dim))
         layers: list[tuple[Buffer, Buffer] | str] = []
         for path, buffers in by_owner.items():
-            if len(buffers) == 2 and buffers[0].get().shape == buffers[1].get().shape:
+            if len(buffers) == 2 and not unequal(buffers[0].get(), buffers[1].get()):
                 key, value = sorted(buffers, key=lambda buffer: "v" in buffer.name.lower().replace("kv", ""))
                 layers.append((key, value))
             else:
                 names = ", ".join(f"{buffer.name} {tuple(buffer.get().shape)}" for buffer in buffers)
-                layers.append(f"{path} keeps {names}: expected keys and values of equal shape, one tensor each")
+                layers.append(f"{path} keeps {names}: expected keys and values of the same tokens, one tensor each")
         return layers
 
     def _position(self, part: range) -> str:
@@ -287,5 +290,5 @@ def _are_keys_and_values(leaves: list, shape: torch.Size) -> bool:
         and len(leaves) % 2 == 0
         and all(isinstance(leaf, Tensor) and leaf.ndim == 4 and leaf.is_floating_point() for leaf in leaves)
         and all(leaf.shape[0] == shape[0] and leaf.shape[2] == shape[1] for leaf in leaves)
-        and all(key.shape == value.shape for key, value in zip(leaves[::2], leaves[1::2], strict=True))
+        and not any(unequal(*pair) for pair in zip(leaves[::2], leaves[1::2], strict=True))
     )

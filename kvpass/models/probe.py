@@ -15,7 +15,7 @@ from ..errors import KVPassError
 from ..schemes import LayerGeometry, geometries
 from .arguments import CACHE, CACHE_NAMES, handing, keeping, takes_cache
 from .encoded import encoded, has_encoder
-from .unpacked import keys_of
+from .unpacked import held_by
 
 
 def probe(model: nn.Module) -> dict[int, LayerGeometry | str]:
@@ -204,7 +204,7 @@ def _parts(cache: Cache) -> list[Cache]:
 
 def _geometries(cache: Cache, config: PretrainedConfig) -> dict[int, LayerGeometry | str]:
     """The result of `probe` for each layer of ``cache``."""
-    own, *cross = (geometries([keys_of(layer, config) for layer in part.layers]) for part in _parts(cache))
+    own, *cross = (geometries([held_by(layer, config) for layer in part.layers]) for part in _parts(cache))
     for layers in cross:
         for index, layer in layers.items():
             reason = f"cross-attention: {layer}"

@@ -1,11 +1,13 @@
-"""Say why a cache layer stays in full precision, from its class and the tensors it keeps. No other file knows the cache
-layers of transformers that are not packed."""
+"""Say what a cache layer holds, or why it stays in full precision, from its class and the tensors it keeps. No other
+file knows the cache layers of transformers that are not packed."""
 
 from typing import Any
 
 from torch import Tensor
 from transformers import PretrainedConfig, cache_utils
 from transformers.cache_utils import DynamicLayer
+
+from ..schemes.base import Held, unequal
 
 _NOTHING = "keeps nothing: this layer has no attention, or attends to what another layer stores"
 _LINEAR = "keeps a recurrent or convolution state of fixed size and no KV cache, so there is nothing to pack"
@@ -38,8 +40,8 @@ _NO_TEXT = StoresNoText(
 )
 
 
-def keys_of(layer: object, config: PretrainedConfig) -> Tensor | str:
-    """The keys ``[B, H_kv, T, D]`` of a filled cache layer, or why it is not packed. ``config`` is the decoder's."""
+def held_by(layer: object, config: PretrainedConfig) -> Held | str:
+    """The keys and values of a filled cache layer, or why it is not packed. ``config`` is the decoder's."""
     kind = type(layer)
     if kind is DynamicLayer:
         return _of_full_attention(layer, config)
@@ -54,20 +56,14 @@ def keys_of(layer: object, config: PretrainedConfig) -> Tensor | str:
     )
 
 
-def _of_full_attention(layer: Any, config: PretrainedConfig) -> Tensor | str:
+def _of_full_attention(layer: Any, config: PretrainedConfig) -> Held | str:
     keys, values = layer.keys, layer.values
     if not isinstance(keys, Tensor) or keys.ndim != 4 or not keys.numel():
         return _NO_TEXT
-    if keys.shape == values.shape:
-        return keys
-    limit = "kvpass packs only keys and values of equal shape, so it stays in full precision"
-    if keys.shape[-1] == getattr(config, "kv_lora_rank", None):
-        return (
-            f"latent attention (MLA): it keeps {keys.shape[-1]} latent and {values.shape[-1]} rotary channels per "
-            f"token, which differ in shape. {limit}"
-        )
-    shapes = " and ".join(f"{part.shape[1]} heads of {part.shape[3]} channels" for part in (keys, values))
-    return f"keys and values differ in shape: {shapes}. {limit}"
+    if why := unequal(keys, values):
+        return f"{why}. It stays in full precision"
+    shared = keys.shape[1] == values.shape[1] == 1
+    return Held(keys, values, shared and keys.shape[-1] == getattr(config, "kv_lora_rank", None))
 
 
 def _windowed(layer: Any, config: PretrainedConfig) -> str:

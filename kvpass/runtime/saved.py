@@ -119,7 +119,7 @@ def _maker(runtime: Runtime) -> dict[str, Any]:
         hashed.update(bytes_of(tensor))
     layers = [
         [str(plan.key), str(plan.value), plan.key_source, plan.value_source, geometry.index,
-         geometry.num_key_value_heads, geometry.head_dim, str(geometry.dtype)]
+         *geometry.sizes, str(geometry.dtype)]
         for plan, geometry in (*runtime.plans.values(), *runtime.cross.values())
     ]  # fmt: skip
     return {

@@ -34,6 +34,7 @@ from ..layout.window import layout
 from ..models.arguments import keeping
 from ..models.probe import probe
 from ..schemes import LayerGeometry, SchemeConfig, geometries
+from ..schemes.base import Held
 from ..schemes.calibrated import Calibration
 from .runtime import Runtime
 
@@ -151,13 +152,13 @@ def _packed(spec: CodecSpec, tokens: int, prompt: int) -> Tensor:
 
 def scout(model: nn.Module, arguments: dict) -> dict[int, LayerGeometry | str]:
     """The causal self-attentions of ``model``, in graph order. Raises `KVPassError` if there is none."""
-    keys: list[Tensor] = []
+    held: list[Held | str] = []
     refused: list[str] = []
 
     def look(gm: GraphModule, inputs):
         attentions, reasons = find_unpacked(normalise(unwrapped(gm)).graph)
         refused.extend(reasons)
-        keys.extend(attention.key.present.meta["val"] for attention in attentions)
+        held.extend(Held(*(side.present.meta["val"] for side in (one.key, one.value))) for one in attentions)
         return gm.forward
 
     try:
@@ -171,10 +172,10 @@ def scout(model: nn.Module, arguments: dict) -> dict[int, LayerGeometry | str]:
             f"{type(model).__name__} has no cache, and to simulate one, kvpass must capture its forward as one graph: "
             f"{reason}. Pass example_inputs of a decoder that keeps a cache."
         ) from error
-    if not keys or refused:
+    if not held or refused:
         reasons = listed(refused) or "no causal attention over its own tokens"
         raise KVPassError(f"No packable attention found in {type(model).__name__}: {reasons}.")
-    return geometries(keys)
+    return geometries(held)
 
 
 _SIMULATE, _SHARED = torch.ops.kvpass.simulate.default, "kvpass_shared_"

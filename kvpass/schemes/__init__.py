@@ -2,6 +2,7 @@
 
 from .aqua import AquaKVConfig
 from .base import (
+    Heads,
     LayerGeometry,
     LayerPlan,
     SchemeConfig,
@@ -43,6 +44,7 @@ __all__ = [
     "CalibratedWaterfillConfig",
     "GEARConfig",
     "HIGGSConfig",
+    "Heads",
     "IdentityConfig",
     "KIVIConfig",
     "KVQuantConfig",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,13 +17,24 @@ from ..fields import check_types, shown
 from ..layout.retention import POLICIES, Retention
 
 
+class Heads(NamedTuple):
+    """The geometry of keys or of values: ``number`` heads of ``dim`` channels."""
+
+    number: int
+    dim: int
+
+
 @dataclass(frozen=True)
 class LayerGeometry:
-    """One cache layer of a model.
+    """One cache layer of a model, which stores keys ``[B, H_k, T, D_k]`` and values ``[B, H_v, T, D_v]``.
 
     index: its index among ``num_layers``.
+    num_key_value_heads, head_dim: H_k and D_k.
     previous_layer: the last packed layer before it, if there is one.
     cross: whether it is cross-attention, over the output of an encoder.
+    num_value_heads, value_head_dim: H_v and D_v; 0 stands for H_k and D_k.
+    latent: whether this is latent attention (MLA), whose "keys" are the latent that keys and values are expanded from,
+        and whose "values" are the part of the keys with rotary embedding.
     """
 
     index: int
@@ -34,18 +45,64 @@ class LayerGeometry:
     device: torch.device
     previous_layer: int | None = None
     cross: bool = False
+    num_value_heads: int = 0
+    value_head_dim: int = 0
+    latent: bool = False
+
+    def __post_init__(self) -> None:
+        for name, of_keys in (("num_value_heads", self.num_key_value_heads), ("value_head_dim", self.head_dim)):
+            object.__setattr__(self, name, getattr(self, name) or of_keys)
+
+    @property
+    def heads(self) -> tuple[Heads, Heads]:
+        """The geometry of the keys and that of the values."""
+        return Heads(self.num_key_value_heads, self.head_dim), Heads(self.num_value_heads, self.value_head_dim)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The heads and channels of the keys, followed by those of the values if they differ."""
+        return [size for heads in dict.fromkeys(self.heads) for size in heads]
+
+    @property
+    def values_per_token(self) -> int:
+        """Number of key and value elements that a token takes."""
+        return sum(heads.number * heads.dim for heads in self.heads)
 
 
-def geometries(keys: Sequence[Tensor | str]) -> dict[int, LayerGeometry | str]:
-    """The layers of a model by index. ``keys`` holds, for each layer, its keys ``[B, H_kv, T, D]`` or why it is not
-    packed."""
+class Held(NamedTuple):
+    """The two tensors of a filled cache layer, ``[B, H_k, T, D_k]`` and ``[B, H_v, T, D_v]``. For ``latent`` see
+    `LayerGeometry`."""
+
+    keys: Tensor
+    values: Tensor
+    latent: bool = False
+
+
+def unequal(keys: Tensor, values: Tensor) -> str:
+    """Why these are not the keys and values of a cache layer that can be packed; empty if they may be. They may differ
+    in heads and channels."""
+    if any(x.ndim != 4 or not x.numel() for x in (keys, values)):
+        return f"expected keys and values of four dims, not {list(keys.shape)} and {list(values.shape)}"
+    if (keys.shape[0], keys.shape[2]) != (values.shape[0], values.shape[2]):
+        return f"keys {list(keys.shape)} and values {list(values.shape)} do not hold the same tokens"
+    if (keys.dtype, keys.device) != (values.dtype, values.device):
+        return f"keys in {keys.dtype} on {keys.device} and values in {values.dtype} on {values.device} differ"
+    return ""
+
+
+def geometries(held: Sequence[Held | str]) -> dict[int, LayerGeometry | str]:
+    """The layers of a model by index. ``held`` has, for each layer, what it holds or why it is not packed."""
     layers: dict[int, LayerGeometry | str] = {}
     previous_layer = None
-    for index, x in enumerate(keys):
-        if isinstance(x, str):
-            layers[index] = x
+    for index, one in enumerate(held):
+        if isinstance(one, str):
+            layers[index] = one
         else:
-            layers[index] = LayerGeometry(index, len(keys), x.shape[1], x.shape[3], x.dtype, x.device, previous_layer)
+            (_, heads, _, dim), (_, num_value_heads, _, value_dim) = one.keys.shape, one.values.shape
+            layers[index] = LayerGeometry(
+                index, len(held), heads, dim, one.keys.dtype, one.keys.device, previous_layer,
+                num_value_heads=num_value_heads, value_head_dim=value_dim, latent=one.latent,
+            )  # fmt: skip
             previous_layer = index
     return layers
 
@@ -63,16 +120,35 @@ class LayerPlan:
     value_source: int | None = None
 
     def checked(self, layer: LayerGeometry) -> LayerPlan:
-        """This plan, if it fits the heads of ``layer``; raises `KVPassError` otherwise."""
+        """This plan, if it fits the heads of ``layer``; raises `KVPassError` otherwise. A latent has no rotary
+        embedding, so it is stored the same before and after it."""
+        if layer.latent and self.key.transform.turns:
+            as_it_is = replace(self.key.transform, pre_rope=False, page_rope=False)
+            return replace(self, key=replace(self.key, transform=as_it_is)).checked(layer)
         if self.evicts and self.key.retention != self.value.retention:
             raise KVPassError(
                 "With eviction, keys and values must leave the residual window together: give both the same retention."
             )
         self.key.check(layer.head_dim)
-        self.value.check(layer.head_dim)
+        self.value.check(layer.value_head_dim)
+        if layer.heads[0] != layer.heads[1]:
+            self._check_heads(layer)
         if self.value.quantizer.follows_keys:
             self._check_leader()
         return self
+
+    def _check_heads(self, layer: LayerGeometry) -> None:
+        """Raise `KVPassError` if this plan needs keys and values of equal shape."""
+        of_keys, of_values = (f"{heads.number} heads of {heads.dim}" for heads in layer.heads)
+        differ = f"the keys of layer {layer.index} have {of_keys} channels, the values {of_values}"
+        if self.looks_at_previous:
+            raise KVPassError(f"A predicted layer needs keys and values of equal shape, but {differ}: use kivi.")
+        of_heads = self.value.quantizer.follows_keys or self.adaptive or (self.evicts and not self.key.retention.shared)
+        if of_heads and layer.num_key_value_heads != layer.num_value_heads:
+            raise KVPassError(
+                f"This scheme chooses tokens or their bit widths for keys and values together, head by head, but "
+                f"{differ}: use kivi."
+            )
 
     def _check_leader(self) -> None:
         if not self.key.quantizer.chooses:
@@ -157,7 +233,7 @@ def check_edges(plans: dict[int, tuple[LayerPlan, LayerGeometry]]) -> None:
                 f"Layer {layer.index} is predicted from layer {layer.previous_layer}, whose residual window holds "
                 "different tokens: give the keys and values of all layers the same retention."
             )
-        if (its.num_key_value_heads, its.head_dim) != (layer.num_key_value_heads, layer.head_dim):
+        if its.heads != layer.heads:
             raise KVPassError(
                 f"Layer {layer.index} cannot be predicted from layer {layer.previous_layer}, which has "
                 f"{its.num_key_value_heads} heads of {its.head_dim} instead of {layer.num_key_value_heads} of "

@@ -37,7 +37,7 @@ def describe(model: nn.Module, layers: Mapping[int, LayerGeometry | str]) -> dic
     packed = {i: layer for i, layer in layers.items() if isinstance(layer, LayerGeometry)}
     return {
         "class": type(model).__name__,
-        "layers": {str(i): [layer.num_key_value_heads, layer.head_dim] for i, layer in packed.items()},
+        "layers": {str(i): layer.sizes for i, layer in packed.items()},
         "settings": settings(model),
         "weights": fingerprint(model),
     }

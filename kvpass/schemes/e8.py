@@ -32,16 +32,22 @@ class LatticeConfig(StorageConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_integers(self, seed=0)
-        self._plan(64)
+        self._plan(64, 64)
 
-    def _plan(self, head_dim: int) -> LayerPlan:
+    def _plan(self, head_dim: int, value_head_dim: int) -> LayerPlan:
         codec = E8() if self.lattice == "e8" else D4()
-        keys, quantizer = self.key_retention(), Quantizer(2, "token", head_dim, codec=codec)
+        keys = self.key_retention()
         center = keys.sinks > 0 if self.center is None else self.center
         return LayerPlan(
-            CodecSpec(quantizer, keys, self.key_transform(center=center, rotation=self.seed)),
-            CodecSpec(quantizer, self.value_retention(), Transform(rotation=self.seed)),
-        )
+            CodecSpec(
+                Quantizer(2, "token", head_dim, codec=codec), keys,
+                self.key_transform(center=center, rotation=self.seed),
+            ),
+            CodecSpec(
+                Quantizer(2, "token", value_head_dim, codec=codec), self.value_retention(),
+                Transform(rotation=self.seed),
+            ),
+        )  # fmt: skip
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
-        return self._plan(layer.head_dim).checked(layer)
+        return self._plan(layer.head_dim, layer.value_head_dim).checked(layer)

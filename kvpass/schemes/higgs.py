@@ -44,17 +44,20 @@ class HIGGSConfig(StorageConfig):
         check_integers(self, seed=0)
         if self.group_size is not None:
             check_integers(self, group_size=1)
-        self._plan(self.group_size or 64)
+        self._plan(64, 64)
 
-    def _plan(self, group_size: int) -> LayerPlan:
+    def _plan(self, head_dim: int, value_head_dim: int) -> LayerPlan:
         fit: Literal["minmax", "lsq"] = "lsq" if self.fit == "lsq" else "minmax"
-        quantizer = Quantizer(grid_shape(self.grid)[1], "token", group_size, fit, grid=self.grid)
+
+        def quantizer(head_dim: int) -> Quantizer:
+            return Quantizer(grid_shape(self.grid)[1], "token", self.group_size or head_dim, fit, grid=self.grid)
+
         keys = self.key_retention()
         center = keys.sinks > 0 if self.center is None else self.center
         return LayerPlan(
-            CodecSpec(quantizer, keys, self.key_transform(center=center, rotation=self.seed)),
-            CodecSpec(quantizer, self.value_retention(), Transform(rotation=self.seed)),
+            CodecSpec(quantizer(head_dim), keys, self.key_transform(center=center, rotation=self.seed)),
+            CodecSpec(quantizer(value_head_dim), self.value_retention(), Transform(rotation=self.seed)),
         )
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
-        return self._plan(self.group_size or layer.head_dim).checked(layer)
+        return self._plan(layer.head_dim, layer.value_head_dim).checked(layer)

@@ -30,9 +30,9 @@ class KittyConfig(KIVIConfig):
         super().__post_init__()
         self._of_heads(self.group_size)
 
-    def _of_heads(self, head_dim: int) -> LayerPlan:
-        value = self.value(self.bits, group_size=min(self.group_size, head_dim))
+    def _of_heads(self, value_head_dim: int) -> LayerPlan:
+        value = self.value(self.bits, group_size=min(self.group_size, value_head_dim))
         return LayerPlan(self.key(self.bits, codec=Boosted(self.share)), value)
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
-        return self._of_heads(layer.head_dim).checked(layer)
+        return self._of_heads(layer.value_head_dim).checked(layer)

@@ -44,14 +44,14 @@ class KVarNConfig(StorageConfig):
     def _policy(self) -> Retention:
         return self.retention or Retention(self.residual, self.residual, self.sinks)
 
-    def _plan(self, head_dim: int) -> LayerPlan:
+    def _plan(self, value_head_dim: int) -> LayerPlan:
         keys = self.key_retention()
         key = Quantizer(self.key_bits, "channel", keys.page_size, codec=Sinkhorn())
-        value = replace(key, bits=self.value_bits, per="token", group_size=head_dim)
+        value = replace(key, bits=self.value_bits, per="token", group_size=value_head_dim)
         return LayerPlan(
             CodecSpec(key, keys, self.key_transform(rotation=self.seed)),
             CodecSpec(value, self.value_retention(), Transform(rotation=self.seed)),
         )
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
-        return self._plan(layer.head_dim).checked(layer)
+        return self._plan(layer.value_head_dim).checked(layer)

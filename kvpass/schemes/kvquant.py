@@ -36,13 +36,13 @@ class KVQuantConfig(KIVIConfig):
         super().__post_init__()
         self._of_heads(self.group_size)
 
-    def _of_heads(self, head_dim: int) -> LayerPlan:
+    def _of_heads(self, value_head_dim: int) -> LayerPlan:
         codec = PageDatatype(self.share)
-        value = self.value(self.bits, group_size=min(self.group_size, head_dim), codec=codec)
+        value = self.value(self.bits, group_size=min(self.group_size, value_head_dim), codec=codec)
         return LayerPlan(self.key(self.bits, codec=codec), value)
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
-        return self._of_heads(layer.head_dim).checked(layer)
+        return self._of_heads(layer.value_head_dim).checked(layer)
 
 
 @register_scheme(kvquant_calibrated_3=dict(bits=3), kvquant_calibrated_4=dict(bits=4))
@@ -77,13 +77,13 @@ class CalibratedKVQuantConfig(StorageConfig):
         super().__post_init__()
         self._of_heads(64)
 
-    def _of_heads(self, head_dim: int) -> LayerPlan:
+    def _of_heads(self, value_head_dim: int) -> LayerPlan:
         codec = CalibratedDatatype(self.share)
         key, value = self.key_retention(), self.value_retention()
         return LayerPlan(
             CodecSpec(Quantizer(self.bits, "channel", key.page_size, codec=codec), key, self.key_transform()),
-            CodecSpec(Quantizer(self.bits, "token", head_dim, codec=codec), value),
+            CodecSpec(Quantizer(self.bits, "token", value_head_dim, codec=codec), value),
         )
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
-        return self._of_heads(layer.head_dim).checked(layer)
+        return self._of_heads(layer.value_head_dim).checked(layer)

@@ -29,10 +29,10 @@ class PolarQuantConfig(KIVIConfig):
         super().__post_init__()
         self._of_heads(self.group_size)
 
-    def _of_heads(self, head_dim: int) -> LayerPlan:
+    def _of_heads(self, value_head_dim: int) -> LayerPlan:
         return LayerPlan(
-            self.key(self.bits, codec=Polar()), self.value(self.bits, group_size=min(self.group_size, head_dim))
+            self.key(self.bits, codec=Polar()), self.value(self.bits, group_size=min(self.group_size, value_head_dim))
         )
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
-        return self._of_heads(layer.head_dim).checked(layer)
+        return self._of_heads(layer.value_head_dim).checked(layer)

@@ -43,16 +43,16 @@ class QAQConfig(StorageConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for energy in self.query_energy if isinstance(self.query_energy, tuple) else [self.query_energy]:
-            self._plan(32, energy)
+            self._plan(32, 32, energy)
 
-    def _plan(self, head_dim: int, energy: float | None) -> LayerPlan:
-        def quantizer(role: Literal["key", "value"], sigma: float) -> Quantizer:
+    def _plan(self, head_dim: int, value_head_dim: int, energy: float | None) -> LayerPlan:
+        def quantizer(role: Literal["key", "value"], head_dim: int, sigma: float) -> Quantizer:
             adaptive = Adaptive(self.widths, role, sigma, self.outliers, self.window, energy, self.keep_originals)
             return Quantizer(max(self.widths), "token", head_dim, adaptive=adaptive)
 
         return LayerPlan(
-            CodecSpec(quantizer("key", self.sigma_s), self.key_retention(), self.key_transform()),
-            CodecSpec(quantizer("value", self.sigma_x), self.value_retention()),
+            CodecSpec(quantizer("key", head_dim, self.sigma_s), self.key_retention(), self.key_transform()),
+            CodecSpec(quantizer("value", value_head_dim, self.sigma_x), self.value_retention()),
         )
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
@@ -63,4 +63,4 @@ class QAQConfig(StorageConfig):
                     f"query_energy has {len(energy)} entries, but the model has {layer.num_layers} layers."
                 )
             energy = energy[layer.index]
-        return self._plan(layer.head_dim, energy).checked(layer)
+        return self._plan(layer.head_dim, layer.value_head_dim, energy).checked(layer)

@@ -65,19 +65,22 @@ class TurboQuantConfig(StorageConfig):
                 f"share={self.share} must be between 0 and 1, and needs keys='mse': it is the fraction of channels "
                 "with one more bit."
             )
-        self._plan(64)
+        self._plan(64, 64)
 
-    def _plan(self, head_dim: int) -> LayerPlan:
+    def _plan(self, head_dim: int, value_head_dim: int) -> LayerPlan:
         mixed = Mixed(self.share) if self.share else None
 
-        def quantizer(bits: int, codec: Codec | None = mixed) -> Quantizer:
+        def quantizer(bits: int, head_dim: int, codec: Codec | None = mixed) -> Quantizer:
             return Quantizer(bits, "token", head_dim, grid=f"d1n{2**bits}", codec=codec)
 
-        key = quantizer(self.key_bits - 1, Sketched()) if self.keys == "prod" else quantizer(self.key_bits)
+        sketched = self.keys == "prod"
+        key = quantizer(self.key_bits - 1, head_dim, Sketched()) if sketched else quantizer(self.key_bits, head_dim)
         return LayerPlan(
             CodecSpec(key, self.key_retention(), self.key_transform(rotation=self.seed)),
-            CodecSpec(quantizer(self.value_bits), self.value_retention(), Transform(rotation=self.seed)),
+            CodecSpec(
+                quantizer(self.value_bits, value_head_dim), self.value_retention(), Transform(rotation=self.seed)
+            ),
         )
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
-        return self._plan(layer.head_dim).checked(layer)
+        return self._plan(layer.head_dim, layer.value_head_dim).checked(layer)

@@ -6,22 +6,34 @@ minus their mean where channels are steady. Blocks of neighbouring channels are 
 widths per channel follow from what an error costs the prompt's queries (reverse water-filling; SQuat redistributes
 errors instead). Tokens that those queries would attend to get one more bit (as in ZipCache and QAQ). Each token has a
 gain, and there are no group scales. docs/own-scheme.md says what each part is worth.
+
+In latent attention (MLA) queries meet what is expanded from the cache, not the cache. There all errors count alike, all
+tokens get the same bits, and the keys' rotary part, which all heads share, gets twice as many as the latent.
 """
 
 from dataclasses import dataclass
 from math import gcd
 from typing import Literal
 
-from ..codec.allocation import Allocation
+from ..codec.allocation import SHARES, Allocation
 from ..codec.quantizer import Quantizer
 from ..codec.shares import WIDEST, Shares
 from ..codec.spec import CodecSpec
 from ..codec.transform import Transform
+from ..codec.transform_coding import PAIRS
 from ..errors import KVPassError
 from ..fields import check_integers
 from ..layout.retention import Retention
 from .base import LayerGeometry, LayerPlan, register_scheme
 from .storage import StorageConfig
+
+_Fields = tuple[int, int]
+
+
+def _of_latent(poor: _Fields, rich: _Fields, times: int) -> _Fields:
+    """Pairs and single bits of a latent, ``times`` the mean of those of the two halves of a page."""
+    pairs, singles = poor if rich == (0, 0) else ((poor[0] + rich[0]) // 2, (poor[1] + rich[1]) // 2)
+    return min(times * pairs, PAIRS * SHARES), min(times * singles, SHARES)
 
 
 @register_scheme(
@@ -61,26 +73,38 @@ class WaterfillConfig(StorageConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_integers(self, recent=0)
-        self._plan(1)
+        self._plan(1, 1)
+        self._latent_plan(1, 1)
 
     def _policy(self) -> Retention:
         return self.retention or Retention(self.recent + self.residual, self.residual, self.sinks)
 
-    def _plan(self, head_dim: int) -> LayerPlan:
-        def quantizer(fields: tuple[int, int], weighted: bool, rich: tuple[int, int], follows: bool) -> Quantizer:
-            allocation = Allocation(*fields, gcd(self.block_size, head_dim), weighted, *rich, follows)
-            return Quantizer(8, "token", head_dim, codec=allocation)
+    def _quantizer(
+        self, head_dim: int, fields: _Fields, weighted: bool = False, rich: _Fields = (0, 0), follows: bool = False
+    ) -> Quantizer:
+        allocation = Allocation(*fields, gcd(self.block_size, head_dim), weighted, *rich, follows)
+        return Quantizer(8, "token", head_dim, codec=allocation)
 
+    def _plan(self, head_dim: int, value_head_dim: int) -> LayerPlan:
         page_rope = self.rope == "pre" and self.retention is None  # otherwise the tokens of a page are not neighbours
-        keys = quantizer(self.key_fields, self.weighted, self.rich_key_fields, False)
-        values = quantizer(self.value_fields, False, self.rich_value_fields, any(self.rich_value_fields))
+        keys = self._quantizer(head_dim, self.key_fields, self.weighted, self.rich_key_fields)
+        follows = any(self.rich_value_fields)
+        values = self._quantizer(value_head_dim, self.value_fields, False, self.rich_value_fields, follows)
         return LayerPlan(
             CodecSpec(keys, self.key_retention(), self.key_transform(center=self.center, page_rope=page_rope)),
             CodecSpec(values, self.value_retention()),
         )
 
+    def _latent_plan(self, latent_dim: int, rotary_dim: int) -> LayerPlan:
+        latent, rotary = (_of_latent(self.key_fields, self.rich_key_fields, times) for times in (1, 2))
+        return LayerPlan(
+            CodecSpec(self._quantizer(latent_dim, latent), self.key_retention(), Transform(center=self.center)),
+            CodecSpec(self._quantizer(rotary_dim, rotary), self.value_retention()),
+        )
+
     def plan(self, layer: LayerGeometry) -> LayerPlan:
-        return self._plan(layer.head_dim).checked(layer)
+        plan = self._latent_plan if layer.latent else self._plan
+        return plan(layer.head_dim, layer.value_head_dim).checked(layer)
 
     def to_calibrate(self) -> "CalibratedWaterfillConfig":
         """The static calibrated form, with the same tokens exact."""
@@ -134,20 +158,21 @@ class CalibratedWaterfillConfig(StorageConfig):
             raise KVPassError(
                 "The tokens of a page must be consecutive: use a retention that neither evicts nor thins out tokens."
             )
-        self._plan(self.block_size, "")
+        self._plan(self.block_size, self.block_size, "")
 
     def _policy(self) -> Retention:
         return self.retention or Retention(self.recent + self.residual, self.residual, self.sinks)
 
-    def _plan(self, head_dim: int, rope: str) -> LayerPlan:
-        def spec(follows: bool, transform: Transform) -> CodecSpec:
+    def _plan(self, head_dim: int, value_head_dim: int, rope: str) -> LayerPlan:
+        def spec(head_dim: int, follows: bool, transform: Transform) -> CodecSpec:
             shares = Shares(gcd(self.block_size, head_dim), self.ranked, follows, self.form == "hybrid")
             return CodecSpec(Quantizer(8, "token", head_dim, codec=shares), self._policy(), transform)
 
         return LayerPlan(
-            spec(False, Transform(center=True, page_rope=bool(rope), numbered=rope)), spec(self.ranked, Transform())
+            spec(head_dim, False, Transform(center=True, page_rope=bool(rope), numbered=rope)),
+            spec(value_head_dim, self.ranked, Transform()),
         )
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
         rope = self.ropes[layer.index] if layer.index < len(self.ropes) else ""
-        return self._plan(layer.head_dim, rope).checked(layer)
+        return self._plan(layer.head_dim, layer.value_head_dim, rope).checked(layer)

@@ -33,13 +33,13 @@ class ZipCacheConfig(KIVIConfig):
         super().__post_init__()
         self._of_heads(self.group_size)
 
-    def _of_heads(self, head_dim: int) -> LayerPlan:
+    def _of_heads(self, value_head_dim: int) -> LayerPlan:
         if not self.share:
-            value = self.value(self.bits, codec=ChannelSeparable(), group_size=head_dim)
+            value = self.value(self.bits, codec=ChannelSeparable(), group_size=value_head_dim)
             return LayerPlan(self.key(self.bits), value)
         page_size = self.key_retention().page_size
         key = self.key(self.bits, group_size=page_size, codec=Salient(self.share, "queries"))
-        return LayerPlan(key, self.value(self.bits, group_size=head_dim, codec=Salient(self.share, "keys")))
+        return LayerPlan(key, self.value(self.bits, group_size=value_head_dim, codec=Salient(self.share, "keys")))
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
-        return self._of_heads(layer.head_dim).checked(layer)
+        return self._of_heads(layer.value_head_dim).checked(layer)

@@ -1,4 +1,5 @@
-"""Attention of several query tokens: dequantizes all keys and values first, with a kernel if their codec has one."""
+"""Attention of several query tokens, and attention over keys and values that differ in shape: dequantizes all of them
+first, with a kernel if their codec has one."""
 
 from torch import Tensor
 
@@ -6,7 +7,7 @@ from kvpass.codec.tensors import Pack
 
 from .. import reference
 from ..call_types import AttendCall
-from ..table import DispatchKey, implements
+from ..table import DispatchKey, implements, refuses_shapes
 from .page_view import ATTENDED
 from .pages import WIDTHS, dequantize_all
 
@@ -22,7 +23,7 @@ for _side, _features in zip(
 def _refuses(dispatch: DispatchKey) -> str | None:
     if not dispatch.specs:
         return "the past is already dequantized."
-    if dispatch.queries == 1:
+    if dispatch.queries == 1 and not refuses_shapes(dispatch):
         return "it attends with several query tokens."
     return None
 

@@ -17,7 +17,7 @@ from kvpass.codec.tensors import Pack
 
 from ..call_types import AttendCall, DequantizeCall
 from ..reference import attention_weights, causal_mask, pieces, with_starts
-from ..table import FEW, DispatchKey, implements
+from ..table import FEW, DispatchKey, implements, refuses_shapes
 from . import dense
 from .pages import dequantize_all
 
@@ -40,6 +40,8 @@ def _refuses(dispatch: DispatchKey) -> str | None:
         return "the past is already dequantized."
     if dispatch.queries < 2:
         return f"it attends with 2 to {FEW} query tokens."
+    if why := refuses_shapes(dispatch):
+        return why
     if "attention mass" in dispatch.extras:
         return "it does not return attention mass."
     retentions = [parse(text).retention for text in dispatch.specs]

@@ -7,7 +7,7 @@ import torch
 from kvpass.codec.rope import rope_of
 from kvpass.codec.spec import CodecSpec
 
-from ..table import DispatchKey, extras, select
+from ..table import DispatchKey, select
 from . import background_compile
 from .attend import attend_kernel
 from .attention_graph import Signature
@@ -35,7 +35,7 @@ def compile_ahead(shape: AttentionShape, key: CodecSpec, value: CodecSpec, batch
     """
     device, head_dim, dtype = shape.device, shape.head_dim, shape.dtype
     group = shape.num_attention_heads // shape.num_key_value_heads
-    used = extras(None, None, None, None, 0.0, "sum" if mass else "")
+    used = ("attention mass",) if mass else ()
     dispatch = DispatchKey("attend", device.type, (str(key), str(value)), 1, head_dim, dtype, group, used)
     if select(dispatch).name != "inductor":  # other lowerings compile within seconds
         return

@@ -24,7 +24,7 @@ from kvpass.layout.window import on_device
 from ..call_types import AttendCall
 from ..fit_sequence import not_padding
 from ..reference import with_past, with_starts
-from ..table import FEW, DispatchKey, implements
+from ..table import FEW, DispatchKey, implements, refuses_shapes
 from .allocated import FEATURES, attend_allocated, refuses_fields
 from .attend import attend_split, merge_splits
 from .attention_mass import sum_attention
@@ -57,6 +57,8 @@ def _refuses(dispatch: DispatchKey) -> str | None:
         return "the past is already dequantized."
     if not dispatch.queries:
         return f"it supports 1 to {FEW} query tokens."
+    if why := refuses_shapes(dispatch):
+        return why
     if not 16 <= dispatch.head_dim <= 256:
         return f"head_dim must be from 16 to 256, not {dispatch.head_dim}."
     key, _ = specs = [parse(text) for text in dispatch.specs]
