@@ -44,6 +44,16 @@ def _tables(rope, row, there, parts, R: tl.constexpr):
 
 
 @triton.jit
+def _parts_of_mean(center, parts):
+    """The parts of the mean of the keys of a head."""
+    means = ()
+    for i in tl.static_range(len(parts)):
+        channel, real = parts[i]
+        means = means + (tl.load(center + channel, mask=real, other=0).to(tl.float32)[None, :],)  # noqa: RUF005  (Triton has no unpacking)
+    return means
+
+
+@triton.jit
 def mean_rows(
     center, cos, sin, out, table_batch, table_row, GROUPS: tl.constexpr, R: tl.constexpr, L: tl.constexpr
 ):  # fmt: skip
@@ -57,11 +67,8 @@ def mean_rows(
     norm = tl.maximum(c0 * c0 + s0 * s0, 1e-30)
     along, across = (c * c0 + s * s0) / norm, (s * c0 - c * s0) / norm
     across = tl.where(behind[:, None], -across, across)
-    means = ()
-    for i in tl.static_range(len(parts)):
-        channel, real = parts[i]
-        means = means + (tl.load(center + group * R.dim + channel, mask=real, other=0).to(tl.float32)[None, :],)  # noqa: RUF005
-    turned = (means[0] * along - means[1] * across, means[1] * along + means[0] * across) + means[2:]  # noqa: RUF005
+    mean = _parts_of_mean(center + group * R.dim, parts)
+    turned = (mean[0] * along - mean[1] * across, mean[1] * along + mean[0] * across) + mean[2:]  # noqa: RUF005
     for i in tl.static_range(len(parts)):
         channel, real = parts[i]
         at = out + (group * L.page + token[:, None]) * R.dim + channel[None, :]
