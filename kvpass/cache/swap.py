@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache, StaticLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
 from ..errors import KVPassError
 from ..schemes import LayerGeometry, LayerPlan
@@ -14,6 +22,7 @@ from .cache_state import CacheState
 from .cross import CrossLayer
 from .layer import PackedLayer
 from .per_cache import Importance, RotaryState
+from .sliding import SlidingLayer
 from .state import KVState, ModelTensors, SharedTensors
 
 Plans = dict[int, tuple[LayerPlan, LayerGeometry]]
@@ -55,12 +64,15 @@ def _fresh_layers(cache: Cache, plans: Plans) -> list[Any]:
     layers: list[Any] = list(cache.layers)
     while cache.layer_class_to_replicate is not None and len(layers) <= max(plans, default=-1):
         layers.append(cache.layer_class_to_replicate())
-    for index in plans:
+    for index, (_, geometry) in plans.items():
         old = layers[index] if index < len(layers) else None
-        if type(old) not in (DynamicLayer, StaticLayer):
+        what, kinds = "a full-attention layer", (DynamicLayer, StaticLayer)
+        if geometry.window is not None:
+            what, kinds = "a layer with a sliding window", (DynamicSlidingWindowLayer, StaticSlidingWindowLayer)
+        if type(old) not in kinds:
             found = "missing" if old is None else type(old).__name__
             raise KVPassError(
-                f"Layer {index} of the cache is {found}, but kvpass planned for a full-attention layer: pass a fresh "
+                f"Layer {index} of the cache is {found}, but kvpass planned for {what}: pass a fresh "
                 "DynamicCache(config=model.config), or no cache. assistant_early_exit is not supported: use "
                 "assistant_model."
             )
@@ -109,7 +121,11 @@ def swap_layers(
 
 def _capacity(layers: list[Any], plans: Plans, default: int | None = None) -> int | None:
     """The number of tokens that all planned ``layers`` can store; None if there is no limit."""
-    each = (getattr(layers[index], "max_cache_len", None) or default for index in plans)
+    windows = {index: geometry.window for index, (_, geometry) in plans.items() if geometry.window is not None}
+    each: list[int | None] = [default]
+    for index in plans:
+        most = getattr(layers[index], "max_cache_len", None)
+        each.append(None if most == windows.get(index) else most)  # a static layer may be as long as its window
     return min((capacity for capacity in each if capacity is not None), default=None)
 
 
@@ -118,7 +134,10 @@ def new_layers(
 ) -> dict[int, PackedLayer]:
     """Empty layers of the cache with the new ``state``, by index, with references to each other: to layers whose
     quantized values they use, that decide what is evicted, or that they are predicted from."""
-    layers = {index: PackedLayer(plan, geometry, state) for index, (plan, geometry) in plans.items()}
+    layers = {
+        index: (PackedLayer if geometry.window is None else SlidingLayer)(plan, geometry, state)
+        for index, (plan, geometry) in plans.items()
+    }
     rotary_owners: dict[Any, PackedLayer] = {}
     evicting = [layer for layer in layers.values() if layer.plan.evicts]
     if any(layer.plan.adaptive for layer in layers.values()):
@@ -130,7 +149,8 @@ def new_layers(
         if plan.looks_at_previous or plan.calibrated or plan.shares_out:
             layer.predictors = predictors[index]
         if plan.key.transform.keeps_tables:  # page-relative RoPE has rows for pages, so retention matters too
-            same = plan.key.transform.page_rope and plan.key.retention
+            by_page = plan.key.transform.page_rope or layer.geometry.window is not None
+            same = by_page and plan.key.retention
             angles = None if layer.angles is None else (plan.key.transform.numbered, *layer.angles.tolist())
             layer.rotary_owner = rotary_owners.setdefault((same, angles), layer)
         layer.importance_owner = evicting[0] if plan.key.retention.shared else layer
@@ -165,12 +185,14 @@ def nbytes(cache: Cache) -> int:
 
 
 def num_values(cache: Cache) -> int:
-    """Number of key and value elements of all tokens that the cache has seen, evicted ones included."""
+    """Number of key and value elements of all tokens that the cache has seen, evicted ones included. A layer with a
+    sliding window counts with the tokens in its window."""
     total = 0
     for layer in cache_layers(cache):
         if isinstance(layer, PackedLayer):
             for state in layer.states():
-                total += state.ring.shape[0] * state.ring.shape[1] * state.ring.shape[3] * layer.seen
+                seen = layer.seen if layer.geometry.window is None else min(layer.seen, layer.geometry.window - 1)
+                total += state.ring.shape[0] * state.ring.shape[1] * state.ring.shape[3] * seen
         elif getattr(layer, "is_initialized", False) and isinstance(getattr(layer, "keys", None), Tensor):
             total += layer.keys.numel() + layer.values.numel()
     return total

@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from kvpass.lowering.sliding import window_as
 from kvpass.lowering.table import AUTO, DispatchKey, attention_key, extras, few, select
 
 from ..codec.spec import parse
@@ -56,5 +57,10 @@ def _of_attention(given: dict[str, Any], q: Tensor, specs: tuple[str, ...], quer
     key = given["key"] if len(given["key"]) == 1 else [tensor_of(given["key"], parse(given["k_spec"]), "ring")]
     ring, new = value_of(key[0]), value_of(given["k_new"])
     rotary = given["rope"] and not parse(given["k_spec"]).transform.page_rope
-    asked = extras(given["mask"], given["starts"], rotary, given["sinks"], given["softcap"], given["statistic"])
+    mask, starts = given["mask"], given["starts"]
+    if parse(given["k_spec"]).retention.span is not None:
+        specs = tuple(str(parse(spec).unbounded) for spec in specs)
+        if mask is None:
+            mask, starts = (window_as(q.device.type, queries) == name or None for name in ("mask", "starts"))
+    asked = extras(mask, starts, rotary, given["sinks"], given["softcap"], given["statistic"])
     return attention_key(q, ring, new, specs, queries, asked)

@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache
 
 from .. import schemes
 from ..cache.layer import PackedLayer
+from ..cache.sliding import SlidingLayer, plans_of
 from ..cache.state import SharedTensors
 from ..cache.swap import Plans, swap_layers
 from ..errors import KVPassError
@@ -93,7 +94,7 @@ def _plans(config: SchemeConfig, layers: dict[int, LayerGeometry | str]) -> Plan
     packed = {
         i: replace(layer, device=torch.device("meta")) for i, layer in layers.items() if not isinstance(layer, str)
     }
-    plans = {i: (config.plan_of(layer), layer) for i, layer in packed.items()}
+    plans, _ = plans_of(config, packed)
     if any(plan.adaptive for plan, _ in plans.values()):
         raise DependsOnTextError(
             f"What {config.name!r} keeps depends on the text: measure its bits at a length instead, with "
@@ -113,6 +114,9 @@ def _fill(layer: Any, filled: Any, tokens: int) -> Footprint:
     the same layer of a cache in use."""
     if isinstance(layer, PackedLayer):
         heads, head_dim = layer.geometry.num_key_value_heads, layer.geometry.head_dim
+        if isinstance(layer, SlidingLayer):
+            layer.free(tokens)
+            tokens = min(tokens, layer.window - 1)
         return Footprint(layer.nbytes, 2 * heads * head_dim * tokens)
     keys, values = getattr(filled, "keys", None), getattr(filled, "values", None)
     if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or not keys.numel():

@@ -39,12 +39,12 @@ _NO_TEXT = StoresNoText(
 
 
 def keys_of(layer: object, config: PretrainedConfig) -> Tensor | str:
-    """The keys ``[B, H_kv, T, D]`` of a filled cache layer, or why it is not packed. ``config`` is the decoder's."""
+    """The keys ``[B, H_kv, T, D]`` of a filled cache layer, or why it cannot be packed. ``config`` is the decoder's."""
     kind = type(layer)
     if kind is DynamicLayer:
         return _of_full_attention(layer, config)
     if kind is cache_utils.DynamicSlidingWindowLayer:
-        return f"{kind.__name__}: {_windowed(layer, config)}"
+        return _of_full_attention(layer, config)
     if kind is getattr(cache_utils, kind.__name__, None) and kind.__name__ in _KNOWN:
         return f"{kind.__name__}: {_KNOWN[kind.__name__]}"
     names = ", ".join(_names(layer)) or "no tensors yet"
@@ -70,16 +70,9 @@ def _of_full_attention(layer: Any, config: PretrainedConfig) -> Tensor | str:
     return f"keys and values differ in shape: {shapes}. {limit}"
 
 
-def _windowed(layer: Any, config: PretrainedConfig) -> str:
-    why = (
-        f"sliding-window attention: the layer keeps at most {layer.sliding_window} tokens, so its size is bounded. It "
-        "stays in full precision"
-    )
-    if getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None) is not None:
-        why += (
-            ". For texts that fit the window, sliding_window=None in the decoder's config gives the same result, packed"
-        )
-    return why
+def window_of(layer: object) -> int | None:
+    """How many tokens a query sees in a cache layer with a sliding window; None if it has none."""
+    return layer.sliding_window if type(layer) is cache_utils.DynamicSlidingWindowLayer else None
 
 
 def _names(layer: object) -> list[str]:

@@ -24,6 +24,7 @@ class LayerGeometry:
     index: its index among ``num_layers``.
     previous_layer: the last packed layer before it, if there is one.
     cross: whether it is cross-attention, over the output of an encoder.
+    window: how many tokens a query sees at most, itself included, if the layer has a sliding window.
     """
 
     index: int
@@ -34,6 +35,7 @@ class LayerGeometry:
     device: torch.device
     previous_layer: int | None = None
     cross: bool = False
+    window: int | None = None
 
 
 def geometries(keys: Sequence[Tensor | str]) -> dict[int, LayerGeometry | str]:
@@ -135,6 +137,8 @@ class LayerPlan:
         if self.evicts:
             of = "for all layers" if retention.shared else "per head"
             sparse = f", the {retention.budget} others by {retention.evict} {of}"
+        if retention.span is not None:
+            sparse = f", in a window of {retention.span}"
         extra = f", rank-{subspace.rank} subspace" if subspace else ""
         key = describe("K", self.key, self.key_source)
         return f"{key}{extra}; {describe('V', self.value, self.value_source)}{sinks}{sparse}"
