@@ -33,7 +33,6 @@ class PackedLayer(CacheLayerMixin):
     layer behaves like a `DynamicLayer`.
     """
 
-    is_compileable = False  # kvpass compiles the decode step itself; generate() must not
     is_croppable = True
     is_sliding = False
     is_cross = False
@@ -54,6 +53,13 @@ class PackedLayer(CacheLayerMixin):
         self.importance: Importance | None = None
         self.updated = False  # in the running forward
         cache.layers.append(self)
+
+    @property
+    def is_compileable(self) -> bool:
+        """False for ``generate``, which must not compile steps itself. While kvpass captures a step over sliding
+        windows, True makes transformers build masks of any length instead of leaving them out of short ones, which
+        would need a second graph."""
+        return self.cache.slides and torch.compiler.is_dynamo_compiling()
 
     @property
     def tokens(self) -> int:

@@ -138,6 +138,7 @@ def new_layers(
         index: (PackedLayer if geometry.window is None else SlidingLayer)(plan, geometry, state)
         for index, (plan, geometry) in plans.items()
     }
+    state.slides = any(isinstance(layer, SlidingLayer) for layer in layers.values())
     rotary_owners: dict[Any, PackedLayer] = {}
     evicting = [layer for layer in layers.values() if layer.plan.evicts]
     if any(layer.plan.adaptive for layer in layers.values()):
