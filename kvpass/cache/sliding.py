@@ -13,7 +13,7 @@ from ..errors import KVPassError
 from ..layout.window import length_of, offset_of
 from ..schemes import LayerGeometry, LayerPlan, SchemeConfig
 from .layer import PackedLayer
-from .refusals import stored
+from .refusals import READ_BACK, stored
 from .state import KVState
 
 _PAYS = 0.9  # of the bytes of the exact window; less does not make up for quantizing it
@@ -79,7 +79,12 @@ class SlidingLayer(PackedLayer):
         return self._in_window(self.value_state) if self.is_initialized else None
 
     def _in_window(self, state: KVState) -> Tensor:
-        return self._view(state)[:, :, self.plan.key.retention.hidden(self.tokens) :]
+        if self.updated:
+            raise KVPassError(READ_BACK)
+        if self.cache.context is None:
+            self.cache.refuse_unless_whole()
+        stored = state.dequantize(self.tokens, self.cache.lowering)
+        return stored[:, :, self.plan.key.retention.hidden(self.tokens) :]
 
     def _stored(self) -> int:
         context = self.cache.context
