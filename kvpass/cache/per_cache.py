@@ -207,7 +207,7 @@ class RotaryState(Storage):
             table = getattr(self, name)
             table[:, kept : table.shape[1] - rows] = table[:, kept + rows :].clone()
             table[:, table.shape[1] - rows :] = 0
-        if self.cos.shape[1] > 2 * room:
+        if self.cos.shape[1] > room:
             self.put(cos=self.cos[:, :room].clone(), sin=self.sin[:, :room].clone())
 
     def _follows(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -299,9 +299,9 @@ class KVState(Storage):
         retention, sinks = self.spec.retention, self.spec.retention.sinks
         first, stop, room = gone // retention.page_size, retention.pages(n), retention.pages(retention.most or n)
         pools = {name: tensor for name, tensor in self.tensors() if name in self._pools}
-        if self._room > 2 * max(room, _MIN_PAGES):
+        if self._room > max(room, _MIN_PAGES):
             with torch.inference_mode(False):
-                self.put(**{name: grown(old[:, :, first:stop], room) for name, old in pools.items()})
+                self.put(**{name: grown(old[:, :, first:stop], max(room, _MIN_PAGES)) for name, old in pools.items()})
         else:
             for pool in pools.values():
                 pool[:, :, : stop - first] = pool[:, :, first:stop].clone()

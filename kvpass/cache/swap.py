@@ -113,6 +113,8 @@ def swap_layers(
     layers = _fresh_layers(cache, plans)
     state = CacheState(owner, lowering, _capacity(layers, plans, max_cache_len))
     for index, layer in new_layers(state, plans, predictors).items():
+        if isinstance(layer, SlidingLayer):
+            layer.recording = getattr(layers[index], "record_past", False)
         layers[index] = layer
     cache.layers[:] = layers
     cache.layer_class_to_replicate = None
