@@ -20,7 +20,7 @@ unifying n with other dims.
 SEEN_OFFSET = 2 * LENGTH_OFFSET
 """The offset for the number of tokens seen, including evicted ones; it differs, so that the two sizes never unify."""
 
-WINDOW_OFFSET = 1 << 32
+WINDOW_OFFSET = 1 << 28
 """Added to `LENGTH_OFFSET` for the number of tokens that layers with a sliding window store, for the same reason."""
 
 _NEVER = torch.iinfo(torch.int64).max
