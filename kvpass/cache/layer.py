@@ -453,6 +453,11 @@ class PackedLayer(CacheLayerMixin):
         with cache.changing(self, "select rows", batch=batch, edits=cache.edits + 1):
             for storage in self.storages():
                 storage.map_(lambda tensor: tensor.index_select(0, rows.to(tensor.device)))
+            if rows is not None:
+                self.selected(rows)
+
+    def selected(self, rows: Tensor) -> None:
+        """Complete a selection of the ``rows`` of the batch."""
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select_batch(lambda rows: rows[torch.as_tensor(beam_idx, device=rows.device)])

@@ -16,6 +16,7 @@ from .layer import PackedLayer
 from .refusals import READ_BACK, stored
 from .state import KVState
 
+_EXACT = 32  # at most one in this many tokens of a window stays exact, besides those that wait for a page to fill
 _PAYS = 0.9  # of the bytes of the exact window; less does not make up for quantizing it
 
 
@@ -27,12 +28,12 @@ class SlidingLayer(PackedLayer):
     further back, and ``kvpass::attend`` hides those behind the window.
 
     behind: number of tokens that were freed. The layer stores the others.
-    recording: whether nothing is freed before the next `crop`, as assisted decoding needs it.
+    record_past: whether nothing is freed before the next `crop`, as assisted decoding needs it.
     """
 
     is_sliding = True
     behind = 0
-    recording = False
+    record_past = False
 
     @property
     def tokens(self) -> int:
@@ -66,7 +67,7 @@ class SlidingLayer(PackedLayer):
 
     def activate_past_recording(self) -> None:
         """Free nothing before the next `crop`."""
-        self.recording = True
+        self.record_past = True
 
     @stored
     def keys(self) -> Tensor | None:
@@ -120,7 +121,7 @@ class SlidingLayer(PackedLayer):
 
     def commit(self, stored: int, total: int, gone: int) -> None:
         super().commit(stored - self.behind, total - self.behind, gone)
-        if not self.recording:
+        if not self.record_past:
             self.free(total - self.behind)
 
     def abandon(self, stored: int, total: int) -> bool:
@@ -156,7 +157,7 @@ class SlidingLayer(PackedLayer):
         super().cropped(n, total)
         if not total:
             self.behind = 0
-        elif self.recording:
+        elif self.record_past:
             self.free(n)
 
 
@@ -218,8 +219,11 @@ def _unsuited(plan: LayerPlan) -> str:
     return ""
 
 
-def _sliding(spec: CodecSpec, window: int) -> CodecSpec:
-    return replace(spec, retention=replace(spec.retention, span=window))
+def _sliding(spec: CodecSpec, span: int) -> CodecSpec:
+    """``spec`` for a window of ``span`` tokens. Of a short window, fewer of the newest tokens always stay exact."""
+    retention = spec.retention
+    window = retention.page_size + min(retention.residual, span // _EXACT)
+    return replace(spec, retention=replace(retention, window=window, span=span))
 
 
 def _most_bytes(spec: CodecSpec, layer: LayerGeometry) -> int:

@@ -8,11 +8,7 @@ from torch import Tensor
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
     EncoderDecoderCache,
-    StaticLayer,
-    StaticSlidingWindowLayer,
 )
 
 from ..errors import KVPassError
@@ -24,6 +20,7 @@ from .layer import PackedLayer
 from .per_cache import Importance, RotaryState
 from .sliding import SlidingLayer
 from .state import KVState, ModelTensors, SharedTensors
+from .stateful import layer_class, replaced_by, states_of
 
 Plans = dict[int, tuple[LayerPlan, LayerGeometry]]
 
@@ -66,23 +63,25 @@ def _fresh_layers(cache: Cache, plans: Plans) -> list[Any]:
         layers.append(cache.layer_class_to_replicate())
     for index, (_, geometry) in plans.items():
         old = layers[index] if index < len(layers) else None
-        what, kinds = "a full-attention layer", (DynamicLayer, StaticLayer)
-        if geometry.window is not None:
-            what, kinds = "a layer with a sliding window", (DynamicSlidingWindowLayer, StaticSlidingWindowLayer)
+        kinds = replaced_by(geometry)
         if type(old) not in kinds:
-            found = "missing" if old is None else type(old).__name__
+            found, planned = "missing" if old is None else type(old).__name__, kinds[0].__name__
             raise KVPassError(
-                f"Layer {index} of the cache is {found}, but kvpass planned for {what}: pass a fresh "
+                f"Layer {index} of the cache is {found}, but kvpass planned for {planned}: pass a fresh "
                 "DynamicCache(config=model.config), or no cache. assistant_early_exit is not supported: use "
                 "assistant_model."
             )
-        if old.is_initialized and int(old.get_seq_length()):
+        if (old.is_initialized and int(old.get_seq_length())) or _has_state(old):
             raise KVPassError(
                 f"The cache already holds {int(old.get_seq_length())} full-precision tokens. kvpass packs a cache from "
                 "its first token on: pass a fresh cache, or run the prompt again. Prefix tuning, which pre-fills "
                 "caches, is not supported."
             )
     return layers
+
+
+def _has_state(layer: Any) -> bool:
+    return any(state is not None for _, states in states_of(layer) for state in states.values())
 
 
 def swap_cross_layers(cache: EncoderDecoderCache, plans: Plans, owner: str, lowering: str) -> None:
@@ -113,8 +112,8 @@ def swap_layers(
     layers = _fresh_layers(cache, plans)
     state = CacheState(owner, lowering, _capacity(layers, plans, max_cache_len))
     for index, layer in new_layers(state, plans, predictors).items():
-        if isinstance(layer, SlidingLayer):
-            layer.recording = getattr(layers[index], "record_past", False)
+        if isinstance(layer, SlidingLayer) or layer.geometry.states:
+            layer.record_past = getattr(layers[index], "record_past", False)
         layers[index] = layer
     cache.layers[:] = layers
     cache.layer_class_to_replicate = None
@@ -137,7 +136,7 @@ def new_layers(
     """Empty layers of the cache with the new ``state``, by index, with references to each other: to layers whose
     quantized values they use, that decide what is evicted, or that they are predicted from."""
     layers = {
-        index: (PackedLayer if geometry.window is None else SlidingLayer)(plan, geometry, state)
+        index: layer_class(geometry)(plan, geometry, state)
         for index, (plan, geometry) in plans.items()
     }
     state.slides = any(isinstance(layer, SlidingLayer) for layer in layers.values())

@@ -1,7 +1,7 @@
 """Inspect a model: what its cache layers hold, and what prevents capturing it."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..errors import KVPassError
 from ..schemes import LayerGeometry, geometries
 from .arguments import CACHE, CACHE_NAMES, handing, keeping, takes_cache
 from .encoded import encoded, has_encoder
-from .unpacked import keys_of, window_of
+from .unpacked import keys_of, states_kept, window_of
 
 
 def probe(model: nn.Module) -> dict[int, LayerGeometry | str]:
@@ -216,7 +216,7 @@ def _parts(cache: Cache) -> list[Cache]:
 def _geometries(cache: Cache, config: PretrainedConfig) -> dict[int, LayerGeometry | str]:
     """The result of `probe` for each layer of ``cache``."""
     own, *cross = (geometries([keys_of(layer, config) for layer in part.layers]) for part in _parts(cache))
-    own = _with_windows(own, [window_of(layer) for layer in _parts(cache)[0].layers])
+    own = _with_windows(own, _parts(cache)[0].layers)
     for layers in cross:
         for index, layer in layers.items():
             reason = f"cross-attention: {layer}"
@@ -224,15 +224,14 @@ def _geometries(cache: Cache, config: PretrainedConfig) -> dict[int, LayerGeomet
     return own
 
 
-def _with_windows(
-    layers: dict[int, LayerGeometry | str], windows: list[int | None]
-) -> dict[int, LayerGeometry | str]:
-    """``layers`` with the sliding window of each. No layer is predicted from one with a window."""
+def _with_windows(layers: dict[int, LayerGeometry | str], of_cache: Sequence[Any]) -> dict[int, LayerGeometry | str]:
+    """``layers`` with the sliding window and the states of each cache layer. No layer is predicted from one with a
+    window."""
     found, previous = dict(layers), None
     for index, layer in layers.items():
         if isinstance(layer, LayerGeometry):
-            window = windows[index]
-            found[index] = replace(layer, window=window, previous_layer=previous)
+            window, states = window_of(of_cache[index]), states_kept(of_cache[index])
+            found[index] = replace(layer, window=window, states=states, previous_layer=previous)
             previous = index if window is None else previous
     return found
 

@@ -9,10 +9,7 @@ from transformers.cache_utils import DynamicLayer
 
 _NOTHING = "keeps nothing: this layer has no attention, or attends to what another layer stores"
 _LINEAR = "keeps a recurrent or convolution state of fixed size and no KV cache, so there is nothing to pack"
-_BOTH = (
-    "keeps a recurrent or convolution state besides its keys and values. kvpass packs layers that keep only keys and "
-    "values, so it stays in full precision"
-)
+_WITH_STATE = "LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"
 _INDEXED = (
     "sparse attention: besides keys and values it keeps the keys of an indexer, which selects the tokens to attend "
     "to. kvpass packs layers that keep only keys and values, so it stays in full precision"
@@ -20,8 +17,6 @@ _INDEXED = (
 _KNOWN = {
     "DummyLayer": _NOTHING,
     "LinearAttentionLayer": _LINEAR,
-    "LinearAttentionAndFullAttentionLayer": _BOTH,
-    "LinearAttentionAndSlidingWindowAttentionLayer": _BOTH,
     "DynamicIndexedLayer": _INDEXED,
 }
 """Names of layer classes of `transformers.cache_utils`; older versions lack some."""
@@ -43,9 +38,9 @@ def keys_of(layer: object, config: PretrainedConfig) -> Tensor | str:
     kind = type(layer)
     if kind is DynamicLayer:
         return _of_full_attention(layer, config)
-    if kind is cache_utils.DynamicSlidingWindowLayer:
+    if kind is cache_utils.DynamicSlidingWindowLayer or states_kept(layer):
         return _of_full_attention(layer, config)
-    if kind is getattr(cache_utils, kind.__name__, None) and kind.__name__ in _KNOWN:
+    if _is_of_transformers(layer) and kind.__name__ in _KNOWN:
         return f"{kind.__name__}: {_KNOWN[kind.__name__]}"
     names = ", ".join(_names(layer)) or "no tensors yet"
     return (
@@ -72,7 +67,16 @@ def _of_full_attention(layer: Any, config: PretrainedConfig) -> Tensor | str:
 
 def window_of(layer: object) -> int | None:
     """How many tokens a query sees in a cache layer with a sliding window; None if it has none."""
-    return layer.sliding_window if type(layer) is cache_utils.DynamicSlidingWindowLayer else None
+    return layer.sliding_window if isinstance(layer, cache_utils.DynamicSlidingWindowLayer) else None
+
+
+def states_kept(layer: object) -> int:
+    """How many recurrent or convolution states a cache layer keeps besides keys and values."""
+    return layer.number_of_states if type(layer).__name__ in _WITH_STATE and _is_of_transformers(layer) else 0
+
+
+def _is_of_transformers(layer: object) -> bool:
+    return type(layer) is getattr(cache_utils, type(layer).__name__, None)
 
 
 def _names(layer: object) -> list[str]:

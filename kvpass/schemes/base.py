@@ -24,6 +24,7 @@ class LayerGeometry:
     index: its index among ``num_layers``.
     previous_layer: the last packed layer before it, if there is one.
     cross: whether it is cross-attention, over the output of an encoder.
+    states: number of recurrent or convolution states that the layer keeps besides its keys and values.
     window: how many tokens a query sees at most, itself included, if the layer has a sliding window.
     """
 
@@ -36,6 +37,7 @@ class LayerGeometry:
     previous_layer: int | None = None
     cross: bool = False
     window: int | None = None
+    states: int = 0
 
 
 def geometries(keys: Sequence[Tensor | str]) -> dict[int, LayerGeometry | str]:
