@@ -15,7 +15,6 @@ from transformers import (
     Llama4TextConfig,
     MistralConfig,
     MistralForCausalLM,
-    StaticCache,
 )
 
 import kvpass
@@ -129,7 +128,9 @@ MODES = {
         input_ids=tokens(1, 8).repeat(1, 9), prompt_lookup_num_tokens=30, max_new_tokens=50
     ),
     "chunked prefill": dict(input_ids=tokens(1, 90), prefill_chunk_size=40, max_new_tokens=10),
-    "static cache": dict(input_ids=tokens(2, 40), cache_implementation="static", disable_compile=True, max_new_tokens=30),
+    "static cache": dict(
+        input_ids=tokens(2, 40), cache_implementation="static", disable_compile=True, max_new_tokens=30
+    ),
 }  # fmt: skip
 
 
@@ -187,7 +188,9 @@ def test_a_failed_call_leaves_the_window_as_it_was():
         with pytest.raises(TypeError):
             model(input_ids=ids[:, 70:74], past_key_values=cache)
         model.lm_head.weight = broken
-        found = [model(input_ids=ids[:, start:stop], past_key_values=cache).logits for start, stop in [(70, 100), (100, 101)]]
+        found = [
+            model(input_ids=ids[:, start:stop], past_key_values=cache).logits for start, stop in [(70, 100), (100, 101)]
+        ]
     for ours, theirs in zip(found, expected[1:], strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
 
@@ -275,7 +278,7 @@ def test_short_windows_stay_exact_and_the_report_says_why():
     assert "keeps at most 24 tokens" in report.layers[0].reason and "full precision" in report.layers[0].reason
     long = kvpass.explain(kvpass.apply(gemma(256), kivi, lowering="eager"))
     assert long.packed == 6 and "in a window of 256" in long.layers[0].plan
-    with pytest.raises(KVPassError, match="packs no layer.*keeps at most 24 tokens"):
+    with pytest.raises(KVPassError, match=r"packs no layer.*keeps at most 24 tokens"):
         kvpass.apply(mistral(), kivi, lowering="eager")
     evicting = kvpass.schemes.get("kivi+h2o", group_size=16)
     report = kvpass.explain(kvpass.apply(gemma(256), evicting, lowering="eager"))

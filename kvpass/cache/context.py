@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class ForwardContext:
     """What the layers of a cache share during one forward.
 
-    length, seen_length, window_lengths: length tensors of the stored tokens, and of all tokens seen (None unless the scheme evicts);
-        and of the tokens that layers with a sliding window store, by their retention policy.
+    length, seen_length, window_lengths: length tensors of the stored tokens; of all tokens seen (None unless the scheme
+        evicts); and of the tokens that layers with a sliding window store, by their retention policy.
     arriving: ``[tokens, 0]``, where ``tokens`` is the number of tokens that every layer is about to store. As a shape,
         the number is symbolic in a graph.
     expect: called with the batch size and the number of tokens that the first layer receives, before anything is

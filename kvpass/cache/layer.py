@@ -353,7 +353,6 @@ class PackedLayer(CacheLayerMixin):
     ) -> Tensor:
         if not state.spec.transform.predictor:
             previous_layer = same_layer_keys = None
-        context = self.cache.context
         return torch.ops.kvpass.dequantize(
             state.handles, self.length, state.text, self.cache.lowering, previous_layer, same_layer_keys,
             list(state.predictor), list(state.pooled_planes), **state.tables(""), starts=self.starts,

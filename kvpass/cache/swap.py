@@ -135,10 +135,7 @@ def new_layers(
 ) -> dict[int, PackedLayer]:
     """Empty layers of the cache with the new ``state``, by index, with references to each other: to layers whose
     quantized values they use, that decide what is evicted, or that they are predicted from."""
-    layers = {
-        index: layer_class(geometry)(plan, geometry, state)
-        for index, (plan, geometry) in plans.items()
-    }
+    layers = {index: layer_class(geometry)(plan, geometry, state) for index, (plan, geometry) in plans.items()}
     state.slides = any(isinstance(layer, SlidingLayer) for layer in layers.values())
     rotary_owners: dict[Any, PackedLayer] = {}
     evicting = [layer for layer in layers.values() if layer.plan.evicts]
