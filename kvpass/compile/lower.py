@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from kvpass.lowering.sliding import window_as
+from kvpass.lowering.window_mask import window_as
 from kvpass.lowering.table import AUTO, DispatchKey, attention_key, extras, few, select
 
 from ..codec.spec import parse
