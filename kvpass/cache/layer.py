@@ -34,6 +34,7 @@ class PackedLayer(CacheLayerMixin):
     """
 
     is_croppable = True
+    record_past = False  # whether layers that forget tokens keep all of them until the next `crop`
     is_sliding = False
     is_cross = False
 
@@ -55,7 +56,7 @@ class PackedLayer(CacheLayerMixin):
         cache.layers.append(self)
 
     @property
-    def is_compileable(self) -> bool:
+    def is_compileable(self) -> bool:  # type: ignore[override]
         """False for ``generate``, which must not compile steps itself. While kvpass captures a step over sliding
         windows, True makes transformers build masks of any length instead of leaving them out of short ones, which
         would need a second graph."""

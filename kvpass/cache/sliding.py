@@ -28,12 +28,10 @@ class SlidingLayer(PackedLayer):
     further back, and ``kvpass::attend`` hides those behind the window.
 
     behind: number of tokens that were freed. The layer stores the others.
-    record_past: whether nothing is freed before the next `crop`, as assisted decoding needs it.
     """
 
     is_sliding = True
     behind = 0
-    record_past = False
 
     @property
     def tokens(self) -> int:

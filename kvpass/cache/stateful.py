@@ -16,9 +16,9 @@ from .layer import PackedLayer
 from .sliding import SlidingLayer
 
 
-class _Stateful(LinearAttentionLayer):
-    """The part of a cache layer that keeps the state. The class after it in a subclass stores keys and values; what
-    concerns the whole layer happens to both."""
+class StatefulLayer(LinearAttentionLayer, PackedLayer):  # type: ignore[override]
+    """A packed layer of full attention with a state, like `LinearAttentionAndFullAttentionLayer`. `LinearAttentionLayer`
+    keeps the state; what concerns the whole layer happens to keys and values too."""
 
     is_compileable = PackedLayer.is_compileable
     running = False
@@ -92,15 +92,8 @@ class _Stateful(LinearAttentionLayer):
     prefetch = offload
 
 
-class StatefulLayer(_Stateful, PackedLayer):
-    """A packed layer of full attention with a state, like `LinearAttentionAndFullAttentionLayer`."""
-
-
-class StatefulSlidingLayer(_Stateful, SlidingLayer):
+class StatefulSlidingLayer(StatefulLayer, SlidingLayer):  # type: ignore[override]
     """A packed layer with a sliding window and a state, like `LinearAttentionAndSlidingWindowAttentionLayer`."""
-
-    def activate_past_recording(self) -> None:
-        self.record_past = True
 
 
 def layer_class(geometry: LayerGeometry) -> type[PackedLayer]:

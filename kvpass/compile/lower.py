@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from kvpass.lowering.window_mask import window_as
 from kvpass.lowering.table import AUTO, DispatchKey, attention_key, extras, few, select
+from kvpass.lowering.window_mask import window_as
 
 from ..codec.spec import parse
 from .appends import tensor_of

@@ -70,7 +70,7 @@ def window_of(layer: object) -> int | None:
     return layer.sliding_window if isinstance(layer, cache_utils.DynamicSlidingWindowLayer) else None
 
 
-def states_kept(layer: object) -> int:
+def states_kept(layer: Any) -> int:
     """How many recurrent or convolution states a cache layer keeps besides keys and values."""
     return layer.number_of_states if type(layer).__name__ in _WITH_STATE and _is_of_transformers(layer) else 0
 
