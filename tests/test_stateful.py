@@ -63,6 +63,7 @@ def test_generate_gives_the_tokens_and_logits_of_the_untouched_model(model, mode
     assert kvpass.explain(model).packed == 2
 
 
+@pytest.mark.slow
 def test_a_step_is_captured_with_the_state_in_it(reference_lowering):
     model = falcon_h1()
     calls = [(20, 0), *[(1, 0)] * 12]

@@ -17,8 +17,8 @@ from .sliding import SlidingLayer
 
 
 class StatefulLayer(LinearAttentionLayer, PackedLayer):  # type: ignore[override]
-    """A packed layer of full attention with a state, like `LinearAttentionAndFullAttentionLayer`. `LinearAttentionLayer`
-    keeps the state; what concerns the whole layer happens to keys and values too."""
+    """A packed layer of full attention with a state, like `LinearAttentionAndFullAttentionLayer`.
+    `LinearAttentionLayer` keeps the state; what concerns the whole layer happens to keys and values too."""
 
     is_compileable = PackedLayer.is_compileable
     running = False
