@@ -128,6 +128,9 @@ MODES = {
         input_ids=tokens(1, 8).repeat(1, 9), prompt_lookup_num_tokens=30, max_new_tokens=50
     ),
     "chunked prefill": dict(input_ids=tokens(1, 90), prefill_chunk_size=40, max_new_tokens=10),
+    "static cache of a short prompt": dict(
+        input_ids=tokens(2, 5), cache_implementation="static", disable_compile=True, max_new_tokens=40
+    ),
     "static cache": dict(
         input_ids=tokens(2, 40), cache_implementation="static", disable_compile=True, max_new_tokens=30
     ),
