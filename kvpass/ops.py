@@ -24,7 +24,9 @@ attend       Attention of ``q`` over the stored past and the full-precision toke
              ("max-N"). ``starts`` ``[B]`` int64 is the number of left-padding tokens of each sample, which no query
              sees; it replaces a mask. ``latent``: the keys are ``cat([key, value], -1)`` and the values are ``key``,
              so that the output has its channels (MLA). With eviction, only the columns of ``mask`` for the tokens of
-             the call are used, and padding in the past has ``importance`` ``-inf``.
+             the call are used, and padding in the past has ``importance`` ``-inf``. With a ``span`` in the specs (a
+             sliding window), the stored tokens that are behind the window of the first query are hidden, whatever the
+             mask says.
 rotate       Apply rotary embedding to dequantized keys that are stored before it (`codec.rope`), with tables ``cos``,
              ``sin`` ``[B, >= n, p]``. ``rope`` describes the rotation; "" means none.
 append_rotary_  Store the rotary tables ``[B or 1, S, p]`` of the call after those already stored. With ``slots``, drop
@@ -60,6 +62,7 @@ from kvpass.lowering import inductor, reference, triton  # noqa: F401  (importin
 from kvpass.lowering.call_types import AppendCall, AppendLayersCall, AttendCall, DequantizeCall
 from kvpass.lowering.cpp import one_token  # noqa: F401  (importing it registers its ops)
 from kvpass.lowering.table import AUTO, DispatchKey, attention_key, extras, select
+from kvpass.lowering.window_mask import within_window
 
 from .codec.affine import check_finite
 from .codec.page_rope import PageTables, store_page_tables
@@ -69,7 +72,7 @@ from .codec.tensors import Pack, page_shapes
 from .errors import KVPassError
 from .layout.eviction import evict
 from .layout.pool import of_pages
-from .layout.window import length_of
+from .layout.window import length_of, offset_of
 
 _Tensors = Sequence[Tensor]
 
@@ -138,10 +141,15 @@ def _append_(
     dispatch, parsed = DispatchKey("append_", x.device.type, (spec,), head_dim=x.shape[-1]), parse(spec)
     pack = _with_page_tables(_opened(state, parsed)._replace(key_pages=key_pages), parsed, cos, sin, rope)
     call = AppendCall(
-        pack, length_of(length), x, parsed, length, q, mask, edge, same_layer_keys, predictor or (), importance,
+        pack, _stored(length, parsed), x, parsed, length, q, mask, edge, same_layer_keys, predictor or (), importance,
         scores or (), slots, originals,
     )  # fmt: skip
     select(dispatch, lowering).run(call)
+
+
+def _stored(length: Tensor, spec: CodecSpec) -> int:
+    """The number of tokens stored by a state with ``spec``, from its length tensor."""
+    return length_of(length, offset_of(spec.retention))
 
 
 def _opened(state: _Tensors, spec: CodecSpec) -> Pack:
@@ -174,7 +182,7 @@ def _append_layers_(
     packs = [_with_page_tables(_opened(part, parsed), parsed, cos, sin, rope) for part in parts]
     if key_pages is not None:
         packs = [pack._replace(key_pages=pages) for pack, pages in zip(packs, key_pages, strict=True)]
-    run(AppendLayersCall(packs, length_of(length), x, parsed, length, q, mask))
+    run(AppendLayersCall(packs, _stored(length, parsed), x, parsed, length, q, mask))
 
 
 def _dequantize(
@@ -186,7 +194,7 @@ def _dequantize(
     pack = _with_page_tables(_opened(state, parsed)._replace(planes=planes or ()), parsed, cos, sin, rope)
     run = select(DispatchKey("dequantize", pack.ring.device.type, (spec,), head_dim=pack.ring.shape[-1]), lowering).run
     references = [one for one in (previous_layer, same_layer_keys) if one is not None]
-    decoded: Tensor = run(DequantizeCall(pack, length_of(length), parsed, references, predictor or ()))
+    decoded: Tensor = run(DequantizeCall(pack, _stored(length, parsed), parsed, references, predictor or ()))
     return decoded
 
 
@@ -215,11 +223,16 @@ def _attend(
         if rope and not specs[0].transform.keeps_tables:
             raise KVPassError(f"These keys are stored after rotary embedding; rope={rope!r} would rotate them twice.")
     rotary: tuple[Any, Any, str] | None = (cos, sin, rope) if rope and not specs[0].transform.page_rope else None
+    n, span = _stored(length, specs[0]), specs[0].retention.span
+    if span is not None:
+        specs = specs[0].unbounded, specs[1].unbounded
+        coded = list(map(str, specs)) if coded else coded
+        mask, causal, starts = within_window(span, n, q, mask, causal, starts, length)
     used = extras(mask, starts, rotary, sinks, softcap, statistic, k_new, v_new, latent)
     run = select(attention_key(q, ring, k_new, coded, q.shape[2], used), lowering).run
     call = AttendCall(
-        q, keys, values, length_of(length), k_new, v_new, mask, causal, scale, softcap, specs[0], specs[1], rotary,
-        sinks, statistic, importance, length, starts, latent,
+        q, keys, values, n, k_new, v_new, mask, causal, scale, softcap, specs[0], specs[1], rotary, sinks, statistic,
+        importance, length, starts, latent,
     )  # fmt: skip
     outputs: list[Tensor] = run(call)
     return outputs
@@ -229,7 +242,8 @@ def _append_rotary_(
     cos: Tensor, sin: Tensor, length: Tensor, cos_new: Tensor, sin_new: Tensor, slots: Tensor | None = None,
     spec: str = "",
 ) -> None:  # fmt: skip
-    start, (_, tokens, pairs), codec = length_of(length), cos_new.shape, parse(spec) if spec else None
+    (_, tokens, pairs), codec = cos_new.shape, parse(spec) if spec else None
+    start = length_of(length) if codec is None else _stored(length, codec)
     if codec is not None and codec.transform.page_rope:
         store_page_tables((cos, sin), (cos_new, sin_new), length, start, codec.retention.sinks, codec.page_size)
         return
@@ -291,8 +305,9 @@ def _(*args: Any, **kwargs: Any) -> None:
 
 @torch.library.register_fake("kvpass::dequantize")
 def _(state: _Tensors, length: Tensor, spec: str, *args: Any, **kwargs: Any) -> Tensor:
-    ring = Pack.of(state, parse(spec)).ring
-    return ring.new_empty((*ring.shape[:2], length_of(length), ring.shape[3]))
+    parsed = parse(spec)
+    ring = Pack.of(state, parsed).ring
+    return ring.new_empty((*ring.shape[:2], _stored(length, parsed), ring.shape[3]))
 
 
 @torch.library.register_fake("kvpass::rotate")

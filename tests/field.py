@@ -274,6 +274,8 @@ def _in_eight_bits(
     more."""
     name = next((name for name in expected if name.startswith("steps") and name in finding.uses), None)
     if name is None or not _applied(model, finding, EIGHT_BITS, lowering="eager"):
+        if name is not None and "apply" in finding.refused:  # windows are too short to pay
+            finding.refused["8 bits"] = finding.refused.pop("apply")
         return
     try:
         got = uses[name][0](model).logits[1:]

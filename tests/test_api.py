@@ -267,7 +267,7 @@ def test_training_mode_and_use_cache_false_are_left_alone():
     assert model.lm_head.weight.grad is not None
 
 
-def test_sliding_layers_pass_through_and_are_reported():
+def test_windows_that_are_too_short_to_pack_are_refused():
     config = MistralConfig(
         vocab_size=128,
         hidden_size=64,
@@ -278,7 +278,7 @@ def test_sliding_layers_pass_through_and_are_reported():
         sliding_window=16,
     )
     model = MistralForCausalLM(config).eval()
-    with pytest.raises(KVPassError, match="DynamicSlidingWindowLayer"):
+    with pytest.raises(KVPassError, match="sliding-window attention: the layer keeps at most 16 tokens"):
         kvpass.apply(model, scheme="kivi")
     assert untouched(model)
 

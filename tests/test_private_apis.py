@@ -16,7 +16,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.utils import fresh_inductor_cache
 from torch.fx.experimental.proxy_tensor import make_fx
-from transformers import DynamicCache, GenerationMixin
+from transformers import DynamicCache, GenerationMixin, cache_utils
 
 import kvpass
 from kvpass.cache.state import KVState
@@ -396,3 +396,21 @@ def test_dynamo_writes_vmap_down_between_two_calls_that_begin_and_end_it():
     targets = [node.target for node in graph.nodes]
     assert targets.count(vmaps._vmap_increment_nesting) == targets.count(vmaps._vmap_decrement_nesting) == 1
     assert targets.index(vmaps._vmap_increment_nesting) < targets.index(vmaps._vmap_decrement_nesting)
+
+
+def test_layers_with_a_state_keep_it_as_stateful_layers_expect():
+    """`kvpass.cache.stateful` combines `LinearAttentionLayer` with packed keys and values."""
+    mixin, layer = cache_utils.LinearAttentionCacheLayerMixin, cache_utils.LinearAttentionLayer(number_of_states=2)
+    assert type(layer).__mro__[1] is mixin and not issubclass(mixin, cache_utils.CacheLayerMixin)
+    for name in ("conv_states", "recurrent_states", "has_previous_state", "is_recurrent_states_initialized"):
+        assert list(getattr(layer, name)) == [0, 1], name
+    assert layer.record_past is False
+
+
+def test_a_sliding_layer_returns_one_token_less_than_its_window_from_the_past():
+    """`kvpass.cache.sliding` returns the same number of tokens to the model's own attention."""
+    layer = cache_utils.DynamicSlidingWindowLayer(sliding_window=8)
+    for count in (20, 1):
+        keys, _ = layer.update(*(torch.ones(1, 1, count, 4) for _ in range(2)))
+    assert layer.keys.shape[2] == 7 and keys.shape[2] == 8 and layer.get_mask_sizes(3) == (10, 14)
+    assert layer.record_past is False

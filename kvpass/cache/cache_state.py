@@ -53,6 +53,7 @@ class CacheState:
     whole: False during a change, and permanently if the change failed and could not be rolled back.
     context: the `ForwardContext` of the running forward; None between forwards.
     drafts: the number of consecutive calls of a few tokens, up to the last call.
+    slides: whether some of the layers have a sliding window.
     only_tokens: whether everything stored was computed from token ids alone, and not, for instance, from an image.
     """
 
@@ -62,7 +63,7 @@ class CacheState:
         self.pool: PlanePool | None = None
         self.tokens = self.seen = self.edits = self.crops = self.drafts = 0
         self.batch = -1
-        self.filled = self.only_tokens = False
+        self.filled = self.only_tokens = self.slides = False
         self.whole = True
         self.context: ForwardContext | None = None
         self._change: _Change | None = None

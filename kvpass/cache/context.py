@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ..layout.retention import Retention
+
 if TYPE_CHECKING:
     from .layer import PackedLayer
     from .query_capture import QueryCapture
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
 class ForwardContext:
     """What the layers of a cache share during one forward.
 
-    length, seen_length: length tensors of the stored tokens, and of all tokens seen (None unless the scheme evicts).
+    length, seen_length, window_lengths: length tensors of the stored tokens; of all tokens seen (None unless the scheme
+        evicts); and of the tokens that layers with a sliding window store, by their retention policy.
     arriving: ``[tokens, 0]``, where ``tokens`` is the number of tokens that every layer is about to store. As a shape,
         the number is symbolic in a graph.
     expect: called with the batch size and the number of tokens that the first layer receives, before anything is
@@ -38,6 +41,7 @@ class ForwardContext:
     arriving: Tensor | None = None
     expect: Callable[[int, int], None] | None = None
     seen_length: Tensor | None = None
+    window_lengths: dict[Retention, Tensor] = field(default_factory=dict)
     starts: Tensor | None = None
     edges: tuple[Tensor, Tensor] | None = None
     slots: dict[int, Tensor] = field(default_factory=dict)

@@ -33,8 +33,8 @@ class PackedLayer(CacheLayerMixin):
     layer behaves like a `DynamicLayer`.
     """
 
-    is_compileable = False  # kvpass compiles the decode step itself; generate() must not
     is_croppable = True
+    record_past = False  # whether layers that forget tokens keep all of them until the next `crop`
     is_sliding = False
     is_cross = False
 
@@ -56,6 +56,13 @@ class PackedLayer(CacheLayerMixin):
         cache.layers.append(self)
 
     @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """False for ``generate``, which must not compile steps itself. While kvpass captures a step over sliding
+        windows, True makes transformers build masks of any length instead of leaving them out of short ones, which
+        would need a second graph."""
+        return self.cache.slides and torch.compiler.is_dynamo_compiling()
+
+    @property
     def tokens(self) -> int:
         """Number of tokens stored; the same in every layer of the cache."""
         return self.cache.tokens
@@ -66,9 +73,25 @@ class PackedLayer(CacheLayerMixin):
         return self.cache.seen
 
     @property
+    def starts(self) -> Tensor | None:
+        """During a forward, the first token of each row after its padding, if attention gets that instead of a
+        mask."""
+        return self.cache.context.starts
+
+    @property
     def max_cache_len(self) -> int | None:
         """The maximum number of tokens that the cache may store; None if there is no limit."""
         return self.cache.max_cache_len
+
+    @property
+    def _capacity(self) -> int | None:
+        """The number of tokens to allocate memory for at once; None if it grows."""
+        return self.max_cache_len
+
+    @property
+    def length(self) -> Tensor:
+        """During a forward, the length tensor of the tokens stored before it."""
+        return self.cache.context.length
 
     @stored
     def is_initialized(self) -> bool:
@@ -153,7 +176,7 @@ class PackedLayer(CacheLayerMixin):
         """Make room for ``tokens`` tokens, except for evicted ones. Stored tokens are preserved."""
         retention = self.plan.key.retention
         stored = max(self.tokens, retention.stored(tokens))
-        self._allocate(batch, self.max_cache_len or stored)
+        self._allocate(batch, self._capacity or stored)
         for state in self.states():
             state.reserve(stored)
         if self.importance is not None:
@@ -334,10 +357,9 @@ class PackedLayer(CacheLayerMixin):
     ) -> Tensor:
         if not state.spec.transform.predictor:
             previous_layer = same_layer_keys = None
-        context = self.cache.context
         return torch.ops.kvpass.dequantize(
-            state.handles, context.length, state.text, self.cache.lowering, previous_layer, same_layer_keys,
-            list(state.predictor), list(state.pooled_planes), **state.tables(""), starts=context.starts,
+            state.handles, self.length, state.text, self.cache.lowering, previous_layer, same_layer_keys,
+            list(state.predictor), list(state.pooled_planes), **state.tables(""), starts=self.starts,
         )  # fmt: skip
 
     def _append(
@@ -347,7 +369,7 @@ class PackedLayer(CacheLayerMixin):
         context = self.cache.context
         edge = None if context.edges is None else context.edges[which]
         torch.ops.kvpass.append_(
-            state.handles, context.length, x, q, mask, state.text, self.cache.lowering, edge, same_layer_keys,
+            state.handles, self.length, x, q, mask, state.text, self.cache.lowering, edge, same_layer_keys,
             list(state.predictor), self.importance.weights if which == 0 and self.importance else None, None,
             context.slots[self.deciding_heads] if self.plan.evicts else None,
             state.host.tokens if isinstance(state, AdaptiveState) else None, **state.tables(""),
@@ -395,18 +417,27 @@ class PackedLayer(CacheLayerMixin):
                 state.reset()
             self.updated = False
 
-    def crop(self, tokens_to_remove: int) -> None:
-        old, removed = self.tokens, -removed_tokens(tokens_to_remove)
-        new = max(0, old - removed)
-        changing = self.cache.changing(
-            self, "crop", tokens=new, seen=self.seen - (old - new), crops=self.cache.crops + 1
-        )  # fmt: skip
+    def refuse_crop(self, removed: int) -> None:
+        """Raise `KVPassError` if the layer cannot remove the last ``removed`` tokens."""
         least = self.plan.key.retention.sinks + (self.plan.key.retention.budget or 0)
-        if self.seen > old and new < least:
+        if self.seen > self.tokens and self.tokens - removed < least:
             raise KVPassError(
-                f"crop({-removed}): tokens were evicted, and only the last {old - least} remaining tokens are still in "
-                "order. Crop fewer tokens."
+                f"crop({-removed}): tokens were evicted, and only the last {self.tokens - least} remaining tokens are "
+                "still in order. Crop fewer tokens."
             )
+
+    def cropped(self, n: int, total: int) -> None:
+        """Complete `crop`, after which this layer stores ``n`` of the ``total`` tokens of the cache."""
+        if self.importance is not None:
+            self.importance.crop(n)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        cache, old, removed = self.cache, self.tokens, -removed_tokens(tokens_to_remove)
+        new, total = max(0, old - removed), max(0, cache.tokens - removed)
+        whole, seen = cache.whole, cache.seen - (cache.tokens - total)
+        changing = cache.changing(self, "crop", tokens=total, seen=seen, crops=cache.crops + 1)
+        for layer in cache.layers if whole else ():  # before any of them changes
+            layer.refuse_crop(removed)
         if not all(state.lossless_crop(new) for state in self.states()):
             warnings.warn(
                 f"crop from {old} to {new} tokens goes back beyond the residual window, which now holds some "
@@ -416,8 +447,7 @@ class PackedLayer(CacheLayerMixin):
         with changing:
             for state in self.states():
                 state.crop(old, new, self.cache.lowering)
-            if self.importance is not None:
-                self.importance.crop(new)
+            self.cropped(new, total)
 
     def _select_batch(self, choose: Callable[[Tensor], Tensor]) -> None:
         cache = self.cache
@@ -426,6 +456,11 @@ class PackedLayer(CacheLayerMixin):
         with cache.changing(self, "select rows", batch=batch, edits=cache.edits + 1):
             for storage in self.storages():
                 storage.map_(lambda tensor: tensor.index_select(0, rows.to(tensor.device)))
+            if rows is not None:
+                self.selected(rows)
+
+    def selected(self, rows: Tensor) -> None:
+        """Complete a selection of the ``rows`` of the batch."""
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select_batch(lambda rows: rows[torch.as_tensor(beam_idx, device=rows.device)])

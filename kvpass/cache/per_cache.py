@@ -197,6 +197,19 @@ class RotaryState(Storage):
         rows = self._rows(self.spec, n)
         return {name: tensor if name == "starts" else tensor[:, :rows] for name, tensor in self.tensors()}
 
+    @torch.inference_mode(False)
+    def free(self, n: int, gone: int) -> None:
+        """Drop the rows of the ``gone`` tokens after the sinks that are freed (`KVState.free`) of ``n`` stored ones."""
+        size, sinks, most = self.spec.page_size, self.spec.retention.sinks, self.spec.retention.most or n
+        kept, rows = (size, gone // size) if self.spec.transform.page_rope else (sinks, gone)
+        room = self._rows(self.spec, most)
+        for name in ("cos", "sin"):
+            table = getattr(self, name)
+            table[:, kept : table.shape[1] - rows] = table[:, kept + rows :].clone()
+            table[:, table.shape[1] - rows :] = 0
+        if self.cos.shape[1] > room:
+            self.put(cos=self.cos[:, :room].clone(), sin=self.sin[:, :room].clone())
+
     def _follows(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         for name in ("cos", "sin"):
             torch._dynamo.mark_dynamic(tensors[name], 1)

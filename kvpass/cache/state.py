@@ -13,7 +13,7 @@ from ..codec.spec import CodecSpec
 from ..codec.tensors import calibrated_shapes, fitted_shapes, of_model, of_pages, of_sequence, of_state, page_shapes
 from ..errors import KVPassError
 from ..layout.pool import bare_handle, handle
-from ..layout.window import RecentLayout, Writes, layout, length_tensor
+from ..layout.window import RecentLayout, Writes, layout, length_tensor, offset_of
 
 if TYPE_CHECKING:
     from .per_cache import RotaryState
@@ -262,7 +262,7 @@ class KVState(Storage):
 
     def length_tensor(self, n: int) -> Tensor:
         """A length tensor of ``n``, for calling ops outside a cache."""
-        return length_tensor(n, self.ring.device)
+        return length_tensor(n, self.ring.device, offset_of(self.spec.retention))
 
     def append(self, x: Tensor, n: int, q: Tensor | None = None, mask: Tensor | None = None, rope: str = "") -> None:
         """Store ``x`` ``[B, H_kv, S, D]`` as tokens ``[n, n + S)``, and grow if needed.
@@ -292,6 +292,21 @@ class KVState(Storage):
         """Record that ``gone`` packed tokens have been evicted, and that later ones have moved up."""
         if gone:
             self.writes = self.writes.evicted(gone, self.spec.retention.budget // self.spec.page_size)
+
+    def free(self, n: int, gone: int) -> None:
+        """Free the ``gone`` tokens after the sinks, which fill whole pages, of ``n`` stored ones; later ones move up.
+        Memory that a long prompt needed for pages behind a sliding window is released."""
+        retention, sinks = self.spec.retention, self.spec.retention.sinks
+        first, stop, room = gone // retention.page_size, retention.pages(n), retention.pages(retention.most or n)
+        pools = {name: tensor for name, tensor in self.tensors() if name in self._pools}
+        if self._room > max(room, _MIN_PAGES):
+            with torch.inference_mode(False):
+                self.put(**{name: grown(old[:, :, first:stop], max(room, _MIN_PAGES)) for name, old in pools.items()})
+        else:
+            for pool in pools.values():
+                pool[:, :, : stop - first] = pool[:, :, first:stop].clone()
+        self.ring[:, :, sinks:] = self.ring[:, :, sinks:].roll(-gone, 2)
+        self.writes = self.writes.freed(gone, first)
 
     def dequantize(self, n: int, lowering: str = "auto") -> Tensor:
         """The ``n`` stored tokens, ``[B, H_kv, n, D]`` in the cache's dtype. This dequantizes the states they are

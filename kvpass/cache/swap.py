@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache, StaticLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    EncoderDecoderCache,
+)
 
 from ..errors import KVPassError
 from ..schemes import LayerGeometry, LayerPlan
@@ -14,7 +18,9 @@ from .cache_state import CacheState
 from .cross import CrossLayer
 from .layer import PackedLayer
 from .per_cache import Importance, RotaryState
+from .sliding import SlidingLayer
 from .state import KVState, ModelTensors, SharedTensors
+from .stateful import layer_class, replaced_by, states_of
 
 Plans = dict[int, tuple[LayerPlan, LayerGeometry]]
 
@@ -55,22 +61,27 @@ def _fresh_layers(cache: Cache, plans: Plans) -> list[Any]:
     layers: list[Any] = list(cache.layers)
     while cache.layer_class_to_replicate is not None and len(layers) <= max(plans, default=-1):
         layers.append(cache.layer_class_to_replicate())
-    for index in plans:
+    for index, (_, geometry) in plans.items():
         old = layers[index] if index < len(layers) else None
-        if type(old) not in (DynamicLayer, StaticLayer):
-            found = "missing" if old is None else type(old).__name__
+        kinds = replaced_by(geometry)
+        if type(old) not in kinds:
+            found, planned = "missing" if old is None else type(old).__name__, kinds[0].__name__
             raise KVPassError(
-                f"Layer {index} of the cache is {found}, but kvpass planned for a full-attention layer: pass a fresh "
+                f"Layer {index} of the cache is {found}, but kvpass planned for {planned}: pass a fresh "
                 "DynamicCache(config=model.config), or no cache. assistant_early_exit is not supported: use "
                 "assistant_model."
             )
-        if old.is_initialized and int(old.get_seq_length()):
+        if (old.is_initialized and int(old.get_seq_length())) or _has_state(old):
             raise KVPassError(
                 f"The cache already holds {int(old.get_seq_length())} full-precision tokens. kvpass packs a cache from "
                 "its first token on: pass a fresh cache, or run the prompt again. Prefix tuning, which pre-fills "
                 "caches, is not supported."
             )
     return layers
+
+
+def _has_state(layer: Any) -> bool:
+    return any(state is not None for _, states in states_of(layer) for state in states.values())
 
 
 def swap_cross_layers(cache: EncoderDecoderCache, plans: Plans, owner: str, lowering: str) -> None:
@@ -101,6 +112,8 @@ def swap_layers(
     layers = _fresh_layers(cache, plans)
     state = CacheState(owner, lowering, _capacity(layers, plans, max_cache_len))
     for index, layer in new_layers(state, plans, predictors).items():
+        if isinstance(layer, SlidingLayer) or layer.geometry.states:
+            layer.record_past = getattr(layers[index], "record_past", False)
         layers[index] = layer
     cache.layers[:] = layers
     cache.layer_class_to_replicate = None
@@ -109,7 +122,11 @@ def swap_layers(
 
 def _capacity(layers: list[Any], plans: Plans, default: int | None = None) -> int | None:
     """The number of tokens that all planned ``layers`` can store; None if there is no limit."""
-    each = (getattr(layers[index], "max_cache_len", None) or default for index in plans)
+    windows = {index: geometry.window for index, (_, geometry) in plans.items() if geometry.window is not None}
+    each: list[int | None] = [default]
+    for index in plans:
+        most = getattr(layers[index], "max_cache_len", None)
+        each.append(None if most == windows.get(index) else most)  # a static layer may be as long as its window
     return min((capacity for capacity in each if capacity is not None), default=None)
 
 
@@ -118,7 +135,8 @@ def new_layers(
 ) -> dict[int, PackedLayer]:
     """Empty layers of the cache with the new ``state``, by index, with references to each other: to layers whose
     quantized values they use, that decide what is evicted, or that they are predicted from."""
-    layers = {index: PackedLayer(plan, geometry, state) for index, (plan, geometry) in plans.items()}
+    layers = {index: layer_class(geometry)(plan, geometry, state) for index, (plan, geometry) in plans.items()}
+    state.slides = any(isinstance(layer, SlidingLayer) for layer in layers.values())
     rotary_owners: dict[Any, PackedLayer] = {}
     evicting = [layer for layer in layers.values() if layer.plan.evicts]
     if any(layer.plan.adaptive for layer in layers.values()):
@@ -130,7 +148,8 @@ def new_layers(
         if plan.looks_at_previous or plan.calibrated or plan.shares_out:
             layer.predictors = predictors[index]
         if plan.key.transform.keeps_tables:  # page-relative RoPE has rows for pages, so retention matters too
-            same = plan.key.transform.page_rope and plan.key.retention
+            by_page = plan.key.transform.page_rope or layer.geometry.window is not None
+            same = by_page and plan.key.retention
             angles = None if layer.angles is None else (plan.key.transform.numbered, *layer.angles.tolist())
             layer.rotary_owner = rotary_owners.setdefault((same, angles), layer)
         layer.importance_owner = evicting[0] if plan.key.retention.shared else layer
@@ -165,12 +184,14 @@ def nbytes(cache: Cache) -> int:
 
 
 def num_values(cache: Cache) -> int:
-    """Number of key and value elements of all tokens that the cache has seen, evicted ones included."""
+    """Number of key and value elements of all tokens that the cache has seen, evicted ones included. A layer with a
+    sliding window counts with the tokens in its window."""
     total = 0
     for layer in cache_layers(cache):
         if isinstance(layer, PackedLayer):
             for state in layer.states():
-                total += state.ring.shape[0] * state.ring.shape[1] * state.ring.shape[3] * layer.seen
+                seen = layer.seen if layer.geometry.window is None else min(layer.seen, layer.geometry.window - 1)
+                total += state.ring.shape[0] * state.ring.shape[1] * state.ring.shape[3] * seen
         elif getattr(layer, "is_initialized", False) and isinstance(getattr(layer, "keys", None), Tensor):
             total += layer.keys.numel() + layer.values.numel()
     return total

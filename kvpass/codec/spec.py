@@ -112,6 +112,11 @@ class CodecSpec:
         """This spec with the default codec, which other codecs build on."""
         return replace(self, quantizer=replace(self.quantizer, codec=None))
 
+    @cached_property
+    def unbounded(self) -> "CodecSpec":
+        """This spec without a sliding window, for attention that gets the window as a mask."""
+        return self if self.retention.span is None else replace(self, retention=_at_defaults(self.retention, "span"))
+
     @property
     def calibrated(self) -> bool:
         """Whether a calibration fills any tensor of a sequence."""
@@ -172,7 +177,7 @@ class CodecSpec:
         return replace(
             _at_defaults(self, "own_codes"),
             quantizer=_at_defaults(self.quantizer, "fit", "eta", "subspace"),
-            retention=_at_defaults(self.retention, "budget", "evict", "shared"),
+            retention=_at_defaults(self.retention, "budget", "evict", "shared", "span"),
         )
 
     def __str__(self) -> str:
@@ -188,7 +193,7 @@ def _at_defaults(part: _Part, *names: str) -> _Part:
 
 
 _PARTS = Quantizer, Retention, Transform
-_SIZES = "group_size", "window", "page_size", "sinks", "rollback"
+_SIZES = "group_size", "window", "page_size", "sinks", "rollback", "span"
 _CHOICES = "bits", "per", "fit", "codec", "keep", "evict", "predictor"  # every value is a feature
 
 

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from kvpass.lowering.table import AUTO, DispatchKey, attention_key, extras, few, select
+from kvpass.lowering.window_mask import window_as
 
 from ..codec.spec import parse
 from .appends import tensor_of
@@ -56,6 +57,11 @@ def _of_attention(given: dict[str, Any], q: Tensor, specs: tuple[str, ...], quer
     key = given["key"] if len(given["key"]) == 1 else [tensor_of(given["key"], parse(given["k_spec"]), "ring")]
     ring, new, beside = value_of(key[0]), value_of(given["k_new"]), value_of(given["v_new"])
     rotary = given["rope"] and not parse(given["k_spec"]).transform.page_rope
+    mask, starts = given["mask"], given["starts"]
+    if parse(given["k_spec"]).retention.span is not None:
+        specs = tuple(str(parse(spec).unbounded) for spec in specs)
+        if mask is None:
+            mask, starts = (window_as(q.device.type, queries) == name or None for name in ("mask", "starts"))
     sinks, softcap, statistic = (given[name] for name in ("sinks", "softcap", "statistic"))
-    asked = extras(given["mask"], given["starts"], rotary, sinks, softcap, statistic, new, beside, given["latent"])
+    asked = extras(mask, starts, rotary, sinks, softcap, statistic, new, beside, given["latent"])
     return attention_key(q, ring, new, specs, queries, asked)

@@ -18,20 +18,22 @@ PADDING = "kvpass_padding"
 """``meta`` key of inputs that may be padding masks, if the cache knows where its rows begin."""
 
 
-def structure(mask: Node, queries: Size, unpadded: bool = False) -> str | None:
+def structure(mask: Node, queries: Size, unpadded: bool = False, span: int | None = None) -> str | None:
     """What ``mask`` amounts to for ``queries`` queries (possibly symbolic), at every length the graph serves.
 
     "full": every query sees every key. "causal": causality aligned to the last key. None: it depends on data, is
     anything else, or cannot be proven to be one of them.
 
     unpadded: assume that padding masks among its inputs, ``[B, T]`` integers or booleans, hide nothing.
+    span: consider only keys within the sliding window of the first query, which sees ``span`` keys; others are hidden
+        anyway.
     """
     nodes = upstream(mask)
     data = [node for node in leaves(nodes) if constant(node) is None]
     if data and not (unpadded and all(_may_be_padding(node, shape(mask)[0]) for node in data)):
         return None
     try:
-        return _proven(Elements(nodes), mask, queries)
+        return _proven(Elements(nodes), mask, queries, span)
     except Unproven:
         return None
 
@@ -80,9 +82,11 @@ def _may_be_padding(node: Node, batch: Size) -> bool:
     return rows is None or bool(rows.terms) or rows == Linear.size(batch)  # a lookup table has another, fixed size
 
 
-def _proven(elements: Elements, mask: Node, queries: Size) -> str | None:
+def _proven(elements: Elements, mask: Node, queries: Size, span: int | None = None) -> str | None:
     sizes = shape(mask)
     index = tuple(map(elements.anywhere, sizes))
+    if span is not None:
+        elements.facts.add(index[-1] - (whole(sizes[-1]) - whole(queries)) + (span - 1))
     verdicts = [(given, _allowed(value)) for given, value in elements.cases(mask, index)]
     if all(allowed for _, allowed in verdicts):
         return "full"

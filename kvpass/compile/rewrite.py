@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..codec.spec import CodecSpec, parse
 from ..errors import KVPassError, NotCapturedError
-from ..layout.window import LENGTH_OFFSET
+from ..layout.window import LENGTH_OFFSET, WINDOW_OFFSET
 from .appends import Append, appends, hoist, placeholder
 from .calls import (
     APPEND_ROTARY,
@@ -69,7 +69,27 @@ def rewrite(normal: NormalGraph, inputs: Sequence, attentions: list[AttentionSit
     written = hoist(graph, writes)
     _store_tables(graph, (one for one in tables if one["slots"] is not None))  # last: appends choose which tokens stay
     written |= {one[name] for one in tables for name in ("cos", "sin")}
-    return in_place(normal, skip=written)
+    made = in_place(normal, skip=written)
+    _refuse_unfused_windows(made.graph, refused)
+    return made
+
+
+def _refuse_unfused_windows(graph: Graph, refused: list[str]) -> None:
+    """Raise `NotCapturedError` if anything but ``kvpass::attend`` reads a layer with a sliding window. Such a read has
+    tokens behind the window, which only ``attend`` hides, whatever mask the model computes."""
+    for node in graph.find_nodes(op="call_function", target=DEQUANTIZE):
+        if parse(argument(node, "spec")).retention.span is None or not _stores(argument(node, "length")):
+            continue
+        if any(user.target is not ATTEND for user in node.users):
+            raise NotCapturedError(
+                f"attention over a sliding window was not recognized: {listed(refused) or 'other code reads the cache'}"
+            )
+
+
+def _stores(length: Node) -> bool:
+    """Whether a cache of this length may hold tokens."""
+    size = shape(length)[0]
+    return not isinstance(size, int) or size > LENGTH_OFFSET + WINDOW_OFFSET
 
 
 def _store_tables(graph: Graph, tables: Iterable[dict[str, Any]]) -> None:
@@ -176,7 +196,8 @@ def _cut_mask(graph: Graph, attention: AttentionSite) -> None:
 def _drop_structural_mask(attention: AttentionSite) -> None:
     if attention.mask is None:
         return
-    kind = structure(attention.mask, shape(attention.query)[2])
+    span = None if attention.key.past is None else parse(attention.key.read("spec")).retention.span
+    kind = structure(attention.mask, shape(attention.query)[2], span=span)
     if kind is not None and not (kind == "full" and attention.causal):
         attention.mask, attention.causal = None, kind == "causal"
 

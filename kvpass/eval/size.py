@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache
 
 from .. import schemes
 from ..cache.layer import PackedLayer
+from ..cache.sliding import SlidingLayer, plans_of
 from ..cache.state import SharedTensors
 from ..cache.swap import Plans, swap_layers
 from ..errors import KVPassError
@@ -93,7 +94,7 @@ def _plans(config: SchemeConfig, layers: dict[int, LayerGeometry | str]) -> Plan
     packed = {
         i: replace(layer, device=torch.device("meta")) for i, layer in layers.items() if not isinstance(layer, str)
     }
-    plans = {i: (config.plan_of(layer), layer) for i, layer in packed.items()}
+    plans, _ = plans_of(config, packed)
     if any(plan.adaptive for plan, _ in plans.values()):
         raise DependsOnTextError(
             f"What {config.name!r} keeps depends on the text: measure its bits at a length instead, with "
@@ -112,6 +113,9 @@ def _fill(layer: Any, filled: Any, tokens: int) -> Footprint:
     """The size of ``layer`` after a prompt: it has room for one if it is packed, and is empty otherwise. ``filled`` is
     the same layer of a cache in use."""
     if isinstance(layer, PackedLayer):
+        if isinstance(layer, SlidingLayer):
+            layer.free(tokens)
+            tokens = min(tokens, layer.window - 1)
         return Footprint(layer.nbytes, layer.geometry.values_per_token * tokens)
     keys, values = getattr(filled, "keys", None), getattr(filled, "values", None)
     if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or not keys.numel():

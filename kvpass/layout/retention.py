@@ -29,6 +29,8 @@ class Retention:
         `rollback` tokens after their page was due.
     evict: which tokens are evicted first: those with the lowest "attention" scores so far, or the oldest ("age").
     shared: all heads and layers evict the same tokens, by the scores of all; otherwise each KV head has its own.
+    span: in a layer with a sliding window, how many tokens a query sees, itself included; None for all. Whole pages
+        behind the window are freed, `rollback` tokens late.
     rollback: tokens that `crop` can remove without loss after a page was packed; with a budget at most a page.
     """
 
@@ -39,6 +41,7 @@ class Retention:
     budget: int | None = None
     evict: Literal["attention", "age"] = "attention"
     shared: bool = False
+    span: int | None = None
     rollback: int = field(default=_ROLLBACK, repr=False)
 
     def __post_init__(self) -> None:
@@ -55,6 +58,17 @@ class Retention:
             )
         if self.budget is not None:
             self._check_eviction(self.budget)
+        if self.span is not None:
+            self._check_span(self.span)
+
+    def _check_span(self, span: int) -> None:
+        check_integers(self, span=1)
+        if span - 1 + self.rollback < self.residual:
+            raise KVPassError(
+                f"span={span}: the {self.residual} newest tokens are exact, so no token of such a window is packed."
+            )
+        if self.keep != "recent" or self.evicts:
+            raise KVPassError("A sliding window needs consecutive tokens: none may be evicted or thinned out.")
 
     def _check_eviction(self, budget: int) -> None:
         check_integers(self, budget=0)
@@ -100,9 +114,20 @@ class Retention:
         """How many of ``length`` tokens remain stored."""
         return length - self.evicted(length)
 
+    def hidden(self, length: int) -> int:
+        """How many of the first of ``length`` stored tokens are behind the sliding window of every later query."""
+        return 0 if self.span is None else max(0, length - self.span + 1)
+
+    def freed(self, length: int) -> int:
+        """How many tokens, in whole pages after the sinks, can be freed if ``length`` are stored: `crop` of `rollback`
+        tokens needs none of them."""
+        return max(0, self.hidden(length - self.rollback) - self.sinks) // self.page_size * self.page_size
+
     @property
     def most(self) -> int | None:
         """The most tokens that are stored between two calls; None if there is no limit."""
+        if self.span is not None:
+            return self.sinks + self.span - 1 + self.rollback + self.page_size
         return None if self.budget is None else self.sinks + self.budget + self.ring_size
 
 

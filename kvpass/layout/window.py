@@ -20,6 +20,9 @@ unifying n with other dims.
 SEEN_OFFSET = 2 * LENGTH_OFFSET
 """The offset for the number of tokens seen, including evicted ones; it differs, so that the two sizes never unify."""
 
+WINDOW_OFFSET = 1 << 28
+"""Added to `LENGTH_OFFSET` for the number of tokens that layers with a sliding window store, for the same reason."""
+
 _NEVER = torch.iinfo(torch.int64).max
 
 
@@ -32,6 +35,11 @@ def length_tensor(n: int, device: torch.device | None = None, offset: int = LENG
 def length_of(length: Tensor, offset: int = LENGTH_OFFSET) -> int:
     """The length that a length tensor stands for; symbolic under tracing, never read from the device."""
     return length.shape[0] - offset
+
+
+def offset_of(retention: Retention) -> int:
+    """The offset of the length tensors of states with this retention policy."""
+    return LENGTH_OFFSET if retention.span is None else LENGTH_OFFSET + WINDOW_OFFSET
 
 
 def on_device(length: Tensor | None, n: int, device: torch.device) -> Tensor:
@@ -282,6 +290,10 @@ class Writes:
     def evicted(self, gone: int, packed: int) -> "Writes":
         """The writes after ``gone`` tokens before page ``packed`` were dropped and later ones moved up."""
         return self._with([(max(0, a - gone), b - gone) for a, b in self.spans], max(self.packed, packed))
+
+    def freed(self, gone: int, pages: int) -> "Writes":
+        """The writes after the first ``gone`` tokens after the sinks, which filled ``pages`` pages, were freed."""
+        return self._with([(max(0, a - gone), b - gone) for a, b in self.spans], max(0, self.packed - pages))
 
     def lost(self, tokens: Tensor, where: "RecentLayout") -> Tensor:
         """Whether each of ``tokens``, none of them sinks, is no longer in the ring."""

@@ -1,6 +1,7 @@
 """Inspect a model: what its cache layers hold, and what prevents capturing it."""
 
 import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..errors import KVPassError
 from ..schemes import LayerGeometry, geometries
 from .arguments import CACHE, CACHE_NAMES, handing, keeping, takes_cache
 from .encoded import encoded, has_encoder
-from .unpacked import held_by
+from .unpacked import held_by, states_kept, window_of
 
 
 def probe(model: nn.Module) -> dict[int, LayerGeometry | str]:
@@ -25,6 +26,16 @@ def probe(model: nn.Module) -> dict[int, LayerGeometry | str]:
     Raises `KVPassError` if the model has no attention over a transformers cache.
     """
     return probe_cache(model)[1]
+
+
+def full_attention(layers: Mapping[int, LayerGeometry | str]) -> dict[int, LayerGeometry | str]:
+    """``layers``, with reasons for those with a sliding window, for what is only done with layers of full attention."""
+    return {
+        index: layer
+        if isinstance(layer, str) or layer.window is None
+        else f"sliding-window attention over {layer.window} tokens: only layers of full attention take part"
+        for index, layer in layers.items()
+    }
 
 
 def probe_cache(model: nn.Module) -> tuple[Cache, dict[int, LayerGeometry | str]]:
@@ -205,11 +216,24 @@ def _parts(cache: Cache) -> list[Cache]:
 def _geometries(cache: Cache, config: PretrainedConfig) -> dict[int, LayerGeometry | str]:
     """The result of `probe` for each layer of ``cache``."""
     own, *cross = (geometries([held_by(layer, config) for layer in part.layers]) for part in _parts(cache))
+    own = _with_windows(own, _parts(cache)[0].layers)
     for layers in cross:
         for index, layer in layers.items():
             reason = f"cross-attention: {layer}"
             own[len(layers) + index] = replace(layer, cross=True) if isinstance(layer, LayerGeometry) else reason
     return own
+
+
+def _with_windows(layers: dict[int, LayerGeometry | str], of_cache: Sequence[Any]) -> dict[int, LayerGeometry | str]:
+    """``layers`` with the sliding window and the states of each cache layer. No layer is predicted from one with a
+    window."""
+    found, previous = dict(layers), None
+    for index, layer in layers.items():
+        if isinstance(layer, LayerGeometry):
+            window, states = window_of(of_cache[index]), states_kept(of_cache[index])
+            found[index] = replace(layer, window=window, states=states, previous_layer=previous)
+            previous = index if window is None else previous
+    return found
 
 
 def refuse_hooked(model: nn.Module, what: str, instead: str) -> None:

@@ -11,10 +11,7 @@ from ..schemes.base import Held, unequal
 
 _NOTHING = "keeps nothing: this layer has no attention, or attends to what another layer stores"
 _LINEAR = "keeps a recurrent or convolution state of fixed size and no KV cache, so there is nothing to pack"
-_BOTH = (
-    "keeps a recurrent or convolution state besides its keys and values. kvpass packs layers that keep only keys and "
-    "values, so it stays in full precision"
-)
+_WITH_STATE = "LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"
 _INDEXED = (
     "sparse attention: besides keys and values it keeps the keys of an indexer, which selects the tokens to attend "
     "to. kvpass packs layers that keep only keys and values, so it stays in full precision"
@@ -22,8 +19,6 @@ _INDEXED = (
 _KNOWN = {
     "DummyLayer": _NOTHING,
     "LinearAttentionLayer": _LINEAR,
-    "LinearAttentionAndFullAttentionLayer": _BOTH,
-    "LinearAttentionAndSlidingWindowAttentionLayer": _BOTH,
     "DynamicIndexedLayer": _INDEXED,
 }
 """Names of layer classes of `transformers.cache_utils`; older versions lack some."""
@@ -41,13 +36,13 @@ _NO_TEXT = StoresNoText(
 
 
 def held_by(layer: object, config: PretrainedConfig) -> Held | str:
-    """The keys and values of a filled cache layer, or why it is not packed. ``config`` is the decoder's."""
+    """The keys and values of a filled cache layer, or why it cannot be packed. ``config`` is the decoder's."""
     kind = type(layer)
     if kind is DynamicLayer:
         return _of_full_attention(layer, config)
-    if kind is cache_utils.DynamicSlidingWindowLayer:
-        return f"{kind.__name__}: {_windowed(layer, config)}"
-    if kind is getattr(cache_utils, kind.__name__, None) and kind.__name__ in _KNOWN:
+    if kind is cache_utils.DynamicSlidingWindowLayer or states_kept(layer):
+        return _of_full_attention(layer, config)
+    if _is_of_transformers(layer) and kind.__name__ in _KNOWN:
         return f"{kind.__name__}: {_KNOWN[kind.__name__]}"
     names = ", ".join(_names(layer)) or "no tensors yet"
     return (
@@ -66,16 +61,18 @@ def _of_full_attention(layer: Any, config: PretrainedConfig) -> Held | str:
     return Held(keys, values, shared and keys.shape[-1] == getattr(config, "kv_lora_rank", None))
 
 
-def _windowed(layer: Any, config: PretrainedConfig) -> str:
-    why = (
-        f"sliding-window attention: the layer keeps at most {layer.sliding_window} tokens, so its size is bounded. It "
-        "stays in full precision"
-    )
-    if getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None) is not None:
-        why += (
-            ". For texts that fit the window, sliding_window=None in the decoder's config gives the same result, packed"
-        )
-    return why
+def window_of(layer: object) -> int | None:
+    """How many tokens a query sees in a cache layer with a sliding window; None if it has none."""
+    return layer.sliding_window if isinstance(layer, cache_utils.DynamicSlidingWindowLayer) else None
+
+
+def states_kept(layer: Any) -> int:
+    """How many recurrent or convolution states a cache layer keeps besides keys and values."""
+    return layer.number_of_states if type(layer).__name__ in _WITH_STATE and _is_of_transformers(layer) else 0
+
+
+def _is_of_transformers(layer: object) -> bool:
+    return type(layer) is getattr(cache_utils, type(layer).__name__, None)
 
 
 def _names(layer: object) -> list[str]:

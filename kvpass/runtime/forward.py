@@ -12,9 +12,10 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 from ..cache.cache_state import CacheState
 from ..cache.context import ForwardContext
 from ..cache.layer import PackedLayer
+from ..cache.sliding import SlidingLayer
 from ..cache.swap import cache_layers, cross_layers
 from ..errors import KVPassError
-from ..layout.window import LENGTH_OFFSET, SEEN_OFFSET, length_tensor
+from ..layout.window import LENGTH_OFFSET, SEEN_OFFSET, length_tensor, offset_of
 
 _REPLACED = DynamicLayer, DynamicSlidingWindowLayer
 """Layers that replace their tensors when tokens are added, and never write to them."""
@@ -36,6 +37,12 @@ def start_forward(state: CacheState, batch: int, new_tokens: int) -> int:
     try:
         context = ForwardContext(_varying(length_tensor(stored, state.device), stored))
         context.expect = partial(_expect, state)
+        for layer in state.layers:
+            if isinstance(layer, SlidingLayer):
+                retention, offset = layer.plan.key.retention, offset_of(layer.plan.key.retention)
+                if retention not in context.window_lengths:
+                    of_window = length_tensor(layer.tokens, state.device, offset)
+                    context.window_lengths[retention] = _varying(of_window, stored)
         if state.retention.evicts:
             context.seen_length = _varying(length_tensor(state.seen, offset=SEEN_OFFSET), stored)
         _make_room(state, batch, new_tokens, context)

@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 from ..cache.cache_state import CacheState
 from ..cache.cross import cross_plan
 from ..cache.layer import PackedLayer
+from ..cache.sliding import plans_of
 from ..cache.state import ModelTensors, SharedTensors
 from ..cache.swap import Plans, state_of
 from ..codec.affine import params_dtype
@@ -71,16 +72,13 @@ class Runtime:
         self.eager = lowering == "eager"
         self.lowering = "reference" if self.eager else lowering
         self.has_encoder = has_encoder(model)
-        self.plans: Plans = {
-            index: (scheme.plan_of(layer), layer)
-            for index, layer in layers.items()
-            if isinstance(layer, LayerGeometry) and not layer.cross
-        }
+        self.plans, layers = plans_of(scheme, layers)
         self.cross, layers = self._plan_cross(layers)
         self.needs_queries = any(plan.needs_queries for plan, _ in self.plans.values())
         self.needs_rotation = any(plan.key.transform.turns for plan, _ in self.plans.values())
         self.looks_at_previous = any(plan.looks_at_previous for plan, _ in self.plans.values())
         self.needs_importance = any(plan.needs_importance for plan, _ in self.plans.values())
+        self.slides = any(layer.window is not None for _, layer in self.plans.values())
         self.captures = self.needs_queries or self.needs_rotation or self.needs_importance  # even with "eager"
         self.one_graph = self.needs_rotation or self.looks_at_previous or self.needs_importance
         check_sources({index: plan for index, (plan, _) in self.plans.items()})
@@ -166,7 +164,7 @@ class Runtime:
         else:
             options |= dict(device_lengths=True) if replayed else dict(noted=True)
         model, backend = self.model(), self._backend(interpret=interpret, **options)
-        what, whole = f"a step of {type(model).__name__}", self.one_graph or replayed
+        what, whole = f"a step of {type(model).__name__}", self.one_graph or self.slides or replayed
         hooks = self.hooks if interpret else tuple  # steps with hooks are not compiled
         must = interpret or self.one_graph
         return Forms(self._body(), backend, what, guards_of(model), must=must, unguarded=hooks, fullgraph=whole)
@@ -340,7 +338,8 @@ class Runtime:
         steps = set()
         for plan, layer in self.plans.values():
             alike = layer.heads[0] == layer.heads[1]  # other layers have no kernel that takes long to compile
-            if layer.head_dim in self.attended and alike and not plan.looks_at_previous:
+            known = layer.head_dim in self.attended and alike and layer.window is None
+            if known and not plan.looks_at_previous:
                 heads, scale = self.attended[layer.head_dim]
                 shape = AttentionShape(
                     heads, layer.num_key_value_heads, layer.head_dim, scale, layer.dtype, layer.device

@@ -24,12 +24,15 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     EncoderDecoderCache,
+    LinearAttentionLayer,
 )
 
 from ..cache.cache_state import CacheState
 from ..cache.cross import CrossLayer
 from ..cache.layer import PackedLayer
+from ..cache.sliding import SlidingLayer
 from ..cache.state import Storage
+from ..cache.stateful import fill_states, states_of
 from ..cache.swap import cache_layers, cross_layers, state_of
 from ..digest import bytes_of, digest
 from ..errors import KVPassError
@@ -160,14 +163,21 @@ def _numbers_of(layer: CacheLayerMixin) -> dict[str, Any]:
     if not isinstance(layer, PackedLayer):
         return {"kind": type(layer).__name__, "tokens": layer.get_seq_length()}
     states = [asdict(state.writes) for state in layer.states()]
-    lengths = {"tokens": layer.tokens, "seen": layer.seen, "max_cache_len": layer.max_cache_len}
-    return {"kind": "packed", "states": states, **lengths}
+    lengths = {"tokens": layer.tokens + _behind(layer), "seen": layer.seen, "max_cache_len": layer.max_cache_len}
+    return {"kind": "packed", "states": states, "behind": _behind(layer), **lengths}
+
+
+def _behind(layer: PackedLayer) -> int:
+    """The number of tokens that ``layer`` freed because they were behind its window."""
+    return layer.behind if isinstance(layer, SlidingLayer) else 0
 
 
 def _tensors_of(index: int, layer: CacheLayerMixin) -> Iterator[tuple[str, Tensor]]:
     if isinstance(layer, PackedLayer):
         for part, storage in _parts(layer):
             yield from ((f"{index}.{part}.{name}", t) for name, t in storage.contents(layer.tokens).items())
+        for name, states in states_of(layer):
+            yield from ((f"{index}.{name}.{number}", state) for number, state in states.items() if state is not None)
     elif layer.is_initialized:
         yield from ((f"{index}.{name}", getattr(layer, name)) for name in ("keys", "values"))
 
@@ -240,6 +250,10 @@ def _restore(state: CacheState, batch: int, layers: list[dict[str, Any]]) -> Non
     ((tokens, seen, max_cache_len),) = lengths
     if max_cache_len is not None:
         state.max_cache_len = max_cache_len
+    state.batch = batch
+    for layer, numbers in zip(state.layers, layers, strict=True):
+        if isinstance(layer, SlidingLayer):
+            layer.behind = int(numbers["behind"])
     state.allocate(batch, tokens)
     state.tokens, state.seen, state.filled = tokens, seen, True
 
@@ -247,11 +261,13 @@ def _restore(state: CacheState, batch: int, layers: list[dict[str, Any]]) -> Non
 def _fill_packed(layer: PackedLayer, numbers: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     if not numbers["states"]:  # nothing was stored
         return
-    tokens = numbers["tokens"]
+    tokens = numbers["tokens"] - _behind(layer)
     for part, storage in _parts(layer):
         own = {name.removeprefix(f"{part}."): t for name, t in tensors.items() if name.startswith(f"{part}.")}
         storage.fill(tokens, own)
     for state, saved in zip(layer.states(), numbers["states"], strict=True):
         state.writes = Writes(tuple((int(first), int(stop)) for first, stop in saved["spans"]), int(saved["packed"]))
+    if isinstance(layer, LinearAttentionLayer):
+        fill_states(layer, tensors)
     if isinstance(layer, CrossLayer):
         layer.written = True

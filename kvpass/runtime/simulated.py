@@ -32,7 +32,7 @@ from ..compile.trace import Trace
 from ..errors import KVPassError, NotCapturedError, NotSimulatedError
 from ..layout.window import layout
 from ..models.arguments import keeping
-from ..models.probe import probe
+from ..models.probe import full_attention, probe
 from ..schemes import LayerGeometry, SchemeConfig, geometries
 from ..schemes.base import Held
 from ..schemes.calibrated import Calibration
@@ -243,7 +243,7 @@ class Simulator:
     """
 
     def __init__(self, model: nn.Module):
-        self.model, self.layers = model, probe(model)
+        self.model, self.layers = model, full_attention(probe(model))
         if reasons := {layer for layer in self.layers.values() if isinstance(layer, str)}:
             raise NotSimulatedError(
                 f"kvpass does not pack every layer of {type(model).__name__}: {'; '.join(sorted(reasons))}."

@@ -63,6 +63,10 @@ class TransformersRuntime(Runtime):
             return f"replay needs the model on a single CPU or CUDA device, and it is on {listed(map(str, devices))}"
         if not all(row.packed for row in self.report.layers):
             return "layers that are not packed reallocate their tensors"
+        if self.slides:
+            return "layers with a sliding window store another number of tokens than the others"
+        if any(layer.states for _, layer in self.plans.values()):
+            return "a layer keeps a state besides its keys and values"
         if self.has_encoder or self.looks_at_previous or self.needs_importance:
             return "what a layer stores depends on more than its own tokens"
         return ""
@@ -304,10 +308,10 @@ class TransformersRuntime(Runtime):
                     del kwargs[own]
             elif known is not None and own == name and not of_prompt and padding.shape[1] == seen == total:
                 starts = known.starts
-        if isinstance(mask, dict):  # one mask per kind of layer; only full attention is packed
-            full = mask.get("full_attention")
-            if isinstance(full, Tensor) and full.shape[-1] > total:
-                kwargs[name] = {**mask, "full_attention": full[..., :total]}
+        if isinstance(mask, dict):  # one mask per kind of layer
+            packed = [kind for kind in mask if kind == "full_attention" or self.slides]
+            long = {kind: mask[kind] for kind in packed if isinstance(mask[kind], Tensor)}
+            kwargs[name] = {**mask, **{kind: each[..., :total] for kind, each in long.items()}}
         if not isinstance(mask, Tensor) or mask.ndim != 4:
             return starts
         if seen > total:

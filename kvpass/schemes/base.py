@@ -35,6 +35,8 @@ class LayerGeometry:
     num_value_heads, value_head_dim: H_v and D_v; 0 stands for H_k and D_k.
     latent: whether this is latent attention (MLA), whose "keys" are the latent that keys and values are expanded from,
         and whose "values" are the part of the keys with rotary embedding.
+    states: number of recurrent or convolution states that the layer keeps besides its keys and values.
+    window: how many tokens a query sees at most, itself included, if the layer has a sliding window.
     """
 
     index: int
@@ -48,6 +50,8 @@ class LayerGeometry:
     num_value_heads: int = 0
     value_head_dim: int = 0
     latent: bool = False
+    window: int | None = None
+    states: int = 0
 
     def __post_init__(self) -> None:
         for name, of_keys in (("num_value_heads", self.num_key_value_heads), ("value_head_dim", self.head_dim)):
@@ -211,6 +215,8 @@ class LayerPlan:
         if self.evicts:
             of = "for all layers" if retention.shared else "per head"
             sparse = f", the {retention.budget} others by {retention.evict} {of}"
+        if retention.span is not None:
+            sparse = f", in a window of {retention.span}"
         extra = f", rank-{subspace.rank} subspace" if subspace else ""
         key = describe("K", self.key, self.key_source)
         return f"{key}{extra}; {describe('V', self.value, self.value_source)}{sinks}{sparse}"

@@ -1,0 +1,120 @@
+"""Layers that keep a recurrent or convolution state besides keys and values: these are packed, the state stays."""
+
+import pytest
+import torch
+from transformers import DynamicCache, FalconH1Config, FalconH1ForCausalLM
+
+import kvpass
+from kvpass import KVPassError
+from kvpass.schemes import IdentityConfig
+
+from tiny import VOCABULARY, called, tokens
+
+LOSSLESS = IdentityConfig(residual=8)
+
+
+def falcon_h1():
+    torch.manual_seed(0)
+    config = FalconH1Config(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8,
+        mamba_n_groups=1, mamba_chunk_size=16, max_position_embeddings=512, pad_token_id=0, eos_token_id=None,
+        bos_token_id=1,
+    )  # fmt: skip
+    return FalconH1ForCausalLM(config).eval()
+
+
+def left_padded():
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[0, :7] = 0
+    return dict(input_ids=tokens(2, 40) * mask, attention_mask=mask)
+
+
+MODES = {
+    "greedy": dict(input_ids=tokens(1, 60)),
+    "left padding": left_padded(),
+    "beams": dict(input_ids=tokens(1, 30), num_beams=3),
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return falcon_h1()
+
+
+@pytest.fixture
+def applied(model):
+    yield kvpass.apply(model, LOSSLESS, lowering="eager")
+    kvpass.remove(model)
+
+
+def generated(model, mode):
+    given = dict(MODES[mode], max_new_tokens=20, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    out = model.generate(**given)
+    return out.sequences, torch.stack(out.logits, 1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_generate_gives_the_tokens_and_logits_of_the_untouched_model(model, mode, request):
+    expected = generated(model, mode)
+    found = generated(request.getfixturevalue("applied"), mode)
+    assert torch.equal(found[0], expected[0])
+    torch.testing.assert_close(found[1], expected[1], atol=1e-5, rtol=0)
+    assert kvpass.explain(model).packed == 2
+
+
+@pytest.mark.slow
+def test_a_step_is_captured_with_the_state_in_it(reference_lowering):
+    model = falcon_h1()
+    calls = [(20, 0), *[(1, 0)] * 12]
+    expected, _ = called(model, calls)
+    kvpass.apply(model, LOSSLESS)
+    found, _ = called(model, calls)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+    report = kvpass.explain(model)
+    assert report.fused == 2 and len(report.graphs) == 1
+
+
+def test_keys_and_state_are_saved_loaded_and_reset_together(applied, tmp_path):
+    _, cache = called(applied, [(50, 0), (1, 0)])
+    loaded = kvpass.load_cache(kvpass.save_cache(cache, tmp_path / "cache.safetensors"), applied)
+    with torch.no_grad():
+        for count in (1, 5, 1):
+            rows = [applied(input_ids=tokens(2, count), past_key_values=one).logits for one in (cache, loaded)]
+            assert torch.equal(*rows)
+        cache.reset()
+        expected = applied(input_ids=tokens(3, 9), past_key_values=DynamicCache(config=applied.config)).logits
+        assert torch.equal(applied(input_ids=tokens(3, 9), past_key_values=cache).logits, expected)
+
+
+def test_rows_of_keys_and_state_are_selected_together(applied):
+    expected, _ = called(applied, [(20, 0), (1, 0)])
+    cache, ids = DynamicCache(config=applied.config), tokens(2, 21, seed=3)
+    with torch.no_grad():
+        applied(input_ids=ids[:, :20], past_key_values=cache)
+        cache.reorder_cache(torch.tensor([1, 1, 0]))
+        found = applied(input_ids=ids[[1, 1, 0], 20:], past_key_values=cache).logits
+    torch.testing.assert_close(found, expected[1][[1, 1, 0]], atol=1e-6, rtol=0)
+
+
+def test_a_recurrent_state_is_not_cropped_and_the_cache_stays_as_it_was(applied):
+    _, cache = called(applied, [(20, 0)])
+    with pytest.raises(KVPassError, match=r"crop\(-1\): layer 0 keeps a recurrent state.*copy.deepcopy"):
+        cache.crop(-1)
+    assert not cache.is_croppable and cache.get_seq_length() == 20
+    with torch.no_grad():
+        applied(input_ids=tokens(2, 1), past_key_values=cache)
+
+
+def test_after_a_failed_call_the_cache_is_refused_because_the_state_was_written(applied):
+    _, cache = called(applied, [(20, 0)])
+    weight, applied.lm_head.weight = applied.lm_head.weight, None
+    with pytest.raises(TypeError), torch.no_grad():
+        applied(input_ids=tokens(2, 1), past_key_values=cache)
+    applied.lm_head.weight = weight
+    with pytest.raises(KVPassError, match="inconsistent"), torch.no_grad():
+        applied(input_ids=tokens(2, 1), past_key_values=cache)
+    cache.reset()
+    with torch.no_grad():
+        applied(input_ids=tokens(2, 5), past_key_values=cache)
