@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -110,7 +111,7 @@ def _number(layouts: tuple[Fields, ...], operand: tl.dtype) -> Number:
     return _NUMBERS[operand] if fours and operand in _NUMBERS else Number(operand, 0, 0)
 
 
-def _config(rows: int, tokens: int, itemsize: int) -> tuple[AttendConfig, int]:
+def _config(rows: int, tokens: int) -> tuple[AttendConfig, int]:
     """The configuration for ``rows`` query rows per KV head and ``tokens`` tokens per page and rank, and the number of
     pages per iteration."""
     of_tile = 4 if rows <= 4 else 8  # products of 16 rows spill registers
@@ -151,74 +152,111 @@ class _Fitted:
         return self.pages.shape[2]
 
 
+class _Projected(NamedTuple):
+    """Query rows as each page sees them: the results of `page_queries`."""
+
+    fields: Tensor
+    sums: Tensor
+    mean: Tensor | None
+
+    @classmethod
+    def of(
+        cls, q: Tensor, keys: _Fitted, center: Tensor | None, tables: "_Tables", length: Tensor, scale: float,
+        groups: int, R: Layout, N: Number, dtype: torch.dtype,
+    ) -> "_Projected":  # fmt: skip
+        K, (batch, heads, queries, head_dim) = keys.layout, q.shape
+        rows, page_rope = heads // groups * queries, tables.cos is not None
+        size, runs = (batch * groups, keys.capacity if page_rope else 1, rows), K.width // LEAST.value
+        fields, sums = q.new_empty((*size, K.width), dtype=dtype), q.new_empty((*size, runs), dtype=torch.float32)
+        mean = of_mean = None
+        if center is not None and page_rope:
+            mean = q.new_empty((*size, K.page), dtype=torch.float32)
+            of_mean = q.new_empty((batch * groups, K.page, head_dim), dtype=dtype)
+            mean_rows[batch * groups,](center.contiguous(), *tables[:2], of_mean, *tables.strides, groups, R, K)
+        elif center is not None:
+            mean = (q.float().view(batch, groups, rows, head_dim) * center.float()).sum(-1) * (scale * LOG2E.value)
+        page_queries[batch * groups, max(1, cdiv(size[1] * rows, _LINES))](
+            q, keys.rows, of_mean, keys.pages, *tables[:2], fields, sums, mean, length, scale, rows, size[1],
+            *tables.strides, groups, R, K, N, _LINES, LEAST.value, 3,
+            num_warps=4, maxnreg=128 if q.element_size() == 2 and head_dim <= 128 else None,
+        )  # fmt: skip
+        return cls(fields, sums, mean)
+
+
+class _Tables(NamedTuple):
+    """Rotary tables of pages, ``[B, P + N, p]`` each; None without page-relative RoPE. strides: of samples and rows."""
+
+    cos: Tensor | None
+    sin: Tensor | None
+    strides: tuple[int, ...]
+    rope: str
+
+    @classmethod
+    def of(cls, key: Pack, batch: int) -> "_Tables":
+        if key.page_tables is None or not key.page_tables.rope:
+            return cls(None, None, (0, 0), "")
+        cos, sin, rope = key.page_tables
+        cos, sin = (table.contiguous().expand(batch, -1, -1) for table in (cos, sin))
+        return cls(cos, sin, cos.stride()[:2], rope)
+
+
+def _merged(summed: Tensor, exact: Tensor, lse: Tensor, values: _Fitted, call: AttendCall[Pack]) -> Tensor:
+    """Merge the results of splits and of exact tokens, and convert them to channels: the output of ``call``."""
+    (heads_of_all, splits, rows, width), (_, heads, queries, head_dim) = summed.shape, call.q.shape
+    merged, of_exact = exact.new_empty((heads_of_all, rows, width)), exact.new_empty((heads_of_all, rows))
+    merge_fields[heads_of_all * rows, width // LEAST.value](
+        summed, lse, call.sinks, merged, of_exact, rows, splits, queries, heads, width, _MERGED, LEAST.value,
+        num_warps=1, enable_fp_fusion=True,
+    )  # fmt: skip
+    out = torch.empty_like(call.q, memory_format=torch.contiguous_format)
+    fields_to_channels[heads_of_all * rows, cdiv(head_dim, _CHANNELS)](
+        merged, exact, of_exact, values.rows, out, rows, head_dim, width, _CHANNELS, LEAST.value, enable_fp_fusion=True
+    )
+    return out
+
+
+def _mask_of(mask: Tensor | None) -> tuple[Tensor | None, tuple[int, ...]]:
+    """The mask as kernels read it, and its strides of samples, heads and queries, 0 where it has one for all."""
+    if mask is None:
+        return None, (0, 0, 0)
+    mask = (mask.view(torch.uint8) if mask.dtype == torch.bool else mask).contiguous()
+    sizes = zip(mask.stride()[:3], mask.shape[:3], strict=True)
+    return mask, tuple(stride if size > 1 else 0 for stride, size in sizes)
+
+
 def attend_allocated(call: AttendCall[Pack]) -> Tensor:
     """The output ``[B, H_q, S, D]`` of ``call``, which must not ask for attention mass."""
     q, key, value, n, k_new, v_new, mask = call[:7]
     k_spec, v_spec = call.specs
     q, k_new, (batch, heads, queries, head_dim), groups = q.contiguous(), k_new.contiguous(), q.shape, k_new.shape[1]
-    device, rows, length = q.device, heads // groups * queries, on_device(call.length, n, q.device)
-    scale = call.scale
+    rows, length = heads // groups * queries, on_device(call.length, n, q.device)
     widest = max(head_dim, 2 * rows)
     if (n + queries) * widest >= _MOST:
         raise KVPassError(
             f"The Triton kernels support up to {_MOST // widest - 1} tokens of {head_dim} channels here, not "
             f"{n + queries}: use kvpass.apply(..., lowering='reference')."
         )
-    multiplied = torch.float32 if INTERPRETED and q.dtype == torch.bfloat16 else q.dtype  # no bf16
+    dtype = torch.float32 if INTERPRETED and q.dtype == torch.bfloat16 else q.dtype  # it has no bfloat16
     with torch.cuda.device_of(q):
-        keys = _Fitted.of(key, n, k_spec, multiplied)
-        values = _Fitted.of(value, n, v_spec, torch.float32)
-        K, V = keys.layout, values.layout
-        config, pages = _config(rows, K.tokens, q.element_size())
-        operand = _OPERANDS[multiplied]
-        N = _number((K, V), operand)
-        cos, sin, rope = key.page_tables or (None, None, "")
-        tables, of_mask = (0, 0), (0, 0, 0)
-        if rope:
-            cos, sin = (table.contiguous().expand(batch, -1, -1) for table in (cos, sin))
-            tables = cos.stride()[:2]
-        if mask is not None:
-            mask = (mask.view(torch.uint8) if mask.dtype == torch.bool else mask).contiguous()
-            sizes = zip(mask.stride()[:3], mask.shape[:3], strict=True)
-            of_mask = tuple(stride if size > 1 else 0 for stride, size in sizes)
-        R, W = _exact_layout(k_spec, head_dim, rope), _exact_layout(v_spec, head_dim)
-        room, page_size, runs = keys.capacity if rope else 1, k_spec.page_size, K.width // LEAST.value
-        fields = q.new_empty((batch * groups, room, rows, K.width), dtype=multiplied)
-        sums = q.new_empty((batch * groups, room, rows, runs), dtype=torch.float32)
-        center, mean, of_mean = key.fitted.get("center"), None, None
-        if center is not None and rope:
-            mean = q.new_empty((batch * groups, room, rows, page_size), dtype=torch.float32)
-            of_mean = q.new_empty((batch * groups, page_size, head_dim), dtype=multiplied)
-            mean_rows[batch * groups,](center.contiguous(), cos, sin, of_mean, *tables, groups, R, K)
-        elif center is not None:
-            mean = (q.float().view(batch, groups, rows, head_dim) * center.float()).sum(-1) * (scale * LOG2E.value)
-        page_queries[batch * groups, max(1, cdiv(room * rows, _LINES))](
-            q, keys.rows, of_mean, keys.pages, cos, sin, fields, sums, mean, length, scale, rows, room, *tables, groups,
-            R, K, N, _LINES, LEAST.value, 3,
-            num_warps=4, maxnreg=128 if q.element_size() == 2 and head_dim <= 128 else None,
-        )  # fmt: skip
+        keys, values = _Fitted.of(key, n, k_spec, dtype), _Fitted.of(value, n, v_spec, torch.float32)
+        K, V, tables = keys.layout, values.layout, _Tables.of(key, batch)
+        N, (config, pages), (mask, of_mask) = _number((K, V), _OPERANDS[dtype]), _config(rows, K.tokens), _mask_of(mask)
+        R, W = _exact_layout(k_spec, head_dim, tables.rope), _exact_layout(v_spec, head_dim)
+        center = key.fitted.get("center")
+        projected = _Projected.of(q, keys, center, tables, length, call.scale, groups, R, N, dtype)
         tiles = cdiv(rows, config.queries // pages)
-        splits = splits_of(v_spec.retention.pages(n), config, batch * groups * tiles, device)
+        splits = splits_of(v_spec.retention.pages(n), config, batch * groups * tiles, q.device)
         summed = q.new_empty((batch * groups, splits, rows, V.width), dtype=torch.float32)
         exact = q.new_empty((batch * groups, rows, head_dim), dtype=torch.float32)
-        lse, out = exact.new_empty((batch * groups, splits + 1, rows)), torch.empty_like(q)
+        lse = exact.new_empty((batch * groups, splits + 1, rows))
         rules = Rules(
             heads, groups, call.causal and queries > 1, call.softcap, mask is not None and mask.dtype == torch.uint8,
-            config.queries, operand,
+            config.queries, _OPERANDS[dtype],
         )  # fmt: skip
         attend_fields[batch * groups, splits + 1, tiles](
-            q, keys.pages, key.ring, values.pages, value.ring, k_new, v_new.contiguous(), fields, sums, mean, mask,
-            summed, exact, lse, length, queries, scale, keys.capacity, values.capacity, *of_mask, pages, config.exact,
-            rules, K, V, _exact_layout(k_spec, head_dim), W, N, bool(rope), config.stages,
+            q, keys.pages, key.ring, values.pages, value.ring, k_new, v_new.contiguous(), *projected, mask, summed,
+            exact, lse, length, queries, call.scale, keys.capacity, values.capacity, *of_mask, pages, config.exact,
+            rules, K, V, _exact_layout(k_spec, head_dim), W, N, bool(tables.rope), config.stages,
             num_warps=config.warps, maxnreg=config.registers, enable_fp_fusion=True,
         )  # fmt: skip
-        merged, of_exact = exact.new_empty((batch * groups, rows, V.width)), exact.new_empty((batch * groups, rows))
-        merge_fields[batch * groups * rows, V.width // LEAST.value](
-            summed, lse, call.sinks, merged, of_exact, rows, splits, queries, heads, V.width, _MERGED, LEAST.value,
-            num_warps=1, enable_fp_fusion=True,
-        )  # fmt: skip
-        fields_to_channels[batch * groups * rows, cdiv(head_dim, _CHANNELS)](
-            merged, exact, of_exact, values.rows, out, rows, head_dim, V.width, _CHANNELS, LEAST.value,
-            enable_fp_fusion=True,
-        )  # fmt: skip
-    return out
+        return _merged(summed, exact, lse, values, call)
