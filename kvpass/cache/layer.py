@@ -34,7 +34,6 @@ class PackedLayer(CacheLayerMixin):
     """
 
     is_croppable = True
-    record_past = False  # whether layers that forget tokens keep all of them until the next `crop`
     is_sliding = False
     is_cross = False
 

@@ -32,6 +32,7 @@ class SlidingLayer(PackedLayer):
     """
 
     is_sliding = True
+    record_past = False  # whether the layer keeps all tokens until the next `crop`
     behind = 0
 
     @property

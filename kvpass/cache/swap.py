@@ -20,7 +20,7 @@ from .layer import PackedLayer
 from .per_cache import Importance, RotaryState
 from .sliding import SlidingLayer
 from .state import KVState, ModelTensors, SharedTensors
-from .stateful import layer_class, replaced_by, states_of
+from .stateful import StatefulLayer, layer_class, replaced_by, states_of
 
 Plans = dict[int, tuple[LayerPlan, LayerGeometry]]
 
@@ -112,7 +112,7 @@ def swap_layers(
     layers = _fresh_layers(cache, plans)
     state = CacheState(owner, lowering, _capacity(layers, plans, max_cache_len))
     for index, layer in new_layers(state, plans, predictors).items():
-        if isinstance(layer, SlidingLayer) or layer.geometry.states:
+        if isinstance(layer, (SlidingLayer, StatefulLayer)):
             layer.record_past = getattr(layers[index], "record_past", False)
         layers[index] = layer
     cache.layers[:] = layers
