@@ -116,9 +116,7 @@ class Implementation:
 
     def reason_against(self, dispatch: DispatchKey) -> str | None:
         """The reason why this implementation cannot serve ``dispatch``, or None."""
-        for needed, supported in zip(
-            dispatch.features, self.has or (), strict=False
-        ):  # a dequantized past has no specs
+        for needed, supported in zip(dispatch.features, self.has or (), strict=False):  # a dense past has no specs
             if missing := needed - supported:
                 return f"it does not support {', '.join(sorted(missing))}."
         return self.refuses(dispatch)

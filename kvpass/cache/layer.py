@@ -113,11 +113,15 @@ class PackedLayer(CacheLayerMixin):
         """The stored values as a ``[B, H_v, n, D_v]`` tensor that dequantizes when read."""
         return self._view(self.value_state) if self.is_initialized else None
 
-    def _view(self, state: KVState) -> Tensor:
+    def refuse_reading(self) -> None:
+        """Raise `KVPassError` if keys and values cannot be read now."""
         if self.updated:
             raise KVPassError(READ_BACK)
         if self.cache.context is None:
             self.cache.refuse_unless_whole()
+
+    def _view(self, state: KVState) -> Tensor:
+        self.refuse_reading()
         if self.plan.looks_at_previous or self.plan.adaptive:
             return state.dequantize(self.tokens, self.cache.lowering)
         if self.cache.context is not None and torch.compiler.is_dynamo_compiling():

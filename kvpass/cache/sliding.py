@@ -14,7 +14,6 @@ from ..layout.window import length_of, offset_of
 from ..schemes import LayerGeometry, LayerPlan, SchemeConfig
 from ..schemes.base import Heads
 from .layer import PackedLayer
-from .refusals import READ_BACK, stored
 from .state import KVState
 
 _EXACT = 32  # at most one in this many tokens of a window stays exact, besides those that wait for a page to fill
@@ -69,21 +68,9 @@ class SlidingLayer(PackedLayer):
         """Free nothing before the next `crop`."""
         self.record_past = True
 
-    @stored
-    def keys(self) -> Tensor | None:
-        """The keys in the window, ``[B, H_kv, min(n, window - 1), D]``."""
-        return self._in_window(self.key_state) if self.is_initialized else None
-
-    @stored
-    def values(self) -> Tensor | None:
-        """The values in the window, ``[B, H_kv, min(n, window - 1), D]``."""
-        return self._in_window(self.value_state) if self.is_initialized else None
-
-    def _in_window(self, state: KVState) -> Tensor:
-        if self.updated:
-            raise KVPassError(READ_BACK)
-        if self.cache.context is None:
-            self.cache.refuse_unless_whole()
+    def _view(self, state: KVState) -> Tensor:
+        """The tokens in the window, ``[B, H, min(n, window - 1), D]``."""
+        self.refuse_reading()
         stored = state.dequantize(self.tokens, self.cache.lowering)
         return stored[:, :, self.plan.key.retention.hidden(self.tokens) :]
 
