@@ -278,7 +278,7 @@ def test_pairs_of_channels_unpack_to_codes_exactly(bits, per):
     for dtype in (torch.float16, torch.bfloat16) if DEVICE == "cuda" else (torch.float16,):
         pool = on_device((codes, scale.to(dtype), zero.to(dtype)))
         out = torch.full((1, 1, 3 * 32, 48), torch.nan, dtype=dtype, device=DEVICE)
-        _unpack[1,](*pool, out, 3 * 32 // planes, 16, layout, launch._OPERANDS[dtype])
+        _unpack[1,](*pool, out, 3 * 32 // planes, 16, layout, launch.OPERANDS[dtype])
         assert out.equal(dequantize_pages(codes, scale, zero, spec).to(out))
 
 

@@ -20,21 +20,19 @@ from kvpass.layout.pool import whole
 from kvpass.layout.window import on_device
 
 from ..call_types import AttendCall
+from .arguments import MAX_VALUES, MERGED_AT_ONCE, OPERANDS, mask_and_strides, operand_dtype
 from .attend_fields import attend_fields, fields_to_channels, merge_fields
-from .configs import INTERPRETED, AttendConfig, cdiv, splits_of
+from .configs import AttendConfig, cdiv, splits_of
 from .page_queries import field_rows, mean_rows, page_queries
 from .read_fields import LEAST, Fields, Number, Piece
 from .scores import LOG2E, Rules
 from .unpacking import Layout
 
 FEATURES = {"codec=allocated", *(f"codec.{x}" for x in ("rich_pairs", "rich_singles", "follows"))}
-_OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _NUMBERS = {tl.bfloat16: Number(tl.bfloat16, 7, 0x43), tl.float16: Number(tl.float16, 10, 0x64)}
 _ROWS = 16  # fields per program of `field_rows`
 _LINES = 64  # pages times rows per tile of `page_queries`
-_MERGED = 16  # splits to merge at a time
 _CHANNELS = 32  # channels per program of `fields_to_channels`
-_MOST = 1 << 31  # values per head: kernels use 32-bit offsets within a head
 
 
 def refuses_fields(specs: list[CodecSpec]) -> str | None:
@@ -205,7 +203,7 @@ def _merged(summed: Tensor, exact: Tensor, lse: Tensor, values: _Fitted, call: A
     (heads_of_all, splits, rows, width), (_, heads, queries, head_dim) = summed.shape, call.q.shape
     merged, of_exact = exact.new_empty((heads_of_all, rows, width)), exact.new_empty((heads_of_all, rows))
     merge_fields[heads_of_all * rows, width // LEAST.value](
-        summed, lse, call.sinks, merged, of_exact, rows, splits, queries, heads, width, _MERGED, LEAST.value,
+        summed, lse, call.sinks, merged, of_exact, rows, splits, queries, heads, width, MERGED_AT_ONCE, LEAST.value,
         num_warps=1, enable_fp_fusion=True,
     )  # fmt: skip
     out = torch.empty_like(call.q, memory_format=torch.contiguous_format)
@@ -215,15 +213,6 @@ def _merged(summed: Tensor, exact: Tensor, lse: Tensor, values: _Fitted, call: A
     return out
 
 
-def _mask_of(mask: Tensor | None) -> tuple[Tensor | None, tuple[int, ...]]:
-    """The mask as kernels read it, and its strides of samples, heads and queries, 0 where it has one for all."""
-    if mask is None:
-        return None, (0, 0, 0)
-    mask = (mask.view(torch.uint8) if mask.dtype == torch.bool else mask).contiguous()
-    sizes = zip(mask.stride()[:3], mask.shape[:3], strict=True)
-    return mask, tuple(stride if size > 1 else 0 for stride, size in sizes)
-
-
 def attend_allocated(call: AttendCall[Pack]) -> Tensor:
     """The output ``[B, H_q, S, D]`` of ``call``, which must not ask for attention mass."""
     q, key, value, n, k_new, v_new, mask = call[:7]
@@ -231,16 +220,17 @@ def attend_allocated(call: AttendCall[Pack]) -> Tensor:
     q, k_new, (batch, heads, queries, head_dim), groups = q.contiguous(), k_new.contiguous(), q.shape, k_new.shape[1]
     rows, length = heads // groups * queries, on_device(call.length, n, q.device)
     widest = max(head_dim, 2 * rows)
-    if (n + queries) * widest >= _MOST:
+    if (n + queries) * widest >= MAX_VALUES:
         raise KVPassError(
-            f"The Triton kernels support up to {_MOST // widest - 1} tokens of {head_dim} channels here, not "
+            f"The Triton kernels support up to {MAX_VALUES // widest - 1} tokens of {head_dim} channels here, not "
             f"{n + queries}: use kvpass.apply(..., lowering='reference')."
         )
-    dtype = torch.float32 if INTERPRETED and q.dtype == torch.bfloat16 else q.dtype  # it has no bfloat16
+    dtype = operand_dtype(q.dtype)
     with torch.cuda.device_of(q):
         keys, values = _Fitted.of(key, n, k_spec, dtype), _Fitted.of(value, n, v_spec, torch.float32)
         K, V, tables = keys.layout, values.layout, _Tables.of(key, batch)
-        N, (config, pages), (mask, of_mask) = _number((K, V), _OPERANDS[dtype]), _config(rows, K.tokens), _mask_of(mask)
+        N, (config, pages) = _number((K, V), OPERANDS[dtype]), _config(rows, K.tokens)
+        mask, of_mask = mask_and_strides(mask)
         R, W = _exact_layout(k_spec, head_dim, tables.rope), _exact_layout(v_spec, head_dim)
         center = key.fitted.get("center")
         projected = _Projected.of(q, keys, center, tables, length, call.scale, groups, R, N, dtype)
@@ -251,7 +241,7 @@ def attend_allocated(call: AttendCall[Pack]) -> Tensor:
         lse = exact.new_empty((batch * groups, splits + 1, rows))
         rules = Rules(
             heads, groups, call.causal and queries > 1, call.softcap, mask is not None and mask.dtype == torch.uint8,
-            config.queries, _OPERANDS[dtype],
+            config.queries, OPERANDS[dtype],
         )  # fmt: skip
         attend_fields[batch * groups, splits + 1, tiles](
             q, keys.pages, key.ring, values.pages, value.ring, k_new, v_new.contiguous(), *projected, mask, summed,

@@ -5,7 +5,6 @@ from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from kvpass.codec.allocation import Allocation
@@ -26,6 +25,7 @@ from ..fit_sequence import not_padding
 from ..reference import with_past, with_starts
 from ..table import FEW, DispatchKey, implements, refuses_shapes
 from .allocated import FEATURES, attend_allocated, refuses_fields
+from .arguments import MAX_VALUES, MERGED_AT_ONCE, OPERANDS, mask_and_strides, operand_dtype
 from .attend import attend_split, merge_splits
 from .attention_mass import sum_attention
 from .configs import (
@@ -42,12 +42,9 @@ from .scores import Rules
 from .tuned import Case, configured
 from .unpacking import Layout
 
-_OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _VALUES = WIDTHS | FEATURES | {"per=channel", "per=token", "rotation", "grid", "codec=second-level"}
 _ATTENDED = _VALUES | {"pre_rope", "center", "page_rope", "codec=boosted"}, _VALUES
 _PRODUCT = 16  # minimum rows and columns of a product
-_MERGED_AT_ONCE = 16  # splits to merge at a time
-_MAX_VALUES = 1 << 31  # values per head: kernels use 32-bit offsets within a head
 
 
 def _refuses(dispatch: DispatchKey) -> str | None:
@@ -143,14 +140,13 @@ class _Launch:
         self.batch, self.heads, self.queries, self.head_dim = self.q.shape
         self.groups = self.k_new.shape[1]
         self.rows = self.heads // self.groups * self.queries
-        if (call.n + self.queries) * self.head_dim >= _MAX_VALUES:
+        if (call.n + self.queries) * self.head_dim >= MAX_VALUES:
             raise KVPassError(
-                f"The Triton kernels support up to {_MAX_VALUES // self.head_dim - 1} tokens of {self.head_dim} "
+                f"The Triton kernels support up to {MAX_VALUES // self.head_dim - 1} tokens of {self.head_dim} "
                 f"channels, not {call.n + self.queries}: use kvpass.apply(..., lowering='reference')."
             )
-        if mask is not None:
-            mask = (mask.view(torch.uint8) if mask.dtype == torch.bool else mask).contiguous()
-        self.mask, masked = mask, mask is not None or call.starts is not None
+        self.mask, self.mask_strides = mask_and_strides(mask)
+        masked = mask is not None or call.starts is not None
         case = case_of(self.specs, rope, self.head_dim, self.rows, self.q.dtype, masked)
         self.config = configured(case, self.q.device)
         if isinstance(self.specs[0].codec, Boosted):  # rows of a tile must be of one page
@@ -164,13 +160,10 @@ class _Launch:
         self.packed_rows = tuple(spec.retention.packed(call.n) // self.planes for spec in self.specs)
 
     def _rules(self) -> Rules:
-        dtype = self.q.dtype
-        operand_dtype = torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype  # it has no bfloat16
+        operand = OPERANDS[operand_dtype(self.q.dtype)]
         bool_mask = self.mask is not None and self.mask.dtype == torch.uint8
         causal = self.call.causal and self.queries > 1
-        return Rules(
-            self.heads, self.groups, causal, self.call.softcap, bool_mask, self.config.queries, _OPERANDS[operand_dtype]
-        )
+        return Rules(self.heads, self.groups, causal, self.call.softcap, bool_mask, self.config.queries, operand)
 
     @cached_property
     def packed_queries(self) -> Tensor:
@@ -200,14 +193,8 @@ class _Launch:
     @property
     def strides(self) -> tuple[int, ...]:
         """Strides of the rotary tables and of the mask."""
-        tables: tuple[int, ...] = (0, 0)
-        of_mask: tuple[int, ...] = (0, 0, 0)
-        if self.rotary is not None:
-            tables = self.rotary[0].stride()[:2]
-        if self.mask is not None:
-            shape = zip(self.mask.stride()[:3], self.mask.shape[:3], strict=True)
-            of_mask = tuple(stride if size > 1 else 0 for stride, size in shape)
-        return *tables, *of_mask
+        tables = (0, 0) if self.rotary is None else self.rotary[0].stride()[:2]
+        return *tables, *self.mask_strides
 
     def points(self, spec: CodecSpec) -> Tensor | None:
         return grid(spec.quantizer.grid, self.q.device) if spec.quantizer.grid else None
@@ -234,7 +221,7 @@ class _Launch:
                 partial[:, :-1] = partial[:, :-1] @ basis(self.head_dim, rotation, device).mT
             merge_splits[self.batch * self.heads * self.queries,](
                 partial, partial_lse, call.sinks, out, lse, self.rows, splits, self.queries, self.heads, self.head_dim,
-                _MERGED_AT_ONCE, enable_fp_fusion=True,
+                MERGED_AT_ONCE, enable_fp_fusion=True,
             )  # fmt: skip
         return out
 
