@@ -20,9 +20,9 @@ from kvpass.layout.pool import whole
 from kvpass.layout.window import on_device
 
 from ..call_types import AttendCall
-from .arguments import MAX_VALUES, MERGED_AT_ONCE, OPERANDS, mask_and_strides, operand_dtype
 from .attend_fields import attend_fields, fields_to_channels, merge_fields
 from .configs import AttendConfig, cdiv, splits_of
+from .kernel_arguments import MAX_VALUES, MERGED_AT_ONCE, OPERANDS, mask_and_strides, operand_dtype
 from .page_queries import field_rows, mean_rows, page_queries
 from .read_fields import LEAST, Fields, Number, Piece
 from .scores import LOG2E, Rules

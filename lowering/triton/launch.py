@@ -25,7 +25,6 @@ from ..fit_sequence import not_padding
 from ..reference import with_past, with_starts
 from ..table import FEW, DispatchKey, implements, refuses_shapes
 from .allocated import FEATURES, attend_allocated, refuses_fields
-from .arguments import MAX_VALUES, MERGED_AT_ONCE, OPERANDS, mask_and_strides, operand_dtype
 from .attend import attend_split, merge_splits
 from .attention_mass import sum_attention
 from .configs import (
@@ -38,6 +37,7 @@ from .configs import (
     refuses_device,
     splits_of,
 )
+from .kernel_arguments import MAX_VALUES, MERGED_AT_ONCE, OPERANDS, mask_and_strides, operand_dtype
 from .scores import Rules
 from .tuned import Case, configured
 from .unpacking import Layout
