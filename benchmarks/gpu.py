@@ -116,6 +116,7 @@ def correct(
 def replayed(calls: list[Callable]) -> float:
     """Seconds per call of ``calls``, all of them in one CUDA graph."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # what the calls read may still be computed
     with torch.cuda.stream(stream):
         for call in calls:
             call()

@@ -103,7 +103,7 @@ def _rank_scores(
         at = queries.fields + first * queries.stride * K.width + (line[:, None] * K.width + field[None, :])
         q = tl.load(at, mask=valid[:, None], other=0)
         k = piece_fields(pages, first, stop, RANK, i, PAGES, K, N)
-        s = tl.dot(q.to(Q.operand), tl.trans(k), s, input_precision="ieee")
+        s = tl.dot(q.to(Q.operand), tl.trans(k), s, input_precision="tf32x3")
     s *= tile_gains(pages, first, stop, RANK, PAGES, K, N, 0)[None, :]
     own = valid[:, None] & (rows.page[:, None] == page[None, :])
     if queries.mean is not None and PAGE_ROPE:
@@ -199,11 +199,11 @@ def _packed_split(
             p *= tile_gains(values, first, end, rank, PAGES, V, N, headroom_of(N))[None, :]
             p = p.to(Q.operand)
             so_far = weights[rank] * factor[:, None]
-            new_weights = new_weights + (tl.dot(p, times, so_far, input_precision="ieee"),)  # noqa: RUF005
+            new_weights = new_weights + (tl.dot(p, times, so_far, input_precision="tf32x3"),)  # noqa: RUF005
             for i in tl.static_range(pieces_of(V, rank)):
                 v = piece_fields(values, first, end, rank, i, PAGES, V, N)
                 so_far = sums[piece_number(V, rank, i)] * factor[:, None]
-                new_sums = new_sums + (tl.dot(p, v, so_far, input_precision="ieee"),)  # noqa: RUF005
+                new_sums = new_sums + (tl.dot(p, v, so_far, input_precision="tf32x3"),)  # noqa: RUF005
         sums, weights = new_sums, new_weights
     factor, logs = _common(peak, tl.sum(total, 1), PAGES)
     factor *= 2.0 ** -headroom_of(N)
@@ -240,7 +240,7 @@ def _exact_split(
             page, _ = tile_tokens(PAGES, K)
             number = tile_numbers(pages, first, end, rank, PAGES, K)
             v = ring_rows(v_ring, number, page < end - first, channel, real, W)
-            found = tl.dot(p.to(Q.operand), v.to(Q.operand), found * factor[:, None], input_precision="ieee")
+            found = tl.dot(p.to(Q.operand), v.to(Q.operand), found * factor[:, None], input_precision="tf32x3")
             total = total * factor + tl.sum(p, 1)
     once = rows.valid & (rows.page == 0)
     q = query_tiles(q, rows.line, once, parts, R.dim, Q)
@@ -254,7 +254,7 @@ def _exact_split(
         p = tl.exp2(s - base[:, None])
         v = ring_rows(v_ring, tokens, tokens < call.n, channel, real, W)
         v = with_present(v, v_new, tokens, call.n, stop, channel, real, W)
-        found = tl.dot(p.to(Q.operand), v.to(Q.operand), found * factor[:, None], input_precision="ieee")
+        found = tl.dot(p.to(Q.operand), v.to(Q.operand), found * factor[:, None], input_precision="tf32x3")
         total = total * factor + tl.sum(p, 1)
     factor, logs = _common(peak, total, PAGES)
     line, there = _first_rows(rows.line, rows.valid, PAGES)

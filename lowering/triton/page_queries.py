@@ -138,18 +138,18 @@ def page_queries(
     for j in tl.static_range(len(parts)):
         split = split[:j] + (split[j].to(N.dtype),) + split[j + 1 :]  # noqa: RUF005  (Triton has no unpacking)
     if rows_of_mean is not None:
-        columns = _transposed(rows_of_mean, group * size + tl.arange(0, size), parts, R.dim)
-        found = tl.zeros((TILE, size), tl.float32)
+        of_mean = _transposed(rows_of_mean, group * size + tl.arange(0, size), parts, R.dim)
+        mean_scores = tl.zeros((TILE, size), tl.float32)
         for j in tl.static_range(len(parts)):
-            found = tl.dot(split[j], columns[j].to(N.dtype), found, input_precision="ieee")
+            mean_scores = tl.dot(split[j], of_mean[j].to(N.dtype), mean_scores, input_precision="tf32x3")
         at = mean + line[:, None] * size + page_places(k_pages + group * capacity * L.size, page, valid, L)
-        tl.store(tl.trans(at), tl.trans(found), mask=valid[None, :])  # transposed, adjacent threads write to one line
+        tl.store(tl.trans(at), tl.trans(mean_scores), mask=valid[None, :])  # transposed: adjacent threads, one line
     for run in tl.range(0, runs, num_stages=STAGES):
         field = run * COUNT + tl.arange(0, COUNT)
         columns = _transposed(rows_of_fields, group * L.width + field, parts, R.dim)
         found = tl.zeros((TILE, COUNT), tl.float32)
         for j in tl.static_range(len(parts)):
-            found = tl.dot(split[j], columns[j].to(N.dtype), found, input_precision="ieee")
+            found = tl.dot(split[j], columns[j].to(N.dtype), found, input_precision="tf32x3")
         kept = found.to(out.dtype.element_ty)
         tl.store(out + line[:, None] * L.width + field[None, :], kept, mask=valid[:, None])
         tl.store(sums + line * runs + run, tl.sum(kept.to(tl.float32), 1), mask=valid)
