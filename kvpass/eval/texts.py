@@ -60,8 +60,13 @@ def _readme() -> str:
     return "\n\n".join(str(metadata(name).get_payload() or "") for name in _PACKAGES)  # type: ignore[attr-defined]
 
 
+def _stories() -> str:
+    """Short stories, letters and dialogues written for kvpass, the last of them in six other languages."""
+    return (Path(__file__).parent / "data" / "stories.txt").read_text(encoding="utf-8")
+
+
 _BUILT_IN = {"prose": _prose, "code": _code}
-_TO_CALIBRATE = {"modules": _modules, "manual": _manual, "readme": _readme}
+_TO_CALIBRATE = {"modules": _modules, "manual": _manual, "readme": _readme, "stories": _stories}
 _OTHER_MODULES = "ast.py", "asyncio/base_events.py", "unittest/mock.py", "ipaddress.py", "turtle.py"
 _OF_IDLE = "README.txt", "HISTORY.txt", "NEWS.txt"
 _DOCUMENTED = "Symbol", "Matrix", "solve", "simplify", "Integral", "Sum", "series", "FiniteSet", "Poly"
