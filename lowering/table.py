@@ -188,8 +188,8 @@ def select(dispatch: DispatchKey, lowering: str = AUTO) -> Implementation:
 def _named(dispatch: DispatchKey, lowering: str) -> Implementation:
     """`select` by name."""
     rows = _TABLE[dispatch.op]
-    known = sorted({row.lowering for row in rows.values()} | rows.keys())
-    if lowering not in known:
+    known = sorted({row.lowering for row in rows.values()})
+    if lowering not in rows and lowering not in known:
         raise KVPassError(
             f"There is no lowering {lowering!r} for kvpass::{dispatch.op}; use one of {known}, or 'auto'."
         )
