@@ -172,7 +172,8 @@ def _attention(
     fits = query.ndim == 4 and query.dtype == key.dtype and (query.shape[0], query.shape[3]) == (batch, head_dim)
     if not fits or torch.is_autocast_enabled(query.device.type):
         return None
-    if value.size(1) != heads or (query.shape[1] % heads if enable_gqa else query.shape[1] != heads):
+    shares = enable_gqa or heads == 1  # torch broadcasts a single head
+    if value.size(1) != heads or (query.shape[1] % heads if shares else query.shape[1] != heads):
         return None
     if attn_mask is not None:
         shape = *query.shape[:3], tokens

@@ -18,7 +18,7 @@ from kvpass.layout.pool import capacity
 from ..call_types import AttendCall
 from .build import build, source
 
-BLOCK = 5
+BLOCK = 4
 """Queries at a time, if a call has several tokens: as many as fit into registers."""
 LANES = 16
 """Largest number of vector lanes. Page and group sizes are multiples of it."""
