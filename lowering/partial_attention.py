@@ -62,7 +62,9 @@ def _spelled_out(
     if bias is not None:
         scores = scores + bias
     if causal:
-        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(), -torch.inf)
+        scores = scores.masked_fill(
+            ~torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(), -torch.inf
+        )
     lse = scores.logsumexp(-1)
     weights = (scores - lse.unsqueeze(-1)).exp().nan_to_num(0)
     return Partial(weights @ v.float(), lse)

@@ -34,8 +34,10 @@ class _Stored:
         self._window, self.head_dim = layout(spec.retention).read(past.ring, n), past.ring.shape[3]
 
     def read(self, first: int, last: int, tokens: Tensor | slice) -> Tensor:
-        """Tokens ``[first, last)`` as attention sees them, ``[B, H, T, D]`` in the dtype of the cache. ``tokens``: which
-        tokens these are in token order."""
+        """Tokens ``[first, last)`` as attention sees them, ``[B, H, T, D]`` in the dtype of the cache.
+
+        tokens: the same tokens, numbered in token order.
+        """
         (ring, size), sinks, end = (self._call.pack.ring, self._call.spec.page_size), self._sinks, self._window_from
         parts = []
         if first < sinks:

@@ -151,7 +151,9 @@ AT_ONCE = {"h2o", "qaq", "qaq-demote", "streaming-llm"}
 def states_of(plan, n, heads=2, dim=64):
     """States that hold ``n`` random tokens of two samples, and the last arguments of the ops for their keys."""
     room = 2, heads, dim, torch.float32, CPU, n
-    shared = [shared_tensors(spec, heads, dim, i) if plan.shares_out else () for i, spec in enumerate((plan.key, plan.value))]
+    shared = [
+        shared_tensors(spec, heads, dim, i) if plan.shares_out else () for i, spec in enumerate((plan.key, plan.value))
+    ]
     angles = shared[0][0] if plan.key.transform.numbered else None
     shared[0] = shared[0][angles is not None :]
     key, value = (
@@ -164,7 +166,9 @@ def states_of(plan, n, heads=2, dim=64):
     k, v, q = randn(1, 2, heads, n, dim), randn(2, 2, heads, n, dim), randn(3, 2, 2 * heads, n, dim)
     tables, rope = {}, ""
     if plan.key.transform.turns:
-        turned = (torch.arange(n + plan.key.page_size)[:, None] * 100 ** (-torch.arange(dim // 2) / (dim // 2))).expand(2, -1, -1)
+        turned = (torch.arange(n + plan.key.page_size)[:, None] * 100 ** (-torch.arange(dim // 2) / (dim // 2))).expand(
+            2, -1, -1
+        )
         cos, sin, rope = turned.cos(), turned.sin(), rope_of(dim // 2, False)
         if plan.key.transform.page_rope:
             k, key.rotary = rotate(k, cos, sin, rope), RotaryState.of(plan.key, cos, sin)

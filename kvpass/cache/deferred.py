@@ -66,10 +66,23 @@ class LayerRead:
         return self._past
 
     def attend(self, q: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        """Attention of ``q`` ``[B, H_q, R, D]``, in which ``mask`` ``[B or 1, H_q or 1, R, n + S]`` alone hides tokens."""
+        """Attention of ``q`` ``[B, H_q, R, D]`` over past and present, in which only ``mask`` hides tokens.
+
+        mask: ``[B or 1, H_q or 1, R, n + S]``, bool (True: may attend) or added to the scores; None hides nothing.
+        """
         texts = (state.text for state in self._states)
         out: Tensor = torch.ops.kvpass.attend(
-            q, *self._stored(), self._length, *self._new, mask, False, scale, 0.0, *texts, self._lowering, **self._tables
+            q,
+            *self._stored(),
+            self._length,
+            *self._new,
+            mask,
+            False,
+            scale,
+            0.0,
+            *texts,
+            self._lowering,
+            **self._tables,
         )[0]
         return out
 
@@ -150,7 +163,7 @@ class DeferredKV(Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
         args, kwargs = torch.utils._pytree.tree_map_only(cls, lambda x: x.dequantize(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -164,7 +177,10 @@ def _attention(
 ) -> Tensor | None:  # fmt: skip
     """SDPA over keys and values of one layer, as they are stored; None if they cannot be read that way."""
     both = key, value
-    if not all(isinstance(x, DeferredKV) and x._dense is None and x.repeats for x in both) or key.read is not value.read:
+    if (
+        not all(isinstance(x, DeferredKV) and x._dense is None and x.repeats for x in both)
+        or key.read is not value.read
+    ):
         return None
     if (key.which, value.which) != (0, 1) or isinstance(query, DeferredKV) or dropout_p or is_causal:
         return None
