@@ -10,7 +10,6 @@ and ``--head-dim`` give the shape of the layer. Linux only.
 
 import argparse
 import ctypes
-import time
 
 import torch
 from memory import Peak
@@ -24,13 +23,13 @@ from kvpass.schemes import KIVIConfig
 SCHEMES = {"kivi+h2o": KIVIConfig(retention=HeavyHitter(1024, recent=512))}
 
 
-def read(model, cache, ids, peak: Peak) -> tuple[int, float]:
-    """Bytes by which the peak exceeds what is held before ``ids`` are read, and the seconds that it takes."""
+def read(model, cache, ids, peak: Peak) -> int:
+    """Bytes by which the peak exceeds what is held before ``ids`` are read."""
     ctypes.CDLL(None).malloc_trim(0)  # memory that was freed counts as free
     peak.reset()
-    before, begin = peak.read(), time.perf_counter()
+    before = peak.read()
     model(ids, **handing(model, cache), logits_to_keep=1)
-    return peak.read() - before, time.perf_counter() - begin
+    return peak.read() - before
 
 
 @torch.no_grad()
@@ -46,8 +45,9 @@ def main() -> None:
     args = parser.parse_args()
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=128, hidden_size=16 * args.heads, intermediate_size=96, num_hidden_layers=1, num_attention_heads=args.heads,
-            num_key_value_heads=args.kv_heads, head_dim=args.head_dim, max_position_embeddings=2 * args.tokens,
+            vocab_size=128, hidden_size=16 * args.heads, intermediate_size=96, num_hidden_layers=1,
+            num_attention_heads=args.heads, num_key_value_heads=args.kv_heads, head_dim=args.head_dim,
+            max_position_embeddings=2 * args.tokens,
         )
     ).eval()  # fmt: skip
     if args.scheme != "none":
@@ -55,16 +55,15 @@ def main() -> None:
     ids, peak = torch.randint(128, (1, args.tokens + 3 * max(1, args.chunk))), Peak(model.device)
     if not args.chunk:
         read(model, DynamicCache(config=model.config), ids[:, :64], peak)
-        found, _ = read(model, DynamicCache(config=model.config), ids[:, : args.tokens], peak)
+        found = read(model, DynamicCache(config=model.config), ids[:, : args.tokens], peak)
         print(f"{args.scheme}, {args.tokens} tokens: {found / 1e6:.0f} MB; T x T of one head: "
               f"{args.tokens**2 * 4 / 1e6:.0f} MB")  # fmt: skip
         return
     cache, first = DynamicCache(config=model.config), 0
     for last in (*range(4096, args.tokens, 4096), args.tokens, *(args.tokens + i * args.chunk for i in (1, 2, 3))):
-        found, took = read(model, cache, ids[:, first:last], peak)  # the first chunk may compile
+        found = read(model, cache, ids[:, first:last], peak)  # the first chunk may compile
         first = last
-    print(f"{args.scheme}, {args.lowering}, {args.chunk} tokens behind {first - args.chunk}: {found / 1e6:.1f} MB, "
-          f"{took:.3f} s")  # fmt: skip
+    print(f"{args.scheme}, {args.lowering}, {args.chunk} tokens behind {first - args.chunk}: {found / 1e6:.1f} MB")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ import torch
 
 
 def arguments(description: str, lowering: str, lengths: str, rounds: int, **numbers: int) -> argparse.Namespace:
-    """The arguments of a benchmark of one layer's ops, with these defaults, and further ``numbers``; also sets the number
-    of threads."""
+    """The arguments of a benchmark of one layer's ops, with these defaults, and further ``numbers``. Also sets the
+    number of threads."""
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scheme", default="kivi")
