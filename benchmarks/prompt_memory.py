@@ -63,7 +63,8 @@ def main() -> None:
     for last in (*range(4096, args.tokens, 4096), args.tokens, *(args.tokens + i * args.chunk for i in (1, 2, 3))):
         found = read(model, cache, ids[:, first:last], peak)  # the first chunk may compile
         first = last
-    print(f"{args.scheme}, {args.lowering}, {args.chunk} tokens behind {first - args.chunk}: {found / 1e6:.1f} MB")  # fmt: skip
+    behind = f"{args.chunk} tokens behind {first - args.chunk}"
+    print(f"{args.scheme}, {args.lowering}, {behind}: {found / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":
