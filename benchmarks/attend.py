@@ -1,8 +1,9 @@
-"""Attention of one decode step over a packed cache, the kernel alone, against attention over floats.
+"""Attention of one call over a packed cache, the kernel alone, against attention over floats.
 
     python benchmarks/attend.py                                  # this machine: one layer, 32 query and 8 KV heads
     python benchmarks/attend.py --scheme kivi,waterfill          # two schemes
     python benchmarks/attend.py --scheme kivi,FOLDER --heads 9 --kv-heads 3 --head-dim 64    # a calibration of SmolLM2
+    python benchmarks/attend.py --queries 512 --lowering auto,reference     # a chunk; the reference dequantizes first
     python benchmarks/attend.py --batch 16 --lengths 8192,32768,131072 --json h100.json
 
 Baselines: "packed heads" is scaled_dot_product_attention over the KV heads, with the query heads of each as rows of one
@@ -31,7 +32,13 @@ from timing import arguments, copy_bandwidth, measure, show, write
 
 def baselines(q, k, v) -> dict:
     """Attention over dense ``k``, ``v`` ``[B, H_kv, T, D]``, by name."""
-    repeats = q.shape[1] // k.shape[1]
+    repeats, queries = q.shape[1] // k.shape[1], q.shape[2]
+    if queries > 1:  # what transformers calls for a chunk
+        mask = torch.ones(1, 1, queries, k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - queries)
+        repeated = lambda x: x.repeat_interleave(repeats, 1)  # noqa: E731
+        return {
+            "SDPA, repeat_kv, mask": lambda: F.scaled_dot_product_attention(q, repeated(k), repeated(v), attn_mask=mask)
+        }
     rows = q.view(*k.shape[:2], repeats, q.shape[3])
     variants = {
         "SDPA, packed heads": lambda: F.scaled_dot_product_attention(rows, k, v),
@@ -107,7 +114,8 @@ def compare(schemes: list[str], length: int, args, dtype: torch.dtype) -> dict:
     """Medians and bytes read at one length, by variant."""
     device, shape = torch.device(args.device), (args.batch, args.kv_heads, length, args.head_dim)
     k, v = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
-    q, new = torch.randn(args.batch, args.heads, 1, args.head_dim, device=device, dtype=dtype), k[:, :, :1].contiguous()
+    q = torch.randn(args.batch, args.heads, args.queries, args.head_dim, device=device, dtype=dtype)
+    new = k[:, :, : args.queries].contiguous()
     variants = baselines(q, k, v)
     read = dict.fromkeys(variants, k.nbytes + v.nbytes)
     for scheme in schemes:
@@ -122,13 +130,13 @@ def compare(schemes: list[str], length: int, args, dtype: torch.dtype) -> dict:
 
 
 def _attend(q, packs, texts, length, new, lowering: str, tables: dict) -> None:
-    how = None, False, q.shape[3] ** -0.5, 0.0
+    how = None, q.shape[2] > 1, q.shape[3] ** -0.5, 0.0
     torch.ops.kvpass.attend(q, *packs, length, new, new, *how, *texts, lowering, **tables)
 
 
 def main() -> None:
     lowering = "triton" if torch.cuda.is_available() else "auto"
-    args = arguments(__doc__, lowering, "2048,8192,32768", rounds=30)
+    args = arguments(__doc__, lowering, "2048,8192,32768", rounds=30, queries=1)
     device, results = torch.device(args.device), {}
     bandwidth = copy_bandwidth(device) if device.type == "cuda" else None
     with torch.inference_mode():

@@ -11,8 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 
-def arguments(description: str, lowering: str, lengths: str, rounds: int) -> argparse.Namespace:
-    """The arguments of a benchmark of one layer's ops, with these defaults; also sets the number of threads."""
+def arguments(description: str, lowering: str, lengths: str, rounds: int, **numbers: int) -> argparse.Namespace:
+    """The arguments of a benchmark of one layer's ops, with these defaults, and further ``numbers``. Also sets the
+    number of threads."""
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scheme", default="kivi")
@@ -27,6 +28,8 @@ def arguments(description: str, lowering: str, lengths: str, rounds: int) -> arg
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", help="also write what was measured to this file")
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     return args

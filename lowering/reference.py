@@ -19,10 +19,10 @@ from kvpass.layout.window import layout
 from .append import CHUNK, append, append_layers
 from .call_types import AppendCall, AppendLayersCall, AttendCall, DequantizeCall
 from .fit_sequence import not_padding
-from .table import implements
+from .table import EAGER, implements
 
 
-@implements("quantize", "reference")
+@implements("quantize", "reference", lowering=EAGER)
 def quantize(x: Tensor, fitted: Sequence[Tensor], spec: CodecSpec) -> tuple[Tensor, ...]:
     return quantize_pages(x, spec, fitted)
 
@@ -40,19 +40,26 @@ def pieces(dequantize_fn, call: DequantizeCall, at_once=None) -> Iterator[Tensor
     dequantize_fn: dequantizes pages, as `dequantize_predicted`.
     at_once: number of pages per piece; None yields all pages as one piece.
     """
-    pack, n, spec, references, predictor = call
-    used, sinks, where, ring = spec.retention.pages(n), spec.retention.sinks, layout(spec.retention), pack.ring
-    pools, fitted = [whole(pool, used) for pool in pack.pools], pack.dequantizes_with(spec)
+    pack, n, spec = call[:3]
+    used, sinks = spec.retention.pages(n), spec.retention.sinks
     if sinks:
-        yield ring[:, :, : min(n, sinks)]
+        yield pack.ring[:, :, : min(n, sinks)]
     for first in range(0, used, at_once or max(1, used)):
-        pages = slice(first, min(first + (at_once or used), used))
-        same = [where.in_pages(reference, pages.start, pages.stop) for reference in references]
-        values = dequantize_fn([*(pool[:, :, pages] for pool in pools), *fitted], spec, same, predictor)
-        if (center := pack.fitted.get("center")) is not None:
-            values = values + mean_of_tokens(center, pack.page_tables, spec.page_size, values.shape[2])
-        yield from_page_rope(values, pack.page_tables, first, spec.page_size)
-    yield where.read(ring, n)
+        yield read_pages(dequantize_fn, call, first, min(first + (at_once or used), used))
+    yield layout(spec.retention).read(pack.ring, n)
+
+
+def read_pages(dequantize_fn, call: DequantizeCall, first: int, last: int) -> Tensor:
+    """The dequantized tokens of pages ``[first, last)``, in storage order: ``[B, H, T, D]``. For the arguments see
+    `pieces`."""
+    pack, n, spec, references, predictor = call
+    used, fitted = spec.retention.pages(n), pack.dequantizes_with(spec)
+    pools = [whole(pool, used)[:, :, first:last] for pool in pack.pools]
+    same = [layout(spec.retention).in_pages(reference, first, last) for reference in references]
+    values = dequantize_fn([*pools, *fitted], spec, same, predictor)
+    if (center := pack.fitted.get("center")) is not None:
+        values = values + mean_of_tokens(center, pack.page_tables, spec.page_size, values.shape[2])
+    return from_page_rope(values, pack.page_tables, first, spec.page_size)
 
 
 def read(dequantize_fn, call: DequantizeCall, present: Tensor | None = None) -> Tensor:
@@ -67,7 +74,7 @@ def read(dequantize_fn, call: DequantizeCall, present: Tensor | None = None) -> 
     return torch.cat(stored if present is None else [*stored, present], 2)
 
 
-@implements("dequantize", "reference")
+@implements("dequantize", "reference", lowering=EAGER)
 def dequantize(call: DequantizeCall) -> Tensor:
     if call.spec.quantizer.adaptive is not None:
         return _read_adaptive(*call[:3])
@@ -87,12 +94,12 @@ def _read_adaptive(pack: Pack, n: int, spec: CodecSpec) -> Tensor:
     return torch.cat([pack.ring[:, :, :sinks], values, layout(spec.retention).read(pack.ring, n)], 2)
 
 
-@implements("append_", "reference")
+@implements("append_", "reference", lowering=EAGER)
 def append_(call: AppendCall) -> None:
     append(quantize, call)
 
 
-@implements("append_layers_", "reference")
+@implements("append_layers_", "reference", lowering=EAGER)
 def append_layers_(call: AppendLayersCall) -> None:
     append_layers(quantize, call)
 
@@ -169,7 +176,7 @@ def attention_weights(scores: Tensor, mask: Tensor | None, softcap: float, sinks
     return scores.softmax(-1).nan_to_num(0)  # a fully masked query gets zeros, as in SDPA
 
 
-@implements("attend", "reference")
+@implements("attend", "reference", lowering=EAGER)
 def attend(call: AttendCall, dequantize_fn=dequantize_predicted) -> list[Tensor]:
     """Attend to the past and to the tokens of the call. ``dequantize_fn`` dequantizes a past that is packed."""
     call = with_starts(call)

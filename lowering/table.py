@@ -23,6 +23,8 @@ logger = logging.getLogger("kvpass.lowering")
 _Run = TypeVar("_Run", bound=Callable[..., Any])
 
 AUTO = "auto"
+EAGER = "eager"
+"""The lowering of implementations in plain PyTorch, which compile nothing."""
 STORING = ("quantize", "append_", "append_layers_")
 FEW = 16
 """A call with at most this many query tokens is a decode step or verifies drafts; a larger one is a prompt."""
@@ -164,7 +166,8 @@ def select(dispatch: DispatchKey, lowering: str = AUTO) -> Implementation:
     """The implementation that serves ``dispatch``.
 
     lowering: "auto" selects the most recently registered implementation that does not refuse. The name of an
-        implementation selects that one or, if it refuses, another one of the lowering of the same name.
+        implementation selects that one. The name of a lowering, which an implementation may have too, selects the most
+        recently registered implementation of the lowering that does not refuse.
 
     Raises `KVPassError` if there is no implementation of that name, or if all refuse.
     """
@@ -185,16 +188,17 @@ def select(dispatch: DispatchKey, lowering: str = AUTO) -> Implementation:
 def _named(dispatch: DispatchKey, lowering: str) -> Implementation:
     """`select` by name."""
     rows = _TABLE[dispatch.op]
-    if lowering not in rows:
-        known = sorted({row.lowering for row in rows.values()})
+    known = sorted({row.lowering for row in rows.values()})
+    if lowering not in rows and lowering not in known:
         raise KVPassError(
             f"There is no lowering {lowering!r} for kvpass::{dispatch.op}; use one of {known}, or 'auto'."
         )
-    reason = rows[lowering].reason_against(dispatch)
-    if reason is None:
-        return rows[lowering]
+    named = [rows[lowering]] if lowering in rows else []
     others = [row for row in reversed(rows.values()) if row.lowering == lowering != row.name]
-    for row in others:
-        if row.reason_against(dispatch) is None:
+    reasons = []
+    for row in (*named, *others):
+        reason = row.reason_against(dispatch)
+        if reason is None:
             return row
-    raise KVPassError(f"lowering={lowering!r} cannot run kvpass::{dispatch.op} here: {reason} Use 'auto'.")
+        reasons.append(reason)
+    raise KVPassError(f"lowering={lowering!r} cannot run kvpass::{dispatch.op} here: {reasons[0]} Use 'auto'.")

@@ -42,7 +42,7 @@ ROUNDS_IN_INDUCTOR = torch.__version__ >= "2.13"
 
 def implementations(op: str) -> list[str]:
     """Every CPU implementation of ``op`` that takes all its arguments, for parametrization. The others are in
-    `test_triton`, `test_one_token` and `test_drafts`."""
+    `test_triton`, `test_few_tokens` and `test_tiles`."""
     elsewhere = {"cpp", "triton"} if op not in QUANTIZING or ROUNDS_IN_INDUCTOR else {"cpp", "triton", "inductor"}
     return sorted({row.lowering for row in _TABLE[op].values()} - elsewhere)
 

@@ -23,7 +23,7 @@ from kvpass.cache.state import KVState
 from kvpass.compile import appends, capture, find, normalise, recorded_calls, vmaps
 from kvpass.compile.backend import Backend
 from kvpass.compile.calls import APPEND
-from kvpass.lowering import session
+from kvpass.lowering import partial_attention, session
 from kvpass.lowering.cpp.build import build
 from kvpass.lowering.inductor import aot
 from kvpass.lowering.inductor.aot import Input, Program, compile_ahead
@@ -414,3 +414,35 @@ def test_a_sliding_layer_returns_one_token_less_than_its_window_from_the_past():
         keys, _ = layer.update(*(torch.ones(1, 1, count, 4) for _ in range(2)))
     assert layer.keys.shape[2] == 7 and keys.shape[2] == 8 and layer.get_mask_sizes(3) == (10, 14)
     assert layer.record_past is False
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_flash_attention_on_cpus_returns_the_log_of_the_sum_of_exponentials(dtype):
+    """`kvpass.lowering.partial_attention` calls it by itself, to combine parts."""
+    q, k, v = (torch.randn(1, 2, tokens, 16).to(dtype) for tokens in (6, 40, 40))
+    bias = torch.randn(1, 1, 6, 40).to(dtype)
+    bias[:, :, 2] = -torch.inf
+    out, lse = partial_attention._flash(q, k, v, 0.0, False, attn_mask=bias, scale=0.3)
+    scores = q.float() @ k.float().mT * 0.3 + bias.float()
+    seen = torch.arange(6) != 2
+    assert lse.dtype == torch.float32 and lse.shape == (1, 2, 6)
+    torch.testing.assert_close(lse[..., seen], scores.logsumexp(-1)[..., seen], atol=2e-2, rtol=2e-2)
+    assert (out[:, :, 2] == 0).all() and lse[:, :, 2].isfinite().all(), "a query that sees nothing"
+    _, causal = partial_attention._flash(q, k[:, :, :6], v[:, :, :6], 0.0, True, attn_mask=None, scale=0.3)
+    hidden = torch.ones(6, 6, dtype=torch.bool).triu(1)
+    expected = (q.float() @ k[:, :, :6].float().mT * 0.3).masked_fill(hidden, -torch.inf).logsumexp(-1)
+    torch.testing.assert_close(causal, expected, atol=2e-2, rtol=2e-2)
+
+
+def test_functions_of_subclasses_of_tensors_can_be_run_without_the_subclass():
+    """`kvpass.cache.deferred`: torch._C.DisableTorchFunctionSubclass."""
+
+    class Sub(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs or {}), "by the subclass"
+
+    x = torch.ones(2).as_subclass(Sub)
+    total, how = x.sum()
+    assert total == 2 and how == "by the subclass"

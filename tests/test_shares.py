@@ -21,7 +21,7 @@ from kvpass.codec.shares import WIDEST, divided, fields_of, high_precision_masks
 from kvpass.codec.tensors import of_model
 from kvpass.codec.transform_coding import DISTORTION, STEPS
 from kvpass.layout.retention import HeavyHitter, Retention
-from kvpass.lowering.cpp import attend_allocated, one_token
+from kvpass.lowering.cpp import attend_allocated, few_tokens
 from kvpass.models.probe import probe
 from kvpass.runtime.simulated import Simulator
 from kvpass.schemes import CalibratedWaterfillConfig, LayerGeometry, get
@@ -250,7 +250,7 @@ def states(plan, shape, dtype, n, total=None, seed=0):
 def test_attention_of_one_token_equals_the_reference(form, dtype, shape, fields):
     """In C++: tokens that fill no page, that fill some, and enough for several threads."""
     plan = get("waterfill-static", form=form, **fields).plan(LayerGeometry(0, 1, shape[1], shape[3], dtype, CPU))
-    assert one_token.kernel_of(plan.key, plan.value, shape[3], dtype) is attend_allocated.attend
+    assert few_tokens.kernel_of(plan.key, plan.value, shape[3], dtype) is attend_allocated.attend
     for n in (100, 165, 700):
         key, value, q, k, v = states(plan, shape, dtype, n)
         new = [x[:, :, n:] for x in (k, v)]

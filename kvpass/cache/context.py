@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from torch import Tensor
 from ..layout.retention import Retention
 
 if TYPE_CHECKING:
+    from .deferred import LayerRead
     from .layer import PackedLayer
     from .query_capture import QueryCapture
 
@@ -33,6 +35,7 @@ class ForwardContext:
         layers.
     past: the dequantized past of one layer, kept until the layer above has used it.
     query_capture: the `QueryCapture` that delivers queries when there is no graph; otherwise None.
+    reads: the reads of layers that attention runs without a graph; None if a graph runs.
     hooked: whether hooks inside the model prevent this step from being compiled.
     uncaptured: called with each layer that the model's own Python reads during a step that should be compiled.
     """
@@ -48,6 +51,7 @@ class ForwardContext:
     past: tuple[Tensor, Tensor] | None = None
     query_capture: QueryCapture | None = None
     uncaptured: Callable[[PackedLayer], None] | None = None
+    reads: list[weakref.ref[LayerRead]] | None = None
     hooked: bool = False
 
     @property

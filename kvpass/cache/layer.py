@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from ..layout.window import SEEN_OFFSET, length_of
 from ..schemes import Heads, LayerGeometry, LayerPlan
 from .adaptive_state import AdaptiveState
 from .cache_state import CacheState
+from .deferred import LayerRead
 from .per_cache import Importance, RecentAttention, RotaryState
 from .refusals import READ_BACK, TWICE, refuse_number_of_tokens, refuse_place, removed_tokens, selected_rows, stored
 from .state import KVState, ModelTensors, SharedTensors, Storage
@@ -288,15 +290,32 @@ class PackedLayer(CacheLayerMixin):
                 "model.generate(...) instead of a submodule, or pass the submodule a cache of its own."
             )
         self._refuse_other_tokens(key_states)
-        past = self.read() if torch.compiler.is_dynamo_compiling() or length_of(context.length) else None
+        past = deferred = None
+        if context.reads is not None and self.can_defer and length_of(context.length):
+            self._read_uncaptured()
+            read = LayerRead(self, key_states, value_states)
+            context.reads.append(weakref.ref(read))
+            deferred = read.tensors()
+        elif torch.compiler.is_dynamo_compiling() or length_of(context.length):
+            past = self.read()
         if context.query_capture is None:
             self.append(key_states, value_states)
         else:
             context.query_capture.wait(self, key_states, value_states)
         self.updated = True
+        if deferred is not None:
+            return deferred
         if past is None:
             return key_states, value_states
         return torch.cat((past[0], key_states), 2), torch.cat((past[1], value_states), 2)
+
+    @property
+    def can_defer(self) -> bool:
+        """Whether attention may read the past as it is stored after the present has been stored, without a graph: see
+        `LayerRead`."""
+        plan = self.plan
+        needs_dense = self.predicts_next or plan.looks_at_previous or plan.adaptive or plan.evicts
+        return self.geometry.device.type == "cpu" and not needs_dense
 
     def _refuse_other_tokens(self, key_states: Tensor) -> None:
         """Raise `KVPassError` for a second update in one forward, or if the cache has no room for this many tokens.

@@ -31,6 +31,7 @@ class SlidingLayer(PackedLayer):
     """
 
     is_sliding = True
+    can_defer = False  # the model sees only the tokens in the window
     record_past = False  # whether the layer keeps all tokens until the next `crop`
     behind = 0
 

@@ -259,7 +259,9 @@ class Report:
         if self.pieces is not None:
             lines.append(str(self.pieces))
         elif self.eager:
-            lines.append("lowering='eager': steps are not compiled; keys and values are dequantized before attention")
+            lines.append(
+                "lowering='eager': steps are not compiled; attention that is not SDPA dequantizes keys and values first"
+            )
         elif not self.graphs and not self.hooked_steps:
             lines.append("no graph captured yet: kvpass decides about fusion in the first decode step")
         for graph in self.graphs:

@@ -62,5 +62,6 @@ extern "C" void kernel(
         block, head, slot, slots, lead, window_block, window_head, window_place, window_size,
     };
     const Requests requests = {memory, blocks, window_blocks, blocks_row, window_row};
-    attend_all((const Token*)q, scale, (Token*)out, total, packed, key_pages, samples, heads, requests, threads);
+    attend_all((const Token*)q, scale, (Token*)out, total, packed, key_pages, samples, heads, requests, threads,
+               {QUERIES, 1, 0});
 }

@@ -134,6 +134,9 @@ def finish_forward(
 ) -> None:
     """End the forward that `start_forward` began: commit it or roll it back. ``undo`` rolls back other layers (see
     `remember`), and returns whether it succeeded."""
+    for ref in (state.context.reads or ()) if state.context is not None else ():
+        if (read := ref()) is not None:
+            read.finish(succeeded)
     if succeeded:
         state.commit(new_tokens)
     elif not all([state.abandon(new_tokens), undo()]):

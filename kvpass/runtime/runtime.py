@@ -27,7 +27,7 @@ from ..compile.report import GraphReport, LayerReport, Report
 from ..compile.subclasses import guards_of
 from ..errors import KVPassError, NeedsGraphError, NotCapturedError, NotFusedError
 from ..lowering.inductor.first_kernel import AttentionShape, compile_ahead
-from ..lowering.table import AUTO, FEW
+from ..lowering.table import AUTO, EAGER, FEW
 from ..models.attention import PortableAttention
 from ..models.encoded import has_encoder
 from ..schemes import LayerGeometry, SchemeConfig, check_edges, check_sources, get, named
@@ -69,8 +69,8 @@ class Runtime:
         self.strict, self.mode = strict, mode
         self.model, self.scheme, self.max_cache_len = weakref.ref(model), scheme, max_cache_len
         self.owner = uuid.uuid4().hex
-        self.eager = lowering == "eager"
-        self.lowering = "reference" if self.eager else lowering
+        self.eager = lowering == EAGER
+        self.lowering = lowering
         self.has_encoder = has_encoder(model)
         self.plans, layers = plans_of(scheme, layers)
         self.cross, layers = self._plan_cross(layers)

@@ -154,6 +154,7 @@ class TransformersRuntime(Runtime):
             if not stored and kwargs.get(f"{self.prefix}attention_mask") is None:
                 self._expect_steps(batch)
             given = kwargs if run is self.original else self._canonical(kwargs)
+            state.context.reads = [] if run is self.original else None
             with self._step(state, new_tokens):
                 if self.replays is not None and run is self.decode_step:
                     output = self.replays.run(state, new_tokens, given, lambda given: run(**given))

@@ -1,4 +1,4 @@
-// Attention of one query token per sample, for keys and values with per-channel bit widths and pages of the same
+// Attention of a few query tokens per sample, for keys and values with per-channel bit widths and pages of the same
 // tokens. Needs rings.h, and, with the macros of each side, allocated_scores.h in namespace keys and allocated_values.h
 // in namespace values.
 namespace {
@@ -92,8 +92,8 @@ struct PartResult {
 
 }  // namespace
 
-// All samples have the same number of tokens: n stored ones, packed pages of which are packed, and, if present is 1,
-// one of the call. all_cos, all_sin: [samples, rows, row], the rotations of PAGE consecutive tokens, then of the middle
+// All samples have the same number of tokens: n stored ones, packed pages of which are packed, and present ones of the
+// call. For queries, tokens and causal see attend_codes.cpp. all_cos, all_sin: [samples, rows, row], the rotations of PAGE consecutive tokens, then of the middle
 // tokens of pages. center: [samples, heads, HEAD], used if centered is 1. For other arguments see allocated_scores.cpp
 // and rings.h.
 extern "C" void kernel(
@@ -103,24 +103,26 @@ extern "C" void kernel(
     const uint8_t* value_ring, const uint8_t* key_new, const uint8_t* value_new, const uint8_t* all_cos,
     const uint8_t* all_sin, const uint8_t* center, const float* table, int64_t samples, int64_t heads, int64_t n,
     int64_t present, int64_t packed, int64_t key_room, int64_t value_room, int64_t rows, int64_t row, int64_t pairs,
-    int64_t interleaved, int64_t centered, int64_t fitted, int64_t threads, float scale
+    int64_t interleaved, int64_t centered, int64_t fitted, int64_t count, int64_t tokens, int64_t causal,
+    int64_t threads, float scale
 ) {
+    const Queries queries = {count, tokens, causal};
     const Side<keys::Layout, keys::Fields> of_keys = {
         key_pages, key_room, (const Scale*)key_basis, key_fields, key_share, keys::PLACES_OF_HEAD, fitted};
     const Side<values::Layout, values::Fields> of_values = {
         value_pages, value_room, (const Scale*)value_basis, value_fields, value_share, values::PLACES_OF_HEAD, fitted};
     const Rings rings = {
-        (const Token*)key_ring, (const Token*)value_ring, (const Token*)key_new, (const Token*)value_new, n};
-    const int64_t tasks = samples * heads, wanted = threads > 1 ? (3 * threads + tasks - 1) / tasks : 1;
+        (const Token*)key_ring, (const Token*)value_ring, (const Token*)key_new, (const Token*)value_new, n, present};
+    const int64_t blocks = queries.blocks(), tasks = samples * heads * blocks, wanted = threads > 1 ? (3 * threads + tasks - 1) / tasks : 1;
     const int64_t parts = std::max<int64_t>(1, std::min(wanted, packed / 8));
     const Token *cos = (const Token*)all_cos, *sin = (const Token*)all_sin;
     std::vector<RelativeRotations> relative_rotations;
     for (int64_t b = 0; b < samples; b++)
         relative_rotations.emplace_back(cos + b * rows * row, sin + b * rows * row, row, centered ? pairs : 0);
-    std::vector<PartResult> found(samples * heads * parts);
+    std::vector<PartResult> found(tasks * parts);
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
-    for (int64_t i = 0; i < samples * heads * parts; i++) {
-        const int64_t h = i / parts, part = i % parts, b = h / heads;
+    for (int64_t i = 0; i < tasks * parts; i++) {
+        const int64_t block = i / parts % blocks, h = i / parts / blocks, part = i % parts, b = h / heads;
         const auto key_side = of_keys.of(h, heads);
         const keys::Layout layout = of_keys.layout(h, heads);
         float mean[HEAD];
@@ -130,7 +132,7 @@ extern "C" void kernel(
             relative_rotations[b].cos, relative_rotations[b].sin};
         const keys::Head head(key_side.basis, key_side.fields, table + keys::GAINS, layout);
         keys::Scorer<Token> scorer(head, rope, centered ? mean : nullptr);
-        Part own((const Token*)q + h * QUERIES * HEAD, scale);
+        Part own = queries.start<Part>((const Token*)q + h * count * HEAD, block, n + present, scale);
         const auto score = [&](int64_t begin, int64_t end, float* scores, int64_t apart) {
             scorer(own.q, key_side.pages, key_side.room, begin, end, table, scores, apart);
         };
@@ -139,23 +141,24 @@ extern "C" void kernel(
         if (part + 1 == parts) own.add_exact_tokens({rings, h}, packed, n + present);
         found[i].keep(own);
     }
-    for (int64_t h = 0; h < samples * heads; h++) {
+    for (int64_t i = 0; i < tasks; i++) {
+        const int64_t block = i % blocks, h = i / blocks;
         const auto value_side = of_values.of(h, heads);
         values::Total total;
         float sums[QUERIES * HEAD] = {}, all[QUERIES] = {};
         for (int r = 0; r < QUERIES; r++) {
             float high = -INFINITY;
-            for (int64_t part = 0; part < parts; part++) high = std::max(high, found[h * parts + part].peak[r]);
+            for (int64_t part = 0; part < parts; part++) high = std::max(high, found[i * parts + part].peak[r]);
             for (int64_t part = 0; part < parts; part++) {
-                const PartResult& own = found[h * parts + part];
+                const PartResult& own = found[i * parts + part];
                 const float rescale = std::exp2(own.peak[r] - high);
                 all[r] += own.sum[r] * rescale;
                 total.add(own.total, r, rescale);
-                for (int i = r * HEAD; i < (r + 1) * HEAD; i++) sums[i] += own.out[i] * rescale;
+                for (int d = r * HEAD; d < (r + 1) * HEAD; d++) sums[d] += own.out[d] * rescale;
             }
         }
         total.put(value_side.basis, value_side.fields, table, sums);
-        for (int i = 0; i < QUERIES * HEAD; i++)
-            round_to(((Token*)out)[h * QUERIES * HEAD + i], sums[i] / all[i / HEAD]);
+        Token* to = (Token*)out + (h * count + block * QUERIES) * HEAD;
+        for (int d = 0; d < queries.in_block(block) * HEAD; d++) round_to(to[d], sums[d] / all[d / HEAD]);
     }
 }

@@ -1,4 +1,4 @@
-"""Attention of one query token per sample on CPUs, for keys and values with per-channel bit widths
+"""Attention of a few query tokens per sample on CPUs, for keys and values with per-channel bit widths
 (`kvpass.codec.allocation`, `kvpass.codec.shares`).
 
 The kernel computes scores, weights and values of a few pages at a time, and then of the exact tokens.
@@ -20,7 +20,7 @@ from kvpass.layout.pool import capacity
 
 from ..call_types import AttendCall
 from .allocated import defines_of, look_up_table
-from .attend_codes import DTYPES, LANES, as_tokens
+from .attend_codes import DTYPES, LANES, as_tokens, at_a_time
 from .build import build, source, text
 
 _BYTES, _INTS, _NUMBER = "const uint8_t*", "const int32_t*", "int64_t"
@@ -59,7 +59,7 @@ def _kernel(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dtype
     of = _shared_defines if shared else defines_of
     parts += [text(of(spec, head_dim), "allocated.h", file, namespace=name) for name, spec, file in sides]
     side = [_BYTES, _BYTES, _BYTES if shared else _INTS, _INTS]
-    types = [_BYTES, "uint8_t*", *side, *side, *7 * [_BYTES], "const float*", *14 * [_NUMBER], "float"]
+    types = [_BYTES, "uint8_t*", *side, *side, *7 * [_BYTES], "const float*", *17 * [_NUMBER], "float"]
     return build("".join([*parts, text({}, "allocated_attend.cpp")]), types)
 
 
@@ -73,10 +73,12 @@ def _shared_defines(spec: CodecSpec, head_dim: int) -> dict[str, int]:
 
 
 def attend(call: AttendCall[Pack]) -> Tensor:
-    """The output ``[B, H_q, 1, D]`` of ``call``, which has one query token and one new key and value, or none."""
+    """The output ``[B, H_q, S, D]`` of ``call``, which has a few query tokens, and as many new keys and values or
+    none."""
     q, key, value, n, k_new, v_new = call[:6]
     k_spec, v_spec = call.specs
-    (batch, q_heads, _, head_dim), (_, heads, present, _), dtype = q.shape, k_new.shape, key.ring.dtype
+    (batch, q_heads, tokens, head_dim), (_, heads, present, _), dtype = q.shape, k_new.shape, key.ring.dtype
+    queries = q_heads // heads * tokens
     pages = k_spec.retention.pages(n)
     sides, rooms = [], []
     for pack in (key, value):
@@ -91,9 +93,10 @@ def attend(call: AttendCall[Pack]) -> Tensor:
     if page_tables is not None:
         (pairs, interleaved), cos, sin = parse_rope(page_tables.rope), *(as_tokens(x, dtype) for x in page_tables[:2])
     center = key.fitted.get("center")
-    _kernel(k_spec.stored_as, v_spec.stored_as, head_dim, q_heads // heads, dtype)(
+    _kernel(k_spec.stored_as, v_spec.stored_as, head_dim, at_a_time(queries, tokens), dtype)(
         q, out, *sides, *exact, cos, sin, q if center is None else center.contiguous(),
         look_up_table(q.device), batch, heads, n, present, pages, *rooms, cos.shape[1], cos.shape[2], pairs,
-        int(interleaved), int(center is not None), of_samples, torch.get_num_threads(), call.scale,
+        int(interleaved), int(center is not None), of_samples, queries, tokens, int(call.causal),
+        torch.get_num_threads(), call.scale,
     )  # fmt: skip
     return out

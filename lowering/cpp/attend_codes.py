@@ -1,4 +1,4 @@
-"""Attention of one query token per sample on CPUs, for keys with per-channel scales and values with per-token scales
+"""Attention of a few query tokens per sample on CPUs, for keys with per-channel scales and values with per-token scales
 (KIVI, arXiv:2402.02750).
 
 Codes are read in place. Scales are multiplied into the queries and weights instead of into the codes.
@@ -18,12 +18,14 @@ from kvpass.layout.pool import capacity
 from ..call_types import AttendCall
 from .build import build, source
 
+BLOCK = 4
+"""Queries at a time, if a call has several tokens: as many as fit into registers."""
 LANES = 16
 """Largest number of vector lanes. Page and group sizes are multiples of it."""
 _SERVED = {f"bits={bits}" for bits, fields in FIELDS.items() if len(fields) == 1}
 _SERVED |= {"per=channel", "per=token", "keep=recent", "codec=", "evict=attention", "fit=minmax", "predictor="}
 DTYPES = torch.float32, torch.bfloat16
-_TYPES = ["const uint8_t*", "uint8_t*", *10 * ["const uint8_t*"], *13 * ["int64_t"], "float"]
+_TYPES = ["const uint8_t*", "uint8_t*", *10 * ["const uint8_t*"], *16 * ["int64_t"], "float"]
 
 
 @cache
@@ -55,19 +57,28 @@ def _kernel(key: CodecSpec, value: CodecSpec, head_dim: int, queries: int, dtype
 
 
 def attend(call: AttendCall[Pack]) -> Tensor:
-    """The output ``[B, H_q, 1, D]`` of ``call``, which has one query token and one new key and value, or none."""
+    """The output ``[B, H_q, S, D]`` of ``call``, which has a few query tokens, and as many new keys and values or
+    none."""
     q, key, value, n, k_new, v_new = call[:6]
     k_spec, v_spec = call.specs
-    (batch, q_heads, _, head_dim), (_, heads, present, _), dtype = q.shape, k_new.shape, key.ring.dtype
+    (batch, q_heads, tokens, head_dim), (_, heads, present, _), dtype = q.shape, k_new.shape, key.ring.dtype
+    queries = q_heads // heads * tokens
     key_pages, packed = (spec.retention.pages(n) for spec in (k_spec, v_spec))
     rooms = [capacity(pool, pages) for pack, pages in ((key, key_pages), (value, packed)) for pool in pack.pools]
     pools = [pool.contiguous() for pack in (key, value) for pool in pack.pools]
     q, *exact = (as_tokens(x, dtype) for x in (q, key.ring, value.ring, k_new, v_new))
     out = torch.empty_like(q)
-    _kernel(k_spec.stored_as, v_spec.stored_as, head_dim, q_heads // heads, dtype)(
-        q, out, *pools, *exact, batch, heads, n, present, packed, key_pages, *rooms, torch.get_num_threads(), call.scale
-    )
+    _kernel(k_spec.stored_as, v_spec.stored_as, head_dim, at_a_time(queries, tokens), dtype)(
+        q, out, *pools, *exact, batch, heads, n, present, packed, key_pages, *rooms, queries, tokens, int(call.causal),
+        torch.get_num_threads(), call.scale,
+    )  # fmt: skip
     return out
+
+
+def at_a_time(queries: int, tokens: int) -> int:
+    """How many of the ``queries`` queries of a KV head the kernels attend with at a time. If they are those of several
+    ``tokens``, their number does not matter, so that one kernel serves them all."""
+    return queries if tokens == 1 else BLOCK
 
 
 def as_tokens(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-// Attention of one query token over keys with per-channel scales and values with per-token scales. Needs tokens.h.
+// Attention of a few query tokens over keys with per-channel scales and values with per-token scales. Needs tokens.h.
 //
 // Macros: KEY_BITS and VALUE_BITS: bit widths. GROUP: channels of a value that share a scale.
 //
@@ -129,13 +129,13 @@ struct Part : RunningSoftmax {
     }
 };
 
-// Attention of one query token per sample. q, out: [samples, heads * QUERIES, HEAD]. For each sample, total is the number
-// of tokens, packed the number of pages whose values are packed, and key_pages the number of pages whose keys are packed.
+// Attention of the queries of each sample. q, out: [samples, heads, queries.count, HEAD]. For each sample, total is the
+// number of tokens, packed the number of pages whose values are packed, and key_pages the number of pages whose keys are packed.
 // scale: factor of the scores. contexts(b, head): the Context of a KV head of sample b.
 template <typename Contexts>
 void attend_all(
     const Token* q, float scale, Token* out, const int64_t* total, const int64_t* packed, const int64_t* key_pages,
-    int64_t samples, int64_t heads, const Contexts& contexts, int64_t threads
+    int64_t samples, int64_t heads, const Contexts& contexts, int64_t threads, const Queries& queries
 ) {
     std::vector<int64_t> sample_of, first(samples + 1);  // per part; the last one of a sample adds exact tokens
     for (int64_t b = 0; b < samples; b++) {
@@ -143,14 +143,16 @@ void attend_all(
         sample_of.insert(sample_of.end(), packed[b] / PAGES_PER_PART + 1, b);
     }
     first[samples] = sample_of.size();
-    const int64_t parts = first[samples];
-    const int64_t rows = parts * heads * QUERIES;
+    const int64_t parts = first[samples], blocks = queries.blocks(), tasks = heads * blocks;
+    const int64_t rows = parts * tasks * QUERIES;
     std::vector<float> outs(rows * HEAD), peak(rows), sum(rows);
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
-    for (int64_t i = 0; i < parts * heads; i++) {
-        const int64_t part = i / heads, b = sample_of[part], begin = (part - first[b]) * PAGES_PER_PART;
-        const auto context = contexts(b, i % heads);
-        Part found(q + (b * heads + i % heads) * QUERIES * HEAD, scale);
+    for (int64_t i = 0; i < parts * tasks; i++) {
+        const int64_t part = i / tasks, b = sample_of[part], begin = (part - first[b]) * PAGES_PER_PART;
+        const int64_t head = i % tasks / blocks;
+        const auto context = contexts(b, head);
+        const Token* of_head = q + (b * heads + head) * queries.count * HEAD;
+        Part found = queries.start<Part>(of_head, i % blocks, total[b], scale);
         found.add_pages(context, begin, std::min(begin + PAGES_PER_PART, packed[b]));
         if (part + 1 == first[b + 1]) found.add_exact_tokens(context, packed[b], key_pages[b], total[b]);
         std::copy(found.out, found.out + QUERIES * HEAD, outs.data() + i * QUERIES * HEAD);
@@ -158,18 +160,19 @@ void attend_all(
         std::copy(found.sum, found.sum + QUERIES, sum.data() + i * QUERIES);
     }
     for (int64_t b = 0; b < samples; b++)
-        for (int64_t row = 0; row < heads * QUERIES; row++) {
+        for (int64_t row = 0; row < heads * queries.count; row++) {
+            const int64_t own = row / queries.count * blocks * QUERIES + row % queries.count;
             float high = -INFINITY, all = 0, sums[HEAD] = {};
             for (int64_t part = first[b]; part < first[b + 1]; part++)
-                high = std::max(high, peak[part * heads * QUERIES + row]);
+                high = std::max(high, peak[part * tasks * QUERIES + own]);
             for (int64_t part = first[b]; part < first[b + 1]; part++) {
-                const int64_t at = part * heads * QUERIES + row;
+                const int64_t at = part * tasks * QUERIES + own;
                 const float rescale = std::exp2(peak[at] - high);
                 all += sum[at] * rescale;
                 for (int d = 0; d < HEAD; d++) sums[d] += outs[at * HEAD + d] * rescale;
             }
-            Token* own = out + (b * heads * QUERIES + row) * HEAD;
-            for (int d = 0; d < HEAD; d++) round_to(own[d], sums[d] / all);
+            Token* to = out + (b * heads * queries.count + row) * HEAD;
+            for (int d = 0; d < HEAD; d++) round_to(to[d], sums[d] / all);
         }
 }
 

@@ -3,15 +3,14 @@
 // Macros: KEY_WINDOW and VALUE_WINDOW: slots of the windows of keys and of values, after the sinks.
 namespace {
 
-// keys, values: [samples, heads, SINKS + window, HEAD]. key_new, value_new: [samples, heads, 1, HEAD], token n.
+// keys, values: [samples, heads, SINKS + window, HEAD]. key_new, value_new: [samples, heads, present, HEAD], the tokens
+// from n on.
 struct Rings {
     const Token *keys, *values, *key_new, *value_new;
-    int64_t n;
+    int64_t n, present;
 
-    static const Token* exact(
-        const Token* ring, const Token* present, int64_t window, int64_t head, int64_t token, int64_t n
-    ) {
-        if (token >= n) return present + head * HEAD;
+    const Token* exact(const Token* ring, const Token* from, int64_t window, int64_t head, int64_t token) const {
+        if (token >= n) return from + (head * present + token - n) * HEAD;
         const int64_t slot = token < SINKS ? token : SINKS + (token - SINKS) % window;
         return ring + (head * (SINKS + window) + slot) * HEAD;
     }
@@ -23,10 +22,10 @@ struct Exact {
     int64_t head;
 
     const Token* key(int64_t token) const {
-        return Rings::exact(rings.keys, rings.key_new, KEY_WINDOW, head, token, rings.n);
+        return rings.exact(rings.keys, rings.key_new, KEY_WINDOW, head, token);
     }
     const Token* value(int64_t token) const {
-        return Rings::exact(rings.values, rings.value_new, VALUE_WINDOW, head, token, rings.n);
+        return rings.exact(rings.values, rings.value_new, VALUE_WINDOW, head, token);
     }
     const Token* key_sink(int64_t token) const { return key(token); }
     const Token* value_sink(int64_t token) const { return value(token); }

@@ -1,6 +1,7 @@
-// Exact tokens, and the running sums of one query token's attention over a part of a context. Needs vectors.h.
+// Exact tokens, and the running sums of attention over a part of a context. Needs vectors.h.
 //
-// Macros: HEAD channels per head, QUERIES query heads per KV head, PAGE tokens at a time, SINKS exact first tokens.
+// Macros: HEAD channels per head, QUERIES queries of a KV head at a time (its query heads or, if a call has several
+// tokens, those of any of its tokens), PAGE tokens at a time, SINKS exact first tokens.
 // BFLOAT16: tokens and 16-bit parameters of pages are bfloat16; otherwise tokens are float32 and parameters float16.
 namespace {
 
@@ -70,10 +71,19 @@ inline void to_floats(const Stored* from, float* to) {
 struct RunningSoftmax {
     float q[QUERIES * HEAD], out[QUERIES * HEAD] = {}, peak[QUERIES], sum[QUERIES] = {};
     Floats products[QUERIES * PAGE];  // per token, before the sum over lanes
+    int64_t visible[QUERIES];  // tokens that each query sees, of those added by add_all_exact
 
-    RunningSoftmax(const Token* from, float scale) {
-        for (int i = 0; i < QUERIES * HEAD; i++) q[i] = number(from[i]) * (scale / LN_2);
+    // queries: how many there are; others are zeros.
+    RunningSoftmax(const Token* from, float scale, int queries = QUERIES) {
+        for (int i = 0; i < QUERIES * HEAD; i++) q[i] = i < queries * HEAD ? number(from[i]) * (scale / LN_2) : 0;
         std::fill(peak, peak + QUERIES, -INFINITY);
+        std::fill(visible, visible + QUERIES, INT64_MAX);
+    }
+
+    // Hides what a query does not see of count tokens from first on. Each query sees the first token that is added.
+    void hide(int64_t first, int count, float* scores, int apart) const {
+        for (int r = 0; r < QUERIES; r++)
+            for (int64_t t = std::max<int64_t>(0, visible[r] - first); t < count; t++) scores[r * apart + t] = -INFINITY;
     }
 
     // key(i): the key of the i-th of count tokens. count is at most PAGE.
@@ -124,25 +134,44 @@ struct RunningSoftmax {
         }
     }
 
-    // Adds the tokens whose keys and values are exact: those from first on, and the sinks. context has functions
+    // Adds the tokens whose keys and values are exact: the sinks, and those from first on. context has functions
     // key(token), value(token), key_sink(token) and value_sink(token). scores has room for PAGE tokens per query.
     template <typename Context, typename Rescaled>
     void add_all_exact(
         const Context& context, int64_t first, int64_t total, float* scores, int apart, Rescaled rescaled
     ) {
-        for (int64_t token = first; token < total; token += PAGE) {
-            const int count = std::min<int64_t>(PAGE, total - token);
-            score_exact(count, [&](int t) { return context.key(token + t); }, scores, apart);
-            weigh(count, scores, apart, rescaled);
-            add_exact(count, [&](int t) { return context.value(token + t); }, scores, apart);
-        }
         const int64_t sinks = std::min<int64_t>(SINKS, total);
         for (int64_t token = 0; token < sinks; token += PAGE) {
             const int count = std::min<int64_t>(PAGE, sinks - token);
             score_exact(count, [&](int t) { return context.key_sink(token + t); }, scores, apart);
+            hide(token, count, scores, apart);
             weigh(count, scores, apart, rescaled);
             add_exact(count, [&](int t) { return context.value_sink(token + t); }, scores, apart);
         }
+        for (int64_t token = first; token < total; token += PAGE) {
+            const int count = std::min<int64_t>(PAGE, total - token);
+            score_exact(count, [&](int t) { return context.key(token + t); }, scores, apart);
+            hide(token, count, scores, apart);
+            weigh(count, scores, apart, rescaled);
+            add_exact(count, [&](int t) { return context.value(token + t); }, scores, apart);
+        }
+    }
+};
+
+// The queries of a KV head: its query heads and, of each, the tokens of the call. They are processed in blocks of QUERIES.
+struct Queries {
+    int64_t count, tokens, causal;
+
+    int64_t blocks() const { return (count + QUERIES - 1) / QUERIES; }
+    int64_t in_block(int64_t block) const { return std::min<int64_t>(QUERIES, count - block * QUERIES); }
+
+    // The running softmax of a block. all: the number of all tokens, those of the call included.
+    template <typename Part>
+    Part start(const Token* q, int64_t block, int64_t all, float scale) const {
+        Part part(q + block * QUERIES * HEAD, scale, in_block(block));
+        for (int r = 0; causal && r < QUERIES; r++)
+            part.visible[r] = all - tokens + (block * QUERIES + r) % tokens + 1;
+        return part;
     }
 };
 

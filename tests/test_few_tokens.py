@@ -1,4 +1,4 @@
-"""C++ kernels for one token per sample, against the reference."""
+"""C++ kernels for a few tokens per sample, against the reference."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch._inductor import config as inductor_config
 from kvpass.cache.per_cache import RotaryState
 from kvpass.cache.state import KVState
 from kvpass.codec.rope import rope_of, rotate
-from kvpass.lowering.cpp import attend_allocated, attend_codes, one_token
+from kvpass.lowering.cpp import attend_allocated, attend_codes, few_tokens
 from kvpass.schemes import LayerGeometry, get
 
 from common import randn
@@ -15,19 +15,19 @@ from common import randn
 CPU = torch.device("cpu")
 
 
-def assert_as_the_reference(module, plan, shape, dtype, present, lengths, interleaved=False):
-    """Compare attention over caches of ``shape`` ``(batch, heads, queries, head_dim)`` at ``lengths`` with the
-    reference. With page-relative RoPE, half of the channels are rotated."""
+def assert_as_the_reference(module, plan, shape, dtype, present, lengths, interleaved=False, tokens=1):
+    """Compare attention of ``tokens`` tokens over caches of ``shape`` ``(batch, heads, queries, head_dim)`` at
+    ``lengths`` with the reference. With page-relative RoPE, half of the channels are rotated."""
     batch, heads, queries, dim = shape
     rope = rope_of(dim // 4, interleaved) if plan.key.transform.turns else ""
     for n in lengths:
-        k, v = (randn(seed, batch, heads, n + 1, dim) for seed in (1, 2))
-        q = randn(3, batch, heads * queries, n + 1, dim).to(dtype)
+        k, v = (randn(seed, batch, heads, n + tokens, dim) for seed in (1, 2))
+        q = randn(3, batch, heads * queries, n + tokens, dim).to(dtype)
         states = [KVState.allocate(spec, batch, heads, dim, dtype, CPU, n) for spec in (plan.key, plan.value)]
         key, value = states
         if rope:
             speeds = 100 ** (-torch.arange(dim // 4) / (dim // 4))
-            angles = (torch.arange(n + 1 + plan.key.page_size)[:, None] * speeds).expand(batch, -1, -1)
+            angles = (torch.arange(n + tokens + plan.key.page_size)[:, None] * speeds).expand(batch, -1, -1)
             tables = angles.cos().to(dtype), angles.sin().to(dtype)
             k, key.rotary = rotate(k + 2, *tables, rope), RotaryState.of(plan.key, *tables)
         k, v = k.to(dtype), v.to(dtype)
@@ -35,10 +35,10 @@ def assert_as_the_reference(module, plan, shape, dtype, present, lengths, interl
             value.same_layer_keys = key
         key.append(k[:, :, :n], 0, q[:, :, :n], rope=rope)
         value.append(v[:, :, :n], 0)
-        assert one_token.kernel_of(plan.key, plan.value, dim, dtype) is module.attend
-        new = [x[:, :, n : n + present] for x in (k, v)]
+        assert few_tokens.kernel_of(plan.key, plan.value, dim, dtype) is module.attend
+        new = [x[:, :, n : n + present * tokens] for x in (k, v)]
         packs, texts = [state.pack for state in states], [state.text for state in states]
-        arguments = q[:, :, n:], *packs, key.length_tensor(n), *new, None, False, dim**-0.5, 0.0, *texts
+        arguments = q[:, :, n:], *packs, key.length_tensor(n), *new, None, bool(present), dim**-0.5, 0.0, *texts
         got, expected = (torch.ops.kvpass.attend(*arguments, name, **key.tables())[0] for name in ("cpp", "reference"))
         error = 1e-5 if dtype == torch.float32 else 2e-2
         torch.testing.assert_close(got, expected, atol=error, rtol=error)
@@ -86,8 +86,28 @@ def test_attention_over_per_channel_widths_equals_the_reference(scheme, dtype, s
     )
 
 
+@pytest.mark.parametrize("present", [True, False])
+@pytest.mark.parametrize(
+    ("scheme", "dtype", "shape", "tokens"),
+    [
+        ("kivi", torch.float32, (2, 2, 3, 64), 5),
+        ("kivi-sinks", torch.bfloat16, (1, 2, 1, 32), 16),
+        ("kivi-sinks", torch.float32, (1, 1, 12, 32), 2),
+        ("waterfill", torch.float32, (2, 1, 3, 64), 5),
+        ("waterfill", torch.bfloat16, (1, 2, 1, 32), 7),
+    ],
+)
+def test_attention_of_several_tokens_equals_the_reference(scheme, dtype, shape, tokens, present):
+    """Tokens of a call see each other causally. Some of them are sinks, or none; queries fill blocks or do not."""
+    plan = get(scheme).plan(LayerGeometry(0, 1, shape[1], shape[3], dtype, CPU))
+    module = attend_codes if scheme.startswith("kivi") else attend_allocated
+    lengths = (3, 40, 97, 1100) if module is attend_codes else (3, 100, 165, 1100)
+    assert_as_the_reference(module, plan, shape, dtype, present, lengths, tokens=tokens)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("vectors", [256, 1])
-def test_kernels_agree_for_every_vector_size(vectors):
+def test_kernels_agree_for_every_vector_size(vectors, tokens):
     """Also for processors without masked selection of lanes."""
     kernels = attend_codes._kernel, attend_allocated._kernel
     for kernel in kernels:
@@ -96,7 +116,7 @@ def test_kernels_agree_for_every_vector_size(vectors):
         with inductor_config.patch({"cpp.simdlen": vectors}):
             for module, scheme in ((attend_codes, "kivi"), (attend_allocated, "waterfill")):
                 plan = get(scheme).plan(LayerGeometry(0, 1, 2, 64, torch.bfloat16, CPU))
-                assert_as_the_reference(module, plan, (1, 2, 3, 64), torch.bfloat16, True, (200,))
+                assert_as_the_reference(module, plan, (1, 2, 3, 64), torch.bfloat16, True, (200,), tokens=tokens)
     finally:
         for kernel in kernels:
             kernel.cache_clear()

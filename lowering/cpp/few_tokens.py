@@ -1,4 +1,4 @@
-"""Registers the C++ attention of one query token per sample, for the specs that have a kernel."""
+"""Registers the C++ attention of a few query tokens per sample, for the specs that have a kernel."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from kvpass.codec.tensors import Pack
 
 from ..call_types import AttendCall
 from ..inductor.page_view import ATTENDED
-from ..table import DispatchKey, implements
+from ..table import FEW, DispatchKey, implements
 from . import attend_allocated, attend_codes
 
 _MAX_GROUP = 8  # query heads per KV head: sums of more do not fit into registers
@@ -28,13 +28,13 @@ def _refuses(dispatch: DispatchKey) -> str | None:
         return "it runs on CPUs."
     if not dispatch.specs:
         return "the past is already dequantized."
-    if dispatch.queries != 1:
-        return "it attends with one query token."
+    if not dispatch.queries:
+        return f"it attends with at most {FEW} query tokens."
     if dispatch.dtype is None:
         return "the dtypes of queries and cache differ."
     if dispatch.extras:
         return f"it does not support {', '.join(dispatch.extras)}."
-    if dispatch.group > _MAX_GROUP:
+    if dispatch.queries == 1 and dispatch.group > _MAX_GROUP:
         return f"it attends with at most {_MAX_GROUP} query heads for each KV head."
     key, value = map(parse, dispatch.specs)
     if kernel_of(key, value, dispatch.head_dim, dispatch.dtype) is None:
