@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 from ..errors import KVPassError
@@ -46,13 +47,14 @@ class Subspace:
 class Adaptive:
     """Per-token bit widths, chosen from the error that each token may have (QAQ, arXiv 2403.04643; `codec.adaptive`).
 
-    widths: the available bit widths, narrowest first; at most four.
+    widths: the available bit widths, narrowest first; at most nine. A token of 0 bits is the middle of its range.
     role: "key" or "value": which error bound of the paper applies.
     sigma: allowed standard deviation of the attention weights (keys) or of the attention output (values).
     outliers: fraction of a token's values that stay exact, half of them the smallest and half the largest.
     rows: number of queries whose largest attention weight predicts a token's future attention mass.
     energy: squared norm of the scaled queries. None uses the 90 % quantile over the prompt's queries.
     keep_originals: keep full-precision tokens in host memory, so that a token's bit width can grow again.
+    every: whether bit widths are chosen again whenever a "page" is packed, or after every "token".
     """
 
     widths: tuple[int, ...]
@@ -62,14 +64,16 @@ class Adaptive:
     rows: int
     energy: float | None = None
     keep_originals: bool = True
+    every: Literal["page", "token"] = "page"
 
     def __post_init__(self) -> None:
         check_types(self)
-        steps = [b - a for a, b in zip((0, *self.widths), self.widths, strict=False)]
-        if not 1 <= len(self.widths) <= 4 or not set(steps) <= set(UNIFORM) or self.widths[-1] > 8:
+        first, steps = self.widths[:1], [b - a for a, b in pairwise(self.widths)]
+        fits = set(first) <= {0, *UNIFORM} and set(steps) <= set(UNIFORM)
+        if not fits or not self.widths or self.widths[-1] not in UNIFORM:
             raise KVPassError(
-                f"widths={self.widths} must be one to four bit widths up to 8. Each must exceed the previous one by "
-                f"one of {list(UNIFORM)}."
+                f"widths={self.widths} must be one to nine bit widths, the first 0 or one of {list(UNIFORM)}, the last "
+                f"one of these. Each must exceed the previous one by one of {list(UNIFORM)}."
             )
         check_integers(self, rows=1)
         if not 0 <= self.outliers <= 1:
