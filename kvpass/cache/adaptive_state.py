@@ -94,7 +94,8 @@ class AdaptiveState(KVState):
     codes: ``[B, H_kv, capacity, D * b / 8]`` uint8, the first bit plane. The other planes are ``planes``, in a
         `PlanePool`.
     scale, zero_point: ``[B, H_kv, capacity, 1]``: the step of the widest class, and the minimum.
-    levels: ``[B, H_kv, capacity / P, P * b / 8]`` uint8, with b of `level_bits`; outliers, where: ``[B, 1, capacity, k]``: see `Tokens`.
+    levels: ``[B, H_kv, capacity / P, P * b / 8]`` uint8, with b of `level_bits`; outliers, where: ``[B, 1, capacity,
+        k]``: see `Tokens`.
     energy: ``[B, H_kv, 1, 1]`` float32, measured on the prompt's queries, for keys; absent if it was measured before.
     host: the original tokens, or the tokens that wait for their bit width.
     """

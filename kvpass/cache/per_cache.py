@@ -73,8 +73,8 @@ class RecentAttention(Importance):
     Bit widths of tokens are chosen from it whenever a page is due, or after every token (`Adaptive.rows`, `every`). If
     a window of queries begins within a call of several tokens, all queries of that call may count.
 
-    Windows of queries end where widths are chosen, so windows longer than a page overlap. ``weights`` covers the queries
-    since the last window began.
+    Windows of queries end where widths are chosen, so windows longer than a page overlap. ``weights`` covers the
+    queries since the last window began.
 
     earlier: ``[B, H_kv, overlapping windows - 1, capacity]`` float32: for each earlier window that overlaps the last
         one, the queries from its beginning to the beginning of the next window, oldest first.

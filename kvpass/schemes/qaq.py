@@ -10,7 +10,6 @@ from ..fields import check_integers
 from .base import LayerGeometry, LayerPlan, register_scheme
 from .storage import StorageConfig
 
-
 _PAPER = dict(residual=1, widths=(0, 1, 2, 3, 4, 5, 6, 7, 8), every="token")
 
 
