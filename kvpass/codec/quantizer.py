@@ -95,7 +95,8 @@ class Quantizer:
     bits: bit width: 1, 2, 3, 4 or 8. 16 or 32 store unquantized floats as bytes.
     per: "channel": ``group_size`` tokens of one channel share a scale. "token": ``group_size`` channels of one token
         share a scale.
-    fit: "minmax": the range spans the group. "lsq": scale and zero_point minimize the squared error.
+    fit: "minmax": the range spans the group. "lsq": scale and zero_point minimize the squared error. "hqq": the scale
+        spans the group, and the zero_point minimizes the l_p norm of the error, p = 0.7.
     eta: fraction of the range that is cut off at each end after values are assigned (XQuant eq. 9); "minmax" only.
     grid: name of a vector grid (`codec.codebook`); each d consecutive values become the index of a grid point. "" means
         uniform quantization. With a grid, ``bits`` is the width of one index, and groups have a scale but no
@@ -109,7 +110,7 @@ class Quantizer:
     bits: int
     per: Literal["channel", "token"]
     group_size: int
-    fit: Literal["minmax", "lsq"] = "minmax"
+    fit: Literal["minmax", "lsq", "hqq"] = "minmax"
     eta: float = 0.0
     grid: str = ""
     subspace: Subspace | None = None
@@ -136,6 +137,8 @@ class Quantizer:
             raise KVPassError(
                 "fit='lsq' finds the best range itself, at up to 4 bits: use eta=0 with it, or fit='minmax'."
             )
+        if self.fit == "hqq" and (self.grid or self.eta):
+            raise KVPassError("fit='hqq' moves the zero points of uniform quantization: use neither a grid nor eta.")
         if self.raw and (self.subspace or self.fit != "minmax" or self.eta):
             raise KVPassError(f"bits={self.bits} stores unquantized floats: there is nothing to fit.")
 
