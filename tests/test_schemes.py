@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from kvpass import KVPassError, Recent, schemes
 from kvpass.codec import Allocation, Shares
+from kvpass.lowering.cpp import attend_codes
 from kvpass.schemes import KIVIConfig, LayerGeometry, LayerPlan, SQuatConfig
+from kvpass.vllm.serving_config import Served
 
 from common import WIDTHS, recoded
 
@@ -207,6 +209,15 @@ def test_values_leave_their_window_as_many_at_a_time_as_asked():
         schemes.get("waterfill", value_page=4)
     with pytest.raises(KVPassError, match="whole bytes"):
         schemes.get("kivi", value_page=2)
+
+
+def test_kernels_that_read_pages_of_one_size_do_not_serve_values_with_pages_of_their_own():
+    """The C++ kernel read values of "kivi-paper" as if their pages had as many tokens as those of keys."""
+    for name, served in (("kivi", True), ("kivi-paper", False)):
+        plan = schemes.get(name).plan(geometry())
+        assert attend_codes.serves(plan.key, plan.value, 64, torch.float32) is served
+    with pytest.raises(KVPassError, match="Leave out value_page"):
+        Served(schemes.get("kivi-paper"), 2, 2, 64, torch.float32)
 
 
 def test_a_group_of_values_is_at_most_a_head():
