@@ -216,7 +216,7 @@ def test_kernels_that_read_pages_of_one_size_do_not_serve_values_with_pages_of_t
     for name, served in (("kivi", True), ("kivi-paper", False)):
         plan = schemes.get(name).plan(geometry())
         assert attend_codes.serves(plan.key, plan.value, 64, torch.float32) is served
-    with pytest.raises(KVPassError, match="Leave out value_page"):
+    with pytest.raises(KVPassError, match="as many of both"):
         Served(schemes.get("kivi-paper"), 2, 2, 64, torch.float32)
 
 

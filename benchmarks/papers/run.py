@@ -35,7 +35,8 @@ def measure(name: str, table: Table, source: str, model_name: str | None, out: P
     model, tokenizer = models.load(model_name, dtype=torch.float32, say=lambda text: print(text, file=sys.stderr))
     ids = texts.tokens(tokenizer, source, table.prompt + table.scored)
     written = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"rows": {}}
-    about = dict(table=name, model=model_name or "SmolLM2-135M-Instruct", text=source, prompt=table.prompt, scored=table.scored)
+    model_name = model_name or "SmolLM2-135M-Instruct"
+    about = dict(table=name, model=model_name, text=source, prompt=table.prompt, scored=table.scored)
     reference, simulator = quality.reference_logits(model, ids, table.prompt), Simulator(model)
     for row in map(resolved, table.rows):
         if row.name in written["rows"]:
