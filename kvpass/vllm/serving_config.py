@@ -141,8 +141,8 @@ class Served:
                 )
             if plan.key.page_size != plan.value.page_size:
                 raise KVPassError(
-                    f"{self.name!r} stores pages of {plan.key.page_size} keys and of {plan.value.page_size} values, but "
-                    f"a block holds as many of both. {_SERVED}"
+                    f"{self.name!r} stores pages of {plan.key.page_size} keys and of {plan.value.page_size} values, "
+                    f"but a block holds as many of both. {_SERVED}"
                 )
             skipped = getattr(self.scheme, "skip_layers", ())
             if plan != plans[0]:
