@@ -87,7 +87,8 @@ def _read_adaptive(pack: Pack, n: int, spec: CodecSpec) -> Tensor:
     packed, sinks = spec.retention.packed(n), min(n, spec.retention.sinks)
     pool, places = pack.planes
     planes = [codes[:, :, :packed], *carve(pool, places, codes.shape[:2])]
-    levels = unpack_levels(levels[:, :, : packed // spec.page_size])
+    classes = len(spec.quantizer.adaptive.widths)
+    levels = unpack_levels(levels[:, :, : packed // spec.page_size], spec.page_size, classes)
     each = (tensor[:, :, :packed] for tensor in (scale, zero_point))
     tokens = Tokens(planes, levels, *each, *(tensor[:, 0, :packed] for tensor in (outliers, where)))
     values = dequantize_tokens(tokens, spec.quantizer.adaptive.widths).to(pack.ring.dtype)

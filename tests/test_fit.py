@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from kvpass import schemes
 from kvpass.codec import dequantize_pages, quantize_pages
-from kvpass.codec.affine import assign, calibrate, dequantize, fit_codes, fit_lsq, fit_minmax
+from kvpass.codec.affine import assign, calibrate, dequantize, fit_codes, fit_hqq, fit_lsq, fit_minmax
+from kvpass.errors import KVPassError
 
 from common import DIM, KINDS, awkward, coded, randn, seeds
 
@@ -133,3 +134,36 @@ def test_every_uniform_scheme_takes_every_fit_at_the_same_storage(scheme, fit):
             fit.get("fit", "minmax"),
             fit.get("eta", fit.get("eta_1", 0.0)),
         )
+
+
+def quasi_norm(x, scale, zero_point, bits):
+    return (x - dequantize(assign(x, scale, zero_point, bits), scale, zero_point)).abs().pow(0.7).sum(-1)
+
+
+@given(st.sampled_from((1, 2, 3, 4, 8)), seeds, st.sampled_from(KINDS))
+def test_half_quadratic_zero_points_are_never_worse_than_min_max_in_their_norm(bits, seed, kind):
+    x = awkward(seed, kind, 8, GROUP, limit=3e4)
+    found, plain = (fit(x, -1, bits, torch.float16) for fit in (fit_hqq, fit_minmax))
+    assert torch.equal(found[0], plain[0])
+    assert (quasi_norm(x, *found, bits) <= quasi_norm(x, *plain, bits)).all()
+
+
+def test_a_half_quadratic_zero_point_favours_most_values_over_an_outlier():
+    """One round of HQQ in float64: shrink the error, then average what is left."""
+    x = torch.cat([torch.linspace(0, 1, 31), torch.tensor([9.0])])[None]
+    scale, zero_point = fit_minmax(x, -1, 2, torch.float16)
+    assert quasi_norm(x, *fit_hqq(x, -1, 2, torch.float16), 2) < 0.9 * quasi_norm(x, scale, zero_point, 2)
+    codes = assign(x, scale, zero_point, 2).double()
+    error = x.double() - codes * scale.double() - zero_point.double()
+    shrunk = (error.abs() - error.abs().clamp_min(1e-12) ** -0.3 / 10).clamp_min(0)
+    first = (x.double() - error.sign() * shrunk - codes * scale.double()).mean(-1, keepdim=True)
+    assert quasi_norm(x, *fit_hqq(x, -1, 2, torch.float16), 2) <= quasi_norm(x, scale, first.half(), 2)
+
+
+def test_half_quadratic_groups_may_lie_along_any_dim_and_refuse_what_they_cannot_fit():
+    x = randn(3, 4, GROUP, GROUP)
+    for got, expected in zip(fit_hqq(x, -2, 2, torch.float16), fit_hqq(x.mT, -1, 2, torch.float16), strict=True):
+        torch.testing.assert_close(got.mT, expected, atol=1e-2, rtol=1e-2)
+    for fields in (dict(eta=0.1),):
+        with pytest.raises(KVPassError, match="hqq"):
+            schemes.get("kivi-hqq", **fields)

@@ -37,7 +37,7 @@ from tiny import llama, step_by_step, tokens
 pytestmark = pytest.mark.usefixtures("nothing_compiled")
 
 HEADS = 2
-WIDTHS = ((2, 3, 4), (2, 4, 8), (1, 2), (4,), (2, 3, 4, 8))
+WIDTHS = ((2, 3, 4), (2, 4, 8), (1, 2), (4,), (2, 3, 4, 8), (0, 1, 2, 3, 4, 5, 6, 7, 8), (0, 2))
 widths = st.sampled_from(WIDTHS)
 
 
@@ -68,10 +68,12 @@ def test_planes_hold_the_high_bits_each_token_has(widths, count, seed):
     assert all(map(torch.equal, carve(data, torch.tensor(places), (2, HEADS)), planes))
 
 
-@given(st.integers(1, 5), seeds)
-def test_levels_survive_packing(pages, seed):
-    levels = torch.randint(0, 4, (2, HEADS, 32 * pages), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
-    assert torch.equal(unpack_levels(pack_levels(levels, 32)), levels)
+@given(st.integers(1, 5), st.sampled_from([1, 2, 4, 32]), st.integers(1, 9), seeds)
+def test_levels_survive_packing(pages, size, classes, seed):
+    levels = torch.randint(0, classes, (2, HEADS, size * pages), generator=torch.Generator().manual_seed(seed))
+    packed = pack_levels(levels.to(torch.uint8), size, classes)
+    assert torch.equal(unpack_levels(packed, size, classes), levels.to(torch.uint8))
+    assert packed.shape[-1] * 8 <= size * (8 if size == 1 else 4 if classes > 4 or size == 2 else 2)
 
 
 @given(st.sampled_from((0.0, 0.02, 0.1, 1.0)), seeds)
@@ -249,8 +251,8 @@ def test_query_energy_is_the_quantile_of_queries_that_are_not_padding():
 # ---------------------------------------------------------------- the attention window
 
 
-def window_spec(residual, window, sinks=0):
-    config = QAQConfig(residual=residual, window=window, sinks=sinks)
+def window_spec(residual, window, sinks=0, every="page"):
+    config = QAQConfig(residual=residual, window=window, sinks=sinks, every=every)
     return config.plan(schemes.LayerGeometry(0, 1, HEADS, DIM, torch.float32, torch.device("cpu"))).key
 
 
@@ -275,6 +277,7 @@ def test_widths_are_chosen_by_the_attention_of_the_last_queries(residual, window
     """Exactly, token by token. If the window begins within a call, all last queries of that call may count."""
     calls = [calls[0], *([1] * len(calls) if single else calls[1:])]
     spec, attention = window_spec(residual, window, sinks), causal_attention(seed, sum(calls))
+    window = max(window, residual)  # all queries since the last choice count
     importance, n, starts = RecentAttention(spec, 1, HEADS, "cpu", 1), 0, [0]
     for new in calls:
         look(importance, attention, n, new)
@@ -292,6 +295,30 @@ def test_widths_are_chosen_by_the_attention_of_the_last_queries(residual, window
         assert (got <= attention[..., min(begins, earliest) : n, :n].amax(2)).all()
         if single and begins >= calls[0]:
             assert torch.equal(got, attention[..., begins:n, :n].amax(2))
+
+
+@given(st.integers(1, 12), st.integers(1, 7), seeds)
+def test_a_choice_after_every_token_looks_at_the_last_queries_alone(prompt, window, seed):
+    attention = causal_attention(seed, 40)
+    importance, n = RecentAttention(window_spec(1, window, every="token"), 1, HEADS, "cpu", 1), 0
+    for new in [prompt] + [1] * (40 - prompt):
+        look(importance, attention, n, new)
+        n += new
+        got = importance.largest(n)
+        importance.end()
+        if n >= prompt + window:  # the prompt is one call
+            assert torch.equal(got, attention[..., n - window : n, :n].amax(2))
+
+
+def test_a_spike_long_before_a_choice_still_counts():
+    """Widths are chosen once a page: a query that came after the last choice, and more than ``window`` ago, counts."""
+    attention = torch.full((1, HEADS, 64, 64), 0.01)
+    attention[:, :, 40, 3] = 0.9
+    importance = RecentAttention(window_spec(32, 5), 1, HEADS, "cpu", 1)
+    for n in range(64):
+        look(importance, attention, n, 1)
+        importance.end()
+    assert (importance.largest(64)[0, :, 3] == 0.9).all()
 
 
 def test_a_window_longer_than_a_page_survives_cache_operations():
@@ -335,6 +362,30 @@ def test_attention_of_steps_reaches_the_classes_through_a_window_longer_than_a_p
         torch.testing.assert_close(importance, paid, atol=1e-5, rtol=1e-4)
 
 
+@torch.no_grad()
+def test_the_papers_regime_keeps_no_token_exact_and_chooses_after_every_token(monkeypatch):
+    """Any width from 0 to 8 bits occurs, and lengths at which widths are chosen are those after every call."""
+    lengths, requantize = [], AdaptiveState.requantize
+
+    def noted(state, n, importance):
+        lengths.append(n)
+        requantize(state, n, importance)
+
+    monkeypatch.setattr(AdaptiveState, "requantize", noted)
+    model, ids = llama("eager", layers=1), tokens(1, 40)
+    config = schemes.get("qaq-paper", sigma_s=0.01, sigma_x=0.02)
+    _, cache, _ = step_by_step(model, config, ids, 30, lowering="eager")
+    assert {n for n in lengths if n >= 30} == set(range(30, 41))
+    layer = cache.layers[0]
+    assert layer.key_state.count == 40 and layer.value_state.count == 39  # values keep one token
+    used = {int(level) for state in layer.states() for level in state._tokens(state.count).levels.flatten()}
+    assert len(used) > 2 and 0 in used
+    paid = layer.importance.largest(40)
+    rule, state = layer.value_state.spec.quantizer.adaptive, layer.value_state
+    deviation = allowed_deviation(rule, 40, paid[..., :39], None)
+    assert torch.equal(state._tokens(39).levels, levels_for(state.scale[:, :, :39], deviation, rule.widths))
+
+
 # ---------------------------------------------------------------- models
 
 
@@ -372,12 +423,13 @@ def levels_of(state):
 
 
 def test_attention_of_a_prompt_reaches_the_classes():
-    """The attention weights of the model's last five prompt queries determine the bit widths of values."""
+    """The attention weights of as many of the model's last prompt queries as a page has tokens determine the bit widths
+    of values."""
     model, ids = llama("eager"), tokens(1, 80)
     attentions = model(input_ids=ids, output_attentions=True).attentions
     _, cache, _ = step_by_step(model, SMALL, ids, 80, lowering="eager")
     for weights, layer in zip(attentions, cache.layers, strict=True):
-        paid = weights[:, :, -5:].unflatten(1, (2, -1)).amax((2, 3))
+        paid = weights[:, :, -16:].unflatten(1, (2, -1)).amax((2, 3))
         torch.testing.assert_close(layer.importance.weights[..., :80], paid, atol=1e-5, rtol=1e-4)
         state = layer.value_state
         rule, packed = state.spec.quantizer.adaptive, state.spec.retention.packed(80)
@@ -426,12 +478,14 @@ def test_bytes_on_the_host_are_counted_apart():
 def test_invalid_settings_are_refused():
     for fields, why in (
         (dict(widths=(4, 2)), "Each must exceed"),
-        (dict(widths=()), "one to four"),
+        (dict(widths=()), "one to nine"),
+        (dict(widths=(0,)), "the last"),
+        (dict(widths=(2, 5)), "the last"),
         (dict(widths=(2, 7)), "Each must exceed"),
         (dict(outliers=1.5), "fraction"),
         (dict(sigma_s=0.0), "above 0"),
         (dict(query_energy=-1.0), "above 0"),
-        (dict(window=0), "rows=0"),
+        (dict(window=0), "window=0"),
         (dict(rope="pre"), "rope='post'"),
     ):
         with pytest.raises(KVPassError, match=why):
@@ -456,6 +510,6 @@ def test_query_energies_can_be_measured_ahead(tmp_path):
     cache = DynamicCache(config=model.config)
     model(input_ids=ids, past_key_values=cache)
     state = cache.layers[1].key_state
-    assert state.energy is None and state.spec.quantizer.adaptive.energy == measured[1]
+    assert not hasattr(state, "energy") and state.spec.quantizer.adaptive.energy == measured[1]
     with pytest.raises(KVPassError, match="the model has 3 layers"):
         kvpass.apply(llama(layers=3), calibration.scheme)

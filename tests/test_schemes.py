@@ -8,9 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpass import KVPassError, schemes
+from kvpass import KVPassError, Recent, schemes
 from kvpass.codec import Allocation, Shares
+from kvpass.lowering.cpp import attend_codes
 from kvpass.schemes import KIVIConfig, LayerGeometry, LayerPlan, SQuatConfig
+from kvpass.vllm.serving_config import Served
 
 from common import WIDTHS, recoded
 
@@ -194,3 +196,30 @@ def test_a_scheme_without_a_plan_says_so():
     with pytest.raises(TypeError, match="Unfinished must define plan"):
         Unfinished().plan(geometry())
     assert "unfinished" not in schemes.available()
+
+
+def test_values_leave_their_window_as_many_at_a_time_as_asked():
+    """KIVI's paper holds R values exactly; pages of R hold up to 2 R - 1."""
+    plan = schemes.get("kivi-paper").plan(geometry())
+    assert (plan.value.retention.residual, plan.value.retention.window) == (32, 36)
+    assert plan.key == schemes.get("kivi").plan(geometry()).key
+    with pytest.raises(KVPassError, match="leave out value_page"):
+        schemes.get("kivi", retention=Recent(64), value_page=4)
+    with pytest.raises(KVPassError, match="leave out value_page"):
+        schemes.get("waterfill", value_page=4)
+    with pytest.raises(KVPassError, match="whole bytes"):
+        schemes.get("kivi", value_page=2)
+
+
+def test_kernels_that_read_pages_of_one_size_do_not_serve_values_with_pages_of_their_own():
+    """The C++ kernel read values of "kivi-paper" as if their pages had as many tokens as those of keys."""
+    for name, served in (("kivi", True), ("kivi-paper", False)):
+        plan = schemes.get(name).plan(geometry())
+        assert attend_codes.serves(plan.key, plan.value, 64, torch.float32) is served
+    with pytest.raises(KVPassError, match="as many of both"):
+        Served(schemes.get("kivi-paper"), 2, 2, 64, torch.float32)
+
+
+def test_a_group_of_values_is_at_most_a_head():
+    plan = schemes.get("kivi-128").plan(geometry())
+    assert plan.key.quantizer.group_size == 128 and plan.value.quantizer.group_size == geometry().value_head_dim

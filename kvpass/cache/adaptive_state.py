@@ -14,6 +14,7 @@ from ..codec.adaptive import (
     assign_cells,
     fit_range,
     from_planes,
+    level_bits,
     levels_for,
     pack_levels,
     plane_bits,
@@ -93,7 +94,8 @@ class AdaptiveState(KVState):
     codes: ``[B, H_kv, capacity, D * b / 8]`` uint8, the first bit plane. The other planes are ``planes``, in a
         `PlanePool`.
     scale, zero_point: ``[B, H_kv, capacity, 1]``: the step of the widest class, and the minimum.
-    levels: ``[B, H_kv, capacity / P, P / 4]`` uint8; outliers, where: ``[B, 1, capacity, k]``: see `Tokens`.
+    levels: ``[B, H_kv, capacity / P, P * b / 8]`` uint8, with b of `level_bits`; outliers, where: ``[B, 1, capacity,
+        k]``: see `Tokens`.
     energy: ``[B, H_kv, 1, 1]`` float32, measured on the prompt's queries, for keys; absent if it was measured before.
     host: the original tokens, or the tokens that wait for their bit width.
     """
@@ -115,7 +117,7 @@ class AdaptiveState(KVState):
             "codes": empty(batch, heads, 0, head_dim * first // 8, dtype=torch.uint8),
             "scale": empty(batch, heads, 0, 1, dtype=params),
             "zero_point": empty(batch, heads, 0, 1, dtype=params),
-            "levels": empty(batch, heads, 0, spec.page_size // 4, dtype=torch.uint8),
+            "levels": empty(batch, heads, 0, self._level_bytes(spec), dtype=torch.uint8),
             "outliers": empty(batch, 1, 0, count, dtype=ring.dtype),
             "where": empty(batch, 1, 0, count, dtype=where_dtype(heads * head_dim)),
             "ring": ring,
@@ -128,6 +130,11 @@ class AdaptiveState(KVState):
         self.host = HostTokens(empty(batch, heads, 0, head_dim, dtype=ring.dtype, device="cpu"))
         super().__init__(spec, kept)
         pool.add(self)
+
+    @staticmethod
+    def _level_bytes(spec: CodecSpec) -> int:
+        """Bytes that the classes of one page take."""
+        return spec.page_size * level_bits(len(spec.quantizer.adaptive.widths), spec.page_size) // 8
 
     @classmethod
     @torch.inference_mode(False)
@@ -215,6 +222,11 @@ class AdaptiveState(KVState):
         super().reset()
         self.count, self.pool.stale = 0, True
 
+    def due(self, n: int) -> bool:
+        """Whether bit widths are chosen at length ``n``."""
+        packed = self.spec.retention.packed(n)
+        return packed > self.count or (packed > 0 and self.spec.quantizer.adaptive.every == "token")
+
     @torch.inference_mode(False)
     def requantize(self, n: int, importance: Tensor) -> None:
         """Quantize the tokens that are due at length ``n``, and give every packed token the bit width that it needs
@@ -241,14 +253,16 @@ class AdaptiveState(KVState):
             levels[:, :, :old] = torch.minimum(levels[:, :, :old], known.levels)
         first, *planes = to_planes(codes, levels, widths)
         self._codes[:, :, :packed] = first
-        self.levels[:, :, : packed // self.spec.page_size] = pack_levels(levels, self.spec.page_size)
+        size = self.spec.page_size
+        self.levels[:, :, : packed // size] = pack_levels(levels, size, len(widths))
         self.put(planes=planes, count=packed)
 
     def _tokens(self, count: int) -> Tokens:
         """The first ``count`` packed tokens."""
         tables = (getattr(self, name)[:, :, :count] for name in _TABLES)
         codes, step, zero_point, outliers, where = tables
-        levels = unpack_levels(self.levels[:, :, : count // self.spec.page_size])
+        size, classes = self.spec.page_size, len(self.spec.quantizer.adaptive.widths)
+        levels = unpack_levels(self.levels[:, :, : count // size], size, classes)
         return Tokens([codes, *self.planes], levels, step, zero_point, outliers[:, 0], where[:, 0])
 
     def _add(self, x: Tensor, part: slice) -> None:

@@ -258,7 +258,7 @@ class PackedLayer(CacheLayerMixin):
             state.evicted(gone)
         now = total - gone
         for adaptive in self._adaptive_states() if self.plan.adaptive else ():
-            if adaptive.spec.retention.packed(now) > adaptive.count:
+            if adaptive.due(now):
                 importance: Any = self.importance  # a `RecentAttention`
                 adaptive.requantize(now, importance.largest(now))
         if self.importance is not None:

@@ -70,11 +70,11 @@ class Importance(Storage):
 class RecentAttention(Importance):
     """The largest attention weight that each token received from the last ``rows`` queries.
 
-    Bit widths of tokens are chosen from it whenever a page is due (`Adaptive.rows`). If a window of queries begins
-    within a call of several tokens, all queries of that call may count.
+    Bit widths of tokens are chosen from it whenever a page is due, or after every token (`Adaptive.rows`, `every`). If
+    a window of queries begins within a call of several tokens, all queries of that call may count.
 
-    Windows of queries end where pages are due, so windows longer than a page overlap. ``weights`` covers the queries
-    since the last window began.
+    Windows of queries end where widths are chosen, so windows longer than a page overlap. ``weights`` covers the
+    queries since the last window began.
 
     earlier: ``[B, H_kv, overlapping windows - 1, capacity]`` float32: for each earlier window that overlaps the last
         one, the queries from its beginning to the beginning of the next window, oldest first.
@@ -82,9 +82,10 @@ class RecentAttention(Importance):
 
     @torch.inference_mode(False)
     def __init__(self, spec: CodecSpec, batch: int, heads: int, device, tokens: int):
-        self.rows, self.page_size = spec.quantizer.adaptive.rows, spec.page_size
-        self.first_due = spec.retention.sinks + spec.retention.residual  # later ones every ``page_size`` tokens
-        self.overlapping = -(-self.rows // self.page_size)
+        adaptive = spec.quantizer.adaptive
+        self.rows, self.period = adaptive.rows, 1 if adaptive.every == "token" else spec.page_size
+        self.first_due = spec.retention.sinks + spec.retention.residual  # later ones every ``period`` tokens
+        self.overlapping = -(-self.rows // self.period)
         self.earlier = torch.zeros(batch, heads, self.overlapping - 1, 0, device=device)
         self.leaving: Tensor | None = None  # during a forward: the block that no later window covers
         super().__init__(batch, heads, device, tokens)
@@ -102,7 +103,7 @@ class RecentAttention(Importance):
     def _begun(self, n: int, new_tokens: int) -> int:
         """How many windows begin at one of the ``new_tokens`` queries that follow ``n`` tokens."""
         first = n + self.rows - self.first_due
-        return (first + new_tokens - 1) // self.page_size - (first - 1) // self.page_size
+        return (first + new_tokens - 1) // self.period - (first - 1) // self.period
 
     @torch.inference_mode(False)
     def start(self, n: int, new_tokens: int) -> None:
@@ -125,8 +126,8 @@ class RecentAttention(Importance):
         """The largest weight that each of the first ``n`` tokens received from the last queries, ``[B, H_kv, n]``.
         Valid until the forward that stored token ``n - 1`` ends."""
         blocks = self._blocks()
-        since_due = (n - self.first_due) % self.page_size
-        if self.leaving is not None and since_due + self.rows > self.overlapping * self.page_size:
+        since_due = (n - self.first_due) % self.period
+        if self.leaving is not None and since_due + self.rows > self.overlapping * self.period:
             blocks.append(self.leaving)
         return torch.cat([block[..., :n] for block in blocks], 2).amax(2)
 

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from transformers.utils import logging as transformers_logging
 
 from ..errors import KVPassError
-from . import bench, calibrate, demo, eval, explain, needle, recommend
+from . import bench, calibrate, demo, eval, explain, needle, recommend, ruler, tasks
 
 _COMMANDS = {
     "demo": demo,
     "eval": eval,
     "recommend": recommend,
+    "tasks": tasks,
+    "ruler": ruler,
     "needle": needle,
     "bench": bench,
     "calibrate": calibrate,

@@ -18,12 +18,17 @@ from .affine import dequantize, round_toward
 from .bitpack import pack, unpack
 from .quantizer import Adaptive
 
-_LEVEL_BITS = 2
+_LEVEL_BITS = 2, 4, 8
+
+
+def level_bits(classes: int, page_size: int) -> int:
+    """Bits that store the class of a token: enough for all, and such that a page fills whole bytes."""
+    return next(bits for bits in _LEVEL_BITS if classes <= 2**bits and page_size * bits % 8 == 0)
 
 
 def pack_rows(codes: Tensor, bits: int) -> Tensor:
     """Pack each token separately: codes ``[..., D]`` -> ``[..., D * bits / 8]`` bytes."""
-    return pack(codes.unsqueeze(-1), bits).squeeze(-1)
+    return pack(codes.unsqueeze(-1), bits).squeeze(-1) if bits else codes[..., :0]
 
 
 def unpack_rows(rows: Tensor, bits: int) -> Tensor:
@@ -31,14 +36,14 @@ def unpack_rows(rows: Tensor, bits: int) -> Tensor:
     return unpack(rows.unsqueeze(-1), bits).squeeze(-1)
 
 
-def pack_levels(levels: Tensor, page_size: int) -> Tensor:
-    """Pack classes ``[B, H, T]`` to ``[B, H, T / P, P / 4]`` bytes."""
-    return pack_rows(levels.unflatten(-1, (-1, page_size)), _LEVEL_BITS)
+def pack_levels(levels: Tensor, page_size: int, classes: int) -> Tensor:
+    """Pack classes ``[B, H, T]`` to ``[B, H, T / P, P * b / 8]`` bytes, with b of `level_bits`."""
+    return pack_rows(levels.unflatten(-1, (-1, page_size)), level_bits(classes, page_size))
 
 
-def unpack_levels(packed: Tensor) -> Tensor:
+def unpack_levels(packed: Tensor, page_size: int, classes: int) -> Tensor:
     """Inverse of `pack_levels`."""
-    return unpack_rows(packed, _LEVEL_BITS).flatten(-2)
+    return unpack_rows(packed, level_bits(classes, page_size)).flatten(-2)
 
 
 @dataclass
@@ -46,7 +51,8 @@ class Tokens:
     """T quantized tokens of a K or V cache, each with the bit width of its class.
 
     planes: bytes ``[B, H, T or fewer, D * b / 8]``. The first plane has a row for each token. Each further plane has a
-        row for each token whose class has its bits, in token order; rows after these are undefined.
+        row for each token whose class has its bits, in token order; rows after these are undefined. If the narrowest
+        class has no bits, the rows of the first plane are empty.
     levels: ``[B, H, T]`` uint8, the class of each token: an index of its bit width.
     step, zero_point: ``[B, H, T, 1]``, 16-bit; the step is that of the widest class.
     outliers, where: ``[B, T, k]``, the exact values, and their indices among the ``H * D`` values of the token.
@@ -61,7 +67,7 @@ class Tokens:
 
 
 def plane_bits(widths: Sequence[int]) -> list[int]:
-    """Bits per value of each plane: (2, 3, 4) -> [2, 1, 1]."""
+    """Bits per value of each plane: (2, 3, 4) -> [2, 1, 1], (0, 2) -> [0, 2]."""
     return [width - below for below, width in zip((0, *widths), widths, strict=False)]
 
 
@@ -123,7 +129,10 @@ def from_planes(planes: Sequence[Tensor], levels: Tensor, widths: Sequence[int])
     left, codes = widths[-1], None
     for level, (plane, bits) in enumerate(zip(planes, plane_bits(widths), strict=True)):
         left -= bits
-        if not level:
+        if not level and not bits:
+            head_dim = planes[1].shape[-1] * 8 // plane_bits(widths)[1]
+            codes = plane.new_zeros(*levels.shape, head_dim)
+        elif not level:
             codes = unpack_rows(plane, bits) << left
         elif plane.shape[2]:
             has = levels >= level

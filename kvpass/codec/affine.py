@@ -61,6 +61,30 @@ def fit_codes(groups: Tensor, codes: Tensor, dim: int, dtype: torch.dtype) -> tu
     return scale, (mean - scale.double() * code).to(dtype)
 
 
+_HALF_QUADRATIC = dict(power=0.7, weight=10.0, growth=1.01, rounds=20)
+"""HQQ's settings: the norm's power, the weight of the quadratic term and its growth, and the number of rounds."""
+
+
+def fit_hqq(groups: Tensor, dim: int, bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Scale and zero point of each group along ``dim`` (kept with size 1), as half-quadratic quantization (HQQ) finds
+    them: the scale spans the group, and the zero point makes the l_p norm of the error small, with p = 0.7, which
+    forgives few large errors. The best zero point of all rounds is returned, so no group is worse than by `fit_minmax`.
+    """
+    scale, zero_point = best = fit_minmax(groups, dim, bits, dtype)
+    power, weight, x, step = _HALF_QUADRATIC["power"], _HALF_QUADRATIC["weight"], groups.float(), scale.float()
+    least = torch.full_like(step, torch.inf)
+    for _ in range(int(_HALF_QUADRATIC["rounds"]) + 1):
+        codes = assign(x, scale, zero_point, bits)
+        error = x - dequantize(codes, scale, zero_point)
+        norm = error.abs().pow(power).sum(dim, keepdim=True)
+        best = scale, torch.where(norm < least, zero_point, best[1])
+        least = torch.minimum(norm, least)
+        shrunk = (error.abs() - error.abs().clamp_min(1e-12).pow(power - 1) / weight).clamp_min(0)
+        zero_point = (x - error.sign() * shrunk - codes.float() * step).mean(dim, keepdim=True).to(dtype)
+        weight *= _HALF_QUADRATIC["growth"]
+    return best
+
+
 _REFITS = 4
 
 

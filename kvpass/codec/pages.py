@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import KVPassError
-from .affine import assign, calibrate, dequantize, fit_codes, fit_lsq, fit_minmax, params_dtype
+from .affine import assign, calibrate, dequantize, fit_codes, fit_hqq, fit_lsq, fit_minmax, params_dtype
 from .bitpack import pack, unpack
 from .codebook import assign_points, fit_rms, fit_size, grid, look_up
 from .codec import Codec, Kept
@@ -30,7 +30,7 @@ def _quantize(
     x: Tensor, quantizer: Quantizer, dtype: torch.dtype, stored: _Stored | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups, dim = grouped(x, quantizer)
-    fit = fit_lsq if quantizer.fit == "lsq" else fit_minmax
+    fit = {"minmax": fit_minmax, "lsq": fit_lsq, "hqq": fit_hqq}[quantizer.fit]
     scale, zero_point = fitted = fit(groups, dim, quantizer.bits, dtype)
     if stored is not None:  # groups with existing parameters keep them
         *parameters, taken = (tensor.unsqueeze(dim) for tensor in stored)

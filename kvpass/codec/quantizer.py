@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 from ..errors import KVPassError
@@ -46,13 +47,14 @@ class Subspace:
 class Adaptive:
     """Per-token bit widths, chosen from the error that each token may have (QAQ, arXiv 2403.04643; `codec.adaptive`).
 
-    widths: the available bit widths, narrowest first; at most four.
+    widths: the available bit widths, narrowest first; at most nine. A token of 0 bits is the middle of its range.
     role: "key" or "value": which error bound of the paper applies.
     sigma: allowed standard deviation of the attention weights (keys) or of the attention output (values).
     outliers: fraction of a token's values that stay exact, half of them the smallest and half the largest.
     rows: number of queries whose largest attention weight predicts a token's future attention mass.
     energy: squared norm of the scaled queries. None uses the 90 % quantile over the prompt's queries.
     keep_originals: keep full-precision tokens in host memory, so that a token's bit width can grow again.
+    every: whether bit widths are chosen again whenever a "page" is packed, or after every "token".
     """
 
     widths: tuple[int, ...]
@@ -62,14 +64,16 @@ class Adaptive:
     rows: int
     energy: float | None = None
     keep_originals: bool = True
+    every: Literal["page", "token"] = "page"
 
     def __post_init__(self) -> None:
         check_types(self)
-        steps = [b - a for a, b in zip((0, *self.widths), self.widths, strict=False)]
-        if not 1 <= len(self.widths) <= 4 or not set(steps) <= set(UNIFORM) or self.widths[-1] > 8:
+        first, steps = self.widths[:1], [b - a for a, b in pairwise(self.widths)]
+        fits = set(first) <= {0, *UNIFORM} and set(steps) <= set(UNIFORM)
+        if not fits or not self.widths or self.widths[-1] not in UNIFORM:
             raise KVPassError(
-                f"widths={self.widths} must be one to four bit widths up to 8. Each must exceed the previous one by "
-                f"one of {list(UNIFORM)}."
+                f"widths={self.widths} must be one to nine bit widths, the first 0 or one of {list(UNIFORM)}, the last "
+                f"one of these. Each must exceed the previous one by one of {list(UNIFORM)}."
             )
         check_integers(self, rows=1)
         if not 0 <= self.outliers <= 1:
@@ -91,7 +95,8 @@ class Quantizer:
     bits: bit width: 1, 2, 3, 4 or 8. 16 or 32 store unquantized floats as bytes.
     per: "channel": ``group_size`` tokens of one channel share a scale. "token": ``group_size`` channels of one token
         share a scale.
-    fit: "minmax": the range spans the group. "lsq": scale and zero_point minimize the squared error.
+    fit: "minmax": the range spans the group. "lsq": scale and zero_point minimize the squared error. "hqq": the scale
+        spans the group, and the zero_point minimizes the l_p norm of the error, p = 0.7.
     eta: fraction of the range that is cut off at each end after values are assigned (XQuant eq. 9); "minmax" only.
     grid: name of a vector grid (`codec.codebook`); each d consecutive values become the index of a grid point. "" means
         uniform quantization. With a grid, ``bits`` is the width of one index, and groups have a scale but no
@@ -105,7 +110,7 @@ class Quantizer:
     bits: int
     per: Literal["channel", "token"]
     group_size: int
-    fit: Literal["minmax", "lsq"] = "minmax"
+    fit: Literal["minmax", "lsq", "hqq"] = "minmax"
     eta: float = 0.0
     grid: str = ""
     subspace: Subspace | None = None
@@ -132,6 +137,8 @@ class Quantizer:
             raise KVPassError(
                 "fit='lsq' finds the best range itself, at up to 4 bits: use eta=0 with it, or fit='minmax'."
             )
+        if self.fit == "hqq" and (self.grid or self.eta):
+            raise KVPassError("fit='hqq' moves the zero points of uniform quantization: use neither a grid nor eta.")
         if self.raw and (self.subspace or self.fit != "minmax" or self.eta):
             raise KVPassError(f"bits={self.bits} stores unquantized floats: there is nothing to fit.")
 

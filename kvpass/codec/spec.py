@@ -37,7 +37,7 @@ class CodecSpec:
     def __post_init__(self) -> None:
         check_types(self)
         quantizer, page_size = self.quantizer, self.page_size
-        multiple = 1 if quantizer.raw else smallest_page(self.bits)
+        multiple = 1 if quantizer.raw or quantizer.adaptive is not None else smallest_page(self.bits)
         if page_size % multiple:
             raise KVPassError(
                 f"page_size={page_size} does not fill whole bytes at {self.bits} bits: use a multiple of {multiple}."
@@ -93,11 +93,8 @@ class CodecSpec:
 
     def check(self, head_dim: int) -> None:
         """Raise `KVPassError` if heads of ``head_dim`` channels cannot be stored."""
-        if self.quantizer.adaptive is not None and (head_dim % 8 or self.page_size % 4):
-            raise KVPassError(
-                f"Per-token bit widths need a head_dim that is a multiple of 8 (not {head_dim}), and a page_size that "
-                "is a multiple of 4."
-            )
+        if self.quantizer.adaptive is not None and head_dim % 8:
+            raise KVPassError(f"Per-token bit widths need a head_dim that is a multiple of 8, not {head_dim}.")
         self.quantizer.check(head_dim)
         for kept in self.codec.tensors.values():
             kept.shape(self, head_dim)

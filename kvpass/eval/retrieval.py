@@ -65,9 +65,9 @@ def passkey(tokenizer: PreTrainedTokenizerBase, filler: Tensor, length: int, dep
     if not 0 <= depth <= 1:
         raise KVPassError(f"depth={depth} must be from 0 (the beginning of the text) to 1 (its end).")
     key = str(int(torch.randint(10000, 100000, (), generator=torch.Generator().manual_seed(seed))))
-    before, after = _around(tokenizer)
+    before, after = around(tokenizer, _TASK, _QUESTION, "The pass key is")
     needle = f"\n\n{_NEEDLE.format(key=key)}\n\n"
-    room = length - sum(len(_encode(tokenizer, part)) for part in (before, needle))
+    room = length - sum(len(encode(tokenizer, part)) for part in (before, needle))
     if not 0 < room <= filler.shape[1]:
         raise KVPassError(
             f"length={length} leaves {room} tokens for filler, but the filler has only {filler.shape[1]}: pass longer "
@@ -75,30 +75,37 @@ def passkey(tokenizer: PreTrainedTokenizerBase, filler: Tensor, length: int, dep
         )
     cut = round(depth * room)
     left, right = (tokenizer.decode(part) for part in (filler[0, :cut], filler[0, cut:room]))
-    text = _encode(tokenizer, f"{before}{left}{needle}{right}\n\n")
-    return Passkey(torch.tensor([text]), torch.tensor([_encode(tokenizer, after)]), key)
+    text = encode(tokenizer, f"{before}{left}{needle}{right}\n\n")
+    return Passkey(torch.tensor([text]), torch.tensor([encode(tokenizer, after)]), key)
 
 
-def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """The text before the filler, and the question after it with the beginning of the answer."""
+def around(tokenizer: PreTrainedTokenizerBase, task: str, question: str, begun: str) -> tuple[str, str]:
+    """What comes before a text, and after it: the ``task``, and the ``question`` with the beginning of the answer,
+    ``begun``."""
     if tokenizer.chat_template is None:
-        return (tokenizer.bos_token or "") + _TASK, f"{_QUESTION}\nThe pass key is"
-    messages = [{"role": "user", "content": f"{_TASK}FILLER{_QUESTION}"}]
+        return (tokenizer.bos_token or "") + task, f"{question}\n{begun}"
+    messages = [{"role": "user", "content": f"{task}FILLER{question}"}]
     chat = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
     before, _, after = chat.partition("FILLER")
-    return before, f"{after}The pass key is"
+    return before, f"{after}{begun}"
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The tokens of ``text``, without special ones."""
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids
 
 
 @torch.no_grad()
-def ask(model: nn.Module, tokenizer: PreTrainedTokenizerBase, hidden: Passkey) -> str:
-    """The greedy answer of ``model`` in its current state, packed or not."""
+def ask(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, text: Tensor, question: Tensor, most: int = _ANSWER_TOKENS
+) -> str:
+    """The greedy answer, of up to ``most`` tokens, of ``model`` in its current state, packed or not.
+
+    text, question: ``[1, S]`` and ``[1, Q]`` tokens; the question follows in a call of its own.
+    """
     cache, device = fresh_cache(model), next(model.parameters()).device
-    text, question = hidden.text.to(device), hidden.question.to(device)
+    text, question = text.to(device), question.to(device)
     model(input_ids=text, **handing(model, cache), use_cache=True)
     ids = torch.cat([text, question], 1)
     generate: Any = model.generate
@@ -107,7 +114,7 @@ def ask(model: nn.Module, tokenizer: PreTrainedTokenizerBase, hidden: Passkey) -
         attention_mask=torch.ones_like(ids),
         **{CACHE: cache},
         do_sample=False,
-        max_new_tokens=_ANSWER_TOKENS,
+        max_new_tokens=most,
         pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
     )
     return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
@@ -140,6 +147,7 @@ def retrieve(
             answers.set_description(name)
             with packed(model, scheme, **({} if scheme is None else {"lowering": "eager"})):
                 for length, depth, hidden in questions:
-                    results[name].append(Retrieval(length, depth, hidden.key, ask(model, tokenizer, hidden)))
+                    answer = ask(model, tokenizer, hidden.text, hidden.question)
+                    results[name].append(Retrieval(length, depth, hidden.key, answer))
                     answers.update()
     return results

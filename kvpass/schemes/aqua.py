@@ -79,6 +79,8 @@ class AquaKVConfig(StorageConfig):
         parse_predictor(self.predictor)
         if self.rank is not None:
             check_integers(self, rank=1)
+        if self.value_page is not None:
+            raise KVPassError("Values are predicted from keys, so both leave the window together: no value_page.")
         if not 0 <= self.ridge <= 1e6:
             raise KVPassError(f"ridge={self.ridge} must be from 0 to 1e6.")
 

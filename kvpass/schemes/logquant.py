@@ -9,14 +9,15 @@ from .base import register_scheme
 from .kivi import KIVIConfig
 
 
-@register_scheme()
+@register_scheme(logquant_192=dict(window=64, group_size=64))
 @dataclass(frozen=True, kw_only=True)
 class LogQuantConfig(KIVIConfig):
     """KIVI's fields, and the window.
 
     window: W of the paper; 2W to 3W - 1 tokens are exact, chosen by its algorithm 1. Must be a multiple of
-        ``group_size``, because W tokens are packed at a time. (The paper uses groups of 64 and R = 128, so W = 42,
-        which is no multiple; its code quantizes the whole prefix again each time.)
+        ``group_size``, because W tokens are packed at a time. The paper's W is a third of R = 128, 192 or 256, with
+        groups of 64: "logquant-192" is the one of these whose W is whole groups. (Its code quantizes the whole prefix
+        again each time.)
     """
 
     name = "logquant"

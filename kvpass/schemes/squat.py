@@ -13,7 +13,7 @@ from .base import LayerGeometry, LayerPlan, register_scheme
 from .kivi import KIVIConfig
 
 
-@register_scheme(squat_pre=dict(rope="pre"))
+@register_scheme(squat_pre=dict(rope="pre"), squat_paper=dict(lam=1e-3))
 @dataclass(frozen=True, kw_only=True)
 class SQuatConfig(KIVIConfig):
     """KIVI's fields, and the subspace.
@@ -24,6 +24,9 @@ class SQuatConfig(KIVIConfig):
         the queries. The paper's lambda multiplies squared singular values, which grow with both.
     lam: the paper's lambda, instead of ``strength``. 0 gives KIVI's quantized values bit for bit.
     block_size: channels quantized at a time (g_d of the paper); None is head_dim / 2.
+
+    The default is another parametrisation than the paper's; "squat-paper" has its lambda of 0.001, rank 5 and blocks of
+    half a head (64 of 128 channels).
 
     With ``rope="pre"`` the subspace is that of the queries before rotary embedding.
     """
@@ -45,4 +48,4 @@ class SQuatConfig(KIVIConfig):
         return Subspace(self.rank, weight, self.lam is None, block_size)
 
     def plan(self, layer: LayerGeometry) -> LayerPlan:
-        return self._plan(self._subspace(layer.head_dim)).checked(layer)
+        return self._plan(self._subspace(layer.head_dim), layer.value_head_dim).checked(layer)

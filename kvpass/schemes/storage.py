@@ -14,8 +14,9 @@ from .base import LayerGeometry, LayerPlan, SchemeConfig, get
 class StorageConfig(SchemeConfig):
     """Fields every scheme has.
 
-    residual: R of KIVI, in tokens. The residual window of keys holds 0 to R - 1 tokens, as in the paper. Values also
-        leave theirs R at a time, so it holds R to 2R - 1 tokens, where the paper holds R.
+    residual: R of KIVI, in tokens. The residual window of keys holds 0 to R - 1 tokens, as in the paper.
+    value_page: how many values leave their window at a time, so that it holds R to R + value_page - 1 tokens. None is
+        R, which is fastest. KIVI's paper has 1; here a page must fill whole bytes (4 tokens at 2 bits).
     sinks: number of first tokens kept in full precision (0 in most papers).
     retention: another policy for keys and values (`kvpass.layout.retention`), instead of ``residual`` and ``sinks``.
     rope: "pre" stores keys before rotary embedding, and rotates them when they are read; "post" stores rotated keys.
@@ -26,6 +27,7 @@ class StorageConfig(SchemeConfig):
     stores_layers_alone: ClassVar[bool] = True  # whether each layer is stored independently of the others
 
     residual: int = 32
+    value_page: int | None = None
     sinks: int = 0
     retention: Retention | None = None
     rope: Literal["post", "pre"] = "post"
@@ -37,6 +39,10 @@ class StorageConfig(SchemeConfig):
             object.__setattr__(self, "retention", made(Retention, "retention", self.retention))
         super().__post_init__()
         check_integers(self, residual=1, sinks=0)
+        if self.value_page is not None:
+            check_integers(self, value_page=1)
+            if self._policy() is not None:
+                raise KVPassError("Here one retention policy holds for keys and values: leave out value_page.")
         if self.retention is not None and self.sinks:
             raise KVPassError("With a retention policy, give sinks in the policy: Sinks(4) + Recent(128).")
         for count in self.skip_layers:
@@ -61,7 +67,8 @@ class StorageConfig(SchemeConfig):
         """The scheme of skipped layers, with the same tokens exact as here."""
         policy = self._policy()
         sinks = self.sinks if policy is None else 0
-        return get(self.skipped, residual=self.residual, sinks=sinks, retention=policy, rope=self.rope)
+        same = dict(residual=self.residual, value_page=self.value_page, sinks=sinks, retention=policy, rope=self.rope)
+        return get(self.skipped, **same)
 
     def plan_of(self, layer: LayerGeometry) -> LayerPlan:
         first, last = self.skip_layers
@@ -74,7 +81,8 @@ class StorageConfig(SchemeConfig):
 
     def value_retention(self) -> Retention:
         """Which values stay exact, are packed or are evicted."""
-        return self._policy() or Retention(2 * self.residual, self.residual, self.sinks)
+        page = self.value_page or self.residual
+        return self._policy() or Retention(self.residual + page, page, self.sinks)
 
     def key_transform(self, **fields: Any) -> Transform:
         """The `Transform` of keys before quantization; ``fields`` are its fields besides ``rope``."""

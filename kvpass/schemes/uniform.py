@@ -20,14 +20,15 @@ class UniformConfig(StorageConfig):
 
     group_size: tokens that share a key scale, and channels that share a value scale. It divides the number of tokens
         that leave the window at a time (``residual``, or the page size of ``retention``).
-    fit: "minmax" scales span a group; "lsq" scales and zero points minimize its squared error.
+    fit: "minmax" scales span a group; "lsq" scales and zero points minimize its squared error; "hqq" zero points
+        minimize the l_p norm of its error, with p = 0.7 (HQQ).
     eta: with "minmax", the share of a group's range cut off at both ends when it is dequantized (XQuant, eq. 9).
     scale_bits: 16, or 8 to quantize scales and zero points as well (`codec.second_level`); they then take ``16 /
         group_size`` bits per value, and 64 bits per page.
     """
 
     group_size: int = 32
-    fit: Literal["minmax", "lsq"] = "minmax"
+    fit: Literal["minmax", "lsq", "hqq"] = "minmax"
     eta: float = 0.0
     scale_bits: int = 16
 

@@ -63,10 +63,11 @@ class AsymKVConfig(_LayeredConfig):
         return LayerPlan(self.key(**key), self.value(**value)).checked(layer)
 
 
-@register_scheme(xquant_lsq=dict(eta_1=0.0, eta_2=0.0, fit="lsq"))
+@register_scheme(xquant_lsq=dict(eta_1=0.0, eta_2=0.0, fit="lsq"), xquant_128=dict(residual=128))
 @dataclass(frozen=True, kw_only=True)
 class XQuantConfig(_LayeredConfig):
-    """The default is the paper's "1.38 bit" setting (Mistral, HotpotQA).
+    """The default is the paper's "1.38 bit" setting (Mistral, HotpotQA), with a residual of 32; "xquant-128" has the
+    paper's residual of 128.
 
     kq, vq: number of lower layers with 2-bit keys (values); the layers above have 1 bit.
     km, vm: index of the first layer from which groups share quantized keys (values).
@@ -94,8 +95,8 @@ class XQuantConfig(_LayeredConfig):
         check_integers(self, kq=0, vq=0, km=0, vm=0, group_layers=1, dominant=0)
         if self.dominant >= self.group_layers:
             raise KVPassError(f"dominant={self.dominant} is out of range for group_layers={self.group_layers}.")
-        if self.fit == "lsq" and (self.dominant or self.weights is not None):
-            raise KVPassError("fit='lsq' fits scales to finished codes: with it, use dominant=0 and no weights.")
+        if self.fit != "minmax" and (self.dominant or self.weights is not None):
+            raise KVPassError(f"fit={self.fit!r} fits groups one by one: with it, use dominant=0 and no weights.")
         if self.weights is not None and (self.group_layers != 2 or self.dominant or abs(sum(self.weights) - 1) > 1e-6):
             raise KVPassError(
                 f"weights={self.weights} must be two numbers that sum to 1, with group_layers=2 and dominant=0."

@@ -139,6 +139,11 @@ class Served:
                     f"Layer {index} of {self.name!r} reads the quantized values of another layer. {_PREDICTED} "
                     f"{_SERVED}"
                 )
+            if plan.key.page_size != plan.value.page_size:
+                raise KVPassError(
+                    f"{self.name!r} stores pages of {plan.key.page_size} keys and of {plan.value.page_size} values, "
+                    f"but a block holds as many of both. {_SERVED}"
+                )
             skipped = getattr(self.scheme, "skip_layers", ())
             if plan != plans[0]:
                 raise KVPassError(

@@ -34,6 +34,7 @@ def serves(key: CodecSpec, value: CodecSpec, head_dim: int, dtype: torch.dtype) 
     return (
         dtype in DTYPES
         and value.retention.residual >= key.retention.residual
+        and (key.page_size, key.retention.sinks) == (value.page_size, value.retention.sinks)
         and all(not spec.quantizer.raw and spec.stored_as.features <= _SERVED for spec in (key, value))
         and (key.quantizer.per, value.quantizer.per) == ("channel", "token")
         and key.quantizer.group_size == key.page_size

@@ -1,0 +1,139 @@
+"""One table of a paper in miniature: python benchmarks/papers/run.py {squat,logquant,xquant,qaq,aqua,...} [--model M]
+
+Every row is scored on the same tokens, by its divergence from full precision (`kvpass eval`), and printed beside the
+paper's figure. Then every pair of the paper's rows is compared: ordered as in the paper, the other way round (both by
+at least two standard errors, paired by token), or not told apart. Results go to benchmarks/results/papers-NAME.json,
+row by row, and rows that are there are not measured again; --page writes the tables of docs/papers.md from these files.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+
+import torch
+from tables import TABLES, Table, resolved
+
+import kvpass
+from kvpass import models
+from kvpass.errors import NotSimulatedError
+from kvpass.eval import bits_at, quality, texts
+from kvpass.eval.quality import Quality
+from kvpass.runtime.simulated import Simulator
+
+ROOT = Path(__file__).parents[2]
+RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "papers.md"
+LONG, SURE = 32768, 2.0
+CALIBRATION = "modules", "manual", "readme"  # texts that share nothing with those that are scored
+FIELDS = "divergences", "agreements", "surprisals"
+
+
+def measure(name: str, table: Table, source: str, model_name: str | None, out: Path) -> dict:
+    """Score the rows of ``table`` that ``out`` lacks; returns all of them by name."""
+    model, tokenizer = models.load(model_name, dtype=torch.float32, say=lambda text: print(text, file=sys.stderr))
+    ids = texts.tokens(tokenizer, source, table.prompt + table.scored)
+    written = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"rows": {}}
+    model_name = model_name or "SmolLM2-135M-Instruct"
+    about = dict(table=name, model=model_name, text=source, prompt=table.prompt, scored=table.scored)
+    reference, simulator = quality.reference_logits(model, ids, table.prompt), Simulator(model)
+    for row in map(resolved, table.rows):
+        if row.name in written["rows"]:
+            continue
+        scheme = calibrated(model, tokenizer, row.scheme) if row.scheme.needs_calibration else row.scheme
+        found = scored(simulator, ids, table.prompt, reference, scheme, row.name)
+        long = bits_at(model, scheme, [LONG])[LONG]
+        kept = {field: [round(float(x), 6) for x in getattr(found, field)] for field in FIELDS}
+        written["rows"][row.name] = dict(
+            scheme=str(row.scheme), bits=found.bits_per_value, bits_at_32k=long, kl=found.kl, kl_error=found.kl_error,
+            perplexity=found.perplexity, top1=found.top1, **kept,
+        )  # fmt: skip
+        out.write_text(json.dumps({**about, **written}, indent=None) + "\n", encoding="utf-8")
+        print(f"{row.name}: KL {found.kl:.4f}, {found.bits_per_value:.2f} bits", file=sys.stderr, flush=True)
+    return written["rows"]
+
+
+def scored(simulator: Simulator, ids, prompt: int, reference, scheme, name: str) -> Quality:
+    """In one pass if the scheme allows it, otherwise token by token."""
+    try:
+        return quality.score_in_one_pass(simulator, ids, prompt, reference, scheme, name=name)
+    except NotSimulatedError:
+        with quality.packed(simulator.model, scheme, lowering="eager") as model:
+            return quality.score(model, ids, prompt, reference, name=name)
+
+
+def calibrated(model, tokenizer, scheme):
+    """``scheme`` fitted to 4 sequences of 512 tokens of each text for calibrating."""
+    parts = [texts.tokens(tokenizer, source, 2048).view(4, 512) for source in CALIBRATION]
+    return kvpass.calibrate(model, torch.cat(parts), scheme, progress=False)
+
+
+def quality_of(name: str, row: dict) -> Quality:
+    """A written row as a `Quality`."""
+    divergences, agreements, surprisals = (tuple(row[field]) for field in FIELDS)
+    return Quality(name, divergences, agreements, surprisals, 0, row["bits"], 0, ())
+
+
+def order(table: Table, rows: dict) -> tuple[list[str], list[str], list[str]]:
+    """Pairs of the paper's rows that are ordered as there, that are ordered otherwise, and that are not told apart."""
+    same, other, open_ = [], [], []
+    known = [row for row in table.rows if row.figure is not None and row.name in rows]
+    for a, b in combinations(known, 2):
+        if a.figure == b.figure:
+            continue
+        better, worse = (a, b) if (a.figure < b.figure) == table.lower else (b, a)
+        lead = quality_of(better.name, rows[better.name]).beats(quality_of(worse.name, rows[worse.name]))
+        into = same if lead >= SURE else other if lead <= -SURE else open_
+        into.append(f"{better.name} before {worse.name}")
+    return same, other, open_
+
+
+def markdown(table: Table, rows: dict) -> str:
+    """The table with the paper's figures beside ours, and the verdict on its order."""
+    lines = [
+        f"**{table.paper}, {table.source}.** Ours: {table.scored} tokens after {table.prompt:,}.\n",
+        f"| row | paper: {table.figure} | bits/value at 32k | KL | perplexity | top-1 |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for row in table.rows:
+        if row.name not in rows:
+            continue
+        of, figure = rows[row.name], "" if row.figure is None else f"{row.figure:g}"
+        long = "-" if of["bits_at_32k"] is None else f"{of['bits_at_32k']:.2f}"
+        ours = f"{of['kl']:.4f} ± {of['kl_error']:.4f} | {of['perplexity']:.2f} | {of['top1']:.1%}"
+        lines.append(f"| {row.name} | {figure} | {long} | {ours} |")
+    same, other, open_ = order(table, rows)
+    verdict = f"Of {len(same) + len(other) + len(open_)} pairs of the paper's rows, {len(same)} are in its order"
+    verdict += f", {len(other)} the other way round" + (f" ({'; '.join(other)})" if other else "")
+    verdict += f", and {len(open_)} not told apart" + (f" ({'; '.join(open_)})" if open_ else "") + "."
+    return "\n".join([*lines, "", verdict]) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="*", help=f"of {', '.join(TABLES)}")
+    parser.add_argument("--model", help="as for kvpass eval; default SmolLM2-135M-Instruct")
+    parser.add_argument("--text", default="prose", help="as for kvpass eval")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--page", action="store_true", help="write the tables of docs/papers.md")
+    args = parser.parse_args(arguments)
+    if unknown := [name for name in args.tables if name not in TABLES]:
+        parser.error(f"unknown table {unknown[0]}: choose from {', '.join(TABLES)}")
+    for name in args.tables:
+        rows = measure(name, TABLES[name], args.text, args.model, args.out / f"papers-{name}.json")
+        print(markdown(TABLES[name], rows))
+    if args.page:
+        page = PAGE.read_text(encoding="utf-8")
+        for name, table in TABLES.items():
+            begin, end = f"<!-- begin: {name} -->\n", f"<!-- end: {name} -->"
+            file = args.out / f"papers-{name}.json"
+            if begin in page and file.exists():
+                rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+                before, rest = page.split(begin)
+                page = f"{before}{begin}{markdown(table, rows)}{end}{rest.partition(end)[2]}"
+        PAGE.write_text(page, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""Tasks after RULER (arXiv 2404.06654), generated: needles, variable tracking and common words, at a chosen length.
+
+As in `retrieval`, the text is read first, and the question follows in a call of its own, so that it and the answer
+attend to the text as it is stored. An answer is scored by the share of the wanted strings that it contains.
+"""
+
+import random
+import re
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import KVPassError
+from ..fields import shown
+from ..progress import bar
+from .quality import packed
+from .retrieval import around, ask, encode
+from .size import Scheme
+from .texts import read
+
+
+class _Parts(NamedTuple):
+    """task, question, begun: see `around`; wanted: the strings of a right answer; most: tokens of an answer.
+
+    needles: sentences to hide in filler, in this order; None if ``listed`` makes the text.
+    listed: a text of n entries.
+    """
+
+    task: str
+    question: str
+    begun: str
+    wanted: tuple[str, ...]
+    most: int
+    needles: tuple[str, ...] | None = None
+    listed: Callable[[int], str] | None = None
+
+
+@dataclass(frozen=True)
+class Question:
+    """text: ``[1, S]`` tokens; question: ``[1, Q]`` tokens; wanted: strings; most: how many tokens an answer takes."""
+
+    text: Tensor
+    question: Tensor
+    wanted: tuple[str, ...]
+    most: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to one question, and the share of its ``wanted`` strings that the answer contains, as whole words."""
+
+    task: str
+    length: int
+    wanted: tuple[str, ...]
+    answer: str
+
+    @property
+    def score(self) -> float:
+        """From 0 to 1."""
+        words = set(re.findall(r"\w+", self.answer))
+        return sum(wanted in words for wanted in self.wanted) / len(self.wanted)
+
+
+def _words() -> list[str]:
+    """Distinct words of the built-in prose, in alphabetical order."""
+    return sorted(set(re.findall(r"\b[a-z]{4,8}\b", read("prose"))))
+
+
+def _needles(keys: int, values: int) -> Callable[[random.Random], _Parts]:
+    """``keys`` keys with ``values`` numbers each; the question asks for all numbers of one key."""
+
+    def made(draw: random.Random) -> _Parts:
+        names = draw.sample(_words(), keys)
+        numbers = {name: tuple(str(draw.randrange(1_000_000, 10_000_000)) for _ in range(values)) for name in names}
+        hidden = [
+            f"One of the special magic numbers for {name} is: {number}." for name in names for number in numbers[name]
+        ]
+        draw.shuffle(hidden)
+        what = f"What are all the special magic numbers for {names[0]} mentioned in the text?"
+        begun = f"The special magic numbers for {names[0]} mentioned in the text are"
+        task = "Some special magic numbers are hidden in the following text. Memorize them. I will ask for them.\n\n"
+        return _Parts(task, what, begun, numbers[names[0]], 12 + 12 * values, tuple(hidden))
+
+    return made
+
+
+def _variables(hops: int) -> Callable[[random.Random], _Parts]:
+    """A chain of assignments; the question asks for all variables with its value."""
+
+    def made(draw: random.Random) -> _Parts:
+        names: list[str] = []
+        while len(names) <= hops:
+            name = "".join(draw.choices(string.ascii_uppercase, k=5))
+            names += [name] if name not in names else []
+        value = str(draw.randrange(10_000, 100_000))
+        first = f"VAR {names[0]} = {value}."
+        chain = [f"VAR {name} = VAR {before}." for before, name in pairwise(names)]
+        what = f"Find all variables that are assigned the value {value}, directly or through others."
+        begun = f"{hops + 1} variables are assigned the value {value}, they are:"
+        task = "Memorize and track the chain of variable assignments hidden in the following text.\n\n"
+        return _Parts(task, what, begun, tuple(names), 8 * (hops + 2), (first, *chain))
+
+    return made
+
+
+def _common(count: int, often: int, seldom: int) -> Callable[[random.Random], _Parts]:
+    """A list in which ``count`` words occur ``often`` times as often as ``seldom`` says the others do."""
+
+    def made(draw: random.Random) -> _Parts:
+        pool = draw.sample(_words(), len(_words()))
+        common, others = pool[:count], pool[count:]
+
+        def listed(entries: int) -> str:
+            distinct = max(1, (entries - count * often) // seldom)
+            words = common * often + (others * (1 + distinct // len(others)))[:distinct] * seldom
+            random.Random(0).shuffle(words)
+            return "\n".join(f"{number}. {word}" for number, word in enumerate(words, 1))
+
+        task = "Below is a numbered list of words, some of which appear more often than others. Memorize these.\n\n"
+        what, begun = f"What are the {count} most common words in the list?", f"The {count} most common words are:"
+        return _Parts(task, what, begun, tuple(common), 8 * count, listed=listed)
+
+    return made
+
+
+TASKS: dict[str, Callable[[random.Random], _Parts]] = {
+    "niah-single": _needles(1, 1),
+    "niah-multikey": _needles(4, 1),
+    "niah-multivalue": _needles(1, 4),
+    "variables": _variables(4),
+    "common-words": _common(10, 15, 2),
+}
+"""Name -> what makes the parts of a question."""
+
+
+def question(tokenizer: PreTrainedTokenizerBase, filler: Tensor, task: str, length: int, seed: int = 0) -> Question:
+    """A question of ``task`` with a text of about ``length`` tokens.
+
+    filler: ``[1, S]`` tokens of any text, with S of at least ``length``.
+
+    Raises `KVPassError` for an unknown task, for a length without room, and for filler that is too short.
+    """
+    if task not in TASKS:
+        raise KVPassError(f"Unknown task {shown(task)}: choose from {', '.join(TASKS)}.")
+    draw = random.Random(f"{task} {seed}")
+    parts = TASKS[task](draw)
+    before, after = around(tokenizer, parts.task, parts.question, parts.begun)
+    room = length - len(encode(tokenizer, before))
+    if parts.listed is not None:
+        body = _of_length(tokenizer, parts.listed, room)
+    else:
+        needles = parts.needles or ()
+        room -= sum(len(encode(tokenizer, f"\n\n{needle}\n\n")) for needle in needles)
+        if not 0 < room <= filler.shape[1]:
+            raise KVPassError(
+                f"length={length} leaves {room} tokens for filler, of which there are {filler.shape[1]}: use another "
+                "length, or pass longer filler."
+            )
+        cuts = sorted(draw.randrange(room + 1) for _ in needles)
+        pieces = [str(tokenizer.decode(filler[0, a:b])) for a, b in zip([0, *cuts], [*cuts, room], strict=True)]
+        body = pieces[0] + "".join(f"\n\n{n}\n\n{piece}" for n, piece in zip(needles, pieces[1:], strict=True))
+    text, asked = (encode(tokenizer, part) for part in (f"{before}{body}\n\n", after))
+    return Question(torch.tensor([text]), torch.tensor([asked]), parts.wanted, parts.most)
+
+
+def _of_length(tokenizer: PreTrainedTokenizerBase, listed: Callable[[int], str], room: int) -> str:
+    """The longest list of at most ``room`` tokens."""
+    low, high = 1, max(2, room)
+    if len(encode(tokenizer, listed(low))) > room:
+        raise KVPassError(f"A list of words needs more than {room} tokens: use a greater length.")
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if len(encode(tokenizer, listed(middle))) <= room else (low, middle)
+    return listed(low)
+
+
+def run_ruler(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    filler: Tensor,
+    schemes: Mapping[str, Scheme],
+    tasks: Sequence[str],
+    lengths: Sequence[int],
+    *,
+    repeats: int = 1,
+    progress: bool = True,
+) -> dict[str, list[Answer]]:
+    """Ask the same questions of each scheme (None: full precision), ``repeats`` of each task and length.
+
+    Decoding is not compiled, because answers are short. Raises `KVPassError` as `question` and `kvpass.apply` do.
+    """
+    asked = [
+        (task, length, question(tokenizer, filler, task, length, seed))
+        for task in tasks
+        for length in lengths
+        for seed in range(repeats)
+    ]
+    results: dict[str, list[Answer]] = {name: [] for name in schemes}
+    with bar("", len(schemes) * len(asked), "answer", progress) as answers:
+        for name, scheme in schemes.items():
+            answers.set_description(name)
+            with packed(model, scheme, **({} if scheme is None else {"lowering": "eager"})):
+                for task, length, one in asked:
+                    answer = ask(model, tokenizer, one.text, one.question, one.most)
+                    results[name].append(Answer(task, length, one.wanted, answer))
+                    answers.update()
+    return results
